@@ -1,0 +1,16 @@
+"""Paged attention and its cache update for JAX, by custom calls that PyTorch programs share."""
+
+try:
+    import jax
+except ImportError as error:
+    raise ImportError(
+        "jax_frontend needs JAX, which is not installed: pip install 'xla-paged-attention[jax]'"
+    ) from error
+
+from jax_frontend.kv_cache_update import kv_cache_update
+from jax_frontend.paged_attention import paged_attention
+from jax_frontend.simple_add import simple_add
+
+del jax
+
+__all__ = ["kv_cache_update", "paged_attention", "simple_add"]

@@ -1,0 +1,47 @@
+"""``kv_cache_update`` for JAX."""
+
+from __future__ import annotations
+
+import jax
+
+from jax_frontend import _call
+from shared_ffi import kv_cache_update as op
+
+
+def kv_cache_update(
+    kv_cache: jax.Array, key: jax.Array, value: jax.Array, slot_mapping: jax.Array
+) -> jax.Array:
+    """Writes the keys and values of new tokens into their slots of a paged cache.
+
+    The result takes the place of ``kv_cache``. Under ``jax.jit(..., donate_argnums=...)`` it also
+    takes its memory: nothing is copied but the new rows. Without donation XLA copies the cache
+    first, because the caller still owns the old one.
+
+    Dimensions: ``num_tokens`` new tokens of all sequences; a pool of ``num_blocks`` blocks with
+    ``block_size`` positions each.
+
+    Args:
+        kv_cache: ``[num_blocks, block_size, 2 * num_kv_heads, head_size]``, float32, float16 or
+            bfloat16; the K of kv head h at index 2h, its V at 2h + 1.
+        key: ``[num_tokens, num_kv_heads, head_size]``, dtype of ``kv_cache``.
+        value: as ``key``.
+        slot_mapping: ``[num_tokens]``, int32 or int64: token t goes to slot
+            ``block * block_size + offset``. A negative slot is padding and writes nothing. If two
+            tokens name one slot, the later one wins.
+
+    Returns:
+        The updated cache, shape and dtype of ``kv_cache``.
+
+    Raises:
+        ValueError: a shape is wrong.
+        TypeError: a dtype is wrong.
+        jax.errors.JaxRuntimeError: when it runs, INVALID_ARGUMENT: a slot is past the end. The
+            cache is left as it was.
+
+    Example:
+        With ``block_size=16``, position 37 of a sequence lies in its logical block 2 at offset 5
+        (37 = 2 * 16 + 5). If that block is the pool's block 9, the slot is 9 * 16 + 5 = 149.
+    """
+    kv_cache, key, value, slot_mapping = _call.as_arrays(kv_cache, key, value, slot_mapping)
+    operands = (kv_cache, key, value, slot_mapping)
+    return _call.run(op.check(*map(_call.spec_of, operands)), *operands)

@@ -1,0 +1,83 @@
+"""``paged_attention`` for JAX."""
+
+from __future__ import annotations
+
+import jax
+
+from jax_frontend import _call
+from shared_ffi import paged_attention as op
+
+
+def paged_attention(
+    query: jax.Array,
+    kv_cache: jax.Array,
+    context_lens: jax.Array,
+    block_tables: jax.Array,
+    query_start_loc: jax.Array,
+    num_seqs: jax.Array,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> jax.Array:
+    """Causal attention of packed query tokens over a paged key/value cache.
+
+    Prefill, chunked prefill, decode, and any mix of them in one call. The query tokens' own keys
+    and values must be in the cache already (``kv_cache_update``).
+
+    Dimensions: ``num_tokens`` query tokens of all sequences, packed one sequence after the other,
+    then padding; ``max_seqs`` places for sequences, the first ``num_seqs`` of them in use; a pool
+    of ``num_blocks`` blocks with ``block_size`` positions each. ``num_heads`` is a multiple of
+    ``num_kv_heads``: query head h reads kv head ``h // (num_heads // num_kv_heads)``.
+
+    Sequence s has ``q_len = query_start_loc[s + 1] - query_start_loc[s]`` query tokens; its token i
+    stands at position ``p = context_lens[s] - q_len + i`` and attends to the positions ``j <= p``,
+    with a sliding window w only to ``j > p - w``.
+
+    Args:
+        query: ``[num_tokens, num_heads, head_size]``, float32, float16 or bfloat16; head_size from
+            1 to 512.
+        kv_cache: ``[num_blocks, block_size, 2 * num_kv_heads, head_size]``, dtype of ``query``;
+            the K of kv head h at index 2h, its V at 2h + 1. Any block_size from 1.
+        context_lens: ``[max_seqs]`` int32: tokens of the sequence in the cache, the query tokens
+            of this call included. May be 0.
+        block_tables: ``[max_seqs, max_blocks_per_seq]`` int32: the pool's block for each logical
+            block of the sequence. Entries that no query attends to may hold anything.
+        query_start_loc: ``[max_seqs + 1]`` int32, non-decreasing up to entry ``num_seqs``.
+        num_seqs: ``[]`` or ``[1]`` int32, from 0 to max_seqs. Read when the op runs: changing it
+            recompiles nothing. What the arrays above hold past it may be anything.
+        scale: factor of ``q . k``, usually ``head_size ** -0.5``; finite.
+        sliding_window: how many positions a query attends to, itself included; at least 1. None:
+            all of them.
+        soft_cap: c > 0 turns a logit into ``c * tanh(logit / c)``, before the softmax. None: off.
+
+    Returns:
+        ``[num_tokens, num_heads, head_size]``, dtype of ``query``. Logits, softmax and sums are
+        float32 whatever the storage. Rows of no sequence are zero. A row's bits depend on its own
+        sequence alone: not on the rest of the batch, nor on the number of threads. NaN or infinity
+        in memory that a row does not attend to does not reach it.
+
+    Raises:
+        ValueError: a shape, ``scale``, ``sliding_window`` or ``soft_cap`` is wrong.
+        TypeError: a dtype or type is wrong.
+        jax.errors.JaxRuntimeError: when it runs, INVALID_ARGUMENT naming sequence and entry:
+            lengths, tables or ``num_seqs`` contradict each other or point outside the pool.
+
+    Example:
+        ``block_size=16``, one sequence of 45 tokens in the cache (45 = 2 * 16 + 13), decoding its
+        last token::
+
+            context_lens    = [45]         # two full blocks and 13 positions of a third
+            block_tables    = [[7, 2, 5]]  # positions 0..15 in block 7, 16..31 in 2, 32..44 in 5
+            query_start_loc = [0, 1]       # one query token, at position 44
+            num_seqs        = 1
+
+    Reference:
+        Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+        PagedAttention", SOSP 2023. The argument names are those of vLLM and of the TPU's ragged
+        paged attention kernel; soft capping is Gemma 2's, arXiv:2408.00118.
+    """
+    operands = _call.as_arrays(
+        query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs
+    )
+    call = op.check(*map(_call.spec_of, operands), scale, sliding_window, soft_cap)
+    return _call.run(call, *operands)

@@ -1,0 +1,26 @@
+"""``simple_add`` for JAX."""
+
+from __future__ import annotations
+
+import jax
+
+from jax_frontend import _call
+from shared_ffi import simple_add as op
+
+
+def simple_add(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Adds two arrays: the smallest op, to see that a new runtime finds the handlers.
+
+    Args:
+        a: float32, any shape.
+        b: float32, a's shape; nothing is broadcast.
+
+    Returns:
+        a + b, float32.
+
+    Raises:
+        ValueError: the shapes differ.
+        TypeError: a dtype is not float32.
+    """
+    a, b = _call.as_arrays(a, b)
+    return _call.run(op.check(_call.spec_of(a), _call.spec_of(b)), a, b)

@@ -1,0 +1,183 @@
+#include "eager_runtime.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+// The C API leaves these two types to the runtime.
+struct XLA_FFI_Error {
+  XLA_FFI_Error_Code code;
+  std::string message;
+};
+
+struct XLA_FFI_ExecutionContext {
+  int64_t num_threads;
+};
+
+namespace xla_gpu {
+namespace {
+
+// Threads are started when first needed and then wait for tasks until the process ends.
+class ThreadPool {
+ public:
+  void Schedule(std::function<void()> task, size_t wanted_threads) {
+    const size_t limit = std::max(1u, std::thread::hardware_concurrency());
+    std::lock_guard<std::mutex> lock(mutex_);
+    tasks_.push_back(std::move(task));
+    while (num_threads_ < std::min(wanted_threads, limit)) {
+      std::thread([this] { Loop(); }).detach();
+      ++num_threads_;
+    }
+    task_added_.notify_one();
+  }
+
+ private:
+  void Loop() {
+    for (;;) {
+      std::function<void()> task;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        task_added_.wait(lock, [this] { return !tasks_.empty(); });
+        task = std::move(tasks_.front());
+        tasks_.pop_front();
+      }
+      task();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable task_added_;
+  std::deque<std::function<void()>> tasks_;
+  size_t num_threads_ = 0;
+};
+
+// Never destroyed: its threads may outlive static destruction. A forked child has none of its
+// parent's threads, so it gets a pool of its own.
+ThreadPool* g_pool = nullptr;
+
+ThreadPool& Pool() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    g_pool = new ThreadPool;
+    pthread_atfork(nullptr, nullptr, [] { g_pool = new ThreadPool; });
+  });
+  return *g_pool;
+}
+
+XLA_FFI_Error* CreateError(XLA_FFI_Error_Create_Args* args) {
+  return new XLA_FFI_Error{args->errc, args->message};
+}
+
+void GetErrorMessage(XLA_FFI_Error_GetMessage_Args* args) {
+  args->message = args->error->message.c_str();
+}
+
+void DestroyError(XLA_FFI_Error_Destroy_Args* args) { delete args->error; }
+
+XLA_FFI_Error* Schedule(XLA_FFI_ThreadPool_Schedule_Args* args) {
+  Pool().Schedule([task = args->task, data = args->data] { task(data); },
+                  args->ctx->num_threads - 1);  // the calling thread works too
+  return nullptr;
+}
+
+XLA_FFI_Error* NumThreads(XLA_FFI_ThreadPool_NumThreads_Args* args) {
+  *args->num_threads = args->ctx->num_threads;
+  return nullptr;
+}
+
+// What a handler may ask of this runtime: errors and threads. The rest of the table is null.
+const XLA_FFI_Api* Api() {
+  static const XLA_FFI_Api api = [] {
+    XLA_FFI_Api table = {};
+    table.struct_size = XLA_FFI_Api_STRUCT_SIZE;
+    table.api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR,
+                         XLA_FFI_API_MINOR};
+    table.XLA_FFI_Error_Create = CreateError;
+    table.XLA_FFI_Error_GetMessage = GetErrorMessage;
+    table.XLA_FFI_Error_Destroy = DestroyError;
+    table.XLA_FFI_ThreadPool_Schedule = Schedule;
+    table.XLA_FFI_ThreadPool_NumThreads = NumThreads;
+    return table;
+  }();
+  return &api;
+}
+
+// XLA_FFI_Buffers and the pointers to them that a call frame wants.
+struct Buffers {
+  explicit Buffers(std::vector<EagerBuffer>& from) {
+    for (EagerBuffer& buffer : from) {
+      values.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr, buffer.dtype, buffer.data,
+                        static_cast<int64_t>(buffer.shape.size()), buffer.shape.data()});
+    }
+    for (XLA_FFI_Buffer& value : values) pointers.push_back(&value);
+  }
+
+  std::vector<XLA_FFI_Buffer> values;
+  std::vector<void*> pointers;
+};
+
+// Attributes as scalars, sorted by name as the C API demands.
+struct Attributes {
+  explicit Attributes(std::vector<std::pair<std::string, Attribute>> from)
+      : sorted(std::move(from)), scalars(sorted.size()), name_spans(sorted.size()) {
+    std::sort(sorted.begin(), sorted.end(),
+              [](const auto& a, const auto& b) { return a.first < b.first; });
+    for (size_t i = 0; i < sorted.size(); ++i) {
+      auto& [name, value] = sorted[i];
+      name_spans[i] = {name.data(), name.size()};
+      if (float* number = std::get_if<float>(&value)) {
+        scalars[i] = {XLA_FFI_DataType_F32, number};
+      } else {
+        scalars[i] = {XLA_FFI_DataType_S64, &std::get<int64_t>(value)};
+      }
+      names.push_back(&name_spans[i]);
+      pointers.push_back(&scalars[i]);
+      types.push_back(XLA_FFI_AttrType_SCALAR);
+    }
+  }
+
+  std::vector<std::pair<std::string, Attribute>> sorted;
+  std::vector<XLA_FFI_Scalar> scalars;
+  std::vector<XLA_FFI_ByteSpan> name_spans;
+  std::vector<XLA_FFI_ByteSpan*> names;
+  std::vector<void*> pointers;
+  std::vector<XLA_FFI_AttrType> types;
+};
+
+}  // namespace
+
+EagerStatus CallHandler(XLA_FFI_Handler* handler, std::vector<EagerBuffer>& operands,
+                        std::vector<EagerBuffer>& results,
+                        const std::vector<std::pair<std::string, Attribute>>& attributes,
+                        int64_t num_threads) {
+  XLA_FFI_ExecutionContext context{num_threads};
+  Buffers args(operands), rets(results);
+  Attributes attrs(attributes);
+  std::vector<XLA_FFI_ArgType> arg_types(operands.size(), XLA_FFI_ArgType_BUFFER);
+  std::vector<XLA_FFI_RetType> ret_types(results.size(), XLA_FFI_RetType_BUFFER);
+
+  XLA_FFI_CallFrame frame = {};
+  frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
+  frame.api = Api();
+  frame.ctx = &context;
+  frame.stage = XLA_FFI_ExecutionStage_EXECUTE;
+  frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(operands.size()),
+                arg_types.data(), args.pointers.data()};
+  frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(results.size()),
+                ret_types.data(), rets.pointers.data()};
+  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, static_cast<int64_t>(attributes.size()),
+                 attrs.types.data(), attrs.names.data(), attrs.pointers.data()};
+
+  XLA_FFI_Error* error = handler(&frame);
+  if (error == nullptr) return {};
+  EagerStatus status{error->code, error->message};
+  delete error;
+  return status;
+}
+
+}  // namespace xla_gpu

@@ -1,0 +1,35 @@
+// The smallest XLA FFI runtime: calls a handler for a caller that is not XLA (eager PyTorch, a
+// test), through the same C API and therefore through the same checks and the same kernel.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "xla/ffi/api/c_api.h"
+
+namespace xla_gpu {
+
+struct EagerBuffer {
+  XLA_FFI_DataType dtype;
+  void* data;
+  std::vector<int64_t> shape;
+};
+
+using Attribute = std::variant<int64_t, float>;
+
+struct EagerStatus {
+  XLA_FFI_Error_Code code = XLA_FFI_Error_Code_OK;
+  std::string message;
+};
+
+// Calls `handler` on contiguous buffers. The work is spread over at most `num_threads` threads of
+// a pool that lives as long as the process and holds at most one thread per processor.
+EagerStatus CallHandler(XLA_FFI_Handler* handler, std::vector<EagerBuffer>& operands,
+                        std::vector<EagerBuffer>& results,
+                        const std::vector<std::pair<std::string, Attribute>>& attributes,
+                        int64_t num_threads);
+
+}  // namespace xla_gpu

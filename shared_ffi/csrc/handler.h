@@ -1,0 +1,107 @@
+// What the handlers share: reading FFI types, and wording what is wrong with them.
+// The wording is that of shared_ffi/spec.py, so that a user reads the same sentence whether the
+// Python check or the handler speaks.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <functional>
+#include <sstream>
+#include <string>
+#include <utility>
+
+#include "parallel.h"
+#include "storage.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace xla_gpu {
+
+namespace ffi = ::xla::ffi;
+
+template <typename... Parts>
+std::string StrCat(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  return text.str();
+}
+
+// "<op>: <what the rule says>; got <value>".
+template <typename... Parts>
+ffi::Error InvalidArgument(const char* op, const Parts&... parts) {
+  return ffi::Error::InvalidArgument(StrCat(op, ": ", parts...));
+}
+
+inline std::string ShapeName(ffi::AnyBuffer::Dimensions shape) {
+  std::ostringstream text;
+  text << "[";
+  for (size_t i = 0; i < shape.size(); ++i) text << (i ? ", " : "") << shape[i];
+  text << "]";
+  return text.str();
+}
+
+inline const char* DTypeName(ffi::DataType dtype) {
+  switch (dtype) {
+    case ffi::F64:
+      return "float64";
+    case ffi::F32:
+      return "float32";
+    case ffi::F16:
+      return "float16";
+    case ffi::BF16:
+      return "bfloat16";
+    case ffi::S64:
+      return "int64";
+    case ffi::S32:
+      return "int32";
+    case ffi::S16:
+      return "int16";
+    case ffi::S8:
+      return "int8";
+    case ffi::U64:
+      return "uint64";
+    case ffi::U32:
+      return "uint32";
+    case ffi::U16:
+      return "uint16";
+    case ffi::U8:
+      return "uint8";
+    case ffi::PRED:
+      return "bool";
+    default:
+      return "another type";
+  }
+}
+
+// True, and *to set, when the kernels store tensors of this type.
+inline bool StorageType(ffi::DataType dtype, DType* to) {
+  switch (dtype) {
+    case ffi::F32:
+      *to = DType::kFloat32;
+      return true;
+    case ffi::F16:
+      *to = DType::kFloat16;
+      return true;
+    case ffi::BF16:
+      *to = DType::kBFloat16;
+      return true;
+    default:
+      return false;
+  }
+}
+
+// A dimension that may have any size.
+inline constexpr int64_t kAnySize = -1;
+
+inline bool HasShape(ffi::AnyBuffer buffer, std::initializer_list<int64_t> shape) {
+  const auto dims = buffer.dimensions();
+  return dims.size() == shape.size() &&
+         std::equal(dims.begin(), dims.end(), shape.begin(),
+                    [](int64_t dim, int64_t size) { return size == kAnySize || dim == size; });
+}
+
+inline Executor ExecutorOf(ffi::ThreadPool& pool) {
+  return {pool.num_threads(), [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); }};
+}
+
+}  // namespace xla_gpu

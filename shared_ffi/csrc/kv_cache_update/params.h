@@ -1,0 +1,32 @@
+// kv_cache_update: writes the keys and values of new tokens into their slots of the paged cache.
+//
+// Token t goes to slot s = slot_mapping[t], that is, to position s % block_size of block
+// s / block_size; its key for kv head h at index 2h, its value at 2h + 1. A negative slot is padding
+// and writes nothing. Where two tokens name one slot, the later token wins.
+#pragma once
+
+#include <cstdint>
+
+#include "../storage.h"
+
+namespace xla_gpu::kv_cache_update {
+
+struct Params {
+  void* kv_cache;            // [num_slots = num_blocks * block_size, 2 * num_kv_heads, head_size]
+  const void* key;           // [num_tokens, num_kv_heads, head_size]
+  const void* value;         // [num_tokens, num_kv_heads, head_size]
+  const void* slot_mapping;  // [num_tokens], int32 or int64
+  bool slots_are_int64;
+  int64_t num_slots;
+  int64_t num_tokens;
+  int64_t num_kv_heads;
+  int64_t head_size;
+  DType dtype;  // of kv_cache, key and value
+
+  int64_t Slot(int64_t token) const {
+    return slots_are_int64 ? static_cast<const int64_t*>(slot_mapping)[token]
+                           : static_cast<const int32_t*>(slot_mapping)[token];
+  }
+};
+
+}  // namespace xla_gpu::kv_cache_update

@@ -1,0 +1,312 @@
+// The CPU kernel: online softmax (Milakov and Gimelshein, arXiv:1805.02867) over tiles of the cache.
+//
+// An item of work is a run of query tokens of one sequence, with all the query heads that share one
+// kv head: its rows. For each tile of kTile positions, cut at multiples of kTile whatever the
+// block size, an item
+//   1. gathers the tile's K and V through the block table and widens them to float,
+//   2. computes the logits of every row,
+//   3. turns each row's logits into weights and rescales what the row has accumulated,
+//   4. adds the weighted V.
+//
+// Every step treats each row by itself, in an order fixed by positions alone, so a row's bits depend
+// neither on the rows beside it nor on the number of threads: results are batch-invariant. Vectors
+// run across head_size or across positions, and sums over vector lanes follow one fixed tree; the
+// file is compiled without contraction to fused multiply-add, so that each instruction set that
+// XLA_GPU_VECTOR_CLONES names gives the same bits.
+#include "cpu.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+// One copy of a function per instruction set, chosen when the library is loaded.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define XLA_GPU_VECTOR_CLONES __attribute__((target_clones("default", "avx2", "arch=x86-64-v4")))
+#else
+#define XLA_GPU_VECTOR_CLONES
+#endif
+
+namespace xla_gpu::paged_attention {
+namespace {
+
+constexpr int64_t kTile = 64;         // positions per step of the online softmax
+constexpr int64_t kRowsPerItem = 64;  // query rows an item aims for
+constexpr int64_t kLanes = 16;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// Below this many multiply-adds, handing work to another thread costs more than it saves.
+constexpr int64_t kMinParallelWork = 1 << 17;
+
+using Lanes = float __attribute__((vector_size(kLanes * sizeof(float))));
+
+int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// float arrays are padded to whole vectors; the padding of Q, K and V rows is zero.
+int64_t PaddedSize(int64_t size) { return DivideUp(size, kLanes) * kLanes; }
+
+inline void Load(const float* from, Lanes* to) { std::memcpy(to, from, sizeof(Lanes)); }
+inline void Store(const Lanes& from, float* to) { std::memcpy(to, &from, sizeof(Lanes)); }
+
+inline float SumOfLanes(const Lanes& x) {
+  float sum[kLanes];
+  Store(x, sum);
+  for (int64_t width = kLanes / 2; width > 0; width /= 2) {
+    for (int64_t i = 0; i < width; ++i) sum[i] += sum[i + width];
+  }
+  return sum[0];
+}
+
+// e^x for x <= 0 or NaN, within 2 ulp; 0 where e^x would be subnormal. x = n ln 2 + r with
+// |r| <= ln 2 / 2, ln 2 in two parts so that r is nearly exact; e^r by its Taylor polynomial of
+// degree 7, whose remainder is below 2^-27.
+inline float ExpOfNonPositive(float x) {
+  const float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer
+  const float n = shifted - 12582912.0f;
+  const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  float e = 1.0f / 5040;
+  e = e * r + 1.0f / 720;
+  e = e * r + 1.0f / 120;
+  e = e * r + 1.0f / 24;
+  e = e * r + 1.0f / 6;
+  e = e * r + 0.5f;
+  e = e * r + 1.0f;
+  e = e * r + 1.0f;
+  const float power = BitCast<float>((BitCast<uint32_t>(shifted) + 127) << 23);
+  return x < -87.33654f ? 0.0f : e * power;
+}
+
+template <typename T>
+XLA_GPU_VECTOR_CLONES void Widen(const T* from, int64_t size, float* to) {
+  for (int64_t i = 0; i < size; ++i) to[i] = ToFloat(from[i]);
+}
+
+// logits[r][j] = scale * (q[r] . k[j]) for kRows rows and j in [begin, end).
+template <int kRows>
+inline void LogitsOfRows(const float* q, const float* k, int64_t begin, int64_t end, int64_t size,
+                         float scale, float* logits) {
+  for (int64_t j = begin; j < end; ++j) {
+    Lanes sums[kRows] = {};
+    for (int64_t d = 0; d < size; d += kLanes) {
+      Lanes key;
+      Load(k + j * size + d, &key);
+      for (int r = 0; r < kRows; ++r) {
+        Lanes query;
+        Load(q + r * size + d, &query);
+        sums[r] += query * key;
+      }
+    }
+    for (int r = 0; r < kRows; ++r) logits[r * kTile + j] = scale * SumOfLanes(sums[r]);
+  }
+}
+
+XLA_GPU_VECTOR_CLONES void Logits(const float* q, const float* k, int64_t num_rows, int64_t begin,
+                                  int64_t end, int64_t size, float scale, float* logits) {
+  constexpr int kBlock = 4;
+  int64_t r = 0;
+  for (; r + kBlock <= num_rows; r += kBlock) {
+    LogitsOfRows<kBlock>(q + r * size, k, begin, end, size, scale, logits + r * kTile);
+  }
+  for (; r < num_rows; ++r) {
+    LogitsOfRows<1>(q + r * size, k, begin, end, size, scale, logits + r * kTile);
+  }
+}
+
+// What a row has seen so far: the largest logit, and the sum of e^(logit - max).
+struct RowState {
+  float max = -kInfinity;
+  float sum = 0;
+};
+
+// Replaces a row's logits at [begin, end) by weights e^(logit - max), zero elsewhere in the tile,
+// and returns the factor by which the row's earlier sums must shrink.
+XLA_GPU_VECTOR_CLONES float Weigh(float* logits, int64_t begin, int64_t end, RowState* state) {
+  for (int64_t j = 0; j < begin; ++j) logits[j] = -kInfinity;
+  for (int64_t j = end; j < kTile; ++j) logits[j] = -kInfinity;
+  float max = state->max;
+  for (int64_t j = begin; j < end; ++j) max = std::max(max, logits[j]);
+  const float shift = max == -kInfinity ? 0.0f : max;  // all logits -inf: weights of 0, not NaN
+  const float shrink = ExpOfNonPositive(state->max - shift);
+  for (int64_t j = 0; j < kTile; ++j) logits[j] = ExpOfNonPositive(logits[j] - shift);
+  Lanes sums = {};
+  for (int64_t j = 0; j < kTile; j += kLanes) {
+    Lanes weights;
+    Load(logits + j, &weights);
+    sums += weights;
+  }
+  state->max = max;
+  state->sum = state->sum * shrink + SumOfLanes(sums);
+  return shrink;
+}
+
+// output = output * shrink + sum of weights[j] * v[j] over j in [begin, end). The only reader of V:
+// a V that the row does not attend to is not multiplied by a zero weight, which NaN would survive.
+XLA_GPU_VECTOR_CLONES void Accumulate(const float* weights, const float* v, int64_t begin,
+                                      int64_t end, int64_t size, float shrink, float* output) {
+  for (int64_t d = 0; d < size; d += kLanes) {
+    Lanes sum;
+    Load(output + d, &sum);
+    sum *= shrink;
+    for (int64_t j = begin; j < end; ++j) {
+      Lanes value;
+      Load(v + j * size + d, &value);
+      sum += weights[j] * value;
+    }
+    Store(sum, output + d);
+  }
+}
+
+// Query tokens [first_token, first_token + num_tokens) of a sequence; its first at `position`.
+struct Run {
+  int64_t sequence;
+  int64_t first_token;
+  int64_t num_tokens;
+  int64_t position;
+};
+
+template <typename T>
+class Item {
+ public:
+  Item(const Params& p, const Run& run, int64_t kv_head)
+      : p_(p),
+        run_(run),
+        kv_head_(kv_head),
+        group_(p.num_heads / p.num_kv_heads),
+        num_rows_(run.num_tokens * group_),
+        size_(PaddedSize(p.head_size)),
+        q_(num_rows_ * size_),
+        k_(kTile * size_),
+        v_(kTile * size_),
+        logits_(num_rows_ * kTile),
+        output_(num_rows_ * size_),
+        states_(num_rows_) {}
+
+  void Compute() {
+    for (int64_t row = 0; row < num_rows_; ++row) {
+      Widen(static_cast<const T*>(p_.query) + RowOffset(row), p_.head_size, &q_[row * size_]);
+    }
+    const int64_t begin = p_.WindowBegin(run_.position);
+    const int64_t end = run_.position + run_.num_tokens;
+    for (int64_t tile = begin / kTile * kTile; tile < end; tile += kTile) {
+      ComputeTile(tile, std::max(begin, tile), std::min(end, tile + kTile));
+    }
+    for (int64_t row = 0; row < num_rows_; ++row) {
+      T* to = static_cast<T*>(p_.output) + RowOffset(row);
+      for (int64_t d = 0; d < p_.head_size; ++d) {
+        FromFloat(output_[row * size_ + d] / states_[row].sum, to + d);
+      }
+    }
+  }
+
+ private:
+  // Rows are ordered by token, then by query head.
+  int64_t RowOffset(int64_t row) const {
+    const int64_t token = run_.first_token + row / group_;
+    const int64_t head = kv_head_ * group_ + row % group_;
+    return (token * p_.num_heads + head) * p_.head_size;
+  }
+
+  // Positions [begin, end) of the tile that starts at position `tile`: all that any row attends to.
+  void ComputeTile(int64_t tile, int64_t begin, int64_t end) {
+    for (int64_t position = begin; position < end; ++position) Gather(position, position - tile);
+    Logits(q_.data(), k_.data(), num_rows_, begin - tile, end - tile, size_, p_.scale,
+           logits_.data());
+    for (int64_t row = 0; row < num_rows_; ++row) {
+      const int64_t position = run_.position + row / group_;
+      const int64_t row_begin = std::max(p_.WindowBegin(position), begin) - tile;
+      const int64_t row_end = std::min(position + 1, end) - tile;
+      if (row_begin >= row_end) continue;
+      float* logits = &logits_[row * kTile];
+      if (p_.soft_cap > 0) {
+        for (int64_t j = row_begin; j < row_end; ++j) {
+          logits[j] = p_.soft_cap * std::tanh(logits[j] / p_.soft_cap);
+        }
+      }
+      const float shrink = Weigh(logits, row_begin, row_end, &states_[row]);
+      Accumulate(logits, v_.data(), row_begin, row_end, size_, shrink, &output_[row * size_]);
+    }
+  }
+
+  // K and V of one position, through the block table, to row j of the tile.
+  void Gather(int64_t position, int64_t j) {
+    const int32_t* table = p_.block_tables + run_.sequence * p_.max_blocks_per_seq;
+    const int64_t block = table[position / p_.block_size];
+    const int64_t slot = block * p_.block_size + position % p_.block_size;
+    const T* key = static_cast<const T*>(p_.kv_cache) +
+                   (slot * p_.num_kv_heads + kv_head_) * 2 * p_.head_size;
+    Widen(key, p_.head_size, &k_[j * size_]);
+    Widen(key + p_.head_size, p_.head_size, &v_[j * size_]);
+  }
+
+  const Params& p_;
+  const Run run_;
+  const int64_t kv_head_;
+  const int64_t group_;  // query heads per kv head
+  const int64_t num_rows_;
+  const int64_t size_;             // head_size, padded
+  std::vector<float> q_;           // [num_rows, size]
+  std::vector<float> k_, v_;       // [kTile, size]
+  std::vector<float> logits_;      // [num_rows, kTile]; weights after Weigh
+  std::vector<float> output_;      // [num_rows, size], not yet divided by the sum of weights
+  std::vector<RowState> states_;   // [num_rows]
+};
+
+// Rows that belong to no sequence: before the first sequence and after the last.
+void ZeroPadding(const Params& p) {
+  const int64_t row_bytes = p.num_heads * p.head_size * SizeOf(p.dtype);
+  char* output = static_cast<char*>(p.output);
+  const int64_t num_seqs = *p.num_seqs;
+  const int64_t begin = num_seqs == 0 ? p.num_tokens : p.query_start_loc[0];
+  const int64_t end = num_seqs == 0 ? p.num_tokens : p.query_start_loc[num_seqs];
+  std::fill(output, output + begin * row_bytes, 0);
+  std::fill(output + end * row_bytes, output + p.num_tokens * row_bytes, 0);
+}
+
+std::vector<Run> SplitIntoRuns(const Params& p) {
+  const int64_t tokens_per_run =
+      std::max<int64_t>(1, kRowsPerItem * p.num_kv_heads / p.num_heads);
+  std::vector<Run> runs;
+  for (int64_t s = 0; s < *p.num_seqs; ++s) {
+    const int64_t start = p.query_start_loc[s], end = p.query_start_loc[s + 1];
+    for (int64_t token = start; token < end; token += tokens_per_run) {
+      runs.push_back({s, token, std::min(tokens_per_run, end - token),
+                      p.context_lens[s] - (end - token)});
+    }
+  }
+  return runs;
+}
+
+int64_t CountMultiplyAdds(const Params& p, const std::vector<Run>& runs) {
+  int64_t positions = 0;
+  for (const Run& run : runs) {
+    positions += run.num_tokens * (run.position + 1 - p.WindowBegin(run.position));
+  }
+  return 2 * positions * p.num_heads * p.head_size;
+}
+
+template <typename T>
+void Run_(const Params& p, const Executor& executor) {
+  ZeroPadding(p);
+  const std::vector<Run> runs = SplitIntoRuns(p);
+  const int64_t num_runs = static_cast<int64_t>(runs.size());
+  const Executor inline_executor{1, nullptr};
+  ParallelFor(CountMultiplyAdds(p, runs) < kMinParallelWork ? inline_executor : executor,
+              num_runs * p.num_kv_heads, [&](int64_t item) {
+                Item<T>(p, runs[item / p.num_kv_heads], item % p.num_kv_heads).Compute();
+              });
+}
+
+}  // namespace
+
+void RunOnCpu(const Params& p, const Executor& executor) {
+  switch (p.dtype) {
+    case DType::kFloat32:
+      return Run_<float>(p, executor);
+    case DType::kFloat16:
+      return Run_<Half>(p, executor);
+    case DType::kBFloat16:
+      return Run_<BFloat16>(p, executor);
+  }
+}
+
+}  // namespace xla_gpu::paged_attention

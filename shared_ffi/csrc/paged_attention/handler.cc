@@ -1,0 +1,194 @@
+#include "../handler.h"
+
+#include <cmath>
+
+#include "cpu.h"
+#include "params.h"
+
+namespace xla_gpu::paged_attention {
+namespace {
+
+constexpr char kOp[] = "paged_attention";
+constexpr int64_t kMaxHeadSize = 512;
+
+// Shapes, dtypes and attributes: the same rules, in the same order and words, as
+// shared_ffi/paged_attention.py, for programs that did not pass through it.
+ffi::Error MakeParams(ffi::AnyBuffer query, ffi::AnyBuffer kv_cache, ffi::AnyBuffer context_lens,
+                      ffi::AnyBuffer block_tables, ffi::AnyBuffer query_start_loc,
+                      ffi::AnyBuffer num_seqs, ffi::AnyBuffer output, float scale,
+                      int64_t sliding_window, float soft_cap, Params* params) {
+  DType dtype;
+  if (!HasShape(query, {kAnySize, kAnySize, kAnySize})) {
+    return InvalidArgument(kOp, "query must have shape [num_tokens, num_heads, head_size]; got ",
+                           ShapeName(query.dimensions()));
+  }
+  const int64_t num_tokens = query.dimensions()[0];
+  const int64_t num_heads = query.dimensions()[1];
+  const int64_t head_size = query.dimensions()[2];
+  if (!StorageType(query.element_type(), &dtype)) {
+    return InvalidArgument(kOp, "query must have dtype float32, float16 or bfloat16; got ",
+                           DTypeName(query.element_type()));
+  }
+  if (head_size < 1 || head_size > kMaxHeadSize) {
+    return InvalidArgument(kOp, "query must have a head_size from 1 to ", kMaxHeadSize, "; got ",
+                           head_size);
+  }
+  if (!HasShape(kv_cache, {kAnySize, kAnySize, kAnySize, head_size}) ||
+      kv_cache.dimensions()[1] < 1 || kv_cache.dimensions()[2] < 2 ||
+      kv_cache.dimensions()[2] % 2 != 0) {
+    return InvalidArgument(kOp, "kv_cache must have shape [num_blocks, block_size, ",
+                           "2 * num_kv_heads, head_size=", head_size, "]; got ",
+                           ShapeName(kv_cache.dimensions()));
+  }
+  if (kv_cache.element_type() != query.element_type()) {
+    return InvalidArgument(kOp, "kv_cache must have query's dtype ",
+                           DTypeName(query.element_type()), "; got ",
+                           DTypeName(kv_cache.element_type()));
+  }
+  const int64_t num_kv_heads = kv_cache.dimensions()[2] / 2;
+  if (num_heads < 1 || num_heads % num_kv_heads != 0) {
+    return InvalidArgument(kOp, "query's num_heads must be a multiple of num_kv_heads=",
+                           num_kv_heads, "; got ", num_heads);
+  }
+  if (!HasShape(context_lens, {kAnySize})) {
+    return InvalidArgument(kOp, "context_lens must have shape [max_seqs]; got ",
+                           ShapeName(context_lens.dimensions()));
+  }
+  const int64_t max_seqs = context_lens.dimensions()[0];
+  if (!HasShape(block_tables, {max_seqs, kAnySize})) {
+    return InvalidArgument(kOp, "block_tables must have shape [max_seqs=", max_seqs,
+                           ", max_blocks_per_seq]; got ", ShapeName(block_tables.dimensions()));
+  }
+  if (!HasShape(query_start_loc, {max_seqs + 1})) {
+    return InvalidArgument(kOp, "query_start_loc must have shape [max_seqs + 1=", max_seqs + 1,
+                           "]; got ", ShapeName(query_start_loc.dimensions()));
+  }
+  if (!HasShape(num_seqs, {}) && !HasShape(num_seqs, {1})) {
+    return InvalidArgument(kOp, "num_seqs must have shape [] or [1]; got ",
+                           ShapeName(num_seqs.dimensions()));
+  }
+  const struct {
+    const char* name;
+    ffi::AnyBuffer buffer;
+  } integers[] = {{"context_lens", context_lens},
+                  {"block_tables", block_tables},
+                  {"query_start_loc", query_start_loc},
+                  {"num_seqs", num_seqs}};
+  for (const auto& [name, buffer] : integers) {
+    if (buffer.element_type() != ffi::S32) {
+      return InvalidArgument(kOp, name, " must have dtype int32; got ",
+                             DTypeName(buffer.element_type()));
+    }
+  }
+  if (!std::isfinite(scale)) {
+    return InvalidArgument(kOp, "scale must be finite in float32; got ", scale);
+  }
+  if (sliding_window < 0) {
+    return InvalidArgument(kOp, "sliding_window must be at least 1; got ", sliding_window);
+  }
+  if (!(soft_cap >= 0) || !std::isfinite(soft_cap)) {
+    return InvalidArgument(kOp, "soft_cap must be positive and finite in float32; got ", soft_cap);
+  }
+  if (output.element_type() != query.element_type() ||
+      !HasShape(output, {num_tokens, num_heads, head_size})) {
+    return InvalidArgument(kOp, "the result must be ", DTypeName(query.element_type()), " ",
+                           ShapeName(query.dimensions()), "; got ",
+                           DTypeName(output.element_type()), " ", ShapeName(output.dimensions()));
+  }
+  *params = {query.untyped_data(),
+             kv_cache.untyped_data(),
+             context_lens.typed_data<int32_t>(),
+             block_tables.typed_data<int32_t>(),
+             query_start_loc.typed_data<int32_t>(),
+             num_seqs.typed_data<int32_t>(),
+             output.untyped_data(),
+             num_tokens,
+             num_heads,
+             head_size,
+             kv_cache.dimensions()[0],
+             kv_cache.dimensions()[1],
+             num_kv_heads,
+             max_seqs,
+             block_tables.dimensions()[1],
+             scale,
+             sliding_window,
+             soft_cap,
+             dtype};
+  return ffi::Error::Success();
+}
+
+// The values that steer memory accesses. Only where the host can read them: the CPU.
+ffi::Error CheckMetadata(const Params& p) {
+  const int64_t num_seqs = *p.num_seqs;
+  if (num_seqs < 0 || num_seqs > p.max_seqs) {
+    return InvalidArgument(kOp, "num_seqs must be from 0 to max_seqs=", p.max_seqs, "; got ",
+                           num_seqs);
+  }
+  if (num_seqs > 0 && p.query_start_loc[0] < 0) {
+    return InvalidArgument(kOp, "query_start_loc[0] must be at least 0; got ",
+                           p.query_start_loc[0]);
+  }
+  const int64_t capacity = p.max_blocks_per_seq * p.block_size;
+  for (int64_t s = 0; s < num_seqs; ++s) {
+    const int64_t start = p.query_start_loc[s], end = p.query_start_loc[s + 1];
+    const int64_t q_len = end - start, context_len = p.context_lens[s];
+    if (q_len < 0) {
+      return InvalidArgument(kOp, "query_start_loc must not decrease; got query_start_loc[", s + 1,
+                             "]=", end, " after query_start_loc[", s, "]=", start);
+    }
+    if (end > p.num_tokens) {
+      return InvalidArgument(kOp, "query_start_loc[", s + 1, "] must be at most num_tokens=",
+                             p.num_tokens, "; got ", end);
+    }
+    if (context_len < 0 || context_len > capacity) {
+      return InvalidArgument(kOp, "context_lens[", s,
+                             "] must be from 0 to max_blocks_per_seq * block_size=", capacity,
+                             "; got ", context_len);
+    }
+    if (context_len < q_len) {
+      return InvalidArgument(kOp, "context_lens[", s, "] must count the sequence's ", q_len,
+                             " query tokens too; got ", context_len);
+    }
+    if (q_len == 0) continue;
+    const int64_t first_block = p.WindowBegin(context_len - q_len) / p.block_size;
+    const int64_t last_block = (context_len - 1) / p.block_size;
+    for (int64_t b = first_block; b <= last_block; ++b) {
+      const int64_t block = p.block_tables[s * p.max_blocks_per_seq + b];
+      if (block < 0 || block >= p.num_blocks) {
+        return InvalidArgument(kOp, "block_tables[", s, ", ", b,
+                               "] must be from 0 to num_blocks - 1=", p.num_blocks - 1, "; got ",
+                               block);
+      }
+    }
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error OnCpu(ffi::AnyBuffer query, ffi::AnyBuffer kv_cache, ffi::AnyBuffer context_lens,
+                 ffi::AnyBuffer block_tables, ffi::AnyBuffer query_start_loc,
+                 ffi::AnyBuffer num_seqs, ffi::Result<ffi::AnyBuffer> output, float scale,
+                 int64_t sliding_window, float soft_cap, ffi::ThreadPool pool) {
+  Params params;
+  ffi::Error error = MakeParams(query, kv_cache, context_lens, block_tables, query_start_loc,
+                                num_seqs, *output, scale, sliding_window, soft_cap, &params);
+  if (error.success()) error = CheckMetadata(params);
+  if (error.success()) RunOnCpu(params, ExecutorOf(pool));
+  return error;
+}
+
+}  // namespace
+}  // namespace xla_gpu::paged_attention
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedAttentionCpu, xla_gpu::paged_attention::OnCpu,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<xla::ffi::AnyBuffer>()  // query
+                                  .Arg<xla::ffi::AnyBuffer>()  // kv_cache
+                                  .Arg<xla::ffi::AnyBuffer>()  // context_lens
+                                  .Arg<xla::ffi::AnyBuffer>()  // block_tables
+                                  .Arg<xla::ffi::AnyBuffer>()  // query_start_loc
+                                  .Arg<xla::ffi::AnyBuffer>()  // num_seqs
+                                  .Ret<xla::ffi::AnyBuffer>()  // output
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("sliding_window")
+                                  .Attr<float>("soft_cap")
+                                  .Ctx<xla::ffi::ThreadPool>());

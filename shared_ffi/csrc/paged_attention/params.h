@@ -1,0 +1,54 @@
+// paged_attention: causal attention of packed query tokens over a paged key/value cache.
+//
+// Sequence s, for s in [0, num_seqs), owns the query tokens query_start_loc[s] up to
+// query_start_loc[s + 1], q_len of them. Its token i stands at position
+//     p = context_lens[s] - q_len + i
+// and attends to the positions j with max(0, p - sliding_window + 1) <= j <= p. Position j lies in
+// block block_tables[s][j / block_size] at offset j % block_size; the K of kv head h at index 2h, the
+// V at 2h + 1. Query head h reads kv head h / (num_heads / num_kv_heads).
+//     logit = scale * (q . k), then soft_cap * tanh(logit / soft_cap) where there is a cap
+//     output = sum_j softmax(logit)_j * v_j, in float32 whatever the storage
+// Rows of no sequence are zero. Nothing that is not attended to reaches the result: not the rest of
+// the cache, and not what tables and lengths hold past num_seqs.
+//
+// The handler has checked all of this: a kernel never validates.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "../storage.h"
+
+namespace xla_gpu::paged_attention {
+
+struct Params {
+  const void* query;               // [num_tokens, num_heads, head_size]
+  const void* kv_cache;            // [num_blocks, block_size, 2 * num_kv_heads, head_size]
+  const int32_t* context_lens;     // [max_seqs]
+  const int32_t* block_tables;     // [max_seqs, max_blocks_per_seq]
+  const int32_t* query_start_loc;  // [max_seqs + 1]
+  const int32_t* num_seqs;         // [1]
+  void* output;                    // [num_tokens, num_heads, head_size]
+
+  int64_t num_tokens;
+  int64_t num_heads;
+  int64_t head_size;
+  int64_t num_blocks;
+  int64_t block_size;
+  int64_t num_kv_heads;
+  int64_t max_seqs;
+  int64_t max_blocks_per_seq;
+
+  float scale;
+  int64_t sliding_window;  // 0: none
+  float soft_cap;          // 0: none
+
+  DType dtype;  // of query, kv_cache and output
+
+  // First position that a query at `position` attends to; the last is `position` itself.
+  int64_t WindowBegin(int64_t position) const {
+    return sliding_window == 0 ? 0 : std::max<int64_t>(0, position - sliding_window + 1);
+  }
+};
+
+}  // namespace xla_gpu::paged_attention

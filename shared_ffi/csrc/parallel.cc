@@ -1,0 +1,69 @@
+#include "parallel.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cfenv>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+
+namespace xla_gpu {
+namespace {
+
+// Gives the kernel the default floating-point environment, and the caller its own back. XLA's threads
+// flush subnormals to zero and torch's do not: without this, the doors would disagree on them.
+class DefaultFloatEnvironment {
+ public:
+  DefaultFloatEnvironment() {
+    std::fegetenv(&callers_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultFloatEnvironment() { std::fesetenv(&callers_); }
+
+ private:
+  std::fenv_t callers_;
+};
+
+// Shared with the scheduled tasks, which may start after ParallelFor has returned: such a task finds
+// no item left and never touches `body`.
+struct Progress {
+  const std::function<void(int64_t)>* body;
+  int64_t num_items;
+  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> done{0};
+  std::mutex mutex;
+  std::condition_variable all_done;
+
+  void Work() {
+    DefaultFloatEnvironment environment;
+    int64_t finished = 0;
+    for (int64_t i; (i = next.fetch_add(1)) < num_items; ++finished) (*body)(i);
+    if (finished > 0 && done.fetch_add(finished) + finished == num_items) {
+      std::lock_guard<std::mutex> lock(mutex);
+      all_done.notify_one();
+    }
+  }
+};
+
+}  // namespace
+
+void ParallelFor(const Executor& executor, int64_t num_items,
+                 const std::function<void(int64_t)>& body) {
+  const int64_t num_threads = std::min(executor.num_threads, num_items);
+  if (num_threads <= 1) {
+    DefaultFloatEnvironment environment;
+    for (int64_t i = 0; i < num_items; ++i) body(i);
+    return;
+  }
+  auto progress = std::make_shared<Progress>();
+  progress->body = &body;
+  progress->num_items = num_items;
+  for (int64_t i = 1; i < num_threads; ++i) {
+    executor.schedule([progress] { progress->Work(); });
+  }
+  progress->Work();
+  std::unique_lock<std::mutex> lock(progress->mutex);
+  progress->all_done.wait(lock, [&] { return progress->done.load() == num_items; });
+}
+
+}  // namespace xla_gpu

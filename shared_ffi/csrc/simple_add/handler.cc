@@ -1,0 +1,51 @@
+#include "../handler.h"
+
+#include "cpu.h"
+#include "params.h"
+
+namespace xla_gpu::simple_add {
+namespace {
+
+constexpr char kOp[] = "simple_add";
+
+ffi::Error MakeParams(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer sum, Params* params) {
+  const auto is_shape_of_a = [&](ffi::AnyBuffer x) {
+    const auto want = a.dimensions(), have = x.dimensions();
+    return std::equal(want.begin(), want.end(), have.begin(), have.end());
+  };
+  if (a.element_type() != ffi::F32) {
+    return InvalidArgument(kOp, "a must have dtype float32; got ", DTypeName(a.element_type()));
+  }
+  if (!is_shape_of_a(b)) {
+    return InvalidArgument(kOp, "b must have shape ", ShapeName(a.dimensions()), "; got ",
+                           ShapeName(b.dimensions()));
+  }
+  if (b.element_type() != ffi::F32) {
+    return InvalidArgument(kOp, "b must have dtype float32; got ", DTypeName(b.element_type()));
+  }
+  if (sum.element_type() != ffi::F32 || !is_shape_of_a(sum)) {
+    return InvalidArgument(kOp, "the result must be float32 ", ShapeName(a.dimensions()), "; got ",
+                           DTypeName(sum.element_type()), " ", ShapeName(sum.dimensions()));
+  }
+  *params = {a.typed_data<float>(), b.typed_data<float>(), sum.typed_data<float>(),
+             static_cast<int64_t>(a.element_count())};
+  return ffi::Error::Success();
+}
+
+ffi::Error OnCpu(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> sum,
+                 ffi::ThreadPool pool) {
+  Params params;
+  if (ffi::Error error = MakeParams(a, b, *sum, &params); error.failure()) return error;
+  RunOnCpu(params, ExecutorOf(pool));
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace xla_gpu::simple_add
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SimpleAddCpu, xla_gpu::simple_add::OnCpu,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<xla::ffi::AnyBuffer>()  // a
+                                  .Arg<xla::ffi::AnyBuffer>()  // b
+                                  .Ret<xla::ffi::AnyBuffer>()  // sum
+                                  .Ctx<xla::ffi::ThreadPool>());

@@ -1,0 +1,76 @@
+// The storage types of the ops and their conversion to and from float, the type all math is done in.
+// No XLA headers: kernels include this.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace xla_gpu {
+
+enum class DType { kFloat32, kFloat16, kBFloat16 };
+
+inline int64_t SizeOf(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+// IEEE 754 binary16, as bits.
+struct Half {
+  uint16_t bits;
+};
+
+// The upper half of an IEEE 754 binary32, as bits.
+struct BFloat16 {
+  uint16_t bits;
+};
+
+template <typename To, typename From>
+inline To BitCast(From from) {
+  static_assert(sizeof(To) == sizeof(From), "BitCast needs types of one size");
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+inline float ToFloat(float x) { return x; }
+
+inline float ToFloat(BFloat16 x) { return BitCast<float>(static_cast<uint32_t>(x.bits) << 16); }
+
+// Branch-free so that loops over it vectorize: the exponent is rebased by a multiplication, which
+// is exact and turns binary16's subnormals into normal floats.
+inline float ToFloat(Half x) {
+  const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
+  const uint32_t rebased = BitCast<uint32_t>(BitCast<float>(magnitude) * 0x1p112f);
+  const uint32_t special = magnitude | 0x7f800000u;  // infinity or NaN
+  const uint32_t finite = magnitude < 0x0f800000u;
+  return BitCast<float>(sign | (finite ? rebased : special));
+}
+
+inline void FromFloat(float x, float* to) { *to = x; }
+
+// Rounds to nearest, ties to even; a NaN stays a (quiet) NaN.
+inline void FromFloat(float x, BFloat16* to) {
+  const uint32_t bits = BitCast<uint32_t>(x);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const uint32_t quiet_nan = (bits >> 16) | 0x0040;
+  to->bits = static_cast<uint16_t>(x != x ? quiet_nan : rounded);
+}
+
+// Rounds to nearest, ties to even; overflows to infinity; a NaN stays a (quiet) NaN.
+inline void FromFloat(float x, Half* to) {
+  const uint32_t bits = BitCast<uint32_t>(x);
+  const uint32_t sign = (bits >> 16) & 0x8000;
+  const uint32_t magnitude = bits & 0x7fffffff;
+  uint32_t half;
+  if (magnitude > 0x7f800000) {
+    half = 0x7e00 | ((magnitude >> 13) & 0x03ff);
+  } else if (magnitude >= 0x477ff000) {  // 65520, halfway between the largest half and the next
+    half = 0x7c00;
+  } else if (magnitude < 0x38800000) {  // 2^-14: below it the half is subnormal
+    // Adding 0.5 puts the half's last place at the float's last place, so the addition rounds.
+    half = BitCast<uint32_t>(BitCast<float>(magnitude) + 0.5f) - BitCast<uint32_t>(0.5f);
+  } else {
+    half = (magnitude - 0x38000000 + 0x0fff + ((magnitude >> 13) & 1)) >> 13;
+  }
+  to->bits = static_cast<uint16_t>(sign | half);
+}
+
+}  // namespace xla_gpu

@@ -1,0 +1,44 @@
+"""The check of ``kv_cache_update``. What the op means is told in ``csrc/kv_cache_update/params.h``."""
+
+from __future__ import annotations
+
+from shared_ffi.spec import STORAGE_DTYPES, ArraySpec, Call, dtype_error, shape_error
+
+OP = "kv_cache_update"
+TARGET = "xla_gpu_kv_cache_update"
+
+
+def check(kv_cache: ArraySpec, key: ArraySpec, value: ArraySpec, slot_mapping: ArraySpec) -> Call:
+    """Returns the in-place call, or raises ValueError (shape) or TypeError (dtype)."""
+    if len(key.shape) != 3:
+        raise shape_error(OP, "key", "[num_tokens, num_kv_heads, head_size]", key.shape)
+    num_tokens, num_kv_heads, head_size = key.shape
+    if key.dtype not in STORAGE_DTYPES:
+        raise dtype_error(OP, "key", "dtype float32, float16 or bfloat16", key.dtype)
+    if value.shape != key.shape:
+        rule = f"[num_tokens={num_tokens}, num_kv_heads={num_kv_heads}, head_size={head_size}]"
+        raise shape_error(OP, "value", rule, value.shape)
+    if value.dtype != key.dtype:
+        raise dtype_error(OP, "value", f"key's dtype {key.dtype}", value.dtype)
+    if (
+        len(kv_cache.shape) != 4
+        or kv_cache.shape[2:] != (2 * num_kv_heads, head_size)
+        or kv_cache.shape[1] < 1
+    ):
+        rule = (
+            f"[num_blocks, block_size, 2 * num_kv_heads={2 * num_kv_heads}, head_size={head_size}]"
+        )
+        raise shape_error(OP, "kv_cache", rule, kv_cache.shape)
+    if kv_cache.dtype != key.dtype:
+        raise dtype_error(OP, "kv_cache", f"key's dtype {key.dtype}", kv_cache.dtype)
+    if slot_mapping.shape != (num_tokens,):
+        raise shape_error(OP, "slot_mapping", f"[num_tokens={num_tokens}]", slot_mapping.shape)
+    if slot_mapping.dtype not in ("int32", "int64"):
+        raise dtype_error(OP, "slot_mapping", "dtype int32 or int64", slot_mapping.dtype)
+    return Call(
+        OP,
+        TARGET,
+        operands=(kv_cache, key, value, slot_mapping),
+        results=(kv_cache,),
+        aliases=((0, 0),),
+    )

@@ -1,0 +1,119 @@
+"""The check of ``paged_attention``. What the op means is told in ``csrc/paged_attention/params.h``.
+
+The handler repeats these rules in the same order and words, for programs that reach it without
+passing through here (``csrc/paged_attention/handler.cc``); a test compares the two.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shared_ffi.spec import (
+    STORAGE_DTYPES,
+    ArraySpec,
+    Call,
+    dtype_error,
+    shape_error,
+    value_error,
+)
+
+OP = "paged_attention"
+TARGET = "xla_gpu_paged_attention"
+MAX_HEAD_SIZE = 512
+
+
+def check(
+    query: ArraySpec,
+    kv_cache: ArraySpec,
+    context_lens: ArraySpec,
+    block_tables: ArraySpec,
+    query_start_loc: ArraySpec,
+    num_seqs: ArraySpec,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+) -> Call:
+    """Returns the call, or raises ValueError (shape, value) or TypeError (dtype, type)."""
+    if len(query.shape) != 3:
+        raise shape_error(OP, "query", "[num_tokens, num_heads, head_size]", query.shape)
+    _, num_heads, head_size = query.shape
+    if query.dtype not in STORAGE_DTYPES:
+        raise dtype_error(OP, "query", "dtype float32, float16 or bfloat16", query.dtype)
+    if not 1 <= head_size <= MAX_HEAD_SIZE:
+        raise value_error(OP, "query", f"have a head_size from 1 to {MAX_HEAD_SIZE}", head_size)
+    if (
+        len(kv_cache.shape) != 4
+        or kv_cache.shape[3] != head_size
+        or kv_cache.shape[1] < 1
+        or kv_cache.shape[2] < 2
+        or kv_cache.shape[2] % 2 != 0
+    ):
+        rule = f"[num_blocks, block_size, 2 * num_kv_heads, head_size={head_size}]"
+        raise shape_error(OP, "kv_cache", rule, kv_cache.shape)
+    if kv_cache.dtype != query.dtype:
+        raise dtype_error(OP, "kv_cache", f"query's dtype {query.dtype}", kv_cache.dtype)
+    num_kv_heads = kv_cache.shape[2] // 2
+    if num_heads < 1 or num_heads % num_kv_heads != 0:
+        rule = f"be a multiple of num_kv_heads={num_kv_heads}"
+        raise value_error(OP, "query's num_heads", rule, num_heads)
+    if len(context_lens.shape) != 1:
+        raise shape_error(OP, "context_lens", "[max_seqs]", context_lens.shape)
+    (max_seqs,) = context_lens.shape
+    if len(block_tables.shape) != 2 or block_tables.shape[0] != max_seqs:
+        rule = f"[max_seqs={max_seqs}, max_blocks_per_seq]"
+        raise shape_error(OP, "block_tables", rule, block_tables.shape)
+    if query_start_loc.shape != (max_seqs + 1,):
+        rule = f"[max_seqs + 1={max_seqs + 1}]"
+        raise shape_error(OP, "query_start_loc", rule, query_start_loc.shape)
+    if num_seqs.shape not in ((), (1,)):
+        raise shape_error(OP, "num_seqs", "[] or [1]", num_seqs.shape)
+    for argument, spec in (
+        ("context_lens", context_lens),
+        ("block_tables", block_tables),
+        ("query_start_loc", query_start_loc),
+        ("num_seqs", num_seqs),
+    ):
+        if spec.dtype != "int32":
+            raise dtype_error(OP, argument, "dtype int32", spec.dtype)
+    attributes = (
+        ("scale", _scale(scale)),
+        ("sliding_window", _sliding_window(sliding_window)),
+        ("soft_cap", _soft_cap(soft_cap)),
+    )
+    operands = (query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs)
+    return Call(OP, TARGET, operands=operands, results=(query,), attributes=attributes)
+
+
+def _float32(argument: str, value: float) -> np.float32:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise dtype_error(OP, argument, "type float", type(value).__name__)
+    with np.errstate(over="ignore"):
+        return np.float32(value)
+
+
+def _scale(scale: float) -> np.float32:
+    value = _float32("scale", scale)
+    if not np.isfinite(value):
+        raise value_error(OP, "scale", "be finite in float32", scale)
+    return value
+
+
+def _sliding_window(sliding_window: int | None) -> np.int64:
+    """As an attribute; 0 stands for none."""
+    if sliding_window is None:
+        return np.int64(0)
+    if isinstance(sliding_window, bool) or not isinstance(sliding_window, int | np.integer):
+        raise dtype_error(OP, "sliding_window", "type int", type(sliding_window).__name__)
+    if sliding_window < 1:
+        raise value_error(OP, "sliding_window", "be at least 1", sliding_window)
+    return np.int64(min(sliding_window, np.iinfo(np.int64).max))
+
+
+def _soft_cap(soft_cap: float | None) -> np.float32:
+    """As an attribute; 0 stands for none."""
+    if soft_cap is None:
+        return np.float32(0)
+    value = _float32("soft_cap", soft_cap)
+    if not (np.isfinite(value) and value > 0):
+        raise value_error(OP, "soft_cap", "be positive and finite in float32", soft_cap)
+    return value

@@ -1,0 +1,19 @@
+"""The check of ``simple_add``: the smallest op, the one that "how to add an op" walks through."""
+
+from __future__ import annotations
+
+from shared_ffi.spec import ArraySpec, Call, dtype_error, shape_error
+
+OP = "simple_add"
+TARGET = "XlaGpuSimpleAdd"
+
+
+def check(a: ArraySpec, b: ArraySpec) -> Call:
+    """Returns the call ``a + b``, or raises ValueError (shape) or TypeError (dtype)."""
+    if a.dtype != "float32":
+        raise dtype_error(OP, "a", "dtype float32", a.dtype)
+    if b.shape != a.shape:
+        raise shape_error(OP, "b", str(list(a.shape)), b.shape)
+    if b.dtype != "float32":
+        raise dtype_error(OP, "b", "dtype float32", b.dtype)
+    return Call(OP, TARGET, operands=(a, b), results=(a,))

@@ -1,0 +1,52 @@
+"""What a checked call of an op is, and how a broken rule is worded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+STORAGE_DTYPES = ("float32", "float16", "bfloat16")
+
+Scalar = np.float32 | np.int64
+
+
+class ArraySpec(NamedTuple):
+    """Shape and dtype name (``"bfloat16"``) of an operand or a result."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that has passed its op's check: all that any door needs to make it.
+
+    Hashable: two calls are equal exactly when they lower to the same custom call.
+    """
+
+    op: str
+    target: str
+    """Custom-call target, the same on every platform."""
+    operands: tuple[ArraySpec, ...]
+    results: tuple[ArraySpec, ...]
+    attributes: tuple[tuple[str, Scalar], ...] = ()
+    aliases: tuple[tuple[int, int], ...] = ()
+    """Pairs (operand, result) that share one buffer: the op writes in place."""
+
+
+def shape_error(op: str, argument: str, rule: str, got: object) -> ValueError:
+    return ValueError(f"{op}: {argument} must have shape {rule}; got {_show(got)}")
+
+
+def value_error(op: str, argument: str, rule: str, got: object) -> ValueError:
+    return ValueError(f"{op}: {argument} must {rule}; got {_show(got)}")
+
+
+def dtype_error(op: str, argument: str, rule: str, got: object) -> TypeError:
+    return TypeError(f"{op}: {argument} must have {rule}; got {_show(got)}")
+
+
+def _show(got: object) -> str:
+    return str(list(got)) if isinstance(got, tuple) else str(got)

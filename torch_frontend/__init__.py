@@ -1,0 +1,18 @@
+"""Defines ``torch.ops.xla_gpu``: paged attention and its cache update for PyTorch, on the CPU and,
+by custom calls that JAX programs share, on torch_xla."""
+
+try:
+    import torch
+except ImportError as error:
+    raise ImportError(
+        "torch_frontend needs PyTorch, which is not installed: "
+        "pip install 'xla-paged-attention[torch]', or [torch-xla] for XLA devices"
+    ) from error
+
+from torch_frontend.kv_cache_update import kv_cache_update
+from torch_frontend.paged_attention import paged_attention
+from torch_frontend.simple_add import simple_add
+
+del torch
+
+__all__ = ["kv_cache_update", "paged_attention", "simple_add"]

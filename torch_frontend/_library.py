@@ -1,0 +1,182 @@
+"""Defines ops of the namespace ``xla_gpu``: one schema and one check give every kernel of an op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from shared_ffi import eager
+from shared_ffi.spec import ArraySpec, Call
+
+_LIBRARY = torch.library.Library("xla_gpu", "DEF")
+
+_DTYPE_NAMES = {
+    torch.float64: "float64",
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.int16: "int16",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.bool: "bool",
+}
+
+
+class CheckedCalls:
+    """Checks the arguments of an op as its kernels receive them."""
+
+    def __init__(self, num_tensors: int, num_others: int, check: Callable[..., Call]) -> None:
+        self._num_tensors = num_tensors
+        self._num_others = num_others
+        self._check = check
+        # Shapes and dtypes repeat from call to call. typed: True is not the window 1.
+        self._cached_check = lru_cache(maxsize=4096, typed=True)(self._check_sizes)
+
+    def split(self, arguments: Sequence[Any]) -> tuple[Sequence[torch.Tensor], tuple[Any, ...]]:
+        """The tensors, and the other arguments. The dispatcher omits trailing ones that are None,
+        the only default that a schema here gives."""
+        others = tuple(arguments[self._num_tensors :])
+        return arguments[: self._num_tensors], others + (None,) * (self._num_others - len(others))
+
+    def __call__(self, arguments: Sequence[Any]) -> tuple[Call, Sequence[torch.Tensor]]:
+        tensors, others = self.split(arguments)
+        sizes = [x for tensor in tensors for x in (tensor.shape, tensor.dtype)]
+        return self._cached_check(others, *sizes), tensors
+
+    def symbolic(self, arguments: Sequence[Any]) -> tuple[Call, Sequence[torch.Tensor]]:
+        """The same where sizes may be symbols, which cannot be cached by value."""
+        tensors, others = self.split(arguments)
+        sizes = [x for tensor in tensors for x in (tensor.shape, tensor.dtype)]
+        return self._check_sizes(others, *sizes), tensors
+
+    def _check_sizes(self, others: tuple[Any, ...], *sizes: Any) -> Call:
+        return self._check(*map(_spec, sizes[::2], sizes[1::2]), *others)
+
+
+def define(schema: str, check: Callable[..., Call]) -> torch._ops.OpOverload:
+    """Defines ``xla_gpu::<schema>`` for CPU, XLA and fake tensors.
+
+    Args:
+        schema: name, arguments and results as torch.library writes them; the tensors come first,
+            and the one that the op writes in place, if there is one, before the others.
+        check: the op's check in shared_ffi; takes ArraySpecs for the tensors, then the rest.
+    """
+    _LIBRARY.define(schema)
+    name, _, signature = schema.partition("(")
+    op: torch._ops.OpOverload = getattr(torch.ops.xla_gpu, name).default
+    types = [str(argument.type) for argument in op._schema.arguments]
+    num_tensors = types.count("Tensor")
+    calls = CheckedCalls(num_tensors, len(types) - num_tensors, check)
+    if op._schema.is_mutable:
+        _implement_in_place(op, name, signature, calls)
+    else:
+        _implement(op, name, calls)
+    return op
+
+
+def _implement(op: torch._ops.OpOverload, name: str, calls: CheckedCalls) -> None:
+    def cpu(*arguments: Any) -> torch.Tensor:
+        call, tensors = calls(arguments)
+        result = tensors[0].new_empty(call.results[0].shape)
+        operands = [tensor.contiguous() for tensor in tensors]
+        eager.run(call, operands, [result], torch.get_num_threads())
+        return result
+
+    def autograd(*arguments: Any) -> Any:
+        _refuse_grad(name, calls.split(arguments)[0])
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*arguments)
+
+    _LIBRARY.impl(name, cpu, "CPU")
+    _LIBRARY.impl(name, autograd, "Autograd")
+    _implement_on_xla(name, calls)
+    _refuse_cuda(name)
+
+
+def _implement_in_place(
+    op: torch._ops.OpOverload, name: str, signature: str, calls: CheckedCalls
+) -> None:
+    """The op becomes a composite of two private ones, so that each compiler gets what it can keep
+    in place: a mutable op on the CPU, which Inductor knows how to run without a copy; on XLA, whose
+    tensors are values, a functional op whose result is assigned to the operand."""
+    mutable_name, functional_name = f"_{name}_mutable", f"_{name}_functional"
+    _LIBRARY.define(f"{mutable_name}({signature}")
+    _LIBRARY.define(
+        f"{functional_name}({signature}".replace("Tensor(a!)", "Tensor").replace("()", "Tensor")
+    )
+    mutable = getattr(torch.ops.xla_gpu, mutable_name).default
+    functional = getattr(torch.ops.xla_gpu, functional_name).default
+
+    def composite(*arguments: Any) -> None:
+        _refuse_grad(name, calls.split(arguments)[0])
+        if arguments[0].device.type == "xla":
+            xla(*arguments)
+        else:
+            mutable(*arguments)
+
+    def xla(*arguments: Any) -> None:
+        arguments[0].copy_(functional(*arguments))
+
+    def cpu(*arguments: Any) -> None:
+        call, tensors = calls(arguments)
+        target = tensors[0]
+        if not target.is_contiguous():
+            raise ValueError(
+                f"{name}: {op._schema.arguments[0].name} must be contiguous, as it is written in "
+                f"place; got strides {list(target.stride())} for shape {list(target.shape)}. "
+                "Allocate it contiguous"
+            )
+        operands = [target, *(tensor.contiguous() for tensor in tensors[1:])]
+        eager.run(call, operands, [target], torch.get_num_threads())
+
+    def fake(*arguments: Any) -> None:
+        calls.symbolic(arguments)
+
+    _LIBRARY.impl(name, composite, "CompositeImplicitAutograd")
+    _LIBRARY.impl(mutable_name, cpu, "CPU")
+    # Reached by a graph that was exported on the CPU and moved to an XLA device.
+    _LIBRARY.impl(mutable_name, xla, "XLA")
+    torch.library.register_fake(f"xla_gpu::{mutable_name}", fake, lib=_LIBRARY)
+    _implement_on_xla(functional_name, calls)
+    _refuse_cuda(mutable_name)
+
+
+def _implement_on_xla(name: str, calls: CheckedCalls) -> None:
+    def xla(*arguments: Any) -> torch.Tensor:
+        from torch_frontend import xla as door  # noqa: PLC0415  (needs torch_xla and JAX)
+
+        return door.run(*calls(arguments))
+
+    def fake(*arguments: Any) -> torch.Tensor:
+        call, tensors = calls.symbolic(arguments)
+        return tensors[0].new_empty(call.results[0].shape)
+
+    _LIBRARY.impl(name, xla, "XLA")
+    torch.library.register_fake(f"xla_gpu::{name}", fake, lib=_LIBRARY)
+
+
+def _refuse_cuda(name: str) -> None:
+    def cuda(*arguments: Any) -> Any:
+        raise NotImplementedError(
+            f"{name.strip('_').removesuffix('_mutable')}: the CUDA kernel is not built yet; got "
+            "CUDA tensors. Move them to the CPU"
+        )
+
+    _LIBRARY.impl(name, cuda, "CUDA")
+
+
+def _refuse_grad(name: str, tensors: Sequence[torch.Tensor]) -> None:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise NotImplementedError(
+            f"{name}: inference only, it has no derivative; got an operand that requires grad. "
+            "Call it under torch.inference_mode() or torch.no_grad(), or detach() the operand"
+        )
+
+
+def _spec(shape: torch.Size, dtype: torch.dtype) -> ArraySpec:
+    return ArraySpec(tuple(shape), _DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch."))

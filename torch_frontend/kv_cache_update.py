@@ -1,0 +1,13 @@
+"""``torch.ops.xla_gpu.kv_cache_update``."""
+
+from shared_ffi import kv_cache_update as op
+from torch_frontend._library import define
+
+kv_cache_update = define(
+    "kv_cache_update(Tensor(a!) kv_cache, Tensor key, Tensor value, Tensor slot_mapping) -> ()",
+    op.check,
+)
+"""Writes keys and values into ``kv_cache``, in place; see ``jax_frontend.kv_cache_update``.
+
+It differs from JAX's in returning nothing. On the CPU ``kv_cache`` must be contiguous.
+"""

@@ -1,0 +1,67 @@
+"""How an op reaches XLA from torch_xla: the only file that knows.
+
+The op's HLO, as JAX lowers it, is embedded as a user computation. torch_xla's own way to make a
+custom call (``_xla_custom_call``) is no substitute: it fixes no operand layouts, hashes calls that
+differ only in attributes alike, and cannot alias an operand with a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch_xla
+from torch_xla.core import xla_builder
+
+from shared_ffi import runtimes
+from shared_ffi.spec import Call
+
+try:
+    from shared_ffi import lowering
+except ImportError as error:
+    raise ImportError(
+        "torch_frontend needs JAX to write the HLO of its ops for XLA tensors, and JAX is not "
+        "installed: pip install 'xla-paged-attention[torch-xla]'"
+    ) from error
+
+
+def run(call: Call, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Adds the call to the lazy graph and returns its result."""
+    runtimes.register()
+    for operand, _ in call.aliases:
+        _donate(operands[operand])
+    (result,) = torch_xla._XLAC._xla_user_computation(
+        f"xla_gpu::{call.op}", list(operands), _computation(call)
+    )
+    return result  # type: ignore[no-any-return]
+
+
+def _donate(tensor: torch.Tensor) -> None:
+    """Lets a program of ``torch.compile(backend="openxla")`` reuse an argument that it overwrites.
+
+    An op that writes in place assigns its result to the operand. torch_xla's lazy mode then reuses
+    the operand's buffer by itself; the compiled mode only if the argument is marked, and copies the
+    whole cache otherwise. The mark means nothing in lazy mode. A tensor that merely shares an
+    argument's buffer, such as its clone, is left alone: the argument is still needed.
+    """
+    ids, _ = torch_xla._XLAC._get_tensors_xla_device_data_node([tensor])
+    if ids == [torch_xla._XLAC._xla_get_tensor_id(tensor)]:
+        torch_xla._XLAC._set_buffer_donation(tensor, True)
+
+
+@lru_cache(maxsize=4096)
+def _computation(call: Call) -> Any:
+    module = lowering.hlo_module(call, _platform())
+    return xla_builder.computation_from_module_proto(call.target, module)
+
+
+def _platform() -> str:
+    device = torch_xla.runtime.device_type()
+    if device != "CPU":
+        raise NotImplementedError(
+            f"torch_frontend: only torch_xla's CPU device is supported so far; got {device}. Set "
+            "PJRT_DEVICE=CPU"
+        )
+    return "cpu"
