@@ -11,11 +11,11 @@ from shared_ffi.spec import Call
 
 
 def run(call: Call, operands: Sequence[Any], results: Sequence[Any], num_threads: int) -> None:
-    """Runs a checked call on contiguous CPU arrays (anything that speaks DLPack), without copies.
+    """Runs a checked call on contiguous CPU arrays, without copies.
 
     Args:
         call: what the op's check returned for these operands.
-        operands: the inputs, in the op's order.
+        operands: the inputs, in the op's order, as anything that speaks DLPack, or its capsules.
         results: arrays to write into; for an aliased result, the operand itself.
         num_threads: most threads to use, the calling one included.
 

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.utils.dlpack import to_dlpack
 
 from shared_ffi import eager
 from shared_ffi.spec import ArraySpec, Call
@@ -83,8 +84,7 @@ def _implement(op: torch._ops.OpOverload, name: str, calls: CheckedCalls) -> Non
     def cpu(*arguments: Any) -> torch.Tensor:
         call, tensors = calls(arguments)
         result = tensors[0].new_empty(call.results[0].shape)
-        operands = [tensor.contiguous() for tensor in tensors]
-        eager.run(call, operands, [result], torch.get_num_threads())
+        _run_on_cpu(call, tensors, result)
         return result
 
     def autograd(*arguments: Any) -> Any:
@@ -131,8 +131,7 @@ def _implement_in_place(
                 f"place; got strides {list(target.stride())} for shape {list(target.shape)}. "
                 "Allocate it contiguous"
             )
-        operands = [target, *(tensor.contiguous() for tensor in tensors[1:])]
-        eager.run(call, operands, [target], torch.get_num_threads())
+        _run_on_cpu(call, tensors, target)
 
     def fake(*arguments: Any) -> None:
         calls.symbolic(arguments)
@@ -158,6 +157,12 @@ def _implement_on_xla(name: str, calls: CheckedCalls) -> None:
 
     _LIBRARY.impl(name, xla, "XLA")
     torch.library.register_fake(f"xla_gpu::{name}", fake, lib=_LIBRARY)
+
+
+def _run_on_cpu(call: Call, tensors: Sequence[torch.Tensor], result: torch.Tensor) -> None:
+    # Capsules, because Tensor.__dlpack__ is Python: it would cost more than all the rest.
+    operands = [to_dlpack(tensor.contiguous()) for tensor in tensors]
+    eager.run(call, operands, [to_dlpack(result)], torch.get_num_threads())
 
 
 def _refuse_cuda(name: str) -> None:

@@ -144,6 +144,7 @@ class EagerCall {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // Python caches EagerCalls until the process ends
   m.attr("ffi_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.def("handlers", &Handlers, "{platform: {target: capsule}} of every handler in this build.");
   m.def("api_version_at", &ApiVersionAt, nb::arg("address"),

@@ -164,26 +164,44 @@ struct Run {
   int64_t position;
 };
 
+// What an item computes in, kept by each thread from one item to the next.
+struct Scratch {
+  std::vector<float> q;         // [num_rows, size]
+  std::vector<float> k, v;      // [kTile, size]
+  std::vector<float> logits;    // [num_rows, kTile]; weights after Weigh
+  std::vector<float> output;    // [num_rows, size], not yet divided by the sum of weights
+  std::vector<RowState> state;  // [num_rows]
+
+  void Prepare(int64_t num_rows, int64_t head_size, int64_t size) {
+    for (std::vector<float>* rows : {&q, &k, &v}) {
+      if (size != head_size) rows->clear();  // so that what resize adds, padding included, is zero
+    }
+    q.resize(num_rows * size);
+    k.resize(kTile * size);
+    v.resize(kTile * size);
+    logits.resize(num_rows * kTile);
+    output.assign(num_rows * size, 0.0f);
+    state.assign(num_rows, RowState());
+  }
+};
+
 template <typename T>
 class Item {
  public:
-  Item(const Params& p, const Run& run, int64_t kv_head)
+  Item(const Params& p, const Run& run, int64_t kv_head, Scratch* scratch)
       : p_(p),
         run_(run),
         kv_head_(kv_head),
         group_(p.num_heads / p.num_kv_heads),
         num_rows_(run.num_tokens * group_),
         size_(PaddedSize(p.head_size)),
-        q_(num_rows_ * size_),
-        k_(kTile * size_),
-        v_(kTile * size_),
-        logits_(num_rows_ * kTile),
-        output_(num_rows_ * size_),
-        states_(num_rows_) {}
+        scratch_(*scratch) {
+    scratch_.Prepare(num_rows_, p.head_size, size_);
+  }
 
   void Compute() {
     for (int64_t row = 0; row < num_rows_; ++row) {
-      Widen(static_cast<const T*>(p_.query) + RowOffset(row), p_.head_size, &q_[row * size_]);
+      Widen(static_cast<const T*>(p_.query) + RowOffset(row), p_.head_size, &scratch_.q[row * size_]);
     }
     const int64_t begin = p_.WindowBegin(run_.position);
     const int64_t end = run_.position + run_.num_tokens;
@@ -193,7 +211,7 @@ class Item {
     for (int64_t row = 0; row < num_rows_; ++row) {
       T* to = static_cast<T*>(p_.output) + RowOffset(row);
       for (int64_t d = 0; d < p_.head_size; ++d) {
-        FromFloat(output_[row * size_ + d] / states_[row].sum, to + d);
+        FromFloat(scratch_.output[row * size_ + d] / scratch_.state[row].sum, to + d);
       }
     }
   }
@@ -209,21 +227,22 @@ class Item {
   // Positions [begin, end) of the tile that starts at position `tile`: all that any row attends to.
   void ComputeTile(int64_t tile, int64_t begin, int64_t end) {
     for (int64_t position = begin; position < end; ++position) Gather(position, position - tile);
-    Logits(q_.data(), k_.data(), num_rows_, begin - tile, end - tile, size_, p_.scale,
-           logits_.data());
+    Logits(scratch_.q.data(), scratch_.k.data(), num_rows_, begin - tile, end - tile, size_,
+           p_.scale, scratch_.logits.data());
     for (int64_t row = 0; row < num_rows_; ++row) {
       const int64_t position = run_.position + row / group_;
       const int64_t row_begin = std::max(p_.WindowBegin(position), begin) - tile;
       const int64_t row_end = std::min(position + 1, end) - tile;
       if (row_begin >= row_end) continue;
-      float* logits = &logits_[row * kTile];
+      float* logits = &scratch_.logits[row * kTile];
       if (p_.soft_cap > 0) {
         for (int64_t j = row_begin; j < row_end; ++j) {
           logits[j] = p_.soft_cap * std::tanh(logits[j] / p_.soft_cap);
         }
       }
-      const float shrink = Weigh(logits, row_begin, row_end, &states_[row]);
-      Accumulate(logits, v_.data(), row_begin, row_end, size_, shrink, &output_[row * size_]);
+      const float shrink = Weigh(logits, row_begin, row_end, &scratch_.state[row]);
+      Accumulate(logits, scratch_.v.data(), row_begin, row_end, size_, shrink,
+                 &scratch_.output[row * size_]);
     }
   }
 
@@ -234,8 +253,8 @@ class Item {
     const int64_t slot = block * p_.block_size + position % p_.block_size;
     const T* key = static_cast<const T*>(p_.kv_cache) +
                    (slot * p_.num_kv_heads + kv_head_) * 2 * p_.head_size;
-    Widen(key, p_.head_size, &k_[j * size_]);
-    Widen(key + p_.head_size, p_.head_size, &v_[j * size_]);
+    Widen(key, p_.head_size, &scratch_.k[j * size_]);
+    Widen(key + p_.head_size, p_.head_size, &scratch_.v[j * size_]);
   }
 
   const Params& p_;
@@ -243,12 +262,8 @@ class Item {
   const int64_t kv_head_;
   const int64_t group_;  // query heads per kv head
   const int64_t num_rows_;
-  const int64_t size_;             // head_size, padded
-  std::vector<float> q_;           // [num_rows, size]
-  std::vector<float> k_, v_;       // [kTile, size]
-  std::vector<float> logits_;      // [num_rows, kTile]; weights after Weigh
-  std::vector<float> output_;      // [num_rows, size], not yet divided by the sum of weights
-  std::vector<RowState> states_;   // [num_rows]
+  const int64_t size_;  // head_size, padded
+  Scratch& scratch_;
 };
 
 // Rows that belong to no sequence: before the first sequence and after the last.
@@ -285,14 +300,15 @@ int64_t CountMultiplyAdds(const Params& p, const std::vector<Run>& runs) {
 }
 
 template <typename T>
-void Run_(const Params& p, const Executor& executor) {
+void RunWithStorage(const Params& p, const Executor& executor) {
   ZeroPadding(p);
   const std::vector<Run> runs = SplitIntoRuns(p);
   const int64_t num_runs = static_cast<int64_t>(runs.size());
   const Executor inline_executor{1, nullptr};
   ParallelFor(CountMultiplyAdds(p, runs) < kMinParallelWork ? inline_executor : executor,
               num_runs * p.num_kv_heads, [&](int64_t item) {
-                Item<T>(p, runs[item / p.num_kv_heads], item % p.num_kv_heads).Compute();
+                static thread_local Scratch scratch;
+                Item<T>(p, runs[item / p.num_kv_heads], item % p.num_kv_heads, &scratch).Compute();
               });
 }
 
@@ -301,11 +317,11 @@ void Run_(const Params& p, const Executor& executor) {
 void RunOnCpu(const Params& p, const Executor& executor) {
   switch (p.dtype) {
     case DType::kFloat32:
-      return Run_<float>(p, executor);
+      return RunWithStorage<float>(p, executor);
     case DType::kFloat16:
-      return Run_<Half>(p, executor);
+      return RunWithStorage<Half>(p, executor);
     case DType::kBFloat16:
-      return Run_<BFloat16>(p, executor);
+      return RunWithStorage<BFloat16>(p, executor);
   }
 }
 
