@@ -42,6 +42,4 @@ def kv_cache_update(
         With ``block_size=16``, position 37 of a sequence lies in its logical block 2 at offset 5
         (37 = 2 * 16 + 5). If that block is the pool's block 9, the slot is 9 * 16 + 5 = 149.
     """
-    kv_cache, key, value, slot_mapping = _call.as_arrays(kv_cache, key, value, slot_mapping)
-    operands = (kv_cache, key, value, slot_mapping)
-    return _call.run(op.check(*map(_call.spec_of, operands)), *operands)
+    return _call.run(op.check, (kv_cache, key, value, slot_mapping))

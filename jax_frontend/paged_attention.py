@@ -76,8 +76,5 @@ def paged_attention(
         PagedAttention", SOSP 2023. The argument names are those of vLLM and of the TPU's ragged
         paged attention kernel; soft capping is Gemma 2's, arXiv:2408.00118.
     """
-    operands = _call.as_arrays(
-        query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs
-    )
-    call = op.check(*map(_call.spec_of, operands), scale, sliding_window, soft_cap)
-    return _call.run(call, *operands)
+    operands = (query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs)
+    return _call.run(op.check, operands, scale, sliding_window, soft_cap)

@@ -1,4 +1,4 @@
-"""The check of ``kv_cache_update``. What the op means is told in ``csrc/kv_cache_update/params.h``."""
+"""The check of ``kv_cache_update``; what it means is told in ``csrc/kv_cache_update/params.h``."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ def ffi_call(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(results)
 
 
-@lru_cache(maxsize=None)
+@cache
 def hlo_module(call: Call, platform: str) -> bytes:
     """A serialized HloModuleProto whose entry is just this call, for a platform ("cpu", "cuda").
 

@@ -1,4 +1,4 @@
-"""The check of ``paged_attention``. What the op means is told in ``csrc/paged_attention/params.h``.
+"""The check of ``paged_attention``; what it means is told in ``csrc/paged_attention/params.h``.
 
 The handler repeats these rules in the same order and words, for programs that reach it without
 passing through here (``csrc/paged_attention/handler.cc``); a test compares the two.

@@ -12,7 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
-from shared_ffi import _native, _elf
+from shared_ffi import _elf, _native
 
 FFI_VERSION: tuple[int, int] = _native.ffi_version
 """(major, minor) of the XLA FFI API that the handlers were built against."""
@@ -34,7 +34,7 @@ def register() -> None:
         RuntimeError: a runtime's XLA FFI version is too old for this build.
     """
     for runtime, register_with in _RUNTIMES.items():
-        if runtime in sys.modules and runtime not in _registered:
+        if sys.modules.get(runtime) is not None and runtime not in _registered:
             with _lock:
                 if runtime not in _registered:
                     _registered[runtime] = register_with()
@@ -51,9 +51,9 @@ def check_version(runtime: str, version: tuple[int, int]) -> None:
         return
     built, offered = ("{}.{}".format(*v) for v in (FFI_VERSION, version))
     raise RuntimeError(
-        f"shared_ffi: handlers built for XLA FFI {built} cannot be registered with {runtime}, which "
-        f"speaks XLA FFI {offered}; install a {runtime} with XLA FFI {built} or newer (the same "
-        f"major version), or rebuild xla-paged-attention against the headers of that {runtime}"
+        f"shared_ffi: handlers built for XLA FFI {built} cannot be registered with {runtime}, "
+        f"which speaks XLA FFI {offered}; install a {runtime} with XLA FFI {built} or newer (of the "
+        f"same major version), or rebuild xla-paged-attention against the headers of that {runtime}"
     )
 
 
@@ -108,8 +108,8 @@ def _torch_xla_api() -> int:
         )
     except LookupError as error:
         raise RuntimeError(
-            f"shared_ffi: cannot find XLA's FFI registry in torch_xla ({error} of {_XLAC.__file__});"
-            " torch_xla 2.9.0 as published is known to work"
+            f"shared_ffi: cannot find XLA's FFI registry in torch_xla ({error} of "
+            f"{_XLAC.__file__}); torch_xla 2.9.0 as published is known to work"
         ) from error
     address: int = ctypes.CFUNCTYPE(ctypes.c_void_p)(get_api)()
     return address

@@ -37,14 +37,17 @@ class Call:
 
 
 def shape_error(op: str, argument: str, rule: str, got: object) -> ValueError:
+    """An argument has the wrong shape."""
     return ValueError(f"{op}: {argument} must have shape {rule}; got {_show(got)}")
 
 
 def value_error(op: str, argument: str, rule: str, got: object) -> ValueError:
+    """An argument has the wrong value."""
     return ValueError(f"{op}: {argument} must {rule}; got {_show(got)}")
 
 
 def dtype_error(op: str, argument: str, rule: str, got: object) -> TypeError:
+    """An argument has the wrong dtype or type."""
     return TypeError(f"{op}: {argument} must have {rule}; got {_show(got)}")
 
 

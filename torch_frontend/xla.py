@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import _XLAC
 import torch
 import torch_xla
 from torch_xla.core import xla_builder
@@ -32,7 +33,7 @@ def run(call: Call, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     runtimes.register()
     for operand, _ in call.aliases:
         _donate(operands[operand])
-    (result,) = torch_xla._XLAC._xla_user_computation(
+    (result,) = _XLAC._xla_user_computation(
         f"xla_gpu::{call.op}", list(operands), _computation(call)
     )
     return result  # type: ignore[no-any-return]
@@ -46,9 +47,9 @@ def _donate(tensor: torch.Tensor) -> None:
     whole cache otherwise. The mark means nothing in lazy mode. A tensor that merely shares an
     argument's buffer, such as its clone, is left alone: the argument is still needed.
     """
-    ids, _ = torch_xla._XLAC._get_tensors_xla_device_data_node([tensor])
-    if ids == [torch_xla._XLAC._xla_get_tensor_id(tensor)]:
-        torch_xla._XLAC._set_buffer_donation(tensor, True)
+    ids, _ = _XLAC._get_tensors_xla_device_data_node([tensor])
+    if ids == [_XLAC._xla_get_tensor_id(tensor)]:
+        _XLAC._set_buffer_donation(tensor, True)
 
 
 @lru_cache(maxsize=4096)

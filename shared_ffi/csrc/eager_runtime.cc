@@ -170,8 +170,12 @@ EagerStatus CallHandler(XLA_FFI_Handler* handler, std::vector<EagerBuffer>& oper
                 arg_types.data(), args.pointers.data()};
   frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(results.size()),
                 ret_types.data(), rets.pointers.data()};
-  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, static_cast<int64_t>(attributes.size()),
-                 attrs.types.data(), attrs.names.data(), attrs.pointers.data()};
+  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE,
+                 nullptr,
+                 static_cast<int64_t>(attributes.size()),
+                 attrs.types.data(),
+                 attrs.names.data(),
+                 attrs.pointers.data()};
 
   XLA_FFI_Error* error = handler(&frame);
   if (error == nullptr) return {};

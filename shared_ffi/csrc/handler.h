@@ -5,8 +5,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <initializer_list>
 #include <functional>
+#include <initializer_list>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -101,7 +101,8 @@ inline bool HasShape(ffi::AnyBuffer buffer, std::initializer_list<int64_t> shape
 }
 
 inline Executor ExecutorOf(ffi::ThreadPool& pool) {
-  return {pool.num_threads(), [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); }};
+  return {pool.num_threads(),
+          [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); }};
 }
 
 }  // namespace xla_gpu

@@ -10,8 +10,9 @@
 namespace xla_gpu {
 namespace {
 
-// Gives the kernel the default floating-point environment, and the caller its own back. XLA's threads
-// flush subnormals to zero and torch's do not: without this, the doors would disagree on them.
+// Gives the kernel the default floating-point environment, and the caller its own back. XLA's
+// threads flush subnormals to zero and torch's do not: without this, the doors would disagree on
+// them.
 class DefaultFloatEnvironment {
  public:
   DefaultFloatEnvironment() {
@@ -24,8 +25,8 @@ class DefaultFloatEnvironment {
   std::fenv_t callers_;
 };
 
-// Shared with the scheduled tasks, which may start after ParallelFor has returned: such a task finds
-// no item left and never touches `body`.
+// Shared with the scheduled tasks, which may start after ParallelFor has returned: such a task
+// finds no item left and never touches `body`.
 struct Progress {
   const std::function<void(int64_t)>* body;
   int64_t num_items;

@@ -1,5 +1,5 @@
-// The storage types of the ops and their conversion to and from float, the type all math is done in.
-// No XLA headers: kernels include this.
+// The storage types of the ops and their conversion to and from float, the type all math is done
+// in. No XLA headers: kernels include this.
 #pragma once
 
 #include <cstdint>

@@ -70,8 +70,9 @@ ffi::Error MakeParams(ffi::AnyBuffer kv_cache, ffi::AnyBuffer key, ffi::AnyBuffe
 ffi::Error CheckSlots(const Params& p) {
   for (int64_t token = 0; token < p.num_tokens; ++token) {
     if (p.Slot(token) >= p.num_slots) {
-      return InvalidArgument(kOp, "slot_mapping[", token, "] must be below num_blocks * block_size=",
-                             p.num_slots, " (negative for padding); got ", p.Slot(token));
+      return InvalidArgument(kOp, "slot_mapping[", token,
+                             "] must be below num_blocks * block_size=", p.num_slots,
+                             " (negative for padding); got ", p.Slot(token));
     }
   }
   return ffi::Error::Success();

@@ -1,8 +1,8 @@
 // kv_cache_update: writes the keys and values of new tokens into their slots of the paged cache.
 //
 // Token t goes to slot s = slot_mapping[t], that is, to position s % block_size of block
-// s / block_size; its key for kv head h at index 2h, its value at 2h + 1. A negative slot is padding
-// and writes nothing. Where two tokens name one slot, the later token wins.
+// s / block_size; its key for kv head h at index 2h, its value at 2h + 1. A negative slot is
+// padding and writes nothing. Where two tokens name one slot, the later token wins.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// The CPU kernel: online softmax (Milakov and Gimelshein, arXiv:1805.02867) over tiles of the cache.
+// The CPU kernel: online softmax (Milakov and Gimelshein, arXiv:1805.02867) over tiles of the
+// cache.
 //
 // An item of work is a run of query tokens of one sequence, with all the query heads that share one
 // kv head: its rows. For each tile of kTile positions, cut at multiples of kTile whatever the
@@ -8,11 +9,11 @@
 //   3. turns each row's logits into weights and rescales what the row has accumulated,
 //   4. adds the weighted V.
 //
-// Every step treats each row by itself, in an order fixed by positions alone, so a row's bits depend
-// neither on the rows beside it nor on the number of threads: results are batch-invariant. Vectors
-// run across head_size or across positions, and sums over vector lanes follow one fixed tree; the
-// file is compiled without contraction to fused multiply-add, so that each instruction set that
-// XLA_GPU_VECTOR_CLONES names gives the same bits.
+// Every step treats each row by itself, in an order fixed by positions alone, so a row's bits
+// depend neither on the rows beside it nor on the number of threads: results are batch-invariant.
+// Vectors run across head_size or across positions, and sums over vector lanes follow one fixed
+// tree; the file is compiled without contraction to fused multiply-add, so that each instruction
+// set that XLA_GPU_VECTOR_CLONES names gives the same bits.
 #include "cpu.h"
 
 #include <algorithm>
@@ -201,7 +202,8 @@ class Item {
 
   void Compute() {
     for (int64_t row = 0; row < num_rows_; ++row) {
-      Widen(static_cast<const T*>(p_.query) + RowOffset(row), p_.head_size, &scratch_.q[row * size_]);
+      Widen(static_cast<const T*>(p_.query) + RowOffset(row), p_.head_size,
+            &scratch_.q[row * size_]);
     }
     const int64_t begin = p_.WindowBegin(run_.position);
     const int64_t end = run_.position + run_.num_tokens;
@@ -251,8 +253,8 @@ class Item {
     const int32_t* table = p_.block_tables + run_.sequence * p_.max_blocks_per_seq;
     const int64_t block = table[position / p_.block_size];
     const int64_t slot = block * p_.block_size + position % p_.block_size;
-    const T* key = static_cast<const T*>(p_.kv_cache) +
-                   (slot * p_.num_kv_heads + kv_head_) * 2 * p_.head_size;
+    const T* key =
+        static_cast<const T*>(p_.kv_cache) + (slot * p_.num_kv_heads + kv_head_) * 2 * p_.head_size;
     Widen(key, p_.head_size, &scratch_.k[j * size_]);
     Widen(key + p_.head_size, p_.head_size, &scratch_.v[j * size_]);
   }
@@ -278,14 +280,13 @@ void ZeroPadding(const Params& p) {
 }
 
 std::vector<Run> SplitIntoRuns(const Params& p) {
-  const int64_t tokens_per_run =
-      std::max<int64_t>(1, kRowsPerItem * p.num_kv_heads / p.num_heads);
+  const int64_t tokens_per_run = std::max<int64_t>(1, kRowsPerItem * p.num_kv_heads / p.num_heads);
   std::vector<Run> runs;
   for (int64_t s = 0; s < *p.num_seqs; ++s) {
     const int64_t start = p.query_start_loc[s], end = p.query_start_loc[s + 1];
     for (int64_t token = start; token < end; token += tokens_per_run) {
-      runs.push_back({s, token, std::min(tokens_per_run, end - token),
-                      p.context_lens[s] - (end - token)});
+      runs.push_back(
+          {s, token, std::min(tokens_per_run, end - token), p.context_lens[s] - (end - token)});
     }
   }
   return runs;

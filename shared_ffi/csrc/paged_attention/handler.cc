@@ -47,8 +47,9 @@ ffi::Error MakeParams(ffi::AnyBuffer query, ffi::AnyBuffer kv_cache, ffi::AnyBuf
   }
   const int64_t num_kv_heads = kv_cache.dimensions()[2] / 2;
   if (num_heads < 1 || num_heads % num_kv_heads != 0) {
-    return InvalidArgument(kOp, "query's num_heads must be a multiple of num_kv_heads=",
-                           num_kv_heads, "; got ", num_heads);
+    return InvalidArgument(kOp,
+                           "query's num_heads must be a multiple of num_kv_heads=", num_kv_heads,
+                           "; got ", num_heads);
   }
   if (!HasShape(context_lens, {kAnySize})) {
     return InvalidArgument(kOp, "context_lens must have shape [max_seqs]; got ",
@@ -137,8 +138,8 @@ ffi::Error CheckMetadata(const Params& p) {
                              "]=", end, " after query_start_loc[", s, "]=", start);
     }
     if (end > p.num_tokens) {
-      return InvalidArgument(kOp, "query_start_loc[", s + 1, "] must be at most num_tokens=",
-                             p.num_tokens, "; got ", end);
+      return InvalidArgument(kOp, "query_start_loc[", s + 1,
+                             "] must be at most num_tokens=", p.num_tokens, "; got ", end);
     }
     if (context_len < 0 || context_len > capacity) {
       return InvalidArgument(kOp, "context_lens[", s,

@@ -4,8 +4,8 @@
 // query_start_loc[s + 1], q_len of them. Its token i stands at position
 //     p = context_lens[s] - q_len + i
 // and attends to the positions j with max(0, p - sliding_window + 1) <= j <= p. Position j lies in
-// block block_tables[s][j / block_size] at offset j % block_size; the K of kv head h at index 2h, the
-// V at 2h + 1. Query head h reads kv head h / (num_heads / num_kv_heads).
+// block block_tables[s][j / block_size] at offset j % block_size; the K of kv head h at index 2h,
+// the V at 2h + 1. Query head h reads kv head h / (num_heads / num_kv_heads).
 //     logit = scale * (q . k), then soft_cap * tanh(logit / soft_cap) where there is a cap
 //     output = sum_j softmax(logit)_j * v_j, in float32 whatever the storage
 // Rows of no sequence are zero. Nothing that is not attended to reaches the result: not the rest of

@@ -1,0 +1,40 @@
+# Two commands do everything: make demo, make test. PYTHON= chooses the interpreter (3.11 or newer).
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+TRACE := $(firstword $(wildcard ../shared/data/azure_conv.csv))
+
+CSRC := $(shell find shared_ffi/csrc -type f)
+SOURCES := pyproject.toml CMakeLists.txt $(CSRC)
+
+.PHONY: demo test lint format bench clean
+
+demo: $(VENV)/installed  ## replay a request trace through JAX and torch_xla, and report
+	$(BIN)/python -m examples.replay $(if $(TRACE),--trace $(TRACE)) --steps 200 --out report
+
+test: $(VENV)/installed  ## the whole test suite
+	$(BIN)/python -m pytest -n 2
+
+bench: $(VENV)/installed  ## microseconds per call and GB/s of every door
+	$(BIN)/python -m benchmarks.doors
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CSRC)
+	$(BIN)/mypy
+
+format: $(VENV)/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CSRC)
+
+# Editable, so that edits to Python files count at once; C++ sources are rebuilt when they change.
+$(VENV)/installed: $(SOURCES)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --editable '.[torch-xla,test,lint]'
+	touch $@
+
+clean:
+	rm -rf build $(VENV)

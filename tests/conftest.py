@@ -1,0 +1,42 @@
+"""Settings that must precede the first import of a framework, and the option of the mutation check."""
+
+import importlib.util
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import pytest
+
+os.environ["PJRT_DEVICE"] = "CPU"
+os.environ["JAX_PLATFORMS"] = "cpu"
+DUMP_DIR = Path(tempfile.mkdtemp(prefix="hlo-"))
+# Only torch_xla's programs: JAX can show its optimized HLO without a dump.
+os.environ["XLA_FLAGS"] = (
+    f"--xla_dump_to={DUMP_DIR} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=SyncTensorsGraph.*"
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--native", help="a build of shared_ffi._native to test instead of the installed"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if path := config.getoption("--native"):
+        spec = importlib.util.spec_from_file_location("shared_ffi._native", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["shared_ffi._native"] = module
+        spec.loader.exec_module(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch_xla warns about its default device on import
+        import torch  # noqa: F401, PLC0415
+
+
+@pytest.fixture(scope="session")
+def dump_dir() -> Path:
+    """Where torch_xla's programs are dumped."""
+    return DUMP_DIR

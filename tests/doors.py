@@ -1,0 +1,89 @@
+"""Every way into the ops, as functions from NumPy arrays to NumPy arrays."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import torch
+import torch_xla
+
+import jax_frontend
+import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
+
+Door = Callable[..., np.ndarray]
+
+
+def to_torch(array: Any) -> torch.Tensor:
+    array = np.array(array)  # a copy, contiguous and writable
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def to_xla(array: Any) -> torch.Tensor:
+    return to_torch(array).to(torch_xla.device())
+
+
+def in_jax(op: str, *operands: Any, **attributes: Any) -> np.ndarray:
+    return np.asarray(jax.jit(partial(getattr(jax_frontend, op), **attributes))(*operands))
+
+
+def _in_torch(
+    convert: Callable[[Any], torch.Tensor],
+    compile_with: str | None,
+    op: str,
+    *operands: Any,
+    **attributes: Any,
+) -> np.ndarray:
+    overload = getattr(torch.ops.xla_gpu, op).default
+    in_place = overload._schema.is_mutable
+
+    def function(*tensors: torch.Tensor) -> torch.Tensor:
+        result = overload(*tensors, **attributes)
+        return tensors[0] if in_place else result
+
+    if compile_with is not None:
+        torch._dynamo.reset()
+        function = torch.compile(function, backend=compile_with, fullgraph=True, dynamic=False)
+    tensors = [convert(operand) for operand in operands]
+    with torch.no_grad():
+        result = function(*tensors)
+    return to_numpy(tensors[0] if in_place else result)
+
+
+in_torch = partial(_in_torch, to_torch, None)
+in_inductor = partial(_in_torch, to_torch, "inductor")
+in_torch_xla = partial(_in_torch, to_xla, None)
+in_openxla = partial(_in_torch, to_xla, "openxla")
+
+
+def forget_failed_steps() -> None:
+    """torch_xla raises the error of a failed step once more at the step after it."""
+    for _ in range(2):
+        with contextlib.suppress(RuntimeError):
+            (torch.zeros(1, device=torch_xla.device()) + 1).cpu()
+
+
+DOORS: dict[str, Door] = {
+    "jax": in_jax,
+    "torch": in_torch,
+    "torch_xla": in_torch_xla,
+    "openxla": in_openxla,
+}
+
+
+def flat(inputs: Sequence[Any]) -> list[np.ndarray]:
+    return [np.asarray(array) for array in inputs]

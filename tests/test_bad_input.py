@@ -1,0 +1,479 @@
+"""Every rule of the contract, broken: through every door, and past the Python checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from shared_ffi import _native
+from tests import doors
+
+F32, F16, I32, I64 = np.float32, np.float16, np.int32, np.int64
+
+
+def attention(**changes: Any) -> dict[str, Any]:
+    """A sound call (2 sequences, 2 and 1 query tokens, 4 blocks of 2) with some arguments replaced."""
+    arguments = {
+        "query": np.ones((4, 4, 8), F32),
+        "kv_cache": np.ones((4, 2, 4, 8), F32),
+        "context_lens": np.array([3, 1, 0], I32),
+        "block_tables": np.array([[3, 1], [0, 9], [9, 9]], I32),
+        "query_start_loc": np.array([0, 2, 3, 0], I32),
+        "num_seqs": np.array(2, I32),
+        "scale": 0.5,
+        "sliding_window": None,
+        "soft_cap": None,
+    }
+    return arguments | changes
+
+
+def update(**changes: Any) -> dict[str, Any]:
+    arguments = {
+        "kv_cache": np.zeros((4, 2, 4, 8), F32),
+        "key": np.ones((3, 2, 8), F32),
+        "value": np.ones((3, 2, 8), F32),
+        "slot_mapping": np.array([0, 7, -1], I32),
+    }
+    return arguments | changes
+
+
+def add(**changes: Any) -> dict[str, Any]:
+    return {"a": np.ones((2, 3), F32), "b": np.ones((2, 3), F32)} | changes
+
+
+@pytest.fixture(autouse=True)
+def _each_test_hears_its_own_error() -> Iterator[None]:
+    yield
+    doors.forget_failed_steps()
+
+
+@dataclass(frozen=True)
+class Fault:
+    op: str
+    arguments: dict[str, Any]
+    error: type[Exception]
+    message: str
+    in_handler: bool = True  # can also be given to the handler
+    id: str = ""
+
+
+TARGETS = {
+    "paged_attention": "xla_gpu_paged_attention",
+    "kv_cache_update": "xla_gpu_kv_cache_update",
+    "simple_add": "XlaGpuSimpleAdd",
+}
+SOUND = {"paged_attention": attention, "kv_cache_update": update, "simple_add": add}
+
+
+def fault(
+    make: Callable[..., dict[str, Any]],
+    message: str,
+    error: type[Exception] = ValueError,
+    in_handler: bool = True,
+    **changes: Any,
+) -> Any:
+    op = next(op for op, sound in SOUND.items() if sound is make)
+    name = "-".join([op, *(f"{k}={_short(v)}" for k, v in changes.items())])
+    return pytest.param(Fault(op, make(**changes), error, f"{op}: {message}", in_handler), id=name)
+
+
+def _short(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else repr(value)
+
+
+# What the shapes, the dtypes and the attributes alone tell.
+STATIC = [
+    fault(
+        attention,
+        "query must have shape [num_tokens, num_heads, head_size]; got [4, 8]",
+        query=np.ones((4, 8), F32),
+    ),
+    fault(
+        attention,
+        "query must have dtype float32, float16 or bfloat16; got int32",
+        TypeError,
+        query=np.ones((4, 4, 8), I32),
+    ),
+    fault(
+        attention,
+        "query must have a head_size from 1 to 512; got 0",
+        query=np.ones((4, 4, 0), F32),
+        kv_cache=np.ones((4, 2, 4, 0), F32),
+    ),
+    fault(
+        attention,
+        "query must have a head_size from 1 to 512; got 513",
+        query=np.ones((4, 4, 513), F32),
+        kv_cache=np.ones((4, 2, 4, 513), F32),
+    ),
+    fault(
+        attention,
+        "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads, head_size=8]; got [4, 4, 8]",
+        kv_cache=np.ones((4, 4, 8), F32),
+    ),
+    fault(
+        attention,
+        "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads, head_size=8]; got [4, 2, 4, 16]",
+        kv_cache=np.ones((4, 2, 4, 16), F32),
+    ),
+    fault(
+        attention,
+        "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads, head_size=8]; got [4, 0, 4, 8]",
+        kv_cache=np.ones((4, 0, 4, 8), F32),
+    ),
+    fault(
+        attention,
+        "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads, head_size=8]; got [4, 2, 0, 8]",
+        kv_cache=np.ones((4, 2, 0, 8), F32),
+    ),
+    fault(
+        attention,
+        "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads, head_size=8]; got [4, 2, 3, 8]",
+        kv_cache=np.ones((4, 2, 3, 8), F32),
+    ),
+    fault(
+        attention,
+        "kv_cache must have query's dtype float32; got float16",
+        TypeError,
+        kv_cache=np.ones((4, 2, 4, 8), F16),
+    ),
+    fault(
+        attention,
+        "query's num_heads must be a multiple of num_kv_heads=3; got 4",
+        kv_cache=np.ones((4, 2, 6, 8), F32),
+    ),
+    fault(
+        attention,
+        "query's num_heads must be a multiple of num_kv_heads=2; got 0",
+        query=np.ones((4, 0, 8), F32),
+    ),
+    fault(
+        attention,
+        "context_lens must have shape [max_seqs]; got [3, 1]",
+        context_lens=np.ones((3, 1), I32),
+    ),
+    fault(
+        attention,
+        "block_tables must have shape [max_seqs=3, max_blocks_per_seq]; got [2, 2]",
+        block_tables=np.ones((2, 2), I32),
+    ),
+    fault(
+        attention,
+        "block_tables must have shape [max_seqs=3, max_blocks_per_seq]; got [3]",
+        block_tables=np.ones(3, I32),
+    ),
+    fault(
+        attention,
+        "query_start_loc must have shape [max_seqs + 1=4]; got [3]",
+        query_start_loc=np.ones(3, I32),
+    ),
+    fault(attention, "num_seqs must have shape [] or [1]; got [2]", num_seqs=np.ones(2, I32)),
+    fault(
+        attention,
+        "context_lens must have dtype int32; got float32",
+        TypeError,
+        context_lens=np.ones(3, F32),
+    ),
+    fault(
+        attention,
+        "block_tables must have dtype int32; got float32",
+        TypeError,
+        block_tables=np.ones((3, 2), F32),
+    ),
+    fault(
+        attention,
+        "query_start_loc must have dtype int32; got float32",
+        TypeError,
+        query_start_loc=np.ones(4, F32),
+    ),
+    fault(
+        attention,
+        "num_seqs must have dtype int32; got float32",
+        TypeError,
+        num_seqs=np.array(2, F32),
+    ),
+    fault(attention, "scale must be finite in float32; got inf", scale=float("inf")),
+    fault(attention, "scale must be finite in float32; got nan", scale=float("nan")),
+    fault(attention, "scale must be finite in float32; got 1e+300", in_handler=False, scale=1e300),
+    fault(attention, "sliding_window must be at least 1; got -3", sliding_window=-3),
+    fault(
+        attention, "sliding_window must be at least 1; got 0", in_handler=False, sliding_window=0
+    ),
+    fault(attention, "soft_cap must be positive and finite in float32; got -1.5", soft_cap=-1.5),
+    fault(
+        attention,
+        "soft_cap must be positive and finite in float32; got 0.0",
+        in_handler=False,
+        soft_cap=0.0,
+    ),
+    fault(
+        attention, "soft_cap must be positive and finite in float32; got nan", soft_cap=float("nan")
+    ),
+    fault(
+        attention, "soft_cap must be positive and finite in float32; got inf", soft_cap=float("inf")
+    ),
+    fault(
+        update,
+        "key must have shape [num_tokens, num_kv_heads, head_size]; got [3, 16]",
+        key=np.ones((3, 16), F32),
+    ),
+    fault(
+        update,
+        "key must have dtype float32, float16 or bfloat16; got int32",
+        TypeError,
+        key=np.ones((3, 2, 8), I32),
+    ),
+    fault(
+        update,
+        "value must have shape [num_tokens=3, num_kv_heads=2, head_size=8]; got [3, 1, 8]",
+        value=np.ones((3, 1, 8), F32),
+    ),
+    fault(
+        update,
+        "value must have key's dtype float32; got float16",
+        TypeError,
+        value=np.ones((3, 2, 8), F16),
+    ),
+    fault(
+        update,
+        "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads=4, head_size=8]; got [4, 2, 2, 8]",
+        kv_cache=np.ones((4, 2, 2, 8), F32),
+    ),
+    fault(
+        update,
+        "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads=4, head_size=8]; got [4, 0, 4, 8]",
+        kv_cache=np.ones((4, 0, 4, 8), F32),
+    ),
+    fault(
+        update,
+        "kv_cache must have key's dtype float32; got float16",
+        TypeError,
+        kv_cache=np.ones((4, 2, 4, 8), F16),
+    ),
+    fault(
+        update, "slot_mapping must have shape [num_tokens=3]; got [2]", slot_mapping=np.ones(2, I32)
+    ),
+    fault(
+        update,
+        "slot_mapping must have dtype int32 or int64; got float32",
+        TypeError,
+        slot_mapping=np.ones(3, F32),
+    ),
+    fault(add, "a must have dtype float32; got int32", TypeError, a=np.ones((2, 3), I32)),
+    fault(add, "b must have shape [2, 3]; got [3]", b=np.ones(3, F32)),
+    fault(add, "b must have dtype float32; got int32", TypeError, b=np.ones((2, 3), I32)),
+]
+
+# What only the values tell: on the CPU, the handler reads them.
+DYNAMIC = [
+    fault(attention, "num_seqs must be from 0 to max_seqs=3; got 4", num_seqs=np.array(4, I32)),
+    fault(attention, "num_seqs must be from 0 to max_seqs=3; got -1", num_seqs=np.array([-1], I32)),
+    fault(
+        attention,
+        "query_start_loc[0] must be at least 0; got -1",
+        query_start_loc=np.array([-1, 2, 3, 0], I32),
+    ),
+    fault(
+        attention,
+        "query_start_loc must not decrease; got query_start_loc[2]=1 after query_start_loc[1]=2",
+        query_start_loc=np.array([0, 2, 1, 0], I32),
+    ),
+    fault(
+        attention,
+        "query_start_loc[2] must be at most num_tokens=4; got 5",
+        query_start_loc=np.array([0, 2, 5, 0], I32),
+        context_lens=np.array([3, 3, 0], I32),
+    ),
+    fault(
+        attention,
+        "context_lens[0] must be from 0 to max_blocks_per_seq * block_size=4; got 5",
+        context_lens=np.array([5, 1, 0], I32),
+    ),
+    fault(
+        attention,
+        "context_lens[1] must be from 0 to max_blocks_per_seq * block_size=4; got -2",
+        context_lens=np.array([3, -2, 0], I32),
+    ),
+    fault(
+        attention,
+        "context_lens[0] must count the sequence's 2 query tokens too; got 1",
+        context_lens=np.array([1, 1, 0], I32),
+    ),
+    fault(
+        attention,
+        "block_tables[0, 1] must be from 0 to num_blocks - 1=3; got 4",
+        block_tables=np.array([[3, 4], [0, 9], [9, 9]], I32),
+    ),
+    fault(
+        attention,
+        "block_tables[1, 0] must be from 0 to num_blocks - 1=3; got -1",
+        block_tables=np.array([[3, 1], [-1, 9], [9, 9]], I32),
+    ),
+    fault(
+        attention,
+        "block_tables[0, 0] must be from 0 to num_blocks - 1=-1; got 3",
+        kv_cache=np.ones((0, 2, 4, 8), F32),
+    ),
+    fault(
+        update,
+        "slot_mapping[1] must be below num_blocks * block_size=8 (negative for padding); got 8",
+        slot_mapping=np.array([0, 8, -1], I32),
+    ),
+]
+
+
+# Those that an attribute can carry; and of these, those that XLA does not drop for an empty result.
+FOR_HANDLER = [fault for fault in STATIC + DYNAMIC if fault.values[0].in_handler]
+FOR_HANDLER_IN_XLA = [
+    fault for fault in FOR_HANDLER if next(iter(fault.values[0].arguments.values())).size > 0
+]
+
+
+def split(arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    attributes = {k: v for k, v in arguments.items() if not isinstance(v, np.ndarray)}
+    return [v for v in arguments.values() if isinstance(v, np.ndarray)], attributes
+
+
+def call_handler(fault: Fault) -> None:
+    """With no check before it, as a program does that was serialized elsewhere."""
+    operands, attributes = split(fault.arguments)
+    handler = _native.handlers()["cpu"][TARGETS[fault.op]]
+    if fault.op == "paged_attention":
+        attributes["sliding_window"] = attributes["sliding_window"] or 0
+        attributes["soft_cap"] = attributes["soft_cap"] or 0.0
+    result = operands[0] if fault.op == "kv_cache_update" else np.empty_like(operands[0])
+    _native.EagerCall(handler, attributes)(operands, [result], 1)
+
+
+def call_handler_from_jax(fault: Fault) -> None:
+    operands, attributes = split(fault.arguments)
+    typed: dict[str, Any] = {}
+    if fault.op == "paged_attention":
+        typed = {
+            "scale": F32(attributes["scale"]),
+            "sliding_window": I64(attributes["sliding_window"] or 0),
+            "soft_cap": F32(attributes["soft_cap"] or 0),
+        }
+    jax.block_until_ready(
+        jax.ffi.ffi_call(
+            TARGETS[fault.op],
+            jax.ShapeDtypeStruct(operands[0].shape, operands[0].dtype),
+            input_output_aliases={0: 0} if fault.op == "kv_cache_update" else {},
+        )(*operands, **typed)
+    )
+
+
+@pytest.mark.parametrize("op", SOUND)
+@pytest.mark.parametrize("door", doors.DOORS)
+def test_sound_calls_pass(door: str, op: str) -> None:
+    operands, attributes = split(SOUND[op]())
+    doors.DOORS[door](op, *operands, **attributes)
+
+
+@pytest.mark.parametrize("fault", STATIC)
+@pytest.mark.parametrize("door", doors.DOORS)
+def test_static_fault(door: str, fault: Fault) -> None:
+    operands, attributes = split(fault.arguments)
+    # torch.compile wraps what its tracing raises, and keeps the words.
+    error = Exception if door == "openxla" else fault.error
+    with pytest.raises(error) as raised:
+        doors.DOORS[door](fault.op, *operands, **attributes)
+    assert fault.message in str(raised.value)
+
+
+@pytest.mark.parametrize("fault", DYNAMIC)
+@pytest.mark.parametrize("door", doors.DOORS)
+def test_dynamic_fault(door: str, fault: Fault) -> None:
+    operands, attributes = split(fault.arguments)
+    error = {"jax": jax.errors.JaxRuntimeError, "torch": ValueError}.get(door, RuntimeError)
+    with pytest.raises(error) as raised:
+        doors.DOORS[door](fault.op, *operands, **attributes)
+    assert fault.message in str(raised.value)
+
+
+@pytest.mark.parametrize("fault", FOR_HANDLER)
+def test_handler_says_the_same(fault: Fault) -> None:
+    with pytest.raises(ValueError) as raised:
+        call_handler(fault)
+    assert str(raised.value) == fault.message
+
+
+@pytest.mark.parametrize("fault", FOR_HANDLER_IN_XLA)
+def test_handler_in_xla_says_the_same(fault: Fault) -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match="^INVALID_ARGUMENT") as raised:
+        call_handler_from_jax(fault)
+    assert fault.message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (np.empty((4, 4, 9), F32), "the result must be float32 [4, 4, 8]; got float32 [4, 4, 9]"),
+        (np.empty((4, 4, 8), F16), "the result must be float32 [4, 4, 8]; got float16 [4, 4, 8]"),
+    ],
+)
+def test_handler_checks_its_result(result: np.ndarray, message: str) -> None:
+    operands, attributes = split(attention(sliding_window=0, soft_cap=0.0))
+    call = _native.EagerCall(_native.handlers()["cpu"]["xla_gpu_paged_attention"], attributes)
+    with pytest.raises(ValueError) as raised:
+        call(operands, [result], 1)
+    assert str(raised.value) == f"paged_attention: {message}"
+
+
+def test_handler_checks_the_result_of_simple_add() -> None:
+    operands, _ = split(add())
+    call = _native.EagerCall(_native.handlers()["cpu"]["XlaGpuSimpleAdd"], {})
+    with pytest.raises(ValueError, match="the result must be float32 .2, 3.; got float32 .3, 2."):
+        call(operands, [np.empty((3, 2), F32)], 1)
+
+
+def test_handler_demands_an_aliased_cache() -> None:
+    operands, _ = split(update())
+    call = _native.EagerCall(_native.handlers()["cpu"]["xla_gpu_kv_cache_update"], {})
+    with pytest.raises(ValueError, match="the result must alias kv_cache"):
+        call(operands, [operands[0].copy()], 1)
+
+
+def test_a_slot_past_the_end_leaves_the_cache_as_it_was() -> None:
+    operands, _ = split(update(slot_mapping=np.array([0, 8, -1], I32)))
+    cache = doors.to_torch(operands[0])
+    with pytest.raises(ValueError, match="slot_mapping"):
+        torch.ops.xla_gpu.kv_cache_update(cache, *map(doors.to_torch, operands[1:]))
+    assert not cache.any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scale": True}, "scale must have type float; got bool"),
+        ({"sliding_window": True}, "sliding_window must have type int; got bool"),
+    ],
+    ids=str,
+)
+def test_booleans_are_not_numbers(changes: dict[str, Any], message: str) -> None:
+    """In JAX only: torch's dispatcher makes them numbers before the op sees them."""
+    operands, attributes = split(attention() | changes)
+    with pytest.raises(TypeError, match=message):
+        doors.in_jax("paged_attention", *operands, **attributes)
+
+
+def test_a_cache_that_is_not_contiguous() -> None:
+    cache = torch.zeros(4, 4, 2, 8).transpose(1, 2)
+    key = torch.ones(3, 2, 8)
+    with pytest.raises(ValueError, match="kv_cache must be contiguous, as it is written in place"):
+        torch.ops.xla_gpu.kv_cache_update(cache, key, key, torch.zeros(3, dtype=torch.int32))
+
+
+def test_the_runtime_survives_a_fault() -> None:
+    operands, attributes = split(attention(num_seqs=np.array(9, I32)))
+    with pytest.raises(RuntimeError):
+        doors.in_torch_xla("paged_attention", *operands, **attributes)
+    doors.forget_failed_steps()
+    operands, attributes = split(attention())
+    assert np.isfinite(doors.in_torch_xla("paged_attention", *operands, **attributes)).all()

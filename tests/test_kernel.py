@@ -1,0 +1,243 @@
+"""The handlers and kernels alone, with no framework: against the oracle over every case, and for the
+promises that a frontend cannot see. The mutation check runs this file on faulty kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from shared_ffi import _native, kv_cache_update, paged_attention, simple_add
+from tests import reference
+from tests.cases import CASES, UPDATE_CASES, Case, UpdateCase
+from tests.compare import assert_close, assert_same_bits
+
+F32, I32 = np.float32, np.int32
+
+
+def handler(op: Any) -> Any:
+    return _native.handlers()["cpu"][op.TARGET]
+
+
+def attend(
+    operands: Any,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    num_threads: int = 1,
+) -> np.ndarray:
+    attributes = {
+        "scale": float(scale),
+        "sliding_window": sliding_window or 0,
+        "soft_cap": float(soft_cap or 0),
+    }
+    # As bits: not every NumPy exchanges bfloat16 by DLPack, and every kernel must write all rows.
+    result = np.full_like(operands[0], np.nan)
+    call = _native.EagerCall(handler(paged_attention), attributes)
+    call([_exchangeable(x) for x in operands], [_exchangeable(result)], num_threads)
+    return result
+
+
+def _exchangeable(array: Any) -> Any:
+    array = np.asarray(array)
+    if array.dtype.name != "bfloat16":
+        return array if array.flags.writeable else array.copy()
+    import torch  # noqa: PLC0415  (NumPy's DLPack knows no bfloat16)
+
+    return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_paged_attention(case: Case) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    result = attend(inputs, **attributes)
+    assert_close(result, reference.paged_attention(*inputs, **attributes), case.dtype)
+    assert_same_bits(attend(inputs, **attributes, num_threads=3), result)
+
+
+@pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
+def test_kv_cache_update(case: UpdateCase) -> None:
+    kv_cache, *rest = case.inputs()
+    updated = kv_cache.copy()
+    operands = [_exchangeable(x) for x in (updated, *rest)]
+    _native.EagerCall(handler(kv_cache_update), {})(operands, operands[:1], 3)
+    assert_same_bits(updated, reference.kv_cache_update(kv_cache, *rest))
+
+
+def test_the_later_of_two_tokens_with_one_slot_wins() -> None:
+    for num_threads in (1, 4):
+        cache = np.zeros((1, 4, 64, 128), F32)
+        key = np.arange(64, dtype=F32)[:, None, None] * np.ones((1, 32, 128), F32)
+        slots = (np.arange(64) % 4).astype(I32)
+        _native.EagerCall(handler(kv_cache_update), {})(
+            [cache, key, key, slots], [cache], num_threads
+        )
+        assert (cache == np.array([60, 61, 62, 63], F32)[None, :, None, None]).all()
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_simple_add_over_several_chunks(num_threads: int) -> None:
+    a = np.arange(200_001, dtype=F32)
+    result = np.full_like(a, np.nan)
+    _native.EagerCall(handler(simple_add), {})([a, a], [result], num_threads)
+    assert_same_bits(result, a + a)
+
+
+def ragged_batch(seed: int) -> tuple[list[Any], list[tuple[int, int]]]:
+    rng = np.random.default_rng(seed)
+    lengths = [(int(rng.integers(1, 20)), int(rng.integers(20, 200))) for _ in range(5)]
+    tables = rng.permutation(5 * 13).reshape(5, 13).astype(I32)
+    start = np.cumsum([0, *(q for q, _ in lengths)]).astype(I32)
+    query = rng.standard_normal((start[-1], 6, 24), dtype=F32)
+    kv_cache = rng.standard_normal((65, 16, 4, 24), dtype=F32)
+    context_lens = np.array([context for _, context in lengths], I32)
+    return [query, kv_cache, context_lens, tables, start, np.array(5, I32)], lengths
+
+
+@pytest.mark.parametrize("attributes", [{}, {"sliding_window": 70}, {"soft_cap": 20.0}], ids=str)
+def test_a_sequence_has_the_same_bits_in_any_batch(attributes: dict[str, Any]) -> None:
+    (query, kv_cache, context_lens, tables, start, _), lengths = ragged_batch(0)
+    together = attend(
+        [query, kv_cache, context_lens, tables, start, np.array(5, I32)], scale=0.3, **attributes
+    )
+    order = [3, 0, 4, 2, 1]
+    shuffled = attend(
+        [
+            np.concatenate([query[start[s] : start[s + 1]] for s in order]),
+            kv_cache,
+            context_lens[order],
+            tables[order],
+            np.cumsum([0, *(lengths[s][0] for s in order)]).astype(I32),
+            np.array(5, I32),
+        ],
+        scale=0.3,
+        **attributes,
+    )
+    first_row = 0
+    for s in order:
+        rows = slice(start[s], start[s + 1])
+        alone = attend(
+            [
+                query[rows],
+                kv_cache,
+                context_lens[s : s + 1],
+                tables[s : s + 1],
+                np.array([0, lengths[s][0]], I32),
+                np.array(1, I32),
+            ],
+            scale=0.3,
+            **attributes,
+        )
+        assert_same_bits(alone, together[rows])
+        assert_same_bits(shuffled[first_row : first_row + lengths[s][0]], alone)
+        first_row += lengths[s][0]
+
+
+def test_chunked_prefill_has_the_bits_of_one_prefill() -> None:
+    (query, kv_cache, _, tables, *_), _ = ragged_batch(1)
+    num_tokens = len(query)
+    whole = attend(
+        [
+            query,
+            kv_cache,
+            np.array([num_tokens], I32),
+            tables[:1],
+            np.array([0, num_tokens], I32),
+            np.array(1, I32),
+        ],
+        scale=0.3,
+    )
+    for first, last in [(0, 1), (1, 8), (8, num_tokens)]:
+        chunk = attend(
+            [
+                query[first:last],
+                kv_cache,
+                np.array([last], I32),
+                tables[:1],
+                np.array([0, last - first], I32),
+                np.array(1, I32),
+            ],
+            scale=0.3,
+        )
+        assert_same_bits(chunk, whole[first:last])
+
+
+def test_a_cache_of_more_than_2_31_elements() -> None:
+    """Only the touched pages of this cache of 4 GiB exist."""
+    num_blocks = 2**31 // (16 * 2 * 64) + 2
+    kv_cache = np.zeros((num_blocks, 16, 2, 64), np.float16)
+    assert kv_cache.size > 2**31
+    rng = np.random.default_rng(0)
+    key, value = rng.standard_normal((2, 16, 1, 64)).astype(np.float16)
+    slots = ((num_blocks - 1) * 16 + np.arange(16)).astype(np.int64)
+    _native.EagerCall(handler(kv_cache_update), {})([kv_cache, key, value, slots], [kv_cache], 2)
+    assert_same_bits(kv_cache[-1, :, 1], value[:, 0])
+    metadata = [
+        np.array([16], I32),
+        np.array([[num_blocks - 1]], I32),
+        np.array([0, 1], I32),
+        np.array(1, I32),
+    ]
+    query = rng.standard_normal((1, 2, 64)).astype(np.float16)
+    in_small = [query, kv_cache[-1:].copy(), metadata[0], np.array([[0]], I32), *metadata[2:]]
+    assert_same_bits(attend([query, kv_cache, *metadata], scale=0.1), attend(in_small, scale=0.1))
+
+
+def test_exponential() -> None:
+    """Two keys with logits x and 0, of which only the first has a value: the output is
+    e^x / (1 + e^x). Over the whole range of float32, that is within 4 units in the last place: 2 of
+    e^x, and a half each of the sum, the quotient and the logit."""
+    logits = np.concatenate([np.linspace(-87.3, 0, 40_001), -np.logspace(-8, 1, 5_000)]).astype(F32)
+    count = len(logits)
+    kv_cache = np.zeros((1, 2, 2, 2), F32)
+    kv_cache[0, 0, 0] = [1, 0]  # K of position 0
+    kv_cache[0, 0, 1] = 1  # its V
+    query = np.zeros((count, 1, 2), F32)
+    query[:, 0, 0] = logits
+    operands = [
+        query,
+        kv_cache,
+        np.full(count, 2, I32),
+        np.zeros((count, 1), I32),
+        np.arange(count + 1, dtype=I32),
+        np.array(count, I32),
+    ]
+    result = attend(operands, scale=1.0)[:, 0, 0].astype(np.float64)
+    exact = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    assert np.max(np.abs(result - exact) / np.spacing(exact.astype(F32))) <= 4
+
+
+@st.composite
+def random_cases(draw: st.DrawFn) -> Case:
+    """Any call that the contract allows, at small sizes."""
+    num_kv_heads = draw(st.integers(1, 3))
+    sequences = draw(
+        st.lists(
+            st.integers(0, 90).flatmap(
+                lambda context: st.tuples(st.integers(0, context), st.just(context))
+            ),
+            max_size=4,
+        )
+    )
+    return Case(
+        id=f"random-{draw(st.integers(0, 2**32))}",
+        sequences=tuple(sequences),
+        num_heads=num_kv_heads * draw(st.integers(1, 7)),
+        num_kv_heads=num_kv_heads,
+        head_size=draw(st.integers(1, 40)),
+        block_size=draw(st.integers(1, 70)),
+        dtype=draw(st.sampled_from(["float32", "float16", "bfloat16"])),
+        scale=draw(st.floats(-2, 2, width=32)),
+        sliding_window=draw(st.none() | st.integers(1, 100)),
+        soft_cap=draw(st.none() | st.floats(0.5, 50, width=32)),
+    )
+
+
+@given(random_cases())
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_random(case: Case) -> None:
+    test_paged_attention(case)

@@ -1,0 +1,80 @@
+"""For every case: the same custom call in JAX's program and in torch_xla's, the same bits out of
+every door, and numbers that agree with the float64 oracle."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import jax_frontend
+from tests import doors, hlo, reference
+from tests.cases import CASES, SHORT_CASES, UPDATE_CASES, Case, UpdateCase
+from tests.compare import assert_close, assert_same_bits
+
+ATTENTION = "xla_gpu_paged_attention"
+UPDATE = "xla_gpu_kv_cache_update"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_paged_attention(case: Case, dump_dir: Path) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    oracle = reference.paged_attention(*inputs, **attributes)
+
+    in_torch = doors.in_torch("paged_attention", *inputs, **attributes)
+    assert_close(in_torch, oracle, case.dtype)
+
+    assert_same_bits(doors.in_jax("paged_attention", *inputs, **attributes), in_torch)
+    with hlo.OptimizedDump(dump_dir) as lazy:
+        assert_same_bits(doors.in_torch_xla("paged_attention", *inputs, **attributes), in_torch)
+    with hlo.OptimizedDump(dump_dir) as compiled:
+        assert_same_bits(doors.in_openxla("paged_attention", *inputs, **attributes), in_torch)
+
+    before, after = hlo.of_jax(partial(jax_frontend.paged_attention, **attributes), *inputs)
+    tensors = [doors.to_xla(array) for array in inputs]
+    lazy_before = hlo.of_torch_xla([torch.ops.xla_gpu.paged_attention(*tensors, **attributes)])
+    (call,) = hlo.custom_calls(before, ATTENTION)
+    assert hlo.custom_calls(lazy_before, ATTENTION) == [call]
+    (optimized,) = hlo.custom_calls(after, ATTENTION)
+    # The compiled program has the lazy one's hash, so it may be the lazy one, found in the cache.
+    programs = lazy.programs + compiled.programs
+    calls = [found for program in programs for found in hlo.custom_calls(program, ATTENTION)]
+    assert calls and set(calls) == {optimized}
+
+
+@pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
+def test_kv_cache_update(case: UpdateCase, dump_dir: Path) -> None:
+    inputs = case.inputs()
+    expected = reference.kv_cache_update(*inputs)
+
+    assert_same_bits(doors.in_torch("kv_cache_update", *inputs), expected)
+    assert_same_bits(doors.in_jax("kv_cache_update", *inputs), expected)
+    with hlo.OptimizedDump(dump_dir) as lazy:
+        assert_same_bits(doors.in_torch_xla("kv_cache_update", *inputs), expected)
+    assert_same_bits(doors.in_openxla("kv_cache_update", *inputs), expected)
+
+    if inputs.slot_mapping.dtype == "int64":
+        return  # JAX, with its default of 32-bit integers, makes another program
+    before, after = hlo.of_jax(jax_frontend.kv_cache_update, *inputs)
+    tensors = [doors.to_xla(array) for array in inputs]
+    torch.ops.xla_gpu.kv_cache_update(*tensors)
+    lazy_before = hlo.of_torch_xla(tensors[:1])
+    assert hlo.custom_calls(lazy_before, UPDATE) == hlo.custom_calls(before, UPDATE)
+    (optimized,) = hlo.custom_calls(after, UPDATE)
+    calls = [found for program in lazy.programs for found in hlo.custom_calls(program, UPDATE)]
+    assert set(calls) == {optimized}
+
+
+@pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
+def test_inductor(case: Case) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    expected = doors.in_torch("paged_attention", *inputs, **attributes)
+    assert_same_bits(doors.in_inductor("paged_attention", *inputs, **attributes), expected)
+
+
+@pytest.mark.parametrize("door", doors.DOORS)
+def test_simple_add(door: str) -> None:
+    a = doors.np.arange(6, dtype="float32").reshape(2, 3)
+    assert_same_bits(doors.DOORS[door]("simple_add", a, a * 10), reference.simple_add(a, a * 10))

@@ -1,0 +1,210 @@
+"""Registration: once, from any thread, and never with a runtime that is too old."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+
+from shared_ffi import OPS, _elf, _native, runtimes
+
+TARGETS = sorted(op.TARGET for op in OPS)
+
+
+def python(script: str, **environment: str) -> str:
+    """The standard output of a script in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
+        check=True,
+        text=True,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PJRT_DEVICE": "CPU"} | environment,
+        timeout=120,
+    ).stdout
+
+
+def test_targets_have_handlers() -> None:
+    assert sorted(_native.handlers()["cpu"]) == TARGETS
+
+
+def test_built_for_the_oldest_supported_runtime() -> None:
+    assert runtimes.FFI_VERSION == (0, 1)
+
+
+def test_registered_with_both_runtimes() -> None:
+    import jax  # noqa: F401, PLC0415
+    import torch_xla  # noqa: F401, PLC0415
+
+    runtimes.register()
+    assert runtimes.registered() == {"jaxlib": {"cpu": TARGETS}, "torch_xla": {"cpu": TARGETS}}
+
+
+def test_registering_loads_no_framework() -> None:
+    assert (
+        python("""
+        import sys, shared_ffi
+        shared_ffi.register()
+        print(sorted({"jax", "torch", "torch_xla"} & set(sys.modules)), shared_ffi.registered())
+    """)
+        == "[] {}\n"
+    )
+
+
+def test_registered_once_from_many_threads() -> None:
+    out = python("""
+        import threading, jax, torch_xla
+        from shared_ffi import runtimes
+        calls = []
+        for name, function in list(runtimes._RUNTIMES.items()):
+            def counted(name=name, function=function):
+                calls.append(name)
+                return function()
+            runtimes._RUNTIMES[name] = counted
+        barrier = threading.Barrier(16)
+        def register():
+            barrier.wait()
+            runtimes.register()
+        threads = [threading.Thread(target=register) for _ in range(16)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        print(sorted(calls))
+    """)
+    assert out == "['jaxlib', 'torch_xla']\n"
+
+
+@pytest.mark.parametrize(
+    ("version", "loads"), [((0, 0), False), ((0, 1), True), ((0, 5), True), ((1, 1), False)]
+)
+def test_version_rule(version: tuple[int, int], loads: bool) -> None:
+    if loads:
+        runtimes.check_version("jaxlib", version)
+        return
+    with pytest.raises(RuntimeError) as raised:
+        runtimes.check_version("jaxlib", version)
+    words = str(raised.value)
+    assert "built for XLA FFI 0.1" in words and "speaks XLA FFI {}.{}".format(*version) in words
+
+
+def test_a_runtime_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax  # noqa: F401, PLC0415
+
+    monkeypatch.setattr(runtimes, "_registered", {"torch_xla": {}})
+    monkeypatch.setattr(runtimes, "jaxlib_ffi_version", lambda: (0, 0))
+    with pytest.raises(
+        RuntimeError, match="cannot be registered with jaxlib, which speaks XLA FFI 0.0"
+    ):
+        runtimes.register()
+    assert "jaxlib" not in runtimes.registered()
+
+
+def test_versions_are_read_from_the_runtimes() -> None:
+    assert runtimes.jaxlib_ffi_version() >= (0, 1)
+    assert runtimes.torch_xla_ffi_version() == (0, 1)
+
+
+def test_a_symbol_that_is_not_there() -> None:
+    with pytest.raises(LookupError, match="symtab"):
+        _elf.address_of_local_function(_native.__file__, "nowhere", exported="PyInit__native")
+
+
+def test_a_stripped_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtimes, "_XLA_FFI_GET_API", "nowhere")
+    with pytest.raises(RuntimeError, match="cannot find XLA's FFI registry in torch_xla"):
+        runtimes.torch_xla_ffi_version()
+
+
+def test_diagnosis() -> None:
+    out = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "shared_ffi", "--json"],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
+    report: dict[str, Any] = json.loads(out)
+    assert report["built"]["handlers"] == {"cpu": TARGETS}
+    assert report["registered"] == {"jaxlib": {"cpu": TARGETS}, "torch_xla": {"cpu": TARGETS}}
+    assert report["frontends"] == {"jax_frontend": "ok", "torch_frontend": "ok"}
+    text = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "shared_ffi"],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
+    assert (
+        "torch_xla             XLA FFI 0.1\n" in text and "registered for cpu: 3 of 3 ops" in text
+    )
+
+
+# What works without which framework. An entry of None in sys.modules makes an import fail as it does
+# where the package is not installed.
+
+WITHOUT = """
+    import sys
+    for module in {missing!r}:
+        sys.modules[module] = None
+"""
+
+
+def test_torch_eager_needs_neither_jax_nor_torch_xla() -> None:
+    assert (
+        python(
+            WITHOUT.format(missing=["jax", "jaxlib", "torch_xla"])
+            + """
+    import torch, torch_frontend
+    print(torch.ops.xla_gpu.simple_add(torch.ones(1), torch.ones(1)).item())
+    """
+        )
+        == "2.0\n"
+    )
+
+
+def test_jax_needs_no_torch() -> None:
+    assert (
+        python(
+            WITHOUT.format(missing=["torch", "torch_xla", "elftools"])
+            + """
+    import jax_frontend
+    print(jax_frontend.simple_add([1.0], [1.0]))
+    """
+        )
+        == "[2.]\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("missing", "use", "message"),
+    [
+        (
+            "jax",
+            "import jax_frontend",
+            "jax_frontend needs JAX, which is not installed: pip install 'xla-paged-attention[jax]'",
+        ),
+        (
+            "torch",
+            "import torch_frontend",
+            "torch_frontend needs PyTorch, which is not installed: pip install 'xla-paged-attention[torch]'",
+        ),
+        (
+            "jax",
+            "import torch, torch_xla, torch_frontend; x = torch.ones(1, device='xla'); torch.ops.xla_gpu.simple_add(x, x)",
+            "torch_frontend needs JAX to write the HLO of its ops for XLA tensors, and JAX is not installed: pip install 'xla-paged-attention[torch-xla]'",
+        ),
+    ],
+    ids=["jax_frontend", "torch_frontend", "torch_xla"],
+)
+def test_what_is_missing_is_said(missing: str, use: str, message: str) -> None:
+    out = python(
+        WITHOUT.format(missing=[missing])
+        + f"""
+    try:
+        {use}
+    except ImportError as error:
+        print(error)
+    """
+    )
+    assert message in out

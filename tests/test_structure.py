@@ -1,0 +1,63 @@
+"""The layout that the guide "how to add an op" promises."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import jax_frontend
+import torch_frontend
+from shared_ffi import OPS
+
+ROOT = Path(__file__).parents[1]
+
+
+def imported(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "shared_ffi").glob("*.py")), ids=lambda path: path.name
+)
+def test_shared_ffi_knows_no_frontend(path: Path) -> None:
+    assert not imported(path) & {"jax_frontend", "torch_frontend", "torch"}
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "torch_frontend").glob("*.py")), ids=lambda path: path.name
+)
+def test_only_one_file_knows_torch_xla(path: Path) -> None:
+    assert path.name == "xla.py" or not imported(path) & {"torch_xla", "jax", "jax_frontend"}
+
+
+def test_every_op_has_its_files_and_its_doors() -> None:
+    names = [op.OP for op in OPS]
+    assert sorted(jax_frontend.__all__) == sorted(torch_frontend.__all__) == sorted(names)
+    for name in names:
+        assert (ROOT / "jax_frontend" / f"{name}.py").exists()
+        assert (ROOT / "torch_frontend" / f"{name}.py").exists()
+        csrc = ROOT / "shared_ffi/csrc" / name
+        assert {"params.h", "handler.cc", "cpu.h", "cpu.cc"} <= {
+            path.name for path in csrc.iterdir()
+        }
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted((ROOT / "shared_ffi/csrc").glob("*/*")),
+    ids=lambda path: f"{path.parent.name}/{path.name}",
+)
+def test_only_handlers_know_xla(path: Path) -> None:
+    includes = re.findall(r"#include [<\"](.*)[>\"]", path.read_text())
+    assert path.name == "handler.cc" or not [
+        name for name in includes if "xla/" in name or "handler.h" in name
+    ]

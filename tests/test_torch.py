@@ -1,0 +1,215 @@
+"""What PyTorch users do with the ops on the CPU: schemas, opcheck, torch.compile, export, autograd."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests import doors
+from tests.compare import assert_same_bits
+from tests.test_bad_input import add, attention, split, update
+
+OPS = torch.ops.xla_gpu
+
+
+def tensors(arguments: dict[str, Any]) -> list[torch.Tensor]:
+    return [doors.to_torch(array) for array in split(arguments)[0]]
+
+
+def test_schemas() -> None:
+    assert [
+        str(op.default._schema) for op in (OPS.paged_attention, OPS.kv_cache_update, OPS.simple_add)
+    ] == [
+        "xla_gpu::paged_attention(Tensor query, Tensor kv_cache, Tensor context_lens, Tensor block_tables, "
+        "Tensor query_start_loc, Tensor num_seqs, float scale, int? sliding_window=None, "
+        "float? soft_cap=None) -> Tensor",
+        "xla_gpu::kv_cache_update(Tensor($0! -> ) kv_cache, Tensor key, Tensor value, "
+        "Tensor slot_mapping) -> ()".replace("$0! -> ", "a!"),
+        "xla_gpu::simple_add(Tensor a, Tensor b) -> Tensor",
+    ]
+
+
+@pytest.mark.parametrize(
+    "attributes", [(0.5,), (0.5, 2), (0.5, None, 30.0), (0.5, 2, 30.0)], ids=str
+)
+def test_opcheck_paged_attention(attributes: tuple[Any, ...]) -> None:
+    torch.library.opcheck(OPS.paged_attention.default, (*tensors(attention()), *attributes))
+
+
+def test_opcheck_the_others() -> None:
+    torch.library.opcheck(OPS.kv_cache_update.default, tensors(update()))
+    torch.library.opcheck(OPS.simple_add.default, tensors(add()))
+
+
+def test_keyword_arguments() -> None:
+    names = list(attention())[:6]
+    operands = dict(zip(names, tensors(attention()), strict=True))
+    by_name = OPS.paged_attention(**operands, soft_cap=30.0, scale=0.5, sliding_window=2)
+    assert torch.equal(by_name, OPS.paged_attention(*operands.values(), 0.5, 2, 30.0))
+
+
+def test_operands_that_are_not_contiguous() -> None:
+    query, kv_cache, *rest = tensors(attention())
+    query, kv_cache = torch.randn_like(query), torch.randn_like(kv_cache)
+    expected = OPS.paged_attention(query, kv_cache, *rest, 0.5)
+    strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (query, kv_cache)]
+    assert not strided[0].is_contiguous()
+    assert torch.equal(OPS.paged_attention(*strided, *rest, 0.5), expected)
+
+
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_compiled_update_keeps_the_address(backend: str) -> None:
+    cache, key, value, slots = tensors(update())
+    expected = cache.clone()
+    OPS.kv_cache_update(expected, key, value, slots)
+    expected_sum = expected.sum()
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def step(cache: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        OPS.kv_cache_update(cache, *rest)
+        return cache.sum()
+
+    address = cache.data_ptr()
+    assert step(cache, key, value, slots) == expected_sum
+    assert torch.equal(cache, expected) and cache.data_ptr() == address
+
+
+def test_inductor_updates_without_a_copy_of_the_cache() -> None:
+    from torch._inductor.utils import run_and_get_code  # noqa: PLC0415
+
+    @torch.compile(fullgraph=True)
+    def step(cache: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        OPS.kv_cache_update(cache, *rest)
+        return rest[0] + 1
+
+    torch._dynamo.reset()
+    _, (code, *_) = run_and_get_code(step, *tensors(update()))
+    assert "kv_cache_update" in code
+    assert "(4, 2, 4, 8)" not in code.partition("def call(")[2].partition("return")[0].replace(
+        "assert_size_stride(arg0_1, (4, 2, 4, 8)", ""
+    ), "a buffer of the cache's size is made"
+
+
+def test_dynamic_shapes_compile_once() -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    function = torch.compile(
+        lambda *a: OPS.paged_attention(*a, 0.5), backend=counter, fullgraph=True, dynamic=True
+    )
+    for num_tokens in (11, 12, 13):  # no size equals another: torch would take them for one symbol
+        _, *rest = tensors(attention())
+        query = torch.randn(num_tokens, 4, 8)
+        assert torch.equal(function(query, *rest), OPS.paged_attention(query, *rest, 0.5))
+    assert counter.frame_count == 1
+
+
+class Layer(torch.nn.Module):
+    """One attention layer with its cache: what gets exported."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(4, 2, 4, 8))
+
+    def forward(
+        self, key: torch.Tensor, slots: torch.Tensor, query: torch.Tensor, *metadata: torch.Tensor
+    ) -> torch.Tensor:
+        OPS.kv_cache_update(self.cache, key, key * 2, slots)
+        return OPS.paged_attention(query, self.cache, *metadata, 0.5)
+
+
+def layer_inputs() -> tuple[torch.Tensor, ...]:
+    query, _, *metadata = tensors(attention())
+    slots = torch.tensor([6, 7, 2, 0], dtype=torch.int64)
+    return (torch.randn(4, 2, 8), slots, torch.randn_like(query), *metadata)
+
+
+def test_export() -> None:
+    inputs = layer_inputs()
+    expected = Layer()(*inputs)
+    program = torch.export.export(Layer(), inputs)
+    assert torch.equal(program.module()(*inputs), expected)
+    assert torch.equal(program.run_decompositions().module()(*inputs), expected)
+    assert "xla_gpu.paged_attention" in str(program.graph)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_requires_grad_without_grad_mode(mode: Any) -> None:
+    query, *rest = tensors(attention())
+    with mode():
+        assert OPS.paged_attention(query.requires_grad_(), *rest, 0.5).shape == query.shape
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_autograd_is_refused(device: str) -> None:
+    query, *rest = (x.to(device) for x in tensors(attention()))
+    with pytest.raises(NotImplementedError, match="^paged_attention: inference only.*no_grad"):
+        OPS.paged_attention(query.requires_grad_(), *rest, 0.5)
+    cache, key, *rest = (x.to(device) for x in tensors(update()))
+    with pytest.raises(NotImplementedError, match="^kv_cache_update: inference only"):
+        OPS.kv_cache_update(cache, key.requires_grad_(), *rest)
+
+
+@pytest.mark.parametrize(("op", "name", "arguments"), [
+    (OPS.paged_attention, "paged_attention", attention()),
+    (OPS._kv_cache_update_mutable, "kv_cache_update", update()),
+    (OPS.simple_add, "simple_add", add()),
+], ids=["paged_attention", "kv_cache_update", "simple_add"])  # fmt: skip
+def test_cuda_is_not_built_yet(op: Any, name: str, arguments: dict[str, Any]) -> None:
+    """As the dispatcher would call it for CUDA tensors, which this machine may not be able to make."""
+    operands, attributes = split(arguments)
+    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    with pytest.raises(NotImplementedError, match=f"^{name}: the CUDA kernel is not built yet"):
+        op.default.redispatch(cuda, *map(doors.to_torch, operands), *([0.5] if attributes else []))
+
+
+def test_meta_tensors() -> None:
+    query, *rest = (x.to("meta") for x in tensors(attention()))
+    result = OPS.paged_attention(query, *rest, 0.5)
+    assert (result.shape, result.dtype, result.device.type) == (query.shape, query.dtype, "meta")
+
+
+def test_same_bits_for_any_number_of_threads() -> None:
+    rng = np.random.default_rng(0)
+    query = rng.standard_normal((70, 8, 32), dtype=np.float32)
+    cache = rng.standard_normal((20, 16, 4, 32), dtype=np.float32)
+    tables = np.stack([rng.permutation(20)[:10] for _ in range(3)]).astype(np.int32)
+    metadata = [
+        np.array([160, 33, 7], np.int32),
+        tables,
+        np.array([0, 60, 61, 68], np.int32),
+        np.int32(3),
+    ]
+    before = torch.get_num_threads()
+    results = []
+    for num_threads in (1, 2, 3, 16):
+        torch.set_num_threads(num_threads)
+        results.append(doors.in_torch("paged_attention", query, cache, *metadata, scale=0.2))
+    torch.set_num_threads(before)
+    for result in results:
+        assert_same_bits(result, results[0])
+
+
+def test_after_a_fork() -> None:
+    """A forked child has none of the parent's threads."""
+    script = """
+        import os, torch, torch_frontend
+        torch.set_num_threads(4)
+        query, cache = torch.randn(64, 8, 64), torch.randn(8, 16, 16, 64)
+        metadata = [torch.tensor(x, dtype=torch.int32) for x in ([128], [list(range(8))], [0, 64], 1)]
+        run = lambda: torch.ops.xla_gpu.paged_attention(query, cache, *metadata, 0.1)
+        expected = run()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if torch.equal(run(), expected) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=120, env=environment
+    )
