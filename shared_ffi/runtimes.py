@@ -52,8 +52,8 @@ def check_version(runtime: str, version: tuple[int, int]) -> None:
     built, offered = ("{}.{}".format(*v) for v in (FFI_VERSION, version))
     raise RuntimeError(
         f"shared_ffi: handlers built for XLA FFI {built} cannot be registered with {runtime}, "
-        f"which speaks XLA FFI {offered}; install a {runtime} with XLA FFI {built} or newer (of the "
-        f"same major version), or rebuild xla-paged-attention against the headers of that {runtime}"
+        f"which speaks XLA FFI {offered}; install a {runtime} that speaks {built} or a later "
+        f"version of XLA FFI {FFI_VERSION[0]}, or rebuild xla-paged-attention against its headers"
     )
 
 

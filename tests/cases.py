@@ -1,0 +1,333 @@
+"""The parity cases, by family. Every one is adversarial: tables are permutations of a pool that is
+larger than needed, and whatever the contract says is not read holds NaN, infinity or junk."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+SHORT_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+JUNK = np.array([2147480000, -7, 2147483647, -2147483648, 1000000], np.int32)
+
+
+class Inputs(NamedTuple):
+    """The array arguments of paged_attention, in their order."""
+
+    query: Any
+    kv_cache: Any
+    context_lens: Any
+    block_tables: Any
+    query_start_loc: Any
+    num_seqs: Any
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of paged_attention. `sequences` are pairs (q_len, context_len)."""
+
+    id: str
+    sequences: tuple[tuple[int, int], ...]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 16
+    block_size: int = 4
+    dtype: str = "float32"
+    scale: float | None = None  # head_size ** -0.5
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    padding_seqs: int = 2
+    padding_blocks: int = 2
+    padding_tokens: int = 3
+    first_token: int = 0
+    num_seqs_shape: tuple[int, ...] = ()
+    query_factor: float = 1.0
+    nan_in_last_position: bool = False
+    shared_first_block: bool = False
+
+    def attributes(self) -> dict[str, Any]:
+        scale = self.head_size**-0.5 if self.scale is None else self.scale
+        return {
+            "scale": scale,
+            "sliding_window": self.sliding_window,
+            "soft_cap": self.soft_cap,
+        }
+
+    def needed_positions(self, q_len: int, context_len: int) -> range:
+        """What the queries of a sequence attend to, all together."""
+        if q_len == 0:
+            return range(0)
+        window = self.sliding_window or context_len
+        return range(max(0, context_len - q_len - window + 1), context_len)
+
+    def inputs(self) -> Inputs:
+        rng = np.random.default_rng(zlib.crc32(self.id.encode()))
+        dtype = DTYPES[self.dtype]
+        q_lens = [q_len for q_len, _ in self.sequences]
+        lengths = [-(-context // self.block_size) for _, context in self.sequences]
+        num_seqs, max_seqs = len(self.sequences), len(self.sequences) + self.padding_seqs
+
+        pool = rng.permutation(sum(lengths) + 3).astype(np.int32)
+        width = max(lengths, default=0) + self.padding_blocks
+        block_tables = rng.choice(JUNK, (max_seqs, width))
+        kv_cache = rng.choice(
+            [np.nan, np.inf, -np.inf],
+            (len(pool), self.block_size, 2 * self.num_kv_heads, self.head_size),
+        ).astype(dtype)
+        taken = 0
+        for s, (q_len, context_len) in enumerate(self.sequences):
+            blocks = pool[taken : taken + lengths[s]].copy()
+            taken += lengths[s]
+            if self.shared_first_block:
+                blocks[0] = pool[0]
+            positions = self.needed_positions(q_len, context_len)
+            for j in positions:
+                block, offset = j // self.block_size, j % self.block_size
+                block_tables[s, block] = blocks[block]
+                slot = kv_cache[blocks[block], offset]
+                if (
+                    np.isnan(slot.astype(np.float32)).any()
+                    or np.isinf(slot.astype(np.float32)).any()
+                ):
+                    slot[...] = rng.standard_normal(slot.shape).astype(dtype)
+            if self.nan_in_last_position:
+                last = context_len - 1
+                kv_cache[blocks[last // self.block_size], last % self.block_size] = np.nan
+
+        num_tokens = self.first_token + sum(q_lens) + self.padding_tokens
+        query = np.full((num_tokens, self.num_heads, self.head_size), np.nan, dtype)
+        end = self.first_token + sum(q_lens)
+        shape = query[self.first_token : end].shape
+        query[self.first_token : end] = (self.query_factor * rng.standard_normal(shape)).astype(
+            dtype
+        )
+
+        context_lens = rng.choice(JUNK, max_seqs)
+        context_lens[:num_seqs] = [context for _, context in self.sequences]
+        query_start_loc = rng.choice(JUNK, max_seqs + 1)
+        query_start_loc[: num_seqs + 1] = np.cumsum([self.first_token, *q_lens])
+        return Inputs(
+            query,
+            kv_cache,
+            context_lens,
+            block_tables,
+            query_start_loc,
+            np.full(self.num_seqs_shape, num_seqs, np.int32),
+        )
+
+
+DECODE = ((1, 5), (1, 17), (1, 1), (1, 12))
+PREFILL = ((9, 9), (4, 4), (1, 1))
+CHUNKED = ((5, 14), (3, 16), (8, 11))
+MIXED = ((1, 19), (6, 6), (0, 7), (4, 21), (1, 1))
+
+
+def _of_each_dtype(family: str, **fields: Any) -> Iterator[Case]:
+    for dtype, short in SHORT_NAMES.items():
+        yield Case(id=f"{family}-{short}", dtype=dtype, **fields)
+
+
+def _batches() -> Iterator[Case]:
+    batches = {
+        "decode": DECODE,
+        "prefill": PREFILL,
+        "chunked-prefill": CHUNKED,
+        "mixed": MIXED,
+        "one-token": ((1, 1),),
+        "no-query-tokens": ((0, 3), (0, 9)),
+        "empty-context": ((0, 0), (2, 2), (0, 0)),
+        "only-empty-context": ((0, 0), (0, 0)),
+        "no-sequences": (),
+        "long-beside-short": ((1, 290), (1, 2), (40, 90)),
+    }
+    for name, sequences in batches.items():
+        yield from _of_each_dtype(name, sequences=sequences)
+    no_padding = {"padding_seqs": 0, "padding_blocks": 0, "padding_tokens": 0}
+    yield from _of_each_dtype("no-padding", sequences=MIXED, **no_padding)
+    yield from _of_each_dtype("much-padding", sequences=MIXED, padding_seqs=20, padding_tokens=50)
+    yield from _of_each_dtype("first-token-5", sequences=MIXED, first_token=5)
+    yield from _of_each_dtype("num-seqs-of-rank-1", sequences=MIXED, num_seqs_shape=(1,))
+    yield from _of_each_dtype("shared-first-block", sequences=CHUNKED, shared_first_block=True)
+
+
+def _lengths() -> Iterator[Case]:
+    for block_size in (1, 2, 3, 8, 16, 17, 32, 64, 100, 128, 256):
+        around = sorted({1, max(1, block_size - 1), block_size, block_size + 1, 2 * block_size})
+        decode = tuple((1, length) for length in around)
+        yield from _of_each_dtype(
+            f"block-{block_size}-decode", sequences=decode, block_size=block_size
+        )
+        chunked = tuple((min(3, length), length) for length in around)
+        yield from _of_each_dtype(
+            f"block-{block_size}-chunked", sequences=chunked, block_size=block_size, head_size=8
+        )
+    for length in (63, 64, 65, 127, 128, 129):  # the CPU kernel's tile has 64 positions
+        for q_len in (1, 5, min(66, length)):
+            yield from _of_each_dtype(
+                f"context-{length}-query-{q_len}",
+                sequences=((q_len, length), (1, 3)),
+                block_size=16,
+                head_size=8,
+                num_heads=2,
+            )
+
+
+def _heads() -> Iterator[Case]:
+    for num_kv_heads, group in product((1, 2, 3, 5), (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)):
+        for dtype in ("float32", "bfloat16"):
+            yield Case(
+                id=f"kv{num_kv_heads}-gqa{group}-{SHORT_NAMES[dtype]}",
+                sequences=((1, 11), (3, 6)),
+                num_heads=num_kv_heads * group,
+                num_kv_heads=num_kv_heads,
+                head_size=8,
+                dtype=dtype,
+            )
+    for head_size in (1, 2, 3, 7, 8, 16, 17, 32, 40, 64, 80, 96, 112, 120, 128, 192, 256, 512):
+        yield from _of_each_dtype(
+            f"head-size-{head_size}", sequences=((1, 19), (3, 5)), head_size=head_size
+        )
+
+
+def _windows_and_caps() -> Iterator[Case]:
+    batches = {"decode": ((1, 150), (1, 3)), "mixed": ((7, 80), (9, 9), (1, 66))}
+    for window, (name, sequences) in product((1, 2, 8, 9, 63, 64, 65, 1000), batches.items()):
+        yield from _of_each_dtype(
+            f"window-{window}-{name}",
+            sequences=sequences,
+            block_size=8,
+            head_size=8,
+            sliding_window=window,
+        )
+    for cap, (name, sequences) in product((0.5, 30.0, 50.0), batches.items()):
+        yield from _of_each_dtype(
+            f"cap-{cap}-{name}", sequences=sequences, block_size=8, soft_cap=cap, query_factor=8.0
+        )
+    yield from _of_each_dtype(
+        "window-20-cap-5", sequences=batches["mixed"], sliding_window=20, soft_cap=5.0
+    )
+    yield from _of_each_dtype("largest-window", sequences=MIXED, sliding_window=2**63 - 1)
+
+
+def _values() -> Iterator[Case]:
+    for scale in (0.0, -0.3, 0.25, 5.0):
+        yield from _of_each_dtype(f"scale-{scale}", sequences=MIXED, scale=scale)
+    for name, sequences in {"decode": ((1, 140),), "prefill": ((70, 70),)}.items():
+        yield from _of_each_dtype(
+            f"large-logits-{name}", sequences=sequences, query_factor=30.0, num_heads=2
+        )
+        yield from _of_each_dtype(
+            f"later-token-nan-{name}", sequences=sequences, nan_in_last_position=True, num_heads=2
+        )
+
+
+def _ragged() -> Iterator[Case]:
+    rng = np.random.default_rng(0)
+    for i in range(60):
+        sequences = []
+        for _ in range(int(rng.integers(1, 6))):
+            context = int(rng.integers(0, 100))
+            sequences.append((int(rng.integers(0, min(context, 8) + 1)), context))
+        num_kv_heads = int(rng.integers(1, 4))
+        yield from _of_each_dtype(
+            f"ragged-{i}",
+            sequences=tuple(sequences),
+            num_kv_heads=num_kv_heads,
+            num_heads=num_kv_heads * int(rng.integers(1, 5)),
+            head_size=int(rng.integers(1, 50)),
+            block_size=int(rng.integers(1, 40)),
+            sliding_window=int(rng.integers(1, 90)) if i % 3 == 0 else None,
+            soft_cap=20.0 if i % 4 == 0 else None,
+            first_token=i % 5,
+        )
+
+
+CASES = [
+    *_batches(),
+    *_lengths(),
+    *_heads(),
+    *_windows_and_caps(),
+    *_values(),
+    *_ragged(),
+]
+assert len({case.id for case in CASES}) == len(CASES)
+
+SHORT_CASES = [
+    case
+    for case in CASES
+    if case.id.rpartition("-")[0]
+    in {
+        "mixed",
+        "no-sequences",
+        "block-17-chunked",
+        "window-9-mixed",
+        "cap-30.0-decode",
+        "ragged-7",
+    }
+]
+
+
+class UpdateInputs(NamedTuple):
+    """The arguments of kv_cache_update, in their order."""
+
+    kv_cache: Any
+    key: Any
+    value: Any
+    slot_mapping: Any
+
+
+@dataclass(frozen=True)
+class UpdateCase:
+    """A call of kv_cache_update: `num_tokens` tokens, of which `num_padding` have no slot."""
+
+    id: str
+    num_tokens: int = 9
+    num_padding: int = 3
+    num_kv_heads: int = 2
+    head_size: int = 17
+    block_size: int = 4
+    dtype: str = "float32"
+    slot_dtype: str = "int32"
+
+    def inputs(self) -> UpdateInputs:
+        rng = np.random.default_rng(zlib.crc32(self.id.encode()))
+        dtype = DTYPES[self.dtype]
+        num_blocks = -(-self.num_tokens // self.block_size) + 3
+        slots = rng.permutation(num_blocks * self.block_size)[: self.num_tokens]
+        padding = rng.permutation(self.num_tokens)[: self.num_padding]
+        slots[padding] = rng.choice([-1, -2, -2147483648], self.num_padding)
+        cache_shape = (num_blocks, self.block_size, 2 * self.num_kv_heads, self.head_size)
+        shape = (self.num_tokens, self.num_kv_heads, self.head_size)
+        kv_cache, key, value = (
+            rng.standard_normal(size).astype(dtype) for size in (cache_shape, shape, shape)
+        )
+        key[padding] = np.nan
+        value[padding] = np.nan
+        return UpdateInputs(kv_cache, key, value, slots.astype(self.slot_dtype))
+
+
+def _updates() -> Iterator[UpdateCase]:
+    for (dtype, short), slot_dtype in product(SHORT_NAMES.items(), ("int32", "int64")):
+        name = f"{slot_dtype}-{short}"
+        fields: dict[str, Any] = {"dtype": dtype, "slot_dtype": slot_dtype}
+        yield UpdateCase(id=f"some-padding-{name}", **fields)
+        yield UpdateCase(id=f"all-padding-{name}", num_padding=9, **fields)
+        yield UpdateCase(id=f"no-tokens-{name}", num_tokens=0, num_padding=0, **fields)
+        yield UpdateCase(id=f"one-token-{name}", num_tokens=1, num_padding=0, **fields)
+        yield UpdateCase(
+            id=f"large-{name}", num_tokens=150, num_kv_heads=5, head_size=128, **fields
+        )
+    for block_size, num_kv_heads in product((1, 3, 16), (1, 2, 5)):
+        name = f"block-{block_size}-kv{num_kv_heads}"
+        yield UpdateCase(id=name, block_size=block_size, num_kv_heads=num_kv_heads, head_size=64)
+    yield UpdateCase(id="head-size-1", head_size=1)
+
+
+UPDATE_CASES = list(_updates())
+assert len({case.id for case in UPDATE_CASES}) == len(UPDATE_CASES)

@@ -1,0 +1,51 @@
+"""How results are compared: bit for bit with each other, within a reasoned bound with the oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+
+# Of the float32 math: a logit's rounding error is about head_size^0.5 * 2^-24 of its terms' size,
+# which the softmax passes on to the weights; those and the weighted sum add some 2^-24 each. The
+# worst case, logits near 100, comes to 2e-5 of the values' size, which is about 1.
+_MATH = 2e-5
+
+# Of storing the result: half a unit in the last place, relative to the result.
+_ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
+    assert actual.dtype == expected.dtype, f"dtype {actual.dtype}, expected {expected.dtype}"
+    assert actual.shape == expected.shape, f"shape {actual.shape}, expected {expected.shape}"
+    bits = f"u{actual.dtype.itemsize}"
+    a, b = (np.ascontiguousarray(x).reshape(-1).view(bits) for x in (actual, expected))
+    different = np.flatnonzero(a != b)
+    if different.size:
+        first = np.unravel_index(different[0], actual.shape)
+        where = tuple(int(i) for i in first)
+        raise AssertionError(
+            f"{different.size} of {a.size} elements differ in their bits; the first, at {where}, is "
+            f"{actual[first]!r}, expected {expected[first]!r}"
+        )
+
+
+def assert_close(actual: np.ndarray, oracle: np.ndarray, dtype: str) -> None:
+    """`actual` is the oracle's result up to float32 math and rounding to `dtype`."""
+    assert actual.dtype.name == dtype, f"dtype {actual.dtype}, expected {dtype}"
+    assert actual.shape == oracle.shape, f"shape {actual.shape}, expected {oracle.shape}"
+    values = actual.astype(np.float64)
+    assert (np.isnan(values) == np.isnan(oracle)).all(), "NaN in other places than the oracle's"
+    error = np.nan_to_num(np.abs(values - oracle))
+    allowed = np.nan_to_num(_MATH + np.abs(oracle) * (_MATH + _ROUNDING[dtype]))
+    if (error > allowed).any():
+        worst = np.unravel_index(np.argmax(error - allowed), error.shape)
+        where = tuple(int(i) for i in worst)
+        raise AssertionError(
+            f"{(error > allowed).sum()} of {error.size} elements are off; the worst, at {where}, is "
+            f"{values[worst]}, expected {oracle[worst]}: error {error[worst]:.3g}, allowed "
+            f"{allowed[worst]:.3g}"
+        )
+
+
+def max_error(actual: np.ndarray, oracle: np.ndarray) -> float:
+    """The largest absolute difference where both are numbers."""
+    return float(np.max(np.nan_to_num(np.abs(actual.astype(np.float64) - oracle)), initial=0.0))

@@ -1,0 +1,65 @@
+"""Every Python block of the documentation runs, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BLOCKS = [
+    pytest.param(block, id=f"{path.name}-{i}")
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for i, block in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
+]
+EXPECTED = {
+    "lowered.as_text": 'custom_call_target="XlaGpuSimpleAdd"',
+    "_get_xla_tensors_hlo": 'custom_call_target="XlaGpuSimpleAdd"',
+    "exported_program_to_stablehlo": "stablehlo.custom_call @XlaGpuSimpleAdd",
+}
+
+
+def run(script: str, **environment: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": ""} | environment,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_block_runs(block: str) -> None:
+    printed = run(block)
+    for code, text in EXPECTED.items():
+        assert code not in block or text in printed
+
+
+def test_there_are_blocks() -> None:
+    assert len(BLOCKS) >= 7
+
+
+@pytest.mark.parametrize(
+    ("module", "pattern"),
+    [
+        ("import jax_frontend as f; f.simple_add([1.0], [1.0])", "*jit_*"),
+        (
+            "import torch, torch_xla, torch_frontend; x = torch.ones(1).to('xla');"
+            "torch.ops.xla_gpu.simple_add(x, x).cpu()",
+            "*SyncTensorsGraph*",
+        ),
+    ],
+    ids=["jax", "torch_xla"],
+)
+def test_dump(module: str, pattern: str, tmp_path: Path) -> None:
+    run(module, XLA_FLAGS=f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text")
+    for stage in ("before_optimizations", "after_optimizations"):
+        dumps = [path.read_text() for path in tmp_path.glob(f"{pattern}{stage}.txt")]
+        assert any("XlaGpuSimpleAdd" in text for text in dumps), stage
