@@ -4,10 +4,13 @@ import importlib.util
 import os
 import sys
 import tempfile
-import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.hlo import CompiledPrograms
 
 os.environ["PJRT_DEVICE"] = "CPU"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -31,12 +34,11 @@ def pytest_configure(config: pytest.Config) -> None:
         module = importlib.util.module_from_spec(spec)
         sys.modules["shared_ffi._native"] = module
         spec.loader.exec_module(module)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch_xla warns about its default device on import
-        import torch  # noqa: F401, PLC0415
 
 
 @pytest.fixture(scope="session")
-def dump_dir() -> Path:
-    """Where torch_xla's programs are dumped."""
-    return DUMP_DIR
+def compiled() -> "CompiledPrograms":
+    """The programs that torch_xla has compiled so far."""
+    from tests.hlo import CompiledPrograms  # noqa: PLC0415  (imports the frameworks)
+
+    return CompiledPrograms(DUMP_DIR)

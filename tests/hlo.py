@@ -27,7 +27,8 @@ def _without_names(instruction: str) -> str:
     head, _, tail = text.partition(" custom-call(")
     operands, _, tail = tail.partition(")")
     shape = head.partition(" = ")[2]
-    return f"{shape} custom-call({len(re.findall(r'%?[a-zA-Z_][^, ]*(?=,|$)', operands))}){tail}"
+    num_operands = len(re.sub(r"\[[^]]*\]|\{[^}]*\}", "", operands).split(","))
+    return f"{shape} custom-call({num_operands} operands){tail}"
 
 
 def of_jax(function: Any, *operands: Any) -> tuple[str, str]:
@@ -42,23 +43,30 @@ def of_torch_xla(tensors: list[torch.Tensor]) -> str:
     return text
 
 
-class OptimizedDump:
-    """HLO text of the programs that torch_xla compiles inside a `with` block, after optimization."""
+class CompiledPrograms:
+    """The programs that torch_xla has compiled in this process, from the dump that XLA makes."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self.programs: list[str] = []
+        self._programs: list[tuple[str, str]] = []
 
-    def _files(self) -> set[Path]:
-        return set(self._directory.glob("*after_optimizations.txt"))
-
-    def __enter__(self) -> OptimizedDump:
-        self._before = self._files()
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def all(self) -> list[tuple[str, str]]:
+        """HLO text of each, before and after optimization, the newest last."""
         torch_xla.sync(wait=True)
-        new = sorted(self._files() - self._before)
-        self.programs = [path.read_text() for path in new]
-        for path in self._directory.glob("*.txt"):  # keeps the next glob fast
-            path.unlink()
+        for before in sorted(self._directory.glob("*.before_optimizations.txt")):
+            # module_0001.SyncTensorsGraph.7.before_..., module_0001.SyncTensorsGraph.7.cpu_after_...
+            stem = before.name.removesuffix(".before_optimizations.txt")
+            after = self._directory / f"{stem}.cpu_after_optimizations.txt"
+            self._programs.append((before.read_text(), after.read_text()))
+            for path in self._directory.glob(f"{stem}.*"):
+                path.unlink()
+        return self._programs
+
+    def optimized(self, call: str, target: str) -> set[str]:
+        """What became of a call, as `custom_calls` prints it, in the programs that made it once."""
+        return {
+            optimized
+            for before, after in self.all()
+            if custom_calls(before, target) == [call]
+            for optimized in custom_calls(after, target)
+        }

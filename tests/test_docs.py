@@ -27,8 +27,7 @@ def run(script: str, **environment: str) -> str:
     result = subprocess.run(
         [sys.executable, "-c", script],
         text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         env=os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": ""} | environment,
     )
     assert result.returncode == 0, result.stderr

@@ -4,7 +4,6 @@ every door, and numbers that agree with the float64 oracle."""
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ UPDATE = "xla_gpu_kv_cache_update"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_paged_attention(case: Case, dump_dir: Path) -> None:
+def test_paged_attention(case: Case, compiled: hlo.CompiledPrograms) -> None:
     inputs, attributes = case.inputs(), case.attributes()
     oracle = reference.paged_attention(*inputs, **attributes)
 
@@ -27,32 +26,25 @@ def test_paged_attention(case: Case, dump_dir: Path) -> None:
     assert_close(in_torch, oracle, case.dtype)
 
     assert_same_bits(doors.in_jax("paged_attention", *inputs, **attributes), in_torch)
-    with hlo.OptimizedDump(dump_dir) as lazy:
-        assert_same_bits(doors.in_torch_xla("paged_attention", *inputs, **attributes), in_torch)
-    with hlo.OptimizedDump(dump_dir) as compiled:
-        assert_same_bits(doors.in_openxla("paged_attention", *inputs, **attributes), in_torch)
+    assert_same_bits(doors.in_torch_xla("paged_attention", *inputs, **attributes), in_torch)
+    assert_same_bits(doors.in_openxla("paged_attention", *inputs, **attributes), in_torch)
 
     before, after = hlo.of_jax(partial(jax_frontend.paged_attention, **attributes), *inputs)
     tensors = [doors.to_xla(array) for array in inputs]
     lazy_before = hlo.of_torch_xla([torch.ops.xla_gpu.paged_attention(*tensors, **attributes)])
     (call,) = hlo.custom_calls(before, ATTENTION)
     assert hlo.custom_calls(lazy_before, ATTENTION) == [call]
-    (optimized,) = hlo.custom_calls(after, ATTENTION)
-    # The compiled program has the lazy one's hash, so it may be the lazy one, found in the cache.
-    programs = lazy.programs + compiled.programs
-    calls = [found for program in programs for found in hlo.custom_calls(program, ATTENTION)]
-    assert calls and set(calls) == {optimized}
+    assert compiled.optimized(call, ATTENTION) == set(hlo.custom_calls(after, ATTENTION))
 
 
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
-def test_kv_cache_update(case: UpdateCase, dump_dir: Path) -> None:
+def test_kv_cache_update(case: UpdateCase, compiled: hlo.CompiledPrograms) -> None:
     inputs = case.inputs()
     expected = reference.kv_cache_update(*inputs)
 
     assert_same_bits(doors.in_torch("kv_cache_update", *inputs), expected)
     assert_same_bits(doors.in_jax("kv_cache_update", *inputs), expected)
-    with hlo.OptimizedDump(dump_dir) as lazy:
-        assert_same_bits(doors.in_torch_xla("kv_cache_update", *inputs), expected)
+    assert_same_bits(doors.in_torch_xla("kv_cache_update", *inputs), expected)
     assert_same_bits(doors.in_openxla("kv_cache_update", *inputs), expected)
 
     if inputs.slot_mapping.dtype == "int64":
@@ -61,10 +53,9 @@ def test_kv_cache_update(case: UpdateCase, dump_dir: Path) -> None:
     tensors = [doors.to_xla(array) for array in inputs]
     torch.ops.xla_gpu.kv_cache_update(*tensors)
     lazy_before = hlo.of_torch_xla(tensors[:1])
-    assert hlo.custom_calls(lazy_before, UPDATE) == hlo.custom_calls(before, UPDATE)
-    (optimized,) = hlo.custom_calls(after, UPDATE)
-    calls = [found for program in lazy.programs for found in hlo.custom_calls(program, UPDATE)]
-    assert set(calls) == {optimized}
+    (call,) = hlo.custom_calls(before, UPDATE)
+    assert hlo.custom_calls(lazy_before, UPDATE) == [call]
+    assert compiled.optimized(call, UPDATE) == set(hlo.custom_calls(after, UPDATE))
 
 
 @pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
