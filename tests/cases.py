@@ -111,7 +111,8 @@ class Case:
         context_lens = rng.choice(JUNK, max_seqs)
         context_lens[:num_seqs] = [context for _, context in self.sequences]
         query_start_loc = rng.choice(JUNK, max_seqs + 1)
-        query_start_loc[: num_seqs + 1] = np.cumsum([self.first_token, *q_lens])
+        if num_seqs > 0:  # else not even the first entry belongs to a sequence
+            query_start_loc[: num_seqs + 1] = np.cumsum([self.first_token, *q_lens])
         return Inputs(
             query,
             kv_cache,
@@ -222,9 +223,26 @@ def _values() -> Iterator[Case]:
         yield from _of_each_dtype(
             f"large-logits-{name}", sequences=sequences, query_factor=30.0, num_heads=2
         )
+    for length in (2, 16, 17, 63, 64, 65, 70):
         yield from _of_each_dtype(
-            f"later-token-nan-{name}", sequences=sequences, nan_in_last_position=True, num_heads=2
+            f"later-token-nan-prefill-{length}",
+            sequences=((length, length),),
+            nan_in_last_position=True,
+            num_heads=2,
         )
+    yield from _of_each_dtype(
+        "later-token-nan-chunked",
+        sequences=((5, 69), (3, 9)),
+        sliding_window=66,
+        nan_in_last_position=True,
+    )
+    yield from _of_each_dtype(
+        "context-2000",
+        sequences=((1, 2000), (2, 1025)),
+        num_heads=8,
+        head_size=64,
+        block_size=16,
+    )
 
 
 def _ragged() -> Iterator[Case]:

@@ -33,9 +33,16 @@ def assert_close(actual: np.ndarray, oracle: np.ndarray, dtype: str) -> None:
     assert actual.dtype.name == dtype, f"dtype {actual.dtype}, expected {dtype}"
     assert actual.shape == oracle.shape, f"shape {actual.shape}, expected {oracle.shape}"
     values = actual.astype(np.float64)
-    assert (np.isnan(values) == np.isnan(oracle)).all(), "NaN in other places than the oracle's"
+    misplaced = np.argwhere(np.isnan(values) != np.isnan(oracle))
+    if misplaced.size:
+        where = tuple(int(i) for i in misplaced[0])
+        raise AssertionError(
+            f"NaN in only one of the two at {len(misplaced)} of {values.size} elements; the first, "
+            f"at {where}, is {values[where]}, expected {oracle[where]}"
+        )
     error = np.nan_to_num(np.abs(values - oracle))
     allowed = np.nan_to_num(_MATH + np.abs(oracle) * (_MATH + _ROUNDING[dtype]))
+    allowed[oracle == 0] = 0  # padding rows are zero, not small
     if (error > allowed).any():
         worst = np.unravel_index(np.argmax(error - allowed), error.shape)
         where = tuple(int(i) for i in worst)
@@ -47,5 +54,7 @@ def assert_close(actual: np.ndarray, oracle: np.ndarray, dtype: str) -> None:
 
 
 def max_error(actual: np.ndarray, oracle: np.ndarray) -> float:
-    """The largest absolute difference where both are numbers."""
-    return float(np.max(np.nan_to_num(np.abs(actual.astype(np.float64) - oracle)), initial=0.0))
+    """The largest absolute difference; infinite where only one of the two is NaN."""
+    difference = np.abs(actual.astype(np.float64) - oracle)
+    difference[np.isnan(actual) & np.isnan(oracle)] = 0
+    return float(np.max(np.nan_to_num(difference, nan=np.inf, posinf=np.inf), initial=0.0))

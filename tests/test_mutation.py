@@ -57,7 +57,11 @@ FAULTS = {
         "Accumulate(logits, scratch_.v.data(), 0, kTile,",
     ),
     "swaps-key-and-value": (UPDATE, "std::memcpy(target, static_cast<const char*>(p.key)", "std::memcpy(target, static_cast<const char*>(p.value)"),
-    "writes-padding": (UPDATE, "if (slot < 0) continue;", "if (slot < -1) continue;"),
+    "writes-padding": (
+        UPDATE,
+        "const int64_t slot = p.Slot(token);",
+        "const int64_t slot = p.Slot(token) < 0 ? 0 : p.Slot(token);",
+    ),
 }  # fmt: skip
 
 
