@@ -7,14 +7,16 @@ the machine's speed meets all of them; compare the ratios, not the absolute time
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 
@@ -23,7 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import torch_xla
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -93,7 +94,7 @@ def call_overheads(rounds: int) -> dict[str, dict[str, float]]:
         )
 
     arrays = [jnp.asarray(x) for x in operands]
-    jitted = jax.jit(lambda *a: jax_frontend.paged_attention(*a, 0.3))
+    jitted = jax.jit(partial(jax_frontend.paged_attention, scale=0.3))
     add = jax.jit(jax_frontend.simple_add)
     increment = jax.jit(lambda x: x + 1)
     six = jax.jit(lambda a, b, c, d, e, f: a + b[0, 0, 0, 0] + c[0] + d[0, 0] + e[0] + f)
@@ -131,7 +132,7 @@ def decode_rates(rounds: int) -> list[dict[str, Any]]:
     for batch, context in [(1, 512), (1, 4096), (16, 1024)]:
         operands = decode_step(batch, context, num_heads=32, num_kv_heads=8)
         contestants, results = _doors(operands)
-        oracle = reference.paged_attention(*operands, 0.088)
+        oracle = partial(reference.paged_attention, scale=0.088)(*operands)
         for result in results.values():
             assert_close(result, oracle, "float32")
             assert_same_bits(result, results["torch eager"])
@@ -155,7 +156,7 @@ def _doors(operands: list[Any]) -> tuple[dict[str, Callable[[], Any]], dict[str,
     arrays = [jnp.asarray(x) for x in operands]
     on_xla = [tensor.to(torch_xla.device()) for tensor in on_cpu]
     torch_xla.sync(wait=True)
-    jitted = jax.jit(lambda *a: jax_frontend.paged_attention(*a, 0.088))
+    jitted = jax.jit(partial(jax_frontend.paged_attention, scale=0.088))
     compiled = torch.compile(lambda *a: attend(*a, 0.088), backend="openxla", fullgraph=True)
 
     def lazily() -> torch.Tensor:
@@ -210,22 +211,23 @@ def report(console: Console, results: dict[str, Any]) -> None:
     console.print(table)
 
 
-def main(
-    rounds: Annotated[int, typer.Option(help="how often each contestant takes its turn")] = 15,
-    out: Annotated[Path | None, typer.Option(help="also write the results here, as JSON")] = None,
-) -> None:
+def main() -> None:
     """Times every door on this machine's CPU."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.doors", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15, help="turns that each contestant takes")
+    parser.add_argument("--out", type=Path, help="also write the results to this file, as JSON")
+    options = parser.parse_args()
     results = {
         "machine": {"processor": platform.processor(), "cores": os.cpu_count()},
         "versions": {"jax": jax.__version__, "torch": torch.__version__},
-        "call_overhead_us": call_overheads(rounds),
-        "read_gb_per_s": read_bandwidth(rounds),
-        "decode": decode_rates(rounds),
+        "call_overhead_us": call_overheads(options.rounds),
+        "read_gb_per_s": read_bandwidth(options.rounds),
+        "decode": decode_rates(options.rounds),
     }
     report(Console(), results)
-    if out:
-        out.write_text(json.dumps(results, indent=2) + "\n")
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -11,6 +11,10 @@ paged_attention = define(
 )
 """Causal attention over a paged cache; see ``jax_frontend.paged_attention``.
 
+On XLA devices, give ``num_seqs`` the shape ``[1]``. One of shape ``[]`` that comes from the host as
+0 or 1 is made a constant of the program by torch_xla, before the op sees it, and then a program is
+compiled for each of these values.
+
 It differs from JAX's in when faulty lengths and tables are reported: on CPU tensors at once, as
 ValueError; on XLA tensors when the graph runs, as RuntimeError with INVALID_ARGUMENT.
 """

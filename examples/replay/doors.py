@@ -1,8 +1,9 @@
-"""The same step through each door: kv_cache_update, then paged_attention, the cache kept in place."""
+"""The same step through each door: kv_cache_update, then paged_attention, the cache in place."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -61,11 +62,11 @@ class JaxDoor(Door):
     def __init__(self, model: Model, cache: np.ndarray) -> None:
         self._cache = jnp.asarray(cache)
 
-        def step(kv_cache: Any, query: Any, key: Any, value: Any, slots: Any, *metadata: Any) -> Any:
+        def step(
+            kv_cache: Any, query: Any, key: Any, value: Any, slots: Any, *metadata: Any
+        ) -> Any:
             kv_cache = jax_frontend.kv_cache_update(kv_cache, key, value, slots)
-            output = jax_frontend.paged_attention(
-                query, kv_cache, *metadata, model.scale, model.sliding_window, model.soft_cap
-            )
+            output = jax_frontend.paged_attention(query, kv_cache, *metadata, **model.attributes())
             return kv_cache, output
 
         self._step = jax.jit(step, donate_argnums=0)
@@ -85,9 +86,7 @@ class JaxDoor(Door):
 
     def hlo(self, operands: Operands) -> str:
         """As in Door."""
-        module = self._step.lower(self._cache, *operands).compiler_ir("hlo")
-        text: str = module.as_hlo_text()
-        return text
+        return self._step.lower(self._cache, *operands).as_text("hlo")
 
 
 class TorchDoor(Door):
@@ -96,7 +95,7 @@ class TorchDoor(Door):
     name = "torch"
 
     def __init__(self, model: Model, cache: np.ndarray) -> None:
-        self._model = model
+        self._attributes = model.attributes()
         self._cache = self._place(_to_torch(cache))
         self._function = self._step
 
@@ -112,10 +111,9 @@ class TorchDoor(Door):
         slots: torch.Tensor,
         *metadata: torch.Tensor,
     ) -> torch.Tensor:
-        model = self._model
         torch.ops.xla_gpu.kv_cache_update(kv_cache, key, value, slots)
         output: torch.Tensor = torch.ops.xla_gpu.paged_attention(
-            query, kv_cache, *metadata, model.scale, model.sliding_window, model.soft_cap
+            query, kv_cache, *metadata, **self._attributes
         )
         return output
 
@@ -179,12 +177,10 @@ class OpenXlaDoor(TorchXlaDoor):
 
     def __init__(self, model: Model, cache: np.ndarray) -> None:
         super().__init__(model, cache)
-        self._function = torch.compile(
-            self._step, backend="openxla", fullgraph=True, dynamic=False
-        )
+        self._function = torch.compile(self._step, backend="openxla", fullgraph=True, dynamic=False)
 
 
-DOORS: dict[str, type[Door]] = {
+DOORS: dict[str, Callable[[Model, np.ndarray], Door]] = {
     door.name.lower(): door for door in (JaxDoor, TorchXlaDoor, OpenXlaDoor, TorchDoor)
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -16,10 +17,13 @@ class Model:
     sliding_window: int | None = None  # of its layers that have one
     soft_cap: float | None = None
 
-    @property
-    def scale(self) -> float:
-        """The factor of q . k."""
-        return float(self.head_size**-0.5)
+    def attributes(self) -> dict[str, Any]:
+        """The arguments of paged_attention that are not arrays."""
+        return {
+            "scale": self.head_size**-0.5,
+            "sliding_window": self.sliding_window,
+            "soft_cap": self.soft_cap,
+        }
 
     def __str__(self) -> str:
         window = f", window {self.sliding_window}" if self.sliding_window else ""

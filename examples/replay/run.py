@@ -15,6 +15,7 @@ from examples.replay.models import Model
 from examples.replay.scheduler import Limits, Scheduler, Step
 from examples.replay.trace import Arrival
 from tests import hlo, reference
+from tests.compare import max_error
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 SAMPLED_ROWS = 4  # of each sequence, on a sampled step
@@ -134,13 +135,16 @@ def replay(
         clock += seconds_per_step
         if step is None:
             continue
+        query, key, value = values(step)
         operands = Operands(
-            *values(step),
-            step.slot_mapping,
-            step.context_lens,
-            step.block_tables,
-            step.query_start_loc,
-            step.num_seqs,
+            query=query,
+            key=key,
+            value=value,
+            slot_mapping=step.slot_mapping,
+            context_lens=step.context_lens,
+            block_tables=step.block_tables,
+            query_start_loc=step.query_start_loc,
+            num_seqs=step.num_seqs,
         )
         sample = Sample(
             num_tokens=step.num_tokens,
@@ -158,14 +162,14 @@ def replay(
             sample.seconds[door.name] = time.perf_counter() - start
             if door.compiles() == compiled:
                 timed[door.name].append((step.num_tokens, sample.seconds[door.name]))
-        first = outputs[opened[0].name]
+        first = outputs[opened[0].name].astype(np.float64)
         for name, output in outputs.items():
-            differences[name] = max(differences[name], _max_difference(output, first))
+            differences[name] = max(differences[name], max_error(output, first))
         if len(samples) % sample_every == 0:
             rows, expected = _oracle(operands, opened[0].cache(), model)
             oracle_rows += len(rows)
             for name, output in outputs.items():
-                errors[name] = max(errors[name], _max_difference(output[rows], expected))
+                errors[name] = max(errors[name], max_error(output[rows], expected))
         scheduler.complete()
         samples.append(sample)
         on_step(sample)
@@ -195,21 +199,14 @@ def replay(
     )
 
 
-def _max_difference(a: np.ndarray, b: np.ndarray) -> float:
-    difference = np.abs(a.astype(np.float64) - b.astype(np.float64))
-    return float(np.max(difference, initial=0.0))
-
-
 def _rate(timed: Sequence[tuple[int, float]]) -> float:
     seconds = sum(seconds for _, seconds in timed)
     return sum(tokens for tokens, _ in timed) / seconds if seconds else 0.0
 
 
-def _oracle(
-    operands: Operands, cache: np.ndarray, model: Model
-) -> tuple[np.ndarray, np.ndarray]:
+def _oracle(operands: Operands, cache: np.ndarray, model: Model) -> tuple[np.ndarray, np.ndarray]:
     """The float64 oracle's output for the last few tokens of each sequence, and their rows."""
-    num_seqs = int(operands.num_seqs)
+    num_seqs = int(operands.num_seqs[0])
     start = operands.query_start_loc
     counts = [min(SAMPLED_ROWS, int(start[s + 1] - start[s])) for s in range(num_seqs)]
     rows = np.concatenate([np.arange(start[s + 1] - n, start[s + 1]) for s, n in enumerate(counts)])
@@ -220,9 +217,7 @@ def _oracle(
         operands.block_tables,
         np.cumsum([0, *counts]),
         num_seqs,
-        model.scale,
-        model.sliding_window,
-        model.soft_cap,
+        **model.attributes(),
     )
     return rows, expected
 

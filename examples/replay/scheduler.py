@@ -1,7 +1,7 @@
 """Continuous batching over a paged pool: which tokens of which requests make up the next step.
 
 Each step has a budget of tokens. Running requests that generate get one token each; what is left
-goes to prompts, in chunks. A request that needs a block when none is free preempts the youngest one,
+goes to prompts, in chunks. A request that needs a block when none is free preempts the youngest,
 which gives its blocks back and computes its tokens anew later.
 """
 
@@ -60,6 +60,11 @@ class Request:
         self.known_tokens = self.prompt_tokens
 
     @property
+    def is_truncated(self) -> bool:
+        """Whether it is shorter than in the trace, to fit a sequence's limit."""
+        return self.total_tokens < self.arrival.prompt_tokens + self.arrival.generated_tokens
+
+    @property
     def is_decoding(self) -> bool:
         """Whether only its newest token is still to be computed."""
         return self.known_tokens - self.computed_tokens == 1 and self.computed_tokens > 0
@@ -72,7 +77,7 @@ class Step:
     context_lens: np.ndarray  # [max_seqs]
     block_tables: np.ndarray  # [max_seqs, max_blocks_per_seq]
     query_start_loc: np.ndarray  # [max_seqs + 1]
-    num_seqs: np.ndarray  # []
+    num_seqs: np.ndarray  # [1]
     slot_mapping: np.ndarray  # [bucket], -1 for padding
     request_of_token: np.ndarray  # [bucket], -1 for padding
     position_of_token: np.ndarray  # [bucket]
@@ -108,7 +113,9 @@ class Scheduler:
     def next_step(self, seconds: float) -> Step | None:
         """The step to run at a time of the trace's clock; None if nobody is there."""
         while self._future and self._future[0].arrival.seconds <= seconds:
-            self.waiting.append(self._future.popleft())
+            request = self._future.popleft()
+            self.waiting.append(request)
+            self.truncated += request.is_truncated
         chunks = self._plan()
         return self._step(chunks) if chunks else None
 
@@ -128,7 +135,6 @@ class Scheduler:
         limit = self.limits.max_tokens_per_seq
         prompt = min(max(arrival.prompt_tokens, 1), limit - 1)
         total = min(prompt + max(arrival.generated_tokens, 1), limit)
-        self.truncated += total < arrival.prompt_tokens + arrival.generated_tokens
         return Request(number, arrival, prompt, total)
 
     def _plan(self) -> list[tuple[Request, int]]:
@@ -145,9 +151,10 @@ class Scheduler:
                     budget -= count
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_seqs:
             request = self.waiting[0]
-            count = min(request.known_tokens, budget)
-            if self._blocks_wanted(request, count) > len(self._free_blocks):
+            # Room for all its tokens, not just this chunk: else it would soon be preempted again.
+            if self._blocks_wanted(request, request.known_tokens) > len(self._free_blocks):
                 break
+            count = min(request.known_tokens, budget)
             self.running.append(self.waiting.popleft())
             self._allocate(request, count)
             chunks.append((request, count))
@@ -192,7 +199,7 @@ class Scheduler:
             context_lens=np.zeros(limits.max_seqs, np.int32),
             block_tables=np.zeros((limits.max_seqs, limits.max_blocks_per_seq), np.int32),
             query_start_loc=np.full(limits.max_seqs + 1, num_tokens, np.int32),
-            num_seqs=np.array(len(chunks), np.int32),
+            num_seqs=np.array([len(chunks)], np.int32),
             slot_mapping=np.full(bucket, -1, np.int32),
             request_of_token=np.full(bucket, -1, np.int64),
             position_of_token=np.zeros(bucket, np.int64),

@@ -1,0 +1,186 @@
+"""The replay: its scheduler keeps the pool's books, and its run agrees with itself and the oracle."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from examples.replay import trace
+from examples.replay.__main__ import main
+from examples.replay.models import MODELS
+from examples.replay.run import TokenValues
+from examples.replay.scheduler import Limits, Scheduler
+from examples.replay.trace import Arrival
+
+SMALL = Limits(block_size=4, num_blocks=24, max_seqs=5, max_blocks_per_seq=16, token_budget=20)
+
+
+def arrivals(count: int, seed: int = 0) -> list[Arrival]:
+    rng = np.random.default_rng(seed)
+    return [Arrival(i * 0.5, *map(int, rng.integers(1, 30, 2))) for i in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_scheduler_keeps_its_books(seed: int) -> None:
+    scheduler = Scheduler(arrivals(40, seed), SMALL)
+    written: dict[int, tuple[int, int]] = {}  # slot: whose token it holds
+    clock = 0.0
+    while not scheduler.is_done:
+        step = scheduler.next_step(clock)
+        clock += 0.1
+        if step is None:
+            continue
+        held = [block for request in scheduler.running for block in request.blocks]
+        assert len(set(held)) == len(held) == scheduler.used_blocks
+        assert len(step.slot_mapping) in SMALL.buckets
+        assert step.num_tokens <= len(step.slot_mapping)
+        assert (step.slot_mapping[step.num_tokens :] == -1).all()
+
+        num_seqs = int(step.num_seqs[0])
+        assert num_seqs <= SMALL.max_seqs
+        assert step.query_start_loc[num_seqs] == step.num_tokens
+        for t in range(step.num_tokens):
+            written[int(step.slot_mapping[t])] = (
+                int(step.request_of_token[t]),
+                int(step.position_of_token[t]),
+            )
+        for s in range(num_seqs):
+            first, last = step.query_start_loc[s], step.query_start_loc[s + 1] - 1
+            number, length = step.request_of_token[first], step.context_lens[s]
+            assert step.position_of_token[last] == length - 1
+            for position in range(length):  # all that it attends to is its own, and in place
+                block = step.block_tables[s, position // SMALL.block_size]
+                slot = int(block) * SMALL.block_size + position % SMALL.block_size
+                assert written[slot] == (number, position)
+        scheduler.complete()
+    assert scheduler.used_blocks == 0
+    assert scheduler.preemptions > 0
+    assert [
+        request.number for request in sorted(scheduler.finished, key=lambda r: r.number)
+    ] == list(range(40))
+    assert scheduler.generated_tokens == sum(a.generated_tokens for a in arrivals(40, seed))
+
+
+def test_a_request_longer_than_a_sequence_may_be_is_cut_and_counted() -> None:
+    scheduler = Scheduler([Arrival(0, 1000, 5), Arrival(0, 3, 1000), Arrival(0, 3, 5)], SMALL)
+    while not scheduler.is_done:
+        scheduler.next_step(0)
+        scheduler.complete()
+    assert scheduler.truncated == 2
+    assert [r.total_tokens for r in sorted(scheduler.finished, key=lambda r: r.number)] == [
+        64,
+        64,
+        8,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_blocks_per_seq": 25}, "more blocks than the pool"),
+        ({"token_budget": 4}, "token budget"),
+    ],
+)
+def test_impossible_limits(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Limits(
+            **(
+                {"block_size": 4, "num_blocks": 24, "max_seqs": 5, "max_blocks_per_seq": 16}
+                | changes
+            )
+        )
+
+
+def test_reading_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.6805900,374,44\n"
+        "2023-11-16 18:15:50.9951690,396,109\n"
+    )
+    assert list(trace.read(path)) == [Arrival(0.0, 374, 44), Arrival(4.314579, 396, 109)]
+
+
+def test_the_generated_trace_has_the_shape_of_the_recorded_one() -> None:
+    generated = list(trace.generate(5000))
+    assert generated == list(trace.generate(5000))
+    prompts = np.array([arrival.prompt_tokens for arrival in generated])
+    assert 900 < np.median(prompts) < 1150
+    assert prompts.max() > 8000
+    assert 110 < np.median([arrival.generated_tokens for arrival in generated]) < 150
+    assert 5 < 5000 / generated[-1].seconds < 6
+
+
+def test_a_token_has_the_same_values_whenever_it_is_computed() -> None:
+    values = TokenValues(MODELS["tiny"], "bfloat16")
+    scheduler = Scheduler(arrivals(40), SMALL)
+    seen: dict[tuple[int, int], bytes] = {}
+    times: Counter[tuple[int, int]] = Counter()
+    while not scheduler.is_done:
+        step = scheduler.next_step(100)
+        assert step is not None
+        _, key, _ = values(step)
+        for t in range(step.num_tokens):
+            token = (int(step.request_of_token[t]), int(step.position_of_token[t]))
+            assert seen.setdefault(token, key[t].tobytes()) == key[t].tobytes()
+            times[token] += 1
+        scheduler.complete()
+    assert max(times.values()) > 1, "no token was computed anew"
+
+
+def run(capsys: pytest.CaptureFixture[str], *options: str) -> Any:
+    assert main([*options, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_door_on_a_pool_that_is_too_small(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.csv"
+    rows = [f"2023-11-16 18:15:{i:02}.0000000,{30 + i},100" for i in range(20)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    result = run(
+        capsys,
+        *("--trace", str(path), "--door", "all", "--steps", "60", "--dtype", "bfloat16"),
+        *("--blocks", "24", "--max-len", "160", "--token-budget", "64", "--step-seconds", "2"),
+        *("--out", str(tmp_path)),
+    )
+    assert len(result["steps"]) == 60
+    assert result["preemptions"] > 0
+    assert result["same_bits"]
+    assert result["same_custom_calls"]
+    assert set(result["doors"]) == {"JAX", "torch_xla", "openxla", "torch"}
+    for door in result["doors"].values():
+        assert door["max_error"] < 0.02
+        assert door["compiles"] <= result["compile_bound"] == 2
+        assert door["tokens_per_second"] > 0
+    assert len(result["doors"]["torch_xla"]["custom_calls"]) == 2
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<svg") == 4
+    assert "identical" in page
+    assert 'src="' not in page  # needs no other file, and no network
+    assert "<link" not in page
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--max-seqs", "2", "--max-len", "64", "--token-budget", "8", "--blocks", "16")
+    result = run(capsys, "--door", "jax", "--model", model, "--steps", "4", *options)
+    assert result["doors"]["JAX"]["max_error"] < 1e-5
+
+
+def test_the_report_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--steps", "5", "--door", "jax"]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "custom calls",
+        "tokens/s",
+        "5 steps of a generated trace",
+        "xla_gpu_paged_attention",
+    ):
+        assert words in text
