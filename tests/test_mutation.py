@@ -44,7 +44,7 @@ FAULTS = {
         "kv_head_ * group_ + row % group_;",
         "row % group_ * p_.num_kv_heads + kv_head_;",
     ),
-    "forgets-to-rescale": (ATTENTION, "sum *= shrink;", "sum *= shrink < 0 ? 0.0f : 1.0f;"),
+    "forgets-to-rescale": (ATTENTION, "sums[i] *= shrink;", "sums[i] *= shrink < 0 ? 0.0f : 1.0f;"),
     "forgets-the-soft-cap": (ATTENTION, "if (p_.soft_cap > 0) {", "if (p_.soft_cap > 1e30f) {"),
     "leaves-padding-rows": (
         ATTENTION,

@@ -18,6 +18,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -40,28 +41,35 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int64_t kMinParallelWork = 1 << 17;
 
 using Lanes = float __attribute__((vector_size(kLanes * sizeof(float))));
+using HalfOfLanes = float __attribute__((vector_size(kLanes / 2 * sizeof(float))));
+using QuarterOfLanes = float __attribute__((vector_size(kLanes / 4 * sizeof(float))));
+
+// Into each instruction set's copy of its caller: a plain inline function may stay a call of its
+// baseline copy.
+#define XLA_GPU_INLINE __attribute__((always_inline)) inline
 
 int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // float arrays are padded to whole vectors; the padding of Q, K and V rows is zero.
 int64_t PaddedSize(int64_t size) { return DivideUp(size, kLanes) * kLanes; }
 
-inline void Load(const float* from, Lanes* to) { std::memcpy(to, from, sizeof(Lanes)); }
-inline void Store(const Lanes& from, float* to) { std::memcpy(to, &from, sizeof(Lanes)); }
+XLA_GPU_INLINE void Load(const float* from, Lanes* to) { std::memcpy(to, from, sizeof(Lanes)); }
+XLA_GPU_INLINE void Store(const Lanes& from, float* to) { std::memcpy(to, &from, sizeof(Lanes)); }
 
-inline float SumOfLanes(const Lanes& x) {
-  float sum[kLanes];
-  Store(x, sum);
-  for (int64_t width = kLanes / 2; width > 0; width /= 2) {
-    for (int64_t i = 0; i < width; ++i) sum[i] += sum[i + width];
-  }
-  return sum[0];
+XLA_GPU_INLINE float SumOfLanes(const Lanes& x) {
+  HalfOfLanes halves[2];
+  std::memcpy(halves, &x, sizeof(x));
+  const HalfOfLanes half = halves[0] + halves[1];
+  QuarterOfLanes quarters[2];
+  std::memcpy(quarters, &half, sizeof(half));
+  const QuarterOfLanes quarter = quarters[0] + quarters[1];
+  return (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
 }
 
 // e^x for x <= 0 or NaN, within 2 ulp; 0 where e^x would be subnormal. x = n ln 2 + r with
 // |r| <= ln 2 / 2, ln 2 in two parts so that r is nearly exact; e^r by its Taylor polynomial of
 // degree 7, whose remainder is below 2^-27.
-inline float ExpOfNonPositive(float x) {
+XLA_GPU_INLINE float ExpOfNonPositive(float x) {
   const float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer
   const float n = shifted - 12582912.0f;
   const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
@@ -84,8 +92,8 @@ XLA_GPU_VECTOR_CLONES void Widen(const T* from, int64_t size, float* to) {
 
 // logits[r][j] = scale * (q[r] . k[j]) for kRows rows and j in [begin, end).
 template <int kRows>
-inline void LogitsOfRows(const float* q, const float* k, int64_t begin, int64_t end, int64_t size,
-                         float scale, float* logits) {
+XLA_GPU_INLINE void LogitsOfRows(const float* q, const float* k, int64_t begin, int64_t end,
+                                 int64_t size, float scale, float* logits) {
   for (int64_t j = begin; j < end; ++j) {
     Lanes sums[kRows] = {};
     for (int64_t d = 0; d < size; d += kLanes) {
@@ -140,20 +148,37 @@ XLA_GPU_VECTOR_CLONES float Weigh(float* logits, int64_t begin, int64_t end, Row
   return shrink;
 }
 
+// Accumulate for kVectors neighbouring vectors of the output, whose sums do not wait for each
+// other.
+template <int kVectors>
+XLA_GPU_INLINE void AccumulateVectors(const float* weights, const float* v, int64_t begin,
+                                      int64_t end, int64_t size, float shrink, float* output) {
+  Lanes sums[kVectors];
+  for (int i = 0; i < kVectors; ++i) {
+    Load(output + i * kLanes, &sums[i]);
+    sums[i] *= shrink;
+  }
+  for (int64_t j = begin; j < end; ++j) {
+    for (int i = 0; i < kVectors; ++i) {
+      Lanes value;
+      Load(v + j * size + i * kLanes, &value);
+      sums[i] += weights[j] * value;
+    }
+  }
+  for (int i = 0; i < kVectors; ++i) Store(sums[i], output + i * kLanes);
+}
+
 // output = output * shrink + sum of weights[j] * v[j] over j in [begin, end). The only reader of V:
 // a V that the row does not attend to is not multiplied by a zero weight, which NaN would survive.
 XLA_GPU_VECTOR_CLONES void Accumulate(const float* weights, const float* v, int64_t begin,
                                       int64_t end, int64_t size, float shrink, float* output) {
-  for (int64_t d = 0; d < size; d += kLanes) {
-    Lanes sum;
-    Load(output + d, &sum);
-    sum *= shrink;
-    for (int64_t j = begin; j < end; ++j) {
-      Lanes value;
-      Load(v + j * size + d, &value);
-      sum += weights[j] * value;
-    }
-    Store(sum, output + d);
+  constexpr int kBlock = 4;
+  int64_t d = 0;
+  for (; d + kBlock * kLanes <= size; d += kBlock * kLanes) {
+    AccumulateVectors<kBlock>(weights, v + d, begin, end, size, shrink, output + d);
+  }
+  for (; d < size; d += kLanes) {
+    AccumulateVectors<1>(weights, v + d, begin, end, size, shrink, output + d);
   }
 }
 
