@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import platform
 import sys
@@ -61,6 +62,8 @@ def _try_import(module: str) -> str:
 
 
 def _try_runtime(module: str, ffi_version: Any) -> dict[str, str]:
+    if importlib.util.find_spec(module) is None:
+        return {_PROBLEM: "not installed"}
     outcome = _try_import(module)
     if outcome != "ok":
         return {_PROBLEM: outcome}

@@ -53,7 +53,7 @@ def check_version(runtime: str, version: tuple[int, int]) -> None:
     raise RuntimeError(
         f"shared_ffi: handlers built for XLA FFI {built} cannot be registered with {runtime}, "
         f"which speaks XLA FFI {offered}; install a {runtime} that speaks {built} or a later "
-        f"version of XLA FFI {FFI_VERSION[0]}, or rebuild xla-paged-attention against its headers"
+        f"version of XLA FFI {FFI_VERSION[0]}"
     )
 
 

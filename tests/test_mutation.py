@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-jax = pytest.importorskip("jax", reason="its jaxlib carries the headers to build against")
 nanobind = pytest.importorskip("nanobind", reason="needed to build the faulty kernels")
 
 ROOT = Path(__file__).parents[1]
@@ -68,6 +67,9 @@ FAULTS = {
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the sources beside a configured build of them."""
+    headers = next(ROOT.glob("build/*/xla_ffi"), None)
+    if headers is None:
+        pytest.skip("no build folder with the XLA FFI headers: pip install --editable leaves one")
     folder = tmp_path_factory.mktemp("mutation")
     shutil.copytree(ROOT / "shared_ffi/csrc", folder / "source/shared_ffi/csrc")
     shutil.copy(ROOT / "CMakeLists.txt", folder / "source")
@@ -76,7 +78,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("-S", folder / "source", "-B", folder / "build", "-G", "Ninja"),
         f"-DPython_EXECUTABLE={sys.executable}",
         f"-Dnanobind_DIR={nanobind.cmake_dir()}",
-        f"-DXLA_FFI_INCLUDE_DIR={jax.ffi.include_dir()}",
+        f"-DXLA_FFI_INCLUDE_DIR={headers}",
         "-DCMAKE_CXX_FLAGS=-fno-strict-aliasing",
     )
     return folder

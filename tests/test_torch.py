@@ -195,6 +195,44 @@ def test_same_bits_for_any_number_of_threads() -> None:
         assert_same_bits(result, results[0])
 
 
+def test_set_num_threads_bounds_the_pool() -> None:
+    script = """
+        import os, torch, torch_frontend
+        query, cache = torch.randn(64, 8, 64), torch.randn(8, 16, 16, 64)
+        metadata = [torch.tensor(x, dtype=torch.int32) for x in ([128], [list(range(8))], [0, 64], 1)]
+        started = []
+        for num_threads in (1, 2, 2, 1):
+            torch.set_num_threads(num_threads)
+            before = len(os.listdir("/proc/self/task"))
+            torch.ops.xla_gpu.paged_attention(query, cache, *metadata, 0.1)
+            started.append(len(os.listdir("/proc/self/task")) - before)
+        assert started == [0, min(1, os.cpu_count()), 0, 0], started
+    """
+    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=120, env=environment
+    )
+
+
+def test_decode_loop_compiles_once() -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def step(cache: torch.Tensor, token: torch.Tensor, *metadata: torch.Tensor) -> torch.Tensor:
+        slot, *rest = metadata
+        OPS.kv_cache_update(cache, token[:, :2], token[:, :2] * 2, slot)
+        return OPS.paged_attention(token, cache, *rest, 0.5, None, 30.0)
+
+    torch._dynamo.reset()
+    table = np.random.default_rng(0).permutation(16).astype(np.int32)
+    cache = torch.zeros(16, 16, 4, 8)
+    for i in range(200):
+        slot, length, num_seqs = ([int(table[i // 16]) * 16 + i % 16], [i + 1], i % 2)
+        metadata = (slot, length, [table.tolist()], [0, 1], num_seqs)
+        step(cache, torch.randn(1, 4, 8), *(torch.tensor(x, dtype=torch.int32) for x in metadata))
+    assert counter.frame_count == 1
+
+
 def test_after_a_fork() -> None:
     """A forked child has none of the parent's threads."""
     script = """
