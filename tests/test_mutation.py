@@ -40,8 +40,8 @@ FAULTS = {
     "sees-the-next-token": (ATTENTION, "std::min(position + 1, end)", "std::min(position + 2, end)"),
     "mixes-up-query-heads": (
         ATTENTION,
-        "kv_head_ * group_ + row % group_;",
-        "row % group_ * p_.num_kv_heads + kv_head_;",
+        "kv_head * group_ + row % group_;",
+        "row % group_ * p_.num_kv_heads + kv_head;",
     ),
     "forgets-to-rescale": (ATTENTION, "sums[i] *= shrink;", "sums[i] *= shrink < 0 ? 0.0f : 1.0f;"),
     "forgets-the-soft-cap": (ATTENTION, "if (p_.soft_cap > 0) {", "if (p_.soft_cap > 1e30f) {"),

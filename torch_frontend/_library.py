@@ -35,8 +35,8 @@ class CheckedCalls:
         self._num_tensors = num_tensors
         self._num_others = num_others
         self._check = check
-        # Shapes and dtypes repeat from call to call. typed: True is not the window 1.
-        self._cached_check = lru_cache(maxsize=4096, typed=True)(self._check_sizes)
+        # Shapes and dtypes repeat from call to call.
+        self._cached_check = lru_cache(maxsize=4096)(self._check_sizes)
 
     def split(self, arguments: Sequence[Any]) -> tuple[Sequence[torch.Tensor], tuple[Any, ...]]:
         """The tensors, and the other arguments. The dispatcher omits trailing ones that are None,

@@ -1,9 +1,9 @@
 // The CPU kernel: online softmax (Milakov and Gimelshein, arXiv:1805.02867) over tiles of the
 // cache.
 //
-// An item of work is a run of query tokens of one sequence, with all the query heads that share one
-// kv head: its rows. For each tile of kTile positions, cut at multiples of kTile whatever the
-// block size, an item
+// An item of work is a run of query tokens of one sequence, with all the query heads that share a
+// kv head: its rows, of one or several kv heads. For each tile of kTile positions, cut at multiples
+// of kTile whatever the block size, an item
 //   1. gathers the tile's K and V through the block table and widens them to float,
 //   2. computes the logits of every row,
 //   3. turns each row's logits into weights and rescales what the row has accumulated,
@@ -35,6 +35,9 @@ namespace {
 constexpr int64_t kTile = 64;         // positions per step of the online softmax
 constexpr int64_t kRowsPerItem = 64;  // query rows an item aims for
 constexpr int64_t kLanes = 16;
+constexpr int64_t kItemsPerThread = 2;     // so that threads that finish early find more to do
+constexpr int64_t kTileBytes = 256 << 10;  // K and V of a tile: with the next tile, in a core's L2
+constexpr int64_t kCacheLineBytes = 64;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Below this many multiply-adds, handing work to another thread costs more than it saves.
@@ -90,11 +93,28 @@ XLA_GPU_VECTOR_CLONES void Widen(const T* from, int64_t size, float* to) {
   for (int64_t i = 0; i < size; ++i) to[i] = ToFloat(from[i]);
 }
 
+// Rows of the next tile, to be brought nearer while this one is computed: the processor cannot
+// foresee where a block table leads.
+struct Ahead {
+  const char* const* rows;  // [kTile], null past the end
+  int64_t offset_bytes;     // from a row's address to the bytes that will be read
+  int64_t num_bytes;
+
+  XLA_GPU_INLINE void Prefetch(int64_t j) const {
+    if (rows[j] == nullptr) return;
+    const char* begin = rows[j] + offset_bytes;
+    for (int64_t byte = 0; byte < num_bytes; byte += kCacheLineBytes) {
+      __builtin_prefetch(begin + byte, /*rw=*/0, /*locality=*/2);
+    }
+  }
+};
+
 // logits[r][j] = scale * (q[r] . k[j]) for kRows rows and j in [begin, end).
 template <int kRows>
 XLA_GPU_INLINE void LogitsOfRows(const float* q, const float* k, int64_t begin, int64_t end,
-                                 int64_t size, float scale, float* logits) {
+                                 int64_t size, float scale, const Ahead* ahead, float* logits) {
   for (int64_t j = begin; j < end; ++j) {
+    if (ahead != nullptr) ahead->Prefetch(j);
     Lanes sums[kRows] = {};
     for (int64_t d = 0; d < size; d += kLanes) {
       Lanes key;
@@ -110,14 +130,17 @@ XLA_GPU_INLINE void LogitsOfRows(const float* q, const float* k, int64_t begin, 
 }
 
 XLA_GPU_VECTOR_CLONES void Logits(const float* q, const float* k, int64_t num_rows, int64_t begin,
-                                  int64_t end, int64_t size, float scale, float* logits) {
+                                  int64_t end, int64_t size, float scale, const Ahead& ahead,
+                                  float* logits) {
   constexpr int kBlock = 4;
   int64_t r = 0;
   for (; r + kBlock <= num_rows; r += kBlock) {
-    LogitsOfRows<kBlock>(q + r * size, k, begin, end, size, scale, logits + r * kTile);
+    LogitsOfRows<kBlock>(q + r * size, k, begin, end, size, scale, r == 0 ? &ahead : nullptr,
+                         logits + r * kTile);
   }
   for (; r < num_rows; ++r) {
-    LogitsOfRows<1>(q + r * size, k, begin, end, size, scale, logits + r * kTile);
+    LogitsOfRows<1>(q + r * size, k, begin, end, size, scale, r == 0 ? &ahead : nullptr,
+                    logits + r * kTile);
   }
 }
 
@@ -194,9 +217,11 @@ struct Run {
 struct Scratch {
   std::vector<float> q;         // [num_rows, size]
   std::vector<float> k, v;      // [kTile, size]
-  std::vector<float> logits;    // [num_rows, kTile]; weights after Weigh
+  std::vector<float> logits;    // [num_rows, kTile], of one kv head; weights after Weigh
   std::vector<float> output;    // [num_rows, size], not yet divided by the sum of weights
   std::vector<RowState> state;  // [num_rows]
+  std::vector<const char*> keys,
+      next_keys;  // [kTile], where a position's K lies; null past the end
 
   void Prepare(int64_t num_rows, int64_t head_size, int64_t size) {
     for (std::vector<float>* rows : {&q, &k, &v}) {
@@ -208,34 +233,46 @@ struct Scratch {
     logits.resize(num_rows * kTile);
     output.assign(num_rows * size, 0.0f);
     state.assign(num_rows, RowState());
+    keys.resize(kTile);
+    next_keys.resize(kTile);
   }
 };
 
+// A run's rows of a few neighbouring kv heads. The heads take turns at each tile, so that the
+// cache, where a position's heads lie side by side, is read from front to back.
 template <typename T>
 class Item {
  public:
-  Item(const Params& p, const Run& run, int64_t kv_head, Scratch* scratch)
+  Item(const Params& p, const Run& run, int64_t first_head, int64_t num_heads, Scratch* scratch)
       : p_(p),
         run_(run),
-        kv_head_(kv_head),
+        first_head_(first_head),
+        num_heads_(num_heads),
         group_(p.num_heads / p.num_kv_heads),
         num_rows_(run.num_tokens * group_),
         size_(PaddedSize(p.head_size)),
+        head_bytes_(2 * p.head_size * static_cast<int64_t>(sizeof(T))),
         scratch_(*scratch) {
-    scratch_.Prepare(num_rows_, p.head_size, size_);
+    scratch_.Prepare(num_heads_ * num_rows_, p.head_size, size_);
   }
 
   void Compute() {
-    for (int64_t row = 0; row < num_rows_; ++row) {
+    for (int64_t row = 0; row < num_heads_ * num_rows_; ++row) {
       Widen(static_cast<const T*>(p_.query) + RowOffset(row), p_.head_size,
             &scratch_.q[row * size_]);
     }
     const int64_t begin = p_.WindowBegin(run_.position);
     const int64_t end = run_.position + run_.num_tokens;
-    for (int64_t tile = begin / kTile * kTile; tile < end; tile += kTile) {
-      ComputeTile(tile, std::max(begin, tile), std::min(end, tile + kTile));
+    const int64_t first_tile = begin / kTile * kTile;
+    FindKeys(first_tile, begin, end, &scratch_.next_keys);
+    for (int64_t tile = first_tile; tile < end; tile += kTile) {
+      scratch_.keys.swap(scratch_.next_keys);
+      FindKeys(tile + kTile, begin, end, &scratch_.next_keys);
+      for (int64_t head = 0; head < num_heads_; ++head) {
+        ComputeTile(head, tile, std::max(begin, tile), std::min(end, tile + kTile));
+      }
     }
-    for (int64_t row = 0; row < num_rows_; ++row) {
+    for (int64_t row = 0; row < num_heads_ * num_rows_; ++row) {
       T* to = static_cast<T*>(p_.output) + RowOffset(row);
       for (int64_t d = 0; d < p_.head_size; ++d) {
         FromFloat(scratch_.output[row * size_ + d] / scratch_.state[row].sum, to + d);
@@ -244,18 +281,26 @@ class Item {
   }
 
  private:
-  // Rows are ordered by token, then by query head.
+  // Rows are ordered by kv head, then by token, then by query head.
   int64_t RowOffset(int64_t row) const {
-    const int64_t token = run_.first_token + row / group_;
-    const int64_t head = kv_head_ * group_ + row % group_;
+    const int64_t kv_head = first_head_ + row / num_rows_;
+    const int64_t token = run_.first_token + row % num_rows_ / group_;
+    const int64_t head = kv_head * group_ + row % group_;
     return (token * p_.num_heads + head) * p_.head_size;
   }
 
   // Positions [begin, end) of the tile that starts at position `tile`: all that any row attends to.
-  void ComputeTile(int64_t tile, int64_t begin, int64_t end) {
-    for (int64_t position = begin; position < end; ++position) Gather(position, position - tile);
-    Logits(scratch_.q.data(), scratch_.k.data(), num_rows_, begin - tile, end - tile, size_,
-           p_.scale, scratch_.logits.data());
+  void ComputeTile(int64_t head, int64_t tile, int64_t begin, int64_t end) {
+    for (int64_t position = begin; position < end; ++position) {
+      const T* key =
+          reinterpret_cast<const T*>(scratch_.keys[position - tile] + head * head_bytes_);
+      Widen(key, p_.head_size, &scratch_.k[(position - tile) * size_]);
+      Widen(key + p_.head_size, p_.head_size, &scratch_.v[(position - tile) * size_]);
+    }
+    const int64_t first_row = head * num_rows_;
+    Logits(&scratch_.q[first_row * size_], scratch_.k.data(), num_rows_, begin - tile, end - tile,
+           size_, p_.scale, {scratch_.next_keys.data(), head * head_bytes_, head_bytes_},
+           scratch_.logits.data());
     for (int64_t row = 0; row < num_rows_; ++row) {
       const int64_t position = run_.position + row / group_;
       const int64_t row_begin = std::max(p_.WindowBegin(position), begin) - tile;
@@ -267,29 +312,38 @@ class Item {
           logits[j] = p_.soft_cap * std::tanh(logits[j] / p_.soft_cap);
         }
       }
-      const float shrink = Weigh(logits, row_begin, row_end, &scratch_.state[row]);
+      const float shrink = Weigh(logits, row_begin, row_end, &scratch_.state[first_row + row]);
       Accumulate(logits, scratch_.v.data(), row_begin, row_end, size_, shrink,
-                 &scratch_.output[row * size_]);
+                 &scratch_.output[(first_row + row) * size_]);
     }
   }
 
-  // K and V of one position, through the block table, to row j of the tile.
-  void Gather(int64_t position, int64_t j) {
+  // Where the K of the item's first head lies, for each position of a tile that is in
+  // [begin, end). Its V follows, then the K of the next head.
+  void FindKeys(int64_t tile, int64_t begin, int64_t end, std::vector<const char*>* keys) const {
     const int32_t* table = p_.block_tables + run_.sequence * p_.max_blocks_per_seq;
-    const int64_t block = table[position / p_.block_size];
-    const int64_t slot = block * p_.block_size + position % p_.block_size;
-    const T* key =
-        static_cast<const T*>(p_.kv_cache) + (slot * p_.num_kv_heads + kv_head_) * 2 * p_.head_size;
-    Widen(key, p_.head_size, &scratch_.k[j * size_]);
-    Widen(key + p_.head_size, p_.head_size, &scratch_.v[j * size_]);
+    const int64_t position_bytes = p_.num_kv_heads * head_bytes_;
+    for (int64_t j = 0; j < kTile; ++j) {
+      const int64_t position = tile + j;
+      if (position < begin || position >= end) {
+        (*keys)[j] = nullptr;
+        continue;
+      }
+      const int64_t block = table[position / p_.block_size];
+      const int64_t slot = block * p_.block_size + position % p_.block_size;
+      (*keys)[j] =
+          static_cast<const char*>(p_.kv_cache) + slot * position_bytes + first_head_ * head_bytes_;
+    }
   }
 
   const Params& p_;
   const Run run_;
-  const int64_t kv_head_;
-  const int64_t group_;  // query heads per kv head
-  const int64_t num_rows_;
-  const int64_t size_;  // head_size, padded
+  const int64_t first_head_;  // of the kv heads
+  const int64_t num_heads_;   // kv heads of this item
+  const int64_t group_;       // query heads per kv head
+  const int64_t num_rows_;    // per kv head
+  const int64_t size_;        // head_size, padded
+  const int64_t head_bytes_;  // of K and V of one position and kv head
   Scratch& scratch_;
 };
 
@@ -325,17 +379,36 @@ int64_t CountMultiplyAdds(const Params& p, const std::vector<Run>& runs) {
   return 2 * positions * p.num_heads * p.head_size;
 }
 
+// How many kv heads an item takes: as many as fill its rows, unless that would leave threads idle
+// or need more cache than a core has.
+int64_t HeadsPerItem(const Params& p, const std::vector<Run>& runs, int64_t num_threads) {
+  int64_t rows_per_head = 1;
+  for (const Run& run : runs) {
+    rows_per_head = std::max(rows_per_head, run.num_tokens * p.num_heads / p.num_kv_heads);
+  }
+  const int64_t num_runs = std::max<int64_t>(1, static_cast<int64_t>(runs.size()));
+  const int64_t to_fill = std::max<int64_t>(1, kRowsPerItem / rows_per_head);
+  const int64_t to_share = DivideUp(num_runs * p.num_kv_heads, kItemsPerThread * num_threads);
+  const int64_t tile_bytes_per_head = kTile * 2 * p.head_size * SizeOf(p.dtype);
+  const int64_t to_fit = std::max<int64_t>(1, kTileBytes / tile_bytes_per_head);
+  return std::min({to_fill, to_share, to_fit, p.num_kv_heads});
+}
+
 template <typename T>
 void RunWithStorage(const Params& p, const Executor& executor) {
   ZeroPadding(p);
   const std::vector<Run> runs = SplitIntoRuns(p);
-  const int64_t num_runs = static_cast<int64_t>(runs.size());
-  const Executor inline_executor{1, nullptr};
-  ParallelFor(CountMultiplyAdds(p, runs) < kMinParallelWork ? inline_executor : executor,
-              num_runs * p.num_kv_heads, [&](int64_t item) {
-                static thread_local Scratch scratch;
-                Item<T>(p, runs[item / p.num_kv_heads], item % p.num_kv_heads, &scratch).Compute();
-              });
+  const bool is_small = CountMultiplyAdds(p, runs) < kMinParallelWork;
+  const int64_t num_threads = is_small ? 1 : std::max<int64_t>(1, executor.num_threads);
+  const int64_t heads_per_item = HeadsPerItem(p, runs, num_threads);
+  const int64_t items_per_run = DivideUp(p.num_kv_heads, heads_per_item);
+  const int64_t num_items = static_cast<int64_t>(runs.size()) * items_per_run;
+  ParallelFor({num_threads, executor.schedule}, num_items, [&](int64_t item) {
+    static thread_local Scratch scratch;
+    const int64_t first_head = item % items_per_run * heads_per_item;
+    const int64_t num_heads = std::min(heads_per_item, p.num_kv_heads - first_head);
+    Item<T>(p, runs[item / items_per_run], first_head, num_heads, &scratch).Compute();
+  });
 }
 
 }  // namespace
