@@ -215,13 +215,13 @@ struct Run {
 
 // What an item computes in, kept by each thread from one item to the next.
 struct Scratch {
-  std::vector<float> q;         // [num_rows, size]
-  std::vector<float> k, v;      // [kTile, size]
-  std::vector<float> logits;    // [num_rows, kTile], of one kv head; weights after Weigh
-  std::vector<float> output;    // [num_rows, size], not yet divided by the sum of weights
-  std::vector<RowState> state;  // [num_rows]
-  std::vector<const char*> keys,
-      next_keys;  // [kTile], where a position's K lies; null past the end
+  std::vector<float> q;                // [num_rows, size]
+  std::vector<float> k, v;             // [kTile, size]
+  std::vector<float> logits;           // [num_rows, kTile], of one kv head; weights after Weigh
+  std::vector<float> output;           // [num_rows, size], not yet divided by the sum of weights
+  std::vector<RowState> state;         // [num_rows]
+  std::vector<const char*> keys;       // [kTile], where a position's K lies; null past the end
+  std::vector<const char*> next_keys;  // [kTile], of the tile after this
 
   void Prepare(int64_t num_rows, int64_t head_size, int64_t size) {
     for (std::vector<float>* rows : {&q, &k, &v}) {
