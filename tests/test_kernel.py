@@ -87,6 +87,14 @@ def test_simple_add_over_several_chunks(num_threads: int) -> None:
     assert_same_bits(result, a + a)
 
 
+@pytest.mark.parametrize("which", ["operand", "result"])
+def test_arrays_are_never_copied(which: str) -> None:
+    contiguous, strided = np.ones((4, 4), F32), np.ones((4, 8), F32)[:, ::2]
+    operand, result = (strided, contiguous) if which == "operand" else (contiguous, strided)
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        _native.EagerCall(handler(simple_add), {})([operand, contiguous], [result], 1)
+
+
 def ragged_batch(seed: int) -> tuple[list[Any], list[tuple[int, int]]]:
     rng = np.random.default_rng(seed)
     lengths = [(int(rng.integers(1, 20)), int(rng.integers(20, 200))) for _ in range(5)]

@@ -94,6 +94,7 @@ XLA_FFI_DataType DataTypeOf(nb::dlpack::dtype dtype) {
   return XLA_FFI_DataType_INVALID;
 }
 
+// Taken as they are, never converted: a result written to a copy would be lost.
 using Array = nb::ndarray<nb::c_contig, nb::device::cpu>;
 
 std::vector<xla_gpu::EagerBuffer> BuffersOf(const std::vector<Array>& arrays) {
@@ -153,6 +154,6 @@ NB_MODULE(_native, m) {
         nb::arg("handler"), "Registers a handler with the XLA_FFI_Api at an address.");
   nb::class_<EagerCall>(m, "EagerCall", "A handler with its attributes, callable on CPU arrays.")
       .def(nb::init<nb::capsule, nb::dict>(), nb::arg("handler"), nb::arg("attributes"))
-      .def("__call__", &EagerCall::operator(), nb::arg("operands"), nb::arg("results"),
-           nb::arg("num_threads"));
+      .def("__call__", &EagerCall::operator(), nb::arg("operands").noconvert(),
+           nb::arg("results").noconvert(), nb::arg("num_threads"));
 }
