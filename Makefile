@@ -4,8 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 TRACE := $(firstword $(wildcard ../shared/data/azure_conv.csv))
 
-CSRC := $(shell find shared_ffi/csrc -type f)
-SOURCES := pyproject.toml CMakeLists.txt $(CSRC)
+CSRC := $(shell find shared_ffi/csrc tests/simt -type f)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(CSRC)
 
 .PHONY: demo test lint format bench clean
 

@@ -1,4 +1,4 @@
-"""Calls a handler directly, with no XLA runtime: what an eager framework does on the CPU."""
+"""Calls a handler directly, with no XLA runtime: what an eager framework does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from shared_ffi import _native
 from shared_ffi.spec import Call
 
 
-def run(call: Call, operands: Sequence[Any], results: Sequence[Any], num_threads: int) -> None:
+def run_on_cpu(
+    call: Call, operands: Sequence[Any], results: Sequence[Any], num_threads: int
+) -> None:
     """Runs a checked call on contiguous CPU arrays, without copies.
 
     Args:
@@ -22,10 +24,25 @@ def run(call: Call, operands: Sequence[Any], results: Sequence[Any], num_threads
     Raises:
         ValueError: the handler found fault with the values, such as a block id out of range.
     """
-    _prepare(call)(operands, results, num_threads)
+    _prepare(call, "cpu")(operands, results, num_threads)
+
+
+def run_on_cuda(call: Call, operands: Sequence[Any], results: Sequence[Any], stream: int) -> None:
+    """Queues a checked call on contiguous arrays of the current CUDA device; does not wait.
+
+    Args:
+        call: what the op's check returned for these operands.
+        operands: the inputs, in the op's order, as anything that speaks DLPack, or its capsules.
+        results: arrays to write into, as call.results_on("cuda") lists them.
+        stream: the cudaStream_t.
+
+    Raises:
+        RuntimeError: a kernel could not be launched.
+    """
+    _prepare(call, "cuda")(operands, results, stream=stream)
 
 
 @lru_cache(maxsize=4096)
-def _prepare(call: Call) -> _native.EagerCall:
+def _prepare(call: Call, platform: str) -> _native.EagerCall:
     attributes = {name: value.item() for name, value in call.attributes}
-    return _native.EagerCall(_native.handlers()["cpu"][call.target], attributes)
+    return _native.EagerCall(platform, call.target, attributes)

@@ -1,8 +1,6 @@
 """Settings that must precede the first import of a framework, and the option of the mutation check."""
 
-import importlib.util
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,15 +23,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--native", help="a build of shared_ffi._native to test instead of the installed"
     )
+    parser.addoption(
+        "--emulated", help="a build of it with emulated CUDA, instead of a build of these sources"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if path := config.getoption("--native"):
-        spec = importlib.util.spec_from_file_location("shared_ffi._native", path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["shared_ffi._native"] = module
-        spec.loader.exec_module(module)
+        from tests import native  # noqa: PLC0415  (settings above come first)
+
+        native.load(path, "shared_ffi._native")
 
 
 @pytest.fixture(scope="session")

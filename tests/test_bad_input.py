@@ -343,12 +343,11 @@ def split(arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
 def call_handler(fault: Fault) -> None:
     """With no check before it, as a program does that was serialized elsewhere."""
     operands, attributes = split(fault.arguments)
-    handler = _native.handlers()["cpu"][TARGETS[fault.op]]
     if fault.op == "paged_attention":
         attributes["sliding_window"] = attributes["sliding_window"] or 0
         attributes["soft_cap"] = attributes["soft_cap"] or 0.0
     result = operands[0] if fault.op == "kv_cache_update" else np.empty_like(operands[0])
-    _native.EagerCall(handler, attributes)(operands, [result], 1)
+    _native.EagerCall("cpu", TARGETS[fault.op], attributes)(operands, [result], 1)
 
 
 def call_handler_from_jax(fault: Fault) -> None:
@@ -420,7 +419,7 @@ def test_handler_in_xla_says_the_same(fault: Fault) -> None:
 )
 def test_handler_checks_its_result(result: np.ndarray, message: str) -> None:
     operands, attributes = split(attention(sliding_window=0, soft_cap=0.0))
-    call = _native.EagerCall(_native.handlers()["cpu"]["xla_gpu_paged_attention"], attributes)
+    call = _native.EagerCall("cpu", "xla_gpu_paged_attention", attributes)
     with pytest.raises(ValueError) as raised:
         call(operands, [result], 1)
     assert str(raised.value) == f"paged_attention: {message}"
@@ -428,14 +427,14 @@ def test_handler_checks_its_result(result: np.ndarray, message: str) -> None:
 
 def test_handler_checks_the_result_of_simple_add() -> None:
     operands, _ = split(add())
-    call = _native.EagerCall(_native.handlers()["cpu"]["XlaGpuSimpleAdd"], {})
+    call = _native.EagerCall("cpu", "XlaGpuSimpleAdd", {})
     with pytest.raises(ValueError, match="the result must be float32 .2, 3.; got float32 .3, 2."):
         call(operands, [np.empty((3, 2), F32)], 1)
 
 
 def test_handler_demands_an_aliased_cache() -> None:
     operands, _ = split(update())
-    call = _native.EagerCall(_native.handlers()["cpu"]["xla_gpu_kv_cache_update"], {})
+    call = _native.EagerCall("cpu", "xla_gpu_kv_cache_update", {})
     with pytest.raises(ValueError, match="the result must alias kv_cache"):
         call(operands, [operands[0].copy()], 1)
 

@@ -12,14 +12,11 @@ from hypothesis import given, settings
 
 from shared_ffi import _native, kv_cache_update, paged_attention, simple_add
 from tests import reference
+from tests.arrays import exchangeable
 from tests.cases import CASES, UPDATE_CASES, Case, UpdateCase
 from tests.compare import assert_close, assert_same_bits
 
 F32, I32 = np.float32, np.int32
-
-
-def handler(op: Any) -> Any:
-    return _native.handlers()["cpu"][op.TARGET]
 
 
 def attend(
@@ -37,18 +34,9 @@ def attend(
     }
     # As bits: not every NumPy exchanges bfloat16 by DLPack, and every kernel must write all rows.
     result = np.full_like(operands[0], np.nan)
-    call = _native.EagerCall(handler(paged_attention), attributes)
-    call([_exchangeable(x) for x in operands], [_exchangeable(result)], num_threads)
+    call = _native.EagerCall("cpu", paged_attention.TARGET, attributes)
+    call([exchangeable(x) for x in operands], [exchangeable(result)], num_threads)
     return result
-
-
-def _exchangeable(array: Any) -> Any:
-    array = np.asarray(array)
-    if array.dtype.name != "bfloat16":
-        return array if array.flags.writeable else array.copy()
-    import torch  # noqa: PLC0415  (NumPy's DLPack knows no bfloat16)
-
-    return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -63,8 +51,8 @@ def test_paged_attention(case: Case) -> None:
 def test_kv_cache_update(case: UpdateCase) -> None:
     kv_cache, *rest = case.inputs()
     updated = kv_cache.copy()
-    operands = [_exchangeable(x) for x in (updated, *rest)]
-    _native.EagerCall(handler(kv_cache_update), {})(operands, operands[:1], 3)
+    operands = [exchangeable(x) for x in (updated, *rest)]
+    _native.EagerCall("cpu", kv_cache_update.TARGET, {})(operands, operands[:1], 3)
     assert_same_bits(updated, reference.kv_cache_update(kv_cache, *rest))
 
 
@@ -73,7 +61,7 @@ def test_the_later_of_two_tokens_with_one_slot_wins() -> None:
         cache = np.zeros((1, 4, 64, 128), F32)
         key = np.arange(64, dtype=F32)[:, None, None] * np.ones((1, 32, 128), F32)
         slots = (np.arange(64) % 4).astype(I32)
-        _native.EagerCall(handler(kv_cache_update), {})(
+        _native.EagerCall("cpu", kv_cache_update.TARGET, {})(
             [cache, key, key, slots], [cache], num_threads
         )
         assert (cache == np.array([60, 61, 62, 63], F32)[None, :, None, None]).all()
@@ -83,7 +71,7 @@ def test_the_later_of_two_tokens_with_one_slot_wins() -> None:
 def test_simple_add_over_several_chunks(num_threads: int) -> None:
     a = np.arange(200_001, dtype=F32)
     result = np.full_like(a, np.nan)
-    _native.EagerCall(handler(simple_add), {})([a, a], [result], num_threads)
+    _native.EagerCall("cpu", simple_add.TARGET, {})([a, a], [result], num_threads)
     assert_same_bits(result, a + a)
 
 
@@ -92,7 +80,7 @@ def test_arrays_are_never_copied(which: str) -> None:
     contiguous, strided = np.ones((4, 4), F32), np.ones((4, 8), F32)[:, ::2]
     operand, result = (strided, contiguous) if which == "operand" else (contiguous, strided)
     with pytest.raises(TypeError, match="incompatible function arguments"):
-        _native.EagerCall(handler(simple_add), {})([operand, contiguous], [result], 1)
+        _native.EagerCall("cpu", simple_add.TARGET, {})([operand, contiguous], [result], 1)
 
 
 def ragged_batch(seed: int) -> tuple[list[Any], list[tuple[int, int]]]:
@@ -182,7 +170,9 @@ def test_a_cache_of_more_than_2_31_elements() -> None:
     rng = np.random.default_rng(0)
     key, value = rng.standard_normal((2, 16, 1, 64)).astype(np.float16)
     slots = ((num_blocks - 1) * 16 + np.arange(16)).astype(np.int64)
-    _native.EagerCall(handler(kv_cache_update), {})([kv_cache, key, value, slots], [kv_cache], 2)
+    _native.EagerCall("cpu", kv_cache_update.TARGET, {})(
+        [kv_cache, key, value, slots], [kv_cache], 2
+    )
     assert_same_bits(kv_cache[-1, :, 1], value[:, 0])
     metadata = [
         np.array([16], I32),

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-nanobind = pytest.importorskip("nanobind", reason="needed to build the faulty kernels")
+from tests import native
 
-ROOT = Path(__file__).parents[1]
 ATTENTION, UPDATE = "paged_attention/cpu.cc", "kv_cache_update/cpu.cc"
 
-FAULTS = {
+CPU_FAULTS = {
     "none": (ATTENTION, "", ""),
     "ignores-the-block-table": (
         ATTENTION,
@@ -29,13 +26,13 @@ FAULTS = {
     ),
     "window-one-too-long": (
         "paged_attention/params.h",
-        "position - sliding_window + 1)",
-        "position - sliding_window)",
+        "position - sliding_window + 1;",
+        "position - sliding_window;",
     ),
     "window-one-too-short": (
         "paged_attention/params.h",
-        "position - sliding_window + 1)",
-        "std::min(position, position - sliding_window + 2))",
+        "position - sliding_window + 1;",
+        "position - sliding_window + (sliding_window > 1 ? 2 : 1);",
     ),
     "sees-the-next-token": (ATTENTION, "std::min(position + 1, end)", "std::min(position + 2, end)"),
     "mixes-up-query-heads": (
@@ -63,56 +60,95 @@ FAULTS = {
     ),
 }  # fmt: skip
 
+TENSOR, CORE = "paged_attention/tensor_core.cuh", "paged_attention/cuda_core.cuh"
+ROWS, FINISH = "paged_attention/rows.cuh", "paged_attention/finish.cuh"
+
+CUDA_FAULTS = {
+    "none": (TENSOR, "", ""),
+    "ignores-the-block-table": (
+        ROWS,
+        "p.block_tables[sequence * p.max_blocks_per_seq + logical];",
+        "p.block_tables[sequence * p.max_blocks_per_seq] * 0 + logical % p.num_blocks;",
+    ),
+    "reads-any-block": (ROWS, "if (block < 0 || block >= p.num_blocks) {", "if (block < -7) {"),
+    "no-barrier-before-a-tile-is-read": (
+        TENSOR,
+        "gpu::SyncBlock();  // the tile is here, and everyone has left the one before",
+        "",
+    ),
+    "does-not-wait-for-copies": (TENSOR, "gpu::WaitCopies<0>();\n      gpu::Sync", "gpu::Sync"),
+    "no-barrier-before-the-sums": (TENSOR, "is_bad_ = gpu::AnyInBlock(is_bad_);", ""),
+    "no-barrier-after-the-sums": (TENSOR, "StoreSums();\n    gpu::SyncBlock();", "StoreSums();"),
+    "no-barrier-before-the-next-queries": (
+        CORE,
+        "gpu::SyncBlock();  // before the next item's queries",
+        "",
+    ),
+    "forgets-to-rescale": (TENSOR, "sums[e] *= shrinks[e / 2];", "sums[e] *= shrinks[e / 2] < 0;"),
+    "sees-the-next-token": (ROWS, "Smaller(item.end, position + 1)", "Smaller(item.end, position + 2)"),
+    "keeps-unattended-nan": (TENSOR, "if (RowsDiffer(tile)) SetAside", "if (tile < 0) SetAside"),
+    "merges-one-split-too-few": (
+        FINISH,
+        "for (int64_t split = 0; split < num_splits; ++split) {\n        value",
+        "for (int64_t split = 0; split < num_splits - 1; ++split) {\n        value",
+    ),
+    "splits-overlap": (
+        "paged_attention/schedule.cuh",
+        "Larger(split_begin, p_.WindowBegin(",
+        "Larger(split_begin - (split > 0), p_.WindowBegin(",
+    ),
+    "splits-depend-on-the-batch": (
+        "paged_attention/scratch.h",
+        "Larger(kMinSplit, tiles * kTileAlignment);",
+        "Larger(kMinSplit, tiles * kTileAlignment) + p.max_seqs % 2 * kTileAlignment;",
+    ),
+    "leaves-padding-rows": (FINISH, "FillRow<T>(p, token, is_lost", "if (is_lost) FillRow<T>(p, token, is_lost"),
+    "swaps-key-and-value": ("kv_cache_update/cuda.cu", "k[0] = key[i];", "k[0] = value[i];"),
+    "writes-past-the-end": ("kv_cache_update/cuda.cu", " || slot >= p.num_slots", ""),
+}  # fmt: skip
+
+SUITES = {
+    "cpu": (CPU_FAULTS, "-DXLA_GPU_CUDA=OFF", "tests/test_kernel.py", "--native"),
+    "cuda": (CUDA_FAULTS, "-DXLA_GPU_CUDA=EMULATED", "tests/test_cuda_kernel.py", "--emulated"),
+}
+
 
 @pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the sources beside a configured build of them."""
-    headers = next(ROOT.glob("build/*/xla_ffi"), None)
-    if headers is None:
-        pytest.skip("no build folder with the XLA FFI headers: pip install --editable leaves one")
-    folder = tmp_path_factory.mktemp("mutation")
-    shutil.copytree(ROOT / "shared_ffi/csrc", folder / "source/shared_ffi/csrc")
-    shutil.copy(ROOT / "CMakeLists.txt", folder / "source")
-    run(
-        "cmake",
-        *("-S", folder / "source", "-B", folder / "build", "-G", "Ninja"),
-        f"-DPython_EXECUTABLE={sys.executable}",
-        f"-Dnanobind_DIR={nanobind.cmake_dir()}",
-        f"-DXLA_FFI_INCLUDE_DIR={headers}",
-        "-DCMAKE_CXX_FLAGS=-fno-strict-aliasing",
-    )
-    return folder
+def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """For each suite, a copy of the sources beside a configured build of them."""
+    folders = {}
+    for suite, (_, cuda, *_) in SUITES.items():
+        folders[suite] = folder = tmp_path_factory.mktemp(suite)
+        for part in ("shared_ffi/csrc", "cmake", "tests/simt"):
+            shutil.copytree(native.ROOT / part, folder / "source" / part)
+        shutil.copy(native.ROOT / "CMakeLists.txt", folder / "source")
+        native.configure(
+            folder / "source",
+            folder / "build",
+            "-DCMAKE_CXX_FLAGS=-fno-strict-aliasing -Wno-unused",
+            "-DXLA_GPU_HEAD_SIZES=64;256",  # enough for every case, and fewer to build
+            cuda,
+        )
+    return folders
 
 
-def run(*command: object) -> subprocess.CompletedProcess[str]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    result = subprocess.run(
-        [str(word) for word in command],
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=os.environ | {"PATH": path},
-    )
-    if result.returncode not in (0, 1):
-        pytest.fail(f"{command} gave {result.returncode}:\n{result.stdout}")
-    return result
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_fails_the_suite(fault: str, build: Path) -> None:
-    name, right, wrong = FAULTS[fault]
-    source = build / "source/shared_ffi/csrc" / name
+@pytest.mark.parametrize(
+    ("suite", "fault"),
+    [(suite, fault) for suite, (faults, *_) in SUITES.items() for fault in faults],
+)
+def test_a_fault_fails_the_suite(suite: str, fault: str, builds: dict[str, Path]) -> None:
+    faults, _, tests, option = SUITES[suite]
+    name, right, wrong = faults[fault]
+    source = builds[suite] / "source/shared_ffi/csrc" / name
     sound = source.read_text()
     assert fault == "none" or sound.count(right) == 1, "the fault no longer fits the source"
     try:
         source.write_text(sound.replace(right, wrong) if right else sound)
-        compiled = run("cmake", "--build", build / "build")
-        assert compiled.returncode == 0, compiled.stdout
-        (module,) = (build / "build").glob("_native*.so")
-        tested = run(
+        module = native.build(builds[suite] / "build")
+        tested = native.run(
             *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n0"),
-            *(ROOT / "tests/test_kernel.py", "--native", module, "--rootdir", ROOT),
-            *("-c", ROOT / "pyproject.toml"),
+            *(native.ROOT / tests, option, module, "--rootdir", native.ROOT),
+            *("-c", native.ROOT / "pyproject.toml"),
         )
     finally:
         source.write_text(sound)

@@ -162,7 +162,7 @@ def _implement_on_xla(name: str, calls: CheckedCalls) -> None:
 def _run_on_cpu(call: Call, tensors: Sequence[torch.Tensor], result: torch.Tensor) -> None:
     # Capsules, because Tensor.__dlpack__ is Python: it would cost more than all the rest.
     operands = [to_dlpack(tensor.contiguous()) for tensor in tensors]
-    eager.run(call, operands, [to_dlpack(result)], torch.get_num_threads())
+    eager.run_on_cpu(call, operands, [to_dlpack(result)], torch.get_num_threads())
 
 
 def _refuse_cuda(name: str) -> None:

@@ -16,7 +16,7 @@ struct XLA_FFI_Error {
 };
 
 struct XLA_FFI_ExecutionContext {
-  int64_t num_threads;
+  xla_gpu::EagerContext eager;
 };
 
 namespace xla_gpu {
@@ -81,16 +81,22 @@ void DestroyError(XLA_FFI_Error_Destroy_Args* args) { delete args->error; }
 
 XLA_FFI_Error* Schedule(XLA_FFI_ThreadPool_Schedule_Args* args) {
   Pool().Schedule([task = args->task, data = args->data] { task(data); },
-                  args->ctx->num_threads - 1);  // the calling thread works too
+                  args->ctx->eager.num_threads - 1);  // the calling thread works too
   return nullptr;
 }
 
 XLA_FFI_Error* NumThreads(XLA_FFI_ThreadPool_NumThreads_Args* args) {
-  *args->num_threads = args->ctx->num_threads;
+  *args->num_threads = args->ctx->eager.num_threads;
   return nullptr;
 }
 
-// What a handler may ask of this runtime: errors and threads. The rest of the table is null.
+XLA_FFI_Error* GetStream(XLA_FFI_Stream_Get_Args* args) {
+  args->stream = args->ctx->eager.stream;
+  return nullptr;
+}
+
+// What a handler may ask of this runtime: errors, threads and the stream. The rest of the table is
+// null.
 const XLA_FFI_Api* Api() {
   static const XLA_FFI_Api api = [] {
     XLA_FFI_Api table = {};
@@ -102,6 +108,7 @@ const XLA_FFI_Api* Api() {
     table.XLA_FFI_Error_Destroy = DestroyError;
     table.XLA_FFI_ThreadPool_Schedule = Schedule;
     table.XLA_FFI_ThreadPool_NumThreads = NumThreads;
+    table.XLA_FFI_Stream_Get = GetStream;
     return table;
   }();
   return &api;
@@ -154,8 +161,8 @@ struct Attributes {
 EagerStatus CallHandler(XLA_FFI_Handler* handler, std::vector<EagerBuffer>& operands,
                         std::vector<EagerBuffer>& results,
                         const std::vector<std::pair<std::string, Attribute>>& attributes,
-                        int64_t num_threads) {
-  XLA_FFI_ExecutionContext context{num_threads};
+                        const EagerContext& eager) {
+  XLA_FFI_ExecutionContext context{eager};
   Buffers args(operands), rets(results);
   Attributes attrs(attributes);
   std::vector<XLA_FFI_ArgType> arg_types(operands.size(), XLA_FFI_ArgType_BUFFER);

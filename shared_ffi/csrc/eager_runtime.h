@@ -25,11 +25,17 @@ struct EagerStatus {
   std::string message;
 };
 
-// Calls `handler` on contiguous buffers. The work is spread over at most `num_threads` threads of
-// a pool that lives as long as the process and holds at most one thread per processor.
+// Where a handler is to work: a CPU handler on at most `num_threads` threads of a pool that lives
+// as long as the process and holds at most one thread per processor, a CUDA handler on a stream.
+struct EagerContext {
+  int64_t num_threads;
+  void* stream;
+};
+
+// Calls `handler` on contiguous buffers.
 EagerStatus CallHandler(XLA_FFI_Handler* handler, std::vector<EagerBuffer>& operands,
                         std::vector<EagerBuffer>& results,
                         const std::vector<std::pair<std::string, Attribute>>& attributes,
-                        int64_t num_threads);
+                        const EagerContext& context);
 
 }  // namespace xla_gpu

@@ -100,6 +100,12 @@ inline bool HasShape(ffi::AnyBuffer buffer, std::initializer_list<int64_t> shape
                     [](int64_t dim, int64_t size) { return size == kAnySize || dim == size; });
 }
 
+// Success, or why a kernel could not be launched.
+inline ffi::Error Launched(const char* op, const char* failure) {
+  if (failure == nullptr) return ffi::Error::Success();
+  return ffi::Error::Internal(StrCat(op, ": the CUDA kernel could not be launched: ", failure));
+}
+
 inline Executor ExecutorOf(ffi::ThreadPool& pool) {
   return {pool.num_threads(),
           [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); }};

@@ -2,11 +2,13 @@
 // itself: register them with an XLA runtime that has no Python API for it, and call them directly.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include "eager_runtime.h"
+#include "paged_attention/scratch.h"
 #include "xla/ffi/api/api.h"
 #include "xla/ffi/api/c_api.h"
 
@@ -14,6 +16,9 @@
 XLA_FFI_DECLARE_HANDLER_SYMBOL(SimpleAddCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(KvCacheUpdateCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(PagedAttentionCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(SimpleAddCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(KvCacheUpdateCuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(PagedAttentionCuda);
 
 namespace {
 
@@ -27,13 +32,32 @@ constexpr struct {
     {"cpu", "XlaGpuSimpleAdd", SimpleAddCpu},
     {"cpu", "xla_gpu_kv_cache_update", KvCacheUpdateCpu},
     {"cpu", "xla_gpu_paged_attention", PagedAttentionCpu},
+#ifdef XLA_GPU_CUDA
+    {"cuda", "XlaGpuSimpleAdd", SimpleAddCuda},
+    {"cuda", "xla_gpu_kv_cache_update", KvCacheUpdateCuda},
+    {"cuda", "xla_gpu_paged_attention", PagedAttentionCuda},
+#endif
 };
+
+// Whether the CUDA handlers run on the CPU, as the tests build them.
+#ifdef XLA_GPU_SIMT
+constexpr bool kIsEmulated = true;
+#else
+constexpr bool kIsEmulated = false;
+#endif
 
 // The name jax.ffi expects on a capsule.
 constexpr char kCapsuleName[] = "xla._CUSTOM_CALL_TARGET";
 
 XLA_FFI_Handler* HandlerOf(nb::capsule capsule) {
   return reinterpret_cast<XLA_FFI_Handler*>(capsule.data(kCapsuleName));
+}
+
+XLA_FFI_Handler* FindHandler(const std::string& platform, const std::string& target) {
+  for (const auto& handler : kHandlers) {
+    if (platform == handler.platform && target == handler.target) return handler.handler;
+  }
+  throw nb::key_error((target + " has no handler for " + platform + " in this build").c_str());
 }
 
 nb::dict Handlers() {
@@ -94,8 +118,23 @@ XLA_FFI_DataType DataTypeOf(nb::dlpack::dtype dtype) {
   return XLA_FFI_DataType_INVALID;
 }
 
+int64_t PagedAttentionScratchBytes(std::array<int64_t, 3> query, std::array<int64_t, 4> kv_cache,
+                                   std::array<int64_t, 2> block_tables, int64_t sliding_window) {
+  xla_gpu::paged_attention::Params params = {};
+  params.num_tokens = query[0];
+  params.num_heads = query[1];
+  params.head_size = query[2];
+  params.block_size = kv_cache[1];
+  params.num_kv_heads = kv_cache[2] / 2;
+  params.max_seqs = block_tables[0];
+  params.max_blocks_per_seq = block_tables[1];
+  params.sliding_window = sliding_window;
+  xla_gpu::paged_attention::Scratch scratch;
+  return xla_gpu::paged_attention::MakeScratch(params, nullptr, &scratch);
+}
+
 // Taken as they are, never converted: a result written to a copy would be lost.
-using Array = nb::ndarray<nb::c_contig, nb::device::cpu>;
+using Array = nb::ndarray<nb::c_contig>;
 
 std::vector<xla_gpu::EagerBuffer> BuffersOf(const std::vector<Array>& arrays) {
   std::vector<xla_gpu::EagerBuffer> buffers;
@@ -111,7 +150,10 @@ std::vector<xla_gpu::EagerBuffer> BuffersOf(const std::vector<Array>& arrays) {
 class EagerCall {
  public:
   // Attribute values are floats, passed on as float32, and ints, passed on as int64.
-  EagerCall(nb::capsule handler, nb::dict attributes) : handler_(HandlerOf(handler)) {
+  EagerCall(const std::string& platform, const std::string& target, nb::dict attributes)
+      : handler_(FindHandler(platform, target)),
+        device_type_(platform == "cpu" || kIsEmulated ? nb::device::cpu::value
+                                                      : nb::device::cuda::value) {
     for (auto [name, value] : attributes) {
       xla_gpu::Attribute attribute = int64_t{0};
       if (nb::isinstance<nb::float_>(value)) {
@@ -124,12 +166,20 @@ class EagerCall {
   }
 
   void operator()(const std::vector<Array>& operands, const std::vector<Array>& results,
-                  int64_t num_threads) const {
+                  int64_t num_threads, uintptr_t stream) const {
+    for (const std::vector<Array>* arrays : {&operands, &results}) {
+      for (const Array& array : *arrays) {
+        if (array.device_type() != device_type_) {
+          throw nb::type_error("the arrays must lie on the handler's platform");
+        }
+      }
+    }
     std::vector<xla_gpu::EagerBuffer> args = BuffersOf(operands), rets = BuffersOf(results);
     xla_gpu::EagerStatus status;
     {
       nb::gil_scoped_release release;
-      status = xla_gpu::CallHandler(handler_, args, rets, attributes_, num_threads);
+      status = xla_gpu::CallHandler(handler_, args, rets, attributes_,
+                                    {num_threads, reinterpret_cast<void*>(stream)});
     }
     if (status.code == XLA_FFI_Error_Code_INVALID_ARGUMENT) {
       throw nb::value_error(status.message.c_str());
@@ -139,6 +189,7 @@ class EagerCall {
 
  private:
   XLA_FFI_Handler* handler_;
+  int device_type_;
   std::vector<std::pair<std::string, xla_gpu::Attribute>> attributes_;
 };
 
@@ -152,8 +203,12 @@ NB_MODULE(_native, m) {
         "(major, minor) of the XLA_FFI_Api at an address in this process.");
   m.def("register_at", &RegisterAt, nb::arg("address"), nb::arg("target"), nb::arg("platform"),
         nb::arg("handler"), "Registers a handler with the XLA_FFI_Api at an address.");
-  nb::class_<EagerCall>(m, "EagerCall", "A handler with its attributes, callable on CPU arrays.")
-      .def(nb::init<nb::capsule, nb::dict>(), nb::arg("handler"), nb::arg("attributes"))
+  m.def("paged_attention_scratch_bytes", &PagedAttentionScratchBytes, nb::arg("query"),
+        nb::arg("kv_cache"), nb::arg("block_tables"), nb::arg("sliding_window"),
+        "Bytes of the scratch that paged_attention needs on CUDA, from the operands' shapes.");
+  nb::class_<EagerCall>(m, "EagerCall", "A handler with its attributes, callable on arrays.")
+      .def(nb::init<const std::string&, const std::string&, nb::dict>(), nb::arg("platform"),
+           nb::arg("target"), nb::arg("attributes"))
       .def("__call__", &EagerCall::operator(), nb::arg("operands").noconvert(),
-           nb::arg("results").noconvert(), nb::arg("num_threads"));
+           nb::arg("results").noconvert(), nb::arg("num_threads") = 1, nb::arg("stream") = 0);
 }

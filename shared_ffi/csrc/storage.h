@@ -5,11 +5,18 @@
 #include <cstdint>
 #include <cstring>
 
+// Before a function that kernels on a GPU call as well.
+#ifdef __CUDACC__
+#define XLA_GPU_HOST_DEVICE __host__ __device__
+#else
+#define XLA_GPU_HOST_DEVICE
+#endif
+
 namespace xla_gpu {
 
 enum class DType { kFloat32, kFloat16, kBFloat16 };
 
-inline int64_t SizeOf(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+XLA_GPU_HOST_DEVICE inline int64_t SizeOf(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 // IEEE 754 binary16, as bits.
 struct Half {
@@ -22,20 +29,22 @@ struct BFloat16 {
 };
 
 template <typename To, typename From>
-inline To BitCast(From from) {
+XLA_GPU_HOST_DEVICE inline To BitCast(From from) {
   static_assert(sizeof(To) == sizeof(From), "BitCast needs types of one size");
   To to;
-  std::memcpy(&to, &from, sizeof(To));
+  memcpy(&to, &from, sizeof(To));
   return to;
 }
 
-inline float ToFloat(float x) { return x; }
+XLA_GPU_HOST_DEVICE inline float ToFloat(float x) { return x; }
 
-inline float ToFloat(BFloat16 x) { return BitCast<float>(static_cast<uint32_t>(x.bits) << 16); }
+XLA_GPU_HOST_DEVICE inline float ToFloat(BFloat16 x) {
+  return BitCast<float>(static_cast<uint32_t>(x.bits) << 16);
+}
 
 // Branch-free so that loops over it vectorize: the exponent is rebased by a multiplication, which
 // is exact and turns binary16's subnormals into normal floats.
-inline float ToFloat(Half x) {
+XLA_GPU_HOST_DEVICE inline float ToFloat(Half x) {
   const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
   const uint32_t rebased = BitCast<uint32_t>(BitCast<float>(magnitude) * 0x1p112f);
@@ -44,10 +53,14 @@ inline float ToFloat(Half x) {
   return BitCast<float>(sign | (finite ? rebased : special));
 }
 
-inline void FromFloat(float x, float* to) { *to = x; }
+XLA_GPU_HOST_DEVICE inline bool IsFinite(BFloat16 x) { return (x.bits & 0x7f80) != 0x7f80; }
+
+XLA_GPU_HOST_DEVICE inline bool IsFinite(Half x) { return (x.bits & 0x7c00) != 0x7c00; }
+
+XLA_GPU_HOST_DEVICE inline void FromFloat(float x, float* to) { *to = x; }
 
 // Rounds to nearest, ties to even; a NaN stays a (quiet) NaN.
-inline void FromFloat(float x, BFloat16* to) {
+XLA_GPU_HOST_DEVICE inline void FromFloat(float x, BFloat16* to) {
   const uint32_t bits = BitCast<uint32_t>(x);
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const uint32_t quiet_nan = (bits >> 16) | 0x0040;
@@ -55,7 +68,7 @@ inline void FromFloat(float x, BFloat16* to) {
 }
 
 // Rounds to nearest, ties to even; overflows to infinity; a NaN stays a (quiet) NaN.
-inline void FromFloat(float x, Half* to) {
+XLA_GPU_HOST_DEVICE inline void FromFloat(float x, Half* to) {
   const uint32_t bits = BitCast<uint32_t>(x);
   const uint32_t sign = (bits >> 16) & 0x8000;
   const uint32_t magnitude = bits & 0x7fffffff;

@@ -1,6 +1,7 @@
 #include "../handler.h"
 
 #include "cpu.h"
+#include "cuda.h"
 #include "params.h"
 
 namespace xla_gpu::kv_cache_update {
@@ -88,6 +89,16 @@ ffi::Error OnCpu(ffi::AnyBuffer kv_cache, ffi::AnyBuffer key, ffi::AnyBuffer val
   return error;
 }
 
+#ifdef XLA_GPU_CUDA
+ffi::Error OnCuda(ffi::AnyBuffer kv_cache, ffi::AnyBuffer key, ffi::AnyBuffer value,
+                  ffi::AnyBuffer slot_mapping, ffi::Result<ffi::AnyBuffer> updated, void* stream) {
+  Params params;
+  ffi::Error error = MakeParams(kv_cache, key, value, slot_mapping, *updated, &params);
+  if (error.success()) error = Launched(kOp, RunOnCuda(params, stream));
+  return error;
+}
+#endif
+
 }  // namespace
 }  // namespace xla_gpu::kv_cache_update
 
@@ -99,3 +110,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(KvCacheUpdateCpu, xla_gpu::kv_cache_update::OnCpu,
                                   .Arg<xla::ffi::AnyBuffer>()  // slot_mapping
                                   .Ret<xla::ffi::AnyBuffer>()  // the kv_cache, updated in place
                                   .Ctx<xla::ffi::ThreadPool>());
+
+#ifdef XLA_GPU_CUDA
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvCacheUpdateCuda, xla_gpu::kv_cache_update::OnCuda,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<xla::ffi::AnyBuffer>()  // kv_cache
+                                  .Arg<xla::ffi::AnyBuffer>()  // key
+                                  .Arg<xla::ffi::AnyBuffer>()  // value
+                                  .Arg<xla::ffi::AnyBuffer>()  // slot_mapping
+                                  .Ret<xla::ffi::AnyBuffer>()  // the kv_cache, updated in place
+                                  .Ctx<xla::ffi::PlatformStream<void*>>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+#endif

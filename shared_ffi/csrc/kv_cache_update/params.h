@@ -2,7 +2,8 @@
 //
 // Token t goes to slot s = slot_mapping[t], that is, to position s % block_size of block
 // s / block_size; its key for kv head h at index 2h, its value at 2h + 1. A negative slot is
-// padding and writes nothing. Where two tokens name one slot, the later token wins.
+// padding and writes nothing. Where two tokens name one slot, the CPU keeps the later token; on a
+// GPU it is not defined whose key and whose value are left.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +24,7 @@ struct Params {
   int64_t head_size;
   DType dtype;  // of kv_cache, key and value
 
-  int64_t Slot(int64_t token) const {
+  XLA_GPU_HOST_DEVICE int64_t Slot(int64_t token) const {
     return slots_are_int64 ? static_cast<const int64_t*>(slot_mapping)[token]
                            : static_cast<const int32_t*>(slot_mapping)[token];
   }

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "cpu.h"
+#include "cuda.h"
 #include "params.h"
 
 namespace xla_gpu::paged_attention {
@@ -177,6 +178,27 @@ ffi::Error OnCpu(ffi::AnyBuffer query, ffi::AnyBuffer kv_cache, ffi::AnyBuffer c
   return error;
 }
 
+#ifdef XLA_GPU_CUDA
+ffi::Error OnCuda(ffi::AnyBuffer query, ffi::AnyBuffer kv_cache, ffi::AnyBuffer context_lens,
+                  ffi::AnyBuffer block_tables, ffi::AnyBuffer query_start_loc,
+                  ffi::AnyBuffer num_seqs, ffi::Result<ffi::AnyBuffer> output,
+                  ffi::Result<ffi::AnyBuffer> scratch_buffer, float scale, int64_t sliding_window,
+                  float soft_cap, void* stream) {
+  Params params;
+  ffi::Error error = MakeParams(query, kv_cache, context_lens, block_tables, query_start_loc,
+                                num_seqs, *output, scale, sliding_window, soft_cap, &params);
+  if (error.failure()) return error;
+  Scratch scratch;
+  const int64_t num_bytes = MakeScratch(params, scratch_buffer->untyped_data(), &scratch);
+  if (scratch_buffer->element_type() != ffi::U8 || !HasShape(*scratch_buffer, {num_bytes})) {
+    return InvalidArgument(kOp, "the scratch must be uint8 [", num_bytes, "]; got ",
+                           DTypeName(scratch_buffer->element_type()), " ",
+                           ShapeName(scratch_buffer->dimensions()));
+  }
+  return Launched(kOp, RunOnCuda(params, scratch, stream));
+}
+#endif
+
 }  // namespace
 }  // namespace xla_gpu::paged_attention
 
@@ -193,3 +215,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedAttentionCpu, xla_gpu::paged_attention::OnCpu
                                   .Attr<int64_t>("sliding_window")
                                   .Attr<float>("soft_cap")
                                   .Ctx<xla::ffi::ThreadPool>());
+
+#ifdef XLA_GPU_CUDA
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedAttentionCuda, xla_gpu::paged_attention::OnCuda,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<xla::ffi::AnyBuffer>()  // query
+                                  .Arg<xla::ffi::AnyBuffer>()  // kv_cache
+                                  .Arg<xla::ffi::AnyBuffer>()  // context_lens
+                                  .Arg<xla::ffi::AnyBuffer>()  // block_tables
+                                  .Arg<xla::ffi::AnyBuffer>()  // query_start_loc
+                                  .Arg<xla::ffi::AnyBuffer>()  // num_seqs
+                                  .Ret<xla::ffi::AnyBuffer>()  // output
+                                  .Ret<xla::ffi::AnyBuffer>()  // scratch
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("sliding_window")
+                                  .Attr<float>("soft_cap")
+                                  .Ctx<xla::ffi::PlatformStream<void*>>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+#endif

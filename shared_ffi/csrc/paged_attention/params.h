@@ -11,10 +11,10 @@
 // Rows of no sequence are zero. Nothing that is not attended to reaches the result: not the rest of
 // the cache, and not what tables and lengths hold past num_seqs.
 //
-// The handler has checked all of this: a kernel never validates.
+// The handler has checked all of this before the CPU kernel runs. What lies on a GPU it cannot
+// read: there the kernels take lengths, tables and num_seqs as they come (see cuda.h).
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "../storage.h"
@@ -46,8 +46,9 @@ struct Params {
   DType dtype;  // of query, kv_cache and output
 
   // First position that a query at `position` attends to; the last is `position` itself.
-  int64_t WindowBegin(int64_t position) const {
-    return sliding_window == 0 ? 0 : std::max<int64_t>(0, position - sliding_window + 1);
+  XLA_GPU_HOST_DEVICE int64_t WindowBegin(int64_t position) const {
+    const int64_t begin = position - sliding_window + 1;
+    return sliding_window == 0 || begin < 0 ? 0 : begin;
   }
 };
 

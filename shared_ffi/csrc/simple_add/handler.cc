@@ -1,6 +1,7 @@
 #include "../handler.h"
 
 #include "cpu.h"
+#include "cuda.h"
 #include "params.h"
 
 namespace xla_gpu::simple_add {
@@ -40,6 +41,15 @@ ffi::Error OnCpu(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer>
   return ffi::Error::Success();
 }
 
+#ifdef XLA_GPU_CUDA
+ffi::Error OnCuda(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> sum,
+                  void* stream) {
+  Params params;
+  if (ffi::Error error = MakeParams(a, b, *sum, &params); error.failure()) return error;
+  return Launched(kOp, RunOnCuda(params, stream));
+}
+#endif
+
 }  // namespace
 }  // namespace xla_gpu::simple_add
 
@@ -49,3 +59,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SimpleAddCpu, xla_gpu::simple_add::OnCpu,
                                   .Arg<xla::ffi::AnyBuffer>()  // b
                                   .Ret<xla::ffi::AnyBuffer>()  // sum
                                   .Ctx<xla::ffi::ThreadPool>());
+
+#ifdef XLA_GPU_CUDA
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SimpleAddCuda, xla_gpu::simple_add::OnCuda,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<xla::ffi::AnyBuffer>()  // a
+                                  .Arg<xla::ffi::AnyBuffer>()  // b
+                                  .Ret<xla::ffi::AnyBuffer>()  // sum
+                                  .Ctx<xla::ffi::PlatformStream<void*>>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+#endif

@@ -1,0 +1,58 @@
+# The CUDA handlers: every .cu file of an op, and the tensor cores' kernel once for each storage type
+# and head size, so that the build uses all cores.
+
+list(JOIN XLA_GPU_HEAD_SIZES ", " HEAD_SIZES)
+file(CONFIGURE OUTPUT generated/tensor_core_head_sizes.h
+     CONTENT "#define XLA_GPU_TENSOR_CORE_HEAD_SIZES @HEAD_SIZES@\n" @ONLY)
+
+add_library(cuda_settings INTERFACE)
+target_include_directories(cuda_settings INTERFACE "${CMAKE_BINARY_DIR}/generated")
+target_compile_features(cuda_settings INTERFACE cxx_std_17)
+if(XLA_GPU_CUDA STREQUAL "EMULATED")
+  target_include_directories(cuda_settings INTERFACE tests/simt shared_ffi/csrc)
+  target_compile_definitions(cuda_settings INTERFACE XLA_GPU_SIMT)
+  target_compile_options(cuda_settings INTERFACE -O2 -Wall -Wextra -Wno-unknown-pragmas -ffp-contract=off)
+  target_sources(_native PRIVATE tests/simt/simt.cc)
+  set_source_files_properties(tests/simt/simt.cc PROPERTIES COMPILE_OPTIONS "-U_FORTIFY_SOURCE")
+  target_compile_definitions(_native PRIVATE NB_DOMAIN=simt)
+else()
+  enable_language(CUDA)
+  # What the kernels cost in registers, shared memory and spills goes to the build's output; a test
+  # reads it from the object files.
+  target_compile_options(cuda_settings INTERFACE -Xptxas=-v --expt-relaxed-constexpr)
+endif()
+target_compile_definitions(_native PRIVATE XLA_GPU_CUDA $<TARGET_PROPERTY:cuda_settings,INTERFACE_COMPILE_DEFINITIONS>)
+
+function(add_cuda_objects name)
+  if(XLA_GPU_CUDA STREQUAL "EMULATED")
+    set_source_files_properties(${ARGN} PROPERTIES LANGUAGE CXX)
+    set_source_files_properties(${ARGN} PROPERTIES COMPILE_OPTIONS "-xc++")
+  endif()
+  add_library(${name} OBJECT ${ARGN})
+  set_target_properties(${name} PROPERTIES
+    POSITION_INDEPENDENT_CODE ON
+    CXX_VISIBILITY_PRESET hidden
+    CUDA_VISIBILITY_PRESET hidden
+    CUDA_ARCHITECTURES "${XLA_GPU_ARCHITECTURES}")
+  target_link_libraries(${name} PRIVATE cuda_settings)
+  target_link_libraries(_native PRIVATE $<TARGET_OBJECTS:${name}>)
+endfunction()
+
+file(GLOB CUDA_SOURCES CONFIGURE_DEPENDS shared_ffi/csrc/*/cuda.cu)
+add_cuda_objects(cuda ${CUDA_SOURCES})
+foreach(storage Half BFloat16)
+  foreach(head_size ${XLA_GPU_HEAD_SIZES})
+    set(name tensor_core_${storage}_${head_size})
+    add_cuda_objects(${name} shared_ffi/csrc/paged_attention/tensor_core.cu)
+    target_compile_definitions(${name} PRIVATE XLA_GPU_STORAGE=${storage} XLA_GPU_HEAD_SIZE=${head_size})
+  endforeach()
+endforeach()
+
+if(XLA_GPU_CUDA STREQUAL "ON")
+  # cudart is linked statically: the module imports on a machine without a driver.
+  get_filename_component(CUDA_ROOT "${CMAKE_CUDA_COMPILER}" REALPATH)
+  get_filename_component(CUDA_ROOT "${CUDA_ROOT}/../.." ABSOLUTE)
+  find_library(CUDART_STATIC cudart_static REQUIRED NO_DEFAULT_PATH
+               PATHS "${CUDA_ROOT}" PATH_SUFFIXES lib lib64 targets/x86_64-linux/lib targets/sbsa-linux/lib)
+  target_link_libraries(_native PRIVATE "${CUDART_STATIC}" dl rt)
+endif()

@@ -1,0 +1,134 @@
+// What kernels ask of the GPU beyond C++: each instruction that has no C++ spelling, a function
+// here, and nothing of it anywhere else. The tests compile the same kernels for the CPU, where
+// tests/simt/simt.h stands in for this file.
+#pragma once
+
+#ifdef XLA_GPU_SIMT
+#include "simt.h"
+#else
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "../storage.h"
+
+namespace xla_gpu::gpu {
+
+inline constexpr int kWarpSize = 32;
+inline constexpr unsigned kAllLanes = 0xffffffffu;
+
+// The block's shared memory, as much as the launch asked for. 16-byte aligned.
+__device__ __forceinline__ char* SharedMemory() {
+  extern __shared__ uint4 shared_memory[];
+  return reinterpret_cast<char*>(shared_memory);
+}
+
+__device__ __forceinline__ void SyncBlock() { __syncthreads(); }
+
+// Whether `predicate` holds for any thread of the block. A barrier, too.
+__device__ __forceinline__ bool AnyInBlock(bool predicate) { return __syncthreads_or(predicate); }
+
+__device__ __forceinline__ bool AnyInWarp(bool predicate) {
+  return __any_sync(kAllLanes, predicate);
+}
+
+template <typename T>
+__device__ __forceinline__ T ShuffleXor(T value, int lane_mask) {
+  return __shfl_xor_sync(kAllLanes, value, lane_mask);
+}
+
+// The value of the lane `delta` places below; a lane's own where there is none.
+template <typename T>
+__device__ __forceinline__ T ShuffleUp(T value, int delta) {
+  return __shfl_up_sync(kAllLanes, value, delta);
+}
+
+template <typename T>
+__device__ __forceinline__ T Shuffle(T value, int from_lane) {
+  return __shfl_sync(kAllLanes, value, from_lane);
+}
+
+// 2^x, within 2 units in the last place; 0 for -infinity.
+__device__ __forceinline__ float Exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Starts a copy of 16 bytes from global to shared memory; zeros are written instead, and nothing
+// is read, unless `valid`. Both addresses 16-byte aligned.
+__device__ __forceinline__ void CopyAsync16(void* to, const void* from, bool valid) {
+  const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(from),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// Closes this thread's group of copies started so far.
+__device__ __forceinline__ void CommitCopies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most the kPending youngest of this thread's groups are still under way. What other
+// threads copied is visible only after a barrier that follows their wait.
+template <int kPending>
+__device__ __forceinline__ void WaitCopies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8, and
+// gets of each matrix the two elements at row l / 4, columns 2 * (l % 4) and the next.
+__device__ __forceinline__ void LoadMatrices(uint32_t (&to)[4], const void* row) {
+  const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(shared)
+               : "memory");
+}
+
+// The same, each matrix transposed.
+__device__ __forceinline__ void LoadMatricesTransposed(uint32_t (&to)[4], const void* row) {
+  const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(shared)
+               : "memory");
+}
+
+// c += a * b, for a of 16x16, b of 16x8 and c of 16x8, spread over the warp: with row = lane / 4
+// and column = 2 * (lane % 4), a[0] holds (row, column) and the next column, a[1] is 8 rows below,
+// a[2] 8 columns right, a[3] both; b[0] holds (k = column, n = row) and the next k, b[1] is 8 k
+// further; c[0] and c[1] are (row, column) and the next column, c[2] and c[3] 8 rows below.
+__device__ __forceinline__ void MultiplyAdd(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                            uint32_t b1, Half) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void MultiplyAdd(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                            uint32_t b1, BFloat16) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two floats rounded to 16 bits, the first in the lower half.
+__device__ __forceinline__ uint32_t Pack(float low, float high, Half) {
+  uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+__device__ __forceinline__ uint32_t Pack(float low, float high, BFloat16) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+}  // namespace xla_gpu::gpu
+
+#endif  // XLA_GPU_SIMT

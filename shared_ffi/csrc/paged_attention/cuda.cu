@@ -1,0 +1,70 @@
+#include "../gpu/launch.cuh"
+#include "cuda.h"
+#include "cuda_core.cuh"
+#include "finish.cuh"
+#include "kernels.cuh"
+
+namespace xla_gpu::paged_attention {
+namespace {
+
+// Blocks that finish: enough to fill the GPU, each with as few tokens as that leaves.
+constexpr int kFinishBlocksPerMultiprocessor = 8;
+
+template <typename T>
+AttentionKernel CudaCoreKernel(const Params& p) {
+  const auto kernel = [&](auto columns) {
+    constexpr int kColumns = decltype(columns)::value;
+    return AttentionKernel{{p.soft_cap > 0 ? CudaCoreAttention<T, kColumns, true>
+                                           : CudaCoreAttention<T, kColumns, false>,
+                            kThreads, CudaCoreSharedBytes<kColumns>()},
+                           kCoreRows};
+  };
+  const int64_t columns = DivideUp(p.head_size, gpu::kWarpSize);
+  if (columns <= 1) return kernel(std::integral_constant<int, 1>());
+  if (columns <= 2) return kernel(std::integral_constant<int, 2>());
+  if (columns <= 4) return kernel(std::integral_constant<int, 4>());
+  if (columns <= 8) return kernel(std::integral_constant<int, 8>());
+  return kernel(std::integral_constant<int, 16>());
+}
+
+// The tensor cores' kernel copies rows 16 bytes at a time.
+bool IsAligned(const Params& p) {
+  return p.head_size % 8 == 0 && reinterpret_cast<uintptr_t>(p.query) % 16 == 0 &&
+         reinterpret_cast<uintptr_t>(p.kv_cache) % 16 == 0;
+}
+
+template <typename T>
+AttentionKernel KernelFor(const Params& p) {
+  if constexpr (sizeof(T) == 2) {
+    if (IsAligned(p) && p.head_size <= kLargestTensorCoreHeadSize) return TensorCoreKernel<T>(p);
+  }
+  return CudaCoreKernel<T>(p);
+}
+
+template <typename T>
+const char* Run(const Params& p, const Scratch& scratch, void* stream) {
+  const AttentionKernel attention = KernelFor<T>(p);
+  const int64_t num_items = MaxItems(p, scratch, attention.rows_per_item);
+  const int64_t resident = attention.kernel.MaxResidentBlocks();
+  const char* error = attention.kernel.Launch(Smaller(resident, num_items), stream, p, scratch);
+  if (error != nullptr) return error;
+  const gpu::Kernel<Params, Scratch> finish{Finish<T>, kThreads, kWarps * sizeof(int)};
+  const int64_t num_blocks = kFinishBlocksPerMultiprocessor * int64_t{gpu::NumMultiprocessors()};
+  return finish.Launch(Smaller(num_blocks, p.num_tokens), stream, p, scratch);
+}
+
+}  // namespace
+
+const char* RunOnCuda(const Params& p, const Scratch& scratch, void* stream) {
+  switch (p.dtype) {
+    case DType::kFloat32:
+      return Run<float>(p, scratch, stream);
+    case DType::kFloat16:
+      return Run<Half>(p, scratch, stream);
+    case DType::kBFloat16:
+      return Run<BFloat16>(p, scratch, stream);
+  }
+  return "unknown storage type";
+}
+
+}  // namespace xla_gpu::paged_attention

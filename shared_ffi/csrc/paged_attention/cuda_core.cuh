@@ -1,0 +1,120 @@
+// Attention without tensor cores, exact in float32: for float32 storage, for head sizes that the
+// tensor cores' kernel does not take, and as the plain version to read first.
+//
+// A warp works on four rows. It walks over the positions 32 at a time: lane j takes the logits of
+// position j, then all lanes share the sum over V, each with its own columns.
+#pragma once
+
+#include "rows.cuh"
+
+namespace xla_gpu::paged_attention {
+
+inline constexpr int kRowsPerWarp = 4;
+inline constexpr int kCoreRows = kWarps * kRowsPerWarp;  // of an item
+
+template <typename T, int kColumns, bool kHasCap>
+__global__ void __launch_bounds__(kThreads) CudaCoreAttention(Params p, Scratch scratch) {
+  const int stride = kColumns * gpu::kWarpSize;  // head_size, rounded up
+  char* memory = gpu::SharedMemory();
+  float* queries = reinterpret_cast<float*>(memory);  // [kCoreRows, stride], later the sums
+  RowState* states = reinterpret_cast<RowState*>(queries + kCoreRows * stride);  // [kCoreRows]
+  auto* shared = reinterpret_cast<Schedule::Shared*>(states + kCoreRows);
+
+  const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
+  Schedule schedule(p, kCoreRows, shared);
+  Item item;
+  for (int64_t number = blockIdx.x; schedule.Find(number, &item); number += gridDim.x) {
+    for (int i = threadIdx.x; i < kCoreRows * stride; i += kThreads) {
+      const int row = i / stride, d = i % stride;
+      const bool exists = row < item.num_rows && d < p.head_size;
+      queries[i] =
+          exists ? ToFloat(static_cast<const T*>(p.query)[RowOffset(p, item, row) + d]) : 0.0f;
+    }
+    gpu::SyncBlock();
+
+    // Few rows leave warps over: those share the positions.
+    const int num_parts = item.num_rows <= kRowsPerWarp ? kWarps : 1;
+    const int part = num_parts == 1 ? 0 : warp;
+    const int first_row = num_parts == 1 ? warp * kRowsPerWarp : 0;
+    const float* query = queries + first_row * stride;
+    const RowRange ranges[kRowsPerWarp] = {{p, item, first_row},
+                                           {p, item, first_row + 1},
+                                           {p, item, first_row + 2},
+                                           {p, item, first_row + 3}};
+    RowState state[kRowsPerWarp];
+    float sums[kRowsPerWarp][kColumns] = {};
+    for (RowState& row : state) row = {-kInfinity, 0};
+    bool is_bad = false;
+
+    const int32_t step = num_parts * gpu::kWarpSize;
+    const int32_t first = item.begin / gpu::kWarpSize * gpu::kWarpSize + part * gpu::kWarpSize;
+    for (int32_t tile = first; tile < item.end; tile += step) {
+      const int32_t position = tile + lane;
+      const bool is_inside = item.begin <= position && position < item.end;
+      const int64_t slot = is_inside ? FindSlot(p, item.sequence, position, &is_bad) : -1;
+
+      float weights[kRowsPerWarp] = {};
+      if (slot >= 0) {
+        const T* key = KeyOf<T>(p, slot, item.kv_head);
+        for (int d = 0; d < p.head_size; ++d) {
+          const float k = ToFloat(key[d]);
+          for (int r = 0; r < kRowsPerWarp; ++r) weights[r] += query[r * stride + d] * k;
+        }
+      }
+      for (int r = 0; r < kRowsPerWarp; ++r) {
+        const bool attends = slot >= 0 && ranges[r].Contains(position);
+        const float logit = attends ? Logit<kHasCap>(p, weights[r]) : -kInfinity;
+        float max = logit;
+        for (int mask = gpu::kWarpSize / 2; mask > 0; mask /= 2) {
+          max = fmaxf(max, gpu::ShuffleXor(max, mask));
+        }
+        max = fmaxf(max, state[r].max);
+        const float shift = max == -kInfinity ? 0.0f : max;
+        const float shrink = gpu::Exp2(state[r].max - shift);
+        weights[r] = gpu::Exp2(logit - shift);
+        state[r] = {max, state[r].sum * shrink + weights[r]};
+        for (float& sum : sums[r]) sum *= shrink;
+      }
+      for (int j = 0; j < gpu::kWarpSize; ++j) {
+        const int64_t slot_j = gpu::Shuffle(slot, j);
+        if (slot_j < 0) continue;
+        const T* value = KeyOf<T>(p, slot_j, item.kv_head) + p.head_size;
+        float v[kColumns];
+        for (int i = 0; i < kColumns; ++i) {
+          const int d = i * gpu::kWarpSize + lane;
+          v[i] = d < p.head_size ? ToFloat(value[d]) : 0.0f;
+        }
+        for (int r = 0; r < kRowsPerWarp; ++r) {
+          const float weight = gpu::Shuffle(weights[r], j);
+          // Not multiplied by a weight of zero: V may be NaN where the row does not attend.
+          if (!ranges[r].Contains(tile + j)) continue;
+          for (int i = 0; i < kColumns; ++i) sums[r][i] += weight * v[i];
+        }
+      }
+    }
+    is_bad = gpu::AnyInBlock(is_bad);  // all have read the queries, whose place the sums take
+
+    for (int r = 0; r < kRowsPerWarp; ++r) {
+      float sum = state[r].sum;
+      for (int mask = gpu::kWarpSize / 2; mask > 0; mask /= 2) sum += gpu::ShuffleXor(sum, mask);
+      const int row = warp * kRowsPerWarp + r;
+      if (lane == 0) states[row] = {state[r].max, sum};
+      for (int i = 0; i < kColumns; ++i) {
+        queries[row * stride + i * gpu::kWarpSize + lane] = sums[r][i];
+      }
+    }
+    gpu::SyncBlock();
+    const int rows = num_parts == 1 ? kCoreRows : kRowsPerWarp;
+    WriteRows<T>(p, scratch, item, {num_parts, states, queries, rows, stride}, is_bad);
+    gpu::SyncBlock();  // before the next item's queries
+  }
+}
+
+template <int kColumns>
+constexpr int CudaCoreSharedBytes() {
+  return static_cast<int>(kCoreRows *
+                              (kColumns * gpu::kWarpSize * sizeof(float) + sizeof(RowState)) +
+                          sizeof(Schedule::Shared));
+}
+
+}  // namespace xla_gpu::paged_attention

@@ -1,0 +1,144 @@
+// The second kernel: merges the splits of long contexts, always in the order of their positions,
+// and writes the rows that no item wrote: zeros for padding, NaN where lengths or tables are
+// faulty.
+#pragma once
+
+#include "rows.cuh"
+
+namespace xla_gpu::paged_attention {
+
+// The batch as a whole: sequences [0, num_seqs) have rows, up to token `end`. Rows past it are
+// padding, unless query_start_loc broke off there.
+struct Batch {
+  int64_t num_seqs;
+  int64_t begin;
+  int64_t end;
+  bool is_broken;
+
+  // Called by all threads. `shared` holds one int per warp.
+  __device__ Batch(const Params& p, int* shared) : begin(0), end(0) {
+    const int64_t claimed = NumSeqs(p);
+    const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
+    int first_broken = static_cast<int>(Larger(claimed, 0));
+    for (int s = threadIdx.x; s < first_broken; s += kThreads) {
+      if (!HasRows(p, s)) first_broken = s;
+    }
+    for (int mask = gpu::kWarpSize / 2; mask > 0; mask /= 2) {
+      first_broken = min(first_broken, gpu::ShuffleXor(first_broken, mask));
+    }
+    if (lane == 0) shared[warp] = first_broken;
+    gpu::SyncBlock();
+    for (int w = 0; w < kWarps; ++w) first_broken = min(first_broken, shared[w]);
+    num_seqs = first_broken;
+    is_broken = num_seqs != claimed;
+    if (num_seqs > 0) {
+      begin = p.query_start_loc[0];
+      end = p.query_start_loc[num_seqs];
+    }
+  }
+
+  // The sequence of a token in [begin, end): the last that starts at or before it.
+  __device__ int64_t Find(const Params& p, int64_t token) const {
+    int64_t low = 0, high = num_seqs;
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      if (p.query_start_loc[middle] <= token) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    return low;
+  }
+};
+
+// Whether any query of the sequence met a bad block id. Called by all threads.
+__device__ inline bool MetBadBlock(const Params& p, const Scratch& scratch, int64_t s,
+                                   const Sequence& sequence, int64_t num_splits) {
+  bool is_bad = false;
+  if (num_splits == 1) {
+    for (int64_t i = threadIdx.x; i < sequence.q_len; i += kThreads) {
+      is_bad = is_bad || scratch.is_bad[sequence.first_token + i] != 0;
+    }
+  } else {
+    for (int64_t n = threadIdx.x; n < sequence.q_len * num_splits; n += kThreads) {
+      const int64_t i = n / num_splits;
+      const int64_t place = scratch.Place(p, s, i, sequence.first_token + i);
+      is_bad = is_bad || scratch.states[scratch.Index(p, place, 0, n % num_splits)].sum == kBadSum;
+    }
+  }
+  return gpu::AnyInBlock(is_bad);
+}
+
+template <typename T>
+__device__ void FillRow(const Params& p, int64_t token, float value) {
+  const int64_t row_size = p.num_heads * p.head_size;
+  for (int64_t i = threadIdx.x; i < row_size; i += kThreads) {
+    FromFloat(value, static_cast<T*>(p.output) + token * row_size + i);
+  }
+}
+
+// A warp per head; each lane has its own columns.
+template <typename T>
+__device__ void MergeSplits(const Params& p, const Scratch& scratch, int64_t token, int64_t place,
+                            int64_t num_splits) {
+  const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
+  for (int64_t head = warp; head < p.num_heads; head += kWarps) {
+    const int64_t index = scratch.Index(p, place, head, 0);
+    const RowState* states = scratch.states + index;
+    float max = -kInfinity;
+    for (int64_t split = lane; split < num_splits; split += gpu::kWarpSize) {
+      max = fmaxf(max, states[split].max);
+    }
+    for (int mask = gpu::kWarpSize / 2; mask > 0; mask /= 2) {
+      max = fmaxf(max, gpu::ShuffleXor(max, mask));
+    }
+    const float shift = max == -kInfinity ? 0.0f : max;
+    float sum = 0;
+    for (int64_t split = 0; split < num_splits; ++split) {
+      sum += gpu::Exp2(states[split].max - shift) * states[split].sum;
+    }
+    for (int64_t d = lane; d < p.head_size; d += gpu::kWarpSize) {
+      float value = 0;
+      for (int64_t split = 0; split < num_splits; ++split) {
+        value += gpu::Exp2(states[split].max - shift) *
+                 scratch.partials[(index + split) * p.head_size + d];
+      }
+      FromFloat(value / sum,
+                static_cast<T*>(p.output) + (token * p.num_heads + head) * p.head_size + d);
+    }
+  }
+}
+
+// Each block takes neighbouring tokens.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) Finish(Params p, Scratch scratch) {
+  const Batch batch(p, reinterpret_cast<int*>(gpu::SharedMemory()));
+  const int64_t per_block = DivideUp(p.num_tokens, gridDim.x);
+  const int64_t end = Smaller(p.num_tokens, (blockIdx.x + int64_t{1}) * per_block);
+  int64_t s = -1, num_splits = 0;
+  bool is_faulty = false;
+  for (int64_t token = blockIdx.x * per_block; token < end; ++token) {
+    if (token < batch.begin || token >= batch.end) {
+      const bool is_lost = batch.is_broken && token >= batch.end;
+      FillRow<T>(p, token, is_lost ? kInfinity - kInfinity : 0.0f);
+      continue;
+    }
+    const int64_t sequence_of_token = batch.Find(p, token);
+    const Sequence sequence(p, sequence_of_token);
+    if (sequence_of_token != s) {
+      s = sequence_of_token;
+      is_faulty = !sequence.IsLegal(p);
+      num_splits = is_faulty ? 0 : sequence.NumSplits(p);
+      is_faulty = is_faulty || MetBadBlock(p, scratch, s, sequence, num_splits);
+    }
+    if (is_faulty) {
+      FillRow<T>(p, token, kInfinity - kInfinity);
+    } else if (num_splits > 1) {
+      MergeSplits<T>(p, scratch, token, scratch.Place(p, s, token - sequence.first_token, token),
+                     num_splits);
+    }
+  }
+}
+
+}  // namespace xla_gpu::paged_attention

@@ -1,0 +1,223 @@
+// Which part of the work each block does, found by the blocks themselves from the lengths on the
+// device: the host never reads them. The grid is what the GPU holds at once, and each block takes
+// every gridDim.x-th item.
+#pragma once
+
+#include "../gpu/device.cuh"
+#include "scratch.h"
+
+namespace xla_gpu::paged_attention {
+
+inline constexpr int kThreads = 128;
+inline constexpr int kWarps = kThreads / gpu::kWarpSize;
+
+// Rows of one sequence that read kv head `kv_head` at the positions of one split. Row r is the
+// sequence's query token r / group, query head kv_head * group + r % group.
+struct Item {
+  int32_t sequence;
+  int32_t kv_head;
+  int64_t first_row;
+  int32_t num_rows;
+  int32_t first_token;     // of the sequence, in the batch
+  int32_t first_position;  // of the sequence's first query token
+  int32_t begin;           // positions, those that any of the rows attends to
+  int32_t end;
+  int32_t split;
+  int32_t num_splits;
+};
+
+__device__ inline int64_t Group(const Params& p) { return p.num_heads / p.num_kv_heads; }
+
+// Where the first and the last of an item's rows stand.
+__device__ inline int64_t FirstPosition(const Params& p, const Item& item) {
+  return item.first_position + item.first_row / Group(p);
+}
+
+__device__ inline int64_t LastPosition(const Params& p, const Item& item) {
+  return item.first_position + (item.first_row + item.num_rows - 1) / Group(p);
+}
+
+// The number of sequences, or -1 where what the device holds is no such number.
+__device__ inline int64_t NumSeqs(const Params& p) {
+  const int64_t num_seqs = *p.num_seqs;
+  return num_seqs <= p.max_seqs ? Larger(num_seqs, -1) : -1;
+}
+
+// Whether query_start_loc gives sequence s a place in the batch, if it did so for those before it.
+__device__ inline bool HasRows(const Params& p, int64_t s) {
+  const int64_t start = p.query_start_loc[s], end = p.query_start_loc[s + 1];
+  return 0 <= start && start <= end && end <= p.num_tokens;
+}
+
+struct Sequence {
+  int64_t first_token;
+  int64_t q_len;
+  int64_t context_len;
+
+  __device__ Sequence(const Params& p, int64_t s)
+      : first_token(p.query_start_loc[s]),
+        q_len(p.query_start_loc[s + 1] - first_token),
+        context_len(p.context_lens[s]) {}
+
+  // Whether the lengths agree with each other and with the table.
+  __device__ bool IsLegal(const Params& p) const {
+    return q_len <= context_len && context_len <= p.max_blocks_per_seq * p.block_size;
+  }
+
+  // First position attended to, rounded down to where a tile begins.
+  __device__ int64_t Begin(const Params& p) const {
+    return p.WindowBegin(context_len - q_len) / kTileAlignment * kTileAlignment;
+  }
+
+  __device__ int64_t SplitPositions(const Params& p) const {
+    const int64_t length = context_len - Begin(p);
+    return q_len <= MaxSplitTokens(p) ? SplitLength(p, length) : length;
+  }
+
+  __device__ int64_t NumSplits(const Params& p) const {
+    return q_len == 0 ? 0 : DivideUp(context_len - Begin(p), SplitPositions(p));
+  }
+};
+
+// Items of a sequence have at most `max_rows` rows: whole tokens, unless one token has more.
+struct RowTiles {
+  int64_t rows;  // of each but the last of a token or of the sequence
+  int64_t tiles_per_token;
+  int64_t count;
+
+  __device__ RowTiles(const Params& p, int64_t q_len, int64_t max_rows) {
+    const int64_t group = Group(p);
+    rows = group <= max_rows ? max_rows / group * group : max_rows;
+    tiles_per_token = DivideUp(group, max_rows);
+    count = group <= max_rows ? DivideUp(q_len * group, rows) : q_len * tiles_per_token;
+  }
+
+  __device__ void Find(const Params& p, int64_t q_len, int64_t tile, Item* item) const {
+    const int64_t group = Group(p);
+    int64_t end = q_len * group;
+    item->first_row = tile * rows;
+    if (tiles_per_token > 1) {
+      const int64_t token = tile / tiles_per_token;
+      item->first_row = token * group + tile % tiles_per_token * rows;
+      end = (token + 1) * group;
+    }
+    item->num_rows = static_cast<int32_t>(Smaller(rows, end - item->first_row));
+  }
+};
+
+// Finds items by their number. Numbers run through the sequences; their items are counted by a
+// scan, for as many sequences at a time as the block has threads.
+class Schedule {
+ public:
+  struct Shared {
+    int64_t ends[kThreads];  // number of the first item after each sequence of the window
+    int64_t warp_counts[kWarps];
+    int warp_broken[kWarps];
+  };
+
+  __device__ Schedule(const Params& p, int64_t max_rows, Shared* shared)
+      : p_(p), max_rows_(max_rows), shared_(*shared), num_seqs_(NumSeqs(p)) {
+    CountWindow(0);
+  }
+
+  // False when there is no such item. Called by all threads, with ever larger numbers.
+  __device__ bool Find(int64_t number, Item* item) {
+    while (number >= shared_.ends[kThreads - 1]) {
+      if (is_last_) return false;
+      CountWindow(window_ + kThreads);
+    }
+    int first = 0;  // the first sequence that ends after `number`, by bisection
+    for (int step = kThreads / 2; step > 0; step /= 2) {
+      if (shared_.ends[first + step - 1] <= number) first += step;
+    }
+    const int64_t before = first == 0 ? begin_ : shared_.ends[first - 1];
+    FindInSequence(window_ + first, number - before, item);
+    return true;
+  }
+
+ private:
+  struct Count {
+    int64_t items;
+    int broken;  // a sequence has no place: neither it nor any later one has items
+
+    __device__ Count Then(const Count& next) const {
+      return {items + (broken ? 0 : next.items), broken | next.broken};
+    }
+  };
+
+  __device__ Count CountSequence(int64_t s) const {
+    if (s >= num_seqs_) return {0, 0};
+    if (!HasRows(p_, s)) return {0, 1};
+    const Sequence sequence(p_, s);
+    if (!sequence.IsLegal(p_)) return {0, 0};
+    const RowTiles tiles(p_, sequence.q_len, max_rows_);
+    return {p_.num_kv_heads * tiles.count * sequence.NumSplits(p_), 0};
+  }
+
+  __device__ void CountWindow(int64_t window) {
+    const int thread = threadIdx.x, lane = thread % gpu::kWarpSize, warp = thread / gpu::kWarpSize;
+    Count count = CountSequence(window + thread);
+    for (int delta = 1; delta < gpu::kWarpSize; delta *= 2) {
+      const Count left{gpu::ShuffleUp(count.items, delta), gpu::ShuffleUp(count.broken, delta)};
+      if (lane >= delta) count = left.Then(count);
+    }
+    begin_ = window == 0 ? 0 : shared_.ends[kThreads - 1];
+    gpu::SyncBlock();  // everyone has read the window before
+    if (lane == gpu::kWarpSize - 1) {
+      shared_.warp_counts[warp] = count.items;
+      shared_.warp_broken[warp] = count.broken;
+    }
+    gpu::SyncBlock();
+    Count before{begin_, 0}, all{begin_, 0};
+    for (int w = 0; w < kWarps; ++w) {
+      const Count of_warp{shared_.warp_counts[w], shared_.warp_broken[w]};
+      if (w < warp) before = before.Then(of_warp);
+      all = all.Then(of_warp);
+    }
+    shared_.ends[thread] = before.Then(count).items;
+    gpu::SyncBlock();
+    window_ = window;
+    is_last_ = all.broken || window + kThreads >= num_seqs_;
+  }
+
+  // Of a sequence's items, the tiles with most positions come first; kv heads, which lie side by
+  // side in the cache, follow each other.
+  __device__ void FindInSequence(int64_t s, int64_t number, Item* item) const {
+    const Sequence sequence(p_, s);
+    const RowTiles tiles(p_, sequence.q_len, max_rows_);
+    const int64_t num_splits = sequence.NumSplits(p_);
+    const int64_t split = number / p_.num_kv_heads % num_splits;
+    const int64_t tile = number / p_.num_kv_heads / num_splits;
+    item->sequence = static_cast<int32_t>(s);
+    item->kv_head = static_cast<int32_t>(number % p_.num_kv_heads);
+    item->first_token = static_cast<int32_t>(sequence.first_token);
+    item->first_position = static_cast<int32_t>(sequence.context_len - sequence.q_len);
+    item->split = static_cast<int32_t>(split);
+    item->num_splits = static_cast<int32_t>(num_splits);
+    tiles.Find(p_, sequence.q_len, tiles.count - 1 - tile, item);
+
+    const int64_t split_begin = sequence.Begin(p_) + split * sequence.SplitPositions(p_);
+    const int64_t split_end = split_begin + sequence.SplitPositions(p_);
+    item->begin =
+        static_cast<int32_t>(Larger(split_begin, p_.WindowBegin(FirstPosition(p_, *item))));
+    item->end = static_cast<int32_t>(Smaller(split_end, LastPosition(p_, *item) + 1));
+  }
+
+  const Params& p_;
+  const int64_t max_rows_;
+  Shared& shared_;
+  const int64_t num_seqs_;
+  int64_t window_ = 0;  // first sequence of the window
+  int64_t begin_ = 0;   // number of the window's first item
+  bool is_last_ = false;
+};
+
+// Most items that any lengths can give; bounds the grid.
+inline int64_t MaxItems(const Params& p, const Scratch& scratch, int64_t max_rows) {
+  const int64_t group = p.num_heads / p.num_kv_heads;
+  const int64_t tokens_per_item = Larger(1, max_rows / group);
+  const int64_t tiles = DivideUp(p.num_tokens, tokens_per_item) + Smaller(p.max_seqs, p.num_tokens);
+  return p.num_kv_heads * tiles * DivideUp(group, max_rows) * scratch.max_splits;
+}
+
+}  // namespace xla_gpu::paged_attention

@@ -1,0 +1,223 @@
+// Runs CUDA kernels on the CPU, to test them where there is no GPU: the other implementation of
+// shared_ffi/csrc/gpu/{device,launch}.cuh.
+//
+// The threads of a block are fibers of one processor thread, and blocks run one after the other. A
+// fiber runs until it must wait for others, and the one that goes on is drawn at random, so that a
+// result that hangs on an order that nothing enforces changes from seed to seed. Asynchronous
+// copies land when the kernel waits for them, or at any time before. Shared memory starts as NaN. A
+// kernel that deadlocks, leaves its memory, breaks an alignment or runs its lanes into different
+// instructions fails with a message.
+//
+// Seeds come from the environment variable XLA_GPU_SIMT_SEED.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "storage.h"
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+namespace simt {
+
+struct Index {
+  unsigned x = 0;
+};
+
+}  // namespace simt
+
+inline simt::Index threadIdx, blockIdx, gridDim;
+
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+
+template <typename T>
+T min(T a, T b) {
+  return b < a ? b : a;
+}
+
+template <typename T>
+T max(T a, T b) {
+  return a < b ? b : a;
+}
+
+namespace simt {
+
+inline constexpr int kWarpSize = 32;
+
+// Ends the kernel with a message.
+[[noreturn]] void Fail(const char* message);
+
+// Waits for every thread of the warp (of the block); the last to come calls `act` with what each of
+// them handed in, by lane (by thread). All must name the same operation.
+using Action = std::function<void(void* const* handed_in)>;
+void MeetWarp(const char* operation, void* hand_in, const Action& act);
+void MeetBlock(const char* operation, void* hand_in, const Action& act);
+
+char* SharedMemory();
+void CheckShared(const void* address, size_t num_bytes);
+
+void CopyAsync(void* to, const void* from, bool valid);
+void CommitCopies();
+void WaitCopies(size_t pending);
+
+// Null, or why the kernel failed.
+const char* Launch(const std::function<void()>& kernel, int64_t num_blocks, int num_threads,
+                   int shared_bytes);
+
+// As many as the seed says.
+int NumMultiprocessors();
+
+// Exchange of values between lanes: lane l gets the value of lane from(l).
+template <typename T, typename From>
+T Exchange(const char* operation, T value, From from) {
+  struct {
+    T in, out;
+    int from;
+  } mine{value, value, from(static_cast<int>(threadIdx.x) % kWarpSize)};
+  using Mine = decltype(mine);
+  MeetWarp(operation, &mine, [](void* const* lanes) {
+    for (int l = 0; l < kWarpSize; ++l) {
+      auto* lane = static_cast<Mine*>(lanes[l]);
+      lane->out = static_cast<Mine*>(lanes[lane->from])->in;
+    }
+  });
+  return mine.out;
+}
+
+void LoadMatrices(uint32_t (&to)[4], const void* row, bool transposed);
+
+// T: Half or BFloat16.
+template <typename T>
+void MultiplyAdd(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  struct Fragments {
+    float* c;
+    const uint32_t* a;
+    uint32_t b[2];
+  } mine{c, a, {b0, b1}};
+  MeetWarp("mma", &mine, [](void* const* lanes) {
+    const auto half = [](uint32_t pair, int which) {
+      return xla_gpu::ToFloat(T{static_cast<uint16_t>(which ? pair >> 16 : pair)});
+    };
+    float a[16][16], b[16][8];
+    for (int l = 0; l < kWarpSize; ++l) {
+      const auto& lane = *static_cast<Fragments*>(lanes[l]);
+      const int row = l / 4, column = l % 4 * 2;
+      for (int i = 0; i < 2; ++i) {
+        a[row][column + i] = half(lane.a[0], i);
+        a[row + 8][column + i] = half(lane.a[1], i);
+        a[row][column + 8 + i] = half(lane.a[2], i);
+        a[row + 8][column + 8 + i] = half(lane.a[3], i);
+        b[column + i][row] = half(lane.b[0], i);
+        b[column + 8 + i][row] = half(lane.b[1], i);
+      }
+    }
+    for (int l = 0; l < kWarpSize; ++l) {
+      const auto& lane = *static_cast<Fragments*>(lanes[l]);
+      for (int e = 0; e < 4; ++e) {
+        const int row = l / 4 + e / 2 * 8, column = l % 4 * 2 + e % 2;
+        for (int k = 0; k < 16; ++k) lane.c[e] += a[row][k] * b[k][column];
+      }
+    }
+  });
+}
+
+}  // namespace simt
+
+namespace xla_gpu::gpu {
+
+inline constexpr int kWarpSize = simt::kWarpSize;
+
+inline char* SharedMemory() { return simt::SharedMemory(); }
+
+inline void SyncBlock() {
+  simt::MeetBlock("barrier", nullptr, [](void* const*) {});
+}
+
+inline bool AnyInBlock(bool predicate) {
+  struct {
+    bool in, out;
+  } mine{predicate, false};
+  using Mine = decltype(mine);
+  simt::MeetBlock("vote", &mine, [](void* const* threads) {
+    bool any = false;
+    for (void* const* t = threads; *t != nullptr; ++t) any |= static_cast<Mine*>(*t)->in;
+    for (void* const* t = threads; *t != nullptr; ++t) static_cast<Mine*>(*t)->out = any;
+  });
+  return mine.out;
+}
+
+template <typename T>
+T ShuffleXor(T value, int lane_mask) {
+  return simt::Exchange("shuffle xor", value, [&](int lane) { return lane ^ lane_mask; });
+}
+
+template <typename T>
+T ShuffleUp(T value, int delta) {
+  return simt::Exchange("shuffle up", value,
+                        [&](int lane) { return lane < delta ? lane : lane - delta; });
+}
+
+template <typename T>
+T Shuffle(T value, int from_lane) {
+  return simt::Exchange("shuffle", value, [&](int) { return from_lane; });
+}
+
+inline float Exp2(float x) { return std::exp2(x); }
+
+inline void CopyAsync16(void* to, const void* from, bool valid) {
+  simt::CopyAsync(to, from, valid);
+}
+
+inline void CommitCopies() { simt::CommitCopies(); }
+
+template <int kPending>
+void WaitCopies() {
+  simt::WaitCopies(kPending);
+}
+
+inline void LoadMatrices(uint32_t (&to)[4], const void* row) {
+  simt::LoadMatrices(to, row, /*transposed=*/false);
+}
+
+inline void LoadMatricesTransposed(uint32_t (&to)[4], const void* row) {
+  simt::LoadMatrices(to, row, /*transposed=*/true);
+}
+
+template <typename T>
+void MultiplyAdd(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, T) {
+  simt::MultiplyAdd<T>(c, a, b0, b1);
+}
+
+template <typename T>
+uint32_t Pack(float low, float high, T) {
+  T l, h;
+  FromFloat(low, &l);
+  FromFloat(high, &h);
+  return l.bits | static_cast<uint32_t>(h.bits) << 16;
+}
+
+inline int NumMultiprocessors() { return simt::NumMultiprocessors(); }
+
+template <typename... Arguments>
+struct Kernel {
+  void (*function)(Arguments...);
+  int num_threads;
+  int shared_bytes = 0;
+
+  int MaxResidentBlocks() const { return NumMultiprocessors(); }
+
+  const char* Launch(int64_t num_blocks, void*, Arguments... arguments) const {
+    return simt::Launch([&] { function(arguments...); }, num_blocks, num_threads, shared_bytes);
+  }
+};
+
+}  // namespace xla_gpu::gpu

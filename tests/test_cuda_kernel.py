@@ -1,0 +1,308 @@
+"""The CUDA handlers and kernels, run on the CPU (tests/simt): against the oracle over every case,
+inside guard pages, under several orders of their threads. `make gpu-check` runs the same kernels on
+a GPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from filelock import FileLock
+from hypothesis import given, settings
+
+from shared_ffi import kv_cache_update, paged_attention, simple_add
+from tests import native, reference
+from tests.arrays import exchangeable, guarded
+from tests.cases import CASES, UPDATE_CASES, Case, UpdateCase
+from tests.compare import assert_close, assert_same_bits
+from tests.test_kernel import random_cases
+
+F32, I32 = np.float32, np.int32
+
+
+@pytest.fixture(scope="session")
+def emulated(request: pytest.FixtureRequest) -> Any:
+    path = request.config.getoption("--emulated")
+    if path is None:
+        folder = native.ROOT / "build/simt"
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "lock"):
+            native.configure(native.ROOT, folder, "-DXLA_GPU_CUDA=EMULATED")
+            path = native.build(folder)
+    return native.load(Path(path), "emulated._native")
+
+
+def run(
+    emulated: Any, op: Any, operands: Any, results: Any, seed: int = 0, **attributes: Any
+) -> None:
+    call = emulated.EagerCall("cuda", op.TARGET, attributes)
+    with mock.patch.dict(os.environ, XLA_GPU_SIMT_SEED=str(seed)):
+        call([exchangeable(x) for x in operands], [exchangeable(x) for x in results])
+
+
+def attend(
+    emulated: Any,
+    operands: Any,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    seed: int = 0,
+) -> np.ndarray:
+    operands = [guarded(x) for x in operands]
+    query, kv_cache, _, block_tables, *_ = operands
+    num_bytes = emulated.paged_attention_scratch_bytes(
+        query.shape, kv_cache.shape, block_tables.shape, sliding_window or 0
+    )
+    result = guarded(np.full_like(query, np.nan))
+    scratch = guarded(np.full(num_bytes, 0xFF, np.uint8))
+    run(
+        emulated,
+        paged_attention,
+        operands,
+        [result, scratch],
+        seed,
+        scale=float(scale),
+        sliding_window=sliding_window or 0,
+        soft_cap=float(soft_cap or 0),
+    )
+    return result
+
+
+def uses_tensor_cores(inputs: Any) -> bool:
+    head_size = inputs[0].shape[2]
+    return inputs[0].dtype.itemsize == 2 and head_size % 8 == 0 and head_size <= 256
+
+
+def check(result: np.ndarray, inputs: Any, dtype: str, **attributes: Any) -> None:
+    oracle = reference.paged_attention(*inputs, **attributes)
+    sizes = None
+    if uses_tensor_cores(inputs):
+        # Weights are rounded to the storage type, which moves a row by at most that much of the
+        # weighted sum of its values' sizes.
+        kv_cache = np.array(inputs[1])
+        kv_cache[:, :, 1::2] = np.abs(kv_cache[:, :, 1::2])
+        sizes = reference.paged_attention(inputs[0], kv_cache, *inputs[2:], **attributes)
+    assert_close(result, oracle, dtype, sizes_under_rounded_weights=sizes)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_paged_attention(case: Case, emulated: Any) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    result = attend(emulated, inputs, **attributes)
+    check(result, inputs, case.dtype, **attributes)
+    for seed in (1, 2):
+        assert_same_bits(attend(emulated, inputs, **attributes, seed=seed), result)
+
+
+@given(case=random_cases())
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_random(emulated: Any, case: Case) -> None:
+    test_paged_attention(case, emulated)
+
+
+@pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
+def test_kv_cache_update(case: UpdateCase, emulated: Any) -> None:
+    kv_cache, *rest = (guarded(array) for array in case.inputs())
+    expected = reference.kv_cache_update(kv_cache.copy(), *rest)
+    run(emulated, kv_cache_update, [kv_cache, *rest], [kv_cache])
+    assert_same_bits(kv_cache, expected)
+
+
+def test_a_slot_past_the_end_is_not_written(emulated: Any) -> None:
+    case = next(case for case in UPDATE_CASES if case.id == "some-padding-int64-f32")
+    kv_cache, key, value, slots = case.inputs()
+    num_slots = kv_cache.shape[0] * kv_cache.shape[1]
+    faulty = slots.copy()
+    faulty[np.flatnonzero(slots >= 0)[:2]] = [num_slots, 2**62]
+    expected = reference.kv_cache_update(
+        kv_cache, key, value, np.where(faulty < num_slots, faulty, -1)
+    )
+    updated = guarded(kv_cache)
+    run(emulated, kv_cache_update, [updated, key, value, faulty], [updated])
+    assert_same_bits(updated, expected)
+
+
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 1000])
+def test_simple_add(size: int, emulated: Any) -> None:
+    a = guarded(np.arange(size, dtype=F32))
+    result = guarded(np.full_like(a, np.nan))
+    run(emulated, simple_add, [a, a], [result])
+    assert_same_bits(result, a + a)
+
+
+# Query tokens and context of each sequence: decode in one split and in several, a speculative
+# step, a chunk of a prompt, a whole prompt.
+BATCH = [(1, 70), (1, 700), (3, 600), (40, 330), (90, 90)]
+
+
+def batch(dtype: str, num_heads: int = 6) -> tuple[list[Any], np.ndarray]:
+    case = Case(
+        id=f"batch-{dtype}",
+        sequences=tuple(BATCH),
+        num_heads=num_heads,
+        num_kv_heads=2,
+        head_size=24,
+        block_size=16,
+        dtype=dtype,
+    )
+    inputs = case.inputs()
+    return list(inputs), np.cumsum([0, *(q_len for q_len, _ in BATCH)])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("attributes", [{}, {"sliding_window": 300}, {"soft_cap": 20.0}], ids=str)
+def test_a_sequence_has_the_same_bits_in_any_batch(
+    attributes: dict[str, Any], dtype: str, emulated: Any
+) -> None:
+    (query, kv_cache, context_lens, tables, start, _), starts = batch(dtype)
+    together = attend(
+        emulated,
+        [query, kv_cache, context_lens, tables, start, np.array(len(BATCH), I32)],
+        scale=0.2,
+        **attributes,
+    )
+    for order in ([4, 1, 3, 0, 2], [2, 1], *([s] for s in range(len(BATCH)))):
+        for padding in (0, 5):
+            rows = np.concatenate([query[starts[s] : starts[s + 1]] for s in order])
+            rows = np.concatenate([rows, np.full((padding, *rows.shape[1:]), np.nan, rows.dtype)])
+            begins = np.cumsum([0, *(BATCH[s][0] for s in order), *[0] * padding])
+            result = attend(
+                emulated,
+                [
+                    rows,
+                    kv_cache,
+                    np.concatenate([context_lens[order], np.full(padding, 99, I32)]),
+                    np.pad(tables[order], ((0, padding), (0, padding)), constant_values=2**30),
+                    begins.astype(I32),
+                    np.array(len(order), I32),
+                ],
+                scale=0.2,
+                seed=len(order) + padding,
+                **attributes,
+            )
+            for place, s in enumerate(order):
+                assert_same_bits(
+                    result[begins[place] : begins[place + 1]],
+                    together[starts[s] : starts[s + 1]],
+                )
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 16, 71, 128])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_splits_of_many_heads(num_heads: int, dtype: str, emulated: Any) -> None:
+    """A token with more heads than an item has rows is cut into several, each split like others."""
+    case = Case(
+        id=f"splits-{num_heads}-{dtype}",
+        sequences=((1, 1100), (2, 530), (1, 256), (1, 257)),
+        num_heads=num_heads,
+        num_kv_heads=1,
+        head_size=16,
+        block_size=32,
+        dtype=dtype,
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    check(attend(emulated, inputs, **attributes), inputs, dtype, **attributes)
+
+
+def test_more_sequences_than_threads(emulated: Any) -> None:
+    rng = np.random.default_rng(0)
+    lengths = [(int(q), int(q + rng.integers(0, 9))) for q in rng.integers(0, 3, 300)]
+    case = Case(id="300-sequences", sequences=tuple(lengths), head_size=8, dtype="bfloat16")
+    inputs, attributes = case.inputs(), case.attributes()
+    check(attend(emulated, inputs, **attributes), inputs, case.dtype, **attributes)
+
+
+def faulty_metadata() -> dict[str, tuple[dict[int, Any], list[int]]]:
+    """What is changed in `batch`, by operand, and the sequences whose rows must be NaN."""
+    everything = list(range(len(BATCH)))
+    huge, negative = 2**31 - 1, -(2**31)
+    return {
+        "block-id-past-the-end": ({3: [((1, 20), 10**6)]}, [1]),
+        "block-id-negative": ({3: [((0, 0), -1)]}, [0]),
+        "block-id-of-an-early-split": ({3: [((2, 1), huge)]}, [2]),
+        "block-id-in-a-chunk": ({3: [((3, 5), negative)]}, [3]),
+        "block-id-that-only-the-last-row-needs": ({3: [((4, 5), 10**9)]}, [4]),
+        "context-past-the-table": ({2: [((2,), huge)]}, [2]),
+        "context-negative": ({2: [((0,), negative)]}, [0]),
+        "context-shorter-than-the-query": ({2: [((3,), 39)]}, [3]),
+        "two-sequences": ({2: [((1,), -1)], 3: [((4, 0), -5)]}, [1, 4]),
+        "start-decreases": ({4: [((3,), 0)]}, [2, 3, 4]),
+        "start-past-the-tokens": ({4: [((5,), huge)]}, [4]),
+        "first-start-negative": ({4: [((0,), negative)]}, everything),
+        "num-seqs-negative": ({5: [((), -1)]}, everything),
+        "num-seqs-past-max-seqs": ({5: [((), 1000)]}, everything),
+        "num-seqs-huge": ({5: [((), huge)]}, everything),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fault", faulty_metadata())
+def test_faulty_metadata(fault: str, dtype: str, emulated: Any) -> None:
+    """Never a read outside the arrays; NaN in the rows concerned, the right bits in all others."""
+    inputs, starts = batch(dtype)
+    sound = attend(emulated, inputs, scale=0.2)
+    changes, lost = faulty_metadata()[fault]
+    faulty = [np.array(x) for x in inputs]
+    for operand, entries in changes.items():
+        for index, value in entries:
+            faulty[operand][index] = value
+    result = attend(emulated, faulty, scale=0.2)
+    expected = np.array(sound)
+    for s in lost:
+        expected[starts[s] : starts[s + 1]] = np.nan
+    if 4 in changes or 5 in changes:  # nor can padding be told from the rest
+        expected[starts[lost[0]] :] = np.nan
+    rows_lost = np.isnan(expected.astype(F32)).all(axis=(1, 2))
+    assert np.isnan(result[rows_lost].astype(F32)).all()
+    assert_same_bits(result[~rows_lost], expected[~rows_lost])
+
+
+def test_a_scratch_of_another_size_is_refused(emulated: Any) -> None:
+    inputs, _ = batch("float32")
+    with pytest.raises(
+        ValueError, match=r"paged_attention: the scratch must be uint8 \[\d+\]; got"
+    ):
+        run(
+            emulated,
+            paged_attention,
+            inputs,
+            [np.array(inputs[0]), np.zeros(100, np.uint8)],
+            scale=1.0,
+            sliding_window=0,
+            soft_cap=0.0,
+        )
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    num_tokens=st.integers(0, 300),
+    max_seqs=st.integers(0, 300),
+    num_kv_heads=st.sampled_from([1, 2, 8, 16]),
+    group=st.sampled_from([1, 3, 4, 8, 71]),
+    capacity=st.integers(0, 10**6),
+)
+def test_the_scratch_is_bounded(
+    emulated: Any,
+    num_tokens: int,
+    max_seqs: int,
+    num_kv_heads: int,
+    group: int,
+    capacity: int,
+) -> None:
+    """By the figure that scratch.h and the documentation state."""
+    num_bytes = emulated.paged_attention_scratch_bytes(
+        (num_tokens, num_kv_heads * group, 128),
+        (7, 1, 2 * num_kv_heads, 128),
+        (max_seqs, capacity),
+        0,
+    )
+    places = min(num_tokens, max_seqs * max(1, 64 // group))
+    splits = min(max(32, 256 // num_kv_heads), -(-capacity // 256))
+    most = 4 * num_tokens + 16 + 4 * places * num_kv_heads * group * splits * 130
+    assert num_bytes <= most
