@@ -213,6 +213,7 @@ def _windows_and_caps() -> Iterator[Case]:
     yield from _of_each_dtype(
         "window-20-cap-5", sequences=batches["mixed"], sliding_window=20, soft_cap=5.0
     )
+    yield from _of_each_dtype("cap-5-scale-0", sequences=batches["mixed"], scale=0.0, soft_cap=5.0)
     yield from _of_each_dtype("largest-window", sequences=MIXED, sliding_window=2**63 - 1)
 
 

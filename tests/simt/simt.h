@@ -171,7 +171,12 @@ T Shuffle(T value, int from_lane) {
   return simt::Exchange("shuffle", value, [&](int) { return from_lane; });
 }
 
+using ::xla_gpu::FromFloat;
+using ::xla_gpu::ToFloat;
+
 inline float Exp2(float x) { return std::exp2(x); }
+
+inline float Reciprocal(float x) { return 1 / x; }
 
 inline void CopyAsync16(void* to, const void* from, bool valid) {
   simt::CopyAsync(to, from, valid);

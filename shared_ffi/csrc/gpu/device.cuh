@@ -56,6 +56,34 @@ __device__ __forceinline__ float Exp2(float x) {
   return y;
 }
 
+// 1 / x, within 1 unit in the last place.
+__device__ __forceinline__ float Reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The conversions of storage.h, an instruction each.
+__device__ __forceinline__ float ToFloat(float x) { return x; }
+
+__device__ __forceinline__ float ToFloat(BFloat16 x) { return ::xla_gpu::ToFloat(x); }
+
+__device__ __forceinline__ float ToFloat(Half x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+
+__device__ __forceinline__ void FromFloat(float x, float* to) { *to = x; }
+
+__device__ __forceinline__ void FromFloat(float x, BFloat16* to) {
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to->bits) : "f"(x));
+}
+
+__device__ __forceinline__ void FromFloat(float x, Half* to) {
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to->bits) : "f"(x));
+}
+
 // Starts a copy of 16 bytes from global to shared memory; zeros are written instead, and nothing
 // is read, unless `valid`. Both addresses 16-byte aligned.
 __device__ __forceinline__ void CopyAsync16(void* to, const void* from, bool valid) {

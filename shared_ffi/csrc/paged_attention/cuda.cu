@@ -14,10 +14,8 @@ template <typename T>
 AttentionKernel CudaCoreKernel(const Params& p) {
   const auto kernel = [&](auto columns) {
     constexpr int kColumns = decltype(columns)::value;
-    return AttentionKernel{{p.soft_cap > 0 ? CudaCoreAttention<T, kColumns, true>
-                                           : CudaCoreAttention<T, kColumns, false>,
-                            kThreads, CudaCoreSharedBytes<kColumns>()},
-                           kCoreRows};
+    return AttentionKernel{
+        {CudaCoreAttention<T, kColumns>, kThreads, CudaCoreSharedBytes<kColumns>()}, kCoreRows};
   };
   const int64_t columns = DivideUp(p.head_size, gpu::kWarpSize);
   if (columns <= 1) return kernel(std::integral_constant<int, 1>());

@@ -12,8 +12,8 @@ namespace xla_gpu::paged_attention {
 inline constexpr int kRowsPerWarp = 4;
 inline constexpr int kCoreRows = kWarps * kRowsPerWarp;  // of an item
 
-template <typename T, int kColumns, bool kHasCap>
-__global__ void __launch_bounds__(kThreads) CudaCoreAttention(Params p, Scratch scratch) {
+template <typename T, int kColumns>
+__global__ void __launch_bounds__(kThreads, 2) CudaCoreAttention(Params p, Scratch scratch) {
   const int stride = kColumns * gpu::kWarpSize;  // head_size, rounded up
   char* memory = gpu::SharedMemory();
   float* queries = reinterpret_cast<float*>(memory);  // [kCoreRows, stride], later the sums
@@ -22,13 +22,15 @@ __global__ void __launch_bounds__(kThreads) CudaCoreAttention(Params p, Scratch 
 
   const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
   Schedule schedule(p, kCoreRows, shared);
-  Item item;
-  for (int64_t number = blockIdx.x; schedule.Find(number, &item); number += gridDim.x) {
+  for (int64_t number = blockIdx.x;; number += gridDim.x) {
+    const Item* found = schedule.Find(number);
+    if (found == nullptr) return;
+    const Item& item = *found;
     for (int i = threadIdx.x; i < kCoreRows * stride; i += kThreads) {
       const int row = i / stride, d = i % stride;
       const bool exists = row < item.num_rows && d < p.head_size;
       queries[i] =
-          exists ? ToFloat(static_cast<const T*>(p.query)[RowOffset(p, item, row) + d]) : 0.0f;
+          exists ? gpu::ToFloat(static_cast<const T*>(p.query)[RowOffset(p, item, row) + d]) : 0.0f;
     }
     gpu::SyncBlock();
 
@@ -57,13 +59,15 @@ __global__ void __launch_bounds__(kThreads) CudaCoreAttention(Params p, Scratch 
       if (slot >= 0) {
         const T* key = KeyOf<T>(p, slot, item.kv_head);
         for (int d = 0; d < p.head_size; ++d) {
-          const float k = ToFloat(key[d]);
+          const float k = gpu::ToFloat(key[d]);
           for (int r = 0; r < kRowsPerWarp; ++r) weights[r] += query[r * stride + d] * k;
         }
       }
       for (int r = 0; r < kRowsPerWarp; ++r) {
         const bool attends = slot >= 0 && ranges[r].Contains(position);
-        const float logit = attends ? Logit<kHasCap>(p, weights[r]) : -kInfinity;
+        float logit = weights[r] * p.scale;
+        if (p.soft_cap > 0) logit = p.soft_cap * tanhf(logit / p.soft_cap);
+        logit = attends ? logit * kLog2E : -kInfinity;
         float max = logit;
         for (int mask = gpu::kWarpSize / 2; mask > 0; mask /= 2) {
           max = fmaxf(max, gpu::ShuffleXor(max, mask));
@@ -82,7 +86,7 @@ __global__ void __launch_bounds__(kThreads) CudaCoreAttention(Params p, Scratch 
         float v[kColumns];
         for (int i = 0; i < kColumns; ++i) {
           const int d = i * gpu::kWarpSize + lane;
-          v[i] = d < p.head_size ? ToFloat(value[d]) : 0.0f;
+          v[i] = d < p.head_size ? gpu::ToFloat(value[d]) : 0.0f;
         }
         for (int r = 0; r < kRowsPerWarp; ++r) {
           const float weight = gpu::Shuffle(weights[r], j);
@@ -106,7 +110,6 @@ __global__ void __launch_bounds__(kThreads) CudaCoreAttention(Params p, Scratch 
     gpu::SyncBlock();
     const int rows = num_parts == 1 ? kCoreRows : kRowsPerWarp;
     WriteRows<T>(p, scratch, item, {num_parts, states, queries, rows, stride}, is_bad);
-    gpu::SyncBlock();  // before the next item's queries
   }
 }
 

@@ -74,7 +74,7 @@ template <typename T>
 __device__ void FillRow(const Params& p, int64_t token, float value) {
   const int64_t row_size = p.num_heads * p.head_size;
   for (int64_t i = threadIdx.x; i < row_size; i += kThreads) {
-    FromFloat(value, static_cast<T*>(p.output) + token * row_size + i);
+    gpu::FromFloat(value, static_cast<T*>(p.output) + token * row_size + i);
   }
 }
 
@@ -104,15 +104,15 @@ __device__ void MergeSplits(const Params& p, const Scratch& scratch, int64_t tok
         value += gpu::Exp2(states[split].max - shift) *
                  scratch.partials[(index + split) * p.head_size + d];
       }
-      FromFloat(value / sum,
-                static_cast<T*>(p.output) + (token * p.num_heads + head) * p.head_size + d);
+      gpu::FromFloat(value / sum,
+                     static_cast<T*>(p.output) + (token * p.num_heads + head) * p.head_size + d);
     }
   }
 }
 
 // Each block takes neighbouring tokens.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) Finish(Params p, Scratch scratch) {
+__global__ void __launch_bounds__(kThreads, 2) Finish(Params p, Scratch scratch) {
   const Batch batch(p, reinterpret_cast<int*>(gpu::SharedMemory()));
   const int64_t per_block = DivideUp(p.num_tokens, gridDim.x);
   const int64_t end = Smaller(p.num_tokens, (blockIdx.x + int64_t{1}) * per_block);

@@ -16,7 +16,7 @@ struct AttentionKernel {
 
 // Defined in tensor_core.cu, which is compiled once for each of them.
 template <typename T, int kHeadSize>
-AttentionKernel TensorCoreKernelOf(bool has_cap);
+AttentionKernel TensorCoreKernelOf();
 
 // Those that the tensor cores' kernel is compiled for, ascending.
 using TensorCoreHeadSizes = std::integer_sequence<int, XLA_GPU_TENSOR_CORE_HEAD_SIZES>;
@@ -29,7 +29,7 @@ AttentionKernel SmallestTensorCoreKernel(const Params& p,
       return SmallestTensorCoreKernel<T>(p, std::integer_sequence<int, kLarger...>());
     }
   }
-  return TensorCoreKernelOf<T, kHeadSize>(p.soft_cap > 0);
+  return TensorCoreKernelOf<T, kHeadSize>();
 }
 
 // The kernel for the smallest compiled head size that holds p's.

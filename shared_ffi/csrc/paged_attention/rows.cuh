@@ -9,13 +9,6 @@ namespace xla_gpu::paged_attention {
 inline constexpr float kLog2E = 1.44269504088896340736f;
 inline constexpr float kInfinity = __builtin_huge_valf();
 
-// A logit in units of log2(e), from q . k.
-template <bool kHasCap>
-__device__ __forceinline__ float Logit(const Params& p, float dot) {
-  if constexpr (kHasCap) return p.soft_cap * kLog2E * tanhf(dot * p.scale / p.soft_cap);
-  return dot * p.scale * kLog2E;
-}
-
 // The positions [begin, end) of an item that one of its rows attends to.
 struct RowRange {
   int32_t begin;
@@ -102,7 +95,7 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
         value += weights[part] * parts.sums[(part * parts.rows + row) * parts.stride + d];
       }
       if (item.num_splits == 1) {
-        FromFloat(value / sum, output + d);
+        gpu::FromFloat(value / sum, output + d);
       } else {
         partial[d] = value;
       }

@@ -113,6 +113,7 @@ class Schedule {
     int64_t ends[kThreads];  // number of the first item after each sequence of the window
     int64_t warp_counts[kWarps];
     int warp_broken[kWarps];
+    Item item;
   };
 
   __device__ Schedule(const Params& p, int64_t max_rows, Shared* shared)
@@ -120,19 +121,17 @@ class Schedule {
     CountWindow(0);
   }
 
-  // False when there is no such item. Called by all threads, with ever larger numbers.
-  __device__ bool Find(int64_t number, Item* item) {
+  // The item, or null when there is none; it lies in shared memory, until the next call. Called by
+  // all threads, with ever larger numbers. A barrier.
+  __device__ const Item* Find(int64_t number) {
     while (number >= shared_.ends[kThreads - 1]) {
-      if (is_last_) return false;
+      if (is_last_) return nullptr;
       CountWindow(window_ + kThreads);
     }
-    int first = 0;  // the first sequence that ends after `number`, by bisection
-    for (int step = kThreads / 2; step > 0; step /= 2) {
-      if (shared_.ends[first + step - 1] <= number) first += step;
-    }
-    const int64_t before = first == 0 ? begin_ : shared_.ends[first - 1];
-    FindInSequence(window_ + first, number - before, item);
-    return true;
+    gpu::SyncBlock();  // everyone has left the item before
+    if (threadIdx.x == 0) FindInWindow(number);
+    gpu::SyncBlock();
+    return &shared_.item;
   }
 
  private:
@@ -144,6 +143,15 @@ class Schedule {
       return {items + (broken ? 0 : next.items), broken | next.broken};
     }
   };
+
+  __device__ void FindInWindow(int64_t number) const {
+    int first = 0;  // the first sequence that ends after `number`, by bisection
+    for (int step = kThreads / 2; step > 0; step /= 2) {
+      if (shared_.ends[first + step - 1] <= number) first += step;
+    }
+    const int64_t before = first == 0 ? begin_ : shared_.ends[first - 1];
+    FindInSequence(window_ + first, number - before, &shared_.item);
+  }
 
   __device__ Count CountSequence(int64_t s) const {
     if (s >= num_seqs_) return {0, 0};

@@ -5,11 +5,9 @@
 namespace xla_gpu::paged_attention {
 
 template <>
-AttentionKernel TensorCoreKernelOf<XLA_GPU_STORAGE, XLA_GPU_HEAD_SIZE>(bool has_cap) {
+AttentionKernel TensorCoreKernelOf<XLA_GPU_STORAGE, XLA_GPU_HEAD_SIZE>() {
   using Layout = TensorCoreLayout<XLA_GPU_STORAGE, XLA_GPU_HEAD_SIZE>;
-  return {{has_cap ? TensorCoreAttention<XLA_GPU_STORAGE, XLA_GPU_HEAD_SIZE, true>
-                   : TensorCoreAttention<XLA_GPU_STORAGE, XLA_GPU_HEAD_SIZE, false>,
-           kThreads, Layout::kSharedBytes},
+  return {{TensorCoreAttention<XLA_GPU_STORAGE, XLA_GPU_HEAD_SIZE>, kThreads, Layout::kSharedBytes},
           kMaxRowsPerItem};
 }
 

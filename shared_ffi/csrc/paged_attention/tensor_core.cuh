@@ -62,7 +62,7 @@ struct TensorCoreLayout {
 };
 
 // One item, by kWarpRows groups of warps with 16 rows each; the warps of a group share positions.
-template <typename T, int kHeadSize, bool kHasCap, int kWarpRows>
+template <typename T, int kHeadSize, int kWarpRows>
 class TensorCoreItem {
   using Layout = TensorCoreLayout<T, kHeadSize>;
   static constexpr int kParts = kWarps / kWarpRows;
@@ -79,7 +79,7 @@ class TensorCoreItem {
         layout_(layout),
         lane_(threadIdx.x % gpu::kWarpSize),
         warp_row_(threadIdx.x / gpu::kWarpSize % kWarpRows * kRowsPerWarpTile),
-        part_(threadIdx.x / gpu::kWarpSize / kWarpRows),
+        part_(kParts == 1 ? 0 : threadIdx.x / gpu::kWarpSize / kWarpRows),
         ranges_{{p, item, warp_row_ + lane_ / 4}, {p, item, warp_row_ + lane_ / 4 + 8}} {}
 
   __device__ void Compute(const Scratch& scratch) {
@@ -106,7 +106,6 @@ class TensorCoreItem {
     gpu::SyncBlock();
     const Parts parts{kParts, layout_.states, layout_.sums, kRows, kHeadSize};
     WriteRows<T>(p_, scratch, item_, parts, is_bad_);
-    gpu::SyncBlock();  // before the next item's copies
   }
 
  private:
@@ -134,6 +133,7 @@ class TensorCoreItem {
   __device__ void CopyTile(int32_t tile) {
     const int64_t* slots = layout_.Slots(tile);
     T *keys = layout_.Key(tile), *values = layout_.Value(tile);
+#pragma unroll 1  // the copies overlap all the same
     for (int i = threadIdx.x; i < kTile * Layout::kChunks; i += kThreads) {
       const int row = i / Layout::kChunks, chunk = i % Layout::kChunks;
       const int64_t slot = slots[row];
@@ -166,7 +166,7 @@ class TensorCoreItem {
   // logits = q k^T. Lane l holds, of each 8 positions, 2 * (l % 4) and the next, for the rows l / 4
   // and l / 4 + 8.
   __device__ void MultiplyByKeys(const T* keys, float (&logits)[kKeys / 8][4]) const {
-#pragma unroll 4
+#pragma unroll 2
     for (int step = 0; step < kSteps; ++step) {
       uint32_t query[4];
       const int query_row = warp_row_ + lane_ % 16;
@@ -182,7 +182,8 @@ class TensorCoreItem {
     }
   }
 
-  // Scales and caps the logits, and gives those of positions that a row does not attend to -inf.
+  // Turns q . k into logits in units of log2(e), and those of positions that a row does not attend
+  // to into -inf.
   __device__ void Mask(int32_t begin, float (&logits)[kKeys / 8][4]) const {
     int first[2], last[2];  // relative to `begin`
 #pragma unroll
@@ -190,13 +191,32 @@ class TensorCoreItem {
       first[r] = max(ranges_[r].begin - begin, 0);
       last[r] = min(max(ranges_[r].end - begin, 0), kKeys);
     }
+    float scale = p_.scale * kLog2E;
+    if (p_.soft_cap > 0) {
+      Cap(logits);
+      scale = 1;
+    }
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int j = n * 8 + lane_ % 4 * 2 + e % 2;
         const bool attends = first[e / 2] <= j && j < last[e / 2];
-        logits[n][e] = attends ? Logit<kHasCap>(p_, logits[n][e]) : -kInfinity;
+        logits[n][e] = attends ? logits[n][e] * scale : -kInfinity;
+      }
+    }
+  }
+
+  // The logits, capped, in units of log2(e). tanh(x) = 1 - 2 / (1 + e^2x) is off by some 2^-23, far
+  // less than rounding the weights to 16 bits.
+  __device__ void Cap(float (&logits)[kKeys / 8][4]) const {
+    const float exponent = 2 * kLog2E * p_.scale / p_.soft_cap, cap = p_.soft_cap * kLog2E;
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float power = gpu::Exp2(logits[n][e] * exponent);
+        logits[n][e] = cap - 2 * cap * gpu::Reciprocal(1 + power);
       }
     }
   }
@@ -244,14 +264,15 @@ class TensorCoreItem {
       found = found || !IsFinite(values[ValueOffset(i / kHeadSize, i % kHeadSize)]);
     }
     if (!gpu::AnyInBlock(found)) return;
-#pragma unroll
-    for (int n = 0; n < kHeadSize / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
 #pragma unroll 1
-        for (int j = 0; j < kKeys; ++j) {
+    for (int j = 0; j < kKeys; ++j) {
+      const bool attends[2] = {ranges_[0].Contains(begin + j), ranges_[1].Contains(begin + j)};
+#pragma unroll
+      for (int n = 0; n < kHeadSize / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
           const T value = values[ValueOffset(part_ * kKeys + j, n * 8 + lane_ % 4 * 2 + e % 2)];
-          if (!IsFinite(value) && ranges_[e / 2].Contains(begin + j)) sums_[n][e] += ToFloat(value);
+          if (attends[e / 2] && !IsFinite(value)) sums_[n][e] += gpu::ToFloat(value);
         }
       }
     }
@@ -315,18 +336,19 @@ class TensorCoreItem {
   bool is_bad_ = false;
 };
 
-template <typename T, int kHeadSize, bool kHasCap>
+template <typename T, int kHeadSize>
 __global__ void __launch_bounds__(kThreads, 2) TensorCoreAttention(Params p, Scratch scratch) {
   using Layout = TensorCoreLayout<T, kHeadSize>;
   constexpr int kFewWarpRows = Layout::kTile == 64 ? 1 : 2;  // 16 positions for each warp
   const Layout layout(gpu::SharedMemory());
   Schedule schedule(p, kMaxRowsPerItem, layout.schedule);
-  Item item;
-  for (int64_t number = blockIdx.x; schedule.Find(number, &item); number += gridDim.x) {
-    if (item.num_rows <= kFewWarpRows * kRowsPerWarpTile) {
-      TensorCoreItem<T, kHeadSize, kHasCap, kFewWarpRows>(p, item, layout).Compute(scratch);
+  for (int64_t number = blockIdx.x;; number += gridDim.x) {
+    const Item* item = schedule.Find(number);
+    if (item == nullptr) return;
+    if (item->num_rows <= kFewWarpRows * kRowsPerWarpTile) {
+      TensorCoreItem<T, kHeadSize, kFewWarpRows>(p, *item, layout).Compute(scratch);
     } else {
-      TensorCoreItem<T, kHeadSize, kHasCap, kWarps>(p, item, layout).Compute(scratch);
+      TensorCoreItem<T, kHeadSize, kWarps>(p, *item, layout).Compute(scratch);
     }
   }
 }
