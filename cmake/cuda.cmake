@@ -17,9 +17,7 @@ if(XLA_GPU_CUDA STREQUAL "EMULATED")
   target_compile_definitions(_native PRIVATE NB_DOMAIN=simt)
 else()
   enable_language(CUDA)
-  # What the kernels cost in registers, shared memory and spills goes to the build's output; a test
-  # reads it from the object files.
-  target_compile_options(cuda_settings INTERFACE -Xptxas=-v --expt-relaxed-constexpr)
+  target_compile_options(cuda_settings INTERFACE -Xptxas=-v)
 endif()
 target_compile_definitions(_native PRIVATE XLA_GPU_CUDA $<TARGET_PROPERTY:cuda_settings,INTERFACE_COMPILE_DEFINITIONS>)
 
@@ -33,7 +31,8 @@ function(add_cuda_objects name)
     POSITION_INDEPENDENT_CODE ON
     CXX_VISIBILITY_PRESET hidden
     CUDA_VISIBILITY_PRESET hidden
-    CUDA_ARCHITECTURES "${XLA_GPU_ARCHITECTURES}")
+    CUDA_ARCHITECTURES "${XLA_GPU_ARCHITECTURES}"
+    CUDA_COMPILER_LAUNCHER "${Python_EXECUTABLE};${CMAKE_SOURCE_DIR}/cmake/resources.py")
   target_link_libraries(${name} PRIVATE cuda_settings)
   target_link_libraries(_native PRIVATE $<TARGET_OBJECTS:${name}>)
 endfunction()
@@ -55,4 +54,7 @@ if(XLA_GPU_CUDA STREQUAL "ON")
   find_library(CUDART_STATIC cudart_static REQUIRED NO_DEFAULT_PATH
                PATHS "${CUDA_ROOT}" PATH_SUFFIXES lib lib64 targets/x86_64-linux/lib targets/sbsa-linux/lib)
   target_link_libraries(_native PRIVATE "${CUDART_STATIC}" dl rt)
+  # What the kernels cost in registers, spills and shared memory is part of the build's output.
+  add_custom_command(TARGET _native POST_BUILD COMMAND
+    "${Python_EXECUTABLE}" "${CMAKE_SOURCE_DIR}/cmake/resources.py" --table $<TARGET_FILE:_native> "${CMAKE_BINARY_DIR}")
 endif()

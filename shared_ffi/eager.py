@@ -45,4 +45,9 @@ def run_on_cuda(call: Call, operands: Sequence[Any], results: Sequence[Any], str
 @lru_cache(maxsize=4096)
 def _prepare(call: Call, platform: str) -> _native.EagerCall:
     attributes = {name: value.item() for name, value in call.attributes}
-    return _native.EagerCall(platform, call.target, attributes)
+    try:
+        return _native.EagerCall(platform, call.target, attributes)
+    except KeyError as error:
+        raise NotImplementedError(
+            f"{call.op}: this build has no handlers for {platform}; install one that has"
+        ) from error

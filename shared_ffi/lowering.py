@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -14,13 +14,23 @@ from shared_ffi.spec import ArraySpec, Call
 def ffi_call(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """The custom call on JAX arrays or tracers; batched by a loop under ``vmap``."""
     runtimes.register()
+    if call.cuda_scratch_bytes is None:
+        return _ffi_call_on("cpu", call, *operands)  # the same everywhere
+    return jax.lax.platform_dependent(
+        *operands,
+        cpu=partial(_ffi_call_on, "cpu", call),
+        cuda=partial(_ffi_call_on, "cuda", call),
+    )
+
+
+def _ffi_call_on(platform: str, call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     results = jax.ffi.ffi_call(
         call.target,
-        [_struct(spec) for spec in call.results],
+        [_struct(spec) for spec in call.results_on(platform)],
         vmap_method="sequential",
         input_output_aliases=dict(call.aliases),
     )(*operands, **dict(call.attributes))
-    return tuple(results)
+    return tuple(results[: len(call.results)])
 
 
 @cache

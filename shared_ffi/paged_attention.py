@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from shared_ffi import _native
 from shared_ffi.spec import (
     STORAGE_DTYPES,
     ArraySpec,
@@ -81,7 +82,26 @@ def check(
         ("soft_cap", _soft_cap(soft_cap)),
     )
     operands = (query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs)
-    return Call(OP, TARGET, operands=operands, results=(query,), attributes=attributes)
+    return Call(
+        OP,
+        TARGET,
+        operands=operands,
+        results=(query,),
+        attributes=attributes,
+        cuda_scratch_bytes=cuda_scratch_bytes,
+    )
+
+
+def cuda_scratch_bytes(call: Call) -> int:
+    """Memory for partial results of long contexts; ``csrc/paged_attention/scratch.h`` bounds it.
+
+    It follows from the shapes alone: what the arrays hold is known on the device only.
+    """
+    query, kv_cache, _, block_tables, *_ = call.operands
+    sliding_window = dict(call.attributes)["sliding_window"]
+    return _native.paged_attention_scratch_bytes(
+        query.shape, kv_cache.shape, block_tables.shape, int(sliding_window)
+    )
 
 
 def _float32(argument: str, value: float) -> np.float32:

@@ -1,23 +1,30 @@
 """Registers the handlers with every XLA runtime that this process has loaded.
 
-A runtime is a copy of XLA with its own registry: jaxlib's, and the one inside torch_xla. A handler
-built against the FFI headers of version x.y loads in every runtime of version x.z with z >= y.
+A runtime is a copy of XLA with its own registry: jaxlib's, the one inside torch_xla, and that of
+the CUDA plugin that torch_xla loads. (JAX hands its own CUDA plugin what is registered with jaxlib;
+where both load the same file, that is one registry.) A handler built against the FFI headers of
+version x.y loads in every runtime of version x.z with z >= y.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from shared_ffi import _elf, _native
+from shared_ffi import _elf, _native, _pjrt
 
 FFI_VERSION: tuple[int, int] = _native.ffi_version
 """(major, minor) of the XLA FFI API that the handlers were built against."""
 
 _XLA_FFI_GET_API = "_ZN3xla3ffi12GetXlaFfiApiEv"  # XLA_FFI_Api const* xla::ffi::GetXlaFfiApi()
+
+_JAX_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
 
 _lock = threading.Lock()
 _registered: dict[str, dict[str, list[str]]] = {}
@@ -33,8 +40,8 @@ def register() -> None:
     Raises:
         RuntimeError: a runtime's XLA FFI version is too old for this build.
     """
-    for runtime, register_with in _RUNTIMES.items():
-        if sys.modules.get(runtime) is not None and runtime not in _registered:
+    for runtime, (is_present, register_with) in _RUNTIMES.items():
+        if runtime not in _registered and is_present():
             with _lock:
                 if runtime not in _registered:
                     _registered[runtime] = register_with()
@@ -63,7 +70,7 @@ def _register_with_jaxlib() -> dict[str, list[str]]:
     check_version("jaxlib", jaxlib_ffi_version())
     for platform, handlers in _native.handlers().items():
         for target, capsule in handlers.items():
-            jax.ffi.register_ffi_target(target, capsule, platform=platform)
+            jax.ffi.register_ffi_target(target, capsule, platform=_JAX_PLATFORMS[platform])
     return {platform: sorted(handlers) for platform, handlers in _native.handlers().items()}
 
 
@@ -115,4 +122,29 @@ def _torch_xla_api() -> int:
     return address
 
 
-_RUNTIMES = {"jaxlib": _register_with_jaxlib, "torch_xla": _register_with_torch_xla}
+def _register_with_cuda_plugin() -> dict[str, list[str]]:
+    handlers = _native.handlers().get("cuda")
+    if handlers is None:
+        raise RuntimeError(
+            "shared_ffi: this build has no CUDA handlers (XLA_GPU_CUDA=OFF); install one that has, "
+            "or set PJRT_DEVICE=CPU"
+        )
+    plugin = _pjrt.Plugin(str(_pjrt.find_cuda_plugin()))
+    for target, capsule in handlers.items():
+        plugin.register(target, capsule)
+    return {"cuda": sorted(handlers)}
+
+
+def _is_imported(package: str) -> bool:
+    return sys.modules.get(package) is not None
+
+
+def _torch_xla_uses_cuda() -> bool:
+    return _is_imported("torch_xla") and os.environ.get("PJRT_DEVICE", "").startswith("CUDA")
+
+
+_RUNTIMES: dict[str, tuple[Callable[[], bool], Callable[[], dict[str, list[str]]]]] = {
+    "jaxlib": (partial(_is_imported, "jaxlib"), _register_with_jaxlib),
+    "torch_xla": (partial(_is_imported, "torch_xla"), _register_with_torch_xla),
+    "cuda_plugin": (_torch_xla_uses_cuda, _register_with_cuda_plugin),
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,6 +35,15 @@ class Call:
     attributes: tuple[tuple[str, Scalar], ...] = ()
     aliases: tuple[tuple[int, int], ...] = ()
     """Pairs (operand, result) that share one buffer: the op writes in place."""
+    cuda_scratch_bytes: Callable[[Call], int] | None = None
+    """How much memory the CUDA kernels need besides, if they do."""
+
+    def results_on(self, platform: str) -> tuple[ArraySpec, ...]:
+        """What the handler of a platform ("cpu", "cuda") writes: the results, and on CUDA, where
+        handlers allocate nothing, the scratch."""
+        if platform != "cuda" or self.cuda_scratch_bytes is None:
+            return self.results
+        return (*self.results, ArraySpec((self.cuda_scratch_bytes(self),), "uint8"))
 
 
 def shape_error(op: str, argument: str, rule: str, got: object) -> ValueError:

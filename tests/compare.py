@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+
+from tests import reference
 
 # Of the float32 math: a logit's rounding error is about head_size^0.5 * 2^-24 of its terms' size,
 # which the softmax passes on to the weights; those and the weighted sum add some 2^-24 each. The
@@ -61,6 +65,21 @@ def assert_close(
             f"{values[worst]}, expected {oracle[worst]}: error {error[worst]:.3g}, allowed "
             f"{allowed[worst]:.3g}"
         )
+
+
+def assert_close_on_cuda(actual: np.ndarray, inputs: Any, attributes: dict[str, Any]) -> None:
+    """`actual` is the oracle's result for the inputs of paged_attention, as far as the CUDA kernels
+    that run for them can be exact."""
+    query, kv_cache, *metadata = inputs
+    oracle = reference.paged_attention(*inputs, **attributes)
+    sizes = None
+    if query.dtype.itemsize == 2 and query.shape[2] % 8 == 0 and query.shape[2] <= 256:
+        # The tensor cores' kernel: what rounding the weights does to a row is at most that much of
+        # the weighted sum of its values' sizes.
+        kv_cache = np.array(kv_cache)
+        kv_cache[:, :, 1::2] = np.abs(kv_cache[:, :, 1::2])
+        sizes = reference.paged_attention(query, kv_cache, *metadata, **attributes)
+    assert_close(actual, oracle, query.dtype.name, sizes_under_rounded_weights=sizes)
 
 
 def max_error(actual: np.ndarray, oracle: np.ndarray) -> float:

@@ -3,7 +3,7 @@
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -41,3 +41,20 @@ def compiled() -> "CompiledPrograms":
     from tests.hlo import CompiledPrograms  # noqa: PLC0415  (imports the frameworks)
 
     return CompiledPrograms(DUMP_DIR)
+
+
+@pytest.fixture(scope="session")
+def emulated(request: pytest.FixtureRequest) -> Any:
+    """The native module with the CUDA kernels, which run on the CPU (tests/simt)."""
+    from filelock import FileLock  # noqa: PLC0415  (settings above come first)
+
+    from tests import native  # noqa: PLC0415
+
+    path = request.config.getoption("--emulated")
+    if path is None:
+        folder = native.ROOT / "build/simt"
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "lock"):
+            native.configure(native.ROOT, folder, "-DXLA_GPU_CUDA=EMULATED")
+            path = native.build(folder)
+    return native.load(path, "emulated._native")

@@ -24,6 +24,7 @@ def custom_calls(hlo: str, target: str) -> list[str]:
 def _without_names(instruction: str) -> str:
     text = re.sub(r"/\*.*?\*/", "", instruction.strip())
     text = re.sub(r", metadata=\{[^}]*\}", "", text)
+    text = text.removesuffix(", backend_config={}")  # StableHLO does not tell it from none
     head, _, tail = text.partition(" custom-call(")
     operands, _, tail = tail.partition(")")
     shape = head.partition(" = ")[2]

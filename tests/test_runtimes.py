@@ -14,6 +14,7 @@ import pytest
 from shared_ffi import OPS, _elf, _native, runtimes
 
 TARGETS = sorted(op.TARGET for op in OPS)
+REGISTERED = {"jaxlib": {"cpu": TARGETS, "cuda": TARGETS}, "torch_xla": {"cpu": TARGETS}}
 
 
 def python(script: str, **environment: str) -> str:
@@ -41,7 +42,7 @@ def test_registered_with_both_runtimes() -> None:
     import torch_xla  # noqa: F401, PLC0415
 
     runtimes.register()
-    assert runtimes.registered() == {"jaxlib": {"cpu": TARGETS}, "torch_xla": {"cpu": TARGETS}}
+    assert runtimes.registered() == REGISTERED
 
 
 def test_registering_loads_no_framework() -> None:
@@ -60,11 +61,11 @@ def test_registered_once_from_many_threads() -> None:
         import threading, jax, torch_xla
         from shared_ffi import runtimes
         calls = []
-        for name, function in list(runtimes._RUNTIMES.items()):
+        for name, (is_present, function) in list(runtimes._RUNTIMES.items()):
             def counted(name=name, function=function):
                 calls.append(name)
                 return function()
-            runtimes._RUNTIMES[name] = counted
+            runtimes._RUNTIMES[name] = (is_present, counted)
         barrier = threading.Barrier(16)
         def register():
             barrier.wait()
@@ -126,8 +127,8 @@ def test_diagnosis() -> None:
         text=True,
     ).stdout
     report: dict[str, Any] = json.loads(out)
-    assert report["built"]["handlers"] == {"cpu": TARGETS}
-    assert report["registered"] == {"jaxlib": {"cpu": TARGETS}, "torch_xla": {"cpu": TARGETS}}
+    assert report["built"]["handlers"] == {"cpu": TARGETS, "cuda": TARGETS}
+    assert report["registered"] == REGISTERED
     assert report["frontends"] == {"jax_frontend": "ok", "torch_frontend": "ok"}
     text = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "shared_ffi"],

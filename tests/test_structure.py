@@ -35,18 +35,21 @@ def test_shared_ffi_knows_no_frontend(path: Path) -> None:
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "torch_frontend").glob("*.py")), ids=lambda path: path.name
 )
-def test_only_one_file_knows_torch_xla(path: Path) -> None:
-    assert path.name == "xla.py" or not imported(path) & {"torch_xla", "jax", "jax_frontend"}
+def test_only_two_files_know_torch_xla(path: Path) -> None:
+    """How an op reaches XLA, and how torch_xla reaches a GPU."""
+    knows = imported(path) & {"torch_xla", "jax", "jax_frontend"}
+    assert path.name in ("xla.py", "cuda_plugin.py") or not knows
 
 
 def test_every_op_has_its_files_and_its_doors() -> None:
     names = [op.OP for op in OPS]
-    assert sorted(jax_frontend.__all__) == sorted(torch_frontend.__all__) == sorted(names)
+    assert sorted(jax_frontend.__all__) == sorted(names)
+    assert sorted(torch_frontend.__all__) == sorted(["export_platform", *names])
     for name in names:
         assert (ROOT / "jax_frontend" / f"{name}.py").exists()
         assert (ROOT / "torch_frontend" / f"{name}.py").exists()
         csrc = ROOT / "shared_ffi/csrc" / name
-        assert {"params.h", "handler.cc", "cpu.h", "cpu.cc"} <= {
+        assert {"params.h", "handler.cc", "cpu.h", "cpu.cc", "cuda.h", "cuda.cu"} <= {
             path.name for path in csrc.iterdir()
         }
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from shared_ffi import eager, simple_add
+from shared_ffi.spec import ArraySpec
 from tests import doors
-from tests.compare import assert_same_bits
+from tests.cases import SHORT_CASES, Case
+from tests.compare import assert_close_on_cuda, assert_same_bits
 from tests.test_bad_input import add, attention, split, update
 
 OPS = torch.ops.xla_gpu
@@ -155,17 +160,55 @@ def test_autograd_is_refused(device: str) -> None:
         OPS.kv_cache_update(cache, key.requires_grad_(), *rest)
 
 
-@pytest.mark.parametrize(("op", "name", "arguments"), [
-    (OPS.paged_attention, "paged_attention", attention()),
-    (OPS._kv_cache_update_mutable, "kv_cache_update", update()),
-    (OPS.simple_add, "simple_add", add()),
-], ids=["paged_attention", "kv_cache_update", "simple_add"])  # fmt: skip
-def test_cuda_is_not_built_yet(op: Any, name: str, arguments: dict[str, Any]) -> None:
-    """As the dispatcher would call it for CUDA tensors, which this machine may not be able to make."""
-    operands, attributes = split(arguments)
-    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    with pytest.raises(NotImplementedError, match=f"^{name}: the CUDA kernel is not built yet"):
-        op.default.redispatch(cuda, *map(doors.to_torch, operands), *([0.5] if attributes else []))
+@pytest.fixture
+def cuda(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch._C.DispatchKeySet]:
+    """What the dispatcher is told for CUDA tensors; they are the CPU's here, and so is the GPU."""
+    monkeypatch.setattr(eager, "_native", emulated)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    eager._prepare.cache_clear()
+    yield torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    eager._prepare.cache_clear()
+
+
+@pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
+def test_paged_attention_on_cuda_tensors(case: Case, cuda: Any) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    operands = map(doors.to_torch, inputs)
+    result = OPS.paged_attention.default.redispatch(cuda, *operands, *attributes.values())
+    assert_close_on_cuda(doors.to_numpy(result), inputs, attributes)
+
+
+def test_kv_cache_update_on_cuda_tensors(cuda: Any) -> None:
+    operands, _ = split(update())
+    on_cpu, on_cuda = (list(map(doors.to_torch, operands)) for _ in range(2))
+    OPS.kv_cache_update(*on_cpu)
+    OPS._kv_cache_update_mutable.default.redispatch(cuda, *on_cuda)
+    assert torch.equal(on_cuda[0], on_cpu[0])
+    with pytest.raises(ValueError, match="^kv_cache_update: kv_cache must be contiguous"):
+        strided = on_cuda[0].transpose(0, 1).contiguous().transpose(0, 1)
+        OPS._kv_cache_update_mutable.default.redispatch(cuda, strided, *on_cuda[1:])
+
+
+def test_simple_add_on_cuda_tensors(cuda: Any) -> None:
+    a = torch.arange(5.0)
+    assert torch.equal(OPS.simple_add.default.redispatch(cuda, a, a), a + a)
+
+
+def test_tensors_on_two_devices(cuda: Any) -> None:
+    a = torch.arange(5.0)
+    with pytest.raises(
+        ValueError, match="^simple_add: all tensors must be on one device; got meta"
+    ):
+        OPS.simple_add.default.redispatch(cuda, a, a.to("meta"))
+
+
+def test_a_platform_without_handlers() -> None:
+    call = simple_add.check(*(ArraySpec((2,), "float32"),) * 2)
+    with pytest.raises(
+        NotImplementedError, match="^simple_add: this build has no handlers for tpu"
+    ):
+        eager._prepare(call, "tpu")
 
 
 def test_meta_tensors() -> None:

@@ -1,5 +1,5 @@
-"""Defines ``torch.ops.xla_gpu``: paged attention and its cache update for PyTorch, on the CPU and,
-by custom calls that JAX programs share, on torch_xla."""
+"""Defines ``torch.ops.xla_gpu``: paged attention and its cache update for PyTorch, on the CPU, on
+NVIDIA GPUs and, by custom calls that JAX programs share, on torch_xla."""
 
 try:
     import torch
@@ -9,10 +9,11 @@ except ImportError as error:
         "pip install 'xla-paged-attention[torch]', or [torch-xla] for XLA devices"
     ) from error
 
+from torch_frontend.export import export_platform
 from torch_frontend.kv_cache_update import kv_cache_update
 from torch_frontend.paged_attention import paged_attention
 from torch_frontend.simple_add import simple_add
 
 del torch
 
-__all__ = ["kv_cache_update", "paged_attention", "simple_add"]
+__all__ = ["export_platform", "kv_cache_update", "paged_attention", "simple_add"]

@@ -27,6 +27,8 @@ _DTYPE_NAMES = {
     torch.bool: "bool",
 }
 
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+
 
 class CheckedCalls:
     """Checks the arguments of an op as its kernels receive them."""
@@ -92,10 +94,19 @@ def _implement(op: torch._ops.OpOverload, name: str, calls: CheckedCalls) -> Non
         with torch._C._AutoDispatchBelowAutograd():
             return op(*arguments)
 
+    def cuda(*arguments: Any) -> torch.Tensor:
+        call, tensors = calls(arguments)
+        results = [
+            tensors[0].new_empty(spec.shape, dtype=_DTYPES[spec.dtype])
+            for spec in call.results_on("cuda")
+        ]
+        _run_on_cuda(call, tensors, results)
+        return results[0]
+
     _LIBRARY.impl(name, cpu, "CPU")
+    _LIBRARY.impl(name, cuda, "CUDA")
     _LIBRARY.impl(name, autograd, "Autograd")
     _implement_on_xla(name, calls)
-    _refuse_cuda(name)
 
 
 def _implement_in_place(
@@ -122,27 +133,34 @@ def _implement_in_place(
     def xla(*arguments: Any) -> None:
         arguments[0].copy_(functional(*arguments))
 
-    def cpu(*arguments: Any) -> None:
-        call, tensors = calls(arguments)
-        target = tensors[0]
+    def checked(arguments: Sequence[Any]) -> tuple[Call, Sequence[torch.Tensor]]:
+        target = arguments[0]
         if not target.is_contiguous():
             raise ValueError(
                 f"{name}: {op._schema.arguments[0].name} must be contiguous, as it is written in "
                 f"place; got strides {list(target.stride())} for shape {list(target.shape)}. "
                 "Allocate it contiguous"
             )
-        _run_on_cpu(call, tensors, target)
+        return calls(arguments)
+
+    def cpu(*arguments: Any) -> None:
+        call, tensors = checked(arguments)
+        _run_on_cpu(call, tensors, tensors[0])
+
+    def cuda(*arguments: Any) -> None:
+        call, tensors = checked(arguments)
+        _run_on_cuda(call, tensors, tensors[:1])
 
     def fake(*arguments: Any) -> None:
         calls.symbolic(arguments)
 
     _LIBRARY.impl(name, composite, "CompositeImplicitAutograd")
     _LIBRARY.impl(mutable_name, cpu, "CPU")
+    _LIBRARY.impl(mutable_name, cuda, "CUDA")
     # Reached by a graph that was exported on the CPU and moved to an XLA device.
     _LIBRARY.impl(mutable_name, xla, "XLA")
     torch.library.register_fake(f"xla_gpu::{mutable_name}", fake, lib=_LIBRARY)
     _implement_on_xla(functional_name, calls)
-    _refuse_cuda(mutable_name)
 
 
 def _implement_on_xla(name: str, calls: CheckedCalls) -> None:
@@ -165,14 +183,20 @@ def _run_on_cpu(call: Call, tensors: Sequence[torch.Tensor], result: torch.Tenso
     eager.run_on_cpu(call, operands, [to_dlpack(result)], torch.get_num_threads())
 
 
-def _refuse_cuda(name: str) -> None:
-    def cuda(*arguments: Any) -> Any:
-        raise NotImplementedError(
-            f"{name.strip('_').removesuffix('_mutable')}: the CUDA kernel is not built yet; got "
-            "CUDA tensors. Move them to the CPU"
-        )
-
-    _LIBRARY.impl(name, cuda, "CUDA")
+def _run_on_cuda(
+    call: Call, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
+) -> None:
+    """Queues the call on PyTorch's current stream; waits for nothing, so it can be captured."""
+    device = tensors[0].device
+    for tensor in tensors:
+        if tensor.device != device:
+            raise ValueError(
+                f"{call.op}: all tensors must be on one device; got {tensor.device} beside {device}"
+            )
+    operands = [to_dlpack(tensor.contiguous()) for tensor in tensors]
+    with torch.cuda.device(device):
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        eager.run_on_cuda(call, operands, [to_dlpack(result) for result in results], stream)
 
 
 def _refuse_grad(name: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -18,6 +18,7 @@ from torch_xla.core import xla_builder
 
 from shared_ffi import runtimes
 from shared_ffi.spec import Call
+from torch_frontend.export import chosen_platform
 
 try:
     from shared_ffi import lowering
@@ -27,6 +28,8 @@ except ImportError as error:
         "installed: pip install 'xla-paged-attention[torch-xla]'"
     ) from error
 
+_PLATFORMS = {"CPU": "cpu", "CUDA": "cuda"}
+
 
 def run(call: Call, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     """Adds the call to the lazy graph and returns its result."""
@@ -34,7 +37,7 @@ def run(call: Call, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     for operand, _ in call.aliases:
         _donate(operands[operand])
     (result,) = _XLAC._xla_user_computation(
-        f"xla_gpu::{call.op}", list(operands), _computation(call)
+        f"xla_gpu::{call.op}", list(operands), _computation(call, _platform())
     )
     return result  # type: ignore[no-any-return]
 
@@ -53,16 +56,18 @@ def _donate(tensor: torch.Tensor) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _computation(call: Call) -> Any:
-    module = lowering.hlo_module(call, _platform())
+def _computation(call: Call, platform: str) -> Any:
+    module = lowering.hlo_module(call, platform)
     return xla_builder.computation_from_module_proto(call.target, module)
 
 
 def _platform() -> str:
+    if platform := chosen_platform():
+        return platform
     device = torch_xla.runtime.device_type()
-    if device != "CPU":
+    if device not in _PLATFORMS:
         raise NotImplementedError(
-            f"torch_frontend: only torch_xla's CPU device is supported so far; got {device}. Set "
-            "PJRT_DEVICE=CPU"
+            f"torch_frontend: torch_xla's device must be CPU or CUDA; got {device}. Set "
+            "PJRT_DEVICE=CPU or PJRT_DEVICE=CUDA"
         )
-    return "cpu"
+    return _PLATFORMS[device]

@@ -5,10 +5,11 @@
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "eager_runtime.h"
-#include "paged_attention/scratch.h"
+#include "paged_attention/cuda.h"
 #include "xla/ffi/api/api.h"
 #include "xla/ffi/api/c_api.h"
 
@@ -133,6 +134,17 @@ int64_t PagedAttentionScratchBytes(std::array<int64_t, 3> query, std::array<int6
   return xla_gpu::paged_attention::MakeScratch(params, nullptr, &scratch);
 }
 
+#ifdef XLA_GPU_CUDA
+// For the build's report: (kernel, size, threads, bytes of shared memory) of each kernel.
+std::vector<std::tuple<std::string, int, int, int>> CudaKernels() {
+  std::vector<std::tuple<std::string, int, int, int>> kernels;
+  for (const auto& launch : xla_gpu::paged_attention::KernelLaunches()) {
+    kernels.emplace_back(launch.kernel, launch.size, launch.num_threads, launch.shared_bytes);
+  }
+  return kernels;
+}
+#endif
+
 // Taken as they are, never converted: a result written to a copy would be lost.
 using Array = nb::ndarray<nb::c_contig>;
 
@@ -206,6 +218,10 @@ NB_MODULE(_native, m) {
   m.def("paged_attention_scratch_bytes", &PagedAttentionScratchBytes, nb::arg("query"),
         nb::arg("kv_cache"), nb::arg("block_tables"), nb::arg("sliding_window"),
         "Bytes of the scratch that paged_attention needs on CUDA, from the operands' shapes.");
+#ifdef XLA_GPU_CUDA
+  m.def("cuda_kernels", &CudaKernels,
+        "(kernel, size, threads, bytes of shared memory) of the kernels of paged_attention.");
+#endif
   nb::class_<EagerCall>(m, "EagerCall", "A handler with its attributes, callable on arrays.")
       .def(nb::init<const std::string&, const std::string&, nb::dict>(), nb::arg("platform"),
            nb::arg("target"), nb::arg("attributes"))

@@ -9,20 +9,29 @@ namespace {
 
 // Blocks that finish: enough to fill the GPU, each with as few tokens as that leaves.
 constexpr int kFinishBlocksPerMultiprocessor = 8;
+constexpr int kFinishSharedBytes = kWarps * sizeof(int);
+
+template <typename T, int kColumns>
+AttentionKernel CudaCoreKernelOf() {
+  return {{CudaCoreAttention<T, kColumns>, kThreads, CudaCoreSharedBytes<kColumns>()}, kCoreRows};
+}
 
 template <typename T>
 AttentionKernel CudaCoreKernel(const Params& p) {
-  const auto kernel = [&](auto columns) {
-    constexpr int kColumns = decltype(columns)::value;
-    return AttentionKernel{
-        {CudaCoreAttention<T, kColumns>, kThreads, CudaCoreSharedBytes<kColumns>()}, kCoreRows};
-  };
   const int64_t columns = DivideUp(p.head_size, gpu::kWarpSize);
-  if (columns <= 1) return kernel(std::integral_constant<int, 1>());
-  if (columns <= 2) return kernel(std::integral_constant<int, 2>());
-  if (columns <= 4) return kernel(std::integral_constant<int, 4>());
-  if (columns <= 8) return kernel(std::integral_constant<int, 8>());
-  return kernel(std::integral_constant<int, 16>());
+  if (columns <= 1) return CudaCoreKernelOf<T, 1>();
+  if (columns <= 2) return CudaCoreKernelOf<T, 2>();
+  if (columns <= 4) return CudaCoreKernelOf<T, 4>();
+  if (columns <= 8) return CudaCoreKernelOf<T, 8>();
+  return CudaCoreKernelOf<T, 16>();
+}
+
+template <int... kHeadSizes>
+void AddTensorCoreLaunches(std::integer_sequence<int, kHeadSizes...>,
+                           std::vector<KernelLaunch>* launches) {
+  (launches->push_back({"TensorCoreAttention", kHeadSizes, kThreads,
+                        TensorCoreKernelOf<Half, kHeadSizes>().kernel.shared_bytes}),
+   ...);
 }
 
 // The tensor cores' kernel copies rows 16 bytes at a time.
@@ -46,12 +55,24 @@ const char* Run(const Params& p, const Scratch& scratch, void* stream) {
   const int64_t resident = attention.kernel.MaxResidentBlocks();
   const char* error = attention.kernel.Launch(Smaller(resident, num_items), stream, p, scratch);
   if (error != nullptr) return error;
-  const gpu::Kernel<Params, Scratch> finish{Finish<T>, kThreads, kWarps * sizeof(int)};
+  const gpu::Kernel<Params, Scratch> finish{Finish<T>, kThreads, kFinishSharedBytes};
   const int64_t num_blocks = kFinishBlocksPerMultiprocessor * int64_t{gpu::NumMultiprocessors()};
   return finish.Launch(Smaller(num_blocks, p.num_tokens), stream, p, scratch);
 }
 
 }  // namespace
+
+std::vector<KernelLaunch> KernelLaunches() {
+  std::vector<KernelLaunch> launches = {{"Finish", 0, kThreads, kFinishSharedBytes}};
+  for (const int columns : {1, 2, 4, 8, 16}) {
+    Params p = {};
+    p.head_size = columns * gpu::kWarpSize;
+    const auto& kernel = CudaCoreKernel<float>(p).kernel;
+    launches.push_back({"CudaCoreAttention", columns, kThreads, kernel.shared_bytes});
+  }
+  AddTensorCoreLaunches(TensorCoreHeadSizes(), &launches);
+  return launches;
+}
 
 const char* RunOnCuda(const Params& p, const Scratch& scratch, void* stream) {
   switch (p.dtype) {

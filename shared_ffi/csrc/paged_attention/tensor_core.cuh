@@ -270,9 +270,11 @@ class TensorCoreItem {
 #pragma unroll
       for (int n = 0; n < kHeadSize / 8; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const T value = values[ValueOffset(part_ * kKeys + j, n * 8 + lane_ % 4 * 2 + e % 2)];
-          if (attends[e / 2] && !IsFinite(value)) sums_[n][e] += gpu::ToFloat(value);
+        for (int e = 0; e < 2; ++e) {
+          const T value = values[ValueOffset(part_ * kKeys + j, n * 8 + lane_ % 4 * 2 + e)];
+          if (IsFinite(value)) continue;
+          if (attends[0]) sums_[n][e] += gpu::ToFloat(value);
+          if (attends[1]) sums_[n][e + 2] += gpu::ToFloat(value);
         }
       }
     }
