@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from shared_ffi.spec import STORAGE_DTYPES, ArraySpec, Call, dtype_error, shape_error
+from typing import Any
+
+import numpy as np
+
+from shared_ffi.spec import (
+    STORAGE_DTYPES,
+    ArraySpec,
+    Call,
+    dtype_error,
+    on_host,
+    shape_error,
+    value_error,
+)
 
 OP = "kv_cache_update"
 TARGET = "xla_gpu_kv_cache_update"
@@ -42,3 +54,17 @@ def check(kv_cache: ArraySpec, key: ArraySpec, value: ArraySpec, slot_mapping: A
         results=(kv_cache,),
         aliases=((0, 0),),
     )
+
+
+def check_values(kv_cache: Any, slot_mapping: Any) -> None:
+    """Says which slot lies past the end of the cache.
+
+    The CPU handler does so by itself; on CUDA such a slot is not written.
+
+    Raises:
+        ValueError: in the words of the CPU handler, naming the token.
+    """
+    slots, num_slots = on_host(slot_mapping), kv_cache.shape[0] * kv_cache.shape[1]
+    for token in np.flatnonzero(slots >= num_slots)[:1]:
+        rule = f"be below num_blocks * block_size={num_slots} (negative for padding)"
+        raise value_error(OP, f"slot_mapping[{token}]", rule, slots[token])

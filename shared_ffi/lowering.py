@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache, partial
+from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import func, stablehlo
 
 from shared_ffi import runtimes
 from shared_ffi.spec import ArraySpec, Call
@@ -54,3 +60,47 @@ def hlo_module(call: Call, platform: str) -> bytes:
 
 def _struct(spec: ArraySpec) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(spec.shape, np.dtype(spec.dtype))
+
+
+def compile_stablehlo(
+    module: bytes, operands: Sequence[ArraySpec], results: Sequence[ArraySpec], device: jax.Device
+) -> Callable[..., list[jax.Array]]:
+    """A program that another framework wrote, compiled for a device: takes and gives its arrays.
+
+    Args:
+        module: a portable StableHLO artifact, whose ``main`` has these operands and results.
+    """
+    runtimes.register()
+    structs = [jax.ShapeDtypeStruct(spec.shape, np.dtype(spec.dtype)) for spec in results]
+
+    def entry(*arrays: jax.Array) -> list[jax.Array]:
+        return _program.bind(*arrays, module=module, results=tuple(structs))
+
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    with jax.enable_x64(True):
+        arguments = [
+            jax.ShapeDtypeStruct(spec.shape, np.dtype(spec.dtype), sharding=sharding)
+            for spec in operands
+        ]
+        return jax.jit(entry, keep_unused=True).lower(*arguments).compile()
+
+
+_program = Primitive("stablehlo_program")
+_program.multiple_results = True
+
+
+def _program_results(*_: Any, module: bytes, results: Sequence[jax.ShapeDtypeStruct]) -> Any:
+    return [jax.core.ShapedArray(spec.shape, spec.dtype) for spec in results]
+
+
+def _lower_program(context: Any, *operands: Any, module: bytes, results: Any) -> Any:
+    target = context.module_context
+    source = stablehlo.deserialize_portable_artifact(target.context, module)
+    main: Any = ir.SymbolTable(source.operation)["main"]
+    types = main.type.results
+    name = mlir.merge_mlir_modules(target.module, "program", source, target.symbol_table)
+    return func.CallOp(types, ir.FlatSymbolRefAttr.get(name), operands).results
+
+
+_program.def_abstract_eval(_program_results)
+mlir.register_lowering(_program, _lower_program)

@@ -6,6 +6,8 @@ passing through here (``csrc/paged_attention/handler.cc``); a test compares the 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from shared_ffi import _native
@@ -14,6 +16,7 @@ from shared_ffi.spec import (
     ArraySpec,
     Call,
     dtype_error,
+    on_host,
     shape_error,
     value_error,
 )
@@ -90,6 +93,55 @@ def check(
         attributes=attributes,
         cuda_scratch_bytes=cuda_scratch_bytes,
     )
+
+
+def check_values(
+    query: Any,
+    kv_cache: Any,
+    context_lens: Any,
+    block_tables: Any,
+    query_start_loc: Any,
+    num_seqs: Any,
+    sliding_window: int | None = None,
+) -> None:
+    """Says what is wrong with lengths, tables and ``num_seqs``, by their values.
+
+    The CPU handler does so by itself. On CUDA nothing waits for the device, and a faulty sequence's
+    rows are NaN: call this, with the operands of the call in question, to learn why. It copies the
+    integer arrays to the host.
+
+    Raises:
+        ValueError: in the words of the CPU handler, naming sequence and entry.
+    """
+    lengths, tables, starts = map(on_host, (context_lens, block_tables, query_start_loc))
+    count, max_seqs = int(on_host(num_seqs).item()), len(lengths)
+    num_blocks, block_size = kv_cache.shape[:2]
+    capacity, last = tables.shape[1] * block_size, num_blocks - 1
+    if not 0 <= count <= max_seqs:
+        raise value_error(OP, "num_seqs", f"be from 0 to max_seqs={max_seqs}", count)
+    if count > 0 and starts[0] < 0:
+        raise value_error(OP, "query_start_loc[0]", "be at least 0", starts[0])
+    for s in range(count):
+        start, end, context = int(starts[s]), int(starts[s + 1]), int(lengths[s])
+        q_len, argument = end - start, f"context_lens[{s}]"
+        if q_len < 0:
+            got = f"query_start_loc[{s + 1}]={end} after query_start_loc[{s}]={start}"
+            raise value_error(OP, "query_start_loc", "not decrease", got)
+        if end > query.shape[0]:
+            rule = f"be at most num_tokens={query.shape[0]}"
+            raise value_error(OP, f"query_start_loc[{s + 1}]", rule, end)
+        if not 0 <= context <= capacity:
+            rule = f"be from 0 to max_blocks_per_seq * block_size={capacity}"
+            raise value_error(OP, argument, rule, context)
+        if context < q_len:
+            rule = f"count the sequence's {q_len} query tokens too"
+            raise value_error(OP, argument, rule, context)
+        window = context if sliding_window is None else sliding_window
+        first = max(0, context - q_len - window + 1) // block_size
+        needed = tables[s, first : -(-context // block_size)] if q_len > 0 else tables[s, :0]
+        for b in np.flatnonzero((needed < 0) | (needed > last))[:1]:
+            rule = f"be from 0 to num_blocks - 1={last}"
+            raise value_error(OP, f"block_tables[{s}, {first + b}]", rule, needed[b])
 
 
 def cuda_scratch_bytes(call: Call) -> int:

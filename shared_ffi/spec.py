@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,6 +59,11 @@ def value_error(op: str, argument: str, rule: str, got: object) -> ValueError:
 def dtype_error(op: str, argument: str, rule: str, got: object) -> TypeError:
     """An argument has the wrong dtype or type."""
     return TypeError(f"{op}: {argument} must have {rule}; got {_show(got)}")
+
+
+def on_host(array: Any) -> np.ndarray:
+    """The values of an array of NumPy, JAX or PyTorch, wherever it lies; waits for them."""
+    return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
 
 
 def _show(got: object) -> str:

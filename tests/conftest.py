@@ -10,13 +10,18 @@ import pytest
 if TYPE_CHECKING:
     from tests.hlo import CompiledPrograms
 
-os.environ["PJRT_DEVICE"] = "CPU"
-os.environ["JAX_PLATFORMS"] = "cpu"
+if os.environ.get("XLA_GPU_TEST_ON") != "cuda":
+    os.environ["PJRT_DEVICE"] = "CPU"
+    os.environ["JAX_PLATFORMS"] = "cpu"
 DUMP_DIR = Path(tempfile.mkdtemp(prefix="hlo-"))
 # Only torch_xla's programs: JAX can show its optimized HLO without a dump.
 os.environ["XLA_FLAGS"] = (
     f"--xla_dump_to={DUMP_DIR} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=SyncTensorsGraph.*"
 )
+
+
+# What only a GPU can run.
+collect_ignore = [] if os.environ.get("XLA_GPU_TEST_ON") == "cuda" else ["test_gpu_doors.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,3 +63,12 @@ def emulated(request: pytest.FixtureRequest) -> Any:
             native.configure(native.ROOT, folder, "-DXLA_GPU_CUDA=EMULATED")
             path = native.build(folder)
     return native.load(path, "emulated._native")
+
+
+@pytest.fixture(scope="session")
+def gpu(request: pytest.FixtureRequest) -> Any:
+    """What runs the CUDA handlers: an emulation, unless XLA_GPU_TEST_ON=cuda."""
+    from shared_ffi import _native  # noqa: PLC0415
+    from tests.gpu import ON_CUDA, EmulatedGpu, RealGpu  # noqa: PLC0415
+
+    return RealGpu(_native) if ON_CUDA else EmulatedGpu(request.getfixturevalue("emulated"))

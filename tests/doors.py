@@ -68,6 +68,7 @@ in_torch = partial(_in_torch, to_torch, None)
 in_inductor = partial(_in_torch, to_torch, "inductor")
 in_torch_xla = partial(_in_torch, to_xla, None)
 in_openxla = partial(_in_torch, to_xla, "openxla")
+in_openxla_on_torch = partial(_in_torch, to_torch, "openxla")
 
 
 def forget_failed_steps() -> None:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
-from shared_ffi import _native
+from shared_ffi import _native, kv_cache_update, paged_attention, runtimes
 from tests import doors
+from tests.cases import CASES, UPDATE_CASES
 
 F32, F16, I32, I64 = np.float32, np.float16, np.int32, np.int64
 
@@ -403,8 +405,36 @@ def test_handler_says_the_same(fault: Fault) -> None:
     assert str(raised.value) == fault.message
 
 
+CHECKERS = {
+    "paged_attention": paged_attention.check_values,
+    "kv_cache_update": kv_cache_update.check_values,
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [np.asarray, doors.to_torch, jnp.asarray], ids=["numpy", "torch", "jax"]
+)
+@pytest.mark.parametrize("fault", DYNAMIC)
+def test_the_checker_of_values_says_the_same(fault: Fault, kind: Any) -> None:
+    arguments = {name: kind(x) for name, x in fault.arguments.items() if isinstance(x, np.ndarray)}
+    if fault.op == "kv_cache_update":
+        arguments = {name: arguments[name] for name in ("kv_cache", "slot_mapping")}
+    with pytest.raises(ValueError) as raised:
+        CHECKERS[fault.op](**arguments)
+    assert str(raised.value) == fault.message
+
+
+def test_the_checker_of_values_passes_what_is_right() -> None:
+    for case in CASES[::7]:
+        paged_attention.check_values(*case.inputs(), sliding_window=case.sliding_window)
+    for case in UPDATE_CASES:
+        inputs = case.inputs()
+        kv_cache_update.check_values(inputs.kv_cache, inputs.slot_mapping)
+
+
 @pytest.mark.parametrize("fault", FOR_HANDLER_IN_XLA)
 def test_handler_in_xla_says_the_same(fault: Fault) -> None:
+    runtimes.register()
     with pytest.raises(jax.errors.JaxRuntimeError, match="^INVALID_ARGUMENT") as raised:
         call_handler_from_jax(fault)
     assert fault.message in str(raised.value)

@@ -1,12 +1,10 @@
-"""The CUDA handlers and kernels, run on the CPU (tests/simt): against the oracle over every case,
-inside guard pages, under several orders of their threads. `make gpu-check` runs the same kernels on
-a GPU."""
+"""The CUDA handlers and kernels: against the oracle over every case, in any batch, on faulty metadata.
+Run on the CPU (tests/simt), inside guard pages and under several orders of their threads; `make
+gpu-check` runs this file on a GPU."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
-from unittest import mock
 
 import hypothesis.strategies as st
 import numpy as np
@@ -15,24 +13,17 @@ from hypothesis import given, settings
 
 from shared_ffi import kv_cache_update, paged_attention, simple_add
 from tests import reference
-from tests.arrays import exchangeable, guarded
+from tests.arrays import guarded
 from tests.cases import CASES, UPDATE_CASES, Case, UpdateCase
 from tests.compare import assert_close_on_cuda, assert_same_bits
+from tests.gpu import Gpu
 from tests.test_kernel import random_cases
 
 F32, I32 = np.float32, np.int32
 
 
-def run(
-    emulated: Any, op: Any, operands: Any, results: Any, seed: int = 0, **attributes: Any
-) -> None:
-    call = emulated.EagerCall("cuda", op.TARGET, attributes)
-    with mock.patch.dict(os.environ, XLA_GPU_SIMT_SEED=str(seed)):
-        call([exchangeable(x) for x in operands], [exchangeable(x) for x in results])
-
-
 def attend(
-    emulated: Any,
+    gpu: Gpu,
     operands: Any,
     *,
     scale: float,
@@ -42,13 +33,12 @@ def attend(
 ) -> np.ndarray:
     operands = [guarded(x) for x in operands]
     query, kv_cache, _, block_tables, *_ = operands
-    num_bytes = emulated.paged_attention_scratch_bytes(
+    num_bytes = gpu.native.paged_attention_scratch_bytes(
         query.shape, kv_cache.shape, block_tables.shape, sliding_window or 0
     )
     result = guarded(np.full_like(query, np.nan))
     scratch = guarded(np.full(num_bytes, 0xFF, np.uint8))
-    run(
-        emulated,
+    gpu.run(
         paged_attention,
         operands,
         [result, scratch],
@@ -61,29 +51,29 @@ def attend(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_paged_attention(case: Case, emulated: Any) -> None:
+def test_paged_attention(case: Case, gpu: Gpu) -> None:
     inputs, attributes = case.inputs(), case.attributes()
-    result = attend(emulated, inputs, **attributes)
+    result = attend(gpu, inputs, **attributes)
     assert_close_on_cuda(result, inputs, attributes)
     for seed in (1, 2):
-        assert_same_bits(attend(emulated, inputs, **attributes, seed=seed), result)
+        assert_same_bits(attend(gpu, inputs, **attributes, seed=seed), result)
 
 
 @given(case=random_cases())
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_random(emulated: Any, case: Case) -> None:
-    test_paged_attention(case, emulated)
+def test_random(gpu: Gpu, case: Case) -> None:
+    test_paged_attention(case, gpu)
 
 
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
-def test_kv_cache_update(case: UpdateCase, emulated: Any) -> None:
+def test_kv_cache_update(case: UpdateCase, gpu: Gpu) -> None:
     kv_cache, *rest = (guarded(array) for array in case.inputs())
     expected = reference.kv_cache_update(kv_cache.copy(), *rest)
-    run(emulated, kv_cache_update, [kv_cache, *rest], [kv_cache])
+    gpu.run(kv_cache_update, [kv_cache, *rest], [kv_cache], 0)
     assert_same_bits(kv_cache, expected)
 
 
-def test_a_slot_past_the_end_is_not_written(emulated: Any) -> None:
+def test_a_slot_past_the_end_is_not_written(gpu: Gpu) -> None:
     case = next(case for case in UPDATE_CASES if case.id == "some-padding-int64-f32")
     kv_cache, key, value, slots = case.inputs()
     num_slots = kv_cache.shape[0] * kv_cache.shape[1]
@@ -93,15 +83,15 @@ def test_a_slot_past_the_end_is_not_written(emulated: Any) -> None:
         kv_cache, key, value, np.where(faulty < num_slots, faulty, -1)
     )
     updated = guarded(kv_cache)
-    run(emulated, kv_cache_update, [updated, key, value, faulty], [updated])
+    gpu.run(kv_cache_update, [updated, key, value, faulty], [updated], 0)
     assert_same_bits(updated, expected)
 
 
 @pytest.mark.parametrize("size", [0, 1, 255, 256, 1000])
-def test_simple_add(size: int, emulated: Any) -> None:
+def test_simple_add(size: int, gpu: Gpu) -> None:
     a = guarded(np.arange(size, dtype=F32))
     result = guarded(np.full_like(a, np.nan))
-    run(emulated, simple_add, [a, a], [result])
+    gpu.run(simple_add, [a, a], [result], 0)
     assert_same_bits(result, a + a)
 
 
@@ -127,11 +117,11 @@ def batch(dtype: str, num_heads: int = 6) -> tuple[list[Any], np.ndarray]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("attributes", [{}, {"sliding_window": 300}, {"soft_cap": 20.0}], ids=str)
 def test_a_sequence_has_the_same_bits_in_any_batch(
-    attributes: dict[str, Any], dtype: str, emulated: Any
+    attributes: dict[str, Any], dtype: str, gpu: Gpu
 ) -> None:
     (query, kv_cache, context_lens, tables, start, _), starts = batch(dtype)
     together = attend(
-        emulated,
+        gpu,
         [query, kv_cache, context_lens, tables, start, np.array(len(BATCH), I32)],
         scale=0.2,
         **attributes,
@@ -142,7 +132,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch(
             rows = np.concatenate([rows, np.full((padding, *rows.shape[1:]), np.nan, rows.dtype)])
             begins = np.cumsum([0, *(BATCH[s][0] for s in order), *[0] * padding])
             result = attend(
-                emulated,
+                gpu,
                 [
                     rows,
                     kv_cache,
@@ -164,7 +154,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch(
 
 @pytest.mark.parametrize("num_heads", [1, 2, 16, 71, 128])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_splits_of_many_heads(num_heads: int, dtype: str, emulated: Any) -> None:
+def test_splits_of_many_heads(num_heads: int, dtype: str, gpu: Gpu) -> None:
     """A token with more heads than an item has rows is cut into several, each split like others."""
     case = Case(
         id=f"splits-{num_heads}-{dtype}",
@@ -176,15 +166,15 @@ def test_splits_of_many_heads(num_heads: int, dtype: str, emulated: Any) -> None
         dtype=dtype,
     )
     inputs, attributes = case.inputs(), case.attributes()
-    assert_close_on_cuda(attend(emulated, inputs, **attributes), inputs, attributes)
+    assert_close_on_cuda(attend(gpu, inputs, **attributes), inputs, attributes)
 
 
-def test_more_sequences_than_threads(emulated: Any) -> None:
+def test_more_sequences_than_threads(gpu: Gpu) -> None:
     rng = np.random.default_rng(0)
     lengths = [(int(q), int(q + rng.integers(0, 9))) for q in rng.integers(0, 3, 300)]
     case = Case(id="300-sequences", sequences=tuple(lengths), head_size=8, dtype="bfloat16")
     inputs, attributes = case.inputs(), case.attributes()
-    assert_close_on_cuda(attend(emulated, inputs, **attributes), inputs, attributes)
+    assert_close_on_cuda(attend(gpu, inputs, **attributes), inputs, attributes)
 
 
 def faulty_metadata() -> dict[str, tuple[dict[int, Any], list[int]]]:
@@ -212,16 +202,16 @@ def faulty_metadata() -> dict[str, tuple[dict[int, Any], list[int]]]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fault", faulty_metadata())
-def test_faulty_metadata(fault: str, dtype: str, emulated: Any) -> None:
+def test_faulty_metadata(fault: str, dtype: str, gpu: Gpu) -> None:
     """Never a read outside the arrays; NaN in the rows concerned, the right bits in all others."""
     inputs, starts = batch(dtype)
-    sound = attend(emulated, inputs, scale=0.2)
+    sound = attend(gpu, inputs, scale=0.2)
     changes, lost = faulty_metadata()[fault]
     faulty = [np.array(x) for x in inputs]
     for operand, entries in changes.items():
         for index, value in entries:
             faulty[operand][index] = value
-    result = attend(emulated, faulty, scale=0.2)
+    result = attend(gpu, faulty, scale=0.2)
     expected = np.array(sound)
     for s in lost:
         expected[starts[s] : starts[s + 1]] = np.nan
@@ -232,16 +222,16 @@ def test_faulty_metadata(fault: str, dtype: str, emulated: Any) -> None:
     assert_same_bits(result[~rows_lost], expected[~rows_lost])
 
 
-def test_a_scratch_of_another_size_is_refused(emulated: Any) -> None:
+def test_a_scratch_of_another_size_is_refused(gpu: Gpu) -> None:
     inputs, _ = batch("float32")
     with pytest.raises(
         ValueError, match=r"paged_attention: the scratch must be uint8 \[\d+\]; got"
     ):
-        run(
-            emulated,
+        gpu.run(
             paged_attention,
             inputs,
             [np.array(inputs[0]), np.zeros(100, np.uint8)],
+            0,
             scale=1.0,
             sliding_window=0,
             soft_cap=0.0,
@@ -257,7 +247,7 @@ def test_a_scratch_of_another_size_is_refused(emulated: Any) -> None:
     capacity=st.integers(0, 10**6),
 )
 def test_the_scratch_is_bounded(
-    emulated: Any,
+    gpu: Gpu,
     num_tokens: int,
     max_seqs: int,
     num_kv_heads: int,
@@ -265,7 +255,7 @@ def test_the_scratch_is_bounded(
     capacity: int,
 ) -> None:
     """By the figure that scratch.h and the documentation state."""
-    num_bytes = emulated.paged_attention_scratch_bytes(
+    num_bytes = gpu.native.paged_attention_scratch_bytes(
         (num_tokens, num_kv_heads * group, 128),
         (7, 1, 2 * num_kv_heads, 128),
         (max_seqs, capacity),

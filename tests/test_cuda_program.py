@@ -20,9 +20,10 @@ from torch_xla.stablehlo import exported_program_to_stablehlo
 
 import jax_frontend
 import torch_frontend
-from shared_ffi import _native, _pjrt
+from shared_ffi import _native, _pjrt, lowering
 from tests import hlo
 from tests.test_torch_xla import ATTENTION, UPDATE, Layer, layer_inputs
+from torch_frontend import openxla
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="pip install 'jax[cuda13-local]'")
 
@@ -112,6 +113,23 @@ def test_jax_and_torch_xla_make_the_same_calls(h200: Any) -> None:
         assert hlo.custom_calls(jitted, target) == [call]
         assert "operand_layout_constraints={" in call and "API_VERSION_TYPED_FFI" in call
     assert "output_to_operand_aliasing={{}: (0, {})}" in call
+
+
+def test_openxla_makes_the_same_calls_of_cuda_tensors(h200: Any) -> None:
+    """Of what torch.compile(backend="openxla") runs when it is given CUDA tensors."""
+    layer, (key, slots, *rest) = Layer(), layer_inputs()
+    arguments = (key, slots.int(), *rest)
+    graph = torch.export.export(layer, arguments).run_decompositions().graph_module
+    tensors = [x.to("meta") for x in (layer.cache, *arguments)]
+    trace = openxla.trace_on_placeholders(graph, tensors, "cuda")
+    program = lowering.compile_stablehlo(trace.program, trace.operands, trace.results, h200)
+    text = program.as_text()
+    jitted = of_jax(
+        h200, layer_in_jax, *[jnp.asarray(x.numpy()) for x in (layer.cache, *arguments)]
+    )
+    for target in (ATTENTION, UPDATE):
+        (call,) = hlo.custom_calls(text, target)
+        assert hlo.custom_calls(jitted, target) == [call]
 
 
 def test_the_scratch_is_a_result_that_nobody_reads(h200: Any) -> None:

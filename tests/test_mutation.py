@@ -79,9 +79,9 @@ CUDA_FAULTS = {
     "does-not-wait-for-copies": (TENSOR, "gpu::WaitCopies<0>();\n      gpu::Sync", "gpu::Sync"),
     "no-barrier-before-the-sums": (TENSOR, "is_bad_ = gpu::AnyInBlock(is_bad_);", ""),
     "no-barrier-after-the-sums": (TENSOR, "StoreSums();\n    gpu::SyncBlock();", "StoreSums();"),
-    "no-barrier-before-the-next-queries": (
+    "no-barrier-before-the-sums-take-the-queries-place": (
         CORE,
-        "gpu::SyncBlock();  // before the next item's queries",
+        "is_bad = gpu::AnyInBlock(is_bad);  // all have read the queries, whose place the sums take",
         "",
     ),
     "forgets-to-rescale": (TENSOR, "sums[e] *= shrinks[e / 2];", "sums[e] *= shrinks[e / 2] < 0;"),

@@ -67,15 +67,6 @@ def test_update_then_attention_in_one_step(compiled: bool, mode: Any) -> None:
             assert torch.equal(function(*on_device).cpu(), expected)
 
 
-def test_openxla_with_cpu_tensors() -> None:
-    """torch_xla warns, and our CPU kernel runs."""
-    operands = random_attention()
-    function = torch.compile(OPS.paged_attention, backend="openxla")
-    with pytest.warns(UserWarning, match="Found tensor with shape"):
-        result = function(*map(doors.to_torch, operands), 0.5)
-    assert torch.equal(result.cpu(), OPS.paged_attention(*map(doors.to_torch, operands), 0.5))
-
-
 @pytest.mark.parametrize("backend", [None, "openxla"])
 def test_update_is_in_place(backend: str | None, compiled: hlo.CompiledPrograms) -> None:
     num_blocks = 5 if backend else 6  # shapes of its own, so that it compiles programs of its own

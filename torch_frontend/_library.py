@@ -58,7 +58,7 @@ class CheckedCalls:
         return self._check_sizes(others, *sizes), tensors
 
     def _check_sizes(self, others: tuple[Any, ...], *sizes: Any) -> Call:
-        return self._check(*map(_spec, sizes[::2], sizes[1::2]), *others)
+        return self._check(*map(array_spec, sizes[::2], sizes[1::2]), *others)
 
 
 def define(schema: str, check: Callable[..., Call]) -> torch._ops.OpOverload:
@@ -207,5 +207,6 @@ def _refuse_grad(name: str, tensors: Sequence[torch.Tensor]) -> None:
         )
 
 
-def _spec(shape: torch.Size, dtype: torch.dtype) -> ArraySpec:
+def array_spec(shape: torch.Size, dtype: torch.dtype) -> ArraySpec:
+    """A tensor's shape and dtype in the terms of shared_ffi."""
     return ArraySpec(tuple(shape), _DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch."))

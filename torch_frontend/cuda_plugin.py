@@ -15,6 +15,7 @@ from typing import Any
 from torch_xla.experimental import plugins
 
 from shared_ffi import _pjrt
+from torch_frontend import openxla
 
 
 class CudaPlugin(plugins.DevicePlugin):  # type: ignore[misc]
@@ -26,6 +27,10 @@ class CudaPlugin(plugins.DevicePlugin):  # type: ignore[misc]
     ``MASTER_ADDR`` and ``MASTER_PORT``, as torchrun sets them: each local process then has the GPU
     of its rank. One process alone has all GPUs.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        openxla.install()
 
     def library_path(self) -> str:
         """The plugin's file."""

@@ -1,0 +1,188 @@
+"""The other libraries' attention, each on the same workload: a function that makes a callable, or
+says by an exception why it cannot. What they need that we do not (contiguous or padded K and V, a
+plan made on the host) is made ready beforehand and not timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.workloads import DEVICE, Workload
+
+Contestant = Callable[[], torch.Tensor]
+
+
+class DoesNotApply(Exception):
+    """The library has no way to compute this workload."""
+
+
+def ours(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
+    """This library, through torch eager."""
+    import torch_frontend  # noqa: F401, PLC0415
+
+    attributes = workload.model.attributes()
+    return lambda: torch.ops.xla_gpu.paged_attention(*operands, **attributes)
+
+
+def gathered(workload: Workload, operands: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V as [batch, kv heads, context, head size]; all sequences must be alike."""
+    if len(set(workload.sequences)) != 1:
+        raise DoesNotApply("sequences of several lengths")
+    if workload.model.sliding_window or workload.model.soft_cap:
+        raise DoesNotApply("a window or a cap")
+    context = workload.sequences[0][1]
+    blocks = operands[1][operands[3].long()]
+    flat = blocks.flatten(1, 2)[:, :context]
+    return flat[:, :, 0::2].transpose(1, 2).contiguous(), flat[:, :, 1::2].transpose(
+        1, 2
+    ).contiguous()
+
+
+def torch_sdpa(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
+    """torch.nn.functional.scaled_dot_product_attention over gathered K and V."""
+    key, value = gathered(workload, operands)
+    q_len, context = workload.sequences[0]
+    if q_len not in (1, context):
+        raise DoesNotApply("causal attention of a chunk")
+    query = operands[0].unflatten(0, (-1, q_len)).transpose(1, 2)
+    scale = workload.model.attributes()["scale"]
+
+    def run() -> torch.Tensor:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=q_len > 1, scale=scale, enable_gqa=True
+        )
+        return out.transpose(1, 2).flatten(0, 1)
+
+    return run
+
+
+def flashinfer(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
+    """FlashInfer's paged wrappers; their plan is made on the host beforehand."""
+    import flashinfer as peer  # noqa: PLC0415
+
+    model, block_size = workload.model, workload.block_size
+    query, cache, lengths, tables, starts, _ = operands
+    pages = -(-lengths // block_size)
+    indptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
+    indices = torch.cat([row[:n] for row, n in zip(tables, pages.tolist(), strict=True)])
+    last = lengths - (pages - 1) * block_size
+    # Its layout: [blocks, 2, block size, kv heads, head size].
+    kv = cache.unflatten(2, (-1, 2)).permute(0, 3, 1, 2, 4).contiguous()
+    workspace = torch.empty(512 << 20, dtype=torch.uint8, device=DEVICE)
+    window = (model.sliding_window or 0) - 1
+    options: dict[str, Any] = {
+        "window_left": window,
+        "logits_soft_cap": model.soft_cap or 0.0,
+        "sm_scale": model.attributes()["scale"],
+        "q_data_type": torch.bfloat16,
+        "kv_data_type": torch.bfloat16,
+    }
+    heads = (model.num_heads, model.num_kv_heads, model.head_size, block_size)
+    if workload.kind == "decode":
+        decode = peer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+        decode.plan(indptr, indices, last, *heads, **options)
+        return lambda: decode.run(query, kv)
+    prefill = peer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+    prefill.plan(starts, indptr, indices, last, *heads, causal=True, **options)
+    return lambda: prefill.run(query, kv)
+
+
+def flash_attention_3(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
+    """FlashAttention-3 over pages."""
+    from flash_attn_interface import flash_attn_with_kvcache  # noqa: PLC0415
+
+    model = workload.model
+    query, cache, lengths, tables, starts, _ = operands
+    key, value = cache[:, :, 0::2].contiguous(), cache[:, :, 1::2].contiguous()
+    tables = tables.clamp(max=len(cache) - 1)
+    longest = max(q_len for q_len, _ in workload.sequences)
+    return lambda: flash_attn_with_kvcache(
+        query,
+        key,
+        value,
+        cache_seqlens=lengths,
+        page_table=tables,
+        cu_seqlens_q=starts,
+        max_seqlen_q=longest,
+        causal=True,
+        softmax_scale=model.attributes()["scale"],
+        window_size=((model.sliding_window or 0) - 1, 0 if model.sliding_window else -1),
+        softcap=model.soft_cap or 0.0,
+    )
+
+
+def _jax(function: Callable[..., Any], *arrays: Any) -> Contestant:
+    """A jitted function of JAX. It runs on JAX's own stream: who times it must synchronize both."""
+    import jax  # noqa: PLC0415
+
+    jitted = jax.jit(function)
+    return lambda: jitted(*arrays)
+
+
+def _to_jax(tensor: torch.Tensor) -> Any:
+    import jax  # noqa: PLC0415
+
+    return jax.dlpack.from_dlpack(tensor.contiguous())
+
+
+def jax_cudnn(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
+    """jax.nn.dot_product_attention with cuDNN, over gathered K and V."""
+    import jax  # noqa: PLC0415
+
+    key, value = (x.transpose(1, 2) for x in gathered(workload, operands))
+    q_len, context = workload.sequences[0]
+    if q_len not in (1, context):
+        raise DoesNotApply("causal attention of a chunk")
+    scale = workload.model.attributes()["scale"]
+
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        out = jax.nn.dot_product_attention(
+            query, key, value, is_causal=q_len > 1, scale=scale, implementation="cudnn"
+        )
+        return out.reshape(-1, *out.shape[2:])
+
+    return _jax(attend, *map(_to_jax, (operands[0].unflatten(0, (-1, q_len)), key, value)))
+
+
+def jax_pallas(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
+    """JAX's Pallas paged_attention for GPUs, which decodes."""
+    from jax.experimental.pallas.ops.gpu import paged_attention as peer  # noqa: PLC0415
+
+    if workload.kind != "decode" or workload.model.sliding_window:
+        raise DoesNotApply("anything but decoding without a window")
+    query, cache, lengths, tables, *_ = operands
+    scale, cap = workload.model.attributes()["scale"], workload.model.soft_cap
+    pages = [cache[:, :, first::2].permute(2, 0, 1, 3) for first in (0, 1)]
+    tables = tables.clamp(max=len(cache) - 1)
+
+    def attend(query: Any, key: Any, value: Any, tables: Any, lengths: Any) -> Any:
+        return peer.paged_attention(
+            query * scale, key, value, tables, lengths, attn_logits_soft_cap=cap
+        )
+
+    return _jax(attend, *map(_to_jax, (query, *pages, tables, lengths)))
+
+
+def jax_ours(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
+    """This library, through JAX."""
+    from functools import partial  # noqa: PLC0415
+
+    import jax_frontend  # noqa: PLC0415
+
+    attend = partial(jax_frontend.paged_attention, **workload.model.attributes())
+    return _jax(attend, *map(_to_jax, operands))
+
+
+OURS: dict[str, Callable[[Workload, list[torch.Tensor]], Contestant]] = {
+    "torch eager": ours,
+    "JAX": jax_ours,
+}
+PEERS: dict[str, Callable[[Workload, list[torch.Tensor]], Contestant]] = {
+    "FlashInfer": flashinfer,
+    "FlashAttention-3": flash_attention_3,
+    "torch SDPA (contiguous)": torch_sdpa,
+    "JAX cuDNN (contiguous)": jax_cudnn,
+    "JAX Pallas": jax_pallas,
+}

@@ -1,0 +1,106 @@
+"""The results of ``make gpu-check`` as tables: on the terminal and in Markdown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.gpu.peers import OURS, PEERS
+
+Rows = list[list[str]]
+
+
+def _steps(results: dict[str, Any]) -> tuple[list[str], Rows]:
+    return ["step", "outcome", "seconds", "last words"], [
+        [name, "ok" if step["ok"] else "FAILED", str(step["seconds"]), step["last_words"][:100]]
+        for name, step in results["steps"].items()
+    ]
+
+
+def _timings(bench: dict[str, Any]) -> tuple[list[str], Rows]:
+    """Microseconds, the share of the limit that applies, and the ratio to the best peer."""
+    limits = bench["limits"]
+    rows = []
+    for row in bench["rows"]:
+        seconds: dict[str, float] = row["seconds"]
+        mine = [seconds[name] for name in OURS if name in seconds]
+        peers = [seconds[name] for name in PEERS if name in seconds]
+        if row["kind"] == "decode":
+            rate, limit, unit = row["kv_bytes"] / 1e9, limits["read_bytes_per_s"] / 1e9, "GB/s"
+        else:
+            rate, limit, unit = row["flops"] / 1e12, limits["matmul_flops_per_s"] / 1e12, "TFLOP/s"
+        best = min(mine, default=float("nan"))
+        rows.append(
+            [
+                row["kind"],
+                row["workload"],
+                *(_microseconds(seconds.get(name)) for name in (*OURS, *PEERS)),
+                f"{rate / best:.0f} {unit}",
+                f"{rate / best / limit:.0%}",
+                f"{min(peers) / best:.2f}" if peers and mine else "no peer",
+            ]
+        )
+    columns = ["kind", "workload", *(f"{name}, us" for name in (*OURS, *PEERS))]
+    return [*columns, "rate", "of the limit", "best peer's time / ours"], rows
+
+
+def _microseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value * 1e6:.1f}"
+
+
+def _limits(bench: dict[str, Any]) -> str:
+    limits = bench["limits"]
+    return (
+        f"In this run the GPU read {limits['read_bytes_per_s'] / 1e9:.0f} GB/s, copied "
+        f"{limits['copy_bytes_per_s'] / 1e9:.0f} GB/s and multiplied "
+        f"{limits['matmul_flops_per_s'] / 1e12:.0f} TFLOP/s (bfloat16, 8192 cubed)."
+    )
+
+
+def _absent(bench: dict[str, Any]) -> list[str]:
+    reasons: dict[str, set[str]] = {}
+    for row in bench["rows"]:
+        for name, reason in row["absent"].items():
+            reasons.setdefault(name, set()).add(reason)
+    lines = [f"{name}: {'; '.join(sorted(why))}" for name, why in sorted(reasons.items())]
+    if bench["not_measured"]:
+        lines.append(f"not measured, for lack of time: {', '.join(bench['not_measured'])}")
+    return lines
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The whole report."""
+    machine = results["machine"]
+    versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items() if v)
+    parts = [
+        f"{machine['name']}, driver {machine['driver_version']}, clocks up to "
+        f"{machine['clocks.max.sm']} and {machine['clocks.max.memory']}; "
+        f"Python {machine['python']}, {versions}; commit {machine['commit']}.",
+        _table(*_steps(results)),
+    ]
+    if "bench" in results:
+        parts += [_limits(results["bench"]), _table(*_timings(results["bench"]))]
+        parts += [f"* {line}" for line in _absent(results["bench"])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(columns: list[str], rows: Rows) -> str:
+    cells = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+def show(results: dict[str, Any]) -> None:
+    """Prints the tables."""
+    console = Console(width=200)
+    tables = [_steps(results)] + ([_timings(results["bench"])] if "bench" in results else [])
+    for columns, rows in tables:
+        table = Table(*columns)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    if "bench" in results:
+        console.print(_limits(results["bench"]))
+        for line in _absent(results["bench"]):
+            console.print(f"  {line}")

@@ -1,0 +1,32 @@
+"""A few calls of every kernel, for compute-sanitizer to watch: `compute-sanitizer --tool racecheck
+python -m benchmarks.gpu.sanitize`."""
+
+from __future__ import annotations
+
+import torch
+
+import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
+from tests.cases import CASES, UPDATE_CASES
+from tests.gpu import exchange_to_cuda
+
+IDS = ("mixed", "context-2000", "head-size-128", "later-token-nan-chunked", "cap-30.0-mixed")
+UPDATE_IDS = ("some-padding-int64-bf16", "head-size-1")
+
+
+def main() -> None:
+    """Runs them."""
+    for case in CASES:
+        if case.id.rpartition("-")[0] in IDS:
+            tensors = [exchange_to_cuda(x) for x in case.inputs()]
+            torch.ops.xla_gpu.paged_attention(*tensors, **case.attributes())
+    for update in UPDATE_CASES:
+        if update.id in UPDATE_IDS:
+            torch.ops.xla_gpu.kv_cache_update(*(exchange_to_cuda(x) for x in update.inputs()))
+    a = torch.ones(1000, device="cuda")
+    torch.ops.xla_gpu.simple_add(a, a)
+    torch.cuda.synchronize()
+    print("done")
+
+
+if __name__ == "__main__":
+    main()

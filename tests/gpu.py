@@ -1,0 +1,77 @@
+"""Where the CUDA handlers run in the tests: on the CPU, emulated, or, with XLA_GPU_TEST_ON=cuda, on the
+machine's GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+from unittest import mock
+
+import numpy as np
+
+from tests.arrays import exchangeable
+
+ON_CUDA = os.environ.get("XLA_GPU_TEST_ON") == "cuda"
+
+
+class Gpu(Protocol):
+    native: Any
+
+    def run(
+        self, op: Any, operands: Sequence[Any], results: Sequence[Any], seed: int, **attributes: Any
+    ) -> None:
+        """Calls an op's handler; writes into the results, which may be operands. The seed varies
+        the order of threads, where something does."""
+
+
+class EmulatedGpu:
+    def __init__(self, native: Any) -> None:
+        self.native = native
+
+    def run(
+        self, op: Any, operands: Sequence[Any], results: Sequence[Any], seed: int, **attributes: Any
+    ) -> None:
+        call = self.native.EagerCall("cuda", op.TARGET, attributes)
+        with mock.patch.dict(os.environ, XLA_GPU_SIMT_SEED=str(seed)):
+            call([exchangeable(x) for x in operands], [exchangeable(x) for x in results])
+
+
+class RealGpu:
+    def __init__(self, native: Any) -> None:
+        self.native = native
+
+    def run(
+        self, op: Any, operands: Sequence[Any], results: Sequence[Any], seed: int, **attributes: Any
+    ) -> None:
+        import torch  # noqa: PLC0415
+
+        call = self.native.EagerCall("cuda", op.TARGET, attributes)
+        tensors = {id(x): exchange_to_cuda(x) for x in (*operands, *results)}
+        stream = torch.cuda.current_stream().cuda_stream
+        capsules = [
+            [torch.utils.dlpack.to_dlpack(tensors[id(x)]) for x in arrays]
+            for arrays in (operands, results)
+        ]
+        call(*capsules, stream=stream)
+        torch.cuda.synchronize()
+        for x in results:
+            from_cuda(tensors[id(x)], x)
+
+
+def exchange_to_cuda(array: Any) -> Any:
+    """A copy of an array on the GPU."""
+    import torch  # noqa: PLC0415
+
+    tensor = exchangeable(np.array(array))
+    return torch.as_tensor(tensor).to("cuda")
+
+
+def from_cuda(tensor: Any, array: np.ndarray) -> None:
+    """Copies a tensor's bits into an array."""
+    import torch  # noqa: PLC0415
+
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[array.dtype.itemsize]
+    array.view(f"i{array.dtype.itemsize}" if bits != torch.uint8 else "u1")[...] = (
+        tensor.view(bits).cpu().numpy()
+    )

@@ -1,0 +1,79 @@
+"""The GPU's benchmark, as far as the CPU can run it: its counts, its checks, its tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import bench, peers, report, workloads
+from benchmarks.gpu.workloads import Workload, uniform
+from examples.replay.models import Model
+
+MODEL = Model("small", 8, 2, 64)
+WINDOWED = Model("windowed", 8, 2, 64, sliding_window=40, soft_cap=30.0)
+DECODE = Workload("decode", "decode", MODEL, uniform(3, 1, 100), 16)
+PREFILL = Workload("prefill", "prefill", MODEL, uniform(2, 60, 60), 16)
+
+
+def test_counts() -> None:
+    assert DECODE.kv_bytes == 3 * 100 * 2 * 2 * 64 * 2
+    assert DECODE.flops == 4 * 3 * 100 * 8 * 64
+    assert PREFILL.flops == 4 * 2 * (60 * 61 // 2) * 8 * 64
+    windowed = Workload("", "prefill", WINDOWED, uniform(1, 60, 60))
+    assert windowed.flops == 4 * (40 * 41 // 2 + 20 * 40) * 8 * 64
+    assert Workload("", "decode", WINDOWED, uniform(1, 1, 100)).kv_bytes == 40 * 2 * 2 * 64 * 2
+
+
+@pytest.mark.parametrize("workload", [
+    DECODE,
+    PREFILL,
+    Workload("mixed", "mixed", WINDOWED, ((30, 90), (1, 7), (1, 130)), 8),
+], ids=lambda workload: workload.name)  # fmt: skip
+def test_right_first(workload: Workload) -> None:
+    operands = workload.operands()
+    result = peers.ours(workload, operands)()
+    assert bench.error_of(result, workload, operands) <= 1
+    assert bench.error_of(result * 1.1, workload, operands) > 1
+    assert bench.error_of(torch.full_like(result, torch.nan), workload, operands) > 1
+
+
+def test_a_row_and_its_tables(tmp_path: Path) -> None:
+    results: dict[str, Any] = {
+        "machine": {
+            "name": "GPU",
+            "driver_version": "1",
+            "clocks.max.sm": "1 MHz",
+            "clocks.max.memory": "1 MHz",
+            "python": "3",
+            "versions": {"torch": "2", "flashinfer-python": None},
+            "commit": "abc",
+        },
+        "steps": {"build": {"ok": True, "seconds": 1.0, "last_words": "built"}},
+        "bench": {
+            "limits": bench.limits(),
+            "rows": [bench.row_of(DECODE, True), bench.row_of(PREFILL, True)],
+            "not_measured": ["131072"],
+        },
+    }
+    decode, _ = results["bench"]["rows"]
+    assert {"torch eager", "JAX", "torch SDPA (contiguous)"} <= set(decode["seconds"])
+    assert "FlashInfer" in decode["absent"] and "FlashInfer" not in decode["seconds"]
+    json.dumps(results)
+    text = report.markdown(results)
+    assert "| decode | decode |" in text and "GB/s" in text and "TFLOP/s" in text
+    assert "* FlashInfer: ModuleNotFoundError" in text
+    assert "not measured, for lack of time: 131072" in text
+    report.show(results)
+
+
+def test_lengths_of_a_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,100,10\n1,7,1\n")
+    assert workloads.of_trace(trace, 5) == ((1, 105), (1, 7))
+    names = [workload.name for workload in workloads.workloads(trace)]
+    assert len(set(zip(names, range(len(names)), strict=True))) == len(names)
+    assert "64 of trace" in names

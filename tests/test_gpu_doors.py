@@ -1,0 +1,203 @@
+"""On a GPU: every door that is installed gives the same bits, in graphs and out of them. `make gpu-check`
+runs this; without a GPU there is nothing to run."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.cases import CASES, SHORT_CASES, UPDATE_CASES, Case, UpdateCase
+from tests.compare import assert_close_on_cuda, assert_same_bits
+from tests.gpu import ON_CUDA, exchange_to_cuda, from_cuda
+from tests.reference import kv_cache_update
+
+pytestmark = pytest.mark.skipif(not ON_CUDA, reason="XLA_GPU_TEST_ON=cuda is not set")
+
+if ON_CUDA:
+    torch = pytest.importorskip("torch")
+    import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
+
+# The cases whose kernels differ; the rest of CASES differ in what test_cuda_kernel covers.
+DOOR_CASES = [case for case in CASES if case.id.rpartition("-")[0].startswith(("mixed", "block-16", "head-size", "context-2000", "ragged-1", "window-64", "cap-30"))]  # fmt: skip
+
+
+def in_torch(op: str, *operands: Any, **attributes: Any) -> np.ndarray:
+    return run_torch(getattr(torch.ops.xla_gpu, op).default, op, operands, attributes)
+
+
+def in_compiled(backend: str, op: str, *operands: Any, **attributes: Any) -> np.ndarray:
+    torch._dynamo.reset()
+    overload = getattr(torch.ops.xla_gpu, op).default
+
+    def function(*tensors: Any) -> Any:
+        return overload(*tensors, **attributes)
+
+    return run_torch(torch.compile(function, backend=backend, fullgraph=True), op, operands, {})
+
+
+def run_torch(
+    function: Callable[..., Any], op: str, operands: Any, attributes: dict[str, Any]
+) -> np.ndarray:
+    tensors = [exchange_to_cuda(x) for x in operands]
+    with torch.no_grad():
+        result = function(*tensors, **attributes)
+    array = np.empty_like(operands[0])
+    from_cuda(tensors[0] if op == "kv_cache_update" else result, array)
+    return array
+
+
+def in_cuda_graph(op: str, *operands: Any, **attributes: Any) -> np.ndarray:
+    """Captured while lengths, tables and num_seqs are zero: the graph may hold nothing of them."""
+    overload = getattr(torch.ops.xla_gpu, op).default
+    tensors = [exchange_to_cuda(x) for x in operands]
+    values = [tensor.clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        result = overload(*tensors, **attributes)
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
+    graph.replay()
+    torch.cuda.synchronize()
+    array = np.empty_like(operands[0])
+    from_cuda(tensors[0] if op == "kv_cache_update" else result, array)
+    return array
+
+
+def in_jax(op: str, *operands: Any, **attributes: Any) -> np.ndarray:
+    import jax  # noqa: PLC0415
+
+    import jax_frontend  # noqa: PLC0415
+
+    on_gpu = [jax.device_put(x, jax.devices("gpu")[0]) for x in operands]
+    return np.asarray(jax.jit(partial(getattr(jax_frontend, op), **attributes))(*on_gpu))
+
+
+def in_torch_xla(op: str, *operands: Any, **attributes: Any) -> np.ndarray:
+    import torch_xla  # noqa: PLC0415
+
+    tensors = [exchange_to_cuda(x).cpu().to(torch_xla.device()) for x in operands]
+    with torch.no_grad():
+        result = getattr(torch.ops.xla_gpu, op)(*tensors, **attributes)
+    array = np.empty_like(operands[0])
+    from_cuda((tensors[0] if op == "kv_cache_update" else result).cpu(), array)
+    return array
+
+
+@cache
+def jax_has_a_gpu() -> bool:
+    if importlib.util.find_spec("jax") is None:
+        return False
+    import jax  # noqa: PLC0415
+
+    return any(device.platform == "gpu" for device in jax.devices())
+
+
+@cache
+def torch_xla_has_a_gpu() -> bool:
+    if importlib.util.find_spec("torch_xla") is None:
+        return False
+    import torch_xla  # noqa: PLC0415
+
+    return torch_xla.runtime.device_type() == "CUDA"
+
+
+DOORS: dict[str, tuple[Callable[..., np.ndarray], Callable[[], bool]]] = {
+    "torch": (in_torch, lambda: torch.cuda.is_available()),
+    "cuda_graph": (in_cuda_graph, lambda: torch.cuda.is_available()),
+    "jax": (in_jax, jax_has_a_gpu),
+    "torch_xla": (in_torch_xla, torch_xla_has_a_gpu),
+}
+
+
+@pytest.fixture(params=DOORS)
+def door(request: pytest.FixtureRequest) -> Callable[..., np.ndarray]:
+    function, is_there = DOORS[request.param]
+    if not is_there():
+        pytest.skip(f"{request.param} has no GPU here")
+    return function
+
+
+@pytest.mark.parametrize("case", DOOR_CASES, ids=lambda case: case.id)
+def test_paged_attention(case: Case, door: Callable[..., np.ndarray], gpu: Any) -> None:
+    from tests.test_cuda_kernel import attend  # noqa: PLC0415
+
+    inputs, attributes = case.inputs(), case.attributes()
+    result = door("paged_attention", *inputs, **attributes)
+    assert_close_on_cuda(result, inputs, attributes)
+    assert_same_bits(result, attend(gpu, inputs, **attributes))
+
+
+@pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
+def test_kv_cache_update(case: UpdateCase, door: Callable[..., np.ndarray]) -> None:
+    inputs = case.inputs()
+    expected = kv_cache_update(*inputs)
+    if inputs.slot_mapping.dtype == "int64" and door is in_jax:
+        pytest.skip("JAX makes 32-bit integers of them")
+    assert_same_bits(door("kv_cache_update", *inputs), expected)
+
+
+@pytest.mark.parametrize("backend", ["inductor", "openxla"])
+@pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
+def test_compiled(case: Case, backend: str) -> None:
+    if backend == "openxla":
+        pytest.importorskip("torch_xla")
+    inputs, attributes = case.inputs(), case.attributes()
+    assert_same_bits(
+        in_compiled(backend, "paged_attention", *inputs, **attributes),
+        in_torch("paged_attention", *inputs, **attributes),
+    )
+
+
+def test_opcheck() -> None:
+    inputs = next(case for case in SHORT_CASES if case.id == "mixed-bf16").inputs()
+    tensors = [exchange_to_cuda(x) for x in inputs]
+    tensors = [torch.nan_to_num(x) if x.is_floating_point() else x for x in tensors]
+    torch.library.opcheck(torch.ops.xla_gpu.paged_attention.default, (*tensors, 0.3))
+
+
+def test_a_side_stream() -> None:
+    """Work goes to the current stream: a result is right without a synchronization before it."""
+    case = next(case for case in CASES if case.id == "context-2000-bf16")
+    inputs, attributes = case.inputs(), case.attributes()
+    expected = in_torch("paged_attention", *inputs, **attributes)
+    stream = torch.cuda.Stream()
+    tensors = [exchange_to_cuda(x) for x in inputs]
+    query = tensors[0].clone()
+    tensors[0].zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream), torch.no_grad():
+        torch.cuda._sleep(100_000_000)
+        tensors[0].copy_(query)
+        result = torch.ops.xla_gpu.paged_attention(*tensors, **attributes)
+        array = np.empty_like(inputs[0])
+        from_cuda(result, array)
+    assert_same_bits(array, expected)
+
+
+def test_jax_in_a_loop_on_the_device() -> None:
+    """In a while loop, which XLA may record as a command buffer, the same bits."""
+    if not jax_has_a_gpu():
+        pytest.skip("jax has no GPU here")
+    import jax  # noqa: PLC0415
+
+    import jax_frontend  # noqa: PLC0415
+
+    case = next(case for case in CASES if case.id == "mixed-f32")
+    inputs, attributes = case.inputs(), case.attributes()
+    expected = in_jax("paged_attention", *inputs, **attributes)
+
+    @jax.jit
+    def repeated(query: Any, *rest: Any) -> Any:
+        def step(_: Any, result: Any) -> Any:
+            return jax_frontend.paged_attention(query + 0 * result[:1].sum(), *rest, **attributes)
+
+        return jax.lax.fori_loop(0, 5, step, jax.numpy.zeros_like(query))
+
+    assert_same_bits(np.asarray(repeated(*inputs)), expected)

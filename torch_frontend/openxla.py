@@ -1,0 +1,209 @@
+"""``torch.compile(backend="openxla")`` for tensors that are not torch_xla's: CUDA's, and the CPU's.
+
+torch_xla takes only its own tensors; since 2.9 it neither takes PyTorch's CUDA memory nor gives its
+own away. A graph of other tensors is therefore traced by torch_xla, on placeholders without memory,
+and the program that comes of it is run by JAX's client of the tensors' device: on the tensors' own
+memory, exchanged by DLPack in both directions, which also makes PyTorch's stream and XLA's wait for
+each other. The custom calls in the program are the same as everywhere.
+
+An argument that the graph overwrites is no exception to PyTorch's rules, but costs two copies of
+it: XLA does not write to memory that it has only borrowed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import _XLAC
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+from torch.utils import _pytree as pytree
+from torch.utils.dlpack import from_dlpack
+from torch_xla.core import dynamo_bridge, xla_builder
+
+from shared_ffi.spec import ArraySpec
+from torch_frontend._library import array_spec
+from torch_frontend.export import export_platform
+
+Arguments = Sequence[Any]  # tensors, and numbers, which the program holds as constants
+
+_WHO = "torch.compile(backend='openxla')"
+
+# Dispatch keys of kernels that trace; an operator without any runs on the CPU instead.
+_LOWERED = (
+    "XLA",
+    "CompositeExplicitAutograd",
+    "CompositeExplicitAutogradNonFunctional",
+    "CompositeImplicitAutograd",
+)
+
+
+def install() -> None:
+    """Makes torch_xla's backend hand such graphs over; once more does no harm."""
+    upstream: Any = dynamo_bridge.extract_compiled_graph
+    if hasattr(upstream, "__wrapped__"):
+        return
+
+    @functools.wraps(upstream)
+    def extract_compiled_graph(graph: torch.fx.GraphModule, arguments: Arguments) -> Any:
+        devices = {x.device.type for x in arguments if isinstance(x, torch.Tensor)}
+        if devices and devices <= {"cpu", "cuda"}:
+            return compile_graph(graph)
+        return upstream(graph, arguments)
+
+    bridge: Any = dynamo_bridge
+    bridge.extract_compiled_graph = extract_compiled_graph
+
+
+def compile_graph(graph: torch.fx.GraphModule) -> Callable[..., list[Any]]:
+    """The graph as an XLA program for each set of shapes, types and numbers that it meets."""
+    programs: dict[Any, Callable[[Arguments], list[Any]]] = {}
+
+    def run(*arguments: Any) -> list[Any]:
+        key = tuple(
+            (x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in arguments
+        )
+        if key not in programs:
+            programs[key] = _program(graph, arguments)
+        return programs[key](arguments)
+
+    return run
+
+
+def _program(graph: torch.fx.GraphModule, arguments: Arguments) -> Callable[[Arguments], list[Any]]:
+    from shared_ffi import lowering  # noqa: PLC0415  (needs JAX)
+
+    device = _device_of(arguments)
+    trace = trace_on_placeholders(graph, arguments, device.type)
+    constants = {i: _to_jax(value.to(device)) for i, value in trace.constants.items()}
+    compiled = lowering.compile_stablehlo(
+        trace.program,
+        trace.operands,
+        trace.results,
+        _to_jax(torch.empty(1, device=device)).device,
+    )
+
+    def run(arguments: Arguments) -> list[Any]:
+        operands = [
+            constants[i] if source is None else _to_jax(arguments[source].to(device))
+            for i, source in enumerate(trace.sources)
+        ]
+        results = map(from_dlpack, compiled(*operands))
+        return [next(results) if isinstance(x, ArraySpec) else x for x in trace.outputs]
+
+    return run
+
+
+def _device_of(arguments: Arguments) -> torch.device:
+    """The GPU, if there is one among the tensors; then numbers on the CPU go there as well."""
+    devices = {x.device for x in arguments if isinstance(x, torch.Tensor)}
+    gpus = {device for device in devices if device.type == "cuda"}
+    if len(gpus) > 1:
+        raise ValueError(
+            f"{_WHO}: all CUDA tensors must be on one device; got {sorted(map(str, gpus))}. "
+            "Compile the part of the model on each GPU by itself"
+        )
+    return (gpus or devices).pop()
+
+
+def _to_jax(tensor: torch.Tensor) -> Any:
+    import jax  # noqa: PLC0415  (torch_xla alone does not need it)
+
+    with jax.enable_x64(True):
+        return jax.dlpack.from_dlpack(tensor.detach().contiguous())
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What torch_xla makes of a graph. It holds no tensor of torch_xla's, which would compute it at
+    the next step.
+
+    Attributes:
+        program: a portable StableHLO artifact.
+        operands: what the program takes.
+        sources: for each operand the argument that it is, or None for a constant.
+        constants: {operand: tensor on the CPU}.
+        results: what the program gives.
+        outputs: what the graph returns: the results, among numbers and None.
+    """
+
+    program: bytes
+    operands: list[ArraySpec]
+    sources: list[int | None]
+    constants: dict[int, torch.Tensor]
+    results: list[ArraySpec]
+    outputs: list[Any]
+
+
+def trace_on_placeholders(
+    graph: torch.fx.GraphModule, arguments: Arguments, platform: str
+) -> Trace:
+    """Lets torch_xla run a graph on placeholders for the arguments; nothing is computed.
+
+    Raises:
+        NotImplementedError: the graph draws random numbers, or torch_xla cannot lower it.
+    """
+    placeholders = [
+        xla_builder.create_placeholder_tensor(x.shape, x.dtype)
+        if isinstance(x, torch.Tensor)
+        else x
+        for x in arguments
+    ]
+    positions = {
+        _XLAC._xla_get_tensor_id(x): i
+        for i, x in enumerate(placeholders)
+        if isinstance(x, torch.Tensor)
+    }
+    with torch.no_grad(), export_platform(platform):
+        outputs = list(_OnXla(graph).run(*placeholders))
+    results = [x for x in outputs if isinstance(x, torch.Tensor)]
+    ids, operands = _XLAC._get_tensors_xla_device_data_node(results)
+    sources = [positions.get(number) for number in ids]
+    return Trace(
+        program=xm.get_stablehlo_bytecode(results),  # type: ignore[arg-type]
+        operands=list(map(_spec, operands)),
+        sources=sources,
+        constants={i: x.cpu() for i, x in enumerate(operands) if sources[i] is None},
+        results=list(map(_spec, results)),
+        outputs=[_spec(x) if isinstance(x, torch.Tensor) else x for x in outputs],
+    )
+
+
+class _OnXla(torch.fx.Interpreter):
+    """Runs a graph with torch_xla's device in the place of every device that it names."""
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        if isinstance(n.target, torch._ops.OpOverload):
+            _check_can_be_held(n.target)
+        return super().run_node(n)
+
+    def fetch_args_kwargs_from_env(self, n: torch.fx.Node) -> Any:
+        return pytree.tree_map_only(
+            torch.device, lambda _: torch_xla.device(), super().fetch_args_kwargs_from_env(n)
+        )
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return value.to(torch_xla.device()) if isinstance(value, torch.Tensor) else value
+
+
+def _check_can_be_held(op: torch._ops.OpOverload) -> None:
+    """Refuses what torch_xla would run while it traces: on placeholders, which have no values."""
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        raise NotImplementedError(
+            f"{_WHO}: no random numbers on CUDA or CPU tensors; got {op}. Draw them outside of the "
+            "compiled function"
+        )
+    if not any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in _LOWERED):
+        raise NotImplementedError(
+            f"{_WHO}: torch_xla cannot lower {op}. Keep it out of the compiled function, or "
+            "compile with backend='inductor'"
+        )
+
+
+def _spec(tensor: torch.Tensor) -> ArraySpec:
+    return array_spec(tensor.shape, tensor.dtype)
