@@ -7,7 +7,7 @@ TRACE := $(firstword $(wildcard ../shared/data/azure_conv.csv))
 CSRC := $(shell find shared_ffi/csrc tests/simt -type f)
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(CSRC)
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test lint format bench gpu-check clean
 
 demo: $(VENV)/installed  ## replay a request trace through JAX and torch_xla, and report
 	$(BIN)/python -m examples.replay $(if $(TRACE),--trace $(TRACE)) --steps 200 --out report
@@ -17,6 +17,10 @@ test: $(VENV)/installed  ## the whole test suite
 
 bench: $(VENV)/installed  ## microseconds per call and GB/s of every door
 	$(BIN)/python -m benchmarks.doors
+
+gpu-check: $(VENV)/installed  ## on a machine with an NVIDIA GPU: proof and benchmark, in 10 minutes
+	$(BIN)/python -m pip install --quiet 'jax[cuda13]'
+	$(BIN)/python -m benchmarks.gpu.check $(if $(TRACE),--trace $(TRACE)) --out build/gpu-check
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu import bench, peers, report, workloads
+from benchmarks.gpu import bench, check, peers, report, workloads
 from benchmarks.gpu.workloads import Workload, uniform
 from examples.replay.models import Model
 
@@ -77,3 +78,28 @@ def test_lengths_of_a_trace(tmp_path: Path) -> None:
     names = [workload.name for workload in workloads.workloads(trace)]
     assert len(set(zip(names, range(len(names)), strict=True))) == len(names)
     assert "64 of trace" in names
+
+
+def test_steps(tmp_path: Path) -> None:
+    """What went well is not done again; what failed, was missing or had no time is said."""
+    well, badly = ([sys.executable, "-c", f"print('words'); raise SystemExit({i})"] for i in (0, 1))
+    steps = check.Steps(tmp_path, {"name": "GPU"})
+    assert steps.do("well", well, 60)
+    assert not steps.do("badly", badly, 60)
+    assert not steps.do("absent", ["no-such-tool"], 60)
+    assert not steps.do("slow", [sys.executable, "-c", "import time; time.sleep(60)"], 0.5)
+    words = {name: step["last_words"] for name, step in steps.results["steps"].items()}
+    assert words == {
+        "well": "words",
+        "badly": "words",
+        "absent": "no-such-tool is not installed",
+        "slow": "stopped after 0 s",
+    }
+
+    later = check.Steps(tmp_path, {"name": "GPU"}, only=["well", "badly"], seconds=0)
+    assert later.do("well", badly, 60)
+    assert not later.do("slow", well, 60) and not later.do("badly", well, 60)
+    assert later.results["steps"]["badly"]["last_words"].startswith("no time was left")
+
+    assert not check.Steps(tmp_path, {"name": "GPU"}, again=True).results["steps"]
+    assert not check.Steps(tmp_path, {"name": "another GPU"}).results["steps"]

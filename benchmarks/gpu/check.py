@@ -1,7 +1,6 @@
-"""``make gpu-check``: proves the CUDA kernels on this machine's GPU and measures them, in 10
-minutes.
+"""``make gpu-check``: proves the CUDA kernels on this machine's GPU and measures them.
 
-Builds for this GPU alone, runs the test suite's CUDA part and every door that is installed, lets
+In 10 minutes it builds for this GPU alone, runs the test suite's CUDA part and every door that is installed, lets
 compute-sanitizer watch a few calls, and runs the benchmark. Each step is a process of its own: what
 is missing or fails is said in the report and does not stop the rest. Writes report.json and
 report.md. A step that went well on the same commit is not run again, unless --again.
@@ -11,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import shutil
@@ -67,6 +67,10 @@ def machine() -> dict[str, Any]:
     fields = (
         "name,driver_version,compute_cap,clocks.max.sm,clocks.max.memory,memory.total,power.limit"
     )
+    if shutil.which("nvidia-smi") is None:
+        sys.exit(
+            "gpu-check: needs a machine with an NVIDIA GPU and its driver; found no nvidia-smi"
+        )
     query = subprocess.run(
         ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"],
         capture_output=True,
@@ -89,6 +93,9 @@ def machine() -> dict[str, Any]:
 
 
 def _commit() -> str:
+    """Of the sources; GIT_COMMIT names it where they come without their history."""
+    if commit := os.environ.get("GIT_COMMIT"):
+        return commit
     outcome = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"],
         capture_output=True,
@@ -118,9 +125,72 @@ def build_command(compute_capability: str, ffi_headers: Path | None) -> list[lis
 
 
 def install_module() -> None:
-    """Puts the module that was built beside the package's sources, where it is imported from."""
+    """Puts the module that was built where it is imported from: over the installed one, or beside
+    the package's sources."""
     (module,) = BUILD.glob("_native*.so")
-    shutil.copy(module, ROOT / "shared_ffi" / module.name)
+    try:
+        installed = importlib.util.find_spec("shared_ffi._native")
+    except ImportError:
+        installed = None
+    target = installed and installed.origin
+    shutil.copy(module, target or ROOT / "shared_ffi" / module.name)
+
+
+class Steps:
+    """Steps of a run, each done at most once per machine and commit; their outcomes are kept in a
+    file from run to run.
+
+    Args:
+        folder: where report.json and the steps' logs are.
+        found: what `machine()` says; results of another machine or commit are forgotten.
+        again: forget all results.
+        only: do no other steps than these.
+        seconds: start no step after these, and stop the one that runs then.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        found: dict[str, Any],
+        again: bool = False,
+        only: Sequence[str] | None = None,
+        seconds: float = 590,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._only = folder, only
+        self._path = folder / "report.json"
+        self._deadline = time.monotonic() + seconds
+        self.results: dict[str, Any] = {}
+        if self._path.exists() and not again:
+            self.results = json.loads(self._path.read_text())
+        if self.results.get("machine") != found:
+            self.results = {"machine": found, "steps": {}}
+
+    def do(self, name: str, command: Sequence[object], seconds: float, **environment: str) -> bool:
+        """Whether a step went well, now or before. It gets so many seconds at most."""
+        outcomes = self.results["steps"]
+        if outcomes.get(name, {}).get("ok"):
+            return True
+        if self._only is not None and name not in self._only:
+            return False
+        start = time.monotonic()
+        seconds = min(seconds, self._deadline - start)
+        if seconds > 0:
+            ok, last_words = run(command, seconds, self._folder / f"{name}.log", **environment)
+        else:
+            ok, last_words = False, "no time was left; run the check once more"
+        outcomes[name] = {
+            "ok": ok,
+            "seconds": round(time.monotonic() - start, 1),
+            "last_words": last_words,
+        }
+        self.save()
+        print(f"{name}: {'ok' if ok else 'FAILED'}: {last_words}", flush=True)
+        return ok
+
+    def save(self) -> None:
+        """Writes report.json."""
+        self._path.write_text(json.dumps(self.results, indent=2))
 
 
 def main() -> None:
@@ -129,55 +199,37 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "build/gpu-check")
     parser.add_argument("--trace", type=Path, help="a CSV of requests to draw lengths from")
     parser.add_argument("--ffi-headers", type=Path, help="the include folder of jaxlib 0.8.0")
-    parser.add_argument("--again", action="store_true", help="run also what went well before")
-    parser.add_argument("--only", nargs="*", help="names of steps")
+    parser.add_argument("--again", action="store_true", help="do also what went well before")
+    parser.add_argument("--only", nargs="*", help="names of steps to do besides the build")
+    parser.add_argument("--seconds", type=float, default=590, help="for everything together")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "report.json"
     found = machine()
-    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    if results.get("machine") != found or options.again:
-        results = {"machine": found, "steps": {}}
-
-    def step(name: str, command: Sequence[object], seconds: float, **environment: str) -> bool:
-        if results["steps"].get(name, {}).get("ok"):
-            return True
-        if options.only and name not in options.only and name not in ("configure", "build"):
-            return False
-        start = time.monotonic()
-        ok, last_words = run(command, seconds, options.out / f"{name}.log", **environment)
-        results["steps"][name] = {
-            "ok": ok,
-            "seconds": round(time.monotonic() - start, 1),
-            "last_words": last_words,
-        }
-        path.write_text(json.dumps(results, indent=2))
-        print(f"{name}: {'ok' if ok else 'FAILED'}: {last_words}", flush=True)
-        return ok
+    only = None if options.only is None else ["configure", "build", *options.only]
+    steps = Steps(options.out, found, options.again, only, options.seconds)
 
     configure, build = build_command(found["compute_cap"], options.ffi_headers)
-    if not (step("configure", configure, 120) and step("build", build, 240)):
+    if not (steps.do("configure", configure, 120) and steps.do("build", build, 240)):
         sys.exit("the build failed; see its log")
     install_module()
 
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail=20"]
-    step("kernels", [*pytest, "tests/test_cuda_kernel.py"], 150)
-    step("doors", [*pytest, "tests/test_gpu_doors.py"], 150)
+    steps.do("kernels", [*pytest, "tests/test_cuda_kernel.py"], 150)
+    steps.do("doors", [*pytest, "tests/test_gpu_doors.py"], 150)
     for tool in SANITIZERS:
         watched = [sys.executable, "-m", "benchmarks.gpu.sanitize"]
         sanitizer = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
-        step(tool, [*sanitizer, *watched], 100, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        steps.do(tool, [*sanitizer, *watched], 100, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     measured = options.out / "bench.json"
     bench = [sys.executable, "-m", "benchmarks.gpu.bench", "--out", measured, "--seconds", "180"]
     if options.trace:
         bench += ["--trace", options.trace]
-    step("bench", bench, 280, XLA_PYTHON_CLIENT_PREALLOCATE="false")
+    steps.do("bench", bench, 280, XLA_PYTHON_CLIENT_PREALLOCATE="false")
     if measured.exists():
-        results["bench"] = json.loads(measured.read_text())
-    path.write_text(json.dumps(results, indent=2))
-    (options.out / "report.md").write_text(report.markdown(results))
-    report.show(results)
-    sys.exit(0 if all(entry["ok"] for entry in results["steps"].values()) else 1)
+        steps.results["bench"] = json.loads(measured.read_text())
+    steps.save()
+    (options.out / "report.md").write_text(report.markdown(steps.results))
+    report.show(steps.results)
+    sys.exit(0 if all(entry["ok"] for entry in steps.results["steps"].values()) else 1)
 
 
 if __name__ == "__main__":
