@@ -11,7 +11,7 @@ import platform
 import sys
 from typing import Any
 
-from shared_ffi import OPS, _native, runtimes
+from shared_ffi import OPS, _native, _pjrt, runtimes
 
 _PACKAGES = ("xla-paged-attention", "numpy", "jax", "jaxlib", "torch", "torch_xla")
 _PROBLEM = "problem"
@@ -37,6 +37,7 @@ def diagnose() -> dict[str, Any]:
             "module": _native.__file__,
         },
         "runtimes": runtimes_found,
+        "cuda": {"driver": _cuda_driver(), "plugin": _cuda_plugin()},
         "registered": runtimes.registered(),
         "frontends": {name: _try_import(name) for name in ("jax_frontend", "torch_frontend")},
     }
@@ -73,6 +74,18 @@ def _try_runtime(module: str, ffi_version: Any) -> dict[str, str]:
         return {_PROBLEM: f"{type(error).__name__}: {error}"}
 
 
+def _cuda_driver() -> str:
+    version = _pjrt.cuda_driver_version()
+    return f"runs CUDA {_dotted(version)} and older" if any(version) else "none"
+
+
+def _cuda_plugin() -> str:
+    try:
+        return str(_pjrt.find_cuda_plugin())
+    except RuntimeError as error:
+        return str(error)
+
+
 def _print(report: dict[str, Any]) -> None:
     print(f"Python {report['python']} on {report['machine']}\n\nInstalled")
     for package, version in report["packages"].items():
@@ -87,6 +100,9 @@ def _print(report: dict[str, Any]) -> None:
         print(f"  {runtime:<22}{what or 'XLA FFI ' + found['ffi_version']}")
         for platform_name, targets in report["registered"].get(runtime, {}).items():
             print(f"  {'':<22}registered for {platform_name}: {len(targets)} of {len(OPS)} ops")
+    print("\nCUDA")
+    for part, outcome in report["cuda"].items():
+        print(f"  {part:<22}{outcome}")
     print("\nFrontends")
     for frontend, outcome in report["frontends"].items():
         print(f"  {frontend:<22}{outcome}")

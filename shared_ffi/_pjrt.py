@@ -46,9 +46,9 @@ def find_cuda_plugin() -> Path:
     newest = cuda_driver_version()[0] or max(found, default=0)
     fitting = [major for major in found if major <= newest]
     if not fitting:
-        which = f"for CUDA {newest} or older" if found else "installed"
+        which = f"for CUDA {newest} or older is" if found else "is"
         raise RuntimeError(
-            f"shared_ffi: no CUDA plugin {which} found; pip install jax-cuda12-pjrt==0.8.0 (or "
+            f"shared_ffi: no CUDA plugin {which} installed; pip install jax-cuda12-pjrt==0.8.0 (or "
             f"jax-cuda13-pjrt, with a driver from 580 on), or name one in {LIBRARY_PATH_VARIABLE}"
         )
     return found[max(fitting)]

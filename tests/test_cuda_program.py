@@ -244,7 +244,7 @@ def test_no_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XLA_GPU_CUDA_PLUGIN")
     monkeypatch.setattr(_pjrt.importlib.util, "find_spec", lambda package: None)
     with pytest.raises(
-        RuntimeError, match=r"^shared_ffi: no CUDA plugin installed found; pip install"
+        RuntimeError, match=r"^shared_ffi: no CUDA plugin is installed; pip install"
     ):
         _pjrt.find_cuda_plugin()
 
@@ -262,7 +262,7 @@ def test_the_plugin_that_fits_the_driver(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(_pjrt, "cuda_driver_version", lambda driver=driver: driver)
         assert _pjrt.find_cuda_plugin().parent.name == f"xla_cuda{expected}"
     monkeypatch.setattr(_pjrt, "cuda_driver_version", lambda: (11, 8))
-    with pytest.raises(RuntimeError, match="no CUDA plugin for CUDA 11 or older found"):
+    with pytest.raises(RuntimeError, match="no CUDA plugin for CUDA 11 or older is installed"):
         _pjrt.find_cuda_plugin()
 
 

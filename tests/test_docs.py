@@ -19,7 +19,9 @@ BLOCKS = [
 EXPECTED = {
     "lowered.as_text": 'custom_call_target="XlaGpuSimpleAdd"',
     "_get_xla_tensors_hlo": 'custom_call_target="XlaGpuSimpleAdd"',
-    "exported_program_to_stablehlo": "stablehlo.custom_call @XlaGpuSimpleAdd",
+    "simple_add(a, b)": "stablehlo.custom_call @XlaGpuSimpleAdd",
+    'export_platform("cuda")': "stablehlo.custom_call @xla_gpu_paged_attention",
+    "check_values": "block_tables[0, 1] must be from 0 to num_blocks - 1=15; got 99",
 }
 
 

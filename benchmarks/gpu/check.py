@@ -3,7 +3,7 @@
 In 10 minutes it builds for this GPU alone, runs the test suite's CUDA part and every door that is
 installed, lets compute-sanitizer watch a few calls, and runs the benchmark. Each step is a process
 of its own: what is missing or fails is said in the report and does not stop the rest. Writes
-report.json and report.md. A step that went well on the same commit is not run again, unless --again.
+report.json and report.md. What went well is not done again on the same commit, unless --again.
 """
 
 from __future__ import annotations
