@@ -35,6 +35,7 @@ def diagnose() -> dict[str, Any]:
             "ffi_version": _dotted(runtimes.FFI_VERSION),
             "handlers": {name: sorted(targets) for name, targets in _native.handlers().items()},
             "module": _native.__file__,
+            "cpu_instruction_set": _native.cpu_instruction_set(),
         },
         "runtimes": runtimes_found,
         "cuda": {"driver": _cuda_driver(), "plugin": _cuda_plugin()},
@@ -94,6 +95,7 @@ def _print(report: dict[str, Any]) -> None:
     print(f"\nBuilt for XLA FFI {built['ffi_version']}: {built['module']}")
     for platform_name, targets in built["handlers"].items():
         print(f"  {platform_name:<22}{', '.join(targets)}")
+    print(f"  {'CPU kernels use':<22}{built['cpu_instruction_set']}")
     print("\nXLA runtimes")
     for runtime, found in report["runtimes"].items():
         what = found if isinstance(found, str) else found.get(_PROBLEM)

@@ -10,19 +10,16 @@ import pytest
 
 from tests import native
 
-ATTENTION, UPDATE = "paged_attention/cpu.cc", "kv_cache_update/cpu.cc"
+KERNEL, ATTENTION = "paged_attention/cpu_kernel.cc", "paged_attention/cpu.cc"
+UPDATE = "kv_cache_update/cpu.cc"
 
 CPU_FAULTS = {
     "none": (ATTENTION, "", ""),
-    "ignores-the-block-table": (
+    "ignores-the-block-table": (KERNEL, "(table[logical] *", "((table[0] * 0 + logical) % p_.num_blocks *"),
+    "drops-the-last-position": (
         ATTENTION,
-        "const int64_t block = table[position / p_.block_size];",
-        "const int64_t block = table[0] * 0 + position / p_.block_size % p_.num_blocks;",
-    ),
-    "drops-the-last-block": (
-        ATTENTION,
-        "const int64_t end = run_.position + run_.num_tokens;",
-        "const int64_t end = (run_.position + run_.num_tokens - 1) / p_.block_size * p_.block_size;",
+        "position + num_tokens, nullptr}",
+        "position + num_tokens - (position + num_tokens > p.block_size), nullptr}",
     ),
     "window-one-too-long": (
         "paged_attention/params.h",
@@ -34,23 +31,33 @@ CPU_FAULTS = {
         "position - sliding_window + 1;",
         "position - sliding_window + (sliding_window > 1 ? 2 : 1);",
     ),
-    "sees-the-next-token": (ATTENTION, "std::min(position + 1, end)", "std::min(position + 2, end)"),
+    "sees-the-next-token": (KERNEL, "Smaller(last_position + 1, end)", "Smaller(last_position + 2, end)"),
     "mixes-up-query-heads": (
-        ATTENTION,
-        "kv_head * group_ + row % group_;",
-        "row % group_ * p_.num_kv_heads + kv_head;",
+        KERNEL,
+        "kv_head * group_ + row % group_)",
+        "row % group_ * p_.num_kv_heads + kv_head)",
     ),
-    "forgets-to-rescale": (ATTENTION, "sums[i] *= shrink;", "sums[i] *= shrink < 0 ? 0.0f : 1.0f;"),
-    "forgets-the-soft-cap": (ATTENTION, "if (p_.soft_cap > 0) {", "if (p_.soft_cap > 1e30f) {"),
+    "forgets-to-rescale": (
+        KERNEL,
+        "Load<Lanes>(sums + r * stride + d + i * kLanes) * shrink[r]",
+        "Load<Lanes>(sums + r * stride + d + i * kLanes) * (shrink[r] < 0 ? 0.0f : 1.0f)",
+    ),
+    "forgets-the-soft-cap": (KERNEL, "if (soft_cap > 0) x = Tanh", "if (soft_cap > 1e30f) x = Tanh"),
     "leaves-padding-rows": (
         ATTENTION,
         "std::fill(output + end * row_bytes, output + p.num_tokens * row_bytes, 0);",
         "(void)end;",
     ),
-    "multiplies-unattended-values-by-zero": (
+    "multiplies-unattended-values-by-zero": (KERNEL, "end > piece_.position + 1 ||", "end < 0 ||"),
+    "merges-one-split-too-few": (
+        KERNEL,
+        "split < piece_.NumSplits(); ++split",
+        "split < piece_.NumSplits() - 1; ++split",
+    ),
+    "depends-on-the-number-of-threads": (
         ATTENTION,
-        "Accumulate(logits, scratch_.v.data(), row_begin, row_end,",
-        "Accumulate(logits, scratch_.v.data(), 0, kTile,",
+        "piece.end = std::min(whole.end, (split + 1) * kSplit);",
+        "piece.end = std::min(whole.end, (split + 1) * kSplit - 1);",
     ),
     "swaps-key-and-value": (UPDATE, "std::memcpy(target, static_cast<const char*>(p.key)", "std::memcpy(target, static_cast<const char*>(p.value)"),
     "writes-padding": (

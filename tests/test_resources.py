@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from shared_ffi import _native
+from tests import native
 from tests.native import ROOT
 
 CSRC = ROOT / "shared_ffi/csrc"
@@ -62,3 +64,13 @@ def test_launches(op: str, launches: int) -> None:
 def test_the_host_neither_waits_nor_allocates_nor_copies(path: Any) -> None:
     calls = r"cuda\w*Synchronize|cudaMalloc|cudaFree|cudaMemcpy|cudaMemset|cudaEvent|cuMem"
     assert re.findall(calls, path.read_text()) == []
+
+
+def test_no_instruction_set_lends_its_functions_to_another(emulated: Any) -> None:
+    """A function that the linker may share would run on processors that it was not compiled for."""
+    objects = list(ROOT.glob("build/simt/**/cpu_kernel.cc.o"))
+    assert len(objects) == len(_native.cpu_instruction_sets()) or len(objects) > 1
+    for path in objects:
+        symbols = native.run("nm", path).stdout.splitlines()
+        shared = [line for line in symbols if line.split()[-2] in ("W", "V", "u", "T")]
+        assert shared == [], path

@@ -141,6 +141,24 @@ def test_diagnosis() -> None:
     )
 
 
+def test_the_instruction_set_can_be_forced() -> None:
+    offered = _native.cpu_instruction_sets()
+    assert _native.cpu_instruction_set() == offered[0] and offered[-1] == "baseline"
+    program = "from shared_ffi import _native; print(_native.cpu_instruction_set())"
+    for name in (*offered, "mmx"):
+        outcome = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"XLA_GPU_CPU_ISA": name},
+        )
+        if name in offered:
+            assert outcome.stdout == f"{name}\n"
+        else:
+            message = f"must be one of {', '.join(offered)} on this processor; got mmx"
+            assert outcome.returncode != 0 and message in outcome.stderr
+
+
 # What works without which framework. An entry of None in sys.modules makes an import fail as it does
 # where the package is not installed.
 

@@ -8,7 +8,10 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstdlib>
+
 #include "eager_runtime.h"
+#include "paged_attention/cpu.h"
 #include "paged_attention/cuda.h"
 #include "xla/ffi/api/api.h"
 #include "xla/ffi/api/c_api.h"
@@ -205,9 +208,24 @@ class EagerCall {
   std::vector<std::pair<std::string, xla_gpu::Attribute>> attributes_;
 };
 
+constexpr char kIsaVariable[] = "XLA_GPU_CPU_ISA";
+
+// Throws ValueError where this processor does not have it.
+void SetCpuInstructionSet(const std::string& name) {
+  if (xla_gpu::paged_attention::ChooseCpuInstructionSet(name)) return;
+  std::string offered;
+  for (const std::string& other : xla_gpu::paged_attention::CpuInstructionSets()) {
+    offered += (offered.empty() ? "" : ", ") + other;
+  }
+  throw nb::value_error((std::string("shared_ffi: the CPU's instruction set (") + kIsaVariable +
+                         ") must be one of " + offered + " on this processor; got " + name)
+                            .c_str());
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
+  if (const char* name = std::getenv(kIsaVariable)) SetCpuInstructionSet(name);
   nb::set_leak_warnings(false);  // Python caches EagerCalls until the process ends
   m.attr("ffi_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.def("handlers", &Handlers, "{platform: {target: capsule}} of every handler in this build.");
@@ -215,6 +233,11 @@ NB_MODULE(_native, m) {
         "(major, minor) of the XLA_FFI_Api at an address in this process.");
   m.def("register_at", &RegisterAt, nb::arg("address"), nb::arg("target"), nb::arg("platform"),
         nb::arg("handler"), "Registers a handler with the XLA_FFI_Api at an address.");
+  m.def("cpu_instruction_sets", &xla_gpu::paged_attention::CpuInstructionSets,
+        "Those that the CPU kernels are built for and this processor has, the best first.");
+  m.def("cpu_instruction_set", &xla_gpu::paged_attention::CpuInstructionSet, "The one in use.");
+  m.def("set_cpu_instruction_set", &SetCpuInstructionSet, nb::arg("name"),
+        "Uses another from now on, as the environment variable XLA_GPU_CPU_ISA does.");
   m.def("paged_attention_scratch_bytes", &PagedAttentionScratchBytes, nb::arg("query"),
         nb::arg("kv_cache"), nb::arg("block_tables"), nb::arg("sliding_window"),
         "Bytes of the scratch that paged_attention needs on CUDA, from the operands' shapes.");

@@ -5,11 +5,15 @@
 #include <cstdint>
 #include <cstring>
 
-// Before a function that kernels on a GPU call as well.
+// Into the caller always: CPU kernels are compiled for several instruction sets, and a function of
+// its own would be one copy for all of them, of whichever the linker takes.
+#define XLA_GPU_INLINE __attribute__((always_inline)) inline
+
+// Before such a function that kernels on a GPU call as well.
 #ifdef __CUDACC__
 #define XLA_GPU_HOST_DEVICE __host__ __device__
 #else
-#define XLA_GPU_HOST_DEVICE
+#define XLA_GPU_HOST_DEVICE __attribute__((always_inline))
 #endif
 
 namespace xla_gpu {
@@ -36,7 +40,7 @@ XLA_GPU_HOST_DEVICE inline To BitCast(From from) {
   return to;
 }
 
-inline float ToFloat(float x) { return x; }
+XLA_GPU_INLINE float ToFloat(float x) { return x; }
 
 XLA_GPU_HOST_DEVICE inline float ToFloat(BFloat16 x) {
   return BitCast<float>(static_cast<uint32_t>(x.bits) << 16);
@@ -44,7 +48,7 @@ XLA_GPU_HOST_DEVICE inline float ToFloat(BFloat16 x) {
 
 // Branch-free so that loops over it vectorize: the exponent is rebased by a multiplication, which
 // is exact and turns binary16's subnormals into normal floats.
-inline float ToFloat(Half x) {
+XLA_GPU_INLINE float ToFloat(Half x) {
   const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
   const uint32_t rebased = BitCast<uint32_t>(BitCast<float>(magnitude) * 0x1p112f);
@@ -57,10 +61,10 @@ XLA_GPU_HOST_DEVICE inline bool IsFinite(BFloat16 x) { return (x.bits & 0x7f80) 
 
 XLA_GPU_HOST_DEVICE inline bool IsFinite(Half x) { return (x.bits & 0x7c00) != 0x7c00; }
 
-inline void FromFloat(float x, float* to) { *to = x; }
+XLA_GPU_INLINE void FromFloat(float x, float* to) { *to = x; }
 
 // Rounds to nearest, ties to even; a NaN stays a (quiet) NaN.
-inline void FromFloat(float x, BFloat16* to) {
+XLA_GPU_INLINE void FromFloat(float x, BFloat16* to) {
   const uint32_t bits = BitCast<uint32_t>(x);
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const uint32_t quiet_nan = (bits >> 16) | 0x0040;
@@ -68,7 +72,7 @@ inline void FromFloat(float x, BFloat16* to) {
 }
 
 // Rounds to nearest, ties to even; overflows to infinity; a NaN stays a (quiet) NaN.
-inline void FromFloat(float x, Half* to) {
+XLA_GPU_INLINE void FromFloat(float x, Half* to) {
   const uint32_t bits = BitCast<uint32_t>(x);
   const uint32_t sign = (bits >> 16) & 0x8000;
   const uint32_t magnitude = bits & 0x7fffffff;

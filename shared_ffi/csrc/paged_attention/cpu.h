@@ -1,10 +1,22 @@
 #pragma once
 
+#include <string>
+#include <vector>
+
 #include "../parallel.h"
 #include "params.h"
 
 namespace xla_gpu::paged_attention {
 
 void RunOnCpu(const Params& params, const Executor& executor);
+
+// Instruction sets that RunOnCpu can use on this processor, the best first.
+std::vector<std::string> CpuInstructionSets();
+
+// Uses one of them from now on; the best is the default. False if it is not among them.
+bool ChooseCpuInstructionSet(const std::string& name);
+
+// The one in use.
+std::string CpuInstructionSet();
 
 }  // namespace xla_gpu::paged_attention

@@ -1,0 +1,208 @@
+// What the CPU kernels ask of a processor's vector unit. A kernel that includes this is compiled
+// once for each instruction set (see cmake/cpu.cmake): everything here and in the kernel has
+// internal linkage, so that the linker cannot give one instruction set's copy of a function to
+// another.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
+#include "storage.h"
+
+namespace xla_gpu {
+namespace {
+
+// A vector register of float, and of the same bits as integers.
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+typedef float Lanes __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Mask __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t HalfWords __attribute__((vector_size(2 * kLanes)));
+
+// Registers that a block of sums may take, in vectors, besides what it reads.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kBlockVectors = 4;
+#else
+constexpr int kBlockVectors = 2;
+#endif
+
+template <typename V>
+XLA_GPU_INLINE V Load(const void* from) {
+  V to;
+  std::memcpy(&to, from, sizeof(V));
+  return to;
+}
+
+template <typename V>
+XLA_GPU_INLINE void Store(const V& from, void* to) {
+  std::memcpy(to, &from, sizeof(V));
+}
+
+// The first num_bytes of a vector, zero after them.
+template <typename V>
+XLA_GPU_INLINE V LoadPart(const void* from, int64_t num_bytes) {
+  V to = {};
+  std::memcpy(&to, from, num_bytes);
+  return to;
+}
+
+XLA_GPU_INLINE Lanes Splat(float x) { return x - Lanes{}; }
+
+XLA_GPU_INLINE Lanes Max(Lanes a, Lanes b) { return a > b ? a : b; }
+
+template <int... i>
+XLA_GPU_INLINE Mask Indices(std::integer_sequence<int, i...>) {
+  return Mask{i...};
+}
+
+// Whether a lane's index is at least begin and less than end.
+XLA_GPU_INLINE Mask LanesIn(int64_t begin, int64_t end) {
+  const Mask indices = Indices(std::make_integer_sequence<int, kLanes>());
+  return (indices >= static_cast<int32_t>(begin)) & (indices < static_cast<int32_t>(end));
+}
+
+// Lane i of the result is lane From::Of(i) of a, or lane From::Of(i) - kLanes of b.
+template <typename From, int... i>
+XLA_GPU_INLINE Words Shuffle(Words a, Words b, std::integer_sequence<int, i...>) {
+  return __builtin_shuffle(a, b, Words{static_cast<uint32_t>(From::Of(i))...});
+}
+
+template <typename From>
+XLA_GPU_INLINE Words Shuffle(Words a, Words b) {
+  return Shuffle<From>(a, b, std::make_integer_sequence<int, kLanes>());
+}
+
+template <int kDistance>
+struct Exchanged {
+  static constexpr int Of(int i) { return i ^ kDistance; }
+};
+
+// x combined with itself, lane by lane in a fixed tree, until all lanes are the same.
+template <int kDistance = kLanes / 2, typename Combine>
+XLA_GPU_INLINE float Reduce(Lanes x, Combine combine) {
+  const Words words = BitCast<Words>(x);
+  x = combine(x, BitCast<Lanes>(Shuffle<Exchanged<kDistance>>(words, words)));
+  if constexpr (kDistance > 1) return Reduce<kDistance / 2>(x, combine);
+  return x[0];
+}
+
+XLA_GPU_INLINE float MaxOfLanes(Lanes x) {
+  return Reduce(x, [](Lanes a, Lanes b) { return Max(a, b); });
+}
+
+XLA_GPU_INLINE float SumOfLanes(Lanes x) {
+  return Reduce(x, [](Lanes a, Lanes b) { return a + b; });
+}
+
+// Blocks of kSize lanes, those at even or at odd places: first of a, then of b; for kSize up to 2
+// within 128 bits, where there is an instruction for it.
+template <int kSize, int kOdd>
+struct EveryOther {
+  static constexpr int Of(int i) {
+    constexpr int kWidth = kSize > 2 ? kLanes : 4;
+    const int place = i % kWidth / kSize, of_b = place >= kWidth / kSize / 2;
+    const int block = (place % (kWidth / kSize / 2)) * 2 + kOdd;
+    return i / kWidth * kWidth + block * kSize + i % kSize + of_b * kLanes;
+  }
+};
+
+template <int kSize>
+XLA_GPU_INLINE Lanes AddNeighbours(Lanes a, Lanes b) {
+  const Words x = BitCast<Words>(a), y = BitCast<Words>(b);
+  return BitCast<Lanes>(Shuffle<EveryOther<kSize, 0>>(x, y)) +
+         BitCast<Lanes>(Shuffle<EveryOther<kSize, 1>>(x, y));
+}
+
+// Lane i of SumEach is the sum of the vector at this place.
+constexpr int PlaceOf(int i) {
+  constexpr int kOf128Bits[] = {0, 8, 4, 12}, kOfLane[] = {0, 2, 1, 3};
+  return kOf128Bits[i / 4] * kLanes / 16 + kOfLane[i % 4];
+}
+
+// The sums over the lanes of each of kLanes vectors, each by the same tree. Overwrites the vectors.
+template <int kSize = kLanes / 2>
+XLA_GPU_INLINE Lanes SumEach(Lanes (&x)[kLanes]) {
+#pragma GCC unroll 8
+  for (int i = 0; i < kSize; ++i) x[i] = AddNeighbours<kSize>(x[i], x[i + kSize]);
+  if constexpr (kSize > 1) {
+    return SumEach<kSize / 2>(x);
+  } else {
+    return x[0];
+  }
+}
+
+// kLanes numbers in storage, of which the first `count` exist; the others are zero.
+XLA_GPU_INLINE Lanes LoadWide(const float* from, int64_t count) {
+  return count >= kLanes ? Load<Lanes>(from) : LoadPart<Lanes>(from, 4 * count);
+}
+
+XLA_GPU_INLINE HalfWords LoadHalfWords(const void* from, int64_t count) {
+  return count >= kLanes ? Load<HalfWords>(from) : LoadPart<HalfWords>(from, 2 * count);
+}
+
+XLA_GPU_INLINE Words Widen(HalfWords x) {
+#if defined(__AVX512F__)
+  return (Words)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)x);
+#elif defined(__AVX2__)
+  return (Words)_mm256_cvtepu16_epi32((__m128i)x);
+#else
+  return __builtin_convertvector(x, Words);
+#endif
+}
+
+XLA_GPU_INLINE Lanes LoadWide(const BFloat16* from, int64_t count) {
+  return BitCast<Lanes>(Widen(LoadHalfWords(from, count)) << 16);
+}
+
+XLA_GPU_INLINE Lanes LoadWide(const Half* from, int64_t count) {
+  const HalfWords x = LoadHalfWords(from, count);
+#if defined(__AVX512F__)
+  return (Lanes)_mm512_maskz_cvtph_ps(0xffff, (__m256i)x);
+#elif defined(__AVX2__)
+  return (Lanes)_mm256_cvtph_ps((__m128i)x);
+#else
+  // The exponent is rebased by a multiplication, exact also for binary16's subnormals.
+  const Words bits = Widen(x), magnitude = (bits & 0x7fff) << 13, sign = (bits & 0x8000) << 16;
+  const Words finite = BitCast<Words>(BitCast<Lanes>(magnitude) * 0x1p112f);
+  return BitCast<Lanes>(sign | (magnitude < 0x0f800000u ? finite : magnitude | 0x7f800000u));
+#endif
+}
+
+// 2^x for x <= 0 or NaN, within 2 ulp; 0 where 2^x would be subnormal. x = n + f with |f| <= 1/2;
+// 2^f by the Taylor polynomial of e^(f ln 2) of degree 7, whose remainder is below 2^-27.
+XLA_GPU_INLINE Lanes Exp2OfNonPositive(Lanes x) {
+  const Lanes shifted = x + 12582912.0f;  // 1.5 * 2^23: rounds to an integer
+  const Lanes f = x - (shifted - 12582912.0f);
+  Lanes e = Splat(1.5252734e-5f);
+  e = e * f + 1.5403530e-4f;
+  e = e * f + 1.3333558e-3f;
+  e = e * f + 9.6181291e-3f;
+  e = e * f + 5.5504109e-2f;
+  e = e * f + 2.4022651e-1f;
+  e = e * f + 6.9314718e-1f;
+  e = e * f + 1.0f;
+  const Words exponent = (BitCast<Words>(shifted) + 127) << 23;
+  return x < -126.0f ? Lanes{} : e * BitCast<Lanes>(exponent);
+}
+
+// tanh(x), within 2^-23 of it.
+XLA_GPU_INLINE Lanes Tanh(Lanes x) {
+  const Lanes magnitude = x < 0 ? -x : x;
+  const Lanes e = Exp2OfNonPositive(magnitude * -2.88539008f);  // e^(-2 |x|)
+  const Lanes tanh = (1.0f - e) / (1.0f + e);
+  return x < 0 ? -tanh : tanh;
+}
+
+}  // namespace
+}  // namespace xla_gpu
