@@ -75,7 +75,11 @@ XLA_GPU_INLINE Mask LanesIn(int64_t begin, int64_t end) {
 // Lane i of the result is lane From::Of(i) of a, or lane From::Of(i) - kLanes of b.
 template <typename From, int... i>
 XLA_GPU_INLINE Words Shuffle(Words a, Words b, std::integer_sequence<int, i...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(a, b, From::Of(i)...);
+#else
   return __builtin_shuffle(a, b, Words{static_cast<uint32_t>(From::Of(i))...});
+#endif
 }
 
 template <typename From>
@@ -111,9 +115,10 @@ template <int kSize, int kOdd>
 struct EveryOther {
   static constexpr int Of(int i) {
     constexpr int kWidth = kSize > 2 ? kLanes : 4;
-    const int place = i % kWidth / kSize, of_b = place >= kWidth / kSize / 2;
-    const int block = (place % (kWidth / kSize / 2)) * 2 + kOdd;
-    return i / kWidth * kWidth + block * kSize + i % kSize + of_b * kLanes;
+    constexpr int kOfEach = kWidth / kSize / 2;
+    const int place = i % kWidth / kSize;
+    const int block = place % kOfEach * 2 + kOdd;
+    return i / kWidth * kWidth + block * kSize + i % kSize + place / kOfEach * kLanes;
   }
 };
 

@@ -18,6 +18,9 @@
 
 #include "../simd.h"
 
+// The compiler chooses which product of a sum to fuse: one copy of a function, one choice.
+#define XLA_GPU_ONE_COPY __attribute__((noinline))
+
 namespace xla_gpu::paged_attention {
 namespace {
 
@@ -212,8 +215,8 @@ struct RowState {
 // Replaces a row's logits, of which those at [begin, end) of the tile count, by their weights, zero
 // where they do not, and returns the factor by which the row's earlier sums must shrink. Logits and
 // weights before `first` and from `last` on are not looked at; both are multiples of kLanes.
-XLA_GPU_INLINE float Weigh(float* logits, int64_t begin, int64_t end, int64_t first, int64_t last,
-                           float soft_cap, RowState* state) {
+XLA_GPU_ONE_COPY float Weigh(float* logits, int64_t begin, int64_t end, int64_t first, int64_t last,
+                             float soft_cap, RowState* state) {
   Lanes largest = Splat(-kInfinity);
   for (int64_t j = first; j < last; j += kLanes) {
     Lanes x = Load<Lanes>(logits + j);
@@ -469,7 +472,8 @@ class Attention {
     }
   }
 
-  void AddToTotal(int64_t row, float found_max, float found_weight, const float* found) {
+  XLA_GPU_ONE_COPY void AddToTotal(int64_t row, float found_max, float found_weight,
+                                   const float* found) {
     const float max = found_max > total_max_[row] ? found_max : total_max_[row];
     const float shift = max == -kInfinity ? 0.0f : max;
     const float shrink = Exp2OfNonPositive(Splat(total_max_[row] - shift))[0];
@@ -485,8 +489,9 @@ class Attention {
       T* output = static_cast<T*>(p_.output) + RowOffset(row);
       const float* total = totals_ + row * stride_;
       // Zero has one sign, whichever sums came to it.
-      for (int64_t d = 0; d < p_.head_size; ++d)
+      for (int64_t d = 0; d < p_.head_size; ++d) {
         FromFloat(total[d] / total_weight_[row] + 0.0f, output + d);
+      }
     }
   }
 
