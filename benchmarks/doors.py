@@ -8,11 +8,8 @@ the machine's speed meets all of them; compare the ratios, not the absolute time
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -32,6 +29,7 @@ from rich.table import Table
 
 import jax_frontend
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
+from benchmarks import machine
 from tests import reference
 from tests.compare import assert_close, assert_same_bits
 
@@ -213,12 +211,6 @@ def report(console: Console, results: dict[str, Any]) -> None:
     console.print(table)
 
 
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
-    return names[0] if names else platform.machine()
-
-
 def main() -> None:
     """Times every door on this machine's CPU."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.doors", description=__doc__)
@@ -226,11 +218,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the results to this file, as JSON")
     options = parser.parse_args()
     results = {
-        "machine": {"processor": _processor(), "cores": os.cpu_count()},
-        "versions": {
-            package: importlib.metadata.version(package)
-            for package in ("xla-paged-attention", "jax", "torch", "torch_xla")
-        },
+        "machine": machine.cpu(),
+        "versions": machine.versions(("xla-paged-attention", "jax", "torch", "torch_xla")),
         "call_overhead_us": call_overheads(options.rounds),
         "read_gb_per_s": read_bandwidth(options.rounds),
         "decode": decode_rates(options.rounds),

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import bench, check, peers, report, workloads
-from benchmarks.gpu.workloads import Workload, uniform
+from benchmarks import contest, report, workloads
+from benchmarks.gpu import bench, check
+from benchmarks.gpu.peers import PEERS
+from benchmarks.workloads import Workload, uniform
 from examples.replay.models import Model
 
 MODEL = Model("small", 8, 2, 64)
@@ -35,11 +37,11 @@ def test_counts() -> None:
     Workload("mixed", "mixed", WINDOWED, ((30, 90), (1, 7), (1, 130)), 8),
 ], ids=lambda workload: workload.name)  # fmt: skip
 def test_right_first(workload: Workload) -> None:
-    operands = workload.operands()
-    result = peers.ours(workload, operands)()
-    assert bench.error_of(result, workload, operands) <= 1
-    assert bench.error_of(result * 1.1, workload, operands) > 1
-    assert bench.error_of(torch.full_like(result, torch.nan), workload, operands) > 1
+    operands = workload.operands("cpu")
+    result = contest.ours(workload, operands)()
+    assert contest.error_of(result, workload, operands) <= 1
+    assert contest.error_of(result * 1.1, workload, operands) > 1
+    assert contest.error_of(torch.full_like(result, torch.nan), workload, operands) > 1
 
 
 def test_a_row_and_its_tables(tmp_path: Path) -> None:
@@ -56,7 +58,10 @@ def test_a_row_and_its_tables(tmp_path: Path) -> None:
         "steps": {"build": {"ok": True, "seconds": 1.0, "last_words": "built"}},
         "bench": {
             "limits": bench.limits(),
-            "rows": [bench.row_of(DECODE, True), bench.row_of(PREFILL, True)],
+            "rows": [
+                contest.row_of(DECODE, "cpu", contest.OURS | PEERS),
+                contest.row_of(PREFILL, "cpu", contest.OURS | PEERS),
+            ],
             "not_measured": ["131072"],
         },
     }
@@ -75,7 +80,7 @@ def test_lengths_of_a_trace(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,100,10\n1,7,1\n")
     assert workloads.of_trace(trace, 5) == ((1, 105), (1, 7))
-    names = [workload.name for workload in workloads.workloads(trace)]
+    names = [workload.name for workload in bench.workloads(trace)]
     assert len(set(zip(names, range(len(names)), strict=True))) == len(names)
     assert "64 of trace" in names
 

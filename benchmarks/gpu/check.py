@@ -9,7 +9,6 @@ report.json and report.md. What went well is not done again on the same commit, 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -21,7 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import report
+from benchmarks import report
+from benchmarks.machine import versions
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build/gpu"
@@ -78,16 +78,10 @@ def machine() -> dict[str, Any]:
         check=True,
     )
     values = [value.strip() for value in query.stdout.splitlines()[0].split(",")]
-    versions: dict[str, str | None] = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
     return {
         **dict(zip(fields.split(","), values, strict=True)),
         "python": sys.version.split()[0],
-        "versions": versions,
+        "versions": versions(PACKAGES),
         "commit": _commit(),
     }
 

@@ -1,61 +1,22 @@
-"""The other libraries' attention, each on the same workload: a function that makes a callable, or
-says by an exception why it cannot. What they need that we do not (contiguous or padded K and V, a
-plan made on the host) is made ready beforehand and not timed."""
+"""Other libraries' attention on GPUs. What they need that we do not (contiguous or padded K and V,
+a plan made on the host) is made ready beforehand and not timed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.workloads import DEVICE, Workload
-
-Contestant = Callable[[], torch.Tensor]
-
-
-class DoesNotApply(Exception):
-    """The library has no way to compute this workload."""
-
-
-def ours(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
-    """This library, through torch eager."""
-    import torch_frontend  # noqa: F401, PLC0415
-
-    attributes = workload.model.attributes()
-    return lambda: torch.ops.xla_gpu.paged_attention(*operands, **attributes)
-
-
-def gathered(workload: Workload, operands: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V as [batch, kv heads, context, head size]; all sequences must be alike."""
-    if len(set(workload.sequences)) != 1:
-        raise DoesNotApply("sequences of several lengths")
-    if workload.model.sliding_window or workload.model.soft_cap:
-        raise DoesNotApply("a window or a cap")
-    context = workload.sequences[0][1]
-    blocks = operands[1][operands[3].long()]
-    flat = blocks.flatten(1, 2)[:, :context]
-    return flat[:, :, 0::2].transpose(1, 2).contiguous(), flat[:, :, 1::2].transpose(
-        1, 2
-    ).contiguous()
-
-
-def torch_sdpa(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
-    """torch.nn.functional.scaled_dot_product_attention over gathered K and V."""
-    key, value = gathered(workload, operands)
-    q_len, context = workload.sequences[0]
-    if q_len not in (1, context):
-        raise DoesNotApply("causal attention of a chunk")
-    query = operands[0].unflatten(0, (-1, q_len)).transpose(1, 2)
-    scale = workload.model.attributes()["scale"]
-
-    def run() -> torch.Tensor:
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=q_len > 1, scale=scale, enable_gqa=True
-        )
-        return out.transpose(1, 2).flatten(0, 1)
-
-    return run
+from benchmarks.contest import (
+    Contestant,
+    DoesNotApply,
+    Maker,
+    gathered,
+    jitted,
+    to_jax,
+    torch_sdpa,
+)
+from benchmarks.workloads import Workload
 
 
 def flashinfer(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
@@ -70,7 +31,7 @@ def flashinfer(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
     last = lengths - (pages - 1) * block_size
     # Its layout: [blocks, 2, block size, kv heads, head size].
     kv = cache.unflatten(2, (-1, 2)).permute(0, 3, 1, 2, 4).contiguous()
-    workspace = torch.empty(512 << 20, dtype=torch.uint8, device=DEVICE)
+    workspace = torch.empty(512 << 20, dtype=torch.uint8, device=query.device)
     window = (model.sliding_window or 0) - 1
     options: dict[str, Any] = {
         "window_left": window,
@@ -113,20 +74,6 @@ def flash_attention_3(workload: Workload, operands: list[torch.Tensor]) -> Conte
     )
 
 
-def _jax(function: Callable[..., Any], *arrays: Any) -> Contestant:
-    """A jitted function of JAX. It runs on JAX's own stream: who times it must synchronize both."""
-    import jax  # noqa: PLC0415
-
-    jitted = jax.jit(function)
-    return lambda: jitted(*arrays)
-
-
-def _to_jax(tensor: torch.Tensor) -> Any:
-    import jax  # noqa: PLC0415
-
-    return jax.dlpack.from_dlpack(tensor.contiguous())
-
-
 def jax_cudnn(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
     """jax.nn.dot_product_attention with cuDNN, over gathered K and V."""
     import jax  # noqa: PLC0415
@@ -143,7 +90,7 @@ def jax_cudnn(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
         )
         return out.reshape(-1, *out.shape[2:])
 
-    return _jax(attend, *map(_to_jax, (operands[0].unflatten(0, (-1, q_len)), key, value)))
+    return jitted(attend, *map(to_jax, (operands[0].unflatten(0, (-1, q_len)), key, value)))
 
 
 def jax_pallas(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
@@ -162,24 +109,10 @@ def jax_pallas(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
             query * scale, key, value, tables, lengths, attn_logits_soft_cap=cap
         )
 
-    return _jax(attend, *map(_to_jax, (query, *pages, tables, lengths)))
+    return jitted(attend, *map(to_jax, (query, *pages, tables, lengths)))
 
 
-def jax_ours(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
-    """This library, through JAX."""
-    from functools import partial  # noqa: PLC0415
-
-    import jax_frontend  # noqa: PLC0415
-
-    attend = partial(jax_frontend.paged_attention, **workload.model.attributes())
-    return _jax(attend, *map(_to_jax, operands))
-
-
-OURS: dict[str, Callable[[Workload, list[torch.Tensor]], Contestant]] = {
-    "torch eager": ours,
-    "JAX": jax_ours,
-}
-PEERS: dict[str, Callable[[Workload, list[torch.Tensor]], Contestant]] = {
+PEERS: dict[str, Maker] = {
     "FlashInfer": flashinfer,
     "FlashAttention-3": flash_attention_3,
     "torch SDPA (contiguous)": torch_sdpa,

@@ -1,0 +1,214 @@
+"""Contests of attention: right first, then timed beside the others, all in one run.
+
+Contestants take turns, round after round; a time is the median over rounds of the mean over calls
+that are queued one after the other, so that on a GPU what the host does overlaps what the GPU does,
+as it does for a user.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.workloads import Workload
+
+Contestant = Callable[[], Any]
+
+# Makes a contestant for a workload and its operands, or says by an exception why there is none.
+Maker = Callable[[Workload, list[torch.Tensor]], Contestant]
+
+
+class DoesNotApply(Exception):
+    """The library has no way to compute this workload."""
+
+
+def wait_for(result: Any) -> None:
+    """Until everything that was queued is done."""
+    if hasattr(result, "block_until_ready"):
+        result.block_until_ready()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds(
+    contestants: Mapping[str, Contestant], rounds: int = 7, budget: float = 0.05
+) -> dict[str, list[float]]:
+    """The mean time of a call of each contestant, in every round of about `budget` seconds."""
+    calls = {}
+    for name, call in contestants.items():
+        wait_for(call())  # compiles
+        start = time.perf_counter()
+        wait_for(call())
+        once = time.perf_counter() - start
+        calls[name] = max(1, min(1000, int(budget / once)))
+        if once > 20 * budget:
+            rounds = min(rounds, 3)
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(rounds):
+        for name, call in contestants.items():
+            time.sleep(0.01)  # threads of the one before spin for a while
+            start = time.perf_counter()
+            for _ in range(calls[name]):
+                result = call()
+            wait_for(result)
+            times[name].append((time.perf_counter() - start) / calls[name])
+    return times
+
+
+def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
+    """Of each contestant."""
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def error_of(result: Any, workload: Workload, operands: list[torch.Tensor]) -> float:
+    """The largest error of a sample of rows against float64, as a share of what rounding allows."""
+    result = (
+        torch.utils.dlpack.from_dlpack(result) if not isinstance(result, torch.Tensor) else result
+    )
+    query, cache, _, tables, starts, _ = operands
+    model, worst = workload.model, 0.0
+    for s in {0, len(workload.sequences) // 2, len(workload.sequences) - 1}:
+        q_len, context = workload.sequences[s]
+        blocks = tables[s, : -(-context // workload.block_size)].long()
+        kv = cache[blocks].flatten(0, 1)[:context]
+        for i in {0, q_len // 2, q_len - 1}:
+            position = context - q_len + i
+            first = max(0, position - model.sliding_window + 1) if model.sliding_window else 0
+            attended = kv[first : position + 1].double()
+            group = model.num_heads // model.num_kv_heads
+            key = attended[:, 0::2].repeat_interleave(group, 1)
+            value = attended[:, 1::2].repeat_interleave(group, 1)
+            row = int(starts[s]) + i
+            logits = (
+                torch.einsum("hd,jhd->hj", query[row].double(), key) * model.attributes()["scale"]
+            )
+            if model.soft_cap:
+                logits = model.soft_cap * torch.tanh(logits / model.soft_cap)
+            weights = torch.softmax(logits, -1)
+            expected = torch.einsum("hj,jhd->hd", weights, value)
+            sizes = torch.einsum("hj,jhd->hd", weights, value.abs())
+            rounding = torch.finfo(query.dtype).eps
+            allowed = 1e-4 + (expected.abs() + sizes) * rounding
+            error = (result[row].double() - expected).abs() / allowed
+            worst = max(worst, float(error.nan_to_num(float("inf")).max()))
+    return worst
+
+
+def row_of(
+    workload: Workload,
+    device: str,
+    makers: Mapping[str, Maker],
+    limits: Mapping[str, Contestant] | None = None,
+) -> dict[str, Any]:
+    """What came of a workload: times, errors, and who did not take part and why.
+
+    Args:
+        limits: what is timed in the same rounds to compare with.
+    """
+    operands = workload.operands(device)
+    contestants: dict[str, Contestant] = dict(limits or {})
+    errors: dict[str, float] = {}
+    absent: dict[str, str] = {}
+    for name, make in makers.items():
+        try:
+            call = make(workload, operands)
+            errors[name] = error_of(call(), workload, operands)
+        except DoesNotApply as reason:
+            absent[name] = f"does not compute {reason}"
+        except Exception as error:  # whatever a library throws is what the table says of it
+            absent[name] = (
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            )
+        else:
+            if errors[name] <= 1:
+                contestants[name] = call
+            else:
+                absent[name] = f"wrong: {errors[name]:.3g} times the allowed error"
+    times = seconds(contestants)
+    row = {
+        "workload": workload.name,
+        "kind": workload.kind,
+        "model": str(workload.model),
+        "dtype": workload.dtype,
+        "kv_bytes": workload.kv_bytes,
+        "flops": workload.flops,
+        "seconds": medians(times),
+        "spread": {name: [min(values), max(values)] for name, values in times.items()},
+        "errors": errors,
+        "absent": absent,
+    }
+    del operands, contestants
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return row
+
+
+def ours(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
+    """This library, through torch eager."""
+    import torch_frontend  # noqa: F401, PLC0415
+
+    attributes = workload.model.attributes()
+    return lambda: torch.ops.xla_gpu.paged_attention(*operands, **attributes)
+
+
+def jitted(function: Callable[..., Any], *arrays: Any) -> Contestant:
+    """A jitted function of JAX. It runs on JAX's own stream: who times it must synchronize both."""
+    import jax  # noqa: PLC0415
+
+    compiled = jax.jit(function)
+    return lambda: compiled(*arrays)
+
+
+def to_jax(tensor: torch.Tensor) -> Any:
+    """A tensor as an array of JAX, on the same memory."""
+    import jax  # noqa: PLC0415
+
+    return jax.dlpack.from_dlpack(tensor.contiguous())
+
+
+def jax_ours(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
+    """This library, through JAX."""
+    import jax_frontend  # noqa: PLC0415
+
+    attend = partial(jax_frontend.paged_attention, **workload.model.attributes())
+    return jitted(attend, *map(to_jax, operands))
+
+
+def gathered(workload: Workload, operands: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V as [batch, kv heads, context, head size]; all sequences must be alike."""
+    if len(set(workload.sequences)) != 1:
+        raise DoesNotApply("sequences of several lengths")
+    if workload.model.sliding_window or workload.model.soft_cap:
+        raise DoesNotApply("a window or a cap")
+    context = workload.sequences[0][1]
+    blocks = operands[1][operands[3].long()]
+    flat = blocks.flatten(1, 2)[:, :context]
+    return flat[:, :, 0::2].transpose(1, 2).contiguous(), flat[:, :, 1::2].transpose(
+        1, 2
+    ).contiguous()
+
+
+def torch_sdpa(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
+    """torch.nn.functional.scaled_dot_product_attention over gathered K and V."""
+    key, value = gathered(workload, operands)
+    q_len, context = workload.sequences[0]
+    if q_len not in (1, context):
+        raise DoesNotApply("causal attention of a chunk")
+    query = operands[0].unflatten(0, (-1, q_len)).transpose(1, 2)
+    scale = workload.model.attributes()["scale"]
+
+    def run() -> torch.Tensor:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=q_len > 1, scale=scale, enable_gqa=True
+        )
+        return out.transpose(1, 2).flatten(0, 1)
+
+    return run
+
+
+OURS: dict[str, Maker] = {"torch eager": ours, "JAX": jax_ours}

@@ -1,0 +1,102 @@
+"""The CPU benchmark's results as a table and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.contest import OURS
+
+READ, PRODUCTS = "read", ("product, torch", "product, NumPy")
+
+
+def share(row: dict[str, Any], name: str, limit_bytes: int, limit_flops: int) -> float:
+    """Of the limit in the same rounds: the reading rate for decoding, else the best product's."""
+    seconds = row["seconds"]
+    if row["kind"] == "decode":
+        return row["kv_bytes"] / seconds[name] / (limit_bytes / seconds[READ])
+    best = min(seconds[product] for product in PRODUCTS)
+    return row["flops"] / seconds[name] / (limit_flops / best)
+
+
+def contestants(results: dict[str, Any]) -> list[str]:
+    """Ours, then the others, as far as they took part."""
+    names = {name: None for row in results["rows"] for name in row["seconds"]}
+    return [name for name in names if name != READ and name not in PRODUCTS]
+
+
+def show(results: dict[str, Any]) -> None:
+    """Prints the table."""
+    names = contestants(results)
+    table = Table(title="Share of the limit; in brackets the time as a multiple of our best")
+    for column in ("kind", "workload", "dtype", "ms", *names):
+        table.add_column(column, justify="left" if column in ("kind", "workload") else "right")
+    for row in results["rows"]:
+        seconds = row["seconds"]
+        best = min(seconds[name] for name in OURS if name in seconds)
+        cells = []
+        for name in names:
+            if name not in seconds:
+                cells.append("-")
+                continue
+            part = share(row, name, results["limit_bytes"], results["limit_flops"])
+            cells.append(f"{part:.0%} ({seconds[name] / best:.2f}x)")
+        table.add_row(row["kind"], row["workload"], row["dtype"], f"{best * 1e3:.2f}", *cells)
+    console = Console(width=220)
+    console.print(table)
+    growth = results.get("growth", {})
+    whole = next(iter(growth.values()), None)
+    for what, seconds in growth.items():
+        console.print(f"  {what}: {seconds / whole:.3f} of the time of {next(iter(growth))}")
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """A dot for each contestant in each row, by its share of the limit."""
+    kinds = {"decode": "share of the reading rate", "prefill": "share of the best matrix product"}
+    rows = {kind: [row for row in results["rows"] if row["kind"] == kind] for kind in kinds}
+    figure, axes = plt.subplots(
+        1, 2, figsize=(12, 1.5 + 0.26 * max(map(len, rows.values()))), layout="constrained"
+    )
+    for axis, (kind, label) in zip(axes, kinds.items(), strict=True):
+        for i, name in enumerate(contestants(results)):
+            points = [
+                (share(row, name, results["limit_bytes"], results["limit_flops"]), y)
+                for y, row in enumerate(rows[kind])
+                if name in row["seconds"]
+            ]
+            if points:
+                ours = name in OURS
+                axis.scatter(
+                    *zip(*points, strict=True),
+                    label=name if ours is False else f"this library, {name}",
+                    marker="D" if ours else "o",
+                    s=46 if ours else 26,
+                    color=f"C{i}",
+                    zorder=3 if ours else 2,
+                )
+        axis.set_yticks(
+            range(len(rows[kind])),
+            [f"{row['workload']}  {row['dtype']}" for row in rows[kind]],
+        )
+        axis.invert_yaxis()
+        axis.axvline(1, color="black", linewidth=0.8)
+        axis.set_xlim(left=0)
+        axis.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1, decimals=0))
+        axis.grid(axis="x", alpha=0.3)
+        axis.set_title(kind)
+        axis.set_xlabel(label)
+    axes[0].legend(loc="lower right", fontsize=8)
+    machine = results["machine"]
+    figure.suptitle(
+        f"{machine['processor']}, {machine['cores']} cores, {machine['instruction_set']}; "
+        "32/8 heads x 128 unless named, blocks of 16"
+    )
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,101 @@
+"""Workloads of attention: their tensors, and what they must move and multiply."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from examples.replay.models import Model
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sequences of one step: pairs (query tokens, context)."""
+
+    name: str
+    kind: str  # "decode", "prefill" or "mixed"
+    model: Model
+    sequences: tuple[tuple[int, int], ...]
+    block_size: int = 16
+    dtype: str = "bfloat16"
+    max_seqs: int = 0  # rows of the metadata, at least as many as sequences
+    max_blocks_per_seq: int = 0  # columns of the tables, at least as many as needed
+
+    @property
+    def kv_bytes(self) -> int:
+        """K and V that are attended to, each read once."""
+        positions = sum(self._attended(q_len, context) for q_len, context in self.sequences)
+        itemsize = DTYPES[self.dtype].itemsize
+        return positions * 2 * self.model.num_kv_heads * self.model.head_size * itemsize
+
+    @property
+    def flops(self) -> int:
+        """Of the two products, without what the mask leaves out."""
+        pairs = 0
+        for q_len, context in self.sequences:
+            last = np.arange(context - q_len + 1, context + 1, dtype=np.int64)
+            window = self.model.sliding_window or context
+            pairs += int(np.minimum(last, window).sum())
+        return 4 * pairs * self.model.num_heads * self.model.head_size
+
+    def _attended(self, q_len: int, context: int) -> int:
+        window = self.model.sliding_window
+        return context if window is None else min(context, window + q_len - 1)
+
+    def operands(self, device: str, seed: int = 0) -> list[torch.Tensor]:
+        """The operands of paged_attention; blocks are scattered over a pool a quarter larger."""
+        generator = torch.Generator(device).manual_seed(seed)
+        rng = np.random.default_rng(seed)
+        model, num_seqs = self.model, len(self.sequences)
+        max_seqs = max(self.max_seqs, num_seqs)
+        blocks = [-(-context // self.block_size) for _, context in self.sequences]
+        pool = rng.permutation(sum(blocks) * 5 // 4 + 1).astype(np.int32)
+        tables = np.full((max_seqs, max(self.max_blocks_per_seq, *blocks)), 2**30, np.int32)
+        taken = 0
+        for s, count in enumerate(blocks):
+            tables[s, :count] = pool[taken : taken + count]
+            taken += count
+        starts, contexts = np.zeros(max_seqs + 1, np.int32), np.zeros(max_seqs, np.int32)
+        starts[1 : num_seqs + 1] = np.cumsum([q_len for q_len, _ in self.sequences])
+        starts[num_seqs + 1 :] = starts[num_seqs]
+        contexts[:num_seqs] = [context for _, context in self.sequences]
+
+        def random(*shape: int) -> torch.Tensor:
+            dtype = DTYPES[self.dtype]
+            return torch.randn(shape, device=device, dtype=dtype, generator=generator)
+
+        def integers(values: Any) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        return [
+            random(int(starts[-1]), model.num_heads, model.head_size),
+            random(len(pool), self.block_size, 2 * model.num_kv_heads, model.head_size),
+            integers(contexts),
+            integers(tables),
+            integers(starts),
+            integers([num_seqs]),
+        ]
+
+
+def uniform(batch: int, q_len: int, context: int) -> tuple[tuple[int, int], ...]:
+    """`batch` sequences alike."""
+    return ((q_len, context),) * batch
+
+
+def of_trace(trace: Path, batch: int) -> tuple[tuple[int, int], ...]:
+    """Decode steps of the first requests of a trace, each halfway through its answer."""
+    with trace.open() as file:
+        rows = list(csv.DictReader(file))[:batch]
+    lengths = [int(r["ContextTokens"]) + int(r["GeneratedTokens"]) // 2 for r in rows]
+    return tuple((1, length) for length in lengths)

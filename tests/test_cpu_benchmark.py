@@ -1,0 +1,68 @@
+"""The CPU's benchmark: what takes part is right, and the shares and the picture follow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import contest
+from benchmarks.cpu import bench, report
+from benchmarks.cpu.peers import PEERS
+from benchmarks.workloads import Workload, uniform
+from examples.replay.models import Model
+
+SMALL = Model("small", 8, 2, 64)
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "LIMIT_BYTES", 1 << 20)
+    monkeypatch.setattr(bench, "LIMIT_SIZE", 64)
+
+
+def results(*workloads: Workload) -> dict[str, Any]:
+    makers = contest.OURS | PEERS
+    return {
+        "machine": {"processor": "a processor", "cores": 2, "instruction_set": "avx2"},
+        "limit_bytes": bench.LIMIT_BYTES,
+        "limit_flops": 2 * bench.LIMIT_SIZE**3,
+        "rows": [contest.row_of(x, "cpu", makers, bench.limits()) for x in workloads],
+    }
+
+
+def test_rows_and_their_report(
+    limits: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decode = Workload("b2 x 90", "decode", SMALL, uniform(2, 1, 90), dtype="float32")
+    prefill = Workload("40", "prefill", SMALL, uniform(1, 40, 40))
+    found = results(decode, prefill)
+    first, second = found["rows"]
+    expected = {"torch eager", "JAX", "torch SDPA (contiguous)"}
+    assert expected | {"torch SDPA, grouped (contiguous)", "jax.numpy"} <= set(first["seconds"])
+    assert expected <= set(second["seconds"])
+    assert set(first["errors"]) == set(first["seconds"]) - {"read", *report.PRODUCTS}
+    assert "vLLM" in first["absent"]
+
+    first["seconds"] |= {"read": 1e-3, "torch eager": 2e-3, "JAX": 1e-3}
+    read = first["kv_bytes"] / (1 << 20)
+    shares = [report.share(first, name, 1 << 20, 1) for name in ("torch eager", "JAX")]
+    assert shares == pytest.approx([read / 2, read])
+    second["seconds"] |= {"product, torch": 2.0, "product, NumPy": 1.0, "JAX": 4.0}
+    assert report.share(second, "JAX", 1, second["flops"]) == pytest.approx(0.25)
+
+    report.show(found)
+    assert "b2 x 90" in capsys.readouterr().out
+    report.draw(found, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_padding_is_part_of_a_workload() -> None:
+    padded = Workload("", "decode", SMALL, uniform(2, 1, 90), max_seqs=5, max_blocks_per_seq=9)
+    query, _, contexts, tables, starts, num_seqs = padded.operands("cpu")
+    assert query.shape == (2, 8, 64) and contexts.tolist() == [90, 90, 0, 0, 0]
+    assert tables.shape == (5, 9) and starts.tolist() == [0, 1, 2, 2, 2, 2]
+    assert num_seqs.tolist() == [2]
+    operands = padded.operands("cpu")
+    assert contest.error_of(contest.ours(padded, operands)(), padded, operands) <= 1
