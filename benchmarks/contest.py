@@ -51,7 +51,7 @@ def seconds(
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, call in contestants.items():
-            time.sleep(0.01)  # threads of the one before spin for a while
+            time.sleep(0.05)  # the threads of the one before spin for a while
             start = time.perf_counter()
             for _ in range(calls[name]):
                 result = call()
