@@ -213,28 +213,29 @@ struct RowState {
 };
 
 // Replaces a row's logits, of which those at [begin, end) of the tile count, by their weights, zero
-// where they do not, and returns the factor by which the row's earlier sums must shrink. Logits and
-// weights before `first` and from `last` on are not looked at; both are multiples of kLanes.
-XLA_GPU_ONE_COPY float Weigh(float* logits, int64_t begin, int64_t end, int64_t first, int64_t last,
-                             float soft_cap, RowState* state) {
-  Lanes largest = Splat(-kInfinity);
-  for (int64_t j = first; j < last; j += kLanes) {
-    Lanes x = Load<Lanes>(logits + j);
-    if (soft_cap > 0) x = Tanh(x) * (soft_cap * kLog2E);
-    if (j < begin || j + kLanes > end) {
-      x = LanesIn(begin - j, end - j) ? x : Splat(-kInfinity);
+// where they do not, and returns the factor by which the row's earlier sums must shrink.
+XLA_GPU_ONE_COPY float Weigh(float* logits, int64_t begin, int64_t end, float soft_cap,
+                             RowState* state) {
+  constexpr int kVectors = kTile / kLanes;
+  Lanes x[kVectors], largest = Splat(-kInfinity);
+#pragma GCC unroll 16
+  for (int i = 0; i < kVectors; ++i) {
+    x[i] = Load<Lanes>(logits + i * kLanes);
+    if (soft_cap > 0) x[i] = Tanh(x[i]) * (soft_cap * kLog2E);
+    if (begin > 0 || end < kTile) {
+      x[i] = LanesIn(begin - i * kLanes, end - i * kLanes) ? x[i] : Splat(-kInfinity);
     }
-    Store(x, logits + j);
-    largest = Max(x, largest);
+    largest = Max(x[i], largest);
   }
   const float found = MaxOfLanes(largest);
   const float max = found > state->max ? found : state->max;
   const float shift = max == -kInfinity ? 0.0f : max;  // all logits -inf: weights of 0, not NaN
   const float shrink = Exp2OfNonPositive(Splat(state->max - shift))[0];
   Lanes sums = state->sums * shrink;
-  for (int64_t j = first; j < last; j += kLanes) {
-    const Lanes weights = Exp2OfNonPositive(Load<Lanes>(logits + j) - shift);
-    Store(weights, logits + j);
+#pragma GCC unroll 16
+  for (int i = 0; i < kVectors; ++i) {
+    const Lanes weights = Exp2OfNonPositive(x[i] - shift);
+    Store(weights, logits + i * kLanes);
     sums += weights;
   }
   *state = {max, sums};
@@ -268,6 +269,7 @@ class Attention {
         {&states_, num_rows_ * static_cast<int64_t>(sizeof(RowState))},
         {&keys_, kTile * 8},
         {&next_keys_, kTile * 8},
+        {&positions_, rows_per_head_ * 4},
     };
     int64_t num_bytes = 0;
     for (const auto& x : arrays) num_bytes += RoundUp(x.num_bytes, kCacheLineBytes);
@@ -280,6 +282,9 @@ class Attention {
 
   void Attend() {
     WidenQueries();
+    for (int64_t row = 0; row < rows_per_head_; ++row) {
+      positions_[row] = static_cast<int32_t>(piece_.position + row / group_);
+    }
     StartTotals();
     num_next_ = FindKeys(piece_.begin / kTile * kTile, next_keys_);
     for (int64_t split = piece_.begin / kSplit * kSplit; split < piece_.end; split += kSplit) {
@@ -390,9 +395,8 @@ class Attention {
                               p_.head_size, stride_, logits, next);
       for (int64_t r = 0; r < num_rows; ++r) {
         const Range own = RangeOfRows(first + r, 1, tile, begin, end);
-        shrink_[first + r] =
-            Weigh(logits + r * kTile, own.begin, own.end, all.begin / kLanes * kLanes,
-                  RoundUp(all.end, kLanes), p_.soft_cap, &states_[first_row + first + r]);
+        shrink_[first + r] = Weigh(logits + r * kTile, own.begin, own.end, p_.soft_cap,
+                                   &states_[first_row + first + r]);
       }
     });
     ForEachBlock(rows_per_head_, [&](auto num_rows, int64_t first) {
@@ -421,10 +425,8 @@ class Attention {
   // Of the tile, what any of some rows of a kv head attends to.
   Range RangeOfRows(int64_t first, int64_t num_rows, int64_t tile, int64_t begin,
                     int64_t end) const {
-    const int64_t first_position = piece_.position + first / group_;
-    const int64_t last_position = piece_.position + (first + num_rows - 1) / group_;
-    return {Larger(p_.WindowBegin(first_position), begin) - tile,
-            Smaller(last_position + 1, end) - tile};
+    return {Larger(p_.WindowBegin(positions_[first]), begin) - tile,
+            Smaller(positions_[first + num_rows - 1] + 1, end) - tile};
   }
 
   // Widens K or V of a kv head at positions [begin, end) of the tile.
@@ -516,6 +518,7 @@ class Attention {
   const char** keys_;       // [kTile]
   const char** next_keys_;  // [kTile], of the tile after this
   int64_t num_next_;
+  int32_t* positions_;  // [rows_per_head], of the tokens of the rows
 };
 
 template <typename Do>
