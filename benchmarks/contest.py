@@ -48,10 +48,22 @@ def seconds(
         calls[name] = max(1, min(1000, int(budget / once)))
         if once > 20 * budget:
             rounds = min(rounds, 3)
+    return take_turns(contestants, rounds, calls, rest=0.05)  # while threads of the one before spin
+
+
+def take_turns(
+    contestants: Mapping[str, Contestant], rounds: int, calls: Mapping[str, int], rest: float = 0
+) -> dict[str, list[float]]:
+    """The mean time of a call of each contestant, in every round.
+
+    Args:
+        calls: how many of them make a turn.
+        rest: seconds before each turn.
+    """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, call in contestants.items():
-            time.sleep(0.05)  # the threads of the one before spin for a while
+            time.sleep(rest)
             start = time.perf_counter()
             for _ in range(calls[name]):
                 result = call()

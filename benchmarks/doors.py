@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,6 +28,7 @@ from rich.table import Table
 import jax_frontend
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
 from benchmarks import machine
+from benchmarks.contest import medians, take_turns
 from tests import reference
 from tests.compare import assert_close, assert_same_bits
 
@@ -37,18 +36,12 @@ I32 = np.int32
 Timings = dict[str, float]
 
 
-def take_turns(contestants: dict[str, Callable[[], Any]], rounds: int, calls: int) -> Timings:
-    """Median microseconds per call of each contestant."""
-    times: dict[str, list[float]] = {name: [] for name in contestants}
+def microseconds_of(contestants: dict[str, Callable[[], Any]], rounds: int, calls: int) -> Timings:
+    """The median time of a call of each contestant."""
     for call in contestants.values():
         call()  # compiles
-    for _ in range(rounds):
-        for name, call in contestants.items():
-            start = time.perf_counter()
-            for _ in range(calls):
-                call()
-            times[name].append((time.perf_counter() - start) / calls * 1e6)
-    return {name: statistics.median(values) for name, values in times.items()}
+    times = take_turns(contestants, rounds, dict.fromkeys(contestants, calls))
+    return {name: seconds * 1e6 for name, seconds in medians(times).items()}
 
 
 def decode_step(batch: int, context: int, num_heads: int, num_kv_heads: int) -> list[Any]:
@@ -87,7 +80,7 @@ def call_overheads(rounds: int) -> dict[str, dict[str, float]]:
     on_cpu = [torch.from_numpy(np.asarray(x)) for x in operands]
     ones = torch.ones(4)
     with torch.inference_mode():
-        eager = take_turns(
+        eager = microseconds_of(
             {"paged_attention": lambda: attend(*on_cpu, 0.3), "aten.add": lambda: ones + ones},
             rounds,
             500,
@@ -99,7 +92,7 @@ def call_overheads(rounds: int) -> dict[str, dict[str, float]]:
     increment = jax.jit(lambda x: x + 1)
     six = jax.jit(lambda a, b, c, d, e, f: a + b[0, 0, 0, 0] + c[0] + d[0, 0] + e[0] + f)
     x = jnp.ones(4)
-    in_jax = take_turns(
+    in_jax = microseconds_of(
         {
             "paged_attention": lambda: jitted(*arrays),
             "simple_add": lambda: add(x, x),
@@ -115,7 +108,7 @@ def call_overheads(rounds: int) -> dict[str, dict[str, float]]:
     ones_on_xla = ones.to(device)
     torch_xla.sync(wait=True)
     with torch.no_grad():  # tracing only: the graphs are dropped, never run
-        lazy = take_turns(
+        lazy = microseconds_of(
             {
                 "paged_attention": lambda: attend(*on_xla, 0.3),
                 "aten.add": lambda: ones_on_xla + ones_on_xla,
@@ -137,7 +130,7 @@ def decode_rates(rounds: int) -> list[dict[str, Any]]:
             assert_close(result, oracle, "float32")
             assert_same_bits(result, results["torch eager"])
         gigabytes = 2 * batch * context * 8 * 128 * 4 / 1e9
-        for door, microseconds in take_turns(contestants, rounds, 3).items():
+        for door, microseconds in microseconds_of(contestants, rounds, 3).items():
             rows.append(
                 {
                     "batch": batch,
@@ -186,7 +179,9 @@ def _as_numpy(result: Any) -> np.ndarray:
 def read_bandwidth(rounds: int) -> float:
     """GB/s of summing 512 MB with all of torch's threads: what a decode step could reach."""
     data = torch.ones(1 << 27)
-    return 0.512 * 1.048576 / (take_turns({"sum": lambda: data.sum()}, rounds, 1)["sum"] * 1e-6)
+    return (
+        0.512 * 1.048576 / (microseconds_of({"sum": lambda: data.sum()}, rounds, 1)["sum"] * 1e-6)
+    )
 
 
 def report(console: Console, results: dict[str, Any]) -> None:

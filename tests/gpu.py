@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -15,38 +15,31 @@ from tests.arrays import exchangeable
 ON_CUDA = os.environ.get("XLA_GPU_TEST_ON") == "cuda"
 
 
-class Gpu(Protocol):
-    native: Any
+class Gpu:
+    def __init__(self, native: Any) -> None:
+        self.native = native
 
     def run(
         self, op: Any, operands: Sequence[Any], results: Sequence[Any], seed: int, **attributes: Any
     ) -> None:
         """Calls an op's handler; writes into the results, which may be operands. The seed varies
         the order of threads, where something does."""
+        self._call(self.native.EagerCall("cuda", op.TARGET, attributes), operands, results, seed)
+
+    def _call(self, call: Any, operands: Sequence[Any], results: Sequence[Any], seed: int) -> None:
+        raise NotImplementedError
 
 
-class EmulatedGpu:
-    def __init__(self, native: Any) -> None:
-        self.native = native
-
-    def run(
-        self, op: Any, operands: Sequence[Any], results: Sequence[Any], seed: int, **attributes: Any
-    ) -> None:
-        call = self.native.EagerCall("cuda", op.TARGET, attributes)
+class EmulatedGpu(Gpu):
+    def _call(self, call: Any, operands: Sequence[Any], results: Sequence[Any], seed: int) -> None:
         with mock.patch.dict(os.environ, XLA_GPU_SIMT_SEED=str(seed)):
             call([exchangeable(x) for x in operands], [exchangeable(x) for x in results])
 
 
-class RealGpu:
-    def __init__(self, native: Any) -> None:
-        self.native = native
-
-    def run(
-        self, op: Any, operands: Sequence[Any], results: Sequence[Any], seed: int, **attributes: Any
-    ) -> None:
+class RealGpu(Gpu):
+    def _call(self, call: Any, operands: Sequence[Any], results: Sequence[Any], seed: int) -> None:
         import torch  # noqa: PLC0415
 
-        call = self.native.EagerCall("cuda", op.TARGET, attributes)
         tensors = {id(x): exchange_to_cuda(x) for x in (*operands, *results)}
         stream = torch.cuda.current_stream().cuda_stream
         capsules = [

@@ -21,6 +21,7 @@ from torch_xla.stablehlo import exported_program_to_stablehlo
 import jax_frontend
 import torch_frontend
 from shared_ffi import _native, _pjrt, lowering
+from shared_ffi.spec import ArraySpec
 from tests import hlo
 from tests.test_torch_xla import ATTENTION, UPDATE, Layer, layer_inputs
 from torch_frontend import openxla
@@ -66,24 +67,14 @@ def of_jax(h200: Any, function: Callable[..., Any], *operands: Any, donate: Any 
 
 def of_torch_xla(h200: Any, module: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> str:
     """The optimized HLO of a module that torch_xla exports for CUDA."""
-    # JAX has no public way to compile StableHLO of others for a device that is not there.
-    from jax._src import compiler, xla_bridge  # noqa: F401, PLC0415
-    from jax._src.interpreters import mlir  # noqa: PLC0415
-    from jax._src.lib import xla_client  # noqa: PLC0415
-    from jaxlib.mlir.dialects import stablehlo  # noqa: PLC0415
-
     with torch_frontend.export_platform("cuda"):
         exported = exported_program_to_stablehlo(torch.export.export(module, arguments))
-    program = stablehlo.deserialize_portable_artifact(
-        mlir.make_ir_context(), exported.get_stablehlo_bytecode("forward")
+    (function,) = exported._bundle.stablehlo_funcs
+    operands, results = (
+        [ArraySpec(tuple(array.shape), array.dtype) for array in signature]
+        for signature in (function.meta.input_signature, function.meta.output_signature)
     )
-    executable = h200.client.compile(
-        program,
-        executable_devices=xla_client.DeviceList((h200,)),
-        compile_options=compiler.get_compile_options(num_replicas=1, num_partitions=1),
-    )
-    text: str = executable.hlo_modules()[0].to_string()
-    return text
+    return lowering.compile_stablehlo(function.bytecode, operands, results, h200).as_text()
 
 
 def layer_in_jax(cache: Any, key: Any, slots: Any, query: Any, *metadata: Any) -> Any:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import contest, report, workloads
-from benchmarks.gpu import bench, check
+from benchmarks import contest, workloads
+from benchmarks.gpu import bench, check, report
 from benchmarks.gpu.peers import PEERS
 from benchmarks.workloads import Workload, uniform
 from examples.replay.models import Model

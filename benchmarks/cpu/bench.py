@@ -106,10 +106,11 @@ def main() -> None:
         "limit_flops": 2 * LIMIT_SIZE**3,
         "rows": [],
     }
+    to_beat = limits()
     for workload in workloads(options.trace):
         if options.only not in f"{workload.kind} {workload.name} {workload.dtype}":
             continue
-        row = row_of(workload, "cpu", OURS | PEERS, limits())
+        row = row_of(workload, "cpu", OURS | PEERS, to_beat)
         results["rows"].append(row)
         options.out.write_text(json.dumps(results, indent=1))
         print(workload.kind, workload.name, workload.dtype, flush=True)

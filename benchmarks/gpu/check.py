@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks.gpu import report
 from benchmarks.machine import versions
 
 ROOT = Path(__file__).parents[2]

@@ -46,8 +46,8 @@ XLA_GPU_HOST_DEVICE inline float ToFloat(BFloat16 x) {
   return BitCast<float>(static_cast<uint32_t>(x.bits) << 16);
 }
 
-// Branch-free so that loops over it vectorize: the exponent is rebased by a multiplication, which
-// is exact and turns binary16's subnormals into normal floats.
+// The exponent is rebased by a multiplication, which is exact and turns binary16's subnormals into
+// normal floats.
 XLA_GPU_INLINE float ToFloat(Half x) {
   const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;

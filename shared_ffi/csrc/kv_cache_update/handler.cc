@@ -99,26 +99,25 @@ ffi::Error OnCuda(ffi::AnyBuffer kv_cache, ffi::AnyBuffer key, ffi::AnyBuffer va
 }
 #endif
 
+// What a call has on every platform.
+auto Bind() {
+  return ffi::Ffi::Bind()
+      .Arg<ffi::AnyBuffer>()   // kv_cache
+      .Arg<ffi::AnyBuffer>()   // key
+      .Arg<ffi::AnyBuffer>()   // value
+      .Arg<ffi::AnyBuffer>()   // slot_mapping
+      .Ret<ffi::AnyBuffer>();  // the kv_cache, updated in place
+}
+
 }  // namespace
 }  // namespace xla_gpu::kv_cache_update
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(KvCacheUpdateCpu, xla_gpu::kv_cache_update::OnCpu,
-                              xla::ffi::Ffi::Bind()
-                                  .Arg<xla::ffi::AnyBuffer>()  // kv_cache
-                                  .Arg<xla::ffi::AnyBuffer>()  // key
-                                  .Arg<xla::ffi::AnyBuffer>()  // value
-                                  .Arg<xla::ffi::AnyBuffer>()  // slot_mapping
-                                  .Ret<xla::ffi::AnyBuffer>()  // the kv_cache, updated in place
-                                  .Ctx<xla::ffi::ThreadPool>());
+                              xla_gpu::kv_cache_update::Bind().Ctx<xla::ffi::ThreadPool>());
 
 #ifdef XLA_GPU_CUDA
-XLA_FFI_DEFINE_HANDLER_SYMBOL(KvCacheUpdateCuda, xla_gpu::kv_cache_update::OnCuda,
-                              xla::ffi::Ffi::Bind()
-                                  .Arg<xla::ffi::AnyBuffer>()  // kv_cache
-                                  .Arg<xla::ffi::AnyBuffer>()  // key
-                                  .Arg<xla::ffi::AnyBuffer>()  // value
-                                  .Arg<xla::ffi::AnyBuffer>()  // slot_mapping
-                                  .Ret<xla::ffi::AnyBuffer>()  // the kv_cache, updated in place
-                                  .Ctx<xla::ffi::PlatformStream<void*>>(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    KvCacheUpdateCuda, xla_gpu::kv_cache_update::OnCuda,
+    xla_gpu::kv_cache_update::Bind().Ctx<xla::ffi::PlatformStream<void*>>(),
+    {xla::ffi::Traits::kCmdBufferCompatible});
 #endif

@@ -95,14 +95,11 @@ struct Job {
 };
 
 // Runs cut by kv heads, so that their rows fit a thread's memory, and by splits, where threads
-// would otherwise wait for the last of them.
+// would otherwise wait for the last of them: into jobs that cost about as much as is wanted.
 class Jobs {
  public:
-  Jobs(const Params& p, const std::vector<Piece>& runs, int64_t num_threads) : p_(p) {
-    int64_t total = 0;
-    for (const Piece& run : runs) total += CostOf(p, run);
-    const int64_t wanted = num_threads > 1 ? total / (kJobsPerThread * num_threads) : total;
-    for (const Piece& run : runs) CutByHeads(run, std::max<int64_t>(1, wanted));
+  Jobs(const Params& p, const std::vector<Piece>& runs, int64_t wanted_cost) : p_(p) {
+    for (const Piece& run : runs) CutByHeads(run, std::max<int64_t>(1, wanted_cost));
     PlaceFindings();
     std::stable_sort(jobs_.begin(), jobs_.end(), [&](const Job& a, const Job& b) {
       return CostOf(p, a.piece) > CostOf(p, b.piece);
@@ -187,7 +184,7 @@ void RunOnCpu(const Params& p, const Executor& executor) {
   for (const Piece& run : runs) cost += CostOf(p, run);
   const int64_t num_threads =
       cost < kMinParallelCost ? 1 : std::max<int64_t>(1, executor.num_threads);
-  Jobs jobs(p, runs, num_threads);
+  Jobs jobs(p, runs, num_threads > 1 ? cost / (kJobsPerThread * num_threads) : cost);
   const CpuKernel& kernel = *ChosenKernel();
   ParallelFor({num_threads, executor.schedule}, jobs.Count(),
               [&](int64_t i) { jobs.Do(i, kernel); });

@@ -29,9 +29,7 @@ constexpr int64_t kCacheLineBytes = 64;
 constexpr float kInfinity = __builtin_inff();
 constexpr float kLog2E = 1.44269504f;
 
-XLA_GPU_INLINE int64_t Smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-XLA_GPU_INLINE int64_t Larger(int64_t a, int64_t b) { return a < b ? b : a; }
-XLA_GPU_INLINE int64_t RoundUp(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
+XLA_GPU_INLINE int64_t RoundUp(int64_t a, int64_t b) { return DivideUp(a, b) * b; }
 
 // The cache lines of the next tile, asked for one by one, evenly over the computation of this tile:
 // the processor cannot foresee where a block table leads, and drops what it is asked for in a
@@ -285,7 +283,7 @@ class Attention {
     for (int64_t row = 0; row < rows_per_head_; ++row) {
       positions_[row] = static_cast<int32_t>(piece_.position + row / group_);
     }
-    StartTotals();
+    if (piece_.findings == nullptr) StartTotals();
     num_next_ = FindKeys(piece_.begin / kTile * kTile, next_keys_);
     for (int64_t split = piece_.begin / kSplit * kSplit; split < piece_.end; split += kSplit) {
       StartSplit();
@@ -299,7 +297,7 @@ class Attention {
           AttendToTile(head, tile, Larger(begin, tile), Smaller(end, tile + kTile));
         }
       }
-      EndSplit((split - piece_.begin / kSplit * kSplit) / kSplit);
+      EndSplit(split / kSplit - piece_.begin / kSplit);
     }
     if (piece_.findings == nullptr) FinishRows();
   }

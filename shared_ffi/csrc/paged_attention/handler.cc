@@ -181,9 +181,9 @@ ffi::Error OnCpu(ffi::AnyBuffer query, ffi::AnyBuffer kv_cache, ffi::AnyBuffer c
 #ifdef XLA_GPU_CUDA
 ffi::Error OnCuda(ffi::AnyBuffer query, ffi::AnyBuffer kv_cache, ffi::AnyBuffer context_lens,
                   ffi::AnyBuffer block_tables, ffi::AnyBuffer query_start_loc,
-                  ffi::AnyBuffer num_seqs, ffi::Result<ffi::AnyBuffer> output,
-                  ffi::Result<ffi::AnyBuffer> scratch_buffer, float scale, int64_t sliding_window,
-                  float soft_cap, void* stream) {
+                  ffi::AnyBuffer num_seqs, ffi::Result<ffi::AnyBuffer> output, float scale,
+                  int64_t sliding_window, float soft_cap,
+                  ffi::Result<ffi::AnyBuffer> scratch_buffer, void* stream) {
   Params params;
   ffi::Error error = MakeParams(query, kv_cache, context_lens, block_tables, query_start_loc,
                                 num_seqs, *output, scale, sliding_window, soft_cap, &params);
@@ -199,37 +199,31 @@ ffi::Error OnCuda(ffi::AnyBuffer query, ffi::AnyBuffer kv_cache, ffi::AnyBuffer 
 }
 #endif
 
+// What a call has on every platform.
+auto Bind() {
+  return ffi::Ffi::Bind()
+      .Arg<ffi::AnyBuffer>()  // query
+      .Arg<ffi::AnyBuffer>()  // kv_cache
+      .Arg<ffi::AnyBuffer>()  // context_lens
+      .Arg<ffi::AnyBuffer>()  // block_tables
+      .Arg<ffi::AnyBuffer>()  // query_start_loc
+      .Arg<ffi::AnyBuffer>()  // num_seqs
+      .Ret<ffi::AnyBuffer>()  // output
+      .Attr<float>("scale")
+      .Attr<int64_t>("sliding_window")
+      .Attr<float>("soft_cap");
+}
+
 }  // namespace
 }  // namespace xla_gpu::paged_attention
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedAttentionCpu, xla_gpu::paged_attention::OnCpu,
-                              xla::ffi::Ffi::Bind()
-                                  .Arg<xla::ffi::AnyBuffer>()  // query
-                                  .Arg<xla::ffi::AnyBuffer>()  // kv_cache
-                                  .Arg<xla::ffi::AnyBuffer>()  // context_lens
-                                  .Arg<xla::ffi::AnyBuffer>()  // block_tables
-                                  .Arg<xla::ffi::AnyBuffer>()  // query_start_loc
-                                  .Arg<xla::ffi::AnyBuffer>()  // num_seqs
-                                  .Ret<xla::ffi::AnyBuffer>()  // output
-                                  .Attr<float>("scale")
-                                  .Attr<int64_t>("sliding_window")
-                                  .Attr<float>("soft_cap")
-                                  .Ctx<xla::ffi::ThreadPool>());
+                              xla_gpu::paged_attention::Bind().Ctx<xla::ffi::ThreadPool>());
 
 #ifdef XLA_GPU_CUDA
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedAttentionCuda, xla_gpu::paged_attention::OnCuda,
-                              xla::ffi::Ffi::Bind()
-                                  .Arg<xla::ffi::AnyBuffer>()  // query
-                                  .Arg<xla::ffi::AnyBuffer>()  // kv_cache
-                                  .Arg<xla::ffi::AnyBuffer>()  // context_lens
-                                  .Arg<xla::ffi::AnyBuffer>()  // block_tables
-                                  .Arg<xla::ffi::AnyBuffer>()  // query_start_loc
-                                  .Arg<xla::ffi::AnyBuffer>()  // num_seqs
-                                  .Ret<xla::ffi::AnyBuffer>()  // output
+                              xla_gpu::paged_attention::Bind()
                                   .Ret<xla::ffi::AnyBuffer>()  // scratch
-                                  .Attr<float>("scale")
-                                  .Attr<int64_t>("sliding_window")
-                                  .Attr<float>("soft_cap")
                                   .Ctx<xla::ffi::PlatformStream<void*>>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 #endif

@@ -18,10 +18,6 @@ inline constexpr int64_t kMinSplit = 256;
 // Query rows (a row is a query token and head) that share one reading of K and V.
 inline constexpr int64_t kMaxRowsPerItem = 64;
 
-XLA_GPU_HOST_DEVICE inline int64_t Smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-XLA_GPU_HOST_DEVICE inline int64_t Larger(int64_t a, int64_t b) { return a < b ? b : a; }
-XLA_GPU_HOST_DEVICE inline int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Most splits of a sequence: enough for one sequence to fill a large GPU.
 XLA_GPU_HOST_DEVICE inline int64_t SplitLimit(const Params& p) {
   return Larger(32, 256 / p.num_kv_heads);

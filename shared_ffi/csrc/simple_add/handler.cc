@@ -50,22 +50,22 @@ ffi::Error OnCuda(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer
 }
 #endif
 
+// What a call has on every platform.
+auto Bind() {
+  return ffi::Ffi::Bind()
+      .Arg<ffi::AnyBuffer>()   // a
+      .Arg<ffi::AnyBuffer>()   // b
+      .Ret<ffi::AnyBuffer>();  // sum
+}
+
 }  // namespace
 }  // namespace xla_gpu::simple_add
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SimpleAddCpu, xla_gpu::simple_add::OnCpu,
-                              xla::ffi::Ffi::Bind()
-                                  .Arg<xla::ffi::AnyBuffer>()  // a
-                                  .Arg<xla::ffi::AnyBuffer>()  // b
-                                  .Ret<xla::ffi::AnyBuffer>()  // sum
-                                  .Ctx<xla::ffi::ThreadPool>());
+                              xla_gpu::simple_add::Bind().Ctx<xla::ffi::ThreadPool>());
 
 #ifdef XLA_GPU_CUDA
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SimpleAddCuda, xla_gpu::simple_add::OnCuda,
-                              xla::ffi::Ffi::Bind()
-                                  .Arg<xla::ffi::AnyBuffer>()  // a
-                                  .Arg<xla::ffi::AnyBuffer>()  // b
-                                  .Ret<xla::ffi::AnyBuffer>()  // sum
-                                  .Ctx<xla::ffi::PlatformStream<void*>>(),
+                              xla_gpu::simple_add::Bind().Ctx<xla::ffi::PlatformStream<void*>>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 #endif
