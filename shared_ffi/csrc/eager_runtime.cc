@@ -1,5 +1,6 @@
 #include "eager_runtime.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 
 #include <algorithm>
@@ -22,7 +23,20 @@ struct XLA_FFI_ExecutionContext {
 namespace xla_gpu {
 namespace {
 
-// Threads are started when first needed and then wait for tasks until the process ends.
+// Starts a team of threads, of which the calling one is the first, that each call function(data),
+// and waits for all: GNU OpenMP's entry point. Its threads serve torch's own operators, and spin
+// for a while after each of them; others would have to take the processors from them. Null where
+// torch is not loaded, or made with another OpenMP.
+using StartTeam = void(void (*function)(void*), void* data, unsigned num_threads, unsigned flags);
+
+StartTeam* TeamStarter() {
+  static StartTeam* const found =
+      reinterpret_cast<StartTeam*>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  return found;
+}
+
+// The threads in its stead: at most one per processor, started when first needed, waiting for tasks
+// until the process ends.
 class ThreadPool {
  public:
   void Schedule(std::function<void()> task, size_t wanted_threads) {
@@ -56,17 +70,31 @@ class ThreadPool {
   size_t num_threads_ = 0;
 };
 
-// Never destroyed: its threads may outlive static destruction. A forked child has none of its
-// parent's threads, so it gets a pool of its own.
-ThreadPool* g_pool = nullptr;
+// A forked child has none of its parent's threads: it gets a pool of its own, and must not wait for
+// OpenMP's, which believes that it still has them.
+struct Threads {
+  ThreadPool* pool = new ThreadPool;  // never destroyed: its threads may outlive static destruction
+  StartTeam* start_team = TeamStarter();
+};
 
-ThreadPool& Pool() {
+Threads& ThreadsOfProcess() {
+  static Threads threads;
   static std::once_flag once;
-  std::call_once(once, [] {
-    g_pool = new ThreadPool;
-    pthread_atfork(nullptr, nullptr, [] { g_pool = new ThreadPool; });
-  });
-  return *g_pool;
+  std::call_once(
+      once, [] { pthread_atfork(nullptr, nullptr, [] { threads = {new ThreadPool, nullptr}; }); });
+  return threads;
+}
+
+void RunOnThreads(int64_t num_threads, const std::function<void()>& work) {
+  const Threads& threads = ThreadsOfProcess();
+  if (threads.start_team != nullptr) {
+    const auto call = [](void* work) { (*static_cast<const std::function<void()>*>(work))(); };
+    threads.start_team(call, const_cast<std::function<void()>*>(&work),
+                       static_cast<unsigned>(num_threads), /*flags=*/0);
+    return;
+  }
+  for (int64_t i = 1; i < num_threads; ++i) threads.pool->Schedule(work, num_threads - 1);
+  work();
 }
 
 XLA_FFI_Error* CreateError(XLA_FFI_Error_Create_Args* args) {
@@ -79,24 +107,12 @@ void GetErrorMessage(XLA_FFI_Error_GetMessage_Args* args) {
 
 void DestroyError(XLA_FFI_Error_Destroy_Args* args) { delete args->error; }
 
-XLA_FFI_Error* Schedule(XLA_FFI_ThreadPool_Schedule_Args* args) {
-  Pool().Schedule([task = args->task, data = args->data] { task(data); },
-                  args->ctx->eager.num_threads - 1);  // the calling thread works too
-  return nullptr;
-}
-
-XLA_FFI_Error* NumThreads(XLA_FFI_ThreadPool_NumThreads_Args* args) {
-  *args->num_threads = args->ctx->eager.num_threads;
-  return nullptr;
-}
-
 XLA_FFI_Error* GetStream(XLA_FFI_Stream_Get_Args* args) {
   args->stream = args->ctx->eager.stream;
   return nullptr;
 }
 
-// What a handler may ask of this runtime: errors, threads and the stream. The rest of the table is
-// null.
+// What a handler may ask of this runtime: errors and the stream. The rest of the table is null.
 const XLA_FFI_Api* Api() {
   static const XLA_FFI_Api api = [] {
     XLA_FFI_Api table = {};
@@ -106,8 +122,6 @@ const XLA_FFI_Api* Api() {
     table.XLA_FFI_Error_Create = CreateError;
     table.XLA_FFI_Error_GetMessage = GetErrorMessage;
     table.XLA_FFI_Error_Destroy = DestroyError;
-    table.XLA_FFI_ThreadPool_Schedule = Schedule;
-    table.XLA_FFI_ThreadPool_NumThreads = NumThreads;
     table.XLA_FFI_Stream_Get = GetStream;
     return table;
   }();
@@ -157,6 +171,11 @@ struct Attributes {
 };
 
 }  // namespace
+
+std::optional<Executor> ExecutorOfEagerCall(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx) {
+  if (api != Api()) return std::nullopt;
+  return Executor{ctx->eager.num_threads, RunOnThreads};
+}
 
 EagerStatus CallHandler(XLA_FFI_Handler* handler, std::vector<EagerBuffer>& operands,
                         std::vector<EagerBuffer>& results,

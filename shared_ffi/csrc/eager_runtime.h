@@ -3,11 +3,13 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <variant>
 #include <vector>
 
+#include "parallel.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace xla_gpu {
@@ -25,8 +27,8 @@ struct EagerStatus {
   std::string message;
 };
 
-// Where a handler is to work: a CPU handler on at most `num_threads` threads of a pool that lives
-// as long as the process and holds at most one thread per processor, a CUDA handler on a stream.
+// Where a handler is to work: a CPU handler on at most `num_threads` threads, a CUDA handler on a
+// stream.
 struct EagerContext {
   int64_t num_threads;
   void* stream;
@@ -37,5 +39,8 @@ EagerStatus CallHandler(XLA_FFI_Handler* handler, std::vector<EagerBuffer>& oper
                         std::vector<EagerBuffer>& results,
                         const std::vector<std::pair<std::string, Attribute>>& attributes,
                         const EagerContext& context);
+
+// The threads of a call that CallHandler makes; none if another runtime makes it.
+std::optional<Executor> ExecutorOfEagerCall(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx);
 
 }  // namespace xla_gpu

@@ -7,10 +7,12 @@
 #include <cstdint>
 #include <functional>
 #include <initializer_list>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <utility>
 
+#include "eager_runtime.h"
 #include "parallel.h"
 #include "storage.h"
 #include "xla/ffi/api/ffi.h"
@@ -106,9 +108,21 @@ inline ffi::Error Launched(const char* op, const char* failure) {
   return ffi::Error::Internal(StrCat(op, ": the CUDA kernel could not be launched: ", failure));
 }
 
-inline Executor ExecutorOf(ffi::ThreadPool& pool) {
-  return {pool.num_threads(),
-          [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); }};
-}
-
 }  // namespace xla_gpu
+
+// A CPU handler binds .Ctx<Executor>() and is given its caller's threads.
+template <>
+struct xla::ffi::CtxDecoding<xla_gpu::Executor> {
+  using Type = xla_gpu::Executor;
+
+  static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
+                                    DiagnosticEngine& diagnostic) {
+    if (auto eager = xla_gpu::ExecutorOfEagerCall(api, ctx)) return eager;
+    ThreadPool pool = *CtxDecoding<ThreadPool>::Decode(api, ctx, diagnostic);
+    const auto run = [pool](int64_t num_threads, const std::function<void()>& work) mutable {
+      for (int64_t i = 1; i < num_threads; ++i) pool.Schedule(std::function<void()>(work));
+      work();
+    };
+    return Type{pool.num_threads(), run};
+  }
+};

@@ -25,7 +25,7 @@ class DefaultFloatEnvironment {
   std::fenv_t callers_;
 };
 
-// Shared with the scheduled tasks, which may start after ParallelFor has returned: such a task
+// Shared with the other threads, which may start after ParallelFor has returned: such a thread
 // finds no item left and never touches `body`.
 struct Progress {
   const std::function<void(int64_t)>* body;
@@ -59,10 +59,7 @@ void ParallelFor(const Executor& executor, int64_t num_items,
   auto progress = std::make_shared<Progress>();
   progress->body = &body;
   progress->num_items = num_items;
-  for (int64_t i = 1; i < num_threads; ++i) {
-    executor.schedule([progress] { progress->Work(); });
-  }
-  progress->Work();
+  executor.run(num_threads, [progress] { progress->Work(); });
   std::unique_lock<std::mutex> lock(progress->mutex);
   progress->all_done.wait(lock, [&] { return progress->done.load() == num_items; });
 }

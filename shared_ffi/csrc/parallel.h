@@ -7,10 +7,13 @@
 
 namespace xla_gpu {
 
-// The threads of whoever called the handler: XLA's intra-op pool, or the pool of eager_runtime.cc.
+// The threads of whoever called the handler: XLA's intra-op pool, or torch's (see
+// eager_runtime.cc).
 struct Executor {
   int64_t num_threads;  // 0 or 1: run everything on the calling thread
-  std::function<void(std::function<void()>)> schedule;
+  // Runs `work` on the calling thread, and on up to num_threads - 1 others as they become free,
+  // which may be after it has returned.
+  std::function<void(int64_t num_threads, const std::function<void()>& work)> run;
 };
 
 // Calls body(i) once for every i in [0, num_items), in no particular order, and returns when all

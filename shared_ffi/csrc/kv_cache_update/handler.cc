@@ -81,11 +81,11 @@ ffi::Error CheckSlots(const Params& p) {
 
 ffi::Error OnCpu(ffi::AnyBuffer kv_cache, ffi::AnyBuffer key, ffi::AnyBuffer value,
                  ffi::AnyBuffer slot_mapping, ffi::Result<ffi::AnyBuffer> updated,
-                 ffi::ThreadPool pool) {
+                 const Executor& executor) {
   Params params;
   ffi::Error error = MakeParams(kv_cache, key, value, slot_mapping, *updated, &params);
   if (error.success()) error = CheckSlots(params);
-  if (error.success()) RunOnCpu(params, ExecutorOf(pool));
+  if (error.success()) RunOnCpu(params, executor);
   return error;
 }
 
@@ -113,7 +113,7 @@ auto Bind() {
 }  // namespace xla_gpu::kv_cache_update
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(KvCacheUpdateCpu, xla_gpu::kv_cache_update::OnCpu,
-                              xla_gpu::kv_cache_update::Bind().Ctx<xla::ffi::ThreadPool>());
+                              xla_gpu::kv_cache_update::Bind().Ctx<xla_gpu::Executor>());
 
 #ifdef XLA_GPU_CUDA
 XLA_FFI_DEFINE_HANDLER_SYMBOL(

@@ -186,7 +186,7 @@ void RunOnCpu(const Params& p, const Executor& executor) {
       cost < kMinParallelCost ? 1 : std::max<int64_t>(1, executor.num_threads);
   Jobs jobs(p, runs, num_threads > 1 ? cost / (kJobsPerThread * num_threads) : cost);
   const CpuKernel& kernel = *ChosenKernel();
-  ParallelFor({num_threads, executor.schedule}, jobs.Count(),
+  ParallelFor({num_threads, executor.run}, jobs.Count(),
               [&](int64_t i) { jobs.Do(i, kernel); });
 }
 

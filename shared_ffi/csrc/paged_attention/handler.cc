@@ -169,12 +169,12 @@ ffi::Error CheckMetadata(const Params& p) {
 ffi::Error OnCpu(ffi::AnyBuffer query, ffi::AnyBuffer kv_cache, ffi::AnyBuffer context_lens,
                  ffi::AnyBuffer block_tables, ffi::AnyBuffer query_start_loc,
                  ffi::AnyBuffer num_seqs, ffi::Result<ffi::AnyBuffer> output, float scale,
-                 int64_t sliding_window, float soft_cap, ffi::ThreadPool pool) {
+                 int64_t sliding_window, float soft_cap, const Executor& executor) {
   Params params;
   ffi::Error error = MakeParams(query, kv_cache, context_lens, block_tables, query_start_loc,
                                 num_seqs, *output, scale, sliding_window, soft_cap, &params);
   if (error.success()) error = CheckMetadata(params);
-  if (error.success()) RunOnCpu(params, ExecutorOf(pool));
+  if (error.success()) RunOnCpu(params, executor);
   return error;
 }
 
@@ -218,7 +218,7 @@ auto Bind() {
 }  // namespace xla_gpu::paged_attention
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedAttentionCpu, xla_gpu::paged_attention::OnCpu,
-                              xla_gpu::paged_attention::Bind().Ctx<xla::ffi::ThreadPool>());
+                              xla_gpu::paged_attention::Bind().Ctx<xla_gpu::Executor>());
 
 #ifdef XLA_GPU_CUDA
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedAttentionCuda, xla_gpu::paged_attention::OnCuda,

@@ -34,10 +34,10 @@ ffi::Error MakeParams(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer sum, Pa
 }
 
 ffi::Error OnCpu(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> sum,
-                 ffi::ThreadPool pool) {
+                 const Executor& executor) {
   Params params;
   if (ffi::Error error = MakeParams(a, b, *sum, &params); error.failure()) return error;
-  RunOnCpu(params, ExecutorOf(pool));
+  RunOnCpu(params, executor);
   return ffi::Error::Success();
 }
 
@@ -62,7 +62,7 @@ auto Bind() {
 }  // namespace xla_gpu::simple_add
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SimpleAddCpu, xla_gpu::simple_add::OnCpu,
-                              xla_gpu::simple_add::Bind().Ctx<xla::ffi::ThreadPool>());
+                              xla_gpu::simple_add::Bind().Ctx<xla_gpu::Executor>());
 
 #ifdef XLA_GPU_CUDA
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SimpleAddCuda, xla_gpu::simple_add::OnCuda,
