@@ -2,11 +2,12 @@
 # best that the processor has is used. XLA_GPU_FOR_CPU_INSTRUCTION_SETS(f) is f(name) for each of them.
 
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
-  set(CPU_INSTRUCTION_SETS avx512 avx2 baseline)
+  set(CPU_INSTRUCTION_SETS avx512_bf16 avx512 avx2 baseline)
 else()
   set(CPU_INSTRUCTION_SETS baseline)
 endif()
 set(CPU_FLAGS_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c)
+set(CPU_FLAGS_avx512_bf16 ${CPU_FLAGS_avx512} -mavx512bf16)
 set(CPU_FLAGS_avx2 -mavx2 -mfma -mf16c)
 
 file(GLOB CPU_KERNEL_SOURCES CONFIGURE_DEPENDS shared_ffi/csrc/*/cpu_kernel.cc)
@@ -14,7 +15,7 @@ foreach(name ${CPU_INSTRUCTION_SETS})
   add_library(cpu_${name} OBJECT ${CPU_KERNEL_SOURCES})
   set_target_properties(cpu_${name} PROPERTIES POSITION_INDEPENDENT_CODE ON CXX_VISIBILITY_PRESET hidden)
   target_compile_features(cpu_${name} PRIVATE cxx_std_17)
-  target_compile_options(cpu_${name} PRIVATE -O3 -Wall -Wextra -ffp-contract=fast ${CPU_FLAGS_${name}})
+  target_compile_options(cpu_${name} PRIVATE -O3 -Wall -Wextra -ffp-contract=off ${CPU_FLAGS_${name}})
   target_compile_definitions(cpu_${name} PRIVATE XLA_GPU_INSTRUCTION_SET=${name})
   target_link_libraries(_native PRIVATE $<TARGET_OBJECTS:cpu_${name}>)
 endforeach()

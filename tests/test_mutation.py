@@ -31,7 +31,12 @@ CPU_FAULTS = {
         "position - sliding_window + 1;",
         "position - sliding_window + (sliding_window > 1 ? 2 : 1);",
     ),
-    "sees-the-next-token": (KERNEL, "num_rows - 1] + 1, end)", "num_rows - 1] + 2, end)"),
+    "sees-the-next-token": (
+        KERNEL,
+        "num_rows - 1] + 1 - tile.position;",
+        "num_rows - 1] + 2 - tile.position;",
+    ),
+    "sums-otherwise-when-packed": (KERNEL, "int64_t w = LaneOfLeaf(n);", "int64_t w = n;"),
     "mixes-up-query-heads": (
         KERNEL,
         "kv_head * group_ + row % group_)",
@@ -42,7 +47,7 @@ CPU_FAULTS = {
         "Load<Lanes>(sums + r * stride + d + i * kLanes) * shrink[r]",
         "Load<Lanes>(sums + r * stride + d + i * kLanes) * (shrink[r] < 0 ? 0.0f : 1.0f)",
     ),
-    "forgets-the-soft-cap": (KERNEL, "if (soft_cap > 0) x[i] = Tanh", "if (soft_cap > 1e30f) x[i] = Tanh"),
+    "forgets-the-soft-cap": (KERNEL, "if (soft_cap > 0) {", "if (soft_cap > 1e30f) {"),
     "leaves-padding-rows": (
         ATTENTION,
         "std::fill(output + end * row_bytes, output + p.num_tokens * row_bytes, 0);",
@@ -56,8 +61,8 @@ CPU_FAULTS = {
     ),
     "depends-on-the-number-of-threads": (
         ATTENTION,
-        "piece.end = std::min(whole.end, (split + 1) * kSplit);",
-        "piece.end = std::min(whole.end, (split + 1) * kSplit - 1);",
+        "piece.end = std::min(whole.end, first + step);",
+        "piece.end = std::min(whole.end, first + step - 1);",
     ),
     "swaps-key-and-value": (UPDATE, "std::memcpy(target, static_cast<const char*>(p.key)", "std::memcpy(target, static_cast<const char*>(p.value)"),
     "writes-padding": (

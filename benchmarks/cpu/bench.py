@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch
 from benchmarks import machine
 from benchmarks.contest import OURS, Contestant, medians, ours, row_of, seconds
 from benchmarks.cpu import report
-from benchmarks.cpu.peers import PEERS
+from benchmarks.cpu.peers import PEERS, vllm_update
 from benchmarks.workloads import Workload, of_trace, uniform
 from examples.replay.models import MODELS
 from shared_ffi import _native
@@ -92,6 +94,45 @@ def growth() -> dict[str, float]:
     return medians(seconds(contestants, rounds=15, budget=0.1))
 
 
+def updates() -> Iterator[dict[str, Any]]:
+    """kv_cache_update beside a plain copy of as many bytes and other ways to fill slots."""
+    import torch_frontend  # noqa: F401, PLC0415
+
+    model, block_size = MODELS["llama-3-8b"], 16
+    rng = np.random.default_rng(0)
+    for dtype, num_tokens in itertools.product(("float32", "bfloat16"), (32, 512, 8192)):
+        rows = torch.randn(num_tokens, 2 * model.num_kv_heads, model.head_size)
+        rows = rows.to(getattr(torch, dtype))
+        key, value = rows[:, 0::2].contiguous(), rows[:, 1::2].contiguous()
+        num_blocks = max(4096, 2 * num_tokens // block_size)
+        cache = torch.zeros(num_blocks, block_size, *rows.shape[1:], dtype=rows.dtype)
+        if num_tokens <= 32:  # one token of each sequence; else one sequence
+            slots = rng.permutation(num_blocks * block_size)[:num_tokens]
+        else:
+            blocks = rng.permutation(num_blocks)[: num_tokens // block_size]
+            slots = (blocks[:, None] * block_size + np.arange(block_size)).reshape(-1)
+        slots = torch.from_numpy(slots)
+        copy = torch.empty_like(rows)
+        contestants = {
+            "torch eager": partial(
+                torch.ops.xla_gpu.kv_cache_update, cache, key, value, slots.int()
+            ),
+            "copy": partial(copy.copy_, rows),
+            "torch index_copy_": partial(cache.clone().flatten(0, 1).index_copy_, 0, slots, rows),
+            "vLLM": vllm_update(key, value, slots, num_blocks * block_size),
+        }
+        contestants = {name: call for name, call in contestants.items() if call is not None}
+        times = seconds(contestants)
+        assert torch.equal(cache.flatten(0, 1)[slots], rows)
+        yield {
+            "workload": f"{num_tokens} tokens",
+            "dtype": dtype,
+            "bytes": rows.nbytes,
+            "seconds": medians(times),
+            "spread": {name: [min(values), max(values)] for name, values in times.items()},
+        }
+
+
 def main() -> None:
     """Writes the rows as they come."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu.bench", description=__doc__)
@@ -115,6 +156,7 @@ def main() -> None:
         options.out.write_text(json.dumps(results, indent=1))
         print(workload.kind, workload.name, workload.dtype, flush=True)
     if not options.only:
+        results["updates"] = list(updates())
         results["growth"] = growth()
         options.out.write_text(json.dumps(results, indent=1))
     report.show(results)

@@ -114,10 +114,10 @@ def vllm(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
         len(lengths), model.num_heads, model.num_kv_heads, model.head_size, lengths, query.dtype,
         starts, True, window, isa, True, None,
     )  # fmt: skip
-    out = torch.empty_like(query)
     scale, cap = model.attributes()["scale"], model.soft_cap or 0.0
 
     def run() -> torch.Tensor:
+        out = torch.empty_like(query)
         ops.cpu_attention_with_kv_cache(
             query, key, value, out, starts, lengths, scale, True, None, window, own_tables, cap,
             plan, None, None,
@@ -125,6 +125,22 @@ def vllm(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
         return out
 
     return run
+
+
+def vllm_update(
+    key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, num_slots: int
+) -> Contestant | None:
+    """vLLM's way to write keys and values into slots of its own layout; none if not installed."""
+    try:
+        _load_vllm()
+    except ModuleNotFoundError:
+        return None
+    block_size, (num_kv_heads, head_size) = 32, key.shape[1:]
+    kv = torch.zeros(
+        num_slots // block_size, num_kv_heads, 2 * block_size, head_size, dtype=key.dtype
+    )
+    caches = kv.chunk(2, dim=2)
+    return lambda: torch.ops._C.cpu_attn_reshape_and_cache(key, value, *caches, slots, "vec")
 
 
 PEERS: dict[str, Maker] = {

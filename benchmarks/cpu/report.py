@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +52,72 @@ def show(results: dict[str, Any]) -> None:
         table.add_row(row["kind"], row["workload"], row["dtype"], f"{best * 1e3:.2f}", *cells)
     console = Console(width=220)
     console.print(table)
+    for row in results.get("updates", ()):
+        seconds, own = row["seconds"], row["seconds"]["torch eager"]
+        others = ", ".join(
+            f"{name} {time / own:.2f}x" for name, time in seconds.items() if time != own
+        )
+        rate = row["bytes"] / own / 1e9
+        console.print(
+            f"  kv_cache_update, {row['workload']} {row['dtype']}: {own * 1e6:.0f} us, "
+            f"{rate:.1f} GB/s written; time of others: {others}"
+        )
     growth = results.get("growth", {})
     whole = next(iter(growth.values()), None)
     for what, seconds in growth.items():
         console.print(f"  {what}: {seconds / whole:.3f} of the time of {next(iter(growth))}")
 
 
+def draw_roofline(axis: Any, results: dict[str, Any]) -> None:
+    """Our best and the best of the others in each row, under what the machine can read and compute.
+
+    The limits are medians over the rows; each row's own are those of its rounds.
+    """
+    rows = results["rows"]
+    read = results["limit_bytes"] / statistics.median(row["seconds"][READ] for row in rows)
+    product = results["limit_flops"] / statistics.median(
+        min(row["seconds"][name] for name in PRODUCTS) for row in rows
+    )
+    intensities = [row["flops"] / row["kv_bytes"] for row in rows]
+    edges = [min(intensities) / 2, product / read, max(intensities) * 2]
+    axis.plot(edges, [min(product, read * x) / 1e9 for x in edges], color="black", linewidth=0.8)
+    for label, marker, is_ours in (("best of the others", "o", False), ("this library", "D", True)):
+        points = []
+        for row, intensity in zip(rows, intensities, strict=True):
+            times = [
+                seconds
+                for name, seconds in row["seconds"].items()
+                if name not in (READ, *PRODUCTS) and (name in OURS) == is_ours
+            ]
+            if times:
+                points.append((intensity, row["flops"] / min(times) / 1e9))
+        if points:
+            axis.scatter(*zip(*points, strict=True), label=label, marker=marker, s=22)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("FLOP per byte of K and V")
+    axis.set_ylabel("GFLOP/s")
+    axis.set_title("roofline: reading rate and best matrix product")
+    axis.grid(alpha=0.3)
+    axis.legend(loc="lower right", fontsize=8)
+
+
+def ratio_to_peers(row: dict[str, Any]) -> float | None:
+    """The time of the best of the others over that of our best; none if nobody else took part."""
+    seconds = row["seconds"]
+    others = [time for name, time in seconds.items() if name not in (READ, *PRODUCTS, *OURS)]
+    return min(others) / min(seconds[name] for name in OURS if name in seconds) if others else None
+
+
 def draw(results: dict[str, Any], path: Path) -> None:
-    """A dot for each contestant in each row, by its share of the limit."""
+    """A dot for each contestant in each row, by its share of the limit, and a roofline."""
     kinds = {"decode": "share of the reading rate", "prefill": "share of the best matrix product"}
     rows = {kind: [row for row in results["rows"] if row["kind"] == kind] for kind in kinds}
     figure, axes = plt.subplots(
-        1, 2, figsize=(12, 1.5 + 0.26 * max(map(len, rows.values()))), layout="constrained"
+        1, 3, figsize=(18, 1.5 + 0.26 * max(map(len, rows.values()))), layout="constrained"
     )
-    for axis, (kind, label) in zip(axes, kinds.items(), strict=True):
+    draw_roofline(axes[2], results)
+    for axis, (kind, label) in zip(axes[:2], kinds.items(), strict=True):
         for i, name in enumerate(contestants(results)):
             points = [
                 (share(row, name, results["limit_bytes"], results["limit_flops"]), y)
@@ -81,10 +134,13 @@ def draw(results: dict[str, Any], path: Path) -> None:
                     color=f"C{i}",
                     zorder=3 if ours else 2,
                 )
-        axis.set_yticks(
-            range(len(rows[kind])),
-            [f"{row['workload']}  {row['dtype']}" for row in rows[kind]],
-        )
+        labels = []
+        for row in rows[kind]:
+            ratio = ratio_to_peers(row)
+            labels.append(
+                f"{row['workload']}  {row['dtype']}" + (f"  {ratio:.2f}x" if ratio else "")
+            )
+        axis.set_yticks(range(len(labels)), labels)
         axis.invert_yaxis()
         axis.axvline(1, color="black", linewidth=0.8)
         axis.set_xlim(left=0)
@@ -96,7 +152,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
     machine = results["machine"]
     figure.suptitle(
         f"{machine['processor']}, {machine['cores']} cores, {machine['instruction_set']}; "
-        "32/8 heads x 128 unless named, blocks of 16"
+        "32/8 heads x 128 unless named, blocks of 16; "
+        "2.00x: the best of the others takes twice the time"
     )
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -8,8 +8,10 @@
 #include <cstring>
 #include <utility>
 
-#ifdef __F16C__
+#if defined(__F16C__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "storage.h"
@@ -59,6 +61,19 @@ XLA_GPU_INLINE V LoadPart(const void* from, int64_t num_bytes) {
 
 XLA_GPU_INLINE Lanes Splat(float x) { return x - Lanes{}; }
 
+// a * b + c, rounded once where the instruction set can.
+XLA_GPU_INLINE Lanes MultiplyAdd(Lanes a, Lanes b, Lanes c) {
+#if defined(__AVX512F__)
+  return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (Lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (Lanes)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
 XLA_GPU_INLINE Lanes Max(Lanes a, Lanes b) { return a > b ? a : b; }
 
 template <int... i>
@@ -94,19 +109,20 @@ struct Exchanged {
 
 // x combined with itself, lane by lane in a fixed tree, until all lanes are the same.
 template <int kDistance = kLanes / 2, typename Combine>
-XLA_GPU_INLINE float Reduce(Lanes x, Combine combine) {
+XLA_GPU_INLINE Lanes Reduce(Lanes x, Combine combine) {
   const Words words = BitCast<Words>(x);
   x = combine(x, BitCast<Lanes>(Shuffle<Exchanged<kDistance>>(words, words)));
   if constexpr (kDistance > 1) return Reduce<kDistance / 2>(x, combine);
-  return x[0];
+  return x;
 }
 
-XLA_GPU_INLINE float MaxOfLanes(Lanes x) {
+// In every lane the largest of all.
+XLA_GPU_INLINE Lanes MaxOfLanes(Lanes x) {
   return Reduce(x, [](Lanes a, Lanes b) { return Max(a, b); });
 }
 
 XLA_GPU_INLINE float SumOfLanes(Lanes x) {
-  return Reduce(x, [](Lanes a, Lanes b) { return a + b; });
+  return Reduce(x, [](Lanes a, Lanes b) { return a + b; })[0];
 }
 
 // Blocks of kSize lanes, those at even or at odd places: first of a, then of b; for kSize up to 2
@@ -135,6 +151,13 @@ constexpr int PlaceOf(int i) {
   return kOf128Bits[i / 4] * kLanes / 16 + kOfLane[i % 4];
 }
 
+// The order of lanes in which neighbours, neighbours' sums and so on are those that SumEach adds.
+constexpr int LaneOfLeaf(int n) {
+  int lane = 0;
+  for (int bit = 1; bit < kLanes; bit *= 2) lane = lane * 2 + (n / bit & 1);
+  return lane;
+}
+
 // The sums over the lanes of each of kLanes vectors, each by the same tree. Overwrites the vectors.
 template <int kSize = kLanes / 2>
 XLA_GPU_INLINE Lanes SumEach(Lanes (&x)[kLanes]) {
@@ -145,6 +168,30 @@ XLA_GPU_INLINE Lanes SumEach(Lanes (&x)[kLanes]) {
   } else {
     return x[0];
   }
+}
+
+// Swaps the squares of kSize lanes and vectors that lie off the diagonal of each square of twice
+// their size.
+template <int kSize, bool kFirst>
+struct Swapped {
+  static constexpr int Of(int i) {
+    const bool is_low = (i & kSize) == 0;
+    if (kFirst) return is_low ? i : (i ^ kSize) + kLanes;
+    return is_low ? i ^ kSize : i + kLanes;
+  }
+};
+
+// x[i][j] becomes x[j][i].
+template <int kSize = kLanes / 2>
+XLA_GPU_INLINE void Transpose(Lanes (&x)[kLanes]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) {
+    if (i & kSize) continue;
+    const Words a = BitCast<Words>(x[i]), b = BitCast<Words>(x[i + kSize]);
+    x[i] = BitCast<Lanes>(Shuffle<Swapped<kSize, true>>(a, b));
+    x[i + kSize] = BitCast<Lanes>(Shuffle<Swapped<kSize, false>>(a, b));
+  }
+  if constexpr (kSize > 1) Transpose<kSize / 2>(x);
 }
 
 // kLanes numbers in storage, of which the first `count` exist; the others are zero.
@@ -184,21 +231,90 @@ XLA_GPU_INLINE Lanes LoadWide(const Half* from, int64_t count) {
 #endif
 }
 
-// 2^x for x <= 0 or NaN, within 2 ulp; 0 where 2^x would be subnormal. x = n + f with |f| <= 1/2;
-// 2^f by the Taylor polynomial of e^(f ln 2) of degree 7, whose remainder is below 2^-27.
+XLA_GPU_INLINE Lanes Narrow(Lanes x, float) { return x; }
+
+XLA_GPU_INLINE HalfWords Narrow(Lanes x, BFloat16) {
+  const Words bits = BitCast<Words>(x);
+  const Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, quiet_nan = bits >> 16 | 0x0040;
+  return __builtin_convertvector(x != x ? quiet_nan : rounded, HalfWords);
+}
+
+XLA_GPU_INLINE HalfWords Narrow(Lanes x, Half) {
+#if defined(__AVX512F__)
+  return (HalfWords)_mm512_maskz_cvtps_ph(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__AVX2__)
+  return (HalfWords)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#else
+  Half narrow[kLanes];
+  for (int i = 0; i < kLanes; ++i) FromFloat(x[i], narrow + i);
+  return Load<HalfWords>(narrow);
+#endif
+}
+
+// x in storage, of which the first `count` numbers exist. Rounds to nearest, ties to even;
+// overflows to infinity; a NaN stays a (quiet) NaN.
+template <typename T>
+XLA_GPU_INLINE void StoreNarrow(Lanes x, T* to, int64_t count) {
+  const auto narrow = Narrow(x, T());
+  if (count >= kLanes) {
+    Store(narrow, to);
+  } else {
+    std::memcpy(to, &narrow, count * sizeof(T));
+  }
+}
+
+// How dot products are taken of numbers in storage: by lanes of 32 bits that hold kPerLane of them.
+template <typename T>
+struct Dot {
+  static constexpr int kPerLane = 1;
+
+  // The numbers at `from`, of which `count` exist; the others are zero.
+  static XLA_GPU_INLINE Lanes Load(const T* from, int64_t count) { return LoadWide(from, count); }
+
+  static XLA_GPU_INLINE Lanes MultiplyAdd(Lanes a, Lanes b, Lanes sums) {
+    return xla_gpu::MultiplyAdd(a, b, sums);
+  }
+};
+
+#ifdef __AVX512BF16__
+template <>
+struct Dot<BFloat16> {
+  static constexpr int kPerLane = 2;
+
+  static XLA_GPU_INLINE Lanes Load(const BFloat16* from, int64_t count) {
+    return count >= 2 * kLanes ? xla_gpu::Load<Lanes>(from) : LoadPart<Lanes>(from, 2 * count);
+  }
+
+  // Each number is widened, multiplied exactly and added in float.
+  static XLA_GPU_INLINE Lanes MultiplyAdd(Lanes a, Lanes b, Lanes sums) {
+    return (Lanes)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
+  }
+};
+#endif
+
+// 2^x for x <= 0 or NaN, within 2 ulp; 0 where 2^x would be subnormal. x = n + f with 0 <= f <= 1;
+// 2^f by the polynomial of degree 6, exact at 0, whose largest relative error is least: 2^-28.9.
 XLA_GPU_INLINE Lanes Exp2OfNonPositive(Lanes x) {
-  const Lanes shifted = x + 12582912.0f;  // 1.5 * 2^23: rounds to an integer
+#if defined(__AVX512F__)
+  const Lanes f = (Lanes)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
+#else
+  const Lanes shifted = x - 0.5f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer
   const Lanes f = x - (shifted - 12582912.0f);
-  Lanes e = Splat(1.5252734e-5f);
-  e = e * f + 1.5403530e-4f;
-  e = e * f + 1.3333558e-3f;
-  e = e * f + 9.6181291e-3f;
-  e = e * f + 5.5504109e-2f;
-  e = e * f + 2.4022651e-1f;
-  e = e * f + 6.9314718e-1f;
-  e = e * f + 1.0f;
+#endif
+  Lanes e = Splat(2.1612928e-4f);
+  e = MultiplyAdd(e, f, Splat(1.2467842e-3f));
+  e = MultiplyAdd(e, f, Splat(9.675452e-3f));
+  e = MultiplyAdd(e, f, Splat(5.5485282e-2f));
+  e = MultiplyAdd(e, f, Splat(2.4022931e-1f));
+  e = MultiplyAdd(e, f, Splat(6.9314706e-1f));
+  e = MultiplyAdd(e, f, Splat(1.0f));
+#if defined(__AVX512F__)
+  const __mmask16 is_normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_US);
+  return (Lanes)_mm512_maskz_scalef_ps(is_normal, (__m512)e, (__m512)x);
+#else
   const Words exponent = (BitCast<Words>(shifted) + 127) << 23;
   return x < -126.0f ? Lanes{} : e * BitCast<Lanes>(exponent);
+#endif
 }
 
 // tanh(x), within 2^-23 of it.

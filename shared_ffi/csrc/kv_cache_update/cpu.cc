@@ -7,27 +7,33 @@ namespace {
 
 // Below this many bytes, handing work to another thread costs more than the copy.
 constexpr int64_t kMinParallelBytes = 1 << 17;
+constexpr int64_t kPartsPerThread = 4;  // so that no thread waits long for the last
+constexpr int64_t kSlotsPerRun = 16;    // neighbours, which mostly follow one another
 
 }  // namespace
 
-// One item per kv head: each walks the tokens in order, so the later of two tokens with one slot
-// wins whatever the number of threads.
+// One item per part of the slots: each walks all tokens in order and copies those of its slots, so
+// the later of two tokens with one slot wins whatever the number of threads.
 void RunOnCpu(const Params& p, const Executor& executor) {
   const int64_t row_bytes = p.head_size * SizeOf(p.dtype);
-  const auto update_head = [&](int64_t head) {
+  const int64_t token_bytes = p.num_kv_heads * row_bytes;
+  const bool is_parallel =
+      executor.num_threads > 1 && 2 * p.num_tokens * token_bytes >= kMinParallelBytes;
+  const int64_t num_parts = is_parallel ? kPartsPerThread * executor.num_threads : 1;
+  ParallelFor(executor, num_parts, [&](int64_t part) {
     for (int64_t token = 0; token < p.num_tokens; ++token) {
       const int64_t slot = p.Slot(token);
-      if (slot < 0) continue;
-      const int64_t source = (token * p.num_kv_heads + head) * row_bytes;
-      char* target =
-          static_cast<char*>(p.kv_cache) + (slot * p.num_kv_heads + head) * 2 * row_bytes;
-      std::memcpy(target, static_cast<const char*>(p.key) + source, row_bytes);
-      std::memcpy(target + row_bytes, static_cast<const char*>(p.value) + source, row_bytes);
+      if (slot < 0 || slot / kSlotsPerRun % num_parts != part) continue;
+      const char* key = static_cast<const char*>(p.key) + token * token_bytes;
+      const char* value = static_cast<const char*>(p.value) + token * token_bytes;
+      char* target = static_cast<char*>(p.kv_cache) + slot * 2 * token_bytes;
+      for (int64_t head = 0; head < p.num_kv_heads; ++head) {
+        std::memcpy(target, key + head * row_bytes, row_bytes);
+        std::memcpy(target + row_bytes, value + head * row_bytes, row_bytes);
+        target += 2 * row_bytes;
+      }
     }
-  };
-  const int64_t bytes = 2 * p.num_tokens * p.num_kv_heads * row_bytes;
-  const Executor inline_executor{1, nullptr};
-  ParallelFor(bytes < kMinParallelBytes ? inline_executor : executor, p.num_kv_heads, update_head);
+  });
 }
 
 }  // namespace xla_gpu::kv_cache_update

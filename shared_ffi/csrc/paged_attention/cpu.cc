@@ -20,7 +20,9 @@ XLA_GPU_FOR_CPU_INSTRUCTION_SETS(XLA_GPU_DECLARE)
 namespace {
 
 constexpr int64_t kRowsPerPiece = 256;         // that share a packed tile of K and V, at most
+constexpr int64_t kTileBytes = 1 << 19;        // of K and V of a tile, at most: half a core's cache
 constexpr int64_t kJobsPerThread = 8;          // so that no thread waits long for the last
+constexpr int64_t kMinJobCost = 1 << 22;       // so that neighbouring heads are read together
 constexpr int64_t kMinParallelCost = 1 << 18;  // that is worth another thread
 
 #define XLA_GPU_ADDRESS(instruction_set) &kCpuKernel_##instruction_set,
@@ -81,9 +83,9 @@ std::vector<Piece> CutIntoRuns(const Params& p) {
   return runs;
 }
 
-// A piece that several jobs share, each with one of its splits. The last of them merges.
+// A piece that several jobs share, each with some of its splits. The last of them merges.
 struct SplitPiece {
-  explicit SplitPiece(const Piece& piece) : whole(piece), num_left(piece.NumSplits()) {}
+  SplitPiece(const Piece& piece, int64_t num_jobs) : whole(piece), num_left(num_jobs) {}
 
   Piece whole;
   std::atomic<int64_t> num_left;
@@ -117,33 +119,37 @@ class Jobs {
   }
 
  private:
-  // Neighbouring heads lie side by side in the cache: the more of them, the better it is read.
+  // Neighbouring heads lie side by side in the cache: the more of them, the better it is read. So
+  // of two ways to share a run, by splits and by heads, the first is taken if there are splits.
   void CutByHeads(const Piece& run, int64_t wanted_cost) {
     const int64_t cost_per_head = std::max<int64_t>(1, CostOf(p_, run) / run.num_heads);
+    const int64_t rows_per_head = run.NumRows(p_) / run.num_heads;
+    const int64_t bytes_per_head = 2 * kTile * p_.head_size * SizeOf(p_.dtype);
     const int64_t that_fit =
-        std::max<int64_t>(1, kRowsPerPiece / (run.NumRows(p_) / run.num_heads));
-    const bool is_split =
-        run.NumSplits() > 1 && cost_per_head * std::min(that_fit, run.num_heads) > wanted_cost;
-    const int64_t cost_of_job = is_split ? cost_per_head / run.NumSplits() + 1 : cost_per_head;
-    const int64_t at_once = std::clamp<int64_t>(wanted_cost / cost_of_job, 1, that_fit);
+        std::max<int64_t>(1, std::min(kRowsPerPiece / rows_per_head, kTileBytes / bytes_per_head));
+    const int64_t at_once = run.NumSplits() > 1
+                                ? that_fit
+                                : std::clamp<int64_t>(wanted_cost / cost_per_head, 1, that_fit);
     for (int64_t head = 0; head < run.num_heads; head += at_once) {
       Piece piece = run;
       piece.first_head = head;
       piece.num_heads = std::min(at_once, run.num_heads - head);
-      if (is_split) {
-        CutBySplits(piece);
-      } else {
-        jobs_.push_back({piece, nullptr});
-      }
+      CutBySplits(piece, std::max<int64_t>(
+                             1, wanted_cost * run.NumSplits() / (cost_per_head * piece.num_heads)));
     }
   }
 
-  void CutBySplits(const Piece& whole) {
-    split_pieces_.emplace_back(whole);
-    for (int64_t split = whole.begin / kSplit; split * kSplit < whole.end; ++split) {
+  void CutBySplits(const Piece& whole, int64_t splits_at_once) {
+    if (whole.NumSplits() <= splits_at_once) {
+      jobs_.push_back({whole, nullptr});
+      return;
+    }
+    split_pieces_.emplace_back(whole, DivideUp(whole.NumSplits(), splits_at_once));
+    const int64_t step = splits_at_once * kSplit;
+    for (int64_t first = whole.begin / kSplit * kSplit; first < whole.end; first += step) {
       Piece piece = whole;
-      piece.begin = std::max(whole.begin, split * kSplit);
-      piece.end = std::min(whole.end, (split + 1) * kSplit);
+      piece.begin = std::max(whole.begin, first);
+      piece.end = std::min(whole.end, first + step);
       jobs_.push_back({piece, &split_pieces_.back()});
     }
   }
@@ -184,10 +190,11 @@ void RunOnCpu(const Params& p, const Executor& executor) {
   for (const Piece& run : runs) cost += CostOf(p, run);
   const int64_t num_threads =
       cost < kMinParallelCost ? 1 : std::max<int64_t>(1, executor.num_threads);
-  Jobs jobs(p, runs, num_threads > 1 ? cost / (kJobsPerThread * num_threads) : cost);
+  const int64_t wanted_cost =
+      std::max(cost / (kJobsPerThread * num_threads), std::min(kMinJobCost, cost / num_threads));
+  Jobs jobs(p, runs, num_threads > 1 ? wanted_cost : cost);
   const CpuKernel& kernel = *ChosenKernel();
-  ParallelFor({num_threads, executor.run}, jobs.Count(),
-              [&](int64_t i) { jobs.Do(i, kernel); });
+  ParallelFor({num_threads, executor.run}, jobs.Count(), [&](int64_t i) { jobs.Do(i, kernel); });
 }
 
 std::vector<std::string> CpuInstructionSets() {

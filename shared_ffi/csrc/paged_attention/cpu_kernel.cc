@@ -5,26 +5,27 @@
 // context. For each tile of kTile positions and each kv head it
 //   1. computes logits, a block of rows by some positions at a time, and turns them into weights,
 //   2. adds the weighted V to the rows' sums, a block of rows by some columns at a time.
-// One block of rows reads K and V where the block table says; several read them packed, as floats.
-// Meanwhile the next tile is brought nearer. Tiles and splits begin at multiples of their size.
+// A few blocks of rows read K and V where the block table says; more read them packed, K transposed
+// and V as floats. Meanwhile the next tile is brought nearer. Tiles and splits begin at
+// multiples of their size.
 //
-// A logit is summed across lanes by one fixed tree, and V position after position: a row's bits
-// depend on the row and on what it attends to, and on nothing else, neither on the rows beside it
-// nor on how the work is cut. They are the same in any batch, for any number of threads, and for a
-// token that is prefilled, chunked or decoded. Instruction sets differ in their bits.
+// A logit is the sum of kLanes chains of products by one fixed tree, whether the chains lie in the
+// lanes of a register (MultiplyCached) or come one after the other (MultiplyPacked), and V is added
+// position after position: a row's bits depend on the row and on what it attends to, and on nothing
+// else, neither on the rows beside it nor on how the work is cut. They are the same in any batch,
+// for any number of threads, and for a token that is prefilled, chunked or decoded. So no compiler
+// may choose which products to fuse (-ffp-contract=off). Instruction sets differ in their bits.
 #include "cpu_kernel.h"
 
 #include <type_traits>
 
 #include "../simd.h"
 
-// The compiler chooses which product of a sum to fuse: one copy of a function, one choice.
-#define XLA_GPU_ONE_COPY __attribute__((noinline))
-
 namespace xla_gpu::paged_attention {
 namespace {
 
-constexpr int kRows = 4;  // of a block, at most
+constexpr int kRows = 4;                       // of a block, at most
+constexpr int64_t kMaxCachedRows = 3 * kRows;  // more are worth packing K and V for
 constexpr int64_t kCacheLineBytes = 64;
 constexpr float kInfinity = __builtin_inff();
 constexpr float kLog2E = 1.44269504f;
@@ -68,59 +69,79 @@ class Prefetcher {
   }
 
   const char* const* row_;  // the next
-  const char* const* const end_;
-  const int64_t num_bytes_;
+  const char* const* end_;
+  int64_t num_bytes_;
   const char* line_;
   const char* end_of_row_;
   int64_t lines_per_step_ = 0;
 };
 
-// K or V of a tile and a kv head, packed.
-struct PackedRows {
-  const float* rows;  // [kTile, stride]
-  int64_t stride;
-
-  // Columns from d on, of which `count` exist.
-  XLA_GPU_INLINE Lanes At(int64_t j, int64_t d, int64_t) const {
-    return Load<Lanes>(rows + j * stride + d);
+// Calls function(size, first) for blocks, of a size that is a constant, from number `first` on,
+// that make up `count`.
+template <int kSize, typename Function>
+XLA_GPU_INLINE void ForEachBlock(int64_t first, int64_t count, const Function& function) {
+  for (; first + kSize <= count; first += kSize) {
+    function(std::integral_constant<int, kSize>(), first);
   }
-};
+  if constexpr (kSize > 1) ForEachBlock<kSize / 2>(first, count, function);
+}
 
-// The same in the cache.
+// K or V of a tile and a kv head in the cache.
 template <typename T>
 struct CachedRows {
   const char* const* keys;  // [kTile]
   int64_t offset;           // from there, in bytes
 
+  XLA_GPU_INLINE const T* Row(int64_t j) const {
+    return reinterpret_cast<const T*>(keys[j] + offset);
+  }
+  // Columns from d on, of which `count` exist.
   XLA_GPU_INLINE Lanes At(int64_t j, int64_t d, int64_t count) const {
-    return LoadWide(reinterpret_cast<const T*>(keys[j] + offset) + d, count);
+    return LoadWide(Row(j) + d, count);
   }
 };
 
-// Positions of which MultiplyRows computes the logits of R rows at once: one sum in each lane.
+// V packed.
+struct PackedRows {
+  const float* rows;  // [kTile, stride]
+  int64_t stride;
+
+  XLA_GPU_INLINE Lanes At(int64_t j, int64_t d, int64_t) const {
+    return Load<Lanes>(rows + j * stride + d);
+  }
+};
+
+// Positions of which MultiplyCached computes the logits of R rows at once: one sum in each lane.
 template <int R>
 constexpr int64_t kPositions = kLanes / R;
 
 // logits[r, j] = q[r] . k[j] for R rows and kPositions positions from j on.
-//   q: [R, stride], padded with zeros; logits: [R, kTile]
-template <int R, typename Rows>
-XLA_GPU_INLINE void MultiplyRows(const float* q, const Rows& k, int64_t j, int64_t head_size,
-                                 int64_t stride, float* logits, Prefetcher* next) {
+//   q: [R, width], padded with zeros; logits: [R, kTile]
+template <int R, typename T>
+XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64_t j,
+                                   int64_t head_size, int64_t width, float* logits,
+                                   Prefetcher* next) {
+  constexpr int64_t kStep = kLanes * Dot<T>::kPerLane;
   Lanes sums[kLanes] = {};
   const auto add = [&](int64_t d, int64_t count) __attribute__((always_inline)) {
     next->Step();
     Lanes queries[R];
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) queries[r] = Load<Lanes>(q + r * stride + d);
+    for (int r = 0; r < R; ++r) {
+      queries[r] = Load<Lanes>(q + r * width + d / Dot<T>::kPerLane);
+    }
 #pragma GCC unroll 16
     for (int i = 0; i < kPositions<R>; ++i) {
-      const Lanes key = k.At(j + i, d, count);
+      const Lanes key = Dot<T>::Load(k.Row(j + i) + d, count);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) sums[PlaceOf(r * kPositions<R> + i)] += queries[r] * key;
+      for (int r = 0; r < R; ++r) {
+        Lanes& sum = sums[PlaceOf(r * kPositions<R> + i)];
+        sum = Dot<T>::MultiplyAdd(queries[r], key, sum);
+      }
     }
   };
   int64_t d = 0;
-  for (; d + kLanes <= head_size; d += kLanes) add(d, kLanes);
+  for (; d + kStep <= head_size; d += kStep) add(d, kStep);
   if (d < head_size) add(d, head_size - d);
   const Lanes products = SumEach(sums);
 #pragma GCC unroll 16
@@ -131,12 +152,47 @@ XLA_GPU_INLINE void MultiplyRows(const float* q, const Rows& k, int64_t j, int64
   }
 }
 
-// The same for all positions of [begin, end) and perhaps some beside them.
-template <int R, typename Rows>
-void MultiplyBlock(const float* q, const Rows& k, int64_t begin, int64_t end, int64_t head_size,
-                   int64_t stride, float* logits, Prefetcher* next) {
-  for (int64_t j = begin / kPositions<R> * kPositions<R>; j < end; j += kPositions<R>) {
-    MultiplyRows<R>(q, k, j, head_size, stride, logits, next);
+// The same for kVectors vectors of positions from j on, with K packed.
+//   k: [width, kTile]
+template <int R, int kVectors, typename T>
+XLA_GPU_INLINE void MultiplyPacked(const float* q, const float* k, int64_t j, int64_t width,
+                                   float* logits, Prefetcher* next) {
+  constexpr int kLevels = __builtin_ctz(kLanes);
+  Lanes sums[R][kVectors], waiting[kLevels][R][kVectors];
+  for (int n = 0; n < kLanes; ++n) {
+    next->Step();
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kVectors; ++i) sums[r][i] = Lanes{};
+    }
+    for (int64_t w = LaneOfLeaf(n); w < width; w += kLanes) {
+      Lanes keys[kVectors];
+#pragma GCC unroll 16
+      for (int i = 0; i < kVectors; ++i) keys[i] = Load<Lanes>(k + w * kTile + j + i * kLanes);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const Lanes query = Splat(q[r * width + w]);
+#pragma GCC unroll 16
+        for (int i = 0; i < kVectors; ++i) {
+          sums[r][i] = Dot<T>::MultiplyAdd(query, keys[i], sums[r][i]);
+        }
+      }
+    }
+    int level = 0;
+    for (; n >> level & 1; ++level) {
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kVectors; ++i) sums[r][i] += waiting[level][r][i];
+      }
+    }
+    if (level < kLevels) std::memcpy(waiting[level], sums, sizeof(sums));
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kVectors; ++i) Store(sums[r][i], logits + r * kTile + j + i * kLanes);
   }
 }
 
@@ -155,8 +211,9 @@ XLA_GPU_INLINE void AddColumns(const float* weights, const Rows& v, int64_t begi
       block[r][i] = Load<Lanes>(sums + r * stride + d + i * kLanes) * shrink[r];
     }
   }
+  Prefetcher prefetcher = *next;  // in registers
   for (int64_t j = begin; j < end; ++j) {
-    next->Step();
+    prefetcher.Step();
     Lanes values[kVectors];
 #pragma GCC unroll 16
     for (int i = 0; i < kVectors; ++i) values[i] = v.At(j, d + i * kLanes, count);
@@ -164,9 +221,12 @@ XLA_GPU_INLINE void AddColumns(const float* weights, const Rows& v, int64_t begi
     for (int r = 0; r < R; ++r) {
       const Lanes weight = Splat(weights[r * kTile + j]);
 #pragma GCC unroll 16
-      for (int i = 0; i < kVectors; ++i) block[r][i] += weight * values[i];
+      for (int i = 0; i < kVectors; ++i) {
+        block[r][i] = MultiplyAdd(weight, values[i], block[r][i]);
+      }
     }
   }
+  *next = prefetcher;
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
@@ -190,19 +250,6 @@ void AddBlock(const float* weights, const Rows& v, int64_t begin, int64_t end, i
   }
 }
 
-// Calls function(R, first) for blocks of R rows, a constant, from row `first` on, that make up
-// num_rows.
-template <typename Function>
-XLA_GPU_INLINE void ForEachBlock(int64_t num_rows, Function function) {
-  int64_t first = 0;
-  for (; first + 4 <= num_rows; first += 4) function(std::integral_constant<int, 4>(), first);
-  if (first + 2 <= num_rows) {
-    function(std::integral_constant<int, 2>(), first);
-    first += 2;
-  }
-  if (first < num_rows) function(std::integral_constant<int, 1>(), first);
-}
-
 // What a row has seen in a split so far: the largest logit, in units of log2(e), and for each lane
 // the sum of 2^(logit - max).
 struct RowState {
@@ -210,34 +257,66 @@ struct RowState {
   Lanes sums;
 };
 
-// Replaces a row's logits, of which those at [begin, end) of the tile count, by their weights, zero
-// where they do not, and returns the factor by which the row's earlier sums must shrink.
-XLA_GPU_ONE_COPY float Weigh(float* logits, int64_t begin, int64_t end, float soft_cap,
-                             RowState* state) {
+// Positions of a tile that a row attends to, counted from the tile's first.
+struct Range {
+  int64_t begin;
+  int64_t end;
+};
+
+// Replaces the products q . k of R rows by their weights, zero outside the rows' ranges, and finds
+// the factors by which the rows' earlier sums must shrink. A logit is the product times `scale`, in
+// units of soft_cap or else of 1 / log2(e).
+//   products: [R, kTile]; ranges, states, shrink: [R]
+template <int R>
+void Weigh(float* products, const Range* ranges, float scale, float soft_cap, RowState* states,
+           float* shrink) {
   constexpr int kVectors = kTile / kLanes;
-  Lanes x[kVectors], largest = Splat(-kInfinity);
+  Lanes x[R][kVectors], largest[R], shift[R];
+  bool is_partial = false;
 #pragma GCC unroll 16
-  for (int i = 0; i < kVectors; ++i) {
-    x[i] = Load<Lanes>(logits + i * kLanes);
-    if (soft_cap > 0) x[i] = Tanh(x[i]) * (soft_cap * kLog2E);
-    if (begin > 0 || end < kTile) {
-      x[i] = LanesIn(begin - i * kLanes, end - i * kLanes) ? x[i] : Splat(-kInfinity);
+  for (int r = 0; r < R; ++r) {
+    is_partial |= ranges[r].begin > 0 || ranges[r].end < kTile;
+#pragma GCC unroll 16
+    for (int i = 0; i < kVectors; ++i) {
+      x[r][i] = Load<Lanes>(products + r * kTile + i * kLanes) * scale;
     }
-    largest = Max(x[i], largest);
   }
-  const float found = MaxOfLanes(largest);
-  const float max = found > state->max ? found : state->max;
-  const float shift = max == -kInfinity ? 0.0f : max;  // all logits -inf: weights of 0, not NaN
-  const float shrink = Exp2OfNonPositive(Splat(state->max - shift))[0];
-  Lanes sums = state->sums * shrink;
+  if (soft_cap > 0) {
+    for (int r = 0; r < R; ++r) {
+      for (int i = 0; i < kVectors; ++i) x[r][i] = Tanh(x[r][i]) * (soft_cap * kLog2E);
+    }
+  }
+  if (is_partial) {
+    for (int r = 0; r < R; ++r) {
+      for (int i = 0; i < kVectors; ++i) {
+        const Mask counts = LanesIn(ranges[r].begin - i * kLanes, ranges[r].end - i * kLanes);
+        x[r][i] = counts ? x[r][i] : Splat(-kInfinity);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    largest[r] = Splat(-kInfinity);
+#pragma GCC unroll 16
+    for (int i = 0; i < kVectors; ++i) largest[r] = Max(x[r][i], largest[r]);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    const Lanes before = Splat(states[r].max), max = Max(MaxOfLanes(largest[r]), before);
+    shift[r] = max == -kInfinity ? Lanes{} : max;  // all logits -inf: weights of 0, not NaN
+    const Lanes factor = Exp2OfNonPositive(before - shift[r]);
+    states[r] = {max[0], states[r].sums * factor};
+    shrink[r] = factor[0];
+  }
 #pragma GCC unroll 16
   for (int i = 0; i < kVectors; ++i) {
-    const Lanes weights = Exp2OfNonPositive(x[i] - shift);
-    Store(weights, logits + i * kLanes);
-    sums += weights;
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const Lanes weights = Exp2OfNonPositive(x[r][i] - shift[r]);
+      Store(weights, products + r * kTile + i * kLanes);
+      states[r].sums += weights;
+    }
   }
-  *state = {max, sums};
-  return shrink;
 }
 
 template <typename T>
@@ -249,16 +328,17 @@ class Attention {
         group_(p.num_heads / p.num_kv_heads),
         rows_per_head_(piece.num_tokens * group_),
         num_rows_(piece.num_heads * rows_per_head_),
+        width_(RoundUp(DivideUp(p.head_size, Dot<T>::kPerLane), kLanes)),
         stride_(RoundUp(p.head_size, kLanes)),
         head_bytes_(2 * p.head_size * static_cast<int64_t>(sizeof(T))) {
     const struct {
       void* array;
       int64_t num_bytes;
     } arrays[] = {
-        {&q_, num_rows_ * stride_ * 4},
-        {&k_, kTile * stride_ * 4},
+        {&q_, num_rows_ * width_ * 4},
+        {&k_, width_ * kTile * 4},
         {&v_, kTile * stride_ * 4},
-        {&logits_, rows_per_head_ * kTile * 4},
+        {&weights_, rows_per_head_ * kTile * 4},
         {&shrink_, rows_per_head_ * 4},
         {&sums_, num_rows_ * stride_ * 4},
         {&totals_, num_rows_ * stride_ * 4},
@@ -279,7 +359,7 @@ class Attention {
   }
 
   void Attend() {
-    WidenQueries();
+    LoadQueries();
     for (int64_t row = 0; row < rows_per_head_; ++row) {
       positions_[row] = static_cast<int32_t>(piece_.position + row / group_);
     }
@@ -294,7 +374,7 @@ class Attention {
         keys_ = found;
         num_next_ = FindKeys(tile + kTile, next_keys_);
         for (int64_t head = 0; head < piece_.num_heads; ++head) {
-          AttendToTile(head, tile, Larger(begin, tile), Smaller(end, tile + kTile));
+          AttendToTile(head, TileAt(tile, Larger(begin, tile), Smaller(end, tile + kTile)));
         }
       }
       EndSplit(split / kSplit - piece_.begin / kSplit);
@@ -320,13 +400,12 @@ class Attention {
     return (token * p_.num_heads + kv_head * group_ + row % group_) * p_.head_size;
   }
 
-  // Times what the logits are to be multiplied by.
-  void WidenQueries() {
-    const float factor = p_.soft_cap > 0 ? p_.scale / p_.soft_cap : p_.scale * kLog2E;
+  void LoadQueries() {
     for (int64_t row = 0; row < num_rows_; ++row) {
       const T* query = static_cast<const T*>(p_.query) + RowOffset(row);
-      for (int64_t d = 0; d < stride_; d += kLanes) {
-        Store(LoadWide(query + d, p_.head_size - d) * factor, q_ + row * stride_ + d);
+      for (int64_t w = 0; w < width_; w += kLanes) {
+        const int64_t d = w * Dot<T>::kPerLane;
+        Store(Dot<T>::Load(query + d, p_.head_size - d), q_ + row * width_ + w);
       }
     }
   }
@@ -355,52 +434,78 @@ class Attention {
     return num_positions;
   }
 
-  // Positions [begin, end) of the tile that starts at position `tile`: all that any row attends to.
-  void AttendToTile(int64_t head, int64_t tile, int64_t begin, int64_t end) {
+  struct Tile {
+    int64_t position;  // of its first
+    Range range;       // all that any row attends to
+    bool is_mixed;     // some rows do not attend to all of that
+  };
+
+  Tile TileAt(int64_t position, int64_t begin, int64_t end) const {
+    const int64_t last = piece_.position + piece_.num_tokens - 1;
+    const bool is_mixed = end > piece_.position + 1 || p_.WindowBegin(last) > begin;
+    return {position, {begin - position, end - position}, is_mixed};
+  }
+
+  void AttendToTile(int64_t head, const Tile& tile) {
     // Each head asks for some positions of the next tile, with all heads, as they lie in memory.
     const int64_t share = (num_next_ + piece_.num_heads - 1) / piece_.num_heads;
     const int64_t first = Smaller(head * share, num_next_);
     Prefetcher next(next_keys_ + first, Smaller(share, num_next_ - first),
                     piece_.num_heads * head_bytes_);
     const int64_t k_offset = head * head_bytes_, v_offset = k_offset + head_bytes_ / 2;
-    // A row that does not attend to all positions must not see the V of the others.
-    const bool is_mixed = end > piece_.position + 1 ||
-                          p_.WindowBegin(piece_.position + piece_.num_tokens - 1) > begin;
-    if (rows_per_head_ <= kRows) {
-      const CachedRows<T> k{keys_, k_offset}, v{keys_, v_offset};
-      ComputeTile(head, tile, begin, end, k, v, !is_mixed, &next);
+    const CachedRows<T> k{keys_, k_offset}, v{keys_, v_offset};
+    if (rows_per_head_ <= kMaxCachedRows) {
+      next.Expect((width_ + stride_) / kLanes * (kTile / kBlockVectors));
+      ComputeWeights(head, tile, [&](auto num_rows, const float* q, Range all, float* products) {
+        constexpr int64_t kStep = kPositions<num_rows>;
+        for (int64_t j = all.begin / kStep * kStep; j < all.end; j += kStep) {
+          MultiplyCached<num_rows>(q, k, j, p_.head_size, width_, products, &next);
+        }
+      });
+      AddValues(head, tile, v, !tile.is_mixed, &next);
       return;
     }
-    Pack(k_offset, begin - tile, end - tile, k_);
-    Pack(v_offset, begin - tile, end - tile, v_);
-    const bool is_safe =
-        !is_mixed || IsFinite(v_ + (begin - tile) * stride_, (end - begin) * stride_);
-    ComputeTile(head, tile, begin, end, PackedRows{k_, stride_}, PackedRows{v_, stride_}, is_safe,
-                &next);
+    const auto [begin, end] = tile.range;
+    PackKeys(k, begin, end);
+    PackValues(v, begin, end);
+    const bool is_safe = !tile.is_mixed || IsFinite(v_ + begin * stride_, (end - begin) * stride_);
+    next.Expect(DivideUp(rows_per_head_, kRows) * kTile);
+    ComputeWeights(head, tile, [&](auto num_rows, const float* q, Range all, float* products) {
+      ForEachBlock<kBlockVectors>(all.begin / kLanes, DivideUp(all.end, kLanes),
+                                  [&](auto num_vectors, int64_t vector) {
+                                    MultiplyPacked<num_rows, num_vectors, T>(
+                                        q, k_, vector * kLanes, width_, products, &next);
+                                  });
+    });
+    AddValues(head, tile, PackedRows{v_, stride_}, is_safe, &next);
+  }
+
+  // multiply(R, q, range, products): products of R rows with all positions of a range of the tile,
+  // and perhaps with some beside them.
+  template <typename Multiply>
+  void ComputeWeights(int64_t head, const Tile& tile, const Multiply& multiply) {
+    const float scale = p_.soft_cap > 0 ? p_.scale / p_.soft_cap : p_.scale * kLog2E;
+    const int64_t first_row = head * rows_per_head_;
+    ForEachBlock<kRows>(0, rows_per_head_, [&](auto num_rows, int64_t first) {
+      const Range all = RangeOfRows(tile, first, num_rows);
+      if (all.begin >= all.end) return;
+      float* products = weights_ + first * kTile;
+      multiply(num_rows, q_ + (first_row + first) * width_, all, products);
+      Range ranges[num_rows];
+      for (int r = 0; r < num_rows; ++r) ranges[r] = RangeOfRows(tile, first + r, 1);
+      Weigh<num_rows>(products, ranges, scale, p_.soft_cap, &states_[first_row + first],
+                      shrink_ + first);
+    });
   }
 
   // `is_safe`: a weight of zero may meet any V of the tile, as none is NaN or infinite.
   template <typename Rows>
-  void ComputeTile(int64_t head, int64_t tile, int64_t begin, int64_t end, const Rows& k,
-                   const Rows& v, bool is_safe, Prefetcher* next) {
+  void AddValues(int64_t head, const Tile& tile, const Rows& v, bool is_safe, Prefetcher* next) {
     const int64_t first_row = head * rows_per_head_;
-    next->Expect(2 * stride_ / kLanes * (kTile / kBlockVectors));
-    ForEachBlock(rows_per_head_, [&](auto num_rows, int64_t first) {
-      const Range all = RangeOfRows(first, num_rows, tile, begin, end);
+    ForEachBlock<kRows>(0, rows_per_head_, [&](auto num_rows, int64_t first) {
+      const Range all = RangeOfRows(tile, first, num_rows);
       if (all.begin >= all.end) return;
-      float* logits = logits_ + first * kTile;
-      MultiplyBlock<num_rows>(q_ + (first_row + first) * stride_, k, all.begin, all.end,
-                              p_.head_size, stride_, logits, next);
-      for (int64_t r = 0; r < num_rows; ++r) {
-        const Range own = RangeOfRows(first + r, 1, tile, begin, end);
-        shrink_[first + r] = Weigh(logits + r * kTile, own.begin, own.end, p_.soft_cap,
-                                   &states_[first_row + first + r]);
-      }
-    });
-    ForEachBlock(rows_per_head_, [&](auto num_rows, int64_t first) {
-      const Range all = RangeOfRows(first, num_rows, tile, begin, end);
-      if (all.begin >= all.end) return;
-      const float* weights = logits_ + first * kTile;
+      const float* weights = weights_ + first * kTile;
       float* sums = sums_ + (first_row + first) * stride_;
       if (is_safe) {
         AddBlock<num_rows>(weights, v, all.begin, all.end, p_.head_size, stride_, shrink_ + first,
@@ -408,34 +513,44 @@ class Attention {
         return;
       }
       for (int64_t r = 0; r < num_rows; ++r) {
-        const Range own = RangeOfRows(first + r, 1, tile, begin, end);
+        const Range own = RangeOfRows(tile, first + r, 1);
         AddBlock<1>(weights + r * kTile, v, own.begin, own.end, p_.head_size, stride_,
                     shrink_ + first + r, sums + r * stride_, next);
       }
     });
   }
 
-  struct Range {
-    int64_t begin;
-    int64_t end;
-  };
-
-  // Of the tile, what any of some rows of a kv head attends to.
-  Range RangeOfRows(int64_t first, int64_t num_rows, int64_t tile, int64_t begin,
-                    int64_t end) const {
-    return {Larger(p_.WindowBegin(positions_[first]), begin) - tile,
-            Smaller(positions_[first + num_rows - 1] + 1, end) - tile};
+  // Of a tile, what any of some rows of a kv head attends to.
+  Range RangeOfRows(const Tile& tile, int64_t first, int64_t num_rows) const {
+    if (!tile.is_mixed) return tile.range;
+    const int64_t begin = p_.WindowBegin(positions_[first]) - tile.position;
+    const int64_t end = positions_[first + num_rows - 1] + 1 - tile.position;
+    return {Larger(begin, tile.range.begin), Smaller(end, tile.range.end)};
   }
 
-  // Widens K or V of a kv head at positions [begin, end) of the tile.
-  void Pack(int64_t offset, int64_t begin, int64_t end, float* rows) {
-    const int64_t head_size = p_.head_size, stride = stride_;
+  // Transposes K at positions [begin, end) of the tile, and at some beside them.
+  void PackKeys(const CachedRows<T>& k, int64_t begin, int64_t end) {
+    for (int64_t j = begin / kLanes * kLanes; j < end; j += kLanes) {
+      for (int64_t w = 0; w < width_; w += kLanes) {
+        const int64_t d = w * Dot<T>::kPerLane;
+        Lanes square[kLanes];
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) {
+          square[i] = Dot<T>::Load(k.Row(j + i) + d, p_.head_size - d);
+        }
+        Transpose(square);
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) Store(square[i], k_ + (w + i) * kTile + j);
+      }
+    }
+  }
+
+  // Widens V at positions [begin, end) of the tile.
+  void PackValues(const CachedRows<T>& v, int64_t begin, int64_t end) {
     for (int64_t j = begin; j < end; ++j) {
-      const T* from = reinterpret_cast<const T*>(keys_[j] + offset);
-      float* to = rows + j * stride;
-      int64_t d = 0;
-      for (; d + kLanes <= head_size; d += kLanes) Store(LoadWide(from + d, kLanes), to + d);
-      if (d < head_size) Store(LoadWide(from + d, head_size - d), to + d);
+      for (int64_t d = 0; d < stride_; d += kLanes) {
+        Store(v.At(j, d, p_.head_size - d), v_ + j * stride_ + d);
+      }
     }
   }
 
@@ -472,8 +587,7 @@ class Attention {
     }
   }
 
-  XLA_GPU_ONE_COPY void AddToTotal(int64_t row, float found_max, float found_weight,
-                                   const float* found) {
+  void AddToTotal(int64_t row, float found_max, float found_weight, const float* found) {
     const float max = found_max > total_max_[row] ? found_max : total_max_[row];
     const float shift = max == -kInfinity ? 0.0f : max;
     const float shrink = Exp2OfNonPositive(Splat(total_max_[row] - shift))[0];
@@ -481,16 +595,20 @@ class Attention {
     total_max_[row] = max;
     total_weight_[row] = total_weight_[row] * shrink + found_weight * share;
     float* total = totals_ + row * stride_;
-    for (int64_t d = 0; d < p_.head_size; ++d) total[d] = total[d] * shrink + found[d] * share;
+    for (int64_t d = 0; d < stride_; d += kLanes) {
+      const Lanes more = LoadWide(found + d, p_.head_size - d) * share;
+      Store(MultiplyAdd(Load<Lanes>(total + d), Splat(shrink), more), total + d);
+    }
   }
 
   void FinishRows() {
     for (int64_t row = 0; row < num_rows_; ++row) {
       T* output = static_cast<T*>(p_.output) + RowOffset(row);
       const float* total = totals_ + row * stride_;
-      // Zero has one sign, whichever sums came to it.
-      for (int64_t d = 0; d < p_.head_size; ++d) {
-        FromFloat(total[d] / total_weight_[row] + 0.0f, output + d);
+      for (int64_t d = 0; d < stride_; d += kLanes) {
+        // Zero has one sign, whichever sums came to it.
+        const Lanes result = Load<Lanes>(total + d) / total_weight_[row] + 0.0f;
+        StoreNarrow(result, output + d, p_.head_size - d);
       }
     }
   }
@@ -500,13 +618,14 @@ class Attention {
   const int64_t group_;          // query heads per kv head
   const int64_t rows_per_head_;  // per kv head
   const int64_t num_rows_;
-  const int64_t stride_;      // head_size, padded to whole vectors
+  const int64_t width_;       // of queries and keys: lanes, padded to whole vectors
+  const int64_t stride_;      // of values and sums: head_size, padded to whole vectors
   const int64_t head_bytes_;  // of K and V of one position and kv head
 
-  float* q_;                // [num_rows, stride]
-  float* k_;                // [kTile, stride]
+  float* q_;                // [num_rows, width]
+  float* k_;                // [width, kTile]
   float* v_;                // [kTile, stride]
-  float* logits_;           // [rows_per_head, kTile], then weights
+  float* weights_;          // [rows_per_head, kTile]; products before
   float* shrink_;           // [rows_per_head]
   float* sums_;             // [num_rows, stride], of this split
   float* totals_;           // [num_rows, stride], of the splits before
@@ -540,6 +659,9 @@ void Merge(const Params& p, const Piece& whole, Allocate allocate) {
 }
 
 bool IsSupported() {
+#if defined(__AVX512BF16__)
+  if (!__builtin_cpu_supports("avx512bf16")) return false;
+#endif
 #if defined(__AVX512F__)
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
