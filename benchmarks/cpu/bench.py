@@ -11,6 +11,9 @@ import argparse
 import dataclasses
 import itertools
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -94,6 +97,27 @@ def growth() -> dict[str, float]:
     return medians(seconds(contestants, rounds=15, budget=0.1))
 
 
+def footprint() -> dict[str, float]:
+    """Bytes of the compiled library, and seconds that a front end's import adds to its framework's.
+
+    Of several imports in processes of their own the fastest, for the first one reads from disk.
+    """
+
+    def seconds_of(statement: str) -> float:
+        times = []
+        for _ in range(7):
+            start = time.perf_counter()
+            subprocess.run([sys.executable, "-c", statement], check=True)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    return {"library_bytes": Path(_native.__file__).stat().st_size} | {
+        f"import {frontend}": seconds_of(f"import {framework}, {frontend}")
+        - seconds_of(f"import {framework}")
+        for framework, frontend in (("torch", "torch_frontend"), ("jax", "jax_frontend"))
+    }
+
+
 def updates() -> Iterator[dict[str, Any]]:
     """kv_cache_update beside a plain copy of as many bytes and other ways to fill slots."""
     import torch_frontend  # noqa: F401, PLC0415
@@ -107,21 +131,21 @@ def updates() -> Iterator[dict[str, Any]]:
         num_blocks = max(4096, 2 * num_tokens // block_size)
         cache = torch.zeros(num_blocks, block_size, *rows.shape[1:], dtype=rows.dtype)
         if num_tokens <= 32:  # one token of each sequence; else one sequence
-            slots = rng.permutation(num_blocks * block_size)[:num_tokens]
+            chosen = rng.permutation(num_blocks * block_size)[:num_tokens]
         else:
             blocks = rng.permutation(num_blocks)[: num_tokens // block_size]
-            slots = (blocks[:, None] * block_size + np.arange(block_size)).reshape(-1)
-        slots = torch.from_numpy(slots)
+            chosen = (blocks[:, None] * block_size + np.arange(block_size)).reshape(-1)
+        slots = torch.from_numpy(chosen)
         copy = torch.empty_like(rows)
-        contestants = {
+        contestants: dict[str, Contestant] = {
             "torch eager": partial(
                 torch.ops.xla_gpu.kv_cache_update, cache, key, value, slots.int()
             ),
             "copy": partial(copy.copy_, rows),
             "torch index_copy_": partial(cache.clone().flatten(0, 1).index_copy_, 0, slots, rows),
-            "vLLM": vllm_update(key, value, slots, num_blocks * block_size),
         }
-        contestants = {name: call for name, call in contestants.items() if call is not None}
+        if vllm := vllm_update(key, value, slots, num_blocks * block_size):
+            contestants["vLLM"] = vllm
         times = seconds(contestants)
         assert torch.equal(cache.flatten(0, 1)[slots], rows)
         yield {
@@ -158,6 +182,7 @@ def main() -> None:
     if not options.only:
         results["updates"] = list(updates())
         results["growth"] = growth()
+        results["footprint"] = footprint()
         options.out.write_text(json.dumps(results, indent=1))
     report.show(results)
     report.draw(results, options.out.with_suffix(".png"))

@@ -62,6 +62,9 @@ def show(results: dict[str, Any]) -> None:
             f"  kv_cache_update, {row['workload']} {row['dtype']}: {own * 1e6:.0f} us, "
             f"{rate:.1f} GB/s written; time of others: {others}"
         )
+    for what, amount in results.get("footprint", {}).items():
+        text = f"{amount / 1e6:.1f} MB" if what.endswith("bytes") else f"{amount * 1e3:.0f} ms more"
+        console.print(f"  {what}: {text}")
     growth = results.get("growth", {})
     whole = next(iter(growth.values()), None)
     for what, seconds in growth.items():
