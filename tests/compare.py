@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from shared_ffi import _native
 from tests import reference
 
 # Of the float32 math: a logit's rounding error is about head_size^0.5 * 2^-24 of its terms' size,
@@ -40,7 +41,7 @@ def assert_close(
 ) -> None:
     """`actual` is the oracle's result up to float32 math and rounding to `dtype`.
 
-    Where the kernel rounds its weights to `dtype`, too, as tensor cores demand, the result may be
+    Where the kernel rounds its weights to `dtype`, too, as units for it demand, the result may be
     off by as much of the weighted sum of the values' sizes, which is given."""
     assert actual.dtype.name == dtype, f"dtype {actual.dtype}, expected {dtype}"
     assert actual.shape == oracle.shape, f"shape {actual.shape}, expected {oracle.shape}"
@@ -67,15 +68,31 @@ def assert_close(
         )
 
 
+def assert_close_on_cpu(actual: np.ndarray, inputs: Any, attributes: dict[str, Any]) -> None:
+    """`actual` is the oracle's result for the inputs of paged_attention, as far as the CPU kernel
+    with the instruction set in use can be exact."""
+    rounds_weights = (
+        inputs[0].dtype.name == "bfloat16" and _native.cpu_instruction_set() == "avx512_bf16"
+    )
+    _assert_close(actual, inputs, attributes, rounds_weights)
+
+
 def assert_close_on_cuda(actual: np.ndarray, inputs: Any, attributes: dict[str, Any]) -> None:
     """`actual` is the oracle's result for the inputs of paged_attention, as far as the CUDA kernels
     that run for them can be exact."""
+    dtype, head_size = inputs[0].dtype, inputs[0].shape[2]
+    on_tensor_cores = dtype.itemsize == 2 and head_size % 8 == 0 and head_size <= 256
+    _assert_close(actual, inputs, attributes, rounds_weights=on_tensor_cores)
+
+
+def _assert_close(
+    actual: np.ndarray, inputs: Any, attributes: dict[str, Any], rounds_weights: bool
+) -> None:
     query, kv_cache, *metadata = inputs
     oracle = reference.paged_attention(*inputs, **attributes)
     sizes = None
-    if query.dtype.itemsize == 2 and query.shape[2] % 8 == 0 and query.shape[2] <= 256:
-        # The tensor cores' kernel: what rounding the weights does to a row is at most that much of
-        # the weighted sum of its values' sizes.
+    if rounds_weights:
+        # What that does to a row is at most as much of the weighted sum of its values' sizes.
         kv_cache = np.array(kv_cache)
         kv_cache[:, :, 1::2] = np.abs(kv_cache[:, :, 1::2])
         sizes = reference.paged_attention(query, kv_cache, *metadata, **attributes)

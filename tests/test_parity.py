@@ -11,7 +11,7 @@ import torch
 import jax_frontend
 from tests import doors, hlo, reference
 from tests.cases import CASES, SHORT_CASES, UPDATE_CASES, Case, UpdateCase
-from tests.compare import assert_close, assert_same_bits
+from tests.compare import assert_close_on_cpu, assert_same_bits
 
 ATTENTION = "xla_gpu_paged_attention"
 UPDATE = "xla_gpu_kv_cache_update"
@@ -20,10 +20,9 @@ UPDATE = "xla_gpu_kv_cache_update"
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_paged_attention(case: Case, compiled: hlo.CompiledPrograms) -> None:
     inputs, attributes = case.inputs(), case.attributes()
-    oracle = reference.paged_attention(*inputs, **attributes)
 
     in_torch = doors.in_torch("paged_attention", *inputs, **attributes)
-    assert_close(in_torch, oracle, case.dtype)
+    assert_close_on_cpu(in_torch, inputs, attributes)
 
     assert_same_bits(doors.in_jax("paged_attention", *inputs, **attributes), in_torch)
     assert_same_bits(doors.in_torch_xla("paged_attention", *inputs, **attributes), in_torch)

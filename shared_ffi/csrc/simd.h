@@ -263,17 +263,31 @@ XLA_GPU_INLINE void StoreNarrow(Lanes x, T* to, int64_t count) {
   }
 }
 
-// How dot products are taken of numbers in storage: by lanes of 32 bits that hold kPerLane of them.
+// How products of numbers in storage are summed: kPerLane of them at once in each lane.
 template <typename T>
 struct Dot {
   static constexpr int kPerLane = 1;
 
-  // The numbers at `from`, of which `count` exist; the others are zero.
+  // Neighbours in a row: the numbers at `from`, of which `count` exist; the others are zero.
   static XLA_GPU_INLINE Lanes Load(const T* from, int64_t count) { return LoadWide(from, count); }
+
+  // Neighbours in a column: those at `from`, and in the rows after it.
+  static XLA_GPU_INLINE Lanes LoadDown(const T* const (&from)[1], int64_t count) {
+    return LoadWide(from[0], count);
+  }
+
+  // Stores factors as numbers i and on of `to`, and returns them as they were stored.
+  static XLA_GPU_INLINE Lanes StoreFactors(Lanes factors, float* to, int64_t i) {
+    Store(factors, to + i);
+    return factors;
+  }
 
   static XLA_GPU_INLINE Lanes MultiplyAdd(Lanes a, Lanes b, Lanes sums) {
     return xla_gpu::MultiplyAdd(a, b, sums);
   }
+
+  // Whether no number is infinite or NaN: 0 in each lane.
+  static XLA_GPU_INLINE Lanes TimesZero(Lanes x) { return x * 0.0f; }
 };
 
 #ifdef __AVX512BF16__
@@ -285,9 +299,25 @@ struct Dot<BFloat16> {
     return count >= 2 * kLanes ? xla_gpu::Load<Lanes>(from) : LoadPart<Lanes>(from, 2 * count);
   }
 
+  static XLA_GPU_INLINE Lanes LoadDown(const BFloat16* const (&from)[2], int64_t count) {
+    return BitCast<Lanes>(Widen(LoadHalfWords(from[0], count)) |
+                          Widen(LoadHalfWords(from[1], count)) << 16);
+  }
+
+  static XLA_GPU_INLINE Lanes StoreFactors(Lanes factors, float* to, int64_t i) {
+    const HalfWords narrow = (HalfWords)_mm512_cvtneps_pbh((__m512)factors);
+    Store(narrow, reinterpret_cast<HalfWords*>(to) + i / kLanes);
+    return BitCast<Lanes>(Widen(narrow) << 16);
+  }
+
   // Each number is widened, multiplied exactly and added in float.
   static XLA_GPU_INLINE Lanes MultiplyAdd(Lanes a, Lanes b, Lanes sums) {
     return (Lanes)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
+  }
+
+  static XLA_GPU_INLINE Lanes TimesZero(Lanes x) {
+    const Words words = BitCast<Words>(x);
+    return BitCast<Lanes>(words << 16) * 0.0f + BitCast<Lanes>(words & 0xffff0000u) * 0.0f;
   }
 };
 #endif

@@ -86,28 +86,41 @@ XLA_GPU_INLINE void ForEachBlock(int64_t first, int64_t count, const Function& f
   if constexpr (kSize > 1) ForEachBlock<kSize / 2>(first, count, function);
 }
 
+// Positions of V that are added at once.
+template <typename T>
+constexpr int kAtOnce = Dot<T>::kPerLane;
+
 // K or V of a tile and a kv head in the cache.
 template <typename T>
 struct CachedRows {
+  using Storage = T;
+
   const char* const* keys;  // [kTile]
   int64_t offset;           // from there, in bytes
 
   XLA_GPU_INLINE const T* Row(int64_t j) const {
     return reinterpret_cast<const T*>(keys[j] + offset);
   }
-  // Columns from d on, of which `count` exist.
+  // Positions from j on, as many as are added at once, and columns from d on, of which `count`
+  // exist.
   XLA_GPU_INLINE Lanes At(int64_t j, int64_t d, int64_t count) const {
-    return LoadWide(Row(j) + d, count);
+    const T* rows[kAtOnce<T>];
+#pragma GCC unroll 2
+    for (int i = 0; i < kAtOnce<T>; ++i) rows[i] = Row(j + i) + d;
+    return Dot<T>::LoadDown(rows, count);
   }
 };
 
 // V packed.
+template <typename T>
 struct PackedRows {
-  const float* rows;  // [kTile, stride]
+  using Storage = T;
+
+  const float* rows;  // [kTile / kAtOnce, stride]
   int64_t stride;
 
   XLA_GPU_INLINE Lanes At(int64_t j, int64_t d, int64_t) const {
-    return Load<Lanes>(rows + j * stride + d);
+    return Load<Lanes>(rows + j / kAtOnce<T> * stride + d);
   }
 };
 
@@ -211,18 +224,25 @@ XLA_GPU_INLINE void AddColumns(const float* weights, const Rows& v, int64_t begi
       block[r][i] = Load<Lanes>(sums + r * stride + d + i * kLanes) * shrink[r];
     }
   }
+  using T = typename Rows::Storage;
   Prefetcher prefetcher = *next;  // in registers
-  for (int64_t j = begin; j < end; ++j) {
+  for (int64_t j = begin / kAtOnce<T> * kAtOnce<T>; j < end; j += kAtOnce<T>) {
     prefetcher.Step();
     Lanes values[kVectors];
 #pragma GCC unroll 16
     for (int i = 0; i < kVectors; ++i) values[i] = v.At(j, d + i * kLanes, count);
+    if (kAtOnce<T> > 1 && (j < begin || j + 1 >= end)) {
+      const uint32_t attended = (j < begin ? 0 : 0xffff) | (j + 1 < end ? 0xffff0000 : 0);
+      for (int i = 0; i < kVectors; ++i) {
+        values[i] = BitCast<Lanes>(BitCast<Words>(values[i]) & attended);
+      }
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const Lanes weight = Splat(weights[r * kTile + j]);
+      const Lanes weight = Splat(weights[r * kTile + j / kAtOnce<T>]);
 #pragma GCC unroll 16
       for (int i = 0; i < kVectors; ++i) {
-        block[r][i] = MultiplyAdd(weight, values[i], block[r][i]);
+        block[r][i] = Dot<T>::MultiplyAdd(weight, values[i], block[r][i]);
       }
     }
   }
@@ -267,7 +287,7 @@ struct Range {
 // the factors by which the rows' earlier sums must shrink. A logit is the product times `scale`, in
 // units of soft_cap or else of 1 / log2(e).
 //   products: [R, kTile]; ranges, states, shrink: [R]
-template <int R>
+template <int R, typename T>
 void Weigh(float* products, const Range* ranges, float scale, float soft_cap, RowState* states,
            float* shrink) {
   constexpr int kVectors = kTile / kLanes;
@@ -313,8 +333,7 @@ void Weigh(float* products, const Range* ranges, float scale, float soft_cap, Ro
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const Lanes weights = Exp2OfNonPositive(x[r][i] - shift[r]);
-      Store(weights, products + r * kTile + i * kLanes);
-      states[r].sums += weights;
+      states[r].sums += Dot<T>::StoreFactors(weights, products + r * kTile, i * kLanes);
     }
   }
 }
@@ -337,7 +356,7 @@ class Attention {
     } arrays[] = {
         {&q_, num_rows_ * width_ * 4},
         {&k_, width_ * kTile * 4},
-        {&v_, kTile * stride_ * 4},
+        {&v_, kTile / kAtOnce<T> * stride_ * 4},
         {&weights_, rows_per_head_ * kTile * 4},
         {&shrink_, rows_per_head_ * 4},
         {&sums_, num_rows_ * stride_ * 4},
@@ -468,7 +487,7 @@ class Attention {
     const auto [begin, end] = tile.range;
     PackKeys(k, begin, end);
     PackValues(v, begin, end);
-    const bool is_safe = !tile.is_mixed || IsFinite(v_ + begin * stride_, (end - begin) * stride_);
+    const bool is_safe = !tile.is_mixed || IsFinite(begin, end);
     next.Expect(DivideUp(rows_per_head_, kRows) * kTile);
     ComputeWeights(head, tile, [&](auto num_rows, const float* q, Range all, float* products) {
       ForEachBlock<kBlockVectors>(all.begin / kLanes, DivideUp(all.end, kLanes),
@@ -477,7 +496,7 @@ class Attention {
                                         q, k_, vector * kLanes, width_, products, &next);
                                   });
     });
-    AddValues(head, tile, PackedRows{v_, stride_}, is_safe, &next);
+    AddValues(head, tile, PackedRows<T>{v_, stride_}, is_safe, &next);
   }
 
   // multiply(R, q, range, products): products of R rows with all positions of a range of the tile,
@@ -493,8 +512,8 @@ class Attention {
       multiply(num_rows, q_ + (first_row + first) * width_, all, products);
       Range ranges[num_rows];
       for (int r = 0; r < num_rows; ++r) ranges[r] = RangeOfRows(tile, first + r, 1);
-      Weigh<num_rows>(products, ranges, scale, p_.soft_cap, &states_[first_row + first],
-                      shrink_ + first);
+      Weigh<num_rows, T>(products, ranges, scale, p_.soft_cap, &states_[first_row + first],
+                         shrink_ + first);
     });
   }
 
@@ -545,18 +564,23 @@ class Attention {
     }
   }
 
-  // Widens V at positions [begin, end) of the tile.
+  // Packs V at positions [begin, end) of the tile, and perhaps at one beside them.
   void PackValues(const CachedRows<T>& v, int64_t begin, int64_t end) {
-    for (int64_t j = begin; j < end; ++j) {
+    for (int64_t j = begin / kAtOnce<T> * kAtOnce<T>; j < end; j += kAtOnce<T>) {
       for (int64_t d = 0; d < stride_; d += kLanes) {
-        Store(v.At(j, d, p_.head_size - d), v_ + j * stride_ + d);
+        Store(v.At(j, d, p_.head_size - d), v_ + j / kAtOnce<T> * stride_ + d);
       }
     }
   }
 
-  static bool IsFinite(const float* x, int64_t size) {
+  // Whether the packed V at these positions is.
+  bool IsFinite(int64_t begin, int64_t end) const {
     Lanes zeros = {};
-    for (int64_t i = 0; i < size; i += kLanes) zeros += Load<Lanes>(x + i) * 0.0f;  // or NaN
+    for (int64_t j = begin / kAtOnce<T>; j < DivideUp(end, kAtOnce<T>); ++j) {
+      for (int64_t d = 0; d < stride_; d += kLanes) {
+        zeros += Dot<T>::TimesZero(Load<Lanes>(v_ + j * stride_ + d));
+      }
+    }
     return SumOfLanes(zeros) == 0;
   }
 
@@ -624,7 +648,7 @@ class Attention {
 
   float* q_;                // [num_rows, width]
   float* k_;                // [width, kTile]
-  float* v_;                // [kTile, stride]
+  float* v_;                // [kTile / kAtOnce, stride]
   float* weights_;          // [rows_per_head, kTile]; products before
   float* shrink_;           // [rows_per_head]
   float* sums_;             // [num_rows, stride], of this split
