@@ -78,6 +78,20 @@ def test_the_later_of_two_tokens_with_one_slot_wins() -> None:
         assert (cache == np.array([60, 61, 62, 63], F32)[None, :, None, None]).all()
 
 
+@pytest.mark.parametrize("head_size", [64, 65])
+def test_kv_cache_update_of_more_than_caches_hold(head_size: int) -> None:
+    rng = np.random.default_rng(0)
+    key, value = rng.standard_normal((2, 4200, 8, head_size), dtype=np.float32)
+    slots = rng.integers(-1, 4096, len(key))  # some are padding, and some come twice
+    cache = np.zeros((256, 16, 16, head_size), np.float32)
+    expected = np.zeros((4096, 16, head_size), np.float32)
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            expected[slot, 0::2], expected[slot, 1::2] = key[token], value[token]
+    _native.EagerCall("cpu", kv_cache_update.TARGET, {})([cache, key, value, slots], [cache], 4)
+    assert_same_bits(cache.reshape(expected.shape), expected)
+
+
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_simple_add_over_several_chunks(num_threads: int) -> None:
     a = np.arange(200_001, dtype=F32)

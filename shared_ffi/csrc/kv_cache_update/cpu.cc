@@ -2,6 +2,10 @@
 
 #include <cstring>
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 namespace xla_gpu::kv_cache_update {
 namespace {
 
@@ -10,6 +14,32 @@ constexpr int64_t kMinParallelBytes = 1 << 17;
 constexpr int64_t kPartsPerThread = 4;  // so that no thread waits long for the last
 constexpr int64_t kSlotsPerRun = 16;    // neighbours, which mostly follow one another
 
+// From here on the processor's caches would not keep what is written: it goes past them, which
+// spares reading it first.
+constexpr int64_t kMinStreamedBytes = 1 << 24;
+
+void Copy(char* to, const char* from, int64_t num_bytes) { std::memcpy(to, from, num_bytes); }
+
+void CopyPastCaches(char* to, const char* from, int64_t num_bytes) {
+#ifdef __SSE2__
+  if (reinterpret_cast<uintptr_t>(to) % 16 == 0 && num_bytes % 16 == 0) {
+    for (int64_t i = 0; i < num_bytes; i += 16) {
+      const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), x);
+    }
+    return;
+  }
+#endif
+  Copy(to, from, num_bytes);
+}
+
+// What went past the caches is not in order with other writes before this.
+void FinishCopies() {
+#ifdef __SSE2__
+  _mm_sfence();
+#endif
+}
+
 }  // namespace
 
 // One item per part of the slots: each walks all tokens in order and copies those of its slots, so
@@ -17,9 +47,10 @@ constexpr int64_t kSlotsPerRun = 16;    // neighbours, which mostly follow one a
 void RunOnCpu(const Params& p, const Executor& executor) {
   const int64_t row_bytes = p.head_size * SizeOf(p.dtype);
   const int64_t token_bytes = p.num_kv_heads * row_bytes;
-  const bool is_parallel =
-      executor.num_threads > 1 && 2 * p.num_tokens * token_bytes >= kMinParallelBytes;
+  const int64_t num_bytes = 2 * p.num_tokens * token_bytes;
+  const bool is_parallel = executor.num_threads > 1 && num_bytes >= kMinParallelBytes;
   const int64_t num_parts = is_parallel ? kPartsPerThread * executor.num_threads : 1;
+  const auto copy = num_bytes < kMinStreamedBytes ? Copy : CopyPastCaches;
   ParallelFor(executor, num_parts, [&](int64_t part) {
     for (int64_t token = 0; token < p.num_tokens; ++token) {
       const int64_t slot = p.Slot(token);
@@ -28,11 +59,12 @@ void RunOnCpu(const Params& p, const Executor& executor) {
       const char* value = static_cast<const char*>(p.value) + token * token_bytes;
       char* target = static_cast<char*>(p.kv_cache) + slot * 2 * token_bytes;
       for (int64_t head = 0; head < p.num_kv_heads; ++head) {
-        std::memcpy(target, key + head * row_bytes, row_bytes);
-        std::memcpy(target + row_bytes, value + head * row_bytes, row_bytes);
+        copy(target, key + head * row_bytes, row_bytes);
+        copy(target + row_bytes, value + head * row_bytes, row_bytes);
         target += 2 * row_bytes;
       }
     }
+    FinishCopies();
   });
 }
 
