@@ -64,7 +64,7 @@ CPU_FAULTS = {
         "piece.end = std::min(whole.end, first + step);",
         "piece.end = std::min(whole.end, first + step - 1);",
     ),
-    "swaps-key-and-value": (UPDATE, "std::memcpy(target, static_cast<const char*>(p.key)", "std::memcpy(target, static_cast<const char*>(p.value)"),
+    "swaps-key-and-value": (UPDATE, "copy(target, key + head", "copy(target, value + head"),
     "writes-padding": (
         UPDATE,
         "const int64_t slot = p.Slot(token);",
