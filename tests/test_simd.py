@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -25,42 +24,26 @@ SOURCE = """
 #include "simd.h"
 using namespace xla_gpu;
 
-template <typename From, typename To, typename Function>
-static void ForEach(const From* x, To* y, long n, Function function) {
-  for (long i = 0; i < n; i += kLanes) function(x + i, y + i, n - i);
+struct Same {
+  Lanes operator()(Lanes x) const { return x; }
+};
+
+template <typename From, typename To, typename Function = Same>
+static void ForEach(const From* x, To* y, long n, Function function = {}) {
+  for (long i = 0; i < n; i += kLanes) StoreNarrow(function(LoadWide(x + i, n - i)), y + i, n - i);
 }
 
 extern "C" {
 void Exp2(const float* x, float* y, long n) {
-  ForEach(x, y, n, [](auto* from, auto* to, long count) {
-    StoreNarrow(Exp2OfNonPositive(LoadWide(from, count)), to, count);
-  });
+  ForEach(x, y, n, [](Lanes x) { return Exp2OfNonPositive(x); });
 }
 void Tanh(const float* x, float* y, long n) {
-  ForEach(x, y, n, [](auto* from, auto* to, long count) {
-    StoreNarrow(Tanh(LoadWide(from, count)), to, count);
-  });
+  ForEach(x, y, n, [](Lanes x) { return xla_gpu::Tanh(x); });
 }
-void FromBFloat16(const BFloat16* x, float* y, long n) {
-  ForEach(x, y, n, [](auto* from, auto* to, long count) {
-    StoreNarrow(LoadWide(from, count), to, count);
-  });
-}
-void FromHalf(const Half* x, float* y, long n) {
-  ForEach(x, y, n, [](auto* from, auto* to, long count) {
-    StoreNarrow(LoadWide(from, count), to, count);
-  });
-}
-void ToBFloat16(const float* x, BFloat16* y, long n) {
-  ForEach(x, y, n, [](auto* from, auto* to, long count) {
-    StoreNarrow(LoadWide(from, count), to, count);
-  });
-}
-void ToHalf(const float* x, Half* y, long n) {
-  ForEach(x, y, n, [](auto* from, auto* to, long count) {
-    StoreNarrow(LoadWide(from, count), to, count);
-  });
-}
+void FromBFloat16(const BFloat16* x, float* y, long n) { ForEach(x, y, n); }
+void FromHalf(const Half* x, float* y, long n) { ForEach(x, y, n); }
+void ToBFloat16(const float* x, BFloat16* y, long n) { ForEach(x, y, n); }
+void ToHalf(const float* x, Half* y, long n) { ForEach(x, y, n); }
 }
 """
 
@@ -78,7 +61,7 @@ def simd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         *(folder / "simd.cc", "-o", folder / "simd.so"),
     )
     assert outcome.returncode == 0, outcome.stdout
-    library = ctypes.CDLL(str(Path(folder / "simd.so")))
+    library = ctypes.CDLL(str(folder / "simd.so"))
 
     def call(name: str, x: np.ndarray, dtype: type = np.float32) -> np.ndarray:
         x, y = np.ascontiguousarray(x), np.empty(x.size, dtype)

@@ -71,6 +71,16 @@ def show(results: dict[str, Any]) -> None:
         console.print(f"  {what}: {seconds / whole:.3f} of the time of {next(iter(growth))}")
 
 
+def best(row: dict[str, Any], is_ours: bool) -> float | None:
+    """The least time of our doors or of the others; none if none of them took part."""
+    times = [
+        seconds
+        for name, seconds in row["seconds"].items()
+        if name not in (READ, *PRODUCTS) and (name in OURS) == is_ours
+    ]
+    return min(times, default=None)
+
+
 def draw_roofline(axis: Any, results: dict[str, Any]) -> None:
     """Our best and the best of the others in each row, under what the machine can read and compute.
 
@@ -87,13 +97,8 @@ def draw_roofline(axis: Any, results: dict[str, Any]) -> None:
     for label, marker, is_ours in (("best of the others", "o", False), ("this library", "D", True)):
         points = []
         for row, intensity in zip(rows, intensities, strict=True):
-            times = [
-                seconds
-                for name, seconds in row["seconds"].items()
-                if name not in (READ, *PRODUCTS) and (name in OURS) == is_ours
-            ]
-            if times:
-                points.append((intensity, row["flops"] / min(times) / 1e9))
+            if seconds := best(row, is_ours):
+                points.append((intensity, row["flops"] / seconds / 1e9))
         if points:
             axis.scatter(*zip(*points, strict=True), label=label, marker=marker, s=22)
     axis.set_xscale("log")
@@ -107,9 +112,8 @@ def draw_roofline(axis: Any, results: dict[str, Any]) -> None:
 
 def ratio_to_peers(row: dict[str, Any]) -> float | None:
     """The time of the best of the others over that of our best; none if nobody else took part."""
-    seconds = row["seconds"]
-    others = [time for name, time in seconds.items() if name not in (READ, *PRODUCTS, *OURS)]
-    return min(others) / min(seconds[name] for name in OURS if name in seconds) if others else None
+    others, own = best(row, is_ours=False), best(row, is_ours=True)
+    return others / own if others and own else None
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
