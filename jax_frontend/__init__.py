@@ -8,9 +8,10 @@ except ImportError as error:
     ) from error
 
 from jax_frontend.kv_cache_update import kv_cache_update
+from jax_frontend.merge_attention import merge_attention
 from jax_frontend.paged_attention import paged_attention
 from jax_frontend.simple_add import simple_add
 
 del jax
 
-__all__ = ["kv_cache_update", "paged_attention", "simple_add"]
+__all__ = ["kv_cache_update", "merge_attention", "paged_attention", "simple_add"]

@@ -42,4 +42,5 @@ def kv_cache_update(
         With ``block_size=16``, position 37 of a sequence lies in its logical block 2 at offset 5
         (37 = 2 * 16 + 5). If that block is the pool's block 9, the slot is 9 * 16 + 5 = 149.
     """
-    return _call.run(op.check, (kv_cache, key, value, slot_mapping))
+    (updated,) = _call.run(op.check, (kv_cache, key, value, slot_mapping))
+    return updated

@@ -2,10 +2,52 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import jax
 
 from jax_frontend import _call
 from shared_ffi import paged_attention as op
+
+
+@overload
+def paged_attention(
+    query: jax.Array,
+    kv_cache: jax.Array,
+    context_lens: jax.Array,
+    block_tables: jax.Array,
+    query_start_loc: jax.Array,
+    num_seqs: jax.Array,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    *,
+    sinks: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    causal: bool = True,
+    window_right: int | None = None,
+    return_lse: Literal[False] = False,
+) -> jax.Array: ...
+
+
+@overload
+def paged_attention(
+    query: jax.Array,
+    kv_cache: jax.Array,
+    context_lens: jax.Array,
+    block_tables: jax.Array,
+    query_start_loc: jax.Array,
+    num_seqs: jax.Array,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    *,
+    sinks: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    causal: bool = True,
+    window_right: int | None = None,
+    return_lse: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def paged_attention(
@@ -18,8 +60,14 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
-) -> jax.Array:
-    """Causal attention of packed query tokens over a paged key/value cache.
+    *,
+    sinks: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    causal: bool = True,
+    window_right: int | None = None,
+    return_lse: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention of packed query tokens over a paged key/value cache.
 
     Prefill, chunked prefill, decode, and any mix of them in one call. The query tokens' own keys
     and values must be in the cache already (``kv_cache_update``).
@@ -31,7 +79,8 @@ def paged_attention(
 
     Sequence s has ``q_len = query_start_loc[s + 1] - query_start_loc[s]`` query tokens; its token i
     stands at position ``p = context_lens[s] - q_len + i`` and attends to the positions ``j <= p``,
-    with a sliding window w only to ``j > p - w``.
+    with a sliding window w only to ``j > p - w``. Where attention is not causal, it attends to the
+    sequence's later positions, too, up to ``j <= p + window_right``.
 
     Args:
         query: ``[num_tokens, num_heads, head_size]``, float32, float16 or bfloat16; head_size from
@@ -49,15 +98,31 @@ def paged_attention(
         sliding_window: how many positions a query attends to, itself included; at least 1. None:
             all of them.
         soft_cap: c > 0 turns a logit into ``c * tanh(logit / c)``, before the softmax. None: off.
+        sinks: ``[num_heads]`` float32, one more logit in the softmax of each head, already
+            scaled, with no value. -inf: none.
+        alibi_slopes: ``[num_heads]`` float32: ``slope * abs(p - j)`` is taken from the logit of
+            position j, after the soft cap.
+        causal: False lets a query attend to positions after its own. Then ``context_lens`` may be
+            less than the number of the sequence's queries: the first of these stand at negative
+            positions, before all keys.
+        window_right: with ``causal=False``, how many positions after its own a query attends to; at
+            least 0. None: all of them. (``sliding_window - 1, window_right`` is what FlashAttention
+            calls ``window_size``.)
+        return_lse: return the rows' log-sum-exp, too, which ``merge_attention`` takes.
 
     Returns:
         ``[num_tokens, num_heads, head_size]``, dtype of ``query``. Logits, softmax and sums are
-        float32 whatever the storage. Rows of no sequence are zero. A row's bits depend on its own
-        sequence alone: not on the rest of the batch, nor on the number of threads. NaN or infinity
-        in memory that a row does not attend to does not reach it.
+        float32 whatever the storage. Rows of no sequence, and of tokens that attend to nothing,
+        are zero. A row's bits depend on its own sequence alone: not on the rest of the batch, nor
+        on the number of threads. NaN or infinity in memory that a row does not attend to does not
+        reach it.
+
+        With ``return_lse`` a pair of that and of ``[num_tokens, num_heads]`` float32: the natural
+        logarithm of the softmax's denominator, the sink included; -inf where a row has nothing to
+        attend to, nor a sink.
 
     Raises:
-        ValueError: a shape, ``scale``, ``sliding_window`` or ``soft_cap`` is wrong.
+        ValueError: a shape, or the value of an argument that is no array, is wrong.
         TypeError: a dtype or type is wrong.
         jax.errors.JaxRuntimeError: when it runs, INVALID_ARGUMENT naming sequence and entry:
             lengths, tables or ``num_seqs`` contradict each other or point outside the pool.
@@ -74,7 +139,18 @@ def paged_attention(
     Reference:
         Kwon et al., "Efficient Memory Management for Large Language Model Serving with
         PagedAttention", SOSP 2023. The argument names are those of vLLM and of the TPU's ragged
-        paged attention kernel; soft capping is Gemma 2's, arXiv:2408.00118.
+        paged attention kernel; soft capping is Gemma 2's, arXiv:2408.00118; ALiBi is Press et al.,
+        arXiv:2108.12409; sinks as a learned logit per head are GPT-OSS's, arXiv:2508.10925.
     """
-    operands = (query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs)
-    return _call.run(op.check, operands, scale, sliding_window, soft_cap)
+    results = _call.run(
+        op.check,
+        (query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs),
+        scale,
+        sliding_window,
+        soft_cap,
+        optional={"sinks": sinks, "alibi_slopes": alibi_slopes},
+        causal=causal,
+        window_right=window_right,
+        return_lse=return_lse,
+    )
+    return (results[0], results[1]) if return_lse else results[0]

@@ -22,4 +22,5 @@ def simple_add(a: jax.Array, b: jax.Array) -> jax.Array:
         ValueError: the shapes differ.
         TypeError: a dtype is not float32.
     """
-    return _call.run(op.check, (a, b))
+    (result,) = _call.run(op.check, (a, b))
+    return result

@@ -15,6 +15,7 @@ from shared_ffi.spec import (
     STORAGE_DTYPES,
     ArraySpec,
     Call,
+    Scalar,
     dtype_error,
     on_host,
     shape_error,
@@ -24,6 +25,8 @@ from shared_ffi.spec import (
 OP = "paged_attention"
 TARGET = "xla_gpu_paged_attention"
 MAX_HEAD_SIZE = 512
+
+_MAX_INT64 = np.iinfo(np.int64).max
 
 
 def check(
@@ -36,11 +39,20 @@ def check(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
+    *,
+    sinks: ArraySpec | None = None,
+    alibi_slopes: ArraySpec | None = None,
+    causal: bool = True,
+    window_right: int | None = None,
+    return_lse: bool = False,
 ) -> Call:
-    """Returns the call, or raises ValueError (shape, value) or TypeError (dtype, type)."""
+    """Returns the call, or raises ValueError (shape, value) or TypeError (dtype, type).
+
+    A feature that the call does not use adds nothing to it: neither operand nor attribute.
+    """
     if len(query.shape) != 3:
         raise shape_error(OP, "query", "[num_tokens, num_heads, head_size]", query.shape)
-    _, num_heads, head_size = query.shape
+    num_tokens, num_heads, head_size = query.shape
     if query.dtype not in STORAGE_DTYPES:
         raise dtype_error(OP, "query", "dtype float32, float16 or bfloat16", query.dtype)
     if not 1 <= head_size <= MAX_HEAD_SIZE:
@@ -79,18 +91,32 @@ def check(
     ):
         if spec.dtype != "int32":
             raise dtype_error(OP, argument, "dtype int32", spec.dtype)
-    attributes = (
+    attributes: list[tuple[str, Scalar]] = [
         ("scale", _scale(scale)),
         ("sliding_window", _sliding_window(sliding_window)),
         ("soft_cap", _soft_cap(soft_cap)),
-    )
-    operands = (query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs)
+    ]
+    operands = [query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs]
+    for feature, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if per_head is None:
+            continue
+        if per_head.shape != (num_heads,):
+            raise shape_error(OP, feature, f"[num_heads={num_heads}]", per_head.shape)
+        if per_head.dtype != "float32":
+            raise dtype_error(OP, feature, "dtype float32", per_head.dtype)
+        attributes.append((feature, np.int64(len(operands))))  # the number of its operand
+        operands.append(per_head)
+    if right := _window_right(causal, window_right):
+        attributes.append(("window_right", right))
+    results = [query]
+    if _flag("return_lse", return_lse):
+        results.append(ArraySpec((num_tokens, num_heads), "float32"))
     return Call(
         OP,
         TARGET,
-        operands=operands,
-        results=(query,),
-        attributes=attributes,
+        operands=tuple(operands),
+        results=tuple(results),
+        attributes=tuple(attributes),
         cuda_scratch_bytes=cuda_scratch_bytes,
     )
 
@@ -103,6 +129,9 @@ def check_values(
     query_start_loc: Any,
     num_seqs: Any,
     sliding_window: int | None = None,
+    *,
+    causal: bool = True,
+    window_right: int | None = None,
 ) -> None:
     """Says what is wrong with lengths, tables and ``num_seqs``, by their values.
 
@@ -116,6 +145,7 @@ def check_values(
     lengths, tables, starts = map(on_host, (context_lens, block_tables, query_start_loc))
     count, max_seqs = int(on_host(num_seqs).item()), len(lengths)
     num_blocks, block_size = kv_cache.shape[:2]
+    is_causal = _window_right(causal, window_right) == 0
     capacity, last = tables.shape[1] * block_size, num_blocks - 1
     if not 0 <= count <= max_seqs:
         raise value_error(OP, "num_seqs", f"be from 0 to max_seqs={max_seqs}", count)
@@ -133,7 +163,7 @@ def check_values(
         if not 0 <= context <= capacity:
             rule = f"be from 0 to max_blocks_per_seq * block_size={capacity}"
             raise value_error(OP, argument, rule, context)
-        if context < q_len:
+        if is_causal and context < q_len:
             rule = f"count the sequence's {q_len} query tokens too"
             raise value_error(OP, argument, rule, context)
         window = context if sliding_window is None else sliding_window
@@ -170,15 +200,33 @@ def _scale(scale: float) -> np.float32:
     return value
 
 
+def _int64(argument: str, value: int, at_least: int) -> np.int64:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise dtype_error(OP, argument, "type int", type(value).__name__)
+    if value < at_least:
+        raise value_error(OP, argument, f"be at least {at_least}", value)
+    return np.int64(min(value, _MAX_INT64))
+
+
+def _flag(argument: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise dtype_error(OP, argument, "type bool", type(value).__name__)
+    return value
+
+
 def _sliding_window(sliding_window: int | None) -> np.int64:
     """As an attribute; 0 stands for none."""
-    if sliding_window is None:
+    return np.int64(0) if sliding_window is None else _int64("sliding_window", sliding_window, 1)
+
+
+def _window_right(causal: bool, window_right: int | None) -> np.int64:
+    """As an attribute; 0 stands for causal."""
+    if _flag("causal", causal):
+        if window_right is not None:
+            rule = "be None unless causal is False"
+            raise value_error(OP, "window_right", rule, window_right)
         return np.int64(0)
-    if isinstance(sliding_window, bool) or not isinstance(sliding_window, int | np.integer):
-        raise dtype_error(OP, "sliding_window", "type int", type(sliding_window).__name__)
-    if sliding_window < 1:
-        raise value_error(OP, "sliding_window", "be at least 1", sliding_window)
-    return np.int64(min(sliding_window, np.iinfo(np.int64).max))
+    return np.int64(_MAX_INT64) if window_right is None else _int64("window_right", window_right, 0)
 
 
 def _soft_cap(soft_cap: float | None) -> np.float32:

@@ -42,6 +42,11 @@ class Case:
     scale: float | None = None  # head_size ** -0.5
     sliding_window: int | None = None
     soft_cap: float | None = None
+    sinks: bool = False
+    alibi_slopes: bool = False
+    causal: bool = True
+    window_right: int | None = None
+    return_lse: bool = False
     padding_seqs: int = 2
     padding_blocks: int = 2
     padding_tokens: int = 3
@@ -52,12 +57,23 @@ class Case:
     shared_first_block: bool = False
 
     def attributes(self) -> dict[str, Any]:
-        scale = self.head_size**-0.5 if self.scale is None else self.scale
-        return {
-            "scale": scale,
+        """The other arguments: numbers, and the arrays of features that the case uses."""
+        attributes: dict[str, Any] = {
+            "scale": self.head_size**-0.5 if self.scale is None else self.scale,
             "sliding_window": self.sliding_window,
             "soft_cap": self.soft_cap,
         }
+        rng = np.random.default_rng(self.num_heads)
+        if self.sinks:
+            attributes["sinks"] = rng.standard_normal(self.num_heads).astype(np.float32)
+            attributes["sinks"][-1] = -np.inf
+        if self.alibi_slopes:
+            attributes["alibi_slopes"] = rng.uniform(0, 0.3, self.num_heads).astype(np.float32)
+        if not self.causal:
+            attributes |= {"causal": False, "window_right": self.window_right}
+        if self.return_lse:
+            attributes["return_lse"] = True
+        return attributes
 
     def needed_positions(self, q_len: int, context_len: int) -> range:
         """What the queries of a sequence attend to, all together."""
@@ -246,6 +262,51 @@ def _values() -> Iterator[Case]:
     )
 
 
+def _features() -> Iterator[Case]:
+    features: dict[str, dict[str, Any]] = {
+        "lse": {},
+        "sinks": {"sinks": True},
+        "alibi": {"alibi_slopes": True},
+        "not-causal": {"causal": False},
+        "right-0": {"causal": False, "window_right": 0},
+        "right-3": {"causal": False, "window_right": 3},
+        "window-9-right-70": {"causal": False, "sliding_window": 9, "window_right": 70},
+        "alibi-not-causal": {"causal": False, "alibi_slopes": True},
+        "all": {
+            "sinks": True,
+            "alibi_slopes": True,
+            "causal": False,
+            "window_right": 20,
+            "sliding_window": 300,
+            "soft_cap": 5.0,
+        },
+    }
+    batches = {
+        "decode": ((1, 150), (1, 3)),
+        "mixed": ((7, 80), (9, 9), (0, 5), (1, 66)),
+        "long": ((1, 700), (3, 1100), (30, 530)),
+    }
+    for (feature, fields), (name, sequences) in product(features.items(), batches.items()):
+        yield from _of_each_dtype(
+            f"{feature}-{name}",
+            sequences=sequences,
+            num_heads=6,
+            block_size=8,
+            head_size=24,
+            return_lse=name != "decode" or feature == "lse",
+            **fields,
+        )
+    # More queries than keys, as where the cache is divided between devices.
+    fewer = ((5, 2), (3, 0), (1, 0), (4, 9), (90, 20))
+    for feature, right in product(("lse", "sinks", "alibi"), (None, 2)):
+        yield from _of_each_dtype(
+            f"fewer-keys-{feature}-right-{right}",
+            sequences=fewer,
+            return_lse=True,
+            **(features[feature] | {"causal": False, "window_right": right}),
+        )
+
+
 def _ragged() -> Iterator[Case]:
     rng = np.random.default_rng(0)
     for i in range(60):
@@ -273,6 +334,7 @@ CASES = [
     *_heads(),
     *_windows_and_caps(),
     *_values(),
+    *_features(),
     *_ragged(),
 ]
 assert len({case.id for case in CASES}) == len(CASES)
@@ -287,6 +349,8 @@ SHORT_CASES = [
         "block-17-chunked",
         "window-9-mixed",
         "cap-30.0-decode",
+        "all-mixed",
+        "fewer-keys-sinks-right-2",
         "ragged-7",
     }
 ]

@@ -18,7 +18,12 @@ _MATH = 2e-5
 _ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
-def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
+def assert_same_bits(actual: Any, expected: Any) -> None:
+    """Of two arrays, or of two tuples of arrays."""
+    if isinstance(expected, tuple):
+        for one, other in zip(actual, expected, strict=True):
+            assert_same_bits(one, other)
+        return
     assert actual.dtype == expected.dtype, f"dtype {actual.dtype}, expected {expected.dtype}"
     assert actual.shape == expected.shape, f"shape {actual.shape}, expected {expected.shape}"
     bits = f"u{actual.dtype.itemsize}"
@@ -34,29 +39,23 @@ def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
 
 
 def assert_close(
-    actual: np.ndarray,
-    oracle: np.ndarray,
-    dtype: str,
-    sizes_under_rounded_weights: np.ndarray | None = None,
+    actual: np.ndarray, oracle: np.ndarray, dtype: str, also_allowed: np.ndarray | float = 0.0
 ) -> None:
-    """`actual` is the oracle's result up to float32 math and rounding to `dtype`.
-
-    Where the kernel rounds its weights to `dtype`, too, as units for it demand, the result may be
-    off by as much of the weighted sum of the values' sizes, which is given."""
+    """`actual` is the oracle's result up to float32 math and rounding to `dtype`."""
     assert actual.dtype.name == dtype, f"dtype {actual.dtype}, expected {dtype}"
     assert actual.shape == oracle.shape, f"shape {actual.shape}, expected {oracle.shape}"
     values = actual.astype(np.float64)
-    misplaced = np.argwhere(np.isnan(values) != np.isnan(oracle))
+    is_wrong = np.isnan(values) != np.isnan(oracle)
+    misplaced = np.argwhere(is_wrong | (np.isinf(oracle) & (values != oracle)))
     if misplaced.size:
         where = tuple(int(i) for i in misplaced[0])
         raise AssertionError(
-            f"NaN in only one of the two at {len(misplaced)} of {values.size} elements; the first, "
-            f"at {where}, is {values[where]}, expected {oracle[where]}"
+            f"NaN or infinity in only one of the two at {len(misplaced)} of {values.size} elements; "
+            f"the first, at {where}, is {values[where]}, expected {oracle[where]}"
         )
-    error = np.nan_to_num(np.abs(values - oracle))
-    allowed = np.nan_to_num(_MATH + np.abs(oracle) * (_MATH + _ROUNDING[dtype]))
-    if sizes_under_rounded_weights is not None:
-        allowed += _ROUNDING[dtype] * np.nan_to_num(sizes_under_rounded_weights)
+    error = np.abs(np.nan_to_num(values) - np.nan_to_num(oracle))
+    allowed = _MATH + np.abs(np.nan_to_num(oracle)) * (_MATH + _ROUNDING[dtype])
+    allowed += np.nan_to_num(also_allowed)
     allowed[oracle == 0] = 0  # padding rows are zero, not small
     if (error > allowed).any():
         worst = np.unravel_index(np.argmax(error - allowed), error.shape)
@@ -68,7 +67,7 @@ def assert_close(
         )
 
 
-def assert_close_on_cpu(actual: np.ndarray, inputs: Any, attributes: dict[str, Any]) -> None:
+def assert_close_on_cpu(actual: Any, inputs: Any, attributes: dict[str, Any]) -> None:
     """`actual` is the oracle's result for the inputs of paged_attention, as far as the CPU kernel
     with the instruction set in use can be exact."""
     rounds_weights = (
@@ -77,7 +76,7 @@ def assert_close_on_cpu(actual: np.ndarray, inputs: Any, attributes: dict[str, A
     _assert_close(actual, inputs, attributes, rounds_weights)
 
 
-def assert_close_on_cuda(actual: np.ndarray, inputs: Any, attributes: dict[str, Any]) -> None:
+def assert_close_on_cuda(actual: Any, inputs: Any, attributes: dict[str, Any]) -> None:
     """`actual` is the oracle's result for the inputs of paged_attention, as far as the CUDA kernels
     that run for them can be exact."""
     dtype, head_size = inputs[0].dtype, inputs[0].shape[2]
@@ -86,17 +85,23 @@ def assert_close_on_cuda(actual: np.ndarray, inputs: Any, attributes: dict[str, 
 
 
 def _assert_close(
-    actual: np.ndarray, inputs: Any, attributes: dict[str, Any], rounds_weights: bool
+    actual: Any, inputs: Any, attributes: dict[str, Any], rounds_weights: bool
 ) -> None:
     query, kv_cache, *metadata = inputs
-    oracle = reference.paged_attention(*inputs, **attributes)
-    sizes = None
+    rounding = _ROUNDING[query.dtype.name] if rounds_weights else 0.0
+    with_lse = attributes | {"return_lse": True}
+    oracle, oracle_lse = reference.paged_attention(*inputs, **with_lse)
+    output, lse = actual if attributes.get("return_lse") else (actual, None)
+    also_allowed: np.ndarray | float = 0.0
     if rounds_weights:
         # What that does to a row is at most as much of the weighted sum of its values' sizes.
         kv_cache = np.array(kv_cache)
         kv_cache[:, :, 1::2] = np.abs(kv_cache[:, :, 1::2])
-        sizes = reference.paged_attention(query, kv_cache, *metadata, **attributes)
-    assert_close(actual, oracle, query.dtype.name, sizes_under_rounded_weights=sizes)
+        sizes, _ = reference.paged_attention(query, kv_cache, *metadata, **with_lse)
+        also_allowed = rounding * sizes
+    assert_close(output, oracle, query.dtype.name, also_allowed)
+    if lse is not None:
+        assert_close(lse, oracle_lse, "float32", rounding)
 
 
 def max_error(actual: np.ndarray, oracle: np.ndarray) -> float:

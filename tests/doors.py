@@ -1,4 +1,5 @@
-"""Every way into the ops, as functions from NumPy arrays to NumPy arrays."""
+"""Every way into the ops, as functions from NumPy arrays, and numbers, to NumPy arrays: to a tuple of
+them where the op has several results."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ import torch_xla
 
 import jax_frontend
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
+from tests.calls import overload_of, split_keywords
 
-Door = Callable[..., np.ndarray]
+Door = Callable[..., Any]
 
 
 def to_torch(array: Any) -> torch.Tensor:
@@ -37,8 +39,10 @@ def to_xla(array: Any) -> torch.Tensor:
     return to_torch(array).to(torch_xla.device())
 
 
-def in_jax(op: str, *operands: Any, **attributes: Any) -> np.ndarray:
-    return np.asarray(jax.jit(partial(getattr(jax_frontend, op), **attributes))(*operands))
+def in_jax(op: str, *operands: Any, **attributes: Any) -> Any:
+    arrays, options = split_keywords(attributes)
+    function = jax.jit(partial(getattr(jax_frontend, op), **options))
+    return jax.tree.map(np.asarray, function(*operands, **arrays))
 
 
 def _in_torch(
@@ -47,12 +51,13 @@ def _in_torch(
     op: str,
     *operands: Any,
     **attributes: Any,
-) -> np.ndarray:
-    overload = getattr(torch.ops.xla_gpu, op).default
+) -> Any:
+    overload, attributes = overload_of(op, attributes)
+    arrays, options = split_keywords(attributes)
     in_place = overload._schema.is_mutable
 
-    def function(*tensors: torch.Tensor) -> torch.Tensor:
-        result = overload(*tensors, **attributes)
+    def function(*tensors: torch.Tensor, **keywords: torch.Tensor) -> Any:
+        result = overload(*tensors, **keywords, **options)
         return tensors[0] if in_place else result
 
     if compile_with is not None:
@@ -60,8 +65,19 @@ def _in_torch(
         function = torch.compile(function, backend=compile_with, fullgraph=True, dynamic=False)
     tensors = [convert(operand) for operand in operands]
     with torch.no_grad():
-        result = function(*tensors)
-    return to_numpy(tensors[0] if in_place else result)
+        result = function(*tensors, **{name: convert(x) for name, x in arrays.items()})
+    if in_place:
+        return to_numpy(tensors[0])
+    return tuple(map(to_numpy, result)) if isinstance(result, tuple) else to_numpy(result)
+
+
+def lazily(op: str, *operands: Any, **attributes: Any) -> list[torch.Tensor]:
+    """The results of an op in torch_xla, not computed yet."""
+    overload, attributes = overload_of(op, attributes)
+    arrays, options = split_keywords(attributes)
+    keywords = {name: to_xla(x) for name, x in arrays.items()}
+    result = overload(*map(to_xla, operands), **keywords, **options)
+    return list(result) if isinstance(result, tuple) else [result]
 
 
 in_torch = partial(_in_torch, to_torch, None)

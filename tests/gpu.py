@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 
 from tests.arrays import exchangeable
+from tests.calls import split_keywords
 
 ON_CUDA = os.environ.get("XLA_GPU_TEST_ON") == "cuda"
 
@@ -58,6 +59,12 @@ def exchange_to_cuda(array: Any) -> Any:
 
     tensor = exchangeable(np.array(array))
     return torch.as_tensor(tensor).to("cuda")
+
+
+def keywords_to_cuda(keywords: dict[str, Any]) -> dict[str, Any]:
+    """The same, with its arrays on the GPU."""
+    arrays, options = split_keywords(keywords)
+    return options | {name: exchange_to_cuda(x) for name, x in arrays.items()}
 
 
 def from_cuda(tensor: Any, array: np.ndarray) -> None:

@@ -32,9 +32,9 @@ def _without_names(instruction: str) -> str:
     return f"{shape} custom-call({num_operands} operands){tail}"
 
 
-def of_jax(function: Any, *operands: Any) -> tuple[str, str]:
+def of_jax(function: Any, *operands: Any, **keyword_operands: Any) -> tuple[str, str]:
     """HLO text of a jitted function, before and after optimization."""
-    lowered = jax.jit(function).lower(*operands)
+    lowered = jax.jit(function).lower(*operands, **keyword_operands)
     return lowered.compiler_ir("hlo").as_hlo_text(), lowered.compile().as_text()
 
 

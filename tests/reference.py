@@ -17,31 +17,51 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
-) -> np.ndarray:
+    *,
+    sinks: Any = None,
+    alibi_slopes: Any = None,
+    causal: bool = True,
+    window_right: int | None = None,
+    return_lse: bool = False,
+) -> Any:
     """float64; reads nothing of the cache and the tables that is not attended to."""
     num_heads = query.shape[1]
     block_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
     scale = float(np.float32(scale))  # as the custom call carries it
     soft_cap = None if soft_cap is None else float(np.float32(soft_cap))
-    output = np.zeros(query.shape)
+    output, lse = np.zeros(query.shape), np.full(query.shape[:2], -np.inf)
     for s in range(int(np.asarray(num_seqs).item())):
         start, end = int(query_start_loc[s]), int(query_start_loc[s + 1])
         for i in range(end - start):
             position = int(context_lens[s]) - (end - start) + i
             first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
-            positions = range(first, position + 1)
+            last = int(context_lens[s]) - 1
+            if causal:
+                last = position
+            elif window_right is not None:
+                last = min(last, position + window_right)
+            positions = np.arange(first, last + 1)
             rows = [(block_tables[s, j // block_size], j % block_size) for j in positions]
             attended = np.array([kv_cache[row] for row in rows], np.float64)
             for h in range(num_heads):
+                sink = -np.inf if sinks is None else float(sinks[h])
+                if len(positions) == 0:
+                    lse[start + i, h] = sink
+                    continue
                 kv_head = h // (num_heads // num_kv_heads)
                 keys, values = attended[:, 2 * kv_head], attended[:, 2 * kv_head + 1]
                 with np.errstate(invalid="ignore"):
                     logits = scale * (keys @ query[start + i, h].astype(np.float64))
                     if soft_cap is not None:
                         logits = soft_cap * np.tanh(logits / soft_cap)
-                    weights = np.exp(logits - logits.max())
-                    output[start + i, h] = weights @ values / weights.sum()
-    return output
+                    if alibi_slopes is not None:
+                        logits = logits - float(alibi_slopes[h]) * np.abs(position - positions)
+                    largest = max(logits.max(), sink)
+                    weights = np.exp(logits - largest)
+                    total = weights.sum() + np.exp(sink - largest)
+                    output[start + i, h] = weights @ values / total
+                    lse[start + i, h] = largest + np.log(total)
+    return (output, lse) if return_lse else output
 
 
 def kv_cache_update(kv_cache: Any, key: Any, value: Any, slot_mapping: Any) -> np.ndarray:

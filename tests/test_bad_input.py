@@ -220,6 +220,22 @@ STATIC = [
     fault(
         attention, "soft_cap must be positive and finite in float32; got inf", soft_cap=float("inf")
     ),
+    *(
+        fault(attention, f"{name} must have {rule}", error, **{name: array})
+        for name in ("sinks", "alibi_slopes")
+        for rule, error, array in (
+            ("shape [num_heads=4]; got [2]", ValueError, np.ones(2, F32)),
+            ("shape [num_heads=4]; got [4, 1]", ValueError, np.ones((4, 1), F32)),
+            ("dtype float32; got float16", TypeError, np.ones(4, F16)),
+        )
+    ),
+    fault(attention, "window_right must be at least 0; got -1", causal=False, window_right=-1),
+    fault(
+        attention,
+        "window_right must be None unless causal is False; got 3",
+        in_handler=False,
+        window_right=3,
+    ),
     fault(
         update,
         "key must have shape [num_tokens, num_kv_heads, head_size]; got [3, 16]",
@@ -309,6 +325,12 @@ DYNAMIC = [
     ),
     fault(
         attention,
+        "context_lens[0] must be from 0 to max_blocks_per_seq * block_size=4; got -1",
+        causal=False,
+        context_lens=np.array([-1, 1, 0], I32),
+    ),
+    fault(
+        attention,
         "block_tables[0, 1] must be from 0 to num_blocks - 1=3; got 4",
         block_tables=np.array([[3, 4], [0, 9], [9, 9]], I32),
     ),
@@ -337,30 +359,39 @@ FOR_HANDLER_IN_XLA = [
 ]
 
 
+FEATURES = ("sinks", "alibi_slopes")
+
+
 def split(arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    attributes = {k: v for k, v in arguments.items() if not isinstance(v, np.ndarray)}
-    return [v for v in arguments.values() if isinstance(v, np.ndarray)], attributes
+    """The operands that every call has, and the keyword arguments."""
+    arrays = {k: v for k, v in arguments.items() if isinstance(v, np.ndarray) and k not in FEATURES}
+    return [*arrays.values()], {k: v for k, v in arguments.items() if k not in arrays}
+
+
+def as_handlers_take_them(fault: Fault) -> tuple[list[Any], dict[str, Any]]:
+    """All operands, and the attributes, with no check before."""
+    operands, attributes = split(fault.arguments)
+    if fault.op == "paged_attention":
+        attributes.pop("causal", None)
+        attributes["sliding_window"] = attributes["sliding_window"] or 0
+        attributes["soft_cap"] = attributes["soft_cap"] or 0.0
+        for feature in FEATURES:
+            if feature in attributes:
+                operands.append(attributes[feature])
+                attributes[feature] = len(operands) - 1
+    return operands, attributes
 
 
 def call_handler(fault: Fault) -> None:
     """With no check before it, as a program does that was serialized elsewhere."""
-    operands, attributes = split(fault.arguments)
-    if fault.op == "paged_attention":
-        attributes["sliding_window"] = attributes["sliding_window"] or 0
-        attributes["soft_cap"] = attributes["soft_cap"] or 0.0
+    operands, attributes = as_handlers_take_them(fault)
     result = operands[0] if fault.op == "kv_cache_update" else np.empty_like(operands[0])
     _native.EagerCall("cpu", TARGETS[fault.op], attributes)(operands, [result], 1)
 
 
 def call_handler_from_jax(fault: Fault) -> None:
-    operands, attributes = split(fault.arguments)
-    typed: dict[str, Any] = {}
-    if fault.op == "paged_attention":
-        typed = {
-            "scale": F32(attributes["scale"]),
-            "sliding_window": I64(attributes["sliding_window"] or 0),
-            "soft_cap": F32(attributes["soft_cap"] or 0),
-        }
+    operands, attributes = as_handlers_take_them(fault)
+    typed = {k: F32(v) if isinstance(v, float) else I64(v) for k, v in attributes.items()}
     jax.block_until_ready(
         jax.ffi.ffi_call(
             TARGETS[fault.op],
@@ -426,7 +457,8 @@ def test_the_checker_of_values_says_the_same(fault: Fault, kind: Any) -> None:
 
 def test_the_checker_of_values_passes_what_is_right() -> None:
     for case in CASES[::7]:
-        paged_attention.check_values(*case.inputs(), sliding_window=case.sliding_window)
+        mask = {"causal": case.causal, "window_right": case.window_right}
+        paged_attention.check_values(*case.inputs(), case.sliding_window, **mask)
     for case in UPDATE_CASES:
         inputs = case.inputs()
         kv_cache_update.check_values(inputs.kv_cache, inputs.slot_mapping)
@@ -452,6 +484,61 @@ def test_handler_checks_its_result(result: np.ndarray, message: str) -> None:
     call = _native.EagerCall("cpu", "xla_gpu_paged_attention", attributes)
     with pytest.raises(ValueError) as raised:
         call(operands, [result], 1)
+    assert str(raised.value) == f"paged_attention: {message}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"scale": None},
+            "the attribute scale is missing: this program was made by another version",
+        ),
+        (
+            {"window_right": 1.5},
+            "the attribute window_right is of another type: this program was made by another version",
+        ),
+        (
+            {"kv_layout": 1},
+            "the call has 4 attributes, of which 3 are known: this program was made by a newer version",
+        ),
+        ({"sinks": 6}, "sinks must be an operand of the call; got number 6"),
+        ({"sinks": 2}, "sinks must be an operand of the call; got number 2"),
+    ],
+    ids=str,
+)
+def test_handler_checks_its_attributes(changes: dict[str, Any], message: str) -> None:
+    operands, attributes = split(attention(sliding_window=0, soft_cap=0.0))
+    attributes = {k: v for k, v in (attributes | changes).items() if v is not None}
+    call = _native.EagerCall("cpu", "xla_gpu_paged_attention", attributes)
+    with pytest.raises(ValueError) as raised:
+        call(operands, [np.empty_like(operands[0])], 1)
+    assert str(raised.value) == f"paged_attention: {message}"
+
+
+@pytest.mark.parametrize(
+    ("num_operands", "results", "message"),
+    [
+        (7, [], "the call must have 6 operands; got 7"),
+        (
+            6,
+            [np.empty((4, 3), F32)],
+            "the second result must be float32 [4, 4]; got float32 [4, 3]",
+        ),
+        (
+            6,
+            [np.empty((4, 4), F16)],
+            "the second result must be float32 [4, 4]; got float16 [4, 4]",
+        ),
+        (6, [np.empty((4, 4), F32)] * 2, "the call must have 1 or 2 results; got 3"),
+    ],
+)
+def test_handler_checks_what_it_gets(num_operands: int, results: Any, message: str) -> None:
+    operands, attributes = split(attention(sliding_window=0, soft_cap=0.0))
+    operands = [*operands, np.ones(4, F32)][:num_operands]
+    call = _native.EagerCall("cpu", "xla_gpu_paged_attention", attributes)
+    with pytest.raises(ValueError) as raised:
+        call(operands, [np.empty_like(operands[0]), *results], 1)
     assert str(raised.value) == f"paged_attention: {message}"
 
 
@@ -482,6 +569,7 @@ def test_a_slot_past_the_end_leaves_the_cache_as_it_was() -> None:
     [
         ({"scale": True}, "scale must have type float; got bool"),
         ({"sliding_window": True}, "sliding_window must have type int; got bool"),
+        ({"causal": False, "window_right": True}, "window_right must have type int; got bool"),
     ],
     ids=str,
 )

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from shared_ffi import kv_cache_update, paged_attention, simple_add
 from tests import reference
 from tests.arrays import guarded
+from tests.calls import checked_attention, numbers
 from tests.cases import CASES, UPDATE_CASES, Case, UpdateCase
 from tests.compare import assert_close_on_cuda, assert_same_bits
 from tests.gpu import Gpu
@@ -22,32 +23,16 @@ from tests.test_kernel import random_cases
 F32, I32 = np.float32, np.int32
 
 
-def attend(
-    gpu: Gpu,
-    operands: Any,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    seed: int = 0,
-) -> np.ndarray:
-    operands = [guarded(x) for x in operands]
-    query, kv_cache, _, block_tables, *_ = operands
-    num_bytes = gpu.native.paged_attention_scratch_bytes(
-        query.shape, kv_cache.shape, block_tables.shape, sliding_window or 0
-    )
-    result = guarded(np.full_like(query, np.nan))
-    scratch = guarded(np.full(num_bytes, 0xFF, np.uint8))
-    gpu.run(
-        paged_attention,
-        operands,
-        [result, scratch],
-        seed,
-        scale=float(scale),
-        sliding_window=sliding_window or 0,
-        soft_cap=float(soft_cap or 0),
-    )
-    return result
+def attend(gpu: Gpu, operands: Any, *, seed: int = 0, **attributes: Any) -> Any:
+    """The result of paged_attention, or with return_lse a pair of results."""
+    call, arrays = checked_attention(operands, attributes)
+    shapes = [spec.shape for spec in call.results_on("cuda")]
+    results = [guarded(np.full(shapes[0], np.nan, operands[0].dtype))]
+    results += [guarded(np.full(shape, np.nan, F32)) for shape in shapes[1:-1]]
+    scratch = guarded(np.full(shapes[-1], 0xFF, np.uint8))
+    guarded_arrays = [guarded(x) for x in arrays]
+    gpu.run(paged_attention, guarded_arrays, [*results, scratch], seed, **numbers(call))
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

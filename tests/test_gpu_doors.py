@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.calls import overload_of, split_keywords
 from tests.cases import CASES, SHORT_CASES, UPDATE_CASES, Case, UpdateCase
 from tests.compare import assert_close_on_cuda, assert_same_bits
-from tests.gpu import ON_CUDA, exchange_to_cuda, from_cuda
+from tests.gpu import ON_CUDA, exchange_to_cuda, from_cuda, keywords_to_cuda
 from tests.reference import kv_cache_update
 
 pytestmark = pytest.mark.skipif(not ON_CUDA, reason="XLA_GPU_TEST_ON=cuda is not set")
@@ -23,71 +24,86 @@ if ON_CUDA:
     import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
 
 # The cases whose kernels differ; the rest of CASES differ in what test_cuda_kernel covers.
-DOOR_CASES = [case for case in CASES if case.id.rpartition("-")[0].startswith(("mixed", "block-16", "head-size", "context-2000", "ragged-1", "window-64", "cap-30"))]  # fmt: skip
+DOOR_CASES = [case for case in CASES if case.id.rpartition("-")[0].startswith(("mixed", "block-16", "head-size", "context-2000", "ragged-1", "window-64", "cap-30", "all-", "lse-", "fewer-keys"))]  # fmt: skip
 
 
-def in_torch(op: str, *operands: Any, **attributes: Any) -> np.ndarray:
-    return run_torch(getattr(torch.ops.xla_gpu, op).default, op, operands, attributes)
+def in_torch(op: str, *operands: Any, **attributes: Any) -> Any:
+    overload, keywords = overload_of(op, attributes)
+    return run_torch(overload, op, operands, keywords)
 
 
-def in_compiled(backend: str, op: str, *operands: Any, **attributes: Any) -> np.ndarray:
+def in_compiled(backend: str, op: str, *operands: Any, **attributes: Any) -> Any:
     torch._dynamo.reset()
-    overload = getattr(torch.ops.xla_gpu, op).default
+    overload, keywords = overload_of(op, attributes)
+    arrays, options = split_keywords(keywords)
 
-    def function(*tensors: Any) -> Any:
-        return overload(*tensors, **attributes)
+    def function(*tensors: Any, **arrays: Any) -> Any:
+        return overload(*tensors, **arrays, **options)
 
-    return run_torch(torch.compile(function, backend=backend, fullgraph=True), op, operands, {})
+    return run_torch(torch.compile(function, backend=backend, fullgraph=True), op, operands, arrays)
 
 
 def run_torch(
-    function: Callable[..., Any], op: str, operands: Any, attributes: dict[str, Any]
-) -> np.ndarray:
-    tensors = [exchange_to_cuda(x) for x in operands]
+    function: Callable[..., Any], op: str, operands: Any, keywords: dict[str, Any]
+) -> Any:
+    tensors, keywords = [exchange_to_cuda(x) for x in operands], keywords_to_cuda(keywords)
     with torch.no_grad():
-        result = function(*tensors, **attributes)
-    array = np.empty_like(operands[0])
-    from_cuda(tensors[0] if op == "kv_cache_update" else result, array)
+        result = function(*tensors, **keywords)
+    return arrays_of(tensors[0] if op == "kv_cache_update" else result, operands[0].dtype)
+
+
+def arrays_of(result: Any, dtype: Any) -> Any:
+    """NumPy's form of an output of this dtype, or of a pair of output and log-sum-exp."""
+    if isinstance(result, tuple | list):
+        output, lse = result
+        return arrays_of(output, dtype), arrays_of(lse, np.float32)
+    array = np.empty(tuple(result.shape), dtype)
+    from_cuda(result, array)
     return array
 
 
-def in_cuda_graph(op: str, *operands: Any, **attributes: Any) -> np.ndarray:
+def in_cuda_graph(op: str, *operands: Any, **attributes: Any) -> Any:
     """Captured while lengths, tables and num_seqs are zero: the graph may hold nothing of them."""
-    overload = getattr(torch.ops.xla_gpu, op).default
+    overload, keywords = overload_of(op, attributes)
+    keywords = keywords_to_cuda(keywords)
     tensors = [exchange_to_cuda(x) for x in operands]
     values = [tensor.clone() for tensor in tensors]
     for tensor in tensors:
         tensor.zero_()
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
-        result = overload(*tensors, **attributes)
+        result = overload(*tensors, **keywords)
     for tensor, value in zip(tensors, values, strict=True):
         tensor.copy_(value)
     graph.replay()
     torch.cuda.synchronize()
-    array = np.empty_like(operands[0])
-    from_cuda(tensors[0] if op == "kv_cache_update" else result, array)
-    return array
+    return arrays_of(tensors[0] if op == "kv_cache_update" else result, operands[0].dtype)
 
 
-def in_jax(op: str, *operands: Any, **attributes: Any) -> np.ndarray:
+def in_jax(op: str, *operands: Any, **attributes: Any) -> Any:
     import jax  # noqa: PLC0415
 
     import jax_frontend  # noqa: PLC0415
 
-    on_gpu = [jax.device_put(x, jax.devices("gpu")[0]) for x in operands]
-    return np.asarray(jax.jit(partial(getattr(jax_frontend, op), **attributes))(*on_gpu))
+    arrays, options = split_keywords(attributes)
+    on_gpu = jax.device_put((operands, arrays), jax.devices("gpu")[0])
+    function = jax.jit(partial(getattr(jax_frontend, op), **options))
+    return jax.tree.map(np.asarray, function(*on_gpu[0], **on_gpu[1]))
 
 
-def in_torch_xla(op: str, *operands: Any, **attributes: Any) -> np.ndarray:
+def in_torch_xla(op: str, *operands: Any, **attributes: Any) -> Any:
     import torch_xla  # noqa: PLC0415
 
-    tensors = [exchange_to_cuda(x).cpu().to(torch_xla.device()) for x in operands]
+    overload, keywords = overload_of(op, attributes)
+    arrays, options = split_keywords(keywords)
+    tensors, arrays = torch.utils._pytree.tree_map(
+        lambda x: exchange_to_cuda(x).cpu().to(torch_xla.device()), (list(operands), arrays)
+    )
     with torch.no_grad():
-        result = getattr(torch.ops.xla_gpu, op)(*tensors, **attributes)
-    array = np.empty_like(operands[0])
-    from_cuda((tensors[0] if op == "kv_cache_update" else result).cpu(), array)
-    return array
+        result = overload(*tensors, **arrays, **options)
+    result = tensors[0] if op == "kv_cache_update" else result
+    on_cpu = torch.utils._pytree.tree_map(lambda x: x.cpu(), result)
+    return arrays_of(on_cpu, operands[0].dtype)
 
 
 @cache

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from shared_ffi import _native, kv_cache_update, paged_attention, simple_add
+from shared_ffi import _native, kv_cache_update, simple_add
 from tests import reference
 from tests.arrays import exchangeable
+from tests.calls import checked_attention, numbers
 from tests.cases import CASES, UPDATE_CASES, Case, UpdateCase
 from tests.compare import assert_close_on_cpu, assert_same_bits
 
@@ -30,24 +31,15 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
     _native.set_cpu_instruction_set(best)
 
 
-def attend(
-    operands: Any,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    num_threads: int = 1,
-) -> np.ndarray:
-    attributes = {
-        "scale": float(scale),
-        "sliding_window": sliding_window or 0,
-        "soft_cap": float(soft_cap or 0),
-    }
+def attend(operands: Any, *, num_threads: int = 1, **attributes: Any) -> Any:
+    """The result of paged_attention, or with return_lse a pair of results."""
+    call, arrays = checked_attention(operands, attributes)
     # As bits: not every NumPy exchanges bfloat16 by DLPack, and every kernel must write all rows.
-    result = np.full_like(operands[0], np.nan)
-    call = _native.EagerCall("cpu", paged_attention.TARGET, attributes)
-    call([exchangeable(x) for x in operands], [exchangeable(result)], num_threads)
-    return result
+    results = [np.full(spec.shape, np.nan, operands[0].dtype) for spec in call.results[:1]]
+    results += [np.full(spec.shape, np.nan, spec.dtype) for spec in call.results[1:]]
+    handler = _native.EagerCall("cpu", call.target, numbers(call))
+    handler([exchangeable(x) for x in arrays], [exchangeable(x) for x in results], num_threads)
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -264,10 +256,13 @@ def test_exponential() -> None:
 def random_cases(draw: st.DrawFn) -> Case:
     """Any call that the contract allows, at small sizes."""
     num_kv_heads = draw(st.integers(1, 3))
+    causal = draw(st.booleans())
     sequences = draw(
         st.lists(
             st.integers(0, 90).flatmap(
-                lambda context: st.tuples(st.integers(0, context), st.just(context))
+                lambda context: st.tuples(
+                    st.integers(0, context if causal else context + 10), st.just(context)
+                )
             ),
             max_size=4,
         )
@@ -283,6 +278,11 @@ def random_cases(draw: st.DrawFn) -> Case:
         scale=draw(st.floats(-2, 2, width=32)),
         sliding_window=draw(st.none() | st.integers(1, 100)),
         soft_cap=draw(st.none() | st.floats(0.5, 50, width=32)),
+        sinks=draw(st.booleans()),
+        alibi_slopes=draw(st.booleans()),
+        causal=causal,
+        window_right=None if causal else draw(st.none() | st.integers(0, 40)),
+        return_lse=draw(st.booleans()),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 
 import jax_frontend
 from tests import doors, hlo, reference
+from tests.calls import split_keywords
 from tests.cases import CASES, SHORT_CASES, UPDATE_CASES, Case, UpdateCase
 from tests.compare import assert_close_on_cpu, assert_same_bits
 
@@ -28,9 +29,9 @@ def test_paged_attention(case: Case, compiled: hlo.CompiledPrograms) -> None:
     assert_same_bits(doors.in_torch_xla("paged_attention", *inputs, **attributes), in_torch)
     assert_same_bits(doors.in_openxla("paged_attention", *inputs, **attributes), in_torch)
 
-    before, after = hlo.of_jax(partial(jax_frontend.paged_attention, **attributes), *inputs)
-    tensors = [doors.to_xla(array) for array in inputs]
-    lazy_before = hlo.of_torch_xla([torch.ops.xla_gpu.paged_attention(*tensors, **attributes)])
+    arrays, options = split_keywords(attributes)
+    before, after = hlo.of_jax(partial(jax_frontend.paged_attention, **options), *inputs, **arrays)
+    lazy_before = hlo.of_torch_xla(doors.lazily("paged_attention", *inputs, **attributes))
     (call,) = hlo.custom_calls(before, ATTENTION)
     assert hlo.custom_calls(lazy_before, ATTENTION) == [call]
     assert compiled.optimized(call, ATTENTION) == set(hlo.custom_calls(after, ATTENTION))

@@ -17,6 +17,7 @@ import torch
 from shared_ffi import eager, simple_add
 from shared_ffi.spec import ArraySpec
 from tests import doors
+from tests.calls import overload_of, split_keywords
 from tests.cases import SHORT_CASES, Case
 from tests.compare import assert_close_on_cuda, assert_same_bits
 from tests.test_bad_input import add, attention, split, update
@@ -29,12 +30,23 @@ def tensors(arguments: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def test_schemas() -> None:
-    assert [
-        str(op.default._schema) for op in (OPS.paged_attention, OPS.kv_cache_update, OPS.simple_add)
-    ] == [
-        "xla_gpu::paged_attention(Tensor query, Tensor kv_cache, Tensor context_lens, Tensor block_tables, "
+    arguments = (
+        "(Tensor query, Tensor kv_cache, Tensor context_lens, Tensor block_tables, "
         "Tensor query_start_loc, Tensor num_seqs, float scale, int? sliding_window=None, "
-        "float? soft_cap=None) -> Tensor",
+        "float? soft_cap=None, *, Tensor? sinks=None, Tensor? alibi_slopes=None, "
+        "bool causal=True, int? window_right=None)"
+    )
+    assert [
+        str(op._schema)
+        for op in (
+            OPS.paged_attention.default,
+            OPS.paged_attention.lse,
+            OPS.kv_cache_update.default,
+            OPS.simple_add.default,
+        )
+    ] == [
+        f"xla_gpu::paged_attention{arguments} -> Tensor",
+        f"xla_gpu::paged_attention.lse{arguments} -> (Tensor output, Tensor lse)",
         "xla_gpu::kv_cache_update(Tensor($0! -> ) kv_cache, Tensor key, Tensor value, "
         "Tensor slot_mapping) -> ()".replace("$0! -> ", "a!"),
         "xla_gpu::simple_add(Tensor a, Tensor b) -> Tensor",
@@ -174,9 +186,12 @@ def cuda(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch._C.Di
 @pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
 def test_paged_attention_on_cuda_tensors(case: Case, cuda: Any) -> None:
     inputs, attributes = case.inputs(), case.attributes()
-    operands = map(doors.to_torch, inputs)
-    result = OPS.paged_attention.default.redispatch(cuda, *operands, *attributes.values())
-    assert_close_on_cuda(doors.to_numpy(result), inputs, attributes)
+    overload, keywords = overload_of("paged_attention", attributes)
+    arrays, options = split_keywords(keywords)
+    on_cuda = {name: doors.to_torch(x) for name, x in arrays.items()}
+    result = overload.redispatch(cuda, *map(doors.to_torch, inputs), **on_cuda, **options)
+    result = tuple(map(doors.to_numpy, result)) if len(result) == 2 else doors.to_numpy(result)
+    assert_close_on_cuda(result, inputs, attributes)
 
 
 def test_kv_cache_update_on_cuda_tensors(cuda: Any) -> None:

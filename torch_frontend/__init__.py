@@ -11,9 +11,16 @@ except ImportError as error:
 
 from torch_frontend.export import export_platform
 from torch_frontend.kv_cache_update import kv_cache_update
+from torch_frontend.merge_attention import merge_attention
 from torch_frontend.paged_attention import paged_attention
 from torch_frontend.simple_add import simple_add
 
 del torch
 
-__all__ = ["export_platform", "kv_cache_update", "paged_attention", "simple_add"]
+__all__ = [
+    "export_platform",
+    "kv_cache_update",
+    "merge_attention",
+    "paged_attention",
+    "simple_add",
+]

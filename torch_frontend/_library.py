@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -31,34 +31,65 @@ _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 class CheckedCalls:
-    """Checks the arguments of an op as its kernels receive them."""
+    """Checks the arguments of an op as its kernels receive them.
 
-    def __init__(self, num_tensors: int, num_others: int, check: Callable[..., Call]) -> None:
-        self._num_tensors = num_tensors
-        self._num_others = num_others
+    A schema has its tensors first, then other arguments; keyword-only ones after them, tensors and
+    others in any order.
+    """
+
+    def __init__(self, schema: torch.FunctionSchema, check: Callable[..., Call]) -> None:
+        positional = [str(x.type) for x in schema.arguments if not x.kwarg_only]
+        keyword_only = [x for x in schema.arguments if x.kwarg_only]
+        self._num_tensors = positional.count("Tensor")
+        self._nones = (None,) * len(positional)
+        self._optional_tensors = [x.name for x in keyword_only if "Tensor" in str(x.type)]
+        self._name = schema.name.removeprefix("xla_gpu::")
         self._check = check
         # Shapes and dtypes repeat from call to call.
         self._cached_check = lru_cache(maxsize=4096)(self._check_sizes)
 
-    def split(self, arguments: Sequence[Any]) -> tuple[Sequence[torch.Tensor], tuple[Any, ...]]:
-        """The tensors, and the other arguments. The dispatcher omits trailing ones that are None,
-        the only default that a schema here gives."""
-        others = tuple(arguments[self._num_tensors :])
-        return arguments[: self._num_tensors], others + (None,) * (self._num_others - len(others))
+    def __call__(
+        self, arguments: Sequence[Any], keywords: Mapping[str, Any]
+    ) -> tuple[Call, Sequence[torch.Tensor]]:
+        """The call, and its tensors in the order of its operands."""
+        return self._checked(self._cached_check, arguments, keywords)
 
-    def __call__(self, arguments: Sequence[Any]) -> tuple[Call, Sequence[torch.Tensor]]:
-        tensors, others = self.split(arguments)
-        sizes = [x for tensor in tensors for x in (tensor.shape, tensor.dtype)]
-        return self._cached_check(others, *sizes), tensors
-
-    def symbolic(self, arguments: Sequence[Any]) -> tuple[Call, Sequence[torch.Tensor]]:
+    def symbolic(
+        self, arguments: Sequence[Any], keywords: Mapping[str, Any]
+    ) -> tuple[Call, Sequence[torch.Tensor]]:
         """The same where sizes may be symbols, which cannot be cached by value."""
-        tensors, others = self.split(arguments)
-        sizes = [x for tensor in tensors for x in (tensor.shape, tensor.dtype)]
-        return self._check_sizes(others, *sizes), tensors
+        return self._checked(self._check_sizes, arguments, keywords)
 
-    def _check_sizes(self, others: tuple[Any, ...], *sizes: Any) -> Call:
-        return self._check(*map(array_spec, sizes[::2], sizes[1::2]), *others)
+    def _checked(
+        self,
+        check_sizes: Callable[..., Call],
+        arguments: Sequence[Any],
+        keywords: Mapping[str, Any],
+    ) -> tuple[Call, Sequence[torch.Tensor]]:
+        tensors = arguments[: self._num_tensors]
+        # The dispatcher omits trailing arguments that are None, the only default that those before
+        # the keyword-only ones have here; of these it omits all that have their default.
+        others = (*arguments[self._num_tensors :], *self._nones[len(arguments) :])
+        given: tuple[str, ...] = ()
+        options: tuple[tuple[str, Any], ...] = ()
+        if keywords:
+            given = tuple(x for x in self._optional_tensors if keywords.get(x) is not None)
+            tensors = (*tensors, *(keywords[name] for name in given))
+            options = tuple(x for x in keywords.items() if x[0] not in self._optional_tensors)
+        _refuse_grad(self._name, tensors)
+        sizes = [x for tensor in tensors for x in (tensor.shape, tensor.dtype)]
+        return check_sizes(others, given, options, *sizes), tensors
+
+    def _check_sizes(
+        self,
+        others: tuple[Any, ...],
+        given: tuple[str, ...],
+        options: tuple[tuple[str, Any], ...],
+        *sizes: Any,
+    ) -> Call:
+        specs = list(map(array_spec, sizes[::2], sizes[1::2]))
+        optional = dict(zip(given, specs[self._num_tensors :], strict=True))
+        return self._check(*specs[: self._num_tensors], *others, **optional, **dict(options))
 
 
 def define(schema: str, check: Callable[..., Call]) -> torch._ops.OpOverload:
@@ -71,10 +102,9 @@ def define(schema: str, check: Callable[..., Call]) -> torch._ops.OpOverload:
     """
     _LIBRARY.define(schema)
     name, _, signature = schema.partition("(")
-    op: torch._ops.OpOverload = getattr(torch.ops.xla_gpu, name).default
-    types = [str(argument.type) for argument in op._schema.arguments]
-    num_tensors = types.count("Tensor")
-    calls = CheckedCalls(num_tensors, len(types) - num_tensors, check)
+    packet, _, overload = name.partition(".")
+    op: torch._ops.OpOverload = getattr(getattr(torch.ops.xla_gpu, packet), overload or "default")
+    calls = CheckedCalls(op._schema, check)
     if op._schema.is_mutable:
         _implement_in_place(op, name, signature, calls)
     else:
@@ -83,30 +113,21 @@ def define(schema: str, check: Callable[..., Call]) -> torch._ops.OpOverload:
 
 
 def _implement(op: torch._ops.OpOverload, name: str, calls: CheckedCalls) -> None:
-    def cpu(*arguments: Any) -> torch.Tensor:
-        call, tensors = calls(arguments)
-        result = tensors[0].new_empty(call.results[0].shape)
-        _run_on_cpu(call, tensors, result)
-        return result
+    def cpu(*arguments: Any, **keywords: Any) -> Any:
+        call, tensors = calls(arguments, keywords)
+        results = _allocate(call.results, tensors[0])
+        _run_on_cpu(call, tensors, results)
+        return _as_returned(results)
 
-    def autograd(*arguments: Any) -> Any:
-        _refuse_grad(name, calls.split(arguments)[0])
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*arguments)
-
-    def cuda(*arguments: Any) -> torch.Tensor:
-        call, tensors = calls(arguments)
-        results = [
-            tensors[0].new_empty(spec.shape, dtype=_DTYPES[spec.dtype])
-            for spec in call.results_on("cuda")
-        ]
+    def cuda(*arguments: Any, **keywords: Any) -> Any:
+        call, tensors = calls(arguments, keywords)
+        results = _allocate(call.results_on("cuda"), tensors[0])
         _run_on_cuda(call, tensors, results)
-        return results[0]
+        return _as_returned(results[: len(call.results)])
 
     _LIBRARY.impl(name, cpu, "CPU")
     _LIBRARY.impl(name, cuda, "CUDA")
-    _LIBRARY.impl(name, autograd, "Autograd")
-    _implement_on_xla(name, calls)
+    _implement_on_xla(op, name, calls)
 
 
 def _implement_in_place(
@@ -124,7 +145,6 @@ def _implement_in_place(
     functional = getattr(torch.ops.xla_gpu, functional_name).default
 
     def composite(*arguments: Any) -> None:
-        _refuse_grad(name, calls.split(arguments)[0])
         if arguments[0].device.type == "xla":
             xla(*arguments)
         else:
@@ -141,18 +161,18 @@ def _implement_in_place(
                 f"place; got strides {list(target.stride())} for shape {list(target.shape)}. "
                 "Allocate it contiguous"
             )
-        return calls(arguments)
+        return calls(arguments, {})
 
     def cpu(*arguments: Any) -> None:
         call, tensors = checked(arguments)
-        _run_on_cpu(call, tensors, tensors[0])
+        _run_on_cpu(call, tensors, tensors[:1])
 
     def cuda(*arguments: Any) -> None:
         call, tensors = checked(arguments)
         _run_on_cuda(call, tensors, tensors[:1])
 
     def fake(*arguments: Any) -> None:
-        calls.symbolic(arguments)
+        calls.symbolic(arguments, {})
 
     _LIBRARY.impl(name, composite, "CompositeImplicitAutograd")
     _LIBRARY.impl(mutable_name, cpu, "CPU")
@@ -160,27 +180,43 @@ def _implement_in_place(
     # Reached by a graph that was exported on the CPU and moved to an XLA device.
     _LIBRARY.impl(mutable_name, xla, "XLA")
     torch.library.register_fake(f"xla_gpu::{mutable_name}", fake, lib=_LIBRARY)
-    _implement_on_xla(functional_name, calls)
+    _implement_on_xla(functional, functional_name, calls)
 
 
-def _implement_on_xla(name: str, calls: CheckedCalls) -> None:
-    def xla(*arguments: Any) -> torch.Tensor:
+def _implement_on_xla(op: torch._ops.OpOverload, name: str, calls: CheckedCalls) -> None:
+    def xla(*arguments: Any, **keywords: Any) -> Any:
         from torch_frontend import xla as door  # noqa: PLC0415  (needs torch_xla and JAX)
 
-        return door.run(*calls(arguments))
+        return _as_returned(door.run(*calls(arguments, keywords)))
 
-    def fake(*arguments: Any) -> torch.Tensor:
-        call, tensors = calls.symbolic(arguments)
-        return tensors[0].new_empty(call.results[0].shape)
+    def fake(*arguments: Any, **keywords: Any) -> Any:
+        call, tensors = calls.symbolic(arguments, keywords)
+        return _as_returned(_allocate(call.results, tensors[0]))
+
+    def autograd(*arguments: Any, **keywords: Any) -> Any:
+        calls(arguments, keywords)  # refuses; the kernel sees tensors that require no grad
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*arguments, **keywords)
 
     _LIBRARY.impl(name, xla, "XLA")
+    _LIBRARY.impl(name, autograd, "AutogradXLA")
     torch.library.register_fake(f"xla_gpu::{name}", fake, lib=_LIBRARY)
 
 
-def _run_on_cpu(call: Call, tensors: Sequence[torch.Tensor], result: torch.Tensor) -> None:
+def _allocate(specs: Sequence[ArraySpec], like: torch.Tensor) -> list[torch.Tensor]:
+    return [like.new_empty(spec.shape, dtype=_DTYPES[spec.dtype]) for spec in specs]
+
+
+def _as_returned(results: Sequence[torch.Tensor]) -> Any:
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _run_on_cpu(
+    call: Call, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
+) -> None:
     # Capsules, because Tensor.__dlpack__ is Python: it would cost more than all the rest.
     operands = [to_dlpack(tensor.contiguous()) for tensor in tensors]
-    eager.run_on_cpu(call, operands, [to_dlpack(result)], torch.get_num_threads())
+    eager.run_on_cpu(call, operands, [to_dlpack(x) for x in results], torch.get_num_threads())
 
 
 def _run_on_cuda(

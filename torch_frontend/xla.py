@@ -31,15 +31,14 @@ except ImportError as error:
 _PLATFORMS = {"CPU": "cpu", "CUDA": "cuda"}
 
 
-def run(call: Call, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Adds the call to the lazy graph and returns its result."""
+def run(call: Call, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Adds the call to the lazy graph and returns its results."""
     runtimes.register()
     for operand, _ in call.aliases:
         _donate(operands[operand])
-    (result,) = _XLAC._xla_user_computation(
+    return _XLAC._xla_user_computation(  # type: ignore[no-any-return]
         f"xla_gpu::{call.op}", list(operands), _computation(call, _platform())
     )
-    return result  # type: ignore[no-any-return]
 
 
 def _donate(tensor: torch.Tensor) -> None:

@@ -41,15 +41,15 @@ def show(results: dict[str, Any]) -> None:
         table.add_column(column, justify="left" if column in ("kind", "workload") else "right")
     for row in results["rows"]:
         seconds = row["seconds"]
-        best = min(seconds[name] for name in OURS if name in seconds)
+        own = best(row, is_ours=True) or float("nan")
         cells = []
         for name in names:
             if name not in seconds:
                 cells.append("-")
                 continue
             part = share(row, name, results["limit_bytes"], results["limit_flops"])
-            cells.append(f"{part:.0%} ({seconds[name] / best:.2f}x)")
-        table.add_row(row["kind"], row["workload"], row["dtype"], f"{best * 1e3:.2f}", *cells)
+            cells.append(f"{part:.0%} ({seconds[name] / own:.2f}x)")
+        table.add_row(row["kind"], row["workload"], row["dtype"], f"{own * 1e3:.2f}", *cells)
     console = Console(width=220)
     console.print(table)
     for row in results.get("updates", ()):

@@ -6,10 +6,18 @@ from __future__ import annotations
 import torch
 
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
+from tests.calls import overload_of
 from tests.cases import CASES, UPDATE_CASES
-from tests.gpu import exchange_to_cuda
+from tests.gpu import exchange_to_cuda, keywords_to_cuda
 
-IDS = ("mixed", "context-2000", "head-size-128", "later-token-nan-chunked", "cap-30.0-mixed")
+IDS = (
+    "mixed",
+    "context-2000",
+    "head-size-128",
+    "later-token-nan-chunked",
+    "cap-30.0-mixed",
+    "all-long",
+)
 UPDATE_IDS = ("some-padding-int64-bf16", "head-size-1")
 
 
@@ -18,7 +26,8 @@ def main() -> None:
     for case in CASES:
         if case.id.rpartition("-")[0] in IDS:
             tensors = [exchange_to_cuda(x) for x in case.inputs()]
-            torch.ops.xla_gpu.paged_attention(*tensors, **case.attributes())
+            overload, keywords = overload_of("paged_attention", case.attributes())
+            overload(*tensors, **keywords_to_cuda(keywords))
     for update in UPDATE_CASES:
         if update.id in UPDATE_IDS:
             torch.ops.xla_gpu.kv_cache_update(*(exchange_to_cuda(x) for x in update.inputs()))

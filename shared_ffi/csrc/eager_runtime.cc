@@ -25,15 +25,8 @@ namespace {
 
 // Starts a team of threads, of which the calling one is the first, that each call function(data),
 // and waits for all: GNU OpenMP's entry point. Its threads serve torch's own operators, and spin
-// for a while after each of them; others would have to take the processors from them. Null where
-// torch is not loaded, or made with another OpenMP.
+// for a while after each of them; others would have to take the processors from them.
 using StartTeam = void(void (*function)(void*), void* data, unsigned num_threads, unsigned flags);
-
-StartTeam* TeamStarter() {
-  static StartTeam* const found =
-      reinterpret_cast<StartTeam*>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-  return found;
-}
 
 // The threads in its stead: at most one per processor, started when first needed, waiting for tasks
 // until the process ends.
@@ -74,7 +67,8 @@ class ThreadPool {
 // OpenMP's, which believes that it still has them.
 struct Threads {
   ThreadPool* pool = new ThreadPool;  // never destroyed: its threads may outlive static destruction
-  StartTeam* start_team = TeamStarter();
+  // Null where torch is not loaded, or made with another OpenMP.
+  StartTeam* start_team = reinterpret_cast<StartTeam*>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
 };
 
 Threads& ThreadsOfProcess() {

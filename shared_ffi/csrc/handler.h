@@ -102,6 +102,48 @@ inline bool HasShape(ffi::AnyBuffer buffer, std::initializer_list<int64_t> shape
                     [](int64_t dim, int64_t size) { return size == kAnySize || dim == size; });
 }
 
+// Reads the attributes of a call, of which those of features that it does not use are absent.
+class AttributeReader {
+ public:
+  AttributeReader(const char* op, const ffi::Dictionary& attributes)
+      : op_(op), attributes_(attributes) {}
+
+  template <typename T>
+  T Get(const char* name) {
+    auto value = attributes_.get<T>(name);
+    if (value.has_value()) {
+      ++num_read_;
+      return *value;
+    }
+    if (error_.success()) {
+      error_ = InvalidArgument(op_, "the attribute ", name, " is ",
+                               attributes_.contains(name) ? "of another type" : "missing",
+                               ": this program was made by another version");
+    }
+    return T{};
+  }
+
+  template <typename T>
+  T Get(const char* name, T otherwise) {
+    return attributes_.contains(name) ? Get<T>(name) : otherwise;
+  }
+
+  // When all have been read.
+  ffi::Error Finish() const {
+    if (error_.success() && num_read_ < attributes_.size()) {
+      return InvalidArgument(op_, "the call has ", attributes_.size(), " attributes, of which ",
+                             num_read_, " are known: this program was made by a newer version");
+    }
+    return error_;
+  }
+
+ private:
+  const char* op_;
+  const ffi::Dictionary& attributes_;
+  size_t num_read_ = 0;
+  ffi::Error error_;
+};
+
 // Success, or why a kernel could not be launched.
 inline ffi::Error Launched(const char* op, const char* failure) {
   if (failure == nullptr) return ffi::Error::Success();

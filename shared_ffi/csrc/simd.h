@@ -81,6 +81,11 @@ XLA_GPU_INLINE Mask Indices(std::integer_sequence<int, i...>) {
   return Mask{i...};
 }
 
+// In each lane its index.
+XLA_GPU_INLINE Lanes LaneNumbers() {
+  return __builtin_convertvector(Indices(std::make_integer_sequence<int, kLanes>()), Lanes);
+}
+
 // Whether a lane's index is at least begin and less than end.
 XLA_GPU_INLINE Mask LanesIn(int64_t begin, int64_t end) {
   const Mask indices = Indices(std::make_integer_sequence<int, kLanes>());

@@ -59,6 +59,10 @@ void ZeroPadding(const Params& p) {
   const int64_t end = num_seqs == 0 ? p.num_tokens : p.query_start_loc[num_seqs];
   std::fill(output, output + begin * row_bytes, 0);
   std::fill(output + end * row_bytes, output + p.num_tokens * row_bytes, 0);
+  if (p.lse == nullptr) return;
+  constexpr float kNothing = -__builtin_inff();
+  std::fill(p.lse, p.lse + begin * p.num_heads, kNothing);
+  std::fill(p.lse + end * p.num_heads, p.lse + p.num_tokens * p.num_heads, kNothing);
 }
 
 // Multiply-adds of a piece, and as many again as reading the cache would take the time of.
@@ -75,9 +79,9 @@ std::vector<Piece> CutIntoRuns(const Params& p) {
     const int64_t start = p.query_start_loc[s], end = p.query_start_loc[s + 1];
     for (int64_t token = start; token < end; token += tokens_per_run) {
       const int64_t num_tokens = std::min(tokens_per_run, end - token);
-      const int64_t position = p.context_lens[s] - (end - token);
+      const int64_t context_len = p.context_lens[s], position = context_len - (end - token);
       runs.push_back({s, token, num_tokens, position, 0, p.num_kv_heads, p.WindowBegin(position),
-                      position + num_tokens, nullptr});
+                      p.WindowEnd(position + num_tokens - 1, context_len), nullptr});
     }
   }
   return runs;

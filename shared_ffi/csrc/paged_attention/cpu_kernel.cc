@@ -17,6 +17,7 @@
 // may choose which products to fuse (-ffp-contract=off). Instruction sets differ in their bits.
 #include "cpu_kernel.h"
 
+#include <cmath>
 #include <type_traits>
 
 #include "../simd.h"
@@ -29,6 +30,7 @@ constexpr int64_t kMaxCachedRows = 3 * kRows;  // more are worth packing K and V
 constexpr int64_t kCacheLineBytes = 64;
 constexpr float kInfinity = __builtin_inff();
 constexpr float kLog2E = 1.44269504f;
+constexpr double kLn2 = 0.693147180559945309;
 
 XLA_GPU_INLINE int64_t RoundUp(int64_t a, int64_t b) { return DivideUp(a, b) * b; }
 
@@ -277,25 +279,32 @@ struct RowState {
   Lanes sums;
 };
 
-// Positions of a tile that a row attends to, counted from the tile's first.
+// Positions of a tile, counted from the tile's first.
 struct Range {
   int64_t begin;
   int64_t end;
 };
 
+// What a row does with a tile.
+struct RowMask {
+  Range range;      // that it attends to
+  float slope;      // of ALiBi, in units of 1 / log2(e); 0: none
+  float to_itself;  // positions from the tile's first to the row's own
+};
+
 // Replaces the products q . k of R rows by their weights, zero outside the rows' ranges, and finds
 // the factors by which the rows' earlier sums must shrink. A logit is the product times `scale`, in
 // units of soft_cap or else of 1 / log2(e).
-//   products: [R, kTile]; ranges, states, shrink: [R]
+//   products: [R, kTile]; masks, states, shrink: [R]
 template <int R, typename T>
-void Weigh(float* products, const Range* ranges, float scale, float soft_cap, RowState* states,
-           float* shrink) {
+void Weigh(float* products, const RowMask* masks, float scale, float soft_cap, bool has_slopes,
+           RowState* states, float* shrink) {
   constexpr int kVectors = kTile / kLanes;
   Lanes x[R][kVectors], largest[R], shift[R];
   bool is_partial = false;
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    is_partial |= ranges[r].begin > 0 || ranges[r].end < kTile;
+    is_partial |= masks[r].range.begin > 0 || masks[r].range.end < kTile;
 #pragma GCC unroll 16
     for (int i = 0; i < kVectors; ++i) {
       x[r][i] = Load<Lanes>(products + r * kTile + i * kLanes) * scale;
@@ -306,10 +315,19 @@ void Weigh(float* products, const Range* ranges, float scale, float soft_cap, Ro
       for (int i = 0; i < kVectors; ++i) x[r][i] = Tanh(x[r][i]) * (soft_cap * kLog2E);
     }
   }
-  if (is_partial) {
+  if (has_slopes) {
     for (int r = 0; r < R; ++r) {
       for (int i = 0; i < kVectors; ++i) {
-        const Mask counts = LanesIn(ranges[r].begin - i * kLanes, ranges[r].end - i * kLanes);
+        const Lanes after = LaneNumbers() + (i * kLanes - masks[r].to_itself);
+        x[r][i] = MultiplyAdd(Max(after, -after), Splat(-masks[r].slope), x[r][i]);
+      }
+    }
+  }
+  if (is_partial) {
+    for (int r = 0; r < R; ++r) {
+      const Range range = masks[r].range;
+      for (int i = 0; i < kVectors; ++i) {
+        const Mask counts = LanesIn(range.begin - i * kLanes, range.end - i * kLanes);
         x[r][i] = counts ? x[r][i] : Splat(-kInfinity);
       }
     }
@@ -344,6 +362,7 @@ class Attention {
   Attention(const Params& p, const Piece& piece, Allocate allocate)
       : p_(p),
         piece_(piece),
+        context_len_(p.context_lens[piece.sequence]),
         group_(p.num_heads / p.num_kv_heads),
         rows_per_head_(piece.num_tokens * group_),
         num_rows_(piece.num_heads * rows_per_head_),
@@ -413,15 +432,20 @@ class Attention {
   }
 
  private:
-  int64_t RowOffset(int64_t row) const {
-    const int64_t kv_head = piece_.first_head + row / rows_per_head_;
-    const int64_t token = piece_.first_token + row % rows_per_head_ / group_;
-    return (token * p_.num_heads + kv_head * group_ + row % group_) * p_.head_size;
+  // The query token of a row, counted from the piece's first; its head.
+  int64_t TokenOfRow(int64_t row) const { return row % rows_per_head_ / group_; }
+  int64_t HeadOfRow(int64_t row) const {
+    return (piece_.first_head + row / rows_per_head_) * group_ + row % group_;
+  }
+
+  // The number of a row among those of the batch.
+  int64_t NumberOfRow(int64_t row) const {
+    return (piece_.first_token + TokenOfRow(row)) * p_.num_heads + HeadOfRow(row);
   }
 
   void LoadQueries() {
     for (int64_t row = 0; row < num_rows_; ++row) {
-      const T* query = static_cast<const T*>(p_.query) + RowOffset(row);
+      const T* query = static_cast<const T*>(p_.query) + NumberOfRow(row) * p_.head_size;
       for (int64_t w = 0; w < width_; w += kLanes) {
         const int64_t d = w * Dot<T>::kPerLane;
         Store(Dot<T>::Load(query + d, p_.head_size - d), q_ + row * width_ + w);
@@ -461,7 +485,8 @@ class Attention {
 
   Tile TileAt(int64_t position, int64_t begin, int64_t end) const {
     const int64_t last = piece_.position + piece_.num_tokens - 1;
-    const bool is_mixed = end > piece_.position + 1 || p_.WindowBegin(last) > begin;
+    const bool is_mixed =
+        p_.WindowEnd(piece_.position, context_len_) < end || p_.WindowBegin(last) > begin;
     return {position, {begin - position, end - position}, is_mixed};
   }
 
@@ -518,11 +543,20 @@ class Attention {
       if (all.begin >= all.end) return;
       float* products = weights_ + first * kTile;
       multiply(num_rows, q_ + (first_row + first) * width_, all, products);
-      Range ranges[num_rows];
-      for (int r = 0; r < num_rows; ++r) ranges[r] = RangeOfRows(tile, first + r, 1);
-      Weigh<num_rows, T>(products, ranges, scale, p_.soft_cap, &states_[first_row + first],
-                         shrink_ + first);
+      RowMask masks[num_rows];
+      for (int r = 0; r < num_rows; ++r) masks[r] = MaskOfRow(tile, head, first + r);
+      Weigh<num_rows, T>(products, masks, scale, p_.soft_cap, p_.alibi_slopes != nullptr,
+                         &states_[first_row + first], shrink_ + first);
     });
+  }
+
+  RowMask MaskOfRow(const Tile& tile, int64_t head, int64_t row) const {
+    RowMask mask = {RangeOfRows(tile, row, 1), 0, 0};
+    if (p_.alibi_slopes != nullptr) {
+      mask.slope = p_.alibi_slopes[HeadOfRow(head * rows_per_head_ + row)] * kLog2E;
+      mask.to_itself = static_cast<float>(positions_[row] - tile.position);
+    }
+    return mask;
   }
 
   // `is_safe`: a weight of zero may meet any V of the tile, as none is NaN or infinite.
@@ -551,7 +585,8 @@ class Attention {
   Range RangeOfRows(const Tile& tile, int64_t first, int64_t num_rows) const {
     if (!tile.is_mixed) return tile.range;
     const int64_t begin = p_.WindowBegin(positions_[first]) - tile.position;
-    const int64_t end = positions_[first + num_rows - 1] + 1 - tile.position;
+    const int64_t end =
+        p_.WindowEnd(positions_[first + num_rows - 1], context_len_) - tile.position;
     return {Larger(begin, tile.range.begin), Smaller(end, tile.range.end)};
   }
 
@@ -611,11 +646,13 @@ class Attention {
     }
   }
 
+  // A sink is a logit that each row has seen before it looks at any position, and that has no V.
   void StartTotals() {
     std::memset(totals_, 0, num_rows_ * stride_ * sizeof(float));
     for (int64_t row = 0; row < num_rows_; ++row) {
-      total_max_[row] = -kInfinity;
-      total_weight_[row] = 0;
+      const bool has_sink = p_.sinks != nullptr;
+      total_max_[row] = has_sink ? p_.sinks[HeadOfRow(row)] * kLog2E : -kInfinity;
+      total_weight_[row] = has_sink ? 1.0f : 0.0f;
     }
   }
 
@@ -635,18 +672,26 @@ class Attention {
 
   void FinishRows() {
     for (int64_t row = 0; row < num_rows_; ++row) {
-      T* output = static_cast<T*>(p_.output) + RowOffset(row);
+      T* output = static_cast<T*>(p_.output) + NumberOfRow(row) * p_.head_size;
       const float* total = totals_ + row * stride_;
+      // A row that attends to nothing has found zeros.
+      const bool attends = p_.Attends(piece_.position + TokenOfRow(row), context_len_);
+      const float weight = attends ? total_weight_[row] : 1.0f;
       for (int64_t d = 0; d < stride_; d += kLanes) {
         // Zero has one sign, whichever sums came to it.
-        const Lanes result = Load<Lanes>(total + d) / total_weight_[row] + 0.0f;
+        const Lanes result = Load<Lanes>(total + d) / weight + 0.0f;
         StoreNarrow(result, output + d, p_.head_size - d);
+      }
+      if (p_.lse != nullptr) {
+        const double log2_of_sum = total_max_[row] + std::log2(double{total_weight_[row]});
+        p_.lse[NumberOfRow(row)] = static_cast<float>(log2_of_sum * kLn2);
       }
     }
   }
 
   const Params& p_;
   const Piece& piece_;
+  const int64_t context_len_;
   const int64_t group_;          // query heads per kv head
   const int64_t rows_per_head_;  // per kv head
   const int64_t num_rows_;

@@ -24,8 +24,8 @@ struct Piece {
   int64_t position;  // of the first token
   int64_t first_head;
   int64_t num_heads;  // kv heads
-  int64_t begin;      // positions: those of the splits that any of the tokens attends to
-  int64_t end;
+  int64_t begin;      // positions: those of the splits that any of the tokens attends to; a piece
+  int64_t end;        // of tokens that attend to none has one empty split
   float* findings;  // [splits, rows, FindingSize]; null: the piece has all splits, finish the rows
 
   int64_t NumRows(const Params& p) const {

@@ -68,6 +68,7 @@ __global__ void __launch_bounds__(kThreads, 2) CudaCoreAttention(Params p, Scrat
         float logit = weights[r] * p.scale;
         if (p.soft_cap > 0) logit = p.soft_cap * tanhf(logit / p.soft_cap);
         logit = attends ? logit * kLog2E : -kInfinity;
+        if (p.alibi_slopes != nullptr) logit -= AlibiBias(p, item, first_row + r).At(position);
         float max = logit;
         for (int mask = gpu::kWarpSize / 2; mask > 0; mask /= 2) {
           max = fmaxf(max, gpu::ShuffleXor(max, mask));

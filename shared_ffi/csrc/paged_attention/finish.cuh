@@ -70,23 +70,34 @@ __device__ inline bool MetBadBlock(const Params& p, const Scratch& scratch, int6
   return gpu::AnyInBlock(is_bad);
 }
 
+// The rows of a token that is padding, or of a faulty sequence.
 template <typename T>
-__device__ void FillRow(const Params& p, int64_t token, float value) {
+__device__ void FillRow(const Params& p, int64_t token, bool is_faulty) {
+  const float nan = kInfinity - kInfinity, value = is_faulty ? nan : 0.0f;
   const int64_t row_size = p.num_heads * p.head_size;
+  if (p.lse != nullptr) {
+    for (int64_t head = threadIdx.x; head < p.num_heads; head += kThreads) {
+      p.lse[token * p.num_heads + head] = is_faulty ? nan : -kInfinity;
+    }
+  }
   for (int64_t i = threadIdx.x; i < row_size; i += kThreads) {
     gpu::FromFloat(value, static_cast<T*>(p.output) + token * row_size + i);
   }
 }
 
-// A warp per head; each lane has its own columns.
+// The rows of a token of sequence s; zeros where there are no splits, as of an empty context. A
+// warp per head; each lane has its own columns.
 template <typename T>
-__device__ void MergeSplits(const Params& p, const Scratch& scratch, int64_t token, int64_t place,
-                            int64_t num_splits) {
+__device__ void MergeSplits(const Params& p, const Scratch& scratch, int64_t s,
+                            const Sequence& sequence, int64_t token, int64_t num_splits) {
+  const int64_t i = token - sequence.first_token, place = scratch.Place(p, s, i, token);
+  const bool attends = p.Attends(sequence.context_len - sequence.q_len + i, sequence.context_len);
   const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
   for (int64_t head = warp; head < p.num_heads; head += kWarps) {
     const int64_t index = scratch.Index(p, place, head, 0);
     const RowState* states = scratch.states + index;
-    float max = -kInfinity;
+    const float sink = SinkOf(p, head);
+    float max = sink;
     for (int64_t split = lane; split < num_splits; split += gpu::kWarpSize) {
       max = fmaxf(max, states[split].max);
     }
@@ -94,7 +105,7 @@ __device__ void MergeSplits(const Params& p, const Scratch& scratch, int64_t tok
       max = fmaxf(max, gpu::ShuffleXor(max, mask));
     }
     const float shift = max == -kInfinity ? 0.0f : max;
-    float sum = 0;
+    float sum = gpu::Exp2(sink - shift);
     for (int64_t split = 0; split < num_splits; ++split) {
       sum += gpu::Exp2(states[split].max - shift) * states[split].sum;
     }
@@ -104,9 +115,10 @@ __device__ void MergeSplits(const Params& p, const Scratch& scratch, int64_t tok
         value += gpu::Exp2(states[split].max - shift) *
                  scratch.partials[(index + split) * p.head_size + d];
       }
-      gpu::FromFloat(value / sum,
+      gpu::FromFloat(value / (attends ? sum : 1.0f),
                      static_cast<T*>(p.output) + (token * p.num_heads + head) * p.head_size + d);
     }
+    if (lane == 0) WriteLse(p, token, head, {max, sum});
   }
 }
 
@@ -121,7 +133,7 @@ __global__ void __launch_bounds__(kThreads, 2) Finish(Params p, Scratch scratch)
   for (int64_t token = blockIdx.x * per_block; token < end; ++token) {
     if (token < batch.begin || token >= batch.end) {
       const bool is_lost = batch.is_broken && token >= batch.end;
-      FillRow<T>(p, token, is_lost ? kInfinity - kInfinity : 0.0f);
+      FillRow<T>(p, token, is_lost);
       continue;
     }
     const int64_t sequence_of_token = batch.Find(p, token);
@@ -133,10 +145,9 @@ __global__ void __launch_bounds__(kThreads, 2) Finish(Params p, Scratch scratch)
       is_faulty = is_faulty || MetBadBlock(p, scratch, s, sequence, num_splits);
     }
     if (is_faulty) {
-      FillRow<T>(p, token, kInfinity - kInfinity);
-    } else if (num_splits > 1) {
-      MergeSplits<T>(p, scratch, token, scratch.Place(p, s, token - sequence.first_token, token),
-                     num_splits);
+      FillRow<T>(p, token, true);
+    } else if (num_splits != 1) {
+      MergeSplits<T>(p, scratch, s, sequence, token, num_splits);
     }
   }
 }

@@ -12,12 +12,74 @@ namespace {
 constexpr char kOp[] = "paged_attention";
 constexpr int64_t kMaxHeadSize = 512;
 
+// What every call has.
+struct Operands {
+  ffi::AnyBuffer query;
+  ffi::AnyBuffer kv_cache;
+  ffi::AnyBuffer context_lens;
+  ffi::AnyBuffer block_tables;
+  ffi::AnyBuffer query_start_loc;
+  ffi::AnyBuffer num_seqs;
+
+  static constexpr int64_t kCount = 6;
+};
+
+// The operands of features that not every call uses. An attribute with a feature's name has the
+// number of its operand.
+class FeatureOperands {
+ public:
+  explicit FeatureOperands(const ffi::RemainingArgs& operands) : operands_(operands) {}
+
+  // A number for each query head; null where the call does not use the feature.
+  ffi::Error FindPerHead(const char* name, int64_t operand, int64_t num_heads, const float** data) {
+    *data = nullptr;
+    if (operand == kNone) return ffi::Error::Success();
+    const auto buffer = operands_.get<ffi::AnyBuffer>(operand - Operands::kCount);
+    if (operand < Operands::kCount || !buffer.has_value()) {
+      return InvalidArgument(kOp, name, " must be an operand of the call; got number ", operand);
+    }
+    ++num_found_;
+    if (!HasShape(*buffer, {num_heads})) {
+      return InvalidArgument(kOp, name, " must have shape [num_heads=", num_heads, "]; got ",
+                             ShapeName(buffer->dimensions()));
+    }
+    if (buffer->element_type() != ffi::F32) {
+      return InvalidArgument(kOp, name, " must have dtype float32; got ",
+                             DTypeName(buffer->element_type()));
+    }
+    *data = buffer->typed_data<float>();
+    return ffi::Error::Success();
+  }
+
+  // When all have been looked for.
+  ffi::Error Finish() const {
+    if (num_found_ == operands_.size()) return ffi::Error::Success();
+    return InvalidArgument(kOp, "the call must have ", Operands::kCount + num_found_,
+                           " operands; got ", Operands::kCount + operands_.size());
+  }
+
+  static constexpr int64_t kNone = -1;
+
+ private:
+  const ffi::RemainingArgs& operands_;
+  size_t num_found_ = 0;
+};
+
 // Shapes, dtypes and attributes: the same rules, in the same order and words, as
-// shared_ffi/paged_attention.py, for programs that did not pass through it.
-ffi::Error MakeParams(ffi::AnyBuffer query, ffi::AnyBuffer kv_cache, ffi::AnyBuffer context_lens,
-                      ffi::AnyBuffer block_tables, ffi::AnyBuffer query_start_loc,
-                      ffi::AnyBuffer num_seqs, ffi::AnyBuffer output, float scale,
-                      int64_t sliding_window, float soft_cap, Params* params) {
+// shared_ffi/paged_attention.py, for programs that did not pass through it. The last `num_scratch`
+// of the other results are scratch.
+ffi::Error MakeParams(const Operands& operands, ffi::RemainingArgs other_operands,
+                      ffi::AnyBuffer output, ffi::RemainingRets other_results, size_t num_scratch,
+                      const ffi::Dictionary& attributes, Params* params) {
+  const auto& [query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs] = operands;
+  AttributeReader reader(kOp, attributes);
+  const auto scale = reader.Get<float>("scale");
+  const auto sliding_window = reader.Get<int64_t>("sliding_window");
+  const auto soft_cap = reader.Get<float>("soft_cap");
+  const auto window_right = reader.Get<int64_t>("window_right", 0);
+  const auto sinks_operand = reader.Get<int64_t>("sinks", FeatureOperands::kNone);
+  const auto slopes_operand = reader.Get<int64_t>("alibi_slopes", FeatureOperands::kNone);
+  if (ffi::Error error = reader.Finish(); error.failure()) return error;
   DType dtype;
   if (!HasShape(query, {kAnySize, kAnySize, kAnySize})) {
     return InvalidArgument(kOp, "query must have shape [num_tokens, num_heads, head_size]; got ",
@@ -91,11 +153,36 @@ ffi::Error MakeParams(ffi::AnyBuffer query, ffi::AnyBuffer kv_cache, ffi::AnyBuf
   if (!(soft_cap >= 0) || !std::isfinite(soft_cap)) {
     return InvalidArgument(kOp, "soft_cap must be positive and finite in float32; got ", soft_cap);
   }
+  FeatureOperands features(other_operands);
+  const float *sinks, *alibi_slopes;
+  ffi::Error error = features.FindPerHead("sinks", sinks_operand, num_heads, &sinks);
+  if (error.success()) {
+    error = features.FindPerHead("alibi_slopes", slopes_operand, num_heads, &alibi_slopes);
+  }
+  if (error.success()) error = features.Finish();
+  if (error.failure()) return error;
+  if (window_right < 0) {
+    return InvalidArgument(kOp, "window_right must be at least 0; got ", window_right);
+  }
   if (output.element_type() != query.element_type() ||
       !HasShape(output, {num_tokens, num_heads, head_size})) {
     return InvalidArgument(kOp, "the result must be ", DTypeName(query.element_type()), " ",
                            ShapeName(query.dimensions()), "; got ",
                            DTypeName(output.element_type()), " ", ShapeName(output.dimensions()));
+  }
+  if (other_results.size() != num_scratch && other_results.size() != num_scratch + 1) {
+    return InvalidArgument(kOp, "the call must have ", num_scratch + 1, " or ", num_scratch + 2,
+                           " results; got ", other_results.size() + 1);
+  }
+  float* lse = nullptr;
+  if (other_results.size() > num_scratch) {
+    const ffi::AnyBuffer result = **other_results.get<ffi::AnyBuffer>(0);
+    if (result.element_type() != ffi::F32 || !HasShape(result, {num_tokens, num_heads})) {
+      return InvalidArgument(kOp, "the second result must be float32 [", num_tokens, ", ",
+                             num_heads, "]; got ", DTypeName(result.element_type()), " ",
+                             ShapeName(result.dimensions()));
+    }
+    lse = result.typed_data<float>();
   }
   *params = {query.untyped_data(),
              kv_cache.untyped_data(),
@@ -103,7 +190,10 @@ ffi::Error MakeParams(ffi::AnyBuffer query, ffi::AnyBuffer kv_cache, ffi::AnyBuf
              block_tables.typed_data<int32_t>(),
              query_start_loc.typed_data<int32_t>(),
              num_seqs.typed_data<int32_t>(),
+             sinks,
+             alibi_slopes,
              output.untyped_data(),
+             lse,
              num_tokens,
              num_heads,
              head_size,
@@ -114,6 +204,7 @@ ffi::Error MakeParams(ffi::AnyBuffer query, ffi::AnyBuffer kv_cache, ffi::AnyBuf
              block_tables.dimensions()[1],
              scale,
              sliding_window,
+             window_right,
              soft_cap,
              dtype};
   return ffi::Error::Success();
@@ -147,11 +238,11 @@ ffi::Error CheckMetadata(const Params& p) {
                              "] must be from 0 to max_blocks_per_seq * block_size=", capacity,
                              "; got ", context_len);
     }
-    if (context_len < q_len) {
+    if (p.window_right == 0 && context_len < q_len) {
       return InvalidArgument(kOp, "context_lens[", s, "] must count the sequence's ", q_len,
                              " query tokens too; got ", context_len);
     }
-    if (q_len == 0) continue;
+    if (q_len == 0 || context_len == 0) continue;
     const int64_t first_block = p.WindowBegin(context_len - q_len) / p.block_size;
     const int64_t last_block = (context_len - 1) / p.block_size;
     for (int64_t b = first_block; b <= last_block; ++b) {
@@ -168,11 +259,13 @@ ffi::Error CheckMetadata(const Params& p) {
 
 ffi::Error OnCpu(ffi::AnyBuffer query, ffi::AnyBuffer kv_cache, ffi::AnyBuffer context_lens,
                  ffi::AnyBuffer block_tables, ffi::AnyBuffer query_start_loc,
-                 ffi::AnyBuffer num_seqs, ffi::Result<ffi::AnyBuffer> output, float scale,
-                 int64_t sliding_window, float soft_cap, const Executor& executor) {
+                 ffi::AnyBuffer num_seqs, ffi::RemainingArgs other_operands,
+                 ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets other_results,
+                 const ffi::Dictionary& attributes, const Executor& executor) {
   Params params;
-  ffi::Error error = MakeParams(query, kv_cache, context_lens, block_tables, query_start_loc,
-                                num_seqs, *output, scale, sliding_window, soft_cap, &params);
+  ffi::Error error =
+      MakeParams({query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs},
+                 other_operands, *output, other_results, /*num_scratch=*/0, attributes, &params);
   if (error.success()) error = CheckMetadata(params);
   if (error.success()) RunOnCpu(params, executor);
   return error;
@@ -181,19 +274,20 @@ ffi::Error OnCpu(ffi::AnyBuffer query, ffi::AnyBuffer kv_cache, ffi::AnyBuffer c
 #ifdef XLA_GPU_CUDA
 ffi::Error OnCuda(ffi::AnyBuffer query, ffi::AnyBuffer kv_cache, ffi::AnyBuffer context_lens,
                   ffi::AnyBuffer block_tables, ffi::AnyBuffer query_start_loc,
-                  ffi::AnyBuffer num_seqs, ffi::Result<ffi::AnyBuffer> output, float scale,
-                  int64_t sliding_window, float soft_cap,
-                  ffi::Result<ffi::AnyBuffer> scratch_buffer, void* stream) {
+                  ffi::AnyBuffer num_seqs, ffi::RemainingArgs other_operands,
+                  ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets other_results,
+                  const ffi::Dictionary& attributes, void* stream) {
   Params params;
-  ffi::Error error = MakeParams(query, kv_cache, context_lens, block_tables, query_start_loc,
-                                num_seqs, *output, scale, sliding_window, soft_cap, &params);
+  ffi::Error error =
+      MakeParams({query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs},
+                 other_operands, *output, other_results, /*num_scratch=*/1, attributes, &params);
   if (error.failure()) return error;
+  ffi::AnyBuffer memory = **other_results.get<ffi::AnyBuffer>(other_results.size() - 1);
   Scratch scratch;
-  const int64_t num_bytes = MakeScratch(params, scratch_buffer->untyped_data(), &scratch);
-  if (scratch_buffer->element_type() != ffi::U8 || !HasShape(*scratch_buffer, {num_bytes})) {
+  const int64_t num_bytes = MakeScratch(params, memory.untyped_data(), &scratch);
+  if (memory.element_type() != ffi::U8 || !HasShape(memory, {num_bytes})) {
     return InvalidArgument(kOp, "the scratch must be uint8 [", num_bytes, "]; got ",
-                           DTypeName(scratch_buffer->element_type()), " ",
-                           ShapeName(scratch_buffer->dimensions()));
+                           DTypeName(memory.element_type()), " ", ShapeName(memory.dimensions()));
   }
   return Launched(kOp, RunOnCuda(params, scratch, stream));
 }
@@ -208,10 +302,10 @@ auto Bind() {
       .Arg<ffi::AnyBuffer>()  // block_tables
       .Arg<ffi::AnyBuffer>()  // query_start_loc
       .Arg<ffi::AnyBuffer>()  // num_seqs
+      .RemainingArgs()        // of features
       .Ret<ffi::AnyBuffer>()  // output
-      .Attr<float>("scale")
-      .Attr<int64_t>("sliding_window")
-      .Attr<float>("soft_cap");
+      .RemainingRets()        // lse, if it is wanted; on CUDA, scratch
+      .Attrs();
 }
 
 }  // namespace
@@ -221,9 +315,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedAttentionCpu, xla_gpu::paged_attention::OnCpu
                               xla_gpu::paged_attention::Bind().Ctx<xla_gpu::Executor>());
 
 #ifdef XLA_GPU_CUDA
-XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedAttentionCuda, xla_gpu::paged_attention::OnCuda,
-                              xla_gpu::paged_attention::Bind()
-                                  .Ret<xla::ffi::AnyBuffer>()  // scratch
-                                  .Ctx<xla::ffi::PlatformStream<void*>>(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    PagedAttentionCuda, xla_gpu::paged_attention::OnCuda,
+    xla_gpu::paged_attention::Bind().Ctx<xla::ffi::PlatformStream<void*>>(),
+    {xla::ffi::Traits::kCmdBufferCompatible});
 #endif

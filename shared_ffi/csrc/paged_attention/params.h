@@ -1,15 +1,20 @@
-// paged_attention: causal attention of packed query tokens over a paged key/value cache.
+// paged_attention: attention of packed query tokens over a paged key/value cache.
 //
 // Sequence s, for s in [0, num_seqs), owns the query tokens query_start_loc[s] up to
 // query_start_loc[s + 1], q_len of them. Its token i stands at position
 //     p = context_lens[s] - q_len + i
-// and attends to the positions j with max(0, p - sliding_window + 1) <= j <= p. Position j lies in
-// block block_tables[s][j / block_size] at offset j % block_size; the K of kv head h at index 2h,
-// the V at 2h + 1. Query head h reads kv head h / (num_heads / num_kv_heads).
-//     logit = scale * (q . k), then soft_cap * tanh(logit / soft_cap) where there is a cap
-//     output = sum_j softmax(logit)_j * v_j, in float32 whatever the storage
-// Rows of no sequence are zero. Nothing that is not attended to reaches the result: not the rest of
-// the cache, and not what tables and lengths hold past num_seqs.
+// and attends to the positions j with
+//     max(0, p - sliding_window + 1) <= j < min(context_lens[s], p + window_right + 1)
+// where causal attention is window_right = 0. Position j lies in block block_tables[s][j /
+// block_size] at offset j % block_size; the K of kv head h at index 2h, the V at 2h + 1. Query head
+// h reads kv head h / (num_heads / num_kv_heads).
+//     logit = scale * (q . k), then soft_cap * tanh(logit / soft_cap) where there is a cap,
+//             then - alibi_slopes[h] * |p - j| where there are slopes
+//     output = sum_j exp(logit_j - lse) * v_j, in float32 whatever the storage
+//     lse = log(sum_j exp(logit_j) + exp(sinks[h]) where there are sinks)
+// Rows of no sequence, and rows that attend to nothing, are zero; their lse is -inf, or the sink of
+// a row that attends to nothing. Nothing that is not attended to reaches the result: not the rest
+// of the cache, and not what tables and lengths hold past num_seqs.
 //
 // The handler has checked all of this before the CPU kernel runs. What lies on a GPU it cannot
 // read: there the kernels take lengths, tables and num_seqs as they come (see cuda.h).
@@ -32,7 +37,10 @@ struct Params {
   const int32_t* block_tables;     // [max_seqs, max_blocks_per_seq]
   const int32_t* query_start_loc;  // [max_seqs + 1]
   const int32_t* num_seqs;         // [1]
+  const float* sinks;              // [num_heads]; null: none
+  const float* alibi_slopes;       // [num_heads]; null: none
   void* output;                    // [num_tokens, num_heads, head_size]
+  float* lse;                      // [num_tokens, num_heads]; null: not wanted
 
   int64_t num_tokens;
   int64_t num_heads;
@@ -45,14 +53,23 @@ struct Params {
 
   float scale;
   int64_t sliding_window;  // 0: none
+  int64_t window_right;    // 0: causal
   float soft_cap;          // 0: none
 
   DType dtype;  // of query, kv_cache and output
 
-  // First position that a query at `position` attends to; the last is `position` itself.
+  // The positions that a query at `position` attends to, from WindowBegin up to WindowEnd; none if
+  // that is not after it. Both grow with the position.
   XLA_GPU_HOST_DEVICE int64_t WindowBegin(int64_t position) const {
-    const int64_t begin = position - sliding_window + 1;
-    return sliding_window == 0 || begin < 0 ? 0 : begin;
+    return sliding_window == 0 || sliding_window > position ? 0 : position - sliding_window + 1;
+  }
+  XLA_GPU_HOST_DEVICE int64_t WindowEnd(int64_t position, int64_t context_len) const {
+    const int64_t after = context_len - position - 1;  // positions of the sequence
+    const int64_t end = position + 1 + Smaller(window_right, after);
+    return end < 0 ? 0 : end;
+  }
+  XLA_GPU_HOST_DEVICE bool Attends(int64_t position, int64_t context_len) const {
+    return WindowBegin(position) < WindowEnd(position, context_len);
   }
 };
 

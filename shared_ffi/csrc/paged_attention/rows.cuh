@@ -7,7 +7,20 @@
 namespace xla_gpu::paged_attention {
 
 inline constexpr float kLog2E = 1.44269504088896340736f;
+inline constexpr float kLn2 = 0.69314718055994530942f;
 inline constexpr float kInfinity = __builtin_huge_valf();
+
+// A row's query token, counted from its sequence's first, and query head.
+struct RowPlace {
+  int64_t token;
+  int64_t head;
+
+  __device__ RowPlace(const Params& p, const Item& item, int64_t row) {
+    const int64_t group = Group(p), of_sequence = item.first_row + row;
+    token = of_sequence / group;
+    head = item.kv_head * group + of_sequence % group;
+  }
+};
 
 // The positions [begin, end) of an item that one of its rows attends to.
 struct RowRange {
@@ -18,7 +31,7 @@ struct RowRange {
     if (row >= item.num_rows) return;
     const int64_t position = item.first_position + (item.first_row + row) / Group(p);
     begin = static_cast<int32_t>(Larger(item.begin, p.WindowBegin(position)));
-    end = static_cast<int32_t>(Smaller(item.end, position + 1));
+    end = static_cast<int32_t>(Smaller(item.end, p.WindowEnd(position, item.context_len)));
   }
 
   __device__ bool Contains(int32_t position) const { return begin <= position && position < end; }
@@ -47,9 +60,37 @@ __device__ __forceinline__ const T* KeyOf(const Params& p, int64_t slot, int64_t
 
 // Offset of a row's query, and of its output.
 __device__ __forceinline__ int64_t RowOffset(const Params& p, const Item& item, int64_t row) {
-  const int64_t group = Group(p), of_sequence = item.first_row + row;
-  const int64_t token = item.first_token + of_sequence / group;
-  return (token * p.num_heads + item.kv_head * group + of_sequence % group) * p.head_size;
+  const RowPlace place(p, item, row);
+  return ((item.first_token + place.token) * p.num_heads + place.head) * p.head_size;
+}
+
+// What ALiBi takes from a row's logits, in units of log2(e).
+class AlibiBias {
+ public:
+  __device__ AlibiBias(const Params& p, const Item& item, int64_t row) : slope_(0), position_(0) {
+    if (row >= item.num_rows) return;
+    const RowPlace place(p, item, row);
+    slope_ = p.alibi_slopes[place.head] * kLog2E;
+    position_ = static_cast<int32_t>(item.first_position + place.token);
+  }
+
+  __device__ float At(int32_t position) const {
+    return slope_ * fabsf(static_cast<float>(position_ - position));
+  }
+
+ private:
+  float slope_;
+  int32_t position_;  // of the row
+};
+
+// The sink of a head, in units of log2(e).
+__device__ inline float SinkOf(const Params& p, int64_t head) {
+  return p.sinks == nullptr ? -kInfinity : p.sinks[head] * kLog2E;
+}
+
+// Of a finished row, by one thread.
+__device__ inline void WriteLse(const Params& p, int64_t token, int64_t head, const RowState& row) {
+  if (p.lse != nullptr) p.lse[token * p.num_heads + head] = (row.max + log2f(row.sum)) * kLn2;
 }
 
 // What `num_parts` warps found for the same rows at different positions, in shared memory.
@@ -67,13 +108,16 @@ template <typename T>
 __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& item,
                           const Parts& parts, bool is_bad) {
   const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
-  const int64_t group = Group(p);
   for (int row = warp; row < item.num_rows; row += kWarps) {
-    float max = -kInfinity, weights[kWarps] = {}, sum = 0;
+    const RowPlace place(p, item, row);
+    const int64_t token = item.first_token + place.token;
+    const float sink = item.num_splits == 1 ? SinkOf(p, place.head) : -kInfinity;
+    float max = sink, weights[kWarps] = {};
     for (int part = 0; part < parts.num_parts; ++part) {
       max = fmaxf(max, parts.states[part * parts.rows + row].max);
     }
     const float shift = max == -kInfinity ? 0.0f : max;
+    float sum = gpu::Exp2(sink - shift);
 #pragma unroll
     for (int part = 0; part < kWarps; ++part) {
       if (part >= parts.num_parts) break;
@@ -81,10 +125,10 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
       weights[part] = gpu::Exp2(state.max - shift);
       sum += weights[part] * state.sum;
     }
-    const int64_t of_sequence = item.first_row + row;
-    const int64_t i = of_sequence / group, head = item.kv_head * group + of_sequence % group;
-    const int64_t index = scratch.Index(p, scratch.Place(p, item.sequence, i, item.first_token + i),
-                                        head, item.split);
+    const RowRange range(p, item, row);
+    const float divisor = range.begin < range.end ? sum : 1.0f;  // else the sum of values is zero
+    const int64_t index = scratch.Index(p, scratch.Place(p, item.sequence, place.token, token),
+                                        place.head, item.split);
     T* output = static_cast<T*>(p.output) + RowOffset(p, item, row);
     float* partial = scratch.partials + index * p.head_size;
     for (int d = lane; d < p.head_size; d += gpu::kWarpSize) {
@@ -95,7 +139,7 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
         value += weights[part] * parts.sums[(part * parts.rows + row) * parts.stride + d];
       }
       if (item.num_splits == 1) {
-        gpu::FromFloat(value / sum, output + d);
+        gpu::FromFloat(value / divisor, output + d);
       } else {
         partial[d] = value;
       }
@@ -103,8 +147,9 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
     if (lane == 0 && item.num_splits > 1) {
       scratch.states[index] = {max, is_bad ? kBadSum : sum};
     }
-    if (lane == 0 && item.num_splits == 1 && item.kv_head == 0) {
-      scratch.is_bad[item.first_token + i] = is_bad;
+    if (lane == 0 && item.num_splits == 1) {
+      WriteLse(p, token, place.head, {max, sum});
+      if (item.kv_head == 0) scratch.is_bad[token] = is_bad;
     }
   }
 }

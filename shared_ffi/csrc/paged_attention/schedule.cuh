@@ -20,6 +20,7 @@ struct Item {
   int32_t num_rows;
   int32_t first_token;     // of the sequence, in the batch
   int32_t first_position;  // of the sequence's first query token
+  int32_t context_len;     // of the sequence
   int32_t begin;           // positions, those that any of the rows attends to
   int32_t end;
   int32_t split;
@@ -61,7 +62,8 @@ struct Sequence {
 
   // Whether the lengths agree with each other and with the table.
   __device__ bool IsLegal(const Params& p) const {
-    return q_len <= context_len && context_len <= p.max_blocks_per_seq * p.block_size;
+    const bool is_long_enough = p.window_right == 0 ? q_len <= context_len : context_len >= 0;
+    return is_long_enough && context_len <= p.max_blocks_per_seq * p.block_size;
   }
 
   // First position attended to, rounded down to where a tile begins.
@@ -200,6 +202,7 @@ class Schedule {
     item->kv_head = static_cast<int32_t>(number % p_.num_kv_heads);
     item->first_token = static_cast<int32_t>(sequence.first_token);
     item->first_position = static_cast<int32_t>(sequence.context_len - sequence.q_len);
+    item->context_len = static_cast<int32_t>(sequence.context_len);
     item->split = static_cast<int32_t>(split);
     item->num_splits = static_cast<int32_t>(num_splits);
     tiles.Find(p_, sequence.q_len, tiles.count - 1 - tile, item);
@@ -208,7 +211,8 @@ class Schedule {
     const int64_t split_end = split_begin + sequence.SplitPositions(p_);
     item->begin =
         static_cast<int32_t>(Larger(split_begin, p_.WindowBegin(FirstPosition(p_, *item))));
-    item->end = static_cast<int32_t>(Smaller(split_end, LastPosition(p_, *item) + 1));
+    const int64_t window_end = p_.WindowEnd(LastPosition(p_, *item), sequence.context_len);
+    item->end = static_cast<int32_t>(Smaller(split_end, window_end));
   }
 
   const Params& p_;

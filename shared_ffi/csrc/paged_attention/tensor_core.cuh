@@ -205,6 +205,19 @@ class TensorCoreItem {
         logits[n][e] = attends ? logits[n][e] * scale : -kInfinity;
       }
     }
+    if (p_.alibi_slopes != nullptr) AddBias(begin, logits);
+  }
+
+  __device__ void AddBias(int32_t begin, float (&logits)[kKeys / 8][4]) const {
+    const AlibiBias biases[2] = {{p_, item_, warp_row_ + lane_ / 4},
+                                 {p_, item_, warp_row_ + lane_ / 4 + 8}};
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        logits[n][e] -= biases[e / 2].At(begin + n * 8 + lane_ % 4 * 2 + e % 2);
+      }
+    }
   }
 
   // The logits, capped, in units of log2(e). tanh(x) = 1 - 2 / (1 + e^2x) is off by some 2^-23, far
@@ -250,7 +263,7 @@ class TensorCoreItem {
   // Whether some rows attend to positions of the tile that others do not.
   __device__ bool RowsDiffer(int32_t tile) const {
     const int64_t common_begin = p_.WindowBegin(LastPosition(p_, item_));
-    const int64_t common_end = FirstPosition(p_, item_) + 1;
+    const int64_t common_end = p_.WindowEnd(FirstPosition(p_, item_), item_.context_len);
     return common_begin > max(item_.begin, tile * kTile) ||
            common_end < min(item_.end, (tile + 1) * kTile);
   }

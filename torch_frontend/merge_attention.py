@@ -1,0 +1,32 @@
+"""``merge_attention`` for PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shared_ffi import merge_attention as op
+from torch_frontend._library import array_spec
+
+
+def merge_attention(
+    outputs: torch.Tensor | Sequence[torch.Tensor], lses: torch.Tensor | Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over a whole context, from attention over its parts; see
+    ``jax_frontend.merge_attention``.
+
+    Made of PyTorch's own operators, it runs on every device and compiles with every backend.
+    """
+    outputs, lses = (
+        x if isinstance(x, torch.Tensor) else torch.stack([*x]) for x in (outputs, lses)
+    )
+    op.check(array_spec(outputs.shape, outputs.dtype), array_spec(lses.shape, lses.dtype))
+    largest = lses.amax(dim=0)
+    shift = torch.where(largest == -torch.inf, 0, largest)
+    weights = torch.exp(lses - shift)
+    total = weights.sum(dim=0)
+    shares = weights / torch.where(total == 0, 1, total)
+    counted = torch.where(lses[..., None] == -torch.inf, 0, outputs.float())
+    merged = (counted * shares[..., None]).sum(dim=0)
+    return merged.to(outputs.dtype), shift + torch.log(total)
