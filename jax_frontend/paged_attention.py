@@ -106,8 +106,8 @@ def paged_attention(
             less than the number of the sequence's queries: the first of these stand at negative
             positions, before all keys.
         window_right: with ``causal=False``, how many positions after its own a query attends to; at
-            least 0. None: all of them. (``sliding_window - 1, window_right`` is what FlashAttention
-            calls ``window_size``.)
+            least 0, which is causal. None: all of them. (``sliding_window - 1, window_right`` is
+            what FlashAttention calls ``window_size``.)
         return_lse: return the rows' log-sum-exp, too, which ``merge_attention`` takes.
 
     Returns:

@@ -50,6 +50,19 @@ def test_vmap_of_one_argument(batched: int) -> None:
         assert_same_bits(np.asarray(result[i]), np.asarray(attend(*one)))
 
 
+def test_a_call_that_uses_no_feature_is_the_program_it_was() -> None:
+    """Caches of compiled programs keep their use, and programs serialized long ago run."""
+    before, _ = hlo.of_jax(partial(attend, sliding_window=9), *OPERANDS)
+    (call,) = hlo.custom_calls(before, "xla_gpu_paged_attention")
+    assert call == (
+        'f32[4,4,8]{2,1,0} custom-call(6 operands), custom_call_target="xla_gpu_paged_attention", '
+        "operand_layout_constraints={f32[4,4,8]{2,1,0}, f32[4,2,4,8]{3,2,1,0}, s32[3]{0}, "
+        "s32[3,2]{1,0}, s32[4]{0}, s32[]}, api_version=API_VERSION_TYPED_FFI, "
+        "backend_config={scale = 5.000000e-01 : f32, sliding_window = 9 : i64, "
+        "soft_cap = 0.000000e+00 : f32}"
+    )
+
+
 def test_vmap_of_all_arguments() -> None:
     batches = [random_operands(seed) for seed in range(3)]
     result = jax.vmap(attend)(*map(np.stack, zip(*batches, strict=True)))

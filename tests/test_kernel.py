@@ -281,7 +281,7 @@ def random_cases(draw: st.DrawFn) -> Case:
         sinks=draw(st.booleans()),
         alibi_slopes=draw(st.booleans()),
         causal=causal,
-        window_right=None if causal else draw(st.none() | st.integers(0, 40)),
+        window_right=None if causal else draw(st.none() | st.integers(1, 40)),
         return_lse=draw(st.booleans()),
     )
 

@@ -18,8 +18,8 @@ CPU_FAULTS = {
     "ignores-the-block-table": (KERNEL, "(table[logical] *", "((table[0] * 0 + logical) % p_.num_blocks *"),
     "drops-the-last-position": (
         ATTENTION,
-        "position + num_tokens, nullptr}",
-        "position + num_tokens - (position + num_tokens > p.block_size), nullptr}",
+        "p.WindowEnd(position + num_tokens - 1, context_len), nullptr}",
+        "p.WindowEnd(position + num_tokens - 1, context_len - (context_len > p.block_size)), nullptr}",
     ),
     "window-one-too-long": (
         "paged_attention/params.h",
@@ -33,14 +33,14 @@ CPU_FAULTS = {
     ),
     "sees-the-next-token": (
         KERNEL,
-        "num_rows - 1] + 1 - tile.position;",
-        "num_rows - 1] + 2 - tile.position;",
+        "num_rows - 1], context_len_) - tile.position;",
+        "num_rows - 1], context_len_) + 1 - tile.position;",
     ),
     "sums-otherwise-when-packed": (KERNEL, "int64_t w = LaneOfLeaf(n);", "int64_t w = n;"),
     "mixes-up-query-heads": (
         KERNEL,
-        "kv_head * group_ + row % group_)",
-        "row % group_ * p_.num_kv_heads + kv_head)",
+        "return (piece_.first_head + row / rows_per_head_) * group_ + row % group_;",
+        "return row % group_ * p_.num_kv_heads + piece_.first_head + row / rows_per_head_;",
     ),
     "forgets-to-rescale": (
         KERNEL,
@@ -53,7 +53,11 @@ CPU_FAULTS = {
         "std::fill(output + end * row_bytes, output + p.num_tokens * row_bytes, 0);",
         "(void)end;",
     ),
-    "multiplies-unattended-values-by-zero": (KERNEL, "end > piece_.position + 1 ||", "end < 0 ||"),
+    "multiplies-unattended-values-by-zero": (
+        KERNEL,
+        "p_.WindowEnd(piece_.position, context_len_) < end ||",
+        "end < 0 ||",
+    ),
     "merges-one-split-too-few": (
         KERNEL,
         "split < piece_.NumSplits(); ++split",
@@ -63,6 +67,15 @@ CPU_FAULTS = {
         ATTENTION,
         "piece.end = std::min(whole.end, first + step);",
         "piece.end = std::min(whole.end, first + step - 1);",
+    ),
+    "alibi-of-later-positions-has-the-wrong-sign": (KERNEL, "Max(after, -after)", "-after"),
+    "takes-another-head's-sink": (KERNEL, "p_.sinks[HeadOfRow(row)]", "p_.sinks[row % group_]"),
+    "log-sum-exp-in-base-2": (KERNEL, "log2_of_sum * kLn2", "log2_of_sum"),
+    "rows-without-keys-are-nan": (KERNEL, "attends ? total_weight_[row] : 1.0f", "total_weight_[row]"),
+    "leaves-the-log-sum-exp-of-padding": (
+        ATTENTION,
+        "std::fill(p.lse + end * p.num_heads, p.lse + p.num_tokens * p.num_heads, kNothing);",
+        "",
     ),
     "swaps-key-and-value": (UPDATE, "copy(target, key + head", "copy(target, value + head"),
     "writes-padding": (
@@ -97,7 +110,7 @@ CUDA_FAULTS = {
         "",
     ),
     "forgets-to-rescale": (TENSOR, "sums[e] *= shrinks[e / 2];", "sums[e] *= shrinks[e / 2] < 0;"),
-    "sees-the-next-token": (ROWS, "Smaller(item.end, position + 1)", "Smaller(item.end, position + 2)"),
+    "sees-the-next-token": (ROWS, "p.WindowEnd(position, item.context_len)));", "p.WindowEnd(position, item.context_len) + 1));"),
     "keeps-unattended-nan": (TENSOR, "if (RowsDiffer(tile)) SetAside", "if (tile < 0) SetAside"),
     "merges-one-split-too-few": (
         FINISH,
@@ -115,6 +128,12 @@ CUDA_FAULTS = {
         "Larger(kMinSplit, tiles * kTileAlignment) + p.max_seqs % 2 * kTileAlignment;",
     ),
     "leaves-padding-rows": (FINISH, "FillRow<T>(p, token, is_lost", "if (is_lost) FillRow<T>(p, token, is_lost"),
+    "a-sink-in-each-split": (ROWS, "item.num_splits == 1 ? SinkOf", "item.num_splits > 0 ? SinkOf"),
+    "alibi-of-later-positions-has-the-wrong-sign": (ROWS, "fabsf(", "("),
+    "alibi-of-another-row": (TENSOR, "lane_ / 4 + 8}};\n#pragma", "lane_ / 4}};\n#pragma"),
+    "log-sum-exp-without-the-largest": (ROWS, "(row.max + log2f(row.sum)) * kLn2", "log2f(row.sum) * kLn2"),
+    "rows-without-keys-are-nan": (ROWS, "range.begin < range.end ? sum : 1.0f", "sum"),
+    "a-split-row-without-keys-is-nan": (FINISH, "(attends ? sum : 1.0f)", "sum"),
     "swaps-key-and-value": ("kv_cache_update/cuda.cu", "k[0] = key[i];", "k[0] = value[i];"),
     "writes-past-the-end": ("kv_cache_update/cuda.cu", " || slot >= p.num_slots", ""),
 }  # fmt: skip

@@ -285,26 +285,19 @@ struct Range {
   int64_t end;
 };
 
-// What a row does with a tile.
-struct RowMask {
-  Range range;      // that it attends to
-  float slope;      // of ALiBi, in units of 1 / log2(e); 0: none
-  float to_itself;  // positions from the tile's first to the row's own
-};
-
 // Replaces the products q . k of R rows by their weights, zero outside the rows' ranges, and finds
 // the factors by which the rows' earlier sums must shrink. A logit is the product times `scale`, in
 // units of soft_cap or else of 1 / log2(e).
-//   products: [R, kTile]; masks, states, shrink: [R]
+//   products: [R, kTile]; ranges, states, shrink: [R]
 template <int R, typename T>
-void Weigh(float* products, const RowMask* masks, float scale, float soft_cap, bool has_slopes,
-           RowState* states, float* shrink) {
+void Weigh(float* products, const Range* ranges, float scale, float soft_cap, RowState* states,
+           float* shrink) {
   constexpr int kVectors = kTile / kLanes;
   Lanes x[R][kVectors], largest[R], shift[R];
   bool is_partial = false;
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    is_partial |= masks[r].range.begin > 0 || masks[r].range.end < kTile;
+    is_partial |= ranges[r].begin > 0 || ranges[r].end < kTile;
 #pragma GCC unroll 16
     for (int i = 0; i < kVectors; ++i) {
       x[r][i] = Load<Lanes>(products + r * kTile + i * kLanes) * scale;
@@ -315,19 +308,10 @@ void Weigh(float* products, const RowMask* masks, float scale, float soft_cap, b
       for (int i = 0; i < kVectors; ++i) x[r][i] = Tanh(x[r][i]) * (soft_cap * kLog2E);
     }
   }
-  if (has_slopes) {
-    for (int r = 0; r < R; ++r) {
-      for (int i = 0; i < kVectors; ++i) {
-        const Lanes after = LaneNumbers() + (i * kLanes - masks[r].to_itself);
-        x[r][i] = MultiplyAdd(Max(after, -after), Splat(-masks[r].slope), x[r][i]);
-      }
-    }
-  }
   if (is_partial) {
     for (int r = 0; r < R; ++r) {
-      const Range range = masks[r].range;
       for (int i = 0; i < kVectors; ++i) {
-        const Mask counts = LanesIn(range.begin - i * kLanes, range.end - i * kLanes);
+        const Mask counts = LanesIn(ranges[r].begin - i * kLanes, ranges[r].end - i * kLanes);
         x[r][i] = counts ? x[r][i] : Splat(-kInfinity);
       }
     }
@@ -537,26 +521,36 @@ class Attention {
   template <typename Multiply>
   void ComputeWeights(int64_t head, const Tile& tile, const Multiply& multiply) {
     const float scale = p_.soft_cap > 0 ? p_.scale / p_.soft_cap : p_.scale * kLog2E;
+    const bool is_biased = p_.alibi_slopes != nullptr;
     const int64_t first_row = head * rows_per_head_;
     ForEachBlock<kRows>(0, rows_per_head_, [&](auto num_rows, int64_t first) {
       const Range all = RangeOfRows(tile, first, num_rows);
       if (all.begin >= all.end) return;
       float* products = weights_ + first * kTile;
       multiply(num_rows, q_ + (first_row + first) * width_, all, products);
-      RowMask masks[num_rows];
-      for (int r = 0; r < num_rows; ++r) masks[r] = MaskOfRow(tile, head, first + r);
-      Weigh<num_rows, T>(products, masks, scale, p_.soft_cap, p_.alibi_slopes != nullptr,
+      Range ranges[num_rows];
+      for (int r = 0; r < num_rows; ++r) ranges[r] = RangeOfRows(tile, first + r, 1);
+      if (is_biased) CapAndBias(tile, head, first, num_rows, scale, products);
+      Weigh<num_rows, T>(products, ranges, is_biased ? 1 : scale, is_biased ? 0 : p_.soft_cap,
                          &states_[first_row + first], shrink_ + first);
     });
   }
 
-  RowMask MaskOfRow(const Tile& tile, int64_t head, int64_t row) const {
-    RowMask mask = {RangeOfRows(tile, row, 1), 0, 0};
-    if (p_.alibi_slopes != nullptr) {
-      mask.slope = p_.alibi_slopes[HeadOfRow(head * rows_per_head_ + row)] * kLog2E;
-      mask.to_itself = static_cast<float>(positions_[row] - tile.position);
+  // Turns the products of some rows of a kv head into capped logits with ALiBi's bias, in units of
+  // 1 / log2(e). Apart from Weigh, which is in every call.
+  //   products: [num_rows, kTile]
+  __attribute__((noinline)) void CapAndBias(const Tile& tile, int64_t head, int64_t first,
+                                            int64_t num_rows, float scale, float* products) const {
+    for (int64_t row = first; row < first + num_rows; ++row, products += kTile) {
+      const float slope = p_.alibi_slopes[HeadOfRow(head * rows_per_head_ + row)] * kLog2E;
+      const auto position = static_cast<float>(positions_[row] - tile.position);
+      for (int64_t j = 0; j < kTile; j += kLanes) {
+        Lanes x = Load<Lanes>(products + j) * scale;
+        if (p_.soft_cap > 0) x = Tanh(x) * (p_.soft_cap * kLog2E);
+        const Lanes after = LaneNumbers() + (j - position);
+        Store(MultiplyAdd(Max(after, -after), Splat(-slope), x), products + j);
+      }
     }
-    return mask;
   }
 
   // `is_safe`: a weight of zero may meet any V of the tile, as none is NaN or infinite.
