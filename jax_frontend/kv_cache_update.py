@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import jax
 
 from jax_frontend import _call
 from shared_ffi import kv_cache_update as op
 
 
+@overload
 def kv_cache_update(
-    kv_cache: jax.Array, key: jax.Array, value: jax.Array, slot_mapping: jax.Array
-) -> jax.Array:
+    kv_cache: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    value_cache: None = None,
+    kv_layout: str | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def kv_cache_update(
+    kv_cache: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    value_cache: jax.Array,
+    kv_layout: str | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def kv_cache_update(
+    kv_cache: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    value_cache: jax.Array | None = None,
+    kv_layout: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Writes the keys and values of new tokens into their slots of a paged cache.
 
     The result takes the place of ``kv_cache``. Under ``jax.jit(..., donate_argnums=...)`` it also
@@ -28,9 +60,12 @@ def kv_cache_update(
         slot_mapping: ``[num_tokens]``, int32 or int64: token t goes to slot
             ``block * block_size + offset``. A negative slot is padding and writes nothing. If two
             tokens name one slot, the later one wins.
+        value_cache: where K and V are two arrays, that of V; ``kv_cache`` is that of K. Shape and
+            dtype of ``kv_cache``.
+        kv_layout: which dimension is which, where that is not as above; see ``paged_attention``.
 
     Returns:
-        The updated cache, shape and dtype of ``kv_cache``.
+        The updated cache, shape and dtype of ``kv_cache``; with ``value_cache`` a pair of both.
 
     Raises:
         ValueError: a shape is wrong.
@@ -42,5 +77,10 @@ def kv_cache_update(
         With ``block_size=16``, position 37 of a sequence lies in its logical block 2 at offset 5
         (37 = 2 * 16 + 5). If that block is the pool's block 9, the slot is 9 * 16 + 5 = 149.
     """
-    (updated,) = _call.run(op.check, (kv_cache, key, value, slot_mapping))
-    return updated
+    updated = _call.run(
+        op.check,
+        (kv_cache, key, value, slot_mapping),
+        optional={"value_cache": value_cache},
+        kv_layout=kv_layout,
+    )
+    return updated[0] if value_cache is None else (updated[0], updated[1])

@@ -22,6 +22,8 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     *,
+    value_cache: jax.Array | None = None,
+    kv_layout: str | None = None,
     sinks: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     causal: bool = True,
@@ -42,6 +44,8 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     *,
+    value_cache: jax.Array | None = None,
+    kv_layout: str | None = None,
     sinks: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     causal: bool = True,
@@ -61,6 +65,8 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     *,
+    value_cache: jax.Array | None = None,
+    kv_layout: str | None = None,
     sinks: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     causal: bool = True,
@@ -98,6 +104,13 @@ def paged_attention(
         sliding_window: how many positions a query attends to, itself included; at least 1. None:
             all of them.
         soft_cap: c > 0 turns a logit into ``c * tanh(logit / c)``, before the softmax. None: off.
+        value_cache: where K and V are two arrays, that of V; ``kv_cache`` is that of K. Shape and
+            dtype of ``kv_cache``.
+        kv_layout: which dimension is which, where that is not as above: ``n`` num_blocks, ``b``
+            block_size, ``h`` num_kv_heads, ``2`` K then V, ``d`` head_size, in any order that ends
+            with ``d``, two of them joined by parentheses. None is ``"nb(h2)d"``, and with
+            ``value_cache`` ``"nbhd"``. ``"n2bhd"``, for one, is
+            ``[num_blocks, 2, block_size, num_kv_heads, head_size]``.
         sinks: ``[num_heads]`` float32, one more logit in the softmax of each head, already
             scaled, with no value. -inf: none.
         alibi_slopes: ``[num_heads]`` float32: ``slope * abs(p - j)`` is taken from the logit of
@@ -148,9 +161,10 @@ def paged_attention(
         scale,
         sliding_window,
         soft_cap,
-        optional={"sinks": sinks, "alibi_slopes": alibi_slopes},
+        optional={"value_cache": value_cache, "sinks": sinks, "alibi_slopes": alibi_slopes},
         causal=causal,
         window_right=window_right,
+        kv_layout=kv_layout,
         return_lse=return_lse,
     )
     return (results[0], results[1]) if return_lse else results[0]

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from shared_ffi import kv_layout as _kv_layout
 from shared_ffi.spec import (
     STORAGE_DTYPES,
     ArraySpec,
@@ -20,7 +21,15 @@ OP = "kv_cache_update"
 TARGET = "xla_gpu_kv_cache_update"
 
 
-def check(kv_cache: ArraySpec, key: ArraySpec, value: ArraySpec, slot_mapping: ArraySpec) -> Call:
+def check(
+    kv_cache: ArraySpec,
+    key: ArraySpec,
+    value: ArraySpec,
+    slot_mapping: ArraySpec,
+    *,
+    value_cache: ArraySpec | None = None,
+    kv_layout: str | None = None,
+) -> Call:
     """Returns the in-place call, or raises ValueError (shape) or TypeError (dtype)."""
     if len(key.shape) != 3:
         raise shape_error(OP, "key", "[num_tokens, num_kv_heads, head_size]", key.shape)
@@ -32,17 +41,12 @@ def check(kv_cache: ArraySpec, key: ArraySpec, value: ArraySpec, slot_mapping: A
         raise shape_error(OP, "value", rule, value.shape)
     if value.dtype != key.dtype:
         raise dtype_error(OP, "value", f"key's dtype {key.dtype}", value.dtype)
-    if (
-        len(kv_cache.shape) != 4
-        or kv_cache.shape[2:] != (2 * num_kv_heads, head_size)
-        or kv_cache.shape[1] < 1
-    ):
-        rule = (
-            f"[num_blocks, block_size, 2 * num_kv_heads={2 * num_kv_heads}, head_size={head_size}]"
-        )
-        raise shape_error(OP, "kv_cache", rule, kv_cache.shape)
-    if kv_cache.dtype != key.dtype:
-        raise dtype_error(OP, "kv_cache", f"key's dtype {key.dtype}", kv_cache.dtype)
+    _, layout, caches = _kv_layout.check(
+        OP, kv_layout, kv_cache, value_cache, head_size, num_kv_heads
+    )
+    for argument, array in (("kv_cache", kv_cache), ("value_cache", value_cache)):
+        if array is not None and array.dtype != key.dtype:
+            raise dtype_error(OP, argument, f"key's dtype {key.dtype}", array.dtype)
     if slot_mapping.shape != (num_tokens,):
         raise shape_error(OP, "slot_mapping", f"[num_tokens={num_tokens}]", slot_mapping.shape)
     if slot_mapping.dtype not in ("int32", "int64"):
@@ -50,13 +54,14 @@ def check(kv_cache: ArraySpec, key: ArraySpec, value: ArraySpec, slot_mapping: A
     return Call(
         OP,
         TARGET,
-        operands=(kv_cache, key, value, slot_mapping),
-        results=(kv_cache,),
-        aliases=((0, 0),),
+        operands=(caches[0], key, value, slot_mapping, *caches[1:]),
+        results=tuple(caches),
+        attributes=layout if value_cache is None else (*layout, ("value_cache", np.int64(4))),
+        aliases=((0, 0), (4, 1))[: len(caches)],
     )
 
 
-def check_values(kv_cache: Any, slot_mapping: Any) -> None:
+def check_values(kv_cache: Any, slot_mapping: Any, *, kv_layout: str | None = None) -> None:
     """Says which slot lies past the end of the cache.
 
     The CPU handler does so by itself; on CUDA such a slot is not written.
@@ -64,7 +69,8 @@ def check_values(kv_cache: Any, slot_mapping: Any) -> None:
     Raises:
         ValueError: in the words of the CPU handler, naming the token.
     """
-    slots, num_slots = on_host(slot_mapping), kv_cache.shape[0] * kv_cache.shape[1]
+    num_blocks, block_size = _kv_layout.sizes(kv_layout, kv_cache.shape)
+    slots, num_slots = on_host(slot_mapping), num_blocks * block_size
     for token in np.flatnonzero(slots >= num_slots)[:1]:
         rule = f"be below num_blocks * block_size={num_slots} (negative for padding)"
         raise value_error(OP, f"slot_mapping[{token}]", rule, slots[token])

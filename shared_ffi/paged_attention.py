@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from shared_ffi import _native
+from shared_ffi import kv_layout as _kv_layout
 from shared_ffi.spec import (
     STORAGE_DTYPES,
     ArraySpec,
@@ -40,6 +41,8 @@ def check(
     sliding_window: int | None,
     soft_cap: float | None,
     *,
+    value_cache: ArraySpec | None = None,
+    kv_layout: str | None = None,
     sinks: ArraySpec | None = None,
     alibi_slopes: ArraySpec | None = None,
     causal: bool = True,
@@ -57,18 +60,11 @@ def check(
         raise dtype_error(OP, "query", "dtype float32, float16 or bfloat16", query.dtype)
     if not 1 <= head_size <= MAX_HEAD_SIZE:
         raise value_error(OP, "query", f"have a head_size from 1 to {MAX_HEAD_SIZE}", head_size)
-    if (
-        len(kv_cache.shape) != 4
-        or kv_cache.shape[3] != head_size
-        or kv_cache.shape[1] < 1
-        or kv_cache.shape[2] < 2
-        or kv_cache.shape[2] % 2 != 0
-    ):
-        rule = f"[num_blocks, block_size, 2 * num_kv_heads, head_size={head_size}]"
-        raise shape_error(OP, "kv_cache", rule, kv_cache.shape)
-    if kv_cache.dtype != query.dtype:
-        raise dtype_error(OP, "kv_cache", f"query's dtype {query.dtype}", kv_cache.dtype)
-    num_kv_heads = kv_cache.shape[2] // 2
+    cache, layout, caches = _kv_layout.check(OP, kv_layout, kv_cache, value_cache, head_size)
+    for argument, array in (("kv_cache", kv_cache), ("value_cache", value_cache)):
+        if array is not None and array.dtype != query.dtype:
+            raise dtype_error(OP, argument, f"query's dtype {query.dtype}", array.dtype)
+    num_kv_heads = cache.num_kv_heads
     if num_heads < 1 or num_heads % num_kv_heads != 0:
         rule = f"be a multiple of num_kv_heads={num_kv_heads}"
         raise value_error(OP, "query's num_heads", rule, num_heads)
@@ -96,7 +92,11 @@ def check(
         ("sliding_window", _sliding_window(sliding_window)),
         ("soft_cap", _soft_cap(soft_cap)),
     ]
-    operands = [query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs]
+    attributes.extend(layout)
+    operands = [query, caches[0], context_lens, block_tables, query_start_loc, num_seqs]
+    if value_cache is not None:
+        attributes.append(("value_cache", np.int64(len(operands))))  # the number of its operand
+        operands.append(caches[1])
     for feature, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if per_head is None:
             continue
@@ -104,7 +104,7 @@ def check(
             raise shape_error(OP, feature, f"[num_heads={num_heads}]", per_head.shape)
         if per_head.dtype != "float32":
             raise dtype_error(OP, feature, "dtype float32", per_head.dtype)
-        attributes.append((feature, np.int64(len(operands))))  # the number of its operand
+        attributes.append((feature, np.int64(len(operands))))
         operands.append(per_head)
     if right := _window_right(causal, window_right):
         attributes.append(("window_right", right))
@@ -132,6 +132,7 @@ def check_values(
     *,
     causal: bool = True,
     window_right: int | None = None,
+    kv_layout: str | None = None,
 ) -> None:
     """Says what is wrong with lengths, tables and ``num_seqs``, by their values.
 
@@ -144,7 +145,7 @@ def check_values(
     """
     lengths, tables, starts = map(on_host, (context_lens, block_tables, query_start_loc))
     count, max_seqs = int(on_host(num_seqs).item()), len(lengths)
-    num_blocks, block_size = kv_cache.shape[:2]
+    num_blocks, block_size = _kv_layout.sizes(kv_layout, kv_cache.shape)
     is_causal = _window_right(causal, window_right) == 0
     capacity, last = tables.shape[1] * block_size, num_blocks - 1
     if not 0 <= count <= max_seqs:
@@ -180,9 +181,13 @@ def cuda_scratch_bytes(call: Call) -> int:
     It follows from the shapes alone: what the arrays hold is known on the device only.
     """
     query, kv_cache, _, block_tables, *_ = call.operands
-    sliding_window = dict(call.attributes)["sliding_window"]
+    attributes = {name: int(value) for name, value in call.attributes}
+    if "block_size" in attributes:
+        block_size, num_kv_heads = attributes["block_size"], attributes["num_kv_heads"]
+    else:
+        block_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
     return _native.paged_attention_scratch_bytes(
-        query.shape, kv_cache.shape, block_tables.shape, int(sliding_window)
+        query.shape, block_size, num_kv_heads, block_tables.shape, attributes["sliding_window"]
     )
 
 

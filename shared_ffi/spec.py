@@ -18,6 +18,8 @@ class ArraySpec(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
+    strides: tuple[int, ...] | None = None
+    """In elements; None: dense, the last dimension first."""
 
 
 @dataclass(frozen=True)

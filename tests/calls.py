@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shared_ffi import paged_attention
+from shared_ffi import kv_cache_update, paged_attention
 from shared_ffi.spec import ArraySpec, Call
 
 
@@ -26,19 +26,28 @@ def overload_of(op: str, attributes: dict[str, Any]) -> tuple[Any, dict[str, Any
     return getattr(getattr(torch.ops.xla_gpu, op), overload), options
 
 
-def checked_attention(
-    operands: Sequence[Any], attributes: dict[str, Any]
+_CHECKS = {"paged_attention": paged_attention.check, "kv_cache_update": kv_cache_update.check}
+_POSITIONAL = ("scale", "sliding_window", "soft_cap")
+_OPTIONAL = ("value_cache", "sinks", "alibi_slopes")
+
+
+def checked_call(
+    op: str, operands: Sequence[Any], attributes: dict[str, Any]
 ) -> tuple[Call, list[np.ndarray]]:
-    """A call of paged_attention as its check makes it, and its operands in their order."""
+    """A call as the op's check makes it, and its operands in their order."""
     arrays, options = split_keywords(attributes)
-    order = [name for name in ("sinks", "alibi_slopes") if name in arrays]
-    specs = [ArraySpec(x.shape, x.dtype.name) for x in operands]
-    optional = {name: ArraySpec(arrays[name].shape, arrays[name].dtype.name) for name in order}
-    scale, window, cap = (
-        options.pop(name, None) for name in ("scale", "sliding_window", "soft_cap")
-    )
-    call = paged_attention.check(*specs, scale, window, cap, **optional, **options)
-    return call, [*operands, *(arrays[name] for name in order)]
+    if op == "paged_attention":
+        options = {"sliding_window": None, "soft_cap": None} | options
+    positional = [options.pop(name) for name in _POSITIONAL if name in options]
+    given = {name: arrays[name] for name in _OPTIONAL if name in arrays}
+    specs = [_spec(x) for x in operands]
+    optional = {name: _spec(x) for name, x in given.items()}
+    call = _CHECKS[op](*specs, *positional, **optional, **options)
+    return call, [*operands, *given.values()]
+
+
+def _spec(array: Any) -> ArraySpec:
+    return ArraySpec(array.shape, array.dtype.name)
 
 
 def numbers(call: Call) -> dict[str, int | float]:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from tests.layouts import LAYOUTS, arrange
+
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 SHORT_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 JUNK = np.array([2147480000, -7, 2147483647, -2147483648, 1000000], np.int32)
@@ -47,6 +49,7 @@ class Case:
     causal: bool = True
     window_right: int | None = None
     return_lse: bool = False
+    kv_layout: str | None = None
     padding_seqs: int = 2
     padding_blocks: int = 2
     padding_tokens: int = 3
@@ -73,6 +76,10 @@ class Case:
             attributes |= {"causal": False, "window_right": self.window_right}
         if self.return_lse:
             attributes["return_lse"] = True
+        if self.kv_layout is not None:
+            attributes["kv_layout"] = self.kv_layout
+            _, *value_cache = arrange(self._in_default_layout().kv_cache, self.kv_layout)
+            attributes |= dict(zip(["value_cache"], value_cache, strict=False))
         return attributes
 
     def needed_positions(self, q_len: int, context_len: int) -> range:
@@ -83,6 +90,10 @@ class Case:
         return range(max(0, context_len - q_len - window + 1), context_len)
 
     def inputs(self) -> Inputs:
+        inputs = self._in_default_layout()
+        return inputs._replace(kv_cache=arrange(inputs.kv_cache, self.kv_layout)[0])
+
+    def _in_default_layout(self) -> Inputs:
         rng = np.random.default_rng(zlib.crc32(self.id.encode()))
         dtype = DTYPES[self.dtype]
         q_lens = [q_len for q_len, _ in self.sequences]
@@ -307,6 +318,33 @@ def _features() -> Iterator[Case]:
         )
 
 
+def _layouts() -> Iterator[Case]:
+    batches = {
+        "mixed": ((7, 80), (9, 9), (0, 5), (1, 66)),
+        "long": ((1, 700), (3, 1100)),
+    }
+    for layout, (name, sequences) in product(LAYOUTS, batches.items()):
+        yield from _of_each_dtype(
+            f"layout-{layout}-{name}",
+            sequences=sequences,
+            kv_layout=layout,
+            num_heads=12,
+            num_kv_heads=3,
+            block_size=8 if name == "mixed" else 5,
+            head_size=24,
+            sliding_window=70 if name == "mixed" else None,
+        )
+    # Rows of 4 bytes, side by side only in some layouts.
+    for layout in LAYOUTS:
+        yield Case(
+            id=f"layout-{layout}-thin",
+            sequences=MIXED,
+            kv_layout=layout,
+            head_size=1,
+            num_kv_heads=1,
+        )
+
+
 def _ragged() -> Iterator[Case]:
     rng = np.random.default_rng(0)
     for i in range(60):
@@ -335,6 +373,7 @@ CASES = [
     *_windows_and_caps(),
     *_values(),
     *_features(),
+    *_layouts(),
     *_ragged(),
 ]
 assert len({case.id for case in CASES}) == len(CASES)
@@ -351,6 +390,8 @@ SHORT_CASES = [
         "cap-30.0-decode",
         "all-mixed",
         "fewer-keys-sinks-right-2",
+        "layout-n2hbd-mixed",
+        "layout-nbhd-mixed",
         "ragged-7",
     }
 ]
@@ -377,8 +418,19 @@ class UpdateCase:
     block_size: int = 4
     dtype: str = "float32"
     slot_dtype: str = "int32"
+    kv_layout: str | None = None
+
+    def attributes(self) -> dict[str, Any]:
+        if self.kv_layout is None:
+            return {}
+        _, *value_cache = arrange(self._in_default_layout().kv_cache, self.kv_layout)
+        return {"kv_layout": self.kv_layout} | dict(zip(["value_cache"], value_cache, strict=False))
 
     def inputs(self) -> UpdateInputs:
+        inputs = self._in_default_layout()
+        return inputs._replace(kv_cache=arrange(inputs.kv_cache, self.kv_layout)[0])
+
+    def _in_default_layout(self) -> UpdateInputs:
         rng = np.random.default_rng(zlib.crc32(self.id.encode()))
         dtype = DTYPES[self.dtype]
         num_blocks = -(-self.num_tokens // self.block_size) + 3
@@ -410,6 +462,9 @@ def _updates() -> Iterator[UpdateCase]:
         name = f"block-{block_size}-kv{num_kv_heads}"
         yield UpdateCase(id=name, block_size=block_size, num_kv_heads=num_kv_heads, head_size=64)
     yield UpdateCase(id="head-size-1", head_size=1)
+    for layout in LAYOUTS:
+        yield UpdateCase(id=f"layout-{layout}", kv_layout=layout, head_size=16, num_kv_heads=3)
+        yield UpdateCase(id=f"layout-{layout}-odd", kv_layout=layout, dtype="bfloat16")
 
 
 UPDATE_CASES = list(_updates())

@@ -8,6 +8,7 @@ import numpy as np
 
 from shared_ffi import _native
 from tests import reference
+from tests.layouts import default
 
 # Of the float32 math: a logit's rounding error is about head_size^0.5 * 2^-24 of its terms' size,
 # which the softmax passes on to the weights; those and the weighted sum add some 2^-24 each. The
@@ -88,14 +89,16 @@ def _assert_close(
     actual: Any, inputs: Any, attributes: dict[str, Any], rounds_weights: bool
 ) -> None:
     query, kv_cache, *metadata = inputs
+    attributes = dict(attributes)
+    caches = [x for x in (kv_cache, attributes.pop("value_cache", None)) if x is not None]
+    kv_cache = default(caches, attributes.pop("kv_layout", None))
     rounding = _ROUNDING[query.dtype.name] if rounds_weights else 0.0
     with_lse = attributes | {"return_lse": True}
-    oracle, oracle_lse = reference.paged_attention(*inputs, **with_lse)
+    oracle, oracle_lse = reference.paged_attention(query, kv_cache, *metadata, **with_lse)
     output, lse = actual if attributes.get("return_lse") else (actual, None)
     also_allowed: np.ndarray | float = 0.0
     if rounds_weights:
         # What that does to a row is at most as much of the weighted sum of its values' sizes.
-        kv_cache = np.array(kv_cache)
         kv_cache[:, :, 1::2] = np.abs(kv_cache[:, :, 1::2])
         sizes, _ = reference.paged_attention(query, kv_cache, *metadata, **with_lse)
         also_allowed = rounding * sizes

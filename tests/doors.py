@@ -58,16 +58,21 @@ def _in_torch(
 
     def function(*tensors: torch.Tensor, **keywords: torch.Tensor) -> Any:
         result = overload(*tensors, **keywords, **options)
-        return tensors[0] if in_place else result
+        return written(tensors, keywords) if in_place else result
+
+    def written(tensors: Any, keywords: Any) -> Any:
+        caches = (tensors[0], keywords.get("value_cache"))
+        return tensors[0] if caches[1] is None else caches
 
     if compile_with is not None:
         torch._dynamo.reset()
         function = torch.compile(function, backend=compile_with, fullgraph=True, dynamic=False)
     tensors = [convert(operand) for operand in operands]
+    keywords = {name: convert(x) for name, x in arrays.items()}
     with torch.no_grad():
-        result = function(*tensors, **{name: convert(x) for name, x in arrays.items()})
+        result = function(*tensors, **keywords)
     if in_place:
-        return to_numpy(tensors[0])
+        result = written(tensors, keywords)
     return tuple(map(to_numpy, result)) if isinstance(result, tuple) else to_numpy(result)
 
 
@@ -75,8 +80,11 @@ def lazily(op: str, *operands: Any, **attributes: Any) -> list[torch.Tensor]:
     """The results of an op in torch_xla, not computed yet."""
     overload, attributes = overload_of(op, attributes)
     arrays, options = split_keywords(attributes)
+    tensors = [to_xla(x) for x in operands]
     keywords = {name: to_xla(x) for name, x in arrays.items()}
-    result = overload(*map(to_xla, operands), **keywords, **options)
+    result = overload(*tensors, **keywords, **options)
+    if overload._schema.is_mutable:
+        return [tensors[0], *keywords.values()]
     return list(result) if isinstance(result, tuple) else [result]
 
 

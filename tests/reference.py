@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from tests import layouts
+
 
 def paged_attention(
     query: Any,
@@ -18,6 +20,8 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     *,
+    value_cache: Any = None,
+    kv_layout: str | None = None,
     sinks: Any = None,
     alibi_slopes: Any = None,
     causal: bool = True,
@@ -25,6 +29,9 @@ def paged_attention(
     return_lse: bool = False,
 ) -> Any:
     """float64; reads nothing of the cache and the tables that is not attended to."""
+    kv_cache = layouts.default(
+        (kv_cache,) if value_cache is None else (kv_cache, value_cache), kv_layout
+    )
     num_heads = query.shape[1]
     block_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
     scale = float(np.float32(scale))  # as the custom call carries it
@@ -64,16 +71,26 @@ def paged_attention(
     return (output, lse) if return_lse else output
 
 
-def kv_cache_update(kv_cache: Any, key: Any, value: Any, slot_mapping: Any) -> np.ndarray:
-    """The updated cache; `kv_cache` keeps its values."""
-    updated = np.array(kv_cache)
+def kv_cache_update(
+    kv_cache: Any,
+    key: Any,
+    value: Any,
+    slot_mapping: Any,
+    *,
+    value_cache: Any = None,
+    kv_layout: str | None = None,
+) -> Any:
+    """The updated cache, or the two; what is given keeps its values."""
+    caches = (kv_cache,) if value_cache is None else (kv_cache, value_cache)
+    updated = layouts.default(caches, kv_layout)
     block_size = updated.shape[1]
     for token, slot in enumerate(slot_mapping):
         if slot >= 0:
             block, offset = divmod(int(slot), block_size)
             updated[block, offset, 0::2] = key[token]
             updated[block, offset, 1::2] = value[token]
-    return updated
+    arranged = layouts.arrange(updated, kv_layout)
+    return arranged[0] if value_cache is None else arranged
 
 
 def simple_add(a: Any, b: Any) -> np.ndarray:

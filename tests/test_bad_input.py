@@ -236,6 +236,69 @@ STATIC = [
         in_handler=False,
         window_right=3,
     ),
+    *(
+        fault(op, f"kv_layout must {rule}; got {layout!r}", in_handler=False, kv_layout=layout)
+        for op in (attention, update)
+        for rule, layout in (
+            ("name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do", "nbhd"),
+            ("name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do", "nb(hd)2"),
+            ("name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do", "nbh2(d"),
+        )
+    ),
+    fault(
+        attention,
+        "kv_layout must name each of b, d, h, n once, with d last, as 'nbhd' does where V is "
+        "value_cache; got 'n2bhd'",
+        in_handler=False,
+        kv_layout="n2bhd",
+        value_cache=np.ones((4, 2, 4, 8), F32),
+    ),
+    fault(
+        attention,
+        "kv_cache must have shape [num_blocks, 2, block_size, num_kv_heads, head_size=8]; "
+        "got [4, 2, 4, 8]",
+        in_handler=False,
+        kv_layout="n2bhd",
+    ),
+    fault(
+        update,
+        "kv_cache must have shape [2, num_blocks, num_kv_heads=2, block_size, head_size=8]; "
+        "got [2, 4, 3, 2, 8]",
+        in_handler=False,
+        kv_layout="2nhbd",
+        kv_cache=np.ones((2, 4, 3, 2, 8), F32),
+    ),
+    fault(
+        update,
+        "kv_cache must have shape [num_blocks, block_size, num_kv_heads=2, 2 * head_size=16]; "
+        "got [4, 2, 4, 8]",
+        in_handler=False,
+        kv_layout="nbh(2d)",
+    ),
+    *(
+        fault(
+            op,
+            f"value_cache must have shape {shape} as kv_cache has; got [3, 2, 4, 8]",
+            in_handler=False,
+            kv_cache=np.ones(shape, F32),
+            value_cache=np.ones((3, 2, 4, 8), F32),
+        )
+        for op, shape in ((attention, [4, 2, 4, 8]), (update, [4, 2, 2, 8]))
+    ),
+    *(
+        fault(
+            op,
+            f"value_cache must have {name}'s dtype float32; got float16",
+            TypeError,
+            kv_cache=np.ones(shape, F32),
+            value_cache=np.ones(shape, F16),
+            in_handler=False,
+        )
+        for op, name, shape in (
+            (attention, "query", (4, 2, 4, 8)),
+            (update, "key", (4, 2, 2, 8)),
+        )
+    ),
     fault(
         update,
         "key must have shape [num_tokens, num_kv_heads, head_size]; got [3, 16]",
@@ -359,7 +422,7 @@ FOR_HANDLER_IN_XLA = [
 ]
 
 
-FEATURES = ("sinks", "alibi_slopes")
+FEATURES = ("value_cache", "sinks", "alibi_slopes")
 
 
 def split(arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -458,10 +521,12 @@ def test_the_checker_of_values_says_the_same(fault: Fault, kind: Any) -> None:
 def test_the_checker_of_values_passes_what_is_right() -> None:
     for case in CASES[::7]:
         mask = {"causal": case.causal, "window_right": case.window_right}
-        paged_attention.check_values(*case.inputs(), case.sliding_window, **mask)
+        layout = {"kv_layout": case.kv_layout}
+        paged_attention.check_values(*case.inputs(), case.sliding_window, **mask, **layout)
     for case in UPDATE_CASES:
         inputs = case.inputs()
-        kv_cache_update.check_values(inputs.kv_cache, inputs.slot_mapping)
+        layout = {"kv_layout": case.kv_layout}
+        kv_cache_update.check_values(inputs.kv_cache, inputs.slot_mapping, **layout)
 
 
 @pytest.mark.parametrize("fault", FOR_HANDLER_IN_XLA)
@@ -487,6 +552,18 @@ def test_handler_checks_its_result(result: np.ndarray, message: str) -> None:
     assert str(raised.value) == f"paged_attention: {message}"
 
 
+# That of the sound call's cache, as attributes tell it.
+LAYOUT = {
+    "num_blocks": 4,
+    "block_size": 2,
+    "num_kv_heads": 2,
+    "block_stride": 64,
+    "position_stride": 32,
+    "head_stride": 16,
+    "value_offset": 8,
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -501,6 +578,26 @@ def test_handler_checks_its_result(result: np.ndarray, message: str) -> None:
         (
             {"kv_layout": 1},
             "the call has 4 attributes, of which 3 are known: this program was made by a newer version",
+        ),
+        *(
+            (
+                LAYOUT | changes,
+                "kv_cache must hold num_blocks={num_blocks} blocks of block_size={block_size} "
+                "positions with num_kv_heads={num_kv_heads} heads; got [4, 2, 4, 8]".format(
+                    **(LAYOUT | changes)
+                ),
+            )
+            for changes in (
+                {"num_blocks": 5},
+                {"num_blocks": -1},
+                {"block_size": 3},
+                {"num_kv_heads": 0},
+                {"head_stride": 17},
+                {"value_offset": 9},
+                {"value_offset": -1},
+                {"block_stride": 2**62},
+                {"num_blocks": 2**62, "block_stride": 4},
+            )
         ),
         ({"sinks": 6}, "sinks must be an operand of the call; got number 6"),
         ({"sinks": 2}, "sinks must be an operand of the call; got number 2"),
@@ -554,6 +651,13 @@ def test_handler_demands_an_aliased_cache() -> None:
     call = _native.EagerCall("cpu", "xla_gpu_kv_cache_update", {})
     with pytest.raises(ValueError, match="the result must alias kv_cache"):
         call(operands, [operands[0].copy()], 1)
+    with pytest.raises(ValueError, match="the call must have a result for each cache; got 2"):
+        call(operands, [operands[0], operands[0]], 1)
+    layout = LAYOUT | {"num_kv_heads": 2, "value_offset": 0, "value_cache": 4}
+    call = _native.EagerCall("cpu", "xla_gpu_kv_cache_update", layout)
+    cache, *rest = operands
+    with pytest.raises(ValueError, match="the second result must alias value_cache"):
+        call([cache, *rest, cache.copy()], [cache, cache], 1)
 
 
 def test_a_slot_past_the_end_leaves_the_cache_as_it_was() -> None:
@@ -580,11 +684,22 @@ def test_booleans_are_not_numbers(changes: dict[str, Any], message: str) -> None
         doors.in_jax("paged_attention", *operands, **attributes)
 
 
-def test_a_cache_that_is_not_contiguous() -> None:
-    cache = torch.zeros(4, 4, 2, 8).transpose(1, 2)
+def test_a_cache_whose_rows_are_not_contiguous() -> None:
+    cache = torch.zeros(4, 2, 8, 4).transpose(2, 3)
     key = torch.ones(3, 2, 8)
-    with pytest.raises(ValueError, match="kv_cache must be contiguous, as it is written in place"):
+    with pytest.raises(
+        ValueError, match=r"kv_cache must be contiguous in head_size,.*got strides \[64, 32, 1, 4\]"
+    ):
         torch.ops.xla_gpu.kv_cache_update(cache, key, key, torch.zeros(3, dtype=torch.int32))
+
+
+def test_two_caches_with_different_strides() -> None:
+    cache, other = torch.zeros(4, 2, 2, 8), torch.zeros(2, 4, 2, 8).transpose(0, 1)
+    key = torch.ones(3, 2, 8)
+    with pytest.raises(ValueError, match="kv_cache must .*have the strides of value_cache"):
+        torch.ops.xla_gpu.kv_cache_update(
+            cache, key, key, torch.zeros(3, dtype=torch.int32), value_cache=other
+        )
 
 
 def test_the_runtime_survives_a_fault() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from shared_ffi import kv_cache_update, paged_attention, simple_add
 from tests import reference
 from tests.arrays import guarded
-from tests.calls import checked_attention, numbers
+from tests.calls import checked_call, numbers
 from tests.cases import CASES, UPDATE_CASES, Case, UpdateCase
 from tests.compare import assert_close_on_cuda, assert_same_bits
 from tests.gpu import Gpu
@@ -25,7 +25,7 @@ F32, I32 = np.float32, np.int32
 
 def attend(gpu: Gpu, operands: Any, *, seed: int = 0, **attributes: Any) -> Any:
     """The result of paged_attention, or with return_lse a pair of results."""
-    call, arrays = checked_attention(operands, attributes)
+    call, arrays = checked_call("paged_attention", operands, attributes)
     shapes = [spec.shape for spec in call.results_on("cuda")]
     results = [guarded(np.full(shapes[0], np.nan, operands[0].dtype))]
     results += [guarded(np.full(shape, np.nan, F32)) for shape in shapes[1:-1]]
@@ -52,10 +52,13 @@ def test_random(gpu: Gpu, case: Case) -> None:
 
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_kv_cache_update(case: UpdateCase, gpu: Gpu) -> None:
-    kv_cache, *rest = (guarded(array) for array in case.inputs())
-    expected = reference.kv_cache_update(kv_cache.copy(), *rest)
-    gpu.run(kv_cache_update, [kv_cache, *rest], [kv_cache], 0)
-    assert_same_bits(kv_cache, expected)
+    inputs, attributes = case.inputs(), case.attributes()
+    call, arrays = checked_call("kv_cache_update", inputs, attributes)
+    arrays = [guarded(x) for x in arrays]
+    updated = [arrays[operand] for operand, _ in call.aliases]
+    gpu.run(kv_cache_update, arrays, updated, 0, **numbers(call))
+    expected = reference.kv_cache_update(*inputs, **attributes)
+    assert_same_bits(updated[0] if len(updated) == 1 else tuple(updated), expected)
 
 
 def test_a_slot_past_the_end_is_not_written(gpu: Gpu) -> None:
@@ -242,7 +245,8 @@ def test_the_scratch_is_bounded(
     """By the figure that scratch.h and the documentation state."""
     num_bytes = gpu.native.paged_attention_scratch_bytes(
         (num_tokens, num_kv_heads * group, 128),
-        (7, 1, 2 * num_kv_heads, 128),
+        1,
+        num_kv_heads,
         (max_seqs, capacity),
         0,
     )

@@ -125,7 +125,7 @@ def test_openxla_makes_the_same_calls_of_cuda_tensors(h200: Any) -> None:
 
 def test_the_scratch_is_a_result_that_nobody_reads(h200: Any) -> None:
     (call,) = hlo.custom_calls(of_jax(h200, attend, *operands()), ATTENTION)
-    num_bytes = _native.paged_attention_scratch_bytes((16, 8, 128), (64, 16, 4, 128), (16, 8), 100)
+    num_bytes = _native.paged_attention_scratch_bytes((16, 8, 128), 16, 2, (16, 8), 100)
     assert call.startswith(
         f"(bf16[16,8,128]{{2,1,0}}, u8[{num_bytes}]{{0}}) custom-call(6 operands)"
     )

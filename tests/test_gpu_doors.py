@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.calls import overload_of, split_keywords
-from tests.cases import CASES, SHORT_CASES, UPDATE_CASES, Case, UpdateCase
+from tests.cases import CASES, DTYPES, SHORT_CASES, UPDATE_CASES, Case, UpdateCase
 from tests.compare import assert_close_on_cuda, assert_same_bits
 from tests.gpu import ON_CUDA, exchange_to_cuda, from_cuda, keywords_to_cuda
 from tests.reference import kv_cache_update
@@ -24,7 +24,7 @@ if ON_CUDA:
     import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
 
 # The cases whose kernels differ; the rest of CASES differ in what test_cuda_kernel covers.
-DOOR_CASES = [case for case in CASES if case.id.rpartition("-")[0].startswith(("mixed", "block-16", "head-size", "context-2000", "ragged-1", "window-64", "cap-30", "all-", "lse-", "fewer-keys"))]  # fmt: skip
+DOOR_CASES = [case for case in CASES if case.id.rpartition("-")[0].startswith(("mixed", "block-16", "head-size", "context-2000", "ragged-1", "window-64", "cap-30", "all-", "lse-", "fewer-keys", "layout-"))]  # fmt: skip
 
 
 def in_torch(op: str, *operands: Any, **attributes: Any) -> Any:
@@ -49,16 +49,22 @@ def run_torch(
     tensors, keywords = [exchange_to_cuda(x) for x in operands], keywords_to_cuda(keywords)
     with torch.no_grad():
         result = function(*tensors, **keywords)
-    return arrays_of(tensors[0] if op == "kv_cache_update" else result, operands[0].dtype)
+    return outcome(op, result, tensors, keywords)
 
 
-def arrays_of(result: Any, dtype: Any) -> Any:
-    """NumPy's form of an output of this dtype, or of a pair of output and log-sum-exp."""
+def outcome(op: str, result: Any, tensors: Any, keywords: dict[str, Any]) -> Any:
+    """What an op returned, or wrote, as NumPy's arrays."""
+    if op == "kv_cache_update":
+        other = keywords.get("value_cache")
+        result = tensors[0] if other is None else (tensors[0], other)
     if isinstance(result, tuple | list):
-        output, lse = result
-        return arrays_of(output, dtype), arrays_of(lse, np.float32)
-    array = np.empty(tuple(result.shape), dtype)
-    from_cuda(result, array)
+        return tuple(to_array(x) for x in result)
+    return to_array(result)
+
+
+def to_array(tensor: Any) -> np.ndarray:
+    array = np.empty(tuple(tensor.shape), DTYPES[str(tensor.dtype).removeprefix("torch.")])
+    from_cuda(tensor, array)
     return array
 
 
@@ -77,7 +83,7 @@ def in_cuda_graph(op: str, *operands: Any, **attributes: Any) -> Any:
         tensor.copy_(value)
     graph.replay()
     torch.cuda.synchronize()
-    return arrays_of(tensors[0] if op == "kv_cache_update" else result, operands[0].dtype)
+    return outcome(op, result, tensors, keywords)
 
 
 def in_jax(op: str, *operands: Any, **attributes: Any) -> Any:
@@ -101,9 +107,7 @@ def in_torch_xla(op: str, *operands: Any, **attributes: Any) -> Any:
     )
     with torch.no_grad():
         result = overload(*tensors, **arrays, **options)
-    result = tensors[0] if op == "kv_cache_update" else result
-    on_cpu = torch.utils._pytree.tree_map(lambda x: x.cpu(), result)
-    return arrays_of(on_cpu, operands[0].dtype)
+    return outcome(op, result, tensors, arrays)
 
 
 @cache
@@ -152,11 +156,11 @@ def test_paged_attention(case: Case, door: Callable[..., np.ndarray], gpu: Any) 
 
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_kv_cache_update(case: UpdateCase, door: Callable[..., np.ndarray]) -> None:
-    inputs = case.inputs()
-    expected = kv_cache_update(*inputs)
+    inputs, attributes = case.inputs(), case.attributes()
+    expected = kv_cache_update(*inputs, **attributes)
     if inputs.slot_mapping.dtype == "int64" and door is in_jax:
         pytest.skip("JAX makes 32-bit integers of them")
-    assert_same_bits(door("kv_cache_update", *inputs), expected)
+    assert_same_bits(door("kv_cache_update", *inputs, **attributes), expected)
 
 
 @pytest.mark.parametrize("backend", ["inductor", "openxla"])

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from shared_ffi import _native, kv_cache_update, simple_add
 from tests import reference
 from tests.arrays import exchangeable
-from tests.calls import checked_attention, numbers
+from tests.calls import checked_call, numbers
 from tests.cases import CASES, UPDATE_CASES, Case, UpdateCase
 from tests.compare import assert_close_on_cpu, assert_same_bits
 
@@ -33,7 +33,7 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def attend(operands: Any, *, num_threads: int = 1, **attributes: Any) -> Any:
     """The result of paged_attention, or with return_lse a pair of results."""
-    call, arrays = checked_attention(operands, attributes)
+    call, arrays = checked_call("paged_attention", operands, attributes)
     # As bits: not every NumPy exchanges bfloat16 by DLPack, and every kernel must write all rows.
     results = [np.full(spec.shape, np.nan, operands[0].dtype) for spec in call.results[:1]]
     results += [np.full(spec.shape, np.nan, spec.dtype) for spec in call.results[1:]]
@@ -52,11 +52,16 @@ def test_paged_attention(case: Case) -> None:
 
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_kv_cache_update(case: UpdateCase) -> None:
-    kv_cache, *rest = case.inputs()
-    updated = kv_cache.copy()
-    operands = [exchangeable(x) for x in (updated, *rest)]
-    _native.EagerCall("cpu", kv_cache_update.TARGET, {})(operands, operands[:1], 3)
-    assert_same_bits(updated, reference.kv_cache_update(kv_cache, *rest))
+    inputs, attributes = case.inputs(), case.attributes()
+    call, arrays = checked_call("kv_cache_update", inputs, attributes)
+    arrays = [x.copy() for x in arrays]
+    operands = [exchangeable(x) for x in arrays]
+    caches = [operand for operand, _ in call.aliases]
+    handler = _native.EagerCall("cpu", call.target, numbers(call))
+    handler(operands, [operands[i] for i in caches], 3)
+    updated = [arrays[i] for i in caches]
+    expected = reference.kv_cache_update(*inputs, **attributes)
+    assert_same_bits(updated[0] if len(updated) == 1 else tuple(updated), expected)
 
 
 def test_the_later_of_two_tokens_with_one_slot_wins() -> None:

@@ -15,7 +15,7 @@ UPDATE = "kv_cache_update/cpu.cc"
 
 CPU_FAULTS = {
     "none": (ATTENTION, "", ""),
-    "ignores-the-block-table": (KERNEL, "(table[logical] *", "((table[0] * 0 + logical) % p_.num_blocks *"),
+    "ignores-the-block-table": (KERNEL, "Offset(table[logical],", "Offset((table[0] * 0 + logical) % p_.num_blocks,"),
     "drops-the-last-position": (
         ATTENTION,
         "p.WindowEnd(position + num_tokens - 1, context_len), nullptr}",
@@ -77,7 +77,8 @@ CPU_FAULTS = {
         "std::fill(p.lse + end * p.num_heads, p.lse + p.num_tokens * p.num_heads, kNothing);",
         "",
     ),
-    "swaps-key-and-value": (UPDATE, "copy(target, key + head", "copy(target, value + head"),
+    "swaps-key-and-value": (UPDATE, "head_bytes, key + head", "head_bytes, value + head"),
+    "knows-the-default-layout-only": (KERNEL, "(p.cache.head_stride *", "(2 * p.head_size *"),
     "writes-padding": (
         UPDATE,
         "const int64_t slot = p.Slot(token);",
@@ -134,8 +135,14 @@ CUDA_FAULTS = {
     "log-sum-exp-without-the-largest": (ROWS, "(row.max + log2f(row.sum)) * kLn2", "log2f(row.sum) * kLn2"),
     "rows-without-keys-are-nan": (ROWS, "range.begin < range.end ? sum : 1.0f", "sum"),
     "a-split-row-without-keys-is-nan": (FINISH, "(attends ? sum : 1.0f)", "sum"),
-    "swaps-key-and-value": ("kv_cache_update/cuda.cu", "k[0] = key[i];", "k[0] = value[i];"),
-    "writes-past-the-end": ("kv_cache_update/cuda.cu", " || slot >= p.num_slots", ""),
+    "swaps-key-and-value": ("kv_cache_update/cuda.cu", "keys[place] = key[i];", "keys[place] = value[i];"),
+    "knows-the-default-layout-only": (
+        "kv_cache_update/cuda.cu",
+        "= p.cache.head_stride * size",
+        "= 2 * p.head_size * size",
+    ),
+    "takes-v-for-k": (TENSOR, "KeyOf<T>(p_, from", "ValueOf<T>(p_, from"),
+    "writes-past-the-end": ("kv_cache_update/cuda.cu", " || slot >= p.NumSlots()", ""),
 }  # fmt: skip
 
 SUITES = {

@@ -53,9 +53,9 @@ def test_paged_attention(case: Case, programs: list[Any]) -> None:
 
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_kv_cache_update(case: UpdateCase, programs: list[Any]) -> None:
-    inputs = case.inputs()
-    result = doors.in_openxla_on_torch("kv_cache_update", *inputs)
-    assert_same_bits(result, reference.kv_cache_update(*inputs))
+    inputs, attributes = case.inputs(), case.attributes()
+    result = doors.in_openxla_on_torch("kv_cache_update", *inputs, **attributes)
+    assert_same_bits(result, reference.kv_cache_update(*inputs, **attributes))
     assert len(programs) == 1
 
 

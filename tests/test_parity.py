@@ -6,7 +6,6 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-import torch
 
 import jax_frontend
 from tests import doors, hlo, reference
@@ -39,20 +38,19 @@ def test_paged_attention(case: Case, compiled: hlo.CompiledPrograms) -> None:
 
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_kv_cache_update(case: UpdateCase, compiled: hlo.CompiledPrograms) -> None:
-    inputs = case.inputs()
-    expected = reference.kv_cache_update(*inputs)
+    inputs, attributes = case.inputs(), case.attributes()
+    expected = reference.kv_cache_update(*inputs, **attributes)
 
-    assert_same_bits(doors.in_torch("kv_cache_update", *inputs), expected)
-    assert_same_bits(doors.in_jax("kv_cache_update", *inputs), expected)
-    assert_same_bits(doors.in_torch_xla("kv_cache_update", *inputs), expected)
-    assert_same_bits(doors.in_openxla("kv_cache_update", *inputs), expected)
+    assert_same_bits(doors.in_torch("kv_cache_update", *inputs, **attributes), expected)
+    assert_same_bits(doors.in_jax("kv_cache_update", *inputs, **attributes), expected)
+    assert_same_bits(doors.in_torch_xla("kv_cache_update", *inputs, **attributes), expected)
+    assert_same_bits(doors.in_openxla("kv_cache_update", *inputs, **attributes), expected)
 
     if inputs.slot_mapping.dtype == "int64":
         return  # JAX, with its default of 32-bit integers, makes another program
-    before, after = hlo.of_jax(jax_frontend.kv_cache_update, *inputs)
-    tensors = [doors.to_xla(array) for array in inputs]
-    torch.ops.xla_gpu.kv_cache_update(*tensors)
-    lazy_before = hlo.of_torch_xla(tensors[:1])
+    arrays, options = split_keywords(attributes)
+    before, after = hlo.of_jax(partial(jax_frontend.kv_cache_update, **options), *inputs, **arrays)
+    lazy_before = hlo.of_torch_xla(doors.lazily("kv_cache_update", *inputs, **attributes))
     (call,) = hlo.custom_calls(before, UPDATE)
     assert hlo.custom_calls(lazy_before, UPDATE) == [call]
     assert compiled.optimized(call, UPDATE) == set(hlo.custom_calls(after, UPDATE))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from shared_ffi import eager, simple_add
 from shared_ffi.spec import ArraySpec
@@ -21,6 +22,7 @@ from tests.calls import overload_of, split_keywords
 from tests.cases import SHORT_CASES, Case
 from tests.compare import assert_close_on_cuda, assert_same_bits
 from tests.test_bad_input import add, attention, split, update
+from torch_frontend import _library
 
 OPS = torch.ops.xla_gpu
 
@@ -33,8 +35,8 @@ def test_schemas() -> None:
     arguments = (
         "(Tensor query, Tensor kv_cache, Tensor context_lens, Tensor block_tables, "
         "Tensor query_start_loc, Tensor num_seqs, float scale, int? sliding_window=None, "
-        "float? soft_cap=None, *, Tensor? sinks=None, Tensor? alibi_slopes=None, "
-        "bool causal=True, int? window_right=None)"
+        "float? soft_cap=None, *, Tensor? value_cache=None, str? kv_layout=None, "
+        "Tensor? sinks=None, Tensor? alibi_slopes=None, bool causal=True, int? window_right=None)"
     )
     assert [
         str(op._schema)
@@ -48,7 +50,9 @@ def test_schemas() -> None:
         f"xla_gpu::paged_attention{arguments} -> Tensor",
         f"xla_gpu::paged_attention.lse{arguments} -> (Tensor output, Tensor lse)",
         "xla_gpu::kv_cache_update(Tensor($0! -> ) kv_cache, Tensor key, Tensor value, "
-        "Tensor slot_mapping) -> ()".replace("$0! -> ", "a!"),
+        "Tensor slot_mapping, *, Tensor($1! -> )? value_cache=None, str? kv_layout=None) -> ()".replace(
+            "$1! -> ", "b!"
+        ).replace("$0! -> ", "a!"),
         "xla_gpu::simple_add(Tensor a, Tensor b) -> Tensor",
     ]
 
@@ -155,6 +159,42 @@ def test_export() -> None:
     assert "xla_gpu.paged_attention" in str(program.graph)
 
 
+def test_strided_caches_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where an engine keeps the caches of all layers in one array."""
+    exchanged = []
+    monkeypatch.setattr(
+        _library, "to_dlpack", lambda x: (exchanged.append(x.data_ptr()), to_dlpack(x))[1]
+    )
+    case = next(case for case in SHORT_CASES if case.id == "layout-n2hbd-mixed-f32")
+    inputs, attributes = case.inputs(), case.attributes()
+    expected = doors.in_torch("paged_attention", *inputs, **attributes)
+    query, dense, *metadata = map(doors.to_torch, inputs)
+    layers = torch.full((len(dense), 3, *dense.shape[1:]), torch.nan)
+    cache = layers[:, 1]
+    cache.copy_(dense)
+    assert not cache.is_contiguous()
+    result = OPS.paged_attention(query, cache, *metadata, **attributes)
+    assert_same_bits(doors.to_numpy(result), expected)
+    assert cache.data_ptr() in exchanged
+
+    key = torch.randn(2, dense.shape[2], dense.shape[4])
+    slots = torch.tensor([3, 9])
+    for x in (dense, cache):
+        OPS.kv_cache_update(x, key, -key, slots, kv_layout="n2hbd")
+    assert_same_bits(doors.to_numpy(cache), doors.to_numpy(dense))
+    assert layers[:, ::2].isnan().all()
+
+    for x in (cache, dense):  # and where K and V are views of one array
+        keys, values = x.unbind(1)
+        result = OPS.paged_attention(
+            query, keys, *metadata, **attributes | {"kv_layout": "nhbd"}, value_cache=values
+        )
+        assert_same_bits(
+            doors.to_numpy(result),
+            doors.to_numpy(OPS.paged_attention(query, x, *metadata, **attributes)),
+        )
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_requires_grad_without_grad_mode(mode: Any) -> None:
     query, *rest = tensors(attention())
@@ -200,9 +240,9 @@ def test_kv_cache_update_on_cuda_tensors(cuda: Any) -> None:
     OPS.kv_cache_update(*on_cpu)
     OPS._kv_cache_update_mutable.default.redispatch(cuda, *on_cuda)
     assert torch.equal(on_cuda[0], on_cpu[0])
-    with pytest.raises(ValueError, match="^kv_cache_update: kv_cache must be contiguous"):
-        strided = on_cuda[0].transpose(0, 1).contiguous().transpose(0, 1)
-        OPS._kv_cache_update_mutable.default.redispatch(cuda, strided, *on_cuda[1:])
+    strided = torch.zeros_like(on_cuda[0]).transpose(0, 1).contiguous().transpose(0, 1)
+    OPS._kv_cache_update_mutable.default.redispatch(cuda, strided, *on_cuda[1:])
+    assert torch.equal(strided, on_cpu[0])
 
 
 def test_simple_add_on_cuda_tensors(cuda: Any) -> None:

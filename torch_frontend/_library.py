@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -34,15 +35,18 @@ class CheckedCalls:
     """Checks the arguments of an op as its kernels receive them.
 
     A schema has its tensors first, then other arguments; keyword-only ones after them, tensors and
-    others in any order.
+    others in any order. Those called `strided` are read and written where they lie.
     """
 
-    def __init__(self, schema: torch.FunctionSchema, check: Callable[..., Call]) -> None:
-        positional = [str(x.type) for x in schema.arguments if not x.kwarg_only]
+    def __init__(
+        self, schema: torch.FunctionSchema, check: Callable[..., Call], strided: Sequence[str]
+    ) -> None:
+        positional = [x for x in schema.arguments if not x.kwarg_only]
         keyword_only = [x for x in schema.arguments if x.kwarg_only]
-        self._num_tensors = positional.count("Tensor")
+        self._tensors = [x.name for x in positional if str(x.type) == "Tensor"]
         self._nones = (None,) * len(positional)
         self._optional_tensors = [x.name for x in keyword_only if "Tensor" in str(x.type)]
+        self._strided = strided
         self._name = schema.name.removeprefix("xla_gpu::")
         self._check = check
         # Shapes and dtypes repeat from call to call.
@@ -52,24 +56,41 @@ class CheckedCalls:
         self, arguments: Sequence[Any], keywords: Mapping[str, Any]
     ) -> tuple[Call, Sequence[torch.Tensor]]:
         """The call, and its tensors in the order of its operands."""
-        return self._checked(self._cached_check, arguments, keywords)
+        tensors, rest = self._split(arguments, keywords)
+        return self._cached_check(rest, (), *_sizes(tensors)), tensors
 
     def symbolic(
         self, arguments: Sequence[Any], keywords: Mapping[str, Any]
     ) -> tuple[Call, Sequence[torch.Tensor]]:
         """The same where sizes may be symbols, which cannot be cached by value."""
-        return self._checked(self._check_sizes, arguments, keywords)
+        tensors, rest = self._split(arguments, keywords)
+        return self._check_sizes(rest, (), *_sizes(tensors)), tensors
 
-    def _checked(
-        self,
-        check_sizes: Callable[..., Call],
-        arguments: Sequence[Any],
-        keywords: Mapping[str, Any],
+    def in_memory(
+        self, arguments: Sequence[Any], keywords: Mapping[str, Any]
     ) -> tuple[Call, Sequence[torch.Tensor]]:
-        tensors = arguments[: self._num_tensors]
+        """The same, with contiguous tensors: of one that may be strided, the memory it spans."""
+        tensors, rest = self._split(arguments, keywords)
+        dense = [tensor.is_contiguous() for tensor in tensors]
+        if all(dense):
+            return self._cached_check(rest, (), *_sizes(tensors)), tensors
+        given = rest[1]
+        names = [*self._tensors, *given]
+        places = [i for i, name in enumerate(names) if not dense[i] and name in self._strided]
+        strides = tuple((i, tensors[i].stride()) for i in places)
+        call = self._cached_check(rest, strides, *_sizes(tensors))
+        in_memory = [tensor.contiguous() for tensor in tensors]
+        for i in places:
+            in_memory[i] = tensors[i].as_strided(call.operands[i].shape, (1,))
+        return call, in_memory
+
+    def _split(
+        self, arguments: Sequence[Any], keywords: Mapping[str, Any]
+    ) -> tuple[Sequence[torch.Tensor], _Rest]:
+        tensors = arguments[: len(self._tensors)]
         # The dispatcher omits trailing arguments that are None, the only default that those before
         # the keyword-only ones have here; of these it omits all that have their default.
-        others = (*arguments[self._num_tensors :], *self._nones[len(arguments) :])
+        others = (*arguments[len(tensors) :], *self._nones[len(arguments) :])
         given: tuple[str, ...] = ()
         options: tuple[tuple[str, Any], ...] = ()
         if keywords:
@@ -77,34 +98,46 @@ class CheckedCalls:
             tensors = (*tensors, *(keywords[name] for name in given))
             options = tuple(x for x in keywords.items() if x[0] not in self._optional_tensors)
         _refuse_grad(self._name, tensors)
-        sizes = [x for tensor in tensors for x in (tensor.shape, tensor.dtype)]
-        return check_sizes(others, given, options, *sizes), tensors
+        return tensors, (others, given, options)
 
     def _check_sizes(
-        self,
-        others: tuple[Any, ...],
-        given: tuple[str, ...],
-        options: tuple[tuple[str, Any], ...],
-        *sizes: Any,
+        self, rest: _Rest, strides: tuple[tuple[int, tuple[int, ...]], ...], *sizes: Any
     ) -> Call:
+        others, given, options = rest
         specs = list(map(array_spec, sizes[::2], sizes[1::2]))
-        optional = dict(zip(given, specs[self._num_tensors :], strict=True))
-        return self._check(*specs[: self._num_tensors], *others, **optional, **dict(options))
+        for i, stride in strides:
+            specs[i] = specs[i]._replace(strides=stride)
+        count = len(self._tensors)
+        optional = dict(zip(given, specs[count:], strict=True))
+        return self._check(*specs[:count], *others, **optional, **dict(options))
 
 
-def define(schema: str, check: Callable[..., Call]) -> torch._ops.OpOverload:
+_Rest = tuple[tuple[Any, ...], tuple[str, ...], tuple[tuple[str, Any], ...]]
+"""Of a call's arguments: those after the positional tensors; the names of the optional tensors that
+it has; its other keyword arguments."""
+
+
+def _sizes(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    return [x for tensor in tensors for x in (tensor.shape, tensor.dtype)]
+
+
+def define(
+    schema: str, check: Callable[..., Call], strided: Sequence[str] = ()
+) -> torch._ops.OpOverload:
     """Defines ``xla_gpu::<schema>`` for CPU, XLA and fake tensors.
 
     Args:
         schema: name, arguments and results as torch.library writes them; the tensors come first,
             and the one that the op writes in place, if there is one, before the others.
         check: the op's check in shared_ffi; takes ArraySpecs for the tensors, then the rest.
+        strided: tensors that the CPU and CUDA kernels take as they lie in memory; of others that
+            are not contiguous, they are given a copy.
     """
     _LIBRARY.define(schema)
     name, _, signature = schema.partition("(")
     packet, _, overload = name.partition(".")
     op: torch._ops.OpOverload = getattr(getattr(torch.ops.xla_gpu, packet), overload or "default")
-    calls = CheckedCalls(op._schema, check)
+    calls = CheckedCalls(op._schema, check, strided)
     if op._schema.is_mutable:
         _implement_in_place(op, name, signature, calls)
     else:
@@ -114,13 +147,13 @@ def define(schema: str, check: Callable[..., Call]) -> torch._ops.OpOverload:
 
 def _implement(op: torch._ops.OpOverload, name: str, calls: CheckedCalls) -> None:
     def cpu(*arguments: Any, **keywords: Any) -> Any:
-        call, tensors = calls(arguments, keywords)
+        call, tensors = calls.in_memory(arguments, keywords)
         results = _allocate(call.results, tensors[0])
         _run_on_cpu(call, tensors, results)
         return _as_returned(results)
 
     def cuda(*arguments: Any, **keywords: Any) -> Any:
-        call, tensors = calls(arguments, keywords)
+        call, tensors = calls.in_memory(arguments, keywords)
         results = _allocate(call.results_on("cuda"), tensors[0])
         _run_on_cuda(call, tensors, results)
         return _as_returned(results[: len(call.results)])
@@ -135,44 +168,39 @@ def _implement_in_place(
 ) -> None:
     """The op becomes a composite of two private ones, so that each compiler gets what it can keep
     in place: a mutable op on the CPU, which Inductor knows how to run without a copy; on XLA, whose
-    tensors are values, a functional op whose result is assigned to the operand."""
+    tensors are values, a functional op whose results are assigned to the operands."""
     mutable_name, functional_name = f"_{name}_mutable", f"_{name}_functional"
     _LIBRARY.define(f"{mutable_name}({signature}")
-    _LIBRARY.define(
-        f"{functional_name}({signature}".replace("Tensor(a!)", "Tensor").replace("()", "Tensor")
-    )
+    of_values = re.sub(r"\(.!\)", "", signature).replace("()", "Tensor[]")
+    _LIBRARY.define(f"{functional_name}({of_values}")
     mutable = getattr(torch.ops.xla_gpu, mutable_name).default
     functional = getattr(torch.ops.xla_gpu, functional_name).default
 
-    def composite(*arguments: Any) -> None:
+    names = [x.name for x in op._schema.arguments]
+    written = [x.name for x in op._schema.arguments if x.alias_info is not None]
+
+    def composite(*arguments: Any, **keywords: Any) -> None:
         if arguments[0].device.type == "xla":
-            xla(*arguments)
+            xla(*arguments, **keywords)
         else:
-            mutable(*arguments)
+            mutable(*arguments, **keywords)
 
-    def xla(*arguments: Any) -> None:
-        arguments[0].copy_(functional(*arguments))
+    def xla(*arguments: Any, **keywords: Any) -> None:
+        by_name = dict(zip(names, arguments, strict=False)) | keywords
+        targets = [by_name[x] for x in written if by_name.get(x) is not None]
+        for target, result in zip(targets, functional(*arguments, **keywords), strict=True):
+            target.copy_(result)
 
-    def checked(arguments: Sequence[Any]) -> tuple[Call, Sequence[torch.Tensor]]:
-        target = arguments[0]
-        if not target.is_contiguous():
-            raise ValueError(
-                f"{name}: {op._schema.arguments[0].name} must be contiguous, as it is written in "
-                f"place; got strides {list(target.stride())} for shape {list(target.shape)}. "
-                "Allocate it contiguous"
-            )
-        return calls(arguments, {})
+    def cpu(*arguments: Any, **keywords: Any) -> None:
+        call, tensors = calls.in_memory(arguments, keywords)
+        _run_on_cpu(call, tensors, [tensors[operand] for operand, _ in call.aliases])
 
-    def cpu(*arguments: Any) -> None:
-        call, tensors = checked(arguments)
-        _run_on_cpu(call, tensors, tensors[:1])
+    def cuda(*arguments: Any, **keywords: Any) -> None:
+        call, tensors = calls.in_memory(arguments, keywords)
+        _run_on_cuda(call, tensors, [tensors[operand] for operand, _ in call.aliases])
 
-    def cuda(*arguments: Any) -> None:
-        call, tensors = checked(arguments)
-        _run_on_cuda(call, tensors, tensors[:1])
-
-    def fake(*arguments: Any) -> None:
-        calls.symbolic(arguments, {})
+    def fake(*arguments: Any, **keywords: Any) -> None:
+        calls.symbolic(arguments, keywords)
 
     _LIBRARY.impl(name, composite, "CompositeImplicitAutograd")
     _LIBRARY.impl(mutable_name, cpu, "CPU")
@@ -184,14 +212,18 @@ def _implement_in_place(
 
 
 def _implement_on_xla(op: torch._ops.OpOverload, name: str, calls: CheckedCalls) -> None:
+    returns_list = str(op._schema.returns[0].type) == "List[Tensor]"
+
     def xla(*arguments: Any, **keywords: Any) -> Any:
         from torch_frontend import xla as door  # noqa: PLC0415  (needs torch_xla and JAX)
 
-        return _as_returned(door.run(*calls(arguments, keywords)))
+        results = door.run(*calls(arguments, keywords))
+        return results if returns_list else _as_returned(results)
 
     def fake(*arguments: Any, **keywords: Any) -> Any:
         call, tensors = calls.symbolic(arguments, keywords)
-        return _as_returned(_allocate(call.results, tensors[0]))
+        results = _allocate(call.results, tensors[0])
+        return results if returns_list else _as_returned(results)
 
     def autograd(*arguments: Any, **keywords: Any) -> Any:
         calls(arguments, keywords)  # refuses; the kernel sees tensors that require no grad
@@ -215,7 +247,7 @@ def _run_on_cpu(
     call: Call, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
 ) -> None:
     # Capsules, because Tensor.__dlpack__ is Python: it would cost more than all the rest.
-    operands = [to_dlpack(tensor.contiguous()) for tensor in tensors]
+    operands = [to_dlpack(tensor) for tensor in tensors]
     eager.run_on_cpu(call, operands, [to_dlpack(x) for x in results], torch.get_num_threads())
 
 
@@ -229,7 +261,7 @@ def _run_on_cuda(
             raise ValueError(
                 f"{call.op}: all tensors must be on one device; got {tensor.device} beside {device}"
             )
-    operands = [to_dlpack(tensor.contiguous()) for tensor in tensors]
+    operands = [to_dlpack(tensor) for tensor in tensors]
     with torch.cuda.device(device):
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         eager.run_on_cuda(call, operands, [to_dlpack(result) for result in results], stream)

@@ -4,10 +4,12 @@ from shared_ffi import kv_cache_update as op
 from torch_frontend._library import define
 
 kv_cache_update = define(
-    "kv_cache_update(Tensor(a!) kv_cache, Tensor key, Tensor value, Tensor slot_mapping) -> ()",
+    "kv_cache_update(Tensor(a!) kv_cache, Tensor key, Tensor value, Tensor slot_mapping, *, "
+    "Tensor(b!)? value_cache=None, str? kv_layout=None) -> ()",
     op.check,
+    strided=("kv_cache", "value_cache"),
 )
 """Writes keys and values into ``kv_cache``, in place; see ``jax_frontend.kv_cache_update``.
 
-It differs from JAX's in returning nothing. On the CPU ``kv_cache`` must be contiguous.
+It differs from JAX's in returning nothing.
 """

@@ -8,11 +8,12 @@ from torch_frontend._library import define
 _ARGUMENTS = (
     "(Tensor query, Tensor kv_cache, Tensor context_lens, Tensor block_tables, "
     "Tensor query_start_loc, Tensor num_seqs, float scale, int? sliding_window=None, "
-    "float? soft_cap=None, *, Tensor? sinks=None, Tensor? alibi_slopes=None, bool causal=True, "
-    "int? window_right=None)"
+    "float? soft_cap=None, *, Tensor? value_cache=None, str? kv_layout=None, "
+    "Tensor? sinks=None, Tensor? alibi_slopes=None, bool causal=True, int? window_right=None)"
 )
+_CACHES = ("kv_cache", "value_cache")
 
-paged_attention = define(f"paged_attention{_ARGUMENTS} -> Tensor", op.check)
+paged_attention = define(f"paged_attention{_ARGUMENTS} -> Tensor", op.check, _CACHES)
 """Attention over a paged cache; see ``jax_frontend.paged_attention``.
 
 On XLA devices, give ``num_seqs`` the shape ``[1]``. One of shape ``[]`` that comes from the host as
@@ -26,6 +27,7 @@ ValueError; on XLA tensors when the graph runs, as RuntimeError with INVALID_ARG
 paged_attention_lse = define(
     f"paged_attention.lse{_ARGUMENTS} -> (Tensor output, Tensor lse)",
     partial(op.check, return_lse=True),
+    _CACHES,
 )
 """``torch.ops.xla_gpu.paged_attention.lse``: returns the rows' log-sum-exp, too, as
 ``jax_frontend.paged_attention`` does with ``return_lse=True``."""

@@ -17,6 +17,7 @@ IDS = (
     "later-token-nan-chunked",
     "cap-30.0-mixed",
     "all-long",
+    "layout-n2hbd-long",
 )
 UPDATE_IDS = ("some-padding-int64-bf16", "head-size-1")
 

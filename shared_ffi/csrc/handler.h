@@ -11,6 +11,7 @@
 #include <sstream>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "eager_runtime.h"
 #include "parallel.h"
@@ -142,6 +143,48 @@ class AttributeReader {
   const ffi::Dictionary& attributes_;
   size_t num_read_ = 0;
   ffi::Error error_;
+};
+
+// The operands of features that not every call uses, after those that every call has. An attribute
+// with a feature's name has the number of its operand.
+class FeatureOperands {
+ public:
+  FeatureOperands(const char* op, size_t num_before, const ffi::RemainingArgs& operands,
+                  AttributeReader* attributes, std::initializer_list<const char*> features)
+      : op_(op), num_before_(num_before), operands_(operands) {
+    for (const char* feature : features) {
+      const auto number = attributes->Get<int64_t>(feature, kNone);
+      if (number != kNone) numbers_.emplace_back(feature, number);
+    }
+  }
+
+  // None if the call does not use the feature.
+  ffi::Error Find(const std::string& feature, std::optional<ffi::AnyBuffer>* operand) const {
+    for (const auto& [name, number] : numbers_) {
+      if (name != feature) continue;
+      const auto found = operands_.get<ffi::AnyBuffer>(number - num_before_);
+      if (number < static_cast<int64_t>(num_before_) || !found.has_value()) {
+        return InvalidArgument(op_, name, " must be an operand of the call; got number ", number);
+      }
+      operand->emplace(*found);
+    }
+    return ffi::Error::Success();
+  }
+
+  // Whether there are more operands than those of the features.
+  ffi::Error Finish() const {
+    if (numbers_.size() == operands_.size()) return ffi::Error::Success();
+    return InvalidArgument(op_, "the call must have ", num_before_ + numbers_.size(),
+                           " operands; got ", num_before_ + operands_.size());
+  }
+
+ private:
+  static constexpr int64_t kNone = -1;
+
+  const char* op_;
+  size_t num_before_;
+  const ffi::RemainingArgs& operands_;
+  std::vector<std::pair<std::string, int64_t>> numbers_;
 };
 
 // Success, or why a kernel could not be launched.

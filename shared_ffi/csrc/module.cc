@@ -122,14 +122,15 @@ XLA_FFI_DataType DataTypeOf(nb::dlpack::dtype dtype) {
   return XLA_FFI_DataType_INVALID;
 }
 
-int64_t PagedAttentionScratchBytes(std::array<int64_t, 3> query, std::array<int64_t, 4> kv_cache,
-                                   std::array<int64_t, 2> block_tables, int64_t sliding_window) {
+int64_t PagedAttentionScratchBytes(std::array<int64_t, 3> query, int64_t block_size,
+                                   int64_t num_kv_heads, std::array<int64_t, 2> block_tables,
+                                   int64_t sliding_window) {
   xla_gpu::paged_attention::Params params = {};
   params.num_tokens = query[0];
   params.num_heads = query[1];
   params.head_size = query[2];
-  params.block_size = kv_cache[1];
-  params.num_kv_heads = kv_cache[2] / 2;
+  params.block_size = block_size;
+  params.num_kv_heads = num_kv_heads;
   params.max_seqs = block_tables[0];
   params.max_blocks_per_seq = block_tables[1];
   params.sliding_window = sliding_window;
@@ -239,8 +240,9 @@ NB_MODULE(_native, m) {
   m.def("set_cpu_instruction_set", &SetCpuInstructionSet, nb::arg("name"),
         "Uses another from now on, as the environment variable XLA_GPU_CPU_ISA does.");
   m.def("paged_attention_scratch_bytes", &PagedAttentionScratchBytes, nb::arg("query"),
-        nb::arg("kv_cache"), nb::arg("block_tables"), nb::arg("sliding_window"),
-        "Bytes of the scratch that paged_attention needs on CUDA, from the operands' shapes.");
+        nb::arg("block_size"), nb::arg("num_kv_heads"), nb::arg("block_tables"),
+        nb::arg("sliding_window"),
+        "Bytes of the scratch that paged_attention needs on CUDA, from shapes and sizes.");
 #ifdef XLA_GPU_CUDA
   m.def("cuda_kernels", &CudaKernels,
         "(kernel, size, threads, bytes of shared memory) of the kernels of paged_attention.");

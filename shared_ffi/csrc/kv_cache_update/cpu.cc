@@ -46,6 +46,7 @@ void FinishCopies() {
 // the later of two tokens with one slot wins whatever the number of threads.
 void RunOnCpu(const Params& p, const Executor& executor) {
   const int64_t row_bytes = p.head_size * SizeOf(p.dtype);
+  const int64_t head_bytes = p.cache.head_stride * SizeOf(p.dtype);
   const int64_t token_bytes = p.num_kv_heads * row_bytes;
   const int64_t num_bytes = 2 * p.num_tokens * token_bytes;
   const bool is_parallel = executor.num_threads > 1 && num_bytes >= kMinParallelBytes;
@@ -57,11 +58,13 @@ void RunOnCpu(const Params& p, const Executor& executor) {
       if (slot < 0 || slot / kSlotsPerRun % num_parts != part) continue;
       const char* key = static_cast<const char*>(p.key) + token * token_bytes;
       const char* value = static_cast<const char*>(p.value) + token * token_bytes;
-      char* target = static_cast<char*>(p.kv_cache) + slot * 2 * token_bytes;
+      const int64_t offset =
+          p.cache.Offset(slot / p.block_size, slot % p.block_size) * SizeOf(p.dtype);
+      char* keys = static_cast<char*>(p.cache.keys) + offset;
+      char* values = static_cast<char*>(p.cache.values) + offset;
       for (int64_t head = 0; head < p.num_kv_heads; ++head) {
-        copy(target, key + head * row_bytes, row_bytes);
-        copy(target + row_bytes, value + head * row_bytes, row_bytes);
-        target += 2 * row_bytes;
+        copy(keys + head * head_bytes, key + head * row_bytes, row_bytes);
+        copy(values + head * head_bytes, value + head * row_bytes, row_bytes);
       }
     }
     FinishCopies();

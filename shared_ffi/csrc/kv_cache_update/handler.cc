@@ -1,5 +1,4 @@
-#include "../handler.h"
-
+#include "../kv_cache_operand.h"
 #include "cpu.h"
 #include "cuda.h"
 #include "params.h"
@@ -9,8 +8,20 @@ namespace {
 
 constexpr char kOp[] = "kv_cache_update";
 
+constexpr size_t kNumOperands = 4;
+
 ffi::Error MakeParams(ffi::AnyBuffer kv_cache, ffi::AnyBuffer key, ffi::AnyBuffer value,
-                      ffi::AnyBuffer slot_mapping, ffi::AnyBuffer updated, Params* params) {
+                      ffi::AnyBuffer slot_mapping, ffi::RemainingArgs other_operands,
+                      ffi::AnyBuffer updated, ffi::RemainingRets other_results,
+                      const ffi::Dictionary& attributes, Params* params) {
+  AttributeReader reader(kOp, attributes);
+  KvLayout layout = KvLayout::Read(&reader);
+  FeatureOperands features(kOp, kNumOperands, other_operands, &reader, {"value_cache"});
+  ffi::Error error = reader.Finish();
+  std::optional<ffi::AnyBuffer> value_cache;
+  if (error.success()) error = features.Find("value_cache", &value_cache);
+  if (error.success()) error = features.Finish();
+  if (error.failure()) return error;
   DType dtype;
   if (!HasShape(key, {kAnySize, kAnySize, kAnySize})) {
     return InvalidArgument(kOp, "key must have shape [num_tokens, num_kv_heads, head_size]; got ",
@@ -32,16 +43,10 @@ ffi::Error MakeParams(ffi::AnyBuffer kv_cache, ffi::AnyBuffer key, ffi::AnyBuffe
     return InvalidArgument(kOp, "value must have key's dtype ", DTypeName(key.element_type()),
                            "; got ", DTypeName(value.element_type()));
   }
-  if (!HasShape(kv_cache, {kAnySize, kAnySize, 2 * num_kv_heads, head_size}) ||
-      kv_cache.dimensions()[1] < 1) {
-    return InvalidArgument(kOp, "kv_cache must have shape [num_blocks, block_size, ",
-                           "2 * num_kv_heads=", 2 * num_kv_heads, ", head_size=", head_size,
-                           "]; got ", ShapeName(kv_cache.dimensions()));
-  }
-  if (kv_cache.element_type() != key.element_type()) {
-    return InvalidArgument(kOp, "kv_cache must have key's dtype ", DTypeName(key.element_type()),
-                           "; got ", DTypeName(kv_cache.element_type()));
-  }
+  KvCache cache;
+  error = ReadKvCache(kOp, kv_cache, value_cache, num_kv_heads, head_size, &layout, &cache);
+  if (error.success()) error = CheckCacheDType(kOp, kv_cache, value_cache, "key", key);
+  if (error.failure()) return error;
   if (!HasShape(slot_mapping, {num_tokens})) {
     return InvalidArgument(kOp, "slot_mapping must have shape [num_tokens=", num_tokens, "]; got ",
                            ShapeName(slot_mapping.dimensions()));
@@ -54,12 +59,22 @@ ffi::Error MakeParams(ffi::AnyBuffer kv_cache, ffi::AnyBuffer key, ffi::AnyBuffe
     return InvalidArgument(kOp, "the result must alias kv_cache (output_to_operand_aliasing); ",
                            "got a buffer of its own");
   }
-  *params = {kv_cache.untyped_data(),
+  if (other_results.size() != (value_cache.has_value() ? 1 : 0)) {
+    return InvalidArgument(kOp, "the call must have a result for each cache; got ",
+                           other_results.size() + 1);
+  }
+  if (value_cache.has_value() &&
+      (**other_results.get<ffi::AnyBuffer>(0)).untyped_data() != value_cache->untyped_data()) {
+    return InvalidArgument(kOp, "the second result must alias value_cache ",
+                           "(output_to_operand_aliasing); got a buffer of its own");
+  }
+  *params = {cache,
              key.untyped_data(),
              value.untyped_data(),
              slot_mapping.untyped_data(),
              slot_mapping.element_type() == ffi::S64,
-             kv_cache.dimensions()[0] * kv_cache.dimensions()[1],
+             layout.num_blocks,
+             layout.block_size,
              num_tokens,
              num_kv_heads,
              head_size,
@@ -70,9 +85,9 @@ ffi::Error MakeParams(ffi::AnyBuffer kv_cache, ffi::AnyBuffer key, ffi::AnyBuffe
 // Before anything is written, so that an error leaves the cache as it was.
 ffi::Error CheckSlots(const Params& p) {
   for (int64_t token = 0; token < p.num_tokens; ++token) {
-    if (p.Slot(token) >= p.num_slots) {
+    if (p.Slot(token) >= p.NumSlots()) {
       return InvalidArgument(kOp, "slot_mapping[", token,
-                             "] must be below num_blocks * block_size=", p.num_slots,
+                             "] must be below num_blocks * block_size=", p.NumSlots(),
                              " (negative for padding); got ", p.Slot(token));
     }
   }
@@ -80,10 +95,12 @@ ffi::Error CheckSlots(const Params& p) {
 }
 
 ffi::Error OnCpu(ffi::AnyBuffer kv_cache, ffi::AnyBuffer key, ffi::AnyBuffer value,
-                 ffi::AnyBuffer slot_mapping, ffi::Result<ffi::AnyBuffer> updated,
-                 const Executor& executor) {
+                 ffi::AnyBuffer slot_mapping, ffi::RemainingArgs other_operands,
+                 ffi::Result<ffi::AnyBuffer> updated, ffi::RemainingRets other_results,
+                 const ffi::Dictionary& attributes, const Executor& executor) {
   Params params;
-  ffi::Error error = MakeParams(kv_cache, key, value, slot_mapping, *updated, &params);
+  ffi::Error error = MakeParams(kv_cache, key, value, slot_mapping, other_operands, *updated,
+                                other_results, attributes, &params);
   if (error.success()) error = CheckSlots(params);
   if (error.success()) RunOnCpu(params, executor);
   return error;
@@ -91,9 +108,12 @@ ffi::Error OnCpu(ffi::AnyBuffer kv_cache, ffi::AnyBuffer key, ffi::AnyBuffer val
 
 #ifdef XLA_GPU_CUDA
 ffi::Error OnCuda(ffi::AnyBuffer kv_cache, ffi::AnyBuffer key, ffi::AnyBuffer value,
-                  ffi::AnyBuffer slot_mapping, ffi::Result<ffi::AnyBuffer> updated, void* stream) {
+                  ffi::AnyBuffer slot_mapping, ffi::RemainingArgs other_operands,
+                  ffi::Result<ffi::AnyBuffer> updated, ffi::RemainingRets other_results,
+                  const ffi::Dictionary& attributes, void* stream) {
   Params params;
-  ffi::Error error = MakeParams(kv_cache, key, value, slot_mapping, *updated, &params);
+  ffi::Error error = MakeParams(kv_cache, key, value, slot_mapping, other_operands, *updated,
+                                other_results, attributes, &params);
   if (error.success()) error = Launched(kOp, RunOnCuda(params, stream));
   return error;
 }
@@ -102,11 +122,14 @@ ffi::Error OnCuda(ffi::AnyBuffer kv_cache, ffi::AnyBuffer key, ffi::AnyBuffer va
 // What a call has on every platform.
 auto Bind() {
   return ffi::Ffi::Bind()
-      .Arg<ffi::AnyBuffer>()   // kv_cache
-      .Arg<ffi::AnyBuffer>()   // key
-      .Arg<ffi::AnyBuffer>()   // value
-      .Arg<ffi::AnyBuffer>()   // slot_mapping
-      .Ret<ffi::AnyBuffer>();  // the kv_cache, updated in place
+      .Arg<ffi::AnyBuffer>()  // kv_cache
+      .Arg<ffi::AnyBuffer>()  // key
+      .Arg<ffi::AnyBuffer>()  // value
+      .Arg<ffi::AnyBuffer>()  // slot_mapping
+      .RemainingArgs()        // value_cache, if it is apart
+      .Ret<ffi::AnyBuffer>()  // kv_cache, updated in place
+      .RemainingRets()        // value_cache likewise
+      .Attrs();
 }
 
 }  // namespace

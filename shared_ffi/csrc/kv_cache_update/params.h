@@ -1,28 +1,31 @@
 // kv_cache_update: writes the keys and values of new tokens into their slots of the paged cache.
 //
 // Token t goes to slot s = slot_mapping[t], that is, to position s % block_size of block
-// s / block_size; its key for kv head h at index 2h, its value at 2h + 1. A negative slot is
-// padding and writes nothing. Where two tokens name one slot, the CPU keeps the later token; on a
-// GPU it is not defined whose key and whose value are left.
+// s / block_size. A negative slot is padding and writes nothing. Where two tokens name one slot,
+// the CPU keeps the later token; on a GPU it is not defined whose key and whose value are left.
 #pragma once
 
 #include <cstdint>
 
+#include "../kv_cache.h"
 #include "../storage.h"
 
 namespace xla_gpu::kv_cache_update {
 
 struct Params {
-  void* kv_cache;            // [num_slots = num_blocks * block_size, 2 * num_kv_heads, head_size]
+  KvCache cache;             // of num_blocks blocks of block_size positions
   const void* key;           // [num_tokens, num_kv_heads, head_size]
   const void* value;         // [num_tokens, num_kv_heads, head_size]
   const void* slot_mapping;  // [num_tokens], int32 or int64
   bool slots_are_int64;
-  int64_t num_slots;
+  int64_t num_blocks;
+  int64_t block_size;
   int64_t num_tokens;
   int64_t num_kv_heads;
   int64_t head_size;
-  DType dtype;  // of kv_cache, key and value
+  DType dtype;  // of cache, key and value
+
+  XLA_GPU_HOST_DEVICE int64_t NumSlots() const { return num_blocks * block_size; }
 
   XLA_GPU_HOST_DEVICE int64_t Slot(int64_t token) const {
     return slots_are_int64 ? static_cast<const int64_t*>(slot_mapping)[token]

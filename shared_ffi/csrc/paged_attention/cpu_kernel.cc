@@ -39,16 +39,23 @@ XLA_GPU_INLINE int64_t RoundUp(int64_t a, int64_t b) { return DivideUp(a, b) * b
 // burst.
 class Prefetcher {
  public:
-  Prefetcher(const char* const* rows, int64_t num_rows, int64_t num_bytes)
-      : row_(rows), end_(rows + num_rows), num_bytes_(num_bytes) {
+  // What is wanted at each position: so many bytes at one offset or two from its address.
+  struct Wanted {
+    int64_t num_bytes;
+    int64_t num_offsets;
+    int64_t offsets[2];
+  };
+
+  Prefetcher(const char* const* positions, int64_t num_positions, const Wanted& wanted)
+      : position_(positions), end_(positions + num_positions), wanted_(wanted) {
     TakeRow();
   }
 
   // So many steps there will be, about.
   void Expect(int64_t num_steps) {
-    const int64_t num_lines =
-        (end_ - row_ + 1) * ((num_bytes_ + kCacheLineBytes - 1) / kCacheLineBytes);
-    lines_per_step_ = line_ == nullptr ? 0 : (num_lines + num_steps - 1) / num_steps;
+    const int64_t num_rows = (end_ - position_ + 1) * wanted_.num_offsets;
+    const int64_t num_lines = num_rows * DivideUp(wanted_.num_bytes, kCacheLineBytes);
+    lines_per_step_ = line_ == nullptr ? 0 : DivideUp(num_lines, num_steps);
   }
 
   XLA_GPU_INLINE void Step() {
@@ -60,19 +67,24 @@ class Prefetcher {
 
  private:
   void TakeRow() {
-    if (row_ == end_) {
+    if (position_ == end_) {
       lines_per_step_ = 0;
       line_ = nullptr;
       end_of_row_ = reinterpret_cast<const char*>(1);
       return;
     }
-    line_ = *row_++;
-    end_of_row_ = line_ + num_bytes_;
+    line_ = *position_ + wanted_.offsets[next_offset_];
+    end_of_row_ = line_ + wanted_.num_bytes;
+    if (++next_offset_ == wanted_.num_offsets) {
+      next_offset_ = 0;
+      ++position_;
+    }
   }
 
-  const char* const* row_;  // the next
+  const char* const* position_;  // of the next row
   const char* const* end_;
-  int64_t num_bytes_;
+  Wanted wanted_;
+  int64_t next_offset_ = 0;
   const char* line_;
   const char* end_of_row_;
   int64_t lines_per_step_ = 0;
@@ -352,7 +364,10 @@ class Attention {
         num_rows_(piece.num_heads * rows_per_head_),
         width_(RoundUp(DivideUp(p.head_size, Dot<T>::kPerLane), kLanes)),
         stride_(RoundUp(p.head_size, kLanes)),
-        head_bytes_(2 * p.head_size * static_cast<int64_t>(sizeof(T))) {
+        row_bytes_(p.head_size * static_cast<int64_t>(sizeof(T))),
+        head_bytes_(p.cache.head_stride * static_cast<int64_t>(sizeof(T))),
+        value_offset_(static_cast<const char*>(p.cache.values) -
+                      static_cast<const char*>(p.cache.keys)) {
     const struct {
       void* array;
       int64_t num_bytes;
@@ -438,18 +453,17 @@ class Attention {
   }
 
   // Where the K of the piece's first head lies, for each position of a tile up to the piece's end.
-  // Its V follows, then the K of the next head. Returns the number of positions. Those before the
-  // first and some after the last have the addresses of these, for whole vectors to be read.
+  // Returns the number of positions. Those before the first and some after the last have the
+  // addresses of these, for whole vectors to be read.
   int64_t FindKeys(int64_t tile, const char** keys) const {
     const int32_t* table = p_.block_tables + piece_.sequence * p_.max_blocks_per_seq;
-    const int64_t position_bytes = p_.num_kv_heads * head_bytes_;
     const int64_t num_positions = Larger(0, Smaller(kTile, piece_.end - tile));
     int64_t position = Larger(tile, piece_.begin);
     if (num_positions == 0) return 0;
     int64_t logical = position / p_.block_size, offset = position % p_.block_size;
     for (int64_t j = position - tile; j < num_positions; ++j) {
-      keys[j] = static_cast<const char*>(p_.kv_cache) +
-                (table[logical] * p_.block_size + offset) * position_bytes +
+      keys[j] = reinterpret_cast<const char*>(static_cast<const T*>(p_.cache.keys) +
+                                              p_.cache.Offset(table[logical], offset)) +
                 piece_.first_head * head_bytes_;
       if (++offset == p_.block_size) {
         offset = 0;
@@ -475,12 +489,8 @@ class Attention {
   }
 
   void AttendToTile(int64_t head, const Tile& tile) {
-    // Each head asks for some positions of the next tile, with all heads, as they lie in memory.
-    const int64_t share = (num_next_ + piece_.num_heads - 1) / piece_.num_heads;
-    const int64_t first = Smaller(head * share, num_next_);
-    Prefetcher next(next_keys_ + first, Smaller(share, num_next_ - first),
-                    piece_.num_heads * head_bytes_);
-    const int64_t k_offset = head * head_bytes_, v_offset = k_offset + head_bytes_ / 2;
+    Prefetcher next = PrefetcherOf(head);
+    const int64_t k_offset = head * head_bytes_, v_offset = k_offset + value_offset_;
     const CachedRows<T> k{keys_, k_offset}, v{keys_, v_offset};
     if (rows_per_head_ <= kMaxCachedRows) {
       next.Expect(NumStepsOfTile());
@@ -506,6 +516,24 @@ class Attention {
                                   });
     });
     AddValues(head, tile, PackedRows<T>{v_, stride_}, is_safe, &next);
+  }
+
+  // Of a head's share of the next tile. Where heads lie side by side, that is all heads of some
+  // positions, as they lie in memory; elsewhere its own rows of all positions.
+  Prefetcher PrefetcherOf(int64_t head) const {
+    const bool is_one_row = value_offset_ == row_bytes_;  // K and V
+    const int64_t num_bytes = is_one_row ? 2 * row_bytes_ : row_bytes_;
+    const int64_t num_offsets = is_one_row ? 1 : 2;
+    if (head_bytes_ != num_bytes) {
+      const int64_t k_offset = head * head_bytes_;
+      return {
+          next_keys_, num_next_, {num_bytes, num_offsets, {k_offset, k_offset + value_offset_}}};
+    }
+    const int64_t share = DivideUp(num_next_, piece_.num_heads);
+    const int64_t first = Smaller(head * share, num_next_);
+    return {next_keys_ + first,
+            Smaller(share, num_next_ - first),
+            {piece_.num_heads * num_bytes, num_offsets, {0, value_offset_}}};
   }
 
   // Of MultiplyCached and AddColumns.
@@ -689,9 +717,11 @@ class Attention {
   const int64_t group_;          // query heads per kv head
   const int64_t rows_per_head_;  // per kv head
   const int64_t num_rows_;
-  const int64_t width_;       // of queries and keys: lanes, padded to whole vectors
-  const int64_t stride_;      // of values and sums: head_size, padded to whole vectors
-  const int64_t head_bytes_;  // of K and V of one position and kv head
+  const int64_t width_;         // of queries and keys: lanes, padded to whole vectors
+  const int64_t stride_;        // of values and sums: head_size, padded to whole vectors
+  const int64_t row_bytes_;     // of K of a position and kv head
+  const int64_t head_bytes_;    // from there to the next kv head's
+  const int64_t value_offset_;  // from there to its V
 
   float* q_;                // [num_rows, width]
   float* k_;                // [width, kTile]

@@ -34,10 +34,17 @@ void AddTensorCoreLaunches(std::integer_sequence<int, kHeadSizes...>,
    ...);
 }
 
-// The tensor cores' kernel copies rows 16 bytes at a time.
+// The tensor cores' kernel copies rows 16 bytes, 8 elements, at a time.
 bool IsAligned(const Params& p) {
-  return p.head_size % 8 == 0 && reinterpret_cast<uintptr_t>(p.query) % 16 == 0 &&
-         reinterpret_cast<uintptr_t>(p.kv_cache) % 16 == 0;
+  for (const int64_t size :
+       {p.head_size, p.cache.block_stride, p.cache.position_stride, p.cache.head_stride}) {
+    if (size % 8 != 0) return false;
+  }
+  for (const void* array : {p.query, static_cast<const void*>(p.cache.keys),
+                            static_cast<const void*>(p.cache.values)}) {
+    if (reinterpret_cast<uintptr_t>(array) % 16 != 0) return false;
+  }
+  return true;
 }
 
 template <typename T>

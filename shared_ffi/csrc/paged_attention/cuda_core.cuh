@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, 2) CudaCoreAttention(Params p, Scrat
       for (int j = 0; j < gpu::kWarpSize; ++j) {
         const int64_t slot_j = gpu::Shuffle(slot, j);
         if (slot_j < 0) continue;
-        const T* value = KeyOf<T>(p, slot_j, item.kv_head) + p.head_size;
+        const T* value = ValueOf<T>(p, slot_j, item.kv_head);
         float v[kColumns];
         for (int i = 0; i < kColumns; ++i) {
           const int d = i * gpu::kWarpSize + lane;

@@ -1,7 +1,6 @@
-#include "../handler.h"
-
 #include <cmath>
 
+#include "../kv_cache_operand.h"
 #include "cpu.h"
 #include "cuda.h"
 #include "params.h"
@@ -20,50 +19,28 @@ struct Operands {
   ffi::AnyBuffer block_tables;
   ffi::AnyBuffer query_start_loc;
   ffi::AnyBuffer num_seqs;
-
-  static constexpr int64_t kCount = 6;
 };
 
-// The operands of features that not every call uses. An attribute with a feature's name has the
-// number of its operand.
-class FeatureOperands {
- public:
-  explicit FeatureOperands(const ffi::RemainingArgs& operands) : operands_(operands) {}
+constexpr size_t kNumOperands = 6;
 
-  // A number for each query head; null where the call does not use the feature.
-  ffi::Error FindPerHead(const char* name, int64_t operand, int64_t num_heads, const float** data) {
-    *data = nullptr;
-    if (operand == kNone) return ffi::Error::Success();
-    const auto buffer = operands_.get<ffi::AnyBuffer>(operand - Operands::kCount);
-    if (operand < Operands::kCount || !buffer.has_value()) {
-      return InvalidArgument(kOp, name, " must be an operand of the call; got number ", operand);
-    }
-    ++num_found_;
-    if (!HasShape(*buffer, {num_heads})) {
-      return InvalidArgument(kOp, name, " must have shape [num_heads=", num_heads, "]; got ",
-                             ShapeName(buffer->dimensions()));
-    }
-    if (buffer->element_type() != ffi::F32) {
-      return InvalidArgument(kOp, name, " must have dtype float32; got ",
-                             DTypeName(buffer->element_type()));
-    }
-    *data = buffer->typed_data<float>();
-    return ffi::Error::Success();
+// A feature's number for each query head; null where the call does not use the feature.
+ffi::Error FindPerHead(const char* name, FeatureOperands* operands, int64_t num_heads,
+                       const float** data) {
+  std::optional<ffi::AnyBuffer> buffer;
+  *data = nullptr;
+  ffi::Error error = operands->Find(name, &buffer);
+  if (error.failure() || !buffer.has_value()) return error;
+  if (!HasShape(*buffer, {num_heads})) {
+    return InvalidArgument(kOp, name, " must have shape [num_heads=", num_heads, "]; got ",
+                           ShapeName(buffer->dimensions()));
   }
-
-  // When all have been looked for.
-  ffi::Error Finish() const {
-    if (num_found_ == operands_.size()) return ffi::Error::Success();
-    return InvalidArgument(kOp, "the call must have ", Operands::kCount + num_found_,
-                           " operands; got ", Operands::kCount + operands_.size());
+  if (buffer->element_type() != ffi::F32) {
+    return InvalidArgument(kOp, name, " must have dtype float32; got ",
+                           DTypeName(buffer->element_type()));
   }
-
-  static constexpr int64_t kNone = -1;
-
- private:
-  const ffi::RemainingArgs& operands_;
-  size_t num_found_ = 0;
-};
+  *data = buffer->typed_data<float>();
+  return ffi::Error::Success();
+}
 
 // Shapes, dtypes and attributes: the same rules, in the same order and words, as
 // shared_ffi/paged_attention.py, for programs that did not pass through it. The last `num_scratch`
@@ -77,8 +54,9 @@ ffi::Error MakeParams(const Operands& operands, ffi::RemainingArgs other_operand
   const auto sliding_window = reader.Get<int64_t>("sliding_window");
   const auto soft_cap = reader.Get<float>("soft_cap");
   const auto window_right = reader.Get<int64_t>("window_right", 0);
-  const auto sinks_operand = reader.Get<int64_t>("sinks", FeatureOperands::kNone);
-  const auto slopes_operand = reader.Get<int64_t>("alibi_slopes", FeatureOperands::kNone);
+  KvLayout layout = KvLayout::Read(&reader);
+  FeatureOperands features(kOp, kNumOperands, other_operands, &reader,
+                           {"value_cache", "sinks", "alibi_slopes"});
   if (ffi::Error error = reader.Finish(); error.failure()) return error;
   DType dtype;
   if (!HasShape(query, {kAnySize, kAnySize, kAnySize})) {
@@ -96,19 +74,15 @@ ffi::Error MakeParams(const Operands& operands, ffi::RemainingArgs other_operand
     return InvalidArgument(kOp, "query must have a head_size from 1 to ", kMaxHeadSize, "; got ",
                            head_size);
   }
-  if (!HasShape(kv_cache, {kAnySize, kAnySize, kAnySize, head_size}) ||
-      kv_cache.dimensions()[1] < 1 || kv_cache.dimensions()[2] < 2 ||
-      kv_cache.dimensions()[2] % 2 != 0) {
-    return InvalidArgument(kOp, "kv_cache must have shape [num_blocks, block_size, ",
-                           "2 * num_kv_heads, head_size=", head_size, "]; got ",
-                           ShapeName(kv_cache.dimensions()));
+  std::optional<ffi::AnyBuffer> value_cache;
+  ffi::Error error = features.Find("value_cache", &value_cache);
+  KvCache cache;
+  if (error.success()) {
+    error = ReadKvCache(kOp, kv_cache, value_cache, kAnySize, head_size, &layout, &cache);
   }
-  if (kv_cache.element_type() != query.element_type()) {
-    return InvalidArgument(kOp, "kv_cache must have query's dtype ",
-                           DTypeName(query.element_type()), "; got ",
-                           DTypeName(kv_cache.element_type()));
-  }
-  const int64_t num_kv_heads = kv_cache.dimensions()[2] / 2;
+  if (error.success()) error = CheckCacheDType(kOp, kv_cache, value_cache, "query", query);
+  if (error.failure()) return error;
+  const int64_t num_kv_heads = layout.num_kv_heads;
   if (num_heads < 1 || num_heads % num_kv_heads != 0) {
     return InvalidArgument(kOp,
                            "query's num_heads must be a multiple of num_kv_heads=", num_kv_heads,
@@ -153,12 +127,9 @@ ffi::Error MakeParams(const Operands& operands, ffi::RemainingArgs other_operand
   if (!(soft_cap >= 0) || !std::isfinite(soft_cap)) {
     return InvalidArgument(kOp, "soft_cap must be positive and finite in float32; got ", soft_cap);
   }
-  FeatureOperands features(other_operands);
   const float *sinks, *alibi_slopes;
-  ffi::Error error = features.FindPerHead("sinks", sinks_operand, num_heads, &sinks);
-  if (error.success()) {
-    error = features.FindPerHead("alibi_slopes", slopes_operand, num_heads, &alibi_slopes);
-  }
+  error = FindPerHead("sinks", &features, num_heads, &sinks);
+  if (error.success()) error = FindPerHead("alibi_slopes", &features, num_heads, &alibi_slopes);
   if (error.success()) error = features.Finish();
   if (error.failure()) return error;
   if (window_right < 0) {
@@ -185,7 +156,7 @@ ffi::Error MakeParams(const Operands& operands, ffi::RemainingArgs other_operand
     lse = result.typed_data<float>();
   }
   *params = {query.untyped_data(),
-             kv_cache.untyped_data(),
+             cache,
              context_lens.typed_data<int32_t>(),
              block_tables.typed_data<int32_t>(),
              query_start_loc.typed_data<int32_t>(),
@@ -197,8 +168,8 @@ ffi::Error MakeParams(const Operands& operands, ffi::RemainingArgs other_operand
              num_tokens,
              num_heads,
              head_size,
-             kv_cache.dimensions()[0],
-             kv_cache.dimensions()[1],
+             layout.num_blocks,
+             layout.block_size,
              num_kv_heads,
              max_seqs,
              block_tables.dimensions()[1],

@@ -6,8 +6,7 @@
 // and attends to the positions j with
 //     max(0, p - sliding_window + 1) <= j < min(context_lens[s], p + window_right + 1)
 // where causal attention is window_right = 0. Position j lies in block block_tables[s][j /
-// block_size] at offset j % block_size; the K of kv head h at index 2h, the V at 2h + 1. Query head
-// h reads kv head h / (num_heads / num_kv_heads).
+// block_size] at offset j % block_size. Query head h reads kv head h / (num_heads / num_kv_heads).
 //     logit = scale * (q . k), then soft_cap * tanh(logit / soft_cap) where there is a cap,
 //             then - alibi_slopes[h] * |p - j| where there are slopes
 //     output = sum_j exp(logit_j - lse) * v_j, in float32 whatever the storage
@@ -22,6 +21,7 @@
 
 #include <cstdint>
 
+#include "../kv_cache.h"
 #include "../storage.h"
 
 namespace xla_gpu::paged_attention {
@@ -32,7 +32,7 @@ XLA_GPU_HOST_DEVICE inline int64_t DivideUp(int64_t a, int64_t b) { return (a + 
 
 struct Params {
   const void* query;               // [num_tokens, num_heads, head_size]
-  const void* kv_cache;            // [num_blocks, block_size, 2 * num_kv_heads, head_size]
+  KvCache cache;                   // of num_blocks blocks of block_size positions
   const int32_t* context_lens;     // [max_seqs]
   const int32_t* block_tables;     // [max_seqs, max_blocks_per_seq]
   const int32_t* query_start_loc;  // [max_seqs + 1]
@@ -56,7 +56,7 @@ struct Params {
   int64_t window_right;    // 0: causal
   float soft_cap;          // 0: none
 
-  DType dtype;  // of query, kv_cache and output
+  DType dtype;  // of query, cache and output
 
   // The positions that a query at `position` attends to, from WindowBegin up to WindowEnd; none if
   // that is not after it. Both grow with the position.

@@ -37,8 +37,8 @@ struct RowRange {
   __device__ bool Contains(int32_t position) const { return begin <= position && position < end; }
 };
 
-// Where a position lies in the cache, counted in positions; -1, and *is_bad set, where the table
-// leads outside the pool.
+// Where a position's row of kv head 0 lies in the cache, in elements; -1, and *is_bad set, where
+// the table leads outside the pool.
 __device__ __forceinline__ int64_t FindSlot(const Params& p, int64_t sequence, int32_t position,
                                             bool* is_bad) {
   const auto block_size = static_cast<uint32_t>(p.block_size);
@@ -49,13 +49,17 @@ __device__ __forceinline__ int64_t FindSlot(const Params& p, int64_t sequence, i
     *is_bad = true;
     return -1;
   }
-  return block * p.block_size + offset;
+  return p.cache.Offset(block, offset);
 }
 
-// The K of a slot and kv head; the V follows it.
+// The K and the V of a slot and kv head.
 template <typename T>
 __device__ __forceinline__ const T* KeyOf(const Params& p, int64_t slot, int64_t kv_head) {
-  return static_cast<const T*>(p.kv_cache) + (slot * p.num_kv_heads + kv_head) * 2 * p.head_size;
+  return static_cast<const T*>(p.cache.keys) + slot + kv_head * p.cache.head_stride;
+}
+template <typename T>
+__device__ __forceinline__ const T* ValueOf(const Params& p, int64_t slot, int64_t kv_head) {
+  return static_cast<const T*>(p.cache.values) + slot + kv_head * p.cache.head_stride;
 }
 
 // Offset of a row's query, and of its output.

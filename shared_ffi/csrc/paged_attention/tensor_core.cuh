@@ -138,11 +138,10 @@ class TensorCoreItem {
       const int row = i / Layout::kChunks, chunk = i % Layout::kChunks;
       const int64_t slot = slots[row];
       const bool exists = slot >= 0 && chunk * Layout::kChunk < p_.head_size;
-      const T* key = KeyOf<T>(p_, exists ? slot : 0, item_.kv_head);
-      const int64_t offset = exists ? chunk * Layout::kChunk : 0;
+      const int64_t from = exists ? slot + chunk * Layout::kChunk : 0;
       const int to = Layout::Offset(row, chunk);
-      gpu::CopyAsync16(keys + to, key + offset, exists);
-      gpu::CopyAsync16(values + to, key + offset + (exists ? p_.head_size : 0), exists);
+      gpu::CopyAsync16(keys + to, KeyOf<T>(p_, from, item_.kv_head), exists);
+      gpu::CopyAsync16(values + to, ValueOf<T>(p_, from, item_.kv_head), exists);
     }
   }
 

@@ -1,0 +1,148 @@
+"""The layouts of a paged cache: which dimension of its arrays is which.
+
+A layout names the dimensions in their order: ``n`` num_blocks, ``b`` block_size, ``h``
+num_kv_heads, ``2`` K then V, ``d`` head_size, which is the last; two in parentheses are one
+dimension. The kernels know strides only: all layouts are one to them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from shared_ffi.spec import ArraySpec, shape_error, value_error
+
+DEFAULT = "nb(h2)d"
+"""``[num_blocks, block_size, 2 * num_kv_heads, head_size]``: K of kv head h at index 2h, then V."""
+
+SEPARATE = "nbhd"
+"""The default where K and V are two arrays."""
+
+_NAMES = {"n": "num_blocks", "b": "block_size", "h": "num_kv_heads", "2": "2", "d": "head_size"}
+
+
+class KvCache(NamedTuple):
+    """Sizes of a paged cache, and where in its array things lie, in elements."""
+
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    block_stride: int
+    position_stride: int
+    head_stride: int
+    value_offset: int
+    """From K to V; 0 where V is another array."""
+
+    def attributes(self) -> tuple[tuple[str, np.int64], ...]:
+        """Of a custom call, for a cache that has not the default layout."""
+        return tuple((name, np.int64(value)) for name, value in self._asdict().items())
+
+
+def check(
+    op: str,
+    kv_layout: str | None,
+    kv_cache: ArraySpec,
+    value_cache: ArraySpec | None,
+    head_size: int,
+    num_kv_heads: int | None = None,
+) -> tuple[KvCache, tuple[tuple[str, np.int64], ...], list[ArraySpec]]:
+    """The cache, the attributes that tell a handler of it, and its arrays as a handler takes them:
+    strided ones as the memory that they span.
+
+    Args:
+        op: for messages.
+        kv_layout: None for the default.
+        num_kv_heads: what it must be.
+
+    Raises:
+        ValueError: the layout names no array of this kind, or a shape is not that of the layout.
+    """
+    axes = parse(op, kv_layout, is_separate=value_cache is not None)
+    strides = kv_cache.strides or _dense(kv_cache.shape)
+    sizes = _sizes(axes, kv_cache.shape)
+    wanted_heads = sizes.get("h") if num_kv_heads is None else num_kv_heads
+    is_right = sizes.get("d") == head_size and sizes.get("h") == wanted_heads
+    if not is_right or sizes["b"] < 1 or sizes["h"] < 1:
+        known = {"h": num_kv_heads, "d": head_size}
+        raise shape_error(op, "kv_cache", _describe(axes, known), kv_cache.shape)
+    if value_cache is not None and value_cache.shape != kv_cache.shape:
+        rule = f"{list(kv_cache.shape)} as kv_cache has"
+        raise shape_error(op, "value_cache", rule, value_cache.shape)
+    if strides[-1] != 1 or (value_cache and value_cache.strides != kv_cache.strides):
+        rule = "be contiguous in head_size, and have the strides of value_cache if there is one"
+        raise value_error(op, "kv_cache", rule, f"strides {list(strides)}")
+    step = _steps(axes, strides, sizes)
+    cache = KvCache(sizes["n"], sizes["b"], sizes["h"], *(step.get(x, 0) for x in "nbh2"))
+    arrays = [kv_cache] if value_cache is None else [kv_cache, value_cache]
+    is_default = "".join(axes) == DEFAULT and kv_cache.strides is None
+    attributes = () if is_default else cache.attributes()
+    return cache, attributes, [_spanned(array) for array in arrays]
+
+
+@lru_cache
+def parse(op: str, kv_layout: str | None, is_separate: bool) -> tuple[str, ...]:
+    """The layout's dimensions: ``("n", "b", "(h2)", "d")``."""
+    layout = kv_layout or (SEPARATE if is_separate else DEFAULT)
+    axes = tuple(re.findall(r"\(h2\)|\(2h\)|\(2d\)|.", layout))
+    letters = layout.replace("(", "").replace(")", "")
+    wanted = "bdhn" if is_separate else "2bdhn"
+    if sorted(letters) != sorted(wanted) or axes[-1] not in ("d", "(2d)") or "(" in axes:
+        rule = f"name each of {', '.join(sorted(wanted))} once, with d last, as "
+        rule += "'nbhd' does where V is value_cache" if is_separate else "'nb(h2)d' or 'n2bhd' do"
+        raise value_error(op, "kv_layout", rule, repr(kv_layout))
+    return axes
+
+
+def sizes(kv_layout: str | None, shape: Sequence[int]) -> tuple[int, int]:
+    """num_blocks and block_size of an array."""
+    layout = kv_layout or DEFAULT
+    found = _sizes(parse("kv_layout", layout, is_separate="2" not in layout), shape)
+    return found["n"], found["b"]
+
+
+def _sizes(axes: Sequence[str], shape: Sequence[int]) -> dict[str, int]:
+    """By letter; empty if the shape is not of the layout."""
+    found: dict[str, int] = {}
+    if len(axes) != len(shape):
+        return found
+    for axis, size in zip(axes, shape, strict=True):
+        if (axis == "2" and size != 2) or (len(axis) > 1 and size % 2 != 0):
+            return {}
+        found[axis.strip("(2)") or "2"] = size // 2 if len(axis) > 1 else size
+    return found
+
+
+def _steps(axes: Sequence[str], strides: Sequence[int], sizes: dict[str, int]) -> dict[str, int]:
+    """Elements from one index of a letter to the next."""
+    steps: dict[str, int] = {}
+    for axis, stride in zip(axes, strides, strict=True):
+        for letter in reversed(axis.strip("()")):
+            steps[letter] = stride
+            stride *= sizes.get(letter, 2)
+    return steps
+
+
+def _describe(axes: Sequence[str], known: dict[str, int | None]) -> str:
+    def name(axis: str) -> str:
+        letter = axis.strip("(2)") or "2"
+        size, factor = known.get(letter), 2 if len(axis) > 1 else 1
+        product = f"2 * {_NAMES[letter]}" if factor == 2 else _NAMES[letter]
+        return product if size is None else f"{product}={factor * size}"
+
+    return f"[{', '.join(map(name, axes))}]"
+
+
+def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _spanned(array: ArraySpec) -> ArraySpec:
+    if array.strides is None:
+        return array
+    last = sum((size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True))
+    return ArraySpec((0 if 0 in array.shape else last + 1,), array.dtype)
