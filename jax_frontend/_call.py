@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from shared_ffi import lowering
+from jax_frontend import _sharding
 from shared_ffi.spec import ArraySpec, Call
 
 
@@ -30,12 +32,37 @@ def run(
     """
     arrays = [jnp.asarray(operand) for operand in operands]
     given = {name: jnp.asarray(x) for name, x in (optional or {}).items() if x is not None}
-    specs = {name: _spec(array) for name, array in given.items()}
-    call = check(*map(_spec, arrays), *attributes, **specs, **options)
+    arguments = _Arguments(check, len(arrays), (*given,), attributes, (*options.items(),))
+    arrays += given.values()
+    return _function(arguments, arguments.call_on(*arrays))(*arrays)
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """What a call is made of besides arrays."""
+
+    check: Callable[..., Call]
+    num_operands: int
+    optional: tuple[str, ...]
+    attributes: tuple[Any, ...]
+    options: tuple[tuple[str, Any], ...]
+
+    def call_on(self, *arrays: jax.Array) -> Call:
+        """The call on these arrays, or on a device's parts of them."""
+        specs = [ArraySpec(array.shape, array.dtype.name) for array in arrays]
+        operands, rest = specs[: self.num_operands], specs[self.num_operands :]
+        optional = dict(zip(self.optional, rest, strict=True))
+        return self.check(*operands, *self.attributes, **optional, **dict(self.options))
+
+
+@lru_cache(maxsize=4096)
+def _function(arguments: _Arguments, call: Call) -> Callable[..., tuple[jax.Array, ...]]:
+    """Jitted, for those who call an op outside of a program; one object for equal calls, so that
+    JAX finds what it has compiled."""
 
     @jax.custom_jvp
     def forward(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return lowering.ffi_call(call, *arrays)
+        return _sharding.shared_by_heads(call, arguments.call_on, *arrays)
 
     @forward.defjvp
     def _refuse(primals: Any, tangents: Any) -> Any:
@@ -44,9 +71,4 @@ def run(
             "or jax.linearize. Wrap the operands in jax.lax.stop_gradient"
         )
 
-    results: tuple[jax.Array, ...] = forward(*arrays, *given.values())
-    return results
-
-
-def _spec(array: jax.Array) -> ArraySpec:
-    return ArraySpec(array.shape, array.dtype.name)
+    return jax.jit(forward, inline=True)

@@ -41,7 +41,7 @@ def check(
         raise shape_error(OP, "value", rule, value.shape)
     if value.dtype != key.dtype:
         raise dtype_error(OP, "value", f"key's dtype {key.dtype}", value.dtype)
-    _, layout, caches = _kv_layout.check(
+    cache, layout, caches = _kv_layout.check(
         OP, kv_layout, kv_cache, value_cache, head_size, num_kv_heads
     )
     for argument, array in (("kv_cache", kv_cache), ("value_cache", value_cache)):
@@ -58,6 +58,8 @@ def check(
         results=tuple(caches),
         attributes=layout if value_cache is None else (*layout, ("value_cache", np.int64(4))),
         aliases=((0, 0), (4, 1))[: len(caches)],
+        num_kv_heads=0 if cache.head_dim is None else num_kv_heads,
+        head_dims=(cache.head_dim, 1, 1, None, *[cache.head_dim] * (2 * len(caches) - 1)),
     )
 
 

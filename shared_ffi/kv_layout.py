@@ -38,9 +38,14 @@ class KvCache(NamedTuple):
     value_offset: int
     """From K to V; 0 where V is another array."""
 
+    head_dim: int | None
+    """The array's dimension along which kv heads lie, each in one piece; None: there is none."""
+
     def attributes(self) -> tuple[tuple[str, np.int64], ...]:
         """Of a custom call, for a cache that has not the default layout."""
-        return tuple((name, np.int64(value)) for name, value in self._asdict().items())
+        sizes = self._asdict()
+        del sizes["head_dim"]
+        return tuple((name, np.int64(value)) for name, value in sizes.items())
 
 
 def check(
@@ -77,7 +82,17 @@ def check(
         rule = "be contiguous in head_size, and have the strides of value_cache if there is one"
         raise value_error(op, "kv_cache", rule, f"strides {list(strides)}")
     step = _steps(axes, strides, sizes)
-    cache = KvCache(sizes["n"], sizes["b"], sizes["h"], *(step.get(x, 0) for x in "nbh2"))
+    head_dim = next((i for i, axis in enumerate(axes) if axis.strip("(").startswith("h")), None)
+    cache = KvCache(
+        num_blocks=sizes["n"],
+        block_size=sizes["b"],
+        num_kv_heads=sizes["h"],
+        block_stride=step["n"],
+        position_stride=step["b"],
+        head_stride=step["h"],
+        value_offset=step.get("2", 0),
+        head_dim=head_dim,
+    )
     arrays = [kv_cache] if value_cache is None else [kv_cache, value_cache]
     is_default = "".join(axes) == DEFAULT and kv_cache.strides is None
     attributes = () if is_default else cache.attributes()

@@ -94,9 +94,11 @@ def check(
     ]
     attributes.extend(layout)
     operands = [query, caches[0], context_lens, block_tables, query_start_loc, num_seqs]
+    head_dims = [1, cache.head_dim, None, None, None, None]
     if value_cache is not None:
         attributes.append(("value_cache", np.int64(len(operands))))  # the number of its operand
         operands.append(caches[1])
+        head_dims.append(cache.head_dim)
     for feature, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if per_head is None:
             continue
@@ -106,6 +108,7 @@ def check(
             raise dtype_error(OP, feature, "dtype float32", per_head.dtype)
         attributes.append((feature, np.int64(len(operands))))
         operands.append(per_head)
+        head_dims.append(0)
     if right := _window_right(causal, window_right):
         attributes.append(("window_right", right))
     results = [query]
@@ -117,6 +120,8 @@ def check(
         operands=tuple(operands),
         results=tuple(results),
         attributes=tuple(attributes),
+        num_kv_heads=0 if cache.head_dim is None else num_kv_heads,
+        head_dims=(*head_dims, *[1] * len(results)),
         cuda_scratch_bytes=cuda_scratch_bytes,
     )
 

@@ -37,6 +37,11 @@ class Call:
     attributes: tuple[tuple[str, Scalar], ...] = ()
     aliases: tuple[tuple[int, int], ...] = ()
     """Pairs (operand, result) that share one buffer: the op writes in place."""
+    num_kv_heads: int = 0
+    """Devices may share the call by kv heads, as many as divide this; 0: they may not."""
+    head_dims: tuple[int | None, ...] = ()
+    """For each operand, then each result: the dimension along which its heads lie, if it has one.
+    A device with a part of the kv heads has that part of each of these dimensions."""
     cuda_scratch_bytes: Callable[[Call], int] | None = None
     """How much memory the CUDA kernels need besides, if they do."""
 

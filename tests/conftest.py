@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 if os.environ.get("XLA_GPU_TEST_ON") != "cuda":
     os.environ["PJRT_DEVICE"] = "CPU"
     os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # for tests of sharding
 DUMP_DIR = Path(tempfile.mkdtemp(prefix="hlo-"))
 # Only torch_xla's programs: JAX can show its optimized HLO without a dump.
 os.environ["XLA_FLAGS"] = (
