@@ -288,3 +288,49 @@ def test_two_processes() -> None:
     for process in processes:
         output, errors = process.communicate(timeout=300)
         assert output == "the same bits\n", errors
+
+
+TORCH_XLA = """
+    import numpy as np
+    import torch
+    import torch_xla
+    import torch_xla.distributed.spmd as spmd
+    import torch_frontend
+    from tests import doors, hlo
+    from tests.test_sharding import ATTENTION, batch
+
+    torch_xla.runtime.use_spmd()
+    mesh, case = spmd.Mesh(np.arange(4), (4,), ("model",)), batch()
+    inputs, scale = case.inputs(), case.attributes()["scale"]
+    expected = doors.in_torch("paged_attention", *inputs, scale=scale)
+    heads = {0: (None, "model", None), 1: (None, None, "model", None)}
+
+    marked = [doors.to_xla(x) for x in inputs]
+    for i, partition in heads.items():
+        spmd.mark_sharding(marked[i], mesh, partition)
+    result = torch.ops.xla_gpu.paged_attention(*marked, scale)
+    doors.np.testing.assert_array_equal(doors.to_numpy(result), expected)
+
+    manual = [
+        spmd.enable_manual_sharding(x, heads.get(i, (None,) * x.dim()), mesh=mesh).global_tensor
+        for i, x in enumerate(doors.to_xla(x) for x in inputs)
+    ]
+    part = torch.ops.xla_gpu.paged_attention(*manual, scale)
+    (call,) = hlo.custom_calls(hlo.of_torch_xla([part]), ATTENTION)
+    assert call.startswith(f"f32[{len(expected)},4,16]"), call
+    whole = spmd.disable_manual_sharding(part, heads[0], expected.shape, mesh=mesh).global_tensor
+    doors.np.testing.assert_array_equal(doors.to_numpy(whole), expected)
+    print("the same bits")
+"""
+
+
+def test_torch_xla_spmd() -> None:
+    """Marked shardings are right, if gathered; manual ones give each device its heads."""
+    outcome = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(TORCH_XLA)],
+        cwd=Path(__file__).parents[1],
+        env={"JAX_PLATFORMS": "cpu", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"},
+        text=True,
+        capture_output=True,
+    )
+    assert outcome.stdout == "the same bits\n", outcome.stderr
