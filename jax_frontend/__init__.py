@@ -10,8 +10,15 @@ except ImportError as error:
 from jax_frontend.kv_cache_update import kv_cache_update
 from jax_frontend.merge_attention import merge_attention
 from jax_frontend.paged_attention import paged_attention
+from jax_frontend.ragged_paged_attention import ragged_paged_attention
 from jax_frontend.simple_add import simple_add
 
 del jax
 
-__all__ = ["kv_cache_update", "merge_attention", "paged_attention", "simple_add"]
+__all__ = [
+    "kv_cache_update",
+    "merge_attention",
+    "paged_attention",
+    "ragged_paged_attention",
+    "simple_add",
+]

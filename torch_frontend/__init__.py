@@ -13,6 +13,7 @@ from torch_frontend.export import export_platform
 from torch_frontend.kv_cache_update import kv_cache_update
 from torch_frontend.merge_attention import merge_attention
 from torch_frontend.paged_attention import paged_attention
+from torch_frontend.ragged_paged_attention import ragged_paged_attention, replace_tpu_kernels
 from torch_frontend.simple_add import simple_add
 
 del torch
@@ -22,5 +23,7 @@ __all__ = [
     "kv_cache_update",
     "merge_attention",
     "paged_attention",
+    "ragged_paged_attention",
+    "replace_tpu_kernels",
     "simple_add",
 ]

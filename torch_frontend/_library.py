@@ -145,6 +145,15 @@ def define(
     return op
 
 
+def define_composite(schema: str, function: Callable[..., Any]) -> torch._ops.OpOverload:
+    """Defines ``xla_gpu::<schema>`` in terms of other operators, for every device and compiler."""
+    _LIBRARY.define(schema)
+    name = schema.partition("(")[0]
+    _LIBRARY.impl(name, function, "CompositeImplicitAutograd")
+    op: torch._ops.OpOverload = getattr(torch.ops.xla_gpu, name).default
+    return op
+
+
 def _implement(op: torch._ops.OpOverload, name: str, calls: CheckedCalls) -> None:
     def cpu(*arguments: Any, **keywords: Any) -> Any:
         call, tensors = calls.in_memory(arguments, keywords)
