@@ -19,6 +19,8 @@ def kv_cache_update(
     *,
     value_cache: None = None,
     kv_layout: str | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
 ) -> jax.Array: ...
 
 
@@ -31,6 +33,8 @@ def kv_cache_update(
     *,
     value_cache: jax.Array,
     kv_layout: str | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -42,6 +46,8 @@ def kv_cache_update(
     *,
     value_cache: jax.Array | None = None,
     kv_layout: str | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Writes the keys and values of new tokens into their slots of a paged cache.
 
@@ -54,8 +60,11 @@ def kv_cache_update(
 
     Args:
         kv_cache: ``[num_blocks, block_size, 2 * num_kv_heads, head_size]``, float32, float16 or
-            bfloat16; the K of kv head h at index 2h, its V at 2h + 1.
-        key: ``[num_tokens, num_kv_heads, head_size]``, dtype of ``kv_cache``.
+            bfloat16, or float8_e4m3fn, float8_e5m2 or int8; the K of kv head h at index 2h, its V
+            at 2h + 1.
+        key: ``[num_tokens, num_kv_heads, head_size]``, dtype of ``kv_cache``, or, if that has 8
+            bits, float32, float16 or bfloat16: then it is divided by ``k_scale`` and rounded to
+            nearest; what is larger than the cache can hold becomes the largest that it can.
         value: as ``key``.
         slot_mapping: ``[num_tokens]``, int32 or int64: token t goes to slot
             ``block * block_size + offset``. A negative slot is padding and writes nothing. If two
@@ -63,6 +72,9 @@ def kv_cache_update(
         value_cache: where K and V are two arrays, that of V; ``kv_cache`` is that of K. Shape and
             dtype of ``kv_cache``.
         kv_layout: which dimension is which, where that is not as above; see ``paged_attention``.
+        k_scale: float32, of shape ``[]``, ``[1]`` or ``[num_kv_heads]``. None: 1. Scales of each
+            position are the caller's: divide and round before.
+        v_scale: likewise, of the values.
 
     Returns:
         The updated cache, shape and dtype of ``kv_cache``; with ``value_cache`` a pair of both.
@@ -80,7 +92,7 @@ def kv_cache_update(
     updated = _call.run(
         op.check,
         (kv_cache, key, value, slot_mapping),
-        optional={"value_cache": value_cache},
+        optional={"value_cache": value_cache, "k_scale": k_scale, "v_scale": v_scale},
         kv_layout=kv_layout,
     )
     return updated[0] if value_cache is None else (updated[0], updated[1])

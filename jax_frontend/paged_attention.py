@@ -24,6 +24,8 @@ def paged_attention(
     *,
     value_cache: jax.Array | None = None,
     kv_layout: str | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
     sinks: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     causal: bool = True,
@@ -46,6 +48,8 @@ def paged_attention(
     *,
     value_cache: jax.Array | None = None,
     kv_layout: str | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
     sinks: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     causal: bool = True,
@@ -67,6 +71,8 @@ def paged_attention(
     *,
     value_cache: jax.Array | None = None,
     kv_layout: str | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
     sinks: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     causal: bool = True,
@@ -91,8 +97,9 @@ def paged_attention(
     Args:
         query: ``[num_tokens, num_heads, head_size]``, float32, float16 or bfloat16; head_size from
             1 to 512.
-        kv_cache: ``[num_blocks, block_size, 2 * num_kv_heads, head_size]``, dtype of ``query``;
-            the K of kv head h at index 2h, its V at 2h + 1. Any block_size from 1.
+        kv_cache: ``[num_blocks, block_size, 2 * num_kv_heads, head_size]``, dtype of ``query``, or
+            float8_e4m3fn, float8_e5m2 or int8; the K of kv head h at index 2h, its V at 2h + 1. Any
+            block_size from 1.
         context_lens: ``[max_seqs]`` int32: tokens of the sequence in the cache, the query tokens
             of this call included. May be 0.
         block_tables: ``[max_seqs, max_blocks_per_seq]`` int32: the pool's block for each logical
@@ -111,6 +118,10 @@ def paged_attention(
             with ``d``, two of them joined by parentheses. None is ``"nb(h2)d"``, and with
             ``value_cache`` ``"nbhd"``. ``"n2bhd"``, for one, is
             ``[num_blocks, 2, block_size, num_kv_heads, head_size]``.
+        k_scale: float32, what the keys in a cache of 8 bits are multiplied by: of shape ``[]`` or
+            ``[1]``, one for all; ``[num_kv_heads]``; or ``[num_blocks, block_size, num_kv_heads]``.
+            None: 1.
+        v_scale: likewise, of the values.
         sinks: ``[num_heads]`` float32, one more logit in the softmax of each head, already
             scaled, with no value. -inf: none.
         alibi_slopes: ``[num_heads]`` float32: ``slope * abs(p - j)`` is taken from the logit of
@@ -161,7 +172,13 @@ def paged_attention(
         scale,
         sliding_window,
         soft_cap,
-        optional={"value_cache": value_cache, "sinks": sinks, "alibi_slopes": alibi_slopes},
+        optional={
+            "value_cache": value_cache,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "sinks": sinks,
+            "alibi_slopes": alibi_slopes,
+        },
         causal=causal,
         window_right=window_right,
         kv_layout=kv_layout,

@@ -18,7 +18,13 @@ def paged_attention_scratch_bytes(
 ) -> int: ...
 
 class EagerCall:
-    def __init__(self, platform: str, target: str, attributes: dict[str, float | int]) -> None: ...
+    def __init__(
+        self,
+        platform: str,
+        target: str,
+        attributes: dict[str, float | int],
+        dtypes: Sequence[str] = (),
+    ) -> None: ...
     def __call__(
         self,
         operands: Sequence[Any],

@@ -46,7 +46,8 @@ def run_on_cuda(call: Call, operands: Sequence[Any], results: Sequence[Any], str
 def _prepare(call: Call, platform: str) -> _native.EagerCall:
     attributes = {name: value.item() for name, value in call.attributes}
     try:
-        return _native.EagerCall(platform, call.target, attributes)
+        dtypes = [spec.dtype for spec in (*call.operands, *call.results)]
+        return _native.EagerCall(platform, call.target, attributes, dtypes)
     except KeyError as error:
         raise NotImplementedError(
             f"{call.op}: this build has no handlers for {platform}; install one that has"

@@ -8,6 +8,7 @@ import numpy as np
 
 from shared_ffi import kv_layout as _kv_layout
 from shared_ffi.spec import (
+    CACHE_DTYPES,
     STORAGE_DTYPES,
     ArraySpec,
     Call,
@@ -29,13 +30,17 @@ def check(
     *,
     value_cache: ArraySpec | None = None,
     kv_layout: str | None = None,
+    k_scale: ArraySpec | None = None,
+    v_scale: ArraySpec | None = None,
 ) -> Call:
     """Returns the in-place call, or raises ValueError (shape) or TypeError (dtype)."""
     if len(key.shape) != 3:
         raise shape_error(OP, "key", "[num_tokens, num_kv_heads, head_size]", key.shape)
     num_tokens, num_kv_heads, head_size = key.shape
-    if key.dtype not in STORAGE_DTYPES:
-        raise dtype_error(OP, "key", "dtype float32, float16 or bfloat16", key.dtype)
+    is_copied = key.dtype == kv_cache.dtype
+    if key.dtype not in STORAGE_DTYPES and not (is_copied and key.dtype in CACHE_DTYPES):
+        rule = "dtype float32, float16 or bfloat16, or one of 8 bits that kv_cache has, too"
+        raise dtype_error(OP, "key", rule, key.dtype)
     if value.shape != key.shape:
         rule = f"[num_tokens={num_tokens}, num_kv_heads={num_kv_heads}, head_size={head_size}]"
         raise shape_error(OP, "value", rule, value.shape)
@@ -44,9 +49,27 @@ def check(
     cache, layout, caches = _kv_layout.check(
         OP, kv_layout, kv_cache, value_cache, head_size, num_kv_heads
     )
-    for argument, array in (("kv_cache", kv_cache), ("value_cache", value_cache)):
-        if array is not None and array.dtype != key.dtype:
-            raise dtype_error(OP, argument, f"key's dtype {key.dtype}", array.dtype)
+    _kv_layout.check_dtypes(OP, kv_cache, value_cache, "key", key.dtype)
+    operands = [caches[0], key, value, slot_mapping, *caches[1:]]
+    head_dims = [cache.head_dim, 1, 1, None, *[cache.head_dim] * len(caches[1:])]
+    attributes = list(layout)
+    if value_cache is not None:
+        attributes.append(("value_cache", np.int64(4)))  # the number of its operand
+    for feature, scales in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scales is None:
+            continue
+        head_dim = _kv_layout.check_scales(
+            OP,
+            feature,
+            scales,
+            cache,
+            has_fewer_bits=not is_copied,
+            than="key",
+            per_position=False,
+        )
+        attributes.append((feature, np.int64(len(operands))))
+        operands.append(scales)
+        head_dims.append(head_dim)
     if slot_mapping.shape != (num_tokens,):
         raise shape_error(OP, "slot_mapping", f"[num_tokens={num_tokens}]", slot_mapping.shape)
     if slot_mapping.dtype not in ("int32", "int64"):
@@ -54,12 +77,12 @@ def check(
     return Call(
         OP,
         TARGET,
-        operands=(caches[0], key, value, slot_mapping, *caches[1:]),
+        operands=tuple(operands),
         results=tuple(caches),
-        attributes=layout if value_cache is None else (*layout, ("value_cache", np.int64(4))),
+        attributes=tuple(attributes),
         aliases=((0, 0), (4, 1))[: len(caches)],
         num_kv_heads=0 if cache.head_dim is None else num_kv_heads,
-        head_dims=(cache.head_dim, 1, 1, None, *[cache.head_dim] * (2 * len(caches) - 1)),
+        head_dims=(*head_dims, *[cache.head_dim] * len(caches)),
     )
 
 

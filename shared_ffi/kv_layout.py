@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shared_ffi.spec import ArraySpec, shape_error, value_error
+from shared_ffi.spec import CACHE_DTYPES, ArraySpec, dtype_error, shape_error, value_error
 
 DEFAULT = "nb(h2)d"
 """``[num_blocks, block_size, 2 * num_kv_heads, head_size]``: K of kv head h at index 2h, then V."""
@@ -97,6 +97,55 @@ def check(
     is_default = "".join(axes) == DEFAULT and kv_cache.strides is None
     attributes = () if is_default else cache.attributes()
     return cache, attributes, [_spanned(array) for array in arrays]
+
+
+def check_dtypes(
+    op: str, kv_cache: ArraySpec, value_cache: ArraySpec | None, argument: str, dtype: str
+) -> None:
+    """A cache has the dtype of that argument, or 8 bits; raises TypeError."""
+    if kv_cache.dtype not in (dtype, *CACHE_DTYPES):
+        rule = (
+            f"{argument}'s dtype {dtype}, or {', '.join(CACHE_DTYPES[:-1])} or {CACHE_DTYPES[-1]}"
+        )
+        raise dtype_error(op, "kv_cache", rule, kv_cache.dtype)
+    if value_cache is not None and value_cache.dtype != kv_cache.dtype:
+        rule = f"kv_cache's dtype {kv_cache.dtype}"
+        raise dtype_error(op, "value_cache", rule, value_cache.dtype)
+
+
+def check_scales(
+    op: str,
+    argument: str,
+    scales: ArraySpec,
+    cache: KvCache,
+    *,
+    has_fewer_bits: bool,
+    than: str,
+    per_position: bool,
+) -> int | None:
+    """The dimension along which the heads of scales lie, if it has one.
+
+    Args:
+        has_fewer_bits: whether the cache has, than the argument `than`.
+        per_position: whether each position may have scales of its own.
+
+    Raises:
+        ValueError, TypeError: a shape or a dtype is wrong, or there is nothing to scale.
+    """
+    if not has_fewer_bits:
+        rule = f"be None unless kv_cache has fewer bits than {than}"
+        raise value_error(op, argument, rule, f"shape {list(scales.shape)}")
+    head_dims: dict[tuple[int, ...], int | None] = {(cache.num_kv_heads,): 0, (): None, (1,): None}
+    rule = f"[], [1], [num_kv_heads={cache.num_kv_heads}]"
+    if per_position:
+        head_dims[cache.num_blocks, cache.block_size, cache.num_kv_heads] = 2
+        sizes = f"num_blocks={cache.num_blocks}, block_size={cache.block_size}"
+        rule += f" or [{sizes}, num_kv_heads]"
+    if scales.shape not in head_dims:
+        raise shape_error(op, argument, rule, scales.shape)
+    if scales.dtype != "float32":
+        raise dtype_error(op, argument, "dtype float32", scales.dtype)
+    return head_dims[scales.shape]
 
 
 @lru_cache

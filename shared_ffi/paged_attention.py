@@ -43,6 +43,8 @@ def check(
     *,
     value_cache: ArraySpec | None = None,
     kv_layout: str | None = None,
+    k_scale: ArraySpec | None = None,
+    v_scale: ArraySpec | None = None,
     sinks: ArraySpec | None = None,
     alibi_slopes: ArraySpec | None = None,
     causal: bool = True,
@@ -61,9 +63,7 @@ def check(
     if not 1 <= head_size <= MAX_HEAD_SIZE:
         raise value_error(OP, "query", f"have a head_size from 1 to {MAX_HEAD_SIZE}", head_size)
     cache, layout, caches = _kv_layout.check(OP, kv_layout, kv_cache, value_cache, head_size)
-    for argument, array in (("kv_cache", kv_cache), ("value_cache", value_cache)):
-        if array is not None and array.dtype != query.dtype:
-            raise dtype_error(OP, argument, f"query's dtype {query.dtype}", array.dtype)
+    _kv_layout.check_dtypes(OP, kv_cache, value_cache, "query", query.dtype)
     num_kv_heads = cache.num_kv_heads
     if num_heads < 1 or num_heads % num_kv_heads != 0:
         rule = f"be a multiple of num_kv_heads={num_kv_heads}"
@@ -94,11 +94,26 @@ def check(
     ]
     attributes.extend(layout)
     operands = [query, caches[0], context_lens, block_tables, query_start_loc, num_seqs]
-    head_dims = [1, cache.head_dim, None, None, None, None]
+    head_dims: list[int | None] = [1, cache.head_dim, None, None, None, None]
     if value_cache is not None:
         attributes.append(("value_cache", np.int64(len(operands))))  # the number of its operand
         operands.append(caches[1])
         head_dims.append(cache.head_dim)
+    for feature, scales in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scales is None:
+            continue
+        head_dim = _kv_layout.check_scales(
+            OP,
+            feature,
+            scales,
+            cache,
+            has_fewer_bits=kv_cache.dtype != query.dtype,
+            than="query",
+            per_position=True,
+        )
+        attributes.append((feature, np.int64(len(operands))))
+        operands.append(scales)
+        head_dims.append(head_dim)
     for feature, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if per_head is None:
             continue

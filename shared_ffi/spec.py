@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 STORAGE_DTYPES = ("float32", "float16", "bfloat16")
+CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
+"""Those of 8 bits, which a cache may have instead."""
 
 Scalar = np.float32 | np.int64
 

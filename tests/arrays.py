@@ -14,6 +14,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 def exchangeable(array: Any) -> Any:
     """The array, or the same memory as something that speaks DLPack."""
     array = np.asarray(array)
+    if array.dtype.name.startswith("float8"):
+        array = array.view(np.uint8)
     if array.dtype.name != "bfloat16":
         return array if array.flags.writeable else array.copy()
     import torch  # noqa: PLC0415  (NumPy's DLPack knows no bfloat16)

@@ -28,7 +28,7 @@ def overload_of(op: str, attributes: dict[str, Any]) -> tuple[Any, dict[str, Any
 
 _CHECKS = {"paged_attention": paged_attention.check, "kv_cache_update": kv_cache_update.check}
 _POSITIONAL = ("scale", "sliding_window", "soft_cap")
-_OPTIONAL = ("value_cache", "sinks", "alibi_slopes")
+_OPTIONAL = ("value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes")
 
 
 def checked_call(

@@ -15,8 +15,24 @@ import numpy as np
 from tests.layouts import LAYOUTS, arrange
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+CACHE_DTYPES = {
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+    "float8_e5m2": ml_dtypes.float8_e5m2,
+    "int8": np.int8,
+}
+SCALE = 0.05  # about that of the caches that have any
 SHORT_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 JUNK = np.array([2147480000, -7, 2147483647, -2147483648, 1000000], np.int32)
+
+
+def quantized(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 in a cache's dtype: rounded to nearest, ties to even; what is too large becomes the
+    largest."""
+    to = CACHE_DTYPES[dtype]
+    if dtype == "int8":
+        return np.clip(np.rint(np.nan_to_num(values)), -128, 127).astype(np.int8)
+    largest = float(ml_dtypes.finfo(to).max)
+    return np.clip(values, -largest, largest).astype(to)
 
 
 class Inputs(NamedTuple):
@@ -50,6 +66,8 @@ class Case:
     window_right: int | None = None
     return_lse: bool = False
     kv_layout: str | None = None
+    cache_dtype: str | None = None  # of 8 bits
+    scales: str | None = None  # "one", "per head", "per position"
     padding_seqs: int = 2
     padding_blocks: int = 2
     padding_tokens: int = 3
@@ -76,6 +94,8 @@ class Case:
             attributes |= {"causal": False, "window_right": self.window_right}
         if self.return_lse:
             attributes["return_lse"] = True
+        if self.scales is not None:
+            attributes["k_scale"], attributes["v_scale"] = self._scales()
         if self.kv_layout is not None:
             attributes["kv_layout"] = self.kv_layout
             _, *value_cache = arrange(self._in_default_layout().kv_cache, self.kv_layout)
@@ -94,6 +114,27 @@ class Case:
         return inputs._replace(kv_cache=arrange(inputs.kv_cache, self.kv_layout)[0])
 
     def _in_default_layout(self) -> Inputs:
+        inputs = self._of_one_dtype()
+        if self.cache_dtype is None:
+            return inputs
+        values = inputs.kv_cache.astype(np.float32) / (1 if self.scales is None else SCALE)
+        return inputs._replace(kv_cache=quantized(values, self.cache_dtype))
+
+    def _scales(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of keys and values; NaN where nothing is attended to."""
+        kv_cache = self._of_one_dtype().kv_cache.astype(np.float32)
+        shape = {
+            "one": (),
+            "per head": (self.num_kv_heads,),
+            "per position": (*kv_cache.shape[:2], self.num_kv_heads),
+        }[self.scales or "one"]
+        k_scale, v_scale = np.random.default_rng(1).uniform(0.5, 1.5, (2, *shape)) * SCALE
+        if self.scales == "per position":
+            junk = ~np.isfinite(kv_cache).all((2, 3))
+            k_scale[junk] = v_scale[junk] = np.nan
+        return np.asarray(k_scale, np.float32), np.asarray(v_scale, np.float32)
+
+    def _of_one_dtype(self) -> Inputs:
         rng = np.random.default_rng(zlib.crc32(self.id.encode()))
         dtype = DTYPES[self.dtype]
         q_lens = [q_len for q_len, _ in self.sequences]
@@ -345,6 +386,48 @@ def _layouts() -> Iterator[Case]:
         )
 
 
+def _caches_of_8_bits() -> Iterator[Case]:
+    batches = {
+        "decode": ((1, 150), (1, 3)),
+        "mixed": ((7, 80), (9, 9), (0, 5), (1, 66)),
+        "long": ((1, 700), (5, 530)),
+    }
+    for cache_dtype, scales in product(CACHE_DTYPES, (None, "one", "per head", "per position")):
+        for name, sequences in batches.items():
+            yield from _of_each_dtype(
+                f"{cache_dtype}-{scales}-{name}",
+                sequences=sequences,
+                cache_dtype=cache_dtype,
+                scales=scales,
+                num_heads=12,
+                num_kv_heads=3,
+                block_size=8,
+                head_size=24,
+                return_lse=name == "mixed",
+            )
+    for cache_dtype, head_size in product(CACHE_DTYPES, (1, 7, 64, 100)):
+        yield Case(
+            id=f"{cache_dtype}-head-size-{head_size}",
+            sequences=MIXED,
+            cache_dtype=cache_dtype,
+            scales="per position",
+            head_size=head_size,
+            soft_cap=4.0,
+            dtype="bfloat16",
+        )
+    for layout in ("n2hbd", "nbhd"):
+        yield Case(
+            id=f"float8-layout-{layout}",
+            sequences=MIXED,
+            cache_dtype="float8_e4m3fn",
+            scales="per head",
+            kv_layout=layout,
+            sinks=True,
+            alibi_slopes=True,
+            dtype="bfloat16",
+        )
+
+
 def _ragged() -> Iterator[Case]:
     rng = np.random.default_rng(0)
     for i in range(60):
@@ -374,6 +457,7 @@ CASES = [
     *_values(),
     *_features(),
     *_layouts(),
+    *_caches_of_8_bits(),
     *_ragged(),
 ]
 assert len({case.id for case in CASES}) == len(CASES)
@@ -392,6 +476,8 @@ SHORT_CASES = [
         "fewer-keys-sinks-right-2",
         "layout-n2hbd-mixed",
         "layout-nbhd-mixed",
+        "float8_e4m3fn-per head-mixed",
+        "int8-per position-mixed",
         "ragged-7",
     }
 ]
@@ -419,12 +505,23 @@ class UpdateCase:
     dtype: str = "float32"
     slot_dtype: str = "int32"
     kv_layout: str | None = None
+    cache_dtype: str | None = None  # of 8 bits
+    scales: str | None = None  # "one", "per head"
+    key_factor: float = 1.0
 
     def attributes(self) -> dict[str, Any]:
-        if self.kv_layout is None:
-            return {}
-        _, *value_cache = arrange(self._in_default_layout().kv_cache, self.kv_layout)
-        return {"kv_layout": self.kv_layout} | dict(zip(["value_cache"], value_cache, strict=False))
+        attributes: dict[str, Any] = {}
+        if self.kv_layout is not None:
+            _, *value_cache = arrange(self._in_default_layout().kv_cache, self.kv_layout)
+            attributes = dict(zip(["value_cache"], value_cache, strict=False))
+            attributes["kv_layout"] = self.kv_layout
+        if self.scales is not None:
+            shape = () if self.scales == "one" else (self.num_kv_heads,)
+            scales = np.random.default_rng(1).uniform(0.5, 1.5, (2, *shape)) * SCALE
+            attributes["k_scale"], attributes["v_scale"] = scales.astype(np.float32)
+            if self.scales == "one":
+                attributes |= {name: np.array(attributes[name]) for name in ("k_scale", "v_scale")}
+        return attributes
 
     def inputs(self) -> UpdateInputs:
         inputs = self._in_default_layout()
@@ -442,8 +539,16 @@ class UpdateCase:
         kv_cache, key, value = (
             rng.standard_normal(size).astype(dtype) for size in (cache_shape, shape, shape)
         )
-        key[padding] = np.nan
-        value[padding] = np.nan
+        key *= dtype(self.key_factor)
+        if self.cache_dtype is not None:
+            kv_cache = quantized(kv_cache.astype(np.float32), self.cache_dtype)
+            if self.dtype == "float16" and self.scales is None:  # copied as it is
+                key, value = (
+                    quantized(x.astype(np.float32), self.cache_dtype) for x in (key, value)
+                )
+        if key.dtype != np.int8:
+            key[padding] = np.nan
+            value[padding] = np.nan
         return UpdateInputs(kv_cache, key, value, slots.astype(self.slot_dtype))
 
 
@@ -465,6 +570,21 @@ def _updates() -> Iterator[UpdateCase]:
     for layout in LAYOUTS:
         yield UpdateCase(id=f"layout-{layout}", kv_layout=layout, head_size=16, num_kv_heads=3)
         yield UpdateCase(id=f"layout-{layout}-odd", kv_layout=layout, dtype="bfloat16")
+    for cache_dtype, (dtype, short), scales in product(
+        CACHE_DTYPES, SHORT_NAMES.items(), (None, "one", "per head")
+    ):
+        for name, factor in {"": 1.0, "-too-large": 100.0, "-subnormal": 2.0**-12}.items():
+            yield UpdateCase(
+                id=f"{cache_dtype}-{scales}-{short}{name}",
+                cache_dtype=cache_dtype,
+                dtype=dtype,
+                scales=scales,
+                key_factor=factor,
+                num_tokens=60,
+            )
+    yield UpdateCase(
+        id="float8-layout", cache_dtype="float8_e4m3fn", scales="per head", kv_layout="nhbd"
+    )
 
 
 UPDATE_CASES = list(_updates())

@@ -71,8 +71,10 @@ def assert_close(
 def assert_close_on_cpu(actual: Any, inputs: Any, attributes: dict[str, Any]) -> None:
     """`actual` is the oracle's result for the inputs of paged_attention, as far as the CPU kernel
     with the instruction set in use can be exact."""
+    query, kv_cache, *_ = inputs
     rounds_weights = (
-        inputs[0].dtype.name == "bfloat16" and _native.cpu_instruction_set() == "avx512_bf16"
+        query.dtype.name == kv_cache.dtype.name == "bfloat16"
+        and _native.cpu_instruction_set() == "avx512_bf16"
     )
     _assert_close(actual, inputs, attributes, rounds_weights)
 
@@ -81,7 +83,10 @@ def assert_close_on_cuda(actual: Any, inputs: Any, attributes: dict[str, Any]) -
     """`actual` is the oracle's result for the inputs of paged_attention, as far as the CUDA kernels
     that run for them can be exact."""
     dtype, head_size = inputs[0].dtype, inputs[0].shape[2]
-    on_tensor_cores = dtype.itemsize == 2 and head_size % 8 == 0 and head_size <= 256
+    has_one_dtype = inputs[1].dtype == dtype
+    on_tensor_cores = (
+        has_one_dtype and dtype.itemsize == 2 and head_size % 8 == 0 and head_size <= 256
+    )
     _assert_close(actual, inputs, attributes, rounds_weights=on_tensor_cores)
 
 

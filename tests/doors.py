@@ -23,6 +23,8 @@ Door = Callable[..., Any]
 
 def to_torch(array: Any) -> torch.Tensor:
     array = np.array(array)  # a copy, contiguous and writable
+    if array.dtype.name.startswith("float8"):
+        return torch.from_numpy(array.view(np.uint8)).view(getattr(torch, array.dtype.name))
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(array)
@@ -30,6 +32,9 @@ def to_torch(array: Any) -> torch.Tensor:
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     tensor = tensor.detach().cpu()
+    if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        dtype = getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch."))
+        return tensor.view(torch.uint8).numpy().view(dtype)
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()

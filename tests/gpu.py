@@ -25,7 +25,9 @@ class Gpu:
     ) -> None:
         """Calls an op's handler; writes into the results, which may be operands. The seed varies
         the order of threads, where something does."""
-        self._call(self.native.EagerCall("cuda", op.TARGET, attributes), operands, results, seed)
+        dtypes = [x.dtype.name for x in (*operands, *results)]
+        call = self.native.EagerCall("cuda", op.TARGET, attributes, dtypes)
+        self._call(call, operands, results, seed)
 
     def _call(self, call: Any, operands: Sequence[Any], results: Sequence[Any], seed: int) -> None:
         raise NotImplementedError
@@ -44,7 +46,7 @@ class RealGpu(Gpu):
         tensors = {id(x): exchange_to_cuda(x) for x in (*operands, *results)}
         stream = torch.cuda.current_stream().cuda_stream
         capsules = [
-            [torch.utils.dlpack.to_dlpack(tensors[id(x)]) for x in arrays]
+            [torch.utils.dlpack.to_dlpack(bytes_of(tensors[id(x)])) for x in arrays]
             for arrays in (operands, results)
         ]
         call(*capsules, stream=stream)
@@ -57,8 +59,19 @@ def exchange_to_cuda(array: Any) -> Any:
     """A copy of an array on the GPU."""
     import torch  # noqa: PLC0415
 
-    tensor = exchangeable(np.array(array))
-    return torch.as_tensor(tensor).to("cuda")
+    tensor = torch.as_tensor(exchangeable(np.array(array))).to("cuda")
+    return tensor.view(getattr(torch, array.dtype.name)) if is_float8(array) else tensor
+
+
+def is_float8(array: Any) -> bool:
+    return str(array.dtype).removeprefix("torch.").startswith("float8")
+
+
+def bytes_of(tensor: Any) -> Any:
+    """The tensor, or the same memory in a dtype that DLPack knows."""
+    import torch  # noqa: PLC0415
+
+    return tensor.view(torch.uint8) if is_float8(tensor) else tensor
 
 
 def keywords_to_cuda(keywords: dict[str, Any]) -> dict[str, Any]:

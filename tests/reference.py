@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tests import layouts
+from tests import cases, layouts
 
 
 def paged_attention(
@@ -22,6 +22,8 @@ def paged_attention(
     *,
     value_cache: Any = None,
     kv_layout: str | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     sinks: Any = None,
     alibi_slopes: Any = None,
     causal: bool = True,
@@ -50,6 +52,9 @@ def paged_attention(
             positions = np.arange(first, last + 1)
             rows = [(block_tables[s, j // block_size], j % block_size) for j in positions]
             attended = np.array([kv_cache[row] for row in rows], np.float64)
+            if len(rows) > 0:
+                attended[:, 0::2] *= np.array([_scales(k_scale, row) for row in rows])
+                attended[:, 1::2] *= np.array([_scales(v_scale, row) for row in rows])
             for h in range(num_heads):
                 sink = -np.inf if sinks is None else float(sinks[h])
                 if len(positions) == 0:
@@ -71,6 +76,14 @@ def paged_attention(
     return (output, lse) if return_lse else output
 
 
+def _scales(scales: Any, row: tuple[Any, Any]) -> np.ndarray:
+    """[kv heads or 1, 1], of a block and an offset in it."""
+    if scales is None:
+        return np.ones((1, 1))
+    scales = np.asarray(scales, np.float64)
+    return (scales[row] if scales.ndim == 3 else scales).reshape(-1, 1)
+
+
 def kv_cache_update(
     kv_cache: Any,
     key: Any,
@@ -79,11 +92,20 @@ def kv_cache_update(
     *,
     value_cache: Any = None,
     kv_layout: str | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
 ) -> Any:
     """The updated cache, or the two; what is given keeps its values."""
     caches = (kv_cache,) if value_cache is None else (kv_cache, value_cache)
     updated = layouts.default(caches, kv_layout)
     block_size = updated.shape[1]
+    if updated.dtype != key.dtype:
+        key, value = (
+            cases.quantized(
+                x.astype(np.float32) / np.float32(_scales(scale, (0, 0))), updated.dtype.name
+            )
+            for x, scale in ((key, k_scale), (value, v_scale))
+        )
     for token, slot in enumerate(slot_mapping):
         if slot >= 0:
             block, offset = divmod(int(slot), block_size)

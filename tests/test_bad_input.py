@@ -141,7 +141,7 @@ STATIC = [
     ),
     fault(
         attention,
-        "kv_cache must have query's dtype float32; got float16",
+        "kv_cache must have query's dtype float32, or float8_e4m3fn, float8_e5m2 or int8; got float16",
         TypeError,
         kv_cache=np.ones((4, 2, 4, 8), F16),
     ),
@@ -229,6 +229,55 @@ STATIC = [
             ("dtype float32; got float16", TypeError, np.ones(4, F16)),
         )
     ),
+    *(
+        fault(
+            op,
+            f"{name} must {rule}",
+            error,
+            kv_cache=np.zeros((4, 2, 4, 8), cache_dtype),
+            **{name: scales},
+        )
+        for op, than, also in (
+            (attention, "query", " or [num_blocks=4, block_size=2, num_kv_heads]"),
+            (update, "key", ""),
+        )
+        for name in ("k_scale", "v_scale")
+        for rule, error, cache_dtype, scales in (
+            (
+                f"be None unless kv_cache has fewer bits than {than}; got shape [2]",
+                ValueError,
+                F32,
+                np.ones(2, F32),
+            ),
+            (
+                f"have shape [], [1], [num_kv_heads=2]{also}; got [3]",
+                ValueError,
+                np.int8,
+                np.ones(3, F32),
+            ),
+            (
+                f"have shape [], [1], [num_kv_heads=2]{also}; got [2, 2, 2]",
+                ValueError,
+                np.int8,
+                np.ones((2, 2, 2), F32),
+            ),
+            ("have dtype float32; got float16", TypeError, np.int8, np.ones((), F16)),
+        )
+    ),
+    fault(
+        update,
+        "k_scale must have shape [], [1], [num_kv_heads=2]; got [4, 2, 2]",
+        kv_cache=np.zeros((4, 2, 4, 8), np.int8),
+        k_scale=np.ones((4, 2, 2), F32),
+    ),
+    fault(
+        update,
+        "k_scale must be None unless kv_cache has fewer bits than key; got shape []",
+        kv_cache=np.zeros((4, 2, 4, 8), np.int8),
+        key=np.ones((3, 2, 8), np.int8),
+        value=np.ones((3, 2, 8), np.int8),
+        k_scale=np.ones((), F32),
+    ),
     fault(attention, "window_right must be at least 0; got -1", causal=False, window_right=-1),
     fault(
         attention,
@@ -288,16 +337,13 @@ STATIC = [
     *(
         fault(
             op,
-            f"value_cache must have {name}'s dtype float32; got float16",
+            "value_cache must have kv_cache's dtype float32; got float16",
             TypeError,
             kv_cache=np.ones(shape, F32),
             value_cache=np.ones(shape, F16),
             in_handler=False,
         )
-        for op, name, shape in (
-            (attention, "query", (4, 2, 4, 8)),
-            (update, "key", (4, 2, 2, 8)),
-        )
+        for op, shape in ((attention, (4, 2, 4, 8)), (update, (4, 2, 2, 8)))
     ),
     fault(
         update,
@@ -306,7 +352,7 @@ STATIC = [
     ),
     fault(
         update,
-        "key must have dtype float32, float16 or bfloat16; got int32",
+        "key must have dtype float32, float16 or bfloat16, or one of 8 bits that kv_cache has, too; got int32",
         TypeError,
         key=np.ones((3, 2, 8), I32),
     ),
@@ -333,7 +379,7 @@ STATIC = [
     ),
     fault(
         update,
-        "kv_cache must have key's dtype float32; got float16",
+        "kv_cache must have key's dtype float32, or float8_e4m3fn, float8_e5m2 or int8; got float16",
         TypeError,
         kv_cache=np.ones((4, 2, 4, 8), F16),
     ),
@@ -422,7 +468,7 @@ FOR_HANDLER_IN_XLA = [
 ]
 
 
-FEATURES = ("value_cache", "sinks", "alibi_slopes")
+FEATURES = ("value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes")
 
 
 def split(arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -438,10 +484,10 @@ def as_handlers_take_them(fault: Fault) -> tuple[list[Any], dict[str, Any]]:
         attributes.pop("causal", None)
         attributes["sliding_window"] = attributes["sliding_window"] or 0
         attributes["soft_cap"] = attributes["soft_cap"] or 0.0
-        for feature in FEATURES:
-            if feature in attributes:
-                operands.append(attributes[feature])
-                attributes[feature] = len(operands) - 1
+    for feature in FEATURES:
+        if feature in attributes:
+            operands.append(attributes[feature])
+            attributes[feature] = len(operands) - 1
     return operands, attributes
 
 

@@ -37,7 +37,8 @@ def attend(operands: Any, *, num_threads: int = 1, **attributes: Any) -> Any:
     # As bits: not every NumPy exchanges bfloat16 by DLPack, and every kernel must write all rows.
     results = [np.full(spec.shape, np.nan, operands[0].dtype) for spec in call.results[:1]]
     results += [np.full(spec.shape, np.nan, spec.dtype) for spec in call.results[1:]]
-    handler = _native.EagerCall("cpu", call.target, numbers(call))
+    dtypes = [x.dtype.name for x in (*arrays, *results)]
+    handler = _native.EagerCall("cpu", call.target, numbers(call), dtypes)
     handler([exchangeable(x) for x in arrays], [exchangeable(x) for x in results], num_threads)
     return tuple(results) if len(results) > 1 else results[0]
 
@@ -57,7 +58,8 @@ def test_kv_cache_update(case: UpdateCase) -> None:
     arrays = [x.copy() for x in arrays]
     operands = [exchangeable(x) for x in arrays]
     caches = [operand for operand, _ in call.aliases]
-    handler = _native.EagerCall("cpu", call.target, numbers(call))
+    dtypes = [arrays[i].dtype.name for i in (*range(len(arrays)), *caches)]
+    handler = _native.EagerCall("cpu", call.target, numbers(call), dtypes)
     handler(operands, [operands[i] for i in caches], 3)
     updated = [arrays[i] for i in caches]
     expected = reference.kv_cache_update(*inputs, **attributes)

@@ -77,7 +77,13 @@ CPU_FAULTS = {
         "std::fill(p.lse + end * p.num_heads, p.lse + p.num_tokens * p.num_heads, kNothing);",
         "",
     ),
-    "swaps-key-and-value": (UPDATE, "head_bytes, key + head", "head_bytes, value + head"),
+    "swaps-key-and-value": (UPDATE, "copy(k, key + head", "copy(k, value + head"),
+    "forgets-the-scale-of-keys": (KERNEL, "scale *= p_.k_scale.At(0, 0", "scale *= 0 * p_.k_scale.At(0, 0"),
+    "takes-the-scale-of-the-first-head": (KERNEL, "p_.v_scale.At(0, 0, kv_head)", "p_.v_scale.At(0, 0, 0)"),
+    "spreads-nan-of-unused-scales": (KERNEL, "return x == 0 ? x : x *", "return x *"),
+    "misreads-the-nan-of-float8": ("simd.h", "magnitude == 0x7f ? nan", "magnitude == 0x80 ? nan"),
+    "does-not-hold-float8-at-its-largest": ("storage.h", "rounded < kLargest ? rounded", "rounded < 255 ? rounded"),
+    "rounds-float8-up-on-ties": ("storage.h", "- 1 + (magnitude >> kShift & 1)", "- 1 + 1"),
     "knows-the-default-layout-only": (KERNEL, "(p.cache.head_stride *", "(2 * p.head_size *"),
     "writes-padding": (
         UPDATE,
@@ -141,8 +147,11 @@ CUDA_FAULTS = {
         "= p.cache.head_stride * size",
         "= 2 * p.head_size * size",
     ),
+    "forgets-the-scale-of-values": (CORE, "weights[r] *= v_scale;", "weights[r] *= 1;"),
+    "takes-another-position's-scale": (ROWS, "position % p.block_size, item.kv_head)", "0, item.kv_head)"),
+    "quantizes-with-the-first-head's-scale": ("kv_cache_update/cuda.cu", "p.v_scale.At(0, 0, head)", "p.v_scale.At(0, 0, 0)"),
     "takes-v-for-k": (TENSOR, "KeyOf<T>(p_, from", "ValueOf<T>(p_, from"),
-    "writes-past-the-end": ("kv_cache_update/cuda.cu", " || slot >= p.NumSlots()", ""),
+    "writes-past-the-end": ("kv_cache_update/cuda.cu", " || slot >= p.NumSlots()) return;\n  const int64_t size", ") return;\n  const int64_t size"),
 }  # fmt: skip
 
 SUITES = {

@@ -66,7 +66,7 @@ def shard_by_heads(mesh: Mesh, case: Case) -> tuple[list[Any], dict[str, Any], d
     operands = [put(query, along(mesh, 3, 1)), put(kv_cache, of_cache)]
     operands += [put(x, NamedSharding(mesh, P())) for x in metadata]
     keywords = {
-        name: put(x, of_cache if name == "value_cache" else along(mesh, 1, 0))
+        name: put(x, of_cache if name == "value_cache" else along(mesh, x.ndim, x.ndim - 1))
         for name, x in arrays.items()
     }
     return operands, keywords, options
@@ -83,6 +83,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "sinks-and-alibi": {"sinks": True, "alibi_slopes": True, "sliding_window": 30},
     "one-query-head-each": {"num_heads": 8},
     "bf16": {"dtype": "bfloat16"},
+    "one-scale": {"cache_dtype": "int8", "scales": "one"},
+    "scales-per-head": {"cache_dtype": "float8_e4m3fn", "scales": "per head"},
+    "scales-per-position": {"cache_dtype": "float8_e5m2", "scales": "per position"},
     **{f"layout-{layout}": {"kv_layout": layout} for layout in HEAD_DIMS if layout},
 }
 

@@ -36,7 +36,7 @@ def test_schemas() -> None:
         "(Tensor query, Tensor kv_cache, Tensor context_lens, Tensor block_tables, "
         "Tensor query_start_loc, Tensor num_seqs, float scale, int? sliding_window=None, "
         "float? soft_cap=None, *, Tensor? value_cache=None, str? kv_layout=None, "
-        "Tensor? sinks=None, Tensor? alibi_slopes=None, bool causal=True, int? window_right=None)"
+        "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? sinks=None, Tensor? alibi_slopes=None, bool causal=True, int? window_right=None)"
     )
     assert [
         str(op._schema)
@@ -50,9 +50,10 @@ def test_schemas() -> None:
         f"xla_gpu::paged_attention{arguments} -> Tensor",
         f"xla_gpu::paged_attention.lse{arguments} -> (Tensor output, Tensor lse)",
         "xla_gpu::kv_cache_update(Tensor($0! -> ) kv_cache, Tensor key, Tensor value, "
-        "Tensor slot_mapping, *, Tensor($1! -> )? value_cache=None, str? kv_layout=None) -> ()".replace(
-            "$1! -> ", "b!"
-        ).replace("$0! -> ", "a!"),
+        "Tensor slot_mapping, *, Tensor($1! -> )? value_cache=None, str? kv_layout=None, "
+        "Tensor? k_scale=None, Tensor? v_scale=None) -> ()".replace("$1! -> ", "b!").replace(
+            "$0! -> ", "a!"
+        ),
         "xla_gpu::simple_add(Tensor a, Tensor b) -> Tensor",
     ]
 

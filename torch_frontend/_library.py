@@ -20,6 +20,8 @@ _DTYPE_NAMES = {
     torch.float32: "float32",
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+    torch.float8_e5m2: "float8_e5m2",
     torch.int64: "int64",
     torch.int32: "int32",
     torch.int16: "int16",
@@ -29,6 +31,9 @@ _DTYPE_NAMES = {
 }
 
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class CheckedCalls:
@@ -256,8 +261,13 @@ def _run_on_cpu(
     call: Call, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
 ) -> None:
     # Capsules, because Tensor.__dlpack__ is Python: it would cost more than all the rest.
-    operands = [to_dlpack(tensor) for tensor in tensors]
-    eager.run_on_cpu(call, operands, [to_dlpack(x) for x in results], torch.get_num_threads())
+    operands = [_exchangeable(tensor) for tensor in tensors]
+    eager.run_on_cpu(call, operands, [_exchangeable(x) for x in results], torch.get_num_threads())
+
+
+def _exchangeable(tensor: torch.Tensor) -> Any:
+    # DLPack has no 8-bit floats here; the call tells the handler what they are.
+    return to_dlpack(tensor.view(torch.uint8) if tensor.dtype in FLOAT8 else tensor)
 
 
 def _run_on_cuda(
@@ -270,10 +280,10 @@ def _run_on_cuda(
             raise ValueError(
                 f"{call.op}: all tensors must be on one device; got {tensor.device} beside {device}"
             )
-    operands = [to_dlpack(tensor) for tensor in tensors]
+    operands = [_exchangeable(tensor) for tensor in tensors]
     with torch.cuda.device(device):
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-        eager.run_on_cuda(call, operands, [to_dlpack(result) for result in results], stream)
+        eager.run_on_cuda(call, operands, [_exchangeable(result) for result in results], stream)
 
 
 def _refuse_grad(name: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -5,7 +5,8 @@ from torch_frontend._library import define
 
 kv_cache_update = define(
     "kv_cache_update(Tensor(a!) kv_cache, Tensor key, Tensor value, Tensor slot_mapping, *, "
-    "Tensor(b!)? value_cache=None, str? kv_layout=None) -> ()",
+    "Tensor(b!)? value_cache=None, str? kv_layout=None, Tensor? k_scale=None, "
+    "Tensor? v_scale=None) -> ()",
     op.check,
     strided=("kv_cache", "value_cache"),
 )

@@ -26,7 +26,7 @@ from torch.utils.dlpack import from_dlpack
 from torch_xla.core import dynamo_bridge, xla_builder
 
 from shared_ffi.spec import ArraySpec
-from torch_frontend._library import array_spec
+from torch_frontend._library import FLOAT8, array_spec
 from torch_frontend.export import export_platform
 
 Arguments = Sequence[Any]  # tensors, and numbers, which the program holds as constants
@@ -77,6 +77,7 @@ def compile_graph(graph: torch.fx.GraphModule) -> Callable[..., list[Any]]:
 def _program(graph: torch.fx.GraphModule, arguments: Arguments) -> Callable[[Arguments], list[Any]]:
     from shared_ffi import lowering  # noqa: PLC0415  (needs JAX)
 
+    _check_can_be_exchanged(arguments)
     device = _device_of(arguments)
     trace = trace_on_placeholders(graph, arguments, device.type)
     constants = {i: _to_jax(value.to(device)) for i, value in trace.constants.items()}
@@ -108,6 +109,15 @@ def _device_of(arguments: Arguments) -> torch.device:
             "Compile the part of the model on each GPU by itself"
         )
     return (gpus or devices).pop()
+
+
+def _check_can_be_exchanged(arguments: Arguments) -> None:
+    for x in arguments:
+        if isinstance(x, torch.Tensor) and x.dtype in FLOAT8:
+            raise NotImplementedError(
+                f"{_WHO}: PyTorch cannot exchange tensors of 8-bit floats with JAX; got {x.dtype} "
+                f"on {x.device.type}. Compile with backend='inductor', or give it XLA tensors"
+            )
 
 
 def _to_jax(tensor: torch.Tensor) -> Any:

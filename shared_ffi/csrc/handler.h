@@ -69,6 +69,10 @@ inline const char* DTypeName(ffi::DataType dtype) {
       return "uint16";
     case ffi::U8:
       return "uint8";
+    case ffi::F8E4M3FN:
+      return "float8_e4m3fn";
+    case ffi::F8E5M2:
+      return "float8_e5m2";
     case ffi::PRED:
       return "bool";
     default:
@@ -87,6 +91,23 @@ inline bool StorageType(ffi::DataType dtype, DType* to) {
       return true;
     case ffi::BF16:
       *to = DType::kBFloat16;
+      return true;
+    default:
+      return false;
+  }
+}
+
+// True, and *to set, where a cache may have this type, too.
+inline bool StorageTypeOf8Bits(ffi::DataType dtype, DType* to) {
+  switch (dtype) {
+    case ffi::F8E4M3FN:
+      *to = DType::kFloat8E4M3;
+      return true;
+    case ffi::F8E5M2:
+      *to = DType::kFloat8E5M2;
+      return true;
+    case ffi::S8:
+      *to = DType::kInt8;
       return true;
     default:
       return false;

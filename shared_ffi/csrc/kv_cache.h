@@ -22,4 +22,20 @@ struct KvCache {
   }
 };
 
+// What the numbers of a cache of 8 bits are multiplied by: one for all, one for each kv head, or
+// one for each position and kv head, as the strides tell.
+struct KvScales {
+  const float* data;  // null: 1
+  int64_t block_stride;
+  int64_t position_stride;
+  int64_t head_stride;
+
+  XLA_GPU_HOST_DEVICE bool IsPerPosition() const { return position_stride != 0; }
+
+  XLA_GPU_HOST_DEVICE float At(int64_t block, int64_t position, int64_t head) const {
+    if (data == nullptr) return 1.0f;
+    return data[block * block_stride + position * position_stride + head * head_stride];
+  }
+};
+
 }  // namespace xla_gpu

@@ -89,20 +89,60 @@ inline ffi::Error ReadKvCache(const char* op, const ffi::AnyBuffer& kv_cache,
   return ffi::Error::Success();
 }
 
-// Whether the cache has the dtype of an operand with that name.
-inline ffi::Error CheckCacheDType(const char* op, const ffi::AnyBuffer& kv_cache,
-                                  const std::optional<ffi::AnyBuffer>& value_cache,
-                                  const char* name, const ffi::AnyBuffer& operand) {
-  const auto check = [&](const char* array, ffi::DataType dtype) {
-    if (dtype == operand.element_type()) return ffi::Error::Success();
-    return InvalidArgument(op, array, " must have ", name, "'s dtype ",
-                           DTypeName(operand.element_type()), "; got ", DTypeName(dtype));
-  };
-  ffi::Error error = check("kv_cache", kv_cache.element_type());
-  if (error.success() && value_cache.has_value()) {
-    error = check("value_cache", value_cache->element_type());
+// The dtype of a cache: that of the operand `name`, or one of 8 bits.
+inline ffi::Error ReadCacheDType(const char* op, const ffi::AnyBuffer& kv_cache,
+                                 const std::optional<ffi::AnyBuffer>& value_cache, const char* name,
+                                 ffi::DataType operand, DType operand_dtype, DType* dtype) {
+  *dtype = operand_dtype;
+  if (kv_cache.element_type() != operand && !StorageTypeOf8Bits(kv_cache.element_type(), dtype)) {
+    return InvalidArgument(op, "kv_cache must have ", name, "'s dtype ", DTypeName(operand),
+                           ", or float8_e4m3fn, float8_e5m2 or int8; got ",
+                           DTypeName(kv_cache.element_type()));
   }
-  return error;
+  if (value_cache.has_value() && value_cache->element_type() != kv_cache.element_type()) {
+    return InvalidArgument(op, "value_cache must have kv_cache's dtype ",
+                           DTypeName(kv_cache.element_type()), "; got ",
+                           DTypeName(value_cache->element_type()));
+  }
+  return ffi::Error::Success();
+}
+
+// The scales of a cache that has fewer bits than the operand `than`; none if the call has none.
+// `per_position`: whether each position may have its own.
+inline ffi::Error FindScales(const char* op, const char* name, const FeatureOperands& operands,
+                             const KvLayout& layout, bool has_fewer_bits, const char* than,
+                             bool per_position, KvScales* scales) {
+  *scales = {};
+  std::optional<ffi::AnyBuffer> buffer;
+  ffi::Error error = operands.Find(name, &buffer);
+  if (error.failure() || !buffer.has_value()) return error;
+  if (!has_fewer_bits) {
+    return InvalidArgument(op, name, " must be None unless kv_cache has fewer bits than ", than,
+                           "; got shape ", ShapeName(buffer->dimensions()));
+  }
+  const int64_t heads = layout.num_kv_heads;
+  if (HasShape(*buffer, {}) || HasShape(*buffer, {1})) {
+    // One for all.
+  } else if (HasShape(*buffer, {heads})) {
+    scales->head_stride = 1;
+  } else if (per_position && HasShape(*buffer, {layout.num_blocks, layout.block_size, heads})) {
+    scales->block_stride = layout.block_size * heads;
+    scales->position_stride = heads;
+    scales->head_stride = 1;
+  } else {
+    const std::string also = per_position
+                                 ? StrCat(" or [num_blocks=", layout.num_blocks,
+                                          ", block_size=", layout.block_size, ", num_kv_heads]")
+                                 : "";
+    return InvalidArgument(op, name, " must have shape [], [1], [num_kv_heads=", heads, "]", also,
+                           "; got ", ShapeName(buffer->dimensions()));
+  }
+  if (buffer->element_type() != ffi::F32) {
+    return InvalidArgument(op, name, " must have dtype float32; got ",
+                           DTypeName(buffer->element_type()));
+  }
+  scales->data = buffer->typed_data<float>();
+  return ffi::Error::Success();
 }
 
 }  // namespace xla_gpu

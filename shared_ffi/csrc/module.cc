@@ -165,8 +165,10 @@ std::vector<xla_gpu::EagerBuffer> BuffersOf(const std::vector<Array>& arrays) {
 // A handler with its attributes, to be called on arrays.
 class EagerCall {
  public:
-  // Attribute values are floats, passed on as float32, and ints, passed on as int64.
-  EagerCall(const std::string& platform, const std::string& target, nb::dict attributes)
+  // Attribute values are floats, passed on as float32, and ints, passed on as int64. `dtypes`: of
+  // operands, then of results; those that not every DLPack knows are exchanged as uint8.
+  EagerCall(const std::string& platform, const std::string& target, nb::dict attributes,
+            const std::vector<std::string>& dtypes)
       : handler_(FindHandler(platform, target)),
         device_type_(platform == "cpu" || kIsEmulated ? nb::device::cpu::value
                                                       : nb::device::cuda::value) {
@@ -178,6 +180,10 @@ class EagerCall {
         attribute = nb::cast<int64_t>(value);
       }
       attributes_.emplace_back(nb::cast<std::string>(name), attribute);
+    }
+    for (size_t i = 0; i < dtypes.size(); ++i) {
+      if (dtypes[i] == "float8_e4m3fn") float8_.emplace_back(i, XLA_FFI_DataType_F8E4M3FN);
+      if (dtypes[i] == "float8_e5m2") float8_.emplace_back(i, XLA_FFI_DataType_F8E5M2);
     }
   }
 
@@ -191,6 +197,10 @@ class EagerCall {
       }
     }
     std::vector<xla_gpu::EagerBuffer> args = BuffersOf(operands), rets = BuffersOf(results);
+    for (const auto& [i, dtype] : float8_) {
+      xla_gpu::EagerBuffer& buffer = i < args.size() ? args[i] : rets.at(i - args.size());
+      if (buffer.dtype == XLA_FFI_DataType_U8) buffer.dtype = dtype;
+    }
     xla_gpu::EagerStatus status;
     {
       nb::gil_scoped_release release;
@@ -206,6 +216,7 @@ class EagerCall {
  private:
   XLA_FFI_Handler* handler_;
   int device_type_;
+  std::vector<std::pair<size_t, XLA_FFI_DataType>> float8_;
   std::vector<std::pair<std::string, xla_gpu::Attribute>> attributes_;
 };
 
@@ -248,8 +259,10 @@ NB_MODULE(_native, m) {
         "(kernel, size, threads, bytes of shared memory) of the kernels of paged_attention.");
 #endif
   nb::class_<EagerCall>(m, "EagerCall", "A handler with its attributes, callable on arrays.")
-      .def(nb::init<const std::string&, const std::string&, nb::dict>(), nb::arg("platform"),
-           nb::arg("target"), nb::arg("attributes"))
+      .def(nb::init<const std::string&, const std::string&, nb::dict,
+                    const std::vector<std::string>&>(),
+           nb::arg("platform"), nb::arg("target"), nb::arg("attributes"),
+           nb::arg("dtypes") = std::vector<std::string>())
       .def("__call__", &EagerCall::operator(), nb::arg("operands").noconvert(),
            nb::arg("results").noconvert(), nb::arg("num_threads") = 1, nb::arg("stream") = 0);
 }

@@ -31,6 +31,7 @@ typedef float Lanes __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Mask __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t HalfWords __attribute__((vector_size(2 * kLanes)));
+typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
 // Registers that a block of sums may take, in vectors, besides what it reads.
 #if defined(__AVX512F__) || defined(__aarch64__)
@@ -222,8 +223,7 @@ XLA_GPU_INLINE Lanes LoadWide(const BFloat16* from, int64_t count) {
   return BitCast<Lanes>(Widen(LoadHalfWords(from, count)) << 16);
 }
 
-XLA_GPU_INLINE Lanes LoadWide(const Half* from, int64_t count) {
-  const HalfWords x = LoadHalfWords(from, count);
+XLA_GPU_INLINE Lanes WidenHalf(HalfWords x) {
 #if defined(__AVX512F__)
   return (Lanes)_mm512_maskz_cvtph_ps(0xffff, (__m256i)x);
 #elif defined(__AVX2__)
@@ -234,6 +234,31 @@ XLA_GPU_INLINE Lanes LoadWide(const Half* from, int64_t count) {
   const Words finite = BitCast<Words>(BitCast<Lanes>(magnitude) * 0x1p112f);
   return BitCast<Lanes>(sign | (magnitude < 0x0f800000u ? finite : magnitude | 0x7f800000u));
 #endif
+}
+
+XLA_GPU_INLINE Lanes LoadWide(const Half* from, int64_t count) {
+  return WidenHalf(LoadHalfWords(from, count));
+}
+
+XLA_GPU_INLINE Bytes LoadBytes(const void* from, int64_t count) {
+  return count >= kLanes ? Load<Bytes>(from) : LoadPart<Bytes>(from, count);
+}
+
+XLA_GPU_INLINE Lanes LoadWide(const Float8E5M2* from, int64_t count) {
+  return WidenHalf(__builtin_convertvector(LoadBytes(from, count), HalfWords) << 8);
+}
+
+// By way of binary16, which has E4M3's subnormals as numbers of its own.
+XLA_GPU_INLINE Lanes LoadWide(const Float8E4M3* from, int64_t count) {
+  const HalfWords x = __builtin_convertvector(LoadBytes(from, count), HalfWords);
+  const HalfWords magnitude = x & 0x7f, nan = magnitude - magnitude + 0x7e00;
+  const HalfWords half = magnitude == 0x7f ? nan : magnitude << 7;
+  return WidenHalf(half | (x & 0x80) << 8) * 256.0f;
+}
+
+XLA_GPU_INLINE Lanes LoadWide(const int8_t* from, int64_t count) {
+  const Words x = __builtin_convertvector(LoadBytes(from, count), Words);
+  return __builtin_convertvector((Mask)(x << 24) >> 24, Lanes);
 }
 
 XLA_GPU_INLINE Lanes Narrow(Lanes x, float) { return x; }

@@ -18,9 +18,14 @@
 
 namespace xla_gpu {
 
-enum class DType { kFloat32, kFloat16, kBFloat16 };
+enum class DType { kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2, kInt8 };
 
-XLA_GPU_HOST_DEVICE inline int64_t SizeOf(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+// The last three: for caches, whose numbers a scale gives their size.
+XLA_GPU_HOST_DEVICE inline bool Is8Bit(DType dtype) { return dtype >= DType::kFloat8E4M3; }
+
+XLA_GPU_HOST_DEVICE inline int64_t SizeOf(DType dtype) {
+  return dtype == DType::kFloat32 ? 4 : Is8Bit(dtype) ? 1 : 2;
+}
 
 // IEEE 754 binary16, as bits.
 struct Half {
@@ -31,6 +36,18 @@ struct Half {
 struct BFloat16 {
   uint16_t bits;
 };
+
+// The 8-bit floats of the Open Compute Project, as bits: E4M3 has no infinity and one NaN, and its
+// largest number is 448; E5M2 is the upper half of a binary16.
+struct Float8E4M3 {
+  uint8_t bits;
+};
+struct Float8E5M2 {
+  uint8_t bits;
+};
+
+template <typename T>
+inline constexpr bool kIs8Bit = sizeof(T) == 1;
 
 template <typename To, typename From>
 XLA_GPU_HOST_DEVICE inline To BitCast(From from) {
@@ -56,6 +73,21 @@ XLA_GPU_INLINE float ToFloat(Half x) {
   const uint32_t finite = magnitude < 0x0f800000u;
   return BitCast<float>(sign | (finite ? rebased : special));
 }
+
+// The same number as a binary16, of E4M3 2^-8 of it.
+XLA_GPU_HOST_DEVICE inline Half AsHalf(Float8E5M2 x) {
+  return {static_cast<uint16_t>(x.bits << 8)};
+}
+XLA_GPU_HOST_DEVICE inline Half AsHalf(Float8E4M3 x) {
+  const uint32_t magnitude = x.bits & 0x7f, sign = x.bits & 0x80;
+  return {static_cast<uint16_t>(sign << 8 | (magnitude == 0x7f ? 0x7e00 : magnitude << 7))};
+}
+
+XLA_GPU_INLINE float ToFloat(Float8E4M3 x) { return ToFloat(AsHalf(x)) * 256.0f; }
+
+XLA_GPU_INLINE float ToFloat(Float8E5M2 x) { return ToFloat(AsHalf(x)); }
+
+XLA_GPU_INLINE float ToFloat(int8_t x) { return x; }
 
 XLA_GPU_HOST_DEVICE inline bool IsFinite(BFloat16 x) { return (x.bits & 0x7f80) != 0x7f80; }
 
@@ -88,6 +120,45 @@ XLA_GPU_INLINE void FromFloat(float x, Half* to) {
     half = (magnitude - 0x38000000 + 0x0fff + ((magnitude >> 13) & 1)) >> 13;
   }
   to->bits = static_cast<uint16_t>(sign | half);
+}
+
+// To a float of 8 bits with kMantissaBits of mantissa, whose least normal number is
+// 2^kLeastExponent: rounded to nearest, ties to even; what is larger than the largest becomes that;
+// a NaN the bits kNaN.
+template <int kMantissaBits, int kLeastExponent, uint32_t kLargest, uint32_t kNaN>
+XLA_GPU_HOST_DEVICE inline uint8_t RoundTo8Bits(float x) {
+  const uint32_t bits = BitCast<uint32_t>(x), sign = bits >> 24 & 0x80;
+  const uint32_t magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) return static_cast<uint8_t>(sign | kNaN);
+  constexpr int kShift = 23 - kMantissaBits;
+  constexpr uint32_t kLeastNormal = static_cast<uint32_t>(127 + kLeastExponent) << 23;
+  uint32_t rounded;
+  if (magnitude < kLeastNormal) {
+    // Adding this puts the result's last place at the float's last place, so the addition rounds.
+    constexpr uint32_t kRounder = static_cast<uint32_t>(127 + kLeastExponent + kShift) << 23;
+    const float sum = BitCast<float>(magnitude) + BitCast<float>(kRounder);
+    rounded = BitCast<uint32_t>(sum) - kRounder;
+  } else {
+    const uint32_t to_even = (uint32_t{1} << (kShift - 1)) - 1 + (magnitude >> kShift & 1);
+    rounded =
+        ((magnitude + to_even) >> kShift) - ((kLeastNormal >> kShift) - (1u << kMantissaBits));
+  }
+  return static_cast<uint8_t>(sign | (rounded < kLargest ? rounded : kLargest));
+}
+
+XLA_GPU_HOST_DEVICE inline void FromFloat(float x, Float8E4M3* to) {
+  to->bits = RoundTo8Bits<3, -6, 0x7e, 0x7f>(x);
+}
+
+XLA_GPU_HOST_DEVICE inline void FromFloat(float x, Float8E5M2* to) {
+  to->bits = RoundTo8Bits<2, -14, 0x7b, 0x7e>(x);
+}
+
+// Rounded to nearest, ties to even, and held between -128 and 127; a NaN becomes 0.
+XLA_GPU_HOST_DEVICE inline void FromFloat(float x, int8_t* to) {
+  const float held = x < -128.0f ? -128.0f : x > 127.0f ? 127.0f : x == x ? x : 0.0f;
+  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
+  *to = static_cast<int8_t>(BitCast<int32_t>(held + kRounder) - BitCast<int32_t>(kRounder));
 }
 
 }  // namespace xla_gpu

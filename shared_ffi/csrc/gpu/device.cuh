@@ -74,6 +74,14 @@ __device__ __forceinline__ float ToFloat(Half x) {
   return y;
 }
 
+__device__ __forceinline__ float ToFloat(Float8E4M3 x) { return ToFloat(AsHalf(x)) * 256.0f; }
+
+__device__ __forceinline__ float ToFloat(Float8E5M2 x) { return ToFloat(AsHalf(x)); }
+
+__device__ __forceinline__ float ToFloat(int8_t x) { return x; }
+
+using ::xla_gpu::FromFloat;
+
 __device__ __forceinline__ void FromFloat(float x, float* to) { *to = x; }
 
 __device__ __forceinline__ void FromFloat(float x, BFloat16* to) {

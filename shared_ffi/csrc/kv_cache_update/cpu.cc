@@ -40,31 +40,69 @@ void FinishCopies() {
 #endif
 }
 
+template <typename From, typename To>
+void Quantize(void* to, const void* from, int64_t count, float scale) {
+  for (int64_t i = 0; i < count; ++i) {
+    FromFloat(ToFloat(static_cast<const From*>(from)[i]) / scale, static_cast<To*>(to) + i);
+  }
+}
+
+using Quantizer = void (*)(void* to, const void* from, int64_t count, float scale);
+
+template <typename From>
+Quantizer QuantizerFrom(DType to) {
+  switch (to) {
+    case DType::kFloat8E4M3:
+      return Quantize<From, Float8E4M3>;
+    case DType::kFloat8E5M2:
+      return Quantize<From, Float8E5M2>;
+    default:
+      return Quantize<From, int8_t>;
+  }
+}
+
+Quantizer QuantizerFor(const Params& p) {
+  switch (p.dtype) {
+    case DType::kFloat32:
+      return QuantizerFrom<float>(p.cache_dtype);
+    case DType::kFloat16:
+      return QuantizerFrom<Half>(p.cache_dtype);
+    default:
+      return QuantizerFrom<BFloat16>(p.cache_dtype);
+  }
+}
+
 }  // namespace
 
 // One item per part of the slots: each walks all tokens in order and copies those of its slots, so
 // the later of two tokens with one slot wins whatever the number of threads.
 void RunOnCpu(const Params& p, const Executor& executor) {
-  const int64_t row_bytes = p.head_size * SizeOf(p.dtype);
-  const int64_t head_bytes = p.cache.head_stride * SizeOf(p.dtype);
+  const int64_t row_bytes = p.head_size * SizeOf(p.dtype), size = SizeOf(p.cache_dtype);
+  const int64_t head_bytes = p.cache.head_stride * size;
   const int64_t token_bytes = p.num_kv_heads * row_bytes;
   const int64_t num_bytes = 2 * p.num_tokens * token_bytes;
   const bool is_parallel = executor.num_threads > 1 && num_bytes >= kMinParallelBytes;
   const int64_t num_parts = is_parallel ? kPartsPerThread * executor.num_threads : 1;
   const auto copy = num_bytes < kMinStreamedBytes ? Copy : CopyPastCaches;
+  const auto quantize = p.dtype == p.cache_dtype ? nullptr : QuantizerFor(p);
   ParallelFor(executor, num_parts, [&](int64_t part) {
     for (int64_t token = 0; token < p.num_tokens; ++token) {
       const int64_t slot = p.Slot(token);
       if (slot < 0 || slot / kSlotsPerRun % num_parts != part) continue;
       const char* key = static_cast<const char*>(p.key) + token * token_bytes;
       const char* value = static_cast<const char*>(p.value) + token * token_bytes;
-      const int64_t offset =
-          p.cache.Offset(slot / p.block_size, slot % p.block_size) * SizeOf(p.dtype);
+      const int64_t offset = p.cache.Offset(slot / p.block_size, slot % p.block_size) * size;
       char* keys = static_cast<char*>(p.cache.keys) + offset;
       char* values = static_cast<char*>(p.cache.values) + offset;
       for (int64_t head = 0; head < p.num_kv_heads; ++head) {
-        copy(keys + head * head_bytes, key + head * row_bytes, row_bytes);
-        copy(values + head * head_bytes, value + head * row_bytes, row_bytes);
+        char *k = keys + head * head_bytes, *v = values + head * head_bytes;
+        if (quantize != nullptr) {
+          quantize(k, key + head * row_bytes, p.head_size, p.k_scale.At(0, 0, head));
+          quantize(v, value + head * row_bytes, p.head_size, p.v_scale.At(0, 0, head));
+          continue;
+        }
+        copy(k, key + head * row_bytes, row_bytes);
+        copy(v, value + head * row_bytes, row_bytes);
       }
     }
     FinishCopies();

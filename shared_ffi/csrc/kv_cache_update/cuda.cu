@@ -29,6 +29,40 @@ __global__ void Update(Params p) {
   }
 }
 
+// A block per token, rounding to 8 bits.
+template <typename From, typename To>
+__global__ void UpdateQuantized(Params p) {
+  const int64_t token = blockIdx.x;
+  const int64_t slot = p.Slot(token);
+  if (slot < 0 || slot >= p.NumSlots()) return;
+  const int64_t per_token = p.num_kv_heads * p.head_size;
+  const From* key = static_cast<const From*>(p.key) + token * per_token;
+  const From* value = static_cast<const From*>(p.value) + token * per_token;
+  const int64_t position = p.cache.Offset(slot / p.block_size, slot % p.block_size);
+  for (int64_t i = threadIdx.x; i < per_token; i += kThreads) {
+    const int64_t head = i / p.head_size;
+    const int64_t place = position + head * p.cache.head_stride + i % p.head_size;
+    gpu::FromFloat(gpu::ToFloat(key[i]) / p.k_scale.At(0, 0, head),
+                   static_cast<To*>(p.cache.keys) + place);
+    gpu::FromFloat(gpu::ToFloat(value[i]) / p.v_scale.At(0, 0, head),
+                   static_cast<To*>(p.cache.values) + place);
+  }
+}
+
+using UpdateKernel = void (*)(Params);
+
+template <typename From>
+UpdateKernel QuantizingKernel(DType to) {
+  switch (to) {
+    case DType::kFloat8E4M3:
+      return UpdateQuantized<From, Float8E4M3>;
+    case DType::kFloat8E5M2:
+      return UpdateQuantized<From, Float8E5M2>;
+    default:
+      return UpdateQuantized<From, int8_t>;
+  }
+}
+
 template <typename Vector>
 bool Fits(const Params& p) {
   for (const int64_t size :
@@ -42,13 +76,26 @@ bool Fits(const Params& p) {
   return true;
 }
 
+UpdateKernel KernelFor(const Params& p) {
+  if (p.dtype == p.cache_dtype) {
+    if (Fits<uint4>(p)) return Update<uint4>;
+    if (Fits<uint32_t>(p)) return Update<uint32_t>;
+    return Fits<uint16_t>(p) ? Update<uint16_t> : Update<uint8_t>;
+  }
+  switch (p.dtype) {
+    case DType::kFloat32:
+      return QuantizingKernel<float>(p.cache_dtype);
+    case DType::kFloat16:
+      return QuantizingKernel<Half>(p.cache_dtype);
+    default:
+      return QuantizingKernel<BFloat16>(p.cache_dtype);
+  }
+}
+
 }  // namespace
 
 const char* RunOnCuda(const Params& p, void* stream) {
-  void (*update)(Params) = Fits<uint4>(p)      ? Update<uint4>
-                           : Fits<uint32_t>(p) ? Update<uint32_t>
-                                               : Update<uint16_t>;
-  return gpu::Kernel<Params>{update, kThreads}.Launch(p.num_tokens, stream, p);
+  return gpu::Kernel<Params>{KernelFor(p), kThreads}.Launch(p.num_tokens, stream, p);
 }
 
 }  // namespace xla_gpu::kv_cache_update

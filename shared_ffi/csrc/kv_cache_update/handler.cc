@@ -16,7 +16,8 @@ ffi::Error MakeParams(ffi::AnyBuffer kv_cache, ffi::AnyBuffer key, ffi::AnyBuffe
                       const ffi::Dictionary& attributes, Params* params) {
   AttributeReader reader(kOp, attributes);
   KvLayout layout = KvLayout::Read(&reader);
-  FeatureOperands features(kOp, kNumOperands, other_operands, &reader, {"value_cache"});
+  FeatureOperands features(kOp, kNumOperands, other_operands, &reader,
+                           {"value_cache", "k_scale", "v_scale"});
   ffi::Error error = reader.Finish();
   std::optional<ffi::AnyBuffer> value_cache;
   if (error.success()) error = features.Find("value_cache", &value_cache);
@@ -30,9 +31,11 @@ ffi::Error MakeParams(ffi::AnyBuffer kv_cache, ffi::AnyBuffer key, ffi::AnyBuffe
   const int64_t num_tokens = key.dimensions()[0];
   const int64_t num_kv_heads = key.dimensions()[1];
   const int64_t head_size = key.dimensions()[2];
-  if (!StorageType(key.element_type(), &dtype)) {
-    return InvalidArgument(kOp, "key must have dtype float32, float16 or bfloat16; got ",
-                           DTypeName(key.element_type()));
+  if (!StorageType(key.element_type(), &dtype) &&
+      !(key.element_type() == kv_cache.element_type() &&
+        StorageTypeOf8Bits(key.element_type(), &dtype))) {
+    return InvalidArgument(kOp, "key must have dtype float32, float16 or bfloat16, or one of 8 ",
+                           "bits that kv_cache has, too; got ", DTypeName(key.element_type()));
   }
   if (!HasShape(value, {num_tokens, num_kv_heads, head_size})) {
     return InvalidArgument(kOp, "value must have shape [num_tokens=", num_tokens,
@@ -45,7 +48,18 @@ ffi::Error MakeParams(ffi::AnyBuffer kv_cache, ffi::AnyBuffer key, ffi::AnyBuffe
   }
   KvCache cache;
   error = ReadKvCache(kOp, kv_cache, value_cache, num_kv_heads, head_size, &layout, &cache);
-  if (error.success()) error = CheckCacheDType(kOp, kv_cache, value_cache, "key", key);
+  DType cache_dtype;
+  if (error.success()) {
+    error =
+        ReadCacheDType(kOp, kv_cache, value_cache, "key", key.element_type(), dtype, &cache_dtype);
+  }
+  KvScales k_scale, v_scale;
+  const auto find_scales = [&](const char* name, KvScales* scales) {
+    return FindScales(kOp, name, features, layout, cache_dtype != dtype, "key",
+                      /*per_position=*/false, scales);
+  };
+  if (error.success()) error = find_scales("k_scale", &k_scale);
+  if (error.success()) error = find_scales("v_scale", &v_scale);
   if (error.failure()) return error;
   if (!HasShape(slot_mapping, {num_tokens})) {
     return InvalidArgument(kOp, "slot_mapping must have shape [num_tokens=", num_tokens, "]; got ",
@@ -78,7 +92,10 @@ ffi::Error MakeParams(ffi::AnyBuffer kv_cache, ffi::AnyBuffer key, ffi::AnyBuffe
              num_tokens,
              num_kv_heads,
              head_size,
-             dtype};
+             dtype,
+             cache_dtype,
+             k_scale,
+             v_scale};
   return ffi::Error::Success();
 }
 

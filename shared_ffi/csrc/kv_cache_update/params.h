@@ -23,7 +23,10 @@ struct Params {
   int64_t num_tokens;
   int64_t num_kv_heads;
   int64_t head_size;
-  DType dtype;  // of cache, key and value
+  DType dtype;        // of key and value
+  DType cache_dtype;  // that, or one of 8 bits, to which they are rounded
+  KvScales k_scale;   // by which they are divided before that: one, or one for each kv head
+  KvScales v_scale;
 
   XLA_GPU_HOST_DEVICE int64_t NumSlots() const { return num_blocks * block_size; }
 

@@ -128,7 +128,7 @@ class Jobs {
   void CutByHeads(const Piece& run, int64_t wanted_cost) {
     const int64_t cost_per_head = std::max<int64_t>(1, CostOf(p_, run) / run.num_heads);
     const int64_t rows_per_head = run.NumRows(p_) / run.num_heads;
-    const int64_t bytes_per_head = 2 * kTile * p_.head_size * SizeOf(p_.dtype);
+    const int64_t bytes_per_head = 2 * kTile * p_.head_size * SizeOf(p_.cache_dtype);
     const int64_t that_fit =
         std::max<int64_t>(1, std::min(kRowsPerPiece / rows_per_head, kTileBytes / bytes_per_head));
     const int64_t at_once = run.NumSplits() > 1

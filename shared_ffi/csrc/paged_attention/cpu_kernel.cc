@@ -382,6 +382,8 @@ class Attention {
         {&total_max_, num_rows_ * 4},
         {&total_weight_, num_rows_ * 4},
         {&states_, num_rows_ * static_cast<int64_t>(sizeof(RowState))},
+        {&k_scales_, kTile * 4},
+        {&v_scales_, kTile * 4},
         {&keys_, kTile * 8},
         {&next_keys_, kTile * 8},
         {&positions_, rows_per_head_ * 4},
@@ -442,14 +444,35 @@ class Attention {
     return (piece_.first_token + TokenOfRow(row)) * p_.num_heads + HeadOfRow(row);
   }
 
-  void LoadQueries() {
-    for (int64_t row = 0; row < num_rows_; ++row) {
-      const T* query = static_cast<const T*>(p_.query) + NumberOfRow(row) * p_.head_size;
-      for (int64_t w = 0; w < width_; w += kLanes) {
-        const int64_t d = w * Dot<T>::kPerLane;
-        Store(Dot<T>::Load(query + d, p_.head_size - d), q_ + row * width_ + w);
-      }
+  // Calls what(Q()) for the type of query and output: that of the cache, unless it has 8 bits.
+  template <typename Do>
+  void WithQueryType(const Do& what) const {
+    if constexpr (!kIs8Bit<T>) {
+      what(T());
+    } else if (p_.dtype == DType::kFloat32) {
+      what(float());
+    } else if (p_.dtype == DType::kFloat16) {
+      what(Half());
+    } else {
+      what(BFloat16());
     }
+  }
+
+  void LoadQueries() {
+    WithQueryType([&](auto type) {
+      using Q = decltype(type);
+      for (int64_t row = 0; row < num_rows_; ++row) {
+        const Q* query = static_cast<const Q*>(p_.query) + NumberOfRow(row) * p_.head_size;
+        for (int64_t w = 0; w < width_; w += kLanes) {
+          const int64_t d = w * Dot<T>::kPerLane;
+          if constexpr (kIs8Bit<T>) {
+            Store(LoadWide(query + d, p_.head_size - d), q_ + row * width_ + w);
+          } else {
+            Store(Dot<T>::Load(query + d, p_.head_size - d), q_ + row * width_ + w);
+          }
+        }
+      }
+    });
   }
 
   // Where the K of the piece's first head lies, for each position of a tile up to the piece's end.
@@ -489,6 +512,7 @@ class Attention {
   }
 
   void AttendToTile(int64_t head, const Tile& tile) {
+    if (HasScalesPerPosition()) FindScales(tile, piece_.first_head + head);
     Prefetcher next = PrefetcherOf(head);
     const int64_t k_offset = head * head_bytes_, v_offset = k_offset + value_offset_;
     const CachedRows<T> k{keys_, k_offset}, v{keys_, v_offset};
@@ -548,7 +572,10 @@ class Attention {
   // and perhaps with some beside them.
   template <typename Multiply>
   void ComputeWeights(int64_t head, const Tile& tile, const Multiply& multiply) {
-    const float scale = p_.soft_cap > 0 ? p_.scale / p_.soft_cap : p_.scale * kLog2E;
+    float scale = p_.soft_cap > 0 ? p_.scale / p_.soft_cap : p_.scale * kLog2E;
+    if (kIs8Bit<T> && !p_.k_scale.IsPerPosition()) {
+      scale *= p_.k_scale.At(0, 0, piece_.first_head + head);
+    }
     const bool is_biased = p_.alibi_slopes != nullptr;
     const int64_t first_row = head * rows_per_head_;
     ForEachBlock<kRows>(0, rows_per_head_, [&](auto num_rows, int64_t first) {
@@ -556,12 +583,48 @@ class Attention {
       if (all.begin >= all.end) return;
       float* products = weights_ + first * kTile;
       multiply(num_rows, q_ + (first_row + first) * width_, all, products);
+      if (kIs8Bit<T> && p_.k_scale.IsPerPosition()) {
+        ForEachVector(products, num_rows,
+                      [&](Lanes x, int64_t j) { return x * Load<Lanes>(k_scales_ + j); });
+      }
       Range ranges[num_rows];
       for (int r = 0; r < num_rows; ++r) ranges[r] = RangeOfRows(tile, first + r, 1);
       if (is_biased) CapAndBias(tile, head, first, num_rows, scale, products);
       Weigh<num_rows, T>(products, ranges, is_biased ? 1 : scale, is_biased ? 0 : p_.soft_cap,
                          &states_[first_row + first], shrink_ + first);
+      if (kIs8Bit<T> && p_.v_scale.IsPerPosition()) {
+        // A weight of zero stays one, whatever the scale.
+        ForEachVector(products, num_rows, [&](Lanes x, int64_t j) {
+          return x == 0 ? x : x * Load<Lanes>(v_scales_ + j);
+        });
+      }
     });
+  }
+
+  bool HasScalesPerPosition() const {
+    return kIs8Bit<T> && (p_.k_scale.IsPerPosition() || p_.v_scale.IsPerPosition());
+  }
+
+  // The scales of the positions that any row attends to, of a kv head.
+  void FindScales(const Tile& tile, int64_t kv_head) {
+    const int32_t* table = p_.block_tables + piece_.sequence * p_.max_blocks_per_seq;
+    for (int64_t j = 0; j < kTile; ++j) {
+      const bool is_attended = tile.range.begin <= j && j < tile.range.end;
+      const int64_t position = tile.position + j, offset = position % p_.block_size;
+      const int64_t block = is_attended ? table[position / p_.block_size] : 0;
+      k_scales_[j] = is_attended ? p_.k_scale.At(block, offset, kv_head) : 1.0f;
+      v_scales_[j] = is_attended ? p_.v_scale.At(block, offset, kv_head) : 1.0f;
+    }
+  }
+
+  // Replaces each vector of some rows by function(vector, its first position).
+  //   rows: [num_rows, kTile]
+  template <typename Function>
+  static XLA_GPU_INLINE void ForEachVector(float* rows, int64_t num_rows,
+                                           const Function& function) {
+    for (int64_t i = 0; i < num_rows * kTile; i += kLanes) {
+      Store(function(Load<Lanes>(rows + i), i % kTile), rows + i);
+    }
   }
 
   // Turns the products of some rows of a kv head into capped logits with ALiBi's bias, in units of
@@ -693,15 +756,23 @@ class Attention {
   }
 
   void FinishRows() {
+    WithQueryType([&](auto type) { FinishRowsAs<decltype(type)>(); });
+  }
+
+  template <typename Q>
+  void FinishRowsAs() {
     for (int64_t row = 0; row < num_rows_; ++row) {
-      T* output = static_cast<T*>(p_.output) + NumberOfRow(row) * p_.head_size;
+      Q* output = static_cast<Q*>(p_.output) + NumberOfRow(row) * p_.head_size;
       const float* total = totals_ + row * stride_;
       // A row that attends to nothing has found zeros.
       const bool attends = p_.Attends(piece_.position + TokenOfRow(row), context_len_);
       const float weight = attends ? total_weight_[row] : 1.0f;
+      const int64_t kv_head = piece_.first_head + row / rows_per_head_;
+      const float v_scale = p_.v_scale.IsPerPosition() ? 1.0f : p_.v_scale.At(0, 0, kv_head);
       for (int64_t d = 0; d < stride_; d += kLanes) {
-        // Zero has one sign, whichever sums came to it.
-        const Lanes result = Load<Lanes>(total + d) / weight + 0.0f;
+        Lanes result = Load<Lanes>(total + d) / weight;
+        if (kIs8Bit<T>) result *= v_scale;
+        result += 0.0f;  // zero has one sign, whichever sums came to it
         StoreNarrow(result, output + d, p_.head_size - d);
       }
       if (p_.lse != nullptr) {
@@ -733,6 +804,8 @@ class Attention {
   float* total_max_;        // [num_rows]
   float* total_weight_;     // [num_rows]
   RowState* states_;        // [num_rows]
+  float* k_scales_;         // [kTile], of a tile and head, if each position has its own
+  float* v_scales_;         // [kTile]
   const char** keys_;       // [kTile]
   const char** next_keys_;  // [kTile], of the tile after this
   int64_t num_next_;
@@ -741,13 +814,19 @@ class Attention {
 
 template <typename Do>
 void WithStorage(const Params& p, Do what) {
-  switch (p.dtype) {
+  switch (p.cache_dtype) {
     case DType::kFloat32:
       return what(float());
     case DType::kFloat16:
       return what(Half());
     case DType::kBFloat16:
       return what(BFloat16());
+    case DType::kFloat8E4M3:
+      return what(Float8E4M3());
+    case DType::kFloat8E5M2:
+      return what(Float8E5M2());
+    case DType::kInt8:
+      return what(int8_t());
   }
 }
 

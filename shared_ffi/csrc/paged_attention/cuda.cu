@@ -49,6 +49,16 @@ bool IsAligned(const Params& p) {
 
 template <typename T>
 AttentionKernel KernelFor(const Params& p) {
+  switch (p.cache_dtype) {
+    case DType::kFloat8E4M3:
+      return CudaCoreKernel<Float8E4M3>(p);
+    case DType::kFloat8E5M2:
+      return CudaCoreKernel<Float8E5M2>(p);
+    case DType::kInt8:
+      return CudaCoreKernel<int8_t>(p);
+    default:
+      break;
+  }
   if constexpr (sizeof(T) == 2) {
     if (IsAligned(p) && p.head_size <= kLargestTensorCoreHeadSize) return TensorCoreKernel<T>(p);
   }
@@ -89,8 +99,9 @@ const char* RunOnCuda(const Params& p, const Scratch& scratch, void* stream) {
       return Run<Half>(p, scratch, stream);
     case DType::kBFloat16:
       return Run<BFloat16>(p, scratch, stream);
+    default:
+      return "unknown storage type";
   }
-  return "unknown storage type";
 }
 
 }  // namespace xla_gpu::paged_attention

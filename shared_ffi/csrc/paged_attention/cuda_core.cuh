@@ -26,12 +26,16 @@ __global__ void __launch_bounds__(kThreads, 2) CudaCoreAttention(Params p, Scrat
     const Item* found = schedule.Find(number);
     if (found == nullptr) return;
     const Item& item = *found;
-    for (int i = threadIdx.x; i < kCoreRows * stride; i += kThreads) {
-      const int row = i / stride, d = i % stride;
-      const bool exists = row < item.num_rows && d < p.head_size;
-      queries[i] =
-          exists ? gpu::ToFloat(static_cast<const T*>(p.query)[RowOffset(p, item, row) + d]) : 0.0f;
-    }
+    WithQueryType<T>(p, [&](auto type) {
+      using Q = decltype(type);
+      for (int i = threadIdx.x; i < kCoreRows * stride; i += kThreads) {
+        const int row = i / stride, d = i % stride;
+        const bool exists = row < item.num_rows && d < p.head_size;
+        queries[i] = exists
+                         ? gpu::ToFloat(static_cast<const Q*>(p.query)[RowOffset(p, item, row) + d])
+                         : 0.0f;
+      }
+    });
     gpu::SyncBlock();
 
     // Few rows leave warps over: those share the positions.
@@ -55,6 +59,11 @@ __global__ void __launch_bounds__(kThreads, 2) CudaCoreAttention(Params p, Scrat
       const bool is_inside = item.begin <= position && position < item.end;
       const int64_t slot = is_inside ? FindSlot(p, item.sequence, position, &is_bad) : -1;
 
+      float k_scale = 1, v_scale = 1;
+      if (kIs8Bit<T> && slot >= 0) {
+        k_scale = ScaleOf(p, p.k_scale, item, position);
+        v_scale = ScaleOf(p, p.v_scale, item, position);
+      }
       float weights[kRowsPerWarp] = {};
       if (slot >= 0) {
         const T* key = KeyOf<T>(p, slot, item.kv_head);
@@ -66,6 +75,7 @@ __global__ void __launch_bounds__(kThreads, 2) CudaCoreAttention(Params p, Scrat
       for (int r = 0; r < kRowsPerWarp; ++r) {
         const bool attends = slot >= 0 && ranges[r].Contains(position);
         float logit = weights[r] * p.scale;
+        if (kIs8Bit<T>) logit *= k_scale;
         if (p.soft_cap > 0) logit = p.soft_cap * tanhf(logit / p.soft_cap);
         logit = attends ? logit * kLog2E : -kInfinity;
         if (p.alibi_slopes != nullptr) logit -= AlibiBias(p, item, first_row + r).At(position);
@@ -79,6 +89,7 @@ __global__ void __launch_bounds__(kThreads, 2) CudaCoreAttention(Params p, Scrat
         weights[r] = gpu::Exp2(logit - shift);
         state[r] = {max, state[r].sum * shrink + weights[r]};
         for (float& sum : sums[r]) sum *= shrink;
+        if (kIs8Bit<T>) weights[r] *= v_scale;
       }
       for (int j = 0; j < gpu::kWarpSize; ++j) {
         const int64_t slot_j = gpu::Shuffle(slot, j);
@@ -110,7 +121,9 @@ __global__ void __launch_bounds__(kThreads, 2) CudaCoreAttention(Params p, Scrat
     }
     gpu::SyncBlock();
     const int rows = num_parts == 1 ? kCoreRows : kRowsPerWarp;
-    WriteRows<T>(p, scratch, item, {num_parts, states, queries, rows, stride}, is_bad);
+    const Parts parts{num_parts, states, queries, rows, stride};
+    WithQueryType<T>(
+        p, [&](auto type) { WriteRows<decltype(type)>(p, scratch, item, parts, is_bad); });
   }
 }
 

@@ -56,7 +56,7 @@ ffi::Error MakeParams(const Operands& operands, ffi::RemainingArgs other_operand
   const auto window_right = reader.Get<int64_t>("window_right", 0);
   KvLayout layout = KvLayout::Read(&reader);
   FeatureOperands features(kOp, kNumOperands, other_operands, &reader,
-                           {"value_cache", "sinks", "alibi_slopes"});
+                           {"value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes"});
   if (ffi::Error error = reader.Finish(); error.failure()) return error;
   DType dtype;
   if (!HasShape(query, {kAnySize, kAnySize, kAnySize})) {
@@ -80,7 +80,11 @@ ffi::Error MakeParams(const Operands& operands, ffi::RemainingArgs other_operand
   if (error.success()) {
     error = ReadKvCache(kOp, kv_cache, value_cache, kAnySize, head_size, &layout, &cache);
   }
-  if (error.success()) error = CheckCacheDType(kOp, kv_cache, value_cache, "query", query);
+  DType cache_dtype;
+  if (error.success()) {
+    error = ReadCacheDType(kOp, kv_cache, value_cache, "query", query.element_type(), dtype,
+                           &cache_dtype);
+  }
   if (error.failure()) return error;
   const int64_t num_kv_heads = layout.num_kv_heads;
   if (num_heads < 1 || num_heads % num_kv_heads != 0) {
@@ -128,7 +132,14 @@ ffi::Error MakeParams(const Operands& operands, ffi::RemainingArgs other_operand
     return InvalidArgument(kOp, "soft_cap must be positive and finite in float32; got ", soft_cap);
   }
   const float *sinks, *alibi_slopes;
-  error = FindPerHead("sinks", &features, num_heads, &sinks);
+  KvScales k_scale, v_scale;
+  const auto find_scales = [&](const char* name, KvScales* scales) {
+    return FindScales(kOp, name, features, layout, cache_dtype != dtype, "query",
+                      /*per_position=*/true, scales);
+  };
+  error = find_scales("k_scale", &k_scale);
+  if (error.success()) error = find_scales("v_scale", &v_scale);
+  if (error.success()) error = FindPerHead("sinks", &features, num_heads, &sinks);
   if (error.success()) error = FindPerHead("alibi_slopes", &features, num_heads, &alibi_slopes);
   if (error.success()) error = features.Finish();
   if (error.failure()) return error;
@@ -161,6 +172,8 @@ ffi::Error MakeParams(const Operands& operands, ffi::RemainingArgs other_operand
              block_tables.typed_data<int32_t>(),
              query_start_loc.typed_data<int32_t>(),
              num_seqs.typed_data<int32_t>(),
+             k_scale,
+             v_scale,
              sinks,
              alibi_slopes,
              output.untyped_data(),
@@ -177,7 +190,8 @@ ffi::Error MakeParams(const Operands& operands, ffi::RemainingArgs other_operand
              sliding_window,
              window_right,
              soft_cap,
-             dtype};
+             dtype,
+             cache_dtype};
   return ffi::Error::Success();
 }
 

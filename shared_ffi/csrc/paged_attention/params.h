@@ -7,6 +7,7 @@
 //     max(0, p - sliding_window + 1) <= j < min(context_lens[s], p + window_right + 1)
 // where causal attention is window_right = 0. Position j lies in block block_tables[s][j /
 // block_size] at offset j % block_size. Query head h reads kv head h / (num_heads / num_kv_heads).
+// Of a cache of 8 bits, k and v are what it holds, times k_scale and v_scale.
 //     logit = scale * (q . k), then soft_cap * tanh(logit / soft_cap) where there is a cap,
 //             then - alibi_slopes[h] * |p - j| where there are slopes
 //     output = sum_j exp(logit_j - lse) * v_j, in float32 whatever the storage
@@ -37,10 +38,12 @@ struct Params {
   const int32_t* block_tables;     // [max_seqs, max_blocks_per_seq]
   const int32_t* query_start_loc;  // [max_seqs + 1]
   const int32_t* num_seqs;         // [1]
-  const float* sinks;              // [num_heads]; null: none
-  const float* alibi_slopes;       // [num_heads]; null: none
-  void* output;                    // [num_tokens, num_heads, head_size]
-  float* lse;                      // [num_tokens, num_heads]; null: not wanted
+  KvScales k_scale;                // of a cache of 8 bits
+  KvScales v_scale;
+  const float* sinks;         // [num_heads]; null: none
+  const float* alibi_slopes;  // [num_heads]; null: none
+  void* output;               // [num_tokens, num_heads, head_size]
+  float* lse;                 // [num_tokens, num_heads]; null: not wanted
 
   int64_t num_tokens;
   int64_t num_heads;
@@ -56,7 +59,8 @@ struct Params {
   int64_t window_right;    // 0: causal
   float soft_cap;          // 0: none
 
-  DType dtype;  // of query, cache and output
+  DType dtype;        // of query and output
+  DType cache_dtype;  // that, or one of 8 bits
 
   // The positions that a query at `position` attends to, from WindowBegin up to WindowEnd; none if
   // that is not after it. Both grow with the position.

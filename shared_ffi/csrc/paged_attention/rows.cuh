@@ -87,6 +87,32 @@ class AlibiBias {
   int32_t position_;  // of the row
 };
 
+// What the K or V of a position is multiplied by; 1 where the table leads outside the pool.
+__device__ inline float ScaleOf(const Params& p, const KvScales& scales, const Item& item,
+                                int32_t position) {
+  if (scales.data == nullptr) return 1;
+  if (!scales.IsPerPosition()) return scales.At(0, 0, item.kv_head);
+  const int64_t logical = position / p.block_size;
+  const int64_t block = p.block_tables[item.sequence * p.max_blocks_per_seq + logical];
+  if (block < 0 || block >= p.num_blocks) return 1;
+  return scales.At(block, position % p.block_size, item.kv_head);
+}
+
+// Calls what(Q()) for the type of query and output, where the cache's is T: the same, unless that
+// has 8 bits.
+template <typename T, typename Do>
+__device__ __forceinline__ void WithQueryType(const Params& p, const Do& what) {
+  if constexpr (!kIs8Bit<T>) {
+    what(T());
+  } else if (p.dtype == DType::kFloat32) {
+    what(float());
+  } else if (p.dtype == DType::kFloat16) {
+    what(Half());
+  } else {
+    what(BFloat16());
+  }
+}
+
 // The sink of a head, in units of log2(e).
 __device__ inline float SinkOf(const Params& p, int64_t head) {
   return p.sinks == nullptr ? -kInfinity : p.sinks[head] * kLog2E;
