@@ -7,7 +7,7 @@ else()
   set(CPU_INSTRUCTION_SETS baseline)
 endif()
 set(CPU_FLAGS_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c)
-set(CPU_FLAGS_avx512_bf16 ${CPU_FLAGS_avx512} -mavx512bf16)
+set(CPU_FLAGS_avx512_bf16 ${CPU_FLAGS_avx512} -mavx512bf16 -mavx512vbmi)
 set(CPU_FLAGS_avx2 -mavx2 -mfma -mf16c)
 
 file(GLOB CPU_KERNEL_SOURCES CONFIGURE_DEPENDS shared_ffi/csrc/*/cpu_kernel.cc)

@@ -30,7 +30,7 @@ def quantized(values: np.ndarray, dtype: str) -> np.ndarray:
     largest."""
     to = CACHE_DTYPES[dtype]
     if dtype == "int8":
-        return np.clip(np.rint(np.nan_to_num(values)), -128, 127).astype(np.int8)
+        return np.nan_to_num(np.clip(np.rint(values), -128, 127)).astype(np.int8)
     largest = float(ml_dtypes.finfo(to).max)
     return np.clip(values, -largest, largest).astype(to)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Callable
 
 import ml_dtypes
@@ -12,13 +13,17 @@ import pytest
 
 from shared_ffi import _native
 from tests import native
+from tests.cases import CACHE_DTYPES, quantized
 
-FLAGS = {
-    "avx512_bf16": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16 -mfma -mf16c",
-    "avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c",
-    "avx2": "-mavx2 -mfma -mf16c",
-    "baseline": "",
-}
+
+def flags_of(instruction_set: str) -> list[str]:
+    """The compiler's options, as cmake/cpu.cmake gives them."""
+    cmake = (native.ROOT / "cmake/cpu.cmake").read_text()
+    flags = dict(re.findall(r"set\(CPU_FLAGS_(\w+) (.*)\)", cmake)).get(instruction_set, "")
+    found = re.fullmatch(r"(?:\$\{CPU_FLAGS_(\w+)\})?(.*)", flags)
+    assert found is not None
+    return [*(flags_of(found[1]) if found[1] else []), *found[2].split()]
+
 
 SOURCE = """
 #include "simd.h"
@@ -33,6 +38,33 @@ static void ForEach(const From* x, To* y, long n, Function function = {}) {
   for (long i = 0; i < n; i += kLanes) StoreNarrow(function(LoadWide(x + i, n - i)), y + i, n - i);
 }
 
+template <typename To>
+static void Round(const float* x, To* y, long n) {
+  for (long i = 0; i < n; ++i) FromFloat(x[i], y + i);
+}
+
+#ifdef XLA_GPU_PAIRS_BYTES
+using E4M3 = PairedFloat8E4M3;
+using E5M2 = PairedFloat8E5M2;
+using Int8 = PairedInt8;
+
+template <typename T>
+static void ToBFloat16s(const void* x, BFloat16* y, long n) {
+  for (long i = 0; i < n; i += 2 * kLanes) {
+    Store(Dot<T>::Load(static_cast<const T*>(x) + i, n - i), y + i);
+  }
+}
+#else
+using E4M3 = Float8E4M3;
+using E5M2 = Float8E5M2;
+using Int8 = int8_t;
+
+template <typename T>
+static void ToBFloat16s(const void* x, BFloat16* y, long n) {
+  ForEach(static_cast<const T*>(x), y, n);
+}
+#endif
+
 extern "C" {
 void Exp2(const float* x, float* y, long n) {
   ForEach(x, y, n, [](Lanes x) { return Exp2OfNonPositive(x); });
@@ -42,6 +74,15 @@ void Tanh(const float* x, float* y, long n) {
 }
 void FromBFloat16(const BFloat16* x, float* y, long n) { ForEach(x, y, n); }
 void FromHalf(const Half* x, float* y, long n) { ForEach(x, y, n); }
+void FromE4M3(const Float8E4M3* x, float* y, long n) { ForEach(x, y, n); }
+void FromE5M2(const Float8E5M2* x, float* y, long n) { ForEach(x, y, n); }
+void FromInt8(const int8_t* x, float* y, long n) { ForEach(x, y, n); }
+void E4M3ToBFloat16(const void* x, BFloat16* y, long n) { ToBFloat16s<E4M3>(x, y, n); }
+void E5M2ToBFloat16(const void* x, BFloat16* y, long n) { ToBFloat16s<E5M2>(x, y, n); }
+void Int8ToBFloat16(const void* x, BFloat16* y, long n) { ToBFloat16s<Int8>(x, y, n); }
+void ToE4M3(const float* x, Float8E4M3* y, long n) { Round(x, y, n); }
+void ToE5M2(const float* x, Float8E5M2* y, long n) { Round(x, y, n); }
+void ToInt8(const float* x, int8_t* y, long n) { Round(x, y, n); }
 void ToBFloat16(const float* x, BFloat16* y, long n) { ForEach(x, y, n); }
 void ToHalf(const float* x, Half* y, long n) { ForEach(x, y, n); }
 }
@@ -57,7 +98,7 @@ def simd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     (folder / "simd.cc").write_text(SOURCE)
     outcome = native.run(
         *(os.environ.get("CXX", "c++"), "-std=c++17", "-O3", "-ffp-contract=off"),
-        *(*FLAGS[request.param].split(), "-I", native.ROOT / "shared_ffi/csrc", "-shared", "-fPIC"),
+        *(*flags_of(request.param), "-I", native.ROOT / "shared_ffi/csrc", "-shared", "-fPIC"),
         *(folder / "simd.cc", "-o", folder / "simd.so"),
     )
     assert outcome.returncode == 0, outcome.stdout
@@ -109,3 +150,34 @@ def test_conversions(simd: Call, name: str, dtype: type) -> None:
     np.testing.assert_array_equal(
         simd(f"To{name}", x, dtype).astype(np.float32), expected.astype(np.float32)
     )
+
+
+NARROW = {
+    "E4M3": "float8_e4m3fn",
+    "E5M2": "float8_e5m2",
+    "Int8": "int8",
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_all_numbers_of_8_bits(simd: Call, name: str) -> None:
+    every = np.arange(256, dtype=np.uint8).view(CACHE_DTYPES[NARROW[name]])
+    np.testing.assert_array_equal(simd(f"From{name}", every), every.astype(np.float32))
+    as_bfloat16 = simd(f"{name}ToBFloat16", every, ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(as_bfloat16.astype(np.float32), every.astype(np.float32))
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_rounding_to_8_bits(simd: Call, name: str) -> None:
+    """Every number, what lies halfway between two and beside that, and random bits."""
+    dtype = NARROW[name]
+    every = np.arange(256, dtype=np.uint8).view(CACHE_DTYPES[dtype]).astype(np.float32)
+    every = np.unique(every[np.isfinite(every)])
+    halfway = (every[1:] + every[:-1]) / 2
+    beside = [np.nextafter(halfway, np.float32(to)) for to in (-np.inf, np.inf)]
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 1_000_001, dtype=np.uint32)
+    x = np.concatenate([every, halfway, *beside, bits.view(np.float32)])
+    with np.errstate(invalid="ignore"):  # NaN
+        expected = quantized(x, dtype).astype(np.float32)
+    rounded = simd(f"To{name}", x, CACHE_DTYPES[dtype]).astype(np.float32)
+    np.testing.assert_array_equal(rounded, expected)

@@ -244,21 +244,33 @@ XLA_GPU_INLINE Bytes LoadBytes(const void* from, int64_t count) {
   return count >= kLanes ? Load<Bytes>(from) : LoadPart<Bytes>(from, count);
 }
 
+XLA_GPU_INLINE HalfWords WidenBytes(Bytes x) {
+#if defined(__AVX512F__)
+  return (HalfWords)_mm256_cvtepu8_epi16((__m128i)x);
+#else
+  return __builtin_convertvector(x, HalfWords);
+#endif
+}
+
 XLA_GPU_INLINE Lanes LoadWide(const Float8E5M2* from, int64_t count) {
-  return WidenHalf(__builtin_convertvector(LoadBytes(from, count), HalfWords) << 8);
+  return WidenHalf(WidenBytes(LoadBytes(from, count)) << 8);
 }
 
 // By way of binary16, which has E4M3's subnormals as numbers of its own.
 XLA_GPU_INLINE Lanes LoadWide(const Float8E4M3* from, int64_t count) {
-  const HalfWords x = __builtin_convertvector(LoadBytes(from, count), HalfWords);
+  const HalfWords x = WidenBytes(LoadBytes(from, count));
   const HalfWords magnitude = x & 0x7f, nan = magnitude - magnitude + 0x7e00;
   const HalfWords half = magnitude == 0x7f ? nan : magnitude << 7;
   return WidenHalf(half | (x & 0x80) << 8) * 256.0f;
 }
 
 XLA_GPU_INLINE Lanes LoadWide(const int8_t* from, int64_t count) {
-  const Words x = __builtin_convertvector(LoadBytes(from, count), Words);
-  return __builtin_convertvector((Mask)(x << 24) >> 24, Lanes);
+  const Bytes x = LoadBytes(from, count);
+#if defined(__AVX512F__)
+  return (Lanes)_mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, (__m128i)x));
+#else
+  return __builtin_convertvector((Mask)(__builtin_convertvector(x, Words) << 24) >> 24, Lanes);
+#endif
 }
 
 XLA_GPU_INLINE Lanes Narrow(Lanes x, float) { return x; }
@@ -350,6 +362,117 @@ struct Dot<BFloat16> {
     return BitCast<Lanes>(words << 16) * 0.0f + BitCast<Lanes>(words & 0xffff0000u) * 0.0f;
   }
 };
+#endif
+
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#define XLA_GPU_PAIRS_BYTES
+
+// Caches of 8 bits under bfloat16 queries: all their numbers are bfloat16s, too, two in each lane.
+struct PairedFloat8E4M3 {
+  uint8_t bits;
+};
+struct PairedFloat8E5M2 {
+  uint8_t bits;
+};
+struct PairedInt8 {
+  int8_t value;
+};
+
+typedef uint8_t PairedBytes __attribute__((vector_size(2 * kLanes)));
+
+// The bytes of two rows by turns.
+XLA_GPU_INLINE PairedBytes Interleave(Bytes first, Bytes second) {
+  return (PairedBytes)_mm256_set_m128i(_mm_unpackhi_epi8((__m128i)first, (__m128i)second),
+                                       _mm_unpacklo_epi8((__m128i)first, (__m128i)second));
+}
+
+// The bfloat16s that the magnitudes of an 8-bit float stand for, a table for each of their bytes.
+template <typename T>
+struct BFloat16Table {
+  alignas(64) uint8_t low[128];
+  alignas(64) uint8_t high[128];
+};
+
+// E4M3 and E5M2 with kMantissaBits: numbers of T::kNaN and more are infinite or NaN.
+template <int kMantissaBits, int kBias, int kFirstSpecial, int kInfinity>
+constexpr uint16_t BFloat16Of(int magnitude) {
+  if (magnitude >= kFirstSpecial) return magnitude == kInfinity ? 0x7f80 : 0x7fc0;
+  int mantissa = magnitude & ((1 << kMantissaBits) - 1), exponent = magnitude >> kMantissaBits;
+  if (exponent == 0) {
+    if (mantissa == 0) return 0;
+    exponent = 1;
+    while (mantissa >> kMantissaBits == 0) {
+      mantissa *= 2;
+      --exponent;
+    }
+    mantissa &= (1 << kMantissaBits) - 1;
+  }
+  return static_cast<uint16_t>((exponent - kBias + 127) << 7 | mantissa << (7 - kMantissaBits));
+}
+
+constexpr uint16_t AsBFloat16(PairedFloat8E4M3, int magnitude) {
+  return BFloat16Of<3, 7, 0x7f, -1>(magnitude);
+}
+constexpr uint16_t AsBFloat16(PairedFloat8E5M2, int magnitude) {
+  return BFloat16Of<2, 15, 0x7c, 0x7c>(magnitude);
+}
+
+template <typename T>
+constexpr BFloat16Table<T> MakeTable() {
+  BFloat16Table<T> table = {};
+  for (int i = 0; i < 128; ++i) {
+    table.low[i] = static_cast<uint8_t>(AsBFloat16(T{}, i));
+    table.high[i] = static_cast<uint8_t>(AsBFloat16(T{}, i) >> 8);
+  }
+  return table;
+}
+
+template <typename T>
+constexpr BFloat16Table<T> kBFloat16Table = MakeTable<T>();
+
+template <typename T>
+XLA_GPU_INLINE Lanes WidenPairs(PairedBytes x) {
+  const auto& table = kBFloat16Table<T>;
+  const __m512i words = _mm512_cvtepu8_epi16((__m256i)x);
+  const __m512i twice = _mm512_or_si512(words, _mm512_slli_epi16(words, 8));
+  const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(table.low), twice,
+                                               _mm512_load_si512(table.low + 64));
+  const __m512i both =
+      _mm512_mask_mov_epi8(low, 0xaaaaaaaaaaaaaaaa,
+                           _mm512_permutex2var_epi8(_mm512_load_si512(table.high), twice,
+                                                    _mm512_load_si512(table.high + 64)));
+  const __m512i sign = _mm512_set1_epi16(static_cast<int16_t>(0x8000));
+  return (Lanes)_mm512_ternarylogic_epi32(both, twice, sign, 0xf8);  // both | (twice & sign)
+}
+
+template <>
+XLA_GPU_INLINE Lanes WidenPairs<PairedInt8>(PairedBytes x) {
+  const auto widen = [](__m128i bytes) __attribute__((always_inline)) {
+    return _mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, bytes));
+  };
+  const __m512 low = widen(_mm256_castsi256_si128((__m256i)x));
+  const __m512 high = widen(_mm256_extracti128_si256((__m256i)x, 1));
+  return (Lanes)_mm512_cvtne2ps_pbh(high, low);
+}
+
+template <typename T>
+struct DotOfPairedBytes : Dot<BFloat16> {
+  static XLA_GPU_INLINE Lanes Load(const T* from, int64_t count) {
+    return WidenPairs<T>(count >= 2 * kLanes ? xla_gpu::Load<PairedBytes>(from)
+                                             : LoadPart<PairedBytes>(from, count));
+  }
+
+  static XLA_GPU_INLINE Lanes LoadDown(const T* const (&from)[2], int64_t count) {
+    return WidenPairs<T>(Interleave(LoadBytes(from[0], count), LoadBytes(from[1], count)));
+  }
+};
+
+template <>
+struct Dot<PairedFloat8E4M3> : DotOfPairedBytes<PairedFloat8E4M3> {};
+template <>
+struct Dot<PairedFloat8E5M2> : DotOfPairedBytes<PairedFloat8E5M2> {};
+template <>
+struct Dot<PairedInt8> : DotOfPairedBytes<PairedInt8> {};
 #endif
 
 // 2^x for x <= 0 or NaN, within 2 ulp; 0 where 2^x would be subnormal. x = n + f with 0 <= f <= 1;

@@ -74,13 +74,11 @@ __device__ __forceinline__ float ToFloat(Half x) {
   return y;
 }
 
-__device__ __forceinline__ float ToFloat(Float8E4M3 x) { return ToFloat(AsHalf(x)) * 256.0f; }
+__device__ __forceinline__ float ToFloat(Float8E4M3 x) { return gpu::ToFloat(AsHalf(x)) * 256.0f; }
 
-__device__ __forceinline__ float ToFloat(Float8E5M2 x) { return ToFloat(AsHalf(x)); }
+__device__ __forceinline__ float ToFloat(Float8E5M2 x) { return gpu::ToFloat(AsHalf(x)); }
 
 __device__ __forceinline__ float ToFloat(int8_t x) { return x; }
-
-using ::xla_gpu::FromFloat;
 
 __device__ __forceinline__ void FromFloat(float x, float* to) { *to = x; }
 
@@ -90,6 +88,12 @@ __device__ __forceinline__ void FromFloat(float x, BFloat16* to) {
 
 __device__ __forceinline__ void FromFloat(float x, Half* to) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to->bits) : "f"(x));
+}
+
+template <typename T>
+__device__ __forceinline__ void FromFloat(float x, T* to) {
+  static_assert(kIs8Bit<T>, "the others have instructions of their own");
+  ::xla_gpu::FromFloat(x, to);
 }
 
 // Starts a copy of 16 bytes from global to shared memory; zeros are written instead, and nothing

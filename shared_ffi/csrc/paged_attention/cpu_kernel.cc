@@ -301,9 +301,10 @@ struct Range {
 // the factors by which the rows' earlier sums must shrink. A logit is the product times `scale`, in
 // units of soft_cap or else of 1 / log2(e).
 //   products: [R, kTile]; ranges, states, shrink: [R]
-template <int R, typename T>
+// Weights are stored times `v_scales`, if there are any: those of the tile's positions.
+template <int R, typename T, bool kIsScaled = false>
 void Weigh(float* products, const Range* ranges, float scale, float soft_cap, RowState* states,
-           float* shrink) {
+           float* shrink, const float* v_scales = nullptr) {
   constexpr int kVectors = kTile / kLanes;
   Lanes x[R][kVectors], largest[R], shift[R];
   bool is_partial = false;
@@ -347,7 +348,15 @@ void Weigh(float* products, const Range* ranges, float scale, float soft_cap, Ro
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const Lanes weights = Exp2OfNonPositive(x[r][i] - shift[r]);
-      states[r].sums += Dot<T>::StoreFactors(weights, products + r * kTile, i * kLanes);
+      float* row = products + r * kTile;
+      if constexpr (kIsScaled) {
+        // A weight of zero stays one, whatever the scale.
+        const Lanes scaled = weights == 0 ? weights : weights * Load<Lanes>(v_scales + i * kLanes);
+        Dot<T>::StoreFactors(scaled, row, i * kLanes);
+        states[r].sums += weights;
+      } else {
+        states[r].sums += Dot<T>::StoreFactors(weights, row, i * kLanes);
+      }
     }
   }
 }
@@ -449,6 +458,8 @@ class Attention {
   void WithQueryType(const Do& what) const {
     if constexpr (!kIs8Bit<T>) {
       what(T());
+    } else if constexpr (Dot<T>::kPerLane == 2) {
+      what(BFloat16());
     } else if (p_.dtype == DType::kFloat32) {
       what(float());
     } else if (p_.dtype == DType::kFloat16) {
@@ -465,10 +476,10 @@ class Attention {
         const Q* query = static_cast<const Q*>(p_.query) + NumberOfRow(row) * p_.head_size;
         for (int64_t w = 0; w < width_; w += kLanes) {
           const int64_t d = w * Dot<T>::kPerLane;
-          if constexpr (kIs8Bit<T>) {
+          if constexpr (kIs8Bit<T> && Dot<T>::kPerLane == 1) {
             Store(LoadWide(query + d, p_.head_size - d), q_ + row * width_ + w);
           } else {
-            Store(Dot<T>::Load(query + d, p_.head_size - d), q_ + row * width_ + w);
+            Store(Dot<Q>::Load(query + d, p_.head_size - d), q_ + row * width_ + w);
           }
         }
       }
@@ -590,14 +601,15 @@ class Attention {
       Range ranges[num_rows];
       for (int r = 0; r < num_rows; ++r) ranges[r] = RangeOfRows(tile, first + r, 1);
       if (is_biased) CapAndBias(tile, head, first, num_rows, scale, products);
-      Weigh<num_rows, T>(products, ranges, is_biased ? 1 : scale, is_biased ? 0 : p_.soft_cap,
-                         &states_[first_row + first], shrink_ + first);
-      if (kIs8Bit<T> && p_.v_scale.IsPerPosition()) {
-        // A weight of zero stays one, whatever the scale.
-        ForEachVector(products, num_rows, [&](Lanes x, int64_t j) {
-          return x == 0 ? x : x * Load<Lanes>(v_scales_ + j);
-        });
+      const float scale_then = is_biased ? 1 : scale, cap = is_biased ? 0 : p_.soft_cap;
+      RowState* states = &states_[first_row + first];
+      if constexpr (kIs8Bit<T>) {
+        if (p_.v_scale.IsPerPosition()) {
+          return Weigh<num_rows, T, true>(products, ranges, scale_then, cap, states,
+                                          shrink_ + first, v_scales_);
+        }
       }
+      Weigh<num_rows, T>(products, ranges, scale_then, cap, states, shrink_ + first);
     });
   }
 
@@ -814,6 +826,13 @@ class Attention {
 
 template <typename Do>
 void WithStorage(const Params& p, Do what) {
+#ifdef XLA_GPU_PAIRS_BYTES
+  if (p.dtype == DType::kBFloat16) {
+    if (p.cache_dtype == DType::kFloat8E4M3) return what(PairedFloat8E4M3());
+    if (p.cache_dtype == DType::kFloat8E5M2) return what(PairedFloat8E5M2());
+    if (p.cache_dtype == DType::kInt8) return what(PairedInt8());
+  }
+#endif
   switch (p.cache_dtype) {
     case DType::kFloat32:
       return what(float());
@@ -840,7 +859,7 @@ void Merge(const Params& p, const Piece& whole, Allocate allocate) {
 
 bool IsSupported() {
 #if defined(__AVX512BF16__)
-  if (!__builtin_cpu_supports("avx512bf16")) return false;
+  if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vbmi")) return false;
 #endif
 #if defined(__AVX512F__)
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
