@@ -7,13 +7,17 @@ TRACE := $(firstword $(wildcard ../shared/data/azure_conv.csv))
 CSRC := $(shell find shared_ffi/csrc tests/simt -type f)
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(CSRC)
 
-.PHONY: demo test lint format bench bench-cpu gpu-check clean
+.PHONY: demo test lint format features bench bench-cpu gpu-check clean
 
 demo: $(VENV)/installed  ## replay a request trace through JAX and torch_xla, and report
 	$(BIN)/python -m examples.replay $(if $(TRACE),--trace $(TRACE)) --steps 200 --out report
 
 test: $(VENV)/installed  ## the whole test suite
 	$(BIN)/python -m pytest -n 2
+
+features: $(VENV)/installed  ## the table of features and doors, from the tests' records
+	$(BIN)/python -m pytest -n 2 tests/test_parity.py tests/test_openxla.py tests/test_cuda_kernel.py \
+		--feature-table docs/features/README.md
 
 bench: $(VENV)/installed  ## microseconds per call and GB/s of every door
 	$(BIN)/python -m benchmarks.doors

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.feature_table import FeatureTable, note_what_is_proven
+
 if TYPE_CHECKING:
     from tests.hlo import CompiledPrograms
 
@@ -26,6 +28,7 @@ collect_ignore = [] if os.environ.get("XLA_GPU_TEST_ON") == "cuda" else ["test_g
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--feature-table", help="the file to write the table of features and doors to")
     parser.addoption(
         "--native", help="a build of shared_ffi._native to test instead of the installed"
     )
@@ -35,10 +38,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "proves(*columns): see tests/feature_table.py")
+    is_worker = hasattr(config, "workerinput")
+    if (table := config.getoption("--feature-table")) and not is_worker:
+        config.pluginmanager.register(FeatureTable(Path(table)))
     if path := config.getoption("--native"):
         from tests import native  # noqa: PLC0415  (settings above come first)
 
         native.load(path, "shared_ffi._native")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    note_what_is_proven(item)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from tests.arrays import guarded
 from tests.calls import checked_call, numbers
 from tests.cases import CASES, UPDATE_CASES, Case, UpdateCase
 from tests.compare import assert_close_on_cuda, assert_same_bits
-from tests.gpu import Gpu
+from tests.gpu import ON_CUDA, Gpu
 from tests.test_kernel import random_cases
 
 F32, I32 = np.float32, np.int32
@@ -35,6 +35,10 @@ def attend(gpu: Gpu, operands: Any, *, seed: int = 0, **attributes: Any) -> Any:
     return tuple(results) if len(results) > 1 else results[0]
 
 
+KERNELS = "CUDA kernels" if ON_CUDA else "CUDA kernels, emulated"
+
+
+@pytest.mark.proves(KERNELS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_paged_attention(case: Case, gpu: Gpu) -> None:
     inputs, attributes = case.inputs(), case.attributes()
@@ -50,6 +54,7 @@ def test_random(gpu: Gpu, case: Case) -> None:
     test_paged_attention(case, gpu)
 
 
+@pytest.mark.proves(KERNELS)
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_kv_cache_update(case: UpdateCase, gpu: Gpu) -> None:
     inputs, attributes = case.inputs(), case.attributes()

@@ -144,6 +144,7 @@ def door(request: pytest.FixtureRequest) -> Callable[..., np.ndarray]:
     return function
 
 
+@pytest.mark.proves("CUDA: {door}")
 @pytest.mark.parametrize("case", DOOR_CASES, ids=lambda case: case.id)
 def test_paged_attention(case: Case, door: Callable[..., np.ndarray], gpu: Any) -> None:
     from tests.test_cuda_kernel import attend  # noqa: PLC0415
@@ -154,6 +155,7 @@ def test_paged_attention(case: Case, door: Callable[..., np.ndarray], gpu: Any) 
     assert_same_bits(result, attend(gpu, inputs, **attributes))
 
 
+@pytest.mark.proves("CUDA: {door}")
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_kv_cache_update(case: UpdateCase, door: Callable[..., np.ndarray]) -> None:
     inputs, attributes = case.inputs(), case.attributes()
@@ -163,6 +165,7 @@ def test_kv_cache_update(case: UpdateCase, door: Callable[..., np.ndarray]) -> N
     assert_same_bits(door("kv_cache_update", *inputs, **attributes), expected)
 
 
+@pytest.mark.proves("CUDA: {backend}")
 @pytest.mark.parametrize("backend", ["inductor", "openxla"])
 @pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
 def test_compiled(case: Case, backend: str) -> None:

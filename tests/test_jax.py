@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -186,6 +187,51 @@ def test_shapes_without_running() -> None:
     result = jax.eval_shape(attend, *operands)
     assert (result.shape, result.dtype) == (operands[0].shape, np.float32)
     assert "xla_gpu_paged_attention" in str(jax.make_jaxpr(attend)(*operands))
+
+
+def test_checkpointed() -> None:
+    operands = random_operands()
+    checkpointed = jax.jit(jax.checkpoint(attend))(*operands)
+    assert_same_bits(np.asarray(checkpointed), np.asarray(attend(*operands)))
+
+
+PERSISTENT = """
+    import sys
+    import jax, numpy as np
+    from jax._src import monitoring
+    import jax_frontend
+    from tests.test_jax import attend, random_operands
+
+    jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    operands, events = random_operands(), []
+    monitoring.register_event_listener(lambda event, **_: events.append(event))
+    for scale in map(float, sys.argv[2:]):
+        result = jax.jit(lambda *x: jax_frontend.paged_attention(*x, scale))(*operands)
+        print(scale, np.asarray(result).tobytes().hex())
+    for kind in ("hits", "misses"):
+        print(kind, events.count(f"/jax/compilation_cache/cache_{kind}"))
+"""
+
+
+def test_programs_in_a_persistent_cache(tmp_path: Any) -> None:
+    """Another process finds them, and takes none for that of another scale."""
+
+    def run(*scales: str) -> list[str]:
+        outcome = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(PERSISTENT), str(tmp_path), *scales],
+            cwd=Path(__file__).parents[1],
+            env={"JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+        )
+        assert outcome.returncode == 0, outcome.stderr
+        return outcome.stdout.splitlines()
+
+    small, large, *counts = run("0.25", "0.5")
+    assert small.split()[1] != large.split()[1] and counts == ["hits 0", "misses 2"]
+    assert run("0.5", "0.25") == [large, small, "hits 2", "misses 0"]
 
 
 def test_decode_loop_compiles_once() -> None:

@@ -46,6 +46,7 @@ EXCHANGEABLE = [x for x in SHORT_CASES if not (x.cache_dtype or "").startswith("
 EXCHANGEABLE_UPDATES = [x for x in UPDATE_CASES if not (x.cache_dtype or "").startswith("float8")]
 
 
+@pytest.mark.proves("openxla on PyTorch's tensors")
 @pytest.mark.parametrize("case", EXCHANGEABLE, ids=lambda case: case.id)
 def test_paged_attention(case: Case, programs: list[Any]) -> None:
     inputs, attributes = case.inputs(), case.attributes()
@@ -55,6 +56,7 @@ def test_paged_attention(case: Case, programs: list[Any]) -> None:
     assert len(programs) == 1
 
 
+@pytest.mark.proves("openxla on PyTorch's tensors")
 @pytest.mark.parametrize("case", EXCHANGEABLE_UPDATES, ids=lambda case: case.id)
 def test_kv_cache_update(case: UpdateCase, programs: list[Any]) -> None:
     inputs, attributes = case.inputs(), case.attributes()

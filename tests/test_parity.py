@@ -17,6 +17,10 @@ ATTENTION = "xla_gpu_paged_attention"
 UPDATE = "xla_gpu_kv_cache_update"
 
 
+FOUR_DOORS = ("JAX", "PyTorch eager", "torch_xla", "openxla")
+
+
+@pytest.mark.proves(*FOUR_DOORS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_paged_attention(case: Case, compiled: hlo.CompiledPrograms) -> None:
     inputs, attributes = case.inputs(), case.attributes()
@@ -36,6 +40,7 @@ def test_paged_attention(case: Case, compiled: hlo.CompiledPrograms) -> None:
     assert compiled.optimized(call, ATTENTION) == set(hlo.custom_calls(after, ATTENTION))
 
 
+@pytest.mark.proves(*FOUR_DOORS)
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_kv_cache_update(case: UpdateCase, compiled: hlo.CompiledPrograms) -> None:
     inputs, attributes = case.inputs(), case.attributes()
@@ -56,6 +61,7 @@ def test_kv_cache_update(case: UpdateCase, compiled: hlo.CompiledPrograms) -> No
     assert compiled.optimized(call, UPDATE) == set(hlo.custom_calls(after, UPDATE))
 
 
+@pytest.mark.proves("Inductor")
 @pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
 def test_inductor(case: Case) -> None:
     inputs, attributes = case.inputs(), case.attributes()

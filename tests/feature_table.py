@@ -1,0 +1,111 @@
+"""The table of features and doors, from the records of the tests: `make features` writes it.
+
+A test that is marked `proves("a column", ...)` counts there, for every feature of its case, when it
+passes. What stands in braces is a parameter of the test.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+INTRODUCTION = """# Features
+
+Each has a page here, with examples that the tests run:
+[log-sum-exp and merging](log-sum-exp.md), [sinks](sinks.md), [ALiBi](alibi.md),
+[attention that is not causal and windows](masks.md), [layouts of the cache](cache-layouts.md),
+[caches of 8 bits](caches-of-8-bits.md), [many devices](many-devices.md),
+[code written for TPUs](code-for-tpus.md).
+
+The number of cases that passed where this table was made (`make features`), against the float64 oracle
+and, between the doors of a platform, bit for bit. Empty: not tested there.
+"""
+
+
+class FeatureTable:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" or not report.passed:
+            return
+        for name, value in report.user_properties:
+            if name == "proves":
+                features, columns = value  # type: ignore[misc]
+                self._counts.update((f, c) for f in features for c in columns)
+
+    def pytest_sessionfinish(self) -> None:
+        rows = list(dict.fromkeys(feature for feature, _ in self._counts))
+        columns = list(dict.fromkeys(column for _, column in self._counts))
+        lines = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
+        for row in sorted(rows, key=FEATURES.index):
+            cells = [str(self._counts[row, column] or "") for column in columns]
+            lines.append(f"| {row} | {' | '.join(cells)} |")
+        self._path.write_text("\n".join([INTRODUCTION, *lines, ""]))
+
+
+FEATURES = [
+    "paged_attention",
+    "sliding window",
+    "soft cap",
+    "log-sum-exp",
+    "sinks",
+    "ALiBi",
+    "not causal",
+    "window to the right",
+    "fewer keys than queries",
+    "another layout",
+    "K and V in two arrays",
+    "float8_e4m3fn cache",
+    "float8_e5m2 cache",
+    "int8 cache",
+    "a scale for each kv head",
+    "a scale for each position",
+    "kv_cache_update",
+    "kv_cache_update in another layout",
+    "kv_cache_update of two arrays",
+    "kv_cache_update to 8 bits",
+]
+
+
+def features_of(case: Any) -> list[str]:
+    """Of FEATURES, those that a case uses."""
+    is_separate = case.kv_layout is not None and "2" not in case.kv_layout
+    if not hasattr(case, "sequences"):
+        used = {
+            "kv_cache_update": True,
+            "kv_cache_update in another layout": case.kv_layout is not None,
+            "kv_cache_update of two arrays": is_separate,
+            "kv_cache_update to 8 bits": case.cache_dtype is not None,
+        }
+    else:
+        used = {
+            "paged_attention": True,
+            "sliding window": case.sliding_window is not None,
+            "soft cap": case.soft_cap is not None,
+            "log-sum-exp": case.return_lse,
+            "sinks": case.sinks,
+            "ALiBi": case.alibi_slopes,
+            "not causal": not case.causal,
+            "window to the right": case.window_right is not None,
+            "fewer keys than queries": any(q > context for q, context in case.sequences),
+            "another layout": case.kv_layout is not None,
+            "K and V in two arrays": is_separate,
+            f"{case.cache_dtype} cache": case.cache_dtype is not None,
+            "a scale for each kv head": case.scales == "per head",
+            "a scale for each position": case.scales == "per position",
+        }
+    return [feature for feature, is_used in used.items() if is_used]
+
+
+def note_what_is_proven(item: pytest.Item) -> None:
+    """Leaves with a test what it will prove by passing."""
+    marker = item.get_closest_marker("proves")
+    if marker is not None:
+        parameters = item.callspec.params  # type: ignore[attr-defined]
+        columns = [column.format(**parameters) for column in marker.args]
+        item.user_properties.append(("proves", (features_of(parameters["case"]), columns)))  # type: ignore[arg-type]
