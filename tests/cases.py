@@ -415,6 +415,13 @@ def _caches_of_8_bits() -> Iterator[Case]:
             soft_cap=4.0,
             dtype="bfloat16",
         )
+    for cache_dtype in ("float8_e4m3fn", "float8_e5m2"):
+        yield from _of_each_dtype(
+            f"{cache_dtype}-later-token-nan",
+            sequences=((9, 9), (40, 40)),
+            cache_dtype=cache_dtype,
+            nan_in_last_position=True,
+        )
     for layout in ("n2hbd", "nbhd"):
         yield Case(
             id=f"float8-layout-{layout}",

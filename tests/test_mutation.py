@@ -80,7 +80,7 @@ CPU_FAULTS = {
     "swaps-key-and-value": (UPDATE, "copy(k, key + head", "copy(k, value + head"),
     "forgets-the-scale-of-keys": (KERNEL, "scale *= p_.k_scale.At(0, 0", "scale *= 0 * p_.k_scale.At(0, 0"),
     "takes-the-scale-of-the-first-head": (KERNEL, "p_.v_scale.At(0, 0, kv_head)", "p_.v_scale.At(0, 0, 0)"),
-    "spreads-nan-of-unused-scales": (KERNEL, "return x == 0 ? x : x *", "return x *"),
+    "spreads-nan-of-unused-scales": (KERNEL, "weights == 0 ? weights : weights *", "weights *"),
     "misreads-the-nan-of-float8": ("simd.h", "magnitude == 0x7f ? nan", "magnitude == 0x80 ? nan"),
     "does-not-hold-float8-at-its-largest": ("storage.h", "rounded < kLargest ? rounded", "rounded < 255 ? rounded"),
     "rounds-float8-up-on-ties": ("storage.h", "- 1 + (magnitude >> kShift & 1)", "- 1 + 1"),
