@@ -1,7 +1,9 @@
 # The CPU kernels: each cpu_kernel.cc once for every instruction set, the best first. At run time the
 # best that the processor has is used. XLA_GPU_FOR_CPU_INSTRUCTION_SETS(f) is f(name) for each of them.
 
-if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+if(XLA_GPU_CPU_INSTRUCTION_SETS)
+  set(CPU_INSTRUCTION_SETS ${XLA_GPU_CPU_INSTRUCTION_SETS})
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(CPU_INSTRUCTION_SETS avx512_bf16 avx512 avx2 baseline)
 else()
   set(CPU_INSTRUCTION_SETS baseline)

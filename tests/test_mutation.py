@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shared_ffi import _native
 from tests import native
 
 KERNEL, ATTENTION = "paged_attention/cpu_kernel.cc", "paged_attention/cpu.cc"
@@ -154,6 +155,11 @@ CUDA_FAULTS = {
     "writes-past-the-end": ("kv_cache_update/cuda.cu", " || slot >= p.NumSlots()) return;\n  const int64_t size", ") return;\n  const int64_t size"),
 }  # fmt: skip
 
+# The one with units of its own, where the machine has it, and the one that every machine has.
+INSTRUCTION_SETS = [
+    name for name in _native.cpu_instruction_sets() if name in ("avx512_bf16", "baseline")
+]
+
 SUITES = {
     "cpu": (CPU_FAULTS, "-DXLA_GPU_CUDA=OFF", "tests/test_kernel.py", "--native"),
     "cuda": (CUDA_FAULTS, "-DXLA_GPU_CUDA=EMULATED", "tests/test_cuda_kernel.py", "--emulated"),
@@ -181,7 +187,9 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             folder / "source",
             folder / "build",
             "-DCMAKE_CXX_FLAGS=-fno-strict-aliasing -Wno-unused",
-            "-DXLA_GPU_HEAD_SIZES=64;256",  # enough for every case, and fewer to build
+            # Enough for every case, and fewer to build.
+            "-DXLA_GPU_HEAD_SIZES=64;256",
+            f"-DXLA_GPU_CPU_INSTRUCTION_SETS={';'.join(INSTRUCTION_SETS)}",
             cuda,
         )
     return folders
