@@ -422,6 +422,14 @@ def _caches_of_8_bits() -> Iterator[Case]:
             cache_dtype=cache_dtype,
             nan_in_last_position=True,
         )
+    for cache_dtype in CACHE_DTYPES:
+        yield from _of_each_dtype(
+            f"{cache_dtype}-later-scale-nan",
+            sequences=((9, 9), (40, 40)),
+            cache_dtype=cache_dtype,
+            scales="per position",
+            nan_in_last_position=True,
+        )
     for layout in ("n2hbd", "nbhd"):
         yield Case(
             id=f"float8-layout-{layout}",
