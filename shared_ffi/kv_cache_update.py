@@ -12,6 +12,7 @@ from shared_ffi.spec import (
     STORAGE_DTYPES,
     ArraySpec,
     Call,
+    Operands,
     dtype_error,
     on_host,
     shape_error,
@@ -50,26 +51,21 @@ def check(
         OP, kv_layout, kv_cache, value_cache, head_size, num_kv_heads
     )
     _kv_layout.check_dtypes(OP, kv_cache, value_cache, "key", key.dtype)
-    operands = [caches[0], key, value, slot_mapping, *caches[1:]]
-    head_dims = [cache.head_dim, 1, 1, None, *[cache.head_dim] * len(caches[1:])]
-    attributes = list(layout)
+    operands = Operands(
+        [caches[0], key, value, slot_mapping], [cache.head_dim, 1, 1, None], list(layout)
+    )
     if value_cache is not None:
-        attributes.append(("value_cache", np.int64(4)))  # the number of its operand
-    for feature, scales in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scales is None:
-            continue
-        head_dim = _kv_layout.check_scales(
-            OP,
-            feature,
-            scales,
-            cache,
-            has_fewer_bits=not is_copied,
-            than="key",
-            per_position=False,
-        )
-        attributes.append((feature, np.int64(len(operands))))
-        operands.append(scales)
-        head_dims.append(head_dim)
+        operands.add_feature("value_cache", caches[1], cache.head_dim)
+    _kv_layout.add_scales(
+        OP,
+        operands,
+        k_scale,
+        v_scale,
+        cache,
+        has_fewer_bits=not is_copied,
+        than="key",
+        per_position=False,
+    )
     if slot_mapping.shape != (num_tokens,):
         raise shape_error(OP, "slot_mapping", f"[num_tokens={num_tokens}]", slot_mapping.shape)
     if slot_mapping.dtype not in ("int32", "int64"):
@@ -77,12 +73,12 @@ def check(
     return Call(
         OP,
         TARGET,
-        operands=tuple(operands),
+        operands=tuple(operands.specs),
         results=tuple(caches),
-        attributes=tuple(attributes),
+        attributes=tuple(operands.attributes),
         aliases=((0, 0), (4, 1))[: len(caches)],
         num_kv_heads=0 if cache.head_dim is None else num_kv_heads,
-        head_dims=(*head_dims, *[cache.head_dim] * len(caches)),
+        head_dims=(*operands.head_dims, *[cache.head_dim] * len(caches)),
     )
 
 

@@ -15,7 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shared_ffi.spec import CACHE_DTYPES, ArraySpec, dtype_error, shape_error, value_error
+from shared_ffi.spec import (
+    CACHE_DTYPES,
+    ArraySpec,
+    Operands,
+    dtype_error,
+    shape_error,
+    value_error,
+)
 
 DEFAULT = "nb(h2)d"
 """``[num_blocks, block_size, 2 * num_kv_heads, head_size]``: K of kv head h at index 2h, then V."""
@@ -113,17 +120,18 @@ def check_dtypes(
         raise dtype_error(op, "value_cache", rule, value_cache.dtype)
 
 
-def check_scales(
+def add_scales(
     op: str,
-    argument: str,
-    scales: ArraySpec,
+    operands: Operands,
+    k_scale: ArraySpec | None,
+    v_scale: ArraySpec | None,
     cache: KvCache,
     *,
     has_fewer_bits: bool,
     than: str,
     per_position: bool,
-) -> int | None:
-    """The dimension along which the heads of scales lie, if it has one.
+) -> None:
+    """Checks the scales of keys and values that there are, and adds them to a call's operands.
 
     Args:
         has_fewer_bits: whether the cache has, than the argument `than`.
@@ -132,20 +140,25 @@ def check_scales(
     Raises:
         ValueError, TypeError: a shape or a dtype is wrong, or there is nothing to scale.
     """
-    if not has_fewer_bits:
-        rule = f"be None unless kv_cache has fewer bits than {than}"
-        raise value_error(op, argument, rule, f"shape {list(scales.shape)}")
+    if k_scale is None and v_scale is None:
+        return
     head_dims: dict[tuple[int, ...], int | None] = {(cache.num_kv_heads,): 0, (): None, (1,): None}
     rule = f"[], [1], [num_kv_heads={cache.num_kv_heads}]"
     if per_position:
         head_dims[cache.num_blocks, cache.block_size, cache.num_kv_heads] = 2
         sizes = f"num_blocks={cache.num_blocks}, block_size={cache.block_size}"
         rule += f" or [{sizes}, num_kv_heads]"
-    if scales.shape not in head_dims:
-        raise shape_error(op, argument, rule, scales.shape)
-    if scales.dtype != "float32":
-        raise dtype_error(op, argument, "dtype float32", scales.dtype)
-    return head_dims[scales.shape]
+    for argument, scales in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scales is None:
+            continue
+        if not has_fewer_bits:
+            only = f"be None unless kv_cache has fewer bits than {than}"
+            raise value_error(op, argument, only, f"shape {list(scales.shape)}")
+        if scales.shape not in head_dims:
+            raise shape_error(op, argument, rule, scales.shape)
+        if scales.dtype != "float32":
+            raise dtype_error(op, argument, "dtype float32", scales.dtype)
+        operands.add_feature(argument, scales, head_dims[scales.shape])
 
 
 @lru_cache

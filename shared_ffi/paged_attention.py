@@ -16,6 +16,7 @@ from shared_ffi.spec import (
     STORAGE_DTYPES,
     ArraySpec,
     Call,
+    Operands,
     Scalar,
     dtype_error,
     on_host,
@@ -93,27 +94,23 @@ def check(
         ("soft_cap", _soft_cap(soft_cap)),
     ]
     attributes.extend(layout)
-    operands = [query, caches[0], context_lens, block_tables, query_start_loc, num_seqs]
-    head_dims: list[int | None] = [1, cache.head_dim, None, None, None, None]
+    operands = Operands(
+        [query, caches[0], context_lens, block_tables, query_start_loc, num_seqs],
+        [1, cache.head_dim, None, None, None, None],
+        attributes,
+    )
     if value_cache is not None:
-        attributes.append(("value_cache", np.int64(len(operands))))  # the number of its operand
-        operands.append(caches[1])
-        head_dims.append(cache.head_dim)
-    for feature, scales in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scales is None:
-            continue
-        head_dim = _kv_layout.check_scales(
-            OP,
-            feature,
-            scales,
-            cache,
-            has_fewer_bits=kv_cache.dtype != query.dtype,
-            than="query",
-            per_position=True,
-        )
-        attributes.append((feature, np.int64(len(operands))))
-        operands.append(scales)
-        head_dims.append(head_dim)
+        operands.add_feature("value_cache", caches[1], cache.head_dim)
+    _kv_layout.add_scales(
+        OP,
+        operands,
+        k_scale,
+        v_scale,
+        cache,
+        has_fewer_bits=kv_cache.dtype != query.dtype,
+        than="query",
+        per_position=True,
+    )
     for feature, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if per_head is None:
             continue
@@ -121,9 +118,7 @@ def check(
             raise shape_error(OP, feature, f"[num_heads={num_heads}]", per_head.shape)
         if per_head.dtype != "float32":
             raise dtype_error(OP, feature, "dtype float32", per_head.dtype)
-        attributes.append((feature, np.int64(len(operands))))
-        operands.append(per_head)
-        head_dims.append(0)
+        operands.add_feature(feature, per_head, 0)
     if right := _window_right(causal, window_right):
         attributes.append(("window_right", right))
     results = [query]
@@ -132,11 +127,11 @@ def check(
     return Call(
         OP,
         TARGET,
-        operands=tuple(operands),
+        operands=tuple(operands.specs),
         results=tuple(results),
         attributes=tuple(attributes),
         num_kv_heads=0 if cache.head_dim is None else num_kv_heads,
-        head_dims=(*head_dims, *[1] * len(results)),
+        head_dims=(*operands.head_dims, *[1] * len(results)),
         cuda_scratch_bytes=cuda_scratch_bytes,
     )
 

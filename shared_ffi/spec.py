@@ -55,6 +55,21 @@ class Call:
         return (*self.results, ArraySpec((self.cuda_scratch_bytes(self),), "uint8"))
 
 
+@dataclass
+class Operands:
+    """Of a call that is being checked, with what else it has of them."""
+
+    specs: list[ArraySpec]
+    head_dims: list[int | None]
+    attributes: list[tuple[str, Scalar]]
+
+    def add_feature(self, name: str, spec: ArraySpec, head_dim: int | None) -> None:
+        """One more operand; an attribute with the feature's name has its number."""
+        self.attributes.append((name, np.int64(len(self.specs))))
+        self.specs.append(spec)
+        self.head_dims.append(head_dim)
+
+
 def shape_error(op: str, argument: str, rule: str, got: object) -> ValueError:
     """An argument has the wrong shape."""
     return ValueError(f"{op}: {argument} must have shape {rule}; got {_show(got)}")
