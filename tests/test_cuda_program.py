@@ -4,7 +4,6 @@ custom calls, with the layouts and the aliasing that the kernels need."""
 from __future__ import annotations
 
 import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,7 +21,7 @@ import jax_frontend
 import torch_frontend
 from shared_ffi import _native, _pjrt, lowering
 from shared_ffi.spec import ArraySpec
-from tests import hlo
+from tests import hlo, scripts
 from tests.test_torch_xla import ATTENTION, UPDATE, Layer, layer_inputs
 from torch_frontend import openxla
 
@@ -190,18 +189,8 @@ PRELUDE = """
 
 
 def in_process(program: str) -> subprocess.CompletedProcess[str]:
-    environment = {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "PJRT_DEVICE": "CPU",
-    }
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PRELUDE) + textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[1],
-        env=environment,
-    )
+    script = textwrap.dedent(PRELUDE) + textwrap.dedent(program)
+    return scripts.run(script, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
 
 
 def test_without_registration_nothing_compiles() -> None:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import textwrap
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 
 import jax_frontend
-from tests import hlo, reference
+from tests import hlo, reference, scripts
 from tests.compare import assert_same_bits
 from tests.test_bad_input import add, attention, split, update
 
@@ -218,17 +217,7 @@ PERSISTENT = """
 def test_programs_in_a_persistent_cache(tmp_path: Any) -> None:
     """Another process finds them, and takes none for that of another scale."""
 
-    def run(*scales: str) -> list[str]:
-        outcome = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(PERSISTENT), str(tmp_path), *scales],
-            cwd=Path(__file__).parents[1],
-            env={"JAX_PLATFORMS": "cpu"},
-            capture_output=True,
-            text=True,
-        )
-        assert outcome.returncode == 0, outcome.stderr
-        return outcome.stdout.splitlines()
-
+    run = partial(scripts.output, PERSISTENT, str(tmp_path))
     small, large, *counts = run("0.25", "0.5")
     assert small.split()[1] != large.split()[1] and counts == ["hits 0", "misses 2"]
     assert run("0.5", "0.25") == [large, small, "hits 2", "misses 0"]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +11,7 @@ import pytest
 import torch
 
 import jax_frontend
-from tests import doors, layouts, reference
+from tests import doors, layouts, reference, scripts
 from tests.calls import split_keywords
 from tests.cases import DTYPES, SHORT_CASES
 from tests.compare import assert_same_bits
@@ -194,15 +190,8 @@ REPLACED = """
 
 
 def test_torch_xla_programs_for_tpus_run_here() -> None:
-    outcome = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(REPLACED)],
-        cwd=Path(__file__).parents[1],
-        env={"JAX_PLATFORMS": "cpu", "PJRT_DEVICE": "CPU"},
-        text=True,
-        capture_output=True,
-    )
-    assert outcome.stdout.splitlines() == [
+    assert scripts.output(REPLACED) == [
         "replace_tpu_kernels: torch.ops.xla.ragged_paged_attention is not defined yet; "
         "import torch_xla.experimental.custom_kernel before",
         "the same bits",
-    ], outcome.stderr
+    ]

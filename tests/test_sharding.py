@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import re
 import socket
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_frontend
-from tests import hlo
+from tests import hlo, scripts
 from tests.calls import split_keywords
 from tests.cases import Case
 from tests.compare import assert_same_bits
@@ -278,15 +274,7 @@ def test_two_processes() -> None:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(PROCESS), str(rank), address],
-            cwd=Path(__file__).parents[1],
-            env={"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PJRT_DEVICE": "CPU"},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
+        scripts.start(PROCESS, str(rank), address, JAX_NUM_CPU_DEVICES="2") for rank in range(2)
     ]
     for process in processes:
         output, errors = process.communicate(timeout=300)
@@ -329,11 +317,4 @@ TORCH_XLA = """
 
 def test_torch_xla_spmd() -> None:
     """Marked shardings are right, if gathered; manual ones give each device its heads."""
-    outcome = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(TORCH_XLA)],
-        cwd=Path(__file__).parents[1],
-        env={"JAX_PLATFORMS": "cpu", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"},
-        text=True,
-        capture_output=True,
-    )
-    assert outcome.stdout == "the same bits\n", outcome.stderr
+    assert scripts.output(TORCH_XLA, CPU_NUM_DEVICES="4") == ["the same bits"]

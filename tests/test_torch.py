@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +14,7 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from shared_ffi import eager, simple_add
 from shared_ffi.spec import ArraySpec
-from tests import doors
+from tests import doors, scripts
 from tests.calls import overload_of, split_keywords
 from tests.cases import SHORT_CASES, Case
 from tests.compare import assert_close_on_cuda, assert_same_bits
@@ -36,7 +33,7 @@ def test_schemas() -> None:
         "(Tensor query, Tensor kv_cache, Tensor context_lens, Tensor block_tables, "
         "Tensor query_start_loc, Tensor num_seqs, float scale, int? sliding_window=None, "
         "float? soft_cap=None, *, Tensor? value_cache=None, str? kv_layout=None, "
-        "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? sinks=None, Tensor? alibi_slopes=None, bool causal=True, int? window_right=None)"
+        "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? sinks=None, Tensor? alibi_slopes=None, bool causal=True, int? window_right=None, int? max_query_len=None)"
     )
     assert [
         str(op._schema)
@@ -307,10 +304,33 @@ def test_set_num_threads_bounds_the_pool() -> None:
             started.append(len(os.listdir("/proc/self/task")) - before)
         assert started == [0, min(1, os.cpu_count()), 0, 0], started
     """
-    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=120, env=environment
-    )
+    assert scripts.output(script, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == []
+
+
+PERSISTENT = """
+    import sys
+    import torch, torch_frontend
+    from torch._dynamo.utils import counters
+
+    operands = [torch.arange(512.0).reshape(1, 8, 64).sin(), torch.arange(65536.0).sin()]
+    operands[1] = operands[1].reshape(16, 16, 4, 64)
+    for x in ([45], [[7, 2, 9]], [0, 1], [1]):
+        operands.append(torch.tensor(x, dtype=torch.int32))
+    for scale in map(float, sys.argv[1:]):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda *x: torch.ops.xla_gpu.paged_attention(*x, scale) + 1)
+        print(scale, compiled(*operands).numpy().tobytes().hex())
+    print(*(counters["inductor"][f"fxgraph_cache_{kind}"] for kind in ("hit", "miss")))
+"""
+
+
+def test_programs_in_inductors_cache(tmp_path: Any) -> None:
+    """Another process finds them, and takes none for that of another scale."""
+    settings = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    run = partial(scripts.output, PERSISTENT, **settings)
+    small, large, counts = run("0.25", "0.5")
+    assert small.split()[1] != large.split()[1] and counts == "0 2"
+    assert run("0.5", "0.25") == [large, small, "2 0"]
 
 
 def test_decode_loop_compiles_once() -> None:
@@ -346,7 +366,4 @@ def test_after_a_fork() -> None:
             os._exit(0 if torch.equal(run(), expected) else 1)
         assert os.waitpid(child, 0)[1] == 0
     """
-    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=120, env=environment
-    )
+    assert scripts.output(script, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == []
