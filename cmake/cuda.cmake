@@ -1,9 +1,14 @@
-# The CUDA handlers: every .cu file of an op, and the tensor cores' kernel once for each storage type
-# and head size, so that the build uses all cores.
+# The CUDA handlers: every .cu file of an op, and the tensor cores' kernel once for each type of
+# query and of cache and each head size, so that the build uses all cores.
 
+# Caches of 8 bits have fewer: their kernel reads so little that padding costs nothing.
+set(HEAD_SIZES_OF_8_BITS ${XLA_GPU_HEAD_SIZES})
+list(FILTER HEAD_SIZES_OF_8_BITS INCLUDE REGEX "^(64|128|256)$")
 list(JOIN XLA_GPU_HEAD_SIZES ", " HEAD_SIZES)
+list(JOIN HEAD_SIZES_OF_8_BITS ", " OF_8_BITS)
 file(CONFIGURE OUTPUT generated/tensor_core_head_sizes.h
-     CONTENT "#define XLA_GPU_TENSOR_CORE_HEAD_SIZES @HEAD_SIZES@\n" @ONLY)
+     CONTENT "#define XLA_GPU_TENSOR_CORE_HEAD_SIZES @HEAD_SIZES@
+#define XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_8_BITS @OF_8_BITS@\n" @ONLY)
 
 add_library(cuda_settings INTERFACE)
 target_include_directories(cuda_settings INTERFACE "${CMAKE_BINARY_DIR}/generated")
@@ -18,6 +23,9 @@ if(XLA_GPU_CUDA STREQUAL "EMULATED")
 else()
   enable_language(CUDA)
   target_compile_options(cuda_settings INTERFACE -Xptxas=-v)
+  if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
+    target_compile_options(cuda_settings INTERFACE --compress-mode=size)  # a third of the default's
+  endif()
 endif()
 target_compile_definitions(_native PRIVATE XLA_GPU_CUDA $<TARGET_PROPERTY:cuda_settings,INTERFACE_COMPILE_DEFINITIONS>)
 
@@ -40,10 +48,17 @@ endfunction()
 file(GLOB CUDA_SOURCES CONFIGURE_DEPENDS shared_ffi/csrc/*/cuda.cu)
 add_cuda_objects(cuda ${CUDA_SOURCES})
 foreach(storage Half BFloat16)
-  foreach(head_size ${XLA_GPU_HEAD_SIZES})
-    set(name tensor_core_${storage}_${head_size})
-    add_cuda_objects(${name} shared_ffi/csrc/paged_attention/tensor_core.cu)
-    target_compile_definitions(${name} PRIVATE XLA_GPU_STORAGE=${storage} XLA_GPU_HEAD_SIZE=${head_size})
+  foreach(cache ${storage} Float8E4M3 Float8E5M2 int8_t)
+    set(head_sizes ${XLA_GPU_HEAD_SIZES})
+    if(NOT cache STREQUAL storage)
+      set(head_sizes ${HEAD_SIZES_OF_8_BITS})
+    endif()
+    foreach(head_size ${head_sizes})
+      set(name tensor_core_${storage}_${cache}_${head_size})
+      add_cuda_objects(${name} shared_ffi/csrc/paged_attention/tensor_core.cu)
+      target_compile_definitions(${name} PRIVATE
+        XLA_GPU_STORAGE=${storage} XLA_GPU_CACHE=${cache} XLA_GPU_HEAD_SIZE=${head_size})
+    endforeach()
   endforeach()
 endforeach()
 

@@ -24,7 +24,16 @@ LIMITS = {
     "120": (65536, 100 * 1024, 1536),
 }
 RESERVED_SHARED_BYTES = 1024  # of each block, for the system
-STORAGES = {"f": "float32", "4Half": "float16", "8BFloat16": "bfloat16"}
+TYPES = {
+    "f": "float32",
+    "a": "int8",
+    "NS_4HalfE": "float16",
+    "NS_8BFloat16E": "bfloat16",
+    "NS_10Float8E4M3E": "float8_e4m3fn",
+    "NS_10Float8E5M2E": "float8_e5m2",
+}
+"""By what stands for them in a kernel's name, where S2_ or so is a type that stood there before."""
+_TYPE = rf"(?:{'|'.join(TYPES)}|S\d*_)"
 
 
 def launch(command: list[str]) -> int:
@@ -49,16 +58,20 @@ def kernels(reports: Path) -> list[dict[str, Any]]:
                 r"\d(TensorCoreAttention|CudaCoreAttention|Finish|Update|Add)(.*)", name
             )
             assert kernel is not None, name
-            storage = re.match(r"I(f|NS_(4Half|8BFloat16)E)", kernel[2])
-            size = re.search(r"Li(\d+)E", kernel[2])
+            types = re.match(f"I({_TYPE}*)", kernel[2])
+            names = re.findall(_TYPE, types[1]) if types else []
+            storage, cache = ([TYPES.get(name) for name in names] + ["", ""])[:2]
+            sizes = [int(size) for size in re.findall(r"Li(\d+)E", kernel[2])] + [0, 0]
             frame = re.search(
                 r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part
             )
             found.append(
                 {
                     "kernel": kernel[1],
-                    "storage": STORAGES[storage[2] or storage[1]] if storage else "",
-                    "size": int(size[1]) if size else 0,
+                    "storage": storage,
+                    "cache": storage if cache is None else cache,
+                    "size": sizes[0],
+                    "warp_rows": sizes[1],
                     "target": target,
                     "registers": int(re.search(r"Used (\d+) registers", part)[1]),
                     "stack_bytes": int(frame[1]),
@@ -68,11 +81,17 @@ def kernels(reports: Path) -> list[dict[str, Any]]:
     return found
 
 
-def add_occupancy(found: list[dict[str, Any]], launches: list[tuple[str, int, int, int]]) -> None:
+def add_occupancy(
+    found: list[dict[str, Any]], launches: list[tuple[str, int, int, int, int, int]]
+) -> None:
     """Adds shared memory and how many blocks fit a multiprocessor."""
-    launched = {(kernel, size): rest for kernel, size, *rest in launches}
+    launched = {tuple(key): rest for *key, rest in ((*x[:4], x[4:]) for x in launches)}
     for entry in found:
-        threads, shared_bytes = launched.get((entry["kernel"], entry["size"]), (256, 0))
+        cache_bytes = 0
+        if entry["cache"]:
+            cache_bytes = 2 if entry["cache"] == entry["storage"] else 1
+        key = (entry["kernel"], entry["size"], cache_bytes, entry["warp_rows"])
+        threads, shared_bytes = launched.get(key, (256, 0))
         registers, shared, max_threads = LIMITS[entry["target"]]
         of_block = -(-entry["registers"] // 8) * 8 * threads
         entry["shared_bytes"] = shared_bytes
@@ -90,15 +109,14 @@ def table(module: Path, folder: Path) -> None:
     spec.loader.exec_module(native)
     found = [entry for entry in kernels(folder) if entry["target"] in LIMITS]
     add_occupancy(found, native.cuda_kernels())
-    found.sort(
-        key=lambda entry: (entry["kernel"], entry["storage"], entry["size"], entry["target"])
-    )
+    columns = ["kernel", "storage", "cache", "size", "warp_rows", "target"]
+    found.sort(key=lambda entry: [entry[column] for column in columns])
     (folder / "resources.json").write_text(json.dumps(found, indent=2))
-    columns = ["kernel", "storage", "size", "target", "registers", "spill_bytes", "shared_bytes"]
-    row = "{:<21}{:<10}{:>5}{:>8}{:>11}{:>13}{:>14}{:>8}"
-    print(row.format(*columns, "blocks"))
+    columns += ["registers", "spill_bytes", "shared_bytes", "blocks"]
+    row = "{:<21}{:<15}{:<15}{:>5}{:>11}{:>8}{:>11}{:>13}{:>14}{:>8}"
+    print(row.format(*columns))
     for entry in found:
-        print(row.format(*(entry[column] for column in columns), entry["blocks"]))
+        print(row.format(*(entry[column] for column in columns)))
 
 
 if __name__ == "__main__":

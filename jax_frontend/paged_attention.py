@@ -30,6 +30,7 @@ def paged_attention(
     alibi_slopes: jax.Array | None = None,
     causal: bool = True,
     window_right: int | None = None,
+    max_query_len: int | None = None,
     return_lse: Literal[False] = False,
 ) -> jax.Array: ...
 
@@ -54,6 +55,7 @@ def paged_attention(
     alibi_slopes: jax.Array | None = None,
     causal: bool = True,
     window_right: int | None = None,
+    max_query_len: int | None = None,
     return_lse: Literal[True],
 ) -> tuple[jax.Array, jax.Array]: ...
 
@@ -77,6 +79,7 @@ def paged_attention(
     alibi_slopes: jax.Array | None = None,
     causal: bool = True,
     window_right: int | None = None,
+    max_query_len: int | None = None,
     return_lse: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of packed query tokens over a paged key/value cache.
@@ -132,6 +135,9 @@ def paged_attention(
         window_right: with ``causal=False``, how many positions after its own a query attends to; at
             least 0, which is causal. None: all of them. (``sliding_window - 1, window_right`` is
             what FlashAttention calls ``window_size``.)
+        max_query_len: a promise about the values of ``query_start_loc``: no sequence has more query
+            tokens than this, at least 1; more are an error. On GPUs the program is smaller and, at
+            1, for decoding, another; the result is the same. None: nothing is known.
         return_lse: return the rows' log-sum-exp, too, which ``merge_attention`` takes.
 
     Returns:
@@ -181,6 +187,7 @@ def paged_attention(
         },
         causal=causal,
         window_right=window_right,
+        max_query_len=max_query_len,
         kv_layout=kv_layout,
         return_lse=return_lse,
     )

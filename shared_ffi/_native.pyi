@@ -15,6 +15,7 @@ def paged_attention_scratch_bytes(
     num_kv_heads: int,
     block_tables: Sequence[int],
     sliding_window: int,
+    max_query_len: int = 0,
 ) -> int: ...
 
 class EagerCall:

@@ -50,6 +50,7 @@ def check(
     alibi_slopes: ArraySpec | None = None,
     causal: bool = True,
     window_right: int | None = None,
+    max_query_len: int | None = None,
     return_lse: bool = False,
 ) -> Call:
     """Returns the call, or raises ValueError (shape, value) or TypeError (dtype, type).
@@ -109,7 +110,6 @@ def check(
         cache,
         has_fewer_bits=kv_cache.dtype != query.dtype,
         than="query",
-        per_position=True,
     )
     for feature, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if per_head is None:
@@ -121,6 +121,8 @@ def check(
         operands.add_feature(feature, per_head, 0)
     if right := _window_right(causal, window_right):
         attributes.append(("window_right", right))
+    if max_query_len is not None:
+        attributes.append(("max_query_len", _int64("max_query_len", max_query_len, 1)))
     results = [query]
     if _flag("return_lse", return_lse):
         results.append(ArraySpec((num_tokens, num_heads), "float32"))
@@ -148,6 +150,7 @@ def check_values(
     causal: bool = True,
     window_right: int | None = None,
     kv_layout: str | None = None,
+    max_query_len: int | None = None,
 ) -> None:
     """Says what is wrong with lengths, tables and ``num_seqs``, by their values.
 
@@ -176,6 +179,9 @@ def check_values(
         if end > query.shape[0]:
             rule = f"be at most num_tokens={query.shape[0]}"
             raise value_error(OP, f"query_start_loc[{s + 1}]", rule, end)
+        if max_query_len is not None and q_len > max_query_len:
+            rule = f"give sequence {s} at most max_query_len={max_query_len} tokens"
+            raise value_error(OP, "query_start_loc", rule, q_len)
         if not 0 <= context <= capacity:
             rule = f"be from 0 to max_blocks_per_seq * block_size={capacity}"
             raise value_error(OP, argument, rule, context)
@@ -202,7 +208,12 @@ def cuda_scratch_bytes(call: Call) -> int:
     else:
         block_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
     return _native.paged_attention_scratch_bytes(
-        query.shape, block_size, num_kv_heads, block_tables.shape, attributes["sliding_window"]
+        query.shape,
+        block_size,
+        num_kv_heads,
+        block_tables.shape,
+        attributes["sliding_window"],
+        attributes.get("max_query_len", 0),
     )
 
 

@@ -74,33 +74,34 @@ def assert_close_on_cpu(actual: Any, inputs: Any, attributes: dict[str, Any]) ->
     rounds_weights = (
         inputs[0].dtype.name == "bfloat16" and _native.cpu_instruction_set() == "avx512_bf16"
     )
-    _assert_close(actual, inputs, attributes, rounds_weights)
+    _assert_close(actual, inputs, attributes, "bfloat16" if rounds_weights else None)
 
 
 def assert_close_on_cuda(actual: Any, inputs: Any, attributes: dict[str, Any]) -> None:
     """`actual` is the oracle's result for the inputs of paged_attention, as far as the CUDA kernels
     that run for them can be exact."""
-    dtype, head_size = inputs[0].dtype, inputs[0].shape[2]
-    has_one_dtype = inputs[1].dtype == dtype
+    query, cache, head_size = inputs[0].dtype, inputs[1].dtype, inputs[0].shape[2]
     on_tensor_cores = (
-        has_one_dtype and dtype.itemsize == 2 and head_size % 8 == 0 and head_size <= 256
+        query.itemsize == 2 and head_size * cache.itemsize % 16 == 0 and head_size <= 256
     )
-    _assert_close(actual, inputs, attributes, rounds_weights=on_tensor_cores)
+    weights = query.name if cache == query else "bfloat16"
+    _assert_close(actual, inputs, attributes, weights if on_tensor_cores else None)
 
 
 def _assert_close(
-    actual: Any, inputs: Any, attributes: dict[str, Any], rounds_weights: bool
+    actual: Any, inputs: Any, attributes: dict[str, Any], weights: str | None
 ) -> None:
+    """`weights`: the dtype that those of the softmax are rounded to, if they are."""
     query, kv_cache, *metadata = inputs
     attributes = dict(attributes)
     caches = [x for x in (kv_cache, attributes.pop("value_cache", None)) if x is not None]
     kv_cache = default(caches, attributes.pop("kv_layout", None))
-    rounding = _ROUNDING[query.dtype.name] if rounds_weights else 0.0
+    rounding = _ROUNDING[weights] if weights else 0.0
     with_lse = attributes | {"return_lse": True}
     oracle, oracle_lse = reference.paged_attention(query, kv_cache, *metadata, **with_lse)
     output, lse = actual if attributes.get("return_lse") else (actual, None)
     also_allowed: np.ndarray | float = 0.0
-    if rounds_weights:
+    if weights:
         # What that does to a row is at most as much of the weighted sum of its values' sizes.
         kv_cache = kv_cache.astype(np.float64)
         kv_cache[:, :, 1::2] = np.abs(kv_cache[:, :, 1::2])

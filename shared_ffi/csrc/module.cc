@@ -124,7 +124,7 @@ XLA_FFI_DataType DataTypeOf(nb::dlpack::dtype dtype) {
 
 int64_t PagedAttentionScratchBytes(std::array<int64_t, 3> query, int64_t block_size,
                                    int64_t num_kv_heads, std::array<int64_t, 2> block_tables,
-                                   int64_t sliding_window) {
+                                   int64_t sliding_window, int64_t max_query_len) {
   xla_gpu::paged_attention::Params params = {};
   params.num_tokens = query[0];
   params.num_heads = query[1];
@@ -134,16 +134,18 @@ int64_t PagedAttentionScratchBytes(std::array<int64_t, 3> query, int64_t block_s
   params.max_seqs = block_tables[0];
   params.max_blocks_per_seq = block_tables[1];
   params.sliding_window = sliding_window;
+  params.max_query_len = max_query_len;
   xla_gpu::paged_attention::Scratch scratch;
   return xla_gpu::paged_attention::MakeScratch(params, nullptr, &scratch);
 }
 
 #ifdef XLA_GPU_CUDA
-// For the build's report: (kernel, size, threads, bytes of shared memory) of each kernel.
-std::vector<std::tuple<std::string, int, int, int>> CudaKernels() {
-  std::vector<std::tuple<std::string, int, int, int>> kernels;
+// For the build's report.
+std::vector<std::tuple<std::string, int, int, int, int, int>> CudaKernels() {
+  std::vector<std::tuple<std::string, int, int, int, int, int>> kernels;
   for (const auto& launch : xla_gpu::paged_attention::KernelLaunches()) {
-    kernels.emplace_back(launch.kernel, launch.size, launch.num_threads, launch.shared_bytes);
+    kernels.emplace_back(launch.kernel, launch.size, launch.cache_bytes, launch.warp_rows,
+                         launch.num_threads, launch.shared_bytes);
   }
   return kernels;
 }
@@ -252,11 +254,12 @@ NB_MODULE(_native, m) {
         "Uses another from now on, as the environment variable XLA_GPU_CPU_ISA does.");
   m.def("paged_attention_scratch_bytes", &PagedAttentionScratchBytes, nb::arg("query"),
         nb::arg("block_size"), nb::arg("num_kv_heads"), nb::arg("block_tables"),
-        nb::arg("sliding_window"),
+        nb::arg("sliding_window"), nb::arg("max_query_len") = 0,
         "Bytes of the scratch that paged_attention needs on CUDA, from shapes and sizes.");
 #ifdef XLA_GPU_CUDA
   m.def("cuda_kernels", &CudaKernels,
-        "(kernel, size, threads, bytes of shared memory) of the kernels of paged_attention.");
+        "(kernel, size, bytes of the cache's elements, groups of rows, threads, bytes of shared "
+        "memory) of the kernels of paged_attention.");
 #endif
   nb::class_<EagerCall>(m, "EagerCall", "A handler with its attributes, callable on arrays.")
       .def(nb::init<const std::string&, const std::string&, nb::dict,

@@ -93,6 +93,12 @@ XLA_GPU_HOST_DEVICE inline bool IsFinite(BFloat16 x) { return (x.bits & 0x7f80) 
 
 XLA_GPU_HOST_DEVICE inline bool IsFinite(Half x) { return (x.bits & 0x7c00) != 0x7c00; }
 
+XLA_GPU_HOST_DEVICE inline bool IsFinite(Float8E4M3 x) { return (x.bits & 0x7f) != 0x7f; }
+
+XLA_GPU_HOST_DEVICE inline bool IsFinite(Float8E5M2 x) { return (x.bits & 0x7c) != 0x7c; }
+
+XLA_GPU_HOST_DEVICE inline bool IsFinite(int8_t) { return true; }
+
 XLA_GPU_INLINE void FromFloat(float x, float* to) { *to = x; }
 
 // Rounds to nearest, ties to even; a NaN stays a (quiet) NaN.

@@ -210,6 +210,19 @@ uint32_t Pack(float low, float high, T) {
   return l.bits | static_cast<uint32_t>(h.bits) << 16;
 }
 
+template <typename From, typename T>
+void Expand(uint32_t bytes, From, uint32_t (&pairs)[2], T) {
+  float numbers[4];
+  for (int i = 0; i < 4; ++i) {
+    numbers[i] = ToFloat(xla_gpu::BitCast<From>(static_cast<uint8_t>(bytes >> 8 * i)));
+  }
+  for (int i = 0; i < 2; ++i) pairs[i] = Pack(numbers[2 * i], numbers[2 * i + 1], T{});
+}
+
+inline uint32_t SwapMiddleBytes(uint32_t bytes) {
+  return (bytes & 0xff0000ff) | (bytes & 0xff00) << 8 | (bytes >> 8 & 0xff00);
+}
+
 inline int NumMultiprocessors() { return simt::NumMultiprocessors(); }
 
 template <typename... Arguments>

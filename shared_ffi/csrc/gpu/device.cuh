@@ -169,6 +169,57 @@ __device__ __forceinline__ uint32_t Pack(float low, float high, BFloat16) {
   return packed;
 }
 
+// Four numbers of 8 bits, the first in the lowest byte, as two pairs of 16 bits: exactly the same
+// numbers.
+__device__ __forceinline__ void Expand(uint32_t bytes, Float8E4M3, uint32_t (&pairs)[2], Half) {
+#if __CUDA_ARCH__ >= 890
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; "
+      "cvt.rn.f16x2.e4m3x2 %1, high; }"
+      : "=r"(pairs[0]), "=r"(pairs[1])
+      : "r"(bytes));
+#else
+  // As AsHalf does, for two at a time.
+  const uint32_t raised[2] = {__byte_perm(bytes, 0, 0x1404), __byte_perm(bytes, 0, 0x3424)};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t sign = raised[i] & 0x80008000, magnitude = raised[i] >> 1 & 0x3f803f80;
+    const uint32_t is_nan = (magnitude + 0x00800080) & 0x40004000;
+    const uint32_t half = sign | magnitude | is_nan | (is_nan - (is_nan >> 4));
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(pairs[i]) : "r"(half), "r"(0x5c005c00));  // 256
+  }
+#endif
+}
+
+__device__ __forceinline__ void Expand(uint32_t bytes, Float8E5M2, uint32_t (&pairs)[2], Half) {
+  pairs[0] = __byte_perm(bytes, 0, 0x1404);
+  pairs[1] = __byte_perm(bytes, 0, 0x3424);
+}
+
+// 0x6400 is 1024, whose last place is 1.
+__device__ __forceinline__ void Expand(uint32_t bytes, int8_t, uint32_t (&pairs)[2], Half) {
+  const uint32_t from_zero = bytes ^ 0x80808080;  // plus 128
+  const uint32_t raised[2] = {__byte_perm(from_zero, 0x64, 0x4140),
+                              __byte_perm(from_zero, 0x64, 0x4342)};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(pairs[i]) : "r"(raised[i]), "r"(0x64806480));  // 1152
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void Expand(uint32_t bytes, T, uint32_t (&pairs)[2], BFloat16) {
+  Expand(bytes, T{}, pairs, Half{});
+#pragma unroll
+  for (uint32_t& pair : pairs) {
+    const Half low{static_cast<uint16_t>(pair)}, high{static_cast<uint16_t>(pair >> 16)};
+    pair = Pack(gpu::ToFloat(low), gpu::ToFloat(high), BFloat16{});
+  }
+}
+
+__device__ __forceinline__ uint32_t SwapMiddleBytes(uint32_t bytes) {
+  return __byte_perm(bytes, 0, 0x3120);
+}
+
 }  // namespace xla_gpu::gpu
 
 #endif  // XLA_GPU_SIMT

@@ -26,19 +26,28 @@ AttentionKernel CudaCoreKernel(const Params& p) {
   return CudaCoreKernelOf<T, 16>();
 }
 
-template <int... kHeadSizes>
+// Those of a cache of type C, for calls with any number of queries and with one.
+template <typename C, int... kHeadSizes>
 void AddTensorCoreLaunches(std::integer_sequence<int, kHeadSizes...>,
                            std::vector<KernelLaunch>* launches) {
-  (launches->push_back({"TensorCoreAttention", kHeadSizes, kThreads,
-                        TensorCoreKernelOf<Half, kHeadSizes>().kernel.shared_bytes}),
-   ...);
+  Params p = {};
+  p.num_heads = p.num_kv_heads = 1;
+  for (const int64_t max_query_len : {0, 1}) {
+    p.max_query_len = max_query_len;
+    const auto add = [&](int head_size, const AttentionKernel& attention) {
+      launches->push_back({"TensorCoreAttention", head_size, sizeof(C), attention.warp_rows,
+                           kThreads, attention.kernel.shared_bytes});
+    };
+    (add(kHeadSizes, TensorCoreKernelOf<Half, C, kHeadSizes>(p)), ...);
+  }
 }
 
-// The tensor cores' kernel copies rows 16 bytes, 8 elements, at a time.
+// The tensor cores' kernel copies rows 16 bytes at a time.
+template <typename C>
 bool IsAligned(const Params& p) {
   for (const int64_t size :
        {p.head_size, p.cache.block_stride, p.cache.position_stride, p.cache.head_stride}) {
-    if (size % 8 != 0) return false;
+    if (size * static_cast<int64_t>(sizeof(C)) % 16 != 0) return false;
   }
   for (const void* array : {p.query, static_cast<const void*>(p.cache.keys),
                             static_cast<const void*>(p.cache.values)}) {
@@ -47,22 +56,29 @@ bool IsAligned(const Params& p) {
   return true;
 }
 
+// T: of the query; C: of the cache.
+template <typename T, typename C>
+AttentionKernel KernelOf(const Params& p) {
+  if constexpr (sizeof(T) == 2) {
+    if (IsAligned<C>(p) && p.head_size <= kLargestTensorCoreHeadSize<C>) {
+      return TensorCoreKernel<T, C>(p);
+    }
+  }
+  return CudaCoreKernel<C>(p);
+}
+
 template <typename T>
 AttentionKernel KernelFor(const Params& p) {
   switch (p.cache_dtype) {
     case DType::kFloat8E4M3:
-      return CudaCoreKernel<Float8E4M3>(p);
+      return KernelOf<T, Float8E4M3>(p);
     case DType::kFloat8E5M2:
-      return CudaCoreKernel<Float8E5M2>(p);
+      return KernelOf<T, Float8E5M2>(p);
     case DType::kInt8:
-      return CudaCoreKernel<int8_t>(p);
+      return KernelOf<T, int8_t>(p);
     default:
-      break;
+      return KernelOf<T, T>(p);
   }
-  if constexpr (sizeof(T) == 2) {
-    if (IsAligned(p) && p.head_size <= kLargestTensorCoreHeadSize) return TensorCoreKernel<T>(p);
-  }
-  return CudaCoreKernel<T>(p);
 }
 
 template <typename T>
@@ -80,14 +96,15 @@ const char* Run(const Params& p, const Scratch& scratch, void* stream) {
 }  // namespace
 
 std::vector<KernelLaunch> KernelLaunches() {
-  std::vector<KernelLaunch> launches = {{"Finish", 0, kThreads, kFinishSharedBytes}};
+  std::vector<KernelLaunch> launches = {{"Finish", 0, 0, 0, kThreads, kFinishSharedBytes}};
   for (const int columns : {1, 2, 4, 8, 16}) {
     Params p = {};
     p.head_size = columns * gpu::kWarpSize;
     const auto& kernel = CudaCoreKernel<float>(p).kernel;
-    launches.push_back({"CudaCoreAttention", columns, kThreads, kernel.shared_bytes});
+    launches.push_back({"CudaCoreAttention", columns, 0, 0, kThreads, kernel.shared_bytes});
   }
-  AddTensorCoreLaunches(TensorCoreHeadSizes(), &launches);
+  AddTensorCoreLaunches<Half>(TensorCoreHeadSizes<Half>(), &launches);
+  AddTensorCoreLaunches<int8_t>(TensorCoreHeadSizes<int8_t>(), &launches);
   return launches;
 }
 

@@ -12,10 +12,12 @@ namespace xla_gpu::paged_attention {
 // hold: the rows of a sequence with faulty ones are NaN.
 const char* RunOnCuda(const Params& params, const Scratch& scratch, void* stream);
 
-// How a kernel of this build is launched. `size` is the instantiation's: a head size, or columns.
+// How a kernel of this build is launched.
 struct KernelLaunch {
   const char* kernel;
-  int size;
+  int size;         // of the instantiation: a head size, or columns
+  int cache_bytes;  // of an element of the cache; 0: any
+  int warp_rows;    // the tensor cores' kernel: for how many groups of 16 rows
   int num_threads;
   int shared_bytes;
 };

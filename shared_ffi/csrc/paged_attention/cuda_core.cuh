@@ -57,13 +57,8 @@ __global__ void __launch_bounds__(kThreads, 2) CudaCoreAttention(Params p, Scrat
     for (int32_t tile = first; tile < item.end; tile += step) {
       const int32_t position = tile + lane;
       const bool is_inside = item.begin <= position && position < item.end;
-      const int64_t slot = is_inside ? FindSlot(p, item.sequence, position, &is_bad) : -1;
-
-      float k_scale = 1, v_scale = 1;
-      if (kIs8Bit<T> && slot >= 0) {
-        k_scale = ScaleOf(p, p.k_scale, item, position);
-        v_scale = ScaleOf(p, p.v_scale, item, position);
-      }
+      const Slot<T> place = is_inside ? FindSlot<T>(p, item, position, &is_bad) : Slot<T>();
+      const int64_t slot = place.offset;
       float weights[kRowsPerWarp] = {};
       if (slot >= 0) {
         const T* key = KeyOf<T>(p, slot, item.kv_head);
@@ -75,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, 2) CudaCoreAttention(Params p, Scrat
       for (int r = 0; r < kRowsPerWarp; ++r) {
         const bool attends = slot >= 0 && ranges[r].Contains(position);
         float logit = weights[r] * p.scale;
-        if (kIs8Bit<T>) logit *= k_scale;
+        if constexpr (kIs8Bit<T>) logit *= place.k_scale;
         if (p.soft_cap > 0) logit = p.soft_cap * tanhf(logit / p.soft_cap);
         logit = attends ? logit * kLog2E : -kInfinity;
         if (p.alibi_slopes != nullptr) logit -= AlibiBias(p, item, first_row + r).At(position);
@@ -89,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, 2) CudaCoreAttention(Params p, Scrat
         weights[r] = gpu::Exp2(logit - shift);
         state[r] = {max, state[r].sum * shrink + weights[r]};
         for (float& sum : sums[r]) sum *= shrink;
-        if (kIs8Bit<T>) weights[r] *= v_scale;
+        if constexpr (kIs8Bit<T>) weights[r] *= place.v_scale;
       }
       for (int j = 0; j < gpu::kWarpSize; ++j) {
         const int64_t slot_j = gpu::Shuffle(slot, j);

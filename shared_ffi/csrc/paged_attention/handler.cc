@@ -54,6 +54,7 @@ ffi::Error MakeParams(const Operands& operands, ffi::RemainingArgs other_operand
   const auto sliding_window = reader.Get<int64_t>("sliding_window");
   const auto soft_cap = reader.Get<float>("soft_cap");
   const auto window_right = reader.Get<int64_t>("window_right", 0);
+  const auto max_query_len = reader.Get<int64_t>("max_query_len", 0);
   KvLayout layout = KvLayout::Read(&reader);
   FeatureOperands features(kOp, kNumOperands, other_operands, &reader,
                            {"value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes"});
@@ -134,8 +135,7 @@ ffi::Error MakeParams(const Operands& operands, ffi::RemainingArgs other_operand
   const float *sinks, *alibi_slopes;
   KvScales k_scale, v_scale;
   const auto find_scales = [&](const char* name, KvScales* scales) {
-    return FindScales(kOp, name, features, layout, cache_dtype != dtype, "query",
-                      /*per_position=*/true, scales);
+    return FindScales(kOp, name, features, layout, cache_dtype != dtype, "query", scales);
   };
   error = find_scales("k_scale", &k_scale);
   if (error.success()) error = find_scales("v_scale", &v_scale);
@@ -145,6 +145,9 @@ ffi::Error MakeParams(const Operands& operands, ffi::RemainingArgs other_operand
   if (error.failure()) return error;
   if (window_right < 0) {
     return InvalidArgument(kOp, "window_right must be at least 0; got ", window_right);
+  }
+  if (max_query_len < 0) {
+    return InvalidArgument(kOp, "max_query_len must be at least 1; got ", max_query_len);
   }
   if (output.element_type() != query.element_type() ||
       !HasShape(output, {num_tokens, num_heads, head_size})) {
@@ -190,6 +193,7 @@ ffi::Error MakeParams(const Operands& operands, ffi::RemainingArgs other_operand
              sliding_window,
              window_right,
              soft_cap,
+             max_query_len,
              dtype,
              cache_dtype};
   return ffi::Error::Success();
@@ -217,6 +221,10 @@ ffi::Error CheckMetadata(const Params& p) {
     if (end > p.num_tokens) {
       return InvalidArgument(kOp, "query_start_loc[", s + 1,
                              "] must be at most num_tokens=", p.num_tokens, "; got ", end);
+    }
+    if (p.max_query_len != 0 && q_len > p.max_query_len) {
+      return InvalidArgument(kOp, "query_start_loc must give sequence ", s,
+                             " at most max_query_len=", p.max_query_len, " tokens; got ", q_len);
     }
     if (context_len < 0 || context_len > capacity) {
       return InvalidArgument(kOp, "context_lens[", s,

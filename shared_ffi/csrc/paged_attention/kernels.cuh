@@ -1,6 +1,7 @@
 // The attention kernels that are compiled, to choose from.
 #pragma once
 
+#include <type_traits>
 #include <utility>
 
 #include "../gpu/launch.cuh"
@@ -12,30 +13,42 @@ namespace xla_gpu::paged_attention {
 struct AttentionKernel {
   gpu::Kernel<Params, Scratch> kernel;
   int64_t rows_per_item;
+  int warp_rows = 0;  // of the tensor cores' kernel
 };
 
-// Defined in tensor_core.cu, which is compiled once for each of them.
-template <typename T, int kHeadSize>
-AttentionKernel TensorCoreKernelOf();
+// Items of a call have at most so many groups of 16 rows, by its max_query_len.
+inline bool HasWarpRows(const Params& p, int warp_rows) {
+  const int64_t tokens = int64_t{warp_rows} * 16 / (p.num_heads / p.num_kv_heads);
+  return p.max_query_len != 0 && p.max_query_len <= tokens;
+}
+
+// Defined in tensor_core.cu, which is compiled once for each of them. T: of the query; C: of the
+// cache.
+template <typename T, typename C, int kHeadSize>
+AttentionKernel TensorCoreKernelOf(const Params& p);
 
 // Those that the tensor cores' kernel is compiled for, ascending.
-using TensorCoreHeadSizes = std::integer_sequence<int, XLA_GPU_TENSOR_CORE_HEAD_SIZES>;
+template <typename C>
+using TensorCoreHeadSizes =
+    std::conditional_t<kIs8Bit<C>,
+                       std::integer_sequence<int, XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_8_BITS>,
+                       std::integer_sequence<int, XLA_GPU_TENSOR_CORE_HEAD_SIZES>>;
 
-template <typename T, int kHeadSize, int... kLarger>
+template <typename T, typename C, int kHeadSize, int... kLarger>
 AttentionKernel SmallestTensorCoreKernel(const Params& p,
                                          std::integer_sequence<int, kHeadSize, kLarger...>) {
   if constexpr (sizeof...(kLarger) > 0) {
     if (p.head_size > kHeadSize) {
-      return SmallestTensorCoreKernel<T>(p, std::integer_sequence<int, kLarger...>());
+      return SmallestTensorCoreKernel<T, C>(p, std::integer_sequence<int, kLarger...>());
     }
   }
-  return TensorCoreKernelOf<T, kHeadSize>();
+  return TensorCoreKernelOf<T, C, kHeadSize>(p);
 }
 
 // The kernel for the smallest compiled head size that holds p's.
-template <typename T>
+template <typename T, typename C>
 AttentionKernel TensorCoreKernel(const Params& p) {
-  return SmallestTensorCoreKernel<T>(p, TensorCoreHeadSizes());
+  return SmallestTensorCoreKernel<T, C>(p, TensorCoreHeadSizes<C>());
 }
 
 template <int... kSizes>
@@ -45,6 +58,7 @@ constexpr int Largest(std::integer_sequence<int, kSizes...>) {
   return largest;
 }
 
-inline constexpr int kLargestTensorCoreHeadSize = Largest(TensorCoreHeadSizes());
+template <typename C>
+inline constexpr int kLargestTensorCoreHeadSize = Largest(TensorCoreHeadSizes<C>());
 
 }  // namespace xla_gpu::paged_attention

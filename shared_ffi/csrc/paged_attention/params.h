@@ -12,6 +12,7 @@
 //             then - alibi_slopes[h] * |p - j| where there are slopes
 //     output = sum_j exp(logit_j - lse) * v_j, in float32 whatever the storage
 //     lse = log(sum_j exp(logit_j) + exp(sinks[h]) where there are sinks)
+// Every q_len is at most max_query_len, where that is given; the result does not depend on it.
 // Rows of no sequence, and rows that attend to nothing, are zero; their lse is -inf, or the sink of
 // a row that attends to nothing. Nothing that is not attended to reaches the result: not the rest
 // of the cache, and not what tables and lengths hold past num_seqs.
@@ -58,6 +59,7 @@ struct Params {
   int64_t sliding_window;  // 0: none
   int64_t window_right;    // 0: causal
   float soft_cap;          // 0: none
+  int64_t max_query_len;   // of any sequence; 0: not known
 
   DType dtype;        // of query and output
   DType cache_dtype;  // that, or one of 8 bits

@@ -2,6 +2,8 @@
 // writing what was found after.
 #pragma once
 
+#include <type_traits>
+
 #include "schedule.cuh"
 
 namespace xla_gpu::paged_attention {
@@ -37,19 +39,42 @@ struct RowRange {
   __device__ bool Contains(int32_t position) const { return begin <= position && position < end; }
 };
 
-// Where a position's row of kv head 0 lies in the cache, in elements; -1, and *is_bad set, where
+// Where a position's row of kv head 0 lies in the cache, in elements; -1 where it is not wanted, or
 // the table leads outside the pool.
-__device__ __forceinline__ int64_t FindSlot(const Params& p, int64_t sequence, int32_t position,
+struct PlainSlot {
+  int64_t offset = -1;
+};
+
+// With what an item's K and V of 8 bits are multiplied by.
+struct ScaledSlot {
+  int64_t offset = -1;
+  float k_scale = 1;
+  float v_scale = 1;
+};
+
+// In a cache of type C.
+template <typename C>
+using Slot = std::conditional_t<kIs8Bit<C>, ScaledSlot, PlainSlot>;
+
+// Sets *is_bad where the table leads outside the pool.
+template <typename C>
+__device__ __forceinline__ Slot<C> FindSlot(const Params& p, const Item& item, int32_t position,
                                             bool* is_bad) {
   const auto block_size = static_cast<uint32_t>(p.block_size);
   const uint32_t logical = static_cast<uint32_t>(position) / block_size;
   const uint32_t offset = static_cast<uint32_t>(position) % block_size;
-  const int64_t block = p.block_tables[sequence * p.max_blocks_per_seq + logical];
+  const int64_t block = p.block_tables[item.sequence * p.max_blocks_per_seq + logical];
   if (block < 0 || block >= p.num_blocks) {
     *is_bad = true;
-    return -1;
+    return {};
   }
-  return p.cache.Offset(block, offset);
+  Slot<C> slot;
+  slot.offset = p.cache.Offset(block, offset);
+  if constexpr (kIs8Bit<C>) {
+    slot.k_scale = p.k_scale.At(block, offset, item.kv_head);
+    slot.v_scale = p.v_scale.At(block, offset, item.kv_head);
+  }
+  return slot;
 }
 
 // The K and the V of a slot and kv head.
@@ -86,17 +111,6 @@ class AlibiBias {
   float slope_;
   int32_t position_;  // of the row
 };
-
-// What the K or V of a position is multiplied by; 1 where the table leads outside the pool.
-__device__ inline float ScaleOf(const Params& p, const KvScales& scales, const Item& item,
-                                int32_t position) {
-  if (scales.data == nullptr) return 1;
-  if (!scales.IsPerPosition()) return scales.At(0, 0, item.kv_head);
-  const int64_t logical = position / p.block_size;
-  const int64_t block = p.block_tables[item.sequence * p.max_blocks_per_seq + logical];
-  if (block < 0 || block >= p.num_blocks) return 1;
-  return scales.At(block, position % p.block_size, item.kv_head);
-}
 
 // Calls what(Q()) for the type of query and output, where the cache's is T: the same, unless that
 // has 8 bits.

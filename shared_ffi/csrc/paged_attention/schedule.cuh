@@ -63,6 +63,7 @@ struct Sequence {
   // Whether the lengths agree with each other and with the table.
   __device__ bool IsLegal(const Params& p) const {
     const bool is_long_enough = p.window_right == 0 ? q_len <= context_len : context_len >= 0;
+    if (p.max_query_len != 0 && q_len > p.max_query_len) return false;
     return is_long_enough && context_len <= p.max_blocks_per_seq * p.block_size;
   }
 
@@ -228,7 +229,10 @@ class Schedule {
 inline int64_t MaxItems(const Params& p, const Scratch& scratch, int64_t max_rows) {
   const int64_t group = p.num_heads / p.num_kv_heads;
   const int64_t tokens_per_item = Larger(1, max_rows / group);
-  const int64_t tiles = DivideUp(p.num_tokens, tokens_per_item) + Smaller(p.max_seqs, p.num_tokens);
+  int64_t tiles = DivideUp(p.num_tokens, tokens_per_item) + Smaller(p.max_seqs, p.num_tokens);
+  if (p.max_query_len != 0) {
+    tiles = Smaller(tiles, p.max_seqs * DivideUp(p.max_query_len, tokens_per_item));
+  }
   return p.num_kv_heads * tiles * DivideUp(group, max_rows) * scratch.max_splits;
 }
 

@@ -29,6 +29,11 @@ XLA_GPU_HOST_DEVICE inline int64_t MaxSplitTokens(const Params& p) {
   return Larger(1, kMaxRowsPerItem * p.num_kv_heads / p.num_heads);
 }
 
+// What a sequence that is split needs of them: one for each query token.
+XLA_GPU_HOST_DEVICE inline int64_t PlacesOfSequence(const Params& p) {
+  return p.max_query_len == 0 ? MaxSplitTokens(p) : Smaller(MaxSplitTokens(p), p.max_query_len);
+}
+
 // Positions of each split (the last may have fewer) when `length` positions are attended to.
 XLA_GPU_HOST_DEVICE inline int64_t SplitLength(const Params& p, int64_t length) {
   const int64_t tiles = DivideUp(DivideUp(length, SplitLimit(p)), kTileAlignment);
@@ -55,7 +60,7 @@ struct Scratch {
 
   // Place of token i, which is query token `token` of the batch, of sequence s.
   XLA_GPU_HOST_DEVICE int64_t Place(const Params& p, int64_t s, int64_t i, int64_t token) const {
-    return num_places == p.num_tokens ? token : s * MaxSplitTokens(p) + i;
+    return num_places == p.num_tokens ? token : s * PlacesOfSequence(p) + i;
   }
 
   XLA_GPU_HOST_DEVICE int64_t Index(const Params& p, int64_t place, int64_t head,
@@ -67,13 +72,14 @@ struct Scratch {
 // Lays the scratch out in `memory`, which may be null when only the size is wanted; that is
 //     4 * num_tokens + 4 * num_places * num_heads * max_splits * (head_size + 2) bytes,
 // the first term rounded up to 16, with num_places at most max(max_seqs, 64 / (num_heads /
-// num_kv_heads) * max_seqs) and max_splits at most max(32, 256 / num_kv_heads).
+// num_kv_heads) * max_seqs), and max_query_len * max_seqs, and max_splits at most max(32, 256 /
+// num_kv_heads).
 inline int64_t MakeScratch(const Params& p, void* memory, Scratch* scratch) {
   int64_t longest = p.max_blocks_per_seq * p.block_size;
   if (p.sliding_window != 0 && p.sliding_window < longest) {
     longest = Smaller(longest, p.sliding_window + MaxSplitTokens(p) + kTileAlignment);
   }
-  scratch->num_places = Smaller(p.num_tokens, p.max_seqs * MaxSplitTokens(p));
+  scratch->num_places = Smaller(p.num_tokens, p.max_seqs * PlacesOfSequence(p));
   scratch->max_splits = Smaller(SplitLimit(p), DivideUp(longest, kMinSplit));
   const int64_t num_states = scratch->num_places * p.num_heads * scratch->max_splits;
   const int64_t flags_bytes = DivideUp(p.num_tokens * 4, 16) * 16;

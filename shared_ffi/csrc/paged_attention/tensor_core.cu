@@ -1,14 +1,25 @@
-// Compiled for each storage type and head size on its own, so that a build uses all cores.
+// Compiled for each type of query and of cache and each head size on its own, so that a build uses
+// all cores.
 #include "kernels.cuh"
 #include "tensor_core.cuh"
 
 namespace xla_gpu::paged_attention {
 
+template <int kWarpRows>
+AttentionKernel KernelOf() {
+  using Layout = TensorCoreLayout<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>;
+  return {{TensorCoreAttention<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE, kWarpRows>,
+           kThreads, Layout::SharedBytes(kWarpRows)},
+          kMaxRowsPerItem,
+          kWarpRows};
+}
+
 template <>
-AttentionKernel TensorCoreKernelOf<XLA_GPU_STORAGE, XLA_GPU_HEAD_SIZE>() {
-  using Layout = TensorCoreLayout<XLA_GPU_STORAGE, XLA_GPU_HEAD_SIZE>;
-  return {{TensorCoreAttention<XLA_GPU_STORAGE, XLA_GPU_HEAD_SIZE>, kThreads, Layout::kSharedBytes},
-          kMaxRowsPerItem};
+AttentionKernel TensorCoreKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>(
+    const Params& p) {
+  using Layout = TensorCoreLayout<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>;
+  if (HasWarpRows(p, Layout::kFewWarpRows)) return KernelOf<Layout::kFewWarpRows>();
+  return KernelOf<kWarps>();
 }
 
 }  // namespace xla_gpu::paged_attention

@@ -1,9 +1,12 @@
-// Attention on tensor cores, for float16 and bfloat16: any GPU since sm_80.
+// Attention on tensor cores, for queries of float16 and bfloat16: any GPU since sm_80.
 //
 // A block takes an item's rows through its positions, a tile of K and V at a time, copied to shared
-// memory while the tile before is computed. The warps share a tile in one of two ways: with many
+// memory while the tiles before are computed. The warps share a tile in one of two ways: with many
 // rows, each warp has 16 of them and all positions; with few, all warps have the same rows and each
 // a part of the positions, added up at the end in a fixed order.
+//
+// The tiles of a cache of 8 bits are copied as they are; a register with four numbers becomes two
+// of 16 bits right before the product.
 #pragma once
 
 #include "rows.cuh"
@@ -12,64 +15,87 @@ namespace xla_gpu::paged_attention {
 
 inline constexpr int kRowsPerWarpTile = 16;  // of the tensor cores' product
 
-// The shared memory of a block. kHeadSize: the storage's head_size, rounded up to one that is
-// compiled; the columns past it are zero.
-template <typename T, int kHeadSize>
-struct TensorCoreLayout {
-  static constexpr int kTile = kHeadSize <= 128 ? 64 : 32;  // positions
-  static constexpr int kStages = 2;                         // tiles in memory
-  static constexpr int kSlotTiles = kStages + 1;            // tiles whose slots are known
-  static constexpr int kChunk = 8;                          // elements of a 16-byte access
-  static constexpr int kChunks = kHeadSize / kChunk;        // of a row
-
-  // Eight neighbouring rows' chunks of one column must lie in different banks: swizzled where the
-  // row is a multiple of all banks, set apart by a padding chunk elsewhere.
-  static constexpr bool kIsSwizzled = kHeadSize % 64 == 0;
-  static constexpr int kStride = kHeadSize + (kIsSwizzled ? 0 : kChunk);
-
-  static constexpr int kQueryElements = kMaxRowsPerItem * kStride;
-  static constexpr int kTileElements = kTile * kStride;
-  static constexpr int kElements = kQueryElements + kStages * 2 * kTileElements;
-  static constexpr int kSharedBytes =
-      kElements * 2 + kSlotTiles * kTile * 8 + static_cast<int>(sizeof(Schedule::Shared)) +
-      kWarps * kRowsPerWarpTile * static_cast<int>(sizeof(RowState));
-
-  static_assert(kWarps * kRowsPerWarpTile * kHeadSize * 4 <= kStages * 2 * kTileElements * 2,
-                "the sums of all warps take the place of the tiles");
+// Rows of head_size elements in shared memory, by chunks of 16 bytes. Eight neighbouring rows'
+// chunks of one column must lie in different banks: swizzled where the row is a multiple of all
+// banks, an odd number of chunks apart elsewhere. kHeadSize: the operand's head_size, rounded up to
+// one that is compiled; the columns past it are zero.
+template <typename Element, int kHeadSize>
+struct SharedRows {
+  static constexpr int kChunk = 16 / sizeof(Element);  // elements
+  static constexpr int kChunks = kHeadSize / kChunk;
+  static constexpr bool kIsSwizzled = kChunks % 8 == 0;
+  static constexpr int kStride = (kIsSwizzled ? kChunks : kChunks | 1) * kChunk;
+  static_assert(kChunks % 2 == 0, "chunks are multiplied in pairs");
 
   static __device__ __forceinline__ int Offset(int row, int chunk) {
     return row * kStride + (kIsSwizzled ? chunk ^ (row % 8) : chunk) * kChunk;
   }
 
-  T* query;        // [kMaxRowsPerItem] rows
-  T* tiles;        // [kStages][K, V][kTile] rows
-  int64_t* slots;  // [kSlotTiles][kTile], -1: zeros instead
+  static __device__ __forceinline__ int ElementOffset(int row, int column) {
+    return Offset(row, column / kChunk) + column % kChunk;
+  }
+};
+
+// The shared memory of a block. T: of the query; C: of the cache.
+template <typename T, typename C, int kHeadSize>
+struct TensorCoreLayout {
+  using QueryRows = SharedRows<T, kHeadSize>;
+  using CacheRows = SharedRows<C, kHeadSize>;
+  static constexpr int kTile = kHeadSize <= 128 ? 64 : 32;  // positions
+  static constexpr int kStages = kIs8Bit<C> ? 3 : 2;        // tiles in memory
+  static constexpr int kSlotTiles = kStages + 1;            // tiles whose slots are known
+  static constexpr int kFewWarpRows = kTile == 64 ? 1 : 2;  // where each warp has 16 positions
+  static constexpr int kTileElements = kTile * CacheRows::kStride;
+  static constexpr int kTilesBytes = kStages * 2 * kTileElements * static_cast<int>(sizeof(C));
+
+  // With a query of so many rows for each warp.
+  XLA_GPU_HOST_DEVICE static constexpr int QueryBytes(int warp_rows) {
+    return warp_rows * kRowsPerWarpTile * QueryRows::kStride * static_cast<int>(sizeof(T));
+  }
+  static constexpr int SharedBytes(int warp_rows) {
+    return kTilesBytes + QueryBytes(warp_rows) +
+           kSlotTiles * kTile * static_cast<int>(sizeof(Slot<C>)) +
+           static_cast<int>(sizeof(Schedule::Shared)) +
+           kWarps * kRowsPerWarpTile * static_cast<int>(sizeof(RowState));
+  }
+
+  static_assert(kWarps * kRowsPerWarpTile * kHeadSize * 4 <= kTilesBytes + QueryBytes(kFewWarpRows),
+                "the sums of all warps take the place of the tiles and the query");
+
+  C* tiles;        // [kStages][K, V][kTile] rows
+  T* query;        // [warp_rows * kRowsPerWarpTile] rows
+  Slot<C>* slots;  // [kSlotTiles][kTile], offset -1: zeros instead
   Schedule::Shared* schedule;
   RowState* states;  // [kWarps][kRowsPerWarpTile]
-  float* sums;       // [kWarps][kRowsPerWarpTile][kHeadSize], over the tiles
+  float* sums;       // [kWarps][kRowsPerWarpTile][kHeadSize], over tiles and query
 
-  __device__ explicit TensorCoreLayout(char* memory)
-      : query(reinterpret_cast<T*>(memory)),
-        tiles(query + kQueryElements),
-        slots(reinterpret_cast<int64_t*>(tiles + kStages * 2 * kTileElements)),
+  __device__ TensorCoreLayout(char* memory, int warp_rows)
+      : tiles(reinterpret_cast<C*>(memory)),
+        query(reinterpret_cast<T*>(memory + kTilesBytes)),
+        slots(reinterpret_cast<Slot<C>*>(memory + kTilesBytes + QueryBytes(warp_rows))),
         schedule(reinterpret_cast<Schedule::Shared*>(slots + kSlotTiles * kTile)),
         states(reinterpret_cast<RowState*>(schedule + 1)),
-        sums(reinterpret_cast<float*>(tiles)) {}
+        sums(reinterpret_cast<float*>(memory)) {}
 
-  __device__ T* Key(int32_t tile) const { return tiles + tile % kStages * 2 * kTileElements; }
-  __device__ T* Value(int32_t tile) const { return Key(tile) + kTileElements; }
-  __device__ int64_t* Slots(int32_t tile) const { return slots + tile % kSlotTiles * kTile; }
+  __device__ C* Key(int32_t tile) const { return tiles + tile % kStages * 2 * kTileElements; }
+  __device__ C* Value(int32_t tile) const { return Key(tile) + kTileElements; }
+  __device__ Slot<C>* Slots(int32_t tile) const { return slots + tile % kSlotTiles * kTile; }
 };
 
 // One item, by kWarpRows groups of warps with 16 rows each; the warps of a group share positions.
-template <typename T, int kHeadSize, int kWarpRows>
+template <typename T, typename C, int kHeadSize, int kWarpRows>
 class TensorCoreItem {
-  using Layout = TensorCoreLayout<T, kHeadSize>;
+  using Layout = TensorCoreLayout<T, C, kHeadSize>;
+  using QueryRows = typename Layout::QueryRows;
+  using CacheRows = typename Layout::CacheRows;
+  // What weights are rounded to. With the scales of a cache of 8 bits in them they need the range.
+  using Weight = std::conditional_t<kIs8Bit<C>, BFloat16, T>;
+  static constexpr int kStages = Layout::kStages;
   static constexpr int kParts = kWarps / kWarpRows;
   static constexpr int kTile = Layout::kTile;
   static constexpr int kKeys = kTile / kParts;  // positions of a tile for each warp
   static constexpr int kRows = kWarpRows * kRowsPerWarpTile;
-  static constexpr int kSteps = kHeadSize / 16;  // of a product over the head
+  static constexpr int kSteps = kIs8Bit<C> ? 2 : 1;  // of a product over a pair of chunks
   static_assert(kKeys % 16 == 0, "the product over positions takes 16 at a time");
 
  public:
@@ -85,20 +111,21 @@ class TensorCoreItem {
   __device__ void Compute(const Scratch& scratch) {
     const int32_t first = item_.begin / kTile;
     const int32_t end = max(first, (item_.end + kTile - 1) / kTile);
-    StoreSlot(first, FindSlotOf(first));
-    StoreSlot(first + 1, FindSlotOf(first + 1));
+    for (int i = 0; i < kStages; ++i) StoreSlot(first + i, FindSlotOf(first + i));
     CopyQuery();
     gpu::SyncBlock();
-    CopyTile(first);
-    gpu::CommitCopies();
-    for (int32_t tile = first; tile < end; ++tile) {
-      gpu::WaitCopies<0>();
-      gpu::SyncBlock();  // the tile is here, and everyone has left the one before
-      CopyTile(tile + 1);
+    for (int i = 0; i < kStages - 1; ++i) {
+      CopyTile(first + i);
       gpu::CommitCopies();
-      const int64_t slot = FindSlotOf(tile + 2);
+    }
+    for (int32_t tile = first; tile < end; ++tile) {
+      gpu::WaitCopies<kStages - 2>();
+      gpu::SyncBlock();  // the tile is here, and everyone has left the one before
+      CopyTile(tile + kStages - 1);
+      gpu::CommitCopies();
+      const Slot<C> slot = FindSlotOf(tile + kStages);
       ComputeTile(tile);
-      StoreSlot(tile + 2, slot);
+      StoreSlot(tile + kStages, slot);
     }
     gpu::WaitCopies<0>();
     is_bad_ = gpu::AnyInBlock(is_bad_);  // everyone has left the tiles, whose place the sums take
@@ -110,38 +137,61 @@ class TensorCoreItem {
 
  private:
   // Thread j finds position j of a tile.
-  __device__ int64_t FindSlotOf(int32_t tile) {
+  __device__ Slot<C> FindSlotOf(int32_t tile) {
     const int32_t position = tile * kTile + threadIdx.x;
-    if (threadIdx.x >= kTile || position < item_.begin || position >= item_.end) return -1;
-    return FindSlot(p_, item_.sequence, position, &is_bad_);
+    if (threadIdx.x >= kTile || position < item_.begin || position >= item_.end) return {};
+    return FindSlot<C>(p_, item_, position, &is_bad_);
   }
 
-  __device__ void StoreSlot(int32_t tile, int64_t slot) {
+  __device__ void StoreSlot(int32_t tile, const Slot<C>& slot) {
     if (threadIdx.x < kTile) layout_.Slots(tile)[threadIdx.x] = slot;
   }
 
   __device__ void CopyQuery() {
-    for (int i = threadIdx.x; i < kRows * Layout::kChunks; i += kThreads) {
-      const int row = i / Layout::kChunks, chunk = i % Layout::kChunks;
-      const bool exists = row < item_.num_rows && chunk * Layout::kChunk < p_.head_size;
-      const int64_t offset = exists ? RowOffset(p_, item_, row) + chunk * Layout::kChunk : 0;
-      gpu::CopyAsync16(layout_.query + Layout::Offset(row, chunk),
-                       static_cast<const T*>(p_.query) + offset, exists);
+    for (int i = threadIdx.x; i < kRows * QueryRows::kChunks; i += kThreads) {
+      const int row = i / QueryRows::kChunks, chunk = i % QueryRows::kChunks;
+      const bool exists = row < item_.num_rows && chunk * QueryRows::kChunk < p_.head_size;
+      const int64_t offset = exists ? RowOffset(p_, item_, row) + chunk * QueryRows::kChunk : 0;
+      const T* from = static_cast<const T*>(p_.query) + offset;
+      if constexpr (kIs8Bit<C>) {
+        StoreAsKeysLie(row, chunk,
+                       exists ? *reinterpret_cast<const FourPairs*>(from) : FourPairs());
+      } else {
+        gpu::CopyAsync16(layout_.query + QueryRows::Offset(row, chunk), from, exists);
+      }
     }
   }
 
+  struct alignas(16) FourPairs {
+    uint32_t pair[4] = {};
+  };
+  struct alignas(8) TwoPairs {
+    uint32_t pair[2];
+  };
+
+  // Of 16 columns, a lane's register of 8-bit keys has 4 neighbours, where the product wants 2 and
+  // the 2 that are 8 columns further. The query's columns are put in the same order: any will do.
+  __device__ void StoreAsKeysLie(int row, int chunk, const FourPairs& columns) {
+    const uint32_t(&pair)[4] = columns.pair;
+    T* to = layout_.query + chunk % 2 * 4;
+    const int even = QueryRows::Offset(row, chunk / 2 * 2);
+    const int odd = QueryRows::Offset(row, chunk / 2 * 2 + 1);
+    *reinterpret_cast<TwoPairs*>(to + even) = {pair[0], pair[2]};
+    *reinterpret_cast<TwoPairs*>(to + odd) = {pair[1], pair[3]};
+  }
+
   __device__ void CopyTile(int32_t tile) {
-    const int64_t* slots = layout_.Slots(tile);
-    T *keys = layout_.Key(tile), *values = layout_.Value(tile);
+    const Slot<C>* slots = layout_.Slots(tile);
+    C *keys = layout_.Key(tile), *values = layout_.Value(tile);
 #pragma unroll 1  // the copies overlap all the same
-    for (int i = threadIdx.x; i < kTile * Layout::kChunks; i += kThreads) {
-      const int row = i / Layout::kChunks, chunk = i % Layout::kChunks;
-      const int64_t slot = slots[row];
-      const bool exists = slot >= 0 && chunk * Layout::kChunk < p_.head_size;
-      const int64_t from = exists ? slot + chunk * Layout::kChunk : 0;
-      const int to = Layout::Offset(row, chunk);
-      gpu::CopyAsync16(keys + to, KeyOf<T>(p_, from, item_.kv_head), exists);
-      gpu::CopyAsync16(values + to, ValueOf<T>(p_, from, item_.kv_head), exists);
+    for (int i = threadIdx.x; i < kTile * CacheRows::kChunks; i += kThreads) {
+      const int row = i / CacheRows::kChunks, chunk = i % CacheRows::kChunks;
+      const int64_t slot = slots[row].offset;
+      const bool exists = slot >= 0 && chunk * CacheRows::kChunk < p_.head_size;
+      const int64_t from = exists ? slot + chunk * CacheRows::kChunk : 0;
+      const int to = CacheRows::Offset(row, chunk);
+      gpu::CopyAsync16(keys + to, KeyOf<C>(p_, from, item_.kv_head), exists);
+      gpu::CopyAsync16(values + to, ValueOf<C>(p_, from, item_.kv_head), exists);
     }
   }
 
@@ -150,6 +200,7 @@ class TensorCoreItem {
     const int32_t begin = tile * kTile + part_ * kKeys;
     float logits[kKeys / 8][4] = {};
     MultiplyByKeys(layout_.Key(tile), logits);
+    if constexpr (kIs8Bit<C>) ScaleLogits(tile, logits);
     Mask(begin, logits);
     float shrinks[2];
     Weigh(logits, shrinks);
@@ -158,27 +209,68 @@ class TensorCoreItem {
 #pragma unroll
       for (int e = 0; e < 4; ++e) sums[e] *= shrinks[e / 2];
     }
-    if (RowsDiffer(tile)) SetAsideNonFinite(tile, begin);
+    if (!std::is_integral_v<C> && RowsDiffer(tile)) SetAsideNonFinite(tile, begin);
+    if constexpr (kIs8Bit<C>) ScaleWeights(tile, begin, logits);
     AddValues(layout_.Value(tile), logits);
   }
 
   // logits = q k^T. Lane l holds, of each 8 positions, 2 * (l % 4) and the next, for the rows l / 4
   // and l / 4 + 8.
-  __device__ void MultiplyByKeys(const T* keys, float (&logits)[kKeys / 8][4]) const {
+  __device__ void MultiplyByKeys(const C* keys, float (&logits)[kKeys / 8][4]) const {
 #pragma unroll 2
-    for (int step = 0; step < kSteps; ++step) {
-      uint32_t query[4];
+    for (int chunk = 0; chunk < CacheRows::kChunks; chunk += 2) {
+      uint32_t query[kSteps][4];
       const int query_row = warp_row_ + lane_ % 16;
-      gpu::LoadMatrices(query, layout_.query + Layout::Offset(query_row, 2 * step + lane_ / 16));
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const int query_chunk = chunk * kSteps + 2 * step + lane_ / 16;
+        gpu::LoadMatrices(query[step], layout_.query + QueryRows::Offset(query_row, query_chunk));
+      }
 #pragma unroll
       for (int n = 0; n < kKeys / 16; ++n) {
         const int row = part_ * kKeys + n * 16 + lane_ / 16 * 8 + lane_ % 8;
-        uint32_t key[4];
-        gpu::LoadMatrices(key, keys + Layout::Offset(row, 2 * step + lane_ / 8 % 2));
-        gpu::MultiplyAdd(logits[2 * n], query, key[0], key[1], T{});
-        gpu::MultiplyAdd(logits[2 * n + 1], query, key[2], key[3], T{});
+        uint32_t key[4];  // of both chunks for 8 positions, then for the next 8
+        gpu::LoadMatrices(key, keys + CacheRows::Offset(row, chunk + lane_ / 8 % 2));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float(&products)[4] = logits[2 * n + i];
+          if constexpr (kIs8Bit<C>) {
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) {
+              uint32_t pairs[2];
+              gpu::Expand(key[2 * i + step], C{}, pairs, T{});
+              gpu::MultiplyAdd(products, query[step], pairs[0], pairs[1], T{});
+            }
+          } else {
+            gpu::MultiplyAdd(products, query[0], key[2 * i], key[2 * i + 1], T{});
+          }
+        }
       }
     }
+  }
+
+  // Calls what(n, e, j) for each logit of the lane: element e of block n, of the warp's position j.
+  template <typename Do>
+  __device__ __forceinline__ void ForEachLogit(const Do& what) const {
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) what(n, e, n * 8 + lane_ % 4 * 2 + e % 2);
+    }
+  }
+
+  __device__ void ScaleLogits(int32_t tile, float (&logits)[kKeys / 8][4]) const {
+    const Slot<C>* slots = layout_.Slots(tile) + part_ * kKeys;
+    ForEachLogit([&](int n, int e, int j) { logits[n][e] *= slots[j].k_scale; });
+  }
+
+  // A weight of zero would not do away with a scale that is NaN.
+  __device__ void ScaleWeights(int32_t tile, int32_t begin, float (&weights)[kKeys / 8][4]) const {
+    const Slot<C>* slots = layout_.Slots(tile) + part_ * kKeys;
+    ForEachLogit([&](int n, int e, int j) {
+      const bool attends = ranges_[e / 2].Contains(begin + j);
+      weights[n][e] = attends ? weights[n][e] * slots[j].v_scale : 0.0f;
+    });
   }
 
   // Turns q . k into logits in units of log2(e), and those of positions that a row does not attend
@@ -195,28 +287,17 @@ class TensorCoreItem {
       Cap(logits);
       scale = 1;
     }
-#pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int j = n * 8 + lane_ % 4 * 2 + e % 2;
-        const bool attends = first[e / 2] <= j && j < last[e / 2];
-        logits[n][e] = attends ? logits[n][e] * scale : -kInfinity;
-      }
-    }
+    ForEachLogit([&](int n, int e, int j) {
+      const bool attends = first[e / 2] <= j && j < last[e / 2];
+      logits[n][e] = attends ? logits[n][e] * scale : -kInfinity;
+    });
     if (p_.alibi_slopes != nullptr) AddBias(begin, logits);
   }
 
   __device__ void AddBias(int32_t begin, float (&logits)[kKeys / 8][4]) const {
     const AlibiBias biases[2] = {{p_, item_, warp_row_ + lane_ / 4},
                                  {p_, item_, warp_row_ + lane_ / 4 + 8}};
-#pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        logits[n][e] -= biases[e / 2].At(begin + n * 8 + lane_ % 4 * 2 + e % 2);
-      }
-    }
+    ForEachLogit([&](int n, int e, int j) { logits[n][e] -= biases[e / 2].At(begin + j); });
   }
 
   // The logits, capped, in units of log2(e). tanh(x) = 1 - 2 / (1 + e^2x) is off by some 2^-23, far
@@ -270,53 +351,75 @@ class TensorCoreItem {
   // A weight of zero does not keep an infinite or NaN value from a row's sum. Where a tile holds
   // some, they are added to the rows that attend to them, and then taken out of the tile.
   __device__ void SetAsideNonFinite(int32_t tile, int32_t begin) {
-    T* values = layout_.Value(tile);
+    C* values = layout_.Value(tile);
     bool found = false;
     for (int i = threadIdx.x; i < kTile * kHeadSize; i += kThreads) {
-      found = found || !IsFinite(values[ValueOffset(i / kHeadSize, i % kHeadSize)]);
+      found = found || !IsFinite(values[CacheRows::ElementOffset(i / kHeadSize, i % kHeadSize)]);
     }
     if (!gpu::AnyInBlock(found)) return;
 #pragma unroll 1
     for (int j = 0; j < kKeys; ++j) {
+      const int row = part_ * kKeys + j;
       const bool attends[2] = {ranges_[0].Contains(begin + j), ranges_[1].Contains(begin + j)};
 #pragma unroll
       for (int n = 0; n < kHeadSize / 8; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const T value = values[ValueOffset(part_ * kKeys + j, n * 8 + lane_ % 4 * 2 + e)];
+          const C value = values[CacheRows::ElementOffset(row, Column(n, e))];
           if (IsFinite(value)) continue;
-          if (attends[0]) sums_[n][e] += gpu::ToFloat(value);
-          if (attends[1]) sums_[n][e + 2] += gpu::ToFloat(value);
+          if (attends[0]) sums_[n][e] += Scaled(value, layout_.Slots(tile)[row]);
+          if (attends[1]) sums_[n][e + 2] += Scaled(value, layout_.Slots(tile)[row]);
         }
       }
     }
     gpu::SyncBlock();
     for (int i = threadIdx.x; i < kTile * kHeadSize; i += kThreads) {
-      T* value = values + ValueOffset(i / kHeadSize, i % kHeadSize);
-      if (!IsFinite(*value)) *value = T{0};
+      C* value = values + CacheRows::ElementOffset(i / kHeadSize, i % kHeadSize);
+      if (!IsFinite(*value)) *value = C{};
     }
     gpu::SyncBlock();
   }
 
-  static __device__ int ValueOffset(int row, int column) {
-    return Layout::Offset(row, column / Layout::kChunk) + column % Layout::kChunk;
+  static __device__ __forceinline__ float Scaled(C value, const Slot<C>& slot) {
+    if constexpr (kIs8Bit<C>) return gpu::ToFloat(value) * slot.v_scale;
+    return gpu::ToFloat(value);
   }
 
-  // sums += weights * v, the weights rounded to the storage type.
-  __device__ void AddValues(const T* values, const float (&weights)[kKeys / 8][4]) {
+  // Of element e of block n of the lane's sums. Two neighbours of a cache of 8 bits lie in one
+  // register, and go to two blocks.
+  __device__ int Column(int n, int e) const {
+    const int of_block = lane_ % 4 * 2 + e % 2;
+    return kIs8Bit<C> ? n / 2 * 16 + of_block * 2 + n % 2 : n * 8 + of_block;
+  }
+
+  // sums += weights * v, the weights rounded to 16 bits.
+  __device__ void AddValues(const C* values, const float (&weights)[kKeys / 8][4]) {
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n) {
       const float(&left)[4] = weights[2 * n], (&right)[4] = weights[2 * n + 1];
       const uint32_t packed[4] = {
-          gpu::Pack(left[0], left[1], T{}), gpu::Pack(left[2], left[3], T{}),
-          gpu::Pack(right[0], right[1], T{}), gpu::Pack(right[2], right[3], T{})};
+          gpu::Pack(left[0], left[1], Weight{}), gpu::Pack(left[2], left[3], Weight{}),
+          gpu::Pack(right[0], right[1], Weight{}), gpu::Pack(right[2], right[3], Weight{})};
       const int row = part_ * kKeys + n * 16 + lane_ % 16;
 #pragma unroll
-      for (int d = 0; d < kHeadSize / 16; ++d) {
-        uint32_t value[4];
-        gpu::LoadMatricesTransposed(value, values + Layout::Offset(row, 2 * d + lane_ / 16));
-        gpu::MultiplyAdd(sums_[2 * d], packed, value[0], value[1], T{});
-        gpu::MultiplyAdd(sums_[2 * d + 1], packed, value[2], value[3], T{});
+      for (int chunk = 0; chunk < CacheRows::kChunks; chunk += 2) {
+        uint32_t value[4];  // of 8 positions, then of the next 8, for each of two chunks
+        gpu::LoadMatricesTransposed(value, values + CacheRows::Offset(row, chunk + lane_ / 16));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if constexpr (kIs8Bit<C>) {
+            uint32_t first[2], second[2];  // of the even columns, and of the odd ones
+            gpu::Expand(gpu::SwapMiddleBytes(value[2 * i]), C{}, first, Weight{});
+            gpu::Expand(gpu::SwapMiddleBytes(value[2 * i + 1]), C{}, second, Weight{});
+#pragma unroll
+            for (int odd = 0; odd < 2; ++odd) {
+              float(&sums)[4] = sums_[2 * (chunk + i) + odd];
+              gpu::MultiplyAdd(sums, packed, first[odd], second[odd], Weight{});
+            }
+          } else {
+            gpu::MultiplyAdd(sums_[chunk + i], packed, value[2 * i], value[2 * i + 1], Weight{});
+          }
+        }
       }
     }
   }
@@ -331,9 +434,9 @@ class TensorCoreItem {
       if (lane_ % 4 == 0) layout_.states[row] = {states_[r].max, sum};
 #pragma unroll
       for (int n = 0; n < kHeadSize / 8; ++n) {
-        float* to = layout_.sums + row * kHeadSize + n * 8 + lane_ % 4 * 2;
-        to[0] = sums_[n][2 * r];
-        to[1] = sums_[n][2 * r + 1];
+        float* to = layout_.sums + row * kHeadSize;
+        to[Column(n, 0)] = sums_[n][2 * r];
+        to[Column(n, 1)] = sums_[n][2 * r + 1];
       }
     }
   }
@@ -350,19 +453,20 @@ class TensorCoreItem {
   bool is_bad_ = false;
 };
 
-template <typename T, int kHeadSize>
+// For items of up to kWarpRows groups of 16 rows: kWarps, or Layout::kFewWarpRows.
+template <typename T, typename C, int kHeadSize, int kWarpRows>
 __global__ void __launch_bounds__(kThreads, 2) TensorCoreAttention(Params p, Scratch scratch) {
-  using Layout = TensorCoreLayout<T, kHeadSize>;
-  constexpr int kFewWarpRows = Layout::kTile == 64 ? 1 : 2;  // 16 positions for each warp
-  const Layout layout(gpu::SharedMemory());
+  using Layout = TensorCoreLayout<T, C, kHeadSize>;
+  constexpr int kFewWarpRows = Layout::kFewWarpRows;
+  const Layout layout(gpu::SharedMemory(), kWarpRows);
   Schedule schedule(p, kMaxRowsPerItem, layout.schedule);
   for (int64_t number = blockIdx.x;; number += gridDim.x) {
     const Item* item = schedule.Find(number);
     if (item == nullptr) return;
-    if (item->num_rows <= kFewWarpRows * kRowsPerWarpTile) {
-      TensorCoreItem<T, kHeadSize, kFewWarpRows>(p, *item, layout).Compute(scratch);
+    if (kWarpRows == kFewWarpRows || item->num_rows <= kFewWarpRows * kRowsPerWarpTile) {
+      TensorCoreItem<T, C, kHeadSize, kFewWarpRows>(p, *item, layout).Compute(scratch);
     } else {
-      TensorCoreItem<T, kHeadSize, kWarps>(p, *item, layout).Compute(scratch);
+      TensorCoreItem<T, C, kHeadSize, kWarpRows>(p, *item, layout).Compute(scratch);
     }
   }
 }
