@@ -72,8 +72,9 @@ def kv_cache_update(
         value_cache: where K and V are two arrays, that of V; ``kv_cache`` is that of K. Shape and
             dtype of ``kv_cache``.
         kv_layout: which dimension is which, where that is not as above; see ``paged_attention``.
-        k_scale: float32, of shape ``[]``, ``[1]`` or ``[num_kv_heads]``. None: 1. Scales of each
-            position are the caller's: divide and round before.
+        k_scale: float32, of shape ``[]``, ``[1]``, ``[num_kv_heads]`` or ``[num_blocks,
+            block_size, num_kv_heads]``, as ``paged_attention`` takes it: of the last, each key is
+            divided by that of its slot. None: 1.
         v_scale: likewise, of the values.
 
     Returns:

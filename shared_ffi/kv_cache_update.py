@@ -64,7 +64,6 @@ def check(
         cache,
         has_fewer_bits=not is_copied,
         than="key",
-        per_position=False,
     )
     if slot_mapping.shape != (num_tokens,):
         raise shape_error(OP, "slot_mapping", f"[num_tokens={num_tokens}]", slot_mapping.shape)

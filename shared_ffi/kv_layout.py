@@ -129,25 +129,26 @@ def add_scales(
     *,
     has_fewer_bits: bool,
     than: str,
-    per_position: bool,
 ) -> None:
     """Checks the scales of keys and values that there are, and adds them to a call's operands.
 
     Args:
         has_fewer_bits: whether the cache has, than the argument `than`.
-        per_position: whether each position may have scales of its own.
 
     Raises:
         ValueError, TypeError: a shape or a dtype is wrong, or there is nothing to scale.
     """
     if k_scale is None and v_scale is None:
         return
-    head_dims: dict[tuple[int, ...], int | None] = {(cache.num_kv_heads,): 0, (): None, (1,): None}
-    rule = f"[], [1], [num_kv_heads={cache.num_kv_heads}]"
-    if per_position:
-        head_dims[cache.num_blocks, cache.block_size, cache.num_kv_heads] = 2
-        sizes = f"num_blocks={cache.num_blocks}, block_size={cache.block_size}"
-        rule += f" or [{sizes}, num_kv_heads]"
+    of_positions = (cache.num_blocks, cache.block_size, cache.num_kv_heads)
+    head_dims: dict[tuple[int, ...], int | None] = {
+        of_positions: 2,
+        (cache.num_kv_heads,): 0,
+        (): None,
+        (1,): None,
+    }
+    sizes = f"num_blocks={cache.num_blocks}, block_size={cache.block_size}"
+    rule = f"[], [1], [num_kv_heads={cache.num_kv_heads}] or [{sizes}, num_kv_heads]"
     for argument, scales in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scales is None:
             continue

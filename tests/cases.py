@@ -23,6 +23,20 @@ CACHE_DTYPES = {
 SCALE = 0.05  # about that of the caches that have any
 SHORT_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 JUNK = np.array([2147480000, -7, 2147483647, -2147483648, 1000000], np.int32)
+SCALES = (None, "one", "per head", "per position")
+
+
+def scales(kind: str, num_kv_heads: int, is_unused: np.ndarray) -> dict[str, np.ndarray]:
+    """k_scale and v_scale; those of unused positions, `[num_blocks, block_size]`, are NaN."""
+    of_positions = (*is_unused.shape, num_kv_heads)
+    shape = {"one": (), "per head": (num_kv_heads,), "per position": of_positions}[kind]
+    arrays = np.random.default_rng(1).uniform(0.5, 1.5, (2, *shape)) * SCALE
+    if kind == "per position":
+        arrays[:, is_unused] = np.nan
+    return {
+        name: np.array(array, np.float32)
+        for name, array in zip(("k_scale", "v_scale"), arrays, strict=True)
+    }
 
 
 def quantized(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -64,10 +78,11 @@ class Case:
     alibi_slopes: bool = False
     causal: bool = True
     window_right: int | None = None
+    max_query_len: int | None = None
     return_lse: bool = False
     kv_layout: str | None = None
     cache_dtype: str | None = None  # of 8 bits
-    scales: str | None = None  # "one", "per head", "per position"
+    scales: str | None = None  # of SCALES
     padding_seqs: int = 2
     padding_blocks: int = 2
     padding_tokens: int = 3
@@ -92,10 +107,14 @@ class Case:
             attributes["alibi_slopes"] = rng.uniform(0, 0.3, self.num_heads).astype(np.float32)
         if not self.causal:
             attributes |= {"causal": False, "window_right": self.window_right}
+        if self.max_query_len is not None:
+            attributes["max_query_len"] = self.max_query_len
         if self.return_lse:
             attributes["return_lse"] = True
         if self.scales is not None:
-            attributes["k_scale"], attributes["v_scale"] = self._scales()
+            kv_cache = self._of_one_dtype().kv_cache.astype(np.float32)
+            is_unused = ~np.isfinite(kv_cache).all((2, 3))
+            attributes |= scales(self.scales, self.num_kv_heads, is_unused)
         if self.kv_layout is not None:
             attributes["kv_layout"] = self.kv_layout
             _, *value_cache = arrange(self._in_default_layout().kv_cache, self.kv_layout)
@@ -119,20 +138,6 @@ class Case:
             return inputs
         values = inputs.kv_cache.astype(np.float32) / (1 if self.scales is None else SCALE)
         return inputs._replace(kv_cache=quantized(values, self.cache_dtype))
-
-    def _scales(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of keys and values; NaN where nothing is attended to."""
-        kv_cache = self._of_one_dtype().kv_cache.astype(np.float32)
-        shape = {
-            "one": (),
-            "per head": (self.num_kv_heads,),
-            "per position": (*kv_cache.shape[:2], self.num_kv_heads),
-        }[self.scales or "one"]
-        k_scale, v_scale = np.random.default_rng(1).uniform(0.5, 1.5, (2, *shape)) * SCALE
-        if self.scales == "per position":
-            junk = ~np.isfinite(kv_cache).all((2, 3))
-            k_scale[junk] = v_scale[junk] = np.nan
-        return np.asarray(k_scale, np.float32), np.asarray(v_scale, np.float32)
 
     def _of_one_dtype(self) -> Inputs:
         rng = np.random.default_rng(zlib.crc32(self.id.encode()))
@@ -388,12 +393,12 @@ def _layouts() -> Iterator[Case]:
 
 def _caches_of_8_bits() -> Iterator[Case]:
     batches = {
-        "decode": ((1, 150), (1, 3)),
-        "mixed": ((7, 80), (9, 9), (0, 5), (1, 66)),
-        "long": ((1, 700), (5, 530)),
+        "decode": (24, ((1, 150), (1, 3))),
+        "mixed": (32, ((7, 80), (9, 9), (0, 5), (1, 66))),
+        "long": (112, ((1, 700), (5, 530))),
     }
-    for cache_dtype, scales in product(CACHE_DTYPES, (None, "one", "per head", "per position")):
-        for name, sequences in batches.items():
+    for cache_dtype, scales in product(CACHE_DTYPES, SCALES):
+        for name, (head_size, sequences) in batches.items():
             yield from _of_each_dtype(
                 f"{cache_dtype}-{scales}-{name}",
                 sequences=sequences,
@@ -402,10 +407,10 @@ def _caches_of_8_bits() -> Iterator[Case]:
                 num_heads=12,
                 num_kv_heads=3,
                 block_size=8,
-                head_size=24,
+                head_size=head_size,
                 return_lse=name == "mixed",
             )
-    for cache_dtype, head_size in product(CACHE_DTYPES, (1, 7, 64, 100)):
+    for cache_dtype, head_size in product(CACHE_DTYPES, (1, 7, 64, 100, 192)):
         yield Case(
             id=f"{cache_dtype}-head-size-{head_size}",
             sequences=MIXED,
@@ -418,14 +423,14 @@ def _caches_of_8_bits() -> Iterator[Case]:
     for cache_dtype in ("float8_e4m3fn", "float8_e5m2"):
         yield from _of_each_dtype(
             f"{cache_dtype}-later-token-nan",
-            sequences=((9, 9), (40, 40)),
+            sequences=((9, 9), (70, 70)),
             cache_dtype=cache_dtype,
             nan_in_last_position=True,
         )
     for cache_dtype in CACHE_DTYPES:
         yield from _of_each_dtype(
             f"{cache_dtype}-later-scale-nan",
-            sequences=((9, 9), (40, 40)),
+            sequences=((9, 9), (70, 70)),
             cache_dtype=cache_dtype,
             scales="per position",
             nan_in_last_position=True,
@@ -440,6 +445,35 @@ def _caches_of_8_bits() -> Iterator[Case]:
             sinks=True,
             alibi_slopes=True,
             dtype="bfloat16",
+        )
+
+
+def _hints() -> Iterator[Case]:
+    batches = {
+        1: ((1, 700), (1, 3), (0, 5), (1, 1)),
+        3: ((3, 600), (2, 9), (1, 70)),
+        100: ((40, 330), (1, 70)),
+    }
+    for (max_query_len, sequences), head_size in product(batches.items(), (64, 160)):
+        yield from _of_each_dtype(
+            f"max-query-len-{max_query_len}-head-size-{head_size}",
+            sequences=sequences,
+            max_query_len=max_query_len,
+            num_heads=10,
+            num_kv_heads=2,
+            head_size=head_size,
+            padding_tokens=20,
+        )
+    for cache_dtype in CACHE_DTYPES:
+        yield Case(
+            id=f"max-query-len-{cache_dtype}",
+            sequences=batches[3],
+            max_query_len=3,
+            num_heads=10,
+            head_size=128,
+            cache_dtype=cache_dtype,
+            scales="per position",
+            dtype="float16",
         )
 
 
@@ -473,6 +507,7 @@ CASES = [
     *_features(),
     *_layouts(),
     *_caches_of_8_bits(),
+    *_hints(),
     *_ragged(),
 ]
 assert len({case.id for case in CASES}) == len(CASES)
@@ -521,7 +556,7 @@ class UpdateCase:
     slot_dtype: str = "int32"
     kv_layout: str | None = None
     cache_dtype: str | None = None  # of 8 bits
-    scales: str | None = None  # "one", "per head"
+    scales: str | None = None  # of SCALES
     key_factor: float = 1.0
 
     def attributes(self) -> dict[str, Any]:
@@ -531,11 +566,11 @@ class UpdateCase:
             attributes = dict(zip(["value_cache"], value_cache, strict=False))
             attributes["kv_layout"] = self.kv_layout
         if self.scales is not None:
-            shape = () if self.scales == "one" else (self.num_kv_heads,)
-            scales = np.random.default_rng(1).uniform(0.5, 1.5, (2, *shape)) * SCALE
-            attributes["k_scale"], attributes["v_scale"] = scales.astype(np.float32)
-            if self.scales == "one":
-                attributes |= {name: np.array(attributes[name]) for name in ("k_scale", "v_scale")}
+            inputs = self._in_default_layout()
+            is_unused = np.full(inputs.kv_cache.shape[:2], True)
+            slots = inputs.slot_mapping
+            is_unused.reshape(-1)[slots[slots >= 0]] = False
+            attributes |= scales(self.scales, self.num_kv_heads, is_unused)
         return attributes
 
     def inputs(self) -> UpdateInputs:
@@ -585,9 +620,7 @@ def _updates() -> Iterator[UpdateCase]:
     for layout in LAYOUTS:
         yield UpdateCase(id=f"layout-{layout}", kv_layout=layout, head_size=16, num_kv_heads=3)
         yield UpdateCase(id=f"layout-{layout}-odd", kv_layout=layout, dtype="bfloat16")
-    for cache_dtype, (dtype, short), scales in product(
-        CACHE_DTYPES, SHORT_NAMES.items(), (None, "one", "per head")
-    ):
+    for cache_dtype, (dtype, short), scales in product(CACHE_DTYPES, SHORT_NAMES.items(), SCALES):
         for name, factor in {"": 1.0, "-too-large": 100.0, "-subnormal": 2.0**-12}.items():
             yield UpdateCase(
                 id=f"{cache_dtype}-{scales}-{short}{name}",

@@ -17,7 +17,8 @@ INTRODUCTION = """# Features
 Each has a page here, with examples that the tests run:
 [log-sum-exp and merging](log-sum-exp.md), [sinks](sinks.md), [ALiBi](alibi.md),
 [attention that is not causal and windows](masks.md), [layouts of the cache](cache-layouts.md),
-[caches of 8 bits](caches-of-8-bits.md), [many devices](many-devices.md),
+[caches of 8 bits](caches-of-8-bits.md), [a bound on query lengths](max-query-len.md),
+[many devices](many-devices.md),
 [code written for TPUs](code-for-tpus.md).
 
 The number of cases that passed where this table was made (`make features`), against the float64 oracle
@@ -57,6 +58,7 @@ FEATURES = [
     "ALiBi",
     "not causal",
     "window to the right",
+    "max_query_len",
     "fewer keys than queries",
     "another layout",
     "K and V in two arrays",
@@ -69,6 +71,7 @@ FEATURES = [
     "kv_cache_update in another layout",
     "kv_cache_update of two arrays",
     "kv_cache_update to 8 bits",
+    "kv_cache_update with a scale for each position",
 ]
 
 
@@ -81,6 +84,7 @@ def features_of(case: Any) -> list[str]:
             "kv_cache_update in another layout": case.kv_layout is not None,
             "kv_cache_update of two arrays": is_separate,
             "kv_cache_update to 8 bits": case.cache_dtype is not None,
+            "kv_cache_update with a scale for each position": case.scales == "per position",
         }
     else:
         used = {
@@ -93,6 +97,7 @@ def features_of(case: Any) -> list[str]:
             "not causal": not case.causal,
             "window to the right": case.window_right is not None,
             "fewer keys than queries": any(q > context for q, context in case.sequences),
+            "max_query_len": case.max_query_len is not None,
             "another layout": case.kv_layout is not None,
             "K and V in two arrays": is_separate,
             f"{case.cache_dtype} cache": case.cache_dtype is not None,

@@ -28,6 +28,7 @@ def paged_attention(
     alibi_slopes: Any = None,
     causal: bool = True,
     window_right: int | None = None,
+    max_query_len: int | None = None,
     return_lse: bool = False,
 ) -> Any:
     """float64; reads nothing of the cache and the tables that is not attended to."""
@@ -99,18 +100,15 @@ def kv_cache_update(
     caches = (kv_cache,) if value_cache is None else (kv_cache, value_cache)
     updated = layouts.default(caches, kv_layout)
     block_size = updated.shape[1]
-    if updated.dtype != key.dtype:
-        key, value = (
-            cases.quantized(
-                x.astype(np.float32) / np.float32(_scales(scale, (0, 0))), updated.dtype.name
-            )
-            for x, scale in ((key, k_scale), (value, v_scale))
-        )
     for token, slot in enumerate(slot_mapping):
-        if slot >= 0:
-            block, offset = divmod(int(slot), block_size)
-            updated[block, offset, 0::2] = key[token]
-            updated[block, offset, 1::2] = value[token]
+        if slot < 0:
+            continue
+        row = divmod(int(slot), block_size)
+        for first, rows, scale in ((0, key[token], k_scale), (1, value[token], v_scale)):
+            if rows.dtype != updated.dtype:
+                scaled = rows.astype(np.float32) / np.float32(_scales(scale, row))
+                rows = cases.quantized(scaled, updated.dtype.name)
+            updated[row][first::2] = rows
     arranged = layouts.arrange(updated, kv_layout)
     return arranged[0] if value_cache is None else arranged
 

@@ -145,6 +145,38 @@ def test_a_sequence_has_the_same_bits_in_any_batch(
                 )
 
 
+@pytest.mark.parametrize("head_size", [64, 256])
+@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn"])
+@pytest.mark.parametrize("max_query_len", [1, 2, 9, 1000])
+def test_the_bits_do_not_depend_on_max_query_len(
+    max_query_len: int, cache_dtype: str | None, head_size: int, gpu: Gpu
+) -> None:
+    sequences = ((1, 700), (2, 300), (9, 9), (100, 120))
+    case = Case(
+        id=f"hint-{max_query_len}-{cache_dtype}-{head_size}",
+        sequences=tuple((min(q_len, max_query_len), context) for q_len, context in sequences),
+        num_heads=12,
+        head_size=head_size,
+        dtype="bfloat16",
+        cache_dtype=cache_dtype,
+        padding_tokens=50,
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    result = attend(gpu, inputs, **attributes)
+    assert_close_on_cuda(result, inputs, attributes)
+    assert_same_bits(attend(gpu, inputs, **attributes, max_query_len=max_query_len), result)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_more_queries_than_max_query_len(dtype: str, gpu: Gpu) -> None:
+    inputs, starts = batch(dtype)
+    sound = attend(gpu, inputs, scale=0.2)
+    result = attend(gpu, inputs, scale=0.2, max_query_len=3)
+    assert np.isnan(result[starts[3] : starts[5]].astype(F32)).all()
+    assert_same_bits(result[: starts[3]], sound[: starts[3]])
+    assert_same_bits(result[starts[5] :], sound[starts[5] :])
+
+
 @pytest.mark.parametrize("num_heads", [1, 2, 16, 71, 128])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_splits_of_many_heads(num_heads: int, dtype: str, gpu: Gpu) -> None:
@@ -238,6 +270,7 @@ def test_a_scratch_of_another_size_is_refused(gpu: Gpu) -> None:
     num_kv_heads=st.sampled_from([1, 2, 8, 16]),
     group=st.sampled_from([1, 3, 4, 8, 71]),
     capacity=st.integers(0, 10**6),
+    max_query_len=st.integers(0, 20),
 )
 def test_the_scratch_is_bounded(
     gpu: Gpu,
@@ -246,6 +279,7 @@ def test_the_scratch_is_bounded(
     num_kv_heads: int,
     group: int,
     capacity: int,
+    max_query_len: int,
 ) -> None:
     """By the figure that scratch.h and the documentation state."""
     num_bytes = gpu.native.paged_attention_scratch_bytes(
@@ -254,8 +288,11 @@ def test_the_scratch_is_bounded(
         num_kv_heads,
         (max_seqs, capacity),
         0,
+        max_query_len,
     )
     places = min(num_tokens, max_seqs * max(1, 64 // group))
+    if max_query_len > 0:
+        places = min(places, max_seqs * max_query_len)
     splits = min(max(32, 256 // num_kv_heads), -(-capacity // 256))
     most = 4 * num_tokens + 16 + 4 * places * num_kv_heads * group * splits * 130
     assert num_bytes <= most

@@ -16,8 +16,9 @@ from shared_ffi import _native, kv_cache_update, simple_add
 from tests import reference
 from tests.arrays import exchangeable
 from tests.calls import checked_call, numbers
-from tests.cases import CASES, UPDATE_CASES, Case, UpdateCase
+from tests.cases import CACHE_DTYPES, CASES, SCALES, UPDATE_CASES, Case, UpdateCase
 from tests.compare import assert_close_on_cpu, assert_same_bits
+from tests.layouts import LAYOUTS
 
 F32, I32 = np.float32, np.int32
 
@@ -264,6 +265,7 @@ def random_cases(draw: st.DrawFn) -> Case:
     """Any call that the contract allows, at small sizes."""
     num_kv_heads = draw(st.integers(1, 3))
     causal = draw(st.booleans())
+    cache_dtype = draw(st.none() | st.sampled_from([*CACHE_DTYPES]))
     sequences = draw(
         st.lists(
             st.integers(0, 90).flatmap(
@@ -279,7 +281,7 @@ def random_cases(draw: st.DrawFn) -> Case:
         sequences=tuple(sequences),
         num_heads=num_kv_heads * draw(st.integers(1, 7)),
         num_kv_heads=num_kv_heads,
-        head_size=draw(st.integers(1, 40)),
+        head_size=draw(st.integers(1, 40) | st.sampled_from([16, 32, 64])),
         block_size=draw(st.integers(1, 70)),
         dtype=draw(st.sampled_from(["float32", "float16", "bfloat16"])),
         scale=draw(st.floats(-2, 2, width=32)),
@@ -289,6 +291,10 @@ def random_cases(draw: st.DrawFn) -> Case:
         alibi_slopes=draw(st.booleans()),
         causal=causal,
         window_right=None if causal else draw(st.none() | st.integers(1, 40)),
+        max_query_len=draw(st.none() | st.integers(max([1, *(q for q, _ in sequences)]), 100)),
+        cache_dtype=cache_dtype,
+        scales=draw(st.sampled_from(SCALES)) if cache_dtype else None,
+        kv_layout=draw(st.none() | st.sampled_from([*LAYOUTS])),
         return_lse=draw(st.booleans()),
     )
 

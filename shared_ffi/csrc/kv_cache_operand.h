@@ -108,10 +108,9 @@ inline ffi::Error ReadCacheDType(const char* op, const ffi::AnyBuffer& kv_cache,
 }
 
 // The scales of a cache that has fewer bits than the operand `than`; none if the call has none.
-// `per_position`: whether each position may have its own.
 inline ffi::Error FindScales(const char* op, const char* name, const FeatureOperands& operands,
                              const KvLayout& layout, bool has_fewer_bits, const char* than,
-                             bool per_position, KvScales* scales) {
+                             KvScales* scales) {
   *scales = {};
   std::optional<ffi::AnyBuffer> buffer;
   ffi::Error error = operands.Find(name, &buffer);
@@ -125,17 +124,15 @@ inline ffi::Error FindScales(const char* op, const char* name, const FeatureOper
     // One for all.
   } else if (HasShape(*buffer, {heads})) {
     scales->head_stride = 1;
-  } else if (per_position && HasShape(*buffer, {layout.num_blocks, layout.block_size, heads})) {
+  } else if (HasShape(*buffer, {layout.num_blocks, layout.block_size, heads})) {
     scales->block_stride = layout.block_size * heads;
     scales->position_stride = heads;
     scales->head_stride = 1;
   } else {
-    const std::string also = per_position
-                                 ? StrCat(" or [num_blocks=", layout.num_blocks,
-                                          ", block_size=", layout.block_size, ", num_kv_heads]")
-                                 : "";
-    return InvalidArgument(op, name, " must have shape [], [1], [num_kv_heads=", heads, "]", also,
-                           "; got ", ShapeName(buffer->dimensions()));
+    return InvalidArgument(op, name, " must have shape [], [1], [num_kv_heads=", heads,
+                           "] or [num_blocks=", layout.num_blocks,
+                           ", block_size=", layout.block_size, ", num_kv_heads]; got ",
+                           ShapeName(buffer->dimensions()));
   }
   if (buffer->element_type() != ffi::F32) {
     return InvalidArgument(op, name, " must have dtype float32; got ",

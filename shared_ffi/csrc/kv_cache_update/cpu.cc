@@ -91,14 +91,15 @@ void RunOnCpu(const Params& p, const Executor& executor) {
       if (slot < 0 || slot / kSlotsPerRun % num_parts != part) continue;
       const char* key = static_cast<const char*>(p.key) + token * token_bytes;
       const char* value = static_cast<const char*>(p.value) + token * token_bytes;
-      const int64_t offset = p.cache.Offset(slot / p.block_size, slot % p.block_size) * size;
+      const int64_t block = slot / p.block_size, in_block = slot % p.block_size;
+      const int64_t offset = p.cache.Offset(block, in_block) * size;
       char* keys = static_cast<char*>(p.cache.keys) + offset;
       char* values = static_cast<char*>(p.cache.values) + offset;
       for (int64_t head = 0; head < p.num_kv_heads; ++head) {
         char *k = keys + head * head_bytes, *v = values + head * head_bytes;
         if (quantize != nullptr) {
-          quantize(k, key + head * row_bytes, p.head_size, p.k_scale.At(0, 0, head));
-          quantize(v, value + head * row_bytes, p.head_size, p.v_scale.At(0, 0, head));
+          quantize(k, key + head * row_bytes, p.head_size, p.k_scale.At(block, in_block, head));
+          quantize(v, value + head * row_bytes, p.head_size, p.v_scale.At(block, in_block, head));
           continue;
         }
         copy(k, key + head * row_bytes, row_bytes);

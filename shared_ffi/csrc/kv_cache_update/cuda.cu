@@ -38,13 +38,14 @@ __global__ void UpdateQuantized(Params p) {
   const int64_t per_token = p.num_kv_heads * p.head_size;
   const From* key = static_cast<const From*>(p.key) + token * per_token;
   const From* value = static_cast<const From*>(p.value) + token * per_token;
-  const int64_t position = p.cache.Offset(slot / p.block_size, slot % p.block_size);
+  const int64_t block = slot / p.block_size, in_block = slot % p.block_size;
+  const int64_t position = p.cache.Offset(block, in_block);
   for (int64_t i = threadIdx.x; i < per_token; i += kThreads) {
     const int64_t head = i / p.head_size;
     const int64_t place = position + head * p.cache.head_stride + i % p.head_size;
-    gpu::FromFloat(gpu::ToFloat(key[i]) / p.k_scale.At(0, 0, head),
+    gpu::FromFloat(gpu::ToFloat(key[i]) / p.k_scale.At(block, in_block, head),
                    static_cast<To*>(p.cache.keys) + place);
-    gpu::FromFloat(gpu::ToFloat(value[i]) / p.v_scale.At(0, 0, head),
+    gpu::FromFloat(gpu::ToFloat(value[i]) / p.v_scale.At(block, in_block, head),
                    static_cast<To*>(p.cache.values) + place);
   }
 }

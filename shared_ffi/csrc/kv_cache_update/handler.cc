@@ -55,8 +55,7 @@ ffi::Error MakeParams(ffi::AnyBuffer kv_cache, ffi::AnyBuffer key, ffi::AnyBuffe
   }
   KvScales k_scale, v_scale;
   const auto find_scales = [&](const char* name, KvScales* scales) {
-    return FindScales(kOp, name, features, layout, cache_dtype != dtype, "key",
-                      /*per_position=*/false, scales);
+    return FindScales(kOp, name, features, layout, cache_dtype != dtype, "key", scales);
   };
   if (error.success()) error = find_scales("k_scale", &k_scale);
   if (error.success()) error = find_scales("v_scale", &v_scale);

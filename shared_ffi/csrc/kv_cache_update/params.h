@@ -25,7 +25,7 @@ struct Params {
   int64_t head_size;
   DType dtype;        // of key and value
   DType cache_dtype;  // that, or one of 8 bits, to which they are rounded
-  KvScales k_scale;   // by which they are divided before that: one, or one for each kv head
+  KvScales k_scale;   // by which they are divided before that
   KvScales v_scale;
 
   XLA_GPU_HOST_DEVICE int64_t NumSlots() const { return num_blocks * block_size; }
