@@ -2,7 +2,8 @@
 
 A layout names the dimensions in their order: ``n`` num_blocks, ``b`` block_size, ``h``
 num_kv_heads, ``2`` K then V, ``d`` head_size, which is the last; two in parentheses are one
-dimension. The kernels know strides only: all layouts are one to them.
+dimension, and ``n`` may be several side by side. The kernels know strides only: all layouts are one
+to them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -88,6 +90,11 @@ def check(
     if strides[-1] != 1 or (value_cache and value_cache.strides != kv_cache.strides):
         rule = "be contiguous in head_size, and have the strides of value_cache if there is one"
         raise value_error(op, "kv_cache", rule, f"strides {list(strides)}")
+    for outer, (one, other) in enumerate(pairwise(axes)):
+        inner_stride = strides[outer + 1] * kv_cache.shape[outer + 1]
+        if one == other == "n" and strides[outer] != inner_stride:
+            rule = "have blocks at equal distances"
+            raise value_error(op, "kv_cache", rule, f"strides {list(strides)}")
     step = _steps(axes, strides, sizes)
     head_dim = next((i for i, axis in enumerate(axes) if axis.strip("(").startswith("h")), None)
     cache = KvCache(
@@ -167,7 +174,7 @@ def parse(op: str, kv_layout: str | None, is_separate: bool) -> tuple[str, ...]:
     """The layout's dimensions: ``("n", "b", "(h2)", "d")``."""
     layout = kv_layout or (SEPARATE if is_separate else DEFAULT)
     axes = tuple(re.findall(r"\(h2\)|\(2h\)|\(2d\)|.", layout))
-    letters = layout.replace("(", "").replace(")", "")
+    letters = re.sub("n+", "n", layout.replace("(", "").replace(")", ""))
     wanted = "bdhn" if is_separate else "2bdhn"
     if sorted(letters) != sorted(wanted) or axes[-1] not in ("d", "(2d)") or "(" in axes:
         rule = f"name each of {', '.join(sorted(wanted))} once, with d last, as "
@@ -178,9 +185,10 @@ def parse(op: str, kv_layout: str | None, is_separate: bool) -> tuple[str, ...]:
 
 def sizes(kv_layout: str | None, shape: Sequence[int]) -> tuple[int, int]:
     """num_blocks and block_size of an array."""
-    layout = kv_layout or DEFAULT
-    found = _sizes(parse("kv_layout", layout, is_separate="2" not in layout), shape)
-    return found["n"], found["b"]
+    layout = kv_layout or DEFAULT  # SEPARATE has them at the same places
+    axes = parse("kv_layout", layout, is_separate="2" not in layout)
+    num_blocks = math.prod(size for axis, size in zip(axes, shape, strict=True) if axis == "n")
+    return num_blocks, shape[axes.index("b")]
 
 
 def _sizes(axes: Sequence[str], shape: Sequence[int]) -> dict[str, int]:
@@ -191,7 +199,8 @@ def _sizes(axes: Sequence[str], shape: Sequence[int]) -> dict[str, int]:
     for axis, size in zip(axes, shape, strict=True):
         if (axis == "2" and size != 2) or (len(axis) > 1 and size % 2 != 0):
             return {}
-        found[axis.strip("(2)") or "2"] = size // 2 if len(axis) > 1 else size
+        letter = axis.strip("(2)") or "2"
+        found[letter] = found.get(letter, 1) * (size // 2 if len(axis) > 1 else size)
     return found
 
 

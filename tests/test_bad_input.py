@@ -284,6 +284,7 @@ STATIC = [
             ("name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do", "nbhd"),
             ("name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do", "nb(hd)2"),
             ("name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do", "nbh2(d"),
+            ("name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do", "n2nbhd"),
         )
     ),
     fault(
@@ -563,6 +564,16 @@ def test_the_checker_of_values_says_the_same(fault: Fault, kind: Any) -> None:
     assert str(raised.value) == fault.message
 
 
+def test_the_checker_of_values_knows_layouts() -> None:
+    operands, _ = split(attention(block_tables=np.array([[3, 4], [0, 9], [9, 9]], I32)))
+    for layout, shape in ((None, (4, 2, 3, 8)), ("nnbhd", (2, 2, 2, 3, 8)), ("hnbd", (3, 4, 2, 8))):
+        operands[1] = np.ones(shape, F32)  # of K, with an odd number of heads
+        with pytest.raises(
+            ValueError, match=r"block_tables\[0, 1\] must be .* num_blocks - 1=3; got 4"
+        ):
+            paged_attention.check_values(*operands, kv_layout=layout)
+
+
 def test_the_checker_of_values_passes_what_is_right() -> None:
     for case in CASES[::7]:
         mask = {"causal": case.causal, "window_right": case.window_right}
@@ -745,6 +756,13 @@ def test_two_caches_with_different_strides() -> None:
         torch.ops.xla_gpu.kv_cache_update(
             cache, key, key, torch.zeros(3, dtype=torch.int32), value_cache=other
         )
+
+
+def test_blocks_at_unequal_distances() -> None:
+    cache, key = torch.zeros(2, 3, 2, 4, 8)[:, :2], torch.ones(3, 2, 8)
+    slots = torch.zeros(3, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"kv_cache must have blocks at equal distances; got str"):
+        torch.ops.xla_gpu.kv_cache_update(cache, key, key, slots, kv_layout="nnb(h2)d")
 
 
 def test_the_runtime_survives_a_fault() -> None:

@@ -70,6 +70,25 @@ def test_inductor(case: Case) -> None:
 
 
 @pytest.mark.parametrize("door", doors.DOORS)
+def test_blocks_in_several_dimensions(door: str) -> None:
+    """They are counted through, the last dimension first."""
+    case = Case(id="several", sequences=((5, 14), (1, 9)), padding_blocks=0, block_size=2)
+    query, kv_cache, *metadata = case.inputs()
+    assert len(kv_cache) == 15
+    several = kv_cache.reshape(5, 3, *kv_cache.shape[1:])
+    attend = doors.partial(doors.DOORS[door], "paged_attention", **case.attributes())
+    expected = attend(query, kv_cache, *metadata)
+    assert_same_bits(attend(query, several, *metadata, kv_layout="nnb(h2)d"), expected)
+
+    update_case = UpdateCase(id="several")
+    kv_cache, *rest = update_case.inputs()
+    several = kv_cache.reshape(2, 3, 1, *kv_cache.shape[1:])
+    updated = doors.DOORS[door]("kv_cache_update", several, *rest, kv_layout="nnnb(h2)d")
+    expected = reference.kv_cache_update(kv_cache, *rest)
+    assert_same_bits(updated, expected.reshape(several.shape))
+
+
+@pytest.mark.parametrize("door", doors.DOORS)
 def test_simple_add(door: str) -> None:
     a = doors.np.arange(6, dtype="float32").reshape(2, 3)
     assert_same_bits(doors.DOORS[door]("simple_add", a, a * 10), reference.simple_add(a, a * 10))
