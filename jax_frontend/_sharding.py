@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.custom_batching import sequential_vmap
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
     CompoundFactor,
@@ -52,7 +51,7 @@ def shared_by_heads(
         decode_shardings=False,  # a mesh axis may be shared between kv heads and copies of them
         sharding_rule=_rule(call),
     )
-    results: tuple[jax.Array, ...] = sequential_vmap(function)(*arrays)
+    results: tuple[jax.Array, ...] = function(*arrays)
     return results
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from jax_frontend import _call
+from jax_frontend import _call, _vmap
 from shared_ffi import simple_add as op
 
 
@@ -22,5 +22,5 @@ def simple_add(a: jax.Array, b: jax.Array) -> jax.Array:
         ValueError: the shapes differ.
         TypeError: a dtype is not float32.
     """
-    (result,) = _call.run(op.check, (a, b))
+    (result,) = _call.run(op.check, (a, b), fold=_vmap.elementwise)
     return result

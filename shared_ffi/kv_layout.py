@@ -191,6 +191,14 @@ def sizes(kv_layout: str | None, shape: Sequence[int]) -> tuple[int, int]:
     return num_blocks, shape[axes.index("b")]
 
 
+def of_many(kv_layout: str | None, is_separate: bool) -> tuple[str, int]:
+    """The layout of an array with the blocks of many, one after the other, and which dimension it
+    has more than theirs."""
+    layout = kv_layout or (SEPARATE if is_separate else DEFAULT)
+    axes = parse("kv_layout", layout, is_separate)
+    return layout.replace("n", "nn", 1), axes.index("n")
+
+
 def _sizes(axes: Sequence[str], shape: Sequence[int]) -> dict[str, int]:
     """By letter; empty if the shape is not of the layout."""
     found: dict[str, int] = {}

@@ -18,7 +18,7 @@ from shared_ffi.spec import ArraySpec, Call
 
 
 def ffi_call(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """The custom call on JAX arrays or tracers; batched by a loop under ``vmap``."""
+    """The custom call on JAX arrays or tracers; ``vmap`` is the caller's."""
     runtimes.register()
     if call.cuda_scratch_bytes is None:
         return _ffi_call_on("cpu", call, *operands)  # the same everywhere
@@ -33,7 +33,6 @@ def _ffi_call_on(platform: str, call: Call, *operands: jax.Array) -> tuple[jax.A
     results = jax.ffi.ffi_call(
         call.target,
         [_struct(spec) for spec in call.results_on(platform)],
-        vmap_method="sequential",
         input_output_aliases=dict(call.aliases),
     )(*operands, **dict(call.attributes))
     return tuple(results[: len(call.results)])

@@ -396,6 +396,12 @@ DYNAMIC = [
     fault(attention, "num_seqs must be from 0 to max_seqs=3; got -1", num_seqs=np.array([-1], I32)),
     fault(
         attention,
+        "num_seqs must be from 0 to max_seqs=3; got 5",
+        causal=False,
+        num_seqs=np.array(5, I32),
+    ),
+    fault(
+        attention,
         "query_start_loc[0] must be at least 0; got -1",
         query_start_loc=np.array([-1, 2, 3, 0], I32),
     ),
@@ -414,6 +420,12 @@ DYNAMIC = [
         "query_start_loc[2] must be at most num_tokens=4; got 5",
         query_start_loc=np.array([0, 2, 5, 0], I32),
         context_lens=np.array([3, 3, 0], I32),
+    ),
+    fault(
+        attention,
+        "query_start_loc[2] must be at most num_tokens=4; got 5",
+        query_start_loc=np.array([0, 4, 5, 0], I32),  # all tokens have a sequence
+        context_lens=np.array([4, 1, 0], I32),
     ),
     fault(
         attention,

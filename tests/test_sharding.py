@@ -168,6 +168,51 @@ def test_vmap_of_a_sharded_call(mesh: Mesh) -> None:
         compare(batched[i], attend(np.asarray(query[i]), *case.inputs()[1:]))
 
 
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own", "shared"])
+def test_vmap_of_calls_that_are_sharded_by_heads(
+    mesh: Mesh, partitioner: str, is_shared: bool
+) -> None:
+    """Each device makes one call on its heads of all."""
+    case, in_axes = batch(return_lse=True), (0, None if is_shared else 0, 0, None, None, None)
+    operands, _, options = shard_by_heads(mesh, case)
+    alone = [np.asarray(x) for x in case.inputs()]
+    for i, dim in ((0, 2), (1, 3), (2, None)):
+        if in_axes[i] == 0:
+            alone[i] = np.stack([alone[i], alone[i][::-1] if i == 0 else alone[i]])
+            operands[i] = put(alone[i], along(mesh, alone[i].ndim, dim))
+    many = jax.vmap(
+        partial(jax_frontend.paged_attention, **options), in_axes, spmd_axis_name="data"
+    )
+    text = jax.jit(many).lower(*operands).compile().as_text()
+    (call,) = hlo.custom_calls(text, ATTENTION)
+    assert not COLLECTIVES.search(text) and " while(" not in text
+    assert f"[{2 * alone[0].shape[1]},4,16]" in call.partition("custom-call")[0]
+    compare(jax.jit(many)(*operands), jax.jit(many)(*alone))
+
+
+def test_vmap_of_updates_that_are_sharded_by_heads(mesh: Mesh, partitioner: str) -> None:
+    rng = np.random.default_rng(0)
+    caches = rng.standard_normal((3, 6, 4, 16, 8), np.float32)
+    key = rng.standard_normal((3, 5, 8, 8), np.float32)
+    slots = np.array([[3, -1, 17, 23, 8]] * 3, np.int32)
+    many = jax.vmap(jax_frontend.kv_cache_update)
+    alone = np.asarray(jax.jit(many)(caches, key, key, slots))
+    keys = put(key, along(mesh, 4, 2))
+    operands = put(caches, along(mesh, 5, 3)), keys, keys, put(slots, along(mesh, 2, None))
+    step = jax.jit(many, donate_argnums=0)
+    text = step.lower(*operands).compile().as_text()
+    assert not COLLECTIVES.search(text) and " copy(" not in text
+    compare(step(*operands), alone)
+
+
+def test_vmap_in_manual_sharding(mesh: Mesh) -> None:
+    case = batch()
+    attend = jax.vmap(partial(jax_frontend.paged_attention, **case.attributes()))
+    stacked = [np.stack([x] * 4) for x in case.inputs()]
+    manual = jax.shard_map(attend, mesh=mesh, in_specs=(P("data"),) * 6, out_specs=P("data"))
+    compare(jax.jit(manual)(*stacked), jax.jit(attend)(*stacked))
+
+
 def test_manual_sharding_by_heads(mesh: Mesh) -> None:
     case = batch()
     operands, _, options = shard_by_heads(mesh, case)
