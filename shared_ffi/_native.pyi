@@ -9,14 +9,6 @@ def register_at(address: int, target: str, platform: str, handler: Any) -> None:
 def cpu_instruction_sets() -> list[str]: ...
 def cpu_instruction_set() -> str: ...
 def set_cpu_instruction_set(name: str) -> None: ...
-def paged_attention_scratch_bytes(
-    query: Sequence[int],
-    block_size: int,
-    num_kv_heads: int,
-    block_tables: Sequence[int],
-    sliding_window: int,
-    max_query_len: int = 0,
-) -> int: ...
 
 class EagerCall:
     def __init__(

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from shared_ffi import _native
 from shared_ffi import kv_layout as _kv_layout
 from shared_ffi.spec import (
     STORAGE_DTYPES,
@@ -18,6 +17,7 @@ from shared_ffi.spec import (
     Call,
     Operands,
     Scalar,
+    Smaller,
     dtype_error,
     on_host,
     shape_error,
@@ -196,25 +196,31 @@ def check_values(
             raise value_error(OP, f"block_tables[{s}, {first + b}]", rule, needed[b])
 
 
-def cuda_scratch_bytes(call: Call) -> int:
-    """Memory for partial results of long contexts; ``csrc/paged_attention/scratch.h`` bounds it.
+def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
+    """Memory for partial results of long contexts, as ``csrc/paged_attention/scratch.h`` lays it
+    out; the handler compares the two.
 
-    It follows from the shapes alone: what the arrays hold is known on the device only.
+    It follows from the shapes alone: what the arrays hold is known on the device only. Sizes may be
+    symbols, of which `smaller` finds the smaller one.
     """
     query, kv_cache, _, block_tables, *_ = call.operands
-    attributes = {name: int(value) for name, value in call.attributes}
+    num_tokens, num_heads, head_size = query.shape
+    max_seqs, max_blocks_per_seq = block_tables.shape
+    attributes = dict(call.attributes)
     if "block_size" in attributes:
-        block_size, num_kv_heads = attributes["block_size"], attributes["num_kv_heads"]
+        block_size, num_kv_heads = int(attributes["block_size"]), int(attributes["num_kv_heads"])
     else:
         block_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
-    return _native.paged_attention_scratch_bytes(
-        query.shape,
-        block_size,
-        num_kv_heads,
-        block_tables.shape,
-        attributes["sliding_window"],
-        attributes.get("max_query_len", 0),
-    )
+    split_limit = max(32, 256 // num_kv_heads)
+    max_split_tokens = max(1, 64 * num_kv_heads // num_heads)
+    longest = max_blocks_per_seq * block_size
+    if window := int(attributes["sliding_window"]):
+        longest = smaller(longest, min(window, _MAX_INT64 // 2) + max_split_tokens + 64)
+    most_of_sequence = min(max_split_tokens, int(attributes.get("max_query_len", _MAX_INT64)))
+    num_places = smaller(num_tokens, max_seqs * most_of_sequence)
+    max_splits = smaller(split_limit, -(-longest // 256))
+    flags_bytes = -(-4 * num_tokens // 16) * 16
+    return flags_bytes + 4 * num_places * num_heads * max_splits * (head_size + 2)
 
 
 def _float32(argument: str, value: float) -> np.float32:

@@ -13,6 +13,10 @@ CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 """Those of 8 bits, which a cache may have instead."""
 
 Scalar = np.float32 | np.int64
+"""An attribute's value. An int64 that follows from sizes is a symbol where they are."""
+
+
+Smaller = Callable[[int, int], int]
 
 
 class ArraySpec(NamedTuple):
@@ -44,15 +48,19 @@ class Call:
     head_dims: tuple[int | None, ...] = ()
     """For each operand, then each result: the dimension along which its heads lie, if it has one.
     A device with a part of the kv heads has that part of each of these dimensions."""
-    cuda_scratch_bytes: Callable[[Call], int] | None = None
+    cuda_scratch_bytes: Callable[[Call, Smaller], int] | None = None
     """How much memory the CUDA kernels need besides, if they do."""
 
-    def results_on(self, platform: str) -> tuple[ArraySpec, ...]:
+    def results_on(self, platform: str, smaller: Smaller = min) -> tuple[ArraySpec, ...]:
         """What the handler of a platform ("cpu", "cuda") writes: the results, and on CUDA, where
-        handlers allocate nothing, the scratch."""
+        handlers allocate nothing, the scratch.
+
+        Args:
+            smaller: the smaller of two sizes, which may be symbols.
+        """
         if platform != "cuda" or self.cuda_scratch_bytes is None:
             return self.results
-        return (*self.results, ArraySpec((self.cuda_scratch_bytes(self),), "uint8"))
+        return (*self.results, ArraySpec((self.cuda_scratch_bytes(self, smaller),), "uint8"))
 
 
 @dataclass

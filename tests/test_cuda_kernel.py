@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from shared_ffi import kv_cache_update, paged_attention, simple_add
+from shared_ffi.spec import ArraySpec
 from tests import reference
 from tests.arrays import guarded
 from tests.calls import checked_call, numbers
@@ -273,7 +274,6 @@ def test_a_scratch_of_another_size_is_refused(gpu: Gpu) -> None:
     max_query_len=st.integers(0, 20),
 )
 def test_the_scratch_is_bounded(
-    gpu: Gpu,
     num_tokens: int,
     max_seqs: int,
     num_kv_heads: int,
@@ -282,17 +282,47 @@ def test_the_scratch_is_bounded(
     max_query_len: int,
 ) -> None:
     """By the figure that scratch.h and the documentation state."""
-    num_bytes = gpu.native.paged_attention_scratch_bytes(
-        (num_tokens, num_kv_heads * group, 128),
-        1,
-        num_kv_heads,
-        (max_seqs, capacity),
-        0,
-        max_query_len,
-    )
+    num_heads = num_kv_heads * group
+    query = ArraySpec((num_tokens, num_heads, 128), "float32")
+    kv_cache = ArraySpec((5, 1, 2 * num_kv_heads, 128), "float32")
+    sizes = [(max_seqs,), (max_seqs, capacity), (max_seqs + 1,), ()]
+    metadata = [ArraySpec(shape, "int32") for shape in sizes]
+    hint = {"max_query_len": max_query_len or None}
+    call = paged_attention.check(query, kv_cache, *metadata, 1.0, None, None, **hint)
+    num_bytes = paged_attention.cuda_scratch_bytes(call)
     places = min(num_tokens, max_seqs * max(1, 64 // group))
     if max_query_len > 0:
         places = min(places, max_seqs * max_query_len)
     splits = min(max(32, 256 // num_kv_heads), -(-capacity // 256))
     most = 4 * num_tokens + 16 + 4 * places * num_kv_heads * group * splits * 130
     assert num_bytes <= most
+
+
+@given(
+    num_tokens=st.integers(0, 300),
+    max_seqs=st.integers(0, 20),
+    num_kv_heads=st.sampled_from([1, 2, 16]),
+    group=st.sampled_from([1, 3, 71]),
+    max_blocks=st.integers(0, 5000),
+    sliding_window=st.none() | st.integers(1, 3000) | st.just(2**63 - 1),
+)
+def test_the_handler_wants_the_scratch_that_the_call_names(
+    gpu: Gpu,
+    num_tokens: int,
+    max_seqs: int,
+    num_kv_heads: int,
+    group: int,
+    max_blocks: int,
+    sliding_window: int | None,
+) -> None:
+    operands = [
+        np.zeros((num_tokens, num_kv_heads * group, 8), np.float32),
+        np.zeros((1, 2, 2 * num_kv_heads, 8), np.float32),
+        *(np.zeros(n, np.int32) for n in (max_seqs, (max_seqs, max_blocks), max_seqs + 1, ())),
+    ]
+    attributes = {"scale": 1.0, "sliding_window": sliding_window}
+    call, operands = checked_call("paged_attention", operands, attributes)
+    _, scratch = call.results_on("cuda")
+    results = [np.zeros_like(operands[0]), np.zeros(scratch.shape[0] + 1, np.uint8)]
+    with pytest.raises(ValueError, match=rf"the scratch must be uint8 \[{scratch.shape[0]}\]; got"):
+        gpu.run(paged_attention, operands, results, 0, **numbers(call))

@@ -2,7 +2,6 @@
 // itself: register them with an XLA runtime that has no Python API for it, and call them directly.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -122,23 +121,6 @@ XLA_FFI_DataType DataTypeOf(nb::dlpack::dtype dtype) {
   return XLA_FFI_DataType_INVALID;
 }
 
-int64_t PagedAttentionScratchBytes(std::array<int64_t, 3> query, int64_t block_size,
-                                   int64_t num_kv_heads, std::array<int64_t, 2> block_tables,
-                                   int64_t sliding_window, int64_t max_query_len) {
-  xla_gpu::paged_attention::Params params = {};
-  params.num_tokens = query[0];
-  params.num_heads = query[1];
-  params.head_size = query[2];
-  params.block_size = block_size;
-  params.num_kv_heads = num_kv_heads;
-  params.max_seqs = block_tables[0];
-  params.max_blocks_per_seq = block_tables[1];
-  params.sliding_window = sliding_window;
-  params.max_query_len = max_query_len;
-  xla_gpu::paged_attention::Scratch scratch;
-  return xla_gpu::paged_attention::MakeScratch(params, nullptr, &scratch);
-}
-
 #ifdef XLA_GPU_CUDA
 // For the build's report.
 std::vector<std::tuple<std::string, int, int, int, int, int>> CudaKernels() {
@@ -252,10 +234,6 @@ NB_MODULE(_native, m) {
   m.def("cpu_instruction_set", &xla_gpu::paged_attention::CpuInstructionSet, "The one in use.");
   m.def("set_cpu_instruction_set", &SetCpuInstructionSet, nb::arg("name"),
         "Uses another from now on, as the environment variable XLA_GPU_CPU_ISA does.");
-  m.def("paged_attention_scratch_bytes", &PagedAttentionScratchBytes, nb::arg("query"),
-        nb::arg("block_size"), nb::arg("num_kv_heads"), nb::arg("block_tables"),
-        nb::arg("sliding_window"), nb::arg("max_query_len") = 0,
-        "Bytes of the scratch that paged_attention needs on CUDA, from shapes and sizes.");
 #ifdef XLA_GPU_CUDA
   m.def("cuda_kernels", &CudaKernels,
         "(kernel, size, bytes of the cache's elements, groups of rows, threads, bytes of shared "
