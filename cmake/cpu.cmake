@@ -19,11 +19,11 @@ foreach(name ${CPU_INSTRUCTION_SETS})
   target_compile_features(cpu_${name} PRIVATE cxx_std_17)
   target_compile_options(cpu_${name} PRIVATE -O3 -Wall -Wextra -ffp-contract=off ${CPU_FLAGS_${name}})
   target_compile_definitions(cpu_${name} PRIVATE XLA_GPU_INSTRUCTION_SET=${name})
-  target_link_libraries(_native PRIVATE $<TARGET_OBJECTS:cpu_${name}>)
+  target_sources(handlers PRIVATE $<TARGET_OBJECTS:cpu_${name}>)
 endforeach()
 
 list(TRANSFORM CPU_INSTRUCTION_SETS REPLACE "(.+)" "f(\\1)" OUTPUT_VARIABLE FOR_EACH)
 list(JOIN FOR_EACH " " FOR_EACH)
 file(CONFIGURE OUTPUT generated/cpu_instruction_sets.h
      CONTENT "#define XLA_GPU_FOR_CPU_INSTRUCTION_SETS(f) @FOR_EACH@\n" @ONLY)
-target_include_directories(_native PRIVATE "${CMAKE_BINARY_DIR}/generated")
+target_include_directories(handlers PRIVATE "${CMAKE_BINARY_DIR}/generated")

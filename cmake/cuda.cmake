@@ -17,9 +17,8 @@ if(XLA_GPU_CUDA STREQUAL "EMULATED")
   target_include_directories(cuda_settings INTERFACE tests/simt shared_ffi/csrc)
   target_compile_definitions(cuda_settings INTERFACE XLA_GPU_SIMT)
   target_compile_options(cuda_settings INTERFACE -O2 -Wall -Wextra -Wno-unknown-pragmas -ffp-contract=off)
-  target_sources(_native PRIVATE tests/simt/simt.cc)
+  target_sources(handlers PRIVATE tests/simt/simt.cc)
   set_source_files_properties(tests/simt/simt.cc PROPERTIES COMPILE_OPTIONS "-U_FORTIFY_SOURCE")
-  target_compile_definitions(_native PRIVATE NB_DOMAIN=simt)
 else()
   enable_language(CUDA)
   target_compile_options(cuda_settings INTERFACE -Xptxas=-v)
@@ -27,7 +26,7 @@ else()
     target_compile_options(cuda_settings INTERFACE --compress-mode=size)  # a third of the default's
   endif()
 endif()
-target_compile_definitions(_native PRIVATE XLA_GPU_CUDA $<TARGET_PROPERTY:cuda_settings,INTERFACE_COMPILE_DEFINITIONS>)
+target_compile_definitions(handlers PUBLIC XLA_GPU_CUDA $<TARGET_PROPERTY:cuda_settings,INTERFACE_COMPILE_DEFINITIONS>)
 
 function(add_cuda_objects name)
   if(XLA_GPU_CUDA STREQUAL "EMULATED")
@@ -42,7 +41,7 @@ function(add_cuda_objects name)
     CUDA_ARCHITECTURES "${XLA_GPU_ARCHITECTURES}"
     CUDA_COMPILER_LAUNCHER "${Python_EXECUTABLE};${CMAKE_SOURCE_DIR}/cmake/resources.py")
   target_link_libraries(${name} PRIVATE cuda_settings)
-  target_link_libraries(_native PRIVATE $<TARGET_OBJECTS:${name}>)
+  target_sources(handlers PRIVATE $<TARGET_OBJECTS:${name}>)
 endfunction()
 
 file(GLOB CUDA_SOURCES CONFIGURE_DEPENDS shared_ffi/csrc/*/cuda.cu)
@@ -63,13 +62,10 @@ foreach(storage Half BFloat16)
 endforeach()
 
 if(XLA_GPU_CUDA STREQUAL "ON")
-  # cudart is linked statically: the module imports on a machine without a driver.
+  # cudart is linked statically: the library loads on a machine without a driver.
   get_filename_component(CUDA_ROOT "${CMAKE_CUDA_COMPILER}" REALPATH)
   get_filename_component(CUDA_ROOT "${CUDA_ROOT}/../.." ABSOLUTE)
   find_library(CUDART_STATIC cudart_static REQUIRED NO_DEFAULT_PATH
                PATHS "${CUDA_ROOT}" PATH_SUFFIXES lib lib64 targets/x86_64-linux/lib targets/sbsa-linux/lib)
-  target_link_libraries(_native PRIVATE "${CUDART_STATIC}" dl rt)
-  # What the kernels cost in registers, spills and shared memory is part of the build's output.
-  add_custom_command(TARGET _native POST_BUILD COMMAND
-    "${Python_EXECUTABLE}" "${CMAKE_SOURCE_DIR}/cmake/resources.py" --table $<TARGET_FILE:_native> "${CMAKE_BINARY_DIR}")
+  target_link_libraries(handlers PRIVATE "${CUDART_STATIC}" dl rt)
 endif()

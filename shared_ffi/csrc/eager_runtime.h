@@ -9,6 +9,7 @@
 #include <variant>
 #include <vector>
 
+#include "export.h"
 #include "parallel.h"
 #include "xla/ffi/api/c_api.h"
 
@@ -35,10 +36,9 @@ struct EagerContext {
 };
 
 // Calls `handler` on contiguous buffers.
-EagerStatus CallHandler(XLA_FFI_Handler* handler, std::vector<EagerBuffer>& operands,
-                        std::vector<EagerBuffer>& results,
-                        const std::vector<std::pair<std::string, Attribute>>& attributes,
-                        const EagerContext& context);
+XLA_GPU_EXPORT EagerStatus CallHandler(
+    XLA_FFI_Handler* handler, std::vector<EagerBuffer>& operands, std::vector<EagerBuffer>& results,
+    const std::vector<std::pair<std::string, Attribute>>& attributes, const EagerContext& context);
 
 // The threads of a call that CallHandler makes; none if another runtime makes it.
 std::optional<Executor> ExecutorOfEagerCall(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx);

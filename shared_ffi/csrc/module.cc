@@ -1,5 +1,6 @@
-// The Python module shared_ffi._native: the handlers, and the two things Python cannot do with them
-// itself: register them with an XLA runtime that has no Python API for it, and call them directly.
+// The Python module shared_ffi._native: the handlers of libxla_paged_attention.so, and the two
+// things Python cannot do with them itself: register them with an XLA runtime that has no Python
+// API for it, and call them directly.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
@@ -10,37 +11,15 @@
 #include <cstdlib>
 
 #include "eager_runtime.h"
+#include "handlers.h"
 #include "paged_attention/cpu.h"
 #include "paged_attention/cuda.h"
 #include "xla/ffi/api/api.h"
 #include "xla/ffi/api/c_api.h"
 
-// Every handler, a line here and a line in kHandlers.
-XLA_FFI_DECLARE_HANDLER_SYMBOL(SimpleAddCpu);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(KvCacheUpdateCpu);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(PagedAttentionCpu);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(SimpleAddCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(KvCacheUpdateCuda);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(PagedAttentionCuda);
-
 namespace {
 
 namespace nb = nanobind;
-
-constexpr struct {
-  const char* platform;
-  const char* target;
-  XLA_FFI_Handler* handler;
-} kHandlers[] = {
-    {"cpu", "XlaGpuSimpleAdd", SimpleAddCpu},
-    {"cpu", "xla_gpu_kv_cache_update", KvCacheUpdateCpu},
-    {"cpu", "xla_gpu_paged_attention", PagedAttentionCpu},
-#ifdef XLA_GPU_CUDA
-    {"cuda", "XlaGpuSimpleAdd", SimpleAddCuda},
-    {"cuda", "xla_gpu_kv_cache_update", KvCacheUpdateCuda},
-    {"cuda", "xla_gpu_paged_attention", PagedAttentionCuda},
-#endif
-};
 
 // Whether the CUDA handlers run on the CPU, as the tests build them.
 #ifdef XLA_GPU_SIMT
@@ -57,15 +36,13 @@ XLA_FFI_Handler* HandlerOf(nb::capsule capsule) {
 }
 
 XLA_FFI_Handler* FindHandler(const std::string& platform, const std::string& target) {
-  for (const auto& handler : kHandlers) {
-    if (platform == handler.platform && target == handler.target) return handler.handler;
-  }
+  if (XLA_FFI_Handler* handler = xla_gpu::FindHandler(platform, target)) return handler;
   throw nb::key_error((target + " has no handler for " + platform + " in this build").c_str());
 }
 
 nb::dict Handlers() {
   nb::dict by_platform;
-  for (const auto& [platform, target, handler] : kHandlers) {
+  for (const auto& [platform, target, handler] : xla_gpu::Handlers()) {
     if (!by_platform.contains(platform)) by_platform[platform] = nb::dict();
     nb::cast<nb::dict>(by_platform[platform])[target] =
         nb::capsule(reinterpret_cast<void*>(handler), kCapsuleName);

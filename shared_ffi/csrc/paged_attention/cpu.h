@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "../export.h"
 #include "../parallel.h"
 #include "params.h"
 
@@ -11,12 +12,12 @@ namespace xla_gpu::paged_attention {
 void RunOnCpu(const Params& params, const Executor& executor);
 
 // Instruction sets that RunOnCpu can use on this processor, the best first.
-std::vector<std::string> CpuInstructionSets();
+XLA_GPU_EXPORT std::vector<std::string> CpuInstructionSets();
 
 // Uses one of them from now on; the best is the default. False if it is not among them.
-bool ChooseCpuInstructionSet(const std::string& name);
+XLA_GPU_EXPORT bool ChooseCpuInstructionSet(const std::string& name);
 
 // The one in use.
-std::string CpuInstructionSet();
+XLA_GPU_EXPORT std::string CpuInstructionSet();
 
 }  // namespace xla_gpu::paged_attention

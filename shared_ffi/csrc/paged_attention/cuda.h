@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "../export.h"
 #include "params.h"
 #include "scratch.h"
 
@@ -22,6 +23,6 @@ struct KernelLaunch {
   int shared_bytes;
 };
 
-std::vector<KernelLaunch> KernelLaunches();
+XLA_GPU_EXPORT std::vector<KernelLaunch> KernelLaunches();
 
 }  // namespace xla_gpu::paged_attention

@@ -1,0 +1,23 @@
+// Every handler of this build.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "export.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace xla_gpu {
+
+struct NamedHandler {
+  const char* platform;  // "cpu", "cuda"
+  const char* target;
+  XLA_FFI_Handler* handler;
+};
+
+XLA_GPU_EXPORT const std::vector<NamedHandler>& Handlers();
+
+// Null if this build has none.
+XLA_GPU_EXPORT XLA_FFI_Handler* FindHandler(const std::string& platform, const std::string& target);
+
+}  // namespace xla_gpu
