@@ -54,7 +54,7 @@ class KvCache(NamedTuple):
         """Of a custom call, for a cache that has not the default layout."""
         sizes = self._asdict()
         del sizes["head_dim"]
-        return tuple((name, np.int64(value)) for name, value in sizes.items())
+        return tuple((name, _int64(value)) for name, value in sizes.items())
 
 
 def check(
@@ -147,13 +147,13 @@ def add_scales(
     """
     if k_scale is None and v_scale is None:
         return
-    of_positions = (cache.num_blocks, cache.block_size, cache.num_kv_heads)
-    head_dims: dict[tuple[int, ...], int | None] = {
-        of_positions: 2,
-        (cache.num_kv_heads,): 0,
-        (): None,
-        (1,): None,
-    }
+    # No dict: sizes may be symbols.
+    head_dims: list[tuple[tuple[int, ...], int | None]] = [
+        ((cache.num_blocks, cache.block_size, cache.num_kv_heads), 2),
+        ((cache.num_kv_heads,), 0),
+        ((), None),
+        ((1,), None),
+    ]
     sizes = f"num_blocks={cache.num_blocks}, block_size={cache.block_size}"
     rule = f"[], [1], [num_kv_heads={cache.num_kv_heads}] or [{sizes}, num_kv_heads]"
     for argument, scales in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -162,11 +162,12 @@ def add_scales(
         if not has_fewer_bits:
             only = f"be None unless kv_cache has fewer bits than {than}"
             raise value_error(op, argument, only, f"shape {list(scales.shape)}")
-        if scales.shape not in head_dims:
+        known = [head_dim for shape, head_dim in head_dims if shape == scales.shape]
+        if not known:
             raise shape_error(op, argument, rule, scales.shape)
         if scales.dtype != "float32":
             raise dtype_error(op, argument, "dtype float32", scales.dtype)
-        operands.add_feature(argument, scales, head_dims[scales.shape])
+        operands.add_feature(argument, scales, known[0])
 
 
 @lru_cache
@@ -230,6 +231,11 @@ def _describe(axes: Sequence[str], known: dict[str, int | None]) -> str:
         return product if size is None else f"{product}={factor * size}"
 
     return f"[{', '.join(map(name, axes))}]"
+
+
+def _int64(value: int) -> np.int64:
+    # A symbol stays one: as a number, it would be the one size that a program is for.
+    return np.int64(value) if isinstance(value, int) else value
 
 
 def _dense(shape: Sequence[int]) -> tuple[int, ...]:

@@ -18,8 +18,8 @@ Each has a page here, with examples that the tests run:
 [log-sum-exp and merging](log-sum-exp.md), [sinks](sinks.md), [ALiBi](alibi.md),
 [attention that is not causal and windows](masks.md), [layouts of the cache](cache-layouts.md),
 [caches of 8 bits](caches-of-8-bits.md), [a bound on query lengths](max-query-len.md),
-[many devices](many-devices.md), [vmap](vmap.md),
-[code written for TPUs](code-for-tpus.md).
+[many devices](many-devices.md), [vmap](vmap.md), [code written for TPUs](code-for-tpus.md),
+[programs compiled ahead of time](aot-inductor.md).
 
 The number of cases that passed where this table was made (`make features`), against the float64 oracle
 and, between the doors of a platform, bit for bit. Empty: not tested there.

@@ -23,6 +23,7 @@ EXPECTED = {
     'export_platform("cuda")': "stablehlo.custom_call @xla_gpu_paged_attention",
     ".allclose(": "True",
     "as_text()\nprint(": "False",
+    "aoti_load_package": "True",
     "check_values": "block_tables[0, 1] must be from 0 to num_blocks - 1=15; got 99",
 }
 

@@ -9,6 +9,7 @@ except ImportError as error:
         "pip install 'xla-paged-attention[torch]', or [torch-xla] for XLA devices"
     ) from error
 
+from torch_frontend.aot_inductor import aoti_compile_and_package
 from torch_frontend.export import export_platform
 from torch_frontend.kv_cache_update import kv_cache_update
 from torch_frontend.merge_attention import merge_attention
@@ -19,6 +20,7 @@ from torch_frontend.simple_add import simple_add
 del torch
 
 __all__ = [
+    "aoti_compile_and_package",
     "export_platform",
     "kv_cache_update",
     "merge_attention",

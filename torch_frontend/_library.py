@@ -72,21 +72,24 @@ class CheckedCalls:
         return self._check_sizes(rest, (), *_sizes(tensors)), tensors
 
     def in_memory(
-        self, arguments: Sequence[Any], keywords: Mapping[str, Any]
+        self, arguments: Sequence[Any], keywords: Mapping[str, Any], symbolic: bool = False
     ) -> tuple[Call, Sequence[torch.Tensor]]:
-        """The same, with contiguous tensors: of one that may be strided, the memory it spans."""
+        """The same, with contiguous tensors: of one that may be strided, the memory it spans; but
+        where sizes may be symbols, that tensor as it is: no trace can write to such memory."""
+        check = self._check_sizes if symbolic else self._cached_check
         tensors, rest = self._split(arguments, keywords)
         dense = [tensor.is_contiguous() for tensor in tensors]
         if all(dense):
-            return self._cached_check(rest, (), *_sizes(tensors)), tensors
+            return check(rest, (), *_sizes(tensors)), tensors
         given = rest[1]
         names = [*self._tensors, *given]
         places = [i for i, name in enumerate(names) if not dense[i] and name in self._strided]
         strides = tuple((i, tensors[i].stride()) for i in places)
-        call = self._cached_check(rest, strides, *_sizes(tensors))
+        call = check(rest, strides, *_sizes(tensors))
         in_memory = [tensor.contiguous() for tensor in tensors]
         for i in places:
-            in_memory[i] = tensors[i].as_strided(call.operands[i].shape, (1,))
+            spanned = call.operands[i].shape
+            in_memory[i] = tensors[i] if symbolic else tensors[i].as_strided(spanned, (1,))
         return call, in_memory
 
     def _split(
@@ -116,6 +119,9 @@ class CheckedCalls:
         optional = dict(zip(given, specs[count:], strict=True))
         return self._check(*specs[:count], *others, **optional, **dict(options))
 
+
+IN_PROGRAMS: dict[str, CheckedCalls] = {}
+"""Of each operator that a compiler finds in a program for the CPU or CUDA, by its name."""
 
 _Rest = tuple[tuple[Any, ...], tuple[str, ...], tuple[tuple[str, Any], ...]]
 """Of a call's arguments: those after the positional tensors; the names of the optional tensors that
@@ -162,18 +168,19 @@ def define_composite(schema: str, function: Callable[..., Any]) -> torch._ops.Op
 def _implement(op: torch._ops.OpOverload, name: str, calls: CheckedCalls) -> None:
     def cpu(*arguments: Any, **keywords: Any) -> Any:
         call, tensors = calls.in_memory(arguments, keywords)
-        results = _allocate(call.results, tensors[0])
+        results = allocate(call.results, tensors[0])
         _run_on_cpu(call, tensors, results)
-        return _as_returned(results)
+        return as_returned(results)
 
     def cuda(*arguments: Any, **keywords: Any) -> Any:
         call, tensors = calls.in_memory(arguments, keywords)
-        results = _allocate(call.results_on("cuda"), tensors[0])
+        results = allocate(call.results_on("cuda"), tensors[0])
         _run_on_cuda(call, tensors, results)
-        return _as_returned(results[: len(call.results)])
+        return as_returned(results[: len(call.results)])
 
     _LIBRARY.impl(name, cpu, "CPU")
     _LIBRARY.impl(name, cuda, "CUDA")
+    IN_PROGRAMS[f"xla_gpu::{name}"] = calls
     _implement_on_xla(op, name, calls)
 
 
@@ -222,6 +229,7 @@ def _implement_in_place(
     # Reached by a graph that was exported on the CPU and moved to an XLA device.
     _LIBRARY.impl(mutable_name, xla, "XLA")
     torch.library.register_fake(f"xla_gpu::{mutable_name}", fake, lib=_LIBRARY)
+    IN_PROGRAMS[f"xla_gpu::{mutable_name}"] = calls
     _implement_on_xla(functional, functional_name, calls)
 
 
@@ -232,12 +240,12 @@ def _implement_on_xla(op: torch._ops.OpOverload, name: str, calls: CheckedCalls)
         from torch_frontend import xla as door  # noqa: PLC0415  (needs torch_xla and JAX)
 
         results = door.run(*calls(arguments, keywords))
-        return results if returns_list else _as_returned(results)
+        return results if returns_list else as_returned(results)
 
     def fake(*arguments: Any, **keywords: Any) -> Any:
         call, tensors = calls.symbolic(arguments, keywords)
-        results = _allocate(call.results, tensors[0])
-        return results if returns_list else _as_returned(results)
+        results = allocate(call.results, tensors[0])
+        return results if returns_list else as_returned(results)
 
     def autograd(*arguments: Any, **keywords: Any) -> Any:
         calls(arguments, keywords)  # refuses; the kernel sees tensors that require no grad
@@ -249,11 +257,13 @@ def _implement_on_xla(op: torch._ops.OpOverload, name: str, calls: CheckedCalls)
     torch.library.register_fake(f"xla_gpu::{name}", fake, lib=_LIBRARY)
 
 
-def _allocate(specs: Sequence[ArraySpec], like: torch.Tensor) -> list[torch.Tensor]:
+def allocate(specs: Sequence[ArraySpec], like: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors for the results of a call."""
     return [like.new_empty(spec.shape, dtype=_DTYPES[spec.dtype]) for spec in specs]
 
 
-def _as_returned(results: Sequence[torch.Tensor]) -> Any:
+def as_returned(results: Sequence[torch.Tensor]) -> Any:
+    """The results as an op returns them."""
     return results[0] if len(results) == 1 else tuple(results)
 
 

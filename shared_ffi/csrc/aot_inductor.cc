@@ -1,0 +1,236 @@
+// What PyTorch programs compiled ahead of time (AOTInductor) call: C functions that reach a handler
+// with neither Python nor PyTorch's dispatcher.
+//
+// They take PyTorch's tensors by its stable C interface, whose functions are looked up when first
+// needed: the library is neither built nor linked with PyTorch, and serves processes without it.
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "eager_runtime.h"
+#include "export.h"
+#include "handlers.h"
+
+// As torch/csrc/inductor/aoti_torch/c/shim.h has them.
+using AOTITorchError = int32_t;
+using AtenTensorHandle = struct AtenTensorOpaque*;
+
+namespace {
+
+// PyTorch's function of that name. Its libraries need not be visible to all of the process: Python
+// loads them for itself.
+template <typename F>
+F* TorchFunction(const char* library, const char* name) {
+  void* handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
+  void* function = dlsym(handle == nullptr ? RTLD_DEFAULT : handle, name);
+  if (handle != nullptr) dlclose(handle);
+  if (function == nullptr) throw std::runtime_error(std::string("PyTorch lacks ") + name);
+  return reinterpret_cast<F*>(function);
+}
+
+constexpr char kCpu[] = "cpu";
+constexpr char kCuda[] = "cuda";
+
+constexpr char kTorchCpu[] = "libtorch_cpu.so";
+constexpr char kTorchCuda[] = "libtorch_cuda.so";
+
+template <typename T>
+using Getter = AOTITorchError(AtenTensorHandle, T*);
+
+template <typename T>
+T Get(Getter<T>* getter, AtenTensorHandle tensor) {
+  T value{};
+  if (getter(tensor, &value) != 0) throw std::runtime_error("PyTorch refused to tell of a tensor");
+  return value;
+}
+
+struct Torch {
+  Getter<void*>* data = Function<Getter<void*>>("aoti_torch_get_data_ptr");
+  Getter<int64_t>* rank = Function<Getter<int64_t>>("aoti_torch_get_dim");
+  Getter<int64_t*>* sizes = Function<Getter<int64_t*>>("aoti_torch_get_sizes");
+  Getter<int64_t*>* strides = Function<Getter<int64_t*>>("aoti_torch_get_strides");
+  Getter<bool>* is_contiguous = Function<Getter<bool>>("aoti_torch_is_contiguous");
+  size_t (*element_size)(int32_t) = Function<size_t(int32_t)>("aoti_torch_dtype_element_size");
+  Getter<int32_t>* dtype = Function<Getter<int32_t>>("aoti_torch_get_dtype");
+  Getter<int32_t>* device_index = Function<Getter<int32_t>>("aoti_torch_get_device_index");
+
+  // The numbers of the dtypes are not part of the interface.
+  const std::vector<std::pair<int32_t, XLA_FFI_DataType>> dtypes = {
+      {Number("aoti_torch_dtype_float64"), XLA_FFI_DataType_F64},
+      {Number("aoti_torch_dtype_float32"), XLA_FFI_DataType_F32},
+      {Number("aoti_torch_dtype_float16"), XLA_FFI_DataType_F16},
+      {Number("aoti_torch_dtype_bfloat16"), XLA_FFI_DataType_BF16},
+      {Number("aoti_torch_dtype_float8_e4m3fn"), XLA_FFI_DataType_F8E4M3FN},
+      {Number("aoti_torch_dtype_float8_e5m2"), XLA_FFI_DataType_F8E5M2},
+      {Number("aoti_torch_dtype_int64"), XLA_FFI_DataType_S64},
+      {Number("aoti_torch_dtype_int32"), XLA_FFI_DataType_S32},
+      {Number("aoti_torch_dtype_int16"), XLA_FFI_DataType_S16},
+      {Number("aoti_torch_dtype_int8"), XLA_FFI_DataType_S8},
+      {Number("aoti_torch_dtype_uint8"), XLA_FFI_DataType_U8},
+      {Number("aoti_torch_dtype_bool"), XLA_FFI_DataType_PRED},
+  };
+
+ private:
+  template <typename F>
+  static F* Function(const char* name) {
+    return TorchFunction<F>(kTorchCpu, name);
+  }
+  static int32_t Number(const char* name) { return Function<int32_t()>(name)(); }
+};
+
+XLA_FFI_DataType DataTypeOf(const Torch& torch, AtenTensorHandle tensor) {
+  const int32_t dtype = Get(torch.dtype, tensor);
+  for (const auto& [number, data_type] : torch.dtypes) {
+    if (number == dtype) return data_type;
+  }
+  return XLA_FFI_DataType_INVALID;
+}
+
+int64_t SpannedElements(const Torch& torch, AtenTensorHandle tensor) {
+  const int64_t rank = Get(torch.rank, tensor);
+  const int64_t *sizes = Get(torch.sizes, tensor), *strides = Get(torch.strides, tensor);
+  int64_t count = 1;
+  for (int64_t i = 0; i < rank; ++i) {
+    if (sizes[i] == 0) return 0;
+    count += (sizes[i] - 1) * strides[i];
+  }
+  return count;
+}
+
+xla_gpu::EagerBuffer BufferOf(const Torch& torch, AtenTensorHandle tensor, bool is_spanned) {
+  std::vector<int64_t> shape;
+  if (is_spanned) {
+    shape = {SpannedElements(torch, tensor)};
+  } else {
+    if (!Get(torch.is_contiguous, tensor)) throw std::runtime_error("a tensor is not contiguous");
+    const int64_t* sizes = Get(torch.sizes, tensor);
+    shape.assign(sizes, sizes + Get(torch.rank, tensor));
+  }
+  return {DataTypeOf(torch, tensor), Get(torch.data, tensor), std::move(shape)};
+}
+
+// Whether a byte is of the memory that a tensor spans.
+bool Contains(const Torch& torch, AtenTensorHandle tensor, const void* byte) {
+  const char* begin = static_cast<const char*>(Get(torch.data, tensor));
+  const size_t element_size = torch.element_size(Get(torch.dtype, tensor));
+  return byte >= begin && byte <= begin + SpannedElements(torch, tensor) * element_size;
+}
+
+// As many as PyTorch's own operators use: they take it from OpenMP.
+int64_t NumThreads() {
+  static auto* const get = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "omp_get_max_threads"));
+  return get == nullptr ? 1 : get();
+}
+
+void* CurrentStream(int32_t device_index) {
+  static auto* const get = TorchFunction<AOTITorchError(int32_t, void**)>(
+      kTorchCuda, "aoti_torch_get_current_cuda_stream");
+  void* stream = nullptr;
+  if (get(device_index, &stream) != 0) throw std::runtime_error("PyTorch has no current stream");
+  return stream;
+}
+
+thread_local std::string last_error;
+
+// The arguments of the operator xla_gpu::_xla_gpu_call, as AOTInductor hands them to C.
+struct Arguments {
+  // The results, scratch included; of a handler that writes in place, what its operands are views
+  // of.
+  const AtenTensorHandle* written;
+  int64_t num_written;
+  const AtenTensorHandle* operands;
+  int64_t num_operands;
+  const int64_t* aliases;  // the operands that a handler which writes in place has as results
+  int64_t num_aliases;
+  const int64_t* spanned;  // the operands that are passed as the memory that they span
+  int64_t num_spanned;
+  const char* target;
+  const char** int_names;
+  const int64_t* ints;
+  int64_t num_ints;
+  const char** float_names;
+  const double* floats;
+  int64_t num_floats;
+};
+
+void Call(const char* platform, const Arguments& a) {
+  static const Torch torch;
+  XLA_FFI_Handler* handler = xla_gpu::FindHandler(platform, a.target);
+  if (handler == nullptr) {
+    throw std::runtime_error(std::string(a.target) + " has no handler for " + platform +
+                             " in this build of libxla_paged_attention.so");
+  }
+  std::vector<xla_gpu::EagerBuffer> operands, results;
+  for (int64_t i = 0; i < a.num_operands; ++i) {
+    const bool is_spanned = std::count(a.spanned, a.spanned + a.num_spanned, i) > 0;
+    operands.push_back(BufferOf(torch, a.operands[i], is_spanned));
+  }
+  for (int64_t i = 0; i < a.num_aliases; ++i) {
+    results.push_back(operands[a.aliases[i]]);
+    const bool is_in_place = std::any_of(
+        a.written, a.written + a.num_written,
+        [&](AtenTensorHandle tensor) { return Contains(torch, tensor, results.back().data); });
+    if (!is_in_place) throw std::runtime_error("the program has copied what is to be written to");
+  }
+  for (int64_t i = 0; i < a.num_written && a.num_aliases == 0; ++i) {
+    results.push_back(BufferOf(torch, a.written[i], false));
+  }
+  std::vector<std::pair<std::string, xla_gpu::Attribute>> attributes;
+  for (int64_t i = 0; i < a.num_ints; ++i) attributes.emplace_back(a.int_names[i], a.ints[i]);
+  for (int64_t i = 0; i < a.num_floats; ++i) {
+    attributes.emplace_back(a.float_names[i], static_cast<float>(a.floats[i]));
+  }
+  xla_gpu::EagerContext context = {1, nullptr};
+  if (platform == kCuda) {
+    context.stream = CurrentStream(Get(torch.device_index, a.operands[0]));
+  } else {
+    context.num_threads = NumThreads();
+  }
+  const xla_gpu::EagerStatus status =
+      xla_gpu::CallHandler(handler, operands, results, attributes, context);
+  if (status.code != XLA_FFI_Error_Code_OK) throw std::runtime_error(status.message);
+}
+
+// The caller is C++ that AOTInductor generates. From an error code it would make a message of its
+// own, that of an exception it prints.
+void CallOrThrow(const char* platform, const Arguments& arguments) {
+  try {
+    Call(platform, arguments);
+  } catch (const std::exception& error) {
+    last_error = error.what();
+    throw;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Why the last call that failed on this thread did; empty if none has.
+XLA_GPU_EXPORT const char* xla_gpu_last_error() { return last_error.c_str(); }
+
+// AOTInductor's names for the operator's kernels, to which it passes a place for the result, or
+// null: the operator has none.
+#define XLA_GPU_DEFINE_CALL(name, platform)                                                      \
+  XLA_GPU_EXPORT AOTITorchError name(                                                            \
+      const AtenTensorHandle* written, int64_t num_written, const AtenTensorHandle* operands,    \
+      int64_t num_operands, const int64_t* aliases, int64_t num_aliases, const int64_t* spanned, \
+      int64_t num_spanned, const char* target, const char** int_names, int64_t,                  \
+      const int64_t* ints, int64_t num_ints, const char** float_names, int64_t,                  \
+      const double* floats, int64_t num_floats, AtenTensorHandle* result) {                      \
+    if (result != nullptr) *result = nullptr;                                                    \
+    CallOrThrow(platform, {written, num_written, operands, num_operands, aliases, num_aliases,   \
+                           spanned, num_spanned, target, int_names, ints, num_ints, float_names, \
+                           floats, num_floats});                                                 \
+    return 0;                                                                                    \
+  }
+
+XLA_GPU_DEFINE_CALL(aoti_torch_cpu__xla_gpu_call, kCpu)
+XLA_GPU_DEFINE_CALL(aoti_torch_cuda__xla_gpu_call, kCuda)
+
+}  // extern "C"

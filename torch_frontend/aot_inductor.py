@@ -1,0 +1,181 @@
+"""Programs that PyTorch compiles ahead of time, and that run without this package."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from shared_ffi import library_path
+from torch_frontend._library import IN_PROGRAMS, CheckedCalls, allocate, as_returned
+
+_LIBRARY = torch.library.Library("xla_gpu", "FRAGMENT")
+_LIBRARY.define(
+    "_xla_gpu_call(Tensor(a!)[] written, Tensor[] operands, int[] aliases, int[] spanned, "
+    "str target, str[] int_names, SymInt[] ints, str[] float_names, float[] floats) -> ()",
+    tags=[torch.Tag.needs_exact_strides],
+)
+torch.library.register_fake("xla_gpu::_xla_gpu_call", lambda *_: None, lib=_LIBRARY)
+
+HANDLER_CALL: torch._ops.OpOverload = torch.ops.xla_gpu._xla_gpu_call.default
+"""A call of any handler, which is all that a program needs that runs without this package. It has
+kernels in C alone (``shared_ffi/csrc/aot_inductor.cc``, which tells what the arguments are)."""
+
+# As shared_ffi/csrc/aot_inductor.cc defines them; the last argument is AOTInductor's own.
+_DECLARATIONS = [
+    f"AOTITorchError aoti_torch_{device}__xla_gpu_call(const AtenTensorHandle*, int64_t, "
+    "const AtenTensorHandle*, int64_t, const int64_t*, int64_t, const int64_t*, int64_t, "
+    "const char*, const char**, int64_t, const int64_t*, int64_t, const char**, int64_t, "
+    "const double*, int64_t, AtenTensorHandle*)"
+    for device in ("cpu", "cuda")
+]
+
+
+def aoti_compile_and_package(
+    exported_program: torch.export.ExportedProgram,
+    *,
+    package_path: str | os.PathLike[str] | IO[bytes] | None = None,
+    inductor_configs: dict[str, Any] | None = None,
+) -> str:
+    """``torch._inductor.aoti_compile_and_package`` for programs with these ops: the package runs
+    where this one is not installed, in Python and in C++.
+
+    All that it needs besides PyTorch is the file ``shared_ffi.library_path()``, which it finds
+    where it lies now. On another machine, load the library before the package, with
+    ``torch.ops.load_library``, ``ctypes.CDLL`` or ``dlopen``, or have its folder in
+    ``LD_LIBRARY_PATH``.
+
+    A cache that is a buffer of the module, or an argument, is updated in place.
+
+    When the CPU handler finds fault with lengths and tables, the run raises the RuntimeError that
+    AOTInductor has for all failures; its standard error says why, and so does the library's
+    ``const char* xla_gpu_last_error()``.
+
+    Args:
+        exported_program: of ``torch.export.export``, for the CPU or for CUDA.
+        package_path: ends in ``.pt2``; by default a file in Inductor's cache.
+        inductor_configs: Inductor's own options.
+
+    Returns:
+        The package's path.
+
+    Raises:
+        ValueError: the program has been made functional by ``run_decompositions``, after which its
+            in-place ops cannot be told apart; pass it as ``torch.export.export`` returned it.
+    """
+    _refuse_functional(exported_program)
+    library = library_path()
+    configs = dict(inductor_configs or {})
+    shims = configs.get("aot_inductor.custom_ops_to_c_shims") or {}
+    libraries = configs.get("aot_inductor.custom_op_libs") or []
+    configs["aot_inductor.custom_ops_to_c_shims"] = {**shims, HANDLER_CALL: _DECLARATIONS}
+    # Inductor has no option for folders; what it calls a library becomes words of a command.
+    folder = shlex.quote(str(library.parent))
+    words = f"{library.stem.removeprefix('lib')} -L{folder} -Wl,-rpath,{folder}"
+    configs["aot_inductor.custom_op_libs"] = [*libraries, words]
+    if isinstance(package_path, os.PathLike):
+        package_path = os.fspath(package_path)  # 2.9.0 takes no other
+    with handler_calls():
+        return torch._inductor.aoti_compile_and_package(
+            exported_program, package_path=package_path, inductor_configs=configs
+        )
+
+
+def _refuse_functional(program: torch.export.ExportedProgram) -> None:
+    for node in program.graph.nodes:
+        op = node.args[0] if node.args else None
+        if isinstance(op, torch._ops.OpOverload) and op.namespace == "xla_gpu":
+            raise ValueError(
+                "aoti_compile_and_package: exported_program must be as torch.export.export "
+                f"returned it; got one made functional, with {node.target} of {op}"
+            )
+
+
+_is_tracing: ContextVar[bool] = ContextVar("_is_tracing", default=False)
+
+
+@contextmanager
+def handler_calls() -> Iterator[None]:
+    """Within it, programs are traced with the ops' HANDLER_CALLs in their place."""
+    _intercept()
+    token = _is_tracing.set(True)
+    try:
+        yield
+    finally:
+        _is_tracing.reset(token)
+
+
+@cache
+def _intercept() -> None:
+    """Has the ops replaced while a trace is made functional: later, in-place ops are no longer what
+    they were. PyTorch's own modules that this needs are no public ones, so nothing else needs it.
+    """
+    from torch._higher_order_ops.auto_functionalize import (  # noqa: PLC0415
+        do_auto_functionalize_v2,
+    )
+    from torch._subclasses.functional_tensor import FunctionalTensorMode  # noqa: PLC0415
+
+    def functionalize(
+        mode: Any, op: Any, types: Any, arguments: Sequence[Any], keywords: Any = None
+    ) -> None:
+        # Where the mode itself would, for AOTInductor, choose the older way, which copies what is a
+        # view: a layer's cache in an array of all layers.
+        do_auto_functionalize_v2(mode, op, tuple(arguments), dict(keywords or {}))
+
+    def intercept(name: str, calls: CheckedCalls) -> None:
+        def trace(
+            mode: Any, op: Any, types: Any, arguments: Sequence[Any], keywords: Any = None
+        ) -> Any:
+            if not _is_tracing.get():
+                return mode.__torch_dispatch__(op, types, arguments, keywords)
+            with mode:
+                return _call_handler(calls, arguments, keywords or {})
+
+        torch.library.register_torch_dispatch(name, FunctionalTensorMode, trace, lib=_LIBRARY)
+
+    torch.library.register_torch_dispatch(
+        "xla_gpu::_xla_gpu_call", FunctionalTensorMode, functionalize, lib=_LIBRARY
+    )
+    for name, calls in IN_PROGRAMS.items():
+        intercept(name, calls)
+
+
+def _call_handler(
+    calls: CheckedCalls, arguments: Sequence[Any], keywords: Mapping[str, Any]
+) -> Any:
+    """An op in terms of HANDLER_CALL; sizes may be symbols."""
+    from torch._higher_order_ops.auto_functionalize import get_base  # noqa: PLC0415
+
+    call, tensors = calls.in_memory(arguments, keywords, symbolic=True)
+    aliases = [operand for operand, _ in call.aliases]
+    if aliases:
+        # The tensors of which they are views: a view that is written to is made anew later, by
+        # Inductor 2.9 in the wrong place if where it begins depends on sizes.
+        bases = [
+            base if (base := get_base(tensors[i])) is not None else tensors[i] for i in aliases
+        ]
+        written = list({id(base): base for base in bases}.values())
+    else:
+        written = allocate(call.results_on(tensors[0].device.type, torch.sym_min), tensors[0])
+    ints = {name: x for name, x in call.attributes if not isinstance(x, np.floating)}
+    floats = {name: float(x) for name, x in call.attributes if isinstance(x, np.floating)}
+    ranks = [len(spec.shape) for spec in call.operands]
+    HANDLER_CALL(
+        written,
+        tensors,
+        aliases,
+        [i for i, tensor in enumerate(tensors) if tensor.dim() != ranks[i]],
+        call.target,
+        [*ints],
+        [x.item() if isinstance(x, np.integer) else x for x in ints.values()],
+        [*floats],
+        [*floats.values()],
+    )
+    return None if aliases else as_returned(written[: len(call.results)])
