@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.workloads import Workload
+from benchmarks.workloads import SCALE, Workload
 
 Contestant = Callable[[], Any]
 
@@ -27,6 +27,15 @@ Maker = Callable[[Workload, list[torch.Tensor]], Contestant]
 
 class DoesNotApply(Exception):
     """The library has no way to compute this workload."""
+
+
+_TAKE_8_BITS: set[Maker] = set()
+
+
+def takes_8_bits(make: Maker) -> Maker:
+    """Says of a contestant that it also takes caches of 8 bits."""
+    _TAKE_8_BITS.add(make)
+    return make
 
 
 def wait_for(result: Any) -> None:
@@ -97,11 +106,15 @@ def error_of(result: Any, workload: Workload, operands: list[torch.Tensor]) -> f
     for s in {0, len(workload.sequences) // 2, len(workload.sequences) - 1}:
         q_len, context = workload.sequences[s]
         blocks = tables[s, : -(-context // workload.block_size)].long()
-        kv = cache[blocks].flatten(0, 1)[:context]
+        # As bits: 8-bit floats cannot be indexed.
+        bits = cache.view(torch.uint8)[blocks].flatten(0, 1)[:context]
+        kv = bits.view(cache.dtype)
         for i in {0, q_len // 2, q_len - 1}:
             position = context - q_len + i
             first = max(0, position - model.sliding_window + 1) if model.sliding_window else 0
             attended = kv[first : position + 1].double()
+            if workload.cache_dtype is not None:
+                attended *= SCALE
             group = model.num_heads // model.num_kv_heads
             key = attended[:, 0::2].repeat_interleave(group, 1)
             value = attended[:, 1::2].repeat_interleave(group, 1)
@@ -138,6 +151,8 @@ def row_of(
     absent: dict[str, str] = {}
     for name, make in makers.items():
         try:
+            if workload.cache_dtype is not None and make not in _TAKE_8_BITS:
+                raise DoesNotApply(f"a cache of {workload.cache_dtype}")
             call = make(workload, operands)
             errors[name] = error_of(call(), workload, operands)
         except DoesNotApply as reason:
@@ -157,6 +172,7 @@ def row_of(
         "kind": workload.kind,
         "model": str(workload.model),
         "dtype": workload.dtype,
+        "cache_dtype": workload.cache_dtype or workload.dtype,
         "kv_bytes": workload.kv_bytes,
         "flops": workload.flops,
         "seconds": medians(times),
@@ -170,11 +186,23 @@ def row_of(
     return row
 
 
+@takes_8_bits
 def ours(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
     """This library, through torch eager."""
     import torch_frontend  # noqa: F401, PLC0415
 
-    attributes = workload.model.attributes()
+    attributes = workload.attributes(operands[0].device)
+    return lambda: torch.ops.xla_gpu.paged_attention(*operands, **attributes)
+
+
+@takes_8_bits
+def ours_with_hint(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
+    """The same, told that each sequence has one query."""
+    import torch_frontend  # noqa: F401, PLC0415
+
+    if workload.kind != "decode":
+        raise DoesNotApply("more than a query for each sequence")
+    attributes = workload.attributes(operands[0].device) | {"max_query_len": 1}
     return lambda: torch.ops.xla_gpu.paged_attention(*operands, **attributes)
 
 
@@ -187,17 +215,26 @@ def jitted(function: Callable[..., Any], *arrays: Any) -> Contestant:
 
 
 def to_jax(tensor: torch.Tensor) -> Any:
-    """A tensor as an array of JAX, on the same memory."""
+    """A tensor as an array of JAX, on the same memory; of 8-bit floats, which PyTorch does not
+    exchange, a copy."""
     import jax  # noqa: PLC0415
 
+    if tensor.dtype == torch.float8_e4m3fn:
+        array = jax.dlpack.from_dlpack(tensor.contiguous().view(torch.uint8))
+        return jax.lax.bitcast_convert_type(array, "float8_e4m3fn")
     return jax.dlpack.from_dlpack(tensor.contiguous())
 
 
+@takes_8_bits
 def jax_ours(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
     """This library, through JAX."""
     import jax_frontend  # noqa: PLC0415
 
-    attend = partial(jax_frontend.paged_attention, **workload.model.attributes())
+    attributes = workload.attributes(operands[0].device)
+    for name in ("k_scale", "v_scale"):
+        if name in attributes:
+            attributes[name] = to_jax(attributes[name])
+    attend = partial(jax_frontend.paged_attention, **attributes)
     return jitted(attend, *map(to_jax, operands))
 
 
@@ -234,3 +271,4 @@ def torch_sdpa(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
 
 
 OURS: dict[str, Maker] = {"torch eager": ours, "JAX": jax_ours}
+OURS_ON_GPUS = OURS | {"torch eager, max_query_len": ours_with_hint}

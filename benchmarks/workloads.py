@@ -16,7 +16,10 @@ DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "int8": torch.int8,
 }
+SCALE = 1 / 32  # of a cache of 8 bits, whose numbers are then some 32 in size
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Workload:
     sequences: tuple[tuple[int, int], ...]
     block_size: int = 16
     dtype: str = "bfloat16"
+    cache_dtype: str | None = None  # of 8 bits, with a scale for all
     max_seqs: int = 0  # rows of the metadata, at least as many as sequences
     max_blocks_per_seq: int = 0  # columns of the tables, at least as many as needed
 
@@ -36,7 +40,7 @@ class Workload:
     def kv_bytes(self) -> int:
         """K and V that are attended to, each read once."""
         positions = sum(self._attended(q_len, context) for q_len, context in self.sequences)
-        itemsize = DTYPES[self.dtype].itemsize
+        itemsize = DTYPES[self.cache_dtype or self.dtype].itemsize
         return positions * 2 * self.model.num_kv_heads * self.model.head_size * itemsize
 
     @property
@@ -52,6 +56,13 @@ class Workload:
     def _attended(self, q_len: int, context: int) -> int:
         window = self.model.sliding_window
         return context if window is None else min(context, window + q_len - 1)
+
+    def attributes(self, device: str | torch.device) -> dict[str, Any]:
+        """The other arguments of paged_attention."""
+        attributes = self.model.attributes()
+        if self.cache_dtype is not None:
+            attributes["k_scale"] = attributes["v_scale"] = torch.tensor(SCALE, device=device)
+        return attributes
 
     def operands(self, device: str, seed: int = 0) -> list[torch.Tensor]:
         """The operands of paged_attention; blocks are scattered over a pool a quarter larger."""
@@ -75,12 +86,16 @@ class Workload:
             dtype = DTYPES[self.dtype]
             return torch.randn(shape, device=device, dtype=dtype, generator=generator)
 
+        cache = random(len(pool), self.block_size, 2 * model.num_kv_heads, model.head_size)
+        if self.cache_dtype is not None:
+            cache = (cache / SCALE).clamp(-127, 127).to(DTYPES[self.cache_dtype])
+
         def integers(values: Any) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=device)
 
         return [
             random(int(starts[-1]), model.num_heads, model.head_size),
-            random(len(pool), self.block_size, 2 * model.num_kv_heads, model.head_size),
+            cache,
             integers(contexts),
             integers(tables),
             integers(starts),

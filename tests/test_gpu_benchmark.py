@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -35,11 +36,14 @@ def test_counts() -> None:
     DECODE,
     PREFILL,
     Workload("mixed", "mixed", WINDOWED, ((30, 90), (1, 7), (1, 130)), 8),
+    Workload("float8", "decode", MODEL, uniform(3, 1, 100), cache_dtype="float8_e4m3fn"),
+    Workload("int8", "decode", MODEL, uniform(3, 1, 100), cache_dtype="int8"),
 ], ids=lambda workload: workload.name)  # fmt: skip
 def test_right_first(workload: Workload) -> None:
     operands = workload.operands("cpu")
     result = contest.ours(workload, operands)()
     assert contest.error_of(result, workload, operands) <= 1
+    assert contest.error_of(contest.jax_ours(workload, operands)(), workload, operands) <= 1
     assert contest.error_of(result * 1.1, workload, operands) > 1
     assert contest.error_of(torch.full_like(result, torch.nan), workload, operands) > 1
 
@@ -59,14 +63,21 @@ def test_a_row_and_its_tables(tmp_path: Path) -> None:
         "bench": {
             "limits": bench.limits(),
             "rows": [
-                contest.row_of(DECODE, "cpu", contest.OURS | PEERS),
-                contest.row_of(PREFILL, "cpu", contest.OURS | PEERS),
+                contest.row_of(DECODE, "cpu", contest.OURS_ON_GPUS | PEERS),
+                contest.row_of(PREFILL, "cpu", contest.OURS_ON_GPUS | PEERS),
+                contest.row_of(
+                    dataclasses.replace(DECODE, cache_dtype="int8"),
+                    "cpu",
+                    contest.OURS_ON_GPUS | PEERS,
+                ),
             ],
             "not_measured": ["131072"],
         },
     }
-    decode, _ = results["bench"]["rows"]
+    decode, _, of_8_bits = results["bench"]["rows"]
     assert {"torch eager", "JAX", "torch SDPA (contiguous)"} <= set(decode["seconds"])
+    assert set(of_8_bits["seconds"]) == {"torch eager", "JAX", "torch eager, max_query_len"}
+    assert of_8_bits["kv_bytes"] == decode["kv_bytes"] / 2
     assert "FlashInfer" in decode["absent"] and "FlashInfer" not in decode["seconds"]
     json.dumps(results)
     text = report.markdown(results)

@@ -58,6 +58,11 @@ def workloads(trace: Path | None) -> Iterator[Workload]:
             )
         for length in (512, 2048, 8192):
             yield Workload(f"{length}", "prefill", llama, uniform(1, length, length), dtype=dtype)
+    for cache_dtype in ("float8_e4m3fn", "int8"):
+        for batch, context in ((1, 16384), (8, 4096), (32, 4096)):
+            name = f"b{batch} x {context}, {cache_dtype}"
+            sequences = uniform(batch, 1, context)
+            yield Workload(name, "decode", llama, sequences, cache_dtype=cache_dtype)
     for name in ("llama-3-70b", "phi-3-mini", "gemma-3-12b", "gemma-2-9b", "gpt-oss-20b"):
         yield Workload(f"b8 x 4096, {name}", "decode", MODELS[name], uniform(8, 1, 4096))
     if trace is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.contest import OURS, medians, row_of, seconds
+from benchmarks.contest import OURS_ON_GPUS, medians, row_of, seconds
 from benchmarks.gpu.peers import PEERS
 from benchmarks.workloads import Workload, of_trace, uniform
 from examples.replay.models import MODELS
@@ -44,6 +44,11 @@ def workloads(trace: Path | None, small: bool = False) -> Iterator[Workload]:
         )
     for name in ("llama-3-70b", "qwen3-8b", "gemma-3-12b", "gemma-2-9b", "gpt-oss-20b"):
         yield Workload(f"b32 x 8192, {name}", "decode", MODELS[name], uniform(32, 1, 8192))
+    for cache_dtype in ("float8_e4m3fn", "int8"):
+        for batch, context in ((1, 32768), (32, 8192)):
+            name = f"b{batch} x {context}, {cache_dtype}"
+            sequences = uniform(batch, 1, context)
+            yield Workload(name, "decode", llama, sequences, cache_dtype=cache_dtype)
     if trace is not None:
         yield Workload(f"64 of {trace.stem}", "decode", llama, of_trace(trace, 64))
     for length in (1024, 4096, 8192, 16384, 32768):
@@ -89,7 +94,7 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true", help="this library alone")
     parser.add_argument("--seconds", type=float, default=300, help="start no workload after these")
     options = parser.parse_args()
-    makers = OURS if options.no_peers else OURS | PEERS
+    makers = OURS_ON_GPUS if options.no_peers else OURS_ON_GPUS | PEERS
     start = time.monotonic()
     results: dict[str, Any] = {"limits": limits(), "rows": [], "not_measured": []}
     for workload in workloads(options.trace, options.small):

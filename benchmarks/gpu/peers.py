@@ -13,12 +13,14 @@ from benchmarks.contest import (
     Maker,
     gathered,
     jitted,
+    takes_8_bits,
     to_jax,
     torch_sdpa,
 )
-from benchmarks.workloads import Workload
+from benchmarks.workloads import SCALE, Workload
 
 
+@takes_8_bits
 def flashinfer(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
     """FlashInfer's paged wrappers; their plan is made on the host beforehand."""
     import flashinfer as peer  # noqa: PLC0415
@@ -38,16 +40,19 @@ def flashinfer(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
         "logits_soft_cap": model.soft_cap or 0.0,
         "sm_scale": model.attributes()["scale"],
         "q_data_type": torch.bfloat16,
-        "kv_data_type": torch.bfloat16,
+        "kv_data_type": cache.dtype,
     }
+    scales = {} if workload.cache_dtype is None else {"k_scale": SCALE, "v_scale": SCALE}
     heads = (model.num_heads, model.num_kv_heads, model.head_size, block_size)
+    if workload.cache_dtype == "int8":
+        raise DoesNotApply("a cache of int8")
     if workload.kind == "decode":
         decode = peer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
         decode.plan(indptr, indices, last, *heads, **options)
-        return lambda: decode.run(query, kv)
+        return lambda: decode.run(query, kv, **scales)
     prefill = peer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
     prefill.plan(starts, indptr, indices, last, *heads, causal=True, **options)
-    return lambda: prefill.run(query, kv)
+    return lambda: prefill.run(query, kv, **scales)
 
 
 def flash_attention_3(workload: Workload, operands: list[torch.Tensor]) -> Contestant:

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.contest import OURS
+from benchmarks.contest import OURS_ON_GPUS
 
 Rows = list[list[str]]
 
@@ -23,11 +23,11 @@ def _timings(bench: dict[str, Any]) -> tuple[list[str], Rows]:
     """Microseconds, the share of the limit that applies, and the ratio to the best peer."""
     limits = bench["limits"]
     known = {name: None for row in bench["rows"] for name in (*row["seconds"], *row["absent"])}
-    others = [name for name in known if name not in OURS]
+    others = [name for name in known if name not in OURS_ON_GPUS]
     rows = []
     for row in bench["rows"]:
         seconds: dict[str, float] = row["seconds"]
-        mine = [seconds[name] for name in OURS if name in seconds]
+        mine = [seconds[name] for name in OURS_ON_GPUS if name in seconds]
         peers = [seconds[name] for name in others if name in seconds]
         if row["kind"] == "decode":
             rate, limit, unit = row["kv_bytes"] / 1e9, limits["read_bytes_per_s"] / 1e9, "GB/s"
@@ -38,13 +38,13 @@ def _timings(bench: dict[str, Any]) -> tuple[list[str], Rows]:
             [
                 row["kind"],
                 row["workload"],
-                *(_microseconds(seconds.get(name)) for name in (*OURS, *others)),
+                *(_microseconds(seconds.get(name)) for name in (*OURS_ON_GPUS, *others)),
                 f"{rate / best:.0f} {unit}",
                 f"{rate / best / limit:.0%}",
                 f"{min(peers) / best:.2f}" if peers and mine else "no peer",
             ]
         )
-    columns = ["kind", "workload", *(f"{name}, us" for name in (*OURS, *others))]
+    columns = ["kind", "workload", *(f"{name}, us" for name in (*OURS_ON_GPUS, *others))]
     return [*columns, "rate", "of the limit", "best peer's time / ours"], rows
 
 
