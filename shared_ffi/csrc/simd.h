@@ -430,11 +430,21 @@ constexpr BFloat16Table<T> MakeTable() {
 template <typename T>
 constexpr BFloat16Table<T> kBFloat16Table = MakeTable<T>();
 
+// Picks each of 32 bytes twice.
+struct TwiceTable {
+  alignas(64) uint8_t bytes[64] = {};
+
+  constexpr TwiceTable() {
+    for (int i = 0; i < 64; ++i) bytes[i] = static_cast<uint8_t>(i / 2);
+  }
+};
+constexpr TwiceTable kTwice;
+
 template <typename T>
 XLA_GPU_INLINE Lanes WidenPairs(PairedBytes x) {
   const auto& table = kBFloat16Table<T>;
-  const __m512i words = _mm512_cvtepu8_epi16((__m256i)x);
-  const __m512i twice = _mm512_or_si512(words, _mm512_slli_epi16(words, 8));
+  const __m512i twice =
+      _mm512_permutexvar_epi8(_mm512_load_si512(kTwice.bytes), _mm512_castsi256_si512((__m256i)x));
   const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(table.low), twice,
                                                _mm512_load_si512(table.low + 64));
   const __m512i both =
