@@ -123,9 +123,9 @@ def paged_attention(
             dtype of ``kv_cache``.
         kv_layout: which dimension is which, where that is not as above: ``n`` num_blocks, ``b``
             block_size, ``h`` num_kv_heads, ``2`` K then V, ``d`` head_size, in any order that ends
-            with ``d``, two of them joined by parentheses, ``n`` once or, for blocks that lie along
-            several dimensions, several times side by side. None is ``"nb(h2)d"``, and with
-            ``value_cache`` ``"nbhd"``. ``"n2bhd"``, for one, is
+            with ``d``, two of them joined by parentheses; what lies along several dimensions, side
+            by side, is named for each. None is ``"nb(h2)d"``, and with ``value_cache`` ``"nbhd"``.
+            ``"n2bhd"``, for one, is
             ``[num_blocks, 2, block_size, num_kv_heads, head_size]``.
         k_scale: float32, what the keys in a cache of 8 bits are multiplied by: of shape ``[]`` or
             ``[1]``, one for all; ``[num_kv_heads]``; or ``[num_blocks, block_size, num_kv_heads]``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -135,16 +136,17 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     num_tokens, num_heads, head_size = queries.shape
     num_kv_heads = keys.shape[1]
-    num_pages, page_size, _, _, width = kv_cache.shape
-    rows = kv_cache.shape[2] * kv_cache.shape[3]
+    _, page_size, *packed_rows, width = kv_cache.shape
+    rows = math.prod(packed_rows)
     is_one_row = rows < 2 * num_kv_heads  # K and V in one
-    layout = "nbh(2d)" if is_one_row else "nb(h2)d"
+    # As it is: where a cache is written in place, XLA would copy it to reshape it.
+    layout = "nbhh(2d)" if is_one_row else "nb(h2)(h2)d"
     cache_heads, cache_size = (rows, width // 2) if is_one_row else (rows // 2, width)
 
     def padded(array: jax.Array, heads: int) -> jax.Array:
         return jnp.pad(array, ((0, 0), (0, heads - array.shape[1]), (0, cache_size - head_size)))
 
-    cache = kv_cache.reshape(num_pages, page_size, rows, width)
+    cache = kv_cache
     block_tables = page_indices.reshape(len(kv_lens), -1)
     if update:
         slots = _slots(num_tokens, page_size, kv_lens, block_tables, cu_q_lens, distribution[2])
@@ -170,7 +172,7 @@ def _attend(
     )[:, :num_heads, :head_size]
     if v_scale is not None:
         output = output * v_scale
-    return output.astype(out_dtype), cache.reshape(kv_cache.shape)
+    return output.astype(out_dtype), cache
 
 
 def _slots(

@@ -2,8 +2,8 @@
 
 A layout names the dimensions in their order: ``n`` num_blocks, ``b`` block_size, ``h``
 num_kv_heads, ``2`` K then V, ``d`` head_size, which is the last; two in parentheses are one
-dimension, and ``n`` may be several side by side. The kernels know strides only: all layouts are one
-to them.
+dimension, and one that is named several times, side by side, is several, counted through. The
+kernels know strides only: all layouts are one to them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -92,11 +92,13 @@ def check(
         raise value_error(op, "kv_cache", rule, f"strides {list(strides)}")
     for outer, (one, other) in enumerate(pairwise(axes)):
         inner_stride = strides[outer + 1] * kv_cache.shape[outer + 1]
-        if one == other == "n" and strides[outer] != inner_stride:
-            rule = "have blocks at equal distances"
+        if one == other and strides[outer] != inner_stride:
+            rule = f"have equal distances along {_describe([one], {})[1:-1]}"
             raise value_error(op, "kv_cache", rule, f"strides {list(strides)}")
     step = _steps(axes, strides, sizes)
     head_dim = next((i for i, axis in enumerate(axes) if axis.strip("(").startswith("h")), None)
+    if head_dim is not None and kv_cache.shape[head_dim] % sizes["h"] != 0:
+        head_dim = None  # a part of it is no part of the heads
     cache = KvCache(
         num_blocks=sizes["n"],
         block_size=sizes["b"],
@@ -175,7 +177,7 @@ def parse(op: str, kv_layout: str | None, is_separate: bool) -> tuple[str, ...]:
     """The layout's dimensions: ``("n", "b", "(h2)", "d")``."""
     layout = kv_layout or (SEPARATE if is_separate else DEFAULT)
     axes = tuple(re.findall(r"\(h2\)|\(2h\)|\(2d\)|.", layout))
-    letters = re.sub("n+", "n", layout.replace("(", "").replace(")", ""))
+    letters = "".join(axis.strip("()") for axis, _ in groupby(axes))
     wanted = "bdhn" if is_separate else "2bdhn"
     if sorted(letters) != sorted(wanted) or axes[-1] not in ("d", "(2d)") or "(" in axes:
         rule = f"name each of {', '.join(sorted(wanted))} once, with d last, as "
@@ -205,11 +207,11 @@ def _sizes(axes: Sequence[str], shape: Sequence[int]) -> dict[str, int]:
     found: dict[str, int] = {}
     if len(axes) != len(shape):
         return found
-    for axis, size in zip(axes, shape, strict=True):
+    for axis, dims in groupby(zip(axes, shape, strict=True), lambda dim: dim[0]):
+        size = math.prod(size for _, size in dims)
         if (axis == "2" and size != 2) or (len(axis) > 1 and size % 2 != 0):
             return {}
-        letter = axis.strip("(2)") or "2"
-        found[letter] = found.get(letter, 1) * (size // 2 if len(axis) > 1 else size)
+        found[axis.strip("(2)") or "2"] = size // 2 if len(axis) > 1 else size
     return found
 
 

@@ -773,7 +773,9 @@ def test_two_caches_with_different_strides() -> None:
 def test_blocks_at_unequal_distances() -> None:
     cache, key = torch.zeros(2, 3, 2, 4, 8)[:, :2], torch.ones(3, 2, 8)
     slots = torch.zeros(3, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"kv_cache must have blocks at equal distances; got str"):
+    with pytest.raises(
+        ValueError, match=r"kv_cache must have equal distances along num_blocks; got str"
+    ):
         torch.ops.xla_gpu.kv_cache_update(cache, key, key, slots, kv_layout="nnb(h2)d")
 
 

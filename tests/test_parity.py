@@ -70,7 +70,7 @@ def test_inductor(case: Case) -> None:
 
 
 @pytest.mark.parametrize("door", doors.DOORS)
-def test_blocks_in_several_dimensions(door: str) -> None:
+def test_blocks_and_heads_in_several_dimensions(door: str) -> None:
     """They are counted through, the last dimension first."""
     case = Case(id="several", sequences=((5, 14), (1, 9)), padding_blocks=0, block_size=2)
     query, kv_cache, *metadata = case.inputs()
@@ -79,6 +79,9 @@ def test_blocks_in_several_dimensions(door: str) -> None:
     attend = doors.partial(doors.DOORS[door], "paged_attention", **case.attributes())
     expected = attend(query, kv_cache, *metadata)
     assert_same_bits(attend(query, several, *metadata, kv_layout="nnb(h2)d"), expected)
+    for packing in (1, 2, 4):  # of the 4 rows of 2 heads
+        packed = kv_cache.reshape(15, 2, 4 // packing, packing, -1)
+        assert_same_bits(attend(query, packed, *metadata, kv_layout="nb(h2)(h2)d"), expected)
 
     update_case = UpdateCase(id="several")
     kv_cache, *rest = update_case.inputs()

@@ -114,6 +114,16 @@ def test_jax(name: str, options: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_the_cache_is_not_copied(name: str) -> None:
+    call = {k: jnp.asarray(x) for k, x in inputs(*CALLS[name]).items()}
+    attend = jax.jit(jax_frontend.ragged_paged_attention, donate_argnames="kv_cache")
+    program = attend.lower(**call).compile().as_text()
+    size = "[" + ",".join(map(str, call["kv_cache"].shape)) + "]"
+    copies = [line for line in program.splitlines() if " copy(" in line and size in line]
+    assert "xla_gpu_kv_cache_update" in program and copies == []
+
+
 def test_a_cache_that_is_not_updated() -> None:
     call = {k: jnp.asarray(x) for k, x in inputs(*CALLS["float32"]).items()}
     expected, cache = jax_frontend.ragged_paged_attention(**call)
