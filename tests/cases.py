@@ -354,7 +354,7 @@ def _features() -> Iterator[Case]:
             **fields,
         )
     # More queries than keys, as where the cache is divided between devices.
-    fewer = ((5, 2), (3, 0), (1, 0), (4, 9), (90, 20))
+    fewer = ((5, 2), (3, 0), (1, 0), (40, 0), (4, 9), (90, 20))
     for feature, right in product(("lse", "sinks", "alibi"), (None, 2)):
         yield from _of_each_dtype(
             f"fewer-keys-{feature}-right-{right}",

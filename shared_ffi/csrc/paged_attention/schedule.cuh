@@ -74,7 +74,7 @@ struct Sequence {
 
   __device__ int64_t SplitPositions(const Params& p) const {
     const int64_t length = context_len - Begin(p);
-    return q_len <= MaxSplitTokens(p) ? SplitLength(p, length) : length;
+    return q_len <= MaxSplitTokens(p) ? SplitLength(p, length) : Larger(length, 1);
   }
 
   __device__ int64_t NumSplits(const Params& p) const {
