@@ -1,11 +1,8 @@
 # The CUDA handlers: every .cu file of an op, and the tensor cores' kernel once for each type of
 # query and of cache and each head size, so that the build uses all cores.
 
-# Caches of 8 bits have fewer: their kernel reads so little that padding costs nothing.
-set(HEAD_SIZES_OF_8_BITS ${XLA_GPU_HEAD_SIZES})
-list(FILTER HEAD_SIZES_OF_8_BITS INCLUDE REGEX "^(64|128|256)$")
 list(JOIN XLA_GPU_HEAD_SIZES ", " HEAD_SIZES)
-list(JOIN HEAD_SIZES_OF_8_BITS ", " OF_8_BITS)
+list(JOIN XLA_GPU_HEAD_SIZES_OF_8_BITS ", " OF_8_BITS)
 file(CONFIGURE OUTPUT generated/tensor_core_head_sizes.h
      CONTENT "#define XLA_GPU_TENSOR_CORE_HEAD_SIZES @HEAD_SIZES@
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_8_BITS @OF_8_BITS@\n" @ONLY)
@@ -50,7 +47,7 @@ foreach(storage Half BFloat16)
   foreach(cache ${storage} Float8E4M3 Float8E5M2 int8_t)
     set(head_sizes ${XLA_GPU_HEAD_SIZES})
     if(NOT cache STREQUAL storage)
-      set(head_sizes ${HEAD_SIZES_OF_8_BITS})
+      set(head_sizes ${XLA_GPU_HEAD_SIZES_OF_8_BITS})
     endif()
     foreach(head_size ${head_sizes})
       set(name tensor_core_${storage}_${cache}_${head_size})

@@ -198,6 +198,7 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             "-DCMAKE_CXX_FLAGS=-fno-strict-aliasing -Wno-unused",
             # Enough for every case, and fewer to build.
             "-DXLA_GPU_HEAD_SIZES=64;256",
+            "-DXLA_GPU_HEAD_SIZES_OF_8_BITS=64",
             f"-DXLA_GPU_CPU_INSTRUCTION_SETS={';'.join(INSTRUCTION_SETS)}",
             cuda,
         )
