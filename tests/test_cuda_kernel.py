@@ -146,6 +146,24 @@ def test_a_sequence_has_the_same_bits_in_any_batch(
                 )
 
 
+@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn", "float8_e5m2"])
+def test_a_value_that_is_nan_beside_a_key_that_is_not(cache_dtype: str | None, gpu: Gpu) -> None:
+    """It reaches the rows that attend to it, and no other."""
+    case = Case(
+        id=f"nan-value-{cache_dtype}",
+        sequences=((9, 9), (70, 70)),
+        cache_dtype=cache_dtype,
+        dtype="bfloat16",
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    for s, position in ((0, 5), (1, 60)):
+        block = inputs.block_tables[s, position // case.block_size]
+        inputs.kv_cache[block, position % case.block_size, 1::2] = np.nan
+    result = attend(gpu, inputs, **attributes)
+    assert np.isnan(result[5].astype(F32)).all() and not np.isnan(result[4].astype(F32)).any()
+    assert_close_on_cuda(result, inputs, attributes)
+
+
 @pytest.mark.parametrize("head_size", [64, 256])
 @pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn"])
 @pytest.mark.parametrize("max_query_len", [1, 2, 9, 1000])
