@@ -54,14 +54,13 @@ def check(
     operands = Operands(
         [caches[0], key, value, slot_mapping], [cache.head_dim, 1, 1, None], list(layout)
     )
-    if value_cache is not None:
-        operands.add_feature("value_cache", caches[1], cache.head_dim)
-    _kv_layout.add_scales(
+    _kv_layout.add_features(
         OP,
         operands,
+        cache,
+        caches,
         k_scale,
         v_scale,
-        cache,
         has_fewer_bits=not is_copied,
         than="key",
     )

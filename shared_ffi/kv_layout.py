@@ -129,24 +129,29 @@ def check_dtypes(
         raise dtype_error(op, "value_cache", rule, value_cache.dtype)
 
 
-def add_scales(
+def add_features(
     op: str,
     operands: Operands,
+    cache: KvCache,
+    caches: Sequence[ArraySpec],
     k_scale: ArraySpec | None,
     v_scale: ArraySpec | None,
-    cache: KvCache,
     *,
     has_fewer_bits: bool,
     than: str,
 ) -> None:
-    """Checks the scales of keys and values that there are, and adds them to a call's operands.
+    """Adds to a call's operands what a cache may have besides its first array: the array of V, and
+    the scales of keys and values, which it checks.
 
     Args:
+        caches: the arrays, as a handler takes them.
         has_fewer_bits: whether the cache has, than the argument `than`.
 
     Raises:
         ValueError, TypeError: a shape or a dtype is wrong, or there is nothing to scale.
     """
+    for value_cache in caches[1:]:
+        operands.add_feature("value_cache", value_cache, cache.head_dim)
     if k_scale is None and v_scale is None:
         return
     # No dict: sizes may be symbols.

@@ -100,14 +100,13 @@ def check(
         [1, cache.head_dim, None, None, None, None],
         attributes,
     )
-    if value_cache is not None:
-        operands.add_feature("value_cache", caches[1], cache.head_dim)
-    _kv_layout.add_scales(
+    _kv_layout.add_features(
         OP,
         operands,
+        cache,
+        caches,
         k_scale,
         v_scale,
-        cache,
         has_fewer_bits=kv_cache.dtype != query.dtype,
         than="query",
     )
