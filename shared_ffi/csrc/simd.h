@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #if defined(__F16C__)
@@ -305,17 +306,39 @@ XLA_GPU_INLINE void StoreNarrow(Lanes x, T* to, int64_t count) {
   }
 }
 
+// Stores vectors of columns in the columns' order. Dot::LoadDown has kVectors times four of them in
+// the vectors' first four lanes, first those of the first vector; then come the second four lanes.
+template <int kVectors>
+XLA_GPU_INLINE void StoreInOrder(const Lanes (&x)[kVectors], float* to) {
+  if constexpr (kVectors == 1) return Store(x[0], to);
+  const float* from = reinterpret_cast<const float*>(x);
+  for (int i = 0; i < kLanes; i += 4) {
+    for (int v = 0; v < kVectors; ++v, to += 4) std::memcpy(to, from + v * kLanes + i, 16);
+  }
+}
+
 // How products of numbers in storage are summed: kPerLane of them at once in each lane.
 template <typename T>
 struct Dot {
   static constexpr int kPerLane = 1;
+  static constexpr int kAcross = 1;  // vectors that Load loads
+  static constexpr int kDown = 1;    // vectors that LoadDown loads
 
   // Neighbours in a row: the numbers at `from`, of which `count` exist; the others are zero.
-  static XLA_GPU_INLINE Lanes Load(const T* from, int64_t count) { return LoadWide(from, count); }
+  static XLA_GPU_INLINE void Load(const T* from, int64_t count, Lanes* to) {
+    to[0] = LoadWide(from, count);
+  }
 
-  // Neighbours in a column: those at `from`, and in the rows after it.
-  static XLA_GPU_INLINE Lanes LoadDown(const T* const (&from)[1], int64_t count) {
-    return LoadWide(from[0], count);
+  // What these are multiplied by, in the same order.
+  template <typename Query>
+  static XLA_GPU_INLINE void LoadQuery(const Query* from, int64_t count, Lanes* to) {
+    to[0] = LoadWide(from, count);
+  }
+
+  // Neighbours in a column: those at `from`, and in the rows after it. The columns, of which
+  // `count` exist, are in the order that StoreInOrder expects.
+  static XLA_GPU_INLINE void LoadDown(const T* const (&from)[1], int64_t count, Lanes* to) {
+    to[0] = LoadWide(from[0], count);
   }
 
   // Stores factors as numbers i and on of `to`, and returns them as they were stored.
@@ -333,17 +356,31 @@ struct Dot {
 };
 
 #ifdef __AVX512BF16__
+XLA_GPU_INLINE Words LoadWords(const void* from, int64_t num_bytes) {
+  constexpr int64_t kBytes = sizeof(Words);
+  if (num_bytes >= kBytes) return Load<Words>(from);
+  return num_bytes > 0 ? LoadPart<Words>(from, num_bytes) : Words{};
+}
+
 template <>
 struct Dot<BFloat16> {
   static constexpr int kPerLane = 2;
+  static constexpr int kAcross = 1;
+  static constexpr int kDown = 2;
 
-  static XLA_GPU_INLINE Lanes Load(const BFloat16* from, int64_t count) {
-    return count >= 2 * kLanes ? xla_gpu::Load<Lanes>(from) : LoadPart<Lanes>(from, 2 * count);
+  static XLA_GPU_INLINE void Load(const BFloat16* from, int64_t count, Lanes* to) {
+    to[0] = BitCast<Lanes>(LoadWords(from, 2 * count));
   }
 
-  static XLA_GPU_INLINE Lanes LoadDown(const BFloat16* const (&from)[2], int64_t count) {
-    return BitCast<Lanes>(Widen(LoadHalfWords(from[0], count)) |
-                          Widen(LoadHalfWords(from[1], count)) << 16);
+  static XLA_GPU_INLINE void LoadQuery(const BFloat16* from, int64_t count, Lanes* to) {
+    Load(from, count, to);
+  }
+
+  static XLA_GPU_INLINE void LoadDown(const BFloat16* const (&from)[2], int64_t count, Lanes* to) {
+    const auto first = (__m512i)LoadWords(from[0], 2 * count);
+    const auto second = (__m512i)LoadWords(from[1], 2 * count);
+    to[0] = (Lanes)_mm512_unpacklo_epi16(first, second);
+    to[1] = (Lanes)_mm512_unpackhi_epi16(first, second);
   }
 
   static XLA_GPU_INLINE Lanes StoreFactors(Lanes factors, float* to, int64_t i) {
@@ -378,22 +415,14 @@ struct PairedInt8 {
   int8_t value;
 };
 
-typedef uint8_t PairedBytes __attribute__((vector_size(2 * kLanes)));
-
-// The bytes of two rows by turns.
-XLA_GPU_INLINE PairedBytes Interleave(Bytes first, Bytes second) {
-  return (PairedBytes)_mm256_set_m128i(_mm_unpackhi_epi8((__m128i)first, (__m128i)second),
-                                       _mm_unpacklo_epi8((__m128i)first, (__m128i)second));
-}
-
-// The bfloat16s that the magnitudes of an 8-bit float stand for, a table for each of their bytes.
+// The bfloat16s that magnitudes of 8 bits stand for, a table for each of their bytes.
 template <typename T>
 struct BFloat16Table {
   alignas(64) uint8_t low[128];
   alignas(64) uint8_t high[128];
 };
 
-// E4M3 and E5M2 with kMantissaBits: numbers of T::kNaN and more are infinite or NaN.
+// Magnitudes from kFirstSpecial on are infinite or NaN.
 template <int kMantissaBits, int kBias, int kFirstSpecial, int kInfinity>
 constexpr uint16_t BFloat16Of(int magnitude) {
   if (magnitude >= kFirstSpecial) return magnitude == kInfinity ? 0x7f80 : 0x7fc0;
@@ -416,6 +445,9 @@ constexpr uint16_t AsBFloat16(PairedFloat8E4M3, int magnitude) {
 constexpr uint16_t AsBFloat16(PairedFloat8E5M2, int magnitude) {
   return BFloat16Of<2, 15, 0x7c, 0x7c>(magnitude);
 }
+constexpr uint16_t AsBFloat16(PairedInt8, int magnitude) {
+  return BFloat16Of<7, -6, 256, -1>(magnitude);  // integers as subnormal numbers in units of 1
+}
 
 template <typename T>
 constexpr BFloat16Table<T> MakeTable() {
@@ -430,50 +462,47 @@ constexpr BFloat16Table<T> MakeTable() {
 template <typename T>
 constexpr BFloat16Table<T> kBFloat16Table = MakeTable<T>();
 
-// Picks each of 32 bytes twice.
-struct TwiceTable {
-  alignas(64) uint8_t bytes[64] = {};
-
-  constexpr TwiceTable() {
-    for (int i = 0; i < 64; ++i) bytes[i] = static_cast<uint8_t>(i / 2);
-  }
-};
-constexpr TwiceTable kTwice;
-
+// The bfloat16s that 64 bytes stand for: the first and the last 8 of each 16.
 template <typename T>
-XLA_GPU_INLINE Lanes WidenPairs(PairedBytes x) {
+XLA_GPU_INLINE void WidenBytesInPairs(__m512i x, Lanes* to) {
+  constexpr bool kIsInt8 = std::is_same_v<T, PairedInt8>;
   const auto& table = kBFloat16Table<T>;
-  const __m512i twice =
-      _mm512_permutexvar_epi8(_mm512_load_si512(kTwice.bytes), _mm512_castsi256_si512((__m256i)x));
-  const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(table.low), twice,
+  const __m512i magnitude = kIsInt8 ? _mm512_abs_epi8(x) : x;
+  const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(table.low), magnitude,
                                                _mm512_load_si512(table.low + 64));
-  const __m512i both =
-      _mm512_mask_mov_epi8(low, 0xaaaaaaaaaaaaaaaa,
-                           _mm512_permutex2var_epi8(_mm512_load_si512(table.high), twice,
-                                                    _mm512_load_si512(table.high + 64)));
-  const __m512i sign = _mm512_set1_epi16(static_cast<int16_t>(0x8000));
-  return (Lanes)_mm512_ternarylogic_epi32(both, twice, sign, 0xf8);  // both | (twice & sign)
-}
-
-template <>
-XLA_GPU_INLINE Lanes WidenPairs<PairedInt8>(PairedBytes x) {
-  const auto widen = [](__m128i bytes) __attribute__((always_inline)) {
-    return _mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, bytes));
-  };
-  const __m512 low = widen(_mm256_castsi256_si128((__m256i)x));
-  const __m512 high = widen(_mm256_extracti128_si256((__m256i)x, 1));
-  return (Lanes)_mm512_cvtne2ps_pbh(high, low);
+  __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(table.high), magnitude,
+                                          _mm512_load_si512(table.high + 64));
+  if constexpr (kIsInt8) {  // 128 is not in the table, and 0 in its place
+    high = _mm512_mask_mov_epi8(high, _mm512_movepi8_mask(magnitude),
+                                _mm512_set1_epi8(AsBFloat16(T{}, 128) >> 8));
+  }
+  const __m512i sign = _mm512_set1_epi8(static_cast<int8_t>(0x80));
+  high = _mm512_ternarylogic_epi32(high, x, sign, 0xf8);  // high | (x & sign)
+  to[0] = (Lanes)_mm512_unpacklo_epi8(low, high);
+  to[1] = (Lanes)_mm512_unpackhi_epi8(low, high);
 }
 
 template <typename T>
 struct DotOfPairedBytes : Dot<BFloat16> {
-  static XLA_GPU_INLINE Lanes Load(const T* from, int64_t count) {
-    return WidenPairs<T>(count >= 2 * kLanes ? xla_gpu::Load<PairedBytes>(from)
-                                             : LoadPart<PairedBytes>(from, count));
+  static constexpr int kAcross = 2;
+  static constexpr int kDown = 4;
+
+  static XLA_GPU_INLINE void Load(const T* from, int64_t count, Lanes* to) {
+    WidenBytesInPairs<T>((__m512i)LoadWords(from, count), to);
   }
 
-  static XLA_GPU_INLINE Lanes LoadDown(const T* const (&from)[2], int64_t count) {
-    return WidenPairs<T>(Interleave(LoadBytes(from[0], count), LoadBytes(from[1], count)));
+  static XLA_GPU_INLINE void LoadQuery(const BFloat16* from, int64_t count, Lanes* to) {
+    const Words first = LoadWords(from, 2 * count);
+    const Words second = LoadWords(from + 2 * kLanes, 2 * (count - 2 * kLanes));
+    to[0] = BitCast<Lanes>(Shuffle<EveryOther<4, 0>>(first, second));
+    to[1] = BitCast<Lanes>(Shuffle<EveryOther<4, 1>>(first, second));
+  }
+
+  static XLA_GPU_INLINE void LoadDown(const T* const (&from)[2], int64_t count, Lanes* to) {
+    const auto first = (__m512i)LoadWords(from[0], count);
+    const auto second = (__m512i)LoadWords(from[1], count);
+    WidenBytesInPairs<T>(_mm512_unpacklo_epi8(first, second), to);
+    WidenBytesInPairs<T>(_mm512_unpackhi_epi8(first, second), to + 2);
   }
 };
 
@@ -485,9 +514,9 @@ template <>
 struct Dot<PairedInt8> : DotOfPairedBytes<PairedInt8> {};
 #endif
 
-// 2^x for x <= 0 or NaN, within 2 ulp; 0 where 2^x would be subnormal. x = n + f with 0 <= f <= 1;
+// 2^x for x < 128 or NaN, within 2 ulp; 0 where 2^x would be subnormal. x = n + f with 0 <= f <= 1;
 // 2^f by the polynomial of degree 6, exact at 0, whose largest relative error is least: 2^-28.9.
-XLA_GPU_INLINE Lanes Exp2OfNonPositive(Lanes x) {
+XLA_GPU_INLINE Lanes Exp2(Lanes x) {
 #if defined(__AVX512F__)
   const Lanes f = (Lanes)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
 #else
@@ -513,7 +542,7 @@ XLA_GPU_INLINE Lanes Exp2OfNonPositive(Lanes x) {
 // tanh(x), within 2^-23 of it.
 XLA_GPU_INLINE Lanes Tanh(Lanes x) {
   const Lanes magnitude = x < 0 ? -x : x;
-  const Lanes e = Exp2OfNonPositive(magnitude * -2.88539008f);  // e^(-2 |x|)
+  const Lanes e = Exp2(magnitude * -2.88539008f);  // e^(-2 |x|)
   const Lanes tanh = (1.0f - e) / (1.0f + e);
   return x < 0 ? -tanh : tanh;
 }

@@ -5,9 +5,10 @@
 // context. For each tile of kTile positions and each kv head it
 //   1. computes logits, a block of rows by some positions at a time, and turns them into weights,
 //   2. adds the weighted V to the rows' sums, a block of rows by some columns at a time.
-// A few blocks of rows read K and V where the block table says; more read them packed, K transposed
-// and V as floats. Meanwhile the next tile is brought nearer. Tiles and splits begin at
-// multiples of their size.
+// A few blocks of rows read K and V where the block table says, of all heads a tile at a time, and
+// not more, for it to stay in the processor's caches; more blocks read them packed, K transposed
+// and V as floats, a stretch of some tiles at a time. Meanwhile the next stretch is brought nearer.
+// Tiles, stretches and splits begin at multiples of their size.
 //
 // A logit is the sum of kLanes chains of products by one fixed tree, whether the chains lie in the
 // lanes of a register (MultiplyCached) or come one after the other (MultiplyPacked), and V is added
@@ -27,14 +28,17 @@ namespace {
 
 constexpr int kRows = 4;                       // of a block, at most
 constexpr int64_t kMaxCachedRows = 3 * kRows;  // more are worth packing K and V for
+constexpr int64_t kMaxTiles = 2;               // of a stretch
+constexpr int64_t kMaxStretch = kMaxTiles * kTile;
 constexpr int64_t kCacheLineBytes = 64;
+constexpr float kMaxGrowth = 8;  // of logits, in units of 1 / log2(e), before sums shrink
 constexpr float kInfinity = __builtin_inff();
 constexpr float kLog2E = 1.44269504f;
 constexpr double kLn2 = 0.693147180559945309;
 
 XLA_GPU_INLINE int64_t RoundUp(int64_t a, int64_t b) { return DivideUp(a, b) * b; }
 
-// The cache lines of the next tile, asked for one by one, evenly over the computation of this tile:
+// The cache lines of the next stretch, asked for one by one, evenly over the computation of this:
 // the processor cannot foresee where a block table leads, and drops what it is asked for in a
 // burst.
 class Prefetcher {
@@ -90,24 +94,26 @@ class Prefetcher {
   int64_t lines_per_step_ = 0;
 };
 
-// The order in which parts of a tile are read, kCount of them: their numbers with reversed bits. A
+// The order in which parts of a tile are read, kOfTile of them, or of several tiles with kCount in
+// all: one tile after the other, the numbers of its parts with reversed bits. A
 // processor that finds accesses at equal distances fetches what would follow, which is not what
 // does, as the next block lies elsewhere: it takes a third of the memory's rate.
-template <int64_t kCount>
+template <int64_t kCount, int64_t kOfTile>
 struct ReadingOrder {
   int8_t numbers[kCount] = {};
 
   constexpr ReadingOrder() {
     for (int64_t i = 0; i < kCount; ++i) {
-      for (int64_t bit = 1; bit < kCount; bit *= 2) {
+      for (int64_t bit = 1; bit < kOfTile; bit *= 2) {
         numbers[i] = static_cast<int8_t>(2 * numbers[i] + (i / bit) % 2);
       }
+      numbers[i] = static_cast<int8_t>(numbers[i] + i / kOfTile * kOfTile);
     }
   }
 };
 
-template <int64_t kCount>
-constexpr ReadingOrder<kCount> kReadingOrder;
+template <int64_t kCount, int64_t kOfTile = kCount>
+constexpr ReadingOrder<kCount, kOfTile> kReadingOrder;
 
 // Calls function(size, first) for blocks, of a size that is a constant, from number `first` on,
 // that make up `count`.
@@ -123,24 +129,24 @@ XLA_GPU_INLINE void ForEachBlock(int64_t first, int64_t count, const Function& f
 template <typename T>
 constexpr int kAtOnce = Dot<T>::kPerLane;
 
-// K or V of a tile and a kv head in the cache.
+// K or V of a stretch and a kv head in the cache.
 template <typename T>
 struct CachedRows {
   using Storage = T;
 
-  const char* const* keys;  // [kTile]
+  const char* const* keys;  // [kMaxStretch]
   int64_t offset;           // from there, in bytes
 
   XLA_GPU_INLINE const T* Row(int64_t j) const {
     return reinterpret_cast<const T*>(keys[j] + offset);
   }
   // Positions from j on, as many as are added at once, and columns from d on, of which `count`
-  // exist.
-  XLA_GPU_INLINE Lanes At(int64_t j, int64_t d, int64_t count) const {
+  // exist: Dot<T>::kDown vectors.
+  XLA_GPU_INLINE void LoadAt(int64_t j, int64_t d, int64_t count, Lanes* to) const {
     const T* rows[kAtOnce<T>];
 #pragma GCC unroll 2
     for (int i = 0; i < kAtOnce<T>; ++i) rows[i] = Row(j + i) + d;
-    return Dot<T>::LoadDown(rows, count);
+    Dot<T>::LoadDown(rows, count, to);
   }
 };
 
@@ -149,11 +155,13 @@ template <typename T>
 struct PackedRows {
   using Storage = T;
 
-  const float* rows;  // [kTile / kAtOnce, stride]
+  const float* rows;  // [kMaxStretch / kAtOnce, stride]
   int64_t stride;
 
-  XLA_GPU_INLINE Lanes At(int64_t j, int64_t d, int64_t) const {
-    return Load<Lanes>(rows + j / kAtOnce<T> * stride + d);
+  XLA_GPU_INLINE void LoadAt(int64_t j, int64_t d, int64_t, Lanes* to) const {
+    const float* from = rows + j / kAtOnce<T> * stride + d;
+#pragma GCC unroll 4
+    for (int i = 0; i < Dot<T>::kDown; ++i) to[i] = Load<Lanes>(from + i * kLanes);
   }
 };
 
@@ -162,27 +170,35 @@ template <int R>
 constexpr int64_t kPositions = kLanes / R;
 
 // logits[r, j] = q[r] . k[j] for R rows and kPositions positions from j on.
-//   q: [R, width], padded with zeros; logits: [R, kTile]
+//   q: [R, width], padded with zeros; logits: [R, kMaxStretch]
 template <int R, typename T>
 XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64_t j,
                                    int64_t head_size, int64_t width, float* logits,
                                    Prefetcher* next) {
-  constexpr int64_t kStep = kLanes * Dot<T>::kPerLane;
+  constexpr int kVectors = Dot<T>::kAcross;
+  constexpr int64_t kStep = kVectors * kLanes * Dot<T>::kPerLane;
   Lanes sums[kLanes] = {};
   const auto add = [&](int64_t d, int64_t count) __attribute__((always_inline)) {
     next->Step();
-    Lanes queries[R];
+    Lanes queries[R][kVectors];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      queries[r] = Load<Lanes>(q + r * width + d / Dot<T>::kPerLane);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        queries[r][v] = Load<Lanes>(q + r * width + d / Dot<T>::kPerLane + v * kLanes);
+      }
     }
 #pragma GCC unroll 16
     for (int i = 0; i < kPositions<R>; ++i) {
-      const Lanes key = Dot<T>::Load(k.Row(j + i) + d, count);
+      Lanes keys[kVectors];
+      Dot<T>::Load(k.Row(j + i) + d, count, keys);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        Lanes& sum = sums[PlaceOf(r * kPositions<R> + i)];
-        sum = Dot<T>::MultiplyAdd(queries[r], key, sum);
+        for (int r = 0; r < R; ++r) {
+          Lanes& sum = sums[PlaceOf(r * kPositions<R> + i)];
+          sum = Dot<T>::MultiplyAdd(queries[r][v], keys[v], sum);
+        }
       }
     }
   };
@@ -192,14 +208,14 @@ XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64
   const Lanes products = SumEach(sums);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    std::memcpy(logits + r * kTile + j,
+    std::memcpy(logits + r * kMaxStretch + j,
                 reinterpret_cast<const float*>(&products) + r * kPositions<R>,
                 kPositions<R> * sizeof(float));
   }
 }
 
 // The same for kVectors vectors of positions from j on, with K packed.
-//   k: [width, kTile]
+//   k: [width, kMaxStretch]
 template <int R, int kVectors, typename T>
 XLA_GPU_INLINE void MultiplyPacked(const float* q, const float* k, int64_t j, int64_t width,
                                    float* logits, Prefetcher* next) {
@@ -215,7 +231,8 @@ XLA_GPU_INLINE void MultiplyPacked(const float* q, const float* k, int64_t j, in
     for (int64_t w = LaneOfLeaf(n); w < width; w += kLanes) {
       Lanes keys[kVectors];
 #pragma GCC unroll 16
-      for (int i = 0; i < kVectors; ++i) keys[i] = Load<Lanes>(k + w * kTile + j + i * kLanes);
+      for (int i = 0; i < kVectors; ++i)
+        keys[i] = Load<Lanes>(k + w * kMaxStretch + j + i * kLanes);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         const Lanes query = Splat(q[r * width + w]);
@@ -238,13 +255,13 @@ XLA_GPU_INLINE void MultiplyPacked(const float* q, const float* k, int64_t j, in
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
-    for (int i = 0; i < kVectors; ++i) Store(sums[r][i], logits + r * kTile + j + i * kLanes);
+    for (int i = 0; i < kVectors; ++i) Store(sums[r][i], logits + r * kMaxStretch + j + i * kLanes);
   }
 }
 
 // sums[r] = sums[r] * shrink[r] + sum of weights[r, j] * v[j] over j in [begin, end), for R rows
 // and kVectors vectors of columns from d on, of which `count` exist.
-//   weights: [R, kTile]; sums: [R, stride]
+//   weights: [R, kMaxStretch], as Dot stores factors; sums: [R, stride]
 template <int R, int kVectors, typename Rows>
 XLA_GPU_INLINE void AddColumns(const float* weights, const Rows& v, int64_t begin, int64_t end,
                                int64_t d, int64_t count, int64_t stride, const float* shrink,
@@ -259,11 +276,14 @@ XLA_GPU_INLINE void AddColumns(const float* weights, const Rows& v, int64_t begi
   }
   using T = typename Rows::Storage;
   Prefetcher prefetcher = *next;  // in registers
-  const auto add = [&](int64_t j, bool is_whole) __attribute__((always_inline)) {
+  const auto add = [&](int64_t number, bool is_whole) __attribute__((always_inline)) {
+    const int64_t j = number * kAtOnce<T>;
     prefetcher.Step();
     Lanes values[kVectors];
 #pragma GCC unroll 16
-    for (int i = 0; i < kVectors; ++i) values[i] = v.At(j, d + i * kLanes, count);
+    for (int i = 0; i < kVectors; i += Dot<T>::kDown) {
+      v.LoadAt(j, d + i * kLanes, count, values + i);
+    }
     if (!is_whole && kAtOnce<T> > 1 && (j < begin || j + 1 >= end)) {
       const uint32_t attended = (j < begin ? 0 : 0xffff) | (j + 1 < end ? 0xffff0000 : 0);
       for (int i = 0; i < kVectors; ++i) {
@@ -272,20 +292,22 @@ XLA_GPU_INLINE void AddColumns(const float* weights, const Rows& v, int64_t begi
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const Lanes weight = Splat(weights[r * kTile + j / kAtOnce<T>]);
+      const Lanes weight = Splat(weights[r * kMaxStretch + number]);
 #pragma GCC unroll 16
       for (int i = 0; i < kVectors; ++i) {
         block[r][i] = Dot<T>::MultiplyAdd(weight, values[i], block[r][i]);
       }
     }
   };
-  const auto& order = kReadingOrder<kTile / kAtOnce<T>>.numbers;
-  if (begin <= 0 && kTile <= end) {
-    for (const int64_t number : order) add(number * kAtOnce<T>, true);
+  const auto& order = kReadingOrder<kMaxStretch / kAtOnce<T>, kTile / kAtOnce<T>>.numbers;
+  const int8_t* number = order + begin / kTile * kTile / kAtOnce<T>;
+  const int8_t* last = order + RoundUp(end, kTile) / kAtOnce<T>;
+  if (begin % kTile == 0 && end % kTile == 0) {
+    for (; number < last; ++number) add(*number, true);
   } else {
-    for (const int64_t number : order) {
-      const int64_t j = number * kAtOnce<T>;
-      if (begin < j + kAtOnce<T> && j < end) add(j, false);
+    for (; number < last; ++number) {
+      const int64_t j = *number * kAtOnce<T>;
+      if (begin < j + kAtOnce<T> && j < end) add(*number, false);
     }
   }
   *next = prefetcher;
@@ -299,27 +321,26 @@ XLA_GPU_INLINE void AddColumns(const float* weights, const Rows& v, int64_t begi
 template <int R, typename Rows>
 void AddBlock(const float* weights, const Rows& v, int64_t begin, int64_t end, int64_t head_size,
               int64_t stride, const float* shrink, float* sums, Prefetcher* next) {
-  constexpr int64_t kColumns = kBlockVectors * kLanes;
+  constexpr int kLeast = Dot<typename Rows::Storage>::kDown;
+  constexpr int64_t kColumns = kBlockVectors * kLanes, kLeastColumns = kLeast * kLanes;
   int64_t d = 0;
   for (; d + kColumns <= head_size; d += kColumns) {
-    AddColumns<R, kBlockVectors>(weights, v, begin, end, d, kLanes, stride, shrink, sums, next);
+    AddColumns<R, kBlockVectors>(weights, v, begin, end, d, kColumns, stride, shrink, sums, next);
   }
-  for (; d + kLanes <= head_size; d += kLanes) {
-    AddColumns<R, 1>(weights, v, begin, end, d, kLanes, stride, shrink, sums, next);
-  }
-  if (d < head_size) {
-    AddColumns<R, 1>(weights, v, begin, end, d, head_size - d, stride, shrink, sums, next);
+  for (; d < head_size; d += kLeastColumns) {
+    AddColumns<R, kLeast>(weights, v, begin, end, d, head_size - d, stride, shrink, sums, next);
   }
 }
 
-// What a row has seen in a split so far: the largest logit, in units of log2(e), and for each lane
-// the sum of 2^(logit - max).
+// What a row has seen in a split so far: the largest logit, in units of 1 / log2(e), and for each
+// lane the sum of 2^(logit - max). Or almost the largest: while others exceed it by at most
+// kMaxGrowth, it stays, and earlier sums need not shrink.
 struct RowState {
   float max;
   Lanes sums;
 };
 
-// Positions of a tile, counted from the tile's first.
+// Positions, counted from a tile's or a stretch's first.
 struct Range {
   int64_t begin;
   int64_t end;
@@ -328,11 +349,12 @@ struct Range {
 // Replaces the products q . k of R rows by their weights, zero outside the rows' ranges, and finds
 // the factors by which the rows' earlier sums must shrink. A logit is the product times `scale`, in
 // units of soft_cap or else of 1 / log2(e).
-//   products: [R, kTile]; ranges, states, shrink: [R]
+//   products: [R, kMaxStretch], of which the tile that begins at `tile` counts; weights are stored
+//   there as Dot stores factors; ranges, states, shrink: [R]
 // Weights are stored times `v_scales`, if there are any: those of the tile's positions.
 template <int R, typename T, bool kIsScaled = false>
-void Weigh(float* products, const Range* ranges, float scale, float soft_cap, RowState* states,
-           float* shrink, const float* v_scales = nullptr) {
+void Weigh(float* products, int64_t tile, const Range* ranges, float scale, float soft_cap,
+           RowState* states, float* shrink, const float* v_scales = nullptr) {
   constexpr int kVectors = kTile / kLanes;
   Lanes x[R][kVectors], largest[R], shift[R];
   bool is_partial = false;
@@ -341,7 +363,7 @@ void Weigh(float* products, const Range* ranges, float scale, float soft_cap, Ro
     is_partial |= ranges[r].begin > 0 || ranges[r].end < kTile;
 #pragma GCC unroll 16
     for (int i = 0; i < kVectors; ++i) {
-      x[r][i] = Load<Lanes>(products + r * kTile + i * kLanes) * scale;
+      x[r][i] = Load<Lanes>(products + r * kMaxStretch + tile + i * kLanes) * scale;
     }
   }
   if (soft_cap > 0) {
@@ -365,9 +387,12 @@ void Weigh(float* products, const Range* ranges, float scale, float soft_cap, Ro
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    const Lanes before = Splat(states[r].max), max = Max(MaxOfLanes(largest[r]), before);
+    const Lanes before = Splat(states[r].max), found = MaxOfLanes(largest[r]);
+    const Lanes max = found > before + kMaxGrowth ? found : before;
     shift[r] = max == -kInfinity ? Lanes{} : max;  // all logits -inf: weights of 0, not NaN
-    const Lanes factor = Exp2OfNonPositive(before - shift[r]);
+    shrink[r] = 1;
+    if (max[0] == states[r].max) continue;
+    const Lanes factor = Exp2(before - shift[r]);
     states[r] = {max[0], states[r].sums * factor};
     shrink[r] = factor[0];
   }
@@ -375,15 +400,15 @@ void Weigh(float* products, const Range* ranges, float scale, float soft_cap, Ro
   for (int i = 0; i < kVectors; ++i) {
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const Lanes weights = Exp2OfNonPositive(x[r][i] - shift[r]);
-      float* row = products + r * kTile;
+      const Lanes weights = Exp2(x[r][i] - shift[r]);
+      float* row = products + r * kMaxStretch;
       if constexpr (kIsScaled) {
         // A weight of zero stays one, whatever the scale.
         const Lanes scaled = weights == 0 ? weights : weights * Load<Lanes>(v_scales + i * kLanes);
-        Dot<T>::StoreFactors(scaled, row, i * kLanes);
+        Dot<T>::StoreFactors(scaled, row, tile + i * kLanes);
         states[r].sums += weights;
       } else {
-        states[r].sums += Dot<T>::StoreFactors(weights, row, i * kLanes);
+        states[r].sums += Dot<T>::StoreFactors(weights, row, tile + i * kLanes);
       }
     }
   }
@@ -399,8 +424,9 @@ class Attention {
         group_(p.num_heads / p.num_kv_heads),
         rows_per_head_(piece.num_tokens * group_),
         num_rows_(piece.num_heads * rows_per_head_),
-        width_(RoundUp(DivideUp(p.head_size, Dot<T>::kPerLane), kLanes)),
-        stride_(RoundUp(p.head_size, kLanes)),
+        is_packed_(rows_per_head_ > kMaxCachedRows),
+        width_(RoundUp(DivideUp(p.head_size, Dot<T>::kPerLane), Dot<T>::kAcross * kLanes)),
+        stride_(RoundUp(p.head_size, Dot<T>::kDown * kLanes)),
         row_bytes_(p.head_size * static_cast<int64_t>(sizeof(T))),
         head_bytes_(p.cache.head_stride * static_cast<int64_t>(sizeof(T))),
         value_offset_(static_cast<const char*>(p.cache.values) -
@@ -410,19 +436,19 @@ class Attention {
       int64_t num_bytes;
     } arrays[] = {
         {&q_, num_rows_ * width_ * 4},
-        {&k_, width_ * kTile * 4},
-        {&v_, kTile / kAtOnce<T> * stride_ * 4},
-        {&weights_, rows_per_head_ * kTile * 4},
-        {&shrink_, rows_per_head_ * 4},
+        {&k_, width_ * kMaxStretch * 4},
+        {&v_, kMaxStretch / kAtOnce<T> * stride_ * 4},
+        {&weights_, rows_per_head_ * kMaxStretch * 4},
+        {&shrink_, kMaxTiles * rows_per_head_ * 4},
         {&sums_, num_rows_ * stride_ * 4},
         {&totals_, num_rows_ * stride_ * 4},
         {&total_max_, num_rows_ * 4},
         {&total_weight_, num_rows_ * 4},
         {&states_, num_rows_ * static_cast<int64_t>(sizeof(RowState))},
-        {&k_scales_, kTile * 4},
-        {&v_scales_, kTile * 4},
-        {&keys_, kTile * 8},
-        {&next_keys_, kTile * 8},
+        {&k_scales_, kMaxStretch * 4},
+        {&v_scales_, kMaxStretch * 4},
+        {&keys_, kMaxStretch * 8},
+        {&next_keys_, kMaxStretch * 8},
         {&positions_, rows_per_head_ * 4},
     };
     int64_t num_bytes = 0;
@@ -440,18 +466,18 @@ class Attention {
       positions_[row] = static_cast<int32_t>(piece_.position + row / group_);
     }
     if (piece_.findings == nullptr) StartTotals();
-    num_next_ = FindKeys(piece_.begin / kTile * kTile, next_keys_);
+    const int64_t size = is_packed_ ? kMaxStretch : kTile;
+    num_next_ = FindKeys(piece_.begin / size * size, size, next_keys_);
     for (int64_t split = piece_.begin / kSplit * kSplit; split < piece_.end; split += kSplit) {
       StartSplit();
       const int64_t begin = Larger(piece_.begin, split), end = Smaller(piece_.end, split + kSplit);
-      for (int64_t tile = begin / kTile * kTile; tile < end; tile += kTile) {
+      for (int64_t first = begin / size * size; first < end; first += size) {
         const char** found = next_keys_;
         next_keys_ = keys_;
         keys_ = found;
-        num_next_ = FindKeys(tile + kTile, next_keys_);
-        for (int64_t head = 0; head < piece_.num_heads; ++head) {
-          AttendToTile(head, TileAt(tile, Larger(begin, tile), Smaller(end, tile + kTile)));
-        }
+        num_next_ = FindKeys(first + size, size, next_keys_);
+        const Stretch stretch = StretchAt(first, Larger(begin, first), Smaller(end, first + size));
+        for (int64_t head = 0; head < piece_.num_heads; ++head) AttendToStretch(head, stretch);
       }
       EndSplit(split / kSplit - piece_.begin / kSplit);
     }
@@ -502,28 +528,26 @@ class Attention {
       using Q = decltype(type);
       for (int64_t row = 0; row < num_rows_; ++row) {
         const Q* query = static_cast<const Q*>(p_.query) + NumberOfRow(row) * p_.head_size;
-        for (int64_t w = 0; w < width_; w += kLanes) {
+        for (int64_t w = 0; w < width_; w += Dot<T>::kAcross * kLanes) {
           const int64_t d = w * Dot<T>::kPerLane;
-          if constexpr (kIs8Bit<T> && Dot<T>::kPerLane == 1) {
-            Store(LoadWide(query + d, p_.head_size - d), q_ + row * width_ + w);
-          } else {
-            Store(Dot<Q>::Load(query + d, p_.head_size - d), q_ + row * width_ + w);
-          }
+          Lanes vectors[Dot<T>::kAcross];
+          Dot<T>::LoadQuery(query + d, p_.head_size - d, vectors);
+          std::memcpy(q_ + row * width_ + w, vectors, sizeof(vectors));
         }
       }
     });
   }
 
-  // Where the K of the piece's first head lies, for each position of a tile up to the piece's end.
-  // Returns the number of positions. Those before the first and some after the last have the
+  // Where the K of the piece's first head lies, for each position of a stretch up to the piece's
+  // end. Returns the number of positions. Those before the first and some after the last have the
   // addresses of these, for whole vectors to be read.
-  int64_t FindKeys(int64_t tile, const char** keys) const {
+  int64_t FindKeys(int64_t first, int64_t size, const char** keys) const {
     const int32_t* table = p_.block_tables + piece_.sequence * p_.max_blocks_per_seq;
-    const int64_t num_positions = Larger(0, Smaller(kTile, piece_.end - tile));
-    int64_t position = Larger(tile, piece_.begin);
+    const int64_t num_positions = Larger(0, Smaller(size, piece_.end - first));
+    int64_t position = Larger(first, piece_.begin);
     if (num_positions == 0) return 0;
     int64_t logical = position / p_.block_size, offset = position % p_.block_size;
-    for (int64_t j = position - tile; j < num_positions; ++j) {
+    for (int64_t j = position - first; j < num_positions; ++j) {
       keys[j] = reinterpret_cast<const char*>(static_cast<const T*>(p_.cache.keys) +
                                               p_.cache.Offset(table[logical], offset)) +
                 piece_.first_head * head_bytes_;
@@ -532,32 +556,33 @@ class Attention {
         ++logical;
       }
     }
-    for (int64_t j = 0; j < position - tile; ++j) keys[j] = keys[position - tile];
+    for (int64_t j = 0; j < position - first; ++j) keys[j] = keys[position - first];
     for (int64_t j = num_positions; j < RoundUp(num_positions, kLanes); ++j) keys[j] = keys[j - 1];
     return num_positions;
   }
 
-  struct Tile {
+  // A tile, or some that are packed at once.
+  struct Stretch {
     int64_t position;  // of its first
     Range range;       // all that any row attends to
     bool is_mixed;     // some rows do not attend to all of that
   };
 
-  Tile TileAt(int64_t position, int64_t begin, int64_t end) const {
+  Stretch StretchAt(int64_t position, int64_t begin, int64_t end) const {
     const int64_t last = piece_.position + piece_.num_tokens - 1;
     const bool is_mixed =
         p_.WindowEnd(piece_.position, context_len_) < end || p_.WindowBegin(last) > begin;
     return {position, {begin - position, end - position}, is_mixed};
   }
 
-  void AttendToTile(int64_t head, const Tile& tile) {
-    if (HasScalesPerPosition()) FindScales(tile, piece_.first_head + head);
+  void AttendToStretch(int64_t head, const Stretch& stretch) {
+    if (HasScalesPerPosition()) FindScales(stretch, piece_.first_head + head);
     Prefetcher next = PrefetcherOf(head);
     const int64_t k_offset = head * head_bytes_, v_offset = k_offset + value_offset_;
     const CachedRows<T> k{keys_, k_offset}, v{keys_, v_offset};
-    if (rows_per_head_ <= kMaxCachedRows) {
+    if (!is_packed_) {
       next.Expect(NumStepsOfTile());
-      ComputeWeights(head, tile, [&](auto num_rows, const float* q, Range all, float* products) {
+      ComputeWeights(head, stretch, [&](auto num_rows, const float* q, Range all, float* products) {
         constexpr int64_t kStep = kPositions<num_rows>;
         for (const int64_t number : kReadingOrder<kTile / kStep>.numbers) {
           const int64_t j = number * kStep;
@@ -565,25 +590,25 @@ class Attention {
           MultiplyCached<num_rows>(q, k, j, p_.head_size, width_, products, &next);
         }
       });
-      AddValues(head, tile, v, !tile.is_mixed, &next);
+      AddValues(head, stretch, v, !stretch.is_mixed, &next);
       return;
     }
-    const auto [begin, end] = tile.range;
+    const auto [begin, end] = stretch.range;
     PackKeys(k, begin, end);
     PackValues(v, begin, end);
-    const bool is_safe = !tile.is_mixed || IsFinite(begin, end);
-    next.Expect(DivideUp(rows_per_head_, kRows) * kTile);
-    ComputeWeights(head, tile, [&](auto num_rows, const float* q, Range all, float* products) {
+    const bool is_safe = !stretch.is_mixed || IsFinite(begin, end);
+    next.Expect(DivideUp(rows_per_head_, kRows) * kMaxStretch);
+    ComputeWeights(head, stretch, [&](auto num_rows, const float* q, Range all, float* products) {
       ForEachBlock<kBlockVectors>(all.begin / kLanes, DivideUp(all.end, kLanes),
                                   [&](auto num_vectors, int64_t vector) {
                                     MultiplyPacked<num_rows, num_vectors, T>(
                                         q, k_, vector * kLanes, width_, products, &next);
                                   });
     });
-    AddValues(head, tile, PackedRows<T>{v_, stride_}, is_safe, &next);
+    AddValues(head, stretch, PackedRows<T>{v_, stride_}, is_safe, &next);
   }
 
-  // Of a head's share of the next tile. Where heads lie side by side, that is all heads of some
+  // Of a head's share of the next stretch. Where heads lie side by side, that is all heads of some
   // positions, as they lie in memory; elsewhere its own rows of all positions.
   Prefetcher PrefetcherOf(int64_t head) const {
     const bool is_one_row = value_offset_ == row_bytes_;  // K and V
@@ -605,14 +630,15 @@ class Attention {
   int64_t NumStepsOfTile() const {
     const int64_t blocks = rows_per_head_ / kRows + __builtin_popcountll(rows_per_head_ % kRows);
     const int64_t vectors = stride_ / kLanes;
-    return rows_per_head_ * (kTile / kLanes) * (width_ / kLanes) +
-           blocks * (vectors / kBlockVectors + vectors % kBlockVectors) * (kTile / kAtOnce<T>);
+    const int64_t columns = vectors / kBlockVectors + vectors % kBlockVectors / Dot<T>::kDown;
+    return rows_per_head_ * (kTile / kLanes) * (width_ / kLanes / Dot<T>::kAcross) +
+           blocks * columns * (kTile / kAtOnce<T>);
   }
 
-  // multiply(R, q, range, products): products of R rows with all positions of a range of the tile,
-  // and perhaps with some beside them.
+  // multiply(R, q, range, products): products of R rows with all positions of a range of the
+  // stretch, and perhaps with some beside them.
   template <typename Multiply>
-  void ComputeWeights(int64_t head, const Tile& tile, const Multiply& multiply) {
+  void ComputeWeights(int64_t head, const Stretch& stretch, const Multiply& multiply) {
     float scale = p_.soft_cap > 0 ? p_.scale / p_.soft_cap : p_.scale * kLog2E;
     if (kIs8Bit<T> && !p_.k_scale.IsPerPosition()) {
       scale *= p_.k_scale.At(0, 0, piece_.first_head + head);
@@ -620,26 +646,32 @@ class Attention {
     const bool is_biased = p_.alibi_slopes != nullptr;
     const int64_t first_row = head * rows_per_head_;
     ForEachBlock<kRows>(0, rows_per_head_, [&](auto num_rows, int64_t first) {
-      const Range all = RangeOfRows(tile, first, num_rows);
+      const Range all = RangeOfRows(stretch, first, num_rows);
       if (all.begin >= all.end) return;
-      float* products = weights_ + first * kTile;
+      float* products = weights_ + first * kMaxStretch;
       multiply(num_rows, q_ + (first_row + first) * width_, all, products);
-      if (kIs8Bit<T> && p_.k_scale.IsPerPosition()) {
-        ForEachVector(products, num_rows,
-                      [&](Lanes x, int64_t j) { return x * Load<Lanes>(k_scales_ + j); });
-      }
-      Range ranges[num_rows];
-      for (int r = 0; r < num_rows; ++r) ranges[r] = RangeOfRows(tile, first + r, 1);
-      if (is_biased) CapAndBias(tile, head, first, num_rows, scale, products);
-      const float scale_then = is_biased ? 1 : scale, cap = is_biased ? 0 : p_.soft_cap;
-      RowState* states = &states_[first_row + first];
-      if constexpr (kIs8Bit<T>) {
-        if (p_.v_scale.IsPerPosition()) {
-          return Weigh<num_rows, T, true>(products, ranges, scale_then, cap, states,
-                                          shrink_ + first, v_scales_);
+      for (int64_t tile = all.begin / kTile * kTile; tile < all.end; tile += kTile) {
+        if (kIs8Bit<T> && p_.k_scale.IsPerPosition()) {
+          ScaleTile(products + tile, num_rows, k_scales_ + tile);
+        }
+        Range ranges[num_rows];
+        for (int r = 0; r < num_rows; ++r) {
+          const auto [begin, end] = RangeOfRows(stretch, first + r, 1);
+          ranges[r] = {begin - tile, end - tile};
+        }
+        if (is_biased) {
+          CapAndBias(stretch.position + tile, head, first, num_rows, scale, products + tile);
+        }
+        const float scale_then = is_biased ? 1 : scale, cap = is_biased ? 0 : p_.soft_cap;
+        RowState* states = &states_[first_row + first];
+        float* shrink = ShrinkOf(tile) + first;
+        if (kIs8Bit<T> && p_.v_scale.IsPerPosition()) {
+          Weigh<num_rows, T, kIs8Bit<T>>(products, tile, ranges, scale_then, cap, states, shrink,
+                                         v_scales_ + tile);
+        } else {
+          Weigh<num_rows, T>(products, tile, ranges, scale_then, cap, states, shrink);
         }
       }
-      Weigh<num_rows, T>(products, ranges, scale_then, cap, states, shrink_ + first);
     });
   }
 
@@ -648,35 +680,38 @@ class Attention {
   }
 
   // The scales of the positions that any row attends to, of a kv head.
-  void FindScales(const Tile& tile, int64_t kv_head) {
+  void FindScales(const Stretch& stretch, int64_t kv_head) {
     const int32_t* table = p_.block_tables + piece_.sequence * p_.max_blocks_per_seq;
-    for (int64_t j = 0; j < kTile; ++j) {
-      const bool is_attended = tile.range.begin <= j && j < tile.range.end;
-      const int64_t position = tile.position + j, offset = position % p_.block_size;
+    for (int64_t j = 0; j < kMaxStretch; ++j) {
+      const bool is_attended = stretch.range.begin <= j && j < stretch.range.end;
+      const int64_t position = stretch.position + j, offset = position % p_.block_size;
       const int64_t block = is_attended ? table[position / p_.block_size] : 0;
       k_scales_[j] = is_attended ? p_.k_scale.At(block, offset, kv_head) : 1.0f;
       v_scales_[j] = is_attended ? p_.v_scale.At(block, offset, kv_head) : 1.0f;
     }
   }
 
-  // Replaces each vector of some rows by function(vector, its first position).
-  //   rows: [num_rows, kTile]
-  template <typename Function>
-  static XLA_GPU_INLINE void ForEachVector(float* rows, int64_t num_rows,
-                                           const Function& function) {
-    for (int64_t i = 0; i < num_rows * kTile; i += kLanes) {
-      Store(function(Load<Lanes>(rows + i), i % kTile), rows + i);
+  // By what the rows' sums must shrink before a tile of the stretch is added.
+  float* ShrinkOf(int64_t tile) { return shrink_ + tile / kTile * rows_per_head_; }
+
+  // Multiplies the products of some rows with a tile by a factor of each position.
+  //   products: [num_rows, kMaxStretch]; factors: [kTile]
+  static void ScaleTile(float* products, int64_t num_rows, const float* factors) {
+    for (int64_t r = 0; r < num_rows; ++r, products += kMaxStretch) {
+      for (int64_t j = 0; j < kTile; j += kLanes) {
+        Store(Load<Lanes>(products + j) * Load<Lanes>(factors + j), products + j);
+      }
     }
   }
 
-  // Turns the products of some rows of a kv head into capped logits with ALiBi's bias, in units of
-  // 1 / log2(e). Apart from Weigh, which is in every call.
-  //   products: [num_rows, kTile]
-  __attribute__((noinline)) void CapAndBias(const Tile& tile, int64_t head, int64_t first,
+  // Turns the products of some rows of a kv head with a tile into capped logits with ALiBi's bias,
+  // in units of 1 / log2(e). Apart from Weigh, which is in every call.
+  //   tile: its first position; products: [num_rows, kMaxStretch]
+  __attribute__((noinline)) void CapAndBias(int64_t tile, int64_t head, int64_t first,
                                             int64_t num_rows, float scale, float* products) const {
-    for (int64_t row = first; row < first + num_rows; ++row, products += kTile) {
+    for (int64_t row = first; row < first + num_rows; ++row, products += kMaxStretch) {
       const float slope = p_.alibi_slopes[HeadOfRow(head * rows_per_head_ + row)] * kLog2E;
-      const auto position = static_cast<float>(positions_[row] - tile.position);
+      const auto position = static_cast<float>(positions_[row] - tile);
       for (int64_t j = 0; j < kTile; j += kLanes) {
         Lanes x = Load<Lanes>(products + j) * scale;
         if (p_.soft_cap > 0) x = Tanh(x) * (p_.soft_cap * kLog2E);
@@ -686,59 +721,80 @@ class Attention {
     }
   }
 
-  // `is_safe`: a weight of zero may meet any V of the tile, as none is NaN or infinite.
+  // `is_safe`: a weight of zero may meet any V of the stretch, as none is NaN or infinite.
   template <typename Rows>
-  void AddValues(int64_t head, const Tile& tile, const Rows& v, bool is_safe, Prefetcher* next) {
-    const int64_t first_row = head * rows_per_head_;
+  void AddValues(int64_t head, const Stretch& stretch, const Rows& v, bool is_safe,
+                 Prefetcher* next) {
     ForEachBlock<kRows>(0, rows_per_head_, [&](auto num_rows, int64_t first) {
-      const Range all = RangeOfRows(tile, first, num_rows);
-      if (all.begin >= all.end) return;
-      const float* weights = weights_ + first * kTile;
-      float* sums = sums_ + (first_row + first) * stride_;
-      if (is_safe) {
-        AddBlock<num_rows>(weights, v, all.begin, all.end, p_.head_size, stride_, shrink_ + first,
-                           sums, next);
-        return;
-      }
-      for (int64_t r = 0; r < num_rows; ++r) {
-        const Range own = RangeOfRows(tile, first + r, 1);
-        AddBlock<1>(weights + r * kTile, v, own.begin, own.end, p_.head_size, stride_,
-                    shrink_ + first + r, sums + r * stride_, next);
-      }
+      if (is_safe) return AddValuesOf<num_rows>(head, stretch, v, first, next);
+      for (int64_t r = 0; r < num_rows; ++r) AddValuesOf<1>(head, stretch, v, first + r, next);
     });
   }
 
-  // Of a tile, what any of some rows of a kv head attends to.
-  Range RangeOfRows(const Tile& tile, int64_t first, int64_t num_rows) const {
-    if (!tile.is_mixed) return tile.range;
-    const int64_t begin = p_.WindowBegin(positions_[first]) - tile.position;
-    const int64_t end =
-        p_.WindowEnd(positions_[first + num_rows - 1], context_len_) - tile.position;
-    return {Larger(begin, tile.range.begin), Smaller(end, tile.range.end)};
+  // Tiles are added at once while sums need not shrink between them: times 1 is no rounding, so
+  // that is the same as one after the other.
+  template <int R, typename Rows>
+  XLA_GPU_INLINE void AddValuesOf(int64_t head, const Stretch& stretch, const Rows& v,
+                                  int64_t first, Prefetcher* next) {
+    const auto [begin, end] = RangeOfRows(stretch, first, R);
+    int64_t tile = begin / kTile * kTile;
+    while (tile < end) {
+      int64_t after = tile + kTile;
+      while (after < end && IsOne<R>(ShrinkOf(after) + first)) after += kTile;
+      AddBlock<R>(weights_ + first * kMaxStretch, v, Larger(begin, tile), Smaller(end, after),
+                  p_.head_size, stride_, ShrinkOf(tile) + first,
+                  sums_ + (head * rows_per_head_ + first) * stride_, next);
+      tile = after;
+    }
   }
 
-  // Transposes K at positions [begin, end) of the tile, and at some beside them.
+  template <int R>
+  static bool IsOne(const float* factors) {
+    bool is_one = true;
+    for (int r = 0; r < R; ++r) is_one &= factors[r] == 1.0f;
+    return is_one;
+  }
+
+  // Of a stretch, what any of some rows of a kv head attends to.
+  Range RangeOfRows(const Stretch& stretch, int64_t first, int64_t num_rows) const {
+    if (!stretch.is_mixed) return stretch.range;
+    const int64_t begin = p_.WindowBegin(positions_[first]) - stretch.position;
+    const int64_t end =
+        p_.WindowEnd(positions_[first + num_rows - 1], context_len_) - stretch.position;
+    return {Larger(begin, stretch.range.begin), Smaller(end, stretch.range.end)};
+  }
+
+  // Transposes K at positions [begin, end) of the stretch, and at some beside them.
   void PackKeys(const CachedRows<T>& k, int64_t begin, int64_t end) {
+    constexpr int kVectors = Dot<T>::kAcross;
     for (int64_t j = begin / kLanes * kLanes; j < end; j += kLanes) {
-      for (int64_t w = 0; w < width_; w += kLanes) {
+      for (int64_t w = 0; w < width_; w += kVectors * kLanes) {
         const int64_t d = w * Dot<T>::kPerLane;
-        Lanes square[kLanes];
+        Lanes squares[kVectors][kLanes];
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) {
-          square[i] = Dot<T>::Load(k.Row(j + i) + d, p_.head_size - d);
+          Lanes keys[kVectors];
+          Dot<T>::Load(k.Row(j + i) + d, p_.head_size - d, keys);
+          for (int v = 0; v < kVectors; ++v) squares[v][i] = keys[v];
         }
-        Transpose(square);
+        for (int v = 0; v < kVectors; ++v) {
+          Transpose(squares[v]);
 #pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) Store(square[i], k_ + (w + i) * kTile + j);
+          for (int i = 0; i < kLanes; ++i) {
+            Store(squares[v][i], k_ + (w + v * kLanes + i) * kMaxStretch + j);
+          }
+        }
       }
     }
   }
 
-  // Packs V at positions [begin, end) of the tile, and perhaps at one beside them.
+  // Packs V at positions [begin, end) of the stretch, and perhaps at one beside them.
   void PackValues(const CachedRows<T>& v, int64_t begin, int64_t end) {
     for (int64_t j = begin / kAtOnce<T> * kAtOnce<T>; j < end; j += kAtOnce<T>) {
-      for (int64_t d = 0; d < stride_; d += kLanes) {
-        Store(v.At(j, d, p_.head_size - d), v_ + j / kAtOnce<T> * stride_ + d);
+      for (int64_t d = 0; d < stride_; d += Dot<T>::kDown * kLanes) {
+        Lanes columns[Dot<T>::kDown];
+        v.LoadAt(j, d, p_.head_size - d, columns);
+        std::memcpy(v_ + j / kAtOnce<T> * stride_ + d, columns, sizeof(columns));
       }
     }
   }
@@ -760,6 +816,13 @@ class Attention {
   }
 
   void EndSplit(int64_t split) {
+    constexpr int kVectors = Dot<T>::kDown;
+    for (float* columns = sums_; columns < sums_ + num_rows_ * stride_;
+         columns += kVectors * kLanes) {
+      Lanes vectors[kVectors];
+      std::memcpy(vectors, columns, sizeof(vectors));
+      StoreInOrder(vectors, columns);
+    }
     for (int64_t row = 0; row < num_rows_; ++row) {
       const float weight = SumOfLanes(states_[row].sums);
       if (piece_.findings == nullptr) {
@@ -786,12 +849,12 @@ class Attention {
   void AddToTotal(int64_t row, float found_max, float found_weight, const float* found) {
     const float max = found_max > total_max_[row] ? found_max : total_max_[row];
     const float shift = max == -kInfinity ? 0.0f : max;
-    const float shrink = Exp2OfNonPositive(Splat(total_max_[row] - shift))[0];
-    const float share = Exp2OfNonPositive(Splat(found_max - shift))[0];
+    const float shrink = Exp2(Splat(total_max_[row] - shift))[0];
+    const float share = Exp2(Splat(found_max - shift))[0];
     total_max_[row] = max;
     total_weight_[row] = total_weight_[row] * shrink + found_weight * share;
     float* total = totals_ + row * stride_;
-    for (int64_t d = 0; d < stride_; d += kLanes) {
+    for (int64_t d = 0; d < p_.head_size; d += kLanes) {
       const Lanes more = LoadWide(found + d, p_.head_size - d) * share;
       Store(MultiplyAdd(Load<Lanes>(total + d), Splat(shrink), more), total + d);
     }
@@ -811,7 +874,7 @@ class Attention {
       const float weight = attends ? total_weight_[row] : 1.0f;
       const int64_t kv_head = piece_.first_head + row / rows_per_head_;
       const float v_scale = p_.v_scale.IsPerPosition() ? 1.0f : p_.v_scale.At(0, 0, kv_head);
-      for (int64_t d = 0; d < stride_; d += kLanes) {
+      for (int64_t d = 0; d < p_.head_size; d += kLanes) {
         Lanes result = Load<Lanes>(total + d) / weight;
         if (kIs8Bit<T>) result *= v_scale;
         result += 0.0f;  // zero has one sign, whichever sums came to it
@@ -830,6 +893,7 @@ class Attention {
   const int64_t group_;          // query heads per kv head
   const int64_t rows_per_head_;  // per kv head
   const int64_t num_rows_;
+  const bool is_packed_;        // K and V are read packed
   const int64_t width_;         // of queries and keys: lanes, padded to whole vectors
   const int64_t stride_;        // of values and sums: head_size, padded to whole vectors
   const int64_t row_bytes_;     // of K of a position and kv head
@@ -837,19 +901,19 @@ class Attention {
   const int64_t value_offset_;  // from there to its V
 
   float* q_;                // [num_rows, width]
-  float* k_;                // [width, kTile]
-  float* v_;                // [kTile / kAtOnce, stride]
-  float* weights_;          // [rows_per_head, kTile]; products before
-  float* shrink_;           // [rows_per_head]
-  float* sums_;             // [num_rows, stride], of this split
+  float* k_;                // [width, kMaxStretch]
+  float* v_;                // [kMaxStretch / kAtOnce, stride], columns as Dot loads them
+  float* weights_;          // [rows_per_head, kMaxStretch]; products before
+  float* shrink_;           // [kMaxTiles, rows_per_head]
+  float* sums_;             // [num_rows, stride], of this split, columns likewise until it ends
   float* totals_;           // [num_rows, stride], of the splits before
   float* total_max_;        // [num_rows]
   float* total_weight_;     // [num_rows]
   RowState* states_;        // [num_rows]
-  float* k_scales_;         // [kTile], of a tile and head, if each position has its own
-  float* v_scales_;         // [kTile]
-  const char** keys_;       // [kTile]
-  const char** next_keys_;  // [kTile], of the tile after this
+  float* k_scales_;         // [kMaxStretch], of a head, if each position has its own
+  float* v_scales_;         // [kMaxStretch]
+  const char** keys_;       // [kMaxStretch]
+  const char** next_keys_;  // [kMaxStretch], of the stretch after this
   int64_t num_next_;
   int32_t* positions_;  // [rows_per_head], of the tokens of the rows
 };

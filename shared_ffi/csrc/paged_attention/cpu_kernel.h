@@ -9,7 +9,7 @@
 namespace xla_gpu::paged_attention {
 
 // Positions of a tile, the step of the online softmax.
-inline constexpr int64_t kTile = 64;
+inline constexpr int64_t kTile = 32;
 
 // Positions of a split. A row's splits are computed each by itself and merged from first to last,
 // whether one thread does it all or several share it.
