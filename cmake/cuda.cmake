@@ -1,11 +1,20 @@
-# The CUDA handlers: every .cu file of an op, and the tensor cores' kernel once for each type of
+# The CUDA handlers: every .cu file of an op, and the tensor cores' kernels once for each type of
 # query and of cache and each head size, so that the build uses all cores.
 
 list(JOIN XLA_GPU_HEAD_SIZES ", " HEAD_SIZES)
 list(JOIN XLA_GPU_HEAD_SIZES_OF_8_BITS ", " OF_8_BITS)
+# Only sm_90a has what the kernel for Hopper is made of.
+set(HOPPER_HEAD_SIZES ${XLA_GPU_HEAD_SIZES})
+list(FILTER HOPPER_HEAD_SIZES INCLUDE REGEX "^(64|128)$")
+if(XLA_GPU_CUDA STREQUAL "ON" AND NOT XLA_GPU_ARCHITECTURES MATCHES "90a")
+  set(HOPPER_HEAD_SIZES)
+endif()
+list(TRANSFORM HOPPER_HEAD_SIZES PREPEND ", " OUTPUT_VARIABLE ON_HOPPER)
+list(JOIN ON_HOPPER "" ON_HOPPER)
 file(CONFIGURE OUTPUT generated/tensor_core_head_sizes.h
      CONTENT "#define XLA_GPU_TENSOR_CORE_HEAD_SIZES @HEAD_SIZES@
-#define XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_8_BITS @OF_8_BITS@\n" @ONLY)
+#define XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_8_BITS @OF_8_BITS@
+#define XLA_GPU_HOPPER_HEAD_SIZES @ON_HOPPER@\n" @ONLY)
 
 add_library(cuda_settings INTERFACE)
 target_include_directories(cuda_settings INTERFACE "${CMAKE_BINARY_DIR}/generated")
@@ -55,6 +64,13 @@ foreach(storage Half BFloat16)
       target_compile_definitions(${name} PRIVATE
         XLA_GPU_STORAGE=${storage} XLA_GPU_CACHE=${cache} XLA_GPU_HEAD_SIZE=${head_size})
     endforeach()
+  endforeach()
+  foreach(head_size ${HOPPER_HEAD_SIZES})
+    set(name hopper_${storage}_${head_size})
+    add_cuda_objects(${name} shared_ffi/csrc/paged_attention/hopper.cu)
+    set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES 90a-real)
+    target_compile_definitions(${name} PRIVATE
+      XLA_GPU_STORAGE=${storage} XLA_GPU_HEAD_SIZE=${head_size})
   endforeach()
 endforeach()
 

@@ -55,7 +55,8 @@ def kernels(reports: Path) -> list[dict[str, Any]]:
         for part in report.read_text().split("Compiling entry function ")[1:]:
             name, target = re.match(r"'(\S+)' for 'sm_(\w+)'", part).groups()
             kernel = re.search(
-                r"\d(TensorCoreAttention|CudaCoreAttention|Finish|Update|Add)(.*)", name
+                r"\d(TensorCoreAttention|HopperAttention|CudaCoreAttention|Finish|Update|Add)(.*)",
+                name,
             )
             assert kernel is not None, name
             types = re.match(f"I({_TYPE}*)", kernel[2])

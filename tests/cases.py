@@ -512,6 +512,101 @@ CASES = [
 ]
 assert len({case.id for case in CASES}) == len(CASES)
 
+
+def _long_queries() -> Iterator[Case]:
+    """More queries than the CUDA kernels split a sequence for, which is where a kernel of their own
+    may take them, over contexts of many of its tiles, beside shorter ones."""
+    batches = {
+        "prompts": ((130, 130), (1, 200), (65, 65), (300, 300)),
+        "chunks": ((100, 385), (66, 128), (20, 129), (0, 40), (129, 520)),
+    }
+    features: dict[str, dict[str, Any]] = {
+        "window-1": {"sliding_window": 1},
+        "window-90": {"sliding_window": 90},
+        "window-128-cap-5": {"sliding_window": 128, "soft_cap": 5.0},
+        "sinks": {"sinks": True},
+        "alibi": {"alibi_slopes": True},
+        "not-causal": {"causal": False},
+        "window-40-right-200": {"causal": False, "sliding_window": 40, "window_right": 200},
+        "large-logits": {"query_factor": 30.0},
+        "negative-scale": {"scale": -0.3},
+        "hint": {"max_query_len": 300},
+        "shared-first-block": {"shared_first_block": True},
+        "layout-n2hbd": {"kv_layout": "n2hbd"},
+        "all": {
+            "sinks": True,
+            "alibi_slopes": True,
+            "causal": False,
+            "window_right": 20,
+            "sliding_window": 150,
+            "soft_cap": 5.0,
+        },
+    }
+    shorts = {dtype: short for dtype, short in SHORT_NAMES.items() if dtype != "float32"}
+    sizes = product((8, 64, 80, 128), ((1, 1), (2, 3), (1, 4), (1, 8)))
+    for i, (head_size, (num_kv_heads, group)) in enumerate(sizes):
+        dtype = "float16" if head_size == 80 else "bfloat16"
+        yield Case(
+            id=f"long-head-size-{head_size}-gqa{group}-{shorts[dtype]}",
+            sequences=[*batches.values()][(i + i // 4) % 2],
+            num_kv_heads=num_kv_heads,
+            num_heads=num_kv_heads * group,
+            head_size=head_size,
+            block_size=16,
+            dtype=dtype,
+            return_lse=True,
+        )
+    for i, (feature, fields) in enumerate(features.items()):
+        both = zip(shorts.items(), batches.items(), strict=True)
+        for (dtype, short), (name, sequences) in both:
+            yield Case(
+                id=f"long-{name}-{feature}-{short}",
+                sequences=sequences,
+                num_heads=6,
+                block_size=(1, 7, 16, 64, 100, 256)[i % 6],
+                head_size=(64, 128, 72)[i % 3],
+                dtype=dtype,
+                return_lse=True,
+                **fields,
+            )
+    for (dtype, short), length in product(shorts.items(), (65, 127, 128, 129, 200, 256, 257)):
+        yield Case(
+            id=f"long-later-token-nan-{length}-{short}",
+            sequences=((length, length), (70, length + 5)),
+            nan_in_last_position=True,
+            sliding_window=100 if length == 200 else None,
+            head_size=64 if length % 2 else 128,
+            num_heads=2,
+            block_size=16,
+            dtype=dtype,
+        )
+    for group in (100, 130):
+        yield Case(
+            id=f"long-gqa{group}",
+            sequences=((3, 200), (2, 2)),
+            num_heads=group,
+            num_kv_heads=1,
+            dtype="bfloat16",
+        )
+    yield Case(
+        id="long-beside-splits",
+        sequences=((100, 130), (3, 700), (1, 600), (22, 300)),
+        num_heads=6,
+        dtype="bfloat16",
+    )
+    yield Case(
+        id="long-fewer-keys",
+        sequences=((200, 20), (150, 0), (70, 200)),
+        causal=False,
+        sinks=True,
+        return_lse=True,
+        dtype="float16",
+    )
+
+
+LONG_CASES = list(_long_queries())
+assert len({case.id for case in LONG_CASES}) == len(LONG_CASES)
+
 SHORT_CASES = [
     case
     for case in CASES

@@ -17,8 +17,10 @@ ON_CUDA = os.environ.get("XLA_GPU_TEST_ON") == "cuda"
 
 
 class Gpu:
-    def __init__(self, native: Any) -> None:
+    def __init__(self, native: Any, prefill: str = "any") -> None:
+        """`prefill`: the kernel that long queries may run on."""
         self.native = native
+        self.prefill = prefill
 
     def run(
         self, op: Any, operands: Sequence[Any], results: Sequence[Any], seed: int, **attributes: Any
@@ -26,6 +28,7 @@ class Gpu:
         """Calls an op's handler; writes into the results, which may be operands. The seed varies
         the order of threads, where something does."""
         dtypes = [x.dtype.name for x in (*operands, *results)]
+        self.native.set_cuda_prefill(self.prefill)
         call = self.native.EagerCall("cuda", op.TARGET, attributes, dtypes)
         self._call(call, operands, results, seed)
 

@@ -1,9 +1,14 @@
 """The CUDA handlers and kernels: against the oracle over every case, in any batch, on faulty metadata.
 Run on the CPU (tests/simt), inside guard pages and under several orders of their threads; `make
-gpu-check` runs this file on a GPU."""
+gpu-check` runs this file on a GPU. Where long queries have a kernel of their own, with it too."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,10 +18,10 @@ from hypothesis import given, settings
 
 from shared_ffi import kv_cache_update, paged_attention, simple_add
 from shared_ffi.spec import ArraySpec
-from tests import reference
+from tests import native, reference
 from tests.arrays import guarded
 from tests.calls import checked_call, numbers
-from tests.cases import CASES, UPDATE_CASES, Case, UpdateCase
+from tests.cases import CASES, LONG_CASES, UPDATE_CASES, Case, UpdateCase
 from tests.compare import assert_close_on_cuda, assert_same_bits
 from tests.gpu import ON_CUDA, Gpu
 from tests.test_kernel import random_cases
@@ -34,6 +39,111 @@ def attend(gpu: Gpu, operands: Any, *, seed: int = 0, **attributes: Any) -> Any:
     guarded_arrays = [guarded(x) for x in arrays]
     gpu.run(paged_attention, guarded_arrays, [*results, scratch], seed, **numbers(call))
     return tuple(results) if len(results) > 1 else results[0]
+
+
+def with_prefill(gpu: Gpu, prefill: str) -> Gpu:
+    """The GPU, with another kernel that long queries may run on."""
+    if prefill not in gpu.native.cuda_prefills():
+        pytest.skip(f"this build has no kernel {prefill}")
+    return type(gpu)(gpu.native, prefill)
+
+
+@pytest.fixture(scope="session", params=["hopper", "any"])
+def either(request: pytest.FixtureRequest, gpu: Gpu) -> Gpu:
+    """The GPU, by each of the kernels that long queries may run on."""
+    return with_prefill(gpu, request.param)
+
+
+def has_long_queries(case: Case) -> bool:
+    """Whether some of the case run on another kernel where long queries do."""
+    most_that_are_split = max(1, 64 * case.num_kv_heads // case.num_heads)
+    return (
+        case.dtype != "float32"
+        and case.cache_dtype is None
+        and case.head_size % 8 == 0
+        and case.head_size <= 128
+        and max([0, *(q_len for q_len, _ in case.sequences)]) > most_that_are_split
+    )
+
+
+@pytest.mark.parametrize("case", LONG_CASES, ids=lambda case: case.id)
+def test_long_queries(case: Case, either: Gpu) -> None:
+    assert has_long_queries(case)
+    test_paged_attention(case, either)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if has_long_queries(case)], ids=lambda case: case.id
+)
+def test_paged_attention_on_hopper(case: Case, gpu: Gpu) -> None:
+    test_paged_attention(case, with_prefill(gpu, "hopper"))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_size", [24, 128])
+def test_infinite_values_of_later_tokens(head_size: int, dtype: str, either: Gpu) -> None:
+    """They reach the rows that attend to them, whose keys are finite, and no others."""
+    case = Case(
+        id=f"infinite-{head_size}-{dtype}",
+        sequences=((9, 70), (70, 200), (130, 130), (200, 257)),
+        num_kv_heads=1,
+        head_size=head_size,
+        dtype=dtype,
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    for s, (_, context) in enumerate(case.sequences):
+        block, offset = divmod(context - 3, case.block_size)
+        value = inputs.kv_cache[inputs.block_tables[s, block], offset, 1]
+        value[::3], value[1::5] = np.inf, -np.inf
+        value[7] = np.nan
+    result = attend(either, inputs, **attributes)
+    with np.errstate(over="ignore"):  # what is allowed of an infinite value
+        assert_close_on_cuda(result, inputs, attributes)
+    for seed in (1, 2):
+        assert_same_bits(attend(either, inputs, **attributes, seed=seed), result)
+
+
+def test_the_kernel_of_long_queries_can_be_chosen(gpu: Gpu) -> None:
+    """By the environment, when the module is loaded."""
+    offered = gpu.native.cuda_prefills()
+    message = (
+        "shared_ffi: the kernel of long queries on CUDA (XLA_GPU_CUDA_PREFILL) must be one of "
+    )
+    message += f"{', '.join(offered)} in this build; got volta"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        gpu.native.set_cuda_prefill("volta")
+    program = "import sys; from tests import native; module = native.load(sys.argv[1], 'x._native')"
+    for name in (None, *offered, "volta"):
+        outcome = subprocess.run(
+            [sys.executable, "-c", f"{program}; print(module.cuda_prefill())", gpu.native.__file__],
+            capture_output=True,
+            text=True,
+            cwd=native.ROOT,
+            env=os.environ | ({} if name is None else {"XLA_GPU_CUDA_PREFILL": name}),
+        )
+        if name == "volta":
+            assert outcome.returncode != 0 and f"{message}\n" in outcome.stderr
+        else:
+            assert outcome.stdout == f"{name or 'any'}\n", outcome.stderr
+
+
+def with_long_queries(case: Case) -> Case:
+    """A case like it that has them, if it has many queries."""
+    return replace(
+        case,
+        sequences=tuple((3 * q_len, 3 * context) for q_len, context in case.sequences),
+        max_query_len=case.max_query_len and 3 * case.max_query_len,
+        head_size=case.head_size % 16 * 8 + 8,
+        dtype="bfloat16" if case.dtype == "float32" else case.dtype,
+        cache_dtype=None,
+        scales=None,
+    )
+
+
+@given(case=random_cases().map(with_long_queries))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_random_long_queries(either: Gpu, case: Case) -> None:
+    test_paged_attention(case, either)
 
 
 KERNELS = "CUDA kernels" if ON_CUDA else "CUDA kernels, emulated"
@@ -111,11 +221,11 @@ def batch(dtype: str, num_heads: int = 6) -> tuple[list[Any], np.ndarray]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("attributes", [{}, {"sliding_window": 300}, {"soft_cap": 20.0}], ids=str)
 def test_a_sequence_has_the_same_bits_in_any_batch(
-    attributes: dict[str, Any], dtype: str, gpu: Gpu
+    attributes: dict[str, Any], dtype: str, either: Gpu
 ) -> None:
     (query, kv_cache, context_lens, tables, start, _), starts = batch(dtype)
     together = attend(
-        gpu,
+        either,
         [query, kv_cache, context_lens, tables, start, np.array(len(BATCH), I32)],
         scale=0.2,
         **attributes,
@@ -126,7 +236,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch(
             rows = np.concatenate([rows, np.full((padding, *rows.shape[1:]), np.nan, rows.dtype)])
             begins = np.cumsum([0, *(BATCH[s][0] for s in order), *[0] * padding])
             result = attend(
-                gpu,
+                either,
                 [
                     rows,
                     kv_cache,
@@ -168,7 +278,7 @@ def test_a_value_that_is_nan_beside_a_key_that_is_not(cache_dtype: str | None, g
 @pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn"])
 @pytest.mark.parametrize("max_query_len", [1, 2, 9, 1000])
 def test_the_bits_do_not_depend_on_max_query_len(
-    max_query_len: int, cache_dtype: str | None, head_size: int, gpu: Gpu
+    max_query_len: int, cache_dtype: str | None, head_size: int, either: Gpu
 ) -> None:
     sequences = ((1, 700), (2, 300), (9, 9), (100, 120))
     case = Case(
@@ -181,16 +291,16 @@ def test_the_bits_do_not_depend_on_max_query_len(
         padding_tokens=50,
     )
     inputs, attributes = case.inputs(), case.attributes()
-    result = attend(gpu, inputs, **attributes)
+    result = attend(either, inputs, **attributes)
     assert_close_on_cuda(result, inputs, attributes)
-    assert_same_bits(attend(gpu, inputs, **attributes, max_query_len=max_query_len), result)
+    assert_same_bits(attend(either, inputs, **attributes, max_query_len=max_query_len), result)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_more_queries_than_max_query_len(dtype: str, gpu: Gpu) -> None:
+def test_more_queries_than_max_query_len(dtype: str, either: Gpu) -> None:
     inputs, starts = batch(dtype)
-    sound = attend(gpu, inputs, scale=0.2)
-    result = attend(gpu, inputs, scale=0.2, max_query_len=3)
+    sound = attend(either, inputs, scale=0.2)
+    result = attend(either, inputs, scale=0.2, max_query_len=3)
     assert np.isnan(result[starts[3] : starts[5]].astype(F32)).all()
     assert_same_bits(result[: starts[3]], sound[: starts[3]])
     assert_same_bits(result[starts[5] :], sound[starts[5] :])
@@ -246,16 +356,16 @@ def faulty_metadata() -> dict[str, tuple[dict[int, Any], list[int]]]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fault", faulty_metadata())
-def test_faulty_metadata(fault: str, dtype: str, gpu: Gpu) -> None:
+def test_faulty_metadata(fault: str, dtype: str, either: Gpu) -> None:
     """Never a read outside the arrays; NaN in the rows concerned, the right bits in all others."""
     inputs, starts = batch(dtype)
-    sound = attend(gpu, inputs, scale=0.2)
+    sound = attend(either, inputs, scale=0.2)
     changes, lost = faulty_metadata()[fault]
     faulty = [np.array(x) for x in inputs]
     for operand, entries in changes.items():
         for index, value in entries:
             faulty[operand][index] = value
-    result = attend(gpu, faulty, scale=0.2)
+    result = attend(either, faulty, scale=0.2)
     expected = np.array(sound)
     for s in lost:
         expected[starts[s] : starts[s + 1]] = np.nan

@@ -74,10 +74,12 @@ def test_a_row_and_its_tables(tmp_path: Path) -> None:
             "not_measured": ["131072"],
         },
     }
-    decode, _, of_8_bits = results["bench"]["rows"]
+    decode, prefill, of_8_bits = results["bench"]["rows"]
     assert {"torch eager", "JAX", "torch SDPA (contiguous)"} <= set(decode["seconds"])
     assert set(of_8_bits["seconds"]) == {"torch eager", "JAX", "torch eager, max_query_len"}
     assert of_8_bits["kv_bytes"] == decode["kv_bytes"] / 2
+    hopper = "torch eager, XLA_GPU_CUDA_PREFILL=hopper"
+    assert prefill["absent"][hopper] == "does not compute on other devices than Hopper's"
     assert "FlashInfer" in decode["absent"] and "FlashInfer" not in decode["seconds"]
     json.dumps(results)
     text = report.markdown(results)

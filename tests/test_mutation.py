@@ -34,8 +34,8 @@ CPU_FAULTS = {
     ),
     "sees-the-next-token": (
         KERNEL,
-        "num_rows - 1], context_len_) - tile.position;",
-        "num_rows - 1], context_len_) + 1 - tile.position;",
+        "num_rows - 1], context_len_) - stretch.position;",
+        "num_rows - 1], context_len_) + 1 - stretch.position;",
     ),
     "sums-otherwise-when-packed": (KERNEL, "int64_t w = LaneOfLeaf(n);", "int64_t w = n;"),
     "mixes-up-query-heads": (
@@ -48,6 +48,7 @@ CPU_FAULTS = {
         "Load<Lanes>(sums + r * stride + d + i * kLanes) * shrink[r]",
         "Load<Lanes>(sums + r * stride + d + i * kLanes) * (shrink[r] < 0 ? 0.0f : 1.0f)",
     ),
+    "forgets-to-rescale-between-tiles-at-once": (KERNEL, "is_one &= factors[r] == 1.0f;", "is_one &= true;"),
     "forgets-the-soft-cap": (KERNEL, "if (soft_cap > 0) {", "if (soft_cap > 1e30f) {"),
     "leaves-padding-rows": (
         ATTENTION,
@@ -96,6 +97,7 @@ CPU_FAULTS = {
 
 TENSOR, CORE = "paged_attention/tensor_core.cuh", "paged_attention/cuda_core.cuh"
 ROWS, FINISH = "paged_attention/rows.cuh", "paged_attention/finish.cuh"
+SOFTMAX, HOPPER = "paged_attention/softmax.cuh", "paged_attention/hopper.cuh"
 
 CUDA_FAULTS = {
     "none": (TENSOR, "", ""),
@@ -118,9 +120,9 @@ CUDA_FAULTS = {
         "is_bad = gpu::AnyInBlock(is_bad);  // all have read the queries, whose place the sums take",
         "",
     ),
-    "forgets-to-rescale": (TENSOR, "sums[e] *= shrinks[e / 2];", "sums[e] *= shrinks[e / 2] < 0;"),
+    "forgets-to-rescale": (TENSOR, "Softmax::Shrink(shrinks, sums_);", ""),
     "sees-the-next-token": (ROWS, "p.WindowEnd(position, item.context_len)));", "p.WindowEnd(position, item.context_len) + 1));"),
-    "keeps-unattended-nan": (TENSOR, "&& RowsDiffer(tile)) SetAside", "&& tile < 0) SetAside"),
+    "keeps-unattended-nan": (TENSOR, "!std::is_integral_v<C> && common", "tile < 0 && common"),
     "merges-one-split-too-few": (
         FINISH,
         "for (int64_t split = 0; split < num_splits; ++split) {\n        value",
@@ -139,7 +141,7 @@ CUDA_FAULTS = {
     "leaves-padding-rows": (FINISH, "FillRow<T>(p, token, is_lost", "if (is_lost) FillRow<T>(p, token, is_lost"),
     "a-sink-in-each-split": (ROWS, "item.num_splits == 1 ? SinkOf", "item.num_splits > 0 ? SinkOf"),
     "alibi-of-later-positions-has-the-wrong-sign": (ROWS, "fabsf(", "("),
-    "alibi-of-another-row": (TENSOR, "lane_ / 4 + 8}};\n    For", "lane_ / 4}};\n    For"),
+    "alibi-of-another-row": (SOFTMAX, "{p_, item_, row_ + 8}};", "{p_, item_, row_}};"),
     "log-sum-exp-without-the-largest": (ROWS, "(row.max + log2f(row.sum)) * kLn2", "log2f(row.sum) * kLn2"),
     "rows-without-keys-are-nan": (ROWS, "range.begin < range.end ? sum : 1.0f", "sum"),
     "a-split-row-without-keys-is-nan": (FINISH, "(attends ? sum : 1.0f)", "sum"),
@@ -161,6 +163,39 @@ CUDA_FAULTS = {
     "places-of-two-sequences-overlap": ("paged_attention/scratch.h", "s * PlacesOfSequence(p) + i", "s * PlacesOfSequence(p) / 2 + i"),
     "quantizes-with-the-first-head's-scale": ("kv_cache_update/cuda.cu", "p.v_scale.At(block, in_block, head)", "p.v_scale.At(block, in_block, 0)"),
     "takes-v-for-k": (TENSOR, "KeyOf<C>(p_, from", "ValueOf<C>(p_, from"),
+    "hopper-does-not-wait-for-keys": (HOPPER, "shared_.keys_ring.WaitFilled(turn);", ""),
+    "hopper-does-not-wait-for-values": (HOPPER, "shared_.values_ring.WaitFilled(turn);", ""),
+    "hopper-overwrites-keys": (HOPPER, "shared_.keys_ring.WaitFreed(turn_);", ""),
+    "hopper-overwrites-values": (HOPPER, "shared_.values_ring.WaitFreed(turn_);", ""),
+    "hopper-overwrites-an-item": (HOPPER, "shared_.items_ring.WaitFreed(turn);", ""),
+    "hopper-never-frees-keys": (HOPPER, "shared_.keys_ring.Free(next);", ""),
+    "hopper-frees-values-early": (
+        HOPPER,
+        "gpu::WaitProducts<0>(sums_);\n        gpu::KeepRegisters(weights);\n        shared_.values_ring.Free(*turn);",
+        "shared_.values_ring.Free(*turn);\n        gpu::WaitProducts<0>(sums_);",
+    ),
+    "hopper-does-not-wait-for-logits": (HOPPER, "gpu::WaitProducts<1>(logits);", ""),
+    "hopper-does-not-wait-for-sums": (HOPPER, "gpu::WaitProducts<0>(sums_);\n        gpu::Keep", "gpu::Keep"),
+    "hopper-changes-weights-in-use": (
+        HOPPER,
+        "Weigh(tile + 1, logits, shrinks);",
+        "Weigh(tile + 1, logits, shrinks);\n        Pack(logits, weights);",
+    ),
+    "hopper-starts-sums-without-a-fence": (HOPPER, "gpu::FenceProducts(sums_);", ""),
+    "hopper-keys-behind-the-async-proxy": (HOPPER, "gpu::FenceAsyncProxy();\n    gpu::FenceProducts", "gpu::FenceProducts"),
+    "hopper-values-behind-the-async-proxy": (HOPPER, "gpu::FenceAsyncProxy();\n    if (common_", "if (common_"),
+    "hopper-query-before-it-is-there": (HOPPER, "gpu::WaitCopies<0>();\n    gpu::FenceAsyncProxy", "gpu::FenceAsyncProxy"),
+    "hopper-query-of-the-next-item": (HOPPER, "gpu::SyncThreads(barrier_, kThreads);  // everyone has left the item before", ""),
+    "hopper-another-swizzle": (HOPPER, "chunk % 8 ^ row % 8", "chunk % 8 ^ row % 4"),
+    "hopper-another-block-of-columns": (HOPPER, "block_bytes >> 4 << 16", "block_bytes >> 5 << 16"),
+    "hopper-another-group-of-rows": (HOPPER, "group_bytes >> 4 << 32", "group_bytes >> 3 << 32"),
+    "hopper-sees-zeros-past-the-end": (HOPPER, "!common_.Contains(begin, end)", "!common_.Contains(begin, min(end, item_.end))"),
+    "hopper-keeps-unattended-nan": (HOPPER, "if (common_.RowsDiffer(item_,", "if (tile < 0 && common_.RowsDiffer(item_,"),
+    "hopper-non-finite-values-in-use": (HOPPER, "gpu::SyncThreads(kBothConsumers, kBoth);\n    for", "for"),
+    "hopper-forgets-to-rescale": (HOPPER, "Softmax::Shrink(shrinks, sums_);", ""),
+    "hopper-forgets-the-sink": (HOPPER, "gpu::Exp2(sink - shift) + weight", "weight"),
+    "hopper-loses-bad-blocks": (HOPPER, "place.token] = is_bad;", "place.token] = false;"),
+    "a-kernel-takes-short-and-long": ("paged_attention/schedule.cuh", "(q_len > MaxSplitTokens(p)) ==", "(q_len > 1) =="),
     "writes-past-the-end": ("kv_cache_update/cuda.cu", " || slot >= p.NumSlots()) return;\n  const int64_t size", ") return;\n  const int64_t size"),
 }  # fmt: skip
 
@@ -196,8 +231,9 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             folder / "source",
             folder / "build",
             "-DCMAKE_CXX_FLAGS=-fno-strict-aliasing -Wno-unused",
-            # Enough for every case, and fewer to build.
-            "-DXLA_GPU_HEAD_SIZES=64;256",
+            # Enough for every case, and fewer to build. At 128 the kernel for Hopper has more than one
+            # block of columns.
+            "-DXLA_GPU_HEAD_SIZES=128;256",
             "-DXLA_GPU_HEAD_SIZES_OF_8_BITS=64",
             f"-DXLA_GPU_CPU_INSTRUCTION_SETS={';'.join(INSTRUCTION_SETS)}",
             cuda,

@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.contest import OURS_ON_GPUS, medians, row_of, seconds
+from benchmarks.contest import (
+    OURS_ON_GPUS,
+    TO_BEAT_WITH_8_BITS,
+    medians,
+    ours_on_hopper,
+    row_of,
+    seconds,
+)
 from benchmarks.gpu.peers import PEERS
 from benchmarks.workloads import Workload, of_trace, uniform
 from examples.replay.models import MODELS
@@ -92,9 +99,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--small", action="store_true", help="one workload of each kind")
     parser.add_argument("--no-peers", action="store_true", help="this library alone")
+    parser.add_argument("--no-hopper", action="store_true", help="not the kernel for Hopper")
     parser.add_argument("--seconds", type=float, default=300, help="start no workload after these")
     options = parser.parse_args()
-    makers = OURS_ON_GPUS if options.no_peers else OURS_ON_GPUS | PEERS
+    makers = OURS_ON_GPUS | TO_BEAT_WITH_8_BITS | ({} if options.no_peers else PEERS)
+    if options.no_hopper:
+        makers = {name: make for name, make in makers.items() if make is not ours_on_hopper}
     start = time.monotonic()
     results: dict[str, Any] = {"limits": limits(), "rows": [], "not_measured": []}
     for workload in workloads(options.trace, options.small):

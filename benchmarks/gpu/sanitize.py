@@ -1,5 +1,5 @@
 """A few calls of every kernel, for compute-sanitizer to watch: `compute-sanitizer --tool racecheck
-python -m benchmarks.gpu.sanitize`."""
+python -m benchmarks.gpu.sanitize`. Long queries by the kernel that XLA_GPU_CUDA_PREFILL names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
 from tests.calls import overload_of
-from tests.cases import CASES, UPDATE_CASES
+from tests.cases import CASES, LONG_CASES, UPDATE_CASES, Case
 from tests.gpu import exchange_to_cuda, keywords_to_cuda
 
 IDS = (
@@ -19,16 +19,29 @@ IDS = (
     "all-long",
     "layout-n2hbd-long",
 )
+LONG_IDS = (
+    "long-head-size-128-gqa3-bf16",
+    "long-prompts-window-90-f16",
+    "long-later-token-nan-257-bf16",
+)
 UPDATE_IDS = ("some-padding-int64-bf16", "head-size-1")
+
+
+def attend(case: Case) -> None:
+    """Computes a case, and looks at nothing of it."""
+    tensors = [exchange_to_cuda(x) for x in case.inputs()]
+    overload, keywords = overload_of("paged_attention", case.attributes())
+    overload(*tensors, **keywords_to_cuda(keywords))
 
 
 def main() -> None:
     """Runs them."""
     for case in CASES:
         if case.id.rpartition("-")[0] in IDS:
-            tensors = [exchange_to_cuda(x) for x in case.inputs()]
-            overload, keywords = overload_of("paged_attention", case.attributes())
-            overload(*tensors, **keywords_to_cuda(keywords))
+            attend(case)
+    for case in LONG_CASES:
+        if case.id in LONG_IDS:
+            attend(case)
     for update in UPDATE_CASES:
         if update.id in UPDATE_IDS:
             torch.ops.xla_gpu.kv_cache_update(*(exchange_to_cuda(x) for x in update.inputs()))

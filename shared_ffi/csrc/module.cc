@@ -181,24 +181,48 @@ class EagerCall {
   std::vector<std::pair<std::string, xla_gpu::Attribute>> attributes_;
 };
 
-constexpr char kIsaVariable[] = "XLA_GPU_CPU_ISA";
+// Something that the environment may choose, before any function of this module does.
+struct Choice {
+  const char* what;
+  const char* variable;
+  const char* where;  // the others are not to be had
+  bool (*choose)(const std::string& name);
+  std::vector<std::string> (*offered)();
+};
 
-// Throws ValueError where this processor does not have it.
-void SetCpuInstructionSet(const std::string& name) {
-  if (xla_gpu::paged_attention::ChooseCpuInstructionSet(name)) return;
+constexpr Choice kCpuInstructionSet = {"the CPU's instruction set", "XLA_GPU_CPU_ISA",
+                                       "on this processor",
+                                       xla_gpu::paged_attention::ChooseCpuInstructionSet,
+                                       xla_gpu::paged_attention::CpuInstructionSets};
+#ifdef XLA_GPU_CUDA
+constexpr Choice kCudaPrefill = {"the kernel of long queries on CUDA", "XLA_GPU_CUDA_PREFILL",
+                                 "in this build", xla_gpu::paged_attention::ChooseCudaPrefill,
+                                 xla_gpu::paged_attention::CudaPrefills};
+#endif
+
+// Throws ValueError where that is not offered.
+void Choose(const Choice& choice, const std::string& name) {
+  if (choice.choose(name)) return;
   std::string offered;
-  for (const std::string& other : xla_gpu::paged_attention::CpuInstructionSets()) {
+  for (const std::string& other : choice.offered()) {
     offered += (offered.empty() ? "" : ", ") + other;
   }
-  throw nb::value_error((std::string("shared_ffi: the CPU's instruction set (") + kIsaVariable +
-                         ") must be one of " + offered + " on this processor; got " + name)
+  throw nb::value_error((std::string("shared_ffi: ") + choice.what + " (" + choice.variable +
+                         ") must be one of " + offered + " " + choice.where + "; got " + name)
                             .c_str());
+}
+
+void ChooseByEnvironment(const Choice& choice) {
+  if (const char* name = std::getenv(choice.variable)) Choose(choice, name);
 }
 
 }  // namespace
 
 NB_MODULE(_native, m) {
-  if (const char* name = std::getenv(kIsaVariable)) SetCpuInstructionSet(name);
+  ChooseByEnvironment(kCpuInstructionSet);
+#ifdef XLA_GPU_CUDA
+  ChooseByEnvironment(kCudaPrefill);
+#endif
   nb::set_leak_warnings(false);  // Python caches EagerCalls until the process ends
   m.attr("ffi_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.def("handlers", &Handlers, "{platform: {target: capsule}} of every handler in this build.");
@@ -209,12 +233,21 @@ NB_MODULE(_native, m) {
   m.def("cpu_instruction_sets", &xla_gpu::paged_attention::CpuInstructionSets,
         "Those that the CPU kernels are built for and this processor has, the best first.");
   m.def("cpu_instruction_set", &xla_gpu::paged_attention::CpuInstructionSet, "The one in use.");
-  m.def("set_cpu_instruction_set", &SetCpuInstructionSet, nb::arg("name"),
-        "Uses another from now on, as the environment variable XLA_GPU_CPU_ISA does.");
+  m.def(
+      "set_cpu_instruction_set", [](const std::string& name) { Choose(kCpuInstructionSet, name); },
+      nb::arg("name"),
+      "Uses another from now on, as the environment variable XLA_GPU_CPU_ISA does.");
 #ifdef XLA_GPU_CUDA
   m.def("cuda_kernels", &CudaKernels,
         "(kernel, size, bytes of the cache's elements, groups of rows, threads, bytes of shared "
         "memory) of the kernels of paged_attention.");
+  m.def("cuda_prefills", &xla_gpu::paged_attention::CudaPrefills,
+        "Kernels of this build for long queries on CUDA, the default first.");
+  m.def("cuda_prefill", &xla_gpu::paged_attention::CudaPrefill, "The one in use.");
+  m.def(
+      "set_cuda_prefill", [](const std::string& name) { Choose(kCudaPrefill, name); },
+      nb::arg("name"),
+      "Uses another from now on, as the environment variable XLA_GPU_CUDA_PREFILL does.");
 #endif
   nb::class_<EagerCall>(m, "EagerCall", "A handler with its attributes, callable on arrays.")
       .def(nb::init<const std::string&, const std::string&, nb::dict,

@@ -6,8 +6,10 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -18,6 +20,10 @@ namespace {
 
 constexpr size_t kStackBytes = 256 * 1024;
 constexpr size_t kMaxSharedBytes = 227 * 1024;  // of a block on sm_90; 99 KiB on the smallest GPUs
+constexpr uint32_t kSharedBegin = 1024;  // of a block's memory: the system has what is before
+constexpr int kBarriers = 16;
+constexpr int kWarpsPerGroup = 4;
+constexpr int kDepth = 16;  // of a product's sums
 
 struct Copy {
   void* to;
@@ -40,6 +46,68 @@ struct Fiber {
   std::vector<std::vector<Copy>> copies;  // by group, the last still open
 };
 
+// Copies of a thread, and the barrier where it arrives when they have landed.
+struct Arrival {
+  int thread;
+  std::vector<Copy> copies;
+  void* barrier;
+};
+
+// What a barrier in shared memory holds.
+struct PhaseBarrier {
+  int16_t count;    // arrivals of a phase; shared memory starts with less than 0
+  int16_t pending;  // those to come
+  int32_t phase;
+
+  static PhaseBarrier* At(void* address) {
+    CheckShared(address, sizeof(PhaseBarrier));
+    auto* barrier = static_cast<PhaseBarrier*>(address);
+    if (barrier->count <= 0) Fail("a barrier in shared memory is not initialized");
+    return barrier;
+  }
+};
+
+// A warp's part of a product, and what it was handed in by each lane.
+struct StartedProduct {
+  std::array<Product, kWarpSize> lanes;
+  std::array<std::array<uint32_t, 4>, kWarpSize> a;
+};
+
+struct ProductGroup {
+  std::vector<StartedProduct> products;
+  bool is_computed = false;
+};
+
+using Sums = std::array<std::vector<float>, kWarpSize>;
+
+struct WarpProducts {
+  bool is_fenced = false;
+  size_t num_started = 0;
+  std::vector<ProductGroup> groups;  // the last still open
+  std::map<float*, Sums> sums;       // of products under way, by where the first lane's go
+};
+
+// What every warp of a warpgroup must ask for alike.
+struct ProductOfGroup {
+  uint64_t a_descriptor, b_descriptor;
+  int num_columns;
+  bool has_a, b_is_transposed, accumulates;
+
+  explicit ProductOfGroup(const Product& p)
+      : a_descriptor(p.a_descriptor),
+        b_descriptor(p.b_descriptor),
+        num_columns(p.num_columns),
+        has_a(p.a != nullptr),
+        b_is_transposed(p.b_is_transposed),
+        accumulates(p.accumulates) {}
+
+  bool operator!=(const ProductOfGroup& other) const {
+    return a_descriptor != other.a_descriptor || b_descriptor != other.b_descriptor ||
+           num_columns != other.num_columns || has_a != other.has_a ||
+           b_is_transposed != other.b_is_transposed || accumulates != other.accumulates;
+  }
+};
+
 // Threads that meet, and what those already there have handed in.
 struct Meeting {
   const char* operation = nullptr;
@@ -52,7 +120,13 @@ struct Block {
   std::vector<Fiber> fibers;
   std::vector<int> ready;
   std::vector<Meeting> warps;
-  Meeting all;
+  std::array<Meeting, kBarriers> barriers;
+  std::array<int, kBarriers> barrier_threads;
+  std::map<void*, std::vector<int>> waiting;  // for a barrier's phase to end
+  std::vector<Arrival> arrivals;              // in the order in which each thread asked for them
+  std::vector<WarpProducts> products;
+  std::vector<std::vector<ProductOfGroup>> products_of_groups;
+  std::vector<char> async_view;  // shared memory as the async proxy reads it
   int num_threads = 0;
   int num_running = 0;
   int current = 0;
@@ -74,6 +148,38 @@ void Enter() {
   }
   --g_block.num_running;
   _longjmp(g_block.scheduler, 1);
+}
+
+void ArriveAt(void* address) {
+  PhaseBarrier* barrier = PhaseBarrier::At(address);
+  if (--barrier->pending > 0) return;
+  barrier->pending = barrier->count;
+  ++barrier->phase;
+  std::vector<int>& waiting = g_block.waiting[address];
+  g_block.ready.insert(g_block.ready.end(), waiting.begin(), waiting.end());
+  waiting.clear();
+}
+
+// Those of a thread land in their order.
+void LandArrival(size_t i) {
+  std::vector<Arrival>& arrivals = g_block.arrivals;
+  const int thread = arrivals[i].thread;
+  const auto first = std::find_if(arrivals.begin(), arrivals.end(),
+                                  [&](const Arrival& a) { return a.thread == thread; });
+  const Arrival arrival = std::move(*first);
+  arrivals.erase(first);
+  for (const Copy& copy : arrival.copies) copy.Land();
+  ArriveAt(arrival.barrier);
+}
+
+void LandArrivalsOf(int thread) {
+  for (size_t i = 0; i < g_block.arrivals.size();) {
+    if (g_block.arrivals[i].thread == thread) {
+      LandArrival(i);
+    } else {
+      ++i;
+    }
+  }
 }
 
 void Yield() {
@@ -142,7 +248,13 @@ void StartFibers(int num_threads) {
   if (block.fibers.size() < static_cast<size_t>(num_threads)) block.fibers.resize(num_threads);
   block.ready.clear();
   block.warps.assign(num_threads / kWarpSize, Meeting());
-  block.all = Meeting();
+  block.barriers.fill(Meeting());
+  block.waiting.clear();
+  block.arrivals.clear();
+  block.products.assign(num_threads / kWarpSize, WarpProducts());
+  for (WarpProducts& warp : block.products) warp.groups.emplace_back();
+  block.products_of_groups.assign((num_threads / kWarpSize + 3) / kWarpsPerGroup, {});
+  block.async_view.assign(block.shared_bytes, '\xff');
   block.num_threads = block.num_running = num_threads;
   for (int t = 0; t < num_threads; ++t) {
     Fiber& fiber = block.fibers[t];
@@ -159,10 +271,23 @@ void StartFibers(int num_threads) {
 void RunBlock(int num_threads) {
   Block& block = g_block;
   StartFibers(num_threads);
+  // One warp, or none, runs almost only where others wait for it.
+  const int slow_warp = static_cast<int>(block.random() % (num_threads / kWarpSize + 1));
+  const unsigned patience = std::array<unsigned, 3>{4, 64, 0}[block.random() % 3];
   std::vector<bool> started(num_threads, false);
   while (block.num_running > 0) {
+    // Nobody need wait for copies that end in an arrival: they land by themselves, soon, late, or
+    // when everyone waits.
+    while (!block.arrivals.empty() &&
+           (block.ready.empty() || (patience != 0 && block.random() % patience == 0))) {
+      LandArrival(block.random() % block.arrivals.size());
+    }
     if (block.ready.empty()) Fail("deadlock: threads wait for others that never come");
-    std::swap(block.ready[block.random() % block.ready.size()], block.ready.back());
+    size_t next = block.random() % block.ready.size();
+    for (int i = 0; i < 8 && block.ready[next] / kWarpSize == slow_warp; ++i) {
+      next = block.random() % block.ready.size();
+    }
+    std::swap(block.ready[next], block.ready.back());
     block.current = block.ready.back();
     block.ready.pop_back();
     threadIdx.x = block.current;
@@ -171,6 +296,14 @@ void RunBlock(int num_threads) {
       started[block.current] = true;
       setcontext(&block.fibers[block.current].start);
     }
+  }
+  for (size_t w = 0; w < block.products.size(); ++w) {
+    const WarpProducts& warp = block.products[w];
+    if (warp.num_started != block.products_of_groups[w / kWarpsPerGroup].size()) {
+      Fail("a product was not started by all warps of a warpgroup");
+    }
+    if (warp.groups.size() > 1 || !warp.groups[0].products.empty())
+      Fail("a product was not waited for");
   }
 }
 
@@ -191,8 +324,22 @@ void MeetWarp(const char* operation, void* hand_in, const Action& act) {
   Meet(g_block.warps[thread / kWarpSize], kWarpSize, thread % kWarpSize, operation, hand_in, act);
 }
 
-void MeetBlock(const char* operation, void* hand_in, const Action& act) {
-  Meet(g_block.all, g_block.num_threads, g_block.current, operation, hand_in, act);
+void MeetAt(int barrier, int num_threads, const char* operation, void* hand_in, const Action& act) {
+  if (barrier < 0 || barrier >= kBarriers) Fail("no such barrier");
+  if (num_threads <= 0 || num_threads % kWarpSize != 0) Fail("a barrier takes whole warps");
+  Meeting& meeting = g_block.barriers[barrier];
+  if (meeting.waiting.empty()) g_block.barrier_threads[barrier] = num_threads;
+  if (g_block.barrier_threads[barrier] != num_threads) {
+    Fail("threads disagree on how many of them meet at a barrier");
+  }
+  Meet(meeting, num_threads, static_cast<int>(meeting.waiting.size()), operation, hand_in, act);
+}
+
+int NumThreads() { return g_block.num_threads; }
+
+uint32_t SharedAddress(const void* address) {
+  CheckShared(address, 1);
+  return kSharedBegin + static_cast<uint32_t>(static_cast<const char*>(address) - g_block.shared);
 }
 
 char* SharedMemory() { return g_block.shared; }
@@ -223,11 +370,237 @@ void CommitCopies() {
 }
 
 void WaitCopies(size_t pending) {
+  LandArrivalsOf(g_block.current);
   auto& groups = g_block.fibers[g_block.current].copies;
   while (groups.size() - 1 > pending) {
     for (const Copy& copy : groups.front()) copy.Land();
     groups.erase(groups.begin());
   }
+  YieldSometimes();
+}
+
+void InitBarrier(void* address, int count) {
+  CheckShared(address, sizeof(PhaseBarrier));
+  const auto arrivals = static_cast<int16_t>(count);
+  *static_cast<PhaseBarrier*>(address) = {arrivals, arrivals, 0};
+}
+
+void Arrive(void* barrier) {
+  ArriveAt(barrier);
+  YieldSometimes();
+}
+
+void ArriveAfterCopies(void* barrier) {
+  PhaseBarrier::At(barrier);
+  std::vector<Copy> copies;
+  for (std::vector<Copy>& group : g_block.fibers[g_block.current].copies) {
+    copies.insert(copies.end(), group.begin(), group.end());
+    group.clear();
+  }
+  g_block.arrivals.push_back({g_block.current, std::move(copies), barrier});
+  YieldSometimes();
+}
+
+void WaitForPhase(void* address, int parity) {
+  while ((PhaseBarrier::At(address)->phase & 1) == parity) {
+    g_block.waiting[address].push_back(g_block.current);
+    Yield();
+  }
+  YieldSometimes();
+}
+
+void FenceAsyncProxy() {
+  MeetWarp("fence.proxy.async", nullptr, [](void* const*) {
+    std::memcpy(g_block.async_view.data(), g_block.shared, g_block.shared_bytes);
+  });
+}
+
+namespace {
+
+constexpr uint32_t kUnderWay = 0x7fbadbad;  // a NaN
+
+WarpProducts& ProductsOfWarp() { return g_block.products[g_block.current / kWarpSize]; }
+
+// A matrix of 16-bit elements in shared memory, by the PTX ISA's "Matrix Descriptor Format" and
+// "Strides" of wgmma. `major` counts along the dimension whose elements lie side by side: K of a
+// K-major matrix, M or N of the other.
+class SharedMatrix {
+ public:
+  SharedMatrix(uint64_t descriptor, bool is_k_major) : is_k_major_(is_k_major) {
+    constexpr uint64_t kReserved = 0x3ff1c000c000c000;
+    if ((descriptor & kReserved) != 0) Fail("reserved bits of a matrix descriptor are set");
+    start_ = Field(descriptor, 0);
+    leading_ = Field(descriptor, 16);
+    stride_ = Field(descriptor, 32);
+    const int mode = static_cast<int>(descriptor >> 62);
+    width_ = mode == 0 ? 16 : 256 >> mode;
+    if (mode == 0) Fail("matrices without a swizzle are not emulated");
+    if ((descriptor >> 49 & 7) != 0) Fail("a matrix's base offset is not emulated");
+  }
+
+  uint16_t At(uint32_t major, uint32_t minor) const {
+    const uint32_t chunk = major / 8, chunks = width_ / 16;
+    uint32_t address = start_ + minor / 8 * stride_ + minor % 8 * width_ + chunk % chunks * 16;
+    if (is_k_major_) {  // all of K within the swizzle's width
+      if (chunk >= chunks) Fail("a K-major matrix is wider than its swizzle");
+    } else {
+      address += chunk / chunks * leading_;
+    }
+    // Of 128 bytes: bits 4 to 6 are exchanged by bits 7 to 9; of fewer, by fewer.
+    address ^= address >> 3 & (width_ - 16);
+    address += major % 8 * 2;
+    if (address < kSharedBegin || address + 2 > kSharedBegin + g_block.shared_bytes) {
+      Fail("a matrix is not in shared memory");
+    }
+    uint16_t bits;
+    std::memcpy(&bits, g_block.async_view.data() + (address - kSharedBegin), 2);
+    return bits;
+  }
+
+ private:
+  static uint32_t Field(uint64_t descriptor, int bit) {
+    return static_cast<uint32_t>(descriptor >> bit & 0x3fff) << 4;
+  }
+
+  bool is_k_major_;
+  uint32_t start_, leading_, stride_, width_;
+};
+
+// sums = [sums +] a * b of the warp's 16 rows, as lanes hold them.
+void Compute(int warp, const StartedProduct& started, Sums* sums) {
+  const Product& product = started.lanes[0];
+  float a[kDepth][kDepth];
+  if (product.a == nullptr) {
+    const SharedMatrix matrix(product.a_descriptor, /*is_k_major=*/true);
+    for (int row = 0; row < 16; ++row) {
+      for (int k = 0; k < kDepth; ++k) {
+        a[row][k] = product.to_float(matrix.At(k, warp % kWarpsPerGroup * 16 + row));
+      }
+    }
+  } else {
+    for (int l = 0; l < kWarpSize; ++l) {
+      for (int i = 0; i < 8; ++i) {  // halves of registers
+        const uint32_t bits = started.lanes[l].a[i / 2];
+        if (bits != started.a[l][i / 2]) Fail("a product's registers were written under way");
+        const int row = l / 4 + i / 2 % 2 * 8, k = l % 4 * 2 + i % 2 + i / 4 * 8;
+        a[row][k] = product.to_float(static_cast<uint16_t>(i % 2 ? bits >> 16 : bits));
+      }
+    }
+  }
+  const SharedMatrix matrix(product.b_descriptor, !product.b_is_transposed);
+  std::vector<float> b(kDepth * product.num_columns);
+  for (int k = 0; k < kDepth; ++k) {
+    for (int n = 0; n < product.num_columns; ++n) {
+      b[k * product.num_columns + n] =
+          product.to_float(product.b_is_transposed ? matrix.At(n, k) : matrix.At(k, n));
+    }
+  }
+  std::vector<float> row_sums(product.num_columns);
+  for (int row = 0; row < 16; ++row) {
+    const auto sum_of = [&](int n) -> float& {
+      return (*sums)[row % 8 * 4 + n % 8 / 2][n / 8 * 4 + row / 8 * 2 + n % 2];
+    };
+    for (int n = 0; n < product.num_columns; ++n) row_sums[n] = product.accumulates ? sum_of(n) : 0;
+    for (int k = 0; k < kDepth; ++k) {
+      const float* of_b = b.data() + k * product.num_columns;
+      for (int n = 0; n < product.num_columns; ++n) row_sums[n] += a[row][k] * of_b[n];
+    }
+    for (int n = 0; n < product.num_columns; ++n) sum_of(n) = row_sums[n];
+  }
+}
+
+// Computes what is left of a warp's first `num_groups`; the sums stay under way.
+void ComputeGroups(int warp, size_t num_groups) {
+  WarpProducts& products = g_block.products[warp];
+  for (size_t g = 0; g < num_groups; ++g) {
+    ProductGroup& group = products.groups[g];
+    for (const StartedProduct& started : group.products) {
+      if (!group.is_computed) Compute(warp, started, &products.sums.at(started.lanes[0].d));
+    }
+    group.is_computed = true;
+  }
+}
+
+}  // namespace
+
+void FenceProducts() {
+  MeetWarp("wgmma.fence", nullptr, [](void* const*) { ProductsOfWarp().is_fenced = true; });
+}
+
+void StartProduct(const Product& product) {
+  Product mine = product;
+  MeetWarp("wgmma.mma_async", &mine, [](void* const* handed_in) {
+    const int warp = g_block.current / kWarpSize;
+    WarpProducts& products = ProductsOfWarp();
+    if (!products.is_fenced) Fail("a product is started without a fence");
+    StartedProduct started;
+    for (int l = 0; l < kWarpSize; ++l) {
+      started.lanes[l] = *static_cast<const Product*>(handed_in[l]);
+      const Product& lane = started.lanes[l];
+      if (ProductOfGroup(lane) != ProductOfGroup(started.lanes[0])) {
+        Fail("the lanes of a warp start different products");
+      }
+      if (lane.a != nullptr) std::copy_n(lane.a, 4, started.a[l].begin());
+    }
+    auto& of_group = g_block.products_of_groups[warp / kWarpsPerGroup];
+    if (products.num_started == of_group.size()) of_group.emplace_back(started.lanes[0]);
+    if (of_group[products.num_started++] != ProductOfGroup(started.lanes[0])) {
+      Fail("the warps of a warpgroup start different products");
+    }
+    const auto [sums, is_new] = products.sums.try_emplace(started.lanes[0].d);
+    for (int l = 0; is_new && l < kWarpSize; ++l) {
+      float* d = started.lanes[l].d;
+      const int size = started.lanes[l].num_columns / 2;
+      sums->second[l].assign(d, d + size);
+      for (int i = 0; i < size; ++i) std::memcpy(d + i, &kUnderWay, 4);
+    }
+    products.groups.back().products.push_back(started);
+  });
+}
+
+void CommitProducts() {
+  MeetWarp("wgmma.commit_group", nullptr, [](void* const*) {
+    WarpProducts& products = ProductsOfWarp();
+    products.is_fenced = false;
+    if (g_block.random() % 2 == 0) {
+      ComputeGroups(g_block.current / kWarpSize, products.groups.size());
+    }
+    products.groups.emplace_back();
+  });
+  YieldSometimes();
+}
+
+void WaitProducts(size_t pending) {
+  MeetWarp("wgmma.wait_group", nullptr, [pending](void* const*) {
+    const int warp = g_block.current / kWarpSize;
+    WarpProducts& products = ProductsOfWarp();
+    products.is_fenced = false;
+    if (products.groups.size() - 1 <= pending) return;
+    ComputeGroups(warp, products.groups.size() - 1 - pending);
+    while (products.groups.size() - 1 > pending) {
+      const ProductGroup group = std::move(products.groups.front());
+      products.groups.erase(products.groups.begin());
+      for (const StartedProduct& started : group.products) {
+        const auto is_of = [&](const StartedProduct& other) {
+          return other.lanes[0].d == started.lanes[0].d;
+        };
+        bool goes_on = false;
+        for (const ProductGroup& later : products.groups) {
+          goes_on |= std::any_of(later.products.begin(), later.products.end(), is_of);
+        }
+        const auto sums = products.sums.find(started.lanes[0].d);
+        if (goes_on || sums == products.sums.end()) continue;
+        for (int l = 0; l < kWarpSize; ++l) {
+          float* d = started.lanes[l].d;
+          for (size_t i = 0; i < sums->second[l].size(); ++i) {
+            if (std::memcmp(d + i, &kUnderWay, 4) != 0) Fail("sums were written under way");
+            d[i] = sums->second[l][i];
+          }
+        }
+        products.sums.erase(sums);
+      }
+    }
+  });
   YieldSometimes();
 }
 

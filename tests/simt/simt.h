@@ -8,6 +8,11 @@
 // kernel that deadlocks, leaves its memory, breaks an alignment or runs its lanes into different
 // instructions fails with a message.
 //
+// The products of a warpgroup are as late as the PTX ISA allows. Each warp computes its 16 rows by
+// itself, when it waits or, at random, when it commits; until then the accumulators are NaN. What
+// they read is shared memory as it was at the last fence of the async proxy, by any warp, at the
+// addresses that a decoded descriptor gives.
+//
 // Seeds come from the environment variable XLA_GPU_SIMT_SEED.
 #pragma once
 
@@ -56,18 +61,49 @@ inline constexpr int kWarpSize = 32;
 // Ends the kernel with a message.
 [[noreturn]] void Fail(const char* message);
 
-// Waits for every thread of the warp (of the block); the last to come calls `act` with what each of
-// them handed in, by lane (by thread). All must name the same operation.
+// Waits for every thread of the warp, or for so many threads at one of the block's barriers; the
+// last to come calls `act` with what each of them handed in (of a warp: by lane), and a null
+// behind. All must name the same operation.
 using Action = std::function<void(void* const* handed_in)>;
 void MeetWarp(const char* operation, void* hand_in, const Action& act);
-void MeetBlock(const char* operation, void* hand_in, const Action& act);
+void MeetAt(int barrier, int num_threads, const char* operation, void* hand_in, const Action& act);
+
+int NumThreads();  // of the block
 
 char* SharedMemory();
 void CheckShared(const void* address, size_t num_bytes);
 
+// Of a shared address, as instructions that take a number get it.
+uint32_t SharedAddress(const void* address);
+
 void CopyAsync(void* to, const void* from, bool valid);
 void CommitCopies();
 void WaitCopies(size_t pending);
+
+void InitBarrier(void* barrier, int count);
+void Arrive(void* barrier);
+void ArriveAfterCopies(void* barrier);
+void WaitForPhase(void* barrier, int parity);
+
+// What the async proxy reads becomes what the threads have written. By whole warps, so that it need
+// not be done for each thread.
+void FenceAsyncProxy();
+
+// d = [d +] a * b by a warpgroup, for a of 64x16, b of 16 x num_columns.
+struct Product {
+  float* d;  // [num_columns / 8][4]
+  int num_columns;
+  const uint32_t* a;      // [4], or null: in shared memory
+  uint64_t a_descriptor;  // K-major
+  uint64_t b_descriptor;
+  bool b_is_transposed;  // MN-major
+  bool accumulates;
+  float (*to_float)(uint16_t bits);
+};
+void FenceProducts();
+void StartProduct(const Product& product);
+void CommitProducts();
+void WaitProducts(size_t pending);
 
 // Null, or why the kernel failed.
 const char* Launch(const std::function<void()>& kernel, int64_t num_blocks, int num_threads,
@@ -138,21 +174,29 @@ inline constexpr int kWarpSize = simt::kWarpSize;
 
 inline char* SharedMemory() { return simt::SharedMemory(); }
 
-inline void SyncBlock() {
-  simt::MeetBlock("barrier", nullptr, [](void* const*) {});
+inline void SyncThreads(int barrier, int num_threads) {
+  simt::MeetAt(barrier, num_threads, "barrier", nullptr, [](void* const*) {});
 }
 
-inline bool AnyInBlock(bool predicate) {
+inline bool AnyInThreads(int barrier, int num_threads, bool predicate) {
   struct {
     bool in, out;
   } mine{predicate, false};
   using Mine = decltype(mine);
-  simt::MeetBlock("vote", &mine, [](void* const* threads) {
+  simt::MeetAt(barrier, num_threads, "vote", &mine, [](void* const* threads) {
     bool any = false;
     for (void* const* t = threads; *t != nullptr; ++t) any |= static_cast<Mine*>(*t)->in;
     for (void* const* t = threads; *t != nullptr; ++t) static_cast<Mine*>(*t)->out = any;
   });
   return mine.out;
+}
+
+inline void SyncBlock() { SyncThreads(0, simt::NumThreads()); }
+
+inline bool AnyInBlock(bool predicate) { return AnyInThreads(0, simt::NumThreads(), predicate); }
+
+inline void SyncWarp() {
+  simt::MeetWarp("warp barrier", nullptr, [](void* const*) {});
 }
 
 template <typename T>
@@ -222,6 +266,58 @@ void Expand(uint32_t bytes, From, uint32_t (&pairs)[2], T) {
 inline uint32_t SwapMiddleBytes(uint32_t bytes) {
   return (bytes & 0xff0000ff) | (bytes & 0xff00) << 8 | (bytes >> 8 & 0xff00);
 }
+
+using Barrier = uint64_t;
+
+inline void InitBarrier(Barrier* barrier, int count) { simt::InitBarrier(barrier, count); }
+
+inline void Arrive(Barrier* barrier) { simt::Arrive(barrier); }
+
+inline void ArriveAfterCopies(Barrier* barrier) { simt::ArriveAfterCopies(barrier); }
+
+inline void WaitForPhase(Barrier* barrier, int parity) { simt::WaitForPhase(barrier, parity); }
+
+inline void FenceAsyncProxy() { simt::FenceAsyncProxy(); }
+
+template <int kRegisters>
+void GiveRegistersBack() {}
+
+template <int kRegisters>
+void TakeRegisters() {}
+
+inline uint32_t SharedAddress(const void* address) { return simt::SharedAddress(address); }
+
+template <int kBlocks>
+void FenceProducts(float (&)[kBlocks][4]) {
+  simt::FenceProducts();
+}
+
+template <int kSteps>
+void KeepRegisters(uint32_t (&)[kSteps][4]) {}
+
+inline void CommitProducts() { simt::CommitProducts(); }
+
+template <int kPending, int kBlocks>
+void WaitProducts(float (&)[kBlocks][4]) {
+  simt::WaitProducts(kPending);
+}
+
+template <typename T>
+float BitsToFloat(uint16_t bits) {
+  return ToFloat(T{bits});
+}
+
+template <int kBlocks, typename T>
+void StartProduct(float (&d)[kBlocks][4], uint64_t a, uint64_t b, bool accumulates, T) {
+  simt::StartProduct({d[0], kBlocks * 8, nullptr, a, b, false, accumulates, BitsToFloat<T>});
+}
+
+template <int kBlocks, typename T>
+void StartProductTransposed(float (&d)[kBlocks][4], const uint32_t (&a)[4], uint64_t b, T) {
+  simt::StartProduct({d[0], kBlocks * 8, a, 0, b, true, true, BitsToFloat<T>});
+}
+
+inline bool IsHopper() { return true; }
 
 inline int NumMultiprocessors() { return simt::NumMultiprocessors(); }
 

@@ -18,16 +18,35 @@ namespace xla_gpu::gpu {
 inline constexpr int kWarpSize = 32;
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
-// The block's shared memory, as much as the launch asked for. 16-byte aligned.
+// The block's shared memory, as much as the launch asked for. Aligned as swizzled matrices must be.
 __device__ __forceinline__ char* SharedMemory() {
-  extern __shared__ uint4 shared_memory[];
-  return reinterpret_cast<char*>(shared_memory);
+  extern __shared__ __align__(1024) char shared_memory[];
+  return shared_memory;
 }
 
 __device__ __forceinline__ void SyncBlock() { __syncthreads(); }
 
 // Whether `predicate` holds for any thread of the block. A barrier, too.
 __device__ __forceinline__ bool AnyInBlock(bool predicate) { return __syncthreads_or(predicate); }
+
+// A barrier for `num_threads` of the block's threads, whole warps. There are 16; 0 is SyncBlock's.
+__device__ __forceinline__ void SyncThreads(int barrier, int num_threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
+}
+
+// Whether `predicate` holds for any of those who meet there. A barrier, too.
+__device__ __forceinline__ bool AnyInThreads(int barrier, int num_threads, bool predicate) {
+  int any;
+  asm volatile(
+      "{ .reg .pred mine, any; setp.ne.s32 mine, %3, 0; bar.red.or.pred any, %1, %2, mine; "
+      "selp.s32 %0, 1, 0, any; }"
+      : "=r"(any)
+      : "r"(barrier), "r"(num_threads), "r"(static_cast<int>(predicate))
+      : "memory");
+  return any != 0;
+}
+
+__device__ __forceinline__ void SyncWarp() { __syncwarp(); }
 
 __device__ __forceinline__ bool AnyInWarp(bool predicate) {
   return __any_sync(kAllLanes, predicate);
@@ -219,6 +238,150 @@ __device__ __forceinline__ void Expand(uint32_t bytes, T, uint32_t (&pairs)[2], 
 __device__ __forceinline__ uint32_t SwapMiddleBytes(uint32_t bytes) {
   return __byte_perm(bytes, 0, 0x3120);
 }
+
+// Of what follows, sm_90a has all and other GPUs not everything.
+
+// A barrier in shared memory whose phases end when as many have arrived as it counts; everything
+// that those did before is then seen by those who waited.
+using Barrier = uint64_t;
+
+__device__ __forceinline__ uint32_t SharedAddress(const void* address) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(address));
+}
+
+// By one thread, before a barrier of the block.
+__device__ __forceinline__ void InitBarrier(Barrier* barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(count)
+               : "memory");
+}
+
+__device__ __forceinline__ void Arrive(Barrier* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
+}
+
+// Arrives, by itself, when all copies that this thread has started are there.
+__device__ __forceinline__ void ArriveAfterCopies(Barrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SharedAddress(barrier))
+               : "memory");
+}
+
+// Waits until the phase that is under way does not have this parity; the first has 0. So nobody
+// waits for parity 1 at a barrier where nobody has arrived.
+__device__ __forceinline__ void WaitForPhase(Barrier* barrier, int parity) {
+  asm volatile(
+      "{ .reg .pred done; wait: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; "
+      "@!done bra wait; }" ::"r"(SharedAddress(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// Lets the async proxy, through which warpgroups' products read shared memory, see what this thread
+// has written there, or seen of others' writes and copies. By whole warps.
+__device__ __forceinline__ void FenceAsyncProxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// From now on a thread of this warpgroup has so many registers: fewer than before, or more.
+template <int kRegisters>
+__device__ __forceinline__ void GiveRegistersBack() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void TakeRegisters() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Keeps the compiler from moving what it does with the registers past this point.
+template <int kBlocks>
+__device__ __forceinline__ void KeepRegisters(float (&d)[kBlocks][4]) {
+#pragma unroll
+  for (int i = 0; i < kBlocks; ++i) {
+    asm volatile("" : "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])::"memory");
+  }
+}
+template <int kSteps>
+__device__ __forceinline__ void KeepRegisters(uint32_t (&a)[kSteps][4]) {
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3])::"memory");
+  }
+}
+
+// Before the products that a warpgroup starts next, of which the first goes to d: what was done
+// with their registers before is done.
+template <int kBlocks>
+__device__ __forceinline__ void FenceProducts(float (&d)[kBlocks][4]) {
+  KeepRegisters(d);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Closes the group of products started so far.
+__device__ __forceinline__ void CommitProducts() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until at most the kPending youngest groups are still under way; d is none of theirs.
+template <int kPending, int kBlocks>
+__device__ __forceinline__ void WaitProducts(float (&d)[kBlocks][4]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+  KeepRegisters(d);
+}
+
+// Products of a warpgroup, whose warp w has the rows [16 * w, 16 * w + 16): of d, each block of 8
+// columns as MultiplyAdd has c, and of a of 64x16 in registers as MultiplyAdd has a. A matrix in
+// shared memory is given by its descriptor; wgmma's chapter in the PTX ISA defines it.
+//   StartProduct: d = a * b^T, or d += a * b^T if it `accumulates`; a and b in shared memory, the
+//   16 elements of each of their rows side by side (K-major).
+//   StartProductTransposed: d += a * b; a in registers, b in shared memory, 64 elements of each of
+//   its 16 rows side by side (MN-major).
+#define XLA_GPU_SUMS4(d, i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+#define XLA_GPU_SUMS32(d, i)                                                                      \
+  XLA_GPU_SUMS4(d, i), XLA_GPU_SUMS4(d, i + 1), XLA_GPU_SUMS4(d, i + 2), XLA_GPU_SUMS4(d, i + 3), \
+      XLA_GPU_SUMS4(d, i + 4), XLA_GPU_SUMS4(d, i + 5), XLA_GPU_SUMS4(d, i + 6),                  \
+      XLA_GPU_SUMS4(d, i + 7)
+#define XLA_GPU_NAMES32                                                                        \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define XLA_GPU_NAMES64                                                                          \
+  XLA_GPU_NAMES32                                                                                \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
+  "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+#define XLA_GPU_PRODUCT(T, type)                                                                  \
+  __device__ __forceinline__ void StartProduct(float(&d)[16][4], uint64_t a, uint64_t b,          \
+                                               bool accumulates, T) {                             \
+    asm volatile(                                                                                 \
+        "{ .reg .pred adds; setp.ne.s32 adds, %66, 0; "                                           \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" XLA_GPU_NAMES64         \
+        "}, %64, %65, adds, 1, 1, 0, 0; }"                                                        \
+        : XLA_GPU_SUMS32(d, 0), XLA_GPU_SUMS32(d, 8)                                              \
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulates)));                                    \
+  }                                                                                               \
+  __device__ __forceinline__ void StartProductTransposed(float(&d)[16][4], const uint32_t(&a)[4], \
+                                                         uint64_t b, T) {                         \
+    asm volatile(                                                                                 \
+        "{ .reg .pred adds; setp.ne.s32 adds, 1, 0; "                                             \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" XLA_GPU_NAMES64         \
+        "}, {%64, %65, %66, %67}, %68, adds, 1, 1, 1; }"                                          \
+        : XLA_GPU_SUMS32(d, 0), XLA_GPU_SUMS32(d, 8)                                              \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                    \
+  }                                                                                               \
+  __device__ __forceinline__ void StartProductTransposed(float(&d)[8][4], const uint32_t(&a)[4],  \
+                                                         uint64_t b, T) {                         \
+    asm volatile(                                                                                 \
+        "{ .reg .pred adds; setp.ne.s32 adds, 1, 0; "                                             \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" XLA_GPU_NAMES32          \
+        "}, {%32, %33, %34, %35}, %36, adds, 1, 1, 1; }"                                          \
+        : XLA_GPU_SUMS32(d, 0)                                                                    \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                    \
+  }
+XLA_GPU_PRODUCT(Half, "f16")
+XLA_GPU_PRODUCT(BFloat16, "bf16")
+#undef XLA_GPU_PRODUCT
+#undef XLA_GPU_NAMES64
+#undef XLA_GPU_NAMES32
+#undef XLA_GPU_SUMS32
+#undef XLA_GPU_SUMS4
 
 }  // namespace xla_gpu::gpu
 

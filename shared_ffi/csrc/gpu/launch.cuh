@@ -22,6 +22,12 @@ inline int DeviceAttribute(cudaDeviceAttr attribute) {
   return value;
 }
 
+// Whether the device has what is compiled for sm_90a.
+inline bool IsHopper() {
+  return DeviceAttribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
+         DeviceAttribute(cudaDevAttrComputeCapabilityMinor) == 0;
+}
+
 inline int NumMultiprocessors() { return DeviceAttribute(cudaDevAttrMultiProcessorCount); }
 
 // A kernel with the block size and the shared memory it needs.

@@ -1,3 +1,6 @@
+#include <algorithm>
+#include <atomic>
+
 #include "../gpu/launch.cuh"
 #include "cuda.h"
 #include "cuda_core.cuh"
@@ -42,15 +45,16 @@ void AddTensorCoreLaunches(std::integer_sequence<int, kHeadSizes...>,
   }
 }
 
-// The tensor cores' kernel copies rows 16 bytes at a time.
+// The tensor cores' kernels copy rows 16 bytes at a time; that for Hopper writes 4.
 template <typename C>
 bool IsAligned(const Params& p) {
   for (const int64_t size :
        {p.head_size, p.cache.block_stride, p.cache.position_stride, p.cache.head_stride}) {
     if (size * static_cast<int64_t>(sizeof(C)) % 16 != 0) return false;
   }
-  for (const void* array : {p.query, static_cast<const void*>(p.cache.keys),
-                            static_cast<const void*>(p.cache.values)}) {
+  for (const void* array :
+       {p.query, static_cast<const void*>(p.output), static_cast<const void*>(p.cache.keys),
+        static_cast<const void*>(p.cache.values)}) {
     if (reinterpret_cast<uintptr_t>(array) % 16 != 0) return false;
   }
   return true;
@@ -81,16 +85,65 @@ AttentionKernel KernelFor(const Params& p) {
   }
 }
 
+constexpr char kAny[] = "any", kHopper[] = "hopper";
+
+std::atomic<bool>& HopperIsChosen() {
+  static std::atomic<bool> is_chosen(false);
+  return is_chosen;
+}
+
+template <typename T, int... kHeadSizes>
+bool FindHopperKernel(const Params& p, std::integer_sequence<int, kHeadSizes...>,
+                      AttentionKernel* kernel) {
+  [[maybe_unused]] const auto take = [&](bool fits, const AttentionKernel& with) {
+    if (fits) *kernel = with;
+    return fits;
+  };
+  return (take(p.head_size <= kHeadSizes, HopperKernelOf<T, kHeadSizes>()) || ...);
+}
+
+// Whether long queries of the call have a kernel of their own, and which.
 template <typename T>
-const char* Run(const Params& p, const Scratch& scratch, void* stream) {
-  const AttentionKernel attention = KernelFor<T>(p);
+bool FindPrefillKernel(const Params& p, AttentionKernel* kernel) {
+  if constexpr (sizeof(T) == 2) {
+    if (!HopperIsChosen() || !gpu::IsHopper()) return false;
+    if (p.max_query_len != 0 && p.max_query_len <= MaxSplitTokens(p)) return false;
+    if (p.cache_dtype != p.dtype || !IsAligned<T>(p)) return false;
+    return FindHopperKernel<T>(p, HopperHeadSizes(), kernel);
+  }
+  return false;
+}
+
+const char* Attend(const AttentionKernel& attention, const Params& p, const Scratch& scratch,
+                   QueryLengths lengths, void* stream) {
   const int64_t num_items = MaxItems(p, scratch, attention.rows_per_item);
   const int64_t resident = attention.kernel.MaxResidentBlocks();
-  const char* error = attention.kernel.Launch(Smaller(resident, num_items), stream, p, scratch);
+  return attention.kernel.Launch(Smaller(resident, num_items), stream, p, scratch, lengths);
+}
+
+template <typename T>
+const char* Run(const Params& p, const Scratch& scratch, void* stream) {
+  AttentionKernel prefill;
+  const bool is_apart = FindPrefillKernel<T>(p, &prefill);
+  const QueryLengths others = is_apart ? QueryLengths::kShort : QueryLengths::kAll;
+  const char* error = Attend(KernelFor<T>(p), p, scratch, others, stream);
+  if (error == nullptr && is_apart) {
+    error = Attend(prefill, p, scratch, QueryLengths::kLong, stream);
+  }
   if (error != nullptr) return error;
   const gpu::Kernel<Params, Scratch> finish{Finish<T>, kThreads, kFinishSharedBytes};
   const int64_t num_blocks = kFinishBlocksPerMultiprocessor * int64_t{gpu::NumMultiprocessors()};
   return finish.Launch(Smaller(num_blocks, p.num_tokens), stream, p, scratch);
+}
+
+template <int... kHeadSizes>
+void AddHopperLaunches(std::integer_sequence<int, kHeadSizes...>,
+                       std::vector<KernelLaunch>* launches) {
+  [[maybe_unused]] const auto add = [&](int head_size, const AttentionKernel& attention) {
+    launches->push_back({"HopperAttention", head_size, 0, 0, attention.kernel.num_threads,
+                         attention.kernel.shared_bytes});
+  };
+  (add(kHeadSizes, HopperKernelOf<Half, kHeadSizes>()), ...);
 }
 
 }  // namespace
@@ -105,8 +158,23 @@ std::vector<KernelLaunch> KernelLaunches() {
   }
   AddTensorCoreLaunches<Half>(TensorCoreHeadSizes<Half>(), &launches);
   AddTensorCoreLaunches<int8_t>(TensorCoreHeadSizes<int8_t>(), &launches);
+  AddHopperLaunches(HopperHeadSizes(), &launches);
   return launches;
 }
+
+std::vector<std::string> CudaPrefills() {
+  if (HopperHeadSizes::size() == 0) return {kAny};
+  return {kAny, kHopper};
+}
+
+bool ChooseCudaPrefill(const std::string& name) {
+  const std::vector<std::string> offered = CudaPrefills();
+  if (std::find(offered.begin(), offered.end(), name) == offered.end()) return false;
+  HopperIsChosen() = name == kHopper;
+  return true;
+}
+
+std::string CudaPrefill() { return HopperIsChosen() ? kHopper : kAny; }
 
 const char* RunOnCuda(const Params& p, const Scratch& scratch, void* stream) {
   switch (p.dtype) {

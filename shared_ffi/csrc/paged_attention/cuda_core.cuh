@@ -13,7 +13,8 @@ inline constexpr int kRowsPerWarp = 4;
 inline constexpr int kCoreRows = kWarps * kRowsPerWarp;  // of an item
 
 template <typename T, int kColumns>
-__global__ void __launch_bounds__(kThreads, 2) CudaCoreAttention(Params p, Scratch scratch) {
+__global__ void __launch_bounds__(kThreads, 2)
+    CudaCoreAttention(Params p, Scratch scratch, QueryLengths lengths) {
   const int stride = kColumns * gpu::kWarpSize;  // head_size, rounded up
   char* memory = gpu::SharedMemory();
   float* queries = reinterpret_cast<float*>(memory);  // [kCoreRows, stride], later the sums
@@ -21,7 +22,7 @@ __global__ void __launch_bounds__(kThreads, 2) CudaCoreAttention(Params p, Scrat
   auto* shared = reinterpret_cast<Schedule::Shared*>(states + kCoreRows);
 
   const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
-  Schedule schedule(p, kCoreRows, shared);
+  Schedule schedule(p, lengths, kCoreRows, shared);
   for (int64_t number = blockIdx.x;; number += gridDim.x) {
     const Item* found = schedule.Find(number);
     if (found == nullptr) return;

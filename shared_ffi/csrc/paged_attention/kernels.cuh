@@ -11,21 +11,22 @@
 namespace xla_gpu::paged_attention {
 
 struct AttentionKernel {
-  gpu::Kernel<Params, Scratch> kernel;
+  gpu::Kernel<Params, Scratch, QueryLengths> kernel;
   int64_t rows_per_item;
   int warp_rows = 0;  // of the tensor cores' kernel
 };
-
-// Items of a call have at most so many groups of 16 rows, by its max_query_len.
-inline bool HasWarpRows(const Params& p, int warp_rows) {
-  const int64_t tokens = int64_t{warp_rows} * 16 / (p.num_heads / p.num_kv_heads);
-  return p.max_query_len != 0 && p.max_query_len <= tokens;
-}
 
 // Defined in tensor_core.cu, which is compiled once for each of them. T: of the query; C: of the
 // cache.
 template <typename T, typename C, int kHeadSize>
 AttentionKernel TensorCoreKernelOf(const Params& p);
+
+// Defined in hopper.cu, likewise.
+template <typename T, int kHeadSize>
+AttentionKernel HopperKernelOf();
+
+// Those that it is compiled for, ascending; none, unless the build is for sm_90a.
+using HopperHeadSizes = std::integer_sequence<int XLA_GPU_HOPPER_HEAD_SIZES>;
 
 // Those that the tensor cores' kernel is compiled for, ascending.
 template <typename C>

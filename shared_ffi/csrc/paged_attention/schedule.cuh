@@ -11,6 +11,9 @@ namespace xla_gpu::paged_attention {
 inline constexpr int kThreads = 128;
 inline constexpr int kWarps = kThreads / gpu::kWarpSize;
 
+// Where the threads of a schedule meet: of a block with more, the first kThreads.
+inline constexpr int kScheduleBarrier = 0;
+
 // Rows of one sequence that read kv head `kv_head` at the positions of one split. Row r is the
 // sequence's query token r / group, query head kv_head * group + r % group.
 struct Item {
@@ -67,6 +70,11 @@ struct Sequence {
     return is_long_enough && context_len <= p.max_blocks_per_seq * p.block_size;
   }
 
+  __device__ bool IsOf(const Params& p, QueryLengths lengths) const {
+    if (lengths == QueryLengths::kAll) return true;
+    return (q_len > MaxSplitTokens(p)) == (lengths == QueryLengths::kLong);
+  }
+
   // First position attended to, rounded down to where a tile begins.
   __device__ int64_t Begin(const Params& p) const {
     return p.WindowBegin(context_len - q_len) / kTileAlignment * kTileAlignment;
@@ -119,8 +127,8 @@ class Schedule {
     Item item;
   };
 
-  __device__ Schedule(const Params& p, int64_t max_rows, Shared* shared)
-      : p_(p), max_rows_(max_rows), shared_(*shared), num_seqs_(NumSeqs(p)) {
+  __device__ Schedule(const Params& p, QueryLengths lengths, int64_t max_rows, Shared* shared)
+      : p_(p), lengths_(lengths), max_rows_(max_rows), shared_(*shared), num_seqs_(NumSeqs(p)) {
     CountWindow(0);
   }
 
@@ -131,13 +139,15 @@ class Schedule {
       if (is_last_) return nullptr;
       CountWindow(window_ + kThreads);
     }
-    gpu::SyncBlock();  // everyone has left the item before
+    Sync();  // everyone has left the item before
     if (threadIdx.x == 0) FindInWindow(number);
-    gpu::SyncBlock();
+    Sync();
     return &shared_.item;
   }
 
  private:
+  static __device__ __forceinline__ void Sync() { gpu::SyncThreads(kScheduleBarrier, kThreads); }
+
   struct Count {
     int64_t items;
     int broken;  // a sequence has no place: neither it nor any later one has items
@@ -160,7 +170,7 @@ class Schedule {
     if (s >= num_seqs_) return {0, 0};
     if (!HasRows(p_, s)) return {0, 1};
     const Sequence sequence(p_, s);
-    if (!sequence.IsLegal(p_)) return {0, 0};
+    if (!sequence.IsLegal(p_) || !sequence.IsOf(p_, lengths_)) return {0, 0};
     const RowTiles tiles(p_, sequence.q_len, max_rows_);
     return {p_.num_kv_heads * tiles.count * sequence.NumSplits(p_), 0};
   }
@@ -173,12 +183,12 @@ class Schedule {
       if (lane >= delta) count = left.Then(count);
     }
     begin_ = window == 0 ? 0 : shared_.ends[kThreads - 1];
-    gpu::SyncBlock();  // everyone has read the window before
+    Sync();  // everyone has read the window before
     if (lane == gpu::kWarpSize - 1) {
       shared_.warp_counts[warp] = count.items;
       shared_.warp_broken[warp] = count.broken;
     }
-    gpu::SyncBlock();
+    Sync();
     Count before{begin_, 0}, all{begin_, 0};
     for (int w = 0; w < kWarps; ++w) {
       const Count of_warp{shared_.warp_counts[w], shared_.warp_broken[w]};
@@ -186,7 +196,7 @@ class Schedule {
       all = all.Then(of_warp);
     }
     shared_.ends[thread] = before.Then(count).items;
-    gpu::SyncBlock();
+    Sync();
     window_ = window;
     is_last_ = all.broken || window + kThreads >= num_seqs_;
   }
@@ -217,6 +227,7 @@ class Schedule {
   }
 
   const Params& p_;
+  const QueryLengths lengths_;
   const int64_t max_rows_;
   Shared& shared_;
   const int64_t num_seqs_;

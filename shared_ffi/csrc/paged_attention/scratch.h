@@ -29,6 +29,14 @@ XLA_GPU_HOST_DEVICE inline int64_t MaxSplitTokens(const Params& p) {
   return Larger(1, kMaxRowsPerItem * p.num_kv_heads / p.num_heads);
 }
 
+// Which sequences a kernel takes, by their query tokens; which kernel runs for a sequence thus
+// follows from that sequence alone.
+enum class QueryLengths {
+  kAll,
+  kShort,  // at most MaxSplitTokens
+  kLong,   // more
+};
+
 // What a sequence that is split needs of them: one for each query token.
 XLA_GPU_HOST_DEVICE inline int64_t PlacesOfSequence(const Params& p) {
   return p.max_query_len == 0 ? MaxSplitTokens(p) : Smaller(MaxSplitTokens(p), p.max_query_len);

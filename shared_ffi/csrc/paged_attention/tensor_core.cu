@@ -5,6 +5,12 @@
 
 namespace xla_gpu::paged_attention {
 
+// Whether, by the call's max_query_len, no item has more groups of rows than that.
+inline bool SufficeForAll(const Params& p, int warp_rows) {
+  const int64_t rows = int64_t{warp_rows} * kRowsPerWarpTile;
+  return p.max_query_len != 0 && p.max_query_len <= rows / (p.num_heads / p.num_kv_heads);
+}
+
 template <int kWarpRows>
 AttentionKernel KernelOf() {
   using Layout = TensorCoreLayout<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>;
@@ -18,7 +24,7 @@ template <>
 AttentionKernel TensorCoreKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>(
     const Params& p) {
   using Layout = TensorCoreLayout<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>;
-  if (HasWarpRows(p, Layout::kFewWarpRows)) return KernelOf<Layout::kFewWarpRows>();
+  if (SufficeForAll(p, Layout::kFewWarpRows)) return KernelOf<Layout::kFewWarpRows>();
   return KernelOf<kWarps>();
 }
 

@@ -9,7 +9,7 @@
 // of 16 bits right before the product.
 #pragma once
 
-#include "rows.cuh"
+#include "softmax.cuh"
 
 namespace xla_gpu::paged_attention {
 
@@ -106,7 +106,7 @@ class TensorCoreItem {
         lane_(threadIdx.x % gpu::kWarpSize),
         warp_row_(threadIdx.x / gpu::kWarpSize % kWarpRows * kRowsPerWarpTile),
         part_(kParts == 1 ? 0 : threadIdx.x / gpu::kWarpSize / kWarpRows),
-        ranges_{{p, item, warp_row_ + lane_ / 4}, {p, item, warp_row_ + lane_ / 4 + 8}} {}
+        softmax_(p, item, warp_row_ + lane_ / 4) {}
 
   __device__ void Compute(const Scratch& scratch) {
     const int32_t first = item_.begin / kTile;
@@ -201,15 +201,14 @@ class TensorCoreItem {
     float logits[kKeys / 8][4] = {};
     MultiplyByKeys(layout_.Key(tile), logits);
     if constexpr (kIs8Bit<C>) ScaleLogits(tile, logits);
-    Mask(begin, logits);
+    softmax_.ToLogits(begin, /*masked=*/true, logits);
     float shrinks[2];
-    Weigh(logits, shrinks);
-#pragma unroll
-    for (float(&sums)[4] : sums_) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sums[e] *= shrinks[e / 2];
+    softmax_.Weigh(logits, shrinks);
+    Softmax::Shrink(shrinks, sums_);
+    const CommonRange common(p_, item_);
+    if (!std::is_integral_v<C> && common.RowsDiffer(item_, tile * kTile, (tile + 1) * kTile)) {
+      SetAsideNonFinite(tile, begin);
     }
-    if (!std::is_integral_v<C> && RowsDiffer(tile)) SetAsideNonFinite(tile, begin);
     if constexpr (kIs8Bit<C>) ScaleWeights(tile, begin, logits);
     AddValues(layout_.Value(tile), logits);
   }
@@ -249,103 +248,18 @@ class TensorCoreItem {
     }
   }
 
-  // Calls what(n, e, j) for each logit of the lane: element e of block n, of the warp's position j.
-  template <typename Do>
-  __device__ __forceinline__ void ForEachLogit(const Do& what) const {
-#pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) what(n, e, n * 8 + lane_ % 4 * 2 + e % 2);
-    }
-  }
-
   __device__ void ScaleLogits(int32_t tile, float (&logits)[kKeys / 8][4]) const {
     const Slot<C>* slots = layout_.Slots(tile) + part_ * kKeys;
-    ForEachLogit([&](int n, int e, int j) { logits[n][e] *= slots[j].k_scale; });
+    Softmax::ForEach<kKeys / 8>([&](int n, int e, int j) { logits[n][e] *= slots[j].k_scale; });
   }
 
   // A weight of zero would not do away with a scale that is NaN.
   __device__ void ScaleWeights(int32_t tile, int32_t begin, float (&weights)[kKeys / 8][4]) const {
     const Slot<C>* slots = layout_.Slots(tile) + part_ * kKeys;
-    ForEachLogit([&](int n, int e, int j) {
-      const bool attends = ranges_[e / 2].Contains(begin + j);
+    Softmax::ForEach<kKeys / 8>([&](int n, int e, int j) {
+      const bool attends = softmax_.Range(e / 2).Contains(begin + j);
       weights[n][e] = attends ? weights[n][e] * slots[j].v_scale : 0.0f;
     });
-  }
-
-  // Turns q . k into logits in units of log2(e), and those of positions that a row does not attend
-  // to into -inf.
-  __device__ void Mask(int32_t begin, float (&logits)[kKeys / 8][4]) const {
-    int first[2], last[2];  // relative to `begin`
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      first[r] = max(ranges_[r].begin - begin, 0);
-      last[r] = min(max(ranges_[r].end - begin, 0), kKeys);
-    }
-    float scale = p_.scale * kLog2E;
-    if (p_.soft_cap > 0) {
-      Cap(logits);
-      scale = 1;
-    }
-    ForEachLogit([&](int n, int e, int j) {
-      const bool attends = first[e / 2] <= j && j < last[e / 2];
-      logits[n][e] = attends ? logits[n][e] * scale : -kInfinity;
-    });
-    if (p_.alibi_slopes != nullptr) AddBias(begin, logits);
-  }
-
-  __device__ void AddBias(int32_t begin, float (&logits)[kKeys / 8][4]) const {
-    const AlibiBias biases[2] = {{p_, item_, warp_row_ + lane_ / 4},
-                                 {p_, item_, warp_row_ + lane_ / 4 + 8}};
-    ForEachLogit([&](int n, int e, int j) { logits[n][e] -= biases[e / 2].At(begin + j); });
-  }
-
-  // The logits, capped, in units of log2(e). tanh(x) = 1 - 2 / (1 + e^2x) is off by some 2^-23, far
-  // less than rounding the weights to 16 bits.
-  __device__ void Cap(float (&logits)[kKeys / 8][4]) const {
-    const float exponent = 2 * kLog2E * p_.scale / p_.soft_cap, cap = p_.soft_cap * kLog2E;
-#pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float power = gpu::Exp2(logits[n][e] * exponent);
-        logits[n][e] = cap - 2 * cap * gpu::Reciprocal(1 + power);
-      }
-    }
-  }
-
-  // Turns logits into weights 2^(logit - max), and gives the factors by which sums so far shrink.
-  __device__ void Weigh(float (&logits)[kKeys / 8][4], float (&shrinks)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float max = states_[r].max;
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
-        max = fmaxf(max, fmaxf(logits[n][2 * r], logits[n][2 * r + 1]));
-      }
-      max = fmaxf(max, gpu::ShuffleXor(max, 1));
-      max = fmaxf(max, gpu::ShuffleXor(max, 2));
-      const float shift = max == -kInfinity ? 0.0f : max;
-      shrinks[r] = gpu::Exp2(states_[r].max - shift);
-      float sum = states_[r].sum * shrinks[r];
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-        for (int e = 2 * r; e < 2 * r + 2; ++e) {
-          logits[n][e] = gpu::Exp2(logits[n][e] - shift);
-          sum += logits[n][e];
-        }
-      }
-      states_[r] = {max, sum};  // the sum of this lane's positions only, until the end
-    }
-  }
-
-  // Whether some rows attend to positions of the tile that others do not.
-  __device__ bool RowsDiffer(int32_t tile) const {
-    const int64_t common_begin = p_.WindowBegin(LastPosition(p_, item_));
-    const int64_t common_end = p_.WindowEnd(FirstPosition(p_, item_), item_.context_len);
-    return common_begin > max(item_.begin, tile * kTile) ||
-           common_end < min(item_.end, (tile + 1) * kTile);
   }
 
   // A weight of zero does not keep an infinite or NaN value from a row's sum. Where a tile holds
@@ -360,7 +274,8 @@ class TensorCoreItem {
 #pragma unroll 1
     for (int j = 0; j < kKeys; ++j) {
       const int row = part_ * kKeys + j;
-      const bool attends[2] = {ranges_[0].Contains(begin + j), ranges_[1].Contains(begin + j)};
+      const bool attends[2] = {softmax_.Range(0).Contains(begin + j),
+                               softmax_.Range(1).Contains(begin + j)};
 #pragma unroll
       for (int n = 0; n < kHeadSize / 8; ++n) {
 #pragma unroll
@@ -427,11 +342,9 @@ class TensorCoreItem {
   __device__ void StoreSums() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float sum = states_[r].sum;
-      sum += gpu::ShuffleXor(sum, 1);
-      sum += gpu::ShuffleXor(sum, 2);
+      const RowState state = softmax_.State(r);
       const int row = part_ * kRows + warp_row_ + lane_ / 4 + 8 * r;
-      if (lane_ % 4 == 0) layout_.states[row] = {states_[r].max, sum};
+      if (lane_ % 4 == 0) layout_.states[row] = state;
 #pragma unroll
       for (int n = 0; n < kHeadSize / 8; ++n) {
         float* to = layout_.sums + row * kHeadSize;
@@ -447,19 +360,19 @@ class TensorCoreItem {
   const int lane_;
   const int warp_row_;  // the warp's first row
   const int part_;      // of each tile's positions, this warp's
-  const RowRange ranges_[2];
-  RowState states_[2] = {{-kInfinity, 0}, {-kInfinity, 0}};
+  Softmax softmax_;
   float sums_[kHeadSize / 8][4] = {};  // as logits lie, with columns in place of positions
   bool is_bad_ = false;
 };
 
 // For items of up to kWarpRows groups of 16 rows: kWarps, or Layout::kFewWarpRows.
 template <typename T, typename C, int kHeadSize, int kWarpRows>
-__global__ void __launch_bounds__(kThreads, 2) TensorCoreAttention(Params p, Scratch scratch) {
+__global__ void __launch_bounds__(kThreads, 2)
+    TensorCoreAttention(Params p, Scratch scratch, QueryLengths lengths) {
   using Layout = TensorCoreLayout<T, C, kHeadSize>;
   constexpr int kFewWarpRows = Layout::kFewWarpRows;
   const Layout layout(gpu::SharedMemory(), kWarpRows);
-  Schedule schedule(p, kMaxRowsPerItem, layout.schedule);
+  Schedule schedule(p, lengths, kMaxRowsPerItem, layout.schedule);
   for (int64_t number = blockIdx.x;; number += gridDim.x) {
     const Item* item = schedule.Find(number);
     if (item == nullptr) return;

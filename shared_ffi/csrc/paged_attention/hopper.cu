@@ -1,0 +1,14 @@
+// Compiled for sm_90a alone, for each type and head size on its own.
+#include "hopper.cuh"
+#include "kernels.cuh"
+
+namespace xla_gpu::paged_attention {
+
+template <>
+AttentionKernel HopperKernelOf<XLA_GPU_STORAGE, XLA_GPU_HEAD_SIZE>() {
+  return {{HopperAttention<XLA_GPU_STORAGE, XLA_GPU_HEAD_SIZE>, kHopperThreads,
+           static_cast<int>(sizeof(HopperShared<XLA_GPU_STORAGE, XLA_GPU_HEAD_SIZE>))},
+          kHopperRows};
+}
+
+}  // namespace xla_gpu::paged_attention

@@ -1,0 +1,458 @@
+// Attention of long queries on sm_90a, where a warpgroup of four warps multiplies 64 rows at a time
+// and reads K and V where they lie in shared memory.
+//
+// A block has three warpgroups. One, the producer, finds the items and copies their tiles of K and
+// V; the others, the consumers, each take 64 rows of an item through all of its tiles. They meet at
+// barriers in shared memory only: one says that a place is filled, another that it is free again.
+// So the producer is ahead by as many tiles as there is memory for, across items too.
+//
+// A consumer starts the product of the next tile's keys before that of this tile's values, and
+// turns the next logits into weights while the values are multiplied.
+#pragma once
+
+#include "softmax.cuh"
+
+namespace xla_gpu::paged_attention {
+
+inline constexpr int kConsumers = 2;
+inline constexpr int kConsumerRows = 64;  // of a warpgroup's product
+inline constexpr int kHopperRows = kConsumers * kConsumerRows;
+inline constexpr int kHopperThreads = (1 + kConsumers) * kThreads;
+
+// Registers of a thread. A block starts with as many as a multiprocessor has, the same for all of
+// its threads; then the producer leaves most of its own to the consumers.
+inline constexpr int kLaunchRegisters = 64 * 1024 / kHopperThreads / 8 * 8;
+inline constexpr int kProducerRegisters = 56;
+inline constexpr int kConsumerRegisters = 224;
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
+                  (1 + kConsumers) * kLaunchRegisters,
+              "consumers would wait for registers for ever");
+
+// Barriers of the block, besides the schedule's.
+inline constexpr int kBothConsumers = 1;
+inline constexpr int kOneConsumer = 2;  // and the next, for the second
+
+// Rows of 16-bit elements as a warpgroup's product reads them from shared memory: blocks of 64
+// columns one after the other, each with rows of 128 bytes, whose eight chunks of 16 bytes are
+// exchanged by the row's number. That keeps chunks of one column in different banks.
+template <typename T, int kRows, int kColumns>
+struct SwizzledRows {
+  static constexpr int kBlockColumns = 64;
+  static constexpr int kBlockElements = kRows * kBlockColumns;
+  static constexpr int kElements = kRows * kColumns;
+  static constexpr int kChunk = 8;  // elements
+  static constexpr int kChunks = kColumns / kChunk;
+  static_assert(kRows % 8 == 0 && kColumns % kBlockColumns == 0, "the pattern has 8 rows");
+
+  static __device__ __forceinline__ int Offset(int row, int chunk) {
+    return chunk / 8 * kBlockElements + row * kBlockColumns + (chunk % 8 ^ row % 8) * kChunk;
+  }
+
+  // Of all rows' columns [column, column + 16), which a product adds up over.
+  static __device__ __forceinline__ uint64_t Columns(const T* rows, int column) {
+    const T* begin = rows + column / kBlockColumns * kBlockElements + column % kBlockColumns;
+    return Descriptor(begin, 0);
+  }
+
+  // Of the rows [row, row + 16), which a product adds up over, with all their columns.
+  static __device__ __forceinline__ uint64_t Rows(const T* rows, int row) {
+    return Descriptor(rows + row * kBlockColumns, kBlockElements * sizeof(T));
+  }
+
+ private:
+  // PTX ISA, "Matrix Descriptor Format" of wgmma: start, bytes to the next 64 columns and to the
+  // next 8 rows, each divided by 16; then the swizzle of 128 bytes.
+  static __device__ __forceinline__ uint64_t Descriptor(const T* begin, uint64_t block_bytes) {
+    const uint64_t group_bytes = 8 * kBlockColumns * sizeof(T);
+    return gpu::SharedAddress(begin) >> 4 | block_bytes >> 4 << 16 | group_bytes >> 4 << 32 |
+           uint64_t{1} << 62;
+  }
+};
+
+// Counts what goes through a ring of kPlaces places: where the next lies, and in which round.
+template <int kPlaces>
+struct Turn {
+  int place = 0;
+  int round = 0;  // its parity
+
+  __device__ __forceinline__ Turn Next() const {
+    return place + 1 == kPlaces ? Turn{0, round ^ 1} : Turn{place + 1, round};
+  }
+};
+
+// Barriers of a ring: `filled` by those who write a place, `freed` by those who read it.
+template <int kPlaces>
+struct Ring {
+  gpu::Barrier filled[kPlaces];
+  gpu::Barrier freed[kPlaces];
+
+  __device__ void Init(int num_writers, int num_readers) {
+    for (int i = 0; i < kPlaces; ++i) {
+      gpu::InitBarrier(&filled[i], num_writers);
+      gpu::InitBarrier(&freed[i], num_readers);
+    }
+  }
+  __device__ __forceinline__ void WaitFreed(Turn<kPlaces> turn) {
+    gpu::WaitForPhase(&freed[turn.place], turn.round ^ 1);  // passes in the first round
+  }
+  __device__ __forceinline__ void WaitFilled(Turn<kPlaces> turn) {
+    gpu::WaitForPhase(&filled[turn.place], turn.round);
+  }
+  // By each warp of the readers.
+  __device__ __forceinline__ void Free(Turn<kPlaces> turn) {
+    gpu::SyncWarp();
+    if (threadIdx.x % gpu::kWarpSize == 0) gpu::Arrive(&freed[turn.place]);
+  }
+};
+
+// The shared memory of a block.
+template <typename T, int kHeadSize>
+struct HopperShared {
+  static constexpr int kTile = 128;                        // positions
+  static constexpr int kStages = kHeadSize <= 64 ? 4 : 2;  // tiles in memory
+  static constexpr int kItems = 2;                         // items that consumers may be at
+  using QueryRows = SwizzledRows<T, kConsumerRows, kHeadSize>;
+  using CacheRows = SwizzledRows<T, kTile, kHeadSize>;
+  using TileTurn = Turn<kStages>;
+  using ItemTurn = Turn<kItems>;
+
+  alignas(1024) T query[kConsumers][QueryRows::kElements];
+  alignas(1024) T keys[kStages][CacheRows::kElements];
+  alignas(1024) T values[kStages][CacheRows::kElements];
+  Ring<kStages> keys_ring;
+  Ring<kStages> values_ring;
+  Ring<kItems> items_ring;
+  Item items[kItems];  // without rows: there are no more
+  Schedule::Shared schedule;
+
+  // By one thread.
+  __device__ void Init() {
+    keys_ring.Init(kThreads, kConsumers * kWarps);
+    values_ring.Init(kThreads, kConsumers * kWarps);
+    items_ring.Init(1, kConsumers * kWarps);
+  }
+};
+
+// The tiles that an item's positions lie in.
+struct Tiles {
+  int32_t begin;
+  int32_t end;
+
+  __device__ Tiles(const Item& item, int32_t tile)
+      : begin(item.begin / tile), end(max(begin, (item.end + tile - 1) / tile)) {}
+};
+
+template <typename T, int kHeadSize>
+class HopperProducer {
+  using Shared = HopperShared<T, kHeadSize>;
+  using CacheRows = typename Shared::CacheRows;
+  static constexpr int kTile = Shared::kTile;
+  static_assert(kTile == kThreads, "each thread finds the place of one position");
+
+ public:
+  __device__ HopperProducer(const Params& p, const Scratch& scratch, Shared* shared)
+      : p_(p), scratch_(scratch), shared_(*shared) {}
+
+  __device__ void Run(QueryLengths lengths) {
+    Schedule schedule(p_, lengths, kHopperRows, &shared_.schedule);
+    typename Shared::ItemTurn turn;
+    for (int64_t number = blockIdx.x;; number += gridDim.x, turn = turn.Next()) {
+      const Item* item = schedule.Find(number);
+      HandOut(item, turn);
+      if (item == nullptr) break;
+      CopyTiles(*item);
+    }
+    gpu::CommitCopies();
+    gpu::WaitCopies<0>();
+  }
+
+ private:
+  __device__ void HandOut(const Item* item, typename Shared::ItemTurn turn) {
+    if (threadIdx.x != 0) return;
+    shared_.items_ring.WaitFreed(turn);
+    if (item != nullptr) {
+      shared_.items[turn.place] = *item;
+    } else {
+      shared_.items[turn.place].num_rows = 0;
+    }
+    gpu::Arrive(&shared_.items_ring.filled[turn.place]);
+  }
+
+  __device__ void CopyTiles(const Item& item) {
+    bool is_bad = false;
+    const Tiles tiles(item, kTile);
+    for (int32_t tile = tiles.begin; tile < tiles.end; ++tile, turn_ = turn_.Next()) {
+      const int32_t position = tile * kTile + static_cast<int32_t>(threadIdx.x);
+      PlainSlot slot;
+      if (item.begin <= position && position < item.end) {
+        slot = FindSlot<T>(p_, item, position, &is_bad);
+      }
+      shared_.keys_ring.WaitFreed(turn_);
+      CopyTile(KeyOf<T>(p_, 0, item.kv_head), slot.offset, shared_.keys[turn_.place]);
+      gpu::ArriveAfterCopies(&shared_.keys_ring.filled[turn_.place]);
+      shared_.values_ring.WaitFreed(turn_);
+      CopyTile(ValueOf<T>(p_, 0, item.kv_head), slot.offset, shared_.values[turn_.place]);
+      gpu::ArriveAfterCopies(&shared_.values_ring.filled[turn_.place]);
+    }
+    is_bad = gpu::AnyInThreads(kScheduleBarrier, kThreads, is_bad);
+    if (item.kv_head == 0 && static_cast<int32_t>(threadIdx.x) < item.num_rows) {
+      const RowPlace place(p_, item, threadIdx.x);
+      scratch_.is_bad[item.first_token + place.token] = is_bad;
+    }
+  }
+
+  // A warp copies the positions that its lanes have found, eight lanes 128 bytes of one. Zeros
+  // where there is no slot, and in the columns past head_size.
+  __device__ void CopyTile(const T* cache, int64_t slot_of_lane, T* tile) const {
+    const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
+#pragma unroll 1  // the copies overlap all the same
+    for (int i = lane / 8; i < gpu::kWarpSize; i += 4) {
+      const int64_t slot = gpu::Shuffle(slot_of_lane, i);
+      const int row = warp * gpu::kWarpSize + i;
+#pragma unroll
+      for (int chunk = lane % 8; chunk < CacheRows::kChunks; chunk += 8) {
+        const bool exists = slot >= 0 && chunk * CacheRows::kChunk < p_.head_size;
+        const T* from = cache + (exists ? slot + chunk * CacheRows::kChunk : 0);
+        gpu::CopyAsync16(tile + CacheRows::Offset(row, chunk), from, exists);
+      }
+    }
+  }
+
+  const Params& p_;
+  const Scratch& scratch_;
+  Shared& shared_;
+  typename Shared::TileTurn turn_;  // of the next tile
+};
+
+// One item, by a consumer.
+template <typename T, int kHeadSize>
+class HopperItem {
+  using Shared = HopperShared<T, kHeadSize>;
+  using QueryRows = typename Shared::QueryRows;
+  using CacheRows = typename Shared::CacheRows;
+  using TileTurn = typename Shared::TileTurn;
+  static constexpr int kTile = Shared::kTile;
+
+ public:
+  __device__ HopperItem(const Params& p, const Item& item, int consumer, Shared* shared)
+      : p_(p),
+        item_(item),
+        shared_(*shared),
+        query_(shared->query[consumer]),
+        barrier_(kOneConsumer + consumer),
+        first_row_(consumer * kConsumerRows),
+        common_(p, item),
+        softmax_(p, item,
+                 first_row_ + static_cast<int>(threadIdx.x) % kThreads / gpu::kWarpSize * 16 +
+                     Lane() / 4) {}
+
+  // The turn of the item's first tile becomes that of the next item's.
+  __device__ void Compute(TileTurn* turn) {
+    const Tiles tiles(item_, kTile);
+    if (tiles.begin < tiles.end) {
+      CopyQuery();
+      float logits[kTile / 8][4];
+      uint32_t weights[kTile / 16][4];
+      float shrinks[2];
+      StartLogits(*turn, logits);
+      gpu::WaitProducts<0>(logits);
+      shared_.keys_ring.Free(*turn);
+      Weigh(tiles.begin, logits, shrinks);
+      Pack(logits, weights);
+      for (int32_t tile = tiles.begin; tile + 1 < tiles.end; ++tile) {
+        const TileTurn next = turn->Next();
+        TakeValues(tile, *turn);
+        StartLogits(next, logits);
+        StartSums(*turn, weights);
+        gpu::WaitProducts<1>(logits);
+        shared_.keys_ring.Free(next);
+        Weigh(tile + 1, logits, shrinks);
+        gpu::WaitProducts<0>(sums_);
+        gpu::KeepRegisters(weights);
+        shared_.values_ring.Free(*turn);
+        Softmax::Shrink(shrinks, sums_);
+        Pack(logits, weights);
+        *turn = next;
+      }
+      TakeValues(tiles.end - 1, *turn);
+      StartSums(*turn, weights);
+      gpu::WaitProducts<0>(sums_);
+      shared_.values_ring.Free(*turn);
+      *turn = turn->Next();
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) WriteRow(r);
+  }
+
+ private:
+  static __device__ __forceinline__ int Lane() { return threadIdx.x % gpu::kWarpSize; }
+
+  __device__ void CopyQuery() {
+    const int thread = threadIdx.x % kThreads;
+    gpu::SyncThreads(barrier_, kThreads);  // everyone has left the item before
+    for (int i = thread; i < kConsumerRows * QueryRows::kChunks; i += kThreads) {
+      const int row = i / QueryRows::kChunks, chunk = i % QueryRows::kChunks;
+      const bool exists =
+          first_row_ + row < item_.num_rows && chunk * QueryRows::kChunk < p_.head_size;
+      const int64_t offset =
+          exists ? RowOffset(p_, item_, first_row_ + row) + chunk * QueryRows::kChunk : 0;
+      gpu::CopyAsync16(query_ + QueryRows::Offset(row, chunk),
+                       static_cast<const T*>(p_.query) + offset, exists);
+    }
+    gpu::CommitCopies();
+    gpu::WaitCopies<0>();
+    gpu::FenceAsyncProxy();
+    gpu::SyncThreads(barrier_, kThreads);
+  }
+
+  // logits = q k^T, under way.
+  __device__ void StartLogits(TileTurn turn, float (&logits)[kTile / 8][4]) {
+    shared_.keys_ring.WaitFilled(turn);
+    gpu::FenceAsyncProxy();
+    gpu::FenceProducts(logits);
+    const T* keys = shared_.keys[turn.place];
+#pragma unroll
+    for (int column = 0; column < kHeadSize; column += 16) {
+      gpu::StartProduct(logits, QueryRows::Columns(query_, column),
+                        CacheRows::Columns(keys, column),
+                        /*accumulates=*/column > 0, T{});
+    }
+    gpu::CommitProducts();
+  }
+
+  // sums += weights * v, under way.
+  __device__ void StartSums(TileTurn turn, uint32_t (&weights)[kTile / 16][4]) {
+    gpu::KeepRegisters(weights);
+    gpu::FenceProducts(sums_);
+    const T* values = shared_.values[turn.place];
+#pragma unroll
+    for (int step = 0; step < kTile / 16; ++step) {
+      gpu::StartProductTransposed(sums_, weights[step], CacheRows::Rows(values, step * 16), T{});
+    }
+    gpu::CommitProducts();
+  }
+
+  // Logits of a tile become weights.
+  __device__ void Weigh(int32_t tile, float (&logits)[kTile / 8][4], float (&shrinks)[2]) {
+    const int32_t begin = tile * kTile, end = begin + kTile;
+    softmax_.ToLogits(begin, /*masked=*/!common_.Contains(begin, end), logits);
+    softmax_.Weigh(logits, shrinks);
+  }
+
+  // Rounded to 16 bits, as the left side of a product: of each 16 positions.
+  static __device__ __forceinline__ void Pack(const float (&from)[kTile / 8][4],
+                                              uint32_t (&to)[kTile / 16][4]) {
+#pragma unroll
+    for (int n = 0; n < kTile / 16; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float(&block)[4] = from[2 * n + i / 2];
+        to[n][i] = gpu::Pack(block[i % 2 * 2], block[i % 2 * 2 + 1], T{});
+      }
+    }
+  }
+
+  __device__ void TakeValues(int32_t tile, TileTurn turn) {
+    shared_.values_ring.WaitFilled(turn);
+    gpu::FenceAsyncProxy();
+    if (common_.RowsDiffer(item_, tile * kTile, (tile + 1) * kTile)) {
+      SetAsideNonFinite(tile * kTile, shared_.values[turn.place]);
+    }
+  }
+
+  // A weight of zero does not keep an infinite or NaN value from a row's sum. Where a tile holds
+  // some, they are added to the rows that attend to them, and then taken out of the tile: by both
+  // consumers together, who share it.
+  __device__ void SetAsideNonFinite(int32_t begin, T* values) {
+    constexpr int kBoth = kConsumers * kThreads;
+    const int thread = static_cast<int>(threadIdx.x) - kThreads;
+    bool found = false;
+    for (int i = thread; i < CacheRows::kElements; i += kBoth) {
+      found = found || !IsFinite(values[i]);
+    }
+    if (!gpu::AnyInThreads(kBothConsumers, kBoth, found)) return;
+#pragma unroll 1
+    for (int j = 0; j < kTile; ++j) {
+      const bool attends[2] = {softmax_.Range(0).Contains(begin + j),
+                               softmax_.Range(1).Contains(begin + j)};
+#pragma unroll
+      for (int n = 0; n < kHeadSize / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const T value = values[CacheRows::Offset(j, n) + Lane() % 4 * 2 + e];
+          if (IsFinite(value)) continue;
+          if (attends[0]) sums_[n][e] += gpu::ToFloat(value);
+          if (attends[1]) sums_[n][e + 2] += gpu::ToFloat(value);
+        }
+      }
+    }
+    gpu::SyncThreads(kBothConsumers, kBoth);
+    for (int i = thread; i < CacheRows::kElements; i += kBoth) {
+      if (!IsFinite(values[i])) values[i] = T{};
+    }
+    gpu::FenceAsyncProxy();
+    gpu::SyncThreads(kBothConsumers, kBoth);
+  }
+
+  // The lane's columns of its row r.
+  __device__ __forceinline__ void WriteRow(int r) {
+    const RowState state = softmax_.State(r);
+    const int row = first_row_ + static_cast<int>(threadIdx.x) % kThreads / gpu::kWarpSize * 16 +
+                    Lane() / 4 + 8 * r;
+    if (row >= item_.num_rows) return;
+    const RowPlace place(p_, item_, row);
+    const float sink = SinkOf(p_, place.head);
+    const float max = fmaxf(state.max, sink), shift = max == -kInfinity ? 0.0f : max;
+    const float weight = gpu::Exp2(state.max - shift);
+    const float sum = gpu::Exp2(sink - shift) + weight * state.sum;
+    const RowRange& range = softmax_.Range(r);
+    const float divisor = range.begin < range.end ? sum : 1.0f;  // else the sum of values is zero
+    const float factor = weight / divisor;
+    if (Lane() % 4 == 0) {
+      WriteLse(p_, item_.first_token + place.token, place.head, {max, sum});
+    }
+    T* output = static_cast<T*>(p_.output) + RowOffset(p_, item_, row);
+#pragma unroll
+    for (int n = 0; n < kHeadSize / 8; ++n) {
+      if (n * 8 >= p_.head_size) break;
+      *reinterpret_cast<uint32_t*>(output + n * 8 + Lane() % 4 * 2) =
+          gpu::Pack(sums_[n][2 * r] * factor, sums_[n][2 * r + 1] * factor, T{});
+    }
+  }
+
+  const Params& p_;
+  const Item& item_;
+  Shared& shared_;
+  T* const query_;
+  const int barrier_;    // of this consumer's threads
+  const int first_row_;  // of the item, that this consumer has
+  const CommonRange common_;
+  Softmax softmax_;
+  float sums_[kHeadSize / 8][4] = {};  // as logits lie, with columns in place of positions
+};
+
+template <typename T, int kHeadSize>
+__global__ void __launch_bounds__(kHopperThreads, 1)
+    HopperAttention(Params p, Scratch scratch, QueryLengths lengths) {
+  using Shared = HopperShared<T, kHeadSize>;
+  auto* shared = reinterpret_cast<Shared*>(gpu::SharedMemory());
+  if (threadIdx.x == 0) shared->Init();
+  gpu::SyncBlock();
+  const int warpgroup = threadIdx.x / kThreads;
+  if (warpgroup == 0) {
+    gpu::GiveRegistersBack<kProducerRegisters>();
+    HopperProducer<T, kHeadSize>(p, scratch, shared).Run(lengths);
+  } else {
+    gpu::TakeRegisters<kConsumerRegisters>();
+    typename Shared::TileTurn tile;
+    for (typename Shared::ItemTurn turn;; turn = turn.Next()) {
+      shared->items_ring.WaitFilled(turn);
+      const Item& item = shared->items[turn.place];
+      if (item.num_rows == 0) return;
+      HopperItem<T, kHeadSize>(p, item, warpgroup - 1, shared).Compute(&tile);
+      shared->items_ring.Free(turn);
+    }
+  }
+}
+
+}  // namespace xla_gpu::paged_attention

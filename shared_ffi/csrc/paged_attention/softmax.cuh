@@ -1,0 +1,148 @@
+// The softmax of the tensor cores' kernels, on logits as products leave them in registers: of each
+// 8 positions a lane has 2 * (lane % 4) and the next, for two rows that are 8 apart.
+#pragma once
+
+#include "rows.cuh"
+
+namespace xla_gpu::paged_attention {
+
+class Softmax {
+ public:
+  // `row`: the lane's first, of the item.
+  __device__ Softmax(const Params& p, const Item& item, int row)
+      : p_(p), item_(item), row_(row), ranges_{{p, item, row}, {p, item, row + 8}} {}
+
+  // Of the row and of the one 8 below.
+  __device__ const RowRange& Range(int r) const { return ranges_[r]; }
+
+  // What the row has seen so far, the sum by all lanes that have positions of it.
+  __device__ RowState State(int r) const {
+    float sum = states_[r].sum;
+    sum += gpu::ShuffleXor(sum, 1);
+    sum += gpu::ShuffleXor(sum, 2);
+    return {states_[r].max, sum};
+  }
+
+  // Calls what(n, e, j) for each logit of the lane: element e of block n, of position j.
+  template <int kBlocks, typename Do>
+  static __device__ __forceinline__ void ForEach(const Do& what) {
+    const int lane = threadIdx.x % gpu::kWarpSize;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) what(n, e, n * 8 + lane % 4 * 2 + e % 2);
+    }
+  }
+
+  // Turns q . k of the positions from `begin` on into logits in units of log2(e), and, where some
+  // are `masked`, those of positions that a row does not attend to into -inf.
+  template <int kBlocks>
+  __device__ void ToLogits(int32_t begin, bool masked, float (&logits)[kBlocks][4]) const {
+    constexpr int kKeys = kBlocks * 8;
+    float scale = p_.scale * kLog2E;
+    if (p_.soft_cap > 0) {
+      Cap(logits);
+      scale = 1;
+    }
+    if (masked) {
+      int first[2], last[2];  // relative to `begin`
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        first[r] = max(ranges_[r].begin - begin, 0);
+        last[r] = min(max(ranges_[r].end - begin, 0), kKeys);
+      }
+      ForEach<kBlocks>([&](int n, int e, int j) {
+        const bool attends = first[e / 2] <= j && j < last[e / 2];
+        logits[n][e] = attends ? logits[n][e] * scale : -kInfinity;
+      });
+    } else {
+      ForEach<kBlocks>([&](int n, int e, int) { logits[n][e] *= scale; });
+    }
+    if (p_.alibi_slopes != nullptr) AddBias(begin, logits);
+  }
+
+  // Turns logits into weights 2^(logit - max), and gives the factors by which sums so far shrink.
+  template <int kBlocks>
+  __device__ void Weigh(float (&logits)[kBlocks][4], float (&shrinks)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float max = states_[r].max;
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+        max = fmaxf(max, fmaxf(logits[n][2 * r], logits[n][2 * r + 1]));
+      }
+      max = fmaxf(max, gpu::ShuffleXor(max, 1));
+      max = fmaxf(max, gpu::ShuffleXor(max, 2));
+      const float shift = max == -kInfinity ? 0.0f : max;
+      shrinks[r] = gpu::Exp2(states_[r].max - shift);
+      float sum = states_[r].sum * shrinks[r];
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+        for (int e = 2 * r; e < 2 * r + 2; ++e) {
+          logits[n][e] = gpu::Exp2(logits[n][e] - shift);
+          sum += logits[n][e];
+        }
+      }
+      states_[r] = {max, sum};  // the sum of this lane's positions only, until the end
+    }
+  }
+
+  // Sums lie as logits do, with columns in place of positions.
+  template <int kBlocks>
+  static __device__ __forceinline__ void Shrink(const float (&shrinks)[2],
+                                                float (&sums)[kBlocks][4]) {
+#pragma unroll
+    for (float(&of_block)[4] : sums) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) of_block[e] *= shrinks[e / 2];
+    }
+  }
+
+ private:
+  template <int kBlocks>
+  __device__ void AddBias(int32_t begin, float (&logits)[kBlocks][4]) const {
+    const AlibiBias biases[2] = {{p_, item_, row_}, {p_, item_, row_ + 8}};
+    ForEach<kBlocks>([&](int n, int e, int j) { logits[n][e] -= biases[e / 2].At(begin + j); });
+  }
+
+  // The logits, capped, in units of log2(e). tanh(x) = 1 - 2 / (1 + e^2x) is off by some 2^-23, far
+  // less than rounding the weights to 16 bits.
+  template <int kBlocks>
+  __device__ void Cap(float (&logits)[kBlocks][4]) const {
+    const float exponent = 2 * kLog2E * p_.scale / p_.soft_cap, cap = p_.soft_cap * kLog2E;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float power = gpu::Exp2(logits[n][e] * exponent);
+        logits[n][e] = cap - 2 * cap * gpu::Reciprocal(1 + power);
+      }
+    }
+  }
+
+  const Params& p_;
+  const Item& item_;
+  const int row_;
+  const RowRange ranges_[2];
+  RowState states_[2] = {{-kInfinity, 0}, {-kInfinity, 0}};
+};
+
+// The positions of an item that all of its rows attend to.
+struct CommonRange {
+  int32_t begin;
+  int32_t end;
+
+  __device__ CommonRange(const Params& p, const Item& item)
+      : begin(static_cast<int32_t>(Larger(item.begin, p.WindowBegin(LastPosition(p, item))))),
+        end(static_cast<int32_t>(
+            Smaller(item.end, p.WindowEnd(FirstPosition(p, item), item.context_len)))) {}
+
+  // Whether some rows attend to positions of [from, to) that others do not.
+  __device__ bool RowsDiffer(const Item& item, int32_t from, int32_t to) const {
+    return begin > max(item.begin, from) || end < min(item.end, to);
+  }
+  __device__ bool Contains(int32_t from, int32_t to) const { return begin <= from && to <= end; }
+};
+
+}  // namespace xla_gpu::paged_attention
