@@ -155,7 +155,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axis.grid(axis="x", alpha=0.3)
         axis.set_title(kind)
         axis.set_xlabel(label)
-    axes[0].legend(loc="lower right", fontsize=8)
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names))
     machine = results["machine"]
     figure.suptitle(
         f"{machine['processor']}, {machine['cores']} cores, {machine['instruction_set']}; "
