@@ -41,7 +41,7 @@ class FeatureTable:
 
     def pytest_sessionfinish(self) -> None:
         rows = list(dict.fromkeys(feature for feature, _ in self._counts))
-        columns = list(dict.fromkeys(column for _, column in self._counts))
+        columns = sorted({column for _, column in self._counts})
         lines = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
         for row in sorted(rows, key=FEATURES.index):
             cells = [str(self._counts[row, column] or "") for column in columns]
