@@ -1,6 +1,7 @@
 """Settings that must precede the first import of a framework, and the option of the mutation check."""
 
 import os
+import random
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--emulated", help="a build of it with emulated CUDA, instead of a build of these sources"
     )
+    parser.addoption(
+        "--shuffle", action="store_true", help="mix the tests, to meet one that fails sooner"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,6 +50,11 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests import native  # noqa: PLC0415  (settings above come first)
 
         native.load(path, "shared_ffi._native")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--shuffle"):
+        random.Random(0).shuffle(items)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -72,7 +81,8 @@ def emulated(request: pytest.FixtureRequest) -> Any:
         folder = native.ROOT / "build/simt"
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "lock"):
-            native.configure(native.ROOT, folder, "-DXLA_GPU_CUDA=EMULATED")
+            options = ("-DXLA_GPU_CUDA=EMULATED", "-DXLA_GPU_CPU_INSTRUCTION_SETS=baseline")
+            native.configure(native.ROOT, folder, *options)
             path = native.build(folder)
     return native.load(path, "emulated._native")
 

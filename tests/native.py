@@ -14,7 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-def run(*command: object) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: object, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """The outcome of a command that may find tools beside this interpreter."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
@@ -22,7 +24,7 @@ def run(*command: object) -> subprocess.CompletedProcess[str]:
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env=os.environ | {"PATH": path},
+        env=os.environ | {"PATH": path} | (environment or {}),
     )
 
 

@@ -51,11 +51,10 @@ def paged_attention(
             elif window_right is not None:
                 last = min(last, position + window_right)
             positions = np.arange(first, last + 1)
-            rows = [(block_tables[s, j // block_size], j % block_size) for j in positions]
-            attended = np.array([kv_cache[row] for row in rows], np.float64)
-            if len(rows) > 0:
-                attended[:, 0::2] *= np.array([_scales(k_scale, row) for row in rows])
-                attended[:, 1::2] *= np.array([_scales(v_scale, row) for row in rows])
+            rows = block_tables[s, positions // block_size], positions % block_size
+            attended = kv_cache[rows].astype(np.float64)
+            attended[:, 0::2] *= _scales(k_scale, rows)
+            attended[:, 1::2] *= _scales(v_scale, rows)
             for h in range(num_heads):
                 sink = -np.inf if sinks is None else float(sinks[h])
                 if len(positions) == 0:
@@ -77,12 +76,12 @@ def paged_attention(
     return (output, lse) if return_lse else output
 
 
-def _scales(scales: Any, row: tuple[Any, Any]) -> np.ndarray:
-    """[kv heads or 1, 1], of a block and an offset in it."""
+def _scales(scales: Any, rows: tuple[Any, Any]) -> np.ndarray:
+    """[..., kv heads or 1, 1], of blocks and offsets in them."""
     if scales is None:
         return np.ones((1, 1))
     scales = np.asarray(scales, np.float64)
-    return (scales[row] if scales.ndim == 3 else scales).reshape(-1, 1)
+    return scales[rows][..., None] if scales.ndim == 3 else scales.reshape(-1, 1)
 
 
 def kv_cache_update(

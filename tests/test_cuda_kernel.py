@@ -177,7 +177,7 @@ def test_kv_cache_update(case: UpdateCase, gpu: Gpu) -> None:
     assert_same_bits(updated[0] if len(updated) == 1 else tuple(updated), expected)
 
 
-def test_a_slot_past_the_end_is_not_written(gpu: Gpu) -> None:
+def test_kv_cache_update_of_slots_past_the_end(gpu: Gpu) -> None:
     case = next(case for case in UPDATE_CASES if case.id == "some-padding-int64-f32")
     kv_cache, key, value, slots = case.inputs()
     num_slots = kv_cache.shape[0] * kv_cache.shape[1]

@@ -67,7 +67,7 @@ def test_kv_cache_update(case: UpdateCase) -> None:
     assert_same_bits(updated[0] if len(updated) == 1 else tuple(updated), expected)
 
 
-def test_the_later_of_two_tokens_with_one_slot_wins() -> None:
+def test_kv_cache_update_of_two_tokens_with_one_slot() -> None:
     for num_threads in (1, 4):
         cache = np.zeros((1, 4, 64, 128), F32)
         key = np.arange(64, dtype=F32)[:, None, None] * np.ones((1, 32, 128), F32)
