@@ -34,11 +34,11 @@ typedef int32_t Mask __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t HalfWords __attribute__((vector_size(2 * kLanes)));
 typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
-// Registers that a block of sums may take, in vectors, besides what it reads.
+// Registers that a block of sums may take besides what it reads: rows of so many vectors.
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kBlockVectors = 4;
+constexpr int kBlockRows = 4, kBlockVectors = 4;
 #else
-constexpr int kBlockVectors = 2;
+constexpr int kBlockRows = 6, kBlockVectors = 2;
 #endif
 
 template <typename V>
@@ -310,7 +310,6 @@ XLA_GPU_INLINE void StoreNarrow(Lanes x, T* to, int64_t count) {
 // the vectors' first four lanes, first those of the first vector; then come the second four lanes.
 template <int kVectors>
 XLA_GPU_INLINE void StoreInOrder(const Lanes (&x)[kVectors], float* to) {
-  if constexpr (kVectors == 1) return Store(x[0], to);
   const float* from = reinterpret_cast<const float*>(x);
   for (int i = 0; i < kLanes; i += 4) {
     for (int v = 0; v < kVectors; ++v, to += 4) std::memcpy(to, from + v * kLanes + i, 16);

@@ -26,9 +26,9 @@
 namespace xla_gpu::paged_attention {
 namespace {
 
-constexpr int kRows = 4;                       // of a block, at most
-constexpr int64_t kMaxCachedRows = 3 * kRows;  // more are worth packing K and V for
-constexpr int64_t kMaxTiles = 2;               // of a stretch
+constexpr int kCachedRows = 4;          // of a block, at most, where K and V are not packed
+constexpr int64_t kMaxCachedRows = 12;  // of a kv head; more are worth packing K and V for
+constexpr int64_t kMaxTiles = 2;        // of a stretch
 constexpr int64_t kMaxStretch = kMaxTiles * kTile;
 constexpr int64_t kCacheLineBytes = 64;
 constexpr float kMaxGrowth = 8;  // of logits, in units of 1 / log2(e), before sums shrink
@@ -42,6 +42,12 @@ XLA_GPU_INLINE int64_t RoundUp(int64_t a, int64_t b) { return DivideUp(a, b) * b
 // the processor cannot foresee where a block table leads, and drops what it is asked for in a
 // burst.
 class Prefetcher {
+  struct Cursor {
+    const char* line;
+    const char* end_of_row;
+    int64_t lines_per_step;
+  };
+
  public:
   // What is wanted at each position: so many bytes at one offset or two from its address.
   struct Wanted {
@@ -52,46 +58,52 @@ class Prefetcher {
 
   Prefetcher(const char* const* positions, int64_t num_positions, const Wanted& wanted)
       : position_(positions), end_(positions + num_positions), wanted_(wanted) {
-    TakeRow();
+    cursor_ = NextRow(cursor_);
   }
 
   // So many steps there will be, about.
   void Expect(int64_t num_steps) {
     const int64_t num_rows = (end_ - position_ + 1) * wanted_.num_offsets;
     const int64_t num_lines = num_rows * DivideUp(wanted_.num_bytes, kCacheLineBytes);
-    lines_per_step_ = line_ == nullptr ? 0 : DivideUp(num_lines, num_steps);
+    cursor_.lines_per_step = cursor_.line == nullptr ? 0 : DivideUp(num_lines, num_steps);
   }
 
-  XLA_GPU_INLINE void Step() {
-    for (int64_t i = 0; i < lines_per_step_; ++i, line_ += kCacheLineBytes) {
-      __builtin_prefetch(line_, /*rw=*/0, /*locality=*/3);
+  // Where it is, in registers of a loop that takes steps.
+  class Steps {
+   public:
+    XLA_GPU_INLINE explicit Steps(Prefetcher* prefetcher)
+        : prefetcher_(prefetcher), cursor_(prefetcher->cursor_) {}
+    XLA_GPU_INLINE ~Steps() { prefetcher_->cursor_ = cursor_; }
+
+    XLA_GPU_INLINE void Take() {
+      for (int64_t i = 0; i < cursor_.lines_per_step; ++i, cursor_.line += kCacheLineBytes) {
+        __builtin_prefetch(cursor_.line, /*rw=*/0, /*locality=*/3);
+      }
+      if (cursor_.line >= cursor_.end_of_row) cursor_ = prefetcher_->NextRow(cursor_);
     }
-    if (line_ >= end_of_row_) TakeRow();
-  }
+
+   private:
+    Prefetcher* const prefetcher_;
+    Cursor cursor_;
+  };
 
  private:
-  void TakeRow() {
-    if (position_ == end_) {
-      lines_per_step_ = 0;
-      line_ = nullptr;
-      end_of_row_ = reinterpret_cast<const char*>(1);
-      return;
-    }
-    line_ = *position_ + wanted_.offsets[next_offset_];
-    end_of_row_ = line_ + wanted_.num_bytes;
+  Cursor NextRow(Cursor cursor) {
+    if (position_ == end_) return {nullptr, reinterpret_cast<const char*>(1), 0};
+    cursor.line = *position_ + wanted_.offsets[next_offset_];
+    cursor.end_of_row = cursor.line + wanted_.num_bytes;
     if (++next_offset_ == wanted_.num_offsets) {
       next_offset_ = 0;
       ++position_;
     }
+    return cursor;
   }
 
   const char* const* position_;  // of the next row
   const char* const* end_;
   Wanted wanted_;
   int64_t next_offset_ = 0;
-  const char* line_;
-  const char* end_of_row_;
-  int64_t lines_per_step_ = 0;
+  Cursor cursor_ = {};
 };
 
 // The order in which parts of a tile are read, kOfTile of them, or of several tiles with kCount in
@@ -129,6 +141,10 @@ XLA_GPU_INLINE void ForEachBlock(int64_t first, int64_t count, const Function& f
 template <typename T>
 constexpr int kAtOnce = Dot<T>::kPerLane;
 
+// In which those of a stretch are. The number at place i is at place `number`, too.
+template <typename T>
+constexpr auto kOrderOfValues = kReadingOrder<kMaxStretch / kAtOnce<T>, kTile / kAtOnce<T>>;
+
 // K or V of a stretch and a kv head in the cache.
 template <typename T>
 struct CachedRows {
@@ -140,9 +156,9 @@ struct CachedRows {
   XLA_GPU_INLINE const T* Row(int64_t j) const {
     return reinterpret_cast<const T*>(keys[j] + offset);
   }
-  // Positions from j on, as many as are added at once, and columns from d on, of which `count`
-  // exist: Dot<T>::kDown vectors.
-  XLA_GPU_INLINE void LoadAt(int64_t j, int64_t d, int64_t count, Lanes* to) const {
+  // What is read at place i: positions from j on, as many as are added at once, and columns from d
+  // on, of which `count` exist: Dot<T>::kDown vectors.
+  XLA_GPU_INLINE void LoadAt(int64_t, int64_t j, int64_t d, int64_t count, Lanes* to) const {
     const T* rows[kAtOnce<T>];
 #pragma GCC unroll 2
     for (int i = 0; i < kAtOnce<T>; ++i) rows[i] = Row(j + i) + d;
@@ -150,7 +166,7 @@ struct CachedRows {
   }
 };
 
-// V packed.
+// V packed, in the order in which it is read.
 template <typename T>
 struct PackedRows {
   using Storage = T;
@@ -158,10 +174,10 @@ struct PackedRows {
   const float* rows;  // [kMaxStretch / kAtOnce, stride]
   int64_t stride;
 
-  XLA_GPU_INLINE void LoadAt(int64_t j, int64_t d, int64_t, Lanes* to) const {
-    const float* from = rows + j / kAtOnce<T> * stride + d;
+  XLA_GPU_INLINE void LoadAt(int64_t i, int64_t, int64_t d, int64_t, Lanes* to) const {
+    const float* from = rows + i * stride + d;
 #pragma GCC unroll 4
-    for (int i = 0; i < Dot<T>::kDown; ++i) to[i] = Load<Lanes>(from + i * kLanes);
+    for (int v = 0; v < Dot<T>::kDown; ++v) to[v] = Load<Lanes>(from + v * kLanes);
   }
 };
 
@@ -178,8 +194,9 @@ XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64
   constexpr int kVectors = Dot<T>::kAcross;
   constexpr int64_t kStep = kVectors * kLanes * Dot<T>::kPerLane;
   Lanes sums[kLanes] = {};
+  Prefetcher::Steps steps(next);
   const auto add = [&](int64_t d, int64_t count) __attribute__((always_inline)) {
-    next->Step();
+    steps.Take();
     Lanes queries[R][kVectors];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
@@ -221,8 +238,9 @@ XLA_GPU_INLINE void MultiplyPacked(const float* q, const float* k, int64_t j, in
                                    float* logits, Prefetcher* next) {
   constexpr int kLevels = __builtin_ctz(kLanes);
   Lanes sums[R][kVectors], waiting[kLevels][R][kVectors];
+  Prefetcher::Steps steps(next);
   for (int n = 0; n < kLanes; ++n) {
-    next->Step();
+    steps.Take();
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
@@ -275,42 +293,39 @@ XLA_GPU_INLINE void AddColumns(const float* weights, const Rows& v, int64_t begi
     }
   }
   using T = typename Rows::Storage;
-  Prefetcher prefetcher = *next;  // in registers
-  const auto add = [&](int64_t number, bool is_whole) __attribute__((always_inline)) {
-    const int64_t j = number * kAtOnce<T>;
-    prefetcher.Step();
+  const auto& order = kOrderOfValues<T>.numbers;
+  Prefetcher::Steps steps(next);
+  const auto add = [&](int64_t i, bool is_whole) __attribute__((always_inline)) {
+    const int64_t number = order[i], j = number * kAtOnce<T>;
+    steps.Take();
     Lanes values[kVectors];
 #pragma GCC unroll 16
-    for (int i = 0; i < kVectors; i += Dot<T>::kDown) {
-      v.LoadAt(j, d + i * kLanes, count, values + i);
+    for (int vector = 0; vector < kVectors; vector += Dot<T>::kDown) {
+      v.LoadAt(i, j, d + vector * kLanes, count, values + vector);
     }
     if (!is_whole && kAtOnce<T> > 1 && (j < begin || j + 1 >= end)) {
       const uint32_t attended = (j < begin ? 0 : 0xffff) | (j + 1 < end ? 0xffff0000 : 0);
-      for (int i = 0; i < kVectors; ++i) {
-        values[i] = BitCast<Lanes>(BitCast<Words>(values[i]) & attended);
-      }
+      for (Lanes& vector : values) vector = BitCast<Lanes>(BitCast<Words>(vector) & attended);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const Lanes weight = Splat(weights[r * kMaxStretch + number]);
 #pragma GCC unroll 16
-      for (int i = 0; i < kVectors; ++i) {
-        block[r][i] = Dot<T>::MultiplyAdd(weight, values[i], block[r][i]);
+      for (int vector = 0; vector < kVectors; ++vector) {
+        block[r][vector] = Dot<T>::MultiplyAdd(weight, values[vector], block[r][vector]);
       }
     }
   };
-  const auto& order = kReadingOrder<kMaxStretch / kAtOnce<T>, kTile / kAtOnce<T>>.numbers;
-  const int8_t* number = order + begin / kTile * kTile / kAtOnce<T>;
-  const int8_t* last = order + RoundUp(end, kTile) / kAtOnce<T>;
+  int64_t i = begin / kTile * kTile / kAtOnce<T>;
+  const int64_t last = RoundUp(end, kTile) / kAtOnce<T>;
   if (begin % kTile == 0 && end % kTile == 0) {
-    for (; number < last; ++number) add(*number, true);
+    for (; i < last; ++i) add(i, true);
   } else {
-    for (; number < last; ++number) {
-      const int64_t j = *number * kAtOnce<T>;
-      if (begin < j + kAtOnce<T> && j < end) add(*number, false);
+    for (; i < last; ++i) {
+      const int64_t j = order[i] * kAtOnce<T>;
+      if (begin < j + kAtOnce<T> && j < end) add(i, false);
     }
   }
-  *next = prefetcher;
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
@@ -582,30 +597,32 @@ class Attention {
     const CachedRows<T> k{keys_, k_offset}, v{keys_, v_offset};
     if (!is_packed_) {
       next.Expect(NumStepsOfTile());
-      ComputeWeights(head, stretch, [&](auto num_rows, const float* q, Range all, float* products) {
+      const auto multiply = [&](auto num_rows, const float* q, Range all, float* products) {
         constexpr int64_t kStep = kPositions<num_rows>;
         for (const int64_t number : kReadingOrder<kTile / kStep>.numbers) {
           const int64_t j = number * kStep;
           if (j + kStep <= all.begin || j >= all.end) continue;
           MultiplyCached<num_rows>(q, k, j, p_.head_size, width_, products, &next);
         }
-      });
-      AddValues(head, stretch, v, !stretch.is_mixed, &next);
+      };
+      ComputeWeights<kCachedRows>(head, stretch, multiply);
+      AddValues<kCachedRows>(head, stretch, v, !stretch.is_mixed, &next);
       return;
     }
     const auto [begin, end] = stretch.range;
     PackKeys(k, begin, end);
     PackValues(v, begin, end);
     const bool is_safe = !stretch.is_mixed || IsFinite(begin, end);
-    next.Expect(DivideUp(rows_per_head_, kRows) * kMaxStretch);
-    ComputeWeights(head, stretch, [&](auto num_rows, const float* q, Range all, float* products) {
+    next.Expect(DivideUp(rows_per_head_, kBlockRows) * kMaxStretch);
+    const auto multiply = [&](auto num_rows, const float* q, Range all, float* products) {
       ForEachBlock<kBlockVectors>(all.begin / kLanes, DivideUp(all.end, kLanes),
                                   [&](auto num_vectors, int64_t vector) {
                                     MultiplyPacked<num_rows, num_vectors, T>(
                                         q, k_, vector * kLanes, width_, products, &next);
                                   });
-    });
-    AddValues(head, stretch, PackedRows<T>{v_, stride_}, is_safe, &next);
+    };
+    ComputeWeights<kBlockRows>(head, stretch, multiply);
+    AddValues<kBlockRows>(head, stretch, PackedRows<T>{v_, stride_}, is_safe, &next);
   }
 
   // Of a head's share of the next stretch. Where heads lie side by side, that is all heads of some
@@ -628,7 +645,8 @@ class Attention {
 
   // Of MultiplyCached and AddColumns.
   int64_t NumStepsOfTile() const {
-    const int64_t blocks = rows_per_head_ / kRows + __builtin_popcountll(rows_per_head_ % kRows);
+    const int64_t blocks =
+        rows_per_head_ / kCachedRows + __builtin_popcountll(rows_per_head_ % kCachedRows);
     const int64_t vectors = stride_ / kLanes;
     const int64_t columns = vectors / kBlockVectors + vectors % kBlockVectors / Dot<T>::kDown;
     return rows_per_head_ * (kTile / kLanes) * (width_ / kLanes / Dot<T>::kAcross) +
@@ -637,7 +655,7 @@ class Attention {
 
   // multiply(R, q, range, products): products of R rows with all positions of a range of the
   // stretch, and perhaps with some beside them.
-  template <typename Multiply>
+  template <int kRows, typename Multiply>
   void ComputeWeights(int64_t head, const Stretch& stretch, const Multiply& multiply) {
     float scale = p_.soft_cap > 0 ? p_.scale / p_.soft_cap : p_.scale * kLog2E;
     if (kIs8Bit<T> && !p_.k_scale.IsPerPosition()) {
@@ -722,7 +740,7 @@ class Attention {
   }
 
   // `is_safe`: a weight of zero may meet any V of the stretch, as none is NaN or infinite.
-  template <typename Rows>
+  template <int kRows, typename Rows>
   void AddValues(int64_t head, const Stretch& stretch, const Rows& v, bool is_safe,
                  Prefetcher* next) {
     ForEachBlock<kRows>(0, rows_per_head_, [&](auto num_rows, int64_t first) {
@@ -792,9 +810,10 @@ class Attention {
   void PackValues(const CachedRows<T>& v, int64_t begin, int64_t end) {
     for (int64_t j = begin / kAtOnce<T> * kAtOnce<T>; j < end; j += kAtOnce<T>) {
       for (int64_t d = 0; d < stride_; d += Dot<T>::kDown * kLanes) {
+        const int64_t place = kOrderOfValues<T>.numbers[j / kAtOnce<T>];
         Lanes columns[Dot<T>::kDown];
-        v.LoadAt(j, d, p_.head_size - d, columns);
-        std::memcpy(v_ + j / kAtOnce<T> * stride_ + d, columns, sizeof(columns));
+        v.LoadAt(place, j, d, p_.head_size - d, columns);
+        std::memcpy(v_ + place * stride_ + d, columns, sizeof(columns));
       }
     }
   }
@@ -803,8 +822,9 @@ class Attention {
   bool IsFinite(int64_t begin, int64_t end) const {
     Lanes zeros = {};
     for (int64_t j = begin / kAtOnce<T>; j < DivideUp(end, kAtOnce<T>); ++j) {
+      const float* row = v_ + kOrderOfValues<T>.numbers[j] * stride_;
       for (int64_t d = 0; d < stride_; d += kLanes) {
-        zeros += Dot<T>::TimesZero(Load<Lanes>(v_ + j * stride_ + d));
+        zeros += Dot<T>::TimesZero(Load<Lanes>(row + d));
       }
     }
     return SumOfLanes(zeros) == 0;
@@ -817,8 +837,8 @@ class Attention {
 
   void EndSplit(int64_t split) {
     constexpr int kVectors = Dot<T>::kDown;
-    for (float* columns = sums_; columns < sums_ + num_rows_ * stride_;
-         columns += kVectors * kLanes) {
+    const float* end = kVectors > 1 ? sums_ + num_rows_ * stride_ : sums_;  // one is in order
+    for (float* columns = sums_; columns < end; columns += kVectors * kLanes) {
       Lanes vectors[kVectors];
       std::memcpy(vectors, columns, sizeof(vectors));
       StoreInOrder(vectors, columns);
