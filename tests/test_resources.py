@@ -83,10 +83,13 @@ def test_the_host_neither_waits_nor_allocates_nor_copies(path: Any) -> None:
     assert re.findall(calls, path.read_text()) == []
 
 
-def test_no_instruction_set_lends_its_functions_to_another(emulated: Any) -> None:
+def test_no_instruction_set_lends_its_functions_to_another() -> None:
     """A function that the linker may share would run on processors that it was not compiled for."""
-    objects = list(ROOT.glob("build/simt/**/cpu_kernel.cc.o"))
-    assert len(objects) == len(_native.cpu_instruction_sets()) or len(objects) > 1
+    objects = list(ROOT.glob("build/*/CMakeFiles/cpu_*/**/cpu_kernel.cc.o"))
+    if not objects:
+        pytest.skip("no build folder with objects: pip install --editable leaves one")
+    names = {re.findall(r"/cpu_(\w+)\.dir/", str(path))[0] for path in objects}
+    assert names >= set(_native.cpu_instruction_sets())
     for path in objects:
         symbols = native.run("nm", path).stdout.splitlines()
         shared = [line for line in symbols if line.split()[-2] in ("W", "V", "u", "T")]
