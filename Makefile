@@ -13,7 +13,7 @@ demo: $(VENV)/installed  ## replay a request trace through JAX and torch_xla, an
 	$(BIN)/python -m examples.replay $(if $(TRACE),--trace $(TRACE)) --steps 200 --out report
 
 test: $(VENV)/installed  ## the whole test suite
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 features: $(VENV)/installed  ## the table of features and doors, from the tests' records
 	$(BIN)/python -m pytest -n 2 tests/test_parity.py tests/test_openxla.py tests/test_cuda_kernel.py \
