@@ -171,11 +171,16 @@ template <typename T>
 struct PackedRows {
   using Storage = T;
 
-  const float* rows;  // [kMaxStretch / kAtOnce, stride]
-  int64_t stride;
+  static constexpr int64_t kPlaces = kMaxStretch / kAtOnce<T>;
+  static constexpr int64_t kColumns = Dot<T>::kDown * kLanes;
 
+  float* columns;  // [stride / kColumns, kPlaces, kColumns]
+
+  XLA_GPU_INLINE float* At(int64_t i, int64_t d) const {
+    return columns + d * kPlaces + i * kColumns;
+  }
   XLA_GPU_INLINE void LoadAt(int64_t i, int64_t, int64_t d, int64_t, Lanes* to) const {
-    const float* from = rows + i * stride + d;
+    const float* from = At(i, d);
 #pragma GCC unroll 4
     for (int v = 0; v < Dot<T>::kDown; ++v) to[v] = Load<Lanes>(from + v * kLanes);
   }
@@ -231,11 +236,11 @@ XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64
   }
 }
 
-// The same for kVectors vectors of positions from j on, with K packed.
-//   k: [width, kMaxStretch]
+// The same for kVectors vectors of positions, with K packed.
+//   k: [kVectors, width, kLanes]
 template <int R, int kVectors, typename T>
-XLA_GPU_INLINE void MultiplyPacked(const float* q, const float* k, int64_t j, int64_t width,
-                                   float* logits, Prefetcher* next) {
+XLA_GPU_INLINE void MultiplyPacked(const float* q, const float* k, int64_t width, float* logits,
+                                   Prefetcher* next) {
   constexpr int kLevels = __builtin_ctz(kLanes);
   Lanes sums[R][kVectors], waiting[kLevels][R][kVectors];
   Prefetcher::Steps steps(next);
@@ -249,8 +254,7 @@ XLA_GPU_INLINE void MultiplyPacked(const float* q, const float* k, int64_t j, in
     for (int64_t w = LaneOfLeaf(n); w < width; w += kLanes) {
       Lanes keys[kVectors];
 #pragma GCC unroll 16
-      for (int i = 0; i < kVectors; ++i)
-        keys[i] = Load<Lanes>(k + w * kMaxStretch + j + i * kLanes);
+      for (int i = 0; i < kVectors; ++i) keys[i] = Load<Lanes>(k + (i * width + w) * kLanes);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         const Lanes query = Splat(q[r * width + w]);
@@ -273,7 +277,7 @@ XLA_GPU_INLINE void MultiplyPacked(const float* q, const float* k, int64_t j, in
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
-    for (int i = 0; i < kVectors; ++i) Store(sums[r][i], logits + r * kMaxStretch + j + i * kLanes);
+    for (int i = 0; i < kVectors; ++i) Store(sums[r][i], logits + r * kMaxStretch + i * kLanes);
   }
 }
 
@@ -597,15 +601,8 @@ class Attention {
     const CachedRows<T> k{keys_, k_offset}, v{keys_, v_offset};
     if (!is_packed_) {
       next.Expect(NumStepsOfTile());
-      const auto multiply = [&](auto num_rows, const float* q, Range all, float* products) {
-        constexpr int64_t kStep = kPositions<num_rows>;
-        for (const int64_t number : kReadingOrder<kTile / kStep>.numbers) {
-          const int64_t j = number * kStep;
-          if (j + kStep <= all.begin || j >= all.end) continue;
-          MultiplyCached<num_rows>(q, k, j, p_.head_size, width_, products, &next);
-        }
-      };
-      ComputeWeights<kCachedRows>(head, stretch, multiply);
+      MultiplyKeys(head, stretch, k, &next);
+      ComputeWeights<kCachedRows>(head, stretch);
       AddValues<kCachedRows>(head, stretch, v, !stretch.is_mixed, &next);
       return;
     }
@@ -614,15 +611,9 @@ class Attention {
     PackValues(v, begin, end);
     const bool is_safe = !stretch.is_mixed || IsFinite(begin, end);
     next.Expect(DivideUp(rows_per_head_, kBlockRows) * kMaxStretch);
-    const auto multiply = [&](auto num_rows, const float* q, Range all, float* products) {
-      ForEachBlock<kBlockVectors>(all.begin / kLanes, DivideUp(all.end, kLanes),
-                                  [&](auto num_vectors, int64_t vector) {
-                                    MultiplyPacked<num_rows, num_vectors, T>(
-                                        q, k_, vector * kLanes, width_, products, &next);
-                                  });
-    };
-    ComputeWeights<kBlockRows>(head, stretch, multiply);
-    AddValues<kBlockRows>(head, stretch, PackedRows<T>{v_, stride_}, is_safe, &next);
+    MultiplyPackedKeys(head, stretch, &next);
+    ComputeWeights<kBlockRows>(head, stretch);
+    AddValues<kBlockRows>(head, stretch, PackedRows<T>{v_}, is_safe, &next);
   }
 
   // Of a head's share of the next stretch. Where heads lie side by side, that is all heads of some
@@ -653,10 +644,42 @@ class Attention {
            blocks * columns * (kTile / kAtOnce<T>);
   }
 
-  // multiply(R, q, range, products): products of R rows with all positions of a range of the
-  // stretch, and perhaps with some beside them.
-  template <int kRows, typename Multiply>
-  void ComputeWeights(int64_t head, const Stretch& stretch, const Multiply& multiply) {
+  // The products of a kv head's rows with what they attend to of the stretch, and perhaps with some
+  // positions beside it.
+  void MultiplyKeys(int64_t head, const Stretch& stretch, const CachedRows<T>& k,
+                    Prefetcher* next) {
+    ForEachBlock<kCachedRows>(0, rows_per_head_, [&](auto num_rows, int64_t first) {
+      constexpr int64_t kStep = kPositions<num_rows>;
+      const Range all = RangeOfRows(stretch, first, num_rows);
+      const float* q = q_ + (head * rows_per_head_ + first) * width_;
+      for (const int64_t number : kReadingOrder<kTile / kStep>.numbers) {
+        const int64_t j = number * kStep;
+        if (j + kStep <= all.begin || j >= all.end) continue;
+        MultiplyCached<num_rows>(q, k, j, p_.head_size, width_, weights_ + first * kMaxStretch,
+                                 next);
+      }
+    });
+  }
+
+  // The same with K packed: all rows by some positions, whose K stays in the nearest cache.
+  void MultiplyPackedKeys(int64_t head, const Stretch& stretch, Prefetcher* next) {
+    const auto [begin, end] = stretch.range;
+    const auto by_positions = [&](auto num_vectors, int64_t vector) {
+      const int64_t j = vector * kLanes;
+      ForEachBlock<kBlockRows>(0, rows_per_head_, [&](auto num_rows, int64_t first) {
+        const Range all = RangeOfRows(stretch, first, num_rows);
+        if (j + num_vectors * kLanes <= all.begin || j >= all.end) return;
+        MultiplyPacked<num_rows, num_vectors, T>(q_ + (head * rows_per_head_ + first) * width_,
+                                                 k_ + j * width_, width_,
+                                                 weights_ + first * kMaxStretch + j, next);
+      });
+    };
+    ForEachBlock<kBlockVectors>(begin / kLanes, DivideUp(end, kLanes), by_positions);
+  }
+
+  // Turns the products of a kv head's rows with the stretch into weights.
+  template <int kRows>
+  void ComputeWeights(int64_t head, const Stretch& stretch) {
     float scale = p_.soft_cap > 0 ? p_.scale / p_.soft_cap : p_.scale * kLog2E;
     if (kIs8Bit<T> && !p_.k_scale.IsPerPosition()) {
       scale *= p_.k_scale.At(0, 0, piece_.first_head + head);
@@ -667,7 +690,6 @@ class Attention {
       const Range all = RangeOfRows(stretch, first, num_rows);
       if (all.begin >= all.end) return;
       float* products = weights_ + first * kMaxStretch;
-      multiply(num_rows, q_ + (first_row + first) * width_, all, products);
       for (int64_t tile = all.begin / kTile * kTile; tile < all.end; tile += kTile) {
         if (kIs8Bit<T> && p_.k_scale.IsPerPosition()) {
           ScaleTile(products + tile, num_rows, k_scales_ + tile);
@@ -799,7 +821,7 @@ class Attention {
           Transpose(squares[v]);
 #pragma GCC unroll 16
           for (int i = 0; i < kLanes; ++i) {
-            Store(squares[v][i], k_ + (w + v * kLanes + i) * kMaxStretch + j);
+            Store(squares[v][i], k_ + j * width_ + (w + v * kLanes + i) * kLanes);
           }
         }
       }
@@ -813,7 +835,7 @@ class Attention {
         const int64_t place = kOrderOfValues<T>.numbers[j / kAtOnce<T>];
         Lanes columns[Dot<T>::kDown];
         v.LoadAt(place, j, d, p_.head_size - d, columns);
-        std::memcpy(v_ + place * stride_ + d, columns, sizeof(columns));
+        std::memcpy(PackedRows<T>{v_}.At(place, d), columns, sizeof(columns));
       }
     }
   }
@@ -822,9 +844,11 @@ class Attention {
   bool IsFinite(int64_t begin, int64_t end) const {
     Lanes zeros = {};
     for (int64_t j = begin / kAtOnce<T>; j < DivideUp(end, kAtOnce<T>); ++j) {
-      const float* row = v_ + kOrderOfValues<T>.numbers[j] * stride_;
-      for (int64_t d = 0; d < stride_; d += kLanes) {
-        zeros += Dot<T>::TimesZero(Load<Lanes>(row + d));
+      for (int64_t d = 0; d < stride_; d += PackedRows<T>::kColumns) {
+        const float* from = PackedRows<T>{v_}.At(kOrderOfValues<T>.numbers[j], d);
+        for (int v = 0; v < Dot<T>::kDown; ++v) {
+          zeros += Dot<T>::TimesZero(Load<Lanes>(from + v * kLanes));
+        }
       }
     }
     return SumOfLanes(zeros) == 0;
@@ -921,8 +945,8 @@ class Attention {
   const int64_t value_offset_;  // from there to its V
 
   float* q_;                // [num_rows, width]
-  float* k_;                // [width, kMaxStretch]
-  float* v_;                // [kMaxStretch / kAtOnce, stride], columns as Dot loads them
+  float* k_;                // [kMaxStretch / kLanes, width, kLanes]
+  float* v_;                // as PackedRows has it, columns as Dot loads them
   float* weights_;          // [rows_per_head, kMaxStretch]; products before
   float* shrink_;           // [kMaxTiles, rows_per_head]
   float* sums_;             // [num_rows, stride], of this split, columns likewise until it ends
