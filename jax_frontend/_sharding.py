@@ -15,7 +15,7 @@ from jax.experimental.custom_partitioning import (
 )
 from jax.sharding import Mesh
 
-from shared_ffi import lowering
+from shared_ffi import lowering, sharding
 from shared_ffi.spec import Call
 
 
@@ -55,63 +55,35 @@ def shared_by_heads(
     return results
 
 
-def _arrays(call: Call) -> list[tuple[Any, int | None]]:
-    return [*zip((*call.operands, *call.results), call.head_dims, strict=True)]
-
-
 def _shardings(call: Call, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Of operands and of results: by heads as some of these arrays are, if kv heads can be; other
     dimensions are replicated."""
     # GSPMD asks before it knows all of them.
     a_sharding = next(array.sharding for array in arrays if array.sharding is not None)
-    devices = None
-    for array, dim in zip(arrays, call.head_dims, strict=False):
-        if devices is None and dim is not None and array.sharding is not None:
-            devices = _devices_by_part(array, dim, call.num_kv_heads)
-    hlo = [
-        _replicated(a_sharding)
-        if devices is None or dim is None
-        else _tiled(a_sharding, len(spec.shape), dim, devices)
-        for spec, dim in _arrays(call)
-    ]
-    each = tuple(type(a_sharding)(a_sharding._device_assignment, x) for x in hlo)
+    hlo_type = type(a_sharding._to_xla_hlo_sharding(0))
+    texts = sharding.shardings(call, sharding.by_heads(call, [*map(_devices, arrays)]))
+    each = tuple(
+        type(a_sharding)(a_sharding._device_assignment, hlo_type.from_string(x)) for x in texts
+    )
     return each[: len(call.operands)], each[len(call.operands) :]
 
 
-def _devices_by_part(array: Any, dim: int, num_kv_heads: int) -> np.ndarray | None:
-    """``[num_parts, copies]``: the devices that hold each part of a dimension, if it has parts."""
-    sharding = array.sharding._to_xla_hlo_sharding(len(array.shape))
-    if not sharding.is_tiled():
+def _devices(array: Any) -> np.ndarray | None:
+    """Which devices have each tile of an array, if it has tiles."""
+    if array.sharding is None:
         return None
-    tiles = sharding.tile_assignment_dimensions()
-    if tiles[dim] == 1 or num_kv_heads % tiles[dim] != 0:
+    hlo = array.sharding._to_xla_hlo_sharding(len(array.shape))
+    if not hlo.is_tiled():
         return None
-    devices = np.array(sharding.tile_assignment_devices()).reshape(tiles)
-    return np.moveaxis(devices, dim, 0).reshape(tiles[dim], -1)
-
-
-def _replicated(a_sharding: Any) -> Any:
-    return type(a_sharding._to_xla_hlo_sharding(0)).replicate()
-
-
-def _tiled(a_sharding: Any, rank: int, dim: int, devices: np.ndarray) -> Any:
-    example = a_sharding._to_xla_hlo_sharding(rank)
-    proto = type(example.to_proto())()
-    proto.type = type(proto).Type.OTHER
-    num_parts, copies = devices.shape
-    proto.tile_assignment_dimensions = [num_parts if i == dim else 1 for i in range(rank)] + [
-        copies
-    ]
-    proto.tile_assignment_devices = devices.flatten().tolist()
-    proto.replicate_on_last_tile_dim = True
-    return type(example).from_proto(proto)
+    tiles = hlo.tile_assignment_dimensions()
+    return np.array(hlo.tile_assignment_devices()).reshape(tiles)
 
 
 def _rule(call: Call) -> SdyShardingRule:
     """Factor k, kv heads, is shared by all; every other dimension is replicated."""
-    mappings, sizes = [], {}
+    mappings, sizes = [], dict[str, Any]()
     others: list[str] = []
-    for number, (spec, head_dim) in enumerate(_arrays(call)):
+    for number, (spec, head_dim) in enumerate(call.arrays()):
         factors: list[Any] = []
         for dim, size in enumerate(spec.shape):
             name = f"a{number}_{dim}"

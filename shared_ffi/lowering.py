@@ -39,15 +39,24 @@ def _ffi_call_on(platform: str, call: Call, *operands: jax.Array) -> tuple[jax.A
 
 
 @cache
-def hlo_module(call: Call, platform: str) -> bytes:
+def hlo_module(
+    call: Call, platform: str, on_device: Call | None = None, shardings: tuple[str, ...] = ()
+) -> bytes:
     """A serialized HloModuleProto whose entry is just this call, for a platform ("cpu", "cuda").
 
     No backend of that platform is needed, nor created: JAX only writes the program. 64-bit types
     are on while it does, whatever the user's setting, so that an int64 operand stays one.
+
+    Args:
+        on_device: the call that each of several devices makes instead, on its parts.
+        shardings: then of the operands and of the results, from shared_ffi.sharding.
     """
 
     def entry(*operands: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
-        results = ffi_call(call, *operands)
+        if on_device is None:
+            results = ffi_call(call, *operands)
+        else:
+            results = _on_parts(call, on_device, shardings, operands)
         return results[0] if len(results) == 1 else results
 
     with jax.enable_x64(True):
@@ -55,6 +64,48 @@ def hlo_module(call: Call, platform: str) -> bytes:
         module = traced.lower(lowering_platforms=(platform,)).compiler_ir("hlo")
     serialized: bytes = module.as_serialized_hlo_module_proto()
     return serialized
+
+
+def _on_parts(
+    call: Call, on_device: Call, shardings: tuple[str, ...], operands: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
+    """For XLA's SPMD partitioner: the annotations between which it leaves a program as it is."""
+
+    def annotated(array: jax.Array, before: str, target: str, after: str, spec: ArraySpec) -> Any:
+        marked = _annotation.bind(array, target="Sharding", sharding=before, shape=array.shape)
+        return _annotation.bind(marked, target=target, sharding=after, shape=spec.shape)
+
+    count, manual = len(operands), "{manual}"
+    parts = [
+        annotated(array, sharding, "SPMDFullToShardShape", manual, spec)
+        for array, sharding, spec in zip(operands, shardings, on_device.operands, strict=False)
+    ]
+    return tuple(
+        annotated(part, manual, "SPMDShardToFullShape", sharding, spec)
+        for part, sharding, spec in zip(
+            ffi_call(on_device, *parts), shardings[count:], call.results, strict=True
+        )
+    )
+
+
+_annotation = Primitive("spmd_annotation")
+
+
+def _annotated(array: Any, *, shape: tuple[int, ...], **_: str) -> Any:
+    return jax.core.ShapedArray(shape, array.dtype)
+
+
+def _lower_annotation(
+    _: Any, array: ir.Value, *, target: str, sharding: str, shape: tuple[int, ...]
+) -> Any:
+    of_result = ir.RankedTensorType.get(shape, ir.RankedTensorType(array.type).element_type)
+    annotation = stablehlo.CustomCallOp([of_result], [array], target)
+    annotation.attributes["mhlo.sharding"] = ir.StringAttr.get(sharding)
+    return annotation.results
+
+
+_annotation.def_abstract_eval(_annotated)
+mlir.register_lowering(_annotation, _lower_annotation)
 
 
 def _struct(spec: ArraySpec) -> jax.ShapeDtypeStruct:

@@ -51,6 +51,10 @@ class Call:
     cuda_scratch_bytes: Callable[[Call, Smaller], int] | None = None
     """How much memory the CUDA kernels need besides, if they do."""
 
+    def arrays(self) -> list[tuple[ArraySpec, int | None]]:
+        """Operands, then results, each with the dimension of its heads."""
+        return [*zip((*self.operands, *self.results), self.head_dims, strict=True)]
+
     def results_on(self, platform: str, smaller: Smaller = min) -> tuple[ArraySpec, ...]:
         """What the handler of a platform ("cpu", "cuda") writes: the results, and on CUDA, where
         handlers allocate nothing, the scratch.

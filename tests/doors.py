@@ -50,13 +50,14 @@ def in_jax(op: str, *operands: Any, **attributes: Any) -> Any:
     return jax.tree.map(np.asarray, function(*operands, **arrays))
 
 
-def _in_torch(
+def through(
     convert: Callable[[Any], torch.Tensor],
     compile_with: str | None,
     op: str,
     *operands: Any,
     **attributes: Any,
 ) -> Any:
+    """The op in PyTorch, on the tensors that arrays are converted to."""
     overload, attributes = overload_of(op, attributes)
     arrays, options = split_keywords(attributes)
     in_place = overload._schema.is_mutable
@@ -93,11 +94,11 @@ def lazily(op: str, *operands: Any, **attributes: Any) -> list[torch.Tensor]:
     return list(result) if isinstance(result, tuple) else [result]
 
 
-in_torch = partial(_in_torch, to_torch, None)
-in_inductor = partial(_in_torch, to_torch, "inductor")
-in_torch_xla = partial(_in_torch, to_xla, None)
-in_openxla = partial(_in_torch, to_xla, "openxla")
-in_openxla_on_torch = partial(_in_torch, to_torch, "openxla")
+in_torch = partial(through, to_torch, None)
+in_inductor = partial(through, to_torch, "inductor")
+in_torch_xla = partial(through, to_xla, None)
+in_openxla = partial(through, to_xla, "openxla")
+in_openxla_on_torch = partial(through, to_torch, "openxla")
 
 
 def forget_failed_steps() -> None:

@@ -24,6 +24,7 @@ EXPECTED = {
     ".allclose(": "True",
     "as_text()\nprint(": "False",
     "aoti_load_package": "True",
+    "_get_xla_sharding_spec": "devices=[1,4,1]",
     "check_values": "block_tables[0, 1] must be from 0 to num_blocks - 1=15; got 99",
 }
 

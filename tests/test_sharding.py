@@ -6,6 +6,7 @@ import re
 import socket
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -326,7 +327,85 @@ def test_two_processes() -> None:
         assert output == "the same bits\n", errors
 
 
-TORCH_XLA = """
+MARKED = """
+    import sys
+    from pathlib import Path
+    import numpy as np
+    import torch
+    import torch_xla
+    import torch_xla.distributed.spmd as spmd
+    from tests import doors, hlo
+    from tests.test_sharding import ATTENTION, COLLECTIVES, FEATURES, HEAD_DIMS, UPDATE, batch, compare
+
+    torch_xla.runtime.use_spmd()
+    mesh = spmd.Mesh(np.arange(8), (2, 4), ("data", "model"))
+    programs = hlo.CompiledPrograms(Path(sys.argv[1]))
+
+    def mark(tensor, dim):
+        axes = ("model" if i == dim else None for i in range(tensor.dim()))
+        spmd.mark_sharding(tensor, mesh, (*axes,))
+        return tensor
+
+    for fields in FEATURES.values():
+        case = batch(**fields)
+        inputs, attributes = case.inputs(), case.attributes()
+        caches = inputs.kv_cache, attributes.get("value_cache")
+
+        def convert(array):
+            is_cache = any(array is cache for cache in caches)
+            tensor = doors.to_xla(array)
+            return mark(tensor, HEAD_DIMS[case.kv_layout]) if is_cache else tensor
+
+        alone = doors.in_torch("paged_attention", *inputs, **attributes)
+        for compile_with in (None, "openxla"):
+            before = len(programs.all())
+            result = doors.through(convert, compile_with, "paged_attention", *inputs, **attributes)
+            compare(result, alone)
+            made = [y for x, y in programs.all()[before:] if hlo.custom_calls(x, ATTENTION)]
+            assert made
+            for text in made:
+                (call,) = hlo.custom_calls(text, ATTENTION)
+                num_tokens, heads = inputs.query.shape[0], case.num_heads // 4
+                assert f"[{num_tokens},{heads},16]" in call.partition("custom-call")[0], call
+                assert not COLLECTIVES.search(text), text
+
+    case = batch()
+    query, kv_cache, *metadata = map(doors.to_xla, case.inputs())
+    whole = kv_cache.clone()
+    mark(kv_cache, 2)
+    made = []
+    for _ in range(3):
+        key, value = torch.randn(2, 5, 8, 16, device="xla")
+        slots = torch.tensor([3, -1, 17, 40, 8], device="xla", dtype=torch.int32)
+        torch_xla.sync()
+        before = len(programs.all())
+        torch.ops.xla_gpu.kv_cache_update(kv_cache, key, value, slots)
+        result = torch.ops.xla_gpu.paged_attention(query, kv_cache, *metadata, 0.25)
+        torch_xla.sync()
+        made += [y for x, y in programs.all()[before:] if hlo.custom_calls(x, UPDATE)]
+        torch.ops.xla_gpu.kv_cache_update(whole, key, value, slots)
+        alone = torch.ops.xla_gpu.paged_attention(query, whole, *metadata, 0.25)
+        compare(doors.to_numpy(result), doors.to_numpy(alone))
+        compare(doors.to_numpy(kv_cache), doors.to_numpy(whole))
+    assert made
+    for text in made:
+        assert "output_to_operand_aliasing" in hlo.custom_calls(text, UPDATE)[0]
+        assert "input_output_alias" in text.partition("\\n")[0]
+        assert not COLLECTIVES.search(text) and " copy(" not in text, text
+    print("the same bits")
+"""
+
+
+def test_caches_that_torch_xla_was_told_are_sharded(tmp_path: Path) -> None:
+    """Of all operands, only caches are marked: each device calls the handler on its heads of them,
+    nothing is sent, and a cache is updated where it is."""
+    flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
+    flags += " --xla_dump_hlo_module_re=SyncTensorsGraph.*"
+    lines = scripts.output(MARKED, str(tmp_path), CPU_NUM_DEVICES="8", XLA_FLAGS=flags)
+    assert lines == ["the same bits"]
+
+
+MANUAL = """
     import numpy as np
     import torch
     import torch_xla
@@ -341,12 +420,6 @@ TORCH_XLA = """
     expected = doors.in_torch("paged_attention", *inputs, scale=scale)
     heads = {0: (None, "model", None), 1: (None, None, "model", None)}
 
-    marked = [doors.to_xla(x) for x in inputs]
-    for i, partition in heads.items():
-        spmd.mark_sharding(marked[i], mesh, partition)
-    result = torch.ops.xla_gpu.paged_attention(*marked, scale)
-    doors.np.testing.assert_array_equal(doors.to_numpy(result), expected)
-
     manual = [
         spmd.enable_manual_sharding(x, heads.get(i, (None,) * x.dim()), mesh=mesh).global_tensor
         for i, x in enumerate(doors.to_xla(x) for x in inputs)
@@ -356,10 +429,15 @@ TORCH_XLA = """
     assert call.startswith(f"f32[{len(expected)},4,16]"), call
     whole = spmd.disable_manual_sharding(part, heads[0], expected.shape, mesh=mesh).global_tensor
     doors.np.testing.assert_array_equal(doors.to_numpy(whole), expected)
+
+    tokens = doors.to_xla(inputs.query)
+    spmd.mark_sharding(tokens, mesh, ("model", None, None))
+    result = torch.ops.xla_gpu.paged_attention(tokens, *map(doors.to_xla, inputs[1:]), scale)
+    doors.np.testing.assert_array_equal(doors.to_numpy(result), expected)
     print("the same bits")
 """
 
 
-def test_torch_xla_spmd() -> None:
-    """Marked shardings are right, if gathered; manual ones give each device its heads."""
-    assert scripts.output(TORCH_XLA, CPU_NUM_DEVICES="4") == ["the same bits"]
+def test_other_shardings_of_torch_xla() -> None:
+    """Manual ones give each device its heads; those by anything but heads are right, if gathered."""
+    assert scripts.output(MANUAL, CPU_NUM_DEVICES="4") == ["the same bits"]

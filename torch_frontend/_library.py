@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -92,6 +92,13 @@ class CheckedCalls:
             in_memory[i] = tensors[i] if symbolic else tensors[i].as_strided(spanned, (1,))
         return call, in_memory
 
+    def on_parts(
+        self, arguments: Sequence[Any], keywords: Mapping[str, Any], parts: Sequence[ArraySpec]
+    ) -> Call:
+        """The call on parts of its tensors."""
+        _, rest = self._split(arguments, keywords)
+        return self._check_specs(rest, parts)
+
     def _split(
         self, arguments: Sequence[Any], keywords: Mapping[str, Any]
     ) -> tuple[Sequence[torch.Tensor], _Rest]:
@@ -111,10 +118,13 @@ class CheckedCalls:
     def _check_sizes(
         self, rest: _Rest, strides: tuple[tuple[int, tuple[int, ...]], ...], *sizes: Any
     ) -> Call:
-        others, given, options = rest
         specs = list(map(array_spec, sizes[::2], sizes[1::2]))
         for i, stride in strides:
             specs[i] = specs[i]._replace(strides=stride)
+        return self._check_specs(rest, specs)
+
+    def _check_specs(self, rest: _Rest, specs: Sequence[ArraySpec]) -> Call:
+        others, given, options = rest
         count = len(self._tensors)
         optional = dict(zip(given, specs[count:], strict=True))
         return self._check(*specs[:count], *others, **optional, **dict(options))
@@ -239,7 +249,8 @@ def _implement_on_xla(op: torch._ops.OpOverload, name: str, calls: CheckedCalls)
     def xla(*arguments: Any, **keywords: Any) -> Any:
         from torch_frontend import xla as door  # noqa: PLC0415  (needs torch_xla and JAX)
 
-        results = door.run(*calls(arguments, keywords))
+        call_on = partial(calls.on_parts, arguments, keywords)
+        results = door.run(*calls(arguments, keywords), call_on)
         return results if returns_list else as_returned(results)
 
     def fake(*arguments: Any, **keywords: Any) -> Any:

@@ -7,17 +7,19 @@ differ only in attributes alike, and cannot alias an operand with a result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import _XLAC
+import numpy as np
 import torch
 import torch_xla
 from torch_xla.core import xla_builder
 
-from shared_ffi import runtimes
-from shared_ffi.spec import Call
+from shared_ffi import runtimes, sharding
+from shared_ffi.spec import ArraySpec, Call
 from torch_frontend.export import chosen_platform
 
 try:
@@ -31,14 +33,39 @@ except ImportError as error:
 _PLATFORMS = {"CPU": "cpu", "CUDA": "cuda"}
 
 
-def run(call: Call, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Adds the call to the lazy graph and returns its results."""
+def run(
+    call: Call, operands: Sequence[torch.Tensor], call_on: Callable[[Sequence[ArraySpec]], Call]
+) -> list[torch.Tensor]:
+    """Adds the call to the lazy graph and returns its results.
+
+    Where an operand is marked as sharded by heads, devices share the call by them; what else it is
+    given, they have all of, or the part of the heads.
+
+    Args:
+        call: on whole operands.
+        call_on: the call on a device's parts of them.
+    """
     runtimes.register()
     for operand, _ in call.aliases:
         _donate(operands[operand])
+    program: tuple[Any, ...] = (call, _platform())
+    if torch_xla.runtime.is_spmd() and call.num_kv_heads:
+        devices = sharding.by_heads(call, [*map(_devices, operands)])
+        if devices is not None:
+            parts = sharding.parts(call, devices)
+            program += (call_on(parts), sharding.shardings(call, devices))
     return _XLAC._xla_user_computation(  # type: ignore[no-any-return]
-        f"xla_gpu::{call.op}", list(operands), _computation(call, _platform())
+        f"xla_gpu::{call.op}", list(operands), _computation(*program)
     )
+
+
+def _devices(tensor: torch.Tensor) -> np.ndarray | None:
+    """Which devices have each tile of a tensor, if it is marked as having some."""
+    text = _XLAC._get_xla_sharding_spec(tensor)
+    if tiles := re.fullmatch(r"\{devices=\[([\d,]+)\]([\d,]+).*\}", text):
+        sizes, devices = ([*map(int, x.split(","))] for x in tiles.groups())
+        return np.array(devices).reshape(sizes)
+    return None
 
 
 def _donate(tensor: torch.Tensor) -> None:
@@ -55,8 +82,8 @@ def _donate(tensor: torch.Tensor) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _computation(call: Call, platform: str) -> Any:
-    module = lowering.hlo_module(call, platform)
+def _computation(call: Call, platform: str, *of_parts: Any) -> Any:
+    module = lowering.hlo_module(call, platform, *of_parts)
     return xla_builder.computation_from_module_proto(call.target, module)
 
 
