@@ -3,12 +3,17 @@
 #include <algorithm>
 #include <atomic>
 #include <cfenv>
+#include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <thread>
 
 namespace xla_gpu {
 namespace {
+
+// How long to look for the end of an item before sleeping. To be woken takes about as long.
+constexpr std::chrono::microseconds kPatience(100);
 
 // Gives the kernel the default floating-point environment, and the caller its own back. XLA's
 // threads flush subnormals to zero and torch's do not: without this, the doors would disagree on
@@ -60,8 +65,13 @@ void ParallelFor(const Executor& executor, int64_t num_items,
   progress->body = &body;
   progress->num_items = num_items;
   executor.run(num_threads, [progress] { progress->Work(); });
+  const auto is_done = [&] { return progress->done.load() == num_items; };
+  const auto start = std::chrono::steady_clock::now();
+  while (!is_done() && std::chrono::steady_clock::now() - start < kPatience) {
+    std::this_thread::yield();
+  }
   std::unique_lock<std::mutex> lock(progress->mutex);
-  progress->all_done.wait(lock, [&] { return progress->done.load() == num_items; });
+  progress->all_done.wait(lock, is_done);
 }
 
 }  // namespace xla_gpu

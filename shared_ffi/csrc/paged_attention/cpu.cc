@@ -23,7 +23,7 @@ constexpr int64_t kRowsPerPiece = 256;   // that share a packed tile of K and V,
 constexpr int64_t kTileBytes = 3 << 18;  // of K and V of a tile, at most, to stay in a core's cache
 constexpr int64_t kJobsPerThread = 8;    // so that no thread waits long for the last
 constexpr int64_t kMinJobCost = 1 << 22;       // so that neighbouring heads are read together
-constexpr int64_t kMinParallelCost = 1 << 18;  // that is worth another thread
+constexpr int64_t kMinParallelCost = 1 << 20;  // that is worth waking another thread for
 
 #define XLA_GPU_ADDRESS(instruction_set) &kCpuKernel_##instruction_set,
 constexpr const CpuKernel* kKernels[] = {XLA_GPU_FOR_CPU_INSTRUCTION_SETS(XLA_GPU_ADDRESS)};
