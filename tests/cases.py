@@ -622,7 +622,10 @@ SHORT_CASES = [
         "layout-n2hbd-mixed",
         "layout-nbhd-mixed",
         "float8_e4m3fn-per head-mixed",
+        "float8_e5m2-one-mixed",
+        "int8-per head-decode",
         "int8-per position-mixed",
+        "max-query-len-3-head-size-64",
         "ragged-7",
     }
 ]
@@ -732,3 +735,19 @@ def _updates() -> Iterator[UpdateCase]:
 
 UPDATE_CASES = list(_updates())
 assert len({case.id for case in UPDATE_CASES}) == len(UPDATE_CASES)
+
+SHORT_UPDATE_CASES = [
+    case
+    for case in UPDATE_CASES
+    if case.id
+    in {
+        "some-padding-int32-f32",
+        "some-padding-int64-bf16",
+        "no-tokens-int32-f16",
+        "layout-n2hbd",
+        "layout-nbhd-odd",
+        "float8_e4m3fn-per position-bf16",
+        "float8_e5m2-None-f16",
+        "int8-one-f32",
+    }
+]

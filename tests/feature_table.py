@@ -22,7 +22,8 @@ Each has a page here, with examples that the tests run:
 [programs compiled ahead of time](aot-inductor.md).
 
 The number of cases that passed where this table was made (`make features`), against the float64 oracle
-and, between the doors of a platform, bit for bit. Empty: not tested there.
+and, between the doors of a platform, bit for bit. Empty: PyTorch's own tensors with 8-bit floats, which
+it does not exchange with other libraries.
 """
 
 

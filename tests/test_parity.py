@@ -10,7 +10,14 @@ import pytest
 import jax_frontend
 from tests import doors, hlo, reference
 from tests.calls import split_keywords
-from tests.cases import CASES, SHORT_CASES, UPDATE_CASES, Case, UpdateCase
+from tests.cases import (
+    CASES,
+    SHORT_CASES,
+    SHORT_UPDATE_CASES,
+    UPDATE_CASES,
+    Case,
+    UpdateCase,
+)
 from tests.compare import assert_close_on_cpu, assert_same_bits
 
 ATTENTION = "xla_gpu_paged_attention"
@@ -63,10 +70,18 @@ def test_kv_cache_update(case: UpdateCase, compiled: hlo.CompiledPrograms) -> No
 
 @pytest.mark.proves("Inductor")
 @pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
-def test_inductor(case: Case) -> None:
+def test_paged_attention_in_inductor(case: Case) -> None:
     inputs, attributes = case.inputs(), case.attributes()
     expected = doors.in_torch("paged_attention", *inputs, **attributes)
     assert_same_bits(doors.in_inductor("paged_attention", *inputs, **attributes), expected)
+
+
+@pytest.mark.proves("Inductor")
+@pytest.mark.parametrize("case", SHORT_UPDATE_CASES, ids=lambda case: case.id)
+def test_kv_cache_update_in_inductor(case: UpdateCase) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    expected = doors.in_torch("kv_cache_update", *inputs, **attributes)
+    assert_same_bits(doors.in_inductor("kv_cache_update", *inputs, **attributes), expected)
 
 
 @pytest.mark.parametrize("door", doors.DOORS)
