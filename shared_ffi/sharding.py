@@ -28,7 +28,11 @@ def by_heads(call: Call, devices: Sequence[np.ndarray | None]) -> np.ndarray | N
 
 
 def parts(call: Call, devices: np.ndarray) -> list[ArraySpec]:
-    """What each device has of the operands."""
+    """What each device has of the operands.
+
+    Args:
+        devices: from `by_heads`.
+    """
     operands = call.arrays()[: len(call.operands)]
     return [
         spec
@@ -40,20 +44,20 @@ def parts(call: Call, devices: np.ndarray) -> list[ArraySpec]:
     ]
 
 
-def shardings(call: Call, parts: np.ndarray | None) -> tuple[str, ...]:
+def shardings(call: Call, devices: np.ndarray | None) -> tuple[str, ...]:
     """Of operands, then of results, as XLA writes them: by heads, other dimensions replicated.
 
     Args:
-        parts: from `by_heads`; None: all is replicated.
+        devices: from `by_heads`; None: all is replicated.
     """
     texts = []
     for spec, dim in call.arrays():
-        if parts is None or dim is None:
+        if devices is None or dim is None:
             texts.append("{replicated}")
             continue
-        num_parts, copies = parts.shape
+        num_parts, copies = devices.shape
         tiles = [num_parts if i == dim else 1 for i in range(len(spec.shape))]
-        devices = ",".join(map(str, parts.flatten()))
         sizes = ",".join(map(str, [*tiles, copies]))
-        texts.append(f"{{devices=[{sizes}]{devices} last_tile_dim_replicate}}")
+        numbers = ",".join(map(str, devices.flatten()))
+        texts.append(f"{{devices=[{sizes}]{numbers} last_tile_dim_replicate}}")
     return tuple(texts)

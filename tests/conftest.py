@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.feature_table import FeatureTable, note_what_is_proven
+from tests.scripts import dump_flags
 
 if TYPE_CHECKING:
     from tests.hlo import CompiledPrograms
@@ -18,10 +19,7 @@ if os.environ.get("XLA_GPU_TEST_ON") != "cuda":
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # for tests of sharding
 DUMP_DIR = Path(tempfile.mkdtemp(prefix="hlo-"))
-# Only torch_xla's programs: JAX can show its optimized HLO without a dump.
-os.environ["XLA_FLAGS"] = (
-    f"--xla_dump_to={DUMP_DIR} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=SyncTensorsGraph.*"
-)
+os.environ["XLA_FLAGS"] = dump_flags(DUMP_DIR)
 
 
 # What only a GPU can run.

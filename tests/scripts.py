@@ -9,6 +9,13 @@ import textwrap
 from pathlib import Path
 
 
+def dump_flags(directory: Path) -> str:
+    """XLA_FLAGS of a process whose programs hlo.CompiledPrograms reads. Only torch_xla's: JAX can
+    show its optimized HLO without a dump."""
+    of_torch_xla = "--xla_dump_hlo_module_re=SyncTensorsGraph.*"
+    return f"--xla_dump_to={directory} --xla_dump_hlo_as_text {of_torch_xla}"
+
+
 def start(script: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     """Starts a script in the repository's root, on the CPU, with no other variables of this
     process's environment than PATH."""

@@ -69,19 +69,18 @@ def test_kv_cache_update(case: UpdateCase, compiled: hlo.CompiledPrograms) -> No
 
 
 @pytest.mark.proves("Inductor")
-@pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
-def test_paged_attention_in_inductor(case: Case) -> None:
+@pytest.mark.parametrize(
+    ("op", "case"),
+    [
+        *(("paged_attention", case) for case in SHORT_CASES),
+        *(("kv_cache_update", case) for case in SHORT_UPDATE_CASES),
+    ],
+    ids=lambda value: getattr(value, "id", value),
+)
+def test_inductor(op: str, case: Case | UpdateCase) -> None:
     inputs, attributes = case.inputs(), case.attributes()
-    expected = doors.in_torch("paged_attention", *inputs, **attributes)
-    assert_same_bits(doors.in_inductor("paged_attention", *inputs, **attributes), expected)
-
-
-@pytest.mark.proves("Inductor")
-@pytest.mark.parametrize("case", SHORT_UPDATE_CASES, ids=lambda case: case.id)
-def test_kv_cache_update_in_inductor(case: UpdateCase) -> None:
-    inputs, attributes = case.inputs(), case.attributes()
-    expected = doors.in_torch("kv_cache_update", *inputs, **attributes)
-    assert_same_bits(doors.in_inductor("kv_cache_update", *inputs, **attributes), expected)
+    expected = doors.in_torch(op, *inputs, **attributes)
+    assert_same_bits(doors.in_inductor(op, *inputs, **attributes), expected)
 
 
 @pytest.mark.parametrize("door", doors.DOORS)

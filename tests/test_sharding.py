@@ -399,8 +399,7 @@ MARKED = """
 def test_caches_that_torch_xla_was_told_are_sharded(tmp_path: Path) -> None:
     """Of all operands, only caches are marked: each device calls the handler on its heads of them,
     nothing is sent, and a cache is updated where it is."""
-    flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
-    flags += " --xla_dump_hlo_module_re=SyncTensorsGraph.*"
+    flags = scripts.dump_flags(tmp_path)
     lines = scripts.output(MARKED, str(tmp_path), CPU_NUM_DEVICES="8", XLA_FLAGS=flags)
     assert lines == ["the same bits"]
 

@@ -174,7 +174,7 @@ struct PackedRows {
   static constexpr int64_t kPlaces = kMaxStretch / kAtOnce<T>;
   static constexpr int64_t kColumns = Dot<T>::kDown * kLanes;
 
-  float* columns;  // [stride / kColumns, kPlaces, kColumns]
+  float* columns;  // [stride / kColumns, kPlaces, kColumns], as Dot loads them
 
   XLA_GPU_INLINE float* At(int64_t i, int64_t d) const {
     return columns + d * kPlaces + i * kColumns;
@@ -456,7 +456,7 @@ class Attention {
     } arrays[] = {
         {&q_, num_rows_ * width_ * 4},
         {&k_, width_ * kMaxStretch * 4},
-        {&v_, kMaxStretch / kAtOnce<T> * stride_ * 4},
+        {&v_.columns, PackedRows<T>::kPlaces * stride_ * 4},
         {&weights_, rows_per_head_ * kMaxStretch * 4},
         {&shrink_, kMaxTiles * rows_per_head_ * 4},
         {&sums_, num_rows_ * stride_ * 4},
@@ -613,7 +613,7 @@ class Attention {
     next.Expect(DivideUp(rows_per_head_, kBlockRows) * kMaxStretch);
     MultiplyPackedKeys(head, stretch, &next);
     ComputeWeights<kBlockRows>(head, stretch);
-    AddValues<kBlockRows>(head, stretch, PackedRows<T>{v_}, is_safe, &next);
+    AddValues<kBlockRows>(head, stretch, v_, is_safe, &next);
   }
 
   // Of a head's share of the next stretch. Where heads lie side by side, that is all heads of some
@@ -835,7 +835,7 @@ class Attention {
         const int64_t place = kOrderOfValues<T>.numbers[j / kAtOnce<T>];
         Lanes columns[Dot<T>::kDown];
         v.LoadAt(place, j, d, p_.head_size - d, columns);
-        std::memcpy(PackedRows<T>{v_}.At(place, d), columns, sizeof(columns));
+        std::memcpy(v_.At(place, d), columns, sizeof(columns));
       }
     }
   }
@@ -845,10 +845,9 @@ class Attention {
     Lanes zeros = {};
     for (int64_t j = begin / kAtOnce<T>; j < DivideUp(end, kAtOnce<T>); ++j) {
       for (int64_t d = 0; d < stride_; d += PackedRows<T>::kColumns) {
-        const float* from = PackedRows<T>{v_}.At(kOrderOfValues<T>.numbers[j], d);
-        for (int v = 0; v < Dot<T>::kDown; ++v) {
-          zeros += Dot<T>::TimesZero(Load<Lanes>(from + v * kLanes));
-        }
+        Lanes columns[Dot<T>::kDown];
+        v_.LoadAt(kOrderOfValues<T>.numbers[j], j, d, stride_ - d, columns);
+        for (const Lanes& column : columns) zeros += Dot<T>::TimesZero(column);
       }
     }
     return SumOfLanes(zeros) == 0;
@@ -944,9 +943,9 @@ class Attention {
   const int64_t head_bytes_;    // from there to the next kv head's
   const int64_t value_offset_;  // from there to its V
 
-  float* q_;                // [num_rows, width]
-  float* k_;                // [kMaxStretch / kLanes, width, kLanes]
-  float* v_;                // as PackedRows has it, columns as Dot loads them
+  float* q_;  // [num_rows, width]
+  float* k_;  // [kMaxStretch / kLanes, width, kLanes]
+  PackedRows<T> v_;
   float* weights_;          // [rows_per_head, kMaxStretch]; products before
   float* shrink_;           // [kMaxTiles, rows_per_head]
   float* sums_;             // [num_rows, stride], of this split, columns likewise until it ends
