@@ -88,7 +88,7 @@ CPU_FAULTS = {
         "«weights == 0 ? weights : weights * Load<Lanes>(v_scales + i * kLanes)»",
         "weights * Load<Lanes>(v_scales + i * kLanes)",
     ),
-    "misreads-the-nan-of-float8": ("simd.h", "«(half + 0x80)» & 0x4000", "half"),
+    "misreads-the-nan-of-float8": ("simd.h", "«magnitude == 0x7f» ? nan", "magnitude == 0x80"),
     "does-not-hold-float8-at-its-largest": ("storage.h", "«rounded < kLargest» ? rounded", "rounded < 255"),
     "rounds-float8-up-on-ties": ("storage.h", "- 1 + «(magnitude >> kShift & 1)»", "1"),
     "knows-the-default-layout-only": (KERNEL, "(«p.cache.head_stride» *", "2 * p.head_size"),

@@ -262,11 +262,13 @@ XLA_GPU_INLINE Lanes LoadWide(const Float8E5M2* from, int64_t count) {
   return WidenHalf(WidenBytes(LoadBytes(from, count)) << 8);
 }
 
-// By way of binary16, which has E4M3's subnormals as numbers of its own. The only magnitude that
-// carries when one is added to it is NaN's; with the bit that it carries to, binary16 has NaN, too.
+// By way of binary16, which has E4M3's subnormals as numbers of its own. NaN becomes the usual one:
+// torch_xla hands arrays of binary16 over with all their NaNs replaced by it.
 XLA_GPU_INLINE Lanes LoadWide(const Float8E4M3* from, int64_t count) {
-  const HalfWords half = WidenBytes(LoadBytes(from, count)) << 7 & 0xbf80;
-  return WidenHalf(half | ((half + 0x80) & 0x4000)) * 256.0f;
+  const HalfWords x = WidenBytes(LoadBytes(from, count));
+  const HalfWords magnitude = x & 0x7f, nan = magnitude - magnitude + 0x7e00;
+  const HalfWords half = magnitude == 0x7f ? nan : magnitude << 7;
+  return WidenHalf(half | (x & 0x80) << 8) * 256.0f;
 }
 
 XLA_GPU_INLINE Lanes LoadWide(const int8_t* from, int64_t count) {
