@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 TRACE := $(firstword $(wildcard ../shared/data/azure_conv.csv))
 
 CSRC := $(shell find shared_ffi/csrc tests/simt -type f)
+FORMATTED := $(CSRC) $(wildcard tests/aarch64/*.cc tests/aarch64/*.h)
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(CSRC)
 
 .PHONY: demo test lint format features bench bench-cpu gpu-check clean
@@ -42,13 +43,13 @@ gpu-check: $(VENV)/installed  ## on a machine with an NVIDIA GPU: proof and benc
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(CSRC)
+	$(BIN)/clang-format --dry-run --Werror $(FORMATTED)
 	$(BIN)/mypy
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(CSRC)
+	$(BIN)/clang-format -i $(FORMATTED)
 
 # Editable, so that edits to Python files count at once; C++ sources are rebuilt when they change.
 $(VENV)/installed: $(SOURCES)

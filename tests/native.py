@@ -28,18 +28,23 @@ def run(
     )
 
 
+def ffi_headers() -> Path:
+    """XLA's, from the installed build's folder."""
+    folder = next(ROOT.glob("build/*/xla_ffi"), None)
+    if folder is None:
+        pytest.skip("no build folder with the XLA FFI headers: pip install --editable leaves one")
+    return folder
+
+
 def configure(source: Path, build: Path, *options: str) -> None:
     """Prepares a build of the sources in a folder laid out as this repository."""
     nanobind = pytest.importorskip("nanobind", reason="needed to build the kernels")
-    headers = next(ROOT.glob("build/*/xla_ffi"), None)
-    if headers is None:
-        pytest.skip("no build folder with the XLA FFI headers: pip install --editable leaves one")
     outcome = run(
         "cmake",
         *("-S", source, "-B", build, "-G", "Ninja"),
         f"-DPython_EXECUTABLE={sys.executable}",
         f"-Dnanobind_DIR={nanobind.cmake_dir()}",
-        f"-DXLA_FFI_INCLUDE_DIR={headers}",
+        f"-DXLA_FFI_INCLUDE_DIR={ffi_headers()}",
         *options,
     )
     assert outcome.returncode == 0, outcome.stdout

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import struct
 from collections.abc import Callable
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +15,8 @@ import pytest
 
 from shared_ffi import _native
 from tests import native
+from tests.aarch64.compiler import compile_program
+from tests.aarch64.emulator import run_program
 from tests.cases import CACHE_DTYPES, quantized
 
 
@@ -72,11 +76,11 @@ static void ToBFloat16s(const void* x, BFloat16* y, long n) {
 #endif
 
 extern "C" {
-void Exp2(const float* x, float* y, long n) {
+void Exp2OfEach(const float* x, float* y, long n) {
   ForEach(x, y, n, [](Lanes x) { return Exp2(x); });
 }
-void Tanh(const float* x, float* y, long n) {
-  ForEach(x, y, n, [](Lanes x) { return xla_gpu::Tanh(x); });
+void TanhOfEach(const float* x, float* y, long n) {
+  ForEach(x, y, n, [](Lanes x) { return Tanh(x); });
 }
 void FromBFloat16(const BFloat16* x, float* y, long n) { ForEach(x, y, n); }
 void FromHalf(const Half* x, float* y, long n) { ForEach(x, y, n); }
@@ -94,17 +98,34 @@ void ToHalf(const float* x, Half* y, long n) { ForEach(x, y, n); }
 }
 """
 
+NAMES = re.findall(r"^void (\w+)\(", SOURCE, re.MULTILINE)
+PROGRAM = (
+    f"""{SOURCE}
+#include <vector>
+#include "streams.h"
+
+// Input: a function's number, and how many numbers of how many bytes it takes and gives.
+int main() {{
+  using Function = void(const void* x, void* y, long n);
+  void* const functions[] = {{{", ".join(f"(void*){name}" for name in NAMES)}}};
+  const auto which = Read<int64_t>(), n = Read<int64_t>();
+  std::vector<char> x(n * Read<int64_t>()), y(n * Read<int64_t>());
+"""
+    """  ReadBytes(x.data(), x.size());
+  reinterpret_cast<Function*>(functions[which])(x.data(), y.data(), n);
+  WriteBytes(y.data(), y.size());
+}
+"""
+)
+
 Call = Callable[..., np.ndarray]
 
 
-@pytest.fixture(scope="module", params=_native.cpu_instruction_sets())
-def simd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Call:
-    """simd(name, x, dtype): what a function of SOURCE makes of x."""
-    folder = tmp_path_factory.mktemp(request.param)
+def in_this_process(instruction_set: str, folder: Path) -> Call:
     (folder / "simd.cc").write_text(SOURCE)
     outcome = native.run(
         *(os.environ.get("CXX", "c++"), "-std=c++17", "-O3", "-ffp-contract=off"),
-        *(*flags_of(request.param), "-I", native.ROOT / "shared_ffi/csrc", "-shared", "-fPIC"),
+        *(*flags_of(instruction_set), "-I", native.ROOT / "shared_ffi/csrc", "-shared", "-fPIC"),
         *(folder / "simd.cc", "-o", folder / "simd.so"),
     )
     assert outcome.returncode == 0, outcome.stdout
@@ -119,20 +140,40 @@ def simd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return call
 
 
+def on_aarch64(folder: Path) -> Call:
+    (folder / "simd.cc").write_text(PROGRAM)
+    program = compile_program(folder, [folder / "simd.cc"])
+
+    def call(name: str, x: np.ndarray, dtype: type = np.float32) -> np.ndarray:
+        sizes = (NAMES.index(name), x.size, x.itemsize, np.dtype(dtype).itemsize)
+        return np.frombuffer(run_program(program, struct.pack("<4q", *sizes) + x.tobytes()), dtype)
+
+    return call
+
+
+@pytest.fixture(scope="module", params=[*_native.cpu_instruction_sets(), "aarch64"])
+def simd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Call:
+    """simd(name, x, dtype): what a function of SOURCE makes of x."""
+    folder = tmp_path_factory.mktemp(request.param)
+    return (
+        on_aarch64(folder) if request.param == "aarch64" else in_this_process(request.param, folder)
+    )
+
+
 def test_exp2_within_2_ulp(simd: Call) -> None:
     x = np.linspace(-126, 127, 2_000_003, dtype=np.float32)
     exact = np.exp2(x.astype(np.float64))
     ulp = np.spacing(exact.astype(np.float32))
-    assert np.max(np.abs(simd("Exp2", x) - exact) / ulp) <= 2
+    assert np.max(np.abs(simd("Exp2OfEach", x) - exact) / ulp) <= 2
     special = np.array([0, -0.0, -1, -126, -126.5, -1e30, -np.inf, np.nan], np.float32)
     expected = np.array([1, 1, 0.5, 2.0**-126, 0, 0, 0, np.nan], np.float32)
-    np.testing.assert_array_equal(simd("Exp2", special), expected)
+    np.testing.assert_array_equal(simd("Exp2OfEach", special), expected)
 
 
 def test_tanh_within_2_to_the_minus_23(simd: Call) -> None:
     x = np.concatenate([np.linspace(-20, 20, 1_000_001), [0, np.inf, -np.inf]]).astype(np.float32)
-    assert np.max(np.abs(simd("Tanh", x) - np.tanh(x.astype(np.float64)))) <= 2**-23
-    assert np.isnan(simd("Tanh", np.array([np.nan], np.float32)))[0]
+    assert np.max(np.abs(simd("TanhOfEach", x) - np.tanh(x.astype(np.float64)))) <= 2**-23
+    assert np.isnan(simd("TanhOfEach", np.array([np.nan], np.float32)))[0]
 
 
 @pytest.mark.parametrize(

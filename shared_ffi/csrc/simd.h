@@ -231,6 +231,8 @@ XLA_GPU_INLINE Lanes WidenHalf(HalfWords x) {
   return (Lanes)_mm512_maskz_cvtph_ps(0xffff, (__m256i)x);
 #elif defined(__AVX2__)
   return (Lanes)_mm256_cvtph_ps((__m128i)x);
+#elif defined(__aarch64__)
+  return (Lanes)vcvt_f32_f16((float16x4_t)x);
 #else
   // The exponent is rebased by a multiplication, exact also for binary16's subnormals.
   const Words bits = Widen(x), magnitude = (bits & 0x7fff) << 13, sign = (bits & 0x8000) << 16;
@@ -295,6 +297,8 @@ XLA_GPU_INLINE HalfWords Narrow(Lanes x, Half) {
   return (HalfWords)_mm512_maskz_cvtps_ph(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT);
 #elif defined(__AVX2__)
   return (HalfWords)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__aarch64__)
+  return (HalfWords)vcvt_f16_f32((float32x4_t)x);
 #else
   Half narrow[kLanes];
   for (int i = 0; i < kLanes; ++i) FromFloat(x[i], narrow + i);

@@ -1,0 +1,85 @@
+// A program for an emulated processor: makes the calls of handlers that its standard input asks
+// for, and writes what they give to its standard output. tests/test_aarch64.py speaks with it.
+//
+// Input: their number, then of each its target, its attributes and its arrays, operands first. A
+// result that takes the place of an operand has that operand's number and no data.
+// Output of each: an error message, empty if there was none, then the results' data.
+// Numbers are int64, attributes that are no integers double; what has a length is preceded by it.
+#include "handlers.h"
+
+#include <cstdint>
+#include <cstdlib>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "eager_runtime.h"
+#include "streams.h"
+
+namespace {
+
+const std::map<std::string, XLA_FFI_DataType> kDtypes = {
+    {"float32", XLA_FFI_DataType_F32},        {"float16", XLA_FFI_DataType_F16},
+    {"bfloat16", XLA_FFI_DataType_BF16},      {"float8_e4m3fn", XLA_FFI_DataType_F8E4M3FN},
+    {"float8_e5m2", XLA_FFI_DataType_F8E5M2}, {"int8", XLA_FFI_DataType_S8},
+    {"int32", XLA_FFI_DataType_S32},          {"int64", XLA_FFI_DataType_S64},
+};
+
+std::string ReadString() {
+  std::string x(Read<int64_t>(), '\0');
+  ReadBytes(x.data(), x.size());
+  return x;
+}
+
+struct Array {
+  xla_gpu::EagerBuffer buffer;
+  int64_t num_bytes;
+};
+
+Array ReadArray(const std::vector<Array>& others) {
+  Array x = {{kDtypes.at(ReadString()), nullptr, std::vector<int64_t>(Read<int64_t>())}, 0};
+  for (int64_t& size : x.buffer.shape) size = Read<int64_t>();
+  const auto operand = Read<int64_t>();
+  x.num_bytes = Read<int64_t>();
+  if (operand >= 0) {
+    x.buffer.data = others.at(operand).buffer.data;
+  } else {
+    x.buffer.data = std::malloc(x.num_bytes + 1);
+    ReadBytes(x.buffer.data, x.num_bytes);
+  }
+  return x;
+}
+
+void Call() {
+  XLA_FFI_Handler* handler = xla_gpu::FindHandler("cpu", ReadString());
+  std::vector<std::pair<std::string, xla_gpu::Attribute>> attributes(Read<int64_t>());
+  for (auto& [name, value] : attributes) {
+    name = ReadString();
+    if (Read<int64_t>() != 0) {
+      value = static_cast<float>(Read<double>());
+    } else {
+      value = Read<int64_t>();
+    }
+  }
+  const auto num_operands = Read<int64_t>(), num_results = Read<int64_t>();
+  std::vector<Array> arrays;
+  std::vector<xla_gpu::EagerBuffer> operands, results;
+  for (int64_t i = 0; i < num_operands + num_results; ++i) {
+    arrays.push_back(ReadArray(arrays));
+    (i < num_operands ? operands : results).push_back(arrays.back().buffer);
+  }
+  const auto status = xla_gpu::CallHandler(handler, operands, results, attributes, {1, nullptr});
+  const auto length = static_cast<int64_t>(status.message.size());
+  WriteBytes(&length, sizeof(length));
+  WriteBytes(status.message.data(), status.message.size());
+  for (int64_t i = num_operands; i < num_operands + num_results; ++i) {
+    WriteBytes(arrays[i].buffer.data, arrays[i].num_bytes);
+  }
+}
+
+}  // namespace
+
+int main() {
+  for (auto count = Read<int64_t>(); count > 0; --count) Call();
+}
