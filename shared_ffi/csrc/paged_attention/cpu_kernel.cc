@@ -186,9 +186,10 @@ struct PackedRows {
   }
 };
 
-// Positions of which MultiplyCached computes the logits of R rows at once: one sum in each lane.
+// Positions of which MultiplyCached computes the logits of R rows at once: so many that there are
+// others to add to while a sum waits for its last product.
 template <int R>
-constexpr int64_t kPositions = kLanes / R;
+constexpr int64_t kPositions = (kBlockRows * kBlockVectors < 16 ? 8 : 16) / R;
 
 // logits[r, j] = q[r] . k[j] for R rows and kPositions positions from j on.
 //   q: [R, width], padded with zeros; logits: [R, kMaxStretch]
@@ -198,7 +199,8 @@ XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64
                                    Prefetcher* next) {
   constexpr int kVectors = Dot<T>::kAcross;
   constexpr int64_t kStep = kVectors * kLanes * Dot<T>::kPerLane;
-  Lanes sums[kLanes] = {};
+  constexpr int64_t kAtOnce = kLanes / R;  // positions whose sums fill the lanes
+  Lanes sums[kPositions<R> / kAtOnce][kLanes] = {};
   Prefetcher::Steps steps(next);
   const auto add = [&](int64_t d, int64_t count) __attribute__((always_inline)) {
     steps.Take();
@@ -218,7 +220,7 @@ XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64
       for (int v = 0; v < kVectors; ++v) {
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-          Lanes& sum = sums[PlaceOf(r * kPositions<R> + i)];
+          Lanes& sum = sums[i / kAtOnce][PlaceOf(r * kAtOnce + i % kAtOnce)];
           sum = Dot<T>::MultiplyAdd(queries[r][v], keys[v], sum);
         }
       }
@@ -227,12 +229,14 @@ XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64
   int64_t d = 0;
   for (; d + kStep <= head_size; d += kStep) add(d, kStep);
   if (d < head_size) add(d, head_size - d);
-  const Lanes products = SumEach(sums);
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-    std::memcpy(logits + r * kMaxStretch + j,
-                reinterpret_cast<const float*>(&products) + r * kPositions<R>,
-                kPositions<R> * sizeof(float));
+  for (int64_t first = 0; first < kPositions<R>; first += kAtOnce) {
+    const Lanes products = SumEach(sums[first / kAtOnce]);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      std::memcpy(logits + r * kMaxStretch + j + first,
+                  reinterpret_cast<const float*>(&products) + r * kAtOnce, kAtOnce * sizeof(float));
+    }
   }
 }
 
@@ -576,7 +580,7 @@ class Attention {
       }
     }
     for (int64_t j = 0; j < position - first; ++j) keys[j] = keys[position - first];
-    for (int64_t j = num_positions; j < RoundUp(num_positions, kLanes); ++j) keys[j] = keys[j - 1];
+    for (int64_t j = num_positions; j < RoundUp(num_positions, kTile); ++j) keys[j] = keys[j - 1];
     return num_positions;
   }
 
@@ -640,7 +644,7 @@ class Attention {
         rows_per_head_ / kCachedRows + __builtin_popcountll(rows_per_head_ % kCachedRows);
     const int64_t vectors = stride_ / kLanes;
     const int64_t columns = vectors / kBlockVectors + vectors % kBlockVectors / Dot<T>::kDown;
-    return rows_per_head_ * (kTile / kLanes) * (width_ / kLanes / Dot<T>::kAcross) +
+    return rows_per_head_ * (kTile / kPositions<1>)*(width_ / kLanes / Dot<T>::kAcross) +
            blocks * columns * (kTile / kAtOnce<T>);
   }
 
