@@ -46,6 +46,20 @@ def checked_call(
     return call, [*operands, *given.values()]
 
 
+def in_place(call: Call) -> dict[int, int]:
+    """The number of the operand whose place a result takes, by the result's number."""
+    return {result: operand for operand, result in call.aliases}
+
+
+def results_of(call: Call, operands: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """What a call may write to: NaN, or the operands that it changes in place."""
+    places = in_place(call)
+    return [
+        operands[places[i]] if i in places else np.full(spec.shape, np.nan, spec.dtype)
+        for i, spec in enumerate(call.results)
+    ]
+
+
 def _spec(array: Any) -> ArraySpec:
     return ArraySpec(array.shape, array.dtype.name)
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from shared_ffi import _native, kv_cache_update, simple_add
 from tests import reference
 from tests.arrays import exchangeable
-from tests.calls import checked_call, numbers
+from tests.calls import checked_call, numbers, results_of
 from tests.cases import CACHE_DTYPES, CASES, SCALES, UPDATE_CASES, Case, UpdateCase
 from tests.compare import assert_close_on_cpu, assert_same_bits
 from tests.layouts import LAYOUTS
@@ -35,9 +35,7 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
 def attend(operands: Any, *, num_threads: int = 1, **attributes: Any) -> Any:
     """The result of paged_attention, or with return_lse a pair of results."""
     call, arrays = checked_call("paged_attention", operands, attributes)
-    # As bits: not every NumPy exchanges bfloat16 by DLPack, and every kernel must write all rows.
-    results = [np.full(spec.shape, np.nan, operands[0].dtype) for spec in call.results[:1]]
-    results += [np.full(spec.shape, np.nan, spec.dtype) for spec in call.results[1:]]
+    results = results_of(call, arrays)  # NaN: every kernel must write all rows
     dtypes = [x.dtype.name for x in (*arrays, *results)]
     handler = _native.EagerCall("cpu", call.target, numbers(call), dtypes)
     handler([exchangeable(x) for x in arrays], [exchangeable(x) for x in results], num_threads)

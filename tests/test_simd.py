@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import struct
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import pytest
 
 from shared_ffi import _native
 from tests import native
-from tests.aarch64.compiler import compile_program
+from tests.aarch64.compiler import INCLUDED, compile_program
 from tests.aarch64.emulator import run_program
 from tests.cases import CACHE_DTYPES, quantized
 
@@ -75,7 +75,6 @@ static void ToBFloat16s(const void* x, BFloat16* y, long n) {
 }
 #endif
 
-extern "C" {
 void Exp2OfEach(const float* x, float* y, long n) {
   ForEach(x, y, n, [](Lanes x) { return Exp2(x); });
 }
@@ -95,69 +94,58 @@ void ToE5M2(const float* x, Float8E5M2* y, long n) { Round(x, y, n); }
 void ToInt8(const float* x, int8_t* y, long n) { Round(x, y, n); }
 void ToBFloat16(const float* x, BFloat16* y, long n) { ForEach(x, y, n); }
 void ToHalf(const float* x, Half* y, long n) { ForEach(x, y, n); }
-}
 """
 
 NAMES = re.findall(r"^void (\w+)\(", SOURCE, re.MULTILINE)
-PROGRAM = (
-    f"""{SOURCE}
+
+# Input: a function's number, and how many numbers of how many bytes it takes and gives.
+MAIN = """
 #include <vector>
 #include "streams.h"
 
-// Input: a function's number, and how many numbers of how many bytes it takes and gives.
-int main() {{
+int main() {
   using Function = void(const void* x, void* y, long n);
-  void* const functions[] = {{{", ".join(f"(void*){name}" for name in NAMES)}}};
+  void* const functions[] = {FUNCTIONS};
   const auto which = Read<int64_t>(), n = Read<int64_t>();
   std::vector<char> x(n * Read<int64_t>()), y(n * Read<int64_t>());
-"""
-    """  ReadBytes(x.data(), x.size());
+  ReadBytes(x.data(), x.size());
   reinterpret_cast<Function*>(functions[which])(x.data(), y.data(), n);
   WriteBytes(y.data(), y.size());
 }
-"""
-)
+""".replace("FUNCTIONS", ", ".join(f"(void*){name}" for name in NAMES))
 
 Call = Callable[..., np.ndarray]
 
 
-def in_this_process(instruction_set: str, folder: Path) -> Call:
-    (folder / "simd.cc").write_text(SOURCE)
+def compile_here(source: Path, instruction_set: str) -> Path:
+    program = source.with_suffix("")
     outcome = native.run(
         *(os.environ.get("CXX", "c++"), "-std=c++17", "-O3", "-ffp-contract=off"),
-        *(*flags_of(instruction_set), "-I", native.ROOT / "shared_ffi/csrc", "-shared", "-fPIC"),
-        *(folder / "simd.cc", "-o", folder / "simd.so"),
+        *(*flags_of(instruction_set), *(f"-I{path}" for path in INCLUDED), source, "-o", program),
     )
     assert outcome.returncode == 0, outcome.stdout
-    library = ctypes.CDLL(str(folder / "simd.so"))
-
-    def call(name: str, x: np.ndarray, dtype: type = np.float32) -> np.ndarray:
-        x, y = np.ascontiguousarray(x), np.empty(x.size, dtype)
-        function = getattr(library, name)
-        function(ctypes.c_void_p(x.ctypes.data), ctypes.c_void_p(y.ctypes.data), x.size)
-        return y
-
-    return call
+    return program
 
 
-def on_aarch64(folder: Path) -> Call:
-    (folder / "simd.cc").write_text(PROGRAM)
-    program = compile_program(folder, [folder / "simd.cc"])
-
-    def call(name: str, x: np.ndarray, dtype: type = np.float32) -> np.ndarray:
-        sizes = (NAMES.index(name), x.size, x.itemsize, np.dtype(dtype).itemsize)
-        return np.frombuffer(run_program(program, struct.pack("<4q", *sizes) + x.tobytes()), dtype)
-
-    return call
+def run_here(program: Path, given: bytes) -> bytes:
+    return subprocess.run([program], input=given, stdout=subprocess.PIPE, check=True).stdout
 
 
 @pytest.fixture(scope="module", params=[*_native.cpu_instruction_sets(), "aarch64"])
 def simd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Call:
     """simd(name, x, dtype): what a function of SOURCE makes of x."""
-    folder = tmp_path_factory.mktemp(request.param)
-    return (
-        on_aarch64(folder) if request.param == "aarch64" else in_this_process(request.param, folder)
-    )
+    source = tmp_path_factory.mktemp(request.param) / "simd.cc"
+    source.write_text(SOURCE + MAIN)
+    if request.param == "aarch64":
+        program, run = compile_program(source.parent, [source]), run_program
+    else:
+        program, run = compile_here(source, request.param), run_here
+
+    def call(name: str, x: np.ndarray, dtype: type = np.float32) -> np.ndarray:
+        sizes = (NAMES.index(name), x.size, x.itemsize, np.dtype(dtype).itemsize)
+        return np.frombuffer(run(program, struct.pack("<4q", *sizes) + x.tobytes()), dtype)
+
+    return call
 
 
 def test_exp2_within_2_ulp(simd: Call) -> None:

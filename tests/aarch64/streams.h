@@ -1,4 +1,4 @@
-// The standard streams of programs that are emulated.
+// The standard streams of programs that tests speak with.
 #pragma once
 
 #include <unistd.h>

@@ -186,10 +186,13 @@ struct PackedRows {
   }
 };
 
-// Positions of which MultiplyCached computes the logits of R rows at once: so many that there are
-// others to add to while a sum waits for its last product.
+// Sums of MultiplyCached: so many that there are others to add to while one waits for its last
+// product, and a power of two.
+constexpr int64_t kCachedSums = kBlockRows * kBlockVectors < 16 ? 8 : 16;
+
+// Positions of which it computes the logits of R rows at once.
 template <int R>
-constexpr int64_t kPositions = (kBlockRows * kBlockVectors < 16 ? 8 : 16) / R;
+constexpr int64_t kPositions = kCachedSums / R;
 
 // logits[r, j] = q[r] . k[j] for R rows and kPositions positions from j on.
 //   q: [R, width], padded with zeros; logits: [R, kMaxStretch]
@@ -199,8 +202,8 @@ XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64
                                    Prefetcher* next) {
   constexpr int kVectors = Dot<T>::kAcross;
   constexpr int64_t kStep = kVectors * kLanes * Dot<T>::kPerLane;
-  constexpr int64_t kAtOnce = kLanes / R;  // positions whose sums fill the lanes
-  Lanes sums[kPositions<R> / kAtOnce][kLanes] = {};
+  constexpr int64_t kPerVector = kLanes / R;  // positions whose sums fill the lanes
+  Lanes sums[kPositions<R> / kPerVector][kLanes] = {};
   Prefetcher::Steps steps(next);
   const auto add = [&](int64_t d, int64_t count) __attribute__((always_inline)) {
     steps.Take();
@@ -220,7 +223,7 @@ XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64
       for (int v = 0; v < kVectors; ++v) {
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-          Lanes& sum = sums[i / kAtOnce][PlaceOf(r * kAtOnce + i % kAtOnce)];
+          Lanes& sum = sums[i / kPerVector][PlaceOf(r * kPerVector + i % kPerVector)];
           sum = Dot<T>::MultiplyAdd(queries[r][v], keys[v], sum);
         }
       }
@@ -230,12 +233,13 @@ XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64
   for (; d + kStep <= head_size; d += kStep) add(d, kStep);
   if (d < head_size) add(d, head_size - d);
 #pragma GCC unroll 16
-  for (int64_t first = 0; first < kPositions<R>; first += kAtOnce) {
-    const Lanes products = SumEach(sums[first / kAtOnce]);
+  for (int64_t first = 0; first < kPositions<R>; first += kPerVector) {
+    const Lanes products = SumEach(sums[first / kPerVector]);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       std::memcpy(logits + r * kMaxStretch + j + first,
-                  reinterpret_cast<const float*>(&products) + r * kAtOnce, kAtOnce * sizeof(float));
+                  reinterpret_cast<const float*>(&products) + r * kPerVector,
+                  kPerVector * sizeof(float));
     }
   }
 }
@@ -644,7 +648,7 @@ class Attention {
         rows_per_head_ / kCachedRows + __builtin_popcountll(rows_per_head_ % kCachedRows);
     const int64_t vectors = stride_ / kLanes;
     const int64_t columns = vectors / kBlockVectors + vectors % kBlockVectors / Dot<T>::kDown;
-    return rows_per_head_ * (kTile / kPositions<1>)*(width_ / kLanes / Dot<T>::kAcross) +
+    return rows_per_head_ * (kTile / kCachedSums) * (width_ / kLanes / Dot<T>::kAcross) +
            blocks * columns * (kTile / kAtOnce<T>);
   }
 
