@@ -38,14 +38,13 @@ constexpr double kLn2 = 0.693147180559945309;
 
 XLA_GPU_INLINE int64_t RoundUp(int64_t a, int64_t b) { return DivideUp(a, b) * b; }
 
-// The cache lines of the next stretch, asked for one by one, evenly over the computation of this:
-// the processor cannot foresee where a block table leads, and drops what it is asked for in a
-// burst.
+// The cache lines of the next stretch, asked for one by one, as many bytes as are read of this one
+// meanwhile: the processor cannot foresee where a block table leads, and drops what it is asked for
+// in a burst.
 class Prefetcher {
-  struct Cursor {
-    const char* line;
-    const char* end_of_row;
-    int64_t lines_per_step;
+  struct Row {
+    const char* line;  // the next; null if there is none
+    const char* end;
   };
 
  public:
@@ -56,70 +55,81 @@ class Prefetcher {
     int64_t offsets[2];
   };
 
-  Prefetcher(const char* const* positions, int64_t num_positions, const Wanted& wanted)
-      : position_(positions), end_(positions + num_positions), wanted_(wanted) {
-    cursor_ = NextRow(cursor_);
-  }
+  // `num_readings`: how often all of this stretch is read, each time for a share of the next.
+  Prefetcher(const char* const* positions, int64_t num_positions, const Wanted& wanted,
+             int64_t num_readings)
+      : position_(positions),
+        end_(positions + num_positions),
+        wanted_(wanted),
+        num_readings_(static_cast<uint32_t>(num_readings)),
+        row_(NextRow()) {}
 
-  // So many steps there will be, about.
-  void Expect(int64_t num_steps) {
-    const int64_t num_rows = (end_ - position_ + 1) * wanted_.num_offsets;
-    const int64_t num_lines = num_rows * DivideUp(wanted_.num_bytes, kCacheLineBytes);
-    cursor_.lines_per_step = cursor_.line == nullptr ? 0 : DivideUp(num_lines, num_steps);
-  }
-
-  // Where it is, in registers of a loop that takes steps.
+  // The steps of a loop, each of which reads so many bytes of this stretch.
   class Steps {
    public:
-    XLA_GPU_INLINE explicit Steps(Prefetcher* prefetcher)
-        : prefetcher_(prefetcher), cursor_(prefetcher->cursor_) {}
-    XLA_GPU_INLINE ~Steps() { prefetcher_->cursor_ = cursor_; }
+    XLA_GPU_INLINE Steps(Prefetcher* prefetcher, int64_t num_bytes)
+        : prefetcher_(prefetcher),
+          row_(prefetcher->row_),
+          num_bytes_(row_.line == nullptr ? 0 : prefetcher->ShareOf(num_bytes)) {}
+    XLA_GPU_INLINE ~Steps() { prefetcher_->row_ = row_; }
 
     XLA_GPU_INLINE void Take() {
-      for (int64_t i = 0; i < cursor_.lines_per_step; ++i, cursor_.line += kCacheLineBytes) {
-        __builtin_prefetch(cursor_.line, /*rw=*/0, /*locality=*/3);
+      const char* const after = row_.line + num_bytes_;
+      for (; row_.line < after; row_.line += kCacheLineBytes) {
+        __builtin_prefetch(row_.line, /*rw=*/0, /*locality=*/3);
       }
-      if (cursor_.line >= cursor_.end_of_row) cursor_ = prefetcher_->NextRow(cursor_);
+      row_.line = after;
+      if (after < row_.end) return;
+      row_ = prefetcher_->NextRow();
+      if (row_.line == nullptr) num_bytes_ = 0;
     }
 
    private:
     Prefetcher* const prefetcher_;
-    Cursor cursor_;
+    Row row_;
+    int64_t num_bytes_;
   };
 
  private:
-  Cursor NextRow(Cursor cursor) {
-    if (position_ == end_) return {nullptr, reinterpret_cast<const char*>(1), 0};
-    cursor.line = *position_ + wanted_.offsets[next_offset_];
-    cursor.end_of_row = cursor.line + wanted_.num_bytes;
+  // In 32 bits, which are divided faster.
+  int64_t ShareOf(uint32_t num_bytes) const {
+    return (num_bytes + num_readings_ - 1) / num_readings_;
+  }
+
+  Row NextRow() {
+    if (position_ == end_) return {nullptr, reinterpret_cast<const char*>(1)};
+    const char* row = *position_ + wanted_.offsets[next_offset_];
     if (++next_offset_ == wanted_.num_offsets) {
       next_offset_ = 0;
       ++position_;
     }
-    return cursor;
+    return {row, row + wanted_.num_bytes};
   }
 
   const char* const* position_;  // of the next row
   const char* const* end_;
   Wanted wanted_;
+  uint32_t num_readings_;
   int64_t next_offset_ = 0;
-  Cursor cursor_ = {};
+  Row row_;
 };
 
 // The order in which parts of a tile are read, kOfTile of them, or of several tiles with kCount in
-// all: one tile after the other, the numbers of its parts with reversed bits. A
-// processor that finds accesses at equal distances fetches what would follow, which is not what
-// does, as the next block lies elsewhere: it takes a third of the memory's rate.
+// all: one tile after the other, its parts sorted by their numbers' reversed bits. A processor that
+// finds accesses at equal distances fetches what would follow, which is not what does, as the next
+// block lies elsewhere: it takes a third of the memory's rate.
 template <int64_t kCount, int64_t kOfTile>
 struct ReadingOrder {
   int8_t numbers[kCount] = {};
 
   constexpr ReadingOrder() {
-    for (int64_t i = 0; i < kCount; ++i) {
-      for (int64_t bit = 1; bit < kOfTile; bit *= 2) {
-        numbers[i] = static_cast<int8_t>(2 * numbers[i] + (i / bit) % 2);
+    int64_t count = 0;
+    for (int64_t first = 0; first < kCount; first += kOfTile) {
+      for (int64_t i = 0; count < first + kOfTile; ++i) {
+        int64_t number = 0;
+        for (int64_t bit = 1; bit < kOfTile; bit *= 2) number = 2 * number + (i / bit) % 2;
+        if (number < kOfTile) numbers[count++] = static_cast<int8_t>(first + number);
       }
-      numbers[i] = static_cast<int8_t>(numbers[i] + i / kOfTile * kOfTile);
     }
   }
 };
@@ -137,6 +147,13 @@ XLA_GPU_INLINE void ForEachBlock(int64_t first, int64_t count, const Function& f
   if constexpr (kSize > 1) ForEachBlock<kSize / 2>(first, count, function);
 }
 
+// How many blocks those are.
+template <int kSize>
+int64_t NumBlocks(int64_t count) {
+  if constexpr (kSize > 1) return count / kSize + NumBlocks<kSize / 2>(count % kSize);
+  return count;
+}
+
 // Positions of V that are added at once.
 template <typename T>
 constexpr int kAtOnce = Dot<T>::kPerLane;
@@ -149,6 +166,7 @@ constexpr auto kOrderOfValues = kReadingOrder<kMaxStretch / kAtOnce<T>, kTile / 
 template <typename T>
 struct CachedRows {
   using Storage = T;
+  using Steps = Prefetcher::Steps;
 
   const char* const* keys;  // [kMaxStretch]
   int64_t offset;           // from there, in bytes
@@ -170,6 +188,10 @@ struct CachedRows {
 template <typename T>
 struct PackedRows {
   using Storage = T;
+  struct Steps {  // nothing is asked for: MultiplyPacked, which takes fewer, has asked for all
+    Steps(Prefetcher*, int64_t) {}
+    void Take() {}
+  };
 
   static constexpr int64_t kPlaces = kMaxStretch / kAtOnce<T>;
   static constexpr int64_t kColumns = Dot<T>::kDown * kLanes;
@@ -186,13 +208,11 @@ struct PackedRows {
   }
 };
 
-// Sums of MultiplyCached: so many that there are others to add to while one waits for its last
-// product, and a power of two.
-constexpr int64_t kCachedSums = kBlockRows * kBlockVectors < 16 ? 8 : 16;
-
-// Positions of which it computes the logits of R rows at once.
+// Positions of which MultiplyCached computes the logits of R rows at once: so many that there are
+// other sums to add to while one waits for its last product. (With 16 registers 12 sums would suit
+// fewer rows, too, but compute an eighth of their tile twice.)
 template <int R>
-constexpr int64_t kPositions = kCachedSums / R;
+constexpr int64_t kPositions = (kBlockRows * kBlockVectors >= 16 ? 16 : (R == 4 ? 12 : 8)) / R;
 
 // logits[r, j] = q[r] . k[j] for R rows and kPositions positions from j on.
 //   q: [R, width], padded with zeros; logits: [R, kMaxStretch]
@@ -202,9 +222,11 @@ XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64
                                    Prefetcher* next) {
   constexpr int kVectors = Dot<T>::kAcross;
   constexpr int64_t kStep = kVectors * kLanes * Dot<T>::kPerLane;
-  constexpr int64_t kPerVector = kLanes / R;  // positions whose sums fill the lanes
-  Lanes sums[kPositions<R> / kPerVector][kLanes] = {};
-  Prefetcher::Steps steps(next);
+  Prefetcher::Steps steps(next, kPositions<R> * kStep * sizeof(T));
+  const T* keys[kPositions<R>];
+#pragma GCC unroll 16
+  for (int i = 0; i < kPositions<R>; ++i) keys[i] = k.Row(j + i);
+  Lanes sums[kPositions<R>][R] = {};
   const auto add = [&](int64_t d, int64_t count) __attribute__((always_inline)) {
     steps.Take();
     Lanes queries[R][kVectors];
@@ -217,14 +239,13 @@ XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64
     }
 #pragma GCC unroll 16
     for (int i = 0; i < kPositions<R>; ++i) {
-      Lanes keys[kVectors];
-      Dot<T>::Load(k.Row(j + i) + d, count, keys);
+      Lanes key[kVectors];
+      Dot<T>::Load(keys[i] + d, count, key);
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) {
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-          Lanes& sum = sums[i / kPerVector][PlaceOf(r * kPerVector + i % kPerVector)];
-          sum = Dot<T>::MultiplyAdd(queries[r][v], keys[v], sum);
+          sums[i][r] = Dot<T>::MultiplyAdd(queries[r][v], key[v], sums[i][r]);
         }
       }
     }
@@ -232,14 +253,21 @@ XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64
   int64_t d = 0;
   for (; d + kStep <= head_size; d += kStep) add(d, kStep);
   if (d < head_size) add(d, head_size - d);
+  // The sums of so many positions fill the lanes; those of fewer do so over and over.
+  constexpr int64_t kAtOnce = kLanes / R;
 #pragma GCC unroll 16
-  for (int64_t first = 0; first < kPositions<R>; first += kPerVector) {
-    const Lanes products = SumEach(sums[first / kPerVector]);
+  for (int64_t first = 0; first < kPositions<R>; first += kAtOnce) {
+    const int64_t count = Smaller(kAtOnce, kPositions<R> - first);
+    Lanes each[kLanes];
+#pragma GCC unroll 16
+    for (int n = 0; n < kLanes; ++n) {
+      each[PlaceOf(n)] = sums[first + n % kAtOnce % count][n / kAtOnce];
+    }
+    const Lanes products = SumEach(each);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       std::memcpy(logits + r * kMaxStretch + j + first,
-                  reinterpret_cast<const float*>(&products) + r * kPerVector,
-                  kPerVector * sizeof(float));
+                  reinterpret_cast<const float*>(&products) + r * kAtOnce, count * sizeof(float));
     }
   }
 }
@@ -251,7 +279,7 @@ XLA_GPU_INLINE void MultiplyPacked(const float* q, const float* k, int64_t width
                                    Prefetcher* next) {
   constexpr int kLevels = __builtin_ctz(kLanes);
   Lanes sums[R][kVectors], waiting[kLevels][R][kVectors];
-  Prefetcher::Steps steps(next);
+  Prefetcher::Steps steps(next, 2 * kVectors * width * Dot<T>::kPerLane * sizeof(T));  // K and V
   for (int n = 0; n < kLanes; ++n) {
     steps.Take();
 #pragma GCC unroll 16
@@ -296,6 +324,8 @@ template <int R, int kVectors, typename Rows>
 XLA_GPU_INLINE void AddColumns(const float* weights, const Rows& v, int64_t begin, int64_t end,
                                int64_t d, int64_t count, int64_t stride, const float* shrink,
                                float* sums, Prefetcher* next) {
+  using T = typename Rows::Storage;
+  typename Rows::Steps steps(next, kVectors * kLanes * kAtOnce<T> * sizeof(T));
   Lanes block[R][kVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
@@ -304,9 +334,7 @@ XLA_GPU_INLINE void AddColumns(const float* weights, const Rows& v, int64_t begi
       block[r][i] = Load<Lanes>(sums + r * stride + d + i * kLanes) * shrink[r];
     }
   }
-  using T = typename Rows::Storage;
   const auto& order = kOrderOfValues<T>.numbers;
-  Prefetcher::Steps steps(next);
   const auto add = [&](int64_t i, bool is_whole) __attribute__((always_inline)) {
     const int64_t number = order[i], j = number * kAtOnce<T>;
     steps.Take();
@@ -604,11 +632,10 @@ class Attention {
 
   void AttendToStretch(int64_t head, const Stretch& stretch) {
     if (HasScalesPerPosition()) FindScales(stretch, piece_.first_head + head);
-    Prefetcher next = PrefetcherOf(head);
     const int64_t k_offset = head * head_bytes_, v_offset = k_offset + value_offset_;
     const CachedRows<T> k{keys_, k_offset}, v{keys_, v_offset};
     if (!is_packed_) {
-      next.Expect(NumStepsOfTile());
+      Prefetcher next = PrefetcherOf(head, NumBlocks<kCachedRows>(rows_per_head_));
       MultiplyKeys(head, stretch, k, &next);
       ComputeWeights<kCachedRows>(head, stretch);
       AddValues<kCachedRows>(head, stretch, v, !stretch.is_mixed, &next);
@@ -618,7 +645,7 @@ class Attention {
     PackKeys(k, begin, end);
     PackValues(v, begin, end);
     const bool is_safe = !stretch.is_mixed || IsFinite(begin, end);
-    next.Expect(DivideUp(rows_per_head_, kBlockRows) * kMaxStretch);
+    Prefetcher next = PrefetcherOf(head, NumBlocks<kBlockRows>(rows_per_head_));
     MultiplyPackedKeys(head, stretch, &next);
     ComputeWeights<kBlockRows>(head, stretch);
     AddValues<kBlockRows>(head, stretch, v_, is_safe, &next);
@@ -626,30 +653,23 @@ class Attention {
 
   // Of a head's share of the next stretch. Where heads lie side by side, that is all heads of some
   // positions, as they lie in memory; elsewhere its own rows of all positions.
-  Prefetcher PrefetcherOf(int64_t head) const {
+  Prefetcher PrefetcherOf(int64_t head, int64_t num_readings) const {
     const bool is_one_row = value_offset_ == row_bytes_;  // K and V
     const int64_t num_bytes = is_one_row ? 2 * row_bytes_ : row_bytes_;
     const int64_t num_offsets = is_one_row ? 1 : 2;
     if (head_bytes_ != num_bytes) {
       const int64_t k_offset = head * head_bytes_;
-      return {
-          next_keys_, num_next_, {num_bytes, num_offsets, {k_offset, k_offset + value_offset_}}};
+      return {next_keys_,
+              num_next_,
+              {num_bytes, num_offsets, {k_offset, k_offset + value_offset_}},
+              num_readings};
     }
     const int64_t share = DivideUp(num_next_, piece_.num_heads);
     const int64_t first = Smaller(head * share, num_next_);
     return {next_keys_ + first,
             Smaller(share, num_next_ - first),
-            {piece_.num_heads * num_bytes, num_offsets, {0, value_offset_}}};
-  }
-
-  // Of MultiplyCached and AddColumns.
-  int64_t NumStepsOfTile() const {
-    const int64_t blocks =
-        rows_per_head_ / kCachedRows + __builtin_popcountll(rows_per_head_ % kCachedRows);
-    const int64_t vectors = stride_ / kLanes;
-    const int64_t columns = vectors / kBlockVectors + vectors % kBlockVectors / Dot<T>::kDown;
-    return rows_per_head_ * (kTile / kCachedSums) * (width_ / kLanes / Dot<T>::kAcross) +
-           blocks * columns * (kTile / kAtOnce<T>);
+            {piece_.num_heads * num_bytes, num_offsets, {0, value_offset_}},
+            num_readings};
   }
 
   // The products of a kv head's rows with what they attend to of the stretch, and perhaps with some
@@ -660,8 +680,8 @@ class Attention {
       constexpr int64_t kStep = kPositions<num_rows>;
       const Range all = RangeOfRows(stretch, first, num_rows);
       const float* q = q_ + (head * rows_per_head_ + first) * width_;
-      for (const int64_t number : kReadingOrder<kTile / kStep>.numbers) {
-        const int64_t j = number * kStep;
+      for (const int64_t number : kReadingOrder<DivideUp(kTile, kStep)>.numbers) {
+        const int64_t j = Smaller(number * kStep, kTile - kStep);  // the last may overlap others
         if (j + kStep <= all.begin || j >= all.end) continue;
         MultiplyCached<num_rows>(q, k, j, p_.head_size, width_, weights_ + first * kMaxStretch,
                                  next);

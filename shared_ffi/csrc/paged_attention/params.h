@@ -28,9 +28,9 @@
 
 namespace xla_gpu::paged_attention {
 
-XLA_GPU_HOST_DEVICE inline int64_t Smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-XLA_GPU_HOST_DEVICE inline int64_t Larger(int64_t a, int64_t b) { return a < b ? b : a; }
-XLA_GPU_HOST_DEVICE inline int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
+XLA_GPU_HOST_DEVICE constexpr int64_t Smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+XLA_GPU_HOST_DEVICE constexpr int64_t Larger(int64_t a, int64_t b) { return a < b ? b : a; }
+XLA_GPU_HOST_DEVICE constexpr int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Params {
   const void* query;               // [num_tokens, num_heads, head_size]
