@@ -150,8 +150,9 @@ XLA_GPU_INLINE void ForEachBlock(int64_t first, int64_t count, const Function& f
 // How many blocks those are.
 template <int kSize>
 int64_t NumBlocks(int64_t count) {
-  if constexpr (kSize > 1) return count / kSize + NumBlocks<kSize / 2>(count % kSize);
-  return count;
+  int64_t num_blocks = 0;
+  ForEachBlock<kSize>(0, count, [&](auto, int64_t) { ++num_blocks; });
+  return num_blocks;
 }
 
 // Positions of V that are added at once.
@@ -254,20 +255,21 @@ XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64
   for (; d + kStep <= head_size; d += kStep) add(d, kStep);
   if (d < head_size) add(d, head_size - d);
   // The sums of so many positions fill the lanes; those of fewer do so over and over.
-  constexpr int64_t kAtOnce = kLanes / R;
+  constexpr int64_t kPerVector = kLanes / R;
 #pragma GCC unroll 16
-  for (int64_t first = 0; first < kPositions<R>; first += kAtOnce) {
-    const int64_t count = Smaller(kAtOnce, kPositions<R> - first);
+  for (int64_t first = 0; first < kPositions<R>; first += kPerVector) {
+    const int64_t count = Smaller(kPerVector, kPositions<R> - first);
     Lanes each[kLanes];
 #pragma GCC unroll 16
     for (int n = 0; n < kLanes; ++n) {
-      each[PlaceOf(n)] = sums[first + n % kAtOnce % count][n / kAtOnce];
+      each[PlaceOf(n)] = sums[first + n % kPerVector % count][n / kPerVector];
     }
     const Lanes products = SumEach(each);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       std::memcpy(logits + r * kMaxStretch + j + first,
-                  reinterpret_cast<const float*>(&products) + r * kAtOnce, count * sizeof(float));
+                  reinterpret_cast<const float*>(&products) + r * kPerVector,
+                  count * sizeof(float));
     }
   }
 }
@@ -480,6 +482,8 @@ class Attention {
         rows_per_head_(piece.num_tokens * group_),
         num_rows_(piece.num_heads * rows_per_head_),
         is_packed_(rows_per_head_ > kMaxCachedRows),
+        num_readings_(is_packed_ ? NumBlocks<kBlockRows>(rows_per_head_)
+                                 : NumBlocks<kCachedRows>(rows_per_head_)),
         width_(RoundUp(DivideUp(p.head_size, Dot<T>::kPerLane), Dot<T>::kAcross * kLanes)),
         stride_(RoundUp(p.head_size, Dot<T>::kDown * kLanes)),
         row_bytes_(p.head_size * static_cast<int64_t>(sizeof(T))),
@@ -632,10 +636,10 @@ class Attention {
 
   void AttendToStretch(int64_t head, const Stretch& stretch) {
     if (HasScalesPerPosition()) FindScales(stretch, piece_.first_head + head);
+    Prefetcher next = PrefetcherOf(head);
     const int64_t k_offset = head * head_bytes_, v_offset = k_offset + value_offset_;
     const CachedRows<T> k{keys_, k_offset}, v{keys_, v_offset};
     if (!is_packed_) {
-      Prefetcher next = PrefetcherOf(head, NumBlocks<kCachedRows>(rows_per_head_));
       MultiplyKeys(head, stretch, k, &next);
       ComputeWeights<kCachedRows>(head, stretch);
       AddValues<kCachedRows>(head, stretch, v, !stretch.is_mixed, &next);
@@ -645,7 +649,6 @@ class Attention {
     PackKeys(k, begin, end);
     PackValues(v, begin, end);
     const bool is_safe = !stretch.is_mixed || IsFinite(begin, end);
-    Prefetcher next = PrefetcherOf(head, NumBlocks<kBlockRows>(rows_per_head_));
     MultiplyPackedKeys(head, stretch, &next);
     ComputeWeights<kBlockRows>(head, stretch);
     AddValues<kBlockRows>(head, stretch, v_, is_safe, &next);
@@ -653,7 +656,7 @@ class Attention {
 
   // Of a head's share of the next stretch. Where heads lie side by side, that is all heads of some
   // positions, as they lie in memory; elsewhere its own rows of all positions.
-  Prefetcher PrefetcherOf(int64_t head, int64_t num_readings) const {
+  Prefetcher PrefetcherOf(int64_t head) const {
     const bool is_one_row = value_offset_ == row_bytes_;  // K and V
     const int64_t num_bytes = is_one_row ? 2 * row_bytes_ : row_bytes_;
     const int64_t num_offsets = is_one_row ? 1 : 2;
@@ -662,14 +665,14 @@ class Attention {
       return {next_keys_,
               num_next_,
               {num_bytes, num_offsets, {k_offset, k_offset + value_offset_}},
-              num_readings};
+              num_readings_};
     }
     const int64_t share = DivideUp(num_next_, piece_.num_heads);
     const int64_t first = Smaller(head * share, num_next_);
     return {next_keys_ + first,
             Smaller(share, num_next_ - first),
             {piece_.num_heads * num_bytes, num_offsets, {0, value_offset_}},
-            num_readings};
+            num_readings_};
   }
 
   // The products of a kv head's rows with what they attend to of the stretch, and perhaps with some
@@ -965,6 +968,7 @@ class Attention {
   const int64_t rows_per_head_;  // per kv head
   const int64_t num_rows_;
   const bool is_packed_;        // K and V are read packed
+  const int64_t num_readings_;  // of K and of V: by each block of rows
   const int64_t width_;         // of queries and keys: lanes, padded to whole vectors
   const int64_t stride_;        // of values and sums: head_size, padded to whole vectors
   const int64_t row_bytes_;     // of K of a position and kv head
