@@ -41,7 +41,7 @@ CPU_FAULTS = {
         "«p_.WindowEnd(positions_[first + num_rows - 1], context_len_)» - stretch.position;",
         "p_.WindowEnd(positions_[first + num_rows - 1], context_len_) + 1",
     ),
-    "sums-otherwise-when-packed": (KERNEL, "int64_t w = «LaneOfLeaf(n)»;", "n"),
+    "sums-otherwise-when-packed": (KERNEL, "int64_t w = «LaneOfLeaf(first)»;", "first"),
     "mixes-up-query-heads": (
         KERNEL,
         "return «(piece_.first_head + row / rows_per_head_) * group_ + row % group_»;",

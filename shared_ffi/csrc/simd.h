@@ -358,6 +358,7 @@ struct Dot {
     return factors;
   }
 
+  static XLA_GPU_INLINE Lanes Multiply(Lanes a, Lanes b) { return a * b; }
   static XLA_GPU_INLINE Lanes MultiplyAdd(Lanes a, Lanes b, Lanes sums) {
     return xla_gpu::MultiplyAdd(a, b, sums);
   }
@@ -399,6 +400,8 @@ struct Dot<BFloat16> {
     Store(narrow, reinterpret_cast<HalfWords*>(to) + i / kLanes);
     return BitCast<Lanes>(Widen(narrow) << 16);
   }
+
+  static XLA_GPU_INLINE Lanes Multiply(Lanes a, Lanes b) { return MultiplyAdd(a, b, Lanes{}); }
 
   // Each number is widened, multiplied exactly and added in float.
   static XLA_GPU_INLINE Lanes MultiplyAdd(Lanes a, Lanes b, Lanes sums) {

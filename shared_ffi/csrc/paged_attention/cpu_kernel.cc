@@ -227,8 +227,8 @@ XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64
   const T* keys[kPositions<R>];
 #pragma GCC unroll 16
   for (int i = 0; i < kPositions<R>; ++i) keys[i] = k.Row(j + i);
-  Lanes sums[kPositions<R>][R] = {};
-  const auto add = [&](int64_t d, int64_t count) __attribute__((always_inline)) {
+  Lanes sums[kPositions<R>][R];
+  const auto add = [&](int64_t d, int64_t count, bool is_first) __attribute__((always_inline)) {
     steps.Take();
     Lanes queries[R][kVectors];
 #pragma GCC unroll 16
@@ -246,14 +246,20 @@ XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64
       for (int v = 0; v < kVectors; ++v) {
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-          sums[i][r] = Dot<T>::MultiplyAdd(queries[r][v], key[v], sums[i][r]);
+          sums[i][r] = is_first && v == 0 ? Dot<T>::Multiply(queries[r][v], key[v])
+                                          : Dot<T>::MultiplyAdd(queries[r][v], key[v], sums[i][r]);
         }
       }
     }
   };
-  int64_t d = 0;
-  for (; d + kStep <= head_size; d += kStep) add(d, kStep);
-  if (d < head_size) add(d, head_size - d);
+  if (head_size < kStep) {
+    add(0, head_size, true);
+  } else {
+    add(0, kStep, true);
+    int64_t d = kStep;
+    for (; d + kStep <= head_size; d += kStep) add(d, kStep, false);
+    if (d < head_size) add(d, head_size - d, false);
+  }
   // The sums of so many positions fill the lanes; those of fewer do so over and over.
   constexpr int64_t kPerVector = kLanes / R;
 #pragma GCC unroll 16
@@ -274,22 +280,24 @@ XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64
   }
 }
 
-// The same for kVectors vectors of positions, with K packed.
-//   k: [kVectors, width, kLanes]
-template <int R, int kVectors, typename T>
-XLA_GPU_INLINE void MultiplyPacked(const float* q, const float* k, int64_t width, float* logits,
-                                   Prefetcher* next) {
-  constexpr int kLevels = __builtin_ctz(kLanes);
-  Lanes sums[R][kVectors], waiting[kLevels][R][kVectors];
-  Prefetcher::Steps steps(next, 2 * kVectors * width * Dot<T>::kPerLane * sizeof(T));  // K and V
-  for (int n = 0; n < kLanes; ++n) {
-    steps.Take();
+// Adds up kCount chains of products, from number `first` on. The code of each is written out: a
+// loop over them takes an eighth more time.
+//   steps: takes two for all chains; sums: the results; the others are those of MultiplyPacked
+template <int kCount, typename T, int R, int kVectors>
+XLA_GPU_INLINE void SumChains(int first, const float* q, const float* k, int64_t width,
+                              Prefetcher::Steps* steps, Lanes (&sums)[R][kVectors]) {
+  if constexpr (kCount == kLanes / 2) steps->Take();
+  if constexpr (kCount > 1) {
+    Lanes others[R][kVectors];
+    SumChains<kCount / 2, T>(first, q, k, width, steps, others);
+    SumChains<kCount / 2, T>(first + kCount / 2, q, k, width, steps, sums);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
-      for (int i = 0; i < kVectors; ++i) sums[r][i] = Lanes{};
+      for (int i = 0; i < kVectors; ++i) sums[r][i] += others[r][i];
     }
-    for (int64_t w = LaneOfLeaf(n); w < width; w += kLanes) {
+  } else {
+    const auto add = [&](int64_t w, bool is_first) __attribute__((always_inline)) {
       Lanes keys[kVectors];
 #pragma GCC unroll 16
       for (int i = 0; i < kVectors; ++i) keys[i] = Load<Lanes>(k + (i * width + w) * kLanes);
@@ -298,20 +306,26 @@ XLA_GPU_INLINE void MultiplyPacked(const float* q, const float* k, int64_t width
         const Lanes query = Splat(q[r * width + w]);
 #pragma GCC unroll 16
         for (int i = 0; i < kVectors; ++i) {
-          sums[r][i] = Dot<T>::MultiplyAdd(query, keys[i], sums[r][i]);
+          sums[r][i] = is_first ? Dot<T>::Multiply(query, keys[i])
+                                : Dot<T>::MultiplyAdd(query, keys[i], sums[r][i]);
         }
       }
-    }
-    int level = 0;
-    for (; n >> level & 1; ++level) {
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-        for (int i = 0; i < kVectors; ++i) sums[r][i] += waiting[level][r][i];
-      }
-    }
-    if (level < kLevels) std::memcpy(waiting[level], sums, sizeof(sums));
+    };
+    int64_t w = LaneOfLeaf(first);
+    add(w, true);
+    while ((w += kLanes) < width) add(w, false);
   }
+}
+
+// MultiplyCached for kVectors vectors of positions, with K packed. Not inlined, so that types that
+// are multiplied alike share its code, which is long.
+//   k: [kVectors, width, kLanes]; num_bytes: those of the positions' K and V in the cache
+template <int R, int kVectors, typename T>
+__attribute__((noinline)) void MultiplyPacked(const float* q, const float* k, int64_t width,
+                                              float* logits, int64_t num_bytes, Prefetcher* next) {
+  Prefetcher::Steps steps(next, num_bytes / 2);
+  Lanes sums[R][kVectors];
+  SumChains<kLanes, T>(0, q, k, width, &steps, sums);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
@@ -700,9 +714,9 @@ class Attention {
       ForEachBlock<kBlockRows>(0, rows_per_head_, [&](auto num_rows, int64_t first) {
         const Range all = RangeOfRows(stretch, first, num_rows);
         if (j + num_vectors * kLanes <= all.begin || j >= all.end) return;
-        MultiplyPacked<num_rows, num_vectors, T>(q_ + (head * rows_per_head_ + first) * width_,
-                                                 k_ + j * width_, width_,
-                                                 weights_ + first * kMaxStretch + j, next);
+        MultiplyPacked<num_rows, num_vectors, T>(
+            q_ + (head * rows_per_head_ + first) * width_, k_ + j * width_, width_,
+            weights_ + first * kMaxStretch + j, 2 * num_vectors * kLanes * row_bytes_, next);
       });
     };
     ForEachBlock<kBlockVectors>(begin / kLanes, DivideUp(end, kLanes), by_positions);
