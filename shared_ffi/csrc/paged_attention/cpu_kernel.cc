@@ -281,7 +281,7 @@ XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64
 }
 
 // Adds up kCount chains of products, from number `first` on. The code of each is written out: a
-// loop over them takes an eighth more time.
+// loop over them takes a twelfth more time.
 //   steps: takes two for all chains; sums: the results; the others are those of MultiplyPacked
 template <int kCount, typename T, int R, int kVectors>
 XLA_GPU_INLINE void SumChains(int first, const float* q, const float* k, int64_t width,
