@@ -1,6 +1,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from shared_ffi.spec import ArraySpec
+
 ffi_version: tuple[int, int]
 
 def handlers() -> dict[str, dict[str, Any]]: ...
@@ -21,12 +23,13 @@ class EagerCall:
         platform: str,
         target: str,
         attributes: dict[str, float | int],
-        dtypes: Sequence[str] = (),
+        operands: Sequence[ArraySpec],
+        results: Sequence[ArraySpec],
     ) -> None: ...
     def __call__(
         self,
-        operands: Sequence[Any],
-        results: Sequence[Any],
+        operands: Sequence[int],
+        results: Sequence[int],
         num_threads: int = 1,
         stream: int = 0,
     ) -> None: ...

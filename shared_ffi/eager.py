@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 from shared_ffi import _native
 from shared_ffi.spec import Call
 
 
 def run_on_cpu(
-    call: Call, operands: Sequence[Any], results: Sequence[Any], num_threads: int
+    call: Call, operands: Sequence[int], results: Sequence[int], num_threads: int
 ) -> None:
-    """Runs a checked call on contiguous CPU arrays, without copies.
+    """Runs a checked call on arrays in the CPU's memory.
 
     Args:
-        call: what the op's check returned for these operands.
-        operands: the inputs, in the op's order, as anything that speaks DLPack, or its capsules.
-        results: arrays to write into; for an aliased result, the operand itself.
+        call: what the op's check returned.
+        operands: the addresses of the inputs, in the op's order; each is as the call has it.
+        results: the addresses to write to; of an aliased result, that of the operand.
         num_threads: most threads to use, the calling one included.
 
     Raises:
@@ -27,13 +26,13 @@ def run_on_cpu(
     _prepare(call, "cpu")(operands, results, num_threads)
 
 
-def run_on_cuda(call: Call, operands: Sequence[Any], results: Sequence[Any], stream: int) -> None:
-    """Queues a checked call on contiguous arrays of the current CUDA device; does not wait.
+def run_on_cuda(call: Call, operands: Sequence[int], results: Sequence[int], stream: int) -> None:
+    """Queues a checked call on arrays of the current CUDA device; does not wait.
 
     Args:
-        call: what the op's check returned for these operands.
-        operands: the inputs, in the op's order, as anything that speaks DLPack, or its capsules.
-        results: arrays to write into, as call.results_on("cuda") lists them.
+        call: what the op's check returned.
+        operands: the addresses of the inputs, in the op's order; each is as the call has it.
+        results: the addresses to write to, as call.results_on("cuda") lists them.
         stream: the cudaStream_t.
 
     Raises:
@@ -46,8 +45,8 @@ def run_on_cuda(call: Call, operands: Sequence[Any], results: Sequence[Any], str
 def _prepare(call: Call, platform: str) -> _native.EagerCall:
     attributes = {name: value.item() for name, value in call.attributes}
     try:
-        dtypes = [spec.dtype for spec in (*call.operands, *call.results)]
-        return _native.EagerCall(platform, call.target, attributes, dtypes)
+        results = call.results_on(platform)
+        return _native.EagerCall(platform, call.target, attributes, call.operands, results)
     except KeyError as error:
         raise NotImplementedError(
             f"{call.op}: this build has no handlers for {platform}; install one that has"

@@ -1,4 +1,4 @@
-"""Arrays as handlers take them, and arrays that nobody can read past."""
+"""Arrays as PyTorch's tensors, and arrays that nobody can read past."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ import numpy as np
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def exchangeable(array: Any) -> Any:
-    """The array, or the same memory as something that speaks DLPack."""
-    array = np.asarray(array)
-    if array.dtype.name.startswith("float8"):
-        array = array.view(np.uint8)
-    if array.dtype.name != "bfloat16":
-        return array if array.flags.writeable else array.copy()
-    import torch  # noqa: PLC0415  (NumPy's DLPack knows no bfloat16)
+def to_torch(array: Any) -> Any:
+    """A copy as a tensor."""
+    import torch  # noqa: PLC0415
 
-    return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    copy = np.array(array)  # contiguous and writable
+    bits = copy.view(f"u{copy.dtype.itemsize}")  # NumPy's dtypes are not all PyTorch's
+    return torch.from_numpy(bits).view(getattr(torch, copy.dtype.name))
 
 
 def guarded(array: Any) -> np.ndarray:

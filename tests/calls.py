@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shared_ffi import kv_cache_update, paged_attention
+from shared_ffi import _native, kv_cache_update, paged_attention
 from shared_ffi.spec import ArraySpec, Call
 
 
@@ -40,9 +40,8 @@ def checked_call(
         options = {"sliding_window": None, "soft_cap": None} | options
     positional = [options.pop(name) for name in _POSITIONAL if name in options]
     given = {name: arrays[name] for name in _OPTIONAL if name in arrays}
-    specs = [_spec(x) for x in operands]
-    optional = {name: _spec(x) for name, x in given.items()}
-    call = _CHECKS[op](*specs, *positional, **optional, **options)
+    optional = dict(zip(given, specs(list(given.values())), strict=True))
+    call = _CHECKS[op](*specs(operands), *positional, **optional, **options)
     return call, [*operands, *given.values()]
 
 
@@ -60,10 +59,24 @@ def results_of(call: Call, operands: Sequence[np.ndarray]) -> list[np.ndarray]:
     ]
 
 
-def _spec(array: Any) -> ArraySpec:
-    return ArraySpec(array.shape, array.dtype.name)
+def specs(arrays: Sequence[Any]) -> list[ArraySpec]:
+    """Shapes and dtypes of NumPy arrays."""
+    return [ArraySpec(x.shape, x.dtype.name) for x in arrays]
 
 
 def numbers(call: Call) -> dict[str, int | float]:
     """A call's attributes as _native.EagerCall takes them."""
     return {name: value.item() for name, value in call.attributes}
+
+
+def call_handler(
+    target: str,
+    attributes: dict[str, int | float],
+    operands: Sequence[np.ndarray],
+    results: Sequence[np.ndarray],
+    num_threads: int = 1,
+) -> None:
+    """Calls a CPU handler, with no check before it; writes into the results."""
+    assert all(x.flags.c_contiguous for x in (*operands, *results))
+    handler = _native.EagerCall("cpu", target, attributes, specs(operands), specs(results))
+    handler([x.ctypes.data for x in operands], [x.ctypes.data for x in results], num_threads)

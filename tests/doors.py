@@ -16,18 +16,10 @@ import torch_xla
 
 import jax_frontend
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
+from tests.arrays import to_torch
 from tests.calls import overload_of, split_keywords
 
 Door = Callable[..., Any]
-
-
-def to_torch(array: Any) -> torch.Tensor:
-    array = np.array(array)  # a copy, contiguous and writable
-    if array.dtype.name.startswith("float8"):
-        return torch.from_numpy(array.view(np.uint8)).view(getattr(torch, array.dtype.name))
-    if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:

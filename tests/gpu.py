@@ -10,8 +10,8 @@ from unittest import mock
 
 import numpy as np
 
-from tests.arrays import exchangeable
-from tests.calls import split_keywords
+from tests.arrays import to_torch
+from tests.calls import specs, split_keywords
 
 ON_CUDA = os.environ.get("XLA_GPU_TEST_ON") == "cuda"
 
@@ -27,9 +27,8 @@ class Gpu:
     ) -> None:
         """Calls an op's handler; writes into the results, which may be operands. The seed varies
         the order of threads, where something does."""
-        dtypes = [x.dtype.name for x in (*operands, *results)]
         self.native.set_cuda_prefill(self.prefill)
-        call = self.native.EagerCall("cuda", op.TARGET, attributes, dtypes)
+        call = self.native.EagerCall("cuda", op.TARGET, attributes, specs(operands), specs(results))
         self._call(call, operands, results, seed)
 
     def _call(self, call: Any, operands: Sequence[Any], results: Sequence[Any], seed: int) -> None:
@@ -39,48 +38,31 @@ class Gpu:
 class EmulatedGpu(Gpu):
     def _call(self, call: Any, operands: Sequence[Any], results: Sequence[Any], seed: int) -> None:
         with mock.patch.dict(os.environ, XLA_GPU_SIMT_SEED=str(seed)):
-            call([exchangeable(x) for x in operands], [exchangeable(x) for x in results])
+            call([x.ctypes.data for x in operands], [x.ctypes.data for x in results])
 
 
 class RealGpu(Gpu):
     def _call(self, call: Any, operands: Sequence[Any], results: Sequence[Any], seed: int) -> None:
         import torch  # noqa: PLC0415
 
-        tensors = {id(x): exchange_to_cuda(x) for x in (*operands, *results)}
+        tensors = {id(x): to_cuda(x) for x in (*operands, *results)}
         stream = torch.cuda.current_stream().cuda_stream
-        capsules = [
-            [torch.utils.dlpack.to_dlpack(bytes_of(tensors[id(x)])) for x in arrays]
-            for arrays in (operands, results)
-        ]
-        call(*capsules, stream=stream)
+        addresses = [[tensors[id(x)].data_ptr() for x in arrays] for arrays in (operands, results)]
+        call(*addresses, stream=stream)
         torch.cuda.synchronize()
         for x in results:
             from_cuda(tensors[id(x)], x)
 
 
-def exchange_to_cuda(array: Any) -> Any:
+def to_cuda(array: Any) -> Any:
     """A copy of an array on the GPU."""
-    import torch  # noqa: PLC0415
-
-    tensor = torch.as_tensor(exchangeable(np.array(array))).to("cuda")
-    return tensor.view(getattr(torch, array.dtype.name)) if is_float8(array) else tensor
-
-
-def is_float8(array: Any) -> bool:
-    return str(array.dtype).removeprefix("torch.").startswith("float8")
-
-
-def bytes_of(tensor: Any) -> Any:
-    """The tensor, or the same memory in a dtype that DLPack knows."""
-    import torch  # noqa: PLC0415
-
-    return tensor.view(torch.uint8) if is_float8(tensor) else tensor
+    return to_torch(array).to("cuda")
 
 
 def keywords_to_cuda(keywords: dict[str, Any]) -> dict[str, Any]:
     """The same, with its arrays on the GPU."""
     arrays, options = split_keywords(keywords)
-    return options | {name: exchange_to_cuda(x) for name, x in arrays.items()}
+    return options | {name: to_cuda(x) for name, x in arrays.items()}
 
 
 def from_cuda(tensor: Any, array: np.ndarray) -> None:

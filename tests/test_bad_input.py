@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from shared_ffi import _native, kv_cache_update, paged_attention, runtimes
+from shared_ffi import kv_cache_update, paged_attention, runtimes, simple_add
 from tests import doors
+from tests.calls import call_handler
 from tests.cases import CASES, UPDATE_CASES
 
 F32, F16, I32, I64 = np.float32, np.float16, np.int32, np.int64
@@ -501,14 +503,14 @@ def as_handlers_take_them(fault: Fault) -> tuple[list[Any], dict[str, Any]]:
     return operands, attributes
 
 
-def call_handler(fault: Fault) -> None:
+def make_call(fault: Fault) -> None:
     """With no check before it, as a program does that was serialized elsewhere."""
     operands, attributes = as_handlers_take_them(fault)
     result = operands[0] if fault.op == "kv_cache_update" else np.empty_like(operands[0])
-    _native.EagerCall("cpu", TARGETS[fault.op], attributes)(operands, [result], 1)
+    call_handler(TARGETS[fault.op], attributes, operands, [result])
 
 
-def call_handler_from_jax(fault: Fault) -> None:
+def make_call_in_xla(fault: Fault) -> None:
     operands, attributes = as_handlers_take_them(fault)
     typed = {k: F32(v) if isinstance(v, float) else I64(v) for k, v in attributes.items()}
     jax.block_until_ready(
@@ -551,7 +553,7 @@ def test_dynamic_fault(door: str, fault: Fault) -> None:
 @pytest.mark.parametrize("fault", FOR_HANDLER)
 def test_handler_says_the_same(fault: Fault) -> None:
     with pytest.raises(ValueError) as raised:
-        call_handler(fault)
+        make_call(fault)
     assert str(raised.value) == fault.message
 
 
@@ -601,7 +603,7 @@ def test_the_checker_of_values_passes_what_is_right() -> None:
 def test_handler_in_xla_says_the_same(fault: Fault) -> None:
     runtimes.register()
     with pytest.raises(jax.errors.JaxRuntimeError, match="^INVALID_ARGUMENT") as raised:
-        call_handler_from_jax(fault)
+        make_call_in_xla(fault)
     assert fault.message in str(raised.value)
 
 
@@ -614,9 +616,8 @@ def test_handler_in_xla_says_the_same(fault: Fault) -> None:
 )
 def test_handler_checks_its_result(result: np.ndarray, message: str) -> None:
     operands, attributes = split(attention(sliding_window=0, soft_cap=0.0))
-    call = _native.EagerCall("cpu", "xla_gpu_paged_attention", attributes)
     with pytest.raises(ValueError) as raised:
-        call(operands, [result], 1)
+        call_handler(paged_attention.TARGET, attributes, operands, [result])
     assert str(raised.value) == f"paged_attention: {message}"
 
 
@@ -675,9 +676,8 @@ LAYOUT = {
 def test_handler_checks_its_attributes(changes: dict[str, Any], message: str) -> None:
     operands, attributes = split(attention(sliding_window=0, soft_cap=0.0))
     attributes = {k: v for k, v in (attributes | changes).items() if v is not None}
-    call = _native.EagerCall("cpu", "xla_gpu_paged_attention", attributes)
     with pytest.raises(ValueError) as raised:
-        call(operands, [np.empty_like(operands[0])], 1)
+        call_handler(paged_attention.TARGET, attributes, operands, [np.empty_like(operands[0])])
     assert str(raised.value) == f"paged_attention: {message}"
 
 
@@ -701,31 +701,29 @@ def test_handler_checks_its_attributes(changes: dict[str, Any], message: str) ->
 def test_handler_checks_what_it_gets(num_operands: int, results: Any, message: str) -> None:
     operands, attributes = split(attention(sliding_window=0, soft_cap=0.0))
     operands = [*operands, np.ones(4, F32)][:num_operands]
-    call = _native.EagerCall("cpu", "xla_gpu_paged_attention", attributes)
+    results = [np.empty_like(operands[0]), *results]
     with pytest.raises(ValueError) as raised:
-        call(operands, [np.empty_like(operands[0]), *results], 1)
+        call_handler(paged_attention.TARGET, attributes, operands, results)
     assert str(raised.value) == f"paged_attention: {message}"
 
 
 def test_handler_checks_the_result_of_simple_add() -> None:
     operands, _ = split(add())
-    call = _native.EagerCall("cpu", "XlaGpuSimpleAdd", {})
     with pytest.raises(ValueError, match="the result must be float32 .2, 3.; got float32 .3, 2."):
-        call(operands, [np.empty((3, 2), F32)], 1)
+        call_handler(simple_add.TARGET, {}, operands, [np.empty((3, 2), F32)])
 
 
 def test_handler_demands_an_aliased_cache() -> None:
     operands, _ = split(update())
-    call = _native.EagerCall("cpu", "xla_gpu_kv_cache_update", {})
+    call = partial(call_handler, kv_cache_update.TARGET)
     with pytest.raises(ValueError, match="the result must alias kv_cache"):
-        call(operands, [operands[0].copy()], 1)
+        call({}, operands, [operands[0].copy()])
     with pytest.raises(ValueError, match="the call must have a result for each cache; got 2"):
-        call(operands, [operands[0], operands[0]], 1)
+        call({}, operands, [operands[0], operands[0]])
     layout = LAYOUT | {"num_kv_heads": 2, "value_offset": 0, "value_cache": 4}
-    call = _native.EagerCall("cpu", "xla_gpu_kv_cache_update", layout)
     cache, *rest = operands
     with pytest.raises(ValueError, match="the second result must alias value_cache"):
-        call([cache, *rest, cache.copy()], [cache, cache], 1)
+        call(layout, [cache, *rest, cache.copy()], [cache, cache])
 
 
 def test_a_slot_past_the_end_leaves_the_cache_as_it_was() -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.calls import overload_of, split_keywords
 from tests.cases import CASES, DTYPES, SHORT_CASES, UPDATE_CASES, Case, UpdateCase
 from tests.compare import assert_close_on_cuda, assert_same_bits
-from tests.gpu import ON_CUDA, exchange_to_cuda, from_cuda, keywords_to_cuda
+from tests.gpu import ON_CUDA, from_cuda, keywords_to_cuda, to_cuda
 from tests.reference import kv_cache_update
 
 pytestmark = pytest.mark.skipif(not ON_CUDA, reason="XLA_GPU_TEST_ON=cuda is not set")
@@ -46,7 +46,7 @@ def in_compiled(backend: str, op: str, *operands: Any, **attributes: Any) -> Any
 def run_torch(
     function: Callable[..., Any], op: str, operands: Any, keywords: dict[str, Any]
 ) -> Any:
-    tensors, keywords = [exchange_to_cuda(x) for x in operands], keywords_to_cuda(keywords)
+    tensors, keywords = [to_cuda(x) for x in operands], keywords_to_cuda(keywords)
     with torch.no_grad():
         result = function(*tensors, **keywords)
     return outcome(op, result, tensors, keywords)
@@ -72,7 +72,7 @@ def in_cuda_graph(op: str, *operands: Any, **attributes: Any) -> Any:
     """Captured while lengths, tables and num_seqs are zero: the graph may hold nothing of them."""
     overload, keywords = overload_of(op, attributes)
     keywords = keywords_to_cuda(keywords)
-    tensors = [exchange_to_cuda(x) for x in operands]
+    tensors = [to_cuda(x) for x in operands]
     values = [tensor.clone() for tensor in tensors]
     for tensor in tensors:
         tensor.zero_()
@@ -103,7 +103,7 @@ def in_torch_xla(op: str, *operands: Any, **attributes: Any) -> Any:
     overload, keywords = overload_of(op, attributes)
     arrays, options = split_keywords(keywords)
     tensors, arrays = torch.utils._pytree.tree_map(
-        lambda x: exchange_to_cuda(x).cpu().to(torch_xla.device()), (list(operands), arrays)
+        lambda x: to_cuda(x).cpu().to(torch_xla.device()), (list(operands), arrays)
     )
     with torch.no_grad():
         result = overload(*tensors, **arrays, **options)
@@ -180,7 +180,7 @@ def test_compiled(case: Case, backend: str) -> None:
 
 def test_opcheck() -> None:
     inputs = next(case for case in SHORT_CASES if case.id == "mixed-bf16").inputs()
-    tensors = [exchange_to_cuda(x) for x in inputs]
+    tensors = [to_cuda(x) for x in inputs]
     tensors = [torch.nan_to_num(x) if x.is_floating_point() else x for x in tensors]
     torch.library.opcheck(torch.ops.xla_gpu.paged_attention.default, (*tensors, 0.3))
 
@@ -191,7 +191,7 @@ def test_a_side_stream() -> None:
     inputs, attributes = case.inputs(), case.attributes()
     expected = in_torch("paged_attention", *inputs, **attributes)
     stream = torch.cuda.Stream()
-    tensors = [exchange_to_cuda(x) for x in inputs]
+    tensors = [to_cuda(x) for x in inputs]
     query = tensors[0].clone()
     tensors[0].zero_()
     torch.cuda.synchronize()

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 
 from shared_ffi import _native, kv_cache_update, simple_add
 from tests import reference
-from tests.arrays import exchangeable
-from tests.calls import checked_call, numbers, results_of
+from tests.calls import call_handler, checked_call, numbers, results_of, specs
 from tests.cases import CACHE_DTYPES, CASES, SCALES, UPDATE_CASES, Case, UpdateCase
 from tests.compare import assert_close_on_cpu, assert_same_bits
 from tests.layouts import LAYOUTS
@@ -36,9 +35,7 @@ def attend(operands: Any, *, num_threads: int = 1, **attributes: Any) -> Any:
     """The result of paged_attention, or with return_lse a pair of results."""
     call, arrays = checked_call("paged_attention", operands, attributes)
     results = results_of(call, arrays)  # NaN: every kernel must write all rows
-    dtypes = [x.dtype.name for x in (*arrays, *results)]
-    handler = _native.EagerCall("cpu", call.target, numbers(call), dtypes)
-    handler([exchangeable(x) for x in arrays], [exchangeable(x) for x in results], num_threads)
+    call_handler(call.target, numbers(call), arrays, results, num_threads)
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -55,12 +52,8 @@ def test_kv_cache_update(case: UpdateCase) -> None:
     inputs, attributes = case.inputs(), case.attributes()
     call, arrays = checked_call("kv_cache_update", inputs, attributes)
     arrays = [x.copy() for x in arrays]
-    operands = [exchangeable(x) for x in arrays]
-    caches = [operand for operand, _ in call.aliases]
-    dtypes = [arrays[i].dtype.name for i in (*range(len(arrays)), *caches)]
-    handler = _native.EagerCall("cpu", call.target, numbers(call), dtypes)
-    handler(operands, [operands[i] for i in caches], 3)
-    updated = [arrays[i] for i in caches]
+    updated = [arrays[operand] for operand, _ in call.aliases]
+    call_handler(call.target, numbers(call), arrays, updated, 3)
     expected = reference.kv_cache_update(*inputs, **attributes)
     assert_same_bits(updated[0] if len(updated) == 1 else tuple(updated), expected)
 
@@ -70,9 +63,7 @@ def test_kv_cache_update_of_two_tokens_with_one_slot() -> None:
         cache = np.zeros((1, 4, 64, 128), F32)
         key = np.arange(64, dtype=F32)[:, None, None] * np.ones((1, 32, 128), F32)
         slots = (np.arange(64) % 4).astype(I32)
-        _native.EagerCall("cpu", kv_cache_update.TARGET, {})(
-            [cache, key, key, slots], [cache], num_threads
-        )
+        call_handler(kv_cache_update.TARGET, {}, [cache, key, key, slots], [cache], num_threads)
         assert (cache == np.array([60, 61, 62, 63], F32)[None, :, None, None]).all()
 
 
@@ -86,7 +77,7 @@ def test_kv_cache_update_of_more_than_caches_hold(head_size: int) -> None:
     for token, slot in enumerate(slots):
         if slot >= 0:
             expected[slot, 0::2], expected[slot, 1::2] = key[token], value[token]
-    _native.EagerCall("cpu", kv_cache_update.TARGET, {})([cache, key, value, slots], [cache], 4)
+    call_handler(kv_cache_update.TARGET, {}, [cache, key, value, slots], [cache], 4)
     assert_same_bits(cache.reshape(expected.shape), expected)
 
 
@@ -94,16 +85,16 @@ def test_kv_cache_update_of_more_than_caches_hold(head_size: int) -> None:
 def test_simple_add_over_several_chunks(num_threads: int) -> None:
     a = np.arange(200_001, dtype=F32)
     result = np.full_like(a, np.nan)
-    _native.EagerCall("cpu", simple_add.TARGET, {})([a, a], [result], num_threads)
+    call_handler(simple_add.TARGET, {}, [a, a], [result], num_threads)
     assert_same_bits(result, a + a)
 
 
-@pytest.mark.parametrize("which", ["operand", "result"])
-def test_arrays_are_never_copied(which: str) -> None:
-    contiguous, strided = np.ones((4, 4), F32), np.ones((4, 8), F32)[:, ::2]
-    operand, result = (strided, contiguous) if which == "operand" else (contiguous, strided)
-    with pytest.raises(TypeError, match="incompatible function arguments"):
-        _native.EagerCall("cpu", simple_add.TARGET, {})([operand, contiguous], [result], 1)
+def test_an_address_for_each_array() -> None:
+    a = np.ones(4, F32)
+    handler = _native.EagerCall("cpu", simple_add.TARGET, {}, specs([a, a]), specs([a]))
+    for operands, results in [([a], [a]), ([a, a, a], [a]), ([a, a], [])]:
+        with pytest.raises(ValueError, match="an address is needed for each operand"):
+            handler([x.ctypes.data for x in operands], [x.ctypes.data for x in results])
 
 
 def ragged_batch(seed: int) -> tuple[list[Any], list[tuple[int, int]]]:
@@ -193,9 +184,7 @@ def test_a_cache_of_more_than_2_31_elements() -> None:
     rng = np.random.default_rng(0)
     key, value = rng.standard_normal((2, 16, 1, 64)).astype(np.float16)
     slots = ((num_blocks - 1) * 16 + np.arange(16)).astype(np.int64)
-    _native.EagerCall("cpu", kv_cache_update.TARGET, {})(
-        [kv_cache, key, value, slots], [kv_cache], 2
-    )
+    call_handler(kv_cache_update.TARGET, {}, [kv_cache, key, value, slots], [kv_cache], 2)
     assert_same_bits(kv_cache[-1, :, 1], value[:, 0])
     metadata = [
         np.array([16], I32),

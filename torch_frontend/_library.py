@@ -8,7 +8,6 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from shared_ffi import eager
 from shared_ffi.spec import ArraySpec, Call
@@ -31,9 +30,6 @@ _DTYPE_NAMES = {
 }
 
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-
-
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class CheckedCalls:
@@ -74,8 +70,7 @@ class CheckedCalls:
     def in_memory(
         self, arguments: Sequence[Any], keywords: Mapping[str, Any], symbolic: bool = False
     ) -> tuple[Call, Sequence[torch.Tensor]]:
-        """The same, with contiguous tensors: of one that may be strided, the memory it spans; but
-        where sizes may be symbols, that tensor as it is: no trace can write to such memory."""
+        """The same, with contiguous tensors, and with those that may be strided as they are."""
         check = self._check_sizes if symbolic else self._cached_check
         tensors, rest = self._split(arguments, keywords)
         dense = [tensor.is_contiguous() for tensor in tensors]
@@ -86,11 +81,7 @@ class CheckedCalls:
         places = [i for i, name in enumerate(names) if not dense[i] and name in self._strided]
         strides = tuple((i, tensors[i].stride()) for i in places)
         call = check(rest, strides, *_sizes(tensors))
-        in_memory = [tensor.contiguous() for tensor in tensors]
-        for i in places:
-            spanned = call.operands[i].shape
-            in_memory[i] = tensors[i] if symbolic else tensors[i].as_strided(spanned, (1,))
-        return call, in_memory
+        return call, [x if i in places else x.contiguous() for i, x in enumerate(tensors)]
 
     def on_parts(
         self, arguments: Sequence[Any], keywords: Mapping[str, Any], parts: Sequence[ArraySpec]
@@ -281,14 +272,7 @@ def as_returned(results: Sequence[torch.Tensor]) -> Any:
 def _run_on_cpu(
     call: Call, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
 ) -> None:
-    # Capsules, because Tensor.__dlpack__ is Python: it would cost more than all the rest.
-    operands = [_exchangeable(tensor) for tensor in tensors]
-    eager.run_on_cpu(call, operands, [_exchangeable(x) for x in results], torch.get_num_threads())
-
-
-def _exchangeable(tensor: torch.Tensor) -> Any:
-    # DLPack has no 8-bit floats here; the call tells the handler what they are.
-    return to_dlpack(tensor.view(torch.uint8) if tensor.dtype in FLOAT8 else tensor)
+    eager.run_on_cpu(call, _addresses(tensors), _addresses(results), torch.get_num_threads())
 
 
 def _run_on_cuda(
@@ -301,10 +285,13 @@ def _run_on_cuda(
             raise ValueError(
                 f"{call.op}: all tensors must be on one device; got {tensor.device} beside {device}"
             )
-    operands = [_exchangeable(tensor) for tensor in tensors]
     with torch.cuda.device(device):
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-        eager.run_on_cuda(call, operands, [_exchangeable(result) for result in results], stream)
+        eager.run_on_cuda(call, _addresses(tensors), _addresses(results), stream)
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 def _refuse_grad(name: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -26,12 +26,14 @@ from torch.utils.dlpack import from_dlpack
 from torch_xla.core import dynamo_bridge, xla_builder
 
 from shared_ffi.spec import ArraySpec
-from torch_frontend._library import FLOAT8, array_spec
+from torch_frontend._library import array_spec
 from torch_frontend.export import export_platform
 
 Arguments = Sequence[Any]  # tensors, and numbers, which the program holds as constants
 
 _WHO = "torch.compile(backend='openxla')"
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 # Dispatch keys of kernels that trace; an operator without any runs on the CPU instead.
 _LOWERED = (
@@ -113,7 +115,7 @@ def _device_of(arguments: Arguments) -> torch.device:
 
 def _check_can_be_exchanged(arguments: Arguments) -> None:
     for x in arguments:
-        if isinstance(x, torch.Tensor) and x.dtype in FLOAT8:
+        if isinstance(x, torch.Tensor) and x.dtype in _FLOAT8:
             raise NotImplementedError(
                 f"{_WHO}: PyTorch cannot exchange tensors of 8-bit floats with JAX; got {x.dtype} "
                 f"on {x.device.type}. Compile with backend='inductor', or give it XLA tensors"

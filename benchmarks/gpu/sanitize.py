@@ -8,7 +8,7 @@ import torch
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
 from tests.calls import overload_of
 from tests.cases import CASES, LONG_CASES, UPDATE_CASES, Case
-from tests.gpu import exchange_to_cuda, keywords_to_cuda
+from tests.gpu import keywords_to_cuda, to_cuda
 
 IDS = (
     "mixed",
@@ -29,7 +29,7 @@ UPDATE_IDS = ("some-padding-int64-bf16", "head-size-1")
 
 def attend(case: Case) -> None:
     """Computes a case, and looks at nothing of it."""
-    tensors = [exchange_to_cuda(x) for x in case.inputs()]
+    tensors = [to_cuda(x) for x in case.inputs()]
     overload, keywords = overload_of("paged_attention", case.attributes())
     overload(*tensors, **keywords_to_cuda(keywords))
 
@@ -44,7 +44,7 @@ def main() -> None:
             attend(case)
     for update in UPDATE_CASES:
         if update.id in UPDATE_IDS:
-            torch.ops.xla_gpu.kv_cache_update(*(exchange_to_cuda(x) for x in update.inputs()))
+            torch.ops.xla_gpu.kv_cache_update(*(to_cuda(x) for x in update.inputs()))
     a = torch.ones(1000, device="cuda")
     torch.ops.xla_gpu.simple_add(a, a)
     torch.cuda.synchronize()

@@ -2,13 +2,13 @@
 // things Python cannot do with them itself: register them with an XLA runtime that has no Python
 // API for it, and call them directly.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdlib>
+#include <map>
 
 #include "eager_runtime.h"
 #include "handlers.h"
@@ -20,13 +20,6 @@
 namespace {
 
 namespace nb = nanobind;
-
-// Whether the CUDA handlers run on the CPU, as the tests build them.
-#ifdef XLA_GPU_SIMT
-constexpr bool kIsEmulated = true;
-#else
-constexpr bool kIsEmulated = false;
-#endif
 
 // The name jax.ffi expects on a capsule.
 constexpr char kCapsuleName[] = "xla._CUSTOM_CALL_TARGET";
@@ -78,24 +71,26 @@ void RegisterAt(uintptr_t address, const std::string& target, const std::string&
   }
 }
 
-XLA_FFI_DataType DataTypeOf(nb::dlpack::dtype dtype) {
-  using Code = nb::dlpack::dtype_code;
-  const auto code = static_cast<Code>(dtype.code);
-  const auto is = [&](Code want, int bits) { return code == want && dtype.bits == bits; };
-  if (is(Code::Float, 64)) return XLA_FFI_DataType_F64;
-  if (is(Code::Float, 32)) return XLA_FFI_DataType_F32;
-  if (is(Code::Float, 16)) return XLA_FFI_DataType_F16;
-  if (is(Code::Bfloat, 16)) return XLA_FFI_DataType_BF16;
-  if (is(Code::Int, 64)) return XLA_FFI_DataType_S64;
-  if (is(Code::Int, 32)) return XLA_FFI_DataType_S32;
-  if (is(Code::Int, 16)) return XLA_FFI_DataType_S16;
-  if (is(Code::Int, 8)) return XLA_FFI_DataType_S8;
-  if (is(Code::UInt, 64)) return XLA_FFI_DataType_U64;
-  if (is(Code::UInt, 32)) return XLA_FFI_DataType_U32;
-  if (is(Code::UInt, 16)) return XLA_FFI_DataType_U16;
-  if (is(Code::UInt, 8)) return XLA_FFI_DataType_U8;
-  if (is(Code::Bool, 8)) return XLA_FFI_DataType_PRED;
-  return XLA_FFI_DataType_INVALID;
+XLA_FFI_DataType DataTypeOf(const std::string& name) {
+  static const std::map<std::string, XLA_FFI_DataType> by_name = {
+      {"float64", XLA_FFI_DataType_F64},
+      {"float32", XLA_FFI_DataType_F32},
+      {"float16", XLA_FFI_DataType_F16},
+      {"bfloat16", XLA_FFI_DataType_BF16},
+      {"float8_e4m3fn", XLA_FFI_DataType_F8E4M3FN},
+      {"float8_e5m2", XLA_FFI_DataType_F8E5M2},
+      {"int64", XLA_FFI_DataType_S64},
+      {"int32", XLA_FFI_DataType_S32},
+      {"int16", XLA_FFI_DataType_S16},
+      {"int8", XLA_FFI_DataType_S8},
+      {"uint64", XLA_FFI_DataType_U64},
+      {"uint32", XLA_FFI_DataType_U32},
+      {"uint16", XLA_FFI_DataType_U16},
+      {"uint8", XLA_FFI_DataType_U8},
+      {"bool", XLA_FFI_DataType_PRED},
+  };
+  const auto found = by_name.find(name);
+  return found == by_name.end() ? XLA_FFI_DataType_INVALID : found->second;
 }
 
 #ifdef XLA_GPU_CUDA
@@ -110,29 +105,38 @@ std::vector<std::tuple<std::string, int, int, int, int, int>> CudaKernels() {
 }
 #endif
 
-// Taken as they are, never converted: a result written to a copy would be lost.
-using Array = nb::ndarray<nb::c_contig>;
-
-std::vector<xla_gpu::EagerBuffer> BuffersOf(const std::vector<Array>& arrays) {
+// The arrays of a call, without their memory.
+std::vector<xla_gpu::EagerBuffer> BuffersOf(nb::sequence specs) {
   std::vector<xla_gpu::EagerBuffer> buffers;
-  buffers.reserve(arrays.size());
-  for (const Array& array : arrays) {
-    std::vector<int64_t> shape(array.shape_ptr(), array.shape_ptr() + array.ndim());
-    buffers.push_back({DataTypeOf(array.dtype()), array.data(), std::move(shape)});
+  for (nb::handle spec : specs) {
+    buffers.push_back({DataTypeOf(nb::cast<std::string>(spec.attr("dtype"))), nullptr,
+                       nb::cast<std::vector<int64_t>>(spec.attr("shape"))});
   }
   return buffers;
 }
 
-// A handler with its attributes, to be called on arrays.
+using Addresses = std::vector<uintptr_t>;
+
+std::vector<xla_gpu::EagerBuffer> At(const Addresses& addresses,
+                                     std::vector<xla_gpu::EagerBuffer> buffers) {
+  if (addresses.size() != buffers.size()) {
+    throw nb::value_error("an address is needed for each operand and for each result");
+  }
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    buffers[i].data = reinterpret_cast<void*>(addresses[i]);
+  }
+  return buffers;
+}
+
+// A handler with its attributes, to be called on arrays of given shapes and dtypes.
 class EagerCall {
  public:
-  // Attribute values are floats, passed on as float32, and ints, passed on as int64. `dtypes`: of
-  // operands, then of results; those that not every DLPack knows are exchanged as uint8.
+  // Attribute values are floats, passed on as float32, and ints, passed on as int64.
   EagerCall(const std::string& platform, const std::string& target, nb::dict attributes,
-            const std::vector<std::string>& dtypes)
+            nb::sequence operands, nb::sequence results)
       : handler_(FindHandler(platform, target)),
-        device_type_(platform == "cpu" || kIsEmulated ? nb::device::cpu::value
-                                                      : nb::device::cuda::value) {
+        operands_(BuffersOf(operands)),
+        results_(BuffersOf(results)) {
     for (auto [name, value] : attributes) {
       xla_gpu::Attribute attribute = int64_t{0};
       if (nb::isinstance<nb::float_>(value)) {
@@ -142,26 +146,11 @@ class EagerCall {
       }
       attributes_.emplace_back(nb::cast<std::string>(name), attribute);
     }
-    for (size_t i = 0; i < dtypes.size(); ++i) {
-      if (dtypes[i] == "float8_e4m3fn") float8_.emplace_back(i, XLA_FFI_DataType_F8E4M3FN);
-      if (dtypes[i] == "float8_e5m2") float8_.emplace_back(i, XLA_FFI_DataType_F8E5M2);
-    }
   }
 
-  void operator()(const std::vector<Array>& operands, const std::vector<Array>& results,
-                  int64_t num_threads, uintptr_t stream) const {
-    for (const std::vector<Array>* arrays : {&operands, &results}) {
-      for (const Array& array : *arrays) {
-        if (array.device_type() != device_type_) {
-          throw nb::type_error("the arrays must lie on the handler's platform");
-        }
-      }
-    }
-    std::vector<xla_gpu::EagerBuffer> args = BuffersOf(operands), rets = BuffersOf(results);
-    for (const auto& [i, dtype] : float8_) {
-      xla_gpu::EagerBuffer& buffer = i < args.size() ? args[i] : rets.at(i - args.size());
-      if (buffer.dtype == XLA_FFI_DataType_U8) buffer.dtype = dtype;
-    }
+  void operator()(const Addresses& operands, const Addresses& results, int64_t num_threads,
+                  uintptr_t stream) const {
+    std::vector<xla_gpu::EagerBuffer> args = At(operands, operands_), rets = At(results, results_);
     xla_gpu::EagerStatus status;
     {
       nb::gil_scoped_release release;
@@ -176,8 +165,7 @@ class EagerCall {
 
  private:
   XLA_FFI_Handler* handler_;
-  int device_type_;
-  std::vector<std::pair<size_t, XLA_FFI_DataType>> float8_;
+  std::vector<xla_gpu::EagerBuffer> operands_, results_;
   std::vector<std::pair<std::string, xla_gpu::Attribute>> attributes_;
 };
 
@@ -249,11 +237,12 @@ NB_MODULE(_native, m) {
       nb::arg("name"),
       "Uses another from now on, as the environment variable XLA_GPU_CUDA_PREFILL does.");
 #endif
-  nb::class_<EagerCall>(m, "EagerCall", "A handler with its attributes, callable on arrays.")
-      .def(nb::init<const std::string&, const std::string&, nb::dict,
-                    const std::vector<std::string>&>(),
-           nb::arg("platform"), nb::arg("target"), nb::arg("attributes"),
-           nb::arg("dtypes") = std::vector<std::string>())
-      .def("__call__", &EagerCall::operator(), nb::arg("operands").noconvert(),
-           nb::arg("results").noconvert(), nb::arg("num_threads") = 1, nb::arg("stream") = 0);
+  nb::class_<EagerCall>(m, "EagerCall",
+                        "A handler with its attributes, callable on arrays of given specs.")
+      .def(nb::init<const std::string&, const std::string&, nb::dict, nb::sequence, nb::sequence>(),
+           nb::arg("platform"), nb::arg("target"), nb::arg("attributes"), nb::arg("operands"),
+           nb::arg("results"))
+      .def("__call__", &EagerCall::operator(), nb::arg("operands"), nb::arg("results"),
+           nb::arg("num_threads") = 1, nb::arg("stream") = 0,
+           "Calls it on contiguous arrays at these addresses.");
 }
