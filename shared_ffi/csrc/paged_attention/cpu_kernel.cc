@@ -31,6 +31,7 @@ constexpr int64_t kMaxCachedRows = 12;  // of a kv head; more are worth packing 
 constexpr int64_t kMaxTiles = 2;        // of a stretch
 constexpr int64_t kMaxStretch = kMaxTiles * kTile;
 constexpr int64_t kCacheLineBytes = 64;
+constexpr uintptr_t kPageBytes = 4096;
 constexpr float kMaxGrowth = 8;  // of logits, in units of 1 / log2(e), before sums shrink
 constexpr float kInfinity = __builtin_inff();
 constexpr float kLog2E = 1.44269504f;
@@ -112,6 +113,25 @@ class Prefetcher {
   uint32_t num_readings_;
   int64_t next_offset_ = 0;
   Row row_;
+};
+
+// Asks for a line of each page of some bytes, to read it or to write; not for that of the page that
+// was the last. Of pages that are asked for at once, a processor looks up several at a time; of
+// those that a loop of products comes by, one, while all else waits.
+class PageFinder {
+ public:
+  template <bool kIsWritten = false>
+  void Ask(const void* from, int64_t num_bytes) {
+    const auto begin = reinterpret_cast<uintptr_t>(from), end = begin + num_bytes;
+    for (uintptr_t place = begin; place < end; place = (place / kPageBytes + 1) * kPageBytes) {
+      if (place / kPageBytes == last_) continue;
+      last_ = place / kPageBytes;
+      __builtin_prefetch(reinterpret_cast<const void*>(place), kIsWritten, /*locality=*/3);
+    }
+  }
+
+ private:
+  uintptr_t last_ = 0;
 };
 
 // The order in which parts of a tile are read, kOfTile of them, or of several tiles with kCount in
@@ -580,6 +600,16 @@ class Attention {
     return (piece_.first_token + TokenOfRow(row)) * p_.num_heads + HeadOfRow(row);
   }
 
+  // Of the piece's rows among all rows of query or output.
+  template <bool kAreWritten, typename Q>
+  void AskForPages(const Q* rows) const {
+    const int64_t num_bytes = group_ * p_.head_size * static_cast<int64_t>(sizeof(Q));
+    PageFinder pages;
+    for (int64_t row = 0; row < num_rows_; row += group_) {
+      pages.Ask<kAreWritten>(rows + NumberOfRow(row) * p_.head_size, num_bytes);
+    }
+  }
+
   // Calls what(Q()) for the type of query and output: that of the cache, unless it has 8 bits.
   template <typename Do>
   void WithQueryType(const Do& what) const {
@@ -599,6 +629,7 @@ class Attention {
   void LoadQueries() {
     WithQueryType([&](auto type) {
       using Q = decltype(type);
+      AskForPages<false>(static_cast<const Q*>(p_.query));
       for (int64_t row = 0; row < num_rows_; ++row) {
         const Q* query = static_cast<const Q*>(p_.query) + NumberOfRow(row) * p_.head_size;
         for (int64_t w = 0; w < width_; w += Dot<T>::kAcross * kLanes) {
@@ -663,6 +694,12 @@ class Attention {
     PackKeys(k, begin, end);
     PackValues(v, begin, end);
     const bool is_safe = !stretch.is_mixed || IsFinite(begin, end);
+    PageFinder pages;
+    for (int64_t j = 0; j < num_next_; ++j) {
+      for (const int64_t offset : {k_offset, v_offset}) {
+        pages.Ask(next_keys_[j] + offset, row_bytes_);
+      }
+    }
     MultiplyPackedKeys(head, stretch, &next);
     ComputeWeights<kBlockRows>(head, stretch);
     AddValues<kBlockRows>(head, stretch, v_, is_safe, &next);
@@ -954,6 +991,7 @@ class Attention {
 
   template <typename Q>
   void FinishRowsAs() {
+    AskForPages<true>(static_cast<const Q*>(p_.output));
     for (int64_t row = 0; row < num_rows_; ++row) {
       Q* output = static_cast<Q*>(p_.output) + NumberOfRow(row) * p_.head_size;
       const float* total = totals_ + row * stride_;
