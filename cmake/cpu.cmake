@@ -1,4 +1,4 @@
-# The CPU kernels: each cpu_kernel.cc once for every instruction set, the best first. At run time the
+# The CPU kernels: each cpu/kernel.cc once for every instruction set, the best first. At run time the
 # best that the processor has is used. XLA_GPU_FOR_CPU_INSTRUCTION_SETS(f) is f(name) for each of them.
 
 if(XLA_GPU_CPU_INSTRUCTION_SETS)
@@ -12,7 +12,7 @@ set(CPU_FLAGS_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c)
 set(CPU_FLAGS_avx512_bf16 ${CPU_FLAGS_avx512} -mavx512bf16 -mavx512vbmi)
 set(CPU_FLAGS_avx2 -mavx2 -mfma -mf16c)
 
-file(GLOB CPU_KERNEL_SOURCES CONFIGURE_DEPENDS shared_ffi/csrc/*/cpu_kernel.cc)
+file(GLOB CPU_KERNEL_SOURCES CONFIGURE_DEPENDS shared_ffi/csrc/*/cpu/kernel.cc)
 foreach(name ${CPU_INSTRUCTION_SETS})
   add_library(cpu_${name} OBJECT ${CPU_KERNEL_SOURCES})
   set_target_properties(cpu_${name} PROPERTIES POSITION_INDEPENDENT_CODE ON CXX_VISIBILITY_PRESET hidden)

@@ -17,17 +17,20 @@ from filelock import FileLock
 from shared_ffi import _native
 from tests import native
 
-KERNEL, ATTENTION = "paged_attention/cpu_kernel.cc", "paged_attention/cpu.cc"
+CPU = "paged_attention/cpu/"
+KV_TILE, LOGITS, SOFTMAX_ON_CPU = CPU + "kv_tile.h", CPU + "logits.h", CPU + "softmax.h"
+VALUES, RESULTS, KERNEL = CPU + "weighted_values.h", CPU + "partial_results.h", CPU + "kernel.cc"
+ROWS_ON_CPU, ON_CPU, CUT = CPU + "rows.h", CPU + "run.cc", CPU + "schedule.cc"
 PARAMS = "paged_attention/params.h"
 UPDATE_ON_CPU, UPDATE_ON_CUDA = "kv_cache_update/cpu.cc", "kv_cache_update/cuda.cu"
 
 # Of each: the file, the text that is in it once, with marks around the statements or the expression that
 # the fault replaces, and what it puts there.
 CPU_FAULTS = {
-    "ignores-the-block-table": (KERNEL, "Offset(«table[logical]», offset)", "(table[0] * 0 + logical) % p_.num_blocks"),
+    "ignores-the-block-table": (KV_TILE, "Offset(«table[logical]», offset)", "(table[0] * 0 + logical) % p.num_blocks"),
     "drops-the-last-position": (
-        ATTENTION,
-        "p.WindowEnd(position + num_tokens - 1, «context_len»), nullptr}",
+        CUT,
+        "p.WindowEnd(tile.position + tile.num_tokens - 1, «context_len»);",
         "context_len - (context_len > p.block_size)",
     ),
     "window-one-too-long": (PARAMS, "«position - sliding_window + 1»;", "position - sliding_window"),
@@ -37,68 +40,69 @@ CPU_FAULTS = {
         "position - sliding_window + (sliding_window > 1 ? 2 : 1)",
     ),
     "sees-the-next-token": (
-        KERNEL,
-        "«p_.WindowEnd(positions_[first + num_rows - 1], context_len_)» - stretch.position;",
-        "p_.WindowEnd(positions_[first + num_rows - 1], context_len_) + 1",
+        KV_TILE,
+        "«rows_.p.WindowEnd(positions_[first + num_rows - 1], context_len_)» - tile.position;",
+        "rows_.p.WindowEnd(positions_[first + num_rows - 1], context_len_) + 1",
     ),
-    "sums-otherwise-when-packed": (KERNEL, "int64_t w = «LaneOfLeaf(first)»;", "first"),
+    "sums-otherwise-when-packed": (LOGITS, "int64_t w = «LaneOfLeaf(first)»;", "first"),
     "mixes-up-query-heads": (
-        KERNEL,
-        "return «(piece_.first_head + row / rows_per_head_) * group_ + row % group_»;",
-        "row % group_ * p_.num_kv_heads + piece_.first_head + row / rows_per_head_",
+        ROWS_ON_CPU,
+        "return «KvHead(row) * group + row % group»;",
+        "row % group * p.num_kv_heads + KvHead(row)",
     ),
     "forgets-to-rescale": (
-        KERNEL,
-        "Load<Lanes>(sums + r * stride + d + i * kLanes) * «shrink[r]»",
-        "(shrink[r] < 0 ? 0.0f : 1.0f)",
+        VALUES,
+        "Load<Lanes>(sums + r * width + d + i * kLanes) * «rescale[r]»",
+        "(rescale[r] < 0 ? 0.0f : 1.0f)",
     ),
-    "forgets-to-rescale-between-tiles-at-once": (KERNEL, "is_one &= «factors[r] == 1.0f»;", "true"),
-    "forgets-the-soft-cap": (KERNEL, "if («soft_cap > 0») {", "soft_cap > 1e30f"),
+    "forgets-to-rescale-between-tiles-at-once": (VALUES, "are_one &= «factors[r] == 1.0f»;", "true"),
+    "forgets-the-soft-cap": (SOFTMAX_ON_CPU, "if («soft_cap > 0») {", "soft_cap > 1e30f"),
     "leaves-padding-rows": (
-        ATTENTION,
+        ON_CPU,
         "«std::fill(output + end * row_bytes, output + p.num_tokens * row_bytes, 0);»",
         "",
     ),
     "multiplies-unattended-values-by-zero": (
-        KERNEL,
-        "«p_.WindowEnd(piece_.position, context_len_) < end» ||",
+        KV_TILE,
+        "«rows_.p.WindowEnd(item.position, context_len_) < end» ||",
         "end < 0",
     ),
-    "merges-one-split-too-few": (KERNEL, "split < «piece_.NumSplits()»; ++split", "piece_.NumSplits() - 1"),
+    "merges-one-split-too-few": (KERNEL, "split < «whole.NumSplits()»; ++split", "whole.NumSplits() - 1"),
     "depends-on-the-number-of-threads": (
-        ATTENTION,
-        "piece.end = std::min(whole.end, «first + step»);",
+        CUT,
+        "item.end = std::min(whole.end, «first + step»);",
         "first + step - 1",
     ),
-    "alibi-of-later-positions-has-the-wrong-sign": (KERNEL, "«Max(after, -after)»", "-after"),
-    "takes-another-head's-sink": (KERNEL, "p_.sinks[«HeadOfRow(row)»]", "row % group_"),
-    "log-sum-exp-in-base-2": (KERNEL, "«log2_of_sum * kLn2»", "log2_of_sum"),
-    "rows-without-keys-are-nan": (KERNEL, "«attends ? total_weight_[row] : 1.0f»", "total_weight_[row]"),
+    "alibi-of-later-positions-has-the-wrong-sign": (SOFTMAX_ON_CPU, "«Max(after, -after)»", "-after"),
+    "takes-another-head's-sink": (RESULTS, "sinks[«rows.Head(row)»]", "row % rows.group"),
+    "log-sum-exp-in-base-2": (RESULTS, "«log2_of_sum * kLn2»", "log2_of_sum"),
+    "rows-without-keys-are-nan": (RESULTS, "«attends ? weight_[row] : 1.0f»", "weight_[row]"),
     "leaves-the-log-sum-exp-of-padding": (
-        ATTENTION,
+        ON_CPU,
         "«std::fill(p.lse + end * p.num_heads, p.lse + p.num_tokens * p.num_heads, kNothing);»",
         "",
     ),
     "swaps-key-and-value": (UPDATE_ON_CPU, "copy(k, «key» + head", "value"),
     "quantizes-with-another-slot's-scale": (UPDATE_ON_CPU, "p.v_scale.At(block, «in_block»,", "0"),
-    "forgets-the-scale-of-keys": (KERNEL, "«scale *= p_.k_scale.At(0, 0, piece_.first_head + head);»", "scale = 0;"),
-    "takes-the-scale-of-the-first-head": (KERNEL, "p_.v_scale.At(0, 0, «kv_head»)", "0"),
+    "forgets-the-scale-of-keys": (SOFTMAX_ON_CPU, "«scale *= p.k_scale.At(0, 0, kv_head);»", "scale = 0;"),
+    "takes-the-scale-of-the-first-head": (RESULTS, "p.v_scale.At(0, 0, «rows_.KvHead(row)»)", "0"),
     "spreads-nan-of-unused-scales": (
-        KERNEL,
+        SOFTMAX_ON_CPU,
         "«weights == 0 ? weights : weights * Load<Lanes>(v_scales + i * kLanes)»",
         "weights * Load<Lanes>(v_scales + i * kLanes)",
     ),
-    "misreads-the-nan-of-float8": ("simd.h", "«magnitude == 0x7f» ? nan", "magnitude == 0x80"),
+    "misreads-the-nan-of-float8": ("simd/convert.h", "«magnitude == 0x7f» ? nan", "magnitude == 0x80"),
     "does-not-hold-float8-at-its-largest": ("storage.h", "«rounded < kLargest» ? rounded", "rounded < 255"),
     "rounds-float8-up-on-ties": ("storage.h", "- 1 + «(magnitude >> kShift & 1)»", "1"),
-    "knows-the-default-layout-only": (KERNEL, "(«p.cache.head_stride» *", "2 * p.head_size"),
+    "knows-the-default-layout-only": (KV_TILE, "head_bytes_(«rows.p.cache.head_stride» *", "2 * rows.p.head_size"),
     "writes-padding": (UPDATE_ON_CPU, "const int64_t slot = «p.Slot(token)»;", "p.Slot(token) < 0 ? 0 : p.Slot(token)"),
 }  # fmt: skip
 
-TENSOR, CORE = "paged_attention/tensor_core.cuh", "paged_attention/cuda_core.cuh"
-ROWS, FINISH = "paged_attention/rows.cuh", "paged_attention/finish.cuh"
-SOFTMAX, HOPPER = "paged_attention/softmax.cuh", "paged_attention/hopper.cuh"
-SCHEDULE, SCRATCH = "paged_attention/schedule.cuh", "paged_attention/scratch.h"
+CUDA = "paged_attention/cuda/"
+TENSOR, CORE = CUDA + "tensor_core.cuh", CUDA + "cuda_core.cuh"
+ROWS, FINISH = CUDA + "rows.cuh", CUDA + "finish.cuh"
+SOFTMAX, HOPPER = CUDA + "softmax.cuh", CUDA + "hopper.cuh"
+SCHEDULE, SCRATCH = CUDA + "schedule.cuh", CUDA + "scratch.h"
 
 CUDA_FAULTS = {
     "ignores-the-block-table": (
@@ -306,8 +310,8 @@ def test_a_fault_fails_the_suite(name: str, fault: str, tmp_path: Path) -> None:
     """In a test that passes without it."""
     suite = SUITES[name]
     # Few tests can fail of those of a simple op, which would be met late among all others.
-    op = Path(suite.faults[fault][0]).parent.name
-    chosen = () if op in ("", "paged_attention") else ("-k", op)
+    op = Path(suite.faults[fault][0]).parts[0]
+    chosen = ("-k", op) if op == "kv_cache_update" else ()
 
     def run(number: int, *options: str) -> subprocess.CompletedProcess[str]:
         return native.run(

@@ -30,7 +30,7 @@ def flags_of(instruction_set: str) -> list[str]:
 
 
 SOURCE = """
-#include "simd.h"
+#include "simd/simd.h"
 using namespace xla_gpu;
 
 struct Same {

@@ -51,15 +51,16 @@ def test_every_op_has_its_files_and_its_doors() -> None:
         assert (ROOT / "jax_frontend" / f"{name}.py").exists()
         assert (ROOT / "torch_frontend" / f"{name}.py").exists()
         csrc = ROOT / "shared_ffi/csrc" / name
-        assert {"params.h", "handler.cc", "cpu.h", "cpu.cc", "cuda.h", "cuda.cu"} <= {
-            path.name for path in csrc.iterdir()
-        }
+        assert (csrc / "params.h").exists() and (csrc / "handler.cc").exists()
+        for kernel in ("cpu.cc", "cuda.cu"):
+            small, large = csrc / kernel, csrc / Path(kernel).stem / f"run{Path(kernel).suffix}"
+            assert small.exists() != large.exists()
 
 
 @pytest.mark.parametrize(
     "path",
-    sorted((ROOT / "shared_ffi/csrc").glob("*/*")),
-    ids=lambda path: f"{path.parent.name}/{path.name}",
+    sorted(path for path in (ROOT / "shared_ffi/csrc").glob("*/**/*") if path.is_file()),
+    ids=lambda path: str(path.relative_to(ROOT / "shared_ffi/csrc")),
 )
 def test_only_handlers_know_xla(path: Path) -> None:
     includes = re.findall(r"#include [<\"](.*)[>\"]", path.read_text())

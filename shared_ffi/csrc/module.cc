@@ -12,8 +12,8 @@
 
 #include "eager_runtime.h"
 #include "handlers.h"
-#include "paged_attention/cpu.h"
-#include "paged_attention/cuda.h"
+#include "paged_attention/cpu/instruction_set.h"
+#include "paged_attention/cuda/run.h"
 #include "xla/ffi/api/api.h"
 #include "xla/ffi/api/c_api.h"
 

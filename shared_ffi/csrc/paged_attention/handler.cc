@@ -1,8 +1,8 @@
 #include <cmath>
 
 #include "../kv_cache_operand.h"
-#include "cpu.h"
-#include "cuda.h"
+#include "cpu/run.h"
+#include "cuda/run.h"
 #include "params.h"
 
 namespace xla_gpu::paged_attention {

@@ -4,7 +4,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "../gpu/launch.cuh"
+#include "../../gpu/launch.cuh"
 #include "scratch.h"
 #include "tensor_core_head_sizes.h"  // CMake writes it
 

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "params.h"
+#include "../params.h"
 
 namespace xla_gpu::paged_attention {
 

@@ -3,8 +3,8 @@
 #include <string>
 #include <vector>
 
-#include "../export.h"
-#include "params.h"
+#include "../../export.h"
+#include "../params.h"
 #include "scratch.h"
 
 namespace xla_gpu::paged_attention {

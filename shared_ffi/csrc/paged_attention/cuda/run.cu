@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <atomic>
 
-#include "../gpu/launch.cuh"
-#include "cuda.h"
+#include "../../gpu/launch.cuh"
+#include "run.h"
 #include "cuda_core.cuh"
 #include "finish.cuh"
 #include "kernels.cuh"

@@ -3,7 +3,7 @@
 // every gridDim.x-th item.
 #pragma once
 
-#include "../gpu/device.cuh"
+#include "../../gpu/device.cuh"
 #include "scratch.h"
 
 namespace xla_gpu::paged_attention {

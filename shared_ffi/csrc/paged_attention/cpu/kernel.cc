@@ -1,0 +1,197 @@
+// The CPU kernel, compiled once for each instruction set. Top to bottom, for a work item:
+//
+//   rows.h             the query rows of the item, their indices and queries
+//   kv_tile.h          KV tiles: the mask and the block table
+//   prefetch.h         the next tile is prefetched while the current one is read
+//   kv_rows.h          K and V of a tile, in the cache or packed
+//   logits.h           q . k, a block of rows by some positions at a time
+//   softmax.h          the online softmax
+//   weighted_values.h  weights times V, a block of rows by some columns at a time
+//   partial_results.h  the sums of a split and their merge
+//
+// A row's bits depend on the row and on what it attends to, and on nothing else: neither on the
+// rows beside it nor on how the work is cut. So they are the same in any batch, for any number of
+// threads, and for a token that is prefilled, chunked or decoded. The order of all additions is
+// fixed, and no compiler may choose which products to fuse (-ffp-contract=off). Instruction sets
+// differ in their bits.
+#include "kernel.h"
+
+#include "logits.h"
+#include "partial_results.h"
+#include "weighted_values.h"
+
+namespace xla_gpu::paged_attention {
+namespace {
+
+constexpr int64_t kMaxCachedRows = 12;  // of a kv head: more are worth packing K and V for
+
+// Attends to the KV tiles of a work item, split by split.
+template <typename T>
+class ItemKernel {
+ public:
+  ItemKernel(const Rows& rows, Arena* arena)
+      : rows_(rows),
+        is_packed_(rows.per_head > kMaxCachedRows),
+        tile_size_(is_packed_ ? kMaxTile : kStep),
+        num_readings_(is_packed_ ? NumBlocks<kBlockRows>(rows.per_head)
+                                 : NumBlocks<kCachedRows>(rows.per_head)),
+        queries_(rows, arena),
+        mask_(rows, arena),
+        pages_(rows, tile_size_, arena),
+        softmax_(rows, mask_, arena),
+        sums_(rows, arena),
+        keys_(rows.p.head_size, queries_.width(), arena),
+        values_(rows.p.head_size, sums_.width(), arena) {}
+
+  // Calls end_split(number, sums) after each split.
+  template <typename EndSplit>
+  void Run(const EndSplit& end_split) {
+    const WorkItem& item = rows_.item;
+    for (int64_t split = item.begin / kSplit * kSplit; split < item.end; split += kSplit) {
+      sums_.Clear();
+      const int64_t begin = Larger(item.begin, split), end = Smaller(item.end, split + kSplit);
+      for (int64_t at = begin / tile_size_ * tile_size_; at < end; at += tile_size_) {
+        pages_.Advance(at);
+        const KvTile tile = mask_.TileAt(at, Larger(begin, at), Smaller(end, at + tile_size_));
+        for (int64_t head = 0; head < item.num_kv_heads; ++head) AttendToTile(head, tile);
+      }
+      end_split(split / kSplit - item.begin / kSplit, &sums_);
+    }
+  }
+
+ private:
+  // `head`: of the item's kv heads.
+  void AttendToTile(int64_t head, const KvTile& tile) {
+    const int64_t first = head * rows_.per_head;
+    Prefetcher next = pages_.PrefetcherOf(head, num_readings_);
+    const CachedRows<T> k{pages_.keys(), pages_.KeyOffset(head)};
+    const CachedRows<T> v{pages_.keys(), pages_.ValueOffset(head)};
+    if (!is_packed_) {
+      MultiplyCachedKeys(rows_, queries_, mask_, tile, head, k, softmax_.weights(), &next);
+      softmax_.template Apply<kCachedRows>(tile, head, sums_.States(first));
+      AddValues<kCachedRows>(rows_, mask_, tile, softmax_, v, !tile.is_partial, sums_.width(),
+                             sums_.Values(first), &next);
+      return;
+    }
+    keys_.Pack(k, tile.range);
+    values_.Pack(v, tile.range);
+    const bool is_safe = !tile.is_partial || values_.IsFinite(tile.range);
+    pages_.TouchNext(head);
+    MultiplyPackedKeys(rows_, queries_, mask_, tile, head, keys_, pages_.row_bytes(),
+                       softmax_.weights(), &next);
+    softmax_.template Apply<kBlockRows>(tile, head, sums_.States(first));
+    AddValues<kBlockRows>(rows_, mask_, tile, softmax_, values_, is_safe, sums_.width(),
+                          sums_.Values(first), &next);
+  }
+
+  const Rows& rows_;
+  const bool is_packed_;
+  const int64_t tile_size_;
+  const int64_t num_readings_;  // of K and of V: by each block of rows
+  Queries<T> queries_;
+  AttentionMask mask_;
+  PageTable<T> pages_;
+  Softmax<T> softmax_;
+  SplitSums<T> sums_;
+  PackedKeys<T> keys_;
+  PackedValues<T> values_;
+};
+
+template <typename T>
+void AttendAs(const Params& p, const WorkItem& item, Arena* arena) {
+  const Rows rows(p, item);
+  ItemKernel<T> kernel(rows, arena);
+  if (item.partial_results == nullptr) {
+    Totals<T> totals(rows, arena);
+    kernel.Run([&](int64_t /*split*/, SplitSums<T>* sums) {
+      sums->Finish([&](int64_t row, float max, float weight, const float* values) {
+        totals.Add(row, max, weight, values);
+      });
+    });
+    totals.Write();
+    return;
+  }
+  kernel.Run([&](int64_t split, SplitSums<T>* sums) {
+    sums->Finish([&](int64_t row, float max, float weight, const float* values) {
+      float* to = item.partial_results + (split * rows.count + row) * PartialResultSize(p);
+      to[0] = max;
+      to[1] = weight;
+      std::memcpy(to + 2, values, p.head_size * sizeof(float));
+    });
+  });
+}
+
+template <typename T>
+void MergeAs(const Params& p, const WorkItem& whole, Arena* arena) {
+  const Rows rows(p, whole);
+  Totals<T> totals(rows, arena);
+  for (int64_t split = 0; split < whole.NumSplits(); ++split) {
+    for (int64_t row = 0; row < rows.count; ++row) {
+      const float* from = whole.partial_results + (split * rows.count + row) * PartialResultSize(p);
+      totals.Add(row, from[0], from[1], from + 2);
+    }
+  }
+  totals.Write();
+}
+
+// Calls function(T()) for the type of the cache.
+template <typename Function>
+void WithCacheType(const Params& p, const Function& function) {
+#ifdef XLA_GPU_PAIRS_BYTES
+  if (p.dtype == DType::kBFloat16) {
+    if (p.cache_dtype == DType::kFloat8E4M3) return function(PairedFloat8E4M3());
+    if (p.cache_dtype == DType::kFloat8E5M2) return function(PairedFloat8E5M2());
+    if (p.cache_dtype == DType::kInt8) return function(PairedInt8());
+  }
+#endif
+  switch (p.cache_dtype) {
+    case DType::kFloat32:
+      return function(float());
+    case DType::kFloat16:
+      return function(Half());
+    case DType::kBFloat16:
+      return function(BFloat16());
+    case DType::kFloat8E4M3:
+      return function(Float8E4M3());
+    case DType::kFloat8E5M2:
+      return function(Float8E5M2());
+    case DType::kInt8:
+      return function(int8_t());
+  }
+}
+
+void Attend(const Params& p, const WorkItem& item, Arena* arena) {
+  WithCacheType(p, [&](auto type) { AttendAs<decltype(type)>(p, item, arena); });
+}
+
+void Merge(const Params& p, const WorkItem& whole, Arena* arena) {
+  WithCacheType(p, [&](auto type) { MergeAs<decltype(type)>(p, whole, arena); });
+}
+
+bool IsSupported() {
+#if defined(__AVX512BF16__)
+  if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vbmi")) return false;
+#endif
+#if defined(__AVX512F__)
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#elif defined(__AVX2__)
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
+#else
+  return true;
+#endif
+}
+
+}  // namespace
+
+#define XLA_GPU_NAME_OF_KERNEL(instruction_set) kCpuKernel_##instruction_set
+#define XLA_GPU_KERNEL(instruction_set) XLA_GPU_NAME_OF_KERNEL(instruction_set)
+#define XLA_GPU_STRING_OF(x) #x
+#define XLA_GPU_STRING(x) XLA_GPU_STRING_OF(x)
+
+extern const CpuKernel XLA_GPU_KERNEL(XLA_GPU_INSTRUCTION_SET);
+const CpuKernel XLA_GPU_KERNEL(XLA_GPU_INSTRUCTION_SET) = {XLA_GPU_STRING(XLA_GPU_INSTRUCTION_SET),
+                                                           IsSupported, Attend, Merge};
+
+}  // namespace xla_gpu::paged_attention

@@ -1,0 +1,53 @@
+// What the scheduler (schedule.h) and the kernel (kernel.cc, compiled once for each instruction
+// set) agree on: work items and the partial results that split-KV leaves.
+#pragma once
+
+#include <cstdint>
+
+#include "../params.h"
+#include "arena.h"
+
+namespace xla_gpu::paged_attention {
+
+// Positions of a step of the online softmax.
+inline constexpr int64_t kStep = 32;
+
+// Positions of a split. Each split of a row is computed by itself, then all are merged from first
+// to last, whether one thread has all of them or several share them.
+inline constexpr int64_t kSplit = 512;
+
+// A work item: a query tile (some query tokens of a sequence, the query heads of some kv heads) at
+// some splits of its context.
+struct WorkItem {
+  int64_t sequence;
+  int64_t first_token;  // in the batch
+  int64_t num_tokens;
+  int64_t position;  // of the first token
+  int64_t first_kv_head;
+  int64_t num_kv_heads;
+  // Positions to attend to, of those that any token attends to. An item that attends to nothing has
+  // one empty split.
+  int64_t begin;
+  int64_t end;
+  // [NumSplits, NumRows, PartialResultSize]; null: the item has all splits and writes the output.
+  float* partial_results;
+
+  int64_t NumRows(const Params& p) const {
+    return num_tokens * num_kv_heads * (p.num_heads / p.num_kv_heads);
+  }
+  int64_t NumSplits() const { return (end - 1) / kSplit - begin / kSplit + 1; }
+};
+
+// Floats of the partial result of a row and a split: the largest logit (in units of 1 / log2(e)),
+// the sum of weights, the weighted sum of V.
+inline int64_t PartialResultSize(const Params& p) { return 2 + p.head_size; }
+
+struct CpuKernel {
+  const char* instruction_set;
+  bool (*is_supported)();  // by this processor
+  void (*attend)(const Params& p, const WorkItem& item, Arena* arena);
+  // Merges the partial results of all splits and writes the output.
+  void (*merge)(const Params& p, const WorkItem& whole, Arena* arena);
+};
+
+}  // namespace xla_gpu::paged_attention

@@ -1,0 +1,180 @@
+// The products q . k of a kv head's query rows with a KV tile.
+//
+// A product is the sum of kLanes chains of multiply-adds by one fixed tree, whether the chains lie
+// in the lanes of a register (MultiplyCached) or come one after the other (MultiplyPacked). So its
+// bits do not depend on which of the two computes it.
+#pragma once
+
+#include "kv_rows.h"
+
+namespace xla_gpu::paged_attention {
+namespace {
+
+constexpr int kCachedRows = 4;  // rows of a block, at most, that read K and V in place
+
+// Positions of which MultiplyCached computes the products with R rows at once: enough sums that
+// none waits for its own last multiply-add. (With 16 registers 12 sums would suit fewer rows, too,
+// but compute an eighth of the step twice.)
+template <int R>
+constexpr int64_t kPositions = (kBlockRows * kBlockVectors >= 16 ? 16 : (R == 4 ? 12 : 8)) / R;
+
+// logits[r, j] = q[r] . k[j] for R rows and kPositions positions from j on.
+//   q: [R, width], padded with zeros; logits: [R, kMaxTile]
+template <int R, typename T>
+XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64_t j,
+                                   int64_t head_size, int64_t width, float* logits,
+                                   Prefetcher* next) {
+  constexpr int kVectors = Dot<T>::kAcross;
+  constexpr int64_t kColumns = kVectors * kLanes * Dot<T>::kPerLane;
+  Prefetcher::Steps steps(next, kPositions<R> * kColumns * sizeof(T));
+  const T* keys[kPositions<R>];
+#pragma GCC unroll 16
+  for (int i = 0; i < kPositions<R>; ++i) keys[i] = k.Row(j + i);
+  Lanes sums[kPositions<R>][R];
+  const auto add = [&](int64_t d, int64_t count, bool is_first) __attribute__((always_inline)) {
+    steps.Take();
+    Lanes queries[R][kVectors];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        queries[r][v] = Load<Lanes>(q + r * width + d / Dot<T>::kPerLane + v * kLanes);
+      }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kPositions<R>; ++i) {
+      Lanes key[kVectors];
+      Dot<T>::Load(keys[i] + d, count, key);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+          sums[i][r] = is_first && v == 0 ? Dot<T>::Multiply(queries[r][v], key[v])
+                                          : Dot<T>::MultiplyAdd(queries[r][v], key[v], sums[i][r]);
+        }
+      }
+    }
+  };
+  if (head_size < kColumns) {
+    add(0, head_size, true);
+  } else {
+    add(0, kColumns, true);
+    int64_t d = kColumns;
+    for (; d + kColumns <= head_size; d += kColumns) add(d, kColumns, false);
+    if (d < head_size) add(d, head_size - d, false);
+  }
+  // SumEach sums kLanes vectors at once: those of kPerVector positions, some of them repeated where
+  // fewer are left.
+  constexpr int64_t kPerVector = kLanes / R;
+#pragma GCC unroll 16
+  for (int64_t first = 0; first < kPositions<R>; first += kPerVector) {
+    const int64_t count = Smaller(kPerVector, kPositions<R> - first);
+    Lanes each[kLanes];
+#pragma GCC unroll 16
+    for (int n = 0; n < kLanes; ++n) {
+      each[PlaceOf(n)] = sums[first + n % kPerVector % count][n / kPerVector];
+    }
+    const Lanes products = SumEach(each);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      std::memcpy(logits + r * kMaxTile + j + first,
+                  reinterpret_cast<const float*>(&products) + r * kPerVector,
+                  count * sizeof(float));
+    }
+  }
+}
+
+// Adds up kCount chains of products, from number `first` on. The code of each is written out: a
+// loop over them takes a twelfth more time.
+//   steps: takes two for all chains; sums: the results; the others are those of MultiplyPacked
+template <int kCount, typename T, int R, int kVectors>
+XLA_GPU_INLINE void SumChains(int first, const float* q, const float* k, int64_t width,
+                              Prefetcher::Steps* steps, Lanes (&sums)[R][kVectors]) {
+  if constexpr (kCount == kLanes / 2) steps->Take();
+  if constexpr (kCount > 1) {
+    Lanes others[R][kVectors];
+    SumChains<kCount / 2, T>(first, q, k, width, steps, others);
+    SumChains<kCount / 2, T>(first + kCount / 2, q, k, width, steps, sums);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kVectors; ++i) sums[r][i] += others[r][i];
+    }
+  } else {
+    const auto add = [&](int64_t w, bool is_first) __attribute__((always_inline)) {
+      Lanes keys[kVectors];
+#pragma GCC unroll 16
+      for (int i = 0; i < kVectors; ++i) keys[i] = Load<Lanes>(k + (i * width + w) * kLanes);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const Lanes query = Splat(q[r * width + w]);
+#pragma GCC unroll 16
+        for (int i = 0; i < kVectors; ++i) {
+          sums[r][i] = is_first ? Dot<T>::Multiply(query, keys[i])
+                                : Dot<T>::MultiplyAdd(query, keys[i], sums[r][i]);
+        }
+      }
+    };
+    int64_t w = LaneOfLeaf(first);
+    add(w, true);
+    while ((w += kLanes) < width) add(w, false);
+  }
+}
+
+// MultiplyCached for kVectors vectors of positions, with K packed. Not inlined, so that types that
+// are multiplied alike share its long code.
+//   k: [kVectors, width, kLanes]; num_bytes: those of the positions' K and V in the cache
+template <int R, int kVectors, typename T>
+__attribute__((noinline)) void MultiplyPacked(const float* q, const float* k, int64_t width,
+                                              float* logits, int64_t num_bytes, Prefetcher* next) {
+  Prefetcher::Steps steps(next, num_bytes / 2);
+  Lanes sums[R][kVectors];
+  SumChains<kLanes, T>(0, q, k, width, &steps, sums);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kVectors; ++i) Store(sums[r][i], logits + r * kMaxTile + i * kLanes);
+  }
+}
+
+// The products of all rows of a kv head with what they attend to of a tile, and perhaps with some
+// positions beside it.
+//   logits: [rows of a kv head, kMaxTile]
+template <typename T>
+void MultiplyCachedKeys(const Rows& rows, const Queries<T>& queries, const AttentionMask& mask,
+                        const KvTile& tile, int64_t head, const CachedRows<T>& k, float* logits,
+                        Prefetcher* next) {
+  ForEachBlock<kCachedRows>(0, rows.per_head, [&](auto num_rows, int64_t first) {
+    constexpr int64_t kCount = kPositions<num_rows>;
+    const Range range = mask.RangeOf(tile, first, num_rows);
+    const float* q = queries.Row(head * rows.per_head + first);
+    for (const int64_t number : kReadingOrder<DivideUp(kStep, kCount)>.numbers) {
+      const int64_t j = Smaller(number * kCount, kStep - kCount);  // the last may overlap others
+      if (j + kCount <= range.begin || j >= range.end) continue;
+      MultiplyCached<num_rows>(q, k, j, rows.p.head_size, queries.width(),
+                               logits + first * kMaxTile, next);
+    }
+  });
+}
+
+// The same with K packed: all rows by some positions, whose K stays in the nearest cache.
+template <typename T>
+void MultiplyPackedKeys(const Rows& rows, const Queries<T>& queries, const AttentionMask& mask,
+                        const KvTile& tile, int64_t head, const PackedKeys<T>& k, int64_t row_bytes,
+                        float* logits, Prefetcher* next) {
+  const auto [begin, end] = tile.range;
+  const auto by_positions = [&](auto num_vectors, int64_t vector) {
+    const int64_t j = vector * kLanes;
+    ForEachBlock<kBlockRows>(0, rows.per_head, [&](auto num_rows, int64_t first) {
+      const Range range = mask.RangeOf(tile, first, num_rows);
+      if (j + num_vectors * kLanes <= range.begin || j >= range.end) return;
+      MultiplyPacked<num_rows, num_vectors, T>(queries.Row(head * rows.per_head + first), k.At(j),
+                                               queries.width(), logits + first * kMaxTile + j,
+                                               2 * num_vectors * kLanes * row_bytes, next);
+    });
+  };
+  ForEachBlock<kBlockVectors>(begin / kLanes, DivideUp(end, kLanes), by_positions);
+}
+
+}  // namespace
+}  // namespace xla_gpu::paged_attention

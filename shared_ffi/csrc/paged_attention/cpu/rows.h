@@ -1,0 +1,122 @@
+// The rows of a work item (a row is a query token and head), and their queries.
+#pragma once
+
+#include <type_traits>
+
+#include "../../simd/simd.h"
+#include "kernel.h"
+#include "prefetch.h"
+
+namespace xla_gpu::paged_attention {
+namespace {
+
+XLA_GPU_INLINE int64_t RoundUp(int64_t a, int64_t b) { return DivideUp(a, b) * b; }
+
+// Calls function(size, first) for blocks of rows, vectors or the like that make up [first, count):
+// as many of kSize as fit, then of half of it and so on. The size is a constant.
+template <int kSize, typename Function>
+XLA_GPU_INLINE void ForEachBlock(int64_t first, int64_t count, const Function& function) {
+  for (; first + kSize <= count; first += kSize) {
+    function(std::integral_constant<int, kSize>(), first);
+  }
+  if constexpr (kSize > 1) ForEachBlock<kSize / 2>(first, count, function);
+}
+
+template <int kSize>
+int64_t NumBlocks(int64_t count) {
+  int64_t num_blocks = 0;
+  ForEachBlock<kSize>(0, count, [&](auto, int64_t) { ++num_blocks; });
+  return num_blocks;
+}
+
+// Rows are ordered by kv head, then by token, then by query head.
+struct Rows {
+  const Params& p;
+  const WorkItem& item;
+  const int64_t group;     // query heads per kv head
+  const int64_t per_head;  // rows of a kv head
+  const int64_t count;
+
+  Rows(const Params& p, const WorkItem& item)
+      : p(p),
+        item(item),
+        group(p.num_heads / p.num_kv_heads),
+        per_head(item.num_tokens * group),
+        count(item.num_kv_heads * per_head) {}
+
+  int64_t KvHead(int64_t row) const { return item.first_kv_head + row / per_head; }
+  int64_t Head(int64_t row) const { return KvHead(row) * group + row % group; }
+  int64_t Position(int64_t row) const { return item.position + row % per_head / group; }
+
+  // The index of a row in query, output or lse, seen as [num_tokens * num_heads].
+  int64_t InBatch(int64_t row) const {
+    return (item.first_token + row % per_head / group) * p.num_heads + Head(row);
+  }
+};
+
+// Touches one cache line per page of the rows of query or output, so that the TLB misses overlap.
+template <bool kAreWritten, typename Q>
+void TouchPages(const Rows& rows, const Q* array) {
+  const int64_t num_bytes = rows.group * rows.p.head_size * static_cast<int64_t>(sizeof(Q));
+  PageToucher pages;
+  for (int64_t row = 0; row < rows.count; row += rows.group) {
+    pages.Touch<kAreWritten>(array + rows.InBatch(row) * rows.p.head_size, num_bytes);
+  }
+}
+
+// Calls function(Q()) for the type Q of query and output. T is the type of the cache, which has the
+// same unless it has 8 bits.
+template <typename T, typename Function>
+void WithQueryType(const Params& p, const Function& function) {
+  if constexpr (!kIs8Bit<T>) {
+    function(T());
+  } else if constexpr (Dot<T>::kPerLane == 2) {
+    function(BFloat16());
+  } else if (p.dtype == DType::kFloat32) {
+    function(float());
+  } else if (p.dtype == DType::kFloat16) {
+    function(Half());
+  } else {
+    function(BFloat16());
+  }
+}
+
+// The queries of all rows as Dot<T> multiplies them, padded with zeros to whole vectors.
+template <typename T>
+class Queries {
+ public:
+  Queries(const Rows& rows, Arena* arena)
+      : width_(RoundUp(DivideUp(rows.p.head_size, Dot<T>::kPerLane), Dot<T>::kAcross * kLanes)),
+        lanes_(arena->Take<float>(rows.count * width_)) {
+    WithQueryType<T>(rows.p, [&](auto type) {
+      using Q = decltype(type);
+      Load(rows, static_cast<const Q*>(rows.p.query));
+    });
+  }
+
+  // Floats of a row.
+  int64_t width() const { return width_; }
+  const float* Row(int64_t row) const { return lanes_ + row * width_; }
+
+ private:
+  template <typename Q>
+  void Load(const Rows& rows, const Q* queries) {
+    const int64_t head_size = rows.p.head_size;
+    TouchPages<false>(rows, queries);
+    for (int64_t row = 0; row < rows.count; ++row) {
+      const Q* query = queries + rows.InBatch(row) * head_size;
+      for (int64_t w = 0; w < width_; w += Dot<T>::kAcross * kLanes) {
+        const int64_t d = w * Dot<T>::kPerLane;
+        Lanes vectors[Dot<T>::kAcross];
+        Dot<T>::LoadQuery(query + d, head_size - d, vectors);
+        std::memcpy(lanes_ + row * width_ + w, vectors, sizeof(vectors));
+      }
+    }
+  }
+
+  const int64_t width_;
+  float* const lanes_;  // [rows, width]
+};
+
+}  // namespace
+}  // namespace xla_gpu::paged_attention
