@@ -1,6 +1,7 @@
-# What comes from Python packages that exist only while pip builds: the build folder keeps a copy.
+# Copies files from Python packages that exist only while pip builds into the build folder.
 
-# find_in_package(<variable> <package> <file>): the folder of an importable package that holds a file.
+# find_in_package(<variable> <package> <file>): sets the variable to the folder of an importable
+# package, or to nothing unless the folder holds the file.
 function(find_in_package variable package file)
   execute_process(
     COMMAND "${Python_EXECUTABLE}" -c "import importlib.util as u; print(next(iter(u.find_spec('${package}').submodule_search_locations)))"
@@ -12,9 +13,9 @@ function(find_in_package variable package file)
   endif()
 endfunction()
 
-# The XLA FFI headers, which jaxlib carries. Their version is that of the oldest runtime which can
-# load the handlers: those of jaxlib 0.8.0 (FFI 0.1) load everywhere from torch_xla 2.9.0 on, newer
-# ones do not.
+# The XLA FFI headers, which jaxlib contains. Their version decides which runtimes load the
+# handlers: those of jaxlib 0.8.0 (FFI 0.1) work with torch_xla 2.9.0 and everything newer, and
+# torch_xla 2.9.0 refuses newer ones.
 set(XLA_FFI_INCLUDE_DIR "${CMAKE_BINARY_DIR}/xla_ffi" CACHE PATH "Folder of xla/ffi/api/ffi.h")
 if(NOT EXISTS "${XLA_FFI_INCLUDE_DIR}/xla/ffi/api/ffi.h")
   find_in_package(JAXLIB_DIR jaxlib include/xla/ffi/api/ffi.h)
@@ -32,8 +33,8 @@ if(NOT XLA_FFI_VERSION VERSION_EQUAL 0.1)
                       "torch_xla 2.9.0 would refuse the handlers. Use those of jaxlib 0.8.0 (0.1).")
 endif()
 
-# The CUDA compiler, unless the user named one: CUDACXX or -DCMAKE_CUDA_COMPILER. The wheels keep
-# their libraries where nvcc does not look for them.
+# The CUDA compiler, unless the user named one with CUDACXX or -DCMAKE_CUDA_COMPILER. nvcc does not
+# search the folder in which the wheels keep their libraries, hence -L.
 if(XLA_GPU_CUDA STREQUAL "ON" AND NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
   set(CUDA_WHEELS_DIR "${CMAKE_BINARY_DIR}/cuda" CACHE PATH "Folder of bin/nvcc")
   if(NOT EXISTS "${CUDA_WHEELS_DIR}/bin/nvcc")

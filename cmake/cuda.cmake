@@ -1,9 +1,9 @@
-# The CUDA handlers: every .cu file of an op, and the tensor cores' kernels once for each type of
-# query and of cache and each head size, so that the build uses all cores.
+# The CUDA handlers: every cuda.cu of an op, and the tensor core kernels once for each type of
+# query, type of cache and head size, so that the build uses all cores.
 
 list(JOIN XLA_GPU_HEAD_SIZES ", " HEAD_SIZES)
 list(JOIN XLA_GPU_HEAD_SIZES_OF_8_BITS ", " OF_8_BITS)
-# Only sm_90a has what the kernel for Hopper is made of.
+# Only sm_90a has the instructions of the Hopper kernel.
 set(HOPPER_HEAD_SIZES ${XLA_GPU_HEAD_SIZES})
 list(FILTER HOPPER_HEAD_SIZES INCLUDE REGEX "^(64|128)$")
 if(XLA_GPU_CUDA STREQUAL "ON" AND NOT XLA_GPU_ARCHITECTURES MATCHES "90a")
@@ -29,7 +29,7 @@ else()
   enable_language(CUDA)
   target_compile_options(cuda_settings INTERFACE -Xptxas=-v)
   if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
-    target_compile_options(cuda_settings INTERFACE --compress-mode=size)  # a third of the default's
+    target_compile_options(cuda_settings INTERFACE --compress-mode=size)  # a third of the default's size
   endif()
 endif()
 target_compile_definitions(handlers PUBLIC XLA_GPU_CUDA $<TARGET_PROPERTY:cuda_settings,INTERFACE_COMPILE_DEFINITIONS>)
@@ -75,7 +75,7 @@ foreach(storage Half BFloat16)
 endforeach()
 
 if(XLA_GPU_CUDA STREQUAL "ON")
-  # cudart is linked statically: the library loads on a machine without a driver.
+  # cudart is linked statically, so that the library loads on a machine without a driver.
   get_filename_component(CUDA_ROOT "${CMAKE_CUDA_COMPILER}" REALPATH)
   get_filename_component(CUDA_ROOT "${CUDA_ROOT}/../.." ABSOLUTE)
   find_library(CUDART_STATIC cudart_static REQUIRED NO_DEFAULT_PATH

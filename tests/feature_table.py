@@ -14,16 +14,21 @@ import pytest
 
 INTRODUCTION = """# Features
 
-Each has a page here, with examples that the tests run:
-[log-sum-exp and merging](log-sum-exp.md), [sinks](sinks.md), [ALiBi](alibi.md),
-[attention that is not causal and windows](masks.md), [layouts of the cache](cache-layouts.md),
-[caches of 8 bits](caches-of-8-bits.md), [a bound on query lengths](max-query-len.md),
-[many devices](many-devices.md), [vmap](vmap.md), [code written for TPUs](code-for-tpus.md),
-[programs compiled ahead of time](aot-inductor.md).
+Each feature has a page, with examples that the tests run:
 
-The number of cases that passed where this table was made (`make features`), against the float64 oracle
-and, between the doors of a platform, bit for bit. Empty: PyTorch's own tensors with 8-bit floats, which
-it does not exchange with other libraries.
+* [masks](masks.md): causal or not, windows to the left and right
+* [log-sum-exp](log-sum-exp.md) and merging attention over parts of a context
+* [sinks](sinks.md) and [ALiBi](alibi.md)
+* [cache layouts](cache-layouts.md) and [8-bit caches](caches-of-8-bits.md)
+* [a bound on query lengths](max-query-len.md)
+* [vmap](vmap.md) and [many devices](many-devices.md)
+* [programs compiled ahead of time](aot-inductor.md)
+* [code written for TPUs](code-for-tpus.md)
+
+`make features` writes the table below. It counts the parity cases that passed, by feature and by
+[door](../glossary.md): against the float64 oracle, and bit for bit between the doors of a platform. A
+cell is empty where PyTorch's own tensors hold 8-bit floats, which PyTorch does not exchange with other
+libraries.
 """
 
 

@@ -1,6 +1,6 @@
-// What kernels ask of the GPU beyond C++: each instruction that has no C++ spelling, a function
-// here, and nothing of it anywhere else. The tests compile the same kernels for the CPU, where
-// tests/simt/simt.h stands in for this file.
+// GPU instructions that C++ cannot express, one function each. Kernels use them only through this
+// file. The tests compile the same kernels for the CPU; the emulated GPU, simt.h, then replaces
+// this file.
 #pragma once
 
 #ifdef XLA_GPU_SIMT
@@ -18,7 +18,8 @@ namespace xla_gpu::gpu {
 inline constexpr int kWarpSize = 32;
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
-// The block's shared memory, as much as the launch asked for. Aligned as swizzled matrices must be.
+// The thread block's shared memory, as large as the launch requested. Swizzled matrices need the
+// alignment.
 __device__ __forceinline__ char* SharedMemory() {
   extern __shared__ __align__(1024) char shared_memory[];
   return shared_memory;
@@ -26,15 +27,16 @@ __device__ __forceinline__ char* SharedMemory() {
 
 __device__ __forceinline__ void SyncBlock() { __syncthreads(); }
 
-// Whether `predicate` holds for any thread of the block. A barrier, too.
+// Whether `predicate` holds for any thread of the block. Also a barrier.
 __device__ __forceinline__ bool AnyInBlock(bool predicate) { return __syncthreads_or(predicate); }
 
-// A barrier for `num_threads` of the block's threads, whole warps. There are 16; 0 is SyncBlock's.
+// Named barrier for `num_threads` threads of the block, in whole warps. There are 16; SyncBlock
+// uses barrier 0.
 __device__ __forceinline__ void SyncThreads(int barrier, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
 }
 
-// Whether `predicate` holds for any of those who meet there. A barrier, too.
+// Whether `predicate` holds for any thread that meets at the barrier. Also a barrier.
 __device__ __forceinline__ bool AnyInThreads(int barrier, int num_threads, bool predicate) {
   int any;
   asm volatile(
@@ -57,7 +59,7 @@ __device__ __forceinline__ T ShuffleXor(T value, int lane_mask) {
   return __shfl_xor_sync(kAllLanes, value, lane_mask);
 }
 
-// The value of the lane `delta` places below; a lane's own where there is none.
+// The value of the lane `delta` lanes below, or the lane's own value if there is none.
 template <typename T>
 __device__ __forceinline__ T ShuffleUp(T value, int delta) {
   return __shfl_up_sync(kAllLanes, value, delta);
@@ -82,7 +84,7 @@ __device__ __forceinline__ float Reciprocal(float x) {
   return y;
 }
 
-// The conversions of storage.h, an instruction each.
+// The conversions of storage.h, each as one instruction.
 __device__ __forceinline__ float ToFloat(float x) { return x; }
 
 __device__ __forceinline__ float ToFloat(BFloat16 x) { return ::xla_gpu::ToFloat(x); }
@@ -115,8 +117,8 @@ __device__ __forceinline__ void FromFloat(float x, T* to) {
   ::xla_gpu::FromFloat(x, to);
 }
 
-// Starts a copy of 16 bytes from global to shared memory; zeros are written instead, and nothing
-// is read, unless `valid`. Both addresses 16-byte aligned.
+// Starts an asynchronous copy of 16 bytes from global to shared memory. If not `valid`, it reads
+// nothing and writes zeros. Both addresses must be 16-byte aligned.
 __device__ __forceinline__ void CopyAsync16(void* to, const void* from, bool valid) {
   const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(from),
@@ -124,20 +126,20 @@ __device__ __forceinline__ void CopyAsync16(void* to, const void* from, bool val
                : "memory");
 }
 
-// Closes this thread's group of copies started so far.
+// Puts this thread's copies since the last call into one group.
 __device__ __forceinline__ void CommitCopies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most the kPending youngest of this thread's groups are still under way. What other
-// threads copied is visible only after a barrier that follows their wait.
+// Waits until at most the kPending youngest groups of this thread are in flight. Other threads'
+// copies become visible only after a barrier that follows their own wait.
 template <int kPending>
 __device__ __forceinline__ void WaitCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Four 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8, and
-// gets of each matrix the two elements at row l / 4, columns 2 * (l % 4) and the next.
+// Loads four 8x8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l /
+// 8. It receives two elements of each matrix: row l / 4, columns 2 * (l % 4) and 2 * (l % 4) + 1.
 __device__ __forceinline__ void LoadMatrices(uint32_t (&to)[4], const void* row) {
   const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(row));
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -146,7 +148,7 @@ __device__ __forceinline__ void LoadMatrices(uint32_t (&to)[4], const void* row)
                : "memory");
 }
 
-// The same, each matrix transposed.
+// LoadMatrices, with each matrix transposed.
 __device__ __forceinline__ void LoadMatricesTransposed(uint32_t (&to)[4], const void* row) {
   const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(row));
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -155,10 +157,11 @@ __device__ __forceinline__ void LoadMatricesTransposed(uint32_t (&to)[4], const 
                : "memory");
 }
 
-// c += a * b, for a of 16x16, b of 16x8 and c of 16x8, spread over the warp: with row = lane / 4
-// and column = 2 * (lane % 4), a[0] holds (row, column) and the next column, a[1] is 8 rows below,
-// a[2] 8 columns right, a[3] both; b[0] holds (k = column, n = row) and the next k, b[1] is 8 k
-// further; c[0] and c[1] are (row, column) and the next column, c[2] and c[3] 8 rows below.
+// c += a * b, with a of 16x16, b of 16x8 and c of 16x8 elements spread over the warp. With row =
+// lane / 4 and column = 2 * (lane % 4), a lane holds
+//   a[0]: (row, column) and the next column; a[1]: 8 rows below; a[2]: 8 columns right; a[3]: both
+//   b[0]: (k = column, n = row) and the next k; b[1]: 8 k further
+//   c[0], c[1]: (row, column) and the next column; c[2], c[3]: 8 rows below
 __device__ __forceinline__ void MultiplyAdd(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
                                             uint32_t b1, Half) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
@@ -175,7 +178,7 @@ __device__ __forceinline__ void MultiplyAdd(float (&c)[4], const uint32_t (&a)[4
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two floats rounded to 16 bits, the first in the lower half.
+// Rounds two floats to 16 bits and packs them, `low` in the lower half.
 __device__ __forceinline__ uint32_t Pack(float low, float high, Half) {
   uint32_t packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -188,8 +191,7 @@ __device__ __forceinline__ uint32_t Pack(float low, float high, BFloat16) {
   return packed;
 }
 
-// Four numbers of 8 bits, the first in the lowest byte, as two pairs of 16 bits: exactly the same
-// numbers.
+// Widens four 8-bit numbers, the first in the lowest byte, to two pairs of 16-bit numbers. Exact.
 __device__ __forceinline__ void Expand(uint32_t bytes, Float8E4M3, uint32_t (&pairs)[2], Half) {
 #if __CUDA_ARCH__ >= 890
   asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; "
@@ -197,7 +199,7 @@ __device__ __forceinline__ void Expand(uint32_t bytes, Float8E4M3, uint32_t (&pa
       : "=r"(pairs[0]), "=r"(pairs[1])
       : "r"(bytes));
 #else
-  // As AsHalf does, for two at a time.
+  // The method of AsHalf, for two numbers at a time.
   const uint32_t raised[2] = {__byte_perm(bytes, 0, 0x1404), __byte_perm(bytes, 0, 0x3424)};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -214,7 +216,7 @@ __device__ __forceinline__ void Expand(uint32_t bytes, Float8E5M2, uint32_t (&pa
   pairs[1] = __byte_perm(bytes, 0, 0x3424);
 }
 
-// 0x6400 is 1024, whose last place is 1.
+// In float16, 0x6400 is 1024, where the unit in the last place is 1.
 __device__ __forceinline__ void Expand(uint32_t bytes, int8_t, uint32_t (&pairs)[2], Half) {
   const uint32_t from_zero = bytes ^ 0x80808080;  // plus 128
   const uint32_t raised[2] = {__byte_perm(from_zero, 0x64, 0x4140),
@@ -239,17 +241,17 @@ __device__ __forceinline__ uint32_t SwapMiddleBytes(uint32_t bytes) {
   return __byte_perm(bytes, 0, 0x3120);
 }
 
-// Of what follows, sm_90a has all and other GPUs not everything.
+// The rest of this file needs sm_90a: no other GPU has all of these instructions.
 
-// A barrier in shared memory whose phases end when as many have arrived as it counts; everything
-// that those did before is then seen by those who waited.
+// A barrier in shared memory. A phase ends when its count of arrivals is reached. The threads that
+// waited then see everything that the arriving threads did before.
 using Barrier = uint64_t;
 
 __device__ __forceinline__ uint32_t SharedAddress(const void* address) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(address));
 }
 
-// By one thread, before a barrier of the block.
+// One thread calls it, before a barrier of the block.
 __device__ __forceinline__ void InitBarrier(Barrier* barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(count)
                : "memory");
@@ -259,14 +261,14 @@ __device__ __forceinline__ void Arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
 }
 
-// Arrives, by itself, when all copies that this thread has started are there.
+// Makes the barrier count one arrival once all copies that this thread has started are complete.
 __device__ __forceinline__ void ArriveAfterCopies(Barrier* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SharedAddress(barrier))
                : "memory");
 }
 
-// Waits until the phase that is under way does not have this parity; the first has 0. So nobody
-// waits for parity 1 at a barrier where nobody has arrived.
+// Waits while the current phase has this parity. The first phase has parity 0, so a wait for parity
+// 1 at a new barrier returns at once.
 __device__ __forceinline__ void WaitForPhase(Barrier* barrier, int parity) {
   asm volatile(
       "{ .reg .pred done; wait: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; "
@@ -275,13 +277,14 @@ __device__ __forceinline__ void WaitForPhase(Barrier* barrier, int parity) {
       : "memory");
 }
 
-// Lets the async proxy, through which warpgroups' products read shared memory, see what this thread
-// has written there, or seen of others' writes and copies. By whole warps.
+// Makes writes to shared memory visible to the async proxy, through which a warpgroup's products
+// read it: this thread's writes, and the writes and copies of others that this thread has seen.
+// Whole warps call it.
 __device__ __forceinline__ void FenceAsyncProxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// From now on a thread of this warpgroup has so many registers: fewer than before, or more.
+// Sets the number of registers per thread of this warpgroup: lower than before, or higher.
 template <int kRegisters>
 __device__ __forceinline__ void GiveRegistersBack() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -291,7 +294,7 @@ __device__ __forceinline__ void TakeRegisters() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Keeps the compiler from moving what it does with the registers past this point.
+// Keeps the compiler from moving accesses to these registers past this point.
 template <int kBlocks>
 __device__ __forceinline__ void KeepRegisters(float (&d)[kBlocks][4]) {
 #pragma unroll
@@ -307,33 +310,33 @@ __device__ __forceinline__ void KeepRegisters(uint32_t (&a)[kSteps][4]) {
   }
 }
 
-// Before the products that a warpgroup starts next, of which the first goes to d: what was done
-// with their registers before is done.
+// Called before a group of products, the first of which writes d. Earlier accesses to the registers
+// of those products are then complete.
 template <int kBlocks>
 __device__ __forceinline__ void FenceProducts(float (&d)[kBlocks][4]) {
   KeepRegisters(d);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// Closes the group of products started so far.
+// Puts the products started since the last call into one group.
 __device__ __forceinline__ void CommitProducts() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits until at most the kPending youngest groups are still under way; d is none of theirs.
+// Waits until at most the kPending youngest groups are in flight. None of those may use d.
 template <int kPending, int kBlocks>
 __device__ __forceinline__ void WaitProducts(float (&d)[kBlocks][4]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
   KeepRegisters(d);
 }
 
-// Products of a warpgroup, whose warp w has the rows [16 * w, 16 * w + 16): of d, each block of 8
-// columns as MultiplyAdd has c, and of a of 64x16 in registers as MultiplyAdd has a. A matrix in
-// shared memory is given by its descriptor; wgmma's chapter in the PTX ISA defines it.
-//   StartProduct: d = a * b^T, or d += a * b^T if it `accumulates`; a and b in shared memory, the
-//   16 elements of each of their rows side by side (K-major).
-//   StartProductTransposed: d += a * b; a in registers, b in shared memory, 64 elements of each of
-//   its 16 rows side by side (MN-major).
+// Products of a warpgroup. Warp w holds the rows [16 * w, 16 * w + 16). Each block of 8 columns of
+// d is laid out as c of MultiplyAdd, and a 64x16 matrix a in registers as a of MultiplyAdd. A
+// descriptor (PTX ISA, chapter on wgmma) stands for a matrix in shared memory.
+//   StartProduct: d = a * b^T, or d += a * b^T if `accumulates`. a and b are in shared memory, with
+//   the 16 elements of a row adjacent (K-major).
+//   StartProductTransposed: d += a * b. a is in registers; b is in shared memory, with 64 elements
+//   of each of its 16 rows adjacent (MN-major).
 #define XLA_GPU_SUMS4(d, i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 #define XLA_GPU_SUMS32(d, i)                                                                      \
   XLA_GPU_SUMS4(d, i), XLA_GPU_SUMS4(d, i + 1), XLA_GPU_SUMS4(d, i + 2), XLA_GPU_SUMS4(d, i + 3), \

@@ -9,7 +9,7 @@
 
 namespace xla_gpu::gpu {
 
-// Null, or why the last call failed; clears the failure.
+// Returns null, or the message of the last error, which it clears.
 inline const char* LastError() {
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
@@ -22,7 +22,7 @@ inline int DeviceAttribute(cudaDeviceAttr attribute) {
   return value;
 }
 
-// Whether the device has what is compiled for sm_90a.
+// Whether the device runs code that is compiled for sm_90a.
 inline bool IsHopper() {
   return DeviceAttribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
          DeviceAttribute(cudaDevAttrComputeCapabilityMinor) == 0;
@@ -37,14 +37,15 @@ struct Kernel {
   int num_threads;
   int shared_bytes = 0;
 
-  // More than 48 KiB of shared memory must be asked for, once per device; asking again is cheap.
+  // CUDA requires a request for more than 48 KiB of shared memory, once per device. Repeating it is
+  // cheap.
   void Prepare() const {
     if (shared_bytes > 48 * 1024) {
       cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     }
   }
 
-  // Blocks that the whole device can hold at once.
+  // Thread blocks that the whole device can hold at once.
   int MaxResidentBlocks() const {
     Prepare();
     int per_multiprocessor = 0;
@@ -53,7 +54,7 @@ struct Kernel {
     return std::max(1, per_multiprocessor) * NumMultiprocessors();
   }
 
-  // Null, or why the launch failed.
+  // Returns null, or the message of the error.
   const char* Launch(int64_t num_blocks, void* stream, Arguments... arguments) const {
     if (num_blocks == 0) return nullptr;
     Prepare();

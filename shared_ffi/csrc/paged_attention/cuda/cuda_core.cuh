@@ -1,8 +1,8 @@
-// Attention without tensor cores, exact in float32: for float32 storage, for head sizes that the
-// tensor cores' kernel does not take, and as the plain version to read first.
+// Attention without tensor cores, in plain float32: for float32 storage and for head sizes that the
+// tensor core kernel does not support. It is the simplest kernel: read it first.
 //
-// A warp works on four rows. It walks over the positions 32 at a time: lane j takes the logits of
-// position j, then all lanes share the sum over V, each with its own columns.
+// A warp computes four rows. It walks over the positions in KV tiles of 32. Lane j computes the
+// logits of position j. Then all lanes add up the weighted V, each in its own columns.
 #pragma once
 
 #include "rows.cuh"
@@ -10,14 +10,14 @@
 namespace xla_gpu::paged_attention {
 
 inline constexpr int kRowsPerWarp = 4;
-inline constexpr int kCoreRows = kWarps * kRowsPerWarp;  // of an item
+inline constexpr int kCoreRows = kWarps * kRowsPerWarp;  // of a work item
 
 template <typename T, int kColumns>
 __global__ void __launch_bounds__(kThreads, 2)
     CudaCoreAttention(Params p, Scratch scratch, QueryLengths lengths) {
   const int stride = kColumns * gpu::kWarpSize;  // head_size, rounded up
   char* memory = gpu::SharedMemory();
-  float* queries = reinterpret_cast<float*>(memory);  // [kCoreRows, stride], later the sums
+  float* queries = reinterpret_cast<float*>(memory);  // [kCoreRows, stride]; the sums later
   RowState* states = reinterpret_cast<RowState*>(queries + kCoreRows * stride);  // [kCoreRows]
   auto* shared = reinterpret_cast<Schedule::Shared*>(states + kCoreRows);
 
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     });
     gpu::SyncBlock();
 
-    // Few rows leave warps over: those share the positions.
+    // With few rows, all warps compute the same rows and divide the positions among themselves.
     const int num_parts = item.num_rows <= kRowsPerWarp ? kWarps : 1;
     const int part = num_parts == 1 ? 0 : warp;
     const int first_row = num_parts == 1 ? warp * kRowsPerWarp : 0;
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         }
         for (int r = 0; r < kRowsPerWarp; ++r) {
           const float weight = gpu::Shuffle(weights[r], j);
-          // Not multiplied by a weight of zero: V may be NaN where the row does not attend.
+          // Skipped, not multiplied by zero: V may be NaN where the row does not attend.
           if (!ranges[r].Contains(tile + j)) continue;
           for (int i = 0; i < kColumns; ++i) sums[r][i] += weight * v[i];
         }

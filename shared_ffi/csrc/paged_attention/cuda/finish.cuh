@@ -1,21 +1,21 @@
-// The second kernel: merges the splits of long contexts, always in the order of their positions,
-// and writes the rows that no item wrote: zeros for padding, NaN where lengths or tables are
-// faulty.
+// The second kernel of a call. It merges the partial results of long contexts, always in the order
+// of their positions. It also writes the rows that no work item wrote: zeros for padding, NaN where
+// lengths or tables are faulty.
 #pragma once
 
 #include "rows.cuh"
 
 namespace xla_gpu::paged_attention {
 
-// The batch as a whole: sequences [0, num_seqs) have rows, up to token `end`. Rows past it are
-// padding, unless query_start_loc broke off there.
+// The valid part of the batch: sequences [0, num_seqs) own the tokens [begin, end). Tokens from
+// `end` on are padding, unless query_start_loc is faulty there (`is_broken`).
 struct Batch {
   int64_t num_seqs;
   int64_t begin;
   int64_t end;
   bool is_broken;
 
-  // Called by all threads. `shared` holds one int per warp.
+  // All threads call it. `shared` holds one int per warp.
   __device__ Batch(const Params& p, int* shared) : begin(0), end(0) {
     const int64_t claimed = NumSeqs(p);
     const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
@@ -37,7 +37,7 @@ struct Batch {
     }
   }
 
-  // The sequence of a token in [begin, end): the last that starts at or before it.
+  // The sequence of a token in [begin, end): the last one that starts at or before the token.
   __device__ int64_t Find(const Params& p, int64_t token) const {
     int64_t low = 0, high = num_seqs;
     while (high - low > 1) {
@@ -52,7 +52,7 @@ struct Batch {
   }
 };
 
-// Whether any query of the sequence met a bad block id. Called by all threads.
+// Whether any query token of the sequence met a bad block id. All threads call it.
 __device__ inline bool MetBadBlock(const Params& p, const Scratch& scratch, int64_t s,
                                    const Sequence& sequence, int64_t num_splits) {
   bool is_bad = false;
@@ -70,7 +70,7 @@ __device__ inline bool MetBadBlock(const Params& p, const Scratch& scratch, int6
   return gpu::AnyInBlock(is_bad);
 }
 
-// The rows of a token that is padding, or of a faulty sequence.
+// Writes the rows of a token that is padding or belongs to a faulty sequence.
 template <typename T>
 __device__ void FillRow(const Params& p, int64_t token, bool is_faulty) {
   const float nan = kInfinity - kInfinity, value = is_faulty ? nan : 0.0f;
@@ -85,8 +85,8 @@ __device__ void FillRow(const Params& p, int64_t token, bool is_faulty) {
   }
 }
 
-// The rows of a token of sequence s; zeros where there are no splits, as of an empty context. A
-// warp per head; each lane has its own columns.
+// Merges the partial results of a token of sequence s and writes its rows: zeros if there are no
+// splits, as with an empty context. A warp takes a head; each lane has its own columns.
 template <typename T>
 __device__ void MergeSplits(const Params& p, const Scratch& scratch, int64_t s,
                             const Sequence& sequence, int64_t token, int64_t num_splits) {
@@ -122,7 +122,7 @@ __device__ void MergeSplits(const Params& p, const Scratch& scratch, int64_t s,
   }
 }
 
-// Each block takes neighbouring tokens.
+// Each thread block takes adjacent tokens.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 2) Finish(Params p, Scratch scratch) {
   const Batch batch(p, reinterpret_cast<int*>(gpu::SharedMemory()));

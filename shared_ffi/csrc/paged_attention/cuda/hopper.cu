@@ -1,4 +1,4 @@
-// Compiled for sm_90a alone, for each type and head size on its own.
+// Compiled for sm_90a only, once for each type and head size.
 #include "hopper.cuh"
 #include "kernels.cuh"
 

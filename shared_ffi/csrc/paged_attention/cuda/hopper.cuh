@@ -1,13 +1,14 @@
-// Attention of long queries on sm_90a, where a warpgroup of four warps multiplies 64 rows at a time
-// and reads K and V where they lie in shared memory.
+// Attention of long queries on sm_90a. A warpgroup of four warps multiplies 64 rows at a time and
+// reads K and V directly from shared memory.
 //
-// A block has three warpgroups. One, the producer, finds the items and copies their tiles of K and
-// V; the others, the consumers, each take 64 rows of an item through all of its tiles. They meet at
-// barriers in shared memory only: one says that a place is filled, another that it is free again.
-// So the producer is ahead by as many tiles as there is memory for, across items too.
+// A thread block has three warpgroups. The producer finds the work items and copies their KV tiles
+// to shared memory. The two consumers each compute 64 rows of an item over all of its KV tiles.
+// They synchronize only by barriers in shared memory: one says that a place in memory is filled,
+// another that it is free again. The producer thus runs ahead by as many KV tiles as there is
+// memory for, across items too.
 //
-// A consumer starts the product of the next tile's keys before that of this tile's values, and
-// turns the next logits into weights while the values are multiplied.
+// A consumer starts the product with the next tile's keys before the product with this tile's
+// values. It turns the next logits into weights while the values are multiplied.
 #pragma once
 
 #include "softmax.cuh"
@@ -15,12 +16,12 @@
 namespace xla_gpu::paged_attention {
 
 inline constexpr int kConsumers = 2;
-inline constexpr int kConsumerRows = 64;  // of a warpgroup's product
+inline constexpr int kConsumerRows = 64;  // rows of a warpgroup's product
 inline constexpr int kHopperRows = kConsumers * kConsumerRows;
 inline constexpr int kHopperThreads = (1 + kConsumers) * kThreads;
 
-// Registers of a thread. A block starts with as many as a multiprocessor has, the same for all of
-// its threads; then the producer leaves most of its own to the consumers.
+// Registers per thread. A thread block starts with all registers of a multiprocessor, divided
+// evenly. Then the producer gives most of its share to the consumers.
 inline constexpr int kLaunchRegisters = 64 * 1024 / kHopperThreads / 8 * 8;
 inline constexpr int kProducerRegisters = 56;
 inline constexpr int kConsumerRegisters = 224;
@@ -28,13 +29,14 @@ static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                   (1 + kConsumers) * kLaunchRegisters,
               "consumers would wait for registers for ever");
 
-// Barriers of the block, besides the schedule's.
+// Named barriers of the thread block, besides the schedule's.
 inline constexpr int kBothConsumers = 1;
-inline constexpr int kOneConsumer = 2;  // and the next, for the second
+inline constexpr int kOneConsumer = 2;  // the first consumer's; the second has the next one
 
-// Rows of 16-bit elements as a warpgroup's product reads them from shared memory: blocks of 64
-// columns one after the other, each with rows of 128 bytes, whose eight chunks of 16 bytes are
-// exchanged by the row's number. That keeps chunks of one column in different banks.
+// The layout in shared memory of rows of 16-bit elements, as a warpgroup's product reads them.
+// Groups of 64 columns lie one after the other; within a group a row has 128 bytes. A row's eight
+// chunks of 16 bytes are permuted (swizzled) by the row's number, so that the chunks of one column
+// lie in different banks.
 template <typename T, int kRows, int kColumns>
 struct SwizzledRows {
   static constexpr int kBlockColumns = 64;
@@ -48,20 +50,21 @@ struct SwizzledRows {
     return chunk / 8 * kBlockElements + row * kBlockColumns + (chunk % 8 ^ row % 8) * kChunk;
   }
 
-  // Of all rows' columns [column, column + 16), which a product adds up over.
+  // Descriptor of the columns [column, column + 16) of all rows, which a product sums over.
   static __device__ __forceinline__ uint64_t Columns(const T* rows, int column) {
     const T* begin = rows + column / kBlockColumns * kBlockElements + column % kBlockColumns;
     return Descriptor(begin, 0);
   }
 
-  // Of the rows [row, row + 16), which a product adds up over, with all their columns.
+  // Descriptor of the rows [row, row + 16) with all their columns; a product sums over the rows.
   static __device__ __forceinline__ uint64_t Rows(const T* rows, int row) {
     return Descriptor(rows + row * kBlockColumns, kBlockElements * sizeof(T));
   }
 
  private:
-  // PTX ISA, "Matrix Descriptor Format" of wgmma: start, bytes to the next 64 columns and to the
-  // next 8 rows, each divided by 16; then the swizzle of 128 bytes.
+  // PTX ISA, "Matrix Descriptor Format" of wgmma: the start address, the bytes to the next 64
+  // columns and the bytes to the next 8 rows, each divided by 16; then the code for 128-byte
+  // swizzling.
   static __device__ __forceinline__ uint64_t Descriptor(const T* begin, uint64_t block_bytes) {
     const uint64_t group_bytes = 8 * kBlockColumns * sizeof(T);
     return gpu::SharedAddress(begin) >> 4 | block_bytes >> 4 << 16 | group_bytes >> 4 << 32 |
@@ -69,18 +72,18 @@ struct SwizzledRows {
   }
 };
 
-// Counts what goes through a ring of kPlaces places: where the next lies, and in which round.
+// A position in a ring buffer of kPlaces places: the place, and the round through the ring.
 template <int kPlaces>
 struct Turn {
   int place = 0;
-  int round = 0;  // its parity
+  int round = 0;  // parity of the round
 
   __device__ __forceinline__ Turn Next() const {
     return place + 1 == kPlaces ? Turn{0, round ^ 1} : Turn{place + 1, round};
   }
 };
 
-// Barriers of a ring: `filled` by those who write a place, `freed` by those who read it.
+// The barriers of a ring buffer. Writers of a place arrive at `filled`, readers at `freed`.
 template <int kPlaces>
 struct Ring {
   gpu::Barrier filled[kPlaces];
@@ -93,24 +96,24 @@ struct Ring {
     }
   }
   __device__ __forceinline__ void WaitFreed(Turn<kPlaces> turn) {
-    gpu::WaitForPhase(&freed[turn.place], turn.round ^ 1);  // passes in the first round
+    gpu::WaitForPhase(&freed[turn.place], turn.round ^ 1);  // returns at once in the first round
   }
   __device__ __forceinline__ void WaitFilled(Turn<kPlaces> turn) {
     gpu::WaitForPhase(&filled[turn.place], turn.round);
   }
-  // By each warp of the readers.
+  // Each warp of the readers calls it.
   __device__ __forceinline__ void Free(Turn<kPlaces> turn) {
     gpu::SyncWarp();
     if (threadIdx.x % gpu::kWarpSize == 0) gpu::Arrive(&freed[turn.place]);
   }
 };
 
-// The shared memory of a block.
+// The shared memory of a thread block.
 template <typename T, int kHeadSize>
 struct HopperShared {
   static constexpr int kTile = 128;                        // positions
-  static constexpr int kStages = kHeadSize <= 64 ? 4 : 2;  // tiles in memory
-  static constexpr int kItems = 2;                         // items that consumers may be at
+  static constexpr int kStages = kHeadSize <= 64 ? 4 : 2;  // KV tiles in memory
+  static constexpr int kItems = 2;                         // work items in memory
   using QueryRows = SwizzledRows<T, kConsumerRows, kHeadSize>;
   using CacheRows = SwizzledRows<T, kTile, kHeadSize>;
   using TileTurn = Turn<kStages>;
@@ -122,10 +125,10 @@ struct HopperShared {
   Ring<kStages> keys_ring;
   Ring<kStages> values_ring;
   Ring<kItems> items_ring;
-  Item items[kItems];  // without rows: there are no more
+  Item items[kItems];  // num_rows = 0 marks the end
   Schedule::Shared schedule;
 
-  // By one thread.
+  // One thread calls it.
   __device__ void Init() {
     keys_ring.Init(kThreads, kConsumers * kWarps);
     values_ring.Init(kThreads, kConsumers * kWarps);
@@ -133,7 +136,7 @@ struct HopperShared {
   }
 };
 
-// The tiles that an item's positions lie in.
+// The KV tiles [begin, end) that hold a work item's positions.
 struct Tiles {
   int32_t begin;
   int32_t end;
@@ -201,8 +204,8 @@ class HopperProducer {
     }
   }
 
-  // A warp copies the positions that its lanes have found, eight lanes 128 bytes of one. Zeros
-  // where there is no slot, and in the columns past head_size.
+  // A warp copies the positions whose slots its lanes have found; eight lanes copy 128 bytes of one
+  // position. Positions without a slot and columns past head_size become zeros.
   __device__ void CopyTile(const T* cache, int64_t slot_of_lane, T* tile) const {
     const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
 #pragma unroll 1  // the copies overlap all the same
@@ -221,10 +224,10 @@ class HopperProducer {
   const Params& p_;
   const Scratch& scratch_;
   Shared& shared_;
-  typename Shared::TileTurn turn_;  // of the next tile
+  typename Shared::TileTurn turn_;  // the next KV tile's
 };
 
-// One item, by a consumer.
+// Computes a consumer's rows of one work item.
 template <typename T, int kHeadSize>
 class HopperItem {
   using Shared = HopperShared<T, kHeadSize>;
@@ -246,7 +249,8 @@ class HopperItem {
                  first_row_ + static_cast<int>(threadIdx.x) % kThreads / gpu::kWarpSize * 16 +
                      Lane() / 4) {}
 
-  // The turn of the item's first tile becomes that of the next item's.
+  // `turn` is the turn of the item's first KV tile, and becomes that of the next item's first KV
+  // tile.
   __device__ void Compute(TileTurn* turn) {
     const Tiles tiles(item_, kTile);
     if (tiles.begin < tiles.end) {
@@ -305,7 +309,7 @@ class HopperItem {
     gpu::SyncThreads(barrier_, kThreads);
   }
 
-  // logits = q k^T, under way.
+  // Starts logits = q k^T.
   __device__ void StartLogits(TileTurn turn, float (&logits)[kTile / 8][4]) {
     shared_.keys_ring.WaitFilled(turn);
     gpu::FenceAsyncProxy();
@@ -320,7 +324,7 @@ class HopperItem {
     gpu::CommitProducts();
   }
 
-  // sums += weights * v, under way.
+  // Starts sums += weights * v.
   __device__ void StartSums(TileTurn turn, uint32_t (&weights)[kTile / 16][4]) {
     gpu::KeepRegisters(weights);
     gpu::FenceProducts(sums_);
@@ -332,14 +336,14 @@ class HopperItem {
     gpu::CommitProducts();
   }
 
-  // Logits of a tile become weights.
+  // Turns the logits of a KV tile into weights.
   __device__ void Weigh(int32_t tile, float (&logits)[kTile / 8][4], float (&shrinks)[2]) {
     const int32_t begin = tile * kTile, end = begin + kTile;
     softmax_.ToLogits(begin, /*masked=*/!common_.Contains(begin, end), logits);
     softmax_.Weigh(logits, shrinks);
   }
 
-  // Rounded to 16 bits, as the left side of a product: of each 16 positions.
+  // Rounds weights to 16 bits, laid out as the left operand of a product over each 16 positions.
   static __device__ __forceinline__ void Pack(const float (&from)[kTile / 8][4],
                                               uint32_t (&to)[kTile / 16][4]) {
 #pragma unroll
@@ -360,9 +364,9 @@ class HopperItem {
     }
   }
 
-  // A weight of zero does not keep an infinite or NaN value from a row's sum. Where a tile holds
-  // some, they are added to the rows that attend to them, and then taken out of the tile: by both
-  // consumers together, who share it.
+  // A weight of zero times an infinite or NaN value would spoil a row's sum. If a KV tile holds
+  // such values, this adds them to the rows that attend to them and then sets them to zero in the
+  // tile. Both consumers do it together, because they share the tile.
   __device__ void SetAsideNonFinite(int32_t begin, T* values) {
     constexpr int kBoth = kConsumers * kThreads;
     const int thread = static_cast<int>(threadIdx.x) - kThreads;
@@ -394,7 +398,7 @@ class HopperItem {
     gpu::SyncThreads(kBothConsumers, kBoth);
   }
 
-  // The lane's columns of its row r.
+  // Writes the lane's columns of its row r.
   __device__ __forceinline__ void WriteRow(int r) {
     const RowState state = softmax_.State(r);
     const int row = first_row_ + static_cast<int>(threadIdx.x) % kThreads / gpu::kWarpSize * 16 +
@@ -406,7 +410,8 @@ class HopperItem {
     const float weight = gpu::Exp2(state.max - shift);
     const float sum = gpu::Exp2(sink - shift) + weight * state.sum;
     const RowRange& range = softmax_.Range(r);
-    const float divisor = range.begin < range.end ? sum : 1.0f;  // else the sum of values is zero
+    const float divisor =
+        range.begin < range.end ? sum : 1.0f;  // without positions the sum of values is zero
     const float factor = weight / divisor;
     if (Lane() % 4 == 0) {
       WriteLse(p_, item_.first_token + place.token, place.head, {max, sum});
@@ -424,11 +429,11 @@ class HopperItem {
   const Item& item_;
   Shared& shared_;
   T* const query_;
-  const int barrier_;    // of this consumer's threads
-  const int first_row_;  // of the item, that this consumer has
+  const int barrier_;    // for this consumer's threads
+  const int first_row_;  // this consumer's first row of the item
   const CommonRange common_;
   Softmax softmax_;
-  float sums_[kHeadSize / 8][4] = {};  // as logits lie, with columns in place of positions
+  float sums_[kHeadSize / 8][4] = {};  // laid out as logits, with columns in place of positions
 };
 
 template <typename T, int kHeadSize>

@@ -1,4 +1,4 @@
-// The attention kernels that are compiled, to choose from.
+// The compiled attention kernels, and the choice among them.
 #pragma once
 
 #include <type_traits>
@@ -13,22 +13,22 @@ namespace xla_gpu::paged_attention {
 struct AttentionKernel {
   gpu::Kernel<Params, Scratch, QueryLengths> kernel;
   int64_t rows_per_item;
-  int warp_rows = 0;  // of the tensor cores' kernel
+  int warp_rows = 0;  // TensorCoreAttention: groups of 16 rows
 };
 
-// Defined in tensor_core.cu, which is compiled once for each of them. T: of the query; C: of the
-// cache.
+// Defined in tensor_core.cu, which is compiled once for each combination. T: type of the query. C:
+// type of the cache.
 template <typename T, typename C, int kHeadSize>
 AttentionKernel TensorCoreKernelOf(const Params& p);
 
-// Defined in hopper.cu, likewise.
+// Defined in hopper.cu, which is compiled once for each combination.
 template <typename T, int kHeadSize>
 AttentionKernel HopperKernelOf();
 
-// Those that it is compiled for, ascending; none, unless the build is for sm_90a.
+// Head sizes of the Hopper kernel, ascending; empty unless the build is for sm_90a.
 using HopperHeadSizes = std::integer_sequence<int XLA_GPU_HOPPER_HEAD_SIZES>;
 
-// Those that the tensor cores' kernel is compiled for, ascending.
+// Head sizes of the tensor core kernel, ascending.
 template <typename C>
 using TensorCoreHeadSizes =
     std::conditional_t<kIs8Bit<C>,
@@ -46,7 +46,7 @@ AttentionKernel SmallestTensorCoreKernel(const Params& p,
   return TensorCoreKernelOf<T, C, kHeadSize>(p);
 }
 
-// The kernel for the smallest compiled head size that holds p's.
+// The kernel with the smallest compiled head size that is at least p.head_size.
 template <typename T, typename C>
 AttentionKernel TensorCoreKernel(const Params& p) {
   return SmallestTensorCoreKernel<T, C>(p, TensorCoreHeadSizes<C>());

@@ -1,5 +1,5 @@
-// What both attention kernels do with the rows of an item besides attending: the mask before, and
-// writing what was found after.
+// What all attention kernels need for the rows of a work item: mask, slots and biases before the
+// products, and writing results after them.
 #pragma once
 
 #include <type_traits>
@@ -12,7 +12,7 @@ inline constexpr float kLog2E = 1.44269504088896340736f;
 inline constexpr float kLn2 = 0.69314718055994530942f;
 inline constexpr float kInfinity = __builtin_huge_valf();
 
-// A row's query token, counted from its sequence's first, and query head.
+// A row's query token, counted from the first of its sequence, and its query head.
 struct RowPlace {
   int64_t token;
   int64_t head;
@@ -24,7 +24,7 @@ struct RowPlace {
   }
 };
 
-// The positions [begin, end) of an item that one of its rows attends to.
+// The positions [begin, end) of a work item that one of its rows attends to.
 struct RowRange {
   int32_t begin;
   int32_t end;
@@ -39,24 +39,24 @@ struct RowRange {
   __device__ bool Contains(int32_t position) const { return begin <= position && position < end; }
 };
 
-// Where a position's row of kv head 0 lies in the cache, in elements; -1 where it is not wanted, or
-// the table leads outside the pool.
+// The offset in the cache, in elements, of a position's row of kv head 0. -1 if the position is not
+// needed, or its block id is outside the pool.
 struct PlainSlot {
   int64_t offset = -1;
 };
 
-// With what an item's K and V of 8 bits are multiplied by.
+// A slot of an 8-bit cache, with the scales of the work item's kv head.
 struct ScaledSlot {
   int64_t offset = -1;
   float k_scale = 1;
   float v_scale = 1;
 };
 
-// In a cache of type C.
+// The slot of a cache of type C.
 template <typename C>
 using Slot = std::conditional_t<kIs8Bit<C>, ScaledSlot, PlainSlot>;
 
-// Sets *is_bad where the table leads outside the pool.
+// Finds the slot of a position. Sets *is_bad if its block id is outside the pool.
 template <typename C>
 __device__ __forceinline__ Slot<C> FindSlot(const Params& p, const Item& item, int32_t position,
                                             bool* is_bad) {
@@ -77,7 +77,7 @@ __device__ __forceinline__ Slot<C> FindSlot(const Params& p, const Item& item, i
   return slot;
 }
 
-// The K and the V of a slot and kv head.
+// The K, and the V, of a slot and kv head.
 template <typename T>
 __device__ __forceinline__ const T* KeyOf(const Params& p, int64_t slot, int64_t kv_head) {
   return static_cast<const T*>(p.cache.keys) + slot + kv_head * p.cache.head_stride;
@@ -87,13 +87,13 @@ __device__ __forceinline__ const T* ValueOf(const Params& p, int64_t slot, int64
   return static_cast<const T*>(p.cache.values) + slot + kv_head * p.cache.head_stride;
 }
 
-// Offset of a row's query, and of its output.
+// The offset of a row in query and output.
 __device__ __forceinline__ int64_t RowOffset(const Params& p, const Item& item, int64_t row) {
   const RowPlace place(p, item, row);
   return ((item.first_token + place.token) * p.num_heads + place.head) * p.head_size;
 }
 
-// What ALiBi takes from a row's logits, in units of log2(e).
+// What ALiBi subtracts from a row's logits, in units of log2(e).
 class AlibiBias {
  public:
   __device__ AlibiBias(const Params& p, const Item& item, int64_t row) : slope_(0), position_(0) {
@@ -109,10 +109,10 @@ class AlibiBias {
 
  private:
   float slope_;
-  int32_t position_;  // of the row
+  int32_t position_;  // the row's
 };
 
-// Calls what(Q()) for the type of query and output, where the cache's is T: the same, unless that
+// Calls what(Q()) for the type Q of query and output. T is the type of the cache; Q is T unless T
 // has 8 bits.
 template <typename T, typename Do>
 __device__ __forceinline__ void WithQueryType(const Params& p, const Do& what) {
@@ -132,12 +132,13 @@ __device__ inline float SinkOf(const Params& p, int64_t head) {
   return p.sinks == nullptr ? -kInfinity : p.sinks[head] * kLog2E;
 }
 
-// Of a finished row, by one thread.
+// Writes the log-sum-exp of a finished row. One thread calls it.
 __device__ inline void WriteLse(const Params& p, int64_t token, int64_t head, const RowState& row) {
   if (p.lse != nullptr) p.lse[token * p.num_heads + head] = (row.max + log2f(row.sum)) * kLn2;
 }
 
-// What `num_parts` warps found for the same rows at different positions, in shared memory.
+// The partial results, in shared memory, of `num_parts` warps for the same rows at different
+// positions.
 struct Parts {
   int num_parts;
   const RowState* states;  // [num_parts, rows]
@@ -146,8 +147,8 @@ struct Parts {
   int stride;
 };
 
-// Adds the parts up in their order and writes the rows: to the output, or, of a split, to the
-// scratch.
+// Merges the parts in their order and writes the rows: to the output, or to the scratch if the work
+// item is a split.
 template <typename T>
 __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& item,
                           const Parts& parts, bool is_bad) {
@@ -170,7 +171,8 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
       sum += weights[part] * state.sum;
     }
     const RowRange range(p, item, row);
-    const float divisor = range.begin < range.end ? sum : 1.0f;  // else the sum of values is zero
+    const float divisor =
+        range.begin < range.end ? sum : 1.0f;  // without positions the sum of values is zero
     const int64_t index = scratch.Index(p, scratch.Place(p, item.sequence, place.token, token),
                                         place.head, item.split);
     T* output = static_cast<T*>(p.output) + RowOffset(p, item, row);

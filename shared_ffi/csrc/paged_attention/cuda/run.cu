@@ -10,7 +10,8 @@
 namespace xla_gpu::paged_attention {
 namespace {
 
-// Blocks that finish: enough to fill the GPU, each with as few tokens as that leaves.
+// Thread blocks of the Finish kernel: enough to fill the GPU, and no more tokens per block than
+// that leaves.
 constexpr int kFinishBlocksPerMultiprocessor = 8;
 constexpr int kFinishSharedBytes = kWarps * sizeof(int);
 
@@ -29,7 +30,8 @@ AttentionKernel CudaCoreKernel(const Params& p) {
   return CudaCoreKernelOf<T, 16>();
 }
 
-// Those of a cache of type C, for calls with any number of queries and with one.
+// Adds the tensor core kernels for a cache of type C: for any query length, and for one query
+// token.
 template <typename C, int... kHeadSizes>
 void AddTensorCoreLaunches(std::integer_sequence<int, kHeadSizes...>,
                            std::vector<KernelLaunch>* launches) {
@@ -45,7 +47,7 @@ void AddTensorCoreLaunches(std::integer_sequence<int, kHeadSizes...>,
   }
 }
 
-// The tensor cores' kernels copy rows 16 bytes at a time; that for Hopper writes 4.
+// The tensor core kernels copy rows 16 bytes at a time; the Hopper kernel writes 4 bytes at a time.
 template <typename C>
 bool IsAligned(const Params& p) {
   for (const int64_t size :
@@ -60,7 +62,7 @@ bool IsAligned(const Params& p) {
   return true;
 }
 
-// T: of the query; C: of the cache.
+// T: type of the query. C: type of the cache.
 template <typename T, typename C>
 AttentionKernel KernelOf(const Params& p) {
   if constexpr (sizeof(T) == 2) {
@@ -102,7 +104,7 @@ bool FindHopperKernel(const Params& p, std::integer_sequence<int, kHeadSizes...>
   return (take(p.head_size <= kHeadSizes, HopperKernelOf<T, kHeadSizes>()) || ...);
 }
 
-// Whether long queries of the call have a kernel of their own, and which.
+// Returns whether this call's long queries have a kernel of their own, and sets *kernel to it.
 template <typename T>
 bool FindPrefillKernel(const Params& p, AttentionKernel* kernel) {
   if constexpr (sizeof(T) == 2) {

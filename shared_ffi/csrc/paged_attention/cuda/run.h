@@ -9,27 +9,27 @@
 
 namespace xla_gpu::paged_attention {
 
-// Queues the work on a CUDA stream; two kernels, or three, and nothing waits for them. Null, or why
-// that failed. Lengths and tables are read by the kernels, which stay inside the arrays whatever
-// they hold: the rows of a sequence with faulty ones are NaN.
+// Queues two or three kernels on a CUDA stream and waits for nothing. Returns null, or the message
+// of the error. The kernels read lengths and tables on the device and stay inside the arrays
+// whatever these hold: a sequence with faulty ones gets rows of NaN.
 const char* RunOnCuda(const Params& params, const Scratch& scratch, void* stream);
 
-// Kernels of this build that can take sequences with more queries than are split: "any" takes all
-// others, too; "hopper", which is not yet proven on a GPU, only what the device and the call allow.
+// Kernels of this build for long queries, whose sequences are not split. "any" also runs all other
+// sequences. "hopper" is not yet proven on a GPU; it runs where the device and the call allow it.
 XLA_GPU_EXPORT std::vector<std::string> CudaPrefills();
 
-// Uses one of them from now on; "any" is the default. False if it is not among them.
+// Uses one of these kernels from now on; the default is "any". Returns false for an unknown name.
 XLA_GPU_EXPORT bool ChooseCudaPrefill(const std::string& name);
 
-// The one in use.
+// The kernel in use.
 XLA_GPU_EXPORT std::string CudaPrefill();
 
 // How a kernel of this build is launched.
 struct KernelLaunch {
   const char* kernel;
-  int size;         // of the instantiation: a head size, or columns
-  int cache_bytes;  // of an element of the cache; 0: any
-  int warp_rows;    // the tensor cores' kernel: for how many groups of 16 rows
+  int size;         // of the template: a head size, or columns per lane
+  int cache_bytes;  // bytes of a cache element; 0: any
+  int warp_rows;    // TensorCoreAttention: groups of 16 rows
   int num_threads;
   int shared_bytes;
 };

@@ -1,6 +1,6 @@
-// Which part of the work each block does, found by the blocks themselves from the lengths on the
-// device: the host never reads them. The grid is what the GPU holds at once, and each block takes
-// every gridDim.x-th item.
+// Divides the work into items. The thread blocks find their items themselves from the lengths on
+// the device; the host never reads these. The grid is as large as the GPU can hold at once, and
+// each thread block takes every gridDim.x-th item.
 #pragma once
 
 #include "../../gpu/device.cuh"
@@ -11,20 +11,21 @@ namespace xla_gpu::paged_attention {
 inline constexpr int kThreads = 128;
 inline constexpr int kWarps = kThreads / gpu::kWarpSize;
 
-// Where the threads of a schedule meet: of a block with more, the first kThreads.
+// The barrier of a schedule's threads: the first kThreads of a thread block.
 inline constexpr int kScheduleBarrier = 0;
 
-// Rows of one sequence that read kv head `kv_head` at the positions of one split. Row r is the
-// sequence's query token r / group, query head kv_head * group + r % group.
+// A work item: a query tile of one sequence, the kv head that its rows read, and the positions of
+// one split. Row r of the sequence and kv head is query token r / group, query head kv_head * group
+// + r % group.
 struct Item {
   int32_t sequence;
   int32_t kv_head;
   int64_t first_row;
   int32_t num_rows;
-  int32_t first_token;     // of the sequence, in the batch
-  int32_t first_position;  // of the sequence's first query token
+  int32_t first_token;     // the sequence's first token in the batch
+  int32_t first_position;  // position of the sequence's first query token
   int32_t context_len;     // of the sequence
-  int32_t begin;           // positions, those that any of the rows attends to
+  int32_t begin;           // [begin, end): the positions that any of the rows attends to
   int32_t end;
   int32_t split;
   int32_t num_splits;
@@ -32,7 +33,7 @@ struct Item {
 
 __device__ inline int64_t Group(const Params& p) { return p.num_heads / p.num_kv_heads; }
 
-// Where the first and the last of an item's rows stand.
+// The positions of the first and of the last row of a work item.
 __device__ inline int64_t FirstPosition(const Params& p, const Item& item) {
   return item.first_position + item.first_row / Group(p);
 }
@@ -41,13 +42,14 @@ __device__ inline int64_t LastPosition(const Params& p, const Item& item) {
   return item.first_position + (item.first_row + item.num_rows - 1) / Group(p);
 }
 
-// The number of sequences, or -1 where what the device holds is no such number.
+// The number of sequences, or -1 if the number on the device is not from 0 to max_seqs.
 __device__ inline int64_t NumSeqs(const Params& p) {
   const int64_t num_seqs = *p.num_seqs;
   return num_seqs <= p.max_seqs ? Larger(num_seqs, -1) : -1;
 }
 
-// Whether query_start_loc gives sequence s a place in the batch, if it did so for those before it.
+// Whether query_start_loc gives sequence s a valid range of tokens, if it does so for all sequences
+// before it.
 __device__ inline bool HasRows(const Params& p, int64_t s) {
   const int64_t start = p.query_start_loc[s], end = p.query_start_loc[s + 1];
   return 0 <= start && start <= end && end <= p.num_tokens;
@@ -63,7 +65,7 @@ struct Sequence {
         q_len(p.query_start_loc[s + 1] - first_token),
         context_len(p.context_lens[s]) {}
 
-  // Whether the lengths agree with each other and with the table.
+  // Whether the lengths agree with each other and with the block table.
   __device__ bool IsLegal(const Params& p) const {
     const bool is_long_enough = p.window_right == 0 ? q_len <= context_len : context_len >= 0;
     if (p.max_query_len != 0 && q_len > p.max_query_len) return false;
@@ -75,7 +77,7 @@ struct Sequence {
     return (q_len > MaxSplitTokens(p)) == (lengths == QueryLengths::kLong);
   }
 
-  // First position attended to, rounded down to where a tile begins.
+  // The first position attended to, rounded down to the beginning of a KV tile.
   __device__ int64_t Begin(const Params& p) const {
     return p.WindowBegin(context_len - q_len) / kTileAlignment * kTileAlignment;
   }
@@ -90,9 +92,10 @@ struct Sequence {
   }
 };
 
-// Items of a sequence have at most `max_rows` rows: whole tokens, unless one token has more.
+// The query tiles of a sequence and kv head. A tile has at most `max_rows` rows and holds whole
+// tokens, unless one token has more rows than that.
 struct RowTiles {
-  int64_t rows;  // of each but the last of a token or of the sequence
+  int64_t rows;  // rows of a tile; the last tile of a token or of the sequence may have fewer
   int64_t tiles_per_token;
   int64_t count;
 
@@ -116,12 +119,12 @@ struct RowTiles {
   }
 };
 
-// Finds items by their number. Numbers run through the sequences; their items are counted by a
-// scan, for as many sequences at a time as the block has threads.
+// Finds work items by their number. Items are numbered sequence by sequence. A parallel scan counts
+// them for a window of kThreads sequences at a time.
 class Schedule {
  public:
   struct Shared {
-    int64_t ends[kThreads];  // number of the first item after each sequence of the window
+    int64_t ends[kThreads];  // for each sequence of the window, the number after its last item
     int64_t warp_counts[kWarps];
     int warp_broken[kWarps];
     Item item;
@@ -132,8 +135,8 @@ class Schedule {
     CountWindow(0);
   }
 
-  // The item, or null when there is none; it lies in shared memory, until the next call. Called by
-  // all threads, with ever larger numbers. A barrier.
+  // Returns an item in shared memory, valid until the next call, or null after the last item. All
+  // threads call it, with increasing numbers. Also a barrier.
   __device__ const Item* Find(int64_t number) {
     while (number >= shared_.ends[kThreads - 1]) {
       if (is_last_) return nullptr;
@@ -150,7 +153,7 @@ class Schedule {
 
   struct Count {
     int64_t items;
-    int broken;  // a sequence has no place: neither it nor any later one has items
+    int broken;  // a sequence has no valid range: it and all later ones have no items
 
     __device__ Count Then(const Count& next) const {
       return {items + (broken ? 0 : next.items), broken | next.broken};
@@ -201,8 +204,8 @@ class Schedule {
     is_last_ = all.broken || window + kThreads >= num_seqs_;
   }
 
-  // Of a sequence's items, the tiles with most positions come first; kv heads, which lie side by
-  // side in the cache, follow each other.
+  // The query tiles with the most positions come first. Items of the same positions and adjacent kv
+  // heads, which are adjacent in the cache, are consecutive.
   __device__ void FindInSequence(int64_t s, int64_t number, Item* item) const {
     const Sequence sequence(p_, s);
     const RowTiles tiles(p_, sequence.q_len, max_rows_);
@@ -236,7 +239,7 @@ class Schedule {
   bool is_last_ = false;
 };
 
-// Most items that any lengths can give; bounds the grid.
+// The largest number of items for any lengths. It bounds the grid.
 inline int64_t MaxItems(const Params& p, const Scratch& scratch, int64_t max_rows) {
   const int64_t group = p.num_heads / p.num_kv_heads;
   const int64_t tokens_per_item = Larger(1, max_rows / group);

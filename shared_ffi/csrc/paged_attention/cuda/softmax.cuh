@@ -1,5 +1,6 @@
-// The softmax of the tensor cores' kernels, on logits as products leave them in registers: of each
-// 8 positions a lane has 2 * (lane % 4) and the next, for two rows that are 8 apart.
+// Online softmax of the tensor core kernels, on logits in the registers where the products leave
+// them. Of each 8 positions, a lane holds 2 * (lane % 4) and the next one, for two rows that are 8
+// apart.
 #pragma once
 
 #include "rows.cuh"
@@ -8,14 +9,14 @@ namespace xla_gpu::paged_attention {
 
 class Softmax {
  public:
-  // `row`: the lane's first, of the item.
+  // `row`: the lane's first row in the work item.
   __device__ Softmax(const Params& p, const Item& item, int row)
       : p_(p), item_(item), row_(row), ranges_{{p, item, row}, {p, item, row + 8}} {}
 
-  // Of the row and of the one 8 below.
+  // r = 0: the lane's first row; r = 1: the row 8 below.
   __device__ const RowRange& Range(int r) const { return ranges_[r]; }
 
-  // What the row has seen so far, the sum by all lanes that have positions of it.
+  // The row's largest logit and sum so far, the sum over all lanes that hold positions of the row.
   __device__ RowState State(int r) const {
     float sum = states_[r].sum;
     sum += gpu::ShuffleXor(sum, 1);
@@ -23,7 +24,7 @@ class Softmax {
     return {states_[r].max, sum};
   }
 
-  // Calls what(n, e, j) for each logit of the lane: element e of block n, of position j.
+  // Calls what(n, e, j) for each logit of the lane: element e of group n, which is position j.
   template <int kBlocks, typename Do>
   static __device__ __forceinline__ void ForEach(const Do& what) {
     const int lane = threadIdx.x % gpu::kWarpSize;
@@ -34,8 +35,8 @@ class Softmax {
     }
   }
 
-  // Turns q . k of the positions from `begin` on into logits in units of log2(e), and, where some
-  // are `masked`, those of positions that a row does not attend to into -inf.
+  // Turns q . k into logits in units of log2(e); the first is that of position `begin`. If
+  // `masked`, sets the logits of positions that a row does not attend to to -inf.
   template <int kBlocks>
   __device__ void ToLogits(int32_t begin, bool masked, float (&logits)[kBlocks][4]) const {
     constexpr int kKeys = kBlocks * 8;
@@ -61,7 +62,8 @@ class Softmax {
     if (p_.alibi_slopes != nullptr) AddBias(begin, logits);
   }
 
-  // Turns logits into weights 2^(logit - max), and gives the factors by which sums so far shrink.
+  // Turns logits into weights 2^(logit - max). Returns in `shrinks` the factors that rescale the
+  // sums so far.
   template <int kBlocks>
   __device__ void Weigh(float (&logits)[kBlocks][4], float (&shrinks)[2]) {
 #pragma unroll
@@ -84,11 +86,11 @@ class Softmax {
           sum += logits[n][e];
         }
       }
-      states_[r] = {max, sum};  // the sum of this lane's positions only, until the end
+      states_[r] = {max, sum};  // only this lane's positions; State adds up the lanes
     }
   }
 
-  // Sums lie as logits do, with columns in place of positions.
+  // Rescales sums, which are laid out as logits, with columns in place of positions.
   template <int kBlocks>
   static __device__ __forceinline__ void Shrink(const float (&shrinks)[2],
                                                 float (&sums)[kBlocks][4]) {
@@ -106,8 +108,8 @@ class Softmax {
     ForEach<kBlocks>([&](int n, int e, int j) { logits[n][e] -= biases[e / 2].At(begin + j); });
   }
 
-  // The logits, capped, in units of log2(e). tanh(x) = 1 - 2 / (1 + e^2x) is off by some 2^-23, far
-  // less than rounding the weights to 16 bits.
+  // Caps the logits and turns them into units of log2(e). tanh(x) = 1 - 2 / (1 + e^2x) has an error
+  // of about 2^-23, far less than the rounding of weights to 16 bits.
   template <int kBlocks>
   __device__ void Cap(float (&logits)[kBlocks][4]) const {
     const float exponent = 2 * kLog2E * p_.scale / p_.soft_cap, cap = p_.soft_cap * kLog2E;
@@ -128,7 +130,7 @@ class Softmax {
   RowState states_[2] = {{-kInfinity, 0}, {-kInfinity, 0}};
 };
 
-// The positions of an item that all of its rows attend to.
+// The positions [begin, end) of a work item that all of its rows attend to.
 struct CommonRange {
   int32_t begin;
   int32_t end;
@@ -138,7 +140,7 @@ struct CommonRange {
         end(static_cast<int32_t>(
             Smaller(item.end, p.WindowEnd(FirstPosition(p, item), item.context_len)))) {}
 
-  // Whether some rows attend to positions of [from, to) that others do not.
+  // Whether some rows attend to positions in [from, to) that other rows do not attend to.
   __device__ bool RowsDiffer(const Item& item, int32_t from, int32_t to) const {
     return begin > max(item.begin, from) || end < min(item.end, to);
   }

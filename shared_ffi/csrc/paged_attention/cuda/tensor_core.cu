@@ -1,11 +1,11 @@
-// Compiled for each type of query and of cache and each head size on its own, so that a build uses
-// all cores.
+// Compiled once for each type of query, type of cache and head size, so that a build uses all
+// cores.
 #include "kernels.cuh"
 #include "tensor_core.cuh"
 
 namespace xla_gpu::paged_attention {
 
-// Whether, by the call's max_query_len, no item has more groups of rows than that.
+// Whether max_query_len promises that no work item has more than `warp_rows` groups of 16 rows.
 inline bool SufficeForAll(const Params& p, int warp_rows) {
   const int64_t rows = int64_t{warp_rows} * kRowsPerWarpTile;
   return p.max_query_len != 0 && p.max_query_len <= rows / (p.num_heads / p.num_kv_heads);

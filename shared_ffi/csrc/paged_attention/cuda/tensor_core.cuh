@@ -1,27 +1,27 @@
-// Attention on tensor cores, for queries of float16 and bfloat16: any GPU since sm_80.
+// Attention on tensor cores for float16 and bfloat16 queries, on any GPU from sm_80 on.
 //
-// A block takes an item's rows through its positions, a tile of K and V at a time, copied to shared
-// memory while the tiles before are computed. The warps share a tile in one of two ways: with many
-// rows, each warp has 16 of them and all positions; with few, all warps have the same rows and each
-// a part of the positions, added up at the end in a fixed order.
+// A thread block computes the rows of a work item, one KV tile after the other. Later KV tiles are
+// copied to shared memory meanwhile. The warps divide a tile in one of two ways. With many rows,
+// each warp has 16 rows and all positions. With few rows, all warps have the same rows and each has
+// a part of the positions; their partial results are merged at the end in a fixed order.
 //
-// The tiles of a cache of 8 bits are copied as they are; a register with four numbers becomes two
-// of 16 bits right before the product.
+// KV tiles of an 8-bit cache are copied unchanged. A register with four 8-bit numbers becomes two
+// registers of 16-bit numbers right before the product.
 #pragma once
 
 #include "softmax.cuh"
 
 namespace xla_gpu::paged_attention {
 
-inline constexpr int kRowsPerWarpTile = 16;  // of the tensor cores' product
+inline constexpr int kRowsPerWarpTile = 16;  // rows of a tensor core product
 
-// Rows of head_size elements in shared memory, by chunks of 16 bytes. Eight neighbouring rows'
-// chunks of one column must lie in different banks: swizzled where the row is a multiple of all
-// banks, an odd number of chunks apart elsewhere. kHeadSize: the operand's head_size, rounded up to
-// one that is compiled; the columns past it are zero.
+// The layout in shared memory of rows of head_size elements, in chunks of 16 bytes. The chunks of
+// one column in eight adjacent rows must lie in different banks. If a row is a multiple of all
+// banks, chunks are swizzled; otherwise rows are an odd number of chunks apart. kHeadSize is
+// head_size rounded up to a compiled size; the columns past head_size are zero.
 template <typename Element, int kHeadSize>
 struct SharedRows {
-  static constexpr int kChunk = 16 / sizeof(Element);  // elements
+  static constexpr int kChunk = 16 / sizeof(Element);  // elements of a chunk
   static constexpr int kChunks = kHeadSize / kChunk;
   static constexpr bool kIsSwizzled = kChunks % 8 == 0;
   static constexpr int kStride = (kIsSwizzled ? kChunks : kChunks | 1) * kChunk;
@@ -36,19 +36,20 @@ struct SharedRows {
   }
 };
 
-// The shared memory of a block. T: of the query; C: of the cache.
+// The shared memory of a thread block. T: type of the query. C: type of the cache.
 template <typename T, typename C, int kHeadSize>
 struct TensorCoreLayout {
   using QueryRows = SharedRows<T, kHeadSize>;
   using CacheRows = SharedRows<C, kHeadSize>;
   static constexpr int kTile = kHeadSize <= 128 ? 64 : 32;  // positions
-  static constexpr int kStages = kIs8Bit<C> ? 3 : 2;        // tiles in memory
-  static constexpr int kSlotTiles = kStages + 1;            // tiles whose slots are known
-  static constexpr int kFewWarpRows = kTile == 64 ? 1 : 2;  // where each warp has 16 positions
+  static constexpr int kStages = kIs8Bit<C> ? 3 : 2;        // KV tiles in memory
+  static constexpr int kSlotTiles = kStages + 1;            // KV tiles whose slots are in memory
+  static constexpr int kFewWarpRows =
+      kTile == 64 ? 1 : 2;  // if few rows: each warp has 16 positions
   static constexpr int kTileElements = kTile * CacheRows::kStride;
   static constexpr int kTilesBytes = kStages * 2 * kTileElements * static_cast<int>(sizeof(C));
 
-  // With a query of so many rows for each warp.
+  // For a query tile of `warp_rows` groups of 16 rows.
   XLA_GPU_HOST_DEVICE static constexpr int QueryBytes(int warp_rows) {
     return warp_rows * kRowsPerWarpTile * QueryRows::kStride * static_cast<int>(sizeof(T));
   }
@@ -64,10 +65,10 @@ struct TensorCoreLayout {
 
   C* tiles;        // [kStages][K, V][kTile] rows
   T* query;        // [warp_rows * kRowsPerWarpTile] rows
-  Slot<C>* slots;  // [kSlotTiles][kTile], offset -1: zeros instead
+  Slot<C>* slots;  // [kSlotTiles][kTile]; offset -1 gives zeros
   Schedule::Shared* schedule;
   RowState* states;  // [kWarps][kRowsPerWarpTile]
-  float* sums;       // [kWarps][kRowsPerWarpTile][kHeadSize], over tiles and query
+  float* sums;       // [kWarps][kRowsPerWarpTile][kHeadSize], in the memory of tiles and query
 
   __device__ TensorCoreLayout(char* memory, int warp_rows)
       : tiles(reinterpret_cast<C*>(memory)),
@@ -82,20 +83,22 @@ struct TensorCoreLayout {
   __device__ Slot<C>* Slots(int32_t tile) const { return slots + tile % kSlotTiles * kTile; }
 };
 
-// One item, by kWarpRows groups of warps with 16 rows each; the warps of a group share positions.
+// Computes one work item. kWarpRows groups of warps have 16 rows each; the warps of a group divide
+// the positions.
 template <typename T, typename C, int kHeadSize, int kWarpRows>
 class TensorCoreItem {
   using Layout = TensorCoreLayout<T, C, kHeadSize>;
   using QueryRows = typename Layout::QueryRows;
   using CacheRows = typename Layout::CacheRows;
-  // What weights are rounded to. With the scales of a cache of 8 bits in them they need the range.
+  // The type that weights are rounded to. Multiplied by the scales of an 8-bit cache, they need the
+  // range of bfloat16.
   using Weight = std::conditional_t<kIs8Bit<C>, BFloat16, T>;
   static constexpr int kStages = Layout::kStages;
   static constexpr int kParts = kWarps / kWarpRows;
   static constexpr int kTile = Layout::kTile;
-  static constexpr int kKeys = kTile / kParts;  // positions of a tile for each warp
+  static constexpr int kKeys = kTile / kParts;  // positions of a KV tile for each warp
   static constexpr int kRows = kWarpRows * kRowsPerWarpTile;
-  static constexpr int kSteps = kIs8Bit<C> ? 2 : 1;  // of a product over a pair of chunks
+  static constexpr int kSteps = kIs8Bit<C> ? 2 : 1;  // products for each pair of chunks
   static_assert(kKeys % 16 == 0, "the product over positions takes 16 at a time");
 
  public:
@@ -136,7 +139,7 @@ class TensorCoreItem {
   }
 
  private:
-  // Thread j finds position j of a tile.
+  // Thread j finds the slot of position j of a KV tile.
   __device__ Slot<C> FindSlotOf(int32_t tile) {
     const int32_t position = tile * kTile + threadIdx.x;
     if (threadIdx.x >= kTile || position < item_.begin || position >= item_.end) return {};
@@ -169,8 +172,9 @@ class TensorCoreItem {
     uint32_t pair[2];
   };
 
-  // Of 16 columns, a lane's register of 8-bit keys has 4 neighbours, where the product wants 2 and
-  // the 2 that are 8 columns further. The query's columns are put in the same order: any will do.
+  // A lane's register of 8-bit keys holds 4 adjacent columns of 16. The product expects 2 adjacent
+  // columns and the 2 columns that are 8 further. Any order of columns gives the same product, so
+  // the query's columns are permuted to match.
   __device__ void StoreAsKeysLie(int row, int chunk, const FourPairs& columns) {
     const uint32_t(&pair)[4] = columns.pair;
     T* to = layout_.query + chunk % 2 * 4;
@@ -196,7 +200,7 @@ class TensorCoreItem {
   }
 
   __device__ void ComputeTile(int32_t tile) {
-    // First position of the warp's part, and what all rows of the item attend to together.
+    // The first position of the warp's part of the KV tile.
     const int32_t begin = tile * kTile + part_ * kKeys;
     float logits[kKeys / 8][4] = {};
     MultiplyByKeys(layout_.Key(tile), logits);
@@ -213,8 +217,8 @@ class TensorCoreItem {
     AddValues(layout_.Value(tile), logits);
   }
 
-  // logits = q k^T. Lane l holds, of each 8 positions, 2 * (l % 4) and the next, for the rows l / 4
-  // and l / 4 + 8.
+  // logits = q k^T. Of each 8 positions, lane l holds 2 * (l % 4) and the next one, for the rows l
+  // / 4 and l / 4 + 8.
   __device__ void MultiplyByKeys(const C* keys, float (&logits)[kKeys / 8][4]) const {
 #pragma unroll 2
     for (int chunk = 0; chunk < CacheRows::kChunks; chunk += 2) {
@@ -228,7 +232,7 @@ class TensorCoreItem {
 #pragma unroll
       for (int n = 0; n < kKeys / 16; ++n) {
         const int row = part_ * kKeys + n * 16 + lane_ / 16 * 8 + lane_ % 8;
-        uint32_t key[4];  // of both chunks for 8 positions, then for the next 8
+        uint32_t key[4];  // both chunks of 8 positions, then of the next 8
         gpu::LoadMatrices(key, keys + CacheRows::Offset(row, chunk + lane_ / 8 % 2));
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -253,7 +257,7 @@ class TensorCoreItem {
     Softmax::ForEach<kKeys / 8>([&](int n, int e, int j) { logits[n][e] *= slots[j].k_scale; });
   }
 
-  // A weight of zero would not do away with a scale that is NaN.
+  // Positions that are not attended to need a zero here: their scale may be NaN.
   __device__ void ScaleWeights(int32_t tile, int32_t begin, float (&weights)[kKeys / 8][4]) const {
     const Slot<C>* slots = layout_.Slots(tile) + part_ * kKeys;
     Softmax::ForEach<kKeys / 8>([&](int n, int e, int j) {
@@ -262,8 +266,9 @@ class TensorCoreItem {
     });
   }
 
-  // A weight of zero does not keep an infinite or NaN value from a row's sum. Where a tile holds
-  // some, they are added to the rows that attend to them, and then taken out of the tile.
+  // A weight of zero times an infinite or NaN value would spoil a row's sum. If a KV tile holds
+  // such values, this adds them to the rows that attend to them and then sets them to zero in the
+  // tile.
   __device__ void SetAsideNonFinite(int32_t tile, int32_t begin) {
     C* values = layout_.Value(tile);
     bool found = false;
@@ -300,14 +305,14 @@ class TensorCoreItem {
     return gpu::ToFloat(value);
   }
 
-  // Of element e of block n of the lane's sums. Two neighbours of a cache of 8 bits lie in one
-  // register, and go to two blocks.
+  // The column of element e of group n of the lane's sums. Two adjacent columns of an 8-bit cache
+  // are in one register and go to two groups.
   __device__ int Column(int n, int e) const {
     const int of_block = lane_ % 4 * 2 + e % 2;
     return kIs8Bit<C> ? n / 2 * 16 + of_block * 2 + n % 2 : n * 8 + of_block;
   }
 
-  // sums += weights * v, the weights rounded to 16 bits.
+  // sums += weights * v, with weights rounded to 16 bits.
   __device__ void AddValues(const C* values, const float (&weights)[kKeys / 8][4]) {
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n) {
@@ -318,12 +323,12 @@ class TensorCoreItem {
       const int row = part_ * kKeys + n * 16 + lane_ % 16;
 #pragma unroll
       for (int chunk = 0; chunk < CacheRows::kChunks; chunk += 2) {
-        uint32_t value[4];  // of 8 positions, then of the next 8, for each of two chunks
+        uint32_t value[4];  // two chunks, each of 8 positions and of the next 8
         gpu::LoadMatricesTransposed(value, values + CacheRows::Offset(row, chunk + lane_ / 16));
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           if constexpr (kIs8Bit<C>) {
-            uint32_t first[2], second[2];  // of the even columns, and of the odd ones
+            uint32_t first[2], second[2];  // the even columns, then the odd ones
             gpu::Expand(gpu::SwapMiddleBytes(value[2 * i]), C{}, first, Weight{});
             gpu::Expand(gpu::SwapMiddleBytes(value[2 * i + 1]), C{}, second, Weight{});
 #pragma unroll
@@ -359,13 +364,14 @@ class TensorCoreItem {
   const Layout& layout_;
   const int lane_;
   const int warp_row_;  // the warp's first row
-  const int part_;      // of each tile's positions, this warp's
+  const int part_;      // this warp's part of each KV tile's positions
   Softmax softmax_;
-  float sums_[kHeadSize / 8][4] = {};  // as logits lie, with columns in place of positions
+  float sums_[kHeadSize / 8][4] = {};  // laid out as logits, with columns in place of positions
   bool is_bad_ = false;
 };
 
-// For items of up to kWarpRows groups of 16 rows: kWarps, or Layout::kFewWarpRows.
+// Computes work items of up to kWarpRows groups of 16 rows. kWarpRows is kWarps or
+// Layout::kFewWarpRows.
 template <typename T, typename C, int kHeadSize, int kWarpRows>
 __global__ void __launch_bounds__(kThreads, 2)
     TensorCoreAttention(Params p, Scratch scratch, QueryLengths lengths) {
