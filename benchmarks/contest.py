@@ -1,9 +1,9 @@
-"""Contests of attention: right first, then timed beside the others, all in one run.
+"""Contests of attention: results are checked first, then timed beside other libraries in one run.
 
-Contestants take turns, in another order each round, for the threads of some spin long after their
-turn and disturb whoever is next; a time is the median over rounds of the mean over calls
-that are queued one after the other, so that on a GPU what the host does overlaps what the GPU does,
-as it does for a user.
+Contestants take turns, in another order each round, because some libraries' threads spin long
+after their turn and disturb the next contestant. A turn queues several calls, so that on a GPU the
+work of host and device overlaps, as it does for a user. The mean over a turn's calls is taken, then
+the median over rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.workloads import SCALE, Workload
 
 Contestant = Callable[[], Any]
 
-# Makes a contestant for a workload and its operands, or says by an exception why there is none.
+# Makes a contestant for a workload and its operands, or raises an exception that says why not.
 Maker = Callable[[Workload, list[torch.Tensor]], Contestant]
 
 
@@ -33,13 +33,13 @@ _TAKE_8_BITS: set[Maker] = set()
 
 
 def takes_8_bits(make: Maker) -> Maker:
-    """Says of a contestant that it also takes caches of 8 bits."""
+    """Decorator for contestants that support 8-bit caches."""
     _TAKE_8_BITS.add(make)
     return make
 
 
 def wait_for(result: Any) -> None:
-    """Until everything that was queued is done."""
+    """Waits until all queued work is done."""
     if hasattr(result, "block_until_ready"):
         result.block_until_ready()
     if torch.cuda.is_available():
@@ -58,7 +58,7 @@ def seconds(
         once = time.perf_counter() - start
         calls[name] = max(1, min(1000, int(budget / once)))
         most[name] = rounds if once < 20 * budget else 3
-    rest = 0.05  # while threads of the one before spin
+    rest = 0.05  # the previous contestant's threads may still spin
     return take_turns(contestants, rounds, calls, rest, most)
 
 
@@ -72,9 +72,9 @@ def take_turns(
     """The mean time of a call of each contestant, in every round.
 
     Args:
-        calls: how many of them make a turn.
-        rest: seconds before each turn.
-        most: rounds in which a contestant takes part, of those for which all is too much.
+        calls: how many calls each contestant makes in a turn.
+        rest: seconds of sleep before each turn.
+        most: the number of rounds for contestants that are too slow for all of them.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     order = random.Random(0)
@@ -92,12 +92,12 @@ def take_turns(
 
 
 def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
-    """Of each contestant."""
+    """The median time of each contestant."""
     return {name: statistics.median(values) for name, values in times.items()}
 
 
 def error_of(result: Any, workload: Workload, operands: list[torch.Tensor]) -> float:
-    """The largest error of a sample of rows against float64, as a share of what rounding allows."""
+    """The largest error of a sample of rows against float64, divided by what rounding allows."""
     result = (
         torch.utils.dlpack.from_dlpack(result) if not isinstance(result, torch.Tensor) else result
     )
@@ -106,7 +106,7 @@ def error_of(result: Any, workload: Workload, operands: list[torch.Tensor]) -> f
     for s in {0, len(workload.sequences) // 2, len(workload.sequences) - 1}:
         q_len, context = workload.sequences[s]
         blocks = tables[s, : -(-context // workload.block_size)].long()
-        # As bits: 8-bit floats cannot be indexed.
+        # Indexed as bytes, because PyTorch cannot index 8-bit floats.
         bits = cache.view(torch.uint8)[blocks].flatten(0, 1)[:context]
         kv = bits.view(cache.dtype)
         for i in {0, q_len // 2, q_len - 1}:
@@ -140,10 +140,10 @@ def row_of(
     makers: Mapping[str, Maker],
     limits: Mapping[str, Contestant] | None = None,
 ) -> dict[str, Any]:
-    """What came of a workload: times, errors, and who did not take part and why.
+    """The result of a workload: times, errors, and why a contestant did not take part.
 
     Args:
-        limits: what is timed in the same rounds to compare with.
+        limits: what to time in the same rounds as the machine's limits.
     """
     operands = workload.operands(device)
     contestants: dict[str, Contestant] = dict(limits or {})
@@ -157,7 +157,7 @@ def row_of(
             errors[name] = error_of(call(), workload, operands)
         except DoesNotApply as reason:
             absent[name] = f"does not compute {reason}"
-        except Exception as error:  # whatever a library throws is what the table says of it
+        except Exception as error:  # the table shows it, whatever a library raises
             absent[name] = (
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             )
@@ -197,7 +197,7 @@ def ours(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
 
 @takes_8_bits
 def ours_with_hint(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
-    """The same, told that each sequence has one query."""
+    """This library, with max_query_len=1."""
     import torch_frontend  # noqa: F401, PLC0415
 
     if workload.kind != "decode":
@@ -208,8 +208,8 @@ def ours_with_hint(workload: Workload, operands: list[torch.Tensor]) -> Contesta
 
 @takes_8_bits
 def ours_with_16_bits(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
-    """This library again, where a cache has 8 bits: over one of the query's dtype that holds the
-    same."""
+    """For workloads with an 8-bit cache: this library on a cache of the query's dtype, with the
+    same numbers."""
     import torch_frontend  # noqa: F401, PLC0415
 
     if workload.cache_dtype is None:
@@ -221,7 +221,7 @@ def ours_with_16_bits(workload: Workload, operands: list[torch.Tensor]) -> Conte
 
 
 def ours_on_hopper(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
-    """The same, with long queries on the kernel for Hopper, as XLA_GPU_CUDA_PREFILL=hopper does."""
+    """This library, with long queries on the Hopper kernel, as with XLA_GPU_CUDA_PREFILL=hopper."""
     from shared_ffi import _native  # noqa: PLC0415
 
     if workload.kind == "decode":
@@ -245,7 +245,7 @@ def ours_on_hopper(workload: Workload, operands: list[torch.Tensor]) -> Contesta
 
 
 def jitted(function: Callable[..., Any], *arrays: Any) -> Contestant:
-    """A jitted function of JAX. It runs on JAX's own stream: who times it must synchronize both."""
+    """A jitted JAX function. It runs on JAX's own stream, so `wait_for` needs its result."""
     import jax  # noqa: PLC0415
 
     compiled = jax.jit(function)
@@ -253,8 +253,8 @@ def jitted(function: Callable[..., Any], *arrays: Any) -> Contestant:
 
 
 def to_jax(tensor: torch.Tensor) -> Any:
-    """A tensor as an array of JAX, on the same memory; of 8-bit floats, which PyTorch does not
-    exchange, a copy."""
+    """A tensor as a JAX array on the same memory. 8-bit floats are copied, because PyTorch cannot
+    exchange them."""
     import jax  # noqa: PLC0415
 
     if tensor.dtype == torch.float8_e4m3fn:
@@ -277,7 +277,7 @@ def jax_ours(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
 
 
 def gathered(workload: Workload, operands: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V as [batch, kv heads, context, head size]; all sequences must be alike."""
+    """K and V as [batch, num_kv_heads, context, head_size]; all sequences must be equal."""
     if len(set(workload.sequences)) != 1:
         raise DoesNotApply("sequences of several lengths")
     if workload.model.sliding_window or workload.model.soft_cap:

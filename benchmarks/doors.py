@@ -1,8 +1,8 @@
 """``make bench``: microseconds per call and GB/s of every door on the CPU.
 
-Right first, then fast: each workload is checked against the float64 oracle and across doors before
-it is timed. Times are medians over rounds in which the contestants take turns, so that a change in
-the machine's speed meets all of them; compare the ratios, not the absolute times.
+Each workload is checked against the float64 oracle, and the doors against each other, before it is
+timed. Contestants take turns, so that a change in the machine's speed affects all of them. A time
+is the median over these rounds. Compare ratios, not absolute times.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def microseconds_of(contestants: dict[str, Callable[[], Any]], rounds: int, call
 
 
 def decode_step(batch: int, context: int, num_heads: int, num_kv_heads: int) -> list[Any]:
-    """Operands of a decode step: one query token for each of `batch` sequences; heads of 128."""
+    """Operands of a decode step: `batch` sequences with one query token each, head_size 128."""
     rng = np.random.default_rng(0)
     block_size, head_size = 16, 128
     blocks_per_seq = -(-context // block_size)
@@ -62,7 +62,7 @@ def decode_step(batch: int, context: int, num_heads: int, num_kv_heads: int) -> 
 
 
 def tiny_step() -> list[Any]:
-    """Operands so small that a call costs what its way to the kernel costs."""
+    """Operands so small that a call costs only the way to the kernel and back."""
     return [
         np.ones((1, 1, 8), np.float32),
         np.ones((2, 4, 2, 8), np.float32),
@@ -74,7 +74,7 @@ def tiny_step() -> list[Any]:
 
 
 def call_overheads(rounds: int) -> dict[str, dict[str, float]]:
-    """Each door's cost of a tiny call, beside the framework's own cheapest op."""
+    """Microseconds of a tiny call through each door, beside the framework's own cheapest op."""
     operands = tiny_step()
     attend = torch.ops.xla_gpu.paged_attention
     on_cpu = [torch.from_numpy(np.asarray(x)) for x in operands]
@@ -107,7 +107,7 @@ def call_overheads(rounds: int) -> dict[str, dict[str, float]]:
     on_xla = [tensor.to(device) for tensor in on_cpu]
     ones_on_xla = ones.to(device)
     torch_xla.sync(wait=True)
-    with torch.no_grad():  # tracing only: the graphs are dropped, never run
+    with torch.no_grad():  # only traces: the graphs never run
         lazy = microseconds_of(
             {
                 "paged_attention": lambda: attend(*on_xla, 0.3),
@@ -120,7 +120,7 @@ def call_overheads(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def decode_rates(rounds: int) -> list[dict[str, Any]]:
-    """Decode steps through every door, with the bytes of K and V that they read."""
+    """Microseconds of decode steps through every door, and the rate at which they read K and V."""
     rows = []
     for batch, context in [(1, 512), (1, 4096), (16, 1024)]:
         operands = decode_step(batch, context, num_heads=32, num_kv_heads=8)
@@ -177,7 +177,7 @@ def _as_numpy(result: Any) -> np.ndarray:
 
 
 def read_bandwidth(rounds: int) -> float:
-    """GB/s of summing 512 MB with all of torch's threads: what a decode step could reach."""
+    """GB/s of summing 512 MiB with all of torch's threads: the limit of a decode step."""
     data = torch.ones(1 << 27)
     return (
         0.512 * 1.048576 / (microseconds_of({"sum": lambda: data.sum()}, rounds, 1)["sum"] * 1e-6)

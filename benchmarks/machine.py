@@ -1,4 +1,4 @@
-"""What a benchmark ran on."""
+"""Describes the machine that a benchmark runs on."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 
 def processor() -> str:
-    """The processor's name, as the kernel tells it."""
+    """The processor's name from /proc/cpuinfo."""
     info = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
     return found[1] if found else platform.processor() or platform.machine()
 
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:
-    """Of each package; None of those that are not installed."""
+    """The version of each package; None if it is not installed."""
     found: dict[str, str | None] = {}
     for package in packages:
         try:
@@ -30,7 +30,7 @@ def versions(packages: Iterable[str]) -> dict[str, str | None]:
 
 
 def cpu() -> dict[str, Any]:
-    """The processor, its cores, Python."""
+    """The processor, its number of cores, and Python's version."""
     return {
         "processor": processor(),
         "cores": os.cpu_count(),

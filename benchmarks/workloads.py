@@ -1,4 +1,4 @@
-"""Workloads of attention: their tensors, and what they must move and multiply."""
+"""Workloads of attention: their tensors, the bytes they read and the FLOP they compute."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
     "int8": torch.int8,
 }
-SCALE = 1 / 32  # of a cache of 8 bits, whose numbers are then some 32 in size
+SCALE = 1 / 32  # of an 8-bit cache, so that the stored numbers are about 32
 
 
 @dataclass(frozen=True)
@@ -32,20 +32,20 @@ class Workload:
     sequences: tuple[tuple[int, int], ...]
     block_size: int = 16
     dtype: str = "bfloat16"
-    cache_dtype: str | None = None  # of 8 bits, with a scale for all
+    cache_dtype: str | None = None  # an 8-bit dtype, with one scale for the whole cache
     max_seqs: int = 0  # rows of the metadata, at least as many as sequences
     max_blocks_per_seq: int = 0  # columns of the tables, at least as many as needed
 
     @property
     def kv_bytes(self) -> int:
-        """K and V that are attended to, each read once."""
+        """Bytes of the K and V that are attended to, each read once."""
         positions = sum(self._attended(q_len, context) for q_len, context in self.sequences)
         itemsize = DTYPES[self.cache_dtype or self.dtype].itemsize
         return positions * 2 * self.model.num_kv_heads * self.model.head_size * itemsize
 
     @property
     def flops(self) -> int:
-        """Of the two products, without what the mask leaves out."""
+        """FLOP of the two products, without what the mask leaves out."""
         pairs = 0
         for q_len, context in self.sequences:
             last = np.arange(context - q_len + 1, context + 1, dtype=np.int64)
@@ -58,14 +58,14 @@ class Workload:
         return context if window is None else min(context, window + q_len - 1)
 
     def attributes(self, device: str | torch.device) -> dict[str, Any]:
-        """The other arguments of paged_attention."""
+        """The keyword arguments of paged_attention."""
         attributes = self.model.attributes()
         if self.cache_dtype is not None:
             attributes["k_scale"] = attributes["v_scale"] = torch.tensor(SCALE, device=device)
         return attributes
 
     def operands(self, device: str, seed: int = 0) -> list[torch.Tensor]:
-        """The operands of paged_attention; blocks are scattered over a pool a quarter larger."""
+        """The operands of paged_attention, with blocks scattered over a pool a quarter larger."""
         generator = torch.Generator(device).manual_seed(seed)
         rng = np.random.default_rng(seed)
         model, num_seqs = self.model, len(self.sequences)
@@ -104,12 +104,12 @@ class Workload:
 
 
 def uniform(batch: int, q_len: int, context: int) -> tuple[tuple[int, int], ...]:
-    """`batch` sequences alike."""
+    """`batch` equal sequences."""
     return ((q_len, context),) * batch
 
 
 def of_trace(trace: Path, batch: int) -> tuple[tuple[int, int], ...]:
-    """Decode steps of the first requests of a trace, each halfway through its answer."""
+    """Decode of the first `batch` requests of a trace, each halfway through its answer."""
     with trace.open() as file:
         rows = list(csv.DictReader(file))[:batch]
     lengths = [int(r["ContextTokens"]) + int(r["GeneratedTokens"]) // 2 for r in rows]

@@ -1,8 +1,8 @@
-"""What the CUDA kernels take of a multiprocessor. CMake uses this file twice.
+"""Reports the registers, spills and shared memory of the CUDA kernels. CMake uses this file twice.
 
-As the compiler's launcher, `resources.py nvcc ...` runs a command and keeps what ptxas says about
-the object file beside it. After linking, `resources.py --table MODULE FOLDER` prints a table of all
-kernels, and writes it to FOLDER/resources.json, where a test finds it.
+As the compiler's launcher, `resources.py nvcc ...` runs a command and writes ptxas's report beside
+the object file. After linking, `resources.py --table MODULE FOLDER` prints a table of all kernels
+and writes it to FOLDER/resources.json, which a test reads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Of a multiprocessor, by compute capability: registers, bytes of shared memory, threads. CUDA C++
+# Registers, bytes of shared memory and threads of a multiprocessor, by compute capability: CUDA C++
 # Programming Guide, "Technical Specifications per Compute Capability".
 LIMITS = {
     "80": (65536, 164 * 1024, 2048),
@@ -23,7 +23,7 @@ LIMITS = {
     "100": (65536, 228 * 1024, 2048),
     "120": (65536, 100 * 1024, 1536),
 }
-RESERVED_SHARED_BYTES = 1024  # of each block, for the system
+RESERVED_SHARED_BYTES = 1024  # of each thread block, for the system
 TYPES = {
     "f": "float32",
     "a": "int8",
@@ -32,12 +32,12 @@ TYPES = {
     "NS_10Float8E4M3E": "float8_e4m3fn",
     "NS_10Float8E5M2E": "float8_e5m2",
 }
-"""By what stands for them in a kernel's name, where S2_ or so is a type that stood there before."""
+"""Types by their mangled names. In a kernel's name, S2_ or so repeats an earlier type."""
 _TYPE = rf"(?:{'|'.join(TYPES)}|S\d*_)"
 
 
 def launch(command: list[str]) -> int:
-    """Runs the compiler."""
+    """Runs the compiler and writes ptxas's report."""
     outcome = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     lines = outcome.stderr.splitlines()
     if "-c" in command and "-o" in command:
@@ -49,7 +49,7 @@ def launch(command: list[str]) -> int:
 
 
 def kernels(reports: Path) -> list[dict[str, Any]]:
-    """What ptxas said of each kernel and target."""
+    """The entries of ptxas's reports, one for each kernel and target."""
     found = []
     for report in sorted(reports.rglob("*.ptxas")):
         for part in report.read_text().split("Compiling entry function ")[1:]:
@@ -85,7 +85,7 @@ def kernels(reports: Path) -> list[dict[str, Any]]:
 def add_occupancy(
     found: list[dict[str, Any]], launches: list[tuple[str, int, int, int, int, int]]
 ) -> None:
-    """Adds shared memory and how many blocks fit a multiprocessor."""
+    """Adds shared memory, and how many thread blocks fit a multiprocessor."""
     launched = {tuple(key): rest for *key, rest in ((*x[:4], x[4:]) for x in launches)}
     for entry in found:
         cache_bytes = 0

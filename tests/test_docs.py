@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = [
     pytest.param(block, id=f"{path.name}-{i}")
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    for path in PAGES
     for i, block in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
 ]
 EXPECTED = {
@@ -49,6 +50,12 @@ def test_block_runs(block: str) -> None:
 
 def test_there_are_blocks() -> None:
     assert len(BLOCKS) >= 7
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)", page.read_text())
+    assert [x for x in links if "://" not in x and not (page.parent / x).exists()] == []
 
 
 @pytest.mark.parametrize(

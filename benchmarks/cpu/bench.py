@@ -1,7 +1,7 @@
 """``make bench-cpu``: attention on the CPU beside the machine's limits and other libraries.
 
-Every row is right first, against float64, and then timed in rounds in which all take turns, the
-limits among them: what this machine reads per second, and what its best matrix product does.
+Every row is checked against float64 and then timed in rounds in which all contestants take turns.
+The limits take part: the rate at which this machine reads memory, and its best matrix product.
 Compare ratios within a row; machines are noisy.
 """
 
@@ -54,7 +54,7 @@ def limits() -> dict[str, Contestant]:
 
 
 def workloads(trace: Path | None) -> Iterator[Workload]:
-    """All of them."""
+    """All workloads."""
     llama = MODELS["llama-3-8b"]
     for dtype in ("float32", "bfloat16", "float16"):
         for batch, context in [
@@ -81,7 +81,7 @@ def workloads(trace: Path | None) -> Iterator[Workload]:
 
 
 def growth() -> dict[str, float]:
-    """Seconds of a decode step, and of the same with padding, on one thread, with less to read."""
+    """Seconds of a decode step: plain, with padding, on one thread, and with shorter contexts."""
     llama, sequences = MODELS["llama-3-8b"], uniform(8, 1, 4096)
 
     def step(**changes: Any) -> Contestant:
@@ -110,9 +110,9 @@ def growth() -> dict[str, float]:
 
 
 def footprint() -> dict[str, float]:
-    """Bytes of the compiled library, and seconds that a front end's import adds to its framework's.
+    """Bytes of the compiled library, and seconds of importing a frontend after its framework.
 
-    Of several imports in processes of their own the median.
+    The median over several processes.
     """
 
     def seconds_of_imports(framework: str, frontend: str) -> list[float]:
@@ -131,7 +131,7 @@ def footprint() -> dict[str, float]:
 
 
 def updates() -> Iterator[dict[str, Any]]:
-    """kv_cache_update beside a plain copy of as many bytes and other ways to fill slots."""
+    """Times kv_cache_update beside a plain copy of as many bytes and other ways to fill slots."""
     import torch_frontend  # noqa: F401, PLC0415
 
     model, block_size = MODELS["llama-3-8b"], 16
@@ -142,7 +142,7 @@ def updates() -> Iterator[dict[str, Any]]:
         key, value = rows[:, 0::2].contiguous(), rows[:, 1::2].contiguous()
         num_blocks = max(4096, 2 * num_tokens // block_size)
         cache = torch.zeros(num_blocks, block_size, *rows.shape[1:], dtype=rows.dtype)
-        if num_tokens <= 32:  # one token of each sequence; else one sequence
+        if num_tokens <= 32:  # one token for each sequence; otherwise all tokens of one sequence
             chosen = rng.permutation(num_blocks * block_size)[:num_tokens]
         else:
             blocks = rng.permutation(num_blocks)[: num_tokens // block_size]
@@ -170,7 +170,7 @@ def updates() -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Writes the rows as they come."""
+    """The command. It writes each row when it is measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu.bench", description=__doc__)
     parser.add_argument("--trace", type=Path, help="a CSV of requests to draw lengths from")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/attention-cpu.json"))

@@ -1,5 +1,5 @@
-"""Other libraries' attention on the CPU. What they need that we do not (contiguous K and V, another
-layout of the cache, a plan) is made ready beforehand and not timed."""
+"""Other libraries' attention on the CPU. What only they need (contiguous K and V, another cache
+layout, a plan) is prepared beforehand and not timed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from benchmarks.workloads import Workload
 
 
 def torch_sdpa_grouped(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
-    """torch SDPA over gathered K and V, query heads of one kv head as if they were query tokens."""
+    """torch SDPA over gathered K and V, with the query heads of a GQA group as query tokens."""
     if workload.kind != "decode":
         raise DoesNotApply("anything but decoding")
     key, value = gathered(workload, operands)
@@ -74,7 +74,7 @@ def jax_numpy(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
 
 @cache
 def _load_vllm() -> None:
-    """Its operators alone: they need nothing of the package but the file."""
+    """Loads vLLM's operators without the package: they need only one file of it."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("No module named 'vllm'")
@@ -88,7 +88,7 @@ def vllm(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
     _load_vllm()
     ops, model = torch.ops._C, workload.model
     query, cache, lengths, tables, starts, _ = operands
-    block_size, isa = 32, "vec"  # what it chooses on x86-64 without AMX
+    block_size, isa = 32, "vec"  # vLLM's choice on x86-64 without AMX
     kv = torch.zeros(
         (
             sum(-(-context // block_size) for _, context in workload.sequences),
@@ -128,7 +128,7 @@ def vllm(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
 
 
 def _openvino_model(workload: Workload, compute: str) -> Any:
-    """The operator alone; the plugin gives the cache its shape and type when it compiles."""
+    """The operator alone. The plugin sets the cache's shape and dtype when it compiles."""
     import openvino as ov  # noqa: PLC0415
     from openvino import opset13 as opset  # noqa: PLC0415
     from openvino.op import _PagedAttentionExtension  # noqa: PLC0415
@@ -175,8 +175,8 @@ def _openvino_model(workload: Workload, compute: str) -> Any:
 def openvino(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
     """OpenVINO's CPU operator, in its own layout: [blocks, kv heads, block size, head size].
 
-    It also stores K and V of the query tokens. Where the processor has no arithmetic of float16, as
-    few do, only the cache has it, and the operator gets and gives float32.
+    It also stores K and V of the query tokens. Few processors have float16 arithmetic; without it,
+    only the cache is float16, and query and output are float32.
     """
     import openvino as ov  # noqa: PLC0415
 
@@ -249,7 +249,7 @@ def openvino(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
 def vllm_update(
     key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, num_slots: int
 ) -> Contestant | None:
-    """vLLM's way to write keys and values into slots of its own layout; none if not installed."""
+    """Writes keys and values into slots of vLLM's own layout; None if vLLM is not installed."""
     try:
         _load_vllm()
     except ModuleNotFoundError:

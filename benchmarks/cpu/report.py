@@ -1,4 +1,4 @@
-"""The CPU benchmark's results as a table and as a picture."""
+"""Shows the CPU benchmark's results as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READ, PRODUCTS = "read", ("product, torch", "product, NumPy")
 
 
 def share(row: dict[str, Any], name: str, limit_bytes: int, limit_flops: int) -> float:
-    """Of the limit in the same rounds: the reading rate for decoding, else the best product's."""
+    """Share of the same rounds' limit: the reading rate for decode, else the best product's."""
     seconds = row["seconds"]
     if row["kind"] == "decode":
         return row["kv_bytes"] / seconds[name] / (limit_bytes / seconds[READ])
@@ -28,7 +28,7 @@ def share(row: dict[str, Any], name: str, limit_bytes: int, limit_flops: int) ->
 
 
 def contestants(results: dict[str, Any]) -> list[str]:
-    """Ours, then the others, as far as they took part."""
+    """The contestants that took part: ours, then the others."""
     names = {name: None for row in results["rows"] for name in row["seconds"]}
     return [name for name in names if name != READ and name not in PRODUCTS]
 
@@ -72,7 +72,7 @@ def show(results: dict[str, Any]) -> None:
 
 
 def best(row: dict[str, Any], is_ours: bool) -> float | None:
-    """The least time of our doors or of the others; none if none of them took part."""
+    """The shortest time of our doors, or of the others; None if none of them took part."""
     times = [
         seconds
         for name, seconds in row["seconds"].items()
@@ -82,9 +82,9 @@ def best(row: dict[str, Any], is_ours: bool) -> float | None:
 
 
 def draw_roofline(axis: Any, results: dict[str, Any]) -> None:
-    """Our best and the best of the others in each row, under what the machine can read and compute.
+    """Draws our best and the others' best in each row, below the machine's limits.
 
-    The limits are medians over the rows; each row's own are those of its rounds.
+    The limits drawn are medians over all rows.
     """
     rows = results["rows"]
     read = results["limit_bytes"] / statistics.median(row["seconds"][READ] for row in rows)
@@ -111,13 +111,13 @@ def draw_roofline(axis: Any, results: dict[str, Any]) -> None:
 
 
 def ratio_to_peers(row: dict[str, Any]) -> float | None:
-    """The time of the best of the others over that of our best; none if nobody else took part."""
+    """The others' best time divided by ours; None if no other library took part."""
     others, own = best(row, is_ours=False), best(row, is_ours=True)
     return others / own if others and own else None
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """A dot for each contestant in each row, by its share of the limit, and a roofline."""
+    """Draws a dot for each contestant in each row, at its share of the limit, and a roofline."""
     kinds = {"decode": "share of the reading rate", "prefill": "share of the best matrix product"}
     rows = {kind: [row for row in results["rows"] if row["kind"] == kind] for kind in kinds}
     figure, axes = plt.subplots(

@@ -1,1 +1,1 @@
-"""What the kernels do on an NVIDIA GPU, beside its limits and its other libraries."""
+"""Tests and benchmarks on an NVIDIA GPU, beside its limits and other libraries."""

@@ -1,4 +1,4 @@
-"""The benchmark on the GPU: every workload beside the limits and the peers, all in one run."""
+"""The GPU benchmark: every workload beside the GPU's limits and other libraries, in one run."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from benchmarks.gpu.peers import PEERS
 from benchmarks.workloads import Workload, of_trace, uniform
 from examples.replay.models import MODELS
 
-# The CPU where there is no GPU: it measures nothing of interest, but the benchmark is tested there.
+# Without a GPU the benchmark runs on the CPU, only to be tested.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def workloads(trace: Path | None, small: bool = False) -> Iterator[Workload]:
-    """All of them, or with `small` one of each kind."""
+    """All workloads, or with `small` one for decode and one for prefill."""
     llama, big = MODELS["llama-3-8b"], MODELS["llama-3-70b"]
     if small:
         yield Workload("decode", "decode", llama, uniform(32, 1, 4096))
@@ -69,7 +69,7 @@ def workloads(trace: Path | None, small: bool = False) -> Iterator[Workload]:
 
 
 def limits() -> dict[str, float]:
-    """What the GPU reads, copies and multiplies per second, of plain large tensors."""
+    """Bytes read, bytes copied and FLOP multiplied per second, for large tensors."""
     source = torch.randn(1 << 30 if DEVICE == "cuda" else 1 << 24, device=DEVICE)
     target = torch.empty_like(source)
     size = 8192 if DEVICE == "cuda" else 512
@@ -93,7 +93,7 @@ def limits() -> dict[str, float]:
 
 
 def main() -> None:
-    """Writes the rows as they come, so that a run that is cut off leaves what it measured."""
+    """The command. It writes each row at once, so that an interrupted run leaves its rows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.bench", description=__doc__)
     parser.add_argument("--trace", type=Path, help="a CSV of requests to draw lengths from")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")

@@ -1,9 +1,9 @@
 """``make gpu-check``: proves the CUDA kernels on this machine's GPU and measures them.
 
-In 10 minutes it builds for this GPU alone, runs the test suite's CUDA part and every door that is
-installed, lets compute-sanitizer watch a few calls, and runs the benchmark. Each step is a process
-of its own: what is missing or fails is said in the report and does not stop the rest. Writes
-report.json and report.md. What went well is not done again on the same commit, unless --again.
+In 10 minutes it builds for this GPU only, tests the CUDA kernels and every installed door, runs a
+few calls under compute-sanitizer, and runs the benchmark. Each step is a process of its own: the
+report shows what is missing or fails, and the other steps still run. Writes report.json and
+report.md. On the same commit, a step that succeeded is not repeated unless --again is given.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 def run(
     command: Sequence[object], seconds: float, log: Path, **environment: str
 ) -> tuple[bool, str]:
-    """Whether a command went well, and its last words. Its output goes to the log."""
+    """Runs a command with its output in `log`. Returns whether it succeeded, and its last line."""
     with log.open("w") as file:
         try:
             outcome = subprocess.run(
@@ -63,7 +63,7 @@ def _python_path() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What was measured on: GPU, driver, clocks, versions, commit."""
+    """Describes the machine: GPU, driver, clocks, versions, commit."""
     fields = (
         "name,driver_version,compute_cap,clocks.max.sm,clocks.max.memory,memory.total,power.limit"
     )
@@ -87,7 +87,7 @@ def machine() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Of the sources; GIT_COMMIT names it where they come without their history."""
+    """The commit of the sources; GIT_COMMIT names it if they come without their history."""
     if commit := os.environ.get("GIT_COMMIT"):
         return commit
     outcome = subprocess.run(
@@ -100,7 +100,7 @@ def _commit() -> str:
 
 
 def build_command(compute_capability: str, ffi_headers: Path | None) -> list[list[object]]:
-    """Configures and builds for one GPU generation."""
+    """The commands that configure and build for one GPU generation."""
     import nanobind  # noqa: PLC0415
 
     number = compute_capability.replace(".", "")
@@ -119,8 +119,8 @@ def build_command(compute_capability: str, ffi_headers: Path | None) -> list[lis
 
 
 def install_module() -> None:
-    """Puts the module that was built, and its library, where they are imported from: over the
-    installed ones, or beside the package's sources."""
+    """Copies the built module and library to where they are imported from: over the installed ones,
+    or beside the package's sources."""
     (module,) = BUILD.glob("_native*.so")
     (library,) = BUILD.glob("libxla_paged_attention.so")
     try:
@@ -133,15 +133,15 @@ def install_module() -> None:
 
 
 class Steps:
-    """Steps of a run, each done at most once per machine and commit; their outcomes are kept in a
-    file from run to run.
+    """The steps of a run. A step that succeeds runs once per machine and commit; a file keeps the
+    outcomes from run to run.
 
     Args:
-        folder: where report.json and the steps' logs are.
-        found: what `machine()` says; results of another machine or commit are forgotten.
-        again: forget all results.
-        only: do no other steps than these.
-        seconds: start no step after these, and stop the one that runs then.
+        folder: holds report.json and the steps' logs.
+        found: the result of `machine()`; outcomes for another machine or commit are dropped.
+        again: drop all outcomes.
+        only: run only these steps.
+        seconds: start no step after this time, and stop the step that is running then.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Steps:
             self.results = {"machine": found, "steps": {}}
 
     def do(self, name: str, command: Sequence[object], seconds: float, **environment: str) -> bool:
-        """Whether a step went well, now or before. It gets so many seconds at most."""
+        """Runs a step for at most `seconds`. Returns whether it succeeded, now or earlier."""
         outcomes = self.results["steps"]
         if outcomes.get(name, {}).get("ok"):
             return True
@@ -221,7 +221,7 @@ def main() -> None:
             steps.do(tool + suffix, [*sanitizer, *watched], 100, **environment)
 
     sanitize()
-    # Apart, for what hangs or breaks the device takes the rest of its step with it.
+    # A step of its own: a kernel that hangs or breaks the device fails the whole step.
     is_hopper = found["compute_cap"] == "9.0"
     is_proven = is_hopper and steps.do("kernels, hopper", [*kernels, "-k", "hopper"], 100)
     measured = options.out / "bench.json"

@@ -1,5 +1,5 @@
-"""Other libraries' attention on GPUs. What they need that we do not (contiguous or padded K and V,
-a plan made on the host) is made ready beforehand and not timed."""
+"""Other libraries' attention on GPUs. What only they need (contiguous or padded K and V, a plan
+made on the host) is prepared beforehand and not timed."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def jax_cudnn(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
 
 
 def jax_pallas(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
-    """JAX's Pallas paged_attention for GPUs, which decodes."""
+    """JAX's Pallas paged_attention for GPUs, for decode only."""
     from jax.experimental.pallas.ops.gpu import paged_attention as peer  # noqa: PLC0415
 
     if workload.kind != "decode" or workload.model.sliding_window:

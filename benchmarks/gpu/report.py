@@ -1,4 +1,4 @@
-"""The results of ``make gpu-check`` as tables: on the terminal and in Markdown."""
+"""Shows the results of ``make gpu-check`` as tables, on the terminal and in Markdown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _steps(results: dict[str, Any]) -> tuple[list[str], Rows]:
 
 
 def _timings(bench: dict[str, Any]) -> tuple[list[str], Rows]:
-    """Microseconds, the share of the limit that applies, and the ratio to the best peer."""
+    """Microseconds, the share of the limit, and the ratio to the fastest other library."""
     limits = bench["limits"]
     known = {name: None for row in bench["rows"] for name in (*row["seconds"], *row["absent"])}
     others = [name for name in known if name not in OURS_ON_GPUS]

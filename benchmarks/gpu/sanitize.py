@@ -1,5 +1,5 @@
-"""A few calls of every kernel, for compute-sanitizer to watch: `compute-sanitizer --tool racecheck
-python -m benchmarks.gpu.sanitize`. Long queries by the kernel that XLA_GPU_CUDA_PREFILL names."""
+"""Calls every kernel a few times under compute-sanitizer: `compute-sanitizer --tool racecheck
+python -m benchmarks.gpu.sanitize`. XLA_GPU_CUDA_PREFILL names the kernel for long queries."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ UPDATE_IDS = ("some-padding-int64-bf16", "head-size-1")
 
 
 def attend(case: Case) -> None:
-    """Computes a case, and looks at nothing of it."""
+    """Computes a case and ignores the result."""
     tensors = [to_cuda(x) for x in case.inputs()]
     overload, keywords = overload_of("paged_attention", case.attributes())
     overload(*tensors, **keywords_to_cuda(keywords))
 
 
 def main() -> None:
-    """Runs them."""
+    """The command."""
     for case in CASES:
         if case.id.rpartition("-")[0] in IDS:
             attend(case)

@@ -410,8 +410,7 @@ class HopperItem {
     const float weight = gpu::Exp2(state.max - shift);
     const float sum = gpu::Exp2(sink - shift) + weight * state.sum;
     const RowRange& range = softmax_.Range(r);
-    const float divisor =
-        range.begin < range.end ? sum : 1.0f;  // without positions the sum of values is zero
+    const float divisor = range.begin < range.end ? sum : 1.0f;  // without keys the sum is zero
     const float factor = weight / divisor;
     if (Lane() % 4 == 0) {
       WriteLse(p_, item_.first_token + place.token, place.head, {max, sum});

@@ -109,7 +109,7 @@ class AlibiBias {
 
  private:
   float slope_;
-  int32_t position_;  // the row's
+  int32_t position_;  // of the row's query token
 };
 
 // Calls what(Q()) for the type Q of query and output. T is the type of the cache; Q is T unless T
@@ -171,8 +171,7 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
       sum += weights[part] * state.sum;
     }
     const RowRange range(p, item, row);
-    const float divisor =
-        range.begin < range.end ? sum : 1.0f;  // without positions the sum of values is zero
+    const float divisor = range.begin < range.end ? sum : 1.0f;  // without keys the sum is zero
     const int64_t index = scratch.Index(p, scratch.Place(p, item.sequence, place.token, token),
                                         place.head, item.split);
     T* output = static_cast<T*>(p.output) + RowOffset(p, item, row);

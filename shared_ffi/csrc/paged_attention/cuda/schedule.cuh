@@ -204,8 +204,8 @@ class Schedule {
     is_last_ = all.broken || window + kThreads >= num_seqs_;
   }
 
-  // The query tiles with the most positions come first. Items of the same positions and adjacent kv
-  // heads, which are adjacent in the cache, are consecutive.
+  // Within a sequence, the query tiles with the most positions come first. Items that differ only
+  // in the kv head are consecutive, because kv heads are adjacent in the cache.
   __device__ void FindInSequence(int64_t s, int64_t number, Item* item) const {
     const Sequence sequence(p_, s);
     const RowTiles tiles(p_, sequence.q_len, max_rows_);

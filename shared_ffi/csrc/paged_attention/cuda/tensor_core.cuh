@@ -44,8 +44,7 @@ struct TensorCoreLayout {
   static constexpr int kTile = kHeadSize <= 128 ? 64 : 32;  // positions
   static constexpr int kStages = kIs8Bit<C> ? 3 : 2;        // KV tiles in memory
   static constexpr int kSlotTiles = kStages + 1;            // KV tiles whose slots are in memory
-  static constexpr int kFewWarpRows =
-      kTile == 64 ? 1 : 2;  // if few rows: each warp has 16 positions
+  static constexpr int kFewWarpRows = kTile == 64 ? 1 : 2;  // 16 positions for each warp
   static constexpr int kTileElements = kTile * CacheRows::kStride;
   static constexpr int kTilesBytes = kStages * 2 * kTileElements * static_cast<int>(sizeof(C));
 
