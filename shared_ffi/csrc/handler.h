@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "eager_runtime.h"
+#include "gpu/error.h"
 #include "parallel.h"
 #include "storage.h"
 #include "xla/ffi/api/ffi.h"
@@ -208,10 +209,10 @@ class FeatureOperands {
   std::vector<std::pair<std::string, int64_t>> numbers_;
 };
 
-// Success, or why a kernel could not be launched.
-inline ffi::Error Launched(const char* op, const char* failure) {
-  if (failure == nullptr) return ffi::Error::Success();
-  return ffi::Error::Internal(StrCat(op, ": the CUDA kernel could not be launched: ", failure));
+// Success, or the call of the CUDA runtime that failed.
+inline ffi::Error Launched(const char* op, const gpu::Error& error) {
+  if (!error) return ffi::Error::Success();
+  return ffi::Error::Internal(StrCat(op, ": ", error.call, " failed: ", error.reason));
 }
 
 }  // namespace xla_gpu

@@ -630,12 +630,22 @@ void LoadMatrices(uint32_t (&to)[4], const void* row, bool transposed) {
   });
 }
 
-const char* Launch(const std::function<void()>& kernel, int64_t num_blocks, int num_threads,
-                   int shared_bytes) {
+cudaError_t OutcomeOf(const char* call) {
+  const char* failing = std::getenv("XLA_GPU_SIMT_FAIL");
+  if (failing == nullptr || std::strcmp(failing, call) != 0) return cudaSuccess;
+  return cudaErrorUnknown;
+}
+
+cudaError_t Launch(const std::function<void()>& kernel, const cudaLaunchConfig_t& config) {
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
-  if (num_threads % kWarpSize != 0) return "the block is not made of whole warps";
-  if (static_cast<size_t>(shared_bytes) > kMaxSharedBytes) return "too much shared memory";
+  const unsigned num_blocks = config.gridDim.x;
+  const int num_threads = static_cast<int>(config.blockDim.x);
+  const size_t shared_bytes = config.dynamicSmemBytes;
+  g_failure.clear();
+  if (num_threads % kWarpSize != 0) g_failure = "the block is not made of whole warps";
+  if (shared_bytes > kMaxSharedBytes) g_failure = "too much shared memory";
+  if (!g_failure.empty()) return cudaErrorLaunchFailure;
   const SegfaultGuard guard;
   const size_t page = 4096, size = (shared_bytes + page - 1) / page * page;
   // Shared memory ends where a page that nobody may touch begins.
@@ -646,8 +656,7 @@ const char* Launch(const std::function<void()>& kernel, int64_t num_blocks, int 
   g_block.shared_bytes = (shared_bytes + 15) / 16 * 16;
   g_block.shared = memory + size - g_block.shared_bytes;
   g_block.random.seed(Seed());
-  gridDim.x = static_cast<unsigned>(num_blocks);
-  g_failure.clear();
+  gridDim.x = num_blocks;
   if (sigsetjmp(g_block.failed, 1) == 0) {
     std::vector<unsigned> order(num_blocks);
     for (unsigned i = 0; i < order.size(); ++i) order[i] = i;
@@ -662,9 +671,25 @@ const char* Launch(const std::function<void()>& kernel, int64_t num_blocks, int 
                  std::to_string(blockIdx.x) + ")";
   }
   munmap(memory, size + page);
-  return g_failure.empty() ? nullptr : g_failure.c_str();
+  return g_failure.empty() ? cudaSuccess : cudaErrorLaunchFailure;
 }
 
-int NumMultiprocessors() { return 1 + Seed() % 5; }
-
 }  // namespace simt
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = simt::Seed();
+  return simt::OutcomeOf("cudaGetDevice");
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  *value = attribute == cudaDevAttrMultiProcessorCount      ? 1 + device % 5
+           : attribute == cudaDevAttrComputeCapabilityMajor ? 9
+                                                            : 0;
+  return simt::OutcomeOf("cudaDeviceGetAttribute");
+}
+
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+
+const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaErrorLaunchFailure ? simt::g_failure.c_str() : "unknown error";
+}

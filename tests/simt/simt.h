@@ -1,5 +1,5 @@
 // Runs CUDA kernels on the CPU, to test them where there is no GPU: the other implementation of
-// shared_ffi/csrc/gpu/{device,launch}.cuh.
+// shared_ffi/csrc/gpu/device.cuh, and of the CUDA runtime that launch.cuh calls.
 //
 // The threads of a block are fibers of one processor thread, and blocks run one after the other. A
 // fiber runs until it must wait for others, and the one that goes on is drawn at random, so that a
@@ -13,7 +13,8 @@
 // they read is shared memory as it was at the last fence of the async proxy, by any warp, at the
 // addresses that a decoded descriptor gives.
 //
-// Seeds come from the environment variable XLA_GPU_SIMT_SEED.
+// Seeds come from the environment variable XLA_GPU_SIMT_SEED. A call of the CUDA runtime fails when
+// XLA_GPU_SIMT_FAIL names it.
 #pragma once
 
 #include <cmath>
@@ -30,15 +31,11 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 
-namespace simt {
-
-struct Index {
-  unsigned x = 0;
+struct dim3 {
+  unsigned x = 1;
 };
 
-}  // namespace simt
-
-inline simt::Index threadIdx, blockIdx, gridDim;
+inline dim3 threadIdx, blockIdx, gridDim;
 
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
@@ -104,13 +101,6 @@ void FenceProducts();
 void StartProduct(const Product& product);
 void CommitProducts();
 void WaitProducts(size_t pending);
-
-// Null, or why the kernel failed.
-const char* Launch(const std::function<void()>& kernel, int64_t num_blocks, int num_threads,
-                   int shared_bytes);
-
-// As many as the seed says.
-int NumMultiprocessors();
 
 // Exchange of values between lanes: lane l gets the value of lane from(l).
 template <typename T, typename From>
@@ -317,21 +307,56 @@ void StartProductTransposed(float (&d)[kBlocks][4], const uint32_t (&a)[4], uint
   simt::StartProduct({d[0], kBlocks * 8, a, 0, b, true, true, BitsToFloat<T>});
 }
 
-inline bool IsHopper() { return true; }
+}  // namespace xla_gpu::gpu
 
-inline int NumMultiprocessors() { return simt::NumMultiprocessors(); }
+// The CUDA runtime, as far as launch.cuh calls it. The seed chooses among devices that are all
+// sm_90 and differ in their number of multiprocessors.
 
-template <typename... Arguments>
-struct Kernel {
-  void (*function)(Arguments...);
-  int num_threads;
-  int shared_bytes = 0;
+enum cudaError_t { cudaSuccess = 0, cudaErrorLaunchFailure = 719, cudaErrorUnknown = 999 };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount,
+  cudaDevAttrComputeCapabilityMajor,
+  cudaDevAttrComputeCapabilityMinor
+};
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+using cudaStream_t = void*;
 
-  int MaxResidentBlocks() const { return NumMultiprocessors(); }
-
-  const char* Launch(int64_t num_blocks, void*, Arguments... arguments) const {
-    return simt::Launch([&] { function(arguments...); }, num_blocks, num_threads, shared_bytes);
-  }
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
 };
 
-}  // namespace xla_gpu::gpu
+cudaError_t cudaGetDevice(int* device);
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
+cudaError_t cudaGetLastError();
+const char* cudaGetErrorString(cudaError_t error);
+
+namespace simt {
+
+// The outcome of a call: an error where XLA_GPU_SIMT_FAIL names it.
+cudaError_t OutcomeOf(const char* call);
+
+// Runs a kernel; cudaGetErrorString says why it failed.
+cudaError_t Launch(const std::function<void()>& kernel, const cudaLaunchConfig_t& config);
+
+}  // namespace simt
+
+template <typename Function>
+cudaError_t cudaFuncSetAttribute(Function*, cudaFuncAttribute, int) {
+  return simt::OutcomeOf("cudaFuncSetAttribute");
+}
+
+template <typename Function>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* num_blocks, Function*, int, size_t) {
+  *num_blocks = 1;
+  return simt::OutcomeOf("cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Arguments&&... arguments) {
+  const cudaError_t outcome = simt::OutcomeOf("cudaLaunchKernelEx");
+  if (outcome != cudaSuccess) return outcome;
+  return simt::Launch([&] { kernel(arguments...); }, *config);
+}

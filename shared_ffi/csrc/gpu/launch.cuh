@@ -1,34 +1,58 @@
 // How the host starts kernels. Nothing here waits for the device.
+//
+// What the CUDA runtime says of a device or a kernel never changes: it is asked once for each
+// device and kernel and kept. Every error is returned, and an error is not kept. All of it may
+// happen while a CUDA graph is captured.
 #pragma once
 
-#include "device.cuh"
-
-#ifndef XLA_GPU_SIMT
-
 #include <algorithm>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "device.cuh"
+#include "error.h"
 
 namespace xla_gpu::gpu {
 
-// Returns null, or the message of the last error, which it clears.
-inline const char* LastError() {
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+// The error of a call, if it failed. Clears it: the next call of someone else must not see it.
+inline Error Check(const char* call, cudaError_t status) {
+  if (status == cudaSuccess) return {};
+  cudaGetLastError();
+  return {call, cudaGetErrorString(status)};
 }
 
-inline int DeviceAttribute(cudaDeviceAttr attribute) {
-  int device = 0, value = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&value, attribute, device);
-  return value;
-}
+struct Device {
+  int number;
+  int num_multiprocessors;
+  bool is_hopper;  // runs code that is compiled for sm_90a
 
-// Whether the device runs code that is compiled for sm_90a.
-inline bool IsHopper() {
-  return DeviceAttribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
-         DeviceAttribute(cudaDevAttrComputeCapabilityMinor) == 0;
-}
-
-inline int NumMultiprocessors() { return DeviceAttribute(cudaDevAttrMultiProcessorCount); }
+  static Error Current(Device* device) {
+    static std::mutex mutex;
+    static std::map<int, Device> known;
+    int number = 0;
+    if (Error error = Check("cudaGetDevice", cudaGetDevice(&number))) return error;
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = known.find(number);
+    if (found != known.end()) {
+      *device = found->second;
+      return {};
+    }
+    int num_multiprocessors = 0, major = 0, minor = 0;
+    const std::pair<cudaDeviceAttr, int*> attributes[] = {
+        {cudaDevAttrMultiProcessorCount, &num_multiprocessors},
+        {cudaDevAttrComputeCapabilityMajor, &major},
+        {cudaDevAttrComputeCapabilityMinor, &minor}};
+    for (const auto& [attribute, value] : attributes) {
+      const cudaError_t status = cudaDeviceGetAttribute(value, attribute, number);
+      if (Error error = Check("cudaDeviceGetAttribute", status)) return error;
+    }
+    *device = {number, num_multiprocessors, major == 9 && minor == 0};
+    known.emplace(number, *device);
+    return {};
+  }
+};
 
 // A kernel with the block size and the shared memory it needs.
 template <typename... Arguments>
@@ -37,33 +61,66 @@ struct Kernel {
   int num_threads;
   int shared_bytes = 0;
 
-  // CUDA requires a request for more than 48 KiB of shared memory, once per device. Repeating it is
-  // cheap.
-  void Prepare() const {
-    if (shared_bytes > 48 * 1024) {
-      cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  // Launches num_blocks thread blocks.
+  Error Launch(const Device& device, int64_t num_blocks, void* stream,
+               Arguments... arguments) const {
+    int64_t resident = 0;
+    if (Error error = ResidentBlocks(device, &resident)) return error;
+    return Queue(num_blocks, stream, arguments...);
+  }
+
+  // Launches as many thread blocks as the device holds at once, and at most num_items.
+  Error LaunchResident(const Device& device, int64_t num_items, void* stream,
+                       Arguments... arguments) const {
+    int64_t resident = 0;
+    if (Error error = ResidentBlocks(device, &resident)) return error;
+    return Queue(std::min(resident, num_items), stream, arguments...);
+  }
+
+ private:
+  // Thread blocks that the device holds at once. The first call also grants the kernel its shared
+  // memory, which CUDA requires above 48 KiB.
+  Error ResidentBlocks(const Device& device, int64_t* num_blocks) const {
+    static std::mutex mutex;
+    static std::map<std::pair<int, void (*)(Arguments...)>, int64_t> known;
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto key = std::make_pair(device.number, function);
+    const auto found = known.find(key);
+    if (found != known.end()) {
+      *num_blocks = found->second;
+      return {};
     }
-  }
-
-  // Thread blocks that the whole device can hold at once.
-  int MaxResidentBlocks() const {
-    Prepare();
+    if (shared_bytes > 48 * 1024) {
+      const cudaError_t status =
+          cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+      if (Error error = Check("cudaFuncSetAttribute", status)) return error;
+    }
     int per_multiprocessor = 0;
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, function, num_threads,
-                                                  shared_bytes);
-    return std::max(1, per_multiprocessor) * NumMultiprocessors();
+    const cudaError_t status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+        &per_multiprocessor, function, num_threads, shared_bytes);
+    if (Error error = Check("cudaOccupancyMaxActiveBlocksPerMultiprocessor", status)) return error;
+    if (per_multiprocessor < 1) {
+      return {"cudaOccupancyMaxActiveBlocksPerMultiprocessor",
+              "the device cannot hold one thread block of the kernel"};
+    }
+    *num_blocks = int64_t{per_multiprocessor} * device.num_multiprocessors;
+    known.emplace(key, *num_blocks);
+    return {};
   }
 
-  // Returns null, or the message of the error.
-  const char* Launch(int64_t num_blocks, void* stream, Arguments... arguments) const {
-    if (num_blocks == 0) return nullptr;
-    Prepare();
-    function<<<static_cast<unsigned>(num_blocks), num_threads, shared_bytes,
-               static_cast<cudaStream_t>(stream)>>>(arguments...);
-    return LastError();
+  // No blocks means that there is nothing to compute.
+  Error Queue(int64_t num_blocks, void* stream, Arguments... arguments) const {
+    if (num_blocks == 0) return {};
+    if (num_blocks > std::numeric_limits<int32_t>::max()) {
+      return {"cudaLaunchKernelEx", "the grid would have 2^31 thread blocks or more"};
+    }
+    cudaLaunchConfig_t config = {};
+    config.gridDim.x = static_cast<unsigned>(num_blocks);
+    config.blockDim.x = static_cast<unsigned>(num_threads);
+    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+    config.stream = static_cast<cudaStream_t>(stream);
+    return Check("cudaLaunchKernelEx", cudaLaunchKernelEx(&config, function, arguments...));
   }
 };
 
 }  // namespace xla_gpu::gpu
-
-#endif  // XLA_GPU_SIMT

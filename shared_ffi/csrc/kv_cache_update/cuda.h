@@ -1,10 +1,11 @@
 #pragma once
 
+#include "../gpu/error.h"
 #include "params.h"
 
 namespace xla_gpu::kv_cache_update {
 
-// Queues the work on a CUDA stream. Null, or why that failed. A slot past the end is not written.
-const char* RunOnCuda(const Params& params, void* stream);
+// Queues the work on a CUDA stream. A slot past the end is not written.
+gpu::Error RunOnCuda(const Params& params, void* stream);
 
 }  // namespace xla_gpu::kv_cache_update

@@ -13,9 +13,11 @@ __global__ void Add(Params p) {
 
 }  // namespace
 
-const char* RunOnCuda(const Params& p, void* stream) {
+gpu::Error RunOnCuda(const Params& p, void* stream) {
+  gpu::Device device;
+  if (gpu::Error error = gpu::Device::Current(&device)) return error;
   const gpu::Kernel<Params> add{Add, kThreads};
-  return add.Launch((p.num_elements + kThreads - 1) / kThreads, stream, p);
+  return add.Launch(device, (p.num_elements + kThreads - 1) / kThreads, stream, p);
 }
 
 }  // namespace xla_gpu::simple_add

@@ -2,10 +2,10 @@
 #include <atomic>
 
 #include "../../gpu/launch.cuh"
-#include "run.h"
 #include "cuda_core.cuh"
 #include "finish.cuh"
 #include "kernels.cuh"
+#include "run.h"
 
 namespace xla_gpu::paged_attention {
 namespace {
@@ -106,9 +106,9 @@ bool FindHopperKernel(const Params& p, std::integer_sequence<int, kHeadSizes...>
 
 // Returns whether this call's long queries have a kernel of their own, and sets *kernel to it.
 template <typename T>
-bool FindPrefillKernel(const Params& p, AttentionKernel* kernel) {
+bool FindPrefillKernel(const gpu::Device& device, const Params& p, AttentionKernel* kernel) {
   if constexpr (sizeof(T) == 2) {
-    if (!HopperIsChosen() || !gpu::IsHopper()) return false;
+    if (!HopperIsChosen() || !device.is_hopper) return false;
     if (p.max_query_len != 0 && p.max_query_len <= MaxSplitTokens(p)) return false;
     if (p.cache_dtype != p.dtype || !IsAligned<T>(p)) return false;
     return FindHopperKernel<T>(p, HopperHeadSizes(), kernel);
@@ -116,26 +116,27 @@ bool FindPrefillKernel(const Params& p, AttentionKernel* kernel) {
   return false;
 }
 
-const char* Attend(const AttentionKernel& attention, const Params& p, const Scratch& scratch,
-                   QueryLengths lengths, void* stream) {
+gpu::Error Attend(const AttentionKernel& attention, const gpu::Device& device, const Params& p,
+                  const Scratch& scratch, QueryLengths lengths, void* stream) {
   const int64_t num_items = MaxItems(p, scratch, attention.rows_per_item);
-  const int64_t resident = attention.kernel.MaxResidentBlocks();
-  return attention.kernel.Launch(Smaller(resident, num_items), stream, p, scratch, lengths);
+  return attention.kernel.LaunchResident(device, num_items, stream, p, scratch, lengths);
 }
 
 template <typename T>
-const char* Run(const Params& p, const Scratch& scratch, void* stream) {
+gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
+  gpu::Device device;
+  if (gpu::Error error = gpu::Device::Current(&device)) return error;
   AttentionKernel prefill;
-  const bool is_apart = FindPrefillKernel<T>(p, &prefill);
-  const QueryLengths others = is_apart ? QueryLengths::kShort : QueryLengths::kAll;
-  const char* error = Attend(KernelFor<T>(p), p, scratch, others, stream);
-  if (error == nullptr && is_apart) {
-    error = Attend(prefill, p, scratch, QueryLengths::kLong, stream);
+  const bool has_prefill = FindPrefillKernel<T>(device, p, &prefill);
+  const QueryLengths others = has_prefill ? QueryLengths::kShort : QueryLengths::kAll;
+  gpu::Error error = Attend(KernelFor<T>(p), device, p, scratch, others, stream);
+  if (!error && has_prefill) {
+    error = Attend(prefill, device, p, scratch, QueryLengths::kLong, stream);
   }
-  if (error != nullptr) return error;
+  if (error) return error;
   const gpu::Kernel<Params, Scratch> finish{Finish<T>, kThreads, kFinishSharedBytes};
-  const int64_t num_blocks = kFinishBlocksPerMultiprocessor * int64_t{gpu::NumMultiprocessors()};
-  return finish.Launch(Smaller(num_blocks, p.num_tokens), stream, p, scratch);
+  const int64_t num_blocks = int64_t{kFinishBlocksPerMultiprocessor} * device.num_multiprocessors;
+  return finish.Launch(device, Smaller(num_blocks, p.num_tokens), stream, p, scratch);
 }
 
 template <int... kHeadSizes>
@@ -178,7 +179,7 @@ bool ChooseCudaPrefill(const std::string& name) {
 
 std::string CudaPrefill() { return HopperIsChosen() ? kHopper : kAny; }
 
-const char* RunOnCuda(const Params& p, const Scratch& scratch, void* stream) {
+gpu::Error RunOnCuda(const Params& p, const Scratch& scratch, void* stream) {
   switch (p.dtype) {
     case DType::kFloat32:
       return Run<float>(p, scratch, stream);
@@ -187,7 +188,7 @@ const char* RunOnCuda(const Params& p, const Scratch& scratch, void* stream) {
     case DType::kBFloat16:
       return Run<BFloat16>(p, scratch, stream);
     default:
-      return "unknown storage type";
+      return {"paged_attention", "unknown storage type"};
   }
 }
 

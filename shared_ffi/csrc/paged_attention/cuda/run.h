@@ -4,15 +4,16 @@
 #include <vector>
 
 #include "../../export.h"
+#include "../../gpu/error.h"
 #include "../params.h"
 #include "scratch.h"
 
 namespace xla_gpu::paged_attention {
 
-// Queues two or three kernels on a CUDA stream and waits for nothing. Returns null, or the message
-// of the error. The kernels read lengths and tables on the device and stay inside the arrays
-// whatever these hold: a sequence with faulty ones gets rows of NaN.
-const char* RunOnCuda(const Params& params, const Scratch& scratch, void* stream);
+// Queues two or three kernels on a CUDA stream and waits for nothing. The kernels read lengths and
+// tables on the device and stay inside the arrays whatever these hold: a sequence with faulty ones
+// gets rows of NaN.
+gpu::Error RunOnCuda(const Params& params, const Scratch& scratch, void* stream);
 
 // Kernels of this build for long queries, whose sequences are not split. "any" also runs all other
 // sequences. "hopper" is not yet proven on a GPU; it runs where the device and the call allow it.
