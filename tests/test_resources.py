@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -48,6 +49,21 @@ def test_every_kernel_is_in_the_table(kernels: list[dict[str, Any]]) -> None:
 def test_registers_suffice(kernels: list[dict[str, Any]]) -> None:
     """Nothing is spilled, and no array is indexed so that it must lie in memory."""
     assert [entry for entry in kernels if entry["spill_bytes"] or entry["stack_bytes"]] == []
+
+
+def test_the_compiler_announces_no_loss(kernels: list[dict[str, Any]]) -> None:
+    """Lines of the kind (C75xx) say that setmaxnreg is ignored or products are serialized."""
+    reports = [path.read_text() for path in ROOT.glob("build/*/**/*.ptxas")]
+    assert len(reports) > 1
+    assert [line for report in reports for line in re.findall(r".*\(C75\d\d\).*", report)] == []
+
+
+def test_the_build_shows_what_the_compiler_announces() -> None:
+    loss = "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored"
+    usage = "ptxas info    : Used 168 registers"
+    script = f'echo "{loss}" >&2; echo "{usage}" >&2'
+    outcome = native.run(sys.executable, ROOT / "cmake/resources.py", "sh", "-c", script)
+    assert outcome.stdout.splitlines() == [loss]
 
 
 def test_a_hopper_block_starts_with_all_registers(kernels: list[dict[str, Any]]) -> None:
