@@ -1,6 +1,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from shared_ffi.spec import ArraySpec
 
 ffi_version: tuple[int, int]
@@ -8,14 +10,6 @@ ffi_version: tuple[int, int]
 def handlers() -> dict[str, dict[str, Any]]: ...
 def api_version_at(address: int) -> tuple[int, int]: ...
 def register_at(address: int, target: str, platform: str, handler: Any) -> None: ...
-def cpu_instruction_sets() -> list[str]: ...
-def cpu_instruction_set() -> str: ...
-def set_cpu_instruction_set(name: str) -> None: ...
-
-# In builds with the CUDA handlers.
-def cuda_prefills() -> list[str]: ...
-def cuda_prefill() -> str: ...
-def set_cuda_prefill(name: str) -> None: ...
 
 class EagerCall:
     def __init__(
@@ -33,3 +27,39 @@ class EagerCall:
         num_threads: int = 1,
         stream: int = 0,
     ) -> None: ...
+
+def cpu_instruction_sets() -> list[str]: ...
+def cpu_instruction_set() -> str: ...
+def set_cpu_instruction_set(name: str) -> None: ...
+def metadata_fault(
+    context_lens: np.ndarray,
+    block_tables: np.ndarray,
+    query_start_loc: np.ndarray,
+    num_seqs: int,
+    *,
+    num_tokens: int,
+    num_blocks: int,
+    block_size: int,
+    sliding_window: int,
+    window_right: int,
+    max_query_len: int,
+) -> str: ...
+
+class ScratchSizes:
+    split_limit: int
+    min_split: int
+    places_of_sequence: int
+    max_length: int
+    flag_bytes: int
+    split_bytes: int
+    alignment: int
+
+def scratch_sizes(
+    *, num_heads: int, num_kv_heads: int, head_size: int, sliding_window: int, max_query_len: int
+) -> ScratchSizes: ...
+
+# In builds with the CUDA handlers.
+def cuda_kernels() -> list[tuple[str, int, int, int, int, int]]: ...
+def cuda_prefills() -> list[str]: ...
+def cuda_prefill() -> str: ...
+def set_cuda_prefill(name: str) -> None: ...

@@ -70,4 +70,5 @@ NB_MODULE(_native, m) {
         nb::arg("handler"), "Registers a handler with the XLA_FFI_Api at an address.");
   xla_gpu::BindEagerCall(m);
   xla_gpu::BindKernels(m);
+  xla_gpu::BindRules(m);
 }

@@ -11,4 +11,7 @@ void BindEagerCall(nanobind::module_& m);
 // Which kernels this build has, and which of them are used.
 void BindKernels(nanobind::module_& m);
 
+// Rules that Python's checks ask for, so that each is written once.
+void BindRules(nanobind::module_& m);
+
 }  // namespace xla_gpu
