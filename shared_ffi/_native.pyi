@@ -44,6 +44,7 @@ def metadata_fault(
     window_right: int,
     max_query_len: int,
 ) -> str: ...
+def slot_fault(slot_mapping: np.ndarray, *, num_blocks: int, block_size: int) -> str: ...
 
 class ScratchSizes:
     split_limit: int

@@ -2,6 +2,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
+#include "kv_cache_update/slots.h"
 #include "module.h"
 #include "paged_attention/metadata.h"
 #include "paged_attention/scratch.h"
@@ -11,13 +12,14 @@ namespace {
 
 namespace nb = nanobind;
 
-template <int kRank>
-using IntArray = nb::ndarray<const int32_t, nb::ndim<kRank>, nb::c_contig, nb::device::cpu>;
+template <typename T, int kRank>
+using Array = nb::ndarray<const T, nb::ndim<kRank>, nb::c_contig, nb::device::cpu>;
 
-std::string MetadataFault(const IntArray<1>& context_lens, const IntArray<2>& block_tables,
-                          const IntArray<1>& query_start_loc, int32_t num_seqs, int64_t num_tokens,
-                          int64_t num_blocks, int64_t block_size, int64_t sliding_window,
-                          int64_t window_right, int64_t max_query_len) {
+std::string MetadataFault(const Array<int32_t, 1>& context_lens,
+                          const Array<int32_t, 2>& block_tables,
+                          const Array<int32_t, 1>& query_start_loc, int32_t num_seqs,
+                          int64_t num_tokens, int64_t num_blocks, int64_t block_size,
+                          int64_t sliding_window, int64_t window_right, int64_t max_query_len) {
   paged_attention::Params params = {};
   params.context_lens = context_lens.data();
   params.block_tables = block_tables.data();
@@ -36,6 +38,17 @@ std::string MetadataFault(const IntArray<1>& context_lens, const IntArray<2>& bl
     throw nb::value_error("the arrays must be for the same number of sequences");
   }
   return paged_attention::MetadataFault(params);
+}
+
+std::string SlotFault(const Array<int64_t, 1>& slot_mapping, int64_t num_blocks,
+                      int64_t block_size) {
+  kv_cache_update::Params params = {};
+  params.slot_mapping = slot_mapping.data();
+  params.slots_are_int64 = true;
+  params.num_tokens = static_cast<int64_t>(slot_mapping.shape(0));
+  params.num_blocks = num_blocks;
+  params.block_size = block_size;
+  return kv_cache_update::SlotFault(params);
 }
 
 paged_attention::ScratchSizes ScratchSizes(int64_t num_heads, int64_t num_kv_heads,
@@ -59,6 +72,9 @@ void BindRules(nb::module_& m) {
         nb::arg("block_size"), nb::arg("sliding_window"), nb::arg("window_right"),
         nb::arg("max_query_len"),
         "Which rule for lengths and page table of paged_attention is broken first; empty if none.");
+  m.def("slot_fault", &SlotFault, nb::arg("slot_mapping").noconvert(), nb::kw_only(),
+        nb::arg("num_blocks"), nb::arg("block_size"),
+        "Which slot of kv_cache_update is past the end of the cache first; empty if none.");
   using paged_attention::ScratchSizes;
   nb::class_<ScratchSizes>(m, "ScratchSizes", "What the size of the CUDA scratch follows from.")
       .def_ro("split_limit", &ScratchSizes::split_limit)

@@ -2,6 +2,7 @@
 #include "cpu.h"
 #include "cuda.h"
 #include "params.h"
+#include "slots.h"
 
 namespace xla_gpu::kv_cache_update {
 namespace {
@@ -102,16 +103,10 @@ ffi::Error MakeParams(const Operands& operands, const ffi::RemainingArgs& other_
   return CheckResults(caches, updated, other_results);
 }
 
-// Checks all slots before anything is written, so that an error leaves the cache as it was.
-ffi::Error CheckSlots(const Params& p) {
-  for (int64_t token = 0; token < p.num_tokens; ++token) {
-    if (p.Slot(token) >= p.NumSlots()) {
-      return InvalidArgument(kOp, "slot_mapping[", token,
-                             "] must be below num_blocks * block_size=", p.NumSlots(),
-                             " (negative for padding); got ", p.Slot(token));
-    }
-  }
-  return ffi::Error::Success();
+// Runs before anything is written, so that an error leaves the cache as it was.
+ffi::Error CheckSlots(const Params& params) {
+  const std::string fault = SlotFault(params);
+  return fault.empty() ? ffi::Error::Success() : InvalidArgument(kOp, fault);
 }
 
 ffi::Error OnCpu(ffi::AnyBuffer kv_cache, ffi::AnyBuffer key, ffi::AnyBuffer value,
