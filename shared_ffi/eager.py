@@ -17,11 +17,11 @@ def run_on_cpu(
     Args:
         call: what the op's check returned.
         operands: the addresses of the inputs, in the op's order; each is as the call has it.
-        results: the addresses to write to; of an aliased result, that of the operand.
+        results: the addresses to write to; for an aliased result, the address of its operand.
         num_threads: most threads to use, the calling one included.
 
     Raises:
-        ValueError: the handler found fault with the values, such as a block id out of range.
+        ValueError: the handler refused the values, such as a block id out of range.
     """
     _prepare(call, "cpu")(operands, results, num_threads)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from shared_ffi import _native
 from shared_ffi import kv_layout as _kv_layout
 from shared_ffi.spec import (
     CACHE_DTYPES,
@@ -16,7 +17,6 @@ from shared_ffi.spec import (
     dtype_error,
     on_host,
     shape_error,
-    value_error,
 )
 
 OP = "kv_cache_update"
@@ -81,15 +81,15 @@ def check(
 
 
 def check_values(kv_cache: Any, slot_mapping: Any, *, kv_layout: str | None = None) -> None:
-    """Says which slot lies past the end of the cache.
+    """Checks that no slot lies past the end of the cache.
 
-    The CPU handler does so by itself; on CUDA such a slot is not written.
+    The CPU handler checks it itself, by the same native function. On CUDA such a slot is not
+    written.
 
     Raises:
         ValueError: in the words of the CPU handler, naming the token.
     """
     num_blocks, block_size = _kv_layout.sizes(kv_layout, kv_cache.shape)
-    slots, num_slots = on_host(slot_mapping), num_blocks * block_size
-    for token in np.flatnonzero(slots >= num_slots)[:1]:
-        rule = f"be below num_blocks * block_size={num_slots} (negative for padding)"
-        raise value_error(OP, f"slot_mapping[{token}]", rule, slots[token])
+    slots = np.ascontiguousarray(on_host(slot_mapping), np.int64)
+    if fault := _native.slot_fault(slots, num_blocks=num_blocks, block_size=block_size):
+        raise ValueError(f"{OP}: {fault}")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from shared_ffi import _native
 from shared_ffi import kv_layout as _kv_layout
 from shared_ffi.spec import (
     STORAGE_DTYPES,
@@ -121,7 +122,7 @@ def check(
     if right := _window_right(causal, window_right):
         attributes.append(("window_right", right))
     if max_query_len is not None:
-        attributes.append(("max_query_len", _int64("max_query_len", max_query_len, 1)))
+        attributes.append(("max_query_len", _max_query_len(max_query_len)))
     results = [query]
     if _flag("return_lse", return_lse):
         results.append(ArraySpec((num_tokens, num_heads), "float32"))
@@ -151,56 +152,45 @@ def check_values(
     kv_layout: str | None = None,
     max_query_len: int | None = None,
 ) -> None:
-    """Says what is wrong with lengths, tables and ``num_seqs``, by their values.
+    """Checks the values of lengths, page table and ``num_seqs``.
 
-    The CPU handler does so by itself. On CUDA nothing waits for the device, and a faulty sequence's
-    rows are NaN: call this, with the operands of the call in question, to learn why. It copies the
-    integer arrays to the host.
+    The CPU handler checks them itself, by the same native function. On CUDA nothing waits for the
+    device, and a faulty sequence's rows are NaN: call this with the same operands to learn why. It
+    copies the integer arrays to the host.
 
     Raises:
         ValueError: in the words of the CPU handler, naming sequence and entry.
+        TypeError: an array is not int32.
     """
-    lengths, tables, starts = map(on_host, (context_lens, block_tables, query_start_loc))
-    count, max_seqs = int(on_host(num_seqs).item()), len(lengths)
+    arrays = {"context_lens": context_lens, "block_tables": block_tables}
+    arrays |= {"query_start_loc": query_start_loc, "num_seqs": num_seqs}
+    arrays = {name: np.ascontiguousarray(on_host(array)) for name, array in arrays.items()}
+    for name, array in arrays.items():
+        if array.dtype != np.int32:
+            raise dtype_error(OP, name, "dtype int32", array.dtype)
     num_blocks, block_size = _kv_layout.sizes(kv_layout, kv_cache.shape)
-    is_causal = _window_right(causal, window_right) == 0
-    capacity, last = tables.shape[1] * block_size, num_blocks - 1
-    if not 0 <= count <= max_seqs:
-        raise value_error(OP, "num_seqs", f"be from 0 to max_seqs={max_seqs}", count)
-    if count > 0 and starts[0] < 0:
-        raise value_error(OP, "query_start_loc[0]", "be at least 0", starts[0])
-    for s in range(count):
-        start, end, context = int(starts[s]), int(starts[s + 1]), int(lengths[s])
-        q_len, argument = end - start, f"context_lens[{s}]"
-        if q_len < 0:
-            got = f"query_start_loc[{s + 1}]={end} after query_start_loc[{s}]={start}"
-            raise value_error(OP, "query_start_loc", "not decrease", got)
-        if end > query.shape[0]:
-            rule = f"be at most num_tokens={query.shape[0]}"
-            raise value_error(OP, f"query_start_loc[{s + 1}]", rule, end)
-        if max_query_len is not None and q_len > max_query_len:
-            rule = f"give sequence {s} at most max_query_len={max_query_len} tokens"
-            raise value_error(OP, "query_start_loc", rule, q_len)
-        if not 0 <= context <= capacity:
-            rule = f"be from 0 to max_blocks_per_seq * block_size={capacity}"
-            raise value_error(OP, argument, rule, context)
-        if is_causal and context < q_len:
-            rule = f"count the sequence's {q_len} query tokens too"
-            raise value_error(OP, argument, rule, context)
-        window = context if sliding_window is None else sliding_window
-        first = max(0, context - q_len - window + 1) // block_size
-        needed = tables[s, first : -(-context // block_size)] if q_len > 0 else tables[s, :0]
-        for b in np.flatnonzero((needed < 0) | (needed > last))[:1]:
-            rule = f"be from 0 to num_blocks - 1={last}"
-            raise value_error(OP, f"block_tables[{s}, {first + b}]", rule, needed[b])
+    fault = _native.metadata_fault(
+        arrays["context_lens"],
+        arrays["block_tables"],
+        arrays["query_start_loc"],
+        arrays["num_seqs"].item(),
+        num_tokens=query.shape[0],
+        num_blocks=num_blocks,
+        block_size=block_size,
+        sliding_window=_sliding_window(sliding_window).item(),
+        window_right=_window_right(causal, window_right).item(),
+        max_query_len=_max_query_len(max_query_len).item(),
+    )
+    if fault:
+        raise ValueError(f"{OP}: {fault}")
 
 
 def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
-    """Memory for partial results of long contexts, as ``csrc/paged_attention/scratch.h`` lays it
-    out; the handler compares the two.
+    """The size of the scratch for partial results of long contexts, as ``MakeScratch`` of
+    ``csrc/paged_attention/scratch.h`` computes it; the handler compares the two.
 
-    It follows from the shapes alone: what the arrays hold is known on the device only. Sizes may be
-    symbols, of which `smaller` finds the smaller one.
+    It follows from the shapes alone: only the device knows what the arrays hold. The numbers of
+    tokens, sequences and blocks may be symbols; `smaller` finds the smaller of two sizes.
     """
     query, kv_cache, _, block_tables, *_ = call.operands
     num_tokens, num_heads, head_size = query.shape
@@ -210,16 +200,20 @@ def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
         block_size, num_kv_heads = int(attributes["block_size"]), int(attributes["num_kv_heads"])
     else:
         block_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
-    split_limit = max(32, 256 // num_kv_heads)
-    max_split_tokens = max(1, 64 * num_kv_heads // num_heads)
+    sizes = _native.scratch_sizes(
+        num_heads=int(num_heads),
+        num_kv_heads=int(num_kv_heads),
+        head_size=int(head_size),
+        sliding_window=int(attributes["sliding_window"]),
+        max_query_len=int(attributes.get("max_query_len", 0)),
+    )
     longest = max_blocks_per_seq * block_size
-    if window := int(attributes["sliding_window"]):
-        longest = smaller(longest, min(window, _MAX_INT64 // 2) + max_split_tokens + 64)
-    most_of_sequence = min(max_split_tokens, int(attributes.get("max_query_len", _MAX_INT64)))
-    num_places = smaller(num_tokens, max_seqs * most_of_sequence)
-    max_splits = smaller(split_limit, -(-longest // 256))
-    flags_bytes = -(-4 * num_tokens // 16) * 16
-    return flags_bytes + 4 * num_places * num_heads * max_splits * (head_size + 2)
+    if sizes.max_length:
+        longest = smaller(longest, sizes.max_length)
+    num_places = smaller(num_tokens, max_seqs * sizes.places_of_sequence)
+    max_splits = smaller(sizes.split_limit, -(-longest // sizes.min_split))
+    flags_bytes = -(-sizes.flag_bytes * num_tokens // sizes.alignment) * sizes.alignment
+    return flags_bytes + num_places * max_splits * sizes.split_bytes
 
 
 def _float32(argument: str, value: float) -> np.float32:
@@ -253,6 +247,11 @@ def _flag(argument: str, value: bool) -> bool:
 def _sliding_window(sliding_window: int | None) -> np.int64:
     """As an attribute; 0 stands for none."""
     return np.int64(0) if sliding_window is None else _int64("sliding_window", sliding_window, 1)
+
+
+def _max_query_len(max_query_len: int | None) -> np.int64:
+    """As an attribute; 0 stands for not known."""
+    return np.int64(0) if max_query_len is None else _int64("max_query_len", max_query_len, 1)
 
 
 def _window_right(causal: bool, window_right: int | None) -> np.int64:

@@ -1,8 +1,8 @@
-// What PyTorch programs compiled ahead of time (AOTInductor) call: C functions that reach a handler
-// with neither Python nor PyTorch's dispatcher.
+// C functions through which PyTorch programs compiled ahead of time (AOTInductor) call a handler.
+// They need neither Python nor PyTorch's dispatcher.
 //
-// They take PyTorch's tensors by its stable C interface, whose functions are looked up when first
-// needed: the library is neither built nor linked with PyTorch, and serves processes without it.
+// They read PyTorch's tensors through its stable C interface, whose functions they look up on first
+// use: the library is neither built nor linked with PyTorch, and works in processes without it.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -12,18 +12,19 @@
 #include <utility>
 #include <vector>
 
+#include "dtypes.h"
 #include "eager_runtime.h"
 #include "export.h"
 #include "handlers.h"
 
-// As torch/csrc/inductor/aoti_torch/c/shim.h has them.
+// These types are those of torch/csrc/inductor/aoti_torch/c/shim.h.
 using AOTITorchError = int32_t;
 using AtenTensorHandle = struct AtenTensorOpaque*;
 
 namespace {
 
-// PyTorch's function of that name. Its libraries need not be visible to all of the process: Python
-// loads them for itself.
+// Finds PyTorch's function of that name. It is looked for in the library itself, because Python
+// loads PyTorch's libraries without making their symbols visible to the whole process.
 template <typename F>
 F* TorchFunction(const char* library, const char* name) {
   void* handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
@@ -59,36 +60,30 @@ struct Torch {
   Getter<int32_t>* dtype = Function<Getter<int32_t>>("aoti_torch_get_dtype");
   Getter<int32_t>* device_index = Function<Getter<int32_t>>("aoti_torch_get_device_index");
 
-  // The numbers of the dtypes are not part of the interface.
-  const std::vector<std::pair<int32_t, XLA_FFI_DataType>> dtypes = {
-      {Number("aoti_torch_dtype_float64"), XLA_FFI_DataType_F64},
-      {Number("aoti_torch_dtype_float32"), XLA_FFI_DataType_F32},
-      {Number("aoti_torch_dtype_float16"), XLA_FFI_DataType_F16},
-      {Number("aoti_torch_dtype_bfloat16"), XLA_FFI_DataType_BF16},
-      {Number("aoti_torch_dtype_float8_e4m3fn"), XLA_FFI_DataType_F8E4M3FN},
-      {Number("aoti_torch_dtype_float8_e5m2"), XLA_FFI_DataType_F8E5M2},
-      {Number("aoti_torch_dtype_int64"), XLA_FFI_DataType_S64},
-      {Number("aoti_torch_dtype_int32"), XLA_FFI_DataType_S32},
-      {Number("aoti_torch_dtype_int16"), XLA_FFI_DataType_S16},
-      {Number("aoti_torch_dtype_int8"), XLA_FFI_DataType_S8},
-      {Number("aoti_torch_dtype_uint8"), XLA_FFI_DataType_U8},
-      {Number("aoti_torch_dtype_bool"), XLA_FFI_DataType_PRED},
-  };
+  // PyTorch's numbers of the dtypes, in the order of kDTypes. They are no constants of the
+  // interface.
+  std::vector<int32_t> dtype_numbers = DTypeNumbers();
 
  private:
   template <typename F>
   static F* Function(const char* name) {
     return TorchFunction<F>(kTorchCpu, name);
   }
-  static int32_t Number(const char* name) { return Function<int32_t()>(name)(); }
+  static std::vector<int32_t> DTypeNumbers() {
+    std::vector<int32_t> numbers;
+    for (const xla_gpu::NamedDType& known : xla_gpu::kDTypes) {
+      const std::string function = std::string("aoti_torch_dtype_") + known.name;
+      numbers.push_back(Function<int32_t()>(function.c_str())());
+    }
+    return numbers;
+  }
 };
 
 XLA_FFI_DataType DataTypeOf(const Torch& torch, AtenTensorHandle tensor) {
-  const int32_t dtype = Get(torch.dtype, tensor);
-  for (const auto& [number, data_type] : torch.dtypes) {
-    if (number == dtype) return data_type;
-  }
-  return XLA_FFI_DataType_INVALID;
+  const auto& numbers = torch.dtype_numbers;
+  const auto found = std::find(numbers.begin(), numbers.end(), Get(torch.dtype, tensor));
+  return found == numbers.end() ? XLA_FFI_DataType_INVALID
+                                : xla_gpu::kDTypes[found - numbers.begin()].dtype;
 }
 
 int64_t SpannedElements(const Torch& torch, AtenTensorHandle tensor) {
@@ -114,14 +109,14 @@ xla_gpu::EagerBuffer BufferOf(const Torch& torch, AtenTensorHandle tensor, bool 
   return {DataTypeOf(torch, tensor), Get(torch.data, tensor), std::move(shape)};
 }
 
-// Whether a byte is of the memory that a tensor spans.
+// Whether a tensor spans this byte.
 bool Contains(const Torch& torch, AtenTensorHandle tensor, const void* byte) {
   const char* begin = static_cast<const char*>(Get(torch.data, tensor));
   const size_t element_size = torch.element_size(Get(torch.dtype, tensor));
   return byte >= begin && byte <= begin + SpannedElements(torch, tensor) * element_size;
 }
 
-// As many as PyTorch's own operators use: they take it from OpenMP.
+// PyTorch's own operators use as many threads: they ask OpenMP too.
 int64_t NumThreads() {
   static auto* const get = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "omp_get_max_threads"));
   return get == nullptr ? 1 : get();
@@ -139,15 +134,15 @@ thread_local std::string last_error;
 
 // The arguments of the operator xla_gpu::_xla_gpu_call, as AOTInductor hands them to C.
 struct Arguments {
-  // The results, scratch included; of a handler that writes in place, what its operands are views
-  // of.
+  // The results, scratch included. For a handler that writes in place: the tensors of which its
+  // aliased operands are views.
   const AtenTensorHandle* written;
   int64_t num_written;
   const AtenTensorHandle* operands;
   int64_t num_operands;
-  const int64_t* aliases;  // the operands that a handler which writes in place has as results
+  const int64_t* aliases;  // the operands that the handler writes in place
   int64_t num_aliases;
-  const int64_t* spanned;  // the operands that are passed as the memory that they span
+  const int64_t* spanned;  // the operands that the handler gets as one array of all they span
   int64_t num_spanned;
   const char* target;
   const char** int_names;
@@ -196,8 +191,8 @@ void Call(const char* platform, const Arguments& a) {
   if (status.code != XLA_FFI_Error_Code_OK) throw std::runtime_error(status.message);
 }
 
-// The caller is C++ that AOTInductor generates. From an error code it would make a message of its
-// own, that of an exception it prints.
+// Throws, because the C++ that AOTInductor generates prints the message of an exception. For an
+// error code it would make up a message.
 void CallOrThrow(const char* platform, const Arguments& arguments) {
   try {
     Call(platform, arguments);
@@ -211,11 +206,11 @@ void CallOrThrow(const char* platform, const Arguments& arguments) {
 
 extern "C" {
 
-// Why the last call that failed on this thread did; empty if none has.
+// Why the last failed call on this thread failed; empty if none has failed.
 XLA_GPU_EXPORT const char* xla_gpu_last_error() { return last_error.c_str(); }
 
-// AOTInductor's names for the operator's kernels, to which it passes a place for the result, or
-// null: the operator has none.
+// Defines the operator's kernel for a platform under the name that AOTInductor calls. AOTInductor
+// passes a place for a result, or null; the operator has no result.
 #define XLA_GPU_DEFINE_CALL(name, platform)                                                      \
   XLA_GPU_EXPORT AOTITorchError name(                                                            \
       const AtenTensorHandle* written, int64_t num_written, const AtenTensorHandle* operands,    \

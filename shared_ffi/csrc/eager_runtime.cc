@@ -10,7 +10,7 @@
 #include <mutex>
 #include <thread>
 
-// The C API leaves these two types to the runtime.
+// The C API declares these two types; the runtime defines them.
 struct XLA_FFI_Error {
   XLA_FFI_Error_Code code;
   std::string message;
@@ -23,13 +23,13 @@ struct XLA_FFI_ExecutionContext {
 namespace xla_gpu {
 namespace {
 
-// Starts a team of threads, of which the calling one is the first, that each call function(data),
-// and waits for all: GNU OpenMP's entry point. Its threads serve torch's own operators, and spin
-// for a while after each of them; others would have to take the processors from them.
+// The entry point of GNU OpenMP: calls function(data) on each thread of a team, the calling thread
+// included, and waits for all. These threads serve torch's own operators and spin for a while after
+// each. Threads of our own would compete with them for the processors.
 using StartTeam = void(void (*function)(void*), void* data, unsigned num_threads, unsigned flags);
 
-// The threads in its stead: at most one per processor, started when first needed, waiting for tasks
-// until the process ends.
+// The threads to use without OpenMP: at most one per processor, started on first need. They wait
+// for tasks until the process ends.
 class ThreadPool {
  public:
   void Schedule(std::function<void()> task, size_t wanted_threads) {
@@ -63,8 +63,8 @@ class ThreadPool {
   size_t num_threads_ = 0;
 };
 
-// A forked child has none of its parent's threads: it gets a pool of its own, and must not wait for
-// OpenMP's, which believes that it still has them.
+// A forked child has none of its parent's threads. It gets a pool of its own and no OpenMP, which
+// would wait for threads that it believes to have.
 struct Threads {
   ThreadPool* pool = new ThreadPool;  // never destroyed: its threads may outlive static destruction
   // Null where torch is not loaded, or made with another OpenMP.
@@ -106,7 +106,7 @@ XLA_FFI_Error* GetStream(XLA_FFI_Stream_Get_Args* args) {
   return nullptr;
 }
 
-// What a handler may ask of this runtime: errors and the stream. The rest of the table is null.
+// Handlers ask this runtime for errors and for the stream. The rest of the table is null.
 const XLA_FFI_Api* Api() {
   static const XLA_FFI_Api api = [] {
     XLA_FFI_Api table = {};
@@ -122,7 +122,7 @@ const XLA_FFI_Api* Api() {
   return &api;
 }
 
-// XLA_FFI_Buffers and the pointers to them that a call frame wants.
+// XLA_FFI_Buffers, and the pointers to them that a call frame holds.
 struct Buffers {
   explicit Buffers(std::vector<EagerBuffer>& from) {
     for (EagerBuffer& buffer : from) {
@@ -136,7 +136,7 @@ struct Buffers {
   std::vector<void*> pointers;
 };
 
-// Attributes as scalars, sorted by name as the C API demands.
+// Attributes as scalars, sorted by name as the C API requires.
 struct Attributes {
   explicit Attributes(std::vector<std::pair<std::string, Attribute>> from)
       : sorted(std::move(from)), scalars(sorted.size()), name_spans(sorted.size()) {

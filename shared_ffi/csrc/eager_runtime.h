@@ -1,5 +1,5 @@
-// The smallest XLA FFI runtime: calls a handler for a caller that is not XLA (eager PyTorch, a
-// test), through the same C API and therefore through the same checks and the same kernel.
+// The smallest XLA FFI runtime. It calls a handler for a caller that is not XLA (eager PyTorch, a
+// test) through the same C API, so that the same checks and the same kernel run.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ struct EagerStatus {
   std::string message;
 };
 
-// Where a handler is to work: a CPU handler on at most `num_threads` threads, a CUDA handler on a
+// Where a handler works: a CPU handler on at most `num_threads` threads, a CUDA handler on a
 // stream.
 struct EagerContext {
   int64_t num_threads;
@@ -40,7 +40,7 @@ XLA_GPU_EXPORT EagerStatus CallHandler(
     XLA_FFI_Handler* handler, std::vector<EagerBuffer>& operands, std::vector<EagerBuffer>& results,
     const std::vector<std::pair<std::string, Attribute>>& attributes, const EagerContext& context);
 
-// The threads of a call that CallHandler makes; none if another runtime makes it.
+// The threads of a call that CallHandler makes; nullopt if another runtime makes the call.
 std::optional<Executor> ExecutorOfEagerCall(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx);
 
 }  // namespace xla_gpu

@@ -8,27 +8,25 @@
 #include <functional>
 #include <initializer_list>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "dtypes.h"
 #include "eager_runtime.h"
 #include "gpu/error.h"
 #include "parallel.h"
 #include "storage.h"
+#include "str_cat.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace xla_gpu {
 
 namespace ffi = ::xla::ffi;
 
-template <typename... Parts>
-std::string StrCat(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  return text.str();
-}
+// Returns the error that `check` evaluates to, if it is one.
+#define XLA_GPU_RETURN_IF_ERROR(check) \
+  if (::xla::ffi::Error error = (check); error.failure()) return error
 
 // "<op>: <what the rule says>; got <value>".
 template <typename... Parts>
@@ -36,52 +34,29 @@ ffi::Error InvalidArgument(const char* op, const Parts&... parts) {
   return ffi::Error::InvalidArgument(StrCat(op, ": ", parts...));
 }
 
-inline std::string ShapeName(ffi::AnyBuffer::Dimensions shape) {
-  std::ostringstream text;
-  text << "[";
-  for (size_t i = 0; i < shape.size(); ++i) text << (i ? ", " : "") << shape[i];
-  text << "]";
-  return text.str();
+inline std::string ShapeName(const ffi::AnyBuffer& buffer) {
+  std::string text;
+  for (int64_t n : buffer.dimensions()) text += (text.empty() ? "" : ", ") + std::to_string(n);
+  return "[" + text + "]";
 }
 
-inline const char* DTypeName(ffi::DataType dtype) {
-  switch (dtype) {
-    case ffi::F64:
-      return "float64";
-    case ffi::F32:
-      return "float32";
-    case ffi::F16:
-      return "float16";
-    case ffi::BF16:
-      return "bfloat16";
-    case ffi::S64:
-      return "int64";
-    case ffi::S32:
-      return "int32";
-    case ffi::S16:
-      return "int16";
-    case ffi::S8:
-      return "int8";
-    case ffi::U64:
-      return "uint64";
-    case ffi::U32:
-      return "uint32";
-    case ffi::U16:
-      return "uint16";
-    case ffi::U8:
-      return "uint8";
-    case ffi::F8E4M3FN:
-      return "float8_e4m3fn";
-    case ffi::F8E5M2:
-      return "float8_e5m2";
-    case ffi::PRED:
-      return "bool";
-    default:
-      return "another type";
-  }
+inline const char* DTypeName(const ffi::AnyBuffer& buffer) {
+  return DTypeName(static_cast<XLA_FFI_DataType>(buffer.element_type()));
 }
 
-// True, and *to set, when the kernels store tensors of this type.
+// The argument must have the shape that `rule` describes, and has not.
+inline ffi::Error ShapeError(const char* op, const char* argument, const std::string& rule,
+                             const ffi::AnyBuffer& got) {
+  return InvalidArgument(op, argument, " must have shape ", rule, "; got ", ShapeName(got));
+}
+
+// The argument must have the dtype that `rule` names, and has not.
+inline ffi::Error DTypeError(const char* op, const char* argument, const std::string& rule,
+                             const ffi::AnyBuffer& got) {
+  return InvalidArgument(op, argument, " must have ", rule, "; got ", DTypeName(got));
+}
+
+// True, and *to set, if the tensors of every op may have this dtype.
 inline bool StorageType(ffi::DataType dtype, DType* to) {
   switch (dtype) {
     case ffi::F32:
@@ -98,7 +73,7 @@ inline bool StorageType(ffi::DataType dtype, DType* to) {
   }
 }
 
-// True, and *to set, where a cache may have this type, too.
+// True, and *to set, if it is a dtype of 8 bits, which a cache may have instead.
 inline bool StorageTypeOf8Bits(ffi::DataType dtype, DType* to) {
   switch (dtype) {
     case ffi::F8E4M3FN:
@@ -118,14 +93,14 @@ inline bool StorageTypeOf8Bits(ffi::DataType dtype, DType* to) {
 // A dimension that may have any size.
 inline constexpr int64_t kAnySize = -1;
 
-inline bool HasShape(ffi::AnyBuffer buffer, std::initializer_list<int64_t> shape) {
+inline bool HasShape(const ffi::AnyBuffer& buffer, std::initializer_list<int64_t> shape) {
   const auto dims = buffer.dimensions();
   return dims.size() == shape.size() &&
          std::equal(dims.begin(), dims.end(), shape.begin(),
                     [](int64_t dim, int64_t size) { return size == kAnySize || dim == size; });
 }
 
-// Reads the attributes of a call, of which those of features that it does not use are absent.
+// Reads the attributes of a call. An attribute of a feature that the call does not use is absent.
 class AttributeReader {
  public:
   AttributeReader(const char* op, const ffi::Dictionary& attributes)
@@ -151,7 +126,8 @@ class AttributeReader {
     return attributes_.contains(name) ? Get<T>(name) : otherwise;
   }
 
-  // When all have been read.
+  // Call it when all attributes that are known have been read: says whether one was missing, of
+  // another type, or is left.
   ffi::Error Finish() const {
     if (error_.success() && num_read_ < attributes_.size()) {
       return InvalidArgument(op_, "the call has ", attributes_.size(), " attributes, of which ",
@@ -167,8 +143,8 @@ class AttributeReader {
   ffi::Error error_;
 };
 
-// The operands of features that not every call uses, after those that every call has. An attribute
-// with a feature's name has the number of its operand.
+// The operands of features that not every call uses. They follow the operands that every call has;
+// an attribute with the feature's name is the number of its operand.
 class FeatureOperands {
  public:
   FeatureOperands(const char* op, size_t num_before, const ffi::RemainingArgs& operands,
@@ -180,7 +156,7 @@ class FeatureOperands {
     }
   }
 
-  // None if the call does not use the feature.
+  // Leaves *operand empty if the call does not use the feature.
   ffi::Error Find(const std::string& feature, std::optional<ffi::AnyBuffer>* operand) const {
     for (const auto& [name, number] : numbers_) {
       if (name != feature) continue;
@@ -193,7 +169,7 @@ class FeatureOperands {
     return ffi::Error::Success();
   }
 
-  // Whether there are more operands than those of the features.
+  // Refuses operands that belong to no feature.
   ffi::Error Finish() const {
     if (numbers_.size() == operands_.size()) return ffi::Error::Success();
     return InvalidArgument(op_, "the call must have ", num_before_ + numbers_.size(),
@@ -217,7 +193,7 @@ inline ffi::Error Launched(const char* op, const gpu::Error& error) {
 
 }  // namespace xla_gpu
 
-// A CPU handler binds .Ctx<Executor>() and is given its caller's threads.
+// Lets a CPU handler bind .Ctx<Executor>(), which gives it its caller's threads.
 template <>
 struct xla::ffi::CtxDecoding<xla_gpu::Executor> {
   using Type = xla_gpu::Executor;

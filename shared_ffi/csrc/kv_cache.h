@@ -7,23 +7,23 @@
 
 namespace xla_gpu {
 
-// One array or two, in whatever order of their dimensions: a row of head_size elements for each
-// block, position in the block and kv head. Strides are in elements, and the same for K and V.
+// K and V lie in one array or in two, with the dimensions in any order: a row of head_size elements
+// for each block, position in the block and kv head. Strides are in elements, the same for K and V.
 struct KvCache {
   void* keys;    // of block 0, position 0, kv head 0
-  void* values;  // likewise
+  void* values;  // of the same
   int64_t block_stride;
   int64_t position_stride;
   int64_t head_stride;
 
-  // Of a position's row of kv head 0, from that of block 0 and position 0.
+  // From the row of block 0 and position 0 to the row of this block and position, for one kv head.
   XLA_GPU_HOST_DEVICE int64_t Offset(int64_t block, int64_t position) const {
     return block * block_stride + position * position_stride;
   }
 };
 
-// What the numbers of a cache of 8 bits are multiplied by: one for all, one for each kv head, or
-// one for each position and kv head, as the strides tell.
+// The scales of a cache of 8 bits, by which its numbers are multiplied: one for all, one for each
+// kv head, or one for each position and kv head. Strides of 0 say which.
 struct KvScales {
   const float* data;  // null: 1
   int64_t block_stride;

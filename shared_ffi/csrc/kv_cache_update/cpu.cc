@@ -12,10 +12,10 @@ namespace {
 // Below this many bytes, handing work to another thread costs more than the copy.
 constexpr int64_t kMinParallelBytes = 1 << 17;
 constexpr int64_t kPartsPerThread = 4;  // so that no thread waits long for the last
-constexpr int64_t kSlotsPerRun = 16;    // neighbours, which mostly follow one another
+constexpr int64_t kSlotsPerRun = 16;    // neighbours: tokens mostly fill slots in order
 
-// From here on the processor's caches would not keep what is written: it goes past them, which
-// spares reading it first.
+// From this many bytes on, the writes bypass the processor's caches. The caches would not keep
+// them, and a write that bypasses them need not read its cache line first.
 constexpr int64_t kMinStreamedBytes = 1 << 24;
 
 void Copy(char* to, const char* from, int64_t num_bytes) { std::memcpy(to, from, num_bytes); }
@@ -33,7 +33,7 @@ void CopyPastCaches(char* to, const char* from, int64_t num_bytes) {
   Copy(to, from, num_bytes);
 }
 
-// What went past the caches is not in order with other writes before this.
+// Orders the writes that bypassed the caches before all later writes.
 void FinishCopies() {
 #ifdef __SSE2__
   _mm_sfence();
@@ -74,8 +74,8 @@ Quantizer QuantizerFor(const Params& p) {
 
 }  // namespace
 
-// One item per part of the slots: each walks all tokens in order and copies those of its slots, so
-// the later of two tokens with one slot wins whatever the number of threads.
+// Each item owns a part of the slots. It walks all tokens in order and copies those that go to its
+// slots, so the later of two tokens with one slot wins, whatever the number of threads.
 void RunOnCpu(const Params& p, const Executor& executor) {
   const int64_t row_bytes = p.head_size * SizeOf(p.dtype), size = SizeOf(p.cache_dtype);
   const int64_t head_bytes = p.cache.head_stride * size;

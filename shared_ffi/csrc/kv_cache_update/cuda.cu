@@ -6,7 +6,8 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// A block per token; a thread moves one Vector of K and the same one of V at a time.
+// One block of threads per token. A thread moves one Vector of K and the same Vector of V at a
+// time.
 template <typename Vector>
 __global__ void Update(Params p) {
   const int64_t token = blockIdx.x;
@@ -29,7 +30,7 @@ __global__ void Update(Params p) {
   }
 }
 
-// A block per token, rounding to 8 bits.
+// One block of threads per token; rounds to 8 bits.
 template <typename From, typename To>
 __global__ void UpdateQuantized(Params p) {
   const int64_t token = blockIdx.x;

@@ -2,112 +2,111 @@
 #include "cpu.h"
 #include "cuda.h"
 #include "params.h"
+#include "slots.h"
 
 namespace xla_gpu::kv_cache_update {
 namespace {
 
 constexpr char kOp[] = "kv_cache_update";
 
+// The arrays that every call has.
+struct Operands {
+  ffi::AnyBuffer kv_cache;
+  ffi::AnyBuffer key;
+  ffi::AnyBuffer value;
+  ffi::AnyBuffer slot_mapping;
+};
+
 constexpr size_t kNumOperands = 4;
 
-ffi::Error MakeParams(ffi::AnyBuffer kv_cache, ffi::AnyBuffer key, ffi::AnyBuffer value,
-                      ffi::AnyBuffer slot_mapping, ffi::RemainingArgs other_operands,
-                      ffi::AnyBuffer updated, ffi::RemainingRets other_results,
-                      const ffi::Dictionary& attributes, Params* params) {
-  AttributeReader reader(kOp, attributes);
-  KvLayout layout = KvLayout::Read(&reader);
-  FeatureOperands features(kOp, kNumOperands, other_operands, &reader,
-                           {"value_cache", "k_scale", "v_scale"});
-  ffi::Error error = reader.Finish();
-  std::optional<ffi::AnyBuffer> value_cache;
-  if (error.success()) error = features.Find("value_cache", &value_cache);
-  if (error.success()) error = features.Finish();
-  if (error.failure()) return error;
-  DType dtype;
+ffi::Error ReadKeyAndValue(const Operands& operands, Params* p) {
+  const auto& [kv_cache, key, value, slot_mapping] = operands;
   if (!HasShape(key, {kAnySize, kAnySize, kAnySize})) {
-    return InvalidArgument(kOp, "key must have shape [num_tokens, num_kv_heads, head_size]; got ",
-                           ShapeName(key.dimensions()));
+    return ShapeError(kOp, "key", "[num_tokens, num_kv_heads, head_size]", key);
   }
-  const int64_t num_tokens = key.dimensions()[0];
-  const int64_t num_kv_heads = key.dimensions()[1];
-  const int64_t head_size = key.dimensions()[2];
-  if (!StorageType(key.element_type(), &dtype) &&
-      !(key.element_type() == kv_cache.element_type() &&
-        StorageTypeOf8Bits(key.element_type(), &dtype))) {
-    return InvalidArgument(kOp, "key must have dtype float32, float16 or bfloat16, or one of 8 ",
-                           "bits that kv_cache has, too; got ", DTypeName(key.element_type()));
+  p->num_tokens = key.dimensions()[0];
+  p->num_kv_heads = key.dimensions()[1];
+  p->head_size = key.dimensions()[2];
+  const bool is_copied = key.element_type() == kv_cache.element_type();
+  if (!StorageType(key.element_type(), &p->dtype) &&
+      !(is_copied && StorageTypeOf8Bits(key.element_type(), &p->dtype))) {
+    return DTypeError(kOp, "key",
+                      "dtype float32, float16 or bfloat16, or one of 8 bits that kv_cache has, too",
+                      key);
   }
-  if (!HasShape(value, {num_tokens, num_kv_heads, head_size})) {
-    return InvalidArgument(kOp, "value must have shape [num_tokens=", num_tokens,
-                           ", num_kv_heads=", num_kv_heads, ", head_size=", head_size, "]; got ",
-                           ShapeName(value.dimensions()));
+  if (!HasShape(value, {p->num_tokens, p->num_kv_heads, p->head_size})) {
+    return ShapeError(kOp, "value",
+                      StrCat("[num_tokens=", p->num_tokens, ", num_kv_heads=", p->num_kv_heads,
+                             ", head_size=", p->head_size, "]"),
+                      value);
   }
   if (value.element_type() != key.element_type()) {
-    return InvalidArgument(kOp, "value must have key's dtype ", DTypeName(key.element_type()),
-                           "; got ", DTypeName(value.element_type()));
+    return DTypeError(kOp, "value", StrCat("key's dtype ", DTypeName(key)), value);
   }
-  KvCache cache;
-  error = ReadKvCache(kOp, kv_cache, value_cache, num_kv_heads, head_size, &layout, &cache);
-  DType cache_dtype;
-  if (error.success()) {
-    error =
-        ReadCacheDType(kOp, kv_cache, value_cache, "key", key.element_type(), dtype, &cache_dtype);
-  }
-  KvScales k_scale, v_scale;
-  const auto find_scales = [&](const char* name, KvScales* scales) {
-    return FindScales(kOp, name, features, layout, cache_dtype != dtype, "key", scales);
-  };
-  if (error.success()) error = find_scales("k_scale", &k_scale);
-  if (error.success()) error = find_scales("v_scale", &v_scale);
-  if (error.failure()) return error;
-  if (!HasShape(slot_mapping, {num_tokens})) {
-    return InvalidArgument(kOp, "slot_mapping must have shape [num_tokens=", num_tokens, "]; got ",
-                           ShapeName(slot_mapping.dimensions()));
+  p->key = key.untyped_data();
+  p->value = value.untyped_data();
+  return ffi::Error::Success();
+}
+
+ffi::Error ReadSlotMapping(const ffi::AnyBuffer& slot_mapping, Params* p) {
+  if (!HasShape(slot_mapping, {p->num_tokens})) {
+    return ShapeError(kOp, "slot_mapping", StrCat("[num_tokens=", p->num_tokens, "]"),
+                      slot_mapping);
   }
   if (slot_mapping.element_type() != ffi::S32 && slot_mapping.element_type() != ffi::S64) {
-    return InvalidArgument(kOp, "slot_mapping must have dtype int32 or int64; got ",
-                           DTypeName(slot_mapping.element_type()));
+    return DTypeError(kOp, "slot_mapping", "dtype int32 or int64", slot_mapping);
   }
+  p->slot_mapping = slot_mapping.untyped_data();
+  p->slots_are_int64 = slot_mapping.element_type() == ffi::S64;
+  return ffi::Error::Success();
+}
+
+// The results are the caches themselves, updated in place.
+ffi::Error CheckResults(const KvCacheArrays& caches, const ffi::AnyBuffer& updated,
+                        const ffi::RemainingRets& others) {
+  const auto& [kv_cache, value_cache] = caches;
   if (updated.untyped_data() != kv_cache.untyped_data()) {
     return InvalidArgument(kOp, "the result must alias kv_cache (output_to_operand_aliasing); ",
                            "got a buffer of its own");
   }
-  if (other_results.size() != (value_cache.has_value() ? 1 : 0)) {
+  if (others.size() != (value_cache.has_value() ? 1 : 0)) {
     return InvalidArgument(kOp, "the call must have a result for each cache; got ",
-                           other_results.size() + 1);
+                           others.size() + 1);
   }
   if (value_cache.has_value() &&
-      (**other_results.get<ffi::AnyBuffer>(0)).untyped_data() != value_cache->untyped_data()) {
+      (**others.get<ffi::AnyBuffer>(0)).untyped_data() != value_cache->untyped_data()) {
     return InvalidArgument(kOp, "the second result must alias value_cache ",
                            "(output_to_operand_aliasing); got a buffer of its own");
   }
-  *params = {cache,
-             key.untyped_data(),
-             value.untyped_data(),
-             slot_mapping.untyped_data(),
-             slot_mapping.element_type() == ffi::S64,
-             layout.num_blocks,
-             layout.block_size,
-             num_tokens,
-             num_kv_heads,
-             head_size,
-             dtype,
-             cache_dtype,
-             k_scale,
-             v_scale};
   return ffi::Error::Success();
 }
 
-// Before anything is written, so that an error leaves the cache as it was.
-ffi::Error CheckSlots(const Params& p) {
-  for (int64_t token = 0; token < p.num_tokens; ++token) {
-    if (p.Slot(token) >= p.NumSlots()) {
-      return InvalidArgument(kOp, "slot_mapping[", token,
-                             "] must be below num_blocks * block_size=", p.NumSlots(),
-                             " (negative for padding); got ", p.Slot(token));
-    }
-  }
-  return ffi::Error::Success();
+// Checks by the same rules, in the same order and words, as shared_ffi/kv_cache_update.py.
+ffi::Error MakeParams(const Operands& operands, const ffi::RemainingArgs& other_operands,
+                      const ffi::AnyBuffer& updated, const ffi::RemainingRets& other_results,
+                      const ffi::Dictionary& attributes, Params* params) {
+  *params = {};
+  AttributeReader reader(kOp, attributes);
+  const KvLayout layout = KvLayout::Read(&reader);
+  const FeatureOperands features(kOp, kNumOperands, other_operands, &reader,
+                                 {"value_cache", "k_scale", "v_scale"});
+  XLA_GPU_RETURN_IF_ERROR(reader.Finish());
+  KvCacheArrays caches = {operands.kv_cache, std::nullopt};
+  XLA_GPU_RETURN_IF_ERROR(features.Find("value_cache", &caches.value_cache));
+  XLA_GPU_RETURN_IF_ERROR(features.Finish());
+  XLA_GPU_RETURN_IF_ERROR(ReadKeyAndValue(operands, params));
+  XLA_GPU_RETURN_IF_ERROR(
+      ReadKvCache(kOp, caches, layout, params->num_kv_heads, "key", operands.key, params));
+  XLA_GPU_RETURN_IF_ERROR(ReadScales(kOp, "k_scale", features, "key", *params, &params->k_scale));
+  XLA_GPU_RETURN_IF_ERROR(ReadScales(kOp, "v_scale", features, "key", *params, &params->v_scale));
+  XLA_GPU_RETURN_IF_ERROR(ReadSlotMapping(operands.slot_mapping, params));
+  return CheckResults(caches, updated, other_results);
+}
+
+// Runs before anything is written, so that an error leaves the cache as it was.
+ffi::Error CheckSlots(const Params& params) {
+  const std::string fault = SlotFault(params);
+  return fault.empty() ? ffi::Error::Success() : InvalidArgument(kOp, fault);
 }
 
 ffi::Error OnCpu(ffi::AnyBuffer kv_cache, ffi::AnyBuffer key, ffi::AnyBuffer value,
@@ -115,11 +114,11 @@ ffi::Error OnCpu(ffi::AnyBuffer kv_cache, ffi::AnyBuffer key, ffi::AnyBuffer val
                  ffi::Result<ffi::AnyBuffer> updated, ffi::RemainingRets other_results,
                  const ffi::Dictionary& attributes, const Executor& executor) {
   Params params;
-  ffi::Error error = MakeParams(kv_cache, key, value, slot_mapping, other_operands, *updated,
-                                other_results, attributes, &params);
-  if (error.success()) error = CheckSlots(params);
-  if (error.success()) RunOnCpu(params, executor);
-  return error;
+  XLA_GPU_RETURN_IF_ERROR(MakeParams({kv_cache, key, value, slot_mapping}, other_operands, *updated,
+                                     other_results, attributes, &params));
+  XLA_GPU_RETURN_IF_ERROR(CheckSlots(params));
+  RunOnCpu(params, executor);
+  return ffi::Error::Success();
 }
 
 #ifdef XLA_GPU_CUDA
@@ -128,10 +127,9 @@ ffi::Error OnCuda(ffi::AnyBuffer kv_cache, ffi::AnyBuffer key, ffi::AnyBuffer va
                   ffi::Result<ffi::AnyBuffer> updated, ffi::RemainingRets other_results,
                   const ffi::Dictionary& attributes, void* stream) {
   Params params;
-  ffi::Error error = MakeParams(kv_cache, key, value, slot_mapping, other_operands, *updated,
-                                other_results, attributes, &params);
-  if (error.success()) error = Launched(kOp, RunOnCuda(params, stream));
-  return error;
+  XLA_GPU_RETURN_IF_ERROR(MakeParams({kv_cache, key, value, slot_mapping}, other_operands, *updated,
+                                     other_results, attributes, &params));
+  return Launched(kOp, RunOnCuda(params, stream));
 }
 #endif
 
@@ -142,7 +140,7 @@ auto Bind() {
       .Arg<ffi::AnyBuffer>()  // key
       .Arg<ffi::AnyBuffer>()  // value
       .Arg<ffi::AnyBuffer>()  // slot_mapping
-      .RemainingArgs()        // value_cache, if it is apart
+      .RemainingArgs()        // operands of features
       .Ret<ffi::AnyBuffer>()  // kv_cache, updated in place
       .RemainingRets()        // value_cache likewise
       .Attrs();

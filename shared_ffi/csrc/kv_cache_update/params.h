@@ -1,8 +1,8 @@
 // kv_cache_update: writes the keys and values of new tokens into their slots of the paged cache.
 //
-// Token t goes to slot s = slot_mapping[t], that is, to position s % block_size of block
-// s / block_size. A negative slot is padding and writes nothing. Where two tokens name one slot,
-// the CPU keeps the later token; on a GPU it is not defined whose key and whose value are left.
+// Token t goes to slot s = slot_mapping[t]: position s % block_size of block s / block_size. A
+// negative slot is padding and writes nothing. If two tokens name one slot, the CPU keeps the later
+// token; on a GPU it is not defined whose key and whose value remain.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +24,8 @@ struct Params {
   int64_t num_kv_heads;
   int64_t head_size;
   DType dtype;        // of key and value
-  DType cache_dtype;  // that, or one of 8 bits, to which they are rounded
-  KvScales k_scale;   // by which they are divided before that
+  DType cache_dtype;  // the same, or one of 8 bits, to which key and value are rounded
+  KvScales k_scale;   // divide key and value before they are rounded
   KvScales v_scale;
 
   XLA_GPU_HOST_DEVICE int64_t NumSlots() const { return num_blocks * block_size; }

@@ -5,7 +5,7 @@
 namespace xla_gpu::simple_add {
 namespace {
 
-// Elements an item handles: 256 KiB of traffic per operand, far above the cost of handing it over.
+// The elements of an item: 256 KiB per operand take far longer than handing the item to a thread.
 constexpr int64_t kChunk = 1 << 16;
 
 }  // namespace

@@ -9,34 +9,36 @@ namespace {
 
 constexpr char kOp[] = "simple_add";
 
-ffi::Error MakeParams(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer sum, Params* params) {
-  const auto is_shape_of_a = [&](ffi::AnyBuffer x) {
+ffi::Error MakeParams(const ffi::AnyBuffer& a, const ffi::AnyBuffer& b, const ffi::AnyBuffer& sum,
+                      Params* params) {
+  const auto is_shape_of_a = [&](const ffi::AnyBuffer& x) {
     const auto want = a.dimensions(), have = x.dimensions();
     return std::equal(want.begin(), want.end(), have.begin(), have.end());
   };
   if (a.element_type() != ffi::F32) {
-    return InvalidArgument(kOp, "a must have dtype float32; got ", DTypeName(a.element_type()));
+    return DTypeError(kOp, "a", "dtype float32", a);
   }
   if (!is_shape_of_a(b)) {
-    return InvalidArgument(kOp, "b must have shape ", ShapeName(a.dimensions()), "; got ",
-                           ShapeName(b.dimensions()));
+    return ShapeError(kOp, "b", ShapeName(a), b);
   }
   if (b.element_type() != ffi::F32) {
-    return InvalidArgument(kOp, "b must have dtype float32; got ", DTypeName(b.element_type()));
+    return DTypeError(kOp, "b", "dtype float32", b);
   }
   if (sum.element_type() != ffi::F32 || !is_shape_of_a(sum)) {
-    return InvalidArgument(kOp, "the result must be float32 ", ShapeName(a.dimensions()), "; got ",
-                           DTypeName(sum.element_type()), " ", ShapeName(sum.dimensions()));
+    return InvalidArgument(kOp, "the result must be float32 ", ShapeName(a), "; got ",
+                           DTypeName(sum), " ", ShapeName(sum));
   }
-  *params = {a.typed_data<float>(), b.typed_data<float>(), sum.typed_data<float>(),
-             static_cast<int64_t>(a.element_count())};
+  params->a = a.typed_data<float>();
+  params->b = b.typed_data<float>();
+  params->sum = sum.typed_data<float>();
+  params->num_elements = static_cast<int64_t>(a.element_count());
   return ffi::Error::Success();
 }
 
 ffi::Error OnCpu(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> sum,
                  const Executor& executor) {
   Params params;
-  if (ffi::Error error = MakeParams(a, b, *sum, &params); error.failure()) return error;
+  XLA_GPU_RETURN_IF_ERROR(MakeParams(a, b, *sum, &params));
   RunOnCpu(params, executor);
   return ffi::Error::Success();
 }
@@ -45,7 +47,7 @@ ffi::Error OnCpu(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer>
 ffi::Error OnCuda(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> sum,
                   void* stream) {
   Params params;
-  if (ffi::Error error = MakeParams(a, b, *sum, &params); error.failure()) return error;
+  XLA_GPU_RETURN_IF_ERROR(MakeParams(a, b, *sum, &params));
   return Launched(kOp, RunOnCuda(params, stream));
 }
 #endif

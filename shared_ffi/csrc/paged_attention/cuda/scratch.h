@@ -77,26 +77,55 @@ struct Scratch {
   }
 };
 
+// The numbers in the scratch's size that one program keeps. Its tokens, sequences and blocks may
+// vary from call to call: cuda_scratch_bytes of shared_ffi/paged_attention.py asks for these
+// numbers and repeats the sum that MakeScratch makes, where the others are symbols.
+struct ScratchSizes {
+  int64_t split_limit;
+  int64_t min_split;
+  int64_t places_of_sequence;
+  int64_t max_length;   // positions that a split sequence's window can span; 0: no window
+  int64_t flag_bytes;   // for each token
+  int64_t split_bytes;  // for each split of each place: RowState and partial result of all heads
+  int64_t alignment;    // what the size of all flags is rounded up to a multiple of
+};
+
+inline ScratchSizes MakeScratchSizes(const Params& p) {
+  ScratchSizes sizes;
+  sizes.split_limit = SplitLimit(p);
+  sizes.min_split = kMinSplit;
+  sizes.places_of_sequence = PlacesOfSequence(p);
+  sizes.max_length = 0;
+  if (p.sliding_window != 0) {
+    const int64_t window = Smaller(p.sliding_window, INT64_MAX / 2);  // the sum must not overflow
+    sizes.max_length = window + MaxSplitTokens(p) + kTileAlignment;
+  }
+  sizes.flag_bytes = sizeof(int32_t);
+  sizes.split_bytes = p.num_heads * (sizeof(RowState) + p.head_size * sizeof(float));
+  sizes.alignment = 16;
+  return sizes;
+}
+
 // Lays the scratch out in `memory`, which may be null when only the size is wanted; that is
 //     4 * num_tokens + 4 * num_places * num_heads * max_splits * (head_size + 2) bytes,
 // the first term rounded up to 16, with num_places at most max(max_seqs, 64 / (num_heads /
 // num_kv_heads) * max_seqs), and max_query_len * max_seqs, and max_splits at most max(32, 256 /
 // num_kv_heads).
 inline int64_t MakeScratch(const Params& p, void* memory, Scratch* scratch) {
+  const ScratchSizes sizes = MakeScratchSizes(p);
   int64_t longest = p.max_blocks_per_seq * p.block_size;
-  if (p.sliding_window != 0 && p.sliding_window < longest) {
-    longest = Smaller(longest, p.sliding_window + MaxSplitTokens(p) + kTileAlignment);
-  }
-  scratch->num_places = Smaller(p.num_tokens, p.max_seqs * PlacesOfSequence(p));
-  scratch->max_splits = Smaller(SplitLimit(p), DivideUp(longest, kMinSplit));
-  const int64_t num_states = scratch->num_places * p.num_heads * scratch->max_splits;
-  const int64_t flags_bytes = DivideUp(p.num_tokens * 4, 16) * 16;
-  const int64_t states_bytes = num_states * static_cast<int64_t>(sizeof(RowState));
+  if (sizes.max_length != 0) longest = Smaller(longest, sizes.max_length);
+  scratch->num_places = Smaller(p.num_tokens, p.max_seqs * sizes.places_of_sequence);
+  scratch->max_splits = Smaller(sizes.split_limit, DivideUp(longest, sizes.min_split));
+  const int64_t num_splits = scratch->num_places * scratch->max_splits;
+  const int64_t flags_bytes =
+      DivideUp(p.num_tokens * sizes.flag_bytes, sizes.alignment) * sizes.alignment;
+  const int64_t states_bytes = num_splits * p.num_heads * static_cast<int64_t>(sizeof(RowState));
   char* bytes = static_cast<char*>(memory);
   scratch->is_bad = reinterpret_cast<int32_t*>(bytes);
   scratch->states = reinterpret_cast<RowState*>(bytes + flags_bytes);
   scratch->partials = reinterpret_cast<float*>(bytes + flags_bytes + states_bytes);
-  return flags_bytes + states_bytes + num_states * p.head_size * 4;
+  return flags_bytes + num_splits * sizes.split_bytes;
 }
 
 }  // namespace xla_gpu::paged_attention

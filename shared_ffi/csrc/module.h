@@ -1,0 +1,17 @@
+// The parts of the Python module shared_ffi._native besides the handlers (module.cc).
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace xla_gpu {
+
+// EagerCall, which calls a handler from Python.
+void BindEagerCall(nanobind::module_& m);
+
+// Which kernels this build has, and which of them are used.
+void BindKernels(nanobind::module_& m);
+
+// Rules that Python's checks ask for, so that each is written once.
+void BindRules(nanobind::module_& m);
+
+}  // namespace xla_gpu

@@ -1,0 +1,78 @@
+// Which kernels of paged_attention this build has, and which of them are used. The environment may
+// choose before anything in the module is called.
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdlib>
+
+#include "module.h"
+#include "paged_attention/cpu/instruction_set.h"
+#include "paged_attention/cuda/run.h"
+#include "str_cat.h"
+
+namespace xla_gpu {
+namespace {
+
+namespace nb = nanobind;
+
+constexpr char kCpuVariable[] = "XLA_GPU_CPU_ISA";
+
+nb::builtin_exception NotOffered(const std::string& what, const std::vector<std::string>& offered,
+                                 const char* where, const std::string& name) {
+  std::string list;
+  for (const std::string& other : offered) list += (list.empty() ? "" : ", ") + other;
+  return nb::value_error(
+      StrCat("shared_ffi: ", what, " must be one of ", list, " ", where, "; got ", name).c_str());
+}
+
+void SetCpuInstructionSet(const std::string& name) {
+  if (paged_attention::ChooseCpuInstructionSet(name)) return;
+  throw NotOffered(StrCat("the CPU's instruction set (", kCpuVariable, ")"),
+                   paged_attention::CpuInstructionSets(), "on this processor", name);
+}
+
+#ifdef XLA_GPU_CUDA
+constexpr char kCudaVariable[] = "XLA_GPU_CUDA_PREFILL";
+
+void SetCudaPrefill(const std::string& name) {
+  if (paged_attention::ChooseCudaPrefill(name)) return;
+  throw NotOffered(StrCat("the kernel of long queries on CUDA (", kCudaVariable, ")"),
+                   paged_attention::CudaPrefills(), "in this build", name);
+}
+
+// cmake/resources.py prints them with the build's report.
+std::vector<std::tuple<std::string, int, int, int, int, int>> CudaKernels() {
+  std::vector<std::tuple<std::string, int, int, int, int, int>> kernels;
+  for (const auto& launch : paged_attention::KernelLaunches()) {
+    kernels.emplace_back(launch.kernel, launch.size, launch.cache_bytes, launch.warp_rows,
+                         launch.num_threads, launch.shared_bytes);
+  }
+  return kernels;
+}
+#endif
+
+}  // namespace
+
+void BindKernels(nb::module_& m) {
+  if (const char* name = std::getenv(kCpuVariable)) SetCpuInstructionSet(name);
+  m.def("cpu_instruction_sets", &paged_attention::CpuInstructionSets,
+        "The instruction sets that the CPU kernels are built for and this processor has, the best "
+        "first.");
+  m.def("cpu_instruction_set", &paged_attention::CpuInstructionSet, "The instruction set in use.");
+  m.def("set_cpu_instruction_set", &SetCpuInstructionSet, nb::arg("name"),
+        "Uses another from now on, as the environment variable XLA_GPU_CPU_ISA does.");
+#ifdef XLA_GPU_CUDA
+  if (const char* name = std::getenv(kCudaVariable)) SetCudaPrefill(name);
+  m.def("cuda_kernels", &CudaKernels,
+        "(kernel, size, bytes of a cache element, groups of rows, threads, bytes of shared memory) "
+        "of each kernel of paged_attention.");
+  m.def("cuda_prefills", &paged_attention::CudaPrefills,
+        "The kernels of this build for long queries on CUDA, the default first.");
+  m.def("cuda_prefill", &paged_attention::CudaPrefill, "The kernel in use.");
+  m.def("set_cuda_prefill", &SetCudaPrefill, nb::arg("name"),
+        "Uses another from now on, as the environment variable XLA_GPU_CUDA_PREFILL does.");
+#endif
+}
+
+}  // namespace xla_gpu

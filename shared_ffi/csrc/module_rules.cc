@@ -1,0 +1,92 @@
+// Rules of the ops that Python's checks ask for.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include "kv_cache_update/slots.h"
+#include "module.h"
+#include "paged_attention/metadata.h"
+#include "paged_attention/cuda/scratch.h"
+
+namespace xla_gpu {
+namespace {
+
+namespace nb = nanobind;
+
+template <typename T, int kRank>
+using Array = nb::ndarray<const T, nb::ndim<kRank>, nb::c_contig, nb::device::cpu>;
+
+std::string MetadataFault(const Array<int32_t, 1>& context_lens,
+                          const Array<int32_t, 2>& block_tables,
+                          const Array<int32_t, 1>& query_start_loc, int32_t num_seqs,
+                          int64_t num_tokens, int64_t num_blocks, int64_t block_size,
+                          int64_t sliding_window, int64_t window_right, int64_t max_query_len) {
+  paged_attention::Params params = {};
+  params.context_lens = context_lens.data();
+  params.block_tables = block_tables.data();
+  params.query_start_loc = query_start_loc.data();
+  params.num_seqs = &num_seqs;
+  params.num_tokens = num_tokens;
+  params.num_blocks = num_blocks;
+  params.block_size = block_size;
+  params.max_seqs = static_cast<int64_t>(context_lens.shape(0));
+  params.max_blocks_per_seq = static_cast<int64_t>(block_tables.shape(1));
+  params.sliding_window = sliding_window;
+  params.window_right = window_right;
+  params.max_query_len = max_query_len;
+  if (block_tables.shape(0) != context_lens.shape(0) ||
+      query_start_loc.shape(0) != context_lens.shape(0) + 1) {
+    throw nb::value_error("the arrays must be for the same number of sequences");
+  }
+  return paged_attention::MetadataFault(params);
+}
+
+std::string SlotFault(const Array<int64_t, 1>& slot_mapping, int64_t num_blocks,
+                      int64_t block_size) {
+  kv_cache_update::Params params = {};
+  params.slot_mapping = slot_mapping.data();
+  params.slots_are_int64 = true;
+  params.num_tokens = static_cast<int64_t>(slot_mapping.shape(0));
+  params.num_blocks = num_blocks;
+  params.block_size = block_size;
+  return kv_cache_update::SlotFault(params);
+}
+
+paged_attention::ScratchSizes ScratchSizes(int64_t num_heads, int64_t num_kv_heads,
+                                           int64_t head_size, int64_t sliding_window,
+                                           int64_t max_query_len) {
+  paged_attention::Params params = {};
+  params.num_heads = num_heads;
+  params.num_kv_heads = num_kv_heads;
+  params.head_size = head_size;
+  params.sliding_window = sliding_window;
+  params.max_query_len = max_query_len;
+  return paged_attention::MakeScratchSizes(params);
+}
+
+}  // namespace
+
+void BindRules(nb::module_& m) {
+  m.def("metadata_fault", &MetadataFault, nb::arg("context_lens").noconvert(),
+        nb::arg("block_tables").noconvert(), nb::arg("query_start_loc").noconvert(),
+        nb::arg("num_seqs"), nb::kw_only(), nb::arg("num_tokens"), nb::arg("num_blocks"),
+        nb::arg("block_size"), nb::arg("sliding_window"), nb::arg("window_right"),
+        nb::arg("max_query_len"),
+        "Which rule for lengths and page table of paged_attention is broken first; empty if none.");
+  m.def("slot_fault", &SlotFault, nb::arg("slot_mapping").noconvert(), nb::kw_only(),
+        nb::arg("num_blocks"), nb::arg("block_size"),
+        "Which slot of kv_cache_update is past the end of the cache first; empty if none.");
+  using paged_attention::ScratchSizes;
+  nb::class_<ScratchSizes>(m, "ScratchSizes", "What the size of the CUDA scratch follows from.")
+      .def_ro("split_limit", &ScratchSizes::split_limit)
+      .def_ro("min_split", &ScratchSizes::min_split)
+      .def_ro("places_of_sequence", &ScratchSizes::places_of_sequence)
+      .def_ro("max_length", &ScratchSizes::max_length)
+      .def_ro("flag_bytes", &ScratchSizes::flag_bytes)
+      .def_ro("split_bytes", &ScratchSizes::split_bytes)
+      .def_ro("alignment", &ScratchSizes::alignment);
+  m.def("scratch_sizes", &xla_gpu::ScratchSizes, nb::kw_only(), nb::arg("num_heads"),
+        nb::arg("num_kv_heads"), nb::arg("head_size"), nb::arg("sliding_window"),
+        nb::arg("max_query_len"), "Those of paged_attention.");
+}
+
+}  // namespace xla_gpu

@@ -1,0 +1,18 @@
+// Whether lengths, page table and num_seqs of a call of paged_attention are legal. No XLA headers:
+// the CPU handler asks here, and so does Python for calls on CUDA.
+#pragma once
+
+#include <string>
+
+#include "../export.h"
+#include "params.h"
+
+namespace xla_gpu::paged_attention {
+
+// Which rule the values break first, naming sequence and entry; empty if they are legal. Reads
+// context_lens, block_tables, query_start_loc and num_seqs, and of the sizes num_tokens,
+// num_blocks, block_size, max_seqs, max_blocks_per_seq, sliding_window, window_right and
+// max_query_len.
+XLA_GPU_EXPORT std::string MetadataFault(const Params& params);
+
+}  // namespace xla_gpu::paged_attention
