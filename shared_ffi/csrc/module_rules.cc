@@ -4,8 +4,8 @@
 
 #include "kv_cache_update/slots.h"
 #include "module.h"
-#include "paged_attention/metadata.h"
 #include "paged_attention/cuda/scratch.h"
+#include "paged_attention/metadata.h"
 
 namespace xla_gpu {
 namespace {
