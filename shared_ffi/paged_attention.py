@@ -160,14 +160,15 @@ def check_values(
 
     Raises:
         ValueError: in the words of the CPU handler, naming sequence and entry.
-        TypeError: an array is not int32.
     """
     arrays = {"context_lens": context_lens, "block_tables": block_tables}
     arrays |= {"query_start_loc": query_start_loc, "num_seqs": num_seqs}
-    arrays = {name: np.ascontiguousarray(on_host(array)) for name, array in arrays.items()}
-    for name, array in arrays.items():
-        if array.dtype != np.int32:
-            raise dtype_error(OP, name, "dtype int32", array.dtype)
+    # Integers of any width are welcome here. What int32 cannot hold is out of every range.
+    limits = np.iinfo(np.int32)
+    arrays = {
+        name: np.clip(on_host(array), limits.min, limits.max).astype(np.int32, order="C")
+        for name, array in arrays.items()
+    }
     num_blocks, block_size = _kv_layout.sizes(kv_layout, kv_cache.shape)
     fault = _native.metadata_fault(
         arrays["context_lens"],
@@ -187,7 +188,7 @@ def check_values(
 
 def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
     """The size of the scratch for partial results of long contexts, as ``MakeScratch`` of
-    ``csrc/paged_attention/scratch.h`` computes it; the handler compares the two.
+    ``csrc/paged_attention/cuda/scratch.h`` computes it; the handler compares the two.
 
     It follows from the shapes alone: only the device knows what the arrays hold. The numbers of
     tokens, sequences and blocks may be symbols; `smaller` finds the smaller of two sizes.
