@@ -17,11 +17,11 @@ test: $(VENV)/installed  ## the whole test suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 features: $(VENV)/installed  ## the table of features and doors, from the tests' records
-	$(BIN)/python -m pytest -n 2 tests/test_parity.py tests/test_openxla.py tests/test_cuda_kernel.py \
-		--feature-table docs/features/README.md
+	$(BIN)/python -m pytest -n 2 tests/doors/test_parity.py tests/torch_frontend/test_openxla.py \
+		tests/kernels/test_cuda_kernel.py --feature-table docs/features/README.md
 
 bench: $(VENV)/installed  ## microseconds per call and GB/s of every door
-	$(BIN)/python -m benchmarks.doors
+	$(BIN)/python -m benchmarks.overhead
 
 # In an environment of its own, where the other libraries can have the PyTorch they need, and without
 # what their operators do not need, telemetry for one.
