@@ -35,12 +35,14 @@ def _without_names(instruction: str) -> str:
 def of_jax(function: Any, *operands: Any, **keyword_operands: Any) -> tuple[str, str]:
     """HLO text of a jitted function, before and after optimization."""
     lowered = jax.jit(function).lower(*operands, **keyword_operands)
-    return lowered.compiler_ir("hlo").as_hlo_text(), lowered.compile().as_text()
+    before: Any = lowered.compiler_ir("hlo")
+    after: Any = lowered.compile().as_text()
+    return before.as_hlo_text(), after
 
 
 def of_torch_xla(tensors: list[torch.Tensor]) -> str:
     """HLO text of the lazy graph that would compute the tensors, before optimization."""
-    text: str = torch_xla._XLAC._get_xla_tensors_hlo(tensors)
+    text: str = torch_xla._XLAC._get_xla_tensors_hlo(tensors)  # type: ignore[attr-defined]
     return text
 
 

@@ -75,7 +75,7 @@ def compiled() -> "CompiledPrograms":
 
 @pytest.fixture(scope="session")
 def emulated(request: pytest.FixtureRequest) -> Any:
-    """The native module with the CUDA kernels, which run on the CPU (tests/simt)."""
+    """The native module with the CUDA kernels, which run on the CPU (shared_ffi/csrc/gpu/simt)."""
     from filelock import FileLock  # noqa: PLC0415  (settings above come first)
 
     from tests.support import native  # noqa: PLC0415

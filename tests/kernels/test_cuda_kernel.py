@@ -1,5 +1,5 @@
 """The CUDA handlers and kernels: against the oracle over every case, in any batch, on faulty metadata.
-Run on the CPU (tests/simt), inside guard pages and under several orders of their threads; `make
+Run on the CPU (shared_ffi/csrc/gpu/simt), inside guard pages and under several orders of their threads; `make
 gpu-check` runs this file on a GPU. Where long queries have a kernel of their own, with it too."""
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 // What kernels ask of the GPU beyond C++: each instruction that has no C++ spelling, a function
 // here, and nothing of it anywhere else. The tests compile the same kernels for the CPU, where
-// tests/simt/simt.h stands in for this file.
+// simt/simt.h stands in for this file.
 #pragma once
 
 #ifdef XLA_GPU_SIMT
-#include "simt.h"
+#include "simt/simt.h"
 #else
 
 #include <cuda_runtime.h>
