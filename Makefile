@@ -1,27 +1,36 @@
-# Two commands do everything: make demo, make test. PYTHON= chooses the interpreter (3.11 or newer).
+# Three commands do everything: make demo, make check while you work, make test before you share.
+# PYTHON= chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TRACE := $(firstword $(wildcard ../shared/data/azure_conv.csv))
 
-CSRC := $(shell find shared_ffi/csrc tests/simt -type f)
+CSRC := $(shell find shared_ffi/csrc -type f -not -name '*.toml')
 FORMATTED := $(CSRC) $(wildcard tests/aarch64/*.cc tests/aarch64/*.h)
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(CSRC)
 
-.PHONY: demo test lint format features bench bench-cpu gpu-check clean
+.PHONY: demo check test lint format features bench bench-cpu gpu-check clean
 
 demo: $(VENV)/installed  ## replay a request trace through JAX and torch_xla, and report
 	$(BIN)/python -m examples.replay $(if $(TRACE),--trace $(TRACE)) --steps 200 --out report
+
+# Every op, every door and every error once.
+QUICK := tests/test_structure.py tests/doors/test_bad_input.py tests/doors/test_merge_attention.py \
+	tests/doors/test_ragged_paged_attention.py tests/shared_ffi \
+	tests/kernels/test_mutation.py::test_the_faults_fit_the_sources
+
+check: lint  ## lint, types and the quick tests, in 3 minutes
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK)
 
 test: $(VENV)/installed  ## the whole test suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 features: $(VENV)/installed  ## the table of features and doors, from the tests' records
-	$(BIN)/python -m pytest -n 2 tests/test_parity.py tests/test_openxla.py tests/test_cuda_kernel.py \
-		--feature-table docs/features/README.md
+	$(BIN)/python -m pytest -n 2 tests/doors/test_parity.py tests/torch_frontend/test_openxla.py \
+		tests/kernels/test_cuda_kernel.py --feature-table docs/features/README.md
 
 bench: $(VENV)/installed  ## microseconds per call and GB/s of every door
-	$(BIN)/python -m benchmarks.doors
+	$(BIN)/python -m benchmarks.overhead
 
 # In an environment of its own, where the other libraries can have the PyTorch they need, and without
 # what their operators do not need, telemetry for one.

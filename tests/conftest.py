@@ -2,28 +2,30 @@
 
 import os
 import random
+import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.feature_table import FeatureTable, note_what_is_proven
-from tests.scripts import dump_flags
+from tests.support.feature_table import FeatureTable, note_what_is_proven
+from tests.support.scripts import dump_flags
 
 if TYPE_CHECKING:
-    from tests.hlo import CompiledPrograms
+    from harness.hlo import CompiledPrograms
 
 if os.environ.get("XLA_GPU_TEST_ON") != "cuda":
     os.environ["PJRT_DEVICE"] = "CPU"
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # for tests of sharding
+# XLA reads its flags once, before pytest has a temporary folder to give; removed at the end.
 DUMP_DIR = Path(tempfile.mkdtemp(prefix="hlo-"))
 os.environ["XLA_FLAGS"] = dump_flags(DUMP_DIR)
 
 
 # What only a GPU can run.
-collect_ignore = [] if os.environ.get("XLA_GPU_TEST_ON") == "cuda" else ["test_gpu_doors.py"]
+collect_ignore = [] if os.environ.get("XLA_GPU_TEST_ON") == "cuda" else ["doors/test_gpu_doors.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,14 +42,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "proves(*columns): see tests/feature_table.py")
+    config.addinivalue_line("markers", "proves(*columns): see tests/support/feature_table.py")
     is_worker = hasattr(config, "workerinput")
     if (table := config.getoption("--feature-table")) and not is_worker:
         config.pluginmanager.register(FeatureTable(Path(table)))
     if path := config.getoption("--native"):
-        from tests import native  # noqa: PLC0415  (settings above come first)
+        from tests.support import native  # noqa: PLC0415  (settings above come first)
 
         native.load(path, "shared_ffi._native")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(DUMP_DIR, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -62,17 +68,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def compiled() -> "CompiledPrograms":
     """The programs that torch_xla has compiled so far."""
-    from tests.hlo import CompiledPrograms  # noqa: PLC0415  (imports the frameworks)
+    from harness.hlo import CompiledPrograms  # noqa: PLC0415  (imports the frameworks)
 
     return CompiledPrograms(DUMP_DIR)
 
 
 @pytest.fixture(scope="session")
 def emulated(request: pytest.FixtureRequest) -> Any:
-    """The native module with the CUDA kernels, which run on the CPU (tests/simt)."""
+    """The native module with the CUDA kernels, which run on the CPU (shared_ffi/csrc/gpu/simt)."""
     from filelock import FileLock  # noqa: PLC0415  (settings above come first)
 
-    from tests import native  # noqa: PLC0415
+    from tests.support import native  # noqa: PLC0415
 
     path = request.config.getoption("--emulated")
     if path is None:
@@ -89,6 +95,6 @@ def emulated(request: pytest.FixtureRequest) -> Any:
 def gpu(request: pytest.FixtureRequest) -> Any:
     """What runs the CUDA handlers: an emulation, unless XLA_GPU_TEST_ON=cuda."""
     from shared_ffi import _native  # noqa: PLC0415
-    from tests.gpu import ON_CUDA, EmulatedGpu, RealGpu  # noqa: PLC0415
+    from tests.support.gpu import ON_CUDA, EmulatedGpu, RealGpu  # noqa: PLC0415
 
     return RealGpu(_native) if ON_CUDA else EmulatedGpu(request.getfixturevalue("emulated"))

@@ -15,14 +15,63 @@ from shared_ffi import OPS
 ROOT = Path(__file__).parents[1]
 
 
-def imported(path: Path) -> set[str]:
+def imported_modules(path: Path) -> set[str]:
+    """Full names of what a file imports: of `from a import b`, both `a` and `a.b`."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module.split(".")[0])
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return names
+
+
+def imported(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imported_modules(path)}
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+# The floors of the house: what each folder may import of those below it.
+FLOORS = {
+    "shared_ffi": set(),
+    "jax_frontend": {"shared_ffi"},
+    "torch_frontend": {"shared_ffi", "jax_frontend"},
+    "harness": {"shared_ffi"},
+    "examples": {"shared_ffi", "jax_frontend", "torch_frontend", "harness"},
+    "benchmarks": {"shared_ffi", "jax_frontend", "torch_frontend", "harness", "examples"},
+}
+
+
+@pytest.mark.parametrize("folder", FLOORS)
+def test_no_folder_imports_one_above_it(folder: str) -> None:
+    allowed = FLOORS[folder] | {folder}
+    folders = {*FLOORS, "tests"}
+    for path in python_files(folder):
+        assert imported(path) & folders <= allowed, path
+
+
+def test_support_imports_no_test() -> None:
+    for path in [*python_files("tests/support", "tests/aarch64"), ROOT / "tests/conftest.py"]:
+        for name in imported_modules(path) & {*TEST_MODULES}:
+            pytest.fail(f"{path} imports {name}")
+
+
+TEST_MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+    for path in sorted((ROOT / "tests").rglob("test_*.py"))
+}
+
+
+@pytest.mark.parametrize("module", TEST_MODULES)
+def test_no_test_imports_another(module: str) -> None:
+    """Scripts for other processes count too; they may import the module that they stand in."""
+    path = TEST_MODULES[module]
+    in_scripts = re.findall(r"(?:from|import) (tests\.[\w.]*test_\w+)", path.read_text())
+    assert imported_modules(path) & {*TEST_MODULES} == set()
+    assert set(in_scripts) <= {module}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +108,11 @@ def test_every_op_has_its_files_and_its_doors() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    sorted(path for path in (ROOT / "shared_ffi/csrc").glob("*/**/*") if path.is_file()),
+    sorted(
+        path
+        for path in (ROOT / "shared_ffi/csrc").glob("*/**/*")
+        if path.is_file() and path.suffix != ".toml"
+    ),
     ids=lambda path: str(path.relative_to(ROOT / "shared_ffi/csrc")),
 )
 def test_only_handlers_know_xla(path: Path) -> None:

@@ -209,13 +209,13 @@ def main() -> None:
     install_module()
 
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail=20"]
-    kernels = [*pytest, "tests/test_cuda_kernel.py"]
+    kernels = [*pytest, "tests/kernels/test_cuda_kernel.py"]
     steps.do("kernels", [*kernels, "-k", "not hopper"], 150)
-    steps.do("doors", [*pytest, "tests/test_gpu_doors.py"], 150)
+    steps.do("doors", [*pytest, "tests/doors/test_gpu_doors.py"], 150)
 
     def sanitize(suffix: str = "", **environment: str) -> None:
         for tool in SANITIZERS:
-            watched = [sys.executable, "-m", "benchmarks.gpu.sanitize"]
+            watched = [sys.executable, "-m", "tests.support.sanitize"]
             sanitizer = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
             environment |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
             steps.do(tool + suffix, [*sanitizer, *watched], 100, **environment)

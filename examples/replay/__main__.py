@@ -18,10 +18,10 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from examples.replay import report, trace
-from examples.replay.doors import DOORS
 from examples.replay.models import MODELS
 from examples.replay.run import DTYPES, Result, Sample, replay
 from examples.replay.scheduler import Limits
+from examples.replay.steps import DOORS
 
 _GROUPS = {"both": ["jax", "torch_xla"], "all": list(DOORS)}
 _MOST_REQUESTS = 20_000

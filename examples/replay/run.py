@@ -10,12 +10,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from examples.replay.doors import DOORS, Door, Operands
 from examples.replay.models import Model
 from examples.replay.scheduler import Limits, Scheduler, Step
+from examples.replay.steps import DOORS, Door, Operands
 from examples.replay.trace import Arrival
-from tests import hlo, reference
-from tests.compare import max_error
+from harness import hlo, reference
+from harness.compare import max_error
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 SAMPLED_ROWS = 4  # of each sequence, on a sampled step

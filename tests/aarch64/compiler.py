@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests import native
+from tests.support import native
 
 COMPILER = [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-musl", "-static"]
 FLAGS = ["-std=c++17", "-O3", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off"]

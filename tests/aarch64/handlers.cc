@@ -1,5 +1,5 @@
 // A program for an emulated processor: makes the calls of handlers that its standard input asks
-// for, and writes what they give to its standard output. tests/test_aarch64.py speaks with it.
+// for, and writes what they give to its standard output. tests/kernels/test_aarch64.py speaks with it.
 //
 // Input: their number, then of each its target, its attributes and its arrays, operands first. A
 // result that takes the place of an operand has that operand's number and no data.

@@ -1,10 +1,10 @@
 // GPU instructions that C++ cannot express, one function each. Kernels use them only through this
-// file. The tests compile the same kernels for the CPU; the emulated GPU, simt.h, then replaces
+// file. The tests compile the same kernels for the CPU; the emulated GPU, simt/simt.h, then replaces
 // this file.
 #pragma once
 
 #ifdef XLA_GPU_SIMT
-#include "simt.h"
+#include "simt/simt.h"
 #else
 
 #include <cuda_runtime.h>

@@ -1,0 +1,228 @@
+"""``make bench``: microseconds per call and GB/s of every door on the CPU.
+
+Each workload is checked against the float64 oracle, and the doors against each other, before it is
+timed. Contestants take turns, so that a change in the machine's speed affects all of them. A time
+is the median over these rounds. Compare ratios, not absolute times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import torch_xla
+from rich.console import Console
+from rich.table import Table
+
+import jax_frontend
+import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
+from benchmarks import machine
+from benchmarks.contest import medians, take_turns
+from harness import reference
+from harness.compare import assert_close, assert_same_bits
+
+I32 = np.int32
+Timings = dict[str, float]
+
+
+def microseconds_of(contestants: dict[str, Callable[[], Any]], rounds: int, calls: int) -> Timings:
+    """The median time of a call of each contestant."""
+    for call in contestants.values():
+        call()  # compiles
+    times = take_turns(contestants, rounds, dict.fromkeys(contestants, calls))
+    return {name: seconds * 1e6 for name, seconds in medians(times).items()}
+
+
+def decode_step(batch: int, context: int, num_heads: int, num_kv_heads: int) -> list[Any]:
+    """Operands of a decode step: `batch` sequences with one query token each, head_size 128."""
+    rng = np.random.default_rng(0)
+    block_size, head_size = 16, 128
+    blocks_per_seq = -(-context // block_size)
+    tables = rng.permutation(batch * blocks_per_seq).reshape(batch, blocks_per_seq).astype(I32)
+    shape = (batch * blocks_per_seq, block_size, 2 * num_kv_heads, head_size)
+    return [
+        rng.standard_normal((batch, num_heads, head_size), dtype=np.float32),
+        rng.standard_normal(shape, dtype=np.float32),
+        np.full(batch, context, I32),
+        tables,
+        np.arange(batch + 1, dtype=I32),
+        np.array(batch, I32),
+    ]
+
+
+def tiny_step() -> list[Any]:
+    """Operands so small that a call costs only the way to the kernel and back."""
+    return [
+        np.ones((1, 1, 8), np.float32),
+        np.ones((2, 4, 2, 8), np.float32),
+        np.array([1], I32),
+        np.array([[0]], I32),
+        np.array([0, 1], I32),
+        np.array(1, I32),
+    ]
+
+
+def call_overheads(rounds: int) -> dict[str, dict[str, float]]:
+    """Microseconds of a tiny call through each door, beside the framework's own cheapest op."""
+    operands = tiny_step()
+    attend = torch.ops.xla_gpu.paged_attention
+    on_cpu = [torch.from_numpy(np.asarray(x)) for x in operands]
+    ones = torch.ones(4)
+    with torch.inference_mode():
+        eager = microseconds_of(
+            {"paged_attention": lambda: attend(*on_cpu, 0.3), "aten.add": lambda: ones + ones},
+            rounds,
+            500,
+        )
+
+    arrays = [jnp.asarray(x) for x in operands]
+    jitted = jax.jit(partial(jax_frontend.paged_attention, scale=0.3))
+    add = jax.jit(jax_frontend.simple_add)
+    increment = jax.jit(lambda x: x + 1)
+    six = jax.jit(lambda a, b, c, d, e, f: a + b[0, 0, 0, 0] + c[0] + d[0, 0] + e[0] + f)
+    x = jnp.ones(4)
+    in_jax = microseconds_of(
+        {
+            "paged_attention": lambda: jitted(*arrays),
+            "simple_add": lambda: add(x, x),
+            "x + 1": lambda: increment(x),
+            "the same six operands added": lambda: six(*arrays),
+        },
+        rounds,
+        500,
+    )
+
+    device = torch_xla.device()
+    on_xla = [tensor.to(device) for tensor in on_cpu]
+    ones_on_xla = ones.to(device)
+    torch_xla.sync(wait=True)
+    with torch.no_grad():  # only traces: the graphs never run
+        lazy = microseconds_of(
+            {
+                "paged_attention": lambda: attend(*on_xla, 0.3),
+                "aten.add": lambda: ones_on_xla + ones_on_xla,
+            },
+            rounds,
+            200,
+        )
+    return {"torch eager": eager, "JAX jit": in_jax, "torch_xla tracing": lazy}
+
+
+def decode_rates(rounds: int) -> list[dict[str, Any]]:
+    """Microseconds of decode steps through every door, and the rate at which they read K and V."""
+    rows = []
+    for batch, context in [(1, 512), (1, 4096), (16, 1024)]:
+        operands = decode_step(batch, context, num_heads=32, num_kv_heads=8)
+        contestants, results = _doors(operands)
+        oracle = partial(reference.paged_attention, scale=0.088)(*operands)
+        for result in results.values():
+            assert_close(result, oracle, "float32")
+            assert_same_bits(result, results["torch eager"])
+        gigabytes = 2 * batch * context * 8 * 128 * 4 / 1e9
+        for door, microseconds in microseconds_of(contestants, rounds, 3).items():
+            rows.append(
+                {
+                    "batch": batch,
+                    "context": context,
+                    "door": door,
+                    "us": microseconds,
+                    "GB/s": gigabytes / (microseconds * 1e-6),
+                }
+            )
+    return rows
+
+
+def _doors(operands: list[Any]) -> tuple[dict[str, Callable[[], Any]], dict[str, np.ndarray]]:
+    attend = torch.ops.xla_gpu.paged_attention
+    on_cpu = [torch.from_numpy(np.asarray(x)) for x in operands]
+    arrays = [jnp.asarray(x) for x in operands]
+    on_xla = [tensor.to(torch_xla.device()) for tensor in on_cpu]
+    torch_xla.sync(wait=True)
+    jitted = jax.jit(partial(jax_frontend.paged_attention, scale=0.088))
+    compiled = torch.compile(lambda *a: attend(*a, 0.088), backend="openxla", fullgraph=True)
+
+    def lazily() -> torch.Tensor:
+        result: torch.Tensor = attend(*on_xla, 0.088)
+        torch_xla.sync(wait=True)
+        return result
+
+    def with_openxla() -> torch.Tensor:
+        result: torch.Tensor = compiled(*on_xla)
+        torch_xla.sync(wait=True)
+        return result
+
+    contestants: dict[str, Callable[[], Any]] = {
+        "torch eager": lambda: attend(*on_cpu, 0.088),
+        "JAX jit": lambda: jitted(*arrays).block_until_ready(),
+        "torch_xla lazy": lazily,
+        "torch_xla openxla": with_openxla,
+    }
+    results = {door: _as_numpy(call()) for door, call in contestants.items()}
+    return contestants, results
+
+
+def _as_numpy(result: Any) -> np.ndarray:
+    return result.cpu().numpy() if isinstance(result, torch.Tensor) else np.asarray(result)
+
+
+def read_bandwidth(rounds: int) -> float:
+    """GB/s of summing 512 MiB with all of torch's threads: the limit of a decode step."""
+    data = torch.ones(1 << 27)
+    return (
+        0.512 * 1.048576 / (microseconds_of({"sum": lambda: data.sum()}, rounds, 1)["sum"] * 1e-6)
+    )
+
+
+def report(console: Console, results: dict[str, Any]) -> None:
+    """Prints the tables."""
+    table = Table(title="A tiny call: the way to the kernel and back")
+    for column in ("door", "call", "us per call"):
+        table.add_column(column, justify="right" if column == "us per call" else "left")
+    for door, timings in results["call_overhead_us"].items():
+        for name, microseconds in timings.items():
+            table.add_row(door, name, f"{microseconds:.1f}")
+        table.add_section()
+    console.print(table)
+
+    limit = results["read_gb_per_s"]
+    table = Table(title=f"Decode, 32/8 heads x 128, float32 (the machine reads {limit:.1f} GB/s)")
+    for column in ("batch", "context", "door", "us per call", "GB/s", "of read bandwidth"):
+        table.add_column(column, justify="left" if column == "door" else "right")
+    for row in results["decode"]:
+        share = f"{row['GB/s'] / limit:.0%}"
+        us, rate = f"{row['us']:.0f}", f"{row['GB/s']:.2f}"
+        table.add_row(str(row["batch"]), str(row["context"]), row["door"], us, rate, share)
+    console.print(table)
+
+
+def main() -> None:
+    """Times every door on this machine's CPU."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15, help="turns that each contestant takes")
+    parser.add_argument("--out", type=Path, help="also write the results to this file, as JSON")
+    options = parser.parse_args()
+    results = {
+        "machine": machine.cpu(),
+        "versions": machine.versions(("xla-paged-attention", "jax", "torch", "torch_xla")),
+        "call_overhead_us": call_overheads(options.rounds),
+        "read_gb_per_s": read_bandwidth(options.rounds),
+        "decode": decode_rates(options.rounds),
+    }
+    report(Console(), results)
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

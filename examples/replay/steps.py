@@ -1,0 +1,190 @@
+"""The same step through each door: kv_cache_update, then paged_attention, the cache in place."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.debug.metrics as metrics
+
+import jax_frontend
+import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
+from examples.replay.models import Model
+from harness.arrays import to_numpy, to_torch
+
+
+class Operands(NamedTuple):
+    """What a step brings: new tokens, and the metadata of the batch."""
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    slot_mapping: np.ndarray
+    context_lens: np.ndarray
+    block_tables: np.ndarray
+    query_start_loc: np.ndarray
+    num_seqs: np.ndarray
+
+
+class Door(ABC):
+    """One way into the ops, with a cache of its own."""
+
+    name: str
+
+    @abstractmethod
+    def run(self, operands: Operands) -> np.ndarray:
+        """The attention output of a step."""
+
+    @abstractmethod
+    def compiles(self) -> int:
+        """Programs compiled for the step so far, as the framework counts them."""
+
+    @abstractmethod
+    def cache(self) -> np.ndarray:
+        """The cache as it stands."""
+
+    def hlo(self, operands: Operands) -> str | None:
+        """HLO text of the step before optimization, where there is one."""
+        return None
+
+
+class JaxDoor(Door):
+    """jax.jit, the cache donated."""
+
+    name = "JAX"
+
+    def __init__(self, model: Model, cache: np.ndarray) -> None:
+        self._cache = jnp.asarray(cache)
+
+        def step(
+            kv_cache: Any, query: Any, key: Any, value: Any, slots: Any, *metadata: Any
+        ) -> Any:
+            kv_cache = jax_frontend.kv_cache_update(kv_cache, key, value, slots)
+            output = jax_frontend.paged_attention(query, kv_cache, *metadata, **model.attributes())
+            return kv_cache, output
+
+        self._step = jax.jit(step, donate_argnums=0)
+
+    def run(self, operands: Operands) -> np.ndarray:
+        """As in Door."""
+        self._cache, output = self._step(self._cache, *operands)
+        return np.asarray(output)
+
+    def compiles(self) -> int:
+        """As in Door."""
+        return int(self._step._cache_size())  # type: ignore[attr-defined]
+
+    def cache(self) -> np.ndarray:
+        """As in Door."""
+        return np.asarray(self._cache)
+
+    def hlo(self, operands: Operands) -> str:
+        """As in Door."""
+        return self._step.lower(self._cache, *operands).as_text("hlo")
+
+
+class TorchDoor(Door):
+    """Eager PyTorch on the CPU."""
+
+    name = "torch"
+
+    def __init__(self, model: Model, cache: np.ndarray) -> None:
+        self._attributes = model.attributes()
+        self._cache = self._place(to_torch(cache))
+        self._function = self._step
+
+    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def _step(
+        self,
+        kv_cache: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slots: torch.Tensor,
+        *metadata: torch.Tensor,
+    ) -> torch.Tensor:
+        torch.ops.xla_gpu.kv_cache_update(kv_cache, key, value, slots)
+        output: torch.Tensor = torch.ops.xla_gpu.paged_attention(
+            query, kv_cache, *metadata, **self._attributes
+        )
+        return output
+
+    @torch.no_grad()
+    def run(self, operands: Operands) -> np.ndarray:
+        """As in Door."""
+        tensors = [self._place(to_torch(array)) for array in operands]
+        return to_numpy(self._function(self._cache, *tensors))
+
+    def compiles(self) -> int:
+        """As in Door."""
+        return 0
+
+    def cache(self) -> np.ndarray:
+        """As in Door."""
+        return to_numpy(self._cache)
+
+
+class TorchXlaDoor(TorchDoor):
+    """torch_xla's lazy mode, one graph a step."""
+
+    name = "torch_xla"
+
+    def __init__(self, model: Model, cache: np.ndarray) -> None:
+        super().__init__(model, cache)
+        torch_xla.sync(wait=True)
+        self._compiles = 0
+
+    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(torch_xla.device())
+
+    @torch.no_grad()
+    def run(self, operands: Operands) -> np.ndarray:
+        """As in Door."""
+        before = _compile_count()
+        tensors = [self._place(to_torch(array)) for array in operands]
+        output = self._function(self._cache, *tensors)
+        torch_xla.sync()
+        result = to_numpy(output)
+        self._compiles += _compile_count() - before
+        return result
+
+    def compiles(self) -> int:
+        """As in Door."""
+        return self._compiles
+
+    @torch.no_grad()
+    def hlo(self, operands: Operands) -> str:
+        """As in Door."""
+        tensors = [self._place(to_torch(array)) for array in operands]
+        cache = self._cache.clone()
+        output = self._step(cache, *tensors)
+        text: str = torch_xla._XLAC._get_xla_tensors_hlo([cache, output])  # type: ignore[attr-defined]
+        return text
+
+
+class OpenXlaDoor(TorchXlaDoor):
+    """torch.compile with torch_xla's backend."""
+
+    name = "openxla"
+
+    def __init__(self, model: Model, cache: np.ndarray) -> None:
+        super().__init__(model, cache)
+        self._function = torch.compile(self._step, backend="openxla", fullgraph=True, dynamic=False)
+
+
+DOORS: dict[str, Callable[[Model, np.ndarray], Door]] = {
+    door.name.lower(): door for door in (JaxDoor, TorchXlaDoor, OpenXlaDoor, TorchDoor)
+}
+
+
+def _compile_count() -> int:
+    data = metrics.metric_data("CompileTime")
+    return int(data[0]) if data else 0

@@ -1,0 +1,1 @@
+"""What tests, benchmarks and examples share: the oracle, comparison, and reading of programs."""

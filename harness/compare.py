@@ -1,0 +1,119 @@
+"""Compares results: bit for bit with each other, within a reasoned bound with the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from harness import reference
+from harness.layouts import default
+from shared_ffi import _native
+
+# Of the float32 math: a logit's rounding error is about head_size^0.5 * 2^-24 of its terms' size,
+# which the softmax passes on to the weights; those and the weighted sum add some 2^-24 each. The
+# worst case, logits near 100, comes to 2e-5 of the values' size, which is about 1.
+_MATH = 2e-5
+
+# Of storing the result: half a unit in the last place, relative to the result.
+_ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+def assert_same_bits(actual: Any, expected: Any) -> None:
+    """Of two arrays, or of two tuples of arrays."""
+    if isinstance(expected, tuple):
+        for one, other in zip(actual, expected, strict=True):
+            assert_same_bits(one, other)
+        return
+    assert actual.dtype == expected.dtype, f"dtype {actual.dtype}, expected {expected.dtype}"
+    assert actual.shape == expected.shape, f"shape {actual.shape}, expected {expected.shape}"
+    bits = f"u{actual.dtype.itemsize}"
+    a, b = (np.ascontiguousarray(x).reshape(-1).view(bits) for x in (actual, expected))
+    different = np.flatnonzero(a != b)
+    if different.size:
+        first = np.unravel_index(different[0], actual.shape)
+        where = tuple(int(i) for i in first)
+        raise AssertionError(
+            f"{different.size} of {a.size} elements differ in their bits; the first, at {where}, "
+            f"is {actual[first]!r}, expected {expected[first]!r}"
+        )
+
+
+def assert_close(
+    actual: np.ndarray, oracle: np.ndarray, dtype: str, also_allowed: np.ndarray | float = 0.0
+) -> None:
+    """`actual` is the oracle's result up to float32 math and rounding to `dtype`."""
+    assert actual.dtype.name == dtype, f"dtype {actual.dtype}, expected {dtype}"
+    assert actual.shape == oracle.shape, f"shape {actual.shape}, expected {oracle.shape}"
+    values = actual.astype(np.float64)
+    is_wrong = np.isnan(values) != np.isnan(oracle)
+    misplaced = np.argwhere(is_wrong | (np.isinf(oracle) & (values != oracle)))
+    if misplaced.size:
+        where = tuple(int(i) for i in misplaced[0])
+        raise AssertionError(
+            f"NaN or infinity in only one of the two at {len(misplaced)} of {values.size} "
+            f"elements; the first, at {where}, is {values[where]}, expected {oracle[where]}"
+        )
+    error = np.abs(np.nan_to_num(values) - np.nan_to_num(oracle))
+    allowed = _MATH + np.abs(np.nan_to_num(oracle)) * (_MATH + _ROUNDING[dtype])
+    allowed += np.nan_to_num(also_allowed)
+    allowed[oracle == 0] = 0  # padding rows are zero, not small
+    if (error > allowed).any():
+        worst = np.unravel_index(np.argmax(error - allowed), error.shape)
+        where = tuple(int(i) for i in worst)
+        raise AssertionError(
+            f"{(error > allowed).sum()} of {error.size} elements are off; the worst, at {where}, "
+            f"is {values[worst]}, expected {oracle[worst]}: error {error[worst]:.3g}, allowed "
+            f"{allowed[worst]:.3g}"
+        )
+
+
+def assert_close_on_cpu(actual: Any, inputs: Any, attributes: dict[str, Any]) -> None:
+    """`actual` is the oracle's result for the inputs of paged_attention, as far as the CPU kernel
+    with the instruction set in use can be exact."""
+    rounds_weights = (
+        inputs[0].dtype.name == "bfloat16" and _native.cpu_instruction_set() == "avx512_bf16"
+    )
+    _assert_close(actual, inputs, attributes, "bfloat16" if rounds_weights else None)
+
+
+def assert_close_on_cuda(actual: Any, inputs: Any, attributes: dict[str, Any]) -> None:
+    """`actual` is the oracle's result for the inputs of paged_attention, as far as the CUDA kernels
+    that run for them can be exact."""
+    query, cache, head_size = inputs[0].dtype, inputs[1].dtype, inputs[0].shape[2]
+    on_tensor_cores = (
+        query.itemsize == 2 and head_size * cache.itemsize % 16 == 0 and head_size <= 256
+    )
+    weights = query.name if cache == query else "bfloat16"
+    _assert_close(actual, inputs, attributes, weights if on_tensor_cores else None)
+
+
+def _assert_close(
+    actual: Any, inputs: Any, attributes: dict[str, Any], weights: str | None
+) -> None:
+    """`weights`: the dtype that those of the softmax are rounded to, if they are."""
+    query, kv_cache, *metadata = inputs
+    attributes = dict(attributes)
+    caches = [x for x in (kv_cache, attributes.pop("value_cache", None)) if x is not None]
+    kv_cache = default(caches, attributes.pop("kv_layout", None))
+    rounding = _ROUNDING[weights] if weights else 0.0
+    with_lse = attributes | {"return_lse": True}
+    oracle, oracle_lse = reference.paged_attention(query, kv_cache, *metadata, **with_lse)
+    output, lse = actual if attributes.get("return_lse") else (actual, None)
+    also_allowed: np.ndarray | float = 0.0
+    if weights:
+        # What that does to a row is at most as much of the weighted sum of its values' sizes.
+        kv_cache = kv_cache.astype(np.float64)
+        kv_cache[:, :, 1::2] = np.abs(kv_cache[:, :, 1::2])
+        sizes, _ = reference.paged_attention(query, kv_cache, *metadata, **with_lse)
+        also_allowed = rounding * sizes
+    assert_close(output, oracle, query.dtype.name, also_allowed)
+    if lse is not None:
+        assert_close(lse, oracle_lse, "float32", rounding)
+
+
+def max_error(actual: np.ndarray, oracle: np.ndarray) -> float:
+    """The largest absolute difference; infinite where only one of the two is NaN."""
+    difference = np.abs(actual.astype(np.float64) - oracle)
+    difference[np.isnan(actual) & np.isnan(oracle)] = 0
+    return float(np.max(np.nan_to_num(difference, nan=np.inf, posinf=np.inf), initial=0.0))

@@ -1,0 +1,75 @@
+"""Reads custom calls out of HLO text."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import torch
+import torch_xla
+
+
+def custom_calls(hlo: str, target: str) -> list[str]:
+    """The instructions that call `target`, less what may differ between two printings of one
+    program: the names of instructions, and metadata about the source."""
+    return [
+        _without_names(line)
+        for line in hlo.splitlines()
+        if f'custom_call_target="{target}"' in line
+    ]
+
+
+def _without_names(instruction: str) -> str:
+    text = re.sub(r"/\*.*?\*/", "", instruction.strip())
+    text = re.sub(r", metadata=\{[^}]*\}", "", text)
+    text = text.removesuffix(", backend_config={}")  # StableHLO does not tell it from none
+    head, _, tail = text.partition(" custom-call(")
+    operands, _, tail = tail.partition(")")
+    shape = head.partition(" = ")[2]
+    num_operands = len(re.sub(r"\[[^]]*\]|\{[^}]*\}", "", operands).split(","))
+    return f"{shape} custom-call({num_operands} operands){tail}"
+
+
+def of_jax(function: Any, *operands: Any, **keyword_operands: Any) -> tuple[str, str]:
+    """HLO text of a jitted function, before and after optimization."""
+    lowered = jax.jit(function).lower(*operands, **keyword_operands)
+    before: Any = lowered.compiler_ir("hlo")
+    after: Any = lowered.compile().as_text()
+    return before.as_hlo_text(), after
+
+
+def of_torch_xla(tensors: list[torch.Tensor]) -> str:
+    """HLO text of the lazy graph that would compute the tensors, before optimization."""
+    text: str = torch_xla._XLAC._get_xla_tensors_hlo(tensors)  # type: ignore[attr-defined]
+    return text
+
+
+class CompiledPrograms:
+    """The programs that torch_xla has compiled in this process, from the dump that XLA makes."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._programs: list[tuple[str, str]] = []
+
+    def all(self) -> list[tuple[str, str]]:
+        """HLO text of each, before and after optimization, the newest last."""
+        torch_xla.sync(wait=True)
+        for before in sorted(self._directory.glob("*.before_optimizations.txt")):
+            # module_0001.SyncTensorsGraph.7.before_... and .cpu_after_...
+            stem = before.name.removesuffix(".before_optimizations.txt")
+            after = self._directory / f"{stem}.cpu_after_optimizations.txt"
+            self._programs.append((before.read_text(), after.read_text()))
+            for path in self._directory.glob(f"{stem}.*"):
+                path.unlink()
+        return self._programs
+
+    def optimized(self, call: str, target: str) -> set[str]:
+        """What became of a call, as `custom_calls` prints it, in the programs that made it once."""
+        return {
+            optimized
+            for before, after in self.all()
+            if custom_calls(before, target) == [call]
+            for optimized in custom_calls(after, target)
+        }

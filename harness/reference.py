@@ -1,0 +1,118 @@
+"""The ops as their contract states them: float64, plain loops, nothing clever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from harness import layouts
+from harness.arrays import quantized
+
+
+def paged_attention(
+    query: Any,
+    kv_cache: Any,
+    context_lens: Any,
+    block_tables: Any,
+    query_start_loc: Any,
+    num_seqs: Any,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    *,
+    value_cache: Any = None,
+    kv_layout: str | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    sinks: Any = None,
+    alibi_slopes: Any = None,
+    causal: bool = True,
+    window_right: int | None = None,
+    max_query_len: int | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """float64; reads nothing of the cache and the tables that is not attended to."""
+    kv_cache = layouts.default(
+        (kv_cache,) if value_cache is None else (kv_cache, value_cache), kv_layout
+    )
+    num_heads = query.shape[1]
+    block_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
+    scale = float(np.float32(scale))  # as the custom call carries it
+    soft_cap = None if soft_cap is None else float(np.float32(soft_cap))
+    output, lse = np.zeros(query.shape), np.full(query.shape[:2], -np.inf)
+    for s in range(int(np.asarray(num_seqs).item())):
+        start, end = int(query_start_loc[s]), int(query_start_loc[s + 1])
+        for i in range(end - start):
+            position = int(context_lens[s]) - (end - start) + i
+            first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+            last = int(context_lens[s]) - 1
+            if causal:
+                last = position
+            elif window_right is not None:
+                last = min(last, position + window_right)
+            positions = np.arange(first, last + 1)
+            rows = block_tables[s, positions // block_size], positions % block_size
+            attended = kv_cache[rows].astype(np.float64)
+            attended[:, 0::2] *= _scales(k_scale, rows)
+            attended[:, 1::2] *= _scales(v_scale, rows)
+            for h in range(num_heads):
+                sink = -np.inf if sinks is None else float(sinks[h])
+                if len(positions) == 0:
+                    lse[start + i, h] = sink
+                    continue
+                kv_head = h // (num_heads // num_kv_heads)
+                keys, values = attended[:, 2 * kv_head], attended[:, 2 * kv_head + 1]
+                with np.errstate(invalid="ignore"):
+                    logits = scale * (keys @ query[start + i, h].astype(np.float64))
+                    if soft_cap is not None:
+                        logits = soft_cap * np.tanh(logits / soft_cap)
+                    if alibi_slopes is not None:
+                        logits = logits - float(alibi_slopes[h]) * np.abs(position - positions)
+                    largest = max(logits.max(), sink)
+                    weights = np.exp(logits - largest)
+                    total = weights.sum() + np.exp(sink - largest)
+                    output[start + i, h] = weights @ values / total
+                    lse[start + i, h] = largest + np.log(total)
+    return (output, lse) if return_lse else output
+
+
+def _scales(scales: Any, rows: tuple[Any, Any]) -> np.ndarray:
+    """[..., kv heads or 1, 1], of blocks and offsets in them."""
+    if scales is None:
+        return np.ones((1, 1))
+    scales = np.asarray(scales, np.float64)
+    return scales[rows][..., None] if scales.ndim == 3 else scales.reshape(-1, 1)
+
+
+def kv_cache_update(
+    kv_cache: Any,
+    key: Any,
+    value: Any,
+    slot_mapping: Any,
+    *,
+    value_cache: Any = None,
+    kv_layout: str | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+) -> Any:
+    """The updated cache, or the two; what is given keeps its values."""
+    caches = (kv_cache,) if value_cache is None else (kv_cache, value_cache)
+    updated = layouts.default(caches, kv_layout)
+    block_size = updated.shape[1]
+    for token, slot in enumerate(slot_mapping):
+        if slot < 0:
+            continue
+        row = divmod(int(slot), block_size)
+        for first, rows, scale in ((0, key[token], k_scale), (1, value[token], v_scale)):
+            if rows.dtype != updated.dtype:
+                scaled = rows.astype(np.float32) / np.float32(_scales(scale, row))
+                rows = quantized(scaled, updated.dtype.name)
+            updated[row][first::2] = rows
+    arranged = layouts.arrange(updated, kv_layout)
+    return arranged[0] if value_cache is None else arranged
+
+
+def simple_add(a: Any, b: Any) -> np.ndarray:
+    """Their sum."""
+    return np.asarray(a + b)

@@ -1,0 +1,337 @@
+"""Every rule of the contract, broken: through every door, and past the Python checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from shared_ffi import kv_cache_update, paged_attention, runtimes, simple_add
+from tests.support import doors
+from tests.support.bad_calls import DYNAMIC, STATIC, Fault
+from tests.support.calls import call_handler
+from tests.support.cases import CASES, UPDATE_CASES
+from tests.support.sound_calls import FEATURES, SOUND, add, attention, split, update
+
+F32, F16, I32, I64 = np.float32, np.float16, np.int32, np.int64
+
+
+@pytest.fixture(autouse=True)
+def forget_failed_steps() -> Iterator[None]:
+    yield
+    doors.forget_failed_steps()
+
+
+TARGETS = {
+    "paged_attention": "xla_gpu_paged_attention",
+    "kv_cache_update": "xla_gpu_kv_cache_update",
+    "simple_add": "XlaGpuSimpleAdd",
+}
+# Those that an attribute can carry; and of these, those that XLA does not drop for an empty result.
+FOR_HANDLER = [fault for fault in STATIC + DYNAMIC if fault.values[0].in_handler]
+FOR_HANDLER_IN_XLA = [
+    fault for fault in FOR_HANDLER if next(iter(fault.values[0].arguments.values())).size > 0
+]
+
+
+def as_handlers_take_them(fault: Fault) -> tuple[list[Any], dict[str, Any]]:
+    """All operands, and the attributes, with no check before."""
+    operands, attributes = split(fault.arguments)
+    if fault.op == "paged_attention":
+        attributes.pop("causal", None)
+        attributes["sliding_window"] = attributes["sliding_window"] or 0
+        attributes["soft_cap"] = attributes["soft_cap"] or 0.0
+    for feature in FEATURES:
+        if feature in attributes:
+            operands.append(attributes[feature])
+            attributes[feature] = len(operands) - 1
+    return operands, attributes
+
+
+def make_call(fault: Fault) -> None:
+    """With no check before it, as a program does that was serialized elsewhere."""
+    operands, attributes = as_handlers_take_them(fault)
+    result = operands[0] if fault.op == "kv_cache_update" else np.empty_like(operands[0])
+    call_handler(TARGETS[fault.op], attributes, operands, [result])
+
+
+def make_call_in_xla(fault: Fault) -> None:
+    operands, attributes = as_handlers_take_them(fault)
+    typed = {k: F32(v) if isinstance(v, float) else I64(v) for k, v in attributes.items()}
+    jax.block_until_ready(
+        jax.ffi.ffi_call(
+            TARGETS[fault.op],
+            jax.ShapeDtypeStruct(operands[0].shape, operands[0].dtype),
+            input_output_aliases={0: 0} if fault.op == "kv_cache_update" else {},
+        )(*operands, **typed)
+    )
+
+
+@pytest.mark.parametrize("op", SOUND)
+@pytest.mark.parametrize("door", doors.DOORS)
+def test_sound_calls_pass(door: str, op: str) -> None:
+    operands, attributes = split(SOUND[op]())
+    doors.DOORS[door](op, *operands, **attributes)
+
+
+@pytest.mark.parametrize("fault", STATIC)
+@pytest.mark.parametrize("door", doors.DOORS)
+def test_static_fault(door: str, fault: Fault) -> None:
+    operands, attributes = split(fault.arguments)
+    # torch.compile wraps what its tracing raises, and keeps the words.
+    error = Exception if door == "openxla" else fault.error
+    with pytest.raises(error) as raised:
+        doors.DOORS[door](fault.op, *operands, **attributes)
+    assert fault.message in str(raised.value)
+
+
+@pytest.mark.parametrize("fault", DYNAMIC)
+@pytest.mark.parametrize("door", doors.DOORS)
+def test_dynamic_fault(door: str, fault: Fault) -> None:
+    operands, attributes = split(fault.arguments)
+    error = {"jax": jax.errors.JaxRuntimeError, "torch": ValueError}.get(door, RuntimeError)
+    with pytest.raises(error) as raised:
+        doors.DOORS[door](fault.op, *operands, **attributes)
+    assert fault.message in str(raised.value)
+
+
+@pytest.mark.parametrize("fault", FOR_HANDLER)
+def test_handler_says_the_same(fault: Fault) -> None:
+    with pytest.raises(ValueError) as raised:
+        make_call(fault)
+    assert str(raised.value) == fault.message
+
+
+CHECKERS = {
+    "paged_attention": paged_attention.check_values,
+    "kv_cache_update": kv_cache_update.check_values,
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [np.asarray, doors.to_torch, jnp.asarray], ids=["numpy", "torch", "jax"]
+)
+@pytest.mark.parametrize("fault", DYNAMIC)
+def test_the_checker_of_values_says_the_same(fault: Fault, kind: Any) -> None:
+    arguments = {name: kind(x) for name, x in fault.arguments.items() if isinstance(x, np.ndarray)}
+    if fault.op == "kv_cache_update":
+        arguments = {name: arguments[name] for name in ("kv_cache", "slot_mapping")}
+    if "max_query_len" in fault.arguments:
+        arguments["max_query_len"] = fault.arguments["max_query_len"]
+    with pytest.raises(ValueError) as raised:
+        CHECKERS[fault.op](**arguments)
+    assert str(raised.value) == fault.message
+
+
+def test_the_checker_of_values_knows_layouts() -> None:
+    operands, _ = split(attention(block_tables=np.array([[3, 4], [0, 9], [9, 9]], I32)))
+    for layout, shape in ((None, (4, 2, 3, 8)), ("nnbhd", (2, 2, 2, 3, 8)), ("hnbd", (3, 4, 2, 8))):
+        operands[1] = np.ones(shape, F32)  # of K, with an odd number of heads
+        with pytest.raises(
+            ValueError, match=r"block_tables\[0, 1\] must be .* num_blocks - 1=3; got 4"
+        ):
+            paged_attention.check_values(*operands, kv_layout=layout)
+
+
+def test_the_checker_of_values_passes_what_is_right() -> None:
+    for case in CASES[::7]:
+        mask = {"causal": case.causal, "window_right": case.window_right}
+        others = {"kv_layout": case.kv_layout, "max_query_len": case.max_query_len}
+        paged_attention.check_values(*case.inputs(), case.sliding_window, **mask, **others)
+    for case in UPDATE_CASES:
+        inputs = case.inputs()
+        layout = {"kv_layout": case.kv_layout}
+        kv_cache_update.check_values(inputs.kv_cache, inputs.slot_mapping, **layout)
+
+
+@pytest.mark.parametrize("fault", FOR_HANDLER_IN_XLA)
+def test_handler_in_xla_says_the_same(fault: Fault) -> None:
+    runtimes.register()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="^INVALID_ARGUMENT") as raised:
+        make_call_in_xla(fault)
+    assert fault.message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (np.empty((4, 4, 9), F32), "the result must be float32 [4, 4, 8]; got float32 [4, 4, 9]"),
+        (np.empty((4, 4, 8), F16), "the result must be float32 [4, 4, 8]; got float16 [4, 4, 8]"),
+    ],
+)
+def test_handler_checks_its_result(result: np.ndarray, message: str) -> None:
+    operands, attributes = split(attention(sliding_window=0, soft_cap=0.0))
+    with pytest.raises(ValueError) as raised:
+        call_handler(paged_attention.TARGET, attributes, operands, [result])
+    assert str(raised.value) == f"paged_attention: {message}"
+
+
+# That of the sound call's cache, as attributes tell it.
+LAYOUT = {
+    "num_blocks": 4,
+    "block_size": 2,
+    "num_kv_heads": 2,
+    "block_stride": 64,
+    "position_stride": 32,
+    "head_stride": 16,
+    "value_offset": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"scale": None},
+            "the attribute scale is missing: this program was made by another version",
+        ),
+        (
+            {"window_right": 1.5},
+            "the attribute window_right is of another type: this program was made by another version",
+        ),
+        (
+            {"kv_layout": 1},
+            "the call has 4 attributes, of which 3 are known: this program was made by a newer version",
+        ),
+        *(
+            (
+                LAYOUT | changes,
+                "kv_cache must hold num_blocks={num_blocks} blocks of block_size={block_size} "
+                "positions with num_kv_heads={num_kv_heads} heads; got [4, 2, 4, 8]".format(
+                    **(LAYOUT | changes)
+                ),
+            )
+            for changes in (
+                {"num_blocks": 5},
+                {"num_blocks": -1},
+                {"block_size": 3},
+                {"num_kv_heads": 0},
+                {"head_stride": 17},
+                {"value_offset": 9},
+                {"value_offset": -1},
+                {"block_stride": 2**62},
+                {"num_blocks": 2**62, "block_stride": 4},
+            )
+        ),
+        ({"sinks": 6}, "sinks must be an operand of the call; got number 6"),
+        ({"sinks": 2}, "sinks must be an operand of the call; got number 2"),
+    ],
+    ids=str,
+)
+def test_handler_checks_its_attributes(changes: dict[str, Any], message: str) -> None:
+    operands, attributes = split(attention(sliding_window=0, soft_cap=0.0))
+    attributes = {k: v for k, v in (attributes | changes).items() if v is not None}
+    with pytest.raises(ValueError) as raised:
+        call_handler(paged_attention.TARGET, attributes, operands, [np.empty_like(operands[0])])
+    assert str(raised.value) == f"paged_attention: {message}"
+
+
+@pytest.mark.parametrize(
+    ("num_operands", "results", "message"),
+    [
+        (7, [], "the call must have 6 operands; got 7"),
+        (
+            6,
+            [np.empty((4, 3), F32)],
+            "the second result must be float32 [4, 4]; got float32 [4, 3]",
+        ),
+        (
+            6,
+            [np.empty((4, 4), F16)],
+            "the second result must be float32 [4, 4]; got float16 [4, 4]",
+        ),
+        (6, [np.empty((4, 4), F32)] * 2, "the call must have 1 or 2 results; got 3"),
+    ],
+)
+def test_handler_checks_what_it_gets(num_operands: int, results: Any, message: str) -> None:
+    operands, attributes = split(attention(sliding_window=0, soft_cap=0.0))
+    operands = [*operands, np.ones(4, F32)][:num_operands]
+    results = [np.empty_like(operands[0]), *results]
+    with pytest.raises(ValueError) as raised:
+        call_handler(paged_attention.TARGET, attributes, operands, results)
+    assert str(raised.value) == f"paged_attention: {message}"
+
+
+def test_handler_checks_the_result_of_simple_add() -> None:
+    operands, _ = split(add())
+    with pytest.raises(ValueError, match="the result must be float32 .2, 3.; got float32 .3, 2."):
+        call_handler(simple_add.TARGET, {}, operands, [np.empty((3, 2), F32)])
+
+
+def test_handler_demands_an_aliased_cache() -> None:
+    operands, _ = split(update())
+    call = partial(call_handler, kv_cache_update.TARGET)
+    with pytest.raises(ValueError, match="the result must alias kv_cache"):
+        call({}, operands, [operands[0].copy()])
+    with pytest.raises(ValueError, match="the call must have a result for each cache; got 2"):
+        call({}, operands, [operands[0], operands[0]])
+    layout = LAYOUT | {"num_kv_heads": 2, "value_offset": 0, "value_cache": 4}
+    cache, *rest = operands
+    with pytest.raises(ValueError, match="the second result must alias value_cache"):
+        call(layout, [cache, *rest, cache.copy()], [cache, cache])
+
+
+def test_a_slot_past_the_end_leaves_the_cache_as_it_was() -> None:
+    operands, _ = split(update(slot_mapping=np.array([0, 8, -1], I32)))
+    cache = doors.to_torch(operands[0])
+    with pytest.raises(ValueError, match="slot_mapping"):
+        torch.ops.xla_gpu.kv_cache_update(cache, *map(doors.to_torch, operands[1:]))
+    assert not cache.any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scale": True}, "scale must have type float; got bool"),
+        ({"sliding_window": True}, "sliding_window must have type int; got bool"),
+        ({"causal": False, "window_right": True}, "window_right must have type int; got bool"),
+    ],
+    ids=str,
+)
+def test_booleans_are_not_numbers(changes: dict[str, Any], message: str) -> None:
+    """In JAX only: torch's dispatcher makes them numbers before the op sees them."""
+    operands, attributes = split(attention() | changes)
+    with pytest.raises(TypeError, match=message):
+        doors.in_jax("paged_attention", *operands, **attributes)
+
+
+def test_a_cache_whose_rows_are_not_contiguous() -> None:
+    cache = torch.zeros(4, 2, 8, 4).transpose(2, 3)
+    key = torch.ones(3, 2, 8)
+    with pytest.raises(
+        ValueError, match=r"kv_cache must be contiguous in head_size,.*got strides \[64, 32, 1, 4\]"
+    ):
+        torch.ops.xla_gpu.kv_cache_update(cache, key, key, torch.zeros(3, dtype=torch.int32))
+
+
+def test_two_caches_with_different_strides() -> None:
+    cache, other = torch.zeros(4, 2, 2, 8), torch.zeros(2, 4, 2, 8).transpose(0, 1)
+    key = torch.ones(3, 2, 8)
+    with pytest.raises(ValueError, match="kv_cache must .*have the strides of value_cache"):
+        torch.ops.xla_gpu.kv_cache_update(
+            cache, key, key, torch.zeros(3, dtype=torch.int32), value_cache=other
+        )
+
+
+def test_blocks_at_unequal_distances() -> None:
+    cache, key = torch.zeros(2, 3, 2, 4, 8)[:, :2], torch.ones(3, 2, 8)
+    slots = torch.zeros(3, dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match=r"kv_cache must have equal distances along num_blocks; got str"
+    ):
+        torch.ops.xla_gpu.kv_cache_update(cache, key, key, slots, kv_layout="nnb(h2)d")
+
+
+def test_the_runtime_survives_a_fault() -> None:
+    operands, attributes = split(attention(num_seqs=np.array(9, I32)))
+    with pytest.raises(RuntimeError):
+        doors.in_torch_xla("paged_attention", *operands, **attributes)
+    doors.forget_failed_steps()
+    operands, attributes = split(attention())
+    assert np.isfinite(doors.in_torch_xla("paged_attention", *operands, **attributes)).all()

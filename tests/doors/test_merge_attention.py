@@ -1,0 +1,128 @@
+"""Attention over parts of a context, merged, is attention over the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import jax_frontend
+import torch_frontend
+from tests.support import doors
+from tests.support.cases import Case, Inputs
+
+I32, F32 = np.int32, np.float32
+
+CASE = Case(
+    id="parts",
+    sequences=((1, 150), (5, 64), (1, 1), (30, 90), (0, 7), (2, 2)),
+    num_heads=6,
+    block_size=8,
+    head_size=24,
+    return_lse=True,
+)
+
+
+def parts_of(inputs: Inputs, num_parts: int) -> list[tuple[Inputs, bool]]:
+    """The call on each part of the contexts, and whether that is causal: parts end where a block
+    does, and the last has all query tokens. Short contexts leave some of the parts empty."""
+    lengths, tables = inputs.context_lens.copy(), inputs.block_tables.copy()
+    calls, done = [], np.zeros(len(lengths), int)  # blocks
+    for part in range(num_parts):
+        context_lens, block_tables = lengths.copy(), tables.copy()
+        for s, (q_len, context_len) in enumerate(CASE.sequences):
+            before_queries = (context_len - q_len) // CASE.block_size
+            end = before_queries * (part + 1) // num_parts
+            context_lens[s] = (end - done[s]) * CASE.block_size
+            if part == num_parts - 1:
+                context_lens[s] = context_len - done[s] * CASE.block_size
+            block_tables[s] = np.roll(tables[s], -done[s])
+            done[s] = end
+        call = inputs._replace(context_lens=context_lens, block_tables=block_tables)
+        calls.append((call, part == num_parts - 1))
+    return calls
+
+
+MERGE = {
+    "jax": lambda *parts: jax.tree.map(np.asarray, jax.jit(jax_frontend.merge_attention)(*parts)),
+    "torch": lambda *parts: tuple(
+        map(
+            doors.to_numpy,
+            torch_frontend.merge_attention(*([doors.to_torch(x) for x in xs] for xs in parts)),
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("features", [{}, {"sinks": True}, {"soft_cap": 3.0}], ids=str)
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
+@pytest.mark.parametrize("door", MERGE)
+def test_parts_make_the_whole(door: str, num_parts: int, features: dict[str, Any]) -> None:
+    case = Case(**(vars(CASE) | features))
+    inputs, attributes = case.inputs(), case.attributes()
+    whole = doors.DOORS[door]("paged_attention", *inputs, **attributes)
+    parts = []
+    for call, is_last in parts_of(inputs, num_parts):
+        kept = {k: v for k, v in attributes.items() if is_last or k != "sinks"}
+        parts.append(doors.DOORS[door]("paged_attention", *call, **kept, causal=is_last))
+    merged = MERGE[door](*([part[i] for part in parts] for i in (0, 1)))
+    if num_parts > 1:
+        assert any(np.isneginf(lse[0 : inputs.query_start_loc[6]]).any() for _, lse in parts)
+    for actual, expected in zip(merged, whole, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_merged_pair_is_a_part_again() -> None:
+    rng = np.random.default_rng(0)
+    outputs, lses = rng.standard_normal((3, 4, 2, 8), F32), rng.standard_normal((3, 4, 2), F32)
+    merge = MERGE["jax"]
+    first = merge(outputs[:2], lses[:2])
+    nested = merge([first[0], outputs[2]], [first[1], lses[2]])
+    for actual, expected in zip(nested, merge(outputs, lses), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("door", MERGE)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_part_that_does_not_count(door: str, dtype: str) -> None:
+    outputs = jnp.array([[[[1.0, 2.0]]], [[[jnp.nan, jnp.inf]]]], dtype)
+    output, lse = MERGE[door](outputs, np.array([[[3.0]], [[-np.inf]]], F32))
+    assert output.dtype == outputs.dtype
+    assert (np.asarray(output, F32) == [[[1, 2]]]).all() and lse == 3
+    output, lse = MERGE[door](outputs, np.full((2, 1, 1), -np.inf, F32))
+    assert not np.asarray(output, F32).any() and np.isneginf(lse).all()
+
+
+def test_large_log_sum_exps_do_not_overflow() -> None:
+    outputs = np.array([[[[2.0]]], [[[4.0]]]], F32)
+    output, lse = MERGE["torch"](outputs, np.full((2, 1, 1), 1000.0, F32))
+    assert output == 3 and lse == F32(1000 + np.log(2))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((2, 4, 8), (2, 4)), r"outputs must have shape \[num_parts, num_tokens, num_heads, head_"),
+        (
+            ((2, 4, 2, 8), (2, 4)),
+            r"lses must have shape \[num_parts=2, num_tokens=4, num_heads=2\]",
+        ),
+        (((0, 4, 2, 8), (0, 4, 2)), "outputs must have shape .*of at least one part; got"),
+    ],
+)
+def test_wrong_shapes(shapes: Any, message: str) -> None:
+    for merge, ones in (
+        (jax_frontend.merge_attention, jnp.ones),
+        (torch_frontend.merge_attention, torch.ones),
+    ):
+        with pytest.raises(ValueError, match=f"^merge_attention: {message}"):
+            merge(*map(ones, shapes))  # type: ignore[operator]
+
+
+def test_a_wrong_dtype() -> None:
+    with pytest.raises(TypeError, match="lses must have dtype float32; got bfloat16"):
+        jax_frontend.merge_attention(jnp.ones((2, 4, 2, 8)), jnp.ones((2, 4, 2), jnp.bfloat16))

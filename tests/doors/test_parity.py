@@ -1,0 +1,112 @@
+"""For every case: the same custom call in JAX's program and in torch_xla's, the same bits out of
+every door, and numbers that agree with the float64 oracle."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+import jax_frontend
+from harness import hlo, reference
+from harness.compare import assert_close_on_cpu, assert_same_bits
+from tests.support import doors
+from tests.support.calls import split_keywords
+from tests.support.cases import (
+    CASES,
+    SHORT_CASES,
+    SHORT_UPDATE_CASES,
+    UPDATE_CASES,
+    Case,
+    UpdateCase,
+)
+
+ATTENTION = "xla_gpu_paged_attention"
+UPDATE = "xla_gpu_kv_cache_update"
+
+
+FOUR_DOORS = ("JAX", "PyTorch eager", "torch_xla", "openxla")
+
+
+@pytest.mark.proves(*FOUR_DOORS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_paged_attention(case: Case, compiled: hlo.CompiledPrograms) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+
+    in_torch = doors.in_torch("paged_attention", *inputs, **attributes)
+    assert_close_on_cpu(in_torch, inputs, attributes)
+
+    assert_same_bits(doors.in_jax("paged_attention", *inputs, **attributes), in_torch)
+    assert_same_bits(doors.in_torch_xla("paged_attention", *inputs, **attributes), in_torch)
+    assert_same_bits(doors.in_openxla("paged_attention", *inputs, **attributes), in_torch)
+
+    arrays, options = split_keywords(attributes)
+    before, after = hlo.of_jax(partial(jax_frontend.paged_attention, **options), *inputs, **arrays)
+    lazy_before = hlo.of_torch_xla(doors.lazily("paged_attention", *inputs, **attributes))
+    (call,) = hlo.custom_calls(before, ATTENTION)
+    assert hlo.custom_calls(lazy_before, ATTENTION) == [call]
+    assert compiled.optimized(call, ATTENTION) == set(hlo.custom_calls(after, ATTENTION))
+
+
+@pytest.mark.proves(*FOUR_DOORS)
+@pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
+def test_kv_cache_update(case: UpdateCase, compiled: hlo.CompiledPrograms) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    expected = reference.kv_cache_update(*inputs, **attributes)
+
+    assert_same_bits(doors.in_torch("kv_cache_update", *inputs, **attributes), expected)
+    assert_same_bits(doors.in_jax("kv_cache_update", *inputs, **attributes), expected)
+    assert_same_bits(doors.in_torch_xla("kv_cache_update", *inputs, **attributes), expected)
+    assert_same_bits(doors.in_openxla("kv_cache_update", *inputs, **attributes), expected)
+
+    if inputs.slot_mapping.dtype == "int64":
+        return  # JAX, with its default of 32-bit integers, makes another program
+    arrays, options = split_keywords(attributes)
+    before, after = hlo.of_jax(partial(jax_frontend.kv_cache_update, **options), *inputs, **arrays)
+    lazy_before = hlo.of_torch_xla(doors.lazily("kv_cache_update", *inputs, **attributes))
+    (call,) = hlo.custom_calls(before, UPDATE)
+    assert hlo.custom_calls(lazy_before, UPDATE) == [call]
+    assert compiled.optimized(call, UPDATE) == set(hlo.custom_calls(after, UPDATE))
+
+
+@pytest.mark.proves("Inductor")
+@pytest.mark.parametrize(
+    ("op", "case"),
+    [
+        *(("paged_attention", case) for case in SHORT_CASES),
+        *(("kv_cache_update", case) for case in SHORT_UPDATE_CASES),
+    ],
+    ids=lambda value: getattr(value, "id", value),
+)
+def test_inductor(op: str, case: Case | UpdateCase) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    expected = doors.in_torch(op, *inputs, **attributes)
+    assert_same_bits(doors.in_inductor(op, *inputs, **attributes), expected)
+
+
+@pytest.mark.parametrize("door", doors.DOORS)
+def test_blocks_and_heads_in_several_dimensions(door: str) -> None:
+    """They are counted through, the last dimension first."""
+    case = Case(id="several", sequences=((5, 14), (1, 9)), padding_blocks=0, block_size=2)
+    query, kv_cache, *metadata = case.inputs()
+    assert len(kv_cache) == 15
+    several = kv_cache.reshape(5, 3, *kv_cache.shape[1:])
+    attend = doors.partial(doors.DOORS[door], "paged_attention", **case.attributes())
+    expected = attend(query, kv_cache, *metadata)
+    assert_same_bits(attend(query, several, *metadata, kv_layout="nnb(h2)d"), expected)
+    for packing in (1, 2, 4):  # of the 4 rows of 2 heads
+        packed = kv_cache.reshape(15, 2, 4 // packing, packing, -1)
+        assert_same_bits(attend(query, packed, *metadata, kv_layout="nb(h2)(h2)d"), expected)
+
+    update_case = UpdateCase(id="several")
+    kv_cache, *rest = update_case.inputs()
+    several = kv_cache.reshape(2, 3, 1, *kv_cache.shape[1:])
+    updated = doors.DOORS[door]("kv_cache_update", several, *rest, kv_layout="nnnb(h2)d")
+    expected = reference.kv_cache_update(kv_cache, *rest)
+    assert_same_bits(updated, expected.reshape(several.shape))
+
+
+@pytest.mark.parametrize("door", doors.DOORS)
+def test_simple_add(door: str) -> None:
+    a = doors.np.arange(6, dtype="float32").reshape(2, 3)
+    assert_same_bits(doors.DOORS[door]("simple_add", a, a * 10), reference.simple_add(a, a * 10))

@@ -1,0 +1,208 @@
+"""The TPU kernels' doors: what they are called with there gives the oracle's numbers here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import jax_frontend
+from harness import layouts, reference
+from harness.compare import assert_same_bits
+from tests.support import doors, scripts
+from tests.support.cases import DTYPES, SHORT_CASES
+
+F32, I32 = np.float32, np.int32
+Q_LENS, KV_LENS = [1, 1, 5, 12], [17, 8, 30, 12]
+PAGE_SIZE, PAGES_PER_SEQ, MAX_SEQS = 8, 5, 6
+NUM_PAGES = 40
+
+
+def inputs(
+    dtype: str, num_heads: int, num_kv_heads: int, head_size: int, shape: tuple[int, ...]
+) -> dict[str, Any]:
+    """A call as serving code on a TPU makes it; `shape`: the last three dimensions of the cache."""
+    rng = np.random.default_rng(0)
+    num_tokens = sum(Q_LENS) + 3
+    of_new = (num_tokens, num_kv_heads, head_size)
+
+    def normal(*size: int) -> np.ndarray:
+        return rng.standard_normal(size, F32).astype(DTYPES[dtype])
+
+    padding = MAX_SEQS - len(KV_LENS)
+    return {
+        "queries": normal(num_tokens, num_heads, head_size),
+        "keys": normal(*of_new),
+        "values": normal(*of_new),
+        "kv_cache": normal(NUM_PAGES, PAGE_SIZE, *shape),
+        "kv_lens": np.array([*KV_LENS, *[7] * padding], I32),
+        "page_indices": rng.permutation(NUM_PAGES)[: MAX_SEQS * PAGES_PER_SEQ].astype(I32),
+        "cu_q_lens": np.array([*np.cumsum([0, *Q_LENS]), *[3] * padding], I32),
+        "distribution": np.array([2, 2, len(Q_LENS)], I32),
+    }
+
+
+def oracle(call: dict[str, Any], *, is_one_row: bool, scale: float, **options: Any) -> Any:
+    """Output and cache, in the shape of the call's, in float64."""
+    queries, keys, values, kv_cache = (
+        call[name] for name in ("queries", "keys", "values", "kv_cache")
+    )
+    layout = "nbh(2d)" if is_one_row else None
+    flat = kv_cache.reshape(NUM_PAGES, PAGE_SIZE, -1, kv_cache.shape[-1]).astype(np.float64)
+    cache = layouts.default((flat,), layout)
+    tables = call["page_indices"].reshape(MAX_SEQS, -1)
+    for s, (q_len, kv_len) in enumerate(zip(Q_LENS, KV_LENS, strict=True)):
+        for i in range(q_len):
+            page, offset = divmod(kv_len - q_len + i, PAGE_SIZE)
+            row, token = cache[tables[s, page], offset], call["cu_q_lens"][s] + i
+            row[:] = 0  # what is padded
+            for where, new in ((0, keys), (1, values)):
+                row[where : 2 * keys.shape[1] : 2, : keys.shape[2]] = new[token]
+    metadata = (call["kv_lens"], tables, call["cu_q_lens"], call["distribution"][2])
+    own = cache[:, :, : 2 * keys.shape[1], : keys.shape[2]]
+    output = reference.paged_attention(queries, own, *metadata, scale, **options)
+    return output, layouts.arrange(cache, layout)[0].reshape(kv_cache.shape)
+
+
+CALLS: dict[str, tuple[str, int, int, int, tuple[int, ...]]] = {
+    "float32": ("float32", 8, 2, 128, (4, 1, 128)),
+    "bfloat16, two rows packed": ("bfloat16", 8, 2, 128, (2, 2, 128)),
+    "a padded head_dim": ("float32", 6, 3, 80, (6, 1, 128)),
+    "padded heads": ("float32", 6, 3, 32, (4, 2, 128)),
+    "head_dim 64, K and V in one row": ("bfloat16", 8, 2, 64, (1, 2, 128)),
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sliding_window": 6, "soft_cap": 3.0},
+        {"use_causal_mask": False},
+        {"k_scale": 0.5, "v_scale": 2.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", CALLS)
+def test_jax(name: str, options: dict[str, Any]) -> None:
+    call = inputs(*CALLS[name])
+    is_one_row = "one row" in name
+    sinks = np.random.default_rng(1).standard_normal(call["queries"].shape[1]).astype(F32)
+    as_here = {k: v for k, v in options.items() if k in ("sliding_window", "soft_cap")}
+    expected, cache = oracle(
+        call,
+        is_one_row=is_one_row,
+        scale=0.2 * options.get("k_scale", 1.0),
+        causal=options.get("use_causal_mask", True),
+        sinks=sinks,
+        **as_here,
+    )
+    arrays = {name: jnp.asarray(x) for name, x in call.items()}
+    output, updated = jax_frontend.ragged_paged_attention(
+        **arrays, attention_sink=jnp.asarray(sinks), sm_scale=0.2, debug_mode=False, **options
+    )
+    assert arrays["kv_cache"].is_deleted()  # donated
+    assert_same_bits(np.asarray(updated), cache.astype(updated.dtype))
+    expected *= options.get("v_scale", 1.0)
+    tolerance = 0.02 if call["queries"].dtype.itemsize == 2 else 1e-5
+    np.testing.assert_allclose(
+        np.asarray(output, np.float64), expected, rtol=tolerance, atol=tolerance
+    )
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_cache_is_not_copied(name: str) -> None:
+    call = {k: jnp.asarray(x) for k, x in inputs(*CALLS[name]).items()}
+    attend = jax.jit(jax_frontend.ragged_paged_attention, donate_argnames="kv_cache")
+    program = attend.lower(**call).compile().as_text()
+    size = "[" + ",".join(map(str, call["kv_cache"].shape)) + "]"
+    copies = [line for line in program.splitlines() if " copy(" in line and size in line]
+    assert "xla_gpu_kv_cache_update" in program and copies == []
+
+
+def test_a_cache_that_is_not_updated() -> None:
+    call = {k: jnp.asarray(x) for k, x in inputs(*CALLS["float32"]).items()}
+    expected, cache = jax_frontend.ragged_paged_attention(**call)
+    call |= {"kv_cache": cache + 0, "keys": call["keys"] * 0}
+    output, unchanged = jax_frontend.ragged_paged_attention(**call, update_kv_cache=False)
+    assert_same_bits(np.asarray(output), np.asarray(expected))
+    assert_same_bits(np.asarray(unchanged), np.asarray(cache))
+
+
+def test_inside_of_a_program_and_in_another_dtype() -> None:
+    call = {k: jnp.asarray(x) for k, x in inputs(*CALLS["float32"]).items()}
+    step = jax.jit(lambda call: jax_frontend.ragged_paged_attention(**call, out_dtype=jnp.bfloat16))
+    output, _ = step(call)
+    assert output.dtype == jnp.bfloat16
+    expected, _ = jax_frontend.ragged_paged_attention(**call)
+    assert_same_bits(np.asarray(output), np.asarray(expected.astype(jnp.bfloat16)))
+
+
+def test_an_unknown_argument() -> None:
+    call = {k: jnp.asarray(x) for k, x in inputs(*CALLS["float32"]).items()}
+    with pytest.raises(TypeError, match="no argument is called sofd_cap; got 3"):
+        jax_frontend.ragged_paged_attention(**call, sofd_cap=3)
+
+
+PLAIN_CASES = [
+    case for case in SHORT_CASES if [*case.attributes()] == ["scale", "sliding_window", "soft_cap"]
+]
+assert PLAIN_CASES
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_torch(device: str) -> None:
+    for case in PLAIN_CASES:
+        tensors = [doors.to_torch(x).to(device) for x in case.inputs()]
+        scale, window, cap = case.attributes().values()
+        expected = torch.ops.xla_gpu.paged_attention(*tensors, scale, window, cap)
+        result = torch.ops.xla_gpu.ragged_paged_attention(
+            *tensors,
+            sm_scale=scale,
+            sliding_window=window,
+            soft_cap=cap,
+            use_kernel=True,
+            num_kv_pages_per_block=8,
+        )
+        assert_same_bits(doors.to_numpy(result), doors.to_numpy(expected))
+
+
+def test_torch_scales() -> None:
+    tensors = [doors.to_torch(x) for x in SHORT_CASES[0].inputs()]
+    expected = torch.ops.xla_gpu.paged_attention(*tensors, 0.1) * 3
+    result = torch.ops.xla_gpu.ragged_paged_attention(*tensors, 0.2, k_scale=0.5, v_scale=3.0)
+    assert_same_bits(doors.to_numpy(result), doors.to_numpy(expected))
+
+
+REPLACED = """
+    import torch
+    import torch_frontend
+    try:
+        torch_frontend.replace_tpu_kernels()
+    except RuntimeError as error:
+        print(error)
+    import torch_xla
+    import torch_xla.experimental.custom_kernel
+    from tests.support import doors
+    from tests.support.cases import SHORT_CASES
+    for _ in range(2):
+        torch_frontend.replace_tpu_kernels()
+    inputs = [x for x in SHORT_CASES if x.id == "mixed-f32"][0].inputs()
+    expected = doors.in_torch("paged_attention", *inputs, scale=0.5)
+    for convert in (doors.to_torch, doors.to_xla):
+        result = torch.ops.xla.ragged_paged_attention(*map(convert, inputs), sm_scale=0.5)
+        doors.np.testing.assert_array_equal(doors.to_numpy(result), expected)
+    print("the same bits")
+"""
+
+
+def test_torch_xla_programs_for_tpus_run_here() -> None:
+    assert scripts.output(REPLACED) == [
+        "replace_tpu_kernels: torch.ops.xla.ragged_paged_attention is not defined yet; "
+        "import torch_xla.experimental.custom_kernel before",
+        "the same bits",
+    ]

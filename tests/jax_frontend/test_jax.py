@@ -1,0 +1,244 @@
+"""What JAX users do with the ops: transformations, donation, export, 64-bit mode."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_frontend
+from harness import hlo, reference
+from harness.compare import assert_same_bits
+from tests.support import scripts
+from tests.support.sound_calls import add, attention, split, update
+
+OPERANDS, _ = split(attention())
+attend = partial(jax_frontend.paged_attention, scale=0.5)
+
+
+def random_operands(seed: int = 0) -> list[Any]:
+    rng = np.random.default_rng(seed)
+    query, kv_cache, *metadata = OPERANDS
+    query = rng.standard_normal(query.shape, dtype=np.float32)
+    kv_cache = rng.standard_normal(kv_cache.shape, dtype=np.float32)
+    return [query, kv_cache, *metadata]
+
+
+@pytest.mark.parametrize(
+    "batched",
+    range(6),
+    ids=["query", "kv_cache", "context_lens", "block_tables", "query_start_loc", "num_seqs"],
+)
+def test_vmap_of_one_argument(batched: int) -> None:
+    operands = random_operands()
+    if batched < 2:
+        versions = [operands[batched], operands[batched] * 2]
+    else:
+        other = {2: [4, 1, 0], 3: [[0, 2], [1, 3], [9, 9]], 4: [0, 1, 2, 7], 5: 1}[batched]
+        versions = [operands[batched], np.array(other, np.int32)]
+    in_axes = [0 if i == batched else None for i in range(6)]
+    stacked = [np.stack(versions) if i == batched else x for i, x in enumerate(operands)]
+    result = jax.jit(jax.vmap(attend, in_axes))(*stacked)
+    for i, version in enumerate(versions):
+        one = [version if j == batched else x for j, x in enumerate(operands)]
+        assert_same_bits(np.asarray(result[i]), np.asarray(attend(*one)))
+
+
+def test_a_call_that_uses_no_feature_is_the_program_it_was() -> None:
+    """Caches of compiled programs keep their use, and programs serialized long ago run."""
+    before, _ = hlo.of_jax(partial(attend, sliding_window=9), *OPERANDS)
+    (call,) = hlo.custom_calls(before, "xla_gpu_paged_attention")
+    assert call == (
+        'f32[4,4,8]{2,1,0} custom-call(6 operands), custom_call_target="xla_gpu_paged_attention", '
+        "operand_layout_constraints={f32[4,4,8]{2,1,0}, f32[4,2,4,8]{3,2,1,0}, s32[3]{0}, "
+        "s32[3,2]{1,0}, s32[4]{0}, s32[]}, api_version=API_VERSION_TYPED_FFI, "
+        "backend_config={scale = 5.000000e-01 : f32, sliding_window = 9 : i64, "
+        "soft_cap = 0.000000e+00 : f32}"
+    )
+
+
+def test_vmap_of_all_arguments() -> None:
+    batches = [random_operands(seed) for seed in range(3)]
+    result = jax.vmap(attend)(*map(np.stack, zip(*batches, strict=True)))
+    for i, operands in enumerate(batches):
+        assert_same_bits(np.asarray(result[i]), np.asarray(attend(*operands)))
+
+
+def test_vmap_of_the_update() -> None:
+    operands, _ = split(update())
+    result = jax.vmap(jax_frontend.kv_cache_update)(*(np.stack([x, x]) for x in operands))
+    for i in range(2):
+        assert_same_bits(np.asarray(result[i]), reference.kv_cache_update(*operands))
+
+
+def test_donated_cache_is_updated_in_place() -> None:
+    kv_cache, *rest = map(jnp.asarray, split(update())[0])
+    address = kv_cache.unsafe_buffer_pointer()
+    step = jax.jit(jax_frontend.kv_cache_update, donate_argnums=0)
+    optimized = step.lower(kv_cache, *rest).compile().as_text()
+    assert "input_output_alias={ {}: (0, {}, may-alias) }" in optimized
+    assert " copy(" not in optimized
+    for _ in range(3):
+        kv_cache = step(kv_cache, *rest)
+        assert kv_cache.unsafe_buffer_pointer() == address
+
+
+def test_a_cache_that_is_not_donated_keeps_its_values() -> None:
+    kv_cache, *rest = map(jnp.asarray, split(update())[0])
+    updated = jax.jit(jax_frontend.kv_cache_update)(kv_cache, *rest)
+    assert not kv_cache.any() and updated.any()
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_same_program_and_bits_with_64_bit_types(x64: bool) -> None:
+    operands = random_operands()
+    with jax.enable_x64(x64):
+        (call,) = hlo.custom_calls(hlo.of_jax(attend, *operands)[0], "xla_gpu_paged_attention")
+        result = np.asarray(attend(*operands))
+    assert (
+        "backend_config={scale = 5.000000e-01 : f32, sliding_window = 0 : i64, soft_cap = 0.000000e+00 : f32}"
+        in call
+    )
+    assert_same_bits(result, np.asarray(attend(*operands)))
+
+
+def test_int64_slots_with_64_bit_types() -> None:
+    operands, _ = split(update(slot_mapping=np.array([0, 7, -1], np.int64)))
+    with jax.enable_x64(True):
+        (call,) = hlo.custom_calls(
+            hlo.of_jax(jax_frontend.kv_cache_update, *operands)[0], "xla_gpu_kv_cache_update"
+        )
+        result = np.asarray(jax_frontend.kv_cache_update(*operands))
+    assert "s64[3]{0}}" in call
+    assert_same_bits(result, reference.kv_cache_update(*operands))
+
+
+@pytest.mark.parametrize("transform", [jax.grad, partial(jax.jacfwd)], ids=["grad", "jacfwd"])
+def test_differentiation_is_refused(transform: Any) -> None:
+    query, *rest = random_operands()
+    with pytest.raises(NotImplementedError, match="^paged_attention: inference only"):
+        transform(lambda query: attend(query, *rest).sum())(query)
+    a, b = split(add())[0]
+    with pytest.raises(NotImplementedError, match="^simple_add: inference only"):
+        transform(lambda a: jax_frontend.simple_add(a, b).sum())(a)
+    cache, key, value, slots = split(update())[0]
+    with pytest.raises(NotImplementedError, match="^kv_cache_update: inference only"):
+        transform(lambda key: jax_frontend.kv_cache_update(cache, key, value, slots).sum())(key)
+
+
+def test_gradients_flow_around_a_stopped_call() -> None:
+    query, *rest = random_operands()
+    loss = lambda query: (query * attend(jax.lax.stop_gradient(query), *rest)).sum()
+    assert_same_bits(np.asarray(jax.grad(loss)(query)), np.asarray(attend(query, *rest)))
+
+
+def test_scan_and_cond() -> None:
+    operands = random_operands()
+
+    def step(query: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return jax.lax.cond(
+            query[0, 0, 0] > -1e9, lambda q: attend(q, *operands[1:]), lambda q: q, query
+        ), None
+
+    result, _ = jax.lax.scan(step, jnp.asarray(operands[0]), length=2)
+    twice = attend(attend(*operands), *operands[1:])
+    assert_same_bits(np.asarray(result), np.asarray(twice))
+
+
+EXPORT_CHECK = [jax.export.DisabledSafetyCheck.custom_call("xla_gpu_paged_attention")]
+
+
+def test_export_round_trip(tmp_path: Any) -> None:
+    operands = random_operands()
+    exported = jax.export.export(jax.jit(attend), disabled_checks=EXPORT_CHECK)(*operands)
+    assert "xla_gpu_paged_attention" in exported.mlir_module()
+    restored = jax.export.deserialize(exported.serialize())
+    expected = np.asarray(attend(*operands))
+    assert_same_bits(np.asarray(restored.call(*operands)), expected)
+
+    # A process that never traces the op itself only has to register the handlers.
+    (tmp_path / "program").write_bytes(exported.serialize())
+    np.savez(tmp_path / "operands.npz", *operands)
+    script = """
+        import sys, jax, numpy as np, shared_ffi
+        shared_ffi.register()
+        program = jax.export.deserialize(open(sys.argv[1] + "/program", "rb").read())
+        operands = np.load(sys.argv[1] + "/operands.npz").values()
+        np.save(sys.argv[1] + "/result.npy", program.call(*operands))
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], check=True)
+    assert_same_bits(np.load(tmp_path / "result.npy"), expected)
+
+
+def test_export_for_cuda_from_a_machine_without() -> None:
+    exported = jax.export.export(jax.jit(attend), disabled_checks=EXPORT_CHECK, platforms=["cuda"])
+    assert "xla_gpu_paged_attention" in exported(*random_operands()).mlir_module()
+
+
+def test_shapes_without_running() -> None:
+    operands = random_operands()
+    result = jax.eval_shape(attend, *operands)
+    assert (result.shape, result.dtype) == (operands[0].shape, np.float32)
+    assert "xla_gpu_paged_attention" in str(jax.make_jaxpr(attend)(*operands))
+
+
+def test_checkpointed() -> None:
+    operands = random_operands()
+    checkpointed = jax.jit(jax.checkpoint(attend))(*operands)
+    assert_same_bits(np.asarray(checkpointed), np.asarray(attend(*operands)))
+
+
+PERSISTENT = """
+    import sys
+    import jax, numpy as np
+    from jax._src import monitoring
+    import jax_frontend
+    from tests.jax_frontend.test_jax import attend, random_operands
+
+    jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    operands, events = random_operands(), []
+    monitoring.register_event_listener(lambda event, **_: events.append(event))
+    for scale in map(float, sys.argv[2:]):
+        result = jax.jit(lambda *x: jax_frontend.paged_attention(*x, scale))(*operands)
+        print(scale, np.asarray(result).tobytes().hex())
+    for kind in ("hits", "misses"):
+        print(kind, events.count(f"/jax/compilation_cache/cache_{kind}"))
+"""
+
+
+def test_programs_in_a_persistent_cache(tmp_path: Any) -> None:
+    """Another process finds them, and takes none for that of another scale."""
+
+    run = partial(scripts.output, PERSISTENT, str(tmp_path))
+    small, large, *counts = run("0.25", "0.5")
+    assert small.split()[1] != large.split()[1] and counts == ["hits 0", "misses 2"]
+    assert run("0.5", "0.25") == [large, small, "hits 2", "misses 0"]
+
+
+def test_decode_loop_compiles_once() -> None:
+    @partial(jax.jit, donate_argnums=0)
+    def step(cache: Any, token: Any, slot: Any, length: Any, tables: Any, num_seqs: Any) -> Any:
+        cache = jax_frontend.kv_cache_update(cache, token[:, :2], token[:, :2] * 2, slot)
+        start = jnp.array([0, 1], jnp.int32)
+        return cache, jax_frontend.paged_attention(
+            token, cache, length, tables, start, num_seqs, 0.5, soft_cap=30.0
+        )
+
+    rng = np.random.default_rng(0)
+    cache = jnp.zeros((16, 16, 4, 8), jnp.float32)
+    tables = rng.permutation(16).astype(np.int32)[None]
+    for i in range(200):
+        token = rng.standard_normal((1, 4, 8), dtype=np.float32)
+        slot = np.array([tables[0, i // 16] * 16 + i % 16], np.int32)
+        length = np.array([i + 1], np.int32)
+        cache, _ = step(cache, token, slot, length, tables, np.int32(i % 2))
+    assert step._cache_size() == 1

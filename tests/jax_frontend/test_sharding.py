@@ -1,0 +1,445 @@
+"""Many devices: eight of JAX's CPU devices, and two processes. Programs as well as numbers."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_frontend
+from harness import hlo
+from harness.compare import assert_same_bits
+from tests.support import scripts
+from tests.support.calls import split_keywords
+from tests.support.cases import Case
+
+ATTENTION, UPDATE = "xla_gpu_paged_attention", "xla_gpu_kv_cache_update"
+COLLECTIVES = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter")
+
+# Where heads lie, in the cache of each layout.
+HEAD_DIMS = {None: 2, "2nbhd": 3, "n2hbd": 2, "nbh(2d)": 2, "nhbd": 1, "hnbd": 0}
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
+
+
+@pytest.fixture(params=["shardy", "gspmd"])
+def partitioner(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = jax.config.jax_use_shardy_partitioner
+    jax.config.update("jax_use_shardy_partitioner", request.param == "shardy")
+    jax.clear_caches()
+    yield request.param
+    jax.config.update("jax_use_shardy_partitioner", before)
+    jax.clear_caches()
+
+
+def batch(**fields: Any) -> Case:
+    sequences = ((1, 90), (5, 5), (0, 3), (7, 40))
+    return Case(
+        **({"id": "sharded", "sequences": sequences, "num_heads": 16, "num_kv_heads": 8} | fields)
+    )
+
+
+def along(mesh: Mesh, rank: int, dim: int | None, axis: str = "model") -> NamedSharding:
+    return NamedSharding(mesh, P(*(axis if i == dim else None for i in range(rank))))
+
+
+def shard_by_heads(mesh: Mesh, case: Case) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
+    """Operands, keyword operands and options of a case; everything with heads is sharded by them."""
+    query, kv_cache, *metadata = case.inputs()
+    arrays, options = split_keywords(case.attributes())
+    of_cache = along(mesh, kv_cache.ndim, HEAD_DIMS[case.kv_layout])
+    operands = [put(query, along(mesh, 3, 1)), put(kv_cache, of_cache)]
+    operands += [put(x, NamedSharding(mesh, P())) for x in metadata]
+    keywords = {
+        name: put(x, of_cache if name == "value_cache" else along(mesh, x.ndim, x.ndim - 1))
+        for name, x in arrays.items()
+    }
+    return operands, keywords, options
+
+
+def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """As jax.device_put does, but for any number of processes and with NaN."""
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "lse": {"return_lse": True},
+    "sinks-and-alibi": {"sinks": True, "alibi_slopes": True, "sliding_window": 30},
+    "one-query-head-each": {"num_heads": 8},
+    "bf16": {"dtype": "bfloat16"},
+    "one-scale": {"cache_dtype": "int8", "scales": "one"},
+    "scales-per-head": {"cache_dtype": "float8_e4m3fn", "scales": "per head"},
+    "scales-per-position": {"cache_dtype": "float8_e5m2", "scales": "per position"},
+    **{f"layout-{layout}": {"kv_layout": layout} for layout in HEAD_DIMS if layout},
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_heads_are_shared_with_nothing_sent(mesh: Mesh, partitioner: str, feature: str) -> None:
+    """In a plain jit: each device calls the handler on its heads of the cache."""
+    case = batch(**FEATURES[feature])
+    operands, keywords, options = shard_by_heads(mesh, case)
+    attend = jax.jit(partial(jax_frontend.paged_attention, **options))
+    alone = attend(*case.inputs(), **split_keywords(case.attributes())[0])
+
+    text = attend.lower(*operands, **keywords).compile().as_text()
+    (call,) = hlo.custom_calls(text, ATTENTION)
+    assert not COLLECTIVES.search(text)
+    num_tokens, heads = case.inputs().query.shape[0], case.num_heads // 4
+    assert f"[{num_tokens},{heads},16]" in call.partition("custom-call")[0]
+
+    results = attend(*operands, **keywords)
+    for result in jax.tree.leaves(results):
+        assert result.sharding.spec[1] == "model"
+    compare(results, alone)
+
+
+def compare(actual: Any, expected: Any) -> None:
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert_same_bits(np.asarray(one), np.asarray(other))
+
+
+@pytest.mark.parametrize("layout", HEAD_DIMS)
+def test_a_donated_cache_is_updated_where_it_is(
+    mesh: Mesh, partitioner: str, layout: str | None
+) -> None:
+    case = batch(kv_layout=layout)
+    kv_cache = case.inputs().kv_cache
+    value_cache = case.attributes().get("value_cache")
+    key, value = np.random.default_rng(0).standard_normal((2, 5, 8, 16), np.float32)
+    slots = np.array([3, -1, 17, 40, 8], np.int32)
+    of_cache = along(mesh, kv_cache.ndim, HEAD_DIMS[layout])
+
+    def update(caches: Any, *rest: Any) -> Any:
+        kv_cache, value_cache = caches
+        return jax_frontend.kv_cache_update(
+            kv_cache, *rest, value_cache=value_cache, kv_layout=layout
+        )
+
+    alone = jax.jit(update)((kv_cache, value_cache), key, value, slots)
+    caches = jax.device_put((kv_cache, value_cache), of_cache)
+    rest = [*jax.device_put((key, value), along(mesh, 3, 1)), slots]
+    jitted = jax.jit(update, donate_argnums=0)
+    text = jitted.lower(caches, *rest).compile().as_text()
+    assert "output_to_operand_aliasing" in hlo.custom_calls(text, UPDATE)[0]
+    assert "input_output_alias" in text.partition("\n")[0]
+    assert not COLLECTIVES.search(text) and " copy(" not in text
+    compare(jitted(caches, *rest), alone)
+
+
+@pytest.mark.parametrize("fields", [{"num_heads": 4, "num_kv_heads": 2}, {"kv_layout": "nb(2h)d"}])
+def test_what_cannot_be_shared_is_still_right(
+    mesh: Mesh, partitioner: str, fields: dict[str, Any]
+) -> None:
+    """Fewer kv heads than devices; a layout in which a kv head is not in one piece."""
+    case = batch(**fields)
+    attend = jax.jit(partial(jax_frontend.paged_attention, **case.attributes()))
+    query, *rest = case.inputs()
+    compare(attend(jax.device_put(query, along(mesh, 3, 1)), *rest), attend(query, *rest))
+
+
+def test_only_the_result_is_sharded(mesh: Mesh, partitioner: str) -> None:
+    case = batch()
+    attend = partial(jax_frontend.paged_attention, **case.attributes())
+    result = jax.jit(attend, out_shardings=along(mesh, 3, 1))(*case.inputs())
+    assert result.sharding.spec[1] == "model"
+    compare(result, attend(*case.inputs()))
+
+
+def test_vmap_of_a_sharded_call(mesh: Mesh) -> None:
+    case = batch()
+    operands, _, options = shard_by_heads(mesh, case)
+    query = jnp.stack([operands[0], operands[0] * 2])
+    attend = partial(jax_frontend.paged_attention, **options)
+    batched = jax.jit(jax.vmap(attend, (0, *[None] * 5)))(query, *operands[1:])
+    for i in range(2):
+        compare(batched[i], attend(np.asarray(query[i]), *case.inputs()[1:]))
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own", "shared"])
+def test_vmap_of_calls_that_are_sharded_by_heads(
+    mesh: Mesh, partitioner: str, is_shared: bool
+) -> None:
+    """Each device makes one call on its heads of all."""
+    case, in_axes = batch(return_lse=True), (0, None if is_shared else 0, 0, None, None, None)
+    operands, _, options = shard_by_heads(mesh, case)
+    alone = [np.asarray(x) for x in case.inputs()]
+    for i, dim in ((0, 2), (1, 3), (2, None)):
+        if in_axes[i] == 0:
+            alone[i] = np.stack([alone[i], alone[i][::-1] if i == 0 else alone[i]])
+            operands[i] = put(alone[i], along(mesh, alone[i].ndim, dim))
+    many = jax.vmap(
+        partial(jax_frontend.paged_attention, **options), in_axes, spmd_axis_name="data"
+    )
+    text = jax.jit(many).lower(*operands).compile().as_text()
+    (call,) = hlo.custom_calls(text, ATTENTION)
+    assert not COLLECTIVES.search(text) and " while(" not in text
+    assert f"[{2 * alone[0].shape[1]},4,16]" in call.partition("custom-call")[0]
+    compare(jax.jit(many)(*operands), jax.jit(many)(*alone))
+
+
+def test_vmap_of_updates_that_are_sharded_by_heads(mesh: Mesh, partitioner: str) -> None:
+    rng = np.random.default_rng(0)
+    caches = rng.standard_normal((3, 6, 4, 16, 8), np.float32)
+    key = rng.standard_normal((3, 5, 8, 8), np.float32)
+    slots = np.array([[3, -1, 17, 23, 8]] * 3, np.int32)
+    many = jax.vmap(jax_frontend.kv_cache_update)
+    alone = np.asarray(jax.jit(many)(caches, key, key, slots))
+    keys = put(key, along(mesh, 4, 2))
+    operands = put(caches, along(mesh, 5, 3)), keys, keys, put(slots, along(mesh, 2, None))
+    step = jax.jit(many, donate_argnums=0)
+    text = step.lower(*operands).compile().as_text()
+    assert not COLLECTIVES.search(text) and " copy(" not in text
+    compare(step(*operands), alone)
+
+
+def test_vmap_in_manual_sharding(mesh: Mesh) -> None:
+    case = batch()
+    attend = jax.vmap(partial(jax_frontend.paged_attention, **case.attributes()))
+    stacked = [np.stack([x] * 4) for x in case.inputs()]
+    manual = jax.shard_map(attend, mesh=mesh, in_specs=(P("data"),) * 6, out_specs=P("data"))
+    compare(jax.jit(manual)(*stacked), jax.jit(attend)(*stacked))
+
+
+def test_manual_sharding_by_heads(mesh: Mesh) -> None:
+    case = batch()
+    operands, _, options = shard_by_heads(mesh, case)
+    attend = partial(jax_frontend.paged_attention, **options)
+    heads, cache = P(None, "model", None), P(None, None, "model", None)
+    manual = jax.jit(
+        jax.shard_map(attend, mesh=mesh, in_specs=(heads, cache, *[P()] * 4), out_specs=heads)
+    )
+    assert not COLLECTIVES.search(manual.lower(*operands).compile().as_text())
+    compare(manual(*operands), attend(*case.inputs()))
+
+
+def test_sequences_are_shared(mesh: Mesh) -> None:
+    """Data parallel: each device has sequences, and a pool, of its own."""
+    cases = [batch(id=f"rank-{i}", padding_tokens=4) for i in range(2)]
+    attend = partial(jax_frontend.paged_attention, scale=0.25)
+    each = [case.inputs() for case in cases]
+    stacked = [np.stack(arrays) for arrays in zip(*each, strict=True)]
+    manual = jax.jit(
+        jax.shard_map(
+            lambda *arrays: attend(*(x[0] for x in arrays))[None],
+            mesh=mesh,
+            in_specs=(P("data"),) * 6,
+            out_specs=P("data"),
+        )
+    )
+    result = manual(*stacked)
+    for i, inputs in enumerate(each):
+        compare(result[i], attend(*inputs))
+
+
+def test_the_cache_is_shared(mesh: Mesh) -> None:
+    """Context parallel decoding: each of four devices has every fourth block of every sequence, and
+    attends to what it has; the parts are merged."""
+    lengths, block_size, width = np.array([90, 5, 33, 1]), 4, 24
+    rng = np.random.default_rng(0)
+    query = rng.standard_normal((4, 16, 32), np.float32)
+    kv_cache = rng.standard_normal((4 * width, block_size, 16, 32), np.float32)
+    tables = rng.permutation(4 * width).reshape(4, width).astype(np.int32)
+    start, num_seqs = np.arange(5, dtype=np.int32), np.array([4], np.int32)
+    whole = jax_frontend.paged_attention(
+        query, kv_cache, lengths.astype(np.int32), tables, start, num_seqs, 0.2
+    )
+
+    # Rank r has the blocks r, r + 4, ... of a sequence, one after the other in its pool.
+    pools = np.stack([kv_cache[tables[:, r::4]].reshape(-1, *kv_cache.shape[1:]) for r in range(4)])
+    own_tables = np.arange(4 * width // 4, dtype=np.int32).reshape(4, width // 4)
+    last, filled = np.divmod(lengths - 1, block_size)
+    own_lengths = [
+        np.where(last % 4 >= r, last // 4 + 1, last // 4) * block_size
+        - np.where(last % 4 == r, block_size - 1 - filled, 0)
+        for r in range(4)
+    ]
+    assert sum(own_lengths).tolist() == lengths.tolist()  # type: ignore[union-attr]
+
+    def attend(query: Any, pool: Any, lengths: Any) -> Any:
+        output, lse = jax_frontend.paged_attention(
+            *(query, pool[0], lengths[0], own_tables, start, num_seqs, 0.2),
+            causal=False,
+            return_lse=True,
+        )
+        parts = jax.lax.all_gather((output, lse), "model")
+        return jax_frontend.merge_attention(*parts)[0]
+
+    manual = jax.jit(
+        jax.shard_map(
+            attend,
+            mesh=mesh,
+            in_specs=(P(), P("model"), P("model")),
+            out_specs=P(),
+            check_vma=False,
+        )
+    )
+    result = manual(query, pools, np.stack(own_lengths).astype(np.int32))
+    np.testing.assert_allclose(result, whole, rtol=1e-5, atol=1e-6)
+
+
+PROCESS = """
+    import sys
+    import jax, numpy as np
+    rank, address = int(sys.argv[1]), sys.argv[2]
+    jax.distributed.initialize(address, num_processes=2, process_id=rank)
+    from functools import partial
+    from jax.sharding import Mesh
+    import jax_frontend
+    from tests.jax_frontend.test_sharding import COLLECTIVES, batch, shard_by_heads
+
+    assert jax.process_count() == 2 and len(jax.local_devices()) == 2
+    mesh, case = Mesh(np.array(jax.devices()), ("model",)), batch()
+    operands, _, options = shard_by_heads(mesh, case)
+    attend = jax.jit(partial(jax_frontend.paged_attention, **options))
+    assert not COLLECTIVES.search(attend.lower(*operands).compile().as_text())
+    expected = np.asarray(attend(*case.inputs()))
+    shards = attend(*operands).addressable_shards
+    assert len(shards) == 2
+    for shard in shards:
+        assert np.array_equal(np.asarray(shard.data), expected[shard.index])
+    print("the same bits")
+"""
+
+
+def test_two_processes() -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    processes = [
+        scripts.start(PROCESS, str(rank), address, JAX_NUM_CPU_DEVICES="2") for rank in range(2)
+    ]
+    for process in processes:
+        output, errors = process.communicate(timeout=300)
+        assert output == "the same bits\n", errors
+
+
+MARKED = """
+    import sys
+    from pathlib import Path
+    import numpy as np
+    import torch
+    import torch_xla
+    import torch_xla.distributed.spmd as spmd
+    from harness import hlo
+    from tests.support import doors
+    from tests.jax_frontend.test_sharding import ATTENTION, COLLECTIVES, FEATURES, HEAD_DIMS, UPDATE, batch, compare
+
+    torch_xla.runtime.use_spmd()
+    mesh = spmd.Mesh(np.arange(8), (2, 4), ("data", "model"))
+    programs = hlo.CompiledPrograms(Path(sys.argv[1]))
+
+    def mark(tensor, dim):
+        axes = ("model" if i == dim else None for i in range(tensor.dim()))
+        spmd.mark_sharding(tensor, mesh, (*axes,))
+        return tensor
+
+    for fields in FEATURES.values():
+        case = batch(**fields)
+        inputs, attributes = case.inputs(), case.attributes()
+        caches = inputs.kv_cache, attributes.get("value_cache")
+
+        def convert(array):
+            is_cache = any(array is cache for cache in caches)
+            tensor = doors.to_xla(array)
+            return mark(tensor, HEAD_DIMS[case.kv_layout]) if is_cache else tensor
+
+        alone = doors.in_torch("paged_attention", *inputs, **attributes)
+        for compile_with in (None, "openxla"):
+            before = len(programs.all())
+            result = doors.through(convert, compile_with, "paged_attention", *inputs, **attributes)
+            compare(result, alone)
+            made = [y for x, y in programs.all()[before:] if hlo.custom_calls(x, ATTENTION)]
+            assert made
+            for text in made:
+                (call,) = hlo.custom_calls(text, ATTENTION)
+                num_tokens, heads = inputs.query.shape[0], case.num_heads // 4
+                assert f"[{num_tokens},{heads},16]" in call.partition("custom-call")[0], call
+                assert not COLLECTIVES.search(text), text
+
+    case = batch()
+    query, kv_cache, *metadata = map(doors.to_xla, case.inputs())
+    whole = kv_cache.clone()
+    mark(kv_cache, 2)
+    made = []
+    for _ in range(3):
+        key, value = torch.randn(2, 5, 8, 16, device="xla")
+        slots = torch.tensor([3, -1, 17, 40, 8], device="xla", dtype=torch.int32)
+        torch_xla.sync()
+        before = len(programs.all())
+        torch.ops.xla_gpu.kv_cache_update(kv_cache, key, value, slots)
+        result = torch.ops.xla_gpu.paged_attention(query, kv_cache, *metadata, 0.25)
+        torch_xla.sync()
+        made += [y for x, y in programs.all()[before:] if hlo.custom_calls(x, UPDATE)]
+        torch.ops.xla_gpu.kv_cache_update(whole, key, value, slots)
+        alone = torch.ops.xla_gpu.paged_attention(query, whole, *metadata, 0.25)
+        compare(doors.to_numpy(result), doors.to_numpy(alone))
+        compare(doors.to_numpy(kv_cache), doors.to_numpy(whole))
+    assert made
+    for text in made:
+        assert "output_to_operand_aliasing" in hlo.custom_calls(text, UPDATE)[0]
+        assert "input_output_alias" in text.partition("\\n")[0]
+        assert not COLLECTIVES.search(text) and " copy(" not in text, text
+    print("the same bits")
+"""
+
+
+def test_caches_that_torch_xla_was_told_are_sharded(tmp_path: Path) -> None:
+    """Of all operands, only caches are marked: each device calls the handler on its heads of them,
+    nothing is sent, and a cache is updated where it is."""
+    flags = scripts.dump_flags(tmp_path)
+    lines = scripts.output(MARKED, str(tmp_path), CPU_NUM_DEVICES="8", XLA_FLAGS=flags)
+    assert lines == ["the same bits"]
+
+
+MANUAL = """
+    import numpy as np
+    import torch
+    import torch_xla
+    import torch_xla.distributed.spmd as spmd
+    import torch_frontend
+    from harness import hlo
+    from tests.support import doors
+    from tests.jax_frontend.test_sharding import ATTENTION, batch
+
+    torch_xla.runtime.use_spmd()
+    mesh, case = spmd.Mesh(np.arange(4), (4,), ("model",)), batch()
+    inputs, scale = case.inputs(), case.attributes()["scale"]
+    expected = doors.in_torch("paged_attention", *inputs, scale=scale)
+    heads = {0: (None, "model", None), 1: (None, None, "model", None)}
+
+    manual = [
+        spmd.enable_manual_sharding(x, heads.get(i, (None,) * x.dim()), mesh=mesh).global_tensor
+        for i, x in enumerate(doors.to_xla(x) for x in inputs)
+    ]
+    part = torch.ops.xla_gpu.paged_attention(*manual, scale)
+    (call,) = hlo.custom_calls(hlo.of_torch_xla([part]), ATTENTION)
+    assert call.startswith(f"f32[{len(expected)},4,16]"), call
+    whole = spmd.disable_manual_sharding(part, heads[0], expected.shape, mesh=mesh).global_tensor
+    doors.np.testing.assert_array_equal(doors.to_numpy(whole), expected)
+
+    tokens = doors.to_xla(inputs.query)
+    spmd.mark_sharding(tokens, mesh, ("model", None, None))
+    result = torch.ops.xla_gpu.paged_attention(tokens, *map(doors.to_xla, inputs[1:]), scale)
+    doors.np.testing.assert_array_equal(doors.to_numpy(result), expected)
+    print("the same bits")
+"""
+
+
+def test_other_shardings_of_torch_xla() -> None:
+    """Manual ones give each device its heads; those by anything but heads are right, if gathered."""
+    assert scripts.output(MANUAL, CPU_NUM_DEVICES="4") == ["the same bits"]

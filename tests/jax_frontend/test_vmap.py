@@ -1,0 +1,488 @@
+"""jax.vmap: one call in place of many, with each call's bits and errors."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_frontend
+from harness import hlo
+from harness.compare import assert_same_bits
+from harness.layouts import LAYOUTS
+from jax_frontend import _vmap
+from tests.support.bad_calls import DYNAMIC, Fault
+from tests.support.calls import split_keywords
+from tests.support.cases import DECODE, JUNK, MIXED, SHORT_NAMES, Case, UpdateCase
+from tests.support.gpu import Gpu
+from tests.support.gpu import attend as attend_on
+from tests.support.sound_calls import add, attention, split, update
+
+ATTENTION, UPDATE = "xla_gpu_paged_attention", "xla_gpu_kv_cache_update"
+BATCHES = (MIXED, DECODE, (), ((0, 0), (2, 3)), ((9, 21),))
+
+Tree = Any
+
+
+def one_by_one(function: Callable[..., Any], in_axes: Tree, *operands: Tree) -> Any:
+    """What jax.vmap means: the results of each call, stacked."""
+    function = jax.jit(function)
+    axes = jax.tree.leaves(in_axes, is_leaf=lambda axis: axis is None)
+    leaves, tree = jax.tree.flatten(operands)
+    (size,) = {np.shape(x)[axis] for x, axis in zip(leaves, axes, strict=True) if axis is not None}
+    results = [
+        function(
+            *jax.tree.unflatten(
+                tree,
+                [
+                    x if axis is None else np.take(np.asarray(x), i, axis)
+                    for x, axis in zip(leaves, axes, strict=True)
+                ],
+            )
+        )
+        for i in range(size)
+    ]
+    return jax.tree.map(lambda *each: np.stack([np.asarray(x) for x in each]), *results)
+
+
+def check(
+    function: Callable[..., Any], in_axes: Tree, *operands: Tree, target: str, loops: bool = False
+) -> None:
+    """Many calls are one, unless they are expected to be a loop, and have each call's bits."""
+    compiled = jax.jit(jax.vmap(function, in_axes)).lower(*operands).compile()
+    text = compiled.as_text()
+    assert text is not None
+    assert len(hlo.custom_calls(text, target)) == 1 and (" while(" in text) == loops
+    expected = one_by_one(function, in_axes, *operands)
+    assert_same_bits(jax.tree.map(np.asarray, compiled(*operands)), expected)
+
+
+def enlarged(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """With what nobody may read in the new places."""
+    junk: Any = np.nan
+    if array.dtype == np.int32:
+        junk = np.random.default_rng(0).choice(JUNK, shape)
+    elif array.dtype == np.int8:
+        junk = 127
+    larger = np.full(shape, junk, array.dtype)
+    larger[tuple(map(slice, array.shape))] = array
+    return larger
+
+
+def calls_of_one_shape(**fields: Any) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
+    """Different calls, each with its own cache: operands and keyword operands, stacked; and
+    options."""
+    cases = [
+        Case(id=f"call-{i}", sequences=sequences, first_token=i % 3, **fields)
+        for i, sequences in enumerate(BATCHES)
+    ]
+    arrays, options = zip(*(split_keywords(case.attributes()) for case in cases), strict=True)
+
+    def stack(*each: Any) -> np.ndarray:
+        shape = np.max([np.shape(x) for x in each], axis=0).astype(int)
+        return np.stack([enlarged(np.asarray(x), shape) for x in each])
+
+    inputs = [stack(*each) for each in zip(*(case.inputs() for case in cases), strict=True)]
+    return inputs, jax.tree.map(stack, *arrays), options[0]
+
+
+def attention_of(options: dict[str, Any]) -> Callable[..., Any]:
+    return lambda inputs, arrays: jax_frontend.paged_attention(*inputs, **arrays, **options)
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "none": {},
+    **{short: {"dtype": dtype} for dtype, short in SHORT_NAMES.items() if short != "f32"},
+    "window-and-cap": {"sliding_window": 5, "soft_cap": 3.0},
+    "lse": {"return_lse": True},
+    "sinks-and-alibi": {"sinks": True, "alibi_slopes": True, "return_lse": True},
+    "not-causal": {"causal": False, "window_right": 2, "sliding_window": 4},
+    "num-seqs-of-rank-1": {"num_seqs_shape": (1,)},
+    "one-scale": {"cache_dtype": "int8", "scales": "one"},
+    "scales-per-head": {"cache_dtype": "float8_e4m3fn", "scales": "per head", "kv_layout": "2nbhd"},
+    "scales-per-position": {"cache_dtype": "float8_e5m2", "scales": "per position"},
+    "scales-per-position-in-hnbd": {
+        "cache_dtype": "int8",
+        "scales": "per position",
+        "kv_layout": "hnbd",
+    },
+    **{f"layout-{layout}": {"kv_layout": layout} for layout in LAYOUTS},
+}
+OF_ALL = ("sinks", "alibi_slopes")  # of all calls, or they are looped over
+
+
+def keyword_axes(arrays: dict[str, Any]) -> dict[str, int | None]:
+    """For the arrays of `calls_of_one_shape`: what is for each head has no mapped axis."""
+    return {name: None if name in OF_ALL or x.ndim <= 2 else 0 for name, x in arrays.items()}
+
+
+def unstacked(arrays: dict[str, Any], axes: dict[str, int | None]) -> dict[str, Any]:
+    return {name: x[0] if axes[name] is None else x for name, x in arrays.items()}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_each_call_has_its_own_cache(feature: str) -> None:
+    inputs, arrays, options = calls_of_one_shape(**FEATURES[feature])
+    axes = keyword_axes(arrays)
+    arrays = unstacked(arrays, axes)
+    check(attention_of(options), ([0] * 6, axes), inputs, arrays, target=ATTENTION)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_calls_share_a_cache(feature: str) -> None:
+    """One call's sequences with other queries, in other numbers and lengths."""
+    case = Case(id="shared", sequences=MIXED, padding_tokens=4, **FEATURES[feature])
+    query, kv_cache, lengths, tables, starts, num_seqs = case.inputs()
+    arrays, options = split_keywords(case.attributes())
+    counts = [len(MIXED), 0, 1, len(MIXED) - 2]
+    shorter = [np.where(np.arange(len(lengths)) < 4, lengths - i % 2, lengths) for i in range(4)]
+    shorter = [lengths, shorter[1], lengths, lengths]
+    inputs = [
+        np.stack([query * query.dtype.type(i + 1) for i in range(4)]),
+        kv_cache,
+        np.stack(shorter),
+        tables,
+        np.stack([starts, starts, starts, starts + (np.arange(len(starts)) < 6) * np.int32(2)]),
+        np.stack([np.full_like(num_seqs, count) for count in counts]),
+    ]
+    check(
+        attention_of(options),
+        ([0, None, 0, None, 0, 0], dict.fromkeys(arrays)),
+        *(inputs, arrays),
+        target=ATTENTION,
+    )
+
+
+@pytest.mark.parametrize("mapped", ["kv_cache", "value_cache", "k_scale"])
+def test_one_array_of_the_cache_is_mapped(mapped: str) -> None:
+    inputs, arrays, options = calls_of_one_shape(
+        cache_dtype="int8", scales="per position", kv_layout="nhbd"
+    )
+    axes: dict[str, int | None] = {name: 0 if name == mapped else None for name in arrays}
+    cache_axis = 0 if mapped == "kv_cache" else None
+    inputs = [x if i == 1 and cache_axis == 0 else x[0] for i, x in enumerate(inputs)]
+    check(
+        attention_of(options),
+        ([None, cache_axis, *[None] * 4], axes),
+        *(inputs, unstacked(arrays, axes)),
+        target=ATTENTION,
+        loops=mapped == "k_scale",  # or else the cache would have to be copied
+    )
+
+
+@pytest.mark.parametrize(
+    ("mapped", "fields"),
+    [
+        ("sinks", {"sinks": True}),
+        ("alibi_slopes", {"alibi_slopes": True}),
+        ("v_scale", {"cache_dtype": "int8", "scales": "per head"}),
+    ],
+)
+def test_what_is_for_each_head_is_looped_over(mapped: str, fields: dict[str, Any]) -> None:
+    case = Case(id="loop", sequences=MIXED, **fields)
+    arrays, options = split_keywords(case.attributes())
+    axes: dict[str, int | None] = {name: 0 if name == mapped else None for name in arrays}
+    arrays[mapped] = np.stack([arrays[mapped], arrays[mapped] * 2])
+    axes_and_arrays = ([None] * 6, axes), list(case.inputs()), arrays
+    check(attention_of(options), *axes_and_arrays, target=ATTENTION, loops=True)
+
+    # What is mapped around that is folded into the calls of the loop.
+    twice = jax.vmap(attention_of(options), axes_and_arrays[0])
+    query, *rest = case.inputs()
+    inputs = [np.stack([query, query * 2, query * 3]), *rest]
+    around = ([0, *[None] * 5], dict.fromkeys(arrays))
+    check(twice, around, inputs, arrays, target=ATTENTION, loops=True)
+
+
+def test_calls_in_calls() -> None:
+    inputs, arrays, options = calls_of_one_shape(return_lse=True, kv_layout="n2hbd")
+    inner = jax.vmap(attention_of(options), ([0] * 6, {}))
+    twice = [np.stack([x, x[::-1]]) for x in inputs]
+    check(inner, ([0] * 6, {}), twice, arrays, target=ATTENTION)
+    # The outer calls have their queries, the inner ones their caches and all else.
+    queries = [np.stack([inputs[0], inputs[0] * 2, inputs[0][::-1]]), *inputs[1:]]
+    check(inner, ([0, *[None] * 5], {}), queries, arrays, target=ATTENTION)
+    # The outer calls have their caches, and the inner ones share them.
+    inner = jax.vmap(attention_of(options), ([0, None, *[0] * 4], {}))
+    caches = [np.stack([inputs[0]] * len(BATCHES)), *inputs[1:]]
+    caches[2:] = [
+        np.stack([np.stack([x[i]] * len(BATCHES)) for i in range(len(x))]) for x in inputs[2:]
+    ]
+    check(inner, ([0] * 6, {}), caches, arrays, target=ATTENTION)
+
+
+def test_other_axes() -> None:
+    inputs, _, options = calls_of_one_shape()
+    attend = attention_of(options)
+    expected = one_by_one(attend, ([0] * 6, {}), inputs, {})
+    moved = [np.moveaxis(x, 0, -1 if i in (1, 2) else i and 1) for i, x in enumerate(inputs[:5])]
+    in_axes = ([-1 if i in (1, 2) else i and 1 for i in range(5)] + [0], {})
+    result = jax.vmap(attend, in_axes, out_axes=2)([*moved, inputs[5]], {})
+    assert_same_bits(np.moveaxis(np.asarray(result), 2, 0), expected)
+
+
+def test_no_calls_and_one() -> None:
+    inputs, _, options = calls_of_one_shape(return_lse=True)
+    attend = attention_of(options)
+    for size in (0, 1):
+        some = [x[:size] for x in inputs]
+        results = jax.vmap(attend, ([0] * 6, {}))(some, {})
+        assert [x.shape for x in results] == [some[0].shape, some[0].shape[:-1]]
+    assert_same_bits(jax.tree.map(np.asarray, results), one_by_one(attend, ([0] * 6, {}), some, {}))
+
+
+@pytest.mark.parametrize(("tokens", "places"), [(0, 3), (4, 0), (0, 0)])
+def test_no_tokens_and_no_sequences(tokens: int, places: int) -> None:
+    operands = (
+        np.full((2, tokens, 4, 8), np.nan, np.float32),
+        np.full((2, 4, 2, 4, 8), np.nan, np.float32),
+        np.zeros((2, places), np.int32),
+        np.zeros((2, places, 2), np.int32),
+        np.zeros((2, places + 1), np.int32),
+        np.array([0, places], np.int32),
+    )
+    attend = partial(jax_frontend.paged_attention, scale=0.5, return_lse=True)
+    expected = one_by_one(attend, (0,) * 6, *operands)
+    assert_same_bits(jax.tree.map(np.asarray, jax.vmap(attend)(*operands)), expected)
+
+
+SETTINGS = {
+    "x64": partial(jax.enable_x64, True),
+    "strict-promotion": partial(jax.numpy_dtype_promotion, "strict"),
+    "strict-rank": partial(jax.numpy_rank_promotion, "raise"),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_under_settings_of_jax(setting: str) -> None:
+    inputs, _, options = calls_of_one_shape(return_lse=True)
+    case = UpdateCase(id="settings", slot_dtype="int64" if setting == "x64" else "int32")
+    with SETTINGS[setting]():
+        check(attention_of(options), ([0] * 6, {}), inputs, {}, target=ATTENTION)
+        operands = [np.stack([x, x]) for x in case.inputs()]
+        check(jax_frontend.kv_cache_update, (0,) * 4, *operands, target=UPDATE)
+
+
+UPDATES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "bf16": {"dtype": "bfloat16"},
+    "no-tokens": {"num_tokens": 0, "num_padding": 0},
+    "8-bits": {"cache_dtype": "float8_e4m3fn", "scales": "per head"},
+    **{f"layout-{layout}": {"kv_layout": layout} for layout in LAYOUTS},
+}
+
+
+def updates(**fields: Any) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
+    """Like `calls_of_one_shape`, of kv_cache_update; the scales are not stacked."""
+    cases = [UpdateCase(id=f"update-{i}", **fields) for i in range(3)]
+    inputs = [np.stack(each) for each in zip(*(case.inputs() for case in cases), strict=True)]
+    arrays, options = zip(*(split_keywords(case.attributes()) for case in cases), strict=True)
+    stacked = {
+        name: np.stack([each[name] for each in arrays]) if name == "value_cache" else x
+        for name, x in arrays[0].items()
+    }
+    return inputs, stacked, options[0]
+
+
+def update_of(options: dict[str, Any]) -> Callable[..., Any]:
+    return lambda inputs, arrays: jax_frontend.kv_cache_update(*inputs, **arrays, **options)
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize("fields", UPDATES.values(), ids=UPDATES)
+def test_update(fields: dict[str, Any], is_shared: bool) -> None:
+    """A cache that the calls share is written by each for itself."""
+    inputs, arrays, options = updates(**fields)
+    cache_axis = None if is_shared else 0
+    if is_shared:
+        inputs[0] = inputs[0][0]
+        arrays = {name: x[0] if name == "value_cache" else x for name, x in arrays.items()}
+    axes = {name: cache_axis if name == "value_cache" else None for name in arrays}
+    check(update_of(options), ([cache_axis, 0, 0, 0], axes), inputs, arrays, target=UPDATE)
+
+
+def test_update_of_one_argument() -> None:
+    inputs, _, _ = updates()
+    for mapped in range(4):
+        axes = tuple(0 if i == mapped else None for i in range(4))
+        operands = [x if i == mapped else x[0] for i, x in enumerate(inputs)]
+        check(jax_frontend.kv_cache_update, axes, *operands, target=UPDATE)
+
+
+def test_updates_in_updates() -> None:
+    inputs, _, _ = updates()
+    inner = jax.vmap(jax_frontend.kv_cache_update)
+    check(inner, (0,) * 4, *[np.stack([x, x[::-1]]) for x in inputs], target=UPDATE)
+
+
+def test_of_two_tokens_with_one_slot_the_later_wins() -> None:
+    cache, key, _, slots = split(update(slot_mapping=np.array([3, 3, 3], np.int32)))[0]
+    keys = np.arange(6, dtype=np.float32).reshape(2, 3, 1, 1) + key
+    check(jax_frontend.kv_cache_update, (None, 0, 0, None), cache, keys, keys, slots, target=UPDATE)
+
+
+def test_scales_of_an_update_are_looped_over() -> None:
+    inputs, arrays, options = updates(cache_dtype="int8", scales="one")
+    arrays["k_scale"] = np.stack([arrays["k_scale"] * i for i in (1, 2, 3)])
+    axes = {"k_scale": 0, "v_scale": None}
+    check(update_of(options), ([0] * 4, axes), inputs, arrays, target=UPDATE, loops=True)
+
+
+def test_donated_caches_are_updated_in_place() -> None:
+    caches, *rest = map(jnp.asarray, updates()[0])
+    expected = one_by_one(jax_frontend.kv_cache_update, (0,) * 4, caches, *rest)
+    step = jax.jit(jax.vmap(jax_frontend.kv_cache_update), donate_argnums=0)
+    optimized = step.lower(caches, *rest).compile().as_text()
+    assert "input_output_alias={ {}: (0, {}, may-alias) }" in optimized
+    assert " copy(" not in optimized
+    address = caches.unsafe_buffer_pointer()
+    for _ in range(3):
+        caches = step(caches, *rest)
+        assert caches.unsafe_buffer_pointer() == address
+    assert_same_bits(np.asarray(caches), expected)
+
+
+def test_what_is_made_of_ops() -> None:
+    """The TPU kernel's arguments: an update and an attention, both of all calls."""
+    rng = np.random.default_rng(0)
+
+    def normal(*size: int) -> np.ndarray:
+        return rng.standard_normal(size, np.float32)
+
+    metadata = [[20, 5], [7, 2, 9, 4], [0, 1, 6], [1, 1, 2]]
+    arrays = [normal(3, 6, heads, 16) for heads in (8, 2, 2)]
+    arrays += [normal(3, 16, 16, 4, 1, 16), *(np.array([x] * 3, np.int32) for x in metadata)]
+    arrays[4][1, 1], arrays[7][2, 2] = 7, 1
+    attend = jax.vmap(jax_frontend.ragged_paged_attention)
+    text = jax.jit(attend).lower(*arrays).compile().as_text()
+    assert text is not None
+    assert [len(hlo.custom_calls(text, x)) for x in (ATTENTION, UPDATE)] == [1, 1]
+    expected = one_by_one(jax_frontend.ragged_paged_attention, (0,) * 8, *arrays)
+    assert_same_bits(jax.tree.map(np.asarray, attend(*arrays)), expected)
+
+
+def test_simple_add() -> None:
+    a, b = split(add())[0]
+    many = np.arange(24, dtype=np.float32).reshape(4, 2, 3)
+    check(jax_frontend.simple_add, (0, None), many, b, target="XlaGpuSimpleAdd")
+    check(jax_frontend.simple_add, (None, 1), a, many.swapaxes(0, 1), target="XlaGpuSimpleAdd")
+    twice = jax.vmap(jax_frontend.simple_add, (0, None))
+    check(twice, (None, 0), many, np.stack([b, b * 2]), target="XlaGpuSimpleAdd")
+
+
+def test_numbers_too_large_for_32_bits_are_looped_over() -> None:
+    def is_folded(function: Any, num_tokens: int, *shapes: tuple[int, ...], ints: int) -> bool:
+        dtypes = [jnp.float32] * (len(shapes) - ints) + [jnp.int32] * ints
+        structs = map(jax.ShapeDtypeStruct, shapes, dtypes)
+        jaxpr = str(jax.make_jaxpr(jax.vmap(function))(*structs))
+        return f"f32[{shapes[0][0] * num_tokens},1,1] = " in jaxpr
+
+    attend = partial(jax_frontend.paged_attention, scale=1.0)
+    for size, is_small in ((3, True), (4, False)):
+        keys, slots, metadata = (size, 9, 1, 1), (size, 9), [(size, 3), (size, 3, 2), (size, 4)]
+        arrays = (size, 2**28, 2, 2, 1), keys, keys, slots
+        assert is_folded(jax_frontend.kv_cache_update, 9, *arrays, ints=1) == is_small
+        arrays = keys, (size, 2**29, 1, 2, 1), *metadata, (size,)
+        assert is_folded(attend, 9, *arrays, ints=4) == is_small
+        arrays = (size, 2**29, 1, 1), (size, 8, 2, 2, 1), *metadata, (size,)
+        assert is_folded(attend, 2**29, *arrays, ints=4) == is_small
+
+
+def test_differentiation_is_refused() -> None:
+    query, *rest = split(attention())[0]
+    attend = partial(jax_frontend.paged_attention, scale=0.5)
+    many = jax.vmap(attend, (0, *[None] * 5))
+    with pytest.raises(NotImplementedError, match="^paged_attention: inference only"):
+        jax.grad(lambda query: many(query, *rest).sum())(query[None])
+
+
+RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)  # which one is JAX's choice
+FAULTS = [fault for fault in DYNAMIC if fault.values[0].arguments.keys() >= {"kv_cache"}]
+SOUND = {"paged_attention": attention, "kv_cache_update": update}
+
+
+def among_sound_ones(fault: Fault) -> tuple[list[Any], dict[str, Any]]:
+    """Operands of three calls of which the second is at fault."""
+    operands, options = split(fault.arguments)
+    sound, _ = split(SOUND[fault.op]())
+    stacked = []
+    for ours, theirs in zip(operands, sound, strict=True):
+        other = theirs.reshape(ours.shape) if theirs.size == ours.size else ours
+        stacked.append(np.stack([other, ours, other]))
+    return stacked, options
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_an_error(fault: Fault) -> None:
+    operands, options = among_sound_ones(fault)
+    function = jax.vmap(partial(getattr(jax_frontend, fault.op), **options))
+    with pytest.raises(RUNTIME_ERRORS, match=f"INVALID_ARGUMENT: {fault.op}: "):
+        jax.block_until_ready(function(*operands))
+
+
+@pytest.mark.parametrize(
+    "fault", [fault for fault in FAULTS if fault.values[0].op == "paged_attention"]
+)
+def test_a_fault_on_cuda_is_of_one_call(fault: Fault, gpu: Gpu) -> None:
+    """Its rows are what they are alone, NaN some of them; those of other calls are right."""
+    operands, options = among_sound_ones(fault)
+    attributes = options | {"return_lse": True}
+    fold = importlib.import_module("jax_frontend.paged_attention")._fold
+    mapped = [_vmap.Operand(jnp.asarray(x), True) for x in operands]
+    folded = fold(3, mapped, {}, {"kv_layout": None})
+    arrays = [np.asarray(x) for x in folded.operands]
+    results = attend_on(gpu, arrays, **attributes, **folded.options)
+    unfolded = [np.asarray(folded.unfold(jnp.asarray(x))) for x in results]
+    for i in range(3):
+        alone = attend_on(gpu, [x[i] for x in operands], **attributes)
+        assert_same_bits(tuple(x[i] for x in unfolded), alone)
+
+
+def test_random_calls_sound_and_not() -> None:
+    """Of one program, so that there can be many."""
+    attend = partial(jax_frontend.paged_attention, scale=0.5, return_lse=True)
+    alone, folded = jax.jit(attend), jax.jit(jax.vmap(attend))
+    outcomes = {True: 0, False: 0}
+    for seed in range(300):
+        rng = np.random.default_rng(seed)
+        calls = [random_call(rng, fault=rng.random() < 0.2) for _ in range(3)]
+        try:
+            expected = [jax.tree.map(np.asarray, alone(*call)) for call in calls]
+        except RUNTIME_ERRORS:
+            expected = []
+        outcomes[bool(expected)] += 1
+        stacked = [np.stack(each) for each in zip(*calls, strict=True)]
+        if expected:
+            results = jax.tree.map(np.asarray, folded(*stacked))
+            assert_same_bits(results, tuple(map(np.stack, zip(*expected, strict=True))))
+        else:
+            with pytest.raises(RUNTIME_ERRORS, match="INVALID_ARGUMENT: paged_attention: "):
+                jax.block_until_ready(folded(*stacked))
+    assert min(outcomes.values()) > 50
+
+
+def random_call(rng: np.random.Generator, fault: bool) -> list[Any]:
+    num_tokens, places, width, block_size, num_blocks = 12, 4, 3, 2, 5
+    num_seqs = int(rng.integers(0, places + 1))
+    starts = rng.choice(JUNK, places + 1)
+    starts[: num_seqs + 1] = np.sort(rng.integers(0, num_tokens + 1, num_seqs + 1))
+    lengths, tables = rng.choice(JUNK, places), rng.choice(JUNK, (places, width))
+    for s, (start, end) in enumerate(pairwise(starts[: num_seqs + 1])):
+        starts[s + 1] = end = min(end, start + width * block_size)
+        lengths[s] = rng.integers(end - start, width * block_size + 1)
+        tables[s] = rng.integers(0, num_blocks, width)
+    count = np.int32(num_seqs)
+    if fault:
+        spoiled = [lengths, tables, starts, np.array([count])][rng.integers(4)]
+        spoiled.flat[rng.integers(spoiled.size)] = rng.choice([-1, 5, 6, 7, 13, *JUNK])
+        count = spoiled[0] if spoiled.size == 1 else count
+    query = rng.standard_normal((num_tokens, 2, 4), np.float32)
+    kv_cache = rng.standard_normal((num_blocks, block_size, 2, 4), np.float32)
+    return [query, kv_cache, lengths, tables, starts, np.asarray(count, np.int32)]

@@ -1,0 +1,96 @@
+"""The CPU handlers on Arm: compiled for AArch64 by Zig, run by an emulator."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from harness import reference
+from harness.compare import assert_close_on_cpu, assert_same_bits
+from shared_ffi.spec import Call
+from tests.aarch64.compiler import compile_program
+from tests.aarch64.emulator import run_program
+from tests.support import native
+from tests.support.calls import checked_call, in_place, numbers, results_of
+from tests.support.cases import CASES, UPDATE_CASES, Case
+
+
+def compile_handlers(folder: Path) -> Path:
+    """A program that calls handlers (tests/aarch64/handlers.cc)."""
+    (folder / "cpu_instruction_sets.h").write_text(
+        "#define XLA_GPU_FOR_CPU_INSTRUCTION_SETS(f) f(baseline)\n"
+    )
+    csrc = native.ROOT / "shared_ffi/csrc"
+    sources = {*csrc.rglob("*.cc")} - {*csrc.glob("module*.cc"), csrc / "gpu/simt/simt.cc"}
+    return compile_program(
+        folder,
+        sorted(sources | {native.ROOT / "tests/aarch64/handlers.cc"}),
+        *(f"-I{folder}", "-isystem", native.ffi_headers(), "-DXLA_GPU_INSTRUCTION_SET=baseline"),
+    )
+
+
+def number(x: int) -> bytes:
+    return struct.pack("<q", x)
+
+
+def text(x: str) -> bytes:
+    return number(len(x)) + x.encode()
+
+
+def array(x: np.ndarray, operand: int = -1) -> bytes:
+    """As handlers.cc reads it: a result in the place of an operand is without its data."""
+    data = x.tobytes() if operand < 0 else b""
+    shape = b"".join(map(number, (x.ndim, *x.shape)))
+    return text(x.dtype.name) + shape + number(operand) + number(x.nbytes) + data
+
+
+def encoded(call: Call, operands: list[np.ndarray], results: list[np.ndarray]) -> bytes:
+    attributes = numbers(call)
+    parts = [text(call.target), number(len(attributes))]
+    for name, value in attributes.items():
+        is_float = isinstance(value, float)
+        parts += [text(name), number(is_float), struct.pack("<d" if is_float else "<q", value)]
+    parts += [number(len(operands)), number(len(results)), *map(array, operands)]
+    places = in_place(call)
+    parts += [array(x, places.get(i, -1)) for i, x in enumerate(results)]
+    return b"".join(parts)
+
+
+class Answers:
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
+
+    def take(self, num_bytes: int) -> bytes:
+        taken, self._data = self._data[:num_bytes], self._data[num_bytes:]
+        return bytes(taken)
+
+    def results(self, like: list[np.ndarray]) -> list[np.ndarray]:
+        (length,) = struct.unpack("<q", self.take(8))
+        error = self.take(length).decode()
+        data = [self.take(x.nbytes) for x in like]
+        assert not error, error
+        return [np.frombuffer(d, x.dtype).reshape(x.shape) for d, x in zip(data, like, strict=True)]
+
+
+def test_handlers_on_aarch64(tmp_path: Path) -> None:
+    """Arm's vectors pass every case, and the handlers their compiler's warnings."""
+    given, wanted = [], []
+    for case in (*CASES, *UPDATE_CASES):
+        inputs, attributes = case.inputs(), case.attributes()
+        op = "paged_attention" if isinstance(case, Case) else "kv_cache_update"
+        call, operands = checked_call(op, inputs, attributes)
+        operands = [np.ascontiguousarray(x) for x in operands]
+        results = results_of(call, operands)
+        given.append(encoded(call, operands, results))
+        wanted.append((op, inputs, attributes, results))
+
+    answers = Answers(run_program(compile_handlers(tmp_path), number(len(given)) + b"".join(given)))
+    for op, inputs, attributes, like in wanted:
+        results = answers.results(like)
+        result = results[0] if len(results) == 1 else tuple(results)
+        if op == "paged_attention":
+            assert_close_on_cpu(result, inputs, attributes)
+        else:
+            assert_same_bits(result, reference.kv_cache_update(*inputs, **attributes))

@@ -1,0 +1,86 @@
+"""Errors of the CUDA runtime: each call that fails, on an emulated GPU, is an error that names it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared_ffi import kv_cache_update, paged_attention, simple_add
+from tests.support.calls import checked_call, numbers, results_of
+from tests.support.cases import CASES, UPDATE_CASES
+from tests.support.gpu import ON_CUDA, EmulatedGpu
+
+pytestmark = pytest.mark.skipif(ON_CUDA, reason="a GPU's calls do not fail on demand")
+
+CALLS = [
+    "cudaGetDevice",
+    "cudaDeviceGetAttribute",
+    "cudaOccupancyMaxActiveBlocksPerMultiprocessor",
+    "cudaLaunchKernelEx",
+]
+
+# Each seed is a device of its own, of which nothing is known yet.
+new_device = itertools.count(1000)
+
+
+def call_of(op: Any) -> tuple[dict[str, Any], list[np.ndarray], list[np.ndarray]]:
+    """Attributes, operands and results of a call of the op on CUDA."""
+    if op is simple_add:
+        return {}, [np.ones(3, np.float32)] * 2, [np.empty(3, np.float32)]
+    cases: Any = CASES if op is paged_attention else UPDATE_CASES
+    # At this head size the tensor core kernel needs more shared memory than CUDA grants unasked.
+    case = next(x for x in cases if x.dtype == "float16" and x.head_size == 128)
+    name = op.TARGET.removeprefix("xla_gpu_")
+    call, arrays = checked_call(name, case.inputs(), case.attributes())
+    results = results_of(call, arrays)
+    if op is paged_attention:
+        results.append(np.empty(call.results_on("cuda")[-1].shape, np.uint8))
+    return numbers(call), arrays, results
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        *itertools.product((simple_add, kv_cache_update, paged_attention), CALLS),
+        (paged_attention, "cudaFuncSetAttribute"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.__name__.rpartition(".")[2],
+)
+def test_a_failing_call_is_an_error_that_names_it(
+    op: Any, name: str, gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attributes, operands, results = call_of(op)
+    device = next(new_device)
+    monkeypatch.setenv("XLA_GPU_SIMT_FAIL", name)
+    with pytest.raises(RuntimeError, match=f"^[a-z_]+: {name} failed: unknown error$"):
+        gpu.run(op, operands, results, device, **attributes)
+    monkeypatch.delenv("XLA_GPU_SIMT_FAIL")
+    gpu.run(op, operands, results, device, **attributes)  # the error is not kept
+
+
+def test_a_device_is_asked_once(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    attributes, operands, results = call_of(paged_attention)
+    device = next(new_device)
+    gpu.run(paged_attention, operands, results, device, **attributes)
+    for name in (*CALLS[1:3], "cudaFuncSetAttribute"):
+        monkeypatch.setenv("XLA_GPU_SIMT_FAIL", name)
+        gpu.run(paged_attention, operands, results, device, **attributes)
+
+
+def test_a_grid_that_is_too_large_is_an_error(gpu: EmulatedGpu) -> None:
+    """A launch would take the number of thread blocks modulo 2^32."""
+    call = gpu.native.EagerCall(
+        "cuda", simple_add.TARGET, {}, *[[ArrayOfAnySize()] * count for count in (2, 1)]
+    )
+    with pytest.raises(RuntimeError, match="simple_add: cudaLaunchKernelEx failed: the grid"):
+        call([0, 0], [0])
+
+
+class ArrayOfAnySize:
+    """An array that is not there."""
+
+    shape = (2**40,)
+    dtype = "float32"

@@ -1,0 +1,450 @@
+"""The CUDA handlers and kernels: against the oracle over every case, in any batch, on faulty metadata.
+Run on the CPU (shared_ffi/csrc/gpu/simt), inside guard pages and under several orders of their threads; `make
+gpu-check` runs this file on a GPU. Where long queries have a kernel of their own, with it too."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from harness import reference
+from harness.arrays import guarded
+from harness.compare import assert_close_on_cuda, assert_same_bits
+from shared_ffi import kv_cache_update, paged_attention, simple_add
+from shared_ffi.spec import ArraySpec
+from tests.support import native
+from tests.support.calls import checked_call, numbers
+from tests.support.cases import CASES, LONG_CASES, UPDATE_CASES, Case, UpdateCase
+from tests.support.gpu import ON_CUDA, Gpu, attend
+from tests.support.random_cases import random_cases
+
+F32, I32 = np.float32, np.int32
+
+
+def with_prefill(gpu: Gpu, prefill: str) -> Gpu:
+    """The GPU, with another kernel that long queries may run on."""
+    if prefill not in gpu.native.cuda_prefills():
+        pytest.skip(f"this build has no kernel {prefill}")
+    return type(gpu)(gpu.native, prefill)
+
+
+@pytest.fixture(scope="session", params=["hopper", "any"])
+def either(request: pytest.FixtureRequest, gpu: Gpu) -> Gpu:
+    """The GPU, by each of the kernels that long queries may run on."""
+    return with_prefill(gpu, request.param)
+
+
+def has_long_queries(case: Case) -> bool:
+    """Whether some of the case run on another kernel where long queries do."""
+    most_that_are_split = max(1, 64 * case.num_kv_heads // case.num_heads)
+    return (
+        case.dtype != "float32"
+        and case.cache_dtype is None
+        and case.head_size % 8 == 0
+        and case.head_size <= 128
+        and max([0, *(q_len for q_len, _ in case.sequences)]) > most_that_are_split
+    )
+
+
+@pytest.mark.parametrize("case", LONG_CASES, ids=lambda case: case.id)
+def test_long_queries(case: Case, either: Gpu) -> None:
+    assert has_long_queries(case)
+    test_paged_attention(case, either)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if has_long_queries(case)], ids=lambda case: case.id
+)
+def test_paged_attention_on_hopper(case: Case, gpu: Gpu) -> None:
+    test_paged_attention(case, with_prefill(gpu, "hopper"))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_size", [24, 128])
+def test_infinite_values_of_later_tokens(head_size: int, dtype: str, either: Gpu) -> None:
+    """They reach the rows that attend to them, whose keys are finite, and no others."""
+    case = Case(
+        id=f"infinite-{head_size}-{dtype}",
+        sequences=((9, 70), (70, 200), (130, 130), (200, 257)),
+        num_kv_heads=1,
+        head_size=head_size,
+        dtype=dtype,
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    for s, (_, context) in enumerate(case.sequences):
+        block, offset = divmod(context - 3, case.block_size)
+        value = inputs.kv_cache[inputs.block_tables[s, block], offset, 1]
+        value[::3], value[1::5] = np.inf, -np.inf
+        value[7] = np.nan
+    result = attend(either, inputs, **attributes)
+    with np.errstate(over="ignore"):  # what is allowed of an infinite value
+        assert_close_on_cuda(result, inputs, attributes)
+    for seed in (1, 2):
+        assert_same_bits(attend(either, inputs, **attributes, seed=seed), result)
+
+
+def test_the_kernel_of_long_queries_can_be_chosen(gpu: Gpu) -> None:
+    """By the environment, when the module is loaded."""
+    offered = gpu.native.cuda_prefills()
+    message = (
+        "shared_ffi: the kernel of long queries on CUDA (XLA_GPU_CUDA_PREFILL) must be one of "
+    )
+    message += f"{', '.join(offered)} in this build; got volta"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        gpu.native.set_cuda_prefill("volta")
+    program = "import sys; from tests import native; module = native.load(sys.argv[1], 'x._native')"
+    for name in (None, *offered, "volta"):
+        outcome = subprocess.run(
+            [sys.executable, "-c", f"{program}; print(module.cuda_prefill())", gpu.native.__file__],
+            capture_output=True,
+            text=True,
+            cwd=native.ROOT,
+            env=os.environ | ({} if name is None else {"XLA_GPU_CUDA_PREFILL": name}),
+        )
+        if name == "volta":
+            assert outcome.returncode != 0 and f"{message}\n" in outcome.stderr
+        else:
+            assert outcome.stdout == f"{name or 'any'}\n", outcome.stderr
+
+
+def with_long_queries(case: Case) -> Case:
+    """A case like it that has them, if it has many queries."""
+    return replace(
+        case,
+        sequences=tuple((3 * q_len, 3 * context) for q_len, context in case.sequences),
+        max_query_len=case.max_query_len and 3 * case.max_query_len,
+        head_size=case.head_size % 16 * 8 + 8,
+        dtype="bfloat16" if case.dtype == "float32" else case.dtype,
+        cache_dtype=None,
+        scales=None,
+    )
+
+
+@given(case=random_cases().map(with_long_queries))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_random_long_queries(either: Gpu, case: Case) -> None:
+    test_paged_attention(case, either)
+
+
+KERNELS = "CUDA kernels" if ON_CUDA else "CUDA kernels, emulated"
+
+
+@pytest.mark.proves(KERNELS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_paged_attention(case: Case, gpu: Gpu) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    result = attend(gpu, inputs, **attributes)
+    assert_close_on_cuda(result, inputs, attributes)
+    for seed in (1, 2):
+        assert_same_bits(attend(gpu, inputs, **attributes, seed=seed), result)
+
+
+@given(case=random_cases())
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_random(gpu: Gpu, case: Case) -> None:
+    test_paged_attention(case, gpu)
+
+
+@pytest.mark.proves(KERNELS)
+@pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
+def test_kv_cache_update(case: UpdateCase, gpu: Gpu) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    call, arrays = checked_call("kv_cache_update", inputs, attributes)
+    arrays = [guarded(x) for x in arrays]
+    updated = [arrays[operand] for operand, _ in call.aliases]
+    gpu.run(kv_cache_update, arrays, updated, 0, **numbers(call))
+    expected = reference.kv_cache_update(*inputs, **attributes)
+    assert_same_bits(updated[0] if len(updated) == 1 else tuple(updated), expected)
+
+
+def test_kv_cache_update_of_slots_past_the_end(gpu: Gpu) -> None:
+    case = next(case for case in UPDATE_CASES if case.id == "some-padding-int64-f32")
+    kv_cache, key, value, slots = case.inputs()
+    num_slots = kv_cache.shape[0] * kv_cache.shape[1]
+    faulty = slots.copy()
+    faulty[np.flatnonzero(slots >= 0)[:2]] = [num_slots, 2**62]
+    expected = reference.kv_cache_update(
+        kv_cache, key, value, np.where(faulty < num_slots, faulty, -1)
+    )
+    updated = guarded(kv_cache)
+    gpu.run(kv_cache_update, [updated, key, value, faulty], [updated], 0)
+    assert_same_bits(updated, expected)
+
+
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 1000])
+def test_simple_add(size: int, gpu: Gpu) -> None:
+    a = guarded(np.arange(size, dtype=F32))
+    result = guarded(np.full_like(a, np.nan))
+    gpu.run(simple_add, [a, a], [result], 0)
+    assert_same_bits(result, a + a)
+
+
+# Query tokens and context of each sequence: decode in one split and in several, a speculative
+# step, a chunk of a prompt, a whole prompt.
+BATCH = [(1, 70), (1, 700), (3, 600), (40, 330), (90, 90)]
+
+
+def batch(dtype: str, num_heads: int = 6) -> tuple[list[Any], np.ndarray]:
+    case = Case(
+        id=f"batch-{dtype}",
+        sequences=tuple(BATCH),
+        num_heads=num_heads,
+        num_kv_heads=2,
+        head_size=24,
+        block_size=16,
+        dtype=dtype,
+    )
+    inputs = case.inputs()
+    return list(inputs), np.cumsum([0, *(q_len for q_len, _ in BATCH)])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("attributes", [{}, {"sliding_window": 300}, {"soft_cap": 20.0}], ids=str)
+def test_a_sequence_has_the_same_bits_in_any_batch(
+    attributes: dict[str, Any], dtype: str, either: Gpu
+) -> None:
+    (query, kv_cache, context_lens, tables, start, _), starts = batch(dtype)
+    together = attend(
+        either,
+        [query, kv_cache, context_lens, tables, start, np.array(len(BATCH), I32)],
+        scale=0.2,
+        **attributes,
+    )
+    for order in ([4, 1, 3, 0, 2], [2, 1], *([s] for s in range(len(BATCH)))):
+        for padding in (0, 5):
+            rows = np.concatenate([query[starts[s] : starts[s + 1]] for s in order])
+            rows = np.concatenate([rows, np.full((padding, *rows.shape[1:]), np.nan, rows.dtype)])
+            begins = np.cumsum([0, *(BATCH[s][0] for s in order), *[0] * padding])
+            result = attend(
+                either,
+                [
+                    rows,
+                    kv_cache,
+                    np.concatenate([context_lens[order], np.full(padding, 99, I32)]),
+                    np.pad(tables[order], ((0, padding), (0, padding)), constant_values=2**30),
+                    begins.astype(I32),
+                    np.array(len(order), I32),
+                ],
+                scale=0.2,
+                seed=len(order) + padding,
+                **attributes,
+            )
+            for place, s in enumerate(order):
+                assert_same_bits(
+                    result[begins[place] : begins[place + 1]],
+                    together[starts[s] : starts[s + 1]],
+                )
+
+
+@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn", "float8_e5m2"])
+def test_a_value_that_is_nan_beside_a_key_that_is_not(cache_dtype: str | None, gpu: Gpu) -> None:
+    """It reaches the rows that attend to it, and no other."""
+    case = Case(
+        id=f"nan-value-{cache_dtype}",
+        sequences=((9, 9), (70, 70)),
+        cache_dtype=cache_dtype,
+        dtype="bfloat16",
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    for s, position in ((0, 5), (1, 60)):
+        block = inputs.block_tables[s, position // case.block_size]
+        inputs.kv_cache[block, position % case.block_size, 1::2] = np.nan
+    result = attend(gpu, inputs, **attributes)
+    assert np.isnan(result[5].astype(F32)).all() and not np.isnan(result[4].astype(F32)).any()
+    assert_close_on_cuda(result, inputs, attributes)
+
+
+@pytest.mark.parametrize("head_size", [64, 256])
+@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn"])
+@pytest.mark.parametrize("max_query_len", [1, 2, 9, 1000])
+def test_the_bits_do_not_depend_on_max_query_len(
+    max_query_len: int, cache_dtype: str | None, head_size: int, either: Gpu
+) -> None:
+    sequences = ((1, 700), (2, 300), (9, 9), (100, 120))
+    case = Case(
+        id=f"hint-{max_query_len}-{cache_dtype}-{head_size}",
+        sequences=tuple((min(q_len, max_query_len), context) for q_len, context in sequences),
+        num_heads=12,
+        head_size=head_size,
+        dtype="bfloat16",
+        cache_dtype=cache_dtype,
+        padding_tokens=50,
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    result = attend(either, inputs, **attributes)
+    assert_close_on_cuda(result, inputs, attributes)
+    assert_same_bits(attend(either, inputs, **attributes, max_query_len=max_query_len), result)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_more_queries_than_max_query_len(dtype: str, either: Gpu) -> None:
+    inputs, starts = batch(dtype)
+    sound = attend(either, inputs, scale=0.2)
+    result = attend(either, inputs, scale=0.2, max_query_len=3)
+    assert np.isnan(result[starts[3] : starts[5]].astype(F32)).all()
+    assert_same_bits(result[: starts[3]], sound[: starts[3]])
+    assert_same_bits(result[starts[5] :], sound[starts[5] :])
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 16, 71, 128])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_splits_of_many_heads(num_heads: int, dtype: str, gpu: Gpu) -> None:
+    """A token with more heads than an item has rows is cut into several, each split like others."""
+    case = Case(
+        id=f"splits-{num_heads}-{dtype}",
+        sequences=((1, 1100), (2, 530), (1, 256), (1, 257)),
+        num_heads=num_heads,
+        num_kv_heads=1,
+        head_size=16,
+        block_size=32,
+        dtype=dtype,
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    assert_close_on_cuda(attend(gpu, inputs, **attributes), inputs, attributes)
+
+
+def test_more_sequences_than_threads(gpu: Gpu) -> None:
+    rng = np.random.default_rng(0)
+    lengths = [(int(q), int(q + rng.integers(0, 9))) for q in rng.integers(0, 3, 300)]
+    case = Case(id="300-sequences", sequences=tuple(lengths), head_size=8, dtype="bfloat16")
+    inputs, attributes = case.inputs(), case.attributes()
+    assert_close_on_cuda(attend(gpu, inputs, **attributes), inputs, attributes)
+
+
+def faulty_metadata() -> dict[str, tuple[dict[int, Any], list[int]]]:
+    """What is changed in `batch`, by operand, and the sequences whose rows must be NaN."""
+    everything = list(range(len(BATCH)))
+    huge, negative = 2**31 - 1, -(2**31)
+    return {
+        "block-id-past-the-end": ({3: [((1, 20), 10**6)]}, [1]),
+        "block-id-negative": ({3: [((0, 0), -1)]}, [0]),
+        "block-id-of-an-early-split": ({3: [((2, 1), huge)]}, [2]),
+        "block-id-in-a-chunk": ({3: [((3, 5), negative)]}, [3]),
+        "block-id-that-only-the-last-row-needs": ({3: [((4, 5), 10**9)]}, [4]),
+        "context-past-the-table": ({2: [((2,), huge)]}, [2]),
+        "context-negative": ({2: [((0,), negative)]}, [0]),
+        "context-shorter-than-the-query": ({2: [((3,), 39)]}, [3]),
+        "two-sequences": ({2: [((1,), -1)], 3: [((4, 0), -5)]}, [1, 4]),
+        "start-decreases": ({4: [((3,), 0)]}, [2, 3, 4]),
+        "start-past-the-tokens": ({4: [((5,), huge)]}, [4]),
+        "first-start-negative": ({4: [((0,), negative)]}, everything),
+        "num-seqs-negative": ({5: [((), -1)]}, everything),
+        "num-seqs-past-max-seqs": ({5: [((), 1000)]}, everything),
+        "num-seqs-huge": ({5: [((), huge)]}, everything),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fault", faulty_metadata())
+def test_faulty_metadata(fault: str, dtype: str, either: Gpu) -> None:
+    """Never a read outside the arrays; NaN in the rows concerned, the right bits in all others."""
+    inputs, starts = batch(dtype)
+    sound = attend(either, inputs, scale=0.2)
+    changes, lost = faulty_metadata()[fault]
+    faulty = [np.array(x) for x in inputs]
+    for operand, entries in changes.items():
+        for index, value in entries:
+            faulty[operand][index] = value
+    result = attend(either, faulty, scale=0.2)
+    expected = np.array(sound)
+    for s in lost:
+        expected[starts[s] : starts[s + 1]] = np.nan
+    if 4 in changes or 5 in changes:  # nor can padding be told from the rest
+        expected[starts[lost[0]] :] = np.nan
+    rows_lost = np.isnan(expected.astype(F32)).all(axis=(1, 2))
+    assert np.isnan(result[rows_lost].astype(F32)).all()
+    assert_same_bits(result[~rows_lost], expected[~rows_lost])
+
+
+def test_a_scratch_of_another_size_is_refused(gpu: Gpu) -> None:
+    inputs, _ = batch("float32")
+    with pytest.raises(
+        ValueError, match=r"paged_attention: the scratch must be uint8 \[\d+\]; got"
+    ):
+        gpu.run(
+            paged_attention,
+            inputs,
+            [np.array(inputs[0]), np.zeros(100, np.uint8)],
+            0,
+            scale=1.0,
+            sliding_window=0,
+            soft_cap=0.0,
+        )
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    num_tokens=st.integers(0, 300),
+    max_seqs=st.integers(0, 300),
+    num_kv_heads=st.sampled_from([1, 2, 8, 16]),
+    group=st.sampled_from([1, 3, 4, 8, 71]),
+    capacity=st.integers(0, 10**6),
+    max_query_len=st.integers(0, 20),
+)
+def test_the_scratch_is_bounded(
+    num_tokens: int,
+    max_seqs: int,
+    num_kv_heads: int,
+    group: int,
+    capacity: int,
+    max_query_len: int,
+) -> None:
+    """By the figure that scratch.h and the documentation state."""
+    num_heads = num_kv_heads * group
+    query = ArraySpec((num_tokens, num_heads, 128), "float32")
+    kv_cache = ArraySpec((5, 1, 2 * num_kv_heads, 128), "float32")
+    sizes = [(max_seqs,), (max_seqs, capacity), (max_seqs + 1,), ()]
+    metadata = [ArraySpec(shape, "int32") for shape in sizes]
+    hint = {"max_query_len": max_query_len or None}
+    call = paged_attention.check(query, kv_cache, *metadata, 1.0, None, None, **hint)
+    num_bytes = paged_attention.cuda_scratch_bytes(call)
+    places = min(num_tokens, max_seqs * max(1, 64 // group))
+    if max_query_len > 0:
+        places = min(places, max_seqs * max_query_len)
+    splits = min(max(32, 256 // num_kv_heads), -(-capacity // 256))
+    most = 4 * num_tokens + 16 + 4 * places * num_kv_heads * group * splits * 130
+    assert num_bytes <= most
+
+
+@settings(max_examples=1000, deadline=None, derandomize=True)
+@given(
+    num_tokens=st.integers(0, 300),
+    max_seqs=st.integers(0, 20),
+    num_kv_heads=st.sampled_from([1, 2, 16]),
+    group=st.sampled_from([1, 3, 71]),
+    max_blocks=st.integers(0, 5000) | st.sampled_from([128, 129, 1280]),
+    # Some of them where one position more or less is one split more or less.
+    sliding_window=st.none()
+    | st.integers(1, 3000)
+    | st.just(2**63 - 1)
+    | st.sampled_from([128, 129, 171, 172, 191, 192]),
+)
+def test_the_handler_wants_the_scratch_that_the_call_names(
+    gpu: Gpu,
+    num_tokens: int,
+    max_seqs: int,
+    num_kv_heads: int,
+    group: int,
+    max_blocks: int,
+    sliding_window: int | None,
+) -> None:
+    operands = [
+        np.zeros((num_tokens, num_kv_heads * group, 8), np.float32),
+        np.zeros((1, 2, 2 * num_kv_heads, 8), np.float32),
+        *(np.zeros(n, np.int32) for n in (max_seqs, (max_seqs, max_blocks), max_seqs + 1, ())),
+    ]
+    attributes = {"scale": 1.0, "sliding_window": sliding_window}
+    call, operands = checked_call("paged_attention", operands, attributes)
+    _, scratch = call.results_on("cuda")
+    results = [np.zeros_like(operands[0]), np.zeros(scratch.shape[0] + 1, np.uint8)]
+    with pytest.raises(ValueError, match=rf"the scratch must be uint8 \[{scratch.shape[0]}\]; got"):
+        gpu.run(paged_attention, operands, results, 0, **numbers(call))

@@ -1,0 +1,252 @@
+"""The handlers and kernels alone, with no framework: against the oracle over every case, and for the
+promises that a frontend cannot see. The mutation check runs this file on faulty kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from harness import reference
+from harness.compare import assert_close_on_cpu, assert_same_bits
+from shared_ffi import _native, kv_cache_update, simple_add
+from tests.support.calls import call_handler, checked_call, numbers, results_of, specs
+from tests.support.cases import CASES, UPDATE_CASES, Case, UpdateCase
+from tests.support.random_cases import random_cases
+
+F32, I32 = np.float32, np.int32
+
+
+@pytest.fixture(params=_native.cpu_instruction_sets(), autouse=True)
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Everything here holds for each that this processor has."""
+    best = _native.cpu_instruction_set()
+    _native.set_cpu_instruction_set(request.param)
+    yield request.param
+    _native.set_cpu_instruction_set(best)
+
+
+def attend(operands: Any, *, num_threads: int = 1, **attributes: Any) -> Any:
+    """The result of paged_attention, or with return_lse a pair of results."""
+    call, arrays = checked_call("paged_attention", operands, attributes)
+    results = results_of(call, arrays)  # NaN: every kernel must write all rows
+    call_handler(call.target, numbers(call), arrays, results, num_threads)
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_paged_attention(case: Case) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    result = attend(inputs, **attributes)
+    assert_close_on_cpu(result, inputs, attributes)
+    assert_same_bits(attend(inputs, **attributes, num_threads=3), result)
+
+
+@pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
+def test_kv_cache_update(case: UpdateCase) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    call, arrays = checked_call("kv_cache_update", inputs, attributes)
+    arrays = [x.copy() for x in arrays]
+    updated = [arrays[operand] for operand, _ in call.aliases]
+    call_handler(call.target, numbers(call), arrays, updated, 3)
+    expected = reference.kv_cache_update(*inputs, **attributes)
+    assert_same_bits(updated[0] if len(updated) == 1 else tuple(updated), expected)
+
+
+def test_kv_cache_update_of_two_tokens_with_one_slot() -> None:
+    for num_threads in (1, 4):
+        cache = np.zeros((1, 4, 64, 128), F32)
+        key = np.arange(64, dtype=F32)[:, None, None] * np.ones((1, 32, 128), F32)
+        slots = (np.arange(64) % 4).astype(I32)
+        call_handler(kv_cache_update.TARGET, {}, [cache, key, key, slots], [cache], num_threads)
+        assert (cache == np.array([60, 61, 62, 63], F32)[None, :, None, None]).all()
+
+
+@pytest.mark.parametrize("head_size", [64, 65])
+def test_kv_cache_update_of_more_than_caches_hold(head_size: int) -> None:
+    rng = np.random.default_rng(0)
+    key, value = rng.standard_normal((2, 4200, 8, head_size), dtype=np.float32)
+    slots = rng.integers(-1, 4096, len(key))  # some are padding, and some come twice
+    cache = np.zeros((256, 16, 16, head_size), np.float32)
+    expected = np.zeros((4096, 16, head_size), np.float32)
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            expected[slot, 0::2], expected[slot, 1::2] = key[token], value[token]
+    call_handler(kv_cache_update.TARGET, {}, [cache, key, value, slots], [cache], 4)
+    assert_same_bits(cache.reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_simple_add_over_several_chunks(num_threads: int) -> None:
+    a = np.arange(200_001, dtype=F32)
+    result = np.full_like(a, np.nan)
+    call_handler(simple_add.TARGET, {}, [a, a], [result], num_threads)
+    assert_same_bits(result, a + a)
+
+
+def test_an_address_for_each_array() -> None:
+    a = np.ones(4, F32)
+    handler = _native.EagerCall("cpu", simple_add.TARGET, {}, specs([a, a]), specs([a]))
+    for operands, results in [([a], [a]), ([a, a, a], [a]), ([a, a], [])]:
+        with pytest.raises(ValueError, match="an address is needed for each operand"):
+            handler([x.ctypes.data for x in operands], [x.ctypes.data for x in results])
+
+
+def ragged_batch(seed: int) -> tuple[list[Any], list[tuple[int, int]]]:
+    rng = np.random.default_rng(seed)
+    lengths = [(int(rng.integers(1, 20)), int(rng.integers(20, 200))) for _ in range(5)]
+    tables = rng.permutation(5 * 13).reshape(5, 13).astype(I32)
+    start = np.cumsum([0, *(q for q, _ in lengths)]).astype(I32)
+    query = rng.standard_normal((start[-1], 6, 24), dtype=F32)
+    kv_cache = rng.standard_normal((65, 16, 4, 24), dtype=F32)
+    context_lens = np.array([context for _, context in lengths], I32)
+    return [query, kv_cache, context_lens, tables, start, np.array(5, I32)], lengths
+
+
+@pytest.mark.parametrize("attributes", [{}, {"sliding_window": 70}, {"soft_cap": 20.0}], ids=str)
+def test_a_sequence_has_the_same_bits_in_any_batch(attributes: dict[str, Any]) -> None:
+    (query, kv_cache, context_lens, tables, start, _), lengths = ragged_batch(0)
+    together = attend(
+        [query, kv_cache, context_lens, tables, start, np.array(5, I32)], scale=0.3, **attributes
+    )
+    order = [3, 0, 4, 2, 1]
+    shuffled = attend(
+        [
+            np.concatenate([query[start[s] : start[s + 1]] for s in order]),
+            kv_cache,
+            context_lens[order],
+            tables[order],
+            np.cumsum([0, *(lengths[s][0] for s in order)]).astype(I32),
+            np.array(5, I32),
+        ],
+        scale=0.3,
+        **attributes,
+    )
+    first_row = 0
+    for s in order:
+        rows = slice(start[s], start[s + 1])
+        alone = attend(
+            [
+                query[rows],
+                kv_cache,
+                context_lens[s : s + 1],
+                tables[s : s + 1],
+                np.array([0, lengths[s][0]], I32),
+                np.array(1, I32),
+            ],
+            scale=0.3,
+            **attributes,
+        )
+        assert_same_bits(alone, together[rows])
+        assert_same_bits(shuffled[first_row : first_row + lengths[s][0]], alone)
+        first_row += lengths[s][0]
+
+
+def test_chunked_prefill_has_the_bits_of_one_prefill() -> None:
+    (query, kv_cache, _, tables, *_), _ = ragged_batch(1)
+    num_tokens = len(query)
+    whole = attend(
+        [
+            query,
+            kv_cache,
+            np.array([num_tokens], I32),
+            tables[:1],
+            np.array([0, num_tokens], I32),
+            np.array(1, I32),
+        ],
+        scale=0.3,
+    )
+    for first, last in [(0, 1), (1, 8), (8, num_tokens)]:
+        chunk = attend(
+            [
+                query[first:last],
+                kv_cache,
+                np.array([last], I32),
+                tables[:1],
+                np.array([0, last - first], I32),
+                np.array(1, I32),
+            ],
+            scale=0.3,
+        )
+        assert_same_bits(chunk, whole[first:last])
+
+
+def test_a_cache_of_more_than_2_31_elements() -> None:
+    """Only the touched pages of this cache of 4 GiB exist."""
+    num_blocks = 2**31 // (16 * 2 * 64) + 2
+    kv_cache = np.zeros((num_blocks, 16, 2, 64), np.float16)
+    assert kv_cache.size > 2**31
+    rng = np.random.default_rng(0)
+    key, value = rng.standard_normal((2, 16, 1, 64)).astype(np.float16)
+    slots = ((num_blocks - 1) * 16 + np.arange(16)).astype(np.int64)
+    call_handler(kv_cache_update.TARGET, {}, [kv_cache, key, value, slots], [kv_cache], 2)
+    assert_same_bits(kv_cache[-1, :, 1], value[:, 0])
+    metadata = [
+        np.array([16], I32),
+        np.array([[num_blocks - 1]], I32),
+        np.array([0, 1], I32),
+        np.array(1, I32),
+    ]
+    query = rng.standard_normal((1, 2, 64)).astype(np.float16)
+    in_small = [query, kv_cache[-1:].copy(), metadata[0], np.array([[0]], I32), *metadata[2:]]
+    assert_same_bits(attend([query, kv_cache, *metadata], scale=0.1), attend(in_small, scale=0.1))
+
+
+@pytest.mark.parametrize("dtype", [F32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("attributes", [{}, {"sliding_window": 700}, {"soft_cap": 20.0}], ids=str)
+def test_a_token_has_the_same_bits_prefilled_chunked_or_decoded(
+    attributes: dict[str, Any], dtype: Any
+) -> None:
+    """Across tiles and splits, whatever the number of rows that share them and of threads."""
+    rng = np.random.default_rng(3)
+    context, block_size = 1200, 16
+    query = rng.standard_normal((context, 6, 40)).astype(dtype)
+    kv_cache = rng.standard_normal((75, block_size, 4, 40)).astype(dtype)
+    table = rng.permutation(75).astype(I32)[None]
+
+    def tokens(first: int, last: int, num_threads: int) -> np.ndarray:
+        operands = [query[first:last], kv_cache, np.array([last], I32), table]
+        operands += [np.array([0, last - first], I32), np.array(1, I32)]
+        return attend(operands, scale=0.3, num_threads=num_threads, **attributes)
+
+    whole = tokens(0, context, 1)
+    assert_same_bits(tokens(0, context, 5), whole)
+    for first, last in [(0, 1), (510, 514), (640, 768), (700, 1199), (1198, 1200), (1199, 1200)]:
+        for num_threads in (1, 4):
+            assert_same_bits(tokens(first, last, num_threads), whole[first:last])
+
+
+def test_exponential() -> None:
+    """Two keys with logits x and 0, of which only the first has a value: the output is
+    e^x / (1 + e^x). Over the whole range of float32, that is within 4 units in the last place (2 of
+    2^x, a half each of the sum and the quotient), but for the rounding of x log2(e), which is the
+    logit in the kernel: as of every float32 logit, e^x feels it |x| times."""
+    logits = np.concatenate([np.linspace(-87.3, 0, 40_001), -np.logspace(-8, 1, 5_000)]).astype(F32)
+    count = len(logits)
+    kv_cache = np.zeros((1, 2, 2, 2), F32)
+    kv_cache[0, 0, 0] = [1, 0]  # K of position 0
+    kv_cache[0, 0, 1] = 1  # its V
+    query = np.zeros((count, 1, 2), F32)
+    query[:, 0, 0] = logits
+    operands = [
+        query,
+        kv_cache,
+        np.full(count, 2, I32),
+        np.zeros((count, 1), I32),
+        np.arange(count + 1, dtype=I32),
+        np.array(count, I32),
+    ]
+    result = attend(operands, scale=1.0)[:, 0, 0].astype(np.float64)
+    exact = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    allowed = 4 * np.spacing(exact.astype(F32)) + exact * np.abs(logits) * 2.25 * 2.0**-24
+    assert (np.abs(result - exact) <= allowed).all()
+
+
+@given(random_cases())
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_random(case: Case) -> None:
+    test_paged_attention(case)

@@ -1,0 +1,218 @@
+"""The CPU kernels' vector functions: as exact as they say, for each instruction set."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from shared_ffi import _native
+from tests.aarch64.compiler import INCLUDED, compile_program
+from tests.aarch64.emulator import run_program
+from tests.support import native
+from tests.support.cases import CACHE_DTYPES, quantized
+
+
+def flags_of(instruction_set: str) -> list[str]:
+    """The compiler's options, as cmake/cpu.cmake gives them."""
+    cmake = (native.ROOT / "cmake/cpu.cmake").read_text()
+    flags = dict(re.findall(r"set\(CPU_FLAGS_(\w+) (.*)\)", cmake)).get(instruction_set, "")
+    found = re.fullmatch(r"(?:\$\{CPU_FLAGS_(\w+)\})?(.*)", flags)
+    assert found is not None
+    return [*(flags_of(found[1]) if found[1] else []), *found[2].split()]
+
+
+SOURCE = """
+#include "simd/simd.h"
+using namespace xla_gpu;
+
+struct Same {
+  Lanes operator()(Lanes x) const { return x; }
+};
+
+template <typename From, typename To, typename Function = Same>
+static void ForEach(const From* x, To* y, long n, Function function = {}) {
+  for (long i = 0; i < n; i += kLanes) StoreNarrow(function(LoadWide(x + i, n - i)), y + i, n - i);
+}
+
+template <typename To>
+static void Round(const float* x, To* y, long n) {
+  for (long i = 0; i < n; ++i) FromFloat(x[i], y + i);
+}
+
+#ifdef XLA_GPU_PAIRS_BYTES
+using E4M3 = PairedFloat8E4M3;
+using E5M2 = PairedFloat8E5M2;
+using Int8 = PairedInt8;
+
+template <typename T>
+static void ToBFloat16s(const void* x, BFloat16* y, long n) {
+  constexpr int kColumns = Dot<T>::kDown * kLanes;
+  for (long i = 0; i < n; i += kColumns) {
+    const T* row = static_cast<const T*>(x) + i;
+    Lanes columns[Dot<T>::kDown];
+    BFloat16 pairs[2 * kColumns];
+    Dot<T>::LoadDown({row, row}, n - i, columns);
+    StoreInOrder(columns, reinterpret_cast<float*>(pairs));
+    for (long d = 0; d < kColumns && d < n - i; ++d) y[i + d] = pairs[2 * d + d % 2];
+  }
+}
+#else
+using E4M3 = Float8E4M3;
+using E5M2 = Float8E5M2;
+using Int8 = int8_t;
+
+template <typename T>
+static void ToBFloat16s(const void* x, BFloat16* y, long n) {
+  ForEach(static_cast<const T*>(x), y, n);
+}
+#endif
+
+void Exp2OfEach(const float* x, float* y, long n) {
+  ForEach(x, y, n, [](Lanes x) { return Exp2(x); });
+}
+void TanhOfEach(const float* x, float* y, long n) {
+  ForEach(x, y, n, [](Lanes x) { return Tanh(x); });
+}
+void FromBFloat16(const BFloat16* x, float* y, long n) { ForEach(x, y, n); }
+void FromHalf(const Half* x, float* y, long n) { ForEach(x, y, n); }
+void FromE4M3(const Float8E4M3* x, float* y, long n) { ForEach(x, y, n); }
+void FromE5M2(const Float8E5M2* x, float* y, long n) { ForEach(x, y, n); }
+void FromInt8(const int8_t* x, float* y, long n) { ForEach(x, y, n); }
+void E4M3ToBFloat16(const void* x, BFloat16* y, long n) { ToBFloat16s<E4M3>(x, y, n); }
+void E5M2ToBFloat16(const void* x, BFloat16* y, long n) { ToBFloat16s<E5M2>(x, y, n); }
+void Int8ToBFloat16(const void* x, BFloat16* y, long n) { ToBFloat16s<Int8>(x, y, n); }
+void ToE4M3(const float* x, Float8E4M3* y, long n) { Round(x, y, n); }
+void ToE5M2(const float* x, Float8E5M2* y, long n) { Round(x, y, n); }
+void ToInt8(const float* x, int8_t* y, long n) { Round(x, y, n); }
+void ToBFloat16(const float* x, BFloat16* y, long n) { ForEach(x, y, n); }
+void ToHalf(const float* x, Half* y, long n) { ForEach(x, y, n); }
+"""
+
+NAMES = re.findall(r"^void (\w+)\(", SOURCE, re.MULTILINE)
+
+# Input: a function's number, and how many numbers of how many bytes it takes and gives.
+MAIN = """
+#include <vector>
+#include "streams.h"
+
+int main() {
+  using Function = void(const void* x, void* y, long n);
+  void* const functions[] = {FUNCTIONS};
+  const auto which = Read<int64_t>(), n = Read<int64_t>();
+  std::vector<char> x(n * Read<int64_t>()), y(n * Read<int64_t>());
+  ReadBytes(x.data(), x.size());
+  reinterpret_cast<Function*>(functions[which])(x.data(), y.data(), n);
+  WriteBytes(y.data(), y.size());
+}
+""".replace("FUNCTIONS", ", ".join(f"(void*){name}" for name in NAMES))
+
+Call = Callable[..., np.ndarray]
+
+
+def compile_here(source: Path, instruction_set: str) -> Path:
+    program = source.with_suffix("")
+    outcome = native.run(
+        *(os.environ.get("CXX", "c++"), "-std=c++17", "-O3", "-ffp-contract=off"),
+        *(*flags_of(instruction_set), *(f"-I{path}" for path in INCLUDED), source, "-o", program),
+    )
+    assert outcome.returncode == 0, outcome.stdout
+    return program
+
+
+def run_here(program: Path, given: bytes) -> bytes:
+    return subprocess.run([program], input=given, stdout=subprocess.PIPE, check=True).stdout
+
+
+@pytest.fixture(scope="module", params=[*_native.cpu_instruction_sets(), "aarch64"])
+def simd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Call:
+    """simd(name, x, dtype): what a function of SOURCE makes of x."""
+    source = tmp_path_factory.mktemp(request.param) / "simd.cc"
+    source.write_text(SOURCE + MAIN)
+    if request.param == "aarch64":
+        program, run = compile_program(source.parent, [source]), run_program
+    else:
+        program, run = compile_here(source, request.param), run_here
+
+    def call(name: str, x: np.ndarray, dtype: type = np.float32) -> np.ndarray:
+        sizes = (NAMES.index(name), x.size, x.itemsize, np.dtype(dtype).itemsize)
+        return np.frombuffer(run(program, struct.pack("<4q", *sizes) + x.tobytes()), dtype)
+
+    return call
+
+
+def test_exp2_within_2_ulp(simd: Call) -> None:
+    x = np.linspace(-126, 127, 2_000_003, dtype=np.float32)
+    exact = np.exp2(x.astype(np.float64))
+    ulp = np.spacing(exact.astype(np.float32))
+    assert np.max(np.abs(simd("Exp2OfEach", x) - exact) / ulp) <= 2
+    special = np.array([0, -0.0, -1, -126, -126.5, -1e30, -np.inf, np.nan], np.float32)
+    expected = np.array([1, 1, 0.5, 2.0**-126, 0, 0, 0, np.nan], np.float32)
+    np.testing.assert_array_equal(simd("Exp2OfEach", special), expected)
+
+
+def test_tanh_within_2_to_the_minus_23(simd: Call) -> None:
+    x = np.concatenate([np.linspace(-20, 20, 1_000_001), [0, np.inf, -np.inf]]).astype(np.float32)
+    assert np.max(np.abs(simd("TanhOfEach", x) - np.tanh(x.astype(np.float64)))) <= 2**-23
+    assert np.isnan(simd("TanhOfEach", np.array([np.nan], np.float32)))[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("BFloat16", ml_dtypes.bfloat16), ("Half", np.float16)]
+)
+def test_conversions(simd: Call, name: str, dtype: type) -> None:
+    """All numbers of a type there and back, and every kind of rounding."""
+    every = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    wide = simd(f"From{name}", every)
+    np.testing.assert_array_equal(wide, every.astype(np.float32))
+    back = simd(f"To{name}", wide, dtype)
+    np.testing.assert_array_equal(back.astype(np.float32), every.astype(np.float32))
+
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 1 << 32, 1_000_001, dtype=np.uint32)
+    ties = (bits[:100_000] & 0xFFFF0000) | 0x8000  # halfway between two bfloat16
+    with np.errstate(over="ignore", invalid="ignore"):
+        near = every.astype(np.float32) * np.float32(1 + 2**-12)
+        x = np.concatenate([bits.view(np.float32), ties.view(np.float32), near])
+        expected = x.astype(dtype)
+    np.testing.assert_array_equal(
+        simd(f"To{name}", x, dtype).astype(np.float32), expected.astype(np.float32)
+    )
+
+
+NARROW = {
+    "E4M3": "float8_e4m3fn",
+    "E5M2": "float8_e5m2",
+    "Int8": "int8",
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_all_numbers_of_8_bits(simd: Call, name: str) -> None:
+    every = np.arange(256, dtype=np.uint8).view(CACHE_DTYPES[NARROW[name]])
+    np.testing.assert_array_equal(simd(f"From{name}", every), every.astype(np.float32))
+    as_bfloat16 = simd(f"{name}ToBFloat16", every, ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(as_bfloat16.astype(np.float32), every.astype(np.float32))
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_rounding_to_8_bits(simd: Call, name: str) -> None:
+    """Every number, what lies halfway between two and beside that, and random bits."""
+    dtype = NARROW[name]
+    every = np.arange(256, dtype=np.uint8).view(CACHE_DTYPES[dtype]).astype(np.float32)
+    every = np.unique(every[np.isfinite(every)])
+    halfway = (every[1:] + every[:-1]) / 2
+    beside = [np.nextafter(halfway, np.float32(to)) for to in (-np.inf, np.inf)]
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 1_000_001, dtype=np.uint32)
+    x = np.concatenate([every, halfway, *beside, bits.view(np.float32)])
+    with np.errstate(invalid="ignore"):  # NaN
+        expected = quantized(x, dtype).astype(np.float32)
+    rounded = simd(f"To{name}", x, CACHE_DTYPES[dtype]).astype(np.float32)
+    np.testing.assert_array_equal(rounded, expected)

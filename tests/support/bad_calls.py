@@ -1,0 +1,422 @@
+"""Every rule of the contract broken once: the call, and the error it must raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.sound_calls import SOUND, add, attention, update
+
+F32, F16, I32 = np.float32, np.float16, np.int32
+
+
+@dataclass(frozen=True)
+class Fault:
+    op: str
+    arguments: dict[str, Any]
+    error: type[Exception]
+    message: str
+    in_handler: bool = True  # can also be given to the handler
+    id: str = ""
+
+
+def fault(
+    make: Callable[..., dict[str, Any]],
+    message: str,
+    error: type[Exception] = ValueError,
+    in_handler: bool = True,
+    **changes: Any,
+) -> Any:
+    op = next(op for op, sound in SOUND.items() if sound is make)
+    name = "-".join([op, *(f"{k}={_short(v)}" for k, v in changes.items())])
+    return pytest.param(Fault(op, make(**changes), error, f"{op}: {message}", in_handler), id=name)
+
+
+def _short(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else repr(value)
+
+
+# What the shapes, the dtypes and the attributes alone tell.
+STATIC = [
+    fault(
+        attention,
+        "query must have shape [num_tokens, num_heads, head_size]; got [4, 8]",
+        query=np.ones((4, 8), F32),
+    ),
+    fault(
+        attention,
+        "query must have dtype float32, float16 or bfloat16; got int32",
+        TypeError,
+        query=np.ones((4, 4, 8), I32),
+    ),
+    fault(
+        attention,
+        "query must have a head_size from 1 to 512; got 0",
+        query=np.ones((4, 4, 0), F32),
+        kv_cache=np.ones((4, 2, 4, 0), F32),
+    ),
+    fault(
+        attention,
+        "query must have a head_size from 1 to 512; got 513",
+        query=np.ones((4, 4, 513), F32),
+        kv_cache=np.ones((4, 2, 4, 513), F32),
+    ),
+    fault(
+        attention,
+        "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads, head_size=8]; got [4, 4, 8]",
+        kv_cache=np.ones((4, 4, 8), F32),
+    ),
+    fault(
+        attention,
+        "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads, head_size=8]; got [4, 2, 4, 16]",
+        kv_cache=np.ones((4, 2, 4, 16), F32),
+    ),
+    fault(
+        attention,
+        "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads, head_size=8]; got [4, 0, 4, 8]",
+        kv_cache=np.ones((4, 0, 4, 8), F32),
+    ),
+    fault(
+        attention,
+        "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads, head_size=8]; got [4, 2, 0, 8]",
+        kv_cache=np.ones((4, 2, 0, 8), F32),
+    ),
+    fault(
+        attention,
+        "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads, head_size=8]; got [4, 2, 3, 8]",
+        kv_cache=np.ones((4, 2, 3, 8), F32),
+    ),
+    fault(
+        attention,
+        "kv_cache must have query's dtype float32, or float8_e4m3fn, float8_e5m2 or int8; got float16",
+        TypeError,
+        kv_cache=np.ones((4, 2, 4, 8), F16),
+    ),
+    fault(
+        attention,
+        "query's num_heads must be a multiple of num_kv_heads=3; got 4",
+        kv_cache=np.ones((4, 2, 6, 8), F32),
+    ),
+    fault(
+        attention,
+        "query's num_heads must be a multiple of num_kv_heads=2; got 0",
+        query=np.ones((4, 0, 8), F32),
+    ),
+    fault(
+        attention,
+        "context_lens must have shape [max_seqs]; got [3, 1]",
+        context_lens=np.ones((3, 1), I32),
+    ),
+    fault(
+        attention,
+        "block_tables must have shape [max_seqs=3, max_blocks_per_seq]; got [2, 2]",
+        block_tables=np.ones((2, 2), I32),
+    ),
+    fault(
+        attention,
+        "block_tables must have shape [max_seqs=3, max_blocks_per_seq]; got [3]",
+        block_tables=np.ones(3, I32),
+    ),
+    fault(
+        attention,
+        "query_start_loc must have shape [max_seqs + 1=4]; got [3]",
+        query_start_loc=np.ones(3, I32),
+    ),
+    fault(attention, "num_seqs must have shape [] or [1]; got [2]", num_seqs=np.ones(2, I32)),
+    fault(
+        attention,
+        "context_lens must have dtype int32; got float32",
+        TypeError,
+        context_lens=np.ones(3, F32),
+    ),
+    fault(
+        attention,
+        "block_tables must have dtype int32; got float32",
+        TypeError,
+        block_tables=np.ones((3, 2), F32),
+    ),
+    fault(
+        attention,
+        "query_start_loc must have dtype int32; got float32",
+        TypeError,
+        query_start_loc=np.ones(4, F32),
+    ),
+    fault(
+        attention,
+        "num_seqs must have dtype int32; got float32",
+        TypeError,
+        num_seqs=np.array(2, F32),
+    ),
+    fault(attention, "scale must be finite in float32; got inf", scale=float("inf")),
+    fault(attention, "scale must be finite in float32; got nan", scale=float("nan")),
+    fault(attention, "scale must be finite in float32; got 1e+300", in_handler=False, scale=1e300),
+    fault(attention, "sliding_window must be at least 1; got -3", sliding_window=-3),
+    fault(
+        attention, "sliding_window must be at least 1; got 0", in_handler=False, sliding_window=0
+    ),
+    fault(attention, "soft_cap must be positive and finite in float32; got -1.5", soft_cap=-1.5),
+    fault(
+        attention,
+        "soft_cap must be positive and finite in float32; got 0.0",
+        in_handler=False,
+        soft_cap=0.0,
+    ),
+    fault(
+        attention, "soft_cap must be positive and finite in float32; got nan", soft_cap=float("nan")
+    ),
+    fault(
+        attention, "soft_cap must be positive and finite in float32; got inf", soft_cap=float("inf")
+    ),
+    *(
+        fault(attention, f"{name} must have {rule}", error, **{name: array})
+        for name in ("sinks", "alibi_slopes")
+        for rule, error, array in (
+            ("shape [num_heads=4]; got [2]", ValueError, np.ones(2, F32)),
+            ("shape [num_heads=4]; got [4, 1]", ValueError, np.ones((4, 1), F32)),
+            ("dtype float32; got float16", TypeError, np.ones(4, F16)),
+        )
+    ),
+    *(
+        fault(
+            op,
+            f"{name} must {rule}",
+            error,
+            kv_cache=np.zeros((4, 2, 4, 8), cache_dtype),
+            **{name: scales},
+        )
+        for op, than in ((attention, "query"), (update, "key"))
+        for name in ("k_scale", "v_scale")
+        for rule, error, cache_dtype, scales in (
+            (
+                f"be None unless kv_cache has fewer bits than {than}; got shape [2]",
+                ValueError,
+                F32,
+                np.ones(2, F32),
+            ),
+            (
+                "have shape [], [1], [num_kv_heads=2] or [num_blocks=4, block_size=2, num_kv_heads]; got [3]",
+                ValueError,
+                np.int8,
+                np.ones(3, F32),
+            ),
+            (
+                "have shape [], [1], [num_kv_heads=2] or [num_blocks=4, block_size=2, num_kv_heads]; got [2, 2, 2]",
+                ValueError,
+                np.int8,
+                np.ones((2, 2, 2), F32),
+            ),
+            ("have dtype float32; got float16", TypeError, np.int8, np.ones((), F16)),
+        )
+    ),
+    fault(
+        update,
+        "k_scale must be None unless kv_cache has fewer bits than key; got shape []",
+        kv_cache=np.zeros((4, 2, 4, 8), np.int8),
+        key=np.ones((3, 2, 8), np.int8),
+        value=np.ones((3, 2, 8), np.int8),
+        k_scale=np.ones((), F32),
+    ),
+    fault(attention, "window_right must be at least 0; got -1", causal=False, window_right=-1),
+    fault(attention, "max_query_len must be at least 1; got -1", max_query_len=-1),
+    fault(
+        attention,
+        "window_right must be None unless causal is False; got 3",
+        in_handler=False,
+        window_right=3,
+    ),
+    *(
+        fault(op, f"kv_layout must {rule}; got {layout!r}", in_handler=False, kv_layout=layout)
+        for op in (attention, update)
+        for rule, layout in (
+            ("name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do", "nbhd"),
+            ("name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do", "nb(hd)2"),
+            ("name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do", "nbh2(d"),
+            ("name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do", "n2nbhd"),
+        )
+    ),
+    fault(
+        attention,
+        "kv_layout must name each of b, d, h, n once, with d last, as 'nbhd' does where V is "
+        "value_cache; got 'n2bhd'",
+        in_handler=False,
+        kv_layout="n2bhd",
+        value_cache=np.ones((4, 2, 4, 8), F32),
+    ),
+    fault(
+        attention,
+        "kv_cache must have shape [num_blocks, 2, block_size, num_kv_heads, head_size=8]; "
+        "got [4, 2, 4, 8]",
+        in_handler=False,
+        kv_layout="n2bhd",
+    ),
+    fault(
+        update,
+        "kv_cache must have shape [2, num_blocks, num_kv_heads=2, block_size, head_size=8]; "
+        "got [2, 4, 3, 2, 8]",
+        in_handler=False,
+        kv_layout="2nhbd",
+        kv_cache=np.ones((2, 4, 3, 2, 8), F32),
+    ),
+    fault(
+        update,
+        "kv_cache must have shape [num_blocks, block_size, num_kv_heads=2, 2 * head_size=16]; "
+        "got [4, 2, 4, 8]",
+        in_handler=False,
+        kv_layout="nbh(2d)",
+    ),
+    *(
+        fault(
+            op,
+            f"value_cache must have shape {shape} as kv_cache has; got [3, 2, 4, 8]",
+            in_handler=False,
+            kv_cache=np.ones(shape, F32),
+            value_cache=np.ones((3, 2, 4, 8), F32),
+        )
+        for op, shape in ((attention, [4, 2, 4, 8]), (update, [4, 2, 2, 8]))
+    ),
+    *(
+        fault(
+            op,
+            "value_cache must have kv_cache's dtype float32; got float16",
+            TypeError,
+            kv_cache=np.ones(shape, F32),
+            value_cache=np.ones(shape, F16),
+            in_handler=False,
+        )
+        for op, shape in ((attention, (4, 2, 4, 8)), (update, (4, 2, 2, 8)))
+    ),
+    fault(
+        update,
+        "key must have shape [num_tokens, num_kv_heads, head_size]; got [3, 16]",
+        key=np.ones((3, 16), F32),
+    ),
+    fault(
+        update,
+        "key must have dtype float32, float16 or bfloat16, or one of 8 bits that kv_cache has, too; got int32",
+        TypeError,
+        key=np.ones((3, 2, 8), I32),
+    ),
+    fault(
+        update,
+        "value must have shape [num_tokens=3, num_kv_heads=2, head_size=8]; got [3, 1, 8]",
+        value=np.ones((3, 1, 8), F32),
+    ),
+    fault(
+        update,
+        "value must have key's dtype float32; got float16",
+        TypeError,
+        value=np.ones((3, 2, 8), F16),
+    ),
+    fault(
+        update,
+        "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads=4, head_size=8]; got [4, 2, 2, 8]",
+        kv_cache=np.ones((4, 2, 2, 8), F32),
+    ),
+    fault(
+        update,
+        "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads=4, head_size=8]; got [4, 0, 4, 8]",
+        kv_cache=np.ones((4, 0, 4, 8), F32),
+    ),
+    fault(
+        update,
+        "kv_cache must have key's dtype float32, or float8_e4m3fn, float8_e5m2 or int8; got float16",
+        TypeError,
+        kv_cache=np.ones((4, 2, 4, 8), F16),
+    ),
+    fault(
+        update, "slot_mapping must have shape [num_tokens=3]; got [2]", slot_mapping=np.ones(2, I32)
+    ),
+    fault(
+        update,
+        "slot_mapping must have dtype int32 or int64; got float32",
+        TypeError,
+        slot_mapping=np.ones(3, F32),
+    ),
+    fault(add, "a must have dtype float32; got int32", TypeError, a=np.ones((2, 3), I32)),
+    fault(add, "b must have shape [2, 3]; got [3]", b=np.ones(3, F32)),
+    fault(add, "b must have dtype float32; got int32", TypeError, b=np.ones((2, 3), I32)),
+]
+
+# What only the values tell: on the CPU, the handler reads them.
+DYNAMIC = [
+    fault(attention, "num_seqs must be from 0 to max_seqs=3; got 4", num_seqs=np.array(4, I32)),
+    fault(attention, "num_seqs must be from 0 to max_seqs=3; got -1", num_seqs=np.array([-1], I32)),
+    fault(
+        attention,
+        "num_seqs must be from 0 to max_seqs=3; got 5",
+        causal=False,
+        num_seqs=np.array(5, I32),
+    ),
+    fault(
+        attention,
+        "query_start_loc[0] must be at least 0; got -1",
+        query_start_loc=np.array([-1, 2, 3, 0], I32),
+    ),
+    fault(
+        attention,
+        "query_start_loc must not decrease; got query_start_loc[2]=1 after query_start_loc[1]=2",
+        query_start_loc=np.array([0, 2, 1, 0], I32),
+    ),
+    fault(
+        attention,
+        "query_start_loc must give sequence 0 at most max_query_len=1 tokens; got 2",
+        max_query_len=1,
+    ),
+    fault(
+        attention,
+        "query_start_loc[2] must be at most num_tokens=4; got 5",
+        query_start_loc=np.array([0, 2, 5, 0], I32),
+        context_lens=np.array([3, 3, 0], I32),
+    ),
+    fault(
+        attention,
+        "query_start_loc[2] must be at most num_tokens=4; got 5",
+        query_start_loc=np.array([0, 4, 5, 0], I32),  # all tokens have a sequence
+        context_lens=np.array([4, 1, 0], I32),
+    ),
+    fault(
+        attention,
+        "context_lens[0] must be from 0 to max_blocks_per_seq * block_size=4; got 5",
+        context_lens=np.array([5, 1, 0], I32),
+    ),
+    fault(
+        attention,
+        "context_lens[1] must be from 0 to max_blocks_per_seq * block_size=4; got -2",
+        context_lens=np.array([3, -2, 0], I32),
+    ),
+    fault(
+        attention,
+        "context_lens[0] must count the sequence's 2 query tokens too; got 1",
+        context_lens=np.array([1, 1, 0], I32),
+    ),
+    fault(
+        attention,
+        "context_lens[0] must be from 0 to max_blocks_per_seq * block_size=4; got -1",
+        causal=False,
+        context_lens=np.array([-1, 1, 0], I32),
+    ),
+    fault(
+        attention,
+        "block_tables[0, 1] must be from 0 to num_blocks - 1=3; got 4",
+        block_tables=np.array([[3, 4], [0, 9], [9, 9]], I32),
+    ),
+    fault(
+        attention,
+        "block_tables[1, 0] must be from 0 to num_blocks - 1=3; got -1",
+        block_tables=np.array([[3, 1], [-1, 9], [9, 9]], I32),
+    ),
+    fault(
+        attention,
+        "block_tables[0, 0] must be from 0 to num_blocks - 1=-1; got 3",
+        kv_cache=np.ones((0, 2, 4, 8), F32),
+    ),
+    fault(
+        update,
+        "slot_mapping[1] must be below num_blocks * block_size=8 (negative for padding); got 8",
+        slot_mapping=np.array([0, 8, -1], I32),
+    ),
+]

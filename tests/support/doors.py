@@ -1,0 +1,101 @@
+"""Every way into the ops, as functions from NumPy arrays, and numbers, to NumPy arrays: to a tuple of
+them where the op has several results."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+import torch_xla
+
+import jax_frontend
+import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
+from harness.arrays import to_numpy, to_torch
+from tests.support.calls import overload_of, split_keywords
+
+Door = Callable[..., Any]
+
+
+def to_xla(array: Any) -> torch.Tensor:
+    return to_torch(array).to(torch_xla.device())
+
+
+def in_jax(op: str, *operands: Any, **attributes: Any) -> Any:
+    arrays, options = split_keywords(attributes)
+    function = jax.jit(partial(getattr(jax_frontend, op), **options))
+    return jax.tree.map(np.asarray, function(*operands, **arrays))
+
+
+def through(
+    convert: Callable[[Any], torch.Tensor],
+    compile_with: str | None,
+    op: str,
+    *operands: Any,
+    **attributes: Any,
+) -> Any:
+    """The op in PyTorch, on the tensors that arrays are converted to."""
+    overload, attributes = overload_of(op, attributes)
+    arrays, options = split_keywords(attributes)
+    in_place = overload._schema.is_mutable
+
+    def function(*tensors: torch.Tensor, **keywords: torch.Tensor) -> Any:
+        result = overload(*tensors, **keywords, **options)
+        return written(tensors, keywords) if in_place else result
+
+    def written(tensors: Any, keywords: Any) -> Any:
+        caches = (tensors[0], keywords.get("value_cache"))
+        return tensors[0] if caches[1] is None else caches
+
+    if compile_with is not None:
+        torch._dynamo.reset()
+        function = torch.compile(function, backend=compile_with, fullgraph=True, dynamic=False)
+    tensors = [convert(operand) for operand in operands]
+    keywords = {name: convert(x) for name, x in arrays.items()}
+    with torch.no_grad():
+        result = function(*tensors, **keywords)
+    if in_place:
+        result = written(tensors, keywords)
+    return tuple(map(to_numpy, result)) if isinstance(result, tuple) else to_numpy(result)
+
+
+def lazily(op: str, *operands: Any, **attributes: Any) -> list[torch.Tensor]:
+    """The results of an op in torch_xla, not computed yet."""
+    overload, attributes = overload_of(op, attributes)
+    arrays, options = split_keywords(attributes)
+    tensors = [to_xla(x) for x in operands]
+    keywords = {name: to_xla(x) for name, x in arrays.items()}
+    result = overload(*tensors, **keywords, **options)
+    if overload._schema.is_mutable:
+        return [tensors[0], *keywords.values()]
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+in_torch = partial(through, to_torch, None)
+in_inductor = partial(through, to_torch, "inductor")
+in_torch_xla = partial(through, to_xla, None)
+in_openxla = partial(through, to_xla, "openxla")
+in_openxla_on_torch = partial(through, to_torch, "openxla")
+
+
+def forget_failed_steps() -> None:
+    """torch_xla raises the error of a failed step once more at the step after it."""
+    for _ in range(2):
+        with contextlib.suppress(RuntimeError):
+            (torch.zeros(1, device=torch_xla.device()) + 1).cpu()
+
+
+DOORS: dict[str, Door] = {
+    "jax": in_jax,
+    "torch": in_torch,
+    "torch_xla": in_torch_xla,
+    "openxla": in_openxla,
+}
+
+
+def flat(inputs: Sequence[Any]) -> list[np.ndarray]:
+    return [np.asarray(array) for array in inputs]

@@ -1,0 +1,91 @@
+"""Planted faults: wrong code that the tests of a kernel must catch.
+
+`faults.cpu.toml` and `faults.cuda.toml` in a folder of sources hold the faults of each suite: a
+`quote` of the source with marks around the statements or the expression that the fault replaces,
+and what is `wrong` there instead. The quote must be found exactly once in the sources of that
+folder and of the folders in it. White space and the file do not matter, so code can be moved.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_SUFFIXES = (".cc", ".h", ".cu", ".cuh")
+
+# What is put before and behind the code that a fault replaces. CMake's builds include a header that
+# reads planted_fault, the number of the fault in effect, from the environment.
+_STATEMENTS = "if (planted_fault == {}) {{ {} }} else {{ ", " }"
+_EXPRESSION = "(planted_fault == {} ? ({}) : (", "))"
+
+
+@dataclass(frozen=True)
+class PlantedFault:
+    name: str
+    table: Path  # the file that tells of it
+    quote: str
+    wrong: str
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """Finds the quote, what is between its marks as the group `right`."""
+        before, right, after = (
+            r"\s*".join(map(re.escape, re.sub(r"\s", "", part)))
+            for part in re.split("[«»]", self.quote)
+        )
+        return re.compile(rf"{before}\s*(?P<right>{right})\s*{after}")
+
+
+def load(csrc: Path, suite: str) -> list[PlantedFault]:
+    """The faults of a suite, from the tables in all folders of sources."""
+    found = [
+        PlantedFault(name, table, **entry)
+        for table in sorted(csrc.rglob(f"faults.{suite}.toml"))
+        for name, entry in tomllib.loads(table.read_text()).items()
+    ]
+    names = [fault.name for fault in found]
+    assert len(names) == len(set(names)), f"two faults of one name: {sorted(names)}"
+    return found
+
+
+def plant(sources: Mapping[Path, str], faults: list[PlantedFault]) -> dict[Path, str]:
+    """The sources by their paths, with each fault beside what it replaces."""
+    insertions: dict[Path, list[tuple[int, int, int, str]]] = {}
+    for number, fault in enumerate(faults):
+        path, right = _place_of(fault, sources)
+        begin, end = right.span("right")
+        is_statement = right["right"].endswith(";")
+        opening, closing = _STATEMENTS if is_statement else _EXPRESSION
+        # At one place what ends comes before what begins, and the longest begins first.
+        insertions.setdefault(path, []).extend(
+            [
+                (begin, 1, begin - end, opening.format(number, fault.wrong)),
+                (end, 0, end - begin, closing),
+            ]
+        )
+    planted = dict(sources)
+    for path, places in insertions.items():
+        text = sources[path]
+        for place, *_, insertion in sorted(places, reverse=True):
+            text = text[:place] + insertion + text[place:]
+        planted[path] = text
+    return planted
+
+
+def _place_of(fault: PlantedFault, sources: Mapping[Path, str]) -> tuple[Path, re.Match[str]]:
+    folder = fault.table.parent
+    found = [
+        (path, match)
+        for path, text in sources.items()
+        if path.is_relative_to(folder) and path.suffix in _SUFFIXES
+        for match in fault.pattern.finditer(text)
+    ]
+    files = ", ".join(path.name for path, _ in found) or "no file"
+    assert len(found) == 1, (
+        f"{fault.table}: the quote of the fault {fault.name!r} must be in the sources of "
+        f"{folder.name}/ once; it is there {len(found)} times ({files}): {fault.quote}"
+    )
+    return found[0]

@@ -1,0 +1,88 @@
+"""Where the CUDA handlers run in the tests: on the CPU, emulated, or, with XLA_GPU_TEST_ON=cuda, on the
+machine's GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from harness.arrays import guarded, to_torch
+from shared_ffi import paged_attention
+from tests.support.calls import checked_call, numbers, specs, split_keywords
+
+ON_CUDA = os.environ.get("XLA_GPU_TEST_ON") == "cuda"
+
+
+class Gpu:
+    def __init__(self, native: Any, prefill: str = "any") -> None:
+        """`prefill`: the kernel that long queries may run on."""
+        self.native = native
+        self.prefill = prefill
+
+    def run(
+        self, op: Any, operands: Sequence[Any], results: Sequence[Any], seed: int, **attributes: Any
+    ) -> None:
+        """Calls an op's handler; writes into the results, which may be operands. The seed varies
+        the order of threads, where something does."""
+        self.native.set_cuda_prefill(self.prefill)
+        call = self.native.EagerCall("cuda", op.TARGET, attributes, specs(operands), specs(results))
+        self._call(call, operands, results, seed)
+
+    def _call(self, call: Any, operands: Sequence[Any], results: Sequence[Any], seed: int) -> None:
+        raise NotImplementedError
+
+
+class EmulatedGpu(Gpu):
+    def _call(self, call: Any, operands: Sequence[Any], results: Sequence[Any], seed: int) -> None:
+        with mock.patch.dict(os.environ, XLA_GPU_SIMT_SEED=str(seed)):
+            call([x.ctypes.data for x in operands], [x.ctypes.data for x in results])
+
+
+class RealGpu(Gpu):
+    def _call(self, call: Any, operands: Sequence[Any], results: Sequence[Any], seed: int) -> None:
+        import torch  # noqa: PLC0415
+
+        tensors = {id(x): to_cuda(x) for x in (*operands, *results)}
+        stream = torch.cuda.current_stream().cuda_stream
+        addresses = [[tensors[id(x)].data_ptr() for x in arrays] for arrays in (operands, results)]
+        call(*addresses, stream=stream)
+        torch.cuda.synchronize()
+        for x in results:
+            from_cuda(tensors[id(x)], x)
+
+
+def to_cuda(array: Any) -> Any:
+    """A copy of an array on the GPU."""
+    return to_torch(array).to("cuda")
+
+
+def keywords_to_cuda(keywords: dict[str, Any]) -> dict[str, Any]:
+    """The same, with its arrays on the GPU."""
+    arrays, options = split_keywords(keywords)
+    return options | {name: to_cuda(x) for name, x in arrays.items()}
+
+
+def from_cuda(tensor: Any, array: np.ndarray) -> None:
+    """Copies a tensor's bits into an array."""
+    import torch  # noqa: PLC0415
+
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[array.dtype.itemsize]
+    array.view(f"i{array.dtype.itemsize}" if bits != torch.uint8 else "u1")[...] = (
+        tensor.view(bits).cpu().numpy()
+    )
+
+
+def attend(gpu: Gpu, operands: Any, *, seed: int = 0, **attributes: Any) -> Any:
+    """The result of paged_attention, or with return_lse a pair of results."""
+    call, arrays = checked_call("paged_attention", operands, attributes)
+    shapes = [spec.shape for spec in call.results_on("cuda")]
+    results = [guarded(np.full(shapes[0], np.nan, operands[0].dtype))]
+    results += [guarded(np.full(shape, np.nan, np.float32)) for shape in shapes[1:-1]]
+    scratch = guarded(np.full(shapes[-1], 0xFF, np.uint8))
+    guarded_arrays = [guarded(x) for x in arrays]
+    gpu.run(paged_attention, guarded_arrays, [*results, scratch], seed, **numbers(call))
+    return tuple(results) if len(results) > 1 else results[0]

@@ -1,0 +1,68 @@
+"""Builds of shared_ffi._native apart from the installed one: emulated CUDA, planted faults."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(
+    *command: object, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The outcome of a command that may find tools beside this interpreter."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        [str(word) for word in command],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"PATH": path} | (environment or {}),
+    )
+
+
+def ffi_headers() -> Path:
+    """XLA's, from the installed build's folder."""
+    folder = next(ROOT.glob("build/*/xla_ffi"), None)
+    if folder is None:
+        pytest.skip("no build folder with the XLA FFI headers: pip install --editable leaves one")
+    return folder
+
+
+def configure(source: Path, build: Path, *options: str) -> None:
+    """Prepares a build of the sources in a folder laid out as this repository."""
+    nanobind = pytest.importorskip("nanobind", reason="needed to build the kernels")
+    outcome = run(
+        "cmake",
+        *("-S", source, "-B", build, "-G", "Ninja"),
+        f"-DPython_EXECUTABLE={sys.executable}",
+        f"-Dnanobind_DIR={nanobind.cmake_dir()}",
+        f"-DXLA_FFI_INCLUDE_DIR={ffi_headers()}",
+        *options,
+    )
+    assert outcome.returncode == 0, outcome.stdout
+
+
+def build(folder: Path) -> Path:
+    """Brings a configured build up to date; the path of its module."""
+    outcome = run("cmake", "--build", folder)
+    assert outcome.returncode == 0, outcome.stdout
+    (module,) = folder.glob("_native*.so")
+    return module
+
+
+def load(path: Path | str, name: str) -> Any:
+    """Imports the module at a path under a name whose last part is _native."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,48 @@
+"""Random calls for hypothesis."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+
+from harness.arrays import CACHE_DTYPES
+from harness.layouts import LAYOUTS
+from tests.support.cases import SCALES, Case
+
+
+@st.composite
+def random_cases(draw: st.DrawFn) -> Case:
+    """Any call that the contract allows, at small sizes."""
+    num_kv_heads = draw(st.integers(1, 3))
+    causal = draw(st.booleans())
+    cache_dtype = draw(st.none() | st.sampled_from([*CACHE_DTYPES]))
+    sequences = draw(
+        st.lists(
+            st.integers(0, 90).flatmap(
+                lambda context: st.tuples(
+                    st.integers(0, context if causal else context + 10), st.just(context)
+                )
+            ),
+            max_size=4,
+        )
+    )
+    return Case(
+        id=f"random-{draw(st.integers(0, 2**32))}",
+        sequences=tuple(sequences),
+        num_heads=num_kv_heads * draw(st.integers(1, 7)),
+        num_kv_heads=num_kv_heads,
+        head_size=draw(st.integers(1, 40) | st.sampled_from([16, 32, 64])),
+        block_size=draw(st.integers(1, 70)),
+        dtype=draw(st.sampled_from(["float32", "float16", "bfloat16"])),
+        scale=draw(st.floats(-2, 2, width=32)),
+        sliding_window=draw(st.none() | st.integers(1, 100)),
+        soft_cap=draw(st.none() | st.floats(0.5, 50, width=32)),
+        sinks=draw(st.booleans()),
+        alibi_slopes=draw(st.booleans()),
+        causal=causal,
+        window_right=None if causal else draw(st.none() | st.integers(1, 40)),
+        max_query_len=draw(st.none() | st.integers(max([1, *(q for q, _ in sequences)]), 100)),
+        cache_dtype=cache_dtype,
+        scales=draw(st.sampled_from(SCALES)) if cache_dtype else None,
+        kv_layout=draw(st.none() | st.sampled_from([*LAYOUTS])),
+        return_lse=draw(st.booleans()),
+    )

@@ -1,0 +1,44 @@
+"""Python scripts that need a process of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+
+def dump_flags(directory: Path) -> str:
+    """XLA_FLAGS of a process whose programs hlo.CompiledPrograms reads. Only torch_xla's: JAX can
+    show its optimized HLO without a dump."""
+    of_torch_xla = "--xla_dump_hlo_module_re=SyncTensorsGraph.*"
+    return f"--xla_dump_to={directory} --xla_dump_hlo_as_text {of_torch_xla}"
+
+
+def start(script: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """Starts a script in the repository's root, on the CPU, with no other variables of this
+    process's environment than PATH."""
+    defaults = {"PATH": os.environ["PATH"], "JAX_PLATFORMS": "cpu", "PJRT_DEVICE": "CPU"}
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), *arguments],
+        cwd=Path(__file__).parents[2],
+        env=defaults | environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def run(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The outcome of a script."""
+    process = start(script, *arguments, **environment)
+    output, errors = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def output(script: str, *arguments: str, **environment: str) -> list[str]:
+    """The lines that a script prints; it must not fail."""
+    outcome = run(script, *arguments, **environment)
+    assert outcome.returncode == 0, outcome.stderr
+    return outcome.stdout.splitlines()

@@ -1,0 +1,49 @@
+"""A small call of each op that breaks no rule, as keyword arguments that a test may replace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+F32, I32 = np.float32, np.int32
+
+
+def attention(**changes: Any) -> dict[str, Any]:
+    """A sound call (2 sequences, 2 and 1 query tokens, 4 blocks of 2) with some arguments replaced."""
+    arguments = {
+        "query": np.ones((4, 4, 8), F32),
+        "kv_cache": np.ones((4, 2, 4, 8), F32),
+        "context_lens": np.array([3, 1, 0], I32),
+        "block_tables": np.array([[3, 1], [0, 9], [9, 9]], I32),
+        "query_start_loc": np.array([0, 2, 3, 0], I32),
+        "num_seqs": np.array(2, I32),
+        "scale": 0.5,
+        "sliding_window": None,
+        "soft_cap": None,
+    }
+    return arguments | changes
+
+
+def update(**changes: Any) -> dict[str, Any]:
+    arguments = {
+        "kv_cache": np.zeros((4, 2, 4, 8), F32),
+        "key": np.ones((3, 2, 8), F32),
+        "value": np.ones((3, 2, 8), F32),
+        "slot_mapping": np.array([0, 7, -1], I32),
+    }
+    return arguments | changes
+
+
+def add(**changes: Any) -> dict[str, Any]:
+    return {"a": np.ones((2, 3), F32), "b": np.ones((2, 3), F32)} | changes
+
+
+SOUND = {"paged_attention": attention, "kv_cache_update": update, "simple_add": add}
+FEATURES = ("value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes")
+
+
+def split(arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The operands that every call has, and the keyword arguments."""
+    arrays = {k: v for k, v in arguments.items() if isinstance(v, np.ndarray) and k not in FEATURES}
+    return [*arrays.values()], {k: v for k, v in arguments.items() if k not in arrays}

@@ -1,0 +1,374 @@
+"""Programs that AOTInductor compiles, run where there is nothing of this project but one library."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from elftools.elf.elffile import ELFFile
+from torch._functorch.aot_autograd import aot_export_module
+
+import shared_ffi
+import torch_frontend
+from shared_ffi import paged_attention
+from tests.support import native
+from tests.support.gpu import EmulatedGpu
+from torch_frontend import aot_inductor
+
+OPS = torch.ops.xla_gpu
+LIBRARY = shared_ffi.library_path()
+BLOCK_SIZE = 4
+TABLES = [[3, 11, 7, 0], [5, 2, 9, 1], [-7, 99, -7, 99]]  # the last is padding's
+
+
+class Step(torch.nn.Module):
+    """A layer with its cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.full((12, BLOCK_SIZE, 4, 16), torch.nan))
+
+    def forward(
+        self, key: torch.Tensor, slots: torch.Tensor, query: torch.Tensor, *metadata: torch.Tensor
+    ) -> torch.Tensor:
+        OPS.kv_cache_update(self.cache, key, key * 2, slots)
+        return OPS.paged_attention(query, self.cache, *metadata, 0.25, 6)
+
+
+class Features(torch.nn.Module):
+    """A strided cache of float8, one of int8 with other layouts and features; both the caller's."""
+
+    def forward(
+        self, floats: torch.Tensor, ints: torch.Tensor, key: torch.Tensor, slots: torch.Tensor,
+        query: torch.Tensor, scale: torch.Tensor, sinks: torch.Tensor, *metadata: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        floats = floats[:, 1]
+        OPS.kv_cache_update(floats, key, -key, slots, kv_layout="n2hbd")
+        first = OPS.paged_attention(
+            query.transpose(0, 1), floats, *metadata, 0.25, kv_layout="n2hbd", causal=False
+        )
+        scales = {"k_scale": scale, "v_scale": scale[:1]}
+        keys, values = ints.unbind(0)
+        OPS.kv_cache_update(keys, key, -key, slots, value_cache=values, **scales)
+        return first, *OPS.paged_attention.lse(
+            first, keys, *metadata, 0.25, None, 30.0, value_cache=values, sinks=sinks, **scales
+        )
+
+
+def tokens_of(lengths: list[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
+    """Keys, slots, queries and metadata for sequences (q_len, context_len)."""
+    starts = np.cumsum([0, *[q_len for q_len, _ in lengths], 0])
+    slots = [
+        TABLES[s][i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE
+        for s, (q_len, length) in enumerate(lengths)
+        for i in range(length - q_len, length)
+    ]
+    metadata = ([*[length for _, length in lengths], -5], TABLES, starts.tolist(), [len(lengths)])
+    generator = torch.Generator().manual_seed(len(slots))
+    key = torch.randn(len(slots), 2, 16, generator=generator)
+    query = torch.randn(len(slots), 6, 16, generator=generator)
+    integers = [torch.tensor(x, dtype=torch.int32) for x in metadata]
+    return (key, torch.tensor(slots), query, *integers)
+
+
+STEPS = [[(5, 5), (3, 3)], [(1, 6), (1, 4)], [(2, 8), (9, 13)], [(1, 9), (1, 14)]]
+
+
+def features_arguments(num_blocks: int) -> tuple[torch.Tensor, ...]:
+    key, slots, query, *metadata = tokens_of([(3, 3), (6, 6)])
+    floats = torch.zeros(num_blocks, 3, 2, 2, BLOCK_SIZE, 16).to(torch.float8_e4m3fn)
+    ints = torch.zeros(2, num_blocks, BLOCK_SIZE, 2, 16, dtype=torch.int8)
+    query = query.transpose(0, 1).contiguous()
+    scale, sinks = torch.tensor([0.02, 0.03]), torch.linspace(-1, 1, 6)
+    return (floats, ints, key, slots, query, scale, sinks, *metadata)
+
+
+def exported(module: torch.nn.Module) -> torch.export.ExportedProgram:
+    dynamic, static = torch.export.Dim.DYNAMIC, (None,) * 4
+    if isinstance(module, Step):
+        arguments = tokens_of(STEPS[0])
+        shapes: Any = ({0: dynamic}, {0: dynamic}, {0: dynamic}, static)
+    else:
+        arguments = features_arguments(12)
+        shapes = ({0: dynamic}, {1: dynamic}, *[None] * 5, static)
+    return torch.export.export(module, arguments, dynamic_shapes=shapes)
+
+
+def compiled(module: torch.nn.Module, folder: Path) -> Path:
+    path = folder / f"{type(module).__name__}.pt2"
+    assert torch_frontend.aoti_compile_and_package(exported(module), package_path=path) == str(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(Step(), tmp_path_factory.mktemp("step"))
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(Features(), tmp_path_factory.mktemp("features"))
+
+
+def run_alone(script: str, *arguments: object, **environment: str) -> Any:
+    """Of a process that cannot import what this project is made of, nor JAX and torch_xla."""
+    prelude = """
+        import sys
+        for name in ("shared_ffi", "torch_frontend", "jax_frontend", "jax", "torch_xla"):
+            sys.modules[name] = None
+        import torch
+    """
+    return subprocess.run(
+        [sys.executable, "-I", "-c", textwrap.dedent(prelude) + textwrap.dedent(script)]
+        + [str(x) for x in arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} | environment,
+    )
+
+
+RUN = """
+    package, calls, outcomes = sys.argv[1:]
+    program = torch._inductor.aoti_load_package(package)
+    torch.save([(program(*call), call) for call in torch.load(calls)], outcomes)
+"""
+
+
+def outcomes_of(package: Path, calls: list[tuple[torch.Tensor, ...]], folder: Path) -> Any:
+    """What the calls return, one after the other, and their arguments as they are then."""
+    torch.save(calls, folder / "calls.pt")
+    outcome = run_alone(RUN, package, folder / "calls.pt", folder / "outcomes.pt")
+    assert outcome.returncode == 0, outcome.stderr
+    return torch.load(folder / "outcomes.pt")
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def test_steps_of_any_length_share_a_cache(step: Path, tmp_path: Path) -> None:
+    eager, calls = Step(), [tokens_of(lengths) for lengths in STEPS]
+    outcomes = outcomes_of(step, calls, tmp_path)
+    for call, (result, _) in zip(calls, outcomes, strict=True):
+        assert not result.isnan().any()
+        assert_equal([result], [eager(*call)])
+
+
+@pytest.mark.parametrize("num_blocks", [12, 17])
+def test_features(features: Path, tmp_path: Path, num_blocks: int) -> None:
+    arguments = features_arguments(num_blocks)
+    ((results, after),) = outcomes_of(features, [arguments], tmp_path)
+    assert_equal(results, Features()(*arguments))
+    assert_equal(after, arguments)
+    assert after[0].float().any() and after[1].any()
+
+
+def code_of(package: Path) -> str:
+    with zipfile.ZipFile(package) as file:
+        (name,) = [name for name in file.namelist() if name.endswith("wrapper.cpp")]
+        return file.read(name).decode()
+
+
+def test_no_copy_of_a_cache_is_made(step: Path, features: Path) -> None:
+    for package in (step, features):
+        allocations = re.findall(r"aoti_torch_empty_strided\((\d.*)\)", code_of(package))
+        assert allocations and all("dtype_float32" in x for x in allocations)
+    code = code_of(step)
+    assert ", 6L, 16L}" in code, "shapes are written in another way: the next line proves nothing"
+    assert "{12L, 4L, 4L, 16L}" not in code, "a buffer of the cache's size is made"
+
+
+def test_no_call_goes_through_the_dispatcher(step: Path, features: Path) -> None:
+    for package in (step, features):
+        code = code_of(package)
+        assert "aoti_torch_cpu__xla_gpu_call(" in code
+        assert "aoti_torch_proxy_executor_call_function(" not in code
+
+
+def test_faulty_tables_are_named(step: Path, tmp_path: Path) -> None:
+    arguments = [*tokens_of(STEPS[0])]
+    arguments[4] = arguments[4].clone()
+    arguments[4][1, 0] = 99
+    torch.save(arguments, tmp_path / "call.pt")
+    script = """
+        import ctypes
+        package, call, library = sys.argv[1:]
+        last_error = ctypes.CDLL(library).xla_gpu_last_error
+        last_error.restype = ctypes.c_char_p
+        program = torch._inductor.aoti_load_package(package)
+        assert last_error() == b""
+        try:
+            program(*torch.load(call))
+        except RuntimeError:
+            print(last_error().decode())
+    """
+    message = "paged_attention: block_tables[1, 0] must be from 0 to num_blocks - 1=11; got 99"
+    outcome = run_alone(script, step, tmp_path / "call.pt", LIBRARY)
+    assert outcome.stdout == f"{message}\n", outcome.stderr
+    assert f"Error: {message}" in outcome.stderr
+
+
+def test_the_library_may_be_loaded_from_anywhere(step: Path, tmp_path: Path) -> None:
+    """As on a machine that has nothing but the package and a copy of the library."""
+    copy = shutil.copy(LIBRARY, tmp_path)
+    script = """
+        package, call, library = sys.argv[1:]
+        torch.ops.load_library(library)
+        torch._inductor.aoti_load_package(package)(*torch.load(call))
+        with open("/proc/self/maps") as maps:
+            print({line.split()[-1] for line in maps if "libxla_paged_attention" in line})
+    """
+    torch.save(tokens_of(STEPS[0]), tmp_path / "call.pt")
+    outcome = run_alone(script, step, tmp_path / "call.pt", copy)
+    assert outcome.stdout == f"{ {str(copy)} }\n", outcome.stderr
+
+
+def test_it_takes_as_many_threads_as_torch(step: Path, tmp_path: Path) -> None:
+    key, slots, query, *metadata = tokens_of(STEPS[0])
+    repeats = 500  # much to write, so that it is shared among threads
+    repeated = (key.repeat(repeats, 1, 1), slots.repeat(repeats), query.repeat(repeats, 1, 1))
+    torch.save((*repeated, *metadata), tmp_path / "call.pt")
+    script = """
+        import os
+        package, call = sys.argv[1:]
+        program = torch._inductor.aoti_load_package(package)
+        for num_threads in (1, 3):
+            torch.set_num_threads(num_threads)
+            before = len(os.listdir("/proc/self/task"))
+            program(*torch.load(call))
+            print(len(os.listdir("/proc/self/task")) - before)
+    """
+    outcome = run_alone(script, step, tmp_path / "call.pt")
+    assert outcome.stdout.split() == ["0", "2"], outcome.stderr
+
+
+def test_the_library_needs_neither_python_nor_torch() -> None:
+    with LIBRARY.open("rb") as file:
+        elf = ELFFile(file)
+        wanted = list(elf.get_section_by_name(".dynsym").iter_symbols())
+        undefined = [x.name for x in wanted if x["st_shndx"] == "SHN_UNDEF"]
+        needed = [x.needed for x in elf.get_section_by_name(".dynamic").iter_tags("DT_NEEDED")]
+    assert not [x for x in undefined if x.startswith(("Py", "_Py", "aoti_", "torch", "_ZN2at"))]
+    assert not [x for x in needed if "python" in x or "torch" in x or "c10" in x]
+    assert {"aoti_torch_cpu__xla_gpu_call", "aoti_torch_cuda__xla_gpu_call"} <= {
+        x.name for x in wanted if x["st_shndx"] != "SHN_UNDEF"
+    }
+
+
+MAIN = """
+#include <dlfcn.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/csrc/jit/serialization/pickle.h>
+
+#include <fstream>
+#include <iostream>
+#include <iterator>
+
+int main(int, char** argv) {
+  std::ifstream file(argv[2], std::ios::binary);
+  const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
+  std::vector<at::Tensor> arguments;
+  const at::IValue call = torch::jit::pickle_load(bytes);
+  for (const at::IValue& value : call.toListRef()) arguments.push_back(value.toTensor());
+  const at::Tensor expected = arguments.back();
+  arguments.pop_back();
+  torch::inductor::AOTIModelPackageLoader package(argv[1]);
+  const at::Tensor result = package.run(arguments).at(0);
+  std::cout << result.equal(expected) << (dlsym(RTLD_DEFAULT, "Py_Initialize") == nullptr);
+}
+"""
+
+
+def test_a_process_without_python(step: Path, tmp_path: Path) -> None:
+    arguments = tokens_of(STEPS[0])
+    torch.save([*arguments, Step()(*arguments)], tmp_path / "call.pt")
+    (tmp_path / "main.cc").write_text(MAIN)
+    folder = Path(torch.__file__).parent
+    built = native.run(
+        *("g++", "-std=c++17", tmp_path / "main.cc", "-o", tmp_path / "main"),
+        *("-isystem", folder / "include", f"-L{folder}/lib", f"-Wl,-rpath,{folder}/lib"),
+        *("-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"),
+    )
+    assert built.returncode == 0, built.stdout
+    outcome = native.run(tmp_path / "main", step, tmp_path / "call.pt")
+    assert outcome.stdout == "11"
+
+
+def test_a_functional_program_is_refused() -> None:
+    program = exported(Step()).run_decompositions()
+    with pytest.raises(
+        ValueError,
+        match="^aoti_compile_and_package: exported_program must be as torch.export.export returned",
+    ):
+        torch_frontend.aoti_compile_and_package(program)
+
+
+class CudaAttention(torch.nn.Module):
+    def forward(self, *arguments: torch.Tensor) -> tuple[torch.Tensor]:
+        return (OPS.paged_attention(*arguments, 0.25, 6),)
+
+
+def for_cuda(arguments: tuple[torch.Tensor, ...], shapes: Any) -> torch.fx.GraphModule:
+    """The graph that Inductor gets for CUDA tensors; its sizes are symbols."""
+    program = torch.export.export(CudaAttention(), arguments, dynamic_shapes=(shapes,))
+    nodes = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
+    with nodes[0].fake_mode:
+        on_cuda = [torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in nodes]
+    with aot_inductor.handler_calls(), torch.no_grad():
+        graph, _ = aot_export_module(program.module(), on_cuda, trace_joint=False)
+    return graph
+
+
+class OnEmulatedGpu(torch.fx.Interpreter):
+    """Runs such a graph; the one operator in it that has no Python kernel, on the emulated GPU."""
+
+    def __init__(self, graph: torch.fx.GraphModule, native_module: Any) -> None:
+        super().__init__(graph)
+        self.gpu = EmulatedGpu(native_module)
+        self.scratch_bytes: list[int] = []
+
+    def call_function(self, target: Any, arguments: Any, keywords: Any) -> Any:
+        if target is not torch.ops.higher_order.auto_functionalized_v2:
+            return super().call_function(target, arguments, keywords)
+        assert arguments == (aot_inductor.HANDLER_CALL,)
+        ints = dict(zip(keywords["int_names"], keywords["ints"], strict=True))
+        floats = dict(zip(keywords["float_names"], keywords["floats"], strict=True))
+        assert keywords["target"] == paged_attention.TARGET
+        operands = [x.numpy() for x in keywords["operands"]]
+        results = [x.numpy() for x in keywords["_all_bases"]]
+        self.gpu.run(paged_attention, operands, results, 0, **ints, **floats)
+        self.scratch_bytes.append(results[1].size)
+        return None, *keywords["_all_bases"]
+
+
+def test_scratch_on_cuda_follows_the_shapes(emulated: Any) -> None:
+    """The handler refuses any other size."""
+    cache = torch.randn(12, BLOCK_SIZE, 4, 16)
+    calls = []
+    for lengths, columns in [(STEPS[0], 4), (STEPS[2], 200), ([(300, 300), (1, 2)], 1000)]:
+        sizes = torch.tensor([[*[length for _, length in lengths], 0]], dtype=torch.int32)[0]
+        starts = np.cumsum([0, *[q_len for q_len, _ in lengths], 0]).astype(np.int32)
+        tables = torch.randint(12, (3, columns), dtype=torch.int32)
+        query = torch.randn(int(starts[-1]), 6, 16)
+        num_seqs = torch.tensor([2], dtype=torch.int32)
+        calls.append((query, cache, sizes, tables, torch.from_numpy(starts), num_seqs))
+    dynamic = torch.export.Dim.DYNAMIC
+    graph = for_cuda(calls[0], ({0: dynamic}, None, None, {1: dynamic}, None, None))
+    interpreter = OnEmulatedGpu(graph, emulated)
+    for call in calls:
+        (result,) = interpreter.run(*call)
+        expected = OPS.paged_attention(*call, 0.25, 6)
+        torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
+    assert len(set(interpreter.scratch_bytes)) == len(calls)

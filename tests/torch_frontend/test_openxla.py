@@ -1,0 +1,195 @@
+"""torch.compile(backend="openxla") on PyTorch's own tensors, which XLA runs through JAX's client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+import torch
+import torch_xla
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
+from harness import reference
+from harness.compare import assert_same_bits
+from shared_ffi import lowering
+from tests.support import doors, scripts
+from tests.support.cases import SHORT_CASES, UPDATE_CASES, Case, UpdateCase
+from torch_frontend import openxla
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return torch.compile(function, backend="openxla", fullgraph=True, **options)
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The programs that were compiled, as calls of compile_stablehlo."""
+    calls = []
+    compile_stablehlo = lowering.compile_stablehlo
+
+    def record(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return compile_stablehlo(*arguments)
+
+    monkeypatch.setattr(lowering, "compile_stablehlo", record)
+    return calls
+
+
+EXCHANGEABLE = [x for x in SHORT_CASES if not (x.cache_dtype or "").startswith("float8")]
+EXCHANGEABLE_UPDATES = [x for x in UPDATE_CASES if not (x.cache_dtype or "").startswith("float8")]
+
+
+@pytest.mark.proves("openxla on PyTorch's tensors")
+@pytest.mark.parametrize("case", EXCHANGEABLE, ids=lambda case: case.id)
+def test_paged_attention(case: Case, programs: list[Any]) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    expected = doors.in_torch("paged_attention", *inputs, **attributes)
+    result = doors.in_openxla_on_torch("paged_attention", *inputs, **attributes)
+    assert_same_bits(result, expected)
+    assert len(programs) == 1
+
+
+@pytest.mark.proves("openxla on PyTorch's tensors")
+@pytest.mark.parametrize("case", EXCHANGEABLE_UPDATES, ids=lambda case: case.id)
+def test_kv_cache_update(case: UpdateCase, programs: list[Any]) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    result = doors.in_openxla_on_torch("kv_cache_update", *inputs, **attributes)
+    assert_same_bits(result, reference.kv_cache_update(*inputs, **attributes))
+    assert len(programs) == 1
+
+
+def test_a_graph_of_other_operators(programs: list[Any]) -> None:
+    """Results of every kind; constants of the graph; arguments that are returned or not used."""
+    table = torch.tensor([3.0, 1.0, 2.0])
+
+    def function(x: torch.Tensor, index: torch.Tensor, unused: torch.Tensor) -> Any:
+        y = torch.nn.functional.softmax(x.bfloat16() @ x.bfloat16().t(), -1)
+        device = x.device
+        where = torch.arange(3, device=device) + index
+        return (
+            y,
+            None,
+            x > 0,
+            table[where % 3] + torch.ones(3, device=device),
+            index,
+            5,
+            where.sum(),
+        )
+
+    arguments = (torch.randn(4, 8), torch.tensor([1, 2, 0]), torch.empty(3))
+    with torch.no_grad():
+        expected, results = function(*arguments), compiled(function)(*arguments)
+        again = compiled(function)(*arguments)
+    assert results[1] is None and results[5] == 5
+    for right, first, second in zip(expected, results, again, strict=True):
+        if isinstance(right, torch.Tensor):
+            assert first.dtype == right.dtype and first.device == right.device
+            torch.testing.assert_close(first, right, rtol=1e-2, atol=1e-2)
+            assert torch.equal(first, second)
+    assert len(programs) == 1
+
+
+def test_memory_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = []
+    from_dlpack = jax.dlpack.from_dlpack
+    monkeypatch.setattr(
+        jax.dlpack, "from_dlpack", lambda x: imported.append(from_dlpack(x)) or imported[-1]
+    )
+    x = torch.randn(1024)
+    with torch.no_grad():
+        compiled(lambda x: x + 1)(x)
+    assert x.data_ptr() in [array.unsafe_buffer_pointer() for array in imported]
+
+
+def test_a_result_outlives_its_program() -> None:
+    def results() -> list[torch.Tensor]:
+        function = compiled(lambda x: x + 1)
+        with torch.no_grad():
+            return [function(torch.full((1000,), float(i))) for i in range(10)]
+
+    for i, result in enumerate(results()):
+        assert torch.equal(result, torch.full((1000,), float(i + 1)))
+
+
+def test_views_are_taken_as_they_are_seen() -> None:
+    x = torch.randn(6, 8)
+    function = compiled(lambda x: x * 2)
+    with torch.no_grad():
+        for view in (x.t(), x[1:, 3:], x[:1].expand(6, 8), x[::2]):
+            assert torch.equal(function(view), view * 2)
+
+
+def test_a_program_for_each_shape_and_no_more(programs: list[Any]) -> None:
+    function = compiled(lambda x, n: x * n, dynamic=True)
+    with torch.no_grad():
+        for size, number in [(4, 3), (5, 3), (4, 3), (5, 3), (4, 4), (4, 3)]:
+            assert torch.equal(
+                function(torch.ones(size), number), torch.full((size,), 1.0 * number)
+            )
+    assert len(programs) == 3
+
+
+def test_the_next_step_of_torch_xla_is_not_disturbed() -> None:
+    lazy = torch.ones(3, device=torch_xla.device()) + 1
+    with torch.no_grad():
+        kept = compiled(lambda x: x * 2)(torch.ones(3))
+    torch_xla.sync(wait=True)
+    assert torch.equal(lazy.cpu(), kept)
+
+
+def test_training_needs_another_backend_for_our_ops_only() -> None:
+    """In a process that has compiled little: PyTorch before pytorch/pytorch#189325 wraps a backend's
+    compiler of backward graphs once more for each graph, until it recurses too deeply."""
+    script = """
+    import torch
+    import torch_frontend
+
+    x = torch.randn(5, requires_grad=True)
+    torch.compile(lambda x: (x * x).sum(), backend="openxla", fullgraph=True)(x).backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach())
+    print("no error")
+    """
+    assert scripts.output(script) == ["no error"]
+
+
+def test_random_numbers_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="no random numbers on CUDA or CPU tensors; got"):
+        compiled(lambda x: x + torch.rand(3))(torch.ones(3))
+
+
+def test_what_pytorch_cannot_exchange_is_refused() -> None:
+    case = next(x for x in UPDATE_CASES if x.cache_dtype == "float8_e4m3fn")
+    message = (
+        "PyTorch cannot exchange tensors of 8-bit floats with JAX; got torch.float8_e4m3fn on cpu"
+    )
+    with pytest.raises(NotImplementedError, match=message):
+        doors.in_openxla_on_torch("kv_cache_update", *case.inputs(), **case.attributes())
+
+
+def test_what_torch_xla_cannot_lower_is_refused() -> None:
+    message = "torch_xla cannot lower aten.linalg_eig"
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=message):
+        compiled(torch.linalg.eigvals)(torch.eye(3))
+
+
+def test_tensors_of_two_gpus_are_refused() -> None:
+    with FakeTensorMode():
+        tensors = [torch.empty(2, device=f"cuda:{i}") for i in range(2)]
+        message = r"must be on one device; got \['cuda:0', 'cuda:1'\]. Compile"
+        with pytest.raises(ValueError, match=message):
+            openxla.compile_graph(torch.fx.symbolic_trace(lambda a, b: (a, b)))(*tensors)
+
+
+def test_tracing_takes_no_memory() -> None:
+    petabyte = torch.empty(1 << 20, 1 << 30, dtype=torch.uint8, device="meta")
+    graph = torch.fx.symbolic_trace(lambda x: [x[0, :4]])
+    trace = openxla.trace_on_placeholders(graph, [petabyte], "cpu")
+    assert trace.operands[0].shape == petabyte.shape and trace.results[0].shape == (4,)

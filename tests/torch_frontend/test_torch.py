@@ -1,0 +1,344 @@
+"""What PyTorch users do with the ops on the CPU: schemas, opcheck, torch.compile, export, autograd."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from harness.compare import assert_close_on_cuda, assert_same_bits
+from shared_ffi import eager, simple_add
+from shared_ffi.spec import ArraySpec
+from tests.support import doors, scripts
+from tests.support.calls import overload_of, split_keywords
+from tests.support.cases import SHORT_CASES, Case
+from tests.support.models import Layer, layer_inputs, tensors
+from tests.support.sound_calls import add, attention, split, update
+
+OPS = torch.ops.xla_gpu
+
+
+def test_schemas() -> None:
+    arguments = (
+        "(Tensor query, Tensor kv_cache, Tensor context_lens, Tensor block_tables, "
+        "Tensor query_start_loc, Tensor num_seqs, float scale, int? sliding_window=None, "
+        "float? soft_cap=None, *, Tensor? value_cache=None, str? kv_layout=None, "
+        "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? sinks=None, Tensor? alibi_slopes=None, bool causal=True, int? window_right=None, int? max_query_len=None)"
+    )
+    assert [
+        str(op._schema)
+        for op in (
+            OPS.paged_attention.default,
+            OPS.paged_attention.lse,
+            OPS.kv_cache_update.default,
+            OPS.simple_add.default,
+        )
+    ] == [
+        f"xla_gpu::paged_attention{arguments} -> Tensor",
+        f"xla_gpu::paged_attention.lse{arguments} -> (Tensor output, Tensor lse)",
+        "xla_gpu::kv_cache_update(Tensor($0! -> ) kv_cache, Tensor key, Tensor value, "
+        "Tensor slot_mapping, *, Tensor($1! -> )? value_cache=None, str? kv_layout=None, "
+        "Tensor? k_scale=None, Tensor? v_scale=None) -> ()".replace("$1! -> ", "b!").replace(
+            "$0! -> ", "a!"
+        ),
+        "xla_gpu::simple_add(Tensor a, Tensor b) -> Tensor",
+    ]
+
+
+@pytest.mark.parametrize(
+    "attributes", [(0.5,), (0.5, 2), (0.5, None, 30.0), (0.5, 2, 30.0)], ids=str
+)
+def test_opcheck_paged_attention(attributes: tuple[Any, ...]) -> None:
+    torch.library.opcheck(OPS.paged_attention.default, (*tensors(attention()), *attributes))
+
+
+def test_opcheck_the_others() -> None:
+    torch.library.opcheck(OPS.kv_cache_update.default, tensors(update()))
+    torch.library.opcheck(OPS.simple_add.default, tensors(add()))
+
+
+def test_keyword_arguments() -> None:
+    names = list(attention())[:6]
+    operands = dict(zip(names, tensors(attention()), strict=True))
+    by_name = OPS.paged_attention(**operands, soft_cap=30.0, scale=0.5, sliding_window=2)
+    assert torch.equal(by_name, OPS.paged_attention(*operands.values(), 0.5, 2, 30.0))
+
+
+def test_operands_that_are_not_contiguous() -> None:
+    query, kv_cache, *rest = tensors(attention())
+    query, kv_cache = torch.randn_like(query), torch.randn_like(kv_cache)
+    expected = OPS.paged_attention(query, kv_cache, *rest, 0.5)
+    strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (query, kv_cache)]
+    assert not strided[0].is_contiguous()
+    assert torch.equal(OPS.paged_attention(*strided, *rest, 0.5), expected)
+
+
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_compiled_update_keeps_the_address(backend: str) -> None:
+    cache, key, value, slots = tensors(update())
+    expected = cache.clone()
+    OPS.kv_cache_update(expected, key, value, slots)
+    expected_sum = expected.sum()
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def step(cache: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        OPS.kv_cache_update(cache, *rest)
+        return cache.sum()
+
+    address = cache.data_ptr()
+    assert step(cache, key, value, slots) == expected_sum
+    assert torch.equal(cache, expected) and cache.data_ptr() == address
+
+
+def test_inductor_updates_without_a_copy_of_the_cache() -> None:
+    from torch._inductor.utils import run_and_get_code  # noqa: PLC0415
+
+    @torch.compile(fullgraph=True)
+    def step(cache: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        OPS.kv_cache_update(cache, *rest)
+        return rest[0] + 1
+
+    torch._dynamo.reset()
+    _, (code, *_) = run_and_get_code(step, *tensors(update()))
+    assert "kv_cache_update" in code
+    assert "(4, 2, 4, 8)" not in code.partition("def call(")[2].partition("return")[0].replace(
+        "assert_size_stride(arg0_1, (4, 2, 4, 8)", ""
+    ), "a buffer of the cache's size is made"
+
+
+def test_dynamic_shapes_compile_once() -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    function = torch.compile(
+        lambda *a: OPS.paged_attention(*a, 0.5), backend=counter, fullgraph=True, dynamic=True
+    )
+    for num_tokens in (11, 12, 13):  # no size equals another: torch would take them for one symbol
+        _, *rest = tensors(attention())
+        query = torch.randn(num_tokens, 4, 8)
+        assert torch.equal(function(query, *rest), OPS.paged_attention(query, *rest, 0.5))
+    assert counter.frame_count == 1
+
+
+def test_export() -> None:
+    inputs = layer_inputs()
+    expected = Layer()(*inputs)
+    program = torch.export.export(Layer(), inputs)
+    assert torch.equal(program.module()(*inputs), expected)
+    assert torch.equal(program.run_decompositions().module()(*inputs), expected)
+    assert "xla_gpu.paged_attention" in str(program.graph)
+
+
+def test_strided_caches_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where an engine keeps the caches of all layers in one array."""
+    run, given = eager.run_on_cpu, set()
+    monkeypatch.setattr(
+        eager, "run_on_cpu", lambda call, x, *rest: (given.update(x), run(call, x, *rest))[1]
+    )
+    case = next(case for case in SHORT_CASES if case.id == "layout-n2hbd-mixed-f32")
+    inputs, attributes = case.inputs(), case.attributes()
+    expected = doors.in_torch("paged_attention", *inputs, **attributes)
+    query, dense, *metadata = map(doors.to_torch, inputs)
+    layers = torch.full((len(dense), 3, *dense.shape[1:]), torch.nan)
+    cache = layers[:, 1]
+    cache.copy_(dense)
+    assert not cache.is_contiguous()
+    result = OPS.paged_attention(query, cache, *metadata, **attributes)
+    assert_same_bits(doors.to_numpy(result), expected)
+    assert cache.data_ptr() in given
+
+    key = torch.randn(2, dense.shape[2], dense.shape[4])
+    slots = torch.tensor([3, 9])
+    for x in (dense, cache):
+        OPS.kv_cache_update(x, key, -key, slots, kv_layout="n2hbd")
+    assert_same_bits(doors.to_numpy(cache), doors.to_numpy(dense))
+    assert layers[:, ::2].isnan().all()
+
+    for x in (cache, dense):  # and where K and V are views of one array
+        keys, values = x.unbind(1)
+        result = OPS.paged_attention(
+            query, keys, *metadata, **attributes | {"kv_layout": "nhbd"}, value_cache=values
+        )
+        assert_same_bits(
+            doors.to_numpy(result),
+            doors.to_numpy(OPS.paged_attention(query, x, *metadata, **attributes)),
+        )
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_requires_grad_without_grad_mode(mode: Any) -> None:
+    query, *rest = tensors(attention())
+    with mode():
+        assert OPS.paged_attention(query.requires_grad_(), *rest, 0.5).shape == query.shape
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_autograd_is_refused(device: str) -> None:
+    query, *rest = (x.to(device) for x in tensors(attention()))
+    with pytest.raises(NotImplementedError, match="^paged_attention: inference only.*no_grad"):
+        OPS.paged_attention(query.requires_grad_(), *rest, 0.5)
+    cache, key, *rest = (x.to(device) for x in tensors(update()))
+    with pytest.raises(NotImplementedError, match="^kv_cache_update: inference only"):
+        OPS.kv_cache_update(cache, key.requires_grad_(), *rest)
+
+
+@pytest.fixture
+def cuda(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch._C.DispatchKeySet]:
+    """What the dispatcher is told for CUDA tensors; they are the CPU's here, and so is the GPU."""
+    monkeypatch.setattr(eager, "_native", emulated)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    eager._prepare.cache_clear()
+    yield torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    eager._prepare.cache_clear()
+
+
+@pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
+def test_paged_attention_on_cuda_tensors(case: Case, cuda: Any) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    overload, keywords = overload_of("paged_attention", attributes)
+    arrays, options = split_keywords(keywords)
+    on_cuda = {name: doors.to_torch(x) for name, x in arrays.items()}
+    result = overload.redispatch(cuda, *map(doors.to_torch, inputs), **on_cuda, **options)
+    result = tuple(map(doors.to_numpy, result)) if len(result) == 2 else doors.to_numpy(result)
+    assert_close_on_cuda(result, inputs, attributes)
+
+
+def test_kv_cache_update_on_cuda_tensors(cuda: Any) -> None:
+    operands, _ = split(update())
+    on_cpu, on_cuda = (list(map(doors.to_torch, operands)) for _ in range(2))
+    OPS.kv_cache_update(*on_cpu)
+    OPS._kv_cache_update_mutable.default.redispatch(cuda, *on_cuda)
+    assert torch.equal(on_cuda[0], on_cpu[0])
+    strided = torch.zeros_like(on_cuda[0]).transpose(0, 1).contiguous().transpose(0, 1)
+    OPS._kv_cache_update_mutable.default.redispatch(cuda, strided, *on_cuda[1:])
+    assert torch.equal(strided, on_cpu[0])
+
+
+def test_simple_add_on_cuda_tensors(cuda: Any) -> None:
+    a = torch.arange(5.0)
+    assert torch.equal(OPS.simple_add.default.redispatch(cuda, a, a), a + a)
+
+
+def test_tensors_on_two_devices(cuda: Any) -> None:
+    a = torch.arange(5.0)
+    with pytest.raises(
+        ValueError, match="^simple_add: all tensors must be on one device; got meta"
+    ):
+        OPS.simple_add.default.redispatch(cuda, a, a.to("meta"))
+
+
+def test_a_platform_without_handlers() -> None:
+    call = simple_add.check(*(ArraySpec((2,), "float32"),) * 2)
+    with pytest.raises(
+        NotImplementedError, match="^simple_add: this build has no handlers for tpu"
+    ):
+        eager._prepare(call, "tpu")
+
+
+def test_meta_tensors() -> None:
+    query, *rest = (x.to("meta") for x in tensors(attention()))
+    result = OPS.paged_attention(query, *rest, 0.5)
+    assert (result.shape, result.dtype, result.device.type) == (query.shape, query.dtype, "meta")
+
+
+def test_same_bits_for_any_number_of_threads() -> None:
+    rng = np.random.default_rng(0)
+    query = rng.standard_normal((70, 8, 32), dtype=np.float32)
+    cache = rng.standard_normal((20, 16, 4, 32), dtype=np.float32)
+    tables = np.stack([rng.permutation(20)[:10] for _ in range(3)]).astype(np.int32)
+    metadata = [
+        np.array([160, 33, 7], np.int32),
+        tables,
+        np.array([0, 60, 61, 68], np.int32),
+        np.int32(3),
+    ]
+    before = torch.get_num_threads()
+    results = []
+    for num_threads in (1, 2, 3, 16):
+        torch.set_num_threads(num_threads)
+        results.append(doors.in_torch("paged_attention", query, cache, *metadata, scale=0.2))
+    torch.set_num_threads(before)
+    for result in results:
+        assert_same_bits(result, results[0])
+
+
+def test_set_num_threads_bounds_the_pool() -> None:
+    script = """
+        import os, torch, torch_frontend
+        query, cache = torch.randn(64, 8, 64), torch.randn(8, 16, 16, 64)
+        metadata = [torch.tensor(x, dtype=torch.int32) for x in ([128], [list(range(8))], [0, 64], 1)]
+        started = []
+        for num_threads in (1, 2, 2, 1):
+            torch.set_num_threads(num_threads)
+            before = len(os.listdir("/proc/self/task"))
+            torch.ops.xla_gpu.paged_attention(query, cache, *metadata, 0.1)
+            started.append(len(os.listdir("/proc/self/task")) - before)
+        assert started == [0, min(1, os.cpu_count()), 0, 0], started
+    """
+    assert scripts.output(script, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == []
+
+
+PERSISTENT = """
+    import sys
+    import torch, torch_frontend
+    from torch._dynamo.utils import counters
+
+    operands = [torch.arange(512.0).reshape(1, 8, 64).sin(), torch.arange(65536.0).sin()]
+    operands[1] = operands[1].reshape(16, 16, 4, 64)
+    for x in ([45], [[7, 2, 9]], [0, 1], [1]):
+        operands.append(torch.tensor(x, dtype=torch.int32))
+    for scale in map(float, sys.argv[1:]):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda *x: torch.ops.xla_gpu.paged_attention(*x, scale) + 1)
+        print(scale, compiled(*operands).numpy().tobytes().hex())
+    print(*(counters["inductor"][f"fxgraph_cache_{kind}"] for kind in ("hit", "miss")))
+"""
+
+
+def test_programs_in_inductors_cache(tmp_path: Any) -> None:
+    """Another process finds them, and takes none for that of another scale."""
+    settings = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    run = partial(scripts.output, PERSISTENT, **settings)
+    small, large, counts = run("0.25", "0.5")
+    assert small.split()[1] != large.split()[1] and counts == "0 2"
+    assert run("0.5", "0.25") == [large, small, "2 0"]
+
+
+def test_decode_loop_compiles_once() -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def step(cache: torch.Tensor, token: torch.Tensor, *metadata: torch.Tensor) -> torch.Tensor:
+        slot, *rest = metadata
+        OPS.kv_cache_update(cache, token[:, :2], token[:, :2] * 2, slot)
+        return OPS.paged_attention(token, cache, *rest, 0.5, None, 30.0)
+
+    torch._dynamo.reset()
+    table = np.random.default_rng(0).permutation(16).astype(np.int32)
+    cache = torch.zeros(16, 16, 4, 8)
+    for i in range(200):
+        slot, length, num_seqs = ([int(table[i // 16]) * 16 + i % 16], [i + 1], i % 2)
+        metadata = (slot, length, [table.tolist()], [0, 1], num_seqs)
+        step(cache, torch.randn(1, 4, 8), *(torch.tensor(x, dtype=torch.int32) for x in metadata))
+    assert counter.frame_count == 1
+
+
+def test_after_a_fork() -> None:
+    """A forked child has none of the parent's threads."""
+    script = """
+        import os, torch, torch_frontend
+        torch.set_num_threads(4)
+        query, cache = torch.randn(64, 8, 64), torch.randn(8, 16, 16, 64)
+        metadata = [torch.tensor(x, dtype=torch.int32) for x in ([128], [list(range(8))], [0, 64], 1)]
+        run = lambda: torch.ops.xla_gpu.paged_attention(query, cache, *metadata, 0.1)
+        expected = run()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if torch.equal(run(), expected) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    assert scripts.output(script, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == []
