@@ -2,108 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from jax_frontend import _sharding, _vmap
+from jax_frontend import _differentiation, _sharding, _vmap
 from shared_ffi.spec import ArraySpec, Call
 
 
 def run(
     check: Callable[..., Call],
-    operands: Sequence[Any],
-    *attributes: Any,
+    arrays: Mapping[str, Any],
+    options: Mapping[str, Any] | None = None,
     fold: _vmap.Fold | None = None,
-    optional: Mapping[str, Any] | None = None,
-    **options: Any,
 ) -> tuple[jax.Array, ...]:
     """The results of an op. Differentiating it raises: these are ops for inference.
 
     Args:
-        check: the op's check in shared_ffi.
-        operands: its array arguments, or what jnp.asarray makes arrays of.
-        attributes: its other positional arguments.
-        fold: what makes one call of those under jax.vmap. None: they are looped over.
-        optional: its array arguments that may be None, in their order.
-        options: its other keyword arguments.
+        check: the op's check in shared_ffi, which takes all arguments by name.
+        arrays: its array arguments by name, in the order of the operands; None: not given.
+        options: its other arguments by name.
+        fold: makes one call of many under jax.vmap. None: the calls are looped over.
     """
-    arrays = [jnp.asarray(operand) for operand in operands]
-    given = {name: jnp.asarray(x) for name, x in (optional or {}).items() if x is not None}
-    arguments = _Arguments(check, len(arrays), (*given,), attributes, (*options.items(),), fold)
-    return _run(arguments, *arrays, *given.values())
+    given = {name: jnp.asarray(x) for name, x in arrays.items() if x is not None}
+    arguments = Arguments(check, (*given,), (*(options or {}).items(),), fold)
+    return bind(arguments, *given.values())
 
 
 @dataclass(frozen=True)
-class _Arguments:
-    """What a call is made of besides arrays."""
+class Arguments:
+    """The arguments of a call, without the arrays themselves. Hashable."""
 
     check: Callable[..., Call]
-    num_operands: int
-    optional: tuple[str, ...]
-    attributes: tuple[Any, ...]
+    array_names: tuple[str, ...]
     options: tuple[tuple[str, Any], ...]
     fold: _vmap.Fold | None
 
     def call_on(self, *arrays: jax.Array) -> Call:
-        """The call on these arrays, or on a device's parts of them."""
+        """The checked call on these arrays, or on a device's parts of them."""
         specs = [ArraySpec(array.shape, array.dtype.name) for array in arrays]
-        operands, optional = self._split(specs)
-        return self.check(*operands, *self.attributes, **optional, **dict(self.options))
-
-    def folded(self, size: int, arrays: Sequence[_vmap.Operand]) -> _vmap.Folded | None:
-        """What `size` calls on these arrays become, if anything."""
-        if self.fold is None or size == 0:
-            return None
-        return self.fold(size, *self._split(arrays), dict(self.options))
-
-    def _split(self, arrays: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """The operands, and by their names those that may be None."""
-        operands, rest = arrays[: self.num_operands], arrays[self.num_operands :]
-        return operands, dict(zip(self.optional, rest, strict=True))
+        return self.check(**dict(zip(self.array_names, specs, strict=True)), **dict(self.options))
 
 
-def _run(arguments: _Arguments, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    return _function(arguments, arguments.call_on(*arrays))(*arrays)
+def bind(arguments: Arguments, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Checks a call and makes it."""
+    return _jitted(arguments, arguments.call_on(*arrays))(*arrays)
 
 
 @lru_cache(maxsize=4096)
-def _function(arguments: _Arguments, call: Call) -> Callable[..., tuple[jax.Array, ...]]:
-    """Jitted, for those who call an op outside of a program; one object for equal calls, so that
-    JAX finds what it has compiled."""
+def _jitted(arguments: Arguments, call: Call) -> Callable[..., tuple[jax.Array, ...]]:
+    """Equal calls get the same function, so that JAX finds what it has compiled."""
+    batchable = custom_vmap(partial(_sharding.shared_by_heads, call, arguments.call_on))
+    batchable.def_vmap(partial(_batch, arguments, batchable))
+    return jax.jit(_differentiation.refused(call.op, batchable), inline=True)
 
-    @custom_vmap
-    def batchable(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return _sharding.shared_by_heads(call, arguments.call_on, *arrays)
 
-    @batchable.def_vmap
-    def _fold_or_loop(size: int, is_mapped: Sequence[bool], *arrays: jax.Array) -> Any:
-        operands = [*map(_vmap.Operand, arrays, is_mapped)]
-        if folded := arguments.folded(size, operands):
-            optional = [folded.optional[name] for name in arguments.optional]
-            options = dict(arguments.options) | dict(folded.options)
-            of_all = _run(
-                replace(arguments, options=(*options.items(),)), *folded.operands, *optional
-            )
-            results = tuple(map(folded.unfold, of_all))
-        else:
-            results = _vmap.loop(batchable, operands)
-        return results, (True,) * len(results)
-
-    @jax.custom_jvp
-    def forward(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return batchable(*arrays)
-
-    @forward.defjvp
-    def _refuse(primals: Any, tangents: Any) -> Any:
-        raise NotImplementedError(
-            f"{call.op}: inference only, it has no derivative; got a call under jax.grad, jax.jvp "
-            "or jax.linearize. Wrap the operands in jax.lax.stop_gradient"
+def _batch(
+    arguments: Arguments,
+    function: Callable[..., tuple[jax.Array, ...]],
+    size: int,
+    is_mapped: list[bool],
+    *arrays: jax.Array,
+) -> Any:
+    """The rule for ``jax.vmap``: one folded call if the op allows it, otherwise a loop."""
+    operands = [*map(_vmap.Operand, arrays, is_mapped)]
+    options = dict(arguments.options)
+    folded = None
+    if arguments.fold is not None and size > 0:
+        folded = arguments.fold(
+            size, dict(zip(arguments.array_names, operands, strict=True)), options
         )
-
-    return jax.jit(forward, inline=True)
+    if folded is None:
+        results = _vmap.loop(function, operands)
+    else:
+        folded_arrays = {name: folded.arrays[name] for name in arguments.array_names}
+        of_all = run(arguments.check, folded_arrays, options | {**folded.options}, arguments.fold)
+        results = tuple(map(folded.unfold, of_all))
+    return results, (True,) * len(results)

@@ -38,29 +38,22 @@ class Operand(NamedTuple):
 class Folded(NamedTuple):
     """The one call that many become."""
 
-    operands: Sequence[jax.Array]
-    optional: Mapping[str, jax.Array]
+    arrays: Mapping[str, jax.Array]
     unfold: Callable[[jax.Array], jax.Array]
     """Of one of its results: that of each call, ``[size, ...]``."""
     options: Mapping[str, Any] = MappingProxyType({})
     """What is not as in each of the many."""
 
 
-Fold = Callable[[int, Sequence[Operand], Mapping[str, Operand], Mapping[str, Any]], "Folded | None"]
-"""Takes the size of the mapped axis, which is not 0, and a call's operands, those that may be None
-by their names, and its options. None: these are not folded."""
+Fold = Callable[[int, Mapping[str, Operand], Mapping[str, Any]], "Folded | None"]
+"""Takes the size of the mapped axis, which is not 0, and a call's operands and options by name.
+Returns None if these are not folded."""
 
 
-def elementwise(
-    size: int,
-    operands: Sequence[Operand],
-    optional: Mapping[str, Operand],
-    options: Mapping[str, Any],
-) -> Folded:
+def elementwise(size: int, operands: Mapping[str, Operand], options: Mapping[str, Any]) -> Folded:
     """Of an op that takes arrays of any rank, all of one shape: one dimension more."""
     return Folded(
-        [x.of_each(size) for x in operands],
-        {name: x.of_each(size) for name, x in optional.items()},
+        {name: x.of_each(size) for name, x in operands.items()},
         lambda result: result,
     )
 

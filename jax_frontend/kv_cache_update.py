@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, overload
 
 import jax
@@ -95,26 +95,30 @@ def kv_cache_update(
     """
     updated = _call.run(
         op.check,
-        (kv_cache, key, value, slot_mapping),
-        fold=_fold,
-        optional={"value_cache": value_cache, "k_scale": k_scale, "v_scale": v_scale},
-        kv_layout=kv_layout,
+        {
+            "kv_cache": kv_cache,
+            "key": key,
+            "value": value,
+            "slot_mapping": slot_mapping,
+            "value_cache": value_cache,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+        },
+        {"kv_layout": kv_layout},
+        _fold,
     )
     return updated[0] if value_cache is None else (updated[0], updated[1])
 
 
 def _fold(
-    size: int,
-    operands: Sequence[_vmap.Operand],
-    optional: Mapping[str, _vmap.Operand],
-    options: Mapping[str, Any],
+    size: int, operands: Mapping[str, _vmap.Operand], options: Mapping[str, Any]
 ) -> _vmap.Folded | None:
     """One cache with the blocks of all, also where the calls begin with the same: each writes into
     its own."""
-    kv_cache, key, value, slot_mapping = operands
-    caches = {name: x for name, x in optional.items() if name == "value_cache"}
-    scales = {name: x for name, x in optional.items() if name not in caches}
-    num_blocks, block_size = _kv_layout.sizes(options["kv_layout"], kv_cache.shape)
+    slot_mapping = operands["slot_mapping"]
+    caches = {name: x for name, x in operands.items() if name in ("kv_cache", "value_cache")}
+    scales = {name: x for name, x in operands.items() if name in ("k_scale", "v_scale")}
+    num_blocks, block_size = _kv_layout.sizes(options["kv_layout"], operands["kv_cache"].shape)
     num_slots = num_blocks * block_size
     largest = jnp.iinfo(slot_mapping.array.dtype).max
     if size * num_slots > largest or any(x.is_mapped for x in scales.values()):
@@ -122,14 +126,10 @@ def _fold(
     layout, dim = _kv_layout.of_many(options["kv_layout"], is_separate="value_cache" in caches)
     slots = _vmap.renumbered(slot_mapping.of_each(size), num_slots)
     return _vmap.Folded(
-        [
-            jnp.moveaxis(kv_cache.of_each(size), 0, dim),
-            _vmap.joined(key.of_each(size)),
-            _vmap.joined(value.of_each(size)),
-            _vmap.joined(slots),
-        ],
         {name: jnp.moveaxis(x.of_each(size), 0, dim) for name, x in caches.items()}
-        | {name: x.array for name, x in scales.items()},
+        | {name: x.array for name, x in scales.items()}
+        | {name: _vmap.joined(operands[name].of_each(size)) for name in ("key", "value")}
+        | {"slot_mapping": _vmap.joined(slots)},
         lambda updated: jnp.moveaxis(updated, dim, 0),
         {"kv_layout": layout},
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -180,37 +180,44 @@ def paged_attention(
     """
     results = _call.run(
         op.check,
-        (query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs),
-        scale,
-        sliding_window,
-        soft_cap,
-        fold=_fold,
-        optional={
+        {
+            "query": query,
+            "kv_cache": kv_cache,
+            "context_lens": context_lens,
+            "block_tables": block_tables,
+            "query_start_loc": query_start_loc,
+            "num_seqs": num_seqs,
             "value_cache": value_cache,
             "k_scale": k_scale,
             "v_scale": v_scale,
             "sinks": sinks,
             "alibi_slopes": alibi_slopes,
         },
-        causal=causal,
-        window_right=window_right,
-        max_query_len=max_query_len,
-        kv_layout=kv_layout,
-        return_lse=return_lse,
+        {
+            "scale": scale,
+            "sliding_window": sliding_window,
+            "soft_cap": soft_cap,
+            "causal": causal,
+            "window_right": window_right,
+            "max_query_len": max_query_len,
+            "kv_layout": kv_layout,
+            "return_lse": return_lse,
+        },
+        _fold,
     )
     return (results[0], results[1]) if return_lse else results[0]
 
 
 def _fold(
-    size: int,
-    operands: Sequence[_vmap.Operand],
-    optional: Mapping[str, _vmap.Operand],
-    options: Mapping[str, Any],
+    size: int, operands: Mapping[str, _vmap.Operand], options: Mapping[str, Any]
 ) -> _vmap.Folded | None:
     """One ragged batch, and where each call has blocks of its own, one pool of them."""
-    query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs = operands
+    query, context_lens, block_tables = (
+        operands[x] for x in ("query", "context_lens", "block_tables")
+    )
     num_tokens, max_seqs = query.shape[0], context_lens.shape[0]
-    arrays = {"kv_cache": kv_cache, **optional}
+    ragged = {"query", "context_lens", "block_tables", "query_start_loc", "num_seqs"}
+    arrays = {name: x for name, x in operands.items() if name not in ragged}
     pool = _one_pool(size, arrays, block_tables, options["kv_layout"])
     if pool is None or size * max(num_tokens, max_seqs + 1) > _vmap.MAX_INT32:
         return None
@@ -219,19 +226,21 @@ def _fold(
     lengths, starts, (calls, tokens), places = _one_batch(
         num_tokens,
         context_lens.of_each(size),
-        query_start_loc.of_each(size),
-        num_seqs.of_each(size).reshape(size),
+        operands["query_start_loc"].of_each(size),
+        operands["num_seqs"].of_each(size).reshape(size),
     )
     return _vmap.Folded(
-        [
-            query.array.at[(calls, tokens) if query.is_mapped else tokens].get(mode="clip"),
-            everything.pop("kv_cache"),
-            lengths,
-            _vmap.joined(jnp.pad(tables, ((0, 0), (0, 1), (0, 0)))),  # of the sequence more
-            starts,
-            jnp.array(len(lengths), jnp.int32),
-        ],
-        everything,
+        everything
+        | {
+            "query": query.array.at[(calls, tokens) if query.is_mapped else tokens].get(
+                mode="clip"
+            ),
+            "context_lens": lengths,
+            # One row more for the sequence that _sequences adds.
+            "block_tables": _vmap.joined(jnp.pad(tables, ((0, 0), (0, 1), (0, 0)))),
+            "query_start_loc": starts,
+            "num_seqs": jnp.array(len(lengths), jnp.int32),
+        },
         lambda result: result[places],
         changed_options,
     )

@@ -22,5 +22,5 @@ def simple_add(a: jax.Array, b: jax.Array) -> jax.Array:
         ValueError: the shapes differ.
         TypeError: a dtype is not float32.
     """
-    (result,) = _call.run(op.check, (a, b), fold=_vmap.elementwise)
+    (result,) = _call.run(op.check, {"a": a, "b": b}, fold=_vmap.elementwise)
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -435,9 +436,12 @@ def test_a_fault_on_cuda_is_of_one_call(fault: Fault, gpu: Gpu) -> None:
     operands, options = among_sound_ones(fault)
     attributes = options | {"return_lse": True}
     fold = importlib.import_module("jax_frontend.paged_attention")._fold
-    mapped = [_vmap.Operand(jnp.asarray(x), True) for x in operands]
-    folded = fold(3, mapped, {}, {"kv_layout": None})
-    arrays = [np.asarray(x) for x in folded.operands]
+    names = [*inspect.signature(jax_frontend.paged_attention).parameters][: len(operands)]
+    mapped = {
+        name: _vmap.Operand(jnp.asarray(x), True) for name, x in zip(names, operands, strict=True)
+    }
+    folded = fold(3, mapped, {"kv_layout": None})
+    arrays = [np.asarray(folded.arrays[name]) for name in names]
     results = attend_on(gpu, arrays, **attributes, **folded.options)
     unfolded = [np.asarray(folded.unfold(jnp.asarray(x))) for x in results]
     for i in range(3):

@@ -1,0 +1,25 @@
+"""Differentiation of an op: it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+
+
+def refused(
+    op: str, function: Callable[..., tuple[jax.Array, ...]]
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """The function, which raises NotImplementedError where it is differentiated."""
+    wrapped = jax.custom_jvp(function)
+    wrapped.defjvp(partial(_refuse, op))
+    return wrapped
+
+
+def _refuse(op: str, primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        f"{op}: inference only, it has no derivative; got a call under jax.grad, jax.jvp "
+        "or jax.linearize. Wrap the operands in jax.lax.stop_gradient"
+    )
