@@ -107,13 +107,13 @@ __device__ void MergeSplits(const Params& p, const Scratch& scratch, int64_t s,
     const float shift = max == -kInfinity ? 0.0f : max;
     float sum = gpu::Exp2(sink - shift);
     for (int64_t split = 0; split < num_splits; ++split) {
-      sum += gpu::Exp2(states[split].max - shift) * states[split].sum;
+      sum = gpu::Fma(gpu::Exp2(states[split].max - shift), states[split].sum, sum);
     }
     for (int64_t d = lane; d < p.head_size; d += gpu::kWarpSize) {
       float value = 0;
       for (int64_t split = 0; split < num_splits; ++split) {
-        value += gpu::Exp2(states[split].max - shift) *
-                 scratch.partials[(index + split) * p.head_size + d];
+        value = gpu::Fma(gpu::Exp2(states[split].max - shift),
+                         scratch.partials[(index + split) * p.head_size + d], value);
       }
       gpu::FromFloat(value / (attends ? sum : 1.0f),
                      static_cast<T*>(p.output) + (token * p.num_heads + head) * p.head_size + d);

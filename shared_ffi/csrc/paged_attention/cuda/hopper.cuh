@@ -408,7 +408,7 @@ class HopperItem {
     const float sink = SinkOf(p_, place.head);
     const float max = fmaxf(state.max, sink), shift = max == -kInfinity ? 0.0f : max;
     const float weight = gpu::Exp2(state.max - shift);
-    const float sum = gpu::Exp2(sink - shift) + weight * state.sum;
+    const float sum = gpu::Fma(weight, state.sum, gpu::Exp2(sink - shift));
     const RowRange& range = softmax_.Range(r);
     const float divisor = range.begin < range.end ? sum : 1.0f;  // without keys the sum is zero
     const float factor = weight / divisor;

@@ -93,7 +93,7 @@ __device__ __forceinline__ int64_t RowOffset(const Params& p, const Item& item, 
   return ((item.first_token + place.token) * p.num_heads + place.head) * p.head_size;
 }
 
-// What ALiBi subtracts from a row's logits, in units of log2(e).
+// The bias that ALiBi adds to a row's logits, in units of log2(e).
 class AlibiBias {
  public:
   __device__ AlibiBias(const Params& p, const Item& item, int64_t row) : slope_(0), position_(0) {
@@ -103,8 +103,8 @@ class AlibiBias {
     position_ = static_cast<int32_t>(item.first_position + place.token);
   }
 
-  __device__ float At(int32_t position) const {
-    return slope_ * fabsf(static_cast<float>(position_ - position));
+  __device__ float AddTo(float logit, int32_t position) const {
+    return gpu::Fma(-slope_, fabsf(static_cast<float>(position_ - position)), logit);
   }
 
  private:
@@ -168,7 +168,7 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
       if (part >= parts.num_parts) break;
       const RowState& state = parts.states[part * parts.rows + row];
       weights[part] = gpu::Exp2(state.max - shift);
-      sum += weights[part] * state.sum;
+      sum = gpu::Fma(weights[part], state.sum, sum);
     }
     const RowRange range(p, item, row);
     const float divisor = range.begin < range.end ? sum : 1.0f;  // without keys the sum is zero
@@ -181,7 +181,8 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
 #pragma unroll
       for (int part = 0; part < kWarps; ++part) {
         if (part >= parts.num_parts) break;
-        value += weights[part] * parts.sums[(part * parts.rows + row) * parts.stride + d];
+        value = gpu::Fma(weights[part], parts.sums[(part * parts.rows + row) * parts.stride + d],
+                         value);
       }
       if (item.num_splits == 1) {
         gpu::FromFloat(value / divisor, output + d);
