@@ -211,10 +211,12 @@ def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
     longest = max_blocks_per_seq * block_size
     if sizes.max_length:
         longest = smaller(longest, sizes.max_length)
-    num_places = smaller(num_tokens, max_seqs * sizes.places_of_sequence)
     max_splits = smaller(sizes.split_limit, -(-longest // sizes.min_split))
-    flags_bytes = -(-sizes.flag_bytes * num_tokens // sizes.alignment) * sizes.alignment
-    return flags_bytes + num_places * max_splits * sizes.split_bytes
+    slots_of_sequence = smaller(sizes.slots_of_sequence, sizes.max_split_tokens * max_splits)
+    num_slots = smaller(num_tokens * max_splits, max_seqs * slots_of_sequence)
+    flags_bytes = sizes.flag_bytes * (num_tokens + num_slots)
+    flags_bytes = -(-flags_bytes // sizes.alignment) * sizes.alignment
+    return flags_bytes + num_slots * sizes.slot_bytes
 
 
 def _float32(argument: str, value: float) -> np.float32:

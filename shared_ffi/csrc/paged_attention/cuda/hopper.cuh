@@ -198,9 +198,8 @@ class HopperProducer {
       gpu::ArriveAfterCopies(&shared_.values_ring.filled[turn_.place]);
     }
     is_bad = gpu::AnyInThreads(kScheduleBarrier, kThreads, is_bad);
-    if (item.kv_head == 0 && static_cast<int32_t>(threadIdx.x) < item.num_rows) {
-      const RowPlace place(p_, item, threadIdx.x);
-      scratch_.is_bad[item.first_token + place.token] = is_bad;
+    if (static_cast<int32_t>(threadIdx.x) < item.num_rows) {
+      WriteIsBad(p_, scratch_, item, RowPlace(p_, item, threadIdx.x), is_bad);
     }
   }
 
@@ -237,8 +236,10 @@ class HopperItem {
   static constexpr int kTile = Shared::kTile;
 
  public:
-  __device__ HopperItem(const Params& p, const Item& item, int consumer, Shared* shared)
+  __device__ HopperItem(const Params& p, const Scratch& scratch, const Item& item, int consumer,
+                        Shared* shared)
       : p_(p),
+        scratch_(scratch),
         item_(item),
         shared_(*shared),
         query_(shared->query[consumer]),
@@ -398,13 +399,18 @@ class HopperItem {
     gpu::SyncThreads(kBothConsumers, kBoth);
   }
 
-  // Writes the lane's columns of its row r.
+  // Writes the lane's columns of its row r: to the output, or to the scratch if the work item is a
+  // split.
   __device__ __forceinline__ void WriteRow(int r) {
     const RowState state = softmax_.State(r);
     const int row = first_row_ + static_cast<int>(threadIdx.x) % kThreads / gpu::kWarpSize * 16 +
                     Lane() / 4 + 8 * r;
     if (row >= item_.num_rows) return;
     const RowPlace place(p_, item_, row);
+    if (item_.num_splits > 1) {
+      WritePartialResult(r, state, SlotOf(scratch_, item_, place) * p_.num_heads + place.head);
+      return;
+    }
     const float sink = SinkOf(p_, place.head);
     const float max = fmaxf(state.max, sink), shift = max == -kInfinity ? 0.0f : max;
     const float weight = gpu::Exp2(state.max - shift);
@@ -424,7 +430,21 @@ class HopperItem {
     }
   }
 
+  __device__ __forceinline__ void WritePartialResult(int r, const RowState& state,
+                                                     int64_t index) const {
+    if (Lane() % 4 == 0) scratch_.states[index] = state;
+    float* partial = scratch_.partials + index * p_.head_size;
+#pragma unroll
+    for (int n = 0; n < kHeadSize / 8; ++n) {
+      if (n * 8 >= p_.head_size) break;
+      float* columns = partial + n * 8 + Lane() % 4 * 2;
+      columns[0] = sums_[n][2 * r];
+      columns[1] = sums_[n][2 * r + 1];
+    }
+  }
+
   const Params& p_;
+  const Scratch& scratch_;
   const Item& item_;
   Shared& shared_;
   T* const query_;
@@ -453,7 +473,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
       shared->items_ring.WaitFilled(turn);
       const Item& item = shared->items[turn.place];
       if (item.num_rows == 0) return;
-      HopperItem<T, kHeadSize>(p, item, warpgroup - 1, shared).Compute(&tile);
+      HopperItem<T, kHeadSize>(p, scratch, item, warpgroup - 1, shared).Compute(&tile);
       shared->items_ring.Free(turn);
     }
   }

@@ -137,6 +137,25 @@ __device__ inline void WriteLse(const Params& p, int64_t token, int64_t head, co
   if (p.lse != nullptr) p.lse[token * p.num_heads + head] = (row.max + log2f(row.sum)) * kLn2;
 }
 
+// Where a row of a split leaves its partial result.
+__device__ __forceinline__ int64_t SlotOf(const Scratch& scratch, const Item& item,
+                                          const RowPlace& place) {
+  const int64_t token = item.first_token + place.token;
+  return scratch.Slot(item.sequence, place.token, token, item.num_splits) + item.split;
+}
+
+// Tells the Finish kernel whether a row's item met a block id outside the pool. Every kv head meets
+// the same ids.
+__device__ __forceinline__ void WriteIsBad(const Params& p, const Scratch& scratch,
+                                           const Item& item, const RowPlace& place, bool is_bad) {
+  if (item.kv_head != 0) return;
+  if (item.num_splits > 1) {
+    *scratch.IsBad(p, SlotOf(scratch, item, place)) = is_bad;
+  } else {
+    scratch.is_bad[item.first_token + place.token] = is_bad;
+  }
+}
+
 // The partial results, in shared memory, of `num_parts` warps for the same rows at different
 // positions.
 struct Parts {
@@ -172,8 +191,7 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
     }
     const RowRange range(p, item, row);
     const float divisor = range.begin < range.end ? sum : 1.0f;  // without keys the sum is zero
-    const int64_t index = scratch.Index(p, scratch.Place(p, item.sequence, place.token, token),
-                                        place.head, item.split);
+    const int64_t slot = SlotOf(scratch, item, place), index = slot * p.num_heads + place.head;
     T* output = static_cast<T*>(p.output) + RowOffset(p, item, row);
     float* partial = scratch.partials + index * p.head_size;
     for (int d = lane; d < p.head_size; d += gpu::kWarpSize) {
@@ -190,13 +208,9 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
         partial[d] = value;
       }
     }
-    if (lane == 0 && item.num_splits > 1) {
-      scratch.states[index] = {max, is_bad ? kBadSum : sum};
-    }
-    if (lane == 0 && item.num_splits == 1) {
-      WriteLse(p, token, place.head, {max, sum});
-      if (item.kv_head == 0) scratch.is_bad[token] = is_bad;
-    }
+    if (lane == 0 && item.num_splits > 1) scratch.states[index] = {max, sum};
+    if (lane == 0 && item.num_splits == 1) WriteLse(p, token, place.head, {max, sum});
+    if (lane == 0) WriteIsBad(p, scratch, item, place, is_bad);
   }
 }
 
