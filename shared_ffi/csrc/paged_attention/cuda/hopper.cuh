@@ -198,8 +198,8 @@ class HopperProducer {
       gpu::ArriveAfterCopies(&shared_.values_ring.filled[turn_.place]);
     }
     is_bad = gpu::AnyInThreads(kScheduleBarrier, kThreads, is_bad);
-    if (static_cast<int32_t>(threadIdx.x) < item.num_rows) {
-      WriteIsBad(p_, scratch_, item, RowPlace(p_, item, threadIdx.x), is_bad);
+    if (item.kv_head == 0 && static_cast<int32_t>(threadIdx.x) < item.num_rows) {
+      *IsBad(p_, scratch_, item, RowPlace(p_, item, threadIdx.x)) = is_bad;
     }
   }
 
@@ -285,8 +285,13 @@ class HopperItem {
       shared_.values_ring.Free(*turn);
       *turn = turn->Next();
     }
+    if (item_.num_splits > 1) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) WriteRow(r);
+      for (int r = 0; r < 2; ++r) WritePartialResult(r);
+    } else {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) WriteRow(r);
+    }
   }
 
  private:
@@ -399,18 +404,18 @@ class HopperItem {
     gpu::SyncThreads(kBothConsumers, kBoth);
   }
 
-  // Writes the lane's columns of its row r: to the output, or to the scratch if the work item is a
-  // split.
+  // The lane's row r in the work item.
+  __device__ __forceinline__ int RowOf(int r) const {
+    return first_row_ + static_cast<int>(threadIdx.x) % kThreads / gpu::kWarpSize * 16 +
+           Lane() / 4 + 8 * r;
+  }
+
+  // Writes the lane's columns of its row r to the output.
   __device__ __forceinline__ void WriteRow(int r) {
     const RowState state = softmax_.State(r);
-    const int row = first_row_ + static_cast<int>(threadIdx.x) % kThreads / gpu::kWarpSize * 16 +
-                    Lane() / 4 + 8 * r;
+    const int row = RowOf(r);
     if (row >= item_.num_rows) return;
     const RowPlace place(p_, item_, row);
-    if (item_.num_splits > 1) {
-      WritePartialResult(r, state, SlotOf(scratch_, item_, place) * p_.num_heads + place.head);
-      return;
-    }
     const float sink = SinkOf(p_, place.head);
     const float max = fmaxf(state.max, sink), shift = max == -kInfinity ? 0.0f : max;
     const float weight = gpu::Exp2(state.max - shift);
@@ -430,8 +435,13 @@ class HopperItem {
     }
   }
 
-  __device__ __forceinline__ void WritePartialResult(int r, const RowState& state,
-                                                     int64_t index) const {
+  // Writes them to the scratch: the work item is a split.
+  __device__ __forceinline__ void WritePartialResult(int r) {
+    const RowState state = softmax_.State(r);
+    const int row = RowOf(r);
+    if (row >= item_.num_rows) return;
+    const RowPlace place(p_, item_, row);
+    const int64_t index = SlotOf(scratch_, item_, place) * p_.num_heads + place.head;
     if (Lane() % 4 == 0) scratch_.states[index] = state;
     float* partial = scratch_.partials + index * p_.head_size;
 #pragma unroll

@@ -144,16 +144,11 @@ __device__ __forceinline__ int64_t SlotOf(const Scratch& scratch, const Item& it
   return scratch.Slot(item.sequence, place.token, token, item.num_splits) + item.split;
 }
 
-// Tells the Finish kernel whether a row's item met a block id outside the pool. Every kv head meets
-// the same ids.
-__device__ __forceinline__ void WriteIsBad(const Params& p, const Scratch& scratch,
-                                           const Item& item, const RowPlace& place, bool is_bad) {
-  if (item.kv_head != 0) return;
-  if (item.num_splits > 1) {
-    *scratch.IsBad(p, SlotOf(scratch, item, place)) = is_bad;
-  } else {
-    scratch.is_bad[item.first_token + place.token] = is_bad;
-  }
+// Where the Finish kernel reads whether a row's item met a block id outside the pool.
+__device__ __forceinline__ int32_t* IsBad(const Params& p, const Scratch& scratch, const Item& item,
+                                          const RowPlace& place) {
+  if (item.num_splits == 1) return scratch.is_bad + item.first_token + place.token;
+  return scratch.IsBad(p, SlotOf(scratch, item, place));
 }
 
 // The partial results, in shared memory, of `num_parts` warps for the same rows at different
@@ -210,7 +205,7 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
     }
     if (lane == 0 && item.num_splits > 1) scratch.states[index] = {max, sum};
     if (lane == 0 && item.num_splits == 1) WriteLse(p, token, place.head, {max, sum});
-    if (lane == 0) WriteIsBad(p, scratch, item, place, is_bad);
+    if (lane == 0 && item.kv_head == 0) *IsBad(p, scratch, item, place) = is_bad;
   }
 }
 

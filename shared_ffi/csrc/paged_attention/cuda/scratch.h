@@ -21,26 +21,34 @@ inline constexpr int64_t kMaxRowsPerItem = 64;
 // Work items that fill a large GPU. A sequence that has them without splits is not split.
 inline constexpr int64_t kEnoughItems = 256;
 
+// a / b for 0 <= a < 2^32, which a GPU computes in a fraction of the instructions of a division of
+// 64 bits.
+XLA_GPU_HOST_DEVICE inline int64_t DivideSmall(int64_t a, int64_t b) {
+  return b > a ? 0 : static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+}
+
 // Query tokens whose rows fit one query tile.
 XLA_GPU_HOST_DEVICE inline int64_t TokensPerTile(const Params& p) {
-  return Larger(1, kMaxRowsPerItem * p.num_kv_heads / p.num_heads);
+  return Larger(1, DivideSmall(kMaxRowsPerItem, p.num_heads / p.num_kv_heads));
 }
 
 // Most splits of a sequence with one query tile.
 XLA_GPU_HOST_DEVICE inline int64_t SplitLimit(const Params& p) {
-  return Larger(32, kEnoughItems / p.num_kv_heads);
+  return Larger(32, DivideSmall(kEnoughItems, p.num_kv_heads));
 }
 
 // Most splits of a sequence with `q_len` query tokens. The more query tiles it has, the fewer
 // splits fill a GPU; that bounds its partial results, too.
 XLA_GPU_HOST_DEVICE inline int64_t SplitLimit(const Params& p, int64_t q_len) {
-  const int64_t tiles = DivideUp(q_len, TokensPerTile(p));
-  return tiles <= 1 ? SplitLimit(p) : Larger(1, kEnoughItems / (p.num_kv_heads * tiles));
+  const int64_t tokens = TokensPerTile(p);
+  if (q_len <= tokens) return SplitLimit(p);
+  const int64_t tiles = DivideSmall(q_len + tokens - 1, tokens);
+  return Larger(1, DivideSmall(kEnoughItems, p.num_kv_heads * tiles));
 }
 
 // The most query tokens of a sequence that is split.
 XLA_GPU_HOST_DEVICE inline int64_t MaxSplitTokens(const Params& p) {
-  return TokensPerTile(p) * Larger(1, kEnoughItems / 2 / p.num_kv_heads);
+  return TokensPerTile(p) * Larger(1, DivideSmall(kEnoughItems / 2, p.num_kv_heads));
 }
 
 // Which sequences a kernel takes, by their query tokens; which kernel runs for a sequence thus
