@@ -3,6 +3,7 @@ custom calls, with the layouts and the aliasing that the kernels need."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import textwrap
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from shared_ffi.spec import ArraySpec
 from tests.support import scripts
 from tests.support.models import Layer, layer_inputs
 from torch_frontend import openxla
+from torch_frontend._in_place import cut_at_updates
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="pip install 'jax[cuda13-local]'")
 
@@ -125,10 +127,35 @@ def test_openxla_makes_the_same_calls_of_cuda_tensors(h200: Any) -> None:
         assert hlo.custom_calls(jitted, target) == [call]
 
 
+def test_openxla_copies_no_cache_of_cuda_tensors(h200: Any) -> None:
+    layer, (key, slots, *rest) = Layer(), layer_inputs()
+    arguments = (key, slots.int(), *rest)
+    graph = torch.export.export(layer, arguments).run_decompositions().graph_module
+    texts = []
+
+    def compiled(part: torch.fx.GraphModule) -> Callable[..., list[Any]]:
+        def run(*tensors: torch.Tensor) -> list[Any]:
+            trace = openxla.trace_on_placeholders(part, tensors, "cuda")
+            program = lowering.compile_stablehlo(trace.program, trace.operands, trace.results, h200)
+            texts.append(program.as_text())
+            return [torch.empty(spec.shape, device="meta") for spec in trace.results]
+
+        return run
+
+    run = cut_at_updates(graph, compiled)
+    assert run is not None
+    run(*[x.to("meta") for x in (layer.cache, *arguments)])
+    cache = ",".join(map(str, layer.cache.shape))
+    assert len(texts) == 2
+    assert [len(hlo.custom_calls(text, ATTENTION)) for text in texts] == [0, 1]
+    assert not any(hlo.custom_calls(text, UPDATE) for text in texts)
+    assert re.findall(rf"\[{cache}\]\S* (?!parameter)\w+\(", texts[1]) == []
+
+
 def test_the_scratch_is_a_result_that_nobody_reads(h200: Any) -> None:
     (call,) = hlo.custom_calls(of_jax(h200, attend, *operands()), ATTENTION)
-    # 16 tokens of 8 heads, each of one split; 2 * 16 places would be enough for all sequences.
-    num_bytes = 4 * 16 + 4 * 16 * 8 * 1 * (128 + 2)
+    # 16 tokens with a flag each, and for each token a slot of 8 heads with a flag.
+    num_bytes = 4 * (16 + 16) + 4 * 16 * 8 * (128 + 2)
     assert call.startswith(
         f"(bf16[16,8,128]{{2,1,0}}, u8[{num_bytes}]{{0}}) custom-call(6 operands)"
     )
