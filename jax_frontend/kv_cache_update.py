@@ -118,12 +118,14 @@ def _fold(
     slot_mapping = operands["slot_mapping"]
     caches = {name: x for name, x in operands.items() if name in ("kv_cache", "value_cache")}
     scales = {name: x for name, x in operands.items() if name in ("k_scale", "v_scale")}
-    num_blocks, block_size = _kv_layout.sizes(options["kv_layout"], operands["kv_cache"].shape)
+    num_blocks, block_size = _kv_layout.num_blocks_and_size(
+        op.OP, options["kv_layout"], operands["kv_cache"].shape
+    )
     num_slots = num_blocks * block_size
     largest = jnp.iinfo(slot_mapping.array.dtype).max
     if size * num_slots > largest or any(x.is_mapped for x in scales.values()):
         return None
-    layout, dim = _kv_layout.of_many(options["kv_layout"], is_separate="value_cache" in caches)
+    layout, dim = _kv_layout.stacked(options["kv_layout"], is_separate="value_cache" in caches)
     slots = _vmap.renumbered(slot_mapping.of_each(size), num_slots)
     return _vmap.Folded(
         {name: jnp.moveaxis(x.of_each(size), 0, dim) for name, x in caches.items()}

@@ -264,10 +264,10 @@ def _one_pool(
     tables = block_tables.of_each(size)
     if not have_own_blocks:
         return {}, tables, {}
-    num_blocks, _ = _kv_layout.sizes(kv_layout, arrays["kv_cache"].shape)
+    num_blocks, _ = _kv_layout.num_blocks_and_size(op.OP, kv_layout, arrays["kv_cache"].shape)
     if size * num_blocks > _vmap.MAX_INT32:
         return None
-    layout, dim = _kv_layout.of_many(kv_layout, is_separate=len(caches) == 2)
+    layout, dim = _kv_layout.stacked(kv_layout, is_separate=len(caches) == 2)
     pool = {name: jnp.moveaxis(arrays[name].of_each(size), 0, dim) for name in caches}
     pool |= {name: _vmap.joined(arrays[name].of_each(size)) for name in per_position}
     return pool, _vmap.renumbered(tables, num_blocks), {"kv_layout": layout}
