@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, overload
+from typing import overload
 
 import jax
-import jax.numpy as jnp
 
-from jax_frontend import _call, _vmap
+from jax_frontend import _call
+from jax_frontend._vmap.kv_cache_update import batch
 from shared_ffi import kv_cache_update as op
-from shared_ffi import kv_layout as _kv_layout
 
 
 @overload
@@ -105,33 +103,6 @@ def kv_cache_update(
             "v_scale": v_scale,
         },
         {"kv_layout": kv_layout},
-        _fold,
+        batch,
     )
     return updated[0] if value_cache is None else (updated[0], updated[1])
-
-
-def _fold(
-    size: int, operands: Mapping[str, _vmap.Operand], options: Mapping[str, Any]
-) -> _vmap.Folded | None:
-    """One cache with the blocks of all, also where the calls begin with the same: each writes into
-    its own."""
-    slot_mapping = operands["slot_mapping"]
-    caches = {name: x for name, x in operands.items() if name in ("kv_cache", "value_cache")}
-    scales = {name: x for name, x in operands.items() if name in ("k_scale", "v_scale")}
-    num_blocks, block_size = _kv_layout.num_blocks_and_size(
-        op.OP, options["kv_layout"], operands["kv_cache"].shape
-    )
-    num_slots = num_blocks * block_size
-    largest = jnp.iinfo(slot_mapping.array.dtype).max
-    if size * num_slots > largest or any(x.is_mapped for x in scales.values()):
-        return None
-    layout, dim = _kv_layout.stacked(options["kv_layout"], is_separate="value_cache" in caches)
-    slots = _vmap.renumbered(slot_mapping.of_each(size), num_slots)
-    return _vmap.Folded(
-        {name: jnp.moveaxis(x.of_each(size), 0, dim) for name, x in caches.items()}
-        | {name: x.array for name, x in scales.items()}
-        | {name: _vmap.joined(operands[name].of_each(size)) for name in ("key", "value")}
-        | {"slot_mapping": _vmap.joined(slots)},
-        lambda updated: jnp.moveaxis(updated, dim, 0),
-        {"kv_layout": layout},
-    )
