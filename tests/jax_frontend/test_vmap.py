@@ -276,6 +276,7 @@ UPDATES: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bfloat16"},
     "no-tokens": {"num_tokens": 0, "num_padding": 0},
     "8-bits": {"cache_dtype": "float8_e4m3fn", "scales": "per head"},
+    "scales-per-position": {"cache_dtype": "int8", "scales": "per position"},
     **{f"layout-{layout}": {"kv_layout": layout} for layout in LAYOUTS},
 }
 
