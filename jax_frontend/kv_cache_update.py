@@ -63,23 +63,25 @@ def kv_cache_update(
         kv_cache: ``[num_blocks, block_size, 2 * num_kv_heads, head_size]``, float32, float16 or
             bfloat16, or float8_e4m3fn, float8_e5m2 or int8; the K of kv head h at index 2h, its V
             at 2h + 1.
-        key: ``[num_tokens, num_kv_heads, head_size]``, dtype of ``kv_cache``, or, if that has 8
-            bits, float32, float16 or bfloat16: then it is divided by ``k_scale`` and rounded to
-            nearest; what is larger than the cache can hold becomes the largest that it can.
+        key: ``[num_tokens, num_kv_heads, head_size]``, dtype of ``kv_cache``. For a cache of 8
+            bits it may be float32, float16 or bfloat16: it is then divided by ``k_scale``, rounded
+            to nearest, and clamped to the largest number that the cache can hold.
         value: as ``key``.
         slot_mapping: ``[num_tokens]``, int32 or int64: token t goes to slot
             ``block * block_size + offset``. A negative slot is padding and writes nothing. If two
             tokens name one slot, the later one wins.
-        value_cache: where K and V are two arrays, that of V; ``kv_cache`` is that of K. Shape and
-            dtype of ``kv_cache``.
-        kv_layout: which dimension is which, where that is not as above; see ``paged_attention``.
-        k_scale: float32, of shape ``[]``, ``[1]``, ``[num_kv_heads]`` or ``[num_blocks,
-            block_size, num_kv_heads]``, as ``paged_attention`` takes it: of the last, each key is
-            divided by that of its slot. None: 1.
-        v_scale: likewise, of the values.
+        value_cache: the array of V, if K and V are two arrays; ``kv_cache`` is then the array of K.
+            Shape and dtype of ``kv_cache``.
+        kv_layout: which dimension is which, if not as above; see ``paged_attention``.
+        k_scale: what the keys are divided by, float32, of shape ``[]``, ``[1]``,
+            ``[num_kv_heads]`` or ``[num_blocks, block_size, num_kv_heads]``, as in
+            ``paged_attention``. With the last shape, each key is divided by the scale of its slot.
+            None: 1.
+        v_scale: likewise, for the values.
 
     Returns:
-        The updated cache, shape and dtype of ``kv_cache``; with ``value_cache`` a pair of both.
+        The updated cache, shape and dtype of ``kv_cache``; with ``value_cache``, the pair of
+        updated caches.
 
     Raises:
         ValueError: a shape is wrong.

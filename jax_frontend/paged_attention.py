@@ -114,18 +114,18 @@ def paged_attention(
         sliding_window: how many positions a query attends to, itself included; at least 1. None:
             all of them.
         soft_cap: c > 0 turns a logit into ``c * tanh(logit / c)``, before the softmax. None: off.
-        value_cache: where K and V are two arrays, that of V; ``kv_cache`` is that of K. Shape and
-            dtype of ``kv_cache``.
-        kv_layout: which dimension is which, where that is not as above: ``n`` num_blocks, ``b``
-            block_size, ``h`` num_kv_heads, ``2`` K then V, ``d`` head_size, in any order that ends
-            with ``d``, two of them joined by parentheses; what lies along several dimensions, side
-            by side, is named for each. None is ``"nb(h2)d"``, and with ``value_cache`` ``"nbhd"``.
-            ``"n2bhd"``, for one, is
+        value_cache: the array of V, if K and V are two arrays; ``kv_cache`` is then the array of K.
+            Shape and dtype of ``kv_cache``.
+        kv_layout: which dimension is which, if not as above: ``n`` num_blocks, ``b`` block_size,
+            ``h`` num_kv_heads, ``2`` K then V, ``d`` head_size, in any order that ends with ``d``.
+            ``(h2)``, ``(2h)`` and ``(2d)`` are one dimension that counts both. A letter that is
+            repeated, side by side, stands for several dimensions that count one thing. None is
+            ``"nb(h2)d"``, and with ``value_cache`` ``"nbhd"``. For example, ``"n2bhd"`` is
             ``[num_blocks, 2, block_size, num_kv_heads, head_size]``.
-        k_scale: float32, what the keys in a cache of 8 bits are multiplied by: of shape ``[]`` or
-            ``[1]``, one for all; ``[num_kv_heads]``; or ``[num_blocks, block_size, num_kv_heads]``.
-            None: 1.
-        v_scale: likewise, of the values.
+        k_scale: what the keys in a cache of 8 bits are multiplied by, float32: one for all, of
+            shape ``[]`` or ``[1]``; ``[num_kv_heads]``; or ``[num_blocks, block_size,
+            num_kv_heads]``. None: 1.
+        v_scale: likewise, for the values.
         sinks: ``[num_heads]`` float32, one more logit in the softmax of each head, already
             scaled, with no value. -inf: none.
         alibi_slopes: ``[num_heads]`` float32: ``slope * abs(p - j)`` is taken from the logit of
@@ -134,12 +134,12 @@ def paged_attention(
             less than the number of the sequence's queries: the first of these stand at negative
             positions, before all keys.
         window_right: with ``causal=False``, how many positions after its own a query attends to; at
-            least 0, which is causal. None: all of them. (``sliding_window - 1, window_right`` is
-            what FlashAttention calls ``window_size``.)
-        max_query_len: a promise about the values of ``query_start_loc``: no sequence has more query
-            tokens than this, at least 1; more are an error. On GPUs the program is smaller and, at
-            1, for decoding, another; the result is the same. None: nothing is known.
-        return_lse: return the rows' log-sum-exp, too, which ``merge_attention`` takes.
+            least 0, which is causal. None: all of them. (FlashAttention's ``window_size`` is
+            ``sliding_window - 1, window_right``.)
+        max_query_len: a promise that no sequence has more query tokens than this, at least 1. A
+            sequence with more is an error. The result is the same; on GPUs the program is smaller,
+            and 1 selects the program for decoding. None: no promise.
+        return_lse: also return the log-sum-exp of each row, for ``merge_attention``.
 
     Returns:
         ``[num_tokens, num_heads, head_size]``, dtype of ``query``. Logits, softmax and sums are
@@ -148,12 +148,12 @@ def paged_attention(
         on the number of threads. NaN or infinity in memory that a row does not attend to does not
         reach it.
 
-        With ``return_lse`` a pair of that and of ``[num_tokens, num_heads]`` float32: the natural
-        logarithm of the softmax's denominator, the sink included; -inf where a row has nothing to
-        attend to, nor a sink.
+        With ``return_lse``, a pair: the above, and ``[num_tokens, num_heads]`` float32, the natural
+        logarithm of the softmax's denominator, the sink included; -inf for a row that has neither
+        a position to attend to nor a sink.
 
     Raises:
-        ValueError: a shape, or the value of an argument that is no array, is wrong.
+        ValueError: a shape is wrong, or the value of an argument that is not an array.
         TypeError: a dtype or type is wrong.
         jax.errors.JaxRuntimeError: when it runs, INVALID_ARGUMENT naming sequence and entry:
             lengths, tables or ``num_seqs`` contradict each other or point outside the pool.
