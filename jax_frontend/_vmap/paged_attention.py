@@ -25,7 +25,7 @@ _OF_BATCH = ("query", "context_lens", "block_tables", "query_start_loc", "num_se
 class _Pool(NamedTuple):
     block_tables: jax.Array
     """``[size, max_seqs, max_blocks_per_seq]``: one table for each call, of blocks of the pool."""
-    arrays: Mapping[str, jax.Array]
+    arrays: dict[str, jax.Array]
     """The caches, scales and features of the batched call."""
     options: Mapping[str, Any]
     """The options that differ from those of the calls under ``vmap``."""
@@ -68,7 +68,7 @@ def batch(
         "query_start_loc": ragged.query_start_loc,
         "num_seqs": jnp.array(len(ragged.context_lens), jnp.int32),
     }
-    return BatchedCall(arrays | {**pool.arrays}, lambda result: result[ragged.rows], pool.options)
+    return BatchedCall(arrays | pool.arrays, lambda result: result[ragged.rows], pool.options)
 
 
 def _pool(size: int, operands: Mapping[str, Operand], layout: str | None) -> _Pool | None:
