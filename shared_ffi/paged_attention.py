@@ -169,7 +169,7 @@ def check_values(
         name: np.clip(on_host(array), limits.min, limits.max).astype(np.int32, order="C")
         for name, array in arrays.items()
     }
-    num_blocks, block_size = _kv_layout.sizes(kv_layout, kv_cache.shape)
+    num_blocks, block_size = _kv_layout.num_blocks_and_size(OP, kv_layout, kv_cache.shape)
     fault = _native.metadata_fault(
         arrays["context_lens"],
         arrays["block_tables"],
