@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +51,14 @@ class Call:
     A device with a part of the kv heads has that part of each of these dimensions."""
     cuda_scratch_bytes: Callable[[Call, Smaller], int] | None = None
     """How much memory the CUDA kernels need besides, if they do."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once: caches look a call up each time that it is made."""
+        return hash((self.target, self.operands, self.results, self.attributes))
 
     def arrays(self) -> list[tuple[ArraySpec, int | None]]:
         """Operands, then results, each with the dimension of its heads."""

@@ -7,14 +7,14 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import IO, Any
 
 import numpy as np
 import torch
 
 from shared_ffi import library_path
-from torch_frontend._library import IN_PROGRAMS, CheckedCalls, allocate, as_returned
+from torch_frontend._library import IN_PROGRAMS, Operator, allocate, as_returned, specs
 
 _LIBRARY = torch.library.Library("xla_gpu", "FRAGMENT")
 _LIBRARY.define(
@@ -115,45 +115,50 @@ def handler_calls() -> Iterator[None]:
 @cache
 def _intercept() -> None:
     """Has the ops replaced while a trace is made functional: later, in-place ops are no longer what
-    they were. PyTorch's own modules that this needs are no public ones, so nothing else needs it.
-    """
+    they were. This needs modules of PyTorch's that are not public, so it is done on first use."""
+    from torch._subclasses.functional_tensor import FunctionalTensorMode  # noqa: PLC0415
+
+    rules = {"xla_gpu::_xla_gpu_call": _functionalize}
+    rules |= {name: partial(_trace, operator) for name, operator in IN_PROGRAMS.items()}
+    for name, rule in rules.items():
+        torch.library.register_torch_dispatch(name, FunctionalTensorMode, rule, lib=_LIBRARY)
+
+
+def _functionalize(
+    mode: Any, op: Any, types: Any, arguments: Sequence[Any], keywords: Any = None
+) -> None:
+    """Makes HANDLER_CALL functional. For AOTInductor the mode itself would choose the older way,
+    which copies a view, such as a layer's cache in an array of all layers."""
     from torch._higher_order_ops.auto_functionalize import (  # noqa: PLC0415
         do_auto_functionalize_v2,
     )
-    from torch._subclasses.functional_tensor import FunctionalTensorMode  # noqa: PLC0415
 
-    def functionalize(
-        mode: Any, op: Any, types: Any, arguments: Sequence[Any], keywords: Any = None
-    ) -> None:
-        # Where the mode itself would, for AOTInductor, choose the older way, which copies what is a
-        # view: a layer's cache in an array of all layers.
-        do_auto_functionalize_v2(mode, op, tuple(arguments), dict(keywords or {}))
+    do_auto_functionalize_v2(mode, op, tuple(arguments), dict(keywords or {}))
 
-    def intercept(name: str, calls: CheckedCalls) -> None:
-        def trace(
-            mode: Any, op: Any, types: Any, arguments: Sequence[Any], keywords: Any = None
-        ) -> Any:
-            if not _is_tracing.get():
-                return mode.__torch_dispatch__(op, types, arguments, keywords)
-            with mode:
-                return _call_handler(calls, arguments, keywords or {})
 
-        torch.library.register_torch_dispatch(name, FunctionalTensorMode, trace, lib=_LIBRARY)
-
-    torch.library.register_torch_dispatch(
-        "xla_gpu::_xla_gpu_call", FunctionalTensorMode, functionalize, lib=_LIBRARY
-    )
-    for name, calls in IN_PROGRAMS.items():
-        intercept(name, calls)
+def _trace(
+    operator: Operator,
+    mode: Any,
+    op: Any,
+    types: Any,
+    arguments: Sequence[Any],
+    keywords: Any = None,
+) -> Any:
+    """Traces an op: as HANDLER_CALL within handler_calls, as itself elsewhere."""
+    if not _is_tracing.get():
+        return mode.__torch_dispatch__(op, types, arguments, keywords)
+    with mode:
+        return _call_handler(operator, tuple(arguments), keywords or {})
 
 
 def _call_handler(
-    calls: CheckedCalls, arguments: Sequence[Any], keywords: Mapping[str, Any]
+    operator: Operator, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> Any:
     """An op in terms of HANDLER_CALL; sizes may be symbols."""
     from torch._higher_order_ops.auto_functionalize import get_base  # noqa: PLC0415
 
-    call, tensors = calls.in_memory(arguments, keywords, symbolic=True)
+    bound, tensors = operator.bind_in_memory(arguments, keywords)
+    call = bound.call_on(specs(tensors))
     aliases = [operand for operand, _ in call.aliases]
     if aliases:
         # The tensors of which they are views: a view that is written to is made anew later, by
