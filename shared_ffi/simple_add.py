@@ -6,7 +6,8 @@ from shared_ffi.spec import ArraySpec, Call, dtype_error, shape_error
 
 OP = "simple_add"
 TARGET = "XlaGpuSimpleAdd"
-"""Older than this library, which grew from programs that used it. A new op has ``xla_gpu_<op>``."""
+"""Older than this library, which grew from programs that used it: renaming it would break them.
+A new op's target is ``xla_gpu_<op>``."""
 
 
 def check(a: ArraySpec, b: ArraySpec) -> Call:
