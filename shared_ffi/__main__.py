@@ -36,6 +36,7 @@ def diagnose() -> dict[str, Any]:
             "handlers": {name: sorted(targets) for name, targets in _native.handlers().items()},
             "module": _native.__file__,
             "library": str(library_path()),
+            "cuda": _dotted(_native.cuda_version) if _native.cuda_version else "none",
             "cpu_instruction_set": _native.cpu_instruction_set(),
         },
         "runtimes": runtimes_found,
@@ -78,7 +79,13 @@ def _try_runtime(module: str, ffi_version: Any) -> dict[str, str]:
 
 def _cuda_driver() -> str:
     version = _pjrt.cuda_driver_version()
-    return f"runs CUDA {_dotted(version)} and older" if any(version) else "none"
+    if not any(version):
+        return "none"
+    try:
+        runtimes.check_cuda_driver()
+    except RuntimeError as error:
+        return str(error)
+    return f"runs CUDA {_dotted(version)} and older"
 
 
 def _cuda_plugin() -> str:
@@ -97,6 +104,7 @@ def _print(report: dict[str, Any]) -> None:
     for platform_name, targets in built["handlers"].items():
         print(f"  {platform_name:<22}{', '.join(targets)}")
     print(f"  {'CPU kernels use':<22}{built['cpu_instruction_set']}")
+    print(f"  {'built with CUDA':<22}{built['cuda']}")
     print("\nXLA runtimes")
     for runtime, found in report["runtimes"].items():
         what = found if isinstance(found, str) else found.get(_PROBLEM)

@@ -11,6 +11,7 @@ import ctypes
 import importlib.util
 import os
 from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_void_p, sizeof
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -54,6 +55,7 @@ def find_cuda_plugin() -> Path:
     return found[max(fitting)]
 
 
+@cache
 def cuda_driver_version() -> tuple[int, int]:
     """(major, minor) of the newest CUDA that the driver runs; (0, 0) where there is no driver."""
     version = c_int(0)

@@ -20,6 +20,7 @@ from shared_ffi.spec import ArraySpec, Call
 def ffi_call(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """The custom call on JAX arrays or tracers; ``vmap`` is the caller's."""
     runtimes.register()
+    operands = _refuse_old_driver(*operands)
     if call.cuda_scratch_bytes is None:
         return _ffi_call_on("cpu", call, *operands)  # the same everywhere
     return jax.lax.platform_dependent(
@@ -36,6 +37,35 @@ def _ffi_call_on(platform: str, call: Call, *operands: jax.Array) -> tuple[jax.A
         input_output_aliases=dict(call.aliases),
     )(*operands, **dict(call.attributes))
     return tuple(results[: len(call.results)])
+
+
+def _refuse_old_driver(first: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
+    """The operands. Where the driver is too old for the CUDA handlers, the first one passes a
+    primitive that refuses to be lowered for CUDA devices: the CPU's programs still work."""
+    try:
+        runtimes.check_cuda_driver()
+    except RuntimeError:
+        first = _checks_driver.bind(first)
+    return first, *others
+
+
+def _lower_for_cuda(context: Any, array: ir.Value) -> list[ir.Value]:
+    if _has_cuda_devices():  # otherwise the program is exported for another machine
+        runtimes.check_cuda_driver()
+    return [array]
+
+
+def _has_cuda_devices() -> bool:
+    try:
+        return len(jax.devices("cuda")) > 0
+    except RuntimeError:  # JAX has no such backend here
+        return False
+
+
+_checks_driver = Primitive("xla_gpu_checks_driver")
+_checks_driver.def_abstract_eval(lambda array: array)
+mlir.register_lowering(_checks_driver, lambda context, array: [array])
+mlir.register_lowering(_checks_driver, _lower_for_cuda, platform="cuda")
 
 
 @cache

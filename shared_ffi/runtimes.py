@@ -4,6 +4,11 @@ A runtime is a copy of XLA with its own registry: jaxlib's, the one inside torch
 the CUDA plugin that torch_xla loads. (JAX hands its own CUDA plugin what is registered with jaxlib;
 where both load the same file, that is one registry.) A handler built against the FFI headers of
 version x.y loads in every runtime of version x.z with z >= y.
+
+An NVIDIA driver that is too old for the CUDA handlers is refused where a GPU is about to run them:
+when they are registered with torch_xla's CUDA plugin, before the first eager call (``eager.py``),
+and when JAX lowers a call for its CUDA devices (``lowering.py``). Registering with jaxlib does not
+refuse it, because JAX may use only the CPU of that machine.
 """
 
 from __future__ import annotations
@@ -25,6 +30,8 @@ FFI_VERSION: tuple[int, int] = _native.ffi_version
 _XLA_FFI_GET_API = "_ZN3xla3ffi12GetXlaFfiApiEv"  # XLA_FFI_Api const* xla::ffi::GetXlaFfiApi()
 
 _JAX_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
+
+_FIRST_DRIVERS = {12: "525", 13: "580"}  # by the major version of CUDA that they run
 
 _lock = threading.Lock()
 _registered: dict[str, dict[str, list[str]]] = {}
@@ -56,12 +63,35 @@ def check_version(runtime: str, version: tuple[int, int]) -> None:
     """Raises RuntimeError, naming both versions, when a runtime cannot load this build."""
     if version[0] == FFI_VERSION[0] and version[1] >= FFI_VERSION[1]:
         return
-    built, offered = ("{}.{}".format(*v) for v in (FFI_VERSION, version))
+    built, offered = _dotted(FFI_VERSION), _dotted(version)
     raise RuntimeError(
         f"shared_ffi: handlers built for XLA FFI {built} cannot be registered with {runtime}, "
         f"which speaks XLA FFI {offered}; install a {runtime} that speaks {built} or a later "
         f"version of XLA FFI {FFI_VERSION[0]}"
     )
+
+
+def check_cuda_driver() -> None:
+    """Raises RuntimeError, naming both versions, when the CUDA handlers of this build cannot run on
+    this machine's driver.
+
+    A driver runs every CUDA of its own major version and of older ones. The handlers link the CUDA
+    runtime statically, so the version that counts is that of the compiler which built them. Without
+    a driver there is nothing to check.
+    """
+    built, driver = _native.cuda_version, _pjrt.cuda_driver_version()
+    if built is None or driver == (0, 0) or driver[0] >= built[0]:
+        return
+    needed = _FIRST_DRIVERS.get(built[0], f"one of CUDA {built[0]}")
+    raise RuntimeError(
+        f"shared_ffi: the CUDA handlers of xla-paged-attention are built with CUDA "
+        f"{_dotted(built)}, but this machine's NVIDIA driver runs CUDA {_dotted(driver)} and "
+        f"older; update the driver to {needed} or later, or run on the CPU"
+    )
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return "{}.{}".format(*version)
 
 
 def _register_with_jaxlib() -> dict[str, list[str]]:
@@ -129,6 +159,7 @@ def _register_with_cuda_plugin() -> dict[str, list[str]]:
             "shared_ffi: this build has no CUDA handlers (XLA_GPU_CUDA=OFF); install one that has, "
             "or set PJRT_DEVICE=CPU"
         )
+    check_cuda_driver()
     plugin = _pjrt.Plugin(str(_pjrt.find_cuda_plugin()))
     for target, capsule in handlers.items():
         plugin.register(target, capsule)
