@@ -1,4 +1,4 @@
-"""``python -m shared_ffi``: what is built, what is installed, and what is registered where."""
+"""``python -m shared_ffi`` reports what is built, what is installed and what is registered."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PROBLEM = "problem"
 
 
 def diagnose() -> dict[str, Any]:
-    """Imports what is installed, registers with it, and tells what came of it."""
+    """Imports what is installed, registers the handlers, and reports how that went."""
     runtimes_found: dict[str, Any] = {
         "jaxlib": _try_runtime("jax", runtimes.jaxlib_ffi_version),
         "torch_xla": _try_runtime("torch_xla", runtimes.torch_xla_ffi_version),
@@ -120,7 +120,7 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m shared_ffi", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     report = diagnose()

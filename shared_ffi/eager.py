@@ -1,4 +1,4 @@
-"""Calls a handler directly, with no XLA runtime: what an eager framework does."""
+"""Calls a handler directly, without an XLA runtime, for eager PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run_on_cpu(
         call: what the op's check returned.
         operands: the addresses of the inputs, in the op's order, laid out as the call says.
         results: the addresses to write to; for an aliased result, the address of its operand.
-        num_threads: most threads to use, the calling one included.
+        num_threads: the largest number of threads to use, with the calling one.
 
     Raises:
         ValueError: the handler refused the values, such as a block id out of range.

@@ -40,9 +40,9 @@ _registered: dict[str, dict[str, list[str]]] = {}
 def register() -> None:
     """Registers every handler with every loaded runtime that does not have it yet.
 
-    Both frontends call this before they need it; call it yourself before running a program that
-    was serialized elsewhere (``jax.export``) and never passes through a frontend. Cheap when there
-    is nothing to do, safe from several threads.
+    Both frontends call this before they need it. Call it yourself before running a program that
+    was serialized elsewhere (``jax.export``) and never passes through a frontend. It is cheap when
+    there is nothing to do, and safe to call from several threads.
 
     Raises:
         RuntimeError: a runtime's XLA FFI version is too old for this build.
@@ -55,7 +55,7 @@ def register() -> None:
 
 
 def registered() -> dict[str, dict[str, list[str]]]:
-    """What has been registered so far: {runtime: {platform: [target]}}."""
+    """Returns what has been registered so far: {runtime: {platform: [target]}}."""
     return {runtime: dict(platforms) for runtime, platforms in _registered.items()}
 
 
@@ -105,7 +105,7 @@ def _register_with_jaxlib() -> dict[str, list[str]]:
 
 
 def jaxlib_ffi_version() -> tuple[int, int]:
-    """The FFI version of the installed jaxlib, as the headers it carries state it."""
+    """Reads the FFI version of the installed jaxlib from the headers that it ships."""
     import jaxlib  # noqa: PLC0415  (optional)
 
     header = Path(jaxlib.__path__[0], "include/xla/ffi/api/c_api.h").read_text()
@@ -127,15 +127,15 @@ def _register_with_torch_xla() -> dict[str, list[str]]:
 
 
 def torch_xla_ffi_version() -> tuple[int, int]:
-    """The FFI version of the XLA inside torch_xla, which is imported if it was not."""
+    """Returns the FFI version of the XLA inside torch_xla; imports torch_xla's extension."""
     return _native.api_version_at(_torch_xla_api())
 
 
 def _torch_xla_api() -> int:
-    """Address of the XLA_FFI_Api of the XLA that is linked into torch_xla.
+    """Returns the address of the XLA_FFI_Api of the XLA that is linked into torch_xla.
 
-    torch_xla 2.9.0 offers no way to register an FFI handler and exports no symbol of XLA's, but its
-    extension module keeps its symbol table, which names the function that returns the API.
+    torch_xla 2.9.0 has no API to register an FFI handler and exports no symbol of XLA's. But its
+    extension module has a symbol table, which names the function that returns the XLA_FFI_Api.
     """
     import _XLAC  # noqa: PLC0415  (optional)
 

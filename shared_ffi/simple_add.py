@@ -1,4 +1,4 @@
-"""The check of ``simple_add``: the smallest op, the one that "how to add an op" walks through."""
+"""The check of ``simple_add``, the smallest op: docs/adding-an-op.md follows it."""
 
 from __future__ import annotations
 

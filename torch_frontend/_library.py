@@ -1,4 +1,4 @@
-"""Defines ops of the namespace ``xla_gpu``: one schema and one check give every kernel of an op."""
+"""Defines ops of the namespace ``xla_gpu``: an op's kernels follow from its schema and check."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Arguments(NamedTuple):
     """All other arguments, except for those that the dispatcher omits: they have their default."""
     option_values: tuple[Any, ...]
     strides: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Of tensors that are read and written where they lie, though they are not contiguous."""
+    """By name, the strides of tensors that the handler takes though they are not contiguous."""
 
     def call_on(self, specs: Sequence[ArraySpec]) -> Call:
-        """The checked call on tensors of these shapes and dtypes, or on a device's parts of them.
-        Sizes may be symbols."""
+        """Returns the checked call on tensors of these shapes and dtypes, or on a device's parts of
+        them. Sizes may be symbols."""
         arrays = dict(zip(self.tensor_names, specs, strict=True))
         for name, strides in self.strides:
             arrays[name] = arrays[name]._replace(strides=strides)
@@ -38,8 +38,14 @@ class Arguments(NamedTuple):
 
 
 class Operator:
-    """The kernels of one operator of PyTorch's. Its tensors come first in the schema, except for
-    optional ones, which are keyword-only."""
+    """The kernels of one operator of PyTorch.
+
+    Args:
+        name: of the op in messages; `overload` may be a private part of the op.
+        overload: the operator. Its schema has the tensors first; optional ones are keyword-only.
+        check: see define().
+        strided: see define().
+    """
 
     def __init__(
         self,
@@ -48,11 +54,6 @@ class Operator:
         check: Callable[..., Call],
         strided: Sequence[str],
     ) -> None:
-        """Args:
-        name: of the op in messages; `overload` may be a private part of it.
-        strided: tensors that the CPU and CUDA kernels take as they lie in memory; of others that
-            are not contiguous, they are given a copy.
-        """
         schema = overload._schema
         self._name = name
         self._overload = overload
@@ -87,7 +88,7 @@ class Operator:
     def bind_in_memory(
         self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> tuple[Arguments, tuple[torch.Tensor, ...]]:
-        """The same for handlers, which take addresses: every tensor is contiguous or `strided`."""
+        """The same for handlers, which take addresses: each tensor is contiguous or `strided`."""
         bound, tensors = self.bind(arguments, keywords)
         if all(map(torch.Tensor.is_contiguous, tensors)):
             return bound, tensors
@@ -203,8 +204,8 @@ def define(
             optional ones are keyword-only. What the op writes in place is marked ``(a!)``.
         check: the op's check in shared_ffi; it takes all arguments under their names in the schema,
             an ArraySpec for each tensor.
-        strided: the tensors that may be strided views on the CPU and CUDA; of others, the kernels
-            are given a contiguous copy.
+        strided: names of the tensors that may be strided views on the CPU and CUDA; others are
+            copied if they are not contiguous.
     """
     name, _, signature = schema.partition("(")
     overload = _defined(schema)
