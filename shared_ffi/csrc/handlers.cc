@@ -2,8 +2,8 @@
 
 #include "xla/ffi/api/api.h"
 
-// One line for each op: f(prefix of its handlers' symbols, custom call target). A new op's target is
-// xla_gpu_<op>; why simple_add's is not is said in shared_ffi/simple_add.py.
+// One line for each op: f(prefix of its handlers' symbols, custom call target). A new op's target
+// is xla_gpu_<op>; shared_ffi/simple_add.py says why simple_add's is not.
 // clang-format off
 #define XLA_GPU_FOR_OPS(f)                    \
   f(SimpleAdd, "XlaGpuSimpleAdd")             \
