@@ -7,9 +7,12 @@
 #include "simt/simt.h"
 #else
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <cstring>
 
 #include "../storage.h"
 
@@ -93,11 +96,7 @@ __device__ __forceinline__ float ToFloat(float x) { return x; }
 
 __device__ __forceinline__ float ToFloat(BFloat16 x) { return ::xla_gpu::ToFloat(x); }
 
-__device__ __forceinline__ float ToFloat(Half x) {
-  float y;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
-  return y;
-}
+__device__ __forceinline__ float ToFloat(Half x) { return __half2float(__ushort_as_half(x.bits)); }
 
 __device__ __forceinline__ float ToFloat(Float8E4M3 x) { return gpu::ToFloat(AsHalf(x)) * 256.0f; }
 
@@ -108,11 +107,11 @@ __device__ __forceinline__ float ToFloat(int8_t x) { return x; }
 __device__ __forceinline__ void FromFloat(float x, float* to) { *to = x; }
 
 __device__ __forceinline__ void FromFloat(float x, BFloat16* to) {
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to->bits) : "f"(x));
+  to->bits = __bfloat16_as_ushort(__float2bfloat16_rn(x));
 }
 
 __device__ __forceinline__ void FromFloat(float x, Half* to) {
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to->bits) : "f"(x));
+  to->bits = __half_as_ushort(__float2half_rn(x));
 }
 
 template <typename T>
@@ -182,22 +181,34 @@ __device__ __forceinline__ void MultiplyAdd(float (&c)[4], const uint32_t (&a)[4
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The bits of two packed 16-bit numbers, and __half2 of such bits.
+template <typename Pair>
+__device__ __forceinline__ uint32_t BitsOf(Pair pair) {
+  static_assert(sizeof(Pair) == sizeof(uint32_t), "two numbers of 16 bits");
+  uint32_t bits;
+  memcpy(&bits, &pair, sizeof(bits));
+  return bits;
+}
+
+__device__ __forceinline__ __half2 AsHalves(uint32_t bits) {
+  __half2 halves;
+  memcpy(&halves, &bits, sizeof(halves));
+  return halves;
+}
+
 // Rounds two floats to 16 bits and packs them, `low` in the lower half.
 __device__ __forceinline__ uint32_t Pack(float low, float high, Half) {
-  uint32_t packed;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
+  return BitsOf(__floats2half2_rn(low, high));
 }
 
 __device__ __forceinline__ uint32_t Pack(float low, float high, BFloat16) {
-  uint32_t packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
+  return BitsOf(__floats2bfloat162_rn(low, high));
 }
 
 // Widens four 8-bit numbers, the first in the lowest byte, to two pairs of 16-bit numbers. Exact.
 __device__ __forceinline__ void Expand(uint32_t bytes, Float8E4M3, uint32_t (&pairs)[2], Half) {
 #if __CUDA_ARCH__ >= 890
+  // cuda_fp8.h has this conversion, too; with it a kernel takes 1% more instructions.
   asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; "
       "cvt.rn.f16x2.e4m3x2 %1, high; }"
       : "=r"(pairs[0]), "=r"(pairs[1])
@@ -210,7 +221,7 @@ __device__ __forceinline__ void Expand(uint32_t bytes, Float8E4M3, uint32_t (&pa
     const uint32_t sign = raised[i] & 0x80008000, magnitude = raised[i] >> 1 & 0x3f803f80;
     const uint32_t is_nan = (magnitude + 0x00800080) & 0x40004000;
     const uint32_t half = sign | magnitude | is_nan | (is_nan - (is_nan >> 4));
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(pairs[i]) : "r"(half), "r"(0x5c005c00));  // 256
+    pairs[i] = BitsOf(__hmul2_rn(AsHalves(half), AsHalves(0x5c005c00)));  // 256
   }
 #endif
 }
@@ -227,7 +238,7 @@ __device__ __forceinline__ void Expand(uint32_t bytes, int8_t, uint32_t (&pairs)
                               __byte_perm(from_zero, 0x64, 0x4342)};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(pairs[i]) : "r"(raised[i]), "r"(0x64806480));  // 1152
+    pairs[i] = BitsOf(__hsub2_rn(AsHalves(raised[i]), AsHalves(0x64806480)));  // 1152
   }
 }
 
@@ -244,151 +255,6 @@ __device__ __forceinline__ void Expand(uint32_t bytes, T, uint32_t (&pairs)[2], 
 __device__ __forceinline__ uint32_t SwapMiddleBytes(uint32_t bytes) {
   return __byte_perm(bytes, 0, 0x3120);
 }
-
-// The rest of this file needs sm_90a: no other GPU has all of these instructions.
-
-// A barrier in shared memory. A phase ends when its count of arrivals is reached. The threads that
-// waited then see everything that the arriving threads did before.
-using Barrier = uint64_t;
-
-__device__ __forceinline__ uint32_t SharedAddress(const void* address) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(address));
-}
-
-// One thread calls it, before a barrier of the block.
-__device__ __forceinline__ void InitBarrier(Barrier* barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(count)
-               : "memory");
-}
-
-__device__ __forceinline__ void Arrive(Barrier* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
-}
-
-// Makes the barrier count one arrival once all copies that this thread has started are complete.
-__device__ __forceinline__ void ArriveAfterCopies(Barrier* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SharedAddress(barrier))
-               : "memory");
-}
-
-// Waits while the current phase has this parity. The first phase has parity 0, so a wait for parity
-// 1 at a new barrier returns at once.
-__device__ __forceinline__ void WaitForPhase(Barrier* barrier, int parity) {
-  asm volatile(
-      "{ .reg .pred done; wait: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; "
-      "@!done bra wait; }" ::"r"(SharedAddress(barrier)),
-      "r"(parity)
-      : "memory");
-}
-
-// Makes writes to shared memory visible to the async proxy, through which a warpgroup's products
-// read it: this thread's writes, and the writes and copies of others that this thread has seen.
-// Whole warps call it.
-__device__ __forceinline__ void FenceAsyncProxy() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// Sets the number of registers per thread of this warpgroup: lower than before, or higher.
-template <int kRegisters>
-__device__ __forceinline__ void GiveRegistersBack() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-template <int kRegisters>
-__device__ __forceinline__ void TakeRegisters() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
-// Keeps the compiler from moving accesses to these registers past this point.
-template <int kBlocks>
-__device__ __forceinline__ void KeepRegisters(float (&d)[kBlocks][4]) {
-#pragma unroll
-  for (int i = 0; i < kBlocks; ++i) {
-    asm volatile("" : "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])::"memory");
-  }
-}
-template <int kSteps>
-__device__ __forceinline__ void KeepRegisters(uint32_t (&a)[kSteps][4]) {
-#pragma unroll
-  for (int i = 0; i < kSteps; ++i) {
-    asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3])::"memory");
-  }
-}
-
-// Called before a group of products, the first of which writes d. Earlier accesses to the registers
-// of those products are then complete.
-template <int kBlocks>
-__device__ __forceinline__ void FenceProducts(float (&d)[kBlocks][4]) {
-  KeepRegisters(d);
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-
-// Puts the products started since the last call into one group.
-__device__ __forceinline__ void CommitProducts() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-
-// Waits until at most the kPending youngest groups are in flight. None of those may use d.
-template <int kPending, int kBlocks>
-__device__ __forceinline__ void WaitProducts(float (&d)[kBlocks][4]) {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-  KeepRegisters(d);
-}
-
-// Products of a warpgroup. Warp w holds the rows [16 * w, 16 * w + 16). Each block of 8 columns of
-// d is laid out as c of MultiplyAdd, and a 64x16 matrix a in registers as a of MultiplyAdd. A
-// descriptor (PTX ISA, chapter on wgmma) stands for a matrix in shared memory.
-//   StartProduct: d = a * b^T, or d += a * b^T if `accumulates`. a and b are in shared memory, with
-//   the 16 elements of a row adjacent (K-major).
-//   StartProductTransposed: d += a * b. a is in registers; b is in shared memory, with 64 elements
-//   of each of its 16 rows adjacent (MN-major).
-#define XLA_GPU_SUMS4(d, i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
-#define XLA_GPU_SUMS32(d, i)                                                                      \
-  XLA_GPU_SUMS4(d, i), XLA_GPU_SUMS4(d, i + 1), XLA_GPU_SUMS4(d, i + 2), XLA_GPU_SUMS4(d, i + 3), \
-      XLA_GPU_SUMS4(d, i + 4), XLA_GPU_SUMS4(d, i + 5), XLA_GPU_SUMS4(d, i + 6),                  \
-      XLA_GPU_SUMS4(d, i + 7)
-#define XLA_GPU_NAMES32                                                                        \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
-  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define XLA_GPU_NAMES64                                                                          \
-  XLA_GPU_NAMES32                                                                                \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
-  "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-
-#define XLA_GPU_PRODUCT(T, type)                                                                  \
-  __device__ __forceinline__ void StartProduct(float(&d)[16][4], uint64_t a, uint64_t b,          \
-                                               bool accumulates, T) {                             \
-    asm volatile(                                                                                 \
-        "{ .reg .pred adds; setp.ne.s32 adds, %66, 0; "                                           \
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" XLA_GPU_NAMES64         \
-        "}, %64, %65, adds, 1, 1, 0, 0; }"                                                        \
-        : XLA_GPU_SUMS32(d, 0), XLA_GPU_SUMS32(d, 8)                                              \
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulates)));                                    \
-  }                                                                                               \
-  __device__ __forceinline__ void StartProductTransposed(float(&d)[16][4], const uint32_t(&a)[4], \
-                                                         uint64_t b, T) {                         \
-    asm volatile(                                                                                 \
-        "{ .reg .pred adds; setp.ne.s32 adds, 1, 0; "                                             \
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" XLA_GPU_NAMES64         \
-        "}, {%64, %65, %66, %67}, %68, adds, 1, 1, 1; }"                                          \
-        : XLA_GPU_SUMS32(d, 0), XLA_GPU_SUMS32(d, 8)                                              \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                    \
-  }                                                                                               \
-  __device__ __forceinline__ void StartProductTransposed(float(&d)[8][4], const uint32_t(&a)[4],  \
-                                                         uint64_t b, T) {                         \
-    asm volatile(                                                                                 \
-        "{ .reg .pred adds; setp.ne.s32 adds, 1, 0; "                                             \
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" XLA_GPU_NAMES32          \
-        "}, {%32, %33, %34, %35}, %36, adds, 1, 1, 1; }"                                          \
-        : XLA_GPU_SUMS32(d, 0)                                                                    \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                    \
-  }
-XLA_GPU_PRODUCT(Half, "f16")
-XLA_GPU_PRODUCT(BFloat16, "bf16")
-#undef XLA_GPU_PRODUCT
-#undef XLA_GPU_NAMES64
-#undef XLA_GPU_NAMES32
-#undef XLA_GPU_SUMS32
-#undef XLA_GPU_SUMS4
 
 }  // namespace xla_gpu::gpu
 

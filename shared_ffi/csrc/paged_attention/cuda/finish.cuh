@@ -104,12 +104,9 @@ __device__ void MergeSplits(const Params& p, const Scratch& scratch, int64_t s,
     for (int mask = gpu::kWarpSize / 2; mask > 0; mask /= 2) {
       max = fmaxf(max, gpu::ShuffleXor(max, mask));
     }
-    const float shift = max == -kInfinity ? 0.0f : max;
-    float sum = gpu::Exp2(sink - shift);
-    for (int64_t split = 0; split < num_splits; ++split) {
-      const RowState& state = states[split * p.num_heads];
-      sum = gpu::Fma(gpu::Exp2(state.max - shift), state.sum, sum);
-    }
+    const float shift = ShiftOf(max);
+    const float sum =
+        SumOf(max, sink, num_splits, [&](int64_t split) { return states[split * p.num_heads]; });
     for (int64_t d = lane; d < p.head_size; d += gpu::kWarpSize) {
       float value = 0;
       for (int64_t split = 0; split < num_splits; ++split) {

@@ -11,6 +11,7 @@
 // values. It turns the next logits into weights while the values are multiplied.
 #pragma once
 
+#include "../../gpu/sm90.cuh"
 #include "softmax.cuh"
 
 namespace xla_gpu::paged_attention {
@@ -300,15 +301,11 @@ class HopperItem {
   __device__ void CopyQuery() {
     const int thread = threadIdx.x % kThreads;
     gpu::SyncThreads(barrier_, kThreads);  // everyone has left the item before
-    for (int i = thread; i < kConsumerRows * QueryRows::kChunks; i += kThreads) {
-      const int row = i / QueryRows::kChunks, chunk = i % QueryRows::kChunks;
-      const bool exists =
-          first_row_ + row < item_.num_rows && chunk * QueryRows::kChunk < p_.head_size;
-      const int64_t offset =
-          exists ? RowOffset(p_, item_, first_row_ + row) + chunk * QueryRows::kChunk : 0;
-      gpu::CopyAsync16(query_ + QueryRows::Offset(row, chunk),
-                       static_cast<const T*>(p_.query) + offset, exists);
-    }
+    ForQueryChunks<T, QueryRows>(p_, item_, first_row_, kConsumerRows, thread,
+                                 [&](int row, int chunk, const T* from, bool exists) {
+                                   gpu::CopyAsync16(query_ + QueryRows::Offset(row, chunk), from,
+                                                    exists);
+                                 });
     gpu::CommitCopies();
     gpu::WaitCopies<0>();
     gpu::FenceAsyncProxy();
@@ -376,30 +373,15 @@ class HopperItem {
   __device__ void SetAsideNonFinite(int32_t begin, T* values) {
     constexpr int kBoth = kConsumers * kThreads;
     const int thread = static_cast<int>(threadIdx.x) - kThreads;
-    bool found = false;
-    for (int i = thread; i < CacheRows::kElements; i += kBoth) {
-      found = found || !IsFinite(values[i]);
-    }
+    const auto element = [&](int i) { return values + i; };
+    const bool found = HoldsNonFinite(thread, CacheRows::kElements, kBoth, element);
     if (!gpu::AnyInThreads(kBothConsumers, kBoth, found)) return;
-#pragma unroll 1
-    for (int j = 0; j < kTile; ++j) {
-      const bool attends[2] = {softmax_.Range(0).Contains(begin + j),
-                               softmax_.Range(1).Contains(begin + j)};
-#pragma unroll
-      for (int n = 0; n < kHeadSize / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const T value = values[CacheRows::Offset(j, n) + Lane() % 4 * 2 + e];
-          if (IsFinite(value)) continue;
-          if (attends[0]) sums_[n][e] += gpu::ToFloat(value);
-          if (attends[1]) sums_[n][e + 2] += gpu::ToFloat(value);
-        }
-      }
-    }
+    softmax_.AddNonFinite<kTile>(
+        begin, sums_,
+        [&](int j, int n, int e) { return values[CacheRows::Offset(j, n) + Lane() % 4 * 2 + e]; },
+        [&](T value, int) { return gpu::ToFloat(value); });
     gpu::SyncThreads(kBothConsumers, kBoth);
-    for (int i = thread; i < CacheRows::kElements; i += kBoth) {
-      if (!IsFinite(values[i])) values[i] = T{};
-    }
+    ClearNonFinite(thread, CacheRows::kElements, kBoth, element);
     gpu::FenceAsyncProxy();
     gpu::SyncThreads(kBothConsumers, kBoth);
   }
@@ -417,9 +399,9 @@ class HopperItem {
     if (row >= item_.num_rows) return;
     const RowPlace place(p_, item_, row);
     const float sink = SinkOf(p_, place.head);
-    const float max = fmaxf(state.max, sink), shift = max == -kInfinity ? 0.0f : max;
-    const float weight = gpu::Exp2(state.max - shift);
-    const float sum = gpu::Fma(weight, state.sum, gpu::Exp2(sink - shift));
+    const float max = fmaxf(state.max, sink);
+    const float weight = gpu::Exp2(state.max - ShiftOf(max));
+    const float sum = SumOf(max, sink, 1, [&](int64_t) { return state; });
     const RowRange& range = softmax_.Range(r);
     const float divisor = range.begin < range.end ? sum : 1.0f;  // without keys the sum is zero
     const float factor = weight / divisor;

@@ -137,6 +137,36 @@ __device__ inline void WriteLse(const Params& p, int64_t token, int64_t head, co
   if (p.lse != nullptr) p.lse[token * p.num_heads + head] = (row.max + log2f(row.sum)) * kLn2;
 }
 
+// What the logits of a row are taken relative to: the largest, if there is any.
+__device__ __forceinline__ float ShiftOf(float max) { return max == -kInfinity ? 0.0f : max; }
+
+// The sum of 2^(logit - ShiftOf(max)) over a row's sink and its `count` partial results, of which
+// state(n) is one.
+template <typename StateAt>
+__device__ __forceinline__ float SumOf(float max, float sink, int64_t count, const StateAt& state) {
+  const float shift = ShiftOf(max);
+  float sum = gpu::Exp2(sink - shift);
+#pragma unroll 4
+  for (int64_t n = 0; n < count; ++n) {
+    sum = gpu::Fma(gpu::Exp2(state(n).max - shift), state(n).sum, sum);
+  }
+  return sum;
+}
+
+// Calls copy(row, chunk, from, exists) for each chunk of a query tile in shared memory: where it
+// comes from, and whether it exists. `thread` is one of kThreads.
+template <typename T, typename QueryRows, typename Copy>
+__device__ __forceinline__ void ForQueryChunks(const Params& p, const Item& item, int first_row,
+                                               int num_rows, int thread, const Copy& copy) {
+  for (int i = thread; i < num_rows * QueryRows::kChunks; i += kThreads) {
+    const int row = i / QueryRows::kChunks, chunk = i % QueryRows::kChunks;
+    const int column = chunk * QueryRows::kChunk;
+    const bool exists = first_row + row < item.num_rows && column < p.head_size;
+    const int64_t offset = exists ? RowOffset(p, item, first_row + row) + column : 0;
+    copy(row, chunk, static_cast<const T*>(p.query) + offset, exists);
+  }
+}
+
 // Where a row of a split leaves its partial result.
 __device__ __forceinline__ int64_t SlotOf(const Scratch& scratch, const Item& item,
                                           const RowPlace& place) {
@@ -175,14 +205,11 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
     for (int part = 0; part < parts.num_parts; ++part) {
       max = fmaxf(max, parts.states[part * parts.rows + row].max);
     }
-    const float shift = max == -kInfinity ? 0.0f : max;
-    float sum = gpu::Exp2(sink - shift);
+    const auto state = [&](int64_t part) { return parts.states[part * parts.rows + row]; };
+    const float sum = SumOf(max, sink, parts.num_parts, state);
 #pragma unroll
     for (int part = 0; part < kWarps; ++part) {
-      if (part >= parts.num_parts) break;
-      const RowState& state = parts.states[part * parts.rows + row];
-      weights[part] = gpu::Exp2(state.max - shift);
-      sum = gpu::Fma(weights[part], state.sum, sum);
+      if (part < parts.num_parts) weights[part] = gpu::Exp2(state(part).max - ShiftOf(max));
     }
     const RowRange range(p, item, row);
     const float divisor = range.begin < range.end ? sum : 1.0f;  // without keys the sum is zero

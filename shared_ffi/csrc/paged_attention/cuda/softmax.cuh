@@ -101,6 +101,28 @@ class Softmax {
     }
   }
 
+  // Adds the values that are infinite or NaN to the sums of those rows that attend to them.
+  // value(j, n, e) is V of position begin + j for column e of group n, and widened(value, j) what
+  // is added of it.
+  template <int kPositions, int kBlocks, typename Value, typename Widened>
+  __device__ void AddNonFinite(int32_t begin, float (&sums)[kBlocks][4], const Value& value,
+                               const Widened& widened) const {
+#pragma unroll 1
+    for (int j = 0; j < kPositions; ++j) {
+      const bool attends[2] = {ranges_[0].Contains(begin + j), ranges_[1].Contains(begin + j)};
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const auto v = value(j, n, e);
+          if (IsFinite(v)) continue;
+          if (attends[0]) sums[n][e] += widened(v, j);
+          if (attends[1]) sums[n][e + 2] += widened(v, j);
+        }
+      }
+    }
+  }
+
  private:
   template <int kBlocks>
   __device__ void AddBias(int32_t begin, float (&logits)[kBlocks][4]) const {
@@ -130,6 +152,23 @@ class Softmax {
   const RowRange ranges_[2];
   RowState states_[2] = {{-kInfinity, 0}, {-kInfinity, 0}};
 };
+
+// Whether one of a KV tile's elements that a thread looks at is infinite or NaN.
+template <typename Element>
+__device__ __forceinline__ bool HoldsNonFinite(int thread, int count, int num_threads,
+                                               const Element& element) {
+  bool found = false;
+  for (int i = thread; i < count; i += num_threads) found = found || !IsFinite(*element(i));
+  return found;
+}
+
+template <typename Element>
+__device__ __forceinline__ void ClearNonFinite(int thread, int count, int num_threads,
+                                               const Element& element) {
+  for (int i = thread; i < count; i += num_threads) {
+    if (!IsFinite(*element(i))) *element(i) = {};
+  }
+}
 
 // The positions [begin, end) of a work item that all of its rows attend to.
 struct CommonRange {

@@ -150,18 +150,15 @@ class TensorCoreItem {
   }
 
   __device__ void CopyQuery() {
-    for (int i = threadIdx.x; i < kRows * QueryRows::kChunks; i += kThreads) {
-      const int row = i / QueryRows::kChunks, chunk = i % QueryRows::kChunks;
-      const bool exists = row < item_.num_rows && chunk * QueryRows::kChunk < p_.head_size;
-      const int64_t offset = exists ? RowOffset(p_, item_, row) + chunk * QueryRows::kChunk : 0;
-      const T* from = static_cast<const T*>(p_.query) + offset;
+    const auto copy = [&](int row, int chunk, const T* from, bool exists) {
       if constexpr (kIs8Bit<C>) {
         StoreAsKeysLie(row, chunk,
                        exists ? *reinterpret_cast<const FourPairs*>(from) : FourPairs());
       } else {
         gpu::CopyAsync16(layout_.query + QueryRows::Offset(row, chunk), from, exists);
       }
-    }
+    };
+    ForQueryChunks<T, QueryRows>(p_, item_, 0, kRows, threadIdx.x, copy);
   }
 
   struct alignas(16) FourPairs {
@@ -270,32 +267,18 @@ class TensorCoreItem {
   // tile.
   __device__ void SetAsideNonFinite(int32_t tile, int32_t begin) {
     C* values = layout_.Value(tile);
-    bool found = false;
-    for (int i = threadIdx.x; i < kTile * kHeadSize; i += kThreads) {
-      found = found || !IsFinite(values[CacheRows::ElementOffset(i / kHeadSize, i % kHeadSize)]);
-    }
-    if (!gpu::AnyInBlock(found)) return;
-#pragma unroll 1
-    for (int j = 0; j < kKeys; ++j) {
-      const int row = part_ * kKeys + j;
-      const bool attends[2] = {softmax_.Range(0).Contains(begin + j),
-                               softmax_.Range(1).Contains(begin + j)};
-#pragma unroll
-      for (int n = 0; n < kHeadSize / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const C value = values[CacheRows::ElementOffset(row, Column(n, e))];
-          if (IsFinite(value)) continue;
-          if (attends[0]) sums_[n][e] += Scaled(value, layout_.Slots(tile)[row]);
-          if (attends[1]) sums_[n][e + 2] += Scaled(value, layout_.Slots(tile)[row]);
-        }
-      }
-    }
+    const auto element = [&](int i) {
+      return values + CacheRows::ElementOffset(i / kHeadSize, i % kHeadSize);
+    };
+    if (!gpu::AnyInBlock(HoldsNonFinite(threadIdx.x, kTile * kHeadSize, kThreads, element))) return;
+    softmax_.AddNonFinite<kKeys>(
+        begin, sums_,
+        [&](int j, int n, int e) {
+          return values[CacheRows::ElementOffset(part_ * kKeys + j, Column(n, e))];
+        },
+        [&](C value, int j) { return Scaled(value, layout_.Slots(tile)[part_ * kKeys + j]); });
     gpu::SyncBlock();
-    for (int i = threadIdx.x; i < kTile * kHeadSize; i += kThreads) {
-      C* value = values + CacheRows::ElementOffset(i / kHeadSize, i % kHeadSize);
-      if (!IsFinite(*value)) *value = C{};
-    }
+    ClearNonFinite(threadIdx.x, kTile * kHeadSize, kThreads, element);
     gpu::SyncBlock();
   }
 

@@ -1,0 +1,150 @@
+// GPU instructions that only sm_90a has: barriers for copies, and the products of a warpgroup.
+#pragma once
+
+#include "device.cuh"
+
+#ifndef XLA_GPU_SIMT
+
+#include <cuda/ptx>
+
+namespace xla_gpu::gpu {
+
+// A barrier in shared memory. A phase ends when its count of arrivals is reached. The threads that
+// waited then see everything that the arriving threads did before.
+using Barrier = uint64_t;
+
+__device__ __forceinline__ uint32_t SharedAddress(const void* address) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(address));
+}
+
+// One thread calls it, before a barrier of the block.
+__device__ __forceinline__ void InitBarrier(Barrier* barrier, int count) {
+  ::cuda::ptx::mbarrier_init(barrier, count);
+}
+
+__device__ __forceinline__ void Arrive(Barrier* barrier) { ::cuda::ptx::mbarrier_arrive(barrier); }
+
+// Makes the barrier count one arrival once all copies that this thread has started are complete.
+__device__ __forceinline__ void ArriveAfterCopies(Barrier* barrier) {
+  ::cuda::ptx::cp_async_mbarrier_arrive_noinc(barrier);
+}
+
+// Waits while the current phase has this parity. The first phase has parity 0, so a wait for parity
+// 1 at a new barrier returns at once.
+__device__ __forceinline__ void WaitForPhase(Barrier* barrier, int parity) {
+  while (!::cuda::ptx::mbarrier_try_wait_parity(barrier, parity)) {
+  }
+}
+
+// Makes writes to shared memory visible to the async proxy, through which a warpgroup's products
+// read it: this thread's writes, and the writes and copies of others that this thread has seen.
+// Whole warps call it.
+__device__ __forceinline__ void FenceAsyncProxy() {
+  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+}
+
+// Sets the number of registers per thread of this warpgroup: lower than before, or higher.
+template <int kRegisters>
+__device__ __forceinline__ void GiveRegistersBack() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void TakeRegisters() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Keeps the compiler from moving accesses to these registers past this point.
+template <int kBlocks>
+__device__ __forceinline__ void KeepRegisters(float (&d)[kBlocks][4]) {
+#pragma unroll
+  for (int i = 0; i < kBlocks; ++i) {
+    asm volatile("" : "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])::"memory");
+  }
+}
+template <int kSteps>
+__device__ __forceinline__ void KeepRegisters(uint32_t (&a)[kSteps][4]) {
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3])::"memory");
+  }
+}
+
+// Called before a group of products, the first of which writes d. Earlier accesses to the registers
+// of those products are then complete.
+template <int kBlocks>
+__device__ __forceinline__ void FenceProducts(float (&d)[kBlocks][4]) {
+  KeepRegisters(d);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Puts the products started since the last call into one group.
+__device__ __forceinline__ void CommitProducts() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until at most the kPending youngest groups are in flight. None of those may use d.
+template <int kPending, int kBlocks>
+__device__ __forceinline__ void WaitProducts(float (&d)[kBlocks][4]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+  KeepRegisters(d);
+}
+
+// Products of a warpgroup. Warp w holds the rows [16 * w, 16 * w + 16). Each block of 8 columns of
+// d is laid out as c of MultiplyAdd, and a 64x16 matrix a in registers as a of MultiplyAdd. A
+// descriptor (PTX ISA, chapter on wgmma) stands for a matrix in shared memory.
+//   StartProduct: d = a * b^T, or d += a * b^T if `accumulates`. a and b are in shared memory, with
+//   the 16 elements of a row adjacent (K-major).
+//   StartProductTransposed: d += a * b. a is in registers; b is in shared memory, with 64 elements
+//   of each of its 16 rows adjacent (MN-major).
+#define XLA_GPU_SUMS4(d, i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+#define XLA_GPU_SUMS32(d, i)                                                                      \
+  XLA_GPU_SUMS4(d, i), XLA_GPU_SUMS4(d, i + 1), XLA_GPU_SUMS4(d, i + 2), XLA_GPU_SUMS4(d, i + 3), \
+      XLA_GPU_SUMS4(d, i + 4), XLA_GPU_SUMS4(d, i + 5), XLA_GPU_SUMS4(d, i + 6),                  \
+      XLA_GPU_SUMS4(d, i + 7)
+#define XLA_GPU_NAMES32                                                                        \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define XLA_GPU_NAMES64                                                                          \
+  XLA_GPU_NAMES32                                                                                \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
+  "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+#define XLA_GPU_PRODUCT(T, type)                                                                  \
+  __device__ __forceinline__ void StartProduct(float(&d)[16][4], uint64_t a, uint64_t b,          \
+                                               bool accumulates, T) {                             \
+    asm volatile(                                                                                 \
+        "{ .reg .pred adds; setp.ne.s32 adds, %66, 0; "                                           \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" XLA_GPU_NAMES64         \
+        "}, %64, %65, adds, 1, 1, 0, 0; }"                                                        \
+        : XLA_GPU_SUMS32(d, 0), XLA_GPU_SUMS32(d, 8)                                              \
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulates)));                                    \
+  }                                                                                               \
+  __device__ __forceinline__ void StartProductTransposed(float(&d)[16][4], const uint32_t(&a)[4], \
+                                                         uint64_t b, T) {                         \
+    asm volatile(                                                                                 \
+        "{ .reg .pred adds; setp.ne.s32 adds, 1, 0; "                                             \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" XLA_GPU_NAMES64         \
+        "}, {%64, %65, %66, %67}, %68, adds, 1, 1, 1; }"                                          \
+        : XLA_GPU_SUMS32(d, 0), XLA_GPU_SUMS32(d, 8)                                              \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                    \
+  }                                                                                               \
+  __device__ __forceinline__ void StartProductTransposed(float(&d)[8][4], const uint32_t(&a)[4],  \
+                                                         uint64_t b, T) {                         \
+    asm volatile(                                                                                 \
+        "{ .reg .pred adds; setp.ne.s32 adds, 1, 0; "                                             \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" XLA_GPU_NAMES32          \
+        "}, {%32, %33, %34, %35}, %36, adds, 1, 1, 1; }"                                          \
+        : XLA_GPU_SUMS32(d, 0)                                                                    \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                    \
+  }
+XLA_GPU_PRODUCT(Half, "f16")
+XLA_GPU_PRODUCT(BFloat16, "bf16")
+#undef XLA_GPU_PRODUCT
+#undef XLA_GPU_NAMES64
+#undef XLA_GPU_NAMES32
+#undef XLA_GPU_SUMS32
+#undef XLA_GPU_SUMS4
+
+}  // namespace xla_gpu::gpu
+
+#endif  // XLA_GPU_SIMT
