@@ -18,7 +18,7 @@
 // of the cache, and not what tables and lengths hold past num_seqs.
 //
 // The handler has checked all of this before the CPU kernel runs. What lies on a GPU it cannot
-// read: there the kernels take lengths, tables and num_seqs as they come (see cuda.h).
+// read: there the kernels take lengths, tables and num_seqs as they come (see cuda/run.h).
 #pragma once
 
 #include <cstdint>
