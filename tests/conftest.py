@@ -1,5 +1,6 @@
 """Settings that must precede the first import of a framework, and the option of the mutation check."""
 
+import atexit
 import os
 import random
 import shutil
@@ -19,10 +20,17 @@ if os.environ.get("XLA_GPU_TEST_ON") != "cuda":
     os.environ["PJRT_DEVICE"] = "CPU"
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # for tests of sharding
-# XLA reads its flags once, before pytest has a temporary folder to give; removed at the end.
-DUMP_DIR = Path(tempfile.mkdtemp(prefix="hlo-"))
-os.environ["XLA_FLAGS"] = dump_flags(DUMP_DIR)
 
+# The frameworks and the processes that tests start write their temporary files into one folder,
+# which is removed at the end. The folders of xdist's workers are in the folder of their controller.
+TEMPORARY = Path(tempfile.mkdtemp(prefix="xla-gpu-tests-"))
+atexit.register(shutil.rmtree, TEMPORARY, ignore_errors=True)
+# pytest keeps what failed tests wrote, so its folders stay where they are.
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+os.environ["TMPDIR"] = tempfile.tempdir = str(TEMPORARY)
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{TEMPORARY}/inductor")  # one for all workers
+DUMP_DIR = TEMPORARY / "hlo"
+os.environ["XLA_FLAGS"] = dump_flags(DUMP_DIR)
 
 # What only a GPU can run.
 collect_ignore = [] if os.environ.get("XLA_GPU_TEST_ON") == "cuda" else ["doors/test_gpu_doors.py"]
@@ -50,10 +58,6 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.support import native  # noqa: PLC0415  (settings above come first)
 
         native.load(path, "shared_ffi._native")
-
-
-def pytest_unconfigure() -> None:
-    shutil.rmtree(DUMP_DIR, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -17,9 +17,12 @@ def dump_flags(directory: Path) -> str:
 
 
 def start(script: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """Starts a script in the repository's root, on the CPU, with no other variables of this
-    process's environment than PATH."""
-    defaults = {"PATH": os.environ["PATH"], "JAX_PLATFORMS": "cpu", "PJRT_DEVICE": "CPU"}
+    """Starts a script in the repository's root, on the CPU. It sees only these variables of this
+    process's environment: PATH and where temporary files go."""
+    defaults = {"JAX_PLATFORMS": "cpu", "PJRT_DEVICE": "CPU"}
+    for name in ("PATH", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR"):
+        if name in os.environ:
+            defaults[name] = os.environ[name]
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script), *arguments],
         cwd=Path(__file__).parents[2],
