@@ -33,8 +33,10 @@ def _without_names(instruction: str) -> str:
 
 
 def of_jax(function: Any, *operands: Any, **keyword_operands: Any) -> tuple[str, str]:
-    """HLO text of a jitted function, before and after optimization."""
-    lowered = jax.jit(function).lower(*operands, **keyword_operands)
+    """HLO text of a function, before and after optimization. If the function is jitted and has run
+    on such operands, it is not compiled again."""
+    jitted = function if hasattr(function, "lower") else jax.jit(function)
+    lowered = jitted.lower(*operands, **keyword_operands)
     before: Any = lowered.compiler_ir("hlo")
     after: Any = lowered.compile().as_text()
     return before.as_hlo_text(), after
@@ -52,6 +54,8 @@ class CompiledPrograms:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._programs: list[tuple[str, str]] = []
+        self._optimized: dict[str, dict[str, set[str]]] = {}
+        self._num_searched: dict[str, int] = {}
 
     def all(self) -> list[tuple[str, str]]:
         """HLO text of each, before and after optimization, the newest last."""
@@ -67,9 +71,11 @@ class CompiledPrograms:
 
     def optimized(self, call: str, target: str) -> set[str]:
         """What became of a call, as `custom_calls` prints it, in the programs that made it once."""
-        return {
-            optimized
-            for before, after in self.all()
-            if custom_calls(before, target) == [call]
-            for optimized in custom_calls(after, target)
-        }
+        programs = self.all()
+        optimized = self._optimized.setdefault(target, {})
+        for before, after in programs[self._num_searched.get(target, 0) :]:
+            calls = custom_calls(before, target)
+            if len(calls) == 1:
+                optimized.setdefault(calls[0], set()).update(custom_calls(after, target))
+        self._num_searched[target] = len(programs)
+        return optimized.get(call, set())

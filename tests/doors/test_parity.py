@@ -3,11 +3,8 @@ every door, and numbers that agree with the float64 oracle."""
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
-import jax_frontend
 from harness import hlo, reference
 from harness.compare import assert_close_on_cpu, assert_same_bits
 from tests.support import doors
@@ -41,7 +38,7 @@ def test_paged_attention(case: Case, compiled: hlo.CompiledPrograms) -> None:
     assert_same_bits(doors.in_openxla("paged_attention", *inputs, **attributes), in_torch)
 
     arrays, options = split_keywords(attributes)
-    before, after = hlo.of_jax(partial(jax_frontend.paged_attention, **options), *inputs, **arrays)
+    before, after = hlo.of_jax(doors.jitted("paged_attention", **options), *inputs, **arrays)
     lazy_before = hlo.of_torch_xla(doors.lazily("paged_attention", *inputs, **attributes))
     (call,) = hlo.custom_calls(before, ATTENTION)
     assert hlo.custom_calls(lazy_before, ATTENTION) == [call]
@@ -62,7 +59,7 @@ def test_kv_cache_update(case: UpdateCase, compiled: hlo.CompiledPrograms) -> No
     if inputs.slot_mapping.dtype == "int64":
         return  # JAX, with its default of 32-bit integers, makes another program
     arrays, options = split_keywords(attributes)
-    before, after = hlo.of_jax(partial(jax_frontend.kv_cache_update, **options), *inputs, **arrays)
+    before, after = hlo.of_jax(doors.jitted("kv_cache_update", **options), *inputs, **arrays)
     lazy_before = hlo.of_torch_xla(doors.lazily("kv_cache_update", *inputs, **attributes))
     (call,) = hlo.custom_calls(before, UPDATE)
     assert hlo.custom_calls(lazy_before, UPDATE) == [call]

@@ -4,6 +4,7 @@ them where the op has several results."""
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -25,10 +26,15 @@ def to_xla(array: Any) -> torch.Tensor:
     return to_torch(array).to(torch_xla.device())
 
 
+@functools.lru_cache(maxsize=16)
+def jitted(op: str, **options: Any) -> Any:
+    """A jitted function of the arrays alone. JAX compiles it once for operands of the same shapes."""
+    return jax.jit(partial(getattr(jax_frontend, op), **options))
+
+
 def in_jax(op: str, *operands: Any, **attributes: Any) -> Any:
     arrays, options = split_keywords(attributes)
-    function = jax.jit(partial(getattr(jax_frontend, op), **options))
-    return jax.tree.map(np.asarray, function(*operands, **arrays))
+    return jax.tree.map(np.asarray, jitted(op, **options)(*operands, **arrays))
 
 
 def through(
