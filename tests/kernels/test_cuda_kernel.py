@@ -101,7 +101,7 @@ def test_the_kernel_of_long_queries_can_be_chosen(gpu: Gpu) -> None:
     message += f"{', '.join(offered)} in this build; got volta"
     with pytest.raises(ValueError, match=re.escape(message)):
         gpu.native.set_cuda_prefill("volta")
-    program = "import sys; from tests import native; module = native.load(sys.argv[1], 'x._native')"
+    program = "import sys; from tests.support import native; module = native.load(sys.argv[1], 'x._native')"
     for name in (None, *offered, "volta"):
         outcome = subprocess.run(
             [sys.executable, "-c", f"{program}; print(module.cuda_prefill())", gpu.native.__file__],
