@@ -1,12 +1,10 @@
-"""The suite must fail when a kernel is wrong: all faults are planted in one build of the sources, where
-an environment variable chooses the one that counts, and the tests are run on each."""
+"""The tests of the kernels must fail when a kernel is wrong. All faults of a suite are planted in one
+build of the sources, and its tests run on each of them."""
 
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,18 +13,13 @@ from filelock import FileLock
 
 from shared_ffi import _native
 from tests.support import faults, native
+from tests.support.fault_runner import FaultRunner
 
 CSRC = native.ROOT / "shared_ffi/csrc"
 
-# A fault is chosen when the module is loaded.
-CHOICE = "XLA_GPU_PLANTED_FAULT"
-HEADER = f"""#pragma once
-#include <cstdlib>
-#include <string>
-inline const int planted_fault = [] {{
-  const char* number = std::getenv("{CHOICE}");
-  return number == nullptr ? -1 : std::stoi(number);
-}}();
+# The libraries of a build share one variable, which FaultRunner sets.
+HEADER = """#pragma once
+__attribute__((visibility("default"))) inline int planted_fault = -1;
 """
 
 
@@ -99,30 +92,37 @@ def build(name: str) -> Path:
         return native.build(folder / "build")
 
 
+@pytest.fixture(scope="session")
+def runners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], FaultRunner]]:
+    """The process that runs the tests of a suite on its build with faults."""
+    folder = tmp_path_factory.mktemp("faults")
+
+    started: dict[str, FaultRunner] = {}
+
+    def runner(name: str) -> FaultRunner:
+        if name not in started:
+            suite = SUITES[name]
+            started[name] = FaultRunner(build(name), suite.tests, suite.option, folder / name)
+        return started[name]
+
+    yield runner
+    for process in started.values():
+        process.close()
+
+
 @pytest.mark.parametrize(
     ("name", "fault"),
     [(name, fault.name) for name, suite in SUITES.items() for fault in suite.faults],
 )
-def test_a_fault_fails_the_suite(name: str, fault: str, tmp_path: Path) -> None:
+def test_a_fault_fails_the_suite(
+    name: str, fault: str, runners: Callable[[str], FaultRunner]
+) -> None:
     """One test fails with the fault, and passes without it."""
-    suite = SUITES[name]
-    # Few tests can fail of those of a simple op, which would be met late among all others.
-    number, chosen_fault = next(
-        (i, planted) for i, planted in enumerate(suite.faults) if planted.name == fault
-    )
-    op = next(iter(chosen_fault.table.parent.relative_to(CSRC).parts), "paged_attention")
-    chosen = () if op == "paged_attention" else ("-k", op)
-
-    def run(number: int, *options: str) -> subprocess.CompletedProcess[str]:
-        return native.run(
-            *(sys.executable, "-m", "pytest", "-q", "-n0", "--shuffle", *chosen, *options),
-            *(native.ROOT / suite.tests, suite.option, build(name), "--rootdir", native.ROOT),
-            *("-c", native.ROOT / "pyproject.toml", "-o", f"cache_dir={tmp_path}"),
-            environment={CHOICE: str(number)},
-        )
-
-    with_fault = run(number, "--exitfirst")
-    assert with_fault.returncode == 1, with_fault.stdout
-    assert "1 failed" in with_fault.stdout.strip().splitlines()[-1], with_fault.stdout
-    without = run(-1, "--last-failed", "--last-failed-no-failures=none")
-    assert without.returncode == 0, without.stdout
+    number, planted = next((i, x) for i, x in enumerate(SUITES[name].faults) if x.name == fault)
+    # A test of the op itself must catch a fault in an op's folder.
+    op = next(iter(planted.table.parent.relative_to(CSRC).parts), "paged_attention")
+    matching = "" if op == "paged_attention" else op
+    runner = runners(name)
+    failed = runner.first_failure(number, matching, planted.caught_by)
+    assert failed.startswith("test_"), f"{failed}\n{runner.log.read_text()}"
+    assert runner.passes(failed), f"{failed} fails without the fault\n{runner.log.read_text()}"

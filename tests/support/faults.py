@@ -4,6 +4,7 @@
 `quote` of the source with marks around the statements or the expression that the fault replaces,
 and what is `wrong` there instead. The quote must be found exactly once in the sources of that
 folder and of the folders in it. White space and the file do not matter, so code can be moved.
+`caught_by` names a test that is tried before the others, for a fault that few tests catch.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from pathlib import Path
 
 _SUFFIXES = (".cc", ".h", ".cu", ".cuh")
 
-# What is put before and behind the code that a fault replaces. CMake's builds include a header that
-# reads planted_fault, the number of the fault in effect, from the environment.
+# What is put before and behind the code that a fault replaces. The builds with faults include a
+# header that defines planted_fault, the number of the fault in effect.
 _STATEMENTS = "if (planted_fault == {}) {{ {} }} else {{ ", " }"
 _EXPRESSION = "(planted_fault == {} ? ({}) : (", "))"
 
@@ -28,6 +29,7 @@ class PlantedFault:
     table: Path  # the file that tells of it
     quote: str
     wrong: str
+    caught_by: str | None = None
 
     @property
     def pattern(self) -> re.Pattern[str]:
