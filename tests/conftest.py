@@ -1,4 +1,4 @@
-"""Settings that must precede the first import of a framework, and the option of the mutation check."""
+"""Settings that must precede the first import of a framework, command line options and fixtures."""
 
 import atexit
 import os
@@ -32,20 +32,22 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{TEMPORARY}/inductor")  # one
 DUMP_DIR = TEMPORARY / "hlo"
 os.environ["XLA_FLAGS"] = dump_flags(DUMP_DIR)
 
-# What only a GPU can run.
+# These tests need a GPU.
 collect_ignore = [] if os.environ.get("XLA_GPU_TEST_ON") == "cuda" else ["doors/test_gpu_doors.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--feature-table", help="the file to write the table of features and doors to")
     parser.addoption(
-        "--native", help="a build of shared_ffi._native to test instead of the installed"
+        "--native", help="a build of shared_ffi._native to test instead of the installed one"
     )
     parser.addoption(
-        "--emulated", help="a build of it with emulated CUDA, instead of a build of these sources"
+        "--emulated", help="a build of it with emulated CUDA; without this option one is built"
     )
     parser.addoption(
-        "--shuffle", action="store_true", help="mix the tests, to meet one that fails sooner"
+        "--shuffle",
+        action="store_true",
+        help="run the tests in a random order, the same every time",
     )
 
 
@@ -79,7 +81,8 @@ def compiled() -> "CompiledPrograms":
 
 @pytest.fixture(scope="session")
 def emulated(request: pytest.FixtureRequest) -> Any:
-    """The native module with the CUDA kernels, which run on the CPU (shared_ffi/csrc/gpu/simt)."""
+    """The native module with CUDA kernels that are emulated on the CPU
+    (shared_ffi/csrc/gpu/simt)."""
     from filelock import FileLock  # noqa: PLC0415  (settings above come first)
 
     from tests.support import native  # noqa: PLC0415
@@ -97,7 +100,7 @@ def emulated(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="session")
 def gpu(request: pytest.FixtureRequest) -> Any:
-    """What runs the CUDA handlers: an emulation, unless XLA_GPU_TEST_ON=cuda."""
+    """The GPU that runs the CUDA handlers: emulated, unless XLA_GPU_TEST_ON=cuda."""
     from shared_ffi import _native  # noqa: PLC0415
     from tests.support.gpu import ON_CUDA, EmulatedGpu, RealGpu  # noqa: PLC0415
 

@@ -1,5 +1,5 @@
-"""For every case: the same custom call in JAX's program and in torch_xla's, the same bits out of
-every door, and numbers that agree with the float64 oracle."""
+"""Parity of the doors. For every case, JAX and torch_xla make the same custom call, every door
+gives the same bits, and they agree with the float64 oracle."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_kv_cache_update(case: UpdateCase, compiled: hlo.CompiledPrograms) -> No
     assert_same_bits(doors.in_openxla("kv_cache_update", *inputs, **attributes), expected)
 
     if inputs.slot_mapping.dtype == "int64":
-        return  # JAX, with its default of 32-bit integers, makes another program
+        return  # JAX's program has 32-bit slots, unless it is told otherwise
     arrays, options = split_keywords(attributes)
     before, after = hlo.of_jax(doors.jitted("kv_cache_update", **options), *inputs, **arrays)
     lazy_before = hlo.of_torch_xla(doors.lazily("kv_cache_update", *inputs, **attributes))
@@ -83,7 +83,7 @@ def test_inductor(op: str, case: Case | UpdateCase) -> None:
 
 @pytest.mark.parametrize("door", doors.DOORS)
 def test_blocks_and_heads_in_several_dimensions(door: str) -> None:
-    """They are counted through, the last dimension first."""
+    """Blocks, or heads, are numbered with the last dimension fastest."""
     case = Case(id="several", sequences=((5, 14), (1, 9)), padding_blocks=0, block_size=2)
     query, kv_cache, *metadata = case.inputs()
     assert len(kv_cache) == 15
@@ -91,7 +91,7 @@ def test_blocks_and_heads_in_several_dimensions(door: str) -> None:
     attend = doors.partial(doors.DOORS[door], "paged_attention", **case.attributes())
     expected = attend(query, kv_cache, *metadata)
     assert_same_bits(attend(query, several, *metadata, kv_layout="nnb(h2)d"), expected)
-    for packing in (1, 2, 4):  # of the 4 rows of 2 heads
+    for packing in (1, 2, 4):  # K and V rows of 2 heads
         packed = kv_cache.reshape(15, 2, 4 // packing, packing, -1)
         assert_same_bits(attend(query, packed, *metadata, kv_layout="nb(h2)(h2)d"), expected)
 

@@ -36,7 +36,7 @@ class Suite:
         return faults.load(CSRC, self.name)
 
 
-# The one with units of its own, where the machine has it, and the one that every machine has.
+# One set with instructions of its own, if the processor has it, and the one of every processor.
 SETS = [name for name in _native.cpu_instruction_sets() if name in ("avx512_bf16", "baseline")]
 
 SUITES = {
@@ -48,8 +48,8 @@ SUITES = {
 
 
 def plant(suite: Suite, folder: Path) -> None:
-    """Makes a folder laid out as this repository whose sources have all faults of a suite. What is
-    there already stays as old as it is."""
+    """Writes the sources with all faults of a suite to a folder laid out as this repository. Files
+    that are right already keep their time, so that a build compiles only what changed."""
     paths = [native.ROOT / "CMakeLists.txt"]
     for part in ("shared_ffi/csrc", "cmake"):
         paths += [path for path in (native.ROOT / part).rglob("*.*") if path.suffix != ".pyc"]
@@ -67,13 +67,13 @@ def plant(suite: Suite, folder: Path) -> None:
 
 @pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
 def test_the_faults_fit_the_sources(suite: Suite, tmp_path: Path) -> None:
-    """At once, and not after the builds below."""
+    """Finds a quote that is out of date without waiting for a build."""
     plant(suite, tmp_path)
 
 
 @functools.cache
 def build(name: str) -> Path:
-    """The module of a suite's sources with its faults."""
+    """Builds a suite's sources with its faults. Returns the path of the module."""
     suite, folder = SUITES[name], native.ROOT / "build/planted" / name
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
@@ -82,8 +82,8 @@ def build(name: str) -> Path:
             folder / "source",
             folder / "build",
             f"-DCMAKE_CXX_FLAGS=-include {folder}/source/planted_fault.h -Wno-dangling-else",
-            # Enough for every case, and fewer to build. At 128 the kernel for Hopper has more than one
-            # block of columns.
+            # These head sizes suffice for every case and build faster. At 128 the Hopper kernel has
+            # more than one block of columns.
             "-DXLA_GPU_HEAD_SIZES=128;256",
             "-DXLA_GPU_HEAD_SIZES_OF_8_BITS=64",
             f"-DXLA_GPU_CPU_INSTRUCTION_SETS={';'.join(suite.instruction_sets)}",
@@ -94,7 +94,7 @@ def build(name: str) -> Path:
 
 @pytest.fixture(scope="session")
 def runners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], FaultRunner]]:
-    """The process that runs the tests of a suite on its build with faults."""
+    """The process of each suite, started when it is first needed."""
     folder = tmp_path_factory.mktemp("faults")
 
     started: dict[str, FaultRunner] = {}

@@ -17,21 +17,21 @@ from typing import Any, TextIO
 
 import pytest
 
-SECONDS = 600  # that a request may take: a fault can make a kernel run for ever
+SECONDS = 600  # time limit of a request: a fault can make a kernel loop for ever
 NO_FAULT = -1
 
 
 class FaultRunner:
-    """The process that runs the tests of a file, as its client sees it."""
+    """Starts the process that runs the tests of a file, and sends it requests."""
 
     def __init__(self, module: Path, tests: str, option: str, log: Path) -> None:
-        """`option`: the one of pytest that takes a module, see conftest.py."""
+        """`option`: pytest's option for the path of the module, from tests/conftest.py."""
         self.log = log
         with log.open("w") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, module, tests, option],
                 cwd=Path(__file__).parents[2],
-                # The fork of a process with threads may wait for a lock for ever.
+                # NumPy's threads are not safe to fork.
                 env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -61,7 +61,7 @@ class FaultRunner:
 
 
 class Loop:
-    """A plugin of pytest that takes the place of its loop over the tests."""
+    """A pytest plugin that replaces the loop over the tests by a loop over requests."""
 
     def __init__(self, module: str, requests: TextIO, answers: TextIO) -> None:
         self._fault = ctypes.c_int.in_dll(ctypes.CDLL(module), "planted_fault")

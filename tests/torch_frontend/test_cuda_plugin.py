@@ -1,4 +1,4 @@
-"""torch_xla on CUDA, as far as a machine without a GPU can show it."""
+"""torch_xla on CUDA: what can be tested without a GPU."""
 
 from __future__ import annotations
 
