@@ -27,7 +27,8 @@ if(XLA_GPU_CUDA STREQUAL "EMULATED")
   set_source_files_properties(shared_ffi/csrc/gpu/simt/simt.cc PROPERTIES COMPILE_OPTIONS "-U_FORTIFY_SOURCE")
 else()
   enable_language(CUDA)
-  target_compile_options(cuda_settings INTERFACE -Xptxas=-v)
+  # Products are fused where the sources say so (gpu::Fma), as in the emulation.
+  target_compile_options(cuda_settings INTERFACE -Xptxas=-v -fmad=false)
   if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
     target_compile_options(cuda_settings INTERFACE --compress-mode=size)  # a third of the default's size
   endif()

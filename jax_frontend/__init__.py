@@ -1,4 +1,4 @@
-"""Paged attention and its cache update for JAX, by custom calls that PyTorch programs share."""
+"""Paged attention and cache updates for JAX, by the custom calls that PyTorch programs use, too."""
 
 try:
     import jax

@@ -1,4 +1,4 @@
-"""Differentiation of an op: it is refused."""
+"""The rule for ``jax.grad`` and its kin: an op refuses to be differentiated."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import jax
 
 
-def refused(
+def without_derivative(
     op: str, function: Callable[..., tuple[jax.Array, ...]]
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """The function, which raises NotImplementedError where it is differentiated."""
+    """Makes a function raise NotImplementedError where it is differentiated."""
     wrapped = jax.custom_jvp(function)
     wrapped.defjvp(partial(_refuse, op))
     return wrapped

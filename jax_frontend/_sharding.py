@@ -1,8 +1,9 @@
-"""How devices share a call: by kv heads, each with its part of the cache, and nothing is sent."""
+"""The rules for several devices: each has a part of the kv heads and of the cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,57 +20,62 @@ from shared_ffi import lowering, sharding
 from shared_ffi.spec import Call
 
 
-def shared_by_heads(
-    call: Call, call_on: Callable[..., Call], *arrays: jax.Array
-) -> tuple[jax.Array, ...]:
-    """The results of a call; its program on several devices takes arrays sharded by heads as they
-    are, and replicates what is sharded otherwise.
+def with_partition_rules(
+    call: Call, check_parts: Callable[..., Call]
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """The function of arrays that makes a call, on one device or on several.
+
+    Several devices take arrays that are sharded by heads as they are. XLA replicates arrays that
+    are sharded in another way.
 
     Args:
-        call: on whole arrays.
-        call_on: the call on a device's parts of them.
-        arrays: its operands.
+        call: the call on whole arrays.
+        check_parts: checks the call on a device's parts of the arrays.
     """
-
-    def on_device(*parts: jax.Array) -> tuple[jax.Array, ...]:
-        return lowering.ffi_call(call_on(*parts), *parts)
-
+    function = partial(lowering.ffi_call, call)
     if call.num_kv_heads == 0:
-        return on_device(*arrays)
-
-    def partition(mesh: Mesh, operands: Any, results: Any) -> Any:
-        of_operands, of_results = _shardings(call, [*operands, *results])
-        return mesh, on_device, of_results, of_operands
-
-    def infer_results(mesh: Mesh, operands: Any, results: Any) -> Any:
-        return _shardings(call, operands)[1]
-
-    function = custom_partitioning(on_device)
-    function.def_partition(
-        partition=partition,
-        infer_sharding_from_operands=infer_results,
+        return function
+    partitioned = custom_partitioning(function)
+    partitioned.def_partition(
+        partition=partial(_partition, call, check_parts),
+        infer_sharding_from_operands=partial(_infer_results, call),
         decode_shardings=False,  # a mesh axis may be shared between kv heads and copies of them
-        sharding_rule=_rule(call),
+        sharding_rule=_shardy_rule(call),
     )
-    results: tuple[jax.Array, ...] = function(*arrays)
-    return results
+    return partitioned
+
+
+def _partition(
+    call: Call, check_parts: Callable[..., Call], mesh: Mesh, operands: Any, results: Any
+) -> Any:
+    """JAX's rule for partitioning: the function of one device, and the shardings that it needs."""
+    operand_shardings, result_shardings = _shardings(call, [*operands, *results])
+    return mesh, partial(_call_on_parts, check_parts), result_shardings, operand_shardings
+
+
+def _infer_results(call: Call, mesh: Mesh, operands: Any, results: Any) -> Any:
+    """JAX's rule for propagation: the shardings of results that follow from those of operands."""
+    return _shardings(call, operands)[1]
+
+
+def _call_on_parts(check_parts: Callable[..., Call], *parts: jax.Array) -> tuple[jax.Array, ...]:
+    return lowering.ffi_call(check_parts(*parts), *parts)
 
 
 def _shardings(call: Call, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Of operands and of results: by heads as some of these arrays are, if kv heads can be; other
-    dimensions are replicated."""
-    # GSPMD asks before it knows all of them.
-    a_sharding = next(array.sharding for array in arrays if array.sharding is not None)
-    hlo_type = type(a_sharding._to_xla_hlo_sharding(0))
+    """The shardings of operands and of results: heads are sharded as in one of these arrays, if kv
+    heads can be; other dimensions are replicated."""
+    # GSPMD asks before it knows the sharding of every array.
+    known = next(array.sharding for array in arrays if array.sharding is not None)
+    hlo_type = type(known._to_xla_hlo_sharding(0))
     texts = sharding.shardings(call, sharding.by_heads(call, [*map(_devices, arrays)]))
-    each = tuple(
-        type(a_sharding)(a_sharding._device_assignment, hlo_type.from_string(x)) for x in texts
-    )
-    return each[: len(call.operands)], each[len(call.operands) :]
+    shardings = [type(known)(known._device_assignment, hlo_type.from_string(x)) for x in texts]
+    count = len(call.operands)
+    return tuple(shardings[:count]), tuple(shardings[count:])
 
 
 def _devices(array: Any) -> np.ndarray | None:
-    """Which devices have each tile of an array, if it has tiles."""
+    """The devices that have each tile of an array; None if it is not tiled."""
     if array.sharding is None:
         return None
     hlo = array.sharding._to_xla_hlo_sharding(len(array.shape))
@@ -79,16 +85,18 @@ def _devices(array: Any) -> np.ndarray | None:
     return np.array(hlo.tile_assignment_devices()).reshape(tiles)
 
 
-def _rule(call: Call) -> SdyShardingRule:
-    """Factor k, kv heads, is shared by all; every other dimension is replicated."""
-    mappings, sizes = [], dict[str, Any]()
-    others: list[str] = []
+def _shardy_rule(call: Call) -> SdyShardingRule:
+    """The rule for Shardy: arrays with heads have the factor k, the kv heads; every other dimension
+    is replicated."""
+    mappings: list[ArrayMapping] = []
+    sizes: dict[str, Any] = {}
+    replicated: list[str] = []
     for number, (spec, head_dim) in enumerate(call.arrays()):
-        factors: list[Any] = []
+        factors: list[str | CompoundFactor] = []
         for dim, size in enumerate(spec.shape):
             name = f"a{number}_{dim}"
             if dim != head_dim:
-                others.append(name)
+                replicated.append(name)
                 factors.append(name)
             elif size == call.num_kv_heads:
                 factors.append("k")
@@ -101,6 +109,6 @@ def _rule(call: Call) -> SdyShardingRule:
     return SdyShardingRule(
         tuple(mappings[: len(call.operands)]),
         tuple(mappings[len(call.operands) :]),
-        need_replication_factors=tuple(others),
+        need_replication_factors=tuple(replicated),
         **sizes,
     )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, overload
+from typing import overload
 
 import jax
-import jax.numpy as jnp
 
-from jax_frontend import _call, _vmap
+from jax_frontend import _call
+from jax_frontend._vmap.kv_cache_update import batch
 from shared_ffi import kv_cache_update as op
-from shared_ffi import kv_layout as _kv_layout
 
 
 @overload
@@ -65,23 +63,25 @@ def kv_cache_update(
         kv_cache: ``[num_blocks, block_size, 2 * num_kv_heads, head_size]``, float32, float16 or
             bfloat16, or float8_e4m3fn, float8_e5m2 or int8; the K of kv head h at index 2h, its V
             at 2h + 1.
-        key: ``[num_tokens, num_kv_heads, head_size]``, dtype of ``kv_cache``, or, if that has 8
-            bits, float32, float16 or bfloat16: then it is divided by ``k_scale`` and rounded to
-            nearest; what is larger than the cache can hold becomes the largest that it can.
+        key: ``[num_tokens, num_kv_heads, head_size]``, dtype of ``kv_cache``. For a cache of 8
+            bits it may be float32, float16 or bfloat16: it is then divided by ``k_scale``, rounded
+            to nearest, and clamped to the largest number that the cache can hold.
         value: as ``key``.
         slot_mapping: ``[num_tokens]``, int32 or int64: token t goes to slot
             ``block * block_size + offset``. A negative slot is padding and writes nothing. If two
             tokens name one slot, the later one wins.
-        value_cache: where K and V are two arrays, that of V; ``kv_cache`` is that of K. Shape and
-            dtype of ``kv_cache``.
-        kv_layout: which dimension is which, where that is not as above; see ``paged_attention``.
-        k_scale: float32, of shape ``[]``, ``[1]``, ``[num_kv_heads]`` or ``[num_blocks,
-            block_size, num_kv_heads]``, as ``paged_attention`` takes it: of the last, each key is
-            divided by that of its slot. None: 1.
-        v_scale: likewise, of the values.
+        value_cache: the array of V, if K and V are two arrays; ``kv_cache`` is then the array of K.
+            Shape and dtype of ``kv_cache``.
+        kv_layout: which dimension is which, if not as above; see ``paged_attention``.
+        k_scale: what the keys are divided by, float32, of shape ``[]``, ``[1]``,
+            ``[num_kv_heads]`` or ``[num_blocks, block_size, num_kv_heads]``, as in
+            ``paged_attention``. With the last shape, each key is divided by the scale of its slot.
+            None: 1.
+        v_scale: likewise, for the values.
 
     Returns:
-        The updated cache, shape and dtype of ``kv_cache``; with ``value_cache`` a pair of both.
+        The updated cache, shape and dtype of ``kv_cache``; with ``value_cache``, the pair of
+        updated caches.
 
     Raises:
         ValueError: a shape is wrong.
@@ -105,31 +105,6 @@ def kv_cache_update(
             "v_scale": v_scale,
         },
         {"kv_layout": kv_layout},
-        _fold,
+        batch,
     )
     return updated[0] if value_cache is None else (updated[0], updated[1])
-
-
-def _fold(
-    size: int, operands: Mapping[str, _vmap.Operand], options: Mapping[str, Any]
-) -> _vmap.Folded | None:
-    """One cache with the blocks of all, also where the calls begin with the same: each writes into
-    its own."""
-    slot_mapping = operands["slot_mapping"]
-    caches = {name: x for name, x in operands.items() if name in ("kv_cache", "value_cache")}
-    scales = {name: x for name, x in operands.items() if name in ("k_scale", "v_scale")}
-    num_blocks, block_size = _kv_layout.sizes(options["kv_layout"], operands["kv_cache"].shape)
-    num_slots = num_blocks * block_size
-    largest = jnp.iinfo(slot_mapping.array.dtype).max
-    if size * num_slots > largest or any(x.is_mapped for x in scales.values()):
-        return None
-    layout, dim = _kv_layout.of_many(options["kv_layout"], is_separate="value_cache" in caches)
-    slots = _vmap.renumbered(slot_mapping.of_each(size), num_slots)
-    return _vmap.Folded(
-        {name: jnp.moveaxis(x.of_each(size), 0, dim) for name, x in caches.items()}
-        | {name: x.array for name, x in scales.items()}
-        | {name: _vmap.joined(operands[name].of_each(size)) for name in ("key", "value")}
-        | {"slot_mapping": _vmap.joined(slots)},
-        lambda updated: jnp.moveaxis(updated, dim, 0),
-        {"kv_layout": layout},
-    )

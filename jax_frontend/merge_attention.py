@@ -16,21 +16,21 @@ def merge_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over a whole context, from attention over its parts.
 
-    The parts share the queries and divide the keys: blocks of the cache on several devices, or a
-    prefix that many sequences have in common and each one's rest.
+    The parts have the same queries and different keys: the blocks of the cache on several devices,
+    say, or a prefix that many sequences share and the rest of each sequence.
 
     Args:
-        outputs: ``[num_parts, num_tokens, num_heads, head_size]``, or that many arrays
-            ``[num_tokens, num_heads, head_size]``: what ``paged_attention`` made of each part.
-        lses: ``[num_parts, num_tokens, num_heads]`` float32, or that many arrays: its
-            ``return_lse``. With -inf a part does not count, so that a row may have nothing to
-            attend to in some of them.
+        outputs: ``[num_parts, num_tokens, num_heads, head_size]``, or a sequence of ``num_parts``
+            arrays: the outputs of ``paged_attention``, one for each part.
+        lses: ``[num_parts, num_tokens, num_heads]`` float32, or a sequence of ``num_parts`` arrays:
+            their log-sum-exp (``return_lse``). A row whose log-sum-exp is -inf does not count: it
+            had nothing to attend to in that part.
 
     Returns:
         The output, ``[num_tokens, num_heads, head_size]`` with the dtype of ``outputs``, and its
-        log-sum-exp, ``[num_tokens, num_heads]`` float32: as if the whole had been attended to, but
-        for rounding. The pair is a part again. Sums are float32. Give ``sinks``, which count in the
-        log-sum-exp, to one part only.
+        log-sum-exp, ``[num_tokens, num_heads]`` float32. Up to rounding they are those of attention
+        over the whole context. The pair can be merged again. Sums are float32. Give ``sinks`` to
+        one part only: they count in its log-sum-exp.
 
     Raises:
         ValueError: a shape is wrong.

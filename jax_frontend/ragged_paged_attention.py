@@ -14,7 +14,7 @@ from jax_frontend.paged_attention import paged_attention
 
 NAME = "ragged_paged_attention"
 
-# What tunes the TPU kernel, and means nothing here.
+# Arguments that tune or debug the TPU kernel. They are accepted and ignored.
 _TUNING = {
     "skip_kv_mask",
     "chunk_prefill_size",
@@ -55,31 +55,32 @@ def ragged_paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Writes new keys and values into the cache and attends to it: for code written for TPUs.
 
-    Arguments and results are those of version 3 of the TPU kernel in tpu-inference and sglang-jax,
-    and of its variant for a head size of 64. ``kv_cache`` is donated, as it is there. On a GPU or a
-    CPU it is one ``kv_cache_update`` and one ``paged_attention``.
+    It has the arguments and results of version 3 of the TPU kernel in tpu-inference and sglang-jax,
+    and of its variant for a head size of 64. Like the TPU kernel, it donates ``kv_cache``. On GPUs
+    and CPUs it makes one ``kv_cache_update`` and one ``paged_attention``.
 
     Args:
         queries: ``[max_num_tokens, num_q_heads, head_dim]``, float32, float16 or bfloat16.
         keys: ``[max_num_tokens, num_kv_heads, head_dim]``, dtype of the cache.
         values: as ``keys``.
         kv_cache: ``[total_num_pages, page_size, 2 * num_kv_heads // packing, packing, head_dim]``
-            with K and V of a head side by side, heads and head_dim padded as the TPU likes;
-            or, for a head_dim of 64, ``[total_num_pages, page_size, num_kv_heads // packing,
-            packing, 128]`` with K and V in one row.
+            with K and V of a head side by side, and heads and head_dim padded as on the TPU; or,
+            for a head_dim of 64, ``[total_num_pages, page_size, num_kv_heads // packing, packing,
+            128]`` with K and V in one row.
         kv_lens: ``[max_num_seqs]`` int32, this call's tokens included.
         page_indices: ``[max_num_seqs * pages_per_seq]`` int32.
         cu_q_lens: ``[max_num_seqs + 1]`` int32.
-        distribution: ``[3]`` int32, of which the last, the number of sequences, counts here.
+        distribution: ``[3]`` int32. The last entry is the number of sequences; the others are not
+            used.
         attention_sink: ``[num_q_heads]`` float32; see ``paged_attention``'s ``sinks``.
         use_causal_mask: False: attend to every position of the sequence, without a window.
         update_kv_cache: False: the cache holds keys and values already.
-        sm_scale, sliding_window, soft_cap: as ``paged_attention``'s.
-        out_dtype: of the output; None: that of ``queries``.
-        mask_value: not used; what is masked is left out.
+        sm_scale, sliding_window, soft_cap: as in ``paged_attention``.
+        out_dtype: the dtype of the output; None: the dtype of ``queries``.
+        mask_value: not used; masked positions do not enter the softmax.
         q_scale: not used; queries are not quantized.
-        k_scale: of the keys in the cache, a factor of the logits.
-        v_scale: of the values in the cache, a factor of the output.
+        k_scale: the scale of the keys in the cache, a factor of the logits.
+        v_scale: the scale of the values in the cache, a factor of the output.
         tuning: the TPU kernel's block sizes and debugging switches; not used.
 
     Returns:
@@ -138,26 +139,25 @@ def _attend(
     num_kv_heads = keys.shape[1]
     _, page_size, *packed_rows, width = kv_cache.shape
     rows = math.prod(packed_rows)
-    is_one_row = rows < 2 * num_kv_heads  # K and V in one
-    # As it is: where a cache is written in place, XLA would copy it to reshape it.
-    layout = "nbhh(2d)" if is_one_row else "nb(h2)(h2)d"
-    cache_heads, cache_size = (rows, width // 2) if is_one_row else (rows // 2, width)
-
-    def padded(array: jax.Array, heads: int) -> jax.Array:
-        return jnp.pad(array, ((0, 0), (0, heads - array.shape[1]), (0, cache_size - head_size)))
+    # The layout describes the cache as it is: XLA would copy a cache to reshape it.
+    if rows < 2 * num_kv_heads:  # K and V of a head are in one row
+        layout, cache_heads, cache_size = "nbhh(2d)", rows, width // 2
+    else:
+        layout, cache_heads, cache_size = "nb(h2)(h2)d", rows // 2, width
 
     cache = kv_cache
     block_tables = page_indices.reshape(len(kv_lens), -1)
     if update:
         slots = _slots(num_tokens, page_size, kv_lens, block_tables, cu_q_lens, distribution[2])
-        new = padded(keys, cache_heads), padded(values, cache_heads)
-        cache = kv_cache_update(cache, *new, slots, kv_layout=layout)
+        new_keys = _pad(keys, cache_heads, cache_size)
+        new_values = _pad(values, cache_heads, cache_size)
+        cache = kv_cache_update(cache, new_keys, new_values, slots, kv_layout=layout)
     group = num_heads // num_kv_heads
     sinks = attention_sink
     if sinks is not None:
         sinks = jnp.pad(sinks.astype(jnp.float32), (0, group * cache_heads - num_heads))
     output = paged_attention(
-        padded(queries, group * cache_heads),
+        _pad(queries, group * cache_heads, cache_size),
         cache,
         kv_lens,
         block_tables,
@@ -175,6 +175,12 @@ def _attend(
     return output.astype(out_dtype), cache
 
 
+def _pad(array: jax.Array, num_heads: int, head_size: int) -> jax.Array:
+    """Pads ``[num_tokens, heads, size]`` with zeros at the end."""
+    _, heads, size = array.shape
+    return jnp.pad(array, ((0, 0), (0, num_heads - heads), (0, head_size - size)))
+
+
 def _slots(
     num_tokens: int,
     page_size: int,
@@ -183,7 +189,7 @@ def _slots(
     cu_q_lens: jax.Array,
     num_seqs: jax.Array,
 ) -> jax.Array:
-    """Where each token goes; -1 for those of no sequence."""
+    """The slot of each token; -1 for tokens that belong to no sequence."""
     tokens = jnp.arange(num_tokens)
     is_real = jnp.arange(len(kv_lens)) < num_seqs
     ends = jnp.where(is_real, cu_q_lens[1:], jnp.iinfo(jnp.int32).max)

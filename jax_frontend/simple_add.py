@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import jax
 
-from jax_frontend import _call, _vmap
+from jax_frontend import _call
+from jax_frontend._vmap.batching import elementwise
 from shared_ffi import simple_add as op
 
 
@@ -22,5 +23,5 @@ def simple_add(a: jax.Array, b: jax.Array) -> jax.Array:
         ValueError: the shapes differ.
         TypeError: a dtype is not float32.
     """
-    (result,) = _call.run(op.check, {"a": a, "b": b}, fold=_vmap.elementwise)
+    (result,) = _call.run(op.check, {"a": a, "b": b}, batch=elementwise)
     return result

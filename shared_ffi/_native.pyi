@@ -49,10 +49,11 @@ def slot_fault(slot_mapping: np.ndarray, *, num_blocks: int, block_size: int) ->
 class ScratchSizes:
     split_limit: int
     min_split: int
-    places_of_sequence: int
+    max_split_tokens: int
+    slots_of_sequence: int
     max_length: int
     flag_bytes: int
-    split_bytes: int
+    slot_bytes: int
     alignment: int
 
 def scratch_sizes(

@@ -1,4 +1,4 @@
-"""The check of ``kv_cache_update``; what it means is told in ``csrc/kv_cache_update/params.h``."""
+"""The check of ``kv_cache_update``. ``csrc/kv_cache_update/params.h`` says what the op means."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def check(
 def check_values(kv_cache: Any, slot_mapping: Any, *, kv_layout: str | None = None) -> None:
     """Checks that no slot lies past the end of the cache.
 
-    The CPU handler checks it itself, by the same native function. On CUDA such a slot is not
-    written.
+    The CPU handler calls the same native function. The CUDA handler reports nothing and does not
+    write such a slot.
 
     Raises:
-        ValueError: in the words of the CPU handler, naming the token.
+        ValueError: the CPU handler's message, which names the token.
     """
-    num_blocks, block_size = _kv_layout.sizes(kv_layout, kv_cache.shape)
+    num_blocks, block_size = _kv_layout.num_blocks_and_size(OP, kv_layout, kv_cache.shape)
     slots = np.ascontiguousarray(on_host(slot_mapping), np.int64)
     if fault := _native.slot_fault(slots, num_blocks=num_blocks, block_size=block_size):
         raise ValueError(f"{OP}: {fault}")

@@ -1,16 +1,19 @@
-"""The layouts of a paged cache: which dimension of its arrays is which.
+"""Layouts of a paged cache: which dimension of its array is which.
 
-A layout names the dimensions in their order: ``n`` num_blocks, ``b`` block_size, ``h``
-num_kv_heads, ``2`` K then V, ``d`` head_size, which is the last; two in parentheses are one
-dimension, and one that is named several times, side by side, is several, counted through. The
-kernels know strides only: all layouts are one to them.
+A layout names the dimensions from the outermost to the innermost, one letter each: ``n``
+num_blocks, ``b`` block_size, ``h`` num_kv_heads, ``2`` K then V, ``d`` head_size.
+
+* ``(h2)``, ``(2h)`` and ``(2d)`` are one dimension that counts two things, the second one faster.
+* A name that is repeated, such as ``nn``, stands for several dimensions that count one thing.
+
+The kernels know only strides, so all layouts are the same to them.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import NamedTuple
@@ -32,11 +35,14 @@ DEFAULT = "nb(h2)d"
 SEPARATE = "nbhd"
 """The default where K and V are two arrays."""
 
+_AXIS = re.compile(r"\((h2|2h|2d)\)|(.)")
 _NAMES = {"n": "num_blocks", "b": "block_size", "h": "num_kv_heads", "2": "2", "d": "head_size"}
+_WITH_KV = {"h2": "h", "2h": "h", "2d": "d"}
+"""The axes that also count K and V, and what else they count."""
 
 
 class KvCache(NamedTuple):
-    """Sizes of a paged cache, and where in its array things lie, in elements."""
+    """Sizes of a paged cache, and its strides in elements."""
 
     num_blocks: int
     block_size: int
@@ -45,13 +51,13 @@ class KvCache(NamedTuple):
     position_stride: int
     head_stride: int
     value_offset: int
-    """From K to V; 0 where V is another array."""
+    """The distance from K to V; 0 where V is another array."""
 
     head_dim: int | None
-    """The array's dimension along which kv heads lie, each in one piece; None: there is none."""
+    """The dimension to split where devices share the kv heads; None if none can be split."""
 
     def attributes(self) -> tuple[tuple[str, np.int64], ...]:
-        """Of a custom call, for a cache that has not the default layout."""
+        """The attributes of a custom call whose cache is not in the default layout."""
         sizes = self._asdict()
         del sizes["head_dim"]
         return tuple((name, _int64(value)) for name, value in sizes.items())
@@ -65,40 +71,43 @@ def check(
     head_size: int,
     num_kv_heads: int | None = None,
 ) -> tuple[KvCache, tuple[tuple[str, np.int64], ...], list[ArraySpec]]:
-    """The cache, the attributes that tell a handler of it, and its arrays as a handler takes them:
-    strided ones as the memory that they span.
+    """Checks layout, shapes and strides of a cache.
 
     Args:
         op: for messages.
         kv_layout: None for the default.
-        num_kv_heads: what it must be.
+        num_kv_heads: what the cache must have; None: any number.
+
+    Returns:
+        The cache; the attributes that describe it to a handler; and its arrays as a handler takes
+        them: a strided array as the one-dimensional memory that it spans.
 
     Raises:
-        ValueError: the layout names no array of this kind, or a shape is not that of the layout.
+        ValueError: the layout is not valid, or an array does not have its shape.
     """
-    axes = parse(op, kv_layout, is_separate=value_cache is not None)
-    strides = kv_cache.strides or _dense(kv_cache.shape)
+    is_separate = value_cache is not None
+    layout = _or_default(kv_layout, is_separate)
+    axes = _parse(op, layout, is_separate)
     sizes = _sizes(axes, kv_cache.shape)
     wanted_heads = sizes.get("h") if num_kv_heads is None else num_kv_heads
     is_right = sizes.get("d") == head_size and sizes.get("h") == wanted_heads
     if not is_right or sizes["b"] < 1 or sizes["h"] < 1:
         known = {"h": num_kv_heads, "d": head_size}
-        raise shape_error(op, "kv_cache", _describe(axes, known), kv_cache.shape)
+        rule = ", ".join(_describe(axis, known) for axis in axes)
+        raise shape_error(op, "kv_cache", f"[{rule}]", kv_cache.shape)
     if value_cache is not None and value_cache.shape != kv_cache.shape:
         rule = f"{list(kv_cache.shape)} as kv_cache has"
         raise shape_error(op, "value_cache", rule, value_cache.shape)
+    strides = kv_cache.strides or _dense(kv_cache.shape)
     if strides[-1] != 1 or (value_cache and value_cache.strides != kv_cache.strides):
         rule = "be contiguous in head_size, and have the strides of value_cache if there is one"
         raise value_error(op, "kv_cache", rule, f"strides {list(strides)}")
-    for outer, (one, other) in enumerate(pairwise(axes)):
-        inner_stride = strides[outer + 1] * kv_cache.shape[outer + 1]
-        if one == other and strides[outer] != inner_stride:
-            rule = f"have equal distances along {_describe([one], {})[1:-1]}"
+    for outer, (axis, next_axis) in enumerate(pairwise(axes)):
+        is_uniform = strides[outer] == strides[outer + 1] * kv_cache.shape[outer + 1]
+        if axis == next_axis and not is_uniform:
+            rule = f"have equal distances along {_describe(axis, {})}"
             raise value_error(op, "kv_cache", rule, f"strides {list(strides)}")
     step = _steps(axes, strides, sizes)
-    head_dim = next((i for i, axis in enumerate(axes) if axis.strip("(").startswith("h")), None)
-    if head_dim is not None and kv_cache.shape[head_dim] % sizes["h"] != 0:
-        head_dim = None  # a part of it is no part of the heads
     cache = KvCache(
         num_blocks=sizes["n"],
         block_size=sizes["b"],
@@ -107,10 +116,10 @@ def check(
         position_stride=step["b"],
         head_stride=step["h"],
         value_offset=step.get("2", 0),
-        head_dim=head_dim,
+        head_dim=_head_dim(axes, kv_cache.shape, sizes["h"]),
     )
     arrays = [kv_cache] if value_cache is None else [kv_cache, value_cache]
-    is_default = "".join(axes) == DEFAULT and kv_cache.strides is None
+    is_default = layout == DEFAULT and kv_cache.strides is None
     attributes = () if is_default else cache.attributes()
     return cache, attributes, [_spanned(array) for array in arrays]
 
@@ -118,7 +127,11 @@ def check(
 def check_dtypes(
     op: str, kv_cache: ArraySpec, value_cache: ArraySpec | None, argument: str, dtype: str
 ) -> None:
-    """A cache has the dtype of that argument, or 8 bits; raises TypeError."""
+    """Checks that a cache has the dtype of `argument`, or 8 bits.
+
+    Raises:
+        TypeError: it has neither, or K and V differ.
+    """
     if kv_cache.dtype not in (dtype, *CACHE_DTYPES):
         rule = (
             f"{argument}'s dtype {dtype}, or {', '.join(CACHE_DTYPES[:-1])} or {CACHE_DTYPES[-1]}"
@@ -140,21 +153,23 @@ def add_features(
     has_fewer_bits: bool,
     than: str,
 ) -> None:
-    """Adds to a call's operands what a cache may have besides its first array: the array of V, and
-    the scales of keys and values, which it checks.
+    """Adds the optional arrays of a cache to a call's operands: the array of V, and the scales of
+    keys and values, which it checks.
 
     Args:
-        caches: the arrays, as a handler takes them.
-        has_fewer_bits: whether the cache has, than the argument `than`.
+        caches: the cache's arrays, as a handler takes them.
+        has_fewer_bits: whether the cache has fewer bits than the argument called `than`. Only then
+            are there scales.
 
     Raises:
-        ValueError, TypeError: a shape or a dtype is wrong, or there is nothing to scale.
+        ValueError: a scale has a wrong shape, or the cache is not scaled.
+        TypeError: a scale is not float32.
     """
     for value_cache in caches[1:]:
         operands.add_feature("value_cache", value_cache, cache.head_dim)
     if k_scale is None and v_scale is None:
         return
-    # No dict: sizes may be symbols.
+    # A list of pairs: symbolic sizes cannot be keys of a dict.
     head_dims: list[tuple[tuple[int, ...], int | None]] = [
         ((cache.num_blocks, cache.block_size, cache.num_kv_heads), 2),
         ((cache.num_kv_heads,), 0),
@@ -177,71 +192,93 @@ def add_features(
         operands.add_feature(argument, scales, known[0])
 
 
+def num_blocks_and_size(op: str, kv_layout: str | None, shape: Sequence[int]) -> tuple[int, int]:
+    """num_blocks and block_size of a cache with this shape."""
+    layout = kv_layout or DEFAULT  # SEPARATE has them in the same dimensions
+    totals = _totals(_parse(op, layout, is_separate="2" not in layout), shape)
+    return totals["n"], totals["b"]
+
+
+def stacked(kv_layout: str | None, is_separate: bool) -> tuple[str, int]:
+    """The layout of several caches that are stacked into one array with all of their blocks, and
+    the dimension along which they are stacked."""
+    layout = _or_default(kv_layout, is_separate)
+    return layout.replace("n", "nn", 1), _axes(layout).index("n")
+
+
+def _or_default(kv_layout: str | None, is_separate: bool) -> str:
+    return kv_layout or (SEPARATE if is_separate else DEFAULT)
+
+
 @lru_cache
-def parse(op: str, kv_layout: str | None, is_separate: bool) -> tuple[str, ...]:
-    """The layout's dimensions: ``("n", "b", "(h2)", "d")``."""
-    layout = kv_layout or (SEPARATE if is_separate else DEFAULT)
-    axes = tuple(re.findall(r"\(h2\)|\(2h\)|\(2d\)|.", layout))
-    letters = "".join(axis.strip("()") for axis, _ in groupby(axes))
+def _parse(op: str, layout: str, is_separate: bool) -> tuple[str, ...]:
+    """The layout's axes; raises ValueError if it does not name each letter once, with d last."""
+    axes = _axes(layout)
     wanted = "bdhn" if is_separate else "2bdhn"
-    if sorted(letters) != sorted(wanted) or axes[-1] not in ("d", "(2d)") or "(" in axes:
-        rule = f"name each of {', '.join(sorted(wanted))} once, with d last, as "
+    letters = [letter for axis, _ in groupby(axes) for letter in axis]
+    if sorted(letters) != [*wanted] or axes[-1] not in ("d", "2d"):
+        rule = f"name each of {', '.join(wanted)} once, with d last, as "
         rule += "'nbhd' does where V is value_cache" if is_separate else "'nb(h2)d' or 'n2bhd' do"
-        raise value_error(op, "kv_layout", rule, repr(kv_layout))
+        raise value_error(op, "kv_layout", rule, repr(layout))
     return axes
 
 
-def sizes(kv_layout: str | None, shape: Sequence[int]) -> tuple[int, int]:
-    """num_blocks and block_size of an array."""
-    layout = kv_layout or DEFAULT  # SEPARATE has them at the same places
-    axes = parse("kv_layout", layout, is_separate="2" not in layout)
-    num_blocks = math.prod(size for axis, size in zip(axes, shape, strict=True) if axis == "n")
-    return num_blocks, shape[axes.index("b")]
+def _axes(layout: str) -> tuple[str, ...]:
+    """Splits ``"nb(h2)d"`` into ``("n", "b", "h2", "d")``."""
+    return tuple(pair or letter for pair, letter in _AXIS.findall(layout))
 
 
-def of_many(kv_layout: str | None, is_separate: bool) -> tuple[str, int]:
-    """The layout of an array with the blocks of many, one after the other, and which dimension it
-    has more than theirs."""
-    layout = kv_layout or (SEPARATE if is_separate else DEFAULT)
-    axes = parse("kv_layout", layout, is_separate)
-    return layout.replace("n", "nn", 1), axes.index("n")
+def _totals(axes: Sequence[str], shape: Sequence[int]) -> dict[str, int]:
+    """The size of each axis; for one that is repeated, the product of its dimensions."""
+    totals = dict.fromkeys(axes, 1)
+    for axis, size in zip(axes, shape, strict=True):
+        totals[axis] *= size
+    return totals
 
 
 def _sizes(axes: Sequence[str], shape: Sequence[int]) -> dict[str, int]:
-    """By letter; empty if the shape is not of the layout."""
-    found: dict[str, int] = {}
+    """The size of each letter, or nothing if the shape is not one of the layout's."""
     if len(axes) != len(shape):
-        return found
-    for axis, dims in groupby(zip(axes, shape, strict=True), lambda dim: dim[0]):
-        size = math.prod(size for _, size in dims)
-        if (axis == "2" and size != 2) or (len(axis) > 1 and size % 2 != 0):
+        return {}
+    sizes = {"2": 2}
+    for axis, total in _totals(axes, shape).items():
+        if axis not in _WITH_KV:
+            sizes[axis] = total
+        elif total % 2 == 0:
+            sizes[_WITH_KV[axis]] = total // 2
+        else:
             return {}
-        found[axis.strip("(2)") or "2"] = size // 2 if len(axis) > 1 else size
-    return found
+    return sizes if sizes["2"] == 2 else {}
 
 
 def _steps(axes: Sequence[str], strides: Sequence[int], sizes: dict[str, int]) -> dict[str, int]:
-    """Elements from one index of a letter to the next."""
+    """The distance in elements from one index of a letter to the next."""
     steps: dict[str, int] = {}
     for axis, stride in zip(axes, strides, strict=True):
-        for letter in reversed(axis.strip("()")):
+        for letter in reversed(axis):
             steps[letter] = stride
-            stride *= sizes.get(letter, 2)
+            stride *= sizes[letter]
     return steps
 
 
-def _describe(axes: Sequence[str], known: dict[str, int | None]) -> str:
-    def name(axis: str) -> str:
-        letter = axis.strip("(2)") or "2"
-        size, factor = known.get(letter), 2 if len(axis) > 1 else 1
-        product = f"2 * {_NAMES[letter]}" if factor == 2 else _NAMES[letter]
-        return product if size is None else f"{product}={factor * size}"
+def _head_dim(axes: Sequence[str], shape: Sequence[int], num_kv_heads: int) -> int | None:
+    # Half of "2h" is all of K or all of V, so it has no heads to share.
+    dim = next((dim for dim, axis in enumerate(axes) if axis in ("h", "h2")), None)
+    # Where heads have several dimensions, one of them does not have them all.
+    return dim if dim is not None and shape[dim] % num_kv_heads == 0 else None
 
-    return f"[{', '.join(map(name, axes))}]"
+
+def _describe(axis: str, known: Mapping[str, int | None]) -> str:
+    """A dimension in an error message: ``2 * num_kv_heads=8``, or without a size if not known."""
+    letter = _WITH_KV.get(axis, axis)
+    name, size, factor = _NAMES[letter], known.get(letter), 1
+    if axis in _WITH_KV:
+        name, factor = f"2 * {name}", 2
+    return name if size is None else f"{name}={factor * size}"
 
 
 def _int64(value: int) -> np.int64:
-    # A symbol stays one: as a number, it would be the one size that a program is for.
+    # A symbolic size stays a symbol: as a number, it would fix the size of the whole program.
     return np.int64(value) if isinstance(value, int) else value
 
 

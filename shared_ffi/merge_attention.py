@@ -1,5 +1,5 @@
-"""The check of ``merge_attention``, which is no custom call: each frontend writes it in its own
-operators, for its compiler to fuse."""
+"""The check of ``merge_attention``. There is no custom call: each frontend writes the op in its own
+operators, so that its compiler can fuse them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NAME = "merge_attention"
 
 
 def check(outputs: ArraySpec, lses: ArraySpec) -> None:
-    """Of the stacked parts; raises ValueError (shape) or TypeError (dtype)."""
+    """Checks the stacked parts; raises ValueError (shape) or TypeError (dtype)."""
     if len(outputs.shape) != 4 or outputs.shape[0] < 1:
         rule = "[num_parts, num_tokens, num_heads, head_size], of at least one part"
         raise shape_error(NAME, "outputs", rule, outputs.shape)

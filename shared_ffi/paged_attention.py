@@ -169,7 +169,7 @@ def check_values(
         name: np.clip(on_host(array), limits.min, limits.max).astype(np.int32, order="C")
         for name, array in arrays.items()
     }
-    num_blocks, block_size = _kv_layout.sizes(kv_layout, kv_cache.shape)
+    num_blocks, block_size = _kv_layout.num_blocks_and_size(OP, kv_layout, kv_cache.shape)
     fault = _native.metadata_fault(
         arrays["context_lens"],
         arrays["block_tables"],
@@ -211,10 +211,12 @@ def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
     longest = max_blocks_per_seq * block_size
     if sizes.max_length:
         longest = smaller(longest, sizes.max_length)
-    num_places = smaller(num_tokens, max_seqs * sizes.places_of_sequence)
     max_splits = smaller(sizes.split_limit, -(-longest // sizes.min_split))
-    flags_bytes = -(-sizes.flag_bytes * num_tokens // sizes.alignment) * sizes.alignment
-    return flags_bytes + num_places * max_splits * sizes.split_bytes
+    slots_of_sequence = smaller(sizes.slots_of_sequence, sizes.max_split_tokens * max_splits)
+    num_slots = smaller(num_tokens * max_splits, max_seqs * slots_of_sequence)
+    flags_bytes = sizes.flag_bytes * (num_tokens + num_slots)
+    flags_bytes = -(-flags_bytes // sizes.alignment) * sizes.alignment
+    return flags_bytes + num_slots * sizes.slot_bytes
 
 
 def _float32(argument: str, value: float) -> np.float32:

@@ -1,4 +1,4 @@
-"""How devices share a call: by kv heads, each with its part of the cache, and nothing is sent."""
+"""How devices share a call: each has a part of the kv heads and of the cache, and sends nothing."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from shared_ffi.spec import ArraySpec, Call
 
 
 def by_heads(call: Call, devices: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """``[num_parts, copies]``: the devices that have each part of the kv heads, as the first array
-    has them that is sharded by heads; None if none is.
+    """Finds the first array that is sharded by heads.
 
     Args:
-        call: on whole arrays.
-        devices: of some operands and results, the first ones: which devices have each tile, in an
-            array whose first dimensions are those of the operand; None: not known, or all.
+        call: the call on whole arrays.
+        devices: for each of the first arrays of the call, operands before results, the devices that
+            have each tile, in an array whose first dimensions are those of the operand; None where
+            this is not known or where the array is not tiled.
+
+    Returns:
+        ``[num_parts, copies]``: the devices that have each part of the kv heads; None if no array
+        is sharded by heads.
     """
     for tiles, dim in zip(devices, call.head_dims, strict=False):
         if tiles is None or dim is None:
@@ -28,9 +32,10 @@ def by_heads(call: Call, devices: Sequence[np.ndarray | None]) -> np.ndarray | N
 
 
 def parts(call: Call, devices: np.ndarray) -> list[ArraySpec]:
-    """What each device has of the operands.
+    """The part of each operand that a device has.
 
     Args:
+        call: the call on whole arrays.
         devices: from `by_heads`.
     """
     operands = call.arrays()[: len(call.operands)]
@@ -45,10 +50,11 @@ def parts(call: Call, devices: np.ndarray) -> list[ArraySpec]:
 
 
 def shardings(call: Call, devices: np.ndarray | None) -> tuple[str, ...]:
-    """Of operands, then of results, as XLA writes them: by heads, other dimensions replicated.
+    """The shardings of operands, then of results, as XLA writes them: only heads are sharded.
 
     Args:
-        devices: from `by_heads`; None: all is replicated.
+        call: the call on whole arrays.
+        devices: from `by_heads`; None: everything is replicated.
     """
     texts = []
     for spec, dim in call.arrays():

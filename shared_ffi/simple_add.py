@@ -1,4 +1,4 @@
-"""The check of ``simple_add``: the smallest op, the one that "how to add an op" walks through."""
+"""The check of ``simple_add``, the smallest op: ``docs/adding-an-op.md`` follows it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from shared_ffi.spec import ArraySpec, Call, dtype_error, shape_error
 
 OP = "simple_add"
 TARGET = "XlaGpuSimpleAdd"
-"""Older than this library, which grew from programs that used it. A new op has ``xla_gpu_<op>``."""
+"""Kept from programs that are older than this library. A new op's target is ``xla_gpu_<op>``."""
 
 
 def check(a: ArraySpec, b: ArraySpec) -> Call:

@@ -6,8 +6,9 @@ and the program that comes of it is run by JAX's client of the tensors' device: 
 memory, exchanged by DLPack in both directions, which also makes PyTorch's stream and XLA's wait for
 each other. The custom calls in the program are the same as everywhere.
 
-An argument that the graph overwrites is no exception to PyTorch's rules, but costs two copies of
-it: XLA does not write to memory that it has only borrowed.
+XLA does not write to memory that it has only borrowed. A cache that our update overwrites is
+written where it lies all the same (``_in_place.py``); any other argument that the graph overwrites
+costs two copies of it.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from torch.utils.dlpack import from_dlpack
 from torch_xla.core import dynamo_bridge, xla_builder
 
 from shared_ffi.spec import ArraySpec
+from torch_frontend._in_place import cut_at_updates
 from torch_frontend._library import array_spec
 from torch_frontend.export import export_platform
 
 Arguments = Sequence[Any]  # tensors, and numbers, which the program holds as constants
 
 _WHO = "torch.compile(backend='openxla')"
+
+_ALIGNMENT = 16  # bytes: XLA's kEntryParameterAlignBytes, what its programs assume of an operand
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -62,7 +66,12 @@ def install() -> None:
 
 
 def compile_graph(graph: torch.fx.GraphModule) -> Callable[..., list[Any]]:
-    """The graph as an XLA program for each set of shapes, types and numbers that it meets."""
+    """The graph as XLA programs, between which the updates of caches run eagerly."""
+    return cut_at_updates(graph, _compile_part) or _compile_part(graph)
+
+
+def _compile_part(graph: torch.fx.GraphModule) -> Callable[..., list[Any]]:
+    """A graph as an XLA program for each set of shapes, types and numbers that it meets."""
     programs: dict[Any, Callable[[Arguments], list[Any]]] = {}
 
     def run(*arguments: Any) -> list[Any]:
@@ -125,8 +134,11 @@ def _check_can_be_exchanged(arguments: Arguments) -> None:
 def _to_jax(tensor: torch.Tensor) -> Any:
     import jax  # noqa: PLC0415  (torch_xla alone does not need it)
 
+    dense = tensor.detach().contiguous()
+    if dense.data_ptr() % _ALIGNMENT:
+        dense = dense.clone()
     with jax.enable_x64(True):
-        return jax.dlpack.from_dlpack(tensor.detach().contiguous())
+        return jax.dlpack.from_dlpack(dense)
 
 
 @dataclass(frozen=True)
@@ -171,7 +183,8 @@ def trace_on_placeholders(
         if isinstance(x, torch.Tensor)
     }
     with torch.no_grad(), export_platform(platform):
-        outputs = list(_OnXla(graph).run(*placeholders))
+        outputs = _OnXla(graph).run(*placeholders)
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
     results = [x for x in outputs if isinstance(x, torch.Tensor)]
     ids, operands = _XLAC._get_tensors_xla_device_data_node(results)
     sources = [positions.get(number) for number in ids]

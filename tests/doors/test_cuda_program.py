@@ -3,6 +3,7 @@ same custom calls, with the layouts and the aliasing that the kernels need."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import textwrap
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 from jax.experimental import topologies
+from torch._dynamo.backends.common import aot_autograd
 from torch_xla.stablehlo import exported_program_to_stablehlo
 
 import jax_frontend
@@ -25,6 +27,7 @@ from shared_ffi.spec import ArraySpec
 from tests.support import scripts
 from tests.support.models import Layer, layer_inputs
 from torch_frontend import openxla
+from torch_frontend._in_place import cut_at_updates
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="pip install 'jax[cuda13-local]'")
 
@@ -125,10 +128,41 @@ def test_openxla_makes_the_same_calls_of_cuda_tensors(h200: Any) -> None:
         assert hlo.custom_calls(jitted, target) == [call]
 
 
+def test_openxla_copies_no_cache_of_cuda_tensors(h200: Any) -> None:
+    """The update runs eagerly; the program that attends has no array as large as the cache."""
+    graphs: list[torch.fx.GraphModule] = []
+    texts: list[str] = []
+
+    def collect(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def compiled(part: torch.fx.GraphModule) -> Callable[..., list[Any]]:
+        def run(*tensors: torch.Tensor) -> list[Any]:
+            trace = openxla.trace_on_placeholders(part, tensors, "cuda")
+            program = lowering.compile_stablehlo(trace.program, trace.operands, trace.results, h200)
+            texts.append(program.as_text())
+            return [torch.empty(spec.shape, device="meta") for spec in trace.results]
+
+        return run
+
+    layer, arguments = Layer(), layer_inputs()
+    with torch.no_grad():
+        torch.compile(layer, backend=aot_autograd(fw_compiler=collect))(*arguments)
+        run = cut_at_updates(graphs[0], compiled)
+        assert run is not None
+        examples = [x.meta["val"] for x in graphs[0].graph.find_nodes(op="placeholder")]
+        run(*[torch.empty(x.shape, dtype=x.dtype, device="meta") for x in examples])
+    assert [len(hlo.custom_calls(text, ATTENTION)) for text in texts] == [0, 1]
+    assert not any(hlo.custom_calls(text, UPDATE) for text in texts)
+    shape = ",".join(map(str, layer.cache.shape))
+    assert re.findall(rf"= f32\[{shape}\]\S* (\w+)\(", texts[1]) == ["parameter"]
+
+
 def test_the_scratch_is_a_result_that_nobody_reads(h200: Any) -> None:
     (call,) = hlo.custom_calls(of_jax(h200, attend, *operands()), ATTENTION)
-    # 16 tokens of 8 heads, each with one split. 2 * 16 places would suffice for all sequences.
-    num_bytes = 4 * 16 + 4 * 16 * 8 * 1 * (128 + 2)
+    # 16 tokens with a flag each, and for each token a slot of 8 heads with a flag.
+    num_bytes = 4 * (16 + 16) + 4 * 16 * 8 * (128 + 2)
     assert call.startswith(
         f"(bf16[16,8,128]{{2,1,0}}, u8[{num_bytes}]{{0}}) custom-call(6 operands)"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +17,8 @@ import jax_frontend
 from harness import hlo
 from harness.compare import assert_same_bits
 from harness.layouts import LAYOUTS
-from jax_frontend import _vmap
+from jax_frontend._vmap import batching
+from jax_frontend._vmap import paged_attention as vmapped
 from tests.support.bad_calls import DYNAMIC, Fault
 from tests.support.calls import split_keywords
 from tests.support.cases import DECODE, JUNK, MIXED, SHORT_NAMES, Case, UpdateCase
@@ -278,6 +278,7 @@ UPDATES: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bfloat16"},
     "no-tokens": {"num_tokens": 0, "num_padding": 0},
     "8-bits": {"cache_dtype": "float8_e4m3fn", "scales": "per head"},
+    "scales-per-position": {"cache_dtype": "int8", "scales": "per position"},
     **{f"layout-{layout}": {"kv_layout": layout} for layout in LAYOUTS},
 }
 
@@ -437,15 +438,15 @@ def test_a_fault_on_cuda_affects_one_call(fault: Fault, gpu: Gpu) -> None:
     """The faulty call has the same rows as alone, some of them NaN. The other calls are right."""
     operands, options = between_sound_calls(fault)
     attributes = options | {"return_lse": True}
-    fold = importlib.import_module("jax_frontend.paged_attention")._fold
     names = [*inspect.signature(jax_frontend.paged_attention).parameters][: len(operands)]
     mapped = {
-        name: _vmap.Operand(jnp.asarray(x), True) for name, x in zip(names, operands, strict=True)
+        name: batching.Operand(jnp.asarray(x), True)
+        for name, x in zip(names, operands, strict=True)
     }
-    folded = fold(3, mapped, {"kv_layout": None})
-    arrays = [np.asarray(folded.arrays[name]) for name in names]
-    results = attend_on(gpu, arrays, **attributes, **folded.options)
-    unfolded = [np.asarray(folded.unfold(jnp.asarray(x))) for x in results]
+    batched = vmapped.batch(3, mapped, {"kv_layout": None})
+    arrays = [np.asarray(batched.arrays[name]) for name in names]
+    results = attend_on(gpu, arrays, **attributes, **batched.options)
+    unfolded = [np.asarray(batched.unbatch(jnp.asarray(x))) for x in results]
     for i in range(3):
         alone = attend_on(gpu, [x[i] for x in operands], **attributes)
         assert_same_bits(tuple(x[i] for x in unfolded), alone)

@@ -25,7 +25,7 @@ from shared_ffi.spec import ArraySpec
 from tests.support import native
 from tests.support.calls import checked_call, numbers
 from tests.support.cases import CASES, LONG_CASES, UPDATE_CASES, Case, UpdateCase
-from tests.support.gpu import ON_CUDA, Gpu, attend
+from tests.support.gpu import ON_CUDA, Gpu, attend, scratch_of
 from tests.support.random_cases import random_cases
 
 F32, I32 = np.float32, np.int32
@@ -46,13 +46,13 @@ def either(request: pytest.FixtureRequest, gpu: Gpu) -> Gpu:
 
 def has_long_queries(case: Case) -> bool:
     """Whether the Hopper kernel computes some queries of the case."""
-    most_that_are_split = max(1, 64 * case.num_kv_heads // case.num_heads)
+    tokens_per_tile = max(1, 64 * case.num_kv_heads // case.num_heads)
     return (
         case.dtype != "float32"
         and case.cache_dtype is None
         and case.head_size % 8 == 0
         and case.head_size <= 128
-        and max([0, *(q_len for q_len, _ in case.sequences)]) > most_that_are_split
+        and max([0, *(q_len for q_len, _ in case.sequences)]) > tokens_per_tile
     )
 
 
@@ -314,6 +314,36 @@ def test_splits_of_many_heads(num_heads: int, dtype: str, gpu: Gpu) -> None:
     assert_close_on_cuda(attend(gpu, inputs, **attributes), inputs, attributes)
 
 
+@pytest.mark.parametrize("padding_tokens", [0, 1000])
+@pytest.mark.parametrize(
+    ("q_len", "splits"), [(2, 18), (64, 18), (100, 18), (300, 12)], ids=lambda x: str(x)
+)
+def test_splits_of_long_queries(q_len: int, splits: int, padding_tokens: int, either: Gpu) -> None:
+    """A sequence with few query tiles has enough splits to fill a GPU, as decoding has."""
+    case = Case(
+        id=f"splits-of-{q_len}",
+        sequences=((q_len, 4500), (1, 300)),
+        num_heads=4,
+        num_kv_heads=1,
+        head_size=8,
+        block_size=64,
+        dtype="bfloat16",
+        sinks=True,
+        padding_tokens=padding_tokens,
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    scratch = scratch_of(inputs, attributes)
+    assert_close_on_cuda(attend(either, inputs, scratch=scratch, **attributes), inputs, attributes)
+    num_tokens, (max_seqs, max_blocks_per_seq) = len(inputs.query), inputs.block_tables.shape
+    tokens_per_tile, most_splits = 16, 256
+    num_slots = min(
+        num_tokens * -(-max_blocks_per_seq * case.block_size // 256),
+        max_seqs * tokens_per_tile * most_splits,
+    )
+    flags = scratch[: 4 * (num_tokens + num_slots)].view(I32)[num_tokens:]
+    assert np.count_nonzero(flags == 0) == q_len * splits + 2
+
+
 def test_more_sequences_than_threads(gpu: Gpu) -> None:
     rng = np.random.default_rng(0)
     lengths = [(int(q), int(q + rng.integers(0, 9))) for q in rng.integers(0, 3, 300)]
@@ -410,12 +440,13 @@ def test_the_scratch_is_bounded(
     hint = {"max_query_len": max_query_len or None}
     call = paged_attention.check(query, kv_cache, *metadata, 1.0, None, None, **hint)
     num_bytes = paged_attention.cuda_scratch_bytes(call)
-    places = min(num_tokens, max_seqs * max(1, 64 // group))
+    tokens_per_tile, most_splits = max(1, 64 // group), max(32, 256 // num_kv_heads)
     if max_query_len > 0:
-        places = min(places, max_seqs * max_query_len)
-    splits = min(max(32, 256 // num_kv_heads), -(-capacity // 256))
-    most = 4 * num_tokens + 16 + 4 * places * num_kv_heads * group * splits * 130
-    assert num_bytes <= most
+        tokens_per_tile = min(tokens_per_tile, max_query_len)
+    slots = min(
+        num_tokens * min(most_splits, -(-capacity // 256)), max_seqs * tokens_per_tile * most_splits
+    )
+    assert num_bytes <= 4 * (num_tokens + slots) + 16 + 4 * slots * num_heads * 130
 
 
 @settings(max_examples=1000, deadline=None, derandomize=True)

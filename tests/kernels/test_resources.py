@@ -66,6 +66,24 @@ def test_the_build_shows_the_warnings_of_ptxas() -> None:
     assert outcome.stdout.splitlines() == [loss]
 
 
+def test_the_compiler_fuses_no_products_by_itself() -> None:
+    """Fused products are written as gpu::Fma, so that kernels that share a function agree in bits,
+    and the emulated GPU agrees with them."""
+    edges = [
+        edge
+        for path in ROOT.glob("build/*/build.ninja")
+        for edge in path.read_text().split("\n\n")
+        if re.search(r"^build \S+\.cu\.o:", edge, re.MULTILINE)
+    ]
+    if not edges:
+        pytest.skip("no build folder with CUDA objects: pip install --editable leaves one")
+    flag = {"CUDA": "-fmad=false", "CXX": "-ffp-contract=off"}
+    for edge in edges:
+        language = re.search(r"\.cu\.o: (CUDA|CXX)_COMPILER", edge)
+        assert language is not None, edge
+        assert re.search(rf" {flag[language[1]]}(\s|$)", edge), edge
+
+
 def test_a_hopper_block_starts_with_all_registers(kernels: list[dict[str, Any]]) -> None:
     """With fewer, its consumer warps would wait for ever for the registers that hopper.cuh gives
     them."""

@@ -500,7 +500,7 @@ assert len({case.id for case in CASES}) == len(CASES)
 
 
 def _long_queries() -> Iterator[Case]:
-    """Queries so long that the CUDA kernels do not split the sequence and the Hopper kernel may
+    """Queries with more tokens than a query tile of the CUDA kernels, so that the Hopper kernel may
     run. Contexts have many KV tiles. Short queries are in the same batch."""
     batches = {
         "prompts": ((130, 130), (1, 200), (65, 65), (300, 300)),

@@ -75,13 +75,21 @@ def from_cuda(tensor: Any, array: np.ndarray) -> None:
     )
 
 
-def attend(gpu: Gpu, operands: Any, *, seed: int = 0, **attributes: Any) -> Any:
+def scratch_of(operands: Any, attributes: dict[str, Any]) -> np.ndarray:
+    """Scratch for a call of paged_attention, full of bytes that no kernel writes."""
+    call, _ = checked_call("paged_attention", operands, attributes)
+    return guarded(np.full(call.results_on("cuda")[-1].shape, 0xFF, np.uint8))
+
+
+def attend(
+    gpu: Gpu, operands: Any, *, seed: int = 0, scratch: np.ndarray | None = None, **attributes: Any
+) -> Any:
     """The result of paged_attention, or with return_lse a pair of results."""
     call, arrays = checked_call("paged_attention", operands, attributes)
-    shapes = [spec.shape for spec in call.results_on("cuda")]
-    results = [guarded(np.full(shapes[0], np.nan, operands[0].dtype))]
-    results += [guarded(np.full(shape, np.nan, np.float32)) for shape in shapes[1:-1]]
-    scratch = guarded(np.full(shapes[-1], 0xFF, np.uint8))
+    results = [guarded(np.full(call.results[0].shape, np.nan, operands[0].dtype))]
+    results += [guarded(np.full(spec.shape, np.nan, np.float32)) for spec in call.results[1:]]
+    if scratch is None:
+        scratch = scratch_of(operands, attributes)
     guarded_arrays = [guarded(x) for x in arrays]
     gpu.run(paged_attention, guarded_arrays, [*results, scratch], seed, **numbers(call))
     return tuple(results) if len(results) > 1 else results[0]

@@ -1,6 +1,6 @@
 // GPU instructions that C++ cannot express, one function each. Kernels use them only through this
-// file. The tests compile the same kernels for the CPU; the emulated GPU, simt/simt.h, then replaces
-// this file.
+// file. The tests compile the same kernels for the CPU; the emulated GPU, simt/simt.h, then
+// replaces this file.
 #pragma once
 
 #ifdef XLA_GPU_SIMT
@@ -69,6 +69,10 @@ template <typename T>
 __device__ __forceinline__ T Shuffle(T value, int from_lane) {
   return __shfl_sync(kAllLanes, value, from_lane);
 }
+
+// a * b + c, rounded once. The compiler fuses nothing by itself (-fmad=false): which products are
+// fused decides the bits, and two kernels that share a function must agree on them.
+__device__ __forceinline__ float Fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
 // 2^x, within 2 units in the last place; 0 for -infinity.
 __device__ __forceinline__ float Exp2(float x) {

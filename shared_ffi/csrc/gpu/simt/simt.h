@@ -208,6 +208,8 @@ T Shuffle(T value, int from_lane) {
 using ::xla_gpu::FromFloat;
 using ::xla_gpu::ToFloat;
 
+inline float Fma(float a, float b, float c) { return std::fma(a, b, c); }
+
 inline float Exp2(float x) { return std::exp2(x); }
 
 inline float Reciprocal(float x) { return 1 / x; }

@@ -65,7 +65,8 @@ __global__ void __launch_bounds__(kThreads, 2)
         const T* key = KeyOf<T>(p, slot, item.kv_head);
         for (int d = 0; d < p.head_size; ++d) {
           const float k = gpu::ToFloat(key[d]);
-          for (int r = 0; r < kRowsPerWarp; ++r) weights[r] += query[r * stride + d] * k;
+          for (int r = 0; r < kRowsPerWarp; ++r)
+            weights[r] = gpu::Fma(query[r * stride + d], k, weights[r]);
         }
       }
       for (int r = 0; r < kRowsPerWarp; ++r) {
@@ -74,7 +75,8 @@ __global__ void __launch_bounds__(kThreads, 2)
         if constexpr (kIs8Bit<T>) logit *= place.k_scale;
         if (p.soft_cap > 0) logit = p.soft_cap * tanhf(logit / p.soft_cap);
         logit = attends ? logit * kLog2E : -kInfinity;
-        if (p.alibi_slopes != nullptr) logit -= AlibiBias(p, item, first_row + r).At(position);
+        if (p.alibi_slopes != nullptr)
+          logit = AlibiBias(p, item, first_row + r).AddTo(logit, position);
         float max = logit;
         for (int mask = gpu::kWarpSize / 2; mask > 0; mask /= 2) {
           max = fmaxf(max, gpu::ShuffleXor(max, mask));
@@ -83,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         const float shift = max == -kInfinity ? 0.0f : max;
         const float shrink = gpu::Exp2(state[r].max - shift);
         weights[r] = gpu::Exp2(logit - shift);
-        state[r] = {max, state[r].sum * shrink + weights[r]};
+        state[r] = {max, gpu::Fma(state[r].sum, shrink, weights[r])};
         for (float& sum : sums[r]) sum *= shrink;
         if constexpr (kIs8Bit<T>) weights[r] *= place.v_scale;
       }
@@ -100,7 +102,7 @@ __global__ void __launch_bounds__(kThreads, 2)
           const float weight = gpu::Shuffle(weights[r], j);
           // Skipped, not multiplied by zero: V may be NaN where the row does not attend.
           if (!ranges[r].Contains(tile + j)) continue;
-          for (int i = 0; i < kColumns; ++i) sums[r][i] += weight * v[i];
+          for (int i = 0; i < kColumns; ++i) sums[r][i] = gpu::Fma(weight, v[i], sums[r][i]);
         }
       }
     }

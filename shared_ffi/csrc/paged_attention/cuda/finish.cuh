@@ -63,8 +63,8 @@ __device__ inline bool MetBadBlock(const Params& p, const Scratch& scratch, int6
   } else {
     for (int64_t n = threadIdx.x; n < sequence.q_len * num_splits; n += kThreads) {
       const int64_t i = n / num_splits;
-      const int64_t place = scratch.Place(p, s, i, sequence.first_token + i);
-      is_bad = is_bad || scratch.states[scratch.Index(p, place, 0, n % num_splits)].sum == kBadSum;
+      const int64_t slot = scratch.Slot(s, i, sequence.first_token + i, num_splits);
+      is_bad = is_bad || *scratch.IsBad(p, slot + n % num_splits) != 0;
     }
   }
   return gpu::AnyInBlock(is_bad);
@@ -90,16 +90,16 @@ __device__ void FillRow(const Params& p, int64_t token, bool is_faulty) {
 template <typename T>
 __device__ void MergeSplits(const Params& p, const Scratch& scratch, int64_t s,
                             const Sequence& sequence, int64_t token, int64_t num_splits) {
-  const int64_t i = token - sequence.first_token, place = scratch.Place(p, s, i, token);
+  const int64_t i = token - sequence.first_token, slot = scratch.Slot(s, i, token, num_splits);
   const bool attends = p.Attends(sequence.context_len - sequence.q_len + i, sequence.context_len);
   const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
   for (int64_t head = warp; head < p.num_heads; head += kWarps) {
-    const int64_t index = scratch.Index(p, place, head, 0);
+    const int64_t index = slot * p.num_heads + head;  // of the first split
     const RowState* states = scratch.states + index;
     const float sink = SinkOf(p, head);
     float max = sink;
     for (int64_t split = lane; split < num_splits; split += gpu::kWarpSize) {
-      max = fmaxf(max, states[split].max);
+      max = fmaxf(max, states[split * p.num_heads].max);
     }
     for (int mask = gpu::kWarpSize / 2; mask > 0; mask /= 2) {
       max = fmaxf(max, gpu::ShuffleXor(max, mask));
@@ -107,13 +107,15 @@ __device__ void MergeSplits(const Params& p, const Scratch& scratch, int64_t s,
     const float shift = max == -kInfinity ? 0.0f : max;
     float sum = gpu::Exp2(sink - shift);
     for (int64_t split = 0; split < num_splits; ++split) {
-      sum += gpu::Exp2(states[split].max - shift) * states[split].sum;
+      const RowState& state = states[split * p.num_heads];
+      sum = gpu::Fma(gpu::Exp2(state.max - shift), state.sum, sum);
     }
     for (int64_t d = lane; d < p.head_size; d += gpu::kWarpSize) {
       float value = 0;
       for (int64_t split = 0; split < num_splits; ++split) {
-        value += gpu::Exp2(states[split].max - shift) *
-                 scratch.partials[(index + split) * p.head_size + d];
+        const int64_t row = split * p.num_heads;
+        value = gpu::Fma(gpu::Exp2(states[row].max - shift),
+                         scratch.partials[(index + row) * p.head_size + d], value);
       }
       gpu::FromFloat(value / (attends ? sum : 1.0f),
                      static_cast<T*>(p.output) + (token * p.num_heads + head) * p.head_size + d);

@@ -199,8 +199,7 @@ class HopperProducer {
     }
     is_bad = gpu::AnyInThreads(kScheduleBarrier, kThreads, is_bad);
     if (item.kv_head == 0 && static_cast<int32_t>(threadIdx.x) < item.num_rows) {
-      const RowPlace place(p_, item, threadIdx.x);
-      scratch_.is_bad[item.first_token + place.token] = is_bad;
+      *IsBad(p_, scratch_, item, RowPlace(p_, item, threadIdx.x)) = is_bad;
     }
   }
 
@@ -237,8 +236,10 @@ class HopperItem {
   static constexpr int kTile = Shared::kTile;
 
  public:
-  __device__ HopperItem(const Params& p, const Item& item, int consumer, Shared* shared)
+  __device__ HopperItem(const Params& p, const Scratch& scratch, const Item& item, int consumer,
+                        Shared* shared)
       : p_(p),
+        scratch_(scratch),
         item_(item),
         shared_(*shared),
         query_(shared->query[consumer]),
@@ -284,8 +285,13 @@ class HopperItem {
       shared_.values_ring.Free(*turn);
       *turn = turn->Next();
     }
+    if (item_.num_splits > 1) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) WriteRow(r);
+      for (int r = 0; r < 2; ++r) WritePartialResult(r);
+    } else {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) WriteRow(r);
+    }
   }
 
  private:
@@ -398,17 +404,22 @@ class HopperItem {
     gpu::SyncThreads(kBothConsumers, kBoth);
   }
 
-  // Writes the lane's columns of its row r.
+  // The lane's row r in the work item.
+  __device__ __forceinline__ int RowOf(int r) const {
+    return first_row_ + static_cast<int>(threadIdx.x) % kThreads / gpu::kWarpSize * 16 +
+           Lane() / 4 + 8 * r;
+  }
+
+  // Writes the lane's columns of its row r to the output.
   __device__ __forceinline__ void WriteRow(int r) {
     const RowState state = softmax_.State(r);
-    const int row = first_row_ + static_cast<int>(threadIdx.x) % kThreads / gpu::kWarpSize * 16 +
-                    Lane() / 4 + 8 * r;
+    const int row = RowOf(r);
     if (row >= item_.num_rows) return;
     const RowPlace place(p_, item_, row);
     const float sink = SinkOf(p_, place.head);
     const float max = fmaxf(state.max, sink), shift = max == -kInfinity ? 0.0f : max;
     const float weight = gpu::Exp2(state.max - shift);
-    const float sum = gpu::Exp2(sink - shift) + weight * state.sum;
+    const float sum = gpu::Fma(weight, state.sum, gpu::Exp2(sink - shift));
     const RowRange& range = softmax_.Range(r);
     const float divisor = range.begin < range.end ? sum : 1.0f;  // without keys the sum is zero
     const float factor = weight / divisor;
@@ -424,7 +435,26 @@ class HopperItem {
     }
   }
 
+  // Writes them to the scratch: the work item is a split.
+  __device__ __forceinline__ void WritePartialResult(int r) {
+    const RowState state = softmax_.State(r);
+    const int row = RowOf(r);
+    if (row >= item_.num_rows) return;
+    const RowPlace place(p_, item_, row);
+    const int64_t index = SlotOf(scratch_, item_, place) * p_.num_heads + place.head;
+    if (Lane() % 4 == 0) scratch_.states[index] = state;
+    float* partial = scratch_.partials + index * p_.head_size;
+#pragma unroll
+    for (int n = 0; n < kHeadSize / 8; ++n) {
+      if (n * 8 >= p_.head_size) break;
+      float* columns = partial + n * 8 + Lane() % 4 * 2;
+      columns[0] = sums_[n][2 * r];
+      columns[1] = sums_[n][2 * r + 1];
+    }
+  }
+
   const Params& p_;
+  const Scratch& scratch_;
   const Item& item_;
   Shared& shared_;
   T* const query_;
@@ -453,7 +483,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
       shared->items_ring.WaitFilled(turn);
       const Item& item = shared->items[turn.place];
       if (item.num_rows == 0) return;
-      HopperItem<T, kHeadSize>(p, item, warpgroup - 1, shared).Compute(&tile);
+      HopperItem<T, kHeadSize>(p, scratch, item, warpgroup - 1, shared).Compute(&tile);
       shared->items_ring.Free(turn);
     }
   }

@@ -93,7 +93,7 @@ __device__ __forceinline__ int64_t RowOffset(const Params& p, const Item& item, 
   return ((item.first_token + place.token) * p.num_heads + place.head) * p.head_size;
 }
 
-// What ALiBi subtracts from a row's logits, in units of log2(e).
+// The bias that ALiBi adds to a row's logits, in units of log2(e).
 class AlibiBias {
  public:
   __device__ AlibiBias(const Params& p, const Item& item, int64_t row) : slope_(0), position_(0) {
@@ -103,8 +103,8 @@ class AlibiBias {
     position_ = static_cast<int32_t>(item.first_position + place.token);
   }
 
-  __device__ float At(int32_t position) const {
-    return slope_ * fabsf(static_cast<float>(position_ - position));
+  __device__ float AddTo(float logit, int32_t position) const {
+    return gpu::Fma(-slope_, fabsf(static_cast<float>(position_ - position)), logit);
   }
 
  private:
@@ -135,6 +135,20 @@ __device__ inline float SinkOf(const Params& p, int64_t head) {
 // Writes the log-sum-exp of a finished row. One thread calls it.
 __device__ inline void WriteLse(const Params& p, int64_t token, int64_t head, const RowState& row) {
   if (p.lse != nullptr) p.lse[token * p.num_heads + head] = (row.max + log2f(row.sum)) * kLn2;
+}
+
+// Where a row of a split leaves its partial result.
+__device__ __forceinline__ int64_t SlotOf(const Scratch& scratch, const Item& item,
+                                          const RowPlace& place) {
+  const int64_t token = item.first_token + place.token;
+  return scratch.Slot(item.sequence, place.token, token, item.num_splits) + item.split;
+}
+
+// Where the Finish kernel reads whether a row's item met a block id outside the pool.
+__device__ __forceinline__ int32_t* IsBad(const Params& p, const Scratch& scratch, const Item& item,
+                                          const RowPlace& place) {
+  if (item.num_splits == 1) return scratch.is_bad + item.first_token + place.token;
+  return scratch.IsBad(p, SlotOf(scratch, item, place));
 }
 
 // The partial results, in shared memory, of `num_parts` warps for the same rows at different
@@ -168,12 +182,11 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
       if (part >= parts.num_parts) break;
       const RowState& state = parts.states[part * parts.rows + row];
       weights[part] = gpu::Exp2(state.max - shift);
-      sum += weights[part] * state.sum;
+      sum = gpu::Fma(weights[part], state.sum, sum);
     }
     const RowRange range(p, item, row);
     const float divisor = range.begin < range.end ? sum : 1.0f;  // without keys the sum is zero
-    const int64_t index = scratch.Index(p, scratch.Place(p, item.sequence, place.token, token),
-                                        place.head, item.split);
+    const int64_t slot = SlotOf(scratch, item, place), index = slot * p.num_heads + place.head;
     T* output = static_cast<T*>(p.output) + RowOffset(p, item, row);
     float* partial = scratch.partials + index * p.head_size;
     for (int d = lane; d < p.head_size; d += gpu::kWarpSize) {
@@ -181,7 +194,8 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
 #pragma unroll
       for (int part = 0; part < kWarps; ++part) {
         if (part >= parts.num_parts) break;
-        value += weights[part] * parts.sums[(part * parts.rows + row) * parts.stride + d];
+        value = gpu::Fma(weights[part], parts.sums[(part * parts.rows + row) * parts.stride + d],
+                         value);
       }
       if (item.num_splits == 1) {
         gpu::FromFloat(value / divisor, output + d);
@@ -189,13 +203,9 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
         partial[d] = value;
       }
     }
-    if (lane == 0 && item.num_splits > 1) {
-      scratch.states[index] = {max, is_bad ? kBadSum : sum};
-    }
-    if (lane == 0 && item.num_splits == 1) {
-      WriteLse(p, token, place.head, {max, sum});
-      if (item.kv_head == 0) scratch.is_bad[token] = is_bad;
-    }
+    if (lane == 0 && item.num_splits > 1) scratch.states[index] = {max, sum};
+    if (lane == 0 && item.num_splits == 1) WriteLse(p, token, place.head, {max, sum});
+    if (lane == 0 && item.kv_head == 0) *IsBad(p, scratch, item, place) = is_bad;
   }
 }
 

@@ -109,7 +109,7 @@ template <typename T>
 bool FindPrefillKernel(const gpu::Device& device, const Params& p, AttentionKernel* kernel) {
   if constexpr (sizeof(T) == 2) {
     if (!HopperIsChosen() || !device.is_hopper) return false;
-    if (p.max_query_len != 0 && p.max_query_len <= MaxSplitTokens(p)) return false;
+    if (p.max_query_len != 0 && p.max_query_len <= TokensPerTile(p)) return false;
     if (p.cache_dtype != p.dtype || !IsAligned<T>(p)) return false;
     return FindHopperKernel<T>(p, HopperHeadSizes(), kernel);
   }

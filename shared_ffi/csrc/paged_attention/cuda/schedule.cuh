@@ -74,7 +74,7 @@ struct Sequence {
 
   __device__ bool IsOf(const Params& p, QueryLengths lengths) const {
     if (lengths == QueryLengths::kAll) return true;
-    return (q_len > MaxSplitTokens(p)) == (lengths == QueryLengths::kLong);
+    return (q_len > TokensPerTile(p)) == (lengths == QueryLengths::kLong);
   }
 
   // The first position attended to, rounded down to the beginning of a KV tile.
@@ -84,7 +84,7 @@ struct Sequence {
 
   __device__ int64_t SplitPositions(const Params& p) const {
     const int64_t length = context_len - Begin(p);
-    return q_len <= MaxSplitTokens(p) ? SplitLength(p, length) : Larger(length, 1);
+    return q_len <= MaxSplitTokens(p) ? SplitLength(p, q_len, length) : Larger(length, 1);
   }
 
   __device__ int64_t NumSplits(const Params& p) const {

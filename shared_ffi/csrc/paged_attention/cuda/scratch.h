@@ -9,8 +9,8 @@
 
 namespace xla_gpu::paged_attention {
 
-// Positions of a tile; splits begin at multiples of it.
-inline constexpr int64_t kTileAlignment = 64;
+// Splits begin at multiples of this many positions: the largest KV tile of the kernels.
+inline constexpr int64_t kTileAlignment = 128;
 
 // A split has at least this many positions: shorter ones cost more to merge than they save.
 inline constexpr int64_t kMinSplit = 256;
@@ -18,33 +18,51 @@ inline constexpr int64_t kMinSplit = 256;
 // Query rows (a row is a query token and head) that share one reading of K and V.
 inline constexpr int64_t kMaxRowsPerItem = 64;
 
-// Most splits of a sequence: enough for one sequence to fill a large GPU.
-XLA_GPU_HOST_DEVICE inline int64_t SplitLimit(const Params& p) {
-  return Larger(32, 256 / p.num_kv_heads);
+// Work items that fill a large GPU. A sequence that has them without splits is not split.
+inline constexpr int64_t kEnoughItems = 256;
+
+// a / b for 0 <= a < 2^32, which a GPU computes in a fraction of the instructions of a division of
+// 64 bits.
+XLA_GPU_HOST_DEVICE inline int64_t DivideSmall(int64_t a, int64_t b) {
+  return b > a ? 0 : static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
 }
 
-// A sequence is split when it has at most this many query tokens. One with more has enough rows to
-// keep a GPU busy, and their partial results would need too much memory.
+// Query tokens whose rows fit one query tile.
+XLA_GPU_HOST_DEVICE inline int64_t TokensPerTile(const Params& p) {
+  return Larger(1, DivideSmall(kMaxRowsPerItem, p.num_heads / p.num_kv_heads));
+}
+
+// Most splits of a sequence with one query tile.
+XLA_GPU_HOST_DEVICE inline int64_t SplitLimit(const Params& p) {
+  return Larger(32, DivideSmall(kEnoughItems, p.num_kv_heads));
+}
+
+// Most splits of a sequence with `q_len` query tokens. The more query tiles it has, the fewer
+// splits fill a GPU; that bounds its partial results, too.
+XLA_GPU_HOST_DEVICE inline int64_t SplitLimit(const Params& p, int64_t q_len) {
+  const int64_t tokens = TokensPerTile(p);
+  if (q_len <= tokens) return SplitLimit(p);
+  const int64_t tiles = DivideSmall(q_len + tokens - 1, tokens);
+  return Larger(1, DivideSmall(kEnoughItems, p.num_kv_heads * tiles));
+}
+
+// The most query tokens of a sequence that is split.
 XLA_GPU_HOST_DEVICE inline int64_t MaxSplitTokens(const Params& p) {
-  return Larger(1, kMaxRowsPerItem * p.num_kv_heads / p.num_heads);
+  return TokensPerTile(p) * Larger(1, DivideSmall(kEnoughItems / 2, p.num_kv_heads));
 }
 
 // Which sequences a kernel takes, by their query tokens; which kernel runs for a sequence thus
 // follows from that sequence alone.
 enum class QueryLengths {
   kAll,
-  kShort,  // at most MaxSplitTokens
+  kShort,  // one query tile
   kLong,   // more
 };
 
-// What a sequence that is split needs of them: one for each query token.
-XLA_GPU_HOST_DEVICE inline int64_t PlacesOfSequence(const Params& p) {
-  return p.max_query_len == 0 ? MaxSplitTokens(p) : Smaller(MaxSplitTokens(p), p.max_query_len);
-}
-
-// Positions of each split (the last may have fewer) when `length` positions are attended to.
-XLA_GPU_HOST_DEVICE inline int64_t SplitLength(const Params& p, int64_t length) {
-  const int64_t tiles = DivideUp(DivideUp(length, SplitLimit(p)), kTileAlignment);
+// Positions of each split (the last may have fewer) when q_len query tokens attend to `length`
+// positions.
+XLA_GPU_HOST_DEVICE inline int64_t SplitLength(const Params& p, int64_t q_len, int64_t length) {
+  const int64_t tiles = DivideUp(DivideUp(length, SplitLimit(p, q_len)), kTileAlignment);
   return Larger(kMinSplit, tiles * kTileAlignment);
 }
 
@@ -55,25 +73,25 @@ struct RowState {
   float sum;
 };
 
-// The sum of a row whose split met a block id outside the pool. True sums are never negative.
-inline constexpr float kBadSum = -1.0f;
-
+// A slot is the partial results of one query token in one split.
 struct Scratch {
-  int64_t num_places;  // for the query tokens of split sequences
   int64_t max_splits;
+  int64_t num_slots;
+  int64_t slots_of_sequence;  // 0: each token of the batch has max_splits slots
 
-  int32_t* is_bad;   // [num_tokens]: the token, in an unsplit sequence, met a bad block id
-  RowState* states;  // [num_places, num_heads, max_splits]
-  float* partials;   // [num_places, num_heads, max_splits, head_size]: sums of 2^(logit - max) * v
+  // Whether a bad block id was met: by each token of unsplit sequences, then by each slot.
+  int32_t* is_bad;   // [num_tokens + num_slots]
+  RowState* states;  // [num_slots, num_heads]
+  float* partials;   // [num_slots, num_heads, head_size]: sums of 2^(logit - max) * v
 
-  // Place of token i, which is query token `token` of the batch, of sequence s.
-  XLA_GPU_HOST_DEVICE int64_t Place(const Params& p, int64_t s, int64_t i, int64_t token) const {
-    return num_places == p.num_tokens ? token : s * PlacesOfSequence(p) + i;
+  // The first slot of token i, which is query token `token` of the batch, of sequence s. Its
+  // num_splits slots are adjacent.
+  XLA_GPU_HOST_DEVICE int64_t Slot(int64_t s, int64_t i, int64_t token, int64_t num_splits) const {
+    return slots_of_sequence == 0 ? token * max_splits : s * slots_of_sequence + i * num_splits;
   }
 
-  XLA_GPU_HOST_DEVICE int64_t Index(const Params& p, int64_t place, int64_t head,
-                                    int64_t split) const {
-    return (place * p.num_heads + head) * max_splits + split;
+  XLA_GPU_HOST_DEVICE int32_t* IsBad(const Params& p, int64_t slot) const {
+    return is_bad + p.num_tokens + slot;
   }
 };
 
@@ -83,49 +101,57 @@ struct Scratch {
 struct ScratchSizes {
   int64_t split_limit;
   int64_t min_split;
-  int64_t places_of_sequence;
-  int64_t max_length;   // positions that a split sequence's window can span; 0: no window
-  int64_t flag_bytes;   // for each token
-  int64_t split_bytes;  // for each split of each place: RowState and partial result of all heads
-  int64_t alignment;    // what the size of all flags is rounded up to a multiple of
+  int64_t max_split_tokens;   // most query tokens of a sequence that is split
+  int64_t slots_of_sequence;  // most slots that a sequence can need
+  int64_t max_length;         // positions that a split sequence's window can span; 0: no window
+  int64_t flag_bytes;         // for each token and slot
+  int64_t slot_bytes;         // RowState and partial result of all heads
+  int64_t alignment;          // what the size of all flags is rounded up to a multiple of
 };
 
 inline ScratchSizes MakeScratchSizes(const Params& p) {
+  const int64_t max_query_len = p.max_query_len == 0 ? INT64_MAX : p.max_query_len;
   ScratchSizes sizes;
   sizes.split_limit = SplitLimit(p);
   sizes.min_split = kMinSplit;
-  sizes.places_of_sequence = PlacesOfSequence(p);
+  sizes.max_split_tokens = Smaller(MaxSplitTokens(p), max_query_len);
+  // With t > 1 query tiles it needs t * TokensPerTile * kEnoughItems / (num_kv_heads * t) at most.
+  sizes.slots_of_sequence = Smaller(TokensPerTile(p), max_query_len) * SplitLimit(p);
   sizes.max_length = 0;
   if (p.sliding_window != 0) {
     const int64_t window = Smaller(p.sliding_window, INT64_MAX / 2);  // the sum must not overflow
     sizes.max_length = window + MaxSplitTokens(p) + kTileAlignment;
   }
   sizes.flag_bytes = sizeof(int32_t);
-  sizes.split_bytes = p.num_heads * (sizeof(RowState) + p.head_size * sizeof(float));
+  sizes.slot_bytes = p.num_heads * (sizeof(RowState) + p.head_size * sizeof(float));
   sizes.alignment = 16;
   return sizes;
 }
 
 // Lays the scratch out in `memory`, which may be null when only the size is wanted; that is
-//     4 * num_tokens + 4 * num_places * num_heads * max_splits * (head_size + 2) bytes,
-// the first term rounded up to 16, with num_places at most max(max_seqs, 64 / (num_heads /
-// num_kv_heads) * max_seqs), and max_query_len * max_seqs, and max_splits at most max(32, 256 /
-// num_kv_heads).
+//     4 * (num_tokens + num_slots) + 4 * num_slots * num_heads * (head_size + 2) bytes,
+// the first term rounded up to 16, with at most max_splits slots for each token and
+// slots_of_sequence for each sequence.
 inline int64_t MakeScratch(const Params& p, void* memory, Scratch* scratch) {
   const ScratchSizes sizes = MakeScratchSizes(p);
   int64_t longest = p.max_blocks_per_seq * p.block_size;
   if (sizes.max_length != 0) longest = Smaller(longest, sizes.max_length);
-  scratch->num_places = Smaller(p.num_tokens, p.max_seqs * sizes.places_of_sequence);
   scratch->max_splits = Smaller(sizes.split_limit, DivideUp(longest, sizes.min_split));
-  const int64_t num_splits = scratch->num_places * scratch->max_splits;
+  scratch->slots_of_sequence =
+      Smaller(sizes.slots_of_sequence, sizes.max_split_tokens * scratch->max_splits);
+  scratch->num_slots =
+      Smaller(p.num_tokens * scratch->max_splits, p.max_seqs * scratch->slots_of_sequence);
+  if (scratch->num_slots == p.num_tokens * scratch->max_splits) scratch->slots_of_sequence = 0;
   const int64_t flags_bytes =
-      DivideUp(p.num_tokens * sizes.flag_bytes, sizes.alignment) * sizes.alignment;
-  const int64_t states_bytes = num_splits * p.num_heads * static_cast<int64_t>(sizeof(RowState));
+      DivideUp((p.num_tokens + scratch->num_slots) * sizes.flag_bytes, sizes.alignment) *
+      sizes.alignment;
+  const int64_t states_bytes =
+      scratch->num_slots * p.num_heads * static_cast<int64_t>(sizeof(RowState));
   char* bytes = static_cast<char*>(memory);
   scratch->is_bad = reinterpret_cast<int32_t*>(bytes);
   scratch->states = reinterpret_cast<RowState*>(bytes + flags_bytes);
   scratch->partials = reinterpret_cast<float*>(bytes + flags_bytes + states_bytes);
-  return flags_bytes + num_splits * sizes.split_bytes;
+  return flags_bytes + scratch->num_slots * sizes.slot_bytes;
 }
 
 }  // namespace xla_gpu::paged_attention

@@ -105,7 +105,8 @@ class Softmax {
   template <int kBlocks>
   __device__ void AddBias(int32_t begin, float (&logits)[kBlocks][4]) const {
     const AlibiBias biases[2] = {{p_, item_, row_}, {p_, item_, row_ + 8}};
-    ForEach<kBlocks>([&](int n, int e, int j) { logits[n][e] -= biases[e / 2].At(begin + j); });
+    ForEach<kBlocks>(
+        [&](int n, int e, int j) { logits[n][e] = biases[e / 2].AddTo(logits[n][e], begin + j); });
   }
 
   // Caps the logits and turns them into units of log2(e). tanh(x) = 1 - 2 / (1 + e^2x) has an error
@@ -118,7 +119,7 @@ class Softmax {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float power = gpu::Exp2(logits[n][e] * exponent);
-        logits[n][e] = cap - 2 * cap * gpu::Reciprocal(1 + power);
+        logits[n][e] = gpu::Fma(-2 * cap, gpu::Reciprocal(1 + power), cap);
       }
     }
   }

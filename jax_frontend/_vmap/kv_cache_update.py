@@ -1,0 +1,41 @@
+"""``jax.vmap`` of ``kv_cache_update``: one update of one pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+
+from jax_frontend._vmap.batching import BatchedCall, Operand, flatten, numbers_in_pool
+from shared_ffi import kv_layout
+from shared_ffi.kv_cache_update import OP
+
+
+def batch(
+    size: int, operands: Mapping[str, Operand], options: Mapping[str, Any]
+) -> BatchedCall | None:
+    """The calls' blocks become one pool. Calls that start from the same cache get a copy each."""
+    slot_mapping = operands["slot_mapping"]
+    caches = {name: x for name, x in operands.items() if name in ("kv_cache", "value_cache")}
+    scales = {name: x for name, x in operands.items() if name in ("k_scale", "v_scale")}
+    per_position = {name: x for name, x in scales.items() if len(x.shape) == 3}
+    others = {name: x for name, x in scales.items() if name not in per_position}
+    num_blocks, block_size = kv_layout.num_blocks_and_size(
+        OP, options["kv_layout"], operands["kv_cache"].shape
+    )
+    num_slots = num_blocks * block_size
+    largest = jnp.iinfo(slot_mapping.array.dtype).max
+    if size * num_slots > largest or any(x.is_mapped for x in others.values()):
+        return None
+    layout, dim = kv_layout.stacked(options["kv_layout"], is_separate="value_cache" in caches)
+    return BatchedCall(
+        {name: jnp.moveaxis(x.broadcast(size), 0, dim) for name, x in caches.items()}
+        | {name: x.array for name, x in others.items()}
+        | {name: flatten(x.broadcast(size)) for name, x in per_position.items()}
+        | {name: flatten(operands[name].broadcast(size)) for name in ("key", "value")}
+        | {"slot_mapping": flatten(numbers_in_pool(slot_mapping.broadcast(size), num_slots))},
+        partial(jnp.moveaxis, source=dim, destination=0),
+        {"kv_layout": layout},
+    )
