@@ -48,7 +48,9 @@ class _Process:
         self._entry = self._load(elf)
         self._uc.hook_add(UC_HOOK_INTR, self._call)
         units = self._uc.reg_read(arm64.UC_ARM64_REG_CPACR_EL1)
-        self._uc.reg_write(arm64.UC_ARM64_REG_CPACR_EL1, units | 3 << 20)  # of vectors and floats
+        self._uc.reg_write(
+            arm64.UC_ARM64_REG_CPACR_EL1, units | 3 << 20
+        )  # permits vector and floating point instructions
 
     def run(self) -> bytes:
         self._uc.emu_start(self._entry, until=0)

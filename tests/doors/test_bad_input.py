@@ -107,7 +107,7 @@ def test_dynamic_fault(door: str, fault: Fault) -> None:
 
 
 @pytest.mark.parametrize("fault", FOR_HANDLER)
-def test_handler_says_the_same(fault: Fault) -> None:
+def test_the_handler_gives_the_same_message(fault: Fault) -> None:
     with pytest.raises(ValueError) as raised:
         make_call(fault)
     assert str(raised.value) == fault.message
@@ -123,7 +123,7 @@ CHECKERS = {
     "kind", [np.asarray, doors.to_torch, jnp.asarray], ids=["numpy", "torch", "jax"]
 )
 @pytest.mark.parametrize("fault", DYNAMIC)
-def test_the_checker_of_values_says_the_same(fault: Fault, kind: Any) -> None:
+def test_check_values_gives_the_same_message(fault: Fault, kind: Any) -> None:
     arguments = {name: kind(x) for name, x in fault.arguments.items() if isinstance(x, np.ndarray)}
     if fault.op == "kv_cache_update":
         arguments = {name: arguments[name] for name in ("kv_cache", "slot_mapping")}
@@ -134,7 +134,7 @@ def test_the_checker_of_values_says_the_same(fault: Fault, kind: Any) -> None:
     assert str(raised.value) == fault.message
 
 
-def test_the_checker_of_values_knows_layouts() -> None:
+def test_check_values_knows_layouts() -> None:
     operands, _ = split(attention(block_tables=np.array([[3, 4], [0, 9], [9, 9]], I32)))
     for layout, shape in ((None, (4, 2, 3, 8)), ("nnbhd", (2, 2, 2, 3, 8)), ("hnbd", (3, 4, 2, 8))):
         operands[1] = np.ones(shape, F32)  # K alone, with an odd number of heads
@@ -144,7 +144,7 @@ def test_the_checker_of_values_knows_layouts() -> None:
             paged_attention.check_values(*operands, kv_layout=layout)
 
 
-def test_the_checker_of_values_passes_what_is_right() -> None:
+def test_check_values_accepts_sound_calls() -> None:
     for case in CASES[::7]:
         mask = {"causal": case.causal, "window_right": case.window_right}
         others = {"kv_layout": case.kv_layout, "max_query_len": case.max_query_len}
@@ -156,7 +156,7 @@ def test_the_checker_of_values_passes_what_is_right() -> None:
 
 
 @pytest.mark.parametrize("fault", FOR_HANDLER_IN_XLA)
-def test_handler_in_xla_says_the_same(fault: Fault) -> None:
+def test_the_handler_in_xla_gives_the_same_message(fault: Fault) -> None:
     runtimes.register()
     with pytest.raises(jax.errors.JaxRuntimeError, match="^INVALID_ARGUMENT") as raised:
         make_call_in_xla(fault)
@@ -254,7 +254,9 @@ def test_handler_checks_its_attributes(changes: dict[str, Any], message: str) ->
         (6, [np.empty((4, 4), F32)] * 2, "the call must have 1 or 2 results; got 3"),
     ],
 )
-def test_handler_checks_what_it_gets(num_operands: int, results: Any, message: str) -> None:
+def test_handler_checks_its_operands_and_results(
+    num_operands: int, results: Any, message: str
+) -> None:
     operands, attributes = split(attention(sliding_window=0, soft_cap=0.0))
     operands = [*operands, np.ones(4, F32)][:num_operands]
     results = [np.empty_like(operands[0]), *results]

@@ -197,7 +197,7 @@ def test_vmap(h200: Any) -> None:
     assert len(hlo.custom_calls(text, ATTENTION)) == 1 and "while(" not in text
 
 
-def test_one_export_for_both_platforms() -> None:
+def test_one_export_serves_both_platforms() -> None:
     exported = jax.export.export(
         jax.jit(attend),
         platforms=["cpu", "cuda"],

@@ -221,7 +221,7 @@ def test_nested_vmap() -> None:
     check(inner, ([0] * 6, {}), caches, arrays, target=ATTENTION)
 
 
-def test_other_axes() -> None:
+def test_mapped_axes_other_than_the_first() -> None:
     inputs, _, options = calls_of_one_shape()
     attend = attention_of(options)
     expected = one_by_one(attend, ([0] * 6, {}), inputs, {})

@@ -230,7 +230,7 @@ def test_exponential() -> None:
     count = len(logits)
     kv_cache = np.zeros((1, 2, 2, 2), F32)
     kv_cache[0, 0, 0] = [1, 0]  # K of position 0
-    kv_cache[0, 0, 1] = 1  # its V
+    kv_cache[0, 0, 1] = 1  # V of position 0
     query = np.zeros((count, 1, 2), F32)
     query[:, 0, 0] = logits
     operands = [

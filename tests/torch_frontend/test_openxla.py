@@ -271,7 +271,7 @@ def test_random_numbers_are_refused() -> None:
         compiled(lambda x: x + torch.rand(3))(torch.ones(3))
 
 
-def test_what_pytorch_cannot_exchange_is_refused() -> None:
+def test_dtypes_that_pytorch_cannot_exchange_are_refused() -> None:
     case = next(x for x in SHORT_CASES if x.cache_dtype == "float8_e4m3fn")
     message = (
         "PyTorch cannot exchange tensors of 8-bit floats with JAX; got torch.float8_e4m3fn on cpu"
@@ -280,7 +280,7 @@ def test_what_pytorch_cannot_exchange_is_refused() -> None:
         doors.in_openxla_on_torch("paged_attention", *case.inputs(), **case.attributes())
 
 
-def test_what_torch_xla_cannot_lower_is_refused() -> None:
+def test_operators_that_torch_xla_cannot_lower_are_refused() -> None:
     message = "torch_xla cannot lower aten.linalg_eig"
     with torch.no_grad(), pytest.raises(NotImplementedError, match=message):
         compiled(torch.linalg.eigvals)(torch.eye(3))

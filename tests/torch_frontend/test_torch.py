@@ -328,7 +328,7 @@ def test_decode_loop_compiles_once() -> None:
     assert counter.frame_count == 1
 
 
-def test_after_a_fork() -> None:
+def test_calls_after_a_fork() -> None:
     """A forked child has none of the parent's threads."""
     script = """
         import os, torch, torch_frontend
