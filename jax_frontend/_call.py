@@ -73,5 +73,5 @@ def _run_batched(arguments: Arguments, size: int, operands: Sequence[Operand]) -
     if batched is None:
         return None
     arrays = {name: batched.arrays[name] for name in arguments.array_names}
-    results = run(arguments.check, arrays, options | {**batched.options}, arguments.batch)
+    results = run(arguments.check, arrays, options | batched.options, arguments.batch)
     return tuple(map(batched.unbatch, results))

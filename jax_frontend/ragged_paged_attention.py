@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax_frontend.kv_cache_update import kv_cache_update
 from jax_frontend.paged_attention import paged_attention
 
-NAME = "ragged_paged_attention"
+OP = "ragged_paged_attention"
 
 # Arguments that tune or debug the TPU kernel. They are accepted and ignored.
 _TUNING = {
@@ -91,7 +91,7 @@ def ragged_paged_attention(
         ValueError, TypeError: as ``paged_attention``; TypeError also for an unknown argument.
     """
     if unknown := sorted(set(tuning) - _TUNING):
-        raise TypeError(f"{NAME}: no argument is called {unknown[0]}; got {tuning[unknown[0]]!r}")
+        raise TypeError(f"{OP}: no argument is called {unknown[0]}; got {tuning[unknown[0]]!r}")
     return _attend(
         queries,
         keys,

@@ -1,5 +1,5 @@
-"""One set of XLA FFI handlers for every frontend: what the ops mean, how calls of them are checked,
-lowered and registered. Imports neither JAX nor PyTorch until one is needed."""
+"""The XLA FFI handlers that both frontends share: their checks, their lowering and their
+registration. Imports neither JAX nor PyTorch until one is needed."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ from shared_ffi.runtimes import register, registered
 from shared_ffi.spec import ArraySpec, Call
 
 OPS = (simple_add, kv_cache_update, paged_attention)
-"""Every op: a module with OP, TARGET and check()."""
+"""The modules of all ops; each has OP, TARGET and check()."""
 
 
 def library_path() -> Path:
-    """``libxla_paged_attention.so``: the handlers, without Python, JAX and PyTorch."""
+    """The path of ``libxla_paged_attention.so``: the handlers, which need no Python."""
     return Path(_native.__file__).with_name("libxla_paged_attention.so")
 
 

@@ -1,4 +1,4 @@
-"""``python -m shared_ffi``: what is built, what is installed, and what is registered where."""
+"""``python -m shared_ffi`` reports what is built, what is installed and what is registered."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PROBLEM = "problem"
 
 
 def diagnose() -> dict[str, Any]:
-    """Imports what is installed, registers with it, and tells what came of it."""
+    """Imports what is installed, registers the handlers, and reports how that went."""
     runtimes_found: dict[str, Any] = {
         "jaxlib": _try_runtime("jax", runtimes.jaxlib_ffi_version),
         "torch_xla": _try_runtime("torch_xla", runtimes.torch_xla_ffi_version),
@@ -36,6 +36,7 @@ def diagnose() -> dict[str, Any]:
             "handlers": {name: sorted(targets) for name, targets in _native.handlers().items()},
             "module": _native.__file__,
             "library": str(library_path()),
+            "cuda": _dotted(_native.cuda_version) if _native.cuda_version else "none",
             "cpu_instruction_set": _native.cpu_instruction_set(),
         },
         "runtimes": runtimes_found,
@@ -78,7 +79,13 @@ def _try_runtime(module: str, ffi_version: Any) -> dict[str, str]:
 
 def _cuda_driver() -> str:
     version = _pjrt.cuda_driver_version()
-    return f"runs CUDA {_dotted(version)} and older" if any(version) else "none"
+    if not any(version):
+        return "none"
+    try:
+        runtimes.check_cuda_driver()
+    except RuntimeError as error:
+        return str(error)
+    return f"runs CUDA {_dotted(version)} and older"
 
 
 def _cuda_plugin() -> str:
@@ -97,6 +104,7 @@ def _print(report: dict[str, Any]) -> None:
     for platform_name, targets in built["handlers"].items():
         print(f"  {platform_name:<22}{', '.join(targets)}")
     print(f"  {'CPU kernels use':<22}{built['cpu_instruction_set']}")
+    print(f"  {'built with CUDA':<22}{built['cuda']}")
     print("\nXLA runtimes")
     for runtime, found in report["runtimes"].items():
         what = found if isinstance(found, str) else found.get(_PROBLEM)
@@ -112,7 +120,7 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m shared_ffi", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     report = diagnose()

@@ -1,4 +1,4 @@
-"""Finds a function that a loaded ELF file keeps to itself."""
+"""Finds a function that a loaded ELF file does not export."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SYMBOL = np.dtype(
 
 
 def address_of_local_function(path: str, name: str, *, exported: str) -> int:
-    """Address, in this process, of a function in the file's static symbol table.
+    """Returns the address, in this process, of a function in the file's static symbol table.
 
     Args:
         path: the file, already loaded.
         name: the mangled name of the function.
-        exported: a symbol that the file exports, whose address tells where the file was loaded.
+        exported: a symbol that the file exports; its address shows where the file is loaded.
 
     Raises:
         LookupError: the file has no such symbol (it may be stripped).
@@ -41,7 +41,7 @@ def address_of_local_function(path: str, name: str, *, exported: str) -> int:
 
 
 def _symbol_value(elf, table: str, name: str) -> int:  # type: ignore[no-untyped-def]
-    """The symbol's value, its address in the file. Iterating over 10^6 symbols takes seconds."""
+    """Returns the symbol's address in the file. pyelftools would take seconds for 10^6 symbols."""
     section = elf.get_section_by_name(table)
     if section is None:
         raise LookupError(f"no {table} section")

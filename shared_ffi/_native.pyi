@@ -6,6 +6,7 @@ import numpy as np
 from shared_ffi.spec import ArraySpec
 
 ffi_version: tuple[int, int]
+cuda_version: tuple[int, int] | None
 
 def handlers() -> dict[str, dict[str, Any]]: ...
 def api_version_at(address: int) -> tuple[int, int]: ...

@@ -1,8 +1,8 @@
-"""Finds the CUDA plugin that JAX ships, and registers handlers with it through PJRT's C API, the
-way to its FFI registry that needs no framework.
+"""Finds the CUDA plugin that JAX ships, and registers handlers with it through PJRT's C API, which
+needs no framework.
 
-The structures are those of XLA's pjrt_c_api.h and pjrt_c_api_gpu_extension.h; only what is used
-here is spelled out, which their versioning rules keep in place."""
+The structures are the beginnings of those in XLA's pjrt_c_api.h and pjrt_c_api_gpu_extension.h, as
+far as they are used here. PJRT's versioning rules keep these members in place."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import ctypes
 import importlib.util
 import os
 from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_void_p, sizeof
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,8 +23,8 @@ LIBRARY_PATH_VARIABLE = "XLA_GPU_CUDA_PLUGIN"
 
 
 def find_cuda_plugin() -> Path:
-    """The PJRT plugin to load: what the environment variable XLA_GPU_CUDA_PLUGIN names, or else the
-    one of an installed jax-cuda12-pjrt or jax-cuda13-pjrt that fits the driver.
+    """Returns the PJRT plugin to load: the file that the environment variable XLA_GPU_CUDA_PLUGIN
+    names, or that of the newest installed jax-cuda12-pjrt or jax-cuda13-pjrt that the driver runs.
 
     Raises:
         RuntimeError: there is none.
@@ -54,8 +55,9 @@ def find_cuda_plugin() -> Path:
     return found[max(fitting)]
 
 
+@cache
 def cuda_driver_version() -> tuple[int, int]:
-    """(major, minor) of the newest CUDA that the driver runs; (0, 0) where there is no driver."""
+    """Returns (major, minor) of the newest CUDA that the driver runs; (0, 0) without a driver."""
     version = c_int(0)
     with contextlib.suppress(OSError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(byref(version))
@@ -121,7 +123,7 @@ class _GpuCustomCall(Structure):
 
 
 class Plugin:
-    """A PJRT plugin that this process has loaded, or loads now."""
+    """A PJRT plugin, which is loaded if it was not."""
 
     def __init__(self, path: str) -> None:
         get_api = ctypes.CDLL(path).GetPjrtApi
@@ -131,14 +133,14 @@ class Plugin:
 
     @property
     def api_version(self) -> tuple[int, int]:
-        """(major, minor) of the PJRT C API that it speaks."""
+        """(major, minor) of the plugin's PJRT C API."""
         return self._api.major_version, self._api.minor_version
 
     def register(self, target: str, handler: Any) -> None:
-        """Registers the capsule of a typed FFI handler; once more does no harm.
+        """Registers the capsule of a typed FFI handler; may be called again for the same one.
 
         Raises:
-            RuntimeError: the plugin refuses it, or is none for GPUs.
+            RuntimeError: the plugin refuses the handler, or is not for GPUs.
         """
         name = target.encode()
         args = _RegisterArgs(

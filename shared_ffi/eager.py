@@ -1,11 +1,11 @@
-"""Calls a handler directly, with no XLA runtime: what an eager framework does."""
+"""Calls a handler directly, without an XLA runtime, for eager PyTorch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
 
-from shared_ffi import _native
+from shared_ffi import _native, runtimes
 from shared_ffi.spec import Call
 
 
@@ -16,9 +16,9 @@ def run_on_cpu(
 
     Args:
         call: what the op's check returned.
-        operands: the addresses of the inputs, in the op's order; each is as the call has it.
+        operands: the addresses of the inputs, in the op's order, laid out as the call says.
         results: the addresses to write to; for an aliased result, the address of its operand.
-        num_threads: most threads to use, the calling one included.
+        num_threads: the largest number of threads to use, with the calling one.
 
     Raises:
         ValueError: the handler refused the values, such as a block id out of range.
@@ -31,18 +31,20 @@ def run_on_cuda(call: Call, operands: Sequence[int], results: Sequence[int], str
 
     Args:
         call: what the op's check returned.
-        operands: the addresses of the inputs, in the op's order; each is as the call has it.
+        operands: the addresses of the inputs, in the op's order, laid out as the call says.
         results: the addresses to write to, as call.results_on("cuda") lists them.
         stream: the cudaStream_t.
 
     Raises:
-        RuntimeError: a kernel could not be launched.
+        RuntimeError: a kernel could not be launched, or the driver is too old for this build.
     """
     _prepare(call, "cuda")(operands, results, stream=stream)
 
 
 @lru_cache(maxsize=4096)
 def _prepare(call: Call, platform: str) -> _native.EagerCall:
+    if platform == "cuda":
+        runtimes.check_cuda_driver()
     attributes = {name: value.item() for name, value in call.attributes}
     try:
         results = call.results_on(platform)

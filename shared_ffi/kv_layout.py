@@ -103,8 +103,8 @@ def check(
         rule = "be contiguous in head_size, and have the strides of value_cache if there is one"
         raise value_error(op, "kv_cache", rule, f"strides {list(strides)}")
     for outer, (axis, next_axis) in enumerate(pairwise(axes)):
-        is_uniform = strides[outer] == strides[outer + 1] * kv_cache.shape[outer + 1]
-        if axis == next_axis and not is_uniform:
+        dense_stride = strides[outer + 1] * kv_cache.shape[outer + 1]
+        if axis == next_axis and strides[outer] != dense_stride:
             rule = f"have equal distances along {_describe(axis, {})}"
             raise value_error(op, "kv_cache", rule, f"strides {list(strides)}")
     step = _steps(axes, strides, sizes)

@@ -1,4 +1,4 @@
-"""From a checked call to XLA: the one place that calls ``jax.ffi`` and that produces HLO."""
+"""Lowers a checked call to XLA: the only place that calls ``jax.ffi`` or produces HLO."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from shared_ffi.spec import ArraySpec, Call
 
 
 def ffi_call(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """The custom call on JAX arrays or tracers; ``vmap`` is the caller's."""
+    """Makes the custom call, in a function that JAX traces; batching it is the caller's task."""
     runtimes.register()
+    operands = _refuse_old_driver(*operands)
     if call.cuda_scratch_bytes is None:
         return _ffi_call_on("cpu", call, *operands)  # the same everywhere
     return jax.lax.platform_dependent(
@@ -38,18 +39,49 @@ def _ffi_call_on(platform: str, call: Call, *operands: jax.Array) -> tuple[jax.A
     return tuple(results[: len(call.results)])
 
 
+def _refuse_old_driver(first: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
+    """The operands. Where the driver is too old for the CUDA handlers, the first one passes a
+    primitive that refuses to be lowered for CUDA devices: the CPU's programs still work."""
+    try:
+        runtimes.check_cuda_driver()
+    except RuntimeError:
+        first = _checks_driver.bind(first)
+    return first, *others
+
+
+def _lower_for_cuda(context: Any, array: ir.Value) -> list[ir.Value]:
+    if _has_cuda_devices():  # otherwise the program is exported for another machine
+        runtimes.check_cuda_driver()
+    return [array]
+
+
+def _has_cuda_devices() -> bool:
+    try:
+        return len(jax.devices("cuda")) > 0
+    except RuntimeError:  # JAX has no such backend here
+        return False
+
+
+_checks_driver = Primitive("xla_gpu_checks_driver")
+_checks_driver.def_abstract_eval(lambda array: array)
+mlir.register_lowering(_checks_driver, lambda context, array: [array])
+mlir.register_lowering(_checks_driver, _lower_for_cuda, platform="cuda")
+
+
 @cache
 def hlo_module(
     call: Call, platform: str, on_device: Call | None = None, shardings: tuple[str, ...] = ()
 ) -> bytes:
-    """A serialized HloModuleProto whose entry is just this call, for a platform ("cpu", "cuda").
+    """Returns a serialized HloModuleProto whose entry is only this call, for a platform ("cpu",
+    "cuda").
 
-    No backend of that platform is needed, nor created: JAX only writes the program. 64-bit types
-    are on while it does, whatever the user's setting, so that an int64 operand stays one.
+    JAX only writes the program, so it needs no backend of that platform and creates none. 64-bit
+    types are enabled meanwhile, whatever the user's setting, so that an int64 operand keeps its
+    type.
 
     Args:
-        on_device: the call that each of several devices makes instead, on its parts.
-        shardings: then of the operands and of the results, from shared_ffi.sharding.
+        on_device: the call that each of several devices makes on its parts; None: one device.
+        shardings: of the operands, then of the results, from shared_ffi.sharding; with on_device.
     """
 
     def entry(*operands: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
@@ -69,7 +101,8 @@ def hlo_module(
 def _on_parts(
     call: Call, on_device: Call, shardings: tuple[str, ...], operands: Sequence[jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """For XLA's SPMD partitioner: the annotations between which it leaves a program as it is."""
+    """Makes the call on each device's parts, between the annotations that keep XLA's SPMD
+    partitioner from partitioning it again."""
 
     def annotated(array: jax.Array, before: str, target: str, after: str, spec: ArraySpec) -> Any:
         marked = _annotation.bind(array, target="Sharding", sharding=before, shape=array.shape)
@@ -115,7 +148,7 @@ def _struct(spec: ArraySpec) -> jax.ShapeDtypeStruct:
 def compile_stablehlo(
     module: bytes, operands: Sequence[ArraySpec], results: Sequence[ArraySpec], device: jax.Device
 ) -> Callable[..., list[jax.Array]]:
-    """A program that another framework wrote, compiled for a device: takes and gives its arrays.
+    """Compiles a program of another framework for a device; the result maps arrays to arrays.
 
     Args:
         module: a portable StableHLO artifact, whose ``main`` has these operands and results.

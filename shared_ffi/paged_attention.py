@@ -1,7 +1,7 @@
-"""The check of ``paged_attention``; what it means is told in ``csrc/paged_attention/params.h``.
+"""The check of ``paged_attention``; ``csrc/paged_attention/params.h`` defines what the op means.
 
-The handler repeats these rules in the same order and words, for programs that reach it without
-passing through here (``csrc/paged_attention/handler.cc``); a test compares the two.
+The handler (``csrc/paged_attention/handler.cc``) repeats these rules in the same order and words,
+for programs that were not checked here; a test compares the two.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def check(
     query_start_loc: ArraySpec,
     num_seqs: ArraySpec,
     scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
     *,
     value_cache: ArraySpec | None = None,
     kv_layout: str | None = None,

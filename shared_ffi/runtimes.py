@@ -4,6 +4,11 @@ A runtime is a copy of XLA with its own registry: jaxlib's, the one inside torch
 the CUDA plugin that torch_xla loads. (JAX hands its own CUDA plugin what is registered with jaxlib;
 where both load the same file, that is one registry.) A handler built against the FFI headers of
 version x.y loads in every runtime of version x.z with z >= y.
+
+An NVIDIA driver that is too old for the CUDA handlers is refused where a GPU is about to run them:
+when they are registered with torch_xla's CUDA plugin, before the first eager call (``eager.py``),
+and when JAX lowers a call for its CUDA devices (``lowering.py``). Registering with jaxlib does not
+refuse it, because JAX may use only the CPU of that machine.
 """
 
 from __future__ import annotations
@@ -26,6 +31,8 @@ _XLA_FFI_GET_API = "_ZN3xla3ffi12GetXlaFfiApiEv"  # XLA_FFI_Api const* xla::ffi:
 
 _JAX_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
 
+_FIRST_DRIVERS = {12: "525", 13: "580"}  # by the major version of CUDA that they run
+
 _lock = threading.Lock()
 _registered: dict[str, dict[str, list[str]]] = {}
 
@@ -33,9 +40,9 @@ _registered: dict[str, dict[str, list[str]]] = {}
 def register() -> None:
     """Registers every handler with every loaded runtime that does not have it yet.
 
-    Both frontends call this before they need it; call it yourself before running a program that
-    was serialized elsewhere (``jax.export``) and never passes through a frontend. Cheap when there
-    is nothing to do, safe from several threads.
+    Both frontends call this before they need it. Call it yourself before running a program that
+    was serialized elsewhere (``jax.export``) and never passes through a frontend. It is cheap when
+    there is nothing to do, and safe to call from several threads.
 
     Raises:
         RuntimeError: a runtime's XLA FFI version is too old for this build.
@@ -48,7 +55,7 @@ def register() -> None:
 
 
 def registered() -> dict[str, dict[str, list[str]]]:
-    """What has been registered so far: {runtime: {platform: [target]}}."""
+    """Returns what has been registered so far: {runtime: {platform: [target]}}."""
     return {runtime: dict(platforms) for runtime, platforms in _registered.items()}
 
 
@@ -56,12 +63,35 @@ def check_version(runtime: str, version: tuple[int, int]) -> None:
     """Raises RuntimeError, naming both versions, when a runtime cannot load this build."""
     if version[0] == FFI_VERSION[0] and version[1] >= FFI_VERSION[1]:
         return
-    built, offered = ("{}.{}".format(*v) for v in (FFI_VERSION, version))
+    built, offered = _dotted(FFI_VERSION), _dotted(version)
     raise RuntimeError(
         f"shared_ffi: handlers built for XLA FFI {built} cannot be registered with {runtime}, "
         f"which speaks XLA FFI {offered}; install a {runtime} that speaks {built} or a later "
         f"version of XLA FFI {FFI_VERSION[0]}"
     )
+
+
+def check_cuda_driver() -> None:
+    """Raises RuntimeError, naming both versions, when the CUDA handlers of this build cannot run on
+    this machine's driver.
+
+    A driver runs every CUDA of its own major version and of older ones. The handlers link the CUDA
+    runtime statically, so the version that counts is that of the compiler which built them. Without
+    a driver there is nothing to check.
+    """
+    built, driver = _native.cuda_version, _pjrt.cuda_driver_version()
+    if built is None or driver == (0, 0) or driver[0] >= built[0]:
+        return
+    needed = _FIRST_DRIVERS.get(built[0], f"one of CUDA {built[0]}")
+    raise RuntimeError(
+        f"shared_ffi: the CUDA handlers of xla-paged-attention are built with CUDA "
+        f"{_dotted(built)}, but this machine's NVIDIA driver runs CUDA {_dotted(driver)} and "
+        f"older; update the driver to {needed} or later, or run on the CPU"
+    )
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return "{}.{}".format(*version)
 
 
 def _register_with_jaxlib() -> dict[str, list[str]]:
@@ -75,7 +105,7 @@ def _register_with_jaxlib() -> dict[str, list[str]]:
 
 
 def jaxlib_ffi_version() -> tuple[int, int]:
-    """The FFI version of the installed jaxlib, as the headers it carries state it."""
+    """Reads the FFI version of the installed jaxlib from the headers that it ships."""
     import jaxlib  # noqa: PLC0415  (optional)
 
     header = Path(jaxlib.__path__[0], "include/xla/ffi/api/c_api.h").read_text()
@@ -97,15 +127,15 @@ def _register_with_torch_xla() -> dict[str, list[str]]:
 
 
 def torch_xla_ffi_version() -> tuple[int, int]:
-    """The FFI version of the XLA inside torch_xla, which is imported if it was not."""
+    """Returns the FFI version of the XLA inside torch_xla; imports torch_xla's extension."""
     return _native.api_version_at(_torch_xla_api())
 
 
 def _torch_xla_api() -> int:
-    """Address of the XLA_FFI_Api of the XLA that is linked into torch_xla.
+    """Returns the address of the XLA_FFI_Api of the XLA that is linked into torch_xla.
 
-    torch_xla 2.9.0 offers no way to register an FFI handler and exports no symbol of XLA's, but its
-    extension module keeps its symbol table, which names the function that returns the API.
+    torch_xla 2.9.0 has no API to register an FFI handler and exports no symbol of XLA's. But its
+    extension module has a symbol table, which names the function that returns the XLA_FFI_Api.
     """
     import _XLAC  # noqa: PLC0415  (optional)
 
@@ -129,6 +159,7 @@ def _register_with_cuda_plugin() -> dict[str, list[str]]:
             "shared_ffi: this build has no CUDA handlers (XLA_GPU_CUDA=OFF); install one that has, "
             "or set PJRT_DEVICE=CPU"
         )
+    check_cuda_driver()
     plugin = _pjrt.Plugin(str(_pjrt.find_cuda_plugin()))
     for target, capsule in handlers.items():
         plugin.register(target, capsule)

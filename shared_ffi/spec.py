@@ -1,38 +1,39 @@
-"""What a checked call of an op is, and how a broken rule is worded."""
+"""The checked call of an op, and the wording of errors about its arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 STORAGE_DTYPES = ("float32", "float16", "bfloat16")
 CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
-"""Those of 8 bits, which a cache may have instead."""
+"""The dtypes of 8 bits that a cache may have instead."""
 
 Scalar = np.float32 | np.int64
-"""An attribute's value. An int64 that follows from sizes is a symbol where they are."""
-
+"""The value of an attribute. An int64 computed from symbolic sizes is a symbol, too."""
 
 Smaller = Callable[[int, int], int]
+"""Returns the smaller of two sizes, which may be symbols."""
 
 
 class ArraySpec(NamedTuple):
-    """Shape and dtype name (``"bfloat16"``) of an operand or a result."""
+    """Shape and dtype of an operand or a result. XLA, NumPy and PyTorch share the dtypes' names."""
 
     shape: tuple[int, ...]
     dtype: str
     strides: tuple[int, ...] | None = None
-    """In elements; None: dense, the last dimension first."""
+    """In elements; None: contiguous in row-major order."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call that has passed its op's check: all that any door needs to make it.
+    """A call that has passed its op's check, with all that a door needs to make it.
 
-    Hashable: two calls are equal exactly when they lower to the same custom call.
+    Two calls are equal exactly when they lower to the same custom call.
     """
 
     op: str
@@ -42,26 +43,30 @@ class Call:
     results: tuple[ArraySpec, ...]
     attributes: tuple[tuple[str, Scalar], ...] = ()
     aliases: tuple[tuple[int, int], ...] = ()
-    """Pairs (operand, result) that share one buffer: the op writes in place."""
+    """Pairs (operand, result) that share a buffer, because the op writes in place."""
     num_kv_heads: int = 0
-    """Devices may share the call by kv heads, as many as divide this; 0: they may not."""
+    """The call can be split by kv heads among a number of devices that divides this; 0: never."""
     head_dims: tuple[int | None, ...] = ()
-    """For each operand, then each result: the dimension along which its heads lie, if it has one.
-    A device with a part of the kv heads has that part of each of these dimensions."""
+    """The dimension of heads of each operand, then of each result; None: it has no such dimension.
+    A device that computes a part of the kv heads has that part of each of these dimensions."""
     cuda_scratch_bytes: Callable[[Call, Smaller], int] | None = None
-    """How much memory the CUDA kernels need besides, if they do."""
+    """Computes the size of the CUDA kernels' scratch; None: they need none."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once: caches look a call up each time that it is made."""
+        return hash((self.target, self.operands, self.results, self.attributes))
 
     def arrays(self) -> list[tuple[ArraySpec, int | None]]:
-        """Operands, then results, each with the dimension of its heads."""
+        """Lists operands, then results, each with its dimension of heads."""
         return [*zip((*self.operands, *self.results), self.head_dims, strict=True)]
 
     def results_on(self, platform: str, smaller: Smaller = min) -> tuple[ArraySpec, ...]:
-        """What the handler of a platform ("cpu", "cuda") writes: the results, and on CUDA, where
-        handlers allocate nothing, the scratch.
-
-        Args:
-            smaller: the smaller of two sizes, which may be symbols.
-        """
+        """Lists what the handler of a platform ("cpu", "cuda") writes: the results and, on CUDA,
+        the scratch, because handlers allocate nothing there."""
         if platform != "cuda" or self.cuda_scratch_bytes is None:
             return self.results
         return (*self.results, ArraySpec((self.cuda_scratch_bytes(self, smaller),), "uint8"))
@@ -69,36 +74,36 @@ class Call:
 
 @dataclass
 class Operands:
-    """Of a call that is being checked, with what else it has of them."""
+    """The operands and attributes that a check has collected so far."""
 
     specs: list[ArraySpec]
     head_dims: list[int | None]
     attributes: list[tuple[str, Scalar]]
 
     def add_feature(self, name: str, spec: ArraySpec, head_dim: int | None) -> None:
-        """One more operand; an attribute with the feature's name has its number."""
+        """Adds an operand, and an attribute of the same name that holds the operand's number."""
         self.attributes.append((name, np.int64(len(self.specs))))
         self.specs.append(spec)
         self.head_dims.append(head_dim)
 
 
 def shape_error(op: str, argument: str, rule: str, got: object) -> ValueError:
-    """An argument has the wrong shape."""
+    """The error for an argument of the wrong shape."""
     return ValueError(f"{op}: {argument} must have shape {rule}; got {_show(got)}")
 
 
 def value_error(op: str, argument: str, rule: str, got: object) -> ValueError:
-    """An argument has the wrong value."""
+    """The error for an argument of the wrong value."""
     return ValueError(f"{op}: {argument} must {rule}; got {_show(got)}")
 
 
 def dtype_error(op: str, argument: str, rule: str, got: object) -> TypeError:
-    """An argument has the wrong dtype or type."""
+    """The error for an argument of the wrong dtype or type."""
     return TypeError(f"{op}: {argument} must have {rule}; got {_show(got)}")
 
 
 def on_host(array: Any) -> np.ndarray:
-    """The values of an array of NumPy, JAX or PyTorch, wherever it lies; waits for them."""
+    """Copies an array of NumPy, JAX or PyTorch to the host, if it is not there; waits for it."""
     return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
 
 

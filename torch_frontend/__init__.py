@@ -1,5 +1,5 @@
-"""Defines ``torch.ops.xla_gpu``: paged attention and its cache update for PyTorch, on the CPU, on
-NVIDIA GPUs and, by custom calls that JAX programs share, on torch_xla."""
+"""Defines ``torch.ops.xla_gpu``: paged attention and its cache update for PyTorch. The ops run on
+CPU and CUDA tensors, and on torch_xla's by the same custom calls as in JAX's programs."""
 
 try:
     import torch
@@ -13,7 +13,7 @@ from torch_frontend.aot_inductor import aoti_compile_and_package
 from torch_frontend.export import export_platform
 from torch_frontend.kv_cache_update import kv_cache_update
 from torch_frontend.merge_attention import merge_attention
-from torch_frontend.paged_attention import paged_attention
+from torch_frontend.paged_attention import paged_attention, paged_attention_lse
 from torch_frontend.ragged_paged_attention import ragged_paged_attention, replace_tpu_kernels
 from torch_frontend.simple_add import simple_add
 
@@ -25,6 +25,7 @@ __all__ = [
     "kv_cache_update",
     "merge_attention",
     "paged_attention",
+    "paged_attention_lse",
     "ragged_paged_attention",
     "replace_tpu_kernels",
     "simple_add",

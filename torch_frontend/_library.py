@@ -1,11 +1,11 @@
-"""Defines ops of the namespace ``xla_gpu``: one schema and one check give every kernel of an op."""
+"""Defines ops of the namespace ``xla_gpu``: an op's kernels follow from its schema and check."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,254 +14,284 @@ from shared_ffi.spec import ArraySpec, Call
 
 _LIBRARY = torch.library.Library("xla_gpu", "DEF")
 
-_DTYPE_NAMES = {
-    torch.float64: "float64",
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float8_e4m3fn: "float8_e4m3fn",
-    torch.float8_e5m2: "float8_e5m2",
-    torch.int64: "int64",
-    torch.int32: "int32",
-    torch.int16: "int16",
-    torch.int8: "int8",
-    torch.uint8: "uint8",
-    torch.bool: "bool",
-}
 
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+class Arguments(NamedTuple):
+    """The arguments of a call by their names in the schema, without the tensors themselves."""
+
+    check: Callable[..., Call]
+    tensor_names: tuple[str, ...]
+    """In the order of the call's operands."""
+    option_names: tuple[str, ...]
+    """All other arguments, except for those that the dispatcher omits: they have their default."""
+    option_values: tuple[Any, ...]
+    strides: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """By name, the strides of tensors that the handler takes though they are not contiguous."""
+
+    def call_on(self, specs: Sequence[ArraySpec]) -> Call:
+        """Returns the checked call on tensors of these shapes and dtypes, or on a device's parts of
+        them. Sizes may be symbols."""
+        arrays = dict(zip(self.tensor_names, specs, strict=True))
+        for name, strides in self.strides:
+            arrays[name] = arrays[name]._replace(strides=strides)
+        options = dict(zip(self.option_names, self.option_values, strict=True))
+        return self.check(**arrays, **options)
 
 
-class CheckedCalls:
-    """Checks the arguments of an op as its kernels receive them.
+class Operator:
+    """The kernels of one operator of PyTorch.
 
-    A schema has its tensors first, then other arguments; keyword-only ones after them, tensors and
-    others in any order. Those called `strided` are read and written where they lie.
+    Args:
+        name: of the op in messages; `overload` may be a private part of the op.
+        overload: the operator. Its schema has the tensors first; optional ones are keyword-only.
+        check: see define().
+        strided: see define().
     """
 
     def __init__(
-        self, schema: torch.FunctionSchema, check: Callable[..., Call], strided: Sequence[str]
+        self,
+        name: str,
+        overload: torch._ops.OpOverload,
+        check: Callable[..., Call],
+        strided: Sequence[str],
     ) -> None:
-        positional = [x for x in schema.arguments if not x.kwarg_only]
-        keyword_only = [x for x in schema.arguments if x.kwarg_only]
-        self._tensors = [x.name for x in positional if str(x.type) == "Tensor"]
-        self._nones = (None,) * len(positional)
-        self._optional_tensors = [x.name for x in keyword_only if "Tensor" in str(x.type)]
-        self._strided = strided
-        self._name = schema.name.removeprefix("xla_gpu::")
+        schema = overload._schema
+        self._name = name
+        self._overload = overload
         self._check = check
-        # Shapes and dtypes repeat from call to call.
-        self._cached_check = lru_cache(maxsize=4096)(self._check_sizes)
+        self._strided = strided
+        positional = [x for x in schema.arguments if not x.kwarg_only]
+        self._tensor_names = tuple(x.name for x in positional if str(x.type) == "Tensor")
+        self._option_names = tuple(x.name for x in positional if str(x.type) != "Tensor")
+        self._optional_tensor_names = [
+            x.name for x in schema.arguments if x.kwarg_only and "Tensor" in str(x.type)
+        ]
+        self._returns_list = [str(x.type) for x in schema.returns] == ["List[Tensor]"]
 
-    def __call__(
-        self, arguments: Sequence[Any], keywords: Mapping[str, Any]
-    ) -> tuple[Call, Sequence[torch.Tensor]]:
-        """The call, and its tensors in the order of its operands."""
-        tensors, rest = self._split(arguments, keywords)
-        return self._cached_check(rest, (), *_sizes(tensors)), tensors
-
-    def symbolic(
-        self, arguments: Sequence[Any], keywords: Mapping[str, Any]
-    ) -> tuple[Call, Sequence[torch.Tensor]]:
-        """The same where sizes may be symbols, which cannot be cached by value."""
-        tensors, rest = self._split(arguments, keywords)
-        return self._check_sizes(rest, (), *_sizes(tensors)), tensors
-
-    def in_memory(
-        self, arguments: Sequence[Any], keywords: Mapping[str, Any], symbolic: bool = False
-    ) -> tuple[Call, Sequence[torch.Tensor]]:
-        """The same, with contiguous tensors, and with those that may be strided as they are."""
-        check = self._check_sizes if symbolic else self._cached_check
-        tensors, rest = self._split(arguments, keywords)
-        dense = [tensor.is_contiguous() for tensor in tensors]
-        if all(dense):
-            return check(rest, (), *_sizes(tensors)), tensors
-        given = rest[1]
-        names = [*self._tensors, *given]
-        places = [i for i, name in enumerate(names) if not dense[i] and name in self._strided]
-        strides = tuple((i, tensors[i].stride()) for i in places)
-        call = check(rest, strides, *_sizes(tensors))
-        return call, [x if i in places else x.contiguous() for i, x in enumerate(tensors)]
-
-    def on_parts(
-        self, arguments: Sequence[Any], keywords: Mapping[str, Any], parts: Sequence[ArraySpec]
-    ) -> Call:
-        """The call on parts of its tensors."""
-        _, rest = self._split(arguments, keywords)
-        return self._check_specs(rest, parts)
-
-    def _split(
-        self, arguments: Sequence[Any], keywords: Mapping[str, Any]
-    ) -> tuple[Sequence[torch.Tensor], _Rest]:
-        tensors = arguments[: len(self._tensors)]
-        # The dispatcher omits trailing arguments that are None, the only default that those before
-        # the keyword-only ones have here; of these it omits all that have their default.
-        others = (*arguments[len(tensors) :], *self._nones[len(arguments) :])
-        given: tuple[str, ...] = ()
-        options: tuple[tuple[str, Any], ...] = ()
+    def bind(
+        self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> tuple[Arguments, tuple[torch.Tensor, ...]]:
+        """Returns a call's arguments by name, and its tensors; refuses those that require grad."""
+        count = len(self._tensor_names)
+        names, tensors, values = self._tensor_names, arguments[:count], arguments[count:]
+        option_names = self._option_names[: len(values)]
         if keywords:
-            given = tuple(x for x in self._optional_tensors if keywords.get(x) is not None)
-            tensors = (*tensors, *(keywords[name] for name in given))
-            options = tuple(x for x in keywords.items() if x[0] not in self._optional_tensors)
-        _refuse_grad(self._name, tensors)
-        return tensors, (others, given, options)
+            given = [x for x in self._optional_tensor_names if keywords.get(x) is not None]
+            names += tuple(given)
+            tensors += tuple([keywords[name] for name in given])
+            others = {name: x for name, x in keywords.items() if name not in given}
+            option_names += tuple(others)
+            values += tuple(others.values())
+        if torch.is_grad_enabled():
+            _refuse_grad(self._name, tensors)
+        return Arguments(self._check, names, option_names, values), tensors
 
-    def _check_sizes(
-        self, rest: _Rest, strides: tuple[tuple[int, tuple[int, ...]], ...], *sizes: Any
-    ) -> Call:
-        specs = list(map(array_spec, sizes[::2], sizes[1::2]))
-        for i, stride in strides:
-            specs[i] = specs[i]._replace(strides=stride)
-        return self._check_specs(rest, specs)
+    def bind_in_memory(
+        self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> tuple[Arguments, tuple[torch.Tensor, ...]]:
+        """The same for handlers, which take addresses: each tensor is contiguous or `strided`."""
+        bound, tensors = self.bind(arguments, keywords)
+        if all(map(torch.Tensor.is_contiguous, tensors)):
+            return bound, tensors
+        named = dict(zip(bound.tensor_names, tensors, strict=True))
+        strides = tuple(
+            (name, tensor.stride())
+            for name, tensor in named.items()
+            if name in self._strided and not tensor.is_contiguous()
+        )
+        placed = [x if name in self._strided else x.contiguous() for name, x in named.items()]
+        return bound._replace(strides=strides), tuple(placed)
 
-    def _check_specs(self, rest: _Rest, specs: Sequence[ArraySpec]) -> Call:
-        others, given, options = rest
-        count = len(self._tensors)
-        optional = dict(zip(given, specs[count:], strict=True))
-        return self._check(*specs[:count], *others, **optional, **dict(options))
+    def run_on_cpu(self, *arguments: Any, **keywords: Any) -> Any:
+        """The kernel for CPU tensors."""
+        bound, tensors = self.bind_in_memory(arguments, keywords)
+        call = _checked(bound, *_sizes(tensors))
+        results = _in_place(call, tensors) if call.aliases else allocate(call.results, tensors[0])
+        eager.run_on_cpu(call, _addresses(tensors), _addresses(results), torch.get_num_threads())
+        return None if call.aliases else as_returned(results)
+
+    def run_on_cuda(self, *arguments: Any, **keywords: Any) -> Any:
+        """The kernel for CUDA tensors. Queues the call on PyTorch's current stream and waits for
+        nothing, so that it can be captured."""
+        bound, tensors = self.bind_in_memory(arguments, keywords)
+        device = tensors[0].device
+        for tensor in tensors:
+            if tensor.device != device:
+                raise ValueError(
+                    f"{self._name}: all tensors must be on one device; got {tensor.device} beside "
+                    f"{device}"
+                )
+        call = _checked(bound, *_sizes(tensors))
+        results = (
+            _in_place(call, tensors)
+            if call.aliases
+            else allocate(call.results_on("cuda"), tensors[0])
+        )
+        with torch.cuda.device(device):
+            stream = torch._C._cuda_getCurrentRawStream(device.index)
+            eager.run_on_cuda(call, _addresses(tensors), _addresses(results), stream)
+        return None if call.aliases else as_returned(results[: len(call.results)])
+
+    def run_on_xla(self, *arguments: Any, **keywords: Any) -> Any:
+        """The kernel for torch_xla's tensors, which are values: nothing is written in place."""
+        from torch_frontend import xla as door  # noqa: PLC0415  (needs torch_xla and JAX)
+
+        bound, tensors = self.bind(arguments, keywords)
+        call = _checked(bound, *_sizes(tensors))
+        results = door.run(call, tensors, bound.call_on)
+        return results if self._returns_list else as_returned(results)
+
+    def fake(self, *arguments: Any, **keywords: Any) -> Any:
+        """The results' shapes and dtypes; sizes may be symbols."""
+        bound, tensors = self.bind(arguments, keywords)
+        results = allocate(bound.call_on(specs(tensors)).results, tensors[0])
+        return results if self._returns_list else as_returned(results)
+
+    def fake_in_place(self, *arguments: Any, **keywords: Any) -> None:
+        """Checks the call; there are no results."""
+        bound, tensors = self.bind(arguments, keywords)
+        bound.call_on(specs(tensors))
+
+    def refuse_grad(self, *arguments: Any, **keywords: Any) -> Any:
+        """The autograd kernel for torch_xla's tensors: below it, they require no grad."""
+        self.bind(arguments, keywords)
+        with torch._C._AutoDispatchBelowAutograd():
+            return self._overload(*arguments, **keywords)
 
 
-IN_PROGRAMS: dict[str, CheckedCalls] = {}
-"""Of each operator that a compiler finds in a program for the CPU or CUDA, by its name."""
-
-_Rest = tuple[tuple[Any, ...], tuple[str, ...], tuple[tuple[str, Any], ...]]
-"""Of a call's arguments: those after the positional tensors; the names of the optional tensors that
-it has; its other keyword arguments."""
+IN_PROGRAMS: dict[str, Operator] = {}
+"""By its name, each operator that a compiler finds in a program for the CPU or CUDA."""
 
 
-def _sizes(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    return [x for tensor in tensors for x in (tensor.shape, tensor.dtype)]
+class InPlaceOp:
+    """An op that writes in place: a composite of two private operators, so that each compiler gets
+    what it can keep in place. The mutable one is for the CPU and CUDA: Inductor runs it without a
+    copy. The functional one is for XLA, whose tensors are values: its results are assigned to the
+    operands."""
+
+    def __init__(
+        self,
+        schema: torch.FunctionSchema,
+        mutable: torch._ops.OpOverload,
+        functional: torch._ops.OpOverload,
+    ) -> None:
+        self._mutable = mutable
+        self._functional = functional
+        self._names = [x.name for x in schema.arguments]
+        self._written_names = [x.name for x in schema.arguments if x.alias_info is not None]
+
+    def run(self, *arguments: Any, **keywords: Any) -> None:
+        """The kernel for all tensors."""
+        if arguments[0].device.type == "xla":
+            self.run_on_xla(*arguments, **keywords)
+        else:
+            self._mutable(*arguments, **keywords)
+
+    def run_on_xla(self, *arguments: Any, **keywords: Any) -> None:
+        """The kernel for torch_xla's tensors."""
+        named = dict(zip(self._names, arguments, strict=False)) | keywords
+        targets = [named[name] for name in self._written_names if named.get(name) is not None]
+        for target, result in zip(targets, self._functional(*arguments, **keywords), strict=True):
+            target.copy_(result)
 
 
 def define(
     schema: str, check: Callable[..., Call], strided: Sequence[str] = ()
 ) -> torch._ops.OpOverload:
-    """Defines ``xla_gpu::<schema>`` for CPU, XLA and fake tensors.
+    """Defines ``xla_gpu::<schema>`` for CPU, CUDA, XLA and fake tensors.
 
     Args:
-        schema: name, arguments and results as torch.library writes them; the tensors come first,
-            and the one that the op writes in place, if there is one, before the others.
-        check: the op's check in shared_ffi; takes ArraySpecs for the tensors, then the rest.
-        strided: tensors that the CPU and CUDA kernels take as they lie in memory; of others that
-            are not contiguous, they are given a copy.
+        schema: name, arguments and results as torch.library writes them. The tensors come first;
+            optional ones are keyword-only. What the op writes in place is marked ``(a!)``.
+        check: the op's check in shared_ffi; it takes all arguments under their names in the schema,
+            an ArraySpec for each tensor.
+        strided: names of the tensors that may be strided views on the CPU and CUDA; others are
+            copied if they are not contiguous.
     """
-    _LIBRARY.define(schema)
     name, _, signature = schema.partition("(")
-    packet, _, overload = name.partition(".")
-    op: torch._ops.OpOverload = getattr(getattr(torch.ops.xla_gpu, packet), overload or "default")
-    calls = CheckedCalls(op._schema, check, strided)
-    if op._schema.is_mutable:
-        _implement_in_place(op, name, signature, calls)
-    else:
-        _implement(op, name, calls)
-    return op
+    overload = _defined(schema)
+    if overload._schema.is_mutable:
+        _implement_in_place(overload, name, signature, check, strided)
+        return overload
+    operator = Operator(name.partition(".")[0], overload, check, strided)
+    _LIBRARY.impl(name, operator.run_on_cpu, "CPU")
+    _LIBRARY.impl(name, operator.run_on_cuda, "CUDA")
+    IN_PROGRAMS[f"xla_gpu::{name}"] = operator
+    _implement_on_xla(name, operator)
+    return overload
 
 
 def define_composite(schema: str, function: Callable[..., Any]) -> torch._ops.OpOverload:
     """Defines ``xla_gpu::<schema>`` in terms of other operators, for every device and compiler."""
+    overload = _defined(schema)
+    _LIBRARY.impl(schema.partition("(")[0], function, "CompositeImplicitAutograd")
+    return overload
+
+
+def _defined(schema: str) -> torch._ops.OpOverload:
     _LIBRARY.define(schema)
-    name = schema.partition("(")[0]
-    _LIBRARY.impl(name, function, "CompositeImplicitAutograd")
-    op: torch._ops.OpOverload = getattr(torch.ops.xla_gpu, name).default
-    return op
-
-
-def _implement(op: torch._ops.OpOverload, name: str, calls: CheckedCalls) -> None:
-    def cpu(*arguments: Any, **keywords: Any) -> Any:
-        call, tensors = calls.in_memory(arguments, keywords)
-        results = allocate(call.results, tensors[0])
-        _run_on_cpu(call, tensors, results)
-        return as_returned(results)
-
-    def cuda(*arguments: Any, **keywords: Any) -> Any:
-        call, tensors = calls.in_memory(arguments, keywords)
-        results = allocate(call.results_on("cuda"), tensors[0])
-        _run_on_cuda(call, tensors, results)
-        return as_returned(results[: len(call.results)])
-
-    _LIBRARY.impl(name, cpu, "CPU")
-    _LIBRARY.impl(name, cuda, "CUDA")
-    IN_PROGRAMS[f"xla_gpu::{name}"] = calls
-    _implement_on_xla(op, name, calls)
+    packet, _, overload = schema.partition("(")[0].partition(".")
+    return getattr(getattr(torch.ops.xla_gpu, packet), overload or "default")
 
 
 def _implement_in_place(
-    op: torch._ops.OpOverload, name: str, signature: str, calls: CheckedCalls
+    overload: torch._ops.OpOverload,
+    name: str,
+    signature: str,
+    check: Callable[..., Call],
+    strided: Sequence[str],
 ) -> None:
-    """The op becomes a composite of two private ones, so that each compiler gets what it can keep
-    in place: a mutable op on the CPU, which Inductor knows how to run without a copy; on XLA, whose
-    tensors are values, a functional op whose results are assigned to the operands."""
     mutable_name, functional_name = f"_{name}_mutable", f"_{name}_functional"
-    _LIBRARY.define(f"{mutable_name}({signature}")
     of_values = re.sub(r"\(.!\)", "", signature).replace("()", "Tensor[]")
-    _LIBRARY.define(f"{functional_name}({of_values}")
-    mutable = getattr(torch.ops.xla_gpu, mutable_name).default
-    functional = getattr(torch.ops.xla_gpu, functional_name).default
-
-    names = [x.name for x in op._schema.arguments]
-    written = [x.name for x in op._schema.arguments if x.alias_info is not None]
-
-    def composite(*arguments: Any, **keywords: Any) -> None:
-        if arguments[0].device.type == "xla":
-            xla(*arguments, **keywords)
-        else:
-            mutable(*arguments, **keywords)
-
-    def xla(*arguments: Any, **keywords: Any) -> None:
-        by_name = dict(zip(names, arguments, strict=False)) | keywords
-        targets = [by_name[x] for x in written if by_name.get(x) is not None]
-        for target, result in zip(targets, functional(*arguments, **keywords), strict=True):
-            target.copy_(result)
-
-    def cpu(*arguments: Any, **keywords: Any) -> None:
-        call, tensors = calls.in_memory(arguments, keywords)
-        _run_on_cpu(call, tensors, [tensors[operand] for operand, _ in call.aliases])
-
-    def cuda(*arguments: Any, **keywords: Any) -> None:
-        call, tensors = calls.in_memory(arguments, keywords)
-        _run_on_cuda(call, tensors, [tensors[operand] for operand, _ in call.aliases])
-
-    def fake(*arguments: Any, **keywords: Any) -> None:
-        calls.symbolic(arguments, keywords)
-
-    _LIBRARY.impl(name, composite, "CompositeImplicitAutograd")
-    _LIBRARY.impl(mutable_name, cpu, "CPU")
-    _LIBRARY.impl(mutable_name, cuda, "CUDA")
+    mutable = _defined(f"{mutable_name}({signature}")
+    functional = _defined(f"{functional_name}({of_values}")
+    op = InPlaceOp(overload._schema, mutable, functional)
+    operator = Operator(name, mutable, check, strided)
+    _LIBRARY.impl(name, op.run, "CompositeImplicitAutograd")
+    _LIBRARY.impl(mutable_name, operator.run_on_cpu, "CPU")
+    _LIBRARY.impl(mutable_name, operator.run_on_cuda, "CUDA")
     # Reached by a graph that was exported on the CPU and moved to an XLA device.
-    _LIBRARY.impl(mutable_name, xla, "XLA")
-    torch.library.register_fake(f"xla_gpu::{mutable_name}", fake, lib=_LIBRARY)
-    IN_PROGRAMS[f"xla_gpu::{mutable_name}"] = calls
-    _implement_on_xla(functional, functional_name, calls)
+    _LIBRARY.impl(mutable_name, op.run_on_xla, "XLA")
+    torch.library.register_fake(f"xla_gpu::{mutable_name}", operator.fake_in_place, lib=_LIBRARY)
+    IN_PROGRAMS[f"xla_gpu::{mutable_name}"] = operator
+    _implement_on_xla(functional_name, Operator(name, functional, check, strided))
 
 
-def _implement_on_xla(op: torch._ops.OpOverload, name: str, calls: CheckedCalls) -> None:
-    returns_list = str(op._schema.returns[0].type) == "List[Tensor]"
+def _implement_on_xla(name: str, operator: Operator) -> None:
+    _LIBRARY.impl(name, operator.run_on_xla, "XLA")
+    _LIBRARY.impl(name, operator.refuse_grad, "AutogradXLA")
+    torch.library.register_fake(f"xla_gpu::{name}", operator.fake, lib=_LIBRARY)
 
-    def xla(*arguments: Any, **keywords: Any) -> Any:
-        from torch_frontend import xla as door  # noqa: PLC0415  (needs torch_xla and JAX)
 
-        call_on = partial(calls.on_parts, arguments, keywords)
-        results = door.run(*calls(arguments, keywords), call_on)
-        return results if returns_list else as_returned(results)
+@lru_cache(maxsize=4096)
+def _checked(arguments: Arguments, *sizes: Any) -> Call:
+    """The checked call, given the tensors' shapes, then their dtypes, which repeat from call to
+    call. Symbols cannot be cached by value: with them, use ``Arguments.call_on``."""
+    count = len(arguments.tensor_names)
+    return arguments.call_on([*map(array_spec, sizes[:count], sizes[count:])])
 
-    def fake(*arguments: Any, **keywords: Any) -> Any:
-        call, tensors = calls.symbolic(arguments, keywords)
-        results = allocate(call.results, tensors[0])
-        return results if returns_list else as_returned(results)
 
-    def autograd(*arguments: Any, **keywords: Any) -> Any:
-        calls(arguments, keywords)  # refuses; the kernel sees tensors that require no grad
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*arguments, **keywords)
+def _sizes(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    return [tensor.shape for tensor in tensors] + [tensor.dtype for tensor in tensors]
 
-    _LIBRARY.impl(name, xla, "XLA")
-    _LIBRARY.impl(name, autograd, "AutogradXLA")
-    torch.library.register_fake(f"xla_gpu::{name}", fake, lib=_LIBRARY)
+
+def specs(tensors: Sequence[torch.Tensor]) -> list[ArraySpec]:
+    """Shapes and dtypes of tensors, in the terms of shared_ffi."""
+    return [array_spec(tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+def array_spec(shape: torch.Size, dtype: torch.dtype) -> ArraySpec:
+    """A tensor's shape and dtype in the terms of shared_ffi, whose dtype names are PyTorch's."""
+    return ArraySpec(tuple(shape), str(dtype).removeprefix("torch."))
 
 
 def allocate(specs: Sequence[ArraySpec], like: torch.Tensor) -> list[torch.Tensor]:
     """Tensors for the results of a call."""
-    return [like.new_empty(spec.shape, dtype=_DTYPES[spec.dtype]) for spec in specs]
+    return [like.new_empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
+
+
+def _in_place(call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that a call writes in place."""
+    return [tensors[operand] for operand, _ in call.aliases]
 
 
 def as_returned(results: Sequence[torch.Tensor]) -> Any:
@@ -269,39 +299,13 @@ def as_returned(results: Sequence[torch.Tensor]) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _run_on_cpu(
-    call: Call, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
-) -> None:
-    eager.run_on_cpu(call, _addresses(tensors), _addresses(results), torch.get_num_threads())
-
-
-def _run_on_cuda(
-    call: Call, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
-) -> None:
-    """Queues the call on PyTorch's current stream; waits for nothing, so it can be captured."""
-    device = tensors[0].device
-    for tensor in tensors:
-        if tensor.device != device:
-            raise ValueError(
-                f"{call.op}: all tensors must be on one device; got {tensor.device} beside {device}"
-            )
-    with torch.cuda.device(device):
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        eager.run_on_cuda(call, _addresses(tensors), _addresses(results), stream)
-
-
 def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors]
+    return [*map(torch.Tensor.data_ptr, tensors)]
 
 
 def _refuse_grad(name: str, tensors: Sequence[torch.Tensor]) -> None:
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if any(tensor.requires_grad for tensor in tensors):
         raise NotImplementedError(
             f"{name}: inference only, it has no derivative; got an operand that requires grad. "
             "Call it under torch.inference_mode() or torch.no_grad(), or detach() the operand"
         )
-
-
-def array_spec(shape: torch.Size, dtype: torch.dtype) -> ArraySpec:
-    """A tensor's shape and dtype in the terms of shared_ffi."""
-    return ArraySpec(tuple(shape), _DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch."))

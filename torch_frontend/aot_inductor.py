@@ -1,4 +1,4 @@
-"""Programs that PyTorch compiles ahead of time, and that run without this package."""
+"""Programs that PyTorch compiles ahead of time and that run without this package."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import IO, Any
 
 import numpy as np
 import torch
 
 from shared_ffi import library_path
-from torch_frontend._library import IN_PROGRAMS, CheckedCalls, allocate, as_returned
+from torch_frontend._library import IN_PROGRAMS, Operator, allocate, as_returned, specs
 
 _LIBRARY = torch.library.Library("xla_gpu", "FRAGMENT")
 _LIBRARY.define(
@@ -25,10 +25,10 @@ _LIBRARY.define(
 torch.library.register_fake("xla_gpu::_xla_gpu_call", lambda *_: None, lib=_LIBRARY)
 
 HANDLER_CALL: torch._ops.OpOverload = torch.ops.xla_gpu._xla_gpu_call.default
-"""A call of any handler, which is all that a program needs that runs without this package. It has
-kernels in C alone (``shared_ffi/csrc/aot_inductor.cc``, which tells what the arguments are)."""
+"""Calls any handler: the only op of a program that runs without this package. Its kernels are in C
+(``shared_ffi/csrc/aot_inductor.cc``, which explains the arguments)."""
 
-# As shared_ffi/csrc/aot_inductor.cc defines them; the last argument is AOTInductor's own.
+# The functions of shared_ffi/csrc/aot_inductor.cc; AOTInductor adds the last argument.
 _DECLARATIONS = [
     f"AOTITorchError aoti_torch_{device}__xla_gpu_call(const AtenTensorHandle*, int64_t, "
     "const AtenTensorHandle*, int64_t, const int64_t*, int64_t, const int64_t*, int64_t, "
@@ -44,31 +44,31 @@ def aoti_compile_and_package(
     package_path: str | os.PathLike[str] | IO[bytes] | None = None,
     inductor_configs: dict[str, Any] | None = None,
 ) -> str:
-    """``torch._inductor.aoti_compile_and_package`` for programs with these ops: the package runs
-    where this one is not installed, in Python and in C++.
+    """Compiles a program with these ops as ``torch._inductor.aoti_compile_and_package`` does, so
+    that it runs in Python and in C++ where this package is not installed.
 
-    All that it needs besides PyTorch is the file ``shared_ffi.library_path()``, which it finds
-    where it lies now. On another machine, load the library before the package, with
-    ``torch.ops.load_library``, ``ctypes.CDLL`` or ``dlopen``, or have its folder in
+    Besides PyTorch, the compiled program needs only the file ``shared_ffi.library_path()``, and
+    remembers where it lies now. On another machine, load the library before the program, with
+    ``torch.ops.load_library``, ``ctypes.CDLL`` or ``dlopen``, or put its folder into
     ``LD_LIBRARY_PATH``.
 
-    A cache that is a buffer of the module, or an argument, is updated in place.
+    A cache is updated in place, whether it is a buffer of the module or an argument.
 
-    When the CPU handler finds fault with lengths and tables, the run raises the RuntimeError that
-    AOTInductor has for all failures; its standard error says why, and so does the library's
+    When the CPU handler refuses lengths or tables, the run raises the RuntimeError that AOTInductor
+    has for all failures. Its standard error says why, and so does the library's
     ``const char* xla_gpu_last_error()``.
 
     Args:
-        exported_program: of ``torch.export.export``, for the CPU or for CUDA.
+        exported_program: the result of ``torch.export.export``, for the CPU or for CUDA.
         package_path: ends in ``.pt2``; by default a file in Inductor's cache.
         inductor_configs: Inductor's own options.
 
     Returns:
-        The package's path.
+        The path of the compiled program.
 
     Raises:
-        ValueError: the program has been made functional by ``run_decompositions``, after which its
-            in-place ops cannot be told apart; pass it as ``torch.export.export`` returned it.
+        ValueError: ``run_decompositions`` has made the program functional, which hides its in-place
+            ops; pass it as ``torch.export.export`` returned it.
     """
     _refuse_functional(exported_program)
     library = library_path()
@@ -76,12 +76,12 @@ def aoti_compile_and_package(
     shims = configs.get("aot_inductor.custom_ops_to_c_shims") or {}
     libraries = configs.get("aot_inductor.custom_op_libs") or []
     configs["aot_inductor.custom_ops_to_c_shims"] = {**shims, HANDLER_CALL: _DECLARATIONS}
-    # Inductor has no option for folders; what it calls a library becomes words of a command.
+    # Inductor has no option for folders, but copies a library's name into the linker's command.
     folder = shlex.quote(str(library.parent))
     words = f"{library.stem.removeprefix('lib')} -L{folder} -Wl,-rpath,{folder}"
     configs["aot_inductor.custom_op_libs"] = [*libraries, words]
     if isinstance(package_path, os.PathLike):
-        package_path = os.fspath(package_path)  # 2.9.0 takes no other
+        package_path = os.fspath(package_path)  # PyTorch 2.9.0 takes no other path
     with handler_calls():
         return torch._inductor.aoti_compile_and_package(
             exported_program, package_path=package_path, inductor_configs=configs
@@ -103,7 +103,7 @@ _is_tracing: ContextVar[bool] = ContextVar("_is_tracing", default=False)
 
 @contextmanager
 def handler_calls() -> Iterator[None]:
-    """Within it, programs are traced with the ops' HANDLER_CALLs in their place."""
+    """Makes programs that are traced within it hold HANDLER_CALLs instead of the ops."""
     _intercept()
     token = _is_tracing.set(True)
     try:
@@ -114,50 +114,56 @@ def handler_calls() -> Iterator[None]:
 
 @cache
 def _intercept() -> None:
-    """Has the ops replaced while a trace is made functional: later, in-place ops are no longer what
-    they were. PyTorch's own modules that this needs are no public ones, so nothing else needs it.
-    """
+    """Registers rules that replace the ops while a trace is made functional: after that, in-place
+    ops cannot be recognized. The rules need private modules of PyTorch, so only a first use of
+    handler_calls() imports them."""
+    from torch._subclasses.functional_tensor import FunctionalTensorMode  # noqa: PLC0415
+
+    rules = {"xla_gpu::_xla_gpu_call": _functionalize}
+    rules |= {name: partial(_trace, operator) for name, operator in IN_PROGRAMS.items()}
+    for name, rule in rules.items():
+        torch.library.register_torch_dispatch(name, FunctionalTensorMode, rule, lib=_LIBRARY)
+
+
+def _functionalize(
+    mode: Any, op: Any, types: Any, arguments: Sequence[Any], keywords: Any = None
+) -> None:
+    """Makes HANDLER_CALL functional. For AOTInductor the mode itself would choose the older way,
+    which copies a view, such as a layer's cache in an array of all layers."""
     from torch._higher_order_ops.auto_functionalize import (  # noqa: PLC0415
         do_auto_functionalize_v2,
     )
-    from torch._subclasses.functional_tensor import FunctionalTensorMode  # noqa: PLC0415
 
-    def functionalize(
-        mode: Any, op: Any, types: Any, arguments: Sequence[Any], keywords: Any = None
-    ) -> None:
-        # Where the mode itself would, for AOTInductor, choose the older way, which copies what is a
-        # view: a layer's cache in an array of all layers.
-        do_auto_functionalize_v2(mode, op, tuple(arguments), dict(keywords or {}))
+    do_auto_functionalize_v2(mode, op, tuple(arguments), dict(keywords or {}))
 
-    def intercept(name: str, calls: CheckedCalls) -> None:
-        def trace(
-            mode: Any, op: Any, types: Any, arguments: Sequence[Any], keywords: Any = None
-        ) -> Any:
-            if not _is_tracing.get():
-                return mode.__torch_dispatch__(op, types, arguments, keywords)
-            with mode:
-                return _call_handler(calls, arguments, keywords or {})
 
-        torch.library.register_torch_dispatch(name, FunctionalTensorMode, trace, lib=_LIBRARY)
-
-    torch.library.register_torch_dispatch(
-        "xla_gpu::_xla_gpu_call", FunctionalTensorMode, functionalize, lib=_LIBRARY
-    )
-    for name, calls in IN_PROGRAMS.items():
-        intercept(name, calls)
+def _trace(
+    operator: Operator,
+    mode: Any,
+    op: Any,
+    types: Any,
+    arguments: Sequence[Any],
+    keywords: Any = None,
+) -> Any:
+    """Traces an op: as HANDLER_CALL within handler_calls, as itself elsewhere."""
+    if not _is_tracing.get():
+        return mode.__torch_dispatch__(op, types, arguments, keywords)
+    with mode:
+        return _call_handler(operator, tuple(arguments), keywords or {})
 
 
 def _call_handler(
-    calls: CheckedCalls, arguments: Sequence[Any], keywords: Mapping[str, Any]
+    operator: Operator, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> Any:
-    """An op in terms of HANDLER_CALL; sizes may be symbols."""
+    """Makes an op's HANDLER_CALL; sizes may be symbols."""
     from torch._higher_order_ops.auto_functionalize import get_base  # noqa: PLC0415
 
-    call, tensors = calls.in_memory(arguments, keywords, symbolic=True)
+    bound, tensors = operator.bind_in_memory(arguments, keywords)
+    call = bound.call_on(specs(tensors))
     aliases = [operand for operand, _ in call.aliases]
     if aliases:
-        # The tensors of which they are views: a view that is written to is made anew later, by
-        # Inductor 2.9 in the wrong place if where it begins depends on sizes.
+        # Passes the tensors whose views the operands are. Inductor 2.9 makes a written view again
+        # after the call, at the wrong offset if the offset depends on sizes.
         bases = [
             base if (base := get_base(tensors[i])) is not None else tensors[i] for i in aliases
         ]

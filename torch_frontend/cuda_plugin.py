@@ -1,9 +1,10 @@
 """torch_xla on NVIDIA GPUs: torch_xla 2.9 dropped its own CUDA code, but loads PJRT plugins, and
 JAX ships one for CUDA.
 
-torch_xla finds this module by its entry point, so ``PJRT_DEVICE=CUDA`` is all that a program needs.
-Where entry points are off (``XLA_REGISTER_INSTALLED_PLUGINS=0``), call ``register()`` before the
-first use of an XLA device. Import torch_xla before this module: torch_xla imports it in its turn.
+torch_xla calls ``set_up_torch_xla`` by its entry point, so a program only needs
+``PJRT_DEVICE=CUDA``. Where entry points are off (``XLA_REGISTER_INSTALLED_PLUGINS=0``), call
+``register()`` before the first use of an XLA device. Import torch_xla before this module: torch_xla
+imports this module while it is itself imported.
 """
 
 from __future__ import annotations
@@ -19,18 +20,14 @@ from torch_frontend import openxla
 
 
 class CudaPlugin(plugins.DevicePlugin):  # type: ignore[misc]
-    """What torch_xla asks about the CUDA plugin.
+    """Answers torch_xla's questions about the CUDA plugin.
 
-    Environment variables: ``XLA_GPU_CUDA_PLUGIN``, the plugin's file; ``PJRT_ALLOCATOR_FRACTION``
-    and ``PJRT_ALLOCATOR_PREALLOCATE``, how much of a GPU's memory is taken at the start, as
-    torch_xla has always named them; ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``,
-    ``MASTER_ADDR`` and ``MASTER_PORT``, as torchrun sets them: each local process then has the GPU
-    of its rank. One process alone has all GPUs.
+    Environment variables: ``XLA_GPU_CUDA_PLUGIN`` names the plugin's file.
+    ``PJRT_ALLOCATOR_FRACTION`` and ``PJRT_ALLOCATOR_PREALLOCATE`` say how much of a GPU's memory is
+    taken at the start; torch_xla has always named them so. torchrun sets ``RANK``, ``WORLD_SIZE``,
+    ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``: each local process
+    then has the GPU of its rank. One process alone has all GPUs.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        openxla.install()
 
     def library_path(self) -> str:
         """The plugin's file."""
@@ -69,10 +66,20 @@ class CudaPlugin(plugins.DevicePlugin):  # type: ignore[misc]
         return options
 
 
+def set_up_torch_xla() -> CudaPlugin:
+    """The entry point, which torch_xla calls when it is imported.
+
+    Extends ``torch.compile(backend="openxla")`` to CUDA and CPU tensors, and returns the plugin for
+    torch_xla to register.
+    """
+    openxla.install()
+    return CudaPlugin()
+
+
 def register() -> None:
-    """Makes ``PJRT_DEVICE=CUDA`` work in this process; the entry point does it by itself."""
+    """Does in this process what the entry point does on import."""
     plugins.use_dynamic_plugins()
-    plugins.register_plugin("CUDA", CudaPlugin())
+    plugins.register_plugin("CUDA", set_up_torch_xla())
 
 
 def _local_rank() -> int:

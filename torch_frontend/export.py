@@ -1,4 +1,4 @@
-"""Programs for another platform than this process runs on."""
+"""Exports programs for another platform than this process runs on."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _platform: ContextVar[str | None] = ContextVar("_platform", default=None)
 
 @contextmanager
 def export_platform(platform: str) -> Iterator[None]:
-    """Within it, torch_xla's graphs hold the ops' calls for a platform: ``"cpu"`` or ``"cuda"``.
+    """Makes torch_xla's graphs hold the ops' calls for a platform, ``"cpu"`` or ``"cuda"``.
 
-    For exporting on a machine without a GPU a program that will run on one; a graph traced for
-    another platform than torch_xla's own device cannot run here. Elsewhere the device decides.
+    Use it to export a program for a GPU on a machine without one. A graph that is traced for
+    another platform than torch_xla's device cannot run here. By default, the device decides.
 
     Example::
 
@@ -33,5 +33,5 @@ def export_platform(platform: str) -> Iterator[None]:
 
 
 def chosen_platform() -> str | None:
-    """The platform of the innermost ``export_platform``, if any."""
+    """Returns the platform of the innermost ``export_platform``; None outside of all."""
     return _platform.get()

@@ -10,7 +10,5 @@ kv_cache_update = define(
     op.check,
     strided=("kv_cache", "value_cache"),
 )
-"""Writes keys and values into ``kv_cache``, in place; see ``jax_frontend.kv_cache_update``.
-
-It differs from JAX's in returning nothing.
-"""
+"""Writes keys and values into ``kv_cache``, in place; see ``jax_frontend.kv_cache_update``. Unlike
+JAX's function, it returns nothing."""

@@ -13,10 +13,11 @@ from torch_frontend._library import array_spec
 def merge_attention(
     outputs: torch.Tensor | Sequence[torch.Tensor], lses: torch.Tensor | Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over a whole context, from attention over its parts; see
+    """Merges attention over the parts of a context into attention over all of it; see
     ``jax_frontend.merge_attention``.
 
-    Made of PyTorch's own operators, it runs on every device and compiles with every backend.
+    It consists of PyTorch's own operators, so it runs on every device and compiles with every
+    backend.
     """
     outputs, lses = (
         x if isinstance(x, torch.Tensor) else torch.stack([*x]) for x in (outputs, lses)

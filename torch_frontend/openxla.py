@@ -1,10 +1,10 @@
-"""``torch.compile(backend="openxla")`` for tensors that are not torch_xla's: CUDA's, and the CPU's.
+"""``torch.compile(backend="openxla")`` for PyTorch's own CUDA and CPU tensors.
 
-torch_xla takes only its own tensors; since 2.9 it neither takes PyTorch's CUDA memory nor gives its
-own away. A graph of other tensors is therefore traced by torch_xla, on placeholders without memory,
-and the program that comes of it is run by JAX's client of the tensors' device: on the tensors' own
-memory, exchanged by DLPack in both directions, which also makes PyTorch's stream and XLA's wait for
-each other. The custom calls in the program are the same as everywhere.
+torch_xla 2.9 takes only its own tensors, and cannot share memory with PyTorch's CUDA tensors. So
+torch_xla only traces a graph of other tensors, on placeholders without memory. JAX's client for the
+tensors' device then runs the program on the tensors' memory. DLPack exchanges it in both
+directions, and makes PyTorch's stream and XLA's wait for each other. The program holds the same
+custom calls as everywhere.
 
 XLA does not write to memory that it has only borrowed. A cache that our update overwrites is
 written where it lies all the same (``_in_place.py``); any other argument that the graph overwrites
@@ -39,7 +39,7 @@ _ALIGNMENT = 16  # bytes: XLA's kEntryParameterAlignBytes, what its programs ass
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
-# Dispatch keys of kernels that trace; an operator without any runs on the CPU instead.
+# Dispatch keys of kernels that torch_xla can trace; an operator without any runs on the CPU.
 _LOWERED = (
     "XLA",
     "CompositeExplicitAutograd",
@@ -49,7 +49,7 @@ _LOWERED = (
 
 
 def install() -> None:
-    """Makes torch_xla's backend hand such graphs over; once more does no harm."""
+    """Makes torch_xla's backend pass such graphs to compile_graph; may be called again."""
     upstream: Any = dynamo_bridge.extract_compiled_graph
     if hasattr(upstream, "__wrapped__"):
         return
@@ -66,12 +66,12 @@ def install() -> None:
 
 
 def compile_graph(graph: torch.fx.GraphModule) -> Callable[..., list[Any]]:
-    """The graph as XLA programs, between which the updates of caches run eagerly."""
+    """Returns a function that runs the graph as XLA programs, with updates of caches in between."""
     return cut_at_updates(graph, _compile_part) or _compile_part(graph)
 
 
 def _compile_part(graph: torch.fx.GraphModule) -> Callable[..., list[Any]]:
-    """A graph as an XLA program for each set of shapes, types and numbers that it meets."""
+    """Returns a function that compiles the graph for each new set of shapes, dtypes and numbers."""
     programs: dict[Any, Callable[[Arguments], list[Any]]] = {}
 
     def run(*arguments: Any) -> list[Any]:
@@ -111,7 +111,8 @@ def _program(graph: torch.fx.GraphModule, arguments: Arguments) -> Callable[[Arg
 
 
 def _device_of(arguments: Arguments) -> torch.device:
-    """The GPU, if there is one among the tensors; then numbers on the CPU go there as well."""
+    """Returns the tensors' GPU if one of them is on a GPU, otherwise the CPU. With a GPU,
+    scalar tensors on the CPU are copied to it."""
     devices = {x.device for x in arguments if isinstance(x, torch.Tensor)}
     gpus = {device for device in devices if device.type == "cuda"}
     if len(gpus) > 1:
@@ -143,16 +144,16 @@ def _to_jax(tensor: torch.Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Trace:
-    """What torch_xla makes of a graph. It holds no tensor of torch_xla's, which would compute it at
-    the next step.
+    """The program that torch_xla makes of a graph. No field is a torch_xla tensor: torch_xla would
+    compute it at the next step.
 
     Attributes:
         program: a portable StableHLO artifact.
         operands: what the program takes.
-        sources: for each operand the argument that it is, or None for a constant.
-        constants: {operand: tensor on the CPU}.
-        results: what the program gives.
-        outputs: what the graph returns: the results, among numbers and None.
+        sources: for each operand the number of the argument, or None for a constant.
+        constants: {number of the operand: tensor on the CPU}.
+        results: what the program returns.
+        outputs: what the graph returns: the results, between numbers and None.
     """
 
     program: bytes
@@ -166,7 +167,7 @@ class Trace:
 def trace_on_placeholders(
     graph: torch.fx.GraphModule, arguments: Arguments, platform: str
 ) -> Trace:
-    """Lets torch_xla run a graph on placeholders for the arguments; nothing is computed.
+    """Traces a graph with torch_xla, on placeholders for the arguments; computes nothing.
 
     Raises:
         NotImplementedError: the graph draws random numbers, or torch_xla cannot lower it.
@@ -199,7 +200,7 @@ def trace_on_placeholders(
 
 
 class _OnXla(torch.fx.Interpreter):
-    """Runs a graph with torch_xla's device in the place of every device that it names."""
+    """Runs a graph with every device in it replaced by torch_xla's."""
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if isinstance(n.target, torch._ops.OpOverload):
@@ -217,7 +218,7 @@ class _OnXla(torch.fx.Interpreter):
 
 
 def _check_can_be_held(op: torch._ops.OpOverload) -> None:
-    """Refuses what torch_xla would run while it traces: on placeholders, which have no values."""
+    """Refuses operators that torch_xla would run during the trace: placeholders have no values."""
     if torch.Tag.nondeterministic_seeded in op.tags:
         raise NotImplementedError(
             f"{_WHO}: no random numbers on CUDA or CPU tensors; got {op}. Draw them outside of the "

@@ -18,12 +18,12 @@ _CACHES = ("kv_cache", "value_cache")
 paged_attention = define(f"paged_attention{_ARGUMENTS} -> Tensor", op.check, _CACHES)
 """Attention over a paged cache; see ``jax_frontend.paged_attention``.
 
-On XLA devices, give ``num_seqs`` the shape ``[1]``. One of shape ``[]`` that comes from the host as
-0 or 1 is made a constant of the program by torch_xla, before the op sees it, and then a program is
-compiled for each of these values.
+On XLA devices, give ``num_seqs`` the shape ``[1]``. When the host passes 0 or 1 with the shape
+``[]``, torch_xla makes it a constant of the program before the op sees it, and compiles a program
+for each of these values.
 
-It differs from JAX's in when faulty lengths and tables are reported: on CPU tensors at once, as
-ValueError; on XLA tensors when the graph runs, as RuntimeError with INVALID_ARGUMENT.
+Faulty lengths and tables are reported at another time than by JAX's function: on CPU tensors at
+once, as ValueError; on XLA tensors when the graph runs, as RuntimeError with INVALID_ARGUMENT.
 """
 
 paged_attention_lse = define(
@@ -31,5 +31,5 @@ paged_attention_lse = define(
     partial(op.check, return_lse=True),
     _CACHES,
 )
-"""``torch.ops.xla_gpu.paged_attention.lse``: returns the rows' log-sum-exp, too, as
+"""``torch.ops.xla_gpu.paged_attention.lse`` also returns the log-sum-exp of the rows, as
 ``jax_frontend.paged_attention`` does with ``return_lse=True``."""

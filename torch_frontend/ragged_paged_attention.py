@@ -1,4 +1,5 @@
-"""``torch.ops.xla_gpu.ragged_paged_attention``: torch_xla's operator for TPUs."""
+"""``torch.ops.xla_gpu.ragged_paged_attention``: attention alone, with the arguments of torch_xla's
+operator for TPUs, which are those of the Pallas kernel in ``jax.experimental``."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 from torch_frontend._library import define_composite
 from torch_frontend.paged_attention import paged_attention
 
-NAME = "ragged_paged_attention"
+OP = "ragged_paged_attention"
 
 
 def _attend(
@@ -34,37 +35,37 @@ def _attend(
 
 
 ragged_paged_attention = define_composite(
-    f"{NAME}(Tensor q, Tensor kv_pages, Tensor kv_lens, Tensor page_indices, Tensor cu_q_lens, "
+    f"{OP}(Tensor q, Tensor kv_pages, Tensor kv_lens, Tensor page_indices, Tensor cu_q_lens, "
     "Tensor num_seqs, float sm_scale=1, int? sliding_window=None, float? soft_cap=None, "
     "float? mask_value=None, float? k_scale=None, float? v_scale=None, bool use_kernel=True, "
     "int? num_kv_pages_per_block=None, int? num_queries_per_block=None, "
     "int? vmem_limit_bytes=None) -> Tensor",
     _attend,
 )
-"""``paged_attention`` with the arguments of torch_xla's ``xla::ragged_paged_attention``.
+"""``paged_attention`` with the arguments of torch_xla's ``xla::ragged_paged_attention``. It only
+attends: ``kv_cache_update`` writes the cache.
 
-``kv_pages`` has the default layout. ``k_scale`` is a factor of the logits, ``v_scale`` of the
-output. ``mask_value`` and the arguments after ``v_scale`` tune the TPU's kernel and mean nothing
-here.
+``kv_pages`` has the default layout. ``k_scale`` multiplies the logits, ``v_scale`` the output.
+``mask_value`` and the arguments after ``v_scale`` tune the TPU's kernel and are ignored.
 """
 
 _libraries: list[torch.library.Library] = []
 
 
 def replace_tpu_kernels() -> None:
-    """From now on ``torch.ops.xla.ragged_paged_attention``, which torch_xla has for TPUs only, runs
-    here, on CPU, CUDA and XLA tensors: for code that calls it.
+    """Makes ``torch.ops.xla.ragged_paged_attention`` run on CPU, CUDA and XLA tensors in this
+    process, for code that calls it: torch_xla has it for TPUs only.
 
     Raises:
         RuntimeError: torch_xla has not defined the operator yet.
     """
-    if not hasattr(torch.ops.xla, NAME):
+    if not hasattr(torch.ops.xla, OP):
         raise RuntimeError(
-            f"replace_tpu_kernels: torch.ops.xla.{NAME} is not defined yet; "
+            f"replace_tpu_kernels: torch.ops.xla.{OP} is not defined yet; "
             "import torch_xla.experimental.custom_kernel before"
         )
     if not _libraries:
         library = torch.library.Library("xla", "IMPL")
         for key in ("CPU", "CUDA", "XLA"):
-            library.impl(NAME, ragged_paged_attention, key, allow_override=True)
+            library.impl(OP, ragged_paged_attention, key, allow_override=True)
         _libraries.append(library)

@@ -1,8 +1,8 @@
-"""How an op reaches XLA from torch_xla: the only file that knows.
+"""Adds an op to torch_xla's lazy graph. No other file knows how.
 
-The op's HLO, as JAX lowers it, is embedded as a user computation. torch_xla's own way to make a
-custom call (``_xla_custom_call``) is no substitute: it fixes no operand layouts, hashes calls that
-differ only in attributes alike, and cannot alias an operand with a result.
+JAX lowers the op to HLO, and torch_xla embeds that as a user computation. torch_xla's own custom
+calls (``_xla_custom_call``) do not suffice: they fix no operand layouts, calls that differ only in
+attributes have the same hash, and no result can alias an operand.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def run(
 ) -> list[torch.Tensor]:
     """Adds the call to the lazy graph and returns its results.
 
-    Where an operand is marked as sharded by heads, devices share the call by them; what else it is
-    given, they have all of, or the part of the heads.
+    If an operand is marked as sharded by heads, the call is split by heads: each device gets its
+    heads of every operand that has a dimension of heads, and all of every other operand.
 
     Args:
         call: on whole operands.
@@ -60,7 +60,7 @@ def run(
 
 
 def _devices(tensor: torch.Tensor) -> np.ndarray | None:
-    """Which devices have each tile of a tensor, if it is marked as having some."""
+    """Returns the device of each tile of a tensor that is marked as sharded, else None."""
     text = _XLAC._get_xla_sharding_spec(tensor)
     if tiles := re.fullmatch(r"\{devices=\[([\d,]+)\]([\d,]+).*\}", text):
         sizes, devices = ([*map(int, x.split(","))] for x in tiles.groups())
@@ -72,9 +72,9 @@ def _donate(tensor: torch.Tensor) -> None:
     """Lets a program of ``torch.compile(backend="openxla")`` reuse an argument that it overwrites.
 
     An op that writes in place assigns its result to the operand. torch_xla's lazy mode then reuses
-    the operand's buffer by itself; the compiled mode only if the argument is marked, and copies the
-    whole cache otherwise. The mark means nothing in lazy mode. A tensor that merely shares an
-    argument's buffer, such as its clone, is left alone: the argument is still needed.
+    the operand's buffer. Its compiled mode copies the whole cache, unless the argument is marked;
+    lazy mode ignores the mark. A tensor that only shares an argument's buffer, such as its clone,
+    is not marked: the argument is still needed.
     """
     ids, _ = _XLAC._get_tensors_xla_device_data_node([tensor])
     if ids == [_XLAC._xla_get_tensor_id(tensor)]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -38,10 +37,10 @@ class Operand(NamedTuple):
 class BatchedCall(NamedTuple):
     """One call that does the work of all calls under ``vmap``."""
 
-    arrays: Mapping[str, jax.Array]
+    arrays: dict[str, jax.Array]
     unbatch: Callable[[jax.Array], jax.Array]
     """Turns a result of this call into the results of all calls, ``[size, ...]``."""
-    options: Mapping[str, Any] = MappingProxyType({})
+    options: dict[str, Any]
     """The options that differ from those of the calls under ``vmap``."""
 
 
@@ -54,9 +53,8 @@ def elementwise(
     size: int, operands: Mapping[str, Operand], options: Mapping[str, Any]
 ) -> BatchedCall:
     """Batches calls of an op that takes arrays of any one shape: they get one more dimension."""
-    return BatchedCall(
-        {name: x.broadcast(size) for name, x in operands.items()}, lambda result: result
-    )
+    arrays = {name: x.broadcast(size) for name, x in operands.items()}
+    return BatchedCall(arrays, unbatch=lambda result: result, options={})
 
 
 def with_vmap_rule(

@@ -27,7 +27,7 @@ class _Pool(NamedTuple):
     """``[size, max_seqs, max_blocks_per_seq]``: one table for each call, of blocks of the pool."""
     arrays: dict[str, jax.Array]
     """The caches, scales and features of the batched call."""
-    options: Mapping[str, Any]
+    options: dict[str, Any]
     """The options that differ from those of the calls under ``vmap``."""
 
 

@@ -2,9 +2,8 @@
 
 #include "xla/ffi/api/api.h"
 
-// Every op, a line each: f(what its handlers' symbols begin with, its custom-call target). The
-// target of simple_add is older than this library, which grew from programs that used it; a new
-// op's target is xla_gpu_<op>.
+// One line for each op: f(prefix of its handlers' symbols, custom call target). A new op's target
+// is xla_gpu_<op>; shared_ffi/simple_add.py says why simple_add's is not.
 // clang-format off
 #define XLA_GPU_FOR_OPS(f)                    \
   f(SimpleAdd, "XlaGpuSimpleAdd")             \

@@ -63,6 +63,11 @@ void RegisterAt(uintptr_t address, const std::string& target, const std::string&
 NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // Python caches EagerCalls until the process ends
   m.attr("ffi_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+#ifdef XLA_GPU_CUDA_MAJOR
+  m.attr("cuda_version") = nb::make_tuple(XLA_GPU_CUDA_MAJOR, XLA_GPU_CUDA_MINOR);
+#else
+  m.attr("cuda_version") = nb::none();  // no CUDA handlers, or emulated ones
+#endif
   m.def("handlers", &Handlers, "{platform: {target: capsule}} of every handler in this build.");
   m.def("api_version_at", &ApiVersionAt, nb::arg("address"),
         "(major, minor) of the XLA_FFI_Api at an address in this process.");

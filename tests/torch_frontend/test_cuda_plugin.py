@@ -9,8 +9,10 @@ import sys
 
 import pytest
 import torch_xla  # noqa: F401  (before the plugin, which it imports)
+from torch_xla.core import dynamo_bridge
 
 from shared_ffi import _pjrt
+from torch_frontend import cuda_plugin
 from torch_frontend.cuda_plugin import CudaPlugin
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="pip install 'jax[cuda13-local]'")
@@ -28,7 +30,21 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_torch_xla_finds_the_plugin() -> None:
     (entry_point,) = importlib.metadata.entry_points(group="torch_xla.plugins", name="cuda")
-    assert entry_point.load() is CudaPlugin
+    assert entry_point.load() is cuda_plugin.set_up_torch_xla
+
+
+def test_only_the_entry_point_extends_openxla(monkeypatch: pytest.MonkeyPatch) -> None:
+    def upstream() -> None:
+        """Stands for torch_xla's function."""
+
+    monkeypatch.setattr(dynamo_bridge, "extract_compiled_graph", upstream)
+    CudaPlugin()
+    assert dynamo_bridge.extract_compiled_graph is upstream
+    cuda_plugin.set_up_torch_xla()
+    extended = dynamo_bridge.extract_compiled_graph
+    assert extended.__wrapped__ is upstream
+    cuda_plugin.set_up_torch_xla()
+    assert dynamo_bridge.extract_compiled_graph is extended
 
 
 def test_a_process_alone_has_all_gpus() -> None:

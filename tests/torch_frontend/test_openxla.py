@@ -25,6 +25,7 @@ from torch_frontend import openxla
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> None:
     torch._dynamo.reset()
+    openxla.install()  # as torch_xla's entry point does, where the package is installed
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -1,0 +1,145 @@
+"""An NVIDIA driver that is too old for the CUDA handlers is refused by name, where a GPU would run
+them and nowhere else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shared_ffi import __main__ as diagnosis
+from shared_ffi import _native, _pjrt, eager, lowering, runtimes, simple_add
+from shared_ffi.spec import ArraySpec
+from tests.support import scripts
+
+REFUSAL = (
+    r"^shared_ffi: the CUDA handlers of xla-paged-attention are built with CUDA 13\.0, but this "
+    r"machine's NVIDIA driver runs CUDA 12\.8 and older; update the driver to 580 or later"
+)
+CALL = simple_add.check(*[ArraySpec((2,), "float32")] * 2)
+
+
+@pytest.fixture(scope="module")
+def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a libcuda.so.1 whose version is in the environment."""
+    pytest.importorskip("ziglang", reason="compiles the fake driver")
+    folder = tmp_path_factory.mktemp("driver")
+    source = folder / "driver.c"
+    source.write_text("""
+        #include <stdlib.h>
+        int cuDriverGetVersion(int* version) {
+          *version = atoi(getenv("FAKE_CUDA_VERSION"));
+          return 0;
+        }
+    """)
+    compiler = [sys.executable, "-m", "ziglang", "cc", "-shared", "-fPIC"]
+    subprocess.run([*compiler, source, "-o", folder / "libcuda.so.1"], check=True)
+    return folder
+
+
+CHECK = """
+    import sys
+    from shared_ffi import _native, _pjrt, runtimes
+    _native.cuda_version = tuple(map(int, sys.argv[1:]))
+    print(_pjrt.cuda_driver_version())
+    try:
+        runtimes.check_cuda_driver()
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("built", "driver", "refused"),
+    [
+        ((13, 0), 12080, True),
+        ((13, 0), 11040, True),
+        ((13, 0), 13000, False),
+        ((13, 1), 13000, False),
+        ((13, 0), 13010, False),
+        ((12, 9), 12080, False),
+        ((13, 0), 14000, False),
+    ],
+)
+def test_versions(built: tuple[int, int], driver: int, refused: bool, fake_driver: Path) -> None:
+    version, *errors = scripts.output(
+        CHECK,
+        *map(str, built),
+        LD_LIBRARY_PATH=str(fake_driver),
+        FAKE_CUDA_VERSION=str(driver),
+    )
+    runs = (driver // 1000, driver % 1000 // 10)
+    assert version == str(runs)
+    assert len(errors) == refused
+    for error in errors:
+        assert f"built with CUDA {built[0]}.{built[1]}," in error
+        assert f"driver runs CUDA {runs[0]}.{runs[1]} and older; update the driver to 580" in error
+
+
+@pytest.mark.skipif(_pjrt.cuda_driver_version() != (0, 0), reason="there is a driver")
+def test_without_a_driver_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "cuda_version", (13, 0))
+    runtimes.check_cuda_driver()
+
+
+@pytest.fixture
+def old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "cuda_version", (13, 0))
+    monkeypatch.setattr(_pjrt, "cuda_driver_version", lambda: (12, 8))
+
+
+@pytest.mark.usefixtures("old_driver")
+def test_a_build_without_cuda_needs_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "cuda_version", None)
+    runtimes.check_cuda_driver()
+
+
+@pytest.mark.usefixtures("old_driver")
+def test_eager_calls() -> None:
+    with pytest.raises(RuntimeError, match=REFUSAL):
+        eager.run_on_cuda(CALL, [], [], 0)
+    a, result = np.float32([1, 2]), np.empty(2, np.float32)
+    eager.run_on_cpu(CALL, [a.ctypes.data] * 2, [result.ctypes.data], 1)
+    assert result.tolist() == [2, 4]
+
+
+@pytest.mark.usefixtures("old_driver")
+def test_registering_with_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "handlers", lambda: {"cuda": {}})
+    monkeypatch.setattr(_pjrt, "Plugin", lambda path: pytest.fail("the plugin is loaded"))
+    with pytest.raises(RuntimeError, match=REFUSAL):
+        runtimes._register_with_cuda_plugin()
+
+
+def lowered(platform: str) -> str:
+    """The program of a call in JAX."""
+    traced = jax.jit(lambda a, b: lowering.ffi_call(CALL, a, b)).trace(jnp.ones(2), jnp.ones(2))
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_jax(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu, on_cuda = lowered("cpu"), lowered("cuda")
+    request.getfixturevalue("old_driver")
+    monkeypatch.setattr(lowering, "_has_cuda_devices", lambda: False)
+    assert lowered("cpu") == on_cpu
+    assert lowered("cuda") == on_cuda  # exported for another machine
+    monkeypatch.setattr(lowering, "_has_cuda_devices", lambda: True)
+    assert lowered("cpu") == on_cpu
+    with pytest.raises(RuntimeError, match=REFUSAL):
+        lowered("cuda")
+
+
+@pytest.mark.usefixtures("old_driver")
+def test_jax_runs_on_the_cpu() -> None:
+    (result,) = jax.jit(lambda a: lowering.ffi_call(CALL, a, a))(jnp.float32([1, 2]))
+    assert result.tolist() == [2, 4]
+
+
+@pytest.mark.usefixtures("old_driver")
+def test_the_diagnosis_says_it() -> None:
+    assert "update the driver to 580 or later" in diagnosis._cuda_driver()
