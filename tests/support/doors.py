@@ -4,7 +4,6 @@ array, or a tuple of arrays where the op has several results."""
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -26,9 +25,8 @@ def to_xla(array: Any) -> torch.Tensor:
     return to_torch(array).to(torch_xla.device())
 
 
-@functools.lru_cache(maxsize=16)
 def jitted(op: str, **options: Any) -> Any:
-    """A jitted function of the arrays alone. JAX compiles it once for operands of the same shapes."""
+    """A jitted function of the arrays alone."""
     return jax.jit(partial(getattr(jax_frontend, op), **options))
 
 
