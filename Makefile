@@ -14,9 +14,13 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(CSRC)
 demo: $(VENV)/installed  ## replay a request trace through JAX and torch_xla, and report
 	$(BIN)/python -m examples.replay $(if $(TRACE),--trace $(TRACE)) --steps 200 --out report
 
-# Every op, every door and every error once.
+# Every op, every door and every error once, except for what needs a build of its own.
 QUICK := tests/test_structure.py tests/doors/test_bad_input.py tests/doors/test_merge_attention.py \
 	tests/doors/test_ragged_paged_attention.py tests/shared_ffi \
+	'tests/doors/test_parity.py::test_paged_attention[mixed-f32]' \
+	'tests/doors/test_parity.py::test_kv_cache_update[head-size-1]' \
+	'tests/torch_frontend/test_openxla.py::test_paged_attention[mixed-f32]' \
+	'tests/torch_frontend/test_openxla.py::test_kv_cache_update[head-size-1]' \
 	tests/kernels/test_mutation.py::test_the_faults_fit_the_sources
 
 check: lint  ## lint, types and the quick tests, in 3 minutes

@@ -1,1 +1,1 @@
-"""What tests, benchmarks and examples share: the oracle, comparison, and reading of programs."""
+"""Shared by tests, benchmarks and examples: the oracle, comparisons, layouts and HLO reading."""

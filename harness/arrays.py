@@ -1,4 +1,4 @@
-"""The dtypes of the ops, arrays to and from PyTorch, and arrays that nobody can read past."""
+"""The dtypes of the ops, conversion to and from PyTorch, and arrays between guard pages."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def to_torch(array: Any) -> Any:
-    """A copy as a tensor."""
+    """A tensor with a copy of an array."""
     import torch  # noqa: PLC0415
 
     copy = np.array(array)  # contiguous and writable
-    bits = copy.view(f"u{copy.dtype.itemsize}")  # NumPy's dtypes are not all PyTorch's
+    bits = copy.view(f"u{copy.dtype.itemsize}")  # PyTorch lacks some of NumPy's dtypes
     return torch.from_numpy(bits).view(getattr(torch, copy.dtype.name))
 
 
 def to_numpy(tensor: Any) -> np.ndarray:
-    """A tensor as an array, copied to the CPU if it is elsewhere."""
+    """A tensor as an array. A tensor on another device is copied to the CPU."""
     import torch  # noqa: PLC0415
 
     tensor = tensor.detach().cpu()
@@ -42,8 +42,9 @@ def to_numpy(tensor: Any) -> np.ndarray:
 
 
 def guarded(array: Any) -> np.ndarray:
-    """A copy between two pages that may not be touched, as near to the second as its alignment to
-    16 bytes allows."""
+    """A copy of an array between two guard pages. A read past the end by 16 bytes or more crashes
+    the process: the copy is aligned to 16 bytes and ends as close to the second page as that
+    allows."""
     array = np.asarray(array)
     page = mmap.PAGESIZE
     size = -(-max(array.nbytes, 1) // page) * page
@@ -61,8 +62,7 @@ def guarded(array: Any) -> np.ndarray:
 
 
 def quantized(values: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 in a cache's dtype: rounded to nearest, ties to even; what is too large becomes the
-    largest."""
+    """Converts float32 to a cache's dtype: rounds to nearest, ties to even, and saturates."""
     to = CACHE_DTYPES[dtype]
     if dtype == "int8":
         return np.nan_to_num(np.clip(np.rint(values), -128, 127)).astype(np.int8)

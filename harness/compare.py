@@ -10,17 +10,18 @@ from harness import reference
 from harness.layouts import default
 from shared_ffi import _native
 
-# Of the float32 math: a logit's rounding error is about head_size^0.5 * 2^-24 of its terms' size,
-# which the softmax passes on to the weights; those and the weighted sum add some 2^-24 each. The
-# worst case, logits near 100, comes to 2e-5 of the values' size, which is about 1.
+# The error of the float32 mathematics. A logit's rounding error is about head_size^0.5 * 2^-24
+# times the size of its terms. The softmax passes it on to the weights. The weights and the weighted
+# sum add some 2^-24 each. In the worst case, logits near 100, the total is 2e-5 times the size of
+# the values, which is about 1.
 _MATH = 2e-5
 
-# Of storing the result: half a unit in the last place, relative to the result.
+# The error of storing the result: half a unit in the last place, relative to the result.
 _ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 def assert_same_bits(actual: Any, expected: Any) -> None:
-    """Of two arrays, or of two tuples of arrays."""
+    """Compares two arrays, or two tuples of arrays."""
     if isinstance(expected, tuple):
         for one, other in zip(actual, expected, strict=True):
             assert_same_bits(one, other)
@@ -42,7 +43,7 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
 def assert_close(
     actual: np.ndarray, oracle: np.ndarray, dtype: str, also_allowed: np.ndarray | float = 0.0
 ) -> None:
-    """`actual` is the oracle's result up to float32 math and rounding to `dtype`."""
+    """Compares with the oracle's result, within the error of float32 and of rounding to `dtype`."""
     assert actual.dtype.name == dtype, f"dtype {actual.dtype}, expected {dtype}"
     assert actual.shape == oracle.shape, f"shape {actual.shape}, expected {oracle.shape}"
     values = actual.astype(np.float64)
@@ -69,8 +70,7 @@ def assert_close(
 
 
 def assert_close_on_cpu(actual: Any, inputs: Any, attributes: dict[str, Any]) -> None:
-    """`actual` is the oracle's result for the inputs of paged_attention, as far as the CPU kernel
-    with the instruction set in use can be exact."""
+    """Compares with the oracle's paged_attention, within the error of the CPU kernel in use."""
     rounds_weights = (
         inputs[0].dtype.name == "bfloat16" and _native.cpu_instruction_set() == "avx512_bf16"
     )
@@ -78,8 +78,7 @@ def assert_close_on_cpu(actual: Any, inputs: Any, attributes: dict[str, Any]) ->
 
 
 def assert_close_on_cuda(actual: Any, inputs: Any, attributes: dict[str, Any]) -> None:
-    """`actual` is the oracle's result for the inputs of paged_attention, as far as the CUDA kernels
-    that run for them can be exact."""
+    """Compares with the oracle's paged_attention, within the error of the CUDA kernel that runs."""
     query, cache, head_size = inputs[0].dtype, inputs[1].dtype, inputs[0].shape[2]
     on_tensor_cores = (
         query.itemsize == 2 and head_size * cache.itemsize % 16 == 0 and head_size <= 256
@@ -91,7 +90,7 @@ def assert_close_on_cuda(actual: Any, inputs: Any, attributes: dict[str, Any]) -
 def _assert_close(
     actual: Any, inputs: Any, attributes: dict[str, Any], weights: str | None
 ) -> None:
-    """`weights`: the dtype that those of the softmax are rounded to, if they are."""
+    """`weights`: the dtype that the kernel rounds the softmax's weights to, None if it does not."""
     query, kv_cache, *metadata = inputs
     attributes = dict(attributes)
     caches = [x for x in (kv_cache, attributes.pop("value_cache", None)) if x is not None]
@@ -102,7 +101,8 @@ def _assert_close(
     output, lse = actual if attributes.get("return_lse") else (actual, None)
     also_allowed: np.ndarray | float = 0.0
     if weights:
-        # What that does to a row is at most as much of the weighted sum of its values' sizes.
+        # Rounded weights change a row by at most `rounding` times the weighted sum of absolute
+        # values.
         kv_cache = kv_cache.astype(np.float64)
         kv_cache[:, :, 1::2] = np.abs(kv_cache[:, :, 1::2])
         sizes, _ = reference.paged_attention(query, kv_cache, *metadata, **with_lse)

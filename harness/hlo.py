@@ -12,8 +12,8 @@ import torch_xla
 
 
 def custom_calls(hlo: str, target: str) -> list[str]:
-    """The instructions that call `target`, less what may differ between two printings of one
-    program: the names of instructions, and metadata about the source."""
+    """The instructions that call `target`, without the names of instructions and the metadata about
+    the source: two printings of one program may differ in them."""
     return [
         _without_names(line)
         for line in hlo.splitlines()
@@ -24,7 +24,7 @@ def custom_calls(hlo: str, target: str) -> list[str]:
 def _without_names(instruction: str) -> str:
     text = re.sub(r"/\*.*?\*/", "", instruction.strip())
     text = re.sub(r", metadata=\{[^}]*\}", "", text)
-    text = text.removesuffix(", backend_config={}")  # StableHLO does not tell it from none
+    text = text.removesuffix(", backend_config={}")  # in StableHLO the same as none
     head, _, tail = text.partition(" custom-call(")
     operands, _, tail = tail.partition(")")
     shape = head.partition(" = ")[2]
@@ -33,8 +33,10 @@ def _without_names(instruction: str) -> str:
 
 
 def of_jax(function: Any, *operands: Any, **keyword_operands: Any) -> tuple[str, str]:
-    """HLO text of a jitted function, before and after optimization."""
-    lowered = jax.jit(function).lower(*operands, **keyword_operands)
+    """HLO text of a function, before and after optimization. If the function is jitted and has run
+    on such operands, it is not compiled again."""
+    jitted = function if hasattr(function, "lower") else jax.jit(function)
+    lowered = jitted.lower(*operands, **keyword_operands)
     before: Any = lowered.compiler_ir("hlo")
     after: Any = lowered.compile().as_text()
     return before.as_hlo_text(), after
@@ -47,14 +49,16 @@ def of_torch_xla(tensors: list[torch.Tensor]) -> str:
 
 
 class CompiledPrograms:
-    """The programs that torch_xla has compiled in this process, from the dump that XLA makes."""
+    """The programs that torch_xla has compiled in this process, read from XLA's dump."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._programs: list[tuple[str, str]] = []
+        self._optimized: dict[str, dict[str, set[str]]] = {}
+        self._num_searched: dict[str, int] = {}
 
     def all(self) -> list[tuple[str, str]]:
-        """HLO text of each, before and after optimization, the newest last."""
+        """The HLO text of each program before and after optimization, the newest last."""
         torch_xla.sync(wait=True)
         for before in sorted(self._directory.glob("*.before_optimizations.txt")):
             # module_0001.SyncTensorsGraph.7.before_... and .cpu_after_...
@@ -66,10 +70,13 @@ class CompiledPrograms:
         return self._programs
 
     def optimized(self, call: str, target: str) -> set[str]:
-        """What became of a call, as `custom_calls` prints it, in the programs that made it once."""
-        return {
-            optimized
-            for before, after in self.all()
-            if custom_calls(before, target) == [call]
-            for optimized in custom_calls(after, target)
-        }
+        """The optimized forms of a call, as `custom_calls` prints it. Counts the programs that have
+        this call and no other."""
+        programs = self.all()
+        optimized = self._optimized.setdefault(target, {})
+        for before, after in programs[self._num_searched.get(target, 0) :]:
+            calls = custom_calls(before, target)
+            if len(calls) == 1:
+                optimized.setdefault(calls[0], set()).update(custom_calls(after, target))
+        self._num_searched[target] = len(programs)
+        return optimized.get(call, set())

@@ -1,4 +1,4 @@
-"""A paged cache from its default layout into others, and back."""
+"""Converts a paged cache from the default layout to others and back."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 
 LAYOUTS = (
     *("2nbhd", "n2bhd", "n2hbd", "nbh(2d)", "nhb(2d)", "nb(2h)d", "2hnbd"),
-    *("nbhd", "nhbd", "hnbd"),  # K and V apart
+    *("nbhd", "nhbd", "hnbd"),  # K and V in two arrays
 )
 
 
 def arrange(kv_cache: np.ndarray, kv_layout: str | None) -> tuple[np.ndarray, ...]:
-    """Of one array in the default layout: one, or K and V apart."""
+    """Converts a cache in the default layout: returns one array, or K and V."""
     if kv_layout is None:
         return (kv_cache,)
     blocks, positions, rows, head_size = kv_cache.shape
@@ -33,7 +33,8 @@ def arrange(kv_cache: np.ndarray, kv_layout: str | None) -> tuple[np.ndarray, ..
 
 
 def default(caches: Any, kv_layout: str | None) -> np.ndarray:
-    """The inverse: found by where each element of the default layout went."""
+    """The inverse of arrange. It arranges the indices of the default layout and inverts the
+    permutation."""
     if kv_layout is None:
         return np.array(caches[0])
     heads, width = caches[0].shape[_place(kv_layout, "h")], caches[0].shape[-1]

@@ -1,4 +1,4 @@
-"""The ops as their contract states them: float64, plain loops, nothing clever."""
+"""The oracle: the ops as their contract states them, in float64 and plain loops."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def paged_attention(
     max_query_len: int | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """float64; reads nothing of the cache and the tables that is not attended to."""
+    """Returns float64. Reads only the attended positions of the cache and the tables."""
     kv_cache = layouts.default(
         (kv_cache,) if value_cache is None else (kv_cache, value_cache), kv_layout
     )
     num_heads = query.shape[1]
     block_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
-    scale = float(np.float32(scale))  # as the custom call carries it
+    scale = float(np.float32(scale))  # the attribute is float32
     soft_cap = None if soft_cap is None else float(np.float32(soft_cap))
     output, lse = np.zeros(query.shape), np.full(query.shape[:2], -np.inf)
     for s in range(int(np.asarray(num_seqs).item())):
@@ -78,7 +78,7 @@ def paged_attention(
 
 
 def _scales(scales: Any, rows: tuple[Any, Any]) -> np.ndarray:
-    """[..., kv heads or 1, 1], of blocks and offsets in them."""
+    """The scales of positions, given as blocks and offsets: [..., num_kv_heads or 1, 1]."""
     if scales is None:
         return np.ones((1, 1))
     scales = np.asarray(scales, np.float64)
@@ -96,7 +96,7 @@ def kv_cache_update(
     k_scale: Any = None,
     v_scale: Any = None,
 ) -> Any:
-    """The updated cache, or the two; what is given keeps its values."""
+    """Returns the updated cache or caches. The arguments keep their values."""
     caches = (kv_cache,) if value_cache is None else (kv_cache, value_cache)
     updated = layouts.default(caches, kv_layout)
     block_size = updated.shape[1]
@@ -114,5 +114,5 @@ def kv_cache_update(
 
 
 def simple_add(a: Any, b: Any) -> np.ndarray:
-    """Their sum."""
+    """Returns a + b."""
     return np.asarray(a + b)

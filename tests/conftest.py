@@ -1,5 +1,6 @@
-"""Settings that must precede the first import of a framework, and the option of the mutation check."""
+"""Settings that must precede the first import of a framework, command line options and fixtures."""
 
+import atexit
 import os
 import random
 import shutil
@@ -19,25 +20,34 @@ if os.environ.get("XLA_GPU_TEST_ON") != "cuda":
     os.environ["PJRT_DEVICE"] = "CPU"
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # for tests of sharding
-# XLA reads its flags once, before pytest has a temporary folder to give; removed at the end.
-DUMP_DIR = Path(tempfile.mkdtemp(prefix="hlo-"))
+
+# The frameworks and the processes that tests start write their temporary files into one folder,
+# which is removed at the end. The folders of xdist's workers are in the folder of their controller.
+TEMPORARY = Path(tempfile.mkdtemp(prefix="xla-gpu-tests-"))
+atexit.register(shutil.rmtree, TEMPORARY, ignore_errors=True)
+# pytest keeps what failed tests wrote, so its folders stay where they are.
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+os.environ["TMPDIR"] = tempfile.tempdir = str(TEMPORARY)
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{TEMPORARY}/inductor")  # one for all workers
+DUMP_DIR = TEMPORARY / "hlo"
 os.environ["XLA_FLAGS"] = dump_flags(DUMP_DIR)
 
-
-# What only a GPU can run.
+# These tests need a GPU.
 collect_ignore = [] if os.environ.get("XLA_GPU_TEST_ON") == "cuda" else ["doors/test_gpu_doors.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--feature-table", help="the file to write the table of features and doors to")
     parser.addoption(
-        "--native", help="a build of shared_ffi._native to test instead of the installed"
+        "--native", help="a build of shared_ffi._native to test instead of the installed one"
     )
     parser.addoption(
-        "--emulated", help="a build of it with emulated CUDA, instead of a build of these sources"
+        "--emulated", help="a build of it with emulated CUDA; without this option one is built"
     )
     parser.addoption(
-        "--shuffle", action="store_true", help="mix the tests, to meet one that fails sooner"
+        "--shuffle",
+        action="store_true",
+        help="run the tests in a random order, the same every time",
     )
 
 
@@ -50,10 +60,6 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.support import native  # noqa: PLC0415  (settings above come first)
 
         native.load(path, "shared_ffi._native")
-
-
-def pytest_unconfigure() -> None:
-    shutil.rmtree(DUMP_DIR, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -75,7 +81,8 @@ def compiled() -> "CompiledPrograms":
 
 @pytest.fixture(scope="session")
 def emulated(request: pytest.FixtureRequest) -> Any:
-    """The native module with the CUDA kernels, which run on the CPU (shared_ffi/csrc/gpu/simt)."""
+    """The native module with CUDA kernels that are emulated on the CPU
+    (shared_ffi/csrc/gpu/simt)."""
     from filelock import FileLock  # noqa: PLC0415  (settings above come first)
 
     from tests.support import native  # noqa: PLC0415
@@ -93,7 +100,7 @@ def emulated(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="session")
 def gpu(request: pytest.FixtureRequest) -> Any:
-    """What runs the CUDA handlers: an emulation, unless XLA_GPU_TEST_ON=cuda."""
+    """The GPU that runs the CUDA handlers: emulated, unless XLA_GPU_TEST_ON=cuda."""
     from shared_ffi import _native  # noqa: PLC0415
     from tests.support.gpu import ON_CUDA, EmulatedGpu, RealGpu  # noqa: PLC0415
 

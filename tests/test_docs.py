@@ -1,4 +1,4 @@
-"""Every Python block of the documentation runs, in a process of its own."""
+"""Every Python block of the documentation runs in a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layout that the guide "how to add an op" promises."""
+"""The layout of the repository, and the imports that are allowed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Full names of what a file imports: of `from a import b`, both `a` and `a.b`."""
+    """The modules that a file imports. `from a import b` counts as `a` and `a.b`."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -34,7 +34,7 @@ def python_files(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
-# The floors of the house: what each folder may import of those below it.
+# The floors of the house: the folders that each folder may import.
 FLOORS = {
     "shared_ffi": set(),
     "jax_frontend": {"shared_ffi"},
@@ -67,7 +67,7 @@ TEST_MODULES = {
 
 @pytest.mark.parametrize("module", TEST_MODULES)
 def test_no_test_imports_another(module: str) -> None:
-    """Scripts for other processes count too; they may import the module that they stand in."""
+    """Scripts for other processes count too. They may import the module that contains them."""
     path = TEST_MODULES[module]
     in_scripts = re.findall(r"(?:from|import) (tests\.[\w.]*test_\w+)", path.read_text())
     assert imported_modules(path) & {*TEST_MODULES} == set()
@@ -85,14 +85,15 @@ def test_shared_ffi_knows_no_frontend(path: Path) -> None:
     "path", sorted((ROOT / "torch_frontend").glob("*.py")), ids=lambda path: path.name
 )
 def test_only_three_files_know_torch_xla(path: Path) -> None:
-    """How an op reaches XLA, how torch_xla reaches a GPU, and how its compiler other tensors."""
+    """How an op reaches XLA, how torch_xla reaches a GPU, and the openxla backend for other
+    tensors."""
     knows = imported(path) & {"torch_xla", "jax", "jax_frontend"}
     assert path.name in ("xla.py", "cuda_plugin.py", "openxla.py") or not knows
 
 
 def test_every_op_has_its_files_and_its_doors() -> None:
     names = [op.OP for op in OPS]
-    of_ops = ["merge_attention", "ragged_paged_attention", *names]  # the first two made of ops
+    of_ops = ["merge_attention", "ragged_paged_attention", *names]  # the first two call other ops
     assert sorted(jax_frontend.__all__) == sorted(of_ops)
     others = ["aoti_compile_and_package", "export_platform"]
     others += ["paged_attention_lse", "replace_tpu_kernels"]

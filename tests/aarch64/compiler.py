@@ -1,4 +1,4 @@
-"""Compiles programs for AArch64 wherever the tests run: Zig brings Clang and the C and C++ libraries."""
+"""Cross-compiles programs for AArch64. Zig contains Clang and the C and C++ libraries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INCLUDED = [native.ROOT / "shared_ffi/csrc", native.ROOT / "tests/aarch64"]
 
 
 def compile_program(folder: Path, sources: Iterable[Path], *options: object) -> Path:
-    """A program of these sources, compiled in a folder."""
+    """Compiles sources in a folder and returns the path of the program."""
 
     def compiled(source: Path) -> Path:
         to = folder / f"{source.parent.name}-{source.stem}.o"

@@ -1,5 +1,5 @@
-"""Runs a program of Linux on AArch64 that is linked statically, starts no threads and opens no files,
-on whatever processor this is."""
+"""Runs a Linux program for AArch64 on any processor. The program must be linked statically, start
+no threads and open no files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def round_up(size: int, to: int = PAGE) -> int:
 
 
 def run_program(program: Path, given: bytes) -> bytes:
-    """The standard output of a program that is given this standard input and exits with 0."""
+    """Runs a program with a standard input. Returns its standard output; it must exit with 0."""
     return _Process(program.read_bytes(), given).run()
 
 
@@ -41,14 +41,16 @@ class _Process:
             96: lambda *_: 1,  # set_tid_address: the thread's number
             130: self._kill,
             135: lambda *_: 0,  # rt_sigprocmask
-            215: lambda *_: 0,  # munmap: memory is not used again
+            215: lambda *_: 0,  # munmap: does nothing
             222: self._mmap,
             226: lambda *_: 0,  # mprotect
         }
         self._entry = self._load(elf)
         self._uc.hook_add(UC_HOOK_INTR, self._call)
         units = self._uc.reg_read(arm64.UC_ARM64_REG_CPACR_EL1)
-        self._uc.reg_write(arm64.UC_ARM64_REG_CPACR_EL1, units | 3 << 20)  # of vectors and floats
+        self._uc.reg_write(
+            arm64.UC_ARM64_REG_CPACR_EL1, units | 3 << 20
+        )  # permits vector and floating point instructions
 
     def run(self) -> bytes:
         self._uc.emu_start(self._entry, until=0)
@@ -57,7 +59,7 @@ class _Process:
         return bytes(self._written)
 
     def _load(self, elf: bytes) -> int:
-        """Maps the segments and a stack with what the program finds there; its first instruction."""
+        """Maps the segments and a stack with its first contents. Returns the entry point."""
         kind, machine, _, entry, table = struct.unpack_from("<HHIQQ", elf, 16)
         size, count = struct.unpack_from("<HH", elf, 54)
         assert (kind, machine) == (2, 183), "not a program for AArch64 with addresses of its own"
@@ -73,8 +75,8 @@ class _Process:
                 headers = address + table
         self._uc.mem_map(STACK, STACK_BYTES)
         pointer = STACK + STACK_BYTES - PAGE
-        # No arguments, no environment; where the program's headers are, and bytes that
-        # elsewhere are random.
+        # No arguments and no environment. The auxiliary vector holds the program headers and 16
+        # bytes that Linux makes random.
         auxiliary = [3, headers, 4, size, 5, count, 6, PAGE, 25, pointer + 512, 0, 0]
         self._uc.mem_write(pointer, struct.pack("<15Q", 0, 0, 0, *auxiliary))
         self._uc.reg_write(arm64.UC_ARM64_REG_SP, pointer)

@@ -1,30 +1,23 @@
-// A program for an emulated processor: makes the calls of handlers that its standard input asks
-// for, and writes what they give to its standard output. tests/kernels/test_aarch64.py speaks with it.
+// Calls handlers on an emulated processor. Reads the calls from standard input and writes the
+// results to standard output. tests/kernels/test_aarch64.py is the other side.
 //
-// Input: their number, then of each its target, its attributes and its arrays, operands first. A
-// result that takes the place of an operand has that operand's number and no data.
-// Output of each: an error message, empty if there was none, then the results' data.
-// Numbers are int64, attributes that are no integers double; what has a length is preceded by it.
+// Input: the number of calls. Each call has its target, its attributes and its arrays, operands
+// first. A result in the place of an operand has the operand's number and no data.
+// Output of each call: the error message, empty if there is none, and the data of the results.
+// Integers are int64, and other attributes are double. A length precedes each string and array.
 #include "handlers.h"
 
 #include <cstdint>
 #include <cstdlib>
-#include <map>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "dtypes.h"
 #include "eager_runtime.h"
 #include "streams.h"
 
 namespace {
-
-const std::map<std::string, XLA_FFI_DataType> kDtypes = {
-    {"float32", XLA_FFI_DataType_F32},        {"float16", XLA_FFI_DataType_F16},
-    {"bfloat16", XLA_FFI_DataType_BF16},      {"float8_e4m3fn", XLA_FFI_DataType_F8E4M3FN},
-    {"float8_e5m2", XLA_FFI_DataType_F8E5M2}, {"int8", XLA_FFI_DataType_S8},
-    {"int32", XLA_FFI_DataType_S32},          {"int64", XLA_FFI_DataType_S64},
-};
 
 std::string ReadString() {
   std::string x(Read<int64_t>(), '\0');
@@ -38,7 +31,8 @@ struct Array {
 };
 
 Array ReadArray(const std::vector<Array>& others) {
-  Array x = {{kDtypes.at(ReadString()), nullptr, std::vector<int64_t>(Read<int64_t>())}, 0};
+  Array x = {{xla_gpu::DTypeNamed(ReadString()), nullptr, std::vector<int64_t>(Read<int64_t>())},
+             0};
   for (int64_t& size : x.buffer.shape) size = Read<int64_t>();
   const auto operand = Read<int64_t>();
   x.num_bytes = Read<int64_t>();

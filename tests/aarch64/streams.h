@@ -1,4 +1,4 @@
-// The standard streams of programs that tests speak with.
+// Reads and writes the standard streams of programs that the tests run.
 #pragma once
 
 #include <unistd.h>

@@ -1,4 +1,5 @@
-"""The CPU's benchmark: what takes part is right, and the shares and the picture follow."""
+"""The CPU benchmark: every competitor's result is checked, then the report and the picture are
+made."""
 
 from __future__ import annotations
 

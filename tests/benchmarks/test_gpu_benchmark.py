@@ -1,4 +1,4 @@
-"""The GPU's benchmark, as far as the CPU can run it: its counts, its checks, its tables."""
+"""The parts of the GPU benchmark that run on the CPU: counts, checks and tables."""
 
 from __future__ import annotations
 
@@ -99,7 +99,8 @@ def test_lengths_of_a_trace(tmp_path: Path) -> None:
 
 
 def test_steps(tmp_path: Path) -> None:
-    """What went well is not done again; what failed, was missing or had no time is said."""
+    """Steps that passed are not repeated. Steps that failed, were skipped or ran out of time are
+    named."""
     well, badly = ([sys.executable, "-c", f"print('words'); raise SystemExit({i})"] for i in (0, 1))
     steps = check.Steps(tmp_path, {"name": "GPU"})
     assert steps.do("well", well, 60)

@@ -1,4 +1,4 @@
-"""Every rule of the contract, broken: through every door, and past the Python checks."""
+"""Every rule of the contract, broken through every door, and in calls of the handlers alone."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from harness import reference
 from shared_ffi import kv_cache_update, paged_attention, runtimes, simple_add
 from tests.support import doors
 from tests.support.bad_calls import DYNAMIC, STATIC, Fault
@@ -33,7 +34,7 @@ TARGETS = {
     "kv_cache_update": "xla_gpu_kv_cache_update",
     "simple_add": "XlaGpuSimpleAdd",
 }
-# Those that an attribute can carry; and of these, those that XLA does not drop for an empty result.
+# Faults that can reach a handler. XLA drops a call whose result is empty.
 FOR_HANDLER = [fault for fault in STATIC + DYNAMIC if fault.values[0].in_handler]
 FOR_HANDLER_IN_XLA = [
     fault for fault in FOR_HANDLER if next(iter(fault.values[0].arguments.values())).size > 0
@@ -41,7 +42,7 @@ FOR_HANDLER_IN_XLA = [
 
 
 def as_handlers_take_them(fault: Fault) -> tuple[list[Any], dict[str, Any]]:
-    """All operands, and the attributes, with no check before."""
+    """The operands and attributes of the handler's call, unchecked."""
     operands, attributes = split(fault.arguments)
     if fault.op == "paged_attention":
         attributes.pop("causal", None)
@@ -55,7 +56,7 @@ def as_handlers_take_them(fault: Fault) -> tuple[list[Any], dict[str, Any]]:
 
 
 def make_call(fault: Fault) -> None:
-    """With no check before it, as a program does that was serialized elsewhere."""
+    """Calls the handler unchecked, as a program that was serialized elsewhere does."""
     operands, attributes = as_handlers_take_them(fault)
     result = operands[0] if fault.op == "kv_cache_update" else np.empty_like(operands[0])
     call_handler(TARGETS[fault.op], attributes, operands, [result])
@@ -74,17 +75,21 @@ def make_call_in_xla(fault: Fault) -> None:
 
 
 @pytest.mark.parametrize("op", SOUND)
-@pytest.mark.parametrize("door", doors.DOORS)
-def test_sound_calls_pass(door: str, op: str) -> None:
+@pytest.mark.parametrize(
+    "door", [*doors.DOORS.values(), doors.in_inductor], ids=[*doors.DOORS, "inductor"]
+)
+def test_sound_calls_agree_with_the_oracle(door: doors.Door, op: str) -> None:
     operands, attributes = split(SOUND[op]())
-    doors.DOORS[door](op, *operands, **attributes)
+    expected = getattr(reference, op)(*operands, **attributes)
+    result = door(op, *operands, **attributes)
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("fault", STATIC)
 @pytest.mark.parametrize("door", doors.DOORS)
 def test_static_fault(door: str, fault: Fault) -> None:
     operands, attributes = split(fault.arguments)
-    # torch.compile wraps what its tracing raises, and keeps the words.
+    # torch.compile wraps errors of its tracing in an exception with the same text.
     error = Exception if door == "openxla" else fault.error
     with pytest.raises(error) as raised:
         doors.DOORS[door](fault.op, *operands, **attributes)
@@ -102,7 +107,7 @@ def test_dynamic_fault(door: str, fault: Fault) -> None:
 
 
 @pytest.mark.parametrize("fault", FOR_HANDLER)
-def test_handler_says_the_same(fault: Fault) -> None:
+def test_the_handler_gives_the_same_message(fault: Fault) -> None:
     with pytest.raises(ValueError) as raised:
         make_call(fault)
     assert str(raised.value) == fault.message
@@ -118,7 +123,7 @@ CHECKERS = {
     "kind", [np.asarray, doors.to_torch, jnp.asarray], ids=["numpy", "torch", "jax"]
 )
 @pytest.mark.parametrize("fault", DYNAMIC)
-def test_the_checker_of_values_says_the_same(fault: Fault, kind: Any) -> None:
+def test_check_values_gives_the_same_message(fault: Fault, kind: Any) -> None:
     arguments = {name: kind(x) for name, x in fault.arguments.items() if isinstance(x, np.ndarray)}
     if fault.op == "kv_cache_update":
         arguments = {name: arguments[name] for name in ("kv_cache", "slot_mapping")}
@@ -129,17 +134,17 @@ def test_the_checker_of_values_says_the_same(fault: Fault, kind: Any) -> None:
     assert str(raised.value) == fault.message
 
 
-def test_the_checker_of_values_knows_layouts() -> None:
+def test_check_values_knows_layouts() -> None:
     operands, _ = split(attention(block_tables=np.array([[3, 4], [0, 9], [9, 9]], I32)))
     for layout, shape in ((None, (4, 2, 3, 8)), ("nnbhd", (2, 2, 2, 3, 8)), ("hnbd", (3, 4, 2, 8))):
-        operands[1] = np.ones(shape, F32)  # of K, with an odd number of heads
+        operands[1] = np.ones(shape, F32)  # K alone, with an odd number of heads
         with pytest.raises(
             ValueError, match=r"block_tables\[0, 1\] must be .* num_blocks - 1=3; got 4"
         ):
             paged_attention.check_values(*operands, kv_layout=layout)
 
 
-def test_the_checker_of_values_passes_what_is_right() -> None:
+def test_check_values_accepts_sound_calls() -> None:
     for case in CASES[::7]:
         mask = {"causal": case.causal, "window_right": case.window_right}
         others = {"kv_layout": case.kv_layout, "max_query_len": case.max_query_len}
@@ -151,7 +156,7 @@ def test_the_checker_of_values_passes_what_is_right() -> None:
 
 
 @pytest.mark.parametrize("fault", FOR_HANDLER_IN_XLA)
-def test_handler_in_xla_says_the_same(fault: Fault) -> None:
+def test_the_handler_in_xla_gives_the_same_message(fault: Fault) -> None:
     runtimes.register()
     with pytest.raises(jax.errors.JaxRuntimeError, match="^INVALID_ARGUMENT") as raised:
         make_call_in_xla(fault)
@@ -172,7 +177,7 @@ def test_handler_checks_its_result(result: np.ndarray, message: str) -> None:
     assert str(raised.value) == f"paged_attention: {message}"
 
 
-# That of the sound call's cache, as attributes tell it.
+# The layout of the sound call's cache, as attributes.
 LAYOUT = {
     "num_blocks": 4,
     "block_size": 2,
@@ -249,7 +254,9 @@ def test_handler_checks_its_attributes(changes: dict[str, Any], message: str) ->
         (6, [np.empty((4, 4), F32)] * 2, "the call must have 1 or 2 results; got 3"),
     ],
 )
-def test_handler_checks_what_it_gets(num_operands: int, results: Any, message: str) -> None:
+def test_handler_checks_its_operands_and_results(
+    num_operands: int, results: Any, message: str
+) -> None:
     operands, attributes = split(attention(sliding_window=0, soft_cap=0.0))
     operands = [*operands, np.ones(4, F32)][:num_operands]
     results = [np.empty_like(operands[0]), *results]
@@ -295,7 +302,7 @@ def test_a_slot_past_the_end_leaves_the_cache_as_it_was() -> None:
     ids=str,
 )
 def test_booleans_are_not_numbers(changes: dict[str, Any], message: str) -> None:
-    """In JAX only: torch's dispatcher makes them numbers before the op sees them."""
+    """Only in JAX: torch's dispatcher converts booleans to numbers before the op sees them."""
     operands, attributes = split(attention() | changes)
     with pytest.raises(TypeError, match=message):
         doors.in_jax("paged_attention", *operands, **attributes)

@@ -1,5 +1,5 @@
-"""The programs that JAX and torch_xla make for CUDA, compiled for an H200 where there is no GPU: the same
-custom calls, with the layouts and the aliasing that the kernels need."""
+"""The programs of JAX and torch_xla for CUDA, compiled for an H200 without a GPU. They make the
+same custom calls, with the layouts and the aliasing that the kernels need."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytest.importorskip("jax_plugins.xla_cuda13", reason="pip install 'jax[cuda13-lo
 
 ATTENTION, UPDATE = "xla_gpu_paged_attention", "xla_gpu_kv_cache_update"
 
-# What XLA must know of an NVIDIA H200: a GpuTargetConfigProto.
+# XLA's description of an NVIDIA H200, a GpuTargetConfigProto.
 H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -61,7 +61,7 @@ def h200() -> Iterator[Any]:
 
 
 def of_jax(h200: Any, function: Callable[..., Any], *operands: Any, donate: Any = ()) -> str:
-    """The optimized HLO of a function of JAX."""
+    """The optimized HLO of a JAX function."""
     sharding = jax.sharding.SingleDeviceSharding(h200)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in operands]
     jitted = jax.jit(function, donate_argnums=donate)
@@ -83,13 +83,13 @@ def of_torch_xla(h200: Any, module: torch.nn.Module, arguments: tuple[torch.Tens
 
 
 def layer_in_jax(cache: Any, key: Any, slots: Any, query: Any, *metadata: Any) -> Any:
-    """What test_torch.Layer is."""
+    """The layer of tests/support/models.py in JAX."""
     cache = jax_frontend.kv_cache_update(cache, key, key * 2, slots)
     return jax_frontend.paged_attention(query, cache, *metadata, 0.5), cache
 
 
 def operands(dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:
-    """Of paged_attention: decoding 16 sequences with 8 heads over 2."""
+    """Operands of paged_attention: a decode step of 16 sequences, 8 heads and 2 KV heads."""
     shapes = [(16, 8, 128), (64, 16, 4, 128), (16,), (16, 8), (17,), (1,)]
     dtypes = [dtype, dtype, *[jnp.int32] * 4]
     return tuple(jnp.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
@@ -112,7 +112,7 @@ def test_jax_and_torch_xla_make_the_same_calls(h200: Any) -> None:
 
 
 def test_openxla_makes_the_same_calls_of_cuda_tensors(h200: Any) -> None:
-    """Of what torch.compile(backend="openxla") runs when it is given CUDA tensors."""
+    """Checks the program that torch.compile(backend="openxla") runs on CUDA tensors."""
     layer, (key, slots, *rest) = Layer(), layer_inputs()
     arguments = (key, slots.int(), *rest)
     graph = torch.export.export(layer, arguments).run_decompositions().graph_module
@@ -197,7 +197,7 @@ def test_vmap(h200: Any) -> None:
     assert len(hlo.custom_calls(text, ATTENTION)) == 1 and "while(" not in text
 
 
-def test_one_export_for_both_platforms() -> None:
+def test_one_export_serves_both_platforms() -> None:
     exported = jax.export.export(
         jax.jit(attend),
         platforms=["cpu", "cuda"],
@@ -237,7 +237,7 @@ def test_without_registration_nothing_compiles() -> None:
 
 
 def test_registering_with_the_plugin_alone() -> None:
-    """As torch_xla on CUDA needs it: through PJRT's C API, twice, and with no help of JAX's."""
+    """Registers twice through PJRT's C API, without JAX, as torch_xla on CUDA needs it."""
     outcome = in_process("""
         plugin = _pjrt.Plugin(str(_pjrt.find_cuda_plugin()))
         assert plugin.api_version >= (0, 75), plugin.api_version

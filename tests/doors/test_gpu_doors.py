@@ -1,5 +1,5 @@
-"""On a GPU: every door that is installed gives the same bits, in graphs and out of them. `make gpu-check`
-runs this; without a GPU there is nothing to run."""
+"""On a GPU, every installed door gives the same bits, inside CUDA graphs and outside. `make
+gpu-check` runs this file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if ON_CUDA:
     torch = pytest.importorskip("torch")
     import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
 
-# The cases whose kernels differ; the rest of CASES differ in what test_cuda_kernel covers.
+# One case for each kernel. test_cuda_kernel.py covers the other differences between cases.
 DOOR_CASES = [case for case in CASES if case.id.rpartition("-")[0].startswith(("mixed", "block-16", "head-size", "context-2000", "ragged-1", "window-64", "cap-30", "all-", "lse-", "fewer-keys", "layout-"))]  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def run_torch(
 
 
 def outcome(op: str, result: Any, tensors: Any, keywords: dict[str, Any]) -> Any:
-    """What an op returned, or wrote, as NumPy's arrays."""
+    """The arrays that an op returned or updated, as NumPy arrays."""
     if op == "kv_cache_update":
         other = keywords.get("value_cache")
         result = tensors[0] if other is None else (tensors[0], other)
@@ -69,7 +69,8 @@ def to_array(tensor: Any) -> np.ndarray:
 
 
 def in_cuda_graph(op: str, *operands: Any, **attributes: Any) -> Any:
-    """Captured while lengths, tables and num_seqs are zero: the graph may hold nothing of them."""
+    """Captures a CUDA graph while lengths, tables and num_seqs are zero: it must not depend on
+    them."""
     overload, keywords = overload_of(op, attributes)
     keywords = keywords_to_cuda(keywords)
     tensors = [to_cuda(x) for x in operands]
@@ -184,7 +185,8 @@ def test_opcheck() -> None:
 
 
 def test_a_side_stream() -> None:
-    """Work goes to the current stream: a result is right without a synchronization before it."""
+    """The op runs on the current stream, so it sees earlier work there without a
+    synchronization."""
     case = next(case for case in CASES if case.id == "context-2000-bf16")
     inputs, attributes = case.inputs(), case.attributes()
     expected = in_torch("paged_attention", *inputs, **attributes)
@@ -203,7 +205,7 @@ def test_a_side_stream() -> None:
 
 
 def test_jax_in_a_loop_on_the_device() -> None:
-    """In a while loop, which XLA may record as a command buffer, the same bits."""
+    """A while loop, which XLA may record as a command buffer, gives the same bits."""
     if not jax_has_a_gpu():
         pytest.skip("jax has no GPU here")
     import jax  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""Attention over parts of a context, merged, is attention over the whole."""
+"""Merged partial results equal attention over the whole context."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ CASE = Case(
 
 
 def parts_of(inputs: Inputs, num_parts: int) -> list[tuple[Inputs, bool]]:
-    """The call on each part of the contexts, and whether that is causal: parts end where a block
-    does, and the last has all query tokens. Short contexts leave some of the parts empty."""
+    """Splits the contexts. Returns the call on each part, and whether the call is causal. Parts
+    end at block boundaries. The last part has all query tokens. Some parts of short contexts are
+    empty."""
     lengths, tables = inputs.context_lens.copy(), inputs.block_tables.copy()
-    calls, done = [], np.zeros(len(lengths), int)  # blocks
+    calls, done = [], np.zeros(len(lengths), int)  # in blocks
     for part in range(num_parts):
         context_lens, block_tables = lengths.copy(), tables.copy()
         for s, (q_len, context_len) in enumerate(CASE.sequences):
@@ -61,7 +62,9 @@ MERGE = {
 @pytest.mark.parametrize("features", [{}, {"sinks": True}, {"soft_cap": 3.0}], ids=str)
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
 @pytest.mark.parametrize("door", MERGE)
-def test_parts_make_the_whole(door: str, num_parts: int, features: dict[str, Any]) -> None:
+def test_merged_parts_equal_the_whole_context(
+    door: str, num_parts: int, features: dict[str, Any]
+) -> None:
     case = Case(**(vars(CASE) | features))
     inputs, attributes = case.inputs(), case.attributes()
     whole = doors.DOORS[door]("paged_attention", *inputs, **attributes)
@@ -76,7 +79,7 @@ def test_parts_make_the_whole(door: str, num_parts: int, features: dict[str, Any
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_merged_pair_is_a_part_again() -> None:
+def test_merged_parts_can_be_merged_again() -> None:
     rng = np.random.default_rng(0)
     outputs, lses = rng.standard_normal((3, 4, 2, 8), F32), rng.standard_normal((3, 4, 2), F32)
     merge = MERGE["jax"]
@@ -88,7 +91,7 @@ def test_a_merged_pair_is_a_part_again() -> None:
 
 @pytest.mark.parametrize("door", MERGE)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_part_that_does_not_count(door: str, dtype: str) -> None:
+def test_a_part_without_keys_changes_nothing(door: str, dtype: str) -> None:
     outputs = jnp.array([[[[1.0, 2.0]]], [[[jnp.nan, jnp.inf]]]], dtype)
     output, lse = MERGE[door](outputs, np.array([[[3.0]], [[-np.inf]]], F32))
     assert output.dtype == outputs.dtype

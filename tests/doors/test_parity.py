@@ -1,13 +1,12 @@
-"""For every case: the same custom call in JAX's program and in torch_xla's, the same bits out of
-every door, and numbers that agree with the float64 oracle."""
+"""Parity of the doors. For every case, JAX and torch_xla make the same custom call, every door
+gives the same bits, and they agree with the float64 oracle."""
 
 from __future__ import annotations
 
-from functools import partial
-
+import jax
+import numpy as np
 import pytest
 
-import jax_frontend
 from harness import hlo, reference
 from harness.compare import assert_close_on_cpu, assert_same_bits
 from tests.support import doors
@@ -36,12 +35,13 @@ def test_paged_attention(case: Case, compiled: hlo.CompiledPrograms) -> None:
     in_torch = doors.in_torch("paged_attention", *inputs, **attributes)
     assert_close_on_cpu(in_torch, inputs, attributes)
 
-    assert_same_bits(doors.in_jax("paged_attention", *inputs, **attributes), in_torch)
+    arrays, options = split_keywords(attributes)
+    jitted = doors.jitted("paged_attention", **options)
+    assert_same_bits(jax.tree.map(np.asarray, jitted(*inputs, **arrays)), in_torch)
     assert_same_bits(doors.in_torch_xla("paged_attention", *inputs, **attributes), in_torch)
     assert_same_bits(doors.in_openxla("paged_attention", *inputs, **attributes), in_torch)
 
-    arrays, options = split_keywords(attributes)
-    before, after = hlo.of_jax(partial(jax_frontend.paged_attention, **options), *inputs, **arrays)
+    before, after = hlo.of_jax(jitted, *inputs, **arrays)
     lazy_before = hlo.of_torch_xla(doors.lazily("paged_attention", *inputs, **attributes))
     (call,) = hlo.custom_calls(before, ATTENTION)
     assert hlo.custom_calls(lazy_before, ATTENTION) == [call]
@@ -55,14 +55,15 @@ def test_kv_cache_update(case: UpdateCase, compiled: hlo.CompiledPrograms) -> No
     expected = reference.kv_cache_update(*inputs, **attributes)
 
     assert_same_bits(doors.in_torch("kv_cache_update", *inputs, **attributes), expected)
-    assert_same_bits(doors.in_jax("kv_cache_update", *inputs, **attributes), expected)
+    arrays, options = split_keywords(attributes)
+    jitted = doors.jitted("kv_cache_update", **options)
+    assert_same_bits(jax.tree.map(np.asarray, jitted(*inputs, **arrays)), expected)
     assert_same_bits(doors.in_torch_xla("kv_cache_update", *inputs, **attributes), expected)
     assert_same_bits(doors.in_openxla("kv_cache_update", *inputs, **attributes), expected)
 
     if inputs.slot_mapping.dtype == "int64":
-        return  # JAX, with its default of 32-bit integers, makes another program
-    arrays, options = split_keywords(attributes)
-    before, after = hlo.of_jax(partial(jax_frontend.kv_cache_update, **options), *inputs, **arrays)
+        return  # JAX's program has 32-bit slots, unless it is told otherwise
+    before, after = hlo.of_jax(jitted, *inputs, **arrays)
     lazy_before = hlo.of_torch_xla(doors.lazily("kv_cache_update", *inputs, **attributes))
     (call,) = hlo.custom_calls(before, UPDATE)
     assert hlo.custom_calls(lazy_before, UPDATE) == [call]
@@ -86,7 +87,7 @@ def test_inductor(op: str, case: Case | UpdateCase) -> None:
 
 @pytest.mark.parametrize("door", doors.DOORS)
 def test_blocks_and_heads_in_several_dimensions(door: str) -> None:
-    """They are counted through, the last dimension first."""
+    """Blocks, or heads, are numbered with the last dimension fastest."""
     case = Case(id="several", sequences=((5, 14), (1, 9)), padding_blocks=0, block_size=2)
     query, kv_cache, *metadata = case.inputs()
     assert len(kv_cache) == 15
@@ -94,7 +95,7 @@ def test_blocks_and_heads_in_several_dimensions(door: str) -> None:
     attend = doors.partial(doors.DOORS[door], "paged_attention", **case.attributes())
     expected = attend(query, kv_cache, *metadata)
     assert_same_bits(attend(query, several, *metadata, kv_layout="nnb(h2)d"), expected)
-    for packing in (1, 2, 4):  # of the 4 rows of 2 heads
+    for packing in (1, 2, 4):  # K and V rows of 2 heads
         packed = kv_cache.reshape(15, 2, 4 // packing, packing, -1)
         assert_same_bits(attend(query, packed, *metadata, kv_layout="nb(h2)(h2)d"), expected)
 

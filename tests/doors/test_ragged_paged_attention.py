@@ -1,4 +1,4 @@
-"""The TPU kernels' doors: what they are called with there gives the oracle's numbers here."""
+"""ragged_paged_attention: calls written for the TPU kernels agree with the oracle."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_PAGES = 40
 def inputs(
     dtype: str, num_heads: int, num_kv_heads: int, head_size: int, shape: tuple[int, ...]
 ) -> dict[str, Any]:
-    """A call as serving code on a TPU makes it; `shape`: the last three dimensions of the cache."""
+    """A call of serving code for TPUs. `shape`: the last three dimensions of the cache."""
     rng = np.random.default_rng(0)
     num_tokens = sum(Q_LENS) + 3
     of_new = (num_tokens, num_kv_heads, head_size)
@@ -47,7 +47,7 @@ def inputs(
 
 
 def oracle(call: dict[str, Any], *, is_one_row: bool, scale: float, **options: Any) -> Any:
-    """Output and cache, in the shape of the call's, in float64."""
+    """The output and the updated cache in float64. The cache keeps its shape."""
     queries, keys, values, kv_cache = (
         call[name] for name in ("queries", "keys", "values", "kv_cache")
     )
@@ -59,7 +59,7 @@ def oracle(call: dict[str, Any], *, is_one_row: bool, scale: float, **options: A
         for i in range(q_len):
             page, offset = divmod(kv_len - q_len + i, PAGE_SIZE)
             row, token = cache[tables[s, page], offset], call["cu_q_lens"][s] + i
-            row[:] = 0  # what is padded
+            row[:] = 0  # the padding
             for where, new in ((0, keys), (1, values)):
                 row[where : 2 * keys.shape[1] : 2, : keys.shape[2]] = new[token]
     metadata = (call["kv_lens"], tables, call["cu_q_lens"], call["distribution"][2])
@@ -133,7 +133,7 @@ def test_a_cache_that_is_not_updated() -> None:
     assert_same_bits(np.asarray(unchanged), np.asarray(cache))
 
 
-def test_inside_of_a_program_and_in_another_dtype() -> None:
+def test_in_a_jitted_function_with_another_output_dtype() -> None:
     call = {k: jnp.asarray(x) for k, x in inputs(*CALLS["float32"]).items()}
     step = jax.jit(lambda call: jax_frontend.ragged_paged_attention(**call, out_dtype=jnp.bfloat16))
     output, _ = step(call)

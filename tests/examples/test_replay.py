@@ -1,4 +1,4 @@
-"""The replay: its scheduler keeps the pool's books, and its run agrees with itself and the oracle."""
+"""The replay example: its scheduler, its traces, its report, and its results on every door."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def arrivals(count: int, seed: int = 0) -> list[Arrival]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_scheduler_keeps_its_books(seed: int) -> None:
+def test_the_scheduler_gives_each_token_its_own_slot(seed: int) -> None:
     scheduler = Scheduler(arrivals(40, seed), SMALL)
-    written: dict[int, tuple[int, int]] = {}  # slot: whose token it holds
+    written: dict[int, tuple[int, int]] = {}  # by slot: the token that it holds
     clock = 0.0
     while not scheduler.is_done:
         step = scheduler.next_step(clock)
@@ -53,7 +53,7 @@ def test_scheduler_keeps_its_books(seed: int) -> None:
             first, last = step.query_start_loc[s], step.query_start_loc[s + 1] - 1
             number, length = step.request_of_token[first], step.context_lens[s]
             assert step.position_of_token[last] == length - 1
-            for position in range(length):  # all that it attends to is its own, and in place
+            for position in range(length):  # every position that it attends to holds its own token
                 block = step.block_tables[s, position // SMALL.block_size]
                 slot = int(block) * SMALL.block_size + position % SMALL.block_size
                 assert written[slot] == (number, position)

@@ -1,4 +1,4 @@
-"""What JAX users do with the ops: transformations, donation, export, 64-bit mode."""
+"""The ops in JAX: transformations, donation, export, 64-bit mode."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_vmap_of_one_argument(batched: int) -> None:
         assert_same_bits(np.asarray(result[i]), np.asarray(attend(*one)))
 
 
-def test_a_call_that_uses_no_feature_is_the_program_it_was() -> None:
-    """Caches of compiled programs keep their use, and programs serialized long ago run."""
+def test_a_call_without_features_lowers_as_in_the_first_version() -> None:
+    """Cached programs are found again, and programs serialized by earlier versions run."""
     before, _ = hlo.of_jax(partial(attend, sliding_window=9), *OPERANDS)
     (call,) = hlo.custom_calls(before, "xla_gpu_paged_attention")
     assert call == (
@@ -216,7 +216,7 @@ PERSISTENT = """
 
 
 def test_programs_in_a_persistent_cache(tmp_path: Any) -> None:
-    """Another process finds them, and takes none for that of another scale."""
+    """Another process finds the programs and does not confuse those of two scales."""
 
     run = partial(scripts.output, PERSISTENT, str(tmp_path))
     small, large, *counts = run("0.25", "0.5")

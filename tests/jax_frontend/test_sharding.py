@@ -1,4 +1,4 @@
-"""Many devices: eight of JAX's CPU devices, and two processes. Programs as well as numbers."""
+"""Sharding over eight CPU devices of JAX and over two processes: the programs and their results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.cases import Case
 ATTENTION, UPDATE = "xla_gpu_paged_attention", "xla_gpu_kv_cache_update"
 COLLECTIVES = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter")
 
-# Where heads lie, in the cache of each layout.
+# The dimension of heads in the cache, by layout.
 HEAD_DIMS = {None: 2, "2nbhd": 3, "n2hbd": 2, "nbh(2d)": 2, "nhbd": 1, "hnbd": 0}
 
 
@@ -57,7 +57,8 @@ def along(mesh: Mesh, rank: int, dim: int | None, axis: str = "model") -> NamedS
 
 
 def shard_by_heads(mesh: Mesh, case: Case) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
-    """Operands, keyword operands and options of a case; everything with heads is sharded by them."""
+    """The operands, keyword operands and options of a case, sharded by heads where they have
+    any."""
     query, kv_cache, *metadata = case.inputs()
     arrays, options = split_keywords(case.attributes())
     of_cache = along(mesh, kv_cache.ndim, HEAD_DIMS[case.kv_layout])
@@ -71,7 +72,7 @@ def shard_by_heads(mesh: Mesh, case: Case) -> tuple[list[Any], dict[str, Any], d
 
 
 def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """As jax.device_put does, but for any number of processes and with NaN."""
+    """Like jax.device_put, but also for several processes and arrays with NaN."""
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
@@ -89,8 +90,10 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_heads_are_shared_with_nothing_sent(mesh: Mesh, partitioner: str, feature: str) -> None:
-    """In a plain jit: each device calls the handler on its heads of the cache."""
+def test_sharding_by_heads_needs_no_communication(
+    mesh: Mesh, partitioner: str, feature: str
+) -> None:
+    """In a plain jit, each device calls the handler on its own heads."""
     case = batch(**FEATURES[feature])
     operands, keywords, options = shard_by_heads(mesh, case)
     attend = jax.jit(partial(jax_frontend.paged_attention, **options))
@@ -114,7 +117,7 @@ def compare(actual: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", HEAD_DIMS)
-def test_a_donated_cache_is_updated_where_it_is(
+def test_a_donated_sharded_cache_is_updated_in_place(
     mesh: Mesh, partitioner: str, layout: str | None
 ) -> None:
     case = batch(kv_layout=layout)
@@ -142,10 +145,10 @@ def test_a_donated_cache_is_updated_where_it_is(
 
 
 @pytest.mark.parametrize("fields", [{"num_heads": 4, "num_kv_heads": 2}, {"kv_layout": "nb(2h)d"}])
-def test_what_cannot_be_shared_is_still_right(
+def test_heads_that_cannot_be_sharded_give_the_right_result(
     mesh: Mesh, partitioner: str, fields: dict[str, Any]
 ) -> None:
-    """Fewer kv heads than devices; a layout in which a kv head is not in one piece."""
+    """Fewer KV heads than devices, and a layout where a KV head is not in one piece."""
     case = batch(**fields)
     attend = jax.jit(partial(jax_frontend.paged_attention, **case.attributes()))
     query, *rest = case.inputs()
@@ -174,7 +177,7 @@ def test_vmap_of_a_sharded_call(mesh: Mesh) -> None:
 def test_vmap_of_calls_that_are_sharded_by_heads(
     mesh: Mesh, partitioner: str, is_shared: bool
 ) -> None:
-    """Each device makes one call on its heads of all."""
+    """Each device makes one call on its heads, for the whole batch."""
     case, in_axes = batch(return_lse=True), (0, None if is_shared else 0, 0, None, None, None)
     operands, _, options = shard_by_heads(mesh, case)
     alone = [np.asarray(x) for x in case.inputs()]
@@ -227,8 +230,8 @@ def test_manual_sharding_by_heads(mesh: Mesh) -> None:
     compare(manual(*operands), attend(*case.inputs()))
 
 
-def test_sequences_are_shared(mesh: Mesh) -> None:
-    """Data parallel: each device has sequences, and a pool, of its own."""
+def test_sharding_by_sequences(mesh: Mesh) -> None:
+    """Data parallel: each device has its own sequences and its own pool of blocks."""
     cases = [batch(id=f"rank-{i}", padding_tokens=4) for i in range(2)]
     attend = partial(jax_frontend.paged_attention, scale=0.25)
     each = [case.inputs() for case in cases]
@@ -246,9 +249,9 @@ def test_sequences_are_shared(mesh: Mesh) -> None:
         compare(result[i], attend(*inputs))
 
 
-def test_the_cache_is_shared(mesh: Mesh) -> None:
-    """Context parallel decoding: each of four devices has every fourth block of every sequence, and
-    attends to what it has; the parts are merged."""
+def test_sharding_the_context(mesh: Mesh) -> None:
+    """Context parallel decoding: each of four devices holds every fourth block of every sequence
+    and attends to it. The partial results are merged."""
     lengths, block_size, width = np.array([90, 5, 33, 1]), 4, 24
     rng = np.random.default_rng(0)
     query = rng.standard_normal((4, 16, 32), np.float32)
@@ -259,7 +262,7 @@ def test_the_cache_is_shared(mesh: Mesh) -> None:
         query, kv_cache, lengths.astype(np.int32), tables, start, num_seqs, 0.2
     )
 
-    # Rank r has the blocks r, r + 4, ... of a sequence, one after the other in its pool.
+    # Rank r has the blocks r, r + 4, ... of a sequence, in this order in its pool.
     pools = np.stack([kv_cache[tables[:, r::4]].reshape(-1, *kv_cache.shape[1:]) for r in range(4)])
     own_tables = np.arange(4 * width // 4, dtype=np.int32).reshape(4, width // 4)
     last, filled = np.divmod(lengths - 1, block_size)
@@ -398,9 +401,9 @@ MARKED = """
 """
 
 
-def test_caches_that_torch_xla_was_told_are_sharded(tmp_path: Path) -> None:
-    """Of all operands, only caches are marked: each device calls the handler on its heads of them,
-    nothing is sent, and a cache is updated where it is."""
+def test_caches_that_torch_xla_marks_as_sharded(tmp_path: Path) -> None:
+    """Only the caches are marked as sharded. Each device calls the handler on its heads, sends
+    nothing and updates its cache in place."""
     flags = scripts.dump_flags(tmp_path)
     lines = scripts.output(MARKED, str(tmp_path), CPU_NUM_DEVICES="8", XLA_FLAGS=flags)
     assert lines == ["the same bits"]
@@ -441,5 +444,6 @@ MANUAL = """
 
 
 def test_other_shardings_of_torch_xla() -> None:
-    """Manual ones give each device its heads; those by anything but heads are right, if gathered."""
+    """Manual sharding gives each device its heads. Other shardings are gathered, with the right
+    result."""
     assert scripts.output(MANUAL, CPU_NUM_DEVICES="4") == ["the same bits"]

@@ -1,4 +1,4 @@
-"""jax.vmap: one call in place of many, with each call's bits and errors."""
+"""jax.vmap: a batch of calls becomes one call, with the same bits and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Tree = Any
 
 
 def one_by_one(function: Callable[..., Any], in_axes: Tree, *operands: Tree) -> Any:
-    """What jax.vmap means: the results of each call, stacked."""
+    """The meaning of jax.vmap: makes each call and stacks the results."""
     function = jax.jit(function)
     axes = jax.tree.leaves(in_axes, is_leaf=lambda axis: axis is None)
     leaves, tree = jax.tree.flatten(operands)
@@ -56,7 +56,8 @@ def one_by_one(function: Callable[..., Any], in_axes: Tree, *operands: Tree) -> 
 def check(
     function: Callable[..., Any], in_axes: Tree, *operands: Tree, target: str, loops: bool = False
 ) -> None:
-    """Many calls are one, unless they are expected to be a loop, and have each call's bits."""
+    """Checks that vmap makes one call, or a loop where that is expected, and gives each call's
+    bits."""
     compiled = jax.jit(jax.vmap(function, in_axes)).lower(*operands).compile()
     text = compiled.as_text()
     assert text is not None
@@ -66,7 +67,7 @@ def check(
 
 
 def enlarged(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """With what nobody may read in the new places."""
+    """Enlarges an array with values that nothing may read."""
     junk: Any = np.nan
     if array.dtype == np.int32:
         junk = np.random.default_rng(0).choice(JUNK, shape)
@@ -78,8 +79,8 @@ def enlarged(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
 
 
 def calls_of_one_shape(**fields: Any) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
-    """Different calls, each with its own cache: operands and keyword operands, stacked; and
-    options."""
+    """Different calls, each with its own cache. Returns stacked operands, stacked keyword operands
+    and options."""
     cases = [
         Case(id=f"call-{i}", sequences=sequences, first_token=i % 3, **fields)
         for i, sequences in enumerate(BATCHES)
@@ -116,11 +117,12 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     **{f"layout-{layout}": {"kv_layout": layout} for layout in LAYOUTS},
 }
-OF_ALL = ("sinks", "alibi_slopes")  # of all calls, or they are looped over
+OF_ALL = ("sinks", "alibi_slopes")  # the same for all calls, or vmap loops
 
 
 def keyword_axes(arrays: dict[str, Any]) -> dict[str, int | None]:
-    """For the arrays of `calls_of_one_shape`: what is for each head has no mapped axis."""
+    """The mapped axes of `calls_of_one_shape`. Arrays with one value for each head are not
+    mapped."""
     return {name: None if name in OF_ALL or x.ndim <= 2 else 0 for name, x in arrays.items()}
 
 
@@ -138,7 +140,7 @@ def test_each_call_has_its_own_cache(feature: str) -> None:
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_calls_share_a_cache(feature: str) -> None:
-    """One call's sequences with other queries, in other numbers and lengths."""
+    """The calls read one cache with different queries, numbers of sequences and lengths."""
     case = Case(id="shared", sequences=MIXED, padding_tokens=4, **FEATURES[feature])
     query, kv_cache, lengths, tables, starts, num_seqs = case.inputs()
     arrays, options = split_keywords(case.attributes())
@@ -174,7 +176,7 @@ def test_one_array_of_the_cache_is_mapped(mapped: str) -> None:
         ([None, cache_axis, *[None] * 4], axes),
         *(inputs, unstacked(arrays, axes)),
         target=ATTENTION,
-        loops=mapped == "k_scale",  # or else the cache would have to be copied
+        loops=mapped == "k_scale",  # otherwise the cache would be copied
     )
 
 
@@ -186,7 +188,7 @@ def test_one_array_of_the_cache_is_mapped(mapped: str) -> None:
         ("v_scale", {"cache_dtype": "int8", "scales": "per head"}),
     ],
 )
-def test_what_is_for_each_head_is_looped_over(mapped: str, fields: dict[str, Any]) -> None:
+def test_mapped_arrays_of_heads_are_looped_over(mapped: str, fields: dict[str, Any]) -> None:
     case = Case(id="loop", sequences=MIXED, **fields)
     arrays, options = split_keywords(case.attributes())
     axes: dict[str, int | None] = {name: 0 if name == mapped else None for name in arrays}
@@ -194,7 +196,7 @@ def test_what_is_for_each_head_is_looped_over(mapped: str, fields: dict[str, Any
     axes_and_arrays = ([None] * 6, axes), list(case.inputs()), arrays
     check(attention_of(options), *axes_and_arrays, target=ATTENTION, loops=True)
 
-    # What is mapped around that is folded into the calls of the loop.
+    # An outer vmap is folded into the calls of the loop.
     twice = jax.vmap(attention_of(options), axes_and_arrays[0])
     query, *rest = case.inputs()
     inputs = [np.stack([query, query * 2, query * 3]), *rest]
@@ -202,15 +204,15 @@ def test_what_is_for_each_head_is_looped_over(mapped: str, fields: dict[str, Any
     check(twice, around, inputs, arrays, target=ATTENTION, loops=True)
 
 
-def test_calls_in_calls() -> None:
+def test_nested_vmap() -> None:
     inputs, arrays, options = calls_of_one_shape(return_lse=True, kv_layout="n2hbd")
     inner = jax.vmap(attention_of(options), ([0] * 6, {}))
     twice = [np.stack([x, x[::-1]]) for x in inputs]
     check(inner, ([0] * 6, {}), twice, arrays, target=ATTENTION)
-    # The outer calls have their queries, the inner ones their caches and all else.
+    # The outer vmap maps queries. The inner vmap maps caches and the rest.
     queries = [np.stack([inputs[0], inputs[0] * 2, inputs[0][::-1]]), *inputs[1:]]
     check(inner, ([0, *[None] * 5], {}), queries, arrays, target=ATTENTION)
-    # The outer calls have their caches, and the inner ones share them.
+    # The outer vmap maps caches. The inner vmap does not.
     inner = jax.vmap(attention_of(options), ([0, None, *[0] * 4], {}))
     caches = [np.stack([inputs[0]] * len(BATCHES)), *inputs[1:]]
     caches[2:] = [
@@ -219,7 +221,7 @@ def test_calls_in_calls() -> None:
     check(inner, ([0] * 6, {}), caches, arrays, target=ATTENTION)
 
 
-def test_other_axes() -> None:
+def test_mapped_axes_other_than_the_first() -> None:
     inputs, _, options = calls_of_one_shape()
     attend = attention_of(options)
     expected = one_by_one(attend, ([0] * 6, {}), inputs, {})
@@ -229,7 +231,7 @@ def test_other_axes() -> None:
     assert_same_bits(np.moveaxis(np.asarray(result), 2, 0), expected)
 
 
-def test_no_calls_and_one() -> None:
+def test_batches_of_no_calls_and_of_one_call() -> None:
     inputs, _, options = calls_of_one_shape(return_lse=True)
     attend = attention_of(options)
     for size in (0, 1):
@@ -282,7 +284,7 @@ UPDATES: dict[str, dict[str, Any]] = {
 
 
 def updates(**fields: Any) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
-    """Like `calls_of_one_shape`, of kv_cache_update; the scales are not stacked."""
+    """Like `calls_of_one_shape`, for kv_cache_update. The scales are not stacked."""
     cases = [UpdateCase(id=f"update-{i}", **fields) for i in range(3)]
     inputs = [np.stack(each) for each in zip(*(case.inputs() for case in cases), strict=True)]
     arrays, options = zip(*(split_keywords(case.attributes()) for case in cases), strict=True)
@@ -300,7 +302,7 @@ def update_of(options: dict[str, Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("is_shared", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize("fields", UPDATES.values(), ids=UPDATES)
 def test_update(fields: dict[str, Any], is_shared: bool) -> None:
-    """A cache that the calls share is written by each for itself."""
+    """If the calls share a cache, each updates its own copy."""
     inputs, arrays, options = updates(**fields)
     cache_axis = None if is_shared else 0
     if is_shared:
@@ -318,13 +320,13 @@ def test_update_of_one_argument() -> None:
         check(jax_frontend.kv_cache_update, axes, *operands, target=UPDATE)
 
 
-def test_updates_in_updates() -> None:
+def test_nested_vmap_of_updates() -> None:
     inputs, _, _ = updates()
     inner = jax.vmap(jax_frontend.kv_cache_update)
     check(inner, (0,) * 4, *[np.stack([x, x[::-1]]) for x in inputs], target=UPDATE)
 
 
-def test_of_two_tokens_with_one_slot_the_later_wins() -> None:
+def test_the_last_token_of_a_slot_is_kept() -> None:
     cache, key, _, slots = split(update(slot_mapping=np.array([3, 3, 3], np.int32)))[0]
     keys = np.arange(6, dtype=np.float32).reshape(2, 3, 1, 1) + key
     check(jax_frontend.kv_cache_update, (None, 0, 0, None), cache, keys, keys, slots, target=UPDATE)
@@ -351,8 +353,8 @@ def test_donated_caches_are_updated_in_place() -> None:
     assert_same_bits(np.asarray(caches), expected)
 
 
-def test_what_is_made_of_ops() -> None:
-    """The TPU kernel's arguments: an update and an attention, both of all calls."""
+def test_ragged_paged_attention() -> None:
+    """ragged_paged_attention becomes one update and one attention for all calls."""
     rng = np.random.default_rng(0)
 
     def normal(*size: int) -> np.ndarray:
@@ -410,8 +412,8 @@ FAULTS = [fault for fault in DYNAMIC if fault.values[0].arguments.keys() >= {"kv
 SOUND = {"paged_attention": attention, "kv_cache_update": update}
 
 
-def among_sound_ones(fault: Fault) -> tuple[list[Any], dict[str, Any]]:
-    """Operands of three calls of which the second is at fault."""
+def between_sound_calls(fault: Fault) -> tuple[list[Any], dict[str, Any]]:
+    """The operands of three calls; the second has a fault."""
     operands, options = split(fault.arguments)
     sound, _ = split(SOUND[fault.op]())
     stacked = []
@@ -423,7 +425,7 @@ def among_sound_ones(fault: Fault) -> tuple[list[Any], dict[str, Any]]:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_an_error(fault: Fault) -> None:
-    operands, options = among_sound_ones(fault)
+    operands, options = between_sound_calls(fault)
     function = jax.vmap(partial(getattr(jax_frontend, fault.op), **options))
     with pytest.raises(RUNTIME_ERRORS, match=f"INVALID_ARGUMENT: {fault.op}: "):
         jax.block_until_ready(function(*operands))
@@ -432,9 +434,9 @@ def test_a_fault_is_an_error(fault: Fault) -> None:
 @pytest.mark.parametrize(
     "fault", [fault for fault in FAULTS if fault.values[0].op == "paged_attention"]
 )
-def test_a_fault_on_cuda_is_of_one_call(fault: Fault, gpu: Gpu) -> None:
-    """Its rows are what they are alone, NaN some of them; those of other calls are right."""
-    operands, options = among_sound_ones(fault)
+def test_a_fault_on_cuda_affects_one_call(fault: Fault, gpu: Gpu) -> None:
+    """The faulty call has the same rows as alone, some of them NaN. The other calls are right."""
+    operands, options = between_sound_calls(fault)
     attributes = options | {"return_lse": True}
     names = [*inspect.signature(jax_frontend.paged_attention).parameters][: len(operands)]
     mapped = {
@@ -450,8 +452,8 @@ def test_a_fault_on_cuda_is_of_one_call(fault: Fault, gpu: Gpu) -> None:
         assert_same_bits(tuple(x[i] for x in unfolded), alone)
 
 
-def test_random_calls_sound_and_not() -> None:
-    """Of one program, so that there can be many."""
+def test_random_calls_with_and_without_faults() -> None:
+    """All calls use one program, so that there is time for many."""
     attend = partial(jax_frontend.paged_attention, scale=0.5, return_lse=True)
     alone, folded = jax.jit(attend), jax.jit(jax.vmap(attend))
     outcomes = {True: 0, False: 0}

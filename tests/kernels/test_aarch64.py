@@ -1,4 +1,4 @@
-"""The CPU handlers on Arm: compiled for AArch64 by Zig, run by an emulator."""
+"""The CPU handlers on Arm: Zig compiles them for AArch64, and an emulator runs them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.cases import CASES, UPDATE_CASES, Case
 
 
 def compile_handlers(folder: Path) -> Path:
-    """A program that calls handlers (tests/aarch64/handlers.cc)."""
+    """Compiles the program that calls handlers (tests/aarch64/handlers.cc)."""
     (folder / "cpu_instruction_sets.h").write_text(
         "#define XLA_GPU_FOR_CPU_INSTRUCTION_SETS(f) f(baseline)\n"
     )
@@ -40,7 +40,8 @@ def text(x: str) -> bytes:
 
 
 def array(x: np.ndarray, operand: int = -1) -> bytes:
-    """As handlers.cc reads it: a result in the place of an operand is without its data."""
+    """An array as handlers.cc reads it. A result in the place of an operand has no data of its
+    own."""
     data = x.tobytes() if operand < 0 else b""
     shape = b"".join(map(number, (x.ndim, *x.shape)))
     return text(x.dtype.name) + shape + number(operand) + number(x.nbytes) + data
@@ -75,7 +76,7 @@ class Answers:
 
 
 def test_handlers_on_aarch64(tmp_path: Path) -> None:
-    """Arm's vectors pass every case, and the handlers their compiler's warnings."""
+    """Every case passes with Arm's vectors. The handlers compile without warnings."""
     given, wanted = [], []
     for case in (*CASES, *UPDATE_CASES):
         inputs, attributes = case.inputs(), case.attributes()

@@ -1,4 +1,5 @@
-"""Errors of the CUDA runtime: each call that fails, on an emulated GPU, is an error that names it."""
+"""Errors of the CUDA runtime: on the emulated GPU every call fails once, and the error names the
+call."""
 
 from __future__ import annotations
 
@@ -22,16 +23,17 @@ CALLS = [
     "cudaLaunchKernelEx",
 ]
 
-# Each seed is a device of its own, of which nothing is known yet.
+# Each seed stands for a new device: the library has not cached its properties.
 new_device = itertools.count(1000)
 
 
 def call_of(op: Any) -> tuple[dict[str, Any], list[np.ndarray], list[np.ndarray]]:
-    """Attributes, operands and results of a call of the op on CUDA."""
+    """The attributes, operands and results of the op's call on CUDA."""
     if op is simple_add:
         return {}, [np.ones(3, np.float32)] * 2, [np.empty(3, np.float32)]
     cases: Any = CASES if op is paged_attention else UPDATE_CASES
-    # At this head size the tensor core kernel needs more shared memory than CUDA grants unasked.
+    # At this head size the tensor core kernel must ask CUDA for more shared memory than the
+    # default.
     case = next(x for x in cases if x.dtype == "float16" and x.head_size == 128)
     name = op.TARGET.removeprefix("xla_gpu_")
     call, arrays = checked_call(name, case.inputs(), case.attributes())
@@ -58,7 +60,7 @@ def test_a_failing_call_is_an_error_that_names_it(
     with pytest.raises(RuntimeError, match=f"^[a-z_]+: {name} failed: unknown error$"):
         gpu.run(op, operands, results, device, **attributes)
     monkeypatch.delenv("XLA_GPU_SIMT_FAIL")
-    gpu.run(op, operands, results, device, **attributes)  # the error is not kept
+    gpu.run(op, operands, results, device, **attributes)  # CUDA's last error is cleared
 
 
 def test_a_device_is_asked_once(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +73,7 @@ def test_a_device_is_asked_once(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_grid_that_is_too_large_is_an_error(gpu: EmulatedGpu) -> None:
-    """A launch would take the number of thread blocks modulo 2^32."""
+    """A launch would use the number of thread blocks modulo 2^32."""
     call = gpu.native.EagerCall(
         "cuda", simple_add.TARGET, {}, *[[ArrayOfAnySize()] * count for count in (2, 1)]
     )
@@ -80,7 +82,7 @@ def test_a_grid_that_is_too_large_is_an_error(gpu: EmulatedGpu) -> None:
 
 
 class ArrayOfAnySize:
-    """An array that is not there."""
+    """An array with a shape but without memory."""
 
     shape = (2**40,)
     dtype = "float32"

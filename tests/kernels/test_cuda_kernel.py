@@ -1,6 +1,7 @@
-"""The CUDA handlers and kernels: against the oracle over every case, in any batch, on faulty metadata.
-Run on the CPU (shared_ffi/csrc/gpu/simt), inside guard pages and under several orders of their threads; `make
-gpu-check` runs this file on a GPU. Where long queries have a kernel of their own, with it too."""
+"""The CUDA handlers and kernels: every case against the oracle, any batch, faulty metadata. They
+run emulated on the CPU (shared_ffi/csrc/gpu/simt), with arrays between guard pages and with several
+orders of threads. `make gpu-check` runs this file on a GPU. Long queries run on the Hopper kernel
+too."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ F32, I32 = np.float32, np.int32
 
 
 def with_prefill(gpu: Gpu, prefill: str) -> Gpu:
-    """The GPU, with another kernel that long queries may run on."""
+    """The GPU, with the kernel that long queries may run on."""
     if prefill not in gpu.native.cuda_prefills():
         pytest.skip(f"this build has no kernel {prefill}")
     return type(gpu)(gpu.native, prefill)
@@ -39,12 +40,12 @@ def with_prefill(gpu: Gpu, prefill: str) -> Gpu:
 
 @pytest.fixture(scope="session", params=["hopper", "any"])
 def either(request: pytest.FixtureRequest, gpu: Gpu) -> Gpu:
-    """The GPU, by each of the kernels that long queries may run on."""
+    """The GPU, once with the Hopper kernel for long queries and once without."""
     return with_prefill(gpu, request.param)
 
 
 def has_long_queries(case: Case) -> bool:
-    """Whether some of the case run on another kernel where long queries do."""
+    """Whether the Hopper kernel computes some queries of the case."""
     tokens_per_tile = max(1, 64 * case.num_kv_heads // case.num_heads)
     return (
         case.dtype != "float32"
@@ -71,7 +72,7 @@ def test_paged_attention_on_hopper(case: Case, gpu: Gpu) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("head_size", [24, 128])
 def test_infinite_values_of_later_tokens(head_size: int, dtype: str, either: Gpu) -> None:
-    """They reach the rows that attend to them, whose keys are finite, and no others."""
+    """Infinite values reach exactly the rows that attend to them."""
     case = Case(
         id=f"infinite-{head_size}-{dtype}",
         sequences=((9, 70), (70, 200), (130, 130), (200, 257)),
@@ -86,14 +87,14 @@ def test_infinite_values_of_later_tokens(head_size: int, dtype: str, either: Gpu
         value[::3], value[1::5] = np.inf, -np.inf
         value[7] = np.nan
     result = attend(either, inputs, **attributes)
-    with np.errstate(over="ignore"):  # what is allowed of an infinite value
+    with np.errstate(over="ignore"):  # the allowed error at an infinite value
         assert_close_on_cuda(result, inputs, attributes)
     for seed in (1, 2):
         assert_same_bits(attend(either, inputs, **attributes, seed=seed), result)
 
 
 def test_the_kernel_of_long_queries_can_be_chosen(gpu: Gpu) -> None:
-    """By the environment, when the module is loaded."""
+    """The environment chooses it when the module is loaded."""
     offered = gpu.native.cuda_prefills()
     message = (
         "shared_ffi: the kernel of long queries on CUDA (XLA_GPU_CUDA_PREFILL) must be one of "
@@ -117,7 +118,7 @@ def test_the_kernel_of_long_queries_can_be_chosen(gpu: Gpu) -> None:
 
 
 def with_long_queries(case: Case) -> Case:
-    """A case like it that has them, if it has many queries."""
+    """A longer version of a case. It has long queries if the case has many queries."""
     return replace(
         case,
         sequences=tuple((3 * q_len, 3 * context) for q_len, context in case.sequences),
@@ -188,8 +189,8 @@ def test_simple_add(size: int, gpu: Gpu) -> None:
     assert_same_bits(result, a + a)
 
 
-# Query tokens and context of each sequence: decode in one split and in several, a speculative
-# step, a chunk of a prompt, a whole prompt.
+# Query tokens and context of each sequence: decode in one split, decode in several splits, a
+# speculative step, a chunk of a prompt, a whole prompt.
 BATCH = [(1, 70), (1, 700), (3, 600), (40, 330), (90, 90)]
 
 
@@ -247,7 +248,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch(
 
 @pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn", "float8_e5m2"])
 def test_a_value_that_is_nan_beside_a_key_that_is_not(cache_dtype: str | None, gpu: Gpu) -> None:
-    """It reaches the rows that attend to it, and no other."""
+    """A NaN value reaches exactly the rows that attend to it, though its key is finite."""
     case = Case(
         id=f"nan-value-{cache_dtype}",
         sequences=((9, 9), (70, 70)),
@@ -298,7 +299,8 @@ def test_more_queries_than_max_query_len(dtype: str, either: Gpu) -> None:
 @pytest.mark.parametrize("num_heads", [1, 2, 16, 71, 128])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_splits_of_many_heads(num_heads: int, dtype: str, gpu: Gpu) -> None:
-    """A token with more heads than an item has rows is cut into several, each split like others."""
+    """A token with more heads than the rows of a work item needs several items, each split over
+    KV."""
     case = Case(
         id=f"splits-{num_heads}-{dtype}",
         sequences=((1, 1100), (2, 530), (1, 256), (1, 257)),
@@ -351,7 +353,7 @@ def test_more_sequences_than_threads(gpu: Gpu) -> None:
 
 
 def faulty_metadata() -> dict[str, tuple[dict[int, Any], list[int]]]:
-    """What is changed in `batch`, by operand, and the sequences whose rows must be NaN."""
+    """Changes of `batch`, by operand, and the sequences whose rows must become NaN."""
     everything = list(range(len(BATCH)))
     huge, negative = 2**31 - 1, -(2**31)
     return {
@@ -376,7 +378,8 @@ def faulty_metadata() -> dict[str, tuple[dict[int, Any], list[int]]]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fault", faulty_metadata())
 def test_faulty_metadata(fault: str, dtype: str, either: Gpu) -> None:
-    """Never a read outside the arrays; NaN in the rows concerned, the right bits in all others."""
+    """Faulty metadata never causes a read outside the arrays. It makes the rows of its sequences
+    NaN and leaves the bits of all others."""
     inputs, starts = batch(dtype)
     sound = attend(either, inputs, scale=0.2)
     changes, lost = faulty_metadata()[fault]
@@ -388,7 +391,7 @@ def test_faulty_metadata(fault: str, dtype: str, either: Gpu) -> None:
     expected = np.array(sound)
     for s in lost:
         expected[starts[s] : starts[s + 1]] = np.nan
-    if 4 in changes or 5 in changes:  # nor can padding be told from the rest
+    if 4 in changes or 5 in changes:  # padding cannot be recognized either
         expected[starts[lost[0]] :] = np.nan
     rows_lost = np.isnan(expected.astype(F32)).all(axis=(1, 2))
     assert np.isnan(result[rows_lost].astype(F32)).all()
@@ -428,7 +431,7 @@ def test_the_scratch_is_bounded(
     capacity: int,
     max_query_len: int,
 ) -> None:
-    """By the figure that scratch.h and the documentation state."""
+    """The bound is the one that scratch.h and the documentation state."""
     num_heads = num_kv_heads * group
     query = ArraySpec((num_tokens, num_heads, 128), "float32")
     kv_cache = ArraySpec((5, 1, 2 * num_kv_heads, 128), "float32")
@@ -453,7 +456,7 @@ def test_the_scratch_is_bounded(
     num_kv_heads=st.sampled_from([1, 2, 16]),
     group=st.sampled_from([1, 3, 71]),
     max_blocks=st.integers(0, 5000) | st.sampled_from([128, 129, 1280]),
-    # Some of them where one position more or less is one split more or less.
+    # At some windows, one position more or less changes the number of splits.
     sliding_window=st.none()
     | st.integers(1, 3000)
     | st.just(2**63 - 1)

@@ -1,5 +1,5 @@
-"""The handlers and kernels alone, with no framework: against the oracle over every case, and for the
-promises that a frontend cannot see. The mutation check runs this file on faulty kernels."""
+"""The CPU handlers and kernels without a framework: every case against the oracle, and the promises
+about bits, batches and threads. test_mutation.py runs this file on faulty kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ F32, I32 = np.float32, np.int32
 
 @pytest.fixture(params=_native.cpu_instruction_sets(), autouse=True)
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Everything here holds for each that this processor has."""
+    """Runs every test here with each instruction set that this processor has."""
     best = _native.cpu_instruction_set()
     _native.set_cpu_instruction_set(request.param)
     yield request.param
@@ -33,7 +33,7 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
 def attend(operands: Any, *, num_threads: int = 1, **attributes: Any) -> Any:
     """The result of paged_attention, or with return_lse a pair of results."""
     call, arrays = checked_call("paged_attention", operands, attributes)
-    results = results_of(call, arrays)  # NaN: every kernel must write all rows
+    results = results_of(call, arrays)  # NaN, since a kernel must write all rows
     call_handler(call.target, numbers(call), arrays, results, num_threads)
     return tuple(results) if len(results) > 1 else results[0]
 
@@ -67,10 +67,10 @@ def test_kv_cache_update_of_two_tokens_with_one_slot() -> None:
 
 
 @pytest.mark.parametrize("head_size", [64, 65])
-def test_kv_cache_update_of_more_than_caches_hold(head_size: int) -> None:
+def test_kv_cache_update_of_more_than_the_processor_caches_hold(head_size: int) -> None:
     rng = np.random.default_rng(0)
     key, value = rng.standard_normal((2, 4200, 8, head_size), dtype=np.float32)
-    slots = rng.integers(-1, 4096, len(key))  # some are padding, and some come twice
+    slots = rng.integers(-1, 4096, len(key))  # some are padding, some occur twice
     cache = np.zeros((256, 16, 16, head_size), np.float32)
     expected = np.zeros((4096, 16, head_size), np.float32)
     for token, slot in enumerate(slots):
@@ -88,7 +88,7 @@ def test_simple_add_over_several_chunks(num_threads: int) -> None:
     assert_same_bits(result, a + a)
 
 
-def test_an_address_for_each_array() -> None:
+def test_an_eager_call_needs_an_address_for_each_array() -> None:
     a = np.ones(4, F32)
     handler = _native.EagerCall("cpu", simple_add.TARGET, {}, specs([a, a]), specs([a]))
     for operands, results in [([a], [a]), ([a, a, a], [a]), ([a, a], [])]:
@@ -176,7 +176,7 @@ def test_chunked_prefill_has_the_bits_of_one_prefill() -> None:
 
 
 def test_a_cache_of_more_than_2_31_elements() -> None:
-    """Only the touched pages of this cache of 4 GiB exist."""
+    """The cache has 4 GiB, but the system allocates only its touched pages."""
     num_blocks = 2**31 // (16 * 2 * 64) + 2
     kv_cache = np.zeros((num_blocks, 16, 2, 64), np.float16)
     assert kv_cache.size > 2**31
@@ -201,7 +201,8 @@ def test_a_cache_of_more_than_2_31_elements() -> None:
 def test_a_token_has_the_same_bits_prefilled_chunked_or_decoded(
     attributes: dict[str, Any], dtype: Any
 ) -> None:
-    """Across tiles and splits, whatever the number of rows that share them and of threads."""
+    """The bits depend neither on the rows that share a tile or split nor on the number of
+    threads."""
     rng = np.random.default_rng(3)
     context, block_size = 1200, 16
     query = rng.standard_normal((context, 6, 40)).astype(dtype)
@@ -221,15 +222,15 @@ def test_a_token_has_the_same_bits_prefilled_chunked_or_decoded(
 
 
 def test_exponential() -> None:
-    """Two keys with logits x and 0, of which only the first has a value: the output is
-    e^x / (1 + e^x). Over the whole range of float32, that is within 4 units in the last place (2 of
-    2^x, a half each of the sum and the quotient), but for the rounding of x log2(e), which is the
-    logit in the kernel: as of every float32 logit, e^x feels it |x| times."""
+    """Two keys have the logits x and 0, and only the first has a value: the output is e^x / (1 +
+    e^x). The exponential, the sum and the quotient err by at most 4 units in the last place (2 +
+    1/2 + 1/2). The kernel also rounds the logit x log2(e) to float32; e^x multiplies this relative
+    error by |x|."""
     logits = np.concatenate([np.linspace(-87.3, 0, 40_001), -np.logspace(-8, 1, 5_000)]).astype(F32)
     count = len(logits)
     kv_cache = np.zeros((1, 2, 2, 2), F32)
     kv_cache[0, 0, 0] = [1, 0]  # K of position 0
-    kv_cache[0, 0, 1] = 1  # its V
+    kv_cache[0, 0, 1] = 1  # V of position 0
     query = np.zeros((count, 1, 2), F32)
     query[:, 0, 0] = logits
     operands = [

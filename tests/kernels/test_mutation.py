@@ -1,12 +1,10 @@
-"""The suite must fail when a kernel is wrong: all faults are planted in one build of the sources, where
-an environment variable chooses the one that counts, and the tests are run on each."""
+"""The tests of the kernels must fail when a kernel is wrong. All faults of a suite are planted in one
+build of the sources, and its tests run on each of them."""
 
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,18 +13,13 @@ from filelock import FileLock
 
 from shared_ffi import _native
 from tests.support import faults, native
+from tests.support.fault_runner import FaultRunner
 
 CSRC = native.ROOT / "shared_ffi/csrc"
 
-# A fault is chosen when the module is loaded.
-CHOICE = "XLA_GPU_PLANTED_FAULT"
-HEADER = f"""#pragma once
-#include <cstdlib>
-#include <string>
-inline const int planted_fault = [] {{
-  const char* number = std::getenv("{CHOICE}");
-  return number == nullptr ? -1 : std::stoi(number);
-}}();
+# The libraries of a build share one variable, which FaultRunner sets.
+HEADER = """#pragma once
+__attribute__((visibility("default"))) inline int planted_fault = -1;
 """
 
 
@@ -43,7 +36,7 @@ class Suite:
         return faults.load(CSRC, self.name)
 
 
-# The one with units of its own, where the machine has it, and the one that every machine has.
+# One set with instructions of its own, if the processor has it, and the one of every processor.
 SETS = [name for name in _native.cpu_instruction_sets() if name in ("avx512_bf16", "baseline")]
 
 SUITES = {
@@ -55,8 +48,8 @@ SUITES = {
 
 
 def plant(suite: Suite, folder: Path) -> None:
-    """Makes a folder laid out as this repository whose sources have all faults of a suite. What is
-    there already stays as old as it is."""
+    """Writes the sources with all faults of a suite to a folder laid out as this repository. Files
+    that are right already keep their time, so that a build compiles only what changed."""
     paths = [native.ROOT / "CMakeLists.txt"]
     for part in ("shared_ffi/csrc", "cmake"):
         paths += [path for path in (native.ROOT / part).rglob("*.*") if path.suffix != ".pyc"]
@@ -74,13 +67,13 @@ def plant(suite: Suite, folder: Path) -> None:
 
 @pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
 def test_the_faults_fit_the_sources(suite: Suite, tmp_path: Path) -> None:
-    """At once, and not after the builds below."""
+    """Finds a quote that is out of date without waiting for a build."""
     plant(suite, tmp_path)
 
 
 @functools.cache
 def build(name: str) -> Path:
-    """The module of a suite's sources with its faults."""
+    """Builds a suite's sources with its faults. Returns the path of the module."""
     suite, folder = SUITES[name], native.ROOT / "build/planted" / name
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
@@ -89,8 +82,8 @@ def build(name: str) -> Path:
             folder / "source",
             folder / "build",
             f"-DCMAKE_CXX_FLAGS=-include {folder}/source/planted_fault.h -Wno-dangling-else",
-            # Enough for every case, and fewer to build. At 128 the kernel for Hopper has more than one
-            # block of columns.
+            # These head sizes suffice for every case and build faster. At 128 the Hopper kernel has
+            # more than one block of columns.
             "-DXLA_GPU_HEAD_SIZES=128;256",
             "-DXLA_GPU_HEAD_SIZES_OF_8_BITS=64",
             f"-DXLA_GPU_CPU_INSTRUCTION_SETS={';'.join(suite.instruction_sets)}",
@@ -99,30 +92,37 @@ def build(name: str) -> Path:
         return native.build(folder / "build")
 
 
+@pytest.fixture(scope="session")
+def runners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], FaultRunner]]:
+    """The process of each suite, started when it is first needed."""
+    folder = tmp_path_factory.mktemp("faults")
+
+    started: dict[str, FaultRunner] = {}
+
+    def runner(name: str) -> FaultRunner:
+        if name not in started:
+            suite = SUITES[name]
+            started[name] = FaultRunner(build(name), suite.tests, suite.option, folder / name)
+        return started[name]
+
+    yield runner
+    for process in started.values():
+        process.close()
+
+
 @pytest.mark.parametrize(
     ("name", "fault"),
     [(name, fault.name) for name, suite in SUITES.items() for fault in suite.faults],
 )
-def test_a_fault_fails_the_suite(name: str, fault: str, tmp_path: Path) -> None:
+def test_a_fault_fails_the_suite(
+    name: str, fault: str, runners: Callable[[str], FaultRunner]
+) -> None:
     """One test fails with the fault, and passes without it."""
-    suite = SUITES[name]
-    # Few tests can fail of those of a simple op, which would be met late among all others.
-    number, chosen_fault = next(
-        (i, planted) for i, planted in enumerate(suite.faults) if planted.name == fault
-    )
-    op = next(iter(chosen_fault.table.parent.relative_to(CSRC).parts), "paged_attention")
-    chosen = () if op == "paged_attention" else ("-k", op)
-
-    def run(number: int, *options: str) -> subprocess.CompletedProcess[str]:
-        return native.run(
-            *(sys.executable, "-m", "pytest", "-q", "-n0", "--shuffle", *chosen, *options),
-            *(native.ROOT / suite.tests, suite.option, build(name), "--rootdir", native.ROOT),
-            *("-c", native.ROOT / "pyproject.toml", "-o", f"cache_dir={tmp_path}"),
-            environment={CHOICE: str(number)},
-        )
-
-    with_fault = run(number, "--exitfirst")
-    assert with_fault.returncode == 1, with_fault.stdout
-    assert "1 failed" in with_fault.stdout.strip().splitlines()[-1], with_fault.stdout
-    without = run(-1, "--last-failed", "--last-failed-no-failures=none")
-    assert without.returncode == 0, without.stdout
+    number, planted = next((i, x) for i, x in enumerate(SUITES[name].faults) if x.name == fault)
+    # A test of the op itself must catch a fault in an op's folder.
+    op = next(iter(planted.table.parent.relative_to(CSRC).parts), "paged_attention")
+    matching = "" if op == "paged_attention" else op
+    runner = runners(name)
+    failed = runner.first_failure(number, matching, planted.caught_by)
+    assert failed.startswith("test_"), f"{failed}\n{runner.log.read_text()}"
+    assert runner.passes(failed), f"{failed} fails without the fault\n{runner.log.read_text()}"

@@ -1,4 +1,4 @@
-"""What the compiler says of the CUDA kernels, and what the host does around them."""
+"""The compiler's report on the CUDA kernels, and the CUDA calls of the host code."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.support import native
 from tests.support.native import ROOT
 
 CSRC = ROOT / "shared_ffi/csrc"
-SMALLEST_SHARED_BYTES = 99 * 1024  # that a block may have, on sm_86, sm_89 and sm_120
+SMALLEST_SHARED_BYTES = 99 * 1024  # the limit of a thread block on sm_86, sm_89 and sm_120
 HOPPER_SHARED_BYTES = 227 * 1024  # on sm_90
 
 
 @pytest.fixture(scope="module")
 def kernels() -> list[dict[str, Any]]:
-    """The table that the build printed."""
+    """The build's table of kernels (cmake/resources.py)."""
     tables = sorted(ROOT.glob("build/*/resources.json"), key=lambda path: path.stat().st_mtime)
     if not tables:
         pytest.skip("no build folder with a resource table: pip install --editable leaves one")
@@ -46,19 +46,19 @@ def test_every_kernel_is_in_the_table(kernels: list[dict[str, Any]]) -> None:
     assert names == {"CudaCoreAttention", "Finish", "Update", "Add"}
 
 
-def test_registers_suffice(kernels: list[dict[str, Any]]) -> None:
-    """Nothing is spilled, and no array is indexed so that it must lie in memory."""
+def test_no_kernel_spills_registers(kernels: list[dict[str, Any]]) -> None:
+    """No register is spilled, and no local array lies in memory."""
     assert [entry for entry in kernels if entry["spill_bytes"] or entry["stack_bytes"]] == []
 
 
-def test_the_compiler_announces_no_loss(kernels: list[dict[str, Any]]) -> None:
-    """Lines of the kind (C75xx) say that setmaxnreg is ignored or products are serialized."""
+def test_ptxas_warns_of_no_lost_speed(kernels: list[dict[str, Any]]) -> None:
+    """ptxas prints (C75xx) where it ignores setmaxnreg or serializes products."""
     reports = [path.read_text() for path in ROOT.glob("build/*/**/*.ptxas")]
     assert len(reports) > 1
     assert [line for report in reports for line in re.findall(r".*\(C75\d\d\).*", report)] == []
 
 
-def test_the_build_shows_what_the_compiler_announces() -> None:
+def test_the_build_shows_the_warnings_of_ptxas() -> None:
     loss = "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored"
     usage = "ptxas info    : Used 168 registers"
     script = f'echo "{loss}" >&2; echo "{usage}" >&2'
@@ -85,7 +85,8 @@ def test_the_compiler_fuses_no_products_by_itself() -> None:
 
 
 def test_a_hopper_block_starts_with_all_registers(kernels: list[dict[str, Any]]) -> None:
-    """With fewer, its consumers would wait for ever for those that are theirs by hopper.cuh."""
+    """With fewer, its consumer warps would wait for ever for the registers that hopper.cuh gives
+    them."""
     registers = {e["registers"] for e in kernels if e["kernel"] == "HopperAttention"}
     assert registers == {65536 // 384 // 8 * 8}
 
@@ -118,8 +119,9 @@ def test_the_host_neither_waits_nor_allocates_nor_copies(path: Any) -> None:
     assert re.findall(calls, path.read_text()) == []
 
 
-def test_no_instruction_set_lends_its_functions_to_another() -> None:
-    """A function that the linker may share would run on processors that it was not compiled for."""
+def test_objects_for_different_instruction_sets_share_no_symbols() -> None:
+    """The linker may merge functions of the same name, and would then call one that this processor
+    cannot run."""
     objects = list(ROOT.glob("build/*/CMakeFiles/cpu_*/**/cpu/kernel.cc.o"))
     if not objects:
         pytest.skip("no build folder with objects: pip install --editable leaves one")

@@ -1,4 +1,4 @@
-"""The CPU kernels' vector functions: as exact as they say, for each instruction set."""
+"""The accuracy of the CPU kernels' vector functions, for each instruction set."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.cases import CACHE_DTYPES, quantized
 
 
 def flags_of(instruction_set: str) -> list[str]:
-    """The compiler's options, as cmake/cpu.cmake gives them."""
+    """The compiler's options for an instruction set, from cmake/cpu.cmake."""
     cmake = (native.ROOT / "cmake/cpu.cmake").read_text()
     flags = dict(re.findall(r"set\(CPU_FLAGS_(\w+) (.*)\)", cmake)).get(instruction_set, "")
     found = re.fullmatch(r"(?:\$\{CPU_FLAGS_(\w+)\})?(.*)", flags)
@@ -98,7 +98,8 @@ void ToHalf(const float* x, Half* y, long n) { ForEach(x, y, n); }
 
 NAMES = re.findall(r"^void (\w+)\(", SOURCE, re.MULTILINE)
 
-# Input: a function's number, and how many numbers of how many bytes it takes and gives.
+# Input: a function's number, how many elements it converts, their bytes before and after, and the
+# elements.
 MAIN = """
 #include <vector>
 #include "streams.h"
@@ -133,7 +134,7 @@ def run_here(program: Path, given: bytes) -> bytes:
 
 @pytest.fixture(scope="module", params=[*_native.cpu_instruction_sets(), "aarch64"])
 def simd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Call:
-    """simd(name, x, dtype): what a function of SOURCE makes of x."""
+    """simd(name, x, dtype): the result of a function of SOURCE on x."""
     source = tmp_path_factory.mktemp(request.param) / "simd.cc"
     source.write_text(SOURCE + MAIN)
     if request.param == "aarch64":
@@ -168,7 +169,7 @@ def test_tanh_within_2_to_the_minus_23(simd: Call) -> None:
     ("name", "dtype"), [("BFloat16", ml_dtypes.bfloat16), ("Half", np.float16)]
 )
 def test_conversions(simd: Call, name: str, dtype: type) -> None:
-    """All numbers of a type there and back, and every kind of rounding."""
+    """All numbers of a type to float32 and back, and every kind of rounding."""
     every = np.arange(1 << 16, dtype=np.uint16).view(dtype)
     wide = simd(f"From{name}", every)
     np.testing.assert_array_equal(wide, every.astype(np.float32))
@@ -204,7 +205,8 @@ def test_all_numbers_of_8_bits(simd: Call, name: str) -> None:
 
 @pytest.mark.parametrize("name", NARROW)
 def test_rounding_to_8_bits(simd: Call, name: str) -> None:
-    """Every number, what lies halfway between two and beside that, and random bits."""
+    """Every number, the midpoints between neighbours, the floats beside the midpoints, and random
+    bits."""
     dtype = NARROW[name]
     every = np.arange(256, dtype=np.uint8).view(CACHE_DTYPES[dtype]).astype(np.float32)
     every = np.unique(every[np.isfinite(every)])

@@ -1,4 +1,4 @@
-"""Registration: once, from any thread, and never with a runtime that is too old."""
+"""Registration of the handlers: once, from any thread, and not with a runtime that is too old."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REGISTERED = {"jaxlib": {"cpu": TARGETS, "cuda": TARGETS}, "torch_xla": {"cpu": 
 
 
 def python(script: str, **environment: str) -> str:
-    """The standard output of a script in a process of its own."""
+    """Runs a script in a process of its own. Returns its standard output."""
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
         check=True,
@@ -108,7 +108,7 @@ def test_versions_are_read_from_the_runtimes() -> None:
     assert runtimes.torch_xla_ffi_version() == (0, 1)
 
 
-def test_a_symbol_that_is_not_there() -> None:
+def test_a_missing_symbol() -> None:
     with pytest.raises(LookupError, match="symtab"):
         _elf.address_of_local_function(_native.__file__, "nowhere", exported="PyInit__native")
 
@@ -159,8 +159,7 @@ def test_the_instruction_set_can_be_forced() -> None:
             assert outcome.returncode != 0 and message in outcome.stderr
 
 
-# What works without which framework. An entry of None in sys.modules makes an import fail as it does
-# where the package is not installed.
+# Missing frameworks. None in sys.modules makes an import fail as if the package were not installed.
 
 WITHOUT = """
     import sys
@@ -216,7 +215,7 @@ def test_jax_needs_no_torch() -> None:
     ],
     ids=["jax_frontend", "torch_frontend", "torch_xla"],
 )
-def test_what_is_missing_is_said(missing: str, use: str, message: str) -> None:
+def test_the_error_names_the_missing_package(missing: str, use: str, message: str) -> None:
     out = python(
         WITHOUT.format(missing=[missing])
         + f"""

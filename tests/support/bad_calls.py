@@ -1,4 +1,4 @@
-"""Every rule of the contract broken once: the call, and the error it must raise."""
+"""Calls that break one rule of the contract each, and the errors that they must raise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Fault:
     arguments: dict[str, Any]
     error: type[Exception]
     message: str
-    in_handler: bool = True  # can also be given to the handler
+    in_handler: bool = True  # the handler's attributes can express it too
     id: str = ""
 
 
@@ -40,7 +40,7 @@ def _short(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else repr(value)
 
 
-# What the shapes, the dtypes and the attributes alone tell.
+# Faults of shapes, dtypes and attributes: found before the call.
 STATIC = [
     fault(
         attention,
@@ -341,7 +341,7 @@ STATIC = [
     fault(add, "b must have dtype float32; got int32", TypeError, b=np.ones((2, 3), I32)),
 ]
 
-# What only the values tell: on the CPU, the handler reads them.
+# Faults of values: found by the handler on the CPU.
 DYNAMIC = [
     fault(attention, "num_seqs must be from 0 to max_seqs=3; got 4", num_seqs=np.array(4, I32)),
     fault(attention, "num_seqs must be from 0 to max_seqs=3; got -1", num_seqs=np.array([-1], I32)),

@@ -1,4 +1,4 @@
-"""What the keyword arguments of a case become: operands, attributes, PyTorch's overload."""
+"""Converts the keyword arguments of a case to operands, attributes and PyTorch's overload."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared_ffi.spec import ArraySpec, Call
 
 
 def split_keywords(attributes: dict[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The arrays among keyword arguments, which are operands, and the rest."""
+    """Splits keyword arguments into arrays, which are operands, and the rest."""
     arrays = {name: x for name, x in attributes.items() if isinstance(x, np.ndarray)}
     return arrays, {name: x for name, x in attributes.items() if name not in arrays}
 
@@ -34,7 +34,7 @@ _OPTIONAL = ("value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes")
 def checked_call(
     op: str, operands: Sequence[Any], attributes: dict[str, Any]
 ) -> tuple[Call, list[np.ndarray]]:
-    """A call as the op's check makes it, and its operands in their order."""
+    """The call that the op's check returns, and its operands in order."""
     arrays, options = split_keywords(attributes)
     if op == "paged_attention":
         options = {"sliding_window": None, "soft_cap": None} | options
@@ -46,12 +46,12 @@ def checked_call(
 
 
 def in_place(call: Call) -> dict[int, int]:
-    """The number of the operand whose place a result takes, by the result's number."""
+    """Maps the number of each result in place to the number of its operand."""
     return {result: operand for operand, result in call.aliases}
 
 
 def results_of(call: Call, operands: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """What a call may write to: NaN, or the operands that it changes in place."""
+    """Arrays for the results: filled with NaN, or the operands that the call updates in place."""
     places = in_place(call)
     return [
         operands[places[i]] if i in places else np.full(spec.shape, np.nan, spec.dtype)
@@ -76,7 +76,7 @@ def call_handler(
     results: Sequence[np.ndarray],
     num_threads: int = 1,
 ) -> None:
-    """Calls a CPU handler, with no check before it; writes into the results."""
+    """Calls a CPU handler without the op's check. Writes into the results."""
     assert all(x.flags.c_contiguous for x in (*operands, *results))
     handler = _native.EagerCall("cpu", target, attributes, specs(operands), specs(results))
     handler([x.ctypes.data for x in operands], [x.ctypes.data for x in results], num_threads)

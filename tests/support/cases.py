@@ -1,5 +1,6 @@
-"""The parity cases, by family. Every one is adversarial: tables are permutations of a pool that is
-larger than needed, and whatever the contract says is not read holds NaN, infinity or junk."""
+"""The parity cases, by family. All of them are adversarial: block tables are permutations of a
+pool that is larger than needed, and everything that the ops must not read holds NaN, infinity or
+junk."""
 
 from __future__ import annotations
 
@@ -14,14 +15,15 @@ import numpy as np
 from harness.arrays import CACHE_DTYPES, DTYPES, quantized
 from harness.layouts import LAYOUTS, arrange
 
-SCALE = 0.05  # about that of the caches that have any
+SCALE = 0.05  # the size of the scales of 8-bit caches
 SHORT_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 JUNK = np.array([2147480000, -7, 2147483647, -2147483648, 1000000], np.int32)
 SCALES = (None, "one", "per head", "per position")
 
 
 def scales(kind: str, num_kv_heads: int, is_unused: np.ndarray) -> dict[str, np.ndarray]:
-    """k_scale and v_scale; those of unused positions, `[num_blocks, block_size]`, are NaN."""
+    """k_scale and v_scale. `is_unused`, [num_blocks, block_size]: positions whose scales are
+    NaN."""
     of_positions = (*is_unused.shape, num_kv_heads)
     shape = {"one": (), "per head": (num_kv_heads,), "per position": of_positions}[kind]
     arrays = np.random.default_rng(1).uniform(0.5, 1.5, (2, *shape)) * SCALE
@@ -77,7 +79,7 @@ class Case:
     shared_first_block: bool = False
 
     def attributes(self) -> dict[str, Any]:
-        """The other arguments: numbers, and the arrays of features that the case uses."""
+        """The other arguments: numbers, and the arrays of the case's features."""
         attributes: dict[str, Any] = {
             "scale": self.head_size**-0.5 if self.scale is None else self.scale,
             "sliding_window": self.sliding_window,
@@ -106,7 +108,7 @@ class Case:
         return attributes
 
     def needed_positions(self, q_len: int, context_len: int) -> range:
-        """What the queries of a sequence attend to, all together."""
+        """The positions that some query of a sequence attends to."""
         if q_len == 0:
             return range(0)
         window = self.sliding_window or context_len
@@ -168,7 +170,7 @@ class Case:
         context_lens = rng.choice(JUNK, max_seqs)
         context_lens[:num_seqs] = [context for _, context in self.sequences]
         query_start_loc = rng.choice(JUNK, max_seqs + 1)
-        if num_seqs > 0:  # else not even the first entry belongs to a sequence
+        if num_seqs > 0:  # with no sequences not even entry 0 is read
             query_start_loc[: num_seqs + 1] = np.cumsum([self.first_token, *q_lens])
         return Inputs(
             query,
@@ -337,7 +339,7 @@ def _features() -> Iterator[Case]:
             return_lse=name != "decode" or feature == "lse",
             **fields,
         )
-    # More queries than keys, as where the cache is divided between devices.
+    # More queries than keys, as where devices share the cache.
     fewer = ((5, 2), (3, 0), (1, 0), (40, 0), (4, 9), (90, 20))
     for feature, right in product(("lse", "sinks", "alibi"), (None, 2)):
         yield from _of_each_dtype(
@@ -364,7 +366,7 @@ def _layouts() -> Iterator[Case]:
             head_size=24,
             sliding_window=70 if name == "mixed" else None,
         )
-    # Rows of 4 bytes, side by side only in some layouts.
+    # Rows of 4 bytes, which are adjacent only in some layouts.
     for layout in LAYOUTS:
         yield Case(
             id=f"layout-{layout}-thin",
@@ -498,8 +500,8 @@ assert len({case.id for case in CASES}) == len(CASES)
 
 
 def _long_queries() -> Iterator[Case]:
-    """More queries than the CUDA kernels split a sequence for, which is where a kernel of their own
-    may take them, over contexts of many of its tiles, beside shorter ones."""
+    """Queries with more tokens than a query tile of the CUDA kernels, so that the Hopper kernel may
+    run. Contexts have many KV tiles. Short queries are in the same batch."""
     batches = {
         "prompts": ((130, 130), (1, 200), (65, 65), (300, 300)),
         "chunks": ((100, 385), (66, 128), (20, 129), (0, 40), (129, 520)),
@@ -626,7 +628,7 @@ class UpdateInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class UpdateCase:
-    """A call of kv_cache_update: `num_tokens` tokens, of which `num_padding` have no slot."""
+    """A call of kv_cache_update with `num_tokens` tokens; `num_padding` of them have no slot."""
 
     id: str
     num_tokens: int = 9
@@ -674,7 +676,7 @@ class UpdateCase:
         key *= dtype(self.key_factor)
         if self.cache_dtype is not None:
             kv_cache = quantized(kv_cache.astype(np.float32), self.cache_dtype)
-            if self.dtype == "float16" and self.scales is None:  # copied as it is
+            if self.dtype == "float16" and self.scales is None:  # copied unchanged
                 key, value = (
                     quantized(x.astype(np.float32), self.cache_dtype) for x in (key, value)
                 )

@@ -1,5 +1,5 @@
-"""Every way into the ops, as functions from NumPy arrays, and numbers, to NumPy arrays: to a tuple of
-them where the op has several results."""
+"""The doors: every way into the ops, as functions of NumPy arrays and numbers. They return a NumPy
+array, or a tuple of arrays where the op has several results."""
 
 from __future__ import annotations
 
@@ -25,10 +25,14 @@ def to_xla(array: Any) -> torch.Tensor:
     return to_torch(array).to(torch_xla.device())
 
 
+def jitted(op: str, **options: Any) -> Any:
+    """A jitted function of the arrays alone."""
+    return jax.jit(partial(getattr(jax_frontend, op), **options))
+
+
 def in_jax(op: str, *operands: Any, **attributes: Any) -> Any:
     arrays, options = split_keywords(attributes)
-    function = jax.jit(partial(getattr(jax_frontend, op), **options))
-    return jax.tree.map(np.asarray, function(*operands, **arrays))
+    return jax.tree.map(np.asarray, jitted(op, **options)(*operands, **arrays))
 
 
 def through(
@@ -38,7 +42,7 @@ def through(
     *operands: Any,
     **attributes: Any,
 ) -> Any:
-    """The op in PyTorch, on the tensors that arrays are converted to."""
+    """Calls the op in PyTorch on converted arrays."""
     overload, attributes = overload_of(op, attributes)
     arrays, options = split_keywords(attributes)
     in_place = overload._schema.is_mutable
@@ -64,7 +68,7 @@ def through(
 
 
 def lazily(op: str, *operands: Any, **attributes: Any) -> list[torch.Tensor]:
-    """The results of an op in torch_xla, not computed yet."""
+    """The lazy results of an op in torch_xla, not computed yet."""
     overload, attributes = overload_of(op, attributes)
     arrays, options = split_keywords(attributes)
     tensors = [to_xla(x) for x in operands]
@@ -83,7 +87,8 @@ in_openxla_on_torch = partial(through, to_torch, "openxla")
 
 
 def forget_failed_steps() -> None:
-    """torch_xla raises the error of a failed step once more at the step after it."""
+    """Runs steps until none fails: torch_xla raises a failed step's error again in the next
+    step."""
     for _ in range(2):
         with contextlib.suppress(RuntimeError):
             (torch.zeros(1, device=torch_xla.device()) + 1).cpu()

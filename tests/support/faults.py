@@ -1,9 +1,10 @@
 """Planted faults: wrong code that the tests of a kernel must catch.
 
-`faults.cpu.toml` and `faults.cuda.toml` in a folder of sources hold the faults of each suite: a
-`quote` of the source with marks around the statements or the expression that the fault replaces,
-and what is `wrong` there instead. The quote must be found exactly once in the sources of that
+`faults.cpu.toml` and `faults.cuda.toml` in a folder of sources hold the faults of each suite.
+`quote` is source code with marks around the statements or the expression that the fault replaces.
+`wrong` is the replacement. The quote must be found exactly once in the sources of that
 folder and of the folders in it. White space and the file do not matter, so code can be moved.
+`caught_by` names a test that is tried before the others, for a fault that few tests catch.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from pathlib import Path
 
 _SUFFIXES = (".cc", ".h", ".cu", ".cuh")
 
-# What is put before and behind the code that a fault replaces. CMake's builds include a header that
-# reads planted_fault, the number of the fault in effect, from the environment.
+# The code before and behind the code that a fault replaces. The builds with faults include a
+# header that defines planted_fault, the number of the fault in effect.
 _STATEMENTS = "if (planted_fault == {}) {{ {} }} else {{ ", " }"
 _EXPRESSION = "(planted_fault == {} ? ({}) : (", "))"
 
@@ -25,13 +26,14 @@ _EXPRESSION = "(planted_fault == {} ? ({}) : (", "))"
 @dataclass(frozen=True)
 class PlantedFault:
     name: str
-    table: Path  # the file that tells of it
+    table: Path  # the file that holds it
     quote: str
     wrong: str
+    caught_by: str | None = None
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """Finds the quote, what is between its marks as the group `right`."""
+        """Matches the quote. The group `right` is the code between the marks."""
         before, right, after = (
             r"\s*".join(map(re.escape, re.sub(r"\s", "", part)))
             for part in re.split("[«»]", self.quote)
@@ -40,7 +42,7 @@ class PlantedFault:
 
 
 def load(csrc: Path, suite: str) -> list[PlantedFault]:
-    """The faults of a suite, from the tables in all folders of sources."""
+    """Reads the faults of a suite from all folders of sources."""
     found = [
         PlantedFault(name, table, **entry)
         for table in sorted(csrc.rglob(f"faults.{suite}.toml"))
@@ -52,14 +54,14 @@ def load(csrc: Path, suite: str) -> list[PlantedFault]:
 
 
 def plant(sources: Mapping[Path, str], faults: list[PlantedFault]) -> dict[Path, str]:
-    """The sources by their paths, with each fault beside what it replaces."""
+    """Plants faults in sources, by path. Each fault stands beside the code that it replaces."""
     insertions: dict[Path, list[tuple[int, int, int, str]]] = {}
     for number, fault in enumerate(faults):
         path, right = _place_of(fault, sources)
         begin, end = right.span("right")
         is_statement = right["right"].endswith(";")
         opening, closing = _STATEMENTS if is_statement else _EXPRESSION
-        # At one place what ends comes before what begins, and the longest begins first.
+        # Where faults touch, ends come before beginnings, and the longest code begins first.
         insertions.setdefault(path, []).extend(
             [
                 (begin, 1, begin - end, opening.format(number, fault.wrong)),

@@ -1,7 +1,7 @@
 """The table of features and doors, from the records of the tests: `make features` writes it.
 
-A test that is marked `proves("a column", ...)` counts there, for every feature of its case, when it
-passes. What stands in braces is a parameter of the test.
+A passed test with the mark `proves("a column", ...)` counts in these columns, for every feature of
+its case. Names in braces stand for the test's parameters.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ FEATURES = [
 
 
 def features_of(case: Any) -> list[str]:
-    """Of FEATURES, those that a case uses."""
+    """The features of FEATURES that a case uses."""
     is_separate = case.kv_layout is not None and "2" not in case.kv_layout
     if not hasattr(case, "sequences"):
         used = {
@@ -114,7 +114,7 @@ def features_of(case: Any) -> list[str]:
 
 
 def note_what_is_proven(item: pytest.Item) -> None:
-    """Leaves with a test what it will prove by passing."""
+    """Records the features and columns that a test proves when it passes."""
     marker = item.get_closest_marker("proves")
     if marker is not None:
         parameters = item.callspec.params  # type: ignore[attr-defined]

@@ -1,5 +1,4 @@
-"""Where the CUDA handlers run in the tests: on the CPU, emulated, or, with XLA_GPU_TEST_ON=cuda, on the
-machine's GPU."""
+"""The GPU of the tests: emulated on the CPU or, with XLA_GPU_TEST_ON=cuda, the machine's own."""
 
 from __future__ import annotations
 
@@ -19,15 +18,15 @@ ON_CUDA = os.environ.get("XLA_GPU_TEST_ON") == "cuda"
 
 class Gpu:
     def __init__(self, native: Any, prefill: str = "any") -> None:
-        """`prefill`: the kernel that long queries may run on."""
+        """`prefill`: the kernel for long queries, as XLA_GPU_CUDA_PREFILL names it."""
         self.native = native
         self.prefill = prefill
 
     def run(
         self, op: Any, operands: Sequence[Any], results: Sequence[Any], seed: int, **attributes: Any
     ) -> None:
-        """Calls an op's handler; writes into the results, which may be operands. The seed varies
-        the order of threads, where something does."""
+        """Calls an op's handler. Writes into the results, which may be operands. The seed chooses
+        the order of threads of the emulated GPU."""
         self.native.set_cuda_prefill(self.prefill)
         call = self.native.EagerCall("cuda", op.TARGET, attributes, specs(operands), specs(results))
         self._call(call, operands, results, seed)
@@ -61,7 +60,7 @@ def to_cuda(array: Any) -> Any:
 
 
 def keywords_to_cuda(keywords: dict[str, Any]) -> dict[str, Any]:
-    """The same, with its arrays on the GPU."""
+    """Keyword arguments with their arrays on the GPU."""
     arrays, options = split_keywords(keywords)
     return options | {name: to_cuda(x) for name, x in arrays.items()}
 

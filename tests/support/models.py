@@ -1,4 +1,4 @@
-"""A layer of PyTorch that updates its cache and attends to it."""
+"""A PyTorch layer that updates its cache and attends to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def tensors(arguments: dict[str, Any]) -> list[torch.Tensor]:
 
 
 class Layer(torch.nn.Module):
-    """One attention layer with its cache: what gets exported."""
+    """One attention layer with its cache, for export."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Builds of shared_ffi._native apart from the installed one: emulated CUDA, planted faults."""
+"""Builds shared_ffi._native for tests: with emulated CUDA, with planted faults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 def run(
     *command: object, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """The outcome of a command that may find tools beside this interpreter."""
+    """Runs a command. Tools beside this interpreter are on its PATH."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
         [str(word) for word in command],
@@ -29,7 +29,7 @@ def run(
 
 
 def ffi_headers() -> Path:
-    """XLA's, from the installed build's folder."""
+    """The folder of the XLA FFI headers in the installed build."""
     folder = next(ROOT.glob("build/*/xla_ffi"), None)
     if folder is None:
         pytest.skip("no build folder with the XLA FFI headers: pip install --editable leaves one")
@@ -37,7 +37,7 @@ def ffi_headers() -> Path:
 
 
 def configure(source: Path, build: Path, *options: str) -> None:
-    """Prepares a build of the sources in a folder laid out as this repository."""
+    """Configures a build of sources in a folder laid out as this repository."""
     nanobind = pytest.importorskip("nanobind", reason="needed to build the kernels")
     outcome = run(
         "cmake",
@@ -51,7 +51,7 @@ def configure(source: Path, build: Path, *options: str) -> None:
 
 
 def build(folder: Path) -> Path:
-    """Brings a configured build up to date; the path of its module."""
+    """Brings a configured build up to date. Returns the path of its module."""
     outcome = run("cmake", "--build", folder)
     assert outcome.returncode == 0, outcome.stdout
     (module,) = folder.glob("_native*.so")
@@ -59,7 +59,7 @@ def build(folder: Path) -> Path:
 
 
 def load(path: Path | str, name: str) -> Any:
-    """Imports the module at a path under a name whose last part is _native."""
+    """Imports the module at a path. The last part of the name must be _native."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -35,7 +35,7 @@ def attend(case: Case) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the calls."""
     for case in CASES:
         if case.id.rpartition("-")[0] in IDS:
             attend(case)

@@ -10,16 +10,19 @@ from pathlib import Path
 
 
 def dump_flags(directory: Path) -> str:
-    """XLA_FLAGS of a process whose programs hlo.CompiledPrograms reads. Only torch_xla's: JAX can
-    show its optimized HLO without a dump."""
+    """XLA_FLAGS of a process whose torch_xla programs hlo.CompiledPrograms reads. JAX shows its
+    optimized HLO without a dump."""
     of_torch_xla = "--xla_dump_hlo_module_re=SyncTensorsGraph.*"
     return f"--xla_dump_to={directory} --xla_dump_hlo_as_text {of_torch_xla}"
 
 
 def start(script: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """Starts a script in the repository's root, on the CPU, with no other variables of this
-    process's environment than PATH."""
-    defaults = {"PATH": os.environ["PATH"], "JAX_PLATFORMS": "cpu", "PJRT_DEVICE": "CPU"}
+    """Starts a script in the repository's root, on the CPU. It sees only these variables of this
+    process's environment: PATH and where temporary files go."""
+    defaults = {"JAX_PLATFORMS": "cpu", "PJRT_DEVICE": "CPU"}
+    for name in ("PATH", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR"):
+        if name in os.environ:
+            defaults[name] = os.environ[name]
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script), *arguments],
         cwd=Path(__file__).parents[2],
@@ -31,14 +34,14 @@ def start(script: str, *arguments: str, **environment: str) -> subprocess.Popen[
 
 
 def run(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The outcome of a script."""
+    """Runs a script to its end."""
     process = start(script, *arguments, **environment)
     output, errors = process.communicate(timeout=300)
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 def output(script: str, *arguments: str, **environment: str) -> list[str]:
-    """The lines that a script prints; it must not fail."""
+    """Runs a script, which must not fail. Returns the lines that it prints."""
     outcome = run(script, *arguments, **environment)
     assert outcome.returncode == 0, outcome.stderr
     return outcome.stdout.splitlines()

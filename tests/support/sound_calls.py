@@ -1,4 +1,4 @@
-"""A small call of each op that breaks no rule, as keyword arguments that a test may replace."""
+"""A small sound call of each op, as keyword arguments that a test may replace."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ FEATURES = ("value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes")
 
 
 def split(arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The operands that every call has, and the keyword arguments."""
+    """Splits arguments into the operands of every call and the keyword arguments."""
     arrays = {k: v for k, v in arguments.items() if isinstance(v, np.ndarray) and k not in FEATURES}
     return [*arrays.values()], {k: v for k, v in arguments.items() if k not in arrays}

@@ -1,4 +1,5 @@
-"""Programs that AOTInductor compiles, run where there is nothing of this project but one library."""
+"""Programs compiled by AOTInductor. They run with one library of this project and none of its
+Python packages."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from torch_frontend import aot_inductor
 OPS = torch.ops.xla_gpu
 LIBRARY = shared_ffi.library_path()
 BLOCK_SIZE = 4
-TABLES = [[3, 11, 7, 0], [5, 2, 9, 1], [-7, 99, -7, 99]]  # the last is padding's
+TABLES = [[3, 11, 7, 0], [5, 2, 9, 1], [-7, 99, -7, 99]]  # the last row is padding
 
 
 class Step(torch.nn.Module):
@@ -46,7 +47,7 @@ class Step(torch.nn.Module):
 
 
 class Features(torch.nn.Module):
-    """A strided cache of float8, one of int8 with other layouts and features; both the caller's."""
+    """A strided float8 cache, and an int8 cache with other features. Both belong to the caller."""
 
     def forward(
         self, floats: torch.Tensor, ints: torch.Tensor, key: torch.Tensor, slots: torch.Tensor,
@@ -121,7 +122,7 @@ def features(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_alone(script: str, *arguments: object, **environment: str) -> Any:
-    """Of a process that cannot import what this project is made of, nor JAX and torch_xla."""
+    """Runs a script in a process that cannot import this project, JAX or torch_xla."""
     prelude = """
         import sys
         for name in ("shared_ffi", "torch_frontend", "jax_frontend", "jax", "torch_xla"):
@@ -145,7 +146,7 @@ RUN = """
 
 
 def outcomes_of(package: Path, calls: list[tuple[torch.Tensor, ...]], folder: Path) -> Any:
-    """What the calls return, one after the other, and their arguments as they are then."""
+    """Makes the calls in turn. Returns the result and the arguments after each call."""
     torch.save(calls, folder / "calls.pt")
     outcome = run_alone(RUN, package, folder / "calls.pt", folder / "outcomes.pt")
     assert outcome.returncode == 0, outcome.stderr
@@ -221,7 +222,7 @@ def test_faulty_tables_are_named(step: Path, tmp_path: Path) -> None:
 
 
 def test_the_library_may_be_loaded_from_anywhere(step: Path, tmp_path: Path) -> None:
-    """As on a machine that has nothing but the package and a copy of the library."""
+    """A machine needs nothing but the package and a copy of the library."""
     copy = shutil.copy(LIBRARY, tmp_path)
     script = """
         package, call, library = sys.argv[1:]
@@ -237,7 +238,7 @@ def test_the_library_may_be_loaded_from_anywhere(step: Path, tmp_path: Path) -> 
 
 def test_it_takes_as_many_threads_as_torch(step: Path, tmp_path: Path) -> None:
     key, slots, query, *metadata = tokens_of(STEPS[0])
-    repeats = 500  # much to write, so that it is shared among threads
+    repeats = 500  # enough rows for several threads
     repeated = (key.repeat(repeats, 1, 1), slots.repeat(repeats), query.repeat(repeats, 1, 1))
     torch.save((*repeated, *metadata), tmp_path / "call.pt")
     script = """
@@ -332,7 +333,7 @@ def for_cuda(arguments: tuple[torch.Tensor, ...], shapes: Any) -> torch.fx.Graph
 
 
 class OnEmulatedGpu(torch.fx.Interpreter):
-    """Runs such a graph; the one operator in it that has no Python kernel, on the emulated GPU."""
+    """Runs the graph of for_cuda. The operator without a Python kernel runs on the emulated GPU."""
 
     def __init__(self, graph: torch.fx.GraphModule, native_module: Any) -> None:
         super().__init__(graph)
@@ -354,7 +355,7 @@ class OnEmulatedGpu(torch.fx.Interpreter):
 
 
 def test_scratch_on_cuda_follows_the_shapes(emulated: Any) -> None:
-    """The handler refuses any other size."""
+    """The handler refuses a scratch of any other size."""
     cache = torch.randn(12, BLOCK_SIZE, 4, 16)
     calls = []
     for lengths, columns in [(STEPS[0], 4), (STEPS[2], 200), ([(300, 300), (1, 2)], 1000)]:

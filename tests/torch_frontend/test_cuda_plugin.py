@@ -1,4 +1,4 @@
-"""torch_xla on CUDA, as far as a machine without a GPU can show it."""
+"""torch_xla on CUDA: what can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(CudaPlugin().physical_chip_count() > 0, reason="there is a GPU")
-def test_up_to_the_missing_gpu() -> None:
+def test_only_the_gpu_is_missing() -> None:
     """torch_xla loads JAX's plugin and asks it for a client; only the hardware is missing."""
     outcome = subprocess.run(
         [sys.executable, "-c", "import torch_xla; torch_xla.device()"],

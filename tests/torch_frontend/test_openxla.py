@@ -69,7 +69,7 @@ def test_kv_cache_update(case: UpdateCase, programs: list[Any]) -> None:
 
 
 def test_a_graph_of_other_operators(programs: list[Any]) -> None:
-    """Results of every kind; constants of the graph; arguments that are returned or not used."""
+    """Results of every kind, constants of the graph, and arguments that are returned or unused."""
     table = torch.tensor([3.0, 1.0, 2.0])
 
     def function(x: torch.Tensor, index: torch.Tensor, unused: torch.Tensor) -> Any:
@@ -244,7 +244,7 @@ def test_a_program_for_each_shape_and_no_more(programs: list[Any]) -> None:
     assert len(programs) == 3
 
 
-def test_the_next_step_of_torch_xla_is_not_disturbed() -> None:
+def test_a_pending_step_of_torch_xla_survives_a_compiled_call() -> None:
     lazy = torch.ones(3, device=torch_xla.device()) + 1
     with torch.no_grad():
         kept = compiled(lambda x: x * 2)(torch.ones(3))
@@ -252,9 +252,9 @@ def test_the_next_step_of_torch_xla_is_not_disturbed() -> None:
     assert torch.equal(lazy.cpu(), kept)
 
 
-def test_training_needs_another_backend_for_our_ops_only() -> None:
-    """In a process that has compiled little: PyTorch before pytorch/pytorch#189325 wraps a backend's
-    compiler of backward graphs once more for each graph, until it recurses too deeply."""
+def test_graphs_without_our_ops_can_be_trained() -> None:
+    """Needs a new process: PyTorch before pytorch/pytorch#189325 wraps the compiler of backward
+    graphs again for each graph, until the recursion is too deep."""
     script = """
     import torch
     import torch_frontend
@@ -272,7 +272,7 @@ def test_random_numbers_are_refused() -> None:
         compiled(lambda x: x + torch.rand(3))(torch.ones(3))
 
 
-def test_what_pytorch_cannot_exchange_is_refused() -> None:
+def test_dtypes_that_pytorch_cannot_exchange_are_refused() -> None:
     case = next(x for x in SHORT_CASES if x.cache_dtype == "float8_e4m3fn")
     message = (
         "PyTorch cannot exchange tensors of 8-bit floats with JAX; got torch.float8_e4m3fn on cpu"
@@ -281,7 +281,7 @@ def test_what_pytorch_cannot_exchange_is_refused() -> None:
         doors.in_openxla_on_torch("paged_attention", *case.inputs(), **case.attributes())
 
 
-def test_what_torch_xla_cannot_lower_is_refused() -> None:
+def test_operators_that_torch_xla_cannot_lower_are_refused() -> None:
     message = "torch_xla cannot lower aten.linalg_eig"
     with torch.no_grad(), pytest.raises(NotImplementedError, match=message):
         compiled(torch.linalg.eigvals)(torch.eye(3))

@@ -1,4 +1,4 @@
-"""What PyTorch users do with the ops on the CPU: schemas, opcheck, torch.compile, export, autograd."""
+"""The ops in PyTorch on the CPU: schemas, opcheck, torch.compile, export, autograd."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_dynamic_shapes_compile_once() -> None:
     function = torch.compile(
         lambda *a: OPS.paged_attention(*a, 0.5), backend=counter, fullgraph=True, dynamic=True
     )
-    for num_tokens in (11, 12, 13):  # no size equals another: torch would take them for one symbol
+    for num_tokens in (11, 12, 13):  # no two sizes are equal: torch would give them one symbol
         _, *rest = tensors(attention())
         query = torch.randn(num_tokens, 4, 8)
         assert torch.equal(function(query, *rest), OPS.paged_attention(query, *rest, 0.5))
@@ -133,7 +133,7 @@ def test_export() -> None:
 
 
 def test_strided_caches_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where an engine keeps the caches of all layers in one array."""
+    """Some engines keep the caches of all layers in one array."""
     run, given = eager.run_on_cpu, set()
     monkeypatch.setattr(
         eager, "run_on_cpu", lambda call, x, *rest: (given.update(x), run(call, x, *rest))[1]
@@ -157,7 +157,7 @@ def test_strided_caches_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same_bits(doors.to_numpy(cache), doors.to_numpy(dense))
     assert layers[:, ::2].isnan().all()
 
-    for x in (cache, dense):  # and where K and V are views of one array
+    for x in (cache, dense):  # also where K and V are views of one array
         keys, values = x.unbind(1)
         result = OPS.paged_attention(
             query, keys, *metadata, **attributes | {"kv_layout": "nhbd"}, value_cache=values
@@ -187,7 +187,8 @@ def test_autograd_is_refused(device: str) -> None:
 
 @pytest.fixture
 def cuda(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch._C.DispatchKeySet]:
-    """What the dispatcher is told for CUDA tensors; they are the CPU's here, and so is the GPU."""
+    """The dispatch keys of CUDA tensors. Here the tensors are on the CPU and the GPU is
+    emulated."""
     monkeypatch.setattr(eager, "_native", emulated)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
@@ -300,7 +301,7 @@ PERSISTENT = """
 
 
 def test_programs_in_inductors_cache(tmp_path: Any) -> None:
-    """Another process finds them, and takes none for that of another scale."""
+    """Another process finds the programs and does not confuse those of two scales."""
     settings = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     run = partial(scripts.output, PERSISTENT, **settings)
     small, large, counts = run("0.25", "0.5")
@@ -327,7 +328,7 @@ def test_decode_loop_compiles_once() -> None:
     assert counter.frame_count == 1
 
 
-def test_after_a_fork() -> None:
+def test_calls_after_a_fork() -> None:
     """A forked child has none of the parent's threads."""
     script = """
         import os, torch, torch_frontend

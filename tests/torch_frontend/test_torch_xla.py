@@ -1,5 +1,5 @@
-"""What torch_xla users do with the ops: lazy mode, torch.compile(backend="openxla"), export, and the
-traps of the obvious route, each as a test."""
+"""The ops in torch_xla: lazy mode, torch.compile(backend="openxla"), export, and the traps of
+`_xla_custom_call`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_update_then_attention_in_one_step(compiled: bool, mode: Any) -> None:
 
 @pytest.mark.parametrize("backend", [None, "openxla"])
 def test_update_is_in_place(backend: str | None, compiled: hlo.CompiledPrograms) -> None:
-    num_blocks = 5 if backend else 6  # shapes of its own, so that it compiles programs of its own
+    num_blocks = 5 if backend else 6  # unique shapes, so that new programs are compiled
     _, *rest = on_xla(split(update())[0])
     cache = torch.zeros(num_blocks, 2, 4, 8).to(torch_xla.device())
     function = OPS.kv_cache_update
@@ -153,7 +153,7 @@ def test_nothing_falls_back_to_aten() -> None:
     assert [name for name in metrics.counter_names() if name.startswith("aten::")] == []
 
 
-# The traps. Each of these gave a silently wrong result by way of `_xla_custom_call`.
+# The traps: each of these gave a wrong result without an error through `_xla_custom_call`.
 
 
 @pytest.mark.parametrize(
@@ -190,9 +190,7 @@ def test_transposed_operand_reaches_the_kernel_in_row_major_order(
     compiled: hlo.CompiledPrograms,
 ) -> None:
     query, *rest = random_attention()
-    query = np.concatenate(
-        [query] * 3
-    )  # a shape of its own, so that it compiles a program of its own
+    query = np.concatenate([query] * 3)  # a unique shape, so that a new program is compiled
     transposed = doors.to_xla(np.ascontiguousarray(query.transpose(1, 0, 2)))
     rest_on_xla = on_xla(rest)
     torch_xla.sync()
@@ -213,8 +211,8 @@ def test_transposed_operand_reaches_the_kernel_in_row_major_order(
 
 @pytest.mark.xfail(strict=True, reason="pytorch/xla issue 8353: it hashes these two graphs alike")
 def test_graphs_that_differ_in_which_input_feeds_which_operand() -> None:
-    """Not of our making, and not ours to mend: every op of torch_xla is affected. When this test
-    begins to pass, the troubleshooting entry can go."""
+    """A bug of torch_xla that affects all of its ops. When this test begins to pass, delete the
+    entry in the troubleshooting page."""
     inputs = [torch.randn(12, 12) for _ in range(3)]
 
     def one(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -231,7 +229,7 @@ def test_graphs_that_differ_in_which_input_feeds_which_operand() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["lazy", "openxla"])
 def test_decode_loop_compiles_once(compiled: bool) -> None:
-    """200 steps; whatever compiles must have compiled after the second."""
+    """Makes 200 steps. Nothing is compiled after the second."""
     rng = np.random.default_rng(0)
     cache = torch.zeros(16, 16, 4, 8).to(torch_xla.device())
     tables = doors.to_xla(rng.permutation(16).astype(np.int32)[None])

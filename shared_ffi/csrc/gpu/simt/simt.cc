@@ -19,11 +19,11 @@ namespace simt {
 namespace {
 
 constexpr size_t kStackBytes = 256 * 1024;
-constexpr size_t kMaxSharedBytes = 227 * 1024;  // of a block on sm_90; 99 KiB on the smallest GPUs
-constexpr uint32_t kSharedBegin = 1024;  // of a block's memory: the system has what is before
+constexpr size_t kMaxSharedBytes = 227 * 1024;  // per block on sm_90; 99 KiB on the smallest GPUs
+constexpr uint32_t kSharedBegin = 1024;         // the system reserves the memory before it
 constexpr int kBarriers = 16;
 constexpr int kWarpsPerGroup = 4;
-constexpr int kDepth = 16;  // of a product's sums
+constexpr int kDepth = 16;  // K of a product
 
 struct Copy {
   void* to;
@@ -46,17 +46,17 @@ struct Fiber {
   std::vector<std::vector<Copy>> copies;  // by group, the last still open
 };
 
-// Copies of a thread, and the barrier where it arrives when they have landed.
+// Copies of a thread, and the barrier where the thread arrives after they have landed.
 struct Arrival {
   int thread;
   std::vector<Copy> copies;
   void* barrier;
 };
 
-// What a barrier in shared memory holds.
+// The contents of a barrier in shared memory.
 struct PhaseBarrier {
   int16_t count;    // arrivals of a phase; shared memory starts with less than 0
-  int16_t pending;  // those to come
+  int16_t pending;  // arrivals still missing
   int32_t phase;
 
   static PhaseBarrier* At(void* address) {
@@ -67,7 +67,7 @@ struct PhaseBarrier {
   }
 };
 
-// A warp's part of a product, and what it was handed in by each lane.
+// A warp's part of a product, and the arguments of each lane.
 struct StartedProduct {
   std::array<Product, kWarpSize> lanes;
   std::array<std::array<uint32_t, 4>, kWarpSize> a;
@@ -87,7 +87,7 @@ struct WarpProducts {
   std::map<float*, Sums> sums;       // of products under way, by where the first lane's go
 };
 
-// What every warp of a warpgroup must ask for alike.
+// The arguments that all warps of a warpgroup must give alike.
 struct ProductOfGroup {
   uint64_t a_descriptor, b_descriptor;
   int num_columns;
@@ -108,14 +108,14 @@ struct ProductOfGroup {
   }
 };
 
-// Threads that meet, and what those already there have handed in.
+// A meeting of threads, and the arguments of those that have arrived.
 struct Meeting {
   const char* operation = nullptr;
   std::vector<void*> handed_in;  // by thread, and a null at the end
   std::vector<int> waiting;
 };
 
-// The block that runs.
+// The running block.
 struct Block {
   std::vector<Fiber> fibers;
   std::vector<int> ready;
@@ -160,7 +160,7 @@ void ArriveAt(void* address) {
   waiting.clear();
 }
 
-// Those of a thread land in their order.
+// The copies of a thread land in order.
 void LandArrival(size_t i) {
   std::vector<Arrival>& arrivals = g_block.arrivals;
   const int thread = arrivals[i].thread;
@@ -217,7 +217,7 @@ void OnSegfault(int, siginfo_t*, void*) {
   siglongjmp(g_block.failed, 1);
 }
 
-// While it lives, a segmentation fault fails the kernel instead of ending the process.
+// During its lifetime a segmentation fault fails the kernel instead of ending the process.
 class SegfaultGuard {
  public:
   SegfaultGuard() {
@@ -271,13 +271,12 @@ void StartFibers(int num_threads) {
 void RunBlock(int num_threads) {
   Block& block = g_block;
   StartFibers(num_threads);
-  // One warp, or none, runs almost only where others wait for it.
+  // Delays one warp, or none: it runs almost only when the others wait for it.
   const int slow_warp = static_cast<int>(block.random() % (num_threads / kWarpSize + 1));
   const unsigned patience = std::array<unsigned, 3>{4, 64, 0}[block.random() % 3];
   std::vector<bool> started(num_threads, false);
   while (block.num_running > 0) {
-    // Nobody need wait for copies that end in an arrival: they land by themselves, soon, late, or
-    // when everyone waits.
+    // Copies that end in an arrival land without a wait: early, late, or when every thread waits.
     while (!block.arrivals.empty() &&
            (block.ready.empty() || (patience != 0 && block.random() % patience == 0))) {
       LandArrival(block.random() % block.arrivals.size());
@@ -421,9 +420,9 @@ constexpr uint32_t kUnderWay = 0x7fbadbad;  // a NaN
 
 WarpProducts& ProductsOfWarp() { return g_block.products[g_block.current / kWarpSize]; }
 
-// A matrix of 16-bit elements in shared memory, by the PTX ISA's "Matrix Descriptor Format" and
-// "Strides" of wgmma. `major` counts along the dimension whose elements lie side by side: K of a
-// K-major matrix, M or N of the other.
+// A matrix of 16-bit elements in shared memory, as "Matrix Descriptor Format" and "Strides" of
+// wgmma in the PTX ISA define it. `major` is the index in the contiguous dimension: K in a K-major
+// matrix, otherwise M or N.
 class SharedMatrix {
  public:
   SharedMatrix(uint64_t descriptor, bool is_k_major) : is_k_major_(is_k_major) {
@@ -446,7 +445,7 @@ class SharedMatrix {
     } else {
       address += chunk / chunks * leading_;
     }
-    // Of 128 bytes: bits 4 to 6 are exchanged by bits 7 to 9; of fewer, by fewer.
+    // The swizzle of 128 bytes: bits 4 to 6 ^= bits 7 to 9. Narrower swizzles use fewer bits.
     address ^= address >> 3 & (width_ - 16);
     address += major % 8 * 2;
     if (address < kSharedBegin || address + 2 > kSharedBegin + g_block.shared_bytes) {
@@ -466,7 +465,7 @@ class SharedMatrix {
   uint32_t start_, leading_, stride_, width_;
 };
 
-// sums = [sums +] a * b of the warp's 16 rows, as lanes hold them.
+// sums = [sums +] a * b for the warp's 16 rows, in the lanes' register layout.
 void Compute(int warp, const StartedProduct& started, Sums* sums) {
   const Product& product = started.lanes[0];
   float a[kDepth][kDepth];
@@ -509,7 +508,7 @@ void Compute(int warp, const StartedProduct& started, Sums* sums) {
   }
 }
 
-// Computes what is left of a warp's first `num_groups`; the sums stay under way.
+// Computes the remaining products of a warp's first `num_groups` groups. The sums stay under way.
 void ComputeGroups(int warp, size_t num_groups) {
   WarpProducts& products = g_block.products[warp];
   for (size_t g = 0; g < num_groups; ++g) {
@@ -648,7 +647,7 @@ cudaError_t Launch(const std::function<void()>& kernel, const cudaLaunchConfig_t
   if (!g_failure.empty()) return cudaErrorLaunchFailure;
   const SegfaultGuard guard;
   const size_t page = 4096, size = (shared_bytes + page - 1) / page * page;
-  // Shared memory ends where a page that nobody may touch begins.
+  // Shared memory ends at a guard page.
   char* memory = static_cast<char*>(
       mmap(nullptr, size + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   mprotect(memory + size, page, PROT_NONE);

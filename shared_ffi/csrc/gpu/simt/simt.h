@@ -1,17 +1,17 @@
-// Runs CUDA kernels on the CPU, to test them where there is no GPU: the other implementation of
-// shared_ffi/csrc/gpu/device.cuh, and of the CUDA runtime that launch.cuh calls.
+// Emulates CUDA kernels on the CPU, for tests without a GPU. Implements the functions of
+// shared_ffi/csrc/gpu/device.cuh and the CUDA runtime that launch.cuh calls.
 //
 // The threads of a block are fibers of one processor thread, and blocks run one after the other. A
-// fiber runs until it must wait for others, and the one that goes on is drawn at random, so that a
-// result that hangs on an order that nothing enforces changes from seed to seed. Asynchronous
-// copies land when the kernel waits for them, or at any time before. Shared memory starts as NaN. A
-// kernel that deadlocks, leaves its memory, breaks an alignment or runs its lanes into different
-// instructions fails with a message.
+// fiber runs until it must wait for others. The next fiber is drawn at random, so a result that
+// depends on an order without synchronization changes with the seed. Asynchronous copies land when
+// the kernel waits for them, or at a random time before. Shared memory starts as NaN. A kernel
+// fails with a message if it deadlocks, accesses memory outside its arrays, breaks an alignment, or
+// if the lanes of a warp reach different warp instructions.
 //
-// The products of a warpgroup are as late as the PTX ISA allows. Each warp computes its 16 rows by
-// itself, when it waits or, at random, when it commits; until then the accumulators are NaN. What
-// they read is shared memory as it was at the last fence of the async proxy, by any warp, at the
-// addresses that a decoded descriptor gives.
+// The products of a warpgroup (wgmma) are as late as the PTX ISA allows. Each warp computes its 16
+// rows when it waits or, at random, when it commits. Until then the accumulators are NaN. Products
+// read shared memory as it was at the last async proxy fence of any warp, at the addresses in the
+// decoded descriptor.
 //
 // Seeds come from the environment variable XLA_GPU_SIMT_SEED. A call of the CUDA runtime fails when
 // XLA_GPU_SIMT_FAIL names it.
@@ -58,19 +58,19 @@ inline constexpr int kWarpSize = 32;
 // Ends the kernel with a message.
 [[noreturn]] void Fail(const char* message);
 
-// Waits for every thread of the warp, or for so many threads at one of the block's barriers; the
-// last to come calls `act` with what each of them handed in (of a warp: by lane), and a null
-// behind. All must name the same operation.
+// Waits for every thread of the warp, or for a number of threads at one of the block's barriers.
+// The last thread calls `act` with the arguments of all threads, in lane order for a warp, followed
+// by a null. All threads must name the same operation.
 using Action = std::function<void(void* const* handed_in)>;
 void MeetWarp(const char* operation, void* hand_in, const Action& act);
 void MeetAt(int barrier, int num_threads, const char* operation, void* hand_in, const Action& act);
 
-int NumThreads();  // of the block
+int NumThreads();  // in the block
 
 char* SharedMemory();
 void CheckShared(const void* address, size_t num_bytes);
 
-// Of a shared address, as instructions that take a number get it.
+// The number of a shared memory address, for instructions that take one.
 uint32_t SharedAddress(const void* address);
 
 void CopyAsync(void* to, const void* from, bool valid);
@@ -82,8 +82,8 @@ void Arrive(void* barrier);
 void ArriveAfterCopies(void* barrier);
 void WaitForPhase(void* barrier, int parity);
 
-// What the async proxy reads becomes what the threads have written. By whole warps, so that it need
-// not be done for each thread.
+// Makes the threads' writes to shared memory visible to the async proxy. A whole warp calls it, so
+// the copy is made once for 32 threads.
 void FenceAsyncProxy();
 
 // d = [d +] a * b by a warpgroup, for a of 64x16, b of 16 x num_columns.
@@ -311,8 +311,8 @@ void StartProductTransposed(float (&d)[kBlocks][4], const uint32_t (&a)[4], uint
 
 }  // namespace xla_gpu::gpu
 
-// The CUDA runtime, as far as launch.cuh calls it. The seed chooses among devices that are all
-// sm_90 and differ in their number of multiprocessors.
+// The part of the CUDA runtime that launch.cuh calls. The seed chooses the number of
+// multiprocessors of the device, which is always an sm_90.
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorLaunchFailure = 719, cudaErrorUnknown = 999 };
 enum cudaDeviceAttr {
@@ -336,10 +336,10 @@ const char* cudaGetErrorString(cudaError_t error);
 
 namespace simt {
 
-// The outcome of a call: an error where XLA_GPU_SIMT_FAIL names it.
+// The result of a call: an error if XLA_GPU_SIMT_FAIL names the call.
 cudaError_t OutcomeOf(const char* call);
 
-// Runs a kernel; cudaGetErrorString says why it failed.
+// Runs a kernel. If it fails, cudaGetErrorString returns the message.
 cudaError_t Launch(const std::function<void()>& kernel, const cudaLaunchConfig_t& config);
 
 }  // namespace simt
