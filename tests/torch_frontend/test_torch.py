@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import jax_frontend
 from harness.compare import assert_close_on_cuda, assert_same_bits
 from shared_ffi import eager, simple_add
 from shared_ffi.spec import ArraySpec
@@ -24,30 +26,32 @@ OPS = torch.ops.xla_gpu
 
 
 def test_schemas() -> None:
-    arguments = (
+    """The positional arguments never change. The keyword-only ones are those of the JAX function."""
+    attention_arguments = (
         "(Tensor query, Tensor kv_cache, Tensor context_lens, Tensor block_tables, "
         "Tensor query_start_loc, Tensor num_seqs, float scale, int? sliding_window=None, "
-        "float? soft_cap=None, *, Tensor? value_cache=None, str? kv_layout=None, "
-        "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? sinks=None, Tensor? alibi_slopes=None, bool causal=True, int? window_right=None, int? max_query_len=None)"
+        "float? soft_cap=None, *, "
     )
-    assert [
-        str(op._schema)
-        for op in (
-            OPS.paged_attention.default,
-            OPS.paged_attention.lse,
-            OPS.kv_cache_update.default,
-            OPS.simple_add.default,
-        )
-    ] == [
-        f"xla_gpu::paged_attention{arguments} -> Tensor",
-        f"xla_gpu::paged_attention.lse{arguments} -> (Tensor output, Tensor lse)",
-        "xla_gpu::kv_cache_update(Tensor($0! -> ) kv_cache, Tensor key, Tensor value, "
-        "Tensor slot_mapping, *, Tensor($1! -> )? value_cache=None, str? kv_layout=None, "
-        "Tensor? k_scale=None, Tensor? v_scale=None) -> ()".replace("$1! -> ", "b!").replace(
-            "$0! -> ", "a!"
+    schemas = {
+        OPS.paged_attention.default: (attention_arguments, " -> Tensor"),
+        OPS.paged_attention.lse: (attention_arguments, " -> (Tensor output, Tensor lse)"),
+        OPS.kv_cache_update.default: (
+            "(Tensor(a!) kv_cache, Tensor key, Tensor value, Tensor slot_mapping, *, ",
+            " -> ()",
         ),
-        "xla_gpu::simple_add(Tensor a, Tensor b) -> Tensor",
-    ]
+        OPS.simple_add.default: ("(Tensor a, Tensor b)", " -> Tensor"),
+    }
+    for op, (arguments, results) in schemas.items():
+        schema = str(op._schema)
+        assert arguments in schema and schema.endswith(results)
+        function = getattr(jax_frontend, op._schema.name.removeprefix("xla_gpu::"))
+        in_jax = {
+            name: parameter.default
+            for name, parameter in inspect.signature(function).parameters.items()
+            if parameter.kind is parameter.KEYWORD_ONLY and name != "return_lse"
+        }
+        in_torch = {x.name: x.default_value for x in op._schema.arguments if x.kwarg_only}
+        assert in_torch == in_jax
 
 
 @pytest.mark.parametrize(
