@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import jax
@@ -88,7 +89,7 @@ CALLS: dict[str, tuple[str, int, int, int, tuple[int, ...]]] = {
     ids=str,
 )
 @pytest.mark.parametrize("name", CALLS)
-def test_jax(name: str, options: dict[str, Any]) -> None:
+def test_v3(name: str, options: dict[str, Any]) -> None:
     call = inputs(*CALLS[name])
     is_one_row = "one row" in name
     sinks = np.random.default_rng(1).standard_normal(call["queries"].shape[1]).astype(F32)
@@ -102,7 +103,7 @@ def test_jax(name: str, options: dict[str, Any]) -> None:
         **as_here,
     )
     arrays = {name: jnp.asarray(x) for name, x in call.items()}
-    output, updated = jax_frontend.ragged_paged_attention(
+    output, updated = jax_frontend.ragged_paged_attention_v3(
         **arrays, attention_sink=jnp.asarray(sinks), sm_scale=0.2, debug_mode=False, **options
     )
     assert arrays["kv_cache"].is_deleted()  # donated
@@ -115,43 +116,70 @@ def test_jax(name: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_cache_is_not_copied(name: str) -> None:
+def test_v3_does_not_copy_the_cache(name: str) -> None:
     call = {k: jnp.asarray(x) for k, x in inputs(*CALLS[name]).items()}
-    attend = jax.jit(jax_frontend.ragged_paged_attention, donate_argnames="kv_cache")
+    attend = jax.jit(jax_frontend.ragged_paged_attention_v3, donate_argnames="kv_cache")
     program = attend.lower(**call).compile().as_text()
     size = "[" + ",".join(map(str, call["kv_cache"].shape)) + "]"
     copies = [line for line in program.splitlines() if " copy(" in line and size in line]
     assert "xla_gpu_kv_cache_update" in program and copies == []
 
 
-def test_a_cache_that_is_not_updated() -> None:
+def test_v3_without_an_update() -> None:
     call = {k: jnp.asarray(x) for k, x in inputs(*CALLS["float32"]).items()}
-    expected, cache = jax_frontend.ragged_paged_attention(**call)
+    expected, cache = jax_frontend.ragged_paged_attention_v3(**call)
     call |= {"kv_cache": cache + 0, "keys": call["keys"] * 0}
-    output, unchanged = jax_frontend.ragged_paged_attention(**call, update_kv_cache=False)
+    output, unchanged = jax_frontend.ragged_paged_attention_v3(**call, update_kv_cache=False)
     assert_same_bits(np.asarray(output), np.asarray(expected))
     assert_same_bits(np.asarray(unchanged), np.asarray(cache))
 
 
-def test_in_a_jitted_function_with_another_output_dtype() -> None:
+def test_v3_in_a_jitted_function_with_another_output_dtype() -> None:
     call = {k: jnp.asarray(x) for k, x in inputs(*CALLS["float32"]).items()}
-    step = jax.jit(lambda call: jax_frontend.ragged_paged_attention(**call, out_dtype=jnp.bfloat16))
+    step = jax.jit(
+        lambda call: jax_frontend.ragged_paged_attention_v3(**call, out_dtype=jnp.bfloat16)
+    )
     output, _ = step(call)
     assert output.dtype == jnp.bfloat16
-    expected, _ = jax_frontend.ragged_paged_attention(**call)
+    expected, _ = jax_frontend.ragged_paged_attention_v3(**call)
     assert_same_bits(np.asarray(output), np.asarray(expected.astype(jnp.bfloat16)))
 
 
-def test_an_unknown_argument() -> None:
+def test_v3_refuses_an_unknown_argument() -> None:
     call = {k: jnp.asarray(x) for k, x in inputs(*CALLS["float32"]).items()}
     with pytest.raises(TypeError, match="no argument is called sofd_cap; got 3"):
-        jax_frontend.ragged_paged_attention(**call, sofd_cap=3)
+        jax_frontend.ragged_paged_attention_v3(**call, sofd_cap=3)
 
 
 PLAIN_CASES = [
     case for case in SHORT_CASES if [*case.attributes()] == ["scale", "sliding_window", "soft_cap"]
 ]
 assert PLAIN_CASES
+
+
+def test_both_frontends_have_the_same_arguments() -> None:
+    in_jax = inspect.signature(jax_frontend.ragged_paged_attention).parameters
+    in_torch = torch.ops.xla_gpu.ragged_paged_attention.default._schema.arguments
+    # use_kernel is torch_xla's own.
+    assert [x.name for x in in_torch if x.name != "use_kernel"] == [*in_jax]
+
+
+def test_jax() -> None:
+    for case in PLAIN_CASES:
+        arrays = [jnp.asarray(x) for x in case.inputs()]
+        scale, window, cap = case.attributes().values()
+        expected = jax_frontend.paged_attention(*arrays, scale, window, cap)
+        result = jax_frontend.ragged_paged_attention(
+            *arrays, sm_scale=scale, sliding_window=window, soft_cap=cap, num_kv_pages_per_block=8
+        )
+        assert_same_bits(np.asarray(result), np.asarray(expected))
+
+
+def test_jax_scales() -> None:
+    arrays = [jnp.asarray(x) for x in SHORT_CASES[0].inputs()]
+    expected = jax_frontend.paged_attention(*arrays, 0.1) * 3
+    result = jax_frontend.ragged_paged_attention(*arrays, sm_scale=0.2, k_scale=0.5, v_scale=3.0)
+    assert_same_bits(np.asarray(result), np.asarray(expected))
 
 
 @pytest.mark.parametrize("device", ["cpu", "xla"])

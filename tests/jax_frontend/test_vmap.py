@@ -353,8 +353,8 @@ def test_donated_caches_are_updated_in_place() -> None:
     assert_same_bits(np.asarray(caches), expected)
 
 
-def test_ragged_paged_attention() -> None:
-    """ragged_paged_attention becomes one update and one attention for all calls."""
+def test_ragged_paged_attention_v3() -> None:
+    """ragged_paged_attention_v3 becomes one update and one attention for all calls."""
     rng = np.random.default_rng(0)
 
     def normal(*size: int) -> np.ndarray:
@@ -364,11 +364,11 @@ def test_ragged_paged_attention() -> None:
     arrays = [normal(3, 6, heads, 16) for heads in (8, 2, 2)]
     arrays += [normal(3, 16, 16, 4, 1, 16), *(np.array([x] * 3, np.int32) for x in metadata)]
     arrays[4][1, 1], arrays[7][2, 2] = 7, 1
-    attend = jax.vmap(jax_frontend.ragged_paged_attention)
+    attend = jax.vmap(jax_frontend.ragged_paged_attention_v3)
     text = jax.jit(attend).lower(*arrays).compile().as_text()
     assert text is not None
     assert [len(hlo.custom_calls(text, x)) for x in (ATTENTION, UPDATE)] == [1, 1]
-    expected = one_by_one(jax_frontend.ragged_paged_attention, (0,) * 8, *arrays)
+    expected = one_by_one(jax_frontend.ragged_paged_attention_v3, (0,) * 8, *arrays)
     assert_same_bits(jax.tree.map(np.asarray, attend(*arrays)), expected)
 
 
