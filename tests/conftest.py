@@ -39,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--shuffle", action="store_true", help="mix the tests, to meet one that fails sooner"
     )
+    parser.addoption("--shard", default="1/1", help="I/N: only every Nth test, from the Ith on")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,9 +57,12 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(DUMP_DIR, ignore_errors=True)
 
 
+@pytest.hookimpl(trylast=True)  # of the tests that -k chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--shuffle"):
         random.Random(0).shuffle(items)
+    first, step = map(int, config.getoption("--shard").split("/"))
+    items[:] = items[first - 1 :: step]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
