@@ -213,7 +213,7 @@ def row_of(
                 absent[name] = f"wrong: {errors[name]:.3g} times the allowed error"
     times = seconds(contestants, budget=0.02, rest=0) if on_gpu else seconds(contestants)
     times = {name: [x / len(operands) for x in values] for name, values in times.items()}
-    row = {
+    return {
         "workload": workload.name,
         "kind": workload.kind,
         "model": str(workload.model),
@@ -226,10 +226,6 @@ def row_of(
         "errors": errors,
         "absent": absent,
     }
-    del operands, contestants
-    if on_gpu:
-        torch.cuda.empty_cache()
-    return row
 
 
 @takes_8_bits

@@ -21,7 +21,8 @@ from benchmarks.contest import (
     row_of,
     seconds,
 )
-from benchmarks.gpu.peers import PEERS
+from benchmarks.gpu.peers import PACKAGES, PEERS
+from benchmarks.machine import versions
 from benchmarks.workloads import Workload, of_trace, uniform
 from examples.replay.models import MODELS, Model
 
@@ -119,15 +120,19 @@ def main() -> None:
     if options.no_hopper:
         makers = {name: make for name, make in makers.items() if make is not ours_on_hopper}
     wanted = list(workloads(options.trace) if DEVICE == "cuda" else rehearsal())
-    results: dict[str, Any] = {"ours": [*OURS_ON_GPUS], "rows": []}
+    results: dict[str, Any] = {"ours": [*OURS_ON_GPUS], "peers": versions(PACKAGES), "rows": []}
     if options.out.exists():
-        results = json.loads(options.out.read_text())
+        before = json.loads(options.out.read_text())
+        # Rows without a library that is there now are measured once more.
+        results["rows"] = before["rows"] if before["peers"] == results["peers"] else []
     results["limits"] = limits()
     measured = {(row["kind"], row["workload"]) for row in results["rows"]}
     left = [each for each in wanted if (each.kind, each.name) not in measured]
     while left and time.monotonic() - start < options.seconds:
         workload = left.pop(0)
         row = row_of(workload, DEVICE, makers)
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
         results["rows"].append(row)
         results["not_measured"] = [each.name for each in left]
         # At once, or a kill could leave half a file.

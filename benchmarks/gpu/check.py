@@ -27,10 +27,7 @@ from benchmarks.gpu import pack, report
 from benchmarks.machine import cpu, versions
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = (
-    *("jax", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch", "torch_xla", "triton"),
-    *("flashinfer-python", "flash_attn_3"),
-)
+PACKAGES = ("jax", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch", "torch_xla", "triton")
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail=20"]
 # Warnings of later versions of the frameworks are no news of the kernels.
 PYTEST += ["-o", "filterwarnings=default", "--tb=short"]

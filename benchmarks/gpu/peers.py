@@ -131,3 +131,4 @@ PEERS: dict[str, Maker] = {
     "JAX cuDNN (contiguous)": jax_cudnn,
     "JAX Pallas": jax_pallas,
 }
+PACKAGES = ("flashinfer-python", "flash_attn_3")

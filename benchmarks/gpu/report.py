@@ -57,12 +57,14 @@ def _limits(bench: dict[str, Any]) -> str:
     )
 
 
-def _absent(bench: dict[str, Any]) -> list[str]:
+def _notes(bench: dict[str, Any]) -> list[str]:
+    there = ", ".join(f"{name} {version}" for name, version in bench["peers"].items() if version)
     reasons: dict[str, set[str]] = {}
     for row in bench["rows"]:
         for name, reason in row["absent"].items():
             reasons.setdefault(name, set()).add(reason)
-    lines = [f"{name}: {'; '.join(sorted(why))}" for name, why in sorted(reasons.items())]
+    lines = [f"other libraries: {there}"] if there else []
+    lines += [f"{name}: {'; '.join(sorted(why))}" for name, why in sorted(reasons.items())]
     if bench["not_measured"]:
         lines.append(f"not measured, for lack of time: {', '.join(bench['not_measured'])}")
     return lines
@@ -80,7 +82,7 @@ def markdown(results: dict[str, Any]) -> str:
     ]
     if "benchmark" in results:
         parts += [_limits(results["benchmark"]), _table(*_timings(results["benchmark"]))]
-        parts += ["\n".join(f"* {line}" for line in _absent(results["benchmark"]))]
+        parts += ["\n".join(f"* {line}" for line in _notes(results["benchmark"]))]
     for name, step in results["steps"].items():
         if "log" in step:
             parts.append(f"The end of the log of {name}:\n\n```\n{step['log']}\n```")
@@ -108,5 +110,5 @@ def show(results: dict[str, Any]) -> None:
         console.print(table)
     if "benchmark" in results:
         console.print(_limits(results["benchmark"]))
-        for line in _absent(results["benchmark"]):
+        for line in _notes(results["benchmark"]):
             console.print(f"  {line}")

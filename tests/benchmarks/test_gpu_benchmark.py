@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import random
@@ -10,6 +11,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -69,6 +71,7 @@ def test_a_row_and_its_tables(tmp_path: Path) -> None:
         },
         "benchmark": {
             "ours": [*contest.OURS_ON_GPUS],
+            "peers": {"flashinfer-python": None, "flash_attn_3": "3.0"},
             "limits": bench.limits(),
             "rows": [
                 contest.row_of(DECODE, "cpu", contest.OURS_ON_GPUS | PEERS),
@@ -94,6 +97,7 @@ def test_a_row_and_its_tables(tmp_path: Path) -> None:
     assert "| decode | decode |" in text and "GB/s" in text and "TFLOP/s" in text
     assert "| kernels | ok |" in text and "| racecheck | left out |" in text
     assert "| doors | FAILED |" in text and "doors:\n\n```\nE  wrong\n```" in text
+    assert "* other libraries: flash_attn_3 3.0\n" in text
     assert "* FlashInfer: ModuleNotFoundError" in text
     assert "not measured, for lack of time: 131072" in text
     report.show(results)
@@ -114,6 +118,30 @@ def test_programs_of_jax_are_timed_as_one() -> None:
     calls = [contest.jax_ours(DECODE, DECODE.operands("cpu", seed)) for seed in (0, 1)]
     for each, alone in zip(contest.wait_for(contest.in_one_go(calls)()), calls, strict=True):
         assert each.tolist() == alone().tolist()
+
+
+def test_copies_are_timed_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU. Its graph is pretended here; the last of the copies is the one that is checked."""
+    operands, made = Workload.operands, []
+    monkeypatch.setattr(Workload, "operands", lambda self, _: operands(self, "cpu"))
+    monkeypatch.setattr(contest, "copies_past_the_cache", lambda _: 3)
+    monkeypatch.setattr(
+        contest, "seconds", lambda contestants, **_: {name: [6.0] for name in contestants}
+    )
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", mock.Mock)
+    monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
+
+    def right(workload: Workload, operands: list[torch.Tensor]) -> contest.Contestant:
+        made.append(operands)
+        return contest.ours(workload, operands)
+
+    def wrong_at_last(workload: Workload, operands: list[torch.Tensor]) -> contest.Contestant:
+        result = right(workload, operands)() * (2 if len(made) == 6 else 1)
+        return lambda: result
+
+    row = contest.row_of(DECODE, "cuda", {"right": right, "wrong": wrong_at_last})
+    assert row["seconds"] == {"right": 2.0} and "allowed error" in row["absent"]["wrong"]
+    assert len({operands[1].data_ptr() for operands in made}) == 3
 
 
 WELL, BADLY = (
@@ -248,6 +276,11 @@ def test_a_benchmark_that_is_cut_off_is_continued(
     results = json.loads(out.read_text())
     assert [row["workload"] for row in results["rows"]] == ["decode", "prefill"]
     assert results["not_measured"] == [] and done == ["decode", "killed", "prefill"]
+
+    monkeypatch.setattr(bench, "versions", lambda _: {"flashinfer-python": "1"})
+    with pytest.raises(SystemExit, match="0"):
+        run("60")
+    assert done[3:] == ["decode", "prefill"]
 
 
 @pytest.fixture
