@@ -65,7 +65,7 @@ def run(
                 | {"PYTHONPATH": _python_path(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
                 | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
                 | environment,
-                start_new_session=True,
+                process_group=0,
             )
         except FileNotFoundError:
             return False, f"{command[0]} is not installed"
