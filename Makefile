@@ -9,7 +9,7 @@ CSRC := $(shell find shared_ffi/csrc -type f -not -name '*.toml')
 FORMATTED := $(CSRC) $(wildcard tests/aarch64/*.cc tests/aarch64/*.h)
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(CSRC)
 
-.PHONY: demo check test lint format features bench bench-cpu gpu-check clean
+.PHONY: demo check test lint format features bench bench-cpu gpu-check gpu-pack gpu-rehearsal clean
 
 demo: $(VENV)/installed  ## replay a request trace through JAX and torch_xla, and report
 	$(BIN)/python -m examples.replay $(if $(TRACE),--trace $(TRACE)) --steps 200 --out report
@@ -49,9 +49,20 @@ $(VENV)-bench/installed: $(SOURCES)
 	$(VENV)-bench/bin/python -m pip install --editable '.[jax,torch,demo]'
 	touch $@
 
-gpu-check: $(VENV)/installed  ## on a machine with an NVIDIA GPU: proof and benchmark, in 10 minutes
-	$(BIN)/python -m pip install --quiet 'jax[cuda13]'
-	$(BIN)/python -m benchmarks.gpu.check $(if $(TRACE),--trace $(TRACE)) --out build/gpu-check
+# With PACK, a folder that gpu-pack wrote, nothing is installed or built: PYTHON has a framework, and
+# a network is not needed.
+gpu-check: $(if $(PACK),,$(VENV)/installed)  ## on a machine with an NVIDIA GPU: proof and benchmark
+	$(if $(PACK),,$(BIN)/python -m pip install --quiet 'jax[cuda13]')
+	$(if $(PACK),$(PYTHON),$(BIN)/python) -m benchmarks.gpu.check $(if $(PACK),--pack $(PACK)) \
+		$(if $(TRACE),--trace $(TRACE))
+
+gpu-pack: $(VENV)/installed  ## what a GPU machine without a network lacks; see docs/cuda.md
+	$(BIN)/python -m benchmarks.gpu.pack
+
+gpu-rehearsal: $(VENV)/installed  ## the steps of gpu-check, on the emulated GPU
+	$(BIN)/python -m benchmarks.gpu.pack --emulated --out build/gpu-pack-emulated
+	$(BIN)/python -m benchmarks.gpu.check --rehearse --pack build/gpu-pack-emulated \
+		--out build/gpu-rehearsal
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

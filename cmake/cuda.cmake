@@ -80,6 +80,6 @@ if(XLA_GPU_CUDA STREQUAL "ON")
   get_filename_component(CUDA_ROOT "${CMAKE_CUDA_COMPILER}" REALPATH)
   get_filename_component(CUDA_ROOT "${CUDA_ROOT}/../.." ABSOLUTE)
   find_library(CUDART_STATIC cudart_static REQUIRED NO_DEFAULT_PATH
-               PATHS "${CUDA_ROOT}" PATH_SUFFIXES lib lib64 targets/x86_64-linux/lib targets/sbsa-linux/lib)
+               PATHS "${CUDA_ROOT}" "${CMAKE_CUDA_COMPILER_TOOLKIT_ROOT}" PATH_SUFFIXES lib lib64 targets/x86_64-linux/lib targets/sbsa-linux/lib)
   target_link_libraries(handlers PRIVATE "${CUDART_STATIC}" dl rt)
 endif()

@@ -49,6 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the tests in a random order, the same every time",
     )
+    parser.addoption("--shard", default="1/1", help="I/N: only every Nth test, from the Ith on")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,9 +63,12 @@ def pytest_configure(config: pytest.Config) -> None:
         native.load(path, "shared_ffi._native")
 
 
+@pytest.hookimpl(trylast=True)  # of the tests that -k chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--shuffle"):
         random.Random(0).shuffle(items)
+    first, step = map(int, config.getoption("--shard").split("/"))
+    items[:] = items[first - 1 :: step]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -13,9 +13,9 @@ import torch
 from benchmarks.contest import (
     Contestant,
     DoesNotApply,
+    Jitted,
     Maker,
     gathered,
-    jitted,
     to_jax,
     torch_sdpa,
 )
@@ -69,7 +69,7 @@ def jax_numpy(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
         out = jnp.einsum("bhgqc,bchd->bqhgd", weights, value)
         return out.reshape(-1, model.num_heads, model.head_size)
 
-    return jitted(attend, *map(to_jax, operands[:4]))
+    return Jitted(attend, *map(to_jax, operands[:4]))
 
 
 @cache

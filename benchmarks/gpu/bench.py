@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +21,30 @@ from benchmarks.contest import (
     row_of,
     seconds,
 )
-from benchmarks.gpu.peers import PEERS
+from benchmarks.gpu.peers import PACKAGES, PEERS
+from benchmarks.machine import versions
 from benchmarks.workloads import Workload, of_trace, uniform
-from examples.replay.models import MODELS
+from examples.replay.models import MODELS, Model
 
-# Without a GPU the benchmark runs on the CPU, only to be tested.
+# Without a GPU the benchmark runs on the CPU, to rehearse.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def workloads(trace: Path | None, small: bool = False) -> Iterator[Workload]:
-    """All workloads, or with `small` one for decode and one for prefill."""
-    llama, big = MODELS["llama-3-8b"], MODELS["llama-3-70b"]
-    if small:
-        yield Workload("decode", "decode", llama, uniform(32, 1, 4096))
-        yield Workload("prefill", "prefill", llama, uniform(1, 4096, 4096))
-        return
+def workloads(trace: Path | None) -> Iterator[Workload]:
+    """All workloads: decode and prefill by turns, so that an interrupted run has some of each."""
+    kinds = (_decode(trace), _prefill())
+    return (each for pair in zip_longest(*kinds) for each in pair if each is not None)
+
+
+def rehearsal() -> Iterator[Workload]:
+    """Small workloads for a machine without a GPU."""
+    model = Model("small", 8, 2, 64)
+    yield Workload("b2 x 256", "decode", model, uniform(2, 1, 256))
+    yield Workload("256", "prefill", model, uniform(1, 256, 256))
+
+
+def _decode(trace: Path | None) -> Iterator[Workload]:
+    llama = MODELS["llama-3-8b"]
     for batch, context in [
         (1, 1024), (1, 8192), (1, 32768), (1, 131072),
         (8, 1024), (8, 8192), (8, 32768),
@@ -58,6 +69,10 @@ def workloads(trace: Path | None, small: bool = False) -> Iterator[Workload]:
             yield Workload(name, "decode", llama, sequences, cache_dtype=cache_dtype)
     if trace is not None:
         yield Workload(f"64 of {trace.stem}", "decode", llama, of_trace(trace, 64))
+
+
+def _prefill() -> Iterator[Workload]:
+    llama, big = MODELS["llama-3-8b"], MODELS["llama-3-70b"]
     for length in (1024, 4096, 8192, 16384, 32768):
         yield Workload(f"{length}", "prefill", llama, uniform(1, length, length))
     yield Workload("8192, llama-3-70b", "prefill", big, uniform(1, 8192, 8192))
@@ -93,28 +108,40 @@ def limits() -> dict[str, float]:
 
 
 def main() -> None:
-    """The command. It writes each row at once, so that an interrupted run leaves its rows."""
+    """The command. It writes each row at once, and continues the file of an interrupted run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.bench", description=__doc__)
     parser.add_argument("--trace", type=Path, help="a CSV of requests to draw lengths from")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--small", action="store_true", help="one workload of each kind")
-    parser.add_argument("--no-peers", action="store_true", help="this library alone")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write or continue")
     parser.add_argument("--no-hopper", action="store_true", help="not the kernel for Hopper")
     parser.add_argument("--seconds", type=float, default=300, help="start no workload after these")
     options = parser.parse_args()
-    makers = OURS_ON_GPUS | TO_BEAT_WITH_8_BITS | ({} if options.no_peers else PEERS)
+    start = time.monotonic()
+    makers = OURS_ON_GPUS | TO_BEAT_WITH_8_BITS | PEERS
     if options.no_hopper:
         makers = {name: make for name, make in makers.items() if make is not ours_on_hopper}
-    start = time.monotonic()
-    results: dict[str, Any] = {"limits": limits(), "rows": [], "not_measured": []}
-    for workload in workloads(options.trace, options.small):
-        if time.monotonic() - start > options.seconds:
-            results["not_measured"].append(workload.name)
-            continue
-        results["rows"].append(row_of(workload, DEVICE, makers))
-        options.out.write_text(json.dumps(results, indent=2))
-        print(workload.kind, workload.name, results["rows"][-1]["seconds"], flush=True)
-    options.out.write_text(json.dumps(results, indent=2))
+    wanted = list(workloads(options.trace) if DEVICE == "cuda" else rehearsal())
+    results: dict[str, Any] = {"ours": [*OURS_ON_GPUS], "peers": versions(PACKAGES), "rows": []}
+    if options.out.exists():
+        before = json.loads(options.out.read_text())
+        # Rows without a library that is there now are measured once more.
+        results["rows"] = before["rows"] if before["peers"] == results["peers"] else []
+    results["limits"] = limits()
+    measured = {(row["kind"], row["workload"]) for row in results["rows"]}
+    left = [each for each in wanted if (each.kind, each.name) not in measured]
+    while left and time.monotonic() - start < options.seconds:
+        workload = left.pop(0)
+        row = row_of(workload, DEVICE, makers)
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+        results["rows"].append(row)
+        results["not_measured"] = [each.name for each in left]
+        # At once, or a kill could leave half a file.
+        unfinished = options.out.with_suffix(".part")
+        unfinished.write_text(json.dumps(results, indent=2))
+        unfinished.replace(options.out)
+        print(workload.kind, workload.name, row["seconds"], flush=True)
+    print(f"{len(results['rows'])} workloads measured, {len(left)} left")
+    sys.exit(1 if left else 0)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ made on the host) is prepared beforehand and not timed."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,14 +11,20 @@ import torch
 from benchmarks.contest import (
     Contestant,
     DoesNotApply,
+    Jitted,
     Maker,
     gathered,
-    jitted,
     takes_8_bits,
     to_jax,
     torch_sdpa,
 )
 from benchmarks.workloads import SCALE, Workload
+
+
+@cache
+def _workspace(device: torch.device) -> torch.Tensor:
+    """For all of FlashInfer's wrappers, which run one after the other."""
+    return torch.empty(512 << 20, dtype=torch.uint8, device=device)
 
 
 @takes_8_bits
@@ -26,21 +33,21 @@ def flashinfer(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
     import flashinfer as peer  # noqa: PLC0415
 
     model, block_size = workload.model, workload.block_size
-    query, cache, lengths, tables, starts, _ = operands
+    query, kv_cache, lengths, tables, starts, _ = operands
     pages = -(-lengths // block_size)
     indptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
     indices = torch.cat([row[:n] for row, n in zip(tables, pages.tolist(), strict=True)])
     last = lengths - (pages - 1) * block_size
     # Its layout: [blocks, 2, block size, kv heads, head size].
-    kv = cache.unflatten(2, (-1, 2)).permute(0, 3, 1, 2, 4).contiguous()
-    workspace = torch.empty(512 << 20, dtype=torch.uint8, device=query.device)
+    kv = kv_cache.unflatten(2, (-1, 2)).permute(0, 3, 1, 2, 4).contiguous()
+    workspace = _workspace(query.device)
     window = (model.sliding_window or 0) - 1
     options: dict[str, Any] = {
         "window_left": window,
         "logits_soft_cap": model.soft_cap or 0.0,
         "sm_scale": model.attributes()["scale"],
         "q_data_type": torch.bfloat16,
-        "kv_data_type": cache.dtype,
+        "kv_data_type": kv_cache.dtype,
     }
     scales = {} if workload.cache_dtype is None else {"k_scale": SCALE, "v_scale": SCALE}
     heads = (model.num_heads, model.num_kv_heads, model.head_size, block_size)
@@ -95,7 +102,7 @@ def jax_cudnn(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
         )
         return out.reshape(-1, *out.shape[2:])
 
-    return jitted(attend, *map(to_jax, (operands[0].unflatten(0, (-1, q_len)), key, value)))
+    return Jitted(attend, *map(to_jax, (operands[0].unflatten(0, (-1, q_len)), key, value)))
 
 
 def jax_pallas(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
@@ -114,7 +121,7 @@ def jax_pallas(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
             query * scale, key, value, tables, lengths, attn_logits_soft_cap=cap
         )
 
-    return jitted(attend, *map(to_jax, (query, *pages, tables, lengths)))
+    return Jitted(attend, *map(to_jax, (query, *pages, tables, lengths)))
 
 
 PEERS: dict[str, Maker] = {
@@ -124,3 +131,4 @@ PEERS: dict[str, Maker] = {
     "JAX cuDNN (contiguous)": jax_cudnn,
     "JAX Pallas": jax_pallas,
 }
+PACKAGES = ("flashinfer-python", "flash_attn_3")

@@ -4,30 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.contest import OURS_ON_GPUS
-
 Rows = list[list[str]]
+_OUTCOMES = {True: "ok", False: "FAILED", None: "left out"}
 
 
 def _steps(results: dict[str, Any]) -> tuple[list[str], Rows]:
     return ["step", "outcome", "seconds", "last words"], [
-        [name, "ok" if step["ok"] else "FAILED", str(step["seconds"]), step["last_words"][:100]]
+        [name, _OUTCOMES[step["ok"]], str(step["seconds"]), step["last_words"][:100]]
         for name, step in results["steps"].items()
     ]
 
 
 def _timings(bench: dict[str, Any]) -> tuple[list[str], Rows]:
     """Microseconds, the share of the limit, and the ratio to the fastest other library."""
-    limits = bench["limits"]
+    limits, ours = bench["limits"], bench["ours"]
     known = {name: None for row in bench["rows"] for name in (*row["seconds"], *row["absent"])}
-    others = [name for name in known if name not in OURS_ON_GPUS]
+    others = [name for name in known if name not in ours]
     rows = []
     for row in bench["rows"]:
         seconds: dict[str, float] = row["seconds"]
-        mine = [seconds[name] for name in OURS_ON_GPUS if name in seconds]
+        mine = [seconds[name] for name in ours if name in seconds]
         peers = [seconds[name] for name in others if name in seconds]
         if row["kind"] == "decode":
             rate, limit, unit = row["kv_bytes"] / 1e9, limits["read_bytes_per_s"] / 1e9, "GB/s"
@@ -38,13 +34,13 @@ def _timings(bench: dict[str, Any]) -> tuple[list[str], Rows]:
             [
                 row["kind"],
                 row["workload"],
-                *(_microseconds(seconds.get(name)) for name in (*OURS_ON_GPUS, *others)),
+                *(_microseconds(seconds.get(name)) for name in (*ours, *others)),
                 f"{rate / best:.0f} {unit}",
                 f"{rate / best / limit:.0%}",
                 f"{min(peers) / best:.2f}" if peers and mine else "no peer",
             ]
         )
-    columns = ["kind", "workload", *(f"{name}, us" for name in (*OURS_ON_GPUS, *others))]
+    columns = ["kind", "workload", *(f"{name}, us" for name in (*ours, *others))]
     return [*columns, "rate", "of the limit", "best peer's time / ours"], rows
 
 
@@ -61,12 +57,14 @@ def _limits(bench: dict[str, Any]) -> str:
     )
 
 
-def _absent(bench: dict[str, Any]) -> list[str]:
+def _notes(bench: dict[str, Any]) -> list[str]:
+    there = ", ".join(f"{name} {version}" for name, version in bench["peers"].items() if version)
     reasons: dict[str, set[str]] = {}
     for row in bench["rows"]:
         for name, reason in row["absent"].items():
             reasons.setdefault(name, set()).add(reason)
-    lines = [f"{name}: {'; '.join(sorted(why))}" for name, why in sorted(reasons.items())]
+    lines = [f"other libraries: {there}"] if there else []
+    lines += [f"{name}: {'; '.join(sorted(why))}" for name, why in sorted(reasons.items())]
     if bench["not_measured"]:
         lines.append(f"not measured, for lack of time: {', '.join(bench['not_measured'])}")
     return lines
@@ -82,9 +80,12 @@ def markdown(results: dict[str, Any]) -> str:
         f"Python {machine['python']}, {versions}; commit {machine['commit']}.",
         _table(*_steps(results)),
     ]
-    if "bench" in results:
-        parts += [_limits(results["bench"]), _table(*_timings(results["bench"]))]
-        parts += [f"* {line}" for line in _absent(results["bench"])]
+    if "benchmark" in results:
+        parts += [_limits(results["benchmark"]), _table(*_timings(results["benchmark"]))]
+        parts += ["\n".join(f"* {line}" for line in _notes(results["benchmark"]))]
+    for name, step in results["steps"].items():
+        if "log" in step:
+            parts.append(f"The end of the log of {name}:\n\n```\n{step['log']}\n```")
     return "\n\n".join(parts) + "\n"
 
 
@@ -95,14 +96,19 @@ def _table(columns: list[str], rows: Rows) -> str:
 
 def show(results: dict[str, Any]) -> None:
     """Prints the tables."""
+    from rich.console import Console  # noqa: PLC0415  (may come with a pack, after this import)
+    from rich.table import Table  # noqa: PLC0415
+
     console = Console(width=200)
-    tables = [_steps(results)] + ([_timings(results["bench"])] if "bench" in results else [])
+    tables = [_steps(results)] + (
+        [_timings(results["benchmark"])] if "benchmark" in results else []
+    )
     for columns, rows in tables:
         table = Table(*columns)
         for row in rows:
             table.add_row(*row)
         console.print(table)
-    if "bench" in results:
-        console.print(_limits(results["bench"]))
-        for line in _absent(results["bench"]):
+    if "benchmark" in results:
+        console.print(_limits(results["benchmark"]))
+        for line in _notes(results["benchmark"]):
             console.print(f"  {line}")
