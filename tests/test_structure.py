@@ -91,6 +91,22 @@ def test_only_three_files_know_torch_xla(path: Path) -> None:
     assert path.name in ("xla.py", "cuda_plugin.py", "openxla.py") or not knows
 
 
+@pytest.mark.parametrize(
+    "path",
+    sorted((ROOT / "torch_frontend/integrations").glob("[!_]*.py")),
+    ids=lambda path: path.name,
+)
+def test_integrations_stand_alone(path: Path) -> None:
+    """No other file imports an integration: without it, its library is not needed."""
+    name = f"torch_frontend.integrations.{path.stem}"
+    folders = [folder for folder in FLOORS if folder != "examples"]
+    assert [x for x in python_files(*folders) if name in imported_modules(x)] == []
+    integrated = {other.stem for other in path.parent.glob("[!_]*.py")}
+    assert imported(path) & integrated == {path.stem}
+    outside = [x for x in python_files("torch_frontend") if x.parent != path.parent]
+    assert [x for x in outside if path.stem in imported(x)] == []
+
+
 def test_every_op_has_its_files_and_its_doors() -> None:
     names = [op.OP for op in OPS]
     of_ops = ["merge_attention", "ragged_paged_attention", *names]  # the first two call other ops

@@ -1,0 +1,180 @@
+"""Small random models of each family give the tokens of transformers' eager attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.generation.continuous_batching.cache_allocators import (  # noqa: E402
+    FullAttentionCacheAllocator,
+    SlidingAttentionCacheAllocator,
+)
+
+from torch_frontend.integrations.transformers import NAME  # noqa: E402
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+WINDOW = 13  # no multiple of a page
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {}),
+    "qwen3-window": (
+        "Qwen3",
+        {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 2},
+    ),
+    "gemma2": ("Gemma2", {"sliding_window": WINDOW, "attn_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3Text", {"sliding_window": WINDOW, "sliding_window_pattern": 2}),
+    "mistral": ("Mistral", {"sliding_window": WINDOW}),
+    "phi3": ("Phi3", {"sliding_window": WINDOW}),
+    "gpt-oss": (
+        "GptOss",
+        {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+}
+PROMPT_LENGTHS = (1, 12, 13, 14, 40)
+NEW_TOKENS = 16
+
+
+def model_of(family: str) -> Any:
+    name, options = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**SIZES | options)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for name, parameter in model.named_parameters():  # far from equal logits, and no repetition
+        if parameter.ndim > 1 or "sinks" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+Model = tuple[Any, list[list[int]]]
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def model(request: pytest.FixtureRequest) -> Model:
+    """A model of each family with our attention, and the tokens that it must give."""
+    model = model_of(request.param)
+    wanted = [generated(model, torch.tensor([prompt]))[0] for prompt in prompts()]
+    assert all(len(set(tokens)) > NEW_TOKENS // 3 for tokens in wanted), "too easy"
+    model.set_attn_implementation(NAME)
+    return model, wanted
+
+
+def prompts() -> list[list[int]]:
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randint(2, 97, (n,), generator=draw).tolist() for n in PROMPT_LENGTHS]
+
+
+def generated(model: Any, tokens: torch.Tensor, **options: Any) -> list[list[int]]:
+    options = {"attention_mask": torch.ones_like(tokens)} | options
+    output = model.generate(tokens, do_sample=False, max_new_tokens=NEW_TOKENS, **options)
+    return output[:, tokens.shape[1] :].tolist()
+
+
+def batched(model: Any, **options: Any) -> list[list[int]]:
+    config = transformers.GenerationConfig(
+        do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=-1, pad_token_id=0
+    )
+    batching = transformers.ContinuousBatchingConfig(
+        **{"num_blocks": 64, "page_size": 8, "max_batch_tokens": 64} | options
+    )
+    results = model.generate_batch(
+        prompts(), generation_config=config, continuous_batching_config=batching
+    )
+    return [results[key].generated_tokens for key in sorted(results, key=number)]
+
+
+def number(request: str) -> int:
+    return int(request.rpartition("_")[2])
+
+
+def test_generate_batch(model: Model) -> None:
+    assert batched(model[0]) == model[1]
+
+
+def test_generate_batch_with_chunked_prefill(model: Model) -> None:
+    assert batched(model[0], max_batch_tokens=16, num_blocks=32) == model[1]
+
+
+def test_generate(model: Model) -> None:
+    tokens = torch.tensor([prompts()[-1]])
+    assert generated(model[0], tokens) == model[1][-1:]
+    assert generated(model[0], tokens, cache_implementation="static") == model[1][-1:]
+
+
+def test_generate_pads_on_the_left(model: Model) -> None:
+    longest = max(PROMPT_LENGTHS)
+    padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts()])
+    assert generated(model[0], padded, attention_mask=(padded > 0).long()) == model[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_decoding_reads_the_cache_where_it_lies(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = []
+
+    def note(self: Any, keys: torch.Tensor, *rest: Any) -> Any:
+        copied.append(len(keys))
+        return update(self, keys, *rest)
+
+    update = SlidingAttentionCacheAllocator.update
+    monkeypatch.setattr(SlidingAttentionCacheAllocator, "update", note)
+    monkeypatch.setattr(FullAttentionCacheAllocator, "update", None)
+    model = model_of(family)
+    model.set_attn_implementation(NAME)
+    batched(model, max_batch_tokens=128)
+    assert copied == ([] if family == "llama" else [sum(PROMPT_LENGTHS)] * 4)
+
+
+def tiny() -> Any:
+    model = model_of("llama")
+    model.set_attn_implementation(NAME)
+    return model
+
+
+def test_refuses_padding_after_tokens() -> None:
+    tokens = torch.tensor([[5, 6, 7]])
+    with pytest.raises(NotImplementedError, match="padding_side='left'"):
+        generated(tiny(), tokens, attention_mask=torch.tensor([[1, 1, 0]]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "the mask must be causal"),
+        ({"is_causal": False}, "the mask must be causal"),
+    ],
+    ids=["packed", "bidirectional"],
+)
+def test_refuses_other_masks(options: dict[str, Any], message: str) -> None:
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=message):
+        tiny()(torch.tensor([[5, 6, 7, 8]]), use_cache=False, **options)
+
+
+def test_refuses_to_differentiate() -> None:
+    with pytest.raises(NotImplementedError, match="inference only"):
+        tiny()(torch.tensor([[5, 6, 7, 8]]))
+
+
+def test_others_still_work_in_continuous_batching() -> None:
+    model = model_of("llama")
+    with pytest.raises(ValueError, match="not supported for continuous batching"):
+        model.set_attn_implementation("flex_attention")
+        batched(model)

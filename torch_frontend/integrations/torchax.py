@@ -1,0 +1,79 @@
+"""Importing this module makes ``torch.ops.xla_gpu`` work on torchax's tensors, and so in
+``torchax.interop.jax_jit``. The JAX program contains the same custom calls as everywhere.
+
+torchax runs each of our operators as the JAX function of the same name. ``kv_cache_update`` assigns
+the updated array to the tensor of the cache. A program that donates the cache and returns it writes
+it where it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax_frontend
+import torch_frontend
+from torch_frontend.integrations._versions import require
+
+require("torchax", "0.0.13")
+
+import torchax  # noqa: E402
+from torchax.ops.ops_registry import register_torch_dispatch_op  # noqa: E402
+
+
+def _by_name(operator: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with the operator's arguments, which may all be positional."""
+    names = [argument.name for argument in operator._schema.arguments]
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        return function(**dict(zip(names, arguments, strict=False)), **keywords)
+
+    return call
+
+
+def _kv_cache_update(
+    kv_cache: Any, key: Any, value: Any, slot_mapping: Any, *, env: Any, **options: Any
+) -> None:
+    value_cache = options.get("value_cache")
+    arrays, keywords = env.t2j_iso(((kv_cache, key, value, slot_mapping), options))
+    updated = jax_frontend.kv_cache_update(*arrays, **keywords)
+    if value_cache is None:
+        _assign(kv_cache, updated)
+    else:
+        _assign(kv_cache, updated[0])
+        _assign(value_cache, updated[1])
+
+
+def _ragged_paged_attention(*, use_kernel: bool = True, **arguments: Any) -> Any:
+    return jax_frontend.ragged_paged_attention(**arguments)
+
+
+def _assign(target: Any, array: Any) -> None:
+    if isinstance(target, torchax.tensor.View):
+        target.update(array)
+    else:
+        target._elem = array
+
+
+def _register() -> None:
+    functions: dict[Any, Callable[..., Any]] = {
+        torch_frontend.paged_attention: jax_frontend.paged_attention,
+        torch_frontend.paged_attention_lse: partial(jax_frontend.paged_attention, return_lse=True),
+        torch_frontend.ragged_paged_attention: _ragged_paged_attention,
+        torch_frontend.simple_add: jax_frontend.simple_add,
+    }
+    for operator, function in functions.items():
+        register_torch_dispatch_op(operator, _by_name(operator, function))
+    register_torch_dispatch_op(
+        torch_frontend.kv_cache_update,
+        _kv_cache_update,
+        is_jax_function=False,
+        needs_env=True,
+        is_view_op=True,  # otherwise it gets copies of views
+    )
+    if torchax._env is not None:  # an environment copies the registered operators when it is made
+        torchax._env.load_ops()
+
+
+_register()

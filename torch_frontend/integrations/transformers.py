@@ -1,0 +1,346 @@
+"""Importing this module makes ``attn_implementation="xla_gpu_paged"`` known to transformers.
+
+``generate_batch`` keeps a paged cache. Layers with full attention write and read it where it lies.
+A layer with a sliding window keeps the last ``window`` tokens of a sequence in a ring: position p
+has slot ``p % window``. A step in which each sequence decodes one token writes its slot and attends
+to all slots, whose order does not matter then. A step that also prefills must read tokens before it
+overwrites them: transformers copies the window and the new tokens, and attention reads that copy.
+
+``generate`` keeps the keys of a sequence in one row, which serves as a page, or as one page for
+each token if rows begin with padding.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+import torch_frontend  # noqa: F401  (defines the ops)
+from torch_frontend.integrations._versions import require
+
+require("transformers", "5.23")
+
+from transformers.generation.continuous_batching import ContinuousBatchingManager  # noqa: E402
+from transformers.masking_utils import (  # noqa: E402
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+
+NAME = "xla_gpu_paged"
+
+_OPS = torch.ops.xla_gpu
+_LAYOUT = "nbhd"
+
+
+class _Tables(NamedTuple):
+    """The arguments of ``paged_attention`` that all layers of one kind share in a step."""
+
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    query_start_loc: torch.Tensor
+    num_seqs: torch.Tensor
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of transformers.
+
+    Args:
+        module: the layer.
+        query: ``[batch, num_heads, query_len, head_size]``; with a paged cache the batch is 1, and
+            the tokens of all sequences follow one another.
+        key: ``[batch, num_kv_heads, key_len, head_size]``.
+        value: as ``key``.
+        attention_mask: from ``mask``; None: no padding.
+        scaling: factor of ``q . k``; None: ``head_size ** -0.5``.
+        kwargs: what the model and the cache add, such as ``sliding_window`` and ``softcap``.
+
+    Returns:
+        ``[batch, query_len, num_heads, head_size]``, and no weights.
+
+    Raises:
+        NotImplementedError: a mask that is not causal, dropout, or a position bias.
+    """
+    _refuse_what_is_missing(module, attention_mask, kwargs)
+    cache = kwargs.get("cache")
+    if cache is None:
+        keys, values, tables = _rows(query.shape[2], key, value, attention_mask)
+        max_query_len = query.shape[2]
+    else:
+        allocator = cache.layer_to_allocator[module.layer_idx]
+        keys, values, tables = _pages(allocator, module.layer_idx, key, value, kwargs)
+        max_query_len = kwargs["max_length_q"]
+    sinks = kwargs.get("s_aux")
+    batch, num_heads, query_len, head_size = query.shape
+    output = _OPS.paged_attention(
+        query.transpose(1, 2).reshape(-1, num_heads, head_size),
+        keys,
+        *tables,
+        head_size**-0.5 if scaling is None else scaling,
+        kwargs.get("sliding_window"),
+        kwargs.get("softcap"),
+        value_cache=values,
+        kv_layout=_LAYOUT,
+        sinks=None if sinks is None else sinks.detach().float(),
+        max_query_len=1 if max_query_len == 1 else None,
+    )
+    return output.view(batch, query_len, num_heads, head_size), None
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> torch.Tensor:
+    """A mask function of transformers.
+
+    Returns:
+        ``[batch_size, 1, 1, 2]`` int32: the first key of each row that is not padding, and the
+        number of keys in a row. Empty if the mask is not causal.
+
+    Raises:
+        NotImplementedError: padding after a token.
+    """
+    if not _is_causal(mask_function):
+        return torch.empty(batch_size, 1, 1, 0, dtype=torch.int32, device=device)
+    end = int(q_offset) + q_length - kv_offset
+    bounds = torch.zeros(batch_size, 1, 1, 2, dtype=torch.int32, device=device)
+    bounds[..., 1] = end
+    if attention_mask is not None:
+        is_token = attention_mask[:, kv_offset : kv_offset + end].bool()
+        if (is_token[:, :-1] & ~is_token[:, 1:]).any():
+            raise NotImplementedError(f"{NAME}: padding must come first; set padding_side='left'")
+        bounds[..., 0] = end - is_token.sum(1)[:, None, None]
+    return bounds
+
+
+_WINDOW: Any = sliding_window_causal_mask_function(1)
+
+
+def _is_causal(function: Any) -> bool:
+    """Whether this is transformers' causal mask, with a window or without."""
+    if function is causal_mask_function:
+        return True
+    code = getattr(function, "__code__", None)
+    if code is not _WINDOW.__code__:
+        return False
+    parts = function.__closure__[0].cell_contents
+    expected = _WINDOW.__closure__[0].cell_contents
+    return [part.__code__ for part in parts] == [part.__code__ for part in expected]
+
+
+def _refuse_what_is_missing(
+    module: Any, attention_mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> None:
+    is_causal = kwargs.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    is_known = attention_mask is None or attention_mask.shape[-1] == 2
+    if not is_causal or (kwargs.get("cache") is None and not is_known):
+        raise NotImplementedError(f"{NAME}: the mask must be causal, with a window or without")
+    for name in ("dropout", "position_bias"):
+        given = kwargs.get(name)
+        if given is not None and (isinstance(given, torch.Tensor) or given != 0):
+            raise NotImplementedError(f"{NAME}: {name} is not supported")
+
+
+def _rows(
+    query_len: int, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, _Tables]:
+    """Pages of the keys and values of ``generate``, and the tables for its batch."""
+    if bounds is None:
+        bounds = key.new_zeros(key.shape[0], 1, 1, 2, dtype=torch.int32)
+        bounds[..., 1] = key.shape[2]
+    if not hasattr(bounds, "xla_gpu_tables"):
+        has_padding = bool(bounds[..., 0].any())
+        bounds.xla_gpu_tables = has_padding, {}  # type: ignore[attr-defined]
+    has_padding, tables = bounds.xla_gpu_tables  # type: ignore[attr-defined]
+    if not has_padding:
+        if "rows" not in tables:
+            tables["rows"] = _tables_of_rows(query_len, bounds)
+        keys, values = _same_strides(key.transpose(1, 2), value.transpose(1, 2))
+        return keys, values, tables["rows"]
+    keys, values, per_row = _tokens_as_pages(key, value)
+    if per_row not in tables:
+        tables[per_row] = _tables_of_tokens(query_len, bounds, per_row)
+    return keys, values, tables[per_row]
+
+
+def _tables_of_rows(query_len: int, bounds: torch.Tensor) -> _Tables:
+    batch = bounds.shape[0]
+    numbers = torch.arange(batch + 1, dtype=torch.int32, device=bounds.device)
+    return _Tables(
+        context_lens=bounds[:, 0, 0, 1].contiguous(),
+        block_tables=numbers[:-1, None].contiguous(),
+        query_start_loc=numbers * query_len,
+        num_seqs=numbers[-1:],
+    )
+
+
+def _tables_of_tokens(query_len: int, bounds: torch.Tensor, per_row: int) -> _Tables:
+    """The tables for rows that begin with padding. Each row is two sequences: the queries of the
+    padding attend to the padding, and what they return is not used."""
+    first, end = bounds[:, 0, 0, 0], bounds[:, 0, 0, 1]
+    batch = len(first)
+    padding = (first - end + query_len).clamp(min=0)  # queries
+    numbers = torch.arange(batch + 1, dtype=torch.int32, device=bounds.device)
+    positions = torch.arange(int(end.max()), dtype=torch.int32, device=bounds.device)
+    starts = numbers[:-1] * per_row
+    pairs = torch.stack([starts, starts + first], 1).reshape(-1, 1)
+    last = (batch - 1) * per_row + end.max() - 1
+    row_starts = numbers * query_len
+    splits = torch.stack([row_starts[:-1], row_starts[:-1] + padding], 1).flatten()
+    return _Tables(
+        context_lens=torch.stack([padding, end - first], 1).flatten().int(),
+        block_tables=(pairs + positions).clamp(max=last).int(),
+        query_start_loc=torch.cat([splits, row_starts[-1:]]).int(),
+        num_seqs=numbers[-1:] * 2,
+    )
+
+
+def _tokens_as_pages(
+    key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Views of the same memory with a page for each token, and the number of pages from one row to
+    the next."""
+    key, value = _same_strides(key, value)
+    if key.stride(0) % key.stride(2):
+        key, value = key.contiguous(), value.contiguous()
+    batch, num_heads, key_len, head_size = key.shape
+    row, head, token, element = key.stride()
+    per_row = row // token
+    shape = ((batch - 1) * per_row + key_len, 1, num_heads, head_size)
+    strides = (token, token, head, element)
+    return key.as_strided(shape, strides), value.as_strided(shape, strides), per_row
+
+
+def _same_strides(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if key.stride() == value.stride() and key.stride(-1) == 1:
+        return key, value
+    return key.contiguous(), value.contiguous()
+
+
+def _pages(
+    allocator: Any, layer: int, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, _Tables]:
+    """Writes the new keys and values; returns pages to attend to and their tables."""
+    queries = kwargs["cu_seq_lens_q"]
+    if not hasattr(queries, "xla_gpu_tables"):
+        queries.xla_gpu_tables = {}  # lives as long as the step
+    shared = queries.xla_gpu_tables
+    is_ring = allocator.layer_type == "sliding_attention"
+    must_copy = is_ring and kwargs["max_length_q"] > 1
+    if allocator.index not in shared:
+        make = _tables_of_copy if must_copy else _tables_of_ring if is_ring else _tables_of_pages
+        shared[allocator.index] = make(allocator, kwargs)
+    tables = shared[allocator.index]
+
+    new_keys, new_values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    writes = kwargs["write_index"][allocator.index]
+    if must_copy:
+        reads = kwargs["read_index"][allocator.index]
+        copies = _same_strides(*allocator.update(new_keys, new_values, layer, reads, writes))
+        keys, values = (copy.unsqueeze(1) for copy in copies)
+    else:
+        keys, values = allocator._kv_page_views[layer]
+        _OPS.kv_cache_update(
+            keys, new_keys, new_values, writes, value_cache=values, kv_layout=_LAYOUT
+        )
+    return keys, values, tables
+
+
+def _tables_of_pages(allocator: Any, kwargs: dict[str, Any]) -> _Tables:
+    """The tables of layers with full attention. transformers gives the slots of all tokens."""
+    slots = kwargs["read_index"][allocator.index]
+    if not slots.numel():  # nothing was in the cache
+        slots = kwargs["write_index"][allocator.index]
+    starts = kwargs["cu_seq_lens_k"][allocator.layer_type]
+    firsts = (starts[:-1, None] + _first_positions(allocator, kwargs)).clamp(max=len(slots) - 1)
+    return _tables(allocator, kwargs, slots[firsts])
+
+
+def _tables_of_ring(allocator: Any, kwargs: dict[str, Any]) -> _Tables:
+    """The tables of layers with a sliding window where each sequence decodes one token.
+    transformers gives the slots of the tokens in the cache, the oldest first, and the new one's."""
+    window = allocator.sliding_window
+    new = kwargs["write_index"][allocator.index][: len(kwargs["cu_seq_lens_q"]) - 1, None]
+    old = kwargs["read_index"][allocator.index]
+    starts = kwargs["cu_seq_lens_k"][allocator.layer_type]
+    num_old = (starts.diff() - 1)[:, None]
+    position = kwargs["position_ids"][0][kwargs["cu_seq_lens_q"][:-1]][:, None]
+    oldest = torch.where(position < window, 0, (position + 1) % window)
+    age = (_first_positions(allocator, kwargs) - oldest) % window
+    if not old.numel():
+        old = new.flatten()
+    slots = torch.where(age < num_old, old[(starts[:-1, None] + age).clamp(max=len(old) - 1)], new)
+    return _tables(allocator, kwargs, slots)
+
+
+def _tables_of_copy(allocator: Any, kwargs: dict[str, Any]) -> _Tables:
+    """The tables of a copy of all keys, in order, with a page for each token."""
+    starts = kwargs["cu_seq_lens_k"][allocator.layer_type]
+    count = kwargs["max_length_k"][allocator.layer_type]
+    positions = torch.arange(count, dtype=torch.int32, device=starts.device)
+    return _tables(allocator, kwargs, starts[:-1, None] + positions, page_size=1)
+
+
+def _first_positions(allocator: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    """The position of the first token of each page of the longest sequence."""
+    return torch.arange(
+        0,
+        kwargs["max_length_k"][allocator.layer_type],
+        allocator.tokens_per_page,
+        device=kwargs["cu_seq_lens_q"].device,
+    )
+
+
+def _tables(
+    allocator: Any, kwargs: dict[str, Any], slots: torch.Tensor, page_size: int | None = None
+) -> _Tables:
+    """Tables, given the slot of the first token of each page."""
+    queries = kwargs["cu_seq_lens_q"]
+    return _Tables(
+        context_lens=kwargs["cu_seq_lens_k"][allocator.layer_type].diff().int(),
+        block_tables=(slots // (page_size or allocator.tokens_per_page)).int(),
+        query_start_loc=queries.int(),
+        num_seqs=queries.new_full((1,), len(queries) - 1, dtype=torch.int32),
+    )
+
+
+def _accept_name() -> None:
+    """Makes continuous batching accept our name. transformers has a fixed list of names."""
+    upstream: Any = ContinuousBatchingManager.switch_to_cb_friendly_attn
+    if hasattr(upstream, "__wrapped__"):
+        return
+
+    @functools.wraps(upstream)
+    def switch(self: Any, model: Any, *arguments: Any, **keywords: Any) -> None:
+        if model.config._attn_implementation != NAME:
+            upstream(self, model, *arguments, **keywords)
+
+    manager: Any = ContinuousBatchingManager
+    manager.switch_to_cb_friendly_attn = switch
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)
+_accept_name()
