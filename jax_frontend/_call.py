@@ -9,11 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_frontend._differentiation import without_derivative
 from jax_frontend._sharding import with_partition_rules
 from jax_frontend._vmap.batching import Batch, Operand, Results, with_vmap_rule
-from shared_ffi.spec import ArraySpec, Call
+from shared_ffi.spec import ArraySpec, Call, value_error
 
 
 def run(
@@ -33,7 +34,23 @@ def run(
     given = {name: jnp.asarray(x) for name, x in arrays.items() if x is not None}
     arguments = Arguments(check, (*given,), (*(options or {}).items(),), batch)
     call = arguments.checked(*given.values())
+    for name, array in given.items():
+        _check_integers_fit(call.op, name, arrays[name], array)
     return _function(arguments, call)(*given.values())
+
+
+def _check_integers_fit(op: str, name: str, given: Any, array: jax.Array) -> None:
+    """JAX makes 32-bit integers of NumPy's 64-bit ones and drops the upper bits without a word."""
+    if not isinstance(given, np.ndarray | np.generic) or given.dtype == array.dtype:
+        return
+    if given.dtype.kind not in "iu" or array.dtype.kind not in "iu":
+        return
+    limits = np.iinfo(array.dtype)
+    values = np.ravel(given)
+    lost = values[(values < limits.min) | (values > limits.max)]
+    if lost.size > 0:
+        rule = f"hold integers that fit {array.dtype.name}, as jax_enable_x64 is off"
+        raise value_error(op, name, rule, lost[0])
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,8 @@ class Operator:
     def bind(
         self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> tuple[Arguments, tuple[torch.Tensor, ...]]:
-        """Returns a call's arguments by name, and its tensors; refuses those that require grad."""
+        """Returns a call's arguments by name, and its tensors; refuses those that require grad or
+        are on several devices."""
         count = len(self._tensor_names)
         names, tensors, values = self._tensor_names, arguments[:count], arguments[count:]
         option_names = self._option_names[: len(values)]
@@ -81,6 +82,7 @@ class Operator:
             others = {name: x for name, x in keywords.items() if name not in given}
             option_names += tuple(others)
             values += tuple(others.values())
+        _refuse_several_devices(self._name, names, tensors)
         if torch.is_grad_enabled():
             _refuse_grad(self._name, tensors)
         return Arguments(self._check, names, option_names, values), tensors
@@ -114,12 +116,6 @@ class Operator:
         nothing, so that it can be captured."""
         bound, tensors = self.bind_in_memory(arguments, keywords)
         device = tensors[0].device
-        for tensor in tensors:
-            if tensor.device != device:
-                raise ValueError(
-                    f"{self._name}: all tensors must be on one device; got {tensor.device} beside "
-                    f"{device}"
-                )
         call = _checked(bound, *_sizes(tensors))
         results = (
             _in_place(call, tensors)
@@ -301,6 +297,19 @@ def as_returned(results: Sequence[torch.Tensor]) -> Any:
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [*map(torch.Tensor.data_ptr, tensors)]
+
+
+def _refuse_several_devices(
+    name: str, tensor_names: Sequence[str], tensors: Sequence[torch.Tensor]
+) -> None:
+    """One meta tensor would choose the fake kernel, whose results are not computed."""
+    device = tensors[0].device
+    for tensor_name, tensor in zip(tensor_names, tensors, strict=True):
+        if tensor.device != device:
+            raise ValueError(
+                f"{name}: all tensors must be on one device; got {tensor_name} on {tensor.device} "
+                f"beside {tensor_names[0]} on {device}"
+            )
 
 
 def _refuse_grad(name: str, tensors: Sequence[torch.Tensor]) -> None:

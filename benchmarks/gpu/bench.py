@@ -26,9 +26,6 @@ from benchmarks.machine import versions
 from benchmarks.workloads import Workload, of_trace, uniform
 from examples.replay.models import MODELS, Model
 
-# Without a GPU the benchmark runs on the CPU, to rehearse.
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
 
 def workloads(trace: Path | None) -> Iterator[Workload]:
     """All workloads: decode and prefill by turns, so that an interrupted run has some of each."""
@@ -83,12 +80,12 @@ def _prefill() -> Iterator[Workload]:
     )
 
 
-def limits() -> dict[str, float]:
+def limits(device: str) -> dict[str, float]:
     """Bytes read, bytes copied and FLOP multiplied per second, for large tensors."""
-    source = torch.randn(1 << 30 if DEVICE == "cuda" else 1 << 24, device=DEVICE)
+    source = torch.randn(1 << 30 if device == "cuda" else 1 << 24, device=device)
     target = torch.empty_like(source)
-    size = 8192 if DEVICE == "cuda" else 512
-    left, right = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    size = 8192 if device == "cuda" else 512
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     times = medians(
         seconds(
             {
@@ -113,25 +110,26 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="a CSV of requests to draw lengths from")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write or continue")
     parser.add_argument("--no-hopper", action="store_true", help="not the kernel for Hopper")
+    parser.add_argument("--rehearse", action="store_true", help="small workloads, on the CPU")
     parser.add_argument("--seconds", type=float, default=300, help="start no workload after these")
     options = parser.parse_args()
-    start = time.monotonic()
+    start, device = time.monotonic(), "cpu" if options.rehearse else "cuda"
     makers = OURS_ON_GPUS | TO_BEAT_WITH_8_BITS | PEERS
     if options.no_hopper:
         makers = {name: make for name, make in makers.items() if make is not ours_on_hopper}
-    wanted = list(workloads(options.trace) if DEVICE == "cuda" else rehearsal())
+    wanted = list(rehearsal() if options.rehearse else workloads(options.trace))
     results: dict[str, Any] = {"ours": [*OURS_ON_GPUS], "peers": versions(PACKAGES), "rows": []}
     if options.out.exists():
         before = json.loads(options.out.read_text())
         # Rows without a library that is there now are measured once more.
         results["rows"] = before["rows"] if before["peers"] == results["peers"] else []
-    results["limits"] = limits()
+    results["limits"] = limits(device)
     measured = {(row["kind"], row["workload"]) for row in results["rows"]}
     left = [each for each in wanted if (each.kind, each.name) not in measured]
     while left and time.monotonic() - start < options.seconds:
         workload = left.pop(0)
-        row = row_of(workload, DEVICE, makers)
-        if DEVICE == "cuda":
+        row = row_of(workload, device, makers)
+        if device == "cuda":
             torch.cuda.empty_cache()
         results["rows"].append(row)
         results["not_measured"] = [each.name for each in left]

@@ -172,7 +172,10 @@ class Steps:
         self.save()
 
     def do(self, name: str, command: Sequence[object], seconds: float, **environment: str) -> bool:
-        """Does a step for at most `seconds`. Returns whether it succeeded, now or earlier."""
+        """Does a step for at most `seconds`. Returns whether it succeeded, now or earlier.
+
+        A step of tests that were all skipped has proved nothing and counts as left out.
+        """
         outcomes = self.results["steps"]
         if outcomes.get(name, {}).get("ok"):
             return True
@@ -185,22 +188,27 @@ class Steps:
             ok, last_words = run(command, seconds, log, **environment)
         else:
             ok, last_words = False, "no time was left; run the check once more"
+        proved_nothing = ok and re.match(r"\d+ skipped", last_words)
         outcomes[name] = {
-            "ok": ok,
+            "ok": None if proved_nothing else ok,
             "seconds": round(time.monotonic() - start, 1),
             "last_words": last_words,
         }
         if not ok and seconds > 0 and log.exists():
             outcomes[name]["log"] = log.read_text(errors="replace")[-4000:]
-        self.save()
-        print(f"{name}: {'ok' if ok else 'FAILED'}: {last_words}", flush=True)
-        return ok
+        self._tell(name)
+        return ok and not proved_nothing
 
     def leave_out(self, name: str, reason: str) -> None:
         """Reports a step that this machine cannot do, which is no failure."""
         if self._is_wanted(name):
             self.results["steps"][name] = {"ok": None, "seconds": 0, "last_words": reason}
-            self.save()
+            self._tell(name)
+
+    def _tell(self, name: str) -> None:
+        step = self.results["steps"][name]
+        print(f"{name}: {report.OUTCOMES[step['ok']]}: {step['last_words']}", flush=True)
+        self.save()
 
     def _is_wanted(self, name: str) -> bool:
         return self._only is None or name.startswith(tuple(self._only))
@@ -281,7 +289,7 @@ def rehearse(steps: Steps, emulated: Path) -> None:
         share = ["-k", "not hopper", "--shard", f"{i}/10"]
         steps.do(f"kernels {i}/10", [*kernels, *share], 120)
     steps.do("hopper kernels", [*kernels, "-k", "hopper", "--shard", "1/10"], 100)
-    steps.benchmark(seconds=120)
+    steps.benchmark("--rehearse", seconds=120)
     doors = [*PYTEST, "tests/doors/test_parity.py"]
     for i in (1, 2):
         steps.do(f"doors {i}/20", [*doors, "--shard", f"{i}/20"], 120)

@@ -22,8 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PIECE = 60 << 20  # bytes
-# What pytest and this folder import, all in Python. What else the tests import comes with JAX or
-# PyTorch.
+# What else the tests import comes with JAX or PyTorch.
 NEEDS = ("pytest", "hypothesis", "expecttest", "filelock", "rich")
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux1_x86_64", "linux_x86_64"]
@@ -92,7 +91,7 @@ def commit() -> str:
     return outcome.stdout.strip() or "unknown"
 
 
-def write(folder: Path, out: Path, piece: int = PIECE) -> None:
+def write(folder: Path, out: Path, version: str, piece: int = PIECE) -> None:
     """Writes each folder in `folder` to `out`, as an archive cut into pieces, and a manifest."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -107,7 +106,12 @@ def write(folder: Path, out: Path, piece: int = PIECE) -> None:
                 name = f"{part.name}.tar.gz.{len(pieces):03}"
                 (out / name).write_bytes(content)
                 pieces[name] = hashlib.sha256(content).hexdigest()
-    manifest = {"commit": commit(), "sources": sources(), "archives": archives}
+    manifest = {
+        "commit": commit(),
+        "sources": sources(),
+        "python": version,
+        "archives": archives,
+    }
     (out / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
 
 
@@ -120,6 +124,8 @@ def unpack(pack: Path, target: Path) -> dict[str, Any]:
     manifest = json.loads((pack / "manifest.json").read_text())
     if manifest["sources"] != sources():
         sys.exit("gpu-check: the pack's module was built from other sources; pack it again")
+    if manifest["python"] != (version := "{}.{}".format(*sys.version_info)):
+        sys.exit(f"gpu-check: the pack is for Python {manifest['python']}; this is {version}")
     manifest["missing"] = []
     for name, pieces in manifest["archives"].items():
         done = target / f"{name}.json"
@@ -191,7 +197,7 @@ def main() -> None:
         shutil.copytree(options.ffi_headers / "xla", parts / "headers/xla")
         install(options.needs, parts / "packages", version)
         install(options.peers, parts / "peers", version, "--no-deps")
-        write(parts, options.out)
+        write(parts, options.out, version)
     for path in sorted(options.out.iterdir()):
         print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 Rows = list[list[str]]
-_OUTCOMES = {True: "ok", False: "FAILED", None: "left out"}
+OUTCOMES = {True: "ok", False: "FAILED", None: "left out"}
 
 
 def _steps(results: dict[str, Any]) -> tuple[list[str], Rows]:
     return ["step", "outcome", "seconds", "last words"], [
-        [name, _OUTCOMES[step["ok"]], str(step["seconds"]), step["last_words"][:100]]
+        [name, OUTCOMES[step["ok"]], str(step["seconds"]), step["last_words"][:100]]
         for name, step in results["steps"].items()
     ]
 

@@ -73,7 +73,7 @@ def test_a_row_and_its_tables(tmp_path: Path) -> None:
         "benchmark": {
             "ours": [*contest.OURS_ON_GPUS],
             "peers": {"flashinfer-python": None, "flash_attn_3": "3.0"},
-            "limits": bench.limits(),
+            "limits": bench.limits("cpu"),
             "rows": [
                 contest.row_of(DECODE, "cpu", contest.OURS_ON_GPUS | PEERS),
                 contest.row_of(PREFILL, "cpu", contest.OURS_ON_GPUS | PEERS),
@@ -168,6 +168,8 @@ def test_steps(tmp_path: Path) -> None:
     assert not steps.do("absent", ["no-such-tool"], 60)
     assert not steps.do("slow", slow, 0.5)
     steps.leave_out("racecheck", "too old")
+    assert not steps.do("skipped", [sys.executable, "-c", "print('3 skipped in 2 s')"], 60)
+    assert steps.results["steps"]["skipped"]["ok"] is None
     assert steps.do("well 1/2", WELL, 60)
     assert not steps.went_well
     words = {name: step["last_words"] for name, step in steps.results["steps"].items()}
@@ -176,6 +178,7 @@ def test_steps(tmp_path: Path) -> None:
         "absent": "no-such-tool is not installed",
         "slow": "stopped after 0 s",
         "racecheck": "too old",
+        "skipped": "3 skipped in 2 s",
         "well 1/2": "words",
     }
     assert "| badly | FAILED |" in (tmp_path / "report.md").read_text()
@@ -253,7 +256,7 @@ def test_a_benchmark_that_is_cut_off_is_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "rehearsal", lambda: [DECODE, PREFILL])
-    monkeypatch.setattr(bench, "limits", lambda: {"read_bytes_per_s": 1.0})
+    monkeypatch.setattr(bench, "limits", lambda _: {"read_bytes_per_s": 1.0})
     done = []
 
     def row_of(workload: Workload, *_: Any) -> dict[str, Any]:
@@ -266,8 +269,10 @@ def test_a_benchmark_that_is_cut_off_is_continued(
     monkeypatch.setattr(bench, "row_of", row_of)
     out = tmp_path / "benchmark.json"
 
+    command = ["bench", "--rehearse", "--out", str(out), "--seconds"]
+
     def run(seconds: str) -> Any:
-        monkeypatch.setattr(sys, "argv", ["bench", "--out", str(out), "--seconds", seconds])
+        monkeypatch.setattr(sys, "argv", [*command, seconds])
         bench.main()
 
     with pytest.raises(KeyboardInterrupt):
@@ -298,7 +303,7 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path = tmp_path / "parts" / name
         path.parent.mkdir(parents=True)
         path.write_bytes(noise.randbytes(2500))
-    pack.write(tmp_path / "parts", tmp_path / "pack", 1000)
+    pack.write(tmp_path / "parts", tmp_path / "pack", "{}.{}".format(*sys.version_info), 1000)
     return tmp_path / "pack"
 
 
@@ -332,3 +337,9 @@ def test_a_pack_that_is_damaged(packed: Path, tmp_path: Path) -> None:
     (tmp_path / "sources/CMakeLists.txt").write_text("project(changed)")
     with pytest.raises(SystemExit, match="other sources"):
         pack.unpack(packed, target)
+
+
+def test_a_pack_for_another_python(packed: Path, tmp_path: Path) -> None:
+    pack.write(tmp_path / "parts", packed, "3.8")
+    with pytest.raises(SystemExit, match=r"for Python 3\.8; this is 3\."):
+        pack.unpack(packed, tmp_path / "unpacked")

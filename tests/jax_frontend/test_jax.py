@@ -109,6 +109,21 @@ def test_same_program_and_bits_with_64_bit_types(x64: bool) -> None:
     assert_same_bits(result, np.asarray(attend(*operands)))
 
 
+@pytest.mark.parametrize("slot", [2**31, 2**40, -(2**31) - 1])
+def test_integers_that_jax_would_truncate(slot: int) -> None:
+    """Slot 2**40 would become slot 0, which may be another request's."""
+    operands, _ = split(update(slot_mapping=np.array([3, slot, -1], np.int64)))
+    message = (
+        "^kv_cache_update: slot_mapping must hold integers that fit int32, as jax_enable_x64 is "
+        f"off; got {slot}$"
+    )
+    with pytest.raises(ValueError, match=message):
+        jax_frontend.kv_cache_update(*operands)
+    operands[3][1] = 2**31 - 1
+    with pytest.raises(jax.errors.JaxRuntimeError, match="slot_mapping"):
+        jax_frontend.kv_cache_update(*operands)
+
+
 def test_int64_slots_with_64_bit_types() -> None:
     operands, _ = split(update(slot_mapping=np.array([0, 7, -1], np.int64)))
     with jax.enable_x64(True):

@@ -27,8 +27,8 @@ Each feature has a page, with examples that the tests run:
 
 `make features` writes the table below. It counts the parity cases that passed, by feature and by
 [door](../glossary.md): against the float64 oracle, and bit for bit between the doors of a platform. A
-cell is empty where PyTorch's own tensors hold 8-bit floats, which PyTorch does not exchange with other
-libraries.
+cell is empty where attention reads PyTorch's own tensors of 8-bit floats, which PyTorch does not exchange
+with other libraries.
 """
 
 

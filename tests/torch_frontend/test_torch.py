@@ -20,7 +20,7 @@ from tests.support import doors, scripts
 from tests.support.calls import overload_of, split_keywords
 from tests.support.cases import SHORT_CASES, Case
 from tests.support.models import Layer, layer_inputs, tensors
-from tests.support.sound_calls import add, attention, split, update
+from tests.support.sound_calls import SOUND, add, attention, split, update
 
 OPS = torch.ops.xla_gpu
 
@@ -230,10 +230,20 @@ def test_simple_add_on_cuda_tensors(cuda: Any) -> None:
 
 def test_tensors_on_two_devices(cuda: Any) -> None:
     a = torch.arange(5.0)
-    with pytest.raises(
-        ValueError, match="^simple_add: all tensors must be on one device; got meta"
-    ):
+    message = "^simple_add: all tensors must be on one device; got b on meta beside a on cpu$"
+    with pytest.raises(ValueError, match=message):
         OPS.simple_add.default.redispatch(cuda, a, a.to("meta"))
+
+
+@pytest.mark.parametrize("op", SOUND)
+def test_a_meta_tensor_among_others(op: str) -> None:
+    """It would choose the fake kernel, which returns memory that nothing was written to."""
+    operands, attributes = split(SOUND[op]())
+    for i in range(len(operands)):
+        tensors = [doors.to_torch(x) for x in operands]
+        tensors[i] = tensors[i].to("meta")
+        with pytest.raises(ValueError, match=f"^{op}: all tensors must be on one device; got "):
+            getattr(OPS, op)(*tensors, **attributes)
 
 
 def test_a_platform_without_handlers() -> None:

@@ -264,3 +264,13 @@ def test_decode_loop_compiles_once(compiled: bool) -> None:
             compiles_after_warm_up = metrics.metric_data("CompileTime")[0]
     xm.wait_device_ops()
     assert metrics.metric_data("CompileTime")[0] == compiles_after_warm_up
+
+
+def test_a_tensor_on_the_cpu_among_others() -> None:
+    """It has no value in torch_xla's program."""
+    operands, attributes = split(attention())
+    for i in range(1, len(operands)):
+        tensors = [doors.to_xla(x) for x in operands]
+        tensors[i] = tensors[i].cpu()
+        with pytest.raises(ValueError, match="^paged_attention: all tensors must be on one device"):
+            torch.ops.xla_gpu.paged_attention(*tensors, **attributes)

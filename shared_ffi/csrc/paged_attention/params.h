@@ -7,7 +7,7 @@
 //     max(0, p - sliding_window + 1) <= j < min(context_lens[s], p + window_right + 1)
 // where causal attention is window_right = 0. Position j lies in block block_tables[s][j /
 // block_size] at offset j % block_size. Query head h reads kv head h / (num_heads / num_kv_heads).
-// Of a cache of 8 bits, k and v are what it holds, times k_scale and v_scale.
+// An 8-bit cache holds k / k_scale and v / v_scale.
 //     logit = scale * (q . k), then soft_cap * tanh(logit / soft_cap) where there is a cap,
 //             then - alibi_slopes[h] * |p - j| where there are slopes
 //     output = sum_j exp(logit_j - lse) * v_j, in float32 whatever the storage

@@ -126,8 +126,8 @@ class PageTable {
 
  private:
   // Finds the K of the tile at `first`, up to the item's end; returns the number of positions.
-  // Those before the item's first and some after its last get these two's addresses, so that whole
-  // vectors can be read.
+  // Positions before the item's first get its address, and some after its last get the last one's,
+  // so that whole vectors can be read.
   int64_t Find(int64_t first, const char** keys) const {
     const Params& p = rows_.p;
     const WorkItem& item = rows_.item;

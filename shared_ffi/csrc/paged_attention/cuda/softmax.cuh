@@ -1,6 +1,6 @@
 // Online softmax of the tensor core kernels, on logits in the registers where the products leave
-// them. Of each 8 positions, a lane holds 2 * (lane % 4) and the next one, for two rows that are 8
-// apart.
+// them. A lane holds the positions 2 * (lane % 4) and the next one of each 8, for two rows that are
+// 8 apart.
 #pragma once
 
 #include "rows.cuh"

@@ -213,8 +213,8 @@ class TensorCoreItem {
     AddValues(layout_.Value(tile), logits);
   }
 
-  // logits = q k^T. Of each 8 positions, lane l holds 2 * (l % 4) and the next one, for the rows l
-  // / 4 and l / 4 + 8.
+  // logits = q k^T. Lane l holds the positions 2 * (l % 4) and the next one of each 8, for the rows
+  // l / 4 and l / 4 + 8.
   __device__ void MultiplyByKeys(const C* keys, float (&logits)[kKeys / 8][4]) const {
 #pragma unroll 2
     for (int chunk = 0; chunk < CacheRows::kChunks; chunk += 2) {
