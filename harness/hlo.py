@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import torch
 import torch_xla
+import torch_xla.debug.metrics as metrics
 
 
 def custom_calls(hlo: str, target: str) -> list[str]:
@@ -46,6 +47,12 @@ def of_torch_xla(tensors: list[torch.Tensor]) -> str:
     """HLO text of the lazy graph that would compute the tensors, before optimization."""
     text: str = torch_xla._XLAC._get_xla_tensors_hlo(tensors)  # type: ignore[attr-defined]
     return text
+
+
+def torch_xla_compiles() -> int:
+    """The number of programs that torch_xla has compiled in this process."""
+    data = metrics.metric_data("CompileTime")
+    return int(data[0]) if data else 0
 
 
 class CompiledPrograms:

@@ -20,8 +20,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from examples.replay import report, trace
 from examples.replay.models import MODELS
 from examples.replay.run import DTYPES, Result, Sample, replay
-from examples.replay.scheduler import Limits
 from examples.replay.steps import DOORS
+from examples.scheduler import Arrival, Limits
 
 _GROUPS = {"both": ["jax", "torch_xla"], "all": list(DOORS)}
 _MOST_REQUESTS = 20_000
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _replay(options: argparse.Namespace, console: Console) -> Result:
-    arrivals: Iterable[trace.Arrival]
+    arrivals: Iterable[Arrival]
     if options.trace:
         arrivals, name = trace.read(options.trace), options.trace.name
     else:

@@ -11,9 +11,8 @@ import ml_dtypes
 import numpy as np
 
 from examples.replay.models import Model
-from examples.replay.scheduler import Limits, Scheduler, Step
 from examples.replay.steps import DOORS, Door, Operands
-from examples.replay.trace import Arrival
+from examples.scheduler import Arrival, Limits, Scheduler, Step
 from harness import hlo, reference
 from harness.compare import max_error
 

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import torch_xla
-import torch_xla.debug.metrics as metrics
 
 import jax_frontend
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
 from examples.replay.models import Model
+from harness import hlo
 from harness.arrays import to_numpy, to_torch
 
 
@@ -148,12 +148,12 @@ class TorchXlaDoor(TorchDoor):
     @torch.no_grad()
     def run(self, operands: Operands) -> np.ndarray:
         """As in Door."""
-        before = _compile_count()
+        before = hlo.torch_xla_compiles()
         tensors = [self._place(to_torch(array)) for array in operands]
         output = self._function(self._cache, *tensors)
         torch_xla.sync()
         result = to_numpy(output)
-        self._compiles += _compile_count() - before
+        self._compiles += hlo.torch_xla_compiles() - before
         return result
 
     def compiles(self) -> int:
@@ -166,8 +166,7 @@ class TorchXlaDoor(TorchDoor):
         tensors = [self._place(to_torch(array)) for array in operands]
         cache = self._cache.clone()
         output = self._step(cache, *tensors)
-        text: str = torch_xla._XLAC._get_xla_tensors_hlo([cache, output])  # type: ignore[attr-defined]
-        return text
+        return hlo.of_torch_xla([cache, output])
 
 
 class OpenXlaDoor(TorchXlaDoor):
@@ -183,8 +182,3 @@ class OpenXlaDoor(TorchXlaDoor):
 DOORS: dict[str, Callable[[Model, np.ndarray], Door]] = {
     door.name.lower(): door for door in (JaxDoor, TorchXlaDoor, OpenXlaDoor, TorchDoor)
 }
-
-
-def _compile_count() -> int:
-    data = metrics.metric_data("CompileTime")
-    return int(data[0]) if data else 0

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 
-
-@dataclass(frozen=True)
-class Arrival:
-    """A request as a trace tells of it."""
-
-    seconds: float  # since the trace began
-    prompt_tokens: int
-    generated_tokens: int
+from examples.scheduler import Arrival
 
 
 def read(path: Path) -> Iterator[Arrival]:

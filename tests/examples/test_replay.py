@@ -14,8 +14,7 @@ from examples.replay import trace
 from examples.replay.__main__ import main
 from examples.replay.models import MODELS
 from examples.replay.run import TokenValues
-from examples.replay.scheduler import Limits, Scheduler
-from examples.replay.trace import Arrival
+from examples.scheduler import Arrival, Limits, Scheduler
 
 SMALL = Limits(block_size=4, num_blocks=24, max_seqs=5, max_blocks_per_seq=16, token_budget=20)
 

@@ -8,12 +8,19 @@ which gives its blocks back and computes its tokens anew later.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from examples.replay.trace import Arrival
+
+@dataclass(frozen=True)
+class Arrival:
+    """When a request arrives, and how many tokens it brings and asks for."""
+
+    seconds: float  # since the trace began
+    prompt_tokens: int
+    generated_tokens: int
 
 
 @dataclass(frozen=True)
@@ -119,14 +126,18 @@ class Scheduler:
         chunks = self._plan()
         return self._step(chunks) if chunks else None
 
-    def complete(self) -> None:
-        """Tells that the step has run: who had all tokens computed has generated one."""
+    def complete(self, stopped: Collection[int] = ()) -> None:
+        """Tells that the step has run. A request whose tokens are all computed has generated one.
+
+        Args:
+            stopped: numbers of the requests whose new token is their last, before their limit.
+        """
         for request in list(self.running):
             if request.computed_tokens < request.known_tokens:
                 continue
             self.generated_tokens += 1
             request.known_tokens += 1
-            if request.known_tokens >= request.total_tokens:
+            if request.known_tokens >= request.total_tokens or request.number in stopped:
                 self._release(request)
                 self.running.remove(request)
                 self.finished.append(request)

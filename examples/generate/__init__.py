@@ -1,0 +1,1 @@
+"""Text generation with a real model: continuous batching over a paged cache, through each door."""

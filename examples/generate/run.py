@@ -1,0 +1,195 @@
+"""Answers prompts through the doors, one after another, and compares what they say."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from examples.generate import engine, transformers_door
+from examples.generate.checkpoint import Checkpoint, Scores
+from examples.generate.doors import DOORS
+from examples.generate.engine import Answer, Generation
+from examples.generate.sampling import Sampling
+from examples.scheduler import Limits
+from harness import hlo
+
+TRANSFORMERS = "transformers"
+NAMES = [*DOORS, TRANSFORMERS]
+_TARGETS = ("xla_gpu_kv_cache_update", "xla_gpu_paged_attention")
+
+
+@dataclass
+class DoorResult:
+    """What a door did."""
+
+    generation: Generation
+    seconds_to_open: float  # weights in place, and every program compiled
+    programs: int
+    late_programs: int  # compiled while generating
+    custom_calls: dict[str, int]  # of a decoding step: how often each occurs
+    scores: list[Scores]  # of each answer
+
+    @property
+    def equal_answers(self) -> int:
+        """Answers that transformers' eager attention gives as well, by greedy search."""
+        pairs = zip(self.generation.answers, self.scores, strict=True)
+        return sum(answer.tokens == scores.best for answer, scores in pairs)
+
+    @property
+    def max_difference(self) -> float:
+        """The largest difference of a log-probability from transformers' eager attention."""
+        return max(
+            abs(ours - theirs)
+            for answer, scores in zip(self.generation.answers, self.scores, strict=True)
+            for ours, theirs in zip(answer.logprobs, scores.logprobs, strict=True)
+        )
+
+
+@dataclass
+class Result:
+    """A run."""
+
+    model: str
+    dtype: str
+    sampling: Sampling
+    limits: Limits
+    prompts: list[str]
+    texts: list[str]  # the first door's answers
+    doors: dict[str, DoorResult]
+
+    @property
+    def same_tokens(self) -> bool:
+        """Whether all doors gave the same answers."""
+        first, *others = [
+            [answer.tokens for answer in door.generation.answers] for door in self.doors.values()
+        ]
+        return all(tokens == first for tokens in others)
+
+    @property
+    def same_as_transformers(self) -> bool:
+        """Whether all answers are those of transformers' eager attention."""
+        return all(door.equal_answers == len(self.prompts) for door in self.doors.values())
+
+    @property
+    def same_custom_calls(self) -> bool:
+        """Whether all doors that have HLO hold the same custom calls, letter for letter."""
+        calls = [door.custom_calls for door in self.doors.values() if door.custom_calls]
+        return all(found == calls[0] for found in calls)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the tokens must be equal: rounding decides no token in float32, by greedy search.
+
+        In 16 bits, PyTorch and XLA round between the operations at different places.
+        """
+        return self.dtype == "float32" and self.sampling.is_greedy
+
+    @property
+    def is_good(self) -> bool:
+        """Whether everything is as it should be."""
+        late = any(door.late_programs for door in self.doors.values())
+        same = self.same_tokens and self.same_as_transformers
+        return self.same_custom_calls and not late and (same or not self.is_exact)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, for machines."""
+        result = asdict(self)
+        for name, door in self.doors.items():
+            result["doors"][name] |= {
+                "tokens_per_second": door.generation.tokens_per_second,
+                "time_to_first_token": door.generation.time_to_first_token,
+                "equal_answers": door.equal_answers,
+                "max_difference": door.max_difference,
+            }
+        return result | {
+            "same_tokens": self.same_tokens,
+            "same_as_transformers": self.same_as_transformers,
+            "same_custom_calls": self.same_custom_calls,
+        }
+
+
+OnProgress = Callable[[str, Sequence[Answer]], None]  # the door's name, and the answers so far
+
+
+def run(
+    checkpoint: Checkpoint,
+    prompts: Sequence[str],
+    *,
+    dtype: str,
+    sampling: Sampling,
+    limits: Limits,
+    doors: Sequence[str],
+    on_progress: OnProgress,
+) -> Result:
+    """Answers the prompts through each door.
+
+    Raises:
+        ValueError: a prompt is empty or too long.
+    """
+    encoded = [checkpoint.encode(prompt) for prompt in prompts]
+    engine.check_lengths(encoded, sampling, limits)
+    known: dict[tuple[int, ...], Scores] = {}  # of an answer, with its prompt's number before it
+    results = {}
+    for name in doors:
+        on_progress(name, [])
+        open_door = _with_transformers if name == TRANSFORMERS else _with_our_engine
+        results[name] = open_door(name, checkpoint, encoded, sampling, limits, on_progress)
+    for result in results.values():
+        for i, answer in enumerate(result.generation.answers):
+            key = (i, *answer.tokens)
+            if key not in known:
+                known[key] = checkpoint.scores(encoded[i], answer.tokens)
+            result.scores.append(known[key])
+    first = results[doors[0]].generation.answers
+    return Result(
+        model=checkpoint.name,
+        dtype=dtype,
+        sampling=sampling,
+        limits=limits,
+        prompts=list(prompts),
+        texts=[checkpoint.decode(answer.tokens) for answer in first],
+        doors=results,
+    )
+
+
+def _with_our_engine(
+    name: str,
+    checkpoint: Checkpoint,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    limits: Limits,
+    on_progress: OnProgress,
+) -> DoorResult:
+    start = time.perf_counter()
+    door = DOORS[name](checkpoint, limits)
+    engine.warm_up(door, limits)
+    seconds, programs = time.perf_counter() - start, door.compiles()
+    generation = engine.generate(
+        door,
+        prompts,
+        sampling,
+        limits,
+        checkpoint.stop_tokens,
+        lambda answers: on_progress(name, answers),
+    )
+    late_programs = door.compiles() - programs
+    text = door.hlo(engine.empty_batch(limits, limits.max_seqs))
+    calls = [call for target in _TARGETS for call in hlo.custom_calls(text or "", target)]
+    return DoorResult(generation, seconds, programs, late_programs, dict(Counter(calls)), [])
+
+
+def _with_transformers(
+    name: str,
+    checkpoint: Checkpoint,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    limits: Limits,
+    on_progress: OnProgress,
+) -> DoorResult:
+    generation = transformers_door.generate(
+        checkpoint, prompts, sampling, limits, lambda answers: on_progress(name, answers)
+    )
+    return DoorResult(generation, 0.0, 0, 0, {}, [])

@@ -1,0 +1,101 @@
+"""What the examples' report pages share: the page itself, the plots' look, and the custom calls."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+import matplotlib
+from matplotlib.axes import Axes
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+matplotlib.use("svg")
+from matplotlib import pyplot as plt
+
+COLORS = ("#2563eb", "#f59e0b", "#10b981", "#8b5cf6", "#ec4899", "#64748b")
+_STYLE: Any = {
+    "axes.edgecolor": "#94a3b8",
+    "axes.grid": True,
+    "axes.labelcolor": "#475569",
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "font.size": 10,
+    "grid.color": "#e2e8f0",
+    "legend.frameon": False,
+    "svg.fonttype": "none",  # text stays text, in the page's font
+    "text.color": "#0f172a",
+    "xtick.color": "#64748b",
+    "ytick.color": "#64748b",
+}
+
+
+class Headline(NamedTuple):
+    """What to know at a glance."""
+
+    label: str
+    value: str
+    good: bool  # whether it is as it should be
+
+
+class Calls(NamedTuple):
+    """The custom calls of a door's program, as lines to print."""
+
+    doors: list[str]
+    text: list[str]
+
+
+def write(path: Path, template: Path, **content: Any) -> None:
+    """Writes a page that needs no network and no other file.
+
+    Args:
+        path: of the page.
+        template: extends page.html.j2.
+        content: title, subtitle, headlines and calls, and what the template adds.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folders = [template.parent, Path(__file__).parent]
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(folders), autoescape=True)
+    path.write_text(environment.get_template(template.name).render(**content))
+
+
+def svg(draw: Callable[[Axes], None]) -> str:
+    """A plot as an element of a page."""
+    buffer = io.StringIO()
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(figsize=(6.4, 2.9), layout="constrained")
+        draw(axes)
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        plt.close(figure)
+    _, tag, rest = buffer.getvalue().partition("<svg")
+    return tag + rest
+
+
+def show_headlines(headlines: Sequence[Headline], title: str, console: Console) -> None:
+    """Prints them in a frame."""
+    summary = Table.grid(padding=(0, 2))
+    for label, value, good in headlines:
+        summary.add_row(label, Text(value, "bold green" if good else "bold red"))
+    console.print(Panel(summary, title=title, expand=False))
+
+
+def show_calls(calls: Sequence[Calls], console: Console) -> None:
+    """Prints the custom calls of each door."""
+    for call in calls:
+        title = f"custom calls in {', '.join(call.doors)}"
+        console.print(Panel(Group(*call.text), title=title, title_align="left"))
+
+
+def lines_of(call: str) -> list[str]:
+    """A custom call, one attribute a line."""
+    attributes = ("custom_call_target", "operand_layout_constraints", "output_to_operand_aliasing")
+    for name in (*attributes, "api_version", "backend_config"):
+        call = call.replace(f", {name}=", f",\n  {name}=")
+    return call.splitlines()

