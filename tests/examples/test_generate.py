@@ -322,8 +322,10 @@ def real() -> Checkpoint:
 
 @pytest.mark.parametrize("door", ["jax", "torch", "torch_xla", "transformers"])
 def test_a_real_model_gives_the_tokens_of_transformers(real: Checkpoint, door: str) -> None:
-    asked = [real.encode(text) for text in ("Why is the sky blue?", "What is 17 plus 25?")]
+    asked = [
+        real.encode(text) for text in ("Why is the sky blue?", "What is the capital of France?")
+    ]
     said = answers(real, door, replace(LIMITS, block_size=16), SAMPLING, asked)
-    assert real.decode(said[1]) == "17 + 25 = 32."
+    assert real.decode(said[1]) == "The capital of France is Paris."
     for prompt, tokens in zip(asked, said, strict=True):
         assert real.scores(prompt, tokens).best == tokens
