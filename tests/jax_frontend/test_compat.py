@@ -265,6 +265,57 @@ def test_ejkernel_unified_on_a_mesh() -> None:
     assert_same_bits(np.asarray(result), np.asarray(expected))
 
 
+def test_the_meshes_of_tpu_inference_and_sglang_jax() -> None:
+    """Under shard_map, each device's part has the bits of a call on that part, and XLA sends
+    nothing."""
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
+    heads, cache, batch = P("data", "model"), P("data", None, "model"), P("data")
+    one_head = ("bfloat16", 3, 1, 64, (1, 2, 128))
+    for function, changed in (
+        (tpu_inference.ragged_paged_attention, dict),
+        (tpu_inference.ragged_paged_attention_hd64, dict),
+        (sglang_jax.ragged_paged_attention, packed),
+    ):
+        call = changed(inputs(*one_head))
+        names = [*call]
+        dims = dict.fromkeys(("queries", "keys", "values"), 1)
+        dims |= dict.fromkeys(("kv_cache", "kv_cache_fused"), 2)
+        specs = {1: heads, 2: cache, None: batch}
+        rng = np.random.default_rng(4)
+        parts: dict[tuple[int, int], dict[str, Any]] = {}
+        whole: dict[str, Any] = {}
+        for name, x in call.items():
+            dim = dims.get(name)
+            if dim is None:
+                whole[name] = np.concatenate([x] * 2)
+                parts |= {at: parts.get(at, {}) | {name: x} for at in np.ndindex(2, 4)}
+                continue
+            grid = rng.standard_normal((2, 4, *x.shape)).astype(x.dtype)
+            parts |= {at: parts.get(at, {}) | {name: grid[at]} for at in np.ndindex(2, 4)}
+            whole[name] = np.concatenate([np.concatenate([*row], dim) for row in grid])
+        attend = jax.jit(
+            jax.shard_map(
+                lambda *arrays, function=function, names=names: function(
+                    **dict(zip(names, arrays, strict=True)), sm_scale=0.2
+                ),
+                mesh=mesh,
+                in_specs=tuple(specs[dims.get(name)] for name in names),
+                out_specs=(heads, cache),
+                check_vma=False,
+            )
+        )
+        arrays = [jnp.asarray(x) for x in whole.values()]
+        assert not re.search(
+            "all-(gather|reduce|to-all)", attend.lower(*arrays).compile().as_text()
+        )
+        results = [np.asarray(x) for x in attend(*arrays)]
+        for (data, model), part in parts.items():
+            expected = function(**as_jax(part), sm_scale=0.2)
+            for result, dim, x in zip(results, (1, 2), expected, strict=True):
+                rows = np.split(result, 2)[data]
+                assert_same_bits(np.split(rows, 4, dim)[model], np.asarray(x))
+
+
 LENGTHS = [0, 3, 32, 0, 17, 1]
 
 

