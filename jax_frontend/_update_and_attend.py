@@ -90,8 +90,8 @@ def check_shape(op: str, argument: str, array: jax.Array, shape: tuple[int, ...]
 
 def block_tables_of(op: str, argument: str, pages: jax.Array, kv_lens: jax.Array) -> jax.Array:
     """Makes ``[max_seqs, pages_per_seq]`` of the flat page indices of all sequences."""
-    max_seqs = len(kv_lens)
-    if pages.ndim != 1 or max_seqs == 0 or len(pages) % max_seqs != 0:
+    max_seqs = kv_lens.shape[0]
+    if pages.ndim != 1 or max_seqs == 0 or pages.shape[0] % max_seqs != 0:
         raise shape_error(op, argument, f"[max_seqs={max_seqs} * pages_per_seq]", pages.shape)
     return pages.reshape(max_seqs, -1)
 
@@ -216,9 +216,10 @@ def _slots(
 ) -> jax.Array:
     """The slot of each token; -1 for tokens that belong to no sequence."""
     tokens = jnp.arange(num_tokens)
-    is_real = jnp.arange(len(kv_lens)) < num_seqs
+    is_real = jnp.arange(kv_lens.shape[0]) < num_seqs
     ends = jnp.where(is_real, cu_q_lens[1:], jnp.iinfo(jnp.int32).max)
-    sequence = jnp.searchsorted(ends, tokens, side="right")
+    # Not jnp.searchsorted, which jax.export refuses where the number of sequences is a symbol.
+    sequence = jnp.sum(ends[None] <= tokens[:, None], axis=1)
     position = kv_lens[sequence] - cu_q_lens[sequence + 1] + tokens
     page = block_tables[sequence, position // page_size]
     of_sequence = (cu_q_lens[0] <= tokens) & (tokens < cu_q_lens[num_seqs])

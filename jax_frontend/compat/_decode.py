@@ -36,7 +36,7 @@ def decode(
     """
     if q.ndim != 3:
         raise shape_error(op, "q", "[batch_size, num_q_heads, head_dim]", q.shape)
-    batch_size = len(q)
+    batch_size = q.shape[0]
     if lengths.shape != (batch_size,):
         raise shape_error(op, "lengths", f"[batch_size={batch_size}]", lengths.shape)
     return paged_attention(
@@ -45,7 +45,7 @@ def decode(
         lengths,
         page_indices,
         jnp.arange(batch_size + 1, dtype=jnp.int32),
-        jnp.int32(batch_size),
+        jnp.asarray(batch_size, jnp.int32),
         1.0,
         soft_cap=soft_cap,
         value_cache=v_pages,

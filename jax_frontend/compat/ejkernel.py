@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_frontend._update_and_attend import (
@@ -253,7 +254,7 @@ def _unified_attention(
         kv_lens,
         block_tables,
         query_start_loc,
-        jax.numpy.int32(len(kv_lens)),
+        jnp.asarray(kv_lens.shape[0], jnp.int32),
         queries.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
         sliding_window,
         logits_soft_cap,

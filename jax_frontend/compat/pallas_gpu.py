@@ -58,7 +58,7 @@ def paged_attention(
             raise shape_error(OP, name, str(list(k_pages.shape[:-1])), scale.shape)
     if lengths is None:
         capacity = block_tables.shape[1] * k_pages.shape[2]
-        lengths = jnp.full(len(q), capacity, jnp.int32)
+        lengths = jnp.full(q.shape[0], capacity, jnp.int32)
     return decode(
         OP,
         q,

@@ -93,7 +93,7 @@ def ragged_paged_attention(
     refuse(OP, custom_mask=custom_mask, xai_temperature_len=xai_temperature_len)
     if softmax_dtype is not None and jnp.dtype(softmax_dtype) != jnp.float32:
         refuse(OP, softmax_dtype=jnp.dtype(softmax_dtype).name)
-    max_seqs = len(kv_lens)
+    max_seqs = kv_lens.shape[0]
     check_shape(OP, "distribution", distribution, (3,))
     check_shape(OP, "cu_kv_lens", cu_kv_lens, (max_seqs + 1,))
     if page_indices.ndim != 1:
@@ -106,11 +106,11 @@ def ragged_paged_attention(
         if attention_sink.ndim == 0:
             attention_sink = jnp.broadcast_to(attention_sink, queries.shape[1:2])
         check_shape(OP, "attention_sink", attention_sink, queries.shape[1:2])
-    num_pages = len(page_indices)
+    num_pages = page_indices.shape[0]
     if max_pages_per_seq is not None:
         num_pages = min(num_pages, max_pages_per_seq)
     starts = -(-cu_kv_lens[:-1] // kv_cache_fused.shape[1])
-    places = starts[:, None] + jnp.arange(num_pages, dtype=starts.dtype)
+    places = starts[:, None] + jnp.arange(num_pages, dtype=starts.dtype)[None]
     return update_and_attend(
         OP,
         queries,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,13 @@ from jax_frontend.compat import ejkernel, pallas_gpu, pallas_tpu, sglang_jax, tp
 from tests.support.tpu_calls import KV_LENS, MAX_SEQS, PAGE_SIZE, inputs, oracle
 
 F32, I32 = np.float32, np.int32
+
+
+@pytest.fixture(autouse=True)
+def _no_rank_promotion() -> Iterator[None]:
+    """Programs may forbid arrays of different ranks in one operation, as JAX's own tests do."""
+    with jax.numpy_rank_promotion("raise"):
+        yield
 
 
 def as_jax(arrays: dict[str, Any]) -> dict[str, Any]:
