@@ -1,4 +1,7 @@
-"""Paged attention and cache updates for JAX, by the custom calls that PyTorch programs use, too."""
+"""Paged attention and cache updates for JAX, by the custom calls that PyTorch programs use, too.
+
+``jax_frontend.compat`` has functions with the arguments of other libraries.
+"""
 
 try:
     import jax

@@ -273,55 +273,55 @@ def test_ejkernel_unified_on_a_mesh() -> None:
     assert_same_bits(np.asarray(result), np.asarray(expected))
 
 
-def test_the_meshes_of_tpu_inference_and_sglang_jax() -> None:
-    """Under shard_map, each device's part has the bits of a call on that part, and XLA sends
-    nothing."""
-    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
-    heads, cache, batch = P("data", "model"), P("data", None, "model"), P("data")
-    one_head = ("bfloat16", 3, 1, 64, (1, 2, 128))
-    for function, changed in (
-        (tpu_inference.ragged_paged_attention, dict),
-        (tpu_inference.ragged_paged_attention_hd64, dict),
-        (sglang_jax.ragged_paged_attention, packed),
-    ):
-        call = changed(inputs(*one_head))
-        names = [*call]
-        dims = dict.fromkeys(("queries", "keys", "values"), 1)
-        dims |= dict.fromkeys(("kv_cache", "kv_cache_fused"), 2)
-        specs = {1: heads, 2: cache, None: batch}
-        rng = np.random.default_rng(4)
-        parts: dict[tuple[int, int], dict[str, Any]] = {}
-        whole: dict[str, Any] = {}
-        for name, x in call.items():
-            dim = dims.get(name)
-            if dim is None:
-                whole[name] = np.concatenate([x] * 2)
-                parts |= {at: parts.get(at, {}) | {name: x} for at in np.ndindex(2, 4)}
-                continue
-            grid = rng.standard_normal((2, 4, *x.shape)).astype(x.dtype)
-            parts |= {at: parts.get(at, {}) | {name: grid[at]} for at in np.ndindex(2, 4)}
-            whole[name] = np.concatenate([np.concatenate([*row], dim) for row in grid])
-        attend = jax.jit(
-            jax.shard_map(
-                lambda *arrays, function=function, names=names: function(
-                    **dict(zip(names, arrays, strict=True)), sm_scale=0.2
-                ),
-                mesh=mesh,
-                in_specs=tuple(specs[dims.get(name)] for name in names),
-                out_specs=(heads, cache),
-                check_vma=False,
-            )
+# The dimension of heads.
+HEADS = {"queries": 1, "keys": 1, "values": 1, "kv_cache": 2, "kv_cache_fused": 2}
+
+
+@pytest.mark.parametrize(
+    ("function", "change"),
+    [
+        pytest.param(tpu_inference.ragged_paged_attention, dict, id="v3"),
+        pytest.param(tpu_inference.ragged_paged_attention_hd64, dict, id="hd64"),
+        pytest.param(sglang_jax.ragged_paged_attention, packed, id="sglang-jax"),
+    ],
+)
+def test_the_meshes_of_serving_stacks(function: Any, change: Any) -> None:
+    """Under shard_map, sequences are divided along one axis and heads along another. Each device's
+    results have the bits of a call on its part, and XLA sends nothing."""
+    call = change(inputs(*CALLS["one head of 64"]))
+    rng = np.random.default_rng(4)
+
+    def part() -> dict[str, np.ndarray]:
+        arrays = {name: rng.standard_normal(x.shape).astype(x.dtype) for name, x in call.items()}
+        return {name: arrays[name] if name in HEADS else x for name, x in call.items()}
+
+    parts = [[part() for _ in range(4)] for _ in range(2)]
+
+    def joined(name: str) -> np.ndarray:
+        if name not in HEADS:
+            return np.concatenate([row[0][name] for row in parts])
+        rows = [np.concatenate([part[name] for part in row], HEADS[name]) for row in parts]
+        return np.concatenate(rows)
+
+    specs = {1: P("data", "model"), 2: P("data", None, "model"), None: P("data")}
+    attend = jax.jit(
+        jax.shard_map(
+            lambda arrays: function(**arrays, sm_scale=0.2),
+            mesh=Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model")),
+            in_specs=({name: specs[HEADS.get(name)] for name in call},),
+            out_specs=(specs[1], specs[2]),
+            check_vma=False,
         )
-        arrays = [jnp.asarray(x) for x in whole.values()]
-        assert not re.search(
-            "all-(gather|reduce|to-all)", attend.lower(*arrays).compile().as_text()
-        )
-        results = [np.asarray(x) for x in attend(*arrays)]
-        for (data, model), part in parts.items():
-            expected = function(**as_jax(part), sm_scale=0.2)
-            for result, dim, x in zip(results, (1, 2), expected, strict=True):
-                rows = np.split(result, 2)[data]
-                assert_same_bits(np.split(rows, 4, dim)[model], np.asarray(x))
+    )
+    arrays = {name: jnp.asarray(joined(name)) for name in call}
+    program = attend.lower(arrays).compile().as_text()
+    assert not re.search("all-(gather|reduce|to-all)|collective", program)
+    results = [np.asarray(x) for x in attend(arrays)]
+    for data, model in np.ndindex(2, 4):
+        expected = function(**as_jax(parts[data][model]), sm_scale=0.2)
+        for result, dim, of_part in zip(results, (1, 2), expected, strict=True):
+            row = np.split(result, 2)[data]
+            assert_same_bits(np.split(row, 4, dim)[model], np.asarray(of_part))
 
 
 LENGTHS = [0, 3, 32, 0, 17, 1]
