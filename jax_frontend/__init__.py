@@ -1,4 +1,7 @@
-"""Paged attention and cache updates for JAX, by the custom calls that PyTorch programs use, too."""
+"""Paged attention and cache updates for JAX, by the custom calls that PyTorch programs use, too.
+
+``jax_frontend.compat`` has functions with the arguments of other libraries.
+"""
 
 try:
     import jax
@@ -11,6 +14,7 @@ from jax_frontend.kv_cache_update import kv_cache_update
 from jax_frontend.merge_attention import merge_attention
 from jax_frontend.paged_attention import paged_attention
 from jax_frontend.ragged_paged_attention import ragged_paged_attention
+from jax_frontend.ragged_paged_attention_hd64 import ragged_paged_attention_hd64
 from jax_frontend.ragged_paged_attention_v3 import ragged_paged_attention_v3
 from jax_frontend.simple_add import simple_add
 
@@ -21,6 +25,7 @@ __all__ = [
     "merge_attention",
     "paged_attention",
     "ragged_paged_attention",
+    "ragged_paged_attention_hd64",
     "ragged_paged_attention_v3",
     "simple_add",
 ]

@@ -33,7 +33,7 @@ def ffi_call(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
 def _ffi_call_on(platform: str, call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     results = jax.ffi.ffi_call(
         call.target,
-        [_struct(spec) for spec in call.results_on(platform)],
+        [_struct(spec) for spec in call.results_on(platform, jax.core.min_dim)],
         input_output_aliases=dict(call.aliases),
     )(*operands, **dict(call.attributes))
     return tuple(results[: len(call.results)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import jax
@@ -12,70 +13,33 @@ import pytest
 import torch
 
 import jax_frontend
-from harness import layouts, reference
+from harness.arrays import DTYPES
 from harness.compare import assert_same_bits
 from tests.support import doors, scripts
-from tests.support.cases import DTYPES, SHORT_CASES
+from tests.support.cases import SHORT_CASES
+from tests.support.tpu_calls import inputs, oracle
 
 F32, I32 = np.float32, np.int32
-Q_LENS, KV_LENS = [1, 1, 5, 12], [17, 8, 30, 12]
-PAGE_SIZE, PAGES_PER_SEQ, MAX_SEQS = 8, 5, 6
-NUM_PAGES = 40
 
-
-def inputs(
-    dtype: str, num_heads: int, num_kv_heads: int, head_size: int, shape: tuple[int, ...]
-) -> dict[str, Any]:
-    """A call of serving code for TPUs. `shape`: the last three dimensions of the cache."""
-    rng = np.random.default_rng(0)
-    num_tokens = sum(Q_LENS) + 3
-    of_new = (num_tokens, num_kv_heads, head_size)
-
-    def normal(*size: int) -> np.ndarray:
-        return rng.standard_normal(size, F32).astype(DTYPES[dtype])
-
-    padding = MAX_SEQS - len(KV_LENS)
-    return {
-        "queries": normal(num_tokens, num_heads, head_size),
-        "keys": normal(*of_new),
-        "values": normal(*of_new),
-        "kv_cache": normal(NUM_PAGES, PAGE_SIZE, *shape),
-        "kv_lens": np.array([*KV_LENS, *[7] * padding], I32),
-        "page_indices": rng.permutation(NUM_PAGES)[: MAX_SEQS * PAGES_PER_SEQ].astype(I32),
-        "cu_q_lens": np.array([*np.cumsum([0, *Q_LENS]), *[3] * padding], I32),
-        "distribution": np.array([2, 2, len(Q_LENS)], I32),
-    }
-
-
-def oracle(call: dict[str, Any], *, is_one_row: bool, scale: float, **options: Any) -> Any:
-    """The output and the updated cache in float64. The cache keeps its shape."""
-    queries, keys, values, kv_cache = (
-        call[name] for name in ("queries", "keys", "values", "kv_cache")
-    )
-    layout = "nbh(2d)" if is_one_row else None
-    flat = kv_cache.reshape(NUM_PAGES, PAGE_SIZE, -1, kv_cache.shape[-1]).astype(np.float64)
-    cache = layouts.default((flat,), layout)
-    tables = call["page_indices"].reshape(MAX_SEQS, -1)
-    for s, (q_len, kv_len) in enumerate(zip(Q_LENS, KV_LENS, strict=True)):
-        for i in range(q_len):
-            page, offset = divmod(kv_len - q_len + i, PAGE_SIZE)
-            row, token = cache[tables[s, page], offset], call["cu_q_lens"][s] + i
-            row[:] = 0  # the padding
-            for where, new in ((0, keys), (1, values)):
-                row[where : 2 * keys.shape[1] : 2, : keys.shape[2]] = new[token]
-    metadata = (call["kv_lens"], tables, call["cu_q_lens"], call["distribution"][2])
-    own = cache[:, :, : 2 * keys.shape[1], : keys.shape[2]]
-    output = reference.paged_attention(queries, own, *metadata, scale, **options)
-    return output, layouts.arrange(cache, layout)[0].reshape(kv_cache.shape)
-
-
-CALLS: dict[str, tuple[str, int, int, int, tuple[int, ...]]] = {
+CALLS: dict[str, tuple[Any, ...]] = {
     "float32": ("float32", 8, 2, 128, (4, 1, 128)),
     "bfloat16, two rows packed": ("bfloat16", 8, 2, 128, (2, 2, 128)),
     "a padded head_dim": ("float32", 6, 3, 80, (6, 1, 128)),
     "padded heads": ("float32", 6, 3, 32, (4, 2, 128)),
     "head_dim 64, K and V in one row": ("bfloat16", 8, 2, 64, (1, 2, 128)),
+    # In each of these two pairs, the caches of both functions have one shape.
+    "one head of 64": ("bfloat16", 5, 1, 64, (1, 2, 128)),
+    "one head of 64, K and V in one row": ("bfloat16", 5, 1, 64, (1, 2, 128)),
+    "two heads of 8 bits": ("bfloat16", 6, 2, 64, (1, 4, 128), "float8_e4m3fn"),
+    "two heads of 8 bits, K and V in one row": ("bfloat16", 6, 2, 64, (1, 4, 128), "float8_e4m3fn"),
+    "one head of 8 bits, K and V in one row": ("bfloat16", 5, 1, 64, (1, 4, 128), "float8_e5m2"),
 }
+
+
+def function(name: str) -> Any:
+    if "one row" in name:
+        return jax_frontend.ragged_paged_attention_hd64
+    return jax_frontend.ragged_paged_attention_v3
 
 
 @pytest.mark.parametrize(
@@ -84,6 +48,7 @@ CALLS: dict[str, tuple[str, int, int, int, tuple[int, ...]]] = {
         {},
         {"sliding_window": 6, "soft_cap": 3.0},
         {"use_causal_mask": False},
+        {"use_causal_mask": False, "sliding_window": 4},
         {"k_scale": 0.5, "v_scale": 2.0},
     ],
     ids=str,
@@ -103,7 +68,7 @@ def test_v3(name: str, options: dict[str, Any]) -> None:
         **as_here,
     )
     arrays = {name: jnp.asarray(x) for name, x in call.items()}
-    output, updated = jax_frontend.ragged_paged_attention_v3(
+    output, updated = function(name)(
         **arrays, attention_sink=jnp.asarray(sinks), sm_scale=0.2, debug_mode=False, **options
     )
     assert arrays["kv_cache"].is_deleted()  # donated
@@ -118,7 +83,7 @@ def test_v3(name: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_v3_does_not_copy_the_cache(name: str) -> None:
     call = {k: jnp.asarray(x) for k, x in inputs(*CALLS[name]).items()}
-    attend = jax.jit(jax_frontend.ragged_paged_attention_v3, donate_argnames="kv_cache")
+    attend = jax.jit(function(name), donate_argnames="kv_cache")
     program = attend.lower(**call).compile().as_text()
     size = "[" + ",".join(map(str, call["kv_cache"].shape)) + "]"
     copies = [line for line in program.splitlines() if " copy(" in line and size in line]
@@ -143,6 +108,100 @@ def test_v3_in_a_jitted_function_with_another_output_dtype() -> None:
     assert output.dtype == jnp.bfloat16
     expected, _ = jax_frontend.ragged_paged_attention_v3(**call)
     assert_same_bits(np.asarray(output), np.asarray(expected.astype(jnp.bfloat16)))
+
+
+BAD_CALLS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a cache with K and V in one row": (
+        "head_dim 64, K and V in one row",
+        {"function": jax_frontend.ragged_paged_attention_v3},
+        "ragged_paged_attention_v3: kv_cache must have shape [num_pages, page_size, rows // packing, "
+        "packing, width], with at least 2 * num_kv_heads=2 rows and a width of at least head_dim=64; "
+        "got [40, 8, 1, 2, 128]",
+    ),
+    "too few rows": (
+        "head_dim 64, K and V in one row",
+        {"kv_cache": np.zeros((40, 8, 1, 1, 128), DTYPES["bfloat16"])},
+        "ragged_paged_attention_hd64: kv_cache must have shape [num_pages, page_size, rows // "
+        "packing, packing, width], with at least num_kv_heads=2 rows and a width of at least 2 * "
+        "head_dim=64; got [40, 8, 1, 1, 128]",
+    ),
+    "another head size": (
+        "a padded head_dim",
+        {"function": jax_frontend.ragged_paged_attention_hd64},
+        "ragged_paged_attention_hd64: queries must have shape [num_tokens, num_q_heads, 64]; got "
+        "[22, 6, 80]",
+    ),
+    "a wider row": (
+        "head_dim 64, K and V in one row",
+        {"kv_cache": np.zeros((40, 8, 1, 2, 256), DTYPES["bfloat16"])},
+        "ragged_paged_attention_hd64: kv_cache must have shape [num_pages, page_size, rows // "
+        "packing, packing, 128]; got [40, 8, 1, 2, 256]",
+    ),
+    "a cache of four dimensions": (
+        "float32",
+        {"kv_cache": np.zeros((40, 8, 4, 128), F32)},
+        "got [40, 8, 4, 128]",
+    ),
+    "queries of two dimensions": (
+        "float32",
+        {"queries": np.zeros((22, 128), F32)},
+        "ragged_paged_attention_v3: queries must have shape [num_tokens, num_q_heads, head_dim]; "
+        "got [22, 128]",
+    ),
+    "keys of another head size": (
+        "float32",
+        {"keys": np.zeros((22, 2, 64), F32)},
+        "ragged_paged_attention_v3: keys must have shape [num_tokens=22, num_kv_heads, "
+        "head_dim=128]; got [22, 2, 64]",
+    ),
+    "a head ratio of 8 to 3": (
+        "float32",
+        {"keys": np.zeros((22, 3, 128), F32)},
+        "ragged_paged_attention_v3: queries' num_q_heads must be a multiple of num_kv_heads=3; "
+        "got 8",
+    ),
+    "values of fewer heads": (
+        "float32",
+        {"values": np.zeros((22, 1, 128), F32)},
+        "ragged_paged_attention_v3: values must have shape [22, 2, 128]; got [22, 1, 128]",
+    ),
+    "a sink too few": (
+        "padded heads",
+        {"attention_sink": np.zeros(5, F32)},
+        "ragged_paged_attention_v3: attention_sink must have shape [6]; got [5]",
+    ),
+    "keys that are not quantized": (
+        "two heads of 8 bits, K and V in one row",
+        {"keys": np.zeros((22, 2, 64), DTYPES["bfloat16"])},
+        "ragged_paged_attention_hd64: keys must have kv_cache's dtype float8_e4m3fn; got bfloat16",
+    ),
+    "page_indices of two dimensions": (
+        "float32",
+        {"page_indices": np.zeros((6, 5), I32)},
+        "ragged_paged_attention_v3: page_indices must have shape [max_seqs=6 * pages_per_seq]; "
+        "got [6, 5]",
+    ),
+    "a page index too few": (
+        "float32",
+        {"page_indices": np.zeros(29, I32)},
+        "ragged_paged_attention_v3: page_indices must have shape [max_seqs=6 * pages_per_seq]; "
+        "got [29]",
+    ),
+    "a distribution of two": (
+        "float32",
+        {"distribution": np.zeros(2, I32)},
+        "ragged_paged_attention_v3: distribution must have shape [3]; got [2]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_v3_refuses(name: str) -> None:
+    of_call, changes, message = BAD_CALLS[name]
+    call = inputs(*CALLS[of_call]) | changes
+    attend = call.pop("function", function(of_call))
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        attend(**{name: jnp.asarray(x) for name, x in call.items()})
 
 
 def test_v3_refuses_an_unknown_argument() -> None:

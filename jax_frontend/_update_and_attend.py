@@ -1,0 +1,226 @@
+"""What the kernels for TPUs that write the cache have in common: one ``kv_cache_update``, then one
+``paged_attention``."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_frontend.kv_cache_update import kv_cache_update
+from jax_frontend.paged_attention import paged_attention
+from shared_ffi.spec import dtype_error, shape_error, value_error
+
+PACKED_ROWS = "nb(h2)(h2)d"
+"""``[num_pages, page_size, rows // packing, packing, width]``: the K of kv head h in row 2h, its V
+in row 2h + 1."""
+
+PACKED_PAIRS = "nbhh(2d)"
+"""``[num_pages, page_size, rows // packing, packing, width]``: kv head h in row h, its K in the
+first half of the row, its V in the second."""
+
+
+def update_and_attend(
+    op: str,
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    kv_cache: jax.Array,
+    kv_lens: jax.Array,
+    block_tables: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    sinks: jax.Array | None,
+    *,
+    kv_layout: str,
+    scale: float,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    update: bool = True,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    out_dtype: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Writes new keys and values into the cache, which is donated, and attends to it.
+
+    Args:
+        op: the public function, for messages.
+        kv_cache: in one of the two layouts above. It may have more heads than ``keys``, and wider
+            ones: new rows are padded with zeros.
+        block_tables: ``[max_seqs, max_blocks_per_seq]``.
+        num_seqs: ``[]``.
+        sinks: ``[num_heads]``, of any dtype.
+        update: False: the cache holds keys and values already.
+        k_scale, v_scale: factors of the logits and of the output.
+        out_dtype: None: the dtype of ``queries``.
+    """
+    _check(op, queries, keys, values, kv_cache, kv_layout)
+    if update and keys.dtype != kv_cache.dtype:  # it would be quantized without a scale
+        raise dtype_error(op, "keys", f"kv_cache's dtype {kv_cache.dtype}", keys.dtype)
+    return _update_and_attend(
+        queries,
+        keys,
+        values,
+        kv_cache,
+        kv_lens,
+        block_tables,
+        cu_q_lens,
+        num_seqs,
+        sinks,
+        kv_layout=kv_layout,
+        scale=scale if k_scale is None else scale * k_scale,
+        causal=causal,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        update=update,
+        v_scale=v_scale,
+        out_dtype=jnp.dtype(queries.dtype if out_dtype is None else out_dtype),
+    )
+
+
+def check_shape(op: str, argument: str, array: jax.Array, shape: tuple[int, ...]) -> None:
+    """Raises ValueError if an array does not have the shape."""
+    if array.shape != shape:
+        raise shape_error(op, argument, str(list(shape)), array.shape)
+
+
+def block_tables_of(op: str, argument: str, pages: jax.Array, kv_lens: jax.Array) -> jax.Array:
+    """Makes ``[max_seqs, pages_per_seq]`` of the flat page indices of all sequences."""
+    max_seqs = kv_lens.shape[0]
+    if pages.ndim != 1 or max_seqs == 0 or pages.shape[0] % max_seqs != 0:
+        raise shape_error(op, argument, f"[max_seqs={max_seqs} * pages_per_seq]", pages.shape)
+    return pages.reshape(max_seqs, -1)
+
+
+def _check(
+    op: str,
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    kv_cache: jax.Array,
+    kv_layout: str,
+) -> None:
+    """Checks what padding would hide from the checks of the two ops."""
+    if queries.ndim != 3:
+        raise shape_error(op, "queries", "[num_tokens, num_q_heads, head_dim]", queries.shape)
+    num_tokens, num_heads, head_size = queries.shape
+    if keys.ndim != 3 or (keys.shape[0], keys.shape[2]) != (num_tokens, head_size):
+        rule = f"[num_tokens={num_tokens}, num_kv_heads, head_dim={head_size}]"
+        raise shape_error(op, "keys", rule, keys.shape)
+    num_kv_heads = keys.shape[1]
+    if num_kv_heads < 1 or num_heads % num_kv_heads != 0:
+        rule = f"be a multiple of num_kv_heads={num_kv_heads}"
+        raise value_error(op, "queries' num_q_heads", rule, num_heads)
+    check_shape(op, "values", values, keys.shape)
+    heads, size = _heads_and_size(kv_layout, kv_cache.shape)
+    if heads < num_kv_heads or size < head_size:
+        factors = ("", "2 * ") if kv_layout == PACKED_PAIRS else ("2 * ", "")
+        rule = (
+            f"[num_pages, page_size, rows // packing, packing, width], with at least "
+            f"{factors[0]}num_kv_heads={num_kv_heads} rows and a width of at least "
+            f"{factors[1]}head_dim={head_size}"
+        )
+        raise shape_error(op, "kv_cache", rule, kv_cache.shape)
+
+
+def _heads_and_size(kv_layout: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """The kv heads of a cache and their size; 0 and 0 if it does not have five dimensions."""
+    if len(shape) != 5:
+        return 0, 0
+    rows, width = math.prod(shape[2:4]), shape[4]
+    return (rows, width // 2) if kv_layout == PACKED_PAIRS else (rows // 2, width)
+
+
+@partial(
+    jax.jit,
+    static_argnames=(
+        "kv_layout",
+        "scale",
+        "causal",
+        "sliding_window",
+        "soft_cap",
+        "update",
+        "v_scale",
+        "out_dtype",
+    ),
+    donate_argnames="kv_cache",
+)
+def _update_and_attend(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    kv_cache: jax.Array,
+    kv_lens: jax.Array,
+    block_tables: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    sinks: jax.Array | None,
+    *,
+    kv_layout: str,
+    scale: float,
+    causal: bool,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    update: bool,
+    v_scale: float | None,
+    out_dtype: Any,
+) -> tuple[jax.Array, jax.Array]:
+    num_tokens, num_heads, head_size = queries.shape
+    group = num_heads // keys.shape[1]
+    # The layout describes the cache as it is: XLA would copy a cache to reshape it.
+    cache_heads, cache_size = _heads_and_size(kv_layout, kv_cache.shape)
+    if update:
+        page_size = kv_cache.shape[1]
+        slots = _slots(num_tokens, page_size, kv_lens, block_tables, cu_q_lens, num_seqs)
+        new_keys = _pad(keys, cache_heads, cache_size)
+        new_values = _pad(values, cache_heads, cache_size)
+        kv_cache = kv_cache_update(kv_cache, new_keys, new_values, slots, kv_layout=kv_layout)
+    if sinks is not None:
+        sinks = jnp.pad(sinks.astype(jnp.float32), (0, group * cache_heads - num_heads))
+    output = paged_attention(
+        _pad(queries, group * cache_heads, cache_size),
+        kv_cache,
+        kv_lens,
+        block_tables,
+        cu_q_lens,
+        num_seqs,
+        scale,
+        sliding_window,
+        soft_cap,
+        kv_layout=kv_layout,
+        sinks=sinks,
+        causal=causal,
+    )[:, :num_heads, :head_size]
+    if v_scale is not None:
+        output = output * v_scale
+    return output.astype(out_dtype), kv_cache
+
+
+def _pad(array: jax.Array, num_heads: int, head_size: int) -> jax.Array:
+    """Pads ``[num_tokens, heads, size]`` with zeros at the end."""
+    _, heads, size = array.shape
+    return jnp.pad(array, ((0, 0), (0, num_heads - heads), (0, head_size - size)))
+
+
+def _slots(
+    num_tokens: int,
+    page_size: int,
+    kv_lens: jax.Array,
+    block_tables: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+) -> jax.Array:
+    """The slot of each token; -1 for tokens that belong to no sequence."""
+    tokens = jnp.arange(num_tokens)
+    is_real = jnp.arange(kv_lens.shape[0]) < num_seqs
+    ends = jnp.where(is_real, cu_q_lens[1:], jnp.iinfo(jnp.int32).max)
+    # Not jnp.searchsorted, which jax.export refuses where the number of sequences is a symbol.
+    sequence = jnp.sum(ends[None] <= tokens[:, None], axis=1)
+    position = kv_lens[sequence] - cu_q_lens[sequence + 1] + tokens
+    page = block_tables[sequence, position // page_size]
+    of_sequence = (cu_q_lens[0] <= tokens) & (tokens < cu_q_lens[num_seqs])
+    return jnp.where(of_sequence, page * page_size + position % page_size, -1)

@@ -1,0 +1,61 @@
+"""What the paged attention kernels of Pallas have in common: one query for each sequence, K and V
+in two arrays, heads first."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_frontend.paged_attention import paged_attention
+from shared_ffi.spec import shape_error
+
+
+def decode(
+    op: str,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    lengths: jax.Array,
+    page_indices: jax.Array,
+    *,
+    soft_cap: float | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+) -> jax.Array:
+    """Attends with one query of each sequence, at its last position, and no scale.
+
+    A sequence of length 0 is an inactive slot. Its query is causal only before all positions, which
+    ``paged_attention`` takes for a mistake, so attention is not causal here. The last position
+    attends to the same keys either way.
+
+    Args:
+        op: the public function, for messages.
+        q: ``[batch_size, num_q_heads, head_dim]``.
+        k_pages, v_pages: ``[num_kv_heads, num_pages, page_size, head_dim]``.
+        k_scale, v_scale: ``[num_kv_heads, num_pages, page_size]``.
+    """
+    if q.ndim != 3:
+        raise shape_error(op, "q", "[batch_size, num_q_heads, head_dim]", q.shape)
+    batch_size = q.shape[0]
+    if lengths.shape != (batch_size,):
+        raise shape_error(op, "lengths", f"[batch_size={batch_size}]", lengths.shape)
+    return paged_attention(
+        q,
+        k_pages,
+        lengths,
+        page_indices,
+        jnp.arange(batch_size + 1, dtype=jnp.int32),
+        jnp.asarray(batch_size, jnp.int32),
+        1.0,
+        soft_cap=soft_cap,
+        value_cache=v_pages,
+        kv_layout="hnbd",
+        causal=False,
+        max_query_len=1,
+        k_scale=_heads_last(k_scale),
+        v_scale=_heads_last(v_scale),
+    )
+
+
+def _heads_last(scale: jax.Array | None) -> jax.Array | None:
+    return None if scale is None else jnp.moveaxis(scale, 0, -1).astype(jnp.float32)

@@ -1,0 +1,567 @@
+"""jax_frontend.compat: calls with the arguments of other libraries agree with the oracle."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_frontend
+from harness.arrays import CACHE_DTYPES, DTYPES
+from harness.compare import assert_close_on_cpu, assert_same_bits
+from jax_frontend.compat import ejkernel, pallas_gpu, pallas_tpu, sglang_jax, tpu_inference
+from tests.support.tpu_calls import KV_LENS, MAX_SEQS, PAGE_SIZE, inputs, oracle
+
+F32, I32 = np.float32, np.int32
+
+
+@pytest.fixture(autouse=True)
+def _no_rank_promotion() -> Iterator[None]:
+    """Programs may forbid arrays of different ranks in one operation, as JAX's own tests do."""
+    with jax.numpy_rank_promotion("raise"):
+        yield
+
+
+def as_jax(arrays: dict[str, Any]) -> dict[str, Any]:
+    return {name: jnp.asarray(x) for name, x in arrays.items()}
+
+
+def check(actual: Any, call: dict[str, Any], scale: float, factor: float, **options: Any) -> None:
+    """Compares with the oracle's output, times `factor`, and with its cache."""
+    expected, cache = oracle(call, is_one_row=False, scale=scale, **options)
+    output, updated = actual
+    assert_same_bits(np.asarray(updated), cache.astype(updated.dtype))
+    assert output.dtype == call["queries"].dtype
+    tolerance = 0.02 if output.dtype.itemsize == 2 else 1e-5
+    np.testing.assert_allclose(
+        np.asarray(output, np.float64), factor * expected, rtol=tolerance, atol=tolerance
+    )
+
+
+def test_tpu_inference() -> None:
+    """Their oracle tests are in tests/doors/test_ragged_paged_attention.py."""
+    assert tpu_inference.ragged_paged_attention is jax_frontend.ragged_paged_attention_v3
+    assert tpu_inference.ragged_paged_attention_hd64 is jax_frontend.ragged_paged_attention_hd64
+    assert tpu_inference.ragged_paged_attention_v2 is jax_frontend.ragged_paged_attention
+    assert pallas_tpu.ragged_paged_attention is jax_frontend.ragged_paged_attention
+
+
+# The arguments of `inputs`.
+CALLS: dict[str, tuple[Any, ...]] = {
+    "float32": ("float32", 8, 2, 128, (4, 1, 128)),
+    "one head of 64": ("bfloat16", 5, 1, 64, (1, 2, 128)),
+    "a padded head_dim": ("float32", 6, 3, 80, (6, 1, 128)),
+    "8 bits": ("bfloat16", 6, 2, 128, (1, 4, 128), "float8_e4m3fn"),
+}
+SINKS = np.random.default_rng(1).standard_normal(8).astype(F32)
+
+
+def packed(call: dict[str, Any]) -> dict[str, Any]:
+    """The call with the arguments of sglang-jax: each sequence has only the pages that it needs."""
+    tables = call["page_indices"].reshape(MAX_SEQS, -1)
+    counts = -(-np.array(KV_LENS) // PAGE_SIZE)
+    pages = [tables[s, :count] for s, count in enumerate(counts)]
+    cu_kv_lens = np.cumsum([0, *counts * PAGE_SIZE, *[0] * (MAX_SEQS - len(counts))])
+    changes = {
+        "kv_cache_fused": call["kv_cache"],
+        "page_indices": np.concatenate([*pages, np.zeros(3, I32)]),
+        "cu_kv_lens": cu_kv_lens.astype(I32),
+    }
+    return {name: x for name, x in (call | changes).items() if name != "kv_cache"}
+
+
+@pytest.mark.parametrize(
+    ("options", "as_here"),
+    [
+        ({}, {}),
+        ({"sliding_window": 6, "soft_cap": 3.0}, {"sliding_window": 6, "soft_cap": 3.0}),
+        ({"causal": 0, "mask_aligned_to_cu_kv": True}, {"causal": False}),
+        ({"causal": 0, "sliding_window": 4}, {"causal": False, "sliding_window": 4}),
+        ({"k_scale": 0.5, "v_scale": 2.0, "q_scale": 0.25}, {}),
+        ({"attention_sink": 0.5}, {"sinks": np.full(8, 0.5)}),
+        ({"attention_sink": SINKS}, {"sinks": SINKS}),
+        ({"softmax_dtype": jnp.float32, "max_pages_per_seq": 4}, {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", CALLS)
+def test_sglang_jax(name: str, options: dict[str, Any], as_here: dict[str, Any]) -> None:
+    call = inputs(*CALLS[name])
+    num_heads = call["queries"].shape[1]
+    if "sinks" in as_here:
+        as_here = {"sinks": as_here["sinks"][:num_heads]}
+    if isinstance(options.get("attention_sink"), np.ndarray):
+        options = {"attention_sink": jnp.asarray(SINKS[:num_heads])}
+    arrays = as_jax(packed(call))
+    attend = jax.jit(
+        lambda arrays: sglang_jax.ragged_paged_attention(
+            **arrays, custom_mask=None, sm_scale=0.2, debug_mode=False, **options
+        )
+    )
+    scale = 0.2 * options.get("k_scale", 1.0)
+    check(attend(arrays), call, scale, options.get("v_scale", 1.0), **as_here)
+
+
+def test_sglang_jax_has_the_order_of_its_arguments() -> None:
+    call = packed(inputs(*CALLS["float32"]))
+    order = "queries keys values kv_cache_fused kv_lens page_indices cu_q_lens cu_kv_lens"
+    arrays = [jnp.asarray(call[name]) for name in [*order.split(), "distribution"]]
+    result = sglang_jax.ragged_paged_attention(*arrays, None, jnp.asarray(SINKS))
+    call["attention_sink"] = SINKS
+    expected = sglang_jax.ragged_paged_attention(**as_jax(call))
+    assert_same_bits(jax.tree.map(np.asarray, result), jax.tree.map(np.asarray, expected))
+
+
+def test_sglang_jax_reports_pages_past_the_end() -> None:
+    call = packed(inputs(*CALLS["float32"]))
+    call["page_indices"] = call["page_indices"][:-4]  # the padding and a page of the last sequence
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"block_tables\[3, 1\] must be from 0 to"):
+        jax.block_until_ready(sglang_jax.ragged_paged_attention(**as_jax(call)))
+
+
+def renamed(call: dict[str, Any]) -> dict[str, Any]:
+    """The call with the arguments of ejKernel."""
+    names = {"page_indices": "block_tables", "cu_q_lens": "query_start_loc"}
+    return {names.get(name, name): x for name, x in call.items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "as_here"),
+    [
+        ({}, {}),
+        ({"sliding_window": 6, "logits_soft_cap": 3.0}, {"sliding_window": 6, "soft_cap": 3.0}),
+        ({"k_scale": 0.5, "v_scale": 2.0, "q_scale": 0.25}, {}),
+        ({"softmax_aux": SINKS}, {"sinks": SINKS}),
+        ({"platform": "auto", "num_queries_per_block": 8}, {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", CALLS)
+def test_ejkernel_v3(name: str, options: dict[str, Any], as_here: dict[str, Any]) -> None:
+    call = inputs(*CALLS[name])
+    if "sinks" in as_here:
+        sinks = SINKS[: call["queries"].shape[1]]
+        options, as_here = {"softmax_aux": jnp.asarray(sinks)}, {"sinks": sinks}
+    arrays = as_jax(renamed(call))
+    attend = jax.jit(
+        lambda arrays: ejkernel.ragged_page_attention_v3(**arrays, softmax_scale=0.2, **options)
+    )
+    scale = 0.2 * options.get("k_scale", 1.0)
+    check(attend(arrays), call, scale, options.get("v_scale", 1.0), **as_here)
+
+
+def test_ejkernel_v3_has_the_order_and_the_default_scales_of_its_arguments() -> None:
+    call = inputs(*CALLS["float32"])
+    for options, scale in (({}, 1.0), ({"softmax_scale": None}, 128**-0.5)):
+        arrays = [jnp.asarray(x) for x in (*call.values(), SINKS)]
+        result = ejkernel.ragged_page_attention_v3(*arrays, **options)
+        check(result, call, scale, 1.0, sinks=SINKS)
+
+
+def test_ejkernel_v3_on_a_mesh() -> None:
+    call = inputs(*CALLS["float32"])
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    heads, cache, rest = P(None, "tp"), P(None, None, "tp"), P()
+    result = ejkernel.ragged_page_attention_v3(
+        *(jnp.asarray(x) for x in call.values()),
+        jnp.asarray(SINKS),
+        softmax_scale=0.2,
+        mesh=mesh,
+        in_specs=(heads, heads, heads, cache, rest, rest, rest, rest, P("tp")),
+        out_specs=(heads, cache),
+    )
+    check(result, call, 0.2, 1.0, sinks=SINKS)
+
+
+class Unified(NamedTuple):
+    """A call of attention alone, with K and V in two arrays."""
+
+    dtype: str = "float32"
+    num_heads: int = 6
+    num_kv_heads: int = 3
+    head_size: int = 64
+
+    def arrays(self) -> dict[str, Any]:
+        rng = np.random.default_rng(2)
+        dtype = DTYPES[self.dtype]
+        lens = [(1, 17), (0, 0), (5, 30), (1, 1), (12, 12)]
+        tables = rng.permutation(40)[: 5 * 4].reshape(5, 4).astype(I32)
+        counts = -(-np.array([kv_len for _, kv_len in lens]) // 8)
+        tables[np.arange(4) >= counts[:, None]] = -1
+        caches = rng.standard_normal((2, 40, 8, self.num_kv_heads, self.head_size), F32)
+        queries = rng.standard_normal((21, self.num_heads, self.head_size), F32)
+        return {
+            "queries": queries.astype(dtype),
+            "key_cache": caches[0].astype(dtype),
+            "value_cache": caches[1].astype(dtype),
+            "kv_lens": np.array([kv_len for _, kv_len in lens], I32),
+            "block_tables": tables,
+            "query_start_loc": np.cumsum([0, *(q_len for q_len, _ in lens)], dtype=I32),
+        }
+
+
+@pytest.mark.parametrize(
+    ("options", "as_here"),
+    [
+        ({}, {}),
+        ({"softmax_scale": 0.3}, {"scale": 0.3}),
+        ({"sliding_window": 6, "logits_soft_cap": 3.0}, {"sliding_window": 6, "soft_cap": 3.0}),
+        ({"sliding_window": 0, "logits_soft_cap": 0.0, "num_warps": 4}, {}),
+        ({"softmax_aux": SINKS[:6]}, {"sinks": SINKS[:6]}),
+        ({"alibi_slopes": SINKS[:6]}, {"alibi_slopes": SINKS[:6]}),
+        (
+            {"alibi_slopes": SINKS[:6], "sliding_window": 6},
+            {"alibi_slopes": SINKS[:6], "sliding_window": 6},
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ejkernel_unified(dtype: str, options: dict[str, Any], as_here: dict[str, Any]) -> None:
+    arrays = Unified(dtype).arrays()
+    options = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, options)
+    result = jax.jit(lambda arrays: ejkernel.unified_attention(**arrays, **options))(arrays)
+    inputs = [arrays[name] for name in ("queries", "key_cache", "kv_lens", "block_tables")]
+    inputs += [arrays["query_start_loc"], np.int32(5)]
+    attributes = {"scale": 64**-0.5, "value_cache": arrays["value_cache"], "kv_layout": "nbhd"}
+    assert_close_on_cpu(np.asarray(result), inputs, attributes | as_here)
+
+
+def test_ejkernel_adds_alibi_from_the_first_query_on() -> None:
+    """ejKernel's formula and ours give the same softmax."""
+    arrays = Unified(num_heads=1, num_kv_heads=1).arrays()
+    slope = F32(0.3)
+    result = ejkernel.unified_attention(
+        **as_jax(arrays), alibi_slopes=jnp.array([slope]), softmax_scale=0.5
+    )
+    s, q_len, kv_len = 2, 5, 30  # the third sequence
+    context_len = kv_len - q_len
+    pages = arrays["block_tables"][s, :4]
+    keys, values = (
+        arrays[name][pages].reshape(-1, 64)[:kv_len].astype(np.float64)
+        for name in ("key_cache", "value_cache")
+    )
+    first = arrays["query_start_loc"][s]
+    for i in range(q_len):
+        logits = 0.5 * keys @ arrays["queries"][first + i, 0]
+        logits += slope * (np.arange(kv_len) - context_len)
+        logits = logits[: context_len + i + 1]
+        weights = np.exp(logits - logits.max())
+        expected = weights @ values[: len(weights)] / weights.sum()
+        np.testing.assert_allclose(np.asarray(result)[first + i, 0], expected, atol=1e-5)
+
+
+def test_ejkernel_unified_on_a_mesh() -> None:
+    arrays = Unified(num_heads=8, num_kv_heads=4).arrays()
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    heads, caches = P(None, "tp"), P(None, None, "tp")
+    expected = ejkernel.unified_attention(**as_jax(arrays), softmax_aux=jnp.asarray(SINKS))
+    result = ejkernel.unified_attention(
+        **as_jax(arrays),
+        softmax_aux=jnp.asarray(SINKS),
+        mesh=mesh,
+        in_specs=(heads, caches, caches, P(), P(), P(), P(), P(), P("tp")),
+        out_specs=heads,
+    )
+    assert_same_bits(np.asarray(result), np.asarray(expected))
+
+
+# The dimension of heads.
+HEADS = {"queries": 1, "keys": 1, "values": 1, "kv_cache": 2, "kv_cache_fused": 2}
+
+
+@pytest.mark.parametrize(
+    ("function", "change"),
+    [
+        pytest.param(tpu_inference.ragged_paged_attention, dict, id="v3"),
+        pytest.param(tpu_inference.ragged_paged_attention_hd64, dict, id="hd64"),
+        pytest.param(sglang_jax.ragged_paged_attention, packed, id="sglang-jax"),
+    ],
+)
+def test_the_meshes_of_serving_stacks(function: Any, change: Any) -> None:
+    """Under shard_map, sequences are divided along one axis and heads along another. Each device's
+    results have the bits of a call on its part, and XLA sends nothing."""
+    call = change(inputs(*CALLS["one head of 64"]))
+    rng = np.random.default_rng(4)
+
+    def part() -> dict[str, np.ndarray]:
+        arrays = {name: rng.standard_normal(x.shape).astype(x.dtype) for name, x in call.items()}
+        return {name: arrays[name] if name in HEADS else x for name, x in call.items()}
+
+    parts = [[part() for _ in range(4)] for _ in range(2)]
+
+    def joined(name: str) -> np.ndarray:
+        if name not in HEADS:
+            return np.concatenate([row[0][name] for row in parts])
+        rows = [np.concatenate([part[name] for part in row], HEADS[name]) for row in parts]
+        return np.concatenate(rows)
+
+    specs = {1: P("data", "model"), 2: P("data", None, "model"), None: P("data")}
+    attend = jax.jit(
+        jax.shard_map(
+            lambda arrays: function(**arrays, sm_scale=0.2),
+            mesh=Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model")),
+            in_specs=({name: specs[HEADS.get(name)] for name in call},),
+            out_specs=(specs[1], specs[2]),
+            check_vma=False,
+        )
+    )
+    arrays = {name: jnp.asarray(joined(name)) for name in call}
+    program = attend.lower(arrays).compile().as_text()
+    assert not re.search("all-(gather|reduce|to-all)|collective", program)
+    results = [np.asarray(x) for x in attend(arrays)]
+    for data, model in np.ndindex(2, 4):
+        expected = function(**as_jax(parts[data][model]), sm_scale=0.2)
+        for result, dim, of_part in zip(results, (1, 2), expected, strict=True):
+            row = np.split(result, 2)[data]
+            assert_same_bits(np.split(row, 4, dim)[model], np.asarray(of_part))
+
+
+LENGTHS = [0, 3, 32, 0, 17, 1]
+
+
+def decode_inputs(dtype: str, cache_dtype: str) -> tuple[list[Any], np.ndarray, list[Any]]:
+    """The operands of paged_attention, V, and the scales of K and V, with heads first."""
+    rng = np.random.default_rng(3)
+    batch_size = len(LENGTHS)
+    pages = rng.standard_normal((2, 3, 30, 8, 32), F32)
+    tables = rng.permutation(30)[: batch_size * 4].reshape(batch_size, 4).astype(I32)
+    all_dtypes = DTYPES | CACHE_DTYPES
+    if cache_dtype == "int8":
+        pages *= 30
+    k_pages, v_pages = pages.astype(all_dtypes[cache_dtype])
+    scales = [*rng.uniform(0.01, 0.05, (2, 3, 30, 8)).astype(F32)]
+    query = rng.standard_normal((batch_size, 6, 32), F32).astype(DTYPES[dtype])
+    start = np.arange(batch_size + 1, dtype=I32)
+    operands = [query, k_pages, np.array(LENGTHS, I32), tables, start, np.int32(batch_size)]
+    return operands, v_pages, scales
+
+
+CACHES = [*((dtype, dtype) for dtype in DTYPES), *(("bfloat16", dtype) for dtype in CACHE_DTYPES)]
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize(("dtype", "cache_dtype"), CACHES)
+def test_pallas_gpu(dtype: str, cache_dtype: str, soft_cap: float | None) -> None:
+    operands, v_pages, scales = decode_inputs(dtype, cache_dtype)
+    query, k_pages, lengths, tables, *_ = map(jnp.asarray, operands)
+    given = scales if cache_dtype in CACHE_DTYPES else []
+    result = pallas_gpu.paged_attention(
+        *(query, k_pages, jnp.asarray(v_pages), tables, lengths, *map(jnp.asarray, given)),
+        attn_logits_soft_cap=soft_cap,
+        block_h=32,
+    )
+    attributes = {"scale": 1.0, "soft_cap": soft_cap, "value_cache": v_pages, "kv_layout": "hnbd"}
+    for name, scale in zip(("k_scale", "v_scale"), given, strict=False):
+        attributes[name] = np.moveaxis(scale, 0, -1)
+    assert_close_on_cpu(np.asarray(result), operands, attributes | {"causal": False})
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"), [case for case in CACHES if "float8" not in case[1]]
+)
+def test_pallas_tpu(dtype: str, cache_dtype: str, soft_cap: float | None) -> None:
+    operands, v_pages, scales = decode_inputs(dtype, cache_dtype)
+    query, k_pages, lengths, tables, *_ = map(jnp.asarray, operands)
+    pages: list[Any] = [k_pages, jnp.asarray(v_pages)]
+    attributes = {"scale": 1.0, "soft_cap": soft_cap, "value_cache": v_pages, "kv_layout": "hnbd"}
+    if cache_dtype == "int8":
+        pages = [
+            QuantizedTensor(x, jnp.asarray(127.5 * scale)[..., None])
+            for x, scale in zip(pages, scales, strict=True)
+        ]
+        attributes |= {"k_scale": np.moveaxis(scales[0], 0, -1)}
+        attributes |= {"v_scale": np.moveaxis(scales[1], 0, -1)}
+    attend = jax.jit(
+        lambda *arrays: pallas_tpu.paged_attention(
+            *arrays, attn_logits_soft_cap=soft_cap, pages_per_compute_block=2
+        )
+    )
+    result = attend(query, *pages, lengths, tables)
+    assert_close_on_cpu(np.asarray(result), operands, attributes | {"causal": False})
+
+
+class QuantizedTensor(NamedTuple):
+    """As in jax.experimental.pallas.ops.tpu.paged_attention.quantization_utils."""
+
+    weight: Any
+    scales: Any
+
+
+def test_inactive_slots_change_no_bit_of_others() -> None:
+    operands, v_pages, _ = decode_inputs("bfloat16", "bfloat16")
+    query, k_pages, lengths, tables, *_ = operands
+    active = lengths > 0
+    arrays = [jnp.asarray(x) for x in (query, k_pages, v_pages, lengths, tables)]
+    result = np.asarray(pallas_tpu.paged_attention(*arrays))
+    assert not result[~active].any()
+    start = jnp.arange(active.sum() + 1, dtype=jnp.int32)
+    expected = jax_frontend.paged_attention(
+        *(jnp.asarray(x) for x in (query[active], k_pages, lengths[active], tables[active])),
+        *(start, start[-1], 1.0),
+        value_cache=jnp.asarray(v_pages),
+        kv_layout="hnbd",
+    )
+    assert_same_bits(result[active], np.asarray(expected))
+
+
+def test_pallas_gpu_without_lengths() -> None:
+    operands, v_pages, _ = decode_inputs("float32", "float32")
+    query, k_pages, lengths, tables, *_ = map(jnp.asarray, operands)
+    arrays = (query, k_pages, jnp.asarray(v_pages), tables)
+    result = pallas_gpu.paged_attention(*arrays, None)
+    expected = pallas_gpu.paged_attention(*arrays, jnp.full_like(lengths, 4 * 8))
+    assert_same_bits(np.asarray(result), np.asarray(expected))
+
+
+def of_sglang(**changes: Any) -> Any:
+    return lambda: sglang_jax.ragged_paged_attention(
+        **as_jax(packed(inputs(*CALLS["float32"]))) | changes
+    )
+
+
+def of_ejkernel(**changes: Any) -> Any:
+    return lambda: ejkernel.ragged_page_attention_v3(
+        **as_jax(renamed(inputs(*CALLS["float32"]))) | changes
+    )
+
+
+def of_unified(**changes: Any) -> Any:
+    return lambda: ejkernel.unified_attention(**as_jax(Unified().arrays()) | changes)
+
+
+def of_pallas(**changes: Any) -> Any:
+    operands, v_pages, _ = decode_inputs("bfloat16", "int8")
+    names = ("q", "k_pages", "lengths", "page_indices")
+    arrays = as_jax(dict(zip(names, operands, strict=False)) | {"v_pages": v_pages})
+    return lambda: pallas_tpu.paged_attention(**arrays | changes)
+
+
+def of_pallas_gpu(**changes: Any) -> Any:
+    operands, v_pages, _ = decode_inputs("bfloat16", "int8")
+    names = ("q", "k_pages", "lengths", "block_tables")
+    arrays = as_jax(dict(zip(names, operands, strict=False)) | {"v_pages": v_pages})
+    return lambda: pallas_gpu.paged_attention(**arrays | changes)
+
+
+SGLANG = "sglang_jax.ragged_paged_attention: "
+RAGGED = "ejkernel.ragged_page_attention_v3: "
+UNIFIED = "ejkernel.unified_attention: "
+NOT_SUPPORTED = "must be None, as it is not supported; got "
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a mask": (
+        of_sglang(custom_mask=jnp.ones(9)),
+        f"{SGLANG}custom_mask {NOT_SUPPORTED}shape [9]",
+    ),
+    "temperature": (
+        of_sglang(xai_temperature_len=1024.0),
+        f"{SGLANG}xai_temperature_len {NOT_SUPPORTED}1024.0",
+    ),
+    "softmax in bfloat16": (
+        of_sglang(softmax_dtype=jnp.bfloat16),
+        f"{SGLANG}softmax_dtype {NOT_SUPPORTED}'bfloat16'",
+    ),
+    "sglang-jax, a distribution of two": (
+        of_sglang(distribution=jnp.zeros(2, jnp.int32)),
+        f"{SGLANG}distribution must have shape [3]; got [2]",
+    ),
+    "sglang-jax, short cu_kv_lens": (
+        of_sglang(cu_kv_lens=jnp.zeros(6, jnp.int32)),
+        f"{SGLANG}cu_kv_lens must have shape [7]; got [6]",
+    ),
+    "sglang-jax, a page table": (
+        of_sglang(page_indices=jnp.zeros((6, 2), jnp.int32)),
+        f"{SGLANG}page_indices must have shape [num_page_indices]; got [6, 2]",
+    ),
+    "sglang-jax, a cache of four dimensions": (
+        of_sglang(kv_cache_fused=jnp.zeros((40, 8, 4, 128))),
+        f"{SGLANG}kv_cache_fused must have shape [num_pages, page_size, rows // packing, packing, "
+        "width]; got [40, 8, 4, 128]",
+    ),
+    "sglang-jax, a sink too few": (
+        of_sglang(attention_sink=jnp.zeros(7)),
+        f"{SGLANG}attention_sink must have shape [8]; got [7]",
+    ),
+    "ejKernel, a platform": (
+        of_ejkernel(platform="triton"),
+        f"{RAGGED}platform must be None or 'auto'; got 'triton'",
+    ),
+    "ejKernel, a distribution of two": (
+        of_ejkernel(distribution=jnp.zeros(2, jnp.int32)),
+        f"{RAGGED}distribution must have shape [3]; got [2]",
+    ),
+    "ejKernel, a sink too few": (
+        of_ejkernel(softmax_aux=jnp.zeros(7)),
+        f"{RAGGED}softmax_aux must have shape [8]; got [7]",
+    ),
+    "ejKernel, a page table": (
+        of_ejkernel(block_tables=jnp.zeros((6, 5), jnp.int32)),
+        f"{RAGGED}block_tables must have shape [max_seqs=6 * pages_per_seq]; got [6, 5]",
+    ),
+    "ejKernel, a mesh alone": (
+        of_ejkernel(mesh=Mesh(np.array(jax.devices()[:2]), ("tp",))),
+        f"{RAGGED}in_specs must be given with mesh; got None",
+    ),
+    "ejKernel, specs alone": (
+        of_ejkernel(in_specs=P(), out_specs=P()),
+        f"{RAGGED}mesh must be given with in_specs and out_specs; got None",
+    ),
+    "unified, a bias": (
+        of_unified(qq_bias=jnp.zeros((4, 4))),
+        f"{UNIFIED}qq_bias {NOT_SUPPORTED}shape [4, 4]",
+    ),
+    "unified, not causal": (of_unified(causal=False), f"{UNIFIED}causal must be True; got False"),
+    "unified, a platform": (
+        of_unified(platform="xla"),
+        f"{UNIFIED}platform must be None or 'auto'; got 'xla'",
+    ),
+    "unified, ALiBi with a sink": (
+        of_unified(alibi_slopes=jnp.zeros(6), softmax_aux=jnp.zeros(6)),
+        f"ejkernel.unified_attention with alibi_slopes: softmax_aux {NOT_SUPPORTED}shape [6]",
+    ),
+    "unified, ALiBi with a soft cap": (
+        of_unified(alibi_slopes=jnp.zeros(6), logits_soft_cap=2.0),
+        f"ejkernel.unified_attention with alibi_slopes: logits_soft_cap {NOT_SUPPORTED}2.0",
+    ),
+    "unified, a table of lengths": (
+        of_unified(kv_lens=jnp.zeros((5, 1), jnp.int32)),
+        f"{UNIFIED}kv_lens must have shape [num_seqs]; got [5, 1]",
+    ),
+    "Pallas, one length for all": (
+        of_pallas(lengths=jnp.zeros(1, jnp.int32)),
+        "pallas_tpu.paged_attention: lengths must have shape [batch_size=6]; got [1]",
+    ),
+    "Pallas, queries of four dimensions": (
+        of_pallas(q=jnp.zeros((6, 1, 6, 32))),
+        "pallas_tpu.paged_attention: q must have shape [batch_size, num_q_heads, head_dim]; got "
+        "[6, 1, 6, 32]",
+    ),
+    "Pallas, a scale for each element": (
+        of_pallas(k_pages=QuantizedTensor(*[jnp.zeros((3, 30, 8, 32), jnp.int8)] * 2)),
+        "pallas_tpu.paged_attention: k_pages.scales must have shape [3, 30, 8, 1]; got "
+        "[3, 30, 8, 32]",
+    ),
+    "Pallas, only K is quantized": (
+        of_pallas(v_pages=jnp.zeros((3, 30, 8, 32), jnp.bfloat16)),
+        "value_cache must have kv_cache's dtype int8; got bfloat16",
+    ),
+    "Pallas on GPUs, a scale for each head": (
+        of_pallas_gpu(v_scales_pages=jnp.ones(3)),
+        "pallas_gpu.paged_attention: v_scales_pages must have shape [3, 30, 8]; got [3]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name: str) -> None:
+    call, message = REFUSED[name]
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        call()

@@ -1,0 +1,115 @@
+"""Serving programs exported with symbolic sizes, for processes that only register the handlers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_frontend
+from harness.compare import assert_same_bits
+from jax_frontend.compat import ejkernel, pallas_tpu, sglang_jax
+from tests.support import scripts
+
+CHECKS = [
+    jax.export.DisabledSafetyCheck.custom_call(f"xla_gpu_{op}")
+    for op in ("paged_attention", "kv_cache_update")
+]
+F32, I32 = np.float32, np.int32
+
+
+def decode(kv_cache: Any, key: Any, value: Any, query: Any, lengths: Any, tables: Any) -> Any:
+    """A step of a server: one token of each sequence."""
+    sequences = jnp.arange(query.shape[0], dtype=jnp.int32)
+    last = lengths - 1
+    slots = tables[sequences, last // 16] * 16 + last % 16
+    kv_cache = jax_frontend.kv_cache_update(kv_cache, key, value, slots)
+    start = jnp.arange(query.shape[0] + 1, dtype=jnp.int32)
+    output = jax_frontend.paged_attention(
+        *(query, kv_cache, lengths, tables, start, start[-1], 0.125), max_query_len=1
+    )
+    return output, kv_cache
+
+
+def decode_arrays(batch_size: int, pages_per_seq: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(batch_size)
+    shapes = [(64, 16, 4, 64), *((batch_size, heads, 64) for heads in (2, 2, 8))]
+    lengths = rng.integers(1, 16 * pages_per_seq + 1, batch_size).astype(I32)
+    tables = rng.permutation(64)[: batch_size * pages_per_seq].reshape(batch_size, -1)
+    return [*(rng.standard_normal(x, F32) for x in shapes), lengths, tables.astype(I32)]
+
+
+LOADED = """
+    import sys
+    import jax, numpy as np, shared_ffi
+    shared_ffi.register()
+    folder = sys.argv[1]
+    step = jax.export.deserialize(open(f"{folder}/program", "rb").read()).call
+    for name in ("1", "7"):
+        arrays = np.load(f"{folder}/{name}.npz").values()
+        output, kv_cache = jax.jit(step, donate_argnums=0)(*arrays)
+        np.savez(f"{folder}/{name}-results.npz", output, kv_cache)
+    print("jax_frontend" in sys.modules)
+"""
+
+
+def test_a_server_loads_one_program_for_all_batch_sizes(tmp_path: Path) -> None:
+    batch, pages = jax.export.symbolic_shape("batch, pages")
+    of = jax.ShapeDtypeStruct
+    tokens = [of((batch, heads, 64), F32) for heads in (2, 2, 8)]
+    arguments = of((64, 16, 4, 64), F32), *tokens, of((batch,), I32), of((batch, pages), I32)
+    step = jax.jit(decode, donate_argnums=0)
+    export = jax.export.export(step, disabled_checks=CHECKS, platforms=["cpu", "cuda"])
+    (tmp_path / "program").write_bytes(export(*arguments).serialize())
+    inputs = {"1": decode_arrays(1, 2), "7": decode_arrays(7, 9)}
+    for name, arrays in inputs.items():
+        np.savez(tmp_path / f"{name}.npz", *arrays)
+    assert scripts.output(LOADED, str(tmp_path)) == ["False"]
+    for name, arrays in inputs.items():
+        results = np.load(tmp_path / f"{name}-results.npz").values()
+        expected = step(*map(jnp.asarray, arrays))
+        assert_same_bits(tuple(results), tuple(map(np.asarray, expected)))
+
+
+# For each function, the shapes of its arguments: float32 in front, int32 after the bar.
+FUNCTIONS: dict[str, tuple[Any, str]] = {
+    "v3": (
+        jax_frontend.ragged_paged_attention_v3,
+        "t,8,128 t,2,128 t,2,128 16,16,4,1,128 | s 4*s s+1 3",
+    ),
+    "hd64": (
+        jax_frontend.ragged_paged_attention_hd64,
+        "t,8,64 t,2,64 t,2,64 16,16,2,1,128 | s 4*s s+1 3",
+    ),
+    "sglang-jax": (
+        sglang_jax.ragged_paged_attention,
+        "t,8,128 t,2,128 t,2,128 16,16,4,1,128 | s p s+1 s+1 3",
+    ),
+    "ejKernel": (
+        ejkernel.ragged_page_attention_v3,
+        "t,8,128 t,2,128 t,2,128 16,16,4,1,128 | s 4*s s+1 3",
+    ),
+    "unified": (ejkernel.unified_attention, "t,8,64 16,16,2,64 16,16,2,64 | s s,p s+1"),
+    "Pallas": (pallas_tpu.paged_attention, "s,8,64 2,16,16,64 2,16,16,64 | s s,p"),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_exports_with_symbolic_sizes(name: str) -> None:
+    function, shapes = FUNCTIONS[name]
+    scope = jax.export.SymbolicScope()
+    arguments = [
+        jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape, scope=scope), dtype)
+        for dtype, part in zip((F32, I32), shapes.split("|"), strict=True)
+        for shape in part.split()
+    ]
+    export = jax.export.export(
+        jax.jit(lambda *arrays: function(*arrays)),
+        disabled_checks=CHECKS,
+        platforms=["cpu", "cuda"],
+    )
+    assert "xla_gpu_paged_attention" in export(*arguments).mlir_module()
