@@ -342,18 +342,33 @@ def test_decode_loop_compiles_once() -> None:
     assert counter.frame_count == 1
 
 
-def test_calls_after_a_fork() -> None:
-    """A forked child has none of the parent's threads."""
+@pytest.mark.parametrize(
+    "of_parent",
+    [
+        "pass",
+        "run()",
+        "torch.ones(4_000_000) + 1",
+        "torch.ones(4_000_000) + 1; run()",
+        "import jax; jax.numpy.ones(4_000_000) + 1",
+    ],
+    ids=["no-call", "a-call", "a-torch-op", "torch-op-and-call", "jax"],
+)
+def test_calls_after_a_fork(of_parent: str) -> None:
+    """A forked child has none of the parent's threads, whatever started them."""
     script = """
-        import os, torch, torch_frontend
+        import os, signal, sys, torch, torch_frontend
         torch.set_num_threads(4)
         query, cache = torch.randn(64, 8, 64), torch.randn(8, 16, 16, 64)
         metadata = [torch.tensor(x, dtype=torch.int32) for x in ([128], [list(range(8))], [0, 64], 1)]
-        run = lambda: torch.ops.xla_gpu.paged_attention(query, cache, *metadata, 0.1)
-        expected = run()
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if torch.equal(run(), expected) else 1)
-        assert os.waitpid(child, 0)[1] == 0
+        run = lambda: torch.ops.xla_gpu.paged_attention(query, cache, *metadata, 0.1).numpy().tobytes()
+        exec(sys.argv[1])
+        for generation in range(2):
+            if child := os.fork():
+                assert os.waitpid(child, 0)[1] == 0
+                os._exit(0)
+            signal.alarm(60)
+            result = run()
+        torch.set_num_threads(1)
+        os._exit(run() != result)  # JAX cannot be torn down in a child
     """
-    assert scripts.output(script, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == []
+    assert scripts.output(script, of_parent, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == []
