@@ -29,6 +29,7 @@ OP = "paged_attention"
 TARGET = "xla_gpu_paged_attention"
 MAX_HEAD_SIZE = 512
 
+_MAX_SCALE = 2.0**126
 _MAX_INT64 = np.iinfo(np.int64).max
 
 
@@ -93,7 +94,7 @@ def check(
     attributes: list[tuple[str, Scalar]] = [
         ("scale", _scale(scale)),
         ("sliding_window", _sliding_window(sliding_window)),
-        ("soft_cap", _soft_cap(soft_cap)),
+        ("soft_cap", _soft_cap(soft_cap, scale)),
     ]
     attributes.extend(layout)
     operands = Operands(
@@ -230,6 +231,8 @@ def _scale(scale: float) -> np.float32:
     value = _float32("scale", scale)
     if not np.isfinite(value):
         raise value_error(OP, "scale", "be finite in float32", scale)
+    if abs(value) > _MAX_SCALE:
+        raise value_error(OP, "scale", "be at most 2**126 in magnitude", scale)
     return value
 
 
@@ -267,11 +270,13 @@ def _window_right(causal: bool, window_right: int | None) -> np.int64:
     return np.int64(_MAX_INT64) if window_right is None else _int64("window_right", window_right, 0)
 
 
-def _soft_cap(soft_cap: float | None) -> np.float32:
+def _soft_cap(soft_cap: float | None, scale: float) -> np.float32:
     """As an attribute; 0 stands for none."""
     if soft_cap is None:
         return np.float32(0)
     value = _float32("soft_cap", soft_cap)
     if not (np.isfinite(value) and value > 0):
         raise value_error(OP, "soft_cap", "be positive and finite in float32", soft_cap)
+    if abs(float(_scale(scale))) > _MAX_SCALE * float(value):
+        raise value_error(OP, "soft_cap", "be at least scale / 2**126 in magnitude", soft_cap)
     return value

@@ -15,7 +15,14 @@ from harness import reference
 from harness.compare import assert_close_on_cpu, assert_same_bits
 from shared_ffi import _native, kv_cache_update, simple_add
 from tests.support.calls import call_handler, checked_call, numbers, results_of, specs
-from tests.support.cases import CASES, UPDATE_CASES, Case, UpdateCase
+from tests.support.cases import (
+    CASES,
+    EXTREME_NUMBERS,
+    UPDATE_CASES,
+    Case,
+    UpdateCase,
+    extreme_call,
+)
 from tests.support.random_cases import random_cases
 
 F32, I32 = np.float32, np.int32
@@ -219,6 +226,32 @@ def test_a_token_has_the_same_bits_prefilled_chunked_or_decoded(
     for first, last in [(0, 1), (510, 514), (640, 768), (700, 1199), (1198, 1200), (1199, 1200)]:
         for num_threads in (1, 4):
             assert_same_bits(tokens(first, last, num_threads), whole[first:last])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", EXTREME_NUMBERS)
+def test_extreme_numbers(name: str, dtype: str) -> None:
+    inputs, attributes = extreme_call(name, dtype)
+    output, lse = attend(inputs, **attributes)
+    if name == "sinks-inf":
+        assert (lse[:-3, 0] == np.inf).all() and not output[:, 0].any()
+        attributes["sinks"] = np.where(attributes["sinks"] == np.inf, 3e38, -1).astype(F32)
+        output, lse = attend(inputs, **attributes)
+    if name == "alibi_slopes-inf":
+        finite = np.minimum(attributes["alibi_slopes"], F32(3e38))
+        assert_same_bits(attend(inputs, **attributes | {"alibi_slopes": finite}), (output, lse))
+        attributes["alibi_slopes"] = finite
+    if name == "alibi_slopes--3e+38":  # float32 has no number as large as their log-sum-exp
+        assert_close_on_cpu(output, inputs, attributes | {"return_lse": False})
+    else:
+        assert_close_on_cpu((output, lse), inputs, attributes)
+
+
+def test_zero_queries_at_the_largest_scale() -> None:
+    """Logits of zero, not NaN: all positions have the same weight."""
+    case = Case(id="zero", sequences=((5, 20),), query_factor=0.0)
+    inputs, attributes = case.inputs(), case.attributes() | {"scale": 2.0**126}
+    assert_close_on_cpu(attend(inputs, **attributes), inputs, attributes)
 
 
 def test_exponential() -> None:

@@ -13,6 +13,7 @@ namespace {
 
 constexpr char kOp[] = "paged_attention";
 constexpr int64_t kMaxHeadSize = 512;
+constexpr double kMaxScale = 0x1p126;  // in units of 1 / log2(e), and times 2, it is a float32
 
 // The arrays that every call has.
 struct Operands {
@@ -107,11 +108,18 @@ ffi::Error CheckAttributes(const Params& p) {
   if (!std::isfinite(p.scale)) {
     return InvalidArgument(kOp, "scale must be finite in float32; got ", p.scale);
   }
+  if (std::abs(p.scale) > kMaxScale) {
+    return InvalidArgument(kOp, "scale must be at most 2**126 in magnitude; got ", p.scale);
+  }
   if (p.sliding_window < 0) {
     return InvalidArgument(kOp, "sliding_window must be at least 1; got ", p.sliding_window);
   }
   if (!(p.soft_cap >= 0) || !std::isfinite(p.soft_cap)) {
     return InvalidArgument(kOp, "soft_cap must be positive and finite in float32; got ",
+                           p.soft_cap);
+  }
+  if (p.soft_cap > 0 && std::abs(p.scale) > kMaxScale * p.soft_cap) {
+    return InvalidArgument(kOp, "soft_cap must be at least scale / 2**126 in magnitude; got ",
                            p.soft_cap);
   }
   return ffi::Error::Success();

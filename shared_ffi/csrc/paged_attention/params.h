@@ -32,6 +32,16 @@ XLA_GPU_HOST_DEVICE constexpr int64_t Smaller(int64_t a, int64_t b) { return a <
 XLA_GPU_HOST_DEVICE constexpr int64_t Larger(int64_t a, int64_t b) { return a < b ? b : a; }
 XLA_GPU_HOST_DEVICE constexpr int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Kernels compute logits in units of 1 / log2(e), to use 2^x for the exponential.
+inline constexpr float kLog2E = 1.44269504f;
+// Larger sinks and soft caps, and larger slopes times a distance, could overflow in these units.
+inline constexpr float kMaxSink = 0x1p127f;
+inline constexpr float kMaxCap = 0x1p127f;
+inline constexpr float kMaxSlope = 0x1p95f;
+// Up to this cap, the error of tanh, 2^-23, changes a logit by less than 1e-5. Larger caps need a
+// tanh whose error is small relative to the logit.
+inline constexpr float kMaxPlainCap = 64;
+
 struct Params {
   const void* query;               // [num_tokens, num_heads, head_size]
   KvCache cache;                   // of num_blocks blocks of block_size positions
@@ -73,6 +83,19 @@ struct Params {
     const int64_t after = context_len - position - 1;  // positions of the sequence
     const int64_t end = position + 1 + Smaller(window_right, after);
     return end < 0 ? 0 : end;
+  }
+  // The sink and the slope of a query head, in units of 1 / log2(e). Beyond its limit a sink leaves
+  // no weight to any position, and a slope leaves all of it to the nearest (or farthest) position.
+  XLA_GPU_HOST_DEVICE float Sink(int64_t head) const {
+    return (sinks[head] > kMaxSink ? kMaxSink : sinks[head]) * kLog2E;
+  }
+  XLA_GPU_HOST_DEVICE float AlibiSlope(int64_t head) const {
+    const float slope = alibi_slopes[head];
+    return (slope > kMaxSlope ? kMaxSlope : slope < -kMaxSlope ? -kMaxSlope : slope) * kLog2E;
+  }
+  // The log-sum-exp of a row, given what was computed with Sink().
+  XLA_GPU_HOST_DEVICE float Lse(int64_t head, float computed) const {
+    return sinks != nullptr && sinks[head] > kMaxSink ? sinks[head] : computed;
   }
   XLA_GPU_HOST_DEVICE bool Attends(int64_t position, int64_t context_len) const {
     return WindowBegin(position) < WindowEnd(position, context_len);
