@@ -103,6 +103,35 @@ def test_an_eager_call_needs_an_address_for_each_array() -> None:
             handler([x.ctypes.data for x in operands], [x.ctypes.data for x in results])
 
 
+def test_metadata_that_changes_during_the_call() -> None:
+    """The page table lies in the memory of the result. The row that sequence 0 writes, a subnormal
+    number, is there the block id 2 of sequence 1, which was 1 when it was checked."""
+    memory = np.zeros(24, F32)
+    output, block_tables = memory[:16].reshape(2, 1, 8), memory[4:8].view(I32).reshape(2, 2)
+    block_tables[:] = [[0, 0], [1, 1]]
+    kv_cache = np.zeros((3, 4, 2, 8), F32)
+    kv_cache[0, :, 1] = np.array(2, I32).view(F32)
+    kv_cache[1, :, 1], kv_cache[2, :, 1] = 1, 2
+    operands = [np.zeros((2, 1, 8), F32), kv_cache, np.array([1, 1], I32), block_tables]
+    operands += [np.array([0, 1, 2], I32), np.array(2, I32)]
+    call, _ = checked_call("paged_attention", operands, {"scale": 1.0})
+    call_handler(call.target, numbers(call), operands, [output])
+    assert (output[1] == 1).all()
+
+
+def test_slots_that_change_during_the_call() -> None:
+    """The slots lie in the cache. The key of token 0 is there the slot 3 of token 1, which was 1
+    when it was checked."""
+    kv_cache = np.zeros((1, 4, 2, 8), F32)
+    slots = kv_cache[0, 0, 0, :4].view(np.int64)
+    slots[:] = [0, 1]
+    key = np.zeros((2, 1, 8), F32)
+    key[0, 0, 2:4] = np.array([3, 0], I32).view(F32)
+    key[1] = 7
+    call_handler(kv_cache_update.TARGET, {}, [kv_cache, key, key, slots], [kv_cache])
+    assert (kv_cache[0, 1:] == np.array([7, 0, 0], F32)[:, None, None]).all()
+
+
 def ragged_batch(seed: int) -> tuple[list[Any], list[tuple[int, int]]]:
     rng = np.random.default_rng(seed)
     lengths = [(int(rng.integers(1, 20)), int(rng.integers(20, 200))) for _ in range(5)]

@@ -211,6 +211,7 @@ ffi::Error OnCpu(ffi::AnyBuffer query, ffi::AnyBuffer kv_cache, ffi::AnyBuffer c
   XLA_GPU_RETURN_IF_ERROR(
       MakeParams({query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs},
                  other_operands, *output, other_results, /*num_scratch=*/0, attributes, &params));
+  const MetadataCopy copy(&params);
   XLA_GPU_RETURN_IF_ERROR(CheckMetadata(params));
   RunOnCpu(params, executor);
   return ffi::Error::Success();
