@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import jax_frontend
 from harness.compare import assert_close_on_cuda, assert_same_bits
@@ -187,6 +188,84 @@ def test_autograd_is_refused(device: str) -> None:
     cache, key, *rest = (x.to(device) for x in tensors(update()))
     with pytest.raises(NotImplementedError, match="^kv_cache_update: inference only"):
         OPS.kv_cache_update(cache, key.requires_grad_(), *rest)
+
+
+def derivatives() -> dict[str, Any]:
+    """Every way to a derivative of a function at a tensor."""
+    func = torch.func
+
+    def of_a_dual(function: Any, x: torch.Tensor) -> Any:
+        with forward_ad.dual_level(), torch.no_grad():
+            return function(forward_ad.make_dual(x, x))
+
+    return {
+        "grad": lambda function, x: func.grad(function)(x),
+        "vjp": lambda function, x: func.vjp(function, x),
+        "jvp": lambda function, x: func.jvp(function, (x,), (x,)),
+        "linearize": lambda function, x: func.linearize(function, x),
+        "hessian": lambda function, x: func.hessian(function)(x),
+        "vmap-of-grad": lambda function, x: func.vmap(func.grad(function))(x[None]),
+        "forward": of_a_dual,
+    }
+
+
+@pytest.mark.parametrize("name", derivatives())
+def test_no_derivative_is_silently_wrong(name: str) -> None:
+    query, *rest = tensors(attention())
+    cache, key, *others = tensors(update())
+    functions = {
+        "paged_attention": (lambda x: OPS.paged_attention(x, *rest, 0.5).sum(), query),
+        "kv_cache_update": (lambda x: (OPS.kv_cache_update(cache, x, *others), x.sum())[1], key),
+        "simple_add": (lambda x: OPS.simple_add(x, x).sum(), query),
+    }
+    for op, (function, x) in functions.items():
+        with pytest.raises(NotImplementedError, match=f"^{op}: inference only, it has no deriv"):
+            derivatives()[name](function, x)
+
+
+def test_constants_in_a_function_that_is_differentiated() -> None:
+    operands, cache_operands = tensors(attention()), tensors(update())
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        OPS.kv_cache_update(*cache_operands)
+        return (x * OPS.paged_attention(*operands, 0.5)).sum()
+
+    x = torch.ones_like(operands[0])
+    assert torch.equal(torch.func.grad(function)(x), OPS.paged_attention(*operands, 0.5))
+    assert cache_operands[0].any()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_an_update_changes_the_versions_of_its_caches(mode: Any) -> None:
+    cache, key, value, slots = tensors(update())
+    keys, values = cache[:, :, 0::2].clone(), cache[:, :, 1::2].clone()
+    with mode():
+        OPS.kv_cache_update(cache, key, value, slots)
+        OPS.kv_cache_update(keys, key, value, slots, value_cache=values)
+    assert [x._version for x in (cache, keys, values, key)] == [1, 1, 1, 0]
+
+
+def test_autograd_misses_the_values_that_an_update_overwrites() -> None:
+    cache, *rest = tensors(update())
+    factor = torch.ones((), requires_grad=True)
+    product = (cache * factor).sum()
+    OPS.kv_cache_update(cache, *rest)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_inference_tensors_are_written_in_inference_mode_only() -> None:
+    _, *rest = tensors(update())
+    with torch.inference_mode():
+        cache, keys, values = (torch.zeros(4, 2, heads, 8) for heads in (4, 2, 2))
+        OPS.kv_cache_update(cache, *rest)
+    expected = cache.clone()
+    rule = "must be a normal tensor outside of torch.inference_mode"
+    with pytest.raises(RuntimeError, match=f"^kv_cache_update: kv_cache {rule}"):
+        OPS.kv_cache_update(cache, -rest[0], *rest[1:])
+    with pytest.raises(RuntimeError, match=f"^kv_cache_update: value_cache {rule}"):
+        OPS.kv_cache_update(torch.zeros(4, 2, 2, 8), *rest, value_cache=values)
+    assert torch.equal(cache, expected) and not keys.any() and not values.any()
 
 
 @pytest.fixture
