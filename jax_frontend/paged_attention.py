@@ -136,7 +136,7 @@ def paged_attention(
             less than the number of the sequence's queries: the first of these stand at negative
             positions, before all keys.
         window_right: with ``causal=False``, how many positions after its own a query attends to; at
-            least 0, which is causal. None: all of them. (FlashAttention's ``window_size`` is
+            least 0. None: all of them. (FlashAttention's ``window_size`` is
             ``sliding_window - 1, window_right``.)
         max_query_len: a promise that no sequence has more query tokens than this, at least 1. A
             sequence with more is an error. The result is the same; on GPUs the program is smaller,

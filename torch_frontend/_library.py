@@ -12,7 +12,7 @@ import torch
 from torch.autograd import forward_ad
 
 from shared_ffi import eager
-from shared_ffi.spec import ArraySpec, Call
+from shared_ffi.spec import ArraySpec, Call, missing_error, value_error
 
 _LIBRARY = torch.library.Library("xla_gpu", "DEF")
 _DEVICE = attrgetter("device")
@@ -199,12 +199,20 @@ class InPlaceOp:
     ) -> None:
         self._mutable = mutable
         self._functional = functional
+        self._name = schema.name.removeprefix("xla_gpu::")
         self._names = [x.name for x in schema.arguments]
         self._written_names = [x.name for x in schema.arguments if x.alias_info is not None]
 
     def run(self, *arguments: Any, **keywords: Any) -> None:
         """The kernel for all tensors."""
-        if arguments[0].device.type == "xla":
+        first, last = arguments[0], keywords.get(self._written_names[-1])
+        if first is None:
+            raise missing_error(self._name, self._names[0])
+        if first.is_neg() or (last is not None and last.is_neg()):
+            argument = self._written_names[0 if first.is_neg() else -1]
+            rule = "not be a lazily negated view, as it is written to"
+            raise value_error(self._name, argument, rule, "one (call resolve_neg)")
+        if first.device.type == "xla":
             self.run_on_xla(*arguments, **keywords)
         else:
             self._mutable(*arguments, **keywords)
@@ -353,7 +361,10 @@ def _refuse_several_devices(
     name: str, tensor_names: Sequence[str], tensors: Sequence[torch.Tensor]
 ) -> None:
     """One meta tensor would choose the fake kernel, whose results are not computed."""
-    devices = [*map(_DEVICE, tensors)]
+    try:
+        devices = [*map(_DEVICE, tensors)]
+    except AttributeError:  # the dispatcher lets None pass for a tensor
+        raise missing_error(name, tensor_names[[x is None for x in tensors].index(True)]) from None
     if devices.count(devices[0]) == len(devices):
         return
     for tensor_name, device in zip(tensor_names, devices, strict=True):

@@ -244,6 +244,7 @@ STATIC = [
             ("name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do", "nb(hd)2"),
             ("name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do", "nbh2(d"),
             ("name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do", "n2nbhd"),
+            ("name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do", ""),
         )
     ),
     fault(

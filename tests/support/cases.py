@@ -341,7 +341,7 @@ def _features() -> Iterator[Case]:
         )
     # More queries than keys, as where devices share the cache.
     fewer = ((5, 2), (3, 0), (1, 0), (40, 0), (4, 9), (90, 20))
-    for feature, right in product(("lse", "sinks", "alibi"), (None, 2)):
+    for feature, right in product(("lse", "sinks", "alibi"), (None, 0, 2)):
         yield from _of_each_dtype(
             f"fewer-keys-{feature}-right-{right}",
             sequences=fewer,

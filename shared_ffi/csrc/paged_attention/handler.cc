@@ -31,7 +31,10 @@ void ReadAttributes(AttributeReader* reader, Params* p) {
   p->scale = reader->Get<float>("scale");
   p->sliding_window = reader->Get<int64_t>("sliding_window");
   p->soft_cap = reader->Get<float>("soft_cap");
-  p->window_right = reader->Get<int64_t>("window_right", 0);
+  constexpr int64_t kAbsent = INT64_MIN;
+  const auto window_right = reader->Get<int64_t>("window_right", kAbsent);
+  p->is_causal = window_right == kAbsent;
+  p->window_right = p->is_causal ? 0 : window_right;
   p->max_query_len = reader->Get<int64_t>("max_query_len", 0);
 }
 

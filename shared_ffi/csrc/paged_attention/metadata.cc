@@ -48,7 +48,7 @@ std::string MetadataFault(const Params& p) {
                     "] must be from 0 to max_blocks_per_seq * block_size=", capacity, "; got ",
                     context_len);
     }
-    if (p.window_right == 0 && context_len < q_len) {
+    if (p.is_causal && context_len < q_len) {
       return StrCat("context_lens[", s, "] must count the sequence's ", q_len,
                     " query tokens too; got ", context_len);
     }

@@ -5,7 +5,7 @@
 //     p = context_lens[s] - q_len + i
 // and attends to the positions j with
 //     max(0, p - sliding_window + 1) <= j < min(context_lens[s], p + window_right + 1)
-// where causal attention is window_right = 0. Position j lies in block block_tables[s][j /
+// where causal attention has window_right = 0. Position j lies in block block_tables[s][j /
 // block_size] at offset j % block_size. Query head h reads kv head h / (num_heads / num_kv_heads).
 // An 8-bit cache holds k / k_scale and v / v_scale.
 //     logit = scale * (q . k), then soft_cap * tanh(logit / soft_cap) where there is a cap,
@@ -68,9 +68,10 @@ struct Params {
 
   float scale;
   int64_t sliding_window;  // 0: none
-  int64_t window_right;    // 0: causal
+  int64_t window_right;    // 0 where is_causal
   float soft_cap;          // 0: none
   int64_t max_query_len;   // of any sequence; 0: not known
+  bool is_causal;          // each sequence has as many keys as queries, or more
 
   DType dtype;        // of query and output
   DType cache_dtype;  // that, or one of 8 bits
