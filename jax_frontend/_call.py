@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -14,7 +16,7 @@ import numpy as np
 from jax_frontend._differentiation import without_derivative
 from jax_frontend._sharding import with_partition_rules
 from jax_frontend._vmap.batching import Batch, Operand, Results, with_vmap_rule
-from shared_ffi.spec import ArraySpec, Call, value_error
+from shared_ffi.spec import ArraySpec, Call, missing_error, value_error
 
 
 def run(
@@ -31,12 +33,24 @@ def run(
         options: the other arguments by name.
         batch: how ``jax.vmap`` makes one call of many; None: it loops over them.
     """
+    op, required = _required(check)
+    for name in required.intersection(arrays):
+        if arrays[name] is None:
+            raise missing_error(op, name)
     given = {name: jnp.asarray(x) for name, x in arrays.items() if x is not None}
     arguments = Arguments(check, (*given,), (*(options or {}).items(),), batch)
     call = arguments.checked(*given.values())
     for name, array in given.items():
         _check_integers_fit(call.op, name, arrays[name], array)
     return _function(arguments, call)(*given.values())
+
+
+@lru_cache
+def _required(check: Callable[..., Call]) -> tuple[str, frozenset[str]]:
+    """The op of a check, and the arguments that it cannot do without."""
+    parameters = inspect.signature(check).parameters.values()
+    required = frozenset(x.name for x in parameters if x.default is x.empty)
+    return sys.modules[check.__module__].OP, required
 
 
 def _check_integers_fit(op: str, name: str, given: Any, array: jax.Array) -> None:

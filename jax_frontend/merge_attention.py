@@ -34,16 +34,19 @@ def merge_attention(
 
     Raises:
         ValueError: a shape is wrong.
-        TypeError: ``lses`` is not float32.
+        TypeError: an argument is no array, ``lses`` is not float32, or ``outputs`` holds integers.
 
     Reference:
         Milakov and Gimelshein, arXiv:1805.02867, for two parts; any number here.
     """
-    outputs, lses = jnp.asarray(outputs), jnp.asarray(lses)
+    outputs, lses = (
+        jnp.asarray(given if (parts := op.parts(argument, given)) is None else parts)
+        for argument, given in (("outputs", outputs), ("lses", lses))
+    )
     op.check(ArraySpec(outputs.shape, outputs.dtype.name), ArraySpec(lses.shape, lses.dtype.name))
     largest = lses.max(axis=0)
     shift = jnp.where(largest == -jnp.inf, 0, largest)
-    weights = jnp.exp(lses - shift)
+    weights = jnp.where(lses == shift, 1, jnp.exp(lses - shift))  # shift may be infinite
     total = weights.sum(axis=0)
     shares = weights / jnp.where(total == 0, 1, total)
     counted = jnp.where(lses[..., None] == -jnp.inf, 0, outputs.astype(jnp.float32))

@@ -110,10 +110,11 @@ def paged_attention(
         query_start_loc: ``[max_seqs + 1]`` int32, non-decreasing up to entry ``num_seqs``.
         num_seqs: ``[]`` or ``[1]`` int32, from 0 to max_seqs. Read when the op runs: changing it
             recompiles nothing. What the arrays above hold past it may be anything.
-        scale: factor of ``q . k``, usually ``head_size ** -0.5``; finite.
+        scale: factor of ``q . k``, usually ``head_size ** -0.5``; at most 2**126 in magnitude.
         sliding_window: how many positions a query attends to, itself included; at least 1. None:
             all of them.
-        soft_cap: c > 0 turns a logit into ``c * tanh(logit / c)``, before the softmax. None: off.
+        soft_cap: c > 0 turns a logit into ``c * tanh(logit / c)``, before the softmax; at least
+            ``scale / 2**126`` in magnitude. None: off.
         value_cache: the array of V, if K and V are two arrays; ``kv_cache`` is then the array of K.
             Shape and dtype of ``kv_cache``.
         kv_layout: which dimension is which, if not as above: ``n`` num_blocks, ``b`` block_size,
@@ -127,14 +128,15 @@ def paged_attention(
             num_kv_heads]``. None: 1.
         v_scale: likewise, for the values.
         sinks: ``[num_heads]`` float32, one more logit in the softmax of each head, already
-            scaled, with no value. -inf: none.
+            scaled, with no value. -inf: none. One of 2**127 or more, inf included, leaves zeros.
         alibi_slopes: ``[num_heads]`` float32: ``slope * abs(p - j)`` is taken from the logit of
-            position j, after the soft cap.
+            position j, after the soft cap. One of 2**95 or more, inf included, leaves the nearest
+            position alone.
         causal: False lets a query attend to positions after its own. Then ``context_lens`` may be
             less than the number of the sequence's queries: the first of these stand at negative
             positions, before all keys.
         window_right: with ``causal=False``, how many positions after its own a query attends to; at
-            least 0, which is causal. None: all of them. (FlashAttention's ``window_size`` is
+            least 0. None: all of them. (FlashAttention's ``window_size`` is
             ``sliding_window - 1, window_right``.)
         max_query_len: a promise that no sequence has more query tokens than this, at least 1. A
             sequence with more is an error. The result is the same; on GPUs the program is smaller,
@@ -143,7 +145,8 @@ def paged_attention(
 
     Returns:
         ``[num_tokens, num_heads, head_size]``, dtype of ``query``. Logits, softmax and sums are
-        float32 whatever the storage. Rows of no sequence, and of tokens that attend to nothing,
+        float32 whatever the storage; where ``scale``, ``k_scale`` and ``q . k`` together exceed its
+        range, a row may be NaN. Rows of no sequence, and of tokens that attend to nothing,
         are zero. A row's bits depend on its own sequence alone: not on the rest of the batch, nor
         on the number of threads. NaN or infinity in memory that a row does not attend to does not
         reach it.

@@ -42,8 +42,8 @@ def metadata_fault(
     num_blocks: int,
     block_size: int,
     sliding_window: int,
-    window_right: int,
     max_query_len: int,
+    is_causal: bool,
 ) -> str: ...
 def slot_fault(slot_mapping: np.ndarray, *, num_blocks: int, block_size: int) -> str: ...
 

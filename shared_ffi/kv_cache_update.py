@@ -17,6 +17,7 @@ from shared_ffi.spec import (
     dtype_error,
     on_host,
     shape_error,
+    value_error,
 )
 
 OP = "kv_cache_update"
@@ -51,6 +52,10 @@ def check(
         OP, kv_layout, kv_cache, value_cache, head_size, num_kv_heads
     )
     _kv_layout.check_dtypes(OP, kv_cache, value_cache, "key", key.dtype)
+    for argument, array in (("kv_cache", kv_cache), ("value_cache", value_cache)):
+        if array is not None and _repeats(array):
+            rule = "have a place of its own for each element, as it is written to"
+            raise value_error(OP, argument, rule, f"strides {list(array.strides or ())}")
     operands = Operands(
         [caches[0], key, value, slot_mapping], [cache.head_dim, 1, 1, None], list(layout)
     )
@@ -78,6 +83,12 @@ def check(
         num_kv_heads=0 if cache.head_dim is None else num_kv_heads,
         head_dims=(*operands.head_dims, *[cache.head_dim] * len(caches)),
     )
+
+
+def _repeats(array: ArraySpec) -> bool:
+    """Whether a dimension repeats the same elements, as ``torch.Tensor.expand`` makes it."""
+    pairs = zip(array.shape, array.strides or (), strict=False)
+    return any(stride == 0 and size != 1 for size, stride in pairs)
 
 
 def check_values(kv_cache: Any, slot_mapping: Any, *, kv_layout: str | None = None) -> None:

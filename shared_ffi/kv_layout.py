@@ -35,7 +35,7 @@ DEFAULT = "nb(h2)d"
 SEPARATE = "nbhd"
 """The default where K and V are two arrays."""
 
-_AXIS = re.compile(r"\((h2|2h|2d)\)|(.)")
+_AXIS = re.compile(r"\((h2|2h|2d)\)|(.)", re.DOTALL)
 _NAMES = {"n": "num_blocks", "b": "block_size", "h": "num_kv_heads", "2": "2", "d": "head_size"}
 _WITH_KV = {"h2": "h", "2h": "h", "2d": "d"}
 """The axes that also count K and V, and what else they count."""
@@ -84,8 +84,11 @@ def check(
 
     Raises:
         ValueError: the layout is not valid, or an array does not have its shape.
+        TypeError: the layout is no string.
     """
     is_separate = value_cache is not None
+    if not isinstance(kv_layout, str | None):
+        raise dtype_error(op, "kv_layout", "type str", type(kv_layout).__name__)
     layout = _or_default(kv_layout, is_separate)
     axes = _parse(op, layout, is_separate)
     sizes = _sizes(axes, kv_cache.shape)
@@ -194,7 +197,7 @@ def add_features(
 
 def num_blocks_and_size(op: str, kv_layout: str | None, shape: Sequence[int]) -> tuple[int, int]:
     """num_blocks and block_size of a cache with this shape."""
-    layout = kv_layout or DEFAULT  # SEPARATE has them in the same dimensions
+    layout = DEFAULT if kv_layout is None else kv_layout  # SEPARATE has them in the same dimensions
     totals = _totals(_parse(op, layout, is_separate="2" not in layout), shape)
     return totals["n"], totals["b"]
 
@@ -207,7 +210,9 @@ def stacked(kv_layout: str | None, is_separate: bool) -> tuple[str, int]:
 
 
 def _or_default(kv_layout: str | None, is_separate: bool) -> str:
-    return kv_layout or (SEPARATE if is_separate else DEFAULT)
+    if kv_layout is not None:
+        return kv_layout
+    return SEPARATE if is_separate else DEFAULT
 
 
 @lru_cache

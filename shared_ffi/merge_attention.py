@@ -3,16 +3,53 @@ operators, so that its compiler can fuse them."""
 
 from __future__ import annotations
 
-from shared_ffi.spec import ArraySpec, dtype_error, shape_error
+from collections.abc import Iterable
+from typing import Any
+
+from shared_ffi.spec import ArraySpec, dtype_error, missing_error, shape_error
 
 OP = "merge_attention"
+
+
+_OUTPUTS = "[num_parts, num_tokens, num_heads, head_size], of at least one part"
+
+
+def parts(argument: str, given: Any) -> list[Any] | None:
+    """The parts of an argument that a caller gave as a sequence of arrays; None if it is one array.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: there are no parts, or their shapes differ.
+    """
+    if _is_array(given):
+        return None
+    if given is None:
+        raise missing_error(OP, argument)
+    is_sequence = isinstance(given, Iterable) and not isinstance(given, str)
+    arrays = list(given) if is_sequence else [given]
+    for array in arrays:
+        if not _is_array(array):
+            rule = "type array, or be a sequence of arrays"
+            raise dtype_error(OP, argument, rule, f"{type(array).__name__} {array!r}")
+    if not arrays:
+        raise shape_error(OP, argument, _OUTPUTS, ())
+    for number, array in enumerate(arrays):
+        if array.shape != arrays[0].shape:
+            rule = f"{list(arrays[0].shape)} as {argument}[0] has"
+            raise shape_error(OP, f"{argument}[{number}]", rule, tuple(array.shape))
+    return arrays
+
+
+def _is_array(given: Any) -> bool:
+    return hasattr(given, "shape") and hasattr(given, "dtype")
 
 
 def check(outputs: ArraySpec, lses: ArraySpec) -> None:
     """Checks the stacked parts; raises ValueError (shape) or TypeError (dtype)."""
     if len(outputs.shape) != 4 or outputs.shape[0] < 1:
-        rule = "[num_parts, num_tokens, num_heads, head_size], of at least one part"
-        raise shape_error(OP, "outputs", rule, outputs.shape)
+        raise shape_error(OP, "outputs", _OUTPUTS, outputs.shape)
+    if "float" not in outputs.dtype:
+        raise dtype_error(OP, "outputs", "a floating-point dtype", outputs.dtype)
     if lses.shape != outputs.shape[:3]:
         rule = "[num_parts={}, num_tokens={}, num_heads={}]".format(*outputs.shape[:3])
         raise shape_error(OP, "lses", rule, lses.shape)

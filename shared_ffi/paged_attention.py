@@ -29,6 +29,7 @@ OP = "paged_attention"
 TARGET = "xla_gpu_paged_attention"
 MAX_HEAD_SIZE = 512
 
+_MAX_SCALE = 2.0**126
 _MAX_INT64 = np.iinfo(np.int64).max
 
 
@@ -93,7 +94,7 @@ def check(
     attributes: list[tuple[str, Scalar]] = [
         ("scale", _scale(scale)),
         ("sliding_window", _sliding_window(sliding_window)),
-        ("soft_cap", _soft_cap(soft_cap)),
+        ("soft_cap", _soft_cap(soft_cap, scale)),
     ]
     attributes.extend(layout)
     operands = Operands(
@@ -119,7 +120,8 @@ def check(
         if per_head.dtype != "float32":
             raise dtype_error(OP, feature, "dtype float32", per_head.dtype)
         operands.add_feature(feature, per_head, 0)
-    if right := _window_right(causal, window_right):
+    right = _window_right(causal, window_right)
+    if not causal:
         attributes.append(("window_right", right))
     if max_query_len is not None:
         attributes.append(("max_query_len", _max_query_len(max_query_len)))
@@ -170,6 +172,7 @@ def check_values(
         for name, array in arrays.items()
     }
     num_blocks, block_size = _kv_layout.num_blocks_and_size(OP, kv_layout, kv_cache.shape)
+    _window_right(causal, window_right)
     fault = _native.metadata_fault(
         arrays["context_lens"],
         arrays["block_tables"],
@@ -179,8 +182,8 @@ def check_values(
         num_blocks=num_blocks,
         block_size=block_size,
         sliding_window=_sliding_window(sliding_window).item(),
-        window_right=_window_right(causal, window_right).item(),
         max_query_len=_max_query_len(max_query_len).item(),
+        is_causal=causal,
     )
     if fault:
         raise ValueError(f"{OP}: {fault}")
@@ -223,13 +226,18 @@ def _float32(argument: str, value: float) -> np.float32:
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise dtype_error(OP, argument, "type float", type(value).__name__)
     with np.errstate(over="ignore"):
-        return np.float32(value)
+        try:
+            return np.float32(value)
+        except OverflowError:  # an integer beyond float64
+            return np.float32(np.inf if value > 0 else -np.inf)
 
 
 def _scale(scale: float) -> np.float32:
     value = _float32("scale", scale)
     if not np.isfinite(value):
         raise value_error(OP, "scale", "be finite in float32", scale)
+    if abs(value) > _MAX_SCALE:
+        raise value_error(OP, "scale", "be at most 2**126 in magnitude", scale)
     return value
 
 
@@ -258,7 +266,7 @@ def _max_query_len(max_query_len: int | None) -> np.int64:
 
 
 def _window_right(causal: bool, window_right: int | None) -> np.int64:
-    """As an attribute; 0 stands for causal."""
+    """As an attribute, which causal attention does not have."""
     if _flag("causal", causal):
         if window_right is not None:
             rule = "be None unless causal is False"
@@ -267,11 +275,13 @@ def _window_right(causal: bool, window_right: int | None) -> np.int64:
     return np.int64(_MAX_INT64) if window_right is None else _int64("window_right", window_right, 0)
 
 
-def _soft_cap(soft_cap: float | None) -> np.float32:
+def _soft_cap(soft_cap: float | None, scale: float) -> np.float32:
     """As an attribute; 0 stands for none."""
     if soft_cap is None:
         return np.float32(0)
     value = _float32("soft_cap", soft_cap)
     if not (np.isfinite(value) and value > 0):
         raise value_error(OP, "soft_cap", "be positive and finite in float32", soft_cap)
+    if abs(float(_scale(scale))) > _MAX_SCALE * float(value):
+        raise value_error(OP, "soft_cap", "be at least scale / 2**126 in magnitude", soft_cap)
     return value

@@ -107,5 +107,12 @@ def on_host(array: Any) -> np.ndarray:
     return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
 
 
+def missing_error(op: str, argument: str) -> TypeError:
+    """The error for an argument that must be an array, and is None."""
+    return TypeError(f"{op}: {argument} must be an array; got None")
+
+
 def _show(got: object) -> str:
+    if isinstance(got, int) and got.bit_length() > 1024:  # more digits than anybody reads
+        return f"an integer of {got.bit_length()} bits"
     return str(list(got)) if isinstance(got, tuple) else str(got)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from shared_ffi import eager
-from shared_ffi.spec import ArraySpec, Call
+from shared_ffi.spec import ArraySpec, Call, missing_error, value_error
 
 _LIBRARY = torch.library.Library("xla_gpu", "DEF")
+_DEVICE = attrgetter("device")
 
 
 class Arguments(NamedTuple):
@@ -70,8 +73,8 @@ class Operator:
     def bind(
         self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> tuple[Arguments, tuple[torch.Tensor, ...]]:
-        """Returns a call's arguments by name, and its tensors; refuses those that require grad or
-        are on several devices."""
+        """Returns a call's arguments by name, and its tensors; refuses those that have a derivative
+        or are on several devices."""
         count = len(self._tensor_names)
         names, tensors, values = self._tensor_names, arguments[:count], arguments[count:]
         option_names = self._option_names[: len(values)]
@@ -83,8 +86,11 @@ class Operator:
             option_names += tuple(others)
             values += tuple(others.values())
         _refuse_several_devices(self._name, names, tensors)
-        if torch.is_grad_enabled():
-            _refuse_grad(self._name, tensors)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            raise _no_derivative(self._name, "requires grad")
+        # Outside of forward-mode differentiation the level is -1.
+        if forward_ad._current_level >= 0 and any(map(_has_tangent, tensors)):
+            raise _no_derivative(self._name, "has a tangent")
         return Arguments(self._check, names, option_names, values), tensors
 
     def bind_in_memory(
@@ -107,7 +113,11 @@ class Operator:
         """The kernel for CPU tensors."""
         bound, tensors = self.bind_in_memory(arguments, keywords)
         call = _checked(bound, *_sizes(tensors))
-        results = _in_place(call, tensors) if call.aliases else allocate(call.results, tensors[0])
+        results = (
+            _in_place(call, bound.tensor_names, tensors)
+            if call.aliases
+            else allocate(call.results, tensors[0])
+        )
         eager.run_on_cpu(call, _addresses(tensors), _addresses(results), torch.get_num_threads())
         return None if call.aliases else as_returned(results)
 
@@ -118,7 +128,7 @@ class Operator:
         device = tensors[0].device
         call = _checked(bound, *_sizes(tensors))
         results = (
-            _in_place(call, tensors)
+            _in_place(call, bound.tensor_names, tensors)
             if call.aliases
             else allocate(call.results_on("cuda"), tensors[0])
         )
@@ -148,10 +158,27 @@ class Operator:
         bound.call_on(specs(tensors))
 
     def refuse_grad(self, *arguments: Any, **keywords: Any) -> Any:
-        """The autograd kernel for torch_xla's tensors: below it, they require no grad."""
+        """The autograd kernel for tensors that torch_xla or a transformation of torch.func wraps:
+        below it, they have no derivatives."""
         self.bind(arguments, keywords)
         with torch._C._AutoDispatchBelowAutograd():
             return self._overload(*arguments, **keywords)
+
+    def with_autograd(self, run: Callable[..., Any], plain: int) -> Callable[..., Any]:
+        """The autograd kernel for other tensors, which takes the call's dispatch keys first.
+
+        Args:
+            run: the kernel below. It is called directly if nothing is between the two, because a
+                second dispatch takes as long as a small op.
+            plain: the dispatch keys, as bits, of a call where that is so.
+        """
+
+        def kernel(keys: Any, *arguments: Any, **keywords: Any) -> Any:
+            if keys.raw_repr() == plain:
+                return run(*arguments, **keywords)
+            return self.refuse_grad(*arguments, **keywords)
+
+        return kernel
 
 
 IN_PROGRAMS: dict[str, Operator] = {}
@@ -172,12 +199,20 @@ class InPlaceOp:
     ) -> None:
         self._mutable = mutable
         self._functional = functional
+        self._name = schema.name.removeprefix("xla_gpu::")
         self._names = [x.name for x in schema.arguments]
         self._written_names = [x.name for x in schema.arguments if x.alias_info is not None]
 
     def run(self, *arguments: Any, **keywords: Any) -> None:
         """The kernel for all tensors."""
-        if arguments[0].device.type == "xla":
+        first, last = arguments[0], keywords.get(self._written_names[-1])
+        if first is None:
+            raise missing_error(self._name, self._names[0])
+        if first.is_neg() or (last is not None and last.is_neg()):
+            argument = self._written_names[0 if first.is_neg() else -1]
+            rule = "not be a lazily negated view, as it is written to"
+            raise value_error(self._name, argument, rule, "one (call resolve_neg)")
+        if first.device.type == "xla":
             self.run_on_xla(*arguments, **keywords)
         else:
             self._mutable(*arguments, **keywords)
@@ -209,8 +244,7 @@ def define(
         _implement_in_place(overload, name, signature, check, strided)
         return overload
     operator = Operator(name.partition(".")[0], overload, check, strided)
-    _LIBRARY.impl(name, operator.run_on_cpu, "CPU")
-    _LIBRARY.impl(name, operator.run_on_cuda, "CUDA")
+    _implement_eagerly(name, operator)
     IN_PROGRAMS[f"xla_gpu::{name}"] = operator
     _implement_on_xla(name, operator)
     return overload
@@ -243,13 +277,23 @@ def _implement_in_place(
     op = InPlaceOp(overload._schema, mutable, functional)
     operator = Operator(name, mutable, check, strided)
     _LIBRARY.impl(name, op.run, "CompositeImplicitAutograd")
-    _LIBRARY.impl(mutable_name, operator.run_on_cpu, "CPU")
-    _LIBRARY.impl(mutable_name, operator.run_on_cuda, "CUDA")
+    _implement_eagerly(mutable_name, operator)
     # Reached by a graph that was exported on the CPU and moved to an XLA device.
     _LIBRARY.impl(mutable_name, op.run_on_xla, "XLA")
     torch.library.register_fake(f"xla_gpu::{mutable_name}", operator.fake_in_place, lib=_LIBRARY)
     IN_PROGRAMS[f"xla_gpu::{mutable_name}"] = operator
     _implement_on_xla(functional_name, Operator(name, functional, check, strided))
+
+
+def _implement_eagerly(name: str, operator: Operator) -> None:
+    for device, run in (("CPU", operator.run_on_cpu), ("CUDA", operator.run_on_cuda)):
+        autograd = f"Autograd{device}"
+        keys = [getattr(torch._C.DispatchKey, key) for key in (device, autograd)]
+        plain = torch._C.DispatchKeySet(keys[0]) | torch._C.DispatchKeySet(keys[1])
+        _LIBRARY.impl(name, run, device)
+        _LIBRARY.impl(
+            name, operator.with_autograd(run, plain.raw_repr()), autograd, with_keyset=True
+        )
 
 
 def _implement_on_xla(name: str, operator: Operator) -> None:
@@ -285,9 +329,23 @@ def allocate(specs: Sequence[ArraySpec], like: torch.Tensor) -> list[torch.Tenso
     return [like.new_empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
 
 
-def _in_place(call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that a call writes in place."""
-    return [tensors[operand] for operand, _ in call.aliases]
+def _in_place(
+    call: Call, tensor_names: Sequence[str], tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The tensors that a call is about to write in place. By their versions, autograd knows that
+    their former values are lost. As for PyTorch's own operators, an inference tensor is written in
+    inference mode only."""
+    written = [tensors[operand] for operand, _ in call.aliases]
+    if not torch.is_inference_mode_enabled():
+        for operand, _ in call.aliases:
+            if tensors[operand].is_inference():
+                raise RuntimeError(
+                    f"{call.op}: {tensor_names[operand]} must be a normal tensor outside of "
+                    "torch.inference_mode(); got an inference tensor. Call it in inference mode, "
+                    "or clone() the tensor outside of it"
+                )
+    torch.autograd.graph.increment_version(written)
+    return written
 
 
 def as_returned(results: Sequence[torch.Tensor]) -> Any:
@@ -303,18 +361,26 @@ def _refuse_several_devices(
     name: str, tensor_names: Sequence[str], tensors: Sequence[torch.Tensor]
 ) -> None:
     """One meta tensor would choose the fake kernel, whose results are not computed."""
-    device = tensors[0].device
-    for tensor_name, tensor in zip(tensor_names, tensors, strict=True):
-        if tensor.device != device:
+    try:
+        devices = [*map(_DEVICE, tensors)]
+    except AttributeError:  # the dispatcher lets None pass for a tensor
+        raise missing_error(name, tensor_names[[x is None for x in tensors].index(True)]) from None
+    if devices.count(devices[0]) == len(devices):
+        return
+    for tensor_name, device in zip(tensor_names, devices, strict=True):
+        if device != devices[0]:
             raise ValueError(
-                f"{name}: all tensors must be on one device; got {tensor_name} on {tensor.device} "
-                f"beside {tensor_names[0]} on {device}"
+                f"{name}: all tensors must be on one device; got {tensor_name} on {device} "
+                f"beside {tensor_names[0]} on {devices[0]}"
             )
 
 
-def _refuse_grad(name: str, tensors: Sequence[torch.Tensor]) -> None:
-    if any(tensor.requires_grad for tensor in tensors):
-        raise NotImplementedError(
-            f"{name}: inference only, it has no derivative; got an operand that requires grad. "
-            "Call it under torch.inference_mode() or torch.no_grad(), or detach() the operand"
-        )
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _no_derivative(name: str, what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{name}: inference only, it has no derivative; got an operand that {what}. "
+        "Call it under torch.inference_mode() or torch.no_grad(), or detach() the operand"
+    )

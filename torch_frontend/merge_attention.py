@@ -19,15 +19,18 @@ def merge_attention(
     It consists of PyTorch's own operators, so it runs on every device and compiles with every
     backend.
     """
-    outputs, lses = (
-        x if isinstance(x, torch.Tensor) else torch.stack([*x]) for x in (outputs, lses)
-    )
+    outputs, lses = _stacked("outputs", outputs), _stacked("lses", lses)
     op.check(array_spec(outputs.shape, outputs.dtype), array_spec(lses.shape, lses.dtype))
     largest = lses.amax(dim=0)
     shift = torch.where(largest == -torch.inf, 0, largest)
-    weights = torch.exp(lses - shift)
+    weights = torch.where(lses == shift, 1, torch.exp(lses - shift))  # shift may be infinite
     total = weights.sum(dim=0)
     shares = weights / torch.where(total == 0, 1, total)
     counted = torch.where(lses[..., None] == -torch.inf, 0, outputs.float())
     merged = (counted * shares[..., None]).sum(dim=0)
     return merged.to(outputs.dtype), shift + torch.log(total)
+
+
+def _stacked(argument: str, given: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    parts = op.parts(argument, given)
+    return torch.as_tensor(given) if parts is None else torch.stack(parts)

@@ -10,7 +10,7 @@ _ARGUMENTS = (
     "Tensor query_start_loc, Tensor num_seqs, float scale, int? sliding_window=None, "
     "float? soft_cap=None, *, Tensor? value_cache=None, str? kv_layout=None, "
     "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? sinks=None, "
-    "Tensor? alibi_slopes=None, bool causal=True, int? window_right=None, "
+    "Tensor? alibi_slopes=None, bool? causal=True, int? window_right=None, "
     "int? max_query_len=None)"
 )
 _CACHES = ("kv_cache", "value_cache")

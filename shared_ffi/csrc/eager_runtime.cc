@@ -63,31 +63,33 @@ class ThreadPool {
   size_t num_threads_ = 0;
 };
 
-// A forked child has none of its parent's threads. It gets a pool of its own and no OpenMP, which
-// would wait for threads that it believes to have.
-struct Threads {
-  ThreadPool* pool = new ThreadPool;  // never destroyed: its threads may outlive static destruction
-  // Null where torch is not loaded, or made with another OpenMP.
-  StartTeam* start_team = reinterpret_cast<StartTeam*>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-};
+// Never destroyed: its threads may outlive static destruction.
+ThreadPool* pool = new ThreadPool;
+bool is_forked_child = false;
 
-Threads& ThreadsOfProcess() {
-  static Threads threads;
-  static std::once_flag once;
-  std::call_once(
-      once, [] { pthread_atfork(nullptr, nullptr, [] { threads = {new ThreadPool, nullptr}; }); });
-  return threads;
+// A forked child has none of its parent's threads. It gets a pool of its own and no OpenMP, which
+// would wait for threads that it believes to have. Registered when the library loads: a parent that
+// has made no call may have OpenMP's threads from torch's own operators.
+[[maybe_unused]] const int fork_guard = pthread_atfork(nullptr, nullptr, [] {
+  pool = new ThreadPool;
+  is_forked_child = true;
+});
+
+// Null where torch is not loaded, or made with another OpenMP.
+StartTeam* FindOpenMp() {
+  static auto* const found = reinterpret_cast<StartTeam*>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  return found;
 }
 
 void RunOnThreads(int64_t num_threads, const std::function<void()>& work) {
-  const Threads& threads = ThreadsOfProcess();
-  if (threads.start_team != nullptr) {
+  StartTeam* const start_team = is_forked_child ? nullptr : FindOpenMp();
+  if (start_team != nullptr) {
     const auto call = [](void* work) { (*static_cast<const std::function<void()>*>(work))(); };
-    threads.start_team(call, const_cast<std::function<void()>*>(&work),
-                       static_cast<unsigned>(num_threads), /*flags=*/0);
+    start_team(call, const_cast<std::function<void()>*>(&work), static_cast<unsigned>(num_threads),
+               /*flags=*/0);
     return;
   }
-  for (int64_t i = 1; i < num_threads; ++i) threads.pool->Schedule(work, num_threads - 1);
+  for (int64_t i = 1; i < num_threads; ++i) pool->Schedule(work, num_threads - 1);
   work();
 }
 

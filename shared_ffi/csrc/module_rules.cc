@@ -19,7 +19,7 @@ std::string MetadataFault(const Array<int32_t, 1>& context_lens,
                           const Array<int32_t, 2>& block_tables,
                           const Array<int32_t, 1>& query_start_loc, int32_t num_seqs,
                           int64_t num_tokens, int64_t num_blocks, int64_t block_size,
-                          int64_t sliding_window, int64_t window_right, int64_t max_query_len) {
+                          int64_t sliding_window, int64_t max_query_len, bool is_causal) {
   paged_attention::Params params = {};
   params.context_lens = context_lens.data();
   params.block_tables = block_tables.data();
@@ -31,8 +31,8 @@ std::string MetadataFault(const Array<int32_t, 1>& context_lens,
   params.max_seqs = static_cast<int64_t>(context_lens.shape(0));
   params.max_blocks_per_seq = static_cast<int64_t>(block_tables.shape(1));
   params.sliding_window = sliding_window;
-  params.window_right = window_right;
   params.max_query_len = max_query_len;
+  params.is_causal = is_causal;
   if (block_tables.shape(0) != context_lens.shape(0) ||
       query_start_loc.shape(0) != context_lens.shape(0) + 1) {
     throw nb::value_error("the arrays must be for the same number of sequences");
@@ -69,8 +69,8 @@ void BindRules(nb::module_& m) {
   m.def("metadata_fault", &MetadataFault, nb::arg("context_lens").noconvert(),
         nb::arg("block_tables").noconvert(), nb::arg("query_start_loc").noconvert(),
         nb::arg("num_seqs"), nb::kw_only(), nb::arg("num_tokens"), nb::arg("num_blocks"),
-        nb::arg("block_size"), nb::arg("sliding_window"), nb::arg("window_right"),
-        nb::arg("max_query_len"),
+        nb::arg("block_size"), nb::arg("sliding_window"), nb::arg("max_query_len"),
+        nb::arg("is_causal"),
         "Which rule for lengths and page table of paged_attention is broken first; empty if none.");
   m.def("slot_fault", &SlotFault, nb::arg("slot_mapping").noconvert(), nb::kw_only(),
         nb::arg("num_blocks"), nb::arg("block_size"),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import jax_frontend
 from harness import reference
 from shared_ffi import kv_cache_update, paged_attention, runtimes, simple_add
 from tests.support import doors
@@ -306,6 +307,98 @@ def test_booleans_are_not_numbers(changes: dict[str, Any], message: str) -> None
     operands, attributes = split(attention() | changes)
     with pytest.raises(TypeError, match=message):
         doors.in_jax("paged_attention", *operands, **attributes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"kv_layout": ["nbhd"]}, TypeError, "kv_layout must have type str; got list"),
+        ({"kv_layout": 5}, TypeError, "kv_layout must have type str; got int"),
+        (
+            {"kv_layout": "nb(h2)d\n"},
+            ValueError,
+            "kv_layout must name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' "
+            "do; got 'nb(h2)d\\n'",
+        ),
+        ({"causal": None}, TypeError, "causal must have type bool; got NoneType"),
+        (
+            {"scale": 10**400},
+            ValueError,
+            "scale must be finite in float32; got an integer of 1329 bits",
+        ),
+        (
+            {"soft_cap": 10**400},
+            ValueError,
+            "soft_cap must be positive and finite in float32; got an integer of 1329 bits",
+        ),
+        (
+            {"sliding_window": -(10**400)},
+            ValueError,
+            "sliding_window must be at least 1; got an integer of 1329 bits",
+        ),
+    ],
+    ids=lambda x: str(x)[:30],
+)
+def test_types_and_numbers_that_no_schema_knows(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    """Torch's dispatcher refuses most of them in its own words, before the op sees them."""
+    operands, attributes = split(attention() | changes)
+    with pytest.raises(error) as raised:
+        doors.in_jax("paged_attention", *operands, **attributes)
+    assert str(raised.value) == f"paged_attention: {message}"
+    if "causal" in changes or isinstance(changes.get("kv_layout"), str):
+        with pytest.raises(error) as raised:
+            doors.in_torch("paged_attention", *operands, **attributes)
+        assert str(raised.value) == f"paged_attention: {message}"
+
+
+@pytest.mark.parametrize("op", SOUND)
+def test_none_for_an_array(op: str) -> None:
+    operands, attributes = split(SOUND[op]())
+    for convert, function in (
+        (jnp.asarray, getattr(jax_frontend, op)),
+        (doors.to_torch, getattr(torch.ops.xla_gpu, op)),
+    ):
+        for number, name in enumerate([*SOUND[op]()][: len(operands)]):
+            arrays = [convert(x) for x in operands]
+            arrays[number] = None
+            with pytest.raises(TypeError) as raised:
+                function(*arrays, **attributes)
+            assert str(raised.value) == f"{op}: {name} must be an array; got None"
+
+
+def test_a_cache_of_repeated_elements_is_read_but_not_written() -> None:
+    cache, key, value, slots = map(doors.to_torch, split(update())[0])
+    repeated = torch.ones_like(cache)[:1].expand_as(cache)
+    rule = "must have a place of its own for each element, as it is written to; got strides"
+    with pytest.raises(ValueError, match=rf"^kv_cache_update: kv_cache {rule} \[0, 32, 8, 1\]"):
+        torch.ops.xla_gpu.kv_cache_update(repeated, key, value, slots)
+    keys, values = torch.zeros(4, 2, 2, 8), torch.zeros(4, 2, 1, 8).expand(4, 2, 2, 8)
+    with pytest.raises(ValueError, match="^kv_cache_update: kv_cache must be .* strides of value"):
+        torch.ops.xla_gpu.kv_cache_update(keys, key, value, slots, value_cache=values)
+    assert (repeated == 1).all() and not values.any()
+    operands = [*map(doors.to_torch, split(attention())[0])]
+    assert (
+        torch.ops.xla_gpu.paged_attention(operands[0], repeated, *operands[2:], 0.5)[:3] == 1
+    ).all()
+
+
+def test_a_negated_view_is_read_but_not_written() -> None:
+    cache, key, value, slots = map(doors.to_torch, split(update())[0])
+    keys = torch.zeros(4, 2, 2, 8)
+    rule = "must not be a lazily negated view, as it is written to"
+    with pytest.raises(ValueError, match=f"^kv_cache_update: kv_cache {rule}"):
+        torch.ops.xla_gpu.kv_cache_update(torch._neg_view(cache), key, value, slots)
+    with pytest.raises(ValueError, match=f"^kv_cache_update: value_cache {rule}"):
+        torch.ops.xla_gpu.kv_cache_update(
+            keys, key, value, slots, value_cache=torch._neg_view(keys.clone())
+        )
+    torch.ops.xla_gpu.kv_cache_update(cache, torch._neg_view(key), value, slots)
+    assert (cache[0, 0, 0] == -1).all() and not keys.any()
+    query, kv_cache, *rest = map(doors.to_torch, split(attention())[0])
+    negated = torch.ops.xla_gpu.paged_attention(query, torch._neg_view(kv_cache), *rest, 0.5)
+    assert torch.equal(negated, torch.ops.xla_gpu.paged_attention(query, -kv_cache, *rest, 0.5))
 
 
 def test_a_cache_whose_rows_are_not_contiguous() -> None:

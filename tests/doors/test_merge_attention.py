@@ -129,3 +129,86 @@ def test_wrong_shapes(shapes: Any, message: str) -> None:
 def test_a_wrong_dtype() -> None:
     with pytest.raises(TypeError, match="lses must have dtype float32; got bfloat16"):
         jax_frontend.merge_attention(jnp.ones((2, 4, 2, 8)), jnp.ones((2, 4, 2), jnp.bfloat16))
+
+
+ONE_OUTPUT, ONE_LSE = np.ones((4, 2, 8), F32), np.ones((4, 2), F32)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "lses", "error", "message"),
+    [
+        (None, [ONE_LSE], TypeError, "outputs must be an array; got None"),
+        ([ONE_OUTPUT], None, TypeError, "lses must be an array; got None"),
+        (
+            "ab",
+            [ONE_LSE],
+            TypeError,
+            "outputs must have type array, or be a sequence of arrays; got str 'ab'",
+        ),
+        (
+            [ONE_OUTPUT],
+            3,
+            TypeError,
+            "lses must have type array, or be a sequence of arrays; got int 3",
+        ),
+        (
+            [ONE_OUTPUT, None],
+            [ONE_LSE] * 2,
+            TypeError,
+            "outputs must have type array, or be a sequence of arrays; got NoneType None",
+        ),
+        (
+            [],
+            [],
+            ValueError,
+            "outputs must have shape [num_parts, num_tokens, num_heads, head_size], of at least "
+            "one part; got []",
+        ),
+        (
+            [ONE_OUTPUT, ONE_OUTPUT[:3]],
+            [ONE_LSE] * 2,
+            ValueError,
+            "outputs[1] must have shape [4, 2, 8] as outputs[0] has; got [3, 2, 8]",
+        ),
+        (
+            [ONE_OUTPUT] * 2,
+            [ONE_LSE, ONE_LSE[:3]],
+            ValueError,
+            "lses[1] must have shape [4, 2] as lses[0] has; got [3, 2]",
+        ),
+        (
+            [ONE_OUTPUT] * 2,
+            [ONE_LSE],
+            ValueError,
+            "lses must have shape [num_parts=2, num_tokens=4, num_heads=2]; got [1, 4, 2]",
+        ),
+        (
+            [ONE_OUTPUT.astype(I32)],
+            [ONE_LSE],
+            TypeError,
+            "outputs must have a floating-point dtype; got int32",
+        ),
+    ],
+    ids=lambda x: str(x)[:20],
+)
+def test_wrong_parts(outputs: Any, lses: Any, error: type[Exception], message: str) -> None:
+    for merge, convert in (
+        (jax_frontend.merge_attention, jnp.asarray),
+        (torch_frontend.merge_attention, doors.to_torch),
+    ):
+        given = jax.tree.map(
+            lambda x: convert(x) if isinstance(x, np.ndarray) else x,  # noqa: B023
+            (outputs, lses),
+            is_leaf=lambda x: x is None or isinstance(x, str | np.ndarray),
+        )
+        with pytest.raises(error) as raised:
+            merge(*given)  # type: ignore[operator]
+        assert str(raised.value) == f"merge_attention: {message}"
+
+
+@pytest.mark.parametrize("door", MERGE)
+def test_an_infinite_log_sum_exp_has_all_the_weight(door: str) -> None:
+    """Such is that of a part with an infinite sink."""
+    outputs = np.array([[[[2.0]]], [[[4.0]]]], F32)
+    output, lse = MERGE[door](outputs, np.array([[[np.inf]], [[5.0]]], F32))
+    assert output == 2 and lse == np.inf

@@ -24,7 +24,15 @@ from shared_ffi import kv_cache_update, paged_attention, simple_add
 from shared_ffi.spec import ArraySpec
 from tests.support import native
 from tests.support.calls import checked_call, numbers
-from tests.support.cases import CASES, LONG_CASES, UPDATE_CASES, Case, UpdateCase
+from tests.support.cases import (
+    CASES,
+    EXTREME_NUMBERS,
+    LONG_CASES,
+    UPDATE_CASES,
+    Case,
+    UpdateCase,
+    extreme_call,
+)
 from tests.support.gpu import ON_CUDA, Gpu, attend, scratch_of
 from tests.support.random_cases import random_cases
 
@@ -147,6 +155,27 @@ def test_paged_attention(case: Case, gpu: Gpu) -> None:
     assert_close_on_cuda(result, inputs, attributes)
     for seed in (1, 2):
         assert_same_bits(attend(gpu, inputs, **attributes, seed=seed), result)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", EXTREME_NUMBERS)
+def test_extreme_numbers(name: str, dtype: str, gpu: Gpu) -> None:
+    inputs, attributes = extreme_call(name, dtype)
+    output, lse = attend(gpu, inputs, **attributes)
+    if name == "sinks-inf":
+        assert (lse[:-3, 0] == np.inf).all() and not output[:, 0].any()
+        attributes["sinks"] = np.where(attributes["sinks"] == np.inf, 3e38, -1).astype(F32)
+        output, lse = attend(gpu, inputs, **attributes)
+    if name == "alibi_slopes-inf":
+        finite = np.minimum(attributes["alibi_slopes"], F32(3e38))
+        assert_same_bits(
+            attend(gpu, inputs, **attributes | {"alibi_slopes": finite}), (output, lse)
+        )
+        attributes["alibi_slopes"] = finite
+    if name == "alibi_slopes--3e+38":  # float32 has no number as large as their log-sum-exp
+        assert_close_on_cuda(output, inputs, attributes | {"return_lse": False})
+    else:
+        assert_close_on_cuda((output, lse), inputs, attributes)
 
 
 @given(case=random_cases())

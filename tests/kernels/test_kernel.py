@@ -15,7 +15,14 @@ from harness import reference
 from harness.compare import assert_close_on_cpu, assert_same_bits
 from shared_ffi import _native, kv_cache_update, simple_add
 from tests.support.calls import call_handler, checked_call, numbers, results_of, specs
-from tests.support.cases import CASES, UPDATE_CASES, Case, UpdateCase
+from tests.support.cases import (
+    CASES,
+    EXTREME_NUMBERS,
+    UPDATE_CASES,
+    Case,
+    UpdateCase,
+    extreme_call,
+)
 from tests.support.random_cases import random_cases
 
 F32, I32 = np.float32, np.int32
@@ -94,6 +101,35 @@ def test_an_eager_call_needs_an_address_for_each_array() -> None:
     for operands, results in [([a], [a]), ([a, a, a], [a]), ([a, a], [])]:
         with pytest.raises(ValueError, match="an address is needed for each operand"):
             handler([x.ctypes.data for x in operands], [x.ctypes.data for x in results])
+
+
+def test_metadata_that_changes_during_the_call() -> None:
+    """The page table lies in the memory of the result. The row that sequence 0 writes, a subnormal
+    number, is there the block id 2 of sequence 1, which was 1 when it was checked."""
+    memory = np.zeros(24, F32)
+    output, block_tables = memory[:16].reshape(2, 1, 8), memory[4:8].view(I32).reshape(2, 2)
+    block_tables[:] = [[0, 0], [1, 1]]
+    kv_cache = np.zeros((3, 4, 2, 8), F32)
+    kv_cache[0, :, 1] = np.array(2, I32).view(F32)
+    kv_cache[1, :, 1], kv_cache[2, :, 1] = 1, 2
+    operands = [np.zeros((2, 1, 8), F32), kv_cache, np.array([1, 1], I32), block_tables]
+    operands += [np.array([0, 1, 2], I32), np.array(2, I32)]
+    call, _ = checked_call("paged_attention", operands, {"scale": 1.0})
+    call_handler(call.target, numbers(call), operands, [output])
+    assert (output[1] == 1).all()
+
+
+def test_slots_that_change_during_the_call() -> None:
+    """The slots lie in the cache. The key of token 0 is there the slot 3 of token 1, which was 1
+    when it was checked."""
+    kv_cache = np.zeros((1, 4, 2, 8), F32)
+    slots = kv_cache[0, 0, 0, :4].view(np.int64)
+    slots[:] = [0, 1]
+    key = np.zeros((2, 1, 8), F32)
+    key[0, 0, 2:4] = np.array([3, 0], I32).view(F32)
+    key[1] = 7
+    call_handler(kv_cache_update.TARGET, {}, [kv_cache, key, key, slots], [kv_cache])
+    assert (kv_cache[0, 1:] == np.array([7, 0, 0], F32)[:, None, None]).all()
 
 
 def ragged_batch(seed: int) -> tuple[list[Any], list[tuple[int, int]]]:
@@ -219,6 +255,32 @@ def test_a_token_has_the_same_bits_prefilled_chunked_or_decoded(
     for first, last in [(0, 1), (510, 514), (640, 768), (700, 1199), (1198, 1200), (1199, 1200)]:
         for num_threads in (1, 4):
             assert_same_bits(tokens(first, last, num_threads), whole[first:last])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", EXTREME_NUMBERS)
+def test_extreme_numbers(name: str, dtype: str) -> None:
+    inputs, attributes = extreme_call(name, dtype)
+    output, lse = attend(inputs, **attributes)
+    if name == "sinks-inf":
+        assert (lse[:-3, 0] == np.inf).all() and not output[:, 0].any()
+        attributes["sinks"] = np.where(attributes["sinks"] == np.inf, 3e38, -1).astype(F32)
+        output, lse = attend(inputs, **attributes)
+    if name == "alibi_slopes-inf":
+        finite = np.minimum(attributes["alibi_slopes"], F32(3e38))
+        assert_same_bits(attend(inputs, **attributes | {"alibi_slopes": finite}), (output, lse))
+        attributes["alibi_slopes"] = finite
+    if name == "alibi_slopes--3e+38":  # float32 has no number as large as their log-sum-exp
+        assert_close_on_cpu(output, inputs, attributes | {"return_lse": False})
+    else:
+        assert_close_on_cpu((output, lse), inputs, attributes)
+
+
+def test_zero_queries_at_the_largest_scale() -> None:
+    """Logits of zero, not NaN: all positions have the same weight."""
+    case = Case(id="zero", sequences=((5, 20),), query_factor=0.0)
+    inputs, attributes = case.inputs(), case.attributes() | {"scale": 2.0**126}
+    assert_close_on_cpu(attend(inputs, **attributes), inputs, attributes)
 
 
 def test_exponential() -> None:

@@ -81,6 +81,12 @@ void Exp2OfEach(const float* x, float* y, long n) {
 void TanhOfEach(const float* x, float* y, long n) {
   ForEach(x, y, n, [](Lanes x) { return Tanh(x); });
 }
+void CapOfEach(const float* x, float* y, long n) {
+  ForEach(x, y, n, [](Lanes x) { return SoftCap(x, 100); });
+}
+void LargeCapOfEach(const float* x, float* y, long n) {
+  ForEach(x, y, n, [](Lanes x) { return SoftCap(x, 3e38f); });
+}
 void FromBFloat16(const BFloat16* x, float* y, long n) { ForEach(x, y, n); }
 void FromHalf(const Half* x, float* y, long n) { ForEach(x, y, n); }
 void FromE4M3(const Float8E4M3* x, float* y, long n) { ForEach(x, y, n); }
@@ -163,6 +169,17 @@ def test_tanh_within_2_to_the_minus_23(simd: Call) -> None:
     x = np.concatenate([np.linspace(-20, 20, 1_000_001), [0, np.inf, -np.inf]]).astype(np.float32)
     assert np.max(np.abs(simd("TanhOfEach", x) - np.tanh(x.astype(np.float64)))) <= 2**-23
     assert np.isnan(simd("TanhOfEach", np.array([np.nan], np.float32)))[0]
+
+
+def test_soft_cap_is_close_relative_to_the_logit(simd: Call) -> None:
+    x = np.concatenate([np.linspace(-2000, 2000, 1_000_001), np.logspace(-37, 2, 100_001)])
+    x = x[x != 0].astype(np.float32)
+    for name, cap in {"CapOfEach": 100.0, "LargeCapOfEach": 3e38}.items():
+        exact = cap * np.tanh(x.astype(np.float64) / cap)
+        assert np.max(np.abs(simd(name, x) / exact - 1)) <= 2**-20
+    special = np.array([0, np.inf, -np.inf, np.nan], np.float32)
+    expected = np.array([0, 100, -100, np.nan], np.float32)
+    np.testing.assert_array_equal(simd("CapOfEach", special), expected)
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,8 @@ STATIC = [
     fault(attention, "scale must be finite in float32; got inf", scale=float("inf")),
     fault(attention, "scale must be finite in float32; got nan", scale=float("nan")),
     fault(attention, "scale must be finite in float32; got 1e+300", in_handler=False, scale=1e300),
+    fault(attention, "scale must be at most 2**126 in magnitude; got -1e+38", scale=-1e38),
+    fault(attention, "scale must be at most 2**126 in magnitude; got 3e+38", scale=3e38),
     fault(attention, "sliding_window must be at least 1; got -3", sliding_window=-3),
     fault(
         attention, "sliding_window must be at least 1; got 0", in_handler=False, sliding_window=0
@@ -170,6 +172,12 @@ STATIC = [
     ),
     fault(
         attention, "soft_cap must be positive and finite in float32; got inf", soft_cap=float("inf")
+    ),
+    fault(
+        attention,
+        "soft_cap must be at least scale / 2**126 in magnitude; got 1e-10",
+        scale=-1e30,
+        soft_cap=1e-10,
     ),
     *(
         fault(attention, f"{name} must have {rule}", error, **{name: array})
@@ -236,6 +244,7 @@ STATIC = [
             ("name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do", "nb(hd)2"),
             ("name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do", "nbh2(d"),
             ("name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do", "n2nbhd"),
+            ("name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do", ""),
         )
     ),
     fault(

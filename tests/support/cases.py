@@ -341,7 +341,7 @@ def _features() -> Iterator[Case]:
         )
     # More queries than keys, as where devices share the cache.
     fewer = ((5, 2), (3, 0), (1, 0), (40, 0), (4, 9), (90, 20))
-    for feature, right in product(("lse", "sinks", "alibi"), (None, 2)):
+    for feature, right in product(("lse", "sinks", "alibi"), (None, 0, 2)):
         yield from _of_each_dtype(
             f"fewer-keys-{feature}-right-{right}",
             sequences=fewer,
@@ -588,6 +588,45 @@ def _long_queries() -> Iterator[Case]:
         return_lse=True,
         dtype="float16",
     )
+
+
+def _extreme_numbers() -> dict[str, dict[str, Any]]:
+    """Arguments near the ends of float32, or where its tanh alone would lose the logit."""
+    caps = {f"cap-{cap:g}": {"soft_cap": cap} for cap in (64.0, 65.0, 1e4, 1e8, 1e30, 3e38)}
+    no_scale = {"scale": 0.0}
+    of_heads = {
+        f"{name}-{value:g}": {name: np.array([value, 0.5, value, -1], np.float32)}
+        for name, values in {
+            "sinks": (3e38, np.inf),
+            "alibi_slopes": (3e38, -3e38, np.inf),
+        }.items()
+        for value in values
+    }
+    return {
+        **caps,
+        "logits-beyond-the-cap": {"soft_cap": 65.0, "scale": 40.0},
+        "least-cap": no_scale | {"soft_cap": 1e-45},
+        "least-cap-of-scale-1": {"scale": 1.0, "soft_cap": 2.0**-126},
+        "largest-scale-and-cap": {"scale": 2.0**126, "soft_cap": 1.0},
+        "least-scale": {"scale": 1e-45, "soft_cap": 3e38},
+        **of_heads,
+    }
+
+
+EXTREME_NUMBERS = _extreme_numbers()
+
+
+def extreme_call(name: str, dtype: str) -> tuple[Inputs, dict[str, Any]]:
+    """The operands and attributes of a call with EXTREME_NUMBERS[name]."""
+    case = Case(
+        id="extreme",
+        sequences=((3, 40), (1, 9), (9, 9)),
+        head_size=16,
+        dtype=dtype,
+        query_factor=3.0,
+        return_lse=True,
+    )
+    return case.inputs(), case.attributes() | EXTREME_NUMBERS[name]
 
 
 LONG_CASES = list(_long_queries())

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import jax_frontend
 from harness.compare import assert_close_on_cuda, assert_same_bits
@@ -189,6 +190,84 @@ def test_autograd_is_refused(device: str) -> None:
         OPS.kv_cache_update(cache, key.requires_grad_(), *rest)
 
 
+def derivatives() -> dict[str, Any]:
+    """Every way to a derivative of a function at a tensor."""
+    func = torch.func
+
+    def of_a_dual(function: Any, x: torch.Tensor) -> Any:
+        with forward_ad.dual_level(), torch.no_grad():
+            return function(forward_ad.make_dual(x, x))
+
+    return {
+        "grad": lambda function, x: func.grad(function)(x),
+        "vjp": lambda function, x: func.vjp(function, x),
+        "jvp": lambda function, x: func.jvp(function, (x,), (x,)),
+        "linearize": lambda function, x: func.linearize(function, x),
+        "hessian": lambda function, x: func.hessian(function)(x),
+        "vmap-of-grad": lambda function, x: func.vmap(func.grad(function))(x[None]),
+        "forward": of_a_dual,
+    }
+
+
+@pytest.mark.parametrize("name", derivatives())
+def test_no_derivative_is_silently_wrong(name: str) -> None:
+    query, *rest = tensors(attention())
+    cache, key, *others = tensors(update())
+    functions = {
+        "paged_attention": (lambda x: OPS.paged_attention(x, *rest, 0.5).sum(), query),
+        "kv_cache_update": (lambda x: (OPS.kv_cache_update(cache, x, *others), x.sum())[1], key),
+        "simple_add": (lambda x: OPS.simple_add(x, x).sum(), query),
+    }
+    for op, (function, x) in functions.items():
+        with pytest.raises(NotImplementedError, match=f"^{op}: inference only, it has no deriv"):
+            derivatives()[name](function, x)
+
+
+def test_constants_in_a_function_that_is_differentiated() -> None:
+    operands, cache_operands = tensors(attention()), tensors(update())
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        OPS.kv_cache_update(*cache_operands)
+        return (x * OPS.paged_attention(*operands, 0.5)).sum()
+
+    x = torch.ones_like(operands[0])
+    assert torch.equal(torch.func.grad(function)(x), OPS.paged_attention(*operands, 0.5))
+    assert cache_operands[0].any()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_an_update_changes_the_versions_of_its_caches(mode: Any) -> None:
+    cache, key, value, slots = tensors(update())
+    keys, values = cache[:, :, 0::2].clone(), cache[:, :, 1::2].clone()
+    with mode():
+        OPS.kv_cache_update(cache, key, value, slots)
+        OPS.kv_cache_update(keys, key, value, slots, value_cache=values)
+    assert [x._version for x in (cache, keys, values, key)] == [1, 1, 1, 0]
+
+
+def test_autograd_misses_the_values_that_an_update_overwrites() -> None:
+    cache, *rest = tensors(update())
+    factor = torch.ones((), requires_grad=True)
+    product = (cache * factor).sum()
+    OPS.kv_cache_update(cache, *rest)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_inference_tensors_are_written_in_inference_mode_only() -> None:
+    _, *rest = tensors(update())
+    with torch.inference_mode():
+        cache, keys, values = (torch.zeros(4, 2, heads, 8) for heads in (4, 2, 2))
+        OPS.kv_cache_update(cache, *rest)
+    expected = cache.clone()
+    rule = "must be a normal tensor outside of torch.inference_mode"
+    with pytest.raises(RuntimeError, match=f"^kv_cache_update: kv_cache {rule}"):
+        OPS.kv_cache_update(cache, -rest[0], *rest[1:])
+    with pytest.raises(RuntimeError, match=f"^kv_cache_update: value_cache {rule}"):
+        OPS.kv_cache_update(torch.zeros(4, 2, 2, 8), *rest, value_cache=values)
+    assert torch.equal(cache, expected) and not keys.any() and not values.any()
+
+
 @pytest.fixture
 def cuda(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch._C.DispatchKeySet]:
     """The dispatch keys of CUDA tensors. Here the tensors are on the CPU and the GPU is
@@ -342,18 +421,33 @@ def test_decode_loop_compiles_once() -> None:
     assert counter.frame_count == 1
 
 
-def test_calls_after_a_fork() -> None:
-    """A forked child has none of the parent's threads."""
+@pytest.mark.parametrize(
+    "of_parent",
+    [
+        "pass",
+        "run()",
+        "torch.ones(4_000_000) + 1",
+        "torch.ones(4_000_000) + 1; run()",
+        "import jax; jax.numpy.ones(4_000_000) + 1",
+    ],
+    ids=["no-call", "a-call", "a-torch-op", "torch-op-and-call", "jax"],
+)
+def test_calls_after_a_fork(of_parent: str) -> None:
+    """A forked child has none of the parent's threads, whatever started them."""
     script = """
-        import os, torch, torch_frontend
+        import os, signal, sys, torch, torch_frontend
         torch.set_num_threads(4)
         query, cache = torch.randn(64, 8, 64), torch.randn(8, 16, 16, 64)
         metadata = [torch.tensor(x, dtype=torch.int32) for x in ([128], [list(range(8))], [0, 64], 1)]
-        run = lambda: torch.ops.xla_gpu.paged_attention(query, cache, *metadata, 0.1)
-        expected = run()
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if torch.equal(run(), expected) else 1)
-        assert os.waitpid(child, 0)[1] == 0
+        run = lambda: torch.ops.xla_gpu.paged_attention(query, cache, *metadata, 0.1).numpy().tobytes()
+        exec(sys.argv[1])
+        for generation in range(2):
+            if child := os.fork():
+                assert os.waitpid(child, 0)[1] == 0
+                os._exit(0)
+            signal.alarm(60)
+            result = run()
+        torch.set_num_threads(1)
+        os._exit(run() != result)  # JAX cannot be torn down in a child
     """
-    assert scripts.output(script, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == []
+    assert scripts.output(script, of_parent, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == []

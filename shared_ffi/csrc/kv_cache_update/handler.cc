@@ -116,6 +116,10 @@ ffi::Error OnCpu(ffi::AnyBuffer kv_cache, ffi::AnyBuffer key, ffi::AnyBuffer val
   Params params;
   XLA_GPU_RETURN_IF_ERROR(MakeParams({kv_cache, key, value, slot_mapping}, other_operands, *updated,
                                      other_results, attributes, &params));
+  // The caller's other threads may write to the slots while the call runs.
+  const auto* slots = static_cast<const char*>(params.slot_mapping);
+  const std::vector<char> copy(slots, slots + slot_mapping.size_bytes());
+  params.slot_mapping = copy.data();
   XLA_GPU_RETURN_IF_ERROR(CheckSlots(params));
   RunOnCpu(params, executor);
   return ffi::Error::Success();

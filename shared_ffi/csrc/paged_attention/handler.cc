@@ -13,6 +13,7 @@ namespace {
 
 constexpr char kOp[] = "paged_attention";
 constexpr int64_t kMaxHeadSize = 512;
+constexpr double kMaxScale = 0x1p126;  // in units of 1 / log2(e), and times 2, it is a float32
 
 // The arrays that every call has.
 struct Operands {
@@ -30,7 +31,10 @@ void ReadAttributes(AttributeReader* reader, Params* p) {
   p->scale = reader->Get<float>("scale");
   p->sliding_window = reader->Get<int64_t>("sliding_window");
   p->soft_cap = reader->Get<float>("soft_cap");
-  p->window_right = reader->Get<int64_t>("window_right", 0);
+  constexpr int64_t kAbsent = INT64_MIN;
+  const auto window_right = reader->Get<int64_t>("window_right", kAbsent);
+  p->is_causal = window_right == kAbsent;
+  p->window_right = p->is_causal ? 0 : window_right;
   p->max_query_len = reader->Get<int64_t>("max_query_len", 0);
 }
 
@@ -107,11 +111,18 @@ ffi::Error CheckAttributes(const Params& p) {
   if (!std::isfinite(p.scale)) {
     return InvalidArgument(kOp, "scale must be finite in float32; got ", p.scale);
   }
+  if (std::abs(p.scale) > kMaxScale) {
+    return InvalidArgument(kOp, "scale must be at most 2**126 in magnitude; got ", p.scale);
+  }
   if (p.sliding_window < 0) {
     return InvalidArgument(kOp, "sliding_window must be at least 1; got ", p.sliding_window);
   }
   if (!(p.soft_cap >= 0) || !std::isfinite(p.soft_cap)) {
     return InvalidArgument(kOp, "soft_cap must be positive and finite in float32; got ",
+                           p.soft_cap);
+  }
+  if (p.soft_cap > 0 && std::abs(p.scale) > kMaxScale * p.soft_cap) {
+    return InvalidArgument(kOp, "soft_cap must be at least scale / 2**126 in magnitude; got ",
                            p.soft_cap);
   }
   return ffi::Error::Success();
@@ -203,6 +214,7 @@ ffi::Error OnCpu(ffi::AnyBuffer query, ffi::AnyBuffer kv_cache, ffi::AnyBuffer c
   XLA_GPU_RETURN_IF_ERROR(
       MakeParams({query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs},
                  other_operands, *output, other_results, /*num_scratch=*/0, attributes, &params));
+  const MetadataCopy copy(&params);
   XLA_GPU_RETURN_IF_ERROR(CheckMetadata(params));
   RunOnCpu(params, executor);
   return ffi::Error::Success();

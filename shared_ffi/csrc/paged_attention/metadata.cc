@@ -1,8 +1,23 @@
 #include "metadata.h"
 
+#include <algorithm>
+
 #include "../str_cat.h"
 
 namespace xla_gpu::paged_attention {
+namespace {
+
+// The entries of the page table that the queries of a sequence need.
+struct NeededBlocks {
+  int64_t first;
+  int64_t last;
+
+  NeededBlocks(const Params& p, int64_t q_len, int64_t context_len)
+      : first(p.WindowBegin(context_len - q_len) / p.block_size),
+        last((context_len - 1) / p.block_size) {}
+};
+
+}  // namespace
 
 std::string MetadataFault(const Params& p) {
   const int64_t num_seqs = *p.num_seqs;
@@ -33,14 +48,13 @@ std::string MetadataFault(const Params& p) {
                     "] must be from 0 to max_blocks_per_seq * block_size=", capacity, "; got ",
                     context_len);
     }
-    if (p.window_right == 0 && context_len < q_len) {
+    if (p.is_causal && context_len < q_len) {
       return StrCat("context_lens[", s, "] must count the sequence's ", q_len,
                     " query tokens too; got ", context_len);
     }
     if (q_len == 0 || context_len == 0) continue;
-    const int64_t first_block = p.WindowBegin(context_len - q_len) / p.block_size;
-    const int64_t last_block = (context_len - 1) / p.block_size;
-    for (int64_t b = first_block; b <= last_block; ++b) {
+    const NeededBlocks needed(p, q_len, context_len);
+    for (int64_t b = needed.first; b <= needed.last; ++b) {
       const int64_t block = p.block_tables[s * p.max_blocks_per_seq + b];
       if (block < 0 || block >= p.num_blocks) {
         return StrCat("block_tables[", s, ", ", b,
@@ -49,6 +63,33 @@ std::string MetadataFault(const Params& p) {
     }
   }
   return {};
+}
+
+MetadataCopy::MetadataCopy(Params* params) {
+  Params& p = *params;
+  const int32_t num_seqs = __atomic_load_n(p.num_seqs, __ATOMIC_RELAXED);
+  const int64_t count = num_seqs < 0 || num_seqs > p.max_seqs ? 0 : num_seqs;
+  const int64_t width = p.max_blocks_per_seq;
+  memory_.reset(new int32_t[2 + 2 * count + count * width]);  // of the table, few pages are touched
+  int32_t* const copied_num_seqs = memory_.get();
+  int32_t* const context_lens = copied_num_seqs + 1;
+  int32_t* const query_start_loc = context_lens + count;
+  int32_t* const block_tables = query_start_loc + count + 1;
+  *copied_num_seqs = num_seqs;
+  std::copy_n(p.context_lens, count, context_lens);
+  std::copy_n(p.query_start_loc, count + 1, query_start_loc);
+  for (int64_t s = 0; s < count; ++s) {
+    const int64_t q_len = int64_t{query_start_loc[s + 1]} - query_start_loc[s];
+    const int64_t context_len = context_lens[s];
+    if (q_len <= 0 || context_len <= 0 || context_len > width * p.block_size) continue;
+    const NeededBlocks needed(p, q_len, context_len);
+    const int32_t* row = p.block_tables + s * width;
+    std::copy(row + needed.first, row + needed.last + 1, block_tables + s * width + needed.first);
+  }
+  p.num_seqs = copied_num_seqs;
+  p.context_lens = context_lens;
+  p.query_start_loc = query_start_loc;
+  p.block_tables = block_tables;
 }
 
 }  // namespace xla_gpu::paged_attention

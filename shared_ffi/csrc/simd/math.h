@@ -1,4 +1,4 @@
-// exp2 and tanh.
+// exp2, tanh and the soft cap.
 #pragma once
 
 #include "instruction_set.h"
@@ -28,6 +28,19 @@ XLA_GPU_INLINE Lanes Tanh(Lanes x) {
   const Lanes e = Exp2(magnitude * -2.88539008f);  // e^(-2 |x|)
   const Lanes tanh = (1.0f - e) / (1.0f + e);
   return x < 0 ? -tanh : tanh;
+}
+
+// cap * tanh(x / cap), within 2^-20 of it relatively: where x is far less than the cap, it is x.
+// For |x / cap| below 1/2, the polynomial for tanh(y) / y in y^2 has the least maximal relative
+// error: 2^-26.
+XLA_GPU_INLINE Lanes SoftCap(Lanes x, float cap) {
+  const Lanes y = x * (1 / cap), square = y * y;
+  Lanes ratio = Splat(1.7241893e-2f);
+  ratio = MultiplyAdd(ratio, square, Splat(-5.3045664e-2f));
+  ratio = MultiplyAdd(ratio, square, Splat(1.3325880e-1f));
+  ratio = MultiplyAdd(ratio, square, Splat(-3.3333144e-1f));
+  ratio = MultiplyAdd(ratio, square, Splat(1.0f));
+  return square < 0.25f ? x * ratio : Tanh(y) * cap;
 }
 
 }  // namespace

@@ -9,7 +9,7 @@
 //   lanes.h      loads, stores, shuffles, sums over lanes
 //   convert.h    storage types to float and back
 //   dot.h        sums of products of numbers in storage; dot_bf16.h with AVX-512's bfloat16
-//   products math.h       exp2, tanh
+//   products math.h       exp2, tanh, the soft cap
 #pragma once
 
 #include "convert.h"

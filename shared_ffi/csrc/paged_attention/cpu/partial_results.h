@@ -28,11 +28,11 @@ class Totals {
         max_(arena->Take<float>(rows.count)),
         weight_(arena->Take<float>(rows.count)),
         values_(arena->Take<float>(rows.count * width_)) {
-    const float* sinks = rows.p.sinks;
+    const bool has_sinks = rows.p.sinks != nullptr;
     std::memset(values_, 0, rows.count * width_ * sizeof(float));
     for (int64_t row = 0; row < rows.count; ++row) {
-      max_[row] = sinks != nullptr ? sinks[rows.Head(row)] * kLog2E : -kInfinity;
-      weight_[row] = sinks != nullptr ? 1.0f : 0.0f;
+      max_[row] = has_sinks ? rows.p.Sink(rows.Head(row)) : -kInfinity;
+      weight_[row] = has_sinks ? 1.0f : 0.0f;
     }
   }
 
@@ -80,7 +80,7 @@ class Totals {
       }
       if (p.lse != nullptr) {
         const double log2_of_sum = max_[row] + std::log2(double{weight_[row]});
-        p.lse[in_batch] = static_cast<float>(log2_of_sum * kLn2);
+        p.lse[in_batch] = p.Lse(rows_.Head(row), static_cast<float>(log2_of_sum * kLn2));
       }
     }
   }

@@ -11,7 +11,6 @@ namespace {
 // The maximum stays while logits exceed it by at most this: then nothing is rescaled.
 constexpr float kMaxGrowth = 8;
 constexpr float kInfinity = __builtin_inff();
-constexpr float kLog2E = 1.44269504f;
 
 // What a row has seen of a split so far: about the largest logit, and for each lane the sum of
 // 2^(logit - max).
@@ -152,10 +151,11 @@ class Softmax {
   void Apply(const KvTile& tile, int64_t head, RowState* states) {
     const Params& p = rows_.p;
     const int64_t kv_head = rows_.item.first_kv_head + head;
-    float scale = p.soft_cap > 0 ? p.scale / p.soft_cap : p.scale * kLog2E;
+    const bool is_plain_cap = p.soft_cap > 0 && p.soft_cap <= kMaxPlainCap;
+    float scale = is_plain_cap ? p.scale / p.soft_cap : p.scale * kLog2E;
     if (kIs8Bit<T> && !scales_.HasK()) scale *= p.k_scale.At(0, 0, kv_head);
     scales_.Load(tile, kv_head);
-    const bool is_biased = p.alibi_slopes != nullptr;
+    const bool is_ready = p.alibi_slopes != nullptr || p.soft_cap > kMaxPlainCap;
     ForEachBlock<kRows>(0, rows_.per_head, [&](auto num_rows, int64_t first) {
       const Range all = mask_.RangeOf(tile, first, num_rows);
       if (all.begin >= all.end) return;
@@ -167,10 +167,10 @@ class Softmax {
           const auto [begin, end] = mask_.RangeOf(tile, first + r, 1);
           ranges[r] = {begin - step, end - step};
         }
-        if (is_biased) {
+        if (is_ready) {
           CapAndBias(tile.position + step, head, first, num_rows, scale, products + step);
         }
-        const float scale_left = is_biased ? 1 : scale, cap_left = is_biased ? 0 : p.soft_cap;
+        const float scale_left = is_ready ? 1 : scale, cap_left = is_ready ? 0 : p.soft_cap;
         float* rescale = rescale_ + step / kStep * rows_.per_head + first;
         if (scales_.HasV()) {
           Weigh<num_rows, T, kIs8Bit<T>>(products, step, ranges, scale_left, cap_left,
@@ -184,17 +184,23 @@ class Softmax {
 
  private:
   // Turns the products of some rows with a step into capped logits with ALiBi's bias. Not inlined:
-  // few calls have slopes.
+  // few calls have slopes or a large cap.
   //   position: of the step; products: [num_rows, kMaxTile]
   __attribute__((noinline)) void CapAndBias(int64_t position, int64_t head, int64_t first,
                                             int64_t num_rows, float scale, float* products) const {
     const Params& p = rows_.p;
+    const float cap = (p.soft_cap < kMaxCap ? p.soft_cap : kMaxCap) * kLog2E;
     for (int64_t row = first; row < first + num_rows; ++row, products += kMaxTile) {
-      const float slope = p.alibi_slopes[rows_.Head(head * rows_.per_head + row)] * kLog2E;
+      const int64_t query_head = rows_.Head(head * rows_.per_head + row);
+      const float slope = p.alibi_slopes == nullptr ? 0.0f : p.AlibiSlope(query_head);
       const auto of_query = static_cast<float>(mask_.Position(row) - position);
       for (int64_t j = 0; j < kStep; j += kLanes) {
         Lanes x = Load<Lanes>(products + j) * scale;
-        if (p.soft_cap > 0) x = Tanh(x) * (p.soft_cap * kLog2E);
+        if (p.soft_cap > kMaxPlainCap) {
+          x = SoftCap(x, cap);
+        } else if (p.soft_cap > 0) {
+          x = Tanh(x) * cap;
+        }
         const Lanes after = LaneNumbers() + (j - of_query);
         Store(MultiplyAdd(Max(after, -after), Splat(-slope), x), products + j);
       }

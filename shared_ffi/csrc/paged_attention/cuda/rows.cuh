@@ -8,7 +8,6 @@
 
 namespace xla_gpu::paged_attention {
 
-inline constexpr float kLog2E = 1.44269504088896340736f;
 inline constexpr float kLn2 = 0.69314718055994530942f;
 inline constexpr float kInfinity = __builtin_huge_valf();
 
@@ -99,7 +98,7 @@ class AlibiBias {
   __device__ AlibiBias(const Params& p, const Item& item, int64_t row) : slope_(0), position_(0) {
     if (row >= item.num_rows) return;
     const RowPlace place(p, item, row);
-    slope_ = p.alibi_slopes[place.head] * kLog2E;
+    slope_ = p.AlibiSlope(place.head);
     position_ = static_cast<int32_t>(item.first_position + place.token);
   }
 
@@ -129,12 +128,13 @@ __device__ __forceinline__ void WithQueryType(const Params& p, const Do& what) {
 
 // The sink of a head, in units of log2(e).
 __device__ inline float SinkOf(const Params& p, int64_t head) {
-  return p.sinks == nullptr ? -kInfinity : p.sinks[head] * kLog2E;
+  return p.sinks == nullptr ? -kInfinity : p.Sink(head);
 }
 
 // Writes the log-sum-exp of a finished row. One thread calls it.
 __device__ inline void WriteLse(const Params& p, int64_t token, int64_t head, const RowState& row) {
-  if (p.lse != nullptr) p.lse[token * p.num_heads + head] = (row.max + log2f(row.sum)) * kLn2;
+  if (p.lse == nullptr) return;
+  p.lse[token * p.num_heads + head] = p.Lse(head, (row.max + log2f(row.sum)) * kLn2);
 }
 
 // What the logits of a row are taken relative to: the largest, if there is any.

@@ -67,7 +67,7 @@ struct Sequence {
 
   // Whether the lengths agree with each other and with the block table.
   __device__ bool IsLegal(const Params& p) const {
-    const bool is_long_enough = p.window_right == 0 ? q_len <= context_len : context_len >= 0;
+    const bool is_long_enough = p.is_causal ? q_len <= context_len : context_len >= 0;
     if (p.max_query_len != 0 && q_len > p.max_query_len) return false;
     return is_long_enough && context_len <= p.max_blocks_per_seq * p.block_size;
   }

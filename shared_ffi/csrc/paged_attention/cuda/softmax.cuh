@@ -42,7 +42,7 @@ class Softmax {
     constexpr int kKeys = kBlocks * 8;
     float scale = p_.scale * kLog2E;
     if (p_.soft_cap > 0) {
-      Cap(logits);
+      p_.soft_cap > kMaxPlainCap ? CapGently(logits) : Cap(logits);
       scale = 1;
     }
     if (masked) {
@@ -142,6 +142,27 @@ class Softmax {
       for (int e = 0; e < 4; ++e) {
         const float power = gpu::Exp2(logits[n][e] * exponent);
         logits[n][e] = gpu::Fma(-2 * cap, gpu::Reciprocal(1 + power), cap);
+      }
+    }
+  }
+
+  // The same for caps beyond kMaxPlainCap, of which a logit x may be a small part. For |x / cap|
+  // below 1/2, the polynomial for tanh(y) / y in y^2 has the least maximal relative error: 2^-26.
+  template <int kBlocks>
+  __device__ void CapGently(float (&logits)[kBlocks][4]) const {
+    const float scale = p_.scale * kLog2E, cap = fminf(p_.soft_cap, kMaxCap) * kLog2E;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float x = logits[n][e] * scale, y = x * (1 / cap), square = y * y;
+        float ratio = gpu::Fma(1.7241893e-2f, square, -5.3045664e-2f);
+        ratio = gpu::Fma(ratio, square, 1.3325880e-1f);
+        ratio = gpu::Fma(ratio, square, -3.3333144e-1f);
+        ratio = gpu::Fma(ratio, square, 1.0f);
+        const float power = gpu::Exp2(y * (2 * kLog2E));
+        const float capped = gpu::Fma(-2 * cap, gpu::Reciprocal(1 + power), cap);
+        logits[n][e] = square < 0.25f ? x * ratio : capped;
       }
     }
   }

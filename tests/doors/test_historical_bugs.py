@@ -1,0 +1,143 @@
+"""Faults that other implementations of paged attention had, as cases for every door. The comment
+at each is where it was reported. Offsets beyond 32 bits (vllm #1486, #50427) are in
+tests/kernels/test_kernel.py, test_a_cache_of_more_than_2_31_elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from harness import reference
+from tests.support import doors
+
+F32, I32 = np.float32, np.int32
+BLOCK_SIZE = 4
+
+Call = tuple[list[np.ndarray], dict[str, Any]]
+
+
+def decode(
+    lengths: list[int],
+    tables: list[list[int]],
+    *,
+    num_blocks: int = 8,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    padding: int = 0,
+    **attributes: Any,
+) -> Call:
+    """One query token for each sequence, then padding."""
+    rng = np.random.default_rng(0)
+    count = len(lengths)
+    operands = [
+        rng.standard_normal((count + padding, num_heads, 8), F32),
+        rng.standard_normal((num_blocks, BLOCK_SIZE, 2 * num_kv_heads, 8), F32),
+        np.array(lengths, I32),
+        np.array(tables, I32),
+        np.arange(count + 1, dtype=I32),
+        np.array([count], I32),
+    ]
+    return operands, {"scale": 0.5} | attributes
+
+
+def unwritten_values_of_the_last_block() -> Call:
+    # vllm #641, GHSA-x368-4g9h-fvv4: a weight of zero times NaN.
+    operands, attributes = decode([6, 1], [[3, 5], [7, 0]])
+    for block, first in ((5, 2), (7, 1)):
+        operands[1][block, first:] = np.nan
+    for block in (0, 1, 2, 4, 6):
+        operands[1][block] = np.inf
+    return operands, attributes
+
+
+def block_ids_beyond_16_bits() -> Call:
+    # aiter #3062, #3211: the upper bits of a block id were dropped.
+    return decode([16], [[1000, 65535, 65536, 67001]], num_blocks=67002)
+
+
+def stale_entries_after_the_context() -> Call:
+    # vllm #42494: the tail of the block table was read.
+    return decode([5, 4], [[3, 5, -1, 2**31 - 1], [7, -1, -1, -1]])
+
+
+def stale_entries_before_the_window() -> Call:
+    # vllm #42273: blocks that a sliding window had left were given back.
+    return decode([16, 13], [[-1, -1, 2, 6], [-1, 2**31 - 1, 1, 4]], sliding_window=5)
+
+
+def padding_queries_of_nan() -> Call:
+    # sglang #15757, #18685: NaN of padding reached real rows.
+    operands, attributes = decode([6, 1], [[3, 5], [7, 0]], padding=3)
+    operands[0][2:] = np.nan
+    return operands, attributes
+
+
+def groups(size: int) -> Callable[[], Call]:
+    # flashinfer #2849: 16 query heads and more for each kv head.
+    return lambda: decode([6, 9], [[3, 5, 0], [7, 0, 1]], num_heads=2 * size)
+
+
+CASES: dict[str, Callable[[], Call]] = {
+    "unwritten-values-of-the-last-block": unwritten_values_of_the_last_block,
+    "block-ids-beyond-16-bits": block_ids_beyond_16_bits,
+    "stale-entries-after-the-context": stale_entries_after_the_context,
+    "stale-entries-before-the-window": stale_entries_before_the_window,
+    "padding-queries-of-nan": padding_queries_of_nan,
+    **{f"groups-of-{size}": groups(size) for size in (16, 17, 32, 64)},
+}
+
+
+@pytest.fixture(autouse=True)
+def forget_failed_steps() -> Iterator[None]:
+    yield
+    doors.forget_failed_steps()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("door", doors.DOORS)
+def test_right(door: str, name: str) -> None:
+    operands, attributes = CASES[name]()
+    result = doors.DOORS[door]("paged_attention", *operands, **attributes)
+    expected = reference.paged_attention(*operands, **attributes)
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+
+
+REFUSED = {
+    # flash-attention #2709: the table was read past its end.
+    "length-past-the-table": (
+        lambda: decode([9], [[3, 5]]),
+        "context_lens[0] must be from 0 to max_blocks_per_seq * block_size=8; got 9",
+    ),
+    # onnxruntime #32391: the cache was read at a block that it does not have.
+    "block-id-past-the-cache": (
+        lambda: decode([6], [[3, 2**30]]),
+        f"block_tables[0, 1] must be from 0 to num_blocks - 1=7; got {2**30}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("door", doors.DOORS)
+def test_refused(door: str, name: str) -> None:
+    make, message = REFUSED[name]
+    operands, attributes = make()
+    error = {"jax": jax.errors.JaxRuntimeError, "torch": ValueError}.get(door, RuntimeError)
+    with pytest.raises(error) as raised:
+        doors.DOORS[door]("paged_attention", *operands, **attributes)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("door", doors.DOORS)
+def test_no_program_is_used_for_another_scale(door: str) -> None:
+    """torch_xla's own custom calls are cached by their target alone."""
+    results = {}
+    for scale in (0.5, 0.25, 0.5):
+        operands, attributes = decode([6, 9], [[3, 5, 0], [7, 0, 1]], scale=scale)
+        result = doors.DOORS[door]("paged_attention", *operands, **attributes)
+        expected = reference.paged_attention(*operands, **attributes)
+        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(result, results.setdefault(scale, result))

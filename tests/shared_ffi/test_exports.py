@@ -1,0 +1,27 @@
+"""What libxla_paged_attention.so offers to other code."""
+
+from __future__ import annotations
+
+import re
+
+from shared_ffi import library_path
+from tests.support import native
+
+
+def test_no_more_of_ours_is_exported_than_docs_security_lists() -> None:
+    lines = native.run("nm", "-D", "-C", "--defined-only", library_path()).stdout.splitlines()
+    symbols = [line.split(" ", 2)[1:] for line in lines]
+    ours = [name for kind, name in symbols if kind == "T" and "xla_gpu" in name]
+    names = {re.split(r"[(\[]", name)[0].split("::")[-1] for name in ours}
+    assert names - {"ChooseCudaPrefill", "CudaPrefill", "CudaPrefills", "KernelLaunches"} == {
+        "CallHandler",
+        "ChooseCpuInstructionSet",
+        "CpuInstructionSet",
+        "CpuInstructionSets",
+        "FindHandler",
+        "Handlers",
+        "MetadataFault",
+        "aoti_torch_cpu__xla_gpu_call",
+        "aoti_torch_cuda__xla_gpu_call",
+        "xla_gpu_last_error",
+    }
