@@ -128,10 +128,11 @@ def paged_attention(
             num_kv_heads]``. None: 1.
         v_scale: likewise, for the values.
         sinks: ``[num_heads]`` float32, one more logit in the softmax of each head, already
-            scaled, with no value. -inf: none. One of 2**127 or more, inf included, leaves zeros.
+            scaled, with no value. -inf: none. One of 2**127 or more, inf included, takes all
+            of the weight: the row is zero.
         alibi_slopes: ``[num_heads]`` float32: ``slope * abs(p - j)`` is taken from the logit of
-            position j, after the soft cap. One of 2**95 or more, inf included, leaves the nearest
-            position alone.
+            position j, after the soft cap. One of 2**95 or more, inf included, gives all of the
+            weight to the nearest position.
         causal: False lets a query attend to positions after its own. Then ``context_lens`` may be
             less than the number of the sequence's queries: the first of these stand at negative
             positions, before all keys.

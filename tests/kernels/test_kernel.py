@@ -119,7 +119,7 @@ def test_metadata_that_changes_during_the_call() -> None:
     assert (output[1] == 1).all()
 
 
-def test_slots_that_change_during_the_call() -> None:
+def test_kv_cache_update_of_slots_that_change_during_the_call() -> None:
     """The slots lie in the cache. The key of token 0 is there the slot 3 of token 1, which was 1
     when it was checked."""
     kv_cache = np.zeros((1, 4, 2, 8), F32)
