@@ -196,15 +196,23 @@ class InPlaceOp:
         schema: torch.FunctionSchema,
         mutable: torch._ops.OpOverload,
         functional: torch._ops.OpOverload,
+        kernels: Mapping[int, Callable[..., Any]],
     ) -> None:
+        """`kernels`: those of `mutable`, by the dispatch keys, as bits, of a call where nothing is
+        between this kernel and them."""
+        self._kernels = kernels
         self._mutable = mutable
         self._functional = functional
         self._name = schema.name.removeprefix("xla_gpu::")
         self._names = [x.name for x in schema.arguments]
         self._written_names = [x.name for x in schema.arguments if x.alias_info is not None]
 
-    def run(self, *arguments: Any, **keywords: Any) -> None:
-        """The kernel for all tensors."""
+    def run(self, keys: Any, *arguments: Any, **keywords: Any) -> None:
+        """The kernel for all tensors, which takes the call's dispatch keys first."""
+        kernel = self._kernels.get(keys.raw_repr())
+        if kernel is not None:
+            kernel(*arguments, **keywords)
+            return
         first, last = arguments[0], keywords.get(self._written_names[-1])
         if first is None:
             raise missing_error(self._name, self._names[0])
@@ -274,10 +282,10 @@ def _implement_in_place(
     of_values = re.sub(r"\(.!\)", "", signature).replace("()", "Tensor[]")
     mutable = _defined(f"{mutable_name}({signature}")
     functional = _defined(f"{functional_name}({of_values}")
-    op = InPlaceOp(overload._schema, mutable, functional)
     operator = Operator(name, mutable, check, strided)
-    _LIBRARY.impl(name, op.run, "CompositeImplicitAutograd")
-    _implement_eagerly(mutable_name, operator)
+    kernels = _implement_eagerly(mutable_name, operator)
+    op = InPlaceOp(overload._schema, mutable, functional, kernels)
+    _LIBRARY.impl(name, op.run, "CompositeImplicitAutograd", with_keyset=True)
     # Reached by a graph that was exported on the CPU and moved to an XLA device.
     _LIBRARY.impl(mutable_name, op.run_on_xla, "XLA")
     torch.library.register_fake(f"xla_gpu::{mutable_name}", operator.fake_in_place, lib=_LIBRARY)
@@ -285,15 +293,20 @@ def _implement_in_place(
     _implement_on_xla(functional_name, Operator(name, functional, check, strided))
 
 
-def _implement_eagerly(name: str, operator: Operator) -> None:
+def _implement_eagerly(name: str, operator: Operator) -> dict[int, Callable[..., Any]]:
+    """Implements an operator for CPU and CUDA. Returns the kernels by the dispatch keys, as bits,
+    of a call where nothing is between the operator and them, with autograd and without."""
+    kernels: dict[int, Callable[..., Any]] = {}
     for device, run in (("CPU", operator.run_on_cpu), ("CUDA", operator.run_on_cuda)):
-        autograd = f"Autograd{device}"
-        keys = [getattr(torch._C.DispatchKey, key) for key in (device, autograd)]
-        plain = torch._C.DispatchKeySet(keys[0]) | torch._C.DispatchKeySet(keys[1])
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device))
+        autograd = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autograd{device}"))
+        plain = (keys | autograd).raw_repr()
+        kernels |= {keys.raw_repr(): run, plain: run}
         _LIBRARY.impl(name, run, device)
         _LIBRARY.impl(
-            name, operator.with_autograd(run, plain.raw_repr()), autograd, with_keyset=True
+            name, operator.with_autograd(run, plain), f"Autograd{device}", with_keyset=True
         )
+    return kernels
 
 
 def _implement_on_xla(name: str, operator: Operator) -> None:
