@@ -121,6 +121,7 @@ def load(folder: Path | None, dtype: str) -> Checkpoint:
         raise ValueError(f"{folder} holds several GGUF files ({names}); give a folder with one")
     options: dict[str, Any] = {"gguf_file": gguf[0].name} if gguf else {}
     transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()  # its advice is about its own attention
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), **options
     )

@@ -78,7 +78,7 @@ def to_terminal(result: Result, console: Console) -> None:
     header, *body = rows(result)
     table = Table()
     for i, column in enumerate(header):
-        table.add_column(column, justify="right" if i else "left")
+        table.add_column(column, justify="right" if i else "left", no_wrap=i == 0)
     for row in body:
         table.add_row(*row)
     console.print(table)
@@ -155,5 +155,6 @@ def _plot_rates(result: Result, axes: Axes) -> None:
     axes.bar_label(bars, [f"{rate:,.0f}" for rate in rates], padding=4)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
+    axes.set_axisbelow(True)
     axes.set_title("Tokens per second, all requests")
     axes.set_xlim(right=1.15 * max(rates))
