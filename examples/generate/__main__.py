@@ -19,11 +19,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 try:
     from examples.generate import checkpoint, report
-except ModuleNotFoundError as error:
-    sys.exit(
-        f"examples.generate needs {error.name}, which is not installed: "
-        "pip install 'xla-paged-attention[torch-xla,generate]'"
-    )
+except ImportError as error:  # a library is missing, or has another version
+    sys.exit(f"examples.generate: {error}: pip install 'xla-paged-attention[torch-xla,generate]'")
 from examples.generate.engine import Answer
 from examples.generate.run import NAMES, Result, run
 from examples.generate.sampling import Sampling

@@ -16,8 +16,7 @@ from examples.generate.sampling import Sampling
 from examples.scheduler import Limits
 from harness import hlo
 
-TRANSFORMERS = "transformers"
-NAMES = [*DOORS, TRANSFORMERS]
+NAMES = [*DOORS, *transformers_door.ATTENTION]
 _TARGETS = ("xla_gpu_kv_cache_update", "xla_gpu_paged_attention")
 
 
@@ -135,7 +134,7 @@ def run(
     results = {}
     for name in doors:
         on_progress(name, [])
-        open_door = _with_transformers if name == TRANSFORMERS else _with_our_engine
+        open_door = _with_our_engine if name in DOORS else _with_transformers
         results[name] = open_door(name, checkpoint, encoded, sampling, limits, on_progress)
     for result in results.values():
         for i, answer in enumerate(result.generation.answers):
@@ -190,6 +189,6 @@ def _with_transformers(
     on_progress: OnProgress,
 ) -> DoorResult:
     generation = transformers_door.generate(
-        checkpoint, prompts, sampling, limits, lambda answers: on_progress(name, answers)
+        name, checkpoint, prompts, sampling, limits, lambda answers: on_progress(name, answers)
     )
     return DoorResult(generation, 0.0, 0, 0, {}, [])

@@ -1,4 +1,4 @@
-"""transformers' own model and continuous batching, with our attention."""
+"""transformers' own model and continuous batching, with our attention or its own."""
 
 from __future__ import annotations
 
@@ -14,22 +14,27 @@ from examples.generate.sampling import Sampling
 from examples.scheduler import Limits
 from torch_frontend.integrations.transformers import NAME
 
+ATTENTION = {"transformers": NAME, "transformers-sdpa": "sdpa"}
+"""By the door's name, the attention that transformers runs. ``sdpa`` is its own."""
+
 
 def generate(
+    door: str,
     checkpoint: Checkpoint,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     limits: Limits,
     on_step: OnStep = lambda answers: None,
 ) -> Generation:
-    """As ``engine.generate``. With a temperature, the random numbers are transformers' own.
+    """As ``engine.generate``, through a door of ATTENTION. With a temperature, the random numbers
+    are transformers' own.
 
     Raises:
         RuntimeError: transformers gave up on a request.
     """
     check_lengths(prompts, sampling, limits)
     model = checkpoint.model
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(ATTENTION[door])
     answers = [Answer() for _ in prompts]
     with model.continuous_batching_context_manager(
         generation_config=_generation_config(checkpoint, sampling),

@@ -109,8 +109,8 @@ def answers(
     asked: list[list[int]] | None = None,
 ) -> list[list[int]]:
     asked = asked or prompts()
-    if door == "transformers":
-        generation = transformers_door.generate(model, asked, sampling, limits)
+    if door in transformers_door.ATTENTION:
+        generation = transformers_door.generate(door, model, asked, sampling, limits)
     else:
         opened = DOORS[door](model, limits)
         engine.warm_up(opened, limits)
@@ -136,7 +136,7 @@ def test_families_give_the_tokens_of_transformers(family: str, tmp_path: Path) -
             assert model.scores(prompt, tokens).best == tokens
 
 
-@pytest.mark.parametrize("door", ["torch_xla", "openxla", "inductor", "transformers"])
+@pytest.mark.parametrize("door", ["torch_xla", "openxla", "inductor", *transformers_door.ATTENTION])
 def test_doors_say_the_same(model: Checkpoint, door: str) -> None:
     assert answers(model, door) == answers(model, "torch")
 
