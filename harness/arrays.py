@@ -21,11 +21,15 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 def to_torch(array: Any) -> Any:
     """A tensor with a copy of an array."""
+    return shared_with_torch(np.array(array))  # contiguous and writable
+
+
+def shared_with_torch(array: np.ndarray) -> Any:
+    """A tensor in the memory of an array, which must be contiguous and writable."""
     import torch  # noqa: PLC0415
 
-    copy = np.array(array)  # contiguous and writable
-    bits = copy.view(f"u{copy.dtype.itemsize}")  # PyTorch lacks some of NumPy's dtypes
-    return torch.from_numpy(bits).view(getattr(torch, copy.dtype.name))
+    bits = array.view(f"u{array.dtype.itemsize}")  # PyTorch lacks some of NumPy's dtypes
+    return torch.from_numpy(bits).view(getattr(torch, array.dtype.name))
 
 
 def to_numpy(tensor: Any) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -71,45 +72,65 @@ def assert_close(
 
 def assert_close_on_cpu(actual: Any, inputs: Any, attributes: dict[str, Any]) -> None:
     """Compares with the oracle's paged_attention, within the error of the CPU kernel in use."""
-    rounds_weights = (
-        inputs[0].dtype.name == "bfloat16" and _native.cpu_instruction_set() == "avx512_bf16"
-    )
-    _assert_close(actual, inputs, attributes, "bfloat16" if rounds_weights else None)
+    Oracle(inputs, attributes).assert_close_on_cpu(actual)
 
 
 def assert_close_on_cuda(actual: Any, inputs: Any, attributes: dict[str, Any]) -> None:
     """Compares with the oracle's paged_attention, within the error of the CUDA kernel that runs."""
-    query, cache, head_size = inputs[0].dtype, inputs[1].dtype, inputs[0].shape[2]
-    on_tensor_cores = (
-        query.itemsize == 2 and head_size * cache.itemsize % 16 == 0 and head_size <= 256
-    )
-    weights = query.name if cache == query else "bfloat16"
-    _assert_close(actual, inputs, attributes, weights if on_tensor_cores else None)
+    Oracle(inputs, attributes).assert_close_on_cuda(actual)
 
 
-def _assert_close(
-    actual: Any, inputs: Any, attributes: dict[str, Any], weights: str | None
-) -> None:
-    """`weights`: the dtype that the kernel rounds the softmax's weights to, None if it does not."""
-    query, kv_cache, *metadata = inputs
-    attributes = dict(attributes)
-    caches = [x for x in (kv_cache, attributes.pop("value_cache", None)) if x is not None]
-    kv_cache = default(caches, attributes.pop("kv_layout", None))
-    rounding = _ROUNDING[weights] if weights else 0.0
-    with_lse = attributes | {"return_lse": True}
-    oracle, oracle_lse = reference.paged_attention(query, kv_cache, *metadata, **with_lse)
-    output, lse = actual if attributes.get("return_lse") else (actual, None)
-    also_allowed: np.ndarray | float = 0.0
-    if weights:
-        # Rounded weights change a row by at most `rounding` times the weighted sum of absolute
-        # values.
-        kv_cache = kv_cache.astype(np.float64)
+class Oracle:
+    """The oracle's result of a call of paged_attention, computed once for several comparisons."""
+
+    def __init__(self, inputs: Any, attributes: dict[str, Any]) -> None:
+        """`inputs` and `attributes`: those of the call, which keep their values."""
+        self._query, kv_cache, *self._metadata = inputs
+        self._with_lse = attributes | {"return_lse": True}
+        self._returns_lse = bool(attributes.get("return_lse"))
+        value_cache = self._with_lse.pop("value_cache", None)
+        caches = [x for x in (kv_cache, value_cache) if x is not None]
+        self._kv_cache = default(caches, self._with_lse.pop("kv_layout", None))
+        self._output, self._lse = self._attend(self._kv_cache)
+
+    def _attend(self, kv_cache: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        result: tuple[np.ndarray, np.ndarray] = reference.paged_attention(
+            self._query, kv_cache, *self._metadata, **self._with_lse
+        )
+        return result
+
+    @cached_property
+    def _sizes(self) -> np.ndarray:
+        """The weighted sums of absolute values."""
+        kv_cache = self._kv_cache.astype(np.float64)
         kv_cache[:, :, 1::2] = np.abs(kv_cache[:, :, 1::2])
-        sizes, _ = reference.paged_attention(query, kv_cache, *metadata, **with_lse)
-        also_allowed = rounding * sizes
-    assert_close(output, oracle, query.dtype.name, also_allowed)
-    if lse is not None:
-        assert_close(lse, oracle_lse, "float32", rounding)
+        return self._attend(kv_cache)[0]
+
+    def assert_close_on_cpu(self, actual: Any) -> None:
+        """Compares within the error of the CPU kernel in use."""
+        is_bfloat16 = self._query.dtype.name == "bfloat16"
+        rounds_weights = is_bfloat16 and _native.cpu_instruction_set() == "avx512_bf16"
+        self._assert_close(actual, "bfloat16" if rounds_weights else None)
+
+    def assert_close_on_cuda(self, actual: Any) -> None:
+        """Compares within the error of the CUDA kernel that runs."""
+        query, cache, head_size = self._query.dtype, self._kv_cache.dtype, self._query.shape[2]
+        on_tensor_cores = (
+            query.itemsize == 2 and head_size * cache.itemsize % 16 == 0 and head_size <= 256
+        )
+        weights = query.name if cache == query else "bfloat16"
+        self._assert_close(actual, weights if on_tensor_cores else None)
+
+    def _assert_close(self, actual: Any, weights: str | None) -> None:
+        """`weights`: the dtype that the kernel rounds the softmax's weights to, None if it does
+        not. Rounded weights change a row by at most the rounding error times the weighted sum of
+        absolute values."""
+        rounding = _ROUNDING[weights] if weights else 0.0
+        output, lse = actual if self._returns_lse else (actual, None)
+        also_allowed = rounding * self._sizes if weights else 0.0
+        assert_close(output, self._output, self._query.dtype.name, also_allowed)
+        if lse is not None:
+            assert_close(lse, self._lse, "float32", rounding)
 
 
 def max_error(actual: np.ndarray, oracle: np.ndarray) -> float:

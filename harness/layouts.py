@@ -37,16 +37,23 @@ def default(caches: Any, kv_layout: str | None) -> np.ndarray:
     permutation."""
     if kv_layout is None:
         return np.array(caches[0])
-    heads, width = caches[0].shape[_place(kv_layout, "h")], caches[0].shape[-1]
-    heads //= 1 + ("(h2)" in kv_layout or "(2h)" in kv_layout)
-    width //= 1 + ("(2d)" in kv_layout)
-    blocks, positions = (caches[0].shape[_place(kv_layout, x)] for x in "nb")
-    shape = (blocks, positions, 2 * heads, width)
+    shape = default_shape(caches, kv_layout)
     places = arrange(np.arange(np.prod(shape)).reshape(shape), kv_layout)
     found = np.empty(np.prod(shape, dtype=int), caches[0].dtype)
     for cache, place in zip(caches, places, strict=True):
         found[place] = cache
     return found.reshape(shape)
+
+
+def default_shape(caches: Any, kv_layout: str | None) -> tuple[int, ...]:
+    """The shape of a cache in the default layout."""
+    if kv_layout is None:
+        return tuple(caches[0].shape)
+    heads, width = caches[0].shape[_place(kv_layout, "h")], caches[0].shape[-1]
+    heads //= 1 + ("(h2)" in kv_layout or "(2h)" in kv_layout)
+    width //= 1 + ("(2d)" in kv_layout)
+    blocks, positions = (caches[0].shape[_place(kv_layout, x)] for x in "nb")
+    return (blocks, positions, 2 * heads, width)
 
 
 def _place(kv_layout: str, letter: str) -> int:

@@ -27,6 +27,7 @@ def paged_attention(
     v_scale: Any = None,
     sinks: Any = None,
     alibi_slopes: Any = None,
+    tree_mask: Any = None,
     causal: bool = True,
     window_right: int | None = None,
     max_query_len: int | None = None,
@@ -45,6 +46,10 @@ def paged_attention(
         start, end = int(query_start_loc[s]), int(query_start_loc[s + 1])
         for i in range(end - start):
             position = int(context_lens[s]) - (end - start) + i
+            bits = [] if tree_mask is None else _bits(tree_mask[start + i])
+            if bits:
+                first_position = position - i
+                position = first_position + len(bits) - 1
             first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
             last = int(context_lens[s]) - 1
             if causal:
@@ -52,6 +57,10 @@ def paged_attention(
             elif window_right is not None:
                 last = min(last, position + window_right)
             positions = np.arange(first, last + 1)
+            if bits:
+                positions = np.arange(first, first_position + 64)
+                in_tree = np.isin(positions - first_position, bits)
+                positions = positions[(positions < first_position) | in_tree]
             rows = block_tables[s, positions // block_size], positions % block_size
             attended = kv_cache[rows].astype(np.float64)
             attended[:, 0::2] *= _scales(k_scale, rows)
@@ -75,6 +84,96 @@ def paged_attention(
                     output[start + i, h] = weights @ values / total
                     lse[start + i, h] = largest + np.log(total)
     return (output, lse) if return_lse else output
+
+
+def legal_sequences(
+    query: Any,
+    kv_cache: Any,
+    context_lens: Any,
+    block_tables: Any,
+    query_start_loc: Any,
+    num_seqs: Any,
+    *,
+    kv_layout: str | None = None,
+    value_cache: Any = None,
+    sliding_window: int | None = None,
+    causal: bool = True,
+    max_query_len: int | None = None,
+    tree_mask: Any = None,
+    **others: Any,
+) -> list[bool] | None:
+    """Whether the lengths, the tree mask and the block table of each sequence of paged_attention
+    obey the contract. None: num_seqs or the starts do not."""
+    num_blocks, block_size, *_ = _shape(kv_cache, value_cache, kv_layout)
+    max_seqs, width = block_tables.shape
+    count = int(np.asarray(num_seqs).item())
+    if not 0 <= count <= max_seqs:
+        return None
+    starts = [int(start) for start in query_start_loc[: count + 1]]
+    if count > 0 and not (starts[0] >= 0 and starts == sorted(starts) and starts[-1] <= len(query)):
+        return None
+    legal = []
+    for s in range(count):
+        q_len, context = starts[s + 1] - starts[s], int(context_lens[s])
+        is_legal = 0 <= context <= width * block_size and (q_len <= context or not causal)
+        is_legal &= max_query_len is None or q_len <= max_query_len
+        if tree_mask is not None:
+            bits = [bit for words in tree_mask[starts[s] : starts[s + 1]] for bit in _bits(words)]
+            is_legal &= not bits or max(bits) < q_len <= 64
+        if is_legal and q_len > 0 and context > 0:
+            window = context if sliding_window is None else sliding_window
+            first = max(0, context - q_len - window + 1)
+            blocks = block_tables[s, first // block_size : (context - 1) // block_size + 1]
+            is_legal = bool(((blocks >= 0) & (blocks < num_blocks)).all())
+        legal.append(is_legal)
+    return legal
+
+
+def numbers_are_legal(
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    causal: bool = True,
+    window_right: int | None = None,
+    max_query_len: int | None = None,
+    tree_mask: Any = None,
+    **others: Any,
+) -> bool:
+    """Whether the numbers of a call of paged_attention obey the contract."""
+    with np.errstate(over="ignore"):
+        scale = abs(float(np.float32(scale)))
+        cap = None if soft_cap is None else float(np.float32(soft_cap))
+    return (
+        scale <= 2.0**126
+        and (cap is None or (0 < cap < np.inf and scale <= cap * 2.0**126))
+        and (sliding_window is None or sliding_window >= (1 if tree_mask is None else 64))
+        and (max_query_len is None or max_query_len >= 1)
+        and (window_right is None or (not causal and window_right >= 0))
+    )
+
+
+def slots_are_legal(
+    kv_cache: Any,
+    slot_mapping: Any,
+    *,
+    kv_layout: str | None = None,
+    value_cache: Any = None,
+    **others: Any,
+) -> bool:
+    """Whether no slot of kv_cache_update is past the end of the cache."""
+    num_blocks, block_size, *_ = _shape(kv_cache, value_cache, kv_layout)
+    return not (np.asarray(slot_mapping) >= num_blocks * block_size).any()
+
+
+def _bits(words: Any) -> list[int]:
+    """The bits that are set in a token's two words of a tree mask."""
+    return [j for j in range(64) if int(words[j // 32]) >> j % 32 & 1]
+
+
+def _shape(kv_cache: Any, value_cache: Any, kv_layout: str | None) -> tuple[int, ...]:
+    """The shape of a cache in the default layout."""
+    caches = (kv_cache,) if value_cache is None else (kv_cache, value_cache)
+    return layouts.default_shape(caches, kv_layout)
 
 
 def _scales(scales: Any, rows: tuple[Any, Any]) -> np.ndarray:

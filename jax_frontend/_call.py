@@ -6,8 +6,8 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any
+from functools import lru_cache, partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ from jax_frontend._differentiation import without_derivative
 from jax_frontend._sharding import with_partition_rules
 from jax_frontend._vmap.batching import Batch, Operand, Results, with_vmap_rule
 from shared_ffi.spec import ArraySpec, Call, missing_error, value_error
+
+Parameters = ParamSpec("Parameters")
+Returned = TypeVar("Returned")
 
 
 def run(
@@ -43,6 +46,33 @@ def run(
     for name, array in given.items():
         _check_integers_fit(call.op, name, arrays[name], array)
     return _function(arguments, call)(*given.values())
+
+
+def requires_arrays(
+    op: str,
+) -> Callable[[Callable[Parameters, Returned]], Callable[Parameters, Returned]]:
+    """For a function that looks at its arrays before an op's check does: raises TypeError if one
+    is None that may not be."""
+
+    def decorate(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
+        parameters = inspect.signature(function).parameters
+        required = [
+            name
+            for name, x in parameters.items()
+            if x.default is x.empty and not x.annotation.endswith("| None")
+        ]
+
+        @wraps(function)
+        def checked(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Returned:
+            given = dict(zip(parameters, arguments, strict=False)) | keywords
+            for name in required:
+                if name in given and given[name] is None:
+                    raise missing_error(op, name)
+            return function(*arguments, **keywords)
+
+        return checked
+
+    return decorate
 
 
 @lru_cache

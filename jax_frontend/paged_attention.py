@@ -20,6 +20,7 @@ class _Options(TypedDict, total=False):
     v_scale: jax.Array | None
     sinks: jax.Array | None
     alibi_slopes: jax.Array | None
+    tree_mask: jax.Array | None
     causal: bool
     window_right: int | None
     max_query_len: int | None
@@ -76,6 +77,7 @@ def paged_attention(
     v_scale: jax.Array | None = None,
     sinks: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
+    tree_mask: jax.Array | None = None,
     causal: bool = True,
     window_right: int | None = None,
     max_query_len: int | None = None,
@@ -133,6 +135,13 @@ def paged_attention(
         alibi_slopes: ``[num_heads]`` float32: ``slope * abs(p - j)`` is taken from the logit of
             position j, after the soft cap. One of 2**95 or more, inf included, gives all of the
             weight to the nearest position.
+        tree_mask: ``[num_tokens, 2]`` int32, for draft trees of speculative decoding: 64 bits for
+            each query token, the low word first. Token i of a sequence attends to the sequence's
+            query token j where bit j is set, and to the positions before all query tokens. A token
+            without bits is causal. A sequence with bits has at most 64 query tokens, and no bits
+            past them. A sliding window, of at least 64, counts back from the position that the
+            number of bits gives: ``p = context_lens[s] - q_len + bits - 1``, in a tree the depth of
+            the token. Neither with ``alibi_slopes`` nor with ``causal=False``. None: no trees.
         causal: False lets a query attend to positions after its own. Then ``context_lens`` may be
             less than the number of the sequence's queries: the first of these stand at negative
             positions, before all keys.
@@ -175,7 +184,8 @@ def paged_attention(
         Kwon et al., "Efficient Memory Management for Large Language Model Serving with
         PagedAttention", SOSP 2023. The argument names are those of vLLM and of the TPU's ragged
         paged attention kernel; soft capping is Gemma 2's, arXiv:2408.00118; ALiBi is Press et al.,
-        arXiv:2108.12409; sinks as a learned logit per head are GPT-OSS's, arXiv:2508.10925.
+        arXiv:2108.12409; sinks as a learned logit per head are GPT-OSS's, arXiv:2508.10925; draft
+        trees verified in one call are SpecInfer's, arXiv:2305.09781.
     """
     results = _call.run(
         op.check,
@@ -191,6 +201,7 @@ def paged_attention(
             "v_scale": v_scale,
             "sinks": sinks,
             "alibi_slopes": alibi_slopes,
+            "tree_mask": tree_mask,
         },
         {
             "scale": scale,

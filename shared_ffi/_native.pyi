@@ -7,6 +7,7 @@ from shared_ffi.spec import ArraySpec
 
 ffi_version: tuple[int, int]
 cuda_version: tuple[int, int] | None
+cuda_architectures: str | None
 
 def handlers() -> dict[str, dict[str, Any]]: ...
 def api_version_at(address: int) -> tuple[int, int]: ...
@@ -38,6 +39,7 @@ def metadata_fault(
     query_start_loc: np.ndarray,
     num_seqs: int,
     *,
+    tree_mask: np.ndarray | None,
     num_tokens: int,
     num_blocks: int,
     block_size: int,

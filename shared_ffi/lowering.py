@@ -146,12 +146,13 @@ def _struct(spec: ArraySpec) -> jax.ShapeDtypeStruct:
 
 
 def compile_stablehlo(
-    module: bytes, operands: Sequence[ArraySpec], results: Sequence[ArraySpec], device: jax.Device
+    module: bytes, operands: Sequence[ArraySpec], results: Sequence[ArraySpec], device: Any
 ) -> Callable[..., list[jax.Array]]:
     """Compiles a program of another framework for a device; the result maps arrays to arrays.
 
     Args:
         module: a portable StableHLO artifact, whose ``main`` has these operands and results.
+        device: a ``jax.Device``, a name whose type the type checker sometimes fails to find.
     """
     runtimes.register()
     structs = [jax.ShapeDtypeStruct(spec.shape, np.dtype(spec.dtype)) for spec in results]

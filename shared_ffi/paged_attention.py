@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shared_ffi import _native
+from shared_ffi import _native, token_rows
 from shared_ffi import kv_layout as _kv_layout
 from shared_ffi.spec import (
     STORAGE_DTYPES,
@@ -28,6 +28,8 @@ from shared_ffi.spec import (
 OP = "paged_attention"
 TARGET = "xla_gpu_paged_attention"
 MAX_HEAD_SIZE = 512
+MAX_TREE_TOKENS = 64
+"""The most query tokens of a sequence with a tree mask; no sliding window is shorter."""
 
 _MAX_SCALE = 2.0**126
 _MAX_INT64 = np.iinfo(np.int64).max
@@ -50,6 +52,7 @@ def check(
     v_scale: ArraySpec | None = None,
     sinks: ArraySpec | None = None,
     alibi_slopes: ArraySpec | None = None,
+    tree_mask: ArraySpec | None = None,
     causal: bool = True,
     window_right: int | None = None,
     max_query_len: int | None = None,
@@ -97,8 +100,16 @@ def check(
         ("soft_cap", _soft_cap(soft_cap, scale)),
     ]
     attributes.extend(layout)
+    attributes.extend(token_rows.attributes(query))
     operands = Operands(
-        [query, caches[0], context_lens, block_tables, query_start_loc, num_seqs],
+        [
+            token_rows.as_operand(query),
+            caches[0],
+            context_lens,
+            block_tables,
+            query_start_loc,
+            num_seqs,
+        ],
         [1, cache.head_dim, None, None, None, None],
         attributes,
     )
@@ -120,12 +131,15 @@ def check(
         if per_head.dtype != "float32":
             raise dtype_error(OP, feature, "dtype float32", per_head.dtype)
         operands.add_feature(feature, per_head, 0)
+    if tree_mask is not None:
+        _check_tree_mask(tree_mask, num_tokens, sliding_window, alibi_slopes, causal)
+        operands.add_feature("tree_mask", tree_mask, None)
     right = _window_right(causal, window_right)
     if not causal:
         attributes.append(("window_right", right))
     if max_query_len is not None:
         attributes.append(("max_query_len", _max_query_len(max_query_len)))
-    results = [query]
+    results = [ArraySpec(query.shape, query.dtype)]
     if _flag("return_lse", return_lse):
         results.append(ArraySpec((num_tokens, num_heads), "float32"))
     return Call(
@@ -134,7 +148,7 @@ def check(
         operands=tuple(operands.specs),
         results=tuple(results),
         attributes=tuple(attributes),
-        num_kv_heads=0 if cache.head_dim is None else num_kv_heads,
+        num_kv_heads=0 if cache.head_dim is None or query.strides else num_kv_heads,
         head_dims=(*operands.head_dims, *[1] * len(results)),
         cuda_scratch_bytes=cuda_scratch_bytes,
     )
@@ -153,8 +167,9 @@ def check_values(
     window_right: int | None = None,
     kv_layout: str | None = None,
     max_query_len: int | None = None,
+    tree_mask: Any = None,
 ) -> None:
-    """Checks the values of lengths, page table and ``num_seqs``.
+    """Checks the values of lengths, page table, ``num_seqs`` and tree mask.
 
     The CPU handler checks them itself, by the same native function. On CUDA nothing waits for the
     device, and a faulty sequence's rows are NaN: call this with the same operands to learn why. It
@@ -178,6 +193,7 @@ def check_values(
         arrays["block_tables"],
         arrays["query_start_loc"],
         arrays["num_seqs"].item(),
+        tree_mask=None if tree_mask is None else on_host(tree_mask).astype(np.int32, order="C"),
         num_tokens=query.shape[0],
         num_blocks=num_blocks,
         block_size=block_size,
@@ -196,8 +212,8 @@ def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
     It follows from the shapes alone: only the device knows what the arrays hold. The numbers of
     tokens, sequences and blocks may be symbols; `smaller` finds the smaller of two sizes.
     """
-    query, kv_cache, _, block_tables, *_ = call.operands
-    num_tokens, num_heads, head_size = query.shape
+    _, kv_cache, _, block_tables, *_ = call.operands
+    num_tokens, num_heads, head_size = call.results[0].shape
     max_seqs, max_blocks_per_seq = block_tables.shape
     attributes = dict(call.attributes)
     if "block_size" in attributes:
@@ -263,6 +279,27 @@ def _sliding_window(sliding_window: int | None) -> np.int64:
 def _max_query_len(max_query_len: int | None) -> np.int64:
     """As an attribute; 0 stands for not known."""
     return np.int64(0) if max_query_len is None else _int64("max_query_len", max_query_len, 1)
+
+
+def _check_tree_mask(
+    tree_mask: ArraySpec,
+    num_tokens: int,
+    sliding_window: int | None,
+    alibi_slopes: ArraySpec | None,
+    causal: bool,
+) -> None:
+    if tree_mask.shape != (num_tokens, 2):
+        raise shape_error(OP, "tree_mask", f"[num_tokens={num_tokens}, 2]", tree_mask.shape)
+    if tree_mask.dtype != "int32":
+        raise dtype_error(OP, "tree_mask", "dtype int32", tree_mask.dtype)
+    if alibi_slopes is not None:
+        got = f"shape {[*alibi_slopes.shape]}"
+        raise value_error(OP, "alibi_slopes", "be None with tree_mask", got)
+    if sliding_window is not None and sliding_window < MAX_TREE_TOKENS:
+        rule = f"be at least {MAX_TREE_TOKENS} with tree_mask"
+        raise value_error(OP, "sliding_window", rule, sliding_window)
+    if not _flag("causal", causal):
+        raise value_error(OP, "causal", "be True with tree_mask", causal)
 
 
 def _window_right(causal: bool, window_right: int | None) -> np.int64:

@@ -19,7 +19,8 @@ from jax_frontend._vmap.batching import (
 from shared_ffi import kv_layout
 from shared_ffi.paged_attention import OP
 
-_OF_BATCH = ("query", "context_lens", "block_tables", "query_start_loc", "num_seqs")
+_OF_TOKENS = ("query", "tree_mask")
+_OF_BATCH = (*_OF_TOKENS, "context_lens", "block_tables", "query_start_loc", "num_seqs")
 
 
 class _Pool(NamedTuple):
@@ -41,6 +42,11 @@ class _RaggedBatch(NamedTuple):
     rows: jax.Array
     """``[size, num_tokens]``: for each token of each call, its row in the batch."""
 
+    def take(self, operand: Operand) -> jax.Array:
+        """The rows of the batch of an operand that has one for each token."""
+        tokens = (self.calls, self.tokens) if operand.is_mapped else self.tokens
+        return operand.array.at[tokens].get(mode="clip")
+
 
 def batch(
     size: int, operands: Mapping[str, Operand], options: Mapping[str, Any]
@@ -58,11 +64,10 @@ def batch(
         operands["query_start_loc"].broadcast(size),
         operands["num_seqs"].broadcast(size).reshape(size),
     )
-    tokens = (ragged.calls, ragged.tokens) if query.is_mapped else ragged.tokens
     # An empty table for the sequence that _sequences adds to each call.
     block_tables = jnp.pad(pool.block_tables, ((0, 0), (0, 1), (0, 0)))
-    arrays = {
-        "query": query.array.at[tokens].get(mode="clip"),
+    arrays = {name: ragged.take(operands[name]) for name in _OF_TOKENS if name in operands}
+    arrays |= {
         "context_lens": ragged.context_lens,
         "block_tables": flatten(block_tables),
         "query_start_loc": ragged.query_start_loc,

@@ -1,5 +1,6 @@
 // Rules of the ops that Python's checks ask for.
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
 #include "kv_cache_update/slots.h"
@@ -18,13 +19,15 @@ using Array = nb::ndarray<const T, nb::ndim<kRank>, nb::c_contig, nb::device::cp
 std::string MetadataFault(const Array<int32_t, 1>& context_lens,
                           const Array<int32_t, 2>& block_tables,
                           const Array<int32_t, 1>& query_start_loc, int32_t num_seqs,
-                          int64_t num_tokens, int64_t num_blocks, int64_t block_size,
-                          int64_t sliding_window, int64_t max_query_len, bool is_causal) {
+                          const std::optional<Array<int32_t, 2>>& tree_mask, int64_t num_tokens,
+                          int64_t num_blocks, int64_t block_size, int64_t sliding_window,
+                          int64_t max_query_len, bool is_causal) {
   paged_attention::Params params = {};
   params.context_lens = context_lens.data();
   params.block_tables = block_tables.data();
   params.query_start_loc = query_start_loc.data();
   params.num_seqs = &num_seqs;
+  params.tree_mask = tree_mask.has_value() ? tree_mask->data() : nullptr;
   params.num_tokens = num_tokens;
   params.num_blocks = num_blocks;
   params.block_size = block_size;
@@ -36,6 +39,10 @@ std::string MetadataFault(const Array<int32_t, 1>& context_lens,
   if (block_tables.shape(0) != context_lens.shape(0) ||
       query_start_loc.shape(0) != context_lens.shape(0) + 1) {
     throw nb::value_error("the arrays must be for the same number of sequences");
+  }
+  if (tree_mask.has_value() &&
+      (tree_mask->shape(0) != static_cast<size_t>(num_tokens) || tree_mask->shape(1) != 2)) {
+    throw nb::value_error("tree_mask must have two words for each token");
   }
   return paged_attention::MetadataFault(params);
 }
@@ -68,9 +75,9 @@ paged_attention::ScratchSizes ScratchSizes(int64_t num_heads, int64_t num_kv_hea
 void BindRules(nb::module_& m) {
   m.def("metadata_fault", &MetadataFault, nb::arg("context_lens").noconvert(),
         nb::arg("block_tables").noconvert(), nb::arg("query_start_loc").noconvert(),
-        nb::arg("num_seqs"), nb::kw_only(), nb::arg("num_tokens"), nb::arg("num_blocks"),
-        nb::arg("block_size"), nb::arg("sliding_window"), nb::arg("max_query_len"),
-        nb::arg("is_causal"),
+        nb::arg("num_seqs"), nb::kw_only(), nb::arg("tree_mask").noconvert().none(),
+        nb::arg("num_tokens"), nb::arg("num_blocks"), nb::arg("block_size"),
+        nb::arg("sliding_window"), nb::arg("max_query_len"), nb::arg("is_causal"),
         "Which rule for lengths and page table of paged_attention is broken first; empty if none.");
   m.def("slot_fault", &SlotFault, nb::arg("slot_mapping").noconvert(), nb::kw_only(),
         nb::arg("num_blocks"), nb::arg("block_size"),

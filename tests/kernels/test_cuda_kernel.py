@@ -23,7 +23,7 @@ from harness.compare import assert_close_on_cuda, assert_same_bits
 from shared_ffi import kv_cache_update, paged_attention, simple_add
 from shared_ffi.spec import ArraySpec
 from tests.support import native
-from tests.support.calls import checked_call, numbers
+from tests.support.calls import checked_call, in_wider_rows, numbers
 from tests.support.cases import (
     CASES,
     EXTREME_NUMBERS,
@@ -196,6 +196,35 @@ def test_kv_cache_update(case: UpdateCase, gpu: Gpu) -> None:
     assert_same_bits(updated[0] if len(updated) == 1 else tuple(updated), expected)
 
 
+@pytest.mark.parametrize("more", [3, 64], ids="{}-more".format)  # only 64 keep rows aligned
+@pytest.mark.parametrize("case", [*CASES[::7], *LONG_CASES[:1]], ids=lambda case: case.id)
+def test_queries_in_wider_rows(case: Case, more: int, either: Gpu) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    call, (query, *others) = checked_call("paged_attention", inputs, attributes)
+    rows, row_attributes = in_wider_rows(query, more)
+    results = [guarded(np.full(call.results[0].shape, np.nan, query.dtype))]
+    results += [guarded(np.full(spec.shape, np.nan, F32)) for spec in call.results[1:]]
+    scratch = scratch_of(inputs, attributes)
+    arrays = [guarded(x) for x in (rows, *others)]
+    either.run(paged_attention, arrays, [*results, scratch], 0, **numbers(call), **row_attributes)
+    result = tuple(results) if len(results) > 1 else results[0]
+    assert_close_on_cuda(result, inputs, attributes)
+
+
+@pytest.mark.parametrize("more", [3, 64], ids="{}-more".format)
+@pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
+def test_kv_cache_update_from_wider_rows(case: UpdateCase, more: int, gpu: Gpu) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    call, arrays = checked_call("kv_cache_update", inputs, attributes)
+    arrays[1], row_attributes = in_wider_rows(arrays[1], more)
+    arrays[2], _ = in_wider_rows(arrays[2], 2 * more)
+    arrays = [guarded(x) for x in arrays]
+    updated = [arrays[operand] for operand, _ in call.aliases]
+    gpu.run(kv_cache_update, arrays, updated, 0, **numbers(call), **row_attributes)
+    expected = reference.kv_cache_update(*inputs, **attributes)
+    assert_same_bits(updated[0] if len(updated) == 1 else tuple(updated), expected)
+
+
 def test_kv_cache_update_of_slots_past_the_end(gpu: Gpu) -> None:
     case = next(case for case in UPDATE_CASES if case.id == "some-padding-int64-f32")
     kv_cache, key, value, slots = case.inputs()
@@ -316,6 +345,23 @@ def test_the_bits_do_not_depend_on_max_query_len(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("max_query_len", [2**63 - 1, 2**62, 2**31])
+def test_the_largest_max_query_len(max_query_len: int, dtype: str, either: Gpu) -> None:
+    """With 8 query heads, a bound that overflowed left no thread block to launch."""
+    case = Case(
+        id="largest-hint",
+        sequences=((5, 40), (3, 9)),
+        num_heads=8,
+        num_kv_heads=1,
+        head_size=64,
+        dtype=dtype,
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    result = attend(either, inputs, **attributes)
+    assert_same_bits(attend(either, inputs, **attributes, max_query_len=max_query_len), result)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_more_queries_than_max_query_len(dtype: str, either: Gpu) -> None:
     inputs, starts = batch(dtype)
     sound = attend(either, inputs, scale=0.2)
@@ -425,6 +471,67 @@ def test_faulty_metadata(fault: str, dtype: str, either: Gpu) -> None:
     rows_lost = np.isnan(expected.astype(F32)).all(axis=(1, 2))
     assert np.isnan(result[rows_lost].astype(F32)).all()
     assert_same_bits(result[~rows_lost], expected[~rows_lost])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("group", [1, 4])
+def test_a_tree_without_branches_has_the_bits_of_causal_attention(
+    group: int, dtype: str, either: Gpu
+) -> None:
+    case = Case(
+        id="chain",
+        sequences=((7, 150), (64, 700), (3, 3), (80, 90)),
+        num_heads=2 * group,
+        head_size=40,
+        dtype=dtype,
+        sliding_window=90,
+        tree="chain",
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    trees = attributes.pop("tree_mask")
+    causal = attend(either, inputs, **attributes)
+    assert_same_bits(attend(either, inputs, tree_mask=trees, **attributes), causal)
+    no_bits = np.zeros_like(trees)
+    assert_same_bits(attend(either, inputs, tree_mask=no_bits, **attributes), causal)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_faulty_trees(dtype: str, either: Gpu) -> None:
+    """Bits past a sequence's tokens, or of a long sequence, make the rows of the sequence NaN."""
+    sequences = ((7, 150), (64, 700), (3, 3), (80, 90))
+    case = Case(id="trees", sequences=sequences, dtype=dtype, tree="draft")
+    inputs, attributes = case.inputs(), case.attributes()
+    trees = attributes.pop("tree_mask")
+    sound = attend(either, inputs, tree_mask=trees, **attributes)
+    starts = np.cumsum([0, *(q_len for q_len, _ in sequences)])
+    for s, token, word in ((0, 6, 1 << 7), (2, 0, 1 << 3), (3, 79, 1)):
+        faulty = trees.copy()
+        faulty[starts[s] + token] |= (word, 0)
+        result = attend(either, inputs, tree_mask=faulty, **attributes)
+        rows = slice(starts[s], starts[s + 1])
+        assert np.isnan(result[rows].astype(F32)).all()
+        result[rows] = sound[rows]
+        assert_same_bits(result, sound)
+
+
+@pytest.mark.skipif(ON_CUDA, reason="an operand on a GPU is not the memory of a result")
+@pytest.mark.parametrize("q_len", [1, 70])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_lengths_that_change_during_the_call(dtype: str, q_len: int, either: Gpu) -> None:
+    """The lengths lie in the memory of the result. The first sequence's row of ones makes them
+    1,006,648,192 or more, after they were checked, and before the second sequence uses them."""
+    inputs = Case("", ((q_len, q_len), (q_len, q_len)), dtype=dtype, num_heads=1, num_kv_heads=1)
+    operands = [guarded(x) for x in inputs.inputs()]
+    operands[1][...] = 1
+    call, _ = checked_call("paged_attention", operands, {"scale": 0.5})
+    output = guarded(np.zeros(call.results[0].shape, dtype))
+    for place, first in ((2, 0), (4, 2)):
+        lengths = output.reshape(-1).view(I32)[first : first + len(operands[place])]
+        lengths[:] = operands[place]
+        operands[place] = lengths
+    scratch = guarded(np.full(call.results_on("cuda")[-1].shape, 0xFF, np.uint8))
+    either.run(paged_attention, operands, [output, scratch], 0, **numbers(call))
+    assert (np.isnan(output) | (output == 1)).all()  # and nothing outside of the arrays was read
 
 
 def test_a_scratch_of_another_size_is_refused(gpu: Gpu) -> None:

@@ -3,6 +3,7 @@ about bits, batches and threads. test_mutation.py runs this file on faulty kerne
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,10 +15,19 @@ from hypothesis import given, settings
 from harness import reference
 from harness.compare import assert_close_on_cpu, assert_same_bits
 from shared_ffi import _native, kv_cache_update, simple_add
-from tests.support.calls import call_handler, checked_call, numbers, results_of, specs
+from tests.support.calls import (
+    call_handler,
+    checked_call,
+    cpu_instruction_set,
+    in_wider_rows,
+    numbers,
+    results_of,
+    specs,
+)
 from tests.support.cases import (
     CASES,
     EXTREME_NUMBERS,
+    SHORT_CASES,
     UPDATE_CASES,
     Case,
     UpdateCase,
@@ -31,10 +41,8 @@ F32, I32 = np.float32, np.int32
 @pytest.fixture(params=_native.cpu_instruction_sets(), autouse=True)
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs every test here with each instruction set that this processor has."""
-    best = _native.cpu_instruction_set()
-    _native.set_cpu_instruction_set(request.param)
-    yield request.param
-    _native.set_cpu_instruction_set(best)
+    with cpu_instruction_set(request.param):
+        yield request.param
 
 
 def attend(operands: Any, *, num_threads: int = 1, **attributes: Any) -> Any:
@@ -60,6 +68,30 @@ def test_kv_cache_update(case: UpdateCase) -> None:
     arrays = [x.copy() for x in arrays]
     updated = [arrays[operand] for operand, _ in call.aliases]
     call_handler(call.target, numbers(call), arrays, updated, 3)
+    expected = reference.kv_cache_update(*inputs, **attributes)
+    assert_same_bits(updated[0] if len(updated) == 1 else tuple(updated), expected)
+
+
+@pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
+def test_queries_in_wider_rows(case: Case) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    call, (query, *others) = checked_call("paged_attention", inputs, attributes)
+    rows, row_attributes = in_wider_rows(query, 5)
+    results = results_of(call, [query, *others])
+    call_handler(call.target, numbers(call) | row_attributes, [rows, *others], results)
+    result = tuple(results) if len(results) > 1 else results[0]
+    assert_same_bits(result, attend(inputs, **attributes))
+
+
+@pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
+def test_kv_cache_update_from_wider_rows(case: UpdateCase) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    call, arrays = checked_call("kv_cache_update", inputs, attributes)
+    arrays = [x.copy() for x in arrays]
+    updated = [arrays[operand] for operand, _ in call.aliases]
+    arrays[1], row_attributes = in_wider_rows(arrays[1], 5)
+    arrays[2], _ = in_wider_rows(arrays[2], 8)
+    call_handler(call.target, numbers(call) | row_attributes, arrays, updated)
     expected = reference.kv_cache_update(*inputs, **attributes)
     assert_same_bits(updated[0] if len(updated) == 1 else tuple(updated), expected)
 
@@ -130,6 +162,43 @@ def test_kv_cache_update_of_slots_that_change_during_the_call() -> None:
     key[1] = 7
     call_handler(kv_cache_update.TARGET, {}, [kv_cache, key, key, slots], [kv_cache])
     assert (kv_cache[0, 1:] == np.array([7, 0, 0], F32)[:, None, None]).all()
+
+
+HUGE = [2**62, 2**63 - 1]
+
+
+@pytest.mark.parametrize("sizes", [(2, HUGE[0]), (HUGE[0], 4), (2, HUGE[1]), HUGE], ids=str)
+@pytest.mark.parametrize("op", ["paged_attention", "kv_cache_update"])
+def test_a_layout_whose_sizes_overflow_is_refused(op: str, sizes: tuple[int, int]) -> None:
+    """Where strides are 0, such a cache needs little memory."""
+    case = Case("huge", ((3, 9),)) if op == "paged_attention" else UpdateCase("huge")
+    call, arrays = checked_call(op, case.inputs(), case.attributes())
+    layout = dict.fromkeys(("block_stride", "position_stride", "head_stride", "value_offset"), 0)
+    layout |= {"num_blocks": sizes[0], "block_size": sizes[1], "num_kv_heads": case.num_kv_heads}
+    with pytest.raises(ValueError, match=f"kv_cache must hold num_blocks={sizes[0]} blocks"):
+        call_handler(call.target, numbers(call) | layout, arrays, results_of(call, arrays))
+
+
+def test_strides_that_overflow_are_refused() -> None:
+    case = Case("huge", ((3, 9),))
+    call, arrays = checked_call("paged_attention", case.inputs(), case.attributes())
+    layout = dict.fromkeys(("block_stride", "position_stride", "head_stride"), 2**63 - 1)
+    layout |= {"num_blocks": 2**31, "block_size": 2**31, "num_kv_heads": 2, "value_offset": 0}
+    with pytest.raises(ValueError, match="kv_cache must hold num_blocks=2147483648 blocks"):
+        call_handler(call.target, numbers(call) | layout, arrays, results_of(call, arrays))
+
+
+def test_a_table_with_room_for_more_than_2_63_positions() -> None:
+    """Each length is legal then. All positions are the same here: the output is their value."""
+    cache = np.array([1, 2, 3, 4], F32)
+    metadata = [np.array([7], I32), np.zeros((1, 4), I32), np.array([0, 2], I32), np.array(1, I32)]
+    operands = [np.ones((2, 1, 2), F32), cache, *metadata]
+    layout = dict.fromkeys(("block_stride", "position_stride", "head_stride"), 0)
+    layout |= {"num_blocks": 1, "block_size": 2**62, "num_kv_heads": 1, "value_offset": 2}
+    attributes = {"scale": 1.0, "sliding_window": 0, "soft_cap": 0.0} | layout
+    result = np.full((2, 1, 2), np.nan, F32)
+    call_handler("xla_gpu_paged_attention", attributes, operands, [result])
+    assert (result == np.array([3, 4], F32)).all()
 
 
 def ragged_batch(seed: int) -> tuple[list[Any], list[tuple[int, int]]]:
@@ -274,6 +343,35 @@ def test_extreme_numbers(name: str, dtype: str) -> None:
         assert_close_on_cpu(output, inputs, attributes | {"return_lse": False})
     else:
         assert_close_on_cpu((output, lse), inputs, attributes)
+
+
+@pytest.mark.parametrize("dtype", [F32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("group", [1, 4])  # K and V in place, or packed
+def test_a_tree_without_branches_has_the_bits_of_causal_attention(group: int, dtype: Any) -> None:
+    case = Case(
+        id="chain",
+        sequences=((7, 150), (64, 700), (3, 3), (80, 90)),
+        num_heads=2 * group,
+        head_size=40,
+        dtype=np.dtype(dtype).name,
+        sliding_window=90,
+        tree="chain",
+        return_lse=True,
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    trees = attributes.pop("tree_mask")
+    causal = attend(inputs, **attributes)
+    assert trees.any()
+    assert_same_bits(attend(inputs, tree_mask=trees, num_threads=3, **attributes), causal)
+    no_bits = np.zeros_like(trees)
+    assert_same_bits(attend(inputs, tree_mask=no_bits, num_threads=3, **attributes), causal)
+
+    # NaN in what a row does not attend to changes none of its bits.
+    with_nan = dataclasses.replace(case, nan_in_last_position=True).inputs()
+    spoilt = np.isnan(attend(with_nan, **attributes)[1])
+    assert 0 < spoilt.sum() < spoilt.size / 2
+    for result, clean in zip(attend(with_nan, tree_mask=trees, **attributes), causal, strict=True):
+        assert_same_bits(result[~spoilt], clean[~spoilt])
 
 
 def test_zero_queries_at_the_largest_scale() -> None:

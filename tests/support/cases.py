@@ -18,6 +18,7 @@ from harness.layouts import LAYOUTS, arrange
 SCALE = 0.05  # the size of the scales of 8-bit caches
 SHORT_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 JUNK = np.array([2147480000, -7, 2147483647, -2147483648, 1000000], np.int32)
+TREES = (None, "draft", "chain", "any")
 SCALES = (None, "one", "per head", "per position")
 
 
@@ -62,6 +63,7 @@ class Case:
     soft_cap: float | None = None
     sinks: bool = False
     alibi_slopes: bool = False
+    tree: str | None = None  # of TREES
     causal: bool = True
     window_right: int | None = None
     max_query_len: int | None = None
@@ -71,11 +73,13 @@ class Case:
     scales: str | None = None  # of SCALES
     padding_seqs: int = 2
     padding_blocks: int = 2
+    unused_blocks: int = 3  # of the pool
     padding_tokens: int = 3
     first_token: int = 0
     num_seqs_shape: tuple[int, ...] = ()
     query_factor: float = 1.0
     nan_in_last_position: bool = False
+    nan_in_second_query: bool = False  # its K and V, which a tree mask may exclude
     shared_first_block: bool = False
 
     def attributes(self) -> dict[str, Any]:
@@ -91,6 +95,8 @@ class Case:
             attributes["sinks"][-1] = -np.inf
         if self.alibi_slopes:
             attributes["alibi_slopes"] = rng.uniform(0, 0.3, self.num_heads).astype(np.float32)
+        if self.tree is not None:
+            attributes["tree_mask"] = self._tree_mask()
         if not self.causal:
             attributes |= {"causal": False, "window_right": self.window_right}
         if self.max_query_len is not None:
@@ -106,6 +112,28 @@ class Case:
             _, *value_cache = arrange(self._in_default_layout().kv_cache, self.kv_layout)
             attributes |= dict(zip(["value_cache"], value_cache, strict=False))
         return attributes
+
+    def _tree_mask(self) -> np.ndarray:
+        """Draft trees for every second sequence, all tokens of which attend to their ancestors; or
+        any bits. Tokens of no sequence have any bits."""
+        rng = np.random.default_rng(zlib.crc32(self.id.encode()))
+        q_lens = [q_len for q_len, _ in self.sequences]
+        num_tokens = self.first_token + sum(q_lens) + self.padding_tokens
+        bits = rng.integers(0, 2, (num_tokens, 64), np.uint8)
+        start = self.first_token
+        for s, q_len in enumerate(q_lens):
+            of_sequence = bits[start : start + q_len]
+            start += q_len
+            if q_len > 64 or (self.tree == "draft" and s % 2 == 1):
+                of_sequence[:] = 0
+            of_sequence[:, q_len:] = 0
+            if self.tree == "chain":
+                of_sequence[:, :q_len] = np.tri(q_len) if q_len <= 64 else 0
+            elif self.tree == "draft" and s % 2 == 0:
+                for i in range(min(q_len, 64)):
+                    of_sequence[i, :i] = of_sequence[rng.integers(i)][:i] if i else 0
+                    of_sequence[i, i:] = np.arange(64 - i) == 0
+        return np.packbits(bits, axis=1, bitorder="little").view("<i4")
 
     def needed_positions(self, q_len: int, context_len: int) -> range:
         """The positions that some query of a sequence attends to."""
@@ -132,7 +160,7 @@ class Case:
         lengths = [-(-context // self.block_size) for _, context in self.sequences]
         num_seqs, max_seqs = len(self.sequences), len(self.sequences) + self.padding_seqs
 
-        pool = rng.permutation(sum(lengths) + 3).astype(np.int32)
+        pool = rng.permutation(sum(lengths) + self.unused_blocks).astype(np.int32)
         width = max(lengths, default=0) + self.padding_blocks
         block_tables = rng.choice(JUNK, (max_seqs, width))
         kv_cache = rng.choice(
@@ -155,9 +183,11 @@ class Case:
                     or np.isinf(slot.astype(np.float32)).any()
                 ):
                     slot[...] = rng.standard_normal(slot.shape).astype(dtype)
-            if self.nan_in_last_position:
-                last = context_len - 1
-                kv_cache[blocks[last // self.block_size], last % self.block_size] = np.nan
+            of_nan = [context_len - 1] if self.nan_in_last_position else []
+            if self.nan_in_second_query and q_len > 1:
+                of_nan.append(context_len - q_len + 1)
+            for position in of_nan:
+                kv_cache[blocks[position // self.block_size], position % self.block_size] = np.nan
 
         num_tokens = self.first_token + sum(q_lens) + self.padding_tokens
         query = np.full((num_tokens, self.num_heads, self.head_size), np.nan, dtype)
@@ -338,6 +368,34 @@ def _features() -> Iterator[Case]:
             head_size=24,
             return_lse=name != "decode" or feature == "lse",
             **fields,
+        )
+    trees: dict[str, tuple[tuple[int, int], ...]] = {
+        "decode": ((7, 150), (1, 3), (2, 2), (13, 13)),
+        "wide": ((64, 190), (65, 70), (64, 64), (0, 5)),
+        "long": ((12, 700), (9, 1100), (33, 530)),
+    }
+    for tree, (name, sequences) in product(TREES[1:], trees.items()):
+        yield from _of_each_dtype(
+            f"tree-{tree}-{name}",
+            sequences=sequences,
+            tree=tree,
+            num_heads=6,
+            block_size=8,
+            head_size=24,
+            sinks=name == "wide",
+            sliding_window=66 if name == "long" else None,
+            soft_cap=5.0 if name == "long" else None,
+            return_lse=name == "wide",
+        )
+    for tree, cache_dtype in product(TREES[1:], (None, "float8_e4m3fn", "int8")):
+        yield from _of_each_dtype(
+            f"tree-{tree}-nan-{cache_dtype}",
+            sequences=((3, 40), (9, 70), (6, 38), (12, 12), (40, 41)),
+            tree=tree,
+            cache_dtype=cache_dtype,
+            scales=None if cache_dtype is None else "per position",
+            query_factor=8.0,
+            nan_in_second_query=True,
         )
     # More queries than keys, as where devices share the cache.
     fewer = ((5, 2), (3, 0), (1, 0), (40, 0), (4, 9), (90, 20))

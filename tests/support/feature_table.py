@@ -19,6 +19,7 @@ Each feature has a page, with examples that the tests run:
 * [masks](masks.md): causal or not, windows to the left and right
 * [log-sum-exp](log-sum-exp.md) and merging attention over parts of a context
 * [sinks](sinks.md) and [ALiBi](alibi.md)
+* [tree masks](tree-masks.md) of speculative decoding
 * [cache layouts](cache-layouts.md) and [8-bit caches](caches-of-8-bits.md)
 * [a bound on query lengths](max-query-len.md)
 * [vmap](vmap.md) and [many devices](many-devices.md)
@@ -62,6 +63,7 @@ FEATURES = [
     "log-sum-exp",
     "sinks",
     "ALiBi",
+    "tree mask",
     "not causal",
     "window to the right",
     "max_query_len",
@@ -100,6 +102,7 @@ def features_of(case: Any) -> list[str]:
             "log-sum-exp": case.return_lse,
             "sinks": case.sinks,
             "ALiBi": case.alibi_slopes,
+            "tree mask": case.tree is not None,
             "not causal": not case.causal,
             "window to the right": case.window_right is not None,
             "fewer keys than queries": any(q > context for q, context in case.sequences),

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 
 from harness.arrays import CACHE_DTYPES
 from harness.layouts import LAYOUTS
-from tests.support.cases import SCALES, Case
+from tests.support.cases import SCALES, TREES, Case
 
 
 @st.composite
@@ -14,6 +14,8 @@ def random_cases(draw: st.DrawFn) -> Case:
     """Any call that the contract allows, at small sizes."""
     num_kv_heads = draw(st.integers(1, 3))
     causal = draw(st.booleans())
+    alibi_slopes = draw(st.booleans())
+    tree = draw(st.sampled_from(TREES)) if causal and not alibi_slopes else None
     cache_dtype = draw(st.none() | st.sampled_from([*CACHE_DTYPES]))
     sequences = draw(
         st.lists(
@@ -34,10 +36,11 @@ def random_cases(draw: st.DrawFn) -> Case:
         block_size=draw(st.integers(1, 70)),
         dtype=draw(st.sampled_from(["float32", "float16", "bfloat16"])),
         scale=draw(st.floats(-2, 2, width=32)),
-        sliding_window=draw(st.none() | st.integers(1, 100)),
+        sliding_window=draw(st.none() | st.integers(1 if tree is None else 64, 100)),
         soft_cap=draw(st.none() | st.floats(0.5, 50, width=32)),
         sinks=draw(st.booleans()),
-        alibi_slopes=draw(st.booleans()),
+        alibi_slopes=alibi_slopes,
+        tree=tree,
         causal=causal,
         window_right=None if causal else draw(st.none() | st.integers(1, 40)),
         max_query_len=draw(st.none() | st.integers(max([1, *(q for q, _ in sequences)]), 100)),

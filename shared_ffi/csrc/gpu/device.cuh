@@ -28,6 +28,11 @@ __device__ __forceinline__ char* SharedMemory() {
   return shared_memory;
 }
 
+// A number that others may change: the compiler must not read it again.
+__device__ __forceinline__ int32_t LoadOnce(const int32_t* address) {
+  return *static_cast<const volatile int32_t*>(address);
+}
+
 __device__ __forceinline__ void SyncBlock() { __syncthreads(); }
 
 // Whether `predicate` holds for any thread of the block. Also a barrier.

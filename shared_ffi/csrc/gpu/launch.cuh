@@ -11,6 +11,7 @@
 #include <mutex>
 #include <utility>
 
+#include "cuda_build.h"  // CMake writes it
 #include "device.cuh"
 #include "error.h"
 
@@ -20,6 +21,10 @@ namespace xla_gpu::gpu {
 inline Error Check(const char* call, cudaError_t status) {
   if (status == cudaSuccess) return {};
   cudaGetLastError();
+  if (status == cudaErrorNoKernelImageForDevice) {
+    return {call, "the library has no code for this GPU, only for " XLA_GPU_ARCHITECTURES
+                  ". Build it on this machine, or with XLA_GPU_ARCHITECTURES=all"};
+  }
   return {call, cudaGetErrorString(status)};
 }
 

@@ -1,6 +1,7 @@
 #include <cmath>
 
 #include "../kv_cache_operand.h"
+#include "../token_rows_operand.h"
 #include "cpu/run.h"
 #include "cuda/run.h"
 #include "metadata.h"
@@ -38,14 +39,15 @@ void ReadAttributes(AttributeReader* reader, Params* p) {
   p->max_query_len = reader->Get<int64_t>("max_query_len", 0);
 }
 
-ffi::Error ReadQuery(const ffi::AnyBuffer& query, Params* p) {
-  if (!HasShape(query, {kAnySize, kAnySize, kAnySize})) {
-    return ShapeError(kOp, "query", "[num_tokens, num_heads, head_size]", query);
-  }
+ffi::Error ReadQuery(const ffi::AnyBuffer& query, const TokenRowsLayout& layout, Params* p) {
+  TokenRows rows = {};
+  XLA_GPU_RETURN_IF_ERROR(
+      ReadTokenRows(kOp, "query", query, layout, "[num_tokens, num_heads, head_size]", &rows));
   p->query = query.untyped_data();
-  p->num_tokens = query.dimensions()[0];
-  p->num_heads = query.dimensions()[1];
-  p->head_size = query.dimensions()[2];
+  p->query_stride = rows.stride;
+  p->num_tokens = rows.num_tokens;
+  p->num_heads = rows.num_heads;
+  p->head_size = rows.head_size;
   if (!StorageType(query.element_type(), &p->dtype)) {
     return DTypeError(kOp, "query", "dtype float32, float16 or bfloat16", query);
   }
@@ -142,12 +144,38 @@ ffi::Error ReadPerHead(const char* name, const FeatureOperands& features, int64_
   return ffi::Error::Success();
 }
 
+ffi::Error ReadTreeMask(const FeatureOperands& features, Params* p) {
+  std::optional<ffi::AnyBuffer> mask;
+  XLA_GPU_RETURN_IF_ERROR(features.Find("tree_mask", &mask));
+  if (!mask.has_value()) return ffi::Error::Success();
+  if (!HasShape(*mask, {p->num_tokens, 2})) {
+    return ShapeError(kOp, "tree_mask", StrCat("[num_tokens=", p->num_tokens, ", 2]"), *mask);
+  }
+  if (mask->element_type() != ffi::S32) {
+    return DTypeError(kOp, "tree_mask", "dtype int32", *mask);
+  }
+  if (p->alibi_slopes != nullptr) {
+    return InvalidArgument(kOp, "alibi_slopes must be None with tree_mask; got shape [",
+                           p->num_heads, "]");
+  }
+  if (p->sliding_window != 0 && p->sliding_window < kMaxTreeTokens) {
+    return InvalidArgument(kOp, "sliding_window must be at least ", kMaxTreeTokens,
+                           " with tree_mask; got ", p->sliding_window);
+  }
+  if (!p->is_causal) {
+    return InvalidArgument(kOp, "causal must be True with tree_mask; got False");
+  }
+  p->tree_mask = mask->typed_data<int32_t>();
+  return ffi::Error::Success();
+}
+
 // Features that not every call uses, arrays first. The value cache has been read.
 ffi::Error ReadFeatures(const FeatureOperands& features, Params* p) {
   XLA_GPU_RETURN_IF_ERROR(ReadScales(kOp, "k_scale", features, "query", *p, &p->k_scale));
   XLA_GPU_RETURN_IF_ERROR(ReadScales(kOp, "v_scale", features, "query", *p, &p->v_scale));
   XLA_GPU_RETURN_IF_ERROR(ReadPerHead("sinks", features, p->num_heads, &p->sinks));
   XLA_GPU_RETURN_IF_ERROR(ReadPerHead("alibi_slopes", features, p->num_heads, &p->alibi_slopes));
+  XLA_GPU_RETURN_IF_ERROR(ReadTreeMask(features, p));
   XLA_GPU_RETURN_IF_ERROR(features.Finish());
   if (p->window_right < 0) {
     return InvalidArgument(kOp, "window_right must be at least 0; got ", p->window_right);
@@ -163,8 +191,9 @@ ffi::Error ReadResults(const ffi::AnyBuffer& query, const ffi::AnyBuffer& output
                        const ffi::RemainingRets& others, size_t num_scratch, Params* p) {
   if (output.element_type() != query.element_type() ||
       !HasShape(output, {p->num_tokens, p->num_heads, p->head_size})) {
-    return InvalidArgument(kOp, "the result must be ", DTypeName(query), " ", ShapeName(query),
-                           "; got ", DTypeName(output), " ", ShapeName(output));
+    return InvalidArgument(kOp, "the result must be ", DTypeName(query), " [", p->num_tokens, ", ",
+                           p->num_heads, ", ", p->head_size, "]; got ", DTypeName(output), " ",
+                           ShapeName(output));
   }
   p->output = output.untyped_data();
   if (others.size() != num_scratch && others.size() != num_scratch + 1) {
@@ -188,10 +217,12 @@ ffi::Error MakeParams(const Operands& operands, const ffi::RemainingArgs& other_
   AttributeReader reader(kOp, attributes);
   ReadAttributes(&reader, params);
   const KvLayout layout = KvLayout::Read(&reader);
-  const FeatureOperands features(kOp, kNumOperands, other_operands, &reader,
-                                 {"value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes"});
+  const TokenRowsLayout rows_layout = TokenRowsLayout::Read(&reader);
+  const FeatureOperands features(
+      kOp, kNumOperands, other_operands, &reader,
+      {"value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes", "tree_mask"});
   XLA_GPU_RETURN_IF_ERROR(reader.Finish());
-  XLA_GPU_RETURN_IF_ERROR(ReadQuery(operands.query, params));
+  XLA_GPU_RETURN_IF_ERROR(ReadQuery(operands.query, rows_layout, params));
   XLA_GPU_RETURN_IF_ERROR(ReadCache(operands, features, layout, params));
   XLA_GPU_RETURN_IF_ERROR(ReadMetadata(operands, params));
   XLA_GPU_RETURN_IF_ERROR(CheckAttributes(*params));

@@ -27,7 +27,7 @@ std::string MetadataFault(const Params& p) {
   if (num_seqs > 0 && p.query_start_loc[0] < 0) {
     return StrCat("query_start_loc[0] must be at least 0; got ", p.query_start_loc[0]);
   }
-  const int64_t capacity = p.max_blocks_per_seq * p.block_size;
+  const int64_t capacity = p.Capacity();
   for (int64_t s = 0; s < num_seqs; ++s) {
     const int64_t start = p.query_start_loc[s], end = p.query_start_loc[s + 1];
     const int64_t q_len = end - start, context_len = p.context_lens[s];
@@ -52,6 +52,15 @@ std::string MetadataFault(const Params& p) {
       return StrCat("context_lens[", s, "] must count the sequence's ", q_len,
                     " query tokens too; got ", context_len);
     }
+    for (int64_t token = start; p.tree_mask != nullptr && token < end; ++token) {
+      if (Params::TreeIsLegal(p.TreeBits(token), q_len)) continue;
+      const std::string rule =
+          q_len > kMaxTreeTokens
+              ? StrCat("no bits, as the sequence has more than ", kMaxTreeTokens, " query tokens")
+              : StrCat("bits of the sequence's ", q_len, " query tokens only");
+      return StrCat("tree_mask[", token, "] must have ", rule, "; got [", p.tree_mask[2 * token],
+                    ", ", p.tree_mask[2 * token + 1], "]");
+    }
     if (q_len == 0 || context_len == 0) continue;
     const NeededBlocks needed(p, q_len, context_len);
     for (int64_t b = needed.first; b <= needed.last; ++b) {
@@ -70,18 +79,22 @@ MetadataCopy::MetadataCopy(Params* params) {
   const int32_t num_seqs = __atomic_load_n(p.num_seqs, __ATOMIC_RELAXED);
   const int64_t count = num_seqs < 0 || num_seqs > p.max_seqs ? 0 : num_seqs;
   const int64_t width = p.max_blocks_per_seq;
-  memory_.reset(new int32_t[2 + 2 * count + count * width]);  // of the table, few pages are touched
+  const int64_t num_words = p.tree_mask == nullptr ? 0 : 2 * p.num_tokens;
+  // Of the table, few pages are touched.
+  memory_.reset(new int32_t[2 + 2 * count + num_words + count * width]);
   int32_t* const copied_num_seqs = memory_.get();
   int32_t* const context_lens = copied_num_seqs + 1;
   int32_t* const query_start_loc = context_lens + count;
-  int32_t* const block_tables = query_start_loc + count + 1;
+  int32_t* const tree_mask = query_start_loc + count + 1;
+  int32_t* const block_tables = tree_mask + num_words;
   *copied_num_seqs = num_seqs;
   std::copy_n(p.context_lens, count, context_lens);
   std::copy_n(p.query_start_loc, count + 1, query_start_loc);
+  std::copy_n(p.tree_mask, num_words, tree_mask);
   for (int64_t s = 0; s < count; ++s) {
     const int64_t q_len = int64_t{query_start_loc[s + 1]} - query_start_loc[s];
     const int64_t context_len = context_lens[s];
-    if (q_len <= 0 || context_len <= 0 || context_len > width * p.block_size) continue;
+    if (q_len <= 0 || context_len <= 0 || context_len > p.Capacity()) continue;
     const NeededBlocks needed(p, q_len, context_len);
     const int32_t* row = p.block_tables + s * width;
     std::copy(row + needed.first, row + needed.last + 1, block_tables + s * width + needed.first);
@@ -89,6 +102,7 @@ MetadataCopy::MetadataCopy(Params* params) {
   p.num_seqs = copied_num_seqs;
   p.context_lens = context_lens;
   p.query_start_loc = query_start_loc;
+  if (p.tree_mask != nullptr) p.tree_mask = tree_mask;
   p.block_tables = block_tables;
 }
 

@@ -7,6 +7,13 @@
 //     max(0, p - sliding_window + 1) <= j < min(context_lens[s], p + window_right + 1)
 // where causal attention has window_right = 0. Position j lies in block block_tables[s][j /
 // block_size] at offset j % block_size. Query head h reads kv head h / (num_heads / num_kv_heads).
+//
+// With tree masks (a draft tree of speculative decoding), token i attends to some of its sequence's
+// query tokens instead: to token j where bit j of its 64 bits is set, which are tree_mask[token],
+// the low word first. It attends to the positions before the query tokens as above, with
+//     p = context_lens[s] - q_len + (the number of its bits) - 1.
+// A token without bits is causal. A sequence with tokens that have bits has at most 64 tokens.
+//
 // An 8-bit cache holds k / k_scale and v / v_scale.
 //     logit = scale * (q . k), then soft_cap * tanh(logit / soft_cap) where there is a cap,
 //             then - alibi_slopes[h] * |p - j| where there are slopes
@@ -33,6 +40,22 @@ XLA_GPU_HOST_DEVICE constexpr int64_t Smaller(int64_t a, int64_t b) { return a <
 XLA_GPU_HOST_DEVICE constexpr int64_t Larger(int64_t a, int64_t b) { return a < b ? b : a; }
 XLA_GPU_HOST_DEVICE constexpr int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// The bits that are set, and the number of the highest one plus 1.
+XLA_GPU_HOST_DEVICE inline int64_t CountBits(uint64_t bits) {
+#ifdef __CUDA_ARCH__
+  return __popcll(bits);
+#else
+  return __builtin_popcountll(bits);
+#endif
+}
+XLA_GPU_HOST_DEVICE inline int64_t WidthOf(uint64_t bits) {
+#ifdef __CUDA_ARCH__
+  return 64 - __clzll(static_cast<long long>(bits));
+#else
+  return bits == 0 ? 0 : 64 - __builtin_clzll(bits);
+#endif
+}
+
 // Kernels compute logits in units of 1 / log2(e), to use 2^x for the exponential.
 inline constexpr float kLog2E = 1.44269504f;
 // Larger sinks and soft caps, and larger slopes times a distance, could overflow in these units.
@@ -42,6 +65,15 @@ inline constexpr float kMaxSlope = 0x1p95f;
 // Up to this cap, the error of tanh, 2^-23, changes a logit by less than 1e-5. Larger caps need a
 // tanh whose error is small relative to the logit.
 inline constexpr float kMaxPlainCap = 64;
+
+// The most query tokens of a sequence with a tree mask. No sliding window is shorter.
+inline constexpr int64_t kMaxTreeTokens = 64;
+
+// The positions from begin up to end; none if that is not after it.
+struct Span {
+  int64_t begin;
+  int64_t end;
+};
 
 struct Params {
   const void* query;               // [num_tokens, num_heads, head_size]
@@ -54,9 +86,11 @@ struct Params {
   KvScales v_scale;
   const float* sinks;         // [num_heads]; null: none
   const float* alibi_slopes;  // [num_heads]; null: none
+  const int32_t* tree_mask;   // [num_tokens, 2]; null: none
   void* output;               // [num_tokens, num_heads, head_size]
   float* lse;                 // [num_tokens, num_heads]; null: not wanted
 
+  int64_t query_stride;  // elements from one token's query to the next
   int64_t num_tokens;
   int64_t num_heads;
   int64_t head_size;
@@ -76,6 +110,20 @@ struct Params {
   DType dtype;        // of query and output
   DType cache_dtype;  // that, or one of 8 bits
 
+  // The positions that a row of block_tables has room for. The sizes may be any numbers, whose
+  // product must not overflow; no length is more than INT32_MAX.
+  XLA_GPU_HOST_DEVICE int64_t Capacity() const {
+    return Smaller(max_blocks_per_seq, INT32_MAX) * Smaller(block_size, INT32_MAX);
+  }
+
+  // The offset of a query head's row in query, and in output.
+  XLA_GPU_HOST_DEVICE int64_t QueryOffset(int64_t token, int64_t head) const {
+    return token * query_stride + head * head_size;
+  }
+  XLA_GPU_HOST_DEVICE int64_t OutputOffset(int64_t token, int64_t head) const {
+    return (token * num_heads + head) * head_size;
+  }
+
   // The positions that a query at `position` attends to, from WindowBegin up to WindowEnd; none if
   // that is not after it. Both grow with the position.
   XLA_GPU_HOST_DEVICE int64_t WindowBegin(int64_t position) const {
@@ -86,6 +134,45 @@ struct Params {
     const int64_t end = position + 1 + Smaller(window_right, after);
     return end < 0 ? 0 : end;
   }
+  // The bits of a query token's tree mask, of which some say to attend to later tokens; 0: none.
+  XLA_GPU_HOST_DEVICE uint64_t TreeBits(int64_t token) const {
+    if (tree_mask == nullptr) return 0;
+    const int32_t* words = tree_mask + 2 * token;
+    return uint64_t{static_cast<uint32_t>(words[1])} << 32 | static_cast<uint32_t>(words[0]);
+  }
+  // Whether some token of a sequence may have bits.
+  XLA_GPU_HOST_DEVICE bool MayBeTree(int64_t q_len) const {
+    return tree_mask != nullptr && q_len <= kMaxTreeTokens;
+  }
+  XLA_GPU_HOST_DEVICE static bool TreeIsLegal(uint64_t bits, int64_t q_len) {
+    return q_len > kMaxTreeTokens ? bits == 0 : q_len == kMaxTreeTokens || bits >> q_len == 0;
+  }
+
+  // From the first to the last position that token i of a sequence attends to. `start` is the
+  // sequence's first token, and first_position the position of that.
+  XLA_GPU_HOST_DEVICE Span Attended(int64_t start, int64_t i, int64_t first_position,
+                                    int64_t context_len) const {
+    const uint64_t bits = TreeBits(start + i);
+    if (bits == 0) {
+      return {WindowBegin(first_position + i), WindowEnd(first_position + i, context_len)};
+    }
+    return {WindowBegin(first_position + CountBits(bits) - 1),
+            Smaller(context_len, first_position + WidthOf(bits))};
+  }
+  // The same for any of the tokens from i to `last`.
+  XLA_GPU_HOST_DEVICE Span AttendedByAny(int64_t start, int64_t i, int64_t last,
+                                         int64_t first_position, int64_t context_len) const {
+    if (!MayBeTree(context_len - first_position)) {
+      return {WindowBegin(first_position + i), WindowEnd(first_position + last, context_len)};
+    }
+    Span any = Attended(start, i, first_position, context_len);
+    while (++i <= last) {
+      const Span span = Attended(start, i, first_position, context_len);
+      any = {Smaller(any.begin, span.begin), Larger(any.end, span.end)};
+    }
+    return any;
+  }
+
   // The sink and the slope of a query head, in units of 1 / log2(e). Beyond its limit a sink leaves
   // no weight to any position, and a slope leaves all of it to the nearest (or farthest) position.
   XLA_GPU_HOST_DEVICE float Sink(int64_t head) const {

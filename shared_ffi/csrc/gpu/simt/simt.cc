@@ -631,8 +631,10 @@ void LoadMatrices(uint32_t (&to)[4], const void* row, bool transposed) {
 
 cudaError_t OutcomeOf(const char* call) {
   const char* failing = std::getenv("XLA_GPU_SIMT_FAIL");
-  if (failing == nullptr || std::strcmp(failing, call) != 0) return cudaSuccess;
-  return cudaErrorUnknown;
+  const size_t size = std::strlen(call);
+  if (failing == nullptr || std::strncmp(failing, call, size) != 0) return cudaSuccess;
+  if (failing[size] == '=') return static_cast<cudaError_t>(std::atoi(failing + size + 1));
+  return failing[size] == 0 ? cudaErrorUnknown : cudaSuccess;
 }
 
 cudaError_t Launch(const std::function<void()>& kernel, const cudaLaunchConfig_t& config) {

@@ -181,6 +181,10 @@ inline bool AnyInThreads(int barrier, int num_threads, bool predicate) {
   return mine.out;
 }
 
+inline int32_t LoadOnce(const int32_t* address) {
+  return *static_cast<const volatile int32_t*>(address);
+}
+
 inline void SyncBlock() { SyncThreads(0, simt::NumThreads()); }
 
 inline bool AnyInBlock(bool predicate) { return AnyInThreads(0, simt::NumThreads(), predicate); }
@@ -314,7 +318,12 @@ void StartProductTransposed(float (&d)[kBlocks][4], const uint32_t (&a)[4], uint
 // The part of the CUDA runtime that launch.cuh calls. The seed chooses the number of
 // multiprocessors of the device, which is always an sm_90.
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorLaunchFailure = 719, cudaErrorUnknown = 999 };
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorNoKernelImageForDevice = 209,
+  cudaErrorLaunchFailure = 719,
+  cudaErrorUnknown = 999
+};
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount,
   cudaDevAttrComputeCapabilityMajor,
@@ -336,7 +345,8 @@ const char* cudaGetErrorString(cudaError_t error);
 
 namespace simt {
 
-// The result of a call: an error if XLA_GPU_SIMT_FAIL names the call.
+// The result of a call: an error if XLA_GPU_SIMT_FAIL names the call, or CALL=ERROR with the
+// error's number.
 cudaError_t OutcomeOf(const char* call);
 
 // Runs a kernel. If it fails, cudaGetErrorString returns the message.

@@ -63,7 +63,7 @@ class Totals {
   template <typename Q>
   void WriteTo(Q* output) const {
     const Params& p = rows_.p;
-    TouchPages<true>(rows_, output);
+    TouchPages<true>(rows_, output, [&](int64_t row) { return rows_.InBatch(row) * p.head_size; });
     for (int64_t row = 0; row < rows_.count; ++row) {
       const int64_t in_batch = rows_.InBatch(row);
       const float* total = values_ + row * width_;

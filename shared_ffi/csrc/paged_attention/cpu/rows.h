@@ -48,19 +48,21 @@ struct Rows {
   int64_t Head(int64_t row) const { return KvHead(row) * group + row % group; }
   int64_t Position(int64_t row) const { return item.position + row % per_head / group; }
 
-  // The index of a row in query, output or lse, seen as [num_tokens * num_heads].
-  int64_t InBatch(int64_t row) const {
-    return (item.first_token + row % per_head / group) * p.num_heads + Head(row);
-  }
+  int64_t Token(int64_t row) const { return item.first_token + row % per_head / group; }
+  int64_t QueryOffset(int64_t row) const { return p.QueryOffset(Token(row), Head(row)); }
+
+  // The index of a row in output or lse, seen as [num_tokens * num_heads].
+  int64_t InBatch(int64_t row) const { return Token(row) * p.num_heads + Head(row); }
 };
 
 // Touches one cache line per page of the rows of query or output, so that the TLB misses overlap.
-template <bool kAreWritten, typename Q>
-void TouchPages(const Rows& rows, const Q* array) {
+// `offset_of` returns the offset of a row in the array.
+template <bool kAreWritten, typename Q, typename OffsetOf>
+void TouchPages(const Rows& rows, const Q* array, const OffsetOf& offset_of) {
   const int64_t num_bytes = rows.group * rows.p.head_size * static_cast<int64_t>(sizeof(Q));
   PageToucher pages;
   for (int64_t row = 0; row < rows.count; row += rows.group) {
-    pages.Touch<kAreWritten>(array + rows.InBatch(row) * rows.p.head_size, num_bytes);
+    pages.Touch<kAreWritten>(array + offset_of(row), num_bytes);
   }
 }
 
@@ -102,9 +104,9 @@ class Queries {
   template <typename Q>
   void Load(const Rows& rows, const Q* queries) {
     const int64_t head_size = rows.p.head_size;
-    TouchPages<false>(rows, queries);
+    TouchPages<false>(rows, queries, [&](int64_t row) { return rows.QueryOffset(row); });
     for (int64_t row = 0; row < rows.count; ++row) {
-      const Q* query = queries + rows.InBatch(row) * head_size;
+      const Q* query = queries + rows.QueryOffset(row);
       for (int64_t w = 0; w < width_; w += Dot<T>::kAcross * kLanes) {
         const int64_t d = w * Dot<T>::kPerLane;
         Lanes vectors[Dot<T>::kAcross];

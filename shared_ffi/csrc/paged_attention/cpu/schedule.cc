@@ -31,8 +31,10 @@ std::vector<WorkItem> QueryTiles(const Params& p) {
       tile.num_tokens = std::min(tokens_per_tile, end - token);
       tile.position = context_len - (end - token);
       tile.num_kv_heads = p.num_kv_heads;
-      tile.begin = p.WindowBegin(tile.position);
-      tile.end = p.WindowEnd(tile.position + tile.num_tokens - 1, context_len);
+      const int64_t i = token - start, last = i + tile.num_tokens - 1;
+      const Span span = p.AttendedByAny(start, i, last, context_len - (end - start), context_len);
+      tile.begin = span.begin;
+      tile.end = span.end;
       tiles.push_back(tile);
     }
   }

@@ -155,7 +155,8 @@ class Softmax {
     float scale = is_plain_cap ? p.scale / p.soft_cap : p.scale * kLog2E;
     if (kIs8Bit<T> && !scales_.HasK()) scale *= p.k_scale.At(0, 0, kv_head);
     scales_.Load(tile, kv_head);
-    const bool is_ready = p.alibi_slopes != nullptr || p.soft_cap > kMaxPlainCap;
+    const bool has_holes = mask_.HasHoles(tile);
+    const bool is_ready = has_holes || p.alibi_slopes != nullptr || p.soft_cap > kMaxPlainCap;
     ForEachBlock<kRows>(0, rows_.per_head, [&](auto num_rows, int64_t first) {
       const Range all = mask_.RangeOf(tile, first, num_rows);
       if (all.begin >= all.end) return;
@@ -170,6 +171,11 @@ class Softmax {
         if (is_ready) {
           CapAndBias(tile.position + step, head, first, num_rows, scale, products + step);
         }
+        if (has_holes) {
+          for (int r = 0; r < num_rows; ++r) {
+            MaskHoles(tile, step, ranges[r], first + r, products + r * kMaxTile + step);
+          }
+        }
         const float scale_left = is_ready ? 1 : scale, cap_left = is_ready ? 0 : p.soft_cap;
         float* rescale = rescale_ + step / kStep * rows_.per_head + first;
         if (scales_.HasV()) {
@@ -183,8 +189,17 @@ class Softmax {
   }
 
  private:
+  // Sets a row's logits of positions that its tree mask excludes to -inf.
+  //   range, logits: of the step at `step`
+  __attribute__((noinline)) void MaskHoles(const KvTile& tile, int64_t step, const Range& range,
+                                           int64_t row, float* logits) const {
+    for (int64_t j = Larger(0, range.begin); j < Smaller(kStep, range.end); ++j) {
+      if (!mask_.Attends(tile, row, step + j)) logits[j] = -kInfinity;
+    }
+  }
+
   // Turns the products of some rows with a step into capped logits with ALiBi's bias. Not inlined:
-  // few calls have slopes or a large cap.
+  // few calls have slopes, a large cap or tree masks.
   //   position: of the step; products: [num_rows, kMaxTile]
   __attribute__((noinline)) void CapAndBias(int64_t position, int64_t head, int64_t first,
                                             int64_t num_rows, float scale, float* products) const {

@@ -104,6 +104,30 @@ XLA_GPU_INLINE void AddRows(const Rows& rows, const AttentionMask& mask, const K
   }
 }
 
+// One row that does not attend to all of its range: position by position, in the order of
+// AddColumns, so that the bits are those of weights of zero.
+template <typename T, typename Values>
+__attribute__((noinline)) void AddRowWithHoles(const Rows& rows, const AttentionMask& mask,
+                                               const KvTile& tile, const Softmax<T>& softmax,
+                                               const Values& v, int64_t row, int64_t width,
+                                               float* sums, Prefetcher* next) {
+  const auto [begin, end] = mask.RangeOf(tile, row, 1);
+  const auto attends = [&](int64_t j) {
+    return begin <= j && j < end && mask.Attends(tile, row, j);
+  };
+  for (int64_t step = begin / kStep * kStep; step < end; step += kStep) {
+    float rescale = softmax.Rescale(step)[row];
+    for (int64_t i = step / kGroup<T>; i < (step + kStep) / kGroup<T>; ++i) {
+      const int64_t first = kValueOrder<T>.numbers[i] * kGroup<T>, last = first + kGroup<T> - 1;
+      const Range group = {attends(first) ? first : last, attends(last) ? last + 1 : last};
+      if (group.begin >= group.end) continue;
+      AddBlock<1>(softmax.Weights(row), v, group, rows.p.head_size, width, &rescale,
+                  sums + row * width, next);
+      rescale = 1;
+    }
+  }
+}
+
 // All rows of a kv head, in blocks of kRows. Rows of a block share the positions that any of them
 // attends to, with weights of zero where one does not; `is_safe` says that a zero may meet any V of
 // the tile, as none is NaN or infinite. Otherwise each row goes by itself.
@@ -117,7 +141,9 @@ void AddValues(const Rows& rows, const AttentionMask& mask, const KvTile& tile,
       return AddRows<num_rows>(rows, mask, tile, softmax, v, first, width, sums, next);
     }
     for (int64_t r = 0; r < num_rows; ++r) {
-      AddRows<1>(rows, mask, tile, softmax, v, first + r, width, sums, next);
+      mask.HasHoles(tile)
+          ? AddRowWithHoles(rows, mask, tile, softmax, v, first + r, width, sums, next)
+          : AddRows<1>(rows, mask, tile, softmax, v, first + r, width, sums, next);
     }
   });
 }

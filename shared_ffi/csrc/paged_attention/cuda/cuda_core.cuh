@@ -32,9 +32,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int i = threadIdx.x; i < kCoreRows * stride; i += kThreads) {
         const int row = i / stride, d = i % stride;
         const bool exists = row < item.num_rows && d < p.head_size;
-        queries[i] = exists
-                         ? gpu::ToFloat(static_cast<const Q*>(p.query)[RowOffset(p, item, row) + d])
-                         : 0.0f;
+        queries[i] =
+            exists ? gpu::ToFloat(static_cast<const Q*>(p.query)[QueryOffset(p, item, row) + d])
+                   : 0.0f;
       }
     });
     gpu::SyncBlock();
@@ -48,10 +48,14 @@ __global__ void __launch_bounds__(kThreads, 2)
                                            {p, item, first_row + 1},
                                            {p, item, first_row + 2},
                                            {p, item, first_row + 3}};
+    const TreeMask trees[kRowsPerWarp] = {{p, item, first_row},
+                                          {p, item, first_row + 1},
+                                          {p, item, first_row + 2},
+                                          {p, item, first_row + 3}};
     RowState state[kRowsPerWarp];
     float sums[kRowsPerWarp][kColumns] = {};
     for (RowState& row : state) row = {-kInfinity, 0};
-    bool is_bad = false;
+    bool is_bad = HasBadTree(p, item, threadIdx.x);
 
     const int32_t step = num_parts * gpu::kWarpSize;
     const int32_t first = item.begin / gpu::kWarpSize * gpu::kWarpSize + part * gpu::kWarpSize;
@@ -70,7 +74,8 @@ __global__ void __launch_bounds__(kThreads, 2)
         }
       }
       for (int r = 0; r < kRowsPerWarp; ++r) {
-        const bool attends = slot >= 0 && ranges[r].Contains(position);
+        const bool attends =
+            slot >= 0 && ranges[r].Contains(position) && trees[r].Contains(position);
         float logit = weights[r] * p.scale;
         if constexpr (kIs8Bit<T>) logit *= place.k_scale;
         if (p.soft_cap > 0) logit = p.soft_cap * tanhf(logit / p.soft_cap);
@@ -101,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         for (int r = 0; r < kRowsPerWarp; ++r) {
           const float weight = gpu::Shuffle(weights[r], j);
           // Skipped, not multiplied by zero: V may be NaN where the row does not attend.
-          if (!ranges[r].Contains(tile + j)) continue;
+          if (!ranges[r].Contains(tile + j) || !trees[r].Contains(tile + j)) continue;
           for (int i = 0; i < kColumns; ++i) sums[r][i] = gpu::Fma(weight, v[i], sums[r][i]);
         }
       }

@@ -21,7 +21,7 @@ struct Batch {
     const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
     int first_broken = static_cast<int>(Larger(claimed, 0));
     for (int s = threadIdx.x; s < first_broken; s += kThreads) {
-      if (!HasRows(p, s)) first_broken = s;
+      if (!Sequence(p, s).HasRows(p)) first_broken = s;
     }
     for (int mask = gpu::kWarpSize / 2; mask > 0; mask /= 2) {
       first_broken = min(first_broken, gpu::ShuffleXor(first_broken, mask));
@@ -32,8 +32,8 @@ struct Batch {
     num_seqs = first_broken;
     is_broken = num_seqs != claimed;
     if (num_seqs > 0) {
-      begin = p.query_start_loc[0];
-      end = p.query_start_loc[num_seqs];
+      begin = gpu::LoadOnce(p.query_start_loc);
+      end = gpu::LoadOnce(p.query_start_loc + num_seqs);
     }
   }
 
@@ -115,7 +115,7 @@ __device__ void MergeSplits(const Params& p, const Scratch& scratch, int64_t s,
                          scratch.partials[(index + row) * p.head_size + d], value);
       }
       gpu::FromFloat(value / (attends ? sum : 1.0f),
-                     static_cast<T*>(p.output) + (token * p.num_heads + head) * p.head_size + d);
+                     static_cast<T*>(p.output) + p.OutputOffset(token, head) + d);
     }
     if (lane == 0) WriteLse(p, token, head, {max, sum});
   }
@@ -128,6 +128,7 @@ __global__ void __launch_bounds__(kThreads, 2) Finish(Params p, Scratch scratch)
   const int64_t per_block = DivideUp(p.num_tokens, gridDim.x);
   const int64_t end = Smaller(p.num_tokens, (blockIdx.x + int64_t{1}) * per_block);
   int64_t s = -1, num_splits = 0;
+  Sequence sequence = {};
   bool is_faulty = false;
   for (int64_t token = blockIdx.x * per_block; token < end; ++token) {
     if (token < batch.begin || token >= batch.end) {
@@ -136,14 +137,14 @@ __global__ void __launch_bounds__(kThreads, 2) Finish(Params p, Scratch scratch)
       continue;
     }
     const int64_t sequence_of_token = batch.Find(p, token);
-    const Sequence sequence(p, sequence_of_token);
     if (sequence_of_token != s) {
       s = sequence_of_token;
+      sequence = Sequence(p, s);
       is_faulty = !sequence.IsLegal(p);
       num_splits = is_faulty ? 0 : sequence.NumSplits(p);
       is_faulty = is_faulty || MetBadBlock(p, scratch, s, sequence, num_splits);
     }
-    if (is_faulty) {
+    if (is_faulty || !sequence.HasToken(token)) {
       FillRow<T>(p, token, true);
     } else if (num_splits != 1) {
       MergeSplits<T>(p, scratch, s, sequence, token, num_splits);

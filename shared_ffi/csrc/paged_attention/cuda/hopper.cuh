@@ -126,7 +126,7 @@ struct HopperShared {
   Ring<kStages> keys_ring;
   Ring<kStages> values_ring;
   Ring<kItems> items_ring;
-  Item items[kItems];  // num_rows = 0 marks the end
+  Item items[kItems];  // num_rows = -1 marks the end
   Schedule::Shared schedule;
 
   // One thread calls it.
@@ -177,13 +177,13 @@ class HopperProducer {
     if (item != nullptr) {
       shared_.items[turn.place] = *item;
     } else {
-      shared_.items[turn.place].num_rows = 0;
+      shared_.items[turn.place].num_rows = -1;
     }
     gpu::Arrive(&shared_.items_ring.filled[turn.place]);
   }
 
   __device__ void CopyTiles(const Item& item) {
-    bool is_bad = false;
+    bool is_bad = HasBadTree(p_, item, threadIdx.x);
     const Tiles tiles(item, kTile);
     for (int32_t tile = tiles.begin; tile < tiles.end; ++tile, turn_ = turn_.Next()) {
       const int32_t position = tile * kTile + static_cast<int32_t>(threadIdx.x);
@@ -408,7 +408,7 @@ class HopperItem {
     if (Lane() % 4 == 0) {
       WriteLse(p_, item_.first_token + place.token, place.head, {max, sum});
     }
-    T* output = static_cast<T*>(p_.output) + RowOffset(p_, item_, row);
+    T* output = static_cast<T*>(p_.output) + OutputOffset(p_, item_, row);
 #pragma unroll
     for (int n = 0; n < kHeadSize / 8; ++n) {
       if (n * 8 >= p_.head_size) break;
@@ -464,7 +464,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     for (typename Shared::ItemTurn turn;; turn = turn.Next()) {
       shared->items_ring.WaitFilled(turn);
       const Item& item = shared->items[turn.place];
-      if (item.num_rows == 0) return;
+      if (item.num_rows == -1) return;
       HopperItem<T, kHeadSize>(p, scratch, item, warpgroup - 1, shared).Compute(&tile);
       shared->items_ring.Free(turn);
     }

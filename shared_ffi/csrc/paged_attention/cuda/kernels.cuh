@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "../../gpu/launch.cuh"
+#include "cuda_build.h"  // CMake writes it
 #include "scratch.h"
-#include "tensor_core_head_sizes.h"  // CMake writes it
 
 namespace xla_gpu::paged_attention {
 

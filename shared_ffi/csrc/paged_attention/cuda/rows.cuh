@@ -23,20 +23,54 @@ struct RowPlace {
   }
 };
 
-// The positions [begin, end) of a work item that one of its rows attends to.
+// The positions [begin, end) of a work item that one of its rows attends to, but for those that a
+// tree mask excludes.
 struct RowRange {
   int32_t begin;
   int32_t end;
 
   __device__ RowRange(const Params& p, const Item& item, int64_t row) : begin(0), end(0) {
     if (row >= item.num_rows) return;
-    const int64_t position = item.first_position + (item.first_row + row) / Group(p);
-    begin = static_cast<int32_t>(Larger(item.begin, p.WindowBegin(position)));
-    end = static_cast<int32_t>(Smaller(item.end, p.WindowEnd(position, item.context_len)));
+    const int64_t i = (item.first_row + row) / Group(p);
+    const Span span = p.Attended(item.first_token, i, item.first_position, item.context_len);
+    begin = static_cast<int32_t>(Larger(item.begin, span.begin));
+    end = static_cast<int32_t>(Smaller(item.end, span.end));
   }
 
   __device__ bool Contains(int32_t position) const { return begin <= position && position < end; }
 };
+
+// The tree mask of a row. It is read where it is needed: few calls have one.
+class TreeMask {
+ public:
+  __device__ TreeMask(const Params& p, const Item& item, int64_t row)
+      : bits_(row < item.num_rows ? p.TreeBits(item.first_token + RowPlace(p, item, row).token)
+                                  : 0),
+        first_position_(item.first_position) {}
+
+  // Whether it leaves a position in the row's range to the row.
+  __device__ bool Contains(int32_t position) const {
+    const int32_t bit = position - first_position_;
+    return bits_ == 0 || bit < 0 || (bits_ >> (bit & 63) & 1) != 0;
+  }
+
+ private:
+  uint64_t bits_;
+  int32_t first_position_;  // of the sequence's query tokens
+};
+
+// Whether a work item's rows from `thread` on, one for each of kThreads, have a tree mask that is
+// not legal.
+__device__ inline bool HasBadTree(const Params& p, const Item& item, int thread) {
+  if (p.tree_mask == nullptr) return false;
+  const int64_t q_len = item.context_len - item.first_position;
+  bool is_bad = false;
+  for (int row = thread; row < item.num_rows; row += kThreads) {
+    const int64_t token = item.first_token + RowPlace(p, item, row).token;
+    is_bad = is_bad || !Params::TreeIsLegal(p.TreeBits(token), q_len);
+  }
+  return is_bad;
+}
 
 // The offset in the cache, in elements, of a position's row of kv head 0. -1 if the position is not
 // needed, or its block id is outside the pool.
@@ -86,10 +120,14 @@ __device__ __forceinline__ const T* ValueOf(const Params& p, int64_t slot, int64
   return static_cast<const T*>(p.cache.values) + slot + kv_head * p.cache.head_stride;
 }
 
-// The offset of a row in query and output.
-__device__ __forceinline__ int64_t RowOffset(const Params& p, const Item& item, int64_t row) {
+// The offset of a row in query, and in output.
+__device__ __forceinline__ int64_t QueryOffset(const Params& p, const Item& item, int64_t row) {
   const RowPlace place(p, item, row);
-  return ((item.first_token + place.token) * p.num_heads + place.head) * p.head_size;
+  return p.QueryOffset(item.first_token + place.token, place.head);
+}
+__device__ __forceinline__ int64_t OutputOffset(const Params& p, const Item& item, int64_t row) {
+  const RowPlace place(p, item, row);
+  return p.OutputOffset(item.first_token + place.token, place.head);
 }
 
 // The bias that ALiBi adds to a row's logits, in units of log2(e).
@@ -162,7 +200,7 @@ __device__ __forceinline__ void ForQueryChunks(const Params& p, const Item& item
     const int row = i / QueryRows::kChunks, chunk = i % QueryRows::kChunks;
     const int column = chunk * QueryRows::kChunk;
     const bool exists = first_row + row < item.num_rows && column < p.head_size;
-    const int64_t offset = exists ? RowOffset(p, item, first_row + row) + column : 0;
+    const int64_t offset = exists ? QueryOffset(p, item, first_row + row) + column : 0;
     copy(row, chunk, static_cast<const T*>(p.query) + offset, exists);
   }
 }
@@ -174,7 +212,8 @@ __device__ __forceinline__ int64_t SlotOf(const Scratch& scratch, const Item& it
   return scratch.Slot(item.sequence, place.token, token, item.num_splits) + item.split;
 }
 
-// Where the Finish kernel reads whether a row's item met a block id outside the pool.
+// Where the Finish kernel reads whether a row's item met a block id outside the pool, or a
+// tree mask that is not legal.
 __device__ __forceinline__ int32_t* IsBad(const Params& p, const Scratch& scratch, const Item& item,
                                           const RowPlace& place) {
   if (item.num_splits == 1) return scratch.is_bad + item.first_token + place.token;
@@ -214,7 +253,7 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
     const RowRange range(p, item, row);
     const float divisor = range.begin < range.end ? sum : 1.0f;  // without keys the sum is zero
     const int64_t slot = SlotOf(scratch, item, place), index = slot * p.num_heads + place.head;
-    T* output = static_cast<T*>(p.output) + RowOffset(p, item, row);
+    T* output = static_cast<T*>(p.output) + OutputOffset(p, item, row);
     float* partial = scratch.partials + index * p.head_size;
     for (int d = lane; d < p.head_size; d += gpu::kWarpSize) {
       float value = 0;

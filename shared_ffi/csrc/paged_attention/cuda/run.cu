@@ -50,8 +50,8 @@ void AddTensorCoreLaunches(std::integer_sequence<int, kHeadSizes...>,
 // The tensor core kernels copy rows 16 bytes at a time; the Hopper kernel writes 4 bytes at a time.
 template <typename C>
 bool IsAligned(const Params& p) {
-  for (const int64_t size :
-       {p.head_size, p.cache.block_stride, p.cache.position_stride, p.cache.head_stride}) {
+  for (const int64_t size : {p.head_size, p.query_stride, p.cache.block_stride,
+                             p.cache.position_stride, p.cache.head_stride}) {
     if (size * static_cast<int64_t>(sizeof(C)) % 16 != 0) return false;
   }
   for (const void* array :

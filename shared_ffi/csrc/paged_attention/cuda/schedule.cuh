@@ -1,6 +1,9 @@
 // Divides the work into items. The thread blocks find their items themselves from the lengths on
 // the device; the host never reads these. The grid is as large as the GPU can hold at once, and
 // each thread block takes every gridDim.x-th item.
+//
+// Somebody else may write to the lengths while a kernel runs. What follows from them is checked
+// where it is used, in the copy that is used: results may then be wrong, accesses may not.
 #pragma once
 
 #include "../../gpu/device.cuh"
@@ -44,32 +47,38 @@ __device__ inline int64_t LastPosition(const Params& p, const Item& item) {
 
 // The number of sequences, or -1 if the number on the device is not from 0 to max_seqs.
 __device__ inline int64_t NumSeqs(const Params& p) {
-  const int64_t num_seqs = *p.num_seqs;
+  const int64_t num_seqs = gpu::LoadOnce(p.num_seqs);
   return num_seqs <= p.max_seqs ? Larger(num_seqs, -1) : -1;
 }
 
-// Whether query_start_loc gives sequence s a valid range of tokens, if it does so for all sequences
-// before it.
-__device__ inline bool HasRows(const Params& p, int64_t s) {
-  const int64_t start = p.query_start_loc[s], end = p.query_start_loc[s + 1];
-  return 0 <= start && start <= end && end <= p.num_tokens;
-}
-
+// A copy of a sequence's lengths.
 struct Sequence {
   int64_t first_token;
   int64_t q_len;
   int64_t context_len;
 
+  Sequence() = default;
   __device__ Sequence(const Params& p, int64_t s)
-      : first_token(p.query_start_loc[s]),
-        q_len(p.query_start_loc[s + 1] - first_token),
-        context_len(p.context_lens[s]) {}
+      : first_token(gpu::LoadOnce(p.query_start_loc + s)),
+        q_len(gpu::LoadOnce(p.query_start_loc + s + 1) - first_token),
+        context_len(gpu::LoadOnce(p.context_lens + s)) {}
+
+  // Whether query_start_loc gives the sequence a valid range of tokens, if it does so for all
+  // sequences before it.
+  __device__ bool HasRows(const Params& p) const {
+    return first_token >= 0 && q_len >= 0 && first_token + q_len <= p.num_tokens;
+  }
+
+  __device__ bool HasToken(int64_t token) const {
+    return first_token <= token && token < first_token + q_len;
+  }
 
   // Whether the lengths agree with each other and with the block table.
   __device__ bool IsLegal(const Params& p) const {
+    if (!HasRows(p)) return false;
     const bool is_long_enough = p.is_causal ? q_len <= context_len : context_len >= 0;
     if (p.max_query_len != 0 && q_len > p.max_query_len) return false;
-    return is_long_enough && context_len <= p.max_blocks_per_seq * p.block_size;
+    return is_long_enough && context_len <= p.Capacity();
   }
 
   __device__ bool IsOf(const Params& p, QueryLengths lengths) const {
@@ -171,11 +180,14 @@ class Schedule {
 
   __device__ Count CountSequence(int64_t s) const {
     if (s >= num_seqs_) return {0, 0};
-    if (!HasRows(p_, s)) return {0, 1};
     const Sequence sequence(p_, s);
-    if (!sequence.IsLegal(p_) || !sequence.IsOf(p_, lengths_)) return {0, 0};
+    return {NumItems(sequence), !sequence.HasRows(p_)};
+  }
+
+  __device__ int64_t NumItems(const Sequence& sequence) const {
+    if (!sequence.IsLegal(p_) || !sequence.IsOf(p_, lengths_)) return 0;
     const RowTiles tiles(p_, sequence.q_len, max_rows_);
-    return {p_.num_kv_heads * tiles.count * sequence.NumSplits(p_), 0};
+    return p_.num_kv_heads * tiles.count * sequence.NumSplits(p_);
   }
 
   __device__ void CountWindow(int64_t window) {
@@ -205,9 +217,12 @@ class Schedule {
   }
 
   // Within a sequence, the query tiles with the most positions come first. Items that differ only
-  // in the kv head are consecutive, because kv heads are adjacent in the cache.
+  // in the kv head are consecutive, because kv heads are adjacent in the cache. The item has no
+  // rows if the sequence no longer has that many items.
   __device__ void FindInSequence(int64_t s, int64_t number, Item* item) const {
     const Sequence sequence(p_, s);
+    *item = {};
+    if (number >= NumItems(sequence)) return;
     const RowTiles tiles(p_, sequence.q_len, max_rows_);
     const int64_t num_splits = sequence.NumSplits(p_);
     const int64_t split = number / p_.num_kv_heads % num_splits;
@@ -223,10 +238,12 @@ class Schedule {
 
     const int64_t split_begin = sequence.Begin(p_) + split * sequence.SplitPositions(p_);
     const int64_t split_end = split_begin + sequence.SplitPositions(p_);
-    item->begin =
-        static_cast<int32_t>(Larger(split_begin, p_.WindowBegin(FirstPosition(p_, *item))));
-    const int64_t window_end = p_.WindowEnd(LastPosition(p_, *item), sequence.context_len);
-    item->end = static_cast<int32_t>(Smaller(split_end, window_end));
+    const int64_t i = item->first_row / Group(p_);
+    const int64_t last = (item->first_row + item->num_rows - 1) / Group(p_);
+    const Span span =
+        p_.AttendedByAny(sequence.first_token, i, last, item->first_position, sequence.context_len);
+    item->begin = static_cast<int32_t>(Larger(split_begin, span.begin));
+    item->end = static_cast<int32_t>(Smaller(split_end, span.end));
   }
 
   const Params& p_;
@@ -245,7 +262,8 @@ inline int64_t MaxItems(const Params& p, const Scratch& scratch, int64_t max_row
   const int64_t tokens_per_item = Larger(1, max_rows / group);
   int64_t tiles = DivideUp(p.num_tokens, tokens_per_item) + Smaller(p.max_seqs, p.num_tokens);
   if (p.max_query_len != 0) {
-    tiles = Smaller(tiles, p.max_seqs * DivideUp(p.max_query_len, tokens_per_item));
+    const int64_t longest = Smaller(p.max_query_len, p.num_tokens);  // sums must not overflow
+    tiles = Smaller(tiles, p.max_seqs * DivideUp(longest, tokens_per_item));
   }
   return p.num_kv_heads * tiles * DivideUp(group, max_rows) * scratch.max_splits;
 }

@@ -134,7 +134,7 @@ inline ScratchSizes MakeScratchSizes(const Params& p) {
 // slots_of_sequence for each sequence.
 inline int64_t MakeScratch(const Params& p, void* memory, Scratch* scratch) {
   const ScratchSizes sizes = MakeScratchSizes(p);
-  int64_t longest = p.max_blocks_per_seq * p.block_size;
+  int64_t longest = p.Capacity();
   if (sizes.max_length != 0) longest = Smaller(longest, sizes.max_length);
   scratch->max_splits = Smaller(sizes.split_limit, DivideUp(longest, sizes.min_split));
   scratch->slots_of_sequence =

@@ -56,6 +56,9 @@ class Softmax {
         const bool attends = first[e / 2] <= j && j < last[e / 2];
         logits[n][e] = attends ? logits[n][e] * scale : -kInfinity;
       });
+      if (p_.tree_mask != nullptr && begin + kKeys > item_.first_position) {
+        ApplyTreeMask(begin, logits);
+      }
     } else {
       ForEach<kBlocks>([&](int n, int e, int) { logits[n][e] *= scale; });
     }
@@ -107,9 +110,12 @@ class Softmax {
   template <int kPositions, int kBlocks, typename Value, typename Widened>
   __device__ void AddNonFinite(int32_t begin, float (&sums)[kBlocks][4], const Value& value,
                                const Widened& widened) const {
+    const TreeMask masks[2] = {{p_, item_, row_}, {p_, item_, row_ + 8}};
 #pragma unroll 1
     for (int j = 0; j < kPositions; ++j) {
-      const bool attends[2] = {ranges_[0].Contains(begin + j), ranges_[1].Contains(begin + j)};
+      const int32_t position = begin + j;
+      const bool attends[2] = {ranges_[0].Contains(position) && masks[0].Contains(position),
+                               ranges_[1].Contains(position) && masks[1].Contains(position)};
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
@@ -124,6 +130,14 @@ class Softmax {
   }
 
  private:
+  template <int kBlocks>
+  __device__ void ApplyTreeMask(int32_t begin, float (&logits)[kBlocks][4]) const {
+    const TreeMask masks[2] = {{p_, item_, row_}, {p_, item_, row_ + 8}};
+    ForEach<kBlocks>([&](int n, int e, int j) {
+      if (!masks[e / 2].Contains(begin + j)) logits[n][e] = -kInfinity;
+    });
+  }
+
   template <int kBlocks>
   __device__ void AddBias(int32_t begin, float (&logits)[kBlocks][4]) const {
     const AlibiBias biases[2] = {{p_, item_, row_}, {p_, item_, row_ + 8}};
@@ -199,7 +213,11 @@ struct CommonRange {
   __device__ CommonRange(const Params& p, const Item& item)
       : begin(static_cast<int32_t>(Larger(item.begin, p.WindowBegin(LastPosition(p, item))))),
         end(static_cast<int32_t>(
-            Smaller(item.end, p.WindowEnd(FirstPosition(p, item), item.context_len)))) {}
+            Smaller(item.end, p.WindowEnd(FirstPosition(p, item), item.context_len)))) {
+    if (!p.MayBeTree(item.context_len - item.first_position)) return;
+    begin = max(begin, static_cast<int32_t>(p.WindowBegin(item.context_len - 1)));
+    end = min(end, item.first_position);
+  }
 
   // Whether some rows attend to positions in [from, to) that other rows do not attend to.
   __device__ bool RowsDiffer(const Item& item, int32_t from, int32_t to) const {

@@ -108,7 +108,8 @@ class TensorCoreItem {
         lane_(threadIdx.x % gpu::kWarpSize),
         warp_row_(threadIdx.x / gpu::kWarpSize % kWarpRows * kRowsPerWarpTile),
         part_(kParts == 1 ? 0 : threadIdx.x / gpu::kWarpSize / kWarpRows),
-        softmax_(p, item, warp_row_ + lane_ / 4) {}
+        softmax_(p, item, warp_row_ + lane_ / 4),
+        is_bad_(HasBadTree(p, item, threadIdx.x)) {}
 
   __device__ void Compute(const Scratch& scratch) {
     const int32_t first = item_.begin / kTile;
@@ -209,7 +210,7 @@ class TensorCoreItem {
     if (!std::is_integral_v<C> && common.RowsDiffer(item_, tile * kTile, (tile + 1) * kTile)) {
       SetAsideNonFinite(tile, begin);
     }
-    if constexpr (kIs8Bit<C>) ScaleWeights(tile, begin, logits);
+    if constexpr (kIs8Bit<C>) ScaleWeights(tile, logits);
     AddValues(layout_.Value(tile), logits);
   }
 
@@ -253,12 +254,11 @@ class TensorCoreItem {
     Softmax::ForEach<kKeys / 8>([&](int n, int e, int j) { logits[n][e] *= slots[j].k_scale; });
   }
 
-  // Positions that are not attended to need a zero here: their scale may be NaN.
-  __device__ void ScaleWeights(int32_t tile, int32_t begin, float (&weights)[kKeys / 8][4]) const {
+  // A weight of zero stays zero: where a row does not attend, the scale may be NaN.
+  __device__ void ScaleWeights(int32_t tile, float (&weights)[kKeys / 8][4]) const {
     const Slot<C>* slots = layout_.Slots(tile) + part_ * kKeys;
     Softmax::ForEach<kKeys / 8>([&](int n, int e, int j) {
-      const bool attends = softmax_.Range(e / 2).Contains(begin + j);
-      weights[n][e] = attends ? weights[n][e] * slots[j].v_scale : 0.0f;
+      weights[n][e] = weights[n][e] == 0 ? 0.0f : weights[n][e] * slots[j].v_scale;
     });
   }
 
@@ -349,7 +349,7 @@ class TensorCoreItem {
   const int part_;      // this warp's part of each KV tile's positions
   Softmax softmax_;
   float sums_[kHeadSize / 8][4] = {};  // laid out as logits, with columns in place of positions
-  bool is_bad_ = false;
+  bool is_bad_;
 };
 
 // Computes work items of up to kWarpRows groups of 16 rows. kWarpRows is kWarps or
