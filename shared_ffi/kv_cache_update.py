@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from shared_ffi import _native
+from shared_ffi import _native, token_rows
 from shared_ffi import kv_layout as _kv_layout
 from shared_ffi.spec import (
     CACHE_DTYPES,
@@ -57,7 +57,9 @@ def check(
             rule = "have a place of its own for each element, as it is written to"
             raise value_error(OP, argument, rule, f"strides {list(array.strides or ())}")
     operands = Operands(
-        [caches[0], key, value, slot_mapping], [cache.head_dim, 1, 1, None], list(layout)
+        [caches[0], token_rows.as_operand(key), token_rows.as_operand(value), slot_mapping],
+        [cache.head_dim, 1, 1, None],
+        [*layout, *token_rows.attributes(key, value)],
     )
     _kv_layout.add_features(
         OP,
@@ -80,7 +82,7 @@ def check(
         results=tuple(caches),
         attributes=tuple(operands.attributes),
         aliases=((0, 0), (4, 1))[: len(caches)],
-        num_kv_heads=0 if cache.head_dim is None else num_kv_heads,
+        num_kv_heads=0 if cache.head_dim is None or key.strides or value.strides else num_kv_heads,
         head_dims=(*operands.head_dims, *[cache.head_dim] * len(caches)),
     )
 

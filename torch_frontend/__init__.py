@@ -3,11 +3,11 @@ CPU and CUDA tensors, and on torch_xla's by the same custom calls as in JAX's pr
 
 try:
     import torch
-except ImportError as error:
+except ImportError as _error:
     raise ImportError(
         "torch_frontend needs PyTorch, which is not installed: "
         "pip install 'xla-paged-attention[torch]', or [torch-xla] for XLA devices"
-    ) from error
+    ) from _error
 
 from torch_frontend.aot_inductor import aoti_compile_and_package
 from torch_frontend.export import export_platform

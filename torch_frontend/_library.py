@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
-from shared_ffi import eager
-from shared_ffi.spec import ArraySpec, Call, missing_error, value_error
+from shared_ffi import eager, token_rows
+from shared_ffi.spec import (
+    ArraySpec,
+    Call,
+    dtype_error,
+    missing_error,
+    shape_error,
+    value_error,
+)
 
 _LIBRARY = torch.library.Library("xla_gpu", "DEF")
-_DEVICE = attrgetter("device")
+_OUT = "out"
+_DEVICE, _SHAPE, _DTYPE = map(attrgetter, ("device", "shape", "dtype"))
+
+
+_is_contiguous = torch.Tensor.is_contiguous
+_data_ptr = torch.Tensor.data_ptr
 
 
 class Arguments(NamedTuple):
@@ -48,6 +60,7 @@ class Operator:
         overload: the operator. Its schema has the tensors first; optional ones are keyword-only.
         check: see define().
         strided: see define().
+        rows: see define().
     """
 
     def __init__(
@@ -56,19 +69,22 @@ class Operator:
         overload: torch._ops.OpOverload,
         check: Callable[..., Call],
         strided: Sequence[str],
+        rows: Sequence[str],
     ) -> None:
         schema = overload._schema
         self._name = name
         self._overload = overload
         self._check = check
         self._strided = strided
+        self._rows = rows
         positional = [x for x in schema.arguments if not x.kwarg_only]
         self._tensor_names = tuple(x.name for x in positional if str(x.type) == "Tensor")
         self._option_names = tuple(x.name for x in positional if str(x.type) != "Tensor")
         self._optional_tensor_names = [
-            x.name for x in schema.arguments if x.kwarg_only and "Tensor" in str(x.type)
+            x.name for x in schema.arguments if str(x.type) == "Optional[Tensor]"
         ]
         self._returns_list = [str(x.type) for x in schema.returns] == ["List[Tensor]"]
+        self._splits: dict[tuple[Any, ...], tuple[tuple[str, ...], ...]] = {}
 
     def bind(
         self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
@@ -79,12 +95,11 @@ class Operator:
         names, tensors, values = self._tensor_names, arguments[:count], arguments[count:]
         option_names = self._option_names[: len(values)]
         if keywords:
-            given = [x for x in self._optional_tensor_names if keywords.get(x) is not None]
-            names += tuple(given)
+            given, others = self._split(keywords)
+            names += given
             tensors += tuple([keywords[name] for name in given])
-            others = {name: x for name, x in keywords.items() if name not in given}
-            option_names += tuple(others)
-            values += tuple(others.values())
+            option_names += others
+            values += tuple([keywords[name] for name in others])
         _refuse_several_devices(self._name, names, tensors)
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             raise _no_derivative(self._name, "requires grad")
@@ -93,49 +108,59 @@ class Operator:
             raise _no_derivative(self._name, "has a tangent")
         return Arguments(self._check, names, option_names, values), tensors
 
-    def bind_in_memory(
-        self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
-    ) -> tuple[Arguments, tuple[torch.Tensor, ...]]:
-        """The same for handlers, which take addresses: each tensor is contiguous or `strided`."""
-        bound, tensors = self.bind(arguments, keywords)
-        if all(map(torch.Tensor.is_contiguous, tensors)):
-            return bound, tensors
-        named = dict(zip(bound.tensor_names, tensors, strict=True))
-        strides = tuple(
-            (name, tensor.stride())
-            for name, tensor in named.items()
-            if name in self._strided and not tensor.is_contiguous()
-        )
-        placed = [x if name in self._strided else x.contiguous() for name, x in named.items()]
-        return bound._replace(strides=strides), tuple(placed)
+    def _split(self, keywords: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
+        """The names of the keyword arguments that are tensors, in the schema's order, and of the
+        others. The same names come again and again."""
+        key = (*keywords,)
+        if key not in self._splits:
+            given = tuple([x for x in self._optional_tensor_names if x in keywords])
+            self._splits[key] = given, tuple([x for x in keywords if x not in given])
+        given, others = self._splits[key]
+        for name in given:
+            if keywords[name] is None:
+                given = tuple([x for x in given if keywords[x] is not None])
+                return given, tuple([x for x in keywords if x not in given])
+        return given, others
 
-    def run_on_cpu(self, *arguments: Any, **keywords: Any) -> Any:
-        """The kernel for CPU tensors."""
+    def bind_in_memory(
+        self, arguments: tuple[Any, ...], keywords: Mapping[str, Any], *, takes_rows: bool = True
+    ) -> tuple[Arguments, tuple[torch.Tensor, ...]]:
+        """The same for handlers, which take addresses: each tensor is contiguous, `strided`, or one
+        of `rows` that may be strided unless `takes_rows` is False. Others are copied."""
+        bound, tensors = self.bind(arguments, keywords)
+        if all(map(_is_contiguous, tensors)):
+            return bound, tensors
+        placed, strides = list(tensors), []
+        for i, (name, tensor) in enumerate(zip(bound.tensor_names, tensors, strict=True)):
+            if tensor.is_contiguous():
+                continue
+            if name in self._strided or (takes_rows and name in self._rows and _are_rows(tensor)):
+                strides.append((name, tensor.stride()))
+            else:
+                placed[i] = tensor.contiguous()
+        return bound._replace(strides=tuple(strides)), tuple(placed)
+
+    def run_on_cpu(self, *arguments: Any, out: torch.Tensor | None = None, **keywords: Any) -> Any:
+        """The kernel for CPU tensors. Writes to `out` if it is given."""
         bound, tensors = self.bind_in_memory(arguments, keywords)
         call = _checked(bound, *_sizes(tensors))
-        results = (
-            _in_place(call, bound.tensor_names, tensors)
-            if call.aliases
-            else allocate(call.results, tensors[0])
-        )
+        results = _results(call, call.results, bound.tensor_names, tensors, out)
         eager.run_on_cpu(call, _addresses(tensors), _addresses(results), torch.get_num_threads())
-        return None if call.aliases else as_returned(results)
+        return None if call.aliases or out is not None else as_returned(results)
 
-    def run_on_cuda(self, *arguments: Any, **keywords: Any) -> Any:
+    def run_on_cuda(self, *arguments: Any, out: torch.Tensor | None = None, **keywords: Any) -> Any:
         """The kernel for CUDA tensors. Queues the call on PyTorch's current stream and waits for
         nothing, so that it can be captured."""
         bound, tensors = self.bind_in_memory(arguments, keywords)
         device = tensors[0].device
         call = _checked(bound, *_sizes(tensors))
-        results = (
-            _in_place(call, bound.tensor_names, tensors)
-            if call.aliases
-            else allocate(call.results_on("cuda"), tensors[0])
-        )
+        results = _results(call, call.results_on("cuda"), bound.tensor_names, tensors, out)
         with torch.cuda.device(device):
             stream = torch._C._cuda_getCurrentRawStream(device.index)
             eager.run_on_cuda(call, _addresses(tensors), _addresses(results), stream)
-        return None if call.aliases else as_returned(results[: len(call.results)])
+        if call.aliases or out is not None:
+            return None
+        return as_returned(results[: len(call.results)])
 
     def run_on_xla(self, *arguments: Any, **keywords: Any) -> Any:
         """The kernel for torch_xla's tensors, which are values: nothing is written in place."""
@@ -152,10 +177,14 @@ class Operator:
         results = allocate(bound.call_on(specs(tensors)).results, tensors[0])
         return results if self._returns_list else as_returned(results)
 
-    def fake_in_place(self, *arguments: Any, **keywords: Any) -> None:
-        """Checks the call; there are no results."""
+    def fake_in_place(
+        self, *arguments: Any, out: torch.Tensor | None = None, **keywords: Any
+    ) -> None:
+        """Checks the call; there are no new results."""
         bound, tensors = self.bind(arguments, keywords)
-        bound.call_on(specs(tensors))
+        call = bound.call_on(specs(tensors))
+        if out is not None:
+            _check_out(call, tensors[0], out)
 
     def refuse_grad(self, *arguments: Any, **keywords: Any) -> Any:
         """The autograd kernel for tensors that torch_xla or a transformation of torch.func wraps:
@@ -186,10 +215,10 @@ IN_PROGRAMS: dict[str, Operator] = {}
 
 
 class InPlaceOp:
-    """An op that writes in place: a composite of two private operators, so that each compiler gets
-    what it can keep in place. The mutable one is for the CPU and CUDA: Inductor runs it without a
-    copy. The functional one is for XLA, whose tensors are values: its results are assigned to the
-    operands."""
+    """An op that writes to tensors of its caller: a composite of two operators, so that each
+    compiler gets what it can keep in place. The mutable one is for the CPU and CUDA: Inductor runs
+    it without a copy. The functional one is for XLA, whose tensors are values: its results are
+    assigned to the caller's tensors."""
 
     def __init__(
         self,
@@ -206,52 +235,73 @@ class InPlaceOp:
         self._name = schema.name.removeprefix("xla_gpu::")
         self._names = [x.name for x in schema.arguments]
         self._written_names = [x.name for x in schema.arguments if x.alias_info is not None]
+        self._has_out = _OUT in self._names
 
-    def run(self, keys: Any, *arguments: Any, **keywords: Any) -> None:
+    def run(self, keys: Any, *arguments: Any, **keywords: Any) -> Any:
         """The kernel for all tensors, which takes the call's dispatch keys first."""
         kernel = self._kernels.get(keys.raw_repr())
         if kernel is not None:
             kernel(*arguments, **keywords)
-            return
-        first, last = arguments[0], keywords.get(self._written_names[-1])
+            return keywords.get(_OUT)
+        first = arguments[0]
         if first is None:
             raise missing_error(self._name, self._names[0])
-        if first.is_neg() or (last is not None and last.is_neg()):
-            argument = self._written_names[0 if first.is_neg() else -1]
-            rule = "not be a lazily negated view, as it is written to"
-            raise value_error(self._name, argument, rule, "one (call resolve_neg)")
+        for name, tensor in self._targets(arguments, keywords).items():
+            if tensor.is_neg():
+                rule = "not be a lazily negated view, as it is written to"
+                raise value_error(self._name, name, rule, "one (call resolve_neg)")
         if first.device.type == "xla":
             self.run_on_xla(*arguments, **keywords)
         else:
             self._mutable(*arguments, **keywords)
+        return keywords.get(_OUT)
 
     def run_on_xla(self, *arguments: Any, **keywords: Any) -> None:
         """The kernel for torch_xla's tensors."""
-        named = dict(zip(self._names, arguments, strict=False)) | keywords
-        targets = [named[name] for name in self._written_names if named.get(name) is not None]
-        for target, result in zip(targets, self._functional(*arguments, **keywords), strict=True):
+        targets = self._targets(arguments, keywords)
+        if self._has_out:
+            keywords.pop(_OUT)
+        results = self._functional(*arguments, **keywords)
+        if self._has_out:
+            results = [results]
+        for (name, target), result in zip(targets.items(), results, strict=True):
+            if target.shape != result.shape:  # copy_ would broadcast
+                raise shape_error(self._name, name, str(list(result.shape)), tuple(target.shape))
             target.copy_(result)
+
+    def _targets(
+        self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """The tensors to write to by name."""
+        named = dict(zip(self._names, arguments, strict=False)) | dict(keywords)
+        return {name: named[name] for name in self._written_names if named.get(name) is not None}
 
 
 def define(
-    schema: str, check: Callable[..., Call], strided: Sequence[str] = ()
+    schema: str,
+    check: Callable[..., Call],
+    strided: Sequence[str] = (),
+    rows: Sequence[str] = (),
 ) -> torch._ops.OpOverload:
     """Defines ``xla_gpu::<schema>`` for CPU, CUDA, XLA and fake tensors.
 
     Args:
         schema: name, arguments and results as torch.library writes them. The tensors come first;
-            optional ones are keyword-only. What the op writes in place is marked ``(a!)``.
+            optional ones are keyword-only. What the op writes in place is marked ``(a!)``. With an
+            argument ``out``, the op writes its result there, and is the op ``.default`` otherwise.
         check: the op's check in shared_ffi; it takes all arguments under their names in the schema,
             an ArraySpec for each tensor.
         strided: names of the tensors that may be strided views on the CPU and CUDA; others are
             copied if they are not contiguous.
+        rows: names of the tensors whose tokens may be any distance apart there.
     """
     name, _, signature = schema.partition("(")
     overload = _defined(schema)
+    make = partial(Operator, name.partition(".")[0], check=check, strided=strided, rows=rows)
     if overload._schema.is_mutable:
-        _implement_in_place(overload, name, signature, check, strided)
+        _implement_in_place(overload, name, signature, make)
         return overload
-    operator = Operator(name.partition(".")[0], overload, check, strided)
+    operator = make(overload)
     _implement_eagerly(name, operator)
     IN_PROGRAMS[f"xla_gpu::{name}"] = operator
     _implement_on_xla(name, operator)
@@ -275,14 +325,20 @@ def _implement_in_place(
     overload: torch._ops.OpOverload,
     name: str,
     signature: str,
-    check: Callable[..., Call],
-    strided: Sequence[str],
+    make: Callable[[torch._ops.OpOverload], Operator],
 ) -> None:
-    mutable_name, functional_name = f"_{name}_mutable", f"_{name}_functional"
-    of_values = re.sub(r"\(.!\)", "", signature).replace("()", "Tensor[]")
-    mutable = _defined(f"{mutable_name}({signature}")
-    functional = _defined(f"{functional_name}({of_values}")
-    operator = Operator(name, mutable, check, strided)
+    packet, _, overload_name = name.partition(".")
+    mutable_name = f"_{packet}_{overload_name or 'mutable'}"
+    arguments = signature.partition(" -> ")[0]
+    mutable = _defined(f"{mutable_name}({arguments} -> ()")
+    if overload_name == _OUT:
+        functional = getattr(torch.ops.xla_gpu, packet).default
+    else:
+        of_values = re.sub(r"\(.!\)", "", arguments)
+        functional_name = f"_{packet}_functional"
+        functional = _defined(f"{functional_name}({of_values} -> Tensor[]")
+        _implement_on_xla(functional_name, make(functional))
+    operator = make(mutable)
     kernels = _implement_eagerly(mutable_name, operator)
     op = InPlaceOp(overload._schema, mutable, functional, kernels)
     _LIBRARY.impl(name, op.run, "CompositeImplicitAutograd", with_keyset=True)
@@ -290,7 +346,6 @@ def _implement_in_place(
     _LIBRARY.impl(mutable_name, op.run_on_xla, "XLA")
     torch.library.register_fake(f"xla_gpu::{mutable_name}", operator.fake_in_place, lib=_LIBRARY)
     IN_PROGRAMS[f"xla_gpu::{mutable_name}"] = operator
-    _implement_on_xla(functional_name, Operator(name, functional, check, strided))
 
 
 def _implement_eagerly(name: str, operator: Operator) -> dict[int, Callable[..., Any]]:
@@ -324,7 +379,7 @@ def _checked(arguments: Arguments, *sizes: Any) -> Call:
 
 
 def _sizes(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    return [tensor.shape for tensor in tensors] + [tensor.dtype for tensor in tensors]
+    return [*map(_SHAPE, tensors), *map(_DTYPE, tensors)]
 
 
 def specs(tensors: Sequence[torch.Tensor]) -> list[ArraySpec]:
@@ -342,23 +397,87 @@ def allocate(specs: Sequence[ArraySpec], like: torch.Tensor) -> list[torch.Tenso
     return [like.new_empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
 
 
-def _in_place(
-    call: Call, tensor_names: Sequence[str], tensors: Sequence[torch.Tensor]
+def _results(
+    call: Call,
+    specs: Sequence[ArraySpec],
+    tensor_names: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    out: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """The tensors that a call is about to write in place. By their versions, autograd knows that
-    their former values are lost. As for PyTorch's own operators, an inference tensor is written in
-    inference mode only."""
-    written = [tensors[operand] for operand, _ in call.aliases]
+    """The tensors that a call is about to write: of its caller, or new ones of these specs."""
+    if out is not None:
+        _check_out(call, tensors[0], out)
+        _refuse_overlap(call.op, tensor_names, tensors, out)
+        _before_writing(call.op, (_OUT,), (out,))
+        return [out, *allocate(specs[1:], tensors[0])]
+    if not call.aliases:
+        return allocate(specs, tensors[0])
+    places = [operand for operand, _ in call.aliases]
+    written = [tensors[i] for i in places]
+    if len(written) == 2:
+        _refuse_one_memory(call.op, [tensor_names[i] for i in places], *written)
+    _before_writing(call.op, [tensor_names[i] for i in places], written)
+    return written
+
+
+def _before_writing(op: str, names: Sequence[str], written: Sequence[torch.Tensor]) -> None:
+    """By their versions, autograd knows that the former values of tensors are lost. As for
+    PyTorch's own operators, an inference tensor is written in inference mode only."""
     if not torch.is_inference_mode_enabled():
-        for operand, _ in call.aliases:
-            if tensors[operand].is_inference():
+        for name, tensor in zip(names, written, strict=True):
+            if tensor.is_inference():
                 raise RuntimeError(
-                    f"{call.op}: {tensor_names[operand]} must be a normal tensor outside of "
-                    "torch.inference_mode(); got an inference tensor. Call it in inference mode, "
-                    "or clone() the tensor outside of it"
+                    f"{op}: {name} must be a normal tensor outside of torch.inference_mode(); got "
+                    "an inference tensor. Call it in inference mode, or clone() the tensor outside "
+                    "of it"
                 )
     torch.autograd.graph.increment_version(written)
-    return written
+
+
+def _check_out(call: Call, like: torch.Tensor, out: torch.Tensor) -> None:
+    spec = call.results[0]
+    given = array_spec(out.shape, out.dtype)
+    if given.shape != spec.shape:
+        raise shape_error(call.op, _OUT, str(list(spec.shape)), given.shape)
+    if given.dtype != spec.dtype:
+        raise dtype_error(call.op, _OUT, f"dtype {spec.dtype}", given.dtype)
+    if not out.is_contiguous():
+        raise value_error(call.op, _OUT, "be contiguous", f"strides {list(out.stride())}")
+    _refuse_several_devices(call.op, ("the first tensor", _OUT), (like, out))
+    if torch.is_grad_enabled() and out.requires_grad:
+        raise _no_derivative(call.op, "requires grad")
+
+
+def _refuse_overlap(
+    op: str, tensor_names: Sequence[str], tensors: Sequence[torch.Tensor], out: torch.Tensor
+) -> None:
+    begin = out.data_ptr()
+    end = begin + out.nbytes
+    for name, tensor in zip(tensor_names, tensors, strict=True):
+        first = tensor.data_ptr()
+        if first < end and begin < first + _spanned_bytes(tensor):
+            raise value_error(op, _OUT, "share no memory with an argument", f"memory of {name}")
+
+
+def _refuse_one_memory(
+    op: str, names: Sequence[str], first: torch.Tensor, second: torch.Tensor
+) -> None:
+    """Other views of one memory are legal: transformers' K and V overlap, and its slots do not."""
+    if first.data_ptr() == second.data_ptr() and first.numel():
+        rule = "begin elsewhere, as both are written to"
+        raise value_error(op, names[1], rule, f"the memory of {names[0]}")
+
+
+def _spanned_bytes(tensor: torch.Tensor) -> int:
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return (last + 1) * tensor.itemsize if tensor.numel() else 0
+
+
+def _are_rows(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 3 and token_rows.are_rows(tensor.shape, tensor.stride())
 
 
 def as_returned(results: Sequence[torch.Tensor]) -> Any:
@@ -367,7 +486,7 @@ def as_returned(results: Sequence[torch.Tensor]) -> Any:
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [*map(torch.Tensor.data_ptr, tensors)]
+    return [*map(_data_ptr, tensors)]
 
 
 def _refuse_several_devices(

@@ -148,8 +148,14 @@ def _trace(
     """Traces an op: as HANDLER_CALL within handler_calls, as itself elsewhere."""
     if not _is_tracing.get():
         return mode.__torch_dispatch__(op, types, arguments, keywords)
+    keywords = dict(keywords or {})
+    out = keywords.pop("out", None)
     with mode:
-        return _call_handler(operator, tuple(arguments), keywords or {})
+        results = _call_handler(operator, tuple(arguments), keywords)
+        if out is None:
+            return results
+        out.copy_(results)
+        return None
 
 
 def _call_handler(
@@ -158,7 +164,7 @@ def _call_handler(
     """Makes an op's HANDLER_CALL; sizes may be symbols."""
     from torch._higher_order_ops.auto_functionalize import get_base  # noqa: PLC0415
 
-    bound, tensors = operator.bind_in_memory(arguments, keywords)
+    bound, tensors = operator.bind_in_memory(arguments, keywords, takes_rows=False)
     call = bound.call_on(specs(tensors))
     aliases = [operand for operand, _ in call.aliases]
     if aliases:

@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_xla.experimental import plugins
 
 from shared_ffi import _pjrt
 from torch_frontend import openxla
 
+if TYPE_CHECKING:
+    _DevicePlugin = object  # It derives from a class in C++, which type checkers do not know.
+else:
+    _DevicePlugin = plugins.DevicePlugin
 
-class CudaPlugin(plugins.DevicePlugin):  # type: ignore[misc]
+
+class CudaPlugin(_DevicePlugin):
     """Answers torch_xla's questions about the CUDA plugin.
 
     Environment variables: ``XLA_GPU_CUDA_PLUGIN`` names the plugin's file.
@@ -79,7 +84,7 @@ def set_up_torch_xla() -> CudaPlugin:
 def register() -> None:
     """Does in this process what the entry point does on import."""
     plugins.use_dynamic_plugins()
-    plugins.register_plugin("CUDA", set_up_torch_xla())
+    plugins.register_plugin("CUDA", set_up_torch_xla())  # type: ignore[arg-type]
 
 
 def _local_rank() -> int:

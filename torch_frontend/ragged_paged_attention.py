@@ -34,7 +34,7 @@ def _attend(
     return output if v_scale is None else output * v_scale
 
 
-ragged_paged_attention = define_composite(
+ragged_paged_attention: torch._ops.OpOverload = define_composite(
     f"{OP}(Tensor q, Tensor kv_pages, Tensor kv_lens, Tensor page_indices, Tensor cu_q_lens, "
     "Tensor num_seqs, float sm_scale=1, int? sliding_window=None, float? soft_cap=None, "
     "float? mask_value=None, float? k_scale=None, float? v_scale=None, bool use_kernel=True, "

@@ -24,11 +24,11 @@ from torch_frontend.export import chosen_platform
 
 try:
     from shared_ffi import lowering
-except ImportError as error:
+except ImportError as _error:
     raise ImportError(
         "torch_frontend needs JAX to write the HLO of its ops for XLA tensors, and JAX is not "
         "installed: pip install 'xla-paged-attention[torch-xla]'"
-    ) from error
+    ) from _error
 
 _PLATFORMS = {"CPU": "cpu", "CUDA": "cuda"}
 

@@ -186,8 +186,9 @@ void Call(const char* platform, const Arguments& a) {
   } else {
     context.num_threads = NumThreads();
   }
-  const xla_gpu::EagerStatus status =
-      xla_gpu::CallHandler(handler, operands, results, attributes, context);
+  const xla_gpu::PreparedCall call(handler, std::move(operands), std::move(results),
+                                   std::move(attributes));
+  const xla_gpu::EagerStatus status = call.Run(context);
   if (status.code != XLA_FFI_Error_Code_OK) throw std::runtime_error(status.message);
 }
 

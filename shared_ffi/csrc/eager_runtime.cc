@@ -7,8 +7,13 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <iterator>
 #include <mutex>
 #include <thread>
+
+#ifdef __SANITIZE_THREAD__
+#include <sanitizer/tsan_interface.h>
+#endif
 
 // The C API declares these two types; the runtime defines them.
 struct XLA_FFI_Error {
@@ -81,12 +86,32 @@ StartTeam* FindOpenMp() {
   return found;
 }
 
+// ThreadSanitizer does not see how OpenMP orders the threads of a team: its library is not
+// instrumented. They see what was written before the team started, and its end sees what they
+// wrote.
+void TellSanitizerOfWrites([[maybe_unused]] void* team) {
+#ifdef __SANITIZE_THREAD__
+  __tsan_release(team);
+#endif
+}
+void TellSanitizerOfReads([[maybe_unused]] void* team) {
+#ifdef __SANITIZE_THREAD__
+  __tsan_acquire(team);
+#endif
+}
+
 void RunOnThreads(int64_t num_threads, const std::function<void()>& work) {
   StartTeam* const start_team = is_forked_child ? nullptr : FindOpenMp();
   if (start_team != nullptr) {
-    const auto call = [](void* work) { (*static_cast<const std::function<void()>*>(work))(); };
-    start_team(call, const_cast<std::function<void()>*>(&work), static_cast<unsigned>(num_threads),
-               /*flags=*/0);
+    const auto call = [](void* work) {
+      TellSanitizerOfReads(work);
+      (*static_cast<const std::function<void()>*>(work))();
+      TellSanitizerOfWrites(work);
+    };
+    void* const team = const_cast<std::function<void()>*>(&work);
+    TellSanitizerOfWrites(team);
+    start_team(call, team, static_cast<unsigned>(num_threads), /*flags=*/0);
+    TellSanitizerOfReads(team);
     return;
   }
   for (int64_t i = 1; i < num_threads; ++i) pool->Schedule(work, num_threads - 1);
@@ -124,20 +149,6 @@ const XLA_FFI_Api* Api() {
   return &api;
 }
 
-// XLA_FFI_Buffers, and the pointers to them that a call frame holds.
-struct Buffers {
-  explicit Buffers(std::vector<EagerBuffer>& from) {
-    for (EagerBuffer& buffer : from) {
-      values.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr, buffer.dtype, buffer.data,
-                        static_cast<int64_t>(buffer.shape.size()), buffer.shape.data()});
-    }
-    for (XLA_FFI_Buffer& value : values) pointers.push_back(&value);
-  }
-
-  std::vector<XLA_FFI_Buffer> values;
-  std::vector<void*> pointers;
-};
-
 // Attributes as scalars, sorted by name as the C API requires.
 struct Attributes {
   explicit Attributes(std::vector<std::pair<std::string, Attribute>> from)
@@ -157,6 +168,8 @@ struct Attributes {
       types.push_back(XLA_FFI_AttrType_SCALAR);
     }
   }
+  // Its vectors point to each other: a moved vector keeps its elements, a copied one does not.
+  Attributes(Attributes&&) = default;
 
   std::vector<std::pair<std::string, Attribute>> sorted;
   std::vector<XLA_FFI_Scalar> scalars;
@@ -173,33 +186,72 @@ std::optional<Executor> ExecutorOfEagerCall(const XLA_FFI_Api* api, XLA_FFI_Exec
   return Executor{ctx->eager.num_threads, RunOnThreads};
 }
 
-EagerStatus CallHandler(XLA_FFI_Handler* handler, std::vector<EagerBuffer>& operands,
-                        std::vector<EagerBuffer>& results,
-                        const std::vector<std::pair<std::string, Attribute>>& attributes,
-                        const EagerContext& eager) {
-  XLA_FFI_ExecutionContext context{eager};
-  Buffers args(operands), rets(results);
-  Attributes attrs(attributes);
-  std::vector<XLA_FFI_ArgType> arg_types(operands.size(), XLA_FFI_ArgType_BUFFER);
-  std::vector<XLA_FFI_RetType> ret_types(results.size(), XLA_FFI_RetType_BUFFER);
+struct PreparedCall::Parts {
+  XLA_FFI_Handler* handler;
+  std::vector<EagerBuffer> arrays;      // operands, then results
+  std::vector<XLA_FFI_Buffer> buffers;  // of the arrays
+  std::vector<XLA_FFI_ArgType> arg_types;
+  std::vector<XLA_FFI_RetType> ret_types;
+  Attributes attributes;
+};
 
+PreparedCall::PreparedCall(XLA_FFI_Handler* handler, std::vector<EagerBuffer> operands,
+                           std::vector<EagerBuffer> results,
+                           std::vector<std::pair<std::string, Attribute>> attributes)
+    : parts_(new Parts{handler,
+                       std::move(operands),
+                       {},
+                       {},
+                       std::vector<XLA_FFI_RetType>(results.size(), XLA_FFI_RetType_BUFFER),
+                       Attributes(std::move(attributes))}) {
+  auto& arrays = parts_->arrays;
+  parts_->arg_types.assign(arrays.size(), XLA_FFI_ArgType_BUFFER);
+  std::move(results.begin(), results.end(), std::back_inserter(arrays));
+  for (EagerBuffer& array : arrays) {
+    parts_->buffers.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr, array.dtype, array.data,
+                               static_cast<int64_t>(array.shape.size()), array.shape.data()});
+  }
+}
+
+PreparedCall::~PreparedCall() = default;
+
+size_t PreparedCall::num_operands() const { return parts_->arg_types.size(); }
+size_t PreparedCall::num_results() const { return parts_->ret_types.size(); }
+
+EagerStatus PreparedCall::Run(const EagerContext& context) const {
+  std::vector<void*> addresses;
+  for (const XLA_FFI_Buffer& buffer : parts_->buffers) addresses.push_back(buffer.data);
+  return Run(addresses, context);
+}
+
+EagerStatus PreparedCall::Run(const std::vector<void*>& addresses,
+                              const EagerContext& eager) const {
+  Parts& parts = *parts_;  // the C API takes pointers to what it only reads
+  std::vector<XLA_FFI_Buffer> buffers = parts.buffers;
+  std::vector<void*> pointers(buffers.size());
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    buffers[i].data = addresses.at(i);
+    pointers[i] = &buffers[i];
+  }
+  XLA_FFI_ExecutionContext context{eager};
   XLA_FFI_CallFrame frame = {};
   frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
   frame.api = Api();
   frame.ctx = &context;
   frame.stage = XLA_FFI_ExecutionStage_EXECUTE;
-  frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(operands.size()),
-                arg_types.data(), args.pointers.data()};
-  frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(results.size()),
-                ret_types.data(), rets.pointers.data()};
+  frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(num_operands()),
+                parts.arg_types.data(), pointers.data()};
+  frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(num_results()),
+                parts.ret_types.data(), pointers.data() + num_operands()};
+  Attributes& attributes = parts.attributes;
   frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE,
                  nullptr,
-                 static_cast<int64_t>(attributes.size()),
-                 attrs.types.data(),
-                 attrs.names.data(),
-                 attrs.pointers.data()};
+                 static_cast<int64_t>(attributes.sorted.size()),
+                 attributes.types.data(),
+                 attributes.names.data(),
+                 attributes.pointers.data()};
 
-  XLA_FFI_Error* error = handler(&frame);
+  XLA_FFI_Error* error = parts.handler(&frame);
   if (error == nullptr) return {};
   EagerStatus status{error->code, error->message};
   delete error;

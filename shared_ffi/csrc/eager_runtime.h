@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -35,12 +36,29 @@ struct EagerContext {
   void* stream;
 };
 
-// Calls `handler` on contiguous buffers.
-XLA_GPU_EXPORT EagerStatus CallHandler(
-    XLA_FFI_Handler* handler, std::vector<EagerBuffer>& operands, std::vector<EagerBuffer>& results,
-    const std::vector<std::pair<std::string, Attribute>>& attributes, const EagerContext& context);
+// A handler with its attributes and the shapes of its contiguous arrays. It may be called by
+// several threads at once.
+class XLA_GPU_EXPORT PreparedCall {
+ public:
+  PreparedCall(XLA_FFI_Handler* handler, std::vector<EagerBuffer> operands,
+               std::vector<EagerBuffer> results,
+               std::vector<std::pair<std::string, Attribute>> attributes);
+  ~PreparedCall();
 
-// The threads of a call that CallHandler makes; nullopt if another runtime makes the call.
+  size_t num_operands() const;
+  size_t num_results() const;
+
+  // Calls it on the memory that the buffers had.
+  EagerStatus Run(const EagerContext& context) const;
+  // Calls it on other memory: one address for each operand, then one for each result.
+  EagerStatus Run(const std::vector<void*>& addresses, const EagerContext& context) const;
+
+ private:
+  struct Parts;
+  std::unique_ptr<Parts> parts_;
+};
+
+// The threads of a call that PreparedCall makes; nullopt if another runtime makes the call.
 std::optional<Executor> ExecutorOfEagerCall(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx);
 
 }  // namespace xla_gpu

@@ -4,6 +4,7 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "handler.h"
 #include "kv_cache.h"
@@ -45,9 +46,18 @@ struct KvLayout {
       return false;
     }
     using Wide = __int128;  // the attributes may be any numbers: products must not overflow
-    const Wide last = Wide{num_blocks - 1} * block_stride + Wide{block_size - 1} * position_stride +
-                      Wide{num_kv_heads - 1} * head_stride + offset;
-    return num_blocks == 0 || last + head_size <= num_elements;
+    // Slots and scales are numbered by the sizes, which may be large where a stride is 0.
+    const Wide num_slots = Wide{num_blocks == 0 ? 1 : num_blocks} * block_size;
+    if (num_slots > INT64_MAX || num_slots * num_kv_heads > INT64_MAX) return false;
+    if (num_blocks == 0) return true;
+    Wide last = offset;
+    for (const auto& [size, stride] : {std::pair(num_blocks, block_stride),
+                                       {block_size, position_stride},
+                                       {num_kv_heads, head_stride}}) {
+      last += Wide{size - 1} * stride;
+      if (last > num_elements) return false;
+    }
+    return last + head_size <= num_elements;
   }
 };
 
@@ -113,7 +123,9 @@ ffi::Error ReadKvCache(const char* op, const KvCacheArrays& arrays, KvLayout lay
                       *value_cache);
   }
   char* keys = static_cast<char*>(kv_cache.untyped_data());
-  const int64_t value_bytes = layout.value_offset * ffi::ByteWidth(kv_cache.element_type());
+  // An empty cache fits any offset, even one that overflows.
+  const int64_t value_offset = layout.num_blocks == 0 ? 0 : layout.value_offset;
+  const int64_t value_bytes = value_offset * ffi::ByteWidth(kv_cache.element_type());
   p->cache.keys = keys;
   p->cache.values = value_cache.has_value() ? value_cache->untyped_data() : keys + value_bytes;
   p->cache.block_stride = layout.block_stride;

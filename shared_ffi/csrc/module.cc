@@ -7,6 +7,9 @@
 #include <nanobind/stl/string.h>
 
 #include "handlers.h"
+#ifdef XLA_GPU_CUDA_MAJOR
+#include "cuda_build.h"  // CMake writes it
+#endif
 #include "xla/ffi/api/c_api.h"
 
 namespace {
@@ -65,8 +68,10 @@ NB_MODULE(_native, m) {
   m.attr("ffi_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
 #ifdef XLA_GPU_CUDA_MAJOR
   m.attr("cuda_version") = nb::make_tuple(XLA_GPU_CUDA_MAJOR, XLA_GPU_CUDA_MINOR);
+  m.attr("cuda_architectures") = XLA_GPU_ARCHITECTURES;
 #else
   m.attr("cuda_version") = nb::none();  // no CUDA handlers, or emulated ones
+  m.attr("cuda_architectures") = nb::none();
 #endif
   m.def("handlers", &Handlers, "{platform: {target: capsule}} of every handler in this build.");
   m.def("api_version_at", &ApiVersionAt, nb::arg("address"),

@@ -27,16 +27,18 @@ std::vector<EagerBuffer> BuffersOf(nb::sequence specs) {
   return buffers;
 }
 
-using Addresses = std::vector<uintptr_t>;
-
-std::vector<EagerBuffer> At(const Addresses& addresses, std::vector<EagerBuffer> buffers) {
-  if (addresses.size() != buffers.size()) {
-    throw nb::value_error("an address is needed for each operand and for each result");
+std::vector<std::pair<std::string, Attribute>> AttributesOf(nb::dict attributes) {
+  std::vector<std::pair<std::string, Attribute>> values;
+  for (auto [name, value] : attributes) {
+    Attribute attribute = int64_t{0};
+    if (nb::isinstance<nb::float_>(value)) {
+      attribute = static_cast<float>(nb::cast<double>(value));
+    } else {
+      attribute = nb::cast<int64_t>(value);
+    }
+    values.emplace_back(nb::cast<std::string>(name), attribute);
   }
-  for (size_t i = 0; i < buffers.size(); ++i) {
-    buffers[i].data = reinterpret_cast<void*>(addresses[i]);
-  }
-  return buffers;
+  return values;
 }
 
 // A handler with its attributes and the specs of its arrays.
@@ -45,28 +47,25 @@ class EagerCall {
   // A float attribute is passed on as float32, an int as int64.
   EagerCall(const std::string& platform, const std::string& target, nb::dict attributes,
             nb::sequence operands, nb::sequence results)
-      : handler_(FindHandlerOrThrow(platform, target)),
-        operands_(BuffersOf(operands)),
-        results_(BuffersOf(results)) {
-    for (auto [name, value] : attributes) {
-      Attribute attribute = int64_t{0};
-      if (nb::isinstance<nb::float_>(value)) {
-        attribute = static_cast<float>(nb::cast<double>(value));
-      } else {
-        attribute = nb::cast<int64_t>(value);
-      }
-      attributes_.emplace_back(nb::cast<std::string>(name), attribute);
-    }
-  }
+      : call_(FindHandlerOrThrow(platform, target), BuffersOf(operands), BuffersOf(results),
+              AttributesOf(attributes)) {}
 
-  void operator()(const Addresses& operands, const Addresses& results, int64_t num_threads,
+  void operator()(nb::list operands, nb::list results, int64_t num_threads,
                   uintptr_t stream) const {
-    std::vector<EagerBuffer> args = At(operands, operands_), rets = At(results, results_);
+    if (operands.size() != call_.num_operands() || results.size() != call_.num_results()) {
+      throw nb::value_error("an address is needed for each operand and for each result");
+    }
+    std::vector<void*> addresses;
+    addresses.reserve(operands.size() + results.size());
+    for (const nb::list& arrays : {operands, results}) {
+      for (nb::handle address : arrays) {
+        addresses.push_back(reinterpret_cast<void*>(nb::cast<uintptr_t>(address)));
+      }
+    }
     EagerStatus status;
     {
       nb::gil_scoped_release release;
-      status = CallHandler(handler_, args, rets, attributes_,
-                           {num_threads, reinterpret_cast<void*>(stream)});
+      status = call_.Run(addresses, {num_threads, reinterpret_cast<void*>(stream)});
     }
     if (status.code == XLA_FFI_Error_Code_INVALID_ARGUMENT) {
       throw nb::value_error(status.message.c_str());
@@ -75,9 +74,7 @@ class EagerCall {
   }
 
  private:
-  XLA_FFI_Handler* handler_;
-  std::vector<EagerBuffer> operands_, results_;
-  std::vector<std::pair<std::string, Attribute>> attributes_;
+  PreparedCall call_;
 };
 
 }  // namespace

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -266,18 +264,6 @@ def test_inference_tensors_are_written_in_inference_mode_only() -> None:
     with pytest.raises(RuntimeError, match=f"^kv_cache_update: value_cache {rule}"):
         OPS.kv_cache_update(torch.zeros(4, 2, 2, 8), *rest, value_cache=values)
     assert torch.equal(cache, expected) and not keys.any() and not values.any()
-
-
-@pytest.fixture
-def cuda(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch._C.DispatchKeySet]:
-    """The dispatch keys of CUDA tensors. Here the tensors are on the CPU and the GPU is
-    emulated."""
-    monkeypatch.setattr(eager, "_native", emulated)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    eager._prepare.cache_clear()
-    yield torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    eager._prepare.cache_clear()
 
 
 @pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)

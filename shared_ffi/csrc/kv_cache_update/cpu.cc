@@ -79,8 +79,9 @@ Quantizer QuantizerFor(const Params& p) {
 void RunOnCpu(const Params& p, const Executor& executor) {
   const int64_t row_bytes = p.head_size * SizeOf(p.dtype), size = SizeOf(p.cache_dtype);
   const int64_t head_bytes = p.cache.head_stride * size;
-  const int64_t token_bytes = p.num_kv_heads * row_bytes;
-  const int64_t num_bytes = 2 * p.num_tokens * token_bytes;
+  const int64_t key_bytes = p.key_stride * SizeOf(p.dtype);
+  const int64_t value_bytes = p.value_stride * SizeOf(p.dtype);
+  const int64_t num_bytes = 2 * p.num_tokens * p.num_kv_heads * row_bytes;
   const bool is_parallel = executor.num_threads > 1 && num_bytes >= kMinParallelBytes;
   const int64_t num_parts = is_parallel ? kPartsPerThread * executor.num_threads : 1;
   const auto copy = num_bytes < kMinStreamedBytes ? Copy : CopyPastCaches;
@@ -89,8 +90,8 @@ void RunOnCpu(const Params& p, const Executor& executor) {
     for (int64_t token = 0; token < p.num_tokens; ++token) {
       const int64_t slot = p.Slot(token);
       if (slot < 0 || slot / kSlotsPerRun % num_parts != part) continue;
-      const char* key = static_cast<const char*>(p.key) + token * token_bytes;
-      const char* value = static_cast<const char*>(p.value) + token * token_bytes;
+      const char* key = static_cast<const char*>(p.key) + token * key_bytes;
+      const char* value = static_cast<const char*>(p.value) + token * value_bytes;
       const int64_t block = slot / p.block_size, in_block = slot % p.block_size;
       const int64_t offset = p.cache.Offset(block, in_block) * size;
       char* keys = static_cast<char*>(p.cache.keys) + offset;

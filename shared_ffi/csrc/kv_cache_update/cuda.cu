@@ -16,8 +16,10 @@ __global__ void Update(Params p) {
   const int64_t size = SizeOf(p.dtype), vector_size = sizeof(Vector);
   const int per_head = static_cast<int>(p.head_size * size / vector_size);
   const int per_token = static_cast<int>(p.num_kv_heads) * per_head;
-  const Vector* key = static_cast<const Vector*>(p.key) + token * per_token;
-  const Vector* value = static_cast<const Vector*>(p.value) + token * per_token;
+  const int64_t key_stride = p.key_stride * size / vector_size;
+  const int64_t value_stride = p.value_stride * size / vector_size;
+  const Vector* key = static_cast<const Vector*>(p.key) + token * key_stride;
+  const Vector* value = static_cast<const Vector*>(p.value) + token * value_stride;
   const int64_t head_stride = p.cache.head_stride * size / vector_size;
   const int64_t position =
       p.cache.Offset(slot / p.block_size, slot % p.block_size) * size / vector_size;
@@ -37,8 +39,8 @@ __global__ void UpdateQuantized(Params p) {
   const int64_t slot = p.Slot(token);
   if (slot < 0 || slot >= p.NumSlots()) return;
   const int64_t per_token = p.num_kv_heads * p.head_size;
-  const From* key = static_cast<const From*>(p.key) + token * per_token;
-  const From* value = static_cast<const From*>(p.value) + token * per_token;
+  const From* key = static_cast<const From*>(p.key) + token * p.key_stride;
+  const From* value = static_cast<const From*>(p.value) + token * p.value_stride;
   const int64_t block = slot / p.block_size, in_block = slot % p.block_size;
   const int64_t position = p.cache.Offset(block, in_block);
   for (int64_t i = threadIdx.x; i < per_token; i += kThreads) {
@@ -67,8 +69,8 @@ UpdateKernel QuantizingKernel(DType to) {
 
 template <typename Vector>
 bool Fits(const Params& p) {
-  for (const int64_t size :
-       {p.head_size, p.cache.block_stride, p.cache.position_stride, p.cache.head_stride}) {
+  for (const int64_t size : {p.head_size, p.key_stride, p.value_stride, p.cache.block_stride,
+                             p.cache.position_stride, p.cache.head_stride}) {
     if (size * SizeOf(p.dtype) % int64_t{sizeof(Vector)} != 0) return false;
   }
   for (const void* array : {p.key, p.value, static_cast<const void*>(p.cache.keys),

@@ -1,4 +1,5 @@
 #include "../kv_cache_operand.h"
+#include "../token_rows_operand.h"
 #include "cpu.h"
 #include "cuda.h"
 #include "params.h"
@@ -19,14 +20,15 @@ struct Operands {
 
 constexpr size_t kNumOperands = 4;
 
-ffi::Error ReadKeyAndValue(const Operands& operands, Params* p) {
+ffi::Error ReadKeyAndValue(const Operands& operands, const TokenRowsLayout& layout, Params* p) {
   const auto& [kv_cache, key, value, slot_mapping] = operands;
-  if (!HasShape(key, {kAnySize, kAnySize, kAnySize})) {
-    return ShapeError(kOp, "key", "[num_tokens, num_kv_heads, head_size]", key);
-  }
-  p->num_tokens = key.dimensions()[0];
-  p->num_kv_heads = key.dimensions()[1];
-  p->head_size = key.dimensions()[2];
+  TokenRows keys = {}, values = {};
+  XLA_GPU_RETURN_IF_ERROR(
+      ReadTokenRows(kOp, "key", key, layout, "[num_tokens, num_kv_heads, head_size]", &keys));
+  p->num_tokens = keys.num_tokens;
+  p->num_kv_heads = keys.num_heads;
+  p->head_size = keys.head_size;
+  p->key_stride = keys.stride;
   const bool is_copied = key.element_type() == kv_cache.element_type();
   if (!StorageType(key.element_type(), &p->dtype) &&
       !(is_copied && StorageTypeOf8Bits(key.element_type(), &p->dtype))) {
@@ -34,12 +36,15 @@ ffi::Error ReadKeyAndValue(const Operands& operands, Params* p) {
                       "dtype float32, float16 or bfloat16, or one of 8 bits that kv_cache has, too",
                       key);
   }
-  if (!HasShape(value, {p->num_tokens, p->num_kv_heads, p->head_size})) {
-    return ShapeError(kOp, "value",
-                      StrCat("[num_tokens=", p->num_tokens, ", num_kv_heads=", p->num_kv_heads,
-                             ", head_size=", p->head_size, "]"),
-                      value);
+  const std::string shape =
+      StrCat("[num_tokens=", p->num_tokens, ", num_kv_heads=", p->num_kv_heads,
+             ", head_size=", p->head_size, "]");
+  XLA_GPU_RETURN_IF_ERROR(ReadTokenRows(kOp, "value", value, layout, shape, &values));
+  if (values.num_tokens != keys.num_tokens || values.num_heads != keys.num_heads ||
+      values.head_size != keys.head_size) {
+    return ShapeError(kOp, "value", shape, value);
   }
+  p->value_stride = values.stride;
   if (value.element_type() != key.element_type()) {
     return DTypeError(kOp, "value", StrCat("key's dtype ", DTypeName(key)), value);
   }
@@ -88,13 +93,14 @@ ffi::Error MakeParams(const Operands& operands, const ffi::RemainingArgs& other_
   *params = {};
   AttributeReader reader(kOp, attributes);
   const KvLayout layout = KvLayout::Read(&reader);
+  const TokenRowsLayout rows_layout = TokenRowsLayout::Read(&reader);
   const FeatureOperands features(kOp, kNumOperands, other_operands, &reader,
                                  {"value_cache", "k_scale", "v_scale"});
   XLA_GPU_RETURN_IF_ERROR(reader.Finish());
   KvCacheArrays caches = {operands.kv_cache, std::nullopt};
   XLA_GPU_RETURN_IF_ERROR(features.Find("value_cache", &caches.value_cache));
   XLA_GPU_RETURN_IF_ERROR(features.Finish());
-  XLA_GPU_RETURN_IF_ERROR(ReadKeyAndValue(operands, params));
+  XLA_GPU_RETURN_IF_ERROR(ReadKeyAndValue(operands, rows_layout, params));
   XLA_GPU_RETURN_IF_ERROR(
       ReadKvCache(kOp, caches, layout, params->num_kv_heads, "key", operands.key, params));
   XLA_GPU_RETURN_IF_ERROR(ReadScales(kOp, "k_scale", features, "key", *params, &params->k_scale));

@@ -16,6 +16,8 @@ struct Params {
   KvCache cache;             // of num_blocks blocks of block_size positions
   const void* key;           // [num_tokens, num_kv_heads, head_size]
   const void* value;         // [num_tokens, num_kv_heads, head_size]
+  int64_t key_stride;        // elements from one token's key to the next
+  int64_t value_stride;      // likewise
   const void* slot_mapping;  // [num_tokens], int32 or int64
   bool slots_are_int64;
   int64_t num_blocks;

@@ -1,0 +1,39 @@
+"""Rows of tokens that are part of wider rows, such as the query of a fused QKV projection.
+
+An operand ``[num_tokens, num_heads, head_size]`` may have any distance from one token to the next,
+as long as the heads of a token are dense. ``csrc/token_rows_operand.h`` reads what is written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shared_ffi.spec import ArraySpec, Scalar
+
+
+def are_rows(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether an array of this shape and these strides, in elements, has dense heads."""
+    _, num_heads, head_size = shape
+    token_stride, head_stride, stride = strides
+    return (
+        (stride == 1 or head_size == 1)
+        and (head_stride == head_size or num_heads == 1)
+        and token_stride >= num_heads * head_size
+    )
+
+
+def as_operand(array: ArraySpec) -> ArraySpec:
+    """The array as a handler takes it: ``[num_tokens, stride]`` if it has strides."""
+    if array.strides is None:
+        return array
+    return ArraySpec((array.shape[0], array.strides[0]), array.dtype)
+
+
+def attributes(*arrays: ArraySpec) -> tuple[tuple[str, Scalar], ...]:
+    """The attributes of a custom call with these operands, which have the same sizes."""
+    if all(array.strides is None for array in arrays):
+        return ()
+    _, num_heads, head_size = arrays[0].shape
+    return ("row_heads", np.int64(num_heads)), ("row_head_size", np.int64(head_size))

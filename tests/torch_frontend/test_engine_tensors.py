@@ -1,0 +1,263 @@
+"""Tensors as engines have them: rows of a fused QKV projection, and a result of the engine's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from harness.compare import assert_same_bits
+from shared_ffi import eager, kv_cache_update, paged_attention
+from tests.support import doors
+from tests.support.calls import call_handler, overload_of, split_keywords
+from tests.support.cases import SHORT_CASES, UPDATE_CASES, Case
+from tests.support.models import tensors
+from tests.support.sound_calls import attention, split, update
+
+OPS = torch.ops.xla_gpu
+
+
+def fused(tensor: torch.Tensor, before: int = 3, after: int = 5) -> torch.Tensor:
+    """The same numbers as rows between columns that hold NaN, or 99 where a dtype has none."""
+    num_tokens, num_heads, head_size = tensor.shape
+    other = torch.nan if tensor.is_floating_point() else 99
+    width = before + num_heads * head_size + after
+    columns = torch.full((num_tokens, width), other).to(tensor.dtype)
+    rows = columns[:, before : before + num_heads * head_size].view(tensor.shape)
+    rows.copy_(tensor)
+    return rows
+
+
+def to_torch(attributes: dict[str, Any]) -> dict[str, Any]:
+    arrays, options = split_keywords(attributes)
+    return options | {name: doors.to_torch(x) for name, x in arrays.items()}
+
+
+@pytest.fixture
+def addresses(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The addresses of what handlers were given, operands and results."""
+    run, given = eager.run_on_cpu, set[int]()
+
+    def recorded(call: Any, operands: list[int], results: list[int], num_threads: int) -> None:
+        given.update(operands, results)
+        run(call, operands, results, num_threads)
+
+    monkeypatch.setattr(eager, "run_on_cpu", recorded)
+    return given
+
+
+@pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
+def test_attention_of_fused_rows(case: Case, addresses: set[int]) -> None:
+    overload, keywords = overload_of("paged_attention", to_torch(case.attributes()))
+    query, *rest = map(doors.to_torch, case.inputs())
+    expected = overload(query, *rest, **keywords)
+    rows = fused(query)
+    result = overload(rows, *rest, **keywords)
+    assert rows.data_ptr() in addresses or rows.is_contiguous()
+    for a, b in zip(result, expected, strict=True):
+        assert_same_bits(doors.to_numpy(a), doors.to_numpy(b))
+
+
+@pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
+def test_update_from_fused_rows(case: Any, addresses: set[int]) -> None:
+    cache, key, value, slots = map(doors.to_torch, case.inputs())
+    keywords = to_torch(case.attributes())
+    copy = {k: x.clone() if k == "value_cache" else x for k, x in keywords.items()}
+    expected = cache.clone()
+    OPS.kv_cache_update(expected, key, value, slots, **copy)
+    rows = fused(key), fused(value, 0, 1)
+    OPS.kv_cache_update(cache, *rows, slots, **keywords)
+    assert all(x.data_ptr() in addresses for x in rows if not x.is_contiguous())
+    assert_same_bits(doors.to_numpy(cache), doors.to_numpy(expected))
+    if "value_cache" in keywords:
+        pair = keywords["value_cache"], copy["value_cache"]
+        assert_same_bits(*map(doors.to_numpy, pair))
+
+
+@pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
+def test_attention_of_fused_rows_on_cuda(case: Case, cuda: Any) -> None:
+    overload, keywords = overload_of("paged_attention", to_torch(case.attributes()))
+    query, *rest = map(doors.to_torch, case.inputs())
+    expected = overload.redispatch(cuda, query, *rest, **keywords)
+    for before in (3, 64):  # with and without rows that begin at 16 bytes
+        result = overload.redispatch(cuda, fused(query, before, 64), *rest, **keywords)
+        for a, b in zip(result, expected, strict=True):
+            np.testing.assert_allclose(
+                doors.to_numpy(a).astype(np.float32),
+                doors.to_numpy(b).astype(np.float32),
+                rtol=1e-2,
+                atol=1e-2,
+            )
+
+
+@pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
+def test_update_from_fused_rows_on_cuda(case: Any, cuda: Any) -> None:
+    op = OPS._kv_cache_update_mutable.default
+    caches = []
+    for put in (lambda x: x, fused, lambda x: fused(x, 64, 64)):
+        cache, key, value, slots = map(doors.to_torch, case.inputs())
+        op.redispatch(cuda, cache, put(key), put(value), slots, **to_torch(case.attributes()))
+        caches.append(doors.to_numpy(cache))
+    assert_same_bits(caches[1], caches[0])
+    assert_same_bits(caches[2], caches[0])
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        torch.randn(4, 8, 4).transpose(1, 2),
+        torch.randn(4, 4, 2, 8)[:, :, 0],
+        torch.randn(1, 4, 8).expand(4, 4, 8),
+    ],
+    ids=["elements-apart", "heads-apart", "repeated"],
+)
+def test_other_strides_are_copied(query: torch.Tensor, addresses: set[int]) -> None:
+    _, *rest = tensors(attention())
+    expected = OPS.paged_attention(query.contiguous(), *rest, 0.5)
+    addresses.clear()
+    assert torch.equal(OPS.paged_attention(query, *rest, 0.5), expected)
+    assert query.data_ptr() not in addresses
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads"), [((4, 31), 4), ((4, 32), 5), ((4, 32), -1), ((4, 32), 2**62)], ids=str
+)
+def test_rows_that_are_too_short(shape: tuple[int, int], heads: int) -> None:
+    operands, attributes = split(attention(sliding_window=0, soft_cap=0.0))
+    query, *rest = operands
+    attributes |= {"row_heads": heads, "row_head_size": 8}
+    rule = rf"must have rows of num_heads={heads} \* head_size=8 elements; got \[4, "
+    with pytest.raises(ValueError, match=f"^paged_attention: query {rule}"):
+        target, result = paged_attention.TARGET, np.empty_like(query)
+        call_handler(target, attributes, [np.zeros(shape, np.float32), *rest], [result])
+
+    operands, attributes = split(update())
+    cache, key, _, slots = operands
+    wide = np.zeros((len(key), key[0].size - 1), key.dtype)
+    with pytest.raises(ValueError, match="^kv_cache_update: value must have rows of"):
+        rows = {"row_heads": 2, "row_head_size": 8}
+        call_handler(kv_cache_update.TARGET, rows, [cache, key, wide, slots], [cache])
+
+
+def test_keys_and_values_of_different_sizes() -> None:
+    cache, key, _, slots = split(update())[0]
+    rows = {"row_heads": 1, "row_head_size": 8}
+    wide = np.zeros((len(key), 64), key.dtype)
+    with pytest.raises(ValueError, match="^kv_cache_update: value must have shape .*; got "):
+        call_handler(kv_cache_update.TARGET, rows, [cache, key, wide, slots], [cache])
+
+
+@pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
+def test_out(case: Case, addresses: set[int]) -> None:
+    attributes = case.attributes()
+    attributes.pop("return_lse", None)
+    keywords = to_torch(attributes)
+    operands = [*map(doors.to_torch, case.inputs())]
+    expected = OPS.paged_attention(*operands, **keywords)
+    addresses.clear()
+    out = torch.full_like(expected, torch.nan)
+    assert OPS.paged_attention(*operands, **keywords, out=out) is out
+    assert out.data_ptr() in addresses
+    assert_same_bits(doors.to_numpy(out), doors.to_numpy(expected))
+
+
+def test_out_on_cuda(cuda: Any) -> None:
+    operands = tensors(attention())
+    expected = OPS.paged_attention.default.redispatch(cuda, *operands, 0.5)
+    out = torch.full_like(expected, torch.nan)
+    OPS._paged_attention_out.default.redispatch(cuda, *operands, 0.5, out=out)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor", "openxla"])
+def test_out_in_a_compiled_function(backend: str) -> None:
+    device = "cpu"
+    if backend == "openxla":
+        pytest.importorskip("torch_frontend.openxla")
+        device = "xla"
+    operands = [x.to(device) for x in tensors(attention())]
+    expected = OPS.paged_attention(*operands, 0.5)
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def step(out: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
+        OPS.paged_attention(*operands, 0.5, out=out)
+        return out * 2
+
+    out = torch.full_like(expected, torch.nan)
+    with torch.no_grad():
+        result = step(out, *operands)
+    torch.testing.assert_close(result.cpu(), expected.cpu() * 2)
+    torch.testing.assert_close(out.cpu(), expected.cpu())
+
+
+def test_out_on_xla() -> None:
+    pytest.importorskip("torch_xla")
+    expected = OPS.paged_attention(*tensors(attention()), 0.5)
+    operands = [x.to("xla") for x in tensors(attention())]
+    out = torch.full_like(operands[0], torch.nan)
+    assert OPS.paged_attention(*operands, 0.5, out=out) is out
+    torch.testing.assert_close(out.cpu(), expected)
+    with pytest.raises(ValueError, match="^paged_attention: out must have shape"):
+        OPS.paged_attention(*operands, 0.5, out=torch.zeros(1, *out.shape, device="xla"))
+
+
+def refused_outs() -> dict[str, tuple[torch.Tensor, str]]:
+    query = tensors(attention())[0]
+    wide = torch.zeros(len(query), 2, *query.shape[1:])
+    return {
+        "shape": (torch.zeros(3, 4, 8), r"have shape \[4, 4, 8\]; got \[3, 4, 8\]"),
+        "dtype": (query.half(), "have dtype float32; got float16"),
+        "strides": (wide[:, 0], "be contiguous; got strides"),
+        "negated": (torch.randn(4, 4, 8, dtype=torch.cfloat).conj().imag, "not be a lazily neg"),
+    }
+
+
+@pytest.mark.parametrize("name", refused_outs())
+def test_refused_out(name: str) -> None:
+    out, rule = refused_outs()[name]
+    with pytest.raises((ValueError, TypeError), match=f"^paged_attention: out must {rule}"):
+        OPS.paged_attention(*tensors(attention()), 0.5, out=out)
+
+
+def test_out_that_overlaps_an_operand() -> None:
+    query, cache, *rest = tensors(attention())
+    size = query.numel()
+    rule = "^paged_attention: out must share no memory with an argument; got memory of"
+    memory = torch.zeros(2 * size)
+    for first in (0, 1, size - 1):
+        out = memory[first : first + size].view(query.shape)
+        with pytest.raises(ValueError, match=f"{rule} query"):
+            OPS.paged_attention(memory[:size].view(query.shape), cache, *rest, 0.5, out=out)
+    with pytest.raises(ValueError, match=f"{rule} kv_cache"):
+        OPS.paged_attention(query, cache, *rest, 0.5, out=cache.flatten()[:size].view(query.shape))
+
+
+def test_out_right_after_the_rows_of_the_query() -> None:
+    query, *rest = tensors(attention())
+    size, width = query.numel(), query[0].numel()
+    memory = torch.zeros(3 * size)
+    columns = memory[: 2 * size].view(len(query), 2 * width)
+    out = memory[2 * size :].view(query.shape)
+    rows = columns[:, width:].view(query.shape)  # ends where `out` begins
+    rows.copy_(query)
+    assert torch.equal(
+        OPS.paged_attention(rows, *rest, 0.5, out=out), OPS.paged_attention(query, *rest, 0.5)
+    )
+
+
+def test_out_follows_the_rules_of_autograd() -> None:
+    operands = tensors(attention())
+    out = torch.zeros_like(operands[0])
+    OPS.paged_attention(*operands, 0.5, out=out)
+    assert out._version == 1
+    with pytest.raises(NotImplementedError, match="^paged_attention: inference only"):
+        OPS.paged_attention(*operands, 0.5, out=torch.zeros_like(out).requires_grad_())
+    with torch.inference_mode():
+        out = torch.zeros_like(out)
+    with pytest.raises(RuntimeError, match="^paged_attention: out must be a normal tensor"):
+        OPS.paged_attention(*operands, 0.5, out=out)
+    meta = torch.zeros_like(operands[0], device="meta")
+    with pytest.raises(ValueError, match="^paged_attention: all tensors must be on one device"):
+        OPS.paged_attention(*operands, 0.5, out=meta)
