@@ -142,6 +142,16 @@ class Scheduler:
                 self.running.remove(request)
                 self.finished.append(request)
 
+    def cancel(self, number: int) -> bool:
+        """Drops a request that waits or runs, between two steps. False if it is neither."""
+        for requests in (self.running, self.waiting):
+            for request in requests:
+                if request.number == number:
+                    self._release(request)
+                    requests.remove(request)
+                    return True
+        return False
+
     def _request(self, number: int, arrival: Arrival) -> Request:
         limit = self.limits.max_tokens_per_seq
         prompt = min(max(arrival.prompt_tokens, 1), limit - 1)

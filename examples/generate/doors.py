@@ -73,7 +73,7 @@ class TorchDoor(Door):
     backend: str | None = None  # of torch.compile
 
     def __init__(self, checkpoint: Checkpoint, limits: Limits) -> None:
-        self._model = Llama(checkpoint.config, checkpoint.weights).to(self.device)
+        self._model = self._new_model(checkpoint).to(self.device)
         self._caches = self._model.new_caches(limits.num_blocks, limits.block_size)
         self._forward: Callable[..., torch.Tensor] = self._model
         if self.backend:
@@ -90,6 +90,9 @@ class TorchDoor(Door):
     def compiles(self) -> int:
         """As in Door."""
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"] - self._graphs_before)
+
+    def _new_model(self, checkpoint: Checkpoint) -> Llama:
+        return Llama(checkpoint.config, checkpoint.weights)
 
     def _place(self, batch: Batch) -> Batch:
         return Batch(*(torch.from_numpy(array).to(self.device) for array in batch))
@@ -136,10 +139,29 @@ class OpenXlaDoor(TorchXlaDoor):
     backend = "openxla"
 
 
+class VllmTorchXlaDoor(TorchXlaDoor):
+    """vLLM's attention layers in torch_xla's lazy mode."""
+
+    def _new_model(self, checkpoint: Checkpoint) -> Llama:
+        try:
+            from examples.generate.llama_vllm import VllmLlama  # noqa: PLC0415  (needs vLLM)
+        except ImportError as error:
+            raise ValueError(str(error)) from error
+        return VllmLlama(checkpoint.config, checkpoint.weights)
+
+
+class VllmOpenXlaDoor(VllmTorchXlaDoor):
+    """vLLM's attention layers in torch.compile with torch_xla's backend."""
+
+    backend = "openxla"
+
+
 DOORS: dict[str, Callable[[Checkpoint, Limits], Door]] = {
     "jax": JaxDoor,
     "torch": TorchDoor,
     "torch_xla": TorchXlaDoor,
     "openxla": OpenXlaDoor,
     "inductor": InductorDoor,
+    "vllm-torch_xla": VllmTorchXlaDoor,
+    "vllm-openxla": VllmOpenXlaDoor,
 }

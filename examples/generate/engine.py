@@ -19,7 +19,7 @@ class Answer:
     """What has been generated for a prompt."""
 
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # of the tokens, where the door tells them
+    logprobs: list[float] = field(default_factory=list)  # of the tokens; empty: not known
     seconds: list[float] = field(default_factory=list)  # when each token came, since the start
 
     def add(self, token: int, second: float) -> None:

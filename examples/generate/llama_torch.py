@@ -107,10 +107,18 @@ class Attention(nn.Module):
         )
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
+        attended = self.attend(_rotate(query, rope), _rotate(key, rope), value, cache, batch)
+        output: Tensor = self.o_proj(attended.flatten(1))
+        return output
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, batch: Batch
+    ) -> Tensor:
+        """Writes keys and values, and returns what the queries attend to, in their shape."""
         ops = torch.ops.xla_gpu
-        ops.kv_cache_update(cache, _rotate(key, rope), value, batch.slot_mapping)
-        attended = ops.paged_attention(
-            _rotate(query, rope),
+        ops.kv_cache_update(cache, key, value, batch.slot_mapping)
+        attended: Tensor = ops.paged_attention(
+            query,
             cache,
             batch.context_lens,
             batch.block_tables,
@@ -119,8 +127,7 @@ class Attention(nn.Module):
             self.head_size**-0.5,
             self.window,
         )
-        output: Tensor = self.o_proj(attended.flatten(1))
-        return output
+        return attended
 
 
 class Mlp(nn.Module):

@@ -23,7 +23,7 @@ def headlines(result: Result) -> list[Headline]:
     rates = {name: door.generation.tokens_per_second for name, door in result.doors.items()}
     fastest = max(rates, key=lambda name: rates[name])
     late = sum(door.late_programs for door in doors)
-    difference = max(door.max_difference for door in doors)
+    differences = [x for door in doors if (x := door.max_difference) is not None]
     must = result.is_exact
     found = [
         Headline(
@@ -31,7 +31,6 @@ def headlines(result: Result) -> list[Headline]:
             "the same" if result.same_tokens else "different",
             result.same_tokens or not must,
         ),
-        Headline("largest difference of a log-probability", f"{difference:.1g}", difference < 0.5),
         Headline(
             "custom calls",
             "identical" if result.same_custom_calls else "different",
@@ -40,6 +39,10 @@ def headlines(result: Result) -> list[Headline]:
         Headline("programs compiled while generating", str(late), late == 0),
         Headline("tokens per second", f"{rates[fastest]:,.0f} ({fastest})", True),
     ]
+    if differences:
+        largest = max(differences)
+        label = "largest difference of a log-probability"
+        found.insert(1, Headline(label, f"{largest:.1g}", largest < 0.5))
     if result.sampling.is_greedy:
         equal = min(door.equal_answers for door in doors)
         answers = f"{equal} of {len(result.prompts)}"
@@ -62,7 +65,7 @@ def rows(result: Result) -> list[list[str]]:
                 f"{door.seconds_to_open:.1f} s",
                 str(door.programs) if door.programs else "none",
                 f"{door.equal_answers} of {len(result.prompts)}",
-                f"{door.max_difference:.1g}",
+                "" if door.max_difference is None else f"{door.max_difference:.1g}",
             ]
             for name, door in result.doors.items()
         ),

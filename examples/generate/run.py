@@ -17,6 +17,7 @@ from examples.scheduler import Limits
 from harness import hlo
 
 NAMES = [*DOORS, *transformers_door.ATTENTION]
+ALL = [name for name in NAMES if not name.startswith("vllm")]  # vLLM is rarely installed
 _TARGETS = ("xla_gpu_kv_cache_update", "xla_gpu_paged_attention")
 
 
@@ -38,12 +39,18 @@ class DoorResult:
         return sum(answer.tokens == scores.best for answer, scores in pairs)
 
     @property
-    def max_difference(self) -> float:
-        """The largest difference of a log-probability from transformers' eager attention."""
+    def max_difference(self) -> float | None:
+        """The largest difference of a log-probability from transformers' eager attention; None if
+        the door tells none."""
+        pairs = zip(self.generation.answers, self.scores, strict=True)
         return max(
-            abs(ours - theirs)
-            for answer, scores in zip(self.generation.answers, self.scores, strict=True)
-            for ours, theirs in zip(answer.logprobs, scores.logprobs, strict=True)
+            (
+                abs(ours - theirs)
+                for answer, scores in pairs
+                if answer.logprobs
+                for ours, theirs in zip(answer.logprobs, scores.logprobs, strict=True)
+            ),
+            default=None,
         )
 
 

@@ -68,7 +68,8 @@ def generate(
             now = time.perf_counter() - start
             for token in output.generated_tokens[len(answer.tokens) :]:
                 answer.add(token, now)
-            answer.logprobs = list(output.logprobs)
+            if sampling.is_greedy:  # else they are those after temperature and top-p
+                answer.logprobs = list(output.logprobs)
             running -= output.is_finished()
             on_step(answers)
         return Generation(answers, time.perf_counter() - start)

@@ -266,7 +266,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_the_report_in_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     warm = ("--temperature", "0.8", "--top-p", "0.9", "--seed", "7")
-    assert command(folder, "--prompt", "w5 [w9]", "--door", "torch", *warm) == 0
+    assert command(folder, "--prompt", "w5 [w9]", "--door", "torch", "transformers", *warm) == 0
     text = capsys.readouterr().out
     for words in ("w5 [w9]", "tokens per second", "temperature 0.8, top-p 0.9, seed 7"):
         assert words in text

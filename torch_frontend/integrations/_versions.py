@@ -3,8 +3,9 @@
 from importlib import import_module
 
 
-def require(library: str, tried: str) -> None:
-    """Raises an ImportError unless a version of the library that starts with ``tried`` is there.
+def require(library: str, *tried: str) -> None:
+    """Raises an ImportError unless the library is there in a version that was ``tried``, or whose
+    number begins with one of those.
 
     The module is asked, not the installer: torch_xla 2.9 brings a folder with an older torchax.
     """
@@ -14,5 +15,6 @@ def require(library: str, tried: str) -> None:
         version = import_module(library).__version__
     except ModuleNotFoundError as error:
         raise ImportError(f"{who} needs {library}, which is not installed: {extra}") from error
-    if not f"{version}.".startswith(f"{tried}."):
-        raise ImportError(f"{who} was tried with {library} {tried} only; got {version}: {extra}")
+    if not f"{version}.".startswith(tuple(f"{x}." for x in tried)):
+        versions = " and ".join(tried)
+        raise ImportError(f"{who} was tried with {library} {versions} only; got {version}: {extra}")

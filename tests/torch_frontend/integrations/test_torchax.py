@@ -16,6 +16,6 @@ def test_torchax() -> None:
     except metadata.PackageNotFoundError:
         pytest.skip("pip install 'xla-paged-attention[torchax]'")
     cases = Path(__file__).with_name("torchax_cases.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)]
+    command = [sys.executable, "-m", "pytest", "-q", str(cases)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -1,0 +1,316 @@
+"""vLLM serves models on our attention: the tokens are those of transformers' eager attention.
+
+These tests need an environment with vLLM for the CPU: ``make test-vllm``.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+os.environ |= {  # before vLLM is imported
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.model_executor.layers import utils
+
+from examples.generate.checkpoint import unpacked
+from harness import reference
+from shared_ffi import eager
+from tests.support.model_families import FAMILIES, model_of
+from torch_frontend.integrations import vllm as integration
+
+OURS = "CUSTOM"
+PROMPT_LENGTHS = (1, 12, 13, 14, 40, 100)
+NEW_TOKENS = 16
+
+
+def model_for_vllm(family: str, **changes: Any) -> Any:
+    if not family.startswith(("bloom", "gemma")):
+        return model_of(family, **changes)
+    model = model_of(family, tie_word_embeddings=True, **changes)  # vLLM knows no other
+    torch.manual_seed(0)  # with large embeddings a model repeats its last token
+    torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.02)
+    return model
+
+
+def prompts() -> list[list[int]]:
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randint(2, 97, (n,), generator=draw).tolist() for n in PROMPT_LENGTHS]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Saves the model of a family, once."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def save(family: str, **changes: Any) -> Path:
+        path = folder / f"{family}{changes or ''}"
+        if not path.exists():
+            model_for_vllm(family, **changes).save_pretrained(path)
+        return path
+
+    return save
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Any]]:
+    """Starts vLLM in this process, without a tokenizer."""
+    engines = []
+
+    def start(path: Path, **options: Any) -> Any:
+        options = {
+            "attention_backend": OURS,
+            "dtype": "float32",
+            "max_model_len": 256,
+            "block_size": 32,
+            "enforce_eager": True,
+            "seed": 0,
+        } | options
+        engines.append(LLM(str(path), skip_tokenizer_init=True, **options))
+        return engines[-1]
+
+    yield start
+    while engines:
+        engines.pop().llm_engine.engine_core.shutdown()
+    gc.collect()
+    cleanup_dist_env_and_memory()
+
+
+def tokens_of(engine: Any, texts: list[list[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
+    outputs = engine.generate(
+        [{"prompt_token_ids": x} for x in texts],
+        SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False),
+        use_tqdm=False,
+    )
+    return [[*output.outputs[0].token_ids] for output in outputs]
+
+
+def expected_tokens(family: str) -> list[list[int]]:
+    model, wanted = model_for_vllm(family), []
+    for prompt in prompts():
+        tokens = torch.tensor([prompt])
+        mask = torch.ones_like(tokens)
+        output = model.generate(
+            tokens, do_sample=False, max_new_tokens=NEW_TOKENS, attention_mask=mask
+        )
+        wanted.append(output[0, len(prompt) :].tolist())
+    assert sum(len(set(x)) for x in wanted) > 3 * len(wanted), "too easy"
+    return wanted
+
+
+def attention_layers(engine: Any) -> list[Any]:
+    config = engine.llm_engine.vllm_config
+    return [*config.compilation_config.static_forward_context.values()]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, set[int]]]:
+    """The names of the ops that run, with the addresses of what they read and write."""
+    run, made = eager.run_on_cpu, list[tuple[str, set[int]]]()
+
+    def recorded(call: Any, operands: list[int], results: list[int], num_threads: int) -> None:
+        made.append((call.op, {*operands, *results}))
+        run(call, operands, results, num_threads)
+
+    monkeypatch.setattr(eager, "run_on_cpu", recorded)
+    return made
+
+
+# vLLM has no experts on this CPU, and no windows for some layers of Qwen3 only.
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"gpt-oss", "qwen3-window"}))
+def test_families(family: str, checkpoint: Any, serve: Any, calls: Any) -> None:
+    engine = serve(checkpoint(family))
+    assert {type(x.impl) for x in attention_layers(engine)} == {integration.XlaGpuAttentionImpl}
+    assert tokens_of(engine, prompts()) == expected_tokens(family)
+    assert calls
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
+def test_layouts(layout: str, checkpoint: Any, serve: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
+    engine = serve(checkpoint("llama"))
+    assert engine.llm_engine.vllm_config.cache_config.kv_cache_layout == layout
+    assert tokens_of(engine, prompts()) == expected_tokens("llama")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_chunked_prefill_and_prefix_caching(family: str, checkpoint: Any, serve: Any) -> None:
+    limits = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "enable_chunked_prefill": True}
+    engine = serve(checkpoint(family), enable_prefix_caching=True, **limits)
+    expected = expected_tokens(family)
+    assert tokens_of(engine, prompts()) == expected
+    assert tokens_of(engine, prompts()) == expected  # from the cache
+
+
+def test_preemption(checkpoint: Any, serve: Any) -> None:
+    """A pool for two of the six sequences."""
+    engine = serve(checkpoint("llama"), num_gpu_blocks_override=9)
+    assert tokens_of(engine, prompts()) == expected_tokens("llama")
+
+
+def test_torch_compile(checkpoint: Any, serve: Any) -> None:
+    engine = serve(checkpoint("llama"), enforce_eager=False)
+    assert tokens_of(engine, prompts()) == expected_tokens("llama")
+
+
+def test_bfloat16_does_not_depend_on_the_batch(checkpoint: Any, serve: Any) -> None:
+    engine = serve(checkpoint("llama"), dtype="bfloat16", enable_prefix_caching=False)
+    alone = [tokens_of(engine, [prompt])[0] for prompt in prompts()]
+    assert tokens_of(engine, prompts()) == alone
+    assert tokens_of(engine, prompts()[::-1]) == alone[::-1]
+
+
+def test_a_real_model_alone_and_in_a_batch(serve: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """In bfloat16, with linear layers in float64: PyTorch's depend on the size of the batch."""
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", _linear_in_float64)
+    engine = serve(unpacked(tmp_path / "model"), dtype="bfloat16", max_num_batched_tokens=64)
+    draw = torch.Generator().manual_seed(2)
+    texts = [torch.randint(100, 40000, (n,), generator=draw).tolist() for n in range(3, 48, 3)]
+    alone = [tokens_of(engine, [text])[0] for text in texts]
+    assert tokens_of(engine, texts) == alone
+    assert tokens_of(engine, texts[::-1]) == alone[::-1]
+
+
+def _linear_in_float64(layer: Any, remove_weight: bool) -> None:
+    weight = layer.weight.detach().double()
+
+    def run(x: torch.Tensor, _: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        result = torch.nn.functional.linear(
+            x.double(), weight, None if bias is None else bias.double()
+        )
+        return result.to(x.dtype)
+
+    layer.cpu_linear = run
+
+
+def test_nothing_is_copied(checkpoint: Any, serve: Any, calls: Any, monkeypatch: Any) -> None:
+    """The ops get the memory that vLLM has, and a step has two of them for each layer."""
+    seen = list[set[int]]()
+    forward = integration.XlaGpuAttentionImpl.forward
+    update = integration.XlaGpuAttentionImpl.do_kv_cache_update
+
+    def recorded(self: Any, layer: Any, *tensors: Any, **keywords: Any) -> Any:
+        query, _, _, kv_cache, metadata, *_ = tensors
+        output = keywords["output"]
+        if metadata is not None:
+            seen.append({x.data_ptr() for x in (query, kv_cache, output)})
+        return forward(self, layer, *tensors, **keywords)
+
+    def recorded_update(self: Any, layer: Any, *tensors: torch.Tensor) -> None:
+        seen.append({x.data_ptr() for x in tensors})
+        update(self, layer, *tensors)
+
+    monkeypatch.setattr(integration.XlaGpuAttentionImpl, "forward", recorded)
+    monkeypatch.setattr(integration.XlaGpuAttentionImpl, "do_kv_cache_update", recorded_update)
+    engine = serve(checkpoint("llama"))
+    calls.clear()
+    seen.clear()
+    tokens_of(engine, prompts(), new_tokens=4)
+    layers = len(attention_layers(engine))
+    assert [op for op, _ in calls] == ["kv_cache_update", "paged_attention"] * (len(calls) // 2)
+    assert len(calls) == len(seen) and len(calls) % (2 * layers) == 0
+    for given, (op, addresses) in zip(seen, calls, strict=True):
+        assert given <= addresses, op
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
+def test_fp8_caches_are_as_exact_as_vllms(dtype: str, checkpoint: Any, serve: Any) -> None:
+    """Log-probabilities beside those with a cache in float32: with k and v scales that are not 1,
+    the mean error is at most 1.2 of that with vLLM's own kernel."""
+    path = checkpoint("llama", head_dim=32)  # vLLM's kernel wants a multiple of 32
+    exact = logprobs(serve(path))
+    errors = {}
+    for backend in (OURS, None):
+        engine = serve(path, attention_backend=backend, kv_cache_dtype=dtype)
+        for layer in attention_layers(engine):
+            layer._k_scale.fill_(0.25)
+            layer._v_scale.fill_(0.5)
+            layer._k_scale_float, layer._v_scale_float = 0.25, 0.5
+        errors[backend] = (logprobs(engine) - exact).abs().mean().item()
+    assert 0 < errors[OURS] < 1.2 * errors[None], errors
+
+
+def logprobs(engine: Any) -> torch.Tensor:
+    """Of the tokens of the longest prompt."""
+    parameters = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    prompt = {"prompt_token_ids": prompts()[-1]}
+    (output,) = engine.generate([prompt], parameters, use_tqdm=False)
+    pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    return torch.tensor([given[token].logprob for token, given in pairs])
+
+
+def test_sinks() -> None:
+    """vLLM runs no model with sinks on the CPU. They come in the dtype of the model."""
+    sinks = torch.randn(4).bfloat16()
+    impl = integration.XlaGpuAttentionImpl(4, 8, 0.5, num_kv_heads=2, sliding_window=3, sinks=sinks)
+    impl.process_weights_after_loading(torch.bfloat16)
+    query, kv_cache = torch.randn(3, 4, 8), torch.randn(2, 2, 16, 16)
+    metadata = integration.XlaGpuMetadata(
+        num_actual_tokens=2,
+        context_lens=torch.tensor([5], dtype=torch.int32),
+        block_tables=torch.tensor([[1]], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, 2], dtype=torch.int32),
+        num_seqs=torch.tensor([1], dtype=torch.int32),
+        max_query_len=None,
+        causal=True,
+    )
+    output = torch.full_like(query, torch.nan)
+    impl.forward(None, query, query, query, kv_cache, metadata, output=output)
+    expected = reference.paged_attention(
+        query[:2].numpy(),
+        kv_cache.numpy(),
+        *(x.numpy() for x in (metadata.context_lens, metadata.block_tables)),
+        *(x.numpy() for x in (metadata.query_start_loc, metadata.num_seqs)),
+        0.5,
+        3,
+        kv_layout="nhb(2d)",
+        sinks=sinks.float().numpy(),
+    )
+    torch.testing.assert_close(
+        output[:2].double(), torch.from_numpy(expected), atol=1e-5, rtol=1e-5
+    )
+    assert output[2].isnan().all()  # padding
+
+
+def test_a_cache_that_is_not_supported(checkpoint: Any, serve: Any) -> None:
+    with pytest.raises(Exception, match="xla_gpu: .*kv_cache_dtype not supported"):
+        serve(checkpoint("llama"), kv_cache_dtype="int8_per_token_head")
+
+
+def test_a_quantized_output_is_refused() -> None:
+    impl = object.__new__(integration.XlaGpuAttentionImpl)
+    scale = torch.ones(())
+    with pytest.raises(NotImplementedError, match="^xla_gpu: quantized outputs"):
+        impl.forward(None, *[scale] * 4, None, output=scale, output_scale=scale)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "encoder_only", "encoder_decoder"])
+def test_encoders_are_refused(kind: str) -> None:
+    message = f"^xla_gpu: attention type {kind} is not supported"
+    with pytest.raises(NotImplementedError, match=message):
+        integration.XlaGpuAttentionImpl(4, 16, 0.25, attn_type=kind)
+
+
+def test_a_batch_with_causal_sequences_and_others_is_refused() -> None:
+    builder = object.__new__(integration.XlaGpuMetadataBuilder)
+    common = type("Common", (), {"causal": torch.tensor([True, False])})
+    with pytest.raises(NotImplementedError, match="^xla_gpu: all sequences of a batch must be"):
+        builder.build(0, common)
+
+
+def test_other_choices_are_vllms(checkpoint: Any, serve: Any) -> None:
+    engine = serve(checkpoint("llama"), attention_backend=None)
+    assert {type(x.impl).__name__ for x in attention_layers(engine)} == {"CPUAttentionBackendImpl"}

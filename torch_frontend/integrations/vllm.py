@@ -1,0 +1,370 @@
+"""vLLM's attention on these ops: ``vllm serve MODEL --attention-backend CUSTOM``.
+
+vLLM calls `register` in each of its processes, because the package names it as an entry point in
+the group ``vllm.general_plugins``. The cache of a layer is vLLM's own tensor, ``[num_blocks,
+num_kv_heads, block_size, 2 * head_size]`` with strides of vLLM's choice. The ops write and read it
+where it lies.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+import torch_frontend  # noqa: F401  (defines the ops)
+from shared_ffi.paged_attention import MAX_HEAD_SIZE
+from torch_frontend.integrations._versions import require
+
+require("vllm", "0.32", "0.33")
+
+from vllm.v1.attention import backend as _vllm  # noqa: E402
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # noqa: E402
+from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
+
+if TYPE_CHECKING:  # the types are to be known where vLLM is not installed, too
+
+    class _Base:
+        device: torch.device
+
+        def __init__(self, *arguments: Any) -> None: ...
+
+    class _Backend(_Base): ...
+
+    class _Metadata(_Base): ...
+
+    class _MetadataBuilder(_Base): ...
+
+    class _Impl(_Base): ...
+
+else:
+    _Backend = _vllm.AttentionBackend
+    _Metadata = _vllm.AttentionMetadata
+    _MetadataBuilder = _vllm.AttentionMetadataBuilder
+    _Impl = _vllm.AttentionImpl
+
+_NAME = "xla_gpu"
+_OPS = torch.ops.xla_gpu
+_KV_LAYOUT = "nhb(2d)"
+_FP8_DTYPES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+def register() -> None:
+    """Makes ``CUSTOM`` the name of this backend, on CUDA and on the CPU."""
+    backend = XlaGpuAttentionBackend
+    register_backend(AttentionBackendEnum.CUSTOM, f"{backend.__module__}.{backend.__qualname__}")
+    _accept_name_on_cpu()
+
+
+class XlaGpuAttentionBackend(_Backend):
+    """What vLLM asks before it chooses a backend."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+    ]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
+        "auto",
+        "float16",
+        "bfloat16",
+        *_FP8_DTYPES,
+    ]
+
+    @staticmethod
+    def get_name() -> str:
+        """The name that vLLM looks up in its list of backends."""
+        return AttentionBackendEnum.CUSTOM.name
+
+    @staticmethod
+    def get_impl_cls() -> type[XlaGpuAttentionImpl]:
+        """The class of a layer's attention."""
+        return XlaGpuAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[XlaGpuMetadataBuilder]:
+        """The class that makes the arguments which layers share."""
+        return XlaGpuMetadataBuilder
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Any head size up to the ops' largest."""
+        return 1 <= head_size <= MAX_HEAD_SIZE
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """All of vLLM's layouts; those with a head's keys side by side come first."""
+        preferred = (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
+        return (*preferred, *[x for x in KVCacheLayout if x not in preferred])
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Attention sinks, as gpt-oss has them."""
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Sliding windows, which may differ between layers."""
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Attention to all tokens of a sequence, if the whole batch has it."""
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        """A scale for each kv head of an fp8 cache."""
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """A sequence's output does not depend on the batch it is in."""
+        return True
+
+
+@dataclass
+class XlaGpuMetadata(_Metadata):
+    """The arguments of the ops that all layers of a group share in a step."""
+
+    num_actual_tokens: int
+    """The tokens after these are padding."""
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    query_start_loc: torch.Tensor
+    num_seqs: torch.Tensor
+    max_query_len: int | None
+    causal: bool
+
+
+class XlaGpuMetadataBuilder(_MetadataBuilder):
+    """Makes the arguments of the ops from vLLM's; copies none of its tensors."""
+
+    # Shapes alone decide what the ops launch.
+    _cudagraph_support: Any = _vllm.AttentionCGSupport.ALWAYS
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        max_seqs = vllm_config.scheduler_config.max_num_seqs
+        self._numbers = torch.arange(max_seqs + 1, dtype=torch.int32)
+        if device.type != "xla":  # there, a slice of it would be another program for each number
+            self._numbers = self._numbers.to(device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: Any,
+        fast_build: bool = False,
+    ) -> XlaGpuMetadata:
+        """Returns the arguments for a step.
+
+        Raises:
+            NotImplementedError: some sequences of the batch are causal and others are not.
+        """
+        common = common_attn_metadata
+        if isinstance(common.causal, torch.Tensor):
+            raise NotImplementedError(f"{_NAME}: all sequences of a batch must be causal, or none")
+        num_seqs = common.num_reqs
+        return XlaGpuMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            context_lens=common.seq_lens,
+            block_tables=common.block_table_tensor,
+            query_start_loc=common.query_start_loc,
+            num_seqs=self._numbers[num_seqs : num_seqs + 1].to(self.device),
+            # Only this length is exact when a CUDA graph is replayed.
+            max_query_len=1 if common.max_query_len == 1 else None,
+            causal=common.causal,
+        )
+
+
+class XlaGpuAttentionImpl(_Impl):
+    """The attention of a layer.
+
+    Args:
+        num_heads: of the query.
+        head_size: of keys and values.
+        scale: factor of ``q . k``.
+        num_kv_heads: None: as `num_heads`.
+        alibi_slopes: one for each head.
+        sliding_window: the number of tokens that a token attends to, itself included.
+        kv_cache_dtype: "auto" for the model's, or one of fp8.
+        logits_soft_cap: None or 0: no cap.
+        attn_type: must be that of a decoder.
+        kv_sharing_target_layer_name: of the layer whose cache this one reads.
+        sinks: ``[num_heads]``, of any floating-point dtype.
+
+    Raises:
+        NotImplementedError: the attention of an encoder or to one, or a cache of another dtype.
+    """
+
+    can_return_lse_for_decode = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        backend: Any = XlaGpuAttentionBackend
+        if not backend.supports_attn_type(attn_type):
+            raise NotImplementedError(f"{_NAME}: attention type {attn_type} is not supported")
+        if not backend.supports_kv_cache_dtype(kv_cache_dtype):
+            raise NotImplementedError(f"{_NAME}: kv_cache_dtype {kv_cache_dtype} is not supported")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale: float = float(scale)
+        self.num_kv_heads: int = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.attn_type = attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks: torch.Tensor | None = sinks
+        self._sliding_window = sliding_window
+        self._soft_cap = logits_soft_cap or None
+        self._fp8 = _FP8_DTYPES.get(kv_cache_dtype)
+        self._alibi_slopes = (
+            None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        )
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Converts the sinks, a weight of the model, for the ops."""
+        if self.sinks is not None:
+            self.sinks = self.sinks.detach().float()
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Writes new keys and values into the cache, in place.
+
+        Args:
+            layer: has the scales of an fp8 cache.
+            key: ``[num_tokens, num_kv_heads, head_size]``.
+            value: as `key`.
+            kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
+            slot_mapping: ``[at most num_tokens]`` int64; a negative slot is padding.
+        """
+        num_tokens = len(slot_mapping)
+        _OPS.kv_cache_update(
+            self._cache(kv_cache),
+            key[:num_tokens],
+            value[:num_tokens],
+            slot_mapping,
+            kv_layout=_KV_LAYOUT,
+            **self._scales(layer),
+        )
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: XlaGpuMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attends to the cache.
+
+        Args:
+            layer: has the scales of an fp8 cache.
+            query: ``[num_tokens, num_heads, head_size]``.
+            key: not used; the cache has the new keys already.
+            value: likewise.
+            kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
+            attn_metadata: None while vLLM measures its memory; nothing is computed then.
+            output: as `query`; written to.
+            output_scale: must be None.
+            output_block_scale: must be None.
+
+        Returns:
+            `output`.
+
+        Raises:
+            NotImplementedError: the output is to be quantized.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError(f"{_NAME}: quantized outputs are not supported")
+        if attn_metadata is None:
+            return output
+        step, num_tokens = attn_metadata, attn_metadata.num_actual_tokens
+        _OPS.paged_attention(
+            query[:num_tokens],
+            self._cache(kv_cache),
+            step.context_lens,
+            step.block_tables,
+            step.query_start_loc,
+            step.num_seqs,
+            self.scale,
+            self._sliding_window,
+            self._soft_cap,
+            kv_layout=_KV_LAYOUT,
+            sinks=self.sinks,
+            alibi_slopes=self._alibi_slopes,
+            causal=step.causal,
+            max_query_len=step.max_query_len,
+            out=output[:num_tokens],
+            **self._scales(layer),
+        )
+        return output
+
+    def _cache(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """vLLM's tensors are bytes where the cache is fp8."""
+        return kv_cache if self._fp8 is None else kv_cache.view(self._fp8)
+
+    def _scales(self, layer: Any) -> dict[str, torch.Tensor]:
+        if self._fp8 is None:
+            return {}
+        return {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+
+
+def _accept_name_on_cpu() -> None:
+    """Makes vLLM's platform for the CPU obey the choice. It has one backend and takes that."""
+    from vllm.platforms.cpu import CpuPlatform  # noqa: PLC0415  (vLLM loads one platform only)
+
+    upstream: Any = CpuPlatform.get_attn_backend_cls
+    if hasattr(upstream, "__wrapped__"):
+        return
+
+    @functools.wraps(upstream)
+    def choose(
+        cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        if selected_backend != AttentionBackendEnum.CUSTOM:
+            return upstream.__func__(cls, selected_backend, attn_selector_config, num_heads)
+        backend: Any = XlaGpuAttentionBackend
+        reasons = backend.validate_configuration(
+            device_capability=None, **attn_selector_config._asdict()
+        )
+        if reasons:
+            raise ValueError(f"{_NAME}: not for this model: {', '.join(reasons)}")
+        return selected_backend.get_path()
+
+    platform: Any = CpuPlatform
+    platform.get_attn_backend_cls = classmethod(choose)
