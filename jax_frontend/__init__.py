@@ -5,10 +5,10 @@
 
 try:
     import jax
-except ImportError as error:
+except ImportError as _error:
     raise ImportError(
         "jax_frontend needs JAX, which is not installed: pip install 'xla-paged-attention[jax]'"
-    ) from error
+    ) from _error
 
 from jax_frontend.kv_cache_update import kv_cache_update
 from jax_frontend.merge_attention import merge_attention

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jax_frontend._call import requires_arrays
 from jax_frontend._update_and_attend import (
     PACKED_PAIRS,
     block_tables_of,
@@ -17,6 +18,7 @@ from shared_ffi.spec import shape_error
 OP = "ragged_paged_attention_hd64"
 
 
+@requires_arrays(OP)
 def ragged_paged_attention_hd64(
     queries: jax.Array,
     keys: jax.Array,

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jax_frontend._call import requires_arrays
 from jax_frontend._update_and_attend import (
     PACKED_ROWS,
     block_tables_of,
@@ -31,6 +32,7 @@ _TUNING = {
 }
 
 
+@requires_arrays(OP)
 def ragged_paged_attention_v3(
     queries: jax.Array,
     keys: jax.Array,

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jax_frontend._call import requires_arrays
 from jax_frontend._update_and_attend import (
     PACKED_ROWS,
     block_tables_of,
@@ -23,6 +24,7 @@ from shared_ffi.spec import shape_error, value_error
 RAGGED, UNIFIED = "ejkernel.ragged_page_attention_v3", "ejkernel.unified_attention"
 
 
+@requires_arrays(RAGGED)
 def ragged_page_attention_v3(
     queries: jax.Array,
     keys: jax.Array,
@@ -146,6 +148,7 @@ def _ragged_page_attention(
     )
 
 
+@requires_arrays(UNIFIED)
 def unified_attention(
     queries: jax.Array,
     key_cache: jax.Array,

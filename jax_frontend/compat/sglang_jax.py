@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_frontend._call import requires_arrays
 from jax_frontend._update_and_attend import PACKED_ROWS, check_shape, update_and_attend
 from jax_frontend.compat._refusal import refuse
 from shared_ffi.spec import shape_error
@@ -14,6 +15,7 @@ from shared_ffi.spec import shape_error
 OP = "sglang_jax.ragged_paged_attention"
 
 
+@requires_arrays(OP)
 def ragged_paged_attention(
     queries: jax.Array,
     keys: jax.Array,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -51,6 +52,81 @@ def test_tpu_inference() -> None:
     assert tpu_inference.ragged_paged_attention_hd64 is jax_frontend.ragged_paged_attention_hd64
     assert tpu_inference.ragged_paged_attention_v2 is jax_frontend.ragged_paged_attention
     assert pallas_tpu.ragged_paged_attention is jax_frontend.ragged_paged_attention
+
+
+PAGE = 32
+
+
+def runs_of_rows() -> tuple[np.ndarray, ...]:
+    """Whole pages, parts of pages and single rows; two columns of slices are padding."""
+    rng = np.random.default_rng(0)
+    lengths = np.array([7, PAGE, PAGE, 1, 1, 9, 99, 5])
+    places = np.array([2 * PAGE - 7, 2 * PAGE, 4 * PAGE, 5 * PAGE + 6, 0, 7 * PAGE + 3, 0, 0])
+    slices = np.stack([places, np.cumsum(lengths) - lengths, lengths]).astype(I32)
+    new_kv, kv_cache = (rng.standard_normal((n, 8, 16)).astype(F32) for n in (100, 8 * PAGE))
+    return new_kv, slices, kv_cache, np.array([6], I32)
+
+
+@pytest.mark.parametrize("spec", [None, P(None, "heads")], ids=["one", "divided"])
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_tpu_inference_kv_cache_update(spec: Any, is_checked: bool) -> None:
+    new_kv, slices, kv_cache, num_slices = runs_of_rows()
+    expected = kv_cache.copy()
+    for place, first, length in slices[:, : num_slices[0]].T:
+        expected[place : place + length] = new_kv[first : first + length]
+    mesh = None if spec is None else Mesh(np.array(jax.devices()[:4]), "heads")
+    updated = tpu_inference.kv_cache_update(
+        *map(jnp.asarray, (new_kv, slices, kv_cache, num_slices)),
+        page_size=PAGE,
+        mesh=mesh,
+        kv_cache_pspec=spec,
+        dynamic_validate_inputs=is_checked,
+    )
+    assert_same_bits(np.asarray(updated), expected)
+
+
+@pytest.mark.parametrize(
+    ("row", "run", "value", "rule"),
+    [
+        (0, 0, -1, "lie in the 256 rows of kv_cache"),
+        (0, 3, 256, "lie in the 256 rows of kv_cache"),
+        (0, 0, PAGE - 1, "lie in one page of 32 rows"),
+        (0, 4, 5 * PAGE + 6, "name rows of the cache that no other slice names"),
+        (1, 0, -1, "lie in the 100 rows of new_kv"),
+        (1, 5, 99, "lie in the 100 rows of new_kv"),
+        (1, 1, 8, "begin at row 7 of new_kv, where the last ends"),
+        (2, 2, 0, "have 1 to page_size=32 rows"),
+        (2, 2, PAGE + 1, "have 1 to page_size=32 rows"),
+    ],
+)
+def test_tpu_inference_kv_cache_update_refuses_wrong_runs(
+    row: int, run: int, value: int, rule: str
+) -> None:
+    new_kv, slices, kv_cache, num_slices = runs_of_rows()
+    slices[row, run] = value
+    with pytest.raises(ValueError, match=rf"slices\[:, {run}\] must {rule}; got \["):
+        tpu_inference.kv_cache_update(
+            *map(jnp.asarray, (new_kv, slices, kv_cache, num_slices)),
+            page_size=PAGE,
+            dynamic_validate_inputs=True,
+        )
+
+
+def test_tpu_inference_kv_cache_update_refuses_wrong_arguments() -> None:
+    arrays = [*map(jnp.asarray, runs_of_rows())]
+    for place, name, array in (
+        (1, "slices", jnp.zeros((2, 3), I32)),
+        (3, "num_slices", jnp.int32(1)),
+    ):
+        wrong = [*arrays[:place], array, *arrays[place + 1 :]]
+        with pytest.raises(ValueError, match=rf"kv_cache_update: {name} must have shape \["):
+            tpu_inference.kv_cache_update(*wrong)
+    mesh = Mesh(np.array(jax.devices()), "heads")
+    with pytest.raises(ValueError, match="kv_cache_pspec must be given with mesh; got None"):
+        tpu_inference.kv_cache_update(*arrays, mesh=mesh)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="slot"):
+        wrong = arrays[1].at[0, 0].set(8 * PAGE)
+        jax.block_until_ready(tpu_inference.kv_cache_update(arrays[0], wrong, arrays[2], arrays[3]))
 
 
 # The arguments of `inputs`.
@@ -565,3 +641,29 @@ def test_refuses(name: str) -> None:
     call, message = REFUSED[name]
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         call()
+
+
+@pytest.mark.parametrize(
+    ("function", "op"),
+    [
+        (jax_frontend.ragged_paged_attention_v3, "ragged_paged_attention_v3"),
+        (jax_frontend.ragged_paged_attention_hd64, "ragged_paged_attention_hd64"),
+        (tpu_inference.kv_cache_update, "tpu_inference.kv_cache_update"),
+        (sglang_jax.ragged_paged_attention, "sglang_jax.ragged_paged_attention"),
+        (ejkernel.ragged_page_attention_v3, "ejkernel.ragged_page_attention_v3"),
+        (ejkernel.unified_attention, "ejkernel.unified_attention"),
+        (pallas_tpu.paged_attention, "pallas_tpu.paged_attention"),
+        (pallas_gpu.paged_attention, "pallas_gpu.paged_attention"),
+    ],
+)
+def test_an_array_that_is_missing(function: Any, op: str) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    names = [x.name for x in parameters if x.default is x.empty and x.kind is not x.VAR_KEYWORD]
+    may_be_none = {x.name for x in parameters if str(x.annotation).endswith("| None")}
+    assert len(names) > 3
+    for name in set(names) - may_be_none:
+        arrays = {each: None if each == name else jnp.ones((2, 2, 2)) for each in names}
+        with pytest.raises(TypeError, match=f"^{op}: {name} must be an array; got None$"):
+            function(**arrays)
+        with pytest.raises(TypeError, match=f"^{op}: {name} must be an array; got None$"):
+            function(*arrays.values())

@@ -64,8 +64,9 @@ def shard_by_heads(mesh: Mesh, case: Case) -> tuple[list[Any], dict[str, Any], d
     of_cache = along(mesh, kv_cache.ndim, HEAD_DIMS[case.kv_layout])
     operands = [put(query, along(mesh, 3, 1)), put(kv_cache, of_cache)]
     operands += [put(x, NamedSharding(mesh, P())) for x in metadata]
+    others = {"value_cache": of_cache, "tree_mask": NamedSharding(mesh, P())}
     keywords = {
-        name: put(x, of_cache if name == "value_cache" else along(mesh, x.ndim, x.ndim - 1))
+        name: put(x, others.get(name) or along(mesh, x.ndim, x.ndim - 1))
         for name, x in arrays.items()
     }
     return operands, keywords, options
@@ -80,6 +81,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "none": {},
     "lse": {"return_lse": True},
     "sinks-and-alibi": {"sinks": True, "alibi_slopes": True, "sliding_window": 30},
+    "trees": {"tree": "draft"},
     "one-query-head-each": {"num_heads": 8},
     "bf16": {"dtype": "bfloat16"},
     "one-scale": {"cache_dtype": "int8", "scales": "one"},

@@ -56,6 +56,7 @@ def _replace() -> None:
     _open_packages(root)
     for module, name, function in (
         ("v2.kernel", "ragged_paged_attention", tpu_inference.ragged_paged_attention_v2),
+        ("v2.ragged_kv_cache_update", "kv_cache_update", tpu_inference.kv_cache_update),
         ("v3.kernel", "ragged_paged_attention", tpu_inference.ragged_paged_attention),
         (
             "v3.kernel_hd64",

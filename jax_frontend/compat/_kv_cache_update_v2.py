@@ -1,0 +1,136 @@
+"""tpu-inference's ``kv_cache_update``, which goes with version 2 of its ragged paged attention."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jax_frontend import kv_cache_update as ours
+from jax_frontend._call import requires_arrays
+from shared_ffi.spec import shape_error, value_error
+
+OP = "tpu_inference.kv_cache_update"
+
+
+@requires_arrays(OP)
+def kv_cache_update(
+    new_kv: jax.Array,
+    slices: jax.Array,
+    kv_cache: jax.Array,
+    num_slices: jax.Array,
+    *,
+    page_size: int = 32,
+    num_slices_per_block: int | None = None,
+    mesh: Mesh | None = None,
+    kv_cache_pspec: PartitionSpec | None = None,
+    dynamic_validate_inputs: bool = False,
+    vmem_limit_bytes: int | None = None,
+) -> jax.Array:
+    """Copies runs of new rows, each within a page, into the cache, which is donated.
+
+    Args:
+        new_kv: ``[num_tokens, 2 * num_kv_heads, head_dim]``, dtype of ``kv_cache``; the K of kv
+            head h at index 2h, its V at 2h + 1.
+        slices: ``[3, max_slices]`` int32: the first row in the cache, the first row in ``new_kv``
+            and the number of rows of each run. The runs are in the order of ``new_kv``'s rows.
+        kv_cache: ``[num_pages * page_size, 2 * num_kv_heads, head_dim]``.
+        num_slices: ``[1]`` int32: how many of the slices are runs.
+        page_size: rows of a page; only ``dynamic_validate_inputs`` needs it.
+        mesh: the devices that the call is divided among, inside ``jax.shard_map``. None: the caller
+            divides it, or does not.
+        kv_cache_pspec: with ``mesh``, the partition of ``new_kv`` and of ``kv_cache``.
+        dynamic_validate_inputs: check the runs before the call, which needs their values. Rows
+            past the end of the cache are an error in any case.
+        num_slices_per_block, vmem_limit_bytes: tune the TPU's kernel; not used.
+
+    Returns:
+        The updated cache.
+
+    Raises:
+        ValueError: a shape is wrong; ``mesh`` is given without ``kv_cache_pspec``; a run is wrong
+            and ``dynamic_validate_inputs`` is true.
+        TypeError: a dtype is wrong.
+        jax.errors.JaxRuntimeError: as ``jax_frontend.kv_cache_update``.
+    """
+    if slices.ndim != 2 or slices.shape[0] != 3:
+        raise shape_error(OP, "slices", "[3, max_slices]", slices.shape)
+    if num_slices.shape != (1,):
+        raise shape_error(OP, "num_slices", "[1]", num_slices.shape)
+    if mesh is not None and kv_cache_pspec is None:
+        raise value_error(OP, "kv_cache_pspec", "be given with mesh", None)
+    if dynamic_validate_inputs:
+        _check_values(np.asarray(slices), int(num_slices[0]), new_kv, kv_cache, page_size)
+    return _update(new_kv, slices, kv_cache, num_slices, mesh=mesh, spec=kv_cache_pspec)
+
+
+@partial(jax.jit, donate_argnames="kv_cache", static_argnames=("mesh", "spec"))
+def _update(
+    new_kv: jax.Array,
+    slices: jax.Array,
+    kv_cache: jax.Array,
+    num_slices: jax.Array,
+    *,
+    mesh: Mesh | None,
+    spec: PartitionSpec | None,
+) -> jax.Array:
+    if mesh is None:
+        return _update_part(new_kv, slices, kv_cache, num_slices)
+    whole = PartitionSpec()
+    divided = jax.shard_map(
+        _update_part,
+        mesh=mesh,
+        in_specs=(spec, whole, spec, whole),
+        out_specs=spec,
+        check_vma=False,
+    )
+    return divided(new_kv, slices, kv_cache, num_slices)
+
+
+def _update_part(
+    new_kv: jax.Array, slices: jax.Array, kv_cache: jax.Array, num_slices: jax.Array
+) -> jax.Array:
+    slots = _slot_mapping(slices, num_slices, len(new_kv))
+    rows = jnp.expand_dims(kv_cache, 1)  # pages of one row
+    return ours(rows, new_kv[:, 0::2], new_kv[:, 1::2], slots)[:, 0]
+
+
+def _slot_mapping(slices: jax.Array, num_slices: jax.Array, num_tokens: int) -> jax.Array:
+    """The row of the cache that each new row goes to; -1 if it is in no run."""
+    in_cache, first, length = slices
+    is_run = jnp.arange(slices.shape[1]) < num_slices
+    first = jnp.where(is_run, first, jnp.iinfo(first.dtype).max)
+    token = jnp.arange(num_tokens, dtype=first.dtype)
+    run = jnp.searchsorted(first, token, side="right") - 1
+    offset = token - first[run]
+    return jnp.where((run >= 0) & (offset < length[run]), in_cache[run] + offset, -1)
+
+
+def _check_values(
+    slices: np.ndarray, num_slices: int, new_kv: jax.Array, kv_cache: jax.Array, page_size: int
+) -> None:
+    """Raises ValueError for the first run that is wrong."""
+    if not 0 <= num_slices <= slices.shape[1]:
+        rule = f"be from 0 to the {slices.shape[1]} columns of slices"
+        raise value_error(OP, "num_slices", rule, num_slices)
+    row, used = 0, np.zeros(len(kv_cache), bool)
+    for i, (in_cache, first, length) in enumerate(slices[:, :num_slices].T.tolist()):
+        name = f"slices[:, {i}]"
+        got = [in_cache, first, length]
+        if not 1 <= length <= page_size:
+            raise value_error(OP, name, f"have 1 to page_size={page_size} rows", got)
+        if in_cache < 0 or in_cache + length > len(kv_cache):
+            raise value_error(OP, name, f"lie in the {len(kv_cache)} rows of kv_cache", got)
+        if in_cache // page_size != (in_cache + length - 1) // page_size:
+            raise value_error(OP, name, f"lie in one page of {page_size} rows", got)
+        if first < 0 or first + length > len(new_kv):
+            raise value_error(OP, name, f"lie in the {len(new_kv)} rows of new_kv", got)
+        if i > 0 and first != row:
+            raise value_error(OP, name, f"begin at row {row} of new_kv, where the last ends", got)
+        if used[in_cache : in_cache + length].any():
+            raise value_error(OP, name, "name rows of the cache that no other slice names", got)
+        used[in_cache : in_cache + length] = True
+        row = first + length
