@@ -149,6 +149,7 @@ def test_check_values_accepts_sound_calls() -> None:
     for case in CASES[::7]:
         mask = {"causal": case.causal, "window_right": case.window_right}
         others = {"kv_layout": case.kv_layout, "max_query_len": case.max_query_len}
+        others["tree_mask"] = case.attributes().get("tree_mask")
         paged_attention.check_values(*case.inputs(), case.sliding_window, **mask, **others)
     for case in UPDATE_CASES:
         inputs = case.inputs()
@@ -382,6 +383,25 @@ def test_a_cache_of_repeated_elements_is_read_but_not_written() -> None:
     assert (
         torch.ops.xla_gpu.paged_attention(operands[0], repeated, *operands[2:], 0.5)[:3] == 1
     ).all()
+
+
+def test_caches_of_keys_and_values_that_share_memory_are_not_written() -> None:
+    _, key, value, slots = map(doors.to_torch, split(update())[0])
+    rule = "^kv_cache_update: value_cache must begin elsewhere, .* got the memory of kv_cache"
+    keys = torch.zeros(4, 2, 2, 8)
+    for values in (keys, keys.view(4, 2, 2, 8)):
+        with pytest.raises(ValueError, match=rule):
+            torch.ops.xla_gpu.kv_cache_update(keys, key, value, slots, value_cache=values)
+    assert not keys.any()
+    pairs = torch.zeros(4, 2, 2, 2, 8)  # of K and V, whose elements alternate
+    keys, values = pairs.unbind(2)
+    with pytest.raises(ValueError, match=rule):
+        torch.ops.xla_gpu.kv_cache_update(keys, key, value, slots, value_cache=keys)
+    torch.ops.xla_gpu.kv_cache_update(keys, key, value, slots, value_cache=values)
+    assert keys.any() and values.any()
+    pool = torch.zeros(8, 2, 2, 8)  # pages of K and V alternate, and only even slots are used
+    torch.ops.xla_gpu.kv_cache_update(pool[:7], key, value, slots // 2 * 4, value_cache=pool[1:])
+    assert pool.any()
 
 
 def test_a_negated_view_is_read_but_not_written() -> None:

@@ -188,6 +188,36 @@ STATIC = [
             ("dtype float32; got float16", TypeError, np.ones(4, F16)),
         )
     ),
+    fault(
+        attention,
+        "tree_mask must have shape [num_tokens=4, 2]; got [4, 64]",
+        tree_mask=np.zeros((4, 64), I32),
+    ),
+    fault(
+        attention,
+        "tree_mask must have dtype int32; got float32",
+        TypeError,
+        tree_mask=np.zeros((4, 2), F32),
+    ),
+    fault(
+        attention,
+        "alibi_slopes must be None with tree_mask; got shape [4]",
+        alibi_slopes=np.ones(4, F32),
+        tree_mask=np.zeros((4, 2), I32),
+    ),
+    fault(
+        attention,
+        "sliding_window must be at least 64 with tree_mask; got 63",
+        sliding_window=63,
+        tree_mask=np.zeros((4, 2), I32),
+    ),
+    fault(
+        attention,
+        "causal must be True with tree_mask; got False",
+        in_handler=False,
+        causal=False,
+        tree_mask=np.zeros((4, 2), I32),
+    ),
     *(
         fault(
             op,
@@ -422,6 +452,26 @@ DYNAMIC = [
         attention,
         "block_tables[0, 0] must be from 0 to num_blocks - 1=-1; got 3",
         kv_cache=np.ones((0, 2, 4, 8), F32),
+    ),
+    fault(
+        attention,
+        "tree_mask[1] must have bits of the sequence's 2 query tokens only; got [4, 0]",
+        tree_mask=np.array([[1, 0], [4, 0], [0, 0], [-1, -1]], I32),
+    ),
+    fault(
+        attention,
+        "tree_mask[2] must have bits of the sequence's 1 query tokens only; got [1, -2147483648]",
+        tree_mask=np.array([[1, 0], [3, 0], [1, -(2**31)], [-1, -1]], I32),
+    ),
+    fault(
+        attention,
+        "tree_mask[64] must have no bits, as the sequence has more than 64 query tokens; got [1, 0]",
+        query=np.ones((66, 4, 8), F32),
+        kv_cache=np.ones((40, 2, 4, 8), F32),
+        block_tables=np.arange(120, dtype=I32).reshape(3, 40) % 40,
+        context_lens=np.array([66, 0, 0], I32),
+        query_start_loc=np.array([0, 66, 66, 66], I32),
+        tree_mask=np.eye(66, 2, -64, I32),
     ),
     fault(
         update,

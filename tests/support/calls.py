@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from shared_ffi import _native, kv_cache_update, paged_attention
 from shared_ffi.spec import ArraySpec, Call
+
+
+@contextmanager
+def cpu_instruction_set(name: str) -> Iterator[None]:
+    """Runs the CPU's kernels with these instructions, and with the former ones afterwards."""
+    former = _native.cpu_instruction_set()
+    _native.set_cpu_instruction_set(name)
+    try:
+        yield
+    finally:
+        _native.set_cpu_instruction_set(former)
 
 
 def split_keywords(attributes: dict[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -28,7 +40,7 @@ def overload_of(op: str, attributes: dict[str, Any]) -> tuple[Any, dict[str, Any
 
 _CHECKS = {"paged_attention": paged_attention.check, "kv_cache_update": kv_cache_update.check}
 _POSITIONAL = ("scale", "sliding_window", "soft_cap")
-_OPTIONAL = ("value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes")
+_OPTIONAL = ("value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes", "tree_mask")
 
 
 def checked_call(
@@ -43,6 +55,32 @@ def checked_call(
     optional = dict(zip(given, specs(list(given.values())), strict=True))
     call = _CHECKS[op](*specs(operands), *positional, **optional, **options)
     return call, [*operands, *given.values()]
+
+
+def in_wider_rows(array: np.ndarray, more: int) -> tuple[np.ndarray, dict[str, int | float]]:
+    """A query, key or value as the first columns of rows with `more` elements, which are NaN, and
+    the attributes that say so."""
+    num_tokens, num_heads, head_size = array.shape
+    columns = np.full((num_tokens, num_heads * head_size + more), 99).astype(array.dtype)
+    if array.dtype.kind != "i":
+        columns[:] = np.nan
+    columns[:, : num_heads * head_size] = array.reshape(num_tokens, num_heads * head_size)
+    return columns, {"row_heads": num_heads, "row_head_size": head_size}
+
+
+_ROWS = {"paged_attention": (0,), "kv_cache_update": (1, 2)}
+
+
+def with_wider_rows(
+    op: str, operands: Sequence[np.ndarray], more: int
+) -> tuple[list[np.ndarray], dict[str, int | float]]:
+    """The operands of a call, its queries or new keys and values in wider rows, and the attributes
+    that say so. Keys have `more` elements more, values twice as many."""
+    arrays, attributes = [*operands], dict[str, int | float]()
+    if more:
+        for factor, place in enumerate(_ROWS[op], 1):
+            arrays[place], attributes = in_wider_rows(arrays[place], factor * more)
+    return arrays, attributes
 
 
 def in_place(call: Call) -> dict[int, int]:

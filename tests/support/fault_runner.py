@@ -123,7 +123,7 @@ def main(module: str, tests: str, option: str) -> int:
     requests = os.fdopen(os.dup(0))
     os.dup2(2, 1)  # what pytest prints
     return pytest.main(
-        ["-q", "-n0", "--shuffle", "-p", "no:cacheprovider", option, module, tests],
+        ["-q", "-n0", "--shuffle", option, module, tests],
         plugins=[Loop(module, requests, answers)],
     )
 

@@ -40,7 +40,7 @@ def add(**changes: Any) -> dict[str, Any]:
 
 
 SOUND = {"paged_attention": attention, "kv_cache_update": update, "simple_add": add}
-FEATURES = ("value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes")
+FEATURES = ("value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes", "tree_mask")
 
 
 def split(arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -1,0 +1,230 @@
+"""Draws the trials of a campaign. Each is a function of the campaign's seed and its own number.
+
+Trials of one group have the same shapes and attributes, so that a compiler compiles once for them.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from harness.arrays import CACHE_DTYPES
+from harness.layouts import LAYOUTS
+from tests.reliability.fuzz.trials import Change, Trial
+from tests.support.cases import SCALES, TREES, Case, UpdateCase
+
+GROUP = 64
+SHARE_OF_UPDATES = 0.2  # of the groups: calls of kv_cache_update
+
+_HUGE = (2**31 - 1, -(2**31), 2**31 - 2)
+_HUGE_64 = (2**31, 2**32, 2**62, 2**63 - 1, -(2**62), -(2**63))
+_SCALARS: dict[str, tuple[Any, ...]] = {
+    "scale": (float("nan"), float("inf"), 2.0**126, 2.0**127, -3e38, 1e300, 0.0, 0.1),
+    "soft_cap": (0.0, -1.0, float("nan"), float("inf"), 1e-45, 1e-50, 3e38, 2.0),
+    "sliding_window": (0, -1, 1, 2, 2**63 - 1, -(2**63)),
+    "window_right": (-1, 0, 1, 2**63 - 1, -(2**63)),
+    "max_query_len": (0, -1, 1, 2, 5, 2**63 - 1, -(2**63)),
+}
+_LAYOUT = ("num_blocks", "block_size", "num_kv_heads", "block_stride", "position_stride")
+_LAYOUT += ("head_stride", "value_offset")
+_OPERANDS = ("value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes", "tree_mask")
+
+
+def trial(seed: int, family: str, number: int) -> Trial:
+    """The trial of a number."""
+    of_group = random.Random(f"{seed} {family} {number // GROUP}")
+    own = random.Random(f"{seed} {family} {number} values")
+    name = f"fuzz {seed} {family} {number}"
+    if of_group.random() < SHARE_OF_UPDATES:
+        case: Case | UpdateCase = _update(name, of_group, own)
+    else:
+        case = _attention(name, of_group, own)
+    more_columns = of_group.choice([0, 0, 0, 1, 5, 8, 64])
+    of_handler = False
+    if family == "valid":
+        changes: tuple[Change, ...] = ()
+    elif family == "handler":
+        of_handler = True
+        changes = _of_layout(case, own) if own.random() < 0.7 else _of_rows(case, more_columns, own)
+    elif (isinstance(case, UpdateCase) and case.num_tokens == 0) or own.random() < 0.15:
+        of_handler = True
+        changes = _of_handler(case, own)
+    else:
+        change = _of_attention if isinstance(case, Case) else _of_slots
+        changes = tuple(change(case, own) for _ in range(own.choice([1, 1, 1, 2, 3])))
+    return Trial(case, changes, of_handler, more_columns)
+
+
+def _features(rng: random.Random) -> dict[str, Any]:
+    """What attention and updates have in common."""
+    cache_dtype = rng.choice([None, None, *CACHE_DTYPES])
+    return {
+        "head_size": rng.choice([rng.randint(1, 40), 8, 16, 32, rng.choice([64, 80, 128, 256])]),
+        "block_size": rng.choice([1, 2, 3, 4, 8, 16, rng.randint(1, 70)]),
+        "dtype": rng.choice(["float32", "float16", "bfloat16"]),
+        "cache_dtype": cache_dtype,
+        "scales": rng.choice(SCALES) if cache_dtype else None,
+        "kv_layout": rng.choice([None, None, *LAYOUTS]),
+    }
+
+
+def _update(name: str, of_group: random.Random, own: random.Random) -> UpdateCase:
+    num_tokens = of_group.choice([0, 1, of_group.randint(2, 20)])
+    is_large = of_group.random() < 0.03  # enough for several threads
+    features = _features(of_group)
+    return UpdateCase(
+        id=name,
+        num_tokens=600 if is_large else num_tokens,
+        num_kv_heads=of_group.choice([1, 2, 3, 5]),
+        slot_dtype=of_group.choice(["int32", "int64"]),
+        key_factor=of_group.choice([1.0, 100.0, 2.0**-12]) if features["cache_dtype"] else 1.0,
+        num_padding=own.choice([0, own.randint(0, num_tokens), num_tokens]),
+        **features,
+    )
+
+
+def _attention(name: str, of_group: random.Random, own: random.Random) -> Case:
+    rng = of_group
+    features = _features(rng)
+    is_large = rng.random() < 0.03  # enough for several threads and splits
+    block_size = features["block_size"]
+    longest = rng.choice([300, 700]) if is_large else rng.choice([4, 20, 20, 70])
+    num_tokens = rng.randint(8, 40) if is_large else rng.choice([0, 1, 3, rng.randint(0, 12)])
+    max_seqs = rng.randint(0, 4)
+    width = -(-longest // block_size)
+    max_blocks, num_blocks = width + rng.randint(0, 2), max_seqs * width + rng.randint(0, 3)
+    num_kv_heads = rng.choice([1, 1, 2, 3])
+    num_heads = num_kv_heads * rng.choice([1, 1, 2, 3, 4, 5, 7, 8, 16])
+    causal = rng.random() < 0.7
+    max_query_len = rng.choice([None, None, 1, 3, max(1, num_tokens)])
+    fields = features | {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "scale": rng.choice([None, None, 0.0, rng.uniform(-0.5, 0.5)]),
+        "sliding_window": rng.choice([None, None, 1, rng.randint(1, 80), 2**63 - 1]),
+        "soft_cap": rng.choice([None, None, rng.uniform(0.5, 50)]),
+        "sinks": rng.random() < 0.25,
+        "alibi_slopes": rng.random() < 0.25,
+        "causal": causal,
+        "window_right": None if causal else rng.choice([None, 0, rng.randint(0, 40)]),
+        "max_query_len": max_query_len,
+        "return_lse": rng.random() < 0.5,
+        "num_seqs_shape": rng.choice([(), (1,)]),
+        "query_factor": rng.choice([1.0, 1.0, 8.0]),
+    }
+    window = fields["sliding_window"] or 64
+    if causal and not fields["alibi_slopes"] and window >= 64:
+        fields["tree"] = rng.choice(TREES)
+
+    first_token = own.choice([0, 0, own.randint(0, num_tokens)])
+    left, sequences = num_tokens - first_token, []
+    for _ in range(own.randint(0, max_seqs)):
+        most = min(left, max_query_len or left, longest)
+        q_len = own.choice([min(1, most), own.randint(0, most)])
+        near = own.randint(0, width) * block_size + own.randint(-1, 1)
+        context = own.choice([own.randint(0, longest), near, q_len])
+        context = min(longest, max(context, q_len if causal else 0))
+        sequences.append((q_len, context))
+        left -= q_len
+    blocks = [-(-context // block_size) for _, context in sequences]
+    is_full = bool(blocks) and min(blocks) > 0
+    return Case(
+        id=name,
+        sequences=tuple(sequences),
+        first_token=first_token,
+        padding_tokens=left,
+        padding_seqs=max_seqs - len(sequences),
+        padding_blocks=max_blocks - max(blocks, default=0),
+        unused_blocks=num_blocks - sum(blocks),
+        shared_first_block=is_full and own.random() < 0.2,
+        nan_in_last_position=is_full and causal and own.random() < 0.1,
+        **fields,
+    )
+
+
+def _number(rng: random.Random, limit: int) -> int:
+    """An int32, mostly around 0 and a limit, where the rules change."""
+    near = (-1, 0, 1, limit - 1, limit, limit + 1)
+    return rng.choice([rng.choice(near), rng.randint(0, limit + 2), rng.choice(_HUGE)])
+
+
+def _of_attention(case: Case, rng: random.Random) -> Change:
+    if rng.random() < 0.15:
+        names = [x for x in _SCALARS if x != "window_right" or not case.causal]
+        name = rng.choice(names)
+        return Change(name, rng.choice(_SCALARS[name]))
+    longest = [-(-context // case.block_size) for _, context in case.sequences]
+    max_seqs = len(case.sequences) + case.padding_seqs
+    width = max(longest, default=0) + case.padding_blocks
+    num_blocks = sum(longest) + case.unused_blocks
+    num_tokens = sum(q for q, _ in case.sequences) + case.first_token + case.padding_tokens
+    # Mostly entries of real sequences, and in a table those that are needed.
+    s = rng.randrange(max(1, rng.choice([max_seqs, len(case.sequences)])))
+    entries = longest[s] if s < len(longest) and rng.random() < 0.8 else width
+    choices = [("num_seqs", max_seqs, (0,) * len(case.num_seqs_shape))]
+    if max_seqs > 0:
+        choices.append(("query_start_loc", num_tokens, (s + rng.randint(0, 1),)))
+        choices.append(("context_lens", width * case.block_size, (s,)))
+    if max_seqs > 0 and entries > 0:
+        choices.append(("block_tables", num_blocks, (s, rng.randrange(entries))))
+    if case.tree is not None and num_tokens > 0:
+        # One bit, mostly just past those that are allowed.
+        token, bit = rng.randrange(num_tokens), rng.choice([0, 1, 2, 3, 5, 30])
+        choices.append(("tree_mask", 2**bit, (token, rng.randint(0, 1))))
+    name, limit, index = rng.choice(choices)
+    return Change(name, _number(rng, limit), index)
+
+
+def _of_slots(case: UpdateCase, rng: random.Random) -> Change:
+    num_slots = (-(-case.num_tokens // case.block_size) + 3) * case.block_size
+    value = _number(rng, num_slots)
+    if case.slot_dtype == "int64" and rng.random() < 0.3:
+        value = rng.choice(_HUGE_64)
+    return Change("slot_mapping", value, (rng.randrange(case.num_tokens),))
+
+
+def _of_handler(case: Case | UpdateCase, rng: random.Random) -> tuple[Change, ...]:
+    """Attributes that no check in Python lets through."""
+    names = [*_LAYOUT, *_OPERANDS[: len(_OPERANDS) if isinstance(case, Case) else 3]]
+    names += _SCALARS if isinstance(case, Case) else []
+    is_of_layout = rng.random() < 0.5
+    chosen = _LAYOUT if is_of_layout else rng.sample(names, rng.choice([1, 1, 2]))
+    changes = []
+    for name in chosen:
+        if name in ("scale", "soft_cap"):
+            value = rng.choice([x for x in _SCALARS[name] if abs(x) != 1e300])
+        else:
+            small = rng.choice([-1, 0, 1, 2, 3, 4, 5, 6, 7, 8, case.block_size, case.head_size])
+            value = rng.choice([small, small, small * 2, rng.choice(_HUGE), rng.choice(_HUGE_64)])
+        changes.append(Change(name, value))
+    return tuple(changes)
+
+
+def _of_rows(case: Case | UpdateCase, more: int, rng: random.Random) -> tuple[Change, ...]:
+    """Sizes of rows that mostly fit them, at least one of which is another."""
+    heads = case.num_heads if isinstance(case, Case) else case.num_kv_heads
+    size = case.head_size
+    changed = rng.choice([("row_heads",), ("row_head_size",), ("row_heads", "row_head_size")])
+    near = (0, -1, 1, heads, heads + 1, 2 * heads, size, size + 1, 2 * size, heads * size + more)
+    return tuple(
+        Change(name, rng.choice([rng.choice(near), rng.choice(_HUGE), rng.choice(_HUGE_64)]))
+        for name in changed
+    )
+
+
+def _of_layout(case: Case | UpdateCase, rng: random.Random) -> tuple[Change, ...]:
+    """A layout with the sizes of the cache and strides that mostly fit it, some numbers replaced by
+    huge ones."""
+    head_size = case.head_size
+    numbers = {
+        "num_blocks": rng.choice([1, 2, 3]),
+        "block_size": case.block_size,
+        "num_kv_heads": case.num_kv_heads,
+        "block_stride": rng.choice([0, 1, head_size, case.block_size * head_size]),
+        "position_stride": rng.choice([0, 1, head_size]),
+        "head_stride": rng.choice([0, 1, head_size]),
+        "value_offset": rng.choice([0, 1, head_size, head_size + 1]),
+    }
+    for name in rng.sample([*numbers], rng.choice([0, 1, 1, 2, 3])):
+        numbers[name] = rng.choice([0, -1, *_HUGE, *_HUGE_64])
+    return tuple(Change(name, value) for name, value in numbers.items())

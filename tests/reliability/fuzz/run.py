@@ -1,0 +1,436 @@
+"""Runs trials: the CPU handlers on every instruction set and with several threads, the doors to
+them, and the CUDA handlers on the emulated GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from harness import reference
+from harness.arrays import guarded, shared_with_torch
+from harness.compare import Oracle, assert_same_bits
+from shared_ffi import _native, kv_cache_update, paged_attention
+from tests.reliability.fuzz.trials import Trial
+from tests.support import gpu
+from tests.support.calls import (
+    checked_call,
+    cpu_instruction_set,
+    in_place,
+    numbers,
+    overload_of,
+    results_of,
+    specs,
+    split_keywords,
+    with_wider_rows,
+)
+
+THREADS = (2, 3, 8)
+_LARGEST_SCALE = 100.0  # with larger ones, logits may exceed float32
+
+
+class Failure(AssertionError):
+    """A promise that does not hold."""
+
+    def __init__(self, promise: str, why: object) -> None:
+        super().__init__(f"{promise}: {why}")
+        self.promise = promise
+
+
+class Outcome:
+    """Results of a call, or the message of its error."""
+
+    def __init__(self, call: Callable[[], Any], errors: tuple[type[Exception], ...]) -> None:
+        self.results: tuple[np.ndarray, ...] = ()
+        self.error: str | None = None
+        try:
+            results = call()
+        except errors as error:
+            self.error = str(error) or type(error).__name__
+        else:
+            self.results = results if isinstance(results, tuple) else (results,)
+
+
+class Expected:
+    """What a legal call gives, by the oracle. It is computed on first need."""
+
+    def __init__(self, op: str, inputs: Any, attributes: dict[str, Any]) -> None:
+        self._op = op
+        self._arguments = inputs, attributes
+        self._oracle: Any = None
+
+    def compare(self, results: tuple[np.ndarray, ...]) -> None:
+        """Raises AssertionError if the results are not those of the oracle."""
+        inputs, attributes = self._arguments
+        if self._op == "paged_attention":
+            self._oracle = self._oracle or Oracle(inputs, attributes)
+            self._oracle.assert_close_on_cpu(results if len(results) > 1 else results[0])
+            return
+        if self._oracle is None:
+            updated = reference.kv_cache_update(*inputs, **attributes)
+            self._oracle = updated if isinstance(updated, tuple) else (updated,)
+        assert_same_bits(results, self._oracle)
+
+
+class CpuRunner:
+    """Runs trials on the CPU."""
+
+    def __init__(self, doors: Iterable[str] = ("eager",), sets: Sequence[str] = ()) -> None:
+        """`sets`: instruction sets, all if none is named."""
+        self._doors = {name: DOORS[name]() for name in doors}
+        self._sets = [*(sets or _native.cpu_instruction_sets())]
+        self.calls: Counter[str] = Counter()
+
+    def run(self, trial: Trial) -> None:
+        """Raises Failure if a promise does not hold."""
+        inputs, attributes = trial.arguments()
+        call = self._checked(trial, inputs, attributes)
+        if call is None:
+            return
+        is_legal = _is_legal(trial, inputs, attributes)
+        if not trial.of_handler:
+            _expect_check_values(trial, inputs, attributes, is_legal)
+        is_moderate = all(
+            x.name != "scale" or abs(x.value) <= _LARGEST_SCALE for x in trial.changes
+        )
+        expected = Expected(trial.op, inputs, attributes)
+        number = zlib.crc32(trial.case.id.encode())
+        more = THREADS[number % len(THREADS)]
+        for i, name in enumerate(self._sets):
+            with cpu_instruction_set(name):
+                first = self._handler(call, trial, 1)
+                self.calls[name] += 1
+                if trial.of_handler:
+                    self.calls[f"handler alone {'refuses' if first.error else 'runs'}"] += 1
+                    continue
+                if (first.error is None) != is_legal:
+                    what = first.error or "it accepts an illegal call"
+                    raise Failure("the handler refuses exactly what is illegal", what)
+                if is_legal and is_moderate:
+                    _expect("the result is the oracle's", expected.compare, first.results)
+                same(
+                    "any number of threads gives the same", self._handler(call, trial, more), first
+                )
+                for of_door, door in self._doors.items():
+                    # A call through a compiler takes long: one instruction set a trial.
+                    is_chosen = of_door == "eager" or number % len(self._sets) == i
+                    if is_chosen and door.takes(inputs):
+                        through = door.call(trial, inputs, attributes, more)
+                        same(f"the door {of_door} gives the same", through, first)
+                        self.calls[f"{of_door} on {name}"] += 1
+
+    def _checked(self, trial: Trial, inputs: Any, attributes: dict[str, Any]) -> Any:
+        """The checked call and its arrays; None if the check refuses it, rightly."""
+        is_legal = trial.op == "kv_cache_update" or reference.numbers_are_legal(**attributes)
+        try:
+            call = checked_call(trial.op, inputs, attributes)
+        except (ValueError, TypeError) as error:
+            if is_legal:
+                raise Failure("the check accepts legal numbers", error) from error
+            for name, door in self._doors.items():
+                if door.call(trial, inputs, attributes, 1).error is None:
+                    raise Failure("illegal numbers are refused", f"not by {name}") from error
+            for name in self._sets:
+                self.calls[name] += 1
+            return None
+        if not is_legal:
+            raise Failure("illegal numbers are refused", "not by the check")
+        return call
+
+    def _handler(self, checked: Any, trial: Trial, num_threads: int) -> Outcome:
+        """Calls the handler on arrays between guard pages. With changes of its attributes, it may
+        refuse the call or run."""
+        call, arrays = checked
+        arrays, of_rows = with_wider_rows(trial.op, arrays, trial.more_columns)
+        given = [guarded(x) for x in arrays]
+        places = in_place(call)
+        results = [
+            given[places[i]] if i in places else guarded(np.full(spec.shape, np.nan, spec.dtype))
+            for i, spec in enumerate(call.results)
+        ]
+        attributes = trial.attributes_of_handler(numbers(call) | of_rows)
+        handler = _native.EagerCall("cpu", call.target, attributes, specs(given), specs(results))
+
+        def run() -> tuple[np.ndarray, ...]:
+            addresses = [[x.ctypes.data for x in some] for some in (given, results)]
+            handler(*addresses, num_threads)
+            return tuple(results)
+
+        outcome = Outcome(run, (ValueError,))
+        _expect_unchanged(given, arrays, () if outcome.error else places.values())
+        return outcome
+
+
+def _is_legal(trial: Trial, inputs: Any, attributes: dict[str, Any]) -> bool:
+    if trial.op == "kv_cache_update":
+        return reference.slots_are_legal(inputs.kv_cache, inputs.slot_mapping, **attributes)
+    legal = reference.legal_sequences(*inputs, **attributes)
+    return legal is not None and all(legal)
+
+
+def _expect(promise: str, check: Callable[..., None], *arguments: Any) -> None:
+    try:
+        check(*arguments)
+    except AssertionError as error:
+        raise Failure(promise, error) from error
+
+
+def _expect_unchanged(
+    arrays: Sequence[np.ndarray], before: Sequence[np.ndarray], written: Iterable[int] = ()
+) -> None:
+    for i, (array, value) in enumerate(zip(arrays, before, strict=True)):
+        if i not in {*written}:
+            _expect("a call writes nothing but its results", assert_same_bits, array, value)
+
+
+def _expect_check_values(
+    trial: Trial, inputs: Any, attributes: dict[str, Any], is_legal: bool
+) -> None:
+    """The public checks of values say what the oracle says."""
+    if trial.op == "paged_attention":
+        names = ("sliding_window", "causal", "window_right", "kv_layout", "max_query_len")
+        names += ("tree_mask",)
+        options = {name: attributes[name] for name in names if name in attributes}
+        check = partial(paged_attention.check_values, *inputs, **options)
+    else:
+        options = {"kv_layout": attributes.get("kv_layout")}
+        check = partial(
+            kv_cache_update.check_values, inputs.kv_cache, inputs.slot_mapping, **options
+        )
+    error = Outcome(check, (ValueError,)).error
+    if (error is None) != is_legal:
+        raise Failure("check_values finds exactly what is illegal", error or "it found nothing")
+
+
+def same(promise: str, actual: Outcome, expected: Outcome) -> None:
+    """Raises Failure unless two calls gave the same bits, or the same error."""
+    messages = [x.error and x.error.removeprefix("INVALID_ARGUMENT: ") for x in (actual, expected)]
+    if messages[0] != messages[1]:
+        raise Failure(promise, f"{actual.error or 'no error'}, not {expected.error or 'no error'}")
+    if expected.error is None:
+        _expect(promise, assert_same_bits, actual.results, expected.results)
+
+
+class EagerDoor:
+    """Eager PyTorch, on arrays between guard pages, and on rows that are part of wider ones."""
+
+    def takes(self, inputs: Any) -> bool:
+        return True
+
+    def call(
+        self, trial: Trial, inputs: Any, attributes: dict[str, Any], num_threads: int | None
+    ) -> Outcome:
+        op = trial.op
+        import torch  # noqa: PLC0415
+
+        import torch_frontend  # noqa: F401, PLC0415  (defines torch.ops.xla_gpu)
+
+        overload, attributes = overload_of(op, attributes)
+        arrays, options = split_keywords(attributes)
+        dense = [*inputs, *arrays.values()]
+        wider, _ = with_wider_rows(op, dense, trial.more_columns)
+        given = [guarded(x) for x in wider]
+        tensors = [
+            shared_with_torch(x)[:, : math.prod(array.shape[1:])].view(array.shape)
+            if x.shape != array.shape
+            else shared_with_torch(x)
+            for x, array in zip(given, dense, strict=True)
+        ]
+        keywords = dict(zip(arrays, tensors[len(inputs) :], strict=True))
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        caches = [
+            given[0],
+            *[
+                x
+                for x, name in zip(given[len(inputs) :], arrays, strict=True)
+                if name == "value_cache"
+            ],
+        ]
+
+        def run() -> tuple[np.ndarray, ...]:
+            result = overload(*tensors[: len(inputs)], **keywords, **options)
+            if op == "kv_cache_update":
+                return tuple(caches)
+            results = result if isinstance(result, tuple) else (result,)
+            return tuple(_to_numpy(x) for x in results)
+
+        outcome = Outcome(run, (ValueError, TypeError))
+        if outcome.error or op == "paged_attention":
+            _expect_unchanged(given, wider)
+        return outcome
+
+
+class JaxDoor:
+    """JAX, a compiled function for each op and its numbers."""
+
+    def takes(self, inputs: Any) -> bool:
+        """JAX drops the upper bits of 64-bit slots in compiled functions."""
+        slots = getattr(inputs, "slot_mapping", None)
+        if slots is None:
+            return _is_run_by_xla(inputs)
+        return bool((slots == slots.astype(np.int32)).all())
+
+    def call(
+        self, trial: Trial, inputs: Any, attributes: dict[str, Any], num_threads: int | None
+    ) -> Outcome:
+        op = trial.op
+        import jax  # noqa: PLC0415
+
+        arrays, options = split_keywords(attributes)
+        function = _jitted(op, tuple(options.items()))
+        errors = (ValueError, TypeError, jax.errors.JaxRuntimeError)
+        return Outcome(lambda: jax.tree.map(np.asarray, function(*inputs, **arrays)), errors)
+
+
+@lru_cache(maxsize=64)
+def _jitted(op: str, options: tuple[tuple[str, Any], ...]) -> Any:
+    from tests.support import doors  # noqa: PLC0415  (imports the frameworks)
+
+    return doors.jitted(op, **dict(options))
+
+
+def _is_run_by_xla(inputs: Any) -> bool:
+    """XLA leaves out a call whose results have no elements, and with it the call's error."""
+    return inputs[0].size > 0
+
+
+class TorchXlaDoor:
+    """torch_xla's lazy mode."""
+
+    def takes(self, inputs: Any) -> bool:
+        return _is_run_by_xla(inputs)
+
+    def call(
+        self, trial: Trial, inputs: Any, attributes: dict[str, Any], num_threads: int | None
+    ) -> Outcome:
+        op = trial.op
+        from tests.support import doors  # noqa: PLC0415  (imports the frameworks)
+
+        errors = (ValueError, TypeError, RuntimeError)
+        outcome = Outcome(lambda: doors.in_torch_xla(op, *inputs, **attributes), errors)
+        if outcome.error:
+            doors.forget_failed_steps()
+        return outcome
+
+
+DOORS: dict[str, Callable[[], Any]] = {
+    "eager": EagerDoor,
+    "jax": JaxDoor,
+    "torch_xla": TorchXlaDoor,
+}
+
+
+def _to_numpy(tensor: Any) -> np.ndarray:
+    from harness.arrays import to_numpy  # noqa: PLC0415
+
+    return to_numpy(tensor)
+
+
+class EmulatedRunner:
+    """Runs trials on the CUDA handlers, emulated: they refuse nothing, but rows of a faulty sequence
+    are NaN, and a slot past the end is not written."""
+
+    def __init__(self, native: Any) -> None:
+        self._gpus = [gpu.EmulatedGpu(native, prefill) for prefill in native.cuda_prefills()]
+        self.calls: Counter[str] = Counter()
+
+    def run(self, trial: Trial) -> None:
+        """Raises Failure if a promise does not hold."""
+        inputs, attributes = trial.arguments()
+        if trial.op == "paged_attention" and not reference.numbers_are_legal(**attributes):
+            return
+        seed = len(inputs[0]) + inputs[0].size % 7
+        for device in self._gpus:
+            run = self._attend if trial.op == "paged_attention" else self._update
+            run = self._handler_alone if trial.of_handler else run
+            try:
+                run(device, trial, inputs, attributes, seed)
+            except RuntimeError as error:
+                raise Failure("a kernel stays within its arrays", error) from error
+            self.calls[f"emulated, prefill {device.prefill}"] += 1
+
+    def _handler_alone(
+        self, device: Any, trial: Trial, inputs: Any, attributes: dict[str, Any], seed: int
+    ) -> None:
+        """With changes of its attributes, the handler may refuse the call or run."""
+        call, arrays = checked_call(trial.op, inputs, attributes)
+        arrays, of_rows = with_wider_rows(trial.op, arrays, trial.more_columns)
+        given = [guarded(x) for x in arrays]
+        results = [guarded(x) for x in results_of(call, arrays)]
+        for result, operand in in_place(call).items():
+            results[result] = given[operand]
+        if trial.op == "paged_attention":
+            results.append(gpu.scratch_of(inputs, attributes))
+        op = paged_attention if trial.op == "paged_attention" else kv_cache_update
+        with contextlib.suppress(ValueError):
+            changed = trial.attributes_of_handler(numbers(call) | of_rows)
+            device.run(op, given, results, seed, **changed)
+
+    def _attend(
+        self, device: Any, trial: Trial, inputs: Any, attributes: dict[str, Any], seed: int
+    ) -> None:
+        more = trial.more_columns
+        result = gpu.attend(device, inputs, seed=seed, more_columns=more, **attributes)
+        if any(x.name == "scale" and abs(x.value) > _LARGEST_SCALE for x in trial.changes):
+            return
+        legal = reference.legal_sequences(*inputs, **attributes)
+        if legal is None:
+            return  # few rows can be assigned to a sequence
+        if all(legal):
+            check = Oracle(inputs, attributes).assert_close_on_cuda
+            _expect("the result is the oracle's", check, result)
+            return
+        results = result if isinstance(result, tuple) else (result,)
+        for s, is_legal in enumerate(legal):
+            rows = slice(*(int(x) for x in inputs.query_start_loc[s : s + 2]))
+            if not is_legal:
+                if not np.isnan(results[0][rows].astype(np.float32)).all():
+                    raise Failure("rows of a faulty sequence are NaN", f"not of sequence {s}")
+                continue
+            one = inputs._replace(
+                context_lens=inputs.context_lens[s : s + 1],
+                block_tables=inputs.block_tables[s : s + 1],
+                query_start_loc=inputs.query_start_loc[s : s + 2],
+                num_seqs=np.array(1, np.int32),
+            )
+            alone = [np.full_like(x, fill) for x, fill in zip(results, (0, -np.inf), strict=False)]
+            for to, x in zip(alone, results, strict=True):
+                to[rows] = x[rows]
+            check = Oracle(one, attributes).assert_close_on_cuda
+            _expect(
+                "the result of a legal sequence is the oracle's",
+                check,
+                tuple(alone) if len(alone) > 1 else alone[0],
+            )
+
+    def _update(
+        self, device: Any, trial: Trial, inputs: Any, attributes: dict[str, Any], seed: int
+    ) -> None:
+        call, arrays = checked_call(trial.op, inputs, attributes)
+        arrays, of_rows = with_wider_rows(trial.op, arrays, trial.more_columns)
+        given = [guarded(x) for x in arrays]
+        updated = [given[operand] for operand, _ in call.aliases]
+        device.run(kv_cache_update, given, updated, seed, **numbers(call), **of_rows)
+        slots = np.array(inputs.slot_mapping)
+        shape = reference.layouts.default_shape(
+            [x for x in (inputs.kv_cache, attributes.get("value_cache")) if x is not None],
+            attributes.get("kv_layout"),
+        )
+        slots[slots >= shape[0] * shape[1]] = -1
+        used = slots[slots >= 0]
+        if len({*used.tolist()}) < len(used):
+            return  # it is not defined which token remains
+        expected = reference.kv_cache_update(*inputs._replace(slot_mapping=slots), **attributes)
+        _expect(
+            "the cache is the oracle's",
+            assert_same_bits,
+            updated[0] if len(updated) == 1 else tuple(updated),
+            expected,
+        )

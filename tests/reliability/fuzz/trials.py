@@ -1,0 +1,153 @@
+"""The trials of a campaign: a call, and the wrong values that a corrupt one has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.support.cases import Case, UpdateCase
+
+FAMILIES = ("valid", "corrupt", "handler")
+_POISON = 127  # the least magnitude of what must not be read
+_SIZES = ("head_size", "block_size", "num_tokens", "num_padding", "padding_seqs")
+_SIZES += ("padding_blocks", "padding_tokens", "unused_blocks", "first_token")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value in place of another: of an entry of an array, or with no index of a number."""
+
+    name: str
+    value: int | float
+    index: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A call through all doors. Without changes it is valid."""
+
+    case: Case | UpdateCase
+    changes: tuple[Change, ...] = ()
+    of_handler: bool = False  # the changes are of the attributes of the handler's call
+    more_columns: int = 0  # how much wider the rows are that hold queries, or keys and values
+
+    @property
+    def op(self) -> str:
+        return "paged_attention" if isinstance(self.case, Case) else "kv_cache_update"
+
+    def arguments(self) -> tuple[Any, dict[str, Any]]:
+        """The operands and the keyword arguments, with the changes. A trial with changes has no NaN
+        and no infinity: a changed table may name any block of the pool."""
+        inputs, attributes = self.case.inputs(), self.case.attributes()
+        if self.changes:
+            inputs = inputs._replace(**_finite(inputs._asdict()))
+            attributes = _finite(attributes)
+        if not self.of_handler:
+            arrays = inputs._asdict() | attributes
+            for change in self.changes:
+                if change.index is not None:
+                    arrays[change.name][change.index] = change.value
+                else:
+                    attributes[change.name] = change.value
+        return inputs, attributes
+
+    def attributes_of_handler(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of a checked call, with the changes."""
+        changed = {change.name: change.value for change in self.changes if self.of_handler}
+        return {**attributes, **changed}
+
+    def as_json(self) -> dict[str, Any]:
+        return {"op": self.op} | asdict(self)
+
+
+def _finite(arrays: dict[str, Any]) -> dict[str, Any]:
+    """The arrays, with 0.5 or 0 in place of NaN, infinity, and what they become in 8 bits."""
+    return {
+        name: np.where(np.abs(x.astype(np.float32)) < _POISON, x, x.dtype.type(0.5))
+        if isinstance(x, np.ndarray) and (x.dtype.kind in "fV" or x.dtype == np.int8)
+        else x
+        for name, x in arrays.items()
+    }
+
+
+def save(trial: Trial, path: Path, **notes: Any) -> None:
+    """Writes a trial to a file, with notes for the reader."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(notes | trial.as_json(), indent=2) + "\n")
+
+
+def load(path: Path) -> Trial:
+    """Reads what `save` wrote."""
+    found = json.loads(path.read_text())
+    of_case = found["case"]
+    if found["op"] == "paged_attention":
+        of_case["sequences"] = tuple(tuple(sequence) for sequence in of_case["sequences"])
+        of_case["num_seqs_shape"] = tuple(of_case["num_seqs_shape"])
+    case = (Case if found["op"] == "paged_attention" else UpdateCase)(**of_case)
+    changes = tuple(
+        Change(x["name"], x["value"], None if x["index"] is None else tuple(x["index"]))
+        for x in found["changes"]
+    )
+    return Trial(case, changes, found["of_handler"], found.get("more_columns", 0))
+
+
+def is_consistent(trial: Trial) -> bool:
+    """Whether the case itself, without the changes, obeys the contract."""
+    case = trial.case
+    if case.scales is not None and case.cache_dtype is None:
+        return False
+    if isinstance(case, UpdateCase):
+        return case.num_padding <= case.num_tokens
+    if case.causal and (
+        case.window_right is not None or any(q_len > context for q_len, context in case.sequences)
+    ):
+        return False
+    longest = max([0, *(q_len for q_len, _ in case.sequences)])
+    return case.max_query_len is None or case.max_query_len >= longest
+
+
+def simpler(trial: Trial) -> list[Trial]:
+    """Trials that differ from one in being simpler, the largest steps first."""
+    found = [
+        replace(trial, changes=trial.changes[:i] + trial.changes[i + 1 :])
+        for i in range(len(trial.changes))
+        if len(trial.changes) > 1
+    ]
+    if trial.more_columns:
+        found += [replace(trial, more_columns=0)]
+    case = trial.case
+    cases: list[Any] = []
+    if isinstance(case, Case):
+        for i, (q_len, context) in enumerate(case.sequences):
+            before, after = case.sequences[:i], case.sequences[i + 1 :]
+            cases.append(replace(case, sequences=before + after))
+            for smaller in ((q_len // 2, context), (q_len, context // 2), (q_len, context - 1)):
+                if min(smaller) >= 0 and smaller != (q_len, context):
+                    cases.append(replace(case, sequences=(*before, smaller, *after)))
+            if q_len > 0:
+                cases.append(replace(case, sequences=(*before, (q_len - 1, context), *after)))
+        if case.num_heads > case.num_kv_heads:
+            cases.append(replace(case, num_heads=case.num_kv_heads))
+    if case.num_kv_heads > 1:
+        heads = {"num_heads": case.num_heads // case.num_kv_heads} if isinstance(case, Case) else {}
+        cases.append(replace(case, num_kv_heads=1, **heads))
+    plain = type(case)("", ()) if isinstance(case, Case) else type(case)("")
+    for field in fields(case):
+        value, usual = getattr(case, field.name), getattr(plain, field.name)
+        if field.name in ("id", "sequences", "num_heads", "num_kv_heads"):
+            continue
+        if field.name not in _SIZES:
+            if value != usual:
+                cases.append(replace(case, **{field.name: usual}))
+            continue
+        least = 0 if "padding" in field.name or "unused" in field.name else 1
+        for smaller_value in (least, value // 2, value - 1):
+            if least <= smaller_value < value:
+                cases.append(replace(case, **{field.name: smaller_value}))
+    found += [replace(trial, case=simpler_case) for simpler_case in cases]
+    return [x for x in found if is_consistent(x)]

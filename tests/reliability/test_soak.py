@@ -1,0 +1,70 @@
+"""A short share of the traffic. The doors get the same bits, also for a request that comes again."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from examples.scheduler import Arrival, Scheduler
+from tests.reliability import soak
+
+MOST_KIB = 500  # per 1000 steps: a leak of half a KiB a step. Hours show smaller ones.
+
+
+def test_a_short_soak() -> None:
+    outcome = subprocess.run(
+        [sys.executable, "-m", soak.MODULE, "--passes", "6"],
+        cwd=soak.ROOT,
+        text=True,
+        capture_output=True,
+    )
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    slopes = re.findall(r"([-+][\d.]+) KiB per 1000 steps", outcome.stdout)
+    assert len(slopes) == 3 and max(map(float, slopes)) < MOST_KIB, outcome.stdout
+    assert outcome.stdout.count("the same bits 6 times") == 3
+    assert int(re.findall(r"(\d+) preemptions", outcome.stdout)[0]) > 0
+
+
+def test_bits_that_drift_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "REQUESTS_PER_PASS", 3)
+    soaked = soak.Soak("torch")
+    run, count = soaked._door.run, 0
+
+    def drifting(operands: Any) -> np.ndarray:
+        nonlocal count
+        count += 1
+        result = run(operands)
+        if count == 60:
+            result = result.copy()
+            result[0, 0, 0] += np.float32(1e-6)
+        return result
+
+    monkeypatch.setattr(soaked._door, "run", drifting)
+    with pytest.raises(AssertionError, match="the same request has other bits"):
+        monkeypatch.setattr(soak, "arrivals", lambda path: iter(()))
+        soaked._arrivals = iter(())
+        soaked.run(passes=20)
+
+
+def test_a_slope_is_a_slope() -> None:
+    report = soak.Report("torch", memory=[(1000 * i, 10.0 + 3 * max(i, 5)) for i in range(20)])
+    assert abs(report.slope - 3) < 1e-9
+
+
+def test_a_cancelled_request_gives_its_blocks_back() -> None:
+    scheduler = Scheduler([Arrival(0.0, 20, 5), Arrival(0.0, 9, 5)], soak.LIMITS)
+    scheduler.next_step(0.0)
+    scheduler.complete()
+    held = scheduler.used_blocks
+    assert scheduler.cancel(0) and not scheduler.cancel(0) and not scheduler.cancel(7)
+    assert 0 < scheduler.used_blocks < held
+    soak.check_books(scheduler)
+    while not scheduler.is_done:
+        scheduler.next_step(0.0)
+        scheduler.complete()
+    assert scheduler.used_blocks == 0 and [x.number for x in scheduler.finished] == [1]
