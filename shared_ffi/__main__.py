@@ -1,4 +1,8 @@
-"""``python -m shared_ffi`` reports what is built, what is installed and what is registered."""
+"""``python -m shared_ffi`` tries a tiny step through every installed door, and reports what is
+built, what is installed and what is registered.
+
+The exit status is 0 if a door works and none of those that could work fails.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,48 @@ import importlib.util
 import json
 import platform
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from shared_ffi import OPS, _native, _pjrt, library_path, runtimes
+from shared_ffi import OPS, _doors, _native, _pjrt, library_path, runtimes
+from shared_ffi._doors import DOORS, FAILS, WORKS, Door, Outcome
 
 _PACKAGES = ("xla-paged-attention", "numpy", "jax", "jaxlib", "torch", "torch_xla")
 _PROBLEM = "problem"
 
+# Frameworks are imported in a process of its own, too: an installation that is broken may end it.
+_LOADED = "import json; from shared_ffi import __main__ as m; print(json.dumps(m.loaded()))"
 
-def diagnose() -> dict[str, Any]:
+
+def diagnose(doors: Sequence[Door] = DOORS, timeout_s: float = 180) -> dict[str, Any]:
+    """Tries the doors, and reports how that went, what is built and what is installed."""
+    with ThreadPoolExecutor(1) as pool:
+        of_frameworks = pool.submit(_frameworks, timeout_s)
+        outcomes = _doors.try_doors(doors, timeout_s)
+    return {
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "packages": {package: _version(package) for package in _PACKAGES},
+        "built": {
+            "ffi_version": _dotted(runtimes.FFI_VERSION),
+            "handlers": {name: sorted(targets) for name, targets in _native.handlers().items()},
+            "module": _native.__file__,
+            "library": str(library_path()),
+            "cuda": _cuda_build(),
+            "cpu_instruction_set": _native.cpu_instruction_set(),
+        },
+        "cuda": {
+            "driver": _cuda_driver(),
+            "GPUs": str(_doors.gpu_count()),
+            "plugin": _cuda_plugin(),
+        },
+        **of_frameworks.result(),
+        "doors": [outcome._asdict() for outcome in outcomes],
+    }
+
+
+def loaded() -> dict[str, Any]:
     """Imports what is installed, registers the handlers, and reports how that went."""
     runtimes_found: dict[str, Any] = {
         "jaxlib": _try_runtime("jax", runtimes.jaxlib_ffi_version),
@@ -28,22 +65,18 @@ def diagnose() -> dict[str, Any]:
     except RuntimeError as error:
         runtimes_found[_PROBLEM] = str(error)
     return {
-        "python": platform.python_version(),
-        "machine": f"{platform.system()} {platform.machine()}",
-        "packages": {package: _version(package) for package in _PACKAGES},
-        "built": {
-            "ffi_version": _dotted(runtimes.FFI_VERSION),
-            "handlers": {name: sorted(targets) for name, targets in _native.handlers().items()},
-            "module": _native.__file__,
-            "library": str(library_path()),
-            "cuda": _dotted(_native.cuda_version) if _native.cuda_version else "none",
-            "cpu_instruction_set": _native.cpu_instruction_set(),
-        },
         "runtimes": runtimes_found,
-        "cuda": {"driver": _cuda_driver(), "plugin": _cuda_plugin()},
         "registered": runtimes.registered(),
         "frontends": {name: _try_import(name) for name in ("jax_frontend", "torch_frontend")},
     }
+
+
+def _frameworks(timeout_s: float) -> dict[str, Any]:
+    returncode, output, errors = _doors.run(_LOADED, {}, timeout_s)
+    if returncode == 0:
+        return json.loads(output.splitlines()[-1])
+    problem = _doors.what_happened(returncode, errors, timeout_s)
+    return {"runtimes": {_PROBLEM: problem}, "registered": {}, "frontends": {}}
 
 
 def _dotted(version: tuple[int, int]) -> str:
@@ -75,6 +108,12 @@ def _try_runtime(module: str, ffi_version: Any) -> dict[str, str]:
         return {"ffi_version": _dotted(ffi_version())}
     except Exception as error:
         return {_PROBLEM: f"{type(error).__name__}: {error}"}
+
+
+def _cuda_build() -> str:
+    if _native.cuda_version is None:
+        return "none"
+    return f"{_dotted(_native.cuda_version)} for {_native.cuda_architectures}"
 
 
 def _cuda_driver() -> str:
@@ -117,19 +156,42 @@ def _print(report: dict[str, Any]) -> None:
     print("\nFrontends")
     for frontend, outcome in report["frontends"].items():
         print(f"  {frontend:<22}{outcome}")
+    print("\nDoors")
+    for outcome in map(Outcome._make, map(dict.values, report["doors"])):
+        print(_line(outcome))
 
 
-def main() -> None:
-    """Runs the command."""
+def _line(outcome: Outcome) -> str:
+    what = f"{outcome.seconds:.1f} s" if outcome.status == WORKS else outcome.remedy
+    separator = ", " if outcome.status == WORKS else ": "
+    return f"  {outcome.title:<22}{outcome.status:<15}{outcome.detail}{separator}{what}"
+
+
+def main() -> int:
+    """Runs the command. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m shared_ffi", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    report = diagnose()
-    if parser.parse_args().json:
+    names = [door.name for door in DOORS]
+    parser.add_argument(
+        "--door", nargs="+", choices=names, help="try only these; each of them must work"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=180, help="seconds for each door (default: %(default)g)"
+    )
+    arguments = parser.parse_args()
+    chosen = [door for door in DOORS if door.name in (arguments.door or names)]
+    report = diagnose(chosen, arguments.timeout)
+    if arguments.json:
         json.dump(report, sys.stdout, indent=2)
         print()
     else:
         _print(report)
+    statuses = {outcome["status"] for outcome in report["doors"]}
+    is_well = WORKS in statuses and (
+        not statuses - {WORKS} if arguments.door else FAILS not in statuses
+    )
+    return 0 if is_well else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

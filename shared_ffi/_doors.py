@@ -1,0 +1,244 @@
+"""Tries a tiny step through every installed door, for ``python -m shared_ffi``.
+
+Each door has a process of its own, which may hang or crash without harm to the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shared_ffi import _native, _pjrt
+
+WORKS, FAILS, NOT_INSTALLED, NO_GPU = "works", "fails", "not installed", "no GPU"
+
+
+class Package(NamedTuple):
+    """A package that a door needs, in the versions that are known to work."""
+
+    name: str
+    oldest: str
+    below: str = ""
+    module: str = ""
+    """What is imported, where that is not the package's name."""
+
+    def __str__(self) -> str:
+        """As pip takes it."""
+        return f"{self.name}>={self.oldest}" + (f",<{self.below}" if self.below else "")
+
+
+EXTRAS = {
+    "jax": (Package("jax", "0.8.0"),),
+    "torch": (Package("torch", "2.9"),),
+    "torch-xla": (
+        Package("torch", "2.9", "2.10"),
+        Package("torch_xla", "2.9.0", "2.9.1"),
+        Package("jax", "0.8.0"),
+        Package("pyelftools", "0.32", module="elftools"),
+    ),
+}
+"""What each extra of xla-paged-attention installs."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """A way to call the ops on one platform."""
+
+    name: str
+    title: str
+    extra: str
+    """The extra of xla-paged-attention that installs its packages."""
+    script: str
+    """Its last line of output is the name of the device."""
+
+    @property
+    def platform(self) -> str:
+        """``cpu`` or ``cuda``."""
+        return self.name.rpartition("-")[2]
+
+    def environment(self) -> dict[str, str]:
+        """Puts every framework on this platform, where doors beside it have memory, too."""
+        return {
+            "JAX_PLATFORMS": self.platform,
+            "PJRT_DEVICE": self.platform.upper(),
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "PJRT_ALLOCATOR_PREALLOCATE": "false",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }
+
+
+def _in_torch(*arguments: str) -> str:
+    return f"from torch_frontend import _try; print(_try.run(*{arguments}))"
+
+
+_XLA = "import torch_xla; "
+
+DOORS = (
+    Door("jax-cpu", "JAX, CPU", "jax", "from jax_frontend import _try; print(_try.run())"),
+    Door("torch-cpu", "PyTorch eager, CPU", "torch", _in_torch("cpu")),
+    Door("inductor-cpu", "Inductor, CPU", "torch", _in_torch("cpu", "inductor")),
+    Door("aot-inductor-cpu", "AOTInductor, CPU", "torch", _in_torch("cpu", "aot_inductor")),
+    Door("torch-xla-cpu", "torch_xla, CPU", "torch-xla", _XLA + _in_torch("xla")),
+    Door("openxla-cpu", "openxla, CPU", "torch-xla", _XLA + _in_torch("xla", "openxla")),
+    Door("jax-cuda", "JAX, CUDA", "jax", "from jax_frontend import _try; print(_try.run())"),
+    Door("torch-cuda", "PyTorch eager, CUDA", "torch", _in_torch("cuda")),
+    Door("inductor-cuda", "Inductor, CUDA", "torch", _in_torch("cuda", "inductor")),
+    Door("aot-inductor-cuda", "AOTInductor, CUDA", "torch", _in_torch("cuda", "aot_inductor")),
+    Door("torch-xla-cuda", "torch_xla, CUDA", "torch-xla", _XLA + _in_torch("xla")),
+    Door("openxla-cuda", "openxla, CUDA", "torch-xla", _XLA + _in_torch("cuda", "openxla")),
+)
+
+
+class Outcome(NamedTuple):
+    """What became of the step through a door."""
+
+    door: str
+    title: str
+    status: str
+    """WORKS, FAILS, NOT_INSTALLED or NO_GPU."""
+    detail: str
+    """The device where it works, otherwise what is wrong."""
+    remedy: str
+    """Empty where it works."""
+    seconds: float
+
+
+def try_doors(doors: Iterable[Door], timeout_s: float) -> list[Outcome]:
+    """Tries the doors, several at a time."""
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        return [*pool.map(lambda door: try_door(door, timeout_s), doors)]
+
+
+def try_door(door: Door, timeout_s: float) -> Outcome:
+    """Tries one door, unless it is plain that it cannot work."""
+    start = time.monotonic()
+
+    def outcome(status: str, detail: str, remedy: str = "") -> Outcome:
+        seconds = round(time.monotonic() - start, 1)
+        return Outcome(door.name, door.title, status, detail, remedy, seconds)
+
+    if door.platform == "cuda" and not gpu_count():
+        what = "the driver shows no GPU" if any(_pjrt.cuda_driver_version()) else "no NVIDIA driver"
+        return outcome(NO_GPU, what, "use the CPU, or a machine with an NVIDIA GPU")
+    if missing := [x.name for x in EXTRAS[door.extra] if not _is_installed(x.module or x.name)]:
+        remedy = f"pip install 'xla-paged-attention[{door.extra}]'"
+        return outcome(NOT_INSTALLED, f"without {' and '.join(missing)}", remedy)
+    if door.platform == "cuda" and _native.cuda_version is None:
+        remedy = "install a build that has them, one without XLA_GPU_CUDA=OFF"
+        return outcome(FAILS, "this build has no CUDA handlers", remedy)
+    if door.name == "jax-cuda" and not _is_installed("jax_plugins"):
+        remedy = f"pip install 'jax[cuda{_pjrt.cuda_driver_version()[0]}]'"
+        return outcome(NOT_INSTALLED, "JAX without its CUDA plugin", remedy)
+    returncode, output, errors = run(door.script, door.environment(), timeout_s)
+    if returncode == 0:
+        return outcome(WORKS, f"on {output.splitlines()[-1]}")
+    detail = what_happened(returncode, errors, timeout_s)
+    return outcome(FAILS, detail, _remedy(door, errors))
+
+
+def run(script: str, environment: dict[str, str], timeout_s: float) -> tuple[int | None, str, str]:
+    """Runs a script in a process of its own. Returns its exit status, None if it ran out of time,
+    its output and its errors. Nothing that it compiles is kept."""
+    with tempfile.TemporaryDirectory(prefix="xla-gpu-") as folder:
+        temporary = {"TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+        process = subprocess.Popen(
+            [sys.executable, "-c", script],
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ | temporary | environment,
+            start_new_session=True,  # its children end with it
+        )
+        try:
+            output, errors = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return None, "", ""
+        return process.returncode, output, errors
+
+
+def gpu_count() -> int:
+    """How many GPUs the driver shows to this process."""
+    count = ctypes.c_int(0)
+    with contextlib.suppress(OSError, AttributeError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0:
+            return count.value
+    return 0
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # None in sys.modules
+        return False
+
+
+def what_happened(returncode: int | None, errors: str, timeout_s: float) -> str:
+    """One line about a script that failed."""
+    if returncode is None:
+        return f"no answer within {timeout_s:.0f} seconds"
+    if returncode < 0:
+        return f"ended by {signal.Signals(-returncode).name}"
+    # The last exception of a traceback; what follows it are its further lines.
+    exceptions = re.findall(r"^[\w.]*(?:Error|Exception|Failed|Exit)\b:? ?.*$", errors, re.M)
+    lines = exceptions or errors.strip().splitlines() or [f"exit status {returncode}"]
+    return lines[-1].strip()
+
+
+_REMEDIES = (
+    (r"No working C\+\+ compiler|InvalidCxxCompiler", "install g++ or clang, or name one in CXX"),
+    (r"Python\.h: No such file", "install the headers of this Python, such as python3-dev"),
+    (r"[Cc]annot find a working triton|TritonMissing", "pip install triton"),
+    (r"not compiled with CUDA", "install a PyTorch that is built for CUDA"),
+    (r"no CUDA plugin .*installed", "pip install jax-cuda12-pjrt==0.8.0"),
+    (
+        r"built with CUDA .* this machine's NVIDIA driver",
+        "update the driver, or use the CPU",
+    ),
+    (
+        r"RESOURCE_EXHAUSTED|out of memory",
+        "free the GPU's memory, or name another GPU in CUDA_VISIBLE_DEVICES",
+    ),
+    (r"No space left on device", "free some disk, or name another folder in TMPDIR"),
+)
+
+
+def _remedy(door: Door, errors: str) -> str:
+    for pattern, remedy in _REMEDIES:
+        if re.search(pattern, errors):
+            return remedy
+    if others := [x for x in EXTRAS[door.extra] if not _is_known(x)]:
+        return "pip install " + " ".join(f"'{x}'" for x in others)
+    return f"see docs/troubleshooting.md; all of the message: python -c {door.script!r}"
+
+
+def _is_known(package: Package) -> bool:
+    try:
+        version = importlib.metadata.version(package.name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return _numbers(package.oldest) <= _numbers(version) and (
+        not package.below or _numbers(version) < _numbers(package.below)
+    )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release of a version: (2, 9, 1) of 2.9.1+cpu."""
+    release = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, release[0].split("."))) if release else ()

@@ -1,0 +1,244 @@
+"""``python -m shared_ffi`` says of each door whether it works, and if not, what to do about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared_ffi import __main__ as diagnosis
+from shared_ffi import _doors, _native, _pjrt, tiny_step
+from shared_ffi._doors import DOORS, FAILS, NO_GPU, NOT_INSTALLED, WORKS, Door, Package
+
+ROOT = Path(__file__).parents[2]
+
+
+def diagnose(*arguments: str) -> tuple[int, dict[str, Any]]:
+    """The exit status and the report of a run on the CPU."""
+    outcome = subprocess.run(
+        [sys.executable, "-m", "shared_ffi", "--json", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=300,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    return outcome.returncode, json.loads(outcome.stdout)
+
+
+def test_one_door() -> None:
+    returncode, report = diagnose("--door", "torch-cpu")
+    (outcome,) = report["doors"]
+    assert returncode == 0
+    assert outcome.pop("seconds") > 0
+    assert outcome == {
+        "door": "torch-cpu",
+        "title": "PyTorch eager, CPU",
+        "status": WORKS,
+        "detail": "on cpu",
+        "remedy": "",
+    }
+
+
+def test_a_door_that_is_asked_for_must_work() -> None:
+    returncode, report = diagnose("--door", "torch-cpu", "jax-cuda")
+    assert {x["door"]: x["status"] for x in report["doors"]} == {
+        "torch-cpu": WORKS,
+        "jax-cuda": NO_GPU,
+    }
+    assert returncode == 1
+
+
+def in_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *scripts: str
+) -> tuple[int, list[str]]:
+    """The exit status and what is printed about doors with these scripts."""
+    doors = tuple(
+        Door(f"door{i}-cpu", f"door {i}", "torch", script) for i, script in enumerate(scripts)
+    )
+    monkeypatch.setattr(diagnosis, "DOORS", doors)
+    monkeypatch.setattr(
+        diagnosis, "_frameworks", lambda _: {"runtimes": {}, "registered": {}, "frontends": {}}
+    )
+    monkeypatch.setattr(sys, "argv", ["shared_ffi", "--timeout", "5"])
+    status = diagnosis.main()
+    return status, capsys.readouterr().out.partition("\nDoors\n")[2].splitlines()
+
+
+def test_the_status_is_one_line_for_each_door(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, lines = in_process(monkeypatch, capsys, "print('cpu')", "print('noise\\nGPU 7')")
+    assert status == 0
+    assert [re.sub(r"[\d.]+ s$", "1 s", line) for line in lines] == [
+        "  door 0                works          on cpu, 1 s",
+        "  door 1                works          on GPU 7, 1 s",
+    ]
+
+
+def test_a_door_that_fails_changes_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = "raise RuntimeError('InvalidCxxCompiler: none found')"
+    status, lines = in_process(monkeypatch, capsys, "print('cpu')", script)
+    assert status == 1
+    remedy = "install g++ or clang, or name one in CXX"
+    assert lines[1].endswith(f" RuntimeError: InvalidCxxCompiler: none found: {remedy}")
+    assert lines[1].split()[:3] == ["door", "1", "fails"]
+
+
+def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_doors, "gpu_count", lambda: 0)
+    monkeypatch.setattr(_pjrt, "cuda_driver_version", lambda: (0, 0))
+    monkeypatch.setattr(_doors, "_is_installed", lambda module: module != "torch")
+    by_name = {x.name: x for x in DOORS}
+    outcomes = [_doors.try_door(by_name[name], 60) for name in ("torch-cpu", "jax-cuda")]
+    outcomes.append(_doors.Outcome("jax-cpu", by_name["jax-cpu"].title, WORKS, "on cpu", "", 1.8))
+    page = (ROOT / "docs/getting-started.md").read_text()
+    for outcome in outcomes:
+        assert f"    {diagnosis._line(outcome)}\n" in page
+
+
+def door(script: str, name: str = "some-cpu", extra: str = "torch") -> Door:
+    return Door(name, "some door", extra, script)
+
+
+@pytest.mark.parametrize(
+    ("script", "detail"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV"),
+        ("raise SystemExit(3)", "exit status 3"),
+        ("raise ValueError('first line\\nsecond line')", "ValueError: first line"),
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+    ],
+    ids=["crash", "exit", "two-lines", "import"],
+)
+def test_what_happened(script: str, detail: str) -> None:
+    outcome = _doors.try_door(door(script), 60)
+    assert (outcome.status, outcome.detail) == (FAILS, detail)
+    assert "docs/troubleshooting.md" in outcome.remedy and repr(script) in outcome.remedy
+
+
+def test_a_door_that_hangs_ends_with_its_children(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    child = "import subprocess; p = subprocess.Popen(['sleep', '300'])"
+    script = f"{child}; open({str(pid)!r}, 'w').write(str(p.pid)); p.wait()"
+    start = time.monotonic()
+    outcome = _doors.try_door(door(script), 2)
+    assert (outcome.status, outcome.detail) == (FAILS, "no answer within 2 seconds")
+    assert time.monotonic() - start < 60
+    stat = Path(f"/proc/{pid.read_text()}/stat")
+    for _ in range(100):
+        if not stat.exists() or stat.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.1)
+    pytest.fail("the child still runs")
+
+
+@pytest.mark.parametrize(
+    ("message", "remedy"),
+    [
+        ("AssertionError: Torch not compiled with CUDA enabled", "install a PyTorch that is built for CUDA"),
+        ("RuntimeError: Cannot find a working triton installation", "pip install triton"),
+        ("fatal error: Python.h: No such file or directory", "install the headers of this Python, such as python3-dev"),
+        ("shared_ffi: no CUDA plugin is installed; pip install", "pip install jax-cuda12-pjrt==0.8.0"),
+        ("RESOURCE_EXHAUSTED: Out of memory", "free the GPU's memory, or name another GPU in CUDA_VISIBLE_DEVICES"),
+        ("OSError: [Errno 28] No space left on device", "free some disk, or name another folder in TMPDIR"),
+    ],
+)  # fmt: skip
+def test_remedies(message: str, remedy: str) -> None:
+    assert _doors._remedy(door(""), message) == remedy
+
+
+def test_the_message_about_the_driver_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "cuda_version", (13, 0))
+    monkeypatch.setattr(_pjrt, "cuda_driver_version", lambda: (12, 8))
+    message = diagnosis._cuda_driver()
+    assert _doors._remedy(door(""), message) == "update the driver, or use the CPU"
+
+
+def test_a_version_that_is_not_known_to_work_is_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.10.0+cpu", "torch_xla": "2.9.0", "jax": "0.7.2", "pyelftools": "0.32"}
+    monkeypatch.setattr(_doors.importlib.metadata, "version", versions.get)
+    remedy = _doors._remedy(door("", extra="torch-xla"), "undefined symbol")
+    assert remedy == "pip install 'torch>=2.9,<2.10' 'jax>=0.8.0'"
+
+
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [("2.8.1", False), ("2.9", True), ("2.9.1+cpu", True), ("2.9.0a0", True), ("2.10.0", False), ("3", False)],
+)  # fmt: skip
+def test_versions(version: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_doors.importlib.metadata, "version", lambda _: version)
+    assert _doors._is_known(Package("torch", "2.9", "2.10")) == known
+
+
+def test_packages_are_those_of_the_extras() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    # pip's == with a star, or with all three numbers, as a range.
+    ranges = {"torch==2.9.*": "torch>=2.9,<2.10", "torch_xla==2.9.0": "torch_xla>=2.9.0,<2.9.1"}
+    for extra, packages in _doors.EXTRAS.items():
+        assert [*map(str, packages)] == [ranges.get(x, x) for x in extras[extra]]
+
+
+def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_xla", None)
+    monkeypatch.setattr(_doors, "run", lambda *_: pytest.fail("the door is tried"))
+    outcome = _doors.try_door(door("", extra="torch-xla"), 60)
+    assert outcome.status == NOT_INSTALLED and outcome.detail == "without torch_xla"
+    assert outcome.remedy == "pip install 'xla-paged-attention[torch-xla]'"
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_doors, "gpu_count", lambda: 0)
+    monkeypatch.setattr(_pjrt, "cuda_driver_version", lambda: (13, 0))
+    outcome = _doors.try_door(door("", "torch-cuda"), 60)
+    assert (outcome.status, outcome.detail) == (NO_GPU, "the driver shows no GPU")
+
+
+def test_a_build_without_cuda_on_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_doors, "gpu_count", lambda: 1)
+    monkeypatch.setattr(_native, "cuda_version", None)
+    outcome = _doors.try_door(door("", "torch-cuda"), 60)
+    assert (outcome.status, outcome.detail) == (FAILS, "this build has no CUDA handlers")
+    assert "XLA_GPU_CUDA=OFF" in outcome.remedy
+
+
+def test_jax_without_its_cuda_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_doors, "gpu_count", lambda: 1)
+    monkeypatch.setattr(_native, "cuda_version", (13, 0))
+    monkeypatch.setattr(_pjrt, "cuda_driver_version", lambda: (13, 1))
+    monkeypatch.setitem(sys.modules, "jax_plugins", None)
+    outcome = _doors.try_door(door("", "jax-cuda", "jax"), 60)
+    assert (outcome.status, outcome.remedy) == (NOT_INSTALLED, "pip install 'jax[cuda13]'")
+
+
+def test_frameworks_that_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "_LOADED", "import os; os.abort()")
+    assert diagnosis._frameworks(60)["runtimes"] == {"problem": "ended by SIGABRT"}
+
+
+def test_a_wrong_result_is_no_success() -> None:
+    with pytest.raises(ArithmeticError, match=r"must be 2; got \[1.0, 2.0\]"):
+        tiny_step.check(np.float32([1, 2]))
+
+
+def test_every_door_has_its_own_name() -> None:
+    assert len({x.name for x in DOORS}) == len({x.title for x in DOORS}) == len(DOORS)
+
+
+def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_doors.tempfile, "tempdir", str(tmp_path))
+    script = "import os; open(os.environ['TORCHINDUCTOR_CACHE_DIR'], 'w'); print('cpu')"
+    assert _doors.try_door(door(script), 60).status == WORKS
+    assert [*tmp_path.iterdir()] == []
