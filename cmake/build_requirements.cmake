@@ -1,4 +1,6 @@
-# Copies files from Python packages that exist only while pip builds into the build folder.
+# Copies files from Python packages that exist only while pip builds into the build folder. So the
+# commands of a build are the same in every environment, and the second one reuses what the first one
+# compiled.
 
 # find_in_package(<variable> <package> <file>): sets the variable to the folder of an importable
 # package, or to nothing unless the folder holds the file.
@@ -12,6 +14,15 @@ function(find_in_package variable package file)
     set(${variable} "" PARENT_SCOPE)
   endif()
 endfunction()
+
+if(NOT nanobind_DIR)
+  find_in_package(NANOBIND_DIR nanobind cmake/nanobind-config.cmake)
+  if(NOT NANOBIND_DIR)
+    message(FATAL_ERROR "No nanobind found: pip install 'nanobind>=2.9'.")
+  endif()
+  file(COPY "${NANOBIND_DIR}/" DESTINATION "${CMAKE_BINARY_DIR}/nanobind" PATTERN __pycache__ EXCLUDE)
+  set(nanobind_DIR "${CMAKE_BINARY_DIR}/nanobind/cmake" CACHE PATH "Folder of nanobind-config.cmake" FORCE)
+endif()
 
 # The XLA FFI headers, which jaxlib contains. Their version decides which runtimes load the
 # handlers: those of jaxlib 0.8.0 (FFI 0.1) work with torch_xla 2.9.0 and everything newer, and

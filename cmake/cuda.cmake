@@ -1,18 +1,44 @@
 # The CUDA handlers: every cuda.cu of an op, and the tensor core kernels once for each type of
 # query, type of cache and head size, so that the build uses all cores.
 
+# The GPUs that are compiled for, as CMake names them.
+set(ARCHITECTURES ${XLA_GPU_ARCHITECTURES})
+if(XLA_GPU_CUDA STREQUAL "EMULATED")
+  set(ARCHITECTURES emulated)
+elseif(XLA_GPU_ARCHITECTURES STREQUAL "all")  # machine code for each generation, PTX for later ones
+  set(ARCHITECTURES 80-real 90a-real 100 120)
+elseif(XLA_GPU_ARCHITECTURES STREQUAL "native")  # the GPUs of this machine, or Hopper without one
+  execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
+                  OUTPUT_VARIABLE CAPABILITIES ERROR_QUIET RESULT_VARIABLE FAILED)
+  set(ARCHITECTURES)
+  if(NOT FAILED)
+    string(REGEX MATCHALL "[0-9]+[.][0-9]" CAPABILITIES "${CAPABILITIES}")
+    # The code of a generation's first GPU runs on the others.
+    list(TRANSFORM CAPABILITIES REPLACE "[.][0-9]$" "0-real" OUTPUT_VARIABLE ARCHITECTURES)
+    list(TRANSFORM ARCHITECTURES REPLACE "^90-" "90a-")
+    list(FILTER ARCHITECTURES EXCLUDE REGEX "^[1-7]0-")  # the kernels need 8.0
+    list(REMOVE_DUPLICATES ARCHITECTURES)
+  endif()
+  if(NOT ARCHITECTURES)
+    set(ARCHITECTURES 90a-real)
+  endif()
+endif()
+message(STATUS "GPUs to compile for: ${ARCHITECTURES}")
+
 list(JOIN XLA_GPU_HEAD_SIZES ", " HEAD_SIZES)
 list(JOIN XLA_GPU_HEAD_SIZES_OF_8_BITS ", " OF_8_BITS)
 # Only sm_90a has the instructions of the Hopper kernel.
 set(HOPPER_HEAD_SIZES ${XLA_GPU_HEAD_SIZES})
 list(FILTER HOPPER_HEAD_SIZES INCLUDE REGEX "^(64|128)$")
-if(XLA_GPU_CUDA STREQUAL "ON" AND NOT XLA_GPU_ARCHITECTURES MATCHES "90a")
+if(NOT ARCHITECTURES MATCHES "90a|emulated")
   set(HOPPER_HEAD_SIZES)
 endif()
 list(TRANSFORM HOPPER_HEAD_SIZES PREPEND ", " OUTPUT_VARIABLE ON_HOPPER)
 list(JOIN ON_HOPPER "" ON_HOPPER)
-file(CONFIGURE OUTPUT generated/tensor_core_head_sizes.h
-     CONTENT "#define XLA_GPU_TENSOR_CORE_HEAD_SIZES @HEAD_SIZES@
+string(REPLACE ";" ", " NAMES_OF_ARCHITECTURES "${ARCHITECTURES}")
+file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/generated/cuda_build.h"
+     CONTENT "#define XLA_GPU_ARCHITECTURES \"@NAMES_OF_ARCHITECTURES@\"
+#define XLA_GPU_TENSOR_CORE_HEAD_SIZES @HEAD_SIZES@
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_8_BITS @OF_8_BITS@
 #define XLA_GPU_HOPPER_HEAD_SIZES @ON_HOPPER@\n" @ONLY)
 
@@ -20,11 +46,11 @@ add_library(cuda_settings INTERFACE)
 target_include_directories(cuda_settings INTERFACE "${CMAKE_BINARY_DIR}/generated")
 target_compile_features(cuda_settings INTERFACE cxx_std_17)
 if(XLA_GPU_CUDA STREQUAL "EMULATED")
-  target_include_directories(cuda_settings INTERFACE shared_ffi/csrc)
+  target_include_directories(cuda_settings INTERFACE "${CMAKE_CURRENT_SOURCE_DIR}")
   target_compile_definitions(cuda_settings INTERFACE XLA_GPU_SIMT)
   target_compile_options(cuda_settings INTERFACE -O2 -Wall -Wextra -Wno-unknown-pragmas -ffp-contract=off)
-  target_sources(handlers PRIVATE shared_ffi/csrc/gpu/simt/simt.cc)
-  set_source_files_properties(shared_ffi/csrc/gpu/simt/simt.cc PROPERTIES COMPILE_OPTIONS "-U_FORTIFY_SOURCE")
+  target_sources(handlers PRIVATE gpu/simt/simt.cc)
+  set_source_files_properties(gpu/simt/simt.cc PROPERTIES COMPILE_OPTIONS "-U_FORTIFY_SOURCE")
 else()
   enable_language(CUDA)
   # Products are fused where the sources say so (gpu::Fma), as in the emulation.
@@ -34,6 +60,13 @@ else()
   endif()
 endif()
 target_compile_definitions(handlers PUBLIC XLA_GPU_CUDA $<TARGET_PROPERTY:cuda_settings,INTERFACE_COMPILE_DEFINITIONS>)
+
+# By its name, so that builds for several Pythons share the objects.
+find_program(PYTHON3 python3)
+set(ANY_PYTHON python3)
+if(NOT PYTHON3)
+  set(ANY_PYTHON "${Python_EXECUTABLE}")
+endif()
 
 function(add_cuda_objects name)
   if(XLA_GPU_CUDA STREQUAL "EMULATED")
@@ -45,13 +78,13 @@ function(add_cuda_objects name)
     POSITION_INDEPENDENT_CODE ON
     CXX_VISIBILITY_PRESET hidden
     CUDA_VISIBILITY_PRESET hidden
-    CUDA_ARCHITECTURES "${XLA_GPU_ARCHITECTURES}"
-    CUDA_COMPILER_LAUNCHER "${Python_EXECUTABLE};${CMAKE_SOURCE_DIR}/cmake/resources.py")
+    CUDA_ARCHITECTURES "${ARCHITECTURES}"
+    CUDA_COMPILER_LAUNCHER "${ANY_PYTHON};${CMAKE_SOURCE_DIR}/cmake/resources.py")
   target_link_libraries(${name} PRIVATE cuda_settings)
   target_sources(handlers PRIVATE $<TARGET_OBJECTS:${name}>)
 endfunction()
 
-file(GLOB CUDA_SOURCES CONFIGURE_DEPENDS shared_ffi/csrc/*/cuda.cu shared_ffi/csrc/*/cuda/run.cu)
+file(GLOB CUDA_SOURCES CONFIGURE_DEPENDS */cuda.cu */cuda/run.cu)
 add_cuda_objects(cuda ${CUDA_SOURCES})
 foreach(storage Half BFloat16)
   foreach(cache ${storage} Float8E4M3 Float8E5M2 int8_t)
@@ -61,14 +94,14 @@ foreach(storage Half BFloat16)
     endif()
     foreach(head_size ${head_sizes})
       set(name tensor_core_${storage}_${cache}_${head_size})
-      add_cuda_objects(${name} shared_ffi/csrc/paged_attention/cuda/tensor_core.cu)
+      add_cuda_objects(${name} paged_attention/cuda/tensor_core.cu)
       target_compile_definitions(${name} PRIVATE
         XLA_GPU_STORAGE=${storage} XLA_GPU_CACHE=${cache} XLA_GPU_HEAD_SIZE=${head_size})
     endforeach()
   endforeach()
   foreach(head_size ${HOPPER_HEAD_SIZES})
     set(name hopper_${storage}_${head_size})
-    add_cuda_objects(${name} shared_ffi/csrc/paged_attention/cuda/hopper.cu)
+    add_cuda_objects(${name} paged_attention/cuda/hopper.cu)
     set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES 90a-real)
     target_compile_definitions(${name} PRIVATE
       XLA_GPU_STORAGE=${storage} XLA_GPU_HEAD_SIZE=${head_size})

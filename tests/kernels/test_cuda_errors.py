@@ -63,6 +63,16 @@ def test_a_failing_call_is_an_error_that_names_it(
     gpu.run(op, operands, results, device, **attributes)  # CUDA's last error is cleared
 
 
+def test_a_gpu_that_the_build_left_out_is_named(
+    gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attributes, operands, results = call_of(paged_attention)
+    no_kernel_image = 209  # cudaErrorNoKernelImageForDevice
+    monkeypatch.setenv("XLA_GPU_SIMT_FAIL", f"cudaFuncSetAttribute={no_kernel_image}")
+    with pytest.raises(RuntimeError, match="only for emulated. Build it .* XLA_GPU_ARCHITECTURES"):
+        gpu.run(paged_attention, operands, results, next(new_device), **attributes)
+
+
 def test_a_device_is_asked_once(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     attributes, operands, results = call_of(paged_attention)
     device = next(new_device)

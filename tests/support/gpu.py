@@ -11,7 +11,7 @@ import numpy as np
 
 from harness.arrays import guarded, to_torch
 from shared_ffi import paged_attention
-from tests.support.calls import checked_call, numbers, specs, split_keywords
+from tests.support.calls import checked_call, numbers, specs, split_keywords, with_wider_rows
 
 ON_CUDA = os.environ.get("XLA_GPU_TEST_ON") == "cuda"
 
@@ -82,14 +82,22 @@ def scratch_of(operands: Any, attributes: dict[str, Any]) -> np.ndarray:
 
 
 def attend(
-    gpu: Gpu, operands: Any, *, seed: int = 0, scratch: np.ndarray | None = None, **attributes: Any
+    gpu: Gpu,
+    operands: Any,
+    *,
+    seed: int = 0,
+    scratch: np.ndarray | None = None,
+    more_columns: int = 0,
+    **attributes: Any,
 ) -> Any:
-    """The result of paged_attention, or with return_lse a pair of results."""
+    """The result of paged_attention, or with return_lse a pair of results. `more_columns`: how much
+    wider the rows are that hold the queries."""
     call, arrays = checked_call("paged_attention", operands, attributes)
     results = [guarded(np.full(call.results[0].shape, np.nan, operands[0].dtype))]
     results += [guarded(np.full(spec.shape, np.nan, np.float32)) for spec in call.results[1:]]
     if scratch is None:
         scratch = scratch_of(operands, attributes)
+    arrays, of_rows = with_wider_rows("paged_attention", arrays, more_columns)
     guarded_arrays = [guarded(x) for x in arrays]
-    gpu.run(paged_attention, guarded_arrays, [*results, scratch], seed, **numbers(call))
+    gpu.run(paged_attention, guarded_arrays, [*results, scratch], seed, **numbers(call), **of_rows)
     return tuple(results) if len(results) > 1 else results[0]

@@ -36,15 +36,21 @@ def ffi_headers() -> Path:
     return folder
 
 
+def _cuda_compiler() -> list[str]:
+    """The option that names the CUDA compiler of the installed build, unless that is the user's."""
+    compiler = next(ROOT.glob("build/*/cuda/bin/nvcc"), None)
+    return [] if compiler is None else [f"-DCUDA_WHEELS_DIR={compiler.parents[1]}"]
+
+
 def configure(source: Path, build: Path, *options: str) -> None:
     """Configures a build of sources in a folder laid out as this repository."""
-    nanobind = pytest.importorskip("nanobind", reason="needed to build the kernels")
+    pytest.importorskip("nanobind", reason="needed to build the kernels")
     outcome = run(
         "cmake",
         *("-S", source, "-B", build, "-G", "Ninja"),
         f"-DPython_EXECUTABLE={sys.executable}",
-        f"-Dnanobind_DIR={nanobind.cmake_dir()}",
         f"-DXLA_FFI_INCLUDE_DIR={ffi_headers()}",
+        *_cuda_compiler(),
         *options,
     )
     assert outcome.returncode == 0, outcome.stdout
@@ -58,6 +64,20 @@ def build(folder: Path) -> Path:
     return module
 
 
+def emulated(path: Path | str | None = None) -> Any:
+    """The module with CUDA kernels that are emulated on the CPU: built, unless a path is given."""
+    from filelock import FileLock  # noqa: PLC0415  (only tests need it)
+
+    if path is None:
+        folder = ROOT / "build/simt"
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "lock"):
+            options = ("-DXLA_GPU_CUDA=EMULATED", "-DXLA_GPU_CPU_INSTRUCTION_SETS=baseline")
+            configure(ROOT, folder, *options)
+            path = build(folder)
+    return load(path, "emulated._native")
+
+
 def load(path: Path | str, name: str) -> Any:
     """Imports the module at a path. The last part of the name must be _native."""
     spec = importlib.util.spec_from_file_location(name, path)
@@ -66,3 +86,8 @@ def load(path: Path | str, name: str) -> Any:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+if __name__ == "__main__":  # make quick
+    configure(ROOT, Path(sys.argv[1]), *sys.argv[2:])
+    build(Path(sys.argv[1]))

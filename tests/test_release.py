@@ -1,0 +1,57 @@
+"""One version everywhere, and the extras and tools that a release needs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from release import check_version, wheels
+from shared_ffi import _doors
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_one_version_everywhere() -> None:
+    assert check_version.faults(None) == []
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("pyproject.toml", "CITATION.cff", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    monkeypatch.setattr(check_version, "ROOT", tmp_path)
+    return tmp_path
+
+
+def test_a_citation_of_another_version(sources: Path) -> None:
+    citation = sources / "CITATION.cff"
+    citation.write_text(re.sub("^version: .*$", "version: 9.9.9", citation.read_text(), flags=re.M))
+    (fault,) = check_version.faults(None)
+    assert re.fullmatch(r"CITATION\.cff must name version [\d.]+; got 9\.9\.9", fault)
+
+
+def test_a_tag(sources: Path) -> None:
+    version = PROJECT["project"]["version"]
+    section = f"CHANGELOG.md must have a section [{version}]"
+    assert check_version.faults("v9.9.9") == [f"the tag must be v{version}; got v9.9.9", section]
+    with (sources / "CHANGELOG.md").open("a") as changelog:
+        changelog.write(f"\n## [{version}] - 2030-01-01\n")
+    assert check_version.faults(f"v{version}") == []
+
+
+def test_wheels_are_tried_through_every_door() -> None:
+    doors = {door.name for door in _doors.DOORS if door.platform == "cpu"}
+    test = PROJECT["tool"]["cibuildwheel"]["test-command"]
+    assert {*test.partition("--door ")[2].split()} == doors
+    assert {*wheels.DOORS} == doors
+
+
+def test_the_formatter_of_signatures_is_the_pinned_one() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    (pinned,) = [x for x in extras["lint"] if x.startswith("ruff")]
+    assert pinned in extras["docs"]
