@@ -111,11 +111,11 @@ __attribute__((noinline)) void AddRowWithHoles(const Rows& rows, const Attention
                                                const KvTile& tile, const Softmax<T>& softmax,
                                                const Values& v, int64_t row, int64_t width,
                                                float* sums, Prefetcher* next) {
-  const auto [begin, end] = mask.RangeOf(tile, row, 1);
+  const Range range = mask.RangeOf(tile, row, 1);
   const auto attends = [&](int64_t j) {
-    return begin <= j && j < end && mask.Attends(tile, row, j);
+    return range.begin <= j && j < range.end && mask.Attends(tile, row, j);
   };
-  for (int64_t step = begin / kStep * kStep; step < end; step += kStep) {
+  for (int64_t step = range.begin / kStep * kStep; step < range.end; step += kStep) {
     float rescale = softmax.Rescale(step)[row];
     for (int64_t i = step / kGroup<T>; i < (step + kStep) / kGroup<T>; ++i) {
       const int64_t first = kValueOrder<T>.numbers[i] * kGroup<T>, last = first + kGroup<T> - 1;
