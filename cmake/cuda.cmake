@@ -59,9 +59,11 @@ else()
     target_compile_options(cuda_settings INTERFACE --compress-mode=size)  # a third of the default's size
   endif()
 endif()
+set_target_properties(handlers PROPERTIES CUDA_ARCHITECTURES "${ARCHITECTURES}")
 target_compile_definitions(handlers PUBLIC XLA_GPU_CUDA $<TARGET_PROPERTY:cuda_settings,INTERFACE_COMPILE_DEFINITIONS>)
 
-# By its name, so that builds for several Pythons share the objects.
+# By its name, so that builds for several Pythons share the objects. With -I, as pip's build
+# environment has modules of its own on PYTHONPATH, which are gone when ninja runs again.
 find_program(PYTHON3 python3)
 set(ANY_PYTHON python3)
 if(NOT PYTHON3)
@@ -79,7 +81,7 @@ function(add_cuda_objects name)
     CXX_VISIBILITY_PRESET hidden
     CUDA_VISIBILITY_PRESET hidden
     CUDA_ARCHITECTURES "${ARCHITECTURES}"
-    CUDA_COMPILER_LAUNCHER "${ANY_PYTHON};${CMAKE_SOURCE_DIR}/cmake/resources.py")
+    CUDA_COMPILER_LAUNCHER "${ANY_PYTHON};-I;${CMAKE_SOURCE_DIR}/cmake/resources.py")
   target_link_libraries(${name} PRIVATE cuda_settings)
   target_sources(handlers PRIVATE $<TARGET_OBJECTS:${name}>)
 endfunction()

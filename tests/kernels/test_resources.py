@@ -80,6 +80,14 @@ def test_the_build_shows_the_warnings_of_ptxas() -> None:
     assert outcome.stdout.splitlines() == [loss]
 
 
+def test_the_launcher_imports_nothing_of_a_build_environment(folder: Path) -> None:
+    """pip has a folder on PYTHONPATH while it builds. It is gone when ninja runs again."""
+    rules = (folder / "CMakeFiles/rules.ninja").read_text()
+    launchers = re.findall(r"command = (.*)cmake/resources\.py \S*nvcc", rules)
+    assert launchers
+    assert [command for command in launchers if " -I " not in command] == []
+
+
 def test_the_compiler_fuses_no_products_by_itself() -> None:
     """Fused products are written as gpu::Fma, so that kernels that share a function agree in bits,
     and the emulated GPU agrees with them."""
