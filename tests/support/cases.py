@@ -124,13 +124,12 @@ class Case:
         for s, q_len in enumerate(q_lens):
             of_sequence = bits[start : start + q_len]
             start += q_len
-            if q_len > 64 or (self.tree == "draft" and s % 2 == 1):
-                of_sequence[:] = 0
-            of_sequence[:, q_len:] = 0
-            if self.tree == "chain":
-                of_sequence[:, :q_len] = np.tri(q_len) if q_len <= 64 else 0
-            elif self.tree == "draft" and s % 2 == 0:
-                for i in range(min(q_len, 64)):
+            has_tree = q_len <= 64 and (self.tree != "draft" or s % 2 == 0)
+            of_sequence[:, q_len if has_tree else 0 :] = 0
+            if self.tree == "chain" and has_tree:
+                of_sequence[:, :q_len] = np.tri(q_len)
+            elif self.tree == "draft" and has_tree:
+                for i in range(q_len):
                     of_sequence[i, :i] = of_sequence[rng.integers(i)][:i] if i else 0
                     of_sequence[i, i:] = np.arange(64 - i) == 0
         return np.packbits(bits, axis=1, bitorder="little").view("<i4")
