@@ -91,14 +91,18 @@ class Oracle:
         self._returns_lse = bool(attributes.get("return_lse"))
         value_cache = self._with_lse.pop("value_cache", None)
         caches = [x for x in (kv_cache, value_cache) if x is not None]
-        self._kv_cache = default(caches, self._with_lse.pop("kv_layout", None))
+        kv_layout, columns = (self._with_lse.pop(x, None) for x in ("kv_layout", "value_head_size"))
+        self._columns = columns or self._query.shape[2]
+        self._kv_cache = default(caches, kv_layout, is_latent=columns is not None)
+        if columns is not None and "k_scale" in attributes:
+            self._with_lse["v_scale"] = attributes["k_scale"]
         self._output, self._lse = self._attend(self._kv_cache)
 
     def _attend(self, kv_cache: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         result: tuple[np.ndarray, np.ndarray] = reference.paged_attention(
             self._query, kv_cache, *self._metadata, **self._with_lse
         )
-        return result
+        return result[0][..., : self._columns], result[1]
 
     @cached_property
     def _sizes(self) -> np.ndarray:
@@ -117,7 +121,9 @@ class Oracle:
         """Compares within the error of the CUDA kernel that runs."""
         query, cache, head_size = self._query.dtype, self._kv_cache.dtype, self._query.shape[2]
         on_tensor_cores = (
-            query.itemsize == 2 and head_size * cache.itemsize % 16 == 0 and head_size <= 256
+            query.itemsize == 2
+            and head_size <= 256
+            and all(size * cache.itemsize % 16 == 0 for size in (head_size, self._columns))
         )
         weights = query.name if cache == query else "bfloat16"
         self._assert_close(actual, weights if on_tensor_cores else None)

@@ -10,10 +10,21 @@ LAYOUTS = (
     *("2nbhd", "n2bhd", "n2hbd", "nbh(2d)", "nhb(2d)", "nb(2h)d", "2hnbd"),
     *("nbhd", "nhbd", "hnbd"),  # K and V in two arrays
 )
+LATENT_LAYOUTS = ("nbd", "bnd", "nbhd", "hnbd")  # of K alone, where V is a part of K
 
 
-def arrange(kv_cache: np.ndarray, kv_layout: str | None) -> tuple[np.ndarray, ...]:
-    """Converts a cache in the default layout: returns one array, or K and V."""
+def arrange(
+    kv_cache: np.ndarray, kv_layout: str | None, *, is_latent: bool = False
+) -> tuple[np.ndarray, ...]:
+    """Converts a cache in the default layout: returns one array, or K and V. Where V is a part of
+    K, returns K."""
+    if is_latent:
+        keys = kv_cache[:, :, 0::2]  # nbhd
+        kv_layout = kv_layout or "nbd"
+        if "h" not in kv_layout:
+            keys = keys[:, :, 0]
+        order = [("nbhd" if "h" in kv_layout else "nbd").index(letter) for letter in kv_layout]
+        return (np.ascontiguousarray(keys.transpose(order)),)
     if kv_layout is None:
         return (kv_cache,)
     blocks, positions, rows, head_size = kv_cache.shape
@@ -32,21 +43,30 @@ def arrange(kv_cache: np.ndarray, kv_layout: str | None) -> tuple[np.ndarray, ..
     return (arranged[0].reshape(shape),)
 
 
-def default(caches: Any, kv_layout: str | None) -> np.ndarray:
+def default(caches: Any, kv_layout: str | None, *, is_latent: bool = False) -> np.ndarray:
     """The inverse of arrange. It arranges the indices of the default layout and inverts the
-    permutation."""
-    if kv_layout is None:
+    permutation. Where V is a part of K, a row of V is a copy of that of K."""
+    if kv_layout is None and not is_latent:
         return np.array(caches[0])
-    shape = default_shape(caches, kv_layout)
-    places = arrange(np.arange(np.prod(shape)).reshape(shape), kv_layout)
+    shape = default_shape(caches, kv_layout, is_latent=is_latent)
+    places = arrange(np.arange(np.prod(shape)).reshape(shape), kv_layout, is_latent=is_latent)
     found = np.empty(np.prod(shape, dtype=int), caches[0].dtype)
     for cache, place in zip(caches, places, strict=True):
         found[place] = cache
-    return found.reshape(shape)
+    found = found.reshape(shape)
+    if is_latent:
+        found[:, :, 1::2] = found[:, :, 0::2]
+    return found
 
 
-def default_shape(caches: Any, kv_layout: str | None) -> tuple[int, ...]:
+def default_shape(
+    caches: Any, kv_layout: str | None, *, is_latent: bool = False
+) -> tuple[int, ...]:
     """The shape of a cache in the default layout."""
+    if is_latent:
+        layout = kv_layout or "nbd"
+        sizes = {"h": 1, **dict(zip(layout, caches[0].shape, strict=True))}
+        return (sizes["n"], sizes["b"], 2 * sizes["h"], sizes["d"])
     if kv_layout is None:
         return tuple(caches[0].shape)
     heads, width = caches[0].shape[_place(kv_layout, "h")], caches[0].shape[-1]

@@ -31,17 +31,23 @@ def paged_attention(
     causal: bool = True,
     window_right: int | None = None,
     max_query_len: int | None = None,
+    value_head_size: int | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Returns float64. Reads only the attended positions of the cache and the tables."""
+    is_latent = value_head_size is not None
     kv_cache = layouts.default(
-        (kv_cache,) if value_cache is None else (kv_cache, value_cache), kv_layout
+        (kv_cache,) if value_cache is None else (kv_cache, value_cache),
+        kv_layout,
+        is_latent=is_latent,
     )
+    num_columns = kv_cache.shape[3] if value_head_size is None else value_head_size
     num_heads = query.shape[1]
     block_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
     scale = float(np.float32(scale))  # the attribute is float32
     soft_cap = None if soft_cap is None else float(np.float32(soft_cap))
-    output, lse = np.zeros(query.shape), np.full(query.shape[:2], -np.inf)
+    output = np.zeros((*query.shape[:2], num_columns))
+    lse = np.full(query.shape[:2], -np.inf)
     for s in range(int(np.asarray(num_seqs).item())):
         start, end = int(query_start_loc[s]), int(query_start_loc[s + 1])
         for i in range(end - start):
@@ -64,14 +70,15 @@ def paged_attention(
             rows = block_tables[s, positions // block_size], positions % block_size
             attended = kv_cache[rows].astype(np.float64)
             attended[:, 0::2] *= _scales(k_scale, rows)
-            attended[:, 1::2] *= _scales(v_scale, rows)
+            attended[:, 1::2] *= _scales(k_scale if is_latent else v_scale, rows)
             for h in range(num_heads):
                 sink = -np.inf if sinks is None else float(sinks[h])
                 if len(positions) == 0:
                     lse[start + i, h] = sink
                     continue
                 kv_head = h // (num_heads // num_kv_heads)
-                keys, values = attended[:, 2 * kv_head], attended[:, 2 * kv_head + 1]
+                keys = attended[:, 2 * kv_head]
+                values = attended[:, 2 * kv_head + 1, :num_columns]
                 with np.errstate(invalid="ignore"):
                     logits = scale * (keys @ query[start + i, h].astype(np.float64))
                     if soft_cap is not None:
@@ -99,12 +106,15 @@ def legal_sequences(
     sliding_window: int | None = None,
     causal: bool = True,
     max_query_len: int | None = None,
+    value_head_size: int | None = None,
     tree_mask: Any = None,
     **others: Any,
 ) -> list[bool] | None:
     """Whether the lengths, the tree mask and the block table of each sequence of paged_attention
     obey the contract. None: num_seqs or the starts do not."""
-    num_blocks, block_size, *_ = _shape(kv_cache, value_cache, kv_layout)
+    num_blocks, block_size, *_ = _shape(
+        kv_cache, value_cache, kv_layout, is_latent=value_head_size is not None
+    )
     max_seqs, width = block_tables.shape
     count = int(np.asarray(num_seqs).item())
     if not 0 <= count <= max_seqs:
@@ -130,12 +140,14 @@ def legal_sequences(
 
 
 def numbers_are_legal(
+    head_size: int,
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     causal: bool = True,
     window_right: int | None = None,
     max_query_len: int | None = None,
+    value_head_size: int | None = None,
     tree_mask: Any = None,
     **others: Any,
 ) -> bool:
@@ -148,6 +160,7 @@ def numbers_are_legal(
         and (cap is None or (0 < cap < np.inf and scale <= cap * 2.0**126))
         and (sliding_window is None or sliding_window >= (1 if tree_mask is None else 64))
         and (max_query_len is None or max_query_len >= 1)
+        and (value_head_size is None or 1 <= value_head_size <= head_size)
         and (window_right is None or (not causal and window_right >= 0))
     )
 
@@ -158,10 +171,11 @@ def slots_are_legal(
     *,
     kv_layout: str | None = None,
     value_cache: Any = None,
+    is_latent: bool = False,
     **others: Any,
 ) -> bool:
     """Whether no slot of kv_cache_update is past the end of the cache."""
-    num_blocks, block_size, *_ = _shape(kv_cache, value_cache, kv_layout)
+    num_blocks, block_size, *_ = _shape(kv_cache, value_cache, kv_layout, is_latent=is_latent)
     return not (np.asarray(slot_mapping) >= num_blocks * block_size).any()
 
 
@@ -170,10 +184,12 @@ def _bits(words: Any) -> list[int]:
     return [j for j in range(64) if int(words[j // 32]) >> j % 32 & 1]
 
 
-def _shape(kv_cache: Any, value_cache: Any, kv_layout: str | None) -> tuple[int, ...]:
+def _shape(
+    kv_cache: Any, value_cache: Any, kv_layout: str | None, *, is_latent: bool
+) -> tuple[int, ...]:
     """The shape of a cache in the default layout."""
     caches = (kv_cache,) if value_cache is None else (kv_cache, value_cache)
-    return layouts.default_shape(caches, kv_layout)
+    return layouts.default_shape(caches, kv_layout, is_latent=is_latent)
 
 
 def _scales(scales: Any, rows: tuple[Any, Any]) -> np.ndarray:
@@ -197,18 +213,20 @@ def kv_cache_update(
 ) -> Any:
     """Returns the updated cache or caches. The arguments keep their values."""
     caches = (kv_cache,) if value_cache is None else (kv_cache, value_cache)
-    updated = layouts.default(caches, kv_layout)
+    is_latent = value.shape[2] == 0
+    updated = layouts.default(caches, kv_layout, is_latent=is_latent)
     block_size = updated.shape[1]
     for token, slot in enumerate(slot_mapping):
         if slot < 0:
             continue
         row = divmod(int(slot), block_size)
-        for first, rows, scale in ((0, key[token], k_scale), (1, value[token], v_scale)):
+        new = ((0, key[token], k_scale), (1, value[token], v_scale))
+        for first, rows, scale in new[:1] if is_latent else new:
             if rows.dtype != updated.dtype:
                 scaled = rows.astype(np.float32) / np.float32(_scales(scale, row))
                 rows = quantized(scaled, updated.dtype.name)
             updated[row][first::2] = rows
-    arranged = layouts.arrange(updated, kv_layout)
+    arranged = layouts.arrange(updated, kv_layout, is_latent=is_latent)
     return arranged[0] if value_cache is None else arranged
 
 

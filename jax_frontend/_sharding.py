@@ -1,4 +1,4 @@
-"""The rules for several devices: each has a part of the kv heads and of the cache."""
+"""The rules for several devices: each has a part of the heads (shared_ffi/sharding.py)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def with_partition_rules(
         check_parts: checks the call on a device's parts of the arrays.
     """
     function = partial(lowering.ffi_call, call)
-    if call.num_kv_heads == 0:
+    if call.num_shared_heads == 0:
         return function
     partitioned = custom_partitioning(function)
     partitioned.def_partition(
@@ -63,8 +63,8 @@ def _call_on_parts(check_parts: Callable[..., Call], *parts: jax.Array) -> tuple
 
 
 def _shardings(call: Call, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The shardings of operands and of results: heads are sharded as in one of these arrays, if kv
-    heads can be; other dimensions are replicated."""
+    """The shardings of operands and of results: heads are sharded as in one of these arrays, if
+    they can be; other dimensions are replicated."""
     # GSPMD asks before it knows the sharding of every array.
     known = next(array.sharding for array in arrays if array.sharding is not None)
     hlo_type = type(known._to_xla_hlo_sharding(0))
@@ -86,8 +86,8 @@ def _devices(array: Any) -> np.ndarray | None:
 
 
 def _shardy_rule(call: Call) -> SdyShardingRule:
-    """The rule for Shardy: arrays with heads have the factor k, the kv heads; every other dimension
-    is replicated."""
+    """The rule for Shardy: arrays with heads have the factor k, the shared heads; every other
+    dimension is replicated."""
     mappings: list[ArrayMapping] = []
     sizes: dict[str, Any] = {}
     replicated: list[str] = []
@@ -98,14 +98,14 @@ def _shardy_rule(call: Call) -> SdyShardingRule:
             if dim != head_dim:
                 replicated.append(name)
                 factors.append(name)
-            elif size == call.num_kv_heads:
+            elif size == call.num_shared_heads:
                 factors.append("k")
             else:
-                sizes[name] = size // call.num_kv_heads
+                sizes[name] = size // call.num_shared_heads
                 factors.append(CompoundFactor("k", name))
         mappings.append(ArrayMapping(*factors))
     if not any("k" in mapping for mapping in mappings):
-        sizes["k"] = call.num_kv_heads
+        sizes["k"] = call.num_shared_heads
     return SdyShardingRule(
         tuple(mappings[: len(call.operands)]),
         tuple(mappings[len(call.operands) :]),

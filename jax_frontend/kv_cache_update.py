@@ -66,7 +66,9 @@ def kv_cache_update(
         key: ``[num_tokens, num_kv_heads, head_size]``, dtype of ``kv_cache``. For a cache of 8
             bits it may be float32, float16 or bfloat16: it is then divided by ``k_scale``, rounded
             to nearest, and clamped to the largest number that the cache can hold.
-        value: as ``key``.
+        value: as ``key``. Where V is a part of K, it is ``key[..., :0]``: then ``kv_cache`` holds K
+            alone, ``[num_blocks, block_size, head_size]``, and nothing but ``key`` is written; see
+            ``value_head_size`` of ``paged_attention``.
         slot_mapping: ``[num_tokens]``, int32 or int64: token t goes to slot
             ``block * block_size + offset``. A negative slot is padding and writes nothing. If two
             tokens name one slot, the later one wins.

@@ -24,6 +24,7 @@ class _Options(TypedDict, total=False):
     causal: bool
     window_right: int | None
     max_query_len: int | None
+    value_head_size: int | None
 
 
 @overload
@@ -81,6 +82,7 @@ def paged_attention(
     causal: bool = True,
     window_right: int | None = None,
     max_query_len: int | None = None,
+    value_head_size: int | None = None,
     return_lse: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of packed query tokens over a paged key/value cache.
@@ -101,7 +103,7 @@ def paged_attention(
 
     Args:
         query: ``[num_tokens, num_heads, head_size]``, float32, float16 or bfloat16; head_size from
-            1 to 512.
+            1 to 576.
         kv_cache: ``[num_blocks, block_size, 2 * num_kv_heads, head_size]``, dtype of ``query``, or
             float8_e4m3fn, float8_e5m2 or int8; the K of kv head h at index 2h, its V at 2h + 1. Any
             block_size from 1.
@@ -123,8 +125,8 @@ def paged_attention(
             ``h`` num_kv_heads, ``2`` K then V, ``d`` head_size, in any order that ends with ``d``.
             ``(h2)``, ``(2h)`` and ``(2d)`` are one dimension that counts both. A letter that is
             repeated, side by side, stands for several dimensions that count one thing. None is
-            ``"nb(h2)d"``, and with ``value_cache`` ``"nbhd"``. For example, ``"n2bhd"`` is
-            ``[num_blocks, 2, block_size, num_kv_heads, head_size]``.
+            ``"nb(h2)d"``, with ``value_cache`` ``"nbhd"``, with ``value_head_size`` ``"nbd"``. For
+            example, ``"n2bhd"`` is ``[num_blocks, 2, block_size, num_kv_heads, head_size]``.
         k_scale: what the keys in a cache of 8 bits are multiplied by, float32: one for all, of
             shape ``[]`` or ``[1]``; ``[num_kv_heads]``; or ``[num_blocks, block_size,
             num_kv_heads]``. None: 1.
@@ -151,15 +153,20 @@ def paged_attention(
         max_query_len: a promise that no sequence has more query tokens than this, at least 1. A
             sequence with more is an error. The result is the same; on GPUs the program is smaller,
             and 1 selects the program for decoding. None: no promise.
+        value_head_size: for multi-head latent attention, where V is a part of K: the V of a
+            position is the first ``value_head_size`` numbers of its K, from 1 to head_size. The
+            cache holds K alone, ``[num_blocks, block_size, head_size]`` for one kv head, or in a
+            ``kv_layout`` without ``2``; ``value_cache`` and ``v_scale`` are None, and ``k_scale``
+            is that of V, too. None: V has an array or a row of its own.
         return_lse: also return the log-sum-exp of each row, for ``merge_attention``.
 
     Returns:
-        ``[num_tokens, num_heads, head_size]``, dtype of ``query``. Logits, softmax and sums are
-        float32 whatever the storage; where ``scale``, ``k_scale`` and ``q . k`` together exceed its
-        range, a row may be NaN. Rows of no sequence, and of tokens that attend to nothing,
-        are zero. A row's bits depend on its own sequence alone: not on the rest of the batch, nor
-        on the number of threads. NaN or infinity in memory that a row does not attend to does not
-        reach it.
+        ``[num_tokens, num_heads, head_size]``, dtype of ``query``; with ``value_head_size``, that
+        many columns. Logits, softmax and sums are float32 whatever the storage; where ``scale``,
+        ``k_scale`` and ``q . k`` together exceed its range, a row may be NaN. Rows of no sequence,
+        and of tokens that attend to nothing, are zero. A row's bits depend on its own sequence
+        alone: not on the rest of the batch, nor on the number of threads. NaN or infinity in memory
+        that a row does not attend to does not reach it.
 
         With ``return_lse``, a pair: the above, and ``[num_tokens, num_heads]`` float32, the natural
         logarithm of the softmax's denominator, the sink included; -inf for a row that has neither
@@ -185,7 +192,8 @@ def paged_attention(
         PagedAttention", SOSP 2023. The argument names are those of vLLM and of the TPU's ragged
         paged attention kernel; soft capping is Gemma 2's, arXiv:2408.00118; ALiBi is Press et al.,
         arXiv:2108.12409; sinks as a learned logit per head are GPT-OSS's, arXiv:2508.10925; draft
-        trees verified in one call are SpecInfer's, arXiv:2305.09781.
+        trees verified in one call are SpecInfer's, arXiv:2305.09781; multi-head latent attention is
+        DeepSeek-V2's, arXiv:2405.04434.
     """
     results = _call.run(
         op.check,
@@ -210,6 +218,7 @@ def paged_attention(
             "causal": causal,
             "window_right": window_right,
             "max_query_len": max_query_len,
+            "value_head_size": value_head_size,
             "kv_layout": kv_layout,
             "return_lse": return_lse,
         },

@@ -60,7 +60,12 @@ class ScratchSizes:
     alignment: int
 
 def scratch_sizes(
-    *, num_heads: int, num_kv_heads: int, head_size: int, sliding_window: int, max_query_len: int
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    value_head_size: int,
+    sliding_window: int,
+    max_query_len: int,
 ) -> ScratchSizes: ...
 
 # In builds with the CUDA handlers.

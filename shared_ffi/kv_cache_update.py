@@ -43,13 +43,16 @@ def check(
     if key.dtype not in STORAGE_DTYPES and not (is_copied and key.dtype in CACHE_DTYPES):
         rule = "dtype float32, float16 or bfloat16, or one of 8 bits that kv_cache has, too"
         raise dtype_error(OP, "key", rule, key.dtype)
-    if value.shape != key.shape:
+    is_latent = value.shape == (num_tokens, num_kv_heads, 0) != key.shape
+    if value.shape != key.shape and not is_latent:
         rule = f"[num_tokens={num_tokens}, num_kv_heads={num_kv_heads}, head_size={head_size}]"
         raise shape_error(OP, "value", rule, value.shape)
     if value.dtype != key.dtype:
         raise dtype_error(OP, "value", f"key's dtype {key.dtype}", value.dtype)
+    if is_latent:
+        _kv_layout.check_latent(OP, value_cache, v_scale)
     cache, layout, caches = _kv_layout.check(
-        OP, kv_layout, kv_cache, value_cache, head_size, num_kv_heads
+        OP, kv_layout, kv_cache, value_cache, head_size, num_kv_heads, is_latent=is_latent
     )
     _kv_layout.check_dtypes(OP, kv_cache, value_cache, "key", key.dtype)
     for argument, array in (("kv_cache", kv_cache), ("value_cache", value_cache)):
@@ -75,6 +78,7 @@ def check(
         raise shape_error(OP, "slot_mapping", f"[num_tokens={num_tokens}]", slot_mapping.shape)
     if slot_mapping.dtype not in ("int32", "int64"):
         raise dtype_error(OP, "slot_mapping", "dtype int32 or int64", slot_mapping.dtype)
+    is_strided = bool(key.strides or value.strides)
     return Call(
         OP,
         TARGET,
@@ -82,7 +86,7 @@ def check(
         results=tuple(caches),
         attributes=tuple(operands.attributes),
         aliases=((0, 0), (4, 1))[: len(caches)],
-        num_kv_heads=0 if cache.head_dim is None or key.strides or value.strides else num_kv_heads,
+        num_shared_heads=0 if cache.head_dim is None or is_strided else num_kv_heads,
         head_dims=(*operands.head_dims, *[cache.head_dim] * len(caches)),
     )
 

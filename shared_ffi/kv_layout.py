@@ -6,7 +6,8 @@ num_blocks, ``b`` block_size, ``h`` num_kv_heads, ``2`` K then V, ``d`` head_siz
 * ``(h2)``, ``(2h)`` and ``(2d)`` are one dimension that counts two things, the second one faster.
 * A name that is repeated, such as ``nn``, stands for several dimensions that count one thing.
 
-The kernels know only strides, so all layouts are the same to them.
+A cache of K alone, for attention whose V is a part of K, has no ``2``; where there is one kv head,
+it may have no ``h``. The kernels know only strides, so all layouts are the same to them.
 """
 
 from __future__ import annotations
@@ -35,6 +36,19 @@ DEFAULT = "nb(h2)d"
 SEPARATE = "nbhd"
 """The default where K and V are two arrays."""
 
+LATENT = "nbd"
+"""The default where V is a part of K: a row is shared by all query heads."""
+
+_LETTERS = {DEFAULT: ("2bdhn",), SEPARATE: ("bdhn",), LATENT: ("bdn", "bdhn")}
+"""By their default, the letters of layouts, sorted."""
+
+_RULES = {
+    DEFAULT: "name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do",
+    SEPARATE: "name each of b, d, h, n once, with d last, as 'nbhd' does where V is value_cache",
+    LATENT: "name each of b, d, n, and perhaps h, once, with d last, as 'nbd' does where V is a "
+    "part of K",
+}
+
 _AXIS = re.compile(r"\((h2|2h|2d)\)|(.)", re.DOTALL)
 _NAMES = {"n": "num_blocks", "b": "block_size", "h": "num_kv_heads", "2": "2", "d": "head_size"}
 _WITH_KV = {"h2": "h", "2h": "h", "2d": "d"}
@@ -51,7 +65,7 @@ class KvCache(NamedTuple):
     position_stride: int
     head_stride: int
     value_offset: int
-    """The distance from K to V; 0 where V is another array."""
+    """The distance from K to V; 0 where V is another array, or a part of K."""
 
     head_dim: int | None
     """The dimension to split where devices share the kv heads; None if none can be split."""
@@ -70,6 +84,8 @@ def check(
     value_cache: ArraySpec | None,
     head_size: int,
     num_kv_heads: int | None = None,
+    *,
+    is_latent: bool = False,
 ) -> tuple[KvCache, tuple[tuple[str, np.int64], ...], list[ArraySpec]]:
     """Checks layout, shapes and strides of a cache.
 
@@ -77,6 +93,7 @@ def check(
         op: for messages.
         kv_layout: None for the default.
         num_kv_heads: what the cache must have; None: any number.
+        is_latent: whether V is a part of K.
 
     Returns:
         The cache; the attributes that describe it to a handler; and its arrays as a handler takes
@@ -86,11 +103,13 @@ def check(
         ValueError: the layout is not valid, or an array does not have its shape.
         TypeError: the layout is no string.
     """
-    is_separate = value_cache is not None
+    default = default_layout(is_separate=value_cache is not None, is_latent=is_latent)
     if not isinstance(kv_layout, str | None):
         raise dtype_error(op, "kv_layout", "type str", type(kv_layout).__name__)
-    layout = _or_default(kv_layout, is_separate)
-    axes = _parse(op, layout, is_separate)
+    layout = default if kv_layout is None else kv_layout
+    axes = _parse(op, layout, default)
+    if num_kv_heads not in (None, 1) and "h" not in layout:
+        raise value_error(op, "kv_layout", f"name h with num_kv_heads={num_kv_heads}", repr(layout))
     sizes = _sizes(axes, kv_cache.shape)
     wanted_heads = sizes.get("h") if num_kv_heads is None else num_kv_heads
     is_right = sizes.get("d") == head_size and sizes.get("h") == wanted_heads
@@ -117,14 +136,26 @@ def check(
         num_kv_heads=sizes["h"],
         block_stride=step["n"],
         position_stride=step["b"],
-        head_stride=step["h"],
+        head_stride=step.get("h", 0),
         value_offset=step.get("2", 0),
         head_dim=_head_dim(axes, kv_cache.shape, sizes["h"]),
     )
-    arrays = [kv_cache] if value_cache is None else [kv_cache, value_cache]
+    caches = [kv_cache] if value_cache is None else [kv_cache, value_cache]
     is_default = layout == DEFAULT and kv_cache.strides is None
     attributes = () if is_default else cache.attributes()
-    return cache, attributes, [_spanned(array) for array in arrays]
+    return cache, attributes, [_spanned(array) for array in caches]
+
+
+def check_latent(op: str, value_cache: ArraySpec | None, v_scale: ArraySpec | None) -> None:
+    """Checks that a call whose V is a part of K has nothing for V alone.
+
+    Raises:
+        ValueError: it has.
+    """
+    for argument, array in (("value_cache", value_cache), ("v_scale", v_scale)):
+        if array is not None:
+            rule = "be None where V is a part of K"
+            raise value_error(op, argument, rule, f"shape {list(array.shape)}")
 
 
 def check_dtypes(
@@ -192,39 +223,46 @@ def add_features(
             raise shape_error(op, argument, rule, scales.shape)
         if scales.dtype != "float32":
             raise dtype_error(op, argument, "dtype float32", scales.dtype)
-        operands.add_feature(argument, scales, known[0])
+        operands.add_feature(argument, scales, None if cache.head_dim is None else known[0])
+
+
+def default_layout(*, is_separate: bool, is_latent: bool) -> str:
+    """The layout that None stands for: where K and V are two arrays, where V is a part of K, and
+    elsewhere."""
+    if is_latent:
+        return LATENT
+    return SEPARATE if is_separate else DEFAULT
 
 
 def num_blocks_and_size(op: str, kv_layout: str | None, shape: Sequence[int]) -> tuple[int, int]:
     """num_blocks and block_size of a cache with this shape."""
-    layout = DEFAULT if kv_layout is None else kv_layout  # SEPARATE has them in the same dimensions
-    totals = _totals(_parse(op, layout, is_separate="2" not in layout), shape)
+    if kv_layout is None:  # each default begins with them
+        return shape[0], shape[1]
+    kind = DEFAULT if "2" in kv_layout else SEPARATE if "h" in kv_layout else LATENT
+    axes = _parse(op, kv_layout, kind)
+    if len(axes) != len(shape):
+        rule = ", ".join(_describe(axis, {}) for axis in axes)
+        raise shape_error(op, "kv_cache", f"[{rule}]", tuple(shape))
+    totals = _totals(axes, shape)
     return totals["n"], totals["b"]
 
 
-def stacked(kv_layout: str | None, is_separate: bool) -> tuple[str, int]:
+def stacked(layout: str) -> tuple[str, int]:
     """The layout of several caches that are stacked into one array with all of their blocks, and
     the dimension along which they are stacked."""
-    layout = _or_default(kv_layout, is_separate)
     return layout.replace("n", "nn", 1), _axes(layout).index("n")
 
 
-def _or_default(kv_layout: str | None, is_separate: bool) -> str:
-    if kv_layout is not None:
-        return kv_layout
-    return SEPARATE if is_separate else DEFAULT
-
-
 @lru_cache
-def _parse(op: str, layout: str, is_separate: bool) -> tuple[str, ...]:
-    """The layout's axes; raises ValueError if it does not name each letter once, with d last."""
+def _parse(op: str, layout: str, default: str) -> tuple[str, ...]:
+    """The layout's axes; raises ValueError if it does not name each letter once, with d last.
+
+    `default`: the layout of the same letters that None stands for.
+    """
     axes = _axes(layout)
-    wanted = "bdhn" if is_separate else "2bdhn"
     letters = [letter for axis, _ in groupby(axes) for letter in axis]
-    if sorted(letters) != [*wanted] or axes[-1] not in ("d", "2d"):
-        rule = f"name each of {', '.join(wanted)} once, with d last, as "
-        rule += "'nbhd' does where V is value_cache" if is_separate else "'nb(h2)d' or 'n2bhd' do"
-        raise value_error(op, "kv_layout", rule, repr(layout))
+    if "".join(sorted(letters)) not in _LETTERS[default] or axes[-1] not in ("d", "2d"):
+        raise value_error(op, "kv_layout", _RULES[default], repr(layout))
     return axes
 
 
@@ -245,7 +283,7 @@ def _sizes(axes: Sequence[str], shape: Sequence[int]) -> dict[str, int]:
     """The size of each letter, or nothing if the shape is not one of the layout's."""
     if len(axes) != len(shape):
         return {}
-    sizes = {"2": 2}
+    sizes = {"2": 2} if "h" in "".join(axes) else {"2": 2, "h": 1}
     for axis, total in _totals(axes, shape).items():
         if axis not in _WITH_KV:
             sizes[axis] = total
@@ -267,6 +305,8 @@ def _steps(axes: Sequence[str], strides: Sequence[int], sizes: dict[str, int]) -
 
 
 def _head_dim(axes: Sequence[str], shape: Sequence[int], num_kv_heads: int) -> int | None:
+    if num_kv_heads == 1:
+        return None
     # Half of "2h" is all of K or all of V, so it has no heads to share.
     dim = next((dim for dim, axis in enumerate(axes) if axis in ("h", "h2")), None)
     # Where heads have several dimensions, one of them does not have them all.

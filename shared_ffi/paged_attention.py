@@ -27,7 +27,7 @@ from shared_ffi.spec import (
 
 OP = "paged_attention"
 TARGET = "xla_gpu_paged_attention"
-MAX_HEAD_SIZE = 512
+MAX_HEAD_SIZE = 576
 MAX_TREE_TOKENS = 64
 """The most query tokens of a sequence with a tree mask; no sliding window is shorter."""
 
@@ -56,6 +56,7 @@ def check(
     causal: bool = True,
     window_right: int | None = None,
     max_query_len: int | None = None,
+    value_head_size: int | None = None,
     return_lse: bool = False,
 ) -> Call:
     """Returns the call, or raises ValueError (shape, value) or TypeError (dtype, type).
@@ -69,7 +70,13 @@ def check(
         raise dtype_error(OP, "query", "dtype float32, float16 or bfloat16", query.dtype)
     if not 1 <= head_size <= MAX_HEAD_SIZE:
         raise value_error(OP, "query", f"have a head_size from 1 to {MAX_HEAD_SIZE}", head_size)
-    cache, layout, caches = _kv_layout.check(OP, kv_layout, kv_cache, value_cache, head_size)
+    is_latent = value_head_size is not None
+    if value_head_size is not None:
+        _check_value_head_size(value_head_size, head_size)
+        _kv_layout.check_latent(OP, value_cache, v_scale)
+    cache, layout, caches = _kv_layout.check(
+        OP, kv_layout, kv_cache, value_cache, head_size, is_latent=is_latent
+    )
     _kv_layout.check_dtypes(OP, kv_cache, value_cache, "query", query.dtype)
     num_kv_heads = cache.num_kv_heads
     if num_heads < 1 or num_heads % num_kv_heads != 0:
@@ -99,6 +106,8 @@ def check(
         ("sliding_window", _sliding_window(sliding_window)),
         ("soft_cap", _soft_cap(soft_cap, scale)),
     ]
+    if value_head_size is not None:
+        attributes.append(("value_head_size", np.int64(value_head_size)))
     attributes.extend(layout)
     attributes.extend(token_rows.attributes(query))
     operands = Operands(
@@ -139,7 +148,8 @@ def check(
         attributes.append(("window_right", right))
     if max_query_len is not None:
         attributes.append(("max_query_len", _max_query_len(max_query_len)))
-    results = [ArraySpec(query.shape, query.dtype)]
+    columns = head_size if value_head_size is None else value_head_size
+    results = [ArraySpec((num_tokens, num_heads, columns), query.dtype)]
     if _flag("return_lse", return_lse):
         results.append(ArraySpec((num_tokens, num_heads), "float32"))
     return Call(
@@ -148,7 +158,7 @@ def check(
         operands=tuple(operands.specs),
         results=tuple(results),
         attributes=tuple(attributes),
-        num_kv_heads=0 if cache.head_dim is None or query.strides else num_kv_heads,
+        num_shared_heads=_num_shared_heads(query, cache),
         head_dims=(*operands.head_dims, *[1] * len(results)),
         cuda_scratch_bytes=cuda_scratch_bytes,
     )
@@ -213,7 +223,7 @@ def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
     tokens, sequences and blocks may be symbols; `smaller` finds the smaller of two sizes.
     """
     _, kv_cache, _, block_tables, *_ = call.operands
-    num_tokens, num_heads, head_size = call.results[0].shape
+    num_tokens, num_heads, value_head_size = call.results[0].shape
     max_seqs, max_blocks_per_seq = block_tables.shape
     attributes = dict(call.attributes)
     if "block_size" in attributes:
@@ -223,7 +233,7 @@ def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
     sizes = _native.scratch_sizes(
         num_heads=int(num_heads),
         num_kv_heads=int(num_kv_heads),
-        head_size=int(head_size),
+        value_head_size=int(value_head_size),
         sliding_window=int(attributes["sliding_window"]),
         max_query_len=int(attributes.get("max_query_len", 0)),
     )
@@ -236,6 +246,23 @@ def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
     flags_bytes = sizes.flag_bytes * (num_tokens + num_slots)
     flags_bytes = -(-flags_bytes // sizes.alignment) * sizes.alignment
     return flags_bytes + num_slots * sizes.slot_bytes
+
+
+def _num_shared_heads(query: ArraySpec, cache: _kv_layout.KvCache) -> int:
+    """See Call. Strided queries are a part of an array whose heads are not known here."""
+    if query.strides:
+        return 0
+    if cache.num_kv_heads == 1:
+        return query.shape[1]
+    return 0 if cache.head_dim is None else cache.num_kv_heads
+
+
+def _check_value_head_size(value_head_size: int, head_size: int) -> None:
+    if isinstance(value_head_size, bool) or not isinstance(value_head_size, int | np.integer):
+        raise dtype_error(OP, "value_head_size", "type int", type(value_head_size).__name__)
+    if not 1 <= value_head_size <= head_size:
+        rule = f"be from 1 to head_size={head_size}"
+        raise value_error(OP, "value_head_size", rule, value_head_size)
 
 
 def _float32(argument: str, value: float) -> np.float32:

@@ -1,4 +1,5 @@
-"""How devices share a call: each has a part of the kv heads and of the cache, and sends nothing."""
+"""How devices share a call: each has a part of the kv heads and of the cache, and sends nothing.
+Where there is one kv head, each has a part of the query heads and all of the cache."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ def by_heads(call: Call, devices: Sequence[np.ndarray | None]) -> np.ndarray | N
             this is not known or where the array is not tiled.
 
     Returns:
-        ``[num_parts, copies]``: the devices that have each part of the kv heads; None if no array
+        ``[num_parts, copies]``: the devices that have each part of the heads; None if no array
         is sharded by heads.
     """
     for tiles, dim in zip(devices, call.head_dims, strict=False):
         if tiles is None or dim is None:
             continue
         num_parts = tiles.shape[dim]
-        if num_parts > 1 and call.num_kv_heads % num_parts == 0:
+        if num_parts > 1 and call.num_shared_heads % num_parts == 0:
             return np.moveaxis(tiles, dim, 0).reshape(num_parts, -1)
     return None
 

@@ -44,11 +44,12 @@ class Call:
     attributes: tuple[tuple[str, Scalar], ...] = ()
     aliases: tuple[tuple[int, int], ...] = ()
     """Pairs (operand, result) that share a buffer, because the op writes in place."""
-    num_kv_heads: int = 0
-    """The call can be split by kv heads among a number of devices that divides this; 0: never."""
+    num_shared_heads: int = 0
+    """The call can be split by heads among a number of devices that divides this; 0: never. These
+    are the kv heads, or, where there is one, the query heads."""
     head_dims: tuple[int | None, ...] = ()
-    """The dimension of heads of each operand, then of each result; None: it has no such dimension.
-    A device that computes a part of the kv heads has that part of each of these dimensions."""
+    """The dimension of heads of each operand, then of each result; None: every device has all of
+    it. A device that computes a part of the heads has that part of each of these dimensions."""
     cuda_scratch_bytes: Callable[[Call, Smaller], int] | None = None
     """Computes the size of the CUDA kernels' scratch; None: they need none."""
 

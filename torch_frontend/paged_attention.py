@@ -13,7 +13,7 @@ _ARGUMENTS = (
     "float? soft_cap=None, *, Tensor? value_cache=None, str? kv_layout=None, "
     "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? sinks=None, "
     "Tensor? alibi_slopes=None, bool? causal=True, int? window_right=None, "
-    "int? max_query_len=None, Tensor? tree_mask=None"
+    "int? max_query_len=None, Tensor? tree_mask=None, int? value_head_size=None"
 )
 _CACHES = ("kv_cache", "value_cache")
 _ROWS = ("query",)

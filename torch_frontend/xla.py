@@ -49,7 +49,7 @@ def run(
     for operand, _ in call.aliases:
         _donate(operands[operand])
     program: tuple[Any, ...] = (call, _platform())
-    if torch_xla.runtime.is_spmd() and call.num_kv_heads:
+    if torch_xla.runtime.is_spmd() and call.num_shared_heads:
         devices = sharding.by_heads(call, [*map(_devices, operands)])
         if devices is not None:
             parts = sharding.parts(call, devices)

@@ -55,7 +55,10 @@ def batch(
     one pool."""
     query, context_lens = operands["query"], operands["context_lens"]
     num_tokens, max_seqs = query.shape[0], context_lens.shape[0]
-    pool = _pool(size, operands, options["kv_layout"])
+    layout = options["kv_layout"] or kv_layout.default_layout(
+        is_separate="value_cache" in operands, is_latent=options["value_head_size"] is not None
+    )
+    pool = _pool(size, operands, layout)
     if pool is None or size * max(num_tokens, max_seqs + 1) > MAX_INT32:
         return None
     ragged = _ragged_batch(
@@ -76,7 +79,7 @@ def batch(
     return BatchedCall(arrays | pool.arrays, lambda result: result[ragged.rows], pool.options)
 
 
-def _pool(size: int, operands: Mapping[str, Operand], layout: str | None) -> _Pool | None:
+def _pool(size: int, operands: Mapping[str, Operand], layout: str) -> _Pool | None:
     """One pool for all calls; None if they differ in an array of which a call has only one."""
     arrays = {name: x for name, x in operands.items() if name not in _OF_BATCH}
     caches = [name for name in ("kv_cache", "value_cache") if name in arrays]
@@ -93,7 +96,7 @@ def _pool(size: int, operands: Mapping[str, Operand], layout: str | None) -> _Po
     num_blocks, _ = kv_layout.num_blocks_and_size(OP, layout, arrays["kv_cache"].shape)
     if size * num_blocks > MAX_INT32:
         return None
-    layout, dim = kv_layout.stacked(layout, is_separate=len(caches) == 2)
+    layout, dim = kv_layout.stacked(layout)
     pools = {name: jnp.moveaxis(arrays[name].broadcast(size), 0, dim) for name in caches}
     pools |= {name: flatten(arrays[name].broadcast(size)) for name in per_position}
     return _Pool(numbers_in_pool(block_tables, num_blocks), shared | pools, {"kv_layout": layout})

@@ -89,6 +89,24 @@ inline ffi::Error ReadDefaultLayout(const char* op, const ffi::AnyBuffer& kv_cac
   return ffi::Error::Success();
 }
 
+// Checks a call whose V is a part of K: it has nothing for V alone.
+inline ffi::Error CheckLatent(const char* op, const KvLayout& layout,
+                              const FeatureOperands& operands) {
+  for (const char* name : {"value_cache", "v_scale"}) {
+    std::optional<ffi::AnyBuffer> of_values;
+    XLA_GPU_RETURN_IF_ERROR(operands.Find(name, &of_values));
+    if (of_values.has_value()) {
+      return InvalidArgument(op, name, " must be None where V is a part of K; got shape ",
+                             ShapeName(*of_values));
+    }
+  }
+  if (layout.IsDefault() || layout.value_offset != 0) {
+    return InvalidArgument(op, "kv_layout must be of K alone where V is a part of K; got one of K ",
+                           "and V");
+  }
+  return ffi::Error::Success();
+}
+
 // Reads a cache into an op's Params: its place, sizes and dtype. They have head_size and dtype
 // already, from the operand `name`. `num_kv_heads`: what the cache must have, or kAnySize.
 template <typename Params>

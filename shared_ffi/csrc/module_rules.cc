@@ -59,12 +59,12 @@ std::string SlotFault(const Array<int64_t, 1>& slot_mapping, int64_t num_blocks,
 }
 
 paged_attention::ScratchSizes ScratchSizes(int64_t num_heads, int64_t num_kv_heads,
-                                           int64_t head_size, int64_t sliding_window,
+                                           int64_t value_head_size, int64_t sliding_window,
                                            int64_t max_query_len) {
   paged_attention::Params params = {};
   params.num_heads = num_heads;
   params.num_kv_heads = num_kv_heads;
-  params.head_size = head_size;
+  params.value_head_size = value_head_size;
   params.sliding_window = sliding_window;
   params.max_query_len = max_query_len;
   return paged_attention::MakeScratchSizes(params);
@@ -93,7 +93,7 @@ void BindRules(nb::module_& m) {
       .def_ro("slot_bytes", &ScratchSizes::slot_bytes)
       .def_ro("alignment", &ScratchSizes::alignment);
   m.def("scratch_sizes", &xla_gpu::ScratchSizes, nb::kw_only(), nb::arg("num_heads"),
-        nb::arg("num_kv_heads"), nb::arg("head_size"), nb::arg("sliding_window"),
+        nb::arg("num_kv_heads"), nb::arg("value_head_size"), nb::arg("sliding_window"),
         nb::arg("max_query_len"), "Those of paged_attention.");
 }
 

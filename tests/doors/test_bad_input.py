@@ -135,6 +135,17 @@ def test_check_values_gives_the_same_message(fault: Fault, kind: Any) -> None:
     assert str(raised.value) == fault.message
 
 
+@pytest.mark.parametrize(
+    "call",
+    [attention(value_head_size=8), update(value=np.ones((3, 2, 0), F32))],
+    ids=["paged_attention", "kv_cache_update"],
+)
+def test_the_handler_refuses_a_layout_of_v_where_v_is_a_part_of_k(call: dict[str, Any]) -> None:
+    op = "paged_attention" if "query" in call else "kv_cache_update"
+    with pytest.raises(ValueError, match="kv_layout must be of K alone where V is a part of K"):
+        make_call(Fault(op, call, ValueError, ""))
+
+
 def test_check_values_knows_layouts() -> None:
     operands, _ = split(attention(block_tables=np.array([[3, 4], [0, 9], [9, 9]], I32)))
     for layout, shape in ((None, (4, 2, 3, 8)), ("nnbhd", (2, 2, 2, 3, 8)), ("hnbd", (3, 4, 2, 8))):

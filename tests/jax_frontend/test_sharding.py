@@ -61,10 +61,14 @@ def shard_by_heads(mesh: Mesh, case: Case) -> tuple[list[Any], dict[str, Any], d
     any."""
     query, kv_cache, *metadata = case.inputs()
     arrays, options = split_keywords(case.attributes())
-    of_cache = along(mesh, kv_cache.ndim, HEAD_DIMS[case.kv_layout])
+    is_shared = case.num_kv_heads > 1
+    of_cache = along(mesh, kv_cache.ndim, HEAD_DIMS[case.kv_layout] if is_shared else None)
     operands = [put(query, along(mesh, 3, 1)), put(kv_cache, of_cache)]
     operands += [put(x, NamedSharding(mesh, P())) for x in metadata]
-    others = {"value_cache": of_cache, "tree_mask": NamedSharding(mesh, P())}
+    whole = NamedSharding(mesh, P())
+    others = {"value_cache": of_cache, "tree_mask": whole}
+    if not is_shared:
+        others |= {"k_scale": whole, "v_scale": whole}
     keywords = {
         name: put(x, others.get(name) or along(mesh, x.ndim, x.ndim - 1))
         for name, x in arrays.items()
@@ -83,6 +87,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "sinks-and-alibi": {"sinks": True, "alibi_slopes": True, "sliding_window": 30},
     "trees": {"tree": "draft"},
     "one-query-head-each": {"num_heads": 8},
+    "one-kv-head": {"num_kv_heads": 1},
+    "one-kv-head-scales": {"num_kv_heads": 1, "cache_dtype": "int8", "scales": "per head"},
+    "latent": {"num_kv_heads": 1, "value_head_size": 12},
+    "latent-heads": {"value_head_size": 12, "kv_layout": "hnbd"},
     "bf16": {"dtype": "bfloat16"},
     "one-scale": {"cache_dtype": "int8", "scales": "one"},
     "scales-per-head": {"cache_dtype": "float8_e4m3fn", "scales": "per head"},
@@ -105,7 +113,8 @@ def test_sharding_by_heads_needs_no_communication(
     (call,) = hlo.custom_calls(text, ATTENTION)
     assert not COLLECTIVES.search(text)
     num_tokens, heads = case.inputs().query.shape[0], case.num_heads // 4
-    assert f"[{num_tokens},{heads},16]" in call.partition("custom-call")[0]
+    columns = case.value_head_size or 16
+    assert f"[{num_tokens},{heads},{columns}]" in call.partition("custom-call")[0]
 
     results = attend(*operands, **keywords)
     for result in jax.tree.leaves(results):
@@ -356,12 +365,13 @@ MARKED = """
     for fields in FEATURES.values():
         case = batch(**fields)
         inputs, attributes = case.inputs(), case.attributes()
-        caches = inputs.kv_cache, attributes.get("value_cache")
+        # Where there is one kv head, the devices share the query heads.
+        marked = (inputs.kv_cache, attributes.get("value_cache")), HEAD_DIMS[case.kv_layout]
+        marked = marked if case.num_kv_heads > 1 else ((inputs.query,), 1)
 
         def convert(array):
-            is_cache = any(array is cache for cache in caches)
             tensor = doors.to_xla(array)
-            return mark(tensor, HEAD_DIMS[case.kv_layout]) if is_cache else tensor
+            return mark(tensor, marked[1]) if any(array is x for x in marked[0]) else tensor
 
         alone = doors.in_torch("paged_attention", *inputs, **attributes)
         for compile_with in (None, "openxla"):
@@ -373,7 +383,8 @@ MARKED = """
             for text in made:
                 (call,) = hlo.custom_calls(text, ATTENTION)
                 num_tokens, heads = inputs.query.shape[0], case.num_heads // 4
-                assert f"[{num_tokens},{heads},16]" in call.partition("custom-call")[0], call
+                columns = case.value_head_size or 16
+                assert f"[{num_tokens},{heads},{columns}]" in call.partition("custom-call")[0], call
                 assert not COLLECTIVES.search(text), text
 
     case = batch()

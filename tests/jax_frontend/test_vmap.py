@@ -16,7 +16,7 @@ import pytest
 import jax_frontend
 from harness import hlo
 from harness.compare import assert_same_bits
-from harness.layouts import LAYOUTS
+from harness.layouts import LATENT_LAYOUTS, LAYOUTS
 from jax_frontend._vmap import batching
 from jax_frontend._vmap import paged_attention as vmapped
 from tests.support.bad_calls import DYNAMIC, Fault
@@ -116,6 +116,10 @@ FEATURES: dict[str, dict[str, Any]] = {
         "kv_layout": "hnbd",
     },
     **{f"layout-{layout}": {"kv_layout": layout} for layout in LAYOUTS},
+    **{
+        f"latent-{layout}": {"kv_layout": layout, "value_head_size": 9, "num_kv_heads": 1}
+        for layout in (None, *LATENT_LAYOUTS)
+    },
 }
 OF_CALLS = FEATURES | {"trees": {"tree": "draft"}}  # which only calls with their own lengths have
 OF_ALL = ("sinks", "alibi_slopes")  # the same for all calls, or vmap loops
@@ -281,6 +285,10 @@ UPDATES: dict[str, dict[str, Any]] = {
     "8-bits": {"cache_dtype": "float8_e4m3fn", "scales": "per head"},
     "scales-per-position": {"cache_dtype": "int8", "scales": "per position"},
     **{f"layout-{layout}": {"kv_layout": layout} for layout in LAYOUTS},
+    **{
+        f"latent-{layout}": {"kv_layout": layout, "is_latent": True, "num_kv_heads": 1}
+        for layout in (None, *LATENT_LAYOUTS)
+    },
 }
 
 
@@ -445,7 +453,7 @@ def test_a_fault_on_cuda_affects_one_call(fault: Fault, gpu: Gpu) -> None:
         for name, x in zip(names, operands, strict=True)
     }
     unmapped = {name: batching.Operand(jnp.asarray(x), False) for name, x in shared.items()}
-    batched = vmapped.batch(3, mapped | unmapped, {"kv_layout": None})
+    batched = vmapped.batch(3, mapped | unmapped, {"kv_layout": None, "value_head_size": None})
     arrays = {name: np.asarray(x) for name, x in batched.arrays.items()}
     inputs = [arrays.pop(name) for name in names]
     results = attend_on(gpu, inputs, **arrays, **options, **batched.options)

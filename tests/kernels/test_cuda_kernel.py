@@ -23,7 +23,7 @@ from harness.compare import assert_close_on_cuda, assert_same_bits
 from shared_ffi import kv_cache_update, paged_attention, simple_add
 from shared_ffi.spec import ArraySpec
 from tests.support import native
-from tests.support.calls import checked_call, in_wider_rows, numbers
+from tests.support.calls import checked_call, in_wider_rows, numbers, with_wider_rows
 from tests.support.cases import (
     CASES,
     EXTREME_NUMBERS,
@@ -127,11 +127,13 @@ def test_the_kernel_of_long_queries_can_be_chosen(gpu: Gpu) -> None:
 
 def with_long_queries(case: Case) -> Case:
     """A longer version of a case. It has long queries if the case has many queries."""
+    head_size = case.head_size % 16 * 8 + 8
     return replace(
         case,
         sequences=tuple((3 * q_len, 3 * context) for q_len, context in case.sequences),
         max_query_len=case.max_query_len and 3 * case.max_query_len,
-        head_size=case.head_size % 16 * 8 + 8,
+        head_size=head_size,
+        value_head_size=case.value_head_size and min(case.value_head_size, head_size),
         dtype="bfloat16" if case.dtype == "float32" else case.dtype,
         cache_dtype=None,
         scales=None,
@@ -216,8 +218,7 @@ def test_queries_in_wider_rows(case: Case, more: int, either: Gpu) -> None:
 def test_kv_cache_update_from_wider_rows(case: UpdateCase, more: int, gpu: Gpu) -> None:
     inputs, attributes = case.inputs(), case.attributes()
     call, arrays = checked_call("kv_cache_update", inputs, attributes)
-    arrays[1], row_attributes = in_wider_rows(arrays[1], more)
-    arrays[2], _ = in_wider_rows(arrays[2], 2 * more)
+    arrays, row_attributes = with_wider_rows("kv_cache_update", arrays, more)
     arrays = [guarded(x) for x in arrays]
     updated = [arrays[operand] for operand, _ in call.aliases]
     gpu.run(kv_cache_update, arrays, updated, 0, **numbers(call), **row_attributes)

@@ -23,6 +23,7 @@ from tests.support.calls import (
     numbers,
     results_of,
     specs,
+    with_wider_rows,
 )
 from tests.support.cases import (
     CASES,
@@ -89,8 +90,7 @@ def test_kv_cache_update_from_wider_rows(case: UpdateCase) -> None:
     call, arrays = checked_call("kv_cache_update", inputs, attributes)
     arrays = [x.copy() for x in arrays]
     updated = [arrays[operand] for operand, _ in call.aliases]
-    arrays[1], row_attributes = in_wider_rows(arrays[1], 5)
-    arrays[2], _ = in_wider_rows(arrays[2], 8)
+    arrays, row_attributes = with_wider_rows("kv_cache_update", arrays, 5)
     call_handler(call.target, numbers(call) | row_attributes, arrays, updated)
     expected = reference.kv_cache_update(*inputs, **attributes)
     assert_same_bits(updated[0] if len(updated) == 1 else tuple(updated), expected)

@@ -194,7 +194,7 @@ def test_corrupt_trials_are_legal_and_illegal() -> None:
         trial = draw.trial(SEED, "corrupt", number)
         if trial.op == "paged_attention" and not trial.of_handler:
             inputs, attributes = trial.arguments()
-            if reference.numbers_are_legal(**attributes):
+            if reference.numbers_are_legal(trial.case.head_size, **attributes):
                 legal = reference.legal_sequences(*inputs, **attributes)
                 counts[legal is not None and all(legal)] += 1
     assert min(counts.values()) > 0.2 * sum(counts.values())

@@ -55,15 +55,15 @@ STATIC = [
     ),
     fault(
         attention,
-        "query must have a head_size from 1 to 512; got 0",
+        "query must have a head_size from 1 to 576; got 0",
         query=np.ones((4, 4, 0), F32),
         kv_cache=np.ones((4, 2, 4, 0), F32),
     ),
     fault(
         attention,
-        "query must have a head_size from 1 to 512; got 513",
-        query=np.ones((4, 4, 513), F32),
-        kv_cache=np.ones((4, 2, 4, 513), F32),
+        "query must have a head_size from 1 to 576; got 577",
+        query=np.ones((4, 4, 577), F32),
+        kv_cache=np.ones((4, 2, 4, 577), F32),
     ),
     fault(
         attention,
@@ -306,6 +306,49 @@ STATIC = [
         "got [4, 2, 4, 8]",
         in_handler=False,
         kv_layout="nbh(2d)",
+    ),
+    *(
+        fault(
+            attention,
+            f"value_head_size must be from 1 to head_size=8; got {size}",
+            in_handler=size != 0,  # where it stands for none
+            value_head_size=size,
+        )
+        for size in (0, -1, 9)
+    ),
+    *(
+        fault(
+            op,
+            f"{name} must be None where V is a part of K; got shape {shape}",
+            kv_cache=np.ones((4, 2, 8), np.int8),
+            **{name: np.ones(shape, np.int8 if name == "value_cache" else F32)},
+            **changes,
+        )
+        for name, shape in (("value_cache", [4, 2, 8]), ("v_scale", []))
+        for op, changes in (
+            (attention, {"value_head_size": 8}),
+            (update, {"key": np.ones((3, 1, 8), F32), "value": np.ones((3, 1, 0), F32)}),
+        )
+    ),
+    fault(
+        attention,
+        "kv_cache must have shape [num_blocks, block_size, head_size=8]; got [4, 2, 4, 8]",
+        in_handler=False,
+        value_head_size=8,
+    ),
+    fault(
+        attention,
+        "kv_layout must name each of b, d, n, and perhaps h, once, with d last, as 'nbd' does "
+        "where V is a part of K; got 'n2bd'",
+        in_handler=False,
+        value_head_size=8,
+        kv_layout="n2bd",
+    ),
+    fault(
+        update,
+        "kv_layout must name h with num_kv_heads=2; got 'nbd'",
+        in_handler=False,
+        value=np.ones((3, 2, 0), F32),
     ),
     *(
         fault(

@@ -79,7 +79,8 @@ def with_wider_rows(
     arrays, attributes = [*operands], dict[str, int | float]()
     if more:
         for factor, place in enumerate(_ROWS[op], 1):
-            arrays[place], attributes = in_wider_rows(arrays[place], factor * more)
+            if arrays[place].shape[2] > 0:  # V is no part of K
+                arrays[place], attributes = in_wider_rows(arrays[place], factor * more)
     return arrays, attributes
 
 

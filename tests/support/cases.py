@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from harness.arrays import CACHE_DTYPES, DTYPES, quantized
-from harness.layouts import LAYOUTS, arrange
+from harness.layouts import LATENT_LAYOUTS, LAYOUTS, arrange
 
 SCALE = 0.05  # the size of the scales of 8-bit caches
 SHORT_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
@@ -71,6 +71,7 @@ class Case:
     kv_layout: str | None = None
     cache_dtype: str | None = None  # of 8 bits
     scales: str | None = None  # of SCALES
+    value_head_size: int | None = None  # where V is a part of K
     padding_seqs: int = 2
     padding_blocks: int = 2
     unused_blocks: int = 3  # of the pool
@@ -107,11 +108,18 @@ class Case:
             kv_cache = self._of_one_dtype().kv_cache.astype(np.float32)
             is_unused = ~np.isfinite(kv_cache).all((2, 3))
             attributes |= scales(self.scales, self.num_kv_heads, is_unused)
+        if self.value_head_size is not None:
+            attributes["value_head_size"] = self.value_head_size
+            attributes.pop("v_scale", None)
         if self.kv_layout is not None:
             attributes["kv_layout"] = self.kv_layout
-            _, *value_cache = arrange(self._in_default_layout().kv_cache, self.kv_layout)
+            _, *value_cache = self._arranged(self._in_default_layout().kv_cache)
             attributes |= dict(zip(["value_cache"], value_cache, strict=False))
         return attributes
+
+    def _arranged(self, kv_cache: np.ndarray) -> tuple[np.ndarray, ...]:
+        is_latent = self.value_head_size is not None
+        return arrange(kv_cache, self.kv_layout, is_latent=is_latent)
 
     def _tree_mask(self) -> np.ndarray:
         """Draft trees for every second sequence, all tokens of which attend to their ancestors; or
@@ -143,7 +151,7 @@ class Case:
 
     def inputs(self) -> Inputs:
         inputs = self._in_default_layout()
-        return inputs._replace(kv_cache=arrange(inputs.kv_cache, self.kv_layout)[0])
+        return inputs._replace(kv_cache=self._arranged(inputs.kv_cache)[0])
 
     def _in_default_layout(self) -> Inputs:
         inputs = self._of_one_dtype()
@@ -434,6 +442,57 @@ def _layouts() -> Iterator[Case]:
         )
 
 
+def _latent() -> Iterator[Case]:
+    """V is a part of K: multi-head latent attention."""
+    batches = {
+        "decode": (20, 12, ((1, 150), (1, 3))),
+        "mixed": (48, 32, ((7, 80), (9, 9), (0, 5), (1, 66))),
+        "long": (40, 40, ((1, 700), (3, 1100), (30, 530))),
+        "deepseek": (576, 512, ((1, 70), (2, 21))),
+    }
+    for name, (head_size, value_head_size, sequences) in batches.items():
+        yield from _of_each_dtype(
+            f"latent-{name}",
+            sequences=sequences,
+            value_head_size=value_head_size,
+            num_heads=16,
+            num_kv_heads=1,
+            block_size=8,
+            head_size=head_size,
+            return_lse=name == "mixed",
+        )
+    for layout, cache_dtype in product(LATENT_LAYOUTS, (None, *CACHE_DTYPES)):
+        yield from _of_each_dtype(
+            f"latent-{layout}-{cache_dtype}",
+            sequences=batches["mixed"][2],
+            value_head_size=16,
+            num_heads=6,
+            num_kv_heads=2 if "h" in layout else 1,
+            head_size=32,
+            kv_layout=layout,
+            cache_dtype=cache_dtype,
+            scales="per position" if cache_dtype else None,
+        )
+    features: dict[str, dict[str, Any]] = {
+        "window-9-cap-5": {"sliding_window": 9, "soft_cap": 5.0},
+        "not-causal": {"causal": False, "window_right": 20},
+        "sinks-and-alibi": {"sinks": True, "alibi_slopes": True},
+        "tree": {"tree": "draft"},
+        "nan": {"nan_in_last_position": True},
+    }
+    for feature, fields in features.items():
+        yield from _of_each_dtype(
+            f"latent-{feature}",
+            sequences=((7, 80), (9, 9), (1, 66)),
+            value_head_size=17,
+            num_heads=5,
+            num_kv_heads=1,
+            head_size=24,
+            return_lse=True,
+            **fields,
+        )
+
+
 def _caches_of_8_bits() -> Iterator[Case]:
     batches = {
         "decode": (24, ((1, 150), (1, 3))),
@@ -549,6 +608,7 @@ CASES = [
     *_values(),
     *_features(),
     *_layouts(),
+    *_latent(),
     *_caches_of_8_bits(),
     *_hints(),
     *_ragged(),
@@ -707,6 +767,7 @@ SHORT_CASES = [
         "float8_e5m2-one-mixed",
         "int8-per head-decode",
         "int8-per position-mixed",
+        "latent-mixed",
         "max-query-len-3-head-size-64",
         "ragged-7",
     }
@@ -738,11 +799,12 @@ class UpdateCase:
     cache_dtype: str | None = None  # of 8 bits
     scales: str | None = None  # of SCALES
     key_factor: float = 1.0
+    is_latent: bool = False  # V is a part of K
 
     def attributes(self) -> dict[str, Any]:
         attributes: dict[str, Any] = {}
         if self.kv_layout is not None:
-            _, *value_cache = arrange(self._in_default_layout().kv_cache, self.kv_layout)
+            _, *value_cache = self._arranged(self._in_default_layout().kv_cache)
             attributes = dict(zip(["value_cache"], value_cache, strict=False))
             attributes["kv_layout"] = self.kv_layout
         if self.scales is not None:
@@ -751,11 +813,18 @@ class UpdateCase:
             slots = inputs.slot_mapping
             is_unused.reshape(-1)[slots[slots >= 0]] = False
             attributes |= scales(self.scales, self.num_kv_heads, is_unused)
+            if self.is_latent:
+                del attributes["v_scale"]
         return attributes
+
+    def _arranged(self, kv_cache: np.ndarray) -> tuple[np.ndarray, ...]:
+        return arrange(kv_cache, self.kv_layout, is_latent=self.is_latent)
 
     def inputs(self) -> UpdateInputs:
         inputs = self._in_default_layout()
-        return inputs._replace(kv_cache=arrange(inputs.kv_cache, self.kv_layout)[0])
+        if self.is_latent:
+            inputs = inputs._replace(value=inputs.value[..., :0])
+        return inputs._replace(kv_cache=self._arranged(inputs.kv_cache)[0])
 
     def _in_default_layout(self) -> UpdateInputs:
         rng = np.random.default_rng(zlib.crc32(self.id.encode()))
@@ -810,6 +879,17 @@ def _updates() -> Iterator[UpdateCase]:
                 key_factor=factor,
                 num_tokens=60,
             )
+    for layout, cache_dtype in product(LATENT_LAYOUTS, (None, *CACHE_DTYPES)):
+        yield UpdateCase(
+            id=f"latent-{layout}-{cache_dtype}",
+            is_latent=True,
+            num_kv_heads=2 if "h" in layout else 1,
+            kv_layout=layout,
+            cache_dtype=cache_dtype,
+            scales="per head" if cache_dtype else None,
+            dtype="bfloat16",
+        )
+    yield UpdateCase(id="latent-large", is_latent=True, num_tokens=150, num_kv_heads=1)
     yield UpdateCase(
         id="float8-layout", cache_dtype="float8_e4m3fn", scales="per head", kv_layout="nhbd"
     )
@@ -828,6 +908,7 @@ SHORT_UPDATE_CASES = [
         "no-tokens-int32-f16",
         "layout-n2hbd",
         "layout-nbhd-odd",
+        "latent-nbd-None",
         "float8_e4m3fn-per position-bf16",
         "float8_e5m2-None-f16",
         "int8-one-f32",

@@ -20,6 +20,7 @@ Each feature has a page, with examples that the tests run:
 * [log-sum-exp](log-sum-exp.md) and merging attention over parts of a context
 * [sinks](sinks.md) and [ALiBi](alibi.md)
 * [tree masks](tree-masks.md) of speculative decoding
+* [latent attention](latent-attention.md), where V is a part of K
 * [cache layouts](cache-layouts.md) and [8-bit caches](caches-of-8-bits.md)
 * [a bound on query lengths](max-query-len.md)
 * [vmap](vmap.md) and [many devices](many-devices.md)
@@ -70,6 +71,7 @@ FEATURES = [
     "fewer keys than queries",
     "another layout",
     "K and V in two arrays",
+    "V as a part of K",
     "float8_e4m3fn cache",
     "float8_e5m2 cache",
     "int8 cache",
@@ -78,6 +80,7 @@ FEATURES = [
     "kv_cache_update",
     "kv_cache_update in another layout",
     "kv_cache_update of two arrays",
+    "kv_cache_update of K alone",
     "kv_cache_update to 8 bits",
     "kv_cache_update with a scale for each position",
 ]
@@ -85,12 +88,16 @@ FEATURES = [
 
 def features_of(case: Any) -> list[str]:
     """The features of FEATURES that a case uses."""
-    is_separate = case.kv_layout is not None and "2" not in case.kv_layout
+    is_latent = getattr(case, "is_latent", False) or (
+        hasattr(case, "sequences") and case.value_head_size is not None
+    )
+    is_separate = case.kv_layout is not None and "2" not in case.kv_layout and not is_latent
     if not hasattr(case, "sequences"):
         used = {
             "kv_cache_update": True,
             "kv_cache_update in another layout": case.kv_layout is not None,
             "kv_cache_update of two arrays": is_separate,
+            "kv_cache_update of K alone": is_latent,
             "kv_cache_update to 8 bits": case.cache_dtype is not None,
             "kv_cache_update with a scale for each position": case.scales == "per position",
         }
@@ -109,6 +116,7 @@ def features_of(case: Any) -> list[str]:
             "max_query_len": case.max_query_len is not None,
             "another layout": case.kv_layout is not None,
             "K and V in two arrays": is_separate,
+            "V as a part of K": is_latent,
             f"{case.cache_dtype} cache": case.cache_dtype is not None,
             "a scale for each kv head": case.scales == "per head",
             "a scale for each position": case.scales == "per position",

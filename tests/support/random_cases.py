@@ -5,14 +5,19 @@ from __future__ import annotations
 import hypothesis.strategies as st
 
 from harness.arrays import CACHE_DTYPES
-from harness.layouts import LAYOUTS
+from harness.layouts import LATENT_LAYOUTS, LAYOUTS
 from tests.support.cases import SCALES, TREES, Case
 
 
 @st.composite
 def random_cases(draw: st.DrawFn) -> Case:
     """Any call that the contract allows, at small sizes."""
-    num_kv_heads = draw(st.integers(1, 3))
+    head_size = draw(st.integers(1, 40) | st.sampled_from([16, 32, 64]))
+    value_head_size = draw(st.none() | st.none() | st.integers(1, head_size))
+    layouts = LAYOUTS if value_head_size is None else LATENT_LAYOUTS
+    kv_layout = draw(st.none() | st.sampled_from([*layouts]))
+    has_heads = value_head_size is None or (kv_layout is not None and "h" in kv_layout)
+    num_kv_heads = draw(st.integers(1, 3 if has_heads else 1))
     causal = draw(st.booleans())
     alibi_slopes = draw(st.booleans())
     tree = draw(st.sampled_from(TREES)) if causal and not alibi_slopes else None
@@ -32,7 +37,7 @@ def random_cases(draw: st.DrawFn) -> Case:
         sequences=tuple(sequences),
         num_heads=num_kv_heads * draw(st.integers(1, 7)),
         num_kv_heads=num_kv_heads,
-        head_size=draw(st.integers(1, 40) | st.sampled_from([16, 32, 64])),
+        head_size=head_size,
         block_size=draw(st.integers(1, 70)),
         dtype=draw(st.sampled_from(["float32", "float16", "bfloat16"])),
         scale=draw(st.floats(-2, 2, width=32)),
@@ -46,6 +51,7 @@ def random_cases(draw: st.DrawFn) -> Case:
         max_query_len=draw(st.none() | st.integers(max([1, *(q for q, _ in sequences)]), 100)),
         cache_dtype=cache_dtype,
         scales=draw(st.sampled_from(SCALES)) if cache_dtype else None,
-        kv_layout=draw(st.none() | st.sampled_from([*LAYOUTS])),
+        kv_layout=kv_layout,
+        value_head_size=value_head_size,
         return_lse=draw(st.booleans()),
     )

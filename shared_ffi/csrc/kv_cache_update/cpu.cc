@@ -81,7 +81,8 @@ void RunOnCpu(const Params& p, const Executor& executor) {
   const int64_t head_bytes = p.cache.head_stride * size;
   const int64_t key_bytes = p.key_stride * SizeOf(p.dtype);
   const int64_t value_bytes = p.value_stride * SizeOf(p.dtype);
-  const int64_t num_bytes = 2 * p.num_tokens * p.num_kv_heads * row_bytes;
+  const int64_t value_row_bytes = p.value_head_size * SizeOf(p.dtype);
+  const int64_t num_bytes = p.num_tokens * p.num_kv_heads * (row_bytes + value_row_bytes);
   const bool is_parallel = executor.num_threads > 1 && num_bytes >= kMinParallelBytes;
   const int64_t num_parts = is_parallel ? kPartsPerThread * executor.num_threads : 1;
   const auto copy = num_bytes < kMinStreamedBytes ? Copy : CopyPastCaches;
@@ -100,11 +101,12 @@ void RunOnCpu(const Params& p, const Executor& executor) {
         char *k = keys + head * head_bytes, *v = values + head * head_bytes;
         if (quantize != nullptr) {
           quantize(k, key + head * row_bytes, p.head_size, p.k_scale.At(block, in_block, head));
-          quantize(v, value + head * row_bytes, p.head_size, p.v_scale.At(block, in_block, head));
+          quantize(v, value + head * value_row_bytes, p.value_head_size,
+                   p.v_scale.At(block, in_block, head));
           continue;
         }
         copy(k, key + head * row_bytes, row_bytes);
-        copy(v, value + head * row_bytes, row_bytes);
+        if (value_row_bytes > 0) copy(v, value + head * value_row_bytes, value_row_bytes);
       }
     }
     FinishCopies();

@@ -7,7 +7,7 @@ namespace {
 constexpr int kThreads = 128;
 
 // One block of threads per token. A thread moves one Vector of K and the same Vector of V at a
-// time.
+// time, if there is V.
 template <typename Vector>
 __global__ void Update(Params p) {
   const int64_t token = blockIdx.x;
@@ -28,7 +28,7 @@ __global__ void Update(Params p) {
   for (int i = threadIdx.x; i < per_token; i += kThreads) {
     const int64_t place = i / per_head * head_stride + i % per_head;
     keys[place] = key[i];
-    values[place] = value[i];
+    if (p.value_head_size != 0) values[place] = value[i];
   }
 }
 
@@ -48,6 +48,7 @@ __global__ void UpdateQuantized(Params p) {
     const int64_t place = position + head * p.cache.head_stride + i % p.head_size;
     gpu::FromFloat(gpu::ToFloat(key[i]) / p.k_scale.At(block, in_block, head),
                    static_cast<To*>(p.cache.keys) + place);
+    if (p.value_head_size == 0) continue;
     gpu::FromFloat(gpu::ToFloat(value[i]) / p.v_scale.At(block, in_block, head),
                    static_cast<To*>(p.cache.values) + place);
   }

@@ -39,11 +39,16 @@ ffi::Error ReadKeyAndValue(const Operands& operands, const TokenRowsLayout& layo
   const std::string shape =
       StrCat("[num_tokens=", p->num_tokens, ", num_kv_heads=", p->num_kv_heads,
              ", head_size=", p->head_size, "]");
-  XLA_GPU_RETURN_IF_ERROR(ReadTokenRows(kOp, "value", value, layout, shape, &values));
-  if (values.num_tokens != keys.num_tokens || values.num_heads != keys.num_heads ||
-      values.head_size != keys.head_size) {
-    return ShapeError(kOp, "value", shape, value);
+  if (HasShape(value, {p->num_tokens, p->num_kv_heads, 0})) {
+    values = {p->num_tokens, p->num_kv_heads, 0, 0};
+  } else {
+    XLA_GPU_RETURN_IF_ERROR(ReadTokenRows(kOp, "value", value, layout, shape, &values));
+    if (values.num_tokens != keys.num_tokens || values.num_heads != keys.num_heads ||
+        values.head_size != keys.head_size) {
+      return ShapeError(kOp, "value", shape, value);
+    }
   }
+  p->value_head_size = values.head_size;
   p->value_stride = values.stride;
   if (value.element_type() != key.element_type()) {
     return DTypeError(kOp, "value", StrCat("key's dtype ", DTypeName(key)), value);
@@ -101,6 +106,9 @@ ffi::Error MakeParams(const Operands& operands, const ffi::RemainingArgs& other_
   XLA_GPU_RETURN_IF_ERROR(features.Find("value_cache", &caches.value_cache));
   XLA_GPU_RETURN_IF_ERROR(features.Finish());
   XLA_GPU_RETURN_IF_ERROR(ReadKeyAndValue(operands, rows_layout, params));
+  if (params->value_head_size != params->head_size) {
+    XLA_GPU_RETURN_IF_ERROR(CheckLatent(kOp, layout, features));
+  }
   XLA_GPU_RETURN_IF_ERROR(
       ReadKvCache(kOp, caches, layout, params->num_kv_heads, "key", operands.key, params));
   XLA_GPU_RETURN_IF_ERROR(ReadScales(kOp, "k_scale", features, "key", *params, &params->k_scale));

@@ -15,7 +15,7 @@ namespace xla_gpu::kv_cache_update {
 struct Params {
   KvCache cache;             // of num_blocks blocks of block_size positions
   const void* key;           // [num_tokens, num_kv_heads, head_size]
-  const void* value;         // [num_tokens, num_kv_heads, head_size]
+  const void* value;         // [num_tokens, num_kv_heads, value_head_size]
   int64_t key_stride;        // elements from one token's key to the next
   int64_t value_stride;      // likewise
   const void* slot_mapping;  // [num_tokens], int32 or int64
@@ -25,9 +25,10 @@ struct Params {
   int64_t num_tokens;
   int64_t num_kv_heads;
   int64_t head_size;
-  DType dtype;        // of key and value
-  DType cache_dtype;  // the same, or one of 8 bits, to which key and value are rounded
-  KvScales k_scale;   // divide key and value before they are rounded
+  int64_t value_head_size;  // the same, or 0 where V is a part of K
+  DType dtype;              // of key and value
+  DType cache_dtype;        // the same, or one of 8 bits, to which key and value are rounded
+  KvScales k_scale;         // divide key and value before they are rounded
   KvScales v_scale;
 
   XLA_GPU_HOST_DEVICE int64_t NumSlots() const { return num_blocks * block_size; }

@@ -13,7 +13,7 @@ namespace xla_gpu::paged_attention {
 namespace {
 
 constexpr char kOp[] = "paged_attention";
-constexpr int64_t kMaxHeadSize = 512;
+constexpr int64_t kMaxHeadSize = 576;
 constexpr double kMaxScale = 0x1p126;  // in units of 1 / log2(e), and times 2, it is a float32
 
 // The arrays that every call has.
@@ -37,6 +37,8 @@ void ReadAttributes(AttributeReader* reader, Params* p) {
   p->is_causal = window_right == kAbsent;
   p->window_right = p->is_causal ? 0 : window_right;
   p->max_query_len = reader->Get<int64_t>("max_query_len", 0);
+  p->value_head_size = reader->Get<int64_t>("value_head_size", kAbsent);
+  p->is_latent = p->value_head_size != kAbsent;
 }
 
 ffi::Error ReadQuery(const ffi::AnyBuffer& query, const TokenRowsLayout& layout, Params* p) {
@@ -60,6 +62,14 @@ ffi::Error ReadQuery(const ffi::AnyBuffer& query, const TokenRowsLayout& layout,
 
 ffi::Error ReadCache(const Operands& operands, const FeatureOperands& features,
                      const KvLayout& layout, Params* p) {
+  if (!p->is_latent) {
+    p->value_head_size = p->head_size;
+  } else if (p->value_head_size < 1 || p->value_head_size > p->head_size) {
+    return InvalidArgument(kOp, "value_head_size must be from 1 to head_size=", p->head_size,
+                           "; got ", p->value_head_size);
+  } else {
+    XLA_GPU_RETURN_IF_ERROR(CheckLatent(kOp, layout, features));
+  }
   KvCacheArrays arrays = {operands.kv_cache, std::nullopt};
   XLA_GPU_RETURN_IF_ERROR(features.Find("value_cache", &arrays.value_cache));
   XLA_GPU_RETURN_IF_ERROR(ReadKvCache(kOp, arrays, layout, kAnySize, "query", operands.query, p));
@@ -173,6 +183,7 @@ ffi::Error ReadTreeMask(const FeatureOperands& features, Params* p) {
 ffi::Error ReadFeatures(const FeatureOperands& features, Params* p) {
   XLA_GPU_RETURN_IF_ERROR(ReadScales(kOp, "k_scale", features, "query", *p, &p->k_scale));
   XLA_GPU_RETURN_IF_ERROR(ReadScales(kOp, "v_scale", features, "query", *p, &p->v_scale));
+  if (p->is_latent) p->v_scale = p->k_scale;
   XLA_GPU_RETURN_IF_ERROR(ReadPerHead("sinks", features, p->num_heads, &p->sinks));
   XLA_GPU_RETURN_IF_ERROR(ReadPerHead("alibi_slopes", features, p->num_heads, &p->alibi_slopes));
   XLA_GPU_RETURN_IF_ERROR(ReadTreeMask(features, p));
@@ -190,10 +201,10 @@ ffi::Error ReadFeatures(const FeatureOperands& features, Params* p) {
 ffi::Error ReadResults(const ffi::AnyBuffer& query, const ffi::AnyBuffer& output,
                        const ffi::RemainingRets& others, size_t num_scratch, Params* p) {
   if (output.element_type() != query.element_type() ||
-      !HasShape(output, {p->num_tokens, p->num_heads, p->head_size})) {
+      !HasShape(output, {p->num_tokens, p->num_heads, p->value_head_size})) {
     return InvalidArgument(kOp, "the result must be ", DTypeName(query), " [", p->num_tokens, ", ",
-                           p->num_heads, ", ", p->head_size, "]; got ", DTypeName(output), " ",
-                           ShapeName(output));
+                           p->num_heads, ", ", p->value_head_size, "]; got ", DTypeName(output),
+                           " ", ShapeName(output));
   }
   p->output = output.untyped_data();
   if (others.size() != num_scratch && others.size() != num_scratch + 1) {

@@ -15,6 +15,9 @@
 // A token without bits is causal. A sequence with tokens that have bits has at most 64 tokens.
 //
 // An 8-bit cache holds k / k_scale and v / v_scale.
+//
+// Where V is a part of K (multi-head latent attention), v_j is the first value_head_size numbers of
+// k_j, and v_scale is k_scale. Elsewhere value_head_size is head_size.
 //     logit = scale * (q . k), then soft_cap * tanh(logit / soft_cap) where there is a cap,
 //             then - alibi_slopes[h] * |p - j| where there are slopes
 //     output = sum_j exp(logit_j - lse) * v_j, in float32 whatever the storage
@@ -87,13 +90,14 @@ struct Params {
   const float* sinks;         // [num_heads]; null: none
   const float* alibi_slopes;  // [num_heads]; null: none
   const int32_t* tree_mask;   // [num_tokens, 2]; null: none
-  void* output;               // [num_tokens, num_heads, head_size]
+  void* output;               // [num_tokens, num_heads, value_head_size]
   float* lse;                 // [num_tokens, num_heads]; null: not wanted
 
   int64_t query_stride;  // elements from one token's query to the next
   int64_t num_tokens;
   int64_t num_heads;
   int64_t head_size;
+  int64_t value_head_size;
   int64_t num_blocks;
   int64_t block_size;
   int64_t num_kv_heads;
@@ -106,6 +110,7 @@ struct Params {
   float soft_cap;          // 0: none
   int64_t max_query_len;   // of any sequence; 0: not known
   bool is_causal;          // each sequence has as many keys as queries, or more
+  bool is_latent;          // V is a part of K
 
   DType dtype;        // of query and output
   DType cache_dtype;  // that, or one of 8 bits
@@ -121,7 +126,7 @@ struct Params {
     return token * query_stride + head * head_size;
   }
   XLA_GPU_HOST_DEVICE int64_t OutputOffset(int64_t token, int64_t head) const {
-    return (token * num_heads + head) * head_size;
+    return (token * num_heads + head) * value_head_size;
   }
 
   // The positions that a query at `position` attends to, from WindowBegin up to WindowEnd; none if

@@ -9,12 +9,13 @@ import random
 from typing import Any
 
 from harness.arrays import CACHE_DTYPES
-from harness.layouts import LAYOUTS
+from harness.layouts import LATENT_LAYOUTS, LAYOUTS
 from tests.reliability.fuzz.trials import Change, Trial
 from tests.support.cases import SCALES, TREES, Case, UpdateCase
 
 GROUP = 64
 SHARE_OF_UPDATES = 0.2  # of the groups: calls of kv_cache_update
+SHARE_OF_LATENT = 0.15  # of the groups: V is a part of K
 
 _HUGE = (2**31 - 1, -(2**31), 2**31 - 2)
 _HUGE_64 = (2**31, 2**32, 2**62, 2**63 - 1, -(2**62), -(2**63))
@@ -24,6 +25,7 @@ _SCALARS: dict[str, tuple[Any, ...]] = {
     "sliding_window": (0, -1, 1, 2, 2**63 - 1, -(2**63)),
     "window_right": (-1, 0, 1, 2**63 - 1, -(2**63)),
     "max_query_len": (0, -1, 1, 2, 5, 2**63 - 1, -(2**63)),
+    "value_head_size": (0, -1, 1, 2, 512, 2**63 - 1, -(2**63)),
 }
 _LAYOUT = ("num_blocks", "block_size", "num_kv_heads", "block_stride", "position_stride")
 _LAYOUT += ("head_stride", "value_offset")
@@ -55,8 +57,9 @@ def trial(seed: int, family: str, number: int) -> Trial:
     return Trial(case, changes, of_handler, more_columns)
 
 
-def _features(rng: random.Random) -> dict[str, Any]:
+def _features(rng: random.Random, is_latent: bool) -> dict[str, Any]:
     """What attention and updates have in common."""
+    layouts = LATENT_LAYOUTS if is_latent else LAYOUTS
     cache_dtype = rng.choice([None, None, *CACHE_DTYPES])
     return {
         "head_size": rng.choice([rng.randint(1, 40), 8, 16, 32, rng.choice([64, 80, 128, 256])]),
@@ -64,18 +67,25 @@ def _features(rng: random.Random) -> dict[str, Any]:
         "dtype": rng.choice(["float32", "float16", "bfloat16"]),
         "cache_dtype": cache_dtype,
         "scales": rng.choice(SCALES) if cache_dtype else None,
-        "kv_layout": rng.choice([None, None, *LAYOUTS]),
+        "kv_layout": rng.choice([None, None, *layouts]),
     }
+
+
+def _num_kv_heads(features: dict[str, Any], is_latent: bool, rng: random.Random) -> int:
+    has_heads = not is_latent or "h" in (features["kv_layout"] or "")
+    return rng.choice([1, 1, 2, 3, 5]) if has_heads else 1
 
 
 def _update(name: str, of_group: random.Random, own: random.Random) -> UpdateCase:
     num_tokens = of_group.choice([0, 1, of_group.randint(2, 20)])
     is_large = of_group.random() < 0.03  # enough for several threads
-    features = _features(of_group)
+    is_latent = of_group.random() < SHARE_OF_LATENT
+    features = _features(of_group, is_latent)
     return UpdateCase(
         id=name,
         num_tokens=600 if is_large else num_tokens,
-        num_kv_heads=of_group.choice([1, 2, 3, 5]),
+        num_kv_heads=_num_kv_heads(features, is_latent, of_group),
+        is_latent=is_latent,
         slot_dtype=of_group.choice(["int32", "int64"]),
         key_factor=of_group.choice([1.0, 100.0, 2.0**-12]) if features["cache_dtype"] else 1.0,
         num_padding=own.choice([0, own.randint(0, num_tokens), num_tokens]),
@@ -85,7 +95,8 @@ def _update(name: str, of_group: random.Random, own: random.Random) -> UpdateCas
 
 def _attention(name: str, of_group: random.Random, own: random.Random) -> Case:
     rng = of_group
-    features = _features(rng)
+    is_latent = rng.random() < SHARE_OF_LATENT
+    features = _features(rng, is_latent)
     is_large = rng.random() < 0.03  # enough for several threads and splits
     block_size = features["block_size"]
     longest = rng.choice([300, 700]) if is_large else rng.choice([4, 20, 20, 70])
@@ -93,7 +104,7 @@ def _attention(name: str, of_group: random.Random, own: random.Random) -> Case:
     max_seqs = rng.randint(0, 4)
     width = -(-longest // block_size)
     max_blocks, num_blocks = width + rng.randint(0, 2), max_seqs * width + rng.randint(0, 3)
-    num_kv_heads = rng.choice([1, 1, 2, 3])
+    num_kv_heads = _num_kv_heads(features, is_latent, rng)
     num_heads = num_kv_heads * rng.choice([1, 1, 2, 3, 4, 5, 7, 8, 16])
     causal = rng.random() < 0.7
     max_query_len = rng.choice([None, None, 1, 3, max(1, num_tokens)])
@@ -111,6 +122,7 @@ def _attention(name: str, of_group: random.Random, own: random.Random) -> Case:
         "return_lse": rng.random() < 0.5,
         "num_seqs_shape": rng.choice([(), (1,)]),
         "query_factor": rng.choice([1.0, 1.0, 8.0]),
+        "value_head_size": rng.randint(1, features["head_size"]) if is_latent else None,
     }
     window = fields["sliding_window"] or 64
     if causal and not fields["alibi_slopes"] and window >= 64:
@@ -150,7 +162,8 @@ def _number(rng: random.Random, limit: int) -> int:
 
 def _of_attention(case: Case, rng: random.Random) -> Change:
     if rng.random() < 0.15:
-        names = [x for x in _SCALARS if x != "window_right" or not case.causal]
+        unused = {"window_right": case.causal, "value_head_size": case.value_head_size is None}
+        names = [x for x in _SCALARS if not unused.get(x)]
         name = rng.choice(names)
         return Change(name, rng.choice(_SCALARS[name]))
     longest = [-(-context // case.block_size) for _, context in case.sequences]

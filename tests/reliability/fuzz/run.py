@@ -127,7 +127,7 @@ class CpuRunner:
 
     def _checked(self, trial: Trial, inputs: Any, attributes: dict[str, Any]) -> Any:
         """The checked call and its arrays; None if the check refuses it, rightly."""
-        is_legal = trial.op == "kv_cache_update" or reference.numbers_are_legal(**attributes)
+        is_legal = _numbers_are_legal(trial, attributes)
         try:
             call = checked_call(trial.op, inputs, attributes)
         except (ValueError, TypeError) as error:
@@ -169,9 +169,18 @@ class CpuRunner:
 
 def _is_legal(trial: Trial, inputs: Any, attributes: dict[str, Any]) -> bool:
     if trial.op == "kv_cache_update":
-        return reference.slots_are_legal(inputs.kv_cache, inputs.slot_mapping, **attributes)
+        is_latent = inputs.value.shape[2] == 0
+        return reference.slots_are_legal(
+            inputs.kv_cache, inputs.slot_mapping, is_latent=is_latent, **attributes
+        )
     legal = reference.legal_sequences(*inputs, **attributes)
     return legal is not None and all(legal)
+
+
+def _numbers_are_legal(trial: Trial, attributes: dict[str, Any]) -> bool:
+    if trial.op == "kv_cache_update":
+        return True
+    return reference.numbers_are_legal(trial.case.head_size, **attributes)
 
 
 def _expect(promise: str, check: Callable[..., None], *arguments: Any) -> None:
@@ -344,7 +353,7 @@ class EmulatedRunner:
     def run(self, trial: Trial) -> None:
         """Raises Failure if a promise does not hold."""
         inputs, attributes = trial.arguments()
-        if trial.op == "paged_attention" and not reference.numbers_are_legal(**attributes):
+        if not _numbers_are_legal(trial, attributes):
             return
         seed = len(inputs[0]) + inputs[0].size % 7
         for device in self._gpus:
@@ -422,6 +431,7 @@ class EmulatedRunner:
         shape = reference.layouts.default_shape(
             [x for x in (inputs.kv_cache, attributes.get("value_cache")) if x is not None],
             attributes.get("kv_layout"),
+            is_latent=inputs.value.shape[2] == 0,
         )
         slots[slots >= shape[0] * shape[1]] = -1
         used = slots[slots >= 0]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.layouts import LATENT_LAYOUTS, LAYOUTS
 from tests.support.cases import Case, UpdateCase
 
 FAMILIES = ("valid", "corrupt", "handler")
@@ -101,11 +102,19 @@ def is_consistent(trial: Trial) -> bool:
     case = trial.case
     if case.scales is not None and case.cache_dtype is None:
         return False
+    is_latent = case.is_latent if isinstance(case, UpdateCase) else case.value_head_size is not None
+    layouts = LATENT_LAYOUTS if is_latent else LAYOUTS
+    if case.kv_layout not in (None, *layouts):
+        return False
+    if is_latent and case.num_kv_heads > 1 and "h" not in (case.kv_layout or ""):
+        return False
     if isinstance(case, UpdateCase):
         return case.num_padding <= case.num_tokens
     if case.causal and (
         case.window_right is not None or any(q_len > context for q_len, context in case.sequences)
     ):
+        return False
+    if case.value_head_size is not None and case.value_head_size > case.head_size:
         return False
     longest = max([0, *(q_len for q_len, _ in case.sequences)])
     return case.max_query_len is None or case.max_query_len >= longest

@@ -41,7 +41,7 @@ class ItemKernel {
         softmax_(rows, mask_, arena),
         sums_(rows, arena),
         keys_(rows.p.head_size, queries_.width(), arena),
-        values_(rows.p.head_size, sums_.width(), arena) {}
+        values_(rows.p.value_head_size, sums_.width(), arena) {}
 
   // Calls end_split(number, sums) after each split.
   template <typename EndSplit>
@@ -116,7 +116,7 @@ void AttendAs(const Params& p, const WorkItem& item, Arena* arena) {
       float* to = item.partial_results + (split * rows.count + row) * PartialResultSize(p);
       to[0] = max;
       to[1] = weight;
-      std::memcpy(to + 2, values, p.head_size * sizeof(float));
+      std::memcpy(to + 2, values, p.value_head_size * sizeof(float));
     });
   });
 }

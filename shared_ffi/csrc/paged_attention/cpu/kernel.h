@@ -40,7 +40,7 @@ struct WorkItem {
 
 // Floats of the partial result of a row and a split: the largest logit (in units of 1 / log2(e)),
 // the sum of weights, the weighted sum of V.
-inline int64_t PartialResultSize(const Params& p) { return 2 + p.head_size; }
+inline int64_t PartialResultSize(const Params& p) { return 2 + p.value_head_size; }
 
 struct CpuKernel {
   const char* instruction_set;

@@ -115,9 +115,9 @@ class PageTable {
   // A prefetcher of a kv head's share of the next tile: where heads lie side by side, all heads of
   // some positions, as they lie in memory; elsewhere its own rows of all positions.
   Prefetcher PrefetcherOf(int64_t head, int64_t num_readings) const {
-    const bool is_one_row = value_offset_ == row_bytes_;  // K and V
-    const int64_t num_bytes = is_one_row ? 2 * row_bytes_ : row_bytes_;
-    const int64_t num_offsets = is_one_row ? 1 : 2;
+    const bool are_adjacent = value_offset_ == row_bytes_, is_in_key = value_offset_ == 0;  // V
+    const int64_t num_bytes = are_adjacent ? 2 * row_bytes_ : row_bytes_;
+    const int64_t num_offsets = are_adjacent || is_in_key ? 1 : 2;
     if (head_bytes_ != num_bytes) {
       return {next_keys_,
               num_next_,

@@ -14,7 +14,7 @@ constexpr double kLn2 = 0.693147180559945309;
 // Floats of a row of V or of sums, padded to whole vectors.
 template <typename T>
 int64_t PaddedColumns(const Params& p) {
-  return RoundUp(p.head_size, Dot<T>::kDown * kLanes);
+  return RoundUp(p.value_head_size, Dot<T>::kDown * kLanes);
 }
 
 // The totals of all rows over the splits so far.
@@ -45,8 +45,8 @@ class Totals {
     max_[row] = max;
     weight_[row] = weight_[row] * rescale + weight * share;
     float* total = values_ + row * width_;
-    for (int64_t d = 0; d < rows_.p.head_size; d += kLanes) {
-      const Lanes more = LoadWide(values + d, rows_.p.head_size - d) * share;
+    for (int64_t d = 0; d < rows_.p.value_head_size; d += kLanes) {
+      const Lanes more = LoadWide(values + d, rows_.p.value_head_size - d) * share;
       Store(MultiplyAdd(Load<Lanes>(total + d), Splat(rescale), more), total + d);
     }
   }
@@ -63,7 +63,8 @@ class Totals {
   template <typename Q>
   void WriteTo(Q* output) const {
     const Params& p = rows_.p;
-    TouchPages<true>(rows_, output, [&](int64_t row) { return rows_.InBatch(row) * p.head_size; });
+    TouchPages<true>(rows_, output, p.value_head_size,
+                     [&](int64_t row) { return rows_.InBatch(row) * p.value_head_size; });
     for (int64_t row = 0; row < rows_.count; ++row) {
       const int64_t in_batch = rows_.InBatch(row);
       const float* total = values_ + row * width_;
@@ -72,11 +73,11 @@ class Totals {
       const float weight = attends ? weight_[row] : 1.0f;
       const float v_scale =
           p.v_scale.IsPerPosition() ? 1.0f : p.v_scale.At(0, 0, rows_.KvHead(row));
-      for (int64_t d = 0; d < p.head_size; d += kLanes) {
+      for (int64_t d = 0; d < p.value_head_size; d += kLanes) {
         Lanes result = Load<Lanes>(total + d) / weight;
         if (kIs8Bit<T>) result *= v_scale;
         result += 0.0f;  // turns -0 into 0: the sign of zero depends on how the sums were made
-        StoreNarrow(result, output + in_batch * p.head_size + d, p.head_size - d);
+        StoreNarrow(result, output + in_batch * p.value_head_size + d, p.value_head_size - d);
       }
       if (p.lse != nullptr) {
         const double log2_of_sum = max_[row] + std::log2(double{weight_[row]});

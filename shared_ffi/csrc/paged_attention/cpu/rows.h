@@ -55,11 +55,11 @@ struct Rows {
   int64_t InBatch(int64_t row) const { return Token(row) * p.num_heads + Head(row); }
 };
 
-// Touches one cache line per page of the rows of query or output, so that the TLB misses overlap.
-// `offset_of` returns the offset of a row in the array.
+// Touches one cache line per page of the rows of query or output, which have `row_size` elements,
+// so that the TLB misses overlap. `offset_of` returns the offset of a row in the array.
 template <bool kAreWritten, typename Q, typename OffsetOf>
-void TouchPages(const Rows& rows, const Q* array, const OffsetOf& offset_of) {
-  const int64_t num_bytes = rows.group * rows.p.head_size * static_cast<int64_t>(sizeof(Q));
+void TouchPages(const Rows& rows, const Q* array, int64_t row_size, const OffsetOf& offset_of) {
+  const int64_t num_bytes = rows.group * row_size * static_cast<int64_t>(sizeof(Q));
   PageToucher pages;
   for (int64_t row = 0; row < rows.count; row += rows.group) {
     pages.Touch<kAreWritten>(array + offset_of(row), num_bytes);
@@ -104,7 +104,7 @@ class Queries {
   template <typename Q>
   void Load(const Rows& rows, const Q* queries) {
     const int64_t head_size = rows.p.head_size;
-    TouchPages<false>(rows, queries, [&](int64_t row) { return rows.QueryOffset(row); });
+    TouchPages<false>(rows, queries, head_size, [&](int64_t row) { return rows.QueryOffset(row); });
     for (int64_t row = 0; row < rows.count; ++row) {
       const Q* query = queries + rows.QueryOffset(row);
       for (int64_t w = 0; w < width_; w += Dot<T>::kAcross * kLanes) {

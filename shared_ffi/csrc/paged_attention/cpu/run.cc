@@ -10,7 +10,7 @@ namespace {
 
 // Rows that belong to no sequence: before the first sequence and after the last.
 void ZeroPadding(const Params& p) {
-  const int64_t row_bytes = p.num_heads * p.head_size * SizeOf(p.dtype);
+  const int64_t row_bytes = p.num_heads * p.value_head_size * SizeOf(p.dtype);
   char* output = static_cast<char*>(p.output);
   const int64_t num_seqs = *p.num_seqs;
   const int64_t begin = num_seqs == 0 ? p.num_tokens : p.query_start_loc[0];

@@ -14,7 +14,8 @@ constexpr int64_t kMinParallelCost = 1 << 20;  // that is worth waking another t
 // Multiply-adds of an item, with 8 rows more: reading the cache takes about as long.
 int64_t CostOf(const Params& p, const WorkItem& item) {
   const int64_t rows_per_head = item.num_tokens * (p.num_heads / p.num_kv_heads) + 8;
-  return 2 * p.head_size * (item.end - item.begin) * rows_per_head * item.num_kv_heads;
+  return (p.head_size + p.value_head_size) * (item.end - item.begin) * rows_per_head *
+         item.num_kv_heads;
 }
 
 // Query tiles of all kv heads: tokens of one sequence, as many as may share a packed KV tile.
@@ -74,7 +75,8 @@ void Schedule::Run(int64_t i, const CpuKernel& kernel) {
 void Schedule::CutByHeads(const WorkItem& tile, int64_t wanted_cost) {
   const int64_t cost_per_head = std::max<int64_t>(1, CostOf(p_, tile) / tile.num_kv_heads);
   const int64_t rows_per_head = tile.NumRows(p_) / tile.num_kv_heads;
-  const int64_t bytes_per_head = 2 * kStep * p_.head_size * SizeOf(p_.cache_dtype);
+  const int64_t columns = p_.head_size + p_.value_head_size;
+  const int64_t bytes_per_head = kStep * columns * SizeOf(p_.cache_dtype);
   const int64_t that_fit =
       std::max<int64_t>(1, std::min(kRowsPerItem / rows_per_head, kStepBytes / bytes_per_head));
   const int64_t heads_per_item =

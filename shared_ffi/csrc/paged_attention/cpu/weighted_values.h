@@ -99,7 +99,8 @@ XLA_GPU_INLINE void AddRows(const Rows& rows, const AttentionMask& mask, const K
     int64_t after = step + kStep;
     while (after < end && AreOne<R>(softmax.Rescale(after) + first)) after += kStep;
     AddBlock<R>(softmax.Weights(first), v, {Larger(begin, step), Smaller(end, after)},
-                rows.p.head_size, width, softmax.Rescale(step) + first, sums + first * width, next);
+                rows.p.value_head_size, width, softmax.Rescale(step) + first, sums + first * width,
+                next);
     step = after;
   }
 }
@@ -121,7 +122,7 @@ __attribute__((noinline)) void AddRowWithHoles(const Rows& rows, const Attention
       const int64_t first = kValueOrder<T>.numbers[i] * kGroup<T>, last = first + kGroup<T> - 1;
       const Range group = {attends(first) ? first : last, attends(last) ? last + 1 : last};
       if (group.begin >= group.end) continue;
-      AddBlock<1>(softmax.Weights(row), v, group, rows.p.head_size, width, &rescale,
+      AddBlock<1>(softmax.Weights(row), v, group, rows.p.value_head_size, width, &rescale,
                   sums + row * width, next);
       rescale = 1;
     }

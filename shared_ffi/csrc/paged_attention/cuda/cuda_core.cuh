@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         float v[kColumns];
         for (int i = 0; i < kColumns; ++i) {
           const int d = i * gpu::kWarpSize + lane;
-          v[i] = d < p.head_size ? gpu::ToFloat(value[d]) : 0.0f;
+          v[i] = d < p.value_head_size ? gpu::ToFloat(value[d]) : 0.0f;
         }
         for (int r = 0; r < kRowsPerWarp; ++r) {
           const float weight = gpu::Shuffle(weights[r], j);

@@ -74,7 +74,7 @@ __device__ inline bool MetBadBlock(const Params& p, const Scratch& scratch, int6
 template <typename T>
 __device__ void FillRow(const Params& p, int64_t token, bool is_faulty) {
   const float nan = kInfinity - kInfinity, value = is_faulty ? nan : 0.0f;
-  const int64_t row_size = p.num_heads * p.head_size;
+  const int64_t row_size = p.num_heads * p.value_head_size;
   if (p.lse != nullptr) {
     for (int64_t head = threadIdx.x; head < p.num_heads; head += kThreads) {
       p.lse[token * p.num_heads + head] = is_faulty ? nan : -kInfinity;
@@ -107,12 +107,12 @@ __device__ void MergeSplits(const Params& p, const Scratch& scratch, int64_t s,
     const float shift = ShiftOf(max);
     const float sum =
         SumOf(max, sink, num_splits, [&](int64_t split) { return states[split * p.num_heads]; });
-    for (int64_t d = lane; d < p.head_size; d += gpu::kWarpSize) {
+    for (int64_t d = lane; d < p.value_head_size; d += gpu::kWarpSize) {
       float value = 0;
       for (int64_t split = 0; split < num_splits; ++split) {
         const int64_t row = split * p.num_heads;
         value = gpu::Fma(gpu::Exp2(states[row].max - shift),
-                         scratch.partials[(index + row) * p.head_size + d], value);
+                         scratch.partials[(index + row) * p.value_head_size + d], value);
       }
       gpu::FromFloat(value / (attends ? sum : 1.0f),
                      static_cast<T*>(p.output) + p.OutputOffset(token, head) + d);

@@ -192,10 +192,11 @@ class HopperProducer {
         slot = FindSlot<T>(p_, item, position, &is_bad);
       }
       shared_.keys_ring.WaitFreed(turn_);
-      CopyTile(KeyOf<T>(p_, 0, item.kv_head), slot.offset, shared_.keys[turn_.place]);
+      CopyTile(KeyOf<T>(p_, 0, item.kv_head), p_.head_size, slot.offset, shared_.keys[turn_.place]);
       gpu::ArriveAfterCopies(&shared_.keys_ring.filled[turn_.place]);
       shared_.values_ring.WaitFreed(turn_);
-      CopyTile(ValueOf<T>(p_, 0, item.kv_head), slot.offset, shared_.values[turn_.place]);
+      CopyTile(ValueOf<T>(p_, 0, item.kv_head), p_.value_head_size, slot.offset,
+               shared_.values[turn_.place]);
       gpu::ArriveAfterCopies(&shared_.values_ring.filled[turn_.place]);
     }
     is_bad = gpu::AnyInThreads(kScheduleBarrier, kThreads, is_bad);
@@ -205,8 +206,9 @@ class HopperProducer {
   }
 
   // A warp copies the positions whose slots its lanes have found; eight lanes copy 128 bytes of one
-  // position. Positions without a slot and columns past head_size become zeros.
-  __device__ void CopyTile(const T* cache, int64_t slot_of_lane, T* tile) const {
+  // position. Positions without a slot and columns past `num_columns` become zeros.
+  __device__ void CopyTile(const T* cache, int64_t num_columns, int64_t slot_of_lane,
+                           T* tile) const {
     const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
 #pragma unroll 1  // the copies overlap all the same
     for (int i = lane / 8; i < gpu::kWarpSize; i += 4) {
@@ -214,7 +216,7 @@ class HopperProducer {
       const int row = warp * gpu::kWarpSize + i;
 #pragma unroll
       for (int chunk = lane % 8; chunk < CacheRows::kChunks; chunk += 8) {
-        const bool exists = slot >= 0 && chunk * CacheRows::kChunk < p_.head_size;
+        const bool exists = slot >= 0 && chunk * CacheRows::kChunk < num_columns;
         const T* from = cache + (exists ? slot + chunk * CacheRows::kChunk : 0);
         gpu::CopyAsync16(tile + CacheRows::Offset(row, chunk), from, exists);
       }
@@ -411,7 +413,7 @@ class HopperItem {
     T* output = static_cast<T*>(p_.output) + OutputOffset(p_, item_, row);
 #pragma unroll
     for (int n = 0; n < kHeadSize / 8; ++n) {
-      if (n * 8 >= p_.head_size) break;
+      if (n * 8 >= p_.value_head_size) break;
       *reinterpret_cast<uint32_t*>(output + n * 8 + Lane() % 4 * 2) =
           gpu::Pack(sums_[n][2 * r] * factor, sums_[n][2 * r + 1] * factor, T{});
     }
@@ -425,10 +427,10 @@ class HopperItem {
     const RowPlace place(p_, item_, row);
     const int64_t index = SlotOf(scratch_, item_, place) * p_.num_heads + place.head;
     if (Lane() % 4 == 0) scratch_.states[index] = state;
-    float* partial = scratch_.partials + index * p_.head_size;
+    float* partial = scratch_.partials + index * p_.value_head_size;
 #pragma unroll
     for (int n = 0; n < kHeadSize / 8; ++n) {
-      if (n * 8 >= p_.head_size) break;
+      if (n * 8 >= p_.value_head_size) break;
       float* columns = partial + n * 8 + Lane() % 4 * 2;
       columns[0] = sums_[n][2 * r];
       columns[1] = sums_[n][2 * r + 1];

@@ -254,8 +254,8 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
     const float divisor = range.begin < range.end ? sum : 1.0f;  // without keys the sum is zero
     const int64_t slot = SlotOf(scratch, item, place), index = slot * p.num_heads + place.head;
     T* output = static_cast<T*>(p.output) + OutputOffset(p, item, row);
-    float* partial = scratch.partials + index * p.head_size;
-    for (int d = lane; d < p.head_size; d += gpu::kWarpSize) {
+    float* partial = scratch.partials + index * p.value_head_size;
+    for (int d = lane; d < p.value_head_size; d += gpu::kWarpSize) {
       float value = 0;
 #pragma unroll
       for (int part = 0; part < kWarps; ++part) {

@@ -27,7 +27,8 @@ AttentionKernel CudaCoreKernel(const Params& p) {
   if (columns <= 2) return CudaCoreKernelOf<T, 2>();
   if (columns <= 4) return CudaCoreKernelOf<T, 4>();
   if (columns <= 8) return CudaCoreKernelOf<T, 8>();
-  return CudaCoreKernelOf<T, 16>();
+  if (columns <= 16) return CudaCoreKernelOf<T, 16>();
+  return CudaCoreKernelOf<T, 18>();
 }
 
 // Adds the tensor core kernels for a cache of type C: for any query length, and for one query
@@ -50,7 +51,7 @@ void AddTensorCoreLaunches(std::integer_sequence<int, kHeadSizes...>,
 // The tensor core kernels copy rows 16 bytes at a time; the Hopper kernel writes 4 bytes at a time.
 template <typename C>
 bool IsAligned(const Params& p) {
-  for (const int64_t size : {p.head_size, p.query_stride, p.cache.block_stride,
+  for (const int64_t size : {p.head_size, p.value_head_size, p.query_stride, p.cache.block_stride,
                              p.cache.position_stride, p.cache.head_stride}) {
     if (size * static_cast<int64_t>(sizeof(C)) % 16 != 0) return false;
   }
@@ -153,7 +154,7 @@ void AddHopperLaunches(std::integer_sequence<int, kHeadSizes...>,
 
 std::vector<KernelLaunch> KernelLaunches() {
   std::vector<KernelLaunch> launches = {{"Finish", 0, 0, 0, kThreads, kFinishSharedBytes}};
-  for (const int columns : {1, 2, 4, 8, 16}) {
+  for (const int columns : {1, 2, 4, 8, 16, 18}) {
     Params p = {};
     p.head_size = columns * gpu::kWarpSize;
     const auto& kernel = CudaCoreKernel<float>(p).kernel;

@@ -82,7 +82,7 @@ struct Scratch {
   // Whether a bad block id was met: by each token of unsplit sequences, then by each slot.
   int32_t* is_bad;   // [num_tokens + num_slots]
   RowState* states;  // [num_slots, num_heads]
-  float* partials;   // [num_slots, num_heads, head_size]: sums of 2^(logit - max) * v
+  float* partials;   // [num_slots, num_heads, value_head_size]: sums of 2^(logit - max) * v
 
   // The first slot of token i, which is query token `token` of the batch, of sequence s. Its
   // num_splits slots are adjacent.
@@ -123,13 +123,13 @@ inline ScratchSizes MakeScratchSizes(const Params& p) {
     sizes.max_length = window + MaxSplitTokens(p) + kTileAlignment;
   }
   sizes.flag_bytes = sizeof(int32_t);
-  sizes.slot_bytes = p.num_heads * (sizeof(RowState) + p.head_size * sizeof(float));
+  sizes.slot_bytes = p.num_heads * (sizeof(RowState) + p.value_head_size * sizeof(float));
   sizes.alignment = 16;
   return sizes;
 }
 
 // Lays the scratch out in `memory`, which may be null when only the size is wanted; that is
-//     4 * (num_tokens + num_slots) + 4 * num_slots * num_heads * (head_size + 2) bytes,
+//     4 * (num_tokens + num_slots) + 4 * num_slots * num_heads * (value_head_size + 2) bytes,
 // the first term rounded up to 16, with at most max_splits slots for each token and
 // slots_of_sequence for each sequence.
 inline int64_t MakeScratch(const Params& p, void* memory, Scratch* scratch) {

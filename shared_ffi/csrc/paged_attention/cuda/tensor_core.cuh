@@ -188,11 +188,12 @@ class TensorCoreItem {
     for (int i = threadIdx.x; i < kTile * CacheRows::kChunks; i += kThreads) {
       const int row = i / CacheRows::kChunks, chunk = i % CacheRows::kChunks;
       const int64_t slot = slots[row].offset;
-      const bool exists = slot >= 0 && chunk * CacheRows::kChunk < p_.head_size;
-      const int64_t from = exists ? slot + chunk * CacheRows::kChunk : 0;
-      const int to = CacheRows::Offset(row, chunk);
-      gpu::CopyAsync16(keys + to, KeyOf<C>(p_, from, item_.kv_head), exists);
-      gpu::CopyAsync16(values + to, ValueOf<C>(p_, from, item_.kv_head), exists);
+      const int column = chunk * CacheRows::kChunk, to = CacheRows::Offset(row, chunk);
+      const bool has_key = slot >= 0 && column < p_.head_size;
+      const bool has_value = slot >= 0 && column < p_.value_head_size;
+      const int64_t from = has_key ? slot + column : 0;
+      gpu::CopyAsync16(keys + to, KeyOf<C>(p_, from, item_.kv_head), has_key);
+      gpu::CopyAsync16(values + to, ValueOf<C>(p_, from, item_.kv_head), has_value);
     }
   }
 
