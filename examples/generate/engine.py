@@ -71,12 +71,17 @@ def warm_up(door: Door, limits: Limits) -> float:
     """
     start = time.perf_counter()
     for bucket in limits.buckets:
-        door.step(empty_batch(limits, bucket))
+        door.step(empty_step(door, limits, bucket))
     return time.perf_counter() - start
 
 
-def empty_batch(limits: Limits, num_tokens: int) -> Batch:
+def empty_step(door: Door, limits: Limits, num_tokens: int) -> Batch:
     """A step of padding only: it writes nothing, and its results mean nothing."""
+    return _joined([empty_batch(limits, num_tokens)] * door.replicas)
+
+
+def empty_batch(limits: Limits, num_tokens: int) -> Batch:
+    """The same, of one replica."""
     return Batch(
         tokens=np.zeros(num_tokens, np.int32),
         positions=np.zeros(num_tokens, np.int32),
@@ -110,43 +115,95 @@ def generate(
         ValueError: a prompt is empty or too long.
     """
     check_lengths(prompts, sampling, limits)
-    arrivals = [Arrival(0.0, len(prompt), sampling.max_new_tokens) for prompt in prompts]
-    scheduler = Scheduler(arrivals, limits)
-    sequences = [list(prompt) for prompt in prompts]  # prompt and answer
     answers = [Answer() for _ in prompts]
+    numbers = [range(first, len(prompts), door.replicas) for first in range(door.replicas)]
+    replicas = [
+        _Replica([prompts[i] for i in of], [answers[i] for i in of], of, sampling, limits)
+        for of in numbers
+    ]
     start = time.perf_counter()
-    while not scheduler.is_done:
-        step = scheduler.next_step(0.0)
+    while not all(replica.scheduler.is_done for replica in replicas):
+        steps = [replica.next_step() for replica in replicas]
+        bucket = max(len(step.slot_mapping) for step in steps if step is not None)
+        batches = [
+            replica.batch(step, bucket) for replica, step in zip(replicas, steps, strict=True)
+        ]
+        logits = door.step(_joined(batches)).reshape(len(replicas), limits.max_seqs, -1)
+        seconds = time.perf_counter() - start
+        for replica, step, of_replica in zip(replicas, steps, logits, strict=True):
+            if step is not None:
+                replica.complete(step, of_replica, stop_tokens, seconds)
+        on_step(answers)
+    preemptions = sum(replica.scheduler.preemptions for replica in replicas)
+    return Generation(answers, time.perf_counter() - start, preemptions)
+
+
+class _Replica:
+    """The requests of one of the door's copies of the model, with a pool of their own."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Answer],
+        numbers: Sequence[int],
+        sampling: Sampling,
+        limits: Limits,
+    ) -> None:
+        arrivals = [Arrival(0.0, len(prompt), sampling.max_new_tokens) for prompt in prompts]
+        self.scheduler = Scheduler(arrivals, limits)
+        self._sequences = [list(prompt) for prompt in prompts]  # prompt and answer
+        self._answers = answers
+        self._numbers = numbers  # of the requests among those of all replicas
+        self._sampling = sampling
+
+    def next_step(self) -> Step | None:
+        """The next step; None if all requests are done."""
+        if self.scheduler.is_done:
+            return None
+        step = self.scheduler.next_step(0.0)
         assert step is not None, "a request waits though the pool is free"
-        logits = door.step(_batch(step, sequences))
+        return step
+
+    def batch(self, step: Step | None, bucket: int) -> Batch:
+        """The arguments of the model for a step, padded to `bucket` tokens."""
+        empty = empty_batch(self.scheduler.limits, bucket)
+        if step is None:
+            return empty
+        for t in range(step.num_tokens):
+            request, position = step.request_of_token[t], step.position_of_token[t]
+            empty.tokens[t] = self._sequences[request][position]
+            empty.positions[t] = position
+            empty.slot_mapping[t] = step.slot_mapping[t]
+        return empty._replace(
+            context_lens=step.context_lens,
+            block_tables=step.block_tables,
+            query_start_loc=step.query_start_loc,
+            num_seqs=step.num_seqs,
+        )
+
+    def complete(
+        self, step: Step, logits: np.ndarray, stop_tokens: frozenset[int], seconds: float
+    ) -> None:
+        """Chooses the next token of each sequence of a step that has run."""
         stopped = set()
         for s in range(int(step.num_seqs[0])):
             last = step.query_start_loc[s + 1] - 1
             request, position = int(step.request_of_token[last]), int(step.position_of_token[last])
-            sequence, answer = sequences[request], answers[request]
+            sequence, answer = self._sequences[request], self._answers[request]
             if position + 1 < len(sequence):
                 continue  # a part of the prompt, or tokens that are computed anew
-            token, logprob = choose(logits[s], sampling, request, position + 1)
+            number = self._numbers[request]
+            token, logprob = choose(logits[s], self._sampling, number, position + 1)
             sequence.append(token)
-            answer.add(token, time.perf_counter() - start)
+            answer.add(token, seconds)
             answer.logprobs.append(logprob)
             if token in stop_tokens:
                 stopped.add(request)
-        scheduler.complete(stopped)
-        on_step(answers)
-    return Generation(answers, time.perf_counter() - start, scheduler.preemptions)
+        self.scheduler.complete(stopped)
 
 
-def _batch(step: Step, sequences: Sequence[Sequence[int]]) -> Batch:
-    tokens = np.zeros(len(step.slot_mapping), np.int32)
-    for t in range(step.num_tokens):
-        tokens[t] = sequences[step.request_of_token[t]][step.position_of_token[t]]
-    return Batch(
-        tokens=tokens,
-        positions=step.position_of_token.astype(np.int32),
-        slot_mapping=step.slot_mapping,
-        context_lens=step.context_lens,
-        block_tables=step.block_tables,
-        query_start_loc=step.query_start_loc,
-        num_seqs=step.num_seqs,
-    )
+def _joined(batches: Sequence[Batch]) -> Batch:
+    """The argument of Door.step: with several replicas, each array has one dimension more."""
+    if len(batches) == 1:
+        return batches[0]
+    return Batch(*(np.stack(arrays) for arrays in zip(*batches, strict=True)))

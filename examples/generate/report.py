@@ -116,10 +116,15 @@ def _summary(result: Result) -> str:
     if sampling.is_greedy:
         how = "greedy search"
     preemptions = f", {first.preemptions} preemptions" if first.preemptions else ""
+    pools, devices = "one pool", ""
+    if result.mesh:
+        copies, of_each = result.mesh
+        pools = "a pool" if copies == 1 else f"a pool for each of {copies} copies of the model"
+        devices = f" on {copies * of_each} devices, {of_each} for each copy"
     return (
         f"{len(result.prompts)} prompts, {tokens:,} new tokens, {how}{preemptions}. "
-        f"At most {limits.max_seqs} prompts run at once, over one pool of {limits.num_blocks} "
-        f"blocks of {limits.block_size} tokens. Token counts are padded to "
+        f"At most {limits.max_seqs} prompts run at once, over {pools} of {limits.num_blocks} "
+        f"blocks of {limits.block_size} tokens{devices}. Token counts are padded to "
         f"{' or '.join(map(str, limits.buckets))}, a program each, compiled before the clock runs. "
         "The first token's time is the median over the prompts. Answers and log-probabilities are "
         "compared with those of transformers' eager attention."

@@ -6,12 +6,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from examples.generate import engine, transformers_door
 from examples.generate.checkpoint import Checkpoint, Scores
-from examples.generate.doors import DOORS
+from examples.generate.doors import DOORS, Door
 from examples.generate.engine import Answer, Generation
+from examples.generate.mesh import JaxMeshDoor
 from examples.generate.sampling import Sampling
 from examples.scheduler import Limits
 from harness import hlo
@@ -65,6 +67,7 @@ class Result:
     prompts: list[str]
     texts: list[str]  # the first door's answers
     doors: dict[str, DoorResult]
+    mesh: tuple[int, int] | None = None  # copies of the model, and the devices of each
 
     @property
     def same_tokens(self) -> bool:
@@ -129,11 +132,15 @@ def run(
     limits: Limits,
     doors: Sequence[str],
     on_progress: OnProgress,
+    mesh: tuple[int, int] | None = None,
 ) -> Result:
     """Answers the prompts through each door.
 
+    Args:
+        mesh: copies of the model and the devices of each, for the door jax; None: one device.
+
     Raises:
-        ValueError: a prompt is empty or too long.
+        ValueError: a prompt is empty or too long, or the devices do not make up the mesh.
     """
     encoded = [checkpoint.encode(prompt) for prompt in prompts]
     engine.check_lengths(encoded, sampling, limits)
@@ -141,8 +148,12 @@ def run(
     results = {}
     for name in doors:
         on_progress(name, [])
-        open_door = _with_our_engine if name in DOORS else _with_transformers
-        results[name] = open_door(name, checkpoint, encoded, sampling, limits, on_progress)
+        call = (name, checkpoint, encoded, sampling, limits, on_progress)
+        if name in DOORS:
+            open_door = DOORS[name] if mesh is None else partial(JaxMeshDoor, shape=mesh)
+            results[name] = _with_our_engine(open_door, *call)
+        else:
+            results[name] = _with_transformers(*call)
     for result in results.values():
         for i, answer in enumerate(result.generation.answers):
             key = (i, *answer.tokens)
@@ -158,10 +169,12 @@ def run(
         prompts=list(prompts),
         texts=[checkpoint.decode(answer.tokens) for answer in first],
         doors=results,
+        mesh=mesh,
     )
 
 
 def _with_our_engine(
+    open_door: Callable[[Checkpoint, Limits], Door],
     name: str,
     checkpoint: Checkpoint,
     prompts: list[list[int]],
@@ -170,7 +183,7 @@ def _with_our_engine(
     on_progress: OnProgress,
 ) -> DoorResult:
     start = time.perf_counter()
-    door = DOORS[name](checkpoint, limits)
+    door = open_door(checkpoint, limits)
     engine.warm_up(door, limits)
     seconds, programs = time.perf_counter() - start, door.compiles()
     generation = engine.generate(
@@ -182,7 +195,7 @@ def _with_our_engine(
         lambda answers: on_progress(name, answers),
     )
     late_programs = door.compiles() - programs
-    text = door.hlo(engine.empty_batch(limits, limits.max_seqs))
+    text = door.hlo(engine.empty_step(door, limits, limits.max_seqs))
     calls = [call for target in _TARGETS for call in hlo.custom_calls(text or "", target)]
     return DoorResult(generation, seconds, programs, late_programs, dict(Counter(calls)), [])
 

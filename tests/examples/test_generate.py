@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +25,11 @@ from examples.generate import checkpoint, engine, transformers_door  # noqa: E40
 from examples.generate.__main__ import main  # noqa: E402
 from examples.generate.checkpoint import Checkpoint  # noqa: E402
 from examples.generate.doors import DOORS, JaxDoor  # noqa: E402
+from examples.generate.mesh import JaxMeshDoor  # noqa: E402
 from examples.generate.sampling import Sampling, choose  # noqa: E402
 from examples.scheduler import Limits  # noqa: E402
+from harness import hlo  # noqa: E402
+from tests.support import scripts  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "vocab_size": 67,
@@ -264,6 +268,42 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert 'src="' not in page  # needs no other file, and no network
 
 
+def test_a_mesh_shares_heads_and_copies_the_model(model: Checkpoint) -> None:
+    """No device sends its cache, and each updates its own in place."""
+    door = JaxMeshDoor(model, LIMITS, shape=(4, 2))
+    engine.warm_up(door, LIMITS)
+    programs = door.compiles()
+    generation = engine.generate(door, prompts(), SAMPLING, LIMITS, model.stop_tokens)
+    assert [answer.tokens for answer in generation.answers] == answers(model, "torch")
+    assert door.compiles() == programs == 2
+    text = door.hlo(engine.empty_step(door, LIMITS, LIMITS.max_seqs))
+    (cache,) = {call.split("{")[0] for call in hlo.custom_calls(text, "xla_gpu_kv_cache_update")}
+    assert cache == "f32[64,4,2,16]"  # a copy's pool, of one of the two kv heads
+    assert not re.findall(r"= f32\[\d+,4,\d,16\]\S* (?:all-|copy|collective)", text)
+
+
+def test_two_processes_share_a_mesh(folder: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    options = ["--model", str(folder), "--prompt", "w5 w9 w33", "--prompt", "w7", "--json"]
+    script = "import sys; from examples.generate.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    alone = json.loads("".join(scripts.output(script, *options, "--door", "jax")))
+    shared = [
+        scripts.start(
+            *(script, *options, "--mesh", "4", "2", "--distributed", address, "2", str(number)),
+            JAX_NUM_CPU_DEVICES="4",
+        )
+        for number in range(2)
+    ]
+    outputs = [process.communicate(timeout=300) for process in shared]
+    assert [process.returncode for process in shared] == [0, 0], outputs
+    assert outputs[1][0] == ""  # the first process speaks for all
+    result = json.loads(outputs[0][0])
+    assert result["same_as_transformers"] and result["mesh"] == [4, 2]
+    assert result["texts"] == alone["texts"]
+
+
 def test_the_report_in_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     warm = ("--temperature", "0.8", "--top-p", "0.9", "--seed", "7")
     assert command(folder, "--prompt", "w5 [w9]", "--door", "torch", "transformers", *warm) == 0
@@ -282,6 +322,10 @@ def test_wrong_commands_say_what_is_wrong(
         assert command(at, *options) == 2
         return capsys.readouterr().out
 
+    assert "--mesh 2 2 must use all devices; JAX has 8" in error("--mesh", "2", "2")
+    assert "share the model's 2 kv heads evenly; got 8" in error("--mesh", "1", "8")
+    assert "--door jax alone; got torch" in error("--mesh", "4", "2", "--door", "torch")
+    assert "ADDRESS COUNT NUMBER, or have no values; got here" in error("--distributed", "here")
     assert "raise --max-len" in error("--prompt", "w5 " * 60)
     assert "prompt 0 is empty" in error("--prompt", "")
     assert "temperature must be" in error("--temperature", "-1")

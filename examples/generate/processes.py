@@ -1,0 +1,42 @@
+"""Several processes that run one program on all of their devices, by jax.distributed."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import jax
+
+
+def join(values: list[str]) -> bool:
+    """Joins the other processes; call it before JAX looks for devices.
+
+    Args:
+        values: the address of the first process as ``host:port``, the number of processes, and
+            which one this is; none of them, if the launcher tells (SLURM, Open MPI, Kubernetes).
+
+    Returns:
+        whether this is the first process.
+
+    Raises:
+        ValueError: the values are not these, or nothing tells them.
+    """
+    if values and (len(values) != 3 or not all(value.isdecimal() for value in values[1:])):
+        rule = "--distributed must be ADDRESS COUNT NUMBER, or have no values"
+        raise ValueError(f"{rule}; got {' '.join(values)}")
+    _print_from_python_only()
+    address, count, number = values or (None, None, None)
+    try:
+        jax.distributed.initialize(
+            address, None if count is None else int(count), None if number is None else int(number)
+        )
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"--distributed: {error}") from error
+    return jax.process_index() == 0
+
+
+def _print_from_python_only() -> None:
+    """Sends to stderr what libraries write to the descriptor of stdout: Gloo names its ranks."""
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
