@@ -18,7 +18,8 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 try:
-    from examples.generate import checkpoint, processes, report
+    from examples import processes
+    from examples.generate import checkpoint, report
 except ImportError as error:  # a library is missing, or has another version
     sys.exit(f"examples.generate: {error}: pip install 'xla-paged-attention[torch-xla,generate]'")
 from examples.generate.engine import Answer
@@ -45,10 +46,6 @@ _MODEL_HELP = (
 _MESH_HELP = (
     "the door jax on DATA * HEADS devices: copies of the model, and how many devices share the kv "
     "heads of each"
-)
-_DISTRIBUTED_HELP = (
-    "one of COUNT processes that share the mesh: the first one's address as host:port, how many "
-    "there are, and this one's number; with no values, as SLURM, MPI or Kubernetes say"
 )
 
 
@@ -85,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt", action="append", help="ask this; may be repeated; else eight questions")
     add("--door", nargs="+", choices=[*NAMES, "all"], help="doors; else jax and torch_xla")
     add("--mesh", nargs=2, type=int, metavar=("DATA", "HEADS"), help=_MESH_HELP)
-    add("--distributed", nargs="*", metavar="ADDRESS COUNT NUMBER", help=_DISTRIBUTED_HELP)
+    processes.add_option(parser)
     add("--max-new-tokens", type=int, default=64, help="tokens per answer at most")
     add("--temperature", type=float, default=0.0, help="0: always the most probable token")
     add("--top-p", type=float, default=1.0, help="sample from the fewest tokens that add up to it")

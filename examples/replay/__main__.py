@@ -17,21 +17,35 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from examples import processes
 from examples.replay import report, trace
 from examples.replay.models import MODELS
 from examples.replay.run import DTYPES, Result, Sample, replay
 from examples.replay.steps import DOORS
 from examples.scheduler import Arrival, Limits
 
-_GROUPS = {"both": ["jax", "torch_xla"], "all": list(DOORS)}
+_GROUPS = {
+    "both": ["jax", "torch_xla"],
+    "all": [name for name in DOORS if name != "jax-mesh"],
+    "mesh": ["torch", "jax-mesh"],
+}
+_DOOR_HELP = (
+    "both: jax and torch_xla; mesh: torch, and JAX on all devices, which share the kv heads"
+)
 _MOST_REQUESTS = 20_000
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command. Its exit status is 1 if the doors do not agree."""
+    """The command. Its exit status is 1 if the doors do not agree, and 2 if it cannot begin."""
     options = _parser().parse_args(arguments)
     console = Console(stderr=options.json)
-    result = _replay(options, console)
+    try:
+        if options.distributed is not None and not processes.join(options.distributed):
+            options.json, options.out, console.quiet = False, None, True
+        result = _replay(options, console)
+    except ValueError as error:
+        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        return 2
     if options.json:
         print(json.dumps(result.as_json(), indent=2))
     else:
@@ -51,7 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--trace", type=Path, help="CSV: TIMESTAMP, ContextTokens, GeneratedTokens; else generated")
-    add("--door", choices=[*DOORS, *_GROUPS], default="both", help="both: jax and torch_xla")
+    add("--door", choices=[*DOORS, *_GROUPS], default="both", help=_DOOR_HELP)
+    processes.add_option(parser)
     add("--steps", type=int, default=200, help="stop after this many steps")
     add("--model", choices=MODELS, default="tiny", help="attention shape")
     add("--dtype", choices=DTYPES, default="float32", help="of query and cache")

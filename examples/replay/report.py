@@ -56,7 +56,7 @@ def to_terminal(result: Result, console: Console) -> None:
         doors.add_row(
             name,
             f"{door.tokens_per_second:,.0f}",
-            str(door.compiles) if door.custom_calls else "none needed",
+            str(door.compiles or "none needed"),
             f"{door.max_difference:.2g}",
             f"{door.max_error:.2g}",
         )

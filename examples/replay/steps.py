@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import torch_xla
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_frontend
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
@@ -59,8 +61,10 @@ class JaxDoor(Door):
 
     name = "JAX"
 
+    out_shardings: Any = None  # of the cache and the output
+
     def __init__(self, model: Model, cache: np.ndarray) -> None:
-        self._cache = jnp.asarray(cache)
+        self._cache = self._place(cache)
 
         def step(
             kv_cache: Any, query: Any, key: Any, value: Any, slots: Any, *metadata: Any
@@ -69,7 +73,10 @@ class JaxDoor(Door):
             output = jax_frontend.paged_attention(query, kv_cache, *metadata, **model.attributes())
             return kv_cache, output
 
-        self._step = jax.jit(step, donate_argnums=0)
+        self._step = jax.jit(step, donate_argnums=0, out_shardings=self.out_shardings)
+
+    def _place(self, cache: np.ndarray) -> jax.Array:
+        return jnp.asarray(cache)
 
     def run(self, operands: Operands) -> np.ndarray:
         """As in Door."""
@@ -84,9 +91,38 @@ class JaxDoor(Door):
         """As in Door."""
         return np.asarray(self._cache)
 
-    def hlo(self, operands: Operands) -> str:
+    def hlo(self, operands: Operands) -> str | None:
         """As in Door."""
         return self._step.lower(self._cache, *operands).as_text("hlo")
+
+
+class JaxMeshDoor(JaxDoor):
+    """jax.jit on all devices, those of other processes included. They share the kv heads."""
+
+    name = "JAX-mesh"
+
+    def __init__(self, model: Model, cache: np.ndarray) -> None:
+        devices = jax.devices()
+        if model.num_kv_heads % len(devices):
+            raise ValueError(
+                f"the {len(devices)} devices of JAX must share the model's {model.num_kv_heads} kv "
+                "heads evenly (JAX_NUM_CPU_DEVICES=n gives a CPU n devices)"
+            )
+        mesh = Mesh(np.array(devices), ("heads",))
+        self._whole = NamedSharding(mesh, P())
+        self.out_shardings = NamedSharding(mesh, P(None, None, "heads")), self._whole
+        super().__init__(model, cache)
+
+    def _place(self, cache: np.ndarray) -> jax.Array:
+        sharding = self.out_shardings[0]
+        return jax.make_array_from_callback(cache.shape, sharding, lambda index: cache[index])
+
+    def cache(self) -> np.ndarray:
+        """As in Door."""
+        return np.asarray(jax.jit(lambda x: x, out_shardings=self._whole)(self._cache))
+
+    def hlo(self, operands: Operands) -> None:
+        """None: each device has a program of its own, with its heads."""
 
 
 class TorchDoor(Door):
@@ -180,5 +216,5 @@ class OpenXlaDoor(TorchXlaDoor):
 
 
 DOORS: dict[str, Callable[[Model, np.ndarray], Door]] = {
-    door.name.lower(): door for door in (JaxDoor, TorchXlaDoor, OpenXlaDoor, TorchDoor)
+    door.name.lower(): door for door in (JaxDoor, TorchXlaDoor, OpenXlaDoor, TorchDoor, JaxMeshDoor)
 }

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -283,23 +282,14 @@ def test_a_mesh_shares_heads_and_copies_the_model(model: Checkpoint) -> None:
 
 
 def test_two_processes_share_a_mesh(folder: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
     options = ["--model", str(folder), "--prompt", "w5 w9 w33", "--prompt", "w7", "--json"]
     script = "import sys; from examples.generate.__main__ import main; sys.exit(main(sys.argv[1:]))"
     alone = json.loads("".join(scripts.output(script, *options, "--door", "jax")))
-    shared = [
-        scripts.start(
-            *(script, *options, "--mesh", "4", "2", "--distributed", address, "2", str(number)),
-            JAX_NUM_CPU_DEVICES="4",
-        )
-        for number in range(2)
-    ]
-    outputs = [process.communicate(timeout=300) for process in shared]
-    assert [process.returncode for process in shared] == [0, 0], outputs
-    assert outputs[1][0] == ""  # the first process speaks for all
-    result = json.loads(outputs[0][0])
+    shared = [*options, "--mesh", "4", "2", "--distributed", scripts.free_address(), "2"]
+    commands = [[*shared, "0"], [*shared, "1"]]
+    first, second = scripts.together(script, commands, JAX_NUM_CPU_DEVICES="4")
+    assert second == ""  # the first process speaks for all
+    result = json.loads(first)
     assert result["same_as_transformers"] and result["mesh"] == [4, 2]
     assert result["texts"] == alone["texts"]
 

@@ -15,6 +15,7 @@ from examples.replay.__main__ import main
 from examples.replay.models import MODELS
 from examples.replay.run import TokenValues
 from examples.scheduler import Arrival, Limits, Scheduler
+from tests.support import scripts
 
 SMALL = Limits(block_size=4, num_blocks=24, max_seqs=5, max_blocks_per_seq=16, token_budget=20)
 
@@ -164,6 +165,24 @@ def test_every_door_on_a_pool_that_is_too_small(
     assert "identical" in page
     assert 'src="' not in page  # needs no other file, and no network
     assert "<link" not in page
+
+
+def test_two_processes_share_the_kv_heads() -> None:
+    script = "import sys; from examples.replay.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    options = ["--door", "mesh", "--model", "llama-3-8b", "--steps", "6", "--max-seqs", "4"]
+    options += ["--max-len", "128", "--token-budget", "32", "--blocks", "64", "--json"]
+    shared = [*options, "--distributed", scripts.free_address(), "2"]
+    commands = [[*shared, "0"], [*shared, "1"]]
+    first, second = scripts.together(script, commands, JAX_NUM_CPU_DEVICES="4")
+    assert second == ""  # the first process speaks for both
+    result = json.loads(first)
+    assert result["same_bits"]
+    assert 1 <= result["doors"]["JAX-mesh"]["compiles"] <= result["compile_bound"]
+
+
+def test_heads_that_devices_cannot_share(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--door", "jax-mesh"]) == 2
+    assert "the 8 devices of JAX must share the model's 2 kv heads" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -331,15 +330,10 @@ PROCESS = """
 
 
 def test_two_processes() -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    processes = [
-        scripts.start(PROCESS, str(rank), address, JAX_NUM_CPU_DEVICES="2") for rank in range(2)
-    ]
-    for process in processes:
-        output, errors = process.communicate(timeout=300)
-        assert output == "the same bits\n", errors
+    address = scripts.free_address()
+    commands = [("0", address), ("1", address)]
+    printed = scripts.together(PROCESS, commands, JAX_NUM_CPU_DEVICES="2")
+    assert printed == ["the same bits\n"] * 2
 
 
 MARKED = """

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -45,3 +47,22 @@ def output(script: str, *arguments: str, **environment: str) -> list[str]:
     outcome = run(script, *arguments, **environment)
     assert outcome.returncode == 0, outcome.stderr
     return outcome.stdout.splitlines()
+
+
+def together(
+    script: str, commands: Sequence[Sequence[str]], timeout: float = 300, **environment: str
+) -> list[str]:
+    """Runs a script in several processes at once, each with arguments of its own; none may fail.
+    Returns what each prints."""
+    processes = [start(script, *arguments, **environment) for arguments in commands]
+    outcomes = [process.communicate(timeout=timeout) for process in processes]
+    for process, (_, errors) in zip(processes, outcomes, strict=True):
+        assert process.returncode == 0, errors
+    return [output for output, _ in outcomes]
+
+
+def free_address() -> str:
+    """An address of this machine where no process listens."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return f"localhost:{free.getsockname()[1]}"

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 
 import jax
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--distributed``, whose values `join` takes."""
+    parser.add_argument(
+        "--distributed",
+        nargs="*",
+        metavar="ADDRESS COUNT NUMBER",
+        help="one of COUNT processes that share their devices: the first one's address as "
+        "host:port, how many there are, and this one's number; with no values, as SLURM, MPI or "
+        "Kubernetes say",
+    )
 
 
 def join(values: list[str]) -> bool:
