@@ -141,14 +141,18 @@ ffi::Error ReadKvCache(const char* op, const KvCacheArrays& arrays, KvLayout lay
                       *value_cache);
   }
   char* keys = static_cast<char*>(kv_cache.untyped_data());
-  // An empty cache fits any offset, even one that overflows.
-  const int64_t value_offset = layout.num_blocks == 0 ? 0 : layout.value_offset;
+  // Strides that nothing is multiplied with may be any numbers, and an empty cache fits any layout.
+  const bool is_empty = layout.num_blocks == 0;
+  const auto used = [&](int64_t size, int64_t stride) {
+    return is_empty || size == 1 ? 0 : stride;
+  };
+  const int64_t value_offset = is_empty ? 0 : layout.value_offset;
   const int64_t value_bytes = value_offset * ffi::ByteWidth(kv_cache.element_type());
   p->cache.keys = keys;
   p->cache.values = value_cache.has_value() ? value_cache->untyped_data() : keys + value_bytes;
-  p->cache.block_stride = layout.block_stride;
-  p->cache.position_stride = layout.position_stride;
-  p->cache.head_stride = layout.head_stride;
+  p->cache.block_stride = used(layout.num_blocks, layout.block_stride);
+  p->cache.position_stride = used(layout.block_size, layout.position_stride);
+  p->cache.head_stride = used(layout.num_kv_heads, layout.head_stride);
   p->num_blocks = layout.num_blocks;
   p->block_size = layout.block_size;
   p->num_kv_heads = layout.num_kv_heads;
