@@ -33,14 +33,31 @@ list(FILTER HOPPER_HEAD_SIZES INCLUDE REGEX "^(64|128)$")
 if(NOT ARCHITECTURES MATCHES "90a|emulated")
   set(HOPPER_HEAD_SIZES)
 endif()
-list(TRANSFORM HOPPER_HEAD_SIZES PREPEND ", " OUTPUT_VARIABLE ON_HOPPER)
-list(JOIN ON_HOPPER "" ON_HOPPER)
+# The decode kernel needs the shared memory of sm_90 or sm_100. It reads no padding of a head, so few
+# sizes suffice.
+set(DECODE_ARCHITECTURES ${ARCHITECTURES})
+list(FILTER DECODE_ARCHITECTURES EXCLUDE REGEX "^(8|12)")
+set(DECODE_HEAD_SIZES ${XLA_GPU_HEAD_SIZES})
+list(FILTER DECODE_HEAD_SIZES INCLUDE REGEX "^(128|256)$")
+set(DECODE_HEAD_SIZES_OF_8_BITS ${XLA_GPU_HEAD_SIZES_OF_8_BITS})
+list(FILTER DECODE_HEAD_SIZES_OF_8_BITS INCLUDE REGEX "^128$")
+if(NOT DECODE_ARCHITECTURES)
+  set(DECODE_HEAD_SIZES)
+  set(DECODE_HEAD_SIZES_OF_8_BITS)
+endif()
+# As further arguments of a template.
+foreach(sizes HOPPER_HEAD_SIZES DECODE_HEAD_SIZES DECODE_HEAD_SIZES_OF_8_BITS)
+  list(TRANSFORM ${sizes} PREPEND ", " OUTPUT_VARIABLE MORE_${sizes})
+  list(JOIN MORE_${sizes} "" MORE_${sizes})
+endforeach()
 string(REPLACE ";" ", " NAMES_OF_ARCHITECTURES "${ARCHITECTURES}")
 file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/generated/cuda_build.h"
      CONTENT "#define XLA_GPU_ARCHITECTURES \"@NAMES_OF_ARCHITECTURES@\"
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES @HEAD_SIZES@
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_8_BITS @OF_8_BITS@
-#define XLA_GPU_HOPPER_HEAD_SIZES @ON_HOPPER@\n" @ONLY)
+#define XLA_GPU_HOPPER_HEAD_SIZES @MORE_HOPPER_HEAD_SIZES@
+#define XLA_GPU_DECODE_HEAD_SIZES @MORE_DECODE_HEAD_SIZES@
+#define XLA_GPU_DECODE_HEAD_SIZES_OF_8_BITS @MORE_DECODE_HEAD_SIZES_OF_8_BITS@\n" @ONLY)
 
 add_library(cuda_settings INTERFACE)
 target_include_directories(cuda_settings INTERFACE "${CMAKE_BINARY_DIR}/generated")
@@ -97,6 +114,19 @@ foreach(storage Half BFloat16)
     foreach(head_size ${head_sizes})
       set(name tensor_core_${storage}_${cache}_${head_size})
       add_cuda_objects(${name} paged_attention/cuda/tensor_core.cu)
+      target_compile_definitions(${name} PRIVATE
+        XLA_GPU_STORAGE=${storage} XLA_GPU_CACHE=${cache} XLA_GPU_HEAD_SIZE=${head_size})
+    endforeach()
+  endforeach()
+  foreach(cache ${storage} Float8E4M3 Float8E5M2 int8_t)
+    set(head_sizes ${DECODE_HEAD_SIZES})
+    if(NOT cache STREQUAL storage)
+      set(head_sizes ${DECODE_HEAD_SIZES_OF_8_BITS})
+    endif()
+    foreach(head_size ${head_sizes})
+      set(name decode_${storage}_${cache}_${head_size})
+      add_cuda_objects(${name} paged_attention/cuda/decode.cu)
+      set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES "${DECODE_ARCHITECTURES}")
       target_compile_definitions(${name} PRIVATE
         XLA_GPU_STORAGE=${storage} XLA_GPU_CACHE=${cache} XLA_GPU_HEAD_SIZE=${head_size})
     endforeach()

@@ -4,6 +4,7 @@ them, and the CUDA handlers on the emulated GPU."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import zlib
 from collections import Counter
@@ -347,7 +348,11 @@ class EmulatedRunner:
     are NaN, and a slot past the end is not written."""
 
     def __init__(self, native: Any) -> None:
-        self._gpus = [gpu.EmulatedGpu(native, prefill) for prefill in native.cuda_prefills()]
+        names = native.cuda_choices()
+        self._gpus = [
+            gpu.EmulatedGpu(native, dict(zip(names, chosen, strict=True)))
+            for chosen in itertools.zip_longest(*names.values(), fillvalue="any")
+        ]
         self.calls: Counter[str] = Counter()
 
     def run(self, trial: Trial) -> None:
