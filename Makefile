@@ -8,8 +8,10 @@ TRACE := $(firstword $(wildcard ../shared/data/azure_conv.csv))
 
 CSRC := $(shell find shared_ffi/csrc -type f -not -name '*.toml')
 FORMATTED := $(filter-out %.txt,$(CSRC)) $(wildcard tests/aarch64/*.cc tests/aarch64/*.h)
-# The options of pip for an environment that needs no CUDA. The build has a folder of its own.
-CPU_ONLY := --config-settings=build-dir=build/cpu-only --config-settings=cmake.define.XLA_GPU_CUDA=OFF
+# The options of pip for an environment that needs no CUDA. It takes what was built for $(VENV); without
+# that, it has a build of its own.
+CPU_ONLY := $$([ -e $(VENV)/installed ] || echo \
+	--config-settings=build-dir=build/cpu-only --config-settings=cmake.define.XLA_GPU_CUDA=OFF)
 
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(CSRC)
 
@@ -79,7 +81,8 @@ fuzz: $(VENV)/installed  ## valid and corrupt calls at random, through every doo
 	$(BIN)/python -m tests.reliability.fuzz --seconds $(SECONDS) --seed $(SEED) --emulated
 
 resources: $(VENV)/installed  ## registers, spills and shared memory of every kernel on every GPU
-	$(BIN)/python -m tests.support.native build/all-gpus -DXLA_GPU_ARCHITECTURES=all
+	$(BIN)/python -m tests.support.native build/all-gpus -DXLA_GPU_ARCHITECTURES=all \
+		-DXLA_GPU_CPU_INSTRUCTION_SETS=baseline
 	$(BIN)/python -m pytest -n 0 -q --native build/all-gpus/_native*.so tests/kernels/test_resources.py
 
 sanitize: $(VENV)/installed  ## the CPU handlers under ASan with UBSan, and under TSan
