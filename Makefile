@@ -1,5 +1,5 @@
 # make demo to see it; make quick while you work, make check before a commit, make test before you
-# share. CONTRIBUTING.md has the rest.
+# share. make help lists all, and CONTRIBUTING.md says more.
 # PYTHON= chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,11 +15,14 @@ CPU_ONLY := $$([ -e $(VENV)/installed ] || echo \
 
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(CSRC)
 
-.PHONY: demo quick check test lint format types docs files wheels features bench bench-cpu gpu-check gpu-pack gpu-rehearsal fuzz resources sanitize test-vllm clean
+.PHONY: demo help quick check test lint format types docs files wheels features bench bench-cpu gpu-check gpu-pack gpu-rehearsal fuzz resources sanitize test-vllm clean
 
 demo: $(VENV)/installed  ## a real model's answers, then a request trace, through several doors
 	$(BIN)/python -m examples.generate --door jax torch torch_xla openxla transformers --out report
 	$(BIN)/python -m examples.replay $(if $(TRACE),--trace $(TRACE)) --steps 200 --out report
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s%s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 # Every op, every door and every error once, except for what needs a build of its own.
 QUICK := tests/test_structure.py tests/doors/test_bad_input.py tests/doors/test_merge_attention.py \
@@ -88,7 +91,6 @@ resources: $(VENV)/installed  ## registers, spills and shared memory of every ke
 sanitize: $(VENV)/installed  ## the CPU handlers under ASan with UBSan, and under TSan
 	$(BIN)/python -m tests.reliability.sanitize --seconds $(SECONDS) --seed $(SEED)
 
-
 # In an environment of its own, where vLLM has the PyTorch that it needs. One of the tests runs vLLM's
 # layers on torch_xla's device, in the main environment.
 test-vllm: $(VENV)/installed $(VENV)-vllm/installed  ## the tests of the vLLM backend
@@ -142,13 +144,13 @@ gpu-rehearsal: $(VENV)/installed  ## the steps of gpu-check, on the emulated GPU
 	$(BIN)/python -m benchmarks.gpu.check --rehearse --pack build/gpu-pack-emulated \
 		--out build/gpu-rehearsal
 
-lint: $(VENV)/installed
+lint: $(VENV)/installed  ## style and types, as CI checks them
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(FORMATTED)
 	$(BIN)/mypy
 
-format: $(VENV)/installed
+format: $(VENV)/installed  ## rewrites what the formatters would
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(FORMATTED)
@@ -167,5 +169,5 @@ $(VENV)/installed: $(SOURCES)
 	$(BIN)/python -m pip install --quiet --no-deps $(ALONE)
 	touch $@
 
-clean:
+clean:  ## removes the builds and the environments
 	rm -rf build $(VENV) $(VENV)-bench $(VENV)-docs $(VENV)-types $(VENV)-files $(VENV)-wheels $(VENV)-vllm
