@@ -3,8 +3,8 @@
 
 # Head sizes with a tensor core kernel. A head of another size takes the next larger one. For caches
 # of 8 bits there are fewer: so few bytes are read that padding a head costs nothing.
-set(HEAD_SIZES 64 80 96 112 128 192 256)
-set(HEAD_SIZES_OF_8_BITS 64 128 256)
+set(DEFAULT_HEAD_SIZES 64 80 96 112 128 192 256)
+set(DEFAULT_HEAD_SIZES_OF_8_BITS 64 128 256)
 
 # The GPUs that are compiled for, as CMake names them.
 set(ARCHITECTURES ${XLA_GPU_ARCHITECTURES})
@@ -24,24 +24,23 @@ elseif(XLA_GPU_ARCHITECTURES STREQUAL "native")  # the GPUs of this machine, or 
     list(FILTER ARCHITECTURES EXCLUDE REGEX "^[1-7]0-")  # the kernels need 8.0
     list(REMOVE_DUPLICATES ARCHITECTURES)
   endif()
-  if(NOT ARCHITECTURES)  # what runs nowhere here need not be fast: few kernels, in half of the time
+  if(NOT ARCHITECTURES)  # what does not run here need not be fast: fewer kernels, in less time
     set(ARCHITECTURES 90a-real)
-    set(HEAD_SIZES 128 256)
-    set(HEAD_SIZES_OF_8_BITS 256)
+    set(DEFAULT_HEAD_SIZES 128 256)
+    set(DEFAULT_HEAD_SIZES_OF_8_BITS 256)
   endif()
 endif()
-if(XLA_GPU_HEAD_SIZES)
-  set(HEAD_SIZES ${XLA_GPU_HEAD_SIZES})
-endif()
-if(XLA_GPU_HEAD_SIZES_OF_8_BITS)
-  set(HEAD_SIZES_OF_8_BITS ${XLA_GPU_HEAD_SIZES_OF_8_BITS})
-endif()
-message(STATUS "GPUs to compile for: ${ARCHITECTURES}, tensor cores for heads of ${HEAD_SIZES}")
+foreach(sizes HEAD_SIZES HEAD_SIZES_OF_8_BITS)
+  if(NOT XLA_GPU_${sizes})
+    set(XLA_GPU_${sizes} ${DEFAULT_${sizes}})
+  endif()
+endforeach()
+message(STATUS "GPUs to compile for: ${ARCHITECTURES}; head sizes: ${XLA_GPU_HEAD_SIZES}")
 
-list(JOIN HEAD_SIZES ", " LIST_OF_HEAD_SIZES)
-list(JOIN HEAD_SIZES_OF_8_BITS ", " LIST_OF_HEAD_SIZES_OF_8_BITS)
+list(JOIN XLA_GPU_HEAD_SIZES ", " HEAD_SIZES)
+list(JOIN XLA_GPU_HEAD_SIZES_OF_8_BITS ", " OF_8_BITS)
 # Only sm_90a has the instructions of the Hopper kernel.
-set(HOPPER_HEAD_SIZES ${HEAD_SIZES})
+set(HOPPER_HEAD_SIZES ${XLA_GPU_HEAD_SIZES})
 list(FILTER HOPPER_HEAD_SIZES INCLUDE REGEX "^(64|128)$")
 if(NOT ARCHITECTURES MATCHES "90a|emulated")
   set(HOPPER_HEAD_SIZES)
@@ -51,8 +50,8 @@ list(JOIN ON_HOPPER "" ON_HOPPER)
 string(REPLACE ";" ", " NAMES_OF_ARCHITECTURES "${ARCHITECTURES}")
 file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/generated/cuda_build.h"
      CONTENT "#define XLA_GPU_ARCHITECTURES \"@NAMES_OF_ARCHITECTURES@\"
-#define XLA_GPU_TENSOR_CORE_HEAD_SIZES @LIST_OF_HEAD_SIZES@
-#define XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_8_BITS @LIST_OF_HEAD_SIZES_OF_8_BITS@
+#define XLA_GPU_TENSOR_CORE_HEAD_SIZES @HEAD_SIZES@
+#define XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_8_BITS @OF_8_BITS@
 #define XLA_GPU_HOPPER_HEAD_SIZES @ON_HOPPER@\n" @ONLY)
 
 add_library(cuda_settings INTERFACE)
@@ -103,9 +102,9 @@ file(GLOB CUDA_SOURCES CONFIGURE_DEPENDS */cuda.cu */cuda/run.cu)
 add_cuda_objects(cuda ${CUDA_SOURCES})
 foreach(storage Half BFloat16)
   foreach(cache ${storage} Float8E4M3 Float8E5M2 int8_t)
-    set(head_sizes ${HEAD_SIZES})
+    set(head_sizes ${XLA_GPU_HEAD_SIZES})
     if(NOT cache STREQUAL storage)
-      set(head_sizes ${HEAD_SIZES_OF_8_BITS})
+      set(head_sizes ${XLA_GPU_HEAD_SIZES_OF_8_BITS})
     endif()
     foreach(head_size ${head_sizes})
       set(name tensor_core_${storage}_${cache}_${head_size})
