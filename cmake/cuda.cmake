@@ -5,6 +5,8 @@
 # of 8 bits there are fewer: so few bytes are read that padding a head costs nothing.
 set(DEFAULT_HEAD_SIZES 64 80 96 112 128 192 256)
 set(DEFAULT_HEAD_SIZES_OF_8_BITS 64 128 256)
+# Columns that each lane of the kernel without tensor cores adds up: 32 times as many are a head.
+set(CUDA_CORE_COLUMNS 1 2 4 8 16 18)
 
 # The GPUs that are compiled for, as CMake names them.
 set(ARCHITECTURES ${XLA_GPU_ARCHITECTURES})
@@ -28,6 +30,7 @@ elseif(XLA_GPU_ARCHITECTURES STREQUAL "native")  # the GPUs of this machine, or 
     set(ARCHITECTURES 90a-real)
     set(DEFAULT_HEAD_SIZES 128 256)
     set(DEFAULT_HEAD_SIZES_OF_8_BITS 256)
+    set(CUDA_CORE_COLUMNS 18)
   endif()
 endif()
 foreach(sizes HEAD_SIZES HEAD_SIZES_OF_8_BITS)
@@ -37,6 +40,7 @@ foreach(sizes HEAD_SIZES HEAD_SIZES_OF_8_BITS)
 endforeach()
 message(STATUS "GPUs to compile for: ${ARCHITECTURES}; head sizes: ${XLA_GPU_HEAD_SIZES}")
 
+list(JOIN CUDA_CORE_COLUMNS ", " COLUMNS)
 list(JOIN XLA_GPU_HEAD_SIZES ", " HEAD_SIZES)
 list(JOIN XLA_GPU_HEAD_SIZES_OF_8_BITS ", " OF_8_BITS)
 # Only sm_90a has the instructions of the Hopper kernel.
@@ -50,6 +54,7 @@ list(JOIN ON_HOPPER "" ON_HOPPER)
 string(REPLACE ";" ", " NAMES_OF_ARCHITECTURES "${ARCHITECTURES}")
 file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/generated/cuda_build.h"
      CONTENT "#define XLA_GPU_ARCHITECTURES \"@NAMES_OF_ARCHITECTURES@\"
+#define XLA_GPU_CUDA_CORE_COLUMNS @COLUMNS@
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES @HEAD_SIZES@
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_8_BITS @OF_8_BITS@
 #define XLA_GPU_HOPPER_HEAD_SIZES @ON_HOPPER@\n" @ONLY)
