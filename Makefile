@@ -17,6 +17,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(CSRC)
 
 .PHONY: demo help quick check test lint format types docs files wheels features bench bench-cpu gpu-check gpu-pack gpu-rehearsal fuzz resources sanitize test-vllm clean
 
+demo: export MPLCONFIGDIR := build/cache/matplotlib
 demo: $(VENV)/installed  ## a real model's answers, then a request trace, through several doors
 	$(BIN)/python -m examples.generate --door jax torch torch_xla openxla transformers --out report
 	$(BIN)/python -m examples.replay $(if $(TRACE),--trace $(TRACE)) --steps 200 --out report
