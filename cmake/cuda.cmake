@@ -1,6 +1,13 @@
 # The CUDA handlers: every cuda.cu of an op, and the tensor core kernels once for each type of
 # query, type of cache and head size, so that the build uses all cores.
 
+# Head sizes with a tensor core kernel. A head of another size takes the next larger one. For caches
+# of 8 bits there are fewer: so few bytes are read that padding a head costs nothing.
+set(DEFAULT_HEAD_SIZES 64 80 96 112 128 192 256)
+set(DEFAULT_HEAD_SIZES_OF_8_BITS 64 128 256)
+# Columns that each lane of the kernel without tensor cores adds up: 32 times as many are a head.
+set(CUDA_CORE_COLUMNS 1 2 4 8 16 18)
+
 # The GPUs that are compiled for, as CMake names them.
 set(ARCHITECTURES ${XLA_GPU_ARCHITECTURES})
 if(XLA_GPU_CUDA STREQUAL "EMULATED")
@@ -19,12 +26,22 @@ elseif(XLA_GPU_ARCHITECTURES STREQUAL "native")  # the GPUs of this machine, or 
     list(FILTER ARCHITECTURES EXCLUDE REGEX "^[1-7]0-")  # the kernels need 8.0
     list(REMOVE_DUPLICATES ARCHITECTURES)
   endif()
-  if(NOT ARCHITECTURES)
+  if(NOT ARCHITECTURES)  # what does not run here need not be fast: fewer kernels, in less time
     set(ARCHITECTURES 90a-real)
+    set(DEFAULT_HEAD_SIZES 128 256)
+    set(DEFAULT_HEAD_SIZES_OF_8_BITS 256)
+    set(CUDA_CORE_COLUMNS 18)
+    set(NOTE "with few kernels")
   endif()
 endif()
-message(STATUS "GPUs to compile for: ${ARCHITECTURES}")
+foreach(sizes HEAD_SIZES HEAD_SIZES_OF_8_BITS)
+  if(NOT XLA_GPU_${sizes})
+    set(XLA_GPU_${sizes} ${DEFAULT_${sizes}})
+  endif()
+endforeach()
+message(STATUS "GPUs to compile for: ${ARCHITECTURES}; head sizes: ${XLA_GPU_HEAD_SIZES}")
 
+list(JOIN CUDA_CORE_COLUMNS ", " COLUMNS)
 list(JOIN XLA_GPU_HEAD_SIZES ", " HEAD_SIZES)
 list(JOIN XLA_GPU_HEAD_SIZES_OF_8_BITS ", " OF_8_BITS)
 # Only sm_90a has the instructions of the Hopper kernel.
@@ -50,9 +67,13 @@ foreach(sizes HOPPER_HEAD_SIZES DECODE_HEAD_SIZES DECODE_HEAD_SIZES_OF_8_BITS)
   list(TRANSFORM ${sizes} PREPEND ", " OUTPUT_VARIABLE MORE_${sizes})
   list(JOIN MORE_${sizes} "" MORE_${sizes})
 endforeach()
-string(REPLACE ";" ", " NAMES_OF_ARCHITECTURES "${ARCHITECTURES}")
+list(JOIN ARCHITECTURES ", " NAMES_OF_ARCHITECTURES)
+if(NOTE)
+  string(APPEND NAMES_OF_ARCHITECTURES ", ${NOTE}")
+endif()
 file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/generated/cuda_build.h"
      CONTENT "#define XLA_GPU_ARCHITECTURES \"@NAMES_OF_ARCHITECTURES@\"
+#define XLA_GPU_CUDA_CORE_COLUMNS @COLUMNS@
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES @HEAD_SIZES@
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_8_BITS @OF_8_BITS@
 #define XLA_GPU_HOPPER_HEAD_SIZES @MORE_HOPPER_HEAD_SIZES@

@@ -13,20 +13,21 @@ namespace {
 
 constexpr int kFinishSharedBytes = Batch::kSharedInts * sizeof(int);
 
-template <typename T, int kColumns>
-AttentionKernel CudaCoreKernelOf() {
+template <typename T, int kColumns, int... kMore>
+AttentionKernel SmallestCudaCoreKernel(const Params& p,
+                                       std::integer_sequence<int, kColumns, kMore...>) {
+  if constexpr (sizeof...(kMore) > 0) {
+    if (p.head_size > kColumns * gpu::kWarpSize) {
+      return SmallestCudaCoreKernel<T>(p, std::integer_sequence<int, kMore...>());
+    }
+  }
   return {{CudaCoreAttention<T, kColumns>, kThreads, CudaCoreSharedBytes<kColumns>()}, kCoreRows};
 }
 
+// The kernel with the fewest columns that hold p.head_size.
 template <typename T>
 AttentionKernel CudaCoreKernel(const Params& p) {
-  const int64_t columns = DivideUp(p.head_size, gpu::kWarpSize);
-  if (columns <= 1) return CudaCoreKernelOf<T, 1>();
-  if (columns <= 2) return CudaCoreKernelOf<T, 2>();
-  if (columns <= 4) return CudaCoreKernelOf<T, 4>();
-  if (columns <= 8) return CudaCoreKernelOf<T, 8>();
-  if (columns <= 16) return CudaCoreKernelOf<T, 16>();
-  return CudaCoreKernelOf<T, 18>();
+  return SmallestCudaCoreKernel<T>(p, std::integer_sequence<int, XLA_GPU_CUDA_CORE_COLUMNS>());
 }
 
 // Adds the tensor core kernels for a cache of type C: for any query length, and for one query
@@ -233,7 +234,7 @@ void AddHopperLaunches(std::integer_sequence<int, kHeadSizes...>,
 
 std::vector<KernelLaunch> KernelLaunches() {
   std::vector<KernelLaunch> launches = {{"Finish", 0, 0, 0, kThreads, kFinishSharedBytes}};
-  for (const int columns : {1, 2, 4, 8, 16, 18}) {
+  for (const int columns : {XLA_GPU_CUDA_CORE_COLUMNS}) {
     Params p = {};
     p.head_size = columns * gpu::kWarpSize;
     const auto& kernel = CudaCoreKernel<float>(p).kernel;
