@@ -266,7 +266,7 @@ def _check_value_head_size(value_head_size: int, head_size: int) -> None:
 
 
 def _float32(argument: str, value: float) -> np.float32:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise dtype_error(OP, argument, "type float", type(value).__name__)
     with np.errstate(over="ignore"):
         try:

@@ -333,6 +333,7 @@ def test_booleans_are_not_numbers(changes: dict[str, Any], message: str) -> None
             "do; got 'nb(h2)d\\n'",
         ),
         ({"causal": None}, TypeError, "causal must have type bool; got NoneType"),
+        ({"scale": np.complex64(1)}, TypeError, "scale must have type float; got complex64"),
         (
             {"scale": 10**400},
             ValueError,
