@@ -203,7 +203,7 @@ def check_values(
         arrays["block_tables"],
         arrays["query_start_loc"],
         arrays["num_seqs"].item(),
-        tree_mask=None if tree_mask is None else on_host(tree_mask).astype(np.int32, order="C"),
+        tree_mask=None if tree_mask is None else _words(tree_mask),
         num_tokens=query.shape[0],
         num_blocks=num_blocks,
         block_size=block_size,
@@ -213,6 +213,15 @@ def check_values(
     )
     if fault:
         raise ValueError(f"{OP}: {fault}")
+
+
+def _words(tree_mask: Any) -> np.ndarray:
+    """A tree mask of integers of any width, signed or not, as words of 32 bits."""
+    words = on_host(tree_mask)
+    lost = words[(words < np.iinfo(np.int32).min) | (words > np.iinfo(np.uint32).max)]
+    if lost.size > 0:
+        raise value_error(OP, "tree_mask", "hold words of 32 bits", lost[0])
+    return words.astype(np.int32, order="C")
 
 
 def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
