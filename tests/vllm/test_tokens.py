@@ -28,7 +28,8 @@ from vllm.model_executor.layers import utils
 
 from examples.generate.checkpoint import unpacked
 from harness import reference
-from shared_ffi import eager
+from shared_ffi import kv_cache_update, paged_attention
+from tests.support.calls import observed_calls
 from tests.support.model_families import FAMILIES, model_of
 from torch_frontend.integrations import vllm as integration
 
@@ -117,16 +118,10 @@ def attention_layers(engine: Any) -> list[Any]:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, set[int]]]:
-    """The names of the ops that run, with the addresses of what they read and write."""
-    run, made = eager.run_on_cpu, list[tuple[str, set[int]]]()
-
-    def recorded(call: Any, operands: list[int], results: list[int], num_threads: int) -> None:
-        made.append((call.op, {*operands, *results}))
-        run(call, operands, results, num_threads)
-
-    monkeypatch.setattr(eager, "run_on_cpu", recorded)
-    return made
+def calls() -> Iterator[list[tuple[str, list[int]]]]:
+    """The handlers that run, with the addresses of what they read and write."""
+    with observed_calls() as made:
+        yield made
 
 
 # vLLM has no experts on this CPU, and no windows for some layers of Qwen3 only.
@@ -220,10 +215,11 @@ def test_nothing_is_copied(checkpoint: Any, serve: Any, calls: Any, monkeypatch:
     seen.clear()
     tokens_of(engine, prompts(), new_tokens=4)
     layers = len(attention_layers(engine))
-    assert [op for op, _ in calls] == ["kv_cache_update", "paged_attention"] * (len(calls) // 2)
+    targets = [kv_cache_update.TARGET, paged_attention.TARGET]
+    assert [target for target, _ in calls] == targets * (len(calls) // 2)
     assert len(calls) == len(seen) and len(calls) % (2 * layers) == 0
-    for given, (op, addresses) in zip(seen, calls, strict=True):
-        assert given <= addresses, op
+    for given, (target, addresses) in zip(seen, calls, strict=True):
+        assert given <= {*addresses}, target
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
