@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,18 @@ class EagerCall:
         num_threads: int = 1,
         stream: int = 0,
     ) -> None: ...
+
+def observe_eager_calls(function: Callable[[str, list[int]], object] | None) -> None: ...
+
+class RememberedCalls:
+    def __init__(
+        self,
+        torch: Any,
+        slow: Callable[..., Any],
+        prepare: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+        keys: Sequence[int],
+    ) -> None: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 def cpu_instruction_sets() -> list[str]: ...
 def cpu_instruction_set() -> str: ...

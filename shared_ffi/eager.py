@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from shared_ffi import _native, runtimes
+from shared_ffi._native import EagerCall, RememberedCalls
 from shared_ffi.spec import Call
+
+__all__ = ["EagerCall", "RememberedCalls", "prepare_on_cpu", "run_on_cpu", "run_on_cuda"]
 
 
 def run_on_cpu(
@@ -26,6 +29,11 @@ def run_on_cpu(
     _prepare(call, "cpu")(operands, results, num_threads)
 
 
+def prepare_on_cpu(call: Call) -> EagerCall:
+    """Returns what `run_on_cpu` calls."""
+    return _prepare(call, "cpu")
+
+
 def run_on_cuda(call: Call, operands: Sequence[int], results: Sequence[int], stream: int) -> None:
     """Queues a checked call on arrays of the current CUDA device; does not wait.
 
@@ -42,7 +50,7 @@ def run_on_cuda(call: Call, operands: Sequence[int], results: Sequence[int], str
 
 
 @lru_cache(maxsize=4096)
-def _prepare(call: Call, platform: str) -> _native.EagerCall:
+def _prepare(call: Call, platform: str) -> EagerCall:
     if platform == "cuda":
         runtimes.check_cuda_driver()
     attributes = {name: value.item() for name, value in call.attributes}

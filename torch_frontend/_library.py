@@ -12,6 +12,7 @@ import torch
 from torch.autograd import forward_ad
 
 from shared_ffi import eager, token_rows
+from shared_ffi.eager import RememberedCalls
 from shared_ffi.spec import (
     PLACE_FOR_EACH,
     ArraySpec,
@@ -29,6 +30,32 @@ _DEVICE, _SHAPE, _DTYPE = map(attrgetter, ("device", "shape", "dtype"))
 
 _is_contiguous = torch.Tensor.is_contiguous
 _data_ptr = torch.Tensor.data_ptr
+
+
+class _Torch:
+    """What RememberedCalls asks of PyTorch."""
+
+    tensor_type = torch.Tensor
+    is_grad_enabled = torch.is_grad_enabled
+    is_inference_mode_enabled = torch.is_inference_mode_enabled
+    get_num_threads = torch.get_num_threads
+    increment_version = torch._C._increment_version  # of each tensor of a list
+    forward_ad = forward_ad
+
+
+class Remembered(NamedTuple):
+    """A checked call on CPU tensors that the handler takes as they lie."""
+
+    call: eager.EagerCall
+    spans: list[int]
+    """The bytes from the first to the last element of each tensor."""
+    out_bytes: int
+    """The size of the tensor ``out``; 0: there is none."""
+    written: list[int]
+    """The numbers of the tensors that are written to in place."""
+    new_results: list[tuple[tuple[int, ...], torch.dtype]]
+    """Shapes and dtypes of the results that have no tensor yet."""
+    returns_out: bool
 
 
 class Arguments(NamedTuple):
@@ -149,6 +176,34 @@ class Operator:
         eager.run_on_cpu(call, _addresses(tensors), _addresses(results), torch.get_num_threads())
         return None if call.aliases or out is not None else as_returned(results)
 
+    def remember_on_cpu(
+        self, arguments: tuple[Any, ...], keywords: dict[str, Any], *, returns_out: bool
+    ) -> Remembered | None:
+        """What `run_on_cpu` has found out about a call that has succeeded, but for what differs
+        from call to call. None: it has copied a tensor.
+
+        Args:
+            arguments: as `run_on_cpu` takes them.
+            keywords: likewise, with ``out``.
+            returns_out: the operator returns ``out``.
+        """
+        out = keywords.get(_OUT)
+        keywords = {name: value for name, value in keywords.items() if name != _OUT}
+        bound, tensors = self.bind_in_memory(arguments, keywords)
+        given = [x for x in (*arguments, *keywords.values()) if isinstance(x, torch.Tensor)]
+        if [*map(id, given)] != [*map(id, tensors)]:
+            return None
+        call = _checked(bound, *_sizes(tensors))
+        new = () if call.aliases else call.results[0 if out is None else 1 :]
+        return Remembered(
+            eager.prepare_on_cpu(call),
+            [*map(_spanned_bytes, tensors)],
+            0 if out is None else out.nbytes,
+            [operand for operand, _ in call.aliases],
+            [(spec.shape, getattr(torch, spec.dtype)) for spec in new],
+            returns_out and out is not None,
+        )
+
     def run_on_cuda(self, *arguments: Any, out: torch.Tensor | None = None, **keywords: Any) -> Any:
         """The kernel for CUDA tensors. Queues the call on PyTorch's current stream and waits for
         nothing, so that it can be captured."""
@@ -209,6 +264,20 @@ class Operator:
             return self.refuse_grad(*arguments, **keywords)
 
         return kernel
+
+    def remembering(
+        self, kernel: Callable[..., Any], plain: Sequence[int] = (), *, returns_out: bool = False
+    ) -> RememberedCalls:
+        """A kernel for CPU tensors that makes known calls at once, and leaves others to `kernel`.
+
+        Args:
+            kernel: its first argument is the call's dispatch keys if there are `plain` ones.
+            plain: the dispatch keys, as bits, of a call where nothing is between the operator and
+                `run_on_cpu`. The dispatcher chooses them if all tensors are on the CPU.
+            returns_out: see `remember_on_cpu`.
+        """
+        prepare = partial(self.remember_on_cpu, returns_out=returns_out)
+        return RememberedCalls(_Torch, kernel, prepare, plain)
 
 
 IN_PROGRAMS: dict[str, Operator] = {}
@@ -355,7 +424,9 @@ def _implement_in_place(
     operator = make(mutable)
     kernels = _implement_eagerly(mutable_name, operator)
     op = InPlaceOp(overload._schema, mutable, functional, kernels)
-    _LIBRARY.impl(name, op.run, "CompositeImplicitAutograd", with_keyset=True)
+    on_cpu = [keys for keys, kernel in kernels.items() if kernel == operator.run_on_cpu]
+    run = operator.remembering(op.run, on_cpu, returns_out=overload_name == _OUT)
+    _LIBRARY.impl(name, run, "CompositeImplicitAutograd", with_keyset=True)
     # Reached by a graph that was exported on the CPU and moved to an XLA device.
     _LIBRARY.impl(mutable_name, op.run_on_xla, "XLA")
     torch.library.register_fake(f"xla_gpu::{mutable_name}", operator.fake_in_place, lib=_LIBRARY)
@@ -371,10 +442,12 @@ def _implement_eagerly(name: str, operator: Operator) -> dict[int, Callable[...,
         autograd = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autograd{device}"))
         plain = (keys | autograd).raw_repr()
         kernels |= {keys.raw_repr(): run, plain: run}
+        with_autograd = operator.with_autograd(run, plain)
+        if device == "CPU":
+            run = operator.remembering(run)
+            with_autograd = operator.remembering(with_autograd, [plain])
         _LIBRARY.impl(name, run, device)
-        _LIBRARY.impl(
-            name, operator.with_autograd(run, plain), f"Autograd{device}", with_keyset=True
-        )
+        _LIBRARY.impl(name, with_autograd, f"Autograd{device}", with_keyset=True)
     return kernels
 
 

@@ -79,6 +79,8 @@ def _load_vllm() -> None:
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("No module named 'vllm'")
     name = "_C_AVX512" if torch.cpu._is_avx512_supported() else "_C_AVX2"
+    if torch.cpu._is_avx512_bf16_supported():
+        name = "_C"  # vLLM's own choice: the same with bfloat16 products
     (path,) = Path(spec.origin).parent.glob(f"{name}.*so")
     torch.ops.load_library(path)
 

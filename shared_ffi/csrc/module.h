@@ -8,6 +8,9 @@ namespace xla_gpu {
 // EagerCall, which calls a handler from Python.
 void BindEagerCall(nanobind::module_& m);
 
+// RememberedCalls, which an operator of PyTorch calls.
+void BindRememberedCalls(nanobind::module_& m);
+
 // Which kernels this build has, and which of them are used.
 void BindKernels(nanobind::module_& m);
 

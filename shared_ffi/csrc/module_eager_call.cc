@@ -1,9 +1,9 @@
-// EagerCall: Python calls a handler directly, with no XLA runtime.
+#include "module_eager_call.h"
+
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include "dtypes.h"
-#include "eager_runtime.h"
 #include "handlers.h"
 #include "module.h"
 
@@ -41,43 +41,56 @@ std::vector<std::pair<std::string, Attribute>> AttributesOf(nb::dict attributes)
   return values;
 }
 
-// A handler with its attributes and the specs of its arrays.
-class EagerCall {
- public:
-  // A float attribute is passed on as float32, an int as int64.
-  EagerCall(const std::string& platform, const std::string& target, nb::dict attributes,
-            nb::sequence operands, nb::sequence results)
-      : call_(FindHandlerOrThrow(platform, target), BuffersOf(operands), BuffersOf(results),
-              AttributesOf(attributes)) {}
+// Python's function that is told of each call, for tests; null: none. Never deleted: the
+// interpreter is gone when static objects are.
+nb::object* observer = nullptr;
 
-  void operator()(nb::list operands, nb::list results, int64_t num_threads,
-                  uintptr_t stream) const {
-    if (operands.size() != call_.num_operands() || results.size() != call_.num_results()) {
-      throw nb::value_error("an address is needed for each operand and for each result");
-    }
-    std::vector<void*> addresses;
-    addresses.reserve(operands.size() + results.size());
-    for (const nb::list& arrays : {operands, results}) {
-      for (nb::handle address : arrays) {
-        addresses.push_back(reinterpret_cast<void*>(nb::cast<uintptr_t>(address)));
-      }
-    }
-    EagerStatus status;
-    {
-      nb::gil_scoped_release release;
-      status = call_.Run(addresses, {num_threads, reinterpret_cast<void*>(stream)});
-    }
-    if (status.code == XLA_FFI_Error_Code_INVALID_ARGUMENT) {
-      throw nb::value_error(status.message.c_str());
-    }
-    if (status.code != XLA_FFI_Error_Code_OK) throw std::runtime_error(status.message);
+void Observe(nb::object function) {
+  delete observer;
+  observer = function.is_none() ? nullptr : new nb::object(std::move(function));
+}
+
+void TellObserver(const std::string& target, const std::vector<void*>& addresses) {
+  nb::list numbers;
+  for (void* address : addresses) numbers.append(reinterpret_cast<uintptr_t>(address));
+  (*observer)(target, numbers);
+}
+
+void Call(const EagerCall& call, nb::list operands, nb::list results, int64_t num_threads,
+          uintptr_t stream) {
+  if (operands.size() != call.num_operands() || results.size() != call.num_results()) {
+    throw nb::value_error("an address is needed for each operand and for each result");
   }
-
- private:
-  PreparedCall call_;
-};
+  std::vector<void*> addresses;
+  addresses.reserve(operands.size() + results.size());
+  for (const nb::list& arrays : {operands, results}) {
+    for (nb::handle address : arrays) {
+      addresses.push_back(reinterpret_cast<void*>(nb::cast<uintptr_t>(address)));
+    }
+  }
+  call.Run(addresses, {num_threads, reinterpret_cast<void*>(stream)});
+}
 
 }  // namespace
+
+EagerCall::EagerCall(const std::string& platform, const std::string& target, nb::dict attributes,
+                     nb::sequence operands, nb::sequence results)
+    : target_(target),
+      call_(FindHandlerOrThrow(platform, target), BuffersOf(operands), BuffersOf(results),
+            AttributesOf(attributes)) {}
+
+void EagerCall::Run(const std::vector<void*>& addresses, const EagerContext& context) const {
+  if (observer != nullptr) TellObserver(target_, addresses);
+  EagerStatus status;
+  {
+    nb::gil_scoped_release release;
+    status = call_.Run(addresses, context);
+  }
+  if (status.code == XLA_FFI_Error_Code_INVALID_ARGUMENT) {
+    throw nb::value_error(status.message.c_str());
+  }
+  if (status.code != XLA_FFI_Error_Code_OK) throw std::runtime_error(status.message);
+}
 
 void BindEagerCall(nb::module_& m) {
   nb::class_<EagerCall>(m, "EagerCall",
@@ -85,9 +98,10 @@ void BindEagerCall(nb::module_& m) {
       .def(nb::init<const std::string&, const std::string&, nb::dict, nb::sequence, nb::sequence>(),
            nb::arg("platform"), nb::arg("target"), nb::arg("attributes"), nb::arg("operands"),
            nb::arg("results"))
-      .def("__call__", &EagerCall::operator(), nb::arg("operands"), nb::arg("results"),
-           nb::arg("num_threads") = 1, nb::arg("stream") = 0,
-           "Calls it on contiguous arrays at these addresses.");
+      .def("__call__", &Call, nb::arg("operands"), nb::arg("results"), nb::arg("num_threads") = 1,
+           nb::arg("stream") = 0, "Calls it on contiguous arrays at these addresses.");
+  m.def("observe_eager_calls", &Observe, nb::arg("function").none(),
+        "Tells function(target, addresses) of each call before it is made; None: no more.");
 }
 
 }  // namespace xla_gpu

@@ -119,3 +119,14 @@ def call_handler(
     assert all(x.flags.c_contiguous for x in (*operands, *results))
     handler = _native.EagerCall("cpu", target, attributes, specs(operands), specs(results))
     handler([x.ctypes.data for x in operands], [x.ctypes.data for x in results], num_threads)
+
+
+@contextmanager
+def observed_calls() -> Iterator[list[tuple[str, list[int]]]]:
+    """The calls that eager PyTorch makes meanwhile: the target, and the addresses of all arrays."""
+    made = list[tuple[str, list[int]]]()
+    _native.observe_eager_calls(lambda target, addresses: made.append((target, addresses)))
+    try:
+        yield made
+    finally:
+        _native.observe_eager_calls(None)

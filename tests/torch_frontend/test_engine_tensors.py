@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,14 +10,15 @@ import pytest
 import torch
 
 from harness.compare import assert_same_bits
-from shared_ffi import eager, kv_cache_update, paged_attention
+from shared_ffi import kv_cache_update, paged_attention
 from tests.support import doors
-from tests.support.calls import call_handler, overload_of, split_keywords
+from tests.support.calls import call_handler, observed_calls, overload_of, split_keywords
 from tests.support.cases import SHORT_CASES, UPDATE_CASES, Case
 from tests.support.models import tensors
 from tests.support.sound_calls import attention, split, update
 
 OPS = torch.ops.xla_gpu
+Calls = list[tuple[str, list[int]]]
 
 
 def fused(tensor: torch.Tensor, before: int = 3, after: int = 5) -> torch.Tensor:
@@ -36,32 +38,25 @@ def to_torch(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def addresses(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """The addresses of what handlers were given, operands and results."""
-    run, given = eager.run_on_cpu, set[int]()
-
-    def recorded(call: Any, operands: list[int], results: list[int], num_threads: int) -> None:
-        given.update(operands, results)
-        run(call, operands, results, num_threads)
-
-    monkeypatch.setattr(eager, "run_on_cpu", recorded)
-    return given
+def calls() -> Iterator[list[tuple[str, list[int]]]]:
+    with observed_calls() as made:
+        yield made
 
 
 @pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
-def test_attention_of_fused_rows(case: Case, addresses: set[int]) -> None:
+def test_attention_of_fused_rows(case: Case, calls: Calls) -> None:
     overload, keywords = overload_of("paged_attention", to_torch(case.attributes()))
     query, *rest = map(doors.to_torch, case.inputs())
     expected = overload(query, *rest, **keywords)
     rows = fused(query)
     result = overload(rows, *rest, **keywords)
-    assert rows.data_ptr() in addresses or rows.is_contiguous()
+    assert rows.data_ptr() in calls[-1][1] or rows.is_contiguous()
     for a, b in zip(result, expected, strict=True):
         assert_same_bits(doors.to_numpy(a), doors.to_numpy(b))
 
 
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
-def test_update_from_fused_rows(case: Any, addresses: set[int]) -> None:
+def test_update_from_fused_rows(case: Any, calls: Calls) -> None:
     cache, key, value, slots = map(doors.to_torch, case.inputs())
     keywords = to_torch(case.attributes())
     copy = {k: x.clone() if k == "value_cache" else x for k, x in keywords.items()}
@@ -69,7 +64,7 @@ def test_update_from_fused_rows(case: Any, addresses: set[int]) -> None:
     OPS.kv_cache_update(expected, key, value, slots, **copy)
     rows = fused(key), fused(value, 0, 1)
     OPS.kv_cache_update(cache, *rows, slots, **keywords)
-    assert all(x.data_ptr() in addresses for x in rows if not x.is_contiguous())
+    assert all(x.data_ptr() in calls[-1][1] for x in rows if not x.is_contiguous())
     assert_same_bits(doors.to_numpy(cache), doors.to_numpy(expected))
     if "value_cache" in keywords:
         pair = keywords["value_cache"], copy["value_cache"]
@@ -113,12 +108,12 @@ def test_update_from_fused_rows_on_cuda(case: Any, cuda: Any) -> None:
     ],
     ids=["elements-apart", "heads-apart", "repeated"],
 )
-def test_other_strides_are_copied(query: torch.Tensor, addresses: set[int]) -> None:
+def test_other_strides_are_copied(query: torch.Tensor, calls: Calls) -> None:
     _, *rest = tensors(attention())
     expected = OPS.paged_attention(query.contiguous(), *rest, 0.5)
-    addresses.clear()
+    calls.clear()
     assert torch.equal(OPS.paged_attention(query, *rest, 0.5), expected)
-    assert query.data_ptr() not in addresses
+    assert query.data_ptr() not in calls[-1][1]
 
 
 @pytest.mark.parametrize(
@@ -150,16 +145,16 @@ def test_keys_and_values_of_different_sizes() -> None:
 
 
 @pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
-def test_out(case: Case, addresses: set[int]) -> None:
+def test_out(case: Case, calls: Calls) -> None:
     attributes = case.attributes()
     attributes.pop("return_lse", None)
     keywords = to_torch(attributes)
     operands = [*map(doors.to_torch, case.inputs())]
     expected = OPS.paged_attention(*operands, **keywords)
-    addresses.clear()
+    calls.clear()
     out = torch.full_like(expected, torch.nan)
     assert OPS.paged_attention(*operands, **keywords, out=out) is out
-    assert out.data_ptr() in addresses
+    assert out.data_ptr() in calls[-1][1]
     assert_same_bits(doors.to_numpy(out), doors.to_numpy(expected))
 
 

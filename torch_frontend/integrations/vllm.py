@@ -105,6 +105,14 @@ class XlaGpuAttentionBackend(_Backend):
         return (*preferred, *[x for x in KVCacheLayout if x not in preferred])
 
     @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any
+    ) -> str | None:
+        """Why these do not go together; None if they do. Keys of 16 bits have the model's dtype."""
+        fits = kv_cache_dtype in (None, "auto", *_FP8_DTYPES, str(dtype).removeprefix("torch."))
+        return None if fits else f"kv_cache_dtype {kv_cache_dtype} not supported for {dtype}"
+
+    @classmethod
     def supports_sink(cls) -> bool:
         """Attention sinks, as gpt-oss has them."""
         return True
@@ -142,6 +150,8 @@ class XlaGpuMetadata(_Metadata):
     num_seqs: torch.Tensor
     max_query_len: int | None
     causal: bool
+    slot_mapping: torch.Tensor | None = None
+    """Not used here: vLLM hands it over with the keys. Its tests look for it."""
 
 
 class XlaGpuMetadataBuilder(_MetadataBuilder):
@@ -187,6 +197,7 @@ class XlaGpuMetadataBuilder(_MetadataBuilder):
             # Only this length is exact when a CUDA graph is replayed.
             max_query_len=1 if common.max_query_len == 1 else None,
             causal=common.causal,
+            slot_mapping=common.slot_mapping,
         )
 
 
@@ -239,17 +250,16 @@ class XlaGpuAttentionImpl(_Impl):
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks: torch.Tensor | None = sinks
-        self._sliding_window = sliding_window
-        self._soft_cap = logits_soft_cap or None
+        self._options = (self.scale, sliding_window, logits_soft_cap or None)
         self._fp8 = _FP8_DTYPES.get(kv_cache_dtype)
-        self._alibi_slopes = (
-            None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
-        )
+        self._features: dict[str, torch.Tensor] = {}
+        if alibi_slopes is not None:
+            self._features["alibi_slopes"] = torch.tensor(alibi_slopes, dtype=torch.float32)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Converts the sinks, a weight of the model, for the ops."""
         if self.sinks is not None:
-            self.sinks = self.sinks.detach().float()
+            self._features["sinks"] = self.sinks.detach().float()
 
     def do_kv_cache_update(
         self,
@@ -269,10 +279,10 @@ class XlaGpuAttentionImpl(_Impl):
             slot_mapping: ``[at most num_tokens]`` int64; a negative slot is padding.
         """
         num_tokens = len(slot_mapping)
-        _OPS.kv_cache_update(
+        _OPS.kv_cache_update.default(
             self._cache(kv_cache),
-            key[:num_tokens],
-            value[:num_tokens],
+            _first(num_tokens, key),
+            _first(num_tokens, value),
             slot_mapping,
             kv_layout=_KV_LAYOUT,
             **self._scales(layer),
@@ -314,22 +324,19 @@ class XlaGpuAttentionImpl(_Impl):
         if attn_metadata is None:
             return output
         step, num_tokens = attn_metadata, attn_metadata.num_actual_tokens
-        _OPS.paged_attention(
-            query[:num_tokens],
+        _OPS.paged_attention.out(  # by its name, as PyTorch tries one overload after the other
+            _first(num_tokens, query),
             self._cache(kv_cache),
             step.context_lens,
             step.block_tables,
             step.query_start_loc,
             step.num_seqs,
-            self.scale,
-            self._sliding_window,
-            self._soft_cap,
+            *self._options,
             kv_layout=_KV_LAYOUT,
-            sinks=self.sinks,
-            alibi_slopes=self._alibi_slopes,
             causal=step.causal,
             max_query_len=step.max_query_len,
-            out=output[:num_tokens],
+            out=_first(num_tokens, output),
+            **self._features,
             **self._scales(layer),
         )
         return output
@@ -342,6 +349,11 @@ class XlaGpuAttentionImpl(_Impl):
         if self._fp8 is None:
             return {}
         return {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+
+
+def _first(count: int, rows: torch.Tensor) -> torch.Tensor:
+    """The rows before the padding. A slice takes as long as a tenth of a call."""
+    return rows if len(rows) == count else rows[:count]
 
 
 def _accept_name_on_cpu() -> None:
