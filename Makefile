@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 TRACE := $(firstword $(wildcard ../shared/data/azure_conv.csv))
 
 CSRC := $(shell find shared_ffi/csrc -type f -not -name '*.toml')
-FORMATTED := $(filter-out %.txt,$(CSRC)) $(wildcard tests/aarch64/*.cc tests/aarch64/*.h)
+FORMATTED := $(filter-out %.txt,$(CSRC)) \
+	$(foreach folder,tests/aarch64 examples/cpp_client,$(wildcard $(folder)/*.cc $(folder)/*.h))
 # The options of pip for an environment that needs no CUDA. The build has a folder of its own.
 CPU_ONLY := --config-settings=build-dir=build/cpu-only --config-settings=cmake.define.XLA_GPU_CUDA=OFF
 
