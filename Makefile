@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 TRACE := $(firstword $(wildcard ../shared/data/azure_conv.csv))
 
 CSRC := $(shell find shared_ffi/csrc -type f -not -name '*.toml')
-FORMATTED := $(filter-out %.txt,$(CSRC)) $(wildcard tests/aarch64/*.cc tests/aarch64/*.h)
+FORMATTED := $(filter-out %.txt,$(CSRC)) \
+	$(foreach folder,tests/aarch64 examples/cpp_client,$(wildcard $(folder)/*.cc $(folder)/*.h))
 # The options of pip for an environment that needs no CUDA. It takes what was built for $(VENV); without
 # that, it has a build of its own.
 CPU_ONLY := $$([ -e $(VENV)/installed ] || echo \
