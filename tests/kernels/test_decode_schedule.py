@@ -68,3 +68,21 @@ def test_no_thread_block_has_more_than_its_part_and_a_split(
         assert dealt.max() <= tiles.sum() / THREAD_BLOCKS + tiles.max()
         worst = max(worst, dealt.max() / (tiles.sum() / THREAD_BLOCKS))
     print(f"{mix}, {batch} sequences, {num_kv_heads} kv heads: worst {worst:.2f} of the mean")
+
+
+@pytest.mark.parametrize(("batch", "most"), [(8, 0.04), (32, 0.02), (64, 0.01), (128, 0.005)])
+def test_few_partial_results_are_written(batch: int, most: float) -> None:
+    """As a share of K and V in bfloat16, written and read, with 8 kv heads and contexts of 8192."""
+    of_head = 32  # splits of a sequence and kv head
+    tiles = np.fromiter(splits(np.full(batch, 8192), 8), int)
+    assert len(tiles) == batch * 8 * of_head and (tiles == tiles[0]).all()
+    limits = tiles.sum() * np.arange(1, THREAD_BLOCKS + 1) // THREAD_BLOCKS
+    block = np.searchsorted(limits, np.cumsum(tiles) - tiles, side="right")
+    block = block.reshape(-1, of_head)
+    is_folded = block == block[:, :1]  # by the block that has the first split
+    written = (~is_folded).sum() + (~is_folded.all(axis=1)).sum()  # with the fold itself
+    rows, columns = HEADS // 8, 128
+    partial_bytes = rows * (4 * columns + 8)
+    share = 2 * written * partial_bytes / (tiles.sum() * TILE * 2 * columns * 2)
+    print(f"{batch} sequences: {written} of {len(tiles)} splits, {share:.2%} of the traffic")
+    assert share <= most
