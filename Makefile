@@ -1,5 +1,5 @@
 # make demo to see it; make quick while you work, make check before a commit, make test before you
-# share. CONTRIBUTING.md has the rest.
+# share. make help lists all, and CONTRIBUTING.md says more.
 # PYTHON= chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,17 +7,24 @@ BIN := $(VENV)/bin
 TRACE := $(firstword $(wildcard ../shared/data/azure_conv.csv))
 
 CSRC := $(shell find shared_ffi/csrc -type f -not -name '*.toml')
-FORMATTED := $(filter-out %.txt,$(CSRC)) $(wildcard tests/aarch64/*.cc tests/aarch64/*.h)
-# The options of pip for an environment that needs no CUDA. The build has a folder of its own.
-CPU_ONLY := --config-settings=build-dir=build/cpu-only --config-settings=cmake.define.XLA_GPU_CUDA=OFF
+FORMATTED := $(filter-out %.txt,$(CSRC)) \
+	$(foreach folder,tests/aarch64 examples/cpp_client,$(wildcard $(folder)/*.cc $(folder)/*.h))
+# The options of pip for an environment that needs no CUDA. It takes what was built for $(VENV); without
+# that, it has a build of its own.
+CPU_ONLY := $$([ -e $(VENV)/installed ] || echo \
+	--config-settings=build-dir=build/cpu-only --config-settings=cmake.define.XLA_GPU_CUDA=OFF)
 
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(CSRC)
 
-.PHONY: demo quick check test lint format types docs files wheels features bench bench-cpu gpu-check gpu-pack gpu-rehearsal fuzz resources sanitize test-vllm bench-vllm clean
+.PHONY: demo help quick check test lint format types docs files wheels features bench bench-cpu gpu-check gpu-pack gpu-rehearsal fuzz resources sanitize test-vllm bench-vllm clean
 
+demo: export MPLCONFIGDIR := build/cache/matplotlib
 demo: $(VENV)/installed  ## a real model's answers, then a request trace, through several doors
 	$(BIN)/python -m examples.generate --door jax torch torch_xla openxla transformers --out report
 	$(BIN)/python -m examples.replay $(if $(TRACE),--trace $(TRACE)) --steps 200 --out report
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s%s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 # Every op, every door and every error once, except for what needs a build of its own.
 QUICK := tests/test_structure.py tests/doors/test_bad_input.py tests/doors/test_merge_attention.py \
@@ -40,7 +47,7 @@ check: lint  ## lint, types and the quick tests, in 3 minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK)
 
 test: $(VENV)/installed  ## the whole test suite
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal --feature-table build/features.md
 
 # Needs neither a compiler nor the frameworks: the reference is read from the sources.
 docs: $(VENV)-docs/installed  ## the documentation as a site, build/site/index.html
@@ -79,12 +86,12 @@ fuzz: $(VENV)/installed  ## valid and corrupt calls at random, through every doo
 	$(BIN)/python -m tests.reliability.fuzz --seconds $(SECONDS) --seed $(SEED) --emulated
 
 resources: $(VENV)/installed  ## registers, spills and shared memory of every kernel on every GPU
-	$(BIN)/python -m tests.support.native build/all-gpus -DXLA_GPU_ARCHITECTURES=all
+	$(BIN)/python -m tests.support.native build/all-gpus -DXLA_GPU_ARCHITECTURES=all \
+		-DXLA_GPU_CPU_INSTRUCTION_SETS=baseline
 	$(BIN)/python -m pytest -n 0 -q --native build/all-gpus/_native*.so tests/kernels/test_resources.py
 
 sanitize: $(VENV)/installed  ## the CPU handlers under ASan with UBSan, and under TSan
 	$(BIN)/python -m tests.reliability.sanitize --seconds $(SECONDS) --seed $(SEED)
-
 
 # In an environment of its own, where vLLM has the PyTorch that it needs. One of the tests runs vLLM's
 # layers on torch_xla's device, in the main environment.
@@ -142,13 +149,13 @@ gpu-rehearsal: $(VENV)/installed  ## the steps of gpu-check, on the emulated GPU
 	$(BIN)/python -m benchmarks.gpu.check --rehearse --pack build/gpu-pack-emulated \
 		--out build/gpu-rehearsal
 
-lint: $(VENV)/installed
+lint: $(VENV)/installed  ## style and types, as CI checks them
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(FORMATTED)
 	$(BIN)/mypy
 
-format: $(VENV)/installed
+format: $(VENV)/installed  ## rewrites what the formatters would
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(FORMATTED)
@@ -167,5 +174,5 @@ $(VENV)/installed: $(SOURCES)
 	$(BIN)/python -m pip install --quiet --no-deps $(ALONE)
 	touch $@
 
-clean:
+clean:  ## removes the builds and the environments
 	rm -rf build $(VENV) $(VENV)-bench $(VENV)-docs $(VENV)-types $(VENV)-files $(VENV)-wheels $(VENV)-vllm

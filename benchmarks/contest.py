@@ -264,24 +264,40 @@ def ours_with_16_bits(workload: Workload, operands: list[torch.Tensor]) -> Conte
 
 def ours_on_hopper(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
     """This library, with long queries on the Hopper kernel, as with XLA_GPU_CUDA_PREFILL=hopper."""
-    from shared_ffi import _native  # noqa: PLC0415
-
     if workload.kind == "decode":
         raise DoesNotApply("single queries")
     if workload.model.head_size > 128:
         raise DoesNotApply("head sizes above 128")
-    device = operands[0].device
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    if capability(operands) != (9, 0):
         raise DoesNotApply("on other devices than Hopper's")
-    attend = ours(workload, operands)
+    return with_kernel("prefill", "hopper", ours(workload, operands))
+
+
+@takes_8_bits
+def ours_pipelined(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
+    """This library, with max_query_len=1, as with XLA_GPU_CUDA_DECODE=pipelined."""
+    if capability(operands)[0] not in (9, 10):
+        raise DoesNotApply("on devices with less shared memory")
+    return with_kernel("decode", "pipelined", ours_with_hint(workload, operands))
+
+
+def capability(operands: list[torch.Tensor]) -> tuple[int, int]:
+    """The compute capability of the operands' GPU; (0, 0) on the CPU."""
+    device = operands[0].device
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def with_kernel(purpose: str, kernel: str, attend: Contestant) -> Contestant:
+    """A contestant that runs with a kernel that is off by default."""
+    from shared_ffi import _native  # noqa: PLC0415
 
     def run() -> Any:
-        before = _native.cuda_prefill()
-        _native.set_cuda_prefill("hopper")
+        before = _native.cuda_choice(purpose)
+        _native.set_cuda_choice(purpose, kernel)
         try:
             return attend()
         finally:
-            _native.set_cuda_prefill(before)
+            _native.set_cuda_choice(purpose, before)
 
     return run
 
@@ -362,4 +378,7 @@ TO_BEAT_WITH_8_BITS: dict[str, Maker] = {"this library, 16-bit cache": ours_with
 OURS_ON_GPUS = OURS | {
     "torch eager, max_query_len": ours_with_hint,
     "torch eager, XLA_GPU_CUDA_PREFILL=hopper": ours_on_hopper,
+    "torch eager, XLA_GPU_CUDA_DECODE=pipelined": ours_pipelined,
 }
+# By the kernel that is off by default.
+OURS_WITH_KERNEL: dict[str, Maker] = {"hopper": ours_on_hopper, "pipelined": ours_pipelined}

@@ -1,6 +1,13 @@
 # The CUDA handlers: every cuda.cu of an op, and the tensor core kernels once for each type of
 # query, type of cache and head size, so that the build uses all cores.
 
+# Head sizes with a tensor core kernel. A head of another size takes the next larger one. For caches
+# of 8 bits there are fewer: so few bytes are read that padding a head costs nothing.
+set(DEFAULT_HEAD_SIZES 64 80 96 112 128 192 256)
+set(DEFAULT_HEAD_SIZES_OF_8_BITS 64 128 256)
+# Columns that each lane of the kernel without tensor cores adds up: 32 times as many are a head.
+set(CUDA_CORE_COLUMNS 1 2 4 8 16 18)
+
 # The GPUs that are compiled for, as CMake names them.
 set(ARCHITECTURES ${XLA_GPU_ARCHITECTURES})
 if(XLA_GPU_CUDA STREQUAL "EMULATED")
@@ -19,12 +26,22 @@ elseif(XLA_GPU_ARCHITECTURES STREQUAL "native")  # the GPUs of this machine, or 
     list(FILTER ARCHITECTURES EXCLUDE REGEX "^[1-7]0-")  # the kernels need 8.0
     list(REMOVE_DUPLICATES ARCHITECTURES)
   endif()
-  if(NOT ARCHITECTURES)
+  if(NOT ARCHITECTURES)  # what does not run here need not be fast: fewer kernels, in less time
     set(ARCHITECTURES 90a-real)
+    set(DEFAULT_HEAD_SIZES 128 256)
+    set(DEFAULT_HEAD_SIZES_OF_8_BITS 256)
+    set(CUDA_CORE_COLUMNS 18)
+    set(NOTE "with few kernels")
   endif()
 endif()
-message(STATUS "GPUs to compile for: ${ARCHITECTURES}")
+foreach(sizes HEAD_SIZES HEAD_SIZES_OF_8_BITS)
+  if(NOT XLA_GPU_${sizes})
+    set(XLA_GPU_${sizes} ${DEFAULT_${sizes}})
+  endif()
+endforeach()
+message(STATUS "GPUs to compile for: ${ARCHITECTURES}; head sizes: ${XLA_GPU_HEAD_SIZES}")
 
+list(JOIN CUDA_CORE_COLUMNS ", " COLUMNS)
 list(JOIN XLA_GPU_HEAD_SIZES ", " HEAD_SIZES)
 list(JOIN XLA_GPU_HEAD_SIZES_OF_8_BITS ", " OF_8_BITS)
 # Only sm_90a has the instructions of the Hopper kernel.
@@ -33,14 +50,35 @@ list(FILTER HOPPER_HEAD_SIZES INCLUDE REGEX "^(64|128)$")
 if(NOT ARCHITECTURES MATCHES "90a|emulated")
   set(HOPPER_HEAD_SIZES)
 endif()
-list(TRANSFORM HOPPER_HEAD_SIZES PREPEND ", " OUTPUT_VARIABLE ON_HOPPER)
-list(JOIN ON_HOPPER "" ON_HOPPER)
-string(REPLACE ";" ", " NAMES_OF_ARCHITECTURES "${ARCHITECTURES}")
+# The decode kernel needs the shared memory of sm_90 or sm_100. It reads no padding of a head, so few
+# sizes suffice.
+set(DECODE_ARCHITECTURES ${ARCHITECTURES})
+list(FILTER DECODE_ARCHITECTURES EXCLUDE REGEX "^(8|12)")
+set(DECODE_HEAD_SIZES ${XLA_GPU_HEAD_SIZES})
+list(FILTER DECODE_HEAD_SIZES INCLUDE REGEX "^(128|256)$")
+set(DECODE_HEAD_SIZES_OF_8_BITS ${XLA_GPU_HEAD_SIZES_OF_8_BITS})
+list(FILTER DECODE_HEAD_SIZES_OF_8_BITS INCLUDE REGEX "^128$")
+if(NOT DECODE_ARCHITECTURES)
+  set(DECODE_HEAD_SIZES)
+  set(DECODE_HEAD_SIZES_OF_8_BITS)
+endif()
+# As further arguments of a template.
+foreach(sizes HOPPER_HEAD_SIZES DECODE_HEAD_SIZES DECODE_HEAD_SIZES_OF_8_BITS)
+  list(TRANSFORM ${sizes} PREPEND ", " OUTPUT_VARIABLE MORE_${sizes})
+  list(JOIN MORE_${sizes} "" MORE_${sizes})
+endforeach()
+list(JOIN ARCHITECTURES ", " NAMES_OF_ARCHITECTURES)
+if(NOTE)
+  string(APPEND NAMES_OF_ARCHITECTURES ", ${NOTE}")
+endif()
 file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/generated/cuda_build.h"
      CONTENT "#define XLA_GPU_ARCHITECTURES \"@NAMES_OF_ARCHITECTURES@\"
+#define XLA_GPU_CUDA_CORE_COLUMNS @COLUMNS@
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES @HEAD_SIZES@
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_8_BITS @OF_8_BITS@
-#define XLA_GPU_HOPPER_HEAD_SIZES @ON_HOPPER@\n" @ONLY)
+#define XLA_GPU_HOPPER_HEAD_SIZES @MORE_HOPPER_HEAD_SIZES@
+#define XLA_GPU_DECODE_HEAD_SIZES @MORE_DECODE_HEAD_SIZES@
+#define XLA_GPU_DECODE_HEAD_SIZES_OF_8_BITS @MORE_DECODE_HEAD_SIZES_OF_8_BITS@\n" @ONLY)
 
 add_library(cuda_settings INTERFACE)
 target_include_directories(cuda_settings INTERFACE "${CMAKE_BINARY_DIR}/generated")
@@ -97,6 +135,19 @@ foreach(storage Half BFloat16)
     foreach(head_size ${head_sizes})
       set(name tensor_core_${storage}_${cache}_${head_size})
       add_cuda_objects(${name} paged_attention/cuda/tensor_core.cu)
+      target_compile_definitions(${name} PRIVATE
+        XLA_GPU_STORAGE=${storage} XLA_GPU_CACHE=${cache} XLA_GPU_HEAD_SIZE=${head_size})
+    endforeach()
+  endforeach()
+  foreach(cache ${storage} Float8E4M3 Float8E5M2 int8_t)
+    set(head_sizes ${DECODE_HEAD_SIZES})
+    if(NOT cache STREQUAL storage)
+      set(head_sizes ${DECODE_HEAD_SIZES_OF_8_BITS})
+    endif()
+    foreach(head_size ${head_sizes})
+      set(name decode_${storage}_${cache}_${head_size})
+      add_cuda_objects(${name} paged_attention/cuda/decode.cu)
+      set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES "${DECODE_ARCHITECTURES}")
       target_compile_definitions(${name} PRIVATE
         XLA_GPU_STORAGE=${storage} XLA_GPU_CACHE=${cache} XLA_GPU_HEAD_SIZE=${head_size})
     endforeach()

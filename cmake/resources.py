@@ -56,7 +56,8 @@ def kernels(reports: Path) -> list[dict[str, Any]]:
         for part in report.read_text().split("Compiling entry function ")[1:]:
             name, target = re.match(r"'(\S+)' for 'sm_(\w+)'", part).groups()
             kernel = re.search(
-                r"\d(TensorCoreAttention|HopperAttention|CudaCoreAttention|Finish|Update|Add)(.*)",
+                r"\d(TensorCoreAttention|DecodeAttention|HopperAttention|CudaCoreAttention"
+                r"|Finish|Update|Add)(.*)",
                 name,
             )
             assert kernel is not None, name

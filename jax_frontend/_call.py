@@ -16,7 +16,14 @@ import numpy as np
 from jax_frontend._differentiation import without_derivative
 from jax_frontend._sharding import with_partition_rules
 from jax_frontend._vmap.batching import Batch, Operand, Results, with_vmap_rule
-from shared_ffi.spec import ArraySpec, Call, missing_error, value_error
+from shared_ffi.spec import (
+    ArraySpec,
+    Call,
+    dtype_error,
+    missing_error,
+    on_host,
+    value_error,
+)
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
@@ -40,34 +47,43 @@ def run(
     for name in required.intersection(arrays):
         if arrays[name] is None:
             raise missing_error(op, name)
+    for name, array in arrays.items():
+        _check_integers_fit(op, name, array)
     given = {name: jnp.asarray(x) for name, x in arrays.items() if x is not None}
     arguments = Arguments(check, (*given,), (*(options or {}).items(),), batch)
     call = arguments.checked(*given.values())
-    for name, array in given.items():
-        _check_integers_fit(call.op, name, arrays[name], array)
     return _function(arguments, call)(*given.values())
 
 
-def requires_arrays(
+def takes_arrays(
     op: str,
 ) -> Callable[[Callable[Parameters, Returned]], Callable[Parameters, Returned]]:
-    """For a function that looks at its arrays before an op's check does: raises TypeError if one
-    is None that may not be."""
+    """For a function that looks at its arrays, which come first, before an op's check does.
+
+    It raises TypeError if one is no array, or is None and may not be; and ValueError for integers
+    that JAX would truncate.
+    """
 
     def decorate(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
         parameters = inspect.signature(function).parameters
-        required = [
-            name
+        arrays = {
+            name: x.annotation
             for name, x in parameters.items()
-            if x.default is x.empty and not x.annotation.endswith("| None")
-        ]
+            if x.kind is x.POSITIONAL_OR_KEYWORD
+        }
 
         @wraps(function)
         def checked(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Returned:
             given = dict(zip(parameters, arguments, strict=False)) | keywords
-            for name in required:
-                if name in given and given[name] is None:
+            for name, annotation in arrays.items():
+                if name not in given:
+                    continue
+                array = given[name]
+                if array is None and not annotation.endswith("| None"):
                     raise missing_error(op, name)
+                if annotation == "jax.Array" and not hasattr(array, "shape"):
+                    raise dtype_error(op, name, "type array", type(array).__name__)
+                _check_integers_fit(op, name, array)
             return function(*arguments, **keywords)
 
         return checked
@@ -83,18 +99,24 @@ def _required(check: Callable[..., Call]) -> tuple[str, frozenset[str]]:
     return sys.modules[check.__module__].OP, required
 
 
-def _check_integers_fit(op: str, name: str, given: Any, array: jax.Array) -> None:
-    """JAX makes 32-bit integers of NumPy's 64-bit ones and drops the upper bits without a word."""
-    if not isinstance(given, np.ndarray | np.generic) or given.dtype == array.dtype:
+def _check_integers_fit(op: str, name: str, given: Any) -> None:
+    """JAX makes 32-bit integers of 64-bit ones and drops the upper bits without a word: of all
+    arrays but its own, which it has truncated before."""
+    if isinstance(given, jax.Array):
         return
-    if given.dtype.kind not in "iu" or array.dtype.kind not in "iu":
-        return
-    limits = np.iinfo(array.dtype)
-    values = np.ravel(given)
-    lost = values[(values < limits.min) | (values > limits.max)]
-    if lost.size > 0:
-        rule = f"hold integers that fit {array.dtype.name}, as jax_enable_x64 is off"
-        raise value_error(op, name, rule, lost[0])
+    for array in jax.tree.leaves(given):  # of a list, or the array itself
+        is_jax = isinstance(array, jax.Array) or not hasattr(array, "__array__")
+        if is_jax or "int64" not in str(getattr(array, "dtype", "int64")):
+            continue
+        values = np.ravel(on_host(array))
+        if values.dtype.kind not in "iu":
+            continue
+        dtype = jax.dtypes.canonicalize_dtype(values.dtype)
+        limits = np.iinfo(dtype)
+        lost = values[(values < limits.min) | (values > limits.max)]
+        if lost.size > 0:
+            rule = f"hold integers that fit {dtype.name}, as jax_enable_x64 is off"
+            raise value_error(op, name, rule, lost[0])
 
 
 @dataclass(frozen=True)

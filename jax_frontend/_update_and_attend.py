@@ -91,8 +91,9 @@ def check_shape(op: str, argument: str, array: jax.Array, shape: tuple[int, ...]
 def block_tables_of(op: str, argument: str, pages: jax.Array, kv_lens: jax.Array) -> jax.Array:
     """Makes ``[max_seqs, pages_per_seq]`` of the flat page indices of all sequences."""
     max_seqs = kv_lens.shape[0]
-    if pages.ndim != 1 or max_seqs == 0 or pages.shape[0] % max_seqs != 0:
-        raise shape_error(op, argument, f"[max_seqs={max_seqs} * pages_per_seq]", pages.shape)
+    if pages.ndim != 1 or 0 in (max_seqs, *pages.shape) or pages.shape[0] % max_seqs != 0:
+        rule = f"[max_seqs={max_seqs} * pages_per_seq], of at least one page"
+        raise shape_error(op, argument, rule, pages.shape)
     return pages.reshape(max_seqs, -1)
 
 
@@ -174,8 +175,9 @@ def _update_and_attend(
     # The layout describes the cache as it is: XLA would copy a cache to reshape it.
     cache_heads, cache_size = _heads_and_size(kv_layout, kv_cache.shape)
     if update:
-        page_size = kv_cache.shape[1]
-        slots = _slots(num_tokens, page_size, kv_lens, block_tables, cu_q_lens, num_seqs)
+        num_pages, page_size, *_ = kv_cache.shape
+        metadata = (kv_lens, block_tables, cu_q_lens, num_seqs)
+        slots = _slots(num_tokens, page_size, num_pages, *metadata)
         new_keys = _pad(keys, cache_heads, cache_size)
         new_values = _pad(values, cache_heads, cache_size)
         kv_cache = kv_cache_update(kv_cache, new_keys, new_values, slots, kv_layout=kv_layout)
@@ -209,18 +211,27 @@ def _pad(array: jax.Array, num_heads: int, head_size: int) -> jax.Array:
 def _slots(
     num_tokens: int,
     page_size: int,
+    num_pages: int,
     kv_lens: jax.Array,
     block_tables: jax.Array,
     cu_q_lens: jax.Array,
     num_seqs: jax.Array,
 ) -> jax.Array:
-    """The slot of each token; -1 for tokens that belong to no sequence."""
+    """The slot of each token; -1 for tokens that belong to no sequence, or for which lengths and
+    tables name no place: ``paged_attention`` says what is wrong with these."""
+    max_seqs, pages_per_seq = block_tables.shape
     tokens = jnp.arange(num_tokens)
-    is_real = jnp.arange(kv_lens.shape[0]) < num_seqs
+    is_real = jnp.arange(max_seqs) < num_seqs
     ends = jnp.where(is_real, cu_q_lens[1:], jnp.iinfo(jnp.int32).max)
     # Not jnp.searchsorted, which jax.export refuses where the number of sequences is a symbol.
     sequence = jnp.sum(ends[None] <= tokens[:, None], axis=1)
-    position = kv_lens[sequence] - cu_q_lens[sequence + 1] + tokens
+    # JAX takes a number past the end of an array for the last one, and one below 0 from the end.
+    starts, ends = cu_q_lens[sequence], cu_q_lens[sequence + 1]
+    of_sequence = (sequence < num_seqs) & (num_seqs <= max_seqs)
+    of_sequence &= (starts <= tokens) & (tokens < ends)
+    position = kv_lens[sequence] - ends + tokens
+    of_sequence &= (position >= 0) & (position // page_size < pages_per_seq)
     page = block_tables[sequence, position // page_size]
-    of_sequence = (cu_q_lens[0] <= tokens) & (tokens < cu_q_lens[num_seqs])
+    # The product of another page might overflow, and name the slot of a page that exists.
+    of_sequence &= (page >= 0) & (page < num_pages)
     return jnp.where(of_sequence, page * page_size + position % page_size, -1)

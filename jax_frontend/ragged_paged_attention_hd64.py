@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jax_frontend._call import requires_arrays
+from jax_frontend._call import takes_arrays
 from jax_frontend._update_and_attend import (
     PACKED_PAIRS,
     block_tables_of,
@@ -18,7 +18,7 @@ from shared_ffi.spec import shape_error
 OP = "ragged_paged_attention_hd64"
 
 
-@requires_arrays(OP)
+@takes_arrays(OP)
 def ragged_paged_attention_hd64(
     queries: jax.Array,
     keys: jax.Array,
@@ -74,6 +74,7 @@ def ragged_paged_attention_hd64(
     Raises:
         ValueError, TypeError: as ``paged_attention``.
     """
+    check_shape(OP, "cu_q_lens", cu_q_lens, (kv_lens.shape[0] + 1,))
     check_shape(OP, "distribution", distribution, (3,))
     if attention_sink is not None:
         check_shape(OP, "attention_sink", attention_sink, queries.shape[1:2])

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jax_frontend._call import requires_arrays
+from jax_frontend._call import takes_arrays
 from jax_frontend._update_and_attend import (
     PACKED_ROWS,
     block_tables_of,
@@ -32,7 +32,7 @@ _TUNING = {
 }
 
 
-@requires_arrays(OP)
+@takes_arrays(OP)
 def ragged_paged_attention_v3(
     queries: jax.Array,
     keys: jax.Array,
@@ -96,6 +96,7 @@ def ragged_paged_attention_v3(
     """
     if unknown := sorted(set(tuning) - _TUNING):
         raise TypeError(f"{OP}: no argument is called {unknown[0]}; got {tuning[unknown[0]]!r}")
+    check_shape(OP, "cu_q_lens", cu_q_lens, (kv_lens.shape[0] + 1,))
     check_shape(OP, "distribution", distribution, (3,))
     if attention_sink is not None:
         check_shape(OP, "attention_sink", attention_sink, queries.shape[1:2])

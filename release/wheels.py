@@ -52,6 +52,12 @@ def run(*command: object, environment: dict[str, str] | None = None) -> None:
     )
 
 
+def is_interpreter(python: str) -> bool:
+    """Returns whether a command runs Python. Tools that manage versions leave some that do not."""
+    command = [python, "-c", "print(1)"]
+    return bool(shutil.which(python)) and subprocess.run(command, capture_output=True).stdout != b""
+
+
 def build_sdist(out: Path) -> Path:
     """Makes the source distribution."""
     run(sys.executable, "-m", "build", "--sdist", "--outdir", out)
@@ -136,6 +142,9 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
         parser.error(f"--out must be an empty folder; got {out}")
+    for python in arguments.python:  # before anything is built
+        if not is_interpreter(python):
+            parser.error(f"--python must name interpreters that run here; got {python}")
     sdist = build_sdist(out)
     unpacked = out / "unpacked"
     shutil.unpack_archive(sdist, unpacked, filter="data")

@@ -140,7 +140,10 @@ def try_door(door: Door, timeout_s: float) -> Outcome:
         remedy = "install a build that has them, one without XLA_GPU_CUDA=OFF"
         return outcome(FAILS, "this build has no CUDA handlers", remedy)
     if door.name == "jax-cuda" and not _is_installed("jax_plugins"):
-        remedy = f"pip install 'jax[cuda{_pjrt.cuda_driver_version()[0]}]'"
+        (driver, _), (built, _) = _pjrt.cuda_driver_version(), _native.cuda_version or (0, 0)
+        remedy = f"pip install 'jax[cuda{max(driver, built)}]'"
+        if driver < built:
+            remedy = f"update the driver, then {remedy}"
         return outcome(NOT_INSTALLED, "JAX without its CUDA plugin", remedy)
     returncode, output, errors = run(door.script, door.environment(), timeout_s)
     if returncode == 0:

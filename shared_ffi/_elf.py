@@ -17,6 +17,9 @@ _SYMBOL = np.dtype(
     ]
 )
 
+_NO_SECTION = 0  # SHN_UNDEF
+_FUNCTION = 2  # STT_FUNC
+
 
 def address_of_local_function(path: str, name: str, *, exported: str) -> int:
     """Returns the address, in this process, of a function in the file's static symbol table.
@@ -27,21 +30,21 @@ def address_of_local_function(path: str, name: str, *, exported: str) -> int:
         exported: a symbol that the file exports; its address shows where the file is loaded.
 
     Raises:
-        LookupError: the file has no such symbol (it may be stripped).
+        LookupError: the file does not define one such function (it may be stripped, or import it).
     """
     from elftools.elf.elffile import ELFFile  # noqa: PLC0415  (only torch_xla needs it)
 
     with open(path, "rb") as file:
         elf = ELFFile(file)
-        offset = _symbol_value(elf, ".symtab", name)
-        exported_offset = _symbol_value(elf, ".dynsym", exported)
+        offset = _function_offset(elf, ".symtab", name)
+        exported_offset = _function_offset(elf, ".dynsym", exported)
     exported_address = ctypes.cast(ctypes.CDLL(path)[exported], ctypes.c_void_p).value
     assert exported_address is not None
     return exported_address - exported_offset + offset
 
 
-def _symbol_value(elf, table: str, name: str) -> int:  # type: ignore[no-untyped-def]
-    """Returns the symbol's address in the file. pyelftools would take seconds for 10^6 symbols."""
+def _function_offset(elf, table: str, name: str) -> int:  # type: ignore[no-untyped-def]
+    """Returns a function's address in the file. pyelftools would take seconds for 10^6 symbols."""
     section = elf.get_section_by_name(table)
     if section is None:
         raise LookupError(f"no {table} section")
@@ -49,6 +52,9 @@ def _symbol_value(elf, table: str, name: str) -> int:  # type: ignore[no-untyped
     strings = elf.get_section(section["sh_link"]).data()
     position = strings.find(b"\0" + name.encode() + b"\0")
     found = symbols[symbols["name"] == position + 1] if position >= 0 else symbols[:0]
-    if len(found) == 0:
-        raise LookupError(f"no symbol {name} in {table}")
-    return int(found["value"][0])
+    # An imported symbol has no section, and the value 0; what is no function cannot be called.
+    found = found[(found["section"] != _NO_SECTION) & (found["info"] % 16 == _FUNCTION)]
+    offsets = {*found["value"].tolist()}
+    if len(offsets) != 1:
+        raise LookupError(f"{len(offsets) or 'no'} functions {name} in {table}")
+    return int(offsets.pop())

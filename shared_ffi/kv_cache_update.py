@@ -10,6 +10,7 @@ from shared_ffi import _native, token_rows
 from shared_ffi import kv_layout as _kv_layout
 from shared_ffi.spec import (
     CACHE_DTYPES,
+    PLACE_FOR_EACH,
     STORAGE_DTYPES,
     ArraySpec,
     Call,
@@ -57,8 +58,8 @@ def check(
     _kv_layout.check_dtypes(OP, kv_cache, value_cache, "key", key.dtype)
     for argument, array in (("kv_cache", kv_cache), ("value_cache", value_cache)):
         if array is not None and _repeats(array):
-            rule = "have a place of its own for each element, as it is written to"
-            raise value_error(OP, argument, rule, f"strides {list(array.strides or ())}")
+            got = f"strides {list(array.strides or ())}"
+            raise value_error(OP, argument, PLACE_FOR_EACH, got)
     operands = Operands(
         [caches[0], token_rows.as_operand(key), token_rows.as_operand(value), slot_mapping],
         [cache.head_dim, 1, 1, None],

@@ -203,7 +203,7 @@ def check_values(
         arrays["block_tables"],
         arrays["query_start_loc"],
         arrays["num_seqs"].item(),
-        tree_mask=None if tree_mask is None else on_host(tree_mask).astype(np.int32, order="C"),
+        tree_mask=None if tree_mask is None else _words(tree_mask),
         num_tokens=query.shape[0],
         num_blocks=num_blocks,
         block_size=block_size,
@@ -213,6 +213,15 @@ def check_values(
     )
     if fault:
         raise ValueError(f"{OP}: {fault}")
+
+
+def _words(tree_mask: Any) -> np.ndarray:
+    """A tree mask of integers of any width, signed or not, as words of 32 bits."""
+    words = on_host(tree_mask)
+    lost = words[(words < np.iinfo(np.int32).min) | (words > np.iinfo(np.uint32).max)]
+    if lost.size > 0:
+        raise value_error(OP, "tree_mask", "hold words of 32 bits", lost[0])
+    return words.astype(np.int32, order="C")
 
 
 def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
@@ -266,7 +275,7 @@ def _check_value_head_size(value_head_size: int, head_size: int) -> None:
 
 
 def _float32(argument: str, value: float) -> np.float32:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise dtype_error(OP, argument, "type float", type(value).__name__)
     with np.errstate(over="ignore"):
         try:

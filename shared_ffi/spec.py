@@ -13,6 +13,9 @@ STORAGE_DTYPES = ("float32", "float16", "bfloat16")
 CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 """The dtypes of 8 bits that a cache may have instead."""
 
+PLACE_FOR_EACH = "have a place of its own for each element, as it is written to"
+"""The rule for an array that is written in place."""
+
 Scalar = np.float32 | np.int64
 """The value of an attribute. An int64 computed from symbolic sizes is a symbol, too."""
 

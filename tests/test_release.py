@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 import tomllib
 from pathlib import Path
 
@@ -49,6 +50,21 @@ def test_wheels_are_tried_through_every_door() -> None:
     test = PROJECT["tool"]["cibuildwheel"]["test-command"]
     assert {*test.partition("--door ")[2].split()} == doors
     assert {*wheels.DOORS} == doors
+
+
+@pytest.mark.parametrize("python", ["false", "no-such-python"])
+def test_an_interpreter_that_does_not_run_is_found_before_the_build(
+    python: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["wheels.py", "--out", str(tmp_path), "--python", sys.executable, python]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit):
+        wheels.main()
+    assert f"--python must name interpreters that run here; got {python}" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
 
 
 def test_the_formatter_of_signatures_is_the_pinned_one() -> None:

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from shared_ffi import eager, token_rows
 from shared_ffi.eager import RememberedCalls
 from shared_ffi.spec import (
+    PLACE_FOR_EACH,
     ArraySpec,
     Call,
     dtype_error,
@@ -315,6 +316,9 @@ class InPlaceOp:
         first = arguments[0]
         if first is None:
             raise missing_error(self._name, self._names[0])
+        named = dict(zip(self._names, arguments, strict=False)) | dict(keywords)
+        tensors = {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
+        _refuse_several_devices(self._name, (*tensors,), (*tensors.values(),))
         for name, tensor in self._targets(arguments, keywords).items():
             if tensor.is_neg():
                 rule = "not be a lazily negated view, as it is written to"
@@ -326,16 +330,26 @@ class InPlaceOp:
         return keywords.get(_OUT)
 
     def run_on_xla(self, *arguments: Any, **keywords: Any) -> None:
-        """The kernel for torch_xla's tensors."""
+        """The kernel for torch_xla's tensors, which have neither addresses nor strides of their
+        own."""
         targets = self._targets(arguments, keywords)
+        for name, target in targets.items():
+            base = target._base
+            if base is not None and base.numel() < target.numel():
+                got = f"a view of {base.numel()} elements as {target.numel()}"
+                raise value_error(self._name, name, PLACE_FOR_EACH, got)
+        if len(targets) == 2:
+            (first_name, first), (name, second) = targets.items()
+            if first is second:
+                raise _one_memory(self._name, name, first_name)
         if self._has_out:
             keywords.pop(_OUT)
         results = self._functional(*arguments, **keywords)
         if self._has_out:
             results = [results]
         for (name, target), result in zip(targets.items(), results, strict=True):
-            if target.shape != result.shape:  # copy_ would broadcast
-                raise shape_error(self._name, name, str(list(result.shape)), tuple(target.shape))
+            # copy_ would broadcast and convert.
+            _check_fits(self._name, name, array_spec(result.shape, result.dtype), target)
             target.copy_(result)
 
     def _targets(
@@ -508,17 +522,20 @@ def _before_writing(op: str, names: Sequence[str], written: Sequence[torch.Tenso
 
 
 def _check_out(call: Call, like: torch.Tensor, out: torch.Tensor) -> None:
-    spec = call.results[0]
-    given = array_spec(out.shape, out.dtype)
-    if given.shape != spec.shape:
-        raise shape_error(call.op, _OUT, str(list(spec.shape)), given.shape)
-    if given.dtype != spec.dtype:
-        raise dtype_error(call.op, _OUT, f"dtype {spec.dtype}", given.dtype)
+    _check_fits(call.op, _OUT, call.results[0], out)
     if not out.is_contiguous():
         raise value_error(call.op, _OUT, "be contiguous", f"strides {list(out.stride())}")
     _refuse_several_devices(call.op, ("the first tensor", _OUT), (like, out))
     if torch.is_grad_enabled() and out.requires_grad:
         raise _no_derivative(call.op, "requires grad")
+
+
+def _check_fits(op: str, name: str, result: ArraySpec, target: torch.Tensor) -> None:
+    given = array_spec(target.shape, target.dtype)
+    if given.shape != result.shape:
+        raise shape_error(op, name, str(list(result.shape)), given.shape)
+    if given.dtype != result.dtype:
+        raise dtype_error(op, name, f"dtype {result.dtype}", given.dtype)
 
 
 def _refuse_overlap(
@@ -537,8 +554,12 @@ def _refuse_one_memory(
 ) -> None:
     """Other views of one memory are legal: transformers' K and V overlap, and its slots do not."""
     if first.data_ptr() == second.data_ptr() and first.numel():
-        rule = "begin elsewhere, as both are written to"
-        raise value_error(op, names[1], rule, f"the memory of {names[0]}")
+        raise _one_memory(op, names[1], names[0])
+
+
+def _one_memory(op: str, name: str, other: str) -> ValueError:
+    rule = "begin elsewhere, as both are written to"
+    return value_error(op, name, rule, f"the memory of {other}")
 
 
 def _spanned_bytes(tensor: torch.Tensor) -> int:

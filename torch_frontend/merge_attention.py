@@ -33,4 +33,4 @@ def merge_attention(
 
 def _stacked(argument: str, given: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     parts = op.parts(argument, given)
-    return torch.as_tensor(given) if parts is None else torch.stack(parts)
+    return torch.as_tensor(given) if parts is None else torch.stack([*map(torch.as_tensor, parts)])

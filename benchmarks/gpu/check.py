@@ -43,7 +43,7 @@ print(_native.__file__, "computes on", torch.cuda.get_device_name() if device ==
 """
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # racecheck does not know the hand-over by cp.async.mbarrier.arrive.noinc before CUDA 13.1, whose
-# compute-sanitizer calls itself 2025.4, and reports races in the Hopper kernel that are none.
+# compute-sanitizer calls itself 2025.4, and reports races in the kernels of CHOSEN that are none.
 KNOWS_NOINC = (2025, 4)
 
 
@@ -239,28 +239,37 @@ def check(steps: Steps, is_hopper: bool, trace: Sequence[object]) -> None:
     on_cuda = {"XLA_GPU_TEST_ON": "cuda"}
     steps.do("import", [sys.executable, "-c", IMPORT, "cuda"], 60)
     for i in (1, 2):
-        kernels = [*PYTEST, KERNELS, "-k", "not hopper", "--shard", f"{i}/2"]
+        kernels = [*PYTEST, KERNELS, "-k", f"not ({' or '.join(CHOSEN)})", "--shard", f"{i}/2"]
         steps.do(f"kernels {i}/2", kernels, 120, **on_cuda)
-    # A step of its own: a kernel that hangs or breaks the device fails the whole step.
-    hopper = [*PYTEST, KERNELS, "-k", "hopper"]
-    is_proven = is_hopper and steps.do("hopper kernels", hopper, 100, **on_cuda)
-    steps.benchmark(*trace, *([] if is_proven else ["--no-hopper"]), seconds=270)
+    # A step of its own for each: a kernel that hangs or breaks the device fails the whole step.
+    proven = [
+        kernel
+        for kernel in CHOSEN
+        if is_hopper
+        and steps.do(f"{kernel} kernels", [*PYTEST, KERNELS, "-k", kernel], 100, **on_cuda)
+    ]
+    without = [kernel for kernel in CHOSEN if kernel not in proven]
+    steps.benchmark(*trace, *(["--without", *without] if without else []), seconds=270)
     for door, chosen, shards in DOORS:
         for i in range(1, shards + 1):
             command = [*PYTEST, "tests/doors/test_gpu_doors.py", "-k", chosen]
             command += ["--shard", f"{i}/{shards}"]
             steps.do(f"doors, {door} {i}/{shards}", command, 120, **on_cuda)
-    for prefill in ("any", *(["hopper"] if is_hopper else [])):
+    for kernel in ("any", *(CHOSEN if is_hopper else [])):
         for tool in SANITIZERS:
-            name = f"{tool}, {prefill}"
-            if (tool, prefill) == ("racecheck", "hopper") and sanitizer_version() < KNOWS_NOINC:
+            name = f"{tool}, {kernel}"
+            if tool == "racecheck" and kernel in CHOSEN and sanitizer_version() < KNOWS_NOINC:
                 steps.leave_out(name, "needs the compute-sanitizer of CUDA 13.1 or later")
                 continue
             command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
             command += [sys.executable, "-m", "tests.support.sanitize"]
-            environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "XLA_GPU_CUDA_PREFILL": prefill}
+            environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+            environment |= {CHOSEN[kernel]: kernel} if kernel in CHOSEN else {}
             steps.do(name, command, 100, **environment)
 
+
+# The kernels that are off by default, and the variables that choose them.
+CHOSEN = {"hopper": "XLA_GPU_CUDA_PREFILL", "pipelined": "XLA_GPU_CUDA_DECODE"}
 
 # The doors' tests by what their names hold: each is in one group. With the number of shards.
 DOORS = (
@@ -286,9 +295,10 @@ def rehearse(steps: Steps, emulated: Path) -> None:
     steps.do("import", [sys.executable, "-c", IMPORT, "cpu"], 60)
     kernels = [*PYTEST, KERNELS, "--emulated", emulated]
     for i in (1, 2):
-        share = ["-k", "not hopper", "--shard", f"{i}/10"]
+        share = ["-k", f"not ({' or '.join(CHOSEN)})", "--shard", f"{i}/10"]
         steps.do(f"kernels {i}/10", [*kernels, *share], 120)
-    steps.do("hopper kernels", [*kernels, "-k", "hopper", "--shard", "1/10"], 100)
+    for kernel in CHOSEN:
+        steps.do(f"{kernel} kernels", [*kernels, "-k", kernel, "--shard", "1/10"], 100)
     steps.benchmark("--rehearse", seconds=120)
     doors = [*PYTEST, "tests/doors/test_parity.py"]
     for i in (1, 2):

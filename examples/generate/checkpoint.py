@@ -40,6 +40,7 @@ class Scores(NamedTuple):
 
     best: list[int]  # the most probable token at each position
     logprobs: list[float]  # of the answer's tokens
+    behind: list[float]  # how much less that is than the log-probability of the best token
 
 
 class Checkpoint:
@@ -92,13 +93,15 @@ class Checkpoint:
         An answer is what greedy search gives exactly if each of its tokens is the best one.
         """
         if not answer:
-            return Scores([], [])
+            return Scores([], [], [])
         self.model.set_attn_implementation("eager")
         tokens = torch.tensor([[*prompt, *answer]])
         rows = slice(len(prompt) - 1, -1)
         logits = self.model(tokens, use_cache=False).logits[0, rows].float()
-        of_answer = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])
-        return Scores(logits.argmax(-1).tolist(), of_answer[:, 0].tolist())
+        logprobs = logits.log_softmax(-1)
+        of_answer = logprobs.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        behind = logprobs.amax(-1) - of_answer
+        return Scores(logits.argmax(-1).tolist(), of_answer.tolist(), behind.tolist())
 
 
 def load(folder: Path | None, dtype: str) -> Checkpoint:

@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from examples import page
-from examples.generate.run import Result
+from examples.generate.run import TOLERANCE, Result
 from examples.page import COLORS, Calls, Headline
 
 
@@ -42,12 +42,16 @@ def headlines(result: Result) -> list[Headline]:
     if differences:
         largest = max(differences)
         label = "largest difference of a log-probability"
-        found.insert(1, Headline(label, f"{largest:.1g}", largest < 0.5))
+        found.insert(1, Headline(label, f"{largest:.1g}", largest < TOLERANCE))
     if result.sampling.is_greedy:
         equal = min(door.equal_answers for door in doors)
         answers = f"{equal} of {len(result.prompts)}"
         good = equal == len(result.prompts) or not must
         found.insert(1, Headline("answers as with transformers' attention", answers, good))
+        behind = max(door.max_behind for door in doors)
+        if behind:
+            label = "log-probability of a token behind transformers' best, at most"
+            found.insert(2, Headline(label, f"{behind:.1g}", behind < TOLERANCE))
     return found
 
 

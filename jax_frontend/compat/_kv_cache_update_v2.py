@@ -10,13 +10,13 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_frontend import kv_cache_update as ours
-from jax_frontend._call import requires_arrays
+from jax_frontend._call import takes_arrays
 from shared_ffi.spec import shape_error, value_error
 
 OP = "tpu_inference.kv_cache_update"
 
 
-@requires_arrays(OP)
+@takes_arrays(OP)
 def kv_cache_update(
     new_kv: jax.Array,
     slices: jax.Array,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jax_frontend._call import requires_arrays
+from jax_frontend._call import takes_arrays
 from jax_frontend._update_and_attend import (
     PACKED_ROWS,
     block_tables_of,
@@ -24,7 +24,7 @@ from shared_ffi.spec import shape_error, value_error
 RAGGED, UNIFIED = "ejkernel.ragged_page_attention_v3", "ejkernel.unified_attention"
 
 
-@requires_arrays(RAGGED)
+@takes_arrays(RAGGED)
 def ragged_page_attention_v3(
     queries: jax.Array,
     keys: jax.Array,
@@ -125,6 +125,7 @@ def _ragged_page_attention(
     k_scale: float | None,
     v_scale: float | None,
 ) -> tuple[jax.Array, jax.Array]:
+    check_shape(RAGGED, "query_start_loc", query_start_loc, (kv_lens.shape[0] + 1,))
     check_shape(RAGGED, "distribution", distribution, (3,))
     if softmax_aux is not None:
         check_shape(RAGGED, "softmax_aux", softmax_aux, queries.shape[1:2])
@@ -148,7 +149,7 @@ def _ragged_page_attention(
     )
 
 
-@requires_arrays(UNIFIED)
+@takes_arrays(UNIFIED)
 def unified_attention(
     queries: jax.Array,
     key_cache: jax.Array,

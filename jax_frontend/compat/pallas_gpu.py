@@ -5,14 +5,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_frontend._call import requires_arrays
+from jax_frontend._call import takes_arrays
 from jax_frontend.compat._decode import decode
 from shared_ffi.spec import shape_error
 
 OP = "pallas_gpu.paged_attention"
 
 
-@requires_arrays(OP)
+@takes_arrays(OP)
 def paged_attention(
     q: jax.Array,
     k_pages: jax.Array,

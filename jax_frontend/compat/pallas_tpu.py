@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jax_frontend._call import requires_arrays
+from jax_frontend._call import takes_arrays
 from jax_frontend.compat._decode import decode
 from jax_frontend.ragged_paged_attention import ragged_paged_attention
 from shared_ffi.spec import shape_error
@@ -20,7 +20,7 @@ OP = "pallas_tpu.paged_attention"
 _MAX_INT8 = 127.5
 
 
-@requires_arrays(OP)
+@takes_arrays(OP)
 def paged_attention(
     q: jax.Array,
     k_pages: Any,

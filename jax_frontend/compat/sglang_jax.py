@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_frontend._call import requires_arrays
+from jax_frontend._call import takes_arrays
 from jax_frontend._update_and_attend import PACKED_ROWS, check_shape, update_and_attend
 from jax_frontend.compat._refusal import refuse
 from shared_ffi.spec import shape_error
@@ -15,7 +15,7 @@ from shared_ffi.spec import shape_error
 OP = "sglang_jax.ragged_paged_attention"
 
 
-@requires_arrays(OP)
+@takes_arrays(OP)
 def ragged_paged_attention(
     queries: jax.Array,
     keys: jax.Array,
@@ -97,9 +97,11 @@ def ragged_paged_attention(
         refuse(OP, softmax_dtype=jnp.dtype(softmax_dtype).name)
     max_seqs = kv_lens.shape[0]
     check_shape(OP, "distribution", distribution, (3,))
+    check_shape(OP, "cu_q_lens", cu_q_lens, (max_seqs + 1,))
     check_shape(OP, "cu_kv_lens", cu_kv_lens, (max_seqs + 1,))
-    if page_indices.ndim != 1:
-        raise shape_error(OP, "page_indices", "[num_page_indices]", page_indices.shape)
+    if page_indices.ndim != 1 or page_indices.shape[0] == 0:
+        rule = "[num_page_indices], of at least one page"
+        raise shape_error(OP, "page_indices", rule, page_indices.shape)
     if kv_cache_fused.ndim != 5:
         rule = "[num_pages, page_size, rows // packing, packing, width]"
         raise shape_error(OP, "kv_cache_fused", rule, kv_cache_fused.shape)
@@ -120,8 +122,10 @@ def ragged_paged_attention(
         values,
         kv_cache_fused,
         kv_lens,
-        # A place past the end is no page: -1 is an error where a query attends to it.
-        jnp.asarray(page_indices).at[places].get(mode="fill", fill_value=-1),
+        # A place past either end is no page: -1 is an error where a query attends to it.
+        jnp.asarray(page_indices)
+        .at[places]
+        .get(mode="fill", fill_value=-1, wrap_negative_indices=False),
         cu_q_lens,
         distribution[2],
         attention_sink,

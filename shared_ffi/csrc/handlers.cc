@@ -39,3 +39,7 @@ XLA_FFI_Handler* FindHandler(const std::string& platform, const std::string& tar
 }
 
 }  // namespace xla_gpu
+
+XLA_FFI_Handler* xla_gpu_handler(const char* platform, const char* target) {
+  return xla_gpu::FindHandler(platform, target);
+}

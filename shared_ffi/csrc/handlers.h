@@ -21,3 +21,7 @@ XLA_GPU_EXPORT const std::vector<NamedHandler>& Handlers();
 XLA_GPU_EXPORT XLA_FFI_Handler* FindHandler(const std::string& platform, const std::string& target);
 
 }  // namespace xla_gpu
+
+// The same for programs that load the library and know its C functions only.
+extern "C" XLA_GPU_EXPORT XLA_FFI_Handler* xla_gpu_handler(const char* platform,
+                                                           const char* target);

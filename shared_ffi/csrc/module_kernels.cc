@@ -1,10 +1,12 @@
 // Which kernels of paged_attention this build has, and which of them are used. The environment may
 // choose before anything in the module is called.
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdlib>
+#include <map>
 
 #include "module.h"
 #include "paged_attention/cpu/instruction_set.h"
@@ -33,12 +35,23 @@ void SetCpuInstructionSet(const std::string& name) {
 }
 
 #ifdef XLA_GPU_CUDA
-constexpr char kCudaVariable[] = "XLA_GPU_CUDA_PREFILL";
+std::string CudaVariable(std::string purpose) {
+  for (char& c : purpose) c = static_cast<char>(c - 'a' + 'A');
+  return "XLA_GPU_CUDA_" + purpose;
+}
 
-void SetCudaPrefill(const std::string& name) {
-  if (paged_attention::ChooseCudaPrefill(name)) return;
-  throw NotOffered(StrCat("the kernel of long queries on CUDA (", kCudaVariable, ")"),
-                   paged_attention::CudaPrefills(), "in this build", name);
+void SetCudaChoice(const std::string& purpose, const std::string& name) {
+  if (paged_attention::ChooseCuda(purpose, name)) return;
+  throw NotOffered(StrCat("the kernel for ", purpose, " on CUDA (", CudaVariable(purpose), ")"),
+                   paged_attention::CudaChoices(purpose), "in this build", name);
+}
+
+std::map<std::string, std::vector<std::string>> CudaChoices() {
+  std::map<std::string, std::vector<std::string>> choices;
+  for (const std::string& purpose : paged_attention::CudaPurposes()) {
+    choices[purpose] = paged_attention::CudaChoices(purpose);
+  }
+  return choices;
 }
 
 // cmake/resources.py prints them with the build's report.
@@ -63,15 +76,19 @@ void BindKernels(nb::module_& m) {
   m.def("set_cpu_instruction_set", &SetCpuInstructionSet, nb::arg("name"),
         "Uses another from now on, as the environment variable XLA_GPU_CPU_ISA does.");
 #ifdef XLA_GPU_CUDA
-  if (const char* name = std::getenv(kCudaVariable)) SetCudaPrefill(name);
+  for (const std::string& purpose : paged_attention::CudaPurposes()) {
+    if (const char* name = std::getenv(CudaVariable(purpose).c_str())) SetCudaChoice(purpose, name);
+  }
   m.def("cuda_kernels", &CudaKernels,
         "(kernel, size, bytes of a cache element, groups of rows, threads, bytes of shared memory) "
         "of each kernel of paged_attention.");
-  m.def("cuda_prefills", &paged_attention::CudaPrefills,
-        "The kernels of this build for long queries on CUDA, the default first.");
-  m.def("cuda_prefill", &paged_attention::CudaPrefill, "The kernel in use.");
-  m.def("set_cuda_prefill", &SetCudaPrefill, nb::arg("name"),
-        "Uses another from now on, as the environment variable XLA_GPU_CUDA_PREFILL does.");
+  m.def("cuda_choices", &CudaChoices,
+        "The kernels of this build to choose from, the default first, by what they are for: "
+        "prefill or decode.");
+  m.def("cuda_choice", &paged_attention::CudaChoice, nb::arg("purpose"), "The kernel in use.");
+  m.def("set_cuda_choice", &SetCudaChoice, nb::arg("purpose"), nb::arg("name"),
+        "Uses another from now on, as the environment variables XLA_GPU_CUDA_PREFILL and "
+        "XLA_GPU_CUDA_DECODE do.");
 #endif
 }
 

@@ -92,6 +92,8 @@ def test_a_row_and_its_tables(tmp_path: Path) -> None:
     assert of_8_bits["kv_bytes"] == decode["kv_bytes"] / 2
     hopper = "torch eager, XLA_GPU_CUDA_PREFILL=hopper"
     assert prefill["absent"][hopper] == "does not compute on other devices than Hopper's"
+    pipelined = "torch eager, XLA_GPU_CUDA_DECODE=pipelined"
+    assert decode["absent"][pipelined] == "does not compute on devices with less shared memory"
     assert "FlashInfer" in decode["absent"] and "FlashInfer" not in decode["seconds"]
     json.dumps(results)
     text = report.markdown(results)
@@ -230,15 +232,25 @@ def test_order_on_a_gpu(
     check.check(steps, is_hopper, [])
     done = steps.results["steps"]
     names = list(dict.fromkeys(re.sub(r"( \d/\d)?(, .*)?$", "", name) for name in done))
-    hopper = ["hopper kernels"] if is_hopper else []
-    assert names == ["import", "kernels", *hopper, "benchmark", "doors", *check.SANITIZERS]
-    assert ("--no-hopper" in done["benchmark"]["command"]) is not is_hopper
+    chosen = ["hopper kernels", "pipelined kernels"] if is_hopper else []
+    assert names == ["import", "kernels", *chosen, "benchmark", "doors", *check.SANITIZERS]
+    assert left_out(done) == ([] if is_hopper else ["hopper", "pipelined"])
     if is_hopper:
-        assert done["racecheck, hopper"]["ok"] == (True if sanitizer == (2025, 4) else None)
+        for kernel in check.CHOSEN:
+            assert done[f"racecheck, {kernel}"]["ok"] == (True if sanitizer == (2025, 4) else None)
         steps.failing = ("hopper kernels",)
         check.check(steps, is_hopper, [])
-        assert "--no-hopper" in done["benchmark"]["command"]
+        assert left_out(done) == ["hopper"]
         assert done["doors, torch 1/1"]["ok"] and done["memcheck, hopper"]["ok"]
+
+
+def left_out(steps: dict[str, Any]) -> list[str]:
+    """The kernels that the benchmark does not measure."""
+    command: list[str] = steps["benchmark"]["command"]
+    if "--without" not in command:
+        return []
+    first = command.index("--without") + 1
+    return [word for word in command[first:] if word in check.CHOSEN]
 
 
 def test_the_version_of_compute_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,6 +156,20 @@ def test_check_values_knows_layouts() -> None:
             paged_attention.check_values(*operands, kv_layout=layout)
 
 
+def test_check_values_of_wider_words() -> None:
+    operands, _ = split(attention())
+    for dtype, word, rule in (
+        (np.int64, 2**40, f"tree_mask must hold words of 32 bits; got {2**40}"),
+        (np.uint64, 2**32, f"tree_mask must hold words of 32 bits; got {2**32}"),
+        (np.uint32, 2**31, r"tree_mask\[0\] must have bits of the sequence's"),
+        (np.int64, 2**31, r"tree_mask\[0\] must have bits of the sequence's"),
+    ):
+        mask = np.zeros((4, 2), dtype)
+        mask[0, 0] = word
+        with pytest.raises(ValueError, match=f"^paged_attention: {rule}"):
+            paged_attention.check_values(*operands, tree_mask=mask)
+
+
 def test_check_values_accepts_sound_calls() -> None:
     for case in CASES[::7]:
         mask = {"causal": case.causal, "window_right": case.window_right}
@@ -333,6 +347,7 @@ def test_booleans_are_not_numbers(changes: dict[str, Any], message: str) -> None
             "do; got 'nb(h2)d\\n'",
         ),
         ({"causal": None}, TypeError, "causal must have type bool; got NoneType"),
+        ({"scale": np.complex64(1)}, TypeError, "scale must have type float; got complex64"),
         (
             {"scale": 10**400},
             ValueError,

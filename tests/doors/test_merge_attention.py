@@ -12,6 +12,7 @@ import torch
 
 import jax_frontend
 import torch_frontend
+from harness.compare import assert_same_bits
 from tests.support import doors
 from tests.support.cases import Case, Inputs
 
@@ -87,6 +88,15 @@ def test_merged_parts_can_be_merged_again() -> None:
     nested = merge([first[0], outputs[2]], [first[1], lses[2]])
     for actual, expected in zip(nested, merge(outputs, lses), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_parts_of_numpy() -> None:
+    rng = np.random.default_rng(0)
+    outputs, lses = rng.standard_normal((3, 4, 2, 8), F32), rng.standard_normal((3, 4, 2), F32)
+    for merge in (jax_frontend.merge_attention, torch_frontend.merge_attention):
+        whole, parts = merge(outputs, lses), merge([*outputs], [*lses])
+        for actual, expected in zip(parts, whole, strict=True):
+            assert_same_bits(np.asarray(actual), np.asarray(expected))
 
 
 @pytest.mark.parametrize("door", MERGE)

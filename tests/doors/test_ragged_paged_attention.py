@@ -15,6 +15,7 @@ import torch
 import jax_frontend
 from harness.arrays import DTYPES
 from harness.compare import assert_same_bits
+from jax_frontend import _update_and_attend
 from tests.support import doors, scripts
 from tests.support.cases import SHORT_CASES
 from tests.support.tpu_calls import inputs, oracle
@@ -178,14 +179,30 @@ BAD_CALLS: dict[str, tuple[str, dict[str, Any], str]] = {
     "page_indices of two dimensions": (
         "float32",
         {"page_indices": np.zeros((6, 5), I32)},
-        "ragged_paged_attention_v3: page_indices must have shape [max_seqs=6 * pages_per_seq]; "
-        "got [6, 5]",
+        "ragged_paged_attention_v3: page_indices must have shape [max_seqs=6 * pages_per_seq], of "
+        "at least one page; got [6, 5]",
     ),
     "a page index too few": (
         "float32",
         {"page_indices": np.zeros(29, I32)},
-        "ragged_paged_attention_v3: page_indices must have shape [max_seqs=6 * pages_per_seq]; "
-        "got [29]",
+        "ragged_paged_attention_v3: page_indices must have shape [max_seqs=6 * pages_per_seq], of "
+        "at least one page; got [29]",
+    ),
+    "no page index": (
+        "float32",
+        {"page_indices": np.zeros(0, I32)},
+        "ragged_paged_attention_v3: page_indices must have shape [max_seqs=6 * pages_per_seq], of "
+        "at least one page; got [0]",
+    ),
+    "a start too few": (
+        "head_dim 64, K and V in one row",
+        {"cu_q_lens": np.zeros(6, I32)},
+        "ragged_paged_attention_hd64: cu_q_lens must have shape [7]; got [6]",
+    ),
+    "no starts": (
+        "float32",
+        {"cu_q_lens": np.zeros(0, I32)},
+        "ragged_paged_attention_v3: cu_q_lens must have shape [7]; got [0]",
     ),
     "a distribution of two": (
         "float32",
@@ -202,6 +219,54 @@ def test_v3_refuses(name: str) -> None:
     attend = call.pop("function", function(of_call))
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         attend(**{name: jnp.asarray(x) for name, x in call.items()})
+
+
+# Metadata of three sequences, which is wrong, and the pages that it may write to.
+FAULTY: dict[str, tuple[dict[str, list[Any]], set[int]]] = {
+    "a length below the number of queries": ({"kv_lens": [1, 5, 5]}, {1, 2, 3}),
+    "a length past the table": ({"kv_lens": [100, 5, 5]}, {2, 3}),
+    "a negative length": ({"kv_lens": [-3, 5, 5]}, {2, 3}),
+    "a page whose slots overflow int32": ({"page_indices": [2**29, 9, 2, 9, 3, 9]}, {2, 3}),
+    "a page past the end": ({"page_indices": [10, 9, 2, 9, 3, 9]}, {2, 3}),
+    "a negative page": ({"page_indices": [-1, 9, 2, 9, 3, 9]}, {2, 3}),
+    "starts that decrease": ({"cu_q_lens": [0, 5, 3, 8]}, {1, 2, 3}),
+    "a negative start": ({"cu_q_lens": [-4, 2, 3, 8]}, {1, 2, 3}),
+    "a negative number of sequences": ({"distribution": [0, 0, -1]}, set()),
+    "too many sequences": ({"distribution": [0, 0, 4]}, set()),
+}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_faulty_metadata_writes_to_no_other_page(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU the attention of the call is an error, and nobody sees the cache. A GPU reports no
+    error, and the cache is what the next call reads: here the attention is left out."""
+    changes, may_write = FAULTY[name]
+    metadata = {
+        "kv_lens": [5, 5, 5],
+        "page_indices": [1, 9, 2, 9, 3, 9],  # no sequence needs page 9
+        "cu_q_lens": [0, 5, 6, 8],
+        "distribution": [0, 0, 3],
+    }
+    new = jnp.ones((8, 1, 16), F32)
+
+    def call(**changed: Any) -> np.ndarray:
+        arrays = {key: jnp.array(x, I32) for key, x in (metadata | changed).items()}
+        cache = jnp.zeros((10, 8, 2, 1, 16), F32)
+        _, cache = jax_frontend.ragged_paged_attention_v3(new, new, new, cache, **arrays)
+        return np.asarray(cache)
+
+    assert {*np.flatnonzero(call().any((1, 2, 3, 4)))} == {1, 2, 3}
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="^INVALID_ARGUMENT"):
+        call(**changes)
+    _update_and_attend._update_and_attend.clear_cache()
+    monkeypatch.setattr(_update_and_attend, "paged_attention", lambda queries, *_, **__: queries)
+    try:
+        cache = call(**changes)
+    finally:
+        _update_and_attend._update_and_attend.clear_cache()
+    assert {*np.flatnonzero(cache.any((1, 2, 3, 4)))} <= may_write
 
 
 def test_v3_refuses_an_unknown_argument() -> None:

@@ -202,6 +202,14 @@ def test_sglang_jax_reports_pages_past_the_end() -> None:
         jax.block_until_ready(sglang_jax.ragged_paged_attention(**as_jax(call)))
 
 
+def test_sglang_jax_reports_pages_before_the_first() -> None:
+    """In JAX, place -1 is the last one, a page of another sequence."""
+    call = packed(inputs(*CALLS["float32"]))
+    call["cu_kv_lens"][1] = -PAGE_SIZE
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"block_tables\[1, 0\] must be from 0 to"):
+        jax.block_until_ready(sglang_jax.ragged_paged_attention(**as_jax(call)))
+
+
 def renamed(call: dict[str, Any]) -> dict[str, Any]:
     """The call with the arguments of ejKernel."""
     names = {"page_indices": "block_tables", "cu_q_lens": "query_start_loc"}
@@ -555,7 +563,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "sglang-jax, a page table": (
         of_sglang(page_indices=jnp.zeros((6, 2), jnp.int32)),
-        f"{SGLANG}page_indices must have shape [num_page_indices]; got [6, 2]",
+        f"{SGLANG}page_indices must have shape [num_page_indices], of at least one page; got [6, 2]",
     ),
     "sglang-jax, a cache of four dimensions": (
         of_sglang(kv_cache_fused=jnp.zeros((40, 8, 4, 128))),
@@ -580,7 +588,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "ejKernel, a page table": (
         of_ejkernel(block_tables=jnp.zeros((6, 5), jnp.int32)),
-        f"{RAGGED}block_tables must have shape [max_seqs=6 * pages_per_seq]; got [6, 5]",
+        f"{RAGGED}block_tables must have shape [max_seqs=6 * pages_per_seq], of at least one page; "
+        "got [6, 5]",
     ),
     "ejKernel, a mesh alone": (
         of_ejkernel(mesh=Mesh(np.array(jax.devices()[:2]), ("tp",))),
@@ -643,27 +652,54 @@ def test_refuses(name: str) -> None:
         call()
 
 
-@pytest.mark.parametrize(
-    ("function", "op"),
-    [
-        (jax_frontend.ragged_paged_attention_v3, "ragged_paged_attention_v3"),
-        (jax_frontend.ragged_paged_attention_hd64, "ragged_paged_attention_hd64"),
-        (tpu_inference.kv_cache_update, "tpu_inference.kv_cache_update"),
-        (sglang_jax.ragged_paged_attention, "sglang_jax.ragged_paged_attention"),
-        (ejkernel.ragged_page_attention_v3, "ejkernel.ragged_page_attention_v3"),
-        (ejkernel.unified_attention, "ejkernel.unified_attention"),
-        (pallas_tpu.paged_attention, "pallas_tpu.paged_attention"),
-        (pallas_gpu.paged_attention, "pallas_gpu.paged_attention"),
-    ],
-)
-def test_an_array_that_is_missing(function: Any, op: str) -> None:
+FUNCTIONS: list[tuple[Any, str]] = [
+    (jax_frontend.ragged_paged_attention_v3, "ragged_paged_attention_v3"),
+    (jax_frontend.ragged_paged_attention_hd64, "ragged_paged_attention_hd64"),
+    (tpu_inference.kv_cache_update, "tpu_inference.kv_cache_update"),
+    (sglang_jax.ragged_paged_attention, "sglang_jax.ragged_paged_attention"),
+    (ejkernel.ragged_page_attention_v3, "ejkernel.ragged_page_attention_v3"),
+    (ejkernel.unified_attention, "ejkernel.unified_attention"),
+    (pallas_tpu.paged_attention, "pallas_tpu.paged_attention"),
+    (pallas_gpu.paged_attention, "pallas_gpu.paged_attention"),
+]
+
+
+def required(function: Any) -> dict[str, str]:
+    """The arguments that a call cannot do without, and their types."""
     parameters = inspect.signature(function).parameters.values()
-    names = [x.name for x in parameters if x.default is x.empty and x.kind is not x.VAR_KEYWORD]
-    may_be_none = {x.name for x in parameters if str(x.annotation).endswith("| None")}
-    assert len(names) > 3
-    for name in set(names) - may_be_none:
+    found = [x for x in parameters if x.default is x.empty and x.kind is not x.VAR_KEYWORD]
+    assert len(found) > 3
+    return {x.name: str(x.annotation) for x in found}
+
+
+@pytest.mark.parametrize(("function", "op"), FUNCTIONS)
+def test_an_array_that_is_missing(function: Any, op: str) -> None:
+    names = required(function)
+    for name in [name for name, kind in names.items() if not kind.endswith("| None")]:
         arrays = {each: None if each == name else jnp.ones((2, 2, 2)) for each in names}
         with pytest.raises(TypeError, match=f"^{op}: {name} must be an array; got None$"):
             function(**arrays)
         with pytest.raises(TypeError, match=f"^{op}: {name} must be an array; got None$"):
             function(*arrays.values())
+
+
+@pytest.mark.parametrize(("function", "op"), FUNCTIONS)
+def test_a_list_for_an_array(function: Any, op: str) -> None:
+    names = required(function)
+    for name in [name for name, kind in names.items() if kind == "jax.Array"]:
+        arrays = {each: [0] if each == name else jnp.ones((2, 2, 2)) for each in names}
+        with pytest.raises(TypeError, match=f"^{op}: {name} must have type array; got list$"):
+            function(**arrays)
+
+
+@pytest.mark.parametrize(("function", "op"), FUNCTIONS)
+def test_integers_that_jax_would_truncate(function: Any, op: str) -> None:
+    """Page 2**40 would become page 0, which may be another request's."""
+    names = required(function)
+    for name in names:
+        arrays = {
+            each: np.full((2, 2, 2), 2**40 if each == name else 0, np.int64) for each in names
+        }
+        rule = f"{name} must hold integers that fit int32, as jax_enable_x64 is off; got {2**40}"
+        with pytest.raises(ValueError, match=f"^{op}: {rule}$"):
+            function(**arrays)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 import jax_frontend
 from harness import hlo, reference
@@ -122,6 +123,29 @@ def test_integers_that_jax_would_truncate(slot: int) -> None:
     operands[3][1] = 2**31 - 1
     with pytest.raises(jax.errors.JaxRuntimeError, match="slot_mapping"):
         jax_frontend.kv_cache_update(*operands)
+
+
+class OfNumPy:
+    """An array of another library."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self._array, dtype)
+
+
+@pytest.mark.parametrize("convert", [torch.from_numpy, OfNumPy, lambda array: [*array]])
+def test_integers_of_other_libraries_that_jax_would_truncate(convert: Any) -> None:
+    (*others, _), _ = split(update())
+    for slots, is_refused in (([3, 2**40, -1], True), ([3, 2, -1], False)):
+        given = convert(np.array(slots, np.int64))
+        if is_refused:
+            message = "^kv_cache_update: slot_mapping must hold integers that fit int32"
+            with pytest.raises(ValueError, match=message):
+                jax_frontend.kv_cache_update(*others, given)
+        else:
+            jax_frontend.kv_cache_update(*others, given)
 
 
 def test_int64_slots_with_64_bit_types() -> None:

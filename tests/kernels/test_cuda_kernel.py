@@ -39,17 +39,28 @@ from tests.support.random_cases import random_cases
 F32, I32 = np.float32, np.int32
 
 
-def with_prefill(gpu: Gpu, prefill: str) -> Gpu:
-    """The GPU, with the kernel that long queries may run on."""
-    if prefill not in gpu.native.cuda_prefills():
-        pytest.skip(f"this build has no kernel {prefill}")
-    return type(gpu)(gpu.native, prefill)
+CHOICES = {"any": {}, "hopper": {"prefill": "hopper"}, "pipelined": {"decode": "pipelined"}}
 
 
-@pytest.fixture(scope="session", params=["hopper", "any"])
+def with_choice(gpu: Gpu, name: str) -> Gpu:
+    """The GPU, with a kernel that is off by default."""
+    choices = CHOICES[name]
+    offered = gpu.native.cuda_choices()
+    if any(kernel not in offered[purpose] for purpose, kernel in choices.items()):
+        pytest.skip(f"this build has no kernel {name}")
+    return type(gpu)(gpu.native, choices)
+
+
+@pytest.fixture(scope="session", params=CHOICES)
 def either(request: pytest.FixtureRequest, gpu: Gpu) -> Gpu:
-    """The GPU, once with the Hopper kernel for long queries and once without."""
-    return with_prefill(gpu, request.param)
+    """The GPU, once with each of the kernels that are off by default, and once without."""
+    return with_choice(gpu, request.param)
+
+
+@pytest.fixture(scope="session", params=["any", "hopper"])
+def for_long_queries(request: pytest.FixtureRequest, gpu: Gpu) -> Gpu:
+    """The GPU, once with each kernel for long queries."""
+    return with_choice(gpu, request.param)
 
 
 def has_long_queries(case: Case) -> bool:
@@ -65,21 +76,40 @@ def has_long_queries(case: Case) -> bool:
 
 
 @pytest.mark.parametrize("case", LONG_CASES, ids=lambda case: case.id)
-def test_long_queries(case: Case, either: Gpu) -> None:
+def test_long_queries(case: Case, for_long_queries: Gpu) -> None:
     assert has_long_queries(case)
-    test_paged_attention(case, either)
+    test_paged_attention(case, for_long_queries)
 
 
 @pytest.mark.parametrize(
     "case", [case for case in CASES if has_long_queries(case)], ids=lambda case: case.id
 )
 def test_paged_attention_on_hopper(case: Case, gpu: Gpu) -> None:
-    test_paged_attention(case, with_prefill(gpu, "hopper"))
+    test_paged_attention(case, with_choice(gpu, "hopper"))
+
+
+def has_few_queries(case: Case) -> bool:
+    """Whether the decode kernel computes some queries of the case."""
+    bytes_per_element = 2 if case.cache_dtype is None else 1
+    return (
+        case.dtype != "float32"
+        and case.num_heads <= 16 * case.num_kv_heads
+        and case.head_size * bytes_per_element % 16 == 0
+        and case.head_size <= (256 if case.cache_dtype is None else 128)
+        and any(0 < q_len * case.num_heads <= 16 * case.num_kv_heads for q_len, _ in case.sequences)
+    )
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if has_few_queries(case)], ids=lambda case: case.id
+)
+def test_paged_attention_pipelined(case: Case, gpu: Gpu) -> None:
+    test_paged_attention(case, with_choice(gpu, "pipelined"))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("head_size", [24, 128])
-def test_infinite_values_of_later_tokens(head_size: int, dtype: str, either: Gpu) -> None:
+def test_infinite_values_of_later_tokens(head_size: int, dtype: str, for_long_queries: Gpu) -> None:
     """Infinite values reach exactly the rows that attend to them."""
     case = Case(
         id=f"infinite-{head_size}-{dtype}",
@@ -94,30 +124,32 @@ def test_infinite_values_of_later_tokens(head_size: int, dtype: str, either: Gpu
         value = inputs.kv_cache[inputs.block_tables[s, block], offset, 1]
         value[::3], value[1::5] = np.inf, -np.inf
         value[7] = np.nan
-    result = attend(either, inputs, **attributes)
+    result = attend(for_long_queries, inputs, **attributes)
     with np.errstate(over="ignore"):  # the allowed error at an infinite value
         assert_close_on_cuda(result, inputs, attributes)
     for seed in (1, 2):
-        assert_same_bits(attend(either, inputs, **attributes, seed=seed), result)
+        assert_same_bits(attend(for_long_queries, inputs, **attributes, seed=seed), result)
 
 
-def test_the_kernel_of_long_queries_can_be_chosen(gpu: Gpu) -> None:
+@pytest.mark.parametrize(("purpose", "kernel"), [("prefill", "hopper"), ("decode", "pipelined")])
+def test_a_kernel_can_be_chosen(purpose: str, kernel: str, gpu: Gpu) -> None:
     """The environment chooses it when the module is loaded."""
-    offered = gpu.native.cuda_prefills()
-    message = (
-        "shared_ffi: the kernel of long queries on CUDA (XLA_GPU_CUDA_PREFILL) must be one of "
-    )
+    offered = gpu.native.cuda_choices()[purpose]
+    assert offered in (["any"], ["any", kernel])
+    variable = f"XLA_GPU_CUDA_{purpose.upper()}"
+    message = f"shared_ffi: the kernel for {purpose} on CUDA ({variable}) must be one of "
     message += f"{', '.join(offered)} in this build; got volta"
     with pytest.raises(ValueError, match=re.escape(message)):
-        gpu.native.set_cuda_prefill("volta")
+        gpu.native.set_cuda_choice(purpose, "volta")
     program = "import sys; from tests.support import native; module = native.load(sys.argv[1], 'x._native')"
+    program += f"; print(module.cuda_choice('{purpose}'))"
     for name in (None, *offered, "volta"):
         outcome = subprocess.run(
-            [sys.executable, "-c", f"{program}; print(module.cuda_prefill())", gpu.native.__file__],
+            [sys.executable, "-c", program, gpu.native.__file__],
             capture_output=True,
             text=True,
             cwd=native.ROOT,
-            env=os.environ | ({} if name is None else {"XLA_GPU_CUDA_PREFILL": name}),
+            env=os.environ | ({} if name is None else {variable: name}),
         )
         if name == "volta":
             assert outcome.returncode != 0 and f"{message}\n" in outcome.stderr
@@ -142,8 +174,14 @@ def with_long_queries(case: Case) -> Case:
 
 @given(case=random_cases().map(with_long_queries))
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_random_long_queries(either: Gpu, case: Case) -> None:
-    test_paged_attention(case, either)
+def test_random_long_queries(for_long_queries: Gpu, case: Case) -> None:
+    test_paged_attention(case, for_long_queries)
+
+
+@given(case=random_cases())
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_random_pipelined(gpu: Gpu, case: Case) -> None:
+    test_paged_attention(case, with_choice(gpu, "pipelined"))
 
 
 KERNELS = "CUDA kernels" if ON_CUDA else "CUDA kernels, emulated"
@@ -417,7 +455,9 @@ def test_splits_of_long_queries(q_len: int, splits: int, padding_tokens: int, ei
         max_seqs * tokens_per_tile * most_splits,
     )
     flags = scratch[: 4 * (num_tokens + num_slots)].view(I32)[num_tokens:]
-    assert np.count_nonzero(flags == 0) == q_len * splits + 2
+    is_on_hopper = either.choices["prefill"] == "hopper" and q_len > tokens_per_tile
+    tiles = -(-q_len // (2 * tokens_per_tile if is_on_hopper else tokens_per_tile))
+    assert np.count_nonzero(flags == 0) == tiles * splits + 2
 
 
 def test_more_sequences_than_threads(gpu: Gpu) -> None:

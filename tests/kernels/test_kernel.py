@@ -151,6 +151,23 @@ def test_metadata_that_changes_during_the_call() -> None:
     assert (output[1] == 1).all()
 
 
+def test_a_tree_mask_that_changes_during_the_call() -> None:
+    """The tree mask lies in the memory of the result. The row that sequence 0 writes, a subnormal
+    number, is there the mask 2 of sequence 1, which leaves it no position; it was 0 when it was
+    checked."""
+    memory = np.zeros(16, F32)
+    output, tree_mask = memory.reshape(2, 1, 8), memory[4:8].view(I32).reshape(2, 2)
+    kv_cache = np.zeros((2, 1, 2, 8), F32)
+    kv_cache[0, :, 1, 6] = np.array(2, I32).view(F32)
+    kv_cache[1, :, 1] = 1
+    operands = [np.zeros((2, 1, 8), F32), kv_cache, np.array([1, 1], I32)]
+    operands += [np.array([[0], [1]], I32), np.array([0, 1, 2], I32), np.array(2, I32)]
+    attributes = {"scale": 1.0, "tree_mask": tree_mask}
+    call, arrays = checked_call("paged_attention", operands, attributes)
+    call_handler(call.target, numbers(call), arrays, [output])
+    assert tree_mask[1, 0] == 2 and (output[1] == 1).all()
+
+
 def test_kv_cache_update_of_slots_that_change_during_the_call() -> None:
     """The slots lie in the cache. The key of token 0 is there the slot 3 of token 1, which was 1
     when it was checked."""

@@ -85,7 +85,7 @@ def build(name: str) -> Path:
             # These head sizes suffice for every case and build faster. At 128 the Hopper kernel has
             # more than one block of columns.
             "-DXLA_GPU_HEAD_SIZES=128;256",
-            "-DXLA_GPU_HEAD_SIZES_OF_8_BITS=64",
+            "-DXLA_GPU_HEAD_SIZES_OF_8_BITS=128",
             f"-DXLA_GPU_CPU_INSTRUCTION_SETS={';'.join(suite.instruction_sets)}",
             f"-DXLA_GPU_CUDA={suite.cuda}",
         )

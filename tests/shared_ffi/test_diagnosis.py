@@ -214,13 +214,22 @@ def test_a_build_without_cuda_on_a_machine_with_a_gpu(monkeypatch: pytest.Monkey
     assert "XLA_GPU_CUDA=OFF" in outcome.remedy
 
 
-def test_jax_without_its_cuda_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("driver", "remedy"),
+    [
+        ((13, 1), "pip install 'jax[cuda13]'"),
+        ((12, 8), "update the driver, then pip install 'jax[cuda13]'"),
+    ],
+)
+def test_jax_without_its_cuda_plugin(
+    driver: tuple[int, int], remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_doors, "gpu_count", lambda: 1)
     monkeypatch.setattr(_native, "cuda_version", (13, 0))
-    monkeypatch.setattr(_pjrt, "cuda_driver_version", lambda: (13, 1))
+    monkeypatch.setattr(_pjrt, "cuda_driver_version", lambda: driver)
     monkeypatch.setitem(sys.modules, "jax_plugins", None)
     outcome = _doors.try_door(door("", "jax-cuda", "jax"), 60)
-    assert (outcome.status, outcome.remedy) == (NOT_INSTALLED, "pip install 'jax[cuda13]'")
+    assert (outcome.status, outcome.remedy) == (NOT_INSTALLED, remedy)
 
 
 def test_frameworks_that_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

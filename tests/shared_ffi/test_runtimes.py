@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shared_ffi import OPS, _elf, _native, runtimes
+from tests.support import native
 
 TARGETS = sorted(op.TARGET for op in OPS)
 REGISTERED = {"jaxlib": {"cpu": TARGETS, "cuda": TARGETS}, "torch_xla": {"cpu": TARGETS}}
@@ -113,7 +116,44 @@ def test_a_missing_symbol() -> None:
         _elf.address_of_local_function(_native.__file__, "nowhere", exported="PyInit__native")
 
 
+@pytest.mark.parametrize(
+    ("sources", "error"),
+    [
+        (["int wanted(void) { return 7; }"], None),
+        (["static int wanted(void) { return 7; } int (*get(void))(void) { return wanted; }"], None),
+        (["int wanted(void); int use(void) { return wanted(); }"], "no functions wanted"),
+        (["int wanted = 7;"], "no functions wanted"),
+        (["int unwanted(void) { return 7; }"], "no functions wanted"),
+        (
+            [
+                f"static int wanted(void) {{ return {i}; }} int (*get{i}(void))(void) {{ return wanted; }}"
+                for i in range(2)
+            ],
+            "2 functions wanted",
+        ),
+    ],
+    ids=["exported", "static", "imported", "variable", "suffix", "two"],
+)
+def test_the_lookup_of_a_function(sources: list[str], error: str | None, tmp_path: Path) -> None:
+    """An imported symbol has the value 0: the file's first byte would be called."""
+    for number, source in enumerate(["int first(void) { return 1; }", *sources]):
+        (tmp_path / f"{number}.c").write_text(source)
+    path = tmp_path / "library.so"
+    outcome = native.run("gcc", "-shared", "-fPIC", "-o", path, *sorted(tmp_path.glob("*.c")))
+    assert outcome.returncode == 0, outcome.stdout
+    library = ctypes.PyDLL(str(path), mode=os.RTLD_LAZY)
+    if error is None:
+        address = _elf.address_of_local_function(str(path), "wanted", exported="first")
+        assert ctypes.CFUNCTYPE(ctypes.c_int)(address)() == 7
+    else:
+        with pytest.raises(LookupError, match=f"{error} in .symtab"):
+            _elf.address_of_local_function(str(path), "wanted", exported="first")
+    del library
+
+
 def test_a_stripped_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch_xla  # noqa: F401, PLC0415
+
     monkeypatch.setattr(runtimes, "_XLA_FFI_GET_API", "nowhere")
     with pytest.raises(RuntimeError, match="cannot find XLA's FFI registry in torch_xla"):
         runtimes.torch_xla_ffi_version()

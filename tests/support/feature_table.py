@@ -28,9 +28,9 @@ Each feature has a page, with examples that the tests run:
 * [code written for TPUs](code-for-tpus.md)
 
 `make features` writes the table below. It counts the parity cases that passed, by feature and by
-[door](../glossary.md): against the float64 oracle, and bit for bit between the doors of a platform. A
-cell is empty where attention reads PyTorch's own tensors of 8-bit floats, which PyTorch does not exchange
-with other libraries.
+[door](../glossary.md): against the float64 oracle, and bit for bit between the doors of a platform.
+Inductor and openxla on PyTorch's tensors run a short list of the cases. Attention over 8-bit floats is not
+in the latter's, because PyTorch does not exchange such tensors with other libraries.
 """
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -17,17 +17,19 @@ ON_CUDA = os.environ.get("XLA_GPU_TEST_ON") == "cuda"
 
 
 class Gpu:
-    def __init__(self, native: Any, prefill: str = "any") -> None:
-        """`prefill`: the kernel for long queries, as XLA_GPU_CUDA_PREFILL names it."""
+    def __init__(self, native: Any, choices: Mapping[str, str] | None = None) -> None:
+        """`choices`: kernels by what they are for, as XLA_GPU_CUDA_PREFILL and XLA_GPU_CUDA_DECODE
+        name them."""
         self.native = native
-        self.prefill = prefill
+        self.choices = {"prefill": "any", "decode": "any"} | dict(choices or {})
 
     def run(
         self, op: Any, operands: Sequence[Any], results: Sequence[Any], seed: int, **attributes: Any
     ) -> None:
         """Calls an op's handler. Writes into the results, which may be operands. The seed chooses
         the order of threads of the emulated GPU."""
-        self.native.set_cuda_prefill(self.prefill)
+        for purpose, name in self.choices.items():
+            self.native.set_cuda_choice(purpose, name)
         call = self.native.EagerCall("cuda", op.TARGET, attributes, specs(operands), specs(results))
         self._call(call, operands, results, seed)
 

@@ -1,5 +1,6 @@
 """Calls every kernel a few times under compute-sanitizer: `compute-sanitizer --tool racecheck
-python -m tests.support.sanitize`. XLA_GPU_CUDA_PREFILL names the kernel for long queries."""
+python -m tests.support.sanitize`. XLA_GPU_CUDA_PREFILL and XLA_GPU_CUDA_DECODE name kernels that are
+off by default."""
 
 from __future__ import annotations
 

@@ -194,8 +194,14 @@ def test_out_on_xla() -> None:
     out = torch.full_like(operands[0], torch.nan)
     assert OPS.paged_attention(*operands, 0.5, out=out) is out
     torch.testing.assert_close(out.cpu(), expected)
-    with pytest.raises(ValueError, match="^paged_attention: out must have shape"):
-        OPS.paged_attention(*operands, 0.5, out=torch.zeros(1, *out.shape, device="xla"))
+    for wrong, rule in (
+        (torch.zeros(1, *out.shape, device="xla"), "out must have shape"),
+        (out.half(), "out must have dtype float32; got float16"),
+        (out.cpu(), "all tensors must be on one device; got out on cpu"),
+        (out.to("meta"), "all tensors must be on one device; got out on meta"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=f"^paged_attention: {rule}"):
+            OPS.paged_attention(*operands, 0.5, out=wrong)
 
 
 def refused_outs() -> dict[str, tuple[torch.Tensor, str]]:

@@ -274,3 +274,25 @@ def test_a_tensor_on_the_cpu_among_others() -> None:
         tensors[i] = tensors[i].cpu()
         with pytest.raises(ValueError, match="^paged_attention: all tensors must be on one device"):
             torch.ops.xla_gpu.paged_attention(*tensors, **attributes)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("number", range(4))
+def test_an_update_with_a_tensor_on_another_device(number: int, device: str) -> None:
+    tensors = [doors.to_xla(x) for x in split(update())[0]]
+    tensors[number] = tensors[number].cpu().to(device)
+    with pytest.raises(ValueError, match="^kv_cache_update: all tensors must be on one device"):
+        OPS.kv_cache_update(*tensors)
+
+
+def test_caches_that_are_not_written() -> None:
+    """torch_xla's tensors have neither addresses nor strides of their own to see it by."""
+    cache, key, value, slots = (doors.to_xla(x) for x in split(update())[0])
+    one_block = torch.zeros_like(cache[:1])
+    rule = "kv_cache must have a place of its own for each element, .* got a view of 64 elements"
+    with pytest.raises(ValueError, match=f"^kv_cache_update: {rule}"):
+        OPS.kv_cache_update(one_block.expand_as(cache), key, value, slots)
+    keys = torch.zeros_like(cache[:, :, :2])
+    with pytest.raises(ValueError, match="^kv_cache_update: value_cache must begin elsewhere"):
+        OPS.kv_cache_update(keys, key, value, slots, value_cache=keys)
+    assert not one_block.cpu().any() and not keys.cpu().any()

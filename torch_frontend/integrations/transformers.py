@@ -94,7 +94,7 @@ def attention(
         kwargs.get("softcap"),
         value_cache=values,
         kv_layout=_LAYOUT,
-        sinks=None if sinks is None else sinks.detach().float(),
+        sinks=None if sinks is None else sinks.float(),
         max_query_len=1 if max_query_len == 1 else None,
     )
     return output.view(batch, query_len, num_heads, head_size), None

@@ -33,6 +33,22 @@ __device__ __forceinline__ int32_t LoadOnce(const int32_t* address) {
   return *static_cast<const volatile int32_t*>(address);
 }
 
+// Lets the next kernel of the stream begin once all thread blocks have called this, if it is one
+// that begins early (Kernel::begins_early).
+__device__ __forceinline__ void LetNextKernelBegin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// A kernel that begins early calls it before it uses what the kernels before it write, and before
+// it writes anything. They have ended then.
+__device__ __forceinline__ void WaitForKernelsBefore() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ void SyncBlock() { __syncthreads(); }
 
 // Whether `predicate` holds for any thread of the block. Also a barrier.
@@ -60,6 +76,11 @@ __device__ __forceinline__ void SyncWarp() { __syncwarp(); }
 
 __device__ __forceinline__ bool AnyInWarp(bool predicate) {
   return __any_sync(kAllLanes, predicate);
+}
+
+// The number of lanes of the warp for which `predicate` holds.
+__device__ __forceinline__ int CountInWarp(bool predicate) {
+  return __popc(__ballot_sync(kAllLanes, predicate));
 }
 
 template <typename T>

@@ -32,6 +32,7 @@ struct Device {
   int number;
   int num_multiprocessors;
   bool is_hopper;  // runs code that is compiled for sm_90a
+  bool is_large;   // sm_90 or sm_100, where a thread block can have 227 KiB of shared memory
 
   static Error Current(Device* device) {
     static std::mutex mutex;
@@ -53,7 +54,7 @@ struct Device {
       const cudaError_t status = cudaDeviceGetAttribute(value, attribute, number);
       if (Error error = Check("cudaDeviceGetAttribute", status)) return error;
     }
-    *device = {number, num_multiprocessors, major == 9 && minor == 0};
+    *device = {number, num_multiprocessors, major == 9 && minor == 0, major == 9 || major == 10};
     known.emplace(number, *device);
     return {};
   }
@@ -65,6 +66,7 @@ struct Kernel {
   void (*function)(Arguments...);
   int num_threads;
   int shared_bytes = 0;
+  bool begins_early = false;  // before the kernel before it ends, on sm_90 and later
 
   // Launches num_blocks thread blocks.
   Error Launch(const Device& device, int64_t num_blocks, void* stream,
@@ -124,6 +126,11 @@ struct Kernel {
     config.blockDim.x = static_cast<unsigned>(num_threads);
     config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
     config.stream = static_cast<cudaStream_t>(stream);
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &early;
+    config.numAttrs = begins_early ? 1 : 0;
     return Check("cudaLaunchKernelEx", cudaLaunchKernelEx(&config, function, arguments...));
   }
 };

@@ -1,47 +1,11 @@
-// GPU instructions that only sm_90a has: barriers for copies, and the products of a warpgroup.
+// GPU instructions that only sm_90a has: the products of a warpgroup.
 #pragma once
 
-#include "device.cuh"
+#include "barrier.cuh"
 
 #ifndef XLA_GPU_SIMT
 
-#include <cuda/ptx>
-
 namespace xla_gpu::gpu {
-
-// A barrier in shared memory. A phase ends when its count of arrivals is reached. The threads that
-// waited then see everything that the arriving threads did before.
-using Barrier = uint64_t;
-
-__device__ __forceinline__ uint32_t SharedAddress(const void* address) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(address));
-}
-
-// One thread calls it, before a barrier of the block.
-__device__ __forceinline__ void InitBarrier(Barrier* barrier, int count) {
-  ::cuda::ptx::mbarrier_init(barrier, count);
-}
-
-__device__ __forceinline__ void Arrive(Barrier* barrier) { ::cuda::ptx::mbarrier_arrive(barrier); }
-
-// Makes the barrier count one arrival once all copies that this thread has started are complete.
-__device__ __forceinline__ void ArriveAfterCopies(Barrier* barrier) {
-  ::cuda::ptx::cp_async_mbarrier_arrive_noinc(barrier);
-}
-
-// Waits while the current phase has this parity. The first phase has parity 0, so a wait for parity
-// 1 at a new barrier returns at once.
-__device__ __forceinline__ void WaitForPhase(Barrier* barrier, int parity) {
-  while (!::cuda::ptx::mbarrier_try_wait_parity(barrier, parity)) {
-  }
-}
-
-// Makes writes to shared memory visible to the async proxy, through which a warpgroup's products
-// read it: this thread's writes, and the writes and copies of others that this thread has seen.
-// Whole warps call it.
-__device__ __forceinline__ void FenceAsyncProxy() {
-  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
-}
 
 // Sets the number of registers per thread of this warpgroup: lower than before, or higher.
 template <int kRegisters>

@@ -33,9 +33,11 @@ struct Params {
 
   XLA_GPU_HOST_DEVICE int64_t NumSlots() const { return num_blocks * block_size; }
 
+  // On a GPU somebody else may write to it meanwhile: the compiler must not read it again after the
+  // slot is checked.
   XLA_GPU_HOST_DEVICE int64_t Slot(int64_t token) const {
-    return slots_are_int64 ? static_cast<const int64_t*>(slot_mapping)[token]
-                           : static_cast<const int32_t*>(slot_mapping)[token];
+    return slots_are_int64 ? static_cast<const volatile int64_t*>(slot_mapping)[token]
+                           : static_cast<const volatile int32_t*>(slot_mapping)[token];
   }
 };
 

@@ -60,9 +60,10 @@ def trial(seed: int, family: str, number: int) -> Trial:
 def _features(rng: random.Random, is_latent: bool) -> dict[str, Any]:
     """What attention and updates have in common."""
     layouts = LATENT_LAYOUTS if is_latent else LAYOUTS
+    large = (64, 80, 128, 256, 512, 576) if is_latent else (64, 80, 128, 256)
     cache_dtype = rng.choice([None, None, *CACHE_DTYPES])
     return {
-        "head_size": rng.choice([rng.randint(1, 40), 8, 16, 32, rng.choice([64, 80, 128, 256])]),
+        "head_size": rng.choice([rng.randint(1, 40), 8, 16, 32, rng.choice(large)]),
         "block_size": rng.choice([1, 2, 3, 4, 8, 16, rng.randint(1, 70)]),
         "dtype": rng.choice(["float32", "float16", "bfloat16"]),
         "cache_dtype": cache_dtype,

@@ -4,6 +4,7 @@ them, and the CUDA handlers on the emulated GPU."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import zlib
 from collections import Counter
@@ -92,15 +93,17 @@ class CpuRunner:
         inputs, attributes = trial.arguments()
         call = self._checked(trial, inputs, attributes)
         if call is None:
+            self.calls["trials that the check refuses"] += 1
             return
         is_legal = _is_legal(trial, inputs, attributes)
         if not trial.of_handler:
             _expect_check_values(trial, inputs, attributes, is_legal)
+            self.calls[f"trials that {'are legal' if is_legal else 'the handler refuses'}"] += 1
         is_moderate = all(
             x.name != "scale" or abs(x.value) <= _LARGEST_SCALE for x in trial.changes
         )
         expected = Expected(trial.op, inputs, attributes)
-        number = zlib.crc32(trial.case.id.encode())
+        number = _number(trial)
         more = THREADS[number % len(THREADS)]
         for i, name in enumerate(self._sets):
             with cpu_instruction_set(name):
@@ -167,6 +170,11 @@ class CpuRunner:
         return outcome
 
 
+def _number(trial: Trial) -> int:
+    """A number that chooses among what a trial may be run with."""
+    return zlib.crc32(trial.case.id.encode())
+
+
 def _is_legal(trial: Trial, inputs: Any, attributes: dict[str, Any]) -> bool:
     if trial.op == "kv_cache_update":
         is_latent = inputs.value.shape[2] == 0
@@ -227,7 +235,8 @@ def same(promise: str, actual: Outcome, expected: Outcome) -> None:
 
 
 class EagerDoor:
-    """Eager PyTorch, on arrays between guard pages, and on rows that are part of wider ones."""
+    """Eager PyTorch, on arrays between guard pages, and on rows that are part of wider ones. Half
+    of the trials that may have an argument `out` have it."""
 
     def takes(self, inputs: Any) -> bool:
         return True
@@ -262,6 +271,14 @@ class EagerDoor:
                 if name == "value_cache"
             ],
         ]
+
+        if overload is torch.ops.xla_gpu.paged_attention.default and _number(trial) % 2:
+            num_tokens, num_heads, head_size = inputs.query.shape
+            columns = options.get("value_head_size") or head_size
+            if 1 <= columns <= head_size:
+                out = np.full((num_tokens, num_heads, columns), 99).astype(inputs.query.dtype)
+                keywords["out"] = shared_with_torch(guarded(out))
+                overload = torch.ops.xla_gpu.paged_attention.out
 
         def run() -> tuple[np.ndarray, ...]:
             result = overload(*tensors[: len(inputs)], **keywords, **options)
@@ -347,7 +364,11 @@ class EmulatedRunner:
     are NaN, and a slot past the end is not written."""
 
     def __init__(self, native: Any) -> None:
-        self._gpus = [gpu.EmulatedGpu(native, prefill) for prefill in native.cuda_prefills()]
+        names = native.cuda_choices()
+        self._gpus = [
+            gpu.EmulatedGpu(native, dict(zip(names, chosen, strict=True)))
+            for chosen in itertools.zip_longest(*names.values(), fillvalue="any")
+        ]
         self.calls: Counter[str] = Counter()
 
     def run(self, trial: Trial) -> None:

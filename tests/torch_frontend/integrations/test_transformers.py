@@ -131,6 +131,15 @@ def test_refuses_to_differentiate() -> None:
         tiny()(torch.tensor([[5, 6, 7, 8]]))
 
 
+def test_refuses_to_differentiate_sinks_alone() -> None:
+    model = model_of("gpt-oss")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("sinks" in name)
+    model.set_attn_implementation(NAME)
+    with pytest.raises(NotImplementedError, match="inference only"):
+        model(torch.tensor([[5, 6, 7, 8]]))
+
+
 def test_others_still_work_in_continuous_batching() -> None:
     model = model_of("llama")
     with pytest.raises(ValueError, match="not supported for continuous batching"):

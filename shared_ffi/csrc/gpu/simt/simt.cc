@@ -44,6 +44,7 @@ struct Fiber {
   ucontext_t start;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   std::vector<std::vector<Copy>> copies;  // by group, the last still open
+  bool has_waited;                        // for the kernels before
 };
 
 // Copies of a thread, and the barrier where the thread arrives after they have landed.
@@ -132,6 +133,7 @@ struct Block {
   int current = 0;
   char* shared = nullptr;
   size_t shared_bytes = 0;
+  bool begins_early = false;
   const std::function<void()>* kernel = nullptr;
   jmp_buf scheduler;
   sigjmp_buf failed;
@@ -143,6 +145,9 @@ std::string g_failure;
 
 void Enter() {
   (*g_block.kernel)();
+  if (g_block.begins_early && !g_block.fibers[g_block.current].has_waited) {
+    Fail("a kernel that begins early has not waited for the kernels before it");
+  }
   for (const std::vector<Copy>& group : g_block.fibers[g_block.current].copies) {
     for (const Copy& copy : group) copy.Land();
   }
@@ -259,6 +264,7 @@ void StartFibers(int num_threads) {
   for (int t = 0; t < num_threads; ++t) {
     Fiber& fiber = block.fibers[t];
     fiber.copies.assign(1, {});
+    fiber.has_waited = false;
     getcontext(&fiber.start);
     fiber.start.uc_stack.ss_sp = fiber.stack.get();
     fiber.start.uc_stack.ss_size = kStackBytes;
@@ -335,6 +341,8 @@ void MeetAt(int barrier, int num_threads, const char* operation, void* hand_in, 
 }
 
 int NumThreads() { return g_block.num_threads; }
+
+void WaitForKernelsBefore() { g_block.fibers[g_block.current].has_waited = true; }
 
 uint32_t SharedAddress(const void* address) {
   CheckShared(address, 1);
@@ -654,6 +662,7 @@ cudaError_t Launch(const std::function<void()>& kernel, const cudaLaunchConfig_t
       mmap(nullptr, size + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   mprotect(memory + size, page, PROT_NONE);
   g_block.kernel = &kernel;
+  g_block.begins_early = config.numAttrs > 0;
   g_block.shared_bytes = (shared_bytes + 15) / 16 * 16;
   g_block.shared = memory + size - g_block.shared_bytes;
   g_block.random.seed(Seed());

@@ -67,6 +67,9 @@ void MeetAt(int barrier, int num_threads, const char* operation, void* hand_in, 
 
 int NumThreads();  // in the block
 
+// Every thread of a kernel that begins early must call it.
+void WaitForKernelsBefore();
+
 char* SharedMemory();
 void CheckShared(const void* address, size_t num_bytes);
 
@@ -181,6 +184,10 @@ inline bool AnyInThreads(int barrier, int num_threads, bool predicate) {
   return mine.out;
 }
 
+inline void LetNextKernelBegin() {}
+
+inline void WaitForKernelsBefore() { simt::WaitForKernelsBefore(); }
+
 inline int32_t LoadOnce(const int32_t* address) {
   return *static_cast<const volatile int32_t*>(address);
 }
@@ -192,6 +199,23 @@ inline bool AnyInBlock(bool predicate) { return AnyInThreads(0, simt::NumThreads
 inline void SyncWarp() {
   simt::MeetWarp("warp barrier", nullptr, [](void* const*) {});
 }
+
+// The number of lanes of the warp for which `predicate` holds.
+inline int CountInWarp(bool predicate) {
+  struct {
+    bool in;
+    int out;
+  } mine{predicate, 0};
+  using Mine = decltype(mine);
+  simt::MeetWarp("ballot", &mine, [](void* const* lanes) {
+    int count = 0;
+    for (int l = 0; l < kWarpSize; ++l) count += static_cast<Mine*>(lanes[l])->in;
+    for (int l = 0; l < kWarpSize; ++l) static_cast<Mine*>(lanes[l])->out = count;
+  });
+  return mine.out;
+}
+
+inline bool AnyInWarp(bool predicate) { return CountInWarp(predicate) != 0; }
 
 template <typename T>
 T ShuffleXor(T value, int lane_mask) {
@@ -332,10 +356,20 @@ enum cudaDeviceAttr {
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 using cudaStream_t = void*;
 
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes;
   cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
 };
 
 cudaError_t cudaGetDevice(int* device);

@@ -1,11 +1,25 @@
-// The second kernel of a call. It merges the partial results of long contexts, always in the order
-// of their positions. It also writes the rows that no work item wrote: zeros for padding, NaN where
-// lengths or tables are faulty.
+// The last kernel of a call. It merges the partial results of long contexts, always from the left.
+// It also writes the rows that no work item wrote: zeros for padding, NaN where lengths or tables
+// are faulty.
+//
+// A piece is 32 columns of a token and head, one for each lane of a warp. With few tokens many
+// warps share a token's pieces; with many tokens a warp takes whole ones, and leaves those that
+// need nothing after one look.
 #pragma once
 
 #include "rows.cuh"
 
 namespace xla_gpu::paged_attention {
+
+// The rows of the kernels' work items, which number the flags of a sequence (RowTiles).
+struct ItemRows {
+  int64_t of_short;  // of sequences with one query tile
+  int64_t of_long;
+
+  __device__ int64_t Of(const Params& p, const Sequence& sequence) const {
+    return sequence.q_len > TokensPerTile(p) ? of_long : of_short;
+  }
+};
 
 // The valid part of the batch: sequences [0, num_seqs) own the tokens [begin, end). Tokens from
 // `end` on are padding, unless query_start_loc is faulty there (`is_broken`).
@@ -15,10 +29,12 @@ struct Batch {
   int64_t end;
   bool is_broken;
 
-  // All threads call it. `shared` holds one int per warp.
-  __device__ Batch(const Params& p, int* shared) : begin(0), end(0) {
-    const int64_t claimed = NumSeqs(p);
+  // All threads call it and get the same batch, even if the lengths change meanwhile. `shared`
+  // holds kSharedInts.
+  static constexpr int kSharedInts = kWarps + 3;
+  __device__ Batch(const Params& p, int* shared) {
     const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
+    const int64_t claimed = NumSeqs(p);
     int first_broken = static_cast<int>(Larger(claimed, 0));
     for (int s = threadIdx.x; s < first_broken; s += kThreads) {
       if (!Sequence(p, s).HasRows(p)) first_broken = s;
@@ -28,126 +44,184 @@ struct Batch {
     }
     if (lane == 0) shared[warp] = first_broken;
     gpu::SyncBlock();
-    for (int w = 0; w < kWarps; ++w) first_broken = min(first_broken, shared[w]);
-    num_seqs = first_broken;
-    is_broken = num_seqs != claimed;
-    if (num_seqs > 0) {
-      begin = gpu::LoadOnce(p.query_start_loc);
-      end = gpu::LoadOnce(p.query_start_loc + num_seqs);
+    int* found = shared + kWarps;
+    if (threadIdx.x == 0) {
+      for (int w = 1; w < kWarps; ++w) first_broken = min(first_broken, shared[w]);
+      found[0] = first_broken != claimed ? ~first_broken : first_broken;
+      found[1] = first_broken > 0 ? gpu::LoadOnce(p.query_start_loc) : 0;
+      found[2] = first_broken > 0 ? gpu::LoadOnce(p.query_start_loc + first_broken) : 0;
     }
+    gpu::SyncBlock();
+    is_broken = found[0] < 0;
+    num_seqs = is_broken ? ~found[0] : found[0];
+    begin = found[1];
+    end = found[2];
   }
 
-  // The sequence of a token in [begin, end): the last one that starts at or before the token.
+  // The sequence of a token in [begin, end): the last one that starts at or before the token. All
+  // lanes of a warp call it, and look at 32 sequences at a time.
   __device__ int64_t Find(const Params& p, int64_t token) const {
+    const int lane = threadIdx.x % gpu::kWarpSize;
     int64_t low = 0, high = num_seqs;
     while (high - low > 1) {
-      const int64_t middle = (low + high) / 2;
-      if (p.query_start_loc[middle] <= token) {
-        low = middle;
-      } else {
-        high = middle;
-      }
+      const int64_t step = DivideUp(high - low, gpu::kWarpSize), s = low + lane * step;
+      const bool starts = s < high && gpu::LoadOnce(p.query_start_loc + s) <= token;
+      low += step * (max(gpu::CountInWarp(starts), 1) - 1);
+      high = Smaller(high, low + step);
     }
     return low;
   }
 };
 
-// Whether any query token of the sequence met a bad block id. All threads call it.
-__device__ inline bool MetBadBlock(const Params& p, const Scratch& scratch, int64_t s,
-                                   const Sequence& sequence, int64_t num_splits) {
-  bool is_bad = false;
-  if (num_splits == 1) {
-    for (int64_t i = threadIdx.x; i < sequence.q_len; i += kThreads) {
-      is_bad = is_bad || scratch.is_bad[sequence.first_token + i] != 0;
-    }
-  } else {
-    for (int64_t n = threadIdx.x; n < sequence.q_len * num_splits; n += kThreads) {
-      const int64_t i = n / num_splits;
-      const int64_t slot = scratch.Slot(s, i, sequence.first_token + i, num_splits);
-      is_bad = is_bad || *scratch.IsBad(p, slot + n % num_splits) != 0;
-    }
-  }
-  return gpu::AnyInBlock(is_bad);
-}
+// What is left to do for a query token.
+struct TokenRows {
+  bool are_missing = true;  // they become `fill`
+  float fill = 0;
+  int64_t num_splits = 0;  // 1: the rows are there
+  int64_t first_slot = 0;
+  bool attend = false;  // to any position
+};
 
-// Writes the rows of a token that is padding or belongs to a faulty sequence.
-template <typename T>
-__device__ void FillRow(const Params& p, int64_t token, bool is_faulty) {
-  const float nan = kInfinity - kInfinity, value = is_faulty ? nan : 0.0f;
-  const int64_t row_size = p.num_heads * p.value_head_size;
-  if (p.lse != nullptr) {
-    for (int64_t head = threadIdx.x; head < p.num_heads; head += kThreads) {
-      p.lse[token * p.num_heads + head] = is_faulty ? nan : -kInfinity;
-    }
-  }
-  for (int64_t i = threadIdx.x; i < row_size; i += kThreads) {
-    gpu::FromFloat(value, static_cast<T*>(p.output) + token * row_size + i);
-  }
-}
+// Looks at tokens for a warp. It keeps what it found of a sequence for the next token.
+class Tokens {
+ public:
+  __device__ Tokens(const Params& p, const Scratch& scratch, const ItemRows& item_rows,
+                    const Batch& batch)
+      : p_(p), scratch_(scratch), item_rows_(item_rows), batch_(batch) {}
 
-// Merges the partial results of a token of sequence s and writes its rows: zeros if there are no
-// splits, as with an empty context. A warp takes a head; each lane has its own columns.
-template <typename T>
-__device__ void MergeSplits(const Params& p, const Scratch& scratch, int64_t s,
-                            const Sequence& sequence, int64_t token, int64_t num_splits) {
-  const int64_t i = token - sequence.first_token, slot = scratch.Slot(s, i, token, num_splits);
-  const bool attends = p.Attends(sequence.context_len - sequence.q_len + i, sequence.context_len);
-  const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
-  for (int64_t head = warp; head < p.num_heads; head += kWarps) {
-    const int64_t index = slot * p.num_heads + head;  // of the first split
-    const RowState* states = scratch.states + index;
-    const float sink = SinkOf(p, head);
-    float max = sink;
-    for (int64_t split = lane; split < num_splits; split += gpu::kWarpSize) {
-      max = fmaxf(max, states[split * p.num_heads].max);
+  // All lanes call it, and get the same.
+  __device__ TokenRows Find(int64_t token) {
+    const float nan = kInfinity - kInfinity;
+    if (token < batch_.begin || token >= batch_.end) {
+      return {true, batch_.is_broken && token >= batch_.end ? nan : 0};
     }
-    for (int mask = gpu::kWarpSize / 2; mask > 0; mask /= 2) {
-      max = fmaxf(max, gpu::ShuffleXor(max, mask));
+    FindSequence(batch_.Find(p_, token));
+    if (is_faulty_ || !sequence_.HasToken(token)) return {true, nan};
+    const int64_t i = token - sequence_.first_token, context_len = sequence_.context_len;
+    return {false, 0, num_splits_, scratch_.Slot(s_, i, token, num_splits_),
+            p_.Attends(context_len - sequence_.q_len + i, context_len)};
+  }
+
+ private:
+  __device__ void FindSequence(int64_t s) {
+    if (s == s_) return;
+    s_ = s;
+    const Sequence found(p_, s);
+    sequence_.first_token = gpu::Shuffle(found.first_token, 0);
+    sequence_.q_len = gpu::Shuffle(found.q_len, 0);
+    sequence_.context_len = gpu::Shuffle(found.context_len, 0);
+    is_faulty_ = !sequence_.IsLegal(p_);
+    num_splits_ = is_faulty_ ? 0 : sequence_.NumSplits(p_);
+    is_faulty_ = is_faulty_ || HasBadItem();
+  }
+
+  __device__ bool HasBadItem() const {
+    const RowTiles tiles(p_, sequence_.q_len, item_rows_.Of(p_, sequence_));
+    const int64_t count = tiles.NumFlags() * num_splits_;
+    bool is_bad = false;
+#pragma unroll 8
+    for (int64_t n = threadIdx.x % gpu::kWarpSize; n < count; n += gpu::kWarpSize) {
+      const int64_t flag = DivideSmall(n, num_splits_), split = n - flag * num_splits_;
+      is_bad |= *scratch_.IsBad(p_, s_, sequence_.first_token, flag, split, num_splits_) != 0;
     }
-    const float shift = ShiftOf(max);
-    const float sum =
-        SumOf(max, sink, num_splits, [&](int64_t split) { return states[split * p.num_heads]; });
-    for (int64_t d = lane; d < p.value_head_size; d += gpu::kWarpSize) {
-      float value = 0;
-      for (int64_t split = 0; split < num_splits; ++split) {
-        const int64_t row = split * p.num_heads;
-        value = gpu::Fma(gpu::Exp2(states[row].max - shift),
-                         scratch.partials[(index + row) * p.value_head_size + d], value);
+    return gpu::AnyInWarp(is_bad);
+  }
+
+  const Params& p_;
+  const Scratch& scratch_;
+  const ItemRows& item_rows_;
+  const Batch& batch_;
+  int64_t s_ = -1;
+  Sequence sequence_ = {};
+  int64_t num_splits_ = 0;
+  bool is_faulty_ = false;
+};
+
+// A row as its lanes have it: each has another column.
+struct MergedRow {
+  RowState state;
+  float value;
+};
+
+// Folds a row's partial results. Each lane weighs another split; the partial results of kLoads
+// splits are on their way at a time. Returns false if the row is written.
+__device__ inline bool MergeSplits(const Params& p, const Scratch& scratch, const TokenRows& rows,
+                                   int64_t head, int64_t column, MergedRow* row) {
+  constexpr int kLoads = 16;
+  static_assert(gpu::kWarpSize % kLoads == 0, "every split of a load has a lane");
+  const int lane = threadIdx.x % gpu::kWarpSize;
+  const int64_t first = rows.first_slot * p.num_heads + head;
+  const float* partials = scratch.partials + first * p.value_head_size + column;
+  const int64_t stride = p.num_heads * p.value_head_size;
+  int32_t first_split = 0;
+  *row = {{-kInfinity, 0}, 0};
+  for (int64_t begin = 0; begin < rows.num_splits; begin += gpu::kWarpSize) {
+    const int count = static_cast<int>(Smaller(gpu::kWarpSize, rows.num_splits - begin));
+    RowState split{-kInfinity, 0};
+    if (lane < count) split = scratch.states[first + (begin + lane) * p.num_heads];
+    if (begin == 0) {
+      first_split = gpu::Shuffle(FoldedSplits::First(split), 0);
+      if (first_split < 0) return false;
+    }
+    const int skipped = static_cast<int>(Larger(0, first_split - begin));  // of these splits
+    if (lane < skipped) split = {-kInfinity, 0};
+    float max = fmaxf(row->state.max, split.max);  // of the splits up to this one
+    for (int delta = 1; delta < gpu::kWarpSize; delta *= 2) {
+      max = fmaxf(max, gpu::ShuffleUp(max, delta));
+    }
+    const float before = gpu::ShuffleUp(max, 1);
+    const Fold fold(lane == 0 ? row->state.max : before, split.max);
+    for (int j = 0; j < count; j += kLoads) {
+      float parts[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const bool exists = skipped <= j + i && j + i < count && column < p.value_head_size;
+        parts[i] = exists ? partials[(begin + j + i) * stride] : 0.0f;
       }
-      gpu::FromFloat(value / (attends ? sum : 1.0f),
-                     static_cast<T*>(p.output) + p.OutputOffset(token, head) + d);
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const Fold of_split = fold.OfLane(j + i);
+        row->state.sum = of_split.Join(row->state.sum, gpu::Shuffle(split.sum, j + i));
+        row->value = of_split.Join(row->value, parts[i]);
+      }
     }
-    if (lane == 0) WriteLse(p, token, head, {max, sum});
+    row->state.max = gpu::Shuffle(max, gpu::kWarpSize - 1);
   }
+  row->value *= JoinSink(p, head, &row->state);
+  if (rows.attend) row->value /= row->state.sum;
+  return true;
 }
 
-// Each thread block takes adjacent tokens.
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 2) Finish(Params p, Scratch scratch) {
+__global__ void __launch_bounds__(kThreads, 8)
+    Finish(Params p, Scratch scratch, ItemRows item_rows) {
   const Batch batch(p, reinterpret_cast<int*>(gpu::SharedMemory()));
-  const int64_t per_block = DivideUp(p.num_tokens, gridDim.x);
-  const int64_t end = Smaller(p.num_tokens, (blockIdx.x + int64_t{1}) * per_block);
-  int64_t s = -1, num_splits = 0;
-  Sequence sequence = {};
-  bool is_faulty = false;
-  for (int64_t token = blockIdx.x * per_block; token < end; ++token) {
-    if (token < batch.begin || token >= batch.end) {
-      const bool is_lost = batch.is_broken && token >= batch.end;
-      FillRow<T>(p, token, is_lost);
-      continue;
-    }
-    const int64_t sequence_of_token = batch.Find(p, token);
-    if (sequence_of_token != s) {
-      s = sequence_of_token;
-      sequence = Sequence(p, s);
-      is_faulty = !sequence.IsLegal(p);
-      num_splits = is_faulty ? 0 : sequence.NumSplits(p);
-      is_faulty = is_faulty || MetBadBlock(p, scratch, s, sequence, num_splits);
-    }
-    if (is_faulty || !sequence.HasToken(token)) {
-      FillRow<T>(p, token, true);
-    } else if (num_splits != 1) {
-      MergeSplits<T>(p, scratch, s, sequence, token, num_splits);
+  const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
+  const int64_t parts = DivideUp(p.value_head_size, gpu::kWarpSize), pieces = p.num_heads * parts;
+  const int64_t num_warps = int64_t{gridDim.x} * kWarps;
+  const int64_t shares = Larger(1, Smaller(pieces, DivideSmall(num_warps, p.num_tokens)));
+  Tokens tokens(p, scratch, item_rows, batch);
+  gpu::WaitForKernelsBefore();
+  int64_t n = int64_t{blockIdx.x} * kWarps + warp;
+  for (; n < p.num_tokens * shares; n += num_warps) {
+    const int64_t token = DivideSmall(n, shares);
+    const TokenRows rows = tokens.Find(token);
+    if (!rows.are_missing && rows.num_splits == 1) continue;
+    for (int64_t piece = n - token * shares; piece < pieces; piece += shares) {
+      const int64_t head = DivideSmall(piece, parts), part = piece - head * parts;
+      const int64_t column = part * gpu::kWarpSize + lane;
+      MergedRow row{{-kInfinity, 0}, rows.fill};
+      if (!rows.are_missing && !MergeSplits(p, scratch, rows, head, column, &row)) continue;
+      if (column < p.value_head_size) {
+        T* output = static_cast<T*>(p.output) + p.OutputOffset(token, head);
+        gpu::FromFloat(row.value, output + column);
+      }
+      if (part > 0 || lane > 0) continue;
+      if (!rows.are_missing) {
+        WriteLse(p, token, head, row.state);
+      } else if (p.lse != nullptr) {
+        p.lse[token * p.num_heads + head] = rows.fill == 0 ? -kInfinity : rows.fill;
+      }
     }
   }
 }

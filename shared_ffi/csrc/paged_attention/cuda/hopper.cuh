@@ -12,6 +12,7 @@
 #pragma once
 
 #include "../../gpu/sm90.cuh"
+#include "ring.cuh"
 #include "softmax.cuh"
 
 namespace xla_gpu::paged_attention {
@@ -70,42 +71,6 @@ struct SwizzledRows {
     const uint64_t group_bytes = 8 * kBlockColumns * sizeof(T);
     return gpu::SharedAddress(begin) >> 4 | block_bytes >> 4 << 16 | group_bytes >> 4 << 32 |
            uint64_t{1} << 62;
-  }
-};
-
-// A position in a ring buffer of kPlaces places: the place, and the round through the ring.
-template <int kPlaces>
-struct Turn {
-  int place = 0;
-  int round = 0;  // parity of the round
-
-  __device__ __forceinline__ Turn Next() const {
-    return place + 1 == kPlaces ? Turn{0, round ^ 1} : Turn{place + 1, round};
-  }
-};
-
-// The barriers of a ring buffer. Writers of a place arrive at `filled`, readers at `freed`.
-template <int kPlaces>
-struct Ring {
-  gpu::Barrier filled[kPlaces];
-  gpu::Barrier freed[kPlaces];
-
-  __device__ void Init(int num_writers, int num_readers) {
-    for (int i = 0; i < kPlaces; ++i) {
-      gpu::InitBarrier(&filled[i], num_writers);
-      gpu::InitBarrier(&freed[i], num_readers);
-    }
-  }
-  __device__ __forceinline__ void WaitFreed(Turn<kPlaces> turn) {
-    gpu::WaitForPhase(&freed[turn.place], turn.round ^ 1);  // returns at once in the first round
-  }
-  __device__ __forceinline__ void WaitFilled(Turn<kPlaces> turn) {
-    gpu::WaitForPhase(&filled[turn.place], turn.round);
-  }
-  // Each warp of the readers calls it.
-  __device__ __forceinline__ void Free(Turn<kPlaces> turn) {
-    gpu::SyncWarp();
-    if (threadIdx.x % gpu::kWarpSize == 0) gpu::Arrive(&freed[turn.place]);
   }
 };
 
@@ -200,9 +165,7 @@ class HopperProducer {
       gpu::ArriveAfterCopies(&shared_.values_ring.filled[turn_.place]);
     }
     is_bad = gpu::AnyInThreads(kScheduleBarrier, kThreads, is_bad);
-    if (item.kv_head == 0 && static_cast<int32_t>(threadIdx.x) < item.num_rows) {
-      *IsBad(p_, scratch_, item, RowPlace(p_, item, threadIdx.x)) = is_bad;
-    }
+    if (threadIdx.x == 0) Report(p_, scratch_, item, is_bad);
   }
 
   // A warp copies the positions whose slots its lanes have found; eight lanes copy 128 bytes of one

@@ -25,6 +25,16 @@ AttentionKernel TensorCoreKernelOf(const Params& p);
 template <typename T, int kHeadSize>
 AttentionKernel HopperKernelOf();
 
+// Defined in decode.cu, which is compiled once for each combination.
+template <typename T, typename C, int kHeadSize>
+AttentionKernel DecodeKernelOf();
+
+// Head sizes of the decode kernel, ascending; empty unless the build is for sm_90 or sm_100.
+template <typename C>
+using DecodeHeadSizes =
+    std::conditional_t<kIs8Bit<C>, std::integer_sequence<int XLA_GPU_DECODE_HEAD_SIZES_OF_8_BITS>,
+                       std::integer_sequence<int XLA_GPU_DECODE_HEAD_SIZES>>;
+
 // Head sizes of the Hopper kernel, ascending; empty unless the build is for sm_90a.
 using HopperHeadSizes = std::integer_sequence<int XLA_GPU_HOPPER_HEAD_SIZES>;
 

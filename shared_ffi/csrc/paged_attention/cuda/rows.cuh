@@ -18,8 +18,8 @@ struct RowPlace {
 
   __device__ RowPlace(const Params& p, const Item& item, int64_t row) {
     const int64_t group = Group(p), of_sequence = item.first_row + row;
-    token = of_sequence / group;
-    head = item.kv_head * group + of_sequence % group;
+    token = DivideSmall(of_sequence, group);
+    head = item.kv_head * group + of_sequence - token * group;
   }
 };
 
@@ -31,7 +31,7 @@ struct RowRange {
 
   __device__ RowRange(const Params& p, const Item& item, int64_t row) : begin(0), end(0) {
     if (row >= item.num_rows) return;
-    const int64_t i = (item.first_row + row) / Group(p);
+    const int64_t i = DivideSmall(item.first_row + row, Group(p));
     const Span span = p.Attended(item.first_token, i, item.first_position, item.context_len);
     begin = static_cast<int32_t>(Larger(item.begin, span.begin));
     end = static_cast<int32_t>(Smaller(item.end, span.end));
@@ -89,18 +89,21 @@ struct ScaledSlot {
 template <typename C>
 using Slot = std::conditional_t<kIs8Bit<C>, ScaledSlot, PlainSlot>;
 
-// Finds the slot of a position. Sets *is_bad if its block id is outside the pool.
+// The block id of a position.
+__device__ __forceinline__ int32_t BlockOf(const Params& p, const Item& item, int32_t position) {
+  const uint32_t logical = static_cast<uint32_t>(position) / static_cast<uint32_t>(p.block_size);
+  return p.block_tables[item.sequence * p.max_blocks_per_seq + logical];
+}
+
+// The slot of a position in a block. Sets *is_bad if the block id is outside the pool.
 template <typename C>
-__device__ __forceinline__ Slot<C> FindSlot(const Params& p, const Item& item, int32_t position,
-                                            bool* is_bad) {
-  const auto block_size = static_cast<uint32_t>(p.block_size);
-  const uint32_t logical = static_cast<uint32_t>(position) / block_size;
-  const uint32_t offset = static_cast<uint32_t>(position) % block_size;
-  const int64_t block = p.block_tables[item.sequence * p.max_blocks_per_seq + logical];
+__device__ __forceinline__ Slot<C> SlotIn(const Params& p, const Item& item, int64_t block,
+                                          int32_t position, bool* is_bad) {
   if (block < 0 || block >= p.num_blocks) {
     *is_bad = true;
     return {};
   }
+  const uint32_t offset = static_cast<uint32_t>(position) % static_cast<uint32_t>(p.block_size);
   Slot<C> slot;
   slot.offset = p.cache.Offset(block, offset);
   if constexpr (kIs8Bit<C>) {
@@ -108,6 +111,13 @@ __device__ __forceinline__ Slot<C> FindSlot(const Params& p, const Item& item, i
     slot.v_scale = p.v_scale.At(block, offset, item.kv_head);
   }
   return slot;
+}
+
+// Finds the slot of a position. Sets *is_bad if its block id is outside the pool.
+template <typename C>
+__device__ __forceinline__ Slot<C> FindSlot(const Params& p, const Item& item, int32_t position,
+                                            bool* is_bad) {
+  return SlotIn<C>(p, item, BlockOf(p, item, position), position, is_bad);
 }
 
 // The K, and the V, of a slot and kv head.
@@ -191,6 +201,59 @@ __device__ __forceinline__ float SumOf(float max, float sink, int64_t count, con
   return sum;
 }
 
+// How what was found before joins with a later split: both shrink to the largest logit of the two.
+// Splits join from the left, whoever does it: a row's bits follow from its sequence alone.
+struct Fold {
+  float of_before;
+  float of_split;
+
+  __device__ Fold(float max_before, float max_of_split) {
+    const float shift = ShiftOf(fmaxf(max_before, max_of_split));
+    of_before = gpu::Exp2(max_before - shift);
+    of_split = gpu::Exp2(max_of_split - shift);
+  }
+
+  // The fold of another lane.
+  __device__ Fold OfLane(int lane) const {
+    Fold fold(*this);
+    fold.of_before = gpu::Shuffle(of_before, lane);
+    fold.of_split = gpu::Shuffle(of_split, lane);
+    return fold;
+  }
+
+  __device__ float Join(float before, float split) const {
+    return gpu::Fma(split, of_split, before * of_before);
+  }
+};
+
+// Joins the sink of a row's head to what all splits have seen, after the last of them. Returns the
+// factor of the row's sums of values.
+__device__ __forceinline__ float JoinSink(const Params& p, int64_t head, RowState* row) {
+  const float sink = SinkOf(p, head);
+  const Fold fold(row->max, sink);
+  *row = {fmaxf(row->max, sink), fold.Join(row->sum, 1.0f)};
+  return fold.of_before;
+}
+
+// A thread block that computes the first splits of a sequence and kv head folds them itself. It
+// leaves the fold in the slot of the last of these splits, and its number as the state of a row's
+// first split; or it writes the row, if it has all splits.
+struct FoldedSplits {
+  static constexpr float kAreFolded = -1;  // in place of a sum, which is not negative
+  static constexpr float kAreWritten = -2;
+
+  static __device__ __forceinline__ RowState UpTo(int32_t split) {
+    return {static_cast<float>(split), kAreFolded};
+  }
+  static __device__ __forceinline__ RowState All() { return {0, kAreWritten}; }
+
+  // The first split to merge, given the state of split 0; -1 if the row is written.
+  static __device__ __forceinline__ int32_t First(const RowState& state) {
+    if (state.sum == kAreWritten) return -1;
+    return state.sum == kAreFolded ? static_cast<int32_t>(state.max) : 0;
+  }
+};
+
 // Calls copy(row, chunk, from, exists) for each chunk of a query tile in shared memory: where it
 // comes from, and whether it exists. `thread` is one of kThreads.
 template <typename T, typename QueryRows, typename Copy>
@@ -212,12 +275,13 @@ __device__ __forceinline__ int64_t SlotOf(const Scratch& scratch, const Item& it
   return scratch.Slot(item.sequence, place.token, token, item.num_splits) + item.split;
 }
 
-// Where the Finish kernel reads whether a row's item met a block id outside the pool, or a
-// tree mask that is not legal.
-__device__ __forceinline__ int32_t* IsBad(const Params& p, const Scratch& scratch, const Item& item,
-                                          const RowPlace& place) {
-  if (item.num_splits == 1) return scratch.is_bad + item.first_token + place.token;
-  return scratch.IsBad(p, SlotOf(scratch, item, place));
+// Tells the Finish kernel whether a work item met a block id outside the pool, or a tree mask that
+// is not legal. One thread calls it.
+__device__ __forceinline__ void Report(const Params& p, const Scratch& scratch, const Item& item,
+                                       bool is_bad) {
+  if (item.kv_head != 0) return;
+  *scratch.IsBad(p, item.sequence, item.first_token, item.flag, item.split, item.num_splits) =
+      is_bad;
 }
 
 // The partial results, in shared memory, of `num_parts` warps for the same rows at different
@@ -236,6 +300,7 @@ template <typename T>
 __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& item,
                           const Parts& parts, bool is_bad) {
   const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
+  if (threadIdx.x == 0) Report(p, scratch, item, is_bad);
   for (int row = warp; row < item.num_rows; row += kWarps) {
     const RowPlace place(p, item, row);
     const int64_t token = item.first_token + place.token;
@@ -271,7 +336,6 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
     }
     if (lane == 0 && item.num_splits > 1) scratch.states[index] = {max, sum};
     if (lane == 0 && item.num_splits == 1) WriteLse(p, token, place.head, {max, sum});
-    if (lane == 0 && item.kv_head == 0) *IsBad(p, scratch, item, place) = is_bad;
   }
 }
 

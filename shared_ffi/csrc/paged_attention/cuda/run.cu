@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 #include <atomic>
 
 #include "../../gpu/launch.cuh"
@@ -10,25 +11,23 @@
 namespace xla_gpu::paged_attention {
 namespace {
 
-// Thread blocks of the Finish kernel: enough to fill the GPU, and no more tokens per block than
-// that leaves.
-constexpr int kFinishBlocksPerMultiprocessor = 8;
-constexpr int kFinishSharedBytes = kWarps * sizeof(int);
+constexpr int kFinishSharedBytes = Batch::kSharedInts * sizeof(int);
 
-template <typename T, int kColumns>
-AttentionKernel CudaCoreKernelOf() {
+template <typename T, int kColumns, int... kMore>
+AttentionKernel SmallestCudaCoreKernel(const Params& p,
+                                       std::integer_sequence<int, kColumns, kMore...>) {
+  if constexpr (sizeof...(kMore) > 0) {
+    if (p.head_size > kColumns * gpu::kWarpSize) {
+      return SmallestCudaCoreKernel<T>(p, std::integer_sequence<int, kMore...>());
+    }
+  }
   return {{CudaCoreAttention<T, kColumns>, kThreads, CudaCoreSharedBytes<kColumns>()}, kCoreRows};
 }
 
+// The kernel with the fewest columns that hold p.head_size.
 template <typename T>
 AttentionKernel CudaCoreKernel(const Params& p) {
-  const int64_t columns = DivideUp(p.head_size, gpu::kWarpSize);
-  if (columns <= 1) return CudaCoreKernelOf<T, 1>();
-  if (columns <= 2) return CudaCoreKernelOf<T, 2>();
-  if (columns <= 4) return CudaCoreKernelOf<T, 4>();
-  if (columns <= 8) return CudaCoreKernelOf<T, 8>();
-  if (columns <= 16) return CudaCoreKernelOf<T, 16>();
-  return CudaCoreKernelOf<T, 18>();
+  return SmallestCudaCoreKernel<T>(p, std::integer_sequence<int, XLA_GPU_CUDA_CORE_COLUMNS>());
 }
 
 // Adds the tensor core kernels for a cache of type C: for any query length, and for one query
@@ -88,11 +87,31 @@ AttentionKernel KernelFor(const Params& p) {
   }
 }
 
-constexpr char kAny[] = "any", kHopper[] = "hopper";
+constexpr char kAny[] = "any";
 
-std::atomic<bool>& HopperIsChosen() {
-  static std::atomic<bool> is_chosen(false);
-  return is_chosen;
+// A kernel that is off until it is chosen for its purpose.
+struct Choice {
+  const char* purpose;
+  const char* kernel;
+  bool is_built;
+  std::atomic<bool> is_made{false};
+};
+
+Choice& Prefill() {
+  static Choice choice{"prefill", "hopper", HopperHeadSizes::size() > 0};
+  return choice;
+}
+
+Choice& Decode() {
+  static Choice choice{"decode", "pipelined", DecodeHeadSizes<Half>::size() > 0};
+  return choice;
+}
+
+Choice* FindChoice(const std::string& purpose) {
+  for (Choice* choice : {&Prefill(), &Decode()}) {
+    if (choice->purpose == purpose) return choice;
+  }
+  return nullptr;
 }
 
 template <typename T, int... kHeadSizes>
@@ -105,39 +124,100 @@ bool FindHopperKernel(const Params& p, std::integer_sequence<int, kHeadSizes...>
   return (take(p.head_size <= kHeadSizes, HopperKernelOf<T, kHeadSizes>()) || ...);
 }
 
-// Returns whether this call's long queries have a kernel of their own, and sets *kernel to it.
+template <typename T, typename C, int... kHeadSizes>
+bool FindDecodeKernel(const Params& p, std::integer_sequence<int, kHeadSizes...>,
+                      AttentionKernel* kernel) {
+  [[maybe_unused]] const auto take = [&](bool fits, const AttentionKernel& with) {
+    if (fits) *kernel = with;
+    return fits;
+  };
+  return IsAligned<C>(p) &&
+         (take(p.head_size <= kHeadSizes, DecodeKernelOf<T, C, kHeadSizes>()) || ...);
+}
+
+// An attention kernel of a call, and the sequences that it takes.
+struct KernelOfCall {
+  AttentionKernel attention;
+  QueryLengths lengths;
+};
+
+// Sets *kernel to the one for this call's long queries. Returns whether they have one of their own.
 template <typename T>
-bool FindPrefillKernel(const gpu::Device& device, const Params& p, AttentionKernel* kernel) {
+bool FindPrefillKernel(const gpu::Device& device, const Params& p, KernelOfCall* kernel) {
   if constexpr (sizeof(T) == 2) {
-    if (!HopperIsChosen() || !device.is_hopper) return false;
-    if (p.max_query_len != 0 && p.max_query_len <= TokensPerTile(p)) return false;
+    if (!Prefill().is_made || !device.is_hopper) return false;
+    kernel->lengths.min = TokensPerTile(p) + 1;
+    if (p.max_query_len != 0 && p.max_query_len < kernel->lengths.min) return false;
     if (p.cache_dtype != p.dtype || !IsAligned<T>(p)) return false;
-    return FindHopperKernel<T>(p, HopperHeadSizes(), kernel);
+    return FindHopperKernel<T>(p, HopperHeadSizes(), &kernel->attention);
   }
   return false;
 }
 
-gpu::Error Attend(const AttentionKernel& attention, const gpu::Device& device, const Params& p,
-                  const Scratch& scratch, QueryLengths lengths, void* stream) {
-  const int64_t num_items = MaxItems(p, scratch, attention.rows_per_item);
-  return attention.kernel.LaunchResident(device, num_items, stream, p, scratch, lengths);
+// The same for queries of few tokens.
+template <typename T>
+bool FindDecodeKernel(const gpu::Device& device, const Params& p, KernelOfCall* kernel) {
+  if constexpr (sizeof(T) == 2) {
+    if (!Decode().is_made || !device.is_large) return false;
+    const auto find = [&](auto cache) {
+      using C = decltype(cache);
+      if (!FindDecodeKernel<T, C>(p, DecodeHeadSizes<C>(), &kernel->attention)) return false;
+      kernel->lengths.max = kernel->attention.rows_per_item / (p.num_heads / p.num_kv_heads);
+      return kernel->lengths.max > 0;
+    };
+    switch (p.cache_dtype) {
+      case DType::kFloat8E4M3:
+        return find(Float8E4M3());
+      case DType::kFloat8E5M2:
+        return find(Float8E5M2());
+      case DType::kInt8:
+        return find(int8_t());
+      default:
+        return find(T());
+    }
+  }
+  return false;
 }
 
 template <typename T>
 gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   gpu::Device device;
   if (gpu::Error error = gpu::Device::Current(&device)) return error;
-  AttentionKernel prefill;
-  const bool has_prefill = FindPrefillKernel<T>(device, p, &prefill);
-  const QueryLengths others = has_prefill ? QueryLengths::kShort : QueryLengths::kAll;
-  gpu::Error error = Attend(KernelFor<T>(p), device, p, scratch, others, stream);
-  if (!error && has_prefill) {
-    error = Attend(prefill, device, p, scratch, QueryLengths::kLong, stream);
+  KernelOfCall others{KernelFor<T>(p), {}}, prefill{}, decode{};
+  std::vector<KernelOfCall> kernels;
+  ItemRows item_rows{others.attention.rows_per_item, others.attention.rows_per_item};
+  if (FindDecodeKernel<T>(device, p, &decode)) {
+    others.lengths.min = decode.lengths.max + 1;
+    kernels.push_back(decode);
   }
-  if (error) return error;
-  const gpu::Kernel<Params, Scratch> finish{Finish<T>, kThreads, kFinishSharedBytes};
-  const int64_t num_blocks = int64_t{kFinishBlocksPerMultiprocessor} * device.num_multiprocessors;
-  return finish.Launch(device, Smaller(num_blocks, p.num_tokens), stream, p, scratch);
+  if (FindPrefillKernel<T>(device, p, &prefill)) {
+    others.lengths.max = prefill.lengths.min - 1;
+    item_rows.of_long = prefill.attention.rows_per_item;
+    kernels.push_back(prefill);
+  }
+  if (p.max_query_len == 0 || others.lengths.min <= p.max_query_len) kernels.push_back(others);
+  for (const auto& [attention, lengths] : kernels) {
+    if (lengths.min > lengths.max) continue;
+    const int64_t num_items = MaxItems(p, scratch, attention.rows_per_item);
+    const gpu::Error error =
+        attention.kernel.LaunchResident(device, num_items, stream, p, scratch, lengths);
+    if (error) return error;
+  }
+  const gpu::Kernel<Params, Scratch, ItemRows> finish{Finish<T>, kThreads, kFinishSharedBytes,
+                                                      Decode().is_made && device.is_large};
+  const int64_t num_pieces = p.num_heads * DivideUp(p.value_head_size, gpu::kWarpSize);
+  const int64_t num_blocks = DivideUp(p.num_tokens * num_pieces, kWarps);
+  return finish.LaunchResident(device, num_blocks, stream, p, scratch, item_rows);
+}
+
+template <typename C, int... kHeadSizes>
+void AddDecodeLaunches(std::integer_sequence<int, kHeadSizes...>,
+                       std::vector<KernelLaunch>* launches) {
+  [[maybe_unused]] const auto add = [&](int head_size, const AttentionKernel& attention) {
+    launches->push_back({"DecodeAttention", head_size, sizeof(C), 0, attention.kernel.num_threads,
+                         attention.kernel.shared_bytes});
+  };
+  (add(kHeadSizes, DecodeKernelOf<Half, C, kHeadSizes>()), ...);
 }
 
 template <int... kHeadSizes>
@@ -154,7 +234,7 @@ void AddHopperLaunches(std::integer_sequence<int, kHeadSizes...>,
 
 std::vector<KernelLaunch> KernelLaunches() {
   std::vector<KernelLaunch> launches = {{"Finish", 0, 0, 0, kThreads, kFinishSharedBytes}};
-  for (const int columns : {1, 2, 4, 8, 16, 18}) {
+  for (const int columns : {XLA_GPU_CUDA_CORE_COLUMNS}) {
     Params p = {};
     p.head_size = columns * gpu::kWarpSize;
     const auto& kernel = CudaCoreKernel<float>(p).kernel;
@@ -162,25 +242,37 @@ std::vector<KernelLaunch> KernelLaunches() {
   }
   AddTensorCoreLaunches<Half>(TensorCoreHeadSizes<Half>(), &launches);
   AddTensorCoreLaunches<int8_t>(TensorCoreHeadSizes<int8_t>(), &launches);
+  AddDecodeLaunches<Half>(DecodeHeadSizes<Half>(), &launches);
+  AddDecodeLaunches<int8_t>(DecodeHeadSizes<int8_t>(), &launches);
   AddHopperLaunches(HopperHeadSizes(), &launches);
   return launches;
 }
 
-std::vector<std::string> CudaPrefills() {
-  if (HopperHeadSizes::size() == 0) return {kAny};
-  return {kAny, kHopper};
+std::vector<std::string> CudaPurposes() { return {Prefill().purpose, Decode().purpose}; }
+
+std::vector<std::string> CudaChoices(const std::string& purpose) {
+  const Choice* choice = FindChoice(purpose);
+  if (choice == nullptr) return {};
+  if (!choice->is_built) return {kAny};
+  return {kAny, choice->kernel};
 }
 
-bool ChooseCudaPrefill(const std::string& name) {
-  const std::vector<std::string> offered = CudaPrefills();
+bool ChooseCuda(const std::string& purpose, const std::string& name) {
+  const std::vector<std::string> offered = CudaChoices(purpose);
   if (std::find(offered.begin(), offered.end(), name) == offered.end()) return false;
-  HopperIsChosen() = name == kHopper;
+  FindChoice(purpose)->is_made = name != kAny;
   return true;
 }
 
-std::string CudaPrefill() { return HopperIsChosen() ? kHopper : kAny; }
+std::string CudaChoice(const std::string& purpose) {
+  const Choice* choice = FindChoice(purpose);
+  return choice != nullptr && choice->is_made ? choice->kernel : kAny;
+}
 
 gpu::Error RunOnCuda(const Params& p, const Scratch& scratch, void* stream) {
+  if (p.num_tokens * p.num_heads > UINT32_MAX) {
+    return {"paged_attention", "num_tokens * num_heads must be less than 2^32 on CUDA"};
+  }
   switch (p.dtype) {
     case DType::kFloat32:
       return Run<float>(p, scratch, stream);

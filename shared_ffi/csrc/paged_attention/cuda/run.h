@@ -10,20 +10,24 @@
 
 namespace xla_gpu::paged_attention {
 
-// Queues two or three kernels on a CUDA stream and waits for nothing. The kernels read lengths and
+// Queues two to four kernels on a CUDA stream and waits for nothing. The kernels read lengths and
 // tables on the device and stay inside the arrays whatever these hold: a sequence with faulty ones
 // gets rows of NaN.
 gpu::Error RunOnCuda(const Params& params, const Scratch& scratch, void* stream);
 
-// Kernels of this build for long queries, whose sequences are not split. "any" also runs all other
-// sequences. "hopper" is not yet proven on a GPU; it runs where the device and the call allow it.
-XLA_GPU_EXPORT std::vector<std::string> CudaPrefills();
+// What a kernel can be chosen for. "prefill": queries of more tokens than one query tile holds.
+// "decode": queries of few tokens.
+XLA_GPU_EXPORT std::vector<std::string> CudaPurposes();
 
-// Uses one of these kernels from now on; the default is "any". Returns false for an unknown name.
-XLA_GPU_EXPORT bool ChooseCudaPrefill(const std::string& name);
+// The kernels of this build for a purpose. "any" also runs all other sequences and is the default.
+// The others are not yet proven on a GPU; they run where the device and the call allow it.
+XLA_GPU_EXPORT std::vector<std::string> CudaChoices(const std::string& purpose);
+
+// Uses one of these kernels from now on. Returns false for an unknown name.
+XLA_GPU_EXPORT bool ChooseCuda(const std::string& purpose, const std::string& name);
 
 // The kernel in use.
-XLA_GPU_EXPORT std::string CudaPrefill();
+XLA_GPU_EXPORT std::string CudaChoice(const std::string& purpose);
 
 // How a kernel of this build is launched.
 struct KernelLaunch {

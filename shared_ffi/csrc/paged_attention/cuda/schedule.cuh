@@ -32,17 +32,21 @@ struct Item {
   int32_t end;
   int32_t split;
   int32_t num_splits;
+  int32_t flag;  // where it reports what is bad: Scratch::IsBad
 };
 
-__device__ inline int64_t Group(const Params& p) { return p.num_heads / p.num_kv_heads; }
+// The query heads of a kv head. The host has checked that all rows have a number below 2^32.
+__device__ inline int64_t Group(const Params& p) {
+  return DivideSmall(p.num_heads, p.num_kv_heads);
+}
 
 // The positions of the first and of the last row of a work item.
 __device__ inline int64_t FirstPosition(const Params& p, const Item& item) {
-  return item.first_position + item.first_row / Group(p);
+  return item.first_position + DivideSmall(item.first_row, Group(p));
 }
 
 __device__ inline int64_t LastPosition(const Params& p, const Item& item) {
-  return item.first_position + (item.first_row + item.num_rows - 1) / Group(p);
+  return item.first_position + DivideSmall(item.first_row + item.num_rows - 1, Group(p));
 }
 
 // The number of sequences, or -1 if the number on the device is not from 0 to max_seqs.
@@ -81,11 +85,6 @@ struct Sequence {
     return is_long_enough && context_len <= p.Capacity();
   }
 
-  __device__ bool IsOf(const Params& p, QueryLengths lengths) const {
-    if (lengths == QueryLengths::kAll) return true;
-    return (q_len > TokensPerTile(p)) == (lengths == QueryLengths::kLong);
-  }
-
   // The first position attended to, rounded down to the beginning of a KV tile.
   __device__ int64_t Begin(const Params& p) const {
     return p.WindowBegin(context_len - q_len) / kTileAlignment * kTileAlignment;
@@ -97,7 +96,8 @@ struct Sequence {
   }
 
   __device__ int64_t NumSplits(const Params& p) const {
-    return q_len == 0 ? 0 : DivideUp(context_len - Begin(p), SplitPositions(p));
+    const int64_t positions = SplitPositions(p);
+    return q_len == 0 ? 0 : DivideSmall(context_len - Begin(p) + positions - 1, positions);
   }
 };
 
@@ -110,23 +110,51 @@ struct RowTiles {
 
   __device__ RowTiles(const Params& p, int64_t q_len, int64_t max_rows) {
     const int64_t group = Group(p);
-    rows = group <= max_rows ? max_rows / group * group : max_rows;
-    tiles_per_token = DivideUp(group, max_rows);
-    count = group <= max_rows ? DivideUp(q_len * group, rows) : q_len * tiles_per_token;
+    rows = group <= max_rows ? DivideSmall(max_rows, group) * group : max_rows;
+    tiles_per_token = DivideSmall(group + max_rows - 1, max_rows);
+    count =
+        group <= max_rows ? DivideSmall(q_len * group + rows - 1, rows) : q_len * tiles_per_token;
   }
+
+  // The tiles of one token share a flag for what is bad.
+  __device__ int64_t NumFlags() const { return DivideSmall(count, tiles_per_token); }
 
   __device__ void Find(const Params& p, int64_t q_len, int64_t tile, Item* item) const {
     const int64_t group = Group(p);
     int64_t end = q_len * group;
+    item->flag = static_cast<int32_t>(DivideSmall(tile, tiles_per_token));
     item->first_row = tile * rows;
     if (tiles_per_token > 1) {
-      const int64_t token = tile / tiles_per_token;
-      item->first_row = token * group + tile % tiles_per_token * rows;
+      const int64_t token = item->flag;
+      item->first_row = token * group + (tile - token * tiles_per_token) * rows;
       end = (token + 1) * group;
     }
     item->num_rows = static_cast<int32_t>(Smaller(rows, end - item->first_row));
   }
 };
+
+// The work item of a query tile of sequence s, a kv head and a split.
+__device__ inline void MakeItem(const Params& p, int64_t s, const Sequence& sequence,
+                                const RowTiles& tiles, int64_t tile, int64_t kv_head, int64_t split,
+                                Item* item) {
+  item->sequence = static_cast<int32_t>(s);
+  item->kv_head = static_cast<int32_t>(kv_head);
+  item->first_token = static_cast<int32_t>(sequence.first_token);
+  item->first_position = static_cast<int32_t>(sequence.context_len - sequence.q_len);
+  item->context_len = static_cast<int32_t>(sequence.context_len);
+  item->split = static_cast<int32_t>(split);
+  item->num_splits = static_cast<int32_t>(sequence.NumSplits(p));
+  tiles.Find(p, sequence.q_len, tile, item);
+
+  const int64_t split_begin = sequence.Begin(p) + split * sequence.SplitPositions(p);
+  const int64_t split_end = split_begin + sequence.SplitPositions(p);
+  const int64_t i = DivideSmall(item->first_row, Group(p));
+  const int64_t last = DivideSmall(item->first_row + item->num_rows - 1, Group(p));
+  const Span span =
+      p.AttendedByAny(sequence.first_token, i, last, item->first_position, sequence.context_len);
+  item->begin = static_cast<int32_t>(Larger(split_begin, span.begin));
+  item->end = static_cast<int32_t>(Smaller(split_end, span.end));
+}
 
 // Finds work items by their number. Items are numbered sequence by sequence. A parallel scan counts
 // them for a window of kThreads sequences at a time.
@@ -185,7 +213,7 @@ class Schedule {
   }
 
   __device__ int64_t NumItems(const Sequence& sequence) const {
-    if (!sequence.IsLegal(p_) || !sequence.IsOf(p_, lengths_)) return 0;
+    if (!sequence.IsLegal(p_) || !lengths_.Contain(sequence.q_len)) return 0;
     const RowTiles tiles(p_, sequence.q_len, max_rows_);
     return p_.num_kv_heads * tiles.count * sequence.NumSplits(p_);
   }
@@ -225,25 +253,11 @@ class Schedule {
     if (number >= NumItems(sequence)) return;
     const RowTiles tiles(p_, sequence.q_len, max_rows_);
     const int64_t num_splits = sequence.NumSplits(p_);
-    const int64_t split = number / p_.num_kv_heads % num_splits;
-    const int64_t tile = number / p_.num_kv_heads / num_splits;
-    item->sequence = static_cast<int32_t>(s);
-    item->kv_head = static_cast<int32_t>(number % p_.num_kv_heads);
-    item->first_token = static_cast<int32_t>(sequence.first_token);
-    item->first_position = static_cast<int32_t>(sequence.context_len - sequence.q_len);
-    item->context_len = static_cast<int32_t>(sequence.context_len);
-    item->split = static_cast<int32_t>(split);
-    item->num_splits = static_cast<int32_t>(num_splits);
-    tiles.Find(p_, sequence.q_len, tiles.count - 1 - tile, item);
-
-    const int64_t split_begin = sequence.Begin(p_) + split * sequence.SplitPositions(p_);
-    const int64_t split_end = split_begin + sequence.SplitPositions(p_);
-    const int64_t i = item->first_row / Group(p_);
-    const int64_t last = (item->first_row + item->num_rows - 1) / Group(p_);
-    const Span span =
-        p_.AttendedByAny(sequence.first_token, i, last, item->first_position, sequence.context_len);
-    item->begin = static_cast<int32_t>(Larger(split_begin, span.begin));
-    item->end = static_cast<int32_t>(Smaller(split_end, span.end));
+    const int64_t of_all_heads = DivideSmall(number, p_.num_kv_heads);
+    const int64_t kv_head = number - of_all_heads * p_.num_kv_heads;
+    const int64_t tile = DivideSmall(of_all_heads, num_splits);
+    const int64_t split = of_all_heads - tile * num_splits;
+    MakeItem(p_, s, sequence, tiles, tiles.count - 1 - tile, kv_head, split, item);
   }
 
   const Params& p_;

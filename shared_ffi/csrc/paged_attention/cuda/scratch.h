@@ -29,7 +29,7 @@ XLA_GPU_HOST_DEVICE inline int64_t DivideSmall(int64_t a, int64_t b) {
 
 // Query tokens whose rows fit one query tile.
 XLA_GPU_HOST_DEVICE inline int64_t TokensPerTile(const Params& p) {
-  return Larger(1, DivideSmall(kMaxRowsPerItem, p.num_heads / p.num_kv_heads));
+  return Larger(1, DivideSmall(kMaxRowsPerItem, DivideSmall(p.num_heads, p.num_kv_heads)));
 }
 
 // Most splits of a sequence with one query tile.
@@ -51,18 +51,20 @@ XLA_GPU_HOST_DEVICE inline int64_t MaxSplitTokens(const Params& p) {
   return TokensPerTile(p) * Larger(1, DivideSmall(kEnoughItems / 2, p.num_kv_heads));
 }
 
-// Which sequences a kernel takes, by their query tokens; which kernel runs for a sequence thus
-// follows from that sequence alone.
-enum class QueryLengths {
-  kAll,
-  kShort,  // one query tile
-  kLong,   // more
+// The sequences that a kernel takes: those with at least `min` and at most `max` query tokens.
+// Which kernel runs for a sequence thus follows from that sequence alone.
+struct QueryLengths {
+  int64_t min = 1;
+  int64_t max = INT64_MAX;
+
+  XLA_GPU_HOST_DEVICE bool Contain(int64_t q_len) const { return min <= q_len && q_len <= max; }
 };
 
 // Positions of each split (the last may have fewer) when q_len query tokens attend to `length`
 // positions.
 XLA_GPU_HOST_DEVICE inline int64_t SplitLength(const Params& p, int64_t q_len, int64_t length) {
-  const int64_t tiles = DivideUp(DivideUp(length, SplitLimit(p, q_len)), kTileAlignment);
+  const int64_t limit = SplitLimit(p, q_len);
+  const int64_t tiles = DivideUp(DivideSmall(length + limit - 1, limit), kTileAlignment);
   return Larger(kMinSplit, tiles * kTileAlignment);
 }
 
@@ -79,7 +81,8 @@ struct Scratch {
   int64_t num_slots;
   int64_t slots_of_sequence;  // 0: each token of the batch has max_splits slots
 
-  // Whether a bad block id was met: by each token of unsplit sequences, then by each slot.
+  // Whether a work item met a bad block id or tree mask: the flags of unsplit sequences, which
+  // begin at the number of their first token; then one for each slot.
   int32_t* is_bad;   // [num_tokens + num_slots]
   RowState* states;  // [num_slots, num_heads]
   float* partials;   // [num_slots, num_heads, value_head_size]: sums of 2^(logit - max) * v
@@ -90,8 +93,13 @@ struct Scratch {
     return slots_of_sequence == 0 ? token * max_splits : s * slots_of_sequence + i * num_splits;
   }
 
-  XLA_GPU_HOST_DEVICE int32_t* IsBad(const Params& p, int64_t slot) const {
-    return is_bad + p.num_tokens + slot;
+  // A flag of sequence s in one of its splits. Its flags are numbered as the query tiles of its
+  // work items (RowTiles).
+  XLA_GPU_HOST_DEVICE int32_t* IsBad(const Params& p, int64_t s, int64_t first_token, int64_t flag,
+                                     int64_t split, int64_t num_splits) const {
+    const int64_t token = first_token + flag;  // of the sequence: it has no more flags than tokens
+    if (num_splits == 1) return is_bad + token;
+    return is_bad + p.num_tokens + Slot(s, flag, token, num_splits) + split;
   }
 };
 

@@ -4,37 +4,11 @@
 // copied to shared memory meanwhile. The warps divide a tile in one of two ways. With many rows,
 // each warp has 16 rows and all positions. With few rows, all warps have the same rows and each has
 // a part of the positions; their partial results are merged at the end in a fixed order.
-//
-// KV tiles of an 8-bit cache are copied unchanged. A register with four 8-bit numbers becomes two
-// registers of 16-bit numbers right before the product.
 #pragma once
 
-#include "softmax.cuh"
+#include "products.cuh"
 
 namespace xla_gpu::paged_attention {
-
-inline constexpr int kRowsPerWarpTile = 16;  // rows of a tensor core product
-
-// The layout in shared memory of rows of head_size elements, in chunks of 16 bytes. The chunks of
-// one column in eight adjacent rows must lie in different banks. If a row is a multiple of all
-// banks, chunks are swizzled; otherwise rows are an odd number of chunks apart. kHeadSize is
-// head_size rounded up to a compiled size; the columns past head_size are zero.
-template <typename Element, int kHeadSize>
-struct SharedRows {
-  static constexpr int kChunk = 16 / sizeof(Element);  // elements of a chunk
-  static constexpr int kChunks = kHeadSize / kChunk;
-  static constexpr bool kIsSwizzled = kChunks % 8 == 0;
-  static constexpr int kStride = (kIsSwizzled ? kChunks : kChunks | 1) * kChunk;
-  static_assert(kChunks % 2 == 0, "chunks are multiplied in pairs");
-
-  static __device__ __forceinline__ int Offset(int row, int chunk) {
-    return row * kStride + (kIsSwizzled ? chunk ^ (row % 8) : chunk) * kChunk;
-  }
-
-  static __device__ __forceinline__ int ElementOffset(int row, int column) {
-    return Offset(row, column / kChunk) + column % kChunk;
-  }
-};
 
 // The shared memory of a thread block. T: type of the query. C: type of the cache.
 template <typename T, typename C, int kHeadSize>
@@ -89,16 +63,12 @@ class TensorCoreItem {
   using Layout = TensorCoreLayout<T, C, kHeadSize>;
   using QueryRows = typename Layout::QueryRows;
   using CacheRows = typename Layout::CacheRows;
-  // The type that weights are rounded to. Multiplied by the scales of an 8-bit cache, they need the
-  // range of bfloat16.
-  using Weight = std::conditional_t<kIs8Bit<C>, BFloat16, T>;
   static constexpr int kStages = Layout::kStages;
   static constexpr int kParts = kWarps / kWarpRows;
   static constexpr int kTile = Layout::kTile;
   static constexpr int kKeys = kTile / kParts;  // positions of a KV tile for each warp
   static constexpr int kRows = kWarpRows * kRowsPerWarpTile;
-  static constexpr int kSteps = kIs8Bit<C> ? 2 : 1;  // products for each pair of chunks
-  static_assert(kKeys % 16 == 0, "the product over positions takes 16 at a time");
+  using Products = WarpProducts<T, C, kHeadSize, kKeys, QueryRows, CacheRows>;
 
  public:
   __device__ TensorCoreItem(const Params& p, const Item& item, const Layout& layout)
@@ -153,32 +123,15 @@ class TensorCoreItem {
   __device__ void CopyQuery() {
     const auto copy = [&](int row, int chunk, const T* from, bool exists) {
       if constexpr (kIs8Bit<C>) {
-        StoreAsKeysLie(row, chunk,
-                       exists ? *reinterpret_cast<const FourPairs*>(from) : FourPairs());
+        using Query = QueryOf8BitKeys<T, QueryRows>;
+        using FourPairs = typename Query::FourPairs;
+        Query::Store(layout_.query, row, chunk,
+                     exists ? *reinterpret_cast<const FourPairs*>(from) : FourPairs());
       } else {
         gpu::CopyAsync16(layout_.query + QueryRows::Offset(row, chunk), from, exists);
       }
     };
     ForQueryChunks<T, QueryRows>(p_, item_, 0, kRows, threadIdx.x, copy);
-  }
-
-  struct alignas(16) FourPairs {
-    uint32_t pair[4] = {};
-  };
-  struct alignas(8) TwoPairs {
-    uint32_t pair[2];
-  };
-
-  // A lane's register of 8-bit keys holds 4 adjacent columns of 16. The product expects 2 adjacent
-  // columns and the 2 columns that are 8 further. Any order of columns gives the same product, so
-  // the query's columns are permuted to match.
-  __device__ void StoreAsKeysLie(int row, int chunk, const FourPairs& columns) {
-    const uint32_t(&pair)[4] = columns.pair;
-    T* to = layout_.query + chunk % 2 * 4;
-    const int even = QueryRows::Offset(row, chunk / 2 * 2);
-    const int odd = QueryRows::Offset(row, chunk / 2 * 2 + 1);
-    *reinterpret_cast<TwoPairs*>(to + even) = {pair[0], pair[2]};
-    *reinterpret_cast<TwoPairs*>(to + odd) = {pair[1], pair[3]};
   }
 
   __device__ void CopyTile(int32_t tile) {
@@ -200,67 +153,21 @@ class TensorCoreItem {
   __device__ void ComputeTile(int32_t tile) {
     // The first position of the warp's part of the KV tile.
     const int32_t begin = tile * kTile + part_ * kKeys;
+    const int first_key = part_ * kKeys;
+    const Slot<C>* slots = layout_.Slots(tile) + first_key;
     float logits[kKeys / 8][4] = {};
-    MultiplyByKeys(layout_.Key(tile), logits);
-    if constexpr (kIs8Bit<C>) ScaleLogits(tile, logits);
+    Products::MultiplyByKeys(layout_.query, warp_row_, layout_.Key(tile), first_key, logits);
+    if constexpr (kIs8Bit<C>) Products::ScaleLogits(slots, logits);
     softmax_.ToLogits(begin, /*masked=*/true, logits);
     float shrinks[2];
     softmax_.Weigh(logits, shrinks);
-    Softmax::Shrink(shrinks, sums_);
+    Softmax::Shrink(shrinks, products_.sums);
     const CommonRange common(p_, item_);
     if (!std::is_integral_v<C> && common.RowsDiffer(item_, tile * kTile, (tile + 1) * kTile)) {
       SetAsideNonFinite(tile, begin);
     }
-    if constexpr (kIs8Bit<C>) ScaleWeights(tile, logits);
-    AddValues(layout_.Value(tile), logits);
-  }
-
-  // logits = q k^T. Lane l holds the positions 2 * (l % 4) and the next one of each 8, for the rows
-  // l / 4 and l / 4 + 8.
-  __device__ void MultiplyByKeys(const C* keys, float (&logits)[kKeys / 8][4]) const {
-#pragma unroll 2
-    for (int chunk = 0; chunk < CacheRows::kChunks; chunk += 2) {
-      uint32_t query[kSteps][4];
-      const int query_row = warp_row_ + lane_ % 16;
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const int query_chunk = chunk * kSteps + 2 * step + lane_ / 16;
-        gpu::LoadMatrices(query[step], layout_.query + QueryRows::Offset(query_row, query_chunk));
-      }
-#pragma unroll
-      for (int n = 0; n < kKeys / 16; ++n) {
-        const int row = part_ * kKeys + n * 16 + lane_ / 16 * 8 + lane_ % 8;
-        uint32_t key[4];  // both chunks of 8 positions, then of the next 8
-        gpu::LoadMatrices(key, keys + CacheRows::Offset(row, chunk + lane_ / 8 % 2));
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float(&products)[4] = logits[2 * n + i];
-          if constexpr (kIs8Bit<C>) {
-#pragma unroll
-            for (int step = 0; step < kSteps; ++step) {
-              uint32_t pairs[2];
-              gpu::Expand(key[2 * i + step], C{}, pairs, T{});
-              gpu::MultiplyAdd(products, query[step], pairs[0], pairs[1], T{});
-            }
-          } else {
-            gpu::MultiplyAdd(products, query[0], key[2 * i], key[2 * i + 1], T{});
-          }
-        }
-      }
-    }
-  }
-
-  __device__ void ScaleLogits(int32_t tile, float (&logits)[kKeys / 8][4]) const {
-    const Slot<C>* slots = layout_.Slots(tile) + part_ * kKeys;
-    Softmax::ForEach<kKeys / 8>([&](int n, int e, int j) { logits[n][e] *= slots[j].k_scale; });
-  }
-
-  // A weight of zero stays zero: where a row does not attend, the scale may be NaN.
-  __device__ void ScaleWeights(int32_t tile, float (&weights)[kKeys / 8][4]) const {
-    const Slot<C>* slots = layout_.Slots(tile) + part_ * kKeys;
-    Softmax::ForEach<kKeys / 8>([&](int n, int e, int j) {
-      weights[n][e] = weights[n][e] == 0 ? 0.0f : weights[n][e] * slots[j].v_scale;
-    });
+    if constexpr (kIs8Bit<C>) Products::ScaleWeights(slots, logits);
+    products_.template AddValues<typename Products::Weight>(layout_.Value(tile), first_key, logits);
   }
 
   // A weight of zero times an infinite or NaN value would spoil a row's sum. If a KV tile holds
@@ -273,72 +180,23 @@ class TensorCoreItem {
     };
     if (!gpu::AnyInBlock(HoldsNonFinite(threadIdx.x, kTile * kHeadSize, kThreads, element))) return;
     softmax_.AddNonFinite<kKeys>(
-        begin, sums_,
+        begin, products_.sums,
         [&](int j, int n, int e) {
-          return values[CacheRows::ElementOffset(part_ * kKeys + j, Column(n, e))];
+          return values[CacheRows::ElementOffset(part_ * kKeys + j, Products::Column(n, e))];
         },
-        [&](C value, int j) { return Scaled(value, layout_.Slots(tile)[part_ * kKeys + j]); });
+        [&](C value, int j) {
+          return Products::Scaled(value, layout_.Slots(tile)[part_ * kKeys + j]);
+        });
     gpu::SyncBlock();
     ClearNonFinite(threadIdx.x, kTile * kHeadSize, kThreads, element);
     gpu::SyncBlock();
   }
 
-  static __device__ __forceinline__ float Scaled(C value, const Slot<C>& slot) {
-    if constexpr (kIs8Bit<C>) return gpu::ToFloat(value) * slot.v_scale;
-    return gpu::ToFloat(value);
-  }
-
-  // The column of element e of group n of the lane's sums. Two adjacent columns of an 8-bit cache
-  // are in one register and go to two groups.
-  __device__ int Column(int n, int e) const {
-    const int of_block = lane_ % 4 * 2 + e % 2;
-    return kIs8Bit<C> ? n / 2 * 16 + of_block * 2 + n % 2 : n * 8 + of_block;
-  }
-
-  // sums += weights * v, with weights rounded to 16 bits.
-  __device__ void AddValues(const C* values, const float (&weights)[kKeys / 8][4]) {
-#pragma unroll
-    for (int n = 0; n < kKeys / 16; ++n) {
-      const float(&left)[4] = weights[2 * n], (&right)[4] = weights[2 * n + 1];
-      const uint32_t packed[4] = {
-          gpu::Pack(left[0], left[1], Weight{}), gpu::Pack(left[2], left[3], Weight{}),
-          gpu::Pack(right[0], right[1], Weight{}), gpu::Pack(right[2], right[3], Weight{})};
-      const int row = part_ * kKeys + n * 16 + lane_ % 16;
-#pragma unroll
-      for (int chunk = 0; chunk < CacheRows::kChunks; chunk += 2) {
-        uint32_t value[4];  // two chunks, each of 8 positions and of the next 8
-        gpu::LoadMatricesTransposed(value, values + CacheRows::Offset(row, chunk + lane_ / 16));
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if constexpr (kIs8Bit<C>) {
-            uint32_t first[2], second[2];  // the even columns, then the odd ones
-            gpu::Expand(gpu::SwapMiddleBytes(value[2 * i]), C{}, first, Weight{});
-            gpu::Expand(gpu::SwapMiddleBytes(value[2 * i + 1]), C{}, second, Weight{});
-#pragma unroll
-            for (int odd = 0; odd < 2; ++odd) {
-              float(&sums)[4] = sums_[2 * (chunk + i) + odd];
-              gpu::MultiplyAdd(sums, packed, first[odd], second[odd], Weight{});
-            }
-          } else {
-            gpu::MultiplyAdd(sums_[chunk + i], packed, value[2 * i], value[2 * i + 1], Weight{});
-          }
-        }
-      }
-    }
-  }
-
   __device__ void StoreSums() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const RowState state = softmax_.State(r);
       const int row = part_ * kRows + warp_row_ + lane_ / 4 + 8 * r;
-      if (lane_ % 4 == 0) layout_.states[row] = state;
-#pragma unroll
-      for (int n = 0; n < kHeadSize / 8; ++n) {
-        float* to = layout_.sums + row * kHeadSize;
-        to[Column(n, 0)] = sums_[n][2 * r];
-        to[Column(n, 1)] = sums_[n][2 * r + 1];
-      }
+      products_.Store(r, softmax_.State(r), layout_.states + row, layout_.sums + row * kHeadSize);
     }
   }
 
@@ -349,7 +207,7 @@ class TensorCoreItem {
   const int warp_row_;  // the warp's first row
   const int part_;      // this warp's part of each KV tile's positions
   Softmax softmax_;
-  float sums_[kHeadSize / 8][4] = {};  // laid out as logits, with columns in place of positions
+  Products products_;
   bool is_bad_;
 };
 

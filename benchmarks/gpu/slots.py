@@ -1,0 +1,147 @@
+"""Counts the instructions of the decode kernel's loops, and predicts which share of a GPU's issue
+slots they take at its full read rate: `python -m benchmarks.gpu.slots decode_*.cu.o`.
+
+A loop is counted along its shortest way, which leaves out the features that a call does not use.
+The disassembler is cuobjdump, of a CUDA toolkit or of the packages nvidia-cuda-cuobjdump and
+nvidia-cuda-nvdisasm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# An H200: NVIDIA H200 data sheet, and the boost clock that nvidia-smi shows.
+READ_BYTES_PER_SECOND = 4.8e12
+MULTIPROCESSORS = 132
+CLOCKS_PER_SECOND = 1.755e9
+SLOTS_PER_CLOCK = 4  # warp instructions that a multiprocessor issues
+
+TILE = 16  # positions of a KV tile
+PRODUCTS = ("HMMA",)
+COPIES = ("LDGSTS",)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A line of a disassembly."""
+
+    address: int
+    text: str
+
+    @property
+    def operation(self) -> str:
+        """The instruction's name without its predicate and suffixes."""
+        return re.sub(r"^@!?U?P\w+\s+", "", self.text).split()[0].split(".")[0]
+
+    @property
+    def target(self) -> int | None:
+        """The address that a branch leads to."""
+        found = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", self.text)
+        return int(found[1], 16) if found else None
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the next instruction may follow."""
+        leaves = self.operation in ("BRA", "EXIT", "RET", "JMP")
+        return not leaves or self.text.startswith("@") or "BRA.DIV" in self.text
+
+
+class Kernel:
+    """The disassembly of a kernel."""
+
+    def __init__(self, name: str, listing: str) -> None:
+        self.name = name
+        found = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+([^;]+?)\s*;", listing)
+        self.instructions = [Instruction(int(address, 16), text) for address, text in found]
+        self._index = {x.address: i for i, x in enumerate(self.instructions)}
+
+    def count(self, operations: tuple[str, ...], at_least: int) -> int:
+        """Instructions on the shortest way through the smallest loop that has that many of some
+        operations."""
+        loops = [
+            (i - self._index[x.target], self._index[x.target], i)
+            for i, x in enumerate(self.instructions)
+            if x.target is not None and x.target <= x.address and x.target in self._index
+        ]
+        for _, begin, end in sorted(loops):
+            body = self.instructions[begin : end + 1]
+            if sum(x.operation in operations for x in body) >= at_least:
+                return self._shortest(begin, end)
+        raise ValueError(f"{self.name} has no loop with {at_least} of {operations}")
+
+    def _shortest(self, begin: int, end: int) -> int:
+        reached, queue = set[int](), [(1, begin)]
+        while queue:
+            count, i = heapq.heappop(queue)
+            if i == end:
+                return count
+            if i in reached:
+                continue
+            reached.add(i)
+            for following in self._after(i):
+                if begin <= following <= end:
+                    heapq.heappush(queue, (count + 1, following))
+        raise ValueError(f"{self.name} has a loop whose end cannot be reached")
+
+    def _after(self, i: int) -> Iterator[int]:
+        instruction = self.instructions[i]
+        if instruction.may_go_on and i + 1 < len(self.instructions):
+            yield i + 1
+        if instruction.target in self._index:
+            yield self._index[instruction.target]
+
+
+def kernels_of(path: Path) -> Iterator[Kernel]:
+    """The kernels of an object file or library."""
+    tool = shutil.which("cuobjdump")
+    if tool is None:
+        sys.exit(
+            "benchmarks.gpu.slots: cuobjdump must be on the PATH; pip install "
+            "nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm has it"
+        )
+    listing = subprocess.run([tool, "-sass", path], check=True, capture_output=True, text=True)
+    for part in listing.stdout.split("Function : ")[1:]:
+        name, _, body = part.partition("\n")
+        yield Kernel(name.strip(), body)
+
+
+def report(kernel: Kernel, head_size: int, bytes_of_element: int) -> str:
+    """A line of the table."""
+    products = 4 * head_size // 16  # of 16 positions with K, and as many with V
+    consumer = kernel.count(PRODUCTS, products)
+    # The shortest way copies one tile of two.
+    producer = kernel.count(COPIES, 8 * bytes_of_element)
+    slots = consumer + producer
+    tile_bytes = TILE * 2 * head_size * bytes_of_element
+    clocks = tile_bytes / (READ_BYTES_PER_SECOND / MULTIPROCESSORS / CLOCKS_PER_SECOND)
+    share = slots / (clocks * SLOTS_PER_CLOCK)
+    return (
+        f"{head_size:>9}{8 * bytes_of_element:>6}{consumer:>10}{producer:>10}"
+        f"{slots / tile_bytes * 1024:>16.1f}{share:>10.0%}"
+    )
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("objects", nargs="+", type=Path, metavar="FILE")
+    columns = "head_size", "bits", "consumer", "producer", "slots per KiB", "share"
+    print("{:>9}{:>6}{:>10}{:>10}{:>16}{:>10}".format(*columns))
+    for path in parser.parse_args().objects:
+        for kernel in kernels_of(path):
+            found = re.search(r"DecodeAttentionI\w*?Li(\d+)E", kernel.name)
+            if found:
+                has_8_bits = re.search(r"Float8E|15DecodeAttentionINS_\w+Ea", kernel.name)
+                print(report(kernel, int(found[1]), 1 if has_8_bits else 2))
+
+
+if __name__ == "__main__":
+    main()

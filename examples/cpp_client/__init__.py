@@ -1,0 +1,1 @@
+"""A decoding loop in C++ that needs no Python: a program of jax.export on a PJRT plugin."""

@@ -1,0 +1,517 @@
+// Attention of few query rows, as in decoding, on sm_90 and sm_100. What it adds to
+// tensor_core.cuh:
+//
+// - A producer warp copies K and V. It runs ahead of the products by as many KV tiles as there is
+//   memory for, across work items: the memory does not wait where one item ends and the next
+//   begins.
+// - A KV tile has 16 positions. The consumer warps take tiles in turn, and a warp waits for its own
+//   tiles only.
+// - A thread block takes neighbouring splits, about as many positions as every other block. It
+//   folds a sequence's first splits itself. With many sequences few partial results go to memory.
+// - Numbers of 8 bits become float16, each two in one instruction, and so does the query of an
+// 8-bit
+//   cache. The range suffices: a query row is divided by a power of two, and where all positions
+//   have one scale, weights are not multiplied by it.
+//
+// The fold goes from the left and the splits follow from the sequence alone, so a sequence has the
+// same bits whichever thread blocks compute it.
+#pragma once
+
+#include "decode_schedule.cuh"
+#include "products.cuh"
+#include "ring.cuh"
+
+namespace xla_gpu::paged_attention {
+
+inline constexpr int kDecodeThreads = kThreads + gpu::kWarpSize;  // the consumers, the producer
+inline constexpr int kDecodeRows = kRowsPerWarpTile;              // of a work item
+inline constexpr int kDecodeConsumers = 1;                        // named barrier
+
+// The layout in shared memory of a KV tile: for each position K, then V. Rows are an odd number of
+// chunks of 16 bytes apart, so that the chunks of one column in eight adjacent rows lie in
+// different banks.
+template <typename C, int kHeadSize>
+struct KvPairRows {
+  static constexpr int kChunk = 16 / sizeof(C);  // elements of a chunk
+  static constexpr int kChunks = kHeadSize / kChunk;
+  static constexpr int kStride = (2 * kChunks + 1) * kChunk;
+
+  static __device__ __forceinline__ int Offset(int row, int chunk) {
+    return row * kStride + chunk * kChunk;
+  }
+};
+
+// Whether all positions of an 8-bit cache have the same scales.
+__device__ inline bool ScalesAreUniform(const Params& p) {
+  return !p.k_scale.IsPerPosition() && !p.v_scale.IsPerPosition() && p.k_scale.block_stride == 0 &&
+         p.v_scale.block_stride == 0;
+}
+
+// The scales of a position of an 8-bit cache.
+struct PositionScales {
+  float k_scale;
+  float v_scale;
+};
+
+// The shared memory of a thread block.
+template <typename T, typename C, int kHeadSize>
+struct DecodeShared {
+  using Query = std::conditional_t<kIs8Bit<C>, Half, T>;
+  using QueryRows = SharedRows<Query, kHeadSize>;
+  using CacheRows = KvPairRows<C, kHeadSize>;
+  static constexpr int kTile = DecodeSchedule::kTile;  // positions
+  static constexpr int kTileElements = kTile * CacheRows::kStride;
+  static constexpr int kItems = 2;                          // work items in memory
+  static constexpr int kBlocks = kHeadSize <= 128 ? 2 : 1;  // thread blocks of a multiprocessor
+  static constexpr int kBytes = 224 * 1024 / kBlocks;       // sm_90 has 227 KiB, 1 goes to each
+  static constexpr int kOtherBytes = kWarps * kDecodeRows * (kHeadSize * 4 + 8) +
+                                     kItems * kDecodeRows * (QueryRows::kStride * 2 + 4);
+  static constexpr int kScales = kIs8Bit<C> ? kTile : 1;
+  static constexpr int kTileBytes = kTileElements * static_cast<int>(sizeof(C)) + kScales * 8 + 16;
+  // KV tiles in memory. Each consumer warp has as many.
+  static constexpr int kStages = (kBytes - kOtherBytes - 1024) / kTileBytes / kWarps * kWarps;
+  static_assert(kStages >= 2 * kWarps, "a tile is copied while another one is read");
+  using TileTurn = Turn<kStages>;
+  using ItemTurn = Turn<kItems>;
+
+  alignas(128) C tiles[kStages][kTileElements];
+  alignas(128) Query query[kItems][kDecodeRows * QueryRows::kStride];
+  float query_factors[kItems][kDecodeRows];  // of an 8-bit cache: the powers of two
+  float sums[kWarps][kDecodeRows][kHeadSize];
+  RowState states[kWarps][kDecodeRows];
+  PositionScales scales[kStages][kScales];  // of an 8-bit cache
+  Ring<kStages> tiles_ring;
+  Ring<kItems> items_ring;
+  DecodeItem items[kItems];  // num_rows = -1 marks the end
+
+  // One thread calls it.
+  __device__ void Init() {
+    tiles_ring.Init(kIs8Bit<C> ? gpu::kWarpSize + 1 : gpu::kWarpSize, 1);
+    items_ring.Init(gpu::kWarpSize + 1, kWarps);
+  }
+};
+
+// The KV tiles [begin, end) that hold a work item's positions.
+struct DecodeTiles {
+  int32_t begin;
+  int32_t end;
+
+  __device__ explicit DecodeTiles(const Item& item)
+      : begin(item.begin / DecodeSchedule::kTile),
+        end(max(begin, (item.end + DecodeSchedule::kTile - 1) / DecodeSchedule::kTile)) {}
+};
+
+template <typename T, typename C, int kHeadSize>
+class DecodeProducer {
+  using Shared = DecodeShared<T, C, kHeadSize>;
+  using QueryRows = typename Shared::QueryRows;
+  using CacheRows = typename Shared::CacheRows;
+  using TileTurn = typename Shared::TileTurn;
+  using ItemTurn = typename Shared::ItemTurn;
+  static constexpr int kTile = Shared::kTile;
+  static_assert(2 * kTile == gpu::kWarpSize, "the lanes find the slots of two tiles at a time");
+
+ public:
+  __device__ DecodeProducer(const Params& p, const Scratch& scratch, Shared* shared)
+      : p_(p), scratch_(scratch), shared_(*shared), lane_(threadIdx.x % gpu::kWarpSize) {}
+
+  __device__ void Run(QueryLengths lengths) {
+    DecodeSchedule schedule(p_, lengths);
+    DecodeItem work = {};
+    ItemTurn turn;
+    for (; schedule.Next(&work); turn = turn.Next()) {
+      HandOut(work, turn);
+      CopyTiles(work.item);
+    }
+    work.item.num_rows = -1;
+    HandOut(work, turn);
+    gpu::CommitCopies();
+    gpu::WaitCopies<0>();
+  }
+
+ private:
+  __device__ void HandOut(const DecodeItem& work, ItemTurn turn) {
+    shared_.items_ring.WaitFreed(turn);
+    auto* query = shared_.query[turn.place];
+    for (int i = lane_; i - lane_ < work.item.num_rows * QueryRows::kChunks; i += gpu::kWarpSize) {
+      const int row = i / QueryRows::kChunks, chunk = i % QueryRows::kChunks;
+      const int column = chunk * QueryRows::kChunk;
+      const bool exists = row < work.item.num_rows && column < p_.head_size;
+      const T* from =
+          static_cast<const T*>(p_.query) + (exists ? QueryOffset(p_, work.item, row) + column : 0);
+      if constexpr (kIs8Bit<C>) {
+        StoreAsHalf(query, row, chunk, from, exists, &shared_.query_factors[turn.place][row]);
+      } else {
+        gpu::CopyAsync16(query + QueryRows::Offset(row, chunk), from, exists);
+      }
+    }
+    if (lane_ == 0) shared_.items[turn.place] = work;
+    gpu::SyncWarp();
+    gpu::ArriveAfterCopies(&shared_.items_ring.filled[turn.place]);
+    if (lane_ == 0) gpu::Arrive(&shared_.items_ring.filled[turn.place]);
+  }
+
+  // Stores a chunk of a query row as float16. The row is divided by a power of two, `factor`, that
+  // leaves its largest number below 4. The lanes of a row call it together.
+  static __device__ __forceinline__ void StoreAsHalf(Half* query, int row, int chunk, const T* from,
+                                                     bool exists, float* factor) {
+    constexpr int kElements = 8;
+    static_assert(gpu::kWarpSize % QueryRows::kChunks == 0, "a row is in one turn of the lanes");
+    struct alignas(16) Elements {
+      T element[kElements] = {};
+    };
+    const Elements elements = exists ? *reinterpret_cast<const Elements*>(from) : Elements();
+    float numbers[kElements], largest = 0;
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      numbers[i] = gpu::ToFloat(elements.element[i]);
+      largest = fmaxf(largest, fabsf(numbers[i]));
+    }
+    for (int mask = QueryRows::kChunks / 2; mask > 0; mask /= 2) {
+      largest = fmaxf(largest, gpu::ShuffleXor(largest, mask));
+    }
+    const uint32_t exponent = min(max(BitCast<uint32_t>(largest) >> 23, 1u), 253u);
+    const float inverse = BitCast<float>((254 - exponent) << 23);
+    typename QueryOf8BitKeys<Half, QueryRows>::FourPairs pairs;
+#pragma unroll
+    for (int i = 0; i < kElements / 2; ++i) {
+      pairs.pair[i] = gpu::Pack(numbers[2 * i] * inverse, numbers[2 * i + 1] * inverse, Half{});
+    }
+    QueryOf8BitKeys<Half, QueryRows>::Store(query, row, chunk, pairs);
+    if (chunk == 0) *factor = BitCast<float>(exponent << 23);
+  }
+
+  // Each lane finds the slot of a position of the next two tiles. The block ids of the two tiles
+  // after those are on their way meanwhile.
+  __device__ void CopyTiles(const Item& item) {
+    const DecodeTiles tiles(item);
+    const Pieces pieces(p_, item, lane_);
+    bool is_bad = HasBadTree(p_, item, lane_);
+    int32_t position = tiles.begin * kTile + lane_;
+    int32_t block = IsIn(item, position) ? BlockOf(p_, item, position) : 0;
+    for (int32_t tile = tiles.begin; tile < tiles.end; tile += 2) {
+      const int32_t next = position + 2 * kTile;
+      const int32_t next_block = IsIn(item, next) ? BlockOf(p_, item, next) : 0;
+      Slot<C> slot;
+      if (IsIn(item, position)) slot = SlotIn<C>(p_, item, block, position, &is_bad);
+      // Aligned, and never read, where there is no slot.
+      const int64_t offset =
+          slot.offset >= 0 ? slot.offset * static_cast<int64_t>(sizeof(C)) : INT64_MIN;
+      CopyTile(pieces, offset, slot, 0);
+      if (tile + 1 < tiles.end) CopyTile(pieces, offset, slot, kTile);
+      position = next;
+      block = next_block;
+    }
+    is_bad = gpu::AnyInWarp(is_bad);
+    if (lane_ == 0) Report(p_, scratch_, item, is_bad);
+  }
+
+  static __device__ __forceinline__ bool IsIn(const Item& item, int32_t position) {
+    return item.begin <= position && position < item.end;
+  }
+
+  // The pieces of 16 bytes that a lane copies of a position: chunks of K, then of V.
+  struct Pieces {
+    static constexpr int kOfPosition = 2 * CacheRows::kChunks;
+    static constexpr int kOfLane = Larger(1, kOfPosition / gpu::kWarpSize);
+    static constexpr int kPositions = Larger(1, gpu::kWarpSize / kOfPosition);  // at a time
+
+    uintptr_t from[kOfLane];  // at offset 0 of the cache
+    bool exist[kOfLane];
+    bool are_wanted[kOfLane];
+
+    __device__ Pieces(const Params& p, const Item& item, int lane) {
+#pragma unroll
+      for (int i = 0; i < kOfLane; ++i) {
+        const int chunk = (i * gpu::kWarpSize + lane) % kOfPosition;
+        const int column = chunk % CacheRows::kChunks * CacheRows::kChunk;
+        const bool is_key = chunk < CacheRows::kChunks;
+        exist[i] = column < (is_key ? p.head_size : p.value_head_size);
+        are_wanted[i] = is_key || !p.is_latent;
+        const C* first = is_key ? KeyOf<C>(p, 0, item.kv_head) : ValueOf<C>(p, 0, item.kv_head);
+        from[i] = reinterpret_cast<uintptr_t>(first) + (exist[i] ? column * sizeof(C) : 0);
+      }
+    }
+  };
+
+  // Copies K and V of the positions of the lanes from first_lane on, at these offsets in bytes.
+  // What does not exist becomes zeros.
+  __device__ void CopyTile(const Pieces& pieces, int64_t offset_of_lane, const Slot<C>& slot,
+                           int first_lane) {
+    const TileTurn turn = TileTurn::Of(count_++);
+    shared_.tiles_ring.WaitFreed(turn);
+    const int first_row = lane_ / Pieces::kOfPosition;
+    C* to = shared_.tiles[turn.place] + CacheRows::Offset(first_row, lane_ % Pieces::kOfPosition);
+#pragma unroll
+    for (int row = 0; row < kTile; row += Pieces::kPositions) {
+      const int64_t offset = gpu::Shuffle(offset_of_lane, first_lane + first_row + row);
+#pragma unroll
+      for (int i = 0; i < Pieces::kOfLane; ++i) {
+        if (!pieces.are_wanted[i]) continue;
+        gpu::CopyAsync16(to + CacheRows::Offset(row, i * gpu::kWarpSize),
+                         reinterpret_cast<const void*>(pieces.from[i] + offset),
+                         pieces.exist[i] && offset >= 0);
+      }
+    }
+    gpu::Barrier* filled = &shared_.tiles_ring.filled[turn.place];
+    if constexpr (kIs8Bit<C>) {
+      const int row = lane_ - first_lane;
+      if (0 <= row && row < kTile) shared_.scales[turn.place][row] = {slot.k_scale, slot.v_scale};
+      gpu::SyncWarp();
+      if (lane_ == 0) gpu::Arrive(filled);
+    }
+    gpu::ArriveAfterCopies(filled);
+  }
+
+  const Params& p_;
+  const Scratch& scratch_;
+  Shared& shared_;
+  const int lane_;
+  uint32_t count_ = 0;  // tiles so far
+};
+
+// The rows of a work item that a consumer warp finishes: every kWarps-th. Each lane has every 32nd
+// column of a row.
+template <int kHeadSize>
+struct FinishedRows {
+  static constexpr int kRows = kDecodeRows / kWarps;
+  static constexpr int kColumns = kHeadSize / gpu::kWarpSize;
+
+  RowState states[kRows];
+  float values[kRows][kColumns];
+};
+
+template <typename T, typename C, int kHeadSize>
+class DecodeConsumer {
+  using Shared = DecodeShared<T, C, kHeadSize>;
+  using QueryRows = typename Shared::QueryRows;
+  using CacheRows = typename Shared::CacheRows;
+  static constexpr int kTile = Shared::kTile;
+  using Query = typename Shared::Query;
+  using Products = WarpProducts<Query, C, kHeadSize, kTile, QueryRows, CacheRows>;
+  using Rows = FinishedRows<kHeadSize>;
+
+ public:
+  __device__ DecodeConsumer(const Params& p, const Scratch& scratch, Shared* shared)
+      : p_(p),
+        scratch_(scratch),
+        shared_(*shared),
+        lane_(threadIdx.x % gpu::kWarpSize),
+        warp_(threadIdx.x / gpu::kWarpSize),
+        scales_are_uniform_(ScalesAreUniform(p)) {}
+
+  __device__ void Run() {
+    for (typename Shared::ItemTurn turn;; turn = turn.Next()) {
+      shared_.items_ring.WaitFilled(turn);
+      const DecodeItem& work = shared_.items[turn.place];
+      if (work.item.num_rows == -1) return;
+      Compute(work.item, shared_.query[turn.place], shared_.query_factors[turn.place]);
+      gpu::SyncThreads(kDecodeConsumers, kThreads);
+      Finish(work);
+      gpu::SyncThreads(kDecodeConsumers, kThreads);  // everyone has left the sums
+      shared_.items_ring.Free(turn);
+    }
+  }
+
+ private:
+  // Computes the warp's tiles of a split, and leaves what it found in shared memory.
+  __device__ void Compute(const Item& item, const Query* query, const float* query_factors) {
+    Softmax softmax(p_, item, lane_ / 4);
+    float factors[2], v_scale = 1;  // what logits of the lane's rows, and sums, are multiplied by
+    if constexpr (kIs8Bit<C>) {
+      const float k_scale = scales_are_uniform_ ? p_.k_scale.At(0, 0, item.kv_head) : 1.0f;
+      if (scales_are_uniform_) v_scale = p_.v_scale.At(0, 0, item.kv_head);
+      for (int r = 0; r < 2; ++r) factors[r] = query_factors[lane_ / 4 + 8 * r] * k_scale;
+    }
+    const CommonRange common(p_, item);
+    Products products;
+    const DecodeTiles tiles(item);
+    for (int32_t tile = tiles.begin + warp_; tile < tiles.end; tile += kWarps) {
+      const auto turn = Shared::TileTurn::Of(count_ + (tile - tiles.begin));
+      const PositionScales* scales = shared_.scales[turn.place];
+      C* keys = shared_.tiles[turn.place];
+      C* values = p_.is_latent ? keys : keys + kHeadSize;
+      const int32_t begin = tile * kTile;
+      shared_.tiles_ring.WaitFilled(turn);
+      float logits[kTile / 8][4] = {};
+      Products::MultiplyByKeys(query, 0, keys, 0, logits);
+      if constexpr (kIs8Bit<C>) {
+        Softmax::ForEach<kTile / 8>([&](int n, int e, int) { logits[n][e] *= factors[e / 2]; });
+        if (!scales_are_uniform_) Products::ScaleLogits(scales, logits);
+      }
+      softmax.ToLogits(begin, /*masked=*/true, logits);
+      float shrinks[2];
+      softmax.Weigh(logits, shrinks);
+      // Most tiles hold no logit that is larger than all before. A factor of 1 changes no bit.
+      if (gpu::AnyInWarp(shrinks[0] != 1 || shrinks[1] != 1)) {
+        Softmax::Shrink(shrinks, products.sums);
+      }
+      if (!std::is_integral_v<C> && common.RowsDiffer(item, begin, begin + kTile)) {
+        SetAsideNonFinite(softmax, begin, scales, values, products.sums);
+      }
+      if (kIs8Bit<C> && !scales_are_uniform_) {
+        Products::ScaleWeights(scales, logits);
+        products.template AddValues<BFloat16>(values, 0, logits);
+      } else {
+        products.template AddValues<Query>(values, 0, logits);
+      }
+      shared_.tiles_ring.Free(turn);
+    }
+    count_ += tiles.end - tiles.begin;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = lane_ / 4 + 8 * r;
+      const RowState state = softmax.State(r);
+      if (kIs8Bit<C> && state.sum != 0) {  // without keys the scale may be NaN
+        for (auto& of_chunk : products.sums) {
+          of_chunk[2 * r] *= v_scale;
+          of_chunk[2 * r + 1] *= v_scale;
+        }
+      }
+      products.Store(r, state, &shared_.states[warp_][row], shared_.sums[warp_][row]);
+    }
+  }
+
+  // A weight of zero times an infinite or NaN value would spoil a row's sum. If the tile holds such
+  // values, this adds them to the rows that attend to them and then sets them to zero in the tile.
+  __device__ void SetAsideNonFinite(const Softmax& softmax, int32_t begin,
+                                    const PositionScales* scales, C* values,
+                                    float (&sums)[kHeadSize / 8][4]) {
+    const auto element = [&](int i) {
+      return values + i / kHeadSize * CacheRows::kStride + i % kHeadSize;
+    };
+    constexpr int kCount = kTile * kHeadSize;
+    if (!gpu::AnyInWarp(HoldsNonFinite(lane_, kCount, gpu::kWarpSize, element))) return;
+    softmax.template AddNonFinite<kTile>(
+        begin, sums,
+        [&](int j, int n, int e) { return *element(j * kHeadSize + Products::Column(n, e)); },
+        [&](C value, int j) {
+          return Products::Scaled(value, scales_are_uniform_ ? PositionScales{1, 1} : scales[j]);
+        });
+    gpu::SyncWarp();
+    ClearNonFinite(lane_, kCount, gpu::kWarpSize, element);
+    gpu::SyncWarp();
+  }
+
+  // Merges what the warps found of a split, and folds or writes it.
+  __device__ void Finish(const DecodeItem& work) {
+    const Item& item = work.item;
+    if (item.split == 0) folds_ = true;
+#pragma unroll
+    for (int i = 0; i < Rows::kRows; ++i) {
+      const int row = i * kWarps + warp_;
+      if (row >= item.num_rows) break;
+      RowState state;
+      float values[Rows::kColumns];
+      MergeWarps(row, &state, values);
+      if (folds_ && item.split > 0) {
+        const Fold fold(folded_.states[i].max, state.max);
+        state = {fmaxf(folded_.states[i].max, state.max),
+                 fold.Join(folded_.states[i].sum, state.sum)};
+#pragma unroll
+        for (int k = 0; k < Rows::kColumns; ++k) {
+          values[k] = fold.Join(folded_.values[i][k], values[k]);
+        }
+      }
+      if (folds_ && item.split + 1 == item.num_splits) {
+        WriteRow(item, row, state, values);
+      } else if (!folds_ || work.is_last) {
+        WritePartialResult(item, row, state, values);
+      } else {
+        folded_.states[i] = state;
+#pragma unroll
+        for (int k = 0; k < Rows::kColumns; ++k) folded_.values[i][k] = values[k];
+      }
+    }
+    if (work.is_last) folds_ = false;
+  }
+
+  __device__ void MergeWarps(int row, RowState* state, float (&values)[Rows::kColumns]) const {
+    float max = -kInfinity, weights[kWarps];
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) max = fmaxf(max, shared_.states[w][row].max);
+    *state = {max,
+              SumOf(max, -kInfinity, kWarps, [&](int64_t w) { return shared_.states[w][row]; })};
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      weights[w] = gpu::Exp2(shared_.states[w][row].max - ShiftOf(max));
+    }
+#pragma unroll
+    for (int k = 0; k < Rows::kColumns; ++k) {
+      values[k] = 0;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        values[k] = gpu::Fma(weights[w], shared_.sums[w][row][ColumnOf(k)], values[k]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ int ColumnOf(int k) const { return k * gpu::kWarpSize + lane_; }
+
+  // Writes a row of which all splits are folded.
+  __device__ void WriteRow(const Item& item, int row, RowState state,
+                           const float (&values)[Rows::kColumns]) const {
+    const RowPlace place(p_, item, row);
+    const float factor = JoinSink(p_, place.head, &state);
+    const bool attends = p_.Attends(item.first_position + place.token, item.context_len);
+    T* output = static_cast<T*>(p_.output) + OutputOffset(p_, item, row);
+#pragma unroll
+    for (int k = 0; k < Rows::kColumns; ++k) {
+      const float value = values[k] * factor;
+      if (ColumnOf(k) < p_.value_head_size) {
+        gpu::FromFloat(attends ? value / state.sum : value, output + ColumnOf(k));
+      }
+    }
+    if (lane_ > 0) return;
+    WriteLse(p_, item.first_token + place.token, place.head, state);
+    if (item.num_splits > 1) *StateOf(item, place, 0) = FoldedSplits::All();
+  }
+
+  // Writes a split's partial result, or the fold of all splits up to this one.
+  __device__ void WritePartialResult(const Item& item, int row, const RowState& state,
+                                     const float (&values)[Rows::kColumns]) const {
+    const RowPlace place(p_, item, row);
+    const int64_t index = SlotOf(scratch_, item, place) * p_.num_heads + place.head;
+    float* partial = scratch_.partials + index * p_.value_head_size;
+#pragma unroll
+    for (int k = 0; k < Rows::kColumns; ++k) {
+      if (ColumnOf(k) < p_.value_head_size) partial[ColumnOf(k)] = values[k];
+    }
+    if (lane_ > 0) return;
+    scratch_.states[index] = state;
+    if (folds_ && item.split > 0) *StateOf(item, place, 0) = FoldedSplits::UpTo(item.split);
+  }
+
+  __device__ RowState* StateOf(const Item& item, const RowPlace& place, int64_t split) const {
+    const int64_t slot = SlotOf(scratch_, item, place) - item.split + split;
+    return scratch_.states + slot * p_.num_heads + place.head;
+  }
+
+  const Params& p_;
+  const Scratch& scratch_;
+  Shared& shared_;
+  const int lane_;
+  const int warp_;
+  const bool scales_are_uniform_;
+  uint32_t count_ = 0;  // tiles of the items before
+  bool folds_ = false;  // the splits of this sequence and kv head, from the first one on
+  Rows folded_;
+};
+
+template <typename T, typename C, int kHeadSize>
+__global__ void __launch_bounds__(kDecodeThreads, DecodeShared<T, C, kHeadSize>::kBlocks)
+    DecodeAttention(Params p, Scratch scratch, QueryLengths lengths) {
+  using Shared = DecodeShared<T, C, kHeadSize>;
+  static_assert(sizeof(Shared) <= Shared::kBytes, "a multiprocessor holds kBlocks thread blocks");
+  auto* shared = reinterpret_cast<Shared*>(gpu::SharedMemory());
+  if (threadIdx.x == 0) shared->Init();
+  gpu::LetNextKernelBegin();
+  gpu::SyncBlock();
+  if (threadIdx.x >= kThreads) {
+    DecodeProducer<T, C, kHeadSize>(p, scratch, shared).Run(lengths);
+  } else {
+    DecodeConsumer<T, C, kHeadSize>(p, scratch, shared).Run();
+  }
+}
+
+}  // namespace xla_gpu::paged_attention

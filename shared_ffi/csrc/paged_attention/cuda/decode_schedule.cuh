@@ -1,0 +1,147 @@
+// Deals the splits of all sequences to the thread blocks. Each takes neighbouring splits, with as
+// many positions as every other block but for one split. One warp deals for its block, and reads
+// the lengths that it needs.
+#pragma once
+
+#include "schedule.cuh"
+
+namespace xla_gpu::paged_attention {
+
+// A split of a sequence and kv head.
+struct DecodeItem {
+  Item item;
+  bool is_last;  // of the thread block's splits of this sequence and kv head
+};
+
+// Splits are ordered by sequence, kv head and position. All lanes of the warp call each function
+// and get the same result.
+class DecodeSchedule {
+ public:
+  static constexpr int kTile = 16;  // positions that sizes are counted in
+
+  __device__ DecodeSchedule(const Params& p, QueryLengths lengths)
+      : p_(p), lengths_(lengths), num_seqs_(Larger(0, NumSeqs(p))) {
+    const int64_t total = CountTiles();
+    const int64_t begin = total * blockIdx.x / gridDim.x;
+    end_ = total * (blockIdx.x + int64_t{1}) / gridDim.x;
+    FindFirst(begin);
+  }
+
+  // Returns false after the block's last split.
+  __device__ bool Next(DecodeItem* work) {
+    if (place_ >= end_ || s_ >= num_seqs_) return false;
+    const RowTiles tiles(p_, sequence_.q_len, kMaxRowsPerItem);
+    MakeItem(p_, s_, sequence_, tiles, /*tile=*/0, kv_head_, split_, &work->item);
+    const int64_t first_tile = split_ * tiles_per_split_;
+    place_ += Smaller(tiles_per_split_, num_tiles_ - first_tile);
+    work->is_last = ++split_ == num_splits_ || place_ >= end_;
+    if (split_ == num_splits_) {
+      split_ = 0;
+      if (++kv_head_ == p_.num_kv_heads) {
+        kv_head_ = 0;
+        FindSequence(s_ + 1);
+      }
+    }
+    return true;
+  }
+
+ private:
+  // The tiles of a sequence and kv head; 0 if the sequence is not this kernel's.
+  __device__ int64_t NumTiles(const Sequence& sequence) const {
+    if (!sequence.IsLegal(p_) || !lengths_.Contain(sequence.q_len)) return 0;
+    return DivideUp(sequence.context_len - sequence.Begin(p_), kTile);
+  }
+
+  // The tiles of all sequences and kv heads. A sequence without a valid range ends the batch.
+  __device__ int64_t CountTiles() {
+    while (true) {
+      int64_t count = 0;
+      int32_t broken = static_cast<int32_t>(num_seqs_);
+#pragma unroll 4
+      for (int64_t s = threadIdx.x % gpu::kWarpSize; s < num_seqs_; s += gpu::kWarpSize) {
+        const Sequence sequence(p_, s);
+        if (!sequence.HasRows(p_)) broken = min(broken, static_cast<int32_t>(s));
+        count += NumTiles(sequence);
+      }
+      for (int mask = gpu::kWarpSize / 2; mask > 0; mask /= 2) {
+        count += gpu::ShuffleXor(count, mask);
+        broken = min(broken, gpu::ShuffleXor(broken, mask));
+      }
+      if (broken == num_seqs_) return count * p_.num_kv_heads;
+      num_seqs_ = broken;
+    }
+  }
+
+  // Finds the first split that begins at the place `begin` or after it.
+  __device__ void FindFirst(int64_t begin) {
+    const int lane = threadIdx.x % gpu::kWarpSize;
+    int64_t before = 0;  // tiles of the sequences before a window of them
+    for (int64_t window = 0; window < num_seqs_; window += gpu::kWarpSize) {
+      const int64_t s = window + lane;
+      int64_t end = s < num_seqs_ ? NumTiles(Sequence(p_, s)) * p_.num_kv_heads : 0;
+      for (int delta = 1; delta < gpu::kWarpSize; delta *= 2) {
+        const int64_t left = gpu::ShuffleUp(end, delta);
+        if (lane >= delta) end += left;
+      }
+      const int passed = gpu::CountInWarp(before + end <= begin);
+      if (passed < gpu::kWarpSize) {
+        if (passed > 0) before += gpu::Shuffle(end, passed - 1);
+        place_ = before;
+        FindSequence(window + passed);
+        SkipTo(begin);
+        return;
+      }
+      before += gpu::Shuffle(end, gpu::kWarpSize - 1);
+    }
+    s_ = num_seqs_;
+  }
+
+  // Within the sequence.
+  __device__ void SkipTo(int64_t begin) {
+    if (s_ >= num_seqs_ || begin <= place_) return;
+    kv_head_ = (begin - place_) / num_tiles_;
+    const int64_t tiles = begin - place_ - kv_head_ * num_tiles_;
+    place_ += kv_head_ * num_tiles_;
+    split_ = DivideUp(tiles, tiles_per_split_);
+    place_ += Smaller(split_ * tiles_per_split_, num_tiles_);
+    if (split_ >= num_splits_) {
+      split_ = 0;
+      ++kv_head_;
+    }
+    if (kv_head_ >= p_.num_kv_heads) {
+      kv_head_ = 0;
+      FindSequence(s_ + 1);
+    }
+  }
+
+  // Takes the first sequence from s on that has tiles.
+  __device__ void FindSequence(int64_t s) {
+    for (; s < num_seqs_; ++s) {
+      const Sequence found(p_, s);
+      sequence_.first_token = gpu::Shuffle(found.first_token, 0);
+      sequence_.q_len = gpu::Shuffle(found.q_len, 0);
+      sequence_.context_len = gpu::Shuffle(found.context_len, 0);
+      num_tiles_ = NumTiles(sequence_);
+      if (num_tiles_ > 0) break;
+    }
+    s_ = s;
+    if (s >= num_seqs_) return;
+    num_splits_ = sequence_.NumSplits(p_);
+    tiles_per_split_ = sequence_.SplitPositions(p_) / kTile;
+  }
+
+  const Params& p_;
+  const QueryLengths lengths_;
+  int64_t num_seqs_;
+  int64_t place_ = 0;  // of the next split, in tiles
+  int64_t end_ = 0;    // of the block's share
+  int64_t s_ = 0;      // the next split's sequence
+  Sequence sequence_ = {};
+  int64_t num_tiles_ = 0;
+  int64_t num_splits_ = 0;
+  int64_t tiles_per_split_ = 1;
+  int64_t kv_head_ = 0;
+  int64_t split_ = 0;
+};
+
+}  // namespace xla_gpu::paged_attention

@@ -1,0 +1,191 @@
+// The products of a warp on tensor cores: 16 query rows with the keys, and with the values, of the
+// positions of a KV tile in shared memory.
+//
+// KV tiles of an 8-bit cache are as the cache holds them. A register with four 8-bit numbers
+// becomes two registers of 16-bit numbers right before the product.
+#pragma once
+
+#include "softmax.cuh"
+
+namespace xla_gpu::paged_attention {
+
+inline constexpr int kRowsPerWarpTile = 16;  // rows of a tensor core product
+
+// The layout in shared memory of rows of head_size elements, in chunks of 16 bytes. The chunks of
+// one column in eight adjacent rows must lie in different banks. If a row is a multiple of all
+// banks, chunks are swizzled; otherwise rows are an odd number of chunks apart. kHeadSize is
+// head_size rounded up to a compiled size; the columns past head_size are zero.
+template <typename Element, int kHeadSize>
+struct SharedRows {
+  static constexpr int kChunk = 16 / sizeof(Element);  // elements of a chunk
+  static constexpr int kChunks = kHeadSize / kChunk;
+  static constexpr bool kIsSwizzled = kChunks % 8 == 0;
+  static constexpr int kStride = (kIsSwizzled ? kChunks : kChunks | 1) * kChunk;
+  static_assert(kChunks % 2 == 0, "chunks are multiplied in pairs");
+
+  static __device__ __forceinline__ int Offset(int row, int chunk) {
+    return row * kStride + (kIsSwizzled ? chunk ^ (row % 8) : chunk) * kChunk;
+  }
+
+  static __device__ __forceinline__ int ElementOffset(int row, int column) {
+    return Offset(row, column / kChunk) + column % kChunk;
+  }
+};
+
+// T: type of the query. C: type of the cache. kKeys: positions of a warp. QueryRows and CacheRows
+// say where the chunks of 16 bytes of a row lie in shared memory.
+template <typename T, typename C, int kHeadSize, int kKeys, typename QueryRows, typename CacheRows>
+struct WarpProducts {
+  // The type that weights are rounded to. Multiplied by the scales of the positions of an 8-bit
+  // cache, they need the range of bfloat16.
+  using Weight = std::conditional_t<kIs8Bit<C>, BFloat16, T>;
+  static constexpr int kSteps = kIs8Bit<C> ? 2 : 1;  // products for each pair of chunks
+  static_assert(kKeys % 16 == 0, "the product over positions takes 16 at a time");
+
+  float sums[kHeadSize / 8][4] = {};  // laid out as logits, with columns in place of positions
+
+  static __device__ __forceinline__ int Lane() { return threadIdx.x % gpu::kWarpSize; }
+
+  // logits = q k^T, for the 16 rows of `query` from first_row on and the positions from the row
+  // first_key of `keys` on. Lane l holds the positions 2 * (l % 4) and the next one of each 8, for
+  // the rows l / 4 and l / 4 + 8.
+  static __device__ __forceinline__ void MultiplyByKeys(const T* query, int first_row,
+                                                        const C* keys, int first_key,
+                                                        float (&logits)[kKeys / 8][4]) {
+    const int lane = Lane();
+    [[maybe_unused]] constexpr int kUnrolled = kKeys == 16 ? CacheRows::kChunks / 2 : 2;
+#pragma unroll kUnrolled
+    for (int chunk = 0; chunk < CacheRows::kChunks; chunk += 2) {
+      uint32_t rows[kSteps][4];
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const int query_chunk = chunk * kSteps + 2 * step + lane / 16;
+        gpu::LoadMatrices(rows[step],
+                          query + QueryRows::Offset(first_row + lane % 16, query_chunk));
+      }
+#pragma unroll
+      for (int n = 0; n < kKeys / 16; ++n) {
+        const int row = first_key + n * 16 + lane / 16 * 8 + lane % 8;
+        uint32_t key[4];  // both chunks of 8 positions, then of the next 8
+        gpu::LoadMatrices(key, keys + CacheRows::Offset(row, chunk + lane / 8 % 2));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float(&products)[4] = logits[2 * n + i];
+          if constexpr (kIs8Bit<C>) {
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) {
+              uint32_t pairs[2];
+              gpu::Expand(key[2 * i + step], C{}, pairs, T{});
+              gpu::MultiplyAdd(products, rows[step], pairs[0], pairs[1], T{});
+            }
+          } else {
+            gpu::MultiplyAdd(products, rows[0], key[2 * i], key[2 * i + 1], T{});
+          }
+        }
+      }
+    }
+  }
+
+  // Multiplies by the scales of the positions of an 8-bit cache: scales[j].k_scale and v_scale.
+  template <typename Scales>
+  static __device__ __forceinline__ void ScaleLogits(const Scales* scales,
+                                                     float (&logits)[kKeys / 8][4]) {
+    Softmax::ForEach<kKeys / 8>([&](int n, int e, int j) { logits[n][e] *= scales[j].k_scale; });
+  }
+
+  // A weight of zero stays zero: where a row does not attend, the scale may be NaN.
+  template <typename Scales>
+  static __device__ __forceinline__ void ScaleWeights(const Scales* scales,
+                                                      float (&weights)[kKeys / 8][4]) {
+    Softmax::ForEach<kKeys / 8>([&](int n, int e, int j) {
+      weights[n][e] = weights[n][e] == 0 ? 0.0f : weights[n][e] * scales[j].v_scale;
+    });
+  }
+
+  // sums += weights * v, with weights rounded to 16 bits, for the positions from the row first_key
+  // of `values` on.
+  template <typename Weight>
+  __device__ __forceinline__ void AddValues(const C* values, int first_key,
+                                            const float (&weights)[kKeys / 8][4]) {
+    const int lane = Lane();
+#pragma unroll
+    for (int n = 0; n < kKeys / 16; ++n) {
+      const float(&left)[4] = weights[2 * n], (&right)[4] = weights[2 * n + 1];
+      const uint32_t packed[4] = {
+          gpu::Pack(left[0], left[1], Weight{}), gpu::Pack(left[2], left[3], Weight{}),
+          gpu::Pack(right[0], right[1], Weight{}), gpu::Pack(right[2], right[3], Weight{})};
+      const int row = first_key + n * 16 + lane % 16;
+#pragma unroll
+      for (int chunk = 0; chunk < CacheRows::kChunks; chunk += 2) {
+        uint32_t value[4];  // two chunks, each of 8 positions and of the next 8
+        gpu::LoadMatricesTransposed(value, values + CacheRows::Offset(row, chunk + lane / 16));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if constexpr (kIs8Bit<C>) {
+            uint32_t first[2], second[2];  // the even columns, then the odd ones
+            gpu::Expand(gpu::SwapMiddleBytes(value[2 * i]), C{}, first, Weight{});
+            gpu::Expand(gpu::SwapMiddleBytes(value[2 * i + 1]), C{}, second, Weight{});
+#pragma unroll
+            for (int odd = 0; odd < 2; ++odd) {
+              float(&of_chunk)[4] = sums[2 * (chunk + i) + odd];
+              gpu::MultiplyAdd(of_chunk, packed, first[odd], second[odd], Weight{});
+            }
+          } else {
+            gpu::MultiplyAdd(sums[chunk + i], packed, value[2 * i], value[2 * i + 1], Weight{});
+          }
+        }
+      }
+    }
+  }
+
+  // The column of element e of group n of the lane's sums. Two adjacent columns of an 8-bit cache
+  // are in one register and go to two groups.
+  static __device__ __forceinline__ int Column(int n, int e) {
+    const int of_block = Lane() % 4 * 2 + e % 2;
+    return kIs8Bit<C> ? n / 2 * 16 + of_block * 2 + n % 2 : n * 8 + of_block;
+  }
+
+  // Stores the lane's sums of its row r, 0 or 1, and the row's state, which the lanes of the row
+  // share.
+  __device__ __forceinline__ void Store(int r, const RowState& state, RowState* state_to,
+                                        float* row_to) const {
+    if (Lane() % 4 == 0) *state_to = state;
+#pragma unroll
+    for (int n = 0; n < kHeadSize / 8; ++n) {
+      row_to[Column(n, 0)] = sums[n][2 * r];
+      row_to[Column(n, 1)] = sums[n][2 * r + 1];
+    }
+  }
+
+  // A value of the cache as the sums take it.
+  template <typename Scales>
+  static __device__ __forceinline__ float Scaled(C value, const Scales& scales) {
+    if constexpr (kIs8Bit<C>) return gpu::ToFloat(value) * scales.v_scale;
+    return gpu::ToFloat(value);
+  }
+};
+
+// A lane's register of 8-bit keys holds 4 adjacent columns of 16. The product expects 2 adjacent
+// columns and the 2 columns that are 8 further. Any order of columns gives the same product, so the
+// query's columns are permuted to match: a chunk of a row is stored in two places.
+template <typename T, typename QueryRows>
+struct QueryOf8BitKeys {
+  struct alignas(16) FourPairs {
+    uint32_t pair[4] = {};
+  };
+  struct alignas(8) TwoPairs {
+    uint32_t pair[2];
+  };
+
+  static __device__ __forceinline__ void Store(T* query, int row, int chunk,
+                                               const FourPairs& columns) {
+    const uint32_t(&pair)[4] = columns.pair;
+    T* to = query + chunk % 2 * 4;
+    const int even = QueryRows::Offset(row, chunk / 2 * 2);
+    const int odd = QueryRows::Offset(row, chunk / 2 * 2 + 1);
+    *reinterpret_cast<TwoPairs*>(to + even) = {pair[0], pair[2]};
+    *reinterpret_cast<TwoPairs*>(to + odd) = {pair[1], pair[3]};
+  }
+};
+
+}  // namespace xla_gpu::paged_attention
