@@ -16,7 +16,7 @@ CPU_ONLY := $$([ -e $(VENV)/installed ] || echo \
 
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(CSRC)
 
-.PHONY: demo help quick check test lint format types docs files wheels features bench bench-cpu gpu-check gpu-pack gpu-rehearsal fuzz resources sanitize test-vllm clean
+.PHONY: demo help quick check test lint format types docs files wheels features bench bench-cpu gpu-check gpu-pack gpu-rehearsal fuzz resources sanitize test-vllm bench-vllm clean
 
 demo: export MPLCONFIGDIR := build/cache/matplotlib
 demo: $(VENV)/installed  ## a real model's answers, then a request trace, through several doors
@@ -117,6 +117,9 @@ features: $(VENV)/installed  ## the table of features and doors, from the tests'
 
 bench: $(VENV)/installed  ## microseconds per call and GB/s of every door
 	$(BIN)/python -m benchmarks.overhead
+
+bench-vllm: $(VENV)-vllm/installed  ## vLLM end to end on this attention, beside its own
+	$(VENV)-vllm/bin/python -m benchmarks.vllm
 
 # In an environment of its own, where the other libraries can have the PyTorch they need, and without
 # what their operators do not need, telemetry for one.

@@ -1,0 +1,27 @@
+"""The benchmark of vLLM measures what it says, on a small model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks import vllm as benchmark
+from tests.support.model_families import model_of
+
+
+def test_throughput(tmp_path: Path) -> None:
+    model_of("llama", head_dim=32).save_pretrained(tmp_path)
+    workload = benchmark.Workload("tiny", 2, 9, 3)
+    assert [len(x["prompt_token_ids"]) for x in workload.prompts(97)] == [9, 9]
+    options = {"dtype": "float32", "max_model_len": 64, "block_size": 32, "enforce_eager": True}
+    row = benchmark.throughput(tmp_path, workload, 2, **options)
+    layers = {"ours": "XlaGpuAttentionImpl", "vLLM": "CPUAttentionBackendImpl"}
+    assert row["attention"] == layers
+    assert row["answers with the same first token"] == "2 of 2"
+    assert all(len(of[kind]) == 2 for of in row["seconds"].values() for kind in ("wall", "cpu"))
+    assert row["ratio"].keys() == {"wall", "cpu"}
+
+
+def test_call_overheads() -> None:
+    found = benchmark.call_overheads(rounds=1, calls=10)
+    for times in found.values():
+        assert times["operator"] > times["kernel"] > 0
