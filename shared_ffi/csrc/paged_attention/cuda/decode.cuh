@@ -8,8 +8,7 @@
 //   tiles only.
 // - A thread block takes neighbouring splits, about as many positions as every other block. It
 //   folds a sequence's first splits itself. With many sequences few partial results go to memory.
-// - Numbers of 8 bits become float16, each two in one instruction, and so does the query of an
-// 8-bit
+// - Numbers of 8 bits become float16, each two in one instruction. So does the query of such a
 //   cache. The range suffices: a query row is divided by a power of two, and where all positions
 //   have one scale, weights are not multiplied by it.
 //
