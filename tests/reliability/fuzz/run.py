@@ -384,7 +384,7 @@ class EmulatedRunner:
                 run(device, trial, inputs, attributes, seed)
             except RuntimeError as error:
                 raise Failure("a kernel stays within its arrays", error) from error
-            self.calls[f"emulated, prefill {device.prefill}"] += 1
+            self.calls[f"emulated, {'/'.join(device.choices.values())}"] += 1
 
     def _handler_alone(
         self, device: Any, trial: Trial, inputs: Any, attributes: dict[str, Any], seed: int
