@@ -63,33 +63,47 @@ class Kernel:
         self.instructions = [Instruction(int(address, 16), text) for address, text in found]
         self._index = {x.address: i for i, x in enumerate(self.instructions)}
 
-    def count(self, operations: tuple[str, ...], at_least: int) -> int:
-        """Instructions on the shortest way through the smallest loop that has that many of some
-        operations."""
+    def count(self, operations: tuple[str, ...], number: int) -> int:
+        """Instructions of a turn of the loop that executes this number of some operations. An inner
+        loop counts for as many turns as that takes."""
         loops = [
             (i - self._index[x.target], self._index[x.target], i)
             for i, x in enumerate(self.instructions)
             if x.target is not None and x.target <= x.address and x.target in self._index
         ]
+        inner = 0, 0  # instructions, operations
         for _, begin, end in sorted(loops):
             body = self.instructions[begin : end + 1]
-            if sum(x.operation in operations for x in body) >= at_least:
-                return self._shortest(begin, end)
-        raise ValueError(f"{self.name} has no loop with {at_least} of {operations}")
-
-    def _shortest(self, begin: int, end: int) -> int:
-        reached, queue = set[int](), [(1, begin)]
-        while queue:
-            count, i = heapq.heappop(queue)
-            if i == end:
-                return count
-            if i in reached:
+            if not any(x.operation in operations for x in body):
                 continue
-            reached.add(i)
+            way = self._shortest(begin, end)
+            executed = sum(x.operation in operations for x in way)
+            if executed >= number:
+                return len(way)
+            if inner[1] > 0 and (number - executed) % inner[1] == 0 and executed > inner[1]:
+                return len(way) + (number - executed) // inner[1] * inner[0]
+            if inner[1] == 0:
+                inner = len(way), executed
+        raise ValueError(f"{self.name} has no loop with {number} of {operations}")
+
+    def _shortest(self, begin: int, end: int) -> list[Instruction]:
+        queue: list[tuple[int, int, int | None]] = [(1, begin, None)]
+        before: dict[int, int | None] = {}
+        while queue:
+            count, i, previous = heapq.heappop(queue)
+            if i in before:
+                continue
+            before[i] = previous
+            if i == end:
+                break
             for following in self._after(i):
                 if begin <= following <= end:
-                    heapq.heappush(queue, (count + 1, following))
-        raise ValueError(f"{self.name} has a loop whose end cannot be reached")
+                    heapq.heappush(queue, (count + 1, following, i))
+        way, at = [], end if end in before else None
+        while at is not None:
+            way.append(self.instructions[at])
+            at = before[at]
+        return way
 
     def _after(self, i: int) -> Iterator[int]:
         instruction = self.instructions[i]
@@ -115,8 +129,7 @@ def kernels_of(path: Path) -> Iterator[Kernel]:
 
 def report(kernel: Kernel, head_size: int, bytes_of_element: int) -> str:
     """A line of the table."""
-    products = 4 * head_size // 16  # of 16 positions with K, and as many with V
-    consumer = kernel.count(PRODUCTS, products)
+    consumer = kernel.count(PRODUCTS, 4 * head_size // 16)
     # The shortest way copies one tile of two.
     producer = kernel.count(COPIES, 8 * bytes_of_element)
     slots = consumer + producer

@@ -147,7 +147,7 @@ struct MergedRow {
 // splits are on their way at a time. Returns false if the row is written.
 __device__ inline bool MergeSplits(const Params& p, const Scratch& scratch, const TokenRows& rows,
                                    int64_t head, int64_t column, MergedRow* row) {
-  constexpr int kLoads = 16;
+  constexpr int kLoads = 8;
   static_assert(gpu::kWarpSize % kLoads == 0, "every split of a load has a lane");
   const int lane = threadIdx.x % gpu::kWarpSize;
   const int64_t first = rows.first_slot * p.num_heads + head;
@@ -193,7 +193,7 @@ __device__ inline bool MergeSplits(const Params& p, const Scratch& scratch, cons
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 8)
+__global__ void __launch_bounds__(kThreads, 6)
     Finish(Params p, Scratch scratch, ItemRows item_rows) {
   const Batch batch(p, reinterpret_cast<int*>(gpu::SharedMemory()));
   const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;

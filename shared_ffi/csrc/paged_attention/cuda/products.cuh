@@ -53,7 +53,8 @@ struct WarpProducts {
                                                         const C* keys, int first_key,
                                                         float (&logits)[kKeys / 8][4]) {
     const int lane = Lane();
-    [[maybe_unused]] constexpr int kUnrolled = kKeys == 16 ? CacheRows::kChunks / 2 : 2;
+    [[maybe_unused]] constexpr int kUnrolled =
+        kKeys == 16 && !kIs8Bit<C> ? CacheRows::kChunks / 2 : 2;
 #pragma unroll kUnrolled
     for (int chunk = 0; chunk < CacheRows::kChunks; chunk += 2) {
       uint32_t rows[kSteps][4];
