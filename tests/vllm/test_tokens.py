@@ -268,7 +268,7 @@ def test_fp8_caches_against_float64(dtype: str, checkpoint: Any, serve: Any) -> 
 
 
 def logprobs_in_float64(model: Any, dtype: str) -> torch.Tensor:
-    """Of the tokens of the longest prompt, with keys and values as an fp8 cache holds them."""
+    """The log-probabilities of the longest prompt's tokens, with K and V as an fp8 cache holds them."""
 
     def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
         return (x / scale).float().to(integration._FP8_DTYPES[dtype]).to(x.dtype) * scale
@@ -299,7 +299,7 @@ def logprobs_in_float64(model: Any, dtype: str) -> torch.Tensor:
 
 
 def logprobs(engine: Any) -> torch.Tensor:
-    """Of the tokens of the longest prompt."""
+    """The log-probabilities of the longest prompt's tokens."""
     parameters = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     prompt = {"prompt_token_ids": prompts()[-1]}
     (output,) = engine.generate([prompt], parameters, use_tqdm=False)
