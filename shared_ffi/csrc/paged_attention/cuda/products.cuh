@@ -54,7 +54,7 @@ struct WarpProducts {
                                                         float (&logits)[kKeys / 8][4]) {
     const int lane = Lane();
     [[maybe_unused]] constexpr int kUnrolled =
-        kKeys == 16 && kHeadSize <= 128 && !kIs8Bit<C> ? CacheRows::kChunks / 2 : 2;
+        kKeys == 16 && kHeadSize <= 128 && !kIs8Bit<C> ? CacheRows::kChunks / 4 : 2;
 #pragma unroll kUnrolled
     for (int chunk = 0; chunk < CacheRows::kChunks; chunk += 2) {
       uint32_t rows[kSteps][4];
