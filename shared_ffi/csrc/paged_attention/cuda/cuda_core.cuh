@@ -67,11 +67,24 @@ __global__ void __launch_bounds__(kThreads, 2)
       float weights[kRowsPerWarp] = {};
       if (slot >= 0) {
         const T* key = KeyOf<T>(p, slot, item.kv_head);
-        for (int d = 0; d < p.head_size; ++d) {
-          const float k = gpu::ToFloat(key[d]);
+        const auto multiply_add = [&](int d, T element) {
+          const float k = gpu::ToFloat(element);
           for (int r = 0; r < kRowsPerWarp; ++r)
             weights[r] = gpu::Fma(query[r * stride + d], k, weights[r]);
+        };
+        int d = 0;
+        if (reinterpret_cast<uintptr_t>(key) % 16 == 0) {  // 16 bytes at once
+          constexpr int kElements = 16 / sizeof(T);
+          struct alignas(16) Elements {
+            T element[kElements];
+          };
+          for (; d + kElements <= p.head_size; d += kElements) {
+            const Elements elements = *reinterpret_cast<const Elements*>(key + d);
+#pragma unroll
+            for (int i = 0; i < kElements; ++i) multiply_add(d + i, elements.element[i]);
+          }
         }
+        for (; d < p.head_size; ++d) multiply_add(d, key[d]);
       }
       for (int r = 0; r < kRowsPerWarp; ++r) {
         const bool attends =
