@@ -1,5 +1,6 @@
-"""Counts the instructions of the decode kernel's loops, and predicts which share of a GPU's issue
-slots they take at its full read rate: `python -m benchmarks.gpu.slots decode_*.cu.o`.
+"""Counts the instructions of the loops of the decode and the Hopper kernel. Predicts which share of
+a GPU's issue slots they take at its full read rate, or at the full rate of its tensor cores:
+`python -m benchmarks.gpu.slots decode_*.cu.o hopper_*.cu.o`.
 
 A loop is counted along its shortest way, which leaves out the features that a call does not use.
 The disassembler is cuobjdump, of a CUDA toolkit or of the packages nvidia-cuda-cuobjdump and
@@ -24,8 +25,12 @@ MULTIPROCESSORS = 132
 CLOCKS_PER_SECOND = 1.755e9
 SLOTS_PER_CLOCK = 4  # warp instructions that a multiprocessor issues
 
-TILE = 16  # positions of a KV tile
+FLOP_PER_CLOCK = 4096  # of a multiprocessor's tensor cores in 16 bits
+
+TILE = 16  # positions of a KV tile of the decode kernel
+HOPPER_ROWS, HOPPER_CONSUMERS = 64, 2  # of a warpgroup's product, and warpgroups of a thread block
 PRODUCTS = ("HMMA",)
+WARPGROUP_PRODUCTS = ("HGMMA",)
 COPIES = ("LDGSTS",)
 
 
@@ -127,8 +132,23 @@ def kernels_of(path: Path) -> Iterator[Kernel]:
         yield Kernel(name.strip(), body)
 
 
+def report_prefill(kernel: Kernel, head_size: int) -> str:
+    """A line of the Hopper kernel's table. Each scheduler of a multiprocessor has one warp of each
+    warpgroup."""
+    tile = 128 if head_size <= 128 else 64
+    columns = 128 if head_size % 128 == 0 else 64  # of a product with values
+    products = head_size // 16 + tile // 16 * head_size // columns
+    consumer = kernel.count(WARPGROUP_PRODUCTS, products)
+    copies = 2 * tile // 4 * head_size // 8 // 32  # of K and V by a warp, 8 elements for each lane
+    producer = kernel.count(COPIES, copies)
+    slots = HOPPER_CONSUMERS * consumer + producer
+    flop = HOPPER_CONSUMERS * 2 * 2 * HOPPER_ROWS * tile * head_size
+    clocks = flop // FLOP_PER_CLOCK
+    return f"{head_size:>9}{tile:>6}{consumer:>10}{producer:>10}{clocks:>16}{slots / clocks:>10.0%}"
+
+
 def report(kernel: Kernel, head_size: int, bytes_of_element: int) -> str:
-    """A line of the table."""
+    """A line of the decode kernel's table."""
     consumer = kernel.count(PRODUCTS, 4 * head_size // 16)
     # The shortest way copies one tile of two.
     producer = kernel.count(COPIES, 8 * bytes_of_element)
@@ -146,14 +166,21 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("objects", nargs="+", type=Path, metavar="FILE")
-    columns = "head_size", "bits", "consumer", "producer", "slots per KiB", "share"
-    print("{:>9}{:>6}{:>10}{:>10}{:>16}{:>10}".format(*columns))
+    decode, prefill = [], []
     for path in parser.parse_args().objects:
         for kernel in kernels_of(path):
-            found = re.search(r"DecodeAttentionI\w*?Li(\d+)E", kernel.name)
-            if found:
+            if found := re.search(r"DecodeAttentionI\w*?Li(\d+)E", kernel.name):
                 has_8_bits = re.search(r"Float8E|15DecodeAttentionINS_\w+Ea", kernel.name)
-                print(report(kernel, int(found[1]), 1 if has_8_bits else 2))
+                decode.append(report(kernel, int(found[1]), 1 if has_8_bits else 2))
+            elif found := re.search(r"HopperAttentionI\w*?Li(\d+)E", kernel.name):
+                prefill.append(report_prefill(kernel, int(found[1])))
+    form = "{:>9}{:>6}{:>10}{:>10}{:>16}{:>10}"
+    if decode:
+        columns = "head_size", "bits", "consumer", "producer", "slots per KiB", "share"
+        print(form.format(*columns), *decode, sep="\n")
+    if prefill:
+        columns = "head_size", "tile", "consumer", "producer", "product clocks", "share"
+        print(form.format(*columns), *prefill, sep="\n")
 
 
 if __name__ == "__main__":

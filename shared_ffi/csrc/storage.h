@@ -89,9 +89,14 @@ XLA_GPU_INLINE float ToFloat(Float8E5M2 x) { return ToFloat(AsHalf(x)); }
 
 XLA_GPU_INLINE float ToFloat(int8_t x) { return x; }
 
-XLA_GPU_HOST_DEVICE inline bool IsFinite(BFloat16 x) { return (x.bits & 0x7f80) != 0x7f80; }
+// The bits of infinity. Those of a NaN are larger, but for the sign.
+XLA_GPU_HOST_DEVICE constexpr uint16_t InfinityBits(BFloat16) { return 0x7f80; }
 
-XLA_GPU_HOST_DEVICE inline bool IsFinite(Half x) { return (x.bits & 0x7c00) != 0x7c00; }
+XLA_GPU_HOST_DEVICE constexpr uint16_t InfinityBits(Half) { return 0x7c00; }
+
+XLA_GPU_HOST_DEVICE inline bool IsFinite(BFloat16 x) { return (x.bits & 0x7fff) < 0x7f80; }
+
+XLA_GPU_HOST_DEVICE inline bool IsFinite(Half x) { return (x.bits & 0x7fff) < 0x7c00; }
 
 XLA_GPU_HOST_DEVICE inline bool IsFinite(Float8E4M3 x) { return (x.bits & 0x7f) != 0x7f; }
 

@@ -70,7 +70,7 @@ def has_long_queries(case: Case) -> bool:
         case.dtype != "float32"
         and case.cache_dtype is None
         and case.head_size % 8 == 0
-        and case.head_size <= 128
+        and case.head_size <= 192
         and max([0, *(q_len for q_len, _ in case.sequences)]) > tokens_per_tile
     )
 
@@ -86,6 +86,22 @@ def test_long_queries(case: Case, for_long_queries: Gpu) -> None:
 )
 def test_paged_attention_on_hopper(case: Case, gpu: Gpu) -> None:
     test_paged_attention(case, with_choice(gpu, "hopper"))
+
+
+def test_more_kv_tiles_than_there_is_memory_for(gpu: Gpu) -> None:
+    """Work items of 4 KV tiles, one after the other. A sequence with so many rows is not split."""
+    case = Case(
+        id="many-tiles",
+        sequences=((129, 500),),
+        num_heads=64,
+        num_kv_heads=1,
+        head_size=128,
+        block_size=16,
+        dtype="bfloat16",
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    result = attend(with_choice(gpu, "hopper"), inputs, **attributes)
+    assert_close_on_cuda(result, inputs, attributes)
 
 
 def has_few_queries(case: Case) -> bool:
@@ -108,7 +124,7 @@ def test_paged_attention_pipelined(case: Case, gpu: Gpu) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("head_size", [24, 128])
+@pytest.mark.parametrize("head_size", [24, 128, 184])
 def test_infinite_values_of_later_tokens(head_size: int, dtype: str, either: Gpu) -> None:
     """Infinite values reach exactly the rows that attend to them."""
     case = Case(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -647,7 +647,8 @@ def _long_queries() -> Iterator[Case]:
     }
     shorts = {dtype: short for dtype, short in SHORT_NAMES.items() if dtype != "float32"}
     sizes = product((8, 64, 80, 128), ((1, 1), (2, 3), (1, 4), (1, 8)))
-    for i, (head_size, (num_kv_heads, group)) in enumerate(sizes):
+    larger = product((144, 192), ((1, 2), (1, 5)))
+    for i, (head_size, (num_kv_heads, group)) in enumerate(chain(sizes, larger)):
         dtype = "float16" if head_size == 80 else "bfloat16"
         yield Case(
             id=f"long-head-size-{head_size}-gqa{group}-{shorts[dtype]}",
@@ -683,6 +684,15 @@ def _long_queries() -> Iterator[Case]:
             block_size=16,
             dtype=dtype,
         )
+    yield Case(
+        id="long-later-token-nan-gqa64",
+        sequences=((4, 200), (3, 130)),
+        nan_in_last_position=True,
+        num_heads=64,
+        num_kv_heads=1,
+        block_size=16,
+        dtype="bfloat16",
+    )
     for group in (100, 130):
         yield Case(
             id=f"long-gqa{group}",

@@ -33,6 +33,11 @@ __device__ __forceinline__ int32_t LoadOnce(const int32_t* address) {
   return *static_cast<const volatile int32_t*>(address);
 }
 
+// Adds to a number on the device, and returns what it was before.
+__device__ __forceinline__ int32_t AtomicAdd(int32_t* to, int32_t summand) {
+  return atomicAdd(to, summand);
+}
+
 // Lets the next kernel of the stream begin once all thread blocks have called this, if it is one
 // that begins early (Kernel::begins_early).
 __device__ __forceinline__ void LetNextKernelBegin() {
@@ -58,6 +63,11 @@ __device__ __forceinline__ bool AnyInBlock(bool predicate) { return __syncthread
 // uses barrier 0.
 __device__ __forceinline__ void SyncThreads(int barrier, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
+}
+
+// Arrives at a named barrier without waiting: the threads that wait there need not be waited for.
+__device__ __forceinline__ void ArriveThreads(int barrier, int num_threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
 }
 
 // Whether `predicate` holds for any thread that meets at the barrier. Also a barrier.
@@ -281,6 +291,9 @@ __device__ __forceinline__ void Expand(uint32_t bytes, T, uint32_t (&pairs)[2], 
 __device__ __forceinline__ uint32_t SwapMiddleBytes(uint32_t bytes) {
   return __byte_perm(bytes, 0, 0x3120);
 }
+
+// The larger one of two numbers of 16 bits without sign, for each half.
+__device__ __forceinline__ uint32_t LargerHalves(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
 
 }  // namespace xla_gpu::gpu
 

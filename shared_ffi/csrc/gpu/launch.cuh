@@ -28,6 +28,12 @@ inline Error Check(const char* call, cudaError_t status) {
   return {call, cudaGetErrorString(status)};
 }
 
+// Sets a number on the device to zero, in the stream's order.
+inline Error SetToZero(int32_t* number, void* stream) {
+  return Check("cudaMemsetAsync",
+               cudaMemsetAsync(number, 0, sizeof(*number), static_cast<cudaStream_t>(stream)));
+}
+
 struct Device {
   int number;
   int num_multiprocessors;

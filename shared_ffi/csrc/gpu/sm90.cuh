@@ -74,6 +74,15 @@ __device__ __forceinline__ void WaitProducts(float (&d)[kBlocks][4]) {
   "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
 #define XLA_GPU_PRODUCT(T, type)                                                                  \
+  __device__ __forceinline__ void StartProduct(float(&d)[8][4], uint64_t a, uint64_t b,           \
+                                               bool accumulates, T) {                             \
+    asm volatile(                                                                                 \
+        "{ .reg .pred adds; setp.ne.s32 adds, %34, 0; "                                           \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" XLA_GPU_NAMES32          \
+        "}, %32, %33, adds, 1, 1, 0, 0; }"                                                        \
+        : XLA_GPU_SUMS32(d, 0)                                                                    \
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulates)));                                    \
+  }                                                                                               \
   __device__ __forceinline__ void StartProduct(float(&d)[16][4], uint64_t a, uint64_t b,          \
                                                bool accumulates, T) {                             \
     asm volatile(                                                                                 \

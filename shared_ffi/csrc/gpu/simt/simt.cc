@@ -114,6 +114,9 @@ struct Meeting {
   const char* operation = nullptr;
   std::vector<void*> handed_in;  // by thread, and a null at the end
   std::vector<int> waiting;
+  size_t passed = 0;  // threads that have arrived and gone on
+
+  size_t NumArrived() const { return waiting.size() + passed; }
 };
 
 // The running block.
@@ -197,9 +200,18 @@ void YieldSometimes() {
   Yield();
 }
 
+void EndIfComplete(Meeting& meeting, size_t size, const Action& act) {
+  if (meeting.NumArrived() < size) return;
+  if (meeting.waiting.empty()) Fail("threads have arrived at a barrier where none waits");
+  act(meeting.handed_in.data());
+  g_block.ready.insert(g_block.ready.end(), meeting.waiting.begin(), meeting.waiting.end());
+  meeting.waiting.clear();
+  meeting.passed = 0;
+}
+
 void Meet(Meeting& meeting, size_t size, int place, const char* operation, void* hand_in,
           const Action& act) {
-  if (meeting.waiting.empty()) {
+  if (meeting.NumArrived() == 0) {
     meeting.operation = operation;
     meeting.handed_in.assign(size + 1, nullptr);
   } else if (std::strcmp(meeting.operation, operation) != 0) {
@@ -209,11 +221,7 @@ void Meet(Meeting& meeting, size_t size, int place, const char* operation, void*
   }
   meeting.handed_in[place] = hand_in;
   meeting.waiting.push_back(g_block.current);
-  if (meeting.waiting.size() == size) {
-    act(meeting.handed_in.data());
-    g_block.ready.insert(g_block.ready.end(), meeting.waiting.begin(), meeting.waiting.end());
-    meeting.waiting.clear();
-  }
+  EndIfComplete(meeting, size, act);
   Yield();
 }
 
@@ -302,6 +310,9 @@ void RunBlock(int num_threads) {
       setcontext(&block.fibers[block.current].start);
     }
   }
+  for (const Meeting& meeting : block.barriers) {
+    if (meeting.passed > 0) Fail("threads have arrived at a barrier where none waits");
+  }
   for (size_t w = 0; w < block.products.size(); ++w) {
     const WarpProducts& warp = block.products[w];
     if (warp.num_started != block.products_of_groups[w / kWarpsPerGroup].size()) {
@@ -329,15 +340,35 @@ void MeetWarp(const char* operation, void* hand_in, const Action& act) {
   Meet(g_block.warps[thread / kWarpSize], kWarpSize, thread % kWarpSize, operation, hand_in, act);
 }
 
-void MeetAt(int barrier, int num_threads, const char* operation, void* hand_in, const Action& act) {
+namespace {
+
+Meeting& MeetingAt(int barrier, int num_threads) {
   if (barrier < 0 || barrier >= kBarriers) Fail("no such barrier");
   if (num_threads <= 0 || num_threads % kWarpSize != 0) Fail("a barrier takes whole warps");
   Meeting& meeting = g_block.barriers[barrier];
-  if (meeting.waiting.empty()) g_block.barrier_threads[barrier] = num_threads;
+  if (meeting.NumArrived() == 0) g_block.barrier_threads[barrier] = num_threads;
   if (g_block.barrier_threads[barrier] != num_threads) {
     Fail("threads disagree on how many of them meet at a barrier");
   }
+  return meeting;
+}
+
+}  // namespace
+
+void MeetAt(int barrier, int num_threads, const char* operation, void* hand_in, const Action& act) {
+  Meeting& meeting = MeetingAt(barrier, num_threads);
   Meet(meeting, num_threads, static_cast<int>(meeting.waiting.size()), operation, hand_in, act);
+}
+
+void ArriveAt(int barrier, int num_threads) {
+  Meeting& meeting = MeetingAt(barrier, num_threads);
+  if (meeting.NumArrived() == 0) {
+    meeting.operation = "barrier";
+    meeting.handed_in.assign(num_threads + 1, nullptr);
+  }
+  ++meeting.passed;
+  EndIfComplete(meeting, num_threads, [](void* const*) {});
+  YieldSometimes();
 }
 
 int NumThreads() { return g_block.num_threads; }
@@ -696,6 +727,12 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
            : attribute == cudaDevAttrComputeCapabilityMajor ? 9
                                                             : 0;
   return simt::OutcomeOf("cudaDeviceGetAttribute");
+}
+
+cudaError_t cudaMemsetAsync(void* to, int value, size_t num_bytes, cudaStream_t) {
+  const cudaError_t outcome = simt::OutcomeOf("cudaMemsetAsync");
+  if (outcome == cudaSuccess) std::memset(to, value, num_bytes);
+  return outcome;
 }
 
 cudaError_t cudaGetLastError() { return cudaSuccess; }

@@ -17,6 +17,7 @@
 // XLA_GPU_SIMT_FAIL names it.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -64,6 +65,9 @@ inline constexpr int kWarpSize = 32;
 using Action = std::function<void(void* const* handed_in)>;
 void MeetWarp(const char* operation, void* hand_in, const Action& act);
 void MeetAt(int barrier, int num_threads, const char* operation, void* hand_in, const Action& act);
+
+// Arrives at a barrier for its other threads, and goes on.
+void ArriveAt(int barrier, int num_threads);
 
 int NumThreads();  // in the block
 
@@ -171,6 +175,8 @@ inline void SyncThreads(int barrier, int num_threads) {
   simt::MeetAt(barrier, num_threads, "barrier", nullptr, [](void* const*) {});
 }
 
+inline void ArriveThreads(int barrier, int num_threads) { simt::ArriveAt(barrier, num_threads); }
+
 inline bool AnyInThreads(int barrier, int num_threads, bool predicate) {
   struct {
     bool in, out;
@@ -190,6 +196,12 @@ inline void WaitForKernelsBefore() { simt::WaitForKernelsBefore(); }
 
 inline int32_t LoadOnce(const int32_t* address) {
   return *static_cast<const volatile int32_t*>(address);
+}
+
+inline int32_t AtomicAdd(int32_t* to, int32_t summand) {
+  const int32_t before = *to;
+  *to += summand;
+  return before;
 }
 
 inline void SyncBlock() { SyncThreads(0, simt::NumThreads()); }
@@ -287,6 +299,11 @@ inline uint32_t SwapMiddleBytes(uint32_t bytes) {
   return (bytes & 0xff0000ff) | (bytes & 0xff00) << 8 | (bytes >> 8 & 0xff00);
 }
 
+inline uint32_t LargerHalves(uint32_t a, uint32_t b) {
+  const uint32_t low = std::max(a & 0xffff, b & 0xffff), high = std::max(a >> 16, b >> 16);
+  return low | high << 16;
+}
+
 using Barrier = uint64_t;
 
 inline void InitBarrier(Barrier* barrier, int count) { simt::InitBarrier(barrier, count); }
@@ -374,6 +391,7 @@ struct cudaLaunchConfig_t {
 
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
+cudaError_t cudaMemsetAsync(void* to, int value, size_t num_bytes, cudaStream_t stream);
 cudaError_t cudaGetLastError();
 const char* cudaGetErrorString(cudaError_t error);
 

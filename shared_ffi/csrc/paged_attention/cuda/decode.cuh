@@ -341,10 +341,7 @@ class DecodeConsumer {
       softmax.ToLogits(begin, /*masked=*/true, logits);
       float shrinks[2];
       softmax.Weigh(logits, shrinks);
-      // Most tiles hold no logit that is larger than all before. A factor of 1 changes no bit.
-      if (gpu::AnyInWarp(shrinks[0] != 1 || shrinks[1] != 1)) {
-        Softmax::Shrink(shrinks, products.sums);
-      }
+      Softmax::Shrink(shrinks, products.sums);
       if (!std::is_integral_v<C> && common.RowsDiffer(item, begin, begin + kTile)) {
         SetAsideNonFinite(softmax, begin, scales, values, products.sums);
       }
@@ -379,8 +376,11 @@ class DecodeConsumer {
     const auto element = [&](int i) {
       return values + i / kHeadSize * CacheRows::kStride + i % kHeadSize;
     };
-    constexpr int kCount = kTile * kHeadSize;
-    if (!gpu::AnyInWarp(HoldsNonFinite(lane_, kCount, gpu::kWarpSize, element))) return;
+    const auto chunk = [&](int i) {
+      return values + CacheRows::Offset(i / CacheRows::kChunks, i % CacheRows::kChunks);
+    };
+    constexpr int kChunks = kTile * CacheRows::kChunks, kCount = kTile * kHeadSize;
+    if (!gpu::AnyInWarp(HoldsNonFinite<C>(lane_, kChunks, gpu::kWarpSize, chunk))) return;
     softmax.template AddNonFinite<kTile>(
         begin, sums,
         [&](int j, int n, int e) { return *element(j * kHeadSize + Products::Column(n, e)); },

@@ -8,7 +8,9 @@ template <>
 AttentionKernel HopperKernelOf<XLA_GPU_STORAGE, XLA_GPU_HEAD_SIZE>() {
   return {{HopperAttention<XLA_GPU_STORAGE, XLA_GPU_HEAD_SIZE>, kHopperThreads,
            static_cast<int>(sizeof(HopperShared<XLA_GPU_STORAGE, XLA_GPU_HEAD_SIZE>))},
-          kHopperRows};
+          kHopperRows,
+          /*warp_rows=*/0,
+          /*counts_items=*/true};
 }
 
 }  // namespace xla_gpu::paged_attention

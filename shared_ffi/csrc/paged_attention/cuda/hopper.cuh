@@ -1,14 +1,17 @@
-// Attention of long queries on sm_90a. A warpgroup of four warps multiplies 64 rows at a time and
-// reads K and V directly from shared memory.
+// Attention of long queries on sm_90a. What it adds to tensor_core.cuh:
 //
-// A thread block has three warpgroups. The producer finds the work items and copies their KV tiles
-// to shared memory. The two consumers each compute 64 rows of an item over all of its KV tiles.
-// They synchronize only by barriers in shared memory: one says that a place in memory is filled,
-// another that it is free again. The producer thus runs ahead by as many KV tiles as there is
-// memory for, across items too.
-//
-// A consumer starts the product with the next tile's keys before the product with this tile's
-// values. It turns the next logits into weights while the values are multiplied.
+// - A warpgroup of four warps multiplies 64 rows at a time and reads K and V directly from shared
+//   memory.
+// - A thread block has three warpgroups. The producer finds the work items and copies their query
+//   and KV tiles to shared memory. The two consumers each compute 64 rows of an item. Barriers in
+//   shared memory say that a place is filled, or that it is free again. The producer thus runs
+//   ahead by as many KV tiles as there is memory for, across items too.
+// - A consumer starts the product with the next tile's keys before the product with this tile's
+//   values. It turns the next logits into weights while the values are multiplied.
+// - The consumers start their products in turn. While the tensor cores compute the products of one,
+//   the other turns its logits into weights.
+// - Each consumer knows the positions that its rows attend to. It skips other KV tiles, and applies
+//   masks only to the tiles that they cut.
 #pragma once
 
 #include "../../gpu/sm90.cuh"
@@ -31,9 +34,9 @@ static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                   (1 + kConsumers) * kLaunchRegisters,
               "consumers would wait for registers for ever");
 
-// Named barriers of the thread block, besides the schedule's.
-inline constexpr int kBothConsumers = 1;
-inline constexpr int kOneConsumer = 2;  // the first consumer's; the second has the next one
+// Named barriers of the thread block, besides the schedule's. Each consumer has two.
+inline constexpr int kTurnOf = 1;
+inline constexpr int kThreadsOf = kTurnOf + kConsumers;
 
 // The layout in shared memory of rows of 16-bit elements, as a warpgroup's product reads them.
 // Groups of 64 columns lie one after the other; within a group a row has 128 bytes. A row's eight
@@ -58,9 +61,11 @@ struct SwizzledRows {
     return Descriptor(begin, 0);
   }
 
-  // Descriptor of the rows [row, row + 16) with all their columns; a product sums over the rows.
-  static __device__ __forceinline__ uint64_t Rows(const T* rows, int row) {
-    return Descriptor(rows + row * kBlockColumns, kBlockElements * sizeof(T));
+  // Descriptor of the rows [row, row + 16) from a group of columns on; a product sums over the
+  // rows.
+  static __device__ __forceinline__ uint64_t Rows(const T* rows, int row, int column) {
+    const T* begin = rows + column / kBlockColumns * kBlockElements + row * kBlockColumns;
+    return Descriptor(begin, kBlockElements * sizeof(T));
   }
 
  private:
@@ -74,62 +79,98 @@ struct SwizzledRows {
   }
 };
 
-// The shared memory of a thread block.
-template <typename T, int kHeadSize>
-struct HopperShared {
-  static constexpr int kTile = 128;                        // positions
-  static constexpr int kStages = kHeadSize <= 64 ? 4 : 2;  // KV tiles in memory
-  static constexpr int kItems = 2;                         // work items in memory
-  using QueryRows = SwizzledRows<T, kConsumerRows, kHeadSize>;
-  using CacheRows = SwizzledRows<T, kTile, kHeadSize>;
-  using TileTurn = Turn<kStages>;
-  using ItemTurn = Turn<kItems>;
-
-  alignas(1024) T query[kConsumers][QueryRows::kElements];
-  alignas(1024) T keys[kStages][CacheRows::kElements];
-  alignas(1024) T values[kStages][CacheRows::kElements];
-  Ring<kStages> keys_ring;
-  Ring<kStages> values_ring;
-  Ring<kItems> items_ring;
-  Item items[kItems];  // num_rows = -1 marks the end
-  Schedule::Shared schedule;
-
-  // One thread calls it.
-  __device__ void Init() {
-    keys_ring.Init(kThreads, kConsumers * kWarps);
-    values_ring.Init(kThreads, kConsumers * kWarps);
-    items_ring.Init(1, kConsumers * kWarps);
+// Transposes four words of four adjacent lanes: lane l gets the words l % 4 of all four.
+__device__ __forceinline__ void TransposeInQuads(uint32_t (&words)[4]) {
+#pragma unroll
+  for (int step = 1; step <= 2; step *= 2) {
+    const bool is_upper = (threadIdx.x & step) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if ((i & step) != 0) continue;
+      const uint32_t other = gpu::ShuffleXor(is_upper ? words[i] : words[i + step], step);
+      words[i] = is_upper ? other : words[i];
+      words[i + step] = is_upper ? words[i + step] : other;
+    }
   }
-};
+}
 
 // The KV tiles [begin, end) that hold a work item's positions.
 struct Tiles {
   int32_t begin;
   int32_t end;
 
+  Tiles() = default;
   __device__ Tiles(const Item& item, int32_t tile)
       : begin(item.begin / tile), end(max(begin, (item.end + tile - 1) / tile)) {}
+};
+
+// A consumer's part of a work item. Some of the item's KV tiles may hold no positions of its rows.
+struct HopperWork {
+  Item item;  // num_rows = -1 marks the end
+  Item rows;
+};
+
+// The shared memory of a thread block.
+template <typename T, int kHeadSize>
+struct HopperShared {
+  static constexpr int kTile = kHeadSize <= 128 ? 128 : 64;  // positions
+  static constexpr int kItems = 2;                           // work items in memory
+  using QueryRows = SwizzledRows<T, kConsumerRows, kHeadSize>;
+  using CacheRows = SwizzledRows<T, kTile, kHeadSize>;
+  // KV tiles in memory. A thread block has 227 KiB, 2 of them for all that is small.
+  static constexpr int kStagesThatFit =
+      (225 * 1024 / 2 - kConsumers * QueryRows::kElements) / (2 * CacheRows::kElements);
+  static constexpr int kStages = kStagesThatFit < 4 ? kStagesThatFit : 4;
+  static_assert(kStages >= 2, "a tile is copied while another one is read");
+  using TileTurn = Turn<kStages>;
+  using ItemTurn = Turn<kItems>;
+  using QueryTurn = Turn<1>;
+
+  alignas(1024) T query[kConsumers][QueryRows::kElements];
+  alignas(1024) T keys[kStages][CacheRows::kElements];
+  alignas(1024) T values[kStages][CacheRows::kElements];
+  Ring<1> query_rings[kConsumers];
+  Ring<kStages> keys_ring;
+  Ring<kStages> values_ring;
+  Ring<kItems> items_ring;
+  HopperWork work[kItems][kConsumers];
+  Schedule::Shared schedule;
+  int32_t number;  // of the producer's work item
+
+  // One thread calls it.
+  __device__ void Init() {
+    for (Ring<1>& ring : query_rings) ring.Init(kThreads, kWarps);
+    keys_ring.Init(kThreads, kConsumers * kWarps);
+    values_ring.Init(kThreads, kConsumers * kWarps);
+    items_ring.Init(kConsumers, kConsumers * kWarps);
+  }
 };
 
 template <typename T, int kHeadSize>
 class HopperProducer {
   using Shared = HopperShared<T, kHeadSize>;
+  using QueryRows = typename Shared::QueryRows;
   using CacheRows = typename Shared::CacheRows;
   static constexpr int kTile = Shared::kTile;
-  static_assert(kTile == kThreads, "each thread finds the place of one position");
+  static constexpr int kPositions = kTile / kWarps;  // of a KV tile for each warp
+  static_assert(kPositions <= gpu::kWarpSize, "a lane finds the slot of one position");
 
  public:
   __device__ HopperProducer(const Params& p, const Scratch& scratch, Shared* shared)
-      : p_(p), scratch_(scratch), shared_(*shared) {}
+      : p_(p),
+        scratch_(scratch),
+        shared_(*shared),
+        lane_(threadIdx.x % gpu::kWarpSize),
+        warp_(threadIdx.x / gpu::kWarpSize) {}
 
   __device__ void Run(QueryLengths lengths) {
     Schedule schedule(p_, lengths, kHopperRows, &shared_.schedule);
-    typename Shared::ItemTurn turn;
-    for (int64_t number = blockIdx.x;; number += gridDim.x, turn = turn.Next()) {
-      const Item* item = schedule.Find(number);
-      HandOut(item, turn);
+    const ItemCounter counter(scratch_.counter, &shared_.number);
+    for (uint32_t n = 0;; ++n) {
+      const Item* item = schedule.Find(counter.Next());
+      HandOut(item, Shared::ItemTurn::Of(n));
       if (item == nullptr) break;
-      CopyTiles(*item);
+      CopyTiles(*item, Shared::QueryTurn::Of(n));
     }
     gpu::CommitCopies();
     gpu::WaitCopies<0>();
@@ -137,51 +178,86 @@ class HopperProducer {
 
  private:
   __device__ void HandOut(const Item* item, typename Shared::ItemTurn turn) {
-    if (threadIdx.x != 0) return;
+    if (threadIdx.x >= kConsumers) return;
     shared_.items_ring.WaitFreed(turn);
+    HopperWork& work = shared_.work[turn.place][threadIdx.x];
     if (item != nullptr) {
-      shared_.items[turn.place] = *item;
+      work = {*item, RowsOf(p_, *item, threadIdx.x * kConsumerRows, kConsumerRows)};
     } else {
-      shared_.items[turn.place].num_rows = -1;
+      work.item.num_rows = -1;
     }
     gpu::Arrive(&shared_.items_ring.filled[turn.place]);
   }
 
-  __device__ void CopyTiles(const Item& item) {
+  // Copies the item's tiles, and its query after the first tile's keys: the consumers may still
+  // need the query of the item before.
+  __device__ void CopyTiles(const Item& item, typename Shared::QueryTurn query_turn) {
     bool is_bad = HasBadTree(p_, item, threadIdx.x);
     const Tiles tiles(item, kTile);
+    // The block id of the next tile is on its way while a tile is copied.
+    int32_t position = tiles.begin * kTile + warp_ * kPositions + lane_ % kPositions;
+    int32_t block = IsIn(item, position) ? BlockOf(p_, item, position) : 0;
+    if (tiles.begin == tiles.end) CopyQuery(item, query_turn);
     for (int32_t tile = tiles.begin; tile < tiles.end; ++tile, turn_ = turn_.Next()) {
-      const int32_t position = tile * kTile + static_cast<int32_t>(threadIdx.x);
+      const int32_t next = position + kTile;
+      const int32_t next_block = IsIn(item, next) ? BlockOf(p_, item, next) : 0;
       PlainSlot slot;
-      if (item.begin <= position && position < item.end) {
-        slot = FindSlot<T>(p_, item, position, &is_bad);
-      }
+      if (IsIn(item, position)) slot = SlotIn<T>(p_, item, block, position, &is_bad);
+      // Aligned, and never read, where there is no slot.
+      const int64_t offset =
+          slot.offset >= 0 ? slot.offset * static_cast<int64_t>(sizeof(T)) : INT64_MIN;
       shared_.keys_ring.WaitFreed(turn_);
-      CopyTile(KeyOf<T>(p_, 0, item.kv_head), p_.head_size, slot.offset, shared_.keys[turn_.place]);
+      CopyTile(KeyOf<T>(p_, 0, item.kv_head), p_.head_size, offset, shared_.keys[turn_.place]);
       gpu::ArriveAfterCopies(&shared_.keys_ring.filled[turn_.place]);
+      if (tile == tiles.begin) CopyQuery(item, query_turn);
       shared_.values_ring.WaitFreed(turn_);
-      CopyTile(ValueOf<T>(p_, 0, item.kv_head), p_.value_head_size, slot.offset,
+      CopyTile(ValueOf<T>(p_, 0, item.kv_head), p_.value_head_size, offset,
                shared_.values[turn_.place]);
       gpu::ArriveAfterCopies(&shared_.values_ring.filled[turn_.place]);
+      position = next;
+      block = next_block;
     }
     is_bad = gpu::AnyInThreads(kScheduleBarrier, kThreads, is_bad);
     if (threadIdx.x == 0) Report(p_, scratch_, item, is_bad);
   }
 
-  // A warp copies the positions whose slots its lanes have found; eight lanes copy 128 bytes of one
-  // position. Positions without a slot and columns past `num_columns` become zeros.
-  __device__ void CopyTile(const T* cache, int64_t num_columns, int64_t slot_of_lane,
-                           T* tile) const {
-    const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
-#pragma unroll 1  // the copies overlap all the same
-    for (int i = lane / 8; i < gpu::kWarpSize; i += 4) {
-      const int64_t slot = gpu::Shuffle(slot_of_lane, i);
-      const int row = warp * gpu::kWarpSize + i;
+  static __device__ __forceinline__ bool IsIn(const Item& item, int32_t position) {
+    return item.begin <= position && position < item.end;
+  }
+
+  __device__ void CopyQuery(const Item& item, typename Shared::QueryTurn turn) {
+#pragma unroll 1
+    for (int consumer = 0; consumer < kConsumers; ++consumer) {
+      Ring<1>& ring = shared_.query_rings[consumer];
+      T* query = shared_.query[consumer];
+      ring.WaitFreed(turn);
+      ForQueryChunks<T, QueryRows>(p_, item, consumer * kConsumerRows, kConsumerRows, threadIdx.x,
+                                   [&](int row, int chunk, const T* from, bool exists) {
+                                     gpu::CopyAsync16(query + QueryRows::Offset(row, chunk), from,
+                                                      exists);
+                                   });
+      gpu::ArriveAfterCopies(&ring.filled[turn.place]);
+    }
+  }
+
+  // A warp copies the positions whose offsets, in bytes, its lanes have found; eight lanes copy 128
+  // bytes of one position. What does not exist becomes zeros.
+  __device__ void CopyTile(const T* cache, int64_t num_columns, int64_t offset_of_lane, T* tile) {
+    const int row = lane_ / 8, chunk = lane_ % 8, first_row = warp_ * kPositions + row;
+    const auto from = reinterpret_cast<uintptr_t>(cache + chunk * CacheRows::kChunk);
+    // Where a chunk lies among others repeats every eight rows.
+    T* const to[2] = {tile + CacheRows::Offset(first_row, chunk),
+                      tile + CacheRows::Offset(first_row + 4, chunk)};
 #pragma unroll
-      for (int chunk = lane % 8; chunk < CacheRows::kChunks; chunk += 8) {
-        const bool exists = slot >= 0 && chunk * CacheRows::kChunk < num_columns;
-        const T* from = cache + (exists ? slot + chunk * CacheRows::kChunk : 0);
-        gpu::CopyAsync16(tile + CacheRows::Offset(row, chunk), from, exists);
+    for (int i = 0; i < kPositions; i += 4) {
+      const int64_t offset = gpu::Shuffle(offset_of_lane, row + i);
+#pragma unroll
+      for (int block = 0; block < CacheRows::kChunks / 8; ++block) {
+        const int column = block * CacheRows::kBlockColumns;
+        gpu::CopyAsync16(to[i / 4 % 2] + i / 8 * 8 * CacheRows::kBlockColumns +
+                             block * CacheRows::kBlockElements,
+                         reinterpret_cast<const void*>(from + offset + column * sizeof(T)),
+                         offset >= 0 && column + chunk * CacheRows::kChunk < num_columns);
       }
     }
   }
@@ -189,6 +265,8 @@ class HopperProducer {
   const Params& p_;
   const Scratch& scratch_;
   Shared& shared_;
+  const int lane_;
+  const int warp_;
   typename Shared::TileTurn turn_;  // the next KV tile's
 };
 
@@ -198,95 +276,141 @@ class HopperItem {
   using Shared = HopperShared<T, kHeadSize>;
   using QueryRows = typename Shared::QueryRows;
   using CacheRows = typename Shared::CacheRows;
+  using QueryTurn = typename Shared::QueryTurn;
   using TileTurn = typename Shared::TileTurn;
   static constexpr int kTile = Shared::kTile;
+  static constexpr int kColumns = kHeadSize % 128 == 0 ? 128 : 64;  // of a product with values
 
  public:
-  __device__ HopperItem(const Params& p, const Scratch& scratch, const Item& item, int consumer,
-                        Shared* shared)
+  __device__ HopperItem(const Params& p, const Scratch& scratch, const HopperWork& work,
+                        int consumer, Shared* shared)
       : p_(p),
         scratch_(scratch),
-        item_(item),
+        item_(work.item),
+        rows_(work.rows),
         shared_(*shared),
-        query_(shared->query[consumer]),
-        barrier_(kOneConsumer + consumer),
-        first_row_(consumer * kConsumerRows),
-        common_(p, item),
-        softmax_(p, item,
-                 first_row_ + static_cast<int>(threadIdx.x) % kThreads / gpu::kWarpSize * 16 +
-                     Lane() / 4) {}
+        consumer_(consumer),
+        common_(p, work.rows),
+        softmax_(p, work.rows, RowOf(0)) {}
 
   // `turn` is the turn of the item's first KV tile, and becomes that of the next item's first KV
   // tile.
-  __device__ void Compute(TileTurn* turn) {
-    const Tiles tiles(item_, kTile);
-    if (tiles.begin < tiles.end) {
-      CopyQuery();
-      float logits[kTile / 8][4];
-      uint32_t weights[kTile / 16][4];
-      float shrinks[2];
-      StartLogits(*turn, logits);
-      gpu::WaitProducts<0>(logits);
-      shared_.keys_ring.Free(*turn);
-      Weigh(tiles.begin, logits, shrinks);
-      Pack(logits, weights);
-      for (int32_t tile = tiles.begin; tile + 1 < tiles.end; ++tile) {
-        const TileTurn next = turn->Next();
-        TakeValues(tile, *turn);
+  __device__ void Compute(QueryTurn query_turn, TileTurn* turn) {
+    int32_t tile = Tiles(item_, kTile).begin;
+    for (const Tiles own(rows_, kTile); tile < own.begin; ++tile) Skip(turn);
+    Ring<1>& query_ring = shared_.query_rings[consumer_];
+    query_ring.WaitFilled(query_turn);
+    if (rows_.begin < rows_.end) {
+      tile = ComputeTiles(query_ring, query_turn, turn);
+    } else {
+      query_ring.Free(query_turn);
+    }
+    for (const Tiles all(item_, kTile); tile < all.end; ++tile) Skip(turn);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      item_.num_splits > 1 ? WritePartialResult(r) : WriteRow(r);
+    }
+  }
+
+ private:
+  // Computes the tiles that hold positions of the consumer's rows. Returns the tile after them.
+  __device__ int32_t ComputeTiles(Ring<1>& query_ring, QueryTurn query_turn, TileTurn* turn) {
+    int32_t tile = rows_.begin / kTile;
+    float logits[kTile / 8][4];
+    uint32_t weights[kTile / 16][4];
+    float shrinks[2];
+    WaitForKeys(*turn);
+    TakeTurn();
+    StartLogits(*turn, logits);
+    PassTurn();
+    gpu::WaitProducts<0>(logits);
+    shared_.keys_ring.Free(*turn);
+    Weigh(tile, logits, shrinks);
+    Pack(logits, weights);
+    for (; tile < (rows_.end - 1) / kTile; ++tile) {
+      const TileTurn next = turn->Next();
+      if (WaitForValues(tile, *turn)) {
+        WaitForKeys(next);
+        TakeTurn();
         StartLogits(next, logits);
         StartSums(*turn, weights);
+        PassTurn();
         gpu::WaitProducts<1>(logits);
         shared_.keys_ring.Free(next);
         Weigh(tile + 1, logits, shrinks);
         gpu::WaitProducts<0>(sums_);
         gpu::KeepRegisters(weights);
-        shared_.values_ring.Free(*turn);
-        Softmax::Shrink(shrinks, sums_);
-        Pack(logits, weights);
-        *turn = next;
+      } else {
+        AddOneByOne(tile, *turn, weights);
+        WaitForKeys(next);
+        TakeTurn();
+        StartLogits(next, logits);
+        PassTurn();
+        gpu::WaitProducts<0>(logits);
+        shared_.keys_ring.Free(next);
+        Weigh(tile + 1, logits, shrinks);
       }
-      TakeValues(tiles.end - 1, *turn);
+      shared_.values_ring.Free(*turn);
+      Softmax::Shrink(shrinks, sums_);
+      Pack(logits, weights);
+      *turn = next;
+    }
+    query_ring.Free(query_turn);
+    if (WaitForValues(tile, *turn)) {
       StartSums(*turn, weights);
       gpu::WaitProducts<0>(sums_);
-      shared_.values_ring.Free(*turn);
-      *turn = turn->Next();
-    }
-    if (item_.num_splits > 1) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) WritePartialResult(r);
     } else {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) WriteRow(r);
+      AddOneByOne(tile, *turn, weights);
     }
+    shared_.values_ring.Free(*turn);
+    *turn = turn->Next();
+    return tile + 1;
   }
 
- private:
   static __device__ __forceinline__ int Lane() { return threadIdx.x % gpu::kWarpSize; }
 
-  __device__ void CopyQuery() {
-    const int thread = threadIdx.x % kThreads;
-    gpu::SyncThreads(barrier_, kThreads);  // everyone has left the item before
-    ForQueryChunks<T, QueryRows>(p_, item_, first_row_, kConsumerRows, thread,
-                                 [&](int row, int chunk, const T* from, bool exists) {
-                                   gpu::CopyAsync16(query_ + QueryRows::Offset(row, chunk), from,
-                                                    exists);
-                                 });
-    gpu::CommitCopies();
-    gpu::WaitCopies<0>();
+  // Consumers start products in turn, one turn for each KV tile of an item.
+  __device__ void TakeTurn() const { gpu::SyncThreads(kTurnOf + consumer_, kConsumers * kThreads); }
+  __device__ void PassTurn() const {
+    gpu::ArriveThreads(kTurnOf + (consumer_ ^ 1), kConsumers * kThreads);
+  }
+
+  __device__ void Skip(TileTurn* turn) {
+    shared_.keys_ring.WaitFilled(*turn);
+    shared_.keys_ring.Free(*turn);
+    shared_.values_ring.WaitFilled(*turn);
+    shared_.values_ring.Free(*turn);
+    TakeTurn();
+    PassTurn();
+    *turn = turn->Next();
+  }
+
+  __device__ void WaitForKeys(TileTurn turn) {
+    shared_.keys_ring.WaitFilled(turn);
     gpu::FenceAsyncProxy();
-    gpu::SyncThreads(barrier_, kThreads);
+  }
+
+  // Returns whether V of the tile may be multiplied: a weight of zero times an infinite or NaN
+  // value would spoil the sum of a row that does not attend to it.
+  __device__ bool WaitForValues(int32_t tile, TileTurn turn) {
+    shared_.values_ring.WaitFilled(turn);
+    gpu::FenceAsyncProxy();
+    if (!common_.RowsDiffer(item_, tile * kTile, (tile + 1) * kTile)) return true;
+    const T* values = shared_.values[turn.place];
+    constexpr int kChunks = CacheRows::kElements / CacheRows::kChunk;
+    const bool found =
+        HoldsNonFinite<T>(static_cast<int>(threadIdx.x) % kThreads, kChunks, kThreads,
+                          [&](int i) { return values + i * CacheRows::kChunk; });
+    return !gpu::AnyInThreads(kThreadsOf + consumer_, kThreads, found);
   }
 
   // Starts logits = q k^T.
   __device__ void StartLogits(TileTurn turn, float (&logits)[kTile / 8][4]) {
-    shared_.keys_ring.WaitFilled(turn);
-    gpu::FenceAsyncProxy();
     gpu::FenceProducts(logits);
-    const T* keys = shared_.keys[turn.place];
+    const T *query = shared_.query[consumer_], *keys = shared_.keys[turn.place];
 #pragma unroll
     for (int column = 0; column < kHeadSize; column += 16) {
-      gpu::StartProduct(logits, QueryRows::Columns(query_, column),
-                        CacheRows::Columns(keys, column),
+      gpu::StartProduct(logits, QueryRows::Columns(query, column), CacheRows::Columns(keys, column),
                         /*accumulates=*/column > 0, T{});
     }
     gpu::CommitProducts();
@@ -299,7 +423,12 @@ class HopperItem {
     const T* values = shared_.values[turn.place];
 #pragma unroll
     for (int step = 0; step < kTile / 16; ++step) {
-      gpu::StartProductTransposed(sums_, weights[step], CacheRows::Rows(values, step * 16), T{});
+#pragma unroll
+      for (int column = 0; column < kHeadSize; column += kColumns) {
+        auto& sums = *reinterpret_cast<float(*)[kColumns / 8][4]>(sums_ + column / 8);
+        gpu::StartProductTransposed(sums, weights[step], CacheRows::Rows(values, step * 16, column),
+                                    T{});
+      }
     }
     gpu::CommitProducts();
   }
@@ -324,61 +453,75 @@ class HopperItem {
     }
   }
 
-  __device__ void TakeValues(int32_t tile, TileTurn turn) {
-    shared_.values_ring.WaitFilled(turn);
-    gpu::FenceAsyncProxy();
-    if (common_.RowsDiffer(item_, tile * kTile, (tile + 1) * kTile)) {
-      SetAsideNonFinite(tile * kTile, shared_.values[turn.place]);
+  // sums += weights * v, one position after the other: a row takes only values that it attends to.
+  __device__ void AddOneByOne(int32_t tile, TileTurn turn,
+                              const uint32_t (&weights)[kTile / 16][4]) {
+    const T* values = shared_.values[turn.place];
+#pragma unroll
+    for (int step = 0; step < kTile / 16; ++step) {
+#pragma unroll 1
+      for (int i = 0; i < 16; ++i) {
+        const int j = step * 16 + i;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const uint32_t pair = gpu::Shuffle(i < 8 ? weights[step][r] : weights[step][2 + r],
+                                             Lane() / 4 * 4 + i % 8 / 2);
+          if (!softmax_.Attends(r, tile * kTile + j)) continue;
+          const float weight = gpu::ToFloat(T{static_cast<uint16_t>(i % 2 ? pair >> 16 : pair)});
+#pragma unroll
+          for (int n = 0; n < kHeadSize / 8; ++n) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              const T value = values[CacheRows::Offset(j, n) + Lane() % 4 * 2 + e];
+              const float factor = IsFinite(value) ? weight : 1.0f;
+              sums_[n][2 * r + e] = gpu::Fma(factor, gpu::ToFloat(value), sums_[n][2 * r + e]);
+            }
+          }
+        }
+      }
     }
   }
 
-  // A weight of zero times an infinite or NaN value would spoil a row's sum. If a KV tile holds
-  // such values, this adds them to the rows that attend to them and then sets them to zero in the
-  // tile. Both consumers do it together, because they share the tile.
-  __device__ void SetAsideNonFinite(int32_t begin, T* values) {
-    constexpr int kBoth = kConsumers * kThreads;
-    const int thread = static_cast<int>(threadIdx.x) - kThreads;
-    const auto element = [&](int i) { return values + i; };
-    const bool found = HoldsNonFinite(thread, CacheRows::kElements, kBoth, element);
-    if (!gpu::AnyInThreads(kBothConsumers, kBoth, found)) return;
-    softmax_.AddNonFinite<kTile>(
-        begin, sums_,
-        [&](int j, int n, int e) { return values[CacheRows::Offset(j, n) + Lane() % 4 * 2 + e]; },
-        [&](T value, int) { return gpu::ToFloat(value); });
-    gpu::SyncThreads(kBothConsumers, kBoth);
-    ClearNonFinite(thread, CacheRows::kElements, kBoth, element);
-    gpu::FenceAsyncProxy();
-    gpu::SyncThreads(kBothConsumers, kBoth);
+  // The lane's row r of the consumer's.
+  static __device__ __forceinline__ int RowOf(int r) {
+    return static_cast<int>(threadIdx.x) % kThreads / gpu::kWarpSize * 16 + Lane() / 4 + 8 * r;
   }
 
-  // The lane's row r in the work item.
-  __device__ __forceinline__ int RowOf(int r) const {
-    return first_row_ + static_cast<int>(threadIdx.x) % kThreads / gpu::kWarpSize * 16 +
-           Lane() / 4 + 8 * r;
-  }
-
-  // Writes the lane's columns of its row r to the output.
+  // Writes the lane's row r to the output.
   __device__ __forceinline__ void WriteRow(int r) {
     const RowState state = softmax_.State(r);
     const int row = RowOf(r);
-    if (row >= item_.num_rows) return;
-    const RowPlace place(p_, item_, row);
-    const float sink = SinkOf(p_, place.head);
-    const float max = fmaxf(state.max, sink);
-    const float weight = gpu::Exp2(state.max - ShiftOf(max));
-    const float sum = SumOf(max, sink, 1, [&](int64_t) { return state; });
-    const RowRange& range = softmax_.Range(r);
-    const float divisor = range.begin < range.end ? sum : 1.0f;  // without keys the sum is zero
-    const float factor = weight / divisor;
-    if (Lane() % 4 == 0) {
-      WriteLse(p_, item_.first_token + place.token, place.head, {max, sum});
+    const bool exists = row < rows_.num_rows;
+    float factor = 0;
+    if (exists) {
+      const RowPlace place(p_, rows_, row);
+      const float sink = SinkOf(p_, place.head);
+      const float max = fmaxf(state.max, sink);
+      const float weight = gpu::Exp2(state.max - ShiftOf(max));
+      const float sum = SumOf(max, sink, 1, [&](int64_t) { return state; });
+      const RowRange& range = softmax_.Range(r);
+      const float divisor = range.begin < range.end ? sum : 1.0f;  // without keys the sum is zero
+      factor = weight / divisor;
+      if (Lane() % 4 == 0) {
+        WriteLse(p_, item_.first_token + place.token, place.head, {max, sum});
+      }
     }
-    T* output = static_cast<T*>(p_.output) + OutputOffset(p_, item_, row);
+    T* output = static_cast<T*>(p_.output) + (exists ? OutputOffset(p_, rows_, row) : 0);
 #pragma unroll
-    for (int n = 0; n < kHeadSize / 8; ++n) {
-      if (n * 8 >= p_.value_head_size) break;
-      *reinterpret_cast<uint32_t*>(output + n * 8 + Lane() % 4 * 2) =
-          gpu::Pack(sums_[n][2 * r] * factor, sums_[n][2 * r + 1] * factor, T{});
+    for (int n = 0; n < kHeadSize / 8; n += 4) {
+      struct alignas(16) {
+        uint32_t word[4];
+      } columns;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        columns.word[i] =
+            gpu::Pack(sums_[n + i][2 * r] * factor, sums_[n + i][2 * r + 1] * factor, T{});
+      }
+      TransposeInQuads(columns.word);  // now 8 adjacent columns of group n + Lane() % 4
+      const int column = (n + Lane() % 4) * 8;
+      if (exists && column < p_.value_head_size) {
+        *reinterpret_cast<decltype(columns)*>(output + column) = columns;
+      }
     }
   }
 
@@ -386,9 +529,9 @@ class HopperItem {
   __device__ __forceinline__ void WritePartialResult(int r) {
     const RowState state = softmax_.State(r);
     const int row = RowOf(r);
-    if (row >= item_.num_rows) return;
-    const RowPlace place(p_, item_, row);
-    const int64_t index = SlotOf(scratch_, item_, place) * p_.num_heads + place.head;
+    if (row >= rows_.num_rows) return;
+    const RowPlace place(p_, rows_, row);
+    const int64_t index = SlotOf(scratch_, rows_, place) * p_.num_heads + place.head;
     if (Lane() % 4 == 0) scratch_.states[index] = state;
     float* partial = scratch_.partials + index * p_.value_head_size;
 #pragma unroll
@@ -403,10 +546,9 @@ class HopperItem {
   const Params& p_;
   const Scratch& scratch_;
   const Item& item_;
+  const Item& rows_;  // the consumer's
   Shared& shared_;
-  T* const query_;
-  const int barrier_;    // for this consumer's threads
-  const int first_row_;  // this consumer's first row of the item
+  const int consumer_;
   const CommonRange common_;
   Softmax softmax_;
   float sums_[kHeadSize / 8][4] = {};  // laid out as logits, with columns in place of positions
@@ -419,20 +561,26 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   auto* shared = reinterpret_cast<Shared*>(gpu::SharedMemory());
   if (threadIdx.x == 0) shared->Init();
   gpu::SyncBlock();
-  const int warpgroup = threadIdx.x / kThreads;
+  const int warpgroup = gpu::Shuffle(static_cast<int>(threadIdx.x / kThreads), 0);  // uniform
   if (warpgroup == 0) {
     gpu::GiveRegistersBack<kProducerRegisters>();
     HopperProducer<T, kHeadSize>(p, scratch, shared).Run(lengths);
   } else {
     gpu::TakeRegisters<kConsumerRegisters>();
+    const int consumer = warpgroup - 1;
     typename Shared::TileTurn tile;
-    for (typename Shared::ItemTurn turn;; turn = turn.Next()) {
+    // The first turn to start products is the first consumer's.
+    if (consumer > 0) gpu::ArriveThreads(kTurnOf, kConsumers * kThreads);
+    for (uint32_t n = 0;; ++n) {
+      const auto turn = Shared::ItemTurn::Of(n);
       shared->items_ring.WaitFilled(turn);
-      const Item& item = shared->items[turn.place];
-      if (item.num_rows == -1) return;
-      HopperItem<T, kHeadSize>(p, scratch, item, warpgroup - 1, shared).Compute(&tile);
+      const HopperWork& work = shared->work[turn.place][consumer];
+      if (work.item.num_rows == -1) break;
+      HopperItem<T, kHeadSize>(p, scratch, work, consumer, shared)
+          .Compute(Shared::QueryTurn::Of(n), &tile);
       shared->items_ring.Free(turn);
     }
+    if (consumer == 0) gpu::SyncThreads(kTurnOf, kConsumers * kThreads);  // a turn too many
   }
 }
 

@@ -13,7 +13,8 @@ namespace xla_gpu::paged_attention {
 struct AttentionKernel {
   gpu::Kernel<Params, Scratch, QueryLengths> kernel;
   int64_t rows_per_item;
-  int warp_rows = 0;  // TensorCoreAttention: groups of 16 rows
+  int warp_rows = 0;          // TensorCoreAttention: groups of 16 rows
+  bool counts_items = false;  // it takes its work items from Scratch::counter
 };
 
 // Defined in tensor_core.cu, which is compiled once for each combination. T: type of the query. C:

@@ -198,6 +198,9 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   if (p.max_query_len == 0 || others.lengths.min <= p.max_query_len) kernels.push_back(others);
   for (const auto& [attention, lengths] : kernels) {
     if (lengths.min > lengths.max) continue;
+    if (attention.counts_items) {
+      if (gpu::Error error = gpu::SetToZero(scratch.counter, stream)) return error;
+    }
     const int64_t num_items = MaxItems(p, scratch, attention.rows_per_item);
     const gpu::Error error =
         attention.kernel.LaunchResident(device, num_items, stream, p, scratch, lengths);

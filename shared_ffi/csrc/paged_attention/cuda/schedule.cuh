@@ -1,6 +1,6 @@
 // Divides the work into items. The thread blocks find their items themselves from the lengths on
 // the device; the host never reads these. The grid is as large as the GPU can hold at once, and
-// each thread block takes every gridDim.x-th item.
+// each thread block takes every gridDim.x-th item, or the next item whenever it asks (ItemCounter).
 //
 // Somebody else may write to the lengths while a kernel runs. What follows from them is checked
 // where it is used, in the copy that is used: results may then be wrong, accesses may not.
@@ -156,6 +156,22 @@ __device__ inline void MakeItem(const Params& p, int64_t s, const Sequence& sequ
   item->end = static_cast<int32_t>(Smaller(split_end, span.end));
 }
 
+// The rows [first_row, first_row + num_rows) of a work item, with the positions that they attend
+// to: where there may be a tree mask, those of the item.
+__device__ inline Item RowsOf(const Params& p, const Item& item, int first_row, int num_rows) {
+  Item rows = item;
+  rows.first_row += first_row;
+  rows.num_rows = min(max(item.num_rows - first_row, 0), num_rows);
+  if (!p.MayBeTree(item.context_len - item.first_position) && rows.num_rows > 0) {
+    const int64_t begin = p.WindowBegin(FirstPosition(p, rows));
+    const int64_t end = p.WindowEnd(LastPosition(p, rows), item.context_len);
+    rows.begin = static_cast<int32_t>(Larger(item.begin, begin));
+    rows.end = static_cast<int32_t>(Smaller(item.end, end));
+  }
+  if (rows.num_rows == 0 || rows.begin >= rows.end) rows.begin = rows.end = item.begin;
+  return rows;
+}
+
 // Finds work items by their number. Items are numbered sequence by sequence. A parallel scan counts
 // them for a window of kThreads sequences at a time.
 class Schedule {
@@ -268,6 +284,25 @@ class Schedule {
   int64_t window_ = 0;  // first sequence of the window
   int64_t begin_ = 0;   // number of the window's first item
   bool is_last_ = false;
+};
+
+// Deals the numbers of work items to the thread blocks as they ask for them. With the largest items
+// first, all blocks end at about the same time. Who computes an item changes none of its bits.
+class ItemCounter {
+ public:
+  // `counter` is 0 when the kernel begins. `number` is in shared memory.
+  __device__ ItemCounter(int32_t* counter, int32_t* number) : counter_(counter), number_(number) {}
+
+  // The schedule's threads call it, and Schedule::Find between two calls. Also a barrier.
+  __device__ int64_t Next() const {
+    if (threadIdx.x == 0) *number_ = gpu::AtomicAdd(counter_, 1);
+    gpu::SyncThreads(kScheduleBarrier, kThreads);
+    return *number_;
+  }
+
+ private:
+  int32_t* const counter_;
+  int32_t* const number_;
 };
 
 // The largest number of items for any lengths. It bounds the grid.

@@ -84,6 +84,7 @@ struct Scratch {
   // Whether a work item met a bad block id or tree mask: the flags of unsplit sequences, which
   // begin at the number of their first token; then one for each slot.
   int32_t* is_bad;   // [num_tokens + num_slots]
+  int32_t* counter;  // of the work items that are taken, for a kernel that counts them
   RowState* states;  // [num_slots, num_heads]
   float* partials;   // [num_slots, num_heads, value_head_size]: sums of 2^(logit - max) * v
 
@@ -112,7 +113,7 @@ struct ScratchSizes {
   int64_t max_split_tokens;   // most query tokens of a sequence that is split
   int64_t slots_of_sequence;  // most slots that a sequence can need
   int64_t max_length;         // positions that a split sequence's window can span; 0: no window
-  int64_t flag_bytes;         // for each token and slot
+  int64_t flag_bytes;         // for each token and slot, and for the counter
   int64_t slot_bytes;         // RowState and partial result of all heads
   int64_t alignment;          // what the size of all flags is rounded up to a multiple of
 };
@@ -137,7 +138,7 @@ inline ScratchSizes MakeScratchSizes(const Params& p) {
 }
 
 // Lays the scratch out in `memory`, which may be null when only the size is wanted; that is
-//     4 * (num_tokens + num_slots) + 4 * num_slots * num_heads * (value_head_size + 2) bytes,
+//     4 * (num_tokens + num_slots + 1) + 4 * num_slots * num_heads * (value_head_size + 2) bytes,
 // the first term rounded up to 16, with at most max_splits slots for each token and
 // slots_of_sequence for each sequence.
 inline int64_t MakeScratch(const Params& p, void* memory, Scratch* scratch) {
@@ -151,12 +152,13 @@ inline int64_t MakeScratch(const Params& p, void* memory, Scratch* scratch) {
       Smaller(p.num_tokens * scratch->max_splits, p.max_seqs * scratch->slots_of_sequence);
   if (scratch->num_slots == p.num_tokens * scratch->max_splits) scratch->slots_of_sequence = 0;
   const int64_t flags_bytes =
-      DivideUp((p.num_tokens + scratch->num_slots) * sizes.flag_bytes, sizes.alignment) *
+      DivideUp((p.num_tokens + scratch->num_slots + 1) * sizes.flag_bytes, sizes.alignment) *
       sizes.alignment;
   const int64_t states_bytes =
       scratch->num_slots * p.num_heads * static_cast<int64_t>(sizeof(RowState));
   char* bytes = static_cast<char*>(memory);
   scratch->is_bad = reinterpret_cast<int32_t*>(bytes);
+  scratch->counter = scratch->is_bad + p.num_tokens + scratch->num_slots;
   scratch->states = reinterpret_cast<RowState*>(bytes + flags_bytes);
   scratch->partials = reinterpret_cast<float*>(bytes + flags_bytes + states_bytes);
   return flags_bytes + scratch->num_slots * sizes.slot_bytes;

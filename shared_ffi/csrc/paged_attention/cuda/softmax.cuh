@@ -16,6 +16,11 @@ class Softmax {
   // r = 0: the lane's first row; r = 1: the row 8 below.
   __device__ const RowRange& Range(int r) const { return ranges_[r]; }
 
+  // Whether row r attends to a position.
+  __device__ bool Attends(int r, int32_t position) const {
+    return ranges_[r].Contains(position) && TreeMask(p_, item_, row_ + 8 * r).Contains(position);
+  }
+
   // The row's largest logit and sum so far, the sum over all lanes that hold positions of the row.
   __device__ RowState State(int r) const {
     float sum = states_[r].sum;
@@ -35,15 +40,17 @@ class Softmax {
     }
   }
 
-  // Turns q . k into logits in units of log2(e); the first is that of position `begin`. If
-  // `masked`, sets the logits of positions that a row does not attend to to -inf.
+  // Turns q . k into logits in units of log2(e), but for a factor that Weigh multiplies them by;
+  // the first is that of position `begin`. If `masked`, sets the logits of positions that a row
+  // does not attend to to -inf.
   template <int kBlocks>
   __device__ void ToLogits(int32_t begin, bool masked, float (&logits)[kBlocks][4]) const {
     constexpr int kKeys = kBlocks * 8;
-    float scale = p_.scale * kLog2E;
     if (p_.soft_cap > 0) {
       p_.soft_cap > kMaxPlainCap ? CapGently(logits) : Cap(logits);
-      scale = 1;
+    } else if (!ScalesLate()) {
+      const float scale = p_.scale * kLog2E;
+      ForEach<kBlocks>([&](int n, int e, int) { logits[n][e] *= scale; });
     }
     if (masked) {
       int first[2], last[2];  // relative to `begin`
@@ -54,13 +61,11 @@ class Softmax {
       }
       ForEach<kBlocks>([&](int n, int e, int j) {
         const bool attends = first[e / 2] <= j && j < last[e / 2];
-        logits[n][e] = attends ? logits[n][e] * scale : -kInfinity;
+        logits[n][e] = attends ? logits[n][e] : -kInfinity;
       });
       if (p_.tree_mask != nullptr && begin + kKeys > item_.first_position) {
         ApplyTreeMask(begin, logits);
       }
-    } else {
-      ForEach<kBlocks>([&](int n, int e, int) { logits[n][e] *= scale; });
     }
     if (p_.alibi_slopes != nullptr) AddBias(begin, logits);
   }
@@ -69,13 +74,15 @@ class Softmax {
   // sums so far.
   template <int kBlocks>
   __device__ void Weigh(float (&logits)[kBlocks][4], float (&shrinks)[2]) {
+    const float factor = ScalesLate() ? p_.scale * kLog2E : 1.0f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float max = states_[r].max;
+      float largest = -kInfinity;
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
-        max = fmaxf(max, fmaxf(logits[n][2 * r], logits[n][2 * r + 1]));
+        largest = fmaxf(largest, fmaxf(logits[n][2 * r], logits[n][2 * r + 1]));
       }
+      float max = fmaxf(states_[r].max, largest * factor);
       max = fmaxf(max, gpu::ShuffleXor(max, 1));
       max = fmaxf(max, gpu::ShuffleXor(max, 2));
       const float shift = max == -kInfinity ? 0.0f : max;
@@ -85,7 +92,7 @@ class Softmax {
       for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
         for (int e = 2 * r; e < 2 * r + 2; ++e) {
-          logits[n][e] = gpu::Exp2(logits[n][e] - shift);
+          logits[n][e] = gpu::Exp2(gpu::Fma(logits[n][e], factor, -shift));
           sum += logits[n][e];
         }
       }
@@ -93,10 +100,12 @@ class Softmax {
     }
   }
 
-  // Rescales sums, which are laid out as logits, with columns in place of positions.
+  // Rescales sums, which are laid out as logits, with columns in place of positions. Most tiles
+  // hold no logit that is larger than all before, and a factor of 1 changes no bit.
   template <int kBlocks>
   static __device__ __forceinline__ void Shrink(const float (&shrinks)[2],
                                                 float (&sums)[kBlocks][4]) {
+    if (!gpu::AnyInWarp(shrinks[0] != 1 || shrinks[1] != 1)) return;
 #pragma unroll
     for (float(&of_block)[4] : sums) {
 #pragma unroll
@@ -130,6 +139,12 @@ class Softmax {
   }
 
  private:
+  // Whether the scale waits for Weigh, which then multiplies and subtracts the largest logit in one
+  // instruction. The largest must stay the largest.
+  __device__ __forceinline__ bool ScalesLate() const {
+    return p_.scale > 0 && p_.soft_cap == 0 && p_.alibi_slopes == nullptr;
+  }
+
   template <int kBlocks>
   __device__ void ApplyTreeMask(int32_t begin, float (&logits)[kBlocks][4]) const {
     const TreeMask masks[2] = {{p_, item_, row_}, {p_, item_, row_ + 8}};
@@ -188,13 +203,32 @@ class Softmax {
   RowState states_[2] = {{-kInfinity, 0}, {-kInfinity, 0}};
 };
 
-// Whether one of a KV tile's elements that a thread looks at is infinite or NaN.
-template <typename Element>
-__device__ __forceinline__ bool HoldsNonFinite(int thread, int count, int num_threads,
-                                               const Element& element) {
-  bool found = false;
-  for (int i = thread; i < count; i += num_threads) found = found || !IsFinite(*element(i));
-  return found;
+// Whether one of a KV tile's chunks of 16 bytes that a thread looks at holds an infinite or NaN
+// element. chunk(i) is where chunk i begins, of elements of type C.
+template <typename C, typename Chunk>
+__device__ __forceinline__ bool HoldsNonFinite(int thread, int num_chunks, int num_threads,
+                                               const Chunk& chunk) {
+  if constexpr (sizeof(C) == 2) {
+    struct alignas(16) Words {
+      uint32_t word[4];
+    };
+    uint32_t largest = 0;  // of both halves of all words
+    for (int i = thread; i < num_chunks; i += num_threads) {
+      const Words words = *reinterpret_cast<const Words*>(chunk(i));
+#pragma unroll
+      for (const uint32_t word : words.word) {
+        largest = gpu::LargerHalves(largest, word & 0x7fff7fff);
+      }
+    }
+    return (largest & 0xffff) >= InfinityBits(C{}) || largest >> 16 >= InfinityBits(C{});
+  } else {
+    bool found = false;
+    for (int i = thread; i < num_chunks; i += num_threads) {
+      const C* elements = chunk(i);
+      for (int e = 0; e < 16; ++e) found = found || !IsFinite(elements[e]);
+    }
+    return found;
+  }
 }
 
 template <typename Element>

@@ -178,7 +178,11 @@ class TensorCoreItem {
     const auto element = [&](int i) {
       return values + CacheRows::ElementOffset(i / kHeadSize, i % kHeadSize);
     };
-    if (!gpu::AnyInBlock(HoldsNonFinite(threadIdx.x, kTile * kHeadSize, kThreads, element))) return;
+    const auto chunk = [&](int i) {
+      return values + CacheRows::Offset(i / CacheRows::kChunks, i % CacheRows::kChunks);
+    };
+    constexpr int kChunks = kTile * CacheRows::kChunks;
+    if (!gpu::AnyInBlock(HoldsNonFinite<C>(threadIdx.x, kChunks, kThreads, chunk))) return;
     softmax_.AddNonFinite<kKeys>(
         begin, products_.sums,
         [&](int j, int n, int e) {
