@@ -161,8 +161,9 @@ def test_openxla_copies_no_cache_of_cuda_tensors(h200: Any) -> None:
 
 def test_the_scratch_is_a_result_that_nobody_reads(h200: Any) -> None:
     (call,) = hlo.custom_calls(of_jax(h200, attend, *operands()), ATTENTION)
-    # 16 tokens with a flag each, and for each token a slot of 8 heads with a flag.
-    num_bytes = 4 * (16 + 16) + 4 * 16 * 8 * (128 + 2)
+    # 16 tokens with a flag each, for each token a slot of 8 heads with a flag, and a counter.
+    flags_bytes = -(-4 * (16 + 16 + 1) // 16) * 16
+    num_bytes = flags_bytes + 4 * 16 * 8 * (128 + 2)
     assert call.startswith(
         f"(bf16[16,8,128]{{2,1,0}}, u8[{num_bytes}]{{0}}) custom-call(6 operands)"
     )
