@@ -47,7 +47,7 @@ check: lint  ## lint, types and the quick tests, in 3 minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK)
 
 test: $(VENV)/installed  ## the whole test suite
-	$(BIN)/python -m pytest -n 2 --dist worksteal --feature-table build/features.md
+	$(BIN)/python -m pytest -n 2 --dist worksteal --feature-table=build/features.md
 
 # Needs neither a compiler nor the frameworks: the reference is read from the sources.
 docs: $(VENV)-docs/installed  ## the documentation as a site, build/site/index.html
