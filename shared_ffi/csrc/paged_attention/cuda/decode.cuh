@@ -316,10 +316,9 @@ class DecodeConsumer {
   // Computes the warp's tiles of a split, and leaves what it found in shared memory.
   __device__ void Compute(const Item& item, const Query* query, const float* query_factors) {
     Softmax softmax(p_, item, lane_ / 4);
-    float factors[2], v_scale = 1;  // what logits of the lane's rows, and sums, are multiplied by
+    float factors[2];  // what logits of the lane's rows are multiplied by
     if constexpr (kIs8Bit<C>) {
       const float k_scale = scales_are_uniform_ ? p_.k_scale.At(0, 0, item.kv_head) : 1.0f;
-      if (scales_are_uniform_) v_scale = p_.v_scale.At(0, 0, item.kv_head);
       for (int r = 0; r < 2; ++r) factors[r] = query_factors[lane_ / 4 + 8 * r] * k_scale;
     }
     const CommonRange common(p_, item);
@@ -354,6 +353,8 @@ class DecodeConsumer {
       shared_.tiles_ring.Free(turn);
     }
     count_ += tiles.end - tiles.begin;
+    float v_scale = 1;
+    if (kIs8Bit<C> && scales_are_uniform_) v_scale = p_.v_scale.At(0, 0, item.kv_head);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = lane_ / 4 + 8 * r;

@@ -223,9 +223,8 @@ __device__ __forceinline__ bool HoldsNonFinite(int thread, int num_chunks, int n
     return (largest & 0xffff) >= InfinityBits(C{}) || largest >> 16 >= InfinityBits(C{});
   } else {
     bool found = false;
-    for (int i = thread; i < num_chunks; i += num_threads) {
-      const C* elements = chunk(i);
-      for (int e = 0; e < 16; ++e) found = found || !IsFinite(elements[e]);
+    for (int i = thread; i < num_chunks * 16; i += num_threads) {
+      found = found || !IsFinite(chunk(i / 16)[i % 16]);
     }
     return found;
   }
