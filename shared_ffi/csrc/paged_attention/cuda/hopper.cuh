@@ -99,7 +99,6 @@ struct Tiles {
   int32_t begin;
   int32_t end;
 
-  Tiles() = default;
   __device__ Tiles(const Item& item, int32_t tile)
       : begin(item.begin / tile), end(max(begin, (item.end + tile - 1) / tile)) {}
 };
@@ -482,7 +481,7 @@ class HopperItem {
     }
   }
 
-  // The lane's row r of the consumer's.
+  // The number of the lane's row r among the consumer's rows.
   static __device__ __forceinline__ int RowOf(int r) {
     return static_cast<int>(threadIdx.x) % kThreads / gpu::kWarpSize * 16 + Lane() / 4 + 8 * r;
   }
@@ -525,7 +524,7 @@ class HopperItem {
     }
   }
 
-  // Writes them to the scratch: the work item is a split.
+  // Writes the lane's row r to the scratch: the work item is a split.
   __device__ __forceinline__ void WritePartialResult(int r) {
     const RowState state = softmax_.State(r);
     const int row = RowOf(r);
