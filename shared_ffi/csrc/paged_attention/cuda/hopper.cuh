@@ -107,12 +107,13 @@ struct Tiles {
 struct HopperWork {
   Item item;  // num_rows = -1 marks the end
   Item rows;
+  CommonRange common;  // of these rows
 };
 
 // The shared memory of a thread block.
 template <typename T, int kHeadSize>
 struct HopperShared {
-  static constexpr int kTile = kHeadSize <= 128 ? 128 : 64;  // positions
+  static constexpr int kTile = kHeadSize <= 128 ? 128 : kHeadSize <= 192 ? 64 : 48;  // positions
   static constexpr int kItems = 2;                           // work items in memory
   using QueryRows = SwizzledRows<T, kConsumerRows, kHeadSize>;
   using CacheRows = SwizzledRows<T, kTile, kHeadSize>;
@@ -181,7 +182,9 @@ class HopperProducer {
     shared_.items_ring.WaitFreed(turn);
     HopperWork& work = shared_.work[turn.place][threadIdx.x];
     if (item != nullptr) {
-      work = {*item, RowsOf(p_, *item, threadIdx.x * kConsumerRows, kConsumerRows)};
+      work.item = *item;
+      work.rows = RowsOf(p_, *item, threadIdx.x * kConsumerRows, kConsumerRows);
+      work.common = CommonRange(p_, work.rows);
     } else {
       work.item.num_rows = -1;
     }
@@ -194,7 +197,7 @@ class HopperProducer {
     bool is_bad = HasBadTree(p_, item, threadIdx.x);
     const Tiles tiles(item, kTile);
     // The block id of the next tile is on its way while a tile is copied.
-    int32_t position = tiles.begin * kTile + warp_ * kPositions + lane_ % kPositions;
+    int32_t position = tiles.begin * kTile + warp_ * kPositions + min(lane_, kPositions - 1);
     int32_t block = IsIn(item, position) ? BlockOf(p_, item, position) : 0;
     if (tiles.begin == tiles.end) CopyQuery(item, query_turn);
     for (int32_t tile = tiles.begin; tile < tiles.end; ++tile, turn_ = turn_.Next()) {
@@ -289,7 +292,7 @@ class HopperItem {
         rows_(work.rows),
         shared_(*shared),
         consumer_(consumer),
-        common_(p, work.rows),
+        common_(work.common),
         softmax_(p, work.rows, RowOf(0)) {}
 
   // `turn` is the turn of the item's first KV tile, and becomes that of the next item's first KV
@@ -453,30 +456,34 @@ class HopperItem {
   }
 
   // sums += weights * v, one position after the other: a row takes only values that it attends to.
+  // Uses the weights up.
   __device__ void AddOneByOne(int32_t tile, TileTurn turn,
-                              const uint32_t (&weights)[kTile / 16][4]) {
+                              uint32_t (&weights)[kTile / 16][4]) {
     const T* values = shared_.values[turn.place];
-#pragma unroll
-    for (int step = 0; step < kTile / 16; ++step) {
 #pragma unroll 1
-      for (int i = 0; i < 16; ++i) {
-        const int j = step * 16 + i;
+    for (int j = 0; j < kTile; ++j) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const uint32_t pair = gpu::Shuffle(i < 8 ? weights[step][r] : weights[step][2 + r],
-                                             Lane() / 4 * 4 + i % 8 / 2);
-          if (!softmax_.Attends(r, tile * kTile + j)) continue;
-          const float weight = gpu::ToFloat(T{static_cast<uint16_t>(i % 2 ? pair >> 16 : pair)});
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t pair = gpu::Shuffle(j % 16 < 8 ? weights[0][r] : weights[0][2 + r],
+                                           Lane() / 4 * 4 + j % 8 / 2);
+        if (!softmax_.Attends(r, tile * kTile + j)) continue;
+        const float weight = gpu::ToFloat(T{static_cast<uint16_t>(j % 2 ? pair >> 16 : pair)});
 #pragma unroll
-          for (int n = 0; n < kHeadSize / 8; ++n) {
+        for (int n = 0; n < kHeadSize / 8; ++n) {
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              const T value = values[CacheRows::Offset(j, n) + Lane() % 4 * 2 + e];
-              const float factor = IsFinite(value) ? weight : 1.0f;
-              sums_[n][2 * r + e] = gpu::Fma(factor, gpu::ToFloat(value), sums_[n][2 * r + e]);
-            }
+          for (int e = 0; e < 2; ++e) {
+            const T value = values[CacheRows::Offset(j, n) + Lane() % 4 * 2 + e];
+            const float factor = IsFinite(value) ? weight : 1.0f;
+            sums_[n][2 * r + e] = gpu::Fma(factor, gpu::ToFloat(value), sums_[n][2 * r + e]);
           }
         }
+      }
+      if (j % 16 < 15) continue;
+      // The weights of the next 16 positions move to the front. An index would put all in memory.
+#pragma unroll
+      for (int step = 0; step < kTile / 16 - 1; ++step) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) weights[step][i] = weights[step + 1][i];
       }
     }
   }

@@ -243,6 +243,7 @@ struct CommonRange {
   int32_t begin;
   int32_t end;
 
+  CommonRange() = default;
   __device__ CommonRange(const Params& p, const Item& item)
       : begin(static_cast<int32_t>(Larger(item.begin, p.WindowBegin(LastPosition(p, item))))),
         end(static_cast<int32_t>(
