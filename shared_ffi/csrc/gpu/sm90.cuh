@@ -61,7 +61,7 @@ __device__ __forceinline__ void WaitProducts(float (&d)[kBlocks][4]) {
 //   StartProductTransposed: d += a * b. a is in registers; b is in shared memory, with 64 elements
 //   of each of its 16 rows adjacent (MN-major).
 #define XLA_GPU_SUMS4(d, i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
-#define XLA_GPU_SUMS24(d)                                                                         \
+#define XLA_GPU_SUMS24(d)                                                             \
   XLA_GPU_SUMS4(d, 0), XLA_GPU_SUMS4(d, 1), XLA_GPU_SUMS4(d, 2), XLA_GPU_SUMS4(d, 3), \
       XLA_GPU_SUMS4(d, 4), XLA_GPU_SUMS4(d, 5)
 #define XLA_GPU_SUMS32(d, i)                                                                      \

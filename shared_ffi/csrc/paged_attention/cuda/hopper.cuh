@@ -114,7 +114,7 @@ struct HopperWork {
 template <typename T, int kHeadSize>
 struct HopperShared {
   static constexpr int kTile = kHeadSize <= 128 ? 128 : kHeadSize <= 192 ? 64 : 48;  // positions
-  static constexpr int kItems = 2;                           // work items in memory
+  static constexpr int kItems = 2;  // work items in memory
   using QueryRows = SwizzledRows<T, kConsumerRows, kHeadSize>;
   using CacheRows = SwizzledRows<T, kTile, kHeadSize>;
   // KV tiles in memory. A thread block has 227 KiB, 2 of them for all that is small.
@@ -457,8 +457,7 @@ class HopperItem {
 
   // sums += weights * v, one position after the other: a row takes only values that it attends to.
   // Uses the weights up.
-  __device__ void AddOneByOne(int32_t tile, TileTurn turn,
-                              uint32_t (&weights)[kTile / 16][4]) {
+  __device__ void AddOneByOne(int32_t tile, TileTurn turn, uint32_t (&weights)[kTile / 16][4]) {
     const T* values = shared_.values[turn.place];
 #pragma unroll 1
     for (int j = 0; j < kTile; ++j) {
