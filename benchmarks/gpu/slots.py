@@ -135,7 +135,7 @@ def kernels_of(path: Path) -> Iterator[Kernel]:
 def report_prefill(kernel: Kernel, head_size: int) -> str:
     """A line of the Hopper kernel's table. Each scheduler of a multiprocessor has one warp of each
     warpgroup."""
-    tile = 128 if head_size <= 128 else 64
+    tile = 128 if head_size <= 128 else 64 if head_size <= 192 else 48
     columns = 128 if head_size % 128 == 0 else 64  # of a product with values
     products = head_size // 16 + tile // 16 * head_size // columns
     consumer = kernel.count(WARPGROUP_PRODUCTS, products)

@@ -61,13 +61,10 @@ __device__ __forceinline__ void WaitProducts(float (&d)[kBlocks][4]) {
 //   StartProductTransposed: d += a * b. a is in registers; b is in shared memory, with 64 elements
 //   of each of its 16 rows adjacent (MN-major).
 #define XLA_GPU_SUMS4(d, i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
-#define XLA_GPU_SUMS24(d)                                                             \
-  XLA_GPU_SUMS4(d, 0), XLA_GPU_SUMS4(d, 1), XLA_GPU_SUMS4(d, 2), XLA_GPU_SUMS4(d, 3), \
-      XLA_GPU_SUMS4(d, 4), XLA_GPU_SUMS4(d, 5)
-#define XLA_GPU_SUMS32(d, i)                                                                      \
+#define XLA_GPU_SUMS24(d, i)                                                                      \
   XLA_GPU_SUMS4(d, i), XLA_GPU_SUMS4(d, i + 1), XLA_GPU_SUMS4(d, i + 2), XLA_GPU_SUMS4(d, i + 3), \
-      XLA_GPU_SUMS4(d, i + 4), XLA_GPU_SUMS4(d, i + 5), XLA_GPU_SUMS4(d, i + 6),                  \
-      XLA_GPU_SUMS4(d, i + 7)
+      XLA_GPU_SUMS4(d, i + 4), XLA_GPU_SUMS4(d, i + 5)
+#define XLA_GPU_SUMS32(d, i) XLA_GPU_SUMS24(d, i), XLA_GPU_SUMS4(d, i + 6), XLA_GPU_SUMS4(d, i + 7)
 #define XLA_GPU_NAMES24                                                                        \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
   "%20, %21, %22, %23"
@@ -84,7 +81,7 @@ __device__ __forceinline__ void WaitProducts(float (&d)[kBlocks][4]) {
         "{ .reg .pred adds; setp.ne.s32 adds, %26, 0; "                                           \
         "wgmma.mma_async.sync.aligned.m64n48k16.f32." type "." type " {" XLA_GPU_NAMES24          \
         "}, %24, %25, adds, 1, 1, 0, 0; }"                                                        \
-        : XLA_GPU_SUMS24(d)                                                                       \
+        : XLA_GPU_SUMS24(d, 0)                                                                    \
         : "l"(a), "l"(b), "r"(static_cast<int>(accumulates)));                                    \
   }                                                                                               \
   __device__ __forceinline__ void StartProduct(float(&d)[8][4], uint64_t a, uint64_t b,           \
