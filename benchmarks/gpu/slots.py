@@ -32,6 +32,7 @@ HOPPER_ROWS, HOPPER_CONSUMERS = 64, 2  # of a warpgroup's product, and warpgroup
 PRODUCTS = ("HMMA",)
 WARPGROUP_PRODUCTS = ("HGMMA",)
 COPIES = ("LDGSTS",)
+STORES = ("STS",)  # of an 8-bit cache, which the producer of the Hopper kernel widens
 
 
 @dataclass(frozen=True)
@@ -69,46 +70,41 @@ class Kernel:
         self._index = {x.address: i for i, x in enumerate(self.instructions)}
 
     def count(self, operations: tuple[str, ...], number: int) -> int:
-        """Instructions of a turn of the loop that executes this number of some operations. An inner
-        loop counts for as many turns as that takes."""
+        """Instructions of a turn of the innermost loop that executes this number of some
+        operations. If none does straight through, a turn goes round inner loops."""
         loops = [
             (i - self._index[x.target], self._index[x.target], i)
             for i, x in enumerate(self.instructions)
             if x.target is not None and x.target <= x.address and x.target in self._index
         ]
-        inner = 0, 0  # instructions, operations
-        for _, begin, end in sorted(loops):
-            body = self.instructions[begin : end + 1]
-            if not any(x.operation in operations for x in body):
-                continue
-            way = self._shortest(begin, end)
-            executed = sum(x.operation in operations for x in way)
-            if executed >= number:
-                return len(way)
-            if inner[1] > 0 and (number - executed) % inner[1] == 0 and executed > inner[1]:
-                return len(way) + (number - executed) // inner[1] * inner[0]
-            if inner[1] == 0:
-                inner = len(way), executed
+        for may_go_back in (False, True):
+            for _, begin, end in sorted(loops):
+                if length := self._shortest(begin, end, operations, number, may_go_back):
+                    return length
         raise ValueError(f"{self.name} has no loop with {number} of {operations}")
 
-    def _shortest(self, begin: int, end: int) -> list[Instruction]:
-        queue: list[tuple[int, int, int | None]] = [(1, begin, None)]
-        before: dict[int, int | None] = {}
+    def _shortest(
+        self, begin: int, end: int, operations: tuple[str, ...], number: int, may_go_back: bool
+    ) -> int | None:
+        """Instructions of the shortest way through a loop that executes this number of some
+        operations."""
+        if not any(x.operation in operations for x in self.instructions[begin : end + 1]):
+            return None
+        queue = [(0, begin, 0)]  # instructions, the next one, operations so far
+        seen: set[tuple[int, int]] = set()
         while queue:
-            count, i, previous = heapq.heappop(queue)
-            if i in before:
+            length, i, executed = heapq.heappop(queue)
+            executed += self.instructions[i].operation in operations
+            if executed > number or (i, executed) in seen:
                 continue
-            before[i] = previous
-            if i == end:
-                break
-            for following in self._after(i):
-                if begin <= following <= end:
-                    heapq.heappush(queue, (count + 1, following, i))
-        way, at = [], end if end in before else None
-        while at is not None:
-            way.append(self.instructions[at])
-            at = before[at]
-        return way
+            seen.add((i, executed))
+            if i != end:
+                for following in self._after(i):
+                    if begin <= following <= end and (may_go_back or following > i):
+                        heapq.heappush(queue, (length + 1, following, executed))
+            elif executed == number:
+                return length + 1
+        return None
 
     def _after(self, i: int) -> Iterator[int]:
         instruction = self.instructions[i]
@@ -132,7 +128,7 @@ def kernels_of(path: Path) -> Iterator[Kernel]:
         yield Kernel(name.strip(), body)
 
 
-def report_prefill(kernel: Kernel, head_size: int) -> str:
+def report_prefill(kernel: Kernel, head_size: int, bytes_of_element: int) -> str:
     """A line of the Hopper kernel's table. Each scheduler of a multiprocessor has one warp of each
     warpgroup."""
     tile = 128 if head_size <= 128 else 64 if head_size <= 192 else 48
@@ -140,18 +136,21 @@ def report_prefill(kernel: Kernel, head_size: int) -> str:
     products = head_size // 16 + tile // 16 * head_size // columns
     consumer = kernel.count(WARPGROUP_PRODUCTS, products)
     copies = 2 * tile // 4 * head_size // 8 // 32  # of K and V by a warp, 8 elements for each lane
-    producer = kernel.count(COPIES, copies)
+    producer = kernel.count(COPIES if bytes_of_element == 2 else STORES, copies)
     slots = HOPPER_CONSUMERS * consumer + producer
     flop = HOPPER_CONSUMERS * 2 * 2 * HOPPER_ROWS * tile * head_size
     clocks = flop // FLOP_PER_CLOCK
-    return f"{head_size:>9}{tile:>6}{consumer:>10}{producer:>10}{clocks:>16}{slots / clocks:>10.0%}"
+    return (
+        f"{head_size:>9}{8 * bytes_of_element:>6}{tile:>6}{consumer:>10}{producer:>10}"
+        f"{clocks:>16}{slots / clocks:>10.0%}"
+    )
 
 
 def report(kernel: Kernel, head_size: int, bytes_of_element: int) -> str:
     """A line of the decode kernel's table."""
     consumer = kernel.count(PRODUCTS, 4 * head_size // 16)
-    # The shortest way copies one tile of two.
-    producer = kernel.count(COPIES, 8 * bytes_of_element)
+    copies = TILE * 2 * head_size * bytes_of_element // 16 // 32  # 16 bytes for each lane
+    producer = kernel.count(COPIES, copies)  # of one tile: a turn of the loop copies two, or one
     slots = consumer + producer
     tile_bytes = TILE * 2 * head_size * bytes_of_element
     clocks = tile_bytes / (READ_BYTES_PER_SECOND / MULTIPROCESSORS / CLOCKS_PER_SECOND)
@@ -169,18 +168,26 @@ def main() -> None:
     decode, prefill = [], []
     for path in parser.parse_args().objects:
         for kernel in kernels_of(path):
-            if found := re.search(r"DecodeAttentionI\w*?Li(\d+)E", kernel.name):
-                has_8_bits = re.search(r"Float8E|15DecodeAttentionINS_\w+Ea", kernel.name)
-                decode.append(report(kernel, int(found[1]), 1 if has_8_bits else 2))
-            elif found := re.search(r"HopperAttentionI\w*?Li(\d+)E", kernel.name):
-                prefill.append(report_prefill(kernel, int(found[1])))
-    form = "{:>9}{:>6}{:>10}{:>10}{:>16}{:>10}"
+            found = re.search(r"(Decode|Hopper)AttentionI(\w*?)Li(\d+)E", kernel.name)
+            if found is None:
+                continue
+            bytes_of_element = 1 if re.search(r"Float8E|Ea$", found[2]) else 2
+            if found[1] == "Decode":
+                decode.append(report(kernel, int(found[3]), bytes_of_element))
+            else:
+                prefill.append(report_prefill(kernel, int(found[3]), bytes_of_element))
     if decode:
-        columns = "head_size", "bits", "consumer", "producer", "slots per KiB", "share"
-        print(form.format(*columns), *decode, sep="\n")
+        print(
+            f"{'head_size':>9}{'bits':>6}{'consumer':>10}{'producer':>10}"
+            f"{'slots per KiB':>16}{'share':>10}"
+        )
+        print(*decode, sep="\n")
     if prefill:
-        columns = "head_size", "tile", "consumer", "producer", "product clocks", "share"
-        print(form.format(*columns), *prefill, sep="\n")
+        print(
+            f"{'head_size':>9}{'bits':>6}{'tile':>6}{'consumer':>10}{'producer':>10}"
+            f"{'product clocks':>16}{'share':>10}"
+        )
+        print(*prefill, sep="\n")
 
 
 if __name__ == "__main__":
