@@ -47,8 +47,11 @@ list(JOIN XLA_GPU_HEAD_SIZES_OF_8_BITS ", " OF_8_BITS)
 # Only sm_90a has the instructions of the Hopper kernel.
 set(HOPPER_HEAD_SIZES ${XLA_GPU_HEAD_SIZES})
 list(FILTER HOPPER_HEAD_SIZES INCLUDE REGEX "^(64|128|192|256)$")
+set(HOPPER_HEAD_SIZES_OF_8_BITS ${XLA_GPU_HEAD_SIZES_OF_8_BITS})
+list(FILTER HOPPER_HEAD_SIZES_OF_8_BITS INCLUDE REGEX "^(64|128)$")
 if(NOT ARCHITECTURES MATCHES "90a|emulated")
   set(HOPPER_HEAD_SIZES)
+  set(HOPPER_HEAD_SIZES_OF_8_BITS)
 endif()
 # The decode kernel needs the shared memory of sm_90 or sm_100. It reads no padding of a head, so few
 # sizes suffice.
@@ -63,7 +66,7 @@ if(NOT DECODE_ARCHITECTURES)
   set(DECODE_HEAD_SIZES_OF_8_BITS)
 endif()
 # As further arguments of a template.
-foreach(sizes HOPPER_HEAD_SIZES DECODE_HEAD_SIZES DECODE_HEAD_SIZES_OF_8_BITS)
+foreach(sizes HOPPER_HEAD_SIZES HOPPER_HEAD_SIZES_OF_8_BITS DECODE_HEAD_SIZES DECODE_HEAD_SIZES_OF_8_BITS)
   list(TRANSFORM ${sizes} PREPEND ", " OUTPUT_VARIABLE MORE_${sizes})
   list(JOIN MORE_${sizes} "" MORE_${sizes})
 endforeach()
@@ -77,6 +80,7 @@ file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/generated/cuda_build.h"
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES @HEAD_SIZES@
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_8_BITS @OF_8_BITS@
 #define XLA_GPU_HOPPER_HEAD_SIZES @MORE_HOPPER_HEAD_SIZES@
+#define XLA_GPU_HOPPER_HEAD_SIZES_OF_8_BITS @MORE_HOPPER_HEAD_SIZES_OF_8_BITS@
 #define XLA_GPU_DECODE_HEAD_SIZES @MORE_DECODE_HEAD_SIZES@
 #define XLA_GPU_DECODE_HEAD_SIZES_OF_8_BITS @MORE_DECODE_HEAD_SIZES_OF_8_BITS@\n" @ONLY)
 
@@ -148,15 +152,7 @@ endfunction()
 
 add_kernel_of_caches(tensor_core "${ARCHITECTURES}" "${XLA_GPU_HEAD_SIZES}" "${XLA_GPU_HEAD_SIZES_OF_8_BITS}")
 add_kernel_of_caches(decode "${DECODE_ARCHITECTURES}" "${DECODE_HEAD_SIZES}" "${DECODE_HEAD_SIZES_OF_8_BITS}")
-foreach(storage Half BFloat16)
-  foreach(head_size ${HOPPER_HEAD_SIZES})
-    set(name hopper_${storage}_${head_size})
-    add_cuda_objects(${name} paged_attention/cuda/hopper.cu)
-    set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES 90a-real)
-    target_compile_definitions(${name} PRIVATE
-      XLA_GPU_STORAGE=${storage} XLA_GPU_HEAD_SIZE=${head_size})
-  endforeach()
-endforeach()
+add_kernel_of_caches(hopper 90a-real "${HOPPER_HEAD_SIZES}" "${HOPPER_HEAD_SIZES_OF_8_BITS}")
 
 if(XLA_GPU_CUDA STREQUAL "ON")
   # cudart is linked statically, so that the library loads on a machine without a driver.

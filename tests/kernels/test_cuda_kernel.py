@@ -68,9 +68,9 @@ def has_long_queries(case: Case) -> bool:
     tokens_per_tile = max(1, 64 * case.num_kv_heads // case.num_heads)
     return (
         case.dtype != "float32"
-        and case.cache_dtype is None
-        and case.head_size % 8 == 0
-        and case.head_size <= 256
+        and case.scales != "per position"
+        and case.head_size % (8 if case.cache_dtype is None else 16) == 0
+        and case.head_size <= (256 if case.cache_dtype is None else 128)
         and max([0, *(q_len for q_len, _ in case.sequences)]) > tokens_per_tile
     )
 
@@ -98,6 +98,22 @@ def test_the_hopper_kernel_takes_long_queries_only(gpu: Gpu) -> None:
     chosen = attend(with_choice(gpu, "hopper"), inputs, **attributes)
     assert_same_bits(chosen[:1], plain[:1])
     assert (chosen[1:] != plain[1:]).any()
+
+
+@pytest.mark.parametrize("scales", ["per head", "per position"])
+def test_the_hopper_kernel_needs_one_scale_for_all_positions(scales: str, gpu: Gpu) -> None:
+    """The bits of two kernels differ by rounding."""
+    case = Case(
+        id="scales-of-positions",
+        sequences=((100, 300), (70, 70)),
+        dtype="bfloat16",
+        cache_dtype="float8_e4m3fn",
+        scales=scales,
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    plain = attend(gpu, inputs, **attributes)
+    chosen = attend(with_choice(gpu, "hopper"), inputs, **attributes)
+    assert (chosen != plain).any() == (scales == "per head")
 
 
 def test_more_kv_tiles_than_there_is_memory_for(gpu: Gpu) -> None:
@@ -188,6 +204,8 @@ def test_a_kernel_can_be_chosen(purpose: str, kernel: str, gpu: Gpu) -> None:
 def with_long_queries(case: Case) -> Case:
     """A longer version of a case. It has long queries if the case has many queries."""
     head_size = case.head_size % 16 * 8 + 8
+    if case.cache_dtype is not None:
+        head_size = case.head_size % 8 * 16 + 16
     return replace(
         case,
         sequences=tuple((3 * q_len, 3 * context) for q_len, context in case.sequences),
@@ -195,8 +213,7 @@ def with_long_queries(case: Case) -> Case:
         head_size=head_size,
         value_head_size=case.value_head_size and min(case.value_head_size, head_size),
         dtype="bfloat16" if case.dtype == "float32" else case.dtype,
-        cache_dtype=None,
-        scales=None,
+        scales="per head" if case.scales == "per position" else case.scales,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from harness.arrays import CACHE_DTYPES
 from shared_ffi import _native
 from tests.support import native
 from tests.support.native import ROOT
@@ -43,27 +44,40 @@ def test_every_kernel_is_in_the_table(folder: Path, kernels: list[dict[str, Any]
     settings = (folder / "generated/cuda_build.h").read_text()
     (built_for,) = re.findall(r"#define XLA_GPU_ARCHITECTURES (.*)", settings)
     targets = set(re.findall(r"\d+a?", built_for))
-    (built_with,) = re.findall(r"#define XLA_GPU_TENSOR_CORE_HEAD_SIZES (.*)", settings)
-    sizes = {int(size) for size in built_with.split(", ")}
+    sizes = [sizes_of(settings, "HEAD_SIZES"), sizes_of(settings, "HEAD_SIZES_OF_8_BITS")]
     if len(targets) > 1:
-        assert sizes == {64, 80, 96, 112, 128, 192, 256}
-    storages = ("float16", "bfloat16")
-    expected = {("TensorCoreAttention", *x) for x in itertools.product(storages, sizes, targets)}
-    of_decode = itertools.product(storages, sizes & {128, 256}, targets & {"90a", "100"})
-    expected |= {("DecodeAttention", *x) for x in of_decode}
-    if "90a" in targets:
-        of_hopper = itertools.product(storages, sizes & {64, 128, 192, 256})
-        expected |= {("HopperAttention", *x, "90a") for x in of_hopper}
+        assert sizes == [{64, 80, 96, 112, 128, 192, 256}, {64, 128, 256}]
+    kernels_of = {
+        "TensorCoreAttention": (*sizes, targets),
+        "DecodeAttention": (sizes[0] & {128, 256}, sizes[1] & {128}, targets & {"90a", "100"}),
+        "HopperAttention": (
+            sizes[0] & {64, 128, 192, 256},
+            sizes[1] & {64, 128},
+            targets & {"90a"},
+        ),
+    }
+    expected = set()
+    for kernel, (of_16_bits, of_8_bits, for_targets) in kernels_of.items():
+        for storage, target in itertools.product(("float16", "bfloat16"), for_targets):
+            expected |= {(kernel, storage, storage, size, target) for size in of_16_bits}
+            caches = itertools.product(CACHE_DTYPES, of_8_bits)
+            expected |= {(kernel, storage, cache, size, target) for cache, size in caches}
     assert expected == {
-        (entry["kernel"], entry["storage"], entry["size"], entry["target"])
+        tuple(entry[column] for column in ("kernel", "storage", "cache", "size", "target"))
         for entry in kernels
-        if entry["kernel"] in ("TensorCoreAttention", "DecodeAttention", "HopperAttention")
+        if entry["kernel"] in kernels_of
     }
     others = {(entry["kernel"], entry["target"]) for entry in kernels} - {
         (kernel, target) for kernel, *_, target in expected
     }
     names = ("CudaCoreAttention", "Finish", "Update", "Add")
     assert others == {*itertools.product(names, targets)}
+
+
+def sizes_of(settings: str, name: str) -> set[int]:
+    """The head sizes that CMake has written to cuda_build.h."""
+    (sizes,) = re.findall(rf"#define XLA_GPU_TENSOR_CORE_{name} (.*)", settings)
+    return {int(size) for size in sizes.split(", ")}
 
 
 def test_no_kernel_spills_registers(kernels: list[dict[str, Any]]) -> None:

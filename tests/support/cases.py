@@ -684,6 +684,31 @@ def _long_queries() -> Iterator[Case]:
             block_size=16,
             dtype=dtype,
         )
+    for i, (cache_dtype, feature) in enumerate(product(CACHE_DTYPES, features)):
+        dtype, short = [*shorts.items()][i % 2]
+        yield Case(
+            id=f"long-{cache_dtype}-{feature}-{short}",
+            sequences=[*batches.values()][i // 2 % 2],
+            num_heads=6,
+            block_size=(1, 7, 16, 64, 100, 256)[i % 6],
+            head_size=(64, 128, 80, 16)[i % 4],
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            scales=(None, "one", "per head")[i % 3],
+            return_lse=True,
+            **features[feature],
+        )
+    for cache_dtype, length in product(("float8_e4m3fn", "float8_e5m2"), (65, 129, 200)):
+        yield Case(
+            id=f"long-{cache_dtype}-later-token-nan-{length}",
+            sequences=((length, length), (70, length + 5)),
+            nan_in_last_position=True,
+            head_size=64 if length % 2 else 128,
+            block_size=16,
+            dtype="bfloat16",
+            cache_dtype=cache_dtype,
+            scales="per head",
+        )
     yield Case(
         id="long-later-token-nan-gqa64",
         sequences=((4, 200), (3, 130)),
@@ -706,6 +731,36 @@ def _long_queries() -> Iterator[Case]:
         sequences=((100, 130), (3, 700), (1, 600), (22, 300)),
         num_heads=6,
         dtype="bfloat16",
+    )
+    yield Case(
+        id="long-float8_e4m3fn-beside-splits",
+        sequences=((100, 130), (3, 700), (1, 600), (22, 300)),
+        num_heads=6,
+        dtype="bfloat16",
+        cache_dtype="float8_e4m3fn",
+        scales="per head",
+    )
+    yield Case(
+        id="long-latent-int8",
+        sequences=((100, 130), (70, 300)),
+        num_heads=6,
+        num_kv_heads=1,
+        head_size=96,
+        value_head_size=64,
+        kv_layout="nbd",
+        dtype="float16",
+        cache_dtype="int8",
+        scales="one",
+    )
+    yield Case(
+        id="long-fewer-keys-int8",
+        sequences=((200, 20), (150, 0), (70, 200)),
+        causal=False,
+        sinks=True,
+        return_lse=True,
+        dtype="bfloat16",
+        cache_dtype="int8",
+        scales="one",
     )
     yield Case(
         id="long-fewer-keys",

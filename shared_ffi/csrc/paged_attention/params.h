@@ -115,6 +115,12 @@ struct Params {
   DType dtype;        // of query and output
   DType cache_dtype;  // that, or one of 8 bits
 
+  // Whether all positions of an 8-bit cache have the same scales, for each kv head.
+  XLA_GPU_HOST_DEVICE bool ScalesAreUniform() const {
+    return !k_scale.IsPerPosition() && !v_scale.IsPerPosition() && k_scale.block_stride == 0 &&
+           v_scale.block_stride == 0;
+  }
+
   // The positions that a row of block_tables has room for. The sizes may be any numbers, whose
   // product must not overflow; no length is more than INT32_MAX.
   XLA_GPU_HOST_DEVICE int64_t Capacity() const {

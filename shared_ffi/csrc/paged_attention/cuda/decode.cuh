@@ -40,12 +40,6 @@ struct KvPairRows {
   }
 };
 
-// Whether all positions of an 8-bit cache have the same scales.
-__device__ inline bool ScalesAreUniform(const Params& p) {
-  return !p.k_scale.IsPerPosition() && !p.v_scale.IsPerPosition() && p.k_scale.block_stride == 0 &&
-         p.v_scale.block_stride == 0;
-}
-
 // The scales of a position of an 8-bit cache.
 struct PositionScales {
   float k_scale;
@@ -90,16 +84,6 @@ struct DecodeShared {
   }
 };
 
-// The KV tiles [begin, end) that hold a work item's positions.
-struct DecodeTiles {
-  int32_t begin;
-  int32_t end;
-
-  __device__ explicit DecodeTiles(const Item& item)
-      : begin(item.begin / DecodeSchedule::kTile),
-        end(max(begin, (item.end + DecodeSchedule::kTile - 1) / DecodeSchedule::kTile)) {}
-};
-
 template <typename T, typename C, int kHeadSize>
 class DecodeProducer {
   using Shared = DecodeShared<T, C, kHeadSize>;
@@ -139,7 +123,10 @@ class DecodeProducer {
       const T* from =
           static_cast<const T*>(p_.query) + (exists ? QueryOffset(p_, work.item, row) + column : 0);
       if constexpr (kIs8Bit<C>) {
-        StoreAsHalf(query, row, chunk, from, exists, &shared_.query_factors[turn.place][row]);
+        float factor;
+        const FourPairs pairs = HalvesOf<QueryRows::kChunks>(from, exists, &factor);
+        QueryOf8BitKeys<Half, QueryRows>::Store(query, row, chunk, pairs);
+        if (chunk == 0) shared_.query_factors[turn.place][row] = factor;
       } else {
         gpu::CopyAsync16(query + QueryRows::Offset(row, chunk), from, exists);
       }
@@ -150,40 +137,10 @@ class DecodeProducer {
     if (lane_ == 0) gpu::Arrive(&shared_.items_ring.filled[turn.place]);
   }
 
-  // Stores a chunk of a query row as float16. The row is divided by a power of two, `factor`, that
-  // leaves its largest number below 4. The lanes of a row call it together.
-  static __device__ __forceinline__ void StoreAsHalf(Half* query, int row, int chunk, const T* from,
-                                                     bool exists, float* factor) {
-    constexpr int kElements = 8;
-    static_assert(gpu::kWarpSize % QueryRows::kChunks == 0, "a row is in one turn of the lanes");
-    struct alignas(16) Elements {
-      T element[kElements] = {};
-    };
-    const Elements elements = exists ? *reinterpret_cast<const Elements*>(from) : Elements();
-    float numbers[kElements], largest = 0;
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) {
-      numbers[i] = gpu::ToFloat(elements.element[i]);
-      largest = fmaxf(largest, fabsf(numbers[i]));
-    }
-    for (int mask = QueryRows::kChunks / 2; mask > 0; mask /= 2) {
-      largest = fmaxf(largest, gpu::ShuffleXor(largest, mask));
-    }
-    const uint32_t exponent = min(max(BitCast<uint32_t>(largest) >> 23, 1u), 253u);
-    const float inverse = BitCast<float>((254 - exponent) << 23);
-    typename QueryOf8BitKeys<Half, QueryRows>::FourPairs pairs;
-#pragma unroll
-    for (int i = 0; i < kElements / 2; ++i) {
-      pairs.pair[i] = gpu::Pack(numbers[2 * i] * inverse, numbers[2 * i + 1] * inverse, Half{});
-    }
-    QueryOf8BitKeys<Half, QueryRows>::Store(query, row, chunk, pairs);
-    if (chunk == 0) *factor = BitCast<float>(exponent << 23);
-  }
-
   // Each lane finds the slot of a position of the next two tiles. The block ids of the two tiles
   // after those are on their way meanwhile.
   __device__ void CopyTiles(const Item& item) {
-    const DecodeTiles tiles(item);
+    const Tiles tiles(item, kTile);
     const Pieces pieces(p_, item, lane_);
     bool is_bad = HasBadTree(p_, item, lane_);
     int32_t position = tiles.begin * kTile + lane_;
@@ -193,9 +150,7 @@ class DecodeProducer {
       const int32_t next_block = IsIn(item, next) ? BlockOf(p_, item, next) : 0;
       Slot<C> slot;
       if (IsIn(item, position)) slot = SlotIn<C>(p_, item, block, position, &is_bad);
-      // Aligned, and never read, where there is no slot.
-      const int64_t offset =
-          slot.offset >= 0 ? slot.offset * static_cast<int64_t>(sizeof(C)) : INT64_MIN;
+      const int64_t offset = BytesTo<C>(slot);
       CopyTile(pieces, offset, slot, 0);
       if (tile + 1 < tiles.end) CopyTile(pieces, offset, slot, kTile);
       position = next;
@@ -203,10 +158,6 @@ class DecodeProducer {
     }
     is_bad = gpu::AnyInWarp(is_bad);
     if (lane_ == 0) Report(p_, scratch_, item, is_bad);
-  }
-
-  static __device__ __forceinline__ bool IsIn(const Item& item, int32_t position) {
-    return item.begin <= position && position < item.end;
   }
 
   // The pieces of 16 bytes that a lane copies of a position: chunks of K, then of V.
@@ -297,7 +248,7 @@ class DecodeConsumer {
         shared_(*shared),
         lane_(threadIdx.x % gpu::kWarpSize),
         warp_(threadIdx.x / gpu::kWarpSize),
-        scales_are_uniform_(ScalesAreUniform(p)) {}
+        scales_are_uniform_(p.ScalesAreUniform()) {}
 
   __device__ void Run() {
     for (typename Shared::ItemTurn turn;; turn = turn.Next()) {
@@ -316,14 +267,15 @@ class DecodeConsumer {
   // Computes the warp's tiles of a split, and leaves what it found in shared memory.
   __device__ void Compute(const Item& item, const Query* query, const float* query_factors) {
     Softmax softmax(p_, item, lane_ / 4);
-    float factors[2];  // what logits of the lane's rows are multiplied by
     if constexpr (kIs8Bit<C>) {
       const float k_scale = scales_are_uniform_ ? p_.k_scale.At(0, 0, item.kv_head) : 1.0f;
-      for (int r = 0; r < 2; ++r) factors[r] = query_factors[lane_ / 4 + 8 * r] * k_scale;
+      for (int r = 0; r < 2; ++r) {
+        softmax.MultiplyScale(r, query_factors[lane_ / 4 + 8 * r] * k_scale);
+      }
     }
     const CommonRange common(p_, item);
     Products products;
-    const DecodeTiles tiles(item);
+    const Tiles tiles(item, kTile);
     for (int32_t tile = tiles.begin + warp_; tile < tiles.end; tile += kWarps) {
       const auto turn = Shared::TileTurn::Of(count_ + (tile - tiles.begin));
       const PositionScales* scales = shared_.scales[turn.place];
@@ -333,10 +285,7 @@ class DecodeConsumer {
       shared_.tiles_ring.WaitFilled(turn);
       float logits[kTile / 8][4] = {};
       Products::MultiplyByKeys(query, 0, keys, 0, logits);
-      if constexpr (kIs8Bit<C>) {
-        Softmax::ForEach<kTile / 8>([&](int n, int e, int) { logits[n][e] *= factors[e / 2]; });
-        if (!scales_are_uniform_) Products::ScaleLogits(scales, logits);
-      }
+      if (kIs8Bit<C> && !scales_are_uniform_) Products::ScaleLogits(scales, logits);
       softmax.ToLogits(begin, /*masked=*/true, logits);
       float shrinks[2];
       softmax.Weigh(logits, shrinks);

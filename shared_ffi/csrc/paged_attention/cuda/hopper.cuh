@@ -12,6 +12,9 @@
 //   the other turns its logits into weights.
 // - Each consumer knows the positions that its rows attend to. It skips other KV tiles, and applies
 //   masks only to the tiles that they cut.
+// - The producer turns numbers of 8 bits into float16, each two in one instruction. So does it with
+//   the query of such a cache. The range suffices: a query row is divided by a power of two. All
+//   positions have the same scales, so weights are not multiplied by them.
 #pragma once
 
 #include "../../gpu/sm90.cuh"
@@ -26,13 +29,15 @@ inline constexpr int kHopperRows = kConsumers * kConsumerRows;
 inline constexpr int kHopperThreads = (1 + kConsumers) * kThreads;
 
 // Registers per thread. A thread block starts with all registers of a multiprocessor, divided
-// evenly. Then the producer gives most of its share to the consumers.
-inline constexpr int kLaunchRegisters = 64 * 1024 / kHopperThreads / 8 * 8;
-inline constexpr int kProducerRegisters = 56;
-inline constexpr int kConsumerRegisters = 224;
-static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
-                  (1 + kConsumers) * kLaunchRegisters,
-              "consumers would wait for registers for ever");
+// evenly. Then the producer gives a part of its share to the consumers.
+template <typename C>
+struct HopperRegisters {
+  static constexpr int kLaunch = 64 * 1024 / kHopperThreads / 8 * 8;
+  static constexpr int kProducer = kIs8Bit<C> ? 88 : 56;
+  static constexpr int kConsumer = kIs8Bit<C> ? 208 : 224;
+  static_assert(kProducer + kConsumers * kConsumer <= (1 + kConsumers) * kLaunch,
+                "consumers would wait for registers for ever");
+};
 
 // Named barriers of the thread block, besides the schedule's. Each consumer has two.
 inline constexpr int kTurnOf = 1;
@@ -94,29 +99,23 @@ __device__ __forceinline__ void TransposeInQuads(uint32_t (&words)[4]) {
   }
 }
 
-// The KV tiles [begin, end) that hold a work item's positions.
-struct Tiles {
-  int32_t begin;
-  int32_t end;
-
-  __device__ Tiles(const Item& item, int32_t tile)
-      : begin(item.begin / tile), end(max(begin, (item.end + tile - 1) / tile)) {}
-};
-
 // A consumer's part of a work item. Some of the item's KV tiles may hold no positions of its rows.
 struct HopperWork {
   Item item;  // num_rows = -1 marks the end
   Item rows;
   CommonRange common;  // of these rows
+  float k_scale;       // of an 8-bit cache, for all positions
+  float v_scale;
 };
 
-// The shared memory of a thread block.
-template <typename T, int kHeadSize>
+// The shared memory of a thread block. T: type of the query. C: type of the cache.
+template <typename T, typename C, int kHeadSize>
 struct HopperShared {
+  using Element = std::conditional_t<kIs8Bit<C>, Half, T>;
   static constexpr int kTile = kHeadSize <= 128 ? 128 : kHeadSize <= 192 ? 64 : 48;  // positions
   static constexpr int kItems = 2;  // work items in memory
-  using QueryRows = SwizzledRows<T, kConsumerRows, kHeadSize>;
-  using CacheRows = SwizzledRows<T, kTile, kHeadSize>;
+  using QueryRows = SwizzledRows<Element, kConsumerRows, kHeadSize>;
+  using CacheRows = SwizzledRows<Element, kTile, kHeadSize>;
   // KV tiles in memory. A thread block has 227 KiB, 2 of them for all that is small.
   static constexpr int kStagesThatFit =
       (225 * 1024 / 2 - kConsumers * QueryRows::kElements) / (2 * CacheRows::kElements);
@@ -126,9 +125,10 @@ struct HopperShared {
   using ItemTurn = Turn<kItems>;
   using QueryTurn = Turn<1>;
 
-  alignas(1024) T query[kConsumers][QueryRows::kElements];
-  alignas(1024) T keys[kStages][CacheRows::kElements];
-  alignas(1024) T values[kStages][CacheRows::kElements];
+  alignas(1024) Element query[kConsumers][QueryRows::kElements];
+  alignas(1024) Element keys[kStages][CacheRows::kElements];
+  alignas(1024) Element values[kStages][CacheRows::kElements];
+  float query_factors[kConsumers][kConsumerRows];  // of an 8-bit cache: the powers of two
   Ring<1> query_rings[kConsumers];
   Ring<kStages> keys_ring;
   Ring<kStages> values_ring;
@@ -146,14 +146,103 @@ struct HopperShared {
   }
 };
 
-template <typename T, int kHeadSize>
+// The rows of a KV tile of an 8-bit cache that a warp copies, by way of its registers.
+template <typename C, typename CacheRows, int kPositions>
+class WidenedRows {
+  static constexpr int kPieces = CacheRows::kChunks / 2;  // of a row: 16 numbers for each lane
+  static constexpr int kRows = gpu::kWarpSize / kPieces;  // at a time
+  static constexpr int kLoads = kPositions / kRows;
+  static constexpr int kPlaces = kRows < 8 ? 8 / kRows : 1;  // the swizzle repeats after 8 rows
+  static_assert(kPositions % kRows == 0 && 8 % kPlaces == 0);
+
+ public:
+  // Where rows of one kv head come from. What does not exist becomes zeros.
+  struct Source {
+    const C* cache;
+    int64_t num_columns;
+    int64_t offset_of_lane;  // each lane has the offset of one row, in bytes
+  };
+
+  __device__ __forceinline__ void Load(const Source& source) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) Load(i, source);
+  }
+
+  // Stores the rows to a tile, of which `first_row` is the warp's first.
+  __device__ __forceinline__ void Store(Half* tile, int first_row) {
+    ForEachStored(tile, first_row, [](int) {});
+  }
+
+  // The same, and loads the next rows in their place. Each load is under way as soon as there is
+  // room.
+  __device__ __forceinline__ void StoreAndLoad(Half* tile, int first_row, const Source& next) {
+    ForEachStored(tile, first_row, [&](int i) { Load(i, next); });
+  }
+
+ private:
+  struct alignas(16) Piece {
+    uint32_t word[4] = {};
+  };
+
+  static __device__ __forceinline__ int Lane() { return threadIdx.x % gpu::kWarpSize; }
+
+  __device__ __forceinline__ void Load(int i, const Source& source) {
+    const int column = Lane() % kPieces * 16;
+    const int64_t offset = gpu::Shuffle(source.offset_of_lane, i * kRows + Lane() / kPieces);
+    const auto from = reinterpret_cast<uintptr_t>(source.cache + column);
+    const bool exists = offset >= 0 && column < source.num_columns;
+    pieces_[i] = exists ? *reinterpret_cast<const Piece*>(from + offset) : Piece();
+  }
+
+  // Calls then(i) when piece i is stored. A piece becomes two chunks. Half of the lanes store the
+  // second one first: eight lanes then write to different banks.
+  template <typename Then>
+  __device__ __forceinline__ void ForEachStored(Half* tile, int first_row, const Then& then) {
+    const int piece = Lane() % kPieces, row = first_row + Lane() / kPieces, first = piece / 4 % 2;
+    Half* to[kPlaces];
+#pragma unroll
+    for (int i = 0; i < kPlaces; ++i) {
+      to[i] = tile + CacheRows::Offset(row + i * kRows, 2 * piece);
+    }
+    const int second = CacheRows::Offset(row, 2 * piece + 1) - CacheRows::Offset(row, 2 * piece);
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const uint32_t(&word)[4] = pieces_[i].word;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const bool is_second = half != first;
+        FourPairs chunk;
+        Widen(is_second ? word[2] : word[0], chunk.pair);
+        Widen(is_second ? word[3] : word[1], chunk.pair + 2);
+        const int rows = i / kPlaces * kPlaces * kRows;
+        *reinterpret_cast<FourPairs*>(to[i % kPlaces] + (is_second ? second : 0) +
+                                      rows * CacheRows::kBlockColumns) = chunk;
+      }
+      then(i);
+    }
+  }
+
+  static __device__ __forceinline__ void Widen(uint32_t from, uint32_t* to) {
+    uint32_t pairs[2];
+    gpu::Expand(from, C{}, pairs, Half{});
+    to[0] = pairs[0];
+    to[1] = pairs[1];
+  }
+
+  Piece pieces_[kLoads];
+};
+
+template <typename T, typename C, int kHeadSize>
 class HopperProducer {
-  using Shared = HopperShared<T, kHeadSize>;
+  using Shared = HopperShared<T, C, kHeadSize>;
   using QueryRows = typename Shared::QueryRows;
   using CacheRows = typename Shared::CacheRows;
   static constexpr int kTile = Shared::kTile;
   static constexpr int kPositions = kTile / kWarps;  // of a KV tile for each warp
   static_assert(kPositions <= gpu::kWarpSize, "a lane finds the slot of one position");
+  using Element = typename Shared::Element;
+  struct NoRows {};
+  using Widened = std::conditional_t<kIs8Bit<C>, WidenedRows<C, CacheRows, kPositions>, NoRows>;
 
  public:
   __device__ HopperProducer(const Params& p, const Scratch& scratch, Shared* shared)
@@ -185,6 +274,10 @@ class HopperProducer {
       work.item = *item;
       work.rows = RowsOf(p_, *item, threadIdx.x * kConsumerRows, kConsumerRows);
       work.common = CommonRange(p_, work.rows);
+      if constexpr (kIs8Bit<C>) {
+        work.k_scale = p_.k_scale.At(0, 0, item->kv_head);
+        work.v_scale = p_.v_scale.At(0, 0, item->kv_head);
+      }
     } else {
       work.item.num_rows = -1;
     }
@@ -196,49 +289,88 @@ class HopperProducer {
   __device__ void CopyTiles(const Item& item, typename Shared::QueryTurn query_turn) {
     bool is_bad = HasBadTree(p_, item, threadIdx.x);
     const Tiles tiles(item, kTile);
+    [[maybe_unused]] Widened rows;
     // The block id of the next tile is on its way while a tile is copied.
     int32_t position = tiles.begin * kTile + warp_ * kPositions + min(lane_, kPositions - 1);
     int32_t block = IsIn(item, position) ? BlockOf(p_, item, position) : 0;
     if (tiles.begin == tiles.end) CopyQuery(item, query_turn);
-    for (int32_t tile = tiles.begin; tile < tiles.end; ++tile, turn_ = turn_.Next()) {
+    for (int32_t tile = tiles.begin; tile < tiles.end; ++tile) {
       const int32_t next = position + kTile;
       const int32_t next_block = IsIn(item, next) ? BlockOf(p_, item, next) : 0;
-      PlainSlot slot;
-      if (IsIn(item, position)) slot = SlotIn<T>(p_, item, block, position, &is_bad);
-      // Aligned, and never read, where there is no slot.
-      const int64_t offset =
-          slot.offset >= 0 ? slot.offset * static_cast<int64_t>(sizeof(T)) : INT64_MIN;
-      shared_.keys_ring.WaitFreed(turn_);
-      CopyTile(KeyOf<T>(p_, 0, item.kv_head), p_.head_size, offset, shared_.keys[turn_.place]);
-      gpu::ArriveAfterCopies(&shared_.keys_ring.filled[turn_.place]);
-      if (tile == tiles.begin) CopyQuery(item, query_turn);
-      shared_.values_ring.WaitFreed(turn_);
-      CopyTile(ValueOf<T>(p_, 0, item.kv_head), p_.value_head_size, offset,
-               shared_.values[turn_.place]);
-      gpu::ArriveAfterCopies(&shared_.values_ring.filled[turn_.place]);
+      Slot<C> slot;
+      if (IsIn(item, position)) slot = SlotIn<C>(p_, item, block, position, &is_bad);
+      const int64_t offset = BytesTo<C>(slot);
+      const bool is_first = tile == tiles.begin;
+      if constexpr (kIs8Bit<C>) {
+        using Source = typename Widened::Source;
+        const Source keys = {KeyOf<C>(p_, 0, item.kv_head), p_.head_size, offset};
+        const Source values = {ValueOf<C>(p_, 0, item.kv_head), p_.value_head_size, offset};
+        if (is_first) {
+          rows.Load(keys);
+        } else {
+          FillValues([&](Half* to) { rows.StoreAndLoad(to, warp_ * kPositions, keys); });
+        }
+        FillKeys([&](Half* to) { rows.StoreAndLoad(to, warp_ * kPositions, values); });
+        if (is_first) CopyQuery(item, query_turn);
+      } else {
+        FillKeys([&](T* to) { CopyTile(KeyOf<T>(p_, 0, item.kv_head), p_.head_size, offset, to); });
+        if (is_first) CopyQuery(item, query_turn);
+        FillValues([&](T* to) {
+          CopyTile(ValueOf<T>(p_, 0, item.kv_head), p_.value_head_size, offset, to);
+        });
+      }
       position = next;
       block = next_block;
+    }
+    if constexpr (kIs8Bit<C>) {
+      if (tiles.begin < tiles.end) {
+        FillValues([&](Half* to) { rows.Store(to, warp_ * kPositions); });
+      }
     }
     is_bad = gpu::AnyInThreads(kScheduleBarrier, kThreads, is_bad);
     if (threadIdx.x == 0) Report(p_, scratch_, item, is_bad);
   }
 
-  static __device__ __forceinline__ bool IsIn(const Item& item, int32_t position) {
-    return item.begin <= position && position < item.end;
+  // Calls fill(tile) for the next tile of keys.
+  template <typename Fill>
+  __device__ __forceinline__ void FillKeys(const Fill& fill) {
+    shared_.keys_ring.WaitFreed(turn_);
+    fill(shared_.keys[turn_.place]);
+    ArriveAt(&shared_.keys_ring.filled[turn_.place]);
+  }
+
+  // The same for values, which are filled after the keys of the same positions.
+  template <typename Fill>
+  __device__ __forceinline__ void FillValues(const Fill& fill) {
+    shared_.values_ring.WaitFreed(turn_);
+    fill(shared_.values[turn_.place]);
+    ArriveAt(&shared_.values_ring.filled[turn_.place]);
+    turn_ = turn_.Next();
+  }
+
+  static __device__ __forceinline__ void ArriveAt(gpu::Barrier* filled) {
+    kIs8Bit<C> ? gpu::Arrive(filled) : gpu::ArriveAfterCopies(filled);
   }
 
   __device__ void CopyQuery(const Item& item, typename Shared::QueryTurn turn) {
 #pragma unroll 1
     for (int consumer = 0; consumer < kConsumers; ++consumer) {
       Ring<1>& ring = shared_.query_rings[consumer];
-      T* query = shared_.query[consumer];
+      Element* query = shared_.query[consumer];
+      const auto copy = [&](int row, int chunk, const T* from, bool exists) {
+        Element* to = query + QueryRows::Offset(row, chunk);
+        if constexpr (kIs8Bit<C>) {
+          float factor;
+          *reinterpret_cast<FourPairs*>(to) = HalvesOf<QueryRows::kChunks>(from, exists, &factor);
+          if (chunk == 0) shared_.query_factors[consumer][row] = factor;
+        } else {
+          gpu::CopyAsync16(to, from, exists);
+        }
+      };
       ring.WaitFreed(turn);
       ForQueryChunks<T, QueryRows>(p_, item, consumer * kConsumerRows, kConsumerRows, threadIdx.x,
-                                   [&](int row, int chunk, const T* from, bool exists) {
-                                     gpu::CopyAsync16(query + QueryRows::Offset(row, chunk), from,
-                                                      exists);
-                                   });
-      gpu::ArriveAfterCopies(&ring.filled[turn.place]);
+                                   copy);
+      ArriveAt(&ring.filled[turn.place]);
     }
   }
 
@@ -273,11 +405,12 @@ class HopperProducer {
 };
 
 // Computes a consumer's rows of one work item.
-template <typename T, int kHeadSize>
+template <typename T, typename C, int kHeadSize>
 class HopperItem {
-  using Shared = HopperShared<T, kHeadSize>;
+  using Shared = HopperShared<T, C, kHeadSize>;
   using QueryRows = typename Shared::QueryRows;
   using CacheRows = typename Shared::CacheRows;
+  using Element = typename Shared::Element;
   using QueryTurn = typename Shared::QueryTurn;
   using TileTurn = typename Shared::TileTurn;
   static constexpr int kTile = Shared::kTile;
@@ -290,6 +423,7 @@ class HopperItem {
         scratch_(scratch),
         item_(work.item),
         rows_(work.rows),
+        work_(work),
         shared_(*shared),
         consumer_(consumer),
         common_(work.common),
@@ -302,6 +436,10 @@ class HopperItem {
     for (const Tiles own(rows_, kTile); tile < own.begin; ++tile) Skip(turn);
     Ring<1>& query_ring = shared_.query_rings[consumer_];
     query_ring.WaitFilled(query_turn);
+    if constexpr (kIs8Bit<C>) {
+      const float* factors = shared_.query_factors[consumer_];
+      for (int r = 0; r < 2; ++r) softmax_.MultiplyScale(r, factors[RowOf(r)] * work_.k_scale);
+    }
     if (rows_.begin < rows_.end) {
       tile = ComputeTiles(query_ring, query_turn, turn);
     } else {
@@ -398,22 +536,22 @@ class HopperItem {
     shared_.values_ring.WaitFilled(turn);
     gpu::FenceAsyncProxy();
     if (!common_.RowsDiffer(item_, tile * kTile, (tile + 1) * kTile)) return true;
-    const T* values = shared_.values[turn.place];
+    const Element* values = shared_.values[turn.place];
     constexpr int kChunks = CacheRows::kElements / CacheRows::kChunk;
     const bool found =
-        HoldsNonFinite<T>(static_cast<int>(threadIdx.x) % kThreads, kChunks, kThreads,
-                          [&](int i) { return values + i * CacheRows::kChunk; });
+        HoldsNonFinite<Element>(static_cast<int>(threadIdx.x) % kThreads, kChunks, kThreads,
+                                [&](int i) { return values + i * CacheRows::kChunk; });
     return !gpu::AnyInThreads(kThreadsOf + consumer_, kThreads, found);
   }
 
   // Starts logits = q k^T.
   __device__ void StartLogits(TileTurn turn, float (&logits)[kTile / 8][4]) {
     gpu::FenceProducts(logits);
-    const T *query = shared_.query[consumer_], *keys = shared_.keys[turn.place];
+    const Element *query = shared_.query[consumer_], *keys = shared_.keys[turn.place];
 #pragma unroll
     for (int column = 0; column < kHeadSize; column += 16) {
       gpu::StartProduct(logits, QueryRows::Columns(query, column), CacheRows::Columns(keys, column),
-                        /*accumulates=*/column > 0, T{});
+                        /*accumulates=*/column > 0, Element{});
     }
     gpu::CommitProducts();
   }
@@ -422,14 +560,14 @@ class HopperItem {
   __device__ void StartSums(TileTurn turn, uint32_t (&weights)[kTile / 16][4]) {
     gpu::KeepRegisters(weights);
     gpu::FenceProducts(sums_);
-    const T* values = shared_.values[turn.place];
+    const Element* values = shared_.values[turn.place];
 #pragma unroll
     for (int step = 0; step < kTile / 16; ++step) {
 #pragma unroll
       for (int column = 0; column < kHeadSize; column += kColumns) {
         auto& sums = *reinterpret_cast<float(*)[kColumns / 8][4]>(sums_ + column / 8);
         gpu::StartProductTransposed(sums, weights[step], CacheRows::Rows(values, step * 16, column),
-                                    T{});
+                                    Element{});
       }
     }
     gpu::CommitProducts();
@@ -450,7 +588,7 @@ class HopperItem {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float(&block)[4] = from[2 * n + i / 2];
-        to[n][i] = gpu::Pack(block[i % 2 * 2], block[i % 2 * 2 + 1], T{});
+        to[n][i] = gpu::Pack(block[i % 2 * 2], block[i % 2 * 2 + 1], Element{});
       }
     }
   }
@@ -458,7 +596,7 @@ class HopperItem {
   // sums += weights * v, one position after the other: a row takes only values that it attends to.
   // Uses the weights up.
   __device__ void AddOneByOne(int32_t tile, TileTurn turn, uint32_t (&weights)[kTile / 16][4]) {
-    const T* values = shared_.values[turn.place];
+    const Element* values = shared_.values[turn.place];
 #pragma unroll 1
     for (int j = 0; j < kTile; ++j) {
 #pragma unroll
@@ -466,12 +604,13 @@ class HopperItem {
         const uint32_t pair = gpu::Shuffle(j % 16 < 8 ? weights[0][r] : weights[0][2 + r],
                                            Lane() / 4 * 4 + j % 8 / 2);
         if (!softmax_.Attends(r, tile * kTile + j)) continue;
-        const float weight = gpu::ToFloat(T{static_cast<uint16_t>(j % 2 ? pair >> 16 : pair)});
+        const float weight =
+            gpu::ToFloat(Element{static_cast<uint16_t>(j % 2 ? pair >> 16 : pair)});
 #pragma unroll
         for (int n = 0; n < kHeadSize / 8; ++n) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            const T value = values[CacheRows::Offset(j, n) + Lane() % 4 * 2 + e];
+            const Element value = values[CacheRows::Offset(j, n) + Lane() % 4 * 2 + e];
             const float factor = IsFinite(value) ? weight : 1.0f;
             sums_[n][2 * r + e] = gpu::Fma(factor, gpu::ToFloat(value), sums_[n][2 * r + e]);
           }
@@ -507,6 +646,7 @@ class HopperItem {
       const RowRange& range = softmax_.Range(r);
       const float divisor = range.begin < range.end ? sum : 1.0f;  // without keys the sum is zero
       factor = weight / divisor;
+      if (kIs8Bit<C> && range.begin < range.end) factor *= work_.v_scale;
       if (Lane() % 4 == 0) {
         WriteLse(p_, item_.first_token + place.token, place.head, {max, sum});
       }
@@ -539,12 +679,13 @@ class HopperItem {
     const int64_t index = SlotOf(scratch_, rows_, place) * p_.num_heads + place.head;
     if (Lane() % 4 == 0) scratch_.states[index] = state;
     float* partial = scratch_.partials + index * p_.value_head_size;
+    const float factor = kIs8Bit<C> && state.sum != 0 ? work_.v_scale : 1.0f;
 #pragma unroll
     for (int n = 0; n < kHeadSize / 8; ++n) {
       if (n * 8 >= p_.value_head_size) break;
       float* columns = partial + n * 8 + Lane() % 4 * 2;
-      columns[0] = sums_[n][2 * r];
-      columns[1] = sums_[n][2 * r + 1];
+      columns[0] = sums_[n][2 * r] * factor;
+      columns[1] = sums_[n][2 * r + 1] * factor;
     }
   }
 
@@ -552,6 +693,7 @@ class HopperItem {
   const Scratch& scratch_;
   const Item& item_;
   const Item& rows_;  // the consumer's
+  const HopperWork& work_;
   Shared& shared_;
   const int consumer_;
   const CommonRange common_;
@@ -559,19 +701,20 @@ class HopperItem {
   float sums_[kHeadSize / 8][4] = {};  // laid out as logits, with columns in place of positions
 };
 
-template <typename T, int kHeadSize>
+template <typename T, typename C, int kHeadSize>
 __global__ void __launch_bounds__(kHopperThreads, 1)
     HopperAttention(Params p, Scratch scratch, QueryLengths lengths) {
-  using Shared = HopperShared<T, kHeadSize>;
+  using Shared = HopperShared<T, C, kHeadSize>;
+  using Registers = HopperRegisters<C>;
   auto* shared = reinterpret_cast<Shared*>(gpu::SharedMemory());
   if (threadIdx.x == 0) shared->Init();
   gpu::SyncBlock();
   const int warpgroup = gpu::Shuffle(static_cast<int>(threadIdx.x / kThreads), 0);  // uniform
   if (warpgroup == 0) {
-    gpu::GiveRegistersBack<kProducerRegisters>();
-    HopperProducer<T, kHeadSize>(p, scratch, shared).Run(lengths);
+    gpu::GiveRegistersBack<Registers::kProducer>();
+    HopperProducer<T, C, kHeadSize>(p, scratch, shared).Run(lengths);
   } else {
-    gpu::TakeRegisters<kConsumerRegisters>();
+    gpu::TakeRegisters<Registers::kConsumer>();
     const int consumer = warpgroup - 1;
     typename Shared::TileTurn tile;
     // The first turn to start products is the first consumer's.
@@ -581,7 +724,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
       shared->items_ring.WaitFilled(turn);
       const HopperWork& work = shared->work[turn.place][consumer];
       if (work.item.num_rows == -1) break;
-      HopperItem<T, kHeadSize>(p, scratch, work, consumer, shared)
+      HopperItem<T, C, kHeadSize>(p, scratch, work, consumer, shared)
           .Compute(Shared::QueryTurn::Of(n), &tile);
       shared->items_ring.Free(turn);
     }

@@ -23,7 +23,7 @@ template <typename T, typename C, int kHeadSize>
 AttentionKernel TensorCoreKernelOf(const Params& p);
 
 // Defined in hopper.cu, which is compiled once for each combination.
-template <typename T, int kHeadSize>
+template <typename T, typename C, int kHeadSize>
 AttentionKernel HopperKernelOf();
 
 // Defined in decode.cu, which is compiled once for each combination.
@@ -37,7 +37,10 @@ using DecodeHeadSizes =
                        std::integer_sequence<int XLA_GPU_DECODE_HEAD_SIZES>>;
 
 // Head sizes of the Hopper kernel, ascending; empty unless the build is for sm_90a.
-using HopperHeadSizes = std::integer_sequence<int XLA_GPU_HOPPER_HEAD_SIZES>;
+template <typename C>
+using HopperHeadSizes =
+    std::conditional_t<kIs8Bit<C>, std::integer_sequence<int XLA_GPU_HOPPER_HEAD_SIZES_OF_8_BITS>,
+                       std::integer_sequence<int XLA_GPU_HOPPER_HEAD_SIZES>>;
 
 // Head sizes of the tensor core kernel, ascending.
 template <typename C>
@@ -46,31 +49,16 @@ using TensorCoreHeadSizes =
                        std::integer_sequence<int, XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_8_BITS>,
                        std::integer_sequence<int, XLA_GPU_TENSOR_CORE_HEAD_SIZES>>;
 
-template <typename T, typename C, int kHeadSize, int... kLarger>
-AttentionKernel SmallestTensorCoreKernel(const Params& p,
-                                         std::integer_sequence<int, kHeadSize, kLarger...>) {
-  if constexpr (sizeof...(kLarger) > 0) {
-    if (p.head_size > kHeadSize) {
-      return SmallestTensorCoreKernel<T, C>(p, std::integer_sequence<int, kLarger...>());
-    }
-  }
-  return TensorCoreKernelOf<T, C, kHeadSize>(p);
+// Calls use(n), of type std::integral_constant, for the first of these ascending sizes that is at
+// least `size`. Returns whether there is one.
+template <int... kSizes, typename Use>
+bool WithSmallest(std::integer_sequence<int, kSizes...>, int64_t size, const Use& use) {
+  [[maybe_unused]] const auto use_if_large = [&](auto n) {
+    if (n < size) return false;
+    use(n);
+    return true;
+  };
+  return (use_if_large(std::integral_constant<int, kSizes>()) || ...);
 }
-
-// The kernel with the smallest compiled head size that is at least p.head_size.
-template <typename T, typename C>
-AttentionKernel TensorCoreKernel(const Params& p) {
-  return SmallestTensorCoreKernel<T, C>(p, TensorCoreHeadSizes<C>());
-}
-
-template <int... kSizes>
-constexpr int Largest(std::integer_sequence<int, kSizes...>) {
-  int largest = 0;
-  ((largest = kSizes > largest ? kSizes : largest), ...);
-  return largest;
-}
-
-template <typename C>
-inline constexpr int kLargestTensorCoreHeadSize = Largest(TensorCoreHeadSizes<C>());
 
 }  // namespace xla_gpu::paged_attention

@@ -171,9 +171,6 @@ struct WarpProducts {
 // query's columns are permuted to match: a chunk of a row is stored in two places.
 template <typename T, typename QueryRows>
 struct QueryOf8BitKeys {
-  struct alignas(16) FourPairs {
-    uint32_t pair[4] = {};
-  };
   struct alignas(8) TwoPairs {
     uint32_t pair[2];
   };

@@ -89,6 +89,25 @@ struct ScaledSlot {
 template <typename C>
 using Slot = std::conditional_t<kIs8Bit<C>, ScaledSlot, PlainSlot>;
 
+// The offset of a slot in bytes. Aligned, and never read, where there is no slot.
+template <typename C>
+__device__ __forceinline__ int64_t BytesTo(const Slot<C>& slot) {
+  return slot.offset >= 0 ? slot.offset * static_cast<int64_t>(sizeof(C)) : INT64_MIN;
+}
+
+// The KV tiles [begin, end) that hold a work item's positions.
+struct Tiles {
+  int32_t begin;
+  int32_t end;
+
+  __device__ Tiles(const Item& item, int32_t tile)
+      : begin(item.begin / tile), end(max(begin, (item.end + tile - 1) / tile)) {}
+};
+
+__device__ __forceinline__ bool IsIn(const Item& item, int32_t position) {
+  return item.begin <= position && position < item.end;
+}
+
 // The block id of a position.
 __device__ __forceinline__ int32_t BlockOf(const Params& p, const Item& item, int32_t position) {
   const uint32_t logical = static_cast<uint32_t>(position) / static_cast<uint32_t>(p.block_size);
@@ -266,6 +285,41 @@ __device__ __forceinline__ void ForQueryChunks(const Params& p, const Item& item
     const int64_t offset = exists ? QueryOffset(p, item, first_row + row) + column : 0;
     copy(row, chunk, static_cast<const T*>(p.query) + offset, exists);
   }
+}
+
+// A chunk of 16 bytes of a row: pairs of 16-bit numbers.
+struct alignas(16) FourPairs {
+  uint32_t pair[4] = {};
+};
+
+// A chunk of a query row as float16. The row is divided by a power of two, `factor`, that leaves
+// its largest number below 4. The kLanes lanes of the row call it together.
+template <int kLanes, typename T>
+__device__ __forceinline__ FourPairs HalvesOf(const T* from, bool exists, float* factor) {
+  constexpr int kElements = 8;
+  static_assert(gpu::kWarpSize % kLanes == 0, "the lanes of a row are in one warp");
+  struct alignas(16) Elements {
+    T element[kElements] = {};
+  };
+  const Elements elements = exists ? *reinterpret_cast<const Elements*>(from) : Elements();
+  float numbers[kElements], largest = 0;
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) {
+    numbers[i] = gpu::ToFloat(elements.element[i]);
+    largest = fmaxf(largest, fabsf(numbers[i]));
+  }
+  for (int mask = kLanes / 2; mask > 0; mask /= 2) {
+    largest = fmaxf(largest, gpu::ShuffleXor(largest, mask));
+  }
+  const uint32_t exponent = min(max(BitCast<uint32_t>(largest) >> 23, 1u), 253u);
+  const float inverse = BitCast<float>((254 - exponent) << 23);
+  FourPairs pairs;
+#pragma unroll
+  for (int i = 0; i < kElements / 2; ++i) {
+    pairs.pair[i] = gpu::Pack(numbers[2 * i] * inverse, numbers[2 * i + 1] * inverse, Half{});
+  }
+  *factor = BitCast<float>(exponent << 23);
+  return pairs;
 }
 
 // Where a row of a split leaves its partial result.

@@ -13,38 +13,32 @@ namespace {
 
 constexpr int kFinishSharedBytes = Batch::kSharedInts * sizeof(int);
 
-template <typename T, int kColumns, int... kMore>
-AttentionKernel SmallestCudaCoreKernel(const Params& p,
-                                       std::integer_sequence<int, kColumns, kMore...>) {
-  if constexpr (sizeof...(kMore) > 0) {
-    if (p.head_size > kColumns * gpu::kWarpSize) {
-      return SmallestCudaCoreKernel<T>(p, std::integer_sequence<int, kMore...>());
-    }
+// Calls use(C()) for the type C of the cache of queries of type T.
+template <typename T, typename Use>
+auto WithCacheType(const Params& p, const Use& use) {
+  switch (p.cache_dtype) {
+    case DType::kFloat8E4M3:
+      return use(Float8E4M3());
+    case DType::kFloat8E5M2:
+      return use(Float8E5M2());
+    case DType::kInt8:
+      return use(int8_t());
+    default:
+      return use(T());
   }
-  return {{CudaCoreAttention<T, kColumns>, kThreads, CudaCoreSharedBytes<kColumns>()}, kCoreRows};
 }
 
 // The kernel with the fewest columns that hold p.head_size.
 template <typename T>
 AttentionKernel CudaCoreKernel(const Params& p) {
-  return SmallestCudaCoreKernel<T>(p, std::integer_sequence<int, XLA_GPU_CUDA_CORE_COLUMNS>());
-}
-
-// Adds the tensor core kernels for a cache of type C: for any query length, and for one query
-// token.
-template <typename C, int... kHeadSizes>
-void AddTensorCoreLaunches(std::integer_sequence<int, kHeadSizes...>,
-                           std::vector<KernelLaunch>* launches) {
-  Params p = {};
-  p.num_heads = p.num_kv_heads = 1;
-  for (const int64_t max_query_len : {0, 1}) {
-    p.max_query_len = max_query_len;
-    const auto add = [&](int head_size, const AttentionKernel& attention) {
-      launches->push_back({"TensorCoreAttention", head_size, sizeof(C), attention.warp_rows,
-                           kThreads, attention.kernel.shared_bytes});
-    };
-    (add(kHeadSizes, TensorCoreKernelOf<Half, C, kHeadSizes>(p)), ...);
-  }
+  AttentionKernel kernel;
+  WithSmallest(std::integer_sequence<int, XLA_GPU_CUDA_CORE_COLUMNS>(),
+               DivideUp(p.head_size, gpu::kWarpSize), [&](auto columns) {
+                 kernel = {
+                     {CudaCoreAttention<T, columns>, kThreads, CudaCoreSharedBytes<columns>()},
+                     kCoreRows};
+               });
+  return kernel;
 }
 
 // The tensor core kernels copy rows 16 bytes at a time; the Hopper kernel writes 4 bytes at a time.
@@ -62,29 +56,15 @@ bool IsAligned(const Params& p) {
   return true;
 }
 
-// T: type of the query. C: type of the cache.
+// The kernel of a call whose queries have no other. T: type of the query. C: type of the cache.
 template <typename T, typename C>
-AttentionKernel KernelOf(const Params& p) {
+AttentionKernel KernelFor(const Params& p) {
   if constexpr (sizeof(T) == 2) {
-    if (IsAligned<C>(p) && p.head_size <= kLargestTensorCoreHeadSize<C>) {
-      return TensorCoreKernel<T, C>(p);
-    }
+    AttentionKernel kernel;
+    const auto take = [&](auto head_size) { kernel = TensorCoreKernelOf<T, C, head_size>(p); };
+    if (IsAligned<C>(p) && WithSmallest(TensorCoreHeadSizes<C>(), p.head_size, take)) return kernel;
   }
   return CudaCoreKernel<C>(p);
-}
-
-template <typename T>
-AttentionKernel KernelFor(const Params& p) {
-  switch (p.cache_dtype) {
-    case DType::kFloat8E4M3:
-      return KernelOf<T, Float8E4M3>(p);
-    case DType::kFloat8E5M2:
-      return KernelOf<T, Float8E5M2>(p);
-    case DType::kInt8:
-      return KernelOf<T, int8_t>(p);
-    default:
-      return KernelOf<T, T>(p);
-  }
 }
 
 constexpr char kAny[] = "any";
@@ -98,7 +78,7 @@ struct Choice {
 };
 
 Choice& Prefill() {
-  static Choice choice{"prefill", "hopper", HopperHeadSizes::size() > 0};
+  static Choice choice{"prefill", "hopper", HopperHeadSizes<Half>::size() > 0};
   return choice;
 }
 
@@ -114,27 +94,6 @@ Choice* FindChoice(const std::string& purpose) {
   return nullptr;
 }
 
-template <typename T, int... kHeadSizes>
-bool FindHopperKernel(const Params& p, std::integer_sequence<int, kHeadSizes...>,
-                      AttentionKernel* kernel) {
-  [[maybe_unused]] const auto take = [&](bool fits, const AttentionKernel& with) {
-    if (fits) *kernel = with;
-    return fits;
-  };
-  return (take(p.head_size <= kHeadSizes, HopperKernelOf<T, kHeadSizes>()) || ...);
-}
-
-template <typename T, typename C, int... kHeadSizes>
-bool FindDecodeKernel(const Params& p, std::integer_sequence<int, kHeadSizes...>,
-                      AttentionKernel* kernel) {
-  [[maybe_unused]] const auto take = [&](bool fits, const AttentionKernel& with) {
-    if (fits) *kernel = with;
-    return fits;
-  };
-  return IsAligned<C>(p) &&
-         (take(p.head_size <= kHeadSizes, DecodeKernelOf<T, C, kHeadSizes>()) || ...);
-}
-
 // An attention kernel of a call, and the sequences that it takes.
 struct KernelOfCall {
   AttentionKernel attention;
@@ -148,8 +107,14 @@ bool FindPrefillKernel(const gpu::Device& device, const Params& p, KernelOfCall*
     if (!Prefill().is_made || !device.is_hopper) return false;
     kernel->lengths.min = TokensPerTile(p) + 1;
     if (p.max_query_len != 0 && p.max_query_len < kernel->lengths.min) return false;
-    if (p.cache_dtype != p.dtype || !IsAligned<T>(p)) return false;
-    return FindHopperKernel<T>(p, HopperHeadSizes(), &kernel->attention);
+    return WithCacheType<T>(p, [&](auto cache) {
+      using C = decltype(cache);
+      if (kIs8Bit<C> && !p.ScalesAreUniform()) return false;
+      return IsAligned<C>(p) &&
+             WithSmallest(HopperHeadSizes<C>(), p.head_size, [&](auto head_size) {
+               kernel->attention = HopperKernelOf<T, C, head_size>();
+             });
+    });
   }
   return false;
 }
@@ -159,22 +124,16 @@ template <typename T>
 bool FindDecodeKernel(const gpu::Device& device, const Params& p, KernelOfCall* kernel) {
   if constexpr (sizeof(T) == 2) {
     if (!Decode().is_made || !device.is_large) return false;
-    const auto find = [&](auto cache) {
+    const bool found = WithCacheType<T>(p, [&](auto cache) {
       using C = decltype(cache);
-      if (!FindDecodeKernel<T, C>(p, DecodeHeadSizes<C>(), &kernel->attention)) return false;
-      kernel->lengths.max = kernel->attention.rows_per_item / (p.num_heads / p.num_kv_heads);
-      return kernel->lengths.max > 0;
-    };
-    switch (p.cache_dtype) {
-      case DType::kFloat8E4M3:
-        return find(Float8E4M3());
-      case DType::kFloat8E5M2:
-        return find(Float8E5M2());
-      case DType::kInt8:
-        return find(int8_t());
-      default:
-        return find(T());
-    }
+      return IsAligned<C>(p) &&
+             WithSmallest(DecodeHeadSizes<C>(), p.head_size, [&](auto head_size) {
+               kernel->attention = DecodeKernelOf<T, C, head_size>();
+             });
+    });
+    if (!found) return false;
+    kernel->lengths.max = kernel->attention.rows_per_item / (p.num_heads / p.num_kv_heads);
+    return kernel->lengths.max > 0;
   }
   return false;
 }
@@ -183,7 +142,9 @@ template <typename T>
 gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   gpu::Device device;
   if (gpu::Error error = gpu::Device::Current(&device)) return error;
-  KernelOfCall others{KernelFor<T>(p), {}}, prefill{}, decode{};
+  KernelOfCall prefill{}, decode{}, others{};
+  others.attention =
+      WithCacheType<T>(p, [&](auto cache) { return KernelFor<T, decltype(cache)>(p); });
   std::vector<KernelOfCall> kernels;
   ItemRows item_rows{others.attention.rows_per_item, others.attention.rows_per_item};
   if (FindDecodeKernel<T>(device, p, &decode)) {
@@ -213,6 +174,22 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   return finish.LaunchResident(device, num_blocks, stream, p, scratch, item_rows);
 }
 
+// Adds how the kernels for a cache of type C are launched.
+template <typename C, int... kHeadSizes>
+void AddTensorCoreLaunches(std::integer_sequence<int, kHeadSizes...>,
+                           std::vector<KernelLaunch>* launches) {
+  Params p = {};
+  p.num_heads = p.num_kv_heads = 1;
+  for (const int64_t max_query_len : {0, 1}) {  // any query length, and one query token
+    p.max_query_len = max_query_len;
+    const auto add = [&](int head_size, const AttentionKernel& attention) {
+      launches->push_back({"TensorCoreAttention", head_size, sizeof(C), attention.warp_rows,
+                           kThreads, attention.kernel.shared_bytes});
+    };
+    (add(kHeadSizes, TensorCoreKernelOf<Half, C, kHeadSizes>(p)), ...);
+  }
+}
+
 template <typename C, int... kHeadSizes>
 void AddDecodeLaunches(std::integer_sequence<int, kHeadSizes...>,
                        std::vector<KernelLaunch>* launches) {
@@ -223,14 +200,21 @@ void AddDecodeLaunches(std::integer_sequence<int, kHeadSizes...>,
   (add(kHeadSizes, DecodeKernelOf<Half, C, kHeadSizes>()), ...);
 }
 
-template <int... kHeadSizes>
+template <typename C, int... kHeadSizes>
 void AddHopperLaunches(std::integer_sequence<int, kHeadSizes...>,
                        std::vector<KernelLaunch>* launches) {
   [[maybe_unused]] const auto add = [&](int head_size, const AttentionKernel& attention) {
-    launches->push_back({"HopperAttention", head_size, 0, 0, attention.kernel.num_threads,
+    launches->push_back({"HopperAttention", head_size, sizeof(C), 0, attention.kernel.num_threads,
                          attention.kernel.shared_bytes});
   };
-  (add(kHeadSizes, HopperKernelOf<Half, kHeadSizes>()), ...);
+  (add(kHeadSizes, HopperKernelOf<Half, C, kHeadSizes>()), ...);
+}
+
+template <typename C>
+void AddLaunches(std::vector<KernelLaunch>* launches) {
+  AddTensorCoreLaunches<C>(TensorCoreHeadSizes<C>(), launches);
+  AddDecodeLaunches<C>(DecodeHeadSizes<C>(), launches);
+  AddHopperLaunches<C>(HopperHeadSizes<C>(), launches);
 }
 
 }  // namespace
@@ -243,11 +227,8 @@ std::vector<KernelLaunch> KernelLaunches() {
     const auto& kernel = CudaCoreKernel<float>(p).kernel;
     launches.push_back({"CudaCoreAttention", columns, 0, 0, kThreads, kernel.shared_bytes});
   }
-  AddTensorCoreLaunches<Half>(TensorCoreHeadSizes<Half>(), &launches);
-  AddTensorCoreLaunches<int8_t>(TensorCoreHeadSizes<int8_t>(), &launches);
-  AddDecodeLaunches<Half>(DecodeHeadSizes<Half>(), &launches);
-  AddDecodeLaunches<int8_t>(DecodeHeadSizes<int8_t>(), &launches);
-  AddHopperLaunches(HopperHeadSizes(), &launches);
+  AddLaunches<Half>(&launches);
+  AddLaunches<int8_t>(&launches);
   return launches;
 }
 

@@ -13,6 +13,9 @@ class Softmax {
   __device__ Softmax(const Params& p, const Item& item, int row)
       : p_(p), item_(item), row_(row), ranges_{{p, item, row}, {p, item, row + 8}} {}
 
+  // Multiplies the scale of row r. Called before any logits are computed.
+  __device__ void MultiplyScale(int r, float factor) { scales_[r] *= factor; }
+
   // r = 0: the lane's first row; r = 1: the row 8 below.
   __device__ const RowRange& Range(int r) const { return ranges_[r]; }
 
@@ -49,8 +52,8 @@ class Softmax {
     if (p_.soft_cap > 0) {
       p_.soft_cap > kMaxPlainCap ? CapGently(logits) : Cap(logits);
     } else if (!ScalesLate()) {
-      const float scale = p_.scale * kLog2E;
-      ForEach<kBlocks>([&](int n, int e, int) { logits[n][e] *= scale; });
+      const float scales[2] = {scales_[0] * kLog2E, scales_[1] * kLog2E};
+      ForEach<kBlocks>([&](int n, int e, int) { logits[n][e] *= scales[e / 2]; });
     }
     if (masked) {
       int first[2], last[2];  // relative to `begin`
@@ -74,9 +77,9 @@ class Softmax {
   // sums so far.
   template <int kBlocks>
   __device__ void Weigh(float (&logits)[kBlocks][4], float (&shrinks)[2]) {
-    const float factor = ScalesLate() ? p_.scale * kLog2E : 1.0f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      const float factor = ScalesLate() ? scales_[r] * kLog2E : 1.0f;
       float largest = -kInfinity;
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
@@ -142,7 +145,7 @@ class Softmax {
   // Whether the scale waits for Weigh, which then multiplies and subtracts the largest logit in one
   // instruction. The largest must stay the largest.
   __device__ __forceinline__ bool ScalesLate() const {
-    return p_.scale > 0 && p_.soft_cap == 0 && p_.alibi_slopes == nullptr;
+    return scales_[0] > 0 && scales_[1] > 0 && p_.soft_cap == 0 && p_.alibi_slopes == nullptr;
   }
 
   template <int kBlocks>
@@ -164,12 +167,14 @@ class Softmax {
   // of about 2^-23, far less than the rounding of weights to 16 bits.
   template <int kBlocks>
   __device__ void Cap(float (&logits)[kBlocks][4]) const {
-    const float exponent = 2 * kLog2E * p_.scale / p_.soft_cap, cap = p_.soft_cap * kLog2E;
+    const float cap = p_.soft_cap * kLog2E;
+    const float exponents[2] = {2 * kLog2E * scales_[0] / p_.soft_cap,
+                                2 * kLog2E * scales_[1] / p_.soft_cap};
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float power = gpu::Exp2(logits[n][e] * exponent);
+        const float power = gpu::Exp2(logits[n][e] * exponents[e / 2]);
         logits[n][e] = gpu::Fma(-2 * cap, gpu::Reciprocal(1 + power), cap);
       }
     }
@@ -179,12 +184,13 @@ class Softmax {
   // below 1/2, the polynomial for tanh(y) / y in y^2 has the least maximal relative error: 2^-26.
   template <int kBlocks>
   __device__ void CapGently(float (&logits)[kBlocks][4]) const {
-    const float scale = p_.scale * kLog2E, cap = fminf(p_.soft_cap, kMaxCap) * kLog2E;
+    const float scales[2] = {scales_[0] * kLog2E, scales_[1] * kLog2E};
+    const float cap = fminf(p_.soft_cap, kMaxCap) * kLog2E;
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float x = logits[n][e] * scale, y = x * (1 / cap), square = y * y;
+        const float x = logits[n][e] * scales[e / 2], y = x * (1 / cap), square = y * y;
         float ratio = gpu::Fma(1.7241893e-2f, square, -5.3045664e-2f);
         ratio = gpu::Fma(ratio, square, 1.3325880e-1f);
         ratio = gpu::Fma(ratio, square, -3.3333144e-1f);
@@ -199,6 +205,7 @@ class Softmax {
   const Params& p_;
   const Item& item_;
   const int row_;
+  float scales_[2] = {p_.scale, p_.scale};  // of q . k
   const RowRange ranges_[2];
   RowState states_[2] = {{-kInfinity, 0}, {-kInfinity, 0}};
 };

@@ -123,10 +123,9 @@ class TensorCoreItem {
   __device__ void CopyQuery() {
     const auto copy = [&](int row, int chunk, const T* from, bool exists) {
       if constexpr (kIs8Bit<C>) {
-        using Query = QueryOf8BitKeys<T, QueryRows>;
-        using FourPairs = typename Query::FourPairs;
-        Query::Store(layout_.query, row, chunk,
-                     exists ? *reinterpret_cast<const FourPairs*>(from) : FourPairs());
+        QueryOf8BitKeys<T, QueryRows>::Store(
+            layout_.query, row, chunk,
+            exists ? *reinterpret_cast<const FourPairs*>(from) : FourPairs());
       } else {
         gpu::CopyAsync16(layout_.query + QueryRows::Offset(row, chunk), from, exists);
       }
