@@ -33,6 +33,8 @@ PRODUCTS = ("HMMA",)
 WARPGROUP_PRODUCTS = ("HGMMA",)
 COPIES = ("LDGSTS",)
 STORES = ("STS",)  # of an 8-bit cache, which the producer of the Hopper kernel widens
+CACHES = {"Float8E4M3": "float8_e4m3fn", "Float8E5M2": "float8_e5m2", "Ea": "int8"}
+"""8-bit caches by what the mangled types of their kernels end with."""
 
 
 @dataclass(frozen=True)
@@ -128,36 +130,69 @@ def kernels_of(path: Path) -> Iterator[Kernel]:
         yield Kernel(name.strip(), body)
 
 
-def report_prefill(kernel: Kernel, head_size: int, bytes_of_element: int) -> str:
-    """A line of the Hopper kernel's table. Each scheduler of a multiprocessor has one warp of each
-    warpgroup."""
+@dataclass(frozen=True)
+class Counts:
+    """What a kernel takes for a KV tile."""
+
+    kernel: str  # "Decode" or "Hopper"
+    head_size: int
+    cache: str | None  # an 8-bit dtype
+    tile: int  # positions
+    consumer: int  # instructions of a warp
+    producer: int
+    clocks: float  # of a multiprocessor, at the full rate of its part of the memory, or of products
+
+    @property
+    def slots(self) -> int:
+        """The instructions of a scheduler. A KV tile is one consumer warp's of the decode kernel.
+        In the Hopper kernel, each scheduler has a warp of the producer and of both consumers."""
+        return (HOPPER_CONSUMERS if self.kernel == "Hopper" else 1) * self.consumer + self.producer
+
+    @property
+    def share(self) -> float:
+        """The share of the issue slots that they take at the full rate."""
+        schedulers = 1 if self.kernel == "Hopper" else SLOTS_PER_CLOCK
+        return self.slots / (self.clocks * schedulers)
+
+
+def counts_of(kernel: Kernel) -> Counts | None:
+    """The counts of a decode or Hopper kernel; None of others."""
+    found = re.search(r"(Decode|Hopper)AttentionI(\w*?)Li(\d+)E", kernel.name)
+    if found is None:
+        return None
+    head_size = int(found[3])
+    cache = next(
+        (name for ending, name in CACHES.items() if re.search(f"{ending}E?$", found[2])), None
+    )
+    of = _decode_counts if found[1] == "Decode" else _prefill_counts
+    return Counts(found[1], head_size, cache, *of(kernel, head_size, 2 if cache is None else 1))
+
+
+def _prefill_counts(
+    kernel: Kernel, head_size: int, bytes_of_element: int
+) -> tuple[int, int, int, float]:
     tile = 128 if head_size <= 128 else 64 if head_size <= 192 else 48
     columns = 128 if head_size % 128 == 0 else 64  # of a product with values
     products = head_size // 16 + tile // 16 * head_size // columns
     consumer = kernel.count(WARPGROUP_PRODUCTS, products)
     copies = 2 * tile // 4 * head_size // 8 // 32  # of K and V by a warp, 8 elements for each lane
     producer = kernel.count(COPIES if bytes_of_element == 2 else STORES, copies)
-    slots = HOPPER_CONSUMERS * consumer + producer
     flop = HOPPER_CONSUMERS * 2 * 2 * HOPPER_ROWS * tile * head_size
-    clocks = flop // FLOP_PER_CLOCK
-    return (
-        f"{head_size:>9}{8 * bytes_of_element:>6}{tile:>6}{consumer:>10}{producer:>10}"
-        f"{clocks:>16}{slots / clocks:>10.0%}"
-    )
+    return tile, consumer, producer, flop / FLOP_PER_CLOCK
 
 
-def report(kernel: Kernel, head_size: int, bytes_of_element: int) -> str:
-    """A line of the decode kernel's table."""
+def _decode_counts(
+    kernel: Kernel, head_size: int, bytes_of_element: int
+) -> tuple[int, int, int, float]:
     consumer = kernel.count(PRODUCTS, 4 * head_size // 16)
-    copies = TILE * 2 * head_size * bytes_of_element // 16 // 32  # 16 bytes for each lane
-    producer = kernel.count(COPIES, copies)  # of one tile: a turn of the loop copies two, or one
-    slots = consumer + producer
     tile_bytes = TILE * 2 * head_size * bytes_of_element
-    clocks = tile_bytes / (READ_BYTES_PER_SECOND / MULTIPROCESSORS / CLOCKS_PER_SECOND)
-    share = slots / (clocks * SLOTS_PER_CLOCK)
+    copies = tile_bytes // 16 // 32  # 16 bytes for each lane
+    producer = kernel.count(COPIES, copies)  # of one tile: a turn of the loop copies two, or one
     return (
-        f"{head_size:>9}{8 * bytes_of_element:>6}{consumer:>10}{producer:>10}"
-        f"{slots / tile_bytes * 1024:>16.1f}{share:>10.0%}"
+        TILE,
+        consumer,
+        producer,
+        tile_bytes / (READ_BYTES_PER_SECOND / MULTIPROCESSORS / CLOCKS_PER_SECOND),
     )
 
 
@@ -165,29 +200,16 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("objects", nargs="+", type=Path, metavar="FILE")
-    decode, prefill = [], []
+    row = "{:>7}{:>10}{:>15}{:>6}{:>10}{:>10}{:>8}{:>7}"
+    print(
+        row.format(
+            "kernel", "head_size", "cache", "tile", "consumer", "producer", "clocks", "share"
+        )
+    )
     for path in parser.parse_args().objects:
-        for kernel in kernels_of(path):
-            found = re.search(r"(Decode|Hopper)AttentionI(\w*?)Li(\d+)E", kernel.name)
-            if found is None:
-                continue
-            bytes_of_element = 1 if re.search(r"Float8E|Ea$", found[2]) else 2
-            if found[1] == "Decode":
-                decode.append(report(kernel, int(found[3]), bytes_of_element))
-            else:
-                prefill.append(report_prefill(kernel, int(found[3]), bytes_of_element))
-    if decode:
-        print(
-            f"{'head_size':>9}{'bits':>6}{'consumer':>10}{'producer':>10}"
-            f"{'slots per KiB':>16}{'share':>10}"
-        )
-        print(*decode, sep="\n")
-    if prefill:
-        print(
-            f"{'head_size':>9}{'bits':>6}{'tile':>6}{'consumer':>10}{'producer':>10}"
-            f"{'product clocks':>16}{'share':>10}"
-        )
-        print(*prefill, sep="\n")
+        for x in filter(None, map(counts_of, kernels_of(path))):
+            cells = x.kernel, x.head_size, x.cache or "16 bits", x.tile, x.consumer, x.producer
+            print(row.format(*cells, f"{x.clocks:.0f}", f"{x.share:.0%}"))
 
 
 if __name__ == "__main__":
