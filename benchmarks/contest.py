@@ -262,15 +262,26 @@ def ours_with_16_bits(workload: Workload, operands: list[torch.Tensor]) -> Conte
     return lambda: torch.ops.xla_gpu.paged_attention(query, wide, *others, **attributes)
 
 
+@takes_8_bits
 def ours_on_hopper(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
     """This library, with long queries on the Hopper kernel, as with XLA_GPU_CUDA_PREFILL=hopper."""
     if workload.kind == "decode":
         raise DoesNotApply("single queries")
-    if workload.model.head_size > 128:
-        raise DoesNotApply("head sizes above 128")
     if capability(operands) != (9, 0):
         raise DoesNotApply("on other devices than Hopper's")
     return with_kernel("prefill", "hopper", ours(workload, operands))
+
+
+@takes_8_bits
+def ours_tall(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
+    """This library, with tall query tiles for long queries, as with XLA_GPU_CUDA_PREFILL=tall."""
+    if workload.kind == "decode":
+        raise DoesNotApply("single queries")
+    if workload.model.head_size > 128:
+        raise DoesNotApply("head sizes above 128")
+    if capability(operands) == (0, 0):
+        raise DoesNotApply("on the CPU")
+    return with_kernel("prefill", "tall", ours(workload, operands))
 
 
 @takes_8_bits
@@ -377,8 +388,13 @@ OURS: dict[str, Maker] = {"torch eager": ours, "JAX": jax_ours}
 TO_BEAT_WITH_8_BITS: dict[str, Maker] = {"this library, 16-bit cache": ours_with_16_bits}
 OURS_ON_GPUS = OURS | {
     "torch eager, max_query_len": ours_with_hint,
+    "torch eager, XLA_GPU_CUDA_PREFILL=tall": ours_tall,
     "torch eager, XLA_GPU_CUDA_PREFILL=hopper": ours_on_hopper,
     "torch eager, XLA_GPU_CUDA_DECODE=pipelined": ours_pipelined,
 }
 # By the kernel that is off by default.
-OURS_WITH_KERNEL: dict[str, Maker] = {"hopper": ours_on_hopper, "pipelined": ours_pipelined}
+OURS_WITH_KERNEL: dict[str, Maker] = {
+    "tall": ours_tall,
+    "hopper": ours_on_hopper,
+    "pipelined": ours_pipelined,
+}

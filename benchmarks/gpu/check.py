@@ -43,7 +43,7 @@ print(_native.__file__, "computes on", torch.cuda.get_device_name() if device ==
 """
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # racecheck does not know the hand-over by cp.async.mbarrier.arrive.noinc before CUDA 13.1, whose
-# compute-sanitizer calls itself 2025.4, and reports races in the kernels of CHOSEN that are none.
+# compute-sanitizer calls itself 2025.4: it reports races in the kernels of OF_HOPPER that are none.
 KNOWS_NOINC = (2025, 4)
 
 
@@ -241,12 +241,12 @@ def check(steps: Steps, is_hopper: bool, trace: Sequence[object]) -> None:
     for i in (1, 2):
         kernels = [*PYTEST, KERNELS, "-k", f"not ({' or '.join(CHOSEN)})", "--shard", f"{i}/2"]
         steps.do(f"kernels {i}/2", kernels, 120, **on_cuda)
+    here = [kernel for kernel in CHOSEN if is_hopper or kernel not in OF_HOPPER]
     # A step of its own for each: a kernel that hangs or breaks the device fails the whole step.
     proven = [
         kernel
-        for kernel in CHOSEN
-        if is_hopper
-        and steps.do(f"{kernel} kernels", [*PYTEST, KERNELS, "-k", kernel], 100, **on_cuda)
+        for kernel in here
+        if steps.do(f"{kernel} kernels", [*PYTEST, KERNELS, "-k", kernel], 100, **on_cuda)
     ]
     without = [kernel for kernel in CHOSEN if kernel not in proven]
     steps.benchmark(*trace, *(["--without", *without] if without else []), seconds=270)
@@ -255,10 +255,10 @@ def check(steps: Steps, is_hopper: bool, trace: Sequence[object]) -> None:
             command = [*PYTEST, "tests/doors/test_gpu_doors.py", "-k", chosen]
             command += ["--shard", f"{i}/{shards}"]
             steps.do(f"doors, {door} {i}/{shards}", command, 120, **on_cuda)
-    for kernel in ("any", *(CHOSEN if is_hopper else [])):
+    for kernel in ("any", *here):
         for tool in SANITIZERS:
             name = f"{tool}, {kernel}"
-            if tool == "racecheck" and kernel in CHOSEN and sanitizer_version() < KNOWS_NOINC:
+            if tool == "racecheck" and kernel in OF_HOPPER and sanitizer_version() < KNOWS_NOINC:
                 steps.leave_out(name, "needs the compute-sanitizer of CUDA 13.1 or later")
                 continue
             command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
@@ -269,7 +269,12 @@ def check(steps: Steps, is_hopper: bool, trace: Sequence[object]) -> None:
 
 
 # The kernels that are off by default, and the variables that choose them.
-CHOSEN = {"hopper": "XLA_GPU_CUDA_PREFILL", "pipelined": "XLA_GPU_CUDA_DECODE"}
+CHOSEN = {
+    "tall": "XLA_GPU_CUDA_PREFILL",
+    "hopper": "XLA_GPU_CUDA_PREFILL",
+    "pipelined": "XLA_GPU_CUDA_DECODE",
+}
+OF_HOPPER = ("hopper", "pipelined")  # whose instructions they need
 
 # The doors' tests by what their names hold: each is in one group. With the number of shards.
 DOORS = (

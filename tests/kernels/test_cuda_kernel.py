@@ -39,7 +39,12 @@ from tests.support.random_cases import random_cases
 F32, I32 = np.float32, np.int32
 
 
-CHOICES = {"any": {}, "hopper": {"prefill": "hopper"}, "pipelined": {"decode": "pipelined"}}
+CHOICES = {
+    "any": {},
+    "tall": {"prefill": "tall"},
+    "hopper": {"prefill": "hopper"},
+    "pipelined": {"decode": "pipelined"},
+}
 
 
 def with_choice(gpu: Gpu, name: str) -> Gpu:
@@ -57,7 +62,7 @@ def either(request: pytest.FixtureRequest, gpu: Gpu) -> Gpu:
     return with_choice(gpu, request.param)
 
 
-@pytest.fixture(scope="session", params=["any", "hopper"])
+@pytest.fixture(scope="session", params=["any", "tall", "hopper"])
 def for_long_queries(request: pytest.FixtureRequest, gpu: Gpu) -> Gpu:
     """The GPU, once with each kernel for long queries."""
     return with_choice(gpu, request.param)
@@ -88,14 +93,22 @@ def test_paged_attention_on_hopper(case: Case, gpu: Gpu) -> None:
     test_paged_attention(case, with_choice(gpu, "hopper"))
 
 
-def test_the_hopper_kernel_takes_long_queries_only(gpu: Gpu) -> None:
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if has_long_queries(case)], ids=lambda case: case.id
+)
+def test_paged_attention_with_tall_tiles(case: Case, gpu: Gpu) -> None:
+    test_paged_attention(case, with_choice(gpu, "tall"))
+
+
+@pytest.mark.parametrize("kernel", ["tall", "hopper"])
+def test_a_kernel_takes_long_queries_only(kernel: str, gpu: Gpu) -> None:
     """The bits of two kernels differ by rounding."""
     case = Case(
         id="short-and-long", sequences=((1, 200), (100, 300)), num_heads=4, dtype="bfloat16"
     )
     inputs, attributes = case.inputs(), case.attributes()
     plain = attend(gpu, inputs, **attributes)
-    chosen = attend(with_choice(gpu, "hopper"), inputs, **attributes)
+    chosen = attend(with_choice(gpu, kernel), inputs, **attributes)
     assert_same_bits(chosen[:1], plain[:1])
     assert (chosen[1:] != plain[1:]).any()
 
@@ -175,11 +188,13 @@ def test_infinite_values_of_later_tokens(head_size: int, dtype: str, either: Gpu
         assert_same_bits(attend(either, inputs, **attributes, seed=seed), result)
 
 
-@pytest.mark.parametrize(("purpose", "kernel"), [("prefill", "hopper"), ("decode", "pipelined")])
-def test_a_kernel_can_be_chosen(purpose: str, kernel: str, gpu: Gpu) -> None:
+@pytest.mark.parametrize("purpose", ["prefill", "decode"])
+def test_a_kernel_can_be_chosen(purpose: str, gpu: Gpu) -> None:
     """The environment chooses it when the module is loaded."""
     offered = gpu.native.cuda_choices()[purpose]
-    assert offered in (["any"], ["any", kernel])
+    assert offered[0] == "any"
+    assert {*offered[1:]} <= {kernels.get(purpose) for kernels in CHOICES.values()}
+    assert ("tall" in offered) == (purpose == "prefill")
     variable = f"XLA_GPU_CUDA_{purpose.upper()}"
     message = f"shared_ffi: the kernel for {purpose} on CUDA ({variable}) must be one of "
     message += f"{', '.join(offered)} in this build; got volta"
@@ -500,8 +515,8 @@ def test_splits_of_long_queries(q_len: int, splits: int, padding_tokens: int, ei
         max_seqs * tokens_per_tile * most_splits,
     )
     flags = scratch[: 4 * (num_tokens + num_slots)].view(I32)[num_tokens:]
-    is_on_hopper = either.choices["prefill"] == "hopper" and q_len > tokens_per_tile
-    tiles = -(-q_len // (2 * tokens_per_tile if is_on_hopper else tokens_per_tile))
+    is_tall = either.choices["prefill"] != "any" and q_len > tokens_per_tile
+    tiles = -(-q_len // (2 * tokens_per_tile if is_tall else tokens_per_tile))
     assert np.count_nonzero(flags == 0) == tiles * splits + 2
 
 

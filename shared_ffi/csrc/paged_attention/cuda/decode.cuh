@@ -38,6 +38,10 @@ struct KvPairRows {
   static __device__ __forceinline__ int Offset(int row, int chunk) {
     return row * kStride + chunk * kChunk;
   }
+
+  static __device__ __forceinline__ int Behind(int offset, int chunks) {
+    return offset + chunks * kChunk;
+  }
 };
 
 // The scales of a position of an 8-bit cache.
@@ -168,7 +172,6 @@ class DecodeProducer {
 
     uintptr_t from[kOfLane];  // at offset 0 of the cache
     bool exist[kOfLane];
-    bool are_wanted[kOfLane];
 
     __device__ Pieces(const Params& p, const Item& item, int lane) {
 #pragma unroll
@@ -176,8 +179,7 @@ class DecodeProducer {
         const int chunk = (i * gpu::kWarpSize + lane) % kOfPosition;
         const int column = chunk % CacheRows::kChunks * CacheRows::kChunk;
         const bool is_key = chunk < CacheRows::kChunks;
-        exist[i] = column < (is_key ? p.head_size : p.value_head_size);
-        are_wanted[i] = is_key || !p.is_latent;
+        exist[i] = column < (is_key ? p.head_size : p.is_latent ? 0 : p.value_head_size);
         const C* first = is_key ? KeyOf<C>(p, 0, item.kv_head) : ValueOf<C>(p, 0, item.kv_head);
         from[i] = reinterpret_cast<uintptr_t>(first) + (exist[i] ? column * sizeof(C) : 0);
       }
@@ -197,7 +199,6 @@ class DecodeProducer {
       const int64_t offset = gpu::Shuffle(offset_of_lane, first_lane + first_row + row);
 #pragma unroll
       for (int i = 0; i < Pieces::kOfLane; ++i) {
-        if (!pieces.are_wanted[i]) continue;
         gpu::CopyAsync16(to + CacheRows::Offset(row, i * gpu::kWarpSize),
                          reinterpret_cast<const void*>(pieces.from[i] + offset),
                          pieces.exist[i] && offset >= 0);
@@ -283,18 +284,18 @@ class DecodeConsumer {
       C* values = p_.is_latent ? keys : keys + kHeadSize;
       const int32_t begin = tile * kTile;
       shared_.tiles_ring.WaitFilled(turn);
-      float logits[kTile / 8][4] = {};
+      float logits[1][kTile / 8][4] = {};
       Products::MultiplyByKeys(query, 0, keys, 0, logits);
-      if (kIs8Bit<C> && !scales_are_uniform_) Products::ScaleLogits(scales, logits);
-      softmax.ToLogits(begin, /*masked=*/true, logits);
+      if (kIs8Bit<C> && !scales_are_uniform_) Products::ScaleLogits(scales, logits[0]);
+      softmax.ToLogits(begin, /*masked=*/!common.Contains(begin, begin + kTile), logits[0]);
       float shrinks[2];
-      softmax.Weigh(logits, shrinks);
-      Softmax::Shrink(shrinks, products.sums);
+      softmax.Weigh(logits[0], shrinks);
+      Softmax::Shrink(shrinks, products.sums[0]);
       if (!std::is_integral_v<C> && common.RowsDiffer(item, begin, begin + kTile)) {
-        SetAsideNonFinite(softmax, begin, scales, values, products.sums);
+        SetAsideNonFinite(softmax, begin, scales, values, products.sums[0]);
       }
       if (kIs8Bit<C> && !scales_are_uniform_) {
-        Products::ScaleWeights(scales, logits);
+        Products::ScaleWeights(scales, logits[0]);
         products.template AddValues<BFloat16>(values, 0, logits);
       } else {
         products.template AddValues<Query>(values, 0, logits);
@@ -309,12 +310,12 @@ class DecodeConsumer {
       const int row = lane_ / 4 + 8 * r;
       const RowState state = softmax.State(r);
       if (kIs8Bit<C> && state.sum != 0) {  // without keys the scale may be NaN
-        for (auto& of_chunk : products.sums) {
+        for (auto& of_chunk : products.sums[0]) {
           of_chunk[2 * r] *= v_scale;
           of_chunk[2 * r + 1] *= v_scale;
         }
       }
-      products.Store(r, state, &shared_.states[warp_][row], shared_.sums[warp_][row]);
+      products.Store(0, r, state, &shared_.states[warp_][row], shared_.sums[warp_][row]);
     }
   }
 

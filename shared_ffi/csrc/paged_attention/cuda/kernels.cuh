@@ -12,7 +12,7 @@ namespace xla_gpu::paged_attention {
 
 struct AttentionKernel {
   gpu::Kernel<Params, Scratch, QueryLengths> kernel;
-  int64_t rows_per_item;
+  int64_t rows_per_item = 0;  // 0: there is no such kernel
   int warp_rows = 0;          // TensorCoreAttention: groups of 16 rows
   bool counts_items = false;  // it takes its work items from Scratch::counter
 };
@@ -21,6 +21,10 @@ struct AttentionKernel {
 // type of the cache.
 template <typename T, typename C, int kHeadSize>
 AttentionKernel TensorCoreKernelOf(const Params& p);
+
+// The variant with tall query tiles, which small heads have.
+template <typename T, typename C, int kHeadSize>
+AttentionKernel TallKernelOf();
 
 // Defined in hopper.cu, which is compiled once for each combination.
 template <typename T, typename C, int kHeadSize>

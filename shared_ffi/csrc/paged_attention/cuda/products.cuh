@@ -1,4 +1,4 @@
-// The products of a warp on tensor cores: 16 query rows with the keys, and with the values, of the
+// The products of a warp on tensor cores: its query rows with the keys, and with the values, of the
 // positions of a KV tile in shared memory.
 //
 // KV tiles of an 8-bit cache are as the cache holds them. A register with four 8-bit numbers
@@ -27,14 +27,23 @@ struct SharedRows {
     return row * kStride + (kIsSwizzled ? chunk ^ (row % 8) : chunk) * kChunk;
   }
 
+  // The offset of the chunk that is an even number of chunks behind that at `offset`, one of the
+  // first two of a row.
+  static __device__ __forceinline__ int Behind(int offset, int chunks) {
+    if (!kIsSwizzled) return offset + chunks * kChunk;
+    return (offset ^ chunks % 8 * kChunk) + chunks / 8 * 8 * kChunk;
+  }
+
   static __device__ __forceinline__ int ElementOffset(int row, int column) {
     return Offset(row, column / kChunk) + column % kChunk;
   }
 };
 
-// T: type of the query. C: type of the cache. kKeys: positions of a warp. QueryRows and CacheRows
-// say where the chunks of 16 bytes of a row lie in shared memory.
-template <typename T, typename C, int kHeadSize, int kKeys, typename QueryRows, typename CacheRows>
+// T: type of the query. C: type of the cache. kKeys: positions of a warp. kGroups: groups of 16
+// rows of a warp, for which K and V are loaded from shared memory once. QueryRows and CacheRows say
+// where the chunks of 16 bytes of a row lie in shared memory.
+template <typename T, typename C, int kHeadSize, int kKeys, typename QueryRows, typename CacheRows,
+          int kGroups = 1>
 struct WarpProducts {
   // The type that weights are rounded to. Multiplied by the scales of the positions of an 8-bit
   // cache, they need the range of bfloat16.
@@ -42,45 +51,58 @@ struct WarpProducts {
   static constexpr int kSteps = kIs8Bit<C> ? 2 : 1;  // products for each pair of chunks
   static_assert(kKeys % 16 == 0, "the product over positions takes 16 at a time");
 
-  float sums[kHeadSize / 8][4] = {};  // laid out as logits, with columns in place of positions
+  // Laid out as logits, with columns in place of positions.
+  float sums[kGroups][kHeadSize / 8][4] = {};
 
   static __device__ __forceinline__ int Lane() { return threadIdx.x % gpu::kWarpSize; }
 
-  // logits = q k^T, for the 16 rows of `query` from first_row on and the positions from the row
+  // logits = q k^T, for the rows of `query` from first_row on and the positions from the row
   // first_key of `keys` on. Lane l holds the positions 2 * (l % 4) and the next one of each 8, for
-  // the rows l / 4 and l / 4 + 8.
+  // the rows l / 4 and l / 4 + 8 of each group.
   static __device__ __forceinline__ void MultiplyByKeys(const T* query, int first_row,
                                                         const C* keys, int first_key,
-                                                        float (&logits)[kKeys / 8][4]) {
+                                                        float (&logits)[kGroups][kKeys / 8][4]) {
     const int lane = Lane();
-    [[maybe_unused]] constexpr int kUnrolled =
-        kKeys == 16 && kHeadSize <= 128 && !kIs8Bit<C> ? CacheRows::kChunks / 4 : 2;
+    const int query_row = QueryRows::Offset(first_row + lane % 16, lane / 16);
+    const int key_row = CacheRows::Offset(first_key + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    // As often as there are registers for.
+    [[maybe_unused]] constexpr int kUnrolled = kGroups > 1 || kHeadSize > 128 ? 2
+                                               : kKeys == 16 && !kIs8Bit<C> ? CacheRows::kChunks / 2
+                                                                            : 4;
 #pragma unroll kUnrolled
     for (int chunk = 0; chunk < CacheRows::kChunks; chunk += 2) {
-      uint32_t rows[kSteps][4];
+      uint32_t rows[kGroups][kSteps][4];
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const int query_chunk = chunk * kSteps + 2 * step + lane / 16;
-        gpu::LoadMatrices(rows[step],
-                          query + QueryRows::Offset(first_row + lane % 16, query_chunk));
+      for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          gpu::LoadMatrices(rows[g][step],
+                            query + QueryRows::Behind(query_row, chunk * kSteps + 2 * step) +
+                                g * kRowsPerWarpTile * QueryRows::kStride);
+        }
       }
 #pragma unroll
       for (int n = 0; n < kKeys / 16; ++n) {
-        const int row = first_key + n * 16 + lane / 16 * 8 + lane % 8;
         uint32_t key[4];  // both chunks of 8 positions, then of the next 8
-        gpu::LoadMatrices(key, keys + CacheRows::Offset(row, chunk + lane / 8 % 2));
+        gpu::LoadMatrices(key,
+                          keys + CacheRows::Behind(key_row, chunk) + n * 16 * CacheRows::kStride);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          float(&products)[4] = logits[2 * n + i];
           if constexpr (kIs8Bit<C>) {
 #pragma unroll
             for (int step = 0; step < kSteps; ++step) {
               uint32_t pairs[2];
               gpu::Expand(key[2 * i + step], C{}, pairs, T{});
-              gpu::MultiplyAdd(products, rows[step], pairs[0], pairs[1], T{});
+#pragma unroll
+              for (int g = 0; g < kGroups; ++g) {
+                gpu::MultiplyAdd(logits[g][2 * n + i], rows[g][step], pairs[0], pairs[1], T{});
+              }
             }
           } else {
-            gpu::MultiplyAdd(products, rows[0], key[2 * i], key[2 * i + 1], T{});
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g) {
+              gpu::MultiplyAdd(logits[g][2 * n + i], rows[g][0], key[2 * i], key[2 * i + 1], T{});
+            }
           }
         }
       }
@@ -107,19 +129,24 @@ struct WarpProducts {
   // of `values` on.
   template <typename Weight>
   __device__ __forceinline__ void AddValues(const C* values, int first_key,
-                                            const float (&weights)[kKeys / 8][4]) {
-    const int lane = Lane();
+                                            const float (&weights)[kGroups][kKeys / 8][4]) {
+    const int lane = Lane(), value_row = CacheRows::Offset(first_key + lane % 16, lane / 16);
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n) {
-      const float(&left)[4] = weights[2 * n], (&right)[4] = weights[2 * n + 1];
-      const uint32_t packed[4] = {
-          gpu::Pack(left[0], left[1], Weight{}), gpu::Pack(left[2], left[3], Weight{}),
-          gpu::Pack(right[0], right[1], Weight{}), gpu::Pack(right[2], right[3], Weight{})};
-      const int row = first_key + n * 16 + lane % 16;
+      uint32_t packed[kGroups][4];
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float(&from)[4] = weights[g][2 * n + i / 2];
+          packed[g][i] = gpu::Pack(from[i % 2 * 2], from[i % 2 * 2 + 1], Weight{});
+        }
+      }
 #pragma unroll
       for (int chunk = 0; chunk < CacheRows::kChunks; chunk += 2) {
         uint32_t value[4];  // two chunks, each of 8 positions and of the next 8
-        gpu::LoadMatricesTransposed(value, values + CacheRows::Offset(row, chunk + lane / 16));
+        gpu::LoadMatricesTransposed(
+            value, values + CacheRows::Behind(value_row, chunk) + n * 16 * CacheRows::kStride);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           if constexpr (kIs8Bit<C>) {
@@ -128,11 +155,18 @@ struct WarpProducts {
             gpu::Expand(gpu::SwapMiddleBytes(value[2 * i + 1]), C{}, second, Weight{});
 #pragma unroll
             for (int odd = 0; odd < 2; ++odd) {
-              float(&of_chunk)[4] = sums[2 * (chunk + i) + odd];
-              gpu::MultiplyAdd(of_chunk, packed, first[odd], second[odd], Weight{});
+#pragma unroll
+              for (int g = 0; g < kGroups; ++g) {
+                float(&of_chunk)[4] = sums[g][2 * (chunk + i) + odd];
+                gpu::MultiplyAdd(of_chunk, packed[g], first[odd], second[odd], Weight{});
+              }
             }
           } else {
-            gpu::MultiplyAdd(sums[chunk + i], packed, value[2 * i], value[2 * i + 1], Weight{});
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g) {
+              gpu::MultiplyAdd(sums[g][chunk + i], packed[g], value[2 * i], value[2 * i + 1],
+                               Weight{});
+            }
           }
         }
       }
@@ -146,15 +180,15 @@ struct WarpProducts {
     return kIs8Bit<C> ? n / 2 * 16 + of_block * 2 + n % 2 : n * 8 + of_block;
   }
 
-  // Stores the lane's sums of its row r, 0 or 1, and the row's state, which the lanes of the row
-  // share.
-  __device__ __forceinline__ void Store(int r, const RowState& state, RowState* state_to,
+  // Stores the lane's sums of its row r, 0 or 1, of group g, and the row's state, which the lanes
+  // of the row share.
+  __device__ __forceinline__ void Store(int g, int r, const RowState& state, RowState* state_to,
                                         float* row_to) const {
     if (Lane() % 4 == 0) *state_to = state;
 #pragma unroll
     for (int n = 0; n < kHeadSize / 8; ++n) {
-      row_to[Column(n, 0)] = sums[n][2 * r];
-      row_to[Column(n, 1)] = sums[n][2 * r + 1];
+      row_to[Column(n, 0)] = sums[g][n][2 * r];
+      row_to[Column(n, 1)] = sums[g][n][2 * r + 1];
     }
   }
 

@@ -68,22 +68,27 @@ AttentionKernel KernelFor(const Params& p) {
 }
 
 constexpr char kAny[] = "any";
+constexpr char kHopper[] = "hopper";
+constexpr char kTall[] = "tall";
+constexpr char kPipelined[] = "pipelined";
 
-// A kernel that is off until it is chosen for its purpose.
+// A purpose for which kernels can be chosen that are off by default.
 struct Choice {
   const char* purpose;
-  const char* kernel;
-  bool is_built;
-  std::atomic<bool> is_made{false};
+  std::vector<const char*> kernels;  // of this build
+  std::atomic<const char*> chosen{kAny};
 };
 
 Choice& Prefill() {
-  static Choice choice{"prefill", "hopper", HopperHeadSizes<Half>::size() > 0};
+  static Choice choice{"prefill", HopperHeadSizes<Half>::size() > 0
+                                      ? std::vector{kAny, kHopper, kTall}
+                                      : std::vector{kAny, kTall}};
   return choice;
 }
 
 Choice& Decode() {
-  static Choice choice{"decode", "pipelined", DecodeHeadSizes<Half>::size() > 0};
+  static Choice choice{"decode", DecodeHeadSizes<Half>::size() > 0 ? std::vector{kAny, kPipelined}
+                                                                   : std::vector{kAny}};
   return choice;
 }
 
@@ -104,16 +109,21 @@ struct KernelOfCall {
 template <typename T>
 bool FindPrefillKernel(const gpu::Device& device, const Params& p, KernelOfCall* kernel) {
   if constexpr (sizeof(T) == 2) {
-    if (!Prefill().is_made || !device.is_hopper) return false;
+    const char* chosen = Prefill().chosen;
     kernel->lengths.min = TokensPerTile(p) + 1;
     if (p.max_query_len != 0 && p.max_query_len < kernel->lengths.min) return false;
     return WithCacheType<T>(p, [&](auto cache) {
       using C = decltype(cache);
-      if (kIs8Bit<C> && !p.ScalesAreUniform()) return false;
-      return IsAligned<C>(p) &&
-             WithSmallest(HopperHeadSizes<C>(), p.head_size, [&](auto head_size) {
-               kernel->attention = HopperKernelOf<T, C, head_size>();
-             });
+      AttentionKernel& attention = kernel->attention;
+      if (!IsAligned<C>(p)) return false;
+      if (chosen == kHopper && device.is_hopper && (!kIs8Bit<C> || p.ScalesAreUniform())) {
+        WithSmallest(HopperHeadSizes<C>(), p.head_size,
+                     [&](auto head_size) { attention = HopperKernelOf<T, C, head_size>(); });
+      } else if (chosen == kTall) {
+        WithSmallest(TensorCoreHeadSizes<C>(), p.head_size,
+                     [&](auto head_size) { attention = TallKernelOf<T, C, head_size>(); });
+      }
+      return attention.rows_per_item > 0;
     });
   }
   return false;
@@ -123,7 +133,7 @@ bool FindPrefillKernel(const gpu::Device& device, const Params& p, KernelOfCall*
 template <typename T>
 bool FindDecodeKernel(const gpu::Device& device, const Params& p, KernelOfCall* kernel) {
   if constexpr (sizeof(T) == 2) {
-    if (!Decode().is_made || !device.is_large) return false;
+    if (Decode().chosen != kPipelined || !device.is_large) return false;
     const bool found = WithCacheType<T>(p, [&](auto cache) {
       using C = decltype(cache);
       return IsAligned<C>(p) &&
@@ -167,8 +177,8 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
         attention.kernel.LaunchResident(device, num_items, stream, p, scratch, lengths);
     if (error) return error;
   }
-  const gpu::Kernel<Params, Scratch, ItemRows> finish{Finish<T>, kThreads, kFinishSharedBytes,
-                                                      Decode().is_made && device.is_large};
+  const gpu::Kernel<Params, Scratch, ItemRows> finish{
+      Finish<T>, kThreads, kFinishSharedBytes, Decode().chosen == kPipelined && device.is_large};
   const int64_t num_pieces = p.num_heads * DivideUp(p.value_head_size, gpu::kWarpSize);
   const int64_t num_blocks = DivideUp(p.num_tokens * num_pieces, kWarps);
   return finish.LaunchResident(device, num_blocks, stream, p, scratch, item_rows);
@@ -178,16 +188,18 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
 template <typename C, int... kHeadSizes>
 void AddTensorCoreLaunches(std::integer_sequence<int, kHeadSizes...>,
                            std::vector<KernelLaunch>* launches) {
+  const auto add = [&](int head_size, const AttentionKernel& attention) {
+    if (attention.rows_per_item == 0) return;
+    launches->push_back({"TensorCoreAttention", head_size, sizeof(C), attention.warp_rows, kThreads,
+                         attention.kernel.shared_bytes});
+  };
   Params p = {};
   p.num_heads = p.num_kv_heads = 1;
   for (const int64_t max_query_len : {0, 1}) {  // any query length, and one query token
     p.max_query_len = max_query_len;
-    const auto add = [&](int head_size, const AttentionKernel& attention) {
-      launches->push_back({"TensorCoreAttention", head_size, sizeof(C), attention.warp_rows,
-                           kThreads, attention.kernel.shared_bytes});
-    };
     (add(kHeadSizes, TensorCoreKernelOf<Half, C, kHeadSizes>(p)), ...);
   }
+  (add(kHeadSizes, TallKernelOf<Half, C, kHeadSizes>()), ...);
 }
 
 template <typename C, int... kHeadSizes>
@@ -237,20 +249,23 @@ std::vector<std::string> CudaPurposes() { return {Prefill().purpose, Decode().pu
 std::vector<std::string> CudaChoices(const std::string& purpose) {
   const Choice* choice = FindChoice(purpose);
   if (choice == nullptr) return {};
-  if (!choice->is_built) return {kAny};
-  return {kAny, choice->kernel};
+  return {choice->kernels.begin(), choice->kernels.end()};
 }
 
 bool ChooseCuda(const std::string& purpose, const std::string& name) {
-  const std::vector<std::string> offered = CudaChoices(purpose);
-  if (std::find(offered.begin(), offered.end(), name) == offered.end()) return false;
-  FindChoice(purpose)->is_made = name != kAny;
-  return true;
+  Choice* choice = FindChoice(purpose);
+  if (choice == nullptr) return false;
+  for (const char* kernel : choice->kernels) {
+    if (name != kernel) continue;
+    choice->chosen = kernel;
+    return true;
+  }
+  return false;
 }
 
 std::string CudaChoice(const std::string& purpose) {
   const Choice* choice = FindChoice(purpose);
-  return choice != nullptr && choice->is_made ? choice->kernel : kAny;
+  return choice != nullptr ? choice->chosen.load() : kAny;
 }
 
 gpu::Error RunOnCuda(const Params& p, const Scratch& scratch, void* stream) {

@@ -13,11 +13,13 @@ inline bool SufficeForAll(const Params& p, int warp_rows) {
 
 template <int kWarpRows>
 AttentionKernel KernelOf() {
-  using Layout = TensorCoreLayout<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>;
+  constexpr bool kIsTall = kWarpRows == kTallWarpRows;
+  using Layout = TensorCoreLayout<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE, kIsTall>;
   return {{TensorCoreAttention<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE, kWarpRows>,
            kThreads, Layout::SharedBytes(kWarpRows)},
-          kMaxRowsPerItem,
-          kWarpRows};
+          kIsTall ? kTallRows : kMaxRowsPerItem,
+          kWarpRows,
+          /*counts_items=*/kIsTall};
 }
 
 template <>
@@ -26,6 +28,12 @@ AttentionKernel TensorCoreKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_
   using Layout = TensorCoreLayout<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>;
   if (SufficeForAll(p, Layout::kFewWarpRows)) return KernelOf<Layout::kFewWarpRows>();
   return KernelOf<kWarps>();
+}
+
+template <>
+AttentionKernel TallKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>() {
+  if constexpr (XLA_GPU_HEAD_SIZE <= kMaxTallHeadSize) return KernelOf<kTallWarpRows>();
+  return {};
 }
 
 }  // namespace xla_gpu::paged_attention

@@ -4,21 +4,33 @@
 // copied to shared memory meanwhile. The warps divide a tile in one of two ways. With many rows,
 // each warp has 16 rows and all positions. With few rows, all warps have the same rows and each has
 // a part of the positions; their partial results are merged at the end in a fixed order.
+//
+// For long queries there is a variant with tall query tiles: each warp has two groups of 16 rows,
+// and loads K and V from shared memory once for both. Thread blocks take its items as they are
+// ready.
 #pragma once
 
 #include "products.cuh"
 
 namespace xla_gpu::paged_attention {
 
+// Groups of 16 rows of a tall query tile, and the largest head for which a warp has registers for
+// the sums of two.
+inline constexpr int kTallWarpRows = 2 * kWarps;
+inline constexpr int kMaxTallHeadSize = 128;
+inline constexpr int kTallRows = kTallWarpRows * kRowsPerWarpTile;
+
 // The shared memory of a thread block. T: type of the query. C: type of the cache.
-template <typename T, typename C, int kHeadSize>
+template <typename T, typename C, int kHeadSize, bool kIsTall = false>
 struct TensorCoreLayout {
   using QueryRows = SharedRows<T, kHeadSize>;
   using CacheRows = SharedRows<C, kHeadSize>;
-  static constexpr int kTile = kHeadSize <= 128 ? 64 : 32;  // positions
-  static constexpr int kStages = kIs8Bit<C> ? 3 : 2;        // KV tiles in memory
+  static constexpr int kTile = kHeadSize <= 128 && !kIsTall ? 64 : 32;  // positions
+  // KV tiles in memory.
+  static constexpr int kStages = kIs8Bit<C> ? kIsTall ? 4 : 3 : 2;
   static constexpr int kSlotTiles = kStages + 1;            // KV tiles whose slots are in memory
   static constexpr int kFewWarpRows = kTile == 64 ? 1 : 2;  // 16 positions for each warp
+  static constexpr int kSumRows = (kIsTall ? 2 : 1) * kWarps * kRowsPerWarpTile;
   static constexpr int kTileElements = kTile * CacheRows::kStride;
   static constexpr int kTilesBytes = kStages * 2 * kTileElements * static_cast<int>(sizeof(C));
 
@@ -30,18 +42,20 @@ struct TensorCoreLayout {
     return kTilesBytes + QueryBytes(warp_rows) +
            kSlotTiles * kTile * static_cast<int>(sizeof(Slot<C>)) +
            static_cast<int>(sizeof(Schedule::Shared)) +
-           kWarps * kRowsPerWarpTile * static_cast<int>(sizeof(RowState));
+           kSumRows * static_cast<int>(sizeof(RowState)) + static_cast<int>(sizeof(int32_t));
   }
 
-  static_assert(kWarps * kRowsPerWarpTile * kHeadSize * 4 <= kTilesBytes + QueryBytes(kFewWarpRows),
+  static_assert(kSumRows * kHeadSize * 4 <=
+                    kTilesBytes + QueryBytes(kIsTall ? kTallWarpRows : kFewWarpRows),
                 "the sums of all warps take the place of the tiles and the query");
 
   C* tiles;        // [kStages][K, V][kTile] rows
   T* query;        // [warp_rows * kRowsPerWarpTile] rows
   Slot<C>* slots;  // [kSlotTiles][kTile]; offset -1 gives zeros
   Schedule::Shared* schedule;
-  RowState* states;  // [kWarps][kRowsPerWarpTile]
-  float* sums;       // [kWarps][kRowsPerWarpTile][kHeadSize], in the memory of tiles and query
+  RowState* states;  // [kSumRows]
+  int32_t* number;   // of the work item
+  float* sums;       // [kSumRows][kHeadSize], in the memory of tiles and query
 
   __device__ TensorCoreLayout(char* memory, int warp_rows)
       : tiles(reinterpret_cast<C*>(memory)),
@@ -49,6 +63,7 @@ struct TensorCoreLayout {
         slots(reinterpret_cast<Slot<C>*>(memory + kTilesBytes + QueryBytes(warp_rows))),
         schedule(reinterpret_cast<Schedule::Shared*>(slots + kSlotTiles * kTile)),
         states(reinterpret_cast<RowState*>(schedule + 1)),
+        number(reinterpret_cast<int32_t*>(states + kSumRows)),
         sums(reinterpret_cast<float*>(memory)) {}
 
   __device__ C* Key(int32_t tile) const { return tiles + tile % kStages * 2 * kTileElements; }
@@ -56,30 +71,24 @@ struct TensorCoreLayout {
   __device__ Slot<C>* Slots(int32_t tile) const { return slots + tile % kSlotTiles * kTile; }
 };
 
-// Computes one work item. kWarpRows groups of warps have 16 rows each; the warps of a group divide
-// the positions.
+// Computes one work item of kWarpRows groups of 16 rows. A warp has one group, or two of a tall
+// query tile. If there are fewer groups than warps, the warps of a group divide the positions.
 template <typename T, typename C, int kHeadSize, int kWarpRows>
 class TensorCoreItem {
-  using Layout = TensorCoreLayout<T, C, kHeadSize>;
+  using Layout = TensorCoreLayout<T, C, kHeadSize, kWarpRows == kTallWarpRows>;
   using QueryRows = typename Layout::QueryRows;
   using CacheRows = typename Layout::CacheRows;
   static constexpr int kStages = Layout::kStages;
-  static constexpr int kParts = kWarps / kWarpRows;
+  static constexpr int kGroups = kWarpRows == kTallWarpRows ? 2 : 1;  // of a warp
+  static constexpr int kParts = kWarps * kGroups / kWarpRows;
   static constexpr int kTile = Layout::kTile;
   static constexpr int kKeys = kTile / kParts;  // positions of a KV tile for each warp
   static constexpr int kRows = kWarpRows * kRowsPerWarpTile;
-  using Products = WarpProducts<T, C, kHeadSize, kKeys, QueryRows, CacheRows>;
+  using Products = WarpProducts<T, C, kHeadSize, kKeys, QueryRows, CacheRows, kGroups>;
 
  public:
   __device__ TensorCoreItem(const Params& p, const Item& item, const Layout& layout)
-      : p_(p),
-        item_(item),
-        layout_(layout),
-        lane_(threadIdx.x % gpu::kWarpSize),
-        warp_row_(threadIdx.x / gpu::kWarpSize % kWarpRows * kRowsPerWarpTile),
-        part_(kParts == 1 ? 0 : threadIdx.x / gpu::kWarpSize / kWarpRows),
-        softmax_(p, item, warp_row_ + lane_ / 4),
-        is_bad_(HasBadTree(p, item, threadIdx.x)) {}
+      : TensorCoreItem(p, item, layout, std::make_integer_sequence<int, kGroups>()) {}
 
   __device__ void Compute(const Scratch& scratch) {
     const int32_t first = item_.begin / kTile;
@@ -109,6 +118,20 @@ class TensorCoreItem {
   }
 
  private:
+  template <int... kGroup>
+  __device__ TensorCoreItem(const Params& p, const Item& item, const Layout& layout,
+                            std::integer_sequence<int, kGroup...>)
+      : p_(p),
+        item_(item),
+        layout_(layout),
+        lane_(threadIdx.x % gpu::kWarpSize),
+        warp_row_(threadIdx.x / gpu::kWarpSize % (kWarpRows / kGroups) * kGroups *
+                  kRowsPerWarpTile),
+        part_(kParts == 1 ? 0 : threadIdx.x / gpu::kWarpSize / kWarpRows),
+        common_(p, item),
+        softmax_{Softmax(p, item, warp_row_ + kGroup * kRowsPerWarpTile + lane_ / 4)...},
+        is_bad_(HasBadTree(p, item, threadIdx.x)) {}
+
   // Thread j finds the slot of position j of a KV tile.
   __device__ Slot<C> FindSlotOf(int32_t tile) {
     const int32_t position = tile * kTile + threadIdx.x;
@@ -133,19 +156,33 @@ class TensorCoreItem {
     ForQueryChunks<T, QueryRows>(p_, item_, 0, kRows, threadIdx.x, copy);
   }
 
+  // Up to eight lanes copy 128 bytes of a position's K at a time, and of its V. What does not exist
+  // becomes zeros.
   __device__ void CopyTile(int32_t tile) {
-    const Slot<C>* slots = layout_.Slots(tile);
-    C *keys = layout_.Key(tile), *values = layout_.Value(tile);
-#pragma unroll 1  // the copies overlap all the same
-    for (int i = threadIdx.x; i < kTile * CacheRows::kChunks; i += kThreads) {
-      const int row = i / CacheRows::kChunks, chunk = i % CacheRows::kChunks;
-      const int64_t slot = slots[row].offset;
-      const int column = chunk * CacheRows::kChunk, to = CacheRows::Offset(row, chunk);
-      const bool has_key = slot >= 0 && column < p_.head_size;
-      const bool has_value = slot >= 0 && column < p_.value_head_size;
-      const int64_t from = has_key ? slot + column : 0;
-      gpu::CopyAsync16(keys + to, KeyOf<C>(p_, from, item_.kv_head), has_key);
-      gpu::CopyAsync16(values + to, ValueOf<C>(p_, from, item_.kv_head), has_value);
+    constexpr int kLanes = CacheRows::kChunks < 8 ? CacheRows::kChunks : 8;
+    constexpr int kPositions = kThreads / kLanes;  // at a time
+    static_assert(kTile % kPositions == 0 && kPositions % 8 == 0, "the swizzle repeats");
+    const int row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+    const Slot<C>* slots = layout_.Slots(tile) + row;
+    C* keys = layout_.Key(tile) + CacheRows::Offset(row, lane);
+    C* values = keys + Layout::kTileElements;
+    const int column = lane * CacheRows::kChunk;
+    const auto key = reinterpret_cast<uintptr_t>(KeyOf<C>(p_, column, item_.kv_head));
+    const auto value = reinterpret_cast<uintptr_t>(ValueOf<C>(p_, column, item_.kv_head));
+#pragma unroll
+    for (int i = 0; i < kTile; i += kPositions) {
+      const int64_t offset = BytesTo<C>(slots[i]);
+#pragma unroll
+      for (int chunk = 0; chunk < CacheRows::kChunks; chunk += kLanes) {
+        if (CacheRows::kChunks % kLanes != 0 && lane + chunk >= CacheRows::kChunks) continue;
+        const int to = i * CacheRows::kStride + chunk * CacheRows::kChunk;
+        const int first = column + chunk * CacheRows::kChunk;
+        const int64_t from = offset + chunk * 16;
+        gpu::CopyAsync16(keys + to, reinterpret_cast<const void*>(key + from),
+                         offset >= 0 && first < p_.head_size);
+        gpu::CopyAsync16(values + to, reinterpret_cast<const void*>(value + from),
+                         offset >= 0 && first < p_.value_head_size);
+      }
     }
   }
 
@@ -154,18 +191,22 @@ class TensorCoreItem {
     const int32_t begin = tile * kTile + part_ * kKeys;
     const int first_key = part_ * kKeys;
     const Slot<C>* slots = layout_.Slots(tile) + first_key;
-    float logits[kKeys / 8][4] = {};
+    float logits[kGroups][kKeys / 8][4] = {};
     Products::MultiplyByKeys(layout_.query, warp_row_, layout_.Key(tile), first_key, logits);
-    if constexpr (kIs8Bit<C>) Products::ScaleLogits(slots, logits);
-    softmax_.ToLogits(begin, /*masked=*/true, logits);
-    float shrinks[2];
-    softmax_.Weigh(logits, shrinks);
-    Softmax::Shrink(shrinks, products_.sums);
-    const CommonRange common(p_, item_);
-    if (!std::is_integral_v<C> && common.RowsDiffer(item_, tile * kTile, (tile + 1) * kTile)) {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      if constexpr (kIs8Bit<C>) Products::ScaleLogits(slots, logits[g]);
+      softmax_[g].ToLogits(begin, /*masked=*/!common_.Contains(begin, begin + kKeys), logits[g]);
+      float shrinks[2];
+      softmax_[g].Weigh(logits[g], shrinks);
+      Softmax::Shrink(shrinks, products_.sums[g]);
+    }
+    if (!std::is_integral_v<C> && common_.RowsDiffer(item_, tile * kTile, (tile + 1) * kTile)) {
       SetAsideNonFinite(tile, begin);
     }
-    if constexpr (kIs8Bit<C>) Products::ScaleWeights(slots, logits);
+    if constexpr (kIs8Bit<C>) {
+      for (auto& of_group : logits) Products::ScaleWeights(slots, of_group);
+    }
     products_.template AddValues<typename Products::Weight>(layout_.Value(tile), first_key, logits);
   }
 
@@ -182,14 +223,17 @@ class TensorCoreItem {
     };
     constexpr int kChunks = kTile * CacheRows::kChunks;
     if (!gpu::AnyInBlock(HoldsNonFinite<C>(threadIdx.x, kChunks, kThreads, chunk))) return;
-    softmax_.AddNonFinite<kKeys>(
-        begin, products_.sums,
-        [&](int j, int n, int e) {
-          return values[CacheRows::ElementOffset(part_ * kKeys + j, Products::Column(n, e))];
-        },
-        [&](C value, int j) {
-          return Products::Scaled(value, layout_.Slots(tile)[part_ * kKeys + j]);
-        });
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      softmax_[g].template AddNonFinite<kKeys>(
+          begin, products_.sums[g],
+          [&](int j, int n, int e) {
+            return values[CacheRows::ElementOffset(part_ * kKeys + j, Products::Column(n, e))];
+          },
+          [&](C value, int j) {
+            return Products::Scaled(value, layout_.Slots(tile)[part_ * kKeys + j]);
+          });
+    }
     gpu::SyncBlock();
     ClearNonFinite(threadIdx.x, kTile * kHeadSize, kThreads, element);
     gpu::SyncBlock();
@@ -197,9 +241,13 @@ class TensorCoreItem {
 
   __device__ void StoreSums() {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = part_ * kRows + warp_row_ + lane_ / 4 + 8 * r;
-      products_.Store(r, softmax_.State(r), layout_.states + row, layout_.sums + row * kHeadSize);
+    for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = part_ * kRows + warp_row_ + g * kRowsPerWarpTile + lane_ / 4 + 8 * r;
+        products_.Store(g, r, softmax_[g].State(r), layout_.states + row,
+                        layout_.sums + row * kHeadSize);
+      }
     }
   }
 
@@ -209,24 +257,29 @@ class TensorCoreItem {
   const int lane_;
   const int warp_row_;  // the warp's first row
   const int part_;      // this warp's part of each KV tile's positions
-  Softmax softmax_;
+  const CommonRange common_;
+  Softmax softmax_[kGroups];
   Products products_;
   bool is_bad_;
 };
 
-// Computes work items of up to kWarpRows groups of 16 rows. kWarpRows is kWarps or
+// Computes work items of up to kWarpRows groups of 16 rows. kWarpRows is kTallWarpRows, kWarps or
 // Layout::kFewWarpRows.
 template <typename T, typename C, int kHeadSize, int kWarpRows>
 __global__ void __launch_bounds__(kThreads, 2)
     TensorCoreAttention(Params p, Scratch scratch, QueryLengths lengths) {
-  using Layout = TensorCoreLayout<T, C, kHeadSize>;
+  constexpr bool kIsTall = kWarpRows == kTallWarpRows;
+  using Layout = TensorCoreLayout<T, C, kHeadSize, kIsTall>;
   constexpr int kFewWarpRows = Layout::kFewWarpRows;
   const Layout layout(gpu::SharedMemory(), kWarpRows);
-  Schedule schedule(p, lengths, kMaxRowsPerItem, layout.schedule);
+  Schedule schedule(p, lengths, kIsTall ? kTallRows : kMaxRowsPerItem, layout.schedule);
+  const ItemCounter counter(scratch.counter, layout.number);
   for (int64_t number = blockIdx.x;; number += gridDim.x) {
-    const Item* item = schedule.Find(number);
+    const Item* item = schedule.Find(kIsTall ? counter.Next() : number);
     if (item == nullptr) return;
-    if (kWarpRows == kFewWarpRows || item->num_rows <= kFewWarpRows * kRowsPerWarpTile) {
+    if constexpr (kIsTall) {
+      TensorCoreItem<T, C, kHeadSize, kTallWarpRows>(p, *item, layout).Compute(scratch);
+    } else if (kWarpRows == kFewWarpRows || item->num_rows <= kFewWarpRows * kRowsPerWarpTile) {
       TensorCoreItem<T, C, kHeadSize, kFewWarpRows>(p, *item, layout).Compute(scratch);
     } else {
       TensorCoreItem<T, C, kHeadSize, kWarpRows>(p, *item, layout).Compute(scratch);
