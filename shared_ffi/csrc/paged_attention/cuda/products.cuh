@@ -66,9 +66,10 @@ struct WarpProducts {
     const int query_row = QueryRows::Offset(first_row + lane % 16, lane / 16);
     const int key_row = CacheRows::Offset(first_key + lane / 16 * 8 + lane % 8, lane / 8 % 2);
     // As often as there are registers for.
-    [[maybe_unused]] constexpr int kUnrolled = kGroups > 1 || kHeadSize > 128 ? 2
-                                               : kKeys == 16 && !kIs8Bit<C> ? CacheRows::kChunks / 2
-                                                                            : 4;
+    [[maybe_unused]] constexpr int kUnrolled = kIs8Bit<C>                       ? 4
+                                               : kGroups > 1 || kHeadSize > 128 ? 2
+                                               : kKeys == 16 ? CacheRows::kChunks / 2
+                                                             : 4;
 #pragma unroll kUnrolled
     for (int chunk = 0; chunk < CacheRows::kChunks; chunk += 2) {
       uint32_t rows[kGroups][kSteps][4];
