@@ -18,18 +18,19 @@ import numpy as np
 
 from benchmarks.gpu.bench import workloads
 from benchmarks.gpu.schedules import (
-    DECODE_TILE,
-    MULTIPROCESSORS,
-    blocks_of,
+    QUERY_ROWS,
     counted,
+    dealt,
     item_tiles,
     splits_of,
     written_rows,
 )
 from benchmarks.gpu.slots import (
     CLOCKS_PER_SECOND,
+    DECODE_TILE,
     FLOP_PER_CLOCK,
     HOPPER_CONSUMERS,
+    MULTIPROCESSORS,
     READ_BYTES_PER_SECOND,
     SLOTS_PER_CLOCK,
     Counts,
@@ -60,7 +61,7 @@ class Prediction:
 
 
 def counts_for(kernel: str, workload: Workload, counted_kernels: list[Counts]) -> Counts | None:
-    """Those of the smallest compiled head size that holds the workload's."""
+    """The counts of the smallest compiled head size that holds the workload's."""
     fitting = [
         x
         for x in counted_kernels
@@ -75,13 +76,10 @@ def decode(workload: Workload, counts: Counts) -> Prediction:
     model = workload.model
     thread_blocks = (2 if model.head_size <= 128 else 1) * MULTIPROCESSORS
     window = model.sliding_window
-    contexts = [
-        min(context, window or context) for q_len, context in workload.sequences if q_len == 1
-    ]
+    contexts = [min(context, window or context) for _, context in workload.sequences]
     splits = [*splits_of(contexts, model.num_heads, model.num_kv_heads)]
     tiles = np.concatenate(splits)
-    dealt = np.bincount(blocks_of(tiles, thread_blocks), tiles, minlength=thread_blocks)
-    worst = dealt.max() / (tiles.sum() / thread_blocks)
+    worst = dealt(tiles, thread_blocks).max() / (tiles.sum() / thread_blocks)
     itemsize = DTYPES[workload.cache_dtype or workload.dtype].itemsize
     tile_bytes = DECODE_TILE * 2 * model.head_size * itemsize
     written = written_rows(splits, thread_blocks) * model.num_heads // model.num_kv_heads
@@ -91,8 +89,7 @@ def decode(workload: Workload, counts: Counts) -> Prediction:
     issuing = clocks / CLOCKS_PER_SECOND
     seconds = max(reading, issuing / ISSUED) * worst + BEGIN_SECONDS
     seconds += MERGE_SECONDS if written else 0
-    kv_bytes = sum(contexts) * model.num_kv_heads * 2 * model.head_size * itemsize
-    share = kv_bytes / READ_BYTES_PER_SECOND / seconds
+    share = workload.kv_bytes / READ_BYTES_PER_SECOND / seconds
     return Prediction(worst, issuing / reading, seconds, f"{share:.0%} of the read rate")
 
 
@@ -100,10 +97,9 @@ def prefill(workload: Workload, counts: Counts) -> Prediction:
     """Long queries, on the Hopper kernel. The FLOP are those that the mask leaves."""
     model = workload.model
     heads = model.num_heads, model.num_kv_heads
-    items = [item_tiles(x, heads, counts.tile) for x in workload.sequences if x[0] > 1]
-    tiles = np.concatenate(items)
+    tiles = np.concatenate([item_tiles(x, heads, counts.tile) for x in workload.sequences])
     if model.sliding_window:  # and the tiles that the window's two ends cut
-        most = (model.sliding_window + 128 * heads[1] // heads[0]) // counts.tile + 1
+        most = (model.sliding_window + QUERY_ROWS * heads[1] // heads[0]) // counts.tile + 1
         tiles = np.minimum(tiles, most)
     worst = max(counted(tiles, MULTIPROCESSORS)) / (tiles.sum() / MULTIPROCESSORS)
     of_consumer = counts.clocks / HOPPER_CONSUMERS

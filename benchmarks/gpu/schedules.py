@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from benchmarks.gpu.slots import DECODE_TILE, HOPPER_CONSUMERS, HOPPER_ROWS
 from shared_ffi import _native
 
-MULTIPROCESSORS = 132
-DECODE_TILE, ALIGNMENT = 16, 128  # positions: DecodeSchedule::kTile, and kTileAlignment
-QUERY_ROWS = 128  # of a work item of the Hopper kernel
+ALIGNMENT = 128  # positions: kTileAlignment
+QUERY_ROWS = HOPPER_CONSUMERS * HOPPER_ROWS  # of a work item of the Hopper kernel
 
 
 def splits_of(contexts: Iterable[int], num_heads: int, num_kv_heads: int) -> Iterator[list[int]]:
@@ -39,6 +39,11 @@ def blocks_of(tiles: np.ndarray, thread_blocks: int) -> np.ndarray:
     return np.searchsorted(limits, begins, side="right")
 
 
+def dealt(tiles: np.ndarray, thread_blocks: int) -> np.ndarray:
+    """The tiles of each thread block of the decode kernel."""
+    return np.bincount(blocks_of(tiles, thread_blocks), tiles, minlength=thread_blocks)
+
+
 def written_rows(splits: list[list[int]], thread_blocks: int) -> int:
     """The partial results of each query row of a kv head that are written to memory. A thread block
     folds the first splits of a sequence and kv head, as far as they are its own."""
@@ -61,8 +66,9 @@ def item_tiles(sequence: tuple[int, int], heads: tuple[int, int], kv_tile: int) 
 
 
 def counted(tiles: np.ndarray, thread_blocks: int) -> list[int]:
-    """The KV tiles of each thread block. A block that has none left takes the next item."""
-    dealt = [0] * thread_blocks
+    """The KV tiles of each thread block of the Hopper kernel. A block that is done takes the next
+    item."""
+    taken = [0] * thread_blocks
     for of_item in tiles:
-        heapq.heapreplace(dealt, dealt[0] + int(of_item))
-    return dealt
+        heapq.heapreplace(taken, taken[0] + int(of_item))
+    return taken

@@ -27,7 +27,7 @@ SLOTS_PER_CLOCK = 4  # warp instructions that a multiprocessor issues
 
 FLOP_PER_CLOCK = 4096  # of a multiprocessor's tensor cores in 16 bits
 
-TILE = 16  # positions of a KV tile of the decode kernel
+DECODE_TILE = 16  # positions of a KV tile of the decode kernel
 HOPPER_ROWS, HOPPER_CONSUMERS = 64, 2  # of a warpgroup's product, and warpgroups of a thread block
 PRODUCTS = ("HMMA",)
 WARPGROUP_PRODUCTS = ("HGMMA",)
@@ -164,8 +164,8 @@ def counts_of(kernel: Kernel) -> Counts | None:
     cache = next(
         (name for ending, name in CACHES.items() if re.search(f"{ending}E?$", found[2])), None
     )
-    of = _decode_counts if found[1] == "Decode" else _prefill_counts
-    return Counts(found[1], head_size, cache, *of(kernel, head_size, 2 if cache is None else 1))
+    count = _decode_counts if found[1] == "Decode" else _prefill_counts
+    return Counts(found[1], head_size, cache, *count(kernel, head_size, 2 if cache is None else 1))
 
 
 def _prefill_counts(
@@ -185,11 +185,11 @@ def _decode_counts(
     kernel: Kernel, head_size: int, bytes_of_element: int
 ) -> tuple[int, int, int, float]:
     consumer = kernel.count(PRODUCTS, 4 * head_size // 16)
-    tile_bytes = TILE * 2 * head_size * bytes_of_element
+    tile_bytes = DECODE_TILE * 2 * head_size * bytes_of_element
     copies = tile_bytes // 16 // 32  # 16 bytes for each lane
     producer = kernel.count(COPIES, copies)  # of one tile: a turn of the loop copies two, or one
     return (
-        TILE,
+        DECODE_TILE,
         consumer,
         producer,
         tile_bytes / (READ_BYTES_PER_SECOND / MULTIPROCESSORS / CLOCKS_PER_SECOND),

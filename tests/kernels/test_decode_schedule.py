@@ -6,13 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.gpu.schedules import (
-    DECODE_TILE,
-    MULTIPROCESSORS,
-    blocks_of,
-    splits_of,
-    written_rows,
-)
+from benchmarks.gpu.schedules import dealt, splits_of, written_rows
+from benchmarks.gpu.slots import DECODE_TILE, MULTIPROCESSORS
 from examples.replay import trace
 
 THREAD_BLOCKS = 2 * MULTIPROCESSORS
@@ -40,10 +35,10 @@ def test_no_thread_block_has_more_than_its_part_and_a_split(
     for first in range(0, len(lengths) - batch + 1, max(batch, 64)):
         of_heads = splits_of(lengths[first : first + batch], HEADS, num_kv_heads)
         tiles = np.concatenate([*of_heads])
-        dealt = np.bincount(blocks_of(tiles, THREAD_BLOCKS), tiles, minlength=THREAD_BLOCKS)
-        assert dealt.sum() == tiles.sum()
-        assert dealt.max() <= tiles.sum() / THREAD_BLOCKS + tiles.max()
-        worst = max(worst, dealt.max() / (tiles.sum() / THREAD_BLOCKS))
+        shares = dealt(tiles, THREAD_BLOCKS)
+        assert shares.sum() == tiles.sum()
+        assert shares.max() <= tiles.sum() / THREAD_BLOCKS + tiles.max()
+        worst = max(worst, shares.max() / (tiles.sum() / THREAD_BLOCKS))
     print(f"{mix}, {batch} sequences, {num_kv_heads} kv heads: worst {worst:.2f} of the mean")
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.gpu.schedules import MULTIPROCESSORS, QUERY_ROWS, counted, item_tiles
+from benchmarks.gpu.schedules import QUERY_ROWS, counted, item_tiles
+from benchmarks.gpu.slots import MULTIPROCESSORS
 from examples.replay import trace
 
 HEADS, KV_TILE = 32, 128

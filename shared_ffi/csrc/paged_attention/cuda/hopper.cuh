@@ -12,9 +12,9 @@
 //   the other turns its logits into weights.
 // - Each consumer knows the positions that its rows attend to. It skips other KV tiles, and applies
 //   masks only to the tiles that they cut.
-// - The producer turns numbers of 8 bits into float16, each two in one instruction. So does it with
-//   the query of such a cache. The range suffices: a query row is divided by a power of two. All
-//   positions have the same scales, so weights are not multiplied by them.
+// - The producer widens a cache of 8 bits to float16, and converts its query to float16. The range
+//   suffices: a query row is divided by a power of two, and weights are not multiplied by scales,
+//   which all positions share.
 #pragma once
 
 #include "../../gpu/sm90.cuh"
