@@ -10,6 +10,7 @@ except ImportError as _error:
         "jax_frontend needs JAX, which is not installed: pip install 'xla-paged-attention[jax]'"
     ) from _error
 
+from jax_frontend._vmap import rules as _rules  # registers them
 from jax_frontend.kv_cache_update import kv_cache_update
 from jax_frontend.merge_attention import merge_attention
 from jax_frontend.paged_attention import paged_attention
@@ -18,7 +19,7 @@ from jax_frontend.ragged_paged_attention_hd64 import ragged_paged_attention_hd64
 from jax_frontend.ragged_paged_attention_v3 import ragged_paged_attention_v3
 from jax_frontend.simple_add import simple_add
 
-del jax
+del jax, _rules
 
 __all__ = [
     "kv_cache_update",

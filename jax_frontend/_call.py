@@ -3,56 +3,95 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import lru_cache, partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import ad
 
-from jax_frontend._differentiation import without_derivative
-from jax_frontend._sharding import with_partition_rules
-from jax_frontend._vmap.batching import Batch, Operand, Results, with_vmap_rule
-from shared_ffi.spec import (
-    ArraySpec,
-    Call,
-    dtype_error,
-    missing_error,
-    on_host,
-    value_error,
-)
+from shared_ffi import lowering
+from shared_ffi.spec import ArraySpec, Call, dtype_error, missing_error, on_host, value_error
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
 
 
-def run(
-    check: Callable[..., Call],
-    arrays: Mapping[str, Any],
-    options: Mapping[str, Any] | None = None,
-    batch: Batch | None = None,
-) -> Results:
-    """Checks a call of an op and makes it.
+class Arrays:
+    """The arrays of a call, in the order of its operands. Each method adds one and returns its
+    shape and dtype for the op's check."""
 
-    Args:
-        check: the op's check in shared_ffi, which takes all arguments by name.
-        arrays: the op's array arguments by name, in the order of the operands; None: not given.
-        options: the other arguments by name.
-        batch: how ``jax.vmap`` makes one call of many; None: it loops over them.
-    """
-    op, required = _required(check)
-    for name in required.intersection(arrays):
-        if arrays[name] is None:
-            raise missing_error(op, name)
-    for name, array in arrays.items():
-        _check_integers_fit(op, name, array)
-    given = {name: jnp.asarray(x) for name, x in arrays.items() if x is not None}
-    arguments = Arguments(check, (*given,), (*(options or {}).items(),), batch)
-    call = arguments.checked(*given.values())
-    return _function(arguments, call)(*given.values())
+    def __init__(self, op: str) -> None:
+        self._op = op
+        self._arrays: list[jax.Array] = []
+
+    def add(self, name: str, array: Any) -> ArraySpec:
+        """Adds an array of any dtype, or what JAX makes an array of."""
+        if array is None:
+            raise missing_error(self._op, name)
+        check_integers_fit(self._op, name, array)
+        return self._add(jnp.asarray(array))
+
+    def add_int32(self, name: str, array: Any) -> ArraySpec:
+        """Adds integers. Under ``jax_enable_x64`` they may have 64 bits: a number beyond int32
+        becomes the int32 that is nearest to it, which is out of every range as well."""
+        if array is None:
+            raise missing_error(self._op, name)
+        check_integers_fit(self._op, name, array)
+        array = jnp.asarray(array)
+        if array.dtype == jnp.int64:
+            limits = jnp.iinfo(jnp.int32)
+            array = jnp.clip(array, limits.min, limits.max).astype(jnp.int32)
+        return self._add(array)
+
+    def add_optional(self, name: str, array: Any) -> ArraySpec | None:
+        """Adds an array of any dtype, if there is one."""
+        return None if array is None else self.add(name, array)
+
+    def add_optional_float32(self, name: str, array: Any) -> ArraySpec | None:
+        """Adds floating-point numbers, if there are any. Under ``jax_enable_x64`` they may have
+        64 bits, and are rounded."""
+        if array is None:
+            return None
+        array = jnp.asarray(array)
+        return self._add(array.astype(jnp.float32) if array.dtype == jnp.float64 else array)
+
+    def add_optional_words(self, name: str, array: Any) -> ArraySpec | None:
+        """Adds words of 32 bits, if there are any. Under ``jax_enable_x64`` they may be integers of
+        64 bits, of which the lower 32 count."""
+        if array is None:
+            return None
+        check_integers_fit(self._op, name, array)
+        array = jnp.asarray(array)
+        return self._add(array.astype(jnp.int32) if array.dtype == jnp.int64 else array)
+
+    def _add(self, array: jax.Array) -> ArraySpec:
+        self._arrays.append(array)
+        return ArraySpec(array.shape, array.dtype.name)
+
+    def call(self, call: Call) -> tuple[jax.Array, ...]:
+        """Makes a checked call with these arrays."""
+        return _function(call)(*self._arrays)
+
+
+@lru_cache(maxsize=4096)
+def _function(call: Call) -> Callable[..., tuple[jax.Array, ...]]:
+    """The function of arrays that makes a call. Equal calls get the same one, so that JAX finds
+    what it has compiled."""
+    return jax.jit(partial(lowering.make, call), inline=True)
+
+
+def _refuse_derivative(primals: Any, tangents: Any, *, call: Call) -> Any:
+    """The rule for ``jax.grad`` and its kin."""
+    raise NotImplementedError(
+        f"{call.op}: inference only, it has no derivative; got a call under jax.grad, jax.jvp "
+        "or jax.linearize. Wrap the operands in jax.lax.stop_gradient"
+    )
+
+
+ad.primitive_jvps[lowering.call_p] = _refuse_derivative
 
 
 def takes_arrays(
@@ -83,7 +122,7 @@ def takes_arrays(
                     raise missing_error(op, name)
                 if annotation == "jax.Array" and not hasattr(array, "shape"):
                     raise dtype_error(op, name, "type array", type(array).__name__)
-                _check_integers_fit(op, name, array)
+                check_integers_fit(op, name, array)
             return function(*arguments, **keywords)
 
         return checked
@@ -91,15 +130,7 @@ def takes_arrays(
     return decorate
 
 
-@lru_cache
-def _required(check: Callable[..., Call]) -> tuple[str, frozenset[str]]:
-    """The op of a check, and the arguments that it cannot do without."""
-    parameters = inspect.signature(check).parameters.values()
-    required = frozenset(x.name for x in parameters if x.default is x.empty)
-    return sys.modules[check.__module__].OP, required
-
-
-def _check_integers_fit(op: str, name: str, given: Any) -> None:
+def check_integers_fit(op: str, name: str, given: Any) -> None:
     """JAX makes 32-bit integers of 64-bit ones and drops the upper bits without a word: of all
     arrays but its own, which it has truncated before."""
     if isinstance(given, jax.Array):
@@ -117,44 +148,3 @@ def _check_integers_fit(op: str, name: str, given: Any) -> None:
         if lost.size > 0:
             rule = f"hold integers that fit {dtype.name}, as jax_enable_x64 is off"
             raise value_error(op, name, rule, lost[0])
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The arguments of `run`, with the names of the arrays in place of the arrays. Hashable."""
-
-    check: Callable[..., Call]
-    array_names: tuple[str, ...]
-    options: tuple[tuple[str, Any], ...]
-    batch: Batch | None
-
-    def checked(self, *arrays: jax.Array) -> Call:
-        """Checks the call on these arrays, or on a device's parts of them."""
-        specs = [ArraySpec(array.shape, array.dtype.name) for array in arrays]
-        return self.check(**dict(zip(self.array_names, specs, strict=True)), **dict(self.options))
-
-
-@lru_cache(maxsize=4096)
-def _function(arguments: Arguments, call: Call) -> Callable[..., Results]:
-    """The function of arrays that makes a call, with its rules for JAX's transformations.
-
-    Equal calls get the same function, so that JAX finds what it has compiled.
-    """
-    function = with_partition_rules(call, arguments.checked)
-    function = with_vmap_rule(function, partial(_run_batched, arguments))
-    function = without_derivative(call.op, function)
-    return jax.jit(function, inline=True)
-
-
-def _run_batched(arguments: Arguments, size: int, operands: Sequence[Operand]) -> Results | None:
-    """Makes the calls under ``jax.vmap`` as one call; returns None if the op cannot."""
-    if arguments.batch is None:
-        return None
-    by_name = dict(zip(arguments.array_names, operands, strict=True))
-    options = dict(arguments.options)
-    batched = arguments.batch(size, by_name, options)
-    if batched is None:
-        return None
-    arrays = {name: batched.arrays[name] for name in arguments.array_names}
-    results = run(arguments.check, arrays, options | batched.options, arguments.batch)
-    return tuple(map(batched.unbatch, results))

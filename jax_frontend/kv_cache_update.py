@@ -7,7 +7,6 @@ from typing import overload
 import jax
 
 from jax_frontend import _call
-from jax_frontend._vmap.kv_cache_update import batch
 from shared_ffi import kv_cache_update as op
 
 
@@ -95,18 +94,16 @@ def kv_cache_update(
         With ``block_size=16``, position 37 of a sequence lies in its logical block 2 at offset 5
         (37 = 2 * 16 + 5). If that block is the pool's block 9, the slot is 9 * 16 + 5 = 149.
     """
-    updated = _call.run(
-        op.check,
-        {
-            "kv_cache": kv_cache,
-            "key": key,
-            "value": value,
-            "slot_mapping": slot_mapping,
-            "value_cache": value_cache,
-            "k_scale": k_scale,
-            "v_scale": v_scale,
-        },
-        {"kv_layout": kv_layout},
-        batch,
+    arrays = _call.Arrays(op.OP)
+    call = op.check(
+        arrays.add("kv_cache", kv_cache),
+        arrays.add("key", key),
+        arrays.add("value", value),
+        arrays.add("slot_mapping", slot_mapping),
+        value_cache=arrays.add_optional("value_cache", value_cache),
+        kv_layout=kv_layout,
+        k_scale=arrays.add_optional_float32("k_scale", k_scale),
+        v_scale=arrays.add_optional_float32("v_scale", v_scale),
     )
+    updated = arrays.call(call)
     return updated[0] if value_cache is None else (updated[0], updated[1])

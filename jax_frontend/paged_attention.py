@@ -7,7 +7,6 @@ from typing import Literal, TypedDict, Unpack, overload
 import jax
 
 from jax_frontend import _call
-from jax_frontend._vmap.paged_attention import batch
 from shared_ffi import paged_attention as op
 
 
@@ -195,33 +194,29 @@ def paged_attention(
         trees verified in one call are SpecInfer's, arXiv:2305.09781; multi-head latent attention is
         DeepSeek-V2's, arXiv:2405.04434.
     """
-    results = _call.run(
-        op.check,
-        {
-            "query": query,
-            "kv_cache": kv_cache,
-            "context_lens": context_lens,
-            "block_tables": block_tables,
-            "query_start_loc": query_start_loc,
-            "num_seqs": num_seqs,
-            "value_cache": value_cache,
-            "k_scale": k_scale,
-            "v_scale": v_scale,
-            "sinks": sinks,
-            "alibi_slopes": alibi_slopes,
-            "tree_mask": tree_mask,
-        },
-        {
-            "scale": scale,
-            "sliding_window": sliding_window,
-            "soft_cap": soft_cap,
-            "causal": causal,
-            "window_right": window_right,
-            "max_query_len": max_query_len,
-            "value_head_size": value_head_size,
-            "kv_layout": kv_layout,
-            "return_lse": return_lse,
-        },
-        batch,
+    arrays = _call.Arrays(op.OP)
+    call = op.check(
+        arrays.add("query", query),
+        arrays.add("kv_cache", kv_cache),
+        arrays.add_int32("context_lens", context_lens),
+        arrays.add_int32("block_tables", block_tables),
+        arrays.add_int32("query_start_loc", query_start_loc),
+        arrays.add_int32("num_seqs", num_seqs),
+        scale,
+        sliding_window,
+        soft_cap,
+        value_cache=arrays.add_optional("value_cache", value_cache),
+        kv_layout=kv_layout,
+        k_scale=arrays.add_optional_float32("k_scale", k_scale),
+        v_scale=arrays.add_optional_float32("v_scale", v_scale),
+        sinks=arrays.add_optional_float32("sinks", sinks),
+        alibi_slopes=arrays.add_optional_float32("alibi_slopes", alibi_slopes),
+        tree_mask=arrays.add_optional_words("tree_mask", tree_mask),
+        causal=causal,
+        window_right=window_right,
+        max_query_len=max_query_len,
+        value_head_size=value_head_size,
+        return_lse=return_lse,
     )
+    results = arrays.call(call)
     return (results[0], results[1]) if return_lse else results[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 
 from jax_frontend import _call
-from jax_frontend._vmap.batching import elementwise
 from shared_ffi import simple_add as op
 
 
@@ -23,5 +22,7 @@ def simple_add(a: jax.Array, b: jax.Array) -> jax.Array:
         ValueError: the shapes differ.
         TypeError: a dtype is not float32.
     """
-    (result,) = _call.run(op.check, {"a": a, "b": b}, batch=elementwise)
+    arrays = _call.Arrays(op.OP)
+    call = op.check(arrays.add("a", a), arrays.add("b", b))
+    (result,) = arrays.call(call)
     return result

@@ -10,6 +10,9 @@ from shared_ffi.spec import ArraySpec, Call
 OPS = (simple_add, kv_cache_update, paged_attention)
 """The modules of all ops; each has OP, TARGET and check()."""
 
+SHARED_OPS = (kv_cache_update, paged_attention)
+"""Those of the ops whose heads several devices can share."""
+
 
 def library_path() -> Path:
     """The path of ``libxla_paged_attention.so``: the handlers, which need no Python."""

@@ -17,6 +17,7 @@ from shared_ffi.spec import (
     Operands,
     dtype_error,
     on_host,
+    records_arguments,
     shape_error,
     value_error,
 )
@@ -25,6 +26,7 @@ OP = "kv_cache_update"
 TARGET = "xla_gpu_kv_cache_update"
 
 
+@records_arguments
 def check(
     kv_cache: ArraySpec,
     key: ArraySpec,

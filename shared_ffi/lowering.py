@@ -10,49 +10,107 @@ import jax
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func, stablehlo
 
-from shared_ffi import runtimes
-from shared_ffi.spec import ArraySpec, Call
+from shared_ffi import runtimes, sharding
+from shared_ffi.spec import ArraySpec, Call, value_error
+
+call_p = Primitive("xla_gpu")
+"""The custom call of an op. Its parameter ``call`` is the checked call."""
+call_p.multiple_results = True
 
 
-def ffi_call(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """Makes the custom call, in a function that JAX traces; batching it is the caller's task."""
+def make(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """Makes the custom call, in a function that JAX traces."""
     runtimes.register()
-    operands = _refuse_old_driver(*operands)
-    if call.cuda_scratch_bytes is None:
-        return _ffi_call_on("cpu", call, *operands)  # the same everywhere
-    return jax.lax.platform_dependent(
-        *operands,
-        cpu=partial(_ffi_call_on, "cpu", call),
-        cuda=partial(_ffi_call_on, "cuda", call),
-    )
+    return tuple(call_p.bind(*_vary_alike(operands), call=call))
 
 
-def _ffi_call_on(platform: str, call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    results = jax.ffi.ffi_call(
-        call.target,
-        [_struct(spec) for spec in call.results_on(platform, jax.core.min_dim)],
-        input_output_aliases=dict(call.aliases),
-    )(*operands, **dict(call.attributes))
-    return tuple(results[: len(call.results)])
+def _vary_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """Under ``jax.shard_map``, lets each operand vary over the mesh axes that any of them does."""
+    axes = [_varying_axes(jax.typeof(x)) for x in operands]
+    union = frozenset().union(*axes)
+    return [
+        _cast_to_varying(x, tuple(sorted(union - own))) if own != union else x
+        for x, own in zip(operands, axes, strict=True)
+    ]
 
 
-def _refuse_old_driver(first: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
-    """The operands. Where the driver is too old for the CUDA handlers, the first one passes a
-    primitive that refuses to be lowered for CUDA devices: the CPU's programs still work."""
-    try:
+def _varying_axes(array_type: Any) -> frozenset[str]:
+    if hasattr(array_type, "manual_axis_type"):  # JAX 0.10 and newer
+        return array_type.manual_axis_type.varying
+    return array_type.vma
+
+
+def _cast_to_varying(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    if hasattr(jax.lax, "pcast"):  # JAX 0.9 and newer
+        return jax.lax.pcast(array, axes, to="varying")
+    return jax.lax.pvary(array, axes)  # type: ignore[attr-defined,no-any-return]
+
+
+def _result_types(*operands: Any, call: Call) -> list[Any]:
+    """The types of the results: shapes, dtypes and, on a mesh with explicit axes, shardings. The
+    axes that the results vary over are those of the operands."""
+    mesh = next((x.sharding.mesh for x in operands if not x.sharding.mesh.empty), None)
+    sizes = {} if mesh is None else dict(mesh.shape)
+    specs = sharding.of_results(call, [_axes_of_dims(call, x) for x in operands], sizes)
+    mesh = mesh or operands[0].sharding.mesh
+    return [
+        operands[0].update(
+            shape=result.shape,
+            dtype=np.dtype(result.dtype),
+            weak_type=False,
+            sharding=NamedSharding(
+                mesh or operands[0].sharding.mesh, PartitionSpec(*[x or None for x in spec])
+            ),
+        )
+        for result, spec in zip(call.results, specs, strict=True)
+    ]
+
+
+def _axes_of_dims(call: Call, operand: Any) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes that each dimension of an operand is sharded along."""
+    spec = operand.sharding.spec
+    if getattr(spec, "unreduced", None):
+        raise value_error(call.op, "each operand", "be reduced over every mesh axis", spec)
+    return tuple(() if x is None else x if isinstance(x, tuple) else (x,) for x in spec)
+
+
+def _lower(platform: str, context: Any, *operands: ir.Value, call: Call) -> Any:
+    if platform == "cuda" and _has_cuda_devices():  # else it is exported for another machine
         runtimes.check_cuda_driver()
-    except RuntimeError:
-        first = _checks_driver.bind(first)
-    return first, *others
+    results = call.results_on(platform, jax.core.min_dim)
+    context = context.replace(avals_out=[*map(array_type, results)])
+    values = custom_call(call, context, operands)
+    if rule := sharding.shardy_rule(call, results):
+        instruction: Any = values[0].owner
+        instruction.attributes["sdy.sharding_rule"] = ir.Attribute.parse(rule)
+    return values[: len(call.results)]
 
 
-def _lower_for_cuda(context: Any, array: ir.Value) -> list[ir.Value]:
-    if _has_cuda_devices():  # otherwise the program is exported for another machine
-        runtimes.check_cuda_driver()
-    return [array]
+def custom_call(
+    call: Call, context: Any, operands: Sequence[ir.Value], **options: Any
+) -> Sequence[ir.Value]:
+    """Adds the custom call to a module.
+
+    Args:
+        context: has the types ``avals_in`` of the operands and ``avals_out`` of the results.
+        options: of ``jax.ffi.ffi_lowering``.
+    """
+    attributes: dict[str, Any] = dict(call.attributes)
+    if call.head_dims and call.arguments is not None:
+        attributes["arguments"] = call.arguments.as_text()
+    aliases = dict(call.aliases)
+    lower: Any = jax.ffi.ffi_lowering(call.target, operand_output_aliases=aliases, **options)
+    values: Sequence[ir.Value] = lower(context, *operands, **attributes)
+    return values
+
+
+def array_type(spec: ArraySpec) -> jax.core.ShapedArray:
+    """JAX's type of an array."""
+    return jax.core.ShapedArray(spec.shape, np.dtype(spec.dtype))
 
 
 def _has_cuda_devices() -> bool:
@@ -62,10 +120,16 @@ def _has_cuda_devices() -> bool:
         return False
 
 
-_checks_driver = Primitive("xla_gpu_checks_driver")
-_checks_driver.def_abstract_eval(lambda array: array)
-mlir.register_lowering(_checks_driver, lambda context, array: [array])
-mlir.register_lowering(_checks_driver, _lower_for_cuda, platform="cuda")
+def _run(*operands: jax.Array, call: Call) -> Any:
+    """Runs the call outside of a traced function."""
+    with jax.disable_jit(False):
+        return jax.jit(partial(make, call))(*operands)
+
+
+call_p.def_abstract_eval(_result_types)
+call_p.def_impl(_run)
+for _platform in ("cpu", "cuda"):
+    mlir.register_lowering(call_p, partial(_lower, _platform), platform=_platform)
 
 
 @cache
@@ -86,7 +150,7 @@ def hlo_module(
 
     def entry(*operands: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
         if on_device is None:
-            results = ffi_call(call, *operands)
+            results = make(call, *operands)
         else:
             results = _on_parts(call, on_device, shardings, operands)
         return results[0] if len(results) == 1 else results
@@ -116,7 +180,7 @@ def _on_parts(
     return tuple(
         annotated(part, manual, "SPMDShardToFullShape", sharding, spec)
         for part, sharding, spec in zip(
-            ffi_call(on_device, *parts), shardings[count:], call.results, strict=True
+            make(on_device, *parts), shardings[count:], call.results, strict=True
         )
     )
 

@@ -21,6 +21,7 @@ from shared_ffi.spec import (
     Smaller,
     dtype_error,
     on_host,
+    records_arguments,
     shape_error,
     value_error,
 )
@@ -35,6 +36,7 @@ _MAX_SCALE = 2.0**126
 _MAX_INT64 = np.iinfo(np.int64).max
 
 
+@records_arguments
 def check(
     query: ArraySpec,
     kv_cache: ArraySpec,

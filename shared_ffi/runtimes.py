@@ -97,10 +97,14 @@ def _dotted(version: tuple[int, int]) -> str:
 def _register_with_jaxlib() -> dict[str, list[str]]:
     import jax  # noqa: PLC0415  (optional)
 
+    from shared_ffi import SHARED_OPS, partitioning  # noqa: PLC0415  (needs JAX)
+
     check_version("jaxlib", jaxlib_ffi_version())
     for platform, handlers in _native.handlers().items():
         for target, capsule in handlers.items():
             jax.ffi.register_ffi_target(target, capsule, platform=_JAX_PLATFORMS[platform])
+    for op in SHARED_OPS:
+        partitioning.register(op)
     return {platform: sorted(handlers) for platform, handlers in _native.handlers().items()}
 
 

@@ -3,11 +3,15 @@ Where there is one kv head, each has a part of the query heads and all of the ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from shared_ffi.spec import ArraySpec, Call
+from shared_ffi.spec import ArraySpec, Call, value_error
+
+Axes = tuple[str, ...]
+"""The mesh axes that a dimension is sharded along; empty: it is not sharded."""
 
 
 def by_heads(call: Call, devices: Sequence[np.ndarray | None]) -> np.ndarray | None:
@@ -24,7 +28,7 @@ def by_heads(call: Call, devices: Sequence[np.ndarray | None]) -> np.ndarray | N
         is sharded by heads.
     """
     for tiles, dim in zip(devices, call.head_dims, strict=False):
-        if tiles is None or dim is None:
+        if tiles is None or dim is None or not call.num_shared_heads:
             continue
         num_parts = tiles.shape[dim]
         if num_parts > 1 and call.num_shared_heads % num_parts == 0:
@@ -68,3 +72,98 @@ def shardings(call: Call, devices: np.ndarray | None) -> tuple[str, ...]:
         numbers = ",".join(map(str, devices.flatten()))
         texts.append(f"{{devices=[{sizes}]{numbers} last_tile_dim_replicate}}")
     return tuple(texts)
+
+
+def shardy_rule(call: Call, results: Sequence[ArraySpec]) -> str | None:
+    """The call's rule for Shardy, as MLIR writes it: dimensions of heads share a factor, all others
+    are replicated. None: devices cannot share the call, or a size is a symbol.
+
+    Args:
+        call: the call on whole arrays.
+        results: all that the custom call returns; scratch comes last.
+    """
+    arrays = [*call.operands, *results]
+    if not call.num_shared_heads or not all(isinstance(n, int) for x in arrays for n in x.shape):
+        return None
+    head_dims = [*call.head_dims, *[None] * (len(arrays) - len(call.head_dims))]
+    sizes: dict[str, int] = {}
+    shared, replicated, mappings = "", [], []
+
+    def factor(size: int) -> str:
+        letters = "ijklmnopqrstuvwxyz"
+        number = len(sizes)
+        name = letters[number] if number < len(letters) else f"z_{number - len(letters) + 1}"
+        sizes[name] = size
+        return name
+
+    for spec, head_dim in zip(arrays, head_dims, strict=True):
+        dims = []
+        for dim, size in enumerate(spec.shape):
+            if dim != head_dim:
+                dims.append(factor(size))
+                replicated.append(dims[-1])
+                continue
+            shared = shared or factor(call.num_shared_heads)
+            copies = size // call.num_shared_heads
+            dims.append(shared + factor(copies) if copies > 1 else shared)
+        mappings.append(f"[{', '.join(dims)}]")
+    count = len(call.operands)
+    before, after = ", ".join(mappings[:count]), ", ".join(mappings[count:])
+    factors = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    alone = f" need_replication={{{', '.join(replicated)}}}" if replicated else ""
+    return f"#sdy.op_sharding_rule<({before})->({after}) {{{factors}}}{alone}, custom>"
+
+
+def of_results(
+    call: Call, operands: Sequence[Sequence[Axes]], sizes: Mapping[str, int]
+) -> list[list[Axes]]:
+    """The shardings of the results on a mesh with explicit axes.
+
+    Args:
+        call: the call on whole arrays.
+        operands: for each operand, the axes of each dimension.
+        sizes: of the mesh axes.
+
+    Raises:
+        ValueError: an operand is sharded along a dimension that devices cannot share, or the heads
+            of two operands are sharded along different axes.
+    """
+    assert call.arguments is not None
+    names = call.arguments.arrays
+    head_dims = call.head_dims or (None,) * (len(names) + len(call.results))
+    axes: Axes = ()
+    for name, dims, head_dim in zip(names, operands, head_dims, strict=False):
+        for dim, given in enumerate(dims):
+            if not given:
+                continue
+            if not call.num_shared_heads or head_dim is None:
+                raise value_error(call.op, name, "be replicated" + _REMEDY, _show(dims))
+            if dim != head_dim:
+                rule = f"be sharded along dimension {head_dim} alone, its heads" + _REMEDY
+                raise value_error(call.op, name, rule, _show(dims))
+            num_parts = math.prod(sizes[axis] for axis in given)
+            if call.num_shared_heads % num_parts != 0:
+                rule = f"be sharded over a number of devices that divides {call.num_shared_heads}"
+                got = f"{_show(dims)}, which is {num_parts} devices"
+                raise value_error(call.op, name, f"{rule} heads" + _REMEDY, got)
+            if axes and given != axes:
+                rule = f"be sharded along the mesh axes of the other operands' heads, {list(axes)}"
+                raise value_error(call.op, name, rule + _REMEDY, _show(dims))
+            axes = given
+    for operand, _ in call.aliases:
+        head_dim = head_dims[operand]
+        if axes and head_dim is not None and not operands[operand][head_dim]:
+            rule = f"be sharded along dimension {head_dim} by {list(axes)}, as its new rows are"
+            raise value_error(call.op, names[operand], rule + _REMEDY, _show(operands[operand]))
+    return [
+        [axes if dim == head_dim else () for dim in range(len(spec.shape))]
+        for spec, head_dim in zip(call.results, head_dims[len(names) :], strict=True)
+    ]
+
+
+_REMEDY = " (jax.sharding.reshard it, or call the op in jax.shard_map)"
+
+
+def _show(dims: Sequence[Axes]) -> str:
+    names = [repr(x[0]) if len(x) == 1 else repr(x) if x else "None" for x in dims]
+    return f"PartitionSpec({', '.join(names)})"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from shared_ffi.spec import ArraySpec, Call, dtype_error, shape_error
+from shared_ffi.spec import ArraySpec, Call, dtype_error, records_arguments, shape_error
 
 OP = "simple_add"
 TARGET = "XlaGpuSimpleAdd"
 """Kept from programs that are older than this library. A new op's target is ``xla_gpu_<op>``."""
 
 
+@records_arguments
 def check(a: ArraySpec, b: ArraySpec) -> Call:
     """Returns the call ``a + b``, or raises ValueError (shape) or TypeError (dtype)."""
     if a.dtype != "float32":

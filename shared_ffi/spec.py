@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+import ast
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, wraps
+from typing import Any, NamedTuple, ParamSpec
 
 import numpy as np
+
+Parameters = ParamSpec("Parameters")
 
 STORAGE_DTYPES = ("float32", "float16", "bfloat16")
 CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
@@ -33,6 +37,32 @@ class ArraySpec(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Arguments:
+    """What an op's check was called with, by name."""
+
+    check: Callable[..., Call]
+    arrays: tuple[str, ...]
+    """In the order of the operands."""
+    options: tuple[tuple[str, Any], ...]
+    """The arguments that are no arrays, where they differ from their default."""
+
+    def as_text(self) -> str:
+        """The arguments as Python literals: equal arguments have equal text in every process."""
+        options = {name: np.asarray(value).item() for name, value in self.options}
+        return str((self.arrays, options))
+
+    @classmethod
+    def from_text(cls, check: Callable[..., Call], text: str) -> Arguments:
+        """The inverse of `as_text`."""
+        arrays, options = ast.literal_eval(text)
+        return cls(check, arrays, (*options.items(),))
+
+    def on(self, specs: Sequence[ArraySpec]) -> Call:
+        """The checked call with these options on arrays of these shapes and dtypes."""
+        return self.check(**dict(zip(self.arrays, specs, strict=True)), **dict(self.options))
+
+
+@dataclass(frozen=True)
 class Call:
     """A call that has passed its op's check, with all that a door needs to make it.
 
@@ -55,6 +85,12 @@ class Call:
     it. A device that computes a part of the heads has that part of each of these dimensions."""
     cuda_scratch_bytes: Callable[[Call, Smaller], int] | None = None
     """Computes the size of the CUDA kernels' scratch; None: they need none."""
+    arguments: Arguments | None = None
+    """What the check was called with, which `records_arguments` adds."""
+
+    def __str__(self) -> str:
+        options = self.arguments.options if self.arguments else ()
+        return f"{self.op}({', '.join(f'{name}={value}' for name, value in options)})"
 
     def __hash__(self) -> int:
         return self._hash
@@ -74,6 +110,23 @@ class Call:
         if platform != "cuda" or self.cuda_scratch_bytes is None:
             return self.results
         return (*self.results, ArraySpec((self.cuda_scratch_bytes(self, smaller),), "uint8"))
+
+
+def records_arguments(check: Callable[Parameters, Call]) -> Callable[Parameters, Call]:
+    """Lets an op's check return calls that know their arguments."""
+    parameters = inspect.signature(check).parameters
+    defaults = {name: x.default for name, x in parameters.items()}
+
+    @wraps(check)
+    def recorded(*positional: Parameters.args, **keywords: Parameters.kwargs) -> Call:
+        call = check(*positional, **keywords)
+        given = dict(zip(defaults, positional, strict=False)) | keywords
+        arrays = tuple([name for name in defaults if isinstance(given.get(name), ArraySpec)])
+        options = [(name, given[name]) for name in defaults if name in given and name not in arrays]
+        options = [(name, value) for name, value in options if value is not defaults[name]]
+        return replace(call, arguments=Arguments(recorded, arrays, tuple(options)))
+
+    return recorded
 
 
 @dataclass

@@ -1,18 +1,14 @@
-"""The rule for ``jax.vmap``: the calls of an op become one call, or a loop over the mapped axis."""
+"""What the rules of the ops for ``jax.vmap`` have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 
 MAX_INT32 = 2**31 - 1
-
-Results = tuple[jax.Array, ...]
 
 
 class Operand(NamedTuple):
@@ -45,8 +41,17 @@ class BatchedCall(NamedTuple):
 
 
 Batch = Callable[[int, Mapping[str, Operand], Mapping[str, Any]], BatchedCall | None]
-"""How an op batches calls. Takes the size of the mapped axis, which is not 0, then operands and
-options by name. Returns None if the op has no call that does the work of all of these."""
+"""How an op batches calls. Takes the size of the mapped axis, which is not 0, then by name the
+operands, and the options that differ from their defaults. Returns None if the op has no call that
+does the work of all of these."""
+
+
+def exceeds(size: int, limit: int) -> bool:
+    """Whether a size is certainly larger than a limit. A size that is a symbol may not be."""
+    try:
+        return size > limit
+    except jax.core.InconclusiveDimensionOperation:
+        return False
 
 
 def elementwise(
@@ -55,43 +60,6 @@ def elementwise(
     """Batches calls of an op that takes arrays of any one shape: they get one more dimension."""
     arrays = {name: x.broadcast(size) for name, x in operands.items()}
     return BatchedCall(arrays, unbatch=lambda result: result, options={})
-
-
-def with_vmap_rule(
-    function: Callable[..., Results], batched: Callable[[int, Sequence[Operand]], Results | None]
-) -> Callable[..., Results]:
-    """Gives a function of arrays its rule for ``jax.vmap``.
-
-    Args:
-        function: makes one call.
-        batched: makes all calls as one and returns the results, ``[size, ...]``; None: it cannot.
-    """
-    batchable = custom_vmap(function)
-    batchable.def_vmap(partial(_vmap_rule, batchable, batched))
-    return batchable
-
-
-def _vmap_rule(
-    function: Callable[..., Results],
-    batched: Callable[[int, Sequence[Operand]], Results | None],
-    size: int,
-    is_mapped: Sequence[bool],
-    *arrays: jax.Array,
-) -> tuple[Results, tuple[bool, ...]]:
-    operands = [*map(Operand, arrays, is_mapped)]
-    results = batched(size, operands) if size > 0 else None
-    if results is None:
-        mapped = [x.array for x in operands if x.is_mapped]
-        results = jax.lax.map(partial(_one_call, function, operands), mapped)
-    return results, (True,) * len(results)
-
-
-def _one_call(
-    function: Callable[..., Results], operands: Sequence[Operand], mapped: Sequence[jax.Array]
-) -> Results:
-    """One step of the loop: `mapped` are this call's parts of the operands that are mapped."""
-    parts = iter(mapped)
-    return function(*[next(parts) if x.is_mapped else x.array for x in operands])
 
 
 def flatten(arrays: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_frontend._vmap.batching import BatchedCall, Operand, flatten, numbers_in_pool
+from jax_frontend._vmap.batching import BatchedCall, Operand, exceeds, flatten, numbers_in_pool
 from shared_ffi import kv_layout
 from shared_ffi.kv_cache_update import OP
 
@@ -22,14 +22,14 @@ def batch(
     scales = {name: x for name, x in operands.items() if name in ("k_scale", "v_scale")}
     per_position = {name: x for name, x in scales.items() if len(x.shape) == 3}
     others = {name: x for name, x in scales.items() if name not in per_position}
-    layout = options["kv_layout"] or kv_layout.default_layout(
+    layout = options.get("kv_layout") or kv_layout.default_layout(
         is_separate="value_cache" in caches, is_latent=operands["value"].shape[2] == 0
     )
     shape = operands["kv_cache"].shape
     num_blocks, block_size = kv_layout.num_blocks_and_size(OP, layout, shape)
     num_slots = num_blocks * block_size
     largest = jnp.iinfo(slot_mapping.array.dtype).max
-    if size * num_slots > largest or any(x.is_mapped for x in others.values()):
+    if exceeds(size * num_slots, largest) or any(x.is_mapped for x in others.values()):
         return None
     layout, dim = kv_layout.stacked(layout)
     return BatchedCall(

@@ -13,6 +13,7 @@ from jax_frontend._vmap.batching import (
     MAX_INT32,
     BatchedCall,
     Operand,
+    exceeds,
     flatten,
     numbers_in_pool,
 )
@@ -55,11 +56,15 @@ def batch(
     one pool."""
     query, context_lens = operands["query"], operands["context_lens"]
     num_tokens, max_seqs = query.shape[0], context_lens.shape[0]
-    layout = options["kv_layout"] or kv_layout.default_layout(
-        is_separate="value_cache" in operands, is_latent=options["value_head_size"] is not None
+    layout = options.get("kv_layout") or kv_layout.default_layout(
+        is_separate="value_cache" in operands, is_latent=options.get("value_head_size") is not None
     )
     pool = _pool(size, operands, layout)
-    if pool is None or size * max(num_tokens, max_seqs + 1) > MAX_INT32:
+    if (
+        pool is None
+        or exceeds(size * num_tokens, MAX_INT32)
+        or exceeds(size * (max_seqs + 1), MAX_INT32)
+    ):
         return None
     ragged = _ragged_batch(
         num_tokens,
@@ -74,7 +79,7 @@ def batch(
         "context_lens": ragged.context_lens,
         "block_tables": flatten(block_tables),
         "query_start_loc": ragged.query_start_loc,
-        "num_seqs": jnp.array(len(ragged.context_lens), jnp.int32),
+        "num_seqs": jnp.array(ragged.context_lens.shape[0], jnp.int32),
     }
     return BatchedCall(arrays | pool.arrays, lambda result: result[ragged.rows], pool.options)
 
@@ -94,7 +99,7 @@ def _pool(size: int, operands: Mapping[str, Operand], layout: str) -> _Pool | No
     if not has_own_blocks:
         return _Pool(block_tables, shared, {})
     num_blocks, _ = kv_layout.num_blocks_and_size(OP, layout, arrays["kv_cache"].shape)
-    if size * num_blocks > MAX_INT32:
+    if exceeds(size * num_blocks, MAX_INT32):
         return None
     layout, dim = kv_layout.stacked(layout)
     pools = {name: jnp.moveaxis(arrays[name].broadcast(size), 0, dim) for name in caches}
@@ -114,7 +119,7 @@ def _ragged_batch(
         query_start_loc: ``[size, max_seqs + 1]``.
         num_seqs: ``[size]``.
     """
-    size = len(num_seqs)
+    size = num_seqs.shape[0]
     lengths, starts, ends = jax.vmap(partial(_sequences, num_tokens))(
         context_lens, query_start_loc, num_seqs
     )
@@ -128,7 +133,8 @@ def _ragged_batch(
     rows = jnp.where(is_real, of_call + shifts[:, None], padding)
 
     of_batch = jnp.arange(size * num_tokens, dtype=jnp.int32)
-    calls = jnp.searchsorted(ends_in_batch, of_batch, side="right", method="scan_unrolled")
+    # Not jnp.searchsorted, which jax.export refuses where the mapped axis is a symbol.
+    calls = jnp.cumsum(jnp.zeros_like(of_batch).at[ends_in_batch].add(1, mode="drop"))
     tokens = of_batch - shifts.at[calls].get(mode="clip")
     starts_and_end = jnp.concatenate([starts_in_batch, ends_in_batch[-1:]])
     return _RaggedBatch(lengths.reshape(-1), starts_and_end, calls, tokens, rows)
@@ -146,7 +152,7 @@ def _sequences(
     Returns:
         The length and the start of each sequence, ``[max_seqs + 1]``, and the end of the last one.
     """
-    max_seqs = len(context_lens)
+    max_seqs = context_lens.shape[0]
     count = jnp.where((num_seqs >= 0) & (num_seqs <= max_seqs), num_seqs, -1)
     begins, ends = query_start_loc[:-1], query_start_loc[1:]
     numbers = jnp.arange(max_seqs + 1, dtype=jnp.int32)

@@ -127,11 +127,13 @@ class AttributeReader {
   }
 
   // Call it when all attributes that are known have been read: says whether one was missing, of
-  // another type, or is left.
+  // another type, or is left. The attribute `arguments` is for XLA's partitioner alone
+  // (shared_ffi/partitioning.py).
   ffi::Error Finish() const {
-    if (error_.success() && num_read_ < attributes_.size()) {
+    const size_t num_known = num_read_ + (attributes_.contains("arguments") ? 1 : 0);
+    if (error_.success() && num_known < attributes_.size()) {
       return InvalidArgument(op_, "the call has ", attributes_.size(), " attributes, of which ",
-                             num_read_, " are known: this program was made by a newer version");
+                             num_known, " are known: this program was made by a newer version");
     }
     return error_;
   }

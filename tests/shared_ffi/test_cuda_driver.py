@@ -118,7 +118,7 @@ def test_registering_with_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lowered(platform: str) -> str:
     """The program of a call in JAX."""
-    traced = jax.jit(lambda a, b: lowering.ffi_call(CALL, a, b)).trace(jnp.ones(2), jnp.ones(2))
+    traced = jax.jit(lambda a, b: lowering.make(CALL, a, b)).trace(jnp.ones(2), jnp.ones(2))
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -136,7 +136,7 @@ def test_jax(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("old_driver")
 def test_jax_runs_on_the_cpu() -> None:
-    (result,) = jax.jit(lambda a: lowering.ffi_call(CALL, a, a))(jnp.float32([1, 2]))
+    (result,) = jax.jit(lambda a: lowering.make(CALL, a, a))(jnp.float32([1, 2]))
     assert result.tolist() == [2, 4]
 
 
