@@ -44,11 +44,11 @@ def merge_attention(
         for argument, given in (("outputs", outputs), ("lses", lses))
     )
     op.check(ArraySpec(outputs.shape, outputs.dtype.name), ArraySpec(lses.shape, lses.dtype.name))
-    largest = lses.max(axis=0)
+    largest = lses.max(axis=0, keepdims=True)
     shift = jnp.where(largest == -jnp.inf, 0, largest)
     weights = jnp.where(lses == shift, 1, jnp.exp(lses - shift))  # shift may be infinite
-    total = weights.sum(axis=0)
+    total = weights.sum(axis=0, keepdims=True)
     shares = weights / jnp.where(total == 0, 1, total)
     counted = jnp.where(lses[..., None] == -jnp.inf, 0, outputs.astype(jnp.float32))
     merged = (counted * shares[..., None]).sum(axis=0)
-    return merged.astype(outputs.dtype), shift + jnp.log(total)
+    return merged.astype(outputs.dtype), (shift + jnp.log(total))[0]

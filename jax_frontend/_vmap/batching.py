@@ -67,6 +67,16 @@ def flatten(arrays: jax.Array) -> jax.Array:
     return jax.lax.collapse(arrays, 0, 2)
 
 
+def take(array: jax.Array, places: tuple[jax.Array, ...]) -> jax.Array:
+    """The elements of an array at these places of its first dimensions, which are not sharded; the
+    other dimensions stay sharded as they are. A place that is past the end is the last one."""
+    sharding = jax.typeof(array).sharding
+    spec = jax.sharding.PartitionSpec(*[None] * places[0].ndim, *sharding.spec[len(places) :])
+    is_sharded = any(axes is not None for axes in sharding.spec)
+    out_sharding = jax.sharding.NamedSharding(sharding.mesh, spec) if is_sharded else None
+    return array.at[places].get(mode="clip", out_sharding=out_sharding)
+
+
 def numbers_in_pool(numbers: jax.Array, count: int) -> jax.Array:
     """Renumbers blocks or slots for one pool that holds the `count` blocks or slots of each call.
 

@@ -16,6 +16,7 @@ from jax_frontend._vmap.batching import (
     exceeds,
     flatten,
     numbers_in_pool,
+    take,
 )
 from shared_ffi import kv_layout
 from shared_ffi.paged_attention import OP
@@ -45,8 +46,8 @@ class _RaggedBatch(NamedTuple):
 
     def take(self, operand: Operand) -> jax.Array:
         """The rows of the batch of an operand that has one for each token."""
-        tokens = (self.calls, self.tokens) if operand.is_mapped else self.tokens
-        return operand.array.at[tokens].get(mode="clip")
+        places = (self.calls, self.tokens) if operand.is_mapped else (self.tokens,)
+        return take(operand.array, places)
 
 
 def batch(
@@ -81,7 +82,9 @@ def batch(
         "query_start_loc": ragged.query_start_loc,
         "num_seqs": jnp.array(ragged.context_lens.shape[0], jnp.int32),
     }
-    return BatchedCall(arrays | pool.arrays, lambda result: result[ragged.rows], pool.options)
+    return BatchedCall(
+        arrays | pool.arrays, lambda result: take(result, (ragged.rows,)), pool.options
+    )
 
 
 def _pool(size: int, operands: Mapping[str, Operand], layout: str) -> _Pool | None:

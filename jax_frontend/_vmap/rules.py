@@ -13,7 +13,7 @@ from jax_frontend import _call
 from jax_frontend._vmap import kv_cache_update, paged_attention
 from jax_frontend._vmap.batching import Batch, Operand, elementwise
 from shared_ffi import lowering
-from shared_ffi.spec import Arguments, Call
+from shared_ffi.spec import Arguments, Call, value_error
 
 RULES: dict[str, Batch] = {
     "simple_add": elementwise,
@@ -32,11 +32,20 @@ def _batch(
         for x, dim in zip(arrays, dims, strict=True)
     ]
     size = next(x.array.shape[0] for x in operands if x.is_mapped)
+    for number, operand in enumerate(operands):
+        _check_mapped_axis(call, number, operand)
     results = _as_one_call(call, size, operands)
     if results is None:
         mapped = [x.array for x in operands if x.is_mapped]
         results = jax.lax.map(partial(_one_call, call, operands), mapped)
     return results, [0] * len(results)
+
+
+def _check_mapped_axis(call: Call, number: int, operand: Operand) -> None:
+    axes = jax.typeof(operand.array).sharding.spec[:1]
+    if operand.is_mapped and axes != (None,) and call.arguments is not None:
+        rule = "be replicated along the axis that jax.vmap maps over (use jax.shard_map there)"
+        raise value_error(call.op, call.arguments.arrays[number], rule, f"mesh axis {axes[0]!r}")
 
 
 def _as_one_call(
