@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_frontend
 from harness.compare import assert_same_bits
@@ -113,3 +115,62 @@ def test_exports_with_symbolic_sizes(name: str) -> None:
         platforms=["cpu", "cuda"],
     )
     assert "xla_gpu_paged_attention" in export(*arguments).mlir_module()
+
+
+SHARDED = """
+    import sys
+    import jax, numpy as np, shared_ffi
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+    shared_ffi.register()
+    folder = sys.argv[1]
+    exported = jax.export.deserialize(open(f"{folder}/program", "rb").read())
+    mesh = jax.make_mesh((4,), ("model",), (AxisType.Auto,))
+    specs = [P(None, "model"), P(None, None, "model"), P(), P(), P(), P()]
+    arrays = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(np.load(f"{folder}/arrays.npz").values(), specs)
+    ]
+    step = jax.jit(exported.call)
+    print("all-gather" in step.lower(*arrays).compile().as_text(), "jax_frontend" in sys.modules)
+    np.savez(f"{folder}/results.npz", step(*arrays))
+"""
+
+
+def test_a_program_that_is_sharded_by_heads(tmp_path: Path) -> None:
+    """It is partitioned where it is loaded, in a process that only registers the handlers."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((1, 16, 64), F32), rng.standard_normal((16, 16, 8, 64), F32)]
+    arrays += [np.array(x, I32) for x in ([45], [[7, 2, 9]], [0, 1], [1])]
+    attend = jax.jit(lambda *arrays: jax_frontend.paged_attention(*arrays, 0.125))
+    mesh = jax.make_mesh((4,), ("model",), (AxisType.Auto,), devices=jax.devices()[:4])
+    specs = [P(None, "model"), P(None, None, "model"), P(), P(), P(), P()]
+    sharded = [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
+    ]
+    export = jax.export.export(attend, disabled_checks=CHECKS)
+    (tmp_path / "program").write_bytes(export(*sharded).serialize())
+    np.savez(tmp_path / "arrays.npz", *arrays)
+    lines = scripts.output(SHARDED, str(tmp_path), JAX_NUM_CPU_DEVICES="4")
+    assert lines == ["False False"]
+    (result,) = np.load(tmp_path / "results.npz").values()
+    assert_same_bits(result, np.asarray(attend(*arrays)))
+
+
+def test_a_vmapped_call_whose_mapped_axis_is_a_symbol() -> None:
+    (batch,) = jax.export.symbolic_shape("batch")
+    of = jax.ShapeDtypeStruct
+    shapes = [((batch, 2, 16, 64), F32), ((16, 16, 8, 64), F32)]
+    shapes += [((batch, *shape), I32) for shape in ((2,), (2, 3), (3,), (1,))]
+    attend = jax.vmap(
+        lambda *arrays: jax_frontend.paged_attention(*arrays, 0.125), (0, None, 0, 0, 0, 0)
+    )
+    export = jax.export.export(jax.jit(attend), disabled_checks=CHECKS)
+    program = jax.export.deserialize(export(*[of(*x) for x in shapes]).serialize())
+    rng = np.random.default_rng(0)
+    for size in (1, 3):
+        tables = rng.permutation(16)[: 2 * 3].reshape(2, 3)
+        arrays = [rng.standard_normal((size, 2, 16, 64), F32)]
+        arrays += [rng.standard_normal((16, 16, 8, 64), F32)]
+        metadata = ([45, 3], tables, [0, 1, 2], [2])
+        arrays += [np.stack([np.array(x, I32)] * size) for x in metadata]
+        assert_same_bits(np.asarray(program.call(*arrays)), np.asarray(attend(*arrays)))
