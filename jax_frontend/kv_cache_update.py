@@ -87,8 +87,11 @@ def kv_cache_update(
     Raises:
         ValueError: a shape is wrong.
         TypeError: a dtype is wrong.
-        jax.errors.JaxRuntimeError: when it runs, INVALID_ARGUMENT: a slot is past the end. The
-            cache is left as it was.
+        jax.errors.JaxRuntimeError, or ValueError: when it runs, INVALID_ARGUMENT: a slot is past
+            the end. Which of the two JAX raises depends on when it notices: catch both. Nothing is
+            written, but a donated cache is lost, because JAX has deleted it. Where slots may be
+            wrong, call ``shared_ffi.kv_cache_update.check_values(kv_cache, slot_mapping)`` before
+            the step that donates.
 
     Example:
         With ``block_size=16``, position 37 of a sequence lies in its logical block 2 at offset 5

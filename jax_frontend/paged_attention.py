@@ -107,7 +107,8 @@ def paged_attention(
             float8_e4m3fn, float8_e5m2 or int8; the K of kv head h at index 2h, its V at 2h + 1. Any
             block_size from 1.
         context_lens: ``[max_seqs]`` int32: tokens of the sequence in the cache, the query tokens
-            of this call included. May be 0.
+            of this call included. May be 0. This array and the next three may have 64 bits under
+            ``jax_enable_x64``.
         block_tables: ``[max_seqs, max_blocks_per_seq]`` int32: the pool's block for each logical
             block of the sequence. Entries that no query attends to may hold anything.
         query_start_loc: ``[max_seqs + 1]`` int32, non-decreasing up to entry ``num_seqs``.
@@ -174,8 +175,9 @@ def paged_attention(
     Raises:
         ValueError: a shape is wrong, or the value of an argument that is not an array.
         TypeError: a dtype or type is wrong.
-        jax.errors.JaxRuntimeError: when it runs, INVALID_ARGUMENT naming sequence and entry:
-            lengths, tables or ``num_seqs`` contradict each other or point outside the pool.
+        jax.errors.JaxRuntimeError, or ValueError: when it runs, INVALID_ARGUMENT naming sequence
+            and entry: lengths, tables or ``num_seqs`` contradict each other or point outside the
+            pool. Which of the two JAX raises depends on when it notices: catch both.
 
     Example:
         ``block_size=16``, one sequence of 45 tokens in the cache (45 = 2 * 16 + 13), decoding its

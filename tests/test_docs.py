@@ -29,6 +29,8 @@ EXPECTED = {
     "as_text()\nprint(": "False",
     "aoti_load_package": "True",
     "_get_xla_sharding_spec": "devices=[1,4,1]",
+    "jax.set_mesh(": "query must be sharded along dimension 1 alone, its heads",
+    "jax.lax.scan(": "copies of the pool: 0",
     "model.decode(answer.tokens)": "The capital of France is Paris.",
     "generate_batch(": "the same tokens: True",
     "from vllm import": "new tokens: [8, 8]",

@@ -54,7 +54,7 @@ def kv_cache_update(
         ValueError: a shape is wrong; ``mesh`` is given without ``kv_cache_pspec``; a run is wrong
             and ``dynamic_validate_inputs`` is true.
         TypeError: a dtype is wrong.
-        jax.errors.JaxRuntimeError: as ``jax_frontend.kv_cache_update``.
+        jax.errors.JaxRuntimeError, or ValueError: as ``jax_frontend.kv_cache_update``.
     """
     if slices.ndim != 2 or slices.shape[0] != 3:
         raise shape_error(OP, "slices", "[3, max_slices]", slices.shape)

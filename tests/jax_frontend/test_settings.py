@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 
 from harness.compare import assert_same_bits
-from tests.support.jax_settings import FLAGS, KINDS, SETTINGS, TRANSFORMATIONS, Kind, Setting, flags
+from tests.support.jax_settings import (
+    FLAG_SETTINGS,
+    FLAGS,
+    KINDS,
+    PAGE,
+    SETTINGS,
+    TRANSFORMATIONS,
+    Kind,
+    Setting,
+    flags,
+    page,
+)
 
 COLLECTIVES = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter")
 
@@ -93,7 +104,7 @@ def test_program(setting: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("setting", ["one device", "Auto axes", "Explicit axes", "`shard_map`"])
+@pytest.mark.parametrize("setting", FLAG_SETTINGS)
 @pytest.mark.parametrize("flag", FLAGS)
 def test_flag(flag: str, setting: str, name: str) -> None:
     kind, chosen = KINDS[name], SETTINGS[setting]
@@ -105,3 +116,7 @@ def test_flag(flag: str, setting: str, name: str) -> None:
         results = jax.jit(chosen.wrap(kind, kind.function))(*arrays)
         with jax.transfer_guard("allow"):
             compare(kind, chosen, results, wanted)
+
+
+def test_the_page_lists_what_is_tested() -> None:
+    assert PAGE.read_text() == page()

@@ -20,6 +20,9 @@ from tests.support.calls import overload_of, split_keywords
 
 Door = Callable[..., Any]
 
+JAX_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
+"""An error of a handler in JAX, which is one of the two, by timing."""
+
 
 def to_xla(array: Any) -> torch.Tensor:
     return to_torch(array).to(torch_xla.device())
