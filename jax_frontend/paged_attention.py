@@ -123,6 +123,7 @@ def paged_attention(
             Shape and dtype of ``kv_cache``.
         kv_layout: which dimension is which, if not as above: ``n`` num_blocks, ``b`` block_size,
             ``h`` num_kv_heads, ``2`` K then V, ``d`` head_size, in any order that ends with ``d``.
+            Without ``b``, blocks have one position.
             ``(h2)``, ``(2h)`` and ``(2d)`` are one dimension that counts both. A letter that is
             repeated, side by side, stands for several dimensions that count one thing. None is
             ``"nb(h2)d"``, with ``value_cache`` ``"nbhd"``, with ``value_head_size`` ``"nbd"``. For

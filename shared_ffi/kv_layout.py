@@ -7,7 +7,8 @@ num_blocks, ``b`` block_size, ``h`` num_kv_heads, ``2`` K then V, ``d`` head_siz
 * A name that is repeated, such as ``nn``, stands for several dimensions that count one thing.
 
 A cache of K alone, for attention whose V is a part of K, has no ``2``; where there is one kv head,
-it may have no ``h``. The kernels know only strides, so all layouts are the same to them.
+it may have no ``h``; where blocks have one position, a cache may have no ``b``. The kernels know
+only strides, so all layouts are the same to them.
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ LATENT = "nbd"
 """The default where V is a part of K: a row is shared by all query heads."""
 
 _LETTERS = {DEFAULT: ("2bdhn",), SEPARATE: ("bdhn",), LATENT: ("bdn", "bdhn")}
-"""By their default, the letters of layouts, sorted."""
+"""By their default, the letters of layouts, sorted; ``b`` may be missing."""
 
 _RULES = {
-    DEFAULT: "name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do",
-    SEPARATE: "name each of b, d, h, n once, with d last, as 'nbhd' does where V is value_cache",
-    LATENT: "name each of b, d, n, and perhaps h, once, with d last, as 'nbd' does where V is a "
+    DEFAULT: "name each of 2, d, h, n, and perhaps b, once, with d last, as 'nb(h2)d' or 'n2bhd' "
+    "do",
+    SEPARATE: "name each of d, h, n, and perhaps b, once, with d last, as 'nbhd' does where V is "
+    "value_cache",
+    LATENT: "name each of d, n, and perhaps b and h, once, with d last, as 'nbd' does where V is a "
     "part of K",
 }
 
@@ -135,7 +138,7 @@ def check(
         block_size=sizes["b"],
         num_kv_heads=sizes["h"],
         block_stride=step["n"],
-        position_stride=step["b"],
+        position_stride=step.get("b", 0),
         head_stride=step.get("h", 0),
         value_offset=step.get("2", 0),
         head_dim=_head_dim(axes, kv_cache.shape, sizes["h"]),
@@ -244,7 +247,7 @@ def num_blocks_and_size(op: str, kv_layout: str | None, shape: Sequence[int]) ->
         rule = ", ".join(_describe(axis, {}) for axis in axes)
         raise shape_error(op, "kv_cache", f"[{rule}]", tuple(shape))
     totals = _totals(axes, shape)
-    return totals["n"], totals["b"]
+    return totals["n"], totals.get("b", 1)
 
 
 def stacked(layout: str) -> tuple[str, int]:
@@ -261,7 +264,8 @@ def _parse(op: str, layout: str, default: str) -> tuple[str, ...]:
     """
     axes = _axes(layout)
     letters = [letter for axis, _ in groupby(axes) for letter in axis]
-    if "".join(sorted(letters)) not in _LETTERS[default] or axes[-1] not in ("d", "2d"):
+    allowed = [*_LETTERS[default], *[each.replace("b", "") for each in _LETTERS[default]]]
+    if "".join(sorted(letters)) not in allowed or axes[-1] not in ("d", "2d"):
         raise value_error(op, "kv_layout", _RULES[default], repr(layout))
     return axes
 
@@ -283,7 +287,8 @@ def _sizes(axes: Sequence[str], shape: Sequence[int]) -> dict[str, int]:
     """The size of each letter, or nothing if the shape is not one of the layout's."""
     if len(axes) != len(shape):
         return {}
-    sizes = {"2": 2} if "h" in "".join(axes) else {"2": 2, "h": 1}
+    letters = "".join(axes)
+    sizes = {"2": 2} | dict.fromkeys(set("bh") - set(letters), 1)
     for axis, total in _totals(axes, shape).items():
         if axis not in _WITH_KV:
             sizes[axis] = total

@@ -94,8 +94,9 @@ def _update_part(
     new_kv: jax.Array, slices: jax.Array, kv_cache: jax.Array, num_slices: jax.Array
 ) -> jax.Array:
     slots = _slot_mapping(slices, num_slices, len(new_kv))
-    rows = jnp.expand_dims(kv_cache, 1)  # pages of one row
-    return ours(rows, new_kv[:, 0::2], new_kv[:, 1::2], slots)[:, 0]
+    pairs = new_kv.reshape(len(new_kv), -1, 2, new_kv.shape[2])
+    # The rows of this cache are slots. Reshaped to pages, it would be copied.
+    return ours(kv_cache, pairs[:, :, 0], pairs[:, :, 1], slots, kv_layout="n(h2)d")
 
 
 def _slot_mapping(slices: jax.Array, num_slices: jax.Array, num_tokens: int) -> jax.Array:
@@ -104,7 +105,8 @@ def _slot_mapping(slices: jax.Array, num_slices: jax.Array, num_tokens: int) -> 
     is_run = jnp.arange(slices.shape[1]) < num_slices
     first = jnp.where(is_run, first, jnp.iinfo(first.dtype).max)
     token = jnp.arange(num_tokens, dtype=first.dtype)
-    run = jnp.searchsorted(first, token, side="right") - 1
+    # Not jnp.searchsorted, which JAX 0.10 refuses in a checked shard_map.
+    run = jnp.sum(first[None] <= token[:, None], axis=1) - 1
     offset = token - first[run]
     return jnp.where((run >= 0) & (offset < length[run]), in_cache[run] + offset, -1)
 

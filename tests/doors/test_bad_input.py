@@ -343,7 +343,7 @@ def test_booleans_are_not_numbers(changes: dict[str, Any], message: str) -> None
         (
             {"kv_layout": "nb(h2)d\n"},
             ValueError,
-            "kv_layout must name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' "
+            "kv_layout must name each of 2, d, h, n, and perhaps b, once, with d last, as 'nb(h2)d' or 'n2bhd' "
             "do; got 'nb(h2)d\\n'",
         ),
         ({"causal": None}, TypeError, "causal must have type bool; got NoneType"),

@@ -54,6 +54,17 @@ def test_vmap_of_one_argument(batched: int) -> None:
         assert_same_bits(np.asarray(result[i]), np.asarray(attend(*one)))
 
 
+def test_a_layout_without_blocks() -> None:
+    """Blocks of one position: the rows of the cache are slots."""
+    rows = np.random.default_rng(0).standard_normal((8, 4, 8), np.float32)
+    query, _, lens, _, *rest = random_operands()
+    tables = np.int32([[3, 1, 6], [0, 9, 9], [9, 9, 9]])
+    by_slots = attend(query, rows, lens, tables, *rest, kv_layout="n(h2)d")
+    assert_same_bits(
+        np.asarray(by_slots), np.asarray(attend(query, rows[:, None], lens, tables, *rest))
+    )
+
+
 def test_a_call_without_features_lowers_as_in_the_first_version() -> None:
     """Programs serialized by earlier versions run. Only the partitioner reads what was added."""
     before, _ = hlo.of_jax(partial(attend, sliding_window=9), *OPERANDS)

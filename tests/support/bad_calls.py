@@ -270,16 +270,31 @@ STATIC = [
         fault(op, f"kv_layout must {rule}; got {layout!r}", in_handler=False, kv_layout=layout)
         for op in (attention, update)
         for rule, layout in (
-            ("name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do", "nbhd"),
-            ("name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do", "nb(hd)2"),
-            ("name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do", "nbh2(d"),
-            ("name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do", "n2nbhd"),
-            ("name each of 2, b, d, h, n once, with d last, as 'nb(h2)d' or 'n2bhd' do", ""),
+            (
+                "name each of 2, d, h, n, and perhaps b, once, with d last, as 'nb(h2)d' or 'n2bhd' do",
+                "nbhd",
+            ),
+            (
+                "name each of 2, d, h, n, and perhaps b, once, with d last, as 'nb(h2)d' or 'n2bhd' do",
+                "nb(hd)2",
+            ),
+            (
+                "name each of 2, d, h, n, and perhaps b, once, with d last, as 'nb(h2)d' or 'n2bhd' do",
+                "nbh2(d",
+            ),
+            (
+                "name each of 2, d, h, n, and perhaps b, once, with d last, as 'nb(h2)d' or 'n2bhd' do",
+                "n2nbhd",
+            ),
+            (
+                "name each of 2, d, h, n, and perhaps b, once, with d last, as 'nb(h2)d' or 'n2bhd' do",
+                "",
+            ),
         )
     ),
     fault(
         attention,
-        "kv_layout must name each of b, d, h, n once, with d last, as 'nbhd' does where V is "
+        "kv_layout must name each of d, h, n, and perhaps b, once, with d last, as 'nbhd' does where V is "
         "value_cache; got 'n2bhd'",
         in_handler=False,
         kv_layout="n2bhd",
@@ -338,7 +353,7 @@ STATIC = [
     ),
     fault(
         attention,
-        "kv_layout must name each of b, d, n, and perhaps h, once, with d last, as 'nbd' does "
+        "kv_layout must name each of d, n, and perhaps b and h, once, with d last, as 'nbd' does "
         "where V is a part of K; got 'n2bd'",
         in_handler=False,
         value_head_size=8,

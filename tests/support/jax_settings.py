@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_frontend
+from jax_frontend.compat import ejkernel, pallas_gpu, pallas_tpu, sglang_jax, tpu_inference
 
 Function = Callable[..., tuple[jax.Array, ...]]
 """A function of a kind's arrays."""
@@ -140,19 +141,80 @@ def _kinds() -> Iterator[Kind]:
         is_update=True,
     )
 
-    def ragged(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        output, cache = jax_frontend.ragged_paged_attention_v3(*arrays, sm_scale=0.25)
-        return cache, output
+    def cache_first(function: Callable[..., Any], scale: str = "sm_scale") -> Function:
+        def function_of_arrays(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+            output, cache = function(*arrays, **{scale: 0.25})
+            return cache, output
 
+        return function_of_arrays
+
+    def one(function: Callable[..., Any], **options: Any) -> Function:
+        return lambda *arrays: (function(*arrays, **options),)
+
+    rows = (normal(6, 4, 16), normal(6, 4, 16))
     packed = normal(12, 4, 4, 2, 16)
-    call = (query, normal(6, 4, 16), normal(6, 4, 16), packed, lens, tables.ravel())
-    yield Kind(
+    flat, runs, distribution = tables.ravel(), metadata[2], np.int32([0, 0, 2])
+    tpu = partial(Kind, result_dims=(2, 1), carried=((3, 0),), is_update=True)
+    yield tpu(
         "ragged_paged_attention_v3",
-        ragged,
-        (*call, metadata[2], np.int32([0, 0, 2])),
-        (1, 1, 1, 2, None, None, None, None),
-        (2, 1),
-        ((3, 0),),
+        cache_first(jax_frontend.ragged_paged_attention_v3),
+        (query, *rows, packed, lens, flat, runs, distribution),
+        dims=(1, 1, 1, 2, *[None] * 4),
+    )
+    yield tpu(
+        "ragged_paged_attention_hd64",
+        cache_first(jax_frontend.ragged_paged_attention_hd64),
+        (
+            *(normal(6, heads, 64) for heads in (16, 4, 4)),
+            *(normal(12, 4, 4, 1, 128), lens, flat, runs, distribution),
+        ),
+        dims=(1, 1, 1, 2, *[None] * 4),
+    )
+    yield tpu(
+        "sglang_jax.ragged_paged_attention",
+        cache_first(sglang_jax.ragged_paged_attention),
+        (query, *rows, packed, lens, flat, runs, np.int32([0, 12, 16, 16]), distribution),
+        dims=(1, 1, 1, 2, *[None] * 5),
+    )
+    yield tpu(
+        "ejkernel.ragged_page_attention_v3",
+        cache_first(ejkernel.ragged_page_attention_v3, "softmax_scale"),
+        (query, *rows, packed, lens, flat, runs, distribution),
+        dims=(1, 1, 1, 2, *[None] * 4),
+    )
+    yield attention(
+        "ejkernel.unified_attention",
+        one(ejkernel.unified_attention, softmax_scale=0.25),
+        (query, normal(12, 4, 4, 16), normal(12, 4, 4, 16), lens, tables, runs),
+        (1, 2, 2, None, None, None),
+        is_exact=False,
+    )
+    yield attention(
+        "ragged_paged_attention",
+        one(jax_frontend.ragged_paged_attention, sm_scale=0.25),
+        (query, pool, *metadata),
+        one_array,
+    )
+    keys_and_values = (normal(4, 12, 4, 16), normal(4, 12, 4, 16))
+    yield attention(
+        "pallas_tpu.paged_attention",
+        one(pallas_tpu.paged_attention, pages_per_compute_block=1),
+        (query[:3], *keys_and_values, lens, tables),
+        (1, 0, 0, None, None),
+    )
+    yield attention(
+        "pallas_gpu.paged_attention",
+        one(pallas_gpu.paged_attention),
+        (query[:3], *keys_and_values, tables, lens),
+        (1, 0, 0, None, None),
+    )
+    yield Kind(
+        "tpu_inference.kv_cache_update",
+        one(tpu_inference.kv_cache_update, page_size=4),
+        (normal(6, 8, 16), np.int32([[9, 20], [0, 2], [2, 3]]), normal(48, 8, 16), np.int32([2])),
+        (1, None, 1, None),
+        (1,),
+        ((2, 0),),
         is_update=True,
     )
     yield Kind(
