@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import lru_cache, partial, wraps
+from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -32,7 +33,7 @@ class Arrays:
         if array is None:
             raise missing_error(self._op, name)
         check_integers_fit(self._op, name, array)
-        return self._add(jnp.asarray(array))
+        return self._add(_as_array(array))
 
     def add_int32(self, name: str, array: Any) -> ArraySpec:
         """Adds integers. Under ``jax_enable_x64`` they may have 64 bits: a number beyond int32
@@ -40,7 +41,7 @@ class Arrays:
         if array is None:
             raise missing_error(self._op, name)
         check_integers_fit(self._op, name, array)
-        array = jnp.asarray(array)
+        array = _as_array(array)
         if array.dtype == jnp.int64:
             limits = jnp.iinfo(jnp.int32)
             array = jnp.clip(array, limits.min, limits.max).astype(jnp.int32)
@@ -55,7 +56,7 @@ class Arrays:
         64 bits, and are rounded."""
         if array is None:
             return None
-        array = jnp.asarray(array)
+        array = _as_array(array)
         return self._add(array.astype(jnp.float32) if array.dtype == jnp.float64 else array)
 
     def add_optional_words(self, name: str, array: Any) -> ArraySpec | None:
@@ -64,16 +65,23 @@ class Arrays:
         if array is None:
             return None
         check_integers_fit(self._op, name, array)
-        array = jnp.asarray(array)
+        array = _as_array(array)
         return self._add(array.astype(jnp.int32) if array.dtype == jnp.int64 else array)
 
     def _add(self, array: jax.Array) -> ArraySpec:
         self._arrays.append(array)
-        return ArraySpec(array.shape, array.dtype.name)
+        return ArraySpec(array.shape, _name(array.dtype))
 
     def call(self, call: Call) -> tuple[jax.Array, ...]:
         """Makes a checked call with these arrays."""
         return _function(call)(*self._arrays)
+
+
+def _as_array(array: Any) -> jax.Array:
+    return array if isinstance(array, jax.Array) else jnp.asarray(array)
+
+
+_name = lru_cache(attrgetter("name"))  # NumPy makes it of a dtype each time
 
 
 @lru_cache(maxsize=4096)
