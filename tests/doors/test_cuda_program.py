@@ -13,9 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from torch._dynamo.backends.common import aot_autograd
 from torch_xla.stablehlo import exported_program_to_stablehlo
 
@@ -109,6 +112,31 @@ def test_jax_and_torch_xla_make_the_same_calls(h200: Any) -> None:
         assert hlo.custom_calls(jitted, target) == [call]
         assert "operand_layout_constraints={" in call and "API_VERSION_TYPED_FFI" in call
     assert "output_to_operand_aliasing={{}: (0, {})}" in call
+
+
+def test_four_devices_share_a_call_by_heads() -> None:
+    """Each makes the call of its heads, with scratch of that call, and sends nothing."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=H200, topology="1x1x4"
+        )
+    mesh = Mesh(np.array(topology.devices), ("model",))
+    query, _, *metadata = operands()
+    kv_cache = jnp.zeros((64, 16, 8, 128), query.dtype)
+    specs = [P(None, "model"), P(None, None, "model"), P(), P(), P(), P()]
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        for x, spec in zip((query, kv_cache, *metadata), specs, strict=True)
+    ]
+    program = jax.jit(attend).trace(*shapes).lower(lowering_platforms=("cuda",)).compile()
+    text = program.as_text()
+    assert text is not None and "all-gather" not in text
+    (call,) = hlo.custom_calls(text, ATTENTION)
+    parts = (query[:, :2], kv_cache[:, :, :2], *metadata)
+    traced = jax.jit(attend).trace(*parts).lower(lowering_platforms=("cuda",))
+    (alone,) = hlo.custom_calls(traced.compiler_ir("hlo").as_hlo_text(), ATTENTION)
+    assert call.partition(" custom-call(")[0] == alone.partition(" custom-call(")[0]
 
 
 def test_openxla_makes_the_same_calls_of_cuda_tensors(h200: Any) -> None:
