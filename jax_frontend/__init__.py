@@ -11,12 +11,12 @@ except ImportError as _error:
     ) from _error
 
 from jax_frontend._vmap import rules as _rules  # registers them
+from jax_frontend.compat._ragged_hd64 import ragged_paged_attention_hd64
+from jax_frontend.compat._ragged_v2 import ragged_paged_attention
+from jax_frontend.compat._ragged_v3 import ragged_paged_attention_v3
 from jax_frontend.kv_cache_update import kv_cache_update
 from jax_frontend.merge_attention import merge_attention
 from jax_frontend.paged_attention import paged_attention
-from jax_frontend.ragged_paged_attention import ragged_paged_attention
-from jax_frontend.ragged_paged_attention_hd64 import ragged_paged_attention_hd64
-from jax_frontend.ragged_paged_attention_v3 import ragged_paged_attention_v3
 from jax_frontend.simple_add import simple_add
 
 del jax, _rules

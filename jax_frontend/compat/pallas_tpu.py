@@ -9,7 +9,7 @@ import jax
 
 from jax_frontend._call import takes_arrays
 from jax_frontend.compat._decode import decode
-from jax_frontend.ragged_paged_attention import ragged_paged_attention
+from jax_frontend.compat._ragged_v2 import ragged_paged_attention
 from shared_ffi.spec import shape_error
 
 __all__ = ["paged_attention", "ragged_paged_attention"]

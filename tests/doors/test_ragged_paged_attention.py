@@ -15,7 +15,7 @@ import torch
 import jax_frontend
 from harness.arrays import DTYPES
 from harness.compare import assert_same_bits
-from jax_frontend import _update_and_attend
+from jax_frontend.compat import _update_and_attend
 from tests.support import doors, scripts
 from tests.support.cases import SHORT_CASES
 from tests.support.tpu_calls import inputs, oracle

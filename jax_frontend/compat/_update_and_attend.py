@@ -82,6 +82,43 @@ def update_and_attend(
     )
 
 
+def ragged(
+    op: str,
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    kv_cache: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    distribution: jax.Array,
+    attention_sink: jax.Array | None,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Version 3 of the TPU's kernel and its variant for heads of 64, which differ in the cache.
+
+    Args:
+        options: of `update_and_attend`.
+    """
+    check_shape(op, "cu_q_lens", cu_q_lens, (kv_lens.shape[0] + 1,))
+    check_shape(op, "distribution", distribution, (3,))
+    if attention_sink is not None:
+        check_shape(op, "attention_sink", attention_sink, queries.shape[1:2])
+    return update_and_attend(
+        op,
+        queries,
+        keys,
+        values,
+        kv_cache,
+        kv_lens,
+        block_tables_of(op, "page_indices", page_indices, kv_lens),
+        cu_q_lens,
+        distribution[2],
+        attention_sink,
+        **options,
+    )
+
+
 def check_shape(op: str, argument: str, array: jax.Array, shape: tuple[int, ...]) -> None:
     """Raises ValueError if an array does not have the shape."""
     if array.shape != shape:

@@ -7,12 +7,7 @@ from typing import Any
 import jax
 
 from jax_frontend._call import takes_arrays
-from jax_frontend._update_and_attend import (
-    PACKED_ROWS,
-    block_tables_of,
-    check_shape,
-    update_and_attend,
-)
+from jax_frontend.compat._update_and_attend import PACKED_ROWS, ragged
 
 OP = "ragged_paged_attention_v3"
 
@@ -96,20 +91,16 @@ def ragged_paged_attention_v3(
     """
     if unknown := sorted(set(tuning) - _TUNING):
         raise TypeError(f"{OP}: no argument is called {unknown[0]}; got {tuning[unknown[0]]!r}")
-    check_shape(OP, "cu_q_lens", cu_q_lens, (kv_lens.shape[0] + 1,))
-    check_shape(OP, "distribution", distribution, (3,))
-    if attention_sink is not None:
-        check_shape(OP, "attention_sink", attention_sink, queries.shape[1:2])
-    return update_and_attend(
+    return ragged(
         OP,
         queries,
         keys,
         values,
         kv_cache,
         kv_lens,
-        block_tables_of(OP, "page_indices", page_indices, kv_lens),
+        page_indices,
         cu_q_lens,
-        distribution[2],
+        distribution,
         attention_sink,
         kv_layout=PACKED_ROWS,
         scale=sm_scale,

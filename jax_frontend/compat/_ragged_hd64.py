@@ -7,12 +7,7 @@ from typing import Any
 import jax
 
 from jax_frontend._call import takes_arrays
-from jax_frontend._update_and_attend import (
-    PACKED_PAIRS,
-    block_tables_of,
-    check_shape,
-    update_and_attend,
-)
+from jax_frontend.compat._update_and_attend import PACKED_PAIRS, ragged
 from shared_ffi.spec import shape_error
 
 OP = "ragged_paged_attention_hd64"
@@ -74,25 +69,21 @@ def ragged_paged_attention_hd64(
     Raises:
         ValueError, TypeError: as ``paged_attention``.
     """
-    check_shape(OP, "cu_q_lens", cu_q_lens, (kv_lens.shape[0] + 1,))
-    check_shape(OP, "distribution", distribution, (3,))
-    if attention_sink is not None:
-        check_shape(OP, "attention_sink", attention_sink, queries.shape[1:2])
     if queries.ndim != 3 or queries.shape[2] != 64:
         raise shape_error(OP, "queries", "[num_tokens, num_q_heads, 64]", queries.shape)
     if kv_cache.ndim != 5 or kv_cache.shape[4] != 128:
         rule = "[num_pages, page_size, rows // packing, packing, 128]"
         raise shape_error(OP, "kv_cache", rule, kv_cache.shape)
-    return update_and_attend(
+    return ragged(
         OP,
         queries,
         keys,
         values,
         kv_cache,
         kv_lens,
-        block_tables_of(OP, "page_indices", page_indices, kv_lens),
+        page_indices,
         cu_q_lens,
-        distribution[2],
+        distribution,
         attention_sink,
         kv_layout=PACKED_PAIRS,
         scale=sm_scale,
