@@ -16,7 +16,7 @@ CPU_ONLY := $$([ -e $(VENV)/installed ] || echo \
 
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(CSRC)
 
-.PHONY: demo help quick check test lint format types docs files wheels features bench bench-cpu gpu-check gpu-pack gpu-rehearsal fuzz resources sanitize test-vllm bench-vllm clean
+.PHONY: demo help quick check test test-all lint format types docs files wheels features bench bench-cpu gpu-check gpu-pack gpu-rehearsal fuzz resources sanitize test-vllm bench-vllm clean
 
 demo: export MPLCONFIGDIR := build/cache/matplotlib
 demo: $(VENV)/installed  ## a real model's answers, then a request trace, through several doors
@@ -46,8 +46,11 @@ quick: $(if $(wildcard $(VENV)/installed),,$(VENV)/installed)  ## the inner loop
 check: lint  ## lint, types and the quick tests, in 3 minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK)
 
-test: $(VENV)/installed  ## the whole test suite
-	$(BIN)/python -m pytest -n 2 --dist worksteal --feature-table=build/features.md
+test: $(VENV)/installed  ## the tests: each kind, and each pair of features, in 12 minutes
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-all: $(VENV)/installed  ## each combination of features, and longer campaigns
+	$(BIN)/python -m pytest -n 2 --dist worksteal --all --feature-table=build/features.md
 
 # Needs neither a compiler nor the frameworks: the reference is read from the sources.
 docs: $(VENV)-docs/installed  ## the documentation as a site, build/site/index.html
@@ -112,8 +115,9 @@ $(VENV)-vllm/installed: $(SOURCES)
 	touch $@
 
 features: $(VENV)/installed  ## the table of features and doors, from the tests' records
-	$(BIN)/python -m pytest -n 2 tests/doors/test_parity.py tests/torch_frontend/test_openxla.py \
-		tests/kernels/test_cuda_kernel.py --feature-table docs/features/README.md
+	$(BIN)/python -m pytest -n 2 --all tests/doors/test_parity.py \
+		tests/torch_frontend/test_openxla.py tests/kernels/test_cuda_kernel.py \
+		--feature-table docs/features/README.md
 
 bench: $(VENV)/installed  ## microseconds per call and GB/s of every door
 	$(BIN)/python -m benchmarks.overhead

@@ -92,7 +92,7 @@ if(XLA_GPU_CUDA STREQUAL "EMULATED")
   target_compile_definitions(cuda_settings INTERFACE XLA_GPU_SIMT)
   target_compile_options(cuda_settings INTERFACE -O2 -Wall -Wextra -Wno-unknown-pragmas -ffp-contract=off)
   target_sources(handlers PRIVATE gpu/simt/simt.cc)
-  set_source_files_properties(gpu/simt/simt.cc PROPERTIES COMPILE_OPTIONS "-U_FORTIFY_SOURCE")
+  set_source_files_properties(gpu/simt/simt.cc PROPERTIES COMPILE_OPTIONS "-O2;-U_FORTIFY_SOURCE")
 else()
   enable_language(CUDA)
   # Products are fused where the sources say so (gpu::Fma), as in the emulation.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 
 from tests.support.feature_table import FeatureTable, note_what_is_proven
 from tests.support.scripts import dump_flags
@@ -53,6 +54,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--emulated", help="a build of it with emulated CUDA; without this option one is built"
     )
     parser.addoption(
+        "--all",
+        action="store_true",
+        help="run the full products of parameters and the long tests too, as make test-all does",
+    )
+    parser.addoption(
         "--shuffle",
         action="store_true",
         help="run the tests in a random order, the same every time",
@@ -61,7 +67,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "proves(*columns): see tests/support/feature_table.py")
+    for marker in (
+        "proves(*columns): see tests/support/feature_table.py",
+        "pairwise(each=None): without --all, some sets of parameters: see tests/support/selection.py",
+        "nightly: only with --all",
+    ):
+        config.addinivalue_line("markers", marker)
+    from tests.support import selection  # noqa: PLC0415  (settings above come first)
+
+    selection.everything = config.getoption("--all")
+    examples = 300 if selection.everything else 40
+    settings.register_profile("tests", max_examples=examples, deadline=None, derandomize=True)
+    settings.load_profile("tests")
     is_worker = hasattr(config, "workerinput")
     if (table := config.getoption("--feature-table")) and not is_worker:
         config.pluginmanager.register(FeatureTable(Path(table)))
@@ -73,6 +90,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)  # of the tests that -k chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    from tests.support import selection  # noqa: PLC0415  (settings above come first)
+
+    if not selection.everything:
+        chosen = selection.select(items)
+        config.hook.pytest_deselected(items=[*{*items}.difference(chosen)])
+        items[:] = chosen
     if config.getoption("--shuffle"):
         random.Random(0).shuffle(items)
     first, step = map(int, config.getoption("--shard").split("/"))

@@ -28,7 +28,7 @@ from benchmarks.machine import cpu, versions
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("jax", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch", "torch_xla", "triton")
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail=20"]
+PYTEST = [sys.executable, "-m", "pytest", "--all", "-q", "-p", "no:cacheprovider", "--maxfail=20"]
 # Warnings of later versions of the frameworks are no news of the kernels.
 PYTEST += ["-o", "filterwarnings=default", "--tb=short"]
 KERNELS = "tests/kernels/test_cuda_kernel.py"

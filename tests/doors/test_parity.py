@@ -28,6 +28,7 @@ FOUR_DOORS = ("JAX", "PyTorch eager", "torch_xla", "openxla")
 
 
 @pytest.mark.proves(*FOUR_DOORS)
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_paged_attention(case: Case, compiled: hlo.CompiledPrograms) -> None:
     inputs, attributes = case.inputs(), case.attributes()
@@ -49,6 +50,7 @@ def test_paged_attention(case: Case, compiled: hlo.CompiledPrograms) -> None:
 
 
 @pytest.mark.proves(*FOUR_DOORS)
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_kv_cache_update(case: UpdateCase, compiled: hlo.CompiledPrograms) -> None:
     inputs, attributes = case.inputs(), case.attributes()

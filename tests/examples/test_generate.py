@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,8 +124,13 @@ def answers(
     return [answer.tokens for answer in generation.answers]
 
 
-def test_the_model_is_not_too_easy(model: Checkpoint) -> None:
-    said = answers(model, "torch")
+@pytest.fixture(scope="module")
+def said(model: Checkpoint) -> list[list[int]]:
+    """The answers of eager PyTorch."""
+    return answers(model, "torch")
+
+
+def test_the_model_is_not_too_easy(said: list[list[int]]) -> None:
     assert len({tuple(tokens) for tokens in said}) == len(said)
     assert all(len(set(tokens)) > len(tokens) // 3 for tokens in said)
     assert {len(tokens) for tokens in said} != {SAMPLING.max_new_tokens}, "nobody stops early"
@@ -139,9 +144,15 @@ def test_families_give_the_tokens_of_transformers(family: str, tmp_path: Path) -
             assert model.scores(prompt, tokens).best == tokens
 
 
-@pytest.mark.parametrize("door", ["torch_xla", "openxla", "inductor", *transformers_door.ATTENTION])
-def test_doors_say_the_same(model: Checkpoint, door: str) -> None:
-    assert answers(model, door) == answers(model, "torch")
+@pytest.mark.parametrize(
+    "door",
+    [
+        *("torch_xla", "openxla", *transformers_door.ATTENTION),
+        pytest.param("inductor", marks=pytest.mark.nightly),  # compiles for most of a minute
+    ],
+)
+def test_doors_say_the_same(model: Checkpoint, said: list[list[int]], door: str) -> None:
+    assert answers(model, door) == said
 
 
 def test_the_doors_of_torch_xla_say_the_same_in_bfloat16(folder: Path) -> None:
@@ -150,20 +161,28 @@ def test_the_doors_of_torch_xla_say_the_same_in_bfloat16(folder: Path) -> None:
     assert answers(narrow, "openxla") == answers(narrow, "torch_xla")
 
 
-@pytest.mark.parametrize("door", ["jax", "torch", "torch_xla", "transformers"])
-@pytest.mark.parametrize(
-    "changes",
-    [
+def batchings() -> Iterator[Any]:
+    """Each change of the limits through each door. Without --all, the doors that compile take one
+    or two changes each."""
+    changes = (
         {"max_seqs": 1},
         {"token_budget": 5, "max_seqs": 5},
         {"num_blocks": 16},  # preempts
         {"block_size": 16, "max_blocks_per_seq": 4},
         {"block_size": 5, "token_budget": 64, "max_seqs": 6},
-    ],
-    ids=str,
-)
-def test_batching_changes_no_token(model: Checkpoint, door: str, changes: dict[str, int]) -> None:
-    assert answers(model, door, replace(LIMITS, **changes)) == answers(model, "torch")
+    )
+    for i, door in enumerate(("torch", "jax", "torch_xla", "transformers")):
+        for j, change in enumerate(changes):
+            is_nightly = i > 0 and (i + j) % 3 > 0
+            marks = [pytest.mark.nightly] if is_nightly else []
+            yield pytest.param(change, door, marks=marks, id=f"{change}-{door}")
+
+
+@pytest.mark.parametrize(("changes", "door"), batchings())
+def test_batching_changes_no_token(
+    model: Checkpoint, said: list[list[int]], door: str, changes: dict[str, int]
+) -> None:
+    assert answers(model, door, replace(LIMITS, **changes)) == said
 
 
 def test_a_small_pool_preempts(model: Checkpoint) -> None:
@@ -172,13 +191,15 @@ def test_a_small_pool_preempts(model: Checkpoint) -> None:
     assert engine.generate(door, prompts(), SAMPLING, limits, frozenset()).preemptions > 0
 
 
-def test_sampling_depends_on_the_seed_and_not_on_the_batch(model: Checkpoint) -> None:
+def test_sampling_depends_on_the_seed_and_not_on_the_batch(
+    model: Checkpoint, said: list[list[int]]
+) -> None:
     warm = replace(SAMPLING, temperature=1.5, top_p=0.9)
-    said = answers(model, "torch", sampling=warm)
-    assert said == answers(model, "jax", replace(LIMITS, num_blocks=16, max_seqs=2), warm)
-    assert said != answers(model, "torch", sampling=replace(warm, seed=1))
-    assert said != answers(model, "torch")
-    assert said == answers(model, "torch", sampling=warm)
+    sampled = answers(model, "torch", sampling=warm)
+    assert sampled == answers(model, "jax", replace(LIMITS, num_blocks=16, max_seqs=2), warm)
+    assert sampled != answers(model, "torch", sampling=replace(warm, seed=1))
+    assert sampled != said
+    assert sampled == answers(model, "torch", sampling=warm)
 
 
 def test_jax_updates_donated_caches_without_a_copy(model: Checkpoint) -> None:
@@ -295,13 +316,13 @@ def test_wrong_tokens_are_found_in_16_bits(
     assert door["max_behind"] > 0.5 > door["max_difference"]
 
 
-def test_a_mesh_shares_heads_and_copies_the_model(model: Checkpoint) -> None:
+def test_a_mesh_shares_heads_and_copies_the_model(model: Checkpoint, said: list[list[int]]) -> None:
     """No device sends its cache, and each updates its own in place."""
     door = JaxMeshDoor(model, LIMITS, shape=(4, 2))
     engine.warm_up(door, LIMITS)
     programs = door.compiles()
     generation = engine.generate(door, prompts(), SAMPLING, LIMITS, model.stop_tokens)
-    assert [answer.tokens for answer in generation.answers] == answers(model, "torch")
+    assert [answer.tokens for answer in generation.answers] == said
     assert door.compiles() == programs == 2
     text = door.hlo(engine.empty_step(door, LIMITS, LIMITS.max_seqs))
     (cache,) = {call.split("{")[0] for call in hlo.custom_calls(text, "xla_gpu_kv_cache_update")}
@@ -382,12 +403,19 @@ def real() -> Checkpoint:
     return checkpoint.load(None, "float32")
 
 
-@pytest.mark.parametrize("door", ["jax", "torch", "torch_xla", "transformers"])
+@pytest.mark.parametrize(
+    "door",
+    [
+        "jax",
+        "torch",
+        *(pytest.param(x, marks=pytest.mark.nightly) for x in ("torch_xla", "transformers")),
+    ],
+)
 def test_a_real_model_gives_the_tokens_of_transformers(real: Checkpoint, door: str) -> None:
     asked = [
         real.encode(text) for text in ("Why is the sky blue?", "What is the capital of France?")
     ]
-    said = answers(real, door, replace(LIMITS, block_size=16), SAMPLING, asked)
-    assert real.decode(said[1]) == "The capital of France is Paris."
-    for prompt, tokens in zip(asked, said, strict=True):
+    answered = answers(real, door, replace(LIMITS, block_size=16), SAMPLING, asked)
+    assert real.decode(answered[1]) == "The capital of France is Paris."
+    for prompt, tokens in zip(asked, answered, strict=True):
         assert real.scores(prompt, tokens).best == tokens

@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from harness import reference
 from harness.compare import assert_close_on_cpu, assert_same_bits
@@ -54,6 +54,7 @@ def attend(operands: Any, *, num_threads: int = 1, **attributes: Any) -> Any:
     return tuple(results) if len(results) > 1 else results[0]
 
 
+@pytest.mark.pairwise(each="case")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_paged_attention(case: Case) -> None:
     inputs, attributes = case.inputs(), case.attributes()
@@ -62,6 +63,7 @@ def test_paged_attention(case: Case) -> None:
     assert_same_bits(attend(inputs, **attributes, num_threads=3), result)
 
 
+@pytest.mark.pairwise(each="case")
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_kv_cache_update(case: UpdateCase) -> None:
     inputs, attributes = case.inputs(), case.attributes()
@@ -73,6 +75,7 @@ def test_kv_cache_update(case: UpdateCase) -> None:
     assert_same_bits(updated[0] if len(updated) == 1 else tuple(updated), expected)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
 def test_queries_in_wider_rows(case: Case) -> None:
     inputs, attributes = case.inputs(), case.attributes()
@@ -84,6 +87,7 @@ def test_queries_in_wider_rows(case: Case) -> None:
     assert_same_bits(result, attend(inputs, **attributes))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_kv_cache_update_from_wider_rows(case: UpdateCase) -> None:
     inputs, attributes = case.inputs(), case.attributes()
@@ -425,6 +429,5 @@ def test_exponential() -> None:
 
 
 @given(random_cases())
-@settings(max_examples=300, deadline=None, derandomize=True)
 def test_random(case: Case) -> None:
     test_paged_attention(case)

@@ -86,6 +86,7 @@ def build(name: str) -> Path:
             # more than one block of columns.
             "-DXLA_GPU_HEAD_SIZES=128;256",
             "-DXLA_GPU_HEAD_SIZES_OF_8_BITS=128",
+            "-DXLA_GPU_OPTIMIZE=-O0",
             f"-DXLA_GPU_CPU_INSTRUCTION_SETS={';'.join(suite.instruction_sets)}",
             f"-DXLA_GPU_CUDA={suite.cuda}",
         )

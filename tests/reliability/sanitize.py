@@ -41,13 +41,13 @@ SANITIZERS = {
 }
 
 
-def build(name: str, instruction_sets: list[str]) -> Path:
+def build(name: str, instruction_sets: list[str], *options: str) -> Path:
     """Builds the handlers with a sanitizer. Returns the path of the module."""
     folder = native.ROOT / "build/sanitize" / "-".join([name, *instruction_sets])
     folder.mkdir(parents=True, exist_ok=True)
-    options = [f"-DXLA_GPU_SANITIZE={SANITIZERS[name].flags}", "-DXLA_GPU_CUDA=OFF"]
+    options += (f"-DXLA_GPU_SANITIZE={SANITIZERS[name].flags}", "-DXLA_GPU_CUDA=OFF")
     if instruction_sets:
-        options.append(f"-DXLA_GPU_CPU_INSTRUCTION_SETS={';'.join(instruction_sets)}")
+        options += (f"-DXLA_GPU_CPU_INSTRUCTION_SETS={';'.join(instruction_sets)}",)
     native.configure(native.ROOT, folder, *options)
     return native.build(folder)
 
@@ -74,7 +74,7 @@ def commands(module: Path, seconds: float, seed: int, tests: bool) -> list[list[
         [*stress, "--seconds", str(seconds), "--scenario", "eager_threads"],
     ]
     if tests:
-        options = ["-q", "-n", "0", "--native", str(module)]
+        options = ["-q", "-n", "0", "--all", "--native", str(module)]
         found.append(["-m", "pytest", *options, "tests/kernels/test_kernel.py"])
     return found
 

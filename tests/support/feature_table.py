@@ -29,6 +29,8 @@ Each feature has a page, with examples that the tests run:
 
 `make features` writes the table below. It counts the parity cases that passed, by feature and by
 [door](../glossary.md): against the float64 oracle, and bit for bit between the doors of a platform.
+`make test-all` runs all of them. `make test` runs all on the emulated GPU, and for the other columns a choice with
+each pair of features.
 Inductor and openxla on PyTorch's tensors run a short list of the cases. Attention over 8-bit floats is not
 in the latter's, because PyTorch does not exchange such tensors with other libraries.
 """

@@ -73,7 +73,7 @@ def emulated(path: Path | str | None = None) -> Any:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "lock"):
             options = ("-DXLA_GPU_CUDA=EMULATED", "-DXLA_GPU_CPU_INSTRUCTION_SETS=baseline")
-            configure(ROOT, folder, *options)
+            configure(ROOT, folder, *options, "-DXLA_GPU_OPTIMIZE=-O0")
             path = build(folder)
     return load(path, "emulated._native")
 

@@ -55,6 +55,7 @@ def test_attention_of_fused_rows(case: Case, calls: Calls) -> None:
         assert_same_bits(doors.to_numpy(a), doors.to_numpy(b))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_update_from_fused_rows(case: Any, calls: Calls) -> None:
     cache, key, value, slots = map(doors.to_torch, case.inputs())
@@ -87,6 +88,7 @@ def test_attention_of_fused_rows_on_cuda(case: Case, cuda: Any) -> None:
             )
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_update_from_fused_rows_on_cuda(case: Any, cuda: Any) -> None:
     op = OPS._kv_cache_update_mutable.default

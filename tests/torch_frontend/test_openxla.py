@@ -60,6 +60,7 @@ def test_paged_attention(case: Case, programs: list[Any]) -> None:
 
 
 @pytest.mark.proves("openxla on PyTorch's tensors")
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_kv_cache_update(case: UpdateCase, programs: list[Any]) -> None:
     inputs, attributes = case.inputs(), case.attributes()

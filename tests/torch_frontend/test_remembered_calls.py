@@ -42,6 +42,7 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
 def test_attention(case: Case, mode: Any, unknown: list[str]) -> None:
@@ -67,6 +68,7 @@ def test_attention(case: Case, mode: Any, unknown: list[str]) -> None:
         assert not unknown
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_update(case: Any, mode: Any, unknown: list[str]) -> None:
