@@ -89,7 +89,7 @@ fuzz: $(VENV)/installed  ## valid and corrupt calls at random, through every doo
 	$(BIN)/python -m tests.reliability.fuzz --seconds $(SECONDS) --seed $(SEED) --emulated
 
 resources: $(VENV)/installed  ## registers, spills and shared memory of every kernel on every GPU
-	$(BIN)/python -m tests.support.native build/all-gpus -DXLA_GPU_ARCHITECTURES=all \
+	$(BIN)/python -m tests.support.native build/all-gpus -DXLA_GPU_ARCHITECTURES=all -DXLA_GPU_OPTIMIZE=-O0 \
 		-DXLA_GPU_CPU_INSTRUCTION_SETS=baseline
 	$(BIN)/python -m pytest -n 0 -q --native build/all-gpus/_native*.so tests/kernels/test_resources.py
 

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -168,6 +169,7 @@ def test_paged_attention_pipelined(case: Case, gpu: Gpu) -> None:
     test_paged_attention(case, with_choice(gpu, "pipelined"))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("head_size", [24, 128, 184, 248])
 def test_infinite_values_of_later_tokens(head_size: int, dtype: str, either: Gpu) -> None:
@@ -255,7 +257,8 @@ def test_paged_attention(case: Case, gpu: Gpu) -> None:
     inputs, attributes = case.inputs(), case.attributes()
     result = attend(gpu, inputs, **attributes)
     assert_close_on_cuda(result, inputs, attributes)
-    for seed in (1, 2) if selection.everything else (1,):
+    own_seed = zlib.crc32(case.id.encode()) % 900 + 3  # all cases together try many orders
+    for seed in (own_seed, 1, 2) if selection.everything else (own_seed,):
         assert_same_bits(attend(gpu, inputs, **attributes, seed=seed), result)
 
 
@@ -368,6 +371,7 @@ def batch(dtype: str, num_heads: int = 6) -> tuple[list[Any], np.ndarray]:
     return list(inputs), np.cumsum([0, *(q_len for q_len, _ in BATCH)])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("attributes", [{}, {"sliding_window": 300}, {"soft_cap": 20.0}], ids=str)
 def test_a_sequence_has_the_same_bits_in_any_batch(
@@ -424,6 +428,7 @@ def test_a_value_that_is_nan_beside_a_key_that_is_not(cache_dtype: str | None, g
     assert_close_on_cuda(result, inputs, attributes)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("head_size", [64, 256])
 @pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn"])
 @pytest.mark.parametrize("max_query_len", [1, 2, 9, 1000])
@@ -446,6 +451,7 @@ def test_the_bits_do_not_depend_on_max_query_len(
     assert_same_bits(attend(either, inputs, **attributes, max_query_len=max_query_len), result)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("max_query_len", [2**63 - 1, 2**62, 2**31])
 def test_the_largest_max_query_len(max_query_len: int, dtype: str, either: Gpu) -> None:
@@ -491,6 +497,7 @@ def test_splits_of_many_heads(num_heads: int, dtype: str, gpu: Gpu) -> None:
     assert_close_on_cuda(attend(gpu, inputs, **attributes), inputs, attributes)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("padding_tokens", [0, 1000])
 @pytest.mark.parametrize(
     ("q_len", "splits"), [(2, 18), (64, 18), (100, 18), (300, 12)], ids=lambda x: str(x)
@@ -554,6 +561,7 @@ def faulty_metadata() -> dict[str, tuple[dict[int, Any], list[int]]]:
     }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fault", faulty_metadata())
 def test_faulty_metadata(fault: str, dtype: str, either: Gpu) -> None:
@@ -577,6 +585,7 @@ def test_faulty_metadata(fault: str, dtype: str, either: Gpu) -> None:
     assert_same_bits(result[~rows_lost], expected[~rows_lost])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("group", [1, 4])
 def test_a_tree_without_branches_has_the_bits_of_causal_attention(
@@ -618,6 +627,7 @@ def test_faulty_trees(dtype: str, either: Gpu) -> None:
         assert_same_bits(result, sound)
 
 
+@pytest.mark.pairwise
 @pytest.mark.skipif(ON_CUDA, reason="an operand on a GPU is not the memory of a result")
 @pytest.mark.parametrize("q_len", [1, 70])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

@@ -41,13 +41,15 @@ SANITIZERS = {
 }
 
 
-def build(name: str, instruction_sets: list[str], *options: str) -> Path:
-    """Builds the handlers with a sanitizer. Returns the path of the module."""
+def build(name: str, instruction_sets: list[str], optimize: str = "") -> Path:
+    """Builds the handlers with a sanitizer. Returns the path of the module. `optimize`: an option of
+    the compiler instead of that in CMakeLists.txt."""
     folder = native.ROOT / "build/sanitize" / "-".join([name, *instruction_sets])
     folder.mkdir(parents=True, exist_ok=True)
-    options += (f"-DXLA_GPU_SANITIZE={SANITIZERS[name].flags}", "-DXLA_GPU_CUDA=OFF")
+    options = [f"-DXLA_GPU_SANITIZE={SANITIZERS[name].flags}", "-DXLA_GPU_CUDA=OFF"]
+    options.append(f"-DXLA_GPU_OPTIMIZE={optimize}")
     if instruction_sets:
-        options += (f"-DXLA_GPU_CPU_INSTRUCTION_SETS={';'.join(instruction_sets)}",)
+        options.append(f"-DXLA_GPU_CPU_INSTRUCTION_SETS={';'.join(instruction_sets)}")
     native.configure(native.ROOT, folder, *options)
     return native.build(folder)
 
@@ -70,7 +72,7 @@ def commands(module: Path, seconds: float, seed: int, tests: bool) -> list[list[
     found = [
         [*fuzz, "--seconds", str(seconds), "--door"],
         [*fuzz, "--seconds", str(seconds), "--door", "eager"],
-        *([*fuzz, "--repeat", str(path), "--door"] for path in CASES),
+        [*fuzz, "--repeat", *map(str, CASES), "--door"],
         [*stress, "--seconds", str(seconds), "--scenario", "eager_threads"],
     ]
     if tests:

@@ -27,6 +27,7 @@ class FaultRunner:
     def __init__(self, module: Path, tests: str, option: str, log: Path) -> None:
         """`option`: pytest's option for the path of the module, from tests/conftest.py."""
         self.log = log
+        self._passes: dict[str, bool] = {}
         with log.open("w") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, module, tests, option],
@@ -45,8 +46,10 @@ class FaultRunner:
         return self._ask(fault=fault, matching=matching, first=first)
 
     def passes(self, test: str) -> bool:
-        """Whether a test passes without a fault."""
-        return self._ask(fault=NO_FAULT, only=test) == "all passed"
+        """Whether a test passes without a fault. Each is run once."""
+        if test not in self._passes:
+            self._passes[test] = self._ask(fault=NO_FAULT, only=test) == "all passed"
+        return self._passes[test]
 
     def close(self) -> None:
         self._process.communicate(timeout=SECONDS)

@@ -44,7 +44,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--emulated", nargs="?", const="", help="run the emulated GPU instead; the module's path"
     )
     parser.add_argument("--native", help="the path of another build of shared_ffi._native")
-    parser.add_argument("--repeat", type=Path, help="only the trial in this file")
+    parser.add_argument("--repeat", type=Path, nargs="+", help="only the trials in these files")
     parser.add_argument("--out", type=Path, default=Path("report/fuzz"), help="where files go")
     parser.add_argument("--progress", help=argparse.SUPPRESS)  # of the process that runs trials
     return parser.parse_args(arguments)
@@ -199,10 +199,13 @@ def supervise(options: argparse.Namespace) -> int:
 
 
 def repeat(options: argparse.Namespace) -> int:
-    """Runs the trial of a file."""
-    failed = failure_of(load(options.repeat), make_runner(options))
-    print(failed[1] if failed else "passed")
-    return 1 if failed else 0
+    """Runs the trials of files."""
+    runner, failures = make_runner(options), 0
+    for path in options.repeat:
+        failed = failure_of(load(path), runner)
+        print(failed[1] if failed else "passed", flush=True)
+        failures += failed is not None
+    return 1 if failures else 0
 
 
 def main(arguments: list[str] | None = None) -> int:
