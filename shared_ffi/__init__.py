@@ -1,9 +1,21 @@
 """The XLA FFI handlers that both frontends share: their checks, their lowering and their
 registration. Imports neither JAX nor PyTorch until one is needed."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
-from shared_ffi import _native, kv_cache_update, paged_attention, simple_add
+try:
+    from shared_ffi import _native
+except ImportError:
+    if find_spec("shared_ffi._native"):  # it is there, and does not load
+        raise
+    raise ImportError(
+        f"shared_ffi: {Path(__file__).parent} has no compiled module _native: these are the "
+        "sources, which hide an installed package. Run Python in another folder, or install the "
+        "sources in place: pip install --editable ."
+    ) from None
+
+from shared_ffi import kv_cache_update, paged_attention, simple_add
 from shared_ffi.runtimes import register, registered
 from shared_ffi.spec import ArraySpec, Call
 

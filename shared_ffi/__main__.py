@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
+import signal
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,8 @@ from shared_ffi._doors import DOORS, FAILS, WORKS, Door, Outcome
 
 _PACKAGES = ("xla-paged-attention", "numpy", "jax", "jaxlib", "torch", "torch_xla")
 _PROBLEM = "problem"
+_FRONTENDS = {"jax_frontend": "jax", "torch_frontend": "torch"}
+"""What each of them needs: a library, and the extra that installs it."""
 
 # Frameworks are imported in a process of its own, too: an installation that is broken may end it.
 _LOADED = "import json; from shared_ffi import __main__ as m; print(json.dumps(m.loaded()))"
@@ -67,7 +70,7 @@ def loaded() -> dict[str, Any]:
     return {
         "runtimes": runtimes_found,
         "registered": runtimes.registered(),
-        "frontends": {name: _try_import(name) for name in ("jax_frontend", "torch_frontend")},
+        "frontends": {name: _try_frontend(name) for name in _FRONTENDS},
     }
 
 
@@ -96,6 +99,13 @@ def _try_import(module: str) -> str:
     except Exception as error:  # the report is for finding out what is wrong
         return f"{type(error).__name__}: {error}"
     return "ok"
+
+
+def _try_frontend(name: str) -> str:
+    library = _FRONTENDS[name]
+    if importlib.util.find_spec(library) is None:
+        return f"without {library}: pip install 'xla-paged-attention[{library}]'"
+    return _try_import(name)
 
 
 def _try_runtime(module: str, ffi_version: Any) -> dict[str, str]:
@@ -131,7 +141,7 @@ def _cuda_plugin() -> str:
     try:
         return str(_pjrt.find_cuda_plugin())
     except RuntimeError as error:
-        return str(error)
+        return str(error) if _doors.gpu_count() else "none"
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -173,7 +183,11 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     names = [door.name for door in DOORS]
     parser.add_argument(
-        "--door", nargs="+", choices=names, help="try only these; each of them must work"
+        "--door",
+        nargs="+",
+        choices=names,
+        metavar="DOOR",
+        help=f"try only these; each of them must work: {', '.join(names)}",
     )
     parser.add_argument(
         "--timeout", type=float, default=180, help="seconds for each door (default: %(default)g)"
@@ -193,5 +207,11 @@ def main() -> int:
     return 0 if is_well else 1
 
 
+def _interrupted(*_: Any) -> None:
+    _doors.RUNNING.end()  # else the threads that wait for them would not end
+    sys.exit(128 + signal.SIGINT)  # as a shell has it
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, _interrupted)
     sys.exit(main())

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -135,7 +136,7 @@ def try_door(door: Door, timeout_s: float) -> Outcome:
         return outcome(NO_GPU, what, "use the CPU, or a machine with an NVIDIA GPU")
     if missing := [x.name for x in EXTRAS[door.extra] if not _is_installed(x.module or x.name)]:
         remedy = f"pip install 'xla-paged-attention[{door.extra}]'"
-        return outcome(NOT_INSTALLED, f"without {' and '.join(missing)}", remedy)
+        return outcome(NOT_INSTALLED, f"without {_enumerated(missing)}", remedy)
     if door.platform == "cuda" and _native.cuda_version is None:
         remedy = "install a build that has them, one without XLA_GPU_CUDA=OFF"
         return outcome(FAILS, "this build has no CUDA handlers", remedy)
@@ -152,6 +153,46 @@ def try_door(door: Door, timeout_s: float) -> Outcome:
     return outcome(FAILS, detail, _remedy(door, errors))
 
 
+def _enumerated(names: list[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+class Running:
+    """The processes that run. Each leads a session, which Ctrl-C in the terminal does not reach."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._leaders: set[int] = set()
+        self._ended = False
+
+    def add(self, process: subprocess.Popen[str]) -> None:
+        """A process that has begun."""
+        with self._lock:
+            self._leaders.add(process.pid)
+            if self._ended:
+                self._kill(process.pid)
+
+    def remove(self, process: subprocess.Popen[str]) -> None:
+        """A process that has ended."""
+        with self._lock:
+            self._leaders.discard(process.pid)
+
+    def end(self) -> None:
+        """Ends all of them, and those that begin from now on."""
+        with self._lock:
+            self._ended = True
+            for leader in self._leaders:
+                self._kill(leader)
+
+    def _kill(self, leader: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader, signal.SIGKILL)
+
+
+RUNNING = Running()
+
+
 def run(script: str, environment: dict[str, str], timeout_s: float) -> tuple[int | None, str, str]:
     """Runs a script in a process of its own. Returns its exit status, None if it ran out of time,
     its output and its errors. Nothing that it compiles is kept."""
@@ -166,12 +207,15 @@ def run(script: str, environment: dict[str, str], timeout_s: float) -> tuple[int
             env=os.environ | temporary | environment,
             start_new_session=True,  # its children end with it
         )
+        RUNNING.add(process)
         try:
             output, errors = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             return None, "", ""
+        finally:
+            RUNNING.remove(process)
         return process.returncode, output, errors
 
 
