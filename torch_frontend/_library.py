@@ -608,5 +608,5 @@ def _has_tangent(tensor: torch.Tensor) -> bool:
 def _no_derivative(name: str, what: str) -> NotImplementedError:
     return NotImplementedError(
         f"{name}: inference only, it has no derivative; got an operand that {what}. "
-        "Call it under torch.inference_mode() or torch.no_grad(), or detach() the operand"
+        "Call it under torch.no_grad() or torch.inference_mode(), or detach() the operand"
     )
