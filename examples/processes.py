@@ -6,8 +6,6 @@ import argparse
 import os
 import sys
 
-import jax
-
 
 def add_option(parser: argparse.ArgumentParser) -> None:
     """Adds ``--distributed``, whose values `join` takes."""
@@ -37,6 +35,8 @@ def join(values: list[str]) -> bool:
     if values and (len(values) != 3 or not all(value.isdecimal() for value in values[1:])):
         rule = "--distributed must be ADDRESS COUNT NUMBER, or have no values"
         raise ValueError(f"{rule}; got {' '.join(values)}")
+    import jax  # noqa: PLC0415  (the help of a command needs no framework)
+
     _print_from_python_only()
     address, count, number = values or (None, None, None)
     try:

@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from examples.replay.models import Model
 from examples.replay.steps import DOORS, Door, Operands
 from examples.scheduler import Arrival, Limits, Scheduler, Step
 from harness import hlo, reference
+from harness.arrays import DTYPES
 from harness.compare import max_error
 
-DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 SAMPLED_ROWS = 4  # of each sequence, on a sampled step
 
 

@@ -11,13 +11,27 @@ import numpy as np
 
 from examples.scheduler import Arrival
 
+_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
 
 def read(path: Path) -> Iterator[Arrival]:
     """The rows of a CSV file with the columns TIMESTAMP, ContextTokens, GeneratedTokens (the format
-    of AzurePublicDataset's LLM inference traces)."""
+    of AzurePublicDataset's LLM inference traces).
+
+    Raises:
+        ValueError: there is no such file, or it has other columns.
+    """
+    if not path.is_file():
+        raise ValueError(f"a trace must be a CSV file; got {path}, which is no file")
     with path.open(newline="") as file:
         began: datetime | None = None
-        for row in csv.DictReader(file):
+        rows = csv.DictReader(file)
+        if missing := [name for name in _COLUMNS if name not in (rows.fieldnames or ())]:
+            raise ValueError(
+                f"a trace must have the columns {', '.join(_COLUMNS)}; {path} has no "
+                f"{', '.join(missing)}"
+            )
+        for row in rows:
             # Seven digits of a second in the file; Python takes six.
             moment = datetime.fromisoformat(row["TIMESTAMP"][:26])
             began = began or moment
