@@ -210,7 +210,7 @@ def main() -> None:
     add("--workload", type=int, nargs=3, metavar=("REQUESTS", "IN", "OUT"), help="another one")
     add("--eager", action="store_true", help="without torch.compile, as vLLM's --enforce-eager")
     options = parser.parse_args()
-    model = unpacked(options.folder)
+    model = unpacked(options.folder, "bfloat16")
     results: dict[str, Any] = {
         "machine": machine.cpu(),
         "versions": machine.versions(PACKAGES),

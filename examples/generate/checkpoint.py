@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,21 +133,30 @@ def load(folder: Path | None, dtype: str) -> Checkpoint:
     return Checkpoint(model, tokenizer, gguf[0].stem if gguf else folder.resolve().name)
 
 
-def unpacked(folder: Path) -> Path:
-    """The packaged model with its tokenizer in a folder, as safetensors in float32, for programs
-    that read no GGUF. It is written once.
+def unpacked(folder: Path, dtype: str = "float32") -> Path:
+    """The packaged model with its tokenizer as safetensors, for programs that read no GGUF.
+
+    Args:
+        folder: each dtype has a folder in it, which is written once.
+        dtype: of the weights: float32, bfloat16 or float16.
+
+    Returns:
+        the folder of the dtype.
 
     Raises:
         ValueError: the package is missing.
     """
-    if not (folder / "config.json").exists():
-        packaged = load(None, "float32")
+    written, unfinished = folder / dtype, folder / f"{dtype}-unfinished"
+    if not written.exists():
+        packaged = load(None, dtype)
         model = packaged.model
         model.hf_quantizer, model.is_quantized = None, False  # the weights are plain numbers now
         model.config.__dict__.pop("quantization_config", None)
-        packaged.tokenizer.save_pretrained(folder)
-        model.save_pretrained(folder)  # writes config.json
-    return folder
+        shutil.rmtree(unfinished, ignore_errors=True)  # left by an interrupt
+        packaged.tokenizer.save_pretrained(unfinished)
+        model.save_pretrained(unfinished)
+        unfinished.rename(written)
+    return written
 
 
 def _packaged() -> Path:

@@ -1,4 +1,5 @@
-"""Sends many requests to a server at once and compares each answer with that given alone."""
+"""Sends many requests to a server at once and compares each answer with that given alone. Asks
+which attention the server uses, and a question whose answer is known."""
 
 from __future__ import annotations
 
@@ -8,12 +9,17 @@ import json
 import sys
 import time
 from typing import NamedTuple
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
 
-from openai import APIConnectionError, AsyncOpenAI
-from rich.console import Console
-from rich.table import Table
-
+from examples import commands
+from examples.serve import attention
 from examples.serve.__main__ import NAME
+
+with commands.needs("examples.serve.load_test", "serve"):
+    from openai import APIConnectionError, AsyncOpenAI
+    from rich.console import Console
+    from rich.table import Table
 
 _SUBJECTS = (
     *("the sea", "a train", "bread", "the moon", "a library", "rain", "a violin", "chess"),
@@ -23,6 +29,8 @@ _TASKS = (
     *("Describe {} in one sentence.", "Write a short poem about {}.", "What is {} good for?"),
     *("Explain {} to a child, with an example from daily life.",),
 )
+QUESTION, KNOWN = "What is the capital of France?", "Paris"
+"""Any model knows the answer. With a wrong attention it gives another."""
 PROMPTS = tuple(task.format(subject) for task in _TASKS for subject in _SUBJECTS)
 
 
@@ -38,6 +46,7 @@ class Answer(NamedTuple):
 class Report(NamedTuple):
     """Answers given one after the other, and all at once."""
 
+    known: Answer  # to QUESTION
     alone: list[Answer]
     together: list[Answer | None]
     seconds: float  # of all at once
@@ -55,8 +64,13 @@ class Report(NamedTuple):
 
     @property
     def is_good(self) -> bool:
-        """Whether no answer is lost or different."""
-        return self.num_equal == len(self.alone)
+        """Whether no answer is lost or known to be wrong."""
+        return self.num_lost == 0 and self.is_right
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the known answer is given."""
+        return KNOWN in self.known.text
 
 
 async def measure(url: str, prompts: list[str], max_tokens: int) -> Report:
@@ -68,12 +82,14 @@ async def measure(url: str, prompts: list[str], max_tokens: int) -> Report:
         max_tokens: of an answer.
     """
     async with AsyncOpenAI(base_url=url, api_key="none", timeout=600, max_retries=0) as client:
+        known = await _ask(client, QUESTION, max(max_tokens, 16))
         alone = [await _ask(client, prompt, max_tokens) for prompt in prompts]
         start = time.perf_counter()
         answers = (_ask(client, prompt, max_tokens) for prompt in prompts)
         together = await asyncio.gather(*answers, return_exceptions=True)
         seconds = time.perf_counter() - start
-    return Report(alone, [x if isinstance(x, Answer) else None for x in together], seconds)
+    answered = [x if isinstance(x, Answer) else None for x in together]
+    return Report(known, alone, answered, seconds)
 
 
 async def _ask(client: AsyncOpenAI, prompt: str, max_tokens: int) -> Answer:
@@ -94,7 +110,8 @@ async def _ask(client: AsyncOpenAI, prompt: str, max_tokens: int) -> Answer:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command. Its exit status is 1 if an answer is lost or different."""
+    """The command. Its exit status is 1 if an answer is lost or known to be wrong, or if the
+    server's attention is another one."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.serve.load_test",
         description=__doc__,
@@ -107,13 +124,19 @@ def main(arguments: list[str] | None = None) -> int:
     add("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_args(arguments)
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(options.requests)]
+    server = urlsplit(options.url)
     try:
+        names = attention.ask(f"{server.scheme}://{server.netloc}")
         report = asyncio.run(measure(options.url, prompts, options.max_tokens))
-    except APIConnectionError:
+    except HTTPError as error:
+        sys.exit(f"{error.url}: {error}; start the server with 'python -m examples.serve'")
+    except (URLError, APIConnectionError):
         sys.exit(f"no server answers at {options.url}: start it with 'python -m examples.serve'")
     firsts = sorted(x.first for x in report.together if x is not None)
     tokens = sum(x.num_chunks for x in report.together if x is not None)
     figures = {
+        "attention": ", ".join(names),
+        QUESTION: report.known.text,
         "requests": len(prompts),
         "lost": report.num_lost,
         "equal to alone": report.num_equal,
@@ -128,8 +151,12 @@ def main(arguments: list[str] | None = None) -> int:
         for name, value in figures.items():
             table.add_row(name, str(value))
         Console().print(table)
+    if not attention.is_ours(names):
+        print(f"the attention must be that of {attention.OURS.strip()}", file=sys.stderr)
+        return 1
     return 0 if report.is_good else 1
 
 
 if __name__ == "__main__":
+    commands.end_when_interrupted()
     sys.exit(main())

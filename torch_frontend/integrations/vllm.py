@@ -9,17 +9,20 @@ where it lies.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 import torch_frontend  # noqa: F401  (defines the ops)
+from shared_ffi import _native
 from shared_ffi.paged_attention import MAX_HEAD_SIZE
 from torch_frontend.integrations._versions import require
 
 require("vllm", "0.32", "0.33")
 
+from vllm.logger import init_logger  # noqa: E402
 from vllm.v1.attention import backend as _vllm  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # noqa: E402
 from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
@@ -45,6 +48,7 @@ else:
     _MetadataBuilder = _vllm.AttentionMetadataBuilder
     _Impl = _vllm.AttentionImpl
 
+_LOGGER = init_logger(f"vllm.{__name__}")  # under vLLM's own, which decides what is shown
 _NAME = "xla_gpu"
 _OPS = torch.ops.xla_gpu
 _KV_LAYOUT = "nhb(2d)"
@@ -60,6 +64,13 @@ def register() -> None:
     backend = XlaGpuAttentionBackend
     register_backend(AttentionBackendEnum.CUSTOM, f"{backend.__module__}.{backend.__qualname__}")
     _accept_name_on_cpu()
+
+
+def description(device: torch.device) -> str:
+    """What attends on a device: "xla-paged-attention 0.1.0, avx2", for logs."""
+    version = importlib.metadata.version("xla-paged-attention")
+    kernels = "CUDA" if device.type == "cuda" else _native.cpu_instruction_set()
+    return f"xla-paged-attention {version}, {kernels}"
 
 
 class XlaGpuAttentionBackend(_Backend):
@@ -168,6 +179,7 @@ class XlaGpuMetadataBuilder(_MetadataBuilder):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        _LOGGER.info_once("attention: %s", description(device))
         max_seqs = vllm_config.scheduler_config.max_num_seqs
         self._numbers = torch.arange(max_seqs + 1, dtype=torch.int32)
         if device.type != "xla":  # there, a slice of it would be another program for each number
