@@ -46,10 +46,10 @@ quick: $(if $(wildcard $(VENV)/installed),,$(VENV)/installed)  ## the inner loop
 check: lint  ## lint, types and the quick tests, in 3 minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK)
 
-test: $(VENV)/installed  ## the tests: each kind, and each pair of features, in 12 minutes
+test: $(VENV)/installed $(VENV)/jax-cuda/installed  ## the tests: each kind, and each pair of features, in 12 minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-all: $(VENV)/installed  ## each combination of features, and longer campaigns
+test-all: $(VENV)/installed $(VENV)/jax-cuda/installed  ## each combination of features, and longer campaigns
 	$(BIN)/python -m pytest -n 2 --dist worksteal --all --feature-table=build/features.md
 
 # Needs neither a compiler nor the frameworks: the reference is read from the sources.
@@ -175,6 +175,15 @@ $(VENV)/installed: $(SOURCES)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --no-compile --editable '.[torch-xla,test,lint]'
 	$(BIN)/python -m pip install --quiet --no-deps $(ALONE)
+	touch $@
+
+# JAX's plugin for CUDA, which compiles for GPUs that are not there. Where JAX finds it and no GPU, it
+# prints a traceback. So it has a folder that only the tests have on their path: tests/conftest.py.
+$(VENV)/jax-cuda/installed: $(VENV)/installed
+	rm -rf $(VENV)/jax-cuda
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $(VENV)/jax-cuda \
+		$$($(BIN)/python -c 'from importlib.metadata import version; \
+		print("jax-cuda13-plugin=={0} jax-cuda13-pjrt=={0}".format(version("jaxlib")))')
 	touch $@
 
 clean:  ## removes the builds and the environments

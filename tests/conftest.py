@@ -5,6 +5,7 @@ import importlib.util
 import os
 import random
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,13 @@ if os.environ.get("XLA_GPU_TEST_ON") != "cuda":
     os.environ["PJRT_DEVICE"] = "CPU"
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # for tests of sharding
+
+# JAX's plugin for CUDA, for the tests that compile for GPUs, and for the processes that tests start.
+if (plugin := Path(sys.prefix) / "jax-cuda").exists():
+    sys.path.append(str(plugin))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [os.environ.get("PYTHONPATH"), str(plugin)])
+    )
 
 # The frameworks and the processes that tests start write their temporary files into one folder,
 # which is removed at the end. The folders of xdist's workers are in the folder of their controller.

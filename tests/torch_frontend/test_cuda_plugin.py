@@ -15,7 +15,7 @@ from shared_ffi import _pjrt
 from torch_frontend import cuda_plugin
 from torch_frontend.cuda_plugin import CudaPlugin
 
-pytest.importorskip("jax_plugins.xla_cuda13", reason="pip install 'jax[cuda13-local]'")
+pytest.importorskip("jax_plugins.xla_cuda13", reason="make test installs JAX's plugin for CUDA")
 
 
 @pytest.fixture(autouse=True)

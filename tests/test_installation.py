@@ -1,0 +1,134 @@
+"""The commands of the documentation that install something can be carried out: uv, which answers
+in a second, finds versions that go together."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+uv = pytest.importorskip("uv", reason="uv is optional: pip install 'xla-paged-attention[test]'")
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+COMMAND = re.compile(r"(?:^    |&& |`)pip install ((?:[^#`&\n]|&(?!&))+)", re.M)
+LINES = sorted(
+    {
+        arguments.strip()
+        for page in PAGES
+        for arguments in COMMAND.findall(page.read_text())
+        if "…" not in arguments and "NAME=VALUE" not in arguments
+    }
+)
+INDEX = re.compile(r"--extra-index-url (\S+)")
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+Resolve = Callable[[str], str | None]
+INDEXES = sorted({url for line in LINES for url in INDEX.findall(line)})
+
+
+def answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(url, timeout=10).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="session")
+def resolve(tmp_path_factory: pytest.TempPathFactory) -> Resolve:
+    """The error of a command, None if there is none. Needs a package index, which CI has."""
+    # What is installed by an earlier command may come from an index that this machine does not
+    # reach; pip is then told where such packages lie.
+    options = [f"--extra-index-url={url}" for url in INDEXES if answers(url)]
+    found = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "get", "global.find-links"],
+        capture_output=True,
+        text=True,
+    )
+    links = [*os.environ.get("PIP_FIND_LINKS", "").split(), *found.stdout.split()]
+    options += [f"--find-links={link}" for link in dict.fromkeys(links)]
+    folder = tmp_path_factory.mktemp("uv")
+
+    def errors(line: str) -> str | None:
+        extras, requirements, no_deps = parse(line)
+        (folder / "requirements.in").write_text("\n".join(requirements))
+        sources = [*(["pyproject.toml"] if extras else []), str(folder / "requirements.in")]
+        outcome = subprocess.run(
+            [uv.find_uv_bin(), "pip", "compile", "--quiet", "--index-strategy=unsafe-best-match"]
+            + [f"--python={sys.executable}", *options, *no_deps, *sources]
+            + [f"--extra={extra}" for extra in extras if extra],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        return outcome.stderr if outcome.returncode else None
+
+    if "CI" not in os.environ and errors("pip"):
+        pytest.skip("no package index")
+    return errors
+
+
+def parse(line: str) -> tuple[list[str], list[str], list[str]]:
+    """The extras of this package, "" for itself, the other packages, and --no-deps if it is there."""
+    words = shlex.split(INDEX.sub("", line))
+    if "-C" in words:
+        del words[words.index("-C") : words.index("-C") + 2]
+    ours = re.compile(r"(?:\.|xla-paged-attention)(?:\[(.*)\])?")
+    extras, requirements = [], []
+    for word in words:
+        if word.startswith("-"):
+            assert word in ("--editable", "--no-deps"), word
+        elif match := ours.fullmatch(word):
+            extras += (match[1] or "").split(",")
+        else:
+            requirements.append(word)
+    return extras, requirements, ["--no-deps"] if "--no-deps" in words else []
+
+
+def test_the_commands_are_found() -> None:
+    assert "--editable '.[serve]' -C cmake.define.XLA_GPU_CUDA=OFF" in LINES
+    assert "'.[torch-xla]' 'jax-cuda12-pjrt==0.8.0'" in LINES
+    assert len(LINES) >= 15
+    named = {extra for line in LINES for extra in parse(line)[0]}
+    assert {"jax", "torch", "torch-xla", "transformers", "torchax", "vllm", "serve"} <= named
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_pip_can_install(line: str, resolve: Resolve) -> None:
+    assert resolve(line) is None
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_pip_can_install_an_extra(extra: str, resolve: Resolve) -> None:
+    assert resolve(f".[{extra}]") is None
+
+
+def test_a_command_that_cannot_be_carried_out_is_found(resolve: Resolve) -> None:
+    error = resolve("'.[serve,generate]'")
+    assert error is not None and "transformers" in error
+
+
+def test_jax_begins_without_a_message() -> None:
+    """With a plugin for CUDA that does not load here, it would print a traceback."""
+    pytest.importorskip("jax")
+    hidden = {"PYTHONPATH", "JAX_PLATFORMS", "XLA_FLAGS"}
+    command = [sys.executable, "-c", "import jax; print(jax.numpy.ones(2).sum())"]
+    outcome = subprocess.run(
+        command,
+        env={name: value for name, value in os.environ.items() if name not in hidden},
+        capture_output=True,
+        text=True,
+    )
+    assert (outcome.stdout, outcome.stderr) == ("2.0\n", "")
