@@ -4,6 +4,7 @@ our attention loads, and unpacks the model."""
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 from importlib.util import find_spec
@@ -37,7 +38,7 @@ def _check_backend() -> None:
         sys.exit("examples.serve: vLLM is not installed: pip install 'xla-paged-attention[serve]'")
     if find_spec("torchvision") is not None:
         try:
-            import torchvision  # noqa: F401, PLC0415
+            importlib.import_module("torchvision")
         except Exception as error:  # an OSError or RuntimeError of its library
             sys.exit(
                 f"examples.serve: torchvision must fit PyTorch; it does not load ({error}). Models "

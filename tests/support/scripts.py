@@ -20,9 +20,9 @@ def dump_flags(directory: Path) -> str:
 
 def start(script: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     """Starts a script in the repository's root, on the CPU. It sees only these variables of this
-    process's environment: PATH and where temporary files go."""
+    process's environment: the paths, and where temporary files go."""
     defaults = {"JAX_PLATFORMS": "cpu", "PJRT_DEVICE": "CPU"}
-    for name in ("PATH", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR"):
+    for name in ("PATH", "PYTHONPATH", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR"):
         if name in os.environ:
             defaults[name] = os.environ[name]
     return subprocess.Popen(
