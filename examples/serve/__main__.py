@@ -136,5 +136,4 @@ def _kill(leader: int) -> None:
 
 
 if __name__ == "__main__":
-    commands.end_when_interrupted()
     main()
