@@ -44,6 +44,7 @@ def compare(kind: Kind, setting: Setting, results: Any, wanted: list[np.ndarray]
                 np.testing.assert_allclose(one, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("transformation", TRANSFORMATIONS)
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -107,6 +108,7 @@ def test_program(setting: str, name: str) -> None:
                 assert jax_gathers(setting) or not any(size in line for line in copies)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("setting", FLAG_SETTINGS)
 @pytest.mark.parametrize("flag", FLAGS)
