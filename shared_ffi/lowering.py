@@ -17,7 +17,7 @@ from jaxlib.mlir.dialects import func, stablehlo
 from shared_ffi import runtimes, sharding
 from shared_ffi.spec import ArraySpec, Call, value_error
 
-call_p = Primitive("xla_gpu")
+call_p: Any = Primitive("xla_gpu")
 """The custom call of an op. Its parameter ``call`` is the checked call."""
 call_p.multiple_results = True
 
