@@ -330,6 +330,7 @@ def test_a_mesh_shares_heads_and_copies_the_model(model: Checkpoint, said: list[
     assert not re.findall(r"= f32\[\d+,4,\d,16\]\S* (?:all-|copy|collective)", text)
 
 
+@pytest.mark.nightly  # half a minute; test_replay.py has two processes as well
 def test_two_processes_share_a_mesh(folder: Path) -> None:
     options = ["--model", str(folder), "--prompt", "w5 w9 w33", "--prompt", "w7", "--json"]
     script = "import sys; from examples.generate.__main__ import main; sys.exit(main(sys.argv[1:]))"
@@ -407,8 +408,10 @@ def real() -> Checkpoint:
     "door",
     [
         "jax",
-        "torch",
-        *(pytest.param(x, marks=pytest.mark.nightly) for x in ("torch_xla", "transformers")),
+        *(
+            pytest.param(door, marks=pytest.mark.nightly)
+            for door in ("torch", "torch_xla", "transformers")
+        ),
     ],
 )
 def test_a_real_model_gives_the_tokens_of_transformers(real: Checkpoint, door: str) -> None:

@@ -21,6 +21,7 @@ from tests.reliability.fuzz.trials import (
     save,
     simpler,
 )
+from tests.support import selection
 from tests.support.cases import Case, UpdateCase
 
 SEED = 1
@@ -42,7 +43,7 @@ def run_all(runner: Any, family: str, numbers: range) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("part", range(3))
 def test_a_short_campaign(family: str, part: int, runner: run.CpuRunner) -> None:
-    run_all(runner, family, range(part, 40 * draw.GROUP, 8))
+    run_all(runner, family, range(part, 40 * draw.GROUP, 8 if selection.everything else 16))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
