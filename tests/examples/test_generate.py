@@ -178,7 +178,7 @@ def batchings() -> Iterator[Any]:
             yield pytest.param(change, door, marks=marks, id=f"{change}-{door}")
 
 
-@pytest.mark.parametrize(("changes", "door"), batchings())
+@pytest.mark.parametrize(("changes", "door"), [*batchings()])
 def test_batching_changes_no_token(
     model: Checkpoint, said: list[list[int]], door: str, changes: dict[str, int]
 ) -> None:
