@@ -46,7 +46,7 @@ quick: $(if $(wildcard $(VENV)/installed),,$(VENV)/installed)  ## the inner loop
 check: lint  ## lint, types and the quick tests, in 3 minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK)
 
-test: $(VENV)/installed $(VENV)/jax-cuda/installed  ## the tests: each kind, and each pair of features, in 12 minutes
+test: $(VENV)/installed $(VENV)/jax-cuda/installed  ## the tests: each kind, and each pair of features, in about 15 minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-all: $(VENV)/installed $(VENV)/jax-cuda/installed  ## each combination of features, and longer campaigns
