@@ -30,18 +30,12 @@ class Arrays:
 
     def add(self, name: str, array: Any) -> ArraySpec:
         """Adds an array of any dtype, or what JAX makes an array of."""
-        if array is None:
-            raise missing_error(self._op, name)
-        check_integers_fit(self._op, name, array)
-        return self._add(_as_array(array))
+        return self._add(self._given(name, array))
 
     def add_int32(self, name: str, array: Any) -> ArraySpec:
         """Adds integers. Under ``jax_enable_x64`` they may have 64 bits: a number beyond int32
         becomes the int32 that is nearest to it, which is out of every range as well."""
-        if array is None:
-            raise missing_error(self._op, name)
-        check_integers_fit(self._op, name, array)
-        array = _as_array(array)
+        array = self._given(name, array)
         if array.dtype == jnp.int64:
             limits = jnp.iinfo(jnp.int32)
             array = jnp.clip(array, limits.min, limits.max).astype(jnp.int32)
@@ -56,7 +50,7 @@ class Arrays:
         64 bits, and are rounded."""
         if array is None:
             return None
-        array = _as_array(array)
+        array = self._given(name, array)
         return self._add(array.astype(jnp.float32) if array.dtype == jnp.float64 else array)
 
     def add_optional_words(self, name: str, array: Any) -> ArraySpec | None:
@@ -64,9 +58,15 @@ class Arrays:
         64 bits, of which the lower 32 count."""
         if array is None:
             return None
-        check_integers_fit(self._op, name, array)
-        array = _as_array(array)
+        array = self._given(name, array)
         return self._add(array.astype(jnp.int32) if array.dtype == jnp.int64 else array)
+
+    def _given(self, name: str, array: Any) -> jax.Array:
+        """The array, which may not be None or hold integers that JAX would truncate."""
+        if array is None:
+            raise missing_error(self._op, name)
+        check_integers_fit(self._op, name, array)
+        return array if isinstance(array, jax.Array) else jnp.asarray(array)
 
     def _add(self, array: jax.Array) -> ArraySpec:
         self._arrays.append(array)
@@ -75,10 +75,6 @@ class Arrays:
     def call(self, call: Call) -> tuple[jax.Array, ...]:
         """Makes a checked call with these arrays."""
         return _function(call)(*self._arrays)
-
-
-def _as_array(array: Any) -> jax.Array:
-    return array if isinstance(array, jax.Array) else jnp.asarray(array)
 
 
 _name = lru_cache(attrgetter("name"))  # NumPy makes it of a dtype each time

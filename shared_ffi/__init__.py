@@ -23,7 +23,7 @@ OPS = (simple_add, kv_cache_update, paged_attention)
 """The modules of all ops; each has OP, TARGET and check()."""
 
 SHARED_OPS = (kv_cache_update, paged_attention)
-"""Those of the ops whose heads several devices can share."""
+"""The ops whose heads several devices can share."""
 
 
 def library_path() -> Path:

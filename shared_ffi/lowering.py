@@ -62,9 +62,7 @@ def _result_types(*operands: Any, call: Call) -> list[Any]:
             shape=result.shape,
             dtype=np.dtype(result.dtype),
             weak_type=False,
-            sharding=NamedSharding(
-                mesh or operands[0].sharding.mesh, PartitionSpec(*[x or None for x in spec])
-            ),
+            sharding=NamedSharding(mesh, PartitionSpec(*[axes or None for axes in spec])),
         )
         for result, spec in zip(call.results, specs, strict=True)
     ]
