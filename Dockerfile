@@ -3,7 +3,7 @@
 #   docker build -t xla-paged-attention .
 #   docker run --rm --gpus all xla-paged-attention
 #
-# The second command tries every door. The host needs a driver from 580 on, and no CUDA toolkit: pip
+# The second command tries every backend. The host needs a driver from 580 on, and no CUDA toolkit: pip
 # fetches the compiler for the build, and the frameworks bring the libraries that they use.
 
 FROM python:3.12-slim-bookworm AS build

@@ -19,18 +19,18 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(CSRC)
 .PHONY: demo help quick check test test-all lint format types docs files wheels features bench bench-cpu gpu-check gpu-pack gpu-rehearsal fuzz resources sanitize test-vllm bench-vllm clean
 
 demo: export MPLCONFIGDIR := build/cache/matplotlib
-demo: $(VENV)/installed  ## a real model's answers, then a request trace, through several doors
-	$(BIN)/python -m examples.generate --door jax torch torch_xla openxla transformers --out report
+demo: $(VENV)/installed  ## a real model's answers, then a request trace, through several backends
+	$(BIN)/python -m examples.generate --backend jax torch torch_xla openxla transformers --out report
 	$(BIN)/python -m examples.replay $(if $(TRACE),--trace $(TRACE)) --steps 200 --out report
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s%s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-# Every op, every door and every error once, except for what needs a build of its own.
-QUICK := tests/test_structure.py tests/doors/test_bad_input.py tests/doors/test_merge_attention.py \
-	tests/doors/test_ragged_paged_attention.py tests/shared_ffi \
-	'tests/doors/test_parity.py::test_paged_attention[mixed-f32]' \
-	'tests/doors/test_parity.py::test_kv_cache_update[head-size-1]' \
+# Every op, every backend and every error once, except for what needs a build of its own.
+QUICK := tests/test_structure.py tests/backends/test_bad_input.py tests/backends/test_merge_attention.py \
+	tests/backends/test_ragged_paged_attention.py tests/shared_ffi \
+	'tests/backends/test_parity.py::test_paged_attention[mixed-f32]' \
+	'tests/backends/test_parity.py::test_kv_cache_update[head-size-1]' \
 	'tests/torch_frontend/test_openxla.py::test_paged_attention[mixed-f32]' \
 	'tests/torch_frontend/test_openxla.py::test_kv_cache_update[head-size-1]' \
 	tests/kernels/test_mutation.py::test_the_faults_fit_the_sources
@@ -40,8 +40,8 @@ quick: $(if $(wildcard $(VENV)/installed),,$(VENV)/installed)  ## the inner loop
 	$(BIN)/python -m tests.support.native build/quick -DXLA_GPU_CUDA=OFF \
 		-DXLA_GPU_CPU_INSTRUCTION_SETS=$(if $(filter x86_64,$(shell uname -m)),avx2,baseline)
 	$(BIN)/python -m pytest -x -q --native build/quick/_native*.so tests/test_structure.py \
-		tests/kernels/test_kernel.py 'tests/doors/test_parity.py::test_paged_attention[mixed-f32]' \
-		'tests/doors/test_parity.py::test_kv_cache_update[head-size-1]'
+		tests/kernels/test_kernel.py 'tests/backends/test_parity.py::test_paged_attention[mixed-f32]' \
+		'tests/backends/test_parity.py::test_kv_cache_update[head-size-1]'
 
 check: lint  ## lint, types and the quick tests, in 3 minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK)
@@ -83,9 +83,9 @@ wheels: $(VENV)-wheels/installed  ## a source distribution and wheels, checked a
 SECONDS ?= 300
 SEED ?= $(shell date +%Y%m%d)
 
-fuzz: $(VENV)/installed  ## valid and corrupt calls at random, through every door and on the emulated GPU
+fuzz: $(VENV)/installed  ## valid and corrupt calls at random, through every backend and on the emulated GPU
 	$(BIN)/python -m tests.reliability.fuzz --seconds $(SECONDS) --seed $(SEED)
-	$(BIN)/python -m tests.reliability.fuzz --seconds $(SECONDS) --seed $(SEED) --door torch_xla
+	$(BIN)/python -m tests.reliability.fuzz --seconds $(SECONDS) --seed $(SEED) --backend torch_xla
 	$(BIN)/python -m tests.reliability.fuzz --seconds $(SECONDS) --seed $(SEED) --emulated
 
 resources: $(VENV)/installed  ## registers, spills and shared memory of every kernel on every GPU
@@ -113,12 +113,12 @@ $(VENV)-vllm/installed: $(SOURCES)
 	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
 	touch $@
 
-features: $(VENV)/installed  ## the table of features and doors, from the tests' records
-	$(BIN)/python -m pytest -n 2 --all tests/doors/test_parity.py \
+features: $(VENV)/installed  ## the table of features and backends, from the tests' records
+	$(BIN)/python -m pytest -n 2 --all tests/backends/test_parity.py \
 		tests/torch_frontend/test_openxla.py tests/kernels/test_cuda_kernel.py \
 		--feature-table docs/features/README.md
 
-bench: $(VENV)/installed  ## microseconds per call and GB/s of every door
+bench: $(VENV)/installed  ## microseconds per call and GB/s of every backend
 	$(BIN)/python -m benchmarks.overhead
 
 bench-vllm: $(VENV)-vllm/installed  ## vLLM end to end on this attention, beside its own

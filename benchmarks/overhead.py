@@ -1,6 +1,6 @@
-"""``make bench``: microseconds per call and GB/s of every door on the CPU.
+"""``make bench``: microseconds per call and GB/s of every backend on the CPU.
 
-Each workload is checked against the float64 oracle, and the doors against each other, before it is
+Each workload is checked against the float64 oracle, and the backends against each other, before it is
 timed. Contestants take turns, so that a change in the machine's speed affects all of them. A time
 is the median over these rounds. Compare ratios, not absolute times.
 """
@@ -74,7 +74,7 @@ def tiny_step() -> list[Any]:
 
 
 def call_overheads(rounds: int) -> dict[str, dict[str, float]]:
-    """Microseconds of a tiny call through each door, beside the framework's own cheapest op."""
+    """Microseconds of a tiny call through each backend, beside the framework's own cheapest op."""
     operands = tiny_step()
     attend = torch.ops.xla_gpu.paged_attention
     on_cpu = [torch.from_numpy(np.asarray(x)) for x in operands]
@@ -120,22 +120,22 @@ def call_overheads(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def decode_rates(rounds: int) -> list[dict[str, Any]]:
-    """Microseconds of decode steps through every door, and the rate at which they read K and V."""
+    """Microseconds of decode steps through every backend, and the rate at which they read K and V."""
     rows = []
     for batch, context in [(1, 512), (1, 4096), (16, 1024)]:
         operands = decode_step(batch, context, num_heads=32, num_kv_heads=8)
-        contestants, results = _doors(operands)
+        contestants, results = _backends(operands)
         oracle = partial(reference.paged_attention, scale=0.088)(*operands)
         for result in results.values():
             assert_close(result, oracle, "float32")
             assert_same_bits(result, results["torch eager"])
         gigabytes = 2 * batch * context * 8 * 128 * 4 / 1e9
-        for door, microseconds in microseconds_of(contestants, rounds, 3).items():
+        for backend, microseconds in microseconds_of(contestants, rounds, 3).items():
             rows.append(
                 {
                     "batch": batch,
                     "context": context,
-                    "door": door,
+                    "backend": backend,
                     "us": microseconds,
                     "GB/s": gigabytes / (microseconds * 1e-6),
                 }
@@ -143,7 +143,7 @@ def decode_rates(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _doors(operands: list[Any]) -> tuple[dict[str, Callable[[], Any]], dict[str, np.ndarray]]:
+def _backends(operands: list[Any]) -> tuple[dict[str, Callable[[], Any]], dict[str, np.ndarray]]:
     attend = torch.ops.xla_gpu.paged_attention
     on_cpu = [torch.from_numpy(np.asarray(x)) for x in operands]
     arrays = [jnp.asarray(x) for x in operands]
@@ -168,7 +168,7 @@ def _doors(operands: list[Any]) -> tuple[dict[str, Callable[[], Any]], dict[str,
         "torch_xla lazy": lazily,
         "torch_xla openxla": with_openxla,
     }
-    results = {door: _as_numpy(call()) for door, call in contestants.items()}
+    results = {backend: _as_numpy(call()) for backend, call in contestants.items()}
     return contestants, results
 
 
@@ -187,27 +187,27 @@ def read_bandwidth(rounds: int) -> float:
 def report(console: Console, results: dict[str, Any]) -> None:
     """Prints the tables."""
     table = Table(title="A tiny call: the way to the kernel and back")
-    for column in ("door", "call", "us per call"):
+    for column in ("backend", "call", "us per call"):
         table.add_column(column, justify="right" if column == "us per call" else "left")
-    for door, timings in results["call_overhead_us"].items():
+    for backend, timings in results["call_overhead_us"].items():
         for name, microseconds in timings.items():
-            table.add_row(door, name, f"{microseconds:.1f}")
+            table.add_row(backend, name, f"{microseconds:.1f}")
         table.add_section()
     console.print(table)
 
     limit = results["read_gb_per_s"]
     table = Table(title=f"Decode, 32/8 heads x 128, float32 (the machine reads {limit:.1f} GB/s)")
-    for column in ("batch", "context", "door", "us per call", "GB/s", "of read bandwidth"):
-        table.add_column(column, justify="left" if column == "door" else "right")
+    for column in ("batch", "context", "backend", "us per call", "GB/s", "of read bandwidth"):
+        table.add_column(column, justify="left" if column == "backend" else "right")
     for row in results["decode"]:
         share = f"{row['GB/s'] / limit:.0%}"
         us, rate = f"{row['us']:.0f}", f"{row['GB/s']:.2f}"
-        table.add_row(str(row["batch"]), str(row["context"]), row["door"], us, rate, share)
+        table.add_row(str(row["batch"]), str(row["context"]), row["backend"], us, rate, share)
     console.print(table)
 
 
 def main() -> None:
-    """Times every door on this machine's CPU."""
+    """Times every backend on this machine's CPU."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="turns that each contestant takes")
     parser.add_argument("--out", type=Path, help="also write the results to this file, as JSON")

@@ -46,9 +46,9 @@ class Headline(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """The custom calls of a door's program, as lines to print."""
+    """The custom calls of a backend's program, as lines to print."""
 
-    doors: list[str]
+    backends: list[str]
     text: list[str]
 
 
@@ -87,9 +87,9 @@ def show_headlines(headlines: Sequence[Headline], title: str, console: Console) 
 
 
 def show_calls(calls: Sequence[Calls], console: Console) -> None:
-    """Prints the custom calls of each door."""
+    """Prints the custom calls of each backend."""
     for call in calls:
-        title = f"custom calls in {', '.join(call.doors)}"
+        title = f"custom calls in {', '.join(call.backends)}"
         console.print(Panel(Group(*call.text), title=title, title_align="left"))
 
 

@@ -2,7 +2,7 @@
 
 Nothing is taken from the working tree but what the source distribution holds. The wheels are built
 without a network, from build requirements that were fetched before. Each is checked, then installed
-into an empty environment, where ``python -m shared_ffi`` tries its doors.
+into an empty environment, where ``python -m shared_ffi`` tries its backends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 OUT = ROOT / "build/dist"
 
-DOORS = ["jax-cpu", "torch-cpu", "inductor-cpu", "aot-inductor-cpu", "torch-xla-cpu", "openxla-cpu"]
+BACKENDS = ["jax-cpu", "torch-cpu", "inductor-cpu", "aot-inductor-cpu", "torch-xla-cpu", "openxla-cpu"]
 
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 """Hides the sources, in whose folder the commands run."""
@@ -95,8 +95,8 @@ def build_wheel(
     return repaired
 
 
-def smoke_test(python: str, wheel: Path, extra: str, doors: list[str], environment: Path) -> None:
-    """Installs a wheel into an empty environment and tries its doors."""
+def smoke_test(python: str, wheel: Path, extra: str, backends: list[str], environment: Path) -> None:
+    """Installs a wheel into an empty environment and tries its backends."""
     shutil.rmtree(environment, ignore_errors=True)
     run(python, "-m", "venv", environment)
     interpreter = environment / "bin/python"
@@ -104,7 +104,7 @@ def smoke_test(python: str, wheel: Path, extra: str, doors: list[str], environme
     run(interpreter, "-c", WITHOUT_FRAMEWORKS, environment=SAFE_PATH)
     start = time.monotonic()
     run(interpreter, "-m", "pip", "install", "--quiet", f"{wheel}[{extra}]")
-    run(interpreter, "-m", "shared_ffi", "--door", *doors, environment=SAFE_PATH)
+    run(interpreter, "-m", "shared_ffi", "--backend", *backends, environment=SAFE_PATH)
     print(f"installed with [{extra}] and tried in {time.monotonic() - start:.0f} s", flush=True)
     shutil.rmtree(environment)
 
@@ -130,10 +130,10 @@ def main() -> None:
     )
     parser.add_argument("--extra", default="torch-xla", help="what is installed beside a wheel")
     parser.add_argument(
-        "--door",
+        "--backend",
         nargs="+",
-        default=DOORS,
-        help="doors that must work then (default: all to the CPU)",
+        default=BACKENDS,
+        help="backends that must work then (default: all to the CPU)",
     )
     arguments = parser.parse_args()
     out: Path = arguments.out.resolve()
@@ -164,7 +164,7 @@ def main() -> None:
     packages = "shared_ffi,jax_frontend,torch_frontend"
     run(BIN / "check-wheel-contents", "--ignore", "W009", "--toplevel", packages, *files[1:])
     for python, wheel in wheels:
-        smoke_test(python, wheel, arguments.extra, arguments.door, out / "environment")
+        smoke_test(python, wheel, arguments.extra, arguments.backend, out / "environment")
     for file in files:
         print(f"{file.stat().st_size / 2**20:8.2f} MiB  {file.name}")
 

@@ -1,7 +1,7 @@
-"""``python -m shared_ffi`` tries a tiny step through every installed door, and reports what is
+"""``python -m shared_ffi`` tries a tiny step through every installed backend, and reports what is
 built, what is installed and what is registered.
 
-The exit status is 0 if a door works and none of those that could work fails.
+The exit status is 0 if a backend works and none of those that could work fails.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from shared_ffi import OPS, _doors, _native, _pjrt, library_path, runtimes
-from shared_ffi._doors import DOORS, FAILS, WORKS, Door, Outcome
+from shared_ffi import OPS, _backends, _native, _pjrt, library_path, runtimes
+from shared_ffi._backends import BACKENDS, FAILS, WORKS, Backend, Outcome
 
 _PACKAGES = ("xla-paged-attention", "numpy", "jax", "jaxlib", "torch", "torch_xla")
 _PROBLEM = "problem"
@@ -30,11 +30,11 @@ _FRONTENDS = {"jax_frontend": "jax", "torch_frontend": "torch"}
 _LOADED = "import json; from shared_ffi import __main__ as m; print(json.dumps(m.loaded()))"
 
 
-def diagnose(doors: Sequence[Door] = DOORS, timeout_s: float = 180) -> dict[str, Any]:
-    """Tries the doors, and reports how that went, what is built and what is installed."""
+def diagnose(backends: Sequence[Backend] = BACKENDS, timeout_s: float = 180) -> dict[str, Any]:
+    """Tries the backends, and reports how that went, what is built and what is installed."""
     with ThreadPoolExecutor(1) as pool:
         of_frameworks = pool.submit(_frameworks, timeout_s)
-        outcomes = _doors.try_doors(doors, timeout_s)
+        outcomes = _backends.try_backends(backends, timeout_s)
     return {
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
@@ -49,11 +49,11 @@ def diagnose(doors: Sequence[Door] = DOORS, timeout_s: float = 180) -> dict[str,
         },
         "cuda": {
             "driver": _cuda_driver(),
-            "GPUs": str(_doors.gpu_count()),
+            "GPUs": str(_backends.gpu_count()),
             "plugin": _cuda_plugin(),
         },
         **of_frameworks.result(),
-        "doors": [outcome._asdict() for outcome in outcomes],
+        "backends": [outcome._asdict() for outcome in outcomes],
     }
 
 
@@ -75,10 +75,10 @@ def loaded() -> dict[str, Any]:
 
 
 def _frameworks(timeout_s: float) -> dict[str, Any]:
-    returncode, output, errors = _doors.run(_LOADED, {}, timeout_s)
+    returncode, output, errors = _backends.run(_LOADED, {}, timeout_s)
     if returncode == 0:
         return json.loads(output.splitlines()[-1])
-    problem = _doors.what_happened(returncode, errors, timeout_s)
+    problem = _backends.what_happened(returncode, errors, timeout_s)
     return {"runtimes": {_PROBLEM: problem}, "registered": {}, "frontends": {}}
 
 
@@ -141,7 +141,7 @@ def _cuda_plugin() -> str:
     try:
         return str(_pjrt.find_cuda_plugin())
     except RuntimeError as error:
-        return str(error) if _doors.gpu_count() else "none"
+        return str(error) if _backends.gpu_count() else "none"
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -166,8 +166,8 @@ def _print(report: dict[str, Any]) -> None:
     print("\nFrontends")
     for frontend, outcome in report["frontends"].items():
         print(f"  {frontend:<22}{outcome}")
-    print("\nDoors")
-    for outcome in map(Outcome._make, map(dict.values, report["doors"])):
+    print("\nBackends")
+    for outcome in map(Outcome._make, map(dict.values, report["backends"])):
         print(_line(outcome))
 
 
@@ -181,34 +181,34 @@ def main() -> int:
     """Runs the command. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m shared_ffi", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    names = [door.name for door in DOORS]
+    names = [backend.name for backend in BACKENDS]
     parser.add_argument(
-        "--door",
+        "--backend",
         nargs="+",
         choices=names,
-        metavar="DOOR",
+        metavar="BACKEND",
         help=f"try only these; each of them must work: {', '.join(names)}",
     )
     parser.add_argument(
-        "--timeout", type=float, default=180, help="seconds for each door (default: %(default)g)"
+        "--timeout", type=float, default=180, help="seconds for each backend (default: %(default)g)"
     )
     arguments = parser.parse_args()
-    chosen = [door for door in DOORS if door.name in (arguments.door or names)]
+    chosen = [backend for backend in BACKENDS if backend.name in (arguments.backend or names)]
     report = diagnose(chosen, arguments.timeout)
     if arguments.json:
         json.dump(report, sys.stdout, indent=2)
         print()
     else:
         _print(report)
-    statuses = {outcome["status"] for outcome in report["doors"]}
+    statuses = {outcome["status"] for outcome in report["backends"]}
     is_well = WORKS in statuses and (
-        not statuses - {WORKS} if arguments.door else FAILS not in statuses
+        not statuses - {WORKS} if arguments.backend else FAILS not in statuses
     )
     return 0 if is_well else 1
 
 
 def _interrupted(*_: Any) -> None:
-    _doors.RUNNING.end()  # else the threads that wait for them would not end
+    _backends.RUNNING.end()  # else the threads that wait for them would not end
     sys.exit(128 + signal.SIGINT)  # as a shell has it
 
 

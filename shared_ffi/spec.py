@@ -64,7 +64,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Call:
-    """A call that has passed its op's check, with all that a door needs to make it.
+    """A call that has passed its op's check, with all that a backend needs to make it.
 
     Two calls are equal exactly when they lower to the same custom call.
     """

@@ -1,5 +1,5 @@
 """The smallest decoding step, which shows whether the ops run. ``python -m shared_ffi`` takes it
-through every door, with the ``_try.py`` of the frontends.
+through every backend, with the ``_try.py`` of the frontends.
 
 A sequence of two tokens: the update writes their K and V into block 1, then one query attends to
 them. K is zero, so both V, 1 and 3, have the same weight, and every element of the result is 2.

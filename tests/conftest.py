@@ -48,13 +48,13 @@ DUMP_DIR = TEMPORARY / "hlo"
 os.environ["XLA_FLAGS"] = dump_flags(DUMP_DIR)
 
 # These tests need a GPU, and these need vLLM.
-collect_ignore = [] if os.environ.get("XLA_GPU_TEST_ON") == "cuda" else ["doors/test_gpu_doors.py"]
+collect_ignore = [] if os.environ.get("XLA_GPU_TEST_ON") == "cuda" else ["backends/test_gpu.py"]
 if importlib.util.find_spec("vllm") is None:
     collect_ignore.append("vllm")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--feature-table", help="the file to write the table of features and doors to")
+    parser.addoption("--feature-table", help="the file to write the table of features and backends to")
     parser.addoption(
         "--native", help="a build of shared_ffi._native to test instead of the installed one"
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from release import check_version, wheels
-from shared_ffi import _doors
+from shared_ffi import _backends
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -45,11 +45,11 @@ def test_a_tag(sources: Path) -> None:
     assert check_version.faults(f"v{version}") == []
 
 
-def test_wheels_are_tried_through_every_door() -> None:
-    doors = {door.name for door in _doors.DOORS if door.platform == "cpu"}
+def test_wheels_are_tried_through_every_backend() -> None:
+    backends = {backend.name for backend in _backends.BACKENDS if backend.platform == "cpu"}
     test = PROJECT["tool"]["cibuildwheel"]["test-command"]
-    assert {*test.partition("--door ")[2].split()} == doors
-    assert {*wheels.DOORS} == doors
+    assert {*test.partition("--backend ")[2].split()} == backends
+    assert {*wheels.BACKENDS} == backends
 
 
 @pytest.mark.parametrize("python", ["false", "no-such-python"])

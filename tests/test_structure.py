@@ -108,7 +108,7 @@ def test_integrations_stand_alone(path: Path) -> None:
     assert [x for x in outside if path.stem in imported(x)] == []
 
 
-def test_every_op_has_its_files_and_its_doors() -> None:
+def test_every_op_has_its_files_and_its_backends() -> None:
     names = [op.OP for op in OPS]
     of_ops = ["merge_attention", "ragged_paged_attention", *names]  # the first two call other ops
     assert sorted(jax_frontend.__all__) == sorted(

@@ -220,11 +220,11 @@ class Operator:
 
     def run_on_xla(self, *arguments: Any, **keywords: Any) -> Any:
         """The kernel for torch_xla's tensors, which are values: nothing is written in place."""
-        from torch_frontend import xla as door  # noqa: PLC0415  (needs torch_xla and JAX)
+        from torch_frontend import xla as backend  # noqa: PLC0415  (needs torch_xla and JAX)
 
         bound, tensors = self.bind(arguments, keywords)
         call = _checked(bound, *_sizes(tensors))
-        results = door.run(call, tensors, bound.call_on)
+        results = backend.run(call, tensors, bound.call_on)
         return results if self._returns_list else as_returned(results)
 
     def fake(self, *arguments: Any, **keywords: Any) -> Any:

@@ -72,7 +72,7 @@ def show(results: dict[str, Any]) -> None:
 
 
 def best(row: dict[str, Any], is_ours: bool) -> float | None:
-    """The shortest time of our doors, or of the others; None if none of them took part."""
+    """The shortest time of our backends, or of the others; None if none of them took part."""
     times = [
         seconds
         for name, seconds in row["seconds"].items()

@@ -1,6 +1,6 @@
 """``make gpu-check``: proves the CUDA kernels on this machine's GPU and measures them.
 
-Tests the kernels, runs the benchmark, tests every installed door and runs a few calls under
+Tests the kernels, runs the benchmark, tests every installed backend and runs a few calls under
 compute-sanitizer. Each step is a process of its own: the report shows what is missing or fails,
 and the other steps still run. report.json and report.md are written after every step. A step that
 succeeded on this machine and commit is not repeated, so a check that ran out of time is continued
@@ -250,11 +250,11 @@ def check(steps: Steps, is_hopper: bool, trace: Sequence[object]) -> None:
     ]
     without = [kernel for kernel in CHOSEN if kernel not in proven]
     steps.benchmark(*trace, *(["--without", *without] if without else []), seconds=270)
-    for door, chosen, shards in DOORS:
+    for backend, chosen, shards in BACKENDS:
         for i in range(1, shards + 1):
-            command = [*PYTEST, "tests/doors/test_gpu_doors.py", "-k", chosen]
+            command = [*PYTEST, "tests/backends/test_gpu.py", "-k", chosen]
             command += ["--shard", f"{i}/{shards}"]
-            steps.do(f"doors, {door} {i}/{shards}", command, 120, **on_cuda)
+            steps.do(f"backends, {backend} {i}/{shards}", command, 120, **on_cuda)
     for kernel in ("any", *here):
         for tool in SANITIZERS:
             name = f"{tool}, {kernel}"
@@ -276,8 +276,8 @@ CHOSEN = {
 }
 OF_HOPPER = ("hopper", "pipelined")  # whose instructions they need
 
-# The doors' tests by what their names hold: each is in one group. With the number of shards.
-DOORS = (
+# The backends' tests by what their names hold: each is in one group. With the number of shards.
+BACKENDS = (
     ("torch", "torch and not torch_xla", 1),
     ("cuda_graph", "cuda_graph", 1),
     ("jax", "jax", 4),
@@ -305,9 +305,9 @@ def rehearse(steps: Steps, emulated: Path) -> None:
     for kernel in CHOSEN:
         steps.do(f"{kernel} kernels", [*kernels, "-k", kernel, "--shard", "1/10"], 100)
     steps.benchmark("--rehearse", seconds=120)
-    doors = [*PYTEST, "tests/doors/test_parity.py"]
+    backends = [*PYTEST, "tests/backends/test_parity.py"]
     for i in (1, 2):
-        steps.do(f"doors {i}/20", [*doors, "--shard", f"{i}/20"], 120)
+        steps.do(f"backends {i}/20", [*backends, "--shard", f"{i}/20"], 120)
     for tool in SANITIZERS:
         steps.leave_out(tool, "needs a GPU")
 

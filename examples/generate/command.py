@@ -12,7 +12,7 @@ from rich.text import Text
 
 from examples import processes
 from examples.generate import checkpoint, report
-from examples.generate import run as doors
+from examples.generate import run as backends
 from examples.generate.engine import Answer
 from examples.generate.sampling import Sampling
 from examples.scheduler import Limits
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     return 0 if result.is_good else 1
 
 
-def _generate(options: argparse.Namespace, console: Console) -> doors.Result:
+def _generate(options: argparse.Namespace, console: Console) -> backends.Result:
     sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p, options.seed)
     limits = Limits(
         block_size=options.block_size,
@@ -62,18 +62,18 @@ def _generate(options: argparse.Namespace, console: Console) -> doors.Result:
     with console.status("reading the checkpoint"):
         model = checkpoint.load(options.model, options.dtype)
     prompts = options.prompt or list(PROMPTS)
-    names = options.door or (["jax"] if options.mesh else ["jax", "torch_xla"])
+    names = options.backend or (["jax"] if options.mesh else ["jax", "torch_xla"])
     if options.mesh and names != ["jax"]:
-        raise ValueError(f"--mesh must go with --door jax alone; got {', '.join(names)}")
+        raise ValueError(f"--mesh must go with --backend jax alone; got {', '.join(names)}")
     with Live(console=console, transient=True) as live:
         stream = _Stream(live, model, prompts)
-        return doors.run(
+        return backends.run(
             model,
             prompts,
             dtype=options.dtype,
             sampling=sampling,
             limits=limits,
-            doors=doors.ALL if "all" in names else list(dict.fromkeys(names)),
+            backends=backends.ALL if "all" in names else list(dict.fromkeys(names)),
             on_progress=stream.show,
             mesh=tuple(options.mesh) if options.mesh else None,
         )
@@ -85,18 +85,18 @@ class _Stream:
     def __init__(self, live: Live, model: checkpoint.Checkpoint, prompts: Sequence[str]) -> None:
         self._live, self._model, self._prompts = live, model, prompts
 
-    def show(self, door: str, answers: Sequence[Answer]) -> None:
-        """Shows a door's answers; none while it is being opened."""
+    def show(self, backend: str, answers: Sequence[Answer]) -> None:
+        """Shows a backend's answers; none while it is being opened."""
         if not self._live.console.is_terminal:
             if not answers:
-                self._live.console.print(f"{door} ...")
+                self._live.console.print(f"{backend} ...")
             return
         count = sum(len(answer.tokens) for answer in answers)
         if not count:
-            self._live.update(Text(f"{door}: loading and compiling", style="bold"))
+            self._live.update(Text(f"{backend}: loading and compiling", style="bold"))
             return
         seconds = max(answer.seconds[-1] for answer in answers if answer.seconds)
-        head = f"{door}: {count} tokens, {count / seconds:.0f} tokens/s" if seconds else door
+        head = f"{backend}: {count} tokens, {count / seconds:.0f} tokens/s" if seconds else backend
         width = max(self._live.console.width - 26, 10)
         lines = [Text(head, style="bold")]
         for prompt, answer in zip(self._prompts, answers, strict=True):

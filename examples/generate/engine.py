@@ -1,4 +1,4 @@
-"""Continuous batching of prompts through one door."""
+"""Continuous batching of prompts through one backend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from examples.generate.batch import Batch
-from examples.generate.doors import Door
+from examples.generate.backends import Backend
 from examples.generate.sampling import Sampling, choose
 from examples.scheduler import Arrival, Limits, Scheduler, Step
 
@@ -30,7 +30,7 @@ class Answer:
 
 @dataclass
 class Generation:
-    """The answers of a door, in the order of the prompts, and what they took."""
+    """The answers of a backend, in the order of the prompts, and what they took."""
 
     answers: list[Answer]
     seconds: float
@@ -63,7 +63,7 @@ def check_lengths(prompts: Sequence[Sequence[int]], sampling: Sampling, limits: 
             )
 
 
-def warm_up(door: Door, limits: Limits) -> float:
+def warm_up(backend: Backend, limits: Limits) -> float:
     """Runs a step without tokens for each padded size, so that every program is compiled.
 
     Returns:
@@ -71,13 +71,13 @@ def warm_up(door: Door, limits: Limits) -> float:
     """
     start = time.perf_counter()
     for bucket in limits.buckets:
-        door.step(empty_step(door, limits, bucket))
+        backend.step(empty_step(backend, limits, bucket))
     return time.perf_counter() - start
 
 
-def empty_step(door: Door, limits: Limits, num_tokens: int) -> Batch:
+def empty_step(backend: Backend, limits: Limits, num_tokens: int) -> Batch:
     """A step of padding only: it writes nothing, and its results mean nothing."""
-    return _joined([empty_batch(limits, num_tokens)] * door.replicas)
+    return _joined([empty_batch(limits, num_tokens)] * backend.replicas)
 
 
 def empty_batch(limits: Limits, num_tokens: int) -> Batch:
@@ -94,7 +94,7 @@ def empty_batch(limits: Limits, num_tokens: int) -> Batch:
 
 
 def generate(
-    door: Door,
+    backend: Backend,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     limits: Limits,
@@ -104,7 +104,7 @@ def generate(
     """Answers all prompts. As many as fit run at once; the others wait.
 
     Args:
-        door: runs the model.
+        backend: runs the model.
         prompts: token ids.
         sampling: how to choose tokens.
         limits: sizes of a step and of the pool.
@@ -116,7 +116,7 @@ def generate(
     """
     check_lengths(prompts, sampling, limits)
     answers = [Answer() for _ in prompts]
-    numbers = [range(first, len(prompts), door.replicas) for first in range(door.replicas)]
+    numbers = [range(first, len(prompts), backend.replicas) for first in range(backend.replicas)]
     replicas = [
         _Replica([prompts[i] for i in of], [answers[i] for i in of], of, sampling, limits)
         for of in numbers
@@ -128,7 +128,7 @@ def generate(
         batches = [
             replica.batch(step, bucket) for replica, step in zip(replicas, steps, strict=True)
         ]
-        logits = door.step(_joined(batches)).reshape(len(replicas), limits.max_seqs, -1)
+        logits = backend.step(_joined(batches)).reshape(len(replicas), limits.max_seqs, -1)
         seconds = time.perf_counter() - start
         for replica, step, of_replica in zip(replicas, steps, logits, strict=True):
             if step is not None:
@@ -139,7 +139,7 @@ def generate(
 
 
 class _Replica:
-    """The requests of one of the door's copies of the model, with a pool of their own."""
+    """The requests of one of the backend's copies of the model, with a pool of their own."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class _Replica:
 
 
 def _joined(batches: Sequence[Batch]) -> Batch:
-    """The argument of Door.step: with several replicas, each array has one dimension more."""
+    """The argument of Backend.step: with several replicas, each array has one dimension more."""
     if len(batches) == 1:
         return batches[0]
     return Batch(*(np.stack(arrays) for arrays in zip(*batches, strict=True)))

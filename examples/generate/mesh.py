@@ -1,4 +1,4 @@
-"""The JAX door on several devices, and in several processes: ``[DATA, HEADS]`` devices, where each
+"""The JAX backend on several devices, and in several processes: ``[DATA, HEADS]`` devices, where each
 row of HEADS devices shares one copy of the model, and each column holds the same kv heads."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from examples.generate.batch import Batch
 from examples.generate.checkpoint import Checkpoint, Config
-from examples.generate.doors import Door
+from examples.generate.backends import Backend
 from examples.generate.llama_jax import Params, forward
 from examples.scheduler import Limits
 from harness.arrays import to_numpy
@@ -23,7 +23,7 @@ _OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _INPUTS = ("o_proj", "down_proj")
 
 
-class JaxMeshDoor(Door):
+class JaxMeshBackend(Backend):
     """jax.jit over a mesh. The model is that of one device: the weights are sharded, and the ops
     share their kv heads."""
 
@@ -72,12 +72,12 @@ class JaxMeshDoor(Door):
         )
 
     def step(self, batch: Batch) -> np.ndarray:
-        """As in Door."""
+        """As in Backend."""
         logits, self._caches = self._forward(self._params, self._caches, self._placed(batch))
         return np.asarray(logits)
 
     def compiles(self) -> int:
-        """As in Door."""
+        """As in Backend."""
         return int(self._forward._cache_size())  # type: ignore[attr-defined]
 
     def hlo(self, batch: Batch) -> str:

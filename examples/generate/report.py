@@ -19,15 +19,15 @@ from examples.page import COLORS, Calls, Headline
 
 def headlines(result: Result) -> list[Headline]:
     """What to know at a glance."""
-    doors = result.doors.values()
-    rates = {name: door.generation.tokens_per_second for name, door in result.doors.items()}
+    backends = result.backends.values()
+    rates = {name: backend.generation.tokens_per_second for name, backend in result.backends.items()}
     fastest = max(rates, key=lambda name: rates[name])
-    late = sum(door.late_programs for door in doors)
-    differences = [x for door in doors if (x := door.max_difference) is not None]
+    late = sum(backend.late_programs for backend in backends)
+    differences = [x for backend in backends if (x := backend.max_difference) is not None]
     must = result.is_exact
     found = [
         Headline(
-            "tokens of the doors",
+            "tokens of the backends",
             "the same" if result.same_tokens else "different",
             result.same_tokens or not must,
         ),
@@ -44,11 +44,11 @@ def headlines(result: Result) -> list[Headline]:
         label = "largest difference of a log-probability"
         found.insert(1, Headline(label, f"{largest:.1g}", largest < TOLERANCE))
     if result.sampling.is_greedy:
-        equal = min(door.equal_answers for door in doors)
+        equal = min(backend.equal_answers for backend in backends)
         answers = f"{equal} of {len(result.prompts)}"
         good = equal == len(result.prompts) or not must
         found.insert(1, Headline("answers as with transformers' attention", answers, good))
-        behind = max(door.max_behind for door in doors)
+        behind = max(backend.max_behind for backend in backends)
         if behind:
             label = "log-probability of a token behind transformers' best, at most"
             found.insert(2, Headline(label, f"{behind:.1g}", behind < TOLERANCE))
@@ -56,22 +56,22 @@ def headlines(result: Result) -> list[Headline]:
 
 
 def rows(result: Result) -> list[list[str]]:
-    """The table of the doors, its header first."""
-    header = ["door", "tokens/s", "first token", "ready after", "programs"]
+    """The table of the backends, its header first."""
+    header = ["backend", "tokens/s", "first token", "ready after", "programs"]
     header += ["equal answers", "difference"]
     return [
         header,
         *(
             [
                 name,
-                f"{door.generation.tokens_per_second:,.0f}",
-                f"{door.generation.time_to_first_token:.2f} s",
-                f"{door.seconds_to_open:.1f} s",
-                str(door.programs) if door.programs else "none",
-                f"{door.equal_answers} of {len(result.prompts)}",
-                "" if door.max_difference is None else f"{door.max_difference:.1g}",
+                f"{backend.generation.tokens_per_second:,.0f}",
+                f"{backend.generation.time_to_first_token:.2f} s",
+                f"{backend.seconds_to_open:.1f} s",
+                str(backend.programs) if backend.programs else "none",
+                f"{backend.equal_answers} of {len(result.prompts)}",
+                "" if backend.max_difference is None else f"{backend.max_difference:.1g}",
             ]
-            for name, door in result.doors.items()
+            for name, backend in result.backends.items()
         ),
     ]
 
@@ -98,7 +98,7 @@ def to_html(result: Result, path: Path) -> None:
     page.write(
         path,
         Path(__file__).with_name("report.html.j2"),
-        title=f"{result.model} speaks through {_doors(len(result.doors))}",
+        title=f"{result.model} speaks through {_backends(len(result.backends))}",
         subtitle=f"{result.dtype}. {_summary(result)}",
         headlines=headlines(result),
         calls=_calls(result),
@@ -108,13 +108,13 @@ def to_html(result: Result, path: Path) -> None:
     )
 
 
-def _doors(count: int) -> str:
-    return "one door" if count == 1 else f"{count} doors"
+def _backends(count: int) -> str:
+    return "one backend" if count == 1 else f"{count} backends"
 
 
 def _summary(result: Result) -> str:
     limits, sampling = result.limits, result.sampling
-    first = next(iter(result.doors.values())).generation
+    first = next(iter(result.backends.values())).generation
     tokens = sum(len(answer.tokens) for answer in first.answers)
     how = f"temperature {sampling.temperature:g}, top-p {sampling.top_p:g}, seed {sampling.seed}"
     if sampling.is_greedy:
@@ -138,18 +138,18 @@ def _summary(result: Result) -> str:
 def _calls(result: Result) -> list[Calls]:
     """The custom calls of a decoding step, grouped by what they are."""
     found: dict[str, Calls] = {}
-    for name, door in result.doors.items():
+    for name, backend in result.backends.items():
         lines = []
-        for call, count in door.custom_calls.items():
+        for call, count in backend.custom_calls.items():
             lines += [f"{count} times:", *page.lines_of(call), ""]
         if lines:
-            found.setdefault("\n".join(lines), Calls([], lines[:-1])).doors.append(name)
+            found.setdefault("\n".join(lines), Calls([], lines[:-1])).backends.append(name)
     return list(found.values())
 
 
 def _plot_tokens(result: Result, axes: Axes) -> None:
-    for color, (name, door) in zip(COLORS, result.doors.items(), strict=False):
-        answers = door.generation.answers
+    for color, (name, backend) in zip(COLORS, result.backends.items(), strict=False):
+        answers = backend.generation.answers
         seconds = np.sort([second for answer in answers for second in answer.seconds])
         axes.step(seconds, np.arange(1, len(seconds) + 1), color=color, label=name, where="post")
     axes.set_title("Tokens generated")
@@ -161,8 +161,8 @@ def _plot_tokens(result: Result, axes: Axes) -> None:
 
 
 def _plot_rates(result: Result, axes: Axes) -> None:
-    names = list(result.doors)
-    rates = [door.generation.tokens_per_second for door in result.doors.values()]
+    names = list(result.backends)
+    rates = [backend.generation.tokens_per_second for backend in result.backends.values()]
     bars = axes.barh(names, rates, color=COLORS[: len(names)], height=0.6)
     axes.bar_label(bars, [f"{rate:,.0f}" for rate in rates], padding=4)
     axes.invert_yaxis()

@@ -1,4 +1,4 @@
-"""Answers prompts through the doors, one after another, and compares what they say."""
+"""Answers prompts through the backends, one after another, and compares what they say."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from examples.generate import engine, transformers_door
+from examples.generate import engine, transformers_backend
 from examples.generate.checkpoint import Checkpoint, Scores
-from examples.generate.doors import DOORS, Door
+from examples.generate.backends import BACKENDS, Backend
 from examples.generate.engine import Answer, Generation
-from examples.generate.mesh import JaxMeshDoor
+from examples.generate.mesh import JaxMeshBackend
 from examples.generate.sampling import Sampling
 from examples.scheduler import Limits
 from harness import hlo
 
-NAMES = [*DOORS, *transformers_door.ATTENTION]
+NAMES = [*BACKENDS, *transformers_backend.ATTENTION]
 ALL = [name for name in NAMES if not name.startswith("vllm")]  # vLLM is rarely installed
 TOLERANCE = 0.5
 """What rounding to 16 bits may change of a token's log-probability. SmolLM2's largest is 0.25."""
@@ -27,8 +27,8 @@ _TARGETS = ("xla_gpu_kv_cache_update", "xla_gpu_paged_attention")
 
 
 @dataclass
-class DoorResult:
-    """What a door did."""
+class BackendResult:
+    """What a backend did."""
 
     generation: Generation
     seconds_to_open: float  # weights in place, and every program compiled
@@ -46,7 +46,7 @@ class DoorResult:
     @property
     def max_difference(self) -> float | None:
         """The largest difference of a log-probability from transformers' eager attention; None if
-        the door tells none."""
+        the backend tells none."""
         pairs = zip(self.generation.answers, self.scores, strict=True)
         return max(
             (
@@ -73,27 +73,27 @@ class Result:
     sampling: Sampling
     limits: Limits
     prompts: list[str]
-    texts: list[str]  # the first door's answers
-    doors: dict[str, DoorResult]
+    texts: list[str]  # the first backend's answers
+    backends: dict[str, BackendResult]
     mesh: tuple[int, int] | None = None  # copies of the model, and the devices of each
 
     @property
     def same_tokens(self) -> bool:
-        """Whether all doors gave the same answers."""
+        """Whether all backends gave the same answers."""
         first, *others = [
-            [answer.tokens for answer in door.generation.answers] for door in self.doors.values()
+            [answer.tokens for answer in backend.generation.answers] for backend in self.backends.values()
         ]
         return all(tokens == first for tokens in others)
 
     @property
     def same_as_transformers(self) -> bool:
         """Whether all answers are those of transformers' eager attention."""
-        return all(door.equal_answers == len(self.prompts) for door in self.doors.values())
+        return all(backend.equal_answers == len(self.prompts) for backend in self.backends.values())
 
     @property
     def same_custom_calls(self) -> bool:
-        """Whether all doors that have HLO hold the same custom calls, letter for letter."""
-        calls = [door.custom_calls for door in self.doors.values() if door.custom_calls]
+        """Whether all backends that have HLO hold the same custom calls, letter for letter."""
+        calls = [backend.custom_calls for backend in self.backends.values() if backend.custom_calls]
         return all(found == calls[0] for found in calls)
 
     @property
@@ -108,15 +108,15 @@ class Result:
     def is_close(self) -> bool:
         """Whether rounding explains how log-probabilities and greedy tokens differ from those of
         transformers' eager attention."""
-        found = [door.max_difference or 0.0 for door in self.doors.values()]
+        found = [backend.max_difference or 0.0 for backend in self.backends.values()]
         if self.sampling.is_greedy:
-            found += [door.max_behind for door in self.doors.values()]
+            found += [backend.max_behind for backend in self.backends.values()]
         return max(found) < TOLERANCE
 
     @property
     def is_good(self) -> bool:
         """Whether everything is as it should be."""
-        late = any(door.late_programs for door in self.doors.values())
+        late = any(backend.late_programs for backend in self.backends.values())
         same = self.same_tokens and self.same_as_transformers
         calls = self.same_custom_calls and not late
         return calls and self.is_close and (same or not self.is_exact)
@@ -124,13 +124,13 @@ class Result:
     def as_json(self) -> dict[str, Any]:
         """Everything, for machines."""
         result = asdict(self)
-        for name, door in self.doors.items():
-            result["doors"][name] |= {
-                "tokens_per_second": door.generation.tokens_per_second,
-                "time_to_first_token": door.generation.time_to_first_token,
-                "equal_answers": door.equal_answers,
-                "max_difference": door.max_difference,
-                "max_behind": door.max_behind,
+        for name, backend in self.backends.items():
+            result["backends"][name] |= {
+                "tokens_per_second": backend.generation.tokens_per_second,
+                "time_to_first_token": backend.generation.time_to_first_token,
+                "equal_answers": backend.equal_answers,
+                "max_difference": backend.max_difference,
+                "max_behind": backend.max_behind,
             }
         return result | {
             "same_tokens": self.same_tokens,
@@ -139,7 +139,7 @@ class Result:
         }
 
 
-OnProgress = Callable[[str, Sequence[Answer]], None]  # the door's name, and the answers so far
+OnProgress = Callable[[str, Sequence[Answer]], None]  # the backend's name, and the answers so far
 
 
 def run(
@@ -149,14 +149,14 @@ def run(
     dtype: str,
     sampling: Sampling,
     limits: Limits,
-    doors: Sequence[str],
+    backends: Sequence[str],
     on_progress: OnProgress,
     mesh: tuple[int, int] | None = None,
 ) -> Result:
-    """Answers the prompts through each door.
+    """Answers the prompts through each backend.
 
     Args:
-        mesh: copies of the model and the devices of each, for the door jax; None: one device.
+        mesh: copies of the model and the devices of each, for the backend jax; None: one device.
 
     Raises:
         ValueError: a prompt is empty or too long, or the devices do not make up the mesh.
@@ -165,12 +165,12 @@ def run(
     engine.check_lengths(encoded, sampling, limits)
     known: dict[tuple[int, ...], Scores] = {}  # of an answer, with its prompt's number before it
     results = {}
-    for name in doors:
+    for name in backends:
         on_progress(name, [])
         call = (name, checkpoint, encoded, sampling, limits, on_progress)
-        if name in DOORS:
-            open_door = DOORS[name] if mesh is None else partial(JaxMeshDoor, shape=mesh)
-            results[name] = _with_our_engine(open_door, *call)
+        if name in BACKENDS:
+            open_backend = BACKENDS[name] if mesh is None else partial(JaxMeshBackend, shape=mesh)
+            results[name] = _with_our_engine(open_backend, *call)
         else:
             results[name] = _with_transformers(*call)
     for result in results.values():
@@ -179,7 +179,7 @@ def run(
             if key not in known:
                 known[key] = checkpoint.scores(encoded[i], answer.tokens)
             result.scores.append(known[key])
-    first = results[doors[0]].generation.answers
+    first = results[backends[0]].generation.answers
     return Result(
         model=checkpoint.name,
         dtype=dtype,
@@ -187,36 +187,36 @@ def run(
         limits=limits,
         prompts=list(prompts),
         texts=[checkpoint.decode(answer.tokens) for answer in first],
-        doors=results,
+        backends=results,
         mesh=mesh,
     )
 
 
 def _with_our_engine(
-    open_door: Callable[[Checkpoint, Limits], Door],
+    open_backend: Callable[[Checkpoint, Limits], Backend],
     name: str,
     checkpoint: Checkpoint,
     prompts: list[list[int]],
     sampling: Sampling,
     limits: Limits,
     on_progress: OnProgress,
-) -> DoorResult:
+) -> BackendResult:
     start = time.perf_counter()
-    door = open_door(checkpoint, limits)
-    engine.warm_up(door, limits)
-    seconds, programs = time.perf_counter() - start, door.compiles()
+    backend = open_backend(checkpoint, limits)
+    engine.warm_up(backend, limits)
+    seconds, programs = time.perf_counter() - start, backend.compiles()
     generation = engine.generate(
-        door,
+        backend,
         prompts,
         sampling,
         limits,
         checkpoint.stop_tokens,
         lambda answers: on_progress(name, answers),
     )
-    late_programs = door.compiles() - programs
-    text = door.hlo(engine.empty_step(door, limits, limits.max_seqs))
+    late_programs = backend.compiles() - programs
+    text = backend.hlo(engine.empty_step(backend, limits, limits.max_seqs))
     calls = [call for target in _TARGETS for call in hlo.custom_calls(text or "", target)]
-    return DoorResult(generation, seconds, programs, late_programs, dict(Counter(calls)), [])
+    return BackendResult(generation, seconds, programs, late_programs, dict(Counter(calls)), [])
 
 
 def _with_transformers(
@@ -226,8 +226,8 @@ def _with_transformers(
     sampling: Sampling,
     limits: Limits,
     on_progress: OnProgress,
-) -> DoorResult:
-    generation = transformers_door.generate(
+) -> BackendResult:
+    generation = transformers_backend.generate(
         name, checkpoint, prompts, sampling, limits, lambda answers: on_progress(name, answers)
     )
-    return DoorResult(generation, 0.0, 0, 0, {}, [])
+    return BackendResult(generation, 0.0, 0, 0, {}, [])

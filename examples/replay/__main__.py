@@ -15,21 +15,21 @@ from examples import commands, processes
 from examples.replay.models import MODELS
 from harness.arrays import DTYPES
 
-DOORS = ("jax", "torch_xla", "openxla", "torch", "jax-mesh")
+BACKENDS = ("jax", "torch_xla", "openxla", "torch", "jax-mesh")
 GROUPS = {
     "both": ["jax", "torch_xla"],
-    "all": [name for name in DOORS if name != "jax-mesh"],
+    "all": [name for name in BACKENDS if name != "jax-mesh"],
     "mesh": ["torch", "jax-mesh"],
 }
-_DOOR_HELP = (
+_BACKEND_HELP = (
     "both: jax and torch_xla; mesh: torch, and JAX on all devices, which share the kv heads"
 )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command. Its exit status is 1 if the doors do not agree, and 2 if it cannot begin."""
+    """The command. Its exit status is 1 if the backends do not agree, and 2 if it cannot begin."""
     options = _parser().parse_args(arguments)
-    options.doors = GROUPS.get(options.door, [options.door])
+    options.backends = GROUPS.get(options.backend, [options.backend])
     with commands.needs("examples.replay", "torch-xla,demo"):
         from examples.replay.command import run  # noqa: PLC0415  (the help needs no framework)
     return run(options)
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--trace", type=Path, help="CSV: TIMESTAMP, ContextTokens, GeneratedTokens; else generated")
-    add("--door", choices=[*DOORS, *GROUPS], default="both", help=_DOOR_HELP)
+    add("--backend", choices=[*BACKENDS, *GROUPS], default="both", help=_BACKEND_HELP)
     processes.add_option(parser)
     add("--steps", type=int, default=200, help="stop after this many steps")
     add("--model", choices=MODELS, default="tiny", help="attention shape")

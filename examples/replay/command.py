@@ -71,7 +71,7 @@ def _replay(options: argparse.Namespace, console: Console) -> Result:
                 max_blocks_per_seq=-(-options.max_len // options.block_size),
                 token_budget=options.token_budget,
             ),
-            doors=options.doors,
+            backends=options.backends,
             num_steps=options.steps,
             seconds_per_step=options.step_seconds,
             sample_every=options.sample_every,

@@ -19,10 +19,10 @@ from examples.replay.run import Result
 
 def headlines(result: Result) -> list[Headline]:
     """What to know at a glance."""
-    most_compiles = max(door.compiles for door in result.doors.values())
-    error = max(door.max_error for door in result.doors.values())
-    difference = max(door.max_difference for door in result.doors.values())
-    rates = {name: door.tokens_per_second for name, door in result.doors.items()}
+    most_compiles = max(backend.compiles for backend in result.backends.values())
+    error = max(backend.max_error for backend in result.backends.values())
+    difference = max(backend.max_difference for backend in result.backends.values())
+    rates = {name: backend.tokens_per_second for name, backend in result.backends.items()}
     fastest = max(rates, key=lambda name: rates[name])
     return [
         Headline(
@@ -31,13 +31,13 @@ def headlines(result: Result) -> list[Headline]:
             result.same_custom_calls,
         ),
         Headline(
-            "largest difference between doors",
+            "largest difference between backends",
             "0 (same bits)" if result.same_bits else f"{difference:.2g}",
             result.same_bits,
         ),
         Headline("largest error against float64", f"{error:.1e}", error < 0.05),
         Headline(
-            "programs compiled per door",
+            "programs compiled per backend",
             f"{most_compiles} of at most {result.compile_bound}",
             most_compiles <= result.compile_bound,
         ),
@@ -48,19 +48,19 @@ def headlines(result: Result) -> list[Headline]:
 def to_terminal(result: Result, console: Console) -> None:
     """Prints the report."""
     page.show_headlines(headlines(result), f"{result.model}, {result.dtype}", console)
-    doors = Table(title="Doors")
-    doors.add_column("door")
+    backends = Table(title="Backends")
+    backends.add_column("backend")
     for column in ("tokens/s", "programs compiled", "difference to first", "error to float64"):
-        doors.add_column(column, justify="right")
-    for name, door in result.doors.items():
-        doors.add_row(
+        backends.add_column(column, justify="right")
+    for name, backend in result.backends.items():
+        backends.add_row(
             name,
-            f"{door.tokens_per_second:,.0f}",
-            str(door.compiles or "none needed"),
-            f"{door.max_difference:.2g}",
-            f"{door.max_error:.2g}",
+            f"{backend.tokens_per_second:,.0f}",
+            str(backend.compiles or "none needed"),
+            f"{backend.max_difference:.2g}",
+            f"{backend.max_error:.2g}",
         )
-    console.print(doors)
+    console.print(backends)
     console.print(_traffic(result))
     page.show_calls(_calls(result), console)
 
@@ -70,7 +70,7 @@ def to_html(result: Result, path: Path) -> None:
     page.write(
         path,
         Path(__file__).with_name("report.html.j2"),
-        title=f"One handler, {len(result.doors)} doors",
+        title=f"One handler, {len(result.backends)} backends",
         subtitle=f"{result.model}, {result.dtype}. {_traffic(result)}",
         headlines=headlines(result),
         calls=_calls(result),
@@ -94,11 +94,11 @@ def _traffic(result: Result) -> str:
 
 
 def _calls(result: Result) -> list[Calls]:
-    """The custom calls of each door that has HLO."""
+    """The custom calls of each backend that has HLO."""
     found = []
-    for name, door in result.doors.items():
-        if door.custom_calls:
-            lines = [line for call in door.custom_calls for line in [*page.lines_of(call), ""]]
+    for name, backend in result.backends.items():
+        if backend.custom_calls:
+            lines = [line for call in backend.custom_calls for line in [*page.lines_of(call), ""]]
             found.append(Calls([name], lines[:-1]))
     return found
 
@@ -153,7 +153,7 @@ def _plot_tokens(axes: Axes, result: Result) -> None:
 
 def _plot_times(axes: Axes, result: Result) -> None:
     slowest = []
-    for color, name in zip(COLORS, result.doors, strict=False):
+    for color, name in zip(COLORS, result.backends, strict=False):
         milliseconds = 1e3 * np.array([sample.seconds[name] for sample in result.steps])
         slowest.append(np.quantile(milliseconds, 0.97))
         axes.plot(milliseconds, color=color, label=name, linewidth=1)

@@ -1,4 +1,4 @@
-"""Drives the steps of a trace through the doors and compares what comes out."""
+"""Drives the steps of a trace through the backends and compares what comes out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from examples.replay.models import Model
-from examples.replay.steps import DOORS, Door, Operands
+from examples.replay.steps import BACKENDS, Backend, Operands
 from examples.scheduler import Arrival, Limits, Scheduler, Step
 from harness import hlo, reference
 from harness.arrays import DTYPES
@@ -33,12 +33,12 @@ class Sample:
 
 
 @dataclass
-class DoorResult:
-    """What a door did in the whole run."""
+class BackendResult:
+    """What a backend did in the whole run."""
 
     tokens_per_second: float  # without the steps that compiled
     compiles: int
-    max_difference: float  # to the first door
+    max_difference: float  # to the first backend
     max_error: float  # to the oracle, on sampled steps
     custom_calls: list[str]
 
@@ -52,7 +52,7 @@ class Result:
     limits: Limits
     trace: str
     steps: list[Sample]
-    doors: dict[str, DoorResult]
+    backends: dict[str, BackendResult]
     oracle_rows: int
     finished: int
     generated_tokens: int
@@ -61,19 +61,19 @@ class Result:
 
     @property
     def compile_bound(self) -> int:
-        """Programs per door: one for each padded token count."""
+        """Programs per backend: one for each padded token count."""
         return len(self.limits.buckets)
 
     @property
     def same_custom_calls(self) -> bool:
-        """Whether all doors that have HLO hold the same custom calls, letter for letter."""
-        calls = [door.custom_calls for door in self.doors.values() if door.custom_calls]
+        """Whether all backends that have HLO hold the same custom calls, letter for letter."""
+        calls = [backend.custom_calls for backend in self.backends.values() if backend.custom_calls]
         return all(found == calls[0] for found in calls)
 
     @property
     def same_bits(self) -> bool:
-        """Whether all doors gave the same outputs."""
-        return all(door.max_difference == 0 for door in self.doors.values())
+        """Whether all backends gave the same outputs."""
+        return all(backend.max_difference == 0 for backend in self.backends.values())
 
     def as_json(self) -> dict[str, Any]:
         """Everything, for machines."""
@@ -110,21 +110,21 @@ def replay(
     model: Model,
     dtype: str,
     limits: Limits,
-    doors: Sequence[str],
+    backends: Sequence[str],
     num_steps: int,
     seconds_per_step: float,
     sample_every: int,
     on_step: Callable[[Sample], None],
 ) -> Result:
-    """Runs up to `num_steps` steps of a trace through every door, side by side."""
+    """Runs up to `num_steps` steps of a trace through every backend, side by side."""
     shape = (limits.num_blocks, limits.block_size, 2 * model.num_kv_heads, model.head_size)
     cache = np.zeros(shape, DTYPES[dtype])
-    opened: list[Door] = [DOORS[name](model, cache) for name in doors]
+    opened: list[Backend] = [BACKENDS[name](model, cache) for name in backends]
     scheduler, values = Scheduler(arrivals, limits), TokenValues(model, dtype)
-    differences = {door.name: 0.0 for door in opened}
-    errors = {door.name: 0.0 for door in opened}
+    differences = {backend.name: 0.0 for backend in opened}
+    errors = {backend.name: 0.0 for backend in opened}
     samples: list[Sample] = []
-    timed: dict[str, list[tuple[int, float]]] = {door.name: [] for door in opened}
+    timed: dict[str, list[tuple[int, float]]] = {backend.name: [] for backend in opened}
     oracle_rows, clock = 0, 0.0
     operands: Operands | None = None
 
@@ -153,13 +153,13 @@ def replay(
             used_blocks=scheduler.used_blocks,
         )
         outputs = {}
-        for door in opened:
-            compiled = door.compiles()
+        for backend in opened:
+            compiled = backend.compiles()
             start = time.perf_counter()
-            outputs[door.name] = door.run(operands)
-            sample.seconds[door.name] = time.perf_counter() - start
-            if door.compiles() == compiled:
-                timed[door.name].append((step.num_tokens, sample.seconds[door.name]))
+            outputs[backend.name] = backend.run(operands)
+            sample.seconds[backend.name] = time.perf_counter() - start
+            if backend.compiles() == compiled:
+                timed[backend.name].append((step.num_tokens, sample.seconds[backend.name]))
         first = outputs[opened[0].name].astype(np.float64)
         for name, output in outputs.items():
             differences[name] = max(differences[name], max_error(output, first))
@@ -179,15 +179,15 @@ def replay(
         limits=limits,
         trace=trace,
         steps=samples,
-        doors={
-            door.name: DoorResult(
-                tokens_per_second=_rate(timed[door.name]),
-                compiles=door.compiles(),
-                max_difference=differences[door.name],
-                max_error=errors[door.name],
-                custom_calls=_custom_calls(door.hlo(operands)),
+        backends={
+            backend.name: BackendResult(
+                tokens_per_second=_rate(timed[backend.name]),
+                compiles=backend.compiles(),
+                max_difference=differences[backend.name],
+                max_error=errors[backend.name],
+                custom_calls=_custom_calls(backend.hlo(operands)),
             )
-            for door in opened
+            for backend in opened
         },
         oracle_rows=oracle_rows,
         finished=len(scheduler.finished),

@@ -1,4 +1,4 @@
-"""The same step through each door: kv_cache_update, then paged_attention, the cache in place."""
+"""The same step through each backend: kv_cache_update, then paged_attention, the cache in place."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Operands(NamedTuple):
     num_seqs: np.ndarray
 
 
-class Door(ABC):
+class Backend(ABC):
     """One way into the ops, with a cache of its own."""
 
     name: str
@@ -56,7 +56,7 @@ class Door(ABC):
         return None
 
 
-class JaxDoor(Door):
+class JaxBackend(Backend):
     """jax.jit, the cache donated."""
 
     name = "JAX"
@@ -79,24 +79,24 @@ class JaxDoor(Door):
         return jnp.asarray(cache)
 
     def run(self, operands: Operands) -> np.ndarray:
-        """As in Door."""
+        """As in Backend."""
         self._cache, output = self._step(self._cache, *operands)
         return np.asarray(output)
 
     def compiles(self) -> int:
-        """As in Door."""
+        """As in Backend."""
         return int(self._step._cache_size())  # type: ignore[attr-defined]
 
     def cache(self) -> np.ndarray:
-        """As in Door."""
+        """As in Backend."""
         return np.asarray(self._cache)
 
     def hlo(self, operands: Operands) -> str | None:
-        """As in Door."""
+        """As in Backend."""
         return self._step.lower(self._cache, *operands).as_text("hlo")
 
 
-class JaxMeshDoor(JaxDoor):
+class JaxMeshBackend(JaxBackend):
     """jax.jit on all devices, those of other processes included. They share the kv heads."""
 
     name = "JAX-mesh"
@@ -118,14 +118,14 @@ class JaxMeshDoor(JaxDoor):
         return jax.make_array_from_callback(cache.shape, sharding, lambda index: cache[index])
 
     def cache(self) -> np.ndarray:
-        """As in Door."""
+        """As in Backend."""
         return np.asarray(jax.jit(lambda x: x, out_shardings=self._whole)(self._cache))
 
     def hlo(self, operands: Operands) -> None:
         """None: each device has a program of its own, with its heads."""
 
 
-class TorchDoor(Door):
+class TorchBackend(Backend):
     """Eager PyTorch on the CPU."""
 
     name = "torch"
@@ -155,20 +155,20 @@ class TorchDoor(Door):
 
     @torch.no_grad()
     def run(self, operands: Operands) -> np.ndarray:
-        """As in Door."""
+        """As in Backend."""
         tensors = [self._place(to_torch(array)) for array in operands]
         return to_numpy(self._function(self._cache, *tensors))
 
     def compiles(self) -> int:
-        """As in Door."""
+        """As in Backend."""
         return 0
 
     def cache(self) -> np.ndarray:
-        """As in Door."""
+        """As in Backend."""
         return to_numpy(self._cache)
 
 
-class TorchXlaDoor(TorchDoor):
+class TorchXlaBackend(TorchBackend):
     """torch_xla's lazy mode, one graph a step."""
 
     name = "torch_xla"
@@ -183,7 +183,7 @@ class TorchXlaDoor(TorchDoor):
 
     @torch.no_grad()
     def run(self, operands: Operands) -> np.ndarray:
-        """As in Door."""
+        """As in Backend."""
         before = hlo.torch_xla_compiles()
         tensors = [self._place(to_torch(array)) for array in operands]
         output = self._function(self._cache, *tensors)
@@ -193,19 +193,19 @@ class TorchXlaDoor(TorchDoor):
         return result
 
     def compiles(self) -> int:
-        """As in Door."""
+        """As in Backend."""
         return self._compiles
 
     @torch.no_grad()
     def hlo(self, operands: Operands) -> str:
-        """As in Door."""
+        """As in Backend."""
         tensors = [self._place(to_torch(array)) for array in operands]
         cache = self._cache.clone()
         output = self._step(cache, *tensors)
         return hlo.of_torch_xla([cache, output])
 
 
-class OpenXlaDoor(TorchXlaDoor):
+class OpenXlaBackend(TorchXlaBackend):
     """torch.compile with torch_xla's backend."""
 
     name = "openxla"
@@ -215,6 +215,6 @@ class OpenXlaDoor(TorchXlaDoor):
         self._function = torch.compile(self._step, backend="openxla", fullgraph=True, dynamic=False)
 
 
-DOORS: dict[str, Callable[[Model, np.ndarray], Door]] = {
-    door.name.lower(): door for door in (JaxDoor, TorchXlaDoor, OpenXlaDoor, TorchDoor, JaxMeshDoor)
+BACKENDS: dict[str, Callable[[Model, np.ndarray], Backend]] = {
+    backend.name.lower(): backend for backend in (JaxBackend, TorchXlaBackend, OpenXlaBackend, TorchBackend, JaxMeshBackend)
 }

@@ -16,7 +16,7 @@ namespace {
 constexpr std::chrono::microseconds kPatience(100);
 
 // Gives the kernel the default floating-point environment, and the caller its own back. XLA's
-// threads flush subnormals to zero and torch's do not: without this, the doors would disagree on
+// threads flush subnormals to zero and torch's do not: without this, the backends would disagree on
 // them.
 class DefaultFloatEnvironment {
  public:

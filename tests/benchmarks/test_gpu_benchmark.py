@@ -68,7 +68,7 @@ def test_a_row_and_its_tables(tmp_path: Path) -> None:
         },
         "steps": {
             "kernels": {"ok": True, "seconds": 1.0, "last_words": "3 passed"},
-            "doors": {"ok": False, "seconds": 1.0, "last_words": "1 failed", "log": "E  wrong"},
+            "backends": {"ok": False, "seconds": 1.0, "last_words": "1 failed", "log": "E  wrong"},
             "racecheck": {"ok": None, "seconds": 0, "last_words": "too old"},
         },
         "benchmark": {
@@ -100,7 +100,7 @@ def test_a_row_and_its_tables(tmp_path: Path) -> None:
     text = report.markdown(results)
     assert "| decode | decode |" in text and "GB/s" in text and "TFLOP/s" in text
     assert "| kernels | ok |" in text and "| racecheck | left out |" in text
-    assert "| doors | FAILED |" in text and "doors:\n\n```\nE  wrong\n```" in text
+    assert "| backends | FAILED |" in text and "backends:\n\n```\nE  wrong\n```" in text
     assert "* other libraries: flash_attn_3 3.0\n" in text
     assert "* FlashInfer: ModuleNotFoundError" in text
     assert "not measured, for lack of time: 131072" in text
@@ -227,14 +227,14 @@ class Recorded(check.Steps):
 def test_order_on_a_gpu(
     sanitizer: tuple[int, int], is_hopper: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The benchmark comes before the doors and the sanitizers; it measures no kernel that fails."""
+    """The benchmark comes before the backends and the sanitizers; it measures no kernel that fails."""
     monkeypatch.setattr(check, "sanitizer_version", lambda: sanitizer)
     steps = Recorded(tmp_path, GPU)
     check.check(steps, is_hopper, [])
     done = steps.results["steps"]
     names = list(dict.fromkeys(re.sub(r"( \d/\d)?(, .*)?$", "", name) for name in done))
     chosen = ["tall kernels", *(["hopper kernels", "pipelined kernels"] if is_hopper else [])]
-    assert names == ["import", "kernels", *chosen, "benchmark", "doors", *check.SANITIZERS]
+    assert names == ["import", "kernels", *chosen, "benchmark", "backends", *check.SANITIZERS]
     assert left_out(done) == ([] if is_hopper else ["hopper", "pipelined"])
     assert done["racecheck, tall"]["ok"]
     if is_hopper:
@@ -243,7 +243,7 @@ def test_order_on_a_gpu(
         steps.failing = ("hopper kernels",)
         check.check(steps, is_hopper, [])
         assert left_out(done) == ["hopper"]
-        assert done["doors, torch 1/1"]["ok"] and done["memcheck, hopper"]["ok"]
+        assert done["backends, torch 1/1"]["ok"] and done["memcheck, hopper"]["ok"]
 
 
 def left_out(steps: dict[str, Any]) -> list[str]:

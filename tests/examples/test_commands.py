@@ -35,12 +35,12 @@ def test_the_help_needs_no_library(name: str) -> None:
     assert outcome.stdout.startswith(f"usage: python -m examples.{name} ")
 
 
-def test_the_names_of_the_options_are_those_of_the_doors() -> None:
+def test_the_names_of_the_options_are_those_of_the_backends() -> None:
     pytest.importorskip("transformers")
     from examples.generate.run import NAMES  # noqa: PLC0415  (needs transformers)
 
-    assert tuple(NAMES) == generate.DOORS
-    assert tuple(steps.DOORS) == replay.DOORS
+    assert tuple(NAMES) == generate.BACKENDS
+    assert tuple(steps.BACKENDS) == replay.BACKENDS
 
 
 @pytest.mark.parametrize(("name", "library"), LIBRARIES)
@@ -95,5 +95,5 @@ def test_a_trace_that_is_none(
         path.write_text(text)
     with pytest.raises(ValueError, match="a trace must"):
         next(trace.read(path))
-    assert replay.main(["--trace", os.fspath(path), "--door", "torch"]) == 2
+    assert replay.main(["--trace", os.fspath(path), "--backend", "torch"]) == 2
     assert message.format(path=path) in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The generate example: a small random model says the same through every door, however it is batched,
+"""The generate example: a small random model says the same through every backend, however it is batched,
 and a real one as well."""
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ transformers = pytest.importorskip(
 )
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
-from examples.generate import checkpoint, engine, transformers_door  # noqa: E402
+from examples.generate import checkpoint, engine, transformers_backend  # noqa: E402
 from examples.generate.__main__ import main  # noqa: E402
 from examples.generate.checkpoint import Checkpoint  # noqa: E402
-from examples.generate.doors import DOORS, JaxDoor  # noqa: E402
-from examples.generate.mesh import JaxMeshDoor  # noqa: E402
+from examples.generate.backends import BACKENDS, JaxBackend  # noqa: E402
+from examples.generate.mesh import JaxMeshBackend  # noqa: E402
 from examples.generate.sampling import Sampling, choose  # noqa: E402
 from examples.scheduler import Limits  # noqa: E402
 from harness import hlo  # noqa: E402
@@ -106,16 +106,16 @@ def prompts(lengths: Sequence[int] = (1, 30, 7, 13, 24, 2)) -> list[list[int]]:
 
 def answers(
     model: Checkpoint,
-    door: str,
+    backend: str,
     limits: Limits = LIMITS,
     sampling: Sampling = SAMPLING,
     asked: list[list[int]] | None = None,
 ) -> list[list[int]]:
     asked = asked or prompts()
-    if door in transformers_door.ATTENTION:
-        generation = transformers_door.generate(door, model, asked, sampling, limits)
+    if backend in transformers_backend.ATTENTION:
+        generation = transformers_backend.generate(backend, model, asked, sampling, limits)
     else:
-        opened = DOORS[door](model, limits)
+        opened = BACKENDS[backend](model, limits)
         engine.warm_up(opened, limits)
         programs = opened.compiles()
         assert programs in (0, len(limits.buckets))
@@ -139,30 +139,30 @@ def test_the_model_is_not_too_easy(said: list[list[int]]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_give_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
     model = checkpoint.load(save(family, tmp_path), "float32")
-    for door in ("jax", "torch"):
-        for prompt, tokens in zip(prompts(), answers(model, door), strict=True):
+    for backend in ("jax", "torch"):
+        for prompt, tokens in zip(prompts(), answers(model, backend), strict=True):
             assert model.scores(prompt, tokens).best == tokens
 
 
 @pytest.mark.parametrize(
-    "door",
+    "backend",
     [
-        *("torch_xla", "openxla", *transformers_door.ATTENTION),
+        *("torch_xla", "openxla", *transformers_backend.ATTENTION),
         pytest.param("inductor", marks=pytest.mark.nightly),  # compiles for most of a minute
     ],
 )
-def test_doors_say_the_same(model: Checkpoint, said: list[list[int]], door: str) -> None:
-    assert answers(model, door) == said
+def test_backends_say_the_same(model: Checkpoint, said: list[list[int]], backend: str) -> None:
+    assert answers(model, backend) == said
 
 
-def test_the_doors_of_torch_xla_say_the_same_in_bfloat16(folder: Path) -> None:
+def test_the_backends_of_torch_xla_say_the_same_in_bfloat16(folder: Path) -> None:
     """The two compile the same program. The others round at other places, or sum in another order."""
     narrow = checkpoint.load(folder, "bfloat16")
     assert answers(narrow, "openxla") == answers(narrow, "torch_xla")
 
 
 def batchings() -> Iterator[Any]:
-    """Each change of the limits through each door. Without --all, the doors that compile take one
+    """Each change of the limits through each backend. Without --all, the backends that compile take one
     or two changes each."""
     changes = (
         {"max_seqs": 1},
@@ -171,24 +171,24 @@ def batchings() -> Iterator[Any]:
         {"block_size": 16, "max_blocks_per_seq": 4},
         {"block_size": 5, "token_budget": 64, "max_seqs": 6},
     )
-    for i, door in enumerate(("torch", "jax", "torch_xla", "transformers")):
+    for i, backend in enumerate(("torch", "jax", "torch_xla", "transformers")):
         for j, change in enumerate(changes):
             is_nightly = i > 0 and (i + j) % 3 > 0
             marks = [pytest.mark.nightly] if is_nightly else []
-            yield pytest.param(change, door, marks=marks, id=f"{change}-{door}")
+            yield pytest.param(change, backend, marks=marks, id=f"{change}-{backend}")
 
 
-@pytest.mark.parametrize(("changes", "door"), [*batchings()])
+@pytest.mark.parametrize(("changes", "backend"), [*batchings()])
 def test_batching_changes_no_token(
-    model: Checkpoint, said: list[list[int]], door: str, changes: dict[str, int]
+    model: Checkpoint, said: list[list[int]], backend: str, changes: dict[str, int]
 ) -> None:
-    assert answers(model, door, replace(LIMITS, **changes)) == said
+    assert answers(model, backend, replace(LIMITS, **changes)) == said
 
 
 def test_a_small_pool_preempts(model: Checkpoint) -> None:
     limits = replace(LIMITS, num_blocks=16)
-    door = DOORS["torch"](model, limits)
-    assert engine.generate(door, prompts(), SAMPLING, limits, frozenset()).preemptions > 0
+    backend = BACKENDS["torch"](model, limits)
+    assert engine.generate(backend, prompts(), SAMPLING, limits, frozenset()).preemptions > 0
 
 
 def test_sampling_depends_on_the_seed_and_not_on_the_batch(
@@ -203,25 +203,25 @@ def test_sampling_depends_on_the_seed_and_not_on_the_batch(
 
 
 def test_jax_updates_donated_caches_without_a_copy(model: Checkpoint) -> None:
-    door = JaxDoor(model, LIMITS)
+    backend = JaxBackend(model, LIMITS)
     batch = engine.empty_batch(LIMITS, LIMITS.max_seqs)
-    compiled = door._forward.lower(door._params, door._caches, batch).compile()
+    compiled = backend._forward.lower(backend._params, backend._caches, batch).compile()
     text = compiled.as_text()
     assert text.count('custom_call_target="xla_gpu_kv_cache_update"') == 3
     assert not re.findall(r"f32\[64,4,4,16\]\S* copy", text)
-    before = [cache.unsafe_buffer_pointer() for cache in door._caches]
-    door.step(batch)
-    assert [cache.unsafe_buffer_pointer() for cache in door._caches] == before
+    before = [cache.unsafe_buffer_pointer() for cache in backend._caches]
+    backend.step(batch)
+    assert [cache.unsafe_buffer_pointer() for cache in backend._caches] == before
 
 
-@pytest.mark.parametrize("door", ["jax", "torch", "torch_xla"])
-def test_bfloat16_is_as_close_to_float64_as_transformers(folder: Path, door: str) -> None:
-    """The log-probabilities of given tokens, beside those of transformers in bfloat16. Where doors
+@pytest.mark.parametrize("backend", ["jax", "torch", "torch_xla"])
+def test_bfloat16_is_as_close_to_float64_as_transformers(folder: Path, backend: str) -> None:
+    """The log-probabilities of given tokens, beside those of transformers in bfloat16. Where backends
     choose different tokens, they are about as probable in float64."""
     narrow = checkpoint.load(folder, "bfloat16")
     exact = checkpoint.load(folder, "bfloat16")
     exact.model = exact.model.double()
-    opened = DOORS[door](narrow, LIMITS)
+    opened = BACKENDS[backend](narrow, LIMITS)
     generation = engine.generate(opened, prompts(), SAMPLING, LIMITS, narrow.stop_tokens)
     ours, theirs, behind = 0.0, 0.0, 0.0
     for prompt, answer in zip(prompts(), generation.answers, strict=True):
@@ -283,13 +283,13 @@ def command(folder: Path, *options: str) -> int:
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--prompt", "w5 w9 w33", "--prompt", "w7")
-    doors = ("--door", "jax", "torch", "torch_xla", "transformers")
-    assert command(folder, *asked, *doors, "--json", "--out", str(tmp_path)) == 0
+    backends = ("--backend", "jax", "torch", "torch_xla", "transformers")
+    assert command(folder, *asked, *backends, "--json", "--out", str(tmp_path)) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["same_tokens"] and result["same_as_transformers"] and result["same_custom_calls"]
-    for name, door in result["doors"].items():
-        assert door["max_difference"] < 1e-4
-        assert sum(door["custom_calls"].values()) == (6 if name in ("jax", "torch_xla") else 0)
+    for name, backend in result["backends"].items():
+        assert backend["max_difference"] < 1e-4
+        assert sum(backend["custom_calls"].values()) == (6 if name in ("jax", "torch_xla") else 0)
     page = (tmp_path / "generate.html").read_text()
     assert page.count("<svg") == 2
     assert "w5 w9 w33" in page and 'custom_call_target="xla_gpu_paged_attention"' in page.replace(
@@ -301,10 +301,10 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 def test_wrong_tokens_are_found_in_16_bits(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    narrow = ("--prompt", "w5 w9 w33", "--door", "torch", "--dtype", "bfloat16", "--json")
+    narrow = ("--prompt", "w5 w9 w33", "--backend", "torch", "--dtype", "bfloat16", "--json")
     assert command(folder, *narrow) == 0
-    door = json.loads(capsys.readouterr().out)["doors"]["torch"]
-    assert door["max_behind"] < 0.5
+    backend = json.loads(capsys.readouterr().out)["backends"]["torch"]
+    assert backend["max_behind"] < 0.5
 
     def choose_second(logits: np.ndarray, *_: Any) -> tuple[int, float]:
         token = int(logits.argsort()[-2])
@@ -312,19 +312,19 @@ def test_wrong_tokens_are_found_in_16_bits(
 
     monkeypatch.setattr(engine, "choose", choose_second)
     assert command(folder, *narrow) == 1
-    door = json.loads(capsys.readouterr().out)["doors"]["torch"]
-    assert door["max_behind"] > 0.5 > door["max_difference"]
+    backend = json.loads(capsys.readouterr().out)["backends"]["torch"]
+    assert backend["max_behind"] > 0.5 > backend["max_difference"]
 
 
 def test_a_mesh_shares_heads_and_copies_the_model(model: Checkpoint, said: list[list[int]]) -> None:
     """No device sends its cache, and each updates its own in place."""
-    door = JaxMeshDoor(model, LIMITS, shape=(4, 2))
-    engine.warm_up(door, LIMITS)
-    programs = door.compiles()
-    generation = engine.generate(door, prompts(), SAMPLING, LIMITS, model.stop_tokens)
+    backend = JaxMeshBackend(model, LIMITS, shape=(4, 2))
+    engine.warm_up(backend, LIMITS)
+    programs = backend.compiles()
+    generation = engine.generate(backend, prompts(), SAMPLING, LIMITS, model.stop_tokens)
     assert [answer.tokens for answer in generation.answers] == said
-    assert door.compiles() == programs == 2
-    text = door.hlo(engine.empty_step(door, LIMITS, LIMITS.max_seqs))
+    assert backend.compiles() == programs == 2
+    text = backend.hlo(engine.empty_step(backend, LIMITS, LIMITS.max_seqs))
     (cache,) = {call.split("{")[0] for call in hlo.custom_calls(text, "xla_gpu_kv_cache_update")}
     assert cache == "f32[64,4,2,16]"  # a copy's pool, of one of the two kv heads
     assert not re.findall(r"= f32\[\d+,4,\d,16\]\S* (?:all-|copy|collective)", text)
@@ -334,7 +334,7 @@ def test_a_mesh_shares_heads_and_copies_the_model(model: Checkpoint, said: list[
 def test_two_processes_share_a_mesh(folder: Path) -> None:
     options = ["--model", str(folder), "--prompt", "w5 w9 w33", "--prompt", "w7", "--json"]
     script = "import sys; from examples.generate.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    alone = json.loads("".join(scripts.output(script, *options, "--door", "jax")))
+    alone = json.loads("".join(scripts.output(script, *options, "--backend", "jax")))
     shared = [*options, "--mesh", "4", "2", "--distributed", scripts.free_address(), "2"]
     commands = [[*shared, "0"], [*shared, "1"]]
     first, second = scripts.together(script, commands, JAX_NUM_CPU_DEVICES="4")
@@ -346,7 +346,7 @@ def test_two_processes_share_a_mesh(folder: Path) -> None:
 
 def test_the_report_in_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     warm = ("--temperature", "0.8", "--top-p", "0.9", "--seed", "7")
-    assert command(folder, "--prompt", "w5 [w9]", "--door", "torch", "transformers", *warm) == 0
+    assert command(folder, "--prompt", "w5 [w9]", "--backend", "torch", "transformers", *warm) == 0
     text = capsys.readouterr().out
     for words in ("w5 [w9]", "tokens per second", "temperature 0.8, top-p 0.9, seed 7"):
         assert words in text
@@ -364,7 +364,7 @@ def test_wrong_commands_say_what_is_wrong(
 
     assert "--mesh 2 2 must use all devices; JAX has 8" in error("--mesh", "2", "2")
     assert "share the model's 2 kv heads evenly; got 8" in error("--mesh", "1", "8")
-    assert "--door jax alone; got torch" in error("--mesh", "4", "2", "--door", "torch")
+    assert "--backend jax alone; got torch" in error("--mesh", "4", "2", "--backend", "torch")
     assert "ADDRESS COUNT NUMBER, or have no values; got here" in error("--distributed", "here")
     assert "raise --max-len" in error("--prompt", "w5 " * 60)
     assert "prompt 0 is empty" in error("--prompt", "")
@@ -405,20 +405,20 @@ def real() -> Checkpoint:
 
 
 @pytest.mark.parametrize(
-    "door",
+    "backend",
     [
         "jax",
         *(
-            pytest.param(door, marks=pytest.mark.nightly)
-            for door in ("torch", "torch_xla", "transformers")
+            pytest.param(backend, marks=pytest.mark.nightly)
+            for backend in ("torch", "torch_xla", "transformers")
         ),
     ],
 )
-def test_a_real_model_gives_the_tokens_of_transformers(real: Checkpoint, door: str) -> None:
+def test_a_real_model_gives_the_tokens_of_transformers(real: Checkpoint, backend: str) -> None:
     asked = [
         real.encode(text) for text in ("Why is the sky blue?", "What is the capital of France?")
     ]
-    answered = answers(real, door, replace(LIMITS, block_size=16), SAMPLING, asked)
+    answered = answers(real, backend, replace(LIMITS, block_size=16), SAMPLING, asked)
     assert real.decode(answered[1]) == "The capital of France is Paris."
     for prompt, tokens in zip(asked, answered, strict=True):
         assert real.scores(prompt, tokens).best == tokens

@@ -1,4 +1,4 @@
-"""The replay example: its scheduler, its traces, its report, and its results on every door."""
+"""The replay example: its scheduler, its traces, its report, and its results on every backend."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def run(capsys: pytest.CaptureFixture[str], *options: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_every_door_on_a_pool_that_is_too_small(
+def test_every_backend_on_a_pool_that_is_too_small(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "trace.csv"
@@ -146,7 +146,7 @@ def test_every_door_on_a_pool_that_is_too_small(
     path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
     result = run(
         capsys,
-        *("--trace", str(path), "--door", "all", "--steps", "60", "--dtype", "bfloat16"),
+        *("--trace", str(path), "--backend", "all", "--steps", "60", "--dtype", "bfloat16"),
         *("--blocks", "24", "--max-len", "160", "--token-budget", "64", "--step-seconds", "2"),
         *("--out", str(tmp_path)),
     )
@@ -154,12 +154,12 @@ def test_every_door_on_a_pool_that_is_too_small(
     assert result["preemptions"] > 0
     assert result["same_bits"]
     assert result["same_custom_calls"]
-    assert set(result["doors"]) == {"JAX", "torch_xla", "openxla", "torch"}
-    for door in result["doors"].values():
-        assert door["max_error"] < 0.02
-        assert door["compiles"] <= result["compile_bound"] == 2
-        assert door["tokens_per_second"] > 0
-    assert len(result["doors"]["torch_xla"]["custom_calls"]) == 2
+    assert set(result["backends"]) == {"JAX", "torch_xla", "openxla", "torch"}
+    for backend in result["backends"].values():
+        assert backend["max_error"] < 0.02
+        assert backend["compiles"] <= result["compile_bound"] == 2
+        assert backend["tokens_per_second"] > 0
+    assert len(result["backends"]["torch_xla"]["custom_calls"]) == 2
     page = (tmp_path / "report.html").read_text()
     assert page.count("<svg") == 4
     assert "identical" in page
@@ -169,7 +169,7 @@ def test_every_door_on_a_pool_that_is_too_small(
 
 def test_two_processes_share_the_kv_heads() -> None:
     script = "import sys; from examples.replay.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    options = ["--door", "mesh", "--model", "llama-3-8b", "--steps", "6", "--max-seqs", "4"]
+    options = ["--backend", "mesh", "--model", "llama-3-8b", "--steps", "6", "--max-seqs", "4"]
     options += ["--max-len", "128", "--token-budget", "32", "--blocks", "64", "--json"]
     shared = [*options, "--distributed", scripts.free_address(), "2"]
     commands = [[*shared, "0"], [*shared, "1"]]
@@ -177,23 +177,23 @@ def test_two_processes_share_the_kv_heads() -> None:
     assert second == ""  # the first process speaks for both
     result = json.loads(first)
     assert result["same_bits"]
-    assert 1 <= result["doors"]["JAX-mesh"]["compiles"] <= result["compile_bound"]
+    assert 1 <= result["backends"]["JAX-mesh"]["compiles"] <= result["compile_bound"]
 
 
 def test_heads_that_devices_cannot_share(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--door", "jax-mesh"]) == 2
+    assert main(["--backend", "jax-mesh"]) == 2
     assert "the 8 devices of JAX must share the model's 2 kv heads" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_models(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--max-seqs", "2", "--max-len", "64", "--token-budget", "8", "--blocks", "16")
-    result = run(capsys, "--door", "jax", "--model", model, "--steps", "4", *options)
-    assert result["doors"]["JAX"]["max_error"] < 1e-5
+    result = run(capsys, "--backend", "jax", "--model", model, "--steps", "4", *options)
+    assert result["backends"]["JAX"]["max_error"] < 1e-5
 
 
 def test_the_report_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--steps", "5", "--door", "jax"]) == 0
+    assert main(["--steps", "5", "--backend", "jax"]) == 0
     text = capsys.readouterr().out
     for words in (
         "custom calls",

@@ -18,7 +18,7 @@ import jax_frontend
 from harness.arrays import CACHE_DTYPES, DTYPES
 from harness.compare import assert_close_on_cpu, assert_same_bits
 from jax_frontend.compat import ejkernel, pallas_gpu, pallas_tpu, sglang_jax, tpu_inference
-from tests.support.doors import JAX_ERRORS
+from tests.support.backends import JAX_ERRORS
 from tests.support.tpu_calls import KV_LENS, MAX_SEQS, PAGE_SIZE, inputs, oracle
 
 F32, I32 = np.float32, np.int32
@@ -48,7 +48,7 @@ def check(actual: Any, call: dict[str, Any], scale: float, factor: float, **opti
 
 
 def test_tpu_inference() -> None:
-    """Their oracle tests are in tests/doors/test_ragged_paged_attention.py."""
+    """Their oracle tests are in tests/backends/test_ragged_paged_attention.py."""
     assert tpu_inference.ragged_paged_attention is jax_frontend.ragged_paged_attention_v3
     assert tpu_inference.ragged_paged_attention_hd64 is jax_frontend.ragged_paged_attention_hd64
     assert tpu_inference.ragged_paged_attention_v2 is jax_frontend.ragged_paged_attention

@@ -19,7 +19,7 @@ import jax_frontend
 from harness import hlo, reference
 from harness.compare import assert_same_bits
 from tests.support import scripts
-from tests.support.doors import JAX_ERRORS
+from tests.support.backends import JAX_ERRORS
 from tests.support.sound_calls import add, attention, split, update
 
 OPERANDS, _ = split(attention())

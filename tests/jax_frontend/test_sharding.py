@@ -354,7 +354,7 @@ MARKED = """
     import torch_xla
     import torch_xla.distributed.spmd as spmd
     from harness import hlo
-    from tests.support import doors
+    from tests.support import backends
     from tests.jax_frontend.test_sharding import ATTENTION, COLLECTIVES, FEATURES, HEAD_DIMS, UPDATE, batch, compare
 
     torch_xla.runtime.use_spmd()
@@ -374,13 +374,13 @@ MARKED = """
         marked = marked if case.num_kv_heads > 1 else ((inputs.query,), 1)
 
         def convert(array):
-            tensor = doors.to_xla(array)
+            tensor = backends.to_xla(array)
             return mark(tensor, marked[1]) if any(array is x for x in marked[0]) else tensor
 
-        alone = doors.in_torch("paged_attention", *inputs, **attributes)
+        alone = backends.in_torch("paged_attention", *inputs, **attributes)
         for compile_with in (None, "openxla"):
             before = len(programs.all())
-            result = doors.through(convert, compile_with, "paged_attention", *inputs, **attributes)
+            result = backends.through(convert, compile_with, "paged_attention", *inputs, **attributes)
             compare(result, alone)
             made = [y for x, y in programs.all()[before:] if hlo.custom_calls(x, ATTENTION)]
             assert made
@@ -392,7 +392,7 @@ MARKED = """
                 assert not COLLECTIVES.search(text), text
 
     case = batch()
-    query, kv_cache, *metadata = map(doors.to_xla, case.inputs())
+    query, kv_cache, *metadata = map(backends.to_xla, case.inputs())
     whole = kv_cache.clone()
     mark(kv_cache, 2)
     made = []
@@ -407,8 +407,8 @@ MARKED = """
         made += [y for x, y in programs.all()[before:] if hlo.custom_calls(x, UPDATE)]
         torch.ops.xla_gpu.kv_cache_update(whole, key, value, slots)
         alone = torch.ops.xla_gpu.paged_attention(query, whole, *metadata, 0.25)
-        compare(doors.to_numpy(result), doors.to_numpy(alone))
-        compare(doors.to_numpy(kv_cache), doors.to_numpy(whole))
+        compare(backends.to_numpy(result), backends.to_numpy(alone))
+        compare(backends.to_numpy(kv_cache), backends.to_numpy(whole))
     assert made
     for text in made:
         assert "output_to_operand_aliasing" in hlo.custom_calls(text, UPDATE)[0]
@@ -433,29 +433,29 @@ MANUAL = """
     import torch_xla.distributed.spmd as spmd
     import torch_frontend
     from harness import hlo
-    from tests.support import doors
+    from tests.support import backends
     from tests.jax_frontend.test_sharding import ATTENTION, batch
 
     torch_xla.runtime.use_spmd()
     mesh, case = spmd.Mesh(np.arange(4), (4,), ("model",)), batch()
     inputs, scale = case.inputs(), case.attributes()["scale"]
-    expected = doors.in_torch("paged_attention", *inputs, scale=scale)
+    expected = backends.in_torch("paged_attention", *inputs, scale=scale)
     heads = {0: (None, "model", None), 1: (None, None, "model", None)}
 
     manual = [
         spmd.enable_manual_sharding(x, heads.get(i, (None,) * x.dim()), mesh=mesh).global_tensor
-        for i, x in enumerate(doors.to_xla(x) for x in inputs)
+        for i, x in enumerate(backends.to_xla(x) for x in inputs)
     ]
     part = torch.ops.xla_gpu.paged_attention(*manual, scale)
     (call,) = hlo.custom_calls(hlo.of_torch_xla([part]), ATTENTION)
     assert call.startswith(f"f32[{len(expected)},4,16]"), call
     whole = spmd.disable_manual_sharding(part, heads[0], expected.shape, mesh=mesh).global_tensor
-    doors.np.testing.assert_array_equal(doors.to_numpy(whole), expected)
+    backends.np.testing.assert_array_equal(backends.to_numpy(whole), expected)
 
-    tokens = doors.to_xla(inputs.query)
+    tokens = backends.to_xla(inputs.query)
     spmd.mark_sharding(tokens, mesh, ("model", None, None))
-    result = torch.ops.xla_gpu.paged_attention(tokens, *map(doors.to_xla, inputs[1:]), scale)
-    doors.np.testing.assert_array_equal(doors.to_numpy(result), expected)
+    result = torch.ops.xla_gpu.paged_attention(tokens, *map(backends.to_xla, inputs[1:]), scale)
+    backends.np.testing.assert_array_equal(backends.to_numpy(result), expected)
     print("the same bits")
 """
 

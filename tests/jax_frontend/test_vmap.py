@@ -22,7 +22,7 @@ from jax_frontend._vmap import paged_attention as vmapped
 from tests.support.bad_calls import DYNAMIC, Fault
 from tests.support.calls import split_keywords
 from tests.support.cases import DECODE, JUNK, MIXED, SHORT_NAMES, Case, UpdateCase
-from tests.support.doors import JAX_ERRORS
+from tests.support.backends import JAX_ERRORS
 from tests.support.gpu import Gpu
 from tests.support.gpu import attend as attend_on
 from tests.support.sound_calls import add, attention, split, update

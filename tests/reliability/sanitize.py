@@ -64,15 +64,15 @@ def environment(name: str) -> dict[str, str]:
 
 
 def commands(module: Path, seconds: float, seed: int, tests: bool) -> list[list[str]]:
-    """What runs under a sanitizer: the handlers with threads of their own, the eager door with
+    """What runs under a sanitizer: the handlers with threads of their own, the eager backend with
     OpenMP's, the trials that once failed, many threads that call at once, and the tests of the
     kernels."""
     fuzz = ["-m", "tests.reliability.fuzz", "--native", str(module), "--seed", str(seed)]
     stress = ["-m", "tests.reliability.stress", "--native", str(module)]
     found = [
-        [*fuzz, "--seconds", str(seconds), "--door"],
-        [*fuzz, "--seconds", str(seconds), "--door", "eager"],
-        [*fuzz, "--repeat", *map(str, CASES), "--door"],
+        [*fuzz, "--seconds", str(seconds), "--backend"],
+        [*fuzz, "--seconds", str(seconds), "--backend", "eager"],
+        [*fuzz, "--repeat", *map(str, CASES), "--backend"],
         [*stress, "--seconds", str(seconds), "--scenario", "eager_threads"],
     ]
     if tests:

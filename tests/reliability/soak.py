@@ -28,7 +28,7 @@ from examples.scheduler import Arrival, Limits, Scheduler
 MODULE = "tests.reliability.soak"
 ROOT = Path(__file__).parents[2]
 TRACE = ROOT.parent / "shared/data/azure_conv.csv"
-DOORS = ("torch", "jax", "torch_xla", "openxla")
+BACKENDS = ("torch", "jax", "torch_xla", "openxla")
 
 LIMITS = Limits(block_size=4, num_blocks=80, max_seqs=8, max_blocks_per_seq=40, token_budget=32)
 SHORTER = 16
@@ -41,9 +41,9 @@ WARM_UP = 0.25  # of the run
 
 @dataclass
 class Report:
-    """A run through one door."""
+    """A run through one backend."""
 
-    door: str
+    backend: str
     steps: int = 0
     tokens: int = 0
     finished: int = 0
@@ -62,7 +62,7 @@ class Report:
 
     def __str__(self) -> str:
         return (
-            f"{self.door}: {self.steps:,} steps, {self.tokens:,} tokens in {self.seconds:.0f} s; "
+            f"{self.backend}: {self.steps:,} steps, {self.tokens:,} tokens in {self.seconds:.0f} s; "
             f"{self.finished:,} requests finished, {self.cancelled:,} cancelled, "
             f"{self.preemptions:,} preemptions; the same bits {self.canaries:,} times, the pool "
             f"exact after each step; memory "
@@ -80,20 +80,20 @@ def arrivals(path: Path | None) -> Iterator[Arrival]:
 
 
 class Soak:
-    """A door under traffic."""
+    """A backend under traffic."""
 
-    def __init__(self, door: str, path: Path | None = None, seed: int = 0) -> None:
+    def __init__(self, backend: str, path: Path | None = None, seed: int = 0) -> None:
         from examples.replay.run import TokenValues  # noqa: PLC0415  (imports the frameworks)
-        from examples.replay.steps import DOORS  # noqa: PLC0415
+        from examples.replay.steps import BACKENDS  # noqa: PLC0415
 
         model = MODELS["tiny"]
         shape = (LIMITS.num_blocks, LIMITS.block_size, 2 * model.num_kv_heads, model.head_size)
-        self._door = DOORS[door](model, np.zeros(shape, np.float32))
+        self._backend = BACKENDS[backend](model, np.zeros(shape, np.float32))
         self._values = TokenValues(model, "float32")
         self._arrivals = arrivals(path)
         self._rng = np.random.default_rng(seed)
         self._canary: int | None = None
-        self.report = Report(door)
+        self.report = Report(backend)
 
     def run(self, seconds: float | None = None, passes: int | None = None) -> Report:
         """Runs passes of the traffic until the time is over."""
@@ -141,7 +141,7 @@ class Soak:
         from examples.replay.steps import Operands  # noqa: PLC0415  (imports the frameworks)
 
         query, key, value = self._values(step)
-        output = self._door.run(
+        output = self._backend.run(
             Operands(
                 query,
                 key,
@@ -176,23 +176,23 @@ def resident_kib() -> float:
 
 
 def main() -> int:
-    """Returns 1 if two doors give other outputs for the same traffic."""
+    """Returns 1 if two backends give other outputs for the same traffic."""
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=60, help="for all doors together")
-    parser.add_argument("--passes", type=int, help="for each door, whatever time they take")
-    parser.add_argument("--door", nargs="*", default=["torch", "jax", "torch_xla"], choices=DOORS)
+    parser.add_argument("--minutes", type=float, default=60, help="for all backends together")
+    parser.add_argument("--passes", type=int, help="for each backend, whatever time they take")
+    parser.add_argument("--backend", nargs="*", default=["torch", "jax", "torch_xla"], choices=BACKENDS)
     parser.add_argument("--trace", type=Path, default=TRACE if TRACE.exists() else None)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     os.environ |= {"JAX_PLATFORMS": "cpu", "PJRT_DEVICE": "CPU"}
     reports = []
-    seconds = None if options.passes else options.minutes * 60 / len(options.door)
-    for door in options.door:
-        reports.append(Soak(door, options.trace, options.seed).run(seconds, options.passes))
+    seconds = None if options.passes else options.minutes * 60 / len(options.backend)
+    for backend in options.backend:
+        reports.append(Soak(backend, options.trace, options.seed).run(seconds, options.passes))
         print(reports[-1], flush=True)
     passes = min(len(report.checksums) for report in reports)
     same = all(x.checksums[:passes] == reports[0].checksums[:passes] for x in reports)
-    print(f"the doors' bits {'are the same' if same else 'differ'} in the first {passes} passes")
+    print(f"the backends' bits {'are the same' if same else 'differ'} in the first {passes} passes")
     return int(not same)
 
 

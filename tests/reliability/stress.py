@@ -36,10 +36,10 @@ def _trials(count: int) -> list[Any]:
     return list(itertools.islice((x for x in drawn if not x.of_handler), count))
 
 
-def _alone(door: Any, trials: list[Any]) -> list[tuple[Any, Any, Any]]:
-    """Trials, their arguments and the outcomes of calls made alone, where the door takes them."""
+def _alone(backend: Any, trials: list[Any]) -> list[tuple[Any, Any, Any]]:
+    """Trials, their arguments and the outcomes of calls made alone, where the backend takes them."""
     calls = [(trial, *trial.arguments()) for trial in trials]
-    return [(call, door.call(*call, 2)) for call in calls if door.takes(call[1])]  # type: ignore[misc]
+    return [(call, backend.call(*call, 2)) for call in calls if backend.takes(call[1])]  # type: ignore[misc]
 
 
 def _in_threads(num_threads: int, work: Callable[[int], int]) -> int:
@@ -63,45 +63,45 @@ def _in_threads(num_threads: int, work: Callable[[int], int]) -> int:
     return sum(counts)
 
 
-def _repeat_calls(door: Any, expected: Any, seconds: float, thread: int) -> int:
+def _repeat_calls(backend: Any, expected: Any, seconds: float, thread: int) -> int:
     from tests.reliability.fuzz.run import same  # noqa: PLC0415
 
     rng, deadline, count = random.Random(thread), time.monotonic() + seconds, 0
     while time.monotonic() < deadline:
         call, alone = rng.choice(expected)
-        same("a call gives what it gives alone", door.call(*call, None), alone)
+        same("a call gives what it gives alone", backend.call(*call, None), alone)
         count += 1
     return count
 
 
 def eager_threads(seconds: float) -> int:
-    """64 threads call the eager door, with shapes and errors mixed."""
-    from tests.reliability.fuzz.run import EagerDoor  # noqa: PLC0415
+    """64 threads call the eager backend, with shapes and errors mixed."""
+    from tests.reliability.fuzz.run import EagerBackend  # noqa: PLC0415
 
-    door = EagerDoor()
-    expected = _alone(door, _trials(120))
-    return _in_threads(NUM_THREADS, lambda i: _repeat_calls(door, expected, seconds, i))
+    backend = EagerBackend()
+    expected = _alone(backend, _trials(120))
+    return _in_threads(NUM_THREADS, lambda i: _repeat_calls(backend, expected, seconds, i))
 
 
 def jax_threads(seconds: float) -> int:
     """16 threads compile and call through JAX at the same time."""
     import jax  # noqa: PLC0415
 
-    from tests.reliability.fuzz.run import JaxDoor  # noqa: PLC0415
+    from tests.reliability.fuzz.run import JaxBackend  # noqa: PLC0415
 
-    door = JaxDoor()
-    expected = _alone(door, _trials(24))
+    backend = JaxBackend()
+    expected = _alone(backend, _trials(24))
     jax.clear_caches()  # so that the threads compile
-    return _in_threads(16, lambda i: _repeat_calls(door, expected, seconds, i))
+    return _in_threads(16, lambda i: _repeat_calls(backend, expected, seconds, i))
 
 
 def both_frameworks(seconds: float) -> int:
     """Threads of PyTorch and of JAX in one process get the same bits."""
-    from tests.reliability.fuzz.run import EagerDoor, JaxDoor  # noqa: PLC0415
+    from tests.reliability.fuzz.run import EagerBackend, JaxBackend  # noqa: PLC0415
 
-    doors = (EagerDoor(), JaxDoor())
-    expected = _alone(doors[1], _trials(24))
-    return _in_threads(32, lambda i: _repeat_calls(doors[i % 2], expected, seconds, i))
+    backends = (EagerBackend(), JaxBackend())
+    expected = _alone(backends[1], _trials(24))
+    return _in_threads(32, lambda i: _repeat_calls(backends[i % 2], expected, seconds, i))
 
 
 def _large_call() -> Callable[[], bytes]:
@@ -239,12 +239,12 @@ def _orders() -> Iterator[tuple[str, ...]]:
 
 
 def imports(seconds: float) -> int:
-    """Any order of imports works, and all doors give the same bits afterwards."""
+    """Any order of imports works, and all backends give the same bits afterwards."""
     calls = """
         import numpy as np
-        from tests.support import doors
+        from tests.support import backends
         from tests.support.sound_calls import add
-        results = [door("simple_add", *add().values()) for door in doors.DOORS.values()]
+        results = [backend("simple_add", *add().values()) for backend in backends.BACKENDS.values()]
         assert all((x == 2).all() for x in results) and len(results) == 4
     """
     deadline = time.monotonic() + seconds

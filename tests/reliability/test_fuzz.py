@@ -122,8 +122,8 @@ def test_simpler_trials_end() -> None:
         assert trial is None
 
 
-class WrongDoor(run.EagerDoor):
-    """A door with a fault."""
+class WrongBackend(run.EagerBackend):
+    """A backend with a fault."""
 
     def call(
         self, trial: Trial, inputs: Any, attributes: dict[str, Any], num_threads: int | None
@@ -139,14 +139,14 @@ def test_a_campaign_finds_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The trial is written to a file, and the command that is printed repeats it."""
-    monkeypatch.setitem(run.DOORS, "eager", WrongDoor)
+    monkeypatch.setitem(run.BACKENDS, "eager", WrongBackend)
     (progress := tmp_path / "progress").write_bytes(bytes(64))
     arguments = ["--progress", str(progress), "--out", str(tmp_path), "--family", "valid"]
-    arguments += ["--door", "eager", "--trials", "640", "--seed", str(SEED)]
+    arguments += ["--backend", "eager", "--trials", "640", "--seed", str(SEED)]
     arguments += ["--instruction-set", "baseline"]
     assert fuzz.main(arguments) == 1
     printed = capsys.readouterr().out
-    assert "the door eager gives the same" in printed
+    assert "the backend eager gives the same" in printed
     paths = [*tmp_path.glob("*.json")]
     assert len(paths) == fuzz.MOST_FAILURES
     command = next(line for line in printed.splitlines() if "repeat: " in line)

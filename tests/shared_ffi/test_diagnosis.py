@@ -1,4 +1,4 @@
-"""``python -m shared_ffi`` says of each door whether it works, and if not, what to do about it."""
+"""``python -m shared_ffi`` says of each backend whether it works, and if not, what to do about it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from shared_ffi import __main__ as diagnosis
-from shared_ffi import _doors, _native, _pjrt, tiny_step
-from shared_ffi._doors import DOORS, FAILS, NO_GPU, NOT_INSTALLED, WORKS, Door, Package
+from shared_ffi import _backends, _native, _pjrt, tiny_step
+from shared_ffi._backends import BACKENDS, FAILS, NO_GPU, NOT_INSTALLED, WORKS, Backend, Package
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,13 +35,13 @@ def diagnose(*arguments: str) -> tuple[int, dict[str, Any]]:
     return outcome.returncode, json.loads(outcome.stdout)
 
 
-def test_one_door() -> None:
-    returncode, report = diagnose("--door", "torch-cpu")
-    (outcome,) = report["doors"]
+def test_one_backend() -> None:
+    returncode, report = diagnose("--backend", "torch-cpu")
+    (outcome,) = report["backends"]
     assert returncode == 0
     assert outcome.pop("seconds") > 0
     assert outcome == {
-        "door": "torch-cpu",
+        "backend": "torch-cpu",
         "title": "PyTorch eager, CPU",
         "status": WORKS,
         "detail": "on cpu",
@@ -49,9 +49,9 @@ def test_one_door() -> None:
     }
 
 
-def test_a_door_that_is_asked_for_must_work() -> None:
-    returncode, report = diagnose("--door", "torch-cpu", "jax-cuda")
-    assert {x["door"]: x["status"] for x in report["doors"]} == {
+def test_a_backend_that_is_asked_for_must_work() -> None:
+    returncode, report = diagnose("--backend", "torch-cpu", "jax-cuda")
+    assert {x["backend"]: x["status"] for x in report["backends"]} == {
         "torch-cpu": WORKS,
         "jax-cuda": NO_GPU,
     }
@@ -61,31 +61,31 @@ def test_a_door_that_is_asked_for_must_work() -> None:
 def in_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *scripts: str
 ) -> tuple[int, list[str]]:
-    """The exit status and what is printed about doors with these scripts."""
-    doors = tuple(
-        Door(f"door{i}-cpu", f"door {i}", "torch", script) for i, script in enumerate(scripts)
+    """The exit status and what is printed about backends with these scripts."""
+    backends = tuple(
+        Backend(f"backend{i}-cpu", f"backend {i}", "torch", script) for i, script in enumerate(scripts)
     )
-    monkeypatch.setattr(diagnosis, "DOORS", doors)
+    monkeypatch.setattr(diagnosis, "BACKENDS", backends)
     monkeypatch.setattr(
         diagnosis, "_frameworks", lambda _: {"runtimes": {}, "registered": {}, "frontends": {}}
     )
     monkeypatch.setattr(sys, "argv", ["shared_ffi", "--timeout", "5"])
     status = diagnosis.main()
-    return status, capsys.readouterr().out.partition("\nDoors\n")[2].splitlines()
+    return status, capsys.readouterr().out.partition("\nBackends\n")[2].splitlines()
 
 
-def test_the_status_is_one_line_for_each_door(
+def test_the_status_is_one_line_for_each_backend(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, lines = in_process(monkeypatch, capsys, "print('cpu')", "print('noise\\nGPU 7')")
     assert status == 0
     assert [re.sub(r"[\d.]+ s$", "1 s", line) for line in lines] == [
-        "  door 0                works          on cpu, 1 s",
-        "  door 1                works          on GPU 7, 1 s",
+        "  backend 0                works          on cpu, 1 s",
+        "  backend 1                works          on GPU 7, 1 s",
     ]
 
 
-def test_a_door_that_fails_changes_the_exit_status(
+def test_a_backend_that_fails_changes_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = "raise RuntimeError('InvalidCxxCompiler: none found')"
@@ -93,23 +93,23 @@ def test_a_door_that_fails_changes_the_exit_status(
     assert status == 1
     remedy = "install g++ or clang, or name one in CXX"
     assert lines[1].endswith(f" RuntimeError: InvalidCxxCompiler: none found: {remedy}")
-    assert lines[1].split()[:3] == ["door", "1", "fails"]
+    assert lines[1].split()[:3] == ["backend", "1", "fails"]
 
 
 def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_doors, "gpu_count", lambda: 0)
+    monkeypatch.setattr(_backends, "gpu_count", lambda: 0)
     monkeypatch.setattr(_pjrt, "cuda_driver_version", lambda: (0, 0))
-    monkeypatch.setattr(_doors, "_is_installed", lambda module: module != "torch")
-    by_name = {x.name: x for x in DOORS}
-    outcomes = [_doors.try_door(by_name[name], 60) for name in ("torch-cpu", "jax-cuda")]
-    outcomes.append(_doors.Outcome("jax-cpu", by_name["jax-cpu"].title, WORKS, "on cpu", "", 1.8))
+    monkeypatch.setattr(_backends, "_is_installed", lambda module: module != "torch")
+    by_name = {x.name: x for x in BACKENDS}
+    outcomes = [_backends.try_backend(by_name[name], 60) for name in ("torch-cpu", "jax-cuda")]
+    outcomes.append(_backends.Outcome("jax-cpu", by_name["jax-cpu"].title, WORKS, "on cpu", "", 1.8))
     page = (ROOT / "docs/getting-started.md").read_text()
     for outcome in outcomes:
         assert f"    {diagnosis._line(outcome)}\n" in page
 
 
-def door(script: str, name: str = "some-cpu", extra: str = "torch") -> Door:
-    return Door(name, "some door", extra, script)
+def backend(script: str, name: str = "some-cpu", extra: str = "torch") -> Backend:
+    return Backend(name, "some backend", extra, script)
 
 
 @pytest.mark.parametrize(
@@ -123,17 +123,17 @@ def door(script: str, name: str = "some-cpu", extra: str = "torch") -> Door:
     ids=["crash", "exit", "two-lines", "import"],
 )
 def test_what_happened(script: str, detail: str) -> None:
-    outcome = _doors.try_door(door(script), 60)
+    outcome = _backends.try_backend(backend(script), 60)
     assert (outcome.status, outcome.detail) == (FAILS, detail)
     assert "docs/troubleshooting.md" in outcome.remedy and repr(script) in outcome.remedy
 
 
-def test_a_door_that_hangs_ends_with_its_children(tmp_path: Path) -> None:
+def test_a_backend_that_hangs_ends_with_its_children(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     child = "import subprocess; p = subprocess.Popen(['sleep', '300'])"
     script = f"{child}; open({str(pid)!r}, 'w').write(str(p.pid)); p.wait()"
     start = time.monotonic()
-    outcome = _doors.try_door(door(script), 2)
+    outcome = _backends.try_backend(backend(script), 2)
     assert (outcome.status, outcome.detail) == (FAILS, "no answer within 2 seconds")
     assert time.monotonic() - start < 60
     assert has_ended(pid.read_text())
@@ -163,20 +163,20 @@ def has_ended(pid: str) -> bool:
     ],
 )  # fmt: skip
 def test_remedies(message: str, remedy: str) -> None:
-    assert _doors._remedy(door(""), message) == remedy
+    assert _backends._remedy(backend(""), message) == remedy
 
 
 def test_the_message_about_the_driver_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "cuda_version", (13, 0))
     monkeypatch.setattr(_pjrt, "cuda_driver_version", lambda: (12, 8))
     message = diagnosis._cuda_driver()
-    assert _doors._remedy(door(""), message) == "update the driver, or use the CPU"
+    assert _backends._remedy(backend(""), message) == "update the driver, or use the CPU"
 
 
 def test_a_version_that_is_not_known_to_work_is_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.10.0+cpu", "torch_xla": "2.9.0", "jax": "0.7.2", "pyelftools": "0.32"}
-    monkeypatch.setattr(_doors.importlib.metadata, "version", versions.get)
-    remedy = _doors._remedy(door("", extra="torch-xla"), "undefined symbol")
+    monkeypatch.setattr(_backends.importlib.metadata, "version", versions.get)
+    remedy = _backends._remedy(backend("", extra="torch-xla"), "undefined symbol")
     assert remedy == "pip install 'torch>=2.9,<2.10' 'jax>=0.8.0'"
 
 
@@ -185,8 +185,8 @@ def test_a_version_that_is_not_known_to_work_is_the_remedy(monkeypatch: pytest.M
     [("2.8.1", False), ("2.9", True), ("2.9.1+cpu", True), ("2.9.0a0", True), ("2.10.0", False), ("3", False)],
 )  # fmt: skip
 def test_versions(version: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_doors.importlib.metadata, "version", lambda _: version)
-    assert _doors._is_known(Package("torch", "2.9", "2.10")) == known
+    monkeypatch.setattr(_backends.importlib.metadata, "version", lambda _: version)
+    assert _backends._is_known(Package("torch", "2.9", "2.10")) == known
 
 
 def test_packages_are_those_of_the_extras() -> None:
@@ -195,21 +195,21 @@ def test_packages_are_those_of_the_extras() -> None:
     ]
     # pip's == with a star, or with all three numbers, as a range.
     ranges = {"torch==2.9.*": "torch>=2.9,<2.10", "torch_xla==2.9.0": "torch_xla>=2.9.0,<2.9.1"}
-    for extra, packages in _doors.EXTRAS.items():
+    for extra, packages in _backends.EXTRAS.items():
         assert [*map(str, packages)] == [ranges.get(x, x) for x in extras[extra]]
 
 
 def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_xla", None)
-    monkeypatch.setattr(_doors, "run", lambda *_: pytest.fail("the door is tried"))
-    outcome = _doors.try_door(door("", extra="torch-xla"), 60)
+    monkeypatch.setattr(_backends, "run", lambda *_: pytest.fail("the backend is tried"))
+    outcome = _backends.try_backend(backend("", extra="torch-xla"), 60)
     assert outcome.status == NOT_INSTALLED and outcome.detail == "without torch_xla"
     assert outcome.remedy == "pip install 'xla-paged-attention[torch-xla]'"
 
 
 def test_several_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_doors, "_is_installed", lambda _: False)
-    outcome = _doors.try_door(door("", extra="torch-xla"), 60)
+    monkeypatch.setattr(_backends, "_is_installed", lambda _: False)
+    outcome = _backends.try_backend(backend("", extra="torch-xla"), 60)
     assert outcome.detail == "without torch, torch_xla, jax and pyelftools"
 
 
@@ -223,12 +223,12 @@ def test_a_missing_framework_is_no_error(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_missing_plugin_matters_where_there_is_a_gpu(
     gpus: int, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_doors, "gpu_count", lambda: gpus)
+    monkeypatch.setattr(_backends, "gpu_count", lambda: gpus)
     monkeypatch.setattr(_pjrt.importlib.util, "find_spec", lambda _: None)
     assert shown in diagnosis._cuda_plugin()
 
 
-def test_the_help_names_each_door_once() -> None:
+def test_the_help_names_each_backend_once() -> None:
     command = [sys.executable, "-m", "shared_ffi", "--help"]
     text = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     assert text.count("aot-inductor-cuda") == 1
@@ -242,7 +242,7 @@ def test_an_interrupt_ends_it_at_once() -> None:
         text=True,
     )
     deadline = time.monotonic() + 60
-    while not (doors := children(process.pid)):  # the doors are being tried
+    while not (backends := children(process.pid)):  # the backends are being tried
         assert time.monotonic() < deadline
         time.sleep(0.05)
     start = time.monotonic()
@@ -250,7 +250,7 @@ def test_an_interrupt_ends_it_at_once() -> None:
     output, errors = process.communicate(timeout=60)
     assert time.monotonic() - start < 10  # a tenth of a second on an idle machine
     assert (process.returncode, output, errors) == (130, "", "")
-    assert all(map(has_ended, doors))
+    assert all(map(has_ended, backends))
 
 
 def children(pid: int) -> list[str]:
@@ -272,16 +272,16 @@ def test_the_sources_say_that_they_hide_the_package() -> None:
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_doors, "gpu_count", lambda: 0)
+    monkeypatch.setattr(_backends, "gpu_count", lambda: 0)
     monkeypatch.setattr(_pjrt, "cuda_driver_version", lambda: (13, 0))
-    outcome = _doors.try_door(door("", "torch-cuda"), 60)
+    outcome = _backends.try_backend(backend("", "torch-cuda"), 60)
     assert (outcome.status, outcome.detail) == (NO_GPU, "the driver shows no GPU")
 
 
 def test_a_build_without_cuda_on_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_doors, "gpu_count", lambda: 1)
+    monkeypatch.setattr(_backends, "gpu_count", lambda: 1)
     monkeypatch.setattr(_native, "cuda_version", None)
-    outcome = _doors.try_door(door("", "torch-cuda"), 60)
+    outcome = _backends.try_backend(backend("", "torch-cuda"), 60)
     assert (outcome.status, outcome.detail) == (FAILS, "this build has no CUDA handlers")
     assert "XLA_GPU_CUDA=OFF" in outcome.remedy
 
@@ -296,11 +296,11 @@ def test_a_build_without_cuda_on_a_machine_with_a_gpu(monkeypatch: pytest.Monkey
 def test_jax_without_its_cuda_plugin(
     driver: tuple[int, int], remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_doors, "gpu_count", lambda: 1)
+    monkeypatch.setattr(_backends, "gpu_count", lambda: 1)
     monkeypatch.setattr(_native, "cuda_version", (13, 0))
     monkeypatch.setattr(_pjrt, "cuda_driver_version", lambda: driver)
     monkeypatch.setitem(sys.modules, "jax_plugins", None)
-    outcome = _doors.try_door(door("", "jax-cuda", "jax"), 60)
+    outcome = _backends.try_backend(backend("", "jax-cuda", "jax"), 60)
     assert (outcome.status, outcome.remedy) == (NOT_INSTALLED, remedy)
 
 
@@ -314,12 +314,12 @@ def test_a_wrong_result_is_no_success() -> None:
         tiny_step.check(np.float32([1, 2]))
 
 
-def test_every_door_has_its_own_name() -> None:
-    assert len({x.name for x in DOORS}) == len({x.title for x in DOORS}) == len(DOORS)
+def test_every_backend_has_its_own_name() -> None:
+    assert len({x.name for x in BACKENDS}) == len({x.title for x in BACKENDS}) == len(BACKENDS)
 
 
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_doors.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(_backends.tempfile, "tempdir", str(tmp_path))
     script = "import os; open(os.environ['TORCHINDUCTOR_CACHE_DIR'], 'w'); print('cpu')"
-    assert _doors.try_door(door(script), 60).status == WORKS
+    assert _backends.try_backend(backend(script), 60).status == WORKS
     assert [*tmp_path.iterdir()] == []

@@ -161,7 +161,7 @@ def test_a_stripped_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_diagnosis() -> None:
     out = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "shared_ffi", "--json", "--door", "torch-cpu"],
+        [sys.executable, "-W", "ignore", "-m", "shared_ffi", "--json", "--backend", "torch-cpu"],
         check=True,
         stdout=subprocess.PIPE,
         text=True,
@@ -171,7 +171,7 @@ def test_diagnosis() -> None:
     assert report["registered"] == REGISTERED
     assert report["frontends"] == {"jax_frontend": "ok", "torch_frontend": "ok"}
     text = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "shared_ffi", "--door", "jax-cpu"],
+        [sys.executable, "-W", "ignore", "-m", "shared_ffi", "--backend", "jax-cpu"],
         check=True,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,4 +1,4 @@
-"""The table of features and doors, from the records of the tests: `make features` writes it.
+"""The table of features and backends, from the records of the tests: `make features` writes it.
 
 A passed test with the mark `proves("a column", ...)` counts in these columns, for every feature of
 its case. Names in braces stand for the test's parameters.
@@ -28,7 +28,7 @@ Each feature has a page, with examples that the tests run:
 * [code written for TPUs](code-for-tpus.md)
 
 `make features` writes the table below. It counts the parity cases that passed, by feature and by
-[door](../glossary.md): against the float64 oracle, and bit for bit between the doors of a platform.
+[backend](../glossary.md): against the float64 oracle, and bit for bit between the backends of a platform.
 `make test-all` runs all of them. `make test` runs all on the emulated GPU, and for the other columns a choice with
 each pair of features.
 Inductor and openxla on PyTorch's tensors run a short list of the cases. Attention over 8-bit floats is not

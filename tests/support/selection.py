@@ -100,7 +100,7 @@ def _traits(name: str, value: Any) -> tuple[Trait, ...]:
 
 
 def _traits_of_fields(case: Case | UpdateCase) -> Iterator[Trait]:
-    """What a kernel or a door may treat differently."""
+    """What a kernel or a backend may treat differently."""
     for field in fields(case):
         value = getattr(case, field.name)
         match field.name:

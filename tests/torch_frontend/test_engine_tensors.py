@@ -11,7 +11,7 @@ import torch
 
 from harness.compare import assert_same_bits
 from shared_ffi import kv_cache_update, paged_attention
-from tests.support import doors
+from tests.support import backends
 from tests.support.calls import call_handler, observed_calls, overload_of, split_keywords
 from tests.support.cases import SHORT_CASES, UPDATE_CASES, Case
 from tests.support.models import tensors
@@ -34,7 +34,7 @@ def fused(tensor: torch.Tensor, before: int = 3, after: int = 5) -> torch.Tensor
 
 def to_torch(attributes: dict[str, Any]) -> dict[str, Any]:
     arrays, options = split_keywords(attributes)
-    return options | {name: doors.to_torch(x) for name, x in arrays.items()}
+    return options | {name: backends.to_torch(x) for name, x in arrays.items()}
 
 
 @pytest.fixture
@@ -46,19 +46,19 @@ def calls() -> Iterator[list[tuple[str, list[int]]]]:
 @pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
 def test_attention_of_fused_rows(case: Case, calls: Calls) -> None:
     overload, keywords = overload_of("paged_attention", to_torch(case.attributes()))
-    query, *rest = map(doors.to_torch, case.inputs())
+    query, *rest = map(backends.to_torch, case.inputs())
     expected = overload(query, *rest, **keywords)
     rows = fused(query)
     result = overload(rows, *rest, **keywords)
     assert rows.data_ptr() in calls[-1][1] or rows.is_contiguous()
     for a, b in zip(result, expected, strict=True):
-        assert_same_bits(doors.to_numpy(a), doors.to_numpy(b))
+        assert_same_bits(backends.to_numpy(a), backends.to_numpy(b))
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_update_from_fused_rows(case: Any, calls: Calls) -> None:
-    cache, key, value, slots = map(doors.to_torch, case.inputs())
+    cache, key, value, slots = map(backends.to_torch, case.inputs())
     keywords = to_torch(case.attributes())
     copy = {k: x.clone() if k == "value_cache" else x for k, x in keywords.items()}
     expected = cache.clone()
@@ -66,23 +66,23 @@ def test_update_from_fused_rows(case: Any, calls: Calls) -> None:
     rows = fused(key), fused(value, 0, 1)
     OPS.kv_cache_update(cache, *rows, slots, **keywords)
     assert all(x.data_ptr() in calls[-1][1] for x in rows if not x.is_contiguous())
-    assert_same_bits(doors.to_numpy(cache), doors.to_numpy(expected))
+    assert_same_bits(backends.to_numpy(cache), backends.to_numpy(expected))
     if "value_cache" in keywords:
         pair = keywords["value_cache"], copy["value_cache"]
-        assert_same_bits(*map(doors.to_numpy, pair))
+        assert_same_bits(*map(backends.to_numpy, pair))
 
 
 @pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
 def test_attention_of_fused_rows_on_cuda(case: Case, cuda: Any) -> None:
     overload, keywords = overload_of("paged_attention", to_torch(case.attributes()))
-    query, *rest = map(doors.to_torch, case.inputs())
+    query, *rest = map(backends.to_torch, case.inputs())
     expected = overload.redispatch(cuda, query, *rest, **keywords)
     for before in (3, 64):  # with and without rows that begin at 16 bytes
         result = overload.redispatch(cuda, fused(query, before, 64), *rest, **keywords)
         for a, b in zip(result, expected, strict=True):
             np.testing.assert_allclose(
-                doors.to_numpy(a).astype(np.float32),
-                doors.to_numpy(b).astype(np.float32),
+                backends.to_numpy(a).astype(np.float32),
+                backends.to_numpy(b).astype(np.float32),
                 rtol=1e-2,
                 atol=1e-2,
             )
@@ -94,9 +94,9 @@ def test_update_from_fused_rows_on_cuda(case: Any, cuda: Any) -> None:
     op = OPS._kv_cache_update_mutable.default
     caches = []
     for put in (lambda x: x, fused, lambda x: fused(x, 64, 64)):
-        cache, key, value, slots = map(doors.to_torch, case.inputs())
+        cache, key, value, slots = map(backends.to_torch, case.inputs())
         op.redispatch(cuda, cache, put(key), put(value), slots, **to_torch(case.attributes()))
-        caches.append(doors.to_numpy(cache))
+        caches.append(backends.to_numpy(cache))
     assert_same_bits(caches[1], caches[0])
     assert_same_bits(caches[2], caches[0])
 
@@ -151,13 +151,13 @@ def test_out(case: Case, calls: Calls) -> None:
     attributes = case.attributes()
     attributes.pop("return_lse", None)
     keywords = to_torch(attributes)
-    operands = [*map(doors.to_torch, case.inputs())]
+    operands = [*map(backends.to_torch, case.inputs())]
     expected = OPS.paged_attention(*operands, **keywords)
     calls.clear()
     out = torch.full_like(expected, torch.nan)
     assert OPS.paged_attention(*operands, **keywords, out=out) is out
     assert out.data_ptr() in calls[-1][1]
-    assert_same_bits(doors.to_numpy(out), doors.to_numpy(expected))
+    assert_same_bits(backends.to_numpy(out), backends.to_numpy(expected))
 
 
 def test_out_on_cuda(cuda: Any) -> None:

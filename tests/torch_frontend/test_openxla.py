@@ -17,7 +17,7 @@ import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
 from harness import reference
 from harness.compare import assert_same_bits
 from shared_ffi import lowering
-from tests.support import doors, scripts
+from tests.support import backends, scripts
 from tests.support.cases import SHORT_CASES, UPDATE_CASES, Case, UpdateCase
 from torch_frontend import openxla
 
@@ -53,8 +53,8 @@ EXCHANGEABLE = [x for x in SHORT_CASES if not (x.cache_dtype or "").startswith("
 @pytest.mark.parametrize("case", EXCHANGEABLE, ids=lambda case: case.id)
 def test_paged_attention(case: Case, programs: list[Any]) -> None:
     inputs, attributes = case.inputs(), case.attributes()
-    expected = doors.in_torch("paged_attention", *inputs, **attributes)
-    result = doors.in_openxla_on_torch("paged_attention", *inputs, **attributes)
+    expected = backends.in_torch("paged_attention", *inputs, **attributes)
+    result = backends.in_openxla_on_torch("paged_attention", *inputs, **attributes)
     assert_same_bits(result, expected)
     assert len(programs) == 1
 
@@ -64,7 +64,7 @@ def test_paged_attention(case: Case, programs: list[Any]) -> None:
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_kv_cache_update(case: UpdateCase, programs: list[Any]) -> None:
     inputs, attributes = case.inputs(), case.attributes()
-    result = doors.in_openxla_on_torch("kv_cache_update", *inputs, **attributes)
+    result = backends.in_openxla_on_torch("kv_cache_update", *inputs, **attributes)
     assert_same_bits(result, reference.kv_cache_update(*inputs, **attributes))
     assert programs == []  # the update runs eagerly
 
@@ -279,7 +279,7 @@ def test_dtypes_that_pytorch_cannot_exchange_are_refused() -> None:
         "PyTorch cannot exchange tensors of 8-bit floats with JAX; got torch.float8_e4m3fn on cpu"
     )
     with pytest.raises(NotImplementedError, match=message):
-        doors.in_openxla_on_torch("paged_attention", *case.inputs(), **case.attributes())
+        backends.in_openxla_on_torch("paged_attention", *case.inputs(), **case.attributes())
 
 
 def test_operators_that_torch_xla_cannot_lower_are_refused() -> None:

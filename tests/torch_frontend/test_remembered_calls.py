@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from harness.compare import assert_same_bits
 from shared_ffi import eager
-from tests.support import doors
+from tests.support import backends
 from tests.support.calls import overload_of, split_keywords
 from tests.support.cases import SHORT_CASES, UPDATE_CASES, Case
 from tests.support.models import tensors
@@ -29,7 +29,7 @@ def attention_operands() -> list[torch.Tensor]:
 
 def keywords_of(case: Any) -> dict[str, Any]:
     arrays, options = split_keywords(case.attributes())
-    return options | {name: doors.to_torch(x) for name, x in arrays.items()}
+    return options | {name: backends.to_torch(x) for name, x in arrays.items()}
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
 def test_attention(case: Case, mode: Any, unknown: list[str]) -> None:
     overload, keywords = overload_of("paged_attention", keywords_of(case))
-    operands = [*map(doors.to_torch, case.inputs())]
+    operands = [*map(backends.to_torch, case.inputs())]
     with mode():
         first = overload(*operands, **keywords)
         unknown.clear()
@@ -55,16 +55,16 @@ def test_attention(case: Case, mode: Any, unknown: list[str]) -> None:
         assert not unknown
         assert type(again) is type(first)
         assert_same_bits(
-            *(doors.to_numpy(x[0] if isinstance(x, tuple) else x) for x in (again, first))
+            *(backends.to_numpy(x[0] if isinstance(x, tuple) else x) for x in (again, first))
         )
         if isinstance(first, tuple):
-            assert_same_bits(doors.to_numpy(again[1]), doors.to_numpy(first[1]))
+            assert_same_bits(backends.to_numpy(again[1]), backends.to_numpy(first[1]))
             return
         for _ in range(2):
             out = torch.full_like(first, torch.nan)
             unknown.clear()
             assert OPS.paged_attention.out(*operands, **keywords, out=out) is out
-            assert_same_bits(doors.to_numpy(out), doors.to_numpy(first))
+            assert_same_bits(backends.to_numpy(out), backends.to_numpy(first))
         assert not unknown
 
 
@@ -72,7 +72,7 @@ def test_attention(case: Case, mode: Any, unknown: list[str]) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_update(case: Any, mode: Any, unknown: list[str]) -> None:
-    operands, keywords = [*map(doors.to_torch, case.inputs())], keywords_of(case)
+    operands, keywords = [*map(backends.to_torch, case.inputs())], keywords_of(case)
     written = [operands[0], *([keywords["value_cache"]] if "value_cache" in keywords else [])]
     before = [x.clone() for x in written]
     after = []
@@ -84,7 +84,7 @@ def test_update(case: Any, mode: Any, unknown: list[str]) -> None:
             versions = [x._version for x in written]
             assert OPS.kv_cache_update(*operands, **keywords) is None
             assert [x._version for x in written] == [x + 1 for x in versions]
-            after.append([doors.to_numpy(x) for x in written])
+            after.append([backends.to_numpy(x) for x in written])
         assert not unknown
     for a, b in zip(*after, strict=True):
         assert_same_bits(a, b)

@@ -15,7 +15,7 @@ import jax_frontend
 from harness.compare import assert_close_on_cuda, assert_same_bits
 from shared_ffi import eager, simple_add
 from shared_ffi.spec import ArraySpec
-from tests.support import doors, scripts
+from tests.support import backends, scripts
 from tests.support.calls import observed_calls, overload_of, split_keywords
 from tests.support.cases import SHORT_CASES, Case
 from tests.support.models import Layer, layer_inputs, tensors
@@ -139,8 +139,8 @@ def test_strided_caches_are_not_copied() -> None:
     """Some engines keep the caches of all layers in one array."""
     case = next(case for case in SHORT_CASES if case.id == "layout-n2hbd-mixed-f32")
     inputs, attributes = case.inputs(), case.attributes()
-    expected = doors.in_torch("paged_attention", *inputs, **attributes)
-    query, dense, *metadata = map(doors.to_torch, inputs)
+    expected = backends.in_torch("paged_attention", *inputs, **attributes)
+    query, dense, *metadata = map(backends.to_torch, inputs)
     layers = torch.full((len(dense), 3, *dense.shape[1:]), torch.nan)
     cache = layers[:, 1]
     cache.copy_(dense)
@@ -148,14 +148,14 @@ def test_strided_caches_are_not_copied() -> None:
     for _ in range(2):  # the second call is made without the check
         with observed_calls() as calls:
             result = OPS.paged_attention(query, cache, *metadata, **attributes)
-        assert_same_bits(doors.to_numpy(result), expected)
+        assert_same_bits(backends.to_numpy(result), expected)
         assert [cache.data_ptr() in addresses for _, addresses in calls] == [True]
 
     key = torch.randn(2, dense.shape[2], dense.shape[4])
     slots = torch.tensor([3, 9])
     for x in (dense, cache):
         OPS.kv_cache_update(x, key, -key, slots, kv_layout="n2hbd")
-    assert_same_bits(doors.to_numpy(cache), doors.to_numpy(dense))
+    assert_same_bits(backends.to_numpy(cache), backends.to_numpy(dense))
     assert layers[:, ::2].isnan().all()
 
     for x in (cache, dense):  # also where K and V are views of one array
@@ -164,8 +164,8 @@ def test_strided_caches_are_not_copied() -> None:
             query, keys, *metadata, **attributes | {"kv_layout": "nhbd"}, value_cache=values
         )
         assert_same_bits(
-            doors.to_numpy(result),
-            doors.to_numpy(OPS.paged_attention(query, x, *metadata, **attributes)),
+            backends.to_numpy(result),
+            backends.to_numpy(OPS.paged_attention(query, x, *metadata, **attributes)),
         )
 
 
@@ -269,15 +269,15 @@ def test_paged_attention_on_cuda_tensors(case: Case, cuda: Any) -> None:
     inputs, attributes = case.inputs(), case.attributes()
     overload, keywords = overload_of("paged_attention", attributes)
     arrays, options = split_keywords(keywords)
-    on_cuda = {name: doors.to_torch(x) for name, x in arrays.items()}
-    result = overload.redispatch(cuda, *map(doors.to_torch, inputs), **on_cuda, **options)
-    result = tuple(map(doors.to_numpy, result)) if len(result) == 2 else doors.to_numpy(result)
+    on_cuda = {name: backends.to_torch(x) for name, x in arrays.items()}
+    result = overload.redispatch(cuda, *map(backends.to_torch, inputs), **on_cuda, **options)
+    result = tuple(map(backends.to_numpy, result)) if len(result) == 2 else backends.to_numpy(result)
     assert_close_on_cuda(result, inputs, attributes)
 
 
 def test_kv_cache_update_on_cuda_tensors(cuda: Any) -> None:
     operands, _ = split(update())
-    on_cpu, on_cuda = (list(map(doors.to_torch, operands)) for _ in range(2))
+    on_cpu, on_cuda = (list(map(backends.to_torch, operands)) for _ in range(2))
     OPS.kv_cache_update(*on_cpu)
     OPS._kv_cache_update_mutable.default.redispatch(cuda, *on_cuda)
     assert torch.equal(on_cuda[0], on_cpu[0])
@@ -303,7 +303,7 @@ def test_a_meta_tensor_among_others(op: str) -> None:
     """It would choose the fake kernel, which returns memory that nothing was written to."""
     operands, attributes = split(SOUND[op]())
     for i in range(len(operands)):
-        tensors = [doors.to_torch(x) for x in operands]
+        tensors = [backends.to_torch(x) for x in operands]
         tensors[i] = tensors[i].to("meta")
         with pytest.raises(ValueError, match=f"^{op}: all tensors must be on one device; got "):
             getattr(OPS, op)(*tensors, **attributes)
@@ -338,7 +338,7 @@ def test_same_bits_for_any_number_of_threads() -> None:
     results = []
     for num_threads in (1, 2, 3, 16):
         torch.set_num_threads(num_threads)
-        results.append(doors.in_torch("paged_attention", query, cache, *metadata, scale=0.2))
+        results.append(backends.in_torch("paged_attention", query, cache, *metadata, scale=0.2))
     torch.set_num_threads(before)
     for result in results:
         assert_same_bits(result, results[0])

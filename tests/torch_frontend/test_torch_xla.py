@@ -16,7 +16,7 @@ from torch_xla.stablehlo import exported_program_to_stablehlo
 
 from harness import hlo
 from harness.compare import assert_same_bits
-from tests.support import doors
+from tests.support import backends
 from tests.support.models import Layer, layer_inputs
 from tests.support.sound_calls import attention, split, update
 
@@ -35,7 +35,7 @@ def random_attention(seed: int = 0) -> list[np.ndarray]:
 
 
 def on_xla(arrays: list[Any]) -> list[torch.Tensor]:
-    return [doors.to_xla(array) for array in arrays]
+    return [backends.to_xla(array) for array in arrays]
 
 
 SYNCHRONIZE: dict[str, Callable[[], None]] = {
@@ -51,8 +51,8 @@ def test_lazy_step(synchronize: str) -> None:
     operands = random_attention()
     result = OPS.paged_attention(*on_xla(operands), 0.5)
     SYNCHRONIZE[synchronize]()
-    expected = doors.in_torch("paged_attention", *operands, scale=0.5)
-    assert_same_bits(doors.to_numpy(result), expected)
+    expected = backends.in_torch("paged_attention", *operands, scale=0.5)
+    assert_same_bits(backends.to_numpy(result), expected)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
@@ -108,8 +108,8 @@ def test_two_updates_in_one_compiled_step() -> None:
             cache, value * 3, key, slots + 8 * (slots == 0).int() - (slots == 7).int()
         )
 
-    expected = doors.to_torch(cache)
-    step(expected, *map(doors.to_torch, (key, value, slots - 1)))
+    expected = backends.to_torch(cache)
+    step(expected, *map(backends.to_torch, (key, value, slots - 1)))
     on_device = on_xla([cache, key, value, slots - 1])
     torch_xla.sync()
     torch.compile(step, backend="openxla", fullgraph=True)(*on_device)
@@ -146,10 +146,10 @@ def test_export_to_stablehlo() -> None:
 
 def test_nothing_falls_back_to_aten() -> None:
     metrics.clear_all()
-    doors.in_torch_xla(
+    backends.in_torch_xla(
         "paged_attention", *random_attention(), scale=0.5, sliding_window=2, soft_cap=30.0
     )
-    doors.in_torch_xla("kv_cache_update", *split(update())[0])
+    backends.in_torch_xla("kv_cache_update", *split(update())[0])
     assert [name for name in metrics.counter_names() if name.startswith("aten::")] == []
 
 
@@ -167,23 +167,23 @@ def test_nothing_falls_back_to_aten() -> None:
     ],
     ids=["scale", "soft_cap", "no-soft_cap", "sliding_window", "no-sliding_window"],
 )
-@pytest.mark.parametrize("door", ["torch_xla", "openxla"])
+@pytest.mark.parametrize("backend", ["torch_xla", "openxla"])
 def test_calls_that_differ_in_an_attribute(
-    door: str, first: dict[str, Any], second: dict[str, Any]
+    backend: str, first: dict[str, Any], second: dict[str, Any]
 ) -> None:
     operands = random_attention()
-    results = [doors.DOORS[door]("paged_attention", *operands, **a) for a in (first, second, first)]
+    results = [backends.BACKENDS[backend]("paged_attention", *operands, **a) for a in (first, second, first)]
     for result, attributes in zip(results, (first, second, first), strict=True):
-        assert_same_bits(result, doors.in_torch("paged_attention", *operands, **attributes))
+        assert_same_bits(result, backends.in_torch("paged_attention", *operands, **attributes))
     assert (results[0] != results[1]).any()
 
 
-@pytest.mark.parametrize("door", ["torch_xla", "openxla"])
-def test_swapped_operands(door: str) -> None:
+@pytest.mark.parametrize("backend", ["torch_xla", "openxla"])
+def test_swapped_operands(backend: str) -> None:
     cache, key, value, slots = split(update())[0]
     for one, other in ((key, value * 2), (value * 2, key)):
-        result = doors.DOORS[door]("kv_cache_update", cache, one, other, slots)
-        assert_same_bits(result, doors.in_torch("kv_cache_update", cache, one, other, slots))
+        result = backends.BACKENDS[backend]("kv_cache_update", cache, one, other, slots)
+        assert_same_bits(result, backends.in_torch("kv_cache_update", cache, one, other, slots))
 
 
 def test_transposed_operand_reaches_the_kernel_in_row_major_order(
@@ -191,12 +191,12 @@ def test_transposed_operand_reaches_the_kernel_in_row_major_order(
 ) -> None:
     query, *rest = random_attention()
     query = np.concatenate([query] * 3)  # a unique shape, so that a new program is compiled
-    transposed = doors.to_xla(np.ascontiguousarray(query.transpose(1, 0, 2)))
+    transposed = backends.to_xla(np.ascontiguousarray(query.transpose(1, 0, 2)))
     rest_on_xla = on_xla(rest)
     torch_xla.sync()
     result = OPS.paged_attention(transposed.transpose(0, 1), *rest_on_xla, 0.5).cpu()
     assert_same_bits(
-        doors.to_numpy(result), doors.in_torch("paged_attention", query, *rest, scale=0.5)
+        backends.to_numpy(result), backends.in_torch("paged_attention", query, *rest, scale=0.5)
     )
     calls = [
         call
@@ -232,8 +232,8 @@ def test_decode_loop_compiles_once(compiled: bool) -> None:
     """Makes 200 steps. Nothing is compiled after the second."""
     rng = np.random.default_rng(0)
     cache = torch.zeros(16, 16, 4, 8).to(torch_xla.device())
-    tables = doors.to_xla(rng.permutation(16).astype(np.int32)[None])
-    start = doors.to_xla(np.array([0, 1], np.int32))
+    tables = backends.to_xla(rng.permutation(16).astype(np.int32)[None])
+    start = backends.to_xla(np.array([0, 1], np.int32))
     table = tables.cpu()[0].tolist()
     torch_xla.sync(wait=True)
 
@@ -270,7 +270,7 @@ def test_a_tensor_on_the_cpu_among_others() -> None:
     """It has no value in torch_xla's program."""
     operands, attributes = split(attention())
     for i in range(1, len(operands)):
-        tensors = [doors.to_xla(x) for x in operands]
+        tensors = [backends.to_xla(x) for x in operands]
         tensors[i] = tensors[i].cpu()
         with pytest.raises(ValueError, match="^paged_attention: all tensors must be on one device"):
             torch.ops.xla_gpu.paged_attention(*tensors, **attributes)
@@ -279,7 +279,7 @@ def test_a_tensor_on_the_cpu_among_others() -> None:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("number", range(4))
 def test_an_update_with_a_tensor_on_another_device(number: int, device: str) -> None:
-    tensors = [doors.to_xla(x) for x in split(update())[0]]
+    tensors = [backends.to_xla(x) for x in split(update())[0]]
     tensors[number] = tensors[number].cpu().to(device)
     with pytest.raises(ValueError, match="^kv_cache_update: all tensors must be on one device"):
         OPS.kv_cache_update(*tensors)
@@ -287,7 +287,7 @@ def test_an_update_with_a_tensor_on_another_device(number: int, device: str) -> 
 
 def test_caches_that_are_not_written() -> None:
     """torch_xla's tensors have neither addresses nor strides of their own to see it by."""
-    cache, key, value, slots = (doors.to_xla(x) for x in split(update())[0])
+    cache, key, value, slots = (backends.to_xla(x) for x in split(update())[0])
     one_block = torch.zeros_like(cache[:1])
     rule = "kv_cache must have a place of its own for each element, .* got a view of 64 elements"
     with pytest.raises(ValueError, match=f"^kv_cache_update: {rule}"):

@@ -226,7 +226,7 @@ def test_the_layers_on_torch_xlas_device(tmp_path: Path) -> None:
     """vLLM is pure Python there: its compiled part is for another PyTorch."""
     origin = importlib.util.find_spec("vllm").origin
     assert origin is not None
-    arguments = ["--door", "torch", "vllm-torch_xla", "vllm-openxla", "--max-new-tokens", "16"]
+    arguments = ["--backend", "torch", "vllm-torch_xla", "vllm-openxla", "--max-new-tokens", "16"]
     script = (
         f"import runpy, sys; sys.path.append({str(Path(origin).parents[1])!r}); "
         f"sys.argv[1:] = {[*arguments, '--json']!r}; "
@@ -238,6 +238,6 @@ def test_the_layers_on_torch_xlas_device(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads(result.stdout[result.stdout.index("{") :])
     assert report["same_tokens"] and report["same_as_transformers"] and report["same_custom_calls"]
-    for door in ("vllm-torch_xla", "vllm-openxla"):
-        assert report["doors"][door]["programs"] == 2
-        assert report["doors"][door]["late_programs"] == 0
+    for backend in ("vllm-torch_xla", "vllm-openxla"):
+        assert report["backends"][backend]["programs"] == 2
+        assert report["backends"][backend]["late_programs"] == 0

@@ -37,7 +37,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="the number of the first trial")
     parser.add_argument("--family", nargs="*", default=[*FAMILIES], choices=FAMILIES)
     parser.add_argument(
-        "--door", nargs="*", default=["eager", "jax"], choices=["eager", "jax", "torch_xla"]
+        "--backend", nargs="*", default=["eager", "jax"], choices=["eager", "jax", "torch_xla"]
     )
     parser.add_argument("--instruction-set", nargs="*", default=[], help="all if none is named")
     parser.add_argument(
@@ -61,7 +61,7 @@ def make_runner(options: argparse.Namespace) -> Any:
 
     if options.emulated is not None:
         return run.EmulatedRunner(native.emulated(options.emulated or None))
-    return run.CpuRunner(options.door, options.instruction_set)
+    return run.CpuRunner(options.backend, options.instruction_set)
 
 
 def failure_of(trial: Trial, runner: Any) -> tuple[str, str] | None:
@@ -104,7 +104,7 @@ def repeating(path: Path, options: argparse.Namespace) -> str:
 
 def settings(options: argparse.Namespace) -> list[str]:
     """The options that choose where trials run."""
-    words = ["--door", *options.door]
+    words = ["--backend", *options.backend]
     if options.instruction_set:
         words += ["--instruction-set", *options.instruction_set]
     if options.emulated is not None:

@@ -1,4 +1,4 @@
-"""Runs trials: the CPU handlers on every instruction set and with several threads, the doors to
+"""Runs trials: the CPU handlers on every instruction set and with several threads, the backends to
 them, and the CUDA handlers on the emulated GPU."""
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class Expected:
 class CpuRunner:
     """Runs trials on the CPU."""
 
-    def __init__(self, doors: Iterable[str] = ("eager",), sets: Sequence[str] = ()) -> None:
+    def __init__(self, backends: Iterable[str] = ("eager",), sets: Sequence[str] = ()) -> None:
         """`sets`: instruction sets, all if none is named."""
-        self._doors = {name: DOORS[name]() for name in doors}
+        self._backends = {name: BACKENDS[name]() for name in backends}
         self._sets = [*(sets or _native.cpu_instruction_sets())]
         self.calls: Counter[str] = Counter()
 
@@ -120,13 +120,13 @@ class CpuRunner:
                 same(
                     "any number of threads gives the same", self._handler(call, trial, more), first
                 )
-                for of_door, door in self._doors.items():
+                for of_backend, backend in self._backends.items():
                     # A call through a compiler takes long: one instruction set a trial.
-                    is_chosen = of_door == "eager" or number % len(self._sets) == i
-                    if is_chosen and door.takes(inputs):
-                        through = door.call(trial, inputs, attributes, more)
-                        same(f"the door {of_door} gives the same", through, first)
-                        self.calls[f"{of_door} on {name}"] += 1
+                    is_chosen = of_backend == "eager" or number % len(self._sets) == i
+                    if is_chosen and backend.takes(inputs):
+                        through = backend.call(trial, inputs, attributes, more)
+                        same(f"the backend {of_backend} gives the same", through, first)
+                        self.calls[f"{of_backend} on {name}"] += 1
 
     def _checked(self, trial: Trial, inputs: Any, attributes: dict[str, Any]) -> Any:
         """The checked call and its arrays; None if the check refuses it, rightly."""
@@ -136,8 +136,8 @@ class CpuRunner:
         except (ValueError, TypeError) as error:
             if is_legal:
                 raise Failure("the check accepts legal numbers", error) from error
-            for name, door in self._doors.items():
-                if door.call(trial, inputs, attributes, 1).error is None:
+            for name, backend in self._backends.items():
+                if backend.call(trial, inputs, attributes, 1).error is None:
                     raise Failure("illegal numbers are refused", f"not by {name}") from error
             for name in self._sets:
                 self.calls[name] += 1
@@ -234,7 +234,7 @@ def same(promise: str, actual: Outcome, expected: Outcome) -> None:
         _expect(promise, assert_same_bits, actual.results, expected.results)
 
 
-class EagerDoor:
+class EagerBackend:
     """Eager PyTorch, on arrays between guard pages, and on rows that are part of wider ones. Half
     of the trials that may have an argument `out` have it."""
 
@@ -293,7 +293,7 @@ class EagerDoor:
         return outcome
 
 
-class JaxDoor:
+class JaxBackend:
     """JAX, a compiled function for each op and its numbers."""
 
     def takes(self, inputs: Any) -> bool:
@@ -317,9 +317,9 @@ class JaxDoor:
 
 @lru_cache(maxsize=64)
 def _jitted(op: str, options: tuple[tuple[str, Any], ...]) -> Any:
-    from tests.support import doors  # noqa: PLC0415  (imports the frameworks)
+    from tests.support import backends  # noqa: PLC0415  (imports the frameworks)
 
-    return doors.jitted(op, **dict(options))
+    return backends.jitted(op, **dict(options))
 
 
 def _is_run_by_xla(inputs: Any) -> bool:
@@ -327,7 +327,7 @@ def _is_run_by_xla(inputs: Any) -> bool:
     return inputs[0].size > 0
 
 
-class TorchXlaDoor:
+class TorchXlaBackend:
     """torch_xla's lazy mode."""
 
     def takes(self, inputs: Any) -> bool:
@@ -337,19 +337,19 @@ class TorchXlaDoor:
         self, trial: Trial, inputs: Any, attributes: dict[str, Any], num_threads: int | None
     ) -> Outcome:
         op = trial.op
-        from tests.support import doors  # noqa: PLC0415  (imports the frameworks)
+        from tests.support import backends  # noqa: PLC0415  (imports the frameworks)
 
         errors = (ValueError, TypeError, RuntimeError)
-        outcome = Outcome(lambda: doors.in_torch_xla(op, *inputs, **attributes), errors)
+        outcome = Outcome(lambda: backends.in_torch_xla(op, *inputs, **attributes), errors)
         if outcome.error:
-            doors.forget_failed_steps()
+            backends.forget_failed_steps()
         return outcome
 
 
-DOORS: dict[str, Callable[[], Any]] = {
-    "eager": EagerDoor,
-    "jax": JaxDoor,
-    "torch_xla": TorchXlaDoor,
+BACKENDS: dict[str, Callable[[], Any]] = {
+    "eager": EagerBackend,
+    "jax": JaxBackend,
+    "torch_xla": TorchXlaBackend,
 }
 
 

@@ -30,7 +30,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Trial:
-    """A call through all doors. Without changes it is valid."""
+    """A call through all backends. Without changes it is valid."""
 
     case: Case | UpdateCase
     changes: tuple[Change, ...] = ()

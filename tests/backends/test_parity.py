@@ -1,4 +1,4 @@
-"""Parity of the doors. For every case, JAX and torch_xla make the same custom call, every door
+"""Parity of the backends. For every case, JAX and torch_xla make the same custom call, every backend
 gives the same bits, and they agree with the float64 oracle."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import pytest
 
 from harness import hlo, reference
 from harness.compare import assert_close_on_cpu, assert_same_bits
-from tests.support import doors
+from tests.support import backends
 from tests.support.calls import split_keywords
 from tests.support.cases import (
     CASES,
@@ -24,49 +24,49 @@ ATTENTION = "xla_gpu_paged_attention"
 UPDATE = "xla_gpu_kv_cache_update"
 
 
-FOUR_DOORS = ("JAX", "PyTorch eager", "torch_xla", "openxla")
+FOUR_BACKENDS = ("JAX", "PyTorch eager", "torch_xla", "openxla")
 
 
-@pytest.mark.proves(*FOUR_DOORS)
+@pytest.mark.proves(*FOUR_BACKENDS)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_paged_attention(case: Case, compiled: hlo.CompiledPrograms) -> None:
     inputs, attributes = case.inputs(), case.attributes()
 
-    in_torch = doors.in_torch("paged_attention", *inputs, **attributes)
+    in_torch = backends.in_torch("paged_attention", *inputs, **attributes)
     assert_close_on_cpu(in_torch, inputs, attributes)
 
     arrays, options = split_keywords(attributes)
-    jitted = doors.jitted("paged_attention", **options)
+    jitted = backends.jitted("paged_attention", **options)
     assert_same_bits(jax.tree.map(np.asarray, jitted(*inputs, **arrays)), in_torch)
-    assert_same_bits(doors.in_torch_xla("paged_attention", *inputs, **attributes), in_torch)
-    assert_same_bits(doors.in_openxla("paged_attention", *inputs, **attributes), in_torch)
+    assert_same_bits(backends.in_torch_xla("paged_attention", *inputs, **attributes), in_torch)
+    assert_same_bits(backends.in_openxla("paged_attention", *inputs, **attributes), in_torch)
 
     before, after = hlo.of_jax(jitted, *inputs, **arrays)
-    lazy_before = hlo.of_torch_xla(doors.lazily("paged_attention", *inputs, **attributes))
+    lazy_before = hlo.of_torch_xla(backends.lazily("paged_attention", *inputs, **attributes))
     (call,) = hlo.custom_calls(before, ATTENTION)
     assert hlo.custom_calls(lazy_before, ATTENTION) == [call]
     assert compiled.optimized(call, ATTENTION) == set(hlo.custom_calls(after, ATTENTION))
 
 
-@pytest.mark.proves(*FOUR_DOORS)
+@pytest.mark.proves(*FOUR_BACKENDS)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_kv_cache_update(case: UpdateCase, compiled: hlo.CompiledPrograms) -> None:
     inputs, attributes = case.inputs(), case.attributes()
     expected = reference.kv_cache_update(*inputs, **attributes)
 
-    assert_same_bits(doors.in_torch("kv_cache_update", *inputs, **attributes), expected)
+    assert_same_bits(backends.in_torch("kv_cache_update", *inputs, **attributes), expected)
     arrays, options = split_keywords(attributes)
-    jitted = doors.jitted("kv_cache_update", **options)
+    jitted = backends.jitted("kv_cache_update", **options)
     assert_same_bits(jax.tree.map(np.asarray, jitted(*inputs, **arrays)), expected)
-    assert_same_bits(doors.in_torch_xla("kv_cache_update", *inputs, **attributes), expected)
-    assert_same_bits(doors.in_openxla("kv_cache_update", *inputs, **attributes), expected)
+    assert_same_bits(backends.in_torch_xla("kv_cache_update", *inputs, **attributes), expected)
+    assert_same_bits(backends.in_openxla("kv_cache_update", *inputs, **attributes), expected)
 
     if inputs.slot_mapping.dtype == "int64":
         return  # JAX's program has 32-bit slots, unless it is told otherwise
     before, after = hlo.of_jax(jitted, *inputs, **arrays)
-    lazy_before = hlo.of_torch_xla(doors.lazily("kv_cache_update", *inputs, **attributes))
+    lazy_before = hlo.of_torch_xla(backends.lazily("kv_cache_update", *inputs, **attributes))
     (call,) = hlo.custom_calls(before, UPDATE)
     assert hlo.custom_calls(lazy_before, UPDATE) == [call]
     assert compiled.optimized(call, UPDATE) == set(hlo.custom_calls(after, UPDATE))
@@ -83,18 +83,18 @@ def test_kv_cache_update(case: UpdateCase, compiled: hlo.CompiledPrograms) -> No
 )
 def test_inductor(op: str, case: Case | UpdateCase) -> None:
     inputs, attributes = case.inputs(), case.attributes()
-    expected = doors.in_torch(op, *inputs, **attributes)
-    assert_same_bits(doors.in_inductor(op, *inputs, **attributes), expected)
+    expected = backends.in_torch(op, *inputs, **attributes)
+    assert_same_bits(backends.in_inductor(op, *inputs, **attributes), expected)
 
 
-@pytest.mark.parametrize("door", doors.DOORS)
-def test_blocks_and_heads_in_several_dimensions(door: str) -> None:
+@pytest.mark.parametrize("backend", backends.BACKENDS)
+def test_blocks_and_heads_in_several_dimensions(backend: str) -> None:
     """Blocks, or heads, are numbered with the last dimension fastest."""
     case = Case(id="several", sequences=((5, 14), (1, 9)), padding_blocks=0, block_size=2)
     query, kv_cache, *metadata = case.inputs()
     assert len(kv_cache) == 15
     several = kv_cache.reshape(5, 3, *kv_cache.shape[1:])
-    attend = doors.partial(doors.DOORS[door], "paged_attention", **case.attributes())
+    attend = backends.partial(backends.BACKENDS[backend], "paged_attention", **case.attributes())
     expected = attend(query, kv_cache, *metadata)
     assert_same_bits(attend(query, several, *metadata, kv_layout="nnb(h2)d"), expected)
     for packing in (1, 2, 4):  # K and V rows of 2 heads
@@ -104,12 +104,12 @@ def test_blocks_and_heads_in_several_dimensions(door: str) -> None:
     update_case = UpdateCase(id="several")
     kv_cache, *rest = update_case.inputs()
     several = kv_cache.reshape(2, 3, 1, *kv_cache.shape[1:])
-    updated = doors.DOORS[door]("kv_cache_update", several, *rest, kv_layout="nnnb(h2)d")
+    updated = backends.BACKENDS[backend]("kv_cache_update", several, *rest, kv_layout="nnnb(h2)d")
     expected = reference.kv_cache_update(kv_cache, *rest)
     assert_same_bits(updated, expected.reshape(several.shape))
 
 
-@pytest.mark.parametrize("door", doors.DOORS)
-def test_simple_add(door: str) -> None:
-    a = doors.np.arange(6, dtype="float32").reshape(2, 3)
-    assert_same_bits(doors.DOORS[door]("simple_add", a, a * 10), reference.simple_add(a, a * 10))
+@pytest.mark.parametrize("backend", backends.BACKENDS)
+def test_simple_add(backend: str) -> None:
+    a = backends.np.arange(6, dtype="float32").reshape(2, 3)
+    assert_same_bits(backends.BACKENDS[backend]("simple_add", a, a * 10), reference.simple_add(a, a * 10))

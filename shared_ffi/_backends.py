@@ -1,6 +1,6 @@
-"""Tries a tiny step through every installed door, for ``python -m shared_ffi``.
+"""Tries a tiny step through every installed backend, for ``python -m shared_ffi``.
 
-Each door has a process of its own, which may hang or crash without harm to the others.
+Each backend has a process of its own, which may hang or crash without harm to the others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORKS, FAILS, NOT_INSTALLED, NO_GPU = "works", "fails", "not installed", "no GPU
 
 
 class Package(NamedTuple):
-    """A package that a door needs, in the versions that are known to work."""
+    """A package that a backend needs, in the versions that are known to work."""
 
     name: str
     oldest: str
@@ -55,7 +55,7 @@ EXTRAS = {
 
 
 @dataclass(frozen=True)
-class Door:
+class Backend:
     """A way to call the ops on one platform."""
 
     name: str
@@ -71,7 +71,7 @@ class Door:
         return self.name.rpartition("-")[2]
 
     def environment(self) -> dict[str, str]:
-        """Puts every framework on this platform, where doors beside it have memory, too."""
+        """Puts every framework on this platform, where backends beside it have memory, too."""
         return {
             "JAX_PLATFORMS": self.platform,
             "PJRT_DEVICE": self.platform.upper(),
@@ -87,26 +87,26 @@ def _in_torch(*arguments: str) -> str:
 
 _XLA = "import torch_xla; "
 
-DOORS = (
-    Door("jax-cpu", "JAX, CPU", "jax", "from jax_frontend import _try; print(_try.run())"),
-    Door("torch-cpu", "PyTorch eager, CPU", "torch", _in_torch("cpu")),
-    Door("inductor-cpu", "Inductor, CPU", "torch", _in_torch("cpu", "inductor")),
-    Door("aot-inductor-cpu", "AOTInductor, CPU", "torch", _in_torch("cpu", "aot_inductor")),
-    Door("torch-xla-cpu", "torch_xla, CPU", "torch-xla", _XLA + _in_torch("xla")),
-    Door("openxla-cpu", "openxla, CPU", "torch-xla", _XLA + _in_torch("xla", "openxla")),
-    Door("jax-cuda", "JAX, CUDA", "jax", "from jax_frontend import _try; print(_try.run())"),
-    Door("torch-cuda", "PyTorch eager, CUDA", "torch", _in_torch("cuda")),
-    Door("inductor-cuda", "Inductor, CUDA", "torch", _in_torch("cuda", "inductor")),
-    Door("aot-inductor-cuda", "AOTInductor, CUDA", "torch", _in_torch("cuda", "aot_inductor")),
-    Door("torch-xla-cuda", "torch_xla, CUDA", "torch-xla", _XLA + _in_torch("xla")),
-    Door("openxla-cuda", "openxla, CUDA", "torch-xla", _XLA + _in_torch("cuda", "openxla")),
+BACKENDS = (
+    Backend("jax-cpu", "JAX, CPU", "jax", "from jax_frontend import _try; print(_try.run())"),
+    Backend("torch-cpu", "PyTorch eager, CPU", "torch", _in_torch("cpu")),
+    Backend("inductor-cpu", "Inductor, CPU", "torch", _in_torch("cpu", "inductor")),
+    Backend("aot-inductor-cpu", "AOTInductor, CPU", "torch", _in_torch("cpu", "aot_inductor")),
+    Backend("torch-xla-cpu", "torch_xla, CPU", "torch-xla", _XLA + _in_torch("xla")),
+    Backend("openxla-cpu", "openxla, CPU", "torch-xla", _XLA + _in_torch("xla", "openxla")),
+    Backend("jax-cuda", "JAX, CUDA", "jax", "from jax_frontend import _try; print(_try.run())"),
+    Backend("torch-cuda", "PyTorch eager, CUDA", "torch", _in_torch("cuda")),
+    Backend("inductor-cuda", "Inductor, CUDA", "torch", _in_torch("cuda", "inductor")),
+    Backend("aot-inductor-cuda", "AOTInductor, CUDA", "torch", _in_torch("cuda", "aot_inductor")),
+    Backend("torch-xla-cuda", "torch_xla, CUDA", "torch-xla", _XLA + _in_torch("xla")),
+    Backend("openxla-cuda", "openxla, CUDA", "torch-xla", _XLA + _in_torch("cuda", "openxla")),
 )
 
 
 class Outcome(NamedTuple):
-    """What became of the step through a door."""
+    """What became of the step through a backend."""
 
-    door: str
+    backend: str
     title: str
     status: str
     """WORKS, FAILS, NOT_INSTALLED or NO_GPU."""
@@ -117,40 +117,40 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-def try_doors(doors: Iterable[Door], timeout_s: float) -> list[Outcome]:
-    """Tries the doors, several at a time."""
+def try_backends(backends: Iterable[Backend], timeout_s: float) -> list[Outcome]:
+    """Tries the backends, several at a time."""
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        return [*pool.map(lambda door: try_door(door, timeout_s), doors)]
+        return [*pool.map(lambda backend: try_backend(backend, timeout_s), backends)]
 
 
-def try_door(door: Door, timeout_s: float) -> Outcome:
-    """Tries one door, unless it is plain that it cannot work."""
+def try_backend(backend: Backend, timeout_s: float) -> Outcome:
+    """Tries one backend, unless it is plain that it cannot work."""
     start = time.monotonic()
 
     def outcome(status: str, detail: str, remedy: str = "") -> Outcome:
         seconds = round(time.monotonic() - start, 1)
-        return Outcome(door.name, door.title, status, detail, remedy, seconds)
+        return Outcome(backend.name, backend.title, status, detail, remedy, seconds)
 
-    if door.platform == "cuda" and not gpu_count():
+    if backend.platform == "cuda" and not gpu_count():
         what = "the driver shows no GPU" if any(_pjrt.cuda_driver_version()) else "no NVIDIA driver"
         return outcome(NO_GPU, what, "use the CPU, or a machine with an NVIDIA GPU")
-    if missing := [x.name for x in EXTRAS[door.extra] if not _is_installed(x.module or x.name)]:
-        remedy = f"pip install 'xla-paged-attention[{door.extra}]'"
+    if missing := [x.name for x in EXTRAS[backend.extra] if not _is_installed(x.module or x.name)]:
+        remedy = f"pip install 'xla-paged-attention[{backend.extra}]'"
         return outcome(NOT_INSTALLED, f"without {_enumerated(missing)}", remedy)
-    if door.platform == "cuda" and _native.cuda_version is None:
+    if backend.platform == "cuda" and _native.cuda_version is None:
         remedy = "install a build that has them, one without XLA_GPU_CUDA=OFF"
         return outcome(FAILS, "this build has no CUDA handlers", remedy)
-    if door.name == "jax-cuda" and not _is_installed("jax_plugins"):
+    if backend.name == "jax-cuda" and not _is_installed("jax_plugins"):
         (driver, _), (built, _) = _pjrt.cuda_driver_version(), _native.cuda_version or (0, 0)
         remedy = f"pip install 'jax[cuda{max(driver, built)}]'"
         if driver < built:
             remedy = f"update the driver, then {remedy}"
         return outcome(NOT_INSTALLED, "JAX without its CUDA plugin", remedy)
-    returncode, output, errors = run(door.script, door.environment(), timeout_s)
+    returncode, output, errors = run(backend.script, backend.environment(), timeout_s)
     if returncode == 0:
         return outcome(WORKS, f"on {output.splitlines()[-1]}")
     detail = what_happened(returncode, errors, timeout_s)
-    return outcome(FAILS, detail, _remedy(door, errors))
+    return outcome(FAILS, detail, _remedy(backend, errors))
 
 
 def _enumerated(names: list[str]) -> str:
@@ -266,13 +266,13 @@ _REMEDIES = (
 )
 
 
-def _remedy(door: Door, errors: str) -> str:
+def _remedy(backend: Backend, errors: str) -> str:
     for pattern, remedy in _REMEDIES:
         if re.search(pattern, errors):
             return remedy
-    if others := [x for x in EXTRAS[door.extra] if not _is_known(x)]:
+    if others := [x for x in EXTRAS[backend.extra] if not _is_known(x)]:
         return "pip install " + " ".join(f"'{x}'" for x in others)
-    return f"see docs/troubleshooting.md; all of the message: python -c {door.script!r}"
+    return f"see docs/troubleshooting.md; all of the message: python -c {backend.script!r}"
 
 
 def _is_known(package: Package) -> bool:

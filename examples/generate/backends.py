@@ -1,4 +1,4 @@
-"""A model's step through each door."""
+"""A model's step through each backend."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from harness import hlo
 from harness.arrays import to_numpy
 
 
-class Door(ABC):
+class Backend(ABC):
     """A way to run the model, with caches of its own."""
 
     replicas = 1
@@ -42,7 +42,7 @@ class Door(ABC):
         return None
 
 
-class JaxDoor(Door):
+class JaxBackend(Backend):
     """jax.jit, the caches donated."""
 
     def __init__(self, checkpoint: Checkpoint, limits: Limits) -> None:
@@ -57,42 +57,42 @@ class JaxDoor(Door):
         self._forward = jax.jit(partial(forward, config=checkpoint.config), donate_argnums=1)
 
     def step(self, batch: Batch) -> np.ndarray:
-        """As in Door."""
+        """As in Backend."""
         logits, self._caches = self._forward(self._params, self._caches, batch)
         return np.asarray(logits)
 
     def compiles(self) -> int:
-        """As in Door."""
+        """As in Backend."""
         return int(self._forward._cache_size())  # type: ignore[attr-defined]
 
     def hlo(self, batch: Batch) -> str:
-        """As in Door."""
+        """As in Backend."""
         return self._forward.lower(self._params, self._caches, batch).as_text("hlo")
 
 
-class TorchDoor(Door):
+class TorchBackend(Backend):
     """Eager PyTorch on the CPU."""
 
     device = "cpu"
-    backend: str | None = None  # of torch.compile
+    compiler: str | None = None  # of torch.compile
 
     def __init__(self, checkpoint: Checkpoint, limits: Limits) -> None:
         self._model = self._new_model(checkpoint).to(self.device)
         self._caches = self._model.new_caches(limits.num_blocks, limits.block_size)
         self._forward: Callable[..., torch.Tensor] = self._model
-        if self.backend:
+        if self.compiler:
             self._forward = torch.compile(
-                self._model, backend=self.backend, fullgraph=True, dynamic=False
+                self._model, backend=self.compiler, fullgraph=True, dynamic=False
             )
         self._graphs_before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
     @torch.no_grad()
     def step(self, batch: Batch) -> np.ndarray:
-        """As in Door."""
+        """As in Backend."""
         return to_numpy(self._forward(self._caches, self._place(batch)))
 
     def compiles(self) -> int:
-        """As in Door."""
+        """As in Backend."""
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"] - self._graphs_before)
 
     def _new_model(self, checkpoint: Checkpoint) -> Llama:
@@ -102,13 +102,13 @@ class TorchDoor(Door):
         return Batch(*(torch.from_numpy(array).to(self.device) for array in batch))
 
 
-class InductorDoor(TorchDoor):
+class InductorBackend(TorchBackend):
     """torch.compile with its own backend, on the CPU."""
 
-    backend = "inductor"
+    compiler = "inductor"
 
 
-class TorchXlaDoor(TorchDoor):
+class TorchXlaBackend(TorchBackend):
     """torch_xla's lazy mode, one graph a step."""
 
     device = "xla"
@@ -120,30 +120,30 @@ class TorchXlaDoor(TorchDoor):
 
     @torch.no_grad()
     def step(self, batch: Batch) -> np.ndarray:
-        """As in Door."""
+        """As in Backend."""
         logits = self._forward(self._caches, self._place(batch))
         torch_xla.sync()
         return to_numpy(logits)
 
     def compiles(self) -> int:
-        """As in Door."""
+        """As in Backend."""
         return hlo.torch_xla_compiles() - self._compiles_before
 
     @torch.no_grad()
     def hlo(self, batch: Batch) -> str:
-        """As in Door."""
+        """As in Backend."""
         caches = [cache.clone() for cache in self._caches]
         logits = self._model(caches, self._place(batch))
         return hlo.of_torch_xla([*caches, logits])
 
 
-class OpenXlaDoor(TorchXlaDoor):
+class OpenXlaBackend(TorchXlaBackend):
     """torch.compile with torch_xla's backend, on torch_xla's device."""
 
-    backend = "openxla"
+    compiler = "openxla"
 
 
-class VllmTorchXlaDoor(TorchXlaDoor):
+class VllmTorchXlaBackend(TorchXlaBackend):
     """vLLM's attention layers in torch_xla's lazy mode."""
 
     def _new_model(self, checkpoint: Checkpoint) -> Llama:
@@ -154,18 +154,18 @@ class VllmTorchXlaDoor(TorchXlaDoor):
         return VllmLlama(checkpoint.config, checkpoint.weights)
 
 
-class VllmOpenXlaDoor(VllmTorchXlaDoor):
+class VllmOpenXlaBackend(VllmTorchXlaBackend):
     """vLLM's attention layers in torch.compile with torch_xla's backend."""
 
-    backend = "openxla"
+    compiler = "openxla"
 
 
-DOORS: dict[str, Callable[[Checkpoint, Limits], Door]] = {
-    "jax": JaxDoor,
-    "torch": TorchDoor,
-    "torch_xla": TorchXlaDoor,
-    "openxla": OpenXlaDoor,
-    "inductor": InductorDoor,
-    "vllm-torch_xla": VllmTorchXlaDoor,
-    "vllm-openxla": VllmOpenXlaDoor,
+BACKENDS: dict[str, Callable[[Checkpoint, Limits], Backend]] = {
+    "jax": JaxBackend,
+    "torch": TorchBackend,
+    "torch_xla": TorchXlaBackend,
+    "openxla": OpenXlaBackend,
+    "inductor": InductorBackend,
+    "vllm-torch_xla": VllmTorchXlaBackend,
+    "vllm-openxla": VllmOpenXlaBackend,
 }

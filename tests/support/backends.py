@@ -1,4 +1,4 @@
-"""The doors: every way into the ops, as functions of NumPy arrays and numbers. They return a NumPy
+"""The backends: every way into the ops, as functions of NumPy arrays and numbers. They return a NumPy
 array, or a tuple of arrays where the op has several results."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
 from harness.arrays import to_numpy, to_torch
 from tests.support.calls import overload_of, split_keywords
 
-Door = Callable[..., Any]
+Backend = Callable[..., Any]
 
 JAX_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
 """An error of a handler in JAX, which is one of the two, by timing."""
@@ -97,7 +97,7 @@ def forget_failed_steps() -> None:
             (torch.zeros(1, device=torch_xla.device()) + 1).cpu()
 
 
-DOORS: dict[str, Door] = {
+BACKENDS: dict[str, Backend] = {
     "jax": in_jax,
     "torch": in_torch,
     "torch_xla": in_torch_xla,

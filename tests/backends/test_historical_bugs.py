@@ -1,4 +1,4 @@
-"""Faults that other implementations of paged attention had, as cases for every door. The comment
+"""Faults that other implementations of paged attention had, as cases for every backend. The comment
 at each is where it was reported. Offsets beyond 32 bits (vllm #1486, #50427) are in
 tests/kernels/test_kernel.py, test_a_cache_of_more_than_2_31_elements."""
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from harness import reference
-from tests.support import doors
+from tests.support import backends
 
 F32, I32 = np.float32, np.int32
 BLOCK_SIZE = 4
@@ -93,14 +93,14 @@ CASES: dict[str, Callable[[], Call]] = {
 @pytest.fixture(autouse=True)
 def forget_failed_steps() -> Iterator[None]:
     yield
-    doors.forget_failed_steps()
+    backends.forget_failed_steps()
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("door", doors.DOORS)
-def test_right(door: str, name: str) -> None:
+@pytest.mark.parametrize("backend", backends.BACKENDS)
+def test_right(backend: str, name: str) -> None:
     operands, attributes = CASES[name]()
-    result = doors.DOORS[door]("paged_attention", *operands, **attributes)
+    result = backends.BACKENDS[backend]("paged_attention", *operands, **attributes)
     expected = reference.paged_attention(*operands, **attributes)
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
@@ -120,23 +120,23 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("door", doors.DOORS)
-def test_refused(door: str, name: str) -> None:
+@pytest.mark.parametrize("backend", backends.BACKENDS)
+def test_refused(backend: str, name: str) -> None:
     make, message = REFUSED[name]
     operands, attributes = make()
-    error = {"jax": doors.JAX_ERRORS, "torch": ValueError}.get(door, RuntimeError)
+    error = {"jax": backends.JAX_ERRORS, "torch": ValueError}.get(backend, RuntimeError)
     with pytest.raises(error) as raised:
-        doors.DOORS[door]("paged_attention", *operands, **attributes)
+        backends.BACKENDS[backend]("paged_attention", *operands, **attributes)
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize("door", doors.DOORS)
-def test_no_program_is_used_for_another_scale(door: str) -> None:
+@pytest.mark.parametrize("backend", backends.BACKENDS)
+def test_no_program_is_used_for_another_scale(backend: str) -> None:
     """torch_xla's own custom calls are cached by their target alone."""
     results = {}
     for scale in (0.5, 0.25, 0.5):
         operands, attributes = decode([6, 9], [[3, 5, 0], [7, 0, 1]], scale=scale)
-        result = doors.DOORS[door]("paged_attention", *operands, **attributes)
+        result = backends.BACKENDS[backend]("paged_attention", *operands, **attributes)
         expected = reference.paged_attention(*operands, **attributes)
         np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
         np.testing.assert_array_equal(result, results.setdefault(scale, result))

@@ -15,18 +15,18 @@ from examples.scheduler import Limits
 from torch_frontend.integrations.transformers import NAME
 
 ATTENTION = {"transformers": NAME, "transformers-sdpa": "sdpa"}
-"""By the door's name, the attention that transformers runs. ``sdpa`` is its own."""
+"""By the backend's name, the attention that transformers runs. ``sdpa`` is its own."""
 
 
 def generate(
-    door: str,
+    backend: str,
     checkpoint: Checkpoint,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     limits: Limits,
     on_step: OnStep = lambda answers: None,
 ) -> Generation:
-    """As ``engine.generate``, through a door of ATTENTION. With a temperature, the random numbers
+    """As ``engine.generate``, through a backend of ATTENTION. With a temperature, the random numbers
     are transformers' own.
 
     Raises:
@@ -34,7 +34,7 @@ def generate(
     """
     check_lengths(prompts, sampling, limits)
     model = checkpoint.model
-    model.set_attn_implementation(ATTENTION[door])
+    model.set_attn_implementation(ATTENTION[backend])
     answers = [Answer() for _ in prompts]
     with model.continuous_batching_context_manager(
         generation_config=_generation_config(checkpoint, sampling),

@@ -1,4 +1,4 @@
-"""Every rule of the contract, broken through every door, and in calls of the handlers alone."""
+"""Every rule of the contract, broken through every backend, and in calls of the handlers alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import jax_frontend
 from harness import reference
 from shared_ffi import kv_cache_update, paged_attention, runtimes, simple_add
-from tests.support import doors
+from tests.support import backends
 from tests.support.bad_calls import DYNAMIC, STATIC, Fault
 from tests.support.calls import call_handler
 from tests.support.cases import CASES, UPDATE_CASES
@@ -27,7 +27,7 @@ F32, F16, I32, I64 = np.float32, np.float16, np.int32, np.int64
 @pytest.fixture(autouse=True)
 def forget_failed_steps() -> Iterator[None]:
     yield
-    doors.forget_failed_steps()
+    backends.forget_failed_steps()
 
 
 TARGETS = {
@@ -77,33 +77,33 @@ def make_call_in_xla(fault: Fault) -> None:
 
 @pytest.mark.parametrize("op", SOUND)
 @pytest.mark.parametrize(
-    "door", [*doors.DOORS.values(), doors.in_inductor], ids=[*doors.DOORS, "inductor"]
+    "backend", [*backends.BACKENDS.values(), backends.in_inductor], ids=[*backends.BACKENDS, "inductor"]
 )
-def test_sound_calls_agree_with_the_oracle(door: doors.Door, op: str) -> None:
+def test_sound_calls_agree_with_the_oracle(backend: backends.Backend, op: str) -> None:
     operands, attributes = split(SOUND[op]())
     expected = getattr(reference, op)(*operands, **attributes)
-    result = door(op, *operands, **attributes)
+    result = backend(op, *operands, **attributes)
     np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("fault", STATIC)
-@pytest.mark.parametrize("door", doors.DOORS)
-def test_static_fault(door: str, fault: Fault) -> None:
+@pytest.mark.parametrize("backend", backends.BACKENDS)
+def test_static_fault(backend: str, fault: Fault) -> None:
     operands, attributes = split(fault.arguments)
     # torch.compile wraps errors of its tracing in an exception with the same text.
-    error = Exception if door == "openxla" else fault.error
+    error = Exception if backend == "openxla" else fault.error
     with pytest.raises(error) as raised:
-        doors.DOORS[door](fault.op, *operands, **attributes)
+        backends.BACKENDS[backend](fault.op, *operands, **attributes)
     assert fault.message in str(raised.value)
 
 
 @pytest.mark.parametrize("fault", DYNAMIC)
-@pytest.mark.parametrize("door", doors.DOORS)
-def test_dynamic_fault(door: str, fault: Fault) -> None:
+@pytest.mark.parametrize("backend", backends.BACKENDS)
+def test_dynamic_fault(backend: str, fault: Fault) -> None:
     operands, attributes = split(fault.arguments)
-    error = {"jax": doors.JAX_ERRORS, "torch": ValueError}.get(door, RuntimeError)
+    error = {"jax": backends.JAX_ERRORS, "torch": ValueError}.get(backend, RuntimeError)
     with pytest.raises(error) as raised:
-        doors.DOORS[door](fault.op, *operands, **attributes)
+        backends.BACKENDS[backend](fault.op, *operands, **attributes)
     assert fault.message in str(raised.value)
 
 
@@ -121,7 +121,7 @@ CHECKERS = {
 
 
 @pytest.mark.parametrize(
-    "kind", [np.asarray, doors.to_torch, jnp.asarray], ids=["numpy", "torch", "jax"]
+    "kind", [np.asarray, backends.to_torch, jnp.asarray], ids=["numpy", "torch", "jax"]
 )
 @pytest.mark.parametrize("fault", DYNAMIC)
 def test_check_values_gives_the_same_message(fault: Fault, kind: Any) -> None:
@@ -185,7 +185,7 @@ def test_check_values_accepts_sound_calls() -> None:
 @pytest.mark.parametrize("fault", FOR_HANDLER_IN_XLA)
 def test_the_handler_in_xla_gives_the_same_message(fault: Fault) -> None:
     runtimes.register()
-    with pytest.raises(doors.JAX_ERRORS, match="^INVALID_ARGUMENT") as raised:
+    with pytest.raises(backends.JAX_ERRORS, match="^INVALID_ARGUMENT") as raised:
         make_call_in_xla(fault)
     assert fault.message in str(raised.value)
 
@@ -313,9 +313,9 @@ def test_handler_demands_an_aliased_cache() -> None:
 
 def test_a_slot_past_the_end_leaves_the_cache_as_it_was() -> None:
     operands, _ = split(update(slot_mapping=np.array([0, 8, -1], I32)))
-    cache = doors.to_torch(operands[0])
+    cache = backends.to_torch(operands[0])
     with pytest.raises(ValueError, match="slot_mapping"):
-        torch.ops.xla_gpu.kv_cache_update(cache, *map(doors.to_torch, operands[1:]))
+        torch.ops.xla_gpu.kv_cache_update(cache, *map(backends.to_torch, operands[1:]))
     assert not cache.any()
 
 
@@ -332,7 +332,7 @@ def test_booleans_are_not_numbers(changes: dict[str, Any], message: str) -> None
     """Only in JAX: torch's dispatcher converts booleans to numbers before the op sees them."""
     operands, attributes = split(attention() | changes)
     with pytest.raises(TypeError, match=message):
-        doors.in_jax("paged_attention", *operands, **attributes)
+        backends.in_jax("paged_attention", *operands, **attributes)
 
 
 @pytest.mark.parametrize(
@@ -372,11 +372,11 @@ def test_types_and_numbers_that_no_schema_knows(
     """Torch's dispatcher refuses most of them in its own words, before the op sees them."""
     operands, attributes = split(attention() | changes)
     with pytest.raises(error) as raised:
-        doors.in_jax("paged_attention", *operands, **attributes)
+        backends.in_jax("paged_attention", *operands, **attributes)
     assert str(raised.value) == f"paged_attention: {message}"
     if "causal" in changes or isinstance(changes.get("kv_layout"), str):
         with pytest.raises(error) as raised:
-            doors.in_torch("paged_attention", *operands, **attributes)
+            backends.in_torch("paged_attention", *operands, **attributes)
         assert str(raised.value) == f"paged_attention: {message}"
 
 
@@ -385,7 +385,7 @@ def test_none_for_an_array(op: str) -> None:
     operands, attributes = split(SOUND[op]())
     for convert, function in (
         (jnp.asarray, getattr(jax_frontend, op)),
-        (doors.to_torch, getattr(torch.ops.xla_gpu, op)),
+        (backends.to_torch, getattr(torch.ops.xla_gpu, op)),
     ):
         for number, name in enumerate([*SOUND[op]()][: len(operands)]):
             arrays = [convert(x) for x in operands]
@@ -396,7 +396,7 @@ def test_none_for_an_array(op: str) -> None:
 
 
 def test_a_cache_of_repeated_elements_is_read_but_not_written() -> None:
-    cache, key, value, slots = map(doors.to_torch, split(update())[0])
+    cache, key, value, slots = map(backends.to_torch, split(update())[0])
     repeated = torch.ones_like(cache)[:1].expand_as(cache)
     rule = "must have a place of its own for each element, as it is written to; got strides"
     with pytest.raises(ValueError, match=rf"^kv_cache_update: kv_cache {rule} \[0, 32, 8, 1\]"):
@@ -405,14 +405,14 @@ def test_a_cache_of_repeated_elements_is_read_but_not_written() -> None:
     with pytest.raises(ValueError, match="^kv_cache_update: kv_cache must be .* strides of value"):
         torch.ops.xla_gpu.kv_cache_update(keys, key, value, slots, value_cache=values)
     assert (repeated == 1).all() and not values.any()
-    operands = [*map(doors.to_torch, split(attention())[0])]
+    operands = [*map(backends.to_torch, split(attention())[0])]
     assert (
         torch.ops.xla_gpu.paged_attention(operands[0], repeated, *operands[2:], 0.5)[:3] == 1
     ).all()
 
 
 def test_caches_of_keys_and_values_that_share_memory_are_not_written() -> None:
-    _, key, value, slots = map(doors.to_torch, split(update())[0])
+    _, key, value, slots = map(backends.to_torch, split(update())[0])
     rule = "^kv_cache_update: value_cache must begin elsewhere, .* got the memory of kv_cache"
     keys = torch.zeros(4, 2, 2, 8)
     for values in (keys, keys.view(4, 2, 2, 8)):
@@ -431,7 +431,7 @@ def test_caches_of_keys_and_values_that_share_memory_are_not_written() -> None:
 
 
 def test_a_negated_view_is_read_but_not_written() -> None:
-    cache, key, value, slots = map(doors.to_torch, split(update())[0])
+    cache, key, value, slots = map(backends.to_torch, split(update())[0])
     keys = torch.zeros(4, 2, 2, 8)
     rule = "must not be a lazily negated view, as it is written to"
     with pytest.raises(ValueError, match=f"^kv_cache_update: kv_cache {rule}"):
@@ -442,7 +442,7 @@ def test_a_negated_view_is_read_but_not_written() -> None:
         )
     torch.ops.xla_gpu.kv_cache_update(cache, torch._neg_view(key), value, slots)
     assert (cache[0, 0, 0] == -1).all() and not keys.any()
-    query, kv_cache, *rest = map(doors.to_torch, split(attention())[0])
+    query, kv_cache, *rest = map(backends.to_torch, split(attention())[0])
     negated = torch.ops.xla_gpu.paged_attention(query, torch._neg_view(kv_cache), *rest, 0.5)
     assert torch.equal(negated, torch.ops.xla_gpu.paged_attention(query, -kv_cache, *rest, 0.5))
 
@@ -477,7 +477,7 @@ def test_blocks_at_unequal_distances() -> None:
 def test_the_runtime_survives_a_fault() -> None:
     operands, attributes = split(attention(num_seqs=np.array(9, I32)))
     with pytest.raises(RuntimeError):
-        doors.in_torch_xla("paged_attention", *operands, **attributes)
-    doors.forget_failed_steps()
+        backends.in_torch_xla("paged_attention", *operands, **attributes)
+    backends.forget_failed_steps()
     operands, attributes = split(attention())
-    assert np.isfinite(doors.in_torch_xla("paged_attention", *operands, **attributes)).all()
+    assert np.isfinite(backends.in_torch_xla("paged_attention", *operands, **attributes)).all()

@@ -13,7 +13,7 @@ import torch
 import jax_frontend
 import torch_frontend
 from harness.compare import assert_same_bits
-from tests.support import doors
+from tests.support import backends
 from tests.support.cases import Case, Inputs
 
 I32, F32 = np.int32, np.float32
@@ -53,8 +53,8 @@ MERGE = {
     "jax": lambda *parts: jax.tree.map(np.asarray, jax.jit(jax_frontend.merge_attention)(*parts)),
     "torch": lambda *parts: tuple(
         map(
-            doors.to_numpy,
-            torch_frontend.merge_attention(*([doors.to_torch(x) for x in xs] for xs in parts)),
+            backends.to_numpy,
+            torch_frontend.merge_attention(*([backends.to_torch(x) for x in xs] for xs in parts)),
         )
     ),
 }
@@ -62,18 +62,18 @@ MERGE = {
 
 @pytest.mark.parametrize("features", [{}, {"sinks": True}, {"soft_cap": 3.0}], ids=str)
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
-@pytest.mark.parametrize("door", MERGE)
+@pytest.mark.parametrize("backend", MERGE)
 def test_merged_parts_equal_the_whole_context(
-    door: str, num_parts: int, features: dict[str, Any]
+    backend: str, num_parts: int, features: dict[str, Any]
 ) -> None:
     case = Case(**(vars(CASE) | features))
     inputs, attributes = case.inputs(), case.attributes()
-    whole = doors.DOORS[door]("paged_attention", *inputs, **attributes)
+    whole = backends.BACKENDS[backend]("paged_attention", *inputs, **attributes)
     parts = []
     for call, is_last in parts_of(inputs, num_parts):
         kept = {k: v for k, v in attributes.items() if is_last or k != "sinks"}
-        parts.append(doors.DOORS[door]("paged_attention", *call, **kept, causal=is_last))
-    merged = MERGE[door](*([part[i] for part in parts] for i in (0, 1)))
+        parts.append(backends.BACKENDS[backend]("paged_attention", *call, **kept, causal=is_last))
+    merged = MERGE[backend](*([part[i] for part in parts] for i in (0, 1)))
     if num_parts > 1:
         assert any(np.isneginf(lse[0 : inputs.query_start_loc[6]]).any() for _, lse in parts)
     for actual, expected in zip(merged, whole, strict=True):
@@ -99,14 +99,14 @@ def test_parts_of_numpy() -> None:
             assert_same_bits(np.asarray(actual), np.asarray(expected))
 
 
-@pytest.mark.parametrize("door", MERGE)
+@pytest.mark.parametrize("backend", MERGE)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_part_without_keys_changes_nothing(door: str, dtype: str) -> None:
+def test_a_part_without_keys_changes_nothing(backend: str, dtype: str) -> None:
     outputs = jnp.array([[[[1.0, 2.0]]], [[[jnp.nan, jnp.inf]]]], dtype)
-    output, lse = MERGE[door](outputs, np.array([[[3.0]], [[-np.inf]]], F32))
+    output, lse = MERGE[backend](outputs, np.array([[[3.0]], [[-np.inf]]], F32))
     assert output.dtype == outputs.dtype
     assert (np.asarray(output, F32) == [[[1, 2]]]).all() and lse == 3
-    output, lse = MERGE[door](outputs, np.full((2, 1, 1), -np.inf, F32))
+    output, lse = MERGE[backend](outputs, np.full((2, 1, 1), -np.inf, F32))
     assert not np.asarray(output, F32).any() and np.isneginf(lse).all()
 
 
@@ -204,7 +204,7 @@ ONE_OUTPUT, ONE_LSE = np.ones((4, 2, 8), F32), np.ones((4, 2), F32)
 def test_wrong_parts(outputs: Any, lses: Any, error: type[Exception], message: str) -> None:
     for merge, convert in (
         (jax_frontend.merge_attention, jnp.asarray),
-        (torch_frontend.merge_attention, doors.to_torch),
+        (torch_frontend.merge_attention, backends.to_torch),
     ):
         given = jax.tree.map(
             lambda x: convert(x) if isinstance(x, np.ndarray) else x,  # noqa: B023
@@ -216,9 +216,9 @@ def test_wrong_parts(outputs: Any, lses: Any, error: type[Exception], message: s
         assert str(raised.value) == f"merge_attention: {message}"
 
 
-@pytest.mark.parametrize("door", MERGE)
-def test_an_infinite_log_sum_exp_has_all_the_weight(door: str) -> None:
+@pytest.mark.parametrize("backend", MERGE)
+def test_an_infinite_log_sum_exp_has_all_the_weight(backend: str) -> None:
     """Such is that of a part with an infinite sink."""
     outputs = np.array([[[[2.0]]], [[[4.0]]]], F32)
-    output, lse = MERGE[door](outputs, np.array([[[np.inf]], [[5.0]]], F32))
+    output, lse = MERGE[backend](outputs, np.array([[[np.inf]], [[5.0]]], F32))
     assert output == 2 and lse == np.inf

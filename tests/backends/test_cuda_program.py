@@ -242,7 +242,7 @@ PRELUDE = """
     import jax.numpy as jnp
     from functools import partial
     from shared_ffi import _native, _pjrt, runtimes
-    from tests.doors.test_cuda_program import H200, attend, of_jax, operands
+    from tests.backends.test_cuda_program import H200, attend, of_jax, operands
     from jax.experimental import topologies
 
     def compile_for_h200():

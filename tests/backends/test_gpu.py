@@ -1,4 +1,4 @@
-"""On a GPU, every installed door gives the same bits, inside CUDA graphs and outside. `make
+"""On a GPU, every installed backend gives the same bits, inside CUDA graphs and outside. `make
 gpu-check` runs this file."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if ON_CUDA:
     import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
 
 # One case for each kernel. test_cuda_kernel.py covers the other differences between cases.
-DOOR_CASES = [case for case in CASES if case.id.rpartition("-")[0].startswith(("mixed", "block-16", "head-size", "context-2000", "ragged-1", "window-64", "cap-30", "all-", "lse-", "fewer-keys", "layout-"))]  # fmt: skip
+BACKEND_CASES = [case for case in CASES if case.id.rpartition("-")[0].startswith(("mixed", "block-16", "head-size", "context-2000", "ragged-1", "window-64", "cap-30", "all-", "lse-", "fewer-keys", "layout-"))]  # fmt: skip
 
 
 def in_torch(op: str, *operands: Any, **attributes: Any) -> Any:
@@ -129,7 +129,7 @@ def torch_xla_has_a_gpu() -> bool:
     return torch_xla.runtime.device_type() == "CUDA"
 
 
-DOORS: dict[str, tuple[Callable[..., np.ndarray], Callable[[], bool]]] = {
+BACKENDS: dict[str, tuple[Callable[..., np.ndarray], Callable[[], bool]]] = {
     "torch": (in_torch, lambda: torch.cuda.is_available()),
     "cuda_graph": (in_cuda_graph, lambda: torch.cuda.is_available()),
     "jax": (in_jax, jax_has_a_gpu),
@@ -137,31 +137,31 @@ DOORS: dict[str, tuple[Callable[..., np.ndarray], Callable[[], bool]]] = {
 }
 
 
-@pytest.fixture(params=DOORS)
-def door(request: pytest.FixtureRequest) -> Callable[..., np.ndarray]:
-    function, is_there = DOORS[request.param]
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Callable[..., np.ndarray]:
+    function, is_there = BACKENDS[request.param]
     if not is_there():
         pytest.skip(f"{request.param} has no GPU here")
     return function
 
 
-@pytest.mark.proves("CUDA: {door}")
-@pytest.mark.parametrize("case", DOOR_CASES, ids=lambda case: case.id)
-def test_paged_attention(case: Case, door: Callable[..., np.ndarray], gpu: Any) -> None:
+@pytest.mark.proves("CUDA: {backend}")
+@pytest.mark.parametrize("case", BACKEND_CASES, ids=lambda case: case.id)
+def test_paged_attention(case: Case, backend: Callable[..., np.ndarray], gpu: Any) -> None:
     inputs, attributes = case.inputs(), case.attributes()
-    result = door("paged_attention", *inputs, **attributes)
+    result = backend("paged_attention", *inputs, **attributes)
     assert_close_on_cuda(result, inputs, attributes)
     assert_same_bits(result, attend(gpu, inputs, **attributes))
 
 
-@pytest.mark.proves("CUDA: {door}")
+@pytest.mark.proves("CUDA: {backend}")
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
-def test_kv_cache_update(case: UpdateCase, door: Callable[..., np.ndarray]) -> None:
+def test_kv_cache_update(case: UpdateCase, backend: Callable[..., np.ndarray]) -> None:
     inputs, attributes = case.inputs(), case.attributes()
     expected = kv_cache_update(*inputs, **attributes)
-    if inputs.slot_mapping.dtype == "int64" and door is in_jax:
+    if inputs.slot_mapping.dtype == "int64" and backend is in_jax:
         pytest.skip("JAX makes 32-bit integers of them")
-    assert_same_bits(door("kv_cache_update", *inputs, **attributes), expected)
+    assert_same_bits(backend("kv_cache_update", *inputs, **attributes), expected)
 
 
 @pytest.mark.proves("CUDA: {backend}")

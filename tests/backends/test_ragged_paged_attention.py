@@ -16,7 +16,7 @@ import jax_frontend
 from harness.arrays import DTYPES
 from harness.compare import assert_same_bits
 from jax_frontend.compat import _update_and_attend
-from tests.support import doors, scripts
+from tests.support import backends, scripts
 from tests.support.cases import SHORT_CASES
 from tests.support.tpu_calls import inputs, oracle
 
@@ -258,7 +258,7 @@ def test_faulty_metadata_writes_to_no_other_page(
         return np.asarray(cache)
 
     assert {*np.flatnonzero(call().any((1, 2, 3, 4)))} == {1, 2, 3}
-    with pytest.raises(doors.JAX_ERRORS, match="^INVALID_ARGUMENT"):
+    with pytest.raises(backends.JAX_ERRORS, match="^INVALID_ARGUMENT"):
         call(**changes)
     _update_and_attend._update_and_attend.clear_cache()
     monkeypatch.setattr(_update_and_attend, "paged_attention", lambda queries, *_, **__: queries)
@@ -309,7 +309,7 @@ def test_jax_scales() -> None:
 @pytest.mark.parametrize("device", ["cpu", "xla"])
 def test_torch(device: str) -> None:
     for case in PLAIN_CASES:
-        tensors = [doors.to_torch(x).to(device) for x in case.inputs()]
+        tensors = [backends.to_torch(x).to(device) for x in case.inputs()]
         scale, window, cap = case.attributes().values()
         expected = torch.ops.xla_gpu.paged_attention(*tensors, scale, window, cap)
         result = torch.ops.xla_gpu.ragged_paged_attention(
@@ -320,14 +320,14 @@ def test_torch(device: str) -> None:
             use_kernel=True,
             num_kv_pages_per_block=8,
         )
-        assert_same_bits(doors.to_numpy(result), doors.to_numpy(expected))
+        assert_same_bits(backends.to_numpy(result), backends.to_numpy(expected))
 
 
 def test_torch_scales() -> None:
-    tensors = [doors.to_torch(x) for x in SHORT_CASES[0].inputs()]
+    tensors = [backends.to_torch(x) for x in SHORT_CASES[0].inputs()]
     expected = torch.ops.xla_gpu.paged_attention(*tensors, 0.1) * 3
     result = torch.ops.xla_gpu.ragged_paged_attention(*tensors, 0.2, k_scale=0.5, v_scale=3.0)
-    assert_same_bits(doors.to_numpy(result), doors.to_numpy(expected))
+    assert_same_bits(backends.to_numpy(result), backends.to_numpy(expected))
 
 
 REPLACED = """
@@ -339,15 +339,15 @@ REPLACED = """
         print(error)
     import torch_xla
     import torch_xla.experimental.custom_kernel
-    from tests.support import doors
+    from tests.support import backends
     from tests.support.cases import SHORT_CASES
     for _ in range(2):
         torch_frontend.replace_tpu_kernels()
     inputs = [x for x in SHORT_CASES if x.id == "mixed-f32"][0].inputs()
-    expected = doors.in_torch("paged_attention", *inputs, scale=0.5)
-    for convert in (doors.to_torch, doors.to_xla):
+    expected = backends.in_torch("paged_attention", *inputs, scale=0.5)
+    for convert in (backends.to_torch, backends.to_xla):
         result = torch.ops.xla.ragged_paged_attention(*map(convert, inputs), sm_scale=0.5)
-        doors.np.testing.assert_array_equal(doors.to_numpy(result), expected)
+        backends.np.testing.assert_array_equal(backends.to_numpy(result), expected)
     print("the same bits")
 """
 
