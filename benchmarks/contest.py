@@ -298,17 +298,17 @@ def capability(operands: list[torch.Tensor]) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-def with_kernel(purpose: str, kernel: str, attend: Contestant) -> Contestant:
+def with_kernel(phase: str, kernel: str, attend: Contestant) -> Contestant:
     """A contestant that runs with a kernel that is off by default."""
     from shared_ffi import _native  # noqa: PLC0415
 
     def run() -> Any:
-        before = _native.cuda_choice(purpose)
-        _native.set_cuda_choice(purpose, kernel)
+        before = _native.cuda_choice(phase)
+        _native.set_cuda_choice(phase, kernel)
         try:
             return attend()
         finally:
-            _native.set_cuda_choice(purpose, before)
+            _native.set_cuda_choice(phase, before)
 
     return run
 

@@ -17,7 +17,8 @@ foreach(name ${CPU_INSTRUCTION_SETS})
   add_library(cpu_${name} OBJECT ${CPU_KERNEL_SOURCES})
   set_target_properties(cpu_${name} PROPERTIES POSITION_INDEPENDENT_CODE ON CXX_VISIBILITY_PRESET hidden)
   target_compile_features(cpu_${name} PRIVATE cxx_std_17)
-  # Without exceptions, of which it has none: their tables are shared between the objects.
+  # -fno-exceptions: the kernels throw nothing, and the linker would share exception tables between
+  # instruction sets.
   target_compile_options(cpu_${name} PRIVATE
     ${OPTIMIZE} -Wall -Wextra -ffp-contract=off -fno-exceptions ${CPU_FLAGS_${name}})
   target_compile_definitions(cpu_${name} PRIVATE XLA_GPU_INSTRUCTION_SET=${name})

@@ -57,7 +57,7 @@ def kernels(reports: Path) -> list[dict[str, Any]]:
             name, target = re.match(r"'(\S+)' for 'sm_(\w+)'", part).groups()
             kernel = re.search(
                 r"\d(TensorCoreAttention|DecodeAttention|HopperAttention|CudaCoreAttention"
-                r"|Finish|Update|Add)(.*)",
+                r"|Combine|Update|Add)(.*)",
                 name,
             )
             assert kernel is not None, name

@@ -8,7 +8,7 @@
 namespace xla_gpu {
 
 // The threads of whoever called the handler: XLA's intra-op pool, or torch's (see
-// eager_runtime.cc).
+// eager/runtime.cc).
 struct Executor {
   int64_t num_threads;  // 0 or 1: run everything on the calling thread
   // Runs `work` on the calling thread, and on up to num_threads - 1 others as they become free,

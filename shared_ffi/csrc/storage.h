@@ -20,7 +20,7 @@ namespace xla_gpu {
 
 enum class DType { kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2, kInt8 };
 
-// The last three: for caches, whose numbers a scale gives their size.
+// The 8-bit types are for caches; k_scale and v_scale scale them.
 XLA_GPU_HOST_DEVICE inline bool Is8Bit(DType dtype) { return dtype >= DType::kFloat8E4M3; }
 
 XLA_GPU_HOST_DEVICE inline int64_t SizeOf(DType dtype) {

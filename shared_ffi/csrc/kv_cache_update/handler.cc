@@ -1,7 +1,7 @@
-#include "../kv_cache_operand.h"
-#include "../token_rows_operand.h"
 #include "cpu.h"
 #include "cuda.h"
+#include "ffi/kv_cache_operand.h"
+#include "ffi/token_rows_operand.h"
 #include "params.h"
 #include "slots.h"
 

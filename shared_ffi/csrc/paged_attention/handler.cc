@@ -1,9 +1,9 @@
 #include <cmath>
 
-#include "../kv_cache_operand.h"
-#include "../token_rows_operand.h"
 #include "cpu/run.h"
 #include "cuda/run.h"
+#include "ffi/kv_cache_operand.h"
+#include "ffi/token_rows_operand.h"
 #include "metadata.h"
 #include "params.h"
 

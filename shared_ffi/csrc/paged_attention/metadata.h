@@ -5,7 +5,7 @@
 #include <memory>
 #include <string>
 
-#include "../export.h"
+#include "../ffi/export.h"
 #include "params.h"
 
 namespace xla_gpu::paged_attention {

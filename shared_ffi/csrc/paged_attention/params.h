@@ -41,7 +41,7 @@ namespace xla_gpu::paged_attention {
 
 XLA_GPU_HOST_DEVICE constexpr int64_t Smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 XLA_GPU_HOST_DEVICE constexpr int64_t Larger(int64_t a, int64_t b) { return a < b ? b : a; }
-XLA_GPU_HOST_DEVICE constexpr int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
+XLA_GPU_HOST_DEVICE constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The bits that are set, and the number of the highest one plus 1.
 XLA_GPU_HOST_DEVICE inline int64_t CountBits(uint64_t bits) {

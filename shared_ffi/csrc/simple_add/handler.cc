@@ -1,4 +1,4 @@
-#include "../handler.h"
+#include "ffi/handler.h"
 
 #include "cpu.h"
 #include "cuda.h"

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "../../export.h"
+#include "../../ffi/export.h"
 #include "kernel.h"
 
 namespace xla_gpu::paged_attention {

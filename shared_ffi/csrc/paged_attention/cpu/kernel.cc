@@ -4,9 +4,9 @@
 //   kv_tile.h          KV tiles: the mask and the block table
 //   prefetch.h         the next tile is prefetched while the current one is read
 //   kv_rows.h          K and V of a tile, in the cache or packed
-//   logits.h           q . k, a block of rows by some positions at a time
+//   qk.h               q . k, a block of rows by some positions at a time
 //   softmax.h          the online softmax
-//   weighted_values.h  weights times V, a block of rows by some columns at a time
+//   pv.h               weights times V, a block of rows by some columns at a time
 //   partial_results.h  the sums of a split and their merge
 //
 // A row's bits depend on the row and on what it attends to, and on nothing else: neither on the
@@ -16,9 +16,9 @@
 // differ in their bits.
 #include "kernel.h"
 
-#include "logits.h"
 #include "partial_results.h"
-#include "weighted_values.h"
+#include "pv.h"
+#include "qk.h"
 
 namespace xla_gpu::paged_attention {
 namespace {

@@ -131,7 +131,7 @@ class PackedValues {
   // Whether V at these positions holds neither NaN nor infinity.
   bool IsFinite(Range range) const {
     Lanes zeros = {};
-    for (int64_t j = range.begin / kGroup<T>; j < DivideUp(range.end, kGroup<T>); ++j) {
+    for (int64_t j = range.begin / kGroup<T>; j < CeilDiv(range.end, kGroup<T>); ++j) {
       for (int64_t d = 0; d < width_; d += kColumns) {
         Lanes columns[Dot<T>::kDown];
         LoadGroup(kValueOrder<T>.numbers[j], j, d, width_ - d, columns);

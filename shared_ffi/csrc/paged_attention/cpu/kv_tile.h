@@ -60,7 +60,7 @@ class AttentionMask {
   }
 
   // Whether a row may not attend to some positions of its range.
-  bool HasHoles(const KvTile& tile) const {
+  bool HasTreeMask(const KvTile& tile) const {
     return has_tree_ && tile.position + tile.range.end > first_position_;
   }
   // Whether position j of a tile, in the range of a row of a kv head, is not such a hole.
@@ -114,7 +114,7 @@ class PageTable {
 
   // A prefetcher of a kv head's share of the next tile: where heads lie side by side, all heads of
   // some positions, as they lie in memory; elsewhere its own rows of all positions.
-  Prefetcher PrefetcherOf(int64_t head, int64_t num_readings) const {
+  Prefetcher PrefetcherOf(int64_t head, int64_t num_passes) const {
     const bool are_adjacent = value_offset_ == row_bytes_, is_in_key = value_offset_ == 0;  // V
     const int64_t num_bytes = are_adjacent ? 2 * row_bytes_ : row_bytes_;
     const int64_t num_offsets = are_adjacent || is_in_key ? 1 : 2;
@@ -122,14 +122,14 @@ class PageTable {
       return {next_keys_,
               num_next_,
               {num_bytes, num_offsets, {KeyOffset(head), ValueOffset(head)}},
-              num_readings};
+              num_passes};
     }
-    const int64_t num_heads = rows_.item.num_kv_heads, share = DivideUp(num_next_, num_heads);
+    const int64_t num_heads = rows_.item.num_kv_heads, share = CeilDiv(num_next_, num_heads);
     const int64_t first = Smaller(head * share, num_next_);
     return {next_keys_ + first,
             Smaller(share, num_next_ - first),
             {num_heads * num_bytes, num_offsets, {0, value_offset_}},
-            num_readings};
+            num_passes};
   }
 
   // Touches the pages of the next tile's K and V of a kv head.

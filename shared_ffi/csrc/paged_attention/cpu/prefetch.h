@@ -27,13 +27,13 @@ class Prefetcher {
     int64_t offsets[2];
   };
 
-  // `num_readings`: how often the current tile is read. Each time prefetches a share of the next.
+  // `num_passes`: how often the current tile is read. Each time prefetches a share of the next.
   Prefetcher(const char* const* positions, int64_t num_positions, const Wanted& wanted,
-             int64_t num_readings)
+             int64_t num_passes)
       : position_(positions),
         end_(positions + num_positions),
         wanted_(wanted),
-        num_readings_(static_cast<uint32_t>(num_readings)),
+        num_readings_(static_cast<uint32_t>(num_passes)),
         bytes_(NextBytes()) {}
 
   // Spreads the prefetches over a loop: each step reads num_bytes of the current tile.

@@ -10,7 +10,7 @@
 namespace xla_gpu::paged_attention {
 namespace {
 
-XLA_GPU_INLINE int64_t RoundUp(int64_t a, int64_t b) { return DivideUp(a, b) * b; }
+XLA_GPU_INLINE int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
 
 // Calls function(size, first) for blocks of rows, vectors or the like that make up [first, count):
 // as many of kSize as fit, then of half of it and so on. The size is a constant.
@@ -57,12 +57,12 @@ struct Rows {
 
 // Touches one cache line per page of the rows of query or output, which have `row_size` elements,
 // so that the TLB misses overlap. `offset_of` returns the offset of a row in the array.
-template <bool kAreWritten, typename Q, typename OffsetOf>
+template <bool kWritten, typename Q, typename OffsetOf>
 void TouchPages(const Rows& rows, const Q* array, int64_t row_size, const OffsetOf& offset_of) {
   const int64_t num_bytes = rows.group * row_size * static_cast<int64_t>(sizeof(Q));
   PageToucher pages;
   for (int64_t row = 0; row < rows.count; row += rows.group) {
-    pages.Touch<kAreWritten>(array + offset_of(row), num_bytes);
+    pages.Touch<kWritten>(array + offset_of(row), num_bytes);
   }
 }
 
@@ -88,7 +88,7 @@ template <typename T>
 class Queries {
  public:
   Queries(const Rows& rows, Arena* arena)
-      : width_(RoundUp(DivideUp(rows.p.head_size, Dot<T>::kPerLane), Dot<T>::kAcross * kLanes)),
+      : width_(RoundUp(CeilDiv(rows.p.head_size, Dot<T>::kPerLane), Dot<T>::kAcross * kLanes)),
         lanes_(arena->Take<float>(rows.count * width_)) {
     WithQueryType<T>(rows.p, [&](auto type) {
       using Q = decltype(type);

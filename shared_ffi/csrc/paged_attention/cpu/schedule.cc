@@ -96,7 +96,7 @@ void Schedule::CutBySplits(const WorkItem& whole, int64_t splits_per_item) {
     items_.push_back({whole, nullptr});
     return;
   }
-  split_tiles_.emplace_back(whole, DivideUp(whole.NumSplits(), splits_per_item));
+  split_tiles_.emplace_back(whole, CeilDiv(whole.NumSplits(), splits_per_item));
   const int64_t step = splits_per_item * kSplit;
   for (int64_t first = whole.begin / kSplit * kSplit; first < whole.end; first += step) {
     WorkItem item = whole;

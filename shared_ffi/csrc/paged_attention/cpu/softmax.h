@@ -155,8 +155,9 @@ class Softmax {
     float scale = is_plain_cap ? p.scale / p.soft_cap : p.scale * kLog2E;
     if (kIs8Bit<T> && !scales_.HasK()) scale *= p.k_scale.At(0, 0, kv_head);
     scales_.Load(tile, kv_head);
-    const bool has_holes = mask_.HasHoles(tile);
-    const bool is_ready = has_holes || p.alibi_slopes != nullptr || p.soft_cap > kMaxPlainCap;
+    const bool has_holes = mask_.HasTreeMask(tile);
+    const bool logits_are_final =
+        has_holes || p.alibi_slopes != nullptr || p.soft_cap > kMaxPlainCap;
     ForEachBlock<kRows>(0, rows_.per_head, [&](auto num_rows, int64_t first) {
       const Range all = mask_.RangeOf(tile, first, num_rows);
       if (all.begin >= all.end) return;
@@ -168,7 +169,7 @@ class Softmax {
           const auto [begin, end] = mask_.RangeOf(tile, first + r, 1);
           ranges[r] = {begin - step, end - step};
         }
-        if (is_ready) {
+        if (logits_are_final) {
           CapAndBias(tile.position + step, head, first, num_rows, scale, products + step);
         }
         if (has_holes) {
@@ -176,13 +177,15 @@ class Softmax {
             MaskHoles(tile, step, ranges[r], first + r, products + r * kMaxTile + step);
           }
         }
-        const float scale_left = is_ready ? 1 : scale, cap_left = is_ready ? 0 : p.soft_cap;
+        const float remaining_scale = logits_are_final ? 1 : scale,
+                    cap_left = logits_are_final ? 0 : p.soft_cap;
         float* rescale = rescale_ + step / kStep * rows_.per_head + first;
         if (scales_.HasV()) {
-          Weigh<num_rows, T, kIs8Bit<T>>(products, step, ranges, scale_left, cap_left,
+          Weigh<num_rows, T, kIs8Bit<T>>(products, step, ranges, remaining_scale, cap_left,
                                          states + first, rescale, scales_.v() + step);
         } else {
-          Weigh<num_rows, T>(products, step, ranges, scale_left, cap_left, states + first, rescale);
+          Weigh<num_rows, T>(products, step, ranges, remaining_scale, cap_left, states + first,
+                             rescale);
         }
       }
     });

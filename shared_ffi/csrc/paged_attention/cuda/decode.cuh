@@ -17,8 +17,8 @@
 #pragma once
 
 #include "decode_schedule.cuh"
+#include "pipeline.cuh"
 #include "products.cuh"
-#include "ring.cuh"
 
 namespace xla_gpu::paged_attention {
 
@@ -68,8 +68,8 @@ struct DecodeShared {
   // KV tiles in memory. Each consumer warp has as many.
   static constexpr int kStages = (kBytes - kOtherBytes - 1024) / kTileBytes / kWarps * kWarps;
   static_assert(kStages >= 2 * kWarps, "a tile is copied while another one is read");
-  using TileTurn = Turn<kStages>;
-  using ItemTurn = Turn<kItems>;
+  using TileState = PipelineState<kStages>;
+  using ItemState = PipelineState<kItems>;
 
   alignas(128) C tiles[kStages][kTileElements];
   alignas(128) Query query[kItems][kDecodeRows * QueryRows::kStride];
@@ -77,14 +77,14 @@ struct DecodeShared {
   float sums[kWarps][kDecodeRows][kHeadSize];
   RowState states[kWarps][kDecodeRows];
   PositionScales scales[kStages][kScales];  // of an 8-bit cache
-  Ring<kStages> tiles_ring;
-  Ring<kItems> items_ring;
+  PipelineBarriers<kStages> tiles_barriers;
+  PipelineBarriers<kItems> items_barriers;
   DecodeItem items[kItems];  // num_rows = -1 marks the end
 
   // One thread calls it.
   __device__ void Init() {
-    tiles_ring.Init(kIs8Bit<C> ? gpu::kWarpSize + 1 : gpu::kWarpSize, 1);
-    items_ring.Init(gpu::kWarpSize + 1, kWarps);
+    tiles_barriers.Init(kIs8Bit<C> ? gpu::kWarpSize + 1 : gpu::kWarpSize, 1);
+    items_barriers.Init(gpu::kWarpSize + 1, kWarps);
   }
 };
 
@@ -93,8 +93,8 @@ class DecodeProducer {
   using Shared = DecodeShared<T, C, kHeadSize>;
   using QueryRows = typename Shared::QueryRows;
   using CacheRows = typename Shared::CacheRows;
-  using TileTurn = typename Shared::TileTurn;
-  using ItemTurn = typename Shared::ItemTurn;
+  using TileState = typename Shared::TileState;
+  using ItemState = typename Shared::ItemState;
   static constexpr int kTile = Shared::kTile;
   static_assert(2 * kTile == gpu::kWarpSize, "the lanes find the slots of two tiles at a time");
 
@@ -105,21 +105,21 @@ class DecodeProducer {
   __device__ void Run(QueryLengths lengths) {
     DecodeSchedule schedule(p_, lengths);
     DecodeItem work = {};
-    ItemTurn turn;
-    for (; schedule.Next(&work); turn = turn.Next()) {
-      HandOut(work, turn);
+    ItemState stage;
+    for (; schedule.Next(&work); stage = stage.Next()) {
+      PublishWork(work, stage);
       CopyTiles(work.item);
     }
     work.item.num_rows = -1;
-    HandOut(work, turn);
+    PublishWork(work, stage);
     gpu::CommitCopies();
     gpu::WaitCopies<0>();
   }
 
  private:
-  __device__ void HandOut(const DecodeItem& work, ItemTurn turn) {
-    shared_.items_ring.WaitFreed(turn);
-    auto* query = shared_.query[turn.place];
+  __device__ void PublishWork(const DecodeItem& work, ItemState stage) {
+    shared_.items_barriers.WaitFreed(stage);
+    auto* query = shared_.query[stage.index];
     for (int i = lane_; i - lane_ < work.item.num_rows * QueryRows::kChunks; i += gpu::kWarpSize) {
       const int row = i / QueryRows::kChunks, chunk = i % QueryRows::kChunks;
       const int column = chunk * QueryRows::kChunk;
@@ -130,15 +130,15 @@ class DecodeProducer {
         float factor;
         const FourPairs pairs = HalvesOf<QueryRows::kChunks>(from, exists, &factor);
         QueryOf8BitKeys<Half, QueryRows>::Store(query, row, chunk, pairs);
-        if (chunk == 0) shared_.query_factors[turn.place][row] = factor;
+        if (chunk == 0) shared_.query_factors[stage.index][row] = factor;
       } else {
         gpu::CopyAsync16(query + QueryRows::Offset(row, chunk), from, exists);
       }
     }
-    if (lane_ == 0) shared_.items[turn.place] = work;
+    if (lane_ == 0) shared_.items[stage.index] = work;
     gpu::SyncWarp();
-    gpu::ArriveAfterCopies(&shared_.items_ring.filled[turn.place]);
-    if (lane_ == 0) gpu::Arrive(&shared_.items_ring.filled[turn.place]);
+    gpu::ArriveAfterCopies(&shared_.items_barriers.filled[stage.index]);
+    if (lane_ == 0) gpu::Arrive(&shared_.items_barriers.filled[stage.index]);
   }
 
   // Each lane finds the slot of a position of the next two tiles. The block ids of the two tiles
@@ -190,10 +190,10 @@ class DecodeProducer {
   // What does not exist becomes zeros.
   __device__ void CopyTile(const Pieces& pieces, int64_t offset_of_lane, const Slot<C>& slot,
                            int first_lane) {
-    const TileTurn turn = TileTurn::Of(count_++);
-    shared_.tiles_ring.WaitFreed(turn);
+    const TileState stage = TileState::Of(count_++);
+    shared_.tiles_barriers.WaitFreed(stage);
     const int first_row = lane_ / Pieces::kOfPosition;
-    C* to = shared_.tiles[turn.place] + CacheRows::Offset(first_row, lane_ % Pieces::kOfPosition);
+    C* to = shared_.tiles[stage.index] + CacheRows::Offset(first_row, lane_ % Pieces::kOfPosition);
 #pragma unroll
     for (int row = 0; row < kTile; row += Pieces::kPositions) {
       const int64_t offset = gpu::Shuffle(offset_of_lane, first_lane + first_row + row);
@@ -204,10 +204,10 @@ class DecodeProducer {
                          pieces.exist[i] && offset >= 0);
       }
     }
-    gpu::Barrier* filled = &shared_.tiles_ring.filled[turn.place];
+    gpu::Barrier* filled = &shared_.tiles_barriers.filled[stage.index];
     if constexpr (kIs8Bit<C>) {
       const int row = lane_ - first_lane;
-      if (0 <= row && row < kTile) shared_.scales[turn.place][row] = {slot.k_scale, slot.v_scale};
+      if (0 <= row && row < kTile) shared_.scales[stage.index][row] = {slot.k_scale, slot.v_scale};
       gpu::SyncWarp();
       if (lane_ == 0) gpu::Arrive(filled);
     }
@@ -252,15 +252,15 @@ class DecodeConsumer {
         scales_are_uniform_(p.ScalesAreUniform()) {}
 
   __device__ void Run() {
-    for (typename Shared::ItemTurn turn;; turn = turn.Next()) {
-      shared_.items_ring.WaitFilled(turn);
-      const DecodeItem& work = shared_.items[turn.place];
+    for (typename Shared::ItemState stage;; stage = stage.Next()) {
+      shared_.items_barriers.WaitFilled(stage);
+      const DecodeItem& work = shared_.items[stage.index];
       if (work.item.num_rows == -1) return;
-      Compute(work.item, shared_.query[turn.place], shared_.query_factors[turn.place]);
+      Compute(work.item, shared_.query[stage.index], shared_.query_factors[stage.index]);
       gpu::SyncThreads(kDecodeConsumers, kThreads);
-      Finish(work);
+      FinishSplit(work);
       gpu::SyncThreads(kDecodeConsumers, kThreads);  // everyone has left the sums
-      shared_.items_ring.Free(turn);
+      shared_.items_barriers.Free(stage);
     }
   }
 
@@ -278,12 +278,12 @@ class DecodeConsumer {
     Products products;
     const Tiles tiles(item, kTile);
     for (int32_t tile = tiles.begin + warp_; tile < tiles.end; tile += kWarps) {
-      const auto turn = Shared::TileTurn::Of(count_ + (tile - tiles.begin));
-      const PositionScales* scales = shared_.scales[turn.place];
-      C* keys = shared_.tiles[turn.place];
+      const auto stage = Shared::TileState::Of(count_ + (tile - tiles.begin));
+      const PositionScales* scales = shared_.scales[stage.index];
+      C* keys = shared_.tiles[stage.index];
       C* values = p_.is_latent ? keys : keys + kHeadSize;
       const int32_t begin = tile * kTile;
-      shared_.tiles_ring.WaitFilled(turn);
+      shared_.tiles_barriers.WaitFilled(stage);
       float logits[1][kTile / 8][4] = {};
       Products::MultiplyByKeys(query, 0, keys, 0, logits);
       if (kIs8Bit<C> && !scales_are_uniform_) Products::ScaleLogits(scales, logits[0]);
@@ -300,7 +300,7 @@ class DecodeConsumer {
       } else {
         products.template AddValues<Query>(values, 0, logits);
       }
-      shared_.tiles_ring.Free(turn);
+      shared_.tiles_barriers.Free(stage);
     }
     count_ += tiles.end - tiles.begin;
     float v_scale = 1;
@@ -344,9 +344,9 @@ class DecodeConsumer {
   }
 
   // Merges what the warps found of a split, and folds or writes it.
-  __device__ void Finish(const DecodeItem& work) {
+  __device__ void FinishSplit(const DecodeItem& work) {
     const Item& item = work.item;
-    if (item.split == 0) folds_ = true;
+    if (item.split == 0) merges_ = true;
 #pragma unroll
     for (int i = 0; i < Rows::kRows; ++i) {
       const int row = i * kWarps + warp_;
@@ -354,18 +354,18 @@ class DecodeConsumer {
       RowState state;
       float values[Rows::kColumns];
       MergeWarps(row, &state, values);
-      if (folds_ && item.split > 0) {
-        const Fold fold(folded_.states[i].max, state.max);
+      if (merges_ && item.split > 0) {
+        const Rescale rescale(folded_.states[i].max, state.max);
         state = {fmaxf(folded_.states[i].max, state.max),
-                 fold.Join(folded_.states[i].sum, state.sum)};
+                 rescale.Join(folded_.states[i].sum, state.sum)};
 #pragma unroll
         for (int k = 0; k < Rows::kColumns; ++k) {
-          values[k] = fold.Join(folded_.values[i][k], values[k]);
+          values[k] = rescale.Join(folded_.values[i][k], values[k]);
         }
       }
-      if (folds_ && item.split + 1 == item.num_splits) {
+      if (merges_ && item.split + 1 == item.num_splits) {
         WriteRow(item, row, state, values);
-      } else if (!folds_ || work.is_last) {
+      } else if (!merges_ || work.is_last) {
         WritePartialResult(item, row, state, values);
       } else {
         folded_.states[i] = state;
@@ -373,7 +373,7 @@ class DecodeConsumer {
         for (int k = 0; k < Rows::kColumns; ++k) folded_.values[i][k] = values[k];
       }
     }
-    if (work.is_last) folds_ = false;
+    if (work.is_last) merges_ = false;
   }
 
   __device__ void MergeWarps(int row, RowState* state, float (&values)[Rows::kColumns]) const {
@@ -414,7 +414,7 @@ class DecodeConsumer {
     }
     if (lane_ > 0) return;
     WriteLse(p_, item.first_token + place.token, place.head, state);
-    if (item.num_splits > 1) *StateOf(item, place, 0) = FoldedSplits::All();
+    if (item.num_splits > 1) *StateOf(item, place, 0) = MergedSplits::All();
   }
 
   // Writes a split's partial result, or the fold of all splits up to this one.
@@ -429,7 +429,7 @@ class DecodeConsumer {
     }
     if (lane_ > 0) return;
     scratch_.states[index] = state;
-    if (folds_ && item.split > 0) *StateOf(item, place, 0) = FoldedSplits::UpTo(item.split);
+    if (merges_ && item.split > 0) *StateOf(item, place, 0) = MergedSplits::UpTo(item.split);
   }
 
   __device__ RowState* StateOf(const Item& item, const RowPlace& place, int64_t split) const {
@@ -443,8 +443,8 @@ class DecodeConsumer {
   const int lane_;
   const int warp_;
   const bool scales_are_uniform_;
-  uint32_t count_ = 0;  // tiles of the items before
-  bool folds_ = false;  // the splits of this sequence and kv head, from the first one on
+  uint32_t count_ = 0;   // tiles of the items before
+  bool merges_ = false;  // the splits of this sequence and kv head, from the first one on
   Rows folded_;
 };
 

@@ -49,7 +49,7 @@ class DecodeSchedule {
   // The tiles of a sequence and kv head; 0 if the sequence is not this kernel's.
   __device__ int64_t NumTiles(const Sequence& sequence) const {
     if (!sequence.IsLegal(p_) || !lengths_.Contain(sequence.q_len)) return 0;
-    return DivideUp(sequence.context_len - sequence.Begin(p_), kTile);
+    return CeilDiv(sequence.context_len - sequence.Begin(p_), kTile);
   }
 
   // The tiles of all sequences and kv heads. A sequence without a valid range ends the batch.
@@ -102,7 +102,7 @@ class DecodeSchedule {
     kv_head_ = (begin - place_) / num_tiles_;
     const int64_t tiles = begin - place_ - kv_head_ * num_tiles_;
     place_ += kv_head_ * num_tiles_;
-    split_ = DivideUp(tiles, tiles_per_split_);
+    split_ = CeilDiv(tiles, tiles_per_split_);
     place_ += Smaller(split_ * tiles_per_split_, num_tiles_);
     if (split_ >= num_splits_) {
       split_ = 0;

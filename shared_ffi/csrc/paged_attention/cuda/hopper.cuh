@@ -18,7 +18,7 @@
 #pragma once
 
 #include "../../gpu/sm90.cuh"
-#include "ring.cuh"
+#include "pipeline.cuh"
 #include "softmax.cuh"
 
 namespace xla_gpu::paged_attention {
@@ -121,28 +121,28 @@ struct HopperShared {
       (225 * 1024 / 2 - kConsumers * QueryRows::kElements) / (2 * CacheRows::kElements);
   static constexpr int kStages = kStagesThatFit < 4 ? kStagesThatFit : 4;
   static_assert(kStages >= 2, "a tile is copied while another one is read");
-  using TileTurn = Turn<kStages>;
-  using ItemTurn = Turn<kItems>;
-  using QueryTurn = Turn<1>;
+  using TileState = PipelineState<kStages>;
+  using ItemState = PipelineState<kItems>;
+  using QueryState = PipelineState<1>;
 
   alignas(1024) Element query[kConsumers][QueryRows::kElements];
   alignas(1024) Element keys[kStages][CacheRows::kElements];
   alignas(1024) Element values[kStages][CacheRows::kElements];
   float query_factors[kConsumers][kConsumerRows];  // of an 8-bit cache: the powers of two
-  Ring<1> query_rings[kConsumers];
-  Ring<kStages> keys_ring;
-  Ring<kStages> values_ring;
-  Ring<kItems> items_ring;
+  PipelineBarriers<1> query_barriers[kConsumers];
+  PipelineBarriers<kStages> keys_barriers;
+  PipelineBarriers<kStages> values_barriers;
+  PipelineBarriers<kItems> items_barriers;
   HopperWork work[kItems][kConsumers];
   Schedule::Shared schedule;
   int32_t number;  // of the producer's work item
 
   // One thread calls it.
   __device__ void Init() {
-    for (Ring<1>& ring : query_rings) ring.Init(kThreads, kWarps);
-    keys_ring.Init(kThreads, kConsumers * kWarps);
-    values_ring.Init(kThreads, kConsumers * kWarps);
-    items_ring.Init(kConsumers, kConsumers * kWarps);
+    for (PipelineBarriers<1>& barriers : query_barriers) barriers.Init(kThreads, kWarps);
+    keys_barriers.Init(kThreads, kConsumers * kWarps);
+    values_barriers.Init(kThreads, kConsumers * kWarps);
+    items_barriers.Init(kConsumers, kConsumers * kWarps);
   }
 };
 
@@ -257,19 +257,19 @@ class HopperProducer {
     const ItemCounter counter(scratch_.counter, &shared_.number);
     for (uint32_t n = 0;; ++n) {
       const Item* item = schedule.Find(counter.Next());
-      HandOut(item, Shared::ItemTurn::Of(n));
+      PublishWork(item, Shared::ItemState::Of(n));
       if (item == nullptr) break;
-      CopyTiles(*item, Shared::QueryTurn::Of(n));
+      CopyTiles(*item, Shared::QueryState::Of(n));
     }
     gpu::CommitCopies();
     gpu::WaitCopies<0>();
   }
 
  private:
-  __device__ void HandOut(const Item* item, typename Shared::ItemTurn turn) {
+  __device__ void PublishWork(const Item* item, typename Shared::ItemState stage) {
     if (threadIdx.x >= kConsumers) return;
-    shared_.items_ring.WaitFreed(turn);
-    HopperWork& work = shared_.work[turn.place][threadIdx.x];
+    shared_.items_barriers.WaitFreed(stage);
+    HopperWork& work = shared_.work[stage.index][threadIdx.x];
     if (item != nullptr) {
       work.item = *item;
       work.rows = RowsOf(p_, *item, threadIdx.x * kConsumerRows, kConsumerRows);
@@ -281,19 +281,19 @@ class HopperProducer {
     } else {
       work.item.num_rows = -1;
     }
-    gpu::Arrive(&shared_.items_ring.filled[turn.place]);
+    gpu::Arrive(&shared_.items_barriers.filled[stage.index]);
   }
 
   // Copies the item's tiles, and its query after the first tile's keys: the consumers may still
   // need the query of the item before.
-  __device__ void CopyTiles(const Item& item, typename Shared::QueryTurn query_turn) {
+  __device__ void CopyTiles(const Item& item, typename Shared::QueryState query_stage) {
     bool is_bad = HasBadTree(p_, item, threadIdx.x);
     const Tiles tiles(item, kTile);
     [[maybe_unused]] Widened rows;
     // The block id of the next tile is on its way while a tile is copied.
     int32_t position = tiles.begin * kTile + warp_ * kPositions + min(lane_, kPositions - 1);
     int32_t block = IsIn(item, position) ? BlockOf(p_, item, position) : 0;
-    if (tiles.begin == tiles.end) CopyQuery(item, query_turn);
+    if (tiles.begin == tiles.end) CopyQuery(item, query_stage);
     for (int32_t tile = tiles.begin; tile < tiles.end; ++tile) {
       const int32_t next = position + kTile;
       const int32_t next_block = IsIn(item, next) ? BlockOf(p_, item, next) : 0;
@@ -311,10 +311,10 @@ class HopperProducer {
           FillValues([&](Half* to) { rows.StoreAndLoad(to, warp_ * kPositions, keys); });
         }
         FillKeys([&](Half* to) { rows.StoreAndLoad(to, warp_ * kPositions, values); });
-        if (is_first) CopyQuery(item, query_turn);
+        if (is_first) CopyQuery(item, query_stage);
       } else {
         FillKeys([&](T* to) { CopyTile(KeyOf<T>(p_, 0, item.kv_head), p_.head_size, offset, to); });
-        if (is_first) CopyQuery(item, query_turn);
+        if (is_first) CopyQuery(item, query_stage);
         FillValues([&](T* to) {
           CopyTile(ValueOf<T>(p_, 0, item.kv_head), p_.value_head_size, offset, to);
         });
@@ -334,28 +334,28 @@ class HopperProducer {
   // Calls fill(tile) for the next tile of keys.
   template <typename Fill>
   __device__ __forceinline__ void FillKeys(const Fill& fill) {
-    shared_.keys_ring.WaitFreed(turn_);
-    fill(shared_.keys[turn_.place]);
-    ArriveAt(&shared_.keys_ring.filled[turn_.place]);
+    shared_.keys_barriers.WaitFreed(stage_);
+    fill(shared_.keys[stage_.index]);
+    ArriveAt(&shared_.keys_barriers.filled[stage_.index]);
   }
 
   // The same for values, which are filled after the keys of the same positions.
   template <typename Fill>
   __device__ __forceinline__ void FillValues(const Fill& fill) {
-    shared_.values_ring.WaitFreed(turn_);
-    fill(shared_.values[turn_.place]);
-    ArriveAt(&shared_.values_ring.filled[turn_.place]);
-    turn_ = turn_.Next();
+    shared_.values_barriers.WaitFreed(stage_);
+    fill(shared_.values[stage_.index]);
+    ArriveAt(&shared_.values_barriers.filled[stage_.index]);
+    stage_ = stage_.Next();
   }
 
   static __device__ __forceinline__ void ArriveAt(gpu::Barrier* filled) {
     kIs8Bit<C> ? gpu::Arrive(filled) : gpu::ArriveAfterCopies(filled);
   }
 
-  __device__ void CopyQuery(const Item& item, typename Shared::QueryTurn turn) {
+  __device__ void CopyQuery(const Item& item, typename Shared::QueryState stage) {
 #pragma unroll 1
     for (int consumer = 0; consumer < kConsumers; ++consumer) {
-      Ring<1>& ring = shared_.query_rings[consumer];
+      PipelineBarriers<1>& barriers = shared_.query_barriers[consumer];
       Element* query = shared_.query[consumer];
       const auto copy = [&](int row, int chunk, const T* from, bool exists) {
         Element* to = query + QueryRows::Offset(row, chunk);
@@ -367,10 +367,10 @@ class HopperProducer {
           gpu::CopyAsync16(to, from, exists);
         }
       };
-      ring.WaitFreed(turn);
+      barriers.WaitFreed(stage);
       ForQueryChunks<T, QueryRows>(p_, item, consumer * kConsumerRows, kConsumerRows, threadIdx.x,
                                    copy);
-      ArriveAt(&ring.filled[turn.place]);
+      ArriveAt(&barriers.filled[stage.index]);
     }
   }
 
@@ -401,7 +401,7 @@ class HopperProducer {
   Shared& shared_;
   const int lane_;
   const int warp_;
-  typename Shared::TileTurn turn_;  // the next KV tile's
+  typename Shared::TileState stage_;  // the next KV tile's
 };
 
 // Computes a consumer's rows of one work item.
@@ -411,8 +411,8 @@ class HopperItem {
   using QueryRows = typename Shared::QueryRows;
   using CacheRows = typename Shared::CacheRows;
   using Element = typename Shared::Element;
-  using QueryTurn = typename Shared::QueryTurn;
-  using TileTurn = typename Shared::TileTurn;
+  using QueryState = typename Shared::QueryState;
+  using TileState = typename Shared::TileState;
   static constexpr int kTile = Shared::kTile;
   static constexpr int kColumns = kHeadSize % 128 == 0 ? 128 : 64;  // of a product with values
 
@@ -429,23 +429,23 @@ class HopperItem {
         common_(work.common),
         softmax_(p, work.rows, RowOf(0)) {}
 
-  // `turn` is the turn of the item's first KV tile, and becomes that of the next item's first KV
+  // `stage` is the stage of the item's first KV tile, and becomes that of the next item's first KV
   // tile.
-  __device__ void Compute(QueryTurn query_turn, TileTurn* turn) {
+  __device__ void Compute(QueryState query_stage, TileState* stage) {
     int32_t tile = Tiles(item_, kTile).begin;
-    for (const Tiles own(rows_, kTile); tile < own.begin; ++tile) Skip(turn);
-    Ring<1>& query_ring = shared_.query_rings[consumer_];
-    query_ring.WaitFilled(query_turn);
+    for (const Tiles own(rows_, kTile); tile < own.begin; ++tile) Skip(stage);
+    PipelineBarriers<1>& query_barriers = shared_.query_barriers[consumer_];
+    query_barriers.WaitFilled(query_stage);
     if constexpr (kIs8Bit<C>) {
       const float* factors = shared_.query_factors[consumer_];
       for (int r = 0; r < 2; ++r) softmax_.MultiplyScale(r, factors[RowOf(r)] * work_.k_scale);
     }
     if (rows_.begin < rows_.end) {
-      tile = ComputeTiles(query_ring, query_turn, turn);
+      tile = ComputeTiles(query_barriers, query_stage, stage);
     } else {
-      query_ring.Free(query_turn);
+      query_barriers.Free(query_stage);
     }
-    for (const Tiles all(item_, kTile); tile < all.end; ++tile) Skip(turn);
+    for (const Tiles all(item_, kTile); tile < all.end; ++tile) Skip(stage);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       item_.num_splits > 1 ? WritePartialResult(r) : WriteRow(r);
@@ -454,56 +454,57 @@ class HopperItem {
 
  private:
   // Computes the tiles that hold positions of the consumer's rows. Returns the tile after them.
-  __device__ int32_t ComputeTiles(Ring<1>& query_ring, QueryTurn query_turn, TileTurn* turn) {
+  __device__ int32_t ComputeTiles(PipelineBarriers<1>& query_barriers, QueryState query_stage,
+                                  TileState* stage) {
     int32_t tile = rows_.begin / kTile;
     float logits[kTile / 8][4];
     uint32_t weights[kTile / 16][4];
     float shrinks[2];
-    WaitForKeys(*turn);
+    WaitForKeys(*stage);
     TakeTurn();
-    StartLogits(*turn, logits);
+    StartLogits(*stage, logits);
     PassTurn();
     gpu::WaitProducts<0>(logits);
-    shared_.keys_ring.Free(*turn);
+    shared_.keys_barriers.Free(*stage);
     Weigh(tile, logits, shrinks);
     Pack(logits, weights);
     for (; tile < (rows_.end - 1) / kTile; ++tile) {
-      const TileTurn next = turn->Next();
-      if (WaitForValues(tile, *turn)) {
+      const TileState next = stage->Next();
+      if (WaitForValues(tile, *stage)) {
         WaitForKeys(next);
         TakeTurn();
         StartLogits(next, logits);
-        StartSums(*turn, weights);
+        StartSums(*stage, weights);
         PassTurn();
         gpu::WaitProducts<1>(logits);
-        shared_.keys_ring.Free(next);
+        shared_.keys_barriers.Free(next);
         Weigh(tile + 1, logits, shrinks);
         gpu::WaitProducts<0>(sums_);
         gpu::KeepRegisters(weights);
       } else {
-        AddOneByOne(tile, *turn, weights);
+        AddOneByOne(tile, *stage, weights);
         WaitForKeys(next);
         TakeTurn();
         StartLogits(next, logits);
         PassTurn();
         gpu::WaitProducts<0>(logits);
-        shared_.keys_ring.Free(next);
+        shared_.keys_barriers.Free(next);
         Weigh(tile + 1, logits, shrinks);
       }
-      shared_.values_ring.Free(*turn);
+      shared_.values_barriers.Free(*stage);
       Softmax::Shrink(shrinks, sums_);
       Pack(logits, weights);
-      *turn = next;
+      *stage = next;
     }
-    query_ring.Free(query_turn);
-    if (WaitForValues(tile, *turn)) {
-      StartSums(*turn, weights);
+    query_barriers.Free(query_stage);
+    if (WaitForValues(tile, *stage)) {
+      StartSums(*stage, weights);
       gpu::WaitProducts<0>(sums_);
     } else {
-      AddOneByOne(tile, *turn, weights);
+      AddOneByOne(tile, *stage, weights);
     }
-    shared_.values_ring.Free(*turn);
-    *turn = turn->Next();
+    shared_.values_barriers.Free(*stage);
+    *stage = stage->Next();
     return tile + 1;
   }
 
@@ -515,28 +516,28 @@ class HopperItem {
     gpu::ArriveThreads(kTurnOf + (consumer_ ^ 1), kConsumers * kThreads);
   }
 
-  __device__ void Skip(TileTurn* turn) {
-    shared_.keys_ring.WaitFilled(*turn);
-    shared_.keys_ring.Free(*turn);
-    shared_.values_ring.WaitFilled(*turn);
-    shared_.values_ring.Free(*turn);
+  __device__ void Skip(TileState* stage) {
+    shared_.keys_barriers.WaitFilled(*stage);
+    shared_.keys_barriers.Free(*stage);
+    shared_.values_barriers.WaitFilled(*stage);
+    shared_.values_barriers.Free(*stage);
     TakeTurn();
     PassTurn();
-    *turn = turn->Next();
+    *stage = stage->Next();
   }
 
-  __device__ void WaitForKeys(TileTurn turn) {
-    shared_.keys_ring.WaitFilled(turn);
+  __device__ void WaitForKeys(TileState stage) {
+    shared_.keys_barriers.WaitFilled(stage);
     gpu::FenceAsyncProxy();
   }
 
   // Returns whether V of the tile may be multiplied: a weight of zero times an infinite or NaN
   // value would spoil the sum of a row that does not attend to it.
-  __device__ bool WaitForValues(int32_t tile, TileTurn turn) {
-    shared_.values_ring.WaitFilled(turn);
+  __device__ bool WaitForValues(int32_t tile, TileState stage) {
+    shared_.values_barriers.WaitFilled(stage);
     gpu::FenceAsyncProxy();
     if (!common_.RowsDiffer(item_, tile * kTile, (tile + 1) * kTile)) return true;
-    const Element* values = shared_.values[turn.place];
+    const Element* values = shared_.values[stage.index];
     constexpr int kChunks = CacheRows::kElements / CacheRows::kChunk;
     const bool found =
         HoldsNonFinite<Element>(static_cast<int>(threadIdx.x) % kThreads, kChunks, kThreads,
@@ -545,9 +546,9 @@ class HopperItem {
   }
 
   // Starts logits = q k^T.
-  __device__ void StartLogits(TileTurn turn, float (&logits)[kTile / 8][4]) {
+  __device__ void StartLogits(TileState stage, float (&logits)[kTile / 8][4]) {
     gpu::FenceProducts(logits);
-    const Element *query = shared_.query[consumer_], *keys = shared_.keys[turn.place];
+    const Element *query = shared_.query[consumer_], *keys = shared_.keys[stage.index];
 #pragma unroll
     for (int column = 0; column < kHeadSize; column += 16) {
       gpu::StartProduct(logits, QueryRows::Columns(query, column), CacheRows::Columns(keys, column),
@@ -557,10 +558,10 @@ class HopperItem {
   }
 
   // Starts sums += weights * v.
-  __device__ void StartSums(TileTurn turn, uint32_t (&weights)[kTile / 16][4]) {
+  __device__ void StartSums(TileState stage, uint32_t (&weights)[kTile / 16][4]) {
     gpu::KeepRegisters(weights);
     gpu::FenceProducts(sums_);
-    const Element* values = shared_.values[turn.place];
+    const Element* values = shared_.values[stage.index];
 #pragma unroll
     for (int step = 0; step < kTile / 16; ++step) {
 #pragma unroll
@@ -595,8 +596,8 @@ class HopperItem {
 
   // sums += weights * v, one position after the other: a row takes only values that it attends to.
   // Uses the weights up.
-  __device__ void AddOneByOne(int32_t tile, TileTurn turn, uint32_t (&weights)[kTile / 16][4]) {
-    const Element* values = shared_.values[turn.place];
+  __device__ void AddOneByOne(int32_t tile, TileState stage, uint32_t (&weights)[kTile / 16][4]) {
+    const Element* values = shared_.values[stage.index];
 #pragma unroll 1
     for (int j = 0; j < kTile; ++j) {
 #pragma unroll
@@ -716,17 +717,17 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   } else {
     gpu::TakeRegisters<Registers::kConsumer>();
     const int consumer = warpgroup - 1;
-    typename Shared::TileTurn tile;
+    typename Shared::TileState tile;
     // The first turn to start products is the first consumer's.
     if (consumer > 0) gpu::ArriveThreads(kTurnOf, kConsumers * kThreads);
     for (uint32_t n = 0;; ++n) {
-      const auto turn = Shared::ItemTurn::Of(n);
-      shared->items_ring.WaitFilled(turn);
-      const HopperWork& work = shared->work[turn.place][consumer];
+      const auto stage = Shared::ItemState::Of(n);
+      shared->items_barriers.WaitFilled(stage);
+      const HopperWork& work = shared->work[stage.index][consumer];
       if (work.item.num_rows == -1) break;
       HopperItem<T, C, kHeadSize>(p, scratch, work, consumer, shared)
-          .Compute(Shared::QueryTurn::Of(n), &tile);
-      shared->items_ring.Free(turn);
+          .Compute(Shared::QueryState::Of(n), &tile);
+      shared->items_barriers.Free(stage);
     }
     if (consumer == 0) gpu::SyncThreads(kTurnOf, kConsumers * kThreads);  // a turn too many
   }

@@ -17,8 +17,8 @@ struct RowPlace {
   int64_t head;
 
   __device__ RowPlace(const Params& p, const Item& item, int64_t row) {
-    const int64_t group = Group(p), of_sequence = item.first_row + row;
-    token = DivideSmall(of_sequence, group);
+    const int64_t group = GqaGroupSize(p), of_sequence = item.first_row + row;
+    token = DivideU32(of_sequence, group);
     head = item.kv_head * group + of_sequence - token * group;
   }
 };
@@ -31,7 +31,7 @@ struct RowRange {
 
   __device__ RowRange(const Params& p, const Item& item, int64_t row) : begin(0), end(0) {
     if (row >= item.num_rows) return;
-    const int64_t i = DivideSmall(item.first_row + row, Group(p));
+    const int64_t i = DivideU32(item.first_row + row, GqaGroupSize(p));
     const Span span = p.Attended(item.first_token, i, item.first_position, item.context_len);
     begin = static_cast<int32_t>(Larger(item.begin, span.begin));
     end = static_cast<int32_t>(Smaller(item.end, span.end));
@@ -159,7 +159,7 @@ __device__ __forceinline__ int64_t OutputOffset(const Params& p, const Item& ite
   return p.OutputOffset(item.first_token + place.token, place.head);
 }
 
-// The bias that ALiBi adds to a row's logits, in units of log2(e).
+// The bias that ALiBi adds to a row's logits, in units of 1 / log2(e).
 class AlibiBias {
  public:
   __device__ AlibiBias(const Params& p, const Item& item, int64_t row) : slope_(0), position_(0) {
@@ -193,7 +193,7 @@ __device__ __forceinline__ void WithQueryType(const Params& p, const Do& what) {
   }
 }
 
-// The sink of a head, in units of log2(e).
+// The sink of a head, in units of 1 / log2(e).
 __device__ inline float SinkOf(const Params& p, int64_t head) {
   return p.sinks == nullptr ? -kInfinity : p.Sink(head);
 }
@@ -222,26 +222,26 @@ __device__ __forceinline__ float SumOf(float max, float sink, int64_t count, con
 
 // How what was found before joins with a later split: both shrink to the largest logit of the two.
 // Splits join from the left, whoever does it: a row's bits follow from its sequence alone.
-struct Fold {
-  float of_before;
-  float of_split;
+struct Rescale {
+  float before_factor;
+  float split_factor;
 
-  __device__ Fold(float max_before, float max_of_split) {
+  __device__ Rescale(float max_before, float max_of_split) {
     const float shift = ShiftOf(fmaxf(max_before, max_of_split));
-    of_before = gpu::Exp2(max_before - shift);
-    of_split = gpu::Exp2(max_of_split - shift);
+    before_factor = gpu::Exp2(max_before - shift);
+    split_factor = gpu::Exp2(max_of_split - shift);
   }
 
   // The fold of another lane.
-  __device__ Fold OfLane(int lane) const {
-    Fold fold(*this);
-    fold.of_before = gpu::Shuffle(of_before, lane);
-    fold.of_split = gpu::Shuffle(of_split, lane);
-    return fold;
+  __device__ Rescale FromLane(int lane) const {
+    Rescale rescale(*this);
+    rescale.before_factor = gpu::Shuffle(before_factor, lane);
+    rescale.split_factor = gpu::Shuffle(split_factor, lane);
+    return rescale;
   }
 
   __device__ float Join(float before, float split) const {
-    return gpu::Fma(split, of_split, before * of_before);
+    return gpu::Fma(split, split_factor, before * before_factor);
   }
 };
 
@@ -249,27 +249,27 @@ struct Fold {
 // factor of the row's sums of values.
 __device__ __forceinline__ float JoinSink(const Params& p, int64_t head, RowState* row) {
   const float sink = SinkOf(p, head);
-  const Fold fold(row->max, sink);
-  *row = {fmaxf(row->max, sink), fold.Join(row->sum, 1.0f)};
-  return fold.of_before;
+  const Rescale rescale(row->max, sink);
+  *row = {fmaxf(row->max, sink), rescale.Join(row->sum, 1.0f)};
+  return rescale.before_factor;
 }
 
 // A thread block that computes the first splits of a sequence and kv head folds them itself. It
 // leaves the fold in the slot of the last of these splits, and its number as the state of a row's
 // first split; or it writes the row, if it has all splits.
-struct FoldedSplits {
-  static constexpr float kAreFolded = -1;  // in place of a sum, which is not negative
-  static constexpr float kAreWritten = -2;
+struct MergedSplits {
+  static constexpr float kMerged = -1;  // in place of a sum, which is not negative
+  static constexpr float kWritten = -2;
 
   static __device__ __forceinline__ RowState UpTo(int32_t split) {
-    return {static_cast<float>(split), kAreFolded};
+    return {static_cast<float>(split), kMerged};
   }
-  static __device__ __forceinline__ RowState All() { return {0, kAreWritten}; }
+  static __device__ __forceinline__ RowState All() { return {0, kWritten}; }
 
   // The first split to merge, given the state of split 0; -1 if the row is written.
   static __device__ __forceinline__ int32_t First(const RowState& state) {
-    if (state.sum == kAreWritten) return -1;
-    return state.sum == kAreFolded ? static_cast<int32_t>(state.max) : 0;
+    if (state.sum == kWritten) return -1;
+    return state.sum == kMerged ? static_cast<int32_t>(state.max) : 0;
   }
 };
 
@@ -329,7 +329,7 @@ __device__ __forceinline__ int64_t SlotOf(const Scratch& scratch, const Item& it
   return scratch.Slot(item.sequence, place.token, token, item.num_splits) + item.split;
 }
 
-// Tells the Finish kernel whether a work item met a block id outside the pool, or a tree mask that
+// Tells the Combine kernel whether a work item met a block id outside the pool, or a tree mask that
 // is not legal. One thread calls it.
 __device__ __forceinline__ void Report(const Params& p, const Scratch& scratch, const Item& item,
                                        bool is_bad) {

@@ -3,15 +3,15 @@
 #include <atomic>
 
 #include "../../gpu/launch.cuh"
+#include "combine.cuh"
 #include "cuda_core.cuh"
-#include "finish.cuh"
 #include "kernels.cuh"
 #include "run.h"
 
 namespace xla_gpu::paged_attention {
 namespace {
 
-constexpr int kFinishSharedBytes = Batch::kSharedInts * sizeof(int);
+constexpr int kCombineSharedBytes = Batch::kSharedInts * sizeof(int);
 
 // Calls use(C()) for the type C of the cache of queries of type T.
 template <typename T, typename Use>
@@ -33,7 +33,7 @@ template <typename T>
 AttentionKernel CudaCoreKernel(const Params& p) {
   AttentionKernel kernel;
   WithSmallest(std::integer_sequence<int, XLA_GPU_CUDA_CORE_COLUMNS>(),
-               DivideUp(p.head_size, gpu::kWarpSize), [&](auto columns) {
+               CeilDiv(p.head_size, gpu::kWarpSize), [&](auto columns) {
                  kernel = {
                      {CudaCoreAttention<T, columns>, kThreads, CudaCoreSharedBytes<columns>()},
                      kCoreRows};
@@ -72,42 +72,43 @@ constexpr char kHopper[] = "hopper";
 constexpr char kTall[] = "tall";
 constexpr char kPipelined[] = "pipelined";
 
-// A purpose for which kernels can be chosen that are off by default.
-struct Choice {
-  const char* purpose;
+// A phase for which kernels can be chosen that are off by default.
+struct KernelChoice {
+  const char* phase;
   std::vector<const char*> kernels;  // of this build
   std::atomic<const char*> chosen{kAny};
 };
 
-Choice& Prefill() {
-  static Choice choice{"prefill", HopperHeadSizes<Half>::size() > 0
-                                      ? std::vector{kAny, kHopper, kTall}
-                                      : std::vector{kAny, kTall}};
+KernelChoice& Prefill() {
+  static KernelChoice choice{"prefill", HopperHeadSizes<Half>::size() > 0
+                                            ? std::vector{kAny, kHopper, kTall}
+                                            : std::vector{kAny, kTall}};
   return choice;
 }
 
-Choice& Decode() {
-  static Choice choice{"decode", DecodeHeadSizes<Half>::size() > 0 ? std::vector{kAny, kPipelined}
-                                                                   : std::vector{kAny}};
+KernelChoice& Decode() {
+  static KernelChoice choice{"decode", DecodeHeadSizes<Half>::size() > 0
+                                           ? std::vector{kAny, kPipelined}
+                                           : std::vector{kAny}};
   return choice;
 }
 
-Choice* FindChoice(const std::string& purpose) {
-  for (Choice* choice : {&Prefill(), &Decode()}) {
-    if (choice->purpose == purpose) return choice;
+KernelChoice* FindKernelChoice(const std::string& phase) {
+  for (KernelChoice* choice : {&Prefill(), &Decode()}) {
+    if (choice->phase == phase) return choice;
   }
   return nullptr;
 }
 
 // An attention kernel of a call, and the sequences that it takes.
-struct KernelOfCall {
+struct CallKernel {
   AttentionKernel attention;
   QueryLengths lengths;
 };
 
 // Sets *kernel to the one for this call's long queries. Returns whether they have one of their own.
 template <typename T>
-bool FindPrefillKernel(const gpu::Device& device, const Params& p, KernelOfCall* kernel) {
+bool FindPrefillKernel(const gpu::Device& device, const Params& p, CallKernel* kernel) {
   if constexpr (sizeof(T) == 2) {
     const char* chosen = Prefill().chosen;
     kernel->lengths.min = TokensPerTile(p) + 1;
@@ -131,7 +132,7 @@ bool FindPrefillKernel(const gpu::Device& device, const Params& p, KernelOfCall*
 
 // The same for queries of few tokens.
 template <typename T>
-bool FindDecodeKernel(const gpu::Device& device, const Params& p, KernelOfCall* kernel) {
+bool FindDecodeKernel(const gpu::Device& device, const Params& p, CallKernel* kernel) {
   if constexpr (sizeof(T) == 2) {
     if (Decode().chosen != kPipelined || !device.is_large) return false;
     const bool found = WithCacheType<T>(p, [&](auto cache) {
@@ -152,10 +153,10 @@ template <typename T>
 gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   gpu::Device device;
   if (gpu::Error error = gpu::Device::Current(&device)) return error;
-  KernelOfCall prefill{}, decode{}, others{};
+  CallKernel prefill{}, decode{}, others{};
   others.attention =
       WithCacheType<T>(p, [&](auto cache) { return KernelFor<T, decltype(cache)>(p); });
-  std::vector<KernelOfCall> kernels;
+  std::vector<CallKernel> kernels;
   ItemRows item_rows{others.attention.rows_per_item, others.attention.rows_per_item};
   if (FindDecodeKernel<T>(device, p, &decode)) {
     others.lengths.min = decode.lengths.max + 1;
@@ -178,9 +179,9 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
     if (error) return error;
   }
   const gpu::Kernel<Params, Scratch, ItemRows> finish{
-      Finish<T>, kThreads, kFinishSharedBytes, Decode().chosen == kPipelined && device.is_large};
-  const int64_t num_pieces = p.num_heads * DivideUp(p.value_head_size, gpu::kWarpSize);
-  const int64_t num_blocks = DivideUp(p.num_tokens * num_pieces, kWarps);
+      Combine<T>, kThreads, kCombineSharedBytes, Decode().chosen == kPipelined && device.is_large};
+  const int64_t num_pieces = p.num_heads * CeilDiv(p.value_head_size, gpu::kWarpSize);
+  const int64_t num_blocks = CeilDiv(p.num_tokens * num_pieces, kWarps);
   return finish.LaunchResident(device, num_blocks, stream, p, scratch, item_rows);
 }
 
@@ -232,7 +233,7 @@ void AddLaunches(std::vector<KernelLaunch>* launches) {
 }  // namespace
 
 std::vector<KernelLaunch> KernelLaunches() {
-  std::vector<KernelLaunch> launches = {{"Finish", 0, 0, 0, kThreads, kFinishSharedBytes}};
+  std::vector<KernelLaunch> launches = {{"Combine", 0, 0, 0, kThreads, kCombineSharedBytes}};
   for (const int columns : {XLA_GPU_CUDA_CORE_COLUMNS}) {
     Params p = {};
     p.head_size = columns * gpu::kWarpSize;
@@ -244,16 +245,16 @@ std::vector<KernelLaunch> KernelLaunches() {
   return launches;
 }
 
-std::vector<std::string> CudaPurposes() { return {Prefill().purpose, Decode().purpose}; }
+std::vector<std::string> CudaPhases() { return {Prefill().phase, Decode().phase}; }
 
-std::vector<std::string> CudaChoices(const std::string& purpose) {
-  const Choice* choice = FindChoice(purpose);
+std::vector<std::string> CudaChoices(const std::string& phase) {
+  const KernelChoice* choice = FindKernelChoice(phase);
   if (choice == nullptr) return {};
   return {choice->kernels.begin(), choice->kernels.end()};
 }
 
-bool ChooseCuda(const std::string& purpose, const std::string& name) {
-  Choice* choice = FindChoice(purpose);
+bool ChooseCuda(const std::string& phase, const std::string& name) {
+  KernelChoice* choice = FindKernelChoice(phase);
   if (choice == nullptr) return false;
   for (const char* kernel : choice->kernels) {
     if (name != kernel) continue;
@@ -263,8 +264,8 @@ bool ChooseCuda(const std::string& purpose, const std::string& name) {
   return false;
 }
 
-std::string CudaChoice(const std::string& purpose) {
-  const Choice* choice = FindChoice(purpose);
+std::string CudaChoice(const std::string& phase) {
+  const KernelChoice* choice = FindKernelChoice(phase);
   return choice != nullptr ? choice->chosen.load() : kAny;
 }
 

@@ -3,9 +3,9 @@
 #include <string>
 #include <vector>
 
-#include "../../export.h"
 #include "../../gpu/error.h"
 #include "../params.h"
+#include "../../ffi/export.h"
 #include "scratch.h"
 
 namespace xla_gpu::paged_attention {
@@ -17,17 +17,17 @@ gpu::Error RunOnCuda(const Params& params, const Scratch& scratch, void* stream)
 
 // What a kernel can be chosen for. "prefill": queries of more tokens than one query tile holds.
 // "decode": queries of few tokens.
-XLA_GPU_EXPORT std::vector<std::string> CudaPurposes();
+XLA_GPU_EXPORT std::vector<std::string> CudaPhases();
 
-// The kernels of this build for a purpose. "any" also runs all other sequences and is the default.
+// The kernels of this build for a phase. "any" also runs all other sequences and is the default.
 // The others are not yet proven on a GPU; they run where the device and the call allow it.
-XLA_GPU_EXPORT std::vector<std::string> CudaChoices(const std::string& purpose);
+XLA_GPU_EXPORT std::vector<std::string> CudaChoices(const std::string& phase);
 
 // Uses one of these kernels from now on. Returns false for an unknown name.
-XLA_GPU_EXPORT bool ChooseCuda(const std::string& purpose, const std::string& name);
+XLA_GPU_EXPORT bool ChooseCuda(const std::string& phase, const std::string& name);
 
 // The kernel in use.
-XLA_GPU_EXPORT std::string CudaChoice(const std::string& purpose);
+XLA_GPU_EXPORT std::string CudaChoice(const std::string& phase);
 
 // How a kernel of this build is launched.
 struct KernelLaunch {

@@ -36,17 +36,17 @@ struct Item {
 };
 
 // The query heads of a kv head. The host has checked that all rows have a number below 2^32.
-__device__ inline int64_t Group(const Params& p) {
-  return DivideSmall(p.num_heads, p.num_kv_heads);
+__device__ inline int64_t GqaGroupSize(const Params& p) {
+  return DivideU32(p.num_heads, p.num_kv_heads);
 }
 
 // The positions of the first and of the last row of a work item.
 __device__ inline int64_t FirstPosition(const Params& p, const Item& item) {
-  return item.first_position + DivideSmall(item.first_row, Group(p));
+  return item.first_position + DivideU32(item.first_row, GqaGroupSize(p));
 }
 
 __device__ inline int64_t LastPosition(const Params& p, const Item& item) {
-  return item.first_position + DivideSmall(item.first_row + item.num_rows - 1, Group(p));
+  return item.first_position + DivideU32(item.first_row + item.num_rows - 1, GqaGroupSize(p));
 }
 
 // The number of sequences, or -1 if the number on the device is not from 0 to max_seqs.
@@ -97,7 +97,7 @@ struct Sequence {
 
   __device__ int64_t NumSplits(const Params& p) const {
     const int64_t positions = SplitPositions(p);
-    return q_len == 0 ? 0 : DivideSmall(context_len - Begin(p) + positions - 1, positions);
+    return q_len == 0 ? 0 : DivideU32(context_len - Begin(p) + positions - 1, positions);
   }
 };
 
@@ -109,20 +109,19 @@ struct RowTiles {
   int64_t count;
 
   __device__ RowTiles(const Params& p, int64_t q_len, int64_t max_rows) {
-    const int64_t group = Group(p);
-    rows = group <= max_rows ? DivideSmall(max_rows, group) * group : max_rows;
-    tiles_per_token = DivideSmall(group + max_rows - 1, max_rows);
-    count =
-        group <= max_rows ? DivideSmall(q_len * group + rows - 1, rows) : q_len * tiles_per_token;
+    const int64_t group = GqaGroupSize(p);
+    rows = group <= max_rows ? DivideU32(max_rows, group) * group : max_rows;
+    tiles_per_token = DivideU32(group + max_rows - 1, max_rows);
+    count = group <= max_rows ? DivideU32(q_len * group + rows - 1, rows) : q_len * tiles_per_token;
   }
 
   // The tiles of one token share a flag for what is bad.
-  __device__ int64_t NumFlags() const { return DivideSmall(count, tiles_per_token); }
+  __device__ int64_t NumFlags() const { return DivideU32(count, tiles_per_token); }
 
   __device__ void Find(const Params& p, int64_t q_len, int64_t tile, Item* item) const {
-    const int64_t group = Group(p);
+    const int64_t group = GqaGroupSize(p);
     int64_t end = q_len * group;
-    item->flag = static_cast<int32_t>(DivideSmall(tile, tiles_per_token));
+    item->flag = static_cast<int32_t>(DivideU32(tile, tiles_per_token));
     item->first_row = tile * rows;
     if (tiles_per_token > 1) {
       const int64_t token = item->flag;
@@ -148,8 +147,8 @@ __device__ inline void MakeItem(const Params& p, int64_t s, const Sequence& sequ
 
   const int64_t split_begin = sequence.Begin(p) + split * sequence.SplitPositions(p);
   const int64_t split_end = split_begin + sequence.SplitPositions(p);
-  const int64_t i = DivideSmall(item->first_row, Group(p));
-  const int64_t last = DivideSmall(item->first_row + item->num_rows - 1, Group(p));
+  const int64_t i = DivideU32(item->first_row, GqaGroupSize(p));
+  const int64_t last = DivideU32(item->first_row + item->num_rows - 1, GqaGroupSize(p));
   const Span span =
       p.AttendedByAny(sequence.first_token, i, last, item->first_position, sequence.context_len);
   item->begin = static_cast<int32_t>(Larger(split_begin, span.begin));
@@ -269,9 +268,9 @@ class Schedule {
     if (number >= NumItems(sequence)) return;
     const RowTiles tiles(p_, sequence.q_len, max_rows_);
     const int64_t num_splits = sequence.NumSplits(p_);
-    const int64_t of_all_heads = DivideSmall(number, p_.num_kv_heads);
+    const int64_t of_all_heads = DivideU32(number, p_.num_kv_heads);
     const int64_t kv_head = number - of_all_heads * p_.num_kv_heads;
-    const int64_t tile = DivideSmall(of_all_heads, num_splits);
+    const int64_t tile = DivideU32(of_all_heads, num_splits);
     const int64_t split = of_all_heads - tile * num_splits;
     MakeItem(p_, s, sequence, tiles, tiles.count - 1 - tile, kv_head, split, item);
   }
@@ -309,12 +308,12 @@ class ItemCounter {
 inline int64_t MaxItems(const Params& p, const Scratch& scratch, int64_t max_rows) {
   const int64_t group = p.num_heads / p.num_kv_heads;
   const int64_t tokens_per_item = Larger(1, max_rows / group);
-  int64_t tiles = DivideUp(p.num_tokens, tokens_per_item) + Smaller(p.max_seqs, p.num_tokens);
+  int64_t tiles = CeilDiv(p.num_tokens, tokens_per_item) + Smaller(p.max_seqs, p.num_tokens);
   if (p.max_query_len != 0) {
     const int64_t longest = Smaller(p.max_query_len, p.num_tokens);  // sums must not overflow
-    tiles = Smaller(tiles, p.max_seqs * DivideUp(longest, tokens_per_item));
+    tiles = Smaller(tiles, p.max_seqs * CeilDiv(longest, tokens_per_item));
   }
-  return p.num_kv_heads * tiles * DivideUp(group, max_rows) * scratch.max_splits;
+  return p.num_kv_heads * tiles * CeilDiv(group, max_rows) * scratch.max_splits;
 }
 
 }  // namespace xla_gpu::paged_attention

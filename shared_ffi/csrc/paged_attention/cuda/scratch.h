@@ -23,18 +23,18 @@ inline constexpr int64_t kEnoughItems = 256;
 
 // a / b for 0 <= a < 2^32, which a GPU computes in a fraction of the instructions of a division of
 // 64 bits.
-XLA_GPU_HOST_DEVICE inline int64_t DivideSmall(int64_t a, int64_t b) {
+XLA_GPU_HOST_DEVICE inline int64_t DivideU32(int64_t a, int64_t b) {
   return b > a ? 0 : static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
 }
 
 // Query tokens whose rows fit one query tile.
 XLA_GPU_HOST_DEVICE inline int64_t TokensPerTile(const Params& p) {
-  return Larger(1, DivideSmall(kMaxRowsPerItem, DivideSmall(p.num_heads, p.num_kv_heads)));
+  return Larger(1, DivideU32(kMaxRowsPerItem, DivideU32(p.num_heads, p.num_kv_heads)));
 }
 
 // Most splits of a sequence with one query tile.
 XLA_GPU_HOST_DEVICE inline int64_t SplitLimit(const Params& p) {
-  return Larger(32, DivideSmall(kEnoughItems, p.num_kv_heads));
+  return Larger(32, DivideU32(kEnoughItems, p.num_kv_heads));
 }
 
 // Most splits of a sequence with `q_len` query tokens. The more query tiles it has, the fewer
@@ -42,13 +42,13 @@ XLA_GPU_HOST_DEVICE inline int64_t SplitLimit(const Params& p) {
 XLA_GPU_HOST_DEVICE inline int64_t SplitLimit(const Params& p, int64_t q_len) {
   const int64_t tokens = TokensPerTile(p);
   if (q_len <= tokens) return SplitLimit(p);
-  const int64_t tiles = DivideSmall(q_len + tokens - 1, tokens);
-  return Larger(1, DivideSmall(kEnoughItems, p.num_kv_heads * tiles));
+  const int64_t tiles = DivideU32(q_len + tokens - 1, tokens);
+  return Larger(1, DivideU32(kEnoughItems, p.num_kv_heads * tiles));
 }
 
 // The most query tokens of a sequence that is split.
 XLA_GPU_HOST_DEVICE inline int64_t MaxSplitTokens(const Params& p) {
-  return TokensPerTile(p) * Larger(1, DivideSmall(kEnoughItems / 2, p.num_kv_heads));
+  return TokensPerTile(p) * Larger(1, DivideU32(kEnoughItems / 2, p.num_kv_heads));
 }
 
 // The sequences that a kernel takes: those with at least `min` and at most `max` query tokens.
@@ -64,11 +64,11 @@ struct QueryLengths {
 // positions.
 XLA_GPU_HOST_DEVICE inline int64_t SplitLength(const Params& p, int64_t q_len, int64_t length) {
   const int64_t limit = SplitLimit(p, q_len);
-  const int64_t tiles = DivideUp(DivideSmall(length + limit - 1, limit), kTileAlignment);
+  const int64_t tiles = CeilDiv(DivideU32(length + limit - 1, limit), kTileAlignment);
   return Larger(kMinSplit, tiles * kTileAlignment);
 }
 
-// What a row of a split has seen: the largest logit, in units of log2(e), and the sum of
+// What a row of a split has seen: the largest logit, in units of 1 / log2(e), and the sum of
 // 2^(logit - max).
 struct RowState {
   float max;
@@ -145,14 +145,14 @@ inline int64_t MakeScratch(const Params& p, void* memory, Scratch* scratch) {
   const ScratchSizes sizes = MakeScratchSizes(p);
   int64_t longest = p.Capacity();
   if (sizes.max_length != 0) longest = Smaller(longest, sizes.max_length);
-  scratch->max_splits = Smaller(sizes.split_limit, DivideUp(longest, sizes.min_split));
+  scratch->max_splits = Smaller(sizes.split_limit, CeilDiv(longest, sizes.min_split));
   scratch->slots_of_sequence =
       Smaller(sizes.slots_of_sequence, sizes.max_split_tokens * scratch->max_splits);
   scratch->num_slots =
       Smaller(p.num_tokens * scratch->max_splits, p.max_seqs * scratch->slots_of_sequence);
   if (scratch->num_slots == p.num_tokens * scratch->max_splits) scratch->slots_of_sequence = 0;
   const int64_t flags_bytes =
-      DivideUp((p.num_tokens + scratch->num_slots + 1) * sizes.flag_bytes, sizes.alignment) *
+      CeilDiv((p.num_tokens + scratch->num_slots + 1) * sizes.flag_bytes, sizes.alignment) *
       sizes.alignment;
   const int64_t states_bytes =
       scratch->num_slots * p.num_heads * static_cast<int64_t>(sizeof(RowState));

@@ -43,8 +43,8 @@ class Softmax {
     }
   }
 
-  // Turns q . k into logits in units of log2(e), but for a factor that Weigh multiplies them by;
-  // the first is that of position `begin`. If `masked`, sets the logits of positions that a row
+  // Turns q . k into logits in units of 1 / log2(e), but for a factor that Weigh multiplies them
+  // by; the first is that of position `begin`. If `masked`, sets the logits of positions that a row
   // does not attend to to -inf.
   template <int kBlocks>
   __device__ void ToLogits(int32_t begin, bool masked, float (&logits)[kBlocks][4]) const {
@@ -163,8 +163,8 @@ class Softmax {
         [&](int n, int e, int j) { logits[n][e] = biases[e / 2].AddTo(logits[n][e], begin + j); });
   }
 
-  // Caps the logits and turns them into units of log2(e). tanh(x) = 1 - 2 / (1 + e^2x) has an error
-  // of about 2^-23, far less than the rounding of weights to 16 bits.
+  // Caps the logits and turns them into units of 1 / log2(e). tanh(x) = 1 - 2 / (1 + e^2x) has an
+  // error of about 2^-23, far less than the rounding of weights to 16 bits.
   template <int kBlocks>
   __device__ void Cap(float (&logits)[kBlocks][4]) const {
     const float cap = p_.soft_cap * kLog2E;

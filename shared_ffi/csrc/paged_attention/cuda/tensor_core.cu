@@ -6,7 +6,7 @@
 namespace xla_gpu::paged_attention {
 
 // Whether max_query_len promises that no work item has more than `warp_rows` groups of 16 rows.
-inline bool SufficeForAll(const Params& p, int warp_rows) {
+inline bool FitsQueryTile(const Params& p, int warp_rows) {
   const int64_t rows = int64_t{warp_rows} * kRowsPerWarpTile;
   return p.max_query_len != 0 && p.max_query_len <= rows / (p.num_heads / p.num_kv_heads);
 }
@@ -26,7 +26,7 @@ template <>
 AttentionKernel TensorCoreKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>(
     const Params& p) {
   using Layout = TensorCoreLayout<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>;
-  if (SufficeForAll(p, Layout::kFewWarpRows)) return KernelOf<Layout::kFewWarpRows>();
+  if (FitsQueryTile(p, Layout::kFewWarpRows)) return KernelOf<Layout::kFewWarpRows>();
   return KernelOf<kWarps>();
 }
 

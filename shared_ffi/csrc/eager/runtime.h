@@ -10,7 +10,7 @@
 #include <variant>
 #include <vector>
 
-#include "export.h"
+#include "ffi/export.h"
 #include "parallel.h"
 #include "xla/ffi/api/c_api.h"
 

@@ -35,21 +35,21 @@ void SetCpuInstructionSet(const std::string& name) {
 }
 
 #ifdef XLA_GPU_CUDA
-std::string CudaVariable(std::string purpose) {
-  for (char& c : purpose) c = static_cast<char>(c - 'a' + 'A');
-  return "XLA_GPU_CUDA_" + purpose;
+std::string CudaVariable(std::string phase) {
+  for (char& c : phase) c = static_cast<char>(c - 'a' + 'A');
+  return "XLA_GPU_CUDA_" + phase;
 }
 
-void SetCudaChoice(const std::string& purpose, const std::string& name) {
-  if (paged_attention::ChooseCuda(purpose, name)) return;
-  throw NotOffered(StrCat("the kernel for ", purpose, " on CUDA (", CudaVariable(purpose), ")"),
-                   paged_attention::CudaChoices(purpose), "in this build", name);
+void SetCudaChoice(const std::string& phase, const std::string& name) {
+  if (paged_attention::ChooseCuda(phase, name)) return;
+  throw NotOffered(StrCat("the kernel for ", phase, " on CUDA (", CudaVariable(phase), ")"),
+                   paged_attention::CudaChoices(phase), "in this build", name);
 }
 
 std::map<std::string, std::vector<std::string>> CudaChoices() {
   std::map<std::string, std::vector<std::string>> choices;
-  for (const std::string& purpose : paged_attention::CudaPurposes()) {
-    choices[purpose] = paged_attention::CudaChoices(purpose);
+  for (const std::string& phase : paged_attention::CudaPhases()) {
+    choices[phase] = paged_attention::CudaChoices(phase);
   }
   return choices;
 }
@@ -76,8 +76,8 @@ void BindKernels(nb::module_& m) {
   m.def("set_cpu_instruction_set", &SetCpuInstructionSet, nb::arg("name"),
         "Uses another from now on, as the environment variable XLA_GPU_CPU_ISA does.");
 #ifdef XLA_GPU_CUDA
-  for (const std::string& purpose : paged_attention::CudaPurposes()) {
-    if (const char* name = std::getenv(CudaVariable(purpose).c_str())) SetCudaChoice(purpose, name);
+  for (const std::string& phase : paged_attention::CudaPhases()) {
+    if (const char* name = std::getenv(CudaVariable(phase).c_str())) SetCudaChoice(phase, name);
   }
   m.def("cuda_kernels", &CudaKernels,
         "(kernel, size, bytes of a cache element, groups of rows, threads, bytes of shared memory) "
@@ -85,8 +85,8 @@ void BindKernels(nb::module_& m) {
   m.def("cuda_choices", &CudaChoices,
         "The kernels of this build to choose from, the default first, by what they are for: "
         "prefill or decode.");
-  m.def("cuda_choice", &paged_attention::CudaChoice, nb::arg("purpose"), "The kernel in use.");
-  m.def("set_cuda_choice", &SetCudaChoice, nb::arg("purpose"), nb::arg("name"),
+  m.def("cuda_choice", &paged_attention::CudaChoice, nb::arg("phase"), "The kernel in use.");
+  m.def("set_cuda_choice", &SetCudaChoice, nb::arg("phase"), nb::arg("name"),
         "Uses another from now on, as the environment variables XLA_GPU_CUDA_PREFILL and "
         "XLA_GPU_CUDA_DECODE do.");
 #endif

@@ -6,7 +6,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
-#include "handlers.h"
+#include "ffi/handlers.h"
 #ifdef XLA_GPU_CUDA_MAJOR
 #include "cuda_build.h"  // CMake writes it
 #endif

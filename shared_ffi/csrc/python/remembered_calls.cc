@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "eager_call.h"
 #include "module.h"
-#include "module_eager_call.h"
 
 namespace xla_gpu {
 namespace {

@@ -1,10 +1,10 @@
-#include "module_eager_call.h"
+#include "eager_call.h"
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "dtypes.h"
-#include "handlers.h"
+#include "ffi/dtypes.h"
+#include "ffi/handlers.h"
 #include "module.h"
 
 namespace xla_gpu {

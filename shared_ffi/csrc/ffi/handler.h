@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "dtypes.h"
-#include "eager_runtime.h"
+#include "eager/runtime.h"
 #include "gpu/error.h"
 #include "parallel.h"
 #include "storage.h"

@@ -1,4 +1,4 @@
-#include "eager_runtime.h"
+#include "eager/runtime.h"
 
 #include <dlfcn.h>
 #include <pthread.h>

@@ -142,7 +142,7 @@ void AddValues(const Rows& rows, const AttentionMask& mask, const KvTile& tile,
       return AddRows<num_rows>(rows, mask, tile, softmax, v, first, width, sums, next);
     }
     for (int64_t r = 0; r < num_rows; ++r) {
-      mask.HasHoles(tile)
+      mask.HasTreeMask(tile)
           ? AddRowWithHoles(rows, mask, tile, softmax, v, first + r, width, sums, next)
           : AddRows<1>(rows, mask, tile, softmax, v, first + r, width, sums, next);
     }

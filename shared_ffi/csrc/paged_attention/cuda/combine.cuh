@@ -64,7 +64,7 @@ struct Batch {
     const int lane = threadIdx.x % gpu::kWarpSize;
     int64_t low = 0, high = num_seqs;
     while (high - low > 1) {
-      const int64_t step = DivideUp(high - low, gpu::kWarpSize), s = low + lane * step;
+      const int64_t step = CeilDiv(high - low, gpu::kWarpSize), s = low + lane * step;
       const bool starts = s < high && gpu::LoadOnce(p.query_start_loc + s) <= token;
       low += step * (max(gpu::CountInWarp(starts), 1) - 1);
       high = Smaller(high, low + step);
@@ -121,7 +121,7 @@ class Tokens {
     bool is_bad = false;
 #pragma unroll 8
     for (int64_t n = threadIdx.x % gpu::kWarpSize; n < count; n += gpu::kWarpSize) {
-      const int64_t flag = DivideSmall(n, num_splits_), split = n - flag * num_splits_;
+      const int64_t flag = DivideU32(n, num_splits_), split = n - flag * num_splits_;
       is_bad |= *scratch_.IsBad(p_, s_, sequence_.first_token, flag, split, num_splits_) != 0;
     }
     return gpu::AnyInWarp(is_bad);
@@ -160,7 +160,7 @@ __device__ inline bool MergeSplits(const Params& p, const Scratch& scratch, cons
     RowState split{-kInfinity, 0};
     if (lane < count) split = scratch.states[first + (begin + lane) * p.num_heads];
     if (begin == 0) {
-      first_split = gpu::Shuffle(FoldedSplits::First(split), 0);
+      first_split = gpu::Shuffle(MergedSplits::First(split), 0);
       if (first_split < 0) return false;
     }
     const int skipped = static_cast<int>(Larger(0, first_split - begin));  // of these splits
@@ -170,7 +170,7 @@ __device__ inline bool MergeSplits(const Params& p, const Scratch& scratch, cons
       max = fmaxf(max, gpu::ShuffleUp(max, delta));
     }
     const float before = gpu::ShuffleUp(max, 1);
-    const Fold fold(lane == 0 ? row->state.max : before, split.max);
+    const Rescale rescale(lane == 0 ? row->state.max : before, split.max);
     for (int j = 0; j < count; j += kLoads) {
       float parts[kLoads];
 #pragma unroll
@@ -180,9 +180,9 @@ __device__ inline bool MergeSplits(const Params& p, const Scratch& scratch, cons
       }
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        const Fold of_split = fold.OfLane(j + i);
-        row->state.sum = of_split.Join(row->state.sum, gpu::Shuffle(split.sum, j + i));
-        row->value = of_split.Join(row->value, parts[i]);
+        const Rescale step = rescale.FromLane(j + i);
+        row->state.sum = step.Join(row->state.sum, gpu::Shuffle(split.sum, j + i));
+        row->value = step.Join(row->value, parts[i]);
       }
     }
     row->state.max = gpu::Shuffle(max, gpu::kWarpSize - 1);
@@ -194,21 +194,21 @@ __device__ inline bool MergeSplits(const Params& p, const Scratch& scratch, cons
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 6)
-    Finish(Params p, Scratch scratch, ItemRows item_rows) {
+    Combine(Params p, Scratch scratch, ItemRows item_rows) {
   const Batch batch(p, reinterpret_cast<int*>(gpu::SharedMemory()));
   const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
-  const int64_t parts = DivideUp(p.value_head_size, gpu::kWarpSize), pieces = p.num_heads * parts;
+  const int64_t parts = CeilDiv(p.value_head_size, gpu::kWarpSize), pieces = p.num_heads * parts;
   const int64_t num_warps = int64_t{gridDim.x} * kWarps;
-  const int64_t shares = Larger(1, Smaller(pieces, DivideSmall(num_warps, p.num_tokens)));
+  const int64_t shares = Larger(1, Smaller(pieces, DivideU32(num_warps, p.num_tokens)));
   Tokens tokens(p, scratch, item_rows, batch);
   gpu::WaitForKernelsBefore();
   int64_t n = int64_t{blockIdx.x} * kWarps + warp;
   for (; n < p.num_tokens * shares; n += num_warps) {
-    const int64_t token = DivideSmall(n, shares);
+    const int64_t token = DivideU32(n, shares);
     const TokenRows rows = tokens.Find(token);
     if (!rows.are_missing && rows.num_splits == 1) continue;
     for (int64_t piece = n - token * shares; piece < pieces; piece += shares) {
-      const int64_t head = DivideSmall(piece, parts), part = piece - head * parts;
+      const int64_t head = DivideU32(piece, parts), part = piece - head * parts;
       const int64_t column = part * gpu::kWarpSize + lane;
       MergedRow row{{-kInfinity, 0}, rows.fill};
       if (!rows.are_missing && !MergeSplits(p, scratch, rows, head, column, &row)) continue;

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "eager_runtime.h"
+#include "eager/runtime.h"
 
 namespace xla_gpu {
 

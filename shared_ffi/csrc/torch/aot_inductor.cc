@@ -12,10 +12,10 @@
 #include <utility>
 #include <vector>
 
-#include "dtypes.h"
-#include "eager_runtime.h"
-#include "export.h"
-#include "handlers.h"
+#include "eager/runtime.h"
+#include "ffi/dtypes.h"
+#include "ffi/export.h"
+#include "ffi/handlers.h"
 
 // These types are those of torch/csrc/inductor/aoti_torch/c/shim.h.
 using AOTITorchError = int32_t;

@@ -148,7 +148,7 @@ void MultiplyCachedKeys(const Rows& rows, const Queries<T>& queries, const Atten
     constexpr int64_t kCount = kPositions<num_rows>;
     const Range range = mask.RangeOf(tile, first, num_rows);
     const float* q = queries.Row(head * rows.per_head + first);
-    for (const int64_t number : kReadingOrder<DivideUp(kStep, kCount)>.numbers) {
+    for (const int64_t number : kReadingOrder<CeilDiv(kStep, kCount)>.numbers) {
       const int64_t j = Smaller(number * kCount, kStep - kCount);  // the last may overlap others
       if (j + kCount <= range.begin || j >= range.end) continue;
       MultiplyCached<num_rows>(q, k, j, rows.p.head_size, queries.width(),
@@ -173,7 +173,7 @@ void MultiplyPackedKeys(const Rows& rows, const Queries<T>& queries, const Atten
                                                2 * num_vectors * kLanes * row_bytes, next);
     });
   };
-  ForEachBlock<kBlockVectors>(begin / kLanes, DivideUp(end, kLanes), by_positions);
+  ForEachBlock<kBlockVectors>(begin / kLanes, CeilDiv(end, kLanes), by_positions);
 }
 
 }  // namespace
