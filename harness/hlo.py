@@ -33,7 +33,7 @@ def _without_names(instruction: str) -> str:
     return f"{shape} custom-call({num_operands} operands){tail}"
 
 
-def of_jax(function: Any, *operands: Any, **keyword_operands: Any) -> tuple[str, str]:
+def from_jax(function: Any, *operands: Any, **keyword_operands: Any) -> tuple[str, str]:
     """HLO text of a function, before and after optimization. If the function is jitted and has run
     on such operands, it is not compiled again."""
     jitted = function if hasattr(function, "lower") else jax.jit(function)
@@ -43,7 +43,7 @@ def of_jax(function: Any, *operands: Any, **keyword_operands: Any) -> tuple[str,
     return before.as_hlo_text(), after
 
 
-def of_torch_xla(tensors: list[torch.Tensor]) -> str:
+def from_torch_xla(tensors: list[torch.Tensor]) -> str:
     """HLO text of the lazy graph that would compute the tensors, before optimization."""
     text: str = torch_xla._XLAC._get_xla_tensors_hlo(tensors)  # type: ignore[attr-defined]
     return text

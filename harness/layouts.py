@@ -49,10 +49,10 @@ def default(caches: Any, kv_layout: str | None, *, is_latent: bool = False) -> n
     if kv_layout is None and not is_latent:
         return np.array(caches[0])
     shape = default_shape(caches, kv_layout, is_latent=is_latent)
-    places = arrange(np.arange(np.prod(shape)).reshape(shape), kv_layout, is_latent=is_latent)
+    indices = arrange(np.arange(np.prod(shape)).reshape(shape), kv_layout, is_latent=is_latent)
     found = np.empty(np.prod(shape, dtype=int), caches[0].dtype)
-    for cache, place in zip(caches, places, strict=True):
-        found[place] = cache
+    for cache, index in zip(caches, indices, strict=True):
+        found[index] = cache
     found = found.reshape(shape)
     if is_latent:
         found[:, :, 1::2] = found[:, :, 0::2]
@@ -69,14 +69,14 @@ def default_shape(
         return (sizes["n"], sizes["b"], 2 * sizes["h"], sizes["d"])
     if kv_layout is None:
         return tuple(caches[0].shape)
-    heads, width = caches[0].shape[_place(kv_layout, "h")], caches[0].shape[-1]
+    heads, width = caches[0].shape[_dimension(kv_layout, "h")], caches[0].shape[-1]
     heads //= 1 + ("(h2)" in kv_layout or "(2h)" in kv_layout)
     width //= 1 + ("(2d)" in kv_layout)
-    blocks, positions = (caches[0].shape[_place(kv_layout, x)] for x in "nb")
+    blocks, positions = (caches[0].shape[_dimension(kv_layout, x)] for x in "nb")
     return (blocks, positions, 2 * heads, width)
 
 
-def _place(kv_layout: str, letter: str) -> int:
+def _dimension(kv_layout: str, letter: str) -> int:
     for joined in ("(h2)", "(2h)", "(2d)"):
         kv_layout = kv_layout.replace(joined, joined.strip("(2)"))
     return kv_layout.index(letter)

@@ -32,13 +32,20 @@ class EagerCall:
 
 def observe_eager_calls(function: Callable[[str, list[int]], object] | None) -> None: ...
 
-class RememberedCalls:
+class TorchRules:
+    def __init__(self, torch: Any, errors: Any) -> None: ...
+    def refuse_derivative(self, op: str, tensors: Sequence[Any]) -> None: ...
+
+class EagerKernel:
     def __init__(
         self,
-        torch: Any,
-        slow: Callable[..., Any],
+        op: str,
+        rules: TorchRules,
         prepare: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+        launch: Callable[[EagerCall, list[int], list[int], Any], None] | None,
         keys: Sequence[int],
+        otherwise: Callable[..., Any] | None,
+        returns_out: bool,
     ) -> None: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 

@@ -1,7 +1,8 @@
 """Rows of tokens that are part of wider rows, such as the query of a fused QKV projection.
 
 An operand ``[num_tokens, num_heads, head_size]`` may have any distance from one token to the next,
-as long as the heads of a token are dense. ``csrc/ffi/token_rows_operand.h`` reads what is written here.
+as long as the heads of a token are dense. ``csrc/ffi/token_rows_operand.h`` reads what is written
+here.
 """
 
 from __future__ import annotations

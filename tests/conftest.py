@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
-from tests.support.feature_table import FeatureTable, note_what_is_proven
+from tests.support.feature_table import FeatureTable, record_proven_features
 from tests.support.scripts import dump_flags
 
 if TYPE_CHECKING:
@@ -50,11 +50,13 @@ os.environ["XLA_FLAGS"] = dump_flags(DUMP_DIR)
 # These tests need a GPU, and these need vLLM.
 collect_ignore = [] if os.environ.get("XLA_GPU_TEST_ON") == "cuda" else ["backends/test_gpu.py"]
 if importlib.util.find_spec("vllm") is None:
-    collect_ignore.append("vllm")
+    collect_ignore.append("torch_frontend/integrations/vllm")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--feature-table", help="the file to write the table of features and backends to")
+    parser.addoption(
+        "--feature-table", help="the file to write the table of features and backends to"
+    )
     parser.addoption(
         "--native", help="a build of shared_ffi._native to test instead of the installed one"
     )
@@ -111,7 +113,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    note_what_is_proven(item)
+    record_proven_features(item)
 
 
 @pytest.fixture(scope="session")

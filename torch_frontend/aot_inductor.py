@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from shared_ffi import library_path
-from torch_frontend._library import IN_PROGRAMS, Operator, allocate, as_returned, specs
+from torch_frontend._arguments import allocate, as_returned
+from torch_frontend._define import COMPILED_OPS, Operator
 
 _LIBRARY = torch.library.Library("xla_gpu", "FRAGMENT")
 _LIBRARY.define(
@@ -26,9 +27,9 @@ torch.library.register_fake("xla_gpu::_xla_gpu_call", lambda *_: None, lib=_LIBR
 
 HANDLER_CALL: torch._ops.OpOverload = torch.ops.xla_gpu._xla_gpu_call.default
 """Calls any handler: the only op of a program that runs without this package. Its kernels are in C
-(``shared_ffi/csrc/aot_inductor.cc``, which explains the arguments)."""
+(``shared_ffi/csrc/torch/aot_inductor.cc``, which explains the arguments)."""
 
-# The functions of shared_ffi/csrc/aot_inductor.cc; AOTInductor adds the last argument.
+# The functions of shared_ffi/csrc/torch/aot_inductor.cc; AOTInductor adds the last argument.
 _DECLARATIONS = [
     f"AOTITorchError aoti_torch_{device}__xla_gpu_call(const AtenTensorHandle*, int64_t, "
     "const AtenTensorHandle*, int64_t, const int64_t*, int64_t, const int64_t*, int64_t, "
@@ -120,7 +121,7 @@ def _intercept() -> None:
     from torch._subclasses.functional_tensor import FunctionalTensorMode  # noqa: PLC0415
 
     rules = {"xla_gpu::_xla_gpu_call": _functionalize}
-    rules |= {name: partial(_trace, operator) for name, operator in IN_PROGRAMS.items()}
+    rules |= {name: partial(_trace, operator) for name, operator in COMPILED_OPS.items()}
     for name, rule in rules.items():
         torch.library.register_torch_dispatch(name, FunctionalTensorMode, rule, lib=_LIBRARY)
 
@@ -164,8 +165,10 @@ def _call_handler(
     """Makes an op's HANDLER_CALL; sizes may be symbols."""
     from torch._higher_order_ops.auto_functionalize import get_base  # noqa: PLC0415
 
-    bound, tensors = operator.bind_in_memory(arguments, keywords, takes_rows=False)
-    call = bound.call_on(specs(tensors))
+    bound = operator.read(arguments, keywords)
+    operands, copied = operator.eager.in_memory(bound, takes_rows=False)
+    tensors = [x.contiguous() if i in copied else x for i, x in enumerate(bound.tensors)]
+    call = bound.on(operands)
     aliases = [operand for operand, _ in call.aliases]
     if aliases:
         # Passes the tensors whose views the operands are. Inductor 2.9 makes a written view again

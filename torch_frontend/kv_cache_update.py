@@ -3,7 +3,7 @@
 import torch
 
 from shared_ffi import kv_cache_update as op
-from torch_frontend._library import define
+from torch_frontend._define import define
 
 kv_cache_update: torch._ops.OpOverload = define(
     "kv_cache_update(Tensor(a!) kv_cache, Tensor key, Tensor value, Tensor slot_mapping, *, "

@@ -27,8 +27,8 @@ from torch.utils.dlpack import from_dlpack
 from torch_xla.core import dynamo_bridge, xla_builder
 
 from shared_ffi.spec import ArraySpec
+from torch_frontend._arguments import array_spec
 from torch_frontend._in_place import cut_at_updates
-from torch_frontend._library import array_spec
 from torch_frontend.export import export_platform
 
 Arguments = Sequence[Any]  # tensors, and numbers, which the program holds as constants

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from shared_ffi import paged_attention as op
-from torch_frontend._library import define
+from torch_frontend._define import define
 
 _ARGUMENTS = (
     "(Tensor query, Tensor kv_cache, Tensor context_lens, Tensor block_tables, "

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torch_frontend._library import define_composite
+from torch_frontend._define import define_composite
 from torch_frontend.paged_attention import paged_attention
 
 OP = "ragged_paged_attention"

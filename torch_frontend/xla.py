@@ -8,7 +8,7 @@ attributes have the same hash, and no result can alias an operand.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch_xla
 from torch_xla.core import xla_builder
 
 from shared_ffi import runtimes, sharding
-from shared_ffi.spec import ArraySpec, Call
+from shared_ffi.spec import Call
 from torch_frontend.export import chosen_platform
 
 try:
@@ -33,17 +33,11 @@ except ImportError as _error:
 _PLATFORMS = {"CPU": "cpu", "CUDA": "cuda"}
 
 
-def run(
-    call: Call, operands: Sequence[torch.Tensor], call_on: Callable[[Sequence[ArraySpec]], Call]
-) -> list[torch.Tensor]:
+def run(call: Call, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Adds the call to the lazy graph and returns its results.
 
     If an operand is marked as sharded by heads, the call is split by heads: each device gets its
     heads of every operand that has a dimension of heads, and all of every other operand.
-
-    Args:
-        call: on whole operands.
-        call_on: the call on a device's parts of them.
     """
     runtimes.register()
     for operand, _ in call.aliases:
@@ -52,8 +46,9 @@ def run(
     if torch_xla.runtime.is_spmd() and call.num_shared_heads:
         devices = sharding.by_heads(call, [*map(_devices, operands)])
         if devices is not None:
-            parts = sharding.parts(call, devices)
-            program += (call_on(parts), sharding.shardings(call, devices))
+            assert call.arguments is not None
+            part = call.arguments.on(sharding.parts(call, devices))
+            program += (part, sharding.shardings(call, devices))
     return _XLAC._xla_user_computation(  # type: ignore[no-any-return]
         f"xla_gpu::{call.op}", list(operands), _computation(*program)
     )

@@ -262,7 +262,7 @@ def check(steps: Steps, is_hopper: bool, trace: Sequence[object]) -> None:
                 steps.leave_out(name, "needs the compute-sanitizer of CUDA 13.1 or later")
                 continue
             command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
-            command += [sys.executable, "-m", "tests.support.sanitize"]
+            command += [sys.executable, "-m", "tests.support.compute_sanitizer"]
             environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
             environment |= {CHOSEN[kernel]: kernel} if kernel in CHOSEN else {}
             steps.do(name, command, 100, **environment)

@@ -134,7 +134,7 @@ class TorchXlaBackend(TorchBackend):
         """As in Backend."""
         caches = [cache.clone() for cache in self._caches]
         logits = self._model(caches, self._place(batch))
-        return hlo.of_torch_xla([*caches, logits])
+        return hlo.from_torch_xla([*caches, logits])
 
 
 class OpenXlaBackend(TorchXlaBackend):

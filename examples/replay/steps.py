@@ -202,7 +202,7 @@ class TorchXlaBackend(TorchBackend):
         tensors = [self._place(to_torch(array)) for array in operands]
         cache = self._cache.clone()
         output = self._step(cache, *tensors)
-        return hlo.of_torch_xla([cache, output])
+        return hlo.from_torch_xla([cache, output])
 
 
 class OpenXlaBackend(TorchXlaBackend):

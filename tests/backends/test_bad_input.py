@@ -1,4 +1,4 @@
-"""Every rule of the contract, broken through every backend, and in calls of the handlers alone."""
+"""Calls that break one rule of the contract each, in every backend and in the handlers alone."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 import jax_frontend
 from harness import reference
 from shared_ffi import kv_cache_update, paged_attention, runtimes, simple_add
+from tests.cases.all import SAMPLED_CASES, UPDATE_CASES
 from tests.support import backends
 from tests.support.bad_calls import DYNAMIC, STATIC, Fault
 from tests.support.calls import call_handler
-from tests.support.cases import CASES, UPDATE_CASES
 from tests.support.sound_calls import FEATURES, SOUND, add, attention, split, update
 
 F32, F16, I32, I64 = np.float32, np.float16, np.int32, np.int64
@@ -42,7 +42,7 @@ FOR_HANDLER_IN_XLA = [
 ]
 
 
-def as_handlers_take_them(fault: Fault) -> tuple[list[Any], dict[str, Any]]:
+def handler_arguments(fault: Fault) -> tuple[list[Any], dict[str, Any]]:
     """The operands and attributes of the handler's call, unchecked."""
     operands, attributes = split(fault.arguments)
     if fault.op == "paged_attention":
@@ -58,13 +58,13 @@ def as_handlers_take_them(fault: Fault) -> tuple[list[Any], dict[str, Any]]:
 
 def make_call(fault: Fault) -> None:
     """Calls the handler unchecked, as a program that was serialized elsewhere does."""
-    operands, attributes = as_handlers_take_them(fault)
+    operands, attributes = handler_arguments(fault)
     result = operands[0] if fault.op == "kv_cache_update" else np.empty_like(operands[0])
     call_handler(TARGETS[fault.op], attributes, operands, [result])
 
 
 def make_call_in_xla(fault: Fault) -> None:
-    operands, attributes = as_handlers_take_them(fault)
+    operands, attributes = handler_arguments(fault)
     typed = {k: F32(v) if isinstance(v, float) else I64(v) for k, v in attributes.items()}
     jax.block_until_ready(
         jax.ffi.ffi_call(
@@ -77,7 +77,9 @@ def make_call_in_xla(fault: Fault) -> None:
 
 @pytest.mark.parametrize("op", SOUND)
 @pytest.mark.parametrize(
-    "backend", [*backends.BACKENDS.values(), backends.in_inductor], ids=[*backends.BACKENDS, "inductor"]
+    "backend",
+    [*backends.BACKENDS.values(), backends.in_inductor],
+    ids=[*backends.BACKENDS, "inductor"],
 )
 def test_sound_calls_agree_with_the_oracle(backend: backends.Backend, op: str) -> None:
     operands, attributes = split(SOUND[op]())
@@ -108,7 +110,7 @@ def test_dynamic_fault(backend: str, fault: Fault) -> None:
 
 
 @pytest.mark.parametrize("fault", FOR_HANDLER)
-def test_the_handler_gives_the_same_message(fault: Fault) -> None:
+def test_handler_gives_the_same_message(fault: Fault) -> None:
     with pytest.raises(ValueError) as raised:
         make_call(fault)
     assert str(raised.value) == fault.message
@@ -140,7 +142,7 @@ def test_check_values_gives_the_same_message(fault: Fault, kind: Any) -> None:
     [attention(value_head_size=8), update(value=np.ones((3, 2, 0), F32))],
     ids=["paged_attention", "kv_cache_update"],
 )
-def test_the_handler_refuses_a_layout_of_v_where_v_is_a_part_of_k(call: dict[str, Any]) -> None:
+def test_handler_refuses_layout_with_v_for_latent_cache(call: dict[str, Any]) -> None:
     op = "paged_attention" if "query" in call else "kv_cache_update"
     with pytest.raises(ValueError, match="kv_layout must be of K alone where V is a part of K"):
         make_call(Fault(op, call, ValueError, ""))
@@ -156,7 +158,7 @@ def test_check_values_knows_layouts() -> None:
             paged_attention.check_values(*operands, kv_layout=layout)
 
 
-def test_check_values_of_wider_words() -> None:
+def test_check_values_of_64_bit_tree_masks() -> None:
     operands, _ = split(attention())
     for dtype, word, rule in (
         (np.int64, 2**40, f"tree_mask must hold words of 32 bits; got {2**40}"),
@@ -171,7 +173,7 @@ def test_check_values_of_wider_words() -> None:
 
 
 def test_check_values_accepts_sound_calls() -> None:
-    for case in CASES[::7]:
+    for case in SAMPLED_CASES:
         mask = {"causal": case.causal, "window_right": case.window_right}
         others = {"kv_layout": case.kv_layout, "max_query_len": case.max_query_len}
         others["tree_mask"] = case.attributes().get("tree_mask")
@@ -183,7 +185,7 @@ def test_check_values_accepts_sound_calls() -> None:
 
 
 @pytest.mark.parametrize("fault", FOR_HANDLER_IN_XLA)
-def test_the_handler_in_xla_gives_the_same_message(fault: Fault) -> None:
+def test_xla_handler_gives_the_same_message(fault: Fault) -> None:
     runtimes.register()
     with pytest.raises(backends.JAX_ERRORS, match="^INVALID_ARGUMENT") as raised:
         make_call_in_xla(fault)
@@ -298,7 +300,7 @@ def test_handler_checks_the_result_of_simple_add() -> None:
         call_handler(simple_add.TARGET, {}, operands, [np.empty((3, 2), F32)])
 
 
-def test_handler_demands_an_aliased_cache() -> None:
+def test_handler_requires_aliased_cache() -> None:
     operands, _ = split(update())
     call = partial(call_handler, kv_cache_update.TARGET)
     with pytest.raises(ValueError, match="the result must alias kv_cache"):
@@ -311,7 +313,7 @@ def test_handler_demands_an_aliased_cache() -> None:
         call(layout, [cache, *rest, cache.copy()], [cache, cache])
 
 
-def test_a_slot_past_the_end_leaves_the_cache_as_it_was() -> None:
+def test_bad_slot_leaves_cache_unchanged() -> None:
     operands, _ = split(update(slot_mapping=np.array([0, 8, -1], I32)))
     cache = backends.to_torch(operands[0])
     with pytest.raises(ValueError, match="slot_mapping"):
@@ -328,7 +330,7 @@ def test_a_slot_past_the_end_leaves_the_cache_as_it_was() -> None:
     ],
     ids=str,
 )
-def test_booleans_are_not_numbers(changes: dict[str, Any], message: str) -> None:
+def test_jax_refuses_bool_as_number(changes: dict[str, Any], message: str) -> None:
     """Only in JAX: torch's dispatcher converts booleans to numbers before the op sees them."""
     operands, attributes = split(attention() | changes)
     with pytest.raises(TypeError, match=message):
@@ -366,7 +368,7 @@ def test_booleans_are_not_numbers(changes: dict[str, Any], message: str) -> None
     ],
     ids=lambda x: str(x)[:30],
 )
-def test_types_and_numbers_that_no_schema_knows(
+def test_types_outside_the_schema(
     changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     """Torch's dispatcher refuses most of them in its own words, before the op sees them."""
@@ -381,7 +383,7 @@ def test_types_and_numbers_that_no_schema_knows(
 
 
 @pytest.mark.parametrize("op", SOUND)
-def test_none_for_an_array(op: str) -> None:
+def test_none_instead_of_array(op: str) -> None:
     operands, attributes = split(SOUND[op]())
     for convert, function in (
         (jnp.asarray, getattr(jax_frontend, op)),
@@ -395,7 +397,7 @@ def test_none_for_an_array(op: str) -> None:
             assert str(raised.value) == f"{op}: {name} must be an array; got None"
 
 
-def test_a_cache_of_repeated_elements_is_read_but_not_written() -> None:
+def test_update_refuses_overlapping_cache() -> None:
     cache, key, value, slots = map(backends.to_torch, split(update())[0])
     repeated = torch.ones_like(cache)[:1].expand_as(cache)
     rule = "must have a place of its own for each element, as it is written to; got strides"
@@ -411,9 +413,9 @@ def test_a_cache_of_repeated_elements_is_read_but_not_written() -> None:
     ).all()
 
 
-def test_caches_of_keys_and_values_that_share_memory_are_not_written() -> None:
+def test_update_refuses_caches_that_share_memory() -> None:
     _, key, value, slots = map(backends.to_torch, split(update())[0])
-    rule = "^kv_cache_update: value_cache must begin elsewhere, .* got the memory of kv_cache"
+    rule = "^kv_cache_update: value_cache must not share memory with .* got the memory of kv_cache"
     keys = torch.zeros(4, 2, 2, 8)
     for values in (keys, keys.view(4, 2, 2, 8)):
         with pytest.raises(ValueError, match=rule):
@@ -430,7 +432,7 @@ def test_caches_of_keys_and_values_that_share_memory_are_not_written() -> None:
     assert pool.any()
 
 
-def test_a_negated_view_is_read_but_not_written() -> None:
+def test_update_refuses_negated_view() -> None:
     cache, key, value, slots = map(backends.to_torch, split(update())[0])
     keys = torch.zeros(4, 2, 2, 8)
     rule = "must not be a lazily negated view, as it is written to"
@@ -447,7 +449,7 @@ def test_a_negated_view_is_read_but_not_written() -> None:
     assert torch.equal(negated, torch.ops.xla_gpu.paged_attention(query, -kv_cache, *rest, 0.5))
 
 
-def test_a_cache_whose_rows_are_not_contiguous() -> None:
+def test_update_refuses_strided_rows() -> None:
     cache = torch.zeros(4, 2, 8, 4).transpose(2, 3)
     key = torch.ones(3, 2, 8)
     with pytest.raises(
@@ -456,7 +458,7 @@ def test_a_cache_whose_rows_are_not_contiguous() -> None:
         torch.ops.xla_gpu.kv_cache_update(cache, key, key, torch.zeros(3, dtype=torch.int32))
 
 
-def test_two_caches_with_different_strides() -> None:
+def test_update_refuses_caches_with_different_strides() -> None:
     cache, other = torch.zeros(4, 2, 2, 8), torch.zeros(2, 4, 2, 8).transpose(0, 1)
     key = torch.ones(3, 2, 8)
     with pytest.raises(ValueError, match="kv_cache must .*have the strides of value_cache"):
@@ -465,7 +467,7 @@ def test_two_caches_with_different_strides() -> None:
         )
 
 
-def test_blocks_at_unequal_distances() -> None:
+def test_update_refuses_unequal_block_strides() -> None:
     cache, key = torch.zeros(2, 3, 2, 4, 8)[:, :2], torch.ones(3, 2, 8)
     slots = torch.zeros(3, dtype=torch.int32)
     with pytest.raises(
@@ -474,7 +476,7 @@ def test_blocks_at_unequal_distances() -> None:
         torch.ops.xla_gpu.kv_cache_update(cache, key, key, slots, kv_layout="nnb(h2)d")
 
 
-def test_the_runtime_survives_a_fault() -> None:
+def test_runtime_survives_an_error() -> None:
     operands, attributes = split(attention(num_seqs=np.array(9, I32)))
     with pytest.raises(RuntimeError):
         backends.in_torch_xla("paged_attention", *operands, **attributes)

@@ -63,7 +63,7 @@ def h200() -> Iterator[Any]:
         yield topology.devices[0]
 
 
-def of_jax(h200: Any, function: Callable[..., Any], *operands: Any, donate: Any = ()) -> str:
+def jax_hlo(h200: Any, function: Callable[..., Any], *operands: Any, donate: Any = ()) -> str:
     """The optimized HLO of a JAX function."""
     sharding = jax.sharding.SingleDeviceSharding(h200)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in operands]
@@ -73,7 +73,7 @@ def of_jax(h200: Any, function: Callable[..., Any], *operands: Any, donate: Any 
     return text
 
 
-def of_torch_xla(h200: Any, module: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> str:
+def torch_xla_hlo(h200: Any, module: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> str:
     """The optimized HLO of a module that torch_xla exports for CUDA."""
     with torch_frontend.export_platform("cuda"):
         exported = exported_program_to_stablehlo(torch.export.export(module, arguments))
@@ -104,9 +104,9 @@ attend = partial(jax_frontend.paged_attention, scale=0.125, sliding_window=100, 
 def test_jax_and_torch_xla_make_the_same_calls(h200: Any) -> None:
     layer, (key, slots, *rest) = Layer(), layer_inputs()
     arguments = (key, slots.int(), *rest)
-    exported = of_torch_xla(h200, layer, arguments)
+    exported = torch_xla_hlo(h200, layer, arguments)
     in_jax = [jnp.asarray(x.numpy()) for x in (layer.cache, *arguments)]
-    jitted = of_jax(h200, layer_in_jax, *in_jax, donate=0)
+    jitted = jax_hlo(h200, layer_in_jax, *in_jax, donate=0)
     for target in (ATTENTION, UPDATE):
         (call,) = hlo.custom_calls(exported, target)
         assert hlo.custom_calls(jitted, target) == [call]
@@ -139,7 +139,7 @@ def test_four_devices_share_a_call_by_heads() -> None:
     assert call.partition(" custom-call(")[0] == alone.partition(" custom-call(")[0]
 
 
-def test_openxla_makes_the_same_calls_of_cuda_tensors(h200: Any) -> None:
+def test_openxla_makes_the_same_calls_on_cuda_tensors(h200: Any) -> None:
     """Checks the program that torch.compile(backend="openxla") runs on CUDA tensors."""
     layer, (key, slots, *rest) = Layer(), layer_inputs()
     arguments = (key, slots.int(), *rest)
@@ -148,7 +148,7 @@ def test_openxla_makes_the_same_calls_of_cuda_tensors(h200: Any) -> None:
     trace = openxla.trace_on_placeholders(graph, tensors, "cuda")
     program = lowering.compile_stablehlo(trace.program, trace.operands, trace.results, h200)
     text = program.as_text()
-    jitted = of_jax(
+    jitted = jax_hlo(
         h200, layer_in_jax, *[jnp.asarray(x.numpy()) for x in (layer.cache, *arguments)]
     )
     for target in (ATTENTION, UPDATE):
@@ -156,7 +156,7 @@ def test_openxla_makes_the_same_calls_of_cuda_tensors(h200: Any) -> None:
         assert hlo.custom_calls(jitted, target) == [call]
 
 
-def test_openxla_copies_no_cache_of_cuda_tensors(h200: Any) -> None:
+def test_openxla_does_not_copy_cuda_caches(h200: Any) -> None:
     """The update runs eagerly; the program that attends has no array as large as the cache."""
     graphs: list[torch.fx.GraphModule] = []
     texts: list[str] = []
@@ -187,8 +187,8 @@ def test_openxla_copies_no_cache_of_cuda_tensors(h200: Any) -> None:
     assert re.findall(rf"= f32\[{shape}\]\S* (\w+)\(", texts[1]) == ["parameter"]
 
 
-def test_the_scratch_is_a_result_that_nobody_reads(h200: Any) -> None:
-    (call,) = hlo.custom_calls(of_jax(h200, attend, *operands()), ATTENTION)
+def test_scratch_is_an_unused_result(h200: Any) -> None:
+    (call,) = hlo.custom_calls(jax_hlo(h200, attend, *operands()), ATTENTION)
     # 16 tokens with a flag each, for each token a slot of 8 heads with a flag, and a counter.
     flags_bytes = -(-4 * (16 + 16 + 1) // 16) * 16
     num_bytes = flags_bytes + 4 * 16 * 8 * (128 + 2)
@@ -202,10 +202,10 @@ def test_transposed_operands_keep_the_default_layouts(h200: Any) -> None:
         return attend(query.transpose(2, 0, 1), kv_cache.transpose(3, 2, 1, 0), *metadata)
 
     query, kv_cache, *metadata = operands(jnp.float32)
-    text = of_jax(
+    text = jax_hlo(
         h200, transposing, query.transpose(1, 2, 0), kv_cache.transpose(3, 2, 1, 0), *metadata
     )
-    plain = of_jax(h200, attend, query, kv_cache, *metadata)
+    plain = jax_hlo(h200, attend, query, kv_cache, *metadata)
     assert hlo.custom_calls(text, ATTENTION) == hlo.custom_calls(plain, ATTENTION)
     layouts = "{f32[16,8,128]{2,1,0}, f32[64,16,4,128]{3,2,1,0}, s32[16]{0}, s32[16,8]{1,0},"
     assert f"operand_layout_constraints={layouts}" in hlo.custom_calls(text, ATTENTION)[0]
@@ -215,14 +215,14 @@ def test_a_donated_cache_is_updated_in_place(h200: Any) -> None:
     _, kv_cache, *_ = operands()
     key = jnp.zeros((16, 2, 128), jnp.bfloat16)
     update = (kv_cache, key, key, jnp.zeros(16, jnp.int32))
-    text = of_jax(h200, jax_frontend.kv_cache_update, *update, donate=0)
+    text = jax_hlo(h200, jax_frontend.kv_cache_update, *update, donate=0)
     assert "input_output_alias={ {}: (0, {}, may-alias) }" in text.partition("\n")[0]
     assert " copy(" not in text
 
 
 def test_vmap(h200: Any) -> None:
     batched = jax.tree.map(lambda x: jnp.stack([x] * 3), operands())
-    text = of_jax(h200, jax.vmap(attend), *batched)
+    text = jax_hlo(h200, jax.vmap(attend), *batched)
     assert len(hlo.custom_calls(text, ATTENTION)) == 1 and "while(" not in text
 
 
@@ -242,14 +242,14 @@ PRELUDE = """
     import jax.numpy as jnp
     from functools import partial
     from shared_ffi import _native, _pjrt, runtimes
-    from tests.backends.test_cuda_program import H200, attend, of_jax, operands
+    from tests.backends.test_cuda_program import H200, attend, jax_hlo, operands
     from jax.experimental import topologies
 
     def compile_for_h200():
         topology = topologies.get_topology_desc(
             platform="cuda", target_config=H200, topology="1x1x1"
         )
-        return of_jax(topology.devices[0], attend, *operands())
+        return jax_hlo(topology.devices[0], attend, *operands())
 
     del runtimes._RUNTIMES["jaxlib"]
 """
@@ -296,7 +296,7 @@ def test_no_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         _pjrt.find_cuda_plugin()
 
 
-def test_the_plugin_that_fits_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_fits_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for major in (12, 13):
         (tmp_path / f"xla_cuda{major}").mkdir()
         (tmp_path / f"xla_cuda{major}/xla_cuda_plugin.so").touch()
@@ -313,7 +313,7 @@ def test_the_plugin_that_fits_the_driver(tmp_path: Path, monkeypatch: pytest.Mon
         _pjrt.find_cuda_plugin()
 
 
-def test_not_a_plugin_for_gpus() -> None:
+def test_library_that_is_no_plugin() -> None:
     from importlib.util import find_spec  # noqa: PLC0415
 
     assert find_spec("ctypes") is not None

@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.arrays import DTYPES
 from harness.compare import assert_close_on_cuda, assert_same_bits
 from harness.reference import kv_cache_update
+from tests.cases.all import CASES, SHORT_CASES, UPDATE_CASES
+from tests.cases.case import Case
+from tests.cases.updates import UpdateCase
 from tests.support.calls import overload_of, split_keywords
-from tests.support.cases import CASES, DTYPES, SHORT_CASES, UPDATE_CASES, Case, UpdateCase
 from tests.support.gpu import ON_CUDA, attend, from_cuda, keywords_to_cuda, to_cuda
 
 pytestmark = pytest.mark.skipif(not ON_CUDA, reason="XLA_GPU_TEST_ON=cuda is not set")

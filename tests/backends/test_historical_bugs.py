@@ -1,6 +1,6 @@
 """Faults that other implementations of paged attention had, as cases for every backend. The comment
 at each is where it was reported. Offsets beyond 32 bits (vllm #1486, #50427) are in
-tests/kernels/test_kernel.py, test_a_cache_of_more_than_2_31_elements."""
+tests/kernels/test_cpu_kernel.py, test_a_cache_of_more_than_2_31_elements."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def forget_failed_steps() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("backend", backends.BACKENDS)
-def test_right(backend: str, name: str) -> None:
+def test_matches_oracle(backend: str, name: str) -> None:
     operands, attributes = CASES[name]()
     result = backends.BACKENDS[backend]("paged_attention", *operands, **attributes)
     expected = reference.paged_attention(*operands, **attributes)

@@ -13,8 +13,8 @@ import torch
 import jax_frontend
 import torch_frontend
 from harness.compare import assert_same_bits
+from tests.cases.case import Case, Inputs
 from tests.support import backends
-from tests.support.cases import Case, Inputs
 
 I32, F32 = np.int32, np.float32
 
@@ -90,7 +90,7 @@ def test_merged_parts_can_be_merged_again() -> None:
         np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_parts_of_numpy() -> None:
+def test_numpy_parts() -> None:
     rng = np.random.default_rng(0)
     outputs, lses = rng.standard_normal((3, 4, 2, 8), F32), rng.standard_normal((3, 4, 2), F32)
     for merge in (jax_frontend.merge_attention, torch_frontend.merge_attention):

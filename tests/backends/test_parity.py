@@ -9,16 +9,12 @@ import pytest
 
 from harness import hlo, reference
 from harness.compare import assert_close_on_cpu, assert_same_bits
+from shared_ffi import _backends
+from tests.cases.all import CASES, SHORT_CASES, SHORT_UPDATE_CASES, UPDATE_CASES
+from tests.cases.case import Case
+from tests.cases.updates import UpdateCase
 from tests.support import backends
 from tests.support.calls import split_keywords
-from tests.support.cases import (
-    CASES,
-    SHORT_CASES,
-    SHORT_UPDATE_CASES,
-    UPDATE_CASES,
-    Case,
-    UpdateCase,
-)
 
 ATTENTION = "xla_gpu_paged_attention"
 UPDATE = "xla_gpu_kv_cache_update"
@@ -42,8 +38,8 @@ def test_paged_attention(case: Case, compiled: hlo.CompiledPrograms) -> None:
     assert_same_bits(backends.in_torch_xla("paged_attention", *inputs, **attributes), in_torch)
     assert_same_bits(backends.in_openxla("paged_attention", *inputs, **attributes), in_torch)
 
-    before, after = hlo.of_jax(jitted, *inputs, **arrays)
-    lazy_before = hlo.of_torch_xla(backends.lazily("paged_attention", *inputs, **attributes))
+    before, after = hlo.from_jax(jitted, *inputs, **arrays)
+    lazy_before = hlo.from_torch_xla(backends.lazily("paged_attention", *inputs, **attributes))
     (call,) = hlo.custom_calls(before, ATTENTION)
     assert hlo.custom_calls(lazy_before, ATTENTION) == [call]
     assert compiled.optimized(call, ATTENTION) == set(hlo.custom_calls(after, ATTENTION))
@@ -65,8 +61,8 @@ def test_kv_cache_update(case: UpdateCase, compiled: hlo.CompiledPrograms) -> No
 
     if inputs.slot_mapping.dtype == "int64":
         return  # JAX's program has 32-bit slots, unless it is told otherwise
-    before, after = hlo.of_jax(jitted, *inputs, **arrays)
-    lazy_before = hlo.of_torch_xla(backends.lazily("kv_cache_update", *inputs, **attributes))
+    before, after = hlo.from_jax(jitted, *inputs, **arrays)
+    lazy_before = hlo.from_torch_xla(backends.lazily("kv_cache_update", *inputs, **attributes))
     (call,) = hlo.custom_calls(before, UPDATE)
     assert hlo.custom_calls(lazy_before, UPDATE) == [call]
     assert compiled.optimized(call, UPDATE) == set(hlo.custom_calls(after, UPDATE))
@@ -112,4 +108,17 @@ def test_blocks_and_heads_in_several_dimensions(backend: str) -> None:
 @pytest.mark.parametrize("backend", backends.BACKENDS)
 def test_simple_add(backend: str) -> None:
     a = backends.np.arange(6, dtype="float32").reshape(2, 3)
-    assert_same_bits(backends.BACKENDS[backend]("simple_add", a, a * 10), reference.simple_add(a, a * 10))
+    assert_same_bits(
+        backends.BACKENDS[backend]("simple_add", a, a * 10), reference.simple_add(a, a * 10)
+    )
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [backend for backend in _backends.BACKENDS if backend.platform == "cpu"],
+    ids=lambda backend: backend.name,
+)
+def test_self_test(backend: _backends.Backend) -> None:
+    """Every backend that needs no GPU works, says ``python -m shared_ffi``."""
+    outcome = _backends.try_backend(backend, 180)
+    assert outcome.status == _backends.WORKS, outcome

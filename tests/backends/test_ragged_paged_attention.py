@@ -16,8 +16,8 @@ import jax_frontend
 from harness.arrays import DTYPES
 from harness.compare import assert_same_bits
 from jax_frontend.compat import _update_and_attend
+from tests.cases.all import SHORT_CASES
 from tests.support import backends, scripts
-from tests.support.cases import SHORT_CASES
 from tests.support.tpu_calls import inputs, oracle
 
 F32, I32 = np.float32, np.int32
@@ -59,14 +59,14 @@ def test_v3(name: str, options: dict[str, Any]) -> None:
     call = inputs(*CALLS[name])
     is_one_row = "one row" in name
     sinks = np.random.default_rng(1).standard_normal(call["queries"].shape[1]).astype(F32)
-    as_here = {k: v for k, v in options.items() if k in ("sliding_window", "soft_cap")}
+    our_options = {k: v for k, v in options.items() if k in ("sliding_window", "soft_cap")}
     expected, cache = oracle(
         call,
         is_one_row=is_one_row,
         scale=0.2 * options.get("k_scale", 1.0),
         causal=options.get("use_causal_mask", True),
         sinks=sinks,
-        **as_here,
+        **our_options,
     )
     arrays = {name: jnp.asarray(x) for name, x in call.items()}
     output, updated = function(name)(
@@ -214,9 +214,9 @@ BAD_CALLS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_v3_refuses(name: str) -> None:
-    of_call, changes, message = BAD_CALLS[name]
-    call = inputs(*CALLS[of_call]) | changes
-    attend = call.pop("function", function(of_call))
+    base_call, changes, message = BAD_CALLS[name]
+    call = inputs(*CALLS[base_call]) | changes
+    attend = call.pop("function", function(base_call))
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         attend(**{name: jnp.asarray(x) for name, x in call.items()})
 
@@ -340,7 +340,7 @@ REPLACED = """
     import torch_xla
     import torch_xla.experimental.custom_kernel
     from tests.support import backends
-    from tests.support.cases import SHORT_CASES
+    from tests.cases.all import SHORT_CASES
     for _ in range(2):
         torch_frontend.replace_tpu_kernels()
     inputs = [x for x in SHORT_CASES if x.id == "mixed-f32"][0].inputs()

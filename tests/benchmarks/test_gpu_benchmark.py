@@ -87,10 +87,10 @@ def test_a_row_and_its_tables(tmp_path: Path) -> None:
             "not_measured": ["131072"],
         },
     }
-    decode, prefill, of_8_bits = results["benchmark"]["rows"]
+    decode, prefill, eight_bit = results["benchmark"]["rows"]
     assert {"torch eager", "JAX", "torch SDPA (contiguous)"} <= set(decode["seconds"])
-    assert set(of_8_bits["seconds"]) == {"torch eager", "JAX", "torch eager, max_query_len"}
-    assert of_8_bits["kv_bytes"] == decode["kv_bytes"] / 2
+    assert set(eight_bit["seconds"]) == {"torch eager", "JAX", "torch eager, max_query_len"}
+    assert eight_bit["kv_bytes"] == decode["kv_bytes"] / 2
     hopper = "torch eager, XLA_GPU_CUDA_PREFILL=hopper"
     assert prefill["absent"][hopper] == "does not compute on other devices than Hopper's"
     pipelined = "torch eager, XLA_GPU_CUDA_DECODE=pipelined"
@@ -321,7 +321,7 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "pack"
 
 
-def test_a_pack_comes_out_as_it_went_in(packed: Path, tmp_path: Path) -> None:
+def test_pack_round_trip(packed: Path, tmp_path: Path) -> None:
     assert len(list(packed.glob("module.tar.gz.*"))) == 3
     assert all(path.stat().st_size <= 1000 for path in packed.glob("*.tar.gz.*"))
     target = tmp_path / "unpacked"
@@ -362,9 +362,9 @@ def test_a_pack_for_another_python(packed: Path, tmp_path: Path) -> None:
 def test_predictions() -> None:
     """Each row of the benchmark that one of the kernels computes. The more instructions a KV tile
     takes, the longer a call."""
-    of_decode = Counts("Decode", 128, None, 16, consumer=250, producer=200, clocks=400)
-    of_prefill = Counts("Hopper", 128, None, 128, consumer=500, producer=300, clocks=2048)
-    found = {name: x for name, _, x in predict.predictions([of_decode, of_prefill], None)}
+    decode_counts = Counts("Decode", 128, None, 16, consumer=250, producer=200, clocks=400)
+    prefill_counts = Counts("Hopper", 128, None, 128, consumer=500, producer=300, clocks=2048)
+    found = {name: x for name, _, x in predict.predictions([decode_counts, prefill_counts], None)}
     wanted = {
         each.name
         for each in bench.workloads(None)
@@ -373,7 +373,9 @@ def test_predictions() -> None:
     assert {*found} == wanted
     assert all(x.worst >= 1 and x.seconds > 0 for x in found.values())
     assert found["b8 x 8192"].seconds < found["b32 x 8192"].seconds < found["b128 x 8192"].seconds
-    slow = [dataclasses.replace(x, consumer=8 * x.consumer) for x in (of_decode, of_prefill)]
+    slow = [
+        dataclasses.replace(x, consumer=8 * x.consumer) for x in (decode_counts, prefill_counts)
+    ]
     slower = {name: x.seconds for name, _, x in predict.predictions(slow, None)}
     assert slower["b32 x 8192"] > 1.5 * found["b32 x 8192"].seconds
     assert slower["8192"] > 1.5 * found["8192"].seconds

@@ -87,7 +87,7 @@ def test_an_interrupt_ends_a_command_at_once(
     ],
     ids=["no-file", "other-columns"],
 )
-def test_a_trace_that_is_none(
+def test_invalid_trace(
     text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "trace.csv"

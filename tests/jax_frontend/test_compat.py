@@ -155,7 +155,7 @@ def packed(call: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("options", "as_here"),
+    ("options", "our_options"),
     [
         ({}, {}),
         ({"sliding_window": 6, "soft_cap": 3.0}, {"sliding_window": 6, "soft_cap": 3.0}),
@@ -169,11 +169,11 @@ def packed(call: dict[str, Any]) -> dict[str, Any]:
     ids=str,
 )
 @pytest.mark.parametrize("name", CALLS)
-def test_sglang_jax(name: str, options: dict[str, Any], as_here: dict[str, Any]) -> None:
+def test_sglang_jax(name: str, options: dict[str, Any], our_options: dict[str, Any]) -> None:
     call = inputs(*CALLS[name])
     num_heads = call["queries"].shape[1]
-    if "sinks" in as_here:
-        as_here = {"sinks": as_here["sinks"][:num_heads]}
+    if "sinks" in our_options:
+        our_options = {"sinks": our_options["sinks"][:num_heads]}
     if isinstance(options.get("attention_sink"), np.ndarray):
         options = {"attention_sink": jnp.asarray(SINKS[:num_heads])}
     arrays = as_jax(packed(call))
@@ -183,10 +183,10 @@ def test_sglang_jax(name: str, options: dict[str, Any], as_here: dict[str, Any])
         )
     )
     scale = 0.2 * options.get("k_scale", 1.0)
-    check(attend(arrays), call, scale, options.get("v_scale", 1.0), **as_here)
+    check(attend(arrays), call, scale, options.get("v_scale", 1.0), **our_options)
 
 
-def test_sglang_jax_has_the_order_of_its_arguments() -> None:
+def test_sglang_jax_positional_arguments() -> None:
     call = packed(inputs(*CALLS["float32"]))
     order = "queries keys values kv_cache_fused kv_lens page_indices cu_q_lens cu_kv_lens"
     arrays = [jnp.asarray(call[name]) for name in [*order.split(), "distribution"]]
@@ -218,7 +218,7 @@ def renamed(call: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("options", "as_here"),
+    ("options", "our_options"),
     [
         ({}, {}),
         ({"sliding_window": 6, "logits_soft_cap": 3.0}, {"sliding_window": 6, "soft_cap": 3.0}),
@@ -229,20 +229,20 @@ def renamed(call: dict[str, Any]) -> dict[str, Any]:
     ids=str,
 )
 @pytest.mark.parametrize("name", CALLS)
-def test_ejkernel_v3(name: str, options: dict[str, Any], as_here: dict[str, Any]) -> None:
+def test_ejkernel_v3(name: str, options: dict[str, Any], our_options: dict[str, Any]) -> None:
     call = inputs(*CALLS[name])
-    if "sinks" in as_here:
+    if "sinks" in our_options:
         sinks = SINKS[: call["queries"].shape[1]]
-        options, as_here = {"softmax_aux": jnp.asarray(sinks)}, {"sinks": sinks}
+        options, our_options = {"softmax_aux": jnp.asarray(sinks)}, {"sinks": sinks}
     arrays = as_jax(renamed(call))
     attend = jax.jit(
         lambda arrays: ejkernel.ragged_page_attention_v3(**arrays, softmax_scale=0.2, **options)
     )
     scale = 0.2 * options.get("k_scale", 1.0)
-    check(attend(arrays), call, scale, options.get("v_scale", 1.0), **as_here)
+    check(attend(arrays), call, scale, options.get("v_scale", 1.0), **our_options)
 
 
-def test_ejkernel_v3_has_the_order_and_the_default_scales_of_its_arguments() -> None:
+def test_ejkernel_v3_positional_arguments_and_default_scales() -> None:
     call = inputs(*CALLS["float32"])
     for options, scale in (({}, 1.0), ({"softmax_scale": None}, 128**-0.5)):
         arrays = [jnp.asarray(x) for x in (*call.values(), SINKS)]
@@ -293,7 +293,7 @@ class Unified(NamedTuple):
 
 
 @pytest.mark.parametrize(
-    ("options", "as_here"),
+    ("options", "our_options"),
     [
         ({}, {}),
         ({"softmax_scale": 0.3}, {"scale": 0.3}),
@@ -309,14 +309,14 @@ class Unified(NamedTuple):
     ids=str,
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_ejkernel_unified(dtype: str, options: dict[str, Any], as_here: dict[str, Any]) -> None:
+def test_ejkernel_unified(dtype: str, options: dict[str, Any], our_options: dict[str, Any]) -> None:
     arrays = Unified(dtype).arrays()
     options = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, options)
     result = jax.jit(lambda arrays: ejkernel.unified_attention(**arrays, **options))(arrays)
     inputs = [arrays[name] for name in ("queries", "key_cache", "kv_lens", "block_tables")]
     inputs += [arrays["query_start_loc"], np.int32(5)]
     attributes = {"scale": 64**-0.5, "value_cache": arrays["value_cache"], "kv_layout": "nbhd"}
-    assert_close_on_cpu(np.asarray(result), inputs, attributes | as_here)
+    assert_close_on_cpu(np.asarray(result), inputs, attributes | our_options)
 
 
 def test_ejkernel_adds_alibi_from_the_first_query_on() -> None:
@@ -404,9 +404,9 @@ def test_the_meshes_of_serving_stacks(function: Any, change: Any) -> None:
     results = [np.asarray(x) for x in attend(arrays)]
     for data, model in np.ndindex(2, 4):
         expected = function(**as_jax(parts[data][model]), sm_scale=0.2)
-        for result, dim, of_part in zip(results, (1, 2), expected, strict=True):
+        for result, dim, expected_part in zip(results, (1, 2), expected, strict=True):
             row = np.split(result, 2)[data]
-            assert_same_bits(np.split(row, 4, dim)[model], np.asarray(of_part))
+            assert_same_bits(np.split(row, 4, dim)[model], np.asarray(expected_part))
 
 
 LENGTHS = [0, 3, 32, 0, 17, 1]
@@ -481,7 +481,7 @@ class QuantizedTensor(NamedTuple):
     scales: Any
 
 
-def test_inactive_slots_change_no_bit_of_others() -> None:
+def test_inactive_slots_do_not_affect_others() -> None:
     operands, v_pages, _ = decode_inputs("bfloat16", "bfloat16")
     query, k_pages, lengths, tables, *_ = operands
     active = lengths > 0
@@ -507,30 +507,30 @@ def test_pallas_gpu_without_lengths() -> None:
     assert_same_bits(np.asarray(result), np.asarray(expected))
 
 
-def of_sglang(**changes: Any) -> Any:
+def sglang_call(**changes: Any) -> Any:
     return lambda: sglang_jax.ragged_paged_attention(
         **as_jax(packed(inputs(*CALLS["float32"]))) | changes
     )
 
 
-def of_ejkernel(**changes: Any) -> Any:
+def ejkernel_call(**changes: Any) -> Any:
     return lambda: ejkernel.ragged_page_attention_v3(
         **as_jax(renamed(inputs(*CALLS["float32"]))) | changes
     )
 
 
-def of_unified(**changes: Any) -> Any:
+def unified_call(**changes: Any) -> Any:
     return lambda: ejkernel.unified_attention(**as_jax(Unified().arrays()) | changes)
 
 
-def of_pallas(**changes: Any) -> Any:
+def pallas_tpu_call(**changes: Any) -> Any:
     operands, v_pages, _ = decode_inputs("bfloat16", "int8")
     names = ("q", "k_pages", "lengths", "page_indices")
     arrays = as_jax(dict(zip(names, operands, strict=False)) | {"v_pages": v_pages})
     return lambda: pallas_tpu.paged_attention(**arrays | changes)
 
 
-def of_pallas_gpu(**changes: Any) -> Any:
+def pallas_gpu_call(**changes: Any) -> Any:
     operands, v_pages, _ = decode_inputs("bfloat16", "int8")
     names = ("q", "k_pages", "lengths", "block_tables")
     arrays = as_jax(dict(zip(names, operands, strict=False)) | {"v_pages": v_pages})
@@ -543,104 +543,104 @@ UNIFIED = "ejkernel.unified_attention: "
 NOT_SUPPORTED = "must be None, as it is not supported; got "
 REFUSED: dict[str, tuple[Any, str]] = {
     "a mask": (
-        of_sglang(custom_mask=jnp.ones(9)),
+        sglang_call(custom_mask=jnp.ones(9)),
         f"{SGLANG}custom_mask {NOT_SUPPORTED}shape [9]",
     ),
     "temperature": (
-        of_sglang(xai_temperature_len=1024.0),
+        sglang_call(xai_temperature_len=1024.0),
         f"{SGLANG}xai_temperature_len {NOT_SUPPORTED}1024.0",
     ),
     "softmax in bfloat16": (
-        of_sglang(softmax_dtype=jnp.bfloat16),
+        sglang_call(softmax_dtype=jnp.bfloat16),
         f"{SGLANG}softmax_dtype {NOT_SUPPORTED}'bfloat16'",
     ),
     "sglang-jax, a distribution of two": (
-        of_sglang(distribution=jnp.zeros(2, jnp.int32)),
+        sglang_call(distribution=jnp.zeros(2, jnp.int32)),
         f"{SGLANG}distribution must have shape [3]; got [2]",
     ),
     "sglang-jax, short cu_kv_lens": (
-        of_sglang(cu_kv_lens=jnp.zeros(6, jnp.int32)),
+        sglang_call(cu_kv_lens=jnp.zeros(6, jnp.int32)),
         f"{SGLANG}cu_kv_lens must have shape [7]; got [6]",
     ),
     "sglang-jax, a page table": (
-        of_sglang(page_indices=jnp.zeros((6, 2), jnp.int32)),
+        sglang_call(page_indices=jnp.zeros((6, 2), jnp.int32)),
         f"{SGLANG}page_indices must have shape [num_page_indices], of at least one page; got [6, 2]",
     ),
     "sglang-jax, a cache of four dimensions": (
-        of_sglang(kv_cache_fused=jnp.zeros((40, 8, 4, 128))),
+        sglang_call(kv_cache_fused=jnp.zeros((40, 8, 4, 128))),
         f"{SGLANG}kv_cache_fused must have shape [num_pages, page_size, rows // packing, packing, "
         "width]; got [40, 8, 4, 128]",
     ),
     "sglang-jax, a sink too few": (
-        of_sglang(attention_sink=jnp.zeros(7)),
+        sglang_call(attention_sink=jnp.zeros(7)),
         f"{SGLANG}attention_sink must have shape [8]; got [7]",
     ),
     "ejKernel, a platform": (
-        of_ejkernel(platform="triton"),
+        ejkernel_call(platform="triton"),
         f"{RAGGED}platform must be None or 'auto'; got 'triton'",
     ),
     "ejKernel, a distribution of two": (
-        of_ejkernel(distribution=jnp.zeros(2, jnp.int32)),
+        ejkernel_call(distribution=jnp.zeros(2, jnp.int32)),
         f"{RAGGED}distribution must have shape [3]; got [2]",
     ),
     "ejKernel, a sink too few": (
-        of_ejkernel(softmax_aux=jnp.zeros(7)),
+        ejkernel_call(softmax_aux=jnp.zeros(7)),
         f"{RAGGED}softmax_aux must have shape [8]; got [7]",
     ),
     "ejKernel, a page table": (
-        of_ejkernel(block_tables=jnp.zeros((6, 5), jnp.int32)),
+        ejkernel_call(block_tables=jnp.zeros((6, 5), jnp.int32)),
         f"{RAGGED}block_tables must have shape [max_seqs=6 * pages_per_seq], of at least one page; "
         "got [6, 5]",
     ),
     "ejKernel, a mesh alone": (
-        of_ejkernel(mesh=Mesh(np.array(jax.devices()[:2]), ("tp",))),
+        ejkernel_call(mesh=Mesh(np.array(jax.devices()[:2]), ("tp",))),
         f"{RAGGED}in_specs must be given with mesh; got None",
     ),
     "ejKernel, specs alone": (
-        of_ejkernel(in_specs=P(), out_specs=P()),
+        ejkernel_call(in_specs=P(), out_specs=P()),
         f"{RAGGED}mesh must be given with in_specs and out_specs; got None",
     ),
     "unified, a bias": (
-        of_unified(qq_bias=jnp.zeros((4, 4))),
+        unified_call(qq_bias=jnp.zeros((4, 4))),
         f"{UNIFIED}qq_bias {NOT_SUPPORTED}shape [4, 4]",
     ),
-    "unified, not causal": (of_unified(causal=False), f"{UNIFIED}causal must be True; got False"),
+    "unified, not causal": (unified_call(causal=False), f"{UNIFIED}causal must be True; got False"),
     "unified, a platform": (
-        of_unified(platform="xla"),
+        unified_call(platform="xla"),
         f"{UNIFIED}platform must be None or 'auto'; got 'xla'",
     ),
     "unified, ALiBi with a sink": (
-        of_unified(alibi_slopes=jnp.zeros(6), softmax_aux=jnp.zeros(6)),
+        unified_call(alibi_slopes=jnp.zeros(6), softmax_aux=jnp.zeros(6)),
         f"ejkernel.unified_attention with alibi_slopes: softmax_aux {NOT_SUPPORTED}shape [6]",
     ),
     "unified, ALiBi with a soft cap": (
-        of_unified(alibi_slopes=jnp.zeros(6), logits_soft_cap=2.0),
+        unified_call(alibi_slopes=jnp.zeros(6), logits_soft_cap=2.0),
         f"ejkernel.unified_attention with alibi_slopes: logits_soft_cap {NOT_SUPPORTED}2.0",
     ),
     "unified, a table of lengths": (
-        of_unified(kv_lens=jnp.zeros((5, 1), jnp.int32)),
+        unified_call(kv_lens=jnp.zeros((5, 1), jnp.int32)),
         f"{UNIFIED}kv_lens must have shape [num_seqs]; got [5, 1]",
     ),
     "Pallas, one length for all": (
-        of_pallas(lengths=jnp.zeros(1, jnp.int32)),
+        pallas_tpu_call(lengths=jnp.zeros(1, jnp.int32)),
         "pallas_tpu.paged_attention: lengths must have shape [batch_size=6]; got [1]",
     ),
     "Pallas, queries of four dimensions": (
-        of_pallas(q=jnp.zeros((6, 1, 6, 32))),
+        pallas_tpu_call(q=jnp.zeros((6, 1, 6, 32))),
         "pallas_tpu.paged_attention: q must have shape [batch_size, num_q_heads, head_dim]; got "
         "[6, 1, 6, 32]",
     ),
     "Pallas, a scale for each element": (
-        of_pallas(k_pages=QuantizedTensor(*[jnp.zeros((3, 30, 8, 32), jnp.int8)] * 2)),
+        pallas_tpu_call(k_pages=QuantizedTensor(*[jnp.zeros((3, 30, 8, 32), jnp.int8)] * 2)),
         "pallas_tpu.paged_attention: k_pages.scales must have shape [3, 30, 8, 1]; got "
         "[3, 30, 8, 32]",
     ),
     "Pallas, only K is quantized": (
-        of_pallas(v_pages=jnp.zeros((3, 30, 8, 32), jnp.bfloat16)),
+        pallas_tpu_call(v_pages=jnp.zeros((3, 30, 8, 32), jnp.bfloat16)),
         "value_cache must have kv_cache's dtype int8; got bfloat16",
     ),
     "Pallas on GPUs, a scale for each head": (
-        of_pallas_gpu(v_scales_pages=jnp.ones(3)),
+        pallas_gpu_call(v_scales_pages=jnp.ones(3)),
         "pallas_gpu.paged_attention: v_scales_pages must have shape [3, 30, 8]; got [3]",
     ),
 }
@@ -674,7 +674,7 @@ def required(function: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("function", "op"), FUNCTIONS)
-def test_an_array_that_is_missing(function: Any, op: str) -> None:
+def test_missing_array(function: Any, op: str) -> None:
     names = required(function)
     for name in [name for name, kind in names.items() if not kind.endswith("| None")]:
         arrays = {each: None if each == name else jnp.ones((2, 2, 2)) for each in names}
@@ -685,7 +685,7 @@ def test_an_array_that_is_missing(function: Any, op: str) -> None:
 
 
 @pytest.mark.parametrize(("function", "op"), FUNCTIONS)
-def test_a_list_for_an_array(function: Any, op: str) -> None:
+def test_list_instead_of_array(function: Any, op: str) -> None:
     names = required(function)
     for name in [name for name, kind in names.items() if kind == "jax.Array"]:
         arrays = {each: [0] if each == name else jnp.ones((2, 2, 2)) for each in names}

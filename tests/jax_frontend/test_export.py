@@ -136,7 +136,7 @@ SHARDED = """
 """
 
 
-def test_a_program_that_is_sharded_by_heads(tmp_path: Path) -> None:
+def test_program_sharded_by_heads(tmp_path: Path) -> None:
     """It is partitioned where it is loaded, in a process that only registers the handlers."""
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal((1, 16, 64), F32), rng.standard_normal((16, 16, 8, 64), F32)]
@@ -156,7 +156,7 @@ def test_a_program_that_is_sharded_by_heads(tmp_path: Path) -> None:
     assert_same_bits(result, np.asarray(attend(*arrays)))
 
 
-def test_a_vmapped_call_whose_mapped_axis_is_a_symbol() -> None:
+def test_vmap_over_symbolic_axis() -> None:
     (batch,) = jax.export.symbolic_shape("batch")
     of = jax.ShapeDtypeStruct
     shapes = [((batch, 2, 16, 64), F32), ((16, 16, 8, 64), F32)]

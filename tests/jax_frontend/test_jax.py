@@ -67,7 +67,7 @@ def test_a_layout_without_blocks() -> None:
 
 def test_a_call_without_features_lowers_as_in_the_first_version() -> None:
     """Programs serialized by earlier versions run. Only the partitioner reads what was added."""
-    before, _ = hlo.of_jax(partial(attend, sliding_window=9), *OPERANDS)
+    before, _ = hlo.from_jax(partial(attend, sliding_window=9), *OPERANDS)
     (call,) = hlo.custom_calls(before, "xla_gpu_paged_attention")
     call = re.sub(r'frontend_attributes=\{xla.sdy.sharding_rule="[^"]*"\}, ', "", call)
     assert re.sub(r'arguments = "[^"]*", ', "", call) == (
@@ -115,7 +115,7 @@ def test_a_cache_that_is_not_donated_keeps_its_values() -> None:
 def test_same_program_and_bits_with_64_bit_types(x64: bool) -> None:
     operands = random_operands()
     with jax.enable_x64(x64):
-        (call,) = hlo.custom_calls(hlo.of_jax(attend, *operands)[0], "xla_gpu_paged_attention")
+        (call,) = hlo.custom_calls(hlo.from_jax(attend, *operands)[0], "xla_gpu_paged_attention")
         result = np.asarray(attend(*operands))
     assert (
         "scale = 5.000000e-01 : f32, sliding_window = 0 : i64, soft_cap = 0.000000e+00 : f32}"
@@ -166,7 +166,7 @@ def test_int64_slots_with_64_bit_types() -> None:
     operands, _ = split(update(slot_mapping=np.array([0, 7, -1], np.int64)))
     with jax.enable_x64(True):
         (call,) = hlo.custom_calls(
-            hlo.of_jax(jax_frontend.kv_cache_update, *operands)[0], "xla_gpu_kv_cache_update"
+            hlo.from_jax(jax_frontend.kv_cache_update, *operands)[0], "xla_gpu_kv_cache_update"
         )
         result = np.asarray(jax_frontend.kv_cache_update(*operands))
     assert "s64[3]{0}}" in call

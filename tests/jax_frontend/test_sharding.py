@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 import jax_frontend
 from harness import hlo
 from harness.compare import assert_same_bits
+from tests.cases.case import Case
 from tests.support import scripts
 from tests.support.calls import split_keywords
-from tests.support.cases import Case
 
 ATTENTION, UPDATE = "xla_gpu_paged_attention", "xla_gpu_kv_cache_update"
 COLLECTIVES = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter")
@@ -61,11 +61,11 @@ def shard_by_heads(mesh: Mesh, case: Case) -> tuple[list[Any], dict[str, Any], d
     query, kv_cache, *metadata = case.inputs()
     arrays, options = split_keywords(case.attributes())
     is_shared = case.num_kv_heads > 1
-    of_cache = along(mesh, kv_cache.ndim, HEAD_DIMS[case.kv_layout] if is_shared else None)
-    operands = [put(query, along(mesh, 3, 1)), put(kv_cache, of_cache)]
+    cache_sharding = along(mesh, kv_cache.ndim, HEAD_DIMS[case.kv_layout] if is_shared else None)
+    operands = [put(query, along(mesh, 3, 1)), put(kv_cache, cache_sharding)]
     operands += [put(x, NamedSharding(mesh, P())) for x in metadata]
     whole = NamedSharding(mesh, P())
-    others = {"value_cache": of_cache, "tree_mask": whole}
+    others = {"value_cache": cache_sharding, "tree_mask": whole}
     if not is_shared:
         others |= {"k_scale": whole, "v_scale": whole}
     keywords = {
@@ -135,7 +135,7 @@ def test_a_donated_sharded_cache_is_updated_in_place(
     value_cache = case.attributes().get("value_cache")
     key, value = np.random.default_rng(0).standard_normal((2, 5, 8, 16), np.float32)
     slots = np.array([3, -1, 17, 40, 8], np.int32)
-    of_cache = along(mesh, kv_cache.ndim, HEAD_DIMS[layout])
+    cache_sharding = along(mesh, kv_cache.ndim, HEAD_DIMS[layout])
 
     def update(caches: Any, *rest: Any) -> Any:
         kv_cache, value_cache = caches
@@ -144,7 +144,7 @@ def test_a_donated_sharded_cache_is_updated_in_place(
         )
 
     alone = jax.jit(update)((kv_cache, value_cache), key, value, slots)
-    caches = jax.device_put((kv_cache, value_cache), of_cache)
+    caches = jax.device_put((kv_cache, value_cache), cache_sharding)
     rest = [*jax.device_put((key, value), along(mesh, 3, 1)), slots]
     jitted = jax.jit(update, donate_argnums=0)
     text = jitted.lower(caches, *rest).compile().as_text()
@@ -155,7 +155,7 @@ def test_a_donated_sharded_cache_is_updated_in_place(
 
 
 @pytest.mark.parametrize("fields", [{"num_heads": 4, "num_kv_heads": 2}, {"kv_layout": "nb(2h)d"}])
-def test_heads_that_cannot_be_sharded_give_the_right_result(
+def test_unshardable_heads_give_the_right_result(
     mesh: Mesh, partitioner: str, fields: dict[str, Any]
 ) -> None:
     """Fewer KV heads than devices, and a layout where a KV head is not in one piece."""
@@ -184,9 +184,7 @@ def test_vmap_of_a_sharded_call(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("is_shared", [False, True], ids=["own", "shared"])
-def test_vmap_of_calls_that_are_sharded_by_heads(
-    mesh: Mesh, partitioner: str, is_shared: bool
-) -> None:
+def test_vmap_of_calls_sharded_by_heads(mesh: Mesh, partitioner: str, is_shared: bool) -> None:
     """Each device makes one call on its heads, for the whole batch."""
     case, in_axes = batch(return_lse=True), (0, None if is_shared else 0, 0, None, None, None)
     operands, _, options = shard_by_heads(mesh, case)
@@ -205,7 +203,7 @@ def test_vmap_of_calls_that_are_sharded_by_heads(
     compare(jax.jit(many)(*operands), jax.jit(many)(*alone))
 
 
-def test_vmap_of_updates_that_are_sharded_by_heads(mesh: Mesh, partitioner: str) -> None:
+def test_vmap_of_updates_sharded_by_heads(mesh: Mesh, partitioner: str) -> None:
     rng = np.random.default_rng(0)
     caches = rng.standard_normal((3, 6, 4, 16, 8), np.float32)
     key = rng.standard_normal((3, 5, 8, 8), np.float32)
@@ -342,7 +340,7 @@ PROCESS = """
 def test_two_processes() -> None:
     address = scripts.free_address()
     commands = [("0", address), ("1", address)]
-    printed = scripts.together(PROCESS, commands, JAX_NUM_CPU_DEVICES="2")
+    printed = scripts.run_together(PROCESS, commands, JAX_NUM_CPU_DEVICES="2")
     assert [text.splitlines()[-1] for text in printed] == ["the same bits"] * 2  # Gloo prints, too
 
 
@@ -380,7 +378,7 @@ MARKED = """
         alone = backends.in_torch("paged_attention", *inputs, **attributes)
         for compile_with in (None, "openxla"):
             before = len(programs.all())
-            result = backends.through(convert, compile_with, "paged_attention", *inputs, **attributes)
+            result = backends.call_torch(convert, compile_with, "paged_attention", *inputs, **attributes)
             compare(result, alone)
             made = [y for x, y in programs.all()[before:] if hlo.custom_calls(x, ATTENTION)]
             assert made
@@ -418,7 +416,7 @@ MARKED = """
 """
 
 
-def test_caches_that_torch_xla_marks_as_sharded(tmp_path: Path) -> None:
+def test_torch_xla_sharded_caches(tmp_path: Path) -> None:
     """Only the caches are marked as sharded. Each device calls the handler on its heads, sends
     nothing and updates its cache in place."""
     flags = scripts.dump_flags(tmp_path)
@@ -447,7 +445,7 @@ MANUAL = """
         for i, x in enumerate(backends.to_xla(x) for x in inputs)
     ]
     part = torch.ops.xla_gpu.paged_attention(*manual, scale)
-    (call,) = hlo.custom_calls(hlo.of_torch_xla([part]), ATTENTION)
+    (call,) = hlo.custom_calls(hlo.from_torch_xla([part]), ATTENTION)
     assert call.startswith(f"f32[{len(expected)},4,16]"), call
     whole = spmd.disable_manual_sharding(part, heads[0], expected.shape, mesh=mesh).global_tensor
     backends.np.testing.assert_array_equal(backends.to_numpy(whole), expected)

@@ -19,10 +19,11 @@ from harness.compare import assert_same_bits
 from harness.layouts import LATENT_LAYOUTS, LAYOUTS
 from jax_frontend._vmap import batching
 from jax_frontend._vmap import paged_attention as vmapped
+from tests.cases.case import DECODE, JUNK, MIXED, SHORT_NAMES, Case
+from tests.cases.updates import UpdateCase
+from tests.support.backends import JAX_ERRORS
 from tests.support.bad_calls import DYNAMIC, Fault
 from tests.support.calls import split_keywords
-from tests.support.cases import DECODE, JUNK, MIXED, SHORT_NAMES, Case, UpdateCase
-from tests.support.backends import JAX_ERRORS
 from tests.support.gpu import Gpu
 from tests.support.gpu import attend as attend_on
 from tests.support.sound_calls import add, attention, split, update
@@ -122,23 +123,27 @@ FEATURES: dict[str, dict[str, Any]] = {
         for layout in (None, *LATENT_LAYOUTS)
     },
 }
-OF_CALLS = FEATURES | {"trees": {"tree": "draft"}}  # which only calls with their own lengths have
-OF_ALL = ("sinks", "alibi_slopes")  # the same for all calls, or vmap loops
+CALL_FEATURES = FEATURES | {
+    "trees": {"tree": "draft"}
+}  # which only calls with their own lengths have
+SHARED_BY_CALLS = ("sinks", "alibi_slopes")  # the same for all calls, or vmap loops
 
 
 def keyword_axes(arrays: dict[str, Any]) -> dict[str, int | None]:
     """The mapped axes of `calls_of_one_shape`. Arrays with one value for each head are not
     mapped."""
-    return {name: None if name in OF_ALL or x.ndim <= 2 else 0 for name, x in arrays.items()}
+    return {
+        name: None if name in SHARED_BY_CALLS or x.ndim <= 2 else 0 for name, x in arrays.items()
+    }
 
 
 def unstacked(arrays: dict[str, Any], axes: dict[str, int | None]) -> dict[str, Any]:
     return {name: x[0] if axes[name] is None else x for name, x in arrays.items()}
 
 
-@pytest.mark.parametrize("feature", OF_CALLS)
+@pytest.mark.parametrize("feature", CALL_FEATURES)
 def test_each_call_has_its_own_cache(feature: str) -> None:
-    inputs, arrays, options = calls_of_one_shape(**OF_CALLS[feature])
+    inputs, arrays, options = calls_of_one_shape(**CALL_FEATURES[feature])
     axes = keyword_axes(arrays)
     arrays = unstacked(arrays, axes)
     check(attention_of(options), ([0] * 6, axes), inputs, arrays, target=ATTENTION)

@@ -10,23 +10,23 @@ import numpy as np
 from harness import reference
 from harness.compare import assert_close_on_cpu, assert_same_bits
 from shared_ffi.spec import Call
-from tests.aarch64.compiler import compile_program
-from tests.aarch64.emulator import run_program
+from tests.cases.all import CASES, UPDATE_CASES
+from tests.cases.case import Case
 from tests.support import native
+from tests.support.aarch64.program import compile_program, run_program
 from tests.support.calls import checked_call, in_place, numbers, results_of
-from tests.support.cases import CASES, UPDATE_CASES, Case
 
 
 def compile_handlers(folder: Path) -> Path:
-    """Compiles the program that calls handlers (tests/aarch64/handlers.cc)."""
+    """Compiles the program that calls handlers (tests/support/aarch64/handlers.cc)."""
     (folder / "cpu_instruction_sets.h").write_text(
         "#define XLA_GPU_FOR_CPU_INSTRUCTION_SETS(f) f(baseline)\n"
     )
     csrc = native.ROOT / "shared_ffi/csrc"
-    sources = {*csrc.rglob("*.cc")} - {*csrc.glob("module*.cc"), csrc / "gpu/simt/simt.cc"}
+    sources = {*csrc.rglob("*.cc")} - {*csrc.glob("python/*.cc"), csrc / "gpu/simt/simt.cc"}
     return compile_program(
         folder,
-        sorted(sources | {native.ROOT / "tests/aarch64/handlers.cc"}),
+        sorted(sources | {native.ROOT / "tests/support/aarch64/handlers.cc"}),
         *(f"-I{folder}", "-isystem", native.ffi_headers(), "-DXLA_GPU_INSTRUCTION_SET=baseline"),
     )
 

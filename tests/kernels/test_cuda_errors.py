@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from shared_ffi import kv_cache_update, paged_attention, simple_add
+from tests.cases.all import CASES, UPDATE_CASES
 from tests.support.calls import checked_call, numbers, results_of
-from tests.support.cases import CASES, UPDATE_CASES
 from tests.support.gpu import ON_CUDA, EmulatedGpu
 
 pytestmark = pytest.mark.skipif(ON_CUDA, reason="a GPU's calls do not fail on demand")
@@ -76,7 +76,7 @@ def test_a_gpu_that_the_build_left_out_is_named(
         gpu.run(paged_attention, operands, results, next(new_device), **attributes)
 
 
-def test_a_device_is_asked_once(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_properties_are_read_once(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     attributes, operands, results = call_of(paged_attention)
     device = next(new_device)
     gpu.run(paged_attention, operands, results, device, **attributes)

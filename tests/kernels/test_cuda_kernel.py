@@ -23,17 +23,12 @@ from harness.arrays import guarded
 from harness.compare import assert_close_on_cuda, assert_same_bits
 from shared_ffi import kv_cache_update, paged_attention, simple_add
 from shared_ffi.spec import ArraySpec
+from tests.cases.all import CASES, LONG_CASES, SAMPLED_CASES, UPDATE_CASES
+from tests.cases.case import Case
+from tests.cases.softmax import EXTREME_NUMBERS, extreme_call
+from tests.cases.updates import UpdateCase
 from tests.support import native, selection
 from tests.support.calls import checked_call, in_wider_rows, numbers, with_wider_rows
-from tests.support.cases import (
-    CASES,
-    EXTREME_NUMBERS,
-    LONG_CASES,
-    UPDATE_CASES,
-    Case,
-    UpdateCase,
-    extreme_call,
-)
 from tests.support.gpu import ON_CUDA, Gpu, attend, scratch_of
 from tests.support.random_cases import random_cases
 
@@ -52,19 +47,19 @@ def with_choice(gpu: Gpu, name: str) -> Gpu:
     """The GPU, with a kernel that is off by default."""
     choices = CHOICES[name]
     offered = gpu.native.cuda_choices()
-    if any(kernel not in offered[purpose] for purpose, kernel in choices.items()):
+    if any(kernel not in offered[phase] for phase, kernel in choices.items()):
         pytest.skip(f"this build has no kernel {name}")
     return type(gpu)(gpu.native, choices)
 
 
 @pytest.fixture(scope="session", params=CHOICES)
-def either(request: pytest.FixtureRequest, gpu: Gpu) -> Gpu:
+def each_kernel(request: pytest.FixtureRequest, gpu: Gpu) -> Gpu:
     """The GPU, once with each of the kernels that are off by default, and once without."""
     return with_choice(gpu, request.param)
 
 
 @pytest.fixture(scope="session", params=["any", "tall", "hopper"])
-def for_long_queries(request: pytest.FixtureRequest, gpu: Gpu) -> Gpu:
+def each_prefill_kernel(request: pytest.FixtureRequest, gpu: Gpu) -> Gpu:
     """The GPU, once with each kernel for long queries."""
     return with_choice(gpu, request.param)
 
@@ -83,9 +78,9 @@ def has_long_queries(case: Case) -> bool:
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", LONG_CASES, ids=lambda case: case.id)
-def test_long_queries(case: Case, for_long_queries: Gpu) -> None:
+def test_long_queries(case: Case, each_prefill_kernel: Gpu) -> None:
     assert has_long_queries(case)
-    test_paged_attention(case, for_long_queries)
+    test_paged_attention(case, each_prefill_kernel)
 
 
 @pytest.mark.pairwise
@@ -133,7 +128,7 @@ def test_the_hopper_kernel_needs_one_scale_for_all_positions(scales: str, gpu: G
     assert (chosen != plain).any() == (scales == "per head")
 
 
-def test_more_kv_tiles_than_there_is_memory_for(gpu: Gpu) -> None:
+def test_more_kv_tiles_than_pipeline_stages(gpu: Gpu) -> None:
     """Work items of 4 KV tiles, one after the other. A sequence with so many rows is not split."""
     case = Case(
         id="many-tiles",
@@ -172,7 +167,7 @@ def test_paged_attention_pipelined(case: Case, gpu: Gpu) -> None:
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("head_size", [24, 128, 184, 248])
-def test_infinite_values_of_later_tokens(head_size: int, dtype: str, either: Gpu) -> None:
+def test_infinite_values_of_later_tokens(head_size: int, dtype: str, each_kernel: Gpu) -> None:
     """Infinite values reach exactly the rows that attend to them."""
     case = Case(
         id=f"infinite-{head_size}-{dtype}",
@@ -187,27 +182,27 @@ def test_infinite_values_of_later_tokens(head_size: int, dtype: str, either: Gpu
         value = inputs.kv_cache[inputs.block_tables[s, block], offset, 1]
         value[::3], value[1::5] = np.inf, -np.inf
         value[7] = np.nan
-    result = attend(either, inputs, **attributes)
+    result = attend(each_kernel, inputs, **attributes)
     with np.errstate(over="ignore"):  # the allowed error at an infinite value
         assert_close_on_cuda(result, inputs, attributes)
     for seed in (1, 2):
-        assert_same_bits(attend(either, inputs, **attributes, seed=seed), result)
+        assert_same_bits(attend(each_kernel, inputs, **attributes, seed=seed), result)
 
 
-@pytest.mark.parametrize("purpose", ["prefill", "decode"])
-def test_a_kernel_can_be_chosen(purpose: str, gpu: Gpu) -> None:
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_kernel_can_be_chosen(phase: str, gpu: Gpu) -> None:
     """The environment chooses it when the module is loaded."""
-    offered = gpu.native.cuda_choices()[purpose]
+    offered = gpu.native.cuda_choices()[phase]
     assert offered[0] == "any"
-    assert {*offered[1:]} <= {kernels.get(purpose) for kernels in CHOICES.values()}
-    assert ("tall" in offered) == (purpose == "prefill")
-    variable = f"XLA_GPU_CUDA_{purpose.upper()}"
-    message = f"shared_ffi: the kernel for {purpose} on CUDA ({variable}) must be one of "
+    assert {*offered[1:]} <= {kernels.get(phase) for kernels in CHOICES.values()}
+    assert ("tall" in offered) == (phase == "prefill")
+    variable = f"XLA_GPU_CUDA_{phase.upper()}"
+    message = f"shared_ffi: the kernel for {phase} on CUDA ({variable}) must be one of "
     message += f"{', '.join(offered)} in this build; got volta"
     with pytest.raises(ValueError, match=re.escape(message)):
-        gpu.native.set_cuda_choice(purpose, "volta")
+        gpu.native.set_cuda_choice(phase, "volta")
     program = "import sys; from tests.support import native; module = native.load(sys.argv[1], 'x._native')"
-    program += f"; print(module.cuda_choice('{purpose}'))"
+    program += f"; print(module.cuda_choice('{phase}'))"
     for name in (None, *offered, "volta"):
         outcome = subprocess.run(
             [sys.executable, "-c", program, gpu.native.__file__],
@@ -239,8 +234,8 @@ def with_long_queries(case: Case) -> Case:
 
 
 @given(case=random_cases().map(with_long_queries))
-def test_random_long_queries(for_long_queries: Gpu, case: Case) -> None:
-    test_paged_attention(case, for_long_queries)
+def test_random_long_queries(each_prefill_kernel: Gpu, case: Case) -> None:
+    test_paged_attention(case, each_prefill_kernel)
 
 
 @given(case=random_cases())
@@ -302,8 +297,8 @@ def test_kv_cache_update(case: UpdateCase, gpu: Gpu) -> None:
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("more", [3, 64], ids="{}-more".format)  # only 64 keep rows aligned
-@pytest.mark.parametrize("case", [*CASES[::7], *LONG_CASES[:1]], ids=lambda case: case.id)
-def test_queries_in_wider_rows(case: Case, more: int, either: Gpu) -> None:
+@pytest.mark.parametrize("case", [*SAMPLED_CASES, *LONG_CASES[:1]], ids=lambda case: case.id)
+def test_queries_in_wider_rows(case: Case, more: int, each_kernel: Gpu) -> None:
     inputs, attributes = case.inputs(), case.attributes()
     call, (query, *others) = checked_call("paged_attention", inputs, attributes)
     rows, row_attributes = in_wider_rows(query, more)
@@ -311,7 +306,9 @@ def test_queries_in_wider_rows(case: Case, more: int, either: Gpu) -> None:
     results += [guarded(np.full(spec.shape, np.nan, F32)) for spec in call.results[1:]]
     scratch = scratch_of(inputs, attributes)
     arrays = [guarded(x) for x in (rows, *others)]
-    either.run(paged_attention, arrays, [*results, scratch], 0, **numbers(call), **row_attributes)
+    each_kernel.run(
+        paged_attention, arrays, [*results, scratch], 0, **numbers(call), **row_attributes
+    )
     result = tuple(results) if len(results) > 1 else results[0]
     assert_close_on_cuda(result, inputs, attributes)
 
@@ -375,11 +372,11 @@ def batch(dtype: str, num_heads: int = 6) -> tuple[list[Any], np.ndarray]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("attributes", [{}, {"sliding_window": 300}, {"soft_cap": 20.0}], ids=str)
 def test_a_sequence_has_the_same_bits_in_any_batch(
-    attributes: dict[str, Any], dtype: str, either: Gpu
+    attributes: dict[str, Any], dtype: str, each_kernel: Gpu
 ) -> None:
     (query, kv_cache, context_lens, tables, start, _), starts = batch(dtype)
     together = attend(
-        either,
+        each_kernel,
         [query, kv_cache, context_lens, tables, start, np.array(len(BATCH), I32)],
         scale=0.2,
         **attributes,
@@ -390,7 +387,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch(
             rows = np.concatenate([rows, np.full((padding, *rows.shape[1:]), np.nan, rows.dtype)])
             begins = np.cumsum([0, *(BATCH[s][0] for s in order), *[0] * padding])
             result = attend(
-                either,
+                each_kernel,
                 [
                     rows,
                     kv_cache,
@@ -411,7 +408,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch(
 
 
 @pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn", "float8_e5m2"])
-def test_a_value_that_is_nan_beside_a_key_that_is_not(cache_dtype: str | None, gpu: Gpu) -> None:
+def test_nan_value_with_finite_key(cache_dtype: str | None, gpu: Gpu) -> None:
     """A NaN value reaches exactly the rows that attend to it, though its key is finite."""
     case = Case(
         id=f"nan-value-{cache_dtype}",
@@ -432,8 +429,8 @@ def test_a_value_that_is_nan_beside_a_key_that_is_not(cache_dtype: str | None, g
 @pytest.mark.parametrize("head_size", [64, 256])
 @pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn"])
 @pytest.mark.parametrize("max_query_len", [1, 2, 9, 1000])
-def test_the_bits_do_not_depend_on_max_query_len(
-    max_query_len: int, cache_dtype: str | None, head_size: int, either: Gpu
+def test_bits_do_not_depend_on_max_query_len(
+    max_query_len: int, cache_dtype: str | None, head_size: int, each_kernel: Gpu
 ) -> None:
     sequences = ((1, 700), (2, 300), (9, 9), (100, 120))
     case = Case(
@@ -446,15 +443,15 @@ def test_the_bits_do_not_depend_on_max_query_len(
         padding_tokens=50,
     )
     inputs, attributes = case.inputs(), case.attributes()
-    result = attend(either, inputs, **attributes)
+    result = attend(each_kernel, inputs, **attributes)
     assert_close_on_cuda(result, inputs, attributes)
-    assert_same_bits(attend(either, inputs, **attributes, max_query_len=max_query_len), result)
+    assert_same_bits(attend(each_kernel, inputs, **attributes, max_query_len=max_query_len), result)
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("max_query_len", [2**63 - 1, 2**62, 2**31])
-def test_the_largest_max_query_len(max_query_len: int, dtype: str, either: Gpu) -> None:
+def test_the_largest_max_query_len(max_query_len: int, dtype: str, each_kernel: Gpu) -> None:
     """With 8 query heads, a bound that overflowed left no thread block to launch."""
     case = Case(
         id="largest-hint",
@@ -465,15 +462,15 @@ def test_the_largest_max_query_len(max_query_len: int, dtype: str, either: Gpu) 
         dtype=dtype,
     )
     inputs, attributes = case.inputs(), case.attributes()
-    result = attend(either, inputs, **attributes)
-    assert_same_bits(attend(either, inputs, **attributes, max_query_len=max_query_len), result)
+    result = attend(each_kernel, inputs, **attributes)
+    assert_same_bits(attend(each_kernel, inputs, **attributes, max_query_len=max_query_len), result)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_more_queries_than_max_query_len(dtype: str, either: Gpu) -> None:
+def test_more_queries_than_max_query_len(dtype: str, each_kernel: Gpu) -> None:
     inputs, starts = batch(dtype)
-    sound = attend(either, inputs, scale=0.2)
-    result = attend(either, inputs, scale=0.2, max_query_len=3)
+    sound = attend(each_kernel, inputs, scale=0.2)
+    result = attend(each_kernel, inputs, scale=0.2, max_query_len=3)
     assert np.isnan(result[starts[3] : starts[5]].astype(F32)).all()
     assert_same_bits(result[: starts[3]], sound[: starts[3]])
     assert_same_bits(result[starts[5] :], sound[starts[5] :])
@@ -502,7 +499,9 @@ def test_splits_of_many_heads(num_heads: int, dtype: str, gpu: Gpu) -> None:
 @pytest.mark.parametrize(
     ("q_len", "splits"), [(2, 18), (64, 18), (100, 18), (300, 12)], ids=lambda x: str(x)
 )
-def test_splits_of_long_queries(q_len: int, splits: int, padding_tokens: int, either: Gpu) -> None:
+def test_splits_of_long_queries(
+    q_len: int, splits: int, padding_tokens: int, each_kernel: Gpu
+) -> None:
     """A sequence with few query tiles has enough splits to fill a GPU, as decoding has."""
     case = Case(
         id=f"splits-of-{q_len}",
@@ -517,7 +516,9 @@ def test_splits_of_long_queries(q_len: int, splits: int, padding_tokens: int, ei
     )
     inputs, attributes = case.inputs(), case.attributes()
     scratch = scratch_of(inputs, attributes)
-    assert_close_on_cuda(attend(either, inputs, scratch=scratch, **attributes), inputs, attributes)
+    assert_close_on_cuda(
+        attend(each_kernel, inputs, scratch=scratch, **attributes), inputs, attributes
+    )
     num_tokens, (max_seqs, max_blocks_per_seq) = len(inputs.query), inputs.block_tables.shape
     tokens_per_tile, most_splits = 16, 256
     num_slots = min(
@@ -525,7 +526,7 @@ def test_splits_of_long_queries(q_len: int, splits: int, padding_tokens: int, ei
         max_seqs * tokens_per_tile * most_splits,
     )
     flags = scratch[: 4 * (num_tokens + num_slots)].view(I32)[num_tokens:]
-    is_tall = either.choices["prefill"] != "any" and q_len > tokens_per_tile
+    is_tall = each_kernel.choices["prefill"] != "any" and q_len > tokens_per_tile
     tiles = -(-q_len // (2 * tokens_per_tile if is_tall else tokens_per_tile))
     assert np.count_nonzero(flags == 0) == tiles * splits + 2
 
@@ -564,17 +565,17 @@ def faulty_metadata() -> dict[str, tuple[dict[int, Any], list[int]]]:
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fault", faulty_metadata())
-def test_faulty_metadata(fault: str, dtype: str, either: Gpu) -> None:
+def test_faulty_metadata(fault: str, dtype: str, each_kernel: Gpu) -> None:
     """Faulty metadata never causes a read outside the arrays. It makes the rows of its sequences
     NaN and leaves the bits of all others."""
     inputs, starts = batch(dtype)
-    sound = attend(either, inputs, scale=0.2)
+    sound = attend(each_kernel, inputs, scale=0.2)
     changes, lost = faulty_metadata()[fault]
     faulty = [np.array(x) for x in inputs]
     for operand, entries in changes.items():
         for index, value in entries:
             faulty[operand][index] = value
-    result = attend(either, faulty, scale=0.2)
+    result = attend(each_kernel, faulty, scale=0.2)
     expected = np.array(sound)
     for s in lost:
         expected[starts[s] : starts[s + 1]] = np.nan
@@ -588,8 +589,8 @@ def test_faulty_metadata(fault: str, dtype: str, either: Gpu) -> None:
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("group", [1, 4])
-def test_a_tree_without_branches_has_the_bits_of_causal_attention(
-    group: int, dtype: str, either: Gpu
+def test_chain_tree_has_the_bits_of_causal_attention(
+    group: int, dtype: str, each_kernel: Gpu
 ) -> None:
     case = Case(
         id="chain",
@@ -602,25 +603,25 @@ def test_a_tree_without_branches_has_the_bits_of_causal_attention(
     )
     inputs, attributes = case.inputs(), case.attributes()
     trees = attributes.pop("tree_mask")
-    causal = attend(either, inputs, **attributes)
-    assert_same_bits(attend(either, inputs, tree_mask=trees, **attributes), causal)
+    causal = attend(each_kernel, inputs, **attributes)
+    assert_same_bits(attend(each_kernel, inputs, tree_mask=trees, **attributes), causal)
     no_bits = np.zeros_like(trees)
-    assert_same_bits(attend(either, inputs, tree_mask=no_bits, **attributes), causal)
+    assert_same_bits(attend(each_kernel, inputs, tree_mask=no_bits, **attributes), causal)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_faulty_trees(dtype: str, either: Gpu) -> None:
+def test_faulty_trees(dtype: str, each_kernel: Gpu) -> None:
     """Bits past a sequence's tokens, or of a long sequence, make the rows of the sequence NaN."""
     sequences = ((7, 150), (64, 700), (3, 3), (80, 90))
     case = Case(id="trees", sequences=sequences, dtype=dtype, tree="draft")
     inputs, attributes = case.inputs(), case.attributes()
     trees = attributes.pop("tree_mask")
-    sound = attend(either, inputs, tree_mask=trees, **attributes)
+    sound = attend(each_kernel, inputs, tree_mask=trees, **attributes)
     starts = np.cumsum([0, *(q_len for q_len, _ in sequences)])
     for s, token, word in ((0, 6, 1 << 7), (2, 0, 1 << 3), (3, 79, 1)):
         faulty = trees.copy()
         faulty[starts[s] + token] |= (word, 0)
-        result = attend(either, inputs, tree_mask=faulty, **attributes)
+        result = attend(each_kernel, inputs, tree_mask=faulty, **attributes)
         rows = slice(starts[s], starts[s + 1])
         assert np.isnan(result[rows].astype(F32)).all()
         result[rows] = sound[rows]
@@ -631,7 +632,7 @@ def test_faulty_trees(dtype: str, either: Gpu) -> None:
 @pytest.mark.skipif(ON_CUDA, reason="an operand on a GPU is not the memory of a result")
 @pytest.mark.parametrize("q_len", [1, 70])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_lengths_that_change_during_the_call(dtype: str, q_len: int, either: Gpu) -> None:
+def test_lengths_that_change_during_the_call(dtype: str, q_len: int, each_kernel: Gpu) -> None:
     """The lengths lie in the memory of the result. The first sequence's row of ones makes them
     1,006,648,192 or more, after they were checked, and before the second sequence uses them."""
     inputs = Case("", ((q_len, q_len), (q_len, q_len)), dtype=dtype, num_heads=1, num_kv_heads=1)
@@ -644,11 +645,11 @@ def test_lengths_that_change_during_the_call(dtype: str, q_len: int, either: Gpu
         lengths[:] = operands[place]
         operands[place] = lengths
     scratch = guarded(np.full(call.results_on("cuda")[-1].shape, 0xFF, np.uint8))
-    either.run(paged_attention, operands, [output, scratch], 0, **numbers(call))
+    each_kernel.run(paged_attention, operands, [output, scratch], 0, **numbers(call))
     assert (np.isnan(output) | (output == 1)).all()  # and nothing outside of the arrays was read
 
 
-def test_a_scratch_of_another_size_is_refused(gpu: Gpu) -> None:
+def test_wrong_scratch_size_is_refused(gpu: Gpu) -> None:
     inputs, _ = batch("float32")
     with pytest.raises(
         ValueError, match=r"paged_attention: the scratch must be uint8 \[\d+\]; got"
@@ -711,7 +712,7 @@ def test_the_scratch_is_bounded(
     | st.just(2**63 - 1)
     | st.sampled_from([128, 129, 171, 172, 191, 192]),
 )
-def test_the_handler_wants_the_scratch_that_the_call_names(
+def test_handler_expects_the_scratch_size_of_the_check(
     gpu: Gpu,
     num_tokens: int,
     max_seqs: int,

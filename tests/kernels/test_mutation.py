@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from shared_ffi import _native
+from shared_ffi import OPS, _native
 from tests.support import faults, native
 from tests.support.fault_runner import FaultRunner
-
-CSRC = native.ROOT / "shared_ffi/csrc"
 
 # The libraries of a build share one variable, which FaultRunner sets.
 HEADER = """#pragma once
@@ -33,27 +31,34 @@ class Suite:
 
     @functools.cached_property
     def faults(self) -> list[faults.PlantedFault]:
-        return faults.load(CSRC, self.name)
+        return faults.load(self.name)
 
 
 # One set with instructions of its own, if the processor has it, and the one of every processor.
 SETS = [name for name in _native.cpu_instruction_sets() if name in ("avx512_bf16", "baseline")]
 
+OTHER_OPS = {op.OP for op in OPS} - {"paged_attention"}
+
 SUITES = {
     "cpu": Suite(
-        "cpu", "tests/kernels/test_kernel.py", "--native", cuda="OFF", instruction_sets=SETS
+        "cpu", "tests/kernels/test_cpu_kernel.py", "--native", cuda="OFF", instruction_sets=SETS
     ),
     "cuda": Suite("cuda", "tests/kernels/test_cuda_kernel.py", "--emulated", cuda="EMULATED"),
 }
 
 
-def plant(suite: Suite, folder: Path) -> None:
-    """Writes the sources with all faults of a suite to a folder laid out as this repository. Files
-    that are right already keep their time, so that a build compiles only what changed."""
+def read_sources() -> dict[Path, str]:
+    """The files that a build needs."""
     paths = [native.ROOT / "CMakeLists.txt"]
     for part in ("shared_ffi/csrc", "cmake"):
         paths += [path for path in (native.ROOT / part).rglob("*.*") if path.suffix != ".pyc"]
-    planted = faults.plant({path: path.read_text() for path in paths}, suite.faults)
+    return {path: path.read_text() for path in paths}
+
+
+def plant(suite: Suite, folder: Path) -> None:
+    """Writes the sources with all faults of a suite to a folder laid out as this repository. Files
+    that are right already keep their time, so that a build compiles only what changed."""
+    planted = faults.plant(read_sources(), suite.faults)
     sources = {folder / path.relative_to(native.ROOT): text for path, text in planted.items()}
     sources[folder / "planted_fault.h"] = HEADER
     for path, text in sources.items():
@@ -121,8 +126,9 @@ def test_a_fault_fails_the_suite(
     """One test fails with the fault, and passes without it."""
     number, planted = next((i, x) for i, x in enumerate(SUITES[name].faults) if x.name == fault)
     # A test of the op itself must catch a fault in an op's folder.
-    op = next(iter(planted.table.parent.relative_to(CSRC).parts), "paged_attention")
-    matching = "" if op == "paged_attention" else op
+    path, _ = faults.find(planted, read_sources())
+    folder = path.relative_to(faults.CSRC).parts[0]
+    matching = folder if folder in OTHER_OPS else ""
     runner = runners(name)
     failed = runner.first_failure(number, matching, planted.caught_by)
     assert failed.startswith("test_"), f"{failed}\n{runner.log.read_text()}"

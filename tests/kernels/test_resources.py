@@ -57,10 +57,10 @@ def test_every_kernel_is_in_the_table(folder: Path, kernels: list[dict[str, Any]
         ),
     }
     expected = set()
-    for kernel, (of_16_bits, of_8_bits, for_targets) in kernels_of.items():
-        for storage, target in itertools.product(("float16", "bfloat16"), for_targets):
-            expected |= {(kernel, storage, storage, size, target) for size in of_16_bits}
-            caches = itertools.product(CACHE_DTYPES, of_8_bits)
+    for kernel, (sizes_16_bit, sizes_8_bit, kernel_targets) in kernels_of.items():
+        for storage, target in itertools.product(("float16", "bfloat16"), kernel_targets):
+            expected |= {(kernel, storage, storage, size, target) for size in sizes_16_bit}
+            caches = itertools.product(CACHE_DTYPES, sizes_8_bit)
             expected |= {(kernel, storage, cache, size, target) for cache, size in caches}
     assert expected == {
         tuple(entry[column] for column in ("kernel", "storage", "cache", "size", "target"))
@@ -70,7 +70,7 @@ def test_every_kernel_is_in_the_table(folder: Path, kernels: list[dict[str, Any]
     others = {(entry["kernel"], entry["target"]) for entry in kernels} - {
         (kernel, target) for kernel, *_, target in expected
     }
-    names = ("CudaCoreAttention", "Finish", "Update", "Add")
+    names = ("CudaCoreAttention", "Combine", "Update", "Add")
     assert others == {*itertools.product(names, targets)}
 
 
@@ -85,7 +85,7 @@ def test_no_kernel_spills_registers(kernels: list[dict[str, Any]]) -> None:
     assert [entry for entry in kernels if entry["spill_bytes"] or entry["stack_bytes"]] == []
 
 
-def test_ptxas_warns_of_no_lost_speed(folder: Path) -> None:
+def test_ptxas_reports_no_performance_loss(folder: Path) -> None:
     """ptxas prints (C75xx) where it ignores setmaxnreg or serializes products."""
     reports = [path.read_text() for path in folder.rglob("*.ptxas")]
     assert len(reports) > 1
@@ -100,7 +100,7 @@ def test_the_build_shows_the_warnings_of_ptxas() -> None:
     assert outcome.stdout.splitlines() == [loss]
 
 
-def test_the_launcher_imports_nothing_of_a_build_environment(folder: Path) -> None:
+def test_launcher_ignores_pythonpath(folder: Path) -> None:
     """pip has a folder on PYTHONPATH while it builds. It is gone when ninja runs again."""
     rules = (folder / "CMakeFiles/rules.ninja").read_text() + (folder / "build.ninja").read_text()
     launchers = re.findall(r"(?:command|LAUNCHER) = (.*)cmake/resources\.py ", rules)

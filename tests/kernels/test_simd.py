@@ -13,11 +13,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from harness.arrays import CACHE_DTYPES, quantized
 from shared_ffi import _native
-from tests.aarch64.compiler import INCLUDED, compile_program
-from tests.aarch64.emulator import run_program
 from tests.support import native
-from tests.support.cases import CACHE_DTYPES, quantized
+from tests.support.aarch64.program import INCLUDED, compile_program, run_program
 
 
 def flags_of(instruction_set: str) -> list[str]:

@@ -41,7 +41,7 @@ WARM_UP = 0.25  # of the run
 
 @dataclass
 class Report:
-    """A run through one backend."""
+    """What one backend did in a run."""
 
     backend: str
     steps: int = 0
@@ -180,7 +180,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60, help="for all backends together")
     parser.add_argument("--passes", type=int, help="for each backend, whatever time they take")
-    parser.add_argument("--backend", nargs="*", default=["torch", "jax", "torch_xla"], choices=BACKENDS)
+    parser.add_argument(
+        "--backend", nargs="*", default=["torch", "jax", "torch_xla"], choices=BACKENDS
+    )
     parser.add_argument("--trace", type=Path, default=TRACE if TRACE.exists() else None)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

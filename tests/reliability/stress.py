@@ -33,11 +33,11 @@ def _trials(count: int) -> list[Any]:
     families = itertools.cycle(["valid", "valid", "corrupt"])
     numbers = range(0, 100 * draw.GROUP * count, 11 * draw.GROUP + 1)
     drawn = (draw.trial(SEED, family, i) for family, i in zip(families, numbers, strict=False))
-    return list(itertools.islice((x for x in drawn if not x.of_handler), count))
+    return list(itertools.islice((x for x in drawn if not x.handler_only), count))
 
 
 def _alone(backend: Any, trials: list[Any]) -> list[tuple[Any, Any, Any]]:
-    """Trials, their arguments and the outcomes of calls made alone, where the backend takes them."""
+    """Trials, their arguments and the outcomes of calls made alone, of those that the backend supports."""
     calls = [(trial, *trial.arguments()) for trial in trials]
     return [(call, backend.call(*call, 2)) for call in calls if backend.takes(call[1])]  # type: ignore[misc]
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from harness import reference
+from tests.cases.case import Case
+from tests.cases.updates import UpdateCase
 from tests.reliability.fuzz import __main__ as fuzz
 from tests.reliability.fuzz import draw, run
 from tests.reliability.fuzz.trials import (
@@ -22,10 +24,9 @@ from tests.reliability.fuzz.trials import (
     simpler,
 )
 from tests.support import selection
-from tests.support.cases import Case, UpdateCase
 
 SEED = 1
-CASES = sorted((Path(__file__).parent / "fuzz/cases").glob("*.json"))
+FORMER_FAILURES = load(Path(__file__).parent / "fuzz/former_failures.json")
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +57,22 @@ def test_a_short_campaign_on_the_emulated_gpu(family: str, emulated: Any) -> Non
     run_all(run.EmulatedRunner(emulated), family, range(0, 2560, 10))
 
 
-@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
-def test_a_trial_that_failed(path: Path, runner: run.CpuRunner, emulated: Any) -> None:
+@pytest.mark.parametrize("name", FORMER_FAILURES)
+def test_former_failure(name: str, runner: run.CpuRunner, emulated: Any) -> None:
     for each in (runner, run.EmulatedRunner(emulated)):
-        each.run(load(path))
+        each.run(FORMER_FAILURES[name])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_trial_follows_from_its_number(family: str, tmp_path: Path) -> None:
+def test_trial_is_determined_by_its_number(family: str, tmp_path: Path) -> None:
     trials = [draw.trial(SEED, family, number) for number in range(200)]
     assert trials == [draw.trial(SEED, family, number) for number in range(200)]
     assert all(map(is_consistent, trials))
     assert all(bool(trial.changes) == (family != "valid") for trial in trials)
     for trial in trials:
         save(trial, tmp_path / "trial.json", message="none")
-        assert repr(load(tmp_path / "trial.json")) == repr(trial)  # NaN is not equal to itself
+        loaded = load(tmp_path / "trial.json")["trial"]
+        assert repr(loaded) == repr(trial)  # NaN is not equal to itself
 
 
 def test_trials_of_a_group_have_the_same_shapes() -> None:
@@ -86,7 +88,7 @@ def test_trials_of_a_group_have_the_same_shapes() -> None:
         assert all(shapes(number) == shapes(first) for number in range(first, first + 64, 7))
 
 
-def test_a_trial_becomes_small() -> None:
+def test_failing_trial_is_minimized() -> None:
     """With every feature off that does not matter, and sizes as small as they can be."""
     trial = next(
         trial
@@ -111,7 +113,7 @@ def test_a_trial_becomes_small() -> None:
         assert getattr(small, field) == getattr(plain, field), field
 
 
-def test_simpler_trials_end() -> None:
+def test_simplification_terminates() -> None:
     for number in range(0, 640, 40):
         trial: Trial | None = draw.trial(SEED, "corrupt", number)
         for _ in range(500):
@@ -172,7 +174,7 @@ def test_a_campaign_finds_a_fault(
         ([Change("max_query_len", 2)], False),
     ],
 )
-def test_the_oracle_knows_the_rules(changes: list[Change], is_legal: bool) -> None:
+def test_oracle_decides_legality(changes: list[Change], is_legal: bool) -> None:
     """It is not the code that it judges."""
     case = Case("rules", ((1, 8), (3, 4)), padding_blocks=1, padding_seqs=1)
     inputs, attributes = Trial(case, tuple(changes)).arguments()
@@ -180,7 +182,7 @@ def test_the_oracle_knows_the_rules(changes: list[Change], is_legal: bool) -> No
     assert (legal is not None and all(legal)) == is_legal
 
 
-def test_the_oracle_knows_slots() -> None:
+def test_oracle_decides_legality_of_slots() -> None:
     inputs = UpdateCase("slots").inputs()
     assert reference.slots_are_legal(inputs.kv_cache, inputs.slot_mapping)
     num_slots = inputs.kv_cache.shape[0] * inputs.kv_cache.shape[1]
@@ -193,7 +195,7 @@ def test_corrupt_trials_are_legal_and_illegal() -> None:
     counts = {True: 0, False: 0}
     for number in range(0, 2560, 4):
         trial = draw.trial(SEED, "corrupt", number)
-        if trial.op == "paged_attention" and not trial.of_handler:
+        if trial.op == "paged_attention" and not trial.handler_only:
             inputs, attributes = trial.arguments()
             if reference.numbers_are_legal(trial.case.head_size, **attributes):
                 legal = reference.legal_sequences(*inputs, **attributes)

@@ -1,4 +1,5 @@
-"""A short share of the traffic. The backends get the same bits, also for a request that comes again."""
+"""A short share of the soak, in which a request that comes again gets the same bits, and of the stress
+scenarios: many threads, forks, interrupts, exits and imports."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 
 from examples.scheduler import Arrival, Scheduler
-from tests.reliability import soak
+from tests.reliability import soak, stress
+from tests.support import selection
 
 MOST_KIB = 500  # per 1000 steps: a leak of half a KiB a step. Hours show smaller ones.
 
@@ -51,7 +53,7 @@ def test_bits_that_drift_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         soaked.run(passes=20)
 
 
-def test_a_slope_is_a_slope() -> None:
+def test_slope_of_memory() -> None:
     report = soak.Report("torch", memory=[(1000 * i, 10.0 + 3 * max(i, 5)) for i in range(20)])
     assert abs(report.slope - 3) < 1e-9
 
@@ -68,3 +70,8 @@ def test_a_cancelled_request_gives_its_blocks_back() -> None:
         scheduler.next_step(0.0)
         scheduler.complete()
     assert scheduler.used_blocks == 0 and [x.number for x in scheduler.finished] == [1]
+
+
+@pytest.mark.parametrize("scenario", stress.SCENARIOS)
+def test_stress(scenario: str) -> None:
+    assert stress.run_alone(scenario, seconds=2 if selection.everything else 1) > 0

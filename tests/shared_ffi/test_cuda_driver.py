@@ -102,9 +102,9 @@ def test_a_build_without_cuda_needs_no_driver(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.usefixtures("old_driver")
 def test_eager_calls() -> None:
     with pytest.raises(RuntimeError, match=REFUSAL):
-        eager.run_on_cuda(CALL, [], [], 0)
+        eager.prepare(CALL, "cuda")
     a, result = np.float32([1, 2]), np.empty(2, np.float32)
-    eager.run_on_cpu(CALL, [a.ctypes.data] * 2, [result.ctypes.data], 1)
+    eager.prepare(CALL, "cpu")([a.ctypes.data] * 2, [result.ctypes.data])
     assert result.tolist() == [2, 4]
 
 
@@ -141,5 +141,5 @@ def test_jax_runs_on_the_cpu() -> None:
 
 
 @pytest.mark.usefixtures("old_driver")
-def test_the_diagnosis_says_it() -> None:
+def test_self_test_names_the_driver() -> None:
     assert "update the driver to 580 or later" in diagnosis._cuda_driver()

@@ -49,7 +49,7 @@ def test_one_backend() -> None:
     }
 
 
-def test_a_backend_that_is_asked_for_must_work() -> None:
+def test_requested_backend_must_work() -> None:
     returncode, report = diagnose("--backend", "torch-cpu", "jax-cuda")
     assert {x["backend"]: x["status"] for x in report["backends"]} == {
         "torch-cpu": WORKS,
@@ -63,7 +63,8 @@ def in_process(
 ) -> tuple[int, list[str]]:
     """The exit status and what is printed about backends with these scripts."""
     backends = tuple(
-        Backend(f"backend{i}-cpu", f"backend {i}", "torch", script) for i, script in enumerate(scripts)
+        Backend(f"backend{i}-cpu", f"backend {i}", "torch", script)
+        for i, script in enumerate(scripts)
     )
     monkeypatch.setattr(diagnosis, "BACKENDS", backends)
     monkeypatch.setattr(
@@ -102,7 +103,9 @@ def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(_backends, "_is_installed", lambda module: module != "torch")
     by_name = {x.name: x for x in BACKENDS}
     outcomes = [_backends.try_backend(by_name[name], 60) for name in ("torch-cpu", "jax-cuda")]
-    outcomes.append(_backends.Outcome("jax-cpu", by_name["jax-cpu"].title, WORKS, "on cpu", "", 1.8))
+    outcomes.append(
+        _backends.Outcome("jax-cpu", by_name["jax-cpu"].title, WORKS, "on cpu", "", 1.8)
+    )
     page = (ROOT / "docs/getting-started.md").read_text()
     for outcome in outcomes:
         assert f"    {diagnosis._line(outcome)}\n" in page
@@ -122,7 +125,7 @@ def backend(script: str, name: str = "some-cpu", extra: str = "torch") -> Backen
     ],
     ids=["crash", "exit", "two-lines", "import"],
 )
-def test_what_happened(script: str, detail: str) -> None:
+def test_failure_details(script: str, detail: str) -> None:
     outcome = _backends.try_backend(backend(script), 60)
     assert (outcome.status, outcome.detail) == (FAILS, detail)
     assert "docs/troubleshooting.md" in outcome.remedy and repr(script) in outcome.remedy
@@ -173,7 +176,7 @@ def test_the_message_about_the_driver_has_a_remedy(monkeypatch: pytest.MonkeyPat
     assert _backends._remedy(backend(""), message) == "update the driver, or use the CPU"
 
 
-def test_a_version_that_is_not_known_to_work_is_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_version_is_named_as_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.10.0+cpu", "torch_xla": "2.9.0", "jax": "0.7.2", "pyelftools": "0.32"}
     monkeypatch.setattr(_backends.importlib.metadata, "version", versions.get)
     remedy = _backends._remedy(backend("", extra="torch-xla"), "undefined symbol")
@@ -189,7 +192,7 @@ def test_versions(version: str, known: bool, monkeypatch: pytest.MonkeyPatch) ->
     assert _backends._is_known(Package("torch", "2.9", "2.10")) == known
 
 
-def test_packages_are_those_of_the_extras() -> None:
+def test_packages_match_the_extras() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
@@ -259,7 +262,7 @@ def children(pid: int) -> list[str]:
     return [child for task in tasks for child in (task / "children").read_text().split()]
 
 
-def test_the_sources_say_that_they_hide_the_package() -> None:
+def test_source_folder_without_build_is_explained() -> None:
     # Without the packages of the environment, among them the finder of an editable installation.
     command = [sys.executable, "-S", "-c", "import shared_ffi"]
     outcome = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -271,7 +274,7 @@ def test_the_sources_say_that_they_hide_the_package() -> None:
     assert message.endswith("pip install --editable .")
 
 
-def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_backends, "gpu_count", lambda: 0)
     monkeypatch.setattr(_pjrt, "cuda_driver_version", lambda: (13, 0))
     outcome = _backends.try_backend(backend("", "torch-cuda"), 60)
@@ -304,12 +307,12 @@ def test_jax_without_its_cuda_plugin(
     assert (outcome.status, outcome.remedy) == (NOT_INSTALLED, remedy)
 
 
-def test_frameworks_that_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_framework_that_aborts_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "_LOADED", "import os; os.abort()")
     assert diagnosis._frameworks(60)["runtimes"] == {"problem": "ended by SIGABRT"}
 
 
-def test_a_wrong_result_is_no_success() -> None:
+def test_wrong_result_fails() -> None:
     with pytest.raises(ArithmeticError, match=r"must be 2; got \[1.0, 2.0\]"):
         tiny_step.check(np.float32([1, 2]))
 

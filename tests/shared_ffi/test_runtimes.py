@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shared_ffi import OPS, _elf, _native, runtimes
+from shared_ffi import OPS, _elf, _native, library_path, runtimes
 from tests.support import native
 
 TARGETS = sorted(op.TARGET for op in OPS)
@@ -266,3 +267,26 @@ def test_the_error_names_the_missing_package(missing: str, use: str, message: st
     """
     )
     assert message in out
+
+
+def test_library_exports_what_docs_security_lists() -> None:
+    lines = native.run("nm", "-D", "-C", "--defined-only", library_path()).stdout.splitlines()
+    symbols = [line.split(" ", 2)[1:] for line in lines]
+    ours = [name for kind, name in symbols if kind == "T" and "xla_gpu" in name]
+    qualified = {re.split(r"[(\[]", name)[0] for name in ours}
+    # A class exports its members, too.
+    names = {re.sub(r"::PreparedCall::.*", "::PreparedCall", x).split("::")[-1] for x in qualified}
+    cuda_names = {"ChooseCuda", "CudaChoice", "CudaChoices", "CudaPhases", "KernelLaunches"}
+    assert names - cuda_names == {
+        "PreparedCall",
+        "ChooseCpuInstructionSet",
+        "CpuInstructionSet",
+        "CpuInstructionSets",
+        "FindHandler",
+        "Handlers",
+        "MetadataFault",
+        "aoti_torch_cpu__xla_gpu_call",
+        "aoti_torch_cuda__xla_gpu_call",
+        "xla_gpu_handler",
+        "xla_gpu_last_error",
+    }

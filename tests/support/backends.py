@@ -1,5 +1,5 @@
-"""The backends: every way into the ops, as functions of NumPy arrays and numbers. They return a NumPy
-array, or a tuple of arrays where the op has several results."""
+"""The backends: functions that call an op on NumPy arrays and numbers in one framework. They return a
+NumPy array, or a tuple of arrays where the op has several results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def in_jax(op: str, *operands: Any, **attributes: Any) -> Any:
     return jax.tree.map(np.asarray, jitted(op, **options)(*operands, **arrays))
 
 
-def through(
+def call_torch(
     convert: Callable[[Any], torch.Tensor],
     compile_with: str | None,
     op: str,
@@ -82,11 +82,11 @@ def lazily(op: str, *operands: Any, **attributes: Any) -> list[torch.Tensor]:
     return list(result) if isinstance(result, tuple) else [result]
 
 
-in_torch = partial(through, to_torch, None)
-in_inductor = partial(through, to_torch, "inductor")
-in_torch_xla = partial(through, to_xla, None)
-in_openxla = partial(through, to_xla, "openxla")
-in_openxla_on_torch = partial(through, to_torch, "openxla")
+in_torch = partial(call_torch, to_torch, None)
+in_inductor = partial(call_torch, to_torch, "inductor")
+in_torch_xla = partial(call_torch, to_xla, None)
+in_openxla = partial(call_torch, to_xla, "openxla")
+in_openxla_on_torch = partial(call_torch, to_torch, "openxla")
 
 
 def forget_failed_steps() -> None:

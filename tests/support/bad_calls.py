@@ -226,11 +226,11 @@ STATIC = [
             kv_cache=np.zeros((4, 2, 4, 8), cache_dtype),
             **{name: scales},
         )
-        for op, than in ((attention, "query"), (update, "key"))
+        for op, reference_argument in ((attention, "query"), (update, "key"))
         for name in ("k_scale", "v_scale")
         for rule, error, cache_dtype, scales in (
             (
-                f"be None unless kv_cache has fewer bits than {than}; got shape [2]",
+                f"be None unless kv_cache has fewer bits than {reference_argument}; got shape [2]",
                 ValueError,
                 F32,
                 np.ones(2, F32),

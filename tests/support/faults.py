@@ -1,9 +1,9 @@
 """Planted faults: wrong code that the tests of a kernel must catch.
 
-`faults.cpu.toml` and `faults.cuda.toml` in a folder of sources hold the faults of each suite.
+`tests/faults/cpu.toml` and `cuda.toml` hold the faults of the two suites.
 `quote` is source code with marks around the statements or the expression that the fault replaces.
-`wrong` is the replacement. The quote must be found exactly once in the sources of that
-folder and of the folders in it. White space and the file do not matter, so code can be moved.
+`wrong` is the replacement. The quote must be found exactly once in shared_ffi/csrc, or in `folder`
+of it. White space and the file do not matter, so code can be moved.
 `caught_by` names a test that is tried before the others, for a fault that few tests catch.
 """
 
@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
+CSRC = ROOT / "shared_ffi/csrc"
 _SUFFIXES = (".cc", ".h", ".cu", ".cuh")
 
 # The code before and behind the code that a fault replaces. The builds with faults include a
@@ -26,9 +28,9 @@ _EXPRESSION = "(planted_fault == {} ? ({}) : (", "))"
 @dataclass(frozen=True)
 class PlantedFault:
     name: str
-    table: Path  # the file that holds it
     quote: str
     wrong: str
+    folder: str = ""
     caught_by: str | None = None
 
     @property
@@ -41,23 +43,34 @@ class PlantedFault:
         return re.compile(rf"{before}\s*(?P<right>{right})\s*{after}")
 
 
-def load(csrc: Path, suite: str) -> list[PlantedFault]:
-    """Reads the faults of a suite from all folders of sources."""
+def load(suite: str) -> list[PlantedFault]:
+    """Reads the faults of a suite."""
+    table = tomllib.loads((ROOT / f"tests/faults/{suite}.toml").read_text())
+    return [PlantedFault(name, **entry) for name, entry in table.items()]
+
+
+def find(fault: PlantedFault, sources: Mapping[Path, str]) -> tuple[Path, re.Match[str]]:
+    """The file of a fault's quote, and the quote in it."""
+    folder = CSRC / fault.folder
     found = [
-        PlantedFault(name, table, **entry)
-        for table in sorted(csrc.rglob(f"faults.{suite}.toml"))
-        for name, entry in tomllib.loads(table.read_text()).items()
+        (path, match)
+        for path, text in sources.items()
+        if path.is_relative_to(folder) and path.suffix in _SUFFIXES
+        for match in fault.pattern.finditer(text)
     ]
-    names = [fault.name for fault in found]
-    assert len(names) == len(set(names)), f"two faults of one name: {sorted(names)}"
-    return found
+    files = ", ".join(path.name for path, _ in found) or "no file"
+    assert len(found) == 1, (
+        f"the quote of the fault {fault.name!r} must be in the sources of {folder.name}/ once; it is "
+        f"there {len(found)} times ({files}): {fault.quote}"
+    )
+    return found[0]
 
 
 def plant(sources: Mapping[Path, str], faults: list[PlantedFault]) -> dict[Path, str]:
     """Plants faults in sources, by path. Each fault stands beside the code that it replaces."""
     insertions: dict[Path, list[tuple[int, int, int, str]]] = {}
     for number, fault in enumerate(faults):
-        path, right = _place_of(fault, sources)
+        path, right = find(fault, sources)
         begin, end = right.span("right")
         is_statement = right["right"].endswith(";")
         opening, closing = _STATEMENTS if is_statement else _EXPRESSION
@@ -75,19 +88,3 @@ def plant(sources: Mapping[Path, str], faults: list[PlantedFault]) -> dict[Path,
             text = text[:place] + insertion + text[place:]
         planted[path] = text
     return planted
-
-
-def _place_of(fault: PlantedFault, sources: Mapping[Path, str]) -> tuple[Path, re.Match[str]]:
-    folder = fault.table.parent
-    found = [
-        (path, match)
-        for path, text in sources.items()
-        if path.is_relative_to(folder) and path.suffix in _SUFFIXES
-        for match in fault.pattern.finditer(text)
-    ]
-    files = ", ".join(path.name for path, _ in found) or "no file"
-    assert len(found) == 1, (
-        f"{fault.table}: the quote of the fault {fault.name!r} must be in the sources of "
-        f"{folder.name}/ once; it is there {len(found)} times ({files}): {fault.quote}"
-    )
-    return found[0]

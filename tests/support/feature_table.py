@@ -126,7 +126,7 @@ def features_of(case: Any) -> list[str]:
     return [feature for feature, is_used in used.items() if is_used]
 
 
-def note_what_is_proven(item: pytest.Item) -> None:
+def record_proven_features(item: pytest.Item) -> None:
     """Records the features and columns that a test proves when it passes."""
     marker = item.get_closest_marker("proves")
     if marker is not None:

@@ -28,8 +28,8 @@ class Gpu:
     ) -> None:
         """Calls an op's handler. Writes into the results, which may be operands. The seed chooses
         the order of threads of the emulated GPU."""
-        for purpose, name in self.choices.items():
-            self.native.set_cuda_choice(purpose, name)
+        for phase, name in self.choices.items():
+            self.native.set_cuda_choice(phase, name)
         call = self.native.EagerCall("cuda", op.TARGET, attributes, specs(operands), specs(results))
         self._call(call, operands, results, seed)
 
@@ -99,7 +99,14 @@ def attend(
     results += [guarded(np.full(spec.shape, np.nan, np.float32)) for spec in call.results[1:]]
     if scratch is None:
         scratch = scratch_of(operands, attributes)
-    arrays, of_rows = with_wider_rows("paged_attention", arrays, more_columns)
+    arrays, row_attributes = with_wider_rows("paged_attention", arrays, more_columns)
     guarded_arrays = [guarded(x) for x in arrays]
-    gpu.run(paged_attention, guarded_arrays, [*results, scratch], seed, **numbers(call), **of_rows)
+    gpu.run(
+        paged_attention,
+        guarded_arrays,
+        [*results, scratch],
+        seed,
+        **numbers(call),
+        **row_attributes,
+    )
     return tuple(results) if len(results) > 1 else results[0]

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 
 from harness.arrays import CACHE_DTYPES
 from harness.layouts import LATENT_LAYOUTS, LAYOUTS
-from tests.support.cases import SCALES, TREES, Case
+from tests.cases.case import SCALES, TREES, Case
 
 
 @st.composite

@@ -14,8 +14,8 @@ from pathlib import Path
 def dump_flags(directory: Path) -> str:
     """XLA_FLAGS of a process whose torch_xla programs hlo.CompiledPrograms reads. JAX shows its
     optimized HLO without a dump."""
-    of_torch_xla = "--xla_dump_hlo_module_re=SyncTensorsGraph.*"
-    return f"--xla_dump_to={directory} --xla_dump_hlo_as_text {of_torch_xla}"
+    module_filter = "--xla_dump_hlo_module_re=SyncTensorsGraph.*"
+    return f"--xla_dump_to={directory} --xla_dump_hlo_as_text {module_filter}"
 
 
 def start(script: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
@@ -49,7 +49,7 @@ def output(script: str, *arguments: str, **environment: str) -> list[str]:
     return outcome.stdout.splitlines()
 
 
-def together(
+def run_together(
     script: str, commands: Sequence[Sequence[str]], timeout: float = 300, **environment: str
 ) -> list[str]:
     """Runs a script in several processes at once, each with arguments of its own; none may fail.

@@ -14,18 +14,17 @@ import zlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain, combinations, product
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cases.case import Case
+from tests.cases.updates import UpdateCase
 from tests.support import faults
-from tests.support.cases import Case, UpdateCase
 
 everything = False  # whether --all is given
 
-CSRC = Path(__file__).parents[2] / "shared_ffi/csrc"
-SUITES = {"test_kernel.py": "cpu", "test_cuda_kernel.py": "cuda"}  # of planted faults
+SUITES = {"test_cpu_kernel.py": "cpu", "test_cuda_kernel.py": "cuda"}  # of planted faults
 Trait = tuple[str, Hashable]
 
 
@@ -45,9 +44,7 @@ def select(items: Sequence[pytest.Item]) -> list[pytest.Item]:
         chosen = pairwise(sets, **marker.kwargs)
         left_out |= {item for item in group if item.nodeid not in chosen}
     named = {
-        (file, fault.caught_by)
-        for file, suite in SUITES.items()
-        for fault in faults.load(CSRC, suite)
+        (file, fault.caught_by) for file, suite in SUITES.items() for fault in faults.load(suite)
     }
     return [x for x in items if x not in left_out or (x.path.name, x.name) in named]
 
@@ -55,11 +52,11 @@ def select(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 def pairwise(sets: Mapping[str, Mapping[str, Any]], each: str | None = None) -> set[str]:
     """The names of the chosen sets of parameters: always the set with the most pairs that no chosen
     one has, and of equals one by the checksum of its name."""
-    places: dict[Hashable, int] = {}  # the number of the bit that stands for a pair
+    bit_numbers: dict[Hashable, int] = {}  # of pairs
 
     def bits(wanted: Iterable[Hashable]) -> int:
         return functools.reduce(
-            lambda mask, x: mask | 1 << places.setdefault(x, len(places)), wanted, 0
+            lambda mask, x: mask | 1 << bit_numbers.setdefault(x, len(bit_numbers)), wanted, 0
         )
 
     within = functools.cache(lambda traits: bits(combinations(traits, 2)))
@@ -67,13 +64,13 @@ def pairwise(sets: Mapping[str, Mapping[str, Any]], each: str | None = None) -> 
     for name, parameters in sets.items():
         traits = [_traits(key, value) for key, value in parameters.items()]
         mask = bits(chain.from_iterable(product(*two) for two in combinations(traits, 2)))
-        for of_parameter in traits:
-            mask |= within(of_parameter)
+        for parameter_traits in traits:
+            mask |= within(parameter_traits)
         if each is not None:
             mask |= bits([_name(parameters[each])])
         queue.append((-mask.bit_count(), zlib.crc32(name.encode()), name, mask))
     heapq.heapify(queue)
-    missing, chosen = (1 << len(places)) - 1, set()
+    missing, chosen = (1 << len(bit_numbers)) - 1, set()
     while missing:
         gain, checksum, name, mask = heapq.heappop(queue)
         if (left := (mask & missing).bit_count()) < -gain:  # chosen sets have some of them

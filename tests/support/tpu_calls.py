@@ -28,7 +28,7 @@ def inputs(
     `cache_dtype`: of the cache and of new keys and values, if it is not that of the queries."""
     rng = np.random.default_rng(0)
     num_tokens = sum(Q_LENS) + 3
-    of_new = (num_tokens, num_kv_heads, head_size)
+    new_shape = (num_tokens, num_kv_heads, head_size)
 
     def normal(*size: int, dtype: str = cache_dtype or dtype) -> np.ndarray:
         return rng.standard_normal(size, F32).astype(ALL_DTYPES[dtype])
@@ -36,8 +36,8 @@ def inputs(
     padding = MAX_SEQS - len(KV_LENS)
     return {
         "queries": normal(num_tokens, num_heads, head_size, dtype=dtype),
-        "keys": normal(*of_new),
-        "values": normal(*of_new),
+        "keys": normal(*new_shape),
+        "values": normal(*new_shape),
         "kv_cache": normal(NUM_PAGES, PAGE_SIZE, *shape),
         "kv_lens": np.array([*KV_LENS, *[7] * padding], I32),
         "page_indices": rng.permutation(NUM_PAGES)[: MAX_SEQS * PAGES_PER_SEQ].astype(I32),

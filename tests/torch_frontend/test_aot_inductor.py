@@ -182,7 +182,7 @@ def code_of(package: Path) -> str:
         return file.read(name).decode()
 
 
-def test_no_copy_of_a_cache_is_made(step: Path, features: Path) -> None:
+def test_caches_are_not_copied(step: Path, features: Path) -> None:
     for package in (step, features):
         allocations = re.findall(r"aoti_torch_empty_strided\((\d.*)\)", code_of(package))
         assert allocations and all("dtype_float32" in x for x in allocations)
@@ -221,7 +221,7 @@ def test_faulty_tables_are_named(step: Path, tmp_path: Path) -> None:
     assert f"Error: {message}" in outcome.stderr
 
 
-def test_the_library_may_be_loaded_from_anywhere(step: Path, tmp_path: Path) -> None:
+def test_library_loads_from_any_path(step: Path, tmp_path: Path) -> None:
     """A machine needs nothing but the package and a copy of the library."""
     copy = shutil.copy(LIBRARY, tmp_path)
     script = """
@@ -236,7 +236,7 @@ def test_the_library_may_be_loaded_from_anywhere(step: Path, tmp_path: Path) -> 
     assert outcome.stdout == f"{ {str(copy)} }\n", outcome.stderr
 
 
-def test_it_takes_as_many_threads_as_torch(step: Path, tmp_path: Path) -> None:
+def test_uses_as_many_threads_as_torch(step: Path, tmp_path: Path) -> None:
     key, slots, query, *metadata = tokens_of(STEPS[0])
     repeats = 500  # enough rows for several threads
     repeated = (key.repeat(repeats, 1, 1), slots.repeat(repeats), query.repeat(repeats, 1, 1))

@@ -47,14 +47,14 @@ def test_only_the_entry_point_extends_openxla(monkeypatch: pytest.MonkeyPatch) -
     assert dynamo_bridge.extract_compiled_graph is extended
 
 
-def test_a_process_alone_has_all_gpus() -> None:
+def test_single_process_has_all_gpus() -> None:
     plugin = CudaPlugin()
     assert plugin.client_create_options() == {"platform_name": "cuda"}
     assert not plugin.requires_xla_coordinator()
     assert plugin.library_path() == str(_pjrt.find_cuda_plugin())
 
 
-def test_processes_of_torchrun_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_processes_have_one_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in {
         "RANK": "5",
         "WORLD_SIZE": "8",
@@ -83,7 +83,7 @@ def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(CudaPlugin().physical_chip_count() > 0, reason="there is a GPU")
-def test_only_the_gpu_is_missing() -> None:
+def test_plugin_loads_without_a_gpu() -> None:
     """torch_xla loads JAX's plugin and asks it for a client; only the hardware is missing."""
     outcome = subprocess.run(
         [sys.executable, "-c", "import torch_xla; torch_xla.device()"],

@@ -11,9 +11,10 @@ import torch
 
 from harness.compare import assert_same_bits
 from shared_ffi import kv_cache_update, paged_attention
+from tests.cases.all import SHORT_CASES, UPDATE_CASES
+from tests.cases.case import Case
 from tests.support import backends
 from tests.support.calls import call_handler, observed_calls, overload_of, split_keywords
-from tests.support.cases import SHORT_CASES, UPDATE_CASES, Case
 from tests.support.models import tensors
 from tests.support.sound_calls import attention, split, update
 
@@ -121,7 +122,7 @@ def test_other_strides_are_copied(query: torch.Tensor, calls: Calls) -> None:
 @pytest.mark.parametrize(
     ("shape", "heads"), [((4, 31), 4), ((4, 32), 5), ((4, 32), -1), ((4, 32), 2**62)], ids=str
 )
-def test_rows_that_are_too_short(shape: tuple[int, int], heads: int) -> None:
+def test_short_rows_are_refused(shape: tuple[int, int], heads: int) -> None:
     operands, attributes = split(attention(sliding_window=0, soft_cap=0.0))
     query, *rest = operands
     attributes |= {"row_heads": heads, "row_head_size": 8}
@@ -237,7 +238,7 @@ def test_out_that_overlaps_an_operand() -> None:
         OPS.paged_attention(query, cache, *rest, 0.5, out=cache.flatten()[:size].view(query.shape))
 
 
-def test_out_right_after_the_rows_of_the_query() -> None:
+def test_out_adjacent_to_query_rows() -> None:
     query, *rest = tensors(attention())
     size, width = query.numel(), query[0].numel()
     memory = torch.zeros(3 * size)

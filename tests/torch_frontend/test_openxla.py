@@ -17,8 +17,10 @@ import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
 from harness import reference
 from harness.compare import assert_same_bits
 from shared_ffi import lowering
+from tests.cases.all import SHORT_CASES, UPDATE_CASES
+from tests.cases.case import Case
+from tests.cases.updates import UpdateCase
 from tests.support import backends, scripts
-from tests.support.cases import SHORT_CASES, UPDATE_CASES, Case, UpdateCase
 from torch_frontend import openxla
 
 
@@ -128,9 +130,7 @@ def two_layers_inputs(is_stacked: bool = False) -> list[Any]:
 
 
 @pytest.mark.parametrize("is_stacked", [False, True])
-def test_caches_are_updated_where_they_lie(
-    is_stacked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_caches_are_updated_in_place(is_stacked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The programs read them there, and have no memory in which a copy would fit."""
     imported, compiled_programs, copies = [], [], []
     from_dlpack, compile_stablehlo = jax.dlpack.from_dlpack, lowering.compile_stablehlo
@@ -169,7 +169,7 @@ def test_caches_are_updated_where_they_lie(
         assert memory.temp_size_in_bytes + memory.output_size_in_bytes < cache_bytes
 
 
-def test_a_cache_that_is_read_after_its_update_as_it_was_before_is_copied() -> None:
+def test_openxla_copies_cache_if_old_value_is_read() -> None:
     def function(cache: torch.Tensor, key: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         old = cache * 1
         torch.ops.xla_gpu.kv_cache_update(cache, key, key, slots)
@@ -227,7 +227,7 @@ def test_a_result_outlives_its_program() -> None:
         assert torch.equal(result, torch.full((1000,), float(i + 1)))
 
 
-def test_views_are_taken_as_they_are_seen() -> None:
+def test_strided_views() -> None:
     x = torch.randn(6, 8)
     function = compiled(lambda x: x * 2)
     with torch.no_grad():
@@ -235,7 +235,7 @@ def test_views_are_taken_as_they_are_seen() -> None:
             assert torch.equal(function(view), view * 2)
 
 
-def test_a_program_for_each_shape_and_no_more(programs: list[Any]) -> None:
+def test_one_program_for_each_shape(programs: list[Any]) -> None:
     function = compiled(lambda x, n: x * n, dynamic=True)
     with torch.no_grad():
         for size, number in [(4, 3), (5, 3), (4, 3), (5, 3), (4, 4), (4, 3)]:
@@ -245,7 +245,7 @@ def test_a_program_for_each_shape_and_no_more(programs: list[Any]) -> None:
     assert len(programs) == 3
 
 
-def test_a_pending_step_of_torch_xla_survives_a_compiled_call() -> None:
+def test_pending_torch_xla_step_survives_compiled_call() -> None:
     lazy = torch.ones(3, device=torch_xla.device()) + 1
     with torch.no_grad():
         kept = compiled(lambda x: x * 2)(torch.ones(3))

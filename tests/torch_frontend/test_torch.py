@@ -15,9 +15,10 @@ import jax_frontend
 from harness.compare import assert_close_on_cuda, assert_same_bits
 from shared_ffi import eager, simple_add
 from shared_ffi.spec import ArraySpec
+from tests.cases.all import SHORT_CASES
+from tests.cases.case import Case
 from tests.support import backends, scripts
 from tests.support.calls import observed_calls, overload_of, split_keywords
-from tests.support.cases import SHORT_CASES, Case
 from tests.support.models import Layer, layer_inputs, tensors
 from tests.support.sound_calls import SOUND, add, attention, split, update
 
@@ -60,7 +61,7 @@ def test_opcheck_paged_attention(attributes: tuple[Any, ...]) -> None:
     torch.library.opcheck(OPS.paged_attention.default, (*tensors(attention()), *attributes))
 
 
-def test_opcheck_the_others() -> None:
+def test_opcheck_other_ops() -> None:
     torch.library.opcheck(OPS.kv_cache_update.default, tensors(update()))
     torch.library.opcheck(OPS.simple_add.default, tensors(add()))
 
@@ -190,7 +191,7 @@ def derivatives() -> dict[str, Any]:
     """Every way to a derivative of a function at a tensor."""
     func = torch.func
 
-    def of_a_dual(function: Any, x: torch.Tensor) -> Any:
+    def forward_mode(function: Any, x: torch.Tensor) -> Any:
         with forward_ad.dual_level(), torch.no_grad():
             return function(forward_ad.make_dual(x, x))
 
@@ -201,12 +202,12 @@ def derivatives() -> dict[str, Any]:
         "linearize": lambda function, x: func.linearize(function, x),
         "hessian": lambda function, x: func.hessian(function)(x),
         "vmap-of-grad": lambda function, x: func.vmap(func.grad(function))(x[None]),
-        "forward": of_a_dual,
+        "forward": forward_mode,
     }
 
 
 @pytest.mark.parametrize("name", derivatives())
-def test_no_derivative_is_silently_wrong(name: str) -> None:
+def test_derivatives_are_refused(name: str) -> None:
     query, *rest = tensors(attention())
     cache, key, *others = tensors(update())
     functions = {
@@ -219,7 +220,7 @@ def test_no_derivative_is_silently_wrong(name: str) -> None:
             derivatives()[name](function, x)
 
 
-def test_constants_in_a_function_that_is_differentiated() -> None:
+def test_constant_operands_inside_grad() -> None:
     operands, cache_operands = tensors(attention()), tensors(update())
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -232,7 +233,7 @@ def test_constants_in_a_function_that_is_differentiated() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
-def test_an_update_changes_the_versions_of_its_caches(mode: Any) -> None:
+def test_update_increments_cache_versions(mode: Any) -> None:
     cache, key, value, slots = tensors(update())
     keys, values = cache[:, :, 0::2].clone(), cache[:, :, 1::2].clone()
     with mode():
@@ -241,7 +242,7 @@ def test_an_update_changes_the_versions_of_its_caches(mode: Any) -> None:
     assert [x._version for x in (cache, keys, values, key)] == [1, 1, 1, 0]
 
 
-def test_autograd_misses_the_values_that_an_update_overwrites() -> None:
+def test_autograd_notices_overwritten_values() -> None:
     cache, *rest = tensors(update())
     factor = torch.ones((), requires_grad=True)
     product = (cache * factor).sum()
@@ -250,7 +251,7 @@ def test_autograd_misses_the_values_that_an_update_overwrites() -> None:
         product.backward()
 
 
-def test_inference_tensors_are_written_in_inference_mode_only() -> None:
+def test_inference_tensors_are_only_updated_in_inference_mode() -> None:
     _, *rest = tensors(update())
     with torch.inference_mode():
         cache, keys, values = (torch.zeros(4, 2, heads, 8) for heads in (4, 2, 2))
@@ -271,7 +272,9 @@ def test_paged_attention_on_cuda_tensors(case: Case, cuda: Any) -> None:
     arrays, options = split_keywords(keywords)
     on_cuda = {name: backends.to_torch(x) for name, x in arrays.items()}
     result = overload.redispatch(cuda, *map(backends.to_torch, inputs), **on_cuda, **options)
-    result = tuple(map(backends.to_numpy, result)) if len(result) == 2 else backends.to_numpy(result)
+    result = (
+        tuple(map(backends.to_numpy, result)) if len(result) == 2 else backends.to_numpy(result)
+    )
     assert_close_on_cuda(result, inputs, attributes)
 
 
@@ -299,7 +302,7 @@ def test_tensors_on_two_devices(cuda: Any) -> None:
 
 
 @pytest.mark.parametrize("op", SOUND)
-def test_a_meta_tensor_among_others(op: str) -> None:
+def test_meta_tensor_among_cpu_tensors(op: str) -> None:
     """It would choose the fake kernel, which returns memory that nothing was written to."""
     operands, attributes = split(SOUND[op]())
     for i in range(len(operands)):
@@ -314,7 +317,7 @@ def test_a_platform_without_handlers() -> None:
     with pytest.raises(
         NotImplementedError, match="^simple_add: this build has no handlers for tpu"
     ):
-        eager._prepare(call, "tpu")
+        eager.prepare(call, "tpu")
 
 
 def test_meta_tensors() -> None:
@@ -406,7 +409,7 @@ def test_decode_loop_compiles_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "of_parent",
+    "parent_script",
     [
         "pass",
         "run()",
@@ -416,7 +419,7 @@ def test_decode_loop_compiles_once() -> None:
     ],
     ids=["no-call", "a-call", "a-torch-op", "torch-op-and-call", "jax"],
 )
-def test_calls_after_a_fork(of_parent: str) -> None:
+def test_calls_after_a_fork(parent_script: str) -> None:
     """A forked child has none of the parent's threads, whatever started them."""
     script = """
         import os, signal, sys, torch, torch_frontend
@@ -434,4 +437,4 @@ def test_calls_after_a_fork(of_parent: str) -> None:
         torch.set_num_threads(1)
         os._exit(run() != result)  # JAX cannot be torn down in a child
     """
-    assert scripts.output(script, of_parent, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == []
+    assert scripts.output(script, parent_script, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == []

@@ -121,13 +121,13 @@ def test_a_clone_of_the_cache_keeps_its_values(compiled: bool) -> None:
     cache, *rest = on_xla(split(update())[0])
     torch_xla.sync()
 
-    def of_a_clone(cache: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    def update_clone(cache: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         clone = cache.clone()
         OPS.kv_cache_update(clone, *rest)
         return clone
 
     torch._dynamo.reset()
-    function = torch.compile(of_a_clone, backend="openxla") if compiled else of_a_clone
+    function = torch.compile(update_clone, backend="openxla") if compiled else update_clone
     for _ in range(3):
         assert function(cache, *rest).cpu().any()
         assert not cache.cpu().any()
@@ -172,7 +172,10 @@ def test_calls_that_differ_in_an_attribute(
     backend: str, first: dict[str, Any], second: dict[str, Any]
 ) -> None:
     operands = random_attention()
-    results = [backends.BACKENDS[backend]("paged_attention", *operands, **a) for a in (first, second, first)]
+    results = [
+        backends.BACKENDS[backend]("paged_attention", *operands, **a)
+        for a in (first, second, first)
+    ]
     for result, attributes in zip(results, (first, second, first), strict=True):
         assert_same_bits(result, backends.in_torch("paged_attention", *operands, **attributes))
     assert (results[0] != results[1]).any()
@@ -210,7 +213,7 @@ def test_transposed_operand_reaches_the_kernel_in_row_major_order(
 
 
 @pytest.mark.xfail(strict=True, reason="pytorch/xla issue 8353: it hashes these two graphs alike")
-def test_graphs_that_differ_in_which_input_feeds_which_operand() -> None:
+def test_graphs_with_permuted_inputs() -> None:
     """A bug of torch_xla that affects all of its ops. When this test begins to pass, delete the
     entry in the troubleshooting page."""
     inputs = [torch.randn(12, 12) for _ in range(3)]
@@ -266,7 +269,7 @@ def test_decode_loop_compiles_once(compiled: bool) -> None:
     assert metrics.metric_data("CompileTime")[0] == compiles_after_warm_up
 
 
-def test_a_tensor_on_the_cpu_among_others() -> None:
+def test_cpu_tensor_among_xla_tensors() -> None:
     """It has no value in torch_xla's program."""
     operands, attributes = split(attention())
     for i in range(1, len(operands)):
@@ -293,6 +296,6 @@ def test_caches_that_are_not_written() -> None:
     with pytest.raises(ValueError, match=f"^kv_cache_update: {rule}"):
         OPS.kv_cache_update(one_block.expand_as(cache), key, value, slots)
     keys = torch.zeros_like(cache[:, :, :2])
-    with pytest.raises(ValueError, match="^kv_cache_update: value_cache must begin elsewhere"):
+    with pytest.raises(ValueError, match="^kv_cache_update: value_cache must not share memory"):
         OPS.kv_cache_update(keys, key, value, slots, value_cache=keys)
     assert not one_block.cpu().any() and not keys.cpu().any()

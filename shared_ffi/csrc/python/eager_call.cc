@@ -56,18 +56,14 @@ void TellObserver(const std::string& target, const std::vector<void*>& addresses
   (*observer)(target, numbers);
 }
 
-void Call(const EagerCall& call, nb::list operands, nb::list results, int64_t num_threads,
-          uintptr_t stream) {
+void Call(const EagerCall& call, const std::vector<uintptr_t>& operands,
+          const std::vector<uintptr_t>& results, int64_t num_threads, uintptr_t stream) {
   if (operands.size() != call.num_operands() || results.size() != call.num_results()) {
     throw nb::value_error("an address is needed for each operand and for each result");
   }
   std::vector<void*> addresses;
-  addresses.reserve(operands.size() + results.size());
-  for (const nb::list& arrays : {operands, results}) {
-    for (nb::handle address : arrays) {
-      addresses.push_back(reinterpret_cast<void*>(nb::cast<uintptr_t>(address)));
-    }
-  }
+  for (uintptr_t address : operands) addresses.push_back(reinterpret_cast<void*>(address));
+  for (uintptr_t address : results) addresses.push_back(reinterpret_cast<void*>(address));
   call.Run(addresses, {num_threads, reinterpret_cast<void*>(stream)});
 }
 

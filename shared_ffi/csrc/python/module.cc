@@ -79,7 +79,8 @@ NB_MODULE(_native, m) {
   m.def("register_at", &RegisterAt, nb::arg("address"), nb::arg("target"), nb::arg("platform"),
         nb::arg("handler"), "Registers a handler with the XLA_FFI_Api at an address.");
   xla_gpu::BindEagerCall(m);
-  xla_gpu::BindRememberedCalls(m);
+  xla_gpu::BindTorchRules(m);
+  xla_gpu::BindEagerKernel(m);
   xla_gpu::BindKernels(m);
   xla_gpu::BindRules(m);
 }

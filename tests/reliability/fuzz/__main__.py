@@ -2,7 +2,7 @@
 
 The trials run in a process of their own. If it crashes, the trial that it was at is known. A trial
 that fails is made as small as it can be and written to a file, and the command that repeats it is
-printed; `test_fuzz.py` replays the files in `cases/`.
+printed; `test_fuzz.py` replays those of `former_failures.json`.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ def report(trial: Trial, name: str, promise: str, message: str, options: Any) ->
     """Writes a failed trial to a file and prints what repeats it."""
     path = options.out / f"{name.replace(' ', '-')}.json"
     save(trial, path, promise=promise, message=message)
-    print(f"\nFAILED {name}: {message}\n  repeat: {repeating(path, options)}", flush=True)
+    print(f"\nFAILED {name}: {message}\n  repeat: {repeat_command(path, options)}", flush=True)
 
 
-def repeating(path: Path, options: argparse.Namespace) -> str:
+def repeat_command(path: Path, options: argparse.Namespace) -> str:
     """The command that repeats the trial in a file."""
     words = ["python", "-m", MODULE, "--repeat", str(path), *settings(options)]
     return " ".join(words)
@@ -201,8 +201,8 @@ def supervise(options: argparse.Namespace) -> int:
 def repeat(options: argparse.Namespace) -> int:
     """Runs the trials of files."""
     runner, failures = make_runner(options), 0
-    for path in options.repeat:
-        failed = failure_of(load(path), runner)
+    for trial in (trial for path in options.repeat for trial in load(path).values()):
+        failed = failure_of(trial, runner)
         print(failed[1] if failed else "passed", flush=True)
         failures += failed is not None
     return 1 if failures else 0

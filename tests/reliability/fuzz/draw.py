@@ -10,8 +10,9 @@ from typing import Any
 
 from harness.arrays import CACHE_DTYPES
 from harness.layouts import LATENT_LAYOUTS, LAYOUTS
+from tests.cases.case import SCALES, TREES, Case
+from tests.cases.updates import UpdateCase
 from tests.reliability.fuzz.trials import Change, Trial
-from tests.support.cases import SCALES, TREES, Case, UpdateCase
 
 GROUP = 64
 SHARE_OF_UPDATES = 0.2  # of the groups: calls of kv_cache_update
@@ -34,27 +35,31 @@ _OPERANDS = ("value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes", "tree
 
 def trial(seed: int, family: str, number: int) -> Trial:
     """The trial of a number."""
-    of_group = random.Random(f"{seed} {family} {number // GROUP}")
-    own = random.Random(f"{seed} {family} {number} values")
+    group_rng = random.Random(f"{seed} {family} {number // GROUP}")
+    trial_rng = random.Random(f"{seed} {family} {number} values")
     name = f"fuzz {seed} {family} {number}"
-    if of_group.random() < SHARE_OF_UPDATES:
-        case: Case | UpdateCase = _update(name, of_group, own)
+    if group_rng.random() < SHARE_OF_UPDATES:
+        case: Case | UpdateCase = _update_case(name, group_rng, trial_rng)
     else:
-        case = _attention(name, of_group, own)
-    more_columns = of_group.choice([0, 0, 0, 1, 5, 8, 64])
-    of_handler = False
+        case = _attention_case(name, group_rng, trial_rng)
+    more_columns = group_rng.choice([0, 0, 0, 1, 5, 8, 64])
+    handler_only = False
     if family == "valid":
         changes: tuple[Change, ...] = ()
     elif family == "handler":
-        of_handler = True
-        changes = _of_layout(case, own) if own.random() < 0.7 else _of_rows(case, more_columns, own)
-    elif (isinstance(case, UpdateCase) and case.num_tokens == 0) or own.random() < 0.15:
-        of_handler = True
-        changes = _of_handler(case, own)
+        handler_only = True
+        changes = (
+            _layout_changes(case, trial_rng)
+            if trial_rng.random() < 0.7
+            else _row_changes(case, more_columns, trial_rng)
+        )
+    elif (isinstance(case, UpdateCase) and case.num_tokens == 0) or trial_rng.random() < 0.15:
+        handler_only = True
+        changes = _handler_changes(case, trial_rng)
     else:
-        change = _of_attention if isinstance(case, Case) else _of_slots
-        changes = tuple(change(case, own) for _ in range(own.choice([1, 1, 1, 2, 3])))
-    return Trial(case, changes, of_handler, more_columns)
+        change = _attention_change if isinstance(case, Case) else _slot_change
+        changes = tuple(change(case, trial_rng) for _ in range(trial_rng.choice([1, 1, 1, 2, 3])))
+    return Trial(case, changes, handler_only, more_columns)
 
 
 def _features(rng: random.Random, is_latent: bool) -> dict[str, Any]:
@@ -77,25 +82,25 @@ def _num_kv_heads(features: dict[str, Any], is_latent: bool, rng: random.Random)
     return rng.choice([1, 1, 2, 3, 5]) if has_heads else 1
 
 
-def _update(name: str, of_group: random.Random, own: random.Random) -> UpdateCase:
-    num_tokens = of_group.choice([0, 1, of_group.randint(2, 20)])
-    is_large = of_group.random() < 0.03  # enough for several threads
-    is_latent = of_group.random() < SHARE_OF_LATENT
-    features = _features(of_group, is_latent)
+def _update_case(name: str, group_rng: random.Random, trial_rng: random.Random) -> UpdateCase:
+    num_tokens = group_rng.choice([0, 1, group_rng.randint(2, 20)])
+    is_large = group_rng.random() < 0.03  # enough for several threads
+    is_latent = group_rng.random() < SHARE_OF_LATENT
+    features = _features(group_rng, is_latent)
     return UpdateCase(
         id=name,
         num_tokens=600 if is_large else num_tokens,
-        num_kv_heads=_num_kv_heads(features, is_latent, of_group),
+        num_kv_heads=_num_kv_heads(features, is_latent, group_rng),
         is_latent=is_latent,
-        slot_dtype=of_group.choice(["int32", "int64"]),
-        key_factor=of_group.choice([1.0, 100.0, 2.0**-12]) if features["cache_dtype"] else 1.0,
-        num_padding=own.choice([0, own.randint(0, num_tokens), num_tokens]),
+        slot_dtype=group_rng.choice(["int32", "int64"]),
+        key_factor=group_rng.choice([1.0, 100.0, 2.0**-12]) if features["cache_dtype"] else 1.0,
+        num_padding=trial_rng.choice([0, trial_rng.randint(0, num_tokens), num_tokens]),
         **features,
     )
 
 
-def _attention(name: str, of_group: random.Random, own: random.Random) -> Case:
-    rng = of_group
+def _attention_case(name: str, group_rng: random.Random, trial_rng: random.Random) -> Case:
+    rng = group_rng
     is_latent = rng.random() < SHARE_OF_LATENT
     features = _features(rng, is_latent)
     is_large = rng.random() < 0.03  # enough for several threads and splits
@@ -129,13 +134,13 @@ def _attention(name: str, of_group: random.Random, own: random.Random) -> Case:
     if causal and not fields["alibi_slopes"] and window >= 64:
         fields["tree"] = rng.choice(TREES)
 
-    first_token = own.choice([0, 0, own.randint(0, num_tokens)])
+    first_token = trial_rng.choice([0, 0, trial_rng.randint(0, num_tokens)])
     left, sequences = num_tokens - first_token, []
-    for _ in range(own.randint(0, max_seqs)):
+    for _ in range(trial_rng.randint(0, max_seqs)):
         most = min(left, max_query_len or left, longest)
-        q_len = own.choice([min(1, most), own.randint(0, most)])
-        near = own.randint(0, width) * block_size + own.randint(-1, 1)
-        context = own.choice([own.randint(0, longest), near, q_len])
+        q_len = trial_rng.choice([min(1, most), trial_rng.randint(0, most)])
+        near = trial_rng.randint(0, width) * block_size + trial_rng.randint(-1, 1)
+        context = trial_rng.choice([trial_rng.randint(0, longest), near, q_len])
         context = min(longest, max(context, q_len if causal else 0))
         sequences.append((q_len, context))
         left -= q_len
@@ -149,8 +154,8 @@ def _attention(name: str, of_group: random.Random, own: random.Random) -> Case:
         padding_seqs=max_seqs - len(sequences),
         padding_blocks=max_blocks - max(blocks, default=0),
         unused_blocks=num_blocks - sum(blocks),
-        shared_first_block=is_full and own.random() < 0.2,
-        nan_in_last_position=is_full and causal and own.random() < 0.1,
+        shared_first_block=is_full and trial_rng.random() < 0.2,
+        nan_in_last_position=is_full and causal and trial_rng.random() < 0.1,
         **fields,
     )
 
@@ -161,7 +166,7 @@ def _number(rng: random.Random, limit: int) -> int:
     return rng.choice([rng.choice(near), rng.randint(0, limit + 2), rng.choice(_HUGE)])
 
 
-def _of_attention(case: Case, rng: random.Random) -> Change:
+def _attention_change(case: Case, rng: random.Random) -> Change:
     if rng.random() < 0.15:
         unused = {"window_right": case.causal, "value_head_size": case.value_head_size is None}
         names = [x for x in _SCALARS if not unused.get(x)]
@@ -189,7 +194,7 @@ def _of_attention(case: Case, rng: random.Random) -> Change:
     return Change(name, _number(rng, limit), index)
 
 
-def _of_slots(case: UpdateCase, rng: random.Random) -> Change:
+def _slot_change(case: UpdateCase, rng: random.Random) -> Change:
     num_slots = (-(-case.num_tokens // case.block_size) + 3) * case.block_size
     value = _number(rng, num_slots)
     if case.slot_dtype == "int64" and rng.random() < 0.3:
@@ -197,12 +202,12 @@ def _of_slots(case: UpdateCase, rng: random.Random) -> Change:
     return Change("slot_mapping", value, (rng.randrange(case.num_tokens),))
 
 
-def _of_handler(case: Case | UpdateCase, rng: random.Random) -> tuple[Change, ...]:
+def _handler_changes(case: Case | UpdateCase, rng: random.Random) -> tuple[Change, ...]:
     """Attributes that no check in Python lets through."""
     names = [*_LAYOUT, *_OPERANDS[: len(_OPERANDS) if isinstance(case, Case) else 3]]
     names += _SCALARS if isinstance(case, Case) else []
-    is_of_layout = rng.random() < 0.5
-    chosen = _LAYOUT if is_of_layout else rng.sample(names, rng.choice([1, 1, 2]))
+    changes_layout = rng.random() < 0.5
+    chosen = _LAYOUT if changes_layout else rng.sample(names, rng.choice([1, 1, 2]))
     changes = []
     for name in chosen:
         if name in ("scale", "soft_cap"):
@@ -214,7 +219,7 @@ def _of_handler(case: Case | UpdateCase, rng: random.Random) -> tuple[Change, ..
     return tuple(changes)
 
 
-def _of_rows(case: Case | UpdateCase, more: int, rng: random.Random) -> tuple[Change, ...]:
+def _row_changes(case: Case | UpdateCase, more: int, rng: random.Random) -> tuple[Change, ...]:
     """Sizes of rows that mostly fit them, at least one of which is another."""
     heads = case.num_heads if isinstance(case, Case) else case.num_kv_heads
     size = case.head_size
@@ -226,7 +231,7 @@ def _of_rows(case: Case | UpdateCase, more: int, rng: random.Random) -> tuple[Ch
     )
 
 
-def _of_layout(case: Case | UpdateCase, rng: random.Random) -> tuple[Change, ...]:
+def _layout_changes(case: Case | UpdateCase, rng: random.Random) -> tuple[Change, ...]:
     """A layout with the sizes of the cache and strides that mostly fit it, some numbers replaced by
     huge ones."""
     head_size = case.head_size

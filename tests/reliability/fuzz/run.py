@@ -1,5 +1,5 @@
-"""Runs trials: the CPU handlers on every instruction set and with several threads, the backends to
-them, and the CUDA handlers on the emulated GPU."""
+"""Runs trials on the CPU handlers, with every instruction set and several threads, in the backends, and
+on the CUDA handlers of the emulated GPU."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class CpuRunner:
             self.calls["trials that the check refuses"] += 1
             return
         is_legal = _is_legal(trial, inputs, attributes)
-        if not trial.of_handler:
+        if not trial.handler_only:
             _expect_check_values(trial, inputs, attributes, is_legal)
             self.calls[f"trials that {'are legal' if is_legal else 'the handler refuses'}"] += 1
         is_moderate = all(
@@ -109,7 +109,7 @@ class CpuRunner:
             with cpu_instruction_set(name):
                 first = self._handler(call, trial, 1)
                 self.calls[name] += 1
-                if trial.of_handler:
+                if trial.handler_only:
                     self.calls[f"handler alone {'refuses' if first.error else 'runs'}"] += 1
                     continue
                 if (first.error is None) != is_legal:
@@ -120,13 +120,13 @@ class CpuRunner:
                 same(
                     "any number of threads gives the same", self._handler(call, trial, more), first
                 )
-                for of_backend, backend in self._backends.items():
+                for backend_name, backend in self._backends.items():
                     # A call through a compiler takes long: one instruction set a trial.
-                    is_chosen = of_backend == "eager" or number % len(self._sets) == i
+                    is_chosen = backend_name == "eager" or number % len(self._sets) == i
                     if is_chosen and backend.takes(inputs):
                         through = backend.call(trial, inputs, attributes, more)
-                        same(f"the backend {of_backend} gives the same", through, first)
-                        self.calls[f"{of_backend} on {name}"] += 1
+                        same(f"the backend {backend_name} gives the same", through, first)
+                        self.calls[f"{backend_name} on {name}"] += 1
 
     def _checked(self, trial: Trial, inputs: Any, attributes: dict[str, Any]) -> Any:
         """The checked call and its arrays; None if the check refuses it, rightly."""
@@ -150,14 +150,14 @@ class CpuRunner:
         """Calls the handler on arrays between guard pages. With changes of its attributes, it may
         refuse the call or run."""
         call, arrays = checked
-        arrays, of_rows = with_wider_rows(trial.op, arrays, trial.more_columns)
+        arrays, row_attributes = with_wider_rows(trial.op, arrays, trial.more_columns)
         given = [guarded(x) for x in arrays]
         places = in_place(call)
         results = [
             given[places[i]] if i in places else guarded(np.full(spec.shape, np.nan, spec.dtype))
             for i, spec in enumerate(call.results)
         ]
-        attributes = trial.attributes_of_handler(numbers(call) | of_rows)
+        attributes = trial.handler_attributes(numbers(call) | row_attributes)
         handler = _native.EagerCall("cpu", call.target, attributes, specs(given), specs(results))
 
         def run() -> tuple[np.ndarray, ...]:
@@ -379,7 +379,7 @@ class EmulatedRunner:
         seed = len(inputs[0]) + inputs[0].size % 7
         for device in self._gpus:
             run = self._attend if trial.op == "paged_attention" else self._update
-            run = self._handler_alone if trial.of_handler else run
+            run = self._handler_alone if trial.handler_only else run
             try:
                 run(device, trial, inputs, attributes, seed)
             except RuntimeError as error:
@@ -391,7 +391,7 @@ class EmulatedRunner:
     ) -> None:
         """With changes of its attributes, the handler may refuse the call or run."""
         call, arrays = checked_call(trial.op, inputs, attributes)
-        arrays, of_rows = with_wider_rows(trial.op, arrays, trial.more_columns)
+        arrays, row_attributes = with_wider_rows(trial.op, arrays, trial.more_columns)
         given = [guarded(x) for x in arrays]
         results = [guarded(x) for x in results_of(call, arrays)]
         for result, operand in in_place(call).items():
@@ -400,7 +400,7 @@ class EmulatedRunner:
             results.append(gpu.scratch_of(inputs, attributes))
         op = paged_attention if trial.op == "paged_attention" else kv_cache_update
         with contextlib.suppress(ValueError):
-            changed = trial.attributes_of_handler(numbers(call) | of_rows)
+            changed = trial.handler_attributes(numbers(call) | row_attributes)
             device.run(op, given, results, seed, **changed)
 
     def _attend(
@@ -444,10 +444,10 @@ class EmulatedRunner:
         self, device: Any, trial: Trial, inputs: Any, attributes: dict[str, Any], seed: int
     ) -> None:
         call, arrays = checked_call(trial.op, inputs, attributes)
-        arrays, of_rows = with_wider_rows(trial.op, arrays, trial.more_columns)
+        arrays, row_attributes = with_wider_rows(trial.op, arrays, trial.more_columns)
         given = [guarded(x) for x in arrays]
         updated = [given[operand] for operand, _ in call.aliases]
-        device.run(kv_cache_update, given, updated, seed, **numbers(call), **of_rows)
+        device.run(kv_cache_update, given, updated, seed, **numbers(call), **row_attributes)
         slots = np.array(inputs.slot_mapping)
         shape = reference.layouts.default_shape(
             [x for x in (inputs.kv_cache, attributes.get("value_cache")) if x is not None],

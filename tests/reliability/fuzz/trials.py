@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from harness.layouts import LATENT_LAYOUTS, LAYOUTS
-from tests.support.cases import Case, UpdateCase
+from tests.cases.case import Case
+from tests.cases.updates import UpdateCase
 
 FAMILIES = ("valid", "corrupt", "handler")
 _POISON = 127  # the least magnitude of what must not be read
@@ -30,11 +31,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Trial:
-    """A call through all backends. Without changes it is valid."""
+    """A call for all backends. Without changes it is valid."""
 
     case: Case | UpdateCase
     changes: tuple[Change, ...] = ()
-    of_handler: bool = False  # the changes are of the attributes of the handler's call
+    handler_only: bool = False  # the changes are of the attributes of the handler's call
     more_columns: int = 0  # how much wider the rows are that hold queries, or keys and values
 
     @property
@@ -48,7 +49,7 @@ class Trial:
         if self.changes:
             inputs = inputs._replace(**_finite(inputs._asdict()))
             attributes = _finite(attributes)
-        if not self.of_handler:
+        if not self.handler_only:
             arrays = inputs._asdict() | attributes
             for change in self.changes:
                 if change.index is not None:
@@ -57,9 +58,9 @@ class Trial:
                     attributes[change.name] = change.value
         return inputs, attributes
 
-    def attributes_of_handler(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    def handler_attributes(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
         """Those of a checked call, with the changes."""
-        changed = {change.name: change.value for change in self.changes if self.of_handler}
+        changed = {change.name: change.value for change in self.changes if self.handler_only}
         return {**attributes, **changed}
 
     def as_json(self) -> dict[str, Any]:
@@ -82,19 +83,24 @@ def save(trial: Trial, path: Path, **notes: Any) -> None:
     path.write_text(json.dumps(notes | trial.as_json(), indent=2) + "\n")
 
 
-def load(path: Path) -> Trial:
-    """Reads what `save` wrote."""
+def load(path: Path) -> dict[str, Trial]:
+    """Reads what `save` wrote, or several such trials by name."""
     found = json.loads(path.read_text())
-    of_case = found["case"]
+    trials = {path.stem: found} if "op" in found else found
+    return {name: _from_json(trial) for name, trial in trials.items()}
+
+
+def _from_json(found: dict[str, Any]) -> Trial:
+    case_fields = found["case"]
     if found["op"] == "paged_attention":
-        of_case["sequences"] = tuple(tuple(sequence) for sequence in of_case["sequences"])
-        of_case["num_seqs_shape"] = tuple(of_case["num_seqs_shape"])
-    case = (Case if found["op"] == "paged_attention" else UpdateCase)(**of_case)
+        case_fields["sequences"] = tuple(map(tuple, case_fields["sequences"]))
+        case_fields["num_seqs_shape"] = tuple(case_fields["num_seqs_shape"])
+    case = (Case if found["op"] == "paged_attention" else UpdateCase)(**case_fields)
     changes = tuple(
         Change(x["name"], x["value"], None if x["index"] is None else tuple(x["index"]))
         for x in found["changes"]
     )
-    return Trial(case, changes, found["of_handler"], found.get("more_columns", 0))
+    return Trial(case, changes, found["handler_only"], found.get("more_columns", 0))
 
 
 def is_consistent(trial: Trial) -> bool:

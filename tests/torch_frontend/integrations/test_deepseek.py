@@ -66,8 +66,8 @@ class LatentAttention:
             rope, key_rope[:, None], *position_embeddings
         )
         key = torch.cat([layer.kv_a_layernorm(latent), key_rope[:, 0]], -1)[0][:, None]
-        of_heads = layer.kv_b_proj.weight.view(layer.num_heads, -1, rank)
-        to_key, to_value = of_heads.split([layer.qk_nope_head_dim, layer.v_head_dim], 1)
+        head_weights = layer.kv_b_proj.weight.view(layer.num_heads, -1, rank)
+        to_key, to_value = head_weights.split([layer.qk_nope_head_dim, layer.v_head_dim], 1)
         absorbed = torch.cat([torch.einsum("bhtn,hnr->bhtr", nope, to_key), rope], -1)[0]
         output = torch.einsum("thr,hvr->thv", self.attend(layer, absorbed, key), to_value)
         return layer.o_proj(output.reshape(1, num_tokens, -1)), None

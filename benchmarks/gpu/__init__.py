@@ -1,1 +1,0 @@
-"""Tests and benchmarks on an NVIDIA GPU, beside its limits and other libraries."""

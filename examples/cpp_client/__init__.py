@@ -1,1 +1,0 @@
-"""A decoding loop in C++ that needs no Python: a program of jax.export on a PJRT plugin."""

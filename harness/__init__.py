@@ -1,1 +1,0 @@
-"""Shared by tests, benchmarks and examples: the oracle, comparisons, layouts and HLO reading."""

@@ -1,0 +1,206 @@
+// EagerKernel: an operator's kernel for PyTorch's own tensors. It calls the handler. The check runs
+// once for each signature; what it found is kept.
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "python/eager_call.h"
+#include "python/module.h"
+#include "rules.h"
+#include "signature.h"
+
+namespace xla_gpu {
+namespace {
+
+// The arguments of a call.
+struct Arguments {
+  std::vector<nb::handle> tensors;  // the operands, in the order of the schema
+  nb::handle out;                   // null: none
+  Signature signature;
+};
+
+// A checked call: the fields of torch_frontend/_eager.py's PreparedCall.
+struct Prepared {
+  explicit Prepared(nb::handle from)
+      : call(from.attr("call")),
+        names(nb::cast<std::vector<std::string>>(from.attr("names"))),
+        copied(nb::cast<std::vector<size_t>>(from.attr("copied"))),
+        spans(nb::cast<std::vector<int64_t>>(from.attr("spans"))),
+        out_bytes(nb::cast<int64_t>(from.attr("out_bytes"))),
+        written(nb::cast<std::vector<size_t>>(from.attr("written"))),
+        num_returned(nb::cast<size_t>(from.attr("num_returned"))) {
+    for (nb::handle spec : from.attr("allocated")) allocated.emplace_back(spec[0], spec[1]);
+  }
+
+  nb::object call;  // an EagerCall
+  std::vector<std::string> names;
+  std::vector<size_t> copied;
+  std::vector<int64_t> spans;
+  int64_t out_bytes;
+  std::vector<size_t> written;
+  std::vector<std::pair<nb::object, nb::object>> allocated;  // shape and dtype
+  size_t num_returned;
+};
+
+char* AddressOf(nb::handle tensor) {
+  static const nb::handle data_ptr = Interned("data_ptr");
+  return reinterpret_cast<char*>(nb::cast<uintptr_t>(tensor.attr(data_ptr)()));
+}
+
+// A kernel that has passed a call's dispatch keys asks whether they are `keys`: then nothing is
+// between the operator and this kernel, and it need not dispatch again, which takes as long as a
+// small op.
+class EagerKernel {
+ public:
+  EagerKernel(std::string op, nb::object rules, nb::object prepare, nb::object launch,
+              std::vector<uint64_t> keys, nb::object otherwise, bool returns_out)
+      : op_(std::move(op)),
+        owner_of_rules_(std::move(rules)),
+        rules_(*nb::cast<const TorchRules*>(owner_of_rules_)),
+        prepare_(std::move(prepare)),
+        launch_(std::move(launch)),
+        keys_(std::move(keys)),
+        otherwise_(std::move(otherwise)),
+        returns_out_(returns_out) {}
+
+  nb::object operator()(nb::args args, nb::kwargs keywords) {
+    const size_t first = keys_.empty() ? 0 : 1;
+    if (first == 1) {
+      static const nb::handle raw_repr = Interned("raw_repr");
+      const auto key = nb::cast<uint64_t>(args[0].attr(raw_repr)());
+      if (std::find(keys_.begin(), keys_.end(), key) == keys_.end()) {
+        return otherwise_(*args, **keywords);
+      }
+    }
+    const Arguments given = Read(args, first, keywords);
+    // Shared, as another thread may clear the table meanwhile.
+    std::shared_ptr<const Prepared> call;
+    if (given.signature.is_complete()) {
+      const auto found = calls_.find(given.signature.bytes());
+      if (found != calls_.end()) call = found->second;
+    }
+    if (call == nullptr) call = Prepare(given, args, first, keywords);
+    return Run(*call, given);
+  }
+
+ private:
+  static constexpr size_t kMostCalls = 4096;
+
+  bool IsOnCpu() const { return launch_.is_none(); }
+
+  Arguments Read(const nb::args& args, size_t first, const nb::kwargs& keywords) const {
+    // The dispatcher chooses a CPU kernel if all tensors are on the CPU.
+    Arguments given{{}, {}, Signature(/*has_devices=*/!IsOnCpu())};
+    given.tensors.reserve(args.size() + keywords.size());
+    const auto read = [&](nb::handle value) {
+      if (!rules_.IsTensor(value)) return given.signature.AddOption(value);
+      given.tensors.push_back(value);
+      given.signature.AddTensor(value);
+    };
+    for (size_t i = first; i < args.size(); ++i) read(args[i]);
+    for (auto [name, value] : keywords) {
+      given.signature.AddName(name);
+      if (rules_.IsTensor(value) && PyUnicode_CompareWithASCIIString(name.ptr(), "out") == 0) {
+        given.out = value;
+        given.signature.AddTensor(value);
+      } else {
+        read(value);
+      }
+    }
+    return given;
+  }
+
+  std::shared_ptr<const Prepared> Prepare(const Arguments& given, const nb::args& args,
+                                          size_t first, const nb::kwargs& keywords) {
+    nb::list arguments;
+    for (size_t i = first; i < args.size(); ++i) arguments.append(args[i]);
+    auto call = std::make_shared<const Prepared>(prepare_(nb::tuple(arguments), keywords));
+    // No Python in between: it could let another thread change the table.
+    if (calls_.size() >= kMostCalls) calls_.clear();
+    if (given.signature.is_complete()) calls_[given.signature.bytes()] = call;
+    return call;
+  }
+
+  nb::object Run(const Prepared& call, const Arguments& given) const {
+    rules_.RefuseDerivative(op_, given.tensors, given.out);
+    std::vector<nb::handle> tensors = given.tensors;
+    std::vector<nb::object> copies;
+    for (size_t i : call.copied) {
+      copies.push_back(tensors[i].attr("contiguous")());
+      tensors[i] = copies.back();
+    }
+    std::vector<Memory> operands;
+    std::vector<void*> addresses;
+    operands.reserve(tensors.size());
+    addresses.reserve(tensors.size() + 3);
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      operands.push_back({AddressOf(tensors[i]), call.spans[i]});
+      addresses.push_back(operands.back().begin);
+    }
+    std::vector<NamedTensor> written;
+    for (size_t i : call.written) {
+      written.push_back({&call.names[i], tensors[i], operands[i]});
+      addresses.push_back(operands[i].begin);
+    }
+    rules_.RefuseOneMemory(op_, written);
+    if (given.out.is_valid()) {
+      static const std::string name = "out";
+      written.push_back({&name, given.out, {AddressOf(given.out), call.out_bytes}});
+      addresses.push_back(written.back().memory.begin);
+      rules_.RefuseOverlap(op_, written.back().memory, call.names, operands);
+    }
+    rules_.BeforeWriting(op_, written);
+    nb::list allocated;
+    for (const auto& [shape, dtype] : call.allocated) {
+      allocated.append(tensors[0].attr("new_empty")(shape, nb::arg("dtype") = dtype));
+      addresses.push_back(AddressOf(allocated[allocated.size() - 1]));
+    }
+    Launch(call, tensors[0], addresses);
+    if (given.out.is_valid()) return returns_out_ ? nb::borrow(given.out) : nb::none();
+    if (call.num_returned == 0) return nb::none();
+    if (call.num_returned == 1) return nb::object(allocated[0]);
+    return nb::tuple(nb::steal(PyList_GetSlice(allocated.ptr(), 0, call.num_returned)));
+  }
+
+  void Launch(const Prepared& call, nb::handle tensor, const std::vector<void*>& addresses) const {
+    if (IsOnCpu()) {
+      nb::cast<EagerCall&>(call.call).Run(addresses, {rules_.NumThreads(), nullptr});
+      return;
+    }
+    nb::list operands, results;
+    for (size_t i = 0; i < addresses.size(); ++i) {
+      (i < call.names.size() ? operands : results)
+          .append(reinterpret_cast<uintptr_t>(addresses[i]));
+    }
+    launch_(call.call, operands, results, tensor);
+  }
+
+  std::string op_;
+  nb::object owner_of_rules_;
+  const TorchRules& rules_;
+  nb::object prepare_, launch_;
+  std::vector<uint64_t> keys_;
+  nb::object otherwise_;
+  bool returns_out_;
+  std::unordered_map<std::string, std::shared_ptr<const Prepared>> calls_;
+};
+
+}  // namespace
+
+void BindEagerKernel(nb::module_& m) {
+  nb::class_<EagerKernel>(m, "EagerKernel",
+                          "An operator's kernel for PyTorch's tensors on the CPU or on CUDA.")
+      .def(nb::init<std::string, nb::object, nb::object, nb::object, std::vector<uint64_t>,
+                    nb::object, bool>(),
+           nb::arg("op"), nb::arg("rules"), nb::arg("prepare"), nb::arg("launch").none(),
+           nb::arg("keys"), nb::arg("otherwise").none(), nb::arg("returns_out"))
+      .def("__call__", &EagerKernel::operator());
+}
+
+}  // namespace xla_gpu

@@ -1,0 +1,69 @@
+// The rules that PyTorch has for an operator that has no derivative and may write to its arguments:
+// gradients, inference tensors, versions, overlapping memory. They are here and nowhere else.
+// Kernels ask for them here, Python's fake and XLA kernels through shared_ffi._native.TorchRules.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "signature.h"
+
+namespace xla_gpu {
+
+// The bytes that a tensor spans.
+struct Memory {
+  char* begin;
+  int64_t num_bytes;
+};
+
+// A tensor that a call writes to, with its name in messages.
+struct NamedTensor {
+  const std::string* name;
+  nb::handle tensor;
+  Memory memory;
+};
+
+class TorchRules {
+ public:
+  // `torch` is the module: this library is built without PyTorch. `errors` is
+  // torch_frontend/_errors.py, which words the exceptions.
+  TorchRules(nb::object torch, nb::object errors);
+
+  bool IsTensor(nb::handle value) const {
+    return PyObject_TypeCheck(value.ptr(), reinterpret_cast<PyTypeObject*>(tensor_type_.ptr()));
+  }
+
+  int64_t NumThreads() const { return nb::cast<int64_t>(num_threads_()); }
+
+  // Refuses tensors that require grad or have a tangent. `out`: null if there is none.
+  void RefuseDerivative(const std::string& op, const std::vector<nb::handle>& tensors,
+                        nb::handle out) const;
+
+  // Refuses `out` if it shares memory with an operand.
+  void RefuseOverlap(const std::string& op, Memory out, const std::vector<std::string>& names,
+                     const std::vector<Memory>& operands) const;
+
+  // Refuses two tensors that are written to and begin at one place. Other views of one memory are
+  // legal: K and V of transformers overlap, and their slots do not.
+  void RefuseOneMemory(const std::string& op, const std::vector<NamedTensor>& written) const;
+
+  // Refuses inference tensors outside of inference mode, as PyTorch's own operators do. Increments
+  // the versions of the others, by which autograd knows that their former values are lost.
+  void BeforeWriting(const std::string& op, const std::vector<NamedTensor>& written) const;
+
+ private:
+  template <typename... Parts>
+  [[noreturn]] void Raise(const char* error, const Parts&... parts) const {
+    nb::object exception = errors_.attr(error)(parts...);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
+    throw nb::python_error();
+  }
+
+  nb::object tensor_type_, num_threads_, is_grad_enabled_, is_inference_mode_enabled_,
+      increment_version_, forward_ad_, errors_;
+};
+
+}  // namespace xla_gpu

@@ -1,0 +1,64 @@
+"""The cases of all topics: each file here has those of one. SHORT_CASES and SHORT_UPDATE_CASES are
+for tests in which a case takes long. SAMPLED_CASES are one of seven, whatever the order of CASES."""
+
+from __future__ import annotations
+
+import zlib
+
+from tests.cases import eight_bit, latent, layouts, masks, shapes, softmax, updates
+
+CASES = [
+    *shapes.CASES,
+    *masks.CASES,
+    *softmax.CASES,
+    *layouts.CASES,
+    *latent.CASES,
+    *eight_bit.CASES,
+]
+SAMPLED_CASES = [case for case in CASES if zlib.crc32(case.id.encode()) % 7 == 0]
+LONG_CASES = shapes.LONG_CASES
+UPDATE_CASES = updates.CASES
+
+for _cases in (CASES, LONG_CASES, UPDATE_CASES):
+    assert len({case.id for case in _cases}) == len(_cases)
+
+SHORT_CASES = [
+    case
+    for case in CASES
+    if case.id.rpartition("-")[0]
+    in {
+        "mixed",
+        "no-sequences",
+        "block-17-chunked",
+        "window-9-mixed",
+        "cap-30.0-decode",
+        "all-mixed",
+        "fewer-keys-sinks-right-2",
+        "layout-n2hbd-mixed",
+        "layout-nbhd-mixed",
+        "float8_e4m3fn-per head-mixed",
+        "float8_e5m2-one-mixed",
+        "int8-per head-decode",
+        "int8-per position-mixed",
+        "latent-mixed",
+        "max-query-len-3-head-size-64",
+        "ragged-7",
+    }
+]
+
+SHORT_UPDATE_CASES = [
+    case
+    for case in UPDATE_CASES
+    if case.id
+    in {
+        "some-padding-int32-f32",
+        "some-padding-int64-bf16",
+        "no-tokens-int32-f16",
+        "layout-n2hbd",
+        "layout-nbhd-odd",
+        "latent-nbd-None",
+        "float8_e4m3fn-per position-bf16",
+        "float8_e5m2-None-f16",
+        "int8-one-f32",
+    }
+]

@@ -1,0 +1,251 @@
+"""A call of paged_attention with adversarial arrays: block tables are permutations of a pool that is
+larger than needed, and everything that the op must not read holds NaN, infinity or junk."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from harness.arrays import DTYPES, quantized
+from harness.layouts import arrange
+
+SCALE = 0.05  # the size of the scales of 8-bit caches
+SHORT_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+JUNK = np.array([2147480000, -7, 2147483647, -2147483648, 1000000], np.int32)
+TREES = (None, "draft", "chain", "any")
+SCALES = (None, "one", "per head", "per position")
+
+
+def scale_arrays(kind: str, num_kv_heads: int, is_unused: np.ndarray) -> dict[str, np.ndarray]:
+    """k_scale and v_scale. `is_unused`, [num_blocks, block_size]: positions whose scales are
+    NaN."""
+    position_shape = (*is_unused.shape, num_kv_heads)
+    shape = {"one": (), "per head": (num_kv_heads,), "per position": position_shape}[kind]
+    arrays = np.random.default_rng(1).uniform(0.5, 1.5, (2, *shape)) * SCALE
+    if kind == "per position":
+        arrays[:, is_unused] = np.nan
+    return {
+        name: np.array(array, np.float32)
+        for name, array in zip(("k_scale", "v_scale"), arrays, strict=True)
+    }
+
+
+class Inputs(NamedTuple):
+    """The array arguments of paged_attention, in their order."""
+
+    query: Any
+    kv_cache: Any
+    context_lens: Any
+    block_tables: Any
+    query_start_loc: Any
+    num_seqs: Any
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of paged_attention. `sequences` are pairs (q_len, context_len)."""
+
+    id: str
+    sequences: tuple[tuple[int, int], ...]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 16
+    block_size: int = 4
+    dtype: str = "float32"
+    scale: float | None = None  # head_size ** -0.5
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    alibi_slopes: bool = False
+    tree: str | None = None  # of TREES
+    causal: bool = True
+    window_right: int | None = None
+    max_query_len: int | None = None
+    return_lse: bool = False
+    kv_layout: str | None = None
+    cache_dtype: str | None = None  # of 8 bits
+    scales: str | None = None  # of SCALES
+    value_head_size: int | None = None  # where V is a part of K
+    padding_seqs: int = 2
+    padding_blocks: int = 2
+    unused_blocks: int = 3  # of the pool
+    padding_tokens: int = 3
+    first_token: int = 0
+    num_seqs_shape: tuple[int, ...] = ()
+    query_factor: float = 1.0
+    nan_in_last_position: bool = False
+    nan_in_second_query: bool = False  # its K and V, which a tree mask may exclude
+    shared_first_block: bool = False
+
+    def attributes(self) -> dict[str, Any]:
+        """The other arguments: numbers, and the arrays of the case's features."""
+        attributes: dict[str, Any] = {
+            "scale": self.head_size**-0.5 if self.scale is None else self.scale,
+            "sliding_window": self.sliding_window,
+            "soft_cap": self.soft_cap,
+        }
+        rng = np.random.default_rng(self.num_heads)
+        if self.sinks:
+            attributes["sinks"] = rng.standard_normal(self.num_heads).astype(np.float32)
+            attributes["sinks"][-1] = -np.inf
+        if self.alibi_slopes:
+            attributes["alibi_slopes"] = rng.uniform(0, 0.3, self.num_heads).astype(np.float32)
+        if self.tree is not None:
+            attributes["tree_mask"] = self._tree_mask()
+        if not self.causal:
+            attributes |= {"causal": False, "window_right": self.window_right}
+        if self.max_query_len is not None:
+            attributes["max_query_len"] = self.max_query_len
+        if self.return_lse:
+            attributes["return_lse"] = True
+        if self.scales is not None:
+            kv_cache = self._before_quantization().kv_cache.astype(np.float32)
+            is_unused = ~np.isfinite(kv_cache).all((2, 3))
+            attributes |= scale_arrays(self.scales, self.num_kv_heads, is_unused)
+        if self.value_head_size is not None:
+            attributes["value_head_size"] = self.value_head_size
+            attributes.pop("v_scale", None)
+        if self.kv_layout is not None:
+            attributes["kv_layout"] = self.kv_layout
+            _, *value_cache = self._arranged(self._in_default_layout().kv_cache)
+            attributes |= dict(zip(["value_cache"], value_cache, strict=False))
+        return attributes
+
+    def _arranged(self, kv_cache: np.ndarray) -> tuple[np.ndarray, ...]:
+        is_latent = self.value_head_size is not None
+        return arrange(kv_cache, self.kv_layout, is_latent=is_latent)
+
+    def _tree_mask(self) -> np.ndarray:
+        """Draft trees for every second sequence, all tokens of which attend to their ancestors; or
+        any bits. Tokens of no sequence have any bits."""
+        rng = np.random.default_rng(zlib.crc32(self.id.encode()))
+        q_lens = [q_len for q_len, _ in self.sequences]
+        num_tokens = self.first_token + sum(q_lens) + self.padding_tokens
+        bits = rng.integers(0, 2, (num_tokens, 64), np.uint8)
+        start = self.first_token
+        for s, q_len in enumerate(q_lens):
+            sequence_bits = bits[start : start + q_len]
+            start += q_len
+            has_tree = q_len <= 64 and (self.tree != "draft" or s % 2 == 0)
+            sequence_bits[:, q_len if has_tree else 0 :] = 0
+            if self.tree == "chain" and has_tree:
+                sequence_bits[:, :q_len] = np.tri(q_len)
+            elif self.tree == "draft" and has_tree:
+                for i in range(q_len):
+                    sequence_bits[i, :i] = sequence_bits[rng.integers(i)][:i] if i else 0
+                    sequence_bits[i, i:] = np.arange(64 - i) == 0
+        return np.packbits(bits, axis=1, bitorder="little").view("<i4")
+
+    def needed_positions(self, q_len: int, context_len: int) -> range:
+        """The positions that some query of a sequence attends to."""
+        if q_len == 0:
+            return range(0)
+        window = self.sliding_window or context_len
+        return range(max(0, context_len - q_len - window + 1), context_len)
+
+    def inputs(self) -> Inputs:
+        inputs = self._in_default_layout()
+        return inputs._replace(kv_cache=self._arranged(inputs.kv_cache)[0])
+
+    def _in_default_layout(self) -> Inputs:
+        inputs = self._before_quantization()
+        if self.cache_dtype is None:
+            return inputs
+        values = inputs.kv_cache.astype(np.float32) / (1 if self.scales is None else SCALE)
+        return inputs._replace(kv_cache=quantized(values, self.cache_dtype))
+
+    def _before_quantization(self) -> Inputs:
+        rng = np.random.default_rng(zlib.crc32(self.id.encode()))
+        dtype = DTYPES[self.dtype]
+        q_lens = [q_len for q_len, _ in self.sequences]
+        lengths = [-(-context // self.block_size) for _, context in self.sequences]
+        num_seqs, max_seqs = len(self.sequences), len(self.sequences) + self.padding_seqs
+
+        pool = rng.permutation(sum(lengths) + self.unused_blocks).astype(np.int32)
+        width = max(lengths, default=0) + self.padding_blocks
+        block_tables = rng.choice(JUNK, (max_seqs, width))
+        kv_cache = rng.choice(
+            [np.nan, np.inf, -np.inf],
+            (len(pool), self.block_size, 2 * self.num_kv_heads, self.head_size),
+        ).astype(dtype)
+        taken = 0
+        for s, (q_len, context_len) in enumerate(self.sequences):
+            blocks = pool[taken : taken + lengths[s]].copy()
+            taken += lengths[s]
+            if self.shared_first_block:
+                blocks[0] = pool[0]
+            positions = self.needed_positions(q_len, context_len)
+            for j in positions:
+                block, offset = j // self.block_size, j % self.block_size
+                block_tables[s, block] = blocks[block]
+                slot = kv_cache[blocks[block], offset]
+                if (
+                    np.isnan(slot.astype(np.float32)).any()
+                    or np.isinf(slot.astype(np.float32)).any()
+                ):
+                    slot[...] = rng.standard_normal(slot.shape).astype(dtype)
+            nan_positions = [context_len - 1] if self.nan_in_last_position else []
+            if self.nan_in_second_query and q_len > 1:
+                nan_positions.append(context_len - q_len + 1)
+            for position in nan_positions:
+                kv_cache[blocks[position // self.block_size], position % self.block_size] = np.nan
+
+        num_tokens = self.first_token + sum(q_lens) + self.padding_tokens
+        query = np.full((num_tokens, self.num_heads, self.head_size), np.nan, dtype)
+        end = self.first_token + sum(q_lens)
+        shape = query[self.first_token : end].shape
+        query[self.first_token : end] = (self.query_factor * rng.standard_normal(shape)).astype(
+            dtype
+        )
+
+        context_lens = rng.choice(JUNK, max_seqs)
+        context_lens[:num_seqs] = [context for _, context in self.sequences]
+        query_start_loc = rng.choice(JUNK, max_seqs + 1)
+        if num_seqs > 0:  # with no sequences not even entry 0 is read
+            query_start_loc[: num_seqs + 1] = np.cumsum([self.first_token, *q_lens])
+        return Inputs(
+            query,
+            kv_cache,
+            context_lens,
+            block_tables,
+            query_start_loc,
+            np.full(self.num_seqs_shape, num_seqs, np.int32),
+        )
+
+
+DECODE = ((1, 5), (1, 17), (1, 1), (1, 12))
+PREFILL = ((9, 9), (4, 4), (1, 1))
+CHUNKED = ((5, 14), (3, 16), (8, 11))
+MIXED = ((1, 19), (6, 6), (0, 7), (4, 21), (1, 1))
+
+
+def each_dtype(family: str, **fields: Any) -> Iterator[Case]:
+    """A case for each dtype of queries."""
+    for dtype, short in SHORT_NAMES.items():
+        yield Case(id=f"{family}-{short}", dtype=dtype, **fields)
+
+
+FEATURE_BATCHES = {
+    "decode": ((1, 150), (1, 3)),
+    "mixed": ((7, 80), (9, 9), (0, 5), (1, 66)),
+    "long": ((1, 700), (3, 1100), (30, 530)),
+}
+
+
+def feature_cases(features: dict[str, dict[str, Any]]) -> Iterator[Case]:
+    """Each feature, given as the fields of its cases, in FEATURE_BATCHES."""
+    for (feature, fields), (name, sequences) in product(features.items(), FEATURE_BATCHES.items()):
+        yield from each_dtype(
+            f"{feature}-{name}",
+            sequences=sequences,
+            num_heads=6,
+            block_size=8,
+            head_size=24,
+            return_lse=name != "decode" or feature == "lse",
+            **fields,
+        )

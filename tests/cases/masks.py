@@ -1,0 +1,109 @@
+"""Masks: sliding windows, attention that is not causal, tree masks, and NaN in masked positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from tests.cases.case import MIXED, TREES, Case, each_dtype, feature_cases
+
+
+def _sliding_windows() -> Iterator[Case]:
+    batches = {"decode": ((1, 150), (1, 3)), "mixed": ((7, 80), (9, 9), (1, 66))}
+    for window, (name, sequences) in product((1, 2, 8, 9, 63, 64, 65, 1000), batches.items()):
+        yield from each_dtype(
+            f"window-{window}-{name}",
+            sequences=sequences,
+            block_size=8,
+            head_size=8,
+            sliding_window=window,
+        )
+    yield from each_dtype(
+        "window-20-cap-5", sequences=batches["mixed"], sliding_window=20, soft_cap=5.0
+    )
+    yield from each_dtype("largest-window", sequences=MIXED, sliding_window=2**63 - 1)
+
+
+def _not_causal() -> Iterator[Case]:
+    features: dict[str, dict[str, Any]] = {
+        "not-causal": {},
+        "right-0": {"window_right": 0},
+        "right-3": {"window_right": 3},
+        "window-9-right-70": {"sliding_window": 9, "window_right": 70},
+        "alibi-not-causal": {"alibi_slopes": True},
+        "all": {
+            "sinks": True,
+            "alibi_slopes": True,
+            "window_right": 20,
+            "sliding_window": 300,
+            "soft_cap": 5.0,
+        },
+    }
+    yield from feature_cases({name: {"causal": False} | x for name, x in features.items()})
+    # More queries than keys, as where devices share the cache.
+    fewer = ((5, 2), (3, 0), (1, 0), (40, 0), (4, 9), (90, 20))
+    with_fewer: dict[str, dict[str, Any]] = {
+        "lse": {},
+        "sinks": {"sinks": True},
+        "alibi": {"alibi_slopes": True},
+    }
+    for (feature, fields), right in product(with_fewer.items(), (None, 0, 2)):
+        yield from each_dtype(
+            f"fewer-keys-{feature}-right-{right}",
+            sequences=fewer,
+            return_lse=True,
+            causal=False,
+            window_right=right,
+            **fields,
+        )
+
+
+def _tree_masks() -> Iterator[Case]:
+    trees: dict[str, tuple[tuple[int, int], ...]] = {
+        "decode": ((7, 150), (1, 3), (2, 2), (13, 13)),
+        "wide": ((64, 190), (65, 70), (64, 64), (0, 5)),
+        "long": ((12, 700), (9, 1100), (33, 530)),
+    }
+    for tree, (name, sequences) in product(TREES[1:], trees.items()):
+        yield from each_dtype(
+            f"tree-{tree}-{name}",
+            sequences=sequences,
+            tree=tree,
+            num_heads=6,
+            block_size=8,
+            head_size=24,
+            sinks=name == "wide",
+            sliding_window=66 if name == "long" else None,
+            soft_cap=5.0 if name == "long" else None,
+            return_lse=name == "wide",
+        )
+    for tree, cache_dtype in product(TREES[1:], (None, "float8_e4m3fn", "int8")):
+        yield from each_dtype(
+            f"tree-{tree}-nan-{cache_dtype}",
+            sequences=((3, 40), (9, 70), (6, 38), (12, 12), (40, 41)),
+            tree=tree,
+            cache_dtype=cache_dtype,
+            scales=None if cache_dtype is None else "per position",
+            query_factor=8.0,
+            nan_in_second_query=True,
+        )
+
+
+def _nan_in_masked_positions() -> Iterator[Case]:
+    for length in (2, 16, 17, 63, 64, 65, 70):
+        yield from each_dtype(
+            f"later-token-nan-prefill-{length}",
+            sequences=((length, length),),
+            nan_in_last_position=True,
+            num_heads=2,
+        )
+    yield from each_dtype(
+        "later-token-nan-chunked",
+        sequences=((5, 69), (3, 9)),
+        sliding_window=66,
+        nan_in_last_position=True,
+    )
+
+
+CASES = [*_sliding_windows(), *_not_causal(), *_tree_masks(), *_nan_in_masked_positions()]

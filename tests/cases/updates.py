@@ -1,0 +1,139 @@
+"""Calls of kv_cache_update."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from harness.arrays import CACHE_DTYPES, DTYPES, quantized
+from harness.layouts import LATENT_LAYOUTS, LAYOUTS, arrange
+from tests.cases.case import SCALES, SHORT_NAMES, scale_arrays
+
+
+class UpdateInputs(NamedTuple):
+    """The arguments of kv_cache_update, in their order."""
+
+    kv_cache: Any
+    key: Any
+    value: Any
+    slot_mapping: Any
+
+
+@dataclass(frozen=True)
+class UpdateCase:
+    """A call of kv_cache_update with `num_tokens` tokens; `num_padding` of them have no slot."""
+
+    id: str
+    num_tokens: int = 9
+    num_padding: int = 3
+    num_kv_heads: int = 2
+    head_size: int = 17
+    block_size: int = 4
+    dtype: str = "float32"
+    slot_dtype: str = "int32"
+    kv_layout: str | None = None
+    cache_dtype: str | None = None  # of 8 bits
+    scales: str | None = None  # of SCALES
+    key_factor: float = 1.0
+    is_latent: bool = False  # V is a part of K
+
+    def attributes(self) -> dict[str, Any]:
+        attributes: dict[str, Any] = {}
+        if self.kv_layout is not None:
+            _, *value_cache = self._arranged(self._in_default_layout().kv_cache)
+            attributes = dict(zip(["value_cache"], value_cache, strict=False))
+            attributes["kv_layout"] = self.kv_layout
+        if self.scales is not None:
+            inputs = self._in_default_layout()
+            is_unused = np.full(inputs.kv_cache.shape[:2], True)
+            slots = inputs.slot_mapping
+            is_unused.reshape(-1)[slots[slots >= 0]] = False
+            attributes |= scale_arrays(self.scales, self.num_kv_heads, is_unused)
+            if self.is_latent:
+                del attributes["v_scale"]
+        return attributes
+
+    def _arranged(self, kv_cache: np.ndarray) -> tuple[np.ndarray, ...]:
+        return arrange(kv_cache, self.kv_layout, is_latent=self.is_latent)
+
+    def inputs(self) -> UpdateInputs:
+        inputs = self._in_default_layout()
+        if self.is_latent:
+            inputs = inputs._replace(value=inputs.value[..., :0])
+        return inputs._replace(kv_cache=self._arranged(inputs.kv_cache)[0])
+
+    def _in_default_layout(self) -> UpdateInputs:
+        rng = np.random.default_rng(zlib.crc32(self.id.encode()))
+        dtype = DTYPES[self.dtype]
+        num_blocks = -(-self.num_tokens // self.block_size) + 3
+        slots = rng.permutation(num_blocks * self.block_size)[: self.num_tokens]
+        padding = rng.permutation(self.num_tokens)[: self.num_padding]
+        slots[padding] = rng.choice([-1, -2, -2147483648], self.num_padding)
+        cache_shape = (num_blocks, self.block_size, 2 * self.num_kv_heads, self.head_size)
+        shape = (self.num_tokens, self.num_kv_heads, self.head_size)
+        kv_cache, key, value = (
+            rng.standard_normal(size).astype(dtype) for size in (cache_shape, shape, shape)
+        )
+        key *= dtype(self.key_factor)
+        if self.cache_dtype is not None:
+            kv_cache = quantized(kv_cache.astype(np.float32), self.cache_dtype)
+            if self.dtype == "float16" and self.scales is None:  # copied unchanged
+                key, value = (
+                    quantized(x.astype(np.float32), self.cache_dtype) for x in (key, value)
+                )
+        if key.dtype != np.int8:
+            key[padding] = np.nan
+            value[padding] = np.nan
+        return UpdateInputs(kv_cache, key, value, slots.astype(self.slot_dtype))
+
+
+def _updates() -> Iterator[UpdateCase]:
+    for (dtype, short), slot_dtype in product(SHORT_NAMES.items(), ("int32", "int64")):
+        name = f"{slot_dtype}-{short}"
+        fields: dict[str, Any] = {"dtype": dtype, "slot_dtype": slot_dtype}
+        yield UpdateCase(id=f"some-padding-{name}", **fields)
+        yield UpdateCase(id=f"all-padding-{name}", num_padding=9, **fields)
+        yield UpdateCase(id=f"no-tokens-{name}", num_tokens=0, num_padding=0, **fields)
+        yield UpdateCase(id=f"one-token-{name}", num_tokens=1, num_padding=0, **fields)
+        yield UpdateCase(
+            id=f"large-{name}", num_tokens=150, num_kv_heads=5, head_size=128, **fields
+        )
+    for block_size, num_kv_heads in product((1, 3, 16), (1, 2, 5)):
+        name = f"block-{block_size}-kv{num_kv_heads}"
+        yield UpdateCase(id=name, block_size=block_size, num_kv_heads=num_kv_heads, head_size=64)
+    yield UpdateCase(id="head-size-1", head_size=1)
+    for layout in LAYOUTS:
+        yield UpdateCase(id=f"layout-{layout}", kv_layout=layout, head_size=16, num_kv_heads=3)
+        yield UpdateCase(id=f"layout-{layout}-odd", kv_layout=layout, dtype="bfloat16")
+    for cache_dtype, (dtype, short), scales in product(CACHE_DTYPES, SHORT_NAMES.items(), SCALES):
+        for name, factor in {"": 1.0, "-too-large": 100.0, "-subnormal": 2.0**-12}.items():
+            yield UpdateCase(
+                id=f"{cache_dtype}-{scales}-{short}{name}",
+                cache_dtype=cache_dtype,
+                dtype=dtype,
+                scales=scales,
+                key_factor=factor,
+                num_tokens=60,
+            )
+    for layout, cache_dtype in product(LATENT_LAYOUTS, (None, *CACHE_DTYPES)):
+        yield UpdateCase(
+            id=f"latent-{layout}-{cache_dtype}",
+            is_latent=True,
+            num_kv_heads=2 if "h" in layout else 1,
+            kv_layout=layout,
+            cache_dtype=cache_dtype,
+            scales="per head" if cache_dtype else None,
+            dtype="bfloat16",
+        )
+    yield UpdateCase(id="latent-large", is_latent=True, num_tokens=150, num_kv_heads=1)
+    yield UpdateCase(
+        id="float8-layout", cache_dtype="float8_e4m3fn", scales="per head", kv_layout="nhbd"
+    )
+
+
+CASES = [*_updates()]

@@ -1,0 +1,428 @@
+"""The CPU handlers and kernels without a framework: every case against the oracle, and the promises
+about bits, batches and threads. test_mutation.py runs this file on faulty kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+
+from harness import reference
+from harness.compare import assert_close_on_cpu, assert_same_bits
+from shared_ffi import _native, kv_cache_update, simple_add
+from tests.cases.all import CASES, SHORT_CASES, UPDATE_CASES
+from tests.cases.case import Case
+from tests.cases.softmax import EXTREME_NUMBERS, extreme_call
+from tests.cases.updates import UpdateCase
+from tests.support.calls import (
+    call_handler,
+    checked_call,
+    cpu_instruction_set,
+    in_wider_rows,
+    numbers,
+    results_of,
+    specs,
+    with_wider_rows,
+)
+from tests.support.random_cases import random_cases
+
+F32, I32 = np.float32, np.int32
+
+
+@pytest.fixture(params=_native.cpu_instruction_sets(), autouse=True)
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs every test here with each instruction set that this processor has."""
+    with cpu_instruction_set(request.param):
+        yield request.param
+
+
+def attend(operands: Any, *, num_threads: int = 1, **attributes: Any) -> Any:
+    """The result of paged_attention, or with return_lse a pair of results."""
+    call, arrays = checked_call("paged_attention", operands, attributes)
+    results = results_of(call, arrays)  # NaN, since a kernel must write all rows
+    call_handler(call.target, numbers(call), arrays, results, num_threads)
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+@pytest.mark.pairwise(each="case")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_paged_attention(case: Case) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    result = attend(inputs, **attributes)
+    assert_close_on_cpu(result, inputs, attributes)
+    assert_same_bits(attend(inputs, **attributes, num_threads=3), result)
+
+
+@pytest.mark.pairwise(each="case")
+@pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
+def test_kv_cache_update(case: UpdateCase) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    call, arrays = checked_call("kv_cache_update", inputs, attributes)
+    arrays = [x.copy() for x in arrays]
+    updated = [arrays[operand] for operand, _ in call.aliases]
+    call_handler(call.target, numbers(call), arrays, updated, 3)
+    expected = reference.kv_cache_update(*inputs, **attributes)
+    assert_same_bits(updated[0] if len(updated) == 1 else tuple(updated), expected)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
+def test_queries_in_wider_rows(case: Case) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    call, (query, *others) = checked_call("paged_attention", inputs, attributes)
+    rows, row_attributes = in_wider_rows(query, 5)
+    results = results_of(call, [query, *others])
+    call_handler(call.target, numbers(call) | row_attributes, [rows, *others], results)
+    result = tuple(results) if len(results) > 1 else results[0]
+    assert_same_bits(result, attend(inputs, **attributes))
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
+def test_kv_cache_update_from_wider_rows(case: UpdateCase) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    call, arrays = checked_call("kv_cache_update", inputs, attributes)
+    arrays = [x.copy() for x in arrays]
+    updated = [arrays[operand] for operand, _ in call.aliases]
+    arrays, row_attributes = with_wider_rows("kv_cache_update", arrays, 5)
+    call_handler(call.target, numbers(call) | row_attributes, arrays, updated)
+    expected = reference.kv_cache_update(*inputs, **attributes)
+    assert_same_bits(updated[0] if len(updated) == 1 else tuple(updated), expected)
+
+
+def test_kv_cache_update_of_two_tokens_with_one_slot() -> None:
+    for num_threads in (1, 4):
+        cache = np.zeros((1, 4, 64, 128), F32)
+        key = np.arange(64, dtype=F32)[:, None, None] * np.ones((1, 32, 128), F32)
+        slots = (np.arange(64) % 4).astype(I32)
+        call_handler(kv_cache_update.TARGET, {}, [cache, key, key, slots], [cache], num_threads)
+        assert (cache == np.array([60, 61, 62, 63], F32)[None, :, None, None]).all()
+
+
+@pytest.mark.parametrize("head_size", [64, 65])
+def test_kv_cache_update_larger_than_processor_caches(head_size: int) -> None:
+    rng = np.random.default_rng(0)
+    key, value = rng.standard_normal((2, 4200, 8, head_size), dtype=np.float32)
+    slots = rng.integers(-1, 4096, len(key))  # some are padding, some occur twice
+    cache = np.zeros((256, 16, 16, head_size), np.float32)
+    expected = np.zeros((4096, 16, head_size), np.float32)
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            expected[slot, 0::2], expected[slot, 1::2] = key[token], value[token]
+    call_handler(kv_cache_update.TARGET, {}, [cache, key, value, slots], [cache], 4)
+    assert_same_bits(cache.reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_simple_add_over_several_chunks(num_threads: int) -> None:
+    a = np.arange(200_001, dtype=F32)
+    result = np.full_like(a, np.nan)
+    call_handler(simple_add.TARGET, {}, [a, a], [result], num_threads)
+    assert_same_bits(result, a + a)
+
+
+def test_an_eager_call_needs_an_address_for_each_array() -> None:
+    a = np.ones(4, F32)
+    handler = _native.EagerCall("cpu", simple_add.TARGET, {}, specs([a, a]), specs([a]))
+    for operands, results in [([a], [a]), ([a, a, a], [a]), ([a, a], [])]:
+        with pytest.raises(ValueError, match="an address is needed for each operand"):
+            handler([x.ctypes.data for x in operands], [x.ctypes.data for x in results])
+
+
+def test_metadata_that_changes_during_the_call() -> None:
+    """The page table lies in the memory of the result. The row that sequence 0 writes, a subnormal
+    number, is there the block id 2 of sequence 1, which was 1 when it was checked."""
+    memory = np.zeros(24, F32)
+    output, block_tables = memory[:16].reshape(2, 1, 8), memory[4:8].view(I32).reshape(2, 2)
+    block_tables[:] = [[0, 0], [1, 1]]
+    kv_cache = np.zeros((3, 4, 2, 8), F32)
+    kv_cache[0, :, 1] = np.array(2, I32).view(F32)
+    kv_cache[1, :, 1], kv_cache[2, :, 1] = 1, 2
+    operands = [np.zeros((2, 1, 8), F32), kv_cache, np.array([1, 1], I32), block_tables]
+    operands += [np.array([0, 1, 2], I32), np.array(2, I32)]
+    call, _ = checked_call("paged_attention", operands, {"scale": 1.0})
+    call_handler(call.target, numbers(call), operands, [output])
+    assert (output[1] == 1).all()
+
+
+def test_a_tree_mask_that_changes_during_the_call() -> None:
+    """The tree mask lies in the memory of the result. The row that sequence 0 writes, a subnormal
+    number, is there the mask 2 of sequence 1, which leaves it no position; it was 0 when it was
+    checked."""
+    memory = np.zeros(16, F32)
+    output, tree_mask = memory.reshape(2, 1, 8), memory[4:8].view(I32).reshape(2, 2)
+    kv_cache = np.zeros((2, 1, 2, 8), F32)
+    kv_cache[0, :, 1, 6] = np.array(2, I32).view(F32)
+    kv_cache[1, :, 1] = 1
+    operands = [np.zeros((2, 1, 8), F32), kv_cache, np.array([1, 1], I32)]
+    operands += [np.array([[0], [1]], I32), np.array([0, 1, 2], I32), np.array(2, I32)]
+    attributes = {"scale": 1.0, "tree_mask": tree_mask}
+    call, arrays = checked_call("paged_attention", operands, attributes)
+    call_handler(call.target, numbers(call), arrays, [output])
+    assert tree_mask[1, 0] == 2 and (output[1] == 1).all()
+
+
+def test_kv_cache_update_of_slots_that_change_during_the_call() -> None:
+    """The slots lie in the cache. The key of token 0 is there the slot 3 of token 1, which was 1
+    when it was checked."""
+    kv_cache = np.zeros((1, 4, 2, 8), F32)
+    slots = kv_cache[0, 0, 0, :4].view(np.int64)
+    slots[:] = [0, 1]
+    key = np.zeros((2, 1, 8), F32)
+    key[0, 0, 2:4] = np.array([3, 0], I32).view(F32)
+    key[1] = 7
+    call_handler(kv_cache_update.TARGET, {}, [kv_cache, key, key, slots], [kv_cache])
+    assert (kv_cache[0, 1:] == np.array([7, 0, 0], F32)[:, None, None]).all()
+
+
+HUGE = [2**62, 2**63 - 1]
+
+
+@pytest.mark.parametrize("sizes", [(2, HUGE[0]), (HUGE[0], 4), (2, HUGE[1]), HUGE], ids=str)
+@pytest.mark.parametrize("op", ["paged_attention", "kv_cache_update"])
+def test_a_layout_whose_sizes_overflow_is_refused(op: str, sizes: tuple[int, int]) -> None:
+    """Where strides are 0, such a cache needs little memory."""
+    case = Case("huge", ((3, 9),)) if op == "paged_attention" else UpdateCase("huge")
+    call, arrays = checked_call(op, case.inputs(), case.attributes())
+    layout = dict.fromkeys(("block_stride", "position_stride", "head_stride", "value_offset"), 0)
+    layout |= {"num_blocks": sizes[0], "block_size": sizes[1], "num_kv_heads": case.num_kv_heads}
+    with pytest.raises(ValueError, match=f"kv_cache must hold num_blocks={sizes[0]} blocks"):
+        call_handler(call.target, numbers(call) | layout, arrays, results_of(call, arrays))
+
+
+def test_strides_that_overflow_are_refused() -> None:
+    case = Case("huge", ((3, 9),))
+    call, arrays = checked_call("paged_attention", case.inputs(), case.attributes())
+    layout = dict.fromkeys(("block_stride", "position_stride", "head_stride"), 2**63 - 1)
+    layout |= {"num_blocks": 2**31, "block_size": 2**31, "num_kv_heads": 2, "value_offset": 0}
+    with pytest.raises(ValueError, match="kv_cache must hold num_blocks=2147483648 blocks"):
+        call_handler(call.target, numbers(call) | layout, arrays, results_of(call, arrays))
+
+
+def test_a_table_with_room_for_more_than_2_63_positions() -> None:
+    """Each length is legal then. All positions are the same here: the output is their value."""
+    cache = np.array([1, 2, 3, 4], F32)
+    metadata = [np.array([7], I32), np.zeros((1, 4), I32), np.array([0, 2], I32), np.array(1, I32)]
+    operands = [np.ones((2, 1, 2), F32), cache, *metadata]
+    layout = dict.fromkeys(("block_stride", "position_stride", "head_stride"), 0)
+    layout |= {"num_blocks": 1, "block_size": 2**62, "num_kv_heads": 1, "value_offset": 2}
+    attributes = {"scale": 1.0, "sliding_window": 0, "soft_cap": 0.0} | layout
+    result = np.full((2, 1, 2), np.nan, F32)
+    call_handler("xla_gpu_paged_attention", attributes, operands, [result])
+    assert (result == np.array([3, 4], F32)).all()
+
+
+def ragged_batch(seed: int) -> tuple[list[Any], list[tuple[int, int]]]:
+    rng = np.random.default_rng(seed)
+    lengths = [(int(rng.integers(1, 20)), int(rng.integers(20, 200))) for _ in range(5)]
+    tables = rng.permutation(5 * 13).reshape(5, 13).astype(I32)
+    start = np.cumsum([0, *(q for q, _ in lengths)]).astype(I32)
+    query = rng.standard_normal((start[-1], 6, 24), dtype=F32)
+    kv_cache = rng.standard_normal((65, 16, 4, 24), dtype=F32)
+    context_lens = np.array([context for _, context in lengths], I32)
+    return [query, kv_cache, context_lens, tables, start, np.array(5, I32)], lengths
+
+
+@pytest.mark.parametrize("attributes", [{}, {"sliding_window": 70}, {"soft_cap": 20.0}], ids=str)
+def test_a_sequence_has_the_same_bits_in_any_batch(attributes: dict[str, Any]) -> None:
+    (query, kv_cache, context_lens, tables, start, _), lengths = ragged_batch(0)
+    together = attend(
+        [query, kv_cache, context_lens, tables, start, np.array(5, I32)], scale=0.3, **attributes
+    )
+    order = [3, 0, 4, 2, 1]
+    shuffled = attend(
+        [
+            np.concatenate([query[start[s] : start[s + 1]] for s in order]),
+            kv_cache,
+            context_lens[order],
+            tables[order],
+            np.cumsum([0, *(lengths[s][0] for s in order)]).astype(I32),
+            np.array(5, I32),
+        ],
+        scale=0.3,
+        **attributes,
+    )
+    first_row = 0
+    for s in order:
+        rows = slice(start[s], start[s + 1])
+        alone = attend(
+            [
+                query[rows],
+                kv_cache,
+                context_lens[s : s + 1],
+                tables[s : s + 1],
+                np.array([0, lengths[s][0]], I32),
+                np.array(1, I32),
+            ],
+            scale=0.3,
+            **attributes,
+        )
+        assert_same_bits(alone, together[rows])
+        assert_same_bits(shuffled[first_row : first_row + lengths[s][0]], alone)
+        first_row += lengths[s][0]
+
+
+def test_chunked_prefill_has_the_bits_of_one_prefill() -> None:
+    (query, kv_cache, _, tables, *_), _ = ragged_batch(1)
+    num_tokens = len(query)
+    whole = attend(
+        [
+            query,
+            kv_cache,
+            np.array([num_tokens], I32),
+            tables[:1],
+            np.array([0, num_tokens], I32),
+            np.array(1, I32),
+        ],
+        scale=0.3,
+    )
+    for first, last in [(0, 1), (1, 8), (8, num_tokens)]:
+        chunk = attend(
+            [
+                query[first:last],
+                kv_cache,
+                np.array([last], I32),
+                tables[:1],
+                np.array([0, last - first], I32),
+                np.array(1, I32),
+            ],
+            scale=0.3,
+        )
+        assert_same_bits(chunk, whole[first:last])
+
+
+def test_a_cache_of_more_than_2_31_elements() -> None:
+    """The cache has 4 GiB, but the system allocates only its touched pages."""
+    num_blocks = 2**31 // (16 * 2 * 64) + 2
+    kv_cache = np.zeros((num_blocks, 16, 2, 64), np.float16)
+    assert kv_cache.size > 2**31
+    rng = np.random.default_rng(0)
+    key, value = rng.standard_normal((2, 16, 1, 64)).astype(np.float16)
+    slots = ((num_blocks - 1) * 16 + np.arange(16)).astype(np.int64)
+    call_handler(kv_cache_update.TARGET, {}, [kv_cache, key, value, slots], [kv_cache], 2)
+    assert_same_bits(kv_cache[-1, :, 1], value[:, 0])
+    metadata = [
+        np.array([16], I32),
+        np.array([[num_blocks - 1]], I32),
+        np.array([0, 1], I32),
+        np.array(1, I32),
+    ]
+    query = rng.standard_normal((1, 2, 64)).astype(np.float16)
+    in_small = [query, kv_cache[-1:].copy(), metadata[0], np.array([[0]], I32), *metadata[2:]]
+    assert_same_bits(attend([query, kv_cache, *metadata], scale=0.1), attend(in_small, scale=0.1))
+
+
+@pytest.mark.parametrize("dtype", [F32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("attributes", [{}, {"sliding_window": 700}, {"soft_cap": 20.0}], ids=str)
+def test_prefill_chunks_and_decode_have_the_same_bits(
+    attributes: dict[str, Any], dtype: Any
+) -> None:
+    """The bits depend neither on the rows that share a tile or split nor on the number of
+    threads."""
+    rng = np.random.default_rng(3)
+    context, block_size = 1200, 16
+    query = rng.standard_normal((context, 6, 40)).astype(dtype)
+    kv_cache = rng.standard_normal((75, block_size, 4, 40)).astype(dtype)
+    table = rng.permutation(75).astype(I32)[None]
+
+    def tokens(first: int, last: int, num_threads: int) -> np.ndarray:
+        operands = [query[first:last], kv_cache, np.array([last], I32), table]
+        operands += [np.array([0, last - first], I32), np.array(1, I32)]
+        return attend(operands, scale=0.3, num_threads=num_threads, **attributes)
+
+    whole = tokens(0, context, 1)
+    assert_same_bits(tokens(0, context, 5), whole)
+    for first, last in [(0, 1), (510, 514), (640, 768), (700, 1199), (1198, 1200), (1199, 1200)]:
+        for num_threads in (1, 4):
+            assert_same_bits(tokens(first, last, num_threads), whole[first:last])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", EXTREME_NUMBERS)
+def test_extreme_numbers(name: str, dtype: str) -> None:
+    inputs, attributes = extreme_call(name, dtype)
+    output, lse = attend(inputs, **attributes)
+    if name == "sinks-inf":
+        assert (lse[:-3, 0] == np.inf).all() and not output[:, 0].any()
+        attributes["sinks"] = np.where(attributes["sinks"] == np.inf, 3e38, -1).astype(F32)
+        output, lse = attend(inputs, **attributes)
+    if name == "alibi_slopes-inf":
+        finite = np.minimum(attributes["alibi_slopes"], F32(3e38))
+        assert_same_bits(attend(inputs, **attributes | {"alibi_slopes": finite}), (output, lse))
+        attributes["alibi_slopes"] = finite
+    if name == "alibi_slopes--3e+38":  # float32 has no number as large as their log-sum-exp
+        assert_close_on_cpu(output, inputs, attributes | {"return_lse": False})
+    else:
+        assert_close_on_cpu((output, lse), inputs, attributes)
+
+
+@pytest.mark.parametrize("dtype", [F32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("group", [1, 4])  # K and V in place, or packed
+def test_chain_tree_has_the_bits_of_causal_attention(group: int, dtype: Any) -> None:
+    case = Case(
+        id="chain",
+        sequences=((7, 150), (64, 700), (3, 3), (80, 90)),
+        num_heads=2 * group,
+        head_size=40,
+        dtype=np.dtype(dtype).name,
+        sliding_window=90,
+        tree="chain",
+        return_lse=True,
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    trees = attributes.pop("tree_mask")
+    causal = attend(inputs, **attributes)
+    assert trees.any()
+    assert_same_bits(attend(inputs, tree_mask=trees, num_threads=3, **attributes), causal)
+    no_bits = np.zeros_like(trees)
+    assert_same_bits(attend(inputs, tree_mask=no_bits, num_threads=3, **attributes), causal)
+
+    # NaN in what a row does not attend to changes none of its bits.
+    with_nan = dataclasses.replace(case, nan_in_last_position=True).inputs()
+    spoilt = np.isnan(attend(with_nan, **attributes)[1])
+    assert 0 < spoilt.sum() < spoilt.size / 2
+    for result, clean in zip(attend(with_nan, tree_mask=trees, **attributes), causal, strict=True):
+        assert_same_bits(result[~spoilt], clean[~spoilt])
+
+
+def test_zero_queries_at_the_largest_scale() -> None:
+    """Logits of zero, not NaN: all positions have the same weight."""
+    case = Case(id="zero", sequences=((5, 20),), query_factor=0.0)
+    inputs, attributes = case.inputs(), case.attributes() | {"scale": 2.0**126}
+    assert_close_on_cpu(attend(inputs, **attributes), inputs, attributes)
+
+
+def test_exponential() -> None:
+    """Two keys have the logits x and 0, and only the first has a value: the output is e^x / (1 +
+    e^x). The exponential, the sum and the quotient err by at most 4 units in the last place (2 +
+    1/2 + 1/2). The kernel also rounds the logit x log2(e) to float32; e^x multiplies this relative
+    error by |x|."""
+    logits = np.concatenate([np.linspace(-87.3, 0, 40_001), -np.logspace(-8, 1, 5_000)]).astype(F32)
+    count = len(logits)
+    kv_cache = np.zeros((1, 2, 2, 2), F32)
+    kv_cache[0, 0, 0] = [1, 0]  # K of position 0
+    kv_cache[0, 0, 1] = 1  # V of position 0
+    query = np.zeros((count, 1, 2), F32)
+    query[:, 0, 0] = logits
+    operands = [
+        query,
+        kv_cache,
+        np.full(count, 2, I32),
+        np.zeros((count, 1), I32),
+        np.arange(count + 1, dtype=I32),
+        np.array(count, I32),
+    ]
+    result = attend(operands, scale=1.0)[:, 0, 0].astype(np.float64)
+    exact = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    allowed = 4 * np.spacing(exact.astype(F32)) + exact * np.abs(logits) * 2.25 * 2.0**-24
+    assert (np.abs(result - exact) <= allowed).all()
+
+
+@given(random_cases())
+def test_random(case: Case) -> None:
+    test_paged_attention(case)

@@ -1,0 +1,243 @@
+"""vLLM in processes of its own: a server, tensor parallelism, and torch_xla's device."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from examples.serve import attention, load_test
+from shared_ffi import _native
+from tests.support.model_families import model_of
+
+ENVIRONMENT = os.environ | {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+XLA_PYTHON = os.environ.get("XLA_GPU_TORCH_XLA_PYTHON")
+"""The interpreter of an environment with torch_xla, for the tests of its device."""
+
+TOKENS = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+def main():
+    options = json.loads(sys.argv[1])
+    engine = LLM(skip_tokenizer_init=True, dtype="float32", max_model_len=256, enforce_eager=True,
+                 attention_backend="CUSTOM", **options)
+    prompts = [{"prompt_token_ids": [*range(2, 2 + n)]} for n in (1, 12, 40, 90)]
+    parameters = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+    outputs = engine.generate(prompts, parameters, use_tqdm=False)
+    print("tokens:", [list(x.outputs[0].token_ids) for x in outputs])
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_tensor_parallelism(tmp_path: Path) -> None:
+    model_of("llama").save_pretrained(tmp_path)
+    script = tmp_path / "tokens.py"  # vLLM starts its workers from the file
+    script.write_text(TOKENS)
+    found = []
+    for devices in (1, 2):
+        options = {"model": str(tmp_path), "tensor_parallel_size": devices}
+        command = [sys.executable, str(script), json.dumps(options)]
+        result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+        lines = [x for x in result.stdout.splitlines() if x.startswith("tokens:")]
+        assert lines, result.stderr[-3000:]
+        found += lines
+    assert found[0] == found[1]
+
+
+class Server(NamedTuple):
+    """A command that serves the packaged model."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def lines(self) -> list[str]:
+        return self.log.read_text().splitlines()
+
+
+@contextlib.contextmanager
+def started(folder: Path, *options: str) -> Iterator[Server]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "examples.serve", "--port", str(port), "--dtype", "float32"]
+    command += ["--folder", str(folder / "model"), "--", "--enforce-eager", *options]
+    environment = ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "INFO"}
+    log = folder / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+    try:
+        yield Server(process, f"http://127.0.0.1:{port}", log)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that is ready."""
+    with started(tmp_path_factory.mktemp("server")) as server:
+        while not any(" is ready, " in line for line in server.lines()):
+            assert server.process.poll() is None, server.lines()[-50:]
+            time.sleep(1)
+        yield server
+
+
+def test_the_server_uses_our_attention(server: Server) -> None:
+    version, isa = metadata.version("xla-paged-attention"), _native.cpu_instruction_set()
+    name = f"xla-paged-attention {version}, {isa}"
+    assert attention.ask(server.url) == [name]
+    assert sum(line.endswith(f"] attention: {name}") for line in server.lines()) == 1
+    (ready,) = [line for line in server.lines() if " is ready, " in line]
+    assert ready == f"examples.serve: {server.url}/v1 is ready, attention: {name}"
+
+
+def test_the_server_warns_of_no_conversion(server: Server) -> None:
+    assert [line for line in server.lines() if "Attempted to load weight" in line] == []
+
+
+def test_server_loses_no_request(server: Server) -> None:
+    """PyTorch's matrix products depend on the size of the batch in their last bits, so that an
+    answer may differ from that given alone. test_a_real_model_alone_and_in_a_batch does without."""
+    prompts = load_test.PROMPTS
+    assert len({*prompts}) == 64
+    report = asyncio.run(load_test.measure(f"{server.url}/v1", prompts, max_tokens=16))
+    assert report.known.text == "The capital of France is Paris."
+    assert report.is_good
+    assert report.num_lost == 0
+    assert all(answer and answer.num_chunks > 1 for answer in report.together), "not streamed"
+    assert report.num_equal >= 60, "more than rounding"
+
+
+def test_the_load_test_names_the_attention(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--url", f"{server.url}/v1", "--requests", "2", "--max-tokens", "4", "--json"]
+    assert load_test.main(options) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["attention"] == attention.ask(server.url)[0]
+    assert "Paris" in figures[load_test.QUESTION]
+    monkeypatch.setattr(load_test, "KNOWN", "London")
+    assert load_test.main(options) == 1
+    monkeypatch.setattr(load_test, "KNOWN", "Paris")
+    monkeypatch.setattr(attention, "OURS", "another ")
+    assert load_test.main(options) == 1
+
+
+# The last test of the server: it ends it.
+def test_an_interrupt_leaves_nothing(server: Server) -> None:
+    folder = Path(tempfile.gettempdir())
+    assert [*folder.glob("xla-serve-*/*")], "no sockets"
+    before = len(server.lines())
+    start = time.monotonic()
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(timeout=60) == 128 + signal.SIGINT
+    assert time.monotonic() - start < 10  # 0.3 seconds on a machine with little else to do
+    assert [*folder.glob("xla-serve-*")] == []
+    with pytest.raises(OSError):
+        attention.ask(server.url)
+    assert server.lines()[before:] == []
+
+
+def test_another_attention_ends_the_server(tmp_path: Path) -> None:
+    with started(tmp_path, "--attention-backend", "CPU_ATTN") as server:
+        assert server.process.wait(timeout=500) == 1
+    assert server.lines()[-1] == (
+        "examples.serve: the attention backend must be CUSTOM of xla-paged-attention; vLLM uses "
+        "CPU_ATTN. Its log above says why"
+    )
+
+
+@pytest.mark.parametrize(
+    ("break_it", "environment", "message"),
+    [
+        (
+            "sys.modules['torch_frontend.integrations.vllm'] = None",
+            {},
+            "examples.serve: the attention backend must load; import of torch_frontend.integr",
+        ),
+        (
+            "",
+            {"VLLM_PLUGINS": "other"},
+            "examples.serve: vLLM must load the plugin xla_paged_attention; it does not. Install",
+        ),
+        (
+            "sys.modules['vllm'] = None",
+            {},
+            "examples.serve: vLLM is not installed: pip install 'xla-paged-attention[serve]'",
+        ),
+        (
+            "sys.path.insert(0, '{folder}')",
+            {},
+            "examples.serve: torchvision must fit PyTorch; it does not load (operator does not "
+            "exist). Models of text do without: pip uninstall torchvision torchaudio torchcodec",
+        ),
+    ],
+    ids=["no-import", "no-plugin", "no-vllm", "torchvision"],
+)
+def test_a_backend_that_is_broken_is_named(
+    break_it: str, environment: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator does not exist')")
+    script = f"import sys; {break_it.format(folder=tmp_path)}\nfrom examples.serve import prepare\n"
+    script += f"prepare.main('float32', {str(tmp_path)!r})"
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        env=ENVIRONMENT | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1 and result.stdout == ""
+    assert any(line.startswith(message) for line in result.stderr.splitlines()), result.stderr
+
+
+def test_without_a_server() -> None:
+    command = [sys.executable, "-m", "examples.serve.load_test", "--url", "http://127.0.0.1:9/v1"]
+    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.startswith("no server answers at http://127.0.0.1:9/v1: start it with")
+
+
+@pytest.mark.skipif(XLA_PYTHON is None, reason="XLA_GPU_TORCH_XLA_PYTHON is not set")
+def test_layers_on_torch_xla_device(tmp_path: Path) -> None:
+    """vLLM is pure Python there: its compiled part is for another PyTorch."""
+    origin = importlib.util.find_spec("vllm").origin
+    assert origin is not None
+    arguments = ["--backend", "torch", "vllm-torch_xla", "vllm-openxla", "--max-new-tokens", "16"]
+    script = (
+        f"import runpy, sys; sys.path.append({str(Path(origin).parents[1])!r}); "
+        f"sys.argv[1:] = {[*arguments, '--json']!r}; "
+        "runpy.run_module('examples.generate', run_name='__main__')"
+    )
+    command = [XLA_PYTHON, "-W", "ignore", "-c", script]
+    environment = ENVIRONMENT | {"PJRT_DEVICE": "CPU", "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads(result.stdout[result.stdout.index("{") :])
+    assert report["same_tokens"] and report["same_as_transformers"] and report["same_custom_calls"]
+    for backend in ("vllm-torch_xla", "vllm-openxla"):
+        assert report["backends"][backend]["programs"] == 2
+        assert report["backends"][backend]["late_programs"] == 0

@@ -1,0 +1,77 @@
+"""vLLM's own tests of attention run on our backend and operators, with other imports only.
+
+The wheels hold no tests. They are in the source distribution, which pip brings with
+
+    VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.32.0 pip download --no-deps \\
+        --no-build-isolation --no-binary vllm vllm==0.32.0
+
+in an environment with torch, setuptools-scm and setuptools-rust. Without it they are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ARCHIVE = os.environ.get("XLA_GPU_VLLM_SOURCE")
+"""The path of ``vllm-0.32.0.tar.gz``."""
+
+OURS = Path(__file__).parent / "upstream"
+FILES = (
+    "tests/v1/attention/utils.py",
+    "tests/v1/attention/test_attention_backends.py",
+    "tests/kernels/attention/test_cpu_attn.py",
+)
+REPLACED = r"from vllm\.(config|_custom_ops|v1\.attention\.backends\.registry) import"
+
+pytestmark = pytest.mark.skipif(
+    not ARCHIVE, reason="XLA_GPU_VLLM_SOURCE is not set: the path of vllm-0.32.0.tar.gz"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """vLLM's tests, with imports from `ours` instead of those from vLLM's backends."""
+    root = tmp_path_factory.mktemp("upstream")
+    with tarfile.open(ARCHIVE) as archive:
+        for name in FILES:
+            source = archive.extractfile(f"vllm-0.32.0/{name}")
+            assert source is not None
+            text, count = re.subn(REPLACED, "from ours import", source.read().decode())
+            assert count
+            path = root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    for name, copy in (("ours.py", "ours.py"), ("fixtures.py", "conftest.py")):
+        (root / copy).write_text((OURS / name).read_text())
+    for package in ("tests", "tests/v1", "tests/v1/attention"):
+        (root / package / "__init__.py").touch()
+    return root
+
+
+@pytest.mark.parametrize(
+    ("file", "chosen", "every"),
+    [
+        (FILES[1], "causal_backend_correctness or sliding_window_backend_correctness", 6),
+        (FILES[2], "vec or vec16 or softcap or alibi or sink", 60),
+    ],
+    ids=["backend", "kernel"],
+)
+def test_vllm_attention_tests(folder: Path, file: str, chosen: str, every: int) -> None:
+    """Some of many: each takes seconds."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", chosen]
+    result = subprocess.run(
+        [*command, "--every", str(every)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-6000:]
+    assert int(re.findall(r"(\d+) passed", result.stdout)[-1]) > 10

@@ -1,0 +1,211 @@
+"""Calls on PyTorch's own tensors: a call is checked once for each signature, its rules each time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from harness.compare import assert_same_bits
+from shared_ffi import eager
+from tests.cases.all import SHORT_CASES, UPDATE_CASES
+from tests.cases.case import Case
+from tests.support import backends
+from tests.support.calls import overload_of, split_keywords
+from tests.support.models import tensors
+from tests.support.sound_calls import add, attention, update
+
+OPS = torch.ops.xla_gpu
+MODES = [torch.inference_mode, torch.no_grad, nullcontext]
+
+
+def attention_operands() -> list[torch.Tensor]:
+    query, cache, *rest = tensors(attention())
+    return [torch.randn_like(query), torch.randn_like(cache), *rest]
+
+
+def keywords_of(case: Any) -> dict[str, Any]:
+    arrays, options = split_keywords(case.attributes())
+    return options | {name: backends.to_torch(x) for name, x in arrays.items()}
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ops of the calls that are checked."""
+    prepare, ops = eager.prepare, list[str]()
+    monkeypatch.setattr(
+        eager, "prepare", lambda call, *rest: (ops.append(call.op), prepare(call, *rest))[1]
+    )
+    return ops
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
+def test_attention(case: Case, mode: Any, checked: list[str]) -> None:
+    overload, keywords = overload_of("paged_attention", keywords_of(case))
+    operands = [*map(backends.to_torch, case.inputs())]
+    with mode():
+        first = overload(*operands, **keywords)
+        checked.clear()
+        again = overload(*operands, **keywords)
+        assert not checked
+        assert type(again) is type(first)
+        assert_same_bits(
+            *(backends.to_numpy(x[0] if isinstance(x, tuple) else x) for x in (again, first))
+        )
+        if isinstance(first, tuple):
+            assert_same_bits(backends.to_numpy(again[1]), backends.to_numpy(first[1]))
+            return
+        for _ in range(2):
+            out = torch.full_like(first, torch.nan)
+            checked.clear()
+            assert OPS.paged_attention.out(*operands, **keywords, out=out) is out
+            assert_same_bits(backends.to_numpy(out), backends.to_numpy(first))
+        assert not checked
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
+def test_update(case: Any, mode: Any, checked: list[str]) -> None:
+    operands, keywords = [*map(backends.to_torch, case.inputs())], keywords_of(case)
+    written = [operands[0], *([keywords["value_cache"]] if "value_cache" in keywords else [])]
+    before = [x.clone() for x in written]
+    after = []
+    with mode():
+        for _ in range(2):
+            for x, value in zip(written, before, strict=True):
+                x.copy_(value)
+            checked.clear()
+            versions = [x._version for x in written]
+            assert OPS.kv_cache_update(*operands, **keywords) is None
+            assert [x._version for x in written] == [x + 1 for x in versions]
+            after.append([backends.to_numpy(x) for x in written])
+        assert not checked
+    for a, b in zip(*after, strict=True):
+        assert_same_bits(a, b)
+
+
+def test_what_a_call_depends_on(checked: list[str]) -> None:
+    """Each of these calls differs from the first in one thing, and is not taken for it."""
+    query, cache, *rest = attention_operands()
+    rows = torch.randn(len(query), 3, *query.shape[1:])
+    different: list[tuple[Any, dict[str, Any]]] = [
+        ((query, cache, *rest, 0.5), {}),
+        ((query, cache, *rest, 0.25), {}),
+        ((query, cache, *rest, 0.5, 2), {}),
+        ((query, cache, *rest, 0.5, None, 2.0), {}),
+        ((query, cache, *rest, 0.5), {"causal": False}),
+        ((query, cache, *rest, 0.5), {"kv_layout": "nb(2h)d"}),
+        ((query.half(), cache.half(), *rest, 0.5), {}),
+        ((rows[:, 1], cache, *rest, 0.5), {}),
+        ((query, torch.cat([cache] * 2), *rest, 0.5), {}),
+    ]
+    with torch.inference_mode():
+        found = []
+        for _ in range(2):
+            checked.clear()
+            found.append([OPS.paged_attention(*x, **keywords) for x, keywords in different])
+    assert not checked
+    for first, again in zip(*found, strict=True):
+        assert torch.equal(first, again)
+    for other in found[1][1:6]:
+        assert not torch.equal(other, found[1][0])
+
+
+def test_tensors_that_are_copied(checked: list[str]) -> None:
+    _, *rest = attention_operands()
+    query = torch.randn(4, 8, 4).transpose(1, 2)
+    expected = OPS.paged_attention(query.contiguous(), *rest, 0.5)
+    checked.clear()
+    for _ in range(3):
+        assert torch.equal(OPS.paged_attention(query, *rest, 0.5), expected)
+    assert checked == ["paged_attention"]
+
+
+def refused() -> Iterator[Any]:
+    """A change of a call, the exception and its message."""
+
+    def requires_grad(call: dict[str, Any]) -> None:
+        call["query"] = call["query"].clone().requires_grad_()
+
+    def out_requires_grad(call: dict[str, Any]) -> None:
+        call["out"].requires_grad_()
+
+    def overlapping(call: dict[str, Any]) -> None:
+        call["out"] = call["query"]
+
+    def block(call: dict[str, Any]) -> None:
+        call["block_tables"] = torch.full_like(call["block_tables"], 10**6)
+
+    def inference(call: dict[str, Any]) -> None:
+        with torch.inference_mode():
+            call["out"] = call["out"].clone()
+
+    def missing(call: dict[str, Any]) -> None:
+        call["block_tables"] = None
+
+    yield pytest.param(requires_grad, NotImplementedError, "requires grad", id="requires-grad")
+    yield pytest.param(out_requires_grad, NotImplementedError, "requires grad", id="out")
+    yield pytest.param(overlapping, ValueError, "memory of query", id="overlap")
+    yield pytest.param(block, ValueError, r"block_tables\[", id="values")
+    yield pytest.param(inference, RuntimeError, "inference tensor", id="inference-tensor")
+    yield pytest.param(missing, TypeError, "block_tables must be an array", id="missing")
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
+@pytest.mark.parametrize(("change", "kind", "message"), [*refused()])
+def test_errors(
+    change: Callable[[dict[str, Any]], None], kind: type, message: str, known: bool
+) -> None:
+    names = ["query", "kv_cache", "context_lens", "block_tables", "query_start_loc", "num_seqs"]
+    call = dict(zip(names, attention_operands(), strict=True)) | {"scale": 0.5}
+    call["out"] = torch.empty_like(call["query"])
+    call["scale"] += 0.125 * known
+    if known:
+        OPS.paged_attention(**call)
+    change(call)
+    with pytest.raises(kind, match=f"^paged_attention: .*{message}"):
+        OPS.paged_attention(**call)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
+def test_tangents(known: bool) -> None:
+    query, *rest = attention_operands()
+    if known:
+        OPS.paged_attention(query, *rest, 0.5)
+    with forward_ad.dual_level(), torch.no_grad():
+        assert OPS.paged_attention(query, *rest, 0.5).shape == query.shape
+        dual = forward_ad.make_dual(query, torch.ones_like(query))
+        with pytest.raises(NotImplementedError, match=r"^paged_attention: .*tangent"):
+            OPS.paged_attention(dual, *rest, 0.5)
+
+
+def test_one_memory_for_two_caches() -> None:
+    cache, key, value, slots = tensors(update())
+    keys, values = torch.zeros(2, *cache.shape[:2], key.shape[1], cache.shape[3])
+    for _ in range(2):
+        OPS.kv_cache_update(keys, key, value, slots, kv_layout="nbhd", value_cache=values)
+    with pytest.raises(ValueError, match=r"^kv_cache_update: value_cache must not share memory"):
+        OPS.kv_cache_update(keys, key, value, slots, kv_layout="nbhd", value_cache=keys)
+
+
+def test_more_signatures_than_are_kept() -> None:
+    ones = torch.ones(5000)
+    for n in (*range(1, 4200), 1, 4199):
+        assert OPS.simple_add(ones[:n], ones[:n]).sum() == 2 * n
+
+
+def test_a_number_of_another_kind() -> None:
+    """True == 1 == 1.0 in Python."""
+    a, b, *_ = tensors(add())
+    assert torch.equal(OPS.simple_add(a, b), OPS.simple_add(a, b))
+    query, *rest = attention_operands()
+    one = OPS.paged_attention(query, *rest, 1.0, 1)
+    assert torch.equal(OPS.paged_attention(query, *rest, 1, 1), one)
+    assert not torch.equal(OPS.paged_attention(query, *rest, 1.0, None), one)

@@ -1,0 +1,106 @@
+"""From the arguments of a PyTorch call to its check: names, shapes and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+
+from shared_ffi.spec import ArraySpec, Call, missing_error
+from torch_frontend._errors import devices_error
+
+_DEVICE, _SHAPE, _DTYPE = map(attrgetter, ("device", "shape", "dtype"))
+
+
+def array_spec(shape: torch.Size, dtype: torch.dtype) -> ArraySpec:
+    """A tensor's shape and dtype in the terms of shared_ffi, whose dtype names are PyTorch's."""
+    return ArraySpec(tuple(shape), str(dtype).removeprefix("torch."))
+
+
+def specs(tensors: Sequence[torch.Tensor]) -> list[ArraySpec]:
+    """Shapes and dtypes of tensors. Sizes may be symbols."""
+    return [array_spec(tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+def allocate(specs: Sequence[ArraySpec], like: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors for the results of a call."""
+    return [like.new_empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
+
+
+def as_returned(results: Sequence[torch.Tensor]) -> Any:
+    """The results as an op returns them."""
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call by their names in the schema."""
+
+    check: Callable[..., Call]
+    names: tuple[str, ...]
+    """Of the tensors, in the order of the call's operands."""
+    tensors: tuple[torch.Tensor, ...]
+    options: tuple[tuple[str, Any], ...]
+    """All other arguments, except for those that the dispatcher omits: they have their default."""
+
+    def on(self, specs: Sequence[ArraySpec]) -> Call:
+        """The checked call on tensors of these shapes and dtypes. Sizes may be symbols."""
+        return self.check(**dict(zip(self.names, specs, strict=True)), **dict(self.options))
+
+    def checked(self) -> Call:
+        """The checked call on the tensors, whose shapes and dtypes repeat from call to call.
+        Symbols cannot be cached by value: with them, use `on`."""
+        sizes = (*map(_SHAPE, self.tensors), *map(_DTYPE, self.tensors))
+        return _checked(self._replace(tensors=()), *sizes)
+
+
+@lru_cache(maxsize=4096)
+def _checked(arguments: Arguments, *sizes: Any) -> Call:
+    count = len(arguments.names)
+    return arguments.on([*map(array_spec, sizes[:count], sizes[count:])])
+
+
+class ArgumentReader:
+    """Names the arguments of an operator's calls.
+
+    Args:
+        op: the op's name in messages.
+        schema: has the tensors first; optional ones are keyword-only.
+        check: see define().
+    """
+
+    def __init__(self, op: str, schema: torch.FunctionSchema, check: Callable[..., Call]) -> None:
+        self._op = op
+        self._check = check
+        positional = [x for x in schema.arguments if not x.kwarg_only]
+        self._tensor_names = tuple(x.name for x in positional if str(x.type) == "Tensor")
+        self._option_names = tuple(x.name for x in positional if str(x.type) != "Tensor")
+        self._optional_names = [
+            x.name for x in schema.arguments if str(x.type) == "Optional[Tensor]"
+        ]
+
+    def read(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Arguments:
+        """Refuses tensors on several devices."""
+        count = len(self._tensor_names)
+        given = [x for x in self._optional_names if keywords.get(x) is not None]
+        options = dict(zip(self._option_names, arguments[count:], strict=False))
+        options |= {name: x for name, x in keywords.items() if name not in given}
+        names = (*self._tensor_names, *given)
+        tensors = (*arguments[:count], *[keywords[name] for name in given])
+        refuse_several_devices(self._op, names, tensors)
+        return Arguments(self._check, names, tensors, tuple(options.items()))
+
+
+def refuse_several_devices(op: str, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    """One meta tensor would choose the fake kernel, whose results are not computed."""
+    try:
+        devices = [*map(_DEVICE, tensors)]
+    except AttributeError:  # the dispatcher lets None pass for a tensor
+        raise missing_error(op, names[[x is None for x in tensors].index(True)]) from None
+    if devices.count(devices[0]) == len(devices):
+        return
+    for name, device in zip(names, devices, strict=True):
+        if device != devices[0]:
+            raise devices_error(op, name, device, names[0], devices[0])

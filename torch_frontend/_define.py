@@ -1,0 +1,261 @@
+"""Defines ops of the namespace ``xla_gpu``: an op's kernels follow from its schema and check."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shared_ffi.spec import PLACE_FOR_EACH, Call, missing_error, value_error
+from torch_frontend import _errors
+from torch_frontend._arguments import (
+    ArgumentReader,
+    Arguments,
+    allocate,
+    array_spec,
+    as_returned,
+    refuse_several_devices,
+    specs,
+)
+from torch_frontend._eager import RULES, Eager, check_fits, check_out
+
+_LIBRARY = torch.library.Library("xla_gpu", "DEF")
+
+
+class Operator:
+    """The kernels of one operator of PyTorch.
+
+    Args:
+        op: the op's name in messages; `overload` may be a private part of the op.
+        overload: the operator.
+        check: see define().
+        strided: see define().
+        rows: see define().
+    """
+
+    def __init__(
+        self,
+        op: str,
+        overload: torch._ops.OpOverload,
+        check: Callable[..., Call],
+        strided: Sequence[str],
+        rows: Sequence[str],
+    ) -> None:
+        self._op = op
+        self._overload = overload
+        self._reader = ArgumentReader(op, overload._schema, check)
+        self._returns_list = [str(x.type) for x in overload._schema.returns] == ["List[Tensor]"]
+        self.eager = Eager(op, self._reader, strided, rows)
+
+    def read(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Arguments:
+        """A call's arguments by name. Refuses tensors that have a derivative."""
+        bound = self._reader.read(arguments, keywords)
+        RULES.refuse_derivative(self._op, bound.tensors)
+        return bound
+
+    def run_on_xla(self, *arguments: Any, **keywords: Any) -> Any:
+        """The kernel for torch_xla's tensors, which are values: nothing is written in place."""
+        from torch_frontend import xla  # noqa: PLC0415  (needs torch_xla and JAX)
+
+        bound = self.read(arguments, keywords)
+        return self._returned(xla.run(bound.checked(), bound.tensors))
+
+    def fake(self, *arguments: Any, **keywords: Any) -> Any:
+        """The results' shapes and dtypes; sizes may be symbols."""
+        bound = self.read(arguments, keywords)
+        return self._returned(allocate(bound.on(specs(bound.tensors)).results, bound.tensors[0]))
+
+    def fake_in_place(
+        self, *arguments: Any, out: torch.Tensor | None = None, **keywords: Any
+    ) -> None:
+        """Checks the call; there are no new results."""
+        bound = self.read(arguments, keywords)
+        call = bound.on(specs(bound.tensors))
+        if out is not None:
+            check_out(call, bound.tensors[0], out)
+            RULES.refuse_derivative(self._op, (out,))
+
+    def refuse_grad(self, keys: Any, *arguments: Any, **keywords: Any) -> Any:
+        """The autograd kernel for tensors that torch_xla or a transformation of torch.func wraps:
+        below it, they have no derivatives."""
+        self.read(arguments, {name: x for name, x in keywords.items() if name != "out"})
+        with torch._C._AutoDispatchBelowAutograd():
+            return self._overload(*arguments, **keywords)
+
+    def _returned(self, results: list[torch.Tensor]) -> Any:
+        return results if self._returns_list else as_returned(results)
+
+
+COMPILED_OPS: dict[str, Operator] = {}
+"""By its name, each operator that a compiler finds in a program for the CPU or CUDA."""
+
+
+class InPlaceOp:
+    """An op that writes to tensors of its caller: a composite of two operators, so that each
+    compiler gets what it can keep in place. The mutable one is for the CPU and CUDA: Inductor runs
+    it without a copy. The functional one is for XLA, whose tensors are values: its results are
+    assigned to the caller's tensors."""
+
+    def __init__(
+        self,
+        schema: torch.FunctionSchema,
+        mutable: torch._ops.OpOverload,
+        functional: torch._ops.OpOverload,
+    ) -> None:
+        self._mutable = mutable
+        self._functional = functional
+        self._name = schema.name.removeprefix("xla_gpu::")
+        self._names = [x.name for x in schema.arguments]
+        self._written_names = [x.name for x in schema.arguments if x.alias_info is not None]
+        self._has_out = "out" in self._names
+
+    def run(self, keys: Any, *arguments: Any, **keywords: Any) -> Any:
+        """The kernel for all tensors, which takes a call's DispatchKeySet first."""
+        first = arguments[0]
+        if first is None:
+            raise missing_error(self._name, self._names[0])
+        named = dict(zip(self._names, arguments, strict=False)) | dict(keywords)
+        tensors = {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
+        refuse_several_devices(self._name, (*tensors,), (*tensors.values(),))
+        for name, tensor in self._targets(arguments, keywords).items():
+            if tensor.is_neg():
+                rule = "not be a lazily negated view, as it is written to"
+                raise value_error(self._name, name, rule, "one (call resolve_neg)")
+        if first.device.type == "xla":
+            self.run_on_xla(*arguments, **keywords)
+        else:
+            self._mutable(*arguments, **keywords)
+        return keywords.get("out")
+
+    def run_on_xla(self, *arguments: Any, **keywords: Any) -> None:
+        """The kernel for torch_xla's tensors, which have neither addresses nor strides of their
+        own."""
+        targets = self._targets(arguments, keywords)
+        for name, target in targets.items():
+            base = target._base
+            if base is not None and base.numel() < target.numel():
+                got = f"a view of {base.numel()} elements as {target.numel()}"
+                raise value_error(self._name, name, PLACE_FOR_EACH, got)
+        if len(targets) == 2:
+            (first_name, first), (name, second) = targets.items()
+            if first is second:
+                raise _errors.one_memory_error(self._name, name, first_name)
+        if self._has_out:
+            keywords.pop("out")
+        results = self._functional(*arguments, **keywords)
+        if self._has_out:
+            results = [results]
+        for (name, target), result in zip(targets.items(), results, strict=True):
+            # copy_ would broadcast and convert.
+            check_fits(self._name, name, array_spec(result.shape, result.dtype), target)
+            target.copy_(result)
+
+    def _targets(
+        self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """The tensors to write to by name."""
+        named = dict(zip(self._names, arguments, strict=False)) | dict(keywords)
+        return {name: named[name] for name in self._written_names if named.get(name) is not None}
+
+
+def define(
+    schema: str,
+    check: Callable[..., Call],
+    strided: Sequence[str] = (),
+    rows: Sequence[str] = (),
+) -> torch._ops.OpOverload:
+    """Defines ``xla_gpu::<schema>`` for CPU, CUDA, XLA and fake tensors.
+
+    Args:
+        schema: name, arguments and results as torch.library writes them. The tensors come first;
+            optional ones are keyword-only. What the op writes in place is marked ``(a!)``. With an
+            argument ``out``, the op writes its result there, and is the op ``.default`` otherwise.
+        check: the op's check in shared_ffi; it takes all arguments under their names in the schema,
+            an ArraySpec for each tensor.
+        strided: names of the tensors that may be strided views on the CPU and CUDA; others are
+            copied if they are not contiguous.
+        rows: names of the tensors whose tokens may be any distance apart there.
+    """
+    name, _, signature = schema.partition("(")
+    overload = _defined(schema)
+
+    def make(overload: torch._ops.OpOverload) -> Operator:
+        return Operator(name.partition(".")[0], overload, check, strided, rows)
+
+    if overload._schema.is_mutable:
+        _implement_in_place(overload, name, signature, make)
+        return overload
+    operator = make(overload)
+    _implement_eagerly(name, operator)
+    _implement_on_xla(name, operator)
+    return overload
+
+
+def define_composite(schema: str, function: Callable[..., Any]) -> torch._ops.OpOverload:
+    """Defines ``xla_gpu::<schema>`` in terms of other operators, for every device and compiler."""
+    overload = _defined(schema)
+    _LIBRARY.impl(schema.partition("(")[0], function, "CompositeImplicitAutograd")
+    return overload
+
+
+def _defined(schema: str) -> torch._ops.OpOverload:
+    _LIBRARY.define(schema)
+    packet, _, overload = schema.partition("(")[0].partition(".")
+    return getattr(getattr(torch.ops.xla_gpu, packet), overload or "default")
+
+
+def _implement_in_place(
+    overload: torch._ops.OpOverload,
+    name: str,
+    signature: str,
+    make: Callable[[torch._ops.OpOverload], Operator],
+) -> None:
+    packet, _, overload_name = name.partition(".")
+    mutable_name = f"_{packet}_{overload_name or 'mutable'}"
+    arguments = signature.partition(" -> ")[0]
+    mutable = _defined(f"{mutable_name}({arguments} -> ()")
+    if overload_name == "out":
+        functional = getattr(torch.ops.xla_gpu, packet).default
+    else:
+        values = re.sub(r"\(.!\)", "", arguments)
+        functional_name = f"_{packet}_functional"
+        functional = _defined(f"{functional_name}({values} -> Tensor[]")
+        _implement_on_xla(functional_name, make(functional))
+    operator = make(mutable)
+    _implement_eagerly(mutable_name, operator)
+    op = InPlaceOp(overload._schema, mutable, functional)
+    run: Callable[..., Any] = op.run
+    for device in ("CUDA", "CPU"):
+        keys = _direct_keys(device)
+        run = operator.eager.kernel(device.lower(), keys, run, returns_out=overload_name == "out")
+    _LIBRARY.impl(name, run, "CompositeImplicitAutograd", with_keyset=True)
+    # Reached by a graph that was exported on the CPU and moved to an XLA device.
+    _LIBRARY.impl(mutable_name, op.run_on_xla, "XLA")
+    torch.library.register_fake(f"xla_gpu::{mutable_name}", operator.fake_in_place, lib=_LIBRARY)
+
+
+def _implement_eagerly(name: str, operator: Operator) -> None:
+    for device in ("CPU", "CUDA"):
+        kernel = operator.eager.kernel(device.lower())
+        with_autograd = operator.eager.kernel(
+            device.lower(), _direct_keys(device), operator.refuse_grad
+        )
+        _LIBRARY.impl(name, kernel, device)
+        _LIBRARY.impl(name, with_autograd, f"Autograd{device}", with_keyset=True)
+    COMPILED_OPS[f"xla_gpu::{name}"] = operator
+
+
+def _direct_keys(device: str) -> list[int]:
+    """The raw DispatchKeySets of calls that need no other dispatch step than a kernel for this
+    device: without autograd and with it."""
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device))
+    autograd = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autograd{device}"))
+    return [keys.raw_repr(), (keys | autograd).raw_repr()]
+
+
+def _implement_on_xla(name: str, operator: Operator) -> None:
+    _LIBRARY.impl(name, operator.run_on_xla, "XLA")
+    _LIBRARY.impl(name, operator.refuse_grad, "AutogradXLA", with_keyset=True)
+    torch.library.register_fake(f"xla_gpu::{name}", operator.fake, lib=_LIBRARY)

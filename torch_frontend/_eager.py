@@ -1,0 +1,165 @@
+"""The kernels for PyTorch's own tensors, on the CPU and on CUDA: they call the handler.
+
+``shared_ffi._native.EagerKernel`` makes the calls. It asks `prepare` once for each signature:
+shapes, strides, dtypes and options. What can change from call to call, it checks each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from shared_ffi import _native, eager, token_rows
+from shared_ffi.spec import ArraySpec, Call, dtype_error, shape_error, value_error
+from torch_frontend import _errors
+from torch_frontend._arguments import (
+    ArgumentReader,
+    Arguments,
+    array_spec,
+    refuse_several_devices,
+    specs,
+)
+
+RULES = _native.TorchRules(torch, _errors)
+"""PyTorch's rules for derivatives, versions and shared memory, for every kind of tensor."""
+
+
+class PreparedCall(NamedTuple):
+    """A checked call, on tensors of one signature."""
+
+    call: eager.EagerCall
+    names: tuple[str, ...]
+    """Of the operands."""
+    copied: list[int]
+    """The operands of which the handler gets a contiguous copy."""
+    spans: list[int]
+    """The bytes from the first to the last element of each operand, or of its copy."""
+    out_bytes: int
+    """The size of the tensor ``out``; 0: there is none."""
+    written: list[int]
+    """The operands that are written in place."""
+    allocated: list[tuple[tuple[int, ...], torch.dtype]]
+    """Shapes and dtypes of the results that have no tensor yet; CUDA's scratch is the last."""
+    num_returned: int
+    """How many of these the operator returns."""
+
+
+class Eager:
+    """How an operator's tensors may lie in memory.
+
+    Args:
+        op: the op's name in messages.
+        reader: of the operator.
+        strided: see define().
+        rows: see define().
+    """
+
+    def __init__(
+        self, op: str, reader: ArgumentReader, strided: Sequence[str], rows: Sequence[str]
+    ) -> None:
+        self._op = op
+        self._reader = reader
+        self._strided = strided
+        self._rows = rows
+
+    def kernel(
+        self,
+        device: str,
+        keys: Sequence[int] = (),
+        otherwise: Callable[..., Any] | None = None,
+        *,
+        returns_out: bool = False,
+    ) -> _native.EagerKernel:
+        """A kernel for tensors on "cpu" or "cuda".
+
+        Args:
+            device: of all tensors.
+            keys: the raw DispatchKeySets for which the handler may be called directly. The kernel
+                then takes a call's DispatchKeySet first; without `keys` it takes none.
+            otherwise: takes calls with other keys.
+            returns_out: the operator returns its argument ``out``.
+        """
+        launch = None if device == "cpu" else _launch_on_cuda
+        prepare = partial(self.prepare, device)
+        return _native.EagerKernel(self._op, RULES, prepare, launch, keys, otherwise, returns_out)
+
+    def prepare(
+        self, device: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> PreparedCall:
+        """Checks a call."""
+        out = keywords.get("out")
+        given = {name: value for name, value in keywords.items() if name != "out"}
+        bound = self._reader.read(arguments, given)
+        operands, copied = self.in_memory(bound)
+        call = bound.on(operands)
+        if out is not None:
+            check_out(call, bound.tensors[0], out)
+        num_written = len(call.aliases) if out is None else 1
+        new = call.results_on(device)[num_written:]
+        return PreparedCall(
+            eager.prepare(call, device),
+            bound.names,
+            copied,
+            [x.nbytes if i in copied else _spanned_bytes(x) for i, x in enumerate(bound.tensors)],
+            0 if out is None else out.nbytes,
+            [operand for operand, _ in call.aliases],
+            [(spec.shape, getattr(torch, spec.dtype)) for spec in new],
+            len(call.results) - num_written,
+        )
+
+    def in_memory(
+        self, bound: Arguments, *, takes_rows: bool = True
+    ) -> tuple[list[ArraySpec], list[int]]:
+        """The operands as a handler takes them, and the numbers of those that must be copied for
+        that. Each is contiguous, `strided`, or one of `rows` unless `takes_rows` is False."""
+        operands, copied = specs(bound.tensors), []
+        for i, (name, tensor) in enumerate(zip(bound.names, bound.tensors, strict=True)):
+            if tensor.is_contiguous():
+                continue
+            if name in self._strided or (takes_rows and name in self._rows and _are_rows(tensor)):
+                operands[i] = operands[i]._replace(strides=tensor.stride())
+            else:
+                copied.append(i)
+        return operands, copied
+
+
+def check_out(call: Call, like: torch.Tensor, out: torch.Tensor) -> None:
+    """Checks the tensor that a call writes its result to."""
+    check_fits(call.op, "out", call.results[0], out)
+    if not out.is_contiguous():
+        raise value_error(call.op, "out", "be contiguous", f"strides {list(out.stride())}")
+    refuse_several_devices(call.op, ("the first tensor", "out"), (like, out))
+
+
+def check_fits(op: str, name: str, result: ArraySpec, target: torch.Tensor) -> None:
+    """Checks shape and dtype of a tensor that a result is written to."""
+    given = array_spec(target.shape, target.dtype)
+    if given.shape != result.shape:
+        raise shape_error(op, name, str(list(result.shape)), given.shape)
+    if given.dtype != result.dtype:
+        raise dtype_error(op, name, f"dtype {result.dtype}", given.dtype)
+
+
+def _launch_on_cuda(
+    call: eager.EagerCall, operands: list[int], results: list[int], tensor: torch.Tensor
+) -> None:
+    """Queues a call on PyTorch's current stream and waits for nothing, so that it can be
+    captured."""
+    with torch.cuda.device(tensor.device):
+        stream = torch._C._cuda_getCurrentRawStream(tensor.device.index)
+        call(operands, results, stream=stream)
+
+
+def _spanned_bytes(tensor: torch.Tensor) -> int:
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return (last + 1) * tensor.itemsize if tensor.numel() else 0
+
+
+def _are_rows(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 3 and token_rows.are_rows(tensor.shape, tensor.stride())

@@ -1,0 +1,39 @@
+"""The words of what PyTorch's operators refuse. ``shared_ffi._native.TorchRules`` raises some."""
+
+from __future__ import annotations
+
+from shared_ffi.spec import value_error
+
+
+def derivative_error(op: str, what: str) -> NotImplementedError:
+    """For an operand that has a derivative."""
+    return NotImplementedError(
+        f"{op}: inference only, it has no derivative; got an operand that {what}. "
+        "Call it under torch.no_grad() or torch.inference_mode(), or detach() the operand"
+    )
+
+
+def overlap_error(op: str, name: str) -> ValueError:
+    """For `out` that shares memory with an argument."""
+    return value_error(op, "out", "share no memory with an argument", f"memory of {name}")
+
+
+def one_memory_error(op: str, name: str, other: str) -> ValueError:
+    """For two caches that are one."""
+    rule = f"not share memory with {other}: both are written in place"
+    return value_error(op, name, rule, f"the memory of {other}")
+
+
+def inference_tensor_error(op: str, name: str) -> RuntimeError:
+    """For an inference tensor that is written to outside of inference mode."""
+    return RuntimeError(
+        f"{op}: {name} must be a normal tensor outside of torch.inference_mode(); got an inference "
+        "tensor. Call it in inference mode, or clone() the tensor outside of it"
+    )
+
+
+def devices_error(op: str, name: str, device: object, first: str, other: object) -> ValueError:
+    """For tensors on several devices."""
+    return ValueError(
+        f"{op}: all tensors must be on one device; got {name} on {device} beside {first} on {other}"
+    )
