@@ -1,4 +1,4 @@
-"""``make bench-vllm``: vLLM with this attention beside vLLM with its own, on the CPU.
+"""``make bench OF=vllm``: vLLM with this attention beside vLLM with its own, on the CPU.
 
 Both engines run a real model in this process, with the same threads, and take turns: a turn answers
 all requests of a workload. A ratio is the median over rounds of vLLM's time divided by ours in the
@@ -201,7 +201,7 @@ def main() -> None:
     """The command. It writes each row when it is measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm", description=__doc__)
     add = parser.add_argument
-    add("--out", type=Path, default=Path("benchmarks/results/vllm-cpu.json"))
+    add("--out", type=Path, default=Path("docs/results/vllm-cpu.json"))
     add("--folder", type=Path, default=Path("build/served-model"), help="where SmolLM2 is unpacked")
     add("--rounds", type=int, default=5)
     add("--only", default="", help="workloads whose name holds this")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-uv = pytest.importorskip("uv", reason="uv is optional: pip install 'xla-paged-attention[test]'")
+uv = pytest.importorskip("uv", reason="uv is optional: pip install --group test")
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -30,7 +30,8 @@ LINES = sorted(
     }
 )
 INDEX = re.compile(r"--extra-index-url (\S+)")
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS, GROUPS = PROJECT["project"]["optional-dependencies"], PROJECT["dependency-groups"]
 Resolve = Callable[[str], str | None]
 INDEXES = sorted({url for line in LINES for url in INDEX.findall(line)})
 
@@ -61,13 +62,14 @@ def resolve(tmp_path_factory: pytest.TempPathFactory) -> Resolve:
     folder = tmp_path_factory.mktemp("uv")
 
     def errors(line: str) -> str | None:
-        extras, requirements, no_deps = parse(line)
+        extras, groups, requirements, no_deps = parse(line)
         (folder / "requirements.in").write_text("\n".join(requirements))
         sources = [*(["pyproject.toml"] if extras else []), str(folder / "requirements.in")]
         outcome = subprocess.run(
             [uv.find_uv_bin(), "pip", "compile", "--quiet", "--index-strategy=unsafe-best-match"]
             + [f"--python={sys.executable}", *options, *no_deps, *sources]
-            + [f"--extra={extra}" for extra in extras if extra],
+            + [f"--extra={extra}" for extra in extras if extra]
+            + [f"--group={group}" for group in groups],
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -80,9 +82,12 @@ def resolve(tmp_path_factory: pytest.TempPathFactory) -> Resolve:
     return errors
 
 
-def parse(line: str) -> tuple[list[str], list[str], list[str]]:
-    """The extras of this package, "" for itself, the other packages, and --no-deps if it is there."""
+def parse(line: str) -> tuple[list[str], list[str], list[str], list[str]]:
+    """The extras of this package, "" for itself, its groups, the other packages, and --no-deps if it
+    is there."""
     words = shlex.split(INDEX.sub("", line))
+    groups = [words.pop(words.index("--group") + 1) for _ in range(words.count("--group"))]
+    words = [word for word in words if word != "--group"]
     if "-C" in words:
         del words[words.index("-C") : words.index("-C") + 2]
     ours = re.compile(r"(?:\.|xla-paged-attention)(?:\[(.*)\])?")
@@ -94,7 +99,7 @@ def parse(line: str) -> tuple[list[str], list[str], list[str]]:
             extras += (match[1] or "").split(",")
         else:
             requirements.append(word)
-    return extras, requirements, ["--no-deps"] if "--no-deps" in words else []
+    return extras, groups, requirements, ["--no-deps"] if "--no-deps" in words else []
 
 
 def test_the_commands_are_found() -> None:
@@ -115,8 +120,13 @@ def test_pip_can_install_an_extra(extra: str, resolve: Resolve) -> None:
     assert resolve(f".[{extra}]") is None
 
 
+@pytest.mark.parametrize("group", GROUPS)
+def test_pip_can_install_a_group(group: str, resolve: Resolve) -> None:
+    assert resolve(f"--group {group}") is None
+
+
 def test_a_command_that_cannot_be_carried_out_is_found(resolve: Resolve) -> None:
-    error = resolve("'.[serve,generate]'")
+    error = resolve("'.[serve,transformers]'")
     assert error is not None and "transformers" in error
 
 

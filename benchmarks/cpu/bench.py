@@ -1,4 +1,4 @@
-"""``make bench-cpu``: attention on the CPU beside the machine's limits and other libraries.
+"""``make bench OF=cpu``: attention on the CPU beside the machine's limits and other libraries.
 
 Every row is checked against float64 and then timed in rounds in which all contestants take turns.
 The limits take part: the rate at which this machine reads memory, and its best matrix product.
@@ -173,7 +173,7 @@ def main() -> None:
     """The command. It writes each row when it is measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu.bench", description=__doc__)
     parser.add_argument("--trace", type=Path, help="a CSV of requests to draw lengths from")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/attention-cpu.json"))
+    parser.add_argument("--out", type=Path, default=Path("docs/results/attention-cpu.json"))
     parser.add_argument("--only", default="", help="workloads whose kind, name or dtype holds this")
     options = parser.parse_args()
     results: dict[str, Any] = {

@@ -56,11 +56,8 @@ def ragged_paged_attention_hd64(
         kv_cache: ``[total_num_pages, page_size, num_kv_heads // packing, packing, 128]``: kv head h
             in row h, its K in the first half of the row, its V in the second. Rows may be padded,
             as they are on the TPU.
-        kv_lens, page_indices, cu_q_lens, distribution, attention_sink, use_causal_mask,
-            update_kv_cache, sm_scale, sliding_window, soft_cap, out_dtype, mask_value, q_scale,
-            k_scale, v_scale: as in ``ragged_paged_attention_v3``.
-        chunk_prefill_size, num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes,
-            debug_mode: tune or debug the TPU's kernel; not used.
+
+    The other arguments are those of ``ragged_paged_attention_v3``.
 
     Returns:
         The output, ``[max_num_tokens, num_q_heads, 64]``, zero for tokens of no sequence; and the

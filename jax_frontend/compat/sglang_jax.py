@@ -77,12 +77,12 @@ def ragged_paged_attention(
         xai_temperature_len: must be None.
         softmax_dtype: None or float32, which the softmax has in any case.
         mask_aligned_to_cu_kv: says how ``custom_mask`` is packed; not used.
-        chunk_prefill_size, d_block_sizes, p_block_sizes, m_block_sizes, vmem_limit_bytes,
-            skip_kv_mask, disable_semaphore_checks, debug_mode: tune or debug the TPU's kernel; not
-            used.
         max_pages_per_seq: an addition: no sequence has more pages than this. A page table with
             ``[max_num_seqs, max_pages_per_seq]`` entries is built in each call. None:
             ``num_page_indices``.
+
+    The arguments from ``chunk_prefill_size`` to ``debug_mode`` tune or debug the TPU's kernel and
+    are not used.
 
     Returns:
         The output, ``[max_num_tokens, num_q_heads, head_dim]``, zero for tokens of no sequence; and

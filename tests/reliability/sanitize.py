@@ -1,4 +1,4 @@
-"""Builds the CPU handlers with sanitizers and tries calls under them: `make sanitize`.
+"""Builds the CPU handlers with sanitizers and tries calls under them: `python -m tests.reliability.sanitize`.
 
 AddressSanitizer and UndefinedBehaviorSanitizer share a build; ThreadSanitizer has another. A
 finding ends the process that makes it, and so fails the command. The frameworks and Python are not

@@ -1,4 +1,5 @@
-"""The table of features and backends, from the records of the tests: `make features` writes it.
+"""The table of features and backends, from the records of the tests: `make test-all` writes it.
+docs/features/README.md has a copy.
 
 A passed test with the mark `proves("a column", ...)` counts in these columns, for every feature of
 its case. Names in braces stand for the test's parameters.
@@ -11,30 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-INTRODUCTION = """# Features
-
-Each feature has a page, with examples that the tests run:
-
-* [masks](masks.md): causal or not, windows to the left and right
-* [log-sum-exp](log-sum-exp.md) and merging attention over parts of a context
-* [sinks](sinks.md) and [ALiBi](alibi.md)
-* [tree masks](tree-masks.md) of speculative decoding
-* [latent attention](latent-attention.md), where V is a part of K
-* [cache layouts](cache-layouts.md) and [8-bit caches](caches-of-8-bits.md)
-* [a bound on query lengths](max-query-len.md)
-* [vmap](vmap.md) and [many devices](many-devices.md)
-* [programs compiled ahead of time](aot-inductor.md)
-* [code written for TPUs](code-for-tpus.md)
-
-`make features` writes the table below. It counts the parity cases that passed, by feature and by
-[backend](../glossary.md): against the float64 oracle, and bit for bit between the backends of a platform.
-`make test-all` runs all of them. `make test` runs all on the emulated GPU, and for the other columns a choice with
-each pair of features.
-Inductor and openxla on PyTorch's tensors run a short list of the cases. Attention over 8-bit floats is not
-in the latter's, because PyTorch does not exchange such tensors with other libraries.
-"""
-
 
 class FeatureTable:
     def __init__(self, path: Path) -> None:
@@ -56,7 +33,7 @@ class FeatureTable:
         for row in sorted(rows, key=FEATURES.index):
             cells = [str(self._counts[row, column] or "") for column in columns]
             lines.append(f"| {row} | {' | '.join(cells)} |")
-        self._path.write_text("\n".join([INTRODUCTION, *lines, ""]))
+        self._path.write_text("\n".join([*lines, ""]))
 
 
 FEATURES = [

@@ -1,6 +1,6 @@
 """vLLM serves models on our attention: the tokens are those of transformers' eager attention.
 
-These tests need an environment with vLLM for the CPU: ``make test-vllm``.
+These tests need an environment with vLLM for the CPU: ``.ci/run`` makes it.
 """
 
 from __future__ import annotations
