@@ -6,15 +6,13 @@ import ctypes
 import mmap
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401  (gives NumPy its dtypes)
 import numpy as np
 
-DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-CACHE_DTYPES = {
-    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
-    "float8_e5m2": ml_dtypes.float8_e5m2,
-    "int8": np.int8,
-}
+from shared_ffi import spec
+
+DTYPES = {name: np.dtype(name).type for name in spec.STORAGE_DTYPES}
+CACHE_DTYPES = {name: np.dtype(name).type for name in spec.CACHE_DTYPES}
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 

@@ -135,8 +135,8 @@ def takes_arrays(
 
 
 def check_integers_fit(op: str, name: str, given: Any) -> None:
-    """JAX makes 32-bit integers of 64-bit ones and drops the upper bits without a word: of all
-    arrays but its own, which it has truncated before."""
+    """JAX makes 32-bit integers of 64-bit ones and truncates silently. JAX's own arrays are
+    already 32-bit, so only others are checked."""
     if isinstance(given, jax.Array):
         return
     for array in jax.tree.leaves(given):  # of a list, or the array itself

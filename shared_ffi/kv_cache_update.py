@@ -10,12 +10,13 @@ from shared_ffi import _native, token_rows
 from shared_ffi import kv_layout as _kv_layout
 from shared_ffi.spec import (
     CACHE_DTYPES,
-    PLACE_FOR_EACH,
+    NO_OVERLAP,
     STORAGE_DTYPES,
     ArraySpec,
     Call,
     Operands,
     dtype_error,
+    has_shape,
     on_host,
     records_arguments,
     shape_error,
@@ -46,8 +47,8 @@ def check(
     if key.dtype not in STORAGE_DTYPES and not (is_copied and key.dtype in CACHE_DTYPES):
         rule = "dtype float32, float16 or bfloat16, or one of 8 bits that kv_cache has, too"
         raise dtype_error(OP, "key", rule, key.dtype)
-    is_latent = value.shape == (num_tokens, num_kv_heads, 0) != key.shape
-    if value.shape != key.shape and not is_latent:
+    is_latent = len(value.shape) == 3 and value.shape[2] == 0 and head_size != 0
+    if not has_shape(value, (num_tokens, num_kv_heads, 0 if is_latent else head_size)):
         rule = f"[num_tokens={num_tokens}, num_kv_heads={num_kv_heads}, head_size={head_size}]"
         raise shape_error(OP, "value", rule, value.shape)
     if value.dtype != key.dtype:
@@ -61,7 +62,7 @@ def check(
     for argument, array in (("kv_cache", kv_cache), ("value_cache", value_cache)):
         if array is not None and _repeats(array):
             got = f"strides {list(array.strides or ())}"
-            raise value_error(OP, argument, PLACE_FOR_EACH, got)
+            raise value_error(OP, argument, NO_OVERLAP, got)
     operands = Operands(
         [caches[0], token_rows.as_operand(key), token_rows.as_operand(value), slot_mapping],
         [cache.head_dim, 1, 1, None],
@@ -74,10 +75,10 @@ def check(
         caches,
         k_scale,
         v_scale,
-        has_fewer_bits=not is_copied,
-        than="key",
+        is_quantized=not is_copied,
+        reference_argument="key",
     )
-    if slot_mapping.shape != (num_tokens,):
+    if not has_shape(slot_mapping, (num_tokens,)):
         raise shape_error(OP, "slot_mapping", f"[num_tokens={num_tokens}]", slot_mapping.shape)
     if slot_mapping.dtype not in ("int32", "int64"):
         raise dtype_error(OP, "slot_mapping", "dtype int32 or int64", slot_mapping.dtype)

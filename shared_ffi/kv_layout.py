@@ -27,6 +27,7 @@ from shared_ffi.spec import (
     ArraySpec,
     Operands,
     dtype_error,
+    has_shape,
     shape_error,
     value_error,
 )
@@ -120,7 +121,7 @@ def check(
         known = {"h": num_kv_heads, "d": head_size}
         rule = ", ".join(_describe(axis, known) for axis in axes)
         raise shape_error(op, "kv_cache", f"[{rule}]", kv_cache.shape)
-    if value_cache is not None and value_cache.shape != kv_cache.shape:
+    if value_cache is not None and not has_shape(value_cache, kv_cache.shape):
         rule = f"{list(kv_cache.shape)} as kv_cache has"
         raise shape_error(op, "value_cache", rule, value_cache.shape)
     strides = kv_cache.strides or _dense(kv_cache.shape)
@@ -187,16 +188,17 @@ def add_features(
     k_scale: ArraySpec | None,
     v_scale: ArraySpec | None,
     *,
-    has_fewer_bits: bool,
-    than: str,
+    is_quantized: bool,
+    reference_argument: str,
 ) -> None:
     """Adds the optional arrays of a cache to a call's operands: the array of V, and the scales of
     keys and values, which it checks.
 
     Args:
         caches: the cache's arrays, as a handler takes them.
-        has_fewer_bits: whether the cache has fewer bits than the argument called `than`. Only then
-            are there scales.
+        is_quantized: whether the cache has fewer bits than `reference_argument`. Only then there
+            are scales.
+        reference_argument: the name of the query, or of the keys to be written.
 
     Raises:
         ValueError: a scale has a wrong shape, or the cache is not scaled.
@@ -218,10 +220,10 @@ def add_features(
     for argument, scales in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scales is None:
             continue
-        if not has_fewer_bits:
-            only = f"be None unless kv_cache has fewer bits than {than}"
+        if not is_quantized:
+            only = f"be None unless kv_cache has fewer bits than {reference_argument}"
             raise value_error(op, argument, only, f"shape {list(scales.shape)}")
-        known = [head_dim for shape, head_dim in head_dims if shape == scales.shape]
+        known = [head_dim for shape, head_dim in head_dims if has_shape(scales, shape)]
         if not known:
             raise shape_error(op, argument, rule, scales.shape)
         if scales.dtype != "float32":

@@ -55,7 +55,7 @@ def _result_types(*operands: Any, call: Call) -> list[Any]:
     axes that the results vary over are those of the operands."""
     mesh = next((x.sharding.mesh for x in operands if not x.sharding.mesh.empty), None)
     sizes = {} if mesh is None else dict(mesh.shape)
-    specs = sharding.of_results(call, [_axes_of_dims(call, x) for x in operands], sizes)
+    specs = sharding.result_specs(call, [_axes_of_dims(call, x) for x in operands], sizes)
     mesh = mesh or operands[0].sharding.mesh
     return [
         operands[0].update(
@@ -193,8 +193,8 @@ def _annotated(array: Any, *, shape: tuple[int, ...], **_: str) -> Any:
 def _lower_annotation(
     _: Any, array: ir.Value, *, target: str, sharding: str, shape: tuple[int, ...]
 ) -> Any:
-    of_result = ir.RankedTensorType.get(shape, ir.RankedTensorType(array.type).element_type)
-    annotation = stablehlo.CustomCallOp([of_result], [array], target)
+    result_type = ir.RankedTensorType.get(shape, ir.RankedTensorType(array.type).element_type)
+    annotation = stablehlo.CustomCallOp([result_type], [array], target)
     annotation.attributes["mhlo.sharding"] = ir.StringAttr.get(sharding)
     return annotation.results
 

@@ -1,7 +1,7 @@
 """The check of ``paged_attention``; ``csrc/paged_attention/params.h`` defines what the op means.
 
-The handler (``csrc/paged_attention/handler.cc``) repeats these rules in the same order and words,
-for programs that were not checked here; a test compares the two.
+The rules are here. The handler (``csrc/paged_attention/handler.cc``) only guarantees memory safety,
+for programs that were not checked here.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from shared_ffi.spec import (
     Scalar,
     Smaller,
     dtype_error,
+    has_shape,
+    holds,
+    is_symbol,
     on_host,
     records_arguments,
     shape_error,
@@ -70,7 +73,7 @@ def check(
     num_tokens, num_heads, head_size = query.shape
     if query.dtype not in STORAGE_DTYPES:
         raise dtype_error(OP, "query", "dtype float32, float16 or bfloat16", query.dtype)
-    if not 1 <= head_size <= MAX_HEAD_SIZE:
+    if not (holds(head_size >= 1) and holds(head_size <= MAX_HEAD_SIZE)):
         raise value_error(OP, "query", f"have a head_size from 1 to {MAX_HEAD_SIZE}", head_size)
     is_latent = value_head_size is not None
     if value_head_size is not None:
@@ -81,19 +84,19 @@ def check(
     )
     _kv_layout.check_dtypes(OP, kv_cache, value_cache, "query", query.dtype)
     num_kv_heads = cache.num_kv_heads
-    if num_heads < 1 or num_heads % num_kv_heads != 0:
+    if not (holds(num_heads >= 1) and holds(num_heads % num_kv_heads == 0)):
         rule = f"be a multiple of num_kv_heads={num_kv_heads}"
         raise value_error(OP, "query's num_heads", rule, num_heads)
     if len(context_lens.shape) != 1:
         raise shape_error(OP, "context_lens", "[max_seqs]", context_lens.shape)
     (max_seqs,) = context_lens.shape
-    if len(block_tables.shape) != 2 or block_tables.shape[0] != max_seqs:
+    if len(block_tables.shape) != 2 or not holds(block_tables.shape[0] == max_seqs):
         rule = f"[max_seqs={max_seqs}, max_blocks_per_seq]"
         raise shape_error(OP, "block_tables", rule, block_tables.shape)
-    if query_start_loc.shape != (max_seqs + 1,):
+    if not has_shape(query_start_loc, (max_seqs + 1,)):
         rule = f"[max_seqs + 1={max_seqs + 1}]"
         raise shape_error(OP, "query_start_loc", rule, query_start_loc.shape)
-    if num_seqs.shape not in ((), (1,)):
+    if not (has_shape(num_seqs, ()) or has_shape(num_seqs, (1,))):
         raise shape_error(OP, "num_seqs", "[] or [1]", num_seqs.shape)
     for argument, spec in (
         ("context_lens", context_lens),
@@ -131,13 +134,13 @@ def check(
         caches,
         k_scale,
         v_scale,
-        has_fewer_bits=kv_cache.dtype != query.dtype,
-        than="query",
+        is_quantized=kv_cache.dtype != query.dtype,
+        reference_argument="query",
     )
     for feature, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if per_head is None:
             continue
-        if per_head.shape != (num_heads,):
+        if not has_shape(per_head, (num_heads,)):
             raise shape_error(OP, feature, f"[num_heads={num_heads}]", per_head.shape)
         if per_head.dtype != "float32":
             raise dtype_error(OP, feature, "dtype float32", per_head.dtype)
@@ -296,11 +299,12 @@ def _scale(scale: float) -> np.float32:
 
 
 def _int64(argument: str, value: int, at_least: int) -> np.int64:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+    """As an attribute. A symbol stays one: as a number, it would make a program for each value."""
+    if isinstance(value, bool) or not (isinstance(value, int | np.integer) or is_symbol(value)):
         raise dtype_error(OP, argument, "type int", type(value).__name__)
-    if value < at_least:
+    if not holds(value >= at_least):
         raise value_error(OP, argument, f"be at least {at_least}", value)
-    return np.int64(min(value, _MAX_INT64))
+    return value if is_symbol(value) else np.int64(min(value, _MAX_INT64))
 
 
 def _flag(argument: str, value: bool) -> bool:
@@ -326,14 +330,14 @@ def _check_tree_mask(
     alibi_slopes: ArraySpec | None,
     causal: bool,
 ) -> None:
-    if tree_mask.shape != (num_tokens, 2):
+    if not has_shape(tree_mask, (num_tokens, 2)):
         raise shape_error(OP, "tree_mask", f"[num_tokens={num_tokens}, 2]", tree_mask.shape)
     if tree_mask.dtype != "int32":
         raise dtype_error(OP, "tree_mask", "dtype int32", tree_mask.dtype)
     if alibi_slopes is not None:
         got = f"shape {[*alibi_slopes.shape]}"
         raise value_error(OP, "alibi_slopes", "be None with tree_mask", got)
-    if sliding_window is not None and sliding_window < MAX_TREE_TOKENS:
+    if sliding_window is not None and not holds(sliding_window >= MAX_TREE_TOKENS):
         rule = f"be at least {MAX_TREE_TOKENS} with tree_mask"
         raise value_error(OP, "sliding_window", rule, sliding_window)
     if not _flag("causal", causal):

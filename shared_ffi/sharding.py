@@ -114,7 +114,7 @@ def shardy_rule(call: Call, results: Sequence[ArraySpec]) -> str | None:
     return f"#sdy.op_sharding_rule<({before})->({after}) {{{factors}}}{alone}, custom>"
 
 
-def of_results(
+def result_specs(
     call: Call, operands: Sequence[Sequence[Axes]], sizes: Mapping[str, int]
 ) -> list[list[Axes]]:
     """The shardings of the results on a mesh with explicit axes.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared_ffi.spec import ArraySpec, Call, dtype_error, records_arguments, shape_error
+from shared_ffi.spec import ArraySpec, Call, dtype_error, has_shape, records_arguments, shape_error
 
 OP = "simple_add"
 TARGET = "XlaGpuSimpleAdd"
@@ -14,7 +14,7 @@ def check(a: ArraySpec, b: ArraySpec) -> Call:
     """Returns the call ``a + b``, or raises ValueError (shape) or TypeError (dtype)."""
     if a.dtype != "float32":
         raise dtype_error(OP, "a", "dtype float32", a.dtype)
-    if b.shape != a.shape:
+    if not has_shape(b, a.shape):
         raise shape_error(OP, "b", str(list(a.shape)), b.shape)
     if b.dtype != "float32":
         raise dtype_error(OP, "b", "dtype float32", b.dtype)

@@ -17,7 +17,7 @@ STORAGE_DTYPES = ("float32", "float16", "bfloat16")
 CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 """The dtypes of 8 bits that a cache may have instead."""
 
-PLACE_FOR_EACH = "have a place of its own for each element, as it is written to"
+NO_OVERLAP = "have no overlapping elements: it is written in place"
 """The rule for an array that is written in place."""
 
 Scalar = np.float32 | np.int64
@@ -142,6 +142,24 @@ class Operands:
         self.attributes.append((name, np.int64(len(self.specs))))
         self.specs.append(spec)
         self.head_dims.append(head_dim)
+
+
+def holds(condition: Any) -> bool:
+    """Whether a condition holds that a call needs. PyTorch checks it when the program runs, if it
+    does not know the sizes before."""
+    return condition.node.expect_true(__file__, 0) if is_symbol(condition) else bool(condition)
+
+
+def has_shape(array: ArraySpec, shape: Sequence[int]) -> bool:
+    """Whether an array has the shape that a call needs."""
+    return len(array.shape) == len(shape) and all(
+        holds(size == wanted) for size, wanted in zip(array.shape, shape, strict=True)
+    )
+
+
+def is_symbol(value: Any) -> bool:
+    """Whether a number or a condition is a symbol of PyTorch, torch.SymInt or torch.SymBool."""
+    return hasattr(value, "node")
 
 
 def shape_error(op: str, argument: str, rule: str, got: object) -> ValueError:

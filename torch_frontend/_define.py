@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shared_ffi.spec import PLACE_FOR_EACH, Call, missing_error, value_error
+from shared_ffi.spec import NO_OVERLAP, Call, missing_error, value_error
 from torch_frontend import _errors
 from torch_frontend._arguments import (
     ArgumentReader,
@@ -137,7 +137,7 @@ class InPlaceOp:
             base = target._base
             if base is not None and base.numel() < target.numel():
                 got = f"a view of {base.numel()} elements as {target.numel()}"
-                raise value_error(self._name, name, PLACE_FOR_EACH, got)
+                raise value_error(self._name, name, NO_OVERLAP, got)
         if len(targets) == 2:
             (first_name, first), (name, second) = targets.items()
             if first is second:

@@ -9,11 +9,11 @@ from torch_frontend._define import define
 
 _ARGUMENTS = (
     "(Tensor query, Tensor kv_cache, Tensor context_lens, Tensor block_tables, "
-    "Tensor query_start_loc, Tensor num_seqs, float scale, int? sliding_window=None, "
+    "Tensor query_start_loc, Tensor num_seqs, float scale, SymInt? sliding_window=None, "
     "float? soft_cap=None, *, Tensor? value_cache=None, str? kv_layout=None, "
     "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? sinks=None, "
-    "Tensor? alibi_slopes=None, bool? causal=True, int? window_right=None, "
-    "int? max_query_len=None, Tensor? tree_mask=None, int? value_head_size=None"
+    "Tensor? alibi_slopes=None, bool? causal=True, SymInt? window_right=None, "
+    "SymInt? max_query_len=None, Tensor? tree_mask=None, int? value_head_size=None"
 )
 _CACHES = ("kv_cache", "value_cache")
 _ROWS = ("query",)

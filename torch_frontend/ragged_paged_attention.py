@@ -36,7 +36,7 @@ def _attend(
 
 ragged_paged_attention: torch._ops.OpOverload = define_composite(
     f"{OP}(Tensor q, Tensor kv_pages, Tensor kv_lens, Tensor page_indices, Tensor cu_q_lens, "
-    "Tensor num_seqs, float sm_scale=1, int? sliding_window=None, float? soft_cap=None, "
+    "Tensor num_seqs, float sm_scale=1, SymInt? sliding_window=None, float? soft_cap=None, "
     "float? mask_value=None, float? k_scale=None, float? v_scale=None, bool use_kernel=True, "
     "int? num_kv_pages_per_block=None, int? num_queries_per_block=None, "
     "int? vmem_limit_bytes=None) -> Tensor",

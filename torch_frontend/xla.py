@@ -77,8 +77,8 @@ def _donate(tensor: torch.Tensor) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _computation(call: Call, platform: str, *of_parts: Any) -> Any:
-    module = lowering.hlo_module(call, platform, *of_parts)
+def _computation(call: Call, platform: str, *parts: Any) -> Any:
+    module = lowering.hlo_module(call, platform, *parts)
     return xla_builder.computation_from_module_proto(call.target, module)
 
 

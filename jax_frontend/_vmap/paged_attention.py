@@ -130,15 +130,15 @@ def _ragged_batch(
     shifts = ends_in_batch - ends  # from a token's number in its call to its row
     starts_in_batch = (starts + shifts[:, None]).reshape(-1)
 
-    of_call = jnp.arange(num_tokens, dtype=jnp.int32)[None]
-    is_real = (starts[:, :1] <= of_call) & (of_call < ends[:, None])
+    call_tokens = jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    is_real = (starts[:, :1] <= call_tokens) & (call_tokens < ends[:, None])
     padding = size * num_tokens - 1  # the last row, which is padding if any row is
-    rows = jnp.where(is_real, of_call + shifts[:, None], padding)
+    rows = jnp.where(is_real, call_tokens + shifts[:, None], padding)
 
-    of_batch = jnp.arange(size * num_tokens, dtype=jnp.int32)
+    batch_tokens = jnp.arange(size * num_tokens, dtype=jnp.int32)
     # Not jnp.searchsorted, which jax.export refuses where the mapped axis is a symbol.
-    calls = jnp.cumsum(jnp.zeros_like(of_batch).at[ends_in_batch].add(1, mode="drop"))
-    tokens = of_batch - shifts.at[calls].get(mode="clip")
+    calls = jnp.cumsum(jnp.zeros_like(batch_tokens).at[ends_in_batch].add(1, mode="drop"))
+    tokens = batch_tokens - shifts.at[calls].get(mode="clip")
     starts_and_end = jnp.concatenate([starts_in_batch, ends_in_batch[-1:]])
     return _RaggedBatch(lengths.reshape(-1), starts_and_end, calls, tokens, rows)
 

@@ -24,9 +24,8 @@ def decode(
 ) -> jax.Array:
     """Attends with one query of each sequence, at its last position, and no scale.
 
-    A sequence of length 0 is an inactive slot. Its query is causal only before all positions, which
-    ``paged_attention`` takes for a mistake, so attention is not causal here. The last position
-    attends to the same keys either way.
+    A sequence of length 0 is an inactive slot. Its query would stand at position -1, which causal
+    attention refuses. Hence ``causal=False``; for the last position the result is the same.
 
     Args:
         op: the public function, for messages.

@@ -264,11 +264,11 @@ def _slots(
     sequence = jnp.sum(ends[None] <= tokens[:, None], axis=1)
     # JAX takes a number past the end of an array for the last one, and one below 0 from the end.
     starts, ends = cu_q_lens[sequence], cu_q_lens[sequence + 1]
-    of_sequence = (sequence < num_seqs) & (num_seqs <= max_seqs)
-    of_sequence &= (starts <= tokens) & (tokens < ends)
+    is_written = (sequence < num_seqs) & (num_seqs <= max_seqs)
+    is_written &= (starts <= tokens) & (tokens < ends)
     position = kv_lens[sequence] - ends + tokens
-    of_sequence &= (position >= 0) & (position // page_size < pages_per_seq)
+    is_written &= (position >= 0) & (position // page_size < pages_per_seq)
     page = block_tables[sequence, position // page_size]
     # The product of another page might overflow, and name the slot of a page that exists.
-    of_sequence &= (page >= 0) & (page < num_pages)
-    return jnp.where(of_sequence, page * page_size + position % page_size, -1)
+    is_written &= (page >= 0) & (page < num_pages)
+    return jnp.where(is_written, page * page_size + position % page_size, -1)

@@ -126,15 +126,15 @@ def test_short_rows_are_refused(shape: tuple[int, int], heads: int) -> None:
     operands, attributes = split(attention(sliding_window=0, soft_cap=0.0))
     query, *rest = operands
     attributes |= {"row_heads": heads, "row_head_size": 8}
-    rule = rf"must have rows of num_heads={heads} \* head_size=8 elements; got \[4, "
-    with pytest.raises(ValueError, match=f"^paged_attention: query {rule}"):
+    rule = "(operand query|attribute row_heads) must"
+    with pytest.raises(ValueError, match=f"^paged_attention: {rule}"):
         target, result = paged_attention.TARGET, np.empty_like(query)
         call_handler(target, attributes, [np.zeros(shape, np.float32), *rest], [result])
 
     operands, attributes = split(update())
     cache, key, _, slots = operands
     wide = np.zeros((len(key), key[0].size - 1), key.dtype)
-    with pytest.raises(ValueError, match="^kv_cache_update: value must have rows of"):
+    with pytest.raises(ValueError, match="^kv_cache_update: operand value must hold num_heads=2"):
         rows = {"row_heads": 2, "row_head_size": 8}
         call_handler(kv_cache_update.TARGET, rows, [cache, key, wide, slots], [cache])
 
@@ -143,7 +143,7 @@ def test_keys_and_values_of_different_sizes() -> None:
     cache, key, _, slots = split(update())[0]
     rows = {"row_heads": 1, "row_head_size": 8}
     wide = np.zeros((len(key), 64), key.dtype)
-    with pytest.raises(ValueError, match="^kv_cache_update: value must have shape .*; got "):
+    with pytest.raises(ValueError, match="^kv_cache_update: operand value must have the shape of"):
         call_handler(kv_cache_update.TARGET, rows, [cache, key, wide, slots], [cache])
 
 

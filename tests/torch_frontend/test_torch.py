@@ -29,7 +29,7 @@ def test_schemas() -> None:
     """The positional arguments never change. The keyword-only ones are those of the JAX function."""
     attention_arguments = (
         "(Tensor query, Tensor kv_cache, Tensor context_lens, Tensor block_tables, "
-        "Tensor query_start_loc, Tensor num_seqs, float scale, int? sliding_window=None, "
+        "Tensor query_start_loc, Tensor num_seqs, float scale, SymInt? sliding_window=None, "
         "float? soft_cap=None, *, "
     )
     schemas = {

@@ -1,6 +1,6 @@
-#include "cpu.h"
-
 #include <cstring>
+
+#include "run.h"
 
 #ifdef __SSE2__
 #include <emmintrin.h>

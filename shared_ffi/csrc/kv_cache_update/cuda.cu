@@ -1,5 +1,5 @@
 #include "../gpu/launch.cuh"
-#include "cuda.h"
+#include "run.h"
 
 namespace xla_gpu::kv_cache_update {
 namespace {

@@ -1,6 +1,6 @@
-#include "cpu.h"
-
 #include <algorithm>
+
+#include "run.h"
 
 namespace xla_gpu::simple_add {
 namespace {

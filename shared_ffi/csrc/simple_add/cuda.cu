@@ -1,5 +1,5 @@
 #include "../gpu/launch.cuh"
-#include "cuda.h"
+#include "run.h"
 
 namespace xla_gpu::simple_add {
 namespace {

@@ -46,7 +46,8 @@ using Getter = AOTITorchError(AtenTensorHandle, T*);
 template <typename T>
 T Get(Getter<T>* getter, AtenTensorHandle tensor) {
   T value{};
-  if (getter(tensor, &value) != 0) throw std::runtime_error("PyTorch refused to tell of a tensor");
+  if (getter(tensor, &value) != 0)
+    throw std::runtime_error("PyTorch's C interface failed to read a tensor");
   return value;
 }
 
@@ -170,7 +171,9 @@ void Call(const char* platform, const Arguments& a) {
     const bool is_in_place = std::any_of(
         a.written, a.written + a.num_written,
         [&](AtenTensorHandle tensor) { return Contains(torch, tensor, results.back().data); });
-    if (!is_in_place) throw std::runtime_error("the program has copied what is to be written to");
+    if (!is_in_place)
+      throw std::runtime_error(
+          "the compiled program copied the cache; it must be updated in place");
   }
   for (int64_t i = 0; i < a.num_written && a.num_aliases == 0; ++i) {
     results.push_back(BufferOf(torch, a.written[i], false));

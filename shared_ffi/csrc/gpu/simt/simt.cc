@@ -540,8 +540,8 @@ void Compute(int warp, const StartedProduct& started, Sums* sums) {
     };
     for (int n = 0; n < product.num_columns; ++n) row_sums[n] = product.accumulates ? sum_of(n) : 0;
     for (int k = 0; k < kDepth; ++k) {
-      const float* of_b = b.data() + k * product.num_columns;
-      for (int n = 0; n < product.num_columns; ++n) row_sums[n] += a[row][k] * of_b[n];
+      const float* b_row = b.data() + k * product.num_columns;
+      for (int n = 0; n < product.num_columns; ++n) row_sums[n] += a[row][k] * b_row[n];
     }
     for (int n = 0; n < product.num_columns; ++n) sum_of(n) = row_sums[n];
   }
@@ -580,9 +580,10 @@ void StartProduct(const Product& product) {
       }
       if (lane.a != nullptr) std::copy_n(lane.a, 4, started.a[l].begin());
     }
-    auto& of_group = g_block.products_of_groups[warp / kWarpsPerGroup];
-    if (products.num_started == of_group.size()) of_group.emplace_back(started.lanes[0]);
-    if (of_group[products.num_started++] != ProductOfGroup(started.lanes[0])) {
+    auto& group_products = g_block.products_of_groups[warp / kWarpsPerGroup];
+    if (products.num_started == group_products.size())
+      group_products.emplace_back(started.lanes[0]);
+    if (group_products[products.num_started++] != ProductOfGroup(started.lanes[0])) {
       Fail("the warps of a warpgroup start different products");
     }
     const auto [sums, is_new] = products.sums.try_emplace(started.lanes[0].d);

@@ -100,11 +100,11 @@ class SplitSums {
   SplitSums(const Rows& rows, Arena* arena)
       : rows_(rows),
         width_(PaddedColumns<T>(rows.p)),
-        states_(arena->Take<RowState>(rows.count)),
+        states_(arena->Take<RowSums>(rows.count)),
         values_(arena->Take<float>(rows.count * width_)) {}
 
   int64_t width() const { return width_; }
-  RowState* States(int64_t row) { return states_ + row; }
+  RowSums* States(int64_t row) { return states_ + row; }
   float* Values(int64_t row) { return values_ + row * width_; }
 
   void Clear() {
@@ -131,8 +131,8 @@ class SplitSums {
  private:
   const Rows& rows_;
   const int64_t width_;
-  RowState* const states_;  // [rows]
-  float* const values_;     // [rows, width]
+  RowSums* const states_;  // [rows]
+  float* const values_;    // [rows, width]
 };
 
 }  // namespace

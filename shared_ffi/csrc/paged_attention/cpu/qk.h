@@ -137,8 +137,7 @@ __attribute__((noinline)) void MultiplyPacked(const float* q, const float* k, in
   }
 }
 
-// The products of all rows of a kv head with what they attend to of a tile, and perhaps with some
-// positions beside it.
+// q . k of a kv head's rows with a KV tile. Masked positions may be computed, too.
 //   logits: [rows of a kv head, kMaxTile]
 template <typename T>
 void MultiplyCachedKeys(const Rows& rows, const Queries<T>& queries, const AttentionMask& mask,

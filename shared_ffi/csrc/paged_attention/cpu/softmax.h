@@ -14,7 +14,7 @@ constexpr float kInfinity = __builtin_inff();
 
 // What a row has seen of a split so far: about the largest logit, and for each lane the sum of
 // 2^(logit - max).
-struct RowState {
+struct RowSums {
   float max;
   Lanes sums;
 };
@@ -25,7 +25,7 @@ struct RowState {
 //   are any; ranges, states, rescale: [R]; v_scales: [kStep]
 template <int R, typename T, bool kIsScaled = false>
 void Weigh(float* products, int64_t step, const Range* ranges, float scale, float soft_cap,
-           RowState* states, float* rescale, const float* v_scales = nullptr) {
+           RowSums* states, float* rescale, const float* v_scales = nullptr) {
   constexpr int kVectors = kStep / kLanes;
   Lanes x[R][kVectors], largest[R], shift[R];
   bool is_partial = false;
@@ -148,7 +148,7 @@ class Softmax {
   // Turns the products of blocks of kRows rows with a tile into weights.
   //   head: of the item's kv heads; states: [rows of a kv head]
   template <int kRows>
-  void Apply(const KvTile& tile, int64_t head, RowState* states) {
+  void Apply(const KvTile& tile, int64_t head, RowSums* states) {
     const Params& p = rows_.p;
     const int64_t kv_head = rows_.item.first_kv_head + head;
     const bool is_plain_cap = p.soft_cap > 0 && p.soft_cap <= kMaxPlainCap;
@@ -211,7 +211,7 @@ class Softmax {
     for (int64_t row = first; row < first + num_rows; ++row, products += kMaxTile) {
       const int64_t query_head = rows_.Head(head * rows_.per_head + row);
       const float slope = p.alibi_slopes == nullptr ? 0.0f : p.AlibiSlope(query_head);
-      const auto of_query = static_cast<float>(mask_.Position(row) - position);
+      const auto query_position = static_cast<float>(mask_.Position(row) - position);
       for (int64_t j = 0; j < kStep; j += kLanes) {
         Lanes x = Load<Lanes>(products + j) * scale;
         if (p.soft_cap > kMaxPlainCap) {
@@ -219,7 +219,7 @@ class Softmax {
         } else if (p.soft_cap > 0) {
           x = Tanh(x) * cap;
         }
-        const Lanes after = LaneNumbers() + (j - of_query);
+        const Lanes after = LaneNumbers() + (j - query_position);
         Store(MultiplyAdd(Max(after, -after), Splat(-slope), x), products + j);
       }
     }

@@ -3,8 +3,8 @@
 // are faulty.
 //
 // A piece is 32 columns of a token and head, one for each lane of a warp. With few tokens many
-// warps share a token's pieces; with many tokens a warp takes whole ones, and leaves those that
-// need nothing after one look.
+// warps share a token's pieces; with many tokens a warp takes whole tokens, and skips tokens that
+// need neither merging nor filling.
 #pragma once
 
 #include "rows.cuh"
@@ -13,11 +13,11 @@ namespace xla_gpu::paged_attention {
 
 // The rows of the kernels' work items, which number the flags of a sequence (RowTiles).
 struct ItemRows {
-  int64_t of_short;  // of sequences with one query tile
-  int64_t of_long;
+  int64_t short_rows;  // of sequences with one query tile
+  int64_t long_rows;
 
   __device__ int64_t Of(const Params& p, const Sequence& sequence) const {
-    return sequence.q_len > TokensPerTile(p) ? of_long : of_short;
+    return sequence.q_len > TokensPerTile(p) ? long_rows : short_rows;
   }
 };
 
@@ -143,7 +143,7 @@ struct MergedRow {
   float value;
 };
 
-// Folds a row's partial results. Each lane weighs another split; the partial results of kLoads
+// Merges a row's partial results. Each lane weighs another split; the partial results of kLoads
 // splits are on their way at a time. Returns false if the row is written.
 __device__ inline bool MergeSplits(const Params& p, const Scratch& scratch, const TokenRows& rows,
                                    int64_t head, int64_t column, MergedRow* row) {

@@ -187,7 +187,7 @@ class DecodeProducer {
   };
 
   // Copies K and V of the positions of the lanes from first_lane on, at these offsets in bytes.
-  // What does not exist becomes zeros.
+  // Rows and columns out of range are filled with zeros.
   __device__ void CopyTile(const Pieces& pieces, int64_t offset_of_lane, const Slot<C>& slot,
                            int first_lane) {
     const TileState stage = TileState::Of(count_++);
@@ -310,9 +310,9 @@ class DecodeConsumer {
       const int row = lane_ / 4 + 8 * r;
       const RowState state = softmax.State(r);
       if (kIs8Bit<C> && state.sum != 0) {  // without keys the scale may be NaN
-        for (auto& of_chunk : products.sums[0]) {
-          of_chunk[2 * r] *= v_scale;
-          of_chunk[2 * r + 1] *= v_scale;
+        for (auto& chunk_sums : products.sums[0]) {
+          chunk_sums[2 * r] *= v_scale;
+          chunk_sums[2 * r + 1] *= v_scale;
         }
       }
       products.Store(0, r, state, &shared_.states[warp_][row], shared_.sums[warp_][row]);

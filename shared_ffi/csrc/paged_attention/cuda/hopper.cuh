@@ -156,7 +156,7 @@ class WidenedRows {
   static_assert(kPositions % kRows == 0 && 8 % kPlaces == 0);
 
  public:
-  // Where rows of one kv head come from. What does not exist becomes zeros.
+  // Where rows of one kv head come from. Rows and columns out of range are filled with zeros.
   struct Source {
     const C* cache;
     int64_t num_columns;
@@ -375,7 +375,7 @@ class HopperProducer {
   }
 
   // A warp copies the positions whose offsets, in bytes, its lanes have found; eight lanes copy 128
-  // bytes of one position. What does not exist becomes zeros.
+  // bytes of one position. Rows and columns out of range are filled with zeros.
   __device__ void CopyTile(const T* cache, int64_t num_columns, int64_t offset_of_lane, T* tile) {
     const int row = lane_ / 8, chunk = lane_ % 8, first_row = warp_ * kPositions + row;
     const auto from = reinterpret_cast<uintptr_t>(cache + chunk * CacheRows::kChunk);

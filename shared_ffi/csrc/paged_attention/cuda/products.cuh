@@ -158,8 +158,8 @@ struct WarpProducts {
             for (int odd = 0; odd < 2; ++odd) {
 #pragma unroll
               for (int g = 0; g < kGroups; ++g) {
-                float(&of_chunk)[4] = sums[g][2 * (chunk + i) + odd];
-                gpu::MultiplyAdd(of_chunk, packed[g], first[odd], second[odd], Weight{});
+                float(&chunk_sums)[4] = sums[g][2 * (chunk + i) + odd];
+                gpu::MultiplyAdd(chunk_sums, packed[g], first[odd], second[odd], Weight{});
               }
             }
           } else {
@@ -177,8 +177,8 @@ struct WarpProducts {
   // The column of element e of group n of the lane's sums. Two adjacent columns of an 8-bit cache
   // are in one register and go to two groups.
   static __device__ __forceinline__ int Column(int n, int e) {
-    const int of_block = Lane() % 4 * 2 + e % 2;
-    return kIs8Bit<C> ? n / 2 * 16 + of_block * 2 + n % 2 : n * 8 + of_block;
+    const int block_column = Lane() % 4 * 2 + e % 2;
+    return kIs8Bit<C> ? n / 2 * 16 + block_column * 2 + n % 2 : n * 8 + block_column;
   }
 
   // Stores the lane's sums of its row r, 0 or 1, of group g, and the row's state, which the lanes

@@ -17,9 +17,9 @@ struct RowPlace {
   int64_t head;
 
   __device__ RowPlace(const Params& p, const Item& item, int64_t row) {
-    const int64_t group = GqaGroupSize(p), of_sequence = item.first_row + row;
-    token = DivideU32(of_sequence, group);
-    head = item.kv_head * group + of_sequence - token * group;
+    const int64_t group = GqaGroupSize(p), sequence_row = item.first_row + row;
+    token = DivideU32(sequence_row, group);
+    head = item.kv_head * group + sequence_row - token * group;
   }
 };
 
@@ -220,8 +220,8 @@ __device__ __forceinline__ float SumOf(float max, float sink, int64_t count, con
   return sum;
 }
 
-// How what was found before joins with a later split: both shrink to the largest logit of the two.
-// Splits join from the left, whoever does it: a row's bits follow from its sequence alone.
+// Rescale factors for merging two partial results: both are brought to the larger max. Splits are
+// merged from the left, whoever does it: a row's bits follow from its sequence alone.
 struct Rescale {
   float before_factor;
   float split_factor;
@@ -232,7 +232,7 @@ struct Rescale {
     split_factor = gpu::Exp2(max_of_split - shift);
   }
 
-  // The fold of another lane.
+  // The factors of another lane.
   __device__ Rescale FromLane(int lane) const {
     Rescale rescale(*this);
     rescale.before_factor = gpu::Shuffle(before_factor, lane);

@@ -164,7 +164,7 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   }
   if (FindPrefillKernel<T>(device, p, &prefill)) {
     others.lengths.max = prefill.lengths.min - 1;
-    item_rows.of_long = prefill.attention.rows_per_item;
+    item_rows.long_rows = prefill.attention.rows_per_item;
     kernels.push_back(prefill);
   }
   if (p.max_query_len == 0 || others.lengths.min <= p.max_query_len) kernels.push_back(others);

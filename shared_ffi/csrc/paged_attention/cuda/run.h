@@ -3,9 +3,9 @@
 #include <string>
 #include <vector>
 
+#include "../../ffi/export.h"
 #include "../../gpu/error.h"
 #include "../params.h"
-#include "../../ffi/export.h"
 #include "scratch.h"
 
 namespace xla_gpu::paged_attention {

@@ -249,9 +249,9 @@ class Schedule {
     Sync();
     Count before{begin_, 0}, all{begin_, 0};
     for (int w = 0; w < kWarps; ++w) {
-      const Count of_warp{shared_.warp_counts[w], shared_.warp_broken[w]};
-      if (w < warp) before = before.Then(of_warp);
-      all = all.Then(of_warp);
+      const Count warp_count{shared_.warp_counts[w], shared_.warp_broken[w]};
+      if (w < warp) before = before.Then(warp_count);
+      all = all.Then(warp_count);
     }
     shared_.ends[thread] = before.Then(count).items;
     Sync();
@@ -268,10 +268,10 @@ class Schedule {
     if (number >= NumItems(sequence)) return;
     const RowTiles tiles(p_, sequence.q_len, max_rows_);
     const int64_t num_splits = sequence.NumSplits(p_);
-    const int64_t of_all_heads = DivideU32(number, p_.num_kv_heads);
-    const int64_t kv_head = number - of_all_heads * p_.num_kv_heads;
-    const int64_t tile = DivideU32(of_all_heads, num_splits);
-    const int64_t split = of_all_heads - tile * num_splits;
+    const int64_t tile_and_split = DivideU32(number, p_.num_kv_heads);
+    const int64_t kv_head = number - tile_and_split * p_.num_kv_heads;
+    const int64_t tile = DivideU32(tile_and_split, num_splits);
+    const int64_t split = tile_and_split - tile * num_splits;
     MakeItem(p_, s, sequence, tiles, tiles.count - 1 - tile, kv_head, split, item);
   }
 

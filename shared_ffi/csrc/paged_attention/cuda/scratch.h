@@ -104,9 +104,9 @@ struct Scratch {
   }
 };
 
-// The numbers in the scratch's size that one program keeps. Its tokens, sequences and blocks may
-// vary from call to call: cuda_scratch_bytes of shared_ffi/paged_attention.py asks for these
-// numbers and repeats the sum that MakeScratch makes, where the others are symbols.
+// The parts of the scratch size that do not depend on num_tokens, max_seqs or the block table.
+// Python combines them when those sizes are symbolic (cuda_scratch_bytes in
+// shared_ffi/paged_attention.py).
 struct ScratchSizes {
   int64_t split_limit;
   int64_t min_split;

@@ -110,9 +110,9 @@ class Softmax {
                                                 float (&sums)[kBlocks][4]) {
     if (!gpu::AnyInWarp(shrinks[0] != 1 || shrinks[1] != 1)) return;
 #pragma unroll
-    for (float(&of_block)[4] : sums) {
+    for (float(&block_sums)[4] : sums) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) of_block[e] *= shrinks[e / 2];
+      for (int e = 0; e < 4; ++e) block_sums[e] *= shrinks[e / 2];
     }
   }
 

@@ -205,7 +205,7 @@ class TensorCoreItem {
       SetAsideNonFinite(tile, begin);
     }
     if constexpr (kIs8Bit<C>) {
-      for (auto& of_group : logits) Products::ScaleWeights(slots, of_group);
+      for (auto& group_logits : logits) Products::ScaleWeights(slots, group_logits);
     }
     products_.template AddValues<typename Products::Weight>(layout_.Value(tile), first_key, logits);
   }
