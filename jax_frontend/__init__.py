@@ -18,6 +18,7 @@ from jax_frontend.kv_cache_update import kv_cache_update
 from jax_frontend.merge_attention import merge_attention
 from jax_frontend.paged_attention import paged_attention
 from jax_frontend.simple_add import simple_add
+from shared_ffi import __version__ as __version__
 
 del jax, _rules
 

@@ -1,6 +1,7 @@
 """The XLA FFI handlers that both frontends share: their checks, their lowering and their
 registration. Imports neither JAX nor PyTorch until one is needed."""
 
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,6 +19,8 @@ except ImportError:
 from shared_ffi import kv_cache_update, paged_attention, simple_add
 from shared_ffi.runtimes import register, registered
 from shared_ffi.spec import ArraySpec, Call
+
+__version__ = version("xla-paged-attention")
 
 OPS = (simple_add, kv_cache_update, paged_attention)
 """The modules of all ops; each has OP, TARGET and check()."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from shared_ffi import _native, runtimes
 from shared_ffi._native import EagerCall
 from shared_ffi.spec import Call
@@ -11,7 +9,6 @@ from shared_ffi.spec import Call
 __all__ = ["EagerCall", "prepare"]
 
 
-@lru_cache(maxsize=4096)
 def prepare(call: Call, platform: str) -> EagerCall:
     """Returns the handler of a checked call, to be called on the addresses of its arrays: operands,
     then results, laid out as the call says. An aliased result has the address of its operand.

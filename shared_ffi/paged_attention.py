@@ -304,7 +304,7 @@ def _int64(argument: str, value: int, at_least: int) -> np.int64:
         raise dtype_error(OP, argument, "type int", type(value).__name__)
     if not holds(value >= at_least):
         raise value_error(OP, argument, f"be at least {at_least}", value)
-    return value if is_symbol(value) else np.int64(min(value, _MAX_INT64))
+    return value if is_symbol(value) else np.int64(min(value, _MAX_INT64))  # type: ignore[return-value]
 
 
 def _flag(argument: str, value: bool) -> bool:

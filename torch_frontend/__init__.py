@@ -9,11 +9,12 @@ except ImportError as _error:
         "pip install 'xla-paged-attention[torch]', or [torch-xla] for XLA devices"
     ) from _error
 
+from shared_ffi import __version__ as __version__
 from torch_frontend.aot_inductor import aoti_compile_and_package
 from torch_frontend.export import export_platform
 from torch_frontend.kv_cache_update import kv_cache_update
 from torch_frontend.merge_attention import merge_attention
-from torch_frontend.paged_attention import paged_attention, paged_attention_lse
+from torch_frontend.paged_attention import paged_attention
 from torch_frontend.ragged_paged_attention import ragged_paged_attention, replace_tpu_kernels
 from torch_frontend.simple_add import simple_add
 
@@ -25,7 +26,6 @@ __all__ = [
     "kv_cache_update",
     "merge_attention",
     "paged_attention",
-    "paged_attention_lse",
     "ragged_paged_attention",
     "replace_tpu_kernels",
     "simple_add",

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from shared_ffi.spec import ArraySpec, Call, missing_error
+from shared_ffi.spec import ArraySpec, Call, dtype_error, missing_error
 from torch_frontend._errors import devices_error
 
 _DEVICE, _SHAPE, _DTYPE = map(attrgetter, ("device", "shape", "dtype"))
@@ -33,6 +35,39 @@ def allocate(specs: Sequence[ArraySpec], like: torch.Tensor) -> list[torch.Tenso
 def as_returned(results: Sequence[torch.Tensor]) -> Any:
     """The results as an op returns them."""
     return results[0] if len(results) == 1 else tuple(results)
+
+
+_ACCEPTED: dict[type, tuple[type, ...]] = {
+    float: (float, int, np.floating, np.integer),
+    int: (int, np.integer, torch.SymInt),
+    bool: (bool,),
+    str: (str,),
+}
+
+
+def check_types(
+    op: str,
+    tensors: Mapping[str, Any],
+    optional: Mapping[str, Any] = MappingProxyType({}),
+    options: Mapping[str, tuple[Any, type]] = MappingProxyType({}),
+) -> None:
+    """Checks what PyTorch's dispatcher would refuse without naming op and rule.
+
+    Args:
+        op: for messages.
+        tensors: those that a call needs.
+        optional: those that may be None.
+        options: other arguments, which may be None, with their types.
+    """
+    for name, value in (*tensors.items(), *optional.items()):
+        if value is None and name in tensors:
+            raise missing_error(op, name)
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise dtype_error(op, name, "type torch.Tensor", type(value).__name__)
+    for name, (value, kind) in options.items():
+        is_wrong = not isinstance(value, _ACCEPTED[kind])
+        if value is not None and (is_wrong or (kind is not bool and isinstance(value, bool))):
+            raise dtype_error(op, name, f"type {kind.__name__}", type(value).__name__)
 
 
 class Arguments(NamedTuple):

@@ -9,7 +9,6 @@ imports this module while it is itself imported.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -43,14 +42,7 @@ class CudaPlugin(_DevicePlugin):
 
     def physical_chip_count(self) -> int:
         """How many GPUs the driver shows to this process."""
-        count = ctypes.c_int(0)
-        try:
-            driver = ctypes.CDLL("libcuda.so.1")
-        except OSError:
-            return 0
-        if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-            return 0
-        return count.value
+        return _pjrt.gpu_count()
 
     def requires_xla_coordinator(self) -> bool:
         """Processes find each other through the coordinator."""

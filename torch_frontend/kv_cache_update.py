@@ -1,11 +1,14 @@
-"""``torch.ops.xla_gpu.kv_cache_update``."""
+"""``torch.ops.xla_gpu.kv_cache_update``, and its function with types and a docstring."""
+
+from __future__ import annotations
 
 import torch
 
 from shared_ffi import kv_cache_update as op
+from torch_frontend._arguments import check_types
 from torch_frontend._define import define
 
-kv_cache_update: torch._ops.OpOverload = define(
+DEFAULT = define(
     "kv_cache_update(Tensor(a!) kv_cache, Tensor key, Tensor value, Tensor slot_mapping, *, "
     "Tensor(b!)? value_cache=None, str? kv_layout=None, Tensor? k_scale=None, "
     "Tensor? v_scale=None) -> ()",
@@ -13,5 +16,56 @@ kv_cache_update: torch._ops.OpOverload = define(
     strided=("kv_cache", "value_cache"),
     rows=("key", "value"),
 )
-"""Writes keys and values into ``kv_cache``, in place; see ``jax_frontend.kv_cache_update``. Unlike
-JAX's function, it returns nothing."""
+
+
+def kv_cache_update(
+    kv_cache: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    value_cache: torch.Tensor | None = None,
+    kv_layout: str | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """Writes the keys and values of new tokens into their slots of a paged cache, in place.
+
+    ``torch.ops.xla_gpu.kv_cache_update`` is the operator itself. The optional arguments mean what
+    they mean in ``jax_frontend.kv_cache_update``, which defines the op.
+
+    Args:
+        kv_cache: ``[num_blocks, block_size, 2 * num_kv_heads, head_size]``; the K of kv head h at
+            index 2h, its V at 2h + 1. May be a strided view.
+        key: ``[num_tokens, num_kv_heads, head_size]``, dtype of ``kv_cache``; for a cache of 8 bits
+            also float32, float16 or bfloat16, to be divided by ``k_scale`` and rounded. May be a
+            slice of a fused projection.
+        value: as ``key``; ``key[..., :0]`` where V is a part of K.
+        slot_mapping: ``[num_tokens]``, int32 or int64: token t goes to slot
+            ``block * block_size + offset``. A negative slot is padding and writes nothing.
+        value_cache: the cache of V, if K and V are two tensors.
+        kv_layout: which dimension is which, such as ``"n2bhd"``.
+        k_scale: what the keys are divided by, float32.
+        v_scale: likewise, for the values.
+
+    Raises:
+        ValueError: a shape is wrong, tensors are on several devices, elements of a cache overlap,
+            or, on CPU tensors, a slot is past the end. On XLA tensors the last is a RuntimeError
+            when the graph runs; on CUDA such a slot is not written.
+        TypeError: a dtype or type is wrong.
+        RuntimeError: a cache is an inference tensor, outside of inference mode.
+        NotImplementedError: a tensor requires grad: the op has no derivative.
+    """
+    tensors = {"kv_cache": kv_cache, "key": key, "value": value, "slot_mapping": slot_mapping}
+    optional = {"value_cache": value_cache, "k_scale": k_scale, "v_scale": v_scale}
+    check_types(op.OP, tensors, optional, {"kv_layout": (kv_layout, str)})
+    DEFAULT(
+        kv_cache,
+        key,
+        value,
+        slot_mapping,
+        value_cache=value_cache,
+        kv_layout=kv_layout,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )

@@ -1,10 +1,15 @@
-"""``torch.ops.xla_gpu.paged_attention``."""
+"""``torch.ops.xla_gpu.paged_attention``, and its function with types and a docstring."""
+
+from __future__ import annotations
 
 from functools import partial
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 
 from shared_ffi import paged_attention as op
+from shared_ffi.spec import value_error
+from torch_frontend._arguments import check_types
 from torch_frontend._define import define
 
 _ARGUMENTS = (
@@ -18,30 +23,197 @@ _ARGUMENTS = (
 _CACHES = ("kv_cache", "value_cache")
 _ROWS = ("query",)
 
-paged_attention: torch._ops.OpOverload = define(
-    f"paged_attention{_ARGUMENTS}) -> Tensor", op.check, _CACHES, _ROWS
-)
-"""Attention over a paged cache; see ``jax_frontend.paged_attention``.
-
-On XLA devices, give ``num_seqs`` the shape ``[1]``. When the host passes 0 or 1 with the shape
-``[]``, torch_xla makes it a constant of the program before the op sees it, and compiles a program
-for each of these values.
-
-Faulty lengths and tables are reported at another time than by JAX's function: on CPU tensors at
-once, as ValueError; on XLA tensors when the graph runs, as RuntimeError with INVALID_ARGUMENT.
-"""
-
-paged_attention_lse: torch._ops.OpOverload = define(
+DEFAULT = define(f"paged_attention{_ARGUMENTS}) -> Tensor", op.check, _CACHES, _ROWS)
+LSE = define(
     f"paged_attention.lse{_ARGUMENTS}) -> (Tensor output, Tensor lse)",
     partial(op.check, return_lse=True),
     _CACHES,
     _ROWS,
 )
-"""``torch.ops.xla_gpu.paged_attention.lse`` also returns the log-sum-exp of the rows, as
-``jax_frontend.paged_attention`` does with ``return_lse=True``."""
-
-paged_attention_out: torch._ops.OpOverload = define(
+OUT = define(
     f"paged_attention.out{_ARGUMENTS}, Tensor(a!) out) -> Tensor(a!)", op.check, _CACHES, _ROWS
 )
-"""``torch.ops.xla_gpu.paged_attention(..., out=tensor)`` writes the result to a contiguous tensor
-and returns it."""
+
+
+class _Options(TypedDict, total=False):
+    value_cache: torch.Tensor | None
+    kv_layout: str | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    tree_mask: torch.Tensor | None
+    causal: bool
+    window_right: int | None
+    max_query_len: int | None
+    value_head_size: int | None
+
+
+@overload
+def paged_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_seqs: torch.Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    out: torch.Tensor | None = None,
+    **options: Unpack[_Options],
+) -> torch.Tensor: ...
+
+
+@overload
+def paged_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_seqs: torch.Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def paged_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_seqs: torch.Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    *,
+    value_cache: torch.Tensor | None = None,
+    kv_layout: str | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
+    causal: bool = True,
+    window_right: int | None = None,
+    max_query_len: int | None = None,
+    value_head_size: int | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of packed query tokens over a paged key/value cache.
+
+    Prefill, chunked prefill, decode, and any mix of them in one call, on CPU, CUDA and XLA tensors,
+    in ``torch.compile`` and without it. All tensors are on one device. The operator itself is
+    ``torch.ops.xla_gpu.paged_attention``, with the overloads ``default``, ``lse`` and ``out``.
+
+    The optional arguments mean what they mean in ``jax_frontend.paged_attention``, which defines
+    the op.
+
+    Args:
+        query: ``[num_tokens, num_heads, head_size]``, float32, float16 or bfloat16: the tokens of
+            all sequences, one sequence after the other, then padding. May be a slice of a fused
+            projection.
+        kv_cache: ``[num_blocks, block_size, 2 * num_kv_heads, head_size]``, dtype of ``query`` or
+            one of 8 bits; the K of kv head h at index 2h, its V at 2h + 1. May be a strided view.
+        context_lens: ``[max_seqs]`` int32: tokens of the sequence in the cache, this call's
+            included.
+        block_tables: ``[max_seqs, max_blocks_per_seq]`` int32: the blocks of the sequence.
+        query_start_loc: ``[max_seqs + 1]`` int32: where the tokens of each sequence begin.
+        num_seqs: ``[]`` or ``[1]`` int32: how many sequences there are. On XLA devices use
+            ``[1]``: torch_xla makes a 0 or 1 of shape ``[]`` a constant, and compiles a program for
+            each of the two.
+        scale: factor of ``q . k``, usually ``head_size ** -0.5``.
+        sliding_window: how many positions a query attends to, itself included. None: all.
+        soft_cap: c turns a logit into ``c * tanh(logit / c)``. None: off.
+        value_cache: the V, if K and V are two tensors.
+        kv_layout: which dimension is which, such as ``"n2bhd"``.
+        k_scale: what the keys in a cache of 8 bits are multiplied by.
+        v_scale: likewise, for the values.
+        sinks: ``[num_heads]`` float32, one more logit for each head.
+        alibi_slopes: ``[num_heads]`` float32.
+        tree_mask: ``[num_tokens, 2]`` int32, for draft trees of speculative decoding.
+        causal: False lets a query attend to later positions.
+        window_right: with ``causal=False``, how many of them.
+        max_query_len: a promise that no sequence has more query tokens.
+        value_head_size: for multi-head latent attention, where V is a part of K.
+        return_lse: also return the log-sum-exp of each row, for ``merge_attention``.
+        out: a contiguous tensor for the result, which is returned. Not with ``return_lse``.
+
+    Returns:
+        ``[num_tokens, num_heads, head_size]``, dtype of ``query``; with ``value_head_size``, that
+        many columns. With ``return_lse`` also ``[num_tokens, num_heads]`` float32.
+
+    Raises:
+        ValueError: a shape or a value is wrong, or tensors are on several devices. On CPU tensors
+            also lengths or tables that contradict each other or point outside the pool. On XLA
+            tensors these are a RuntimeError with INVALID_ARGUMENT when the graph runs; on CUDA the
+            rows are NaN, and ``shared_ffi.paged_attention.check_values`` says why.
+        TypeError: a dtype or type is wrong.
+        NotImplementedError: a tensor requires grad: the op has no derivative.
+    """
+    tensors = {
+        "query": query,
+        "kv_cache": kv_cache,
+        "context_lens": context_lens,
+        "block_tables": block_tables,
+        "query_start_loc": query_start_loc,
+        "num_seqs": num_seqs,
+    }
+    optional = {
+        "value_cache": value_cache,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "sinks": sinks,
+        "alibi_slopes": alibi_slopes,
+        "tree_mask": tree_mask,
+        "out": out,
+    }
+    options = {
+        "scale": (scale, float),
+        "sliding_window": (sliding_window, int),
+        "soft_cap": (soft_cap, float),
+        "kv_layout": (kv_layout, str),
+        "causal": (causal, bool),
+        "window_right": (window_right, int),
+        "max_query_len": (max_query_len, int),
+        "value_head_size": (value_head_size, int),
+    }
+    check_types(op.OP, tensors, optional, options)
+    operator = LSE if return_lse else DEFAULT
+    keywords: dict[str, torch.Tensor] = {}
+    if out is not None:
+        if return_lse:
+            raise value_error(op.OP, "out", "be None with return_lse", "a tensor")
+        operator, keywords = OUT, {"out": out}
+    return operator(  # type: ignore[no-any-return]
+        query,
+        kv_cache,
+        context_lens,
+        block_tables,
+        query_start_loc,
+        num_seqs,
+        scale,
+        sliding_window,
+        soft_cap,
+        value_cache=value_cache,
+        kv_layout=kv_layout,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        tree_mask=tree_mask,
+        causal=causal,
+        window_right=window_right,
+        max_query_len=max_query_len,
+        value_head_size=value_head_size,
+        **keywords,
+    )

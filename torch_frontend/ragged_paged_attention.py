@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from torch_frontend._arguments import check_types
 from torch_frontend._define import define_composite
-from torch_frontend.paged_attention import paged_attention
+from torch_frontend.paged_attention import DEFAULT
 
 OP = "ragged_paged_attention"
 
@@ -30,11 +31,11 @@ def _attend(
 ) -> torch.Tensor:
     scale = sm_scale if k_scale is None else sm_scale * k_scale
     metadata = (kv_lens, page_indices, cu_q_lens, num_seqs)
-    output: torch.Tensor = paged_attention(q, kv_pages, *metadata, scale, sliding_window, soft_cap)
+    output: torch.Tensor = DEFAULT(q, kv_pages, *metadata, scale, sliding_window, soft_cap)
     return output if v_scale is None else output * v_scale
 
 
-ragged_paged_attention: torch._ops.OpOverload = define_composite(
+OPERATOR = define_composite(
     f"{OP}(Tensor q, Tensor kv_pages, Tensor kv_lens, Tensor page_indices, Tensor cu_q_lens, "
     "Tensor num_seqs, float sm_scale=1, SymInt? sliding_window=None, float? soft_cap=None, "
     "float? mask_value=None, float? k_scale=None, float? v_scale=None, bool use_kernel=True, "
@@ -42,12 +43,66 @@ ragged_paged_attention: torch._ops.OpOverload = define_composite(
     "int? vmem_limit_bytes=None) -> Tensor",
     _attend,
 )
-"""``paged_attention`` with the arguments of torch_xla's ``xla::ragged_paged_attention``. It only
-attends: ``kv_cache_update`` writes the cache.
 
-``kv_pages`` has the default layout. ``k_scale`` multiplies the logits, ``v_scale`` the output.
-``mask_value`` and the arguments after ``v_scale`` tune the TPU's kernel and are ignored.
-"""
+
+def ragged_paged_attention(
+    q: torch.Tensor,
+    kv_pages: torch.Tensor,
+    kv_lens: torch.Tensor,
+    page_indices: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    num_seqs: torch.Tensor,
+    sm_scale: float = 1.0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    mask_value: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    use_kernel: bool = True,
+    num_kv_pages_per_block: int | None = None,
+    num_queries_per_block: int | None = None,
+    vmem_limit_bytes: int | None = None,
+) -> torch.Tensor:
+    """``paged_attention`` with the arguments of torch_xla's ``xla::ragged_paged_attention``.
+
+    It only attends: ``kv_cache_update`` writes the cache.
+
+    Args:
+        q: ``paged_attention``'s ``query``.
+        kv_pages: its ``kv_cache``, in the default layout.
+        kv_lens: its ``context_lens``.
+        page_indices: its ``block_tables``.
+        cu_q_lens: its ``query_start_loc``.
+        num_seqs: as there.
+        sm_scale: its ``scale``.
+        sliding_window: as there.
+        soft_cap: as there.
+        mask_value: not used, like the arguments after ``v_scale``: they tune the TPU's kernel.
+        k_scale: multiplies the logits.
+        v_scale: multiplies the output.
+    """
+    tensors = {
+        "q": q,
+        "kv_pages": kv_pages,
+        "kv_lens": kv_lens,
+        "page_indices": page_indices,
+        "cu_q_lens": cu_q_lens,
+        "num_seqs": num_seqs,
+    }
+    options: dict[str, tuple[Any, type]] = {
+        "sm_scale": (sm_scale, float),
+        "sliding_window": (sliding_window, int),
+        "soft_cap": (soft_cap, float),
+        "k_scale": (k_scale, float),
+        "v_scale": (v_scale, float),
+    }
+    check_types(OP, tensors, options=options)
+    scales = (k_scale, v_scale)
+    output: torch.Tensor = OPERATOR(
+        *tensors.values(), sm_scale, sliding_window, soft_cap, mask_value, *scales
+    )
+    return output
+
 
 _libraries: list[torch.library.Library] = []
 
@@ -67,5 +122,5 @@ def replace_tpu_kernels() -> None:
     if not _libraries:
         library = torch.library.Library("xla", "IMPL")
         for key in ("CPU", "CUDA", "XLA"):
-            library.impl(OP, ragged_paged_attention, key, allow_override=True)
+            library.impl(OP, OPERATOR, key, allow_override=True)
         _libraries.append(library)

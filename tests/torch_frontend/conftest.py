@@ -23,7 +23,7 @@ def cuda(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> torch._C.DispatchKey
             return prepare(call, platform)
         with monkeypatch.context() as patch:
             patch.setattr(eager, "_native", emulated)
-            return prepare.__wrapped__(call, platform)
+            return prepare(call, platform)
 
     monkeypatch.setattr(eager, "prepare", prepare_emulated)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

@@ -14,7 +14,7 @@ from harness.compare import assert_same_bits
 from shared_ffi import eager
 from tests.cases.all import SHORT_CASES, UPDATE_CASES
 from tests.cases.case import Case
-from tests.support import backends
+from tests.support import backends, scripts
 from tests.support.calls import overload_of, split_keywords
 from tests.support.models import tensors
 from tests.support.sound_calls import add, attention, update
@@ -209,3 +209,27 @@ def test_a_number_of_another_kind() -> None:
     one = OPS.paged_attention(query, *rest, 1.0, 1)
     assert torch.equal(OPS.paged_attention(query, *rest, 1, 1), one)
     assert not torch.equal(OPS.paged_attention(query, *rest, 1.0, None), one)
+
+
+SIZES = """
+import torch, torch_frontend
+
+def resident_mib():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20
+
+int32 = lambda values: torch.tensor(values, dtype=torch.int32)
+queries, cache = torch.randn(3000, 8, 64), torch.randn(16, 16, 4, 64)
+metadata = int32([1]), int32([[3]]), int32([0, 1]), int32([1])
+attend = lambda n: torch.ops.xla_gpu.paged_attention(queries[:n], cache, *metadata, 0.125)
+attend(3000)
+before = resident_mib()
+for n in range(1, 3000):
+    attend(n)
+print(resident_mib() - before)
+"""
+
+
+def test_calls_that_are_kept_do_not_split_the_heap() -> None:
+    """What is kept of a call must not lie between the results of two calls, which are large."""
+    (mib,) = scripts.output(SIZES)
+    assert int(mib) < 100  # 4,500 where it does

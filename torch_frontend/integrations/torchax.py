@@ -13,13 +13,15 @@ from functools import partial
 from typing import Any
 
 import jax_frontend
-import torch_frontend
 from torch_frontend.integrations._versions import require
 
 require("torchax", "0.0.13")
 
+import torch  # noqa: E402
 import torchax  # noqa: E402
 from torchax.ops.ops_registry import register_torch_dispatch_op  # noqa: E402
+
+_OPS = torch.ops.xla_gpu
 
 
 def _by_name(operator: Any, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,15 +60,15 @@ def _assign(target: Any, array: Any) -> None:
 
 def _register() -> None:
     functions: dict[Any, Callable[..., Any]] = {
-        torch_frontend.paged_attention: jax_frontend.paged_attention,
-        torch_frontend.paged_attention_lse: partial(jax_frontend.paged_attention, return_lse=True),
-        torch_frontend.ragged_paged_attention: _ragged_paged_attention,
-        torch_frontend.simple_add: jax_frontend.simple_add,
+        _OPS.paged_attention.default: jax_frontend.paged_attention,
+        _OPS.paged_attention.lse: partial(jax_frontend.paged_attention, return_lse=True),
+        _OPS.ragged_paged_attention.default: _ragged_paged_attention,
+        _OPS.simple_add.default: jax_frontend.simple_add,
     }
     for operator, function in functions.items():
         register_torch_dispatch_op(operator, _by_name(operator, function))
     register_torch_dispatch_op(
-        torch_frontend.kv_cache_update,
+        _OPS.kv_cache_update.default,
         _kv_cache_update,
         is_jax_function=False,
         needs_env=True,

@@ -2,13 +2,14 @@
 
 #include <dlfcn.h>
 #include <pthread.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <functional>
-#include <iterator>
 #include <mutex>
+#include <new>
 #include <thread>
 
 #ifdef __SANITIZE_THREAD__
@@ -149,34 +150,16 @@ const XLA_FFI_Api* Api() {
   return &api;
 }
 
-// Attributes as scalars, sorted by name as the C API requires.
-struct Attributes {
-  explicit Attributes(std::vector<std::pair<std::string, Attribute>> from)
-      : sorted(std::move(from)), scalars(sorted.size()), name_spans(sorted.size()) {
-    std::sort(sorted.begin(), sorted.end(),
-              [](const auto& a, const auto& b) { return a.first < b.first; });
-    for (size_t i = 0; i < sorted.size(); ++i) {
-      auto& [name, value] = sorted[i];
-      name_spans[i] = {name.data(), name.size()};
-      if (float* number = std::get_if<float>(&value)) {
-        scalars[i] = {XLA_FFI_DataType_F32, number};
-      } else {
-        scalars[i] = {XLA_FFI_DataType_S64, &std::get<int64_t>(value)};
-      }
-      names.push_back(&name_spans[i]);
-      pointers.push_back(&scalars[i]);
-      types.push_back(XLA_FFI_AttrType_SCALAR);
-    }
+// Pages of their own, which are never given back.
+class Pages : public std::pmr::memory_resource {
+  void* do_allocate(size_t num_bytes, size_t) override {
+    void* pages =
+        mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (pages == MAP_FAILED) throw std::bad_alloc();
+    return pages;
   }
-  // Its vectors point to each other: a moved vector keeps its elements, a copied one does not.
-  Attributes(Attributes&&) = default;
-
-  std::vector<std::pair<std::string, Attribute>> sorted;
-  std::vector<XLA_FFI_Scalar> scalars;
-  std::vector<XLA_FFI_ByteSpan> name_spans;
-  std::vector<XLA_FFI_ByteSpan*> names;
-  std::vector<void*> pointers;
-  std::vector<XLA_FFI_AttrType> types;
+  void do_deallocate(void* pages, size_t num_bytes, size_t) override { munmap(pages, num_bytes); }
+  bool do_is_equal(const memory_resource& other) const noexcept override { return this == &other; }
 };
 
 }  // namespace
@@ -186,31 +169,93 @@ std::optional<Executor> ExecutorOfEagerCall(const XLA_FFI_Api* api, XLA_FFI_Exec
   return Executor{ctx->eager.num_threads, RunOnThreads};
 }
 
+std::pmr::memory_resource* LongLived() {
+  // Never destroyed: threads may outlive static destruction.
+  static auto* const pages = new std::pmr::monotonic_buffer_resource(1 << 18, new Pages);
+  static auto* const pool = new std::pmr::synchronized_pool_resource(pages);
+  return pool;
+}
+
+// Its vectors point to each other's elements.
 struct PreparedCall::Parts {
-  XLA_FFI_Handler* handler;
-  std::vector<EagerBuffer> arrays;      // operands, then results
-  std::vector<XLA_FFI_Buffer> buffers;  // of the arrays
-  std::vector<XLA_FFI_ArgType> arg_types;
-  std::vector<XLA_FFI_RetType> ret_types;
-  Attributes attributes;
+  explicit Parts(std::pmr::memory_resource* memory)
+      : dimensions(memory),
+        buffers(memory),
+        arg_types(memory),
+        ret_types(memory),
+        attributes(memory),
+        scalars(memory),
+        name_spans(memory),
+        names(memory),
+        pointers(memory),
+        types(memory) {}
+  Parts(const Parts&) = delete;
+
+  XLA_FFI_Handler* handler = nullptr;
+  std::pmr::vector<int64_t> dimensions;      // of all buffers
+  std::pmr::vector<XLA_FFI_Buffer> buffers;  // operands, then results
+  std::pmr::vector<XLA_FFI_ArgType> arg_types;
+  std::pmr::vector<XLA_FFI_RetType> ret_types;
+  // Attributes as scalars, sorted by name as the C API requires.
+  std::pmr::vector<std::pair<std::pmr::string, Attribute>> attributes;
+  std::pmr::vector<XLA_FFI_Scalar> scalars;
+  std::pmr::vector<XLA_FFI_ByteSpan> name_spans;
+  std::pmr::vector<XLA_FFI_ByteSpan*> names;
+  std::pmr::vector<void*> pointers;
+  std::pmr::vector<XLA_FFI_AttrType> types;
+
+  void SetBuffers(const std::vector<EagerBuffer>& operands,
+                  const std::vector<EagerBuffer>& results) {
+    size_t num_dimensions = 0;
+    for (const auto* arrays : {&operands, &results}) {
+      for (const EagerBuffer& array : *arrays) num_dimensions += array.shape.size();
+    }
+    dimensions.reserve(num_dimensions);  // they stay where they are
+    buffers.reserve(operands.size() + results.size());
+    for (const auto* arrays : {&operands, &results}) {
+      for (const EagerBuffer& array : *arrays) {
+        buffers.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr, array.dtype, array.data,
+                           static_cast<int64_t>(array.shape.size()),
+                           dimensions.data() + dimensions.size()});
+        dimensions.insert(dimensions.end(), array.shape.begin(), array.shape.end());
+      }
+    }
+    arg_types.assign(operands.size(), XLA_FFI_ArgType_BUFFER);
+    ret_types.assign(results.size(), XLA_FFI_RetType_BUFFER);
+  }
+
+  void SetAttributes(std::vector<std::pair<std::string, Attribute>> given) {
+    std::sort(given.begin(), given.end(),
+              [](const auto& a, const auto& b) { return a.first < b.first; });
+    const size_t count = given.size();
+    attributes.reserve(count);
+    scalars.resize(count);
+    name_spans.resize(count);
+    names.resize(count);
+    pointers.resize(count);
+    types.assign(count, XLA_FFI_AttrType_SCALAR);
+    for (size_t i = 0; i < count; ++i) {
+      auto& [name, value] = attributes.emplace_back(given[i].first, given[i].second);
+      name_spans[i] = {name.data(), name.size()};
+      names[i] = &name_spans[i];
+      if (float* number = std::get_if<float>(&value)) {
+        scalars[i] = {XLA_FFI_DataType_F32, number};
+      } else {
+        scalars[i] = {XLA_FFI_DataType_S64, &std::get<int64_t>(value)};
+      }
+      pointers[i] = &scalars[i];
+    }
+  }
 };
 
-PreparedCall::PreparedCall(XLA_FFI_Handler* handler, std::vector<EagerBuffer> operands,
-                           std::vector<EagerBuffer> results,
+PreparedCall::PreparedCall(XLA_FFI_Handler* handler, const std::vector<EagerBuffer>& operands,
+                           const std::vector<EagerBuffer>& results,
                            std::vector<std::pair<std::string, Attribute>> attributes)
-    : parts_(new Parts{handler,
-                       std::move(operands),
-                       {},
-                       {},
-                       std::vector<XLA_FFI_RetType>(results.size(), XLA_FFI_RetType_BUFFER),
-                       Attributes(std::move(attributes))}) {
-  auto& arrays = parts_->arrays;
-  parts_->arg_types.assign(arrays.size(), XLA_FFI_ArgType_BUFFER);
-  std::move(results.begin(), results.end(), std::back_inserter(arrays));
-  for (EagerBuffer& array : arrays) {
-    parts_->buffers.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr, array.dtype, array.data,
-                               static_cast<int64_t>(array.shape.size()), array.shape.data()});
-  }
+    : parts_(std::allocate_shared<Parts>(std::pmr::polymorphic_allocator<Parts>(LongLived()),
+                                         LongLived())) {
+  parts_->handler = handler;
+  parts_->SetBuffers(operands, results);
+  parts_->SetAttributes(std::move(attributes));
 }
 
 PreparedCall::~PreparedCall() = default;
@@ -227,7 +272,7 @@ EagerStatus PreparedCall::Run(const EagerContext& context) const {
 EagerStatus PreparedCall::Run(const std::vector<void*>& addresses,
                               const EagerContext& eager) const {
   Parts& parts = *parts_;  // the C API takes pointers to what it only reads
-  std::vector<XLA_FFI_Buffer> buffers = parts.buffers;
+  std::vector<XLA_FFI_Buffer> buffers(parts.buffers.begin(), parts.buffers.end());
   std::vector<void*> pointers(buffers.size());
   for (size_t i = 0; i < buffers.size(); ++i) {
     buffers[i].data = addresses.at(i);
@@ -243,13 +288,12 @@ EagerStatus PreparedCall::Run(const std::vector<void*>& addresses,
                 parts.arg_types.data(), pointers.data()};
   frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(num_results()),
                 parts.ret_types.data(), pointers.data() + num_operands()};
-  Attributes& attributes = parts.attributes;
   frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE,
                  nullptr,
-                 static_cast<int64_t>(attributes.sorted.size()),
-                 attributes.types.data(),
-                 attributes.names.data(),
-                 attributes.pointers.data()};
+                 static_cast<int64_t>(parts.attributes.size()),
+                 parts.types.data(),
+                 parts.names.data(),
+                 parts.pointers.data()};
 
   XLA_FFI_Error* error = parts.handler(&frame);
   if (error == nullptr) return {};

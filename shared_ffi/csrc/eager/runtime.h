@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <memory_resource>
 #include <optional>
 #include <string>
 #include <utility>
@@ -15,6 +16,10 @@
 #include "xla/ffi/api/c_api.h"
 
 namespace xla_gpu {
+
+// The memory of what is kept from call to call. On the heap, its small blocks would lie between the
+// results of calls and keep the heap from shrinking.
+XLA_GPU_EXPORT std::pmr::memory_resource* LongLived();
 
 struct EagerBuffer {
   XLA_FFI_DataType dtype;
@@ -40,8 +45,8 @@ struct EagerContext {
 // several threads at once.
 class XLA_GPU_EXPORT PreparedCall {
  public:
-  PreparedCall(XLA_FFI_Handler* handler, std::vector<EagerBuffer> operands,
-               std::vector<EagerBuffer> results,
+  PreparedCall(XLA_FFI_Handler* handler, const std::vector<EagerBuffer>& operands,
+               const std::vector<EagerBuffer>& results,
                std::vector<std::pair<std::string, Attribute>> attributes);
   ~PreparedCall();
 
@@ -55,7 +60,7 @@ class XLA_GPU_EXPORT PreparedCall {
 
  private:
   struct Parts;
-  std::unique_ptr<Parts> parts_;
+  std::shared_ptr<Parts> parts_;
 };
 
 // The threads of a call that PreparedCall makes; nullopt if another runtime makes the call.

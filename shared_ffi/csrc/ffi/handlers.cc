@@ -31,9 +31,9 @@ const std::vector<NamedHandler>& Handlers() {
 }
 // clang-format on
 
-XLA_FFI_Handler* FindHandler(const std::string& platform, const std::string& target) {
+const NamedHandler* FindHandler(const std::string& platform, const std::string& target) {
   for (const NamedHandler& handler : Handlers()) {
-    if (platform == handler.platform && target == handler.target) return handler.handler;
+    if (platform == handler.platform && target == handler.target) return &handler;
   }
   return nullptr;
 }
@@ -41,5 +41,6 @@ XLA_FFI_Handler* FindHandler(const std::string& platform, const std::string& tar
 }  // namespace xla_gpu
 
 XLA_FFI_Handler* xla_gpu_handler(const char* platform, const char* target) {
-  return xla_gpu::FindHandler(platform, target);
+  const xla_gpu::NamedHandler* found = xla_gpu::FindHandler(platform, target);
+  return found == nullptr ? nullptr : found->handler;
 }

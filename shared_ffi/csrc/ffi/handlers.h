@@ -18,7 +18,8 @@ struct NamedHandler {
 XLA_GPU_EXPORT const std::vector<NamedHandler>& Handlers();
 
 // Null if this build has none.
-XLA_GPU_EXPORT XLA_FFI_Handler* FindHandler(const std::string& platform, const std::string& target);
+XLA_GPU_EXPORT const NamedHandler* FindHandler(const std::string& platform,
+                                               const std::string& target);
 
 }  // namespace xla_gpu
 

@@ -12,8 +12,8 @@ namespace {
 
 namespace nb = nanobind;
 
-XLA_FFI_Handler* FindHandlerOrThrow(const std::string& platform, const std::string& target) {
-  if (XLA_FFI_Handler* handler = FindHandler(platform, target)) return handler;
+const NamedHandler& FindHandlerOrThrow(const std::string& platform, const std::string& target) {
+  if (const NamedHandler* handler = FindHandler(platform, target)) return *handler;
   throw nb::key_error((target + " has no handler for " + platform + " in this build").c_str());
 }
 
@@ -71,12 +71,11 @@ void Call(const EagerCall& call, const std::vector<uintptr_t>& operands,
 
 EagerCall::EagerCall(const std::string& platform, const std::string& target, nb::dict attributes,
                      nb::sequence operands, nb::sequence results)
-    : target_(target),
-      call_(FindHandlerOrThrow(platform, target), BuffersOf(operands), BuffersOf(results),
-            AttributesOf(attributes)) {}
+    : handler_(FindHandlerOrThrow(platform, target)),
+      call_(handler_.handler, BuffersOf(operands), BuffersOf(results), AttributesOf(attributes)) {}
 
 void EagerCall::Run(const std::vector<void*>& addresses, const EagerContext& context) const {
-  if (observer != nullptr) TellObserver(target_, addresses);
+  if (observer != nullptr) TellObserver(handler_.target, addresses);
   EagerStatus status;
   {
     nb::gil_scoped_release release;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "eager/runtime.h"
+#include "ffi/handlers.h"
 
 namespace xla_gpu {
 
@@ -25,7 +26,7 @@ class EagerCall {
   size_t num_results() const { return call_.num_results(); }
 
  private:
-  std::string target_;
+  const NamedHandler& handler_;
   PreparedCall call_;
 };
 

@@ -156,7 +156,7 @@ struct Arguments {
 
 void Call(const char* platform, const Arguments& a) {
   static const Torch torch;
-  XLA_FFI_Handler* handler = xla_gpu::FindHandler(platform, a.target);
+  XLA_FFI_Handler* handler = xla_gpu_handler(platform, a.target);
   if (handler == nullptr) {
     throw std::runtime_error(std::string(a.target) + " has no handler for " + platform +
                              " in this build of libxla_paged_attention.so");
@@ -189,8 +189,7 @@ void Call(const char* platform, const Arguments& a) {
   } else {
     context.num_threads = NumThreads();
   }
-  const xla_gpu::PreparedCall call(handler, std::move(operands), std::move(results),
-                                   std::move(attributes));
+  const xla_gpu::PreparedCall call(handler, operands, results, std::move(attributes));
   const xla_gpu::EagerStatus status = call.Run(context);
   if (status.code != XLA_FFI_Error_Code_OK) throw std::runtime_error(status.message);
 }

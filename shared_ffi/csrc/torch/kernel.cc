@@ -27,25 +27,37 @@ struct Arguments {
 
 // A checked call: the fields of torch_frontend/_eager.py's PreparedCall.
 struct Prepared {
-  explicit Prepared(nb::handle from)
+  explicit Prepared(nb::handle from, std::pmr::memory_resource* memory)
       : call(from.attr("call")),
-        names(nb::cast<std::vector<std::string>>(from.attr("names"))),
-        copied(nb::cast<std::vector<size_t>>(from.attr("copied"))),
-        spans(nb::cast<std::vector<int64_t>>(from.attr("spans"))),
+        names(memory),
+        copied(memory),
+        spans(memory),
         out_bytes(nb::cast<int64_t>(from.attr("out_bytes"))),
-        written(nb::cast<std::vector<size_t>>(from.attr("written"))),
+        written(memory),
+        allocated(memory),
         num_returned(nb::cast<size_t>(from.attr("num_returned"))) {
+    Fill(from.attr("names"), &names);
+    Fill(from.attr("copied"), &copied);
+    Fill(from.attr("spans"), &spans);
+    Fill(from.attr("written"), &written);
     for (nb::handle spec : from.attr("allocated")) allocated.emplace_back(spec[0], spec[1]);
   }
 
   nb::object call;  // an EagerCall
-  std::vector<std::string> names;
-  std::vector<size_t> copied;
-  std::vector<int64_t> spans;
+  std::pmr::vector<std::string> names;
+  std::pmr::vector<size_t> copied;
+  std::pmr::vector<int64_t> spans;
   int64_t out_bytes;
-  std::vector<size_t> written;
-  std::vector<std::pair<nb::object, nb::object>> allocated;  // shape and dtype
+  std::pmr::vector<size_t> written;
+  std::pmr::vector<std::pair<nb::object, nb::object>> allocated;  // shape and dtype
   size_t num_returned;
+
+ private:
+  template <typename T>
+  static void Fill(nb::handle from, std::pmr::vector<T>* to) {
+    const auto values = nb::cast<std::vector<T>>(from);
+    to->assign(values.begin(), values.end());
+  }
 };
 
 char* AddressOf(nb::handle tensor) {
@@ -120,10 +132,13 @@ class EagerKernel {
                                           size_t first, const nb::kwargs& keywords) {
     nb::list arguments;
     for (size_t i = first; i < args.size(); ++i) arguments.append(args[i]);
-    auto call = std::make_shared<const Prepared>(prepare_(nb::tuple(arguments), keywords));
+    auto* const memory = LongLived();
+    const std::shared_ptr<const Prepared> call =
+        std::allocate_shared<Prepared>(std::pmr::polymorphic_allocator<Prepared>(memory),
+                                       prepare_(nb::tuple(arguments), keywords), memory);
     // No Python in between: it could let another thread change the table.
     if (calls_.size() >= kMostCalls) calls_.clear();
-    if (given.signature.is_complete()) calls_[given.signature.bytes()] = call;
+    if (given.signature.is_complete()) calls_.emplace(given.signature.bytes(), call);
     return call;
   }
 
@@ -188,7 +203,7 @@ class EagerKernel {
   std::vector<uint64_t> keys_;
   nb::object otherwise_;
   bool returns_out_;
-  std::unordered_map<std::string, std::shared_ptr<const Prepared>> calls_;
+  std::pmr::unordered_map<std::pmr::string, std::shared_ptr<const Prepared>> calls_{LongLived()};
 };
 
 }  // namespace

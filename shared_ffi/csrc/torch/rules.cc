@@ -36,7 +36,7 @@ void TorchRules::RefuseDerivative(const std::string& op, const std::vector<nb::h
 }
 
 void TorchRules::RefuseOverlap(const std::string& op, Memory out,
-                               const std::vector<std::string>& names,
+                               const std::pmr::vector<std::string>& names,
                                const std::vector<Memory>& operands) const {
   for (size_t i = 0; i < operands.size(); ++i) {
     const auto [begin, num_bytes] = operands[i];

@@ -6,6 +6,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <memory_resource>
 #include <string>
 #include <vector>
 
@@ -43,7 +44,7 @@ class TorchRules {
                         nb::handle out) const;
 
   // Refuses `out` if it shares memory with an operand.
-  void RefuseOverlap(const std::string& op, Memory out, const std::vector<std::string>& names,
+  void RefuseOverlap(const std::string& op, Memory out, const std::pmr::vector<std::string>& names,
                      const std::vector<Memory>& operands) const;
 
   // Refuses two tensors that are written to and begin at one place. Other views of one memory are

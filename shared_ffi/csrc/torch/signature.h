@@ -5,6 +5,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <memory_resource>
 #include <string>
 
 namespace xla_gpu {
@@ -51,7 +52,7 @@ class Signature {
     }
   }
 
-  const std::string& bytes() const { return bytes_; }
+  const std::pmr::string& bytes() const { return bytes_; }
 
   // Whether the bytes tell all: they do not for a symbol, for one.
   bool is_complete() const { return is_complete_; }
@@ -82,7 +83,7 @@ class Signature {
 
   bool has_devices_;
   bool is_complete_ = true;
-  std::string bytes_;
+  std::pmr::string bytes_;
 };
 
 }  // namespace xla_gpu

@@ -46,7 +46,7 @@ Array ReadArray(const std::vector<Array>& others) {
 }
 
 void Call() {
-  XLA_FFI_Handler* handler = xla_gpu::FindHandler("cpu", ReadString());
+  XLA_FFI_Handler* handler = xla_gpu_handler("cpu", ReadString().c_str());
   std::vector<std::pair<std::string, xla_gpu::Attribute>> attributes(Read<int64_t>());
   for (auto& [name, value] : attributes) {
     name = ReadString();

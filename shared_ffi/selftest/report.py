@@ -1,0 +1,163 @@
+"""Tries a smoke step through every installed backend, and reports what is built, what is installed
+and what is registered.
+
+The exit status is 0 if a backend works and none of those that could work fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import platform
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from shared_ffi import _native, _pjrt, library_path, runtimes
+from shared_ffi.runtimes import dotted
+from shared_ffi.selftest import backends
+from shared_ffi.selftest.backends import BACKENDS, FAILS, WORKS, Backend, Outcome
+
+_PACKAGES = ("xla-paged-attention", "numpy", "jax", "jaxlib", "torch", "torch_xla")
+# An installation that is broken may end the process that imports it.
+_LOADED = "import json; from shared_ffi.selftest import report; print(json.dumps(report.loaded()))"
+
+
+def diagnose(chosen: Sequence[Backend], timeout_s: float) -> dict[str, Any]:
+    """Tries the backends, and reports how that went, what is built and what is installed."""
+    with ThreadPoolExecutor(1) as pool:
+        frameworks = pool.submit(framework_report, timeout_s)
+        outcomes = backends.try_backends(chosen, timeout_s)
+    cuda = _native.cuda_version
+    return {
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "packages": {name: backends.version(name) for name in _PACKAGES},
+        "built": {
+            "ffi_version": dotted(runtimes.FFI_VERSION),
+            "handlers": {name: sorted(targets) for name, targets in _native.handlers().items()},
+            "module": _native.__file__,
+            "library": str(library_path()),
+            "cuda": f"{dotted(cuda)} for {_native.cuda_architectures}" if cuda else "none",
+            "cpu_instruction_set": _native.cpu_instruction_set(),
+        },
+        "cuda": {
+            "driver": cuda_driver(),
+            "GPUs": str(_pjrt.gpu_count()),
+            "plugin": cuda_plugin(),
+        },
+        **frameworks.result(),
+        "backends": [outcome._asdict() for outcome in outcomes],
+    }
+
+
+def framework_report(timeout_s: float) -> dict[str, Any]:
+    """What `loaded` returns in a process of its own."""
+    problem, output, _ = backends.run(_LOADED, timeout_s)
+    if problem:
+        return {"runtimes": {"problem": problem}, "registered": {}, "frontends": {}}
+    return json.loads(output.splitlines()[-1])
+
+
+def loaded() -> dict[str, Any]:
+    """Imports what is installed, registers the handlers, and reports how that went."""
+    found = {
+        "jaxlib": try_import("jax", "jax", runtimes.jaxlib_ffi_version),
+        "torch_xla": try_import("torch_xla", "torch_xla", runtimes.torch_xla_ffi_version),
+    }
+    try:
+        runtimes.register()
+    except RuntimeError as error:
+        found["problem"] = str(error)
+    frontends = {f"{x}_frontend": try_import(f"{x}_frontend", x) for x in ("jax", "torch")}
+    return {"runtimes": found, "registered": runtimes.registered(), "frontends": frontends}
+
+
+def try_import(
+    module: str, library: str, ffi_version: Callable[[], tuple[int, int]] | None = None
+) -> str:
+    """Imports a module that needs a library. Returns how that went, or its version of XLA FFI."""
+    if importlib.util.find_spec(library) is None:
+        extra = library.replace("_", "-")
+        return f"without {library}: pip install 'xla-paged-attention[{extra}]'"
+    try:
+        importlib.import_module(module)
+        return f"XLA FFI {dotted(ffi_version())}" if ffi_version else "ok"
+    except Exception as error:  # the report is for finding out what is wrong
+        return f"{type(error).__name__}: {error}"
+
+
+def cuda_driver() -> str:
+    """The newest CUDA that the driver runs, or why it does not run the handlers."""
+    version = _pjrt.cuda_driver_version()
+    try:
+        runtimes.check_cuda_driver()
+    except RuntimeError as error:
+        return str(error)
+    return f"runs CUDA {dotted(version)} and older" if any(version) else "none"
+
+
+def cuda_plugin() -> str:
+    """The PJRT plugin for torch_xla. That there is none matters only where there is a GPU."""
+    try:
+        return str(_pjrt.find_cuda_plugin())
+    except RuntimeError as error:
+        return str(error) if _pjrt.gpu_count() else "none"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return "; ".join(f"{name}: {_text(part)}" for name, part in value.items())
+    return ", ".join(value) if isinstance(value, list) else value or "not installed"
+
+
+def line(outcome: Outcome) -> str:
+    """One line about a backend."""
+    what = f", {outcome.seconds:.1f} s" if outcome.status == WORKS else f": {outcome.remedy}"
+    return f"  {outcome.title:<22}{outcome.status:<15}{outcome.detail}{what}"
+
+
+def _print(report: dict[str, Any]) -> None:
+    print(f"Python {report['python']} on {report['machine']}")
+    for section in ("packages", "built", "cuda", "runtimes", "registered", "frontends"):
+        print(f"\n{'CUDA' if section == 'cuda' else section.capitalize()}")
+        for name, value in report[section].items():
+            print(f"  {name:<22}{_text(value)}")
+    print("\nBackends", *(line(Outcome(**x)) for x in report["backends"]), sep="\n")
+
+
+def main() -> int:
+    """Runs the command. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m shared_ffi", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    names = [backend.name for backend in BACKENDS]
+    parser.add_argument(
+        "--backend",
+        nargs="+",
+        choices=names,
+        metavar="BACKEND",
+        help=f"try only these; each of them must work: {', '.join(names)}",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=180, help="seconds for each backend (default: %(default)g)"
+    )
+    arguments = parser.parse_args()
+    chosen = [backend for backend in BACKENDS if backend.name in (arguments.backend or names)]
+    try:
+        signal.signal(signal.SIGINT, backends.end_all)
+        report = diagnose(chosen, arguments.timeout)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT  # as a shell has it
+    if arguments.json:
+        json.dump(report, sys.stdout, indent=2)
+        print()
+    else:
+        _print(report)
+    statuses = {outcome["status"] for outcome in report["backends"]}
+    if arguments.backend:
+        return 0 if statuses == {WORKS} else 1
+    return 0 if WORKS in statuses and FAILS not in statuses else 1

@@ -1,0 +1,128 @@
+"""The functions of torch_frontend: the operators, with types and messages for a person."""
+
+from __future__ import annotations
+
+import inspect
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import jax_frontend
+import shared_ffi
+import torch_frontend
+from tests.support.models import tensors
+from tests.support.sound_calls import add, attention, update
+
+OPS = torch.ops.xla_gpu
+
+
+@pytest.mark.parametrize("name", ["paged_attention", "kv_cache_update", "simple_add"])
+def test_arguments_are_those_of_jax(name: str) -> None:
+    in_torch, in_jax = (
+        dict(inspect.signature(getattr(x, name)).parameters) for x in (torch_frontend, jax_frontend)
+    )
+    in_torch.pop("out", None)
+    assert [*in_torch] == [*in_jax]
+    assert [x.default for x in in_torch.values()] == [x.default for x in in_jax.values()]
+
+
+@pytest.mark.parametrize("package", [jax_frontend, shared_ffi, torch_frontend])
+def test_version(package: Any) -> None:
+    assert package.__version__ == version("xla-paged-attention")
+
+
+@pytest.mark.parametrize("name", torch_frontend.__all__)
+def test_everything_has_a_docstring(name: str) -> None:
+    assert len(inspect.getdoc(getattr(torch_frontend, name)) or "") > 60
+
+
+def test_attention() -> None:
+    operands = tensors(attention())
+    expected = OPS.paged_attention(*operands, 0.5, 3)
+    assert torch.equal(torch_frontend.paged_attention(*operands, 0.5, 3), expected)
+    output, lse = torch_frontend.paged_attention(*operands, 0.5, 3, return_lse=True)
+    assert torch.equal(output, expected)
+    assert torch.equal(lse, OPS.paged_attention.lse(*operands, 0.5, 3)[1])
+    out = torch.empty_like(expected)
+    assert torch_frontend.paged_attention(*operands, 0.5, sliding_window=3, out=out) is out
+    assert torch.equal(out, expected)
+    assert torch.equal(
+        torch_frontend.ragged_paged_attention(*operands, 0.5, 3),
+        OPS.ragged_paged_attention(*operands, 0.5, 3),
+    )
+    a, b = tensors(add())
+    assert torch.equal(torch_frontend.simple_add(a, b), a + b)
+
+
+def test_numbers_of_numpy() -> None:
+    operands = tensors(attention())
+    expected = OPS.paged_attention(*operands, 0.5, 3)
+    given = torch_frontend.paged_attention(*operands, np.float32(0.5), np.int64(3))
+    assert torch.equal(given, expected)
+
+
+def test_update() -> None:
+    operands = tensors(update())
+    expected = [x.clone() for x in operands]
+    OPS.kv_cache_update(*expected)
+    assert torch_frontend.kv_cache_update(*operands) is None
+    assert torch.equal(operands[0], expected[0])
+
+
+@pytest.mark.parametrize("window", [3, None])
+def test_compiled(window: int | None) -> None:
+    torch._dynamo.reset()
+    operands, new = tensors(attention()), tensors(update())
+
+    def step(cache: torch.Tensor, *operands: torch.Tensor) -> Any:
+        torch_frontend.kv_cache_update(cache, *new[1:])
+        return torch_frontend.paged_attention(*operands, 0.5, window, return_lse=True)
+
+    caches = [new[0].clone(), new[0].clone()]
+    expected = step(caches[0], *operands)
+    results = torch.compile(step, fullgraph=True)(caches[1], *operands)
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+    assert torch.equal(*caches)
+
+
+ATTENTION: list[tuple[str, Any, str]] = [
+    ("context_lens", (3, 45), "context_lens must have type torch.Tensor; got tuple"),
+    ("block_tables", 7, "block_tables must have type torch.Tensor; got int"),
+    ("query", None, "query must be an array; got None"),
+    ("kv_cache", np.zeros(3), "kv_cache must have type torch.Tensor; got ndarray"),
+    ("sinks", 0.5, "sinks must have type torch.Tensor; got float"),
+    ("scale", "0.5", "scale must have type float; got str"),
+    ("scale", True, "scale must have type float; got bool"),
+    ("sliding_window", 2.5, "sliding_window must have type int; got float"),
+    ("sliding_window", (4, 0), "sliding_window must have type int; got tuple"),
+    ("soft_cap", "30", "soft_cap must have type float; got str"),
+    ("kv_layout", 3, "kv_layout must have type str; got int"),
+    ("causal", 1, "causal must have type bool; got int"),
+    ("max_query_len", True, "max_query_len must have type int; got bool"),
+]
+
+
+@pytest.mark.parametrize(("argument", "value", "message"), ATTENTION)
+def test_messages_of_attention(argument: str, value: Any, message: str) -> None:
+    names = ["query", "kv_cache", "context_lens", "block_tables", "query_start_loc", "num_seqs"]
+    call: dict[str, Any] = dict(zip(names, tensors(attention()), strict=True)) | {"scale": 0.5}
+    call[argument] = value
+    with pytest.raises(TypeError, match=f"^paged_attention: {message}$"):
+        torch_frontend.paged_attention(**call)
+
+
+def test_other_messages() -> None:
+    operands = tensors(attention())
+    with pytest.raises(ValueError, match="^paged_attention: out must be None with return_lse"):
+        torch_frontend.paged_attention(  # type: ignore[call-overload]
+            *operands, 0.5, return_lse=True, out=torch.empty_like(operands[0])
+        )
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'scale'"):
+        torch_frontend.paged_attention(*operands)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="^kv_cache_update: key must have type torch.Tensor; got l"):
+        torch_frontend.kv_cache_update(operands[1], [1.0], operands[0], operands[2])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="^simple_add: b must have type torch.Tensor; got float"):
+        torch_frontend.simple_add(operands[0], 1.0)  # type: ignore[arg-type]
