@@ -1,8 +1,8 @@
 """``make bench``: microseconds per call and GB/s of every backend on the CPU.
 
-Each workload is checked against the float64 oracle, and the backends against each other, before it is
-timed. Contestants take turns, so that a change in the machine's speed affects all of them. A time
-is the median over these rounds. Compare ratios, not absolute times.
+Each workload is checked against the float64 oracle, and the backends against each other, before it
+is timed. Contestants take turns, so that a change in the machine's speed affects all of them. A
+time is the median over these rounds. Compare ratios, not absolute times.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ I32 = np.int32
 Timings = dict[str, float]
 
 
-def microseconds_of(contestants: dict[str, Callable[[], Any]], rounds: int, calls: int) -> Timings:
+def call_microseconds(
+    contestants: dict[str, Callable[[], Any]], rounds: int, calls: int
+) -> Timings:
     """The median time of a call of each contestant."""
     for call in contestants.values():
         call()  # compiles
@@ -61,7 +63,7 @@ def decode_step(batch: int, context: int, num_heads: int, num_kv_heads: int) -> 
     ]
 
 
-def tiny_step() -> list[Any]:
+def tiny_operands() -> list[Any]:
     """Operands so small that a call costs only the way to the kernel and back."""
     return [
         np.ones((1, 1, 8), np.float32),
@@ -75,12 +77,12 @@ def tiny_step() -> list[Any]:
 
 def call_overheads(rounds: int) -> dict[str, dict[str, float]]:
     """Microseconds of a tiny call through each backend, beside the framework's own cheapest op."""
-    operands = tiny_step()
+    operands = tiny_operands()
     attend = torch.ops.xla_gpu.paged_attention
     on_cpu = [torch.from_numpy(np.asarray(x)) for x in operands]
     ones = torch.ones(4)
     with torch.inference_mode():
-        eager = microseconds_of(
+        eager = call_microseconds(
             {"paged_attention": lambda: attend(*on_cpu, 0.3), "aten.add": lambda: ones + ones},
             rounds,
             500,
@@ -92,7 +94,7 @@ def call_overheads(rounds: int) -> dict[str, dict[str, float]]:
     increment = jax.jit(lambda x: x + 1)
     six = jax.jit(lambda a, b, c, d, e, f: a + b[0, 0, 0, 0] + c[0] + d[0, 0] + e[0] + f)
     x = jnp.ones(4)
-    in_jax = microseconds_of(
+    in_jax = call_microseconds(
         {
             "paged_attention": lambda: jitted(*arrays),
             "simple_add": lambda: add(x, x),
@@ -108,7 +110,7 @@ def call_overheads(rounds: int) -> dict[str, dict[str, float]]:
     ones_on_xla = ones.to(device)
     torch_xla.sync(wait=True)
     with torch.no_grad():  # only traces: the graphs never run
-        lazy = microseconds_of(
+        lazy = call_microseconds(
             {
                 "paged_attention": lambda: attend(*on_xla, 0.3),
                 "aten.add": lambda: ones_on_xla + ones_on_xla,
@@ -120,17 +122,17 @@ def call_overheads(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def decode_rates(rounds: int) -> list[dict[str, Any]]:
-    """Microseconds of decode steps through every backend, and the rate at which they read K and V."""
+    """Microseconds of decode steps through every backend, and the rate of reading K and V."""
     rows = []
     for batch, context in [(1, 512), (1, 4096), (16, 1024)]:
         operands = decode_step(batch, context, num_heads=32, num_kv_heads=8)
-        contestants, results = _backends(operands)
+        contestants, results = _contestants(operands)
         oracle = partial(reference.paged_attention, scale=0.088)(*operands)
         for result in results.values():
             assert_close(result, oracle, "float32")
             assert_same_bits(result, results["torch eager"])
         gigabytes = 2 * batch * context * 8 * 128 * 4 / 1e9
-        for backend, microseconds in microseconds_of(contestants, rounds, 3).items():
+        for backend, microseconds in call_microseconds(contestants, rounds, 3).items():
             rows.append(
                 {
                     "batch": batch,
@@ -143,7 +145,7 @@ def decode_rates(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _backends(operands: list[Any]) -> tuple[dict[str, Callable[[], Any]], dict[str, np.ndarray]]:
+def _contestants(operands: list[Any]) -> tuple[dict[str, Callable[[], Any]], dict[str, np.ndarray]]:
     attend = torch.ops.xla_gpu.paged_attention
     on_cpu = [torch.from_numpy(np.asarray(x)) for x in operands]
     arrays = [jnp.asarray(x) for x in operands]
@@ -180,7 +182,7 @@ def read_bandwidth(rounds: int) -> float:
     """GB/s of summing 512 MiB with all of torch's threads: the limit of a decode step."""
     data = torch.ones(1 << 27)
     return (
-        0.512 * 1.048576 / (microseconds_of({"sum": lambda: data.sum()}, rounds, 1)["sum"] * 1e-6)
+        0.512 * 1.048576 / (call_microseconds({"sum": lambda: data.sum()}, rounds, 1)["sum"] * 1e-6)
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from examples.replay.models import Model
+from examples.replay.workload import Model
 
 DTYPES = {
     "float32": torch.float32,
@@ -108,7 +108,7 @@ def uniform(batch: int, q_len: int, context: int) -> tuple[tuple[int, int], ...]
     return ((q_len, context),) * batch
 
 
-def of_trace(trace: Path, batch: int) -> tuple[tuple[int, int], ...]:
+def trace_sequences(trace: Path, batch: int) -> tuple[tuple[int, int], ...]:
     """Decode of the first `batch` requests of a trace, each halfway through its answer."""
     with trace.open() as file:
         rows = list(csv.DictReader(file))[:batch]

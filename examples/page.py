@@ -52,18 +52,18 @@ class Calls(NamedTuple):
     text: list[str]
 
 
-def write(path: Path, template: Path, **content: Any) -> None:
+def write(path: Path, **content: Any) -> None:
     """Writes a page that needs no network and no other file.
 
     Args:
         path: of the page.
-        template: extends page.html.j2.
-        content: title, subtitle, headlines and calls, and what the template adds.
+        content: title, subtitle, headlines, rows (of a table, its header first), plots and calls,
+            and perhaps a conversation.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    folders = [template.parent, Path(__file__).parent]
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(folders), autoescape=True)
-    path.write_text(environment.get_template(template.name).render(**content))
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True)
+    path.write_text(environment.get_template("page.html.j2").render(**content))
 
 
 def svg(draw: Callable[[Axes], None]) -> str:
@@ -86,6 +86,17 @@ def show_headlines(headlines: Sequence[Headline], title: str, console: Console) 
     console.print(Panel(summary, title=title, expand=False))
 
 
+def show_rows(rows: Sequence[Sequence[str]], console: Console) -> None:
+    """Prints the table of the backends, its header first."""
+    header, *body = rows
+    table = Table(title="Backends")
+    for i, column in enumerate(header):
+        table.add_column(column, justify="right" if i else "left", no_wrap=i == 0)
+    for row in body:
+        table.add_row(*row)
+    console.print(table)
+
+
 def show_calls(calls: Sequence[Calls], console: Console) -> None:
     """Prints the custom calls of each backend."""
     for call in calls:
@@ -93,7 +104,7 @@ def show_calls(calls: Sequence[Calls], console: Console) -> None:
         console.print(Panel(Group(*call.text), title=title, title_align="left"))
 
 
-def lines_of(call: str) -> list[str]:
+def call_lines(call: str) -> list[str]:
     """A custom call, one attribute a line."""
     attributes = ("custom_call_target", "operand_layout_constraints", "output_to_operand_aliasing")
     for name in (*attributes, "api_version", "backend_config"):

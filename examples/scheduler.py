@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -90,6 +91,22 @@ class Step:
     position_of_token: np.ndarray  # [bucket]
     num_tokens: int
     num_decode_tokens: int
+
+
+class Batch(NamedTuple):
+    """A step as a model takes it, with arrays of its framework: the tokens, those of one sequence
+    after another, and the metadata of attention.
+
+    The sizes are static: rows past the last token and sequences past ``num_seqs`` are padding.
+    """
+
+    tokens: Any  # [num_tokens] int32
+    positions: Any  # [num_tokens] int32
+    slot_mapping: Any  # [num_tokens] int32, -1 for padding
+    context_lens: Any  # [max_seqs] int32
+    block_tables: Any  # [max_seqs, max_blocks_per_seq] int32
+    query_start_loc: Any  # [max_seqs + 1] int32
+    num_seqs: Any  # [1] int32
 
 
 class Scheduler:

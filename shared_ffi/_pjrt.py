@@ -64,6 +64,16 @@ def cuda_driver_version() -> tuple[int, int]:
     return version.value // 1000, version.value % 1000 // 10
 
 
+def gpu_count() -> int:
+    """How many GPUs the driver shows to this process."""
+    count = c_int(0)
+    with contextlib.suppress(OSError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(byref(count)) == 0:
+            return count.value
+    return 0
+
+
 class _Extension(Structure):
     pass
 

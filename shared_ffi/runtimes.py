@@ -63,7 +63,7 @@ def check_version(runtime: str, version: tuple[int, int]) -> None:
     """Raises RuntimeError, naming both versions, when a runtime cannot load this build."""
     if version[0] == FFI_VERSION[0] and version[1] >= FFI_VERSION[1]:
         return
-    built, offered = _dotted(FFI_VERSION), _dotted(version)
+    built, offered = dotted(FFI_VERSION), dotted(version)
     raise RuntimeError(
         f"shared_ffi: handlers built for XLA FFI {built} cannot be registered with {runtime}, "
         f"which speaks XLA FFI {offered}; install a {runtime} that speaks {built} or a later "
@@ -85,12 +85,13 @@ def check_cuda_driver() -> None:
     needed = _FIRST_DRIVERS.get(built[0], f"one of CUDA {built[0]}")
     raise RuntimeError(
         f"shared_ffi: the CUDA handlers of xla-paged-attention are built with CUDA "
-        f"{_dotted(built)}, but this machine's NVIDIA driver runs CUDA {_dotted(driver)} and "
+        f"{dotted(built)}, but this machine's NVIDIA driver runs CUDA {dotted(driver)} and "
         f"older; update the driver to {needed} or later, or run on the CPU"
     )
 
 
-def _dotted(version: tuple[int, int]) -> str:
+def dotted(version: tuple[int, int]) -> str:
+    """A version as it is written."""
     return "{}.{}".format(*version)
 
 

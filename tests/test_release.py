@@ -6,7 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from shared_ffi import _backends
+from shared_ffi.selftest.backends import BACKENDS
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -18,7 +18,7 @@ def test_one_version_everywhere() -> None:
 
 
 def test_wheels_are_tried_through_every_backend() -> None:
-    backends = {backend.name for backend in _backends.BACKENDS if backend.platform == "cpu"}
+    backends = {backend.name for backend in BACKENDS if backend.platform == "cpu"}
     test = PROJECT["tool"]["cibuildwheel"]["test-command"]
     assert {*test.partition("--backend ")[2].split()} == backends
 

@@ -33,8 +33,8 @@ from benchmarks.contest import (
 )
 from benchmarks.cpu import report
 from benchmarks.cpu.peers import PEERS, vllm_update
-from benchmarks.workloads import Workload, of_trace, uniform
-from examples.replay.models import MODELS
+from benchmarks.workloads import Workload, trace_sequences, uniform
+from examples.replay.workload import MODELS
 from shared_ffi import _native, library_path
 
 LIMIT_BYTES, LIMIT_SIZE = 1 << 29, 2048
@@ -73,7 +73,7 @@ def workloads(trace: Path | None) -> Iterator[Workload]:
     for name in ("llama-3-70b", "phi-3-mini", "gemma-3-12b", "gemma-2-9b", "gpt-oss-20b"):
         yield Workload(f"b8 x 4096, {name}", "decode", MODELS[name], uniform(8, 1, 4096))
     if trace is not None:
-        yield Workload(f"32 of {trace.stem}", "decode", llama, of_trace(trace, 32))
+        yield Workload(f"32 of {trace.stem}", "decode", llama, trace_sequences(trace, 32))
     yield Workload("512 on 4096", "mixed", llama, uniform(1, 512, 4608))
     yield Workload(
         "512 on 4096 beside 16 decodes", "mixed", llama, ((512, 4608), *uniform(16, 1, 2048))
@@ -115,7 +115,7 @@ def footprint() -> dict[str, float]:
     The median over several processes.
     """
 
-    def seconds_of_imports(framework: str, frontend: str) -> list[float]:
+    def import_seconds(framework: str, frontend: str) -> list[float]:
         script = (
             f"import {framework}, time; start = time.perf_counter(); import {frontend}; "
             "print(time.perf_counter() - start)"
@@ -124,7 +124,7 @@ def footprint() -> dict[str, float]:
         return [float(subprocess.check_output(command, text=True)) for _ in range(7)]
 
     times = {
-        f"import {frontend}": seconds_of_imports(framework, frontend)
+        f"import {frontend}": import_seconds(framework, frontend)
         for framework, frontend in (("torch", "torch_frontend"), ("jax", "jax_frontend"))
     }
     return {"library_bytes": library_path().stat().st_size} | medians(times)

@@ -23,8 +23,8 @@ from benchmarks.contest import (
 )
 from benchmarks.gpu.peers import PACKAGES, PEERS
 from benchmarks.machine import versions
-from benchmarks.workloads import Workload, of_trace, uniform
-from examples.replay.models import MODELS, Model
+from benchmarks.workloads import Workload, trace_sequences, uniform
+from examples.replay.workload import MODELS, Model
 
 
 def workloads(trace: Path | None) -> Iterator[Workload]:
@@ -65,7 +65,7 @@ def _decode(trace: Path | None) -> Iterator[Workload]:
             sequences = uniform(batch, 1, context)
             yield Workload(name, "decode", llama, sequences, cache_dtype=cache_dtype)
     if trace is not None:
-        yield Workload(f"64 of {trace.stem}", "decode", llama, of_trace(trace, 64))
+        yield Workload(f"64 of {trace.stem}", "decode", llama, trace_sequences(trace, 64))
 
 
 def _prefill() -> Iterator[Workload]:

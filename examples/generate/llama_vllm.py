@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from examples.generate.batch import Batch
 from examples.generate.checkpoint import Config
 from examples.generate.llama_torch import Llama
+from examples.scheduler import Batch
 from torch_frontend.integrations.vllm import XlaGpuAttentionImpl, XlaGpuMetadata
 
 

@@ -1,26 +1,149 @@
-"""The report of a run: tables for the terminal, and one self-contained HTML page with plots."""
+"""The result of a run, and its report: tables for the terminal, and one self-contained HTML page
+with plots."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
-from rich.table import Table
 
 from examples import page
-from examples.generate.run import TOLERANCE, Result
+from examples.generate.checkpoint import Scores
+from examples.generate.engine import Generation, Sampling
 from examples.page import COLORS, Calls, Headline
+from examples.scheduler import Limits
+
+TOLERANCE = 0.5
+"""What rounding to 16 bits may change of a token's log-probability. SmolLM2's largest is 0.25."""
+
+
+@dataclass
+class BackendResult:
+    """What a backend did."""
+
+    generation: Generation
+    seconds_to_open: float  # weights in place, and every program compiled
+    programs: int
+    late_programs: int  # compiled while generating
+    custom_calls: dict[str, int]  # of a decoding step: how often each occurs
+    scores: list[Scores]  # of each answer
+
+    @property
+    def equal_answers(self) -> int:
+        """Answers that transformers' eager attention gives as well, by greedy search."""
+        pairs = zip(self.generation.answers, self.scores, strict=True)
+        return sum(answer.tokens == scores.best for answer, scores in pairs)
+
+    @property
+    def max_difference(self) -> float | None:
+        """The largest difference of a log-probability from transformers' eager attention; None if
+        the backend tells none."""
+        pairs = zip(self.generation.answers, self.scores, strict=True)
+        return max(
+            (
+                abs(ours - theirs)
+                for answer, scores in pairs
+                if answer.logprobs
+                for ours, theirs in zip(answer.logprobs, scores.logprobs, strict=True)
+            ),
+            default=None,
+        )
+
+    @property
+    def max_behind(self) -> float:
+        """How far a token is behind the best of transformers' eager attention, at most."""
+        return max((behind for scores in self.scores for behind in scores.behind), default=0.0)
+
+
+@dataclass
+class Result:
+    """A run."""
+
+    model: str
+    dtype: str
+    sampling: Sampling
+    limits: Limits
+    prompts: list[str]
+    texts: list[str]  # the first backend's answers
+    backends: dict[str, BackendResult]
+    mesh: tuple[int, int] | None = None  # copies of the model, and the devices of each
+
+    @property
+    def same_tokens(self) -> bool:
+        """Whether all backends gave the same answers."""
+        first, *others = [
+            [answer.tokens for answer in backend.generation.answers]
+            for backend in self.backends.values()
+        ]
+        return all(tokens == first for tokens in others)
+
+    @property
+    def same_as_transformers(self) -> bool:
+        """Whether all answers are those of transformers' eager attention."""
+        return all(backend.equal_answers == len(self.prompts) for backend in self.backends.values())
+
+    @property
+    def same_custom_calls(self) -> bool:
+        """Whether all backends that have HLO hold the same custom calls, letter for letter."""
+        calls = [backend.custom_calls for backend in self.backends.values() if backend.custom_calls]
+        return all(found == calls[0] for found in calls)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the tokens must be equal: rounding decides no token in float32, by greedy search.
+
+        In 16 bits, PyTorch and XLA round between the operations at different places.
+        """
+        return self.dtype == "float32" and self.sampling.is_greedy
+
+    @property
+    def is_close(self) -> bool:
+        """Whether rounding explains how log-probabilities and greedy tokens differ from those of
+        transformers' eager attention."""
+        found = [backend.max_difference or 0.0 for backend in self.backends.values()]
+        if self.sampling.is_greedy:
+            found += [backend.max_behind for backend in self.backends.values()]
+        return max(found) < TOLERANCE
+
+    @property
+    def is_good(self) -> bool:
+        """Whether everything is as it should be."""
+        late = any(backend.late_programs for backend in self.backends.values())
+        same = self.same_tokens and self.same_as_transformers
+        calls = self.same_custom_calls and not late
+        return calls and self.is_close and (same or not self.is_exact)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, for machines."""
+        result = asdict(self)
+        for name, backend in self.backends.items():
+            result["backends"][name] |= {
+                "tokens_per_second": backend.generation.tokens_per_second,
+                "time_to_first_token": backend.generation.time_to_first_token,
+                "equal_answers": backend.equal_answers,
+                "max_difference": backend.max_difference,
+                "max_behind": backend.max_behind,
+            }
+        return result | {
+            "same_tokens": self.same_tokens,
+            "same_as_transformers": self.same_as_transformers,
+            "same_custom_calls": self.same_custom_calls,
+        }
 
 
 def headlines(result: Result) -> list[Headline]:
     """What to know at a glance."""
     backends = result.backends.values()
-    rates = {name: backend.generation.tokens_per_second for name, backend in result.backends.items()}
+    rates = {
+        name: backend.generation.tokens_per_second for name, backend in result.backends.items()
+    }
     fastest = max(rates, key=lambda name: rates[name])
     late = sum(backend.late_programs for backend in backends)
     differences = [x for backend in backends if (x := backend.max_difference) is not None]
@@ -82,13 +205,7 @@ def to_terminal(result: Result, console: Console) -> None:
         title = f"[bold]{escape(prompt)}"
         console.print(Panel(escape(text), title=title, title_align="left"))
     page.show_headlines(headlines(result), f"{result.model}, {result.dtype}", console)
-    header, *body = rows(result)
-    table = Table()
-    for i, column in enumerate(header):
-        table.add_column(column, justify="right" if i else "left", no_wrap=i == 0)
-    for row in body:
-        table.add_row(*row)
-    console.print(table)
+    page.show_rows(rows(result), console)
     console.print(_summary(result))
     page.show_calls(_calls(result), console)
 
@@ -97,8 +214,7 @@ def to_html(result: Result, path: Path) -> None:
     """Writes the page; it needs no network and no other file."""
     page.write(
         path,
-        Path(__file__).with_name("report.html.j2"),
-        title=f"{result.model} speaks through {_backends(len(result.backends))}",
+        title=f"{result.model} speaks through {_count(len(result.backends))}",
         subtitle=f"{result.dtype}. {_summary(result)}",
         headlines=headlines(result),
         calls=_calls(result),
@@ -108,7 +224,7 @@ def to_html(result: Result, path: Path) -> None:
     )
 
 
-def _backends(count: int) -> str:
+def _count(count: int) -> str:
     return "one backend" if count == 1 else f"{count} backends"
 
 
@@ -122,9 +238,9 @@ def _summary(result: Result) -> str:
     preemptions = f", {first.preemptions} preemptions" if first.preemptions else ""
     pools, devices = "one pool", ""
     if result.mesh:
-        copies, of_each = result.mesh
+        copies, devices_per_copy = result.mesh
         pools = "a pool" if copies == 1 else f"a pool for each of {copies} copies of the model"
-        devices = f" on {copies * of_each} devices, {of_each} for each copy"
+        devices = f" on {copies * devices_per_copy} devices, {devices_per_copy} for each copy"
     return (
         f"{len(result.prompts)} prompts, {tokens:,} new tokens, {how}{preemptions}. "
         f"At most {limits.max_seqs} prompts run at once, over {pools} of {limits.num_blocks} "
@@ -141,7 +257,7 @@ def _calls(result: Result) -> list[Calls]:
     for name, backend in result.backends.items():
         lines = []
         for call, count in backend.custom_calls.items():
-            lines += [f"{count} times:", *page.lines_of(call), ""]
+            lines += [f"{count} times:", *page.call_lines(call), ""]
         if lines:
             found.setdefault("\n".join(lines), Calls([], lines[:-1])).backends.append(name)
     return list(found.values())

@@ -1,148 +1,98 @@
-"""Answers prompts through the backends, one after another, and compares what they say."""
+"""What ``python -m examples.generate`` does once its options are known: answers prompts through the
+backends, one after another, and compares what they say."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
-from examples.generate import engine, transformers_backend
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from examples import commands
+from examples.generate import checkpoint as checkpoints
+from examples.generate import engine, report, transformers_backend
 from examples.generate.checkpoint import Checkpoint, Scores
-from examples.generate.backends import BACKENDS, Backend
-from examples.generate.engine import Answer, Generation
-from examples.generate.mesh import JaxMeshBackend
-from examples.generate.sampling import Sampling
+from examples.generate.engine import Answer, Sampling
+from examples.generate.report import BackendResult, Result
+from examples.generate.runners import RUNNERS, JaxMeshRunner, ModelRunner
 from examples.scheduler import Limits
 from harness import hlo
 
-NAMES = [*BACKENDS, *transformers_backend.ATTENTION]
+NAMES = [*RUNNERS, *transformers_backend.ATTENTION]
 ALL = [name for name in NAMES if not name.startswith("vllm")]  # vLLM is rarely installed
-TOLERANCE = 0.5
-"""What rounding to 16 bits may change of a token's log-probability. SmolLM2's largest is 0.25."""
-
 _TARGETS = ("xla_gpu_kv_cache_update", "xla_gpu_paged_attention")
+PROMPTS = (
+    "What is the capital of France?",
+    "Why is the sky blue?",
+    "Write one sentence about the sea.",
+    "Give me three tips for sleeping well.",
+    "What does a librarian do?",
+    "How do plants make food?",
+    "Describe the taste of an apple.",
+    "Write a short letter to a friend who is moving away.",
+)
 
 
-@dataclass
-class BackendResult:
-    """What a backend did."""
+def run(options: argparse.Namespace) -> int:
+    """Returns the exit status."""
+    console = Console(stderr=options.json)
+    try:
+        if options.distributed is not None and not commands.join_processes(options.distributed):
+            options.json, options.out, console.quiet = False, None, True
+        result = _generate(options, console)
+    except ValueError as error:
+        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        return 2
+    if options.json:
+        print(json.dumps(result.as_json(), indent=2))
+    else:
+        report.to_terminal(result, console)
+    if options.out:
+        page = options.out / "generate.html"
+        report.to_html(result, page)
+        console.print(f"The page: {page.resolve()}", soft_wrap=True)
+    return 0 if result.is_good else 1
 
-    generation: Generation
-    seconds_to_open: float  # weights in place, and every program compiled
-    programs: int
-    late_programs: int  # compiled while generating
-    custom_calls: dict[str, int]  # of a decoding step: how often each occurs
-    scores: list[Scores]  # of each answer
 
-    @property
-    def equal_answers(self) -> int:
-        """Answers that transformers' eager attention gives as well, by greedy search."""
-        pairs = zip(self.generation.answers, self.scores, strict=True)
-        return sum(answer.tokens == scores.best for answer, scores in pairs)
-
-    @property
-    def max_difference(self) -> float | None:
-        """The largest difference of a log-probability from transformers' eager attention; None if
-        the backend tells none."""
-        pairs = zip(self.generation.answers, self.scores, strict=True)
-        return max(
-            (
-                abs(ours - theirs)
-                for answer, scores in pairs
-                if answer.logprobs
-                for ours, theirs in zip(answer.logprobs, scores.logprobs, strict=True)
-            ),
-            default=None,
+def _generate(options: argparse.Namespace, console: Console) -> Result:
+    sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p, options.seed)
+    limits = Limits(
+        block_size=options.block_size,
+        num_blocks=options.blocks,
+        max_seqs=options.max_seqs,
+        max_blocks_per_seq=-(-options.max_len // options.block_size),
+        token_budget=options.token_budget,
+    )
+    with console.status("reading the checkpoint"):
+        model = checkpoints.load(options.model, options.dtype)
+    prompts = options.prompt or list(PROMPTS)
+    names = options.backend or (["jax"] if options.mesh else ["jax", "torch_xla"])
+    if options.mesh and names != ["jax"]:
+        raise ValueError(f"--mesh must go with --backend jax alone; got {', '.join(names)}")
+    with Live(console=console, transient=True) as live:
+        stream = _Stream(live, model, prompts)
+        return answer_prompts(
+            model,
+            prompts,
+            dtype=options.dtype,
+            sampling=sampling,
+            limits=limits,
+            backends=ALL if "all" in names else list(dict.fromkeys(names)),
+            on_progress=stream.show,
+            mesh=tuple(options.mesh) if options.mesh else None,
         )
-
-    @property
-    def max_behind(self) -> float:
-        """How far a token is behind the best of transformers' eager attention, at most."""
-        return max((behind for scores in self.scores for behind in scores.behind), default=0.0)
-
-
-@dataclass
-class Result:
-    """A run."""
-
-    model: str
-    dtype: str
-    sampling: Sampling
-    limits: Limits
-    prompts: list[str]
-    texts: list[str]  # the first backend's answers
-    backends: dict[str, BackendResult]
-    mesh: tuple[int, int] | None = None  # copies of the model, and the devices of each
-
-    @property
-    def same_tokens(self) -> bool:
-        """Whether all backends gave the same answers."""
-        first, *others = [
-            [answer.tokens for answer in backend.generation.answers] for backend in self.backends.values()
-        ]
-        return all(tokens == first for tokens in others)
-
-    @property
-    def same_as_transformers(self) -> bool:
-        """Whether all answers are those of transformers' eager attention."""
-        return all(backend.equal_answers == len(self.prompts) for backend in self.backends.values())
-
-    @property
-    def same_custom_calls(self) -> bool:
-        """Whether all backends that have HLO hold the same custom calls, letter for letter."""
-        calls = [backend.custom_calls for backend in self.backends.values() if backend.custom_calls]
-        return all(found == calls[0] for found in calls)
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the tokens must be equal: rounding decides no token in float32, by greedy search.
-
-        In 16 bits, PyTorch and XLA round between the operations at different places.
-        """
-        return self.dtype == "float32" and self.sampling.is_greedy
-
-    @property
-    def is_close(self) -> bool:
-        """Whether rounding explains how log-probabilities and greedy tokens differ from those of
-        transformers' eager attention."""
-        found = [backend.max_difference or 0.0 for backend in self.backends.values()]
-        if self.sampling.is_greedy:
-            found += [backend.max_behind for backend in self.backends.values()]
-        return max(found) < TOLERANCE
-
-    @property
-    def is_good(self) -> bool:
-        """Whether everything is as it should be."""
-        late = any(backend.late_programs for backend in self.backends.values())
-        same = self.same_tokens and self.same_as_transformers
-        calls = self.same_custom_calls and not late
-        return calls and self.is_close and (same or not self.is_exact)
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything, for machines."""
-        result = asdict(self)
-        for name, backend in self.backends.items():
-            result["backends"][name] |= {
-                "tokens_per_second": backend.generation.tokens_per_second,
-                "time_to_first_token": backend.generation.time_to_first_token,
-                "equal_answers": backend.equal_answers,
-                "max_difference": backend.max_difference,
-                "max_behind": backend.max_behind,
-            }
-        return result | {
-            "same_tokens": self.same_tokens,
-            "same_as_transformers": self.same_as_transformers,
-            "same_custom_calls": self.same_custom_calls,
-        }
 
 
 OnProgress = Callable[[str, Sequence[Answer]], None]  # the backend's name, and the answers so far
 
 
-def run(
+def answer_prompts(
     checkpoint: Checkpoint,
     prompts: Sequence[str],
     *,
@@ -168,9 +118,9 @@ def run(
     for name in backends:
         on_progress(name, [])
         call = (name, checkpoint, encoded, sampling, limits, on_progress)
-        if name in BACKENDS:
-            open_backend = BACKENDS[name] if mesh is None else partial(JaxMeshBackend, shape=mesh)
-            results[name] = _with_our_engine(open_backend, *call)
+        if name in RUNNERS:
+            open_runner = RUNNERS[name] if mesh is None else partial(JaxMeshRunner, shape=mesh)
+            results[name] = _with_our_engine(open_runner, *call)
         else:
             results[name] = _with_transformers(*call)
     for result in results.values():
@@ -193,7 +143,7 @@ def run(
 
 
 def _with_our_engine(
-    open_backend: Callable[[Checkpoint, Limits], Backend],
+    open_runner: Callable[[Checkpoint, Limits], ModelRunner],
     name: str,
     checkpoint: Checkpoint,
     prompts: list[list[int]],
@@ -202,19 +152,19 @@ def _with_our_engine(
     on_progress: OnProgress,
 ) -> BackendResult:
     start = time.perf_counter()
-    backend = open_backend(checkpoint, limits)
-    engine.warm_up(backend, limits)
-    seconds, programs = time.perf_counter() - start, backend.compiles()
+    runner = open_runner(checkpoint, limits)
+    engine.warm_up(runner, limits)
+    seconds, programs = time.perf_counter() - start, runner.compiles()
     generation = engine.generate(
-        backend,
+        runner,
         prompts,
         sampling,
         limits,
         checkpoint.stop_tokens,
         lambda answers: on_progress(name, answers),
     )
-    late_programs = backend.compiles() - programs
-    text = backend.hlo(engine.empty_step(backend, limits, limits.max_seqs))
+    late_programs = runner.compiles() - programs
+    text = runner.hlo(engine.empty_step(runner, limits, limits.max_seqs))
     calls = [call for target in _TARGETS for call in hlo.custom_calls(text or "", target)]
     return BackendResult(generation, seconds, programs, late_programs, dict(Counter(calls)), [])
 
@@ -231,3 +181,29 @@ def _with_transformers(
         name, checkpoint, prompts, sampling, limits, lambda answers: on_progress(name, answers)
     )
     return BackendResult(generation, 0.0, 0, 0, {}, [])
+
+
+class _Stream:
+    """Shows the answers as they grow: of each, the last words that fit on a line."""
+
+    def __init__(self, live: Live, model: Checkpoint, prompts: Sequence[str]) -> None:
+        self._live, self._model, self._prompts = live, model, prompts
+
+    def show(self, backend: str, answers: Sequence[Answer]) -> None:
+        """Shows a backend's answers; none while it is being opened."""
+        if not self._live.console.is_terminal:
+            if not answers:
+                self._live.console.print(f"{backend} ...")
+            return
+        count = sum(len(answer.tokens) for answer in answers)
+        if not count:
+            self._live.update(Text(f"{backend}: loading and compiling", style="bold"))
+            return
+        seconds = max(answer.seconds[-1] for answer in answers if answer.seconds)
+        head = f"{backend}: {count} tokens, {count / seconds:.0f} tokens/s" if seconds else backend
+        width = max(self._live.console.width - 26, 10)
+        lines = [Text(head, style="bold")]
+        for prompt, answer in zip(self._prompts, answers, strict=True):
+            text = " ".join(self._model.decode(answer.tokens).split())
+            lines.append(Text(f"{prompt[:23]:<24}", style="cyan").append(text[-width:], "default"))
+        self._live.update(Group(*lines))

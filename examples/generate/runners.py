@@ -1,4 +1,4 @@
-"""A model's step through each backend."""
+"""Runs a model's step through each backend."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import torch_xla
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from examples.generate.batch import Batch
-from examples.generate.checkpoint import Checkpoint
-from examples.generate.llama_jax import forward, new_caches
+from examples.generate.checkpoint import Checkpoint, Config
+from examples.generate.llama_jax import Params, forward, new_caches
 from examples.generate.llama_torch import Llama
-from examples.scheduler import Limits
+from examples.scheduler import Batch, Limits
 from harness import hlo
 from harness.arrays import to_numpy
 
+DATA, HEADS = "data", "heads"
+_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_INPUTS = ("o_proj", "down_proj")
 
-class Backend(ABC):
+
+class ModelRunner(ABC):
     """A way to run the model, with caches of its own."""
 
     replicas = 1
@@ -42,7 +47,7 @@ class Backend(ABC):
         return None
 
 
-class JaxBackend(Backend):
+class JaxRunner(ModelRunner):
     """jax.jit, the caches donated."""
 
     def __init__(self, checkpoint: Checkpoint, limits: Limits) -> None:
@@ -57,20 +62,114 @@ class JaxBackend(Backend):
         self._forward = jax.jit(partial(forward, config=checkpoint.config), donate_argnums=1)
 
     def step(self, batch: Batch) -> np.ndarray:
-        """As in Backend."""
+        """As in ModelRunner."""
         logits, self._caches = self._forward(self._params, self._caches, batch)
         return np.asarray(logits)
 
     def compiles(self) -> int:
-        """As in Backend."""
+        """As in ModelRunner."""
         return int(self._forward._cache_size())  # type: ignore[attr-defined]
 
     def hlo(self, batch: Batch) -> str:
-        """As in Backend."""
+        """As in ModelRunner."""
         return self._forward.lower(self._params, self._caches, batch).as_text("hlo")
 
 
-class TorchBackend(Backend):
+class JaxMeshRunner(ModelRunner):
+    """jax.jit over a mesh of ``[DATA, HEADS]`` devices, those of other processes included.
+
+    Each row of HEADS devices shares one copy of the model, and each column holds the same kv heads.
+    The model is that of one device: the weights are sharded, and the ops share their kv heads.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, limits: Limits, shape: tuple[int, int]) -> None:
+        """`shape`: replicas, and the devices of each.
+
+        Raises:
+            ValueError: there is another number of devices, or they cannot share the heads.
+        """
+        config, (self.replicas, num_parts) = checkpoint.config, shape
+        devices = jax.devices()
+        if self.replicas * num_parts != len(devices):
+            raise ValueError(
+                f"--mesh {self.replicas} {num_parts} must use all devices; JAX has {len(devices)} "
+                "(JAX_NUM_CPU_DEVICES=n gives a CPU n of them)"
+            )
+        if config.num_kv_heads % num_parts:
+            raise ValueError(
+                f"--mesh must share the model's {config.num_kv_heads} kv heads evenly; "
+                f"got {num_parts} devices for them"
+            )
+        self._mesh = Mesh(np.array(devices).reshape(shape), (DATA, HEADS))
+        self._params = {
+            name: self._put(to_numpy(weight), _weight_spec(name, tuple(weight.shape), num_parts))
+            for name, weight in checkpoint.weights.items()
+        }
+        rows = (2 * config.num_kv_heads, config.head_size)
+        # The pools of all replicas, one after the other: each has its blocks, from 0 on.
+        cache = (self.replicas * limits.num_blocks, limits.block_size, *rows)
+        dtype = self._params["embed_tokens.weight"].dtype
+        cache_sharding = NamedSharding(self._mesh, P(DATA, None, HEADS))
+        new_cache = jax.jit(partial(jnp.zeros, cache, dtype), out_shardings=cache_sharding)
+        self._caches = [new_cache() for _ in config.sliding_windows]
+        self._forward = jax.jit(
+            jax.shard_map(
+                partial(_replica_forward, config=config),
+                mesh=self._mesh,
+                in_specs=(P(), P(DATA), P(DATA)),
+                out_specs=(P(DATA), P(DATA)),
+                axis_names={DATA},  # XLA partitions along the heads
+                check_vma=False,
+            ),
+            donate_argnums=1,
+            # Every process chooses all tokens, so that none has to tell the others.
+            out_shardings=(NamedSharding(self._mesh, P()), [cache_sharding] * len(self._caches)),
+        )
+
+    def step(self, batch: Batch) -> np.ndarray:
+        """As in ModelRunner."""
+        logits, self._caches = self._forward(self._params, self._caches, self._placed(batch))
+        return np.asarray(logits)
+
+    def compiles(self) -> int:
+        """As in ModelRunner."""
+        return int(self._forward._cache_size())  # type: ignore[attr-defined]
+
+    def hlo(self, batch: Batch) -> str:
+        """HLO text of one device's program."""
+        text = self._forward.lower(self._params, self._caches, self._placed(batch)).compile()
+        return text.as_text() or ""
+
+    def _placed(self, batch: Batch) -> Batch:
+        several = batch if self.replicas > 1 else Batch(*(array[None] for array in batch))
+        return Batch(*(self._put(array, P(DATA)) for array in several))
+
+    def _put(self, array: np.ndarray, spec: P) -> jax.Array:
+        """Like jax.device_put, but also where other processes have some of the devices."""
+        sharding = NamedSharding(self._mesh, spec)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def _replica_forward(
+    params: Params, caches: list[jax.Array], batch: Batch, config: Config
+) -> tuple[jax.Array, list[jax.Array]]:
+    """`forward` for a batch and logits whose first dimension, of the replicas, has the size 1."""
+    logits, caches = forward(params, caches, Batch(*(array[0] for array in batch)), config)
+    return logits[None], caches
+
+
+def _weight_spec(name: str, shape: tuple[int, ...], num_parts: int) -> P:
+    """Linear layers are cut along their outputs, those after them along their inputs, as in
+    Megatron-LM (arXiv:1909.08053). Others are whole on each device."""
+    layer = name.split(".")[-2] if "." in name else name
+    if layer in _OUTPUTS and shape[0] % num_parts == 0:
+        return P(HEADS)
+    if layer in _INPUTS and len(shape) == 2 and shape[1] % num_parts == 0:
+        return P(None, HEADS)
+    return P()
+
+
+class TorchRunner(ModelRunner):
     """Eager PyTorch on the CPU."""
 
     device = "cpu"
@@ -88,11 +187,11 @@ class TorchBackend(Backend):
 
     @torch.no_grad()
     def step(self, batch: Batch) -> np.ndarray:
-        """As in Backend."""
+        """As in ModelRunner."""
         return to_numpy(self._forward(self._caches, self._place(batch)))
 
     def compiles(self) -> int:
-        """As in Backend."""
+        """As in ModelRunner."""
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"] - self._graphs_before)
 
     def _new_model(self, checkpoint: Checkpoint) -> Llama:
@@ -102,13 +201,13 @@ class TorchBackend(Backend):
         return Batch(*(torch.from_numpy(array).to(self.device) for array in batch))
 
 
-class InductorBackend(TorchBackend):
+class InductorRunner(TorchRunner):
     """torch.compile with its own backend, on the CPU."""
 
     compiler = "inductor"
 
 
-class TorchXlaBackend(TorchBackend):
+class TorchXlaRunner(TorchRunner):
     """torch_xla's lazy mode, one graph a step."""
 
     device = "xla"
@@ -120,30 +219,30 @@ class TorchXlaBackend(TorchBackend):
 
     @torch.no_grad()
     def step(self, batch: Batch) -> np.ndarray:
-        """As in Backend."""
+        """As in ModelRunner."""
         logits = self._forward(self._caches, self._place(batch))
         torch_xla.sync()
         return to_numpy(logits)
 
     def compiles(self) -> int:
-        """As in Backend."""
+        """As in ModelRunner."""
         return hlo.torch_xla_compiles() - self._compiles_before
 
     @torch.no_grad()
     def hlo(self, batch: Batch) -> str:
-        """As in Backend."""
+        """As in ModelRunner."""
         caches = [cache.clone() for cache in self._caches]
         logits = self._model(caches, self._place(batch))
         return hlo.from_torch_xla([*caches, logits])
 
 
-class OpenXlaBackend(TorchXlaBackend):
+class OpenXlaRunner(TorchXlaRunner):
     """torch.compile with torch_xla's backend, on torch_xla's device."""
 
     compiler = "openxla"
 
 
-class VllmTorchXlaBackend(TorchXlaBackend):
+class VllmTorchXlaRunner(TorchXlaRunner):
     """vLLM's attention layers in torch_xla's lazy mode."""
 
     def _new_model(self, checkpoint: Checkpoint) -> Llama:
@@ -154,18 +253,18 @@ class VllmTorchXlaBackend(TorchXlaBackend):
         return VllmLlama(checkpoint.config, checkpoint.weights)
 
 
-class VllmOpenXlaBackend(VllmTorchXlaBackend):
+class VllmOpenXlaRunner(VllmTorchXlaRunner):
     """vLLM's attention layers in torch.compile with torch_xla's backend."""
 
     compiler = "openxla"
 
 
-BACKENDS: dict[str, Callable[[Checkpoint, Limits], Backend]] = {
-    "jax": JaxBackend,
-    "torch": TorchBackend,
-    "torch_xla": TorchXlaBackend,
-    "openxla": OpenXlaBackend,
-    "inductor": InductorBackend,
-    "vllm-torch_xla": VllmTorchXlaBackend,
-    "vllm-openxla": VllmOpenXlaBackend,
+RUNNERS: dict[str, Callable[[Checkpoint, Limits], ModelRunner]] = {
+    "jax": JaxRunner,
+    "torch": TorchRunner,
+    "torch_xla": TorchXlaRunner,
+    "openxla": OpenXlaRunner,
+    "inductor": InductorRunner,
+    "vllm-torch_xla": VllmTorchXlaRunner,
+    "vllm-openxla": VllmOpenXlaRunner,
 }

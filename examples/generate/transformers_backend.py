@@ -9,8 +9,7 @@ from typing import Any
 import transformers
 
 from examples.generate.checkpoint import Checkpoint
-from examples.generate.engine import Answer, Generation, OnStep, check_lengths
-from examples.generate.sampling import Sampling
+from examples.generate.engine import Answer, Generation, OnStep, Sampling, check_lengths
 from examples.scheduler import Limits
 from torch_frontend.integrations.transformers import NAME
 
@@ -26,8 +25,8 @@ def generate(
     limits: Limits,
     on_step: OnStep = lambda answers: None,
 ) -> Generation:
-    """As ``engine.generate``, through a backend of ATTENTION. With a temperature, the random numbers
-    are transformers' own.
+    """As ``engine.generate``, through a backend of ATTENTION. With a temperature, the random
+    numbers are transformers' own.
 
     Raises:
         RuntimeError: transformers gave up on a request.

@@ -11,8 +11,8 @@ from pathlib import Path
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from examples import commands, processes
-from examples.replay.models import MODELS
+from examples import commands
+from examples.replay.workload import MODELS
 from harness.arrays import DTYPES
 
 BACKENDS = ("jax", "torch_xla", "openxla", "torch", "jax-mesh")
@@ -30,8 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     """The command. Its exit status is 1 if the backends do not agree, and 2 if it cannot begin."""
     options = _parser().parse_args(arguments)
     options.backends = GROUPS.get(options.backend, [options.backend])
-    with commands.needs("examples.replay", "torch-xla,demo"):
-        from examples.replay.command import run  # noqa: PLC0415  (the help needs no framework)
+    with commands.needs("examples.replay", "--editable '.[torch-xla]' --group demo"):
+        from examples.replay.run import run  # noqa: PLC0415  (the help needs no framework)
     return run(options)
 
 
@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--trace", type=Path, help="CSV: TIMESTAMP, ContextTokens, GeneratedTokens; else generated")
     add("--backend", choices=[*BACKENDS, *GROUPS], default="both", help=_BACKEND_HELP)
-    processes.add_option(parser)
+    commands.add_distributed_option(parser)
     add("--steps", type=int, default=200, help="stop after this many steps")
     add("--model", choices=MODELS, default="tiny", help="attention shape")
     add("--dtype", choices=DTYPES, default="float32", help="of query and cache")

@@ -1,20 +1,87 @@
-"""The report of a run: tables for the terminal, and one self-contained HTML page with plots."""
+"""The result of a run, and its report: tables for the terminal, and one self-contained HTML page
+with plots."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 from rich.console import Console
-from rich.table import Table
 
 from examples import page
 from examples.page import COLORS, Calls, Headline
-from examples.replay.run import Result
+from examples.scheduler import Limits
+
+
+@dataclass
+class Sample:
+    """One step as the report shows it."""
+
+    num_tokens: int
+    num_decode_tokens: int
+    running: int
+    waiting: int
+    preemptions: int  # so far
+    used_blocks: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class BackendResult:
+    """What a backend did in the whole run."""
+
+    tokens_per_second: float  # without the steps that compiled
+    compiles: int
+    max_difference: float  # to the first backend
+    max_error: float  # to the oracle, on sampled steps
+    custom_calls: list[str]
+
+
+@dataclass
+class Result:
+    """A run."""
+
+    model: str
+    dtype: str
+    limits: Limits
+    trace: str
+    steps: list[Sample]
+    backends: dict[str, BackendResult]
+    oracle_rows: int
+    finished: int
+    generated_tokens: int
+    truncated: int
+    preemptions: int
+
+    @property
+    def compile_bound(self) -> int:
+        """Programs per backend: one for each padded token count."""
+        return len(self.limits.buckets)
+
+    @property
+    def same_custom_calls(self) -> bool:
+        """Whether all backends that have HLO hold the same custom calls, letter for letter."""
+        calls = [backend.custom_calls for backend in self.backends.values() if backend.custom_calls]
+        return all(found == calls[0] for found in calls)
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether all backends gave the same outputs."""
+        return all(backend.max_difference == 0 for backend in self.backends.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, for machines."""
+        return asdict(self) | {
+            "compile_bound": self.compile_bound,
+            "same_custom_calls": self.same_custom_calls,
+            "same_bits": self.same_bits,
+        }
 
 
 def headlines(result: Result) -> list[Headline]:
@@ -45,22 +112,28 @@ def headlines(result: Result) -> list[Headline]:
     ]
 
 
+def rows(result: Result) -> list[list[str]]:
+    """The table of the backends, its header first."""
+    header = ["backend", "tokens/s", "programs compiled", "difference to first", "error to float64"]
+    return [
+        header,
+        *(
+            [
+                name,
+                f"{backend.tokens_per_second:,.0f}",
+                str(backend.compiles or "none needed"),
+                f"{backend.max_difference:.2g}",
+                f"{backend.max_error:.2g}",
+            ]
+            for name, backend in result.backends.items()
+        ),
+    ]
+
+
 def to_terminal(result: Result, console: Console) -> None:
     """Prints the report."""
     page.show_headlines(headlines(result), f"{result.model}, {result.dtype}", console)
-    backends = Table(title="Backends")
-    backends.add_column("backend")
-    for column in ("tokens/s", "programs compiled", "difference to first", "error to float64"):
-        backends.add_column(column, justify="right")
-    for name, backend in result.backends.items():
-        backends.add_row(
-            name,
-            f"{backend.tokens_per_second:,.0f}",
-            str(backend.compiles or "none needed"),
-            f"{backend.max_difference:.2g}",
-            f"{backend.max_error:.2g}",
-        )
-    console.print(backends)
+    page.show_rows(rows(result), console)
     console.print(_traffic(result))
     page.show_calls(_calls(result), console)
 
@@ -69,12 +142,11 @@ def to_html(result: Result, path: Path) -> None:
     """Writes the page; it needs no network and no other file."""
     page.write(
         path,
-        Path(__file__).with_name("report.html.j2"),
         title=f"One handler, {len(result.backends)} backends",
         subtitle=f"{result.model}, {result.dtype}. {_traffic(result)}",
         headlines=headlines(result),
         calls=_calls(result),
-        result=result,
+        rows=rows(result),
         plots=[_svg(draw, result) for draw in (_plot_pool, _plot_batch, _plot_tokens, _plot_times)],
     )
 
@@ -98,7 +170,7 @@ def _calls(result: Result) -> list[Calls]:
     found = []
     for name, backend in result.backends.items():
         if backend.custom_calls:
-            lines = [line for call in backend.custom_calls for line in [*page.lines_of(call), ""]]
+            lines = [line for call in backend.custom_calls for line in [*page.call_lines(call), ""]]
             found.append(Calls([name], lines[:-1]))
     return found
 

@@ -1,106 +1,90 @@
-"""Drives the steps of a trace through the backends and compares what comes out."""
+"""What ``python -m examples.replay`` does once its options are known: drives the steps of a trace
+through the backends and compares what comes out."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from itertools import islice
 
 import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from examples.replay.models import Model
-from examples.replay.steps import BACKENDS, Backend, Operands
-from examples.scheduler import Arrival, Limits, Scheduler, Step
+from examples import commands
+from examples.replay import report
+from examples.replay.report import BackendResult, Result, Sample
+from examples.replay.steps import RUNNERS, LayerRunner, Operands, TokenValues
+from examples.replay.workload import MODELS, Model, generate_trace, read_trace
+from examples.scheduler import Arrival, Limits, Scheduler
 from harness import hlo, reference
 from harness.arrays import DTYPES
 from harness.compare import max_error
 
 SAMPLED_ROWS = 4  # of each sequence, on a sampled step
+_MOST_REQUESTS = 20_000
 
 
-@dataclass
-class Sample:
-    """One step as the report shows it."""
-
-    num_tokens: int
-    num_decode_tokens: int
-    running: int
-    waiting: int
-    preemptions: int  # so far
-    used_blocks: int
-    seconds: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class BackendResult:
-    """What a backend did in the whole run."""
-
-    tokens_per_second: float  # without the steps that compiled
-    compiles: int
-    max_difference: float  # to the first backend
-    max_error: float  # to the oracle, on sampled steps
-    custom_calls: list[str]
+def run(options: argparse.Namespace) -> int:
+    """Returns the exit status."""
+    console = Console(stderr=options.json)
+    try:
+        if options.distributed is not None and not commands.join_processes(options.distributed):
+            options.json, options.out, console.quiet = False, None, True
+        result = _replay(options, console)
+    except ValueError as error:
+        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        return 2
+    if options.json:
+        print(json.dumps(result.as_json(), indent=2))
+    else:
+        report.to_terminal(result, console)
+    if options.out:
+        page = options.out / "report.html"
+        report.to_html(result, page)
+        console.print(f"The page: {page.resolve()}", soft_wrap=True)
+    return 0 if result.same_bits and result.same_custom_calls else 1
 
 
-@dataclass
-class Result:
-    """A run."""
+def _replay(options: argparse.Namespace, console: Console) -> Result:
+    arrivals: Iterable[Arrival]
+    if options.trace:
+        arrivals, name = read_trace(options.trace), options.trace.name
+    else:
+        arrivals, name = generate_trace(_MOST_REQUESTS), "a generated trace"
+    columns = (
+        TextColumn("replaying"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("steps, {task.fields[running]} running, {task.fields[waiting]} waiting,"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("steps", total=options.steps, running=0, waiting=0)
 
-    model: str
-    dtype: str
-    limits: Limits
-    trace: str
-    steps: list[Sample]
-    backends: dict[str, BackendResult]
-    oracle_rows: int
-    finished: int
-    generated_tokens: int
-    truncated: int
-    preemptions: int
+        def on_step(sample: Sample) -> None:
+            progress.update(task, advance=1, running=sample.running, waiting=sample.waiting)
 
-    @property
-    def compile_bound(self) -> int:
-        """Programs per backend: one for each padded token count."""
-        return len(self.limits.buckets)
-
-    @property
-    def same_custom_calls(self) -> bool:
-        """Whether all backends that have HLO hold the same custom calls, letter for letter."""
-        calls = [backend.custom_calls for backend in self.backends.values() if backend.custom_calls]
-        return all(found == calls[0] for found in calls)
-
-    @property
-    def same_bits(self) -> bool:
-        """Whether all backends gave the same outputs."""
-        return all(backend.max_difference == 0 for backend in self.backends.values())
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything, for machines."""
-        return asdict(self) | {
-            "compile_bound": self.compile_bound,
-            "same_custom_calls": self.same_custom_calls,
-            "same_bits": self.same_bits,
-        }
-
-
-class TokenValues:
-    """Query, key and value of a token: a function of request and position, so that a token that is
-    computed anew after preemption has the values it had."""
-
-    _POOL = 4096
-
-    def __init__(self, model: Model, dtype: str) -> None:
-        rng = np.random.default_rng(0)
-        self._pools = [
-            rng.standard_normal((self._POOL, heads, model.head_size)).astype(DTYPES[dtype])
-            for heads in (model.num_heads, model.num_kv_heads, model.num_kv_heads)
-        ]
-
-    def __call__(self, step: Step) -> list[np.ndarray]:
-        """Arrays [bucket, heads, head_size] for query, key and value."""
-        mixed = step.request_of_token * 7919 + step.position_of_token * 104_729
-        return [pool[(mixed + 31 * i) % self._POOL] for i, pool in enumerate(self._pools)]
+        return replay(
+            islice(arrivals, _MOST_REQUESTS),
+            trace=name,
+            model=MODELS[options.model],
+            dtype=options.dtype,
+            limits=Limits(
+                block_size=options.block_size,
+                num_blocks=options.blocks,
+                max_seqs=options.max_seqs,
+                max_blocks_per_seq=-(-options.max_len // options.block_size),
+                token_budget=options.token_budget,
+            ),
+            backends=options.backends,
+            num_steps=options.steps,
+            seconds_per_step=options.step_seconds,
+            sample_every=options.sample_every,
+            on_step=on_step,
+        )
 
 
 def replay(
@@ -119,12 +103,12 @@ def replay(
     """Runs up to `num_steps` steps of a trace through every backend, side by side."""
     shape = (limits.num_blocks, limits.block_size, 2 * model.num_kv_heads, model.head_size)
     cache = np.zeros(shape, DTYPES[dtype])
-    opened: list[Backend] = [BACKENDS[name](model, cache) for name in backends]
+    runners: list[LayerRunner] = [RUNNERS[name](model, cache) for name in backends]
     scheduler, values = Scheduler(arrivals, limits), TokenValues(model, dtype)
-    differences = {backend.name: 0.0 for backend in opened}
-    errors = {backend.name: 0.0 for backend in opened}
+    differences = {runner.name: 0.0 for runner in runners}
+    errors = {runner.name: 0.0 for runner in runners}
     samples: list[Sample] = []
-    timed: dict[str, list[tuple[int, float]]] = {backend.name: [] for backend in opened}
+    timed: dict[str, list[tuple[int, float]]] = {runner.name: [] for runner in runners}
     oracle_rows, clock = 0, 0.0
     operands: Operands | None = None
 
@@ -153,18 +137,18 @@ def replay(
             used_blocks=scheduler.used_blocks,
         )
         outputs = {}
-        for backend in opened:
-            compiled = backend.compiles()
+        for runner in runners:
+            compiled = runner.compiles()
             start = time.perf_counter()
-            outputs[backend.name] = backend.run(operands)
-            sample.seconds[backend.name] = time.perf_counter() - start
-            if backend.compiles() == compiled:
-                timed[backend.name].append((step.num_tokens, sample.seconds[backend.name]))
-        first = outputs[opened[0].name].astype(np.float64)
+            outputs[runner.name] = runner.run(operands)
+            sample.seconds[runner.name] = time.perf_counter() - start
+            if runner.compiles() == compiled:
+                timed[runner.name].append((step.num_tokens, sample.seconds[runner.name]))
+        first = outputs[runners[0].name].astype(np.float64)
         for name, output in outputs.items():
             differences[name] = max(differences[name], max_error(output, first))
         if len(samples) % sample_every == 0:
-            rows, expected = _oracle(operands, opened[0].cache(), model)
+            rows, expected = _oracle(operands, runners[0].cache(), model)
             oracle_rows += len(rows)
             for name, output in outputs.items():
                 errors[name] = max(errors[name], max_error(output[rows], expected))
@@ -180,14 +164,14 @@ def replay(
         trace=trace,
         steps=samples,
         backends={
-            backend.name: BackendResult(
-                tokens_per_second=_rate(timed[backend.name]),
-                compiles=backend.compiles(),
-                max_difference=differences[backend.name],
-                max_error=errors[backend.name],
-                custom_calls=_custom_calls(backend.hlo(operands)),
+            runner.name: BackendResult(
+                tokens_per_second=_rate(timed[runner.name]),
+                compiles=runner.compiles(),
+                max_difference=differences[runner.name],
+                max_error=errors[runner.name],
+                custom_calls=_custom_calls(runner.hlo(operands)),
             )
-            for backend in opened
+            for runner in runners
         },
         oracle_rows=oracle_rows,
         finished=len(scheduler.finished),

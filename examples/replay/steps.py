@@ -1,4 +1,5 @@
-"""The same step through each backend: kv_cache_update, then paged_attention, the cache in place."""
+"""The same step of one attention layer through each backend: kv_cache_update, then
+paged_attention, the cache in place."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 import jax_frontend
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
-from examples.replay.models import Model
+from examples.replay.workload import Model
+from examples.scheduler import Step
 from harness import hlo
-from harness.arrays import to_numpy, to_torch
+from harness.arrays import DTYPES, to_numpy, to_torch
 
 
 class Operands(NamedTuple):
@@ -34,8 +36,27 @@ class Operands(NamedTuple):
     num_seqs: np.ndarray
 
 
-class Backend(ABC):
-    """One way into the ops, with a cache of its own."""
+class TokenValues:
+    """Query, key and value of a token: a function of request and position, so that a token that is
+    computed anew after preemption has the values it had."""
+
+    _POOL = 4096
+
+    def __init__(self, model: Model, dtype: str) -> None:
+        rng = np.random.default_rng(0)
+        self._pools = [
+            rng.standard_normal((self._POOL, heads, model.head_size)).astype(DTYPES[dtype])
+            for heads in (model.num_heads, model.num_kv_heads, model.num_kv_heads)
+        ]
+
+    def __call__(self, step: Step) -> list[np.ndarray]:
+        """Arrays [bucket, heads, head_size] for query, key and value."""
+        mixed = step.request_of_token * 7919 + step.position_of_token * 104_729
+        return [pool[(mixed + 31 * i) % self._POOL] for i, pool in enumerate(self._pools)]
+
+
+class LayerRunner(ABC):
+    """Runs the step through one backend, with a cache of its own."""
 
     name: str
 
@@ -56,7 +77,7 @@ class Backend(ABC):
         return None
 
 
-class JaxBackend(Backend):
+class JaxRunner(LayerRunner):
     """jax.jit, the cache donated."""
 
     name = "JAX"
@@ -79,24 +100,24 @@ class JaxBackend(Backend):
         return jnp.asarray(cache)
 
     def run(self, operands: Operands) -> np.ndarray:
-        """As in Backend."""
+        """As in LayerRunner."""
         self._cache, output = self._step(self._cache, *operands)
         return np.asarray(output)
 
     def compiles(self) -> int:
-        """As in Backend."""
+        """As in LayerRunner."""
         return int(self._step._cache_size())  # type: ignore[attr-defined]
 
     def cache(self) -> np.ndarray:
-        """As in Backend."""
+        """As in LayerRunner."""
         return np.asarray(self._cache)
 
     def hlo(self, operands: Operands) -> str | None:
-        """As in Backend."""
+        """As in LayerRunner."""
         return self._step.lower(self._cache, *operands).as_text("hlo")
 
 
-class JaxMeshBackend(JaxBackend):
+class JaxMeshRunner(JaxRunner):
     """jax.jit on all devices, those of other processes included. They share the kv heads."""
 
     name = "JAX-mesh"
@@ -118,14 +139,14 @@ class JaxMeshBackend(JaxBackend):
         return jax.make_array_from_callback(cache.shape, sharding, lambda index: cache[index])
 
     def cache(self) -> np.ndarray:
-        """As in Backend."""
+        """As in LayerRunner."""
         return np.asarray(jax.jit(lambda x: x, out_shardings=self._whole)(self._cache))
 
     def hlo(self, operands: Operands) -> None:
         """None: each device has a program of its own, with its heads."""
 
 
-class TorchBackend(Backend):
+class TorchRunner(LayerRunner):
     """Eager PyTorch on the CPU."""
 
     name = "torch"
@@ -155,20 +176,20 @@ class TorchBackend(Backend):
 
     @torch.no_grad()
     def run(self, operands: Operands) -> np.ndarray:
-        """As in Backend."""
+        """As in LayerRunner."""
         tensors = [self._place(to_torch(array)) for array in operands]
         return to_numpy(self._function(self._cache, *tensors))
 
     def compiles(self) -> int:
-        """As in Backend."""
+        """As in LayerRunner."""
         return 0
 
     def cache(self) -> np.ndarray:
-        """As in Backend."""
+        """As in LayerRunner."""
         return to_numpy(self._cache)
 
 
-class TorchXlaBackend(TorchBackend):
+class TorchXlaRunner(TorchRunner):
     """torch_xla's lazy mode, one graph a step."""
 
     name = "torch_xla"
@@ -183,7 +204,7 @@ class TorchXlaBackend(TorchBackend):
 
     @torch.no_grad()
     def run(self, operands: Operands) -> np.ndarray:
-        """As in Backend."""
+        """As in LayerRunner."""
         before = hlo.torch_xla_compiles()
         tensors = [self._place(to_torch(array)) for array in operands]
         output = self._function(self._cache, *tensors)
@@ -193,19 +214,19 @@ class TorchXlaBackend(TorchBackend):
         return result
 
     def compiles(self) -> int:
-        """As in Backend."""
+        """As in LayerRunner."""
         return self._compiles
 
     @torch.no_grad()
     def hlo(self, operands: Operands) -> str:
-        """As in Backend."""
+        """As in LayerRunner."""
         tensors = [self._place(to_torch(array)) for array in operands]
         cache = self._cache.clone()
         output = self._step(cache, *tensors)
         return hlo.from_torch_xla([cache, output])
 
 
-class OpenXlaBackend(TorchXlaBackend):
+class OpenXlaRunner(TorchXlaRunner):
     """torch.compile with torch_xla's backend."""
 
     name = "openxla"
@@ -215,6 +236,7 @@ class OpenXlaBackend(TorchXlaBackend):
         self._function = torch.compile(self._step, backend="openxla", fullgraph=True, dynamic=False)
 
 
-BACKENDS: dict[str, Callable[[Model, np.ndarray], Backend]] = {
-    backend.name.lower(): backend for backend in (JaxBackend, TorchXlaBackend, OpenXlaBackend, TorchBackend, JaxMeshBackend)
+RUNNERS: dict[str, Callable[[Model, np.ndarray], LayerRunner]] = {
+    runner.name.lower(): runner
+    for runner in (JaxRunner, TorchXlaRunner, OpenXlaRunner, TorchRunner, JaxMeshRunner)
 }

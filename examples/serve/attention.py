@@ -46,8 +46,8 @@ class Middleware:
         if scope["type"] != "http" or scope["path"] != PATH:
             await self._app(scope, receive, send)
             return
-        of_workers = await scope["app"].state.engine_client.collective_rpc("attention_names")
-        body = json.dumps(sorted({name for names in of_workers for name in names})).encode()
+        worker_names = await scope["app"].state.engine_client.collective_rpc("attention_names")
+        body = json.dumps(sorted({name for names in worker_names for name in names})).encode()
         headers = [(b"content-type", b"application/json")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})

@@ -16,7 +16,7 @@ from examples import commands
 from examples.serve import attention
 from examples.serve.__main__ import NAME
 
-with commands.needs("examples.serve.load_test", "serve"):
+with commands.needs("examples.serve.load_test", "'xla-paged-attention[serve]'"):
     from openai import APIConnectionError, AsyncOpenAI
     from rich.console import Console
     from rich.table import Table

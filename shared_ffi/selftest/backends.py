@@ -1,12 +1,9 @@
-"""Tries a tiny step through every installed backend, for ``python -m shared_ffi``.
-
-Each backend has a process of its own, which may hang or crash without harm to the others.
-"""
+"""Every way to call the ops, and whether it works here: a smoke step in a process of its own, which
+may hang or crash without harm to the others."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.metadata
 import importlib.util
 import os
@@ -20,38 +17,15 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from subprocess import DEVNULL, PIPE
+from typing import Any, NamedTuple
+
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from shared_ffi import _native, _pjrt
 
 WORKS, FAILS, NOT_INSTALLED, NO_GPU = "works", "fails", "not installed", "no GPU"
-
-
-class Package(NamedTuple):
-    """A package that a backend needs, in the versions that are known to work."""
-
-    name: str
-    oldest: str
-    below: str = ""
-    module: str = ""
-    """What is imported, where that is not the package's name."""
-
-    def __str__(self) -> str:
-        """As pip takes it."""
-        return f"{self.name}>={self.oldest}" + (f",<{self.below}" if self.below else "")
-
-
-EXTRAS = {
-    "jax": (Package("jax", "0.8.0"),),
-    "torch": (Package("torch", "2.9"),),
-    "torch-xla": (
-        Package("torch", "2.9", "2.10"),
-        Package("torch_xla", "2.9.0", "2.9.1"),
-        Package("jax", "0.8.0"),
-        Package("pyelftools", "0.32", module="elftools"),
-    ),
-}
-"""What each extra of xla-paged-attention installs."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +45,8 @@ class Backend:
         return self.name.rpartition("-")[2]
 
     def environment(self) -> dict[str, str]:
-        """Puts every framework on this platform, where backends beside it have memory, too."""
+        """Selects the platform and turns preallocation off, so that several self-tests share one
+        GPU."""
         return {
             "JAX_PLATFORMS": self.platform,
             "PJRT_DEVICE": self.platform.upper(),
@@ -81,39 +56,38 @@ class Backend:
         }
 
 
-def _in_torch(*arguments: str) -> str:
-    return f"from torch_frontend import _try; print(_try.run(*{arguments}))"
+def _step(call: str) -> str:
+    return f"from shared_ffi.selftest import smoke_step; print(smoke_step.{call})"
 
-
-_XLA = "import torch_xla; "
 
 BACKENDS = (
-    Backend("jax-cpu", "JAX, CPU", "jax", "from jax_frontend import _try; print(_try.run())"),
-    Backend("torch-cpu", "PyTorch eager, CPU", "torch", _in_torch("cpu")),
-    Backend("inductor-cpu", "Inductor, CPU", "torch", _in_torch("cpu", "inductor")),
-    Backend("aot-inductor-cpu", "AOTInductor, CPU", "torch", _in_torch("cpu", "aot_inductor")),
-    Backend("torch-xla-cpu", "torch_xla, CPU", "torch-xla", _XLA + _in_torch("xla")),
-    Backend("openxla-cpu", "openxla, CPU", "torch-xla", _XLA + _in_torch("xla", "openxla")),
-    Backend("jax-cuda", "JAX, CUDA", "jax", "from jax_frontend import _try; print(_try.run())"),
-    Backend("torch-cuda", "PyTorch eager, CUDA", "torch", _in_torch("cuda")),
-    Backend("inductor-cuda", "Inductor, CUDA", "torch", _in_torch("cuda", "inductor")),
-    Backend("aot-inductor-cuda", "AOTInductor, CUDA", "torch", _in_torch("cuda", "aot_inductor")),
-    Backend("torch-xla-cuda", "torch_xla, CUDA", "torch-xla", _XLA + _in_torch("xla")),
-    Backend("openxla-cuda", "openxla, CUDA", "torch-xla", _XLA + _in_torch("cuda", "openxla")),
+    Backend("jax-cpu", "JAX, CPU", "jax", _step("in_jax()")),
+    Backend("torch-cpu", "PyTorch eager, CPU", "torch", _step("in_torch('cpu')")),
+    Backend("inductor-cpu", "Inductor, CPU", "torch", _step("in_torch('cpu', 'inductor')")),
+    Backend(
+        "aot-inductor-cpu", "AOTInductor, CPU", "torch", _step("in_torch('cpu', 'aot_inductor')")
+    ),
+    Backend("torch-xla-cpu", "torch_xla, CPU", "torch-xla", _step("in_torch('xla')")),
+    Backend("openxla-cpu", "openxla, CPU", "torch-xla", _step("in_torch('xla', 'openxla')")),
+    Backend("jax-cuda", "JAX, CUDA", "jax", _step("in_jax()")),
+    Backend("torch-cuda", "PyTorch eager, CUDA", "torch", _step("in_torch('cuda')")),
+    Backend("inductor-cuda", "Inductor, CUDA", "torch", _step("in_torch('cuda', 'inductor')")),
+    Backend(
+        "aot-inductor-cuda", "AOTInductor, CUDA", "torch", _step("in_torch('cuda', 'aot_inductor')")
+    ),
+    Backend("torch-xla-cuda", "torch_xla, CUDA", "torch-xla", _step("in_torch('xla')")),
+    Backend("openxla-cuda", "openxla, CUDA", "torch-xla", _step("in_torch('cuda', 'openxla')")),
 )
 
 
 class Outcome(NamedTuple):
-    """What became of the step through a backend."""
+    """What became of the smoke step through a backend."""
 
     backend: str
     title: str
-    status: str
-    """WORKS, FAILS, NOT_INSTALLED or NO_GPU."""
-    detail: str
-    """The device where it works, otherwise what is wrong."""
-    remedy: str
-    """Empty where it works."""
+    status: str  # WORKS, FAILS, NOT_INSTALLED or NO_GPU
+    detail: str  # the device where it works, otherwise what is wrong
+    remedy: str  # empty where it works
     seconds: float
 
 
@@ -124,168 +98,130 @@ def try_backends(backends: Iterable[Backend], timeout_s: float) -> list[Outcome]
 
 
 def try_backend(backend: Backend, timeout_s: float) -> Outcome:
-    """Tries one backend, unless it is plain that it cannot work."""
+    """Tries one backend, unless something that it needs is not there."""
     start = time.monotonic()
+    found = _obstacle(backend)
+    if found is None:
+        problem, output, errors = run(backend.script, timeout_s, backend.environment())
+        if problem:
+            found = FAILS, problem, _remedy(backend, errors)
+        else:
+            found = WORKS, f"on {output.splitlines()[-1]}", ""
+    seconds = round(time.monotonic() - start, 1)
+    return Outcome(backend.name, backend.title, *found, seconds)
 
-    def outcome(status: str, detail: str, remedy: str = "") -> Outcome:
-        seconds = round(time.monotonic() - start, 1)
-        return Outcome(backend.name, backend.title, status, detail, remedy, seconds)
 
-    if backend.platform == "cuda" and not gpu_count():
-        what = "the driver shows no GPU" if any(_pjrt.cuda_driver_version()) else "no NVIDIA driver"
-        return outcome(NO_GPU, what, "use the CPU, or a machine with an NVIDIA GPU")
-    if missing := [x.name for x in EXTRAS[backend.extra] if not _is_installed(x.module or x.name)]:
-        remedy = f"pip install 'xla-paged-attention[{backend.extra}]'"
-        return outcome(NOT_INSTALLED, f"without {_enumerated(missing)}", remedy)
-    if backend.platform == "cuda" and _native.cuda_version is None:
+def _obstacle(backend: Backend) -> tuple[str, str, str] | None:
+    """The status, its detail and the remedy if the backend need not be tried."""
+    (driver, _), built = _pjrt.cuda_driver_version(), _native.cuda_version
+    if backend.platform == "cuda" and not _pjrt.gpu_count():
+        detail = "the driver shows no GPU" if driver else "no NVIDIA driver"
+        return NO_GPU, detail, "use the CPU, or a machine with an NVIDIA GPU"
+    if missing := [x.name for x in _requirements(backend.extra) if version(x.name) is None]:
+        *others, last = missing
+        detail = f"without {', '.join(others)} and {last}" if others else f"without {last}"
+        return NOT_INSTALLED, detail, f"pip install 'xla-paged-attention[{backend.extra}]'"
+    if backend.platform == "cuda" and built is None:
         remedy = "install a build that has them, one without XLA_GPU_CUDA=OFF"
-        return outcome(FAILS, "this build has no CUDA handlers", remedy)
-    if backend.name == "jax-cuda" and not _is_installed("jax_plugins"):
-        (driver, _), (built, _) = _pjrt.cuda_driver_version(), _native.cuda_version or (0, 0)
-        remedy = f"pip install 'jax[cuda{max(driver, built)}]'"
-        if driver < built:
+        return FAILS, "this build has no CUDA handlers", remedy
+    if backend.name == "jax-cuda" and built and importlib.util.find_spec("jax_plugins") is None:
+        remedy = f"pip install 'jax[cuda{max(driver, built[0])}]'"
+        if driver < built[0]:
             remedy = f"update the driver, then {remedy}"
-        return outcome(NOT_INSTALLED, "JAX without its CUDA plugin", remedy)
-    returncode, output, errors = run(backend.script, backend.environment(), timeout_s)
-    if returncode == 0:
-        return outcome(WORKS, f"on {output.splitlines()[-1]}")
-    detail = what_happened(returncode, errors, timeout_s)
-    return outcome(FAILS, detail, _remedy(backend, errors))
+        return NOT_INSTALLED, "JAX without its CUDA plugin", remedy
+    return None
 
 
-def _enumerated(names: list[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last
+_lock = threading.Lock()
+_running: set[int] = set()  # the processes' ids
+_is_over = threading.Event()
 
 
-class Running:
-    """The processes that run. Each leads a session, which Ctrl-C in the terminal does not reach."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._leaders: set[int] = set()
-        self._ended = False
-
-    def add(self, process: subprocess.Popen[str]) -> None:
-        """A process that has begun."""
-        with self._lock:
-            self._leaders.add(process.pid)
-            if self._ended:
-                self._kill(process.pid)
-
-    def remove(self, process: subprocess.Popen[str]) -> None:
-        """A process that has ended."""
-        with self._lock:
-            self._leaders.discard(process.pid)
-
-    def end(self) -> None:
-        """Ends all of them, and those that begin from now on."""
-        with self._lock:
-            self._ended = True
-            for leader in self._leaders:
-                self._kill(leader)
-
-    def _kill(self, leader: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(leader, signal.SIGKILL)
-
-
-RUNNING = Running()
-
-
-def run(script: str, environment: dict[str, str], timeout_s: float) -> tuple[int | None, str, str]:
-    """Runs a script in a process of its own. Returns its exit status, None if it ran out of time,
-    its output and its errors. Nothing that it compiles is kept."""
+def run(
+    script: str, timeout_s: float, environment: dict[str, str] | None = None
+) -> tuple[str, str, str]:
+    """Runs a script in a process of its own. Returns what went wrong in one line, empty if nothing
+    did, its output and its errors. Nothing that it compiles is kept."""
     with tempfile.TemporaryDirectory(prefix="xla-gpu-") as folder:
         temporary = {"TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
-        process = subprocess.Popen(
-            [sys.executable, "-c", script],
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=os.environ | temporary | environment,
-            start_new_session=True,  # its children end with it
-        )
-        RUNNING.add(process)
+        command = [sys.executable, "-c", script]
+        env = os.environ | temporary | (environment or {})
+        streams: dict[str, Any] = {"stdin": DEVNULL, "stdout": PIPE, "stderr": PIPE, "text": True}
+        with _lock:
+            if _is_over.is_set():
+                raise KeyboardInterrupt
+            process = subprocess.Popen(command, env=env, start_new_session=True, **streams)
+            _running.add(process.pid)
         try:
             output, errors = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)  # its children, too
             process.communicate()
-            return None, "", ""
+            return f"no answer within {timeout_s:.0f} seconds", "", ""
         finally:
-            RUNNING.remove(process)
-        return process.returncode, output, errors
+            _running.discard(process.pid)
+    return _problem(process.returncode, errors), output, errors
 
 
-def gpu_count() -> int:
-    """How many GPUs the driver shows to this process."""
-    count = ctypes.c_int(0)
-    with contextlib.suppress(OSError, AttributeError):
-        driver = ctypes.CDLL("libcuda.so.1")
-        if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0:
-            return count.value
-    return 0
+def end_all(*_: Any) -> None:
+    """Ends all processes that `run` began: each leads a session, which Ctrl-C does not reach."""
+    with _lock:
+        _is_over.set()
+        for leader in _running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(leader, signal.SIGKILL)
+    raise KeyboardInterrupt
 
 
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # None in sys.modules
-        return False
-
-
-def what_happened(returncode: int | None, errors: str, timeout_s: float) -> str:
-    """One line about a script that failed."""
-    if returncode is None:
-        return f"no answer within {timeout_s:.0f} seconds"
-    if returncode < 0:
-        return f"ended by {signal.Signals(-returncode).name}"
+def _problem(returncode: int, errors: str) -> str:
+    if returncode <= 0:
+        return f"ended by {signal.Signals(-returncode).name}" if returncode else ""
     # The last exception of a traceback; what follows it are its further lines.
     exceptions = re.findall(r"^[\w.]*(?:Error|Exception|Failed|Exit)\b:? ?.*$", errors, re.M)
     lines = exceptions or errors.strip().splitlines() or [f"exit status {returncode}"]
     return lines[-1].strip()
 
 
-_REMEDIES = (
-    (r"No working C\+\+ compiler|InvalidCxxCompiler", "install g++ or clang, or name one in CXX"),
-    (r"Python\.h: No such file", "install the headers of this Python, such as python3-dev"),
-    (r"[Cc]annot find a working triton|TritonMissing", "pip install triton"),
-    (r"not compiled with CUDA", "install a PyTorch that is built for CUDA"),
-    (r"no CUDA plugin .*installed", "pip install jax-cuda12-pjrt==0.8.0"),
-    (
-        r"built with CUDA .* this machine's NVIDIA driver",
-        "update the driver, or use the CPU",
+_REMEDIES = {
+    r"No working C\+\+ compiler|InvalidCxxCompiler": "install g++ or clang, or name one in CXX",
+    r"Python\.h: No such file": "install the headers of this Python, such as python3-dev",
+    r"[Cc]annot find a working triton|TritonMissing": "pip install triton",
+    r"not compiled with CUDA": "install a PyTorch that is built for CUDA",
+    r"no CUDA plugin .*installed": "pip install jax-cuda12-pjrt==0.8.0",
+    r"built with CUDA .* this machine's NVIDIA driver": "update the driver, or use the CPU",
+    r"RESOURCE_EXHAUSTED|out of memory": (
+        "free the GPU's memory, or name another GPU in CUDA_VISIBLE_DEVICES"
     ),
-    (
-        r"RESOURCE_EXHAUSTED|out of memory",
-        "free the GPU's memory, or name another GPU in CUDA_VISIBLE_DEVICES",
-    ),
-    (r"No space left on device", "free some disk, or name another folder in TMPDIR"),
-)
+    r"No space left on device": "free some disk, or name another folder in TMPDIR",
+}
 
 
 def _remedy(backend: Backend, errors: str) -> str:
-    for pattern, remedy in _REMEDIES:
+    for pattern, remedy in _REMEDIES.items():
         if re.search(pattern, errors):
             return remedy
-    if others := [x for x in EXTRAS[backend.extra] if not _is_known(x)]:
-        return "pip install " + " ".join(f"'{x}'" for x in others)
+    if unsupported := [x for x in _requirements(backend.extra) if not _is_met(x)]:
+        return "pip install " + " ".join(f"'{x.name}{x.specifier}'" for x in unsupported)
     return f"see docs/troubleshooting.md; all of the message: python -c {backend.script!r}"
 
 
-def _is_known(package: Package) -> bool:
+def _requirements(extra: str) -> list[Requirement]:
+    """What an extra of xla-paged-attention installs."""
+    is_installed = version("xla-paged-attention") is not None  # else these are the sources
+    texts = importlib.metadata.requires("xla-paged-attention") if is_installed else None
+    requirements = map(Requirement, texts or ())
+    return [x for x in requirements if x.marker and x.marker.evaluate({"extra": extra})]
+
+
+def _is_met(requirement: Requirement) -> bool:
+    """Compares releases: vendors call theirs 2.9.0a0+name."""
+    found = version(requirement.name)
+    return found is not None and requirement.specifier.contains(Version(found).base_version)
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package; None: it is not installed."""
     try:
-        version = importlib.metadata.version(package.name)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return _numbers(package.oldest) <= _numbers(version) and (
-        not package.below or _numbers(version) < _numbers(package.below)
-    )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The release of a version: (2, 9, 1) of 2.9.1+cpu."""
-    release = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, release[0].split("."))) if release else ()
+        return None

@@ -1,17 +1,74 @@
-"""The smallest decoding step, which shows whether the ops run. ``python -m shared_ffi`` takes it
-through every backend, with the ``_try.py`` of the frontends.
+"""The smallest decoding step, which shows whether the ops run. Each backend runs it in a process of
+its own, which alone imports its framework.
 
 A sequence of two tokens: the update writes their K and V into block 1, then one query attends to
 them. K is zero, so both V, 1 and 3, have the same weight, and every element of the result is 2.
 """
+# ruff: noqa: PLC0415
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
-SCALE = 1.0
+_SCALE = 1.0
+
+
+def in_jax() -> str:
+    """Runs the step on JAX's default device, whose name it returns."""
+    import jax
+
+    import jax_frontend
+
+    @jax.jit
+    def step(cache: Any, key: Any, value: Any, slots: Any, *attention: Any) -> Any:
+        query, lens, tables, starts, num_seqs = attention
+        cache = jax_frontend.kv_cache_update(cache, key, value, slots)
+        return jax_frontend.paged_attention(query, cache, lens, tables, starts, num_seqs, _SCALE)
+
+    output = step(*operands())
+    check(output.ravel())
+    (device,) = output.devices()
+    return device.device_kind
+
+
+def in_torch(device: str, compiler: str | None = None) -> str:
+    """Runs the step on a device, whose name it returns.
+
+    Args:
+        device: as PyTorch names it.
+        compiler: a backend of torch.compile, or ``aot_inductor``; None: the step is not compiled.
+    """
+    import torch
+
+    if device == "xla" or compiler == "openxla":
+        import torch_xla  # noqa: F401
+    import torch_frontend
+
+    class Step(torch.nn.Module):
+        def forward(self, cache: Any, key: Any, value: Any, slots: Any, *attention: Any) -> Any:
+            query, lens, tables, starts, num_seqs = attention
+            torch_frontend.kv_cache_update(cache, key, value, slots)
+            # The doubled query changes nothing. A compiler makes code of its own for it.
+            return torch_frontend.paged_attention(
+                2 * query, cache, lens, tables, starts, num_seqs, _SCALE
+            )
+
+    step: Any = Step()
+    tensors = tuple(torch.from_numpy(x).to(device) for x in operands())
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        if compiler == "aot_inductor":
+            program, path = torch.export.export(step, tensors), f"{folder}/step.pt2"
+            torch_frontend.aoti_compile_and_package(program, package_path=path)
+            step = torch._inductor.aoti_load_package(path)
+        elif compiler:
+            step = torch.compile(step, backend=compiler, fullgraph=True)
+        output = step(*tensors)
+    check(output.flatten().tolist())
+    return torch.cuda.get_device_name() if output.is_cuda else str(output.device)
 
 
 def operands() -> list[np.ndarray]:

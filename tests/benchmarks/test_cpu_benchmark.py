@@ -12,7 +12,7 @@ from benchmarks import contest
 from benchmarks.cpu import bench, report
 from benchmarks.cpu.peers import PEERS
 from benchmarks.workloads import Workload, uniform
-from examples.replay.models import Model
+from examples.replay.workload import Model
 
 SMALL = Model("small", 8, 2, 64)
 

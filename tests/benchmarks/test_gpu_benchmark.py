@@ -18,11 +18,10 @@ import pytest
 import torch
 
 from benchmarks import contest, workloads
-from benchmarks.gpu import bench, check, pack, predict, report
+from benchmarks.gpu import bench, check, pack, report
 from benchmarks.gpu.peers import PEERS
-from benchmarks.gpu.slots import Counts, Kernel
 from benchmarks.workloads import Workload, uniform
-from examples.replay.models import Model
+from examples.replay.workload import Model
 
 MODEL = Model("small", 8, 2, 64)
 WINDOWED = Model("windowed", 8, 2, 64, sliding_window=40, soft_cap=30.0)
@@ -110,7 +109,7 @@ def test_a_row_and_its_tables(tmp_path: Path) -> None:
 def test_lengths_of_a_trace(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,100,10\n1,7,1\n")
-    assert workloads.of_trace(trace, 5) == ((1, 105), (1, 7))
+    assert workloads.trace_sequences(trace, 5) == ((1, 105), (1, 7))
     names = [workload.name for workload in bench.workloads(trace)]
     assert len(set(zip(names, range(len(names)), strict=True))) == len(names)
     assert "64 of trace" in names
@@ -238,7 +237,7 @@ def test_order_on_a_gpu(
     assert left_out(done) == ([] if is_hopper else ["hopper", "pipelined"])
     assert done["racecheck, tall"]["ok"]
     if is_hopper:
-        for kernel in check.OF_HOPPER:
+        for kernel in check.HOPPER_KERNELS:
             assert done[f"racecheck, {kernel}"]["ok"] == (True if sanitizer == (2025, 4) else None)
         steps.failing = ("hopper kernels",)
         check.check(steps, is_hopper, [])
@@ -357,36 +356,3 @@ def test_a_pack_for_another_python(packed: Path, tmp_path: Path) -> None:
     pack.write(tmp_path / "parts", packed, "3.8")
     with pytest.raises(SystemExit, match=r"for Python 3\.8; this is 3\."):
         pack.unpack(packed, tmp_path / "unpacked")
-
-
-def test_predictions() -> None:
-    """Each row of the benchmark that one of the kernels computes. The more instructions a KV tile
-    takes, the longer a call."""
-    decode_counts = Counts("Decode", 128, None, 16, consumer=250, producer=200, clocks=400)
-    prefill_counts = Counts("Hopper", 128, None, 128, consumer=500, producer=300, clocks=2048)
-    found = {name: x for name, _, x in predict.predictions([decode_counts, prefill_counts], None)}
-    wanted = {
-        each.name
-        for each in bench.workloads(None)
-        if each.model.head_size <= 128 and each.cache_dtype is None and "beside" not in each.name
-    }
-    assert {*found} == wanted
-    assert all(x.worst >= 1 and x.seconds > 0 for x in found.values())
-    assert found["b8 x 8192"].seconds < found["b32 x 8192"].seconds < found["b128 x 8192"].seconds
-    slow = [
-        dataclasses.replace(x, consumer=8 * x.consumer) for x in (decode_counts, prefill_counts)
-    ]
-    slower = {name: x.seconds for name, _, x in predict.predictions(slow, None)}
-    assert slower["b32 x 8192"] > 1.5 * found["b32 x 8192"].seconds
-    assert slower["8192"] > 1.5 * found["8192"].seconds
-
-
-def test_instructions_are_counted_along_the_shortest_way() -> None:
-    """The way executes as many products as asked for. Another branch is shorter, but has none."""
-    lines = ["MOV R1, R2", "@P0 BRA 0x70", "HMMA R4", "FADD R1", "HMMA R4", "@P1 BRA 0x00"]
-    lines += ["EXIT", "MOV R1, R2", "BRA 0x50"]
-    listing = "\n".join(f"/*{16 * i:04x}*/ {line} ;" for i, line in enumerate(lines))
-    kernel = Kernel("", listing.replace("0x70", "0x070").replace("0x50", "0x050"))
-    assert kernel.count(("HMMA",), 2) == 6
-    with pytest.raises(ValueError, match="no loop with 3"):
-        Kernel("", listing.replace("HMMA R4", "FADD R4")).count(("HMMA",), 3)

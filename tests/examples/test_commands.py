@@ -13,7 +13,8 @@ import pytest
 
 from examples.generate import __main__ as generate
 from examples.replay import __main__ as replay
-from examples.replay import steps, trace
+from examples.replay import steps
+from examples.replay.workload import read_trace
 
 FRAMEWORKS = ("jax", "torch", "transformers", "matplotlib", "rich")
 LIBRARIES = [
@@ -40,7 +41,7 @@ def test_the_names_of_the_options_are_those_of_the_backends() -> None:
     from examples.generate.run import NAMES  # noqa: PLC0415  (needs transformers)
 
     assert tuple(NAMES) == generate.BACKENDS
-    assert tuple(steps.BACKENDS) == replay.BACKENDS
+    assert tuple(steps.RUNNERS) == replay.BACKENDS
 
 
 @pytest.mark.parametrize(("name", "library"), LIBRARIES)
@@ -51,7 +52,7 @@ def test_a_missing_library_is_named(name: str, library: str) -> None:
     (line,) = outcome.stderr.splitlines()
     assert outcome.returncode == 1
     assert line.startswith(f"examples.{name}: ") and library in line
-    assert "pip install 'xla-paged-attention[torch-xla," in line
+    assert "pip install --editable '.[torch-xla]' --group demo" in line
 
 
 # The second is busy in C, as a compiler is, and does not let Python's handlers run.
@@ -94,6 +95,6 @@ def test_invalid_trace(
     if text is not None:
         path.write_text(text)
     with pytest.raises(ValueError, match="a trace must"):
-        next(trace.read(path))
+        next(read_trace(path))
     assert replay.main(["--trace", os.fspath(path), "--backend", "torch"]) == 2
     assert message.format(path=path) in capsys.readouterr().out

@@ -16,16 +16,15 @@ import pytest
 import torch
 
 transformers = pytest.importorskip(
-    "transformers", reason="transformers is optional: pip install 'xla-paged-attention[generate]'"
+    "transformers", reason="transformers is optional: pip install --group demo"
 )
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
 from examples.generate import checkpoint, engine, transformers_backend  # noqa: E402
 from examples.generate.__main__ import main  # noqa: E402
-from examples.generate.backends import BACKENDS, JaxBackend  # noqa: E402
 from examples.generate.checkpoint import Checkpoint  # noqa: E402
-from examples.generate.mesh import JaxMeshBackend  # noqa: E402
-from examples.generate.sampling import Sampling, choose  # noqa: E402
+from examples.generate.engine import Sampling, choose  # noqa: E402
+from examples.generate.runners import RUNNERS, JaxMeshRunner, JaxRunner  # noqa: E402
 from examples.scheduler import Limits  # noqa: E402
 from harness import hlo  # noqa: E402
 from tests.support import scripts  # noqa: E402
@@ -115,7 +114,7 @@ def answers(
     if backend in transformers_backend.ATTENTION:
         generation = transformers_backend.generate(backend, model, asked, sampling, limits)
     else:
-        opened = BACKENDS[backend](model, limits)
+        opened = RUNNERS[backend](model, limits)
         engine.warm_up(opened, limits)
         programs = opened.compiles()
         assert programs in (0, len(limits.buckets))
@@ -191,7 +190,7 @@ def test_batching_changes_no_token(
 
 def test_a_small_pool_preempts(model: Checkpoint) -> None:
     limits = replace(LIMITS, num_blocks=16)
-    backend = BACKENDS["torch"](model, limits)
+    backend = RUNNERS["torch"](model, limits)
     assert engine.generate(backend, prompts(), SAMPLING, limits, frozenset()).preemptions > 0
 
 
@@ -207,7 +206,7 @@ def test_sampling_depends_on_the_seed_and_not_on_the_batch(
 
 
 def test_jax_updates_donated_caches_without_a_copy(model: Checkpoint) -> None:
-    backend = JaxBackend(model, LIMITS)
+    backend = JaxRunner(model, LIMITS)
     batch = engine.empty_batch(LIMITS, LIMITS.max_seqs)
     compiled = backend._forward.lower(backend._params, backend._caches, batch).compile()
     text = compiled.as_text()
@@ -225,7 +224,7 @@ def test_bfloat16_is_as_close_to_float64_as_transformers(folder: Path, backend: 
     narrow = checkpoint.load(folder, "bfloat16")
     exact = checkpoint.load(folder, "bfloat16")
     exact.model = exact.model.double()
-    opened = BACKENDS[backend](narrow, LIMITS)
+    opened = RUNNERS[backend](narrow, LIMITS)
     generation = engine.generate(opened, prompts(), SAMPLING, LIMITS, narrow.stop_tokens)
     ours, theirs, behind = 0.0, 0.0, 0.0
     for prompt, answer in zip(prompts(), generation.answers, strict=True):
@@ -324,7 +323,7 @@ def test_a_mesh_shares_heads_and_copies_the_model(
     model: Checkpoint, torch_tokens: list[list[int]]
 ) -> None:
     """No device sends its cache, and each updates its own in place."""
-    backend = JaxMeshBackend(model, LIMITS, shape=(4, 2))
+    backend = JaxMeshRunner(model, LIMITS, shape=(4, 2))
     engine.warm_up(backend, LIMITS)
     programs = backend.compiles()
     generation = engine.generate(backend, prompts(), SAMPLING, LIMITS, model.stop_tokens)

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from examples.replay import trace
 from examples.replay.__main__ import main
-from examples.replay.models import MODELS
-from examples.replay.run import TokenValues
+from examples.replay.steps import TokenValues
+from examples.replay.workload import MODELS, generate_trace, read_trace
 from examples.scheduler import Arrival, Limits, Scheduler
 from tests.support import scripts
 
@@ -103,12 +102,12 @@ def test_reading_a_trace(tmp_path: Path) -> None:
         "2023-11-16 18:15:46.6805900,374,44\n"
         "2023-11-16 18:15:50.9951690,396,109\n"
     )
-    assert list(trace.read(path)) == [Arrival(0.0, 374, 44), Arrival(4.314579, 396, 109)]
+    assert list(read_trace(path)) == [Arrival(0.0, 374, 44), Arrival(4.314579, 396, 109)]
 
 
 def test_the_generated_trace_has_the_shape_of_the_recorded_one() -> None:
-    generated = list(trace.generate(5000))
-    assert generated == list(trace.generate(5000))
+    generated = list(generate_trace(5000))
+    assert generated == list(generate_trace(5000))
     prompts = np.array([arrival.prompt_tokens for arrival in generated])
     assert 900 < np.median(prompts) < 1150
     assert prompts.max() > 8000

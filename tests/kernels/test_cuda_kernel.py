@@ -651,9 +651,7 @@ def test_lengths_that_change_during_the_call(dtype: str, q_len: int, each_kernel
 
 def test_wrong_scratch_size_is_refused(gpu: Gpu) -> None:
     inputs, _ = batch("float32")
-    with pytest.raises(
-        ValueError, match=r"paged_attention: the scratch must be uint8 \[\d+\]; got"
-    ):
+    with pytest.raises(ValueError, match=r"^paged_attention: result scratch must be uint8 \[\d+\]"):
         gpu.run(
             paged_attention,
             inputs,
@@ -730,5 +728,5 @@ def test_handler_expects_the_scratch_size_of_the_check(
     call, operands = checked_call("paged_attention", operands, attributes)
     _, scratch = call.results_on("cuda")
     results = [np.zeros_like(operands[0]), np.zeros(scratch.shape[0] + 1, np.uint8)]
-    with pytest.raises(ValueError, match=rf"the scratch must be uint8 \[{scratch.shape[0]}\]; got"):
+    with pytest.raises(ValueError, match=rf"result scratch must be uint8 \[{scratch.shape[0]}\]; "):
         gpu.run(paged_attention, operands, results, 0, **numbers(call))

@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.replay import trace
-from examples.replay.models import MODELS
+from examples.replay.workload import MODELS, generate_trace, read_trace
 from examples.scheduler import Arrival, Limits, Scheduler
 
 MODULE = "tests.reliability.soak"
@@ -72,7 +71,7 @@ class Report:
 
 def arrivals(path: Path | None) -> Iterator[Arrival]:
     """Requests without end, shorter than those of the trace."""
-    requests = [*(trace.read(path) if path else trace.generate(5000))]
+    requests = [*(read_trace(path) if path else generate_trace(5000))]
     for i in itertools.count():
         request = requests[i % len(requests)]
         prompt, generated = request.prompt_tokens, request.generated_tokens
@@ -83,12 +82,12 @@ class Soak:
     """A backend under traffic."""
 
     def __init__(self, backend: str, path: Path | None = None, seed: int = 0) -> None:
-        from examples.replay.run import TokenValues  # noqa: PLC0415  (imports the frameworks)
-        from examples.replay.steps import BACKENDS  # noqa: PLC0415
+        # Imports the frameworks.
+        from examples.replay.steps import RUNNERS, TokenValues  # noqa: PLC0415
 
         model = MODELS["tiny"]
         shape = (LIMITS.num_blocks, LIMITS.block_size, 2 * model.num_kv_heads, model.head_size)
-        self._backend = BACKENDS[backend](model, np.zeros(shape, np.float32))
+        self._runner = RUNNERS[backend](model, np.zeros(shape, np.float32))
         self._values = TokenValues(model, "float32")
         self._arrivals = arrivals(path)
         self._rng = np.random.default_rng(seed)
@@ -141,7 +140,7 @@ class Soak:
         from examples.replay.steps import Operands  # noqa: PLC0415  (imports the frameworks)
 
         query, key, value = self._values(step)
-        output = self._backend.run(
+        output = self._runner.run(
             Operands(
                 query,
                 key,

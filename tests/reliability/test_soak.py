@@ -35,7 +35,7 @@ def test_a_short_soak() -> None:
 def test_bits_that_drift_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "REQUESTS_PER_PASS", 3)
     soaked = soak.Soak("torch")
-    run, count = soaked._backend.run, 0
+    run, count = soaked._runner.run, 0
 
     def drifting(operands: Any) -> np.ndarray:
         nonlocal count
@@ -46,7 +46,7 @@ def test_bits_that_drift_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
             result[0, 0, 0] += np.float32(1e-6)
         return result
 
-    monkeypatch.setattr(soaked._backend, "run", drifting)
+    monkeypatch.setattr(soaked._runner, "run", drifting)
     with pytest.raises(AssertionError, match="the same request has other bits"):
         monkeypatch.setattr(soak, "arrivals", lambda path: iter(()))
         soaked._arrivals = iter(())

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shared_ffi import __main__ as diagnosis
 from shared_ffi import _native, _pjrt, eager, lowering, runtimes, simple_add
+from shared_ffi.selftest import report
 from shared_ffi.spec import ArraySpec
 from tests.support import scripts
 
@@ -142,4 +142,4 @@ def test_jax_runs_on_the_cpu() -> None:
 
 @pytest.mark.usefixtures("old_driver")
 def test_self_test_names_the_driver() -> None:
-    assert "update the driver to 580 or later" in diagnosis._cuda_driver()
+    assert "update the driver to 580 or later" in report.cuda_driver()

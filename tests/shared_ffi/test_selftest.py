@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -9,16 +10,24 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from packaging.requirements import Requirement
 
-from shared_ffi import __main__ as diagnosis
-from shared_ffi import _backends, _native, _pjrt, tiny_step
-from shared_ffi._backends import BACKENDS, FAILS, NO_GPU, NOT_INSTALLED, WORKS, Backend, Package
+from shared_ffi import _native, _pjrt
+from shared_ffi.selftest import backends, report, smoke_step
+from shared_ffi.selftest.backends import (
+    BACKENDS,
+    FAILS,
+    NO_GPU,
+    NOT_INSTALLED,
+    WORKS,
+    Backend,
+    Outcome,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,8 +45,8 @@ def diagnose(*arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_one_backend() -> None:
-    returncode, report = diagnose("--backend", "torch-cpu")
-    (outcome,) = report["backends"]
+    returncode, found = diagnose("--backend", "torch-cpu")
+    (outcome,) = found["backends"]
     assert returncode == 0
     assert outcome.pop("seconds") > 0
     assert outcome == {
@@ -50,8 +59,8 @@ def test_one_backend() -> None:
 
 
 def test_requested_backend_must_work() -> None:
-    returncode, report = diagnose("--backend", "torch-cpu", "jax-cuda")
-    assert {x["backend"]: x["status"] for x in report["backends"]} == {
+    returncode, found = diagnose("--backend", "torch-cpu", "jax-cuda")
+    assert {x["backend"]: x["status"] for x in found["backends"]} == {
         "torch-cpu": WORKS,
         "jax-cuda": NO_GPU,
     }
@@ -62,16 +71,17 @@ def in_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *scripts: str
 ) -> tuple[int, list[str]]:
     """The exit status and what is printed about backends with these scripts."""
-    backends = tuple(
+    chosen = tuple(
         Backend(f"backend{i}-cpu", f"backend {i}", "torch", script)
         for i, script in enumerate(scripts)
     )
-    monkeypatch.setattr(diagnosis, "BACKENDS", backends)
-    monkeypatch.setattr(
-        diagnosis, "_frameworks", lambda _: {"runtimes": {}, "registered": {}, "frontends": {}}
-    )
+
+    nothing = {"runtimes": {}, "registered": {}, "frontends": {}}
+    monkeypatch.setattr(report, "BACKENDS", chosen)
+    monkeypatch.setattr(report, "framework_report", lambda _: nothing)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["shared_ffi", "--timeout", "5"])
-    status = diagnosis.main()
+    status = report.main()
     return status, capsys.readouterr().out.partition("\nBackends\n")[2].splitlines()
 
 
@@ -81,8 +91,8 @@ def test_the_status_is_one_line_for_each_backend(
     status, lines = in_process(monkeypatch, capsys, "print('cpu')", "print('noise\\nGPU 7')")
     assert status == 0
     assert [re.sub(r"[\d.]+ s$", "1 s", line) for line in lines] == [
-        "  backend 0                works          on cpu, 1 s",
-        "  backend 1                works          on GPU 7, 1 s",
+        "  backend 0             works          on cpu, 1 s",
+        "  backend 1             works          on GPU 7, 1 s",
     ]
 
 
@@ -98,21 +108,23 @@ def test_a_backend_that_fails_changes_the_exit_status(
 
 
 def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_backends, "gpu_count", lambda: 0)
+    monkeypatch.setattr(_pjrt, "gpu_count", lambda: 0)
     monkeypatch.setattr(_pjrt, "cuda_driver_version", lambda: (0, 0))
-    monkeypatch.setattr(_backends, "_is_installed", lambda module: module != "torch")
+    monkeypatch.setattr(importlib.metadata, "version", {"xla-paged-attention": "0.1.0"}.get)
     by_name = {x.name: x for x in BACKENDS}
-    outcomes = [_backends.try_backend(by_name[name], 60) for name in ("torch-cpu", "jax-cuda")]
-    outcomes.append(
-        _backends.Outcome("jax-cpu", by_name["jax-cpu"].title, WORKS, "on cpu", "", 1.8)
-    )
+    outcomes = [tried(by_name[name]) for name in ("torch-cpu", "jax-cuda")]
+    outcomes.append(Outcome("jax-cpu", by_name["jax-cpu"].title, WORKS, "on cpu", "", 1.8))
     page = (ROOT / "docs/getting-started.md").read_text()
     for outcome in outcomes:
-        assert f"    {diagnosis._line(outcome)}\n" in page
+        assert f"    {report.line(outcome)}\n" in page
 
 
 def backend(script: str, name: str = "some-cpu", extra: str = "torch") -> Backend:
     return Backend(name, "some backend", extra, script)
+
+
+def tried(chosen: Backend, timeout_s: float = 60) -> Outcome:
+    return backends.try_backend(chosen, timeout_s)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +138,7 @@ def backend(script: str, name: str = "some-cpu", extra: str = "torch") -> Backen
     ids=["crash", "exit", "two-lines", "import"],
 )
 def test_failure_details(script: str, detail: str) -> None:
-    outcome = _backends.try_backend(backend(script), 60)
+    outcome = tried(backend(script))
     assert (outcome.status, outcome.detail) == (FAILS, detail)
     assert "docs/troubleshooting.md" in outcome.remedy and repr(script) in outcome.remedy
 
@@ -136,7 +148,7 @@ def test_a_backend_that_hangs_ends_with_its_children(tmp_path: Path) -> None:
     child = "import subprocess; p = subprocess.Popen(['sleep', '300'])"
     script = f"{child}; open({str(pid)!r}, 'w').write(str(p.pid)); p.wait()"
     start = time.monotonic()
-    outcome = _backends.try_backend(backend(script), 2)
+    outcome = tried(backend(script), 2)
     assert (outcome.status, outcome.detail) == (FAILS, "no answer within 2 seconds")
     assert time.monotonic() - start < 60
     assert has_ended(pid.read_text())
@@ -166,21 +178,27 @@ def has_ended(pid: str) -> bool:
     ],
 )  # fmt: skip
 def test_remedies(message: str, remedy: str) -> None:
-    assert _backends._remedy(backend(""), message) == remedy
+    assert backends._remedy(backend(""), message) == remedy
 
 
 def test_the_message_about_the_driver_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "cuda_version", (13, 0))
     monkeypatch.setattr(_pjrt, "cuda_driver_version", lambda: (12, 8))
-    message = diagnosis._cuda_driver()
-    assert _backends._remedy(backend(""), message) == "update the driver, or use the CPU"
+    message = report.cuda_driver()
+    assert backends._remedy(backend(""), message) == "update the driver, or use the CPU"
 
 
 def test_unsupported_version_is_named_as_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {"torch": "2.10.0+cpu", "torch_xla": "2.9.0", "jax": "0.7.2", "pyelftools": "0.32"}
-    monkeypatch.setattr(_backends.importlib.metadata, "version", versions.get)
-    remedy = _backends._remedy(backend("", extra="torch-xla"), "undefined symbol")
-    assert remedy == "pip install 'torch>=2.9,<2.10' 'jax>=0.8.0'"
+    versions = {
+        "xla-paged-attention": "0.1.0",
+        "torch": "2.10.0+cpu",
+        "torch_xla": "2.9.0",
+        "jax": "0.7.2",
+        "pyelftools": "0.32",
+    }
+    monkeypatch.setattr(importlib.metadata, "version", versions.get)
+    remedy = backends._remedy(backend("", extra="torch-xla"), "undefined symbol")
+    assert remedy == "pip install 'torch==2.9.*' 'jax>=0.8.0'"
 
 
 @pytest.mark.parametrize(
@@ -188,47 +206,57 @@ def test_unsupported_version_is_named_as_remedy(monkeypatch: pytest.MonkeyPatch)
     [("2.8.1", False), ("2.9", True), ("2.9.1+cpu", True), ("2.9.0a0", True), ("2.10.0", False), ("3", False)],
 )  # fmt: skip
 def test_versions(version: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_backends.importlib.metadata, "version", lambda _: version)
-    assert _backends._is_known(Package("torch", "2.9", "2.10")) == known
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
+    assert backends._is_met(Requirement("torch==2.9.*")) == known
 
 
-def test_packages_match_the_extras() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
-    # pip's == with a star, or with all three numbers, as a range.
-    ranges = {"torch==2.9.*": "torch>=2.9,<2.10", "torch_xla==2.9.0": "torch_xla>=2.9.0,<2.9.1"}
-    for extra, packages in _backends.EXTRAS.items():
-        assert [*map(str, packages)] == [ranges.get(x, x) for x in extras[extra]]
+@pytest.fixture
+def missing(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Packages that seem not to be installed."""
+    names: set[str] = set()
+    version = importlib.metadata.version
+
+    def version_if_installed(name: str) -> str:
+        if name in names:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version_if_installed)
+    return names
 
 
-def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch_xla", None)
-    monkeypatch.setattr(_backends, "run", lambda *_: pytest.fail("the backend is tried"))
-    outcome = _backends.try_backend(backend("", extra="torch-xla"), 60)
+def test_a_missing_package(missing: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    missing.add("torch_xla")
+    monkeypatch.setattr(backends, "run", lambda *_: pytest.fail("the backend is tried"))
+    outcome = tried(backend("", extra="torch-xla"))
     assert outcome.status == NOT_INSTALLED and outcome.detail == "without torch_xla"
     assert outcome.remedy == "pip install 'xla-paged-attention[torch-xla]'"
 
 
-def test_several_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_backends, "_is_installed", lambda _: False)
-    outcome = _backends.try_backend(backend("", extra="torch-xla"), 60)
+def test_several_missing_packages(missing: set[str]) -> None:
+    missing.update(("torch", "torch_xla", "jax", "pyelftools"))
+    outcome = tried(backend("", extra="torch-xla"))
     assert outcome.detail == "without torch, torch_xla, jax and pyelftools"
+
+
+def test_sources_without_an_installation_name_no_requirements(missing: set[str]) -> None:
+    missing.add("xla-paged-attention")
+    assert tried(backend("print('cpu')")).status == WORKS
 
 
 def test_a_missing_framework_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     remedy = "pip install 'xla-paged-attention[torch]'"
-    assert diagnosis._try_frontend("torch_frontend") == f"without torch: {remedy}"
+    assert report.try_import("torch_frontend", "torch") == f"without torch: {remedy}"
 
 
 @pytest.mark.parametrize(("gpus", "shown"), [(0, "none"), (1, "pip install jax-cuda12-pjrt")])
 def test_a_missing_plugin_matters_where_there_is_a_gpu(
     gpus: int, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_backends, "gpu_count", lambda: gpus)
+    monkeypatch.setattr(_pjrt, "gpu_count", lambda: gpus)
     monkeypatch.setattr(_pjrt.importlib.util, "find_spec", lambda _: None)
-    assert shown in diagnosis._cuda_plugin()
+    assert shown in report.cuda_plugin()
 
 
 def test_the_help_names_each_backend_once() -> None:
@@ -245,7 +273,7 @@ def test_an_interrupt_ends_it_at_once() -> None:
         text=True,
     )
     deadline = time.monotonic() + 60
-    while not (backends := children(process.pid)):  # the backends are being tried
+    while not (tries := children(process.pid)):  # the backends are being tried
         assert time.monotonic() < deadline
         time.sleep(0.05)
     start = time.monotonic()
@@ -253,7 +281,7 @@ def test_an_interrupt_ends_it_at_once() -> None:
     output, errors = process.communicate(timeout=60)
     assert time.monotonic() - start < 10  # a tenth of a second on an idle machine
     assert (process.returncode, output, errors) == (130, "", "")
-    assert all(map(has_ended, backends))
+    assert all(map(has_ended, tries))
 
 
 def children(pid: int) -> list[str]:
@@ -275,16 +303,16 @@ def test_source_folder_without_build_is_explained() -> None:
 
 
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_backends, "gpu_count", lambda: 0)
+    monkeypatch.setattr(_pjrt, "gpu_count", lambda: 0)
     monkeypatch.setattr(_pjrt, "cuda_driver_version", lambda: (13, 0))
-    outcome = _backends.try_backend(backend("", "torch-cuda"), 60)
+    outcome = tried(backend("", "torch-cuda"))
     assert (outcome.status, outcome.detail) == (NO_GPU, "the driver shows no GPU")
 
 
 def test_a_build_without_cuda_on_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_backends, "gpu_count", lambda: 1)
+    monkeypatch.setattr(_pjrt, "gpu_count", lambda: 1)
     monkeypatch.setattr(_native, "cuda_version", None)
-    outcome = _backends.try_backend(backend("", "torch-cuda"), 60)
+    outcome = tried(backend("", "torch-cuda"))
     assert (outcome.status, outcome.detail) == (FAILS, "this build has no CUDA handlers")
     assert "XLA_GPU_CUDA=OFF" in outcome.remedy
 
@@ -299,22 +327,22 @@ def test_a_build_without_cuda_on_a_machine_with_a_gpu(monkeypatch: pytest.Monkey
 def test_jax_without_its_cuda_plugin(
     driver: tuple[int, int], remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_backends, "gpu_count", lambda: 1)
+    monkeypatch.setattr(_pjrt, "gpu_count", lambda: 1)
     monkeypatch.setattr(_native, "cuda_version", (13, 0))
     monkeypatch.setattr(_pjrt, "cuda_driver_version", lambda: driver)
     monkeypatch.setitem(sys.modules, "jax_plugins", None)
-    outcome = _backends.try_backend(backend("", "jax-cuda", "jax"), 60)
+    outcome = tried(backend("", "jax-cuda", "jax"))
     assert (outcome.status, outcome.remedy) == (NOT_INSTALLED, remedy)
 
 
 def test_framework_that_aborts_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, "_LOADED", "import os; os.abort()")
-    assert diagnosis._frameworks(60)["runtimes"] == {"problem": "ended by SIGABRT"}
+    monkeypatch.setattr(report, "_LOADED", "import os; os.abort()")
+    assert report.framework_report(60)["runtimes"] == {"problem": "ended by SIGABRT"}
 
 
 def test_wrong_result_fails() -> None:
     with pytest.raises(ArithmeticError, match=r"must be 2; got \[1.0, 2.0\]"):
-        tiny_step.check(np.float32([1, 2]))
+        smoke_step.check(np.float32([1, 2]))
 
 
 def test_every_backend_has_its_own_name() -> None:
@@ -322,7 +350,7 @@ def test_every_backend_has_its_own_name() -> None:
 
 
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_backends.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(backends.tempfile, "tempdir", str(tmp_path))
     script = "import os; open(os.environ['TORCHINDUCTOR_CACHE_DIR'], 'w'); print('cpu')"
-    assert _backends.try_backend(backend(script), 60).status == WORKS
+    assert tried(backend(script)).status == WORKS
     assert [*tmp_path.iterdir()] == []

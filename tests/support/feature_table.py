@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+
 class FeatureTable:
     def __init__(self, path: Path) -> None:
         self._path = path
