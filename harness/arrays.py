@@ -9,10 +9,9 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (gives NumPy its dtypes)
 import numpy as np
 
-from shared_ffi import spec
-
-DTYPES = {name: np.dtype(name).type for name in spec.STORAGE_DTYPES}
-CACHE_DTYPES = {name: np.dtype(name).type for name in spec.CACHE_DTYPES}
+# Not those of shared_ffi: what is imported here must not load it before a test has chosen a build.
+DTYPES = {name: np.dtype(name).type for name in ("float32", "float16", "bfloat16")}
+CACHE_DTYPES = {name: np.dtype(name).type for name in ("float8_e4m3fn", "float8_e5m2", "int8")}
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 

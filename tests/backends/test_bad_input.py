@@ -1,9 +1,8 @@
-"""Calls that break one rule of the contract each, in every backend and in the handlers alone."""
+"""Calls that break one rule of the contract each, in every backend."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,12 +13,11 @@ import torch
 
 import jax_frontend
 from harness import reference
-from shared_ffi import kv_cache_update, paged_attention, runtimes, simple_add
+from shared_ffi import kv_cache_update, paged_attention, runtimes
 from tests.cases.all import SAMPLED_CASES, UPDATE_CASES
 from tests.support import backends
 from tests.support.bad_calls import DYNAMIC, STATIC, Fault
-from tests.support.calls import call_handler
-from tests.support.sound_calls import FEATURES, SOUND, add, attention, split, update
+from tests.support.sound_calls import SOUND, attention, split, update
 
 F32, F16, I32, I64 = np.float32, np.float16, np.int32, np.int64
 
@@ -28,51 +26,6 @@ F32, F16, I32, I64 = np.float32, np.float16, np.int32, np.int64
 def forget_failed_steps() -> Iterator[None]:
     yield
     backends.forget_failed_steps()
-
-
-TARGETS = {
-    "paged_attention": "xla_gpu_paged_attention",
-    "kv_cache_update": "xla_gpu_kv_cache_update",
-    "simple_add": "XlaGpuSimpleAdd",
-}
-# Faults that can reach a handler. XLA drops a call whose result is empty.
-FOR_HANDLER = [fault for fault in STATIC + DYNAMIC if fault.values[0].in_handler]
-FOR_HANDLER_IN_XLA = [
-    fault for fault in FOR_HANDLER if next(iter(fault.values[0].arguments.values())).size > 0
-]
-
-
-def handler_arguments(fault: Fault) -> tuple[list[Any], dict[str, Any]]:
-    """The operands and attributes of the handler's call, unchecked."""
-    operands, attributes = split(fault.arguments)
-    if fault.op == "paged_attention":
-        attributes.pop("causal", None)
-        attributes["sliding_window"] = attributes["sliding_window"] or 0
-        attributes["soft_cap"] = attributes["soft_cap"] or 0.0
-    for feature in FEATURES:
-        if feature in attributes:
-            operands.append(attributes[feature])
-            attributes[feature] = len(operands) - 1
-    return operands, attributes
-
-
-def make_call(fault: Fault) -> None:
-    """Calls the handler unchecked, as a program that was serialized elsewhere does."""
-    operands, attributes = handler_arguments(fault)
-    result = operands[0] if fault.op == "kv_cache_update" else np.empty_like(operands[0])
-    call_handler(TARGETS[fault.op], attributes, operands, [result])
-
-
-def make_call_in_xla(fault: Fault) -> None:
-    operands, attributes = handler_arguments(fault)
-    typed = {k: F32(v) if isinstance(v, float) else I64(v) for k, v in attributes.items()}
-    jax.block_until_ready(
-        jax.ffi.ffi_call(
-            TARGETS[fault.op],
-            jax.ShapeDtypeStruct(operands[0].shape, operands[0].dtype),
-            input_output_aliases={0: 0} if fault.op == "kv_cache_update" else {},
-        )(*operands, **typed)
-    )
 
 
 @pytest.mark.parametrize("op", SOUND)
@@ -109,13 +62,6 @@ def test_dynamic_fault(backend: str, fault: Fault) -> None:
     assert fault.message in str(raised.value)
 
 
-@pytest.mark.parametrize("fault", FOR_HANDLER)
-def test_handler_gives_the_same_message(fault: Fault) -> None:
-    with pytest.raises(ValueError) as raised:
-        make_call(fault)
-    assert str(raised.value) == fault.message
-
-
 CHECKERS = {
     "paged_attention": paged_attention.check_values,
     "kv_cache_update": kv_cache_update.check_values,
@@ -135,17 +81,6 @@ def test_check_values_gives_the_same_message(fault: Fault, kind: Any) -> None:
     with pytest.raises(ValueError) as raised:
         CHECKERS[fault.op](**arguments)
     assert str(raised.value) == fault.message
-
-
-@pytest.mark.parametrize(
-    "call",
-    [attention(value_head_size=8), update(value=np.ones((3, 2, 0), F32))],
-    ids=["paged_attention", "kv_cache_update"],
-)
-def test_handler_refuses_layout_with_v_for_latent_cache(call: dict[str, Any]) -> None:
-    op = "paged_attention" if "query" in call else "kv_cache_update"
-    with pytest.raises(ValueError, match="kv_layout must be of K alone where V is a part of K"):
-        make_call(Fault(op, call, ValueError, ""))
 
 
 def test_check_values_knows_layouts() -> None:
@@ -184,133 +119,19 @@ def test_check_values_accepts_sound_calls() -> None:
         kv_cache_update.check_values(inputs.kv_cache, inputs.slot_mapping, **layout)
 
 
-@pytest.mark.parametrize("fault", FOR_HANDLER_IN_XLA)
-def test_xla_handler_gives_the_same_message(fault: Fault) -> None:
+def test_xla_passes_the_errors_of_a_changed_program_on() -> None:
+    """tests/kernels/test_corrupt_calls.py has more of them, without XLA."""
     runtimes.register()
-    with pytest.raises(backends.JAX_ERRORS, match="^INVALID_ARGUMENT") as raised:
-        make_call_in_xla(fault)
-    assert fault.message in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        (np.empty((4, 4, 9), F32), "the result must be float32 [4, 4, 8]; got float32 [4, 4, 9]"),
-        (np.empty((4, 4, 8), F16), "the result must be float32 [4, 4, 8]; got float16 [4, 4, 8]"),
-    ],
-)
-def test_handler_checks_its_result(result: np.ndarray, message: str) -> None:
-    operands, attributes = split(attention(sliding_window=0, soft_cap=0.0))
-    with pytest.raises(ValueError) as raised:
-        call_handler(paged_attention.TARGET, attributes, operands, [result])
-    assert str(raised.value) == f"paged_attention: {message}"
-
-
-# The layout of the sound call's cache, as attributes.
-LAYOUT = {
-    "num_blocks": 4,
-    "block_size": 2,
-    "num_kv_heads": 2,
-    "block_stride": 64,
-    "position_stride": 32,
-    "head_stride": 16,
-    "value_offset": 8,
-}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"scale": None},
-            "the attribute scale is missing: this program was made by another version",
-        ),
-        (
-            {"window_right": 1.5},
-            "the attribute window_right is of another type: this program was made by another version",
-        ),
-        (
-            {"kv_layout": 1},
-            "the call has 4 attributes, of which 3 are known: this program was made by a newer version",
-        ),
-        *(
-            (
-                LAYOUT | changes,
-                "kv_cache must hold num_blocks={num_blocks} blocks of block_size={block_size} "
-                "positions with num_kv_heads={num_kv_heads} heads; got [4, 2, 4, 8]".format(
-                    **(LAYOUT | changes)
-                ),
-            )
-            for changes in (
-                {"num_blocks": 5},
-                {"num_blocks": -1},
-                {"block_size": 3},
-                {"num_kv_heads": 0},
-                {"head_stride": 17},
-                {"value_offset": 9},
-                {"value_offset": -1},
-                {"block_stride": 2**62},
-                {"num_blocks": 2**62, "block_stride": 4},
-            )
-        ),
-        ({"sinks": 6}, "sinks must be an operand of the call; got number 6"),
-        ({"sinks": 2}, "sinks must be an operand of the call; got number 2"),
-    ],
-    ids=str,
-)
-def test_handler_checks_its_attributes(changes: dict[str, Any], message: str) -> None:
-    operands, attributes = split(attention(sliding_window=0, soft_cap=0.0))
-    attributes = {k: v for k, v in (attributes | changes).items() if v is not None}
-    with pytest.raises(ValueError) as raised:
-        call_handler(paged_attention.TARGET, attributes, operands, [np.empty_like(operands[0])])
-    assert str(raised.value) == f"paged_attention: {message}"
-
-
-@pytest.mark.parametrize(
-    ("num_operands", "results", "message"),
-    [
-        (7, [], "the call must have 6 operands; got 7"),
-        (
-            6,
-            [np.empty((4, 3), F32)],
-            "the second result must be float32 [4, 4]; got float32 [4, 3]",
-        ),
-        (
-            6,
-            [np.empty((4, 4), F16)],
-            "the second result must be float32 [4, 4]; got float16 [4, 4]",
-        ),
-        (6, [np.empty((4, 4), F32)] * 2, "the call must have 1 or 2 results; got 3"),
-    ],
-)
-def test_handler_checks_its_operands_and_results(
-    num_operands: int, results: Any, message: str
-) -> None:
-    operands, attributes = split(attention(sliding_window=0, soft_cap=0.0))
-    operands = [*operands, np.ones(4, F32)][:num_operands]
-    results = [np.empty_like(operands[0]), *results]
-    with pytest.raises(ValueError) as raised:
-        call_handler(paged_attention.TARGET, attributes, operands, results)
-    assert str(raised.value) == f"paged_attention: {message}"
-
-
-def test_handler_checks_the_result_of_simple_add() -> None:
-    operands, _ = split(add())
-    with pytest.raises(ValueError, match="the result must be float32 .2, 3.; got float32 .3, 2."):
-        call_handler(simple_add.TARGET, {}, operands, [np.empty((3, 2), F32)])
-
-
-def test_handler_requires_aliased_cache() -> None:
-    operands, _ = split(update())
-    call = partial(call_handler, kv_cache_update.TARGET)
-    with pytest.raises(ValueError, match="the result must alias kv_cache"):
-        call({}, operands, [operands[0].copy()])
-    with pytest.raises(ValueError, match="the call must have a result for each cache; got 2"):
-        call({}, operands, [operands[0], operands[0]])
-    layout = LAYOUT | {"num_kv_heads": 2, "value_offset": 0, "value_cache": 4}
-    cache, *rest = operands
-    with pytest.raises(ValueError, match="the second result must alias value_cache"):
-        call(layout, [cache, *rest, cache.copy()], [cache, cache])
+    operands, _ = split(attention(block_tables=np.ones((3, 2), F32)))
+    attributes = {"scale": F32(0.5), "sliding_window": I64(0), "soft_cap": F32(0)}
+    result = jax.ShapeDtypeStruct(operands[0].shape, operands[0].dtype)
+    message = (
+        r"^INVALID_ARGUMENT: paged_attention: operand block_tables must be int32 \[3, any\]; got"
+    )
+    with pytest.raises(backends.JAX_ERRORS, match=message):
+        jax.block_until_ready(
+            jax.ffi.ffi_call(paged_attention.TARGET, result)(*operands, **attributes)
+        )
 
 
 def test_bad_slot_leaves_cache_unchanged() -> None:
@@ -400,7 +221,7 @@ def test_none_instead_of_array(op: str) -> None:
 def test_update_refuses_overlapping_cache() -> None:
     cache, key, value, slots = map(backends.to_torch, split(update())[0])
     repeated = torch.ones_like(cache)[:1].expand_as(cache)
-    rule = "must have a place of its own for each element, as it is written to; got strides"
+    rule = "must have no overlapping elements: it is written in place; got strides"
     with pytest.raises(ValueError, match=rf"^kv_cache_update: kv_cache {rule} \[0, 32, 8, 1\]"):
         torch.ops.xla_gpu.kv_cache_update(repeated, key, value, slots)
     keys, values = torch.zeros(4, 2, 2, 8), torch.zeros(4, 2, 1, 8).expand(4, 2, 2, 8)

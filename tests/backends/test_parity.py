@@ -9,7 +9,7 @@ import pytest
 
 from harness import hlo, reference
 from harness.compare import assert_close_on_cpu, assert_same_bits
-from shared_ffi import _backends
+from shared_ffi.selftest.backends import BACKENDS, WORKS, Backend, try_backend
 from tests.cases.all import CASES, SHORT_CASES, SHORT_UPDATE_CASES, UPDATE_CASES
 from tests.cases.case import Case
 from tests.cases.updates import UpdateCase
@@ -115,10 +115,10 @@ def test_simple_add(backend: str) -> None:
 
 @pytest.mark.parametrize(
     "backend",
-    [backend for backend in _backends.BACKENDS if backend.platform == "cpu"],
+    [backend for backend in BACKENDS if backend.platform == "cpu"],
     ids=lambda backend: backend.name,
 )
-def test_self_test(backend: _backends.Backend) -> None:
+def test_self_test(backend: Backend) -> None:
     """Every backend that needs no GPU works, says ``python -m shared_ffi``."""
-    outcome = _backends.try_backend(backend, 180)
-    assert outcome.status == _backends.WORKS, outcome
+    outcome = try_backend(backend, 180)
+    assert outcome.status == WORKS, outcome

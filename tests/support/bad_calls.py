@@ -20,7 +20,6 @@ class Fault:
     arguments: dict[str, Any]
     error: type[Exception]
     message: str
-    in_handler: bool = True  # the handler's attributes can express it too
     id: str = ""
 
 
@@ -28,12 +27,11 @@ def fault(
     make: Callable[..., dict[str, Any]],
     message: str,
     error: type[Exception] = ValueError,
-    in_handler: bool = True,
     **changes: Any,
 ) -> Any:
     op = next(op for op, sound in SOUND.items() if sound is make)
     name = "-".join([op, *(f"{k}={_short(v)}" for k, v in changes.items())])
-    return pytest.param(Fault(op, make(**changes), error, f"{op}: {message}", in_handler), id=name)
+    return pytest.param(Fault(op, make(**changes), error, f"{op}: {message}"), id=name)
 
 
 def _short(value: Any) -> str:
@@ -153,18 +151,15 @@ STATIC = [
     ),
     fault(attention, "scale must be finite in float32; got inf", scale=float("inf")),
     fault(attention, "scale must be finite in float32; got nan", scale=float("nan")),
-    fault(attention, "scale must be finite in float32; got 1e+300", in_handler=False, scale=1e300),
+    fault(attention, "scale must be finite in float32; got 1e+300", scale=1e300),
     fault(attention, "scale must be at most 2**126 in magnitude; got -1e+38", scale=-1e38),
     fault(attention, "scale must be at most 2**126 in magnitude; got 3e+38", scale=3e38),
     fault(attention, "sliding_window must be at least 1; got -3", sliding_window=-3),
-    fault(
-        attention, "sliding_window must be at least 1; got 0", in_handler=False, sliding_window=0
-    ),
+    fault(attention, "sliding_window must be at least 1; got 0", sliding_window=0),
     fault(attention, "soft_cap must be positive and finite in float32; got -1.5", soft_cap=-1.5),
     fault(
         attention,
         "soft_cap must be positive and finite in float32; got 0.0",
-        in_handler=False,
         soft_cap=0.0,
     ),
     fault(
@@ -214,7 +209,6 @@ STATIC = [
     fault(
         attention,
         "causal must be True with tree_mask; got False",
-        in_handler=False,
         causal=False,
         tree_mask=np.zeros((4, 2), I32),
     ),
@@ -263,11 +257,10 @@ STATIC = [
     fault(
         attention,
         "window_right must be None unless causal is False; got 3",
-        in_handler=False,
         window_right=3,
     ),
     *(
-        fault(op, f"kv_layout must {rule}; got {layout!r}", in_handler=False, kv_layout=layout)
+        fault(op, f"kv_layout must {rule}; got {layout!r}", kv_layout=layout)
         for op in (attention, update)
         for rule, layout in (
             (
@@ -296,7 +289,6 @@ STATIC = [
         attention,
         "kv_layout must name each of d, h, n, and perhaps b, once, with d last, as 'nbhd' does where V is "
         "value_cache; got 'n2bhd'",
-        in_handler=False,
         kv_layout="n2bhd",
         value_cache=np.ones((4, 2, 4, 8), F32),
     ),
@@ -304,14 +296,12 @@ STATIC = [
         attention,
         "kv_cache must have shape [num_blocks, 2, block_size, num_kv_heads, head_size=8]; "
         "got [4, 2, 4, 8]",
-        in_handler=False,
         kv_layout="n2bhd",
     ),
     fault(
         update,
         "kv_cache must have shape [2, num_blocks, num_kv_heads=2, block_size, head_size=8]; "
         "got [2, 4, 3, 2, 8]",
-        in_handler=False,
         kv_layout="2nhbd",
         kv_cache=np.ones((2, 4, 3, 2, 8), F32),
     ),
@@ -319,14 +309,12 @@ STATIC = [
         update,
         "kv_cache must have shape [num_blocks, block_size, num_kv_heads=2, 2 * head_size=16]; "
         "got [4, 2, 4, 8]",
-        in_handler=False,
         kv_layout="nbh(2d)",
     ),
     *(
         fault(
             attention,
             f"value_head_size must be from 1 to head_size=8; got {size}",
-            in_handler=size != 0,  # where it stands for none
             value_head_size=size,
         )
         for size in (0, -1, 9)
@@ -348,28 +336,24 @@ STATIC = [
     fault(
         attention,
         "kv_cache must have shape [num_blocks, block_size, head_size=8]; got [4, 2, 4, 8]",
-        in_handler=False,
         value_head_size=8,
     ),
     fault(
         attention,
         "kv_layout must name each of d, n, and perhaps b and h, once, with d last, as 'nbd' does "
         "where V is a part of K; got 'n2bd'",
-        in_handler=False,
         value_head_size=8,
         kv_layout="n2bd",
     ),
     fault(
         update,
         "kv_layout must name h with num_kv_heads=2; got 'nbd'",
-        in_handler=False,
         value=np.ones((3, 2, 0), F32),
     ),
     *(
         fault(
             op,
             f"value_cache must have shape {shape} as kv_cache has; got [3, 2, 4, 8]",
-            in_handler=False,
             kv_cache=np.ones(shape, F32),
             value_cache=np.ones((3, 2, 4, 8), F32),
         )
@@ -382,7 +366,6 @@ STATIC = [
             TypeError,
             kv_cache=np.ones(shape, F32),
             value_cache=np.ones(shape, F16),
-            in_handler=False,
         )
         for op, shape in ((attention, (4, 2, 4, 8)), (update, (4, 2, 2, 8)))
     ),

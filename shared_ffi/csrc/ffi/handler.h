@@ -1,6 +1,9 @@
-// What the handlers share: reading FFI types, and wording what is wrong with them.
-// The wording is that of shared_ffi/spec.py, so that a user reads the same sentence whether the
-// Python check or the handler speaks.
+// What the handlers share: reading the operands, results and attributes of a call.
+//
+// The Python checks (shared_ffi/*.py) say every rule in the user's words. A program may have been
+// stored or changed since, so a handler checks again, but only what keeps memory safe: with any
+// operands, results and attributes, no kernel leaves its arrays, divides by zero, overflows an
+// index or runs for ever.
 #pragma once
 
 #include <algorithm>
@@ -9,6 +12,7 @@
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -28,164 +32,195 @@ namespace ffi = ::xla::ffi;
 #define XLA_GPU_RETURN_IF_ERROR(check) \
   if (::xla::ffi::Error error = (check); error.failure()) return error
 
-// "<op>: <what the rule says>; got <value>".
-template <typename... Parts>
-ffi::Error InvalidArgument(const char* op, const Parts&... parts) {
-  return ffi::Error::InvalidArgument(StrCat(op, ": ", parts...));
-}
+// What a call has on every platform.
+inline auto BindCall() { return ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs(); }
 
-inline std::string ShapeName(const ffi::AnyBuffer& buffer) {
-  std::string text;
-  for (int64_t n : buffer.dimensions()) text += (text.empty() ? "" : ", ") + std::to_string(n);
-  return "[" + text + "]";
-}
+using DTypes = std::initializer_list<ffi::DataType>;
+inline constexpr DTypes kTensorDTypes = {ffi::F32, ffi::F16, ffi::BF16};
+inline constexpr DTypes kStorageDTypes = {ffi::F32,      ffi::F16,    ffi::BF16,
+                                          ffi::F8E4M3FN, ffi::F8E5M2, ffi::S8};
 
-inline const char* DTypeName(const ffi::AnyBuffer& buffer) {
-  return DTypeName(static_cast<XLA_FFI_DataType>(buffer.element_type()));
-}
-
-// The argument must have the shape that `rule` describes, and has not.
-inline ffi::Error ShapeError(const char* op, const char* argument, const std::string& rule,
-                             const ffi::AnyBuffer& got) {
-  return InvalidArgument(op, argument, " must have shape ", rule, "; got ", ShapeName(got));
-}
-
-// The argument must have the dtype that `rule` names, and has not.
-inline ffi::Error DTypeError(const char* op, const char* argument, const std::string& rule,
-                             const ffi::AnyBuffer& got) {
-  return InvalidArgument(op, argument, " must have ", rule, "; got ", DTypeName(got));
-}
-
-// True, and *to set, if the tensors of every op may have this dtype.
-inline bool StorageType(ffi::DataType dtype, DType* to) {
+// Of one of kStorageDTypes.
+inline DType StorageOf(ffi::DataType dtype) {
   switch (dtype) {
     case ffi::F32:
-      *to = DType::kFloat32;
-      return true;
+      return DType::kFloat32;
     case ffi::F16:
-      *to = DType::kFloat16;
-      return true;
+      return DType::kFloat16;
     case ffi::BF16:
-      *to = DType::kBFloat16;
-      return true;
-    default:
-      return false;
-  }
-}
-
-// True, and *to set, if it is a dtype of 8 bits, which a cache may have instead.
-inline bool StorageTypeOf8Bits(ffi::DataType dtype, DType* to) {
-  switch (dtype) {
+      return DType::kBFloat16;
     case ffi::F8E4M3FN:
-      *to = DType::kFloat8E4M3;
-      return true;
+      return DType::kFloat8E4M3;
     case ffi::F8E5M2:
-      *to = DType::kFloat8E5M2;
-      return true;
-    case ffi::S8:
-      *to = DType::kInt8;
-      return true;
+      return DType::kFloat8E5M2;
     default:
-      return false;
+      return DType::kInt8;
   }
 }
 
-// A dimension that may have any size.
+// Shapes, of which an array must have one if there are any. kAnySize: a dimension of any size.
+using Shapes = std::initializer_list<std::initializer_list<int64_t>>;
 inline constexpr int64_t kAnySize = -1;
 
-inline bool HasShape(const ffi::AnyBuffer& buffer, std::initializer_list<int64_t> shape) {
-  const auto dims = buffer.dimensions();
-  return dims.size() == shape.size() &&
-         std::equal(dims.begin(), dims.end(), shape.begin(),
-                    [](int64_t dim, int64_t size) { return size == kAnySize || dim == size; });
+template <typename Range, typename Name>
+std::string Join(const Range& range, const char* separator, const Name& name) {
+  std::string text;
+  for (const auto& element : range) text += (text.empty() ? "" : separator) + name(element);
+  return text;
 }
 
-// Reads the attributes of a call. An attribute of a feature that the call does not use is absent.
-class AttributeReader {
+template <typename Shape>
+std::string NameOf(const Shape& shape) {
+  const auto name = [](int64_t n) { return n == kAnySize ? "any" : std::to_string(n); };
+  return "[" + Join(shape, ", ", name) + "]";
+}
+
+inline std::string NameOf(ffi::DataType dtype) {
+  return DTypeName(static_cast<XLA_FFI_DataType>(dtype));
+}
+
+inline std::string Describe(const ffi::AnyBuffer& array) {
+  return NameOf(array.element_type()) + " " + NameOf(array.dimensions());
+}
+
+// Reads a call. It keeps the first thing that is wrong: read everything, then Finish.
+class CallReader {
  public:
-  AttributeReader(const char* op, const ffi::Dictionary& attributes)
-      : op_(op), attributes_(attributes) {}
-
-  template <typename T>
-  T Get(const char* name) {
-    auto value = attributes_.get<T>(name);
-    if (value.has_value()) {
-      ++num_read_;
-      return *value;
+  // `operands`: what every call has, in this order. `features`: operands that follow them if a call
+  // uses them; an attribute of the same name is the operand's number.
+  CallReader(const char* op, const ffi::RemainingArgs& arguments, const ffi::RemainingRets& results,
+             const ffi::Dictionary& attributes, std::initializer_list<const char*> operands,
+             std::initializer_list<const char*> features = {})
+      : op_(op), results_(results), attributes_(attributes) {
+    operands_.reserve(arguments.size());
+    const auto add = [&](const char* name, int64_t number) {
+      const auto operand = arguments.get<ffi::AnyBuffer>(number);
+      if (operand.has_value()) {
+        operands_.emplace_back(name, *operand);
+      } else {
+        Fail("operand ", name, " is missing; its number is ", number);
+      }
+    };
+    for (const char* name : operands) add(name, static_cast<int64_t>(operands_.size()));
+    for (const char* name : features) {
+      if (Has(name)) add(name, Integer(name));
     }
-    if (error_.success()) {
-      error_ = InvalidArgument(op_, "the attribute ", name, " is ",
-                               attributes_.contains(name) ? "of another type" : "missing",
-                               ": this program was made by another version");
+    if (operands_.size() != arguments.size()) {
+      Fail("the call must have ", operands_.size(), " operands; got ", arguments.size());
     }
-    return T{};
   }
 
-  template <typename T>
-  T Get(const char* name, T otherwise) {
-    return attributes_.contains(name) ? Get<T>(name) : otherwise;
-  }
+  const ffi::Error& error() const { return error_; }
 
-  // Call it when all attributes that are known have been read: says whether one was missing, of
-  // another type, or is left. The attribute `arguments` is for XLA's partitioner alone
-  // (shared_ffi/partitioning.py).
-  ffi::Error Finish() const {
-    const size_t num_known = num_read_ + (attributes_.contains("arguments") ? 1 : 0);
-    if (error_.success() && num_known < attributes_.size()) {
-      return InvalidArgument(op_, "the call has ", attributes_.size(), " attributes, of which ",
-                             num_known, " are known: this program was made by a newer version");
+  // Also refuses attributes and results that have not been read. The attribute `arguments` is for
+  // XLA's partitioner alone (shared_ffi/partitioning.py).
+  const ffi::Error& Finish() {
+    const size_t num_known = num_attributes_read_ + (Has("arguments") ? 1 : 0);
+    if (num_known != attributes_.size()) {
+      Fail("the call has ", attributes_.size(), " attributes, of which ", num_known, " are known");
+    }
+    if (num_results_read_ != results_.size()) {
+      Fail("the call must have ", num_results_read_, " results; got ", results_.size());
     }
     return error_;
   }
 
+  template <typename... Parts>
+  void Fail(const Parts&... parts) {
+    if (error_.failure()) return;
+    error_ = ffi::Error::InvalidArgument(
+        StrCat(op_, ": ", parts..., " (the program was changed, or made by another version)"));
+  }
+
+  // An attribute of a feature that the call does not use is absent.
+  bool Has(const char* name) const { return attributes_.contains(name); }
+  float Float(const char* name) { return Get<float>(name, "float32"); }
+  // Integers are sizes, distances and numbers of operands: none is negative.
+  int64_t Integer(const char* name) {
+    const auto value = Get<int64_t>(name, "int64");
+    if (value < 0) Fail("attribute ", name, " must be at least 0; got ", value);
+    return std::max<int64_t>(value, 0);
+  }
+  int64_t Integer(const char* name, int64_t otherwise) {
+    return Has(name) ? Integer(name) : otherwise;
+  }
+
+  // Every call without an error has the operands that every call has.
+  std::optional<ffi::AnyBuffer> Find(std::string_view name) const {
+    for (const auto& [known, operand] : operands_) {
+      if (name == known) return operand;
+    }
+    return std::nullopt;
+  }
+  // The memory of an operand, which must have one of these dtypes and one of these shapes; null if
+  // the call does not use the feature.
+  template <typename T = void, typename S = Shapes>
+  const T* Operand(const char* name, DTypes dtypes, const S& shapes) {
+    const auto operand = Find(name);
+    if (!operand.has_value()) return nullptr;
+    Expect("operand ", name, *operand, dtypes, shapes);
+    return static_cast<const T*>(operand->untyped_data());
+  }
+  template <typename... Parts>
+  void Refuse(const char* name, const Parts&... rule) {
+    Fail("operand ", name, " must ", rule..., "; got ", Describe(*Find(name)));
+  }
+
+  size_t num_results() const { return results_.size(); }
+  // Likewise of a result; null if the call does not have it.
+  template <typename S = Shapes>
+  void* Result(size_t number, const char* name, DTypes dtypes, const S& shapes) {
+    auto result = results_.get<ffi::AnyBuffer>(number);
+    ++num_results_read_;
+    if (!result.has_value()) return nullptr;
+    Expect("result ", name, **result, dtypes, shapes);
+    return (**result).untyped_data();
+  }
+
  private:
-  const char* op_;
+  template <typename T>
+  T Get(const char* name, const char* type) {
+    const auto value = attributes_.get<T>(name);
+    ++num_attributes_read_;
+    if (value.has_value()) return *value;
+    Fail("attribute ", name, " must be ", type, "; it ",
+         Has(name) ? "has another type" : "is missing");
+    return T{};
+  }
+
+  template <typename S>
+  void Expect(const char* kind, const char* name, const ffi::AnyBuffer& got, DTypes dtypes,
+              const S& shapes) {
+    const auto dims = got.dimensions();
+    const auto has_shape = [&](const auto& shape) {
+      return std::equal(dims.begin(), dims.end(), shape.begin(), shape.end(),
+                        [](int64_t dim, int64_t size) { return size == kAnySize || dim == size; });
+    };
+    const bool has_dtype =
+        std::find(dtypes.begin(), dtypes.end(), got.element_type()) != dtypes.end();
+    const bool may_have_any = shapes.size() == 0;
+    if (has_dtype && (may_have_any || std::any_of(shapes.begin(), shapes.end(), has_shape))) return;
+    std::string rule = Join(dtypes, " or ", [](ffi::DataType dtype) { return NameOf(dtype); });
+    if (shapes.size() > 0) {
+      rule += " " + Join(shapes, " or ", [](const auto& shape) { return NameOf(shape); });
+    }
+    Fail(kind, name, " must be ", rule, "; got ", Describe(got));
+  }
+
+  const char* const op_;
+  const ffi::RemainingRets& results_;
   const ffi::Dictionary& attributes_;
-  size_t num_read_ = 0;
+  std::vector<std::pair<std::string_view, ffi::AnyBuffer>> operands_;
+  size_t num_attributes_read_ = 0;
+  size_t num_results_read_ = 0;
   ffi::Error error_;
 };
 
-// The operands of features that not every call uses. They follow the operands that every call has;
-// an attribute with the feature's name is the number of its operand.
-class FeatureOperands {
- public:
-  FeatureOperands(const char* op, size_t num_before, const ffi::RemainingArgs& operands,
-                  AttributeReader* attributes, std::initializer_list<const char*> features)
-      : op_(op), num_before_(num_before), operands_(operands) {
-    for (const char* feature : features) {
-      const auto number = attributes->Get<int64_t>(feature, kNone);
-      if (number != kNone) numbers_.emplace_back(feature, number);
-    }
-  }
-
-  // Leaves *operand empty if the call does not use the feature.
-  ffi::Error Find(const std::string& feature, std::optional<ffi::AnyBuffer>* operand) const {
-    for (const auto& [name, number] : numbers_) {
-      if (name != feature) continue;
-      const auto found = operands_.get<ffi::AnyBuffer>(number - num_before_);
-      if (number < static_cast<int64_t>(num_before_) || !found.has_value()) {
-        return InvalidArgument(op_, name, " must be an operand of the call; got number ", number);
-      }
-      operand->emplace(*found);
-    }
-    return ffi::Error::Success();
-  }
-
-  // Refuses operands that belong to no feature.
-  ffi::Error Finish() const {
-    if (numbers_.size() == operands_.size()) return ffi::Error::Success();
-    return InvalidArgument(op_, "the call must have ", num_before_ + numbers_.size(),
-                           " operands; got ", num_before_ + operands_.size());
-  }
-
- private:
-  static constexpr int64_t kNone = -1;
-
-  const char* op_;
-  size_t num_before_;
-  const ffi::RemainingArgs& operands_;
-  std::vector<std::pair<std::string, int64_t>> numbers_;
-};
+// Success, or what is wrong with the values in the arrays; empty if nothing is.
+inline ffi::Error FaultOf(const char* op, const std::string& fault) {
+  if (fault.empty()) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument(StrCat(op, ": ", fault));
+}
 
 // Success, or the call of the CUDA runtime that failed.
 inline ffi::Error Launched(const char* op, const gpu::Error& error) {

@@ -1,8 +1,6 @@
 // How handlers read the rows of tokens: queries, or new keys and values.
 #pragma once
 
-#include <string>
-
 #include "handler.h"
 
 namespace xla_gpu {
@@ -11,43 +9,49 @@ namespace xla_gpu {
 // such as those of a fused QKV projection, it is [num_tokens, stride] and begins with the first
 // row; the attributes, which shared_ffi/token_rows.py writes, say how many of its columns they are.
 struct TokenRowsLayout {
-  int64_t num_heads;  // 0: the call has no such operand
+  int64_t num_heads;
   int64_t head_size;
 
-  static TokenRowsLayout Read(AttributeReader* reader) {
-    return {reader->Get<int64_t>("row_heads", 0), reader->Get<int64_t>("row_head_size", 0)};
-  }
-
-  bool IsRows(const ffi::AnyBuffer& buffer) const {
-    return num_heads != 0 && HasShape(buffer, {kAnySize, kAnySize});
+  static TokenRowsLayout Read(CallReader* call) {
+    return {call->Integer("row_heads", 0), call->Integer("row_head_size", 0)};
   }
 };
 
-// The sizes of an operand of rows, and the elements from one token to the next.
 struct TokenRows {
+  const void* data;
+  DType dtype;
   int64_t num_tokens;
   int64_t num_heads;
   int64_t head_size;
-  int64_t stride;
+  int64_t stride;  // elements from one token to the next
 };
 
-// `shape` describes the operand in a message.
-inline ffi::Error ReadTokenRows(const char* op, const char* name, const ffi::AnyBuffer& buffer,
-                                const TokenRowsLayout& layout, const std::string& shape,
-                                TokenRows* rows) {
-  const auto dims = buffer.dimensions();
-  if (layout.IsRows(buffer)) {
-    const auto& [num_heads, head_size] = layout;
-    if (num_heads < 1 || head_size < 1 || num_heads > dims[1] / head_size) {
-      return InvalidArgument(op, name, " must have rows of num_heads=", num_heads,
-                             " * head_size=", head_size, " elements; got ", ShapeName(buffer));
-    }
-    *rows = {dims[0], num_heads, head_size, dims[1]};
-    return ffi::Error::Success();
+// Kernels number the elements of a token with 32 bits.
+inline constexpr int64_t kMaxTokenElements = int64_t{1} << 30;
+
+inline TokenRows ReadTokenRows(CallReader* call, const char* name, const TokenRowsLayout& layout,
+                               DTypes dtypes) {
+  const void* data =
+      call->Operand(name, dtypes, {{kAnySize, kAnySize, kAnySize}, {kAnySize, kAnySize}});
+  if (call->error().failure()) return {};
+  const ffi::AnyBuffer array = *call->Find(name);
+  const auto shape = array.dimensions();
+  const bool is_part = shape.size() == 2;
+  TokenRows rows = {};
+  rows.data = data;
+  rows.dtype = StorageOf(array.element_type());
+  rows.num_tokens = shape[0];
+  rows.num_heads = is_part ? layout.num_heads : shape[1];
+  rows.head_size = is_part ? layout.head_size : shape[2];
+  const int64_t columns = is_part ? std::min(shape[1], kMaxTokenElements) : kMaxTokenElements;
+  if (rows.num_heads < 1 || rows.num_heads > columns / std::max<int64_t>(rows.head_size, 1)) {
+    call->Refuse(name, "hold num_heads=", rows.num_heads, " * head_size=", rows.head_size,
+                 " elements a token: at least one head, and at most ", columns, " elements");
+    return {};
   }
-  if (!HasShape(buffer, {kAnySize, kAnySize, kAnySize})) return ShapeError(op, name, shape, buffer);
-  *rows = {dims[0], dims[1], dims[2], dims[1] * dims[2]};
-  return ffi::Error::Success();
+  rows.stride = is_part ? shape[1] : rows.num_heads * rows.head_size;
+  if (rows.num_tokens == 0) rows.stride = 0;  // a product with it must not overflow
+  return rows;
 }
 
 }  // namespace xla_gpu

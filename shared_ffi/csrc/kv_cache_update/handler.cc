@@ -23,7 +23,7 @@ ffi::Error MakeParams(const ffi::RemainingArgs& operands, const ffi::RemainingRe
   const TokenRows keys =
       ReadTokenRows(&call, "key", layout, is_copied ? kStorageDTypes : kTensorDTypes);
   const TokenRows values = ReadTokenRows(&call, "value", layout, {key_dtype});
-  call.Expect("slot_mapping", {ffi::S32, ffi::S64}, {{keys.num_tokens}});
+  p->slot_mapping = call.Operand("slot_mapping", {ffi::S32, ffi::S64}, {{keys.num_tokens}});
   XLA_GPU_RETURN_IF_ERROR(call.error());
   if (values.num_tokens != keys.num_tokens || values.num_heads != keys.num_heads ||
       (values.head_size != keys.head_size && values.head_size != 0)) {
@@ -33,7 +33,6 @@ ffi::Error MakeParams(const ffi::RemainingArgs& operands, const ffi::RemainingRe
   p->value = values.data;
   p->key_stride = keys.stride;
   p->value_stride = values.stride;
-  p->slot_mapping = call.Data<void>("slot_mapping");
   p->slots_are_int64 = call.Find("slot_mapping")->element_type() == ffi::S64;
   p->num_tokens = keys.num_tokens;
   p->head_size = keys.head_size;

@@ -27,9 +27,9 @@
 // a row that attends to nothing. Nothing that is not attended to reaches the result: not the rest
 // of the cache, and not what tables and lengths hold past num_seqs.
 //
-// The handler has checked all of this before the CPU kernel runs, in a copy that nobody else writes
-// to. What lies on a GPU it cannot read: there the kernels take lengths, tables and num_seqs as
-// they come (see cuda/run.h).
+// The handler has checked what memory safety needs of this before the CPU kernel runs, in a copy
+// that nobody else writes to. What lies on a GPU it cannot read: there the kernels take lengths,
+// tables and num_seqs as they come (see cuda/run.h).
 #pragma once
 
 #include <cstdint>

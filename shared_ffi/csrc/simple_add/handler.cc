@@ -15,10 +15,8 @@ ffi::Error MakeParams(const ffi::RemainingArgs& operands, const ffi::RemainingRe
   CallReader call(kOp, operands, results, attributes, {"a", "b"});
   XLA_GPU_RETURN_IF_ERROR(call.error());
   const std::array shape = {call.Find("a")->dimensions()};
-  call.Expect("a", {ffi::F32}, shape);
-  call.Expect("b", {ffi::F32}, shape);
-  p->a = call.Data<float>("a");
-  p->b = call.Data<float>("b");
+  p->a = call.Operand<float>("a", {ffi::F32}, shape);
+  p->b = call.Operand<float>("b", {ffi::F32}, shape);
   p->sum = static_cast<float*>(call.Result(0, "sum", {ffi::F32}, shape));
   p->num_elements = static_cast<int64_t>(call.Find("a")->element_count());
   return call.Finish();

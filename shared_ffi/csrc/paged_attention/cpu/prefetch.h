@@ -33,8 +33,10 @@ class Prefetcher {
       : position_(positions),
         end_(positions + num_positions),
         wanted_(wanted),
-        num_readings_(static_cast<uint32_t>(num_passes)),
+        num_passes_(static_cast<uint32_t>(num_passes)),
         bytes_(NextBytes()) {}
+
+  static Prefetcher OfNothing() { return {nullptr, 0, {0, 1, {0, 0}}, 1}; }
 
   // Spreads the prefetches over a loop: each step reads num_bytes of the current tile.
   class Steps {
@@ -64,9 +66,7 @@ class Prefetcher {
 
  private:
   // 32 bits divide faster.
-  int64_t ShareOf(uint32_t num_bytes) const {
-    return (num_bytes + num_readings_ - 1) / num_readings_;
-  }
+  int64_t ShareOf(uint32_t num_bytes) const { return (num_bytes + num_passes_ - 1) / num_passes_; }
 
   Bytes NextBytes() {
     if (position_ == end_) return {nullptr, reinterpret_cast<const char*>(1)};
@@ -81,7 +81,7 @@ class Prefetcher {
   const char* const* position_;
   const char* const* end_;
   Wanted wanted_;
-  uint32_t num_readings_;
+  uint32_t num_passes_;
   int64_t next_offset_ = 0;
   Bytes bytes_;
 };

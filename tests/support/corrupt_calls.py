@@ -1,0 +1,226 @@
+"""Calls of the handlers that no check in Python has passed, as a stored or changed program makes them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from harness.arrays import guarded
+from harness.compare import assert_same_bits
+from shared_ffi import kv_cache_update, paged_attention, simple_add
+from tests.cases.case import Case
+from tests.cases.updates import UpdateCase
+from tests.support.calls import checked_call, in_place, numbers, results_of, with_wider_rows
+
+MODULES = {module.OP: module for module in (paged_attention, kv_cache_update, simple_add)}
+
+_OPERANDS = {
+    "paged_attention": (
+        "query",
+        "kv_cache",
+        "context_lens",
+        "block_tables",
+        "query_start_loc",
+        "num_seqs",
+    ),
+    "kv_cache_update": ("kv_cache", "key", "value", "slot_mapping"),
+    "simple_add": ("a", "b"),
+}
+_FEATURES = ("value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes", "tree_mask")
+_OPTIONAL = (
+    *_FEATURES,
+    *("block_size", "num_blocks", "num_kv_heads"),
+    *("block_stride", "position_stride", "head_stride", "value_offset"),
+    *("window_right", "max_query_len", "value_head_size", "row_heads", "row_head_size"),
+)
+"""Attributes that not every call has."""
+
+_NAMES = {
+    *itertools.chain(*_OPERANDS.values(), _OPTIONAL),
+    *("scale", "sliding_window", "soft_cap", "output", "lse", "scratch", "sum"),
+}
+
+_ALIKE = {"key": ["value"], "kv_cache": ["value_cache"]}
+"""Operands that have the shape and dtype of another."""
+
+DTYPES = (
+    *(np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),
+    *(np.int8, np.int32, np.int64, np.float64, np.bool_, np.complex64),
+)
+_INTEGERS = (-(2**63), -1, 0, 1, 2**31 - 1, 2**31, 2**32, 2**32 + 2, 2**62, 2**63 - 1)
+_FLOATS = (math.nan, math.inf, -math.inf, 0.0, -1.0, -3e38, 3e38, 1e-45)
+
+
+@dataclass(frozen=True)
+class HandlerCall:
+    """A call as a handler gets it."""
+
+    op: str
+    operands: dict[str, np.ndarray]
+    results: dict[str, np.ndarray]
+    attributes: dict[str, Any]
+    in_place: frozenset[str] = frozenset()
+    """Operands that share their memory with the result of the same name."""
+
+    def make(self, run: Callable[..., None]) -> str | None:
+        """Calls run(module, operands, results, **attributes) with all arrays between guard pages.
+        Returns the message of the error that refuses the call, if any.
+
+        Raises:
+            AssertionError: the message does not begin with the op and name an argument, or the call
+                has written to an operand.
+        """
+        operands = {name: guarded(x) for name, x in self.operands.items()}
+        results = {
+            name: operands[name] if name in self.in_place else guarded(x)
+            for name, x in self.results.items()
+        }
+        message = None
+        try:
+            run(MODULES[self.op], [*operands.values()], [*results.values()], **self.attributes)
+        except ValueError as error:
+            message = str(error)
+            named = rf"((operand|attribute|result) )?({'|'.join(_NAMES)})\b"
+            counted = "the call (has|must have) "
+            assert re.match(f"{self.op}: ({named}|{counted})", message), message
+        for name, x in operands.items():
+            if message is not None or name not in self.in_place:
+                assert_same_bits(x, self.operands[name])
+        return message
+
+
+def _handler_call(op: str, case: Any, more_columns: int = 0) -> HandlerCall:
+    inputs, attributes = case.inputs(), case.attributes()
+    call, arrays = checked_call(op, inputs, attributes)
+    arrays, row_attributes = with_wider_rows(op, arrays, more_columns)
+    features = sorted({*_FEATURES} & {*numbers(call)}, key=numbers(call).__getitem__)
+    names = [*_OPERANDS[op], *features]
+    result_names = [names[i] for i in in_place(call).values()] or ["output", "lse"]
+    return HandlerCall(
+        op,
+        dict(zip(names, arrays, strict=True)),
+        dict(zip(result_names, results_of(call, arrays), strict=False)),
+        numbers(call) | row_attributes,
+        frozenset(result_names if call.aliases else ()),
+    )
+
+
+def _attention(id: str, more_columns: int = 0, **changes: Any) -> HandlerCall:
+    """A call that reads every row of its cache."""
+    case = Case(id, ((3, 8), (1, 4)), unused_blocks=0, **changes)
+    return _handler_call("paged_attention", case, more_columns)
+
+
+_update = partial(_handler_call, "kv_cache_update")
+
+
+def sound_calls() -> dict[str, HandlerCall]:
+    """Calls that together have every operand, result and attribute."""
+    of_8_bits = _attention(
+        "of-8-bits",
+        3,
+        kv_layout="nhbd",
+        cache_dtype="int8",
+        scales="per position",
+        sinks=True,
+        alibi_slopes=True,
+        causal=False,
+        window_right=2,
+        sliding_window=5,
+        soft_cap=3.0,
+        max_query_len=4,
+        return_lse=True,
+    )
+    updates = {
+        "plain": UpdateCase("plain", num_padding=0),
+        "of-8-bits": UpdateCase(
+            "of-8-bits", num_padding=0, kv_layout="nbhd", cache_dtype="int8", scales="per head"
+        ),
+        "latent": UpdateCase("latent", num_padding=0, num_kv_heads=1, is_latent=True),
+    }
+    rows = np.ones((2, 3), np.float32)
+    add = HandlerCall("simple_add", {"a": rows, "b": rows}, {"sum": rows}, {})
+    return {
+        "attention-plain": _attention("plain", dtype="float16"),
+        "attention-of-8-bits": of_8_bits,
+        "attention-latent": _attention("latent", num_kv_heads=1, value_head_size=8, tree="draft"),
+        **{
+            f"update-{name}": _update(case, 5 * i) for i, (name, case) in enumerate(updates.items())
+        },
+        "add": add,
+    }
+
+
+def _other_arrays(array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Arrays of another rank, size or dtype."""
+    shape = array.shape
+    shapes = {(), (1,), (array.size,), (*shape, 1), (1, *shape), shape[1:], shape[:-1]}
+    for dim, size in enumerate(shape):
+        for other in (0, 1, size - 1, size + 1, 2 * size):
+            shapes.add((*shape[:dim], max(other, 0), *shape[dim + 1 :]))
+    for other_shape in sorted(shapes - {shape}, key=str):
+        yield str([*other_shape]), np.resize(array, other_shape)
+    for dtype in DTYPES:
+        if dtype != array.dtype:
+            yield np.dtype(dtype).name, np.zeros(shape, dtype)
+
+
+def _other_numbers(value: Any) -> list[Any]:
+    """Attributes of another type, and of other and extreme values."""
+    if isinstance(value, float):
+        return [1, *_FLOATS]
+    integers = {value - 1, value + 1, 2 * value, *_INTEGERS} - {value}
+    return [1.5, *sorted(x for x in integers if -(2**63) <= x < 2**63)]
+
+
+def corrupt_calls(call: HandlerCall, argument: str) -> Iterator[tuple[str, HandlerCall]]:
+    """Calls that differ from a sound one in an operand, result or attribute of this name."""
+    operands, results, attributes = call.operands, call.results, call.attributes
+    if argument in operands:
+        alike = [x for x in _ALIKE.get(argument, ()) if x in operands]
+        for names in [[argument], [argument, *alike]] if alike else [[argument]]:
+            for what, array in _other_arrays(operands[argument]):
+                changed = {**operands, **dict.fromkeys(names, array)}
+                updated = {name: changed[name] for name in call.in_place}
+                what = f"{' and '.join(names)} {what}"
+                yield what, replace(call, operands=changed, results=results | updated)
+        yield (
+            "without operand",
+            replace(
+                call,
+                operands={name: x for name, x in operands.items() if name != argument},
+                in_place=call.in_place - {argument},
+            ),
+        )
+    if argument in results:
+        separate = replace(call, in_place=call.in_place - {argument})
+        if call.in_place:
+            yield "not in place", separate
+        for what, array in _other_arrays(results[argument]):
+            yield f"result {what}", replace(separate, results={**results, argument: array})
+        fewer = {name: x for name, x in results.items() if name != argument}
+        yield "without result", replace(call, results=fewer)
+    if argument in attributes:
+        others = {name: x for name, x in attributes.items() if name != argument}
+        yield "without attribute", replace(call, attributes=others)
+        for value in _other_numbers(attributes[argument]):
+            yield f"attribute {value}", replace(call, attributes={**attributes, argument: value})
+    elif argument in _OPTIONAL:
+        for value in _other_numbers(0):
+            yield (
+                f"new attribute {value}",
+                replace(call, attributes={**attributes, argument: value}),
+            )
+
+
+def arguments_of(call: HandlerCall) -> list[str]:
+    """What may be corrupt: the names of operands, results and attributes."""
+    return [*dict.fromkeys([*call.operands, *call.results, *call.attributes, *_OPTIONAL])]
