@@ -6,7 +6,7 @@ import ctypes
 import mmap
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (gives NumPy its dtypes)
+import ml_dtypes
 import numpy as np
 
 # Not those of shared_ffi: what is imported here must not load it before a test has chosen a build.

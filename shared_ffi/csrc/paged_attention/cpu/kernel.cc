@@ -1,7 +1,6 @@
 // The CPU kernel, compiled once for each instruction set. Top to bottom, for a work item:
 //
 //   rows.h             the query rows of the item, their indices and queries
-//   query_tile.h       query tiles of the item, and K and V that several of them share
 //   kv_tile.h          KV tiles: the mask and the block table
 //   prefetch.h         the next tile is prefetched while the current one is read
 //   kv_rows.h          K and V of a tile, in the cache or packed
@@ -17,9 +16,9 @@
 // differ in their bits.
 #include "kernel.h"
 
+#include "partial_results.h"
 #include "pv.h"
 #include "qk.h"
-#include "query_tile.h"
 
 namespace xla_gpu::paged_attention {
 namespace {
@@ -36,113 +35,66 @@ class ItemKernel {
         tile_size_(is_packed_ ? kMaxTile : kStep),
         num_passes_(is_packed_ ? NumBlocks<kBlockRows>(rows.per_head)
                                : NumBlocks<kCachedRows>(rows.per_head)),
+        queries_(rows, arena),
+        mask_(rows, arena),
         pages_(rows, tile_size_, arena),
-        query_tiles_(rows, arena) {
-    const QueryTile<T>& first = query_tiles_[0];
-    for (int64_t n = 0; n < (query_tiles_.count() > 1 ? kTilesPerSplit : 1); ++n) {
-      packed_[n].emplace(rows.p, first.queries.width(), first.sums.width(), arena);
-    }
-  }
+        softmax_(rows, mask_, arena),
+        sums_(rows, arena),
+        keys_(rows.p.head_size, queries_.width(), arena),
+        values_(rows.p.value_head_size, sums_.width(), arena) {}
 
-  // Calls end_split(number, first_row, sums) for each query tile after each split.
+  // Calls end_split(number, sums) after each split.
   template <typename EndSplit>
   void Run(const EndSplit& end_split) {
     const WorkItem& item = rows_.item;
     for (int64_t split = item.begin / kSplit * kSplit; split < item.end; split += kSplit) {
-      const Span span = {Larger(item.begin, split), Smaller(item.end, split + kSplit)};
-      for (int64_t q = 0; q < query_tiles_.count(); ++q) query_tiles_[q].sums.Clear();
-      query_tiles_.count() > 1 ? PackOnce(span) : TileByTile(span);
-      for (int64_t q = 0; q < query_tiles_.count(); ++q) {
-        end_split(split / kSplit - item.begin / kSplit, query_tiles_.FirstRow(q),
-                  &query_tiles_[q].sums);
+      sums_.Clear();
+      const int64_t begin = Larger(item.begin, split), end = Smaller(item.end, split + kSplit);
+      for (int64_t at = begin / tile_size_ * tile_size_; at < end; at += tile_size_) {
+        pages_.Advance(at);
+        const KvTile tile = mask_.TileAt(at, Larger(begin, at), Smaller(end, at + tile_size_));
+        for (int64_t head = 0; head < item.num_kv_heads; ++head) AttendToTile(head, tile);
       }
+      end_split(split / kSplit - item.begin / kSplit, &sums_);
     }
   }
 
  private:
-  // Calls function(tile number, position, attended) for each KV tile of a split.
-  template <typename Function>
-  void ForEachTile(const Span& span, const Function& function) const {
-    int64_t number = 0;
-    for (int64_t at = span.begin / tile_size_ * tile_size_; at < span.end; at += tile_size_) {
-      function(number++, at, Span{Larger(span.begin, at), Smaller(span.end, at + tile_size_)});
-    }
-  }
-
-  // With one query tile: the next KV tile is prefetched while the current one is multiplied.
-  void TileByTile(const Span& span) {
-    QueryTile<T>& query = query_tiles_[0];
-    ForEachTile(span, [&](int64_t, int64_t at, const Span& attended) {
-      pages_.Advance(at);
-      const KvTile tile = query.mask.TileAt(at, attended.begin, attended.end);
-      for (int64_t head = 0; head < rows_.item.num_kv_heads; ++head) {
-        const CachedRows<T> k{pages_.keys(), pages_.KeyOffset(head)};
-        const CachedRows<T> v{pages_.keys(), pages_.ValueOffset(head)};
-        Prefetcher next = pages_.PrefetcherOf(head, num_passes_);
-        if (!is_packed_) {
-          AttendToCached(&query, head, tile, k, v, &next);
-          continue;
-        }
-        packed_[0]->Pack(k, v, tile.range);
-        pages_.TouchNext(head);
-        AttendToPacked(&query, head, tile, &*packed_[0], &next);
-      }
-    });
-  }
-
-  // With several query tiles, all of one kv head: K and V of the split are packed once, then one
-  // query tile after the other attends to them, so that its queries and sums stay in a core's
-  // cache.
-  void PackOnce(const Span& span) {
-    const CachedRows<T> k{nullptr, pages_.KeyOffset(0)}, v{nullptr, pages_.ValueOffset(0)};
-    ForEachTile(span, [&](int64_t number, int64_t at, const Span& attended) {
-      pages_.Advance(at);
-      packed_[number]->Pack({pages_.keys(), k.offset}, {pages_.keys(), v.offset},
-                            {attended.begin - at, attended.end - at});
-      pages_.TouchNext(0);
-    });
-    Prefetcher nothing = Prefetcher::OfNothing();
-    for (int64_t q = 0; q < query_tiles_.count(); ++q) {
-      QueryTile<T>& query = query_tiles_[q];
-      ForEachTile(span, [&](int64_t number, int64_t at, const Span& attended) {
-        const int64_t begin = Larger(attended.begin, query.item.begin);
-        const int64_t end = Smaller(attended.end, query.item.end);
-        if (begin >= end) return;
-        AttendToPacked(&query, 0, query.mask.TileAt(at, begin, end), &*packed_[number], &nothing);
-      });
-    }
-  }
-
   // `head`: of the item's kv heads.
-  void AttendToCached(QueryTile<T>* query, int64_t head, const KvTile& tile, const CachedRows<T>& k,
-                      const CachedRows<T>& v, Prefetcher* next) {
-    auto& [item, rows, queries, mask, softmax, sums] = *query;
-    const int64_t first = head * rows.per_head;
-    MultiplyCachedKeys(rows, queries, mask, tile, head, k, softmax.weights(), next);
-    softmax.template Apply<kCachedRows>(tile, head, sums.States(first));
-    AddValues<kCachedRows>(rows, mask, tile, softmax, v, !tile.is_partial, sums.width(),
-                           sums.Values(first), next);
-  }
-
-  void AttendToPacked(QueryTile<T>* query, int64_t head, const KvTile& tile, PackedTile<T>* packed,
-                      Prefetcher* next) {
-    auto& [item, rows, queries, mask, softmax, sums] = *query;
-    const int64_t first = head * rows.per_head;
-    const bool is_safe = !tile.is_partial || packed->HasFiniteValues();
-    MultiplyPackedKeys(rows, queries, mask, tile, head, packed->keys(), pages_.row_bytes(),
-                       softmax.weights(), next);
-    softmax.template Apply<kBlockRows>(tile, head, sums.States(first));
-    AddValues<kBlockRows>(rows, mask, tile, softmax, packed->values(), is_safe, sums.width(),
-                          sums.Values(first), next);
+  void AttendToTile(int64_t head, const KvTile& tile) {
+    const int64_t first = head * rows_.per_head;
+    Prefetcher next = pages_.PrefetcherOf(head, num_passes_);
+    const CachedRows<T> k{pages_.keys(), pages_.KeyOffset(head)};
+    const CachedRows<T> v{pages_.keys(), pages_.ValueOffset(head)};
+    if (!is_packed_) {
+      MultiplyCachedKeys(rows_, queries_, mask_, tile, head, k, softmax_.weights(), &next);
+      softmax_.template Apply<kCachedRows>(tile, head, sums_.States(first));
+      AddValues<kCachedRows>(rows_, mask_, tile, softmax_, v, !tile.is_partial, sums_.width(),
+                             sums_.Values(first), &next);
+      return;
+    }
+    keys_.Pack(k, tile.range);
+    values_.Pack(v, tile.range);
+    const bool is_safe = !tile.is_partial || values_.IsFinite(tile.range);
+    pages_.TouchNext(head);
+    MultiplyPackedKeys(rows_, queries_, mask_, tile, head, keys_, pages_.row_bytes(),
+                       softmax_.weights(), &next);
+    softmax_.template Apply<kBlockRows>(tile, head, sums_.States(first));
+    AddValues<kBlockRows>(rows_, mask_, tile, softmax_, values_, is_safe, sums_.width(),
+                          sums_.Values(first), &next);
   }
 
   const Rows& rows_;
   const bool is_packed_;
   const int64_t tile_size_;
-  const int64_t num_passes_;  // over K and over V: one for each block of rows
+  const int64_t num_passes_;  // of K and of V: by each block of rows
+  Queries<T> queries_;
+  AttentionMask mask_;
   PageTable<T> pages_;
-  QueryTiles<T> query_tiles_;
-  std::optional<PackedTile<T>> packed_[kTilesPerSplit];
+  Softmax<T> softmax_;
+  SplitSums<T> sums_;
+  PackedKeys<T> keys_;
+  PackedValues<T> values_;
 };
 
 template <typename T>
@@ -151,18 +103,17 @@ void AttendAs(const Params& p, const WorkItem& item, Arena* arena) {
   ItemKernel<T> kernel(rows, arena);
   if (item.partial_results == nullptr) {
     Totals<T> totals(rows, arena);
-    kernel.Run([&](int64_t /*split*/, int64_t first_row, SplitSums<T>* sums) {
+    kernel.Run([&](int64_t /*split*/, SplitSums<T>* sums) {
       sums->Finish([&](int64_t row, float max, float weight, const float* values) {
-        totals.Add(first_row + row, max, weight, values);
+        totals.Add(row, max, weight, values);
       });
     });
     totals.Write();
     return;
   }
-  kernel.Run([&](int64_t split, int64_t first_row, SplitSums<T>* sums) {
+  kernel.Run([&](int64_t split, SplitSums<T>* sums) {
     sums->Finish([&](int64_t row, float max, float weight, const float* values) {
-      const int64_t number = split * rows.count + first_row + row;
-      float* to = item.partial_results + number * PartialResultSize(p);
+      float* to = item.partial_results + (split * rows.count + row) * PartialResultSize(p);
       to[0] = max;
       to[1] = weight;
       std::memcpy(to + 2, values, p.value_head_size * sizeof(float));

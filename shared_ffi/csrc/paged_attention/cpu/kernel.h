@@ -16,18 +16,8 @@ inline constexpr int64_t kStep = 32;
 // to last, whether one thread has all of them or several share them.
 inline constexpr int64_t kSplit = 512;
 
-// Rows of a kv head in a query tile, at most: their queries and sums fit a core's cache.
-inline constexpr int64_t kRowsPerQueryTile = 256;
-
-// Query tiles of a work item, at most, that share K and V which are packed once.
-inline constexpr int64_t kMaxQueryTiles = 4;
-
-inline int64_t TokensPerQueryTile(const Params& p) {
-  return Larger(1, kRowsPerQueryTile * p.num_kv_heads / p.num_heads);
-}
-
-// A work item: query tiles (some query tokens of a sequence, the query heads of some kv heads) at
-// some splits of their context.
+// A work item: a query tile (some query tokens of a sequence, the query heads of some kv heads) at
+// some splits of its context.
 struct WorkItem {
   int64_t sequence;
   int64_t first_token;  // in the batch

@@ -14,8 +14,6 @@ constexpr int64_t kMaxTile = 2 * kStep;
 // Positions, counted from the first of a tile or of a step.
 using Range = Span;
 
-constexpr int64_t kTilesPerSplit = kSplit / kMaxTile;
-
 struct KvTile {
   int64_t position;  // its first
   Range range;       // all that any row attends to

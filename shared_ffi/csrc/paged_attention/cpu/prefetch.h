@@ -36,8 +36,6 @@ class Prefetcher {
         num_passes_(static_cast<uint32_t>(num_passes)),
         bytes_(NextBytes()) {}
 
-  static Prefetcher OfNothing() { return {nullptr, 0, {0, 1, {0, 0}}, 1}; }
-
   // Spreads the prefetches over a loop: each step reads num_bytes of the current tile.
   class Steps {
    public:

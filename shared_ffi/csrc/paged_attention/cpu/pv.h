@@ -65,6 +65,15 @@ XLA_GPU_INLINE void AddColumns(const float* weights, const Values& v, Range rang
   }
 }
 
+// Vectors of columns for R rows: with few rows and 16 registers more than kBlockVectors, so that no
+// sum waits for its own last multiply-add.
+template <int R>
+constexpr int kWideVectors = kBlockRows * kBlockVectors >= 16 || R > 4 ? kBlockVectors
+                             : R == 4                                  ? 3
+                             : R == 3                                  ? 4
+                             : R == 2                                  ? 6
+                                                                       : 8;
+
 // All columns, by blocks of vectors that fit the registers.
 template <int R, typename Values>
 void AddBlock(const float* weights, const Values& v, Range range, int64_t head_size, int64_t width,
@@ -72,6 +81,16 @@ void AddBlock(const float* weights, const Values& v, Range range, int64_t head_s
   constexpr int kLeast = Dot<typename Values::Storage>::kDown;
   constexpr int64_t kColumns = kBlockVectors * kLanes, kLeastColumns = kLeast * kLanes;
   int64_t d = 0;
+  if constexpr (kWideVectors<R> > kBlockVectors && kLeast == 1) {
+    constexpr int64_t kWideColumns = kWideVectors<R> * kLanes;
+    // What is left is nothing or a block: a vector by itself would wait.
+    for (int64_t left = head_size - kWideColumns; left == 0 || left >= kColumns;
+         left -= kWideColumns) {
+      AddColumns<R, kWideVectors<R>>(weights, v, range, d, kWideColumns, width, rescale, sums,
+                                     next);
+      d += kWideColumns;
+    }
+  }
   for (; d + kColumns <= head_size; d += kColumns) {
     AddColumns<R, kBlockVectors>(weights, v, range, d, kColumns, width, rescale, sums, next);
   }

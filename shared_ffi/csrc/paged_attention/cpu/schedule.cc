@@ -5,6 +5,7 @@
 namespace xla_gpu::paged_attention {
 namespace {
 
+constexpr int64_t kRowsPerItem = 256;      // of a kv head, at most, that share a packed KV tile
 constexpr int64_t kStepBytes = 3 << 18;    // of K and V of a step, at most, to fit a core's cache
 constexpr int64_t kItemsPerThread = 8;     // so that no thread waits long for the last
 constexpr int64_t kMinItemCost = 1 << 22;  // so that neighbouring heads are read together
@@ -17,29 +18,18 @@ int64_t CostOf(const Params& p, const WorkItem& item) {
          item.num_kv_heads;
 }
 
-// How many query tiles share packed K and V: as many as leave each thread its number of items.
-int64_t QueryTilesPerItem(const Params& p, int64_t max_threads) {
-  int64_t num_tiles = 0;
-  for (int64_t s = 0; s < *p.num_seqs; ++s) {
-    const int64_t q_len = p.query_start_loc[s + 1] - p.query_start_loc[s];
-    num_tiles += CeilDiv(q_len, TokensPerQueryTile(p)) * p.num_kv_heads;
-  }
-  const int64_t wanted_items = max_threads > 1 ? kItemsPerThread * max_threads : 1;
-  return std::clamp<int64_t>(num_tiles / wanted_items, 1, kMaxQueryTiles);
-}
-
-// Work items with all kv heads: tokens of one sequence.
-std::vector<WorkItem> CutByTokens(const Params& p, int64_t max_threads) {
-  const int64_t tokens_per_item = TokensPerQueryTile(p) * QueryTilesPerItem(p, max_threads);
+// Query tiles of all kv heads: tokens of one sequence, as many as may share a packed KV tile.
+std::vector<WorkItem> QueryTiles(const Params& p) {
+  const int64_t tokens_per_tile = std::max<int64_t>(1, kRowsPerItem * p.num_kv_heads / p.num_heads);
   std::vector<WorkItem> tiles;
   for (int64_t s = 0; s < *p.num_seqs; ++s) {
     const int64_t start = p.query_start_loc[s], end = p.query_start_loc[s + 1];
     const int64_t context_len = p.context_lens[s];
-    for (int64_t token = start; token < end; token += tokens_per_item) {
+    for (int64_t token = start; token < end; token += tokens_per_tile) {
       WorkItem tile = {};
       tile.sequence = s;
       tile.first_token = token;
-      tile.num_tokens = std::min(tokens_per_item, end - token);
+      tile.num_tokens = std::min(tokens_per_tile, end - token);
       tile.position = context_len - (end - token);
       tile.num_kv_heads = p.num_kv_heads;
       const int64_t i = token - start, last = i + tile.num_tokens - 1;
@@ -55,7 +45,7 @@ std::vector<WorkItem> CutByTokens(const Params& p, int64_t max_threads) {
 }  // namespace
 
 Schedule::Schedule(const Params& p, int64_t max_threads) : p_(p) {
-  const std::vector<WorkItem> tiles = CutByTokens(p, max_threads);
+  const std::vector<WorkItem> tiles = QueryTiles(p);
   int64_t cost = 0;
   for (const WorkItem& tile : tiles) cost += CostOf(p, tile);
   num_threads_ = cost < kMinParallelCost ? 1 : std::max<int64_t>(1, max_threads);
@@ -87,8 +77,8 @@ void Schedule::CutByHeads(const WorkItem& tile, int64_t wanted_cost) {
   const int64_t rows_per_head = tile.NumRows(p_) / tile.num_kv_heads;
   const int64_t columns = p_.head_size + p_.value_head_size;
   const int64_t bytes_per_head = kStep * columns * SizeOf(p_.cache_dtype);
-  const int64_t that_fit = std::max<int64_t>(
-      1, std::min(kRowsPerQueryTile / rows_per_head, kStepBytes / bytes_per_head));
+  const int64_t that_fit =
+      std::max<int64_t>(1, std::min(kRowsPerItem / rows_per_head, kStepBytes / bytes_per_head));
   const int64_t heads_per_item =
       tile.NumSplits() > 1 ? that_fit
                            : std::clamp<int64_t>(wanted_cost / cost_per_head, 1, that_fit);
