@@ -23,7 +23,12 @@ def compile_handlers(folder: Path) -> Path:
         "#define XLA_GPU_FOR_CPU_INSTRUCTION_SETS(f) f(baseline)\n"
     )
     csrc = native.ROOT / "shared_ffi/csrc"
-    sources = {*csrc.rglob("*.cc")} - {*csrc.glob("python/*.cc"), csrc / "gpu/simt/simt.cc"}
+    sources = {*csrc.rglob("*.cc")} - {
+        *csrc.glob("python/*.cc"),
+        csrc / "torch/kernel.cc",
+        csrc / "torch/rules.cc",
+        csrc / "gpu/simt/simt.cc",
+    }
     return compile_program(
         folder,
         sorted(sources | {native.ROOT / "tests/support/aarch64/handlers.cc"}),

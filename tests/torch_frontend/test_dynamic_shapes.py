@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,8 +16,11 @@ OPS = torch.ops.xla_gpu
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> None:
+def fresh() -> Iterator[None]:
+    """PyTorch's own settings: importing torch_xla turns automatic dynamic shapes off."""
     torch._dynamo.reset()
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=True, specialize_float=False):
+        yield
 
 
 def int32(values: Any) -> torch.Tensor:
