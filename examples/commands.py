@@ -1,15 +1,17 @@
-"""What the commands of the examples share: how they end, what they say of a missing library, and
-how several processes join. Imports no library, so that they begin at once."""
+"""What the commands of the examples share: how they run and end, what they say of a missing
+library, and how several processes join. Imports no library, so that they begin at once."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 _SHOW_CURSOR = b"\x1b[?25h"
 
@@ -108,3 +110,39 @@ def _print_from_python_only() -> None:
     sys.stdout.flush()
     sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+
+
+def run(
+    options: argparse.Namespace,
+    compute: Callable[[argparse.Namespace, Any], Any],
+    report: Any,
+    page: str,
+) -> int:
+    """Computes a result and reports it as the options say. Returns the exit status.
+
+    Args:
+        options: with ``json``, ``out`` and ``distributed``.
+        compute: returns the result of these options, given a console for its progress. A ValueError
+            is the user's mistake.
+        report: a module with ``to_terminal`` and ``to_html``.
+        page: the name of the report's file in ``options.out``.
+    """
+    from rich.console import Console  # noqa: PLC0415  (the help needs no library)
+
+    console = Console(stderr=options.json)
+    try:
+        if options.distributed is not None and not join_processes(options.distributed):
+            options.json, options.out, console.quiet = False, None, True
+        result = compute(options, console)
+    except ValueError as error:
+        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        return 2
+    if options.json:
+        print(json.dumps(result.as_json(), indent=2))
+    else:
+        report.to_terminal(result, console)
+    if options.out:
+        path = options.out / page
+        report.to_html(result, path)
+        console.print(f"The page: {path.resolve()}", soft_wrap=True)
+    return 0 if result.is_good else 1

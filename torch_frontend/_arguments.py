@@ -75,7 +75,7 @@ class Arguments(NamedTuple):
 
     check: Callable[..., Call]
     names: tuple[str, ...]
-    """Of the tensors, in the order of the call's operands."""
+    """The tensors' names, in the order of the call's operands."""
     tensors: tuple[torch.Tensor, ...]
     options: tuple[tuple[str, Any], ...]
     """All other arguments, except for those that the dispatcher omits: they have their default."""

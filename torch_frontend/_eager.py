@@ -32,7 +32,7 @@ class PreparedCall(NamedTuple):
 
     call: eager.EagerCall
     names: tuple[str, ...]
-    """Of the operands."""
+    """The operands' names."""
     copied: list[int]
     """The operands of which the handler gets a contiguous copy."""
     spans: list[int]

@@ -4,7 +4,6 @@ backends, one after another, and compares what they say."""
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -41,23 +40,7 @@ PROMPTS = (
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit status."""
-    console = Console(stderr=options.json)
-    try:
-        if options.distributed is not None and not commands.join_processes(options.distributed):
-            options.json, options.out, console.quiet = False, None, True
-        result = _generate(options, console)
-    except ValueError as error:
-        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        return 2
-    if options.json:
-        print(json.dumps(result.as_json(), indent=2))
-    else:
-        report.to_terminal(result, console)
-    if options.out:
-        page = options.out / "generate.html"
-        report.to_html(result, page)
-        console.print(f"The page: {page.resolve()}", soft_wrap=True)
-    return 0 if result.is_good else 1
+    return commands.run(options, _generate, report, "generate.html")
 
 
 def _generate(options: argparse.Namespace, console: Console) -> Result:

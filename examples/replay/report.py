@@ -71,6 +71,11 @@ class Result:
         return all(found == calls[0] for found in calls)
 
     @property
+    def is_good(self) -> bool:
+        """Whether all backends agree, in bits and in custom calls."""
+        return self.same_bits and self.same_custom_calls
+
+    @property
     def same_bits(self) -> bool:
         """Whether all backends gave the same outputs."""
         return all(backend.max_difference == 0 for backend in self.backends.values())

@@ -4,7 +4,6 @@ through the backends and compares what comes out."""
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
@@ -29,23 +28,7 @@ _MOST_REQUESTS = 20_000
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit status."""
-    console = Console(stderr=options.json)
-    try:
-        if options.distributed is not None and not commands.join_processes(options.distributed):
-            options.json, options.out, console.quiet = False, None, True
-        result = _replay(options, console)
-    except ValueError as error:
-        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        return 2
-    if options.json:
-        print(json.dumps(result.as_json(), indent=2))
-    else:
-        report.to_terminal(result, console)
-    if options.out:
-        page = options.out / "report.html"
-        report.to_html(result, page)
-        console.print(f"The page: {page.resolve()}", soft_wrap=True)
-    return 0 if result.same_bits and result.same_custom_calls else 1
+    return commands.run(options, _replay, report, "report.html")
 
 
 def _replay(options: argparse.Namespace, console: Console) -> Result:

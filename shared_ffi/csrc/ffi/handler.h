@@ -40,7 +40,7 @@ inline constexpr DTypes kTensorDTypes = {ffi::F32, ffi::F16, ffi::BF16};
 inline constexpr DTypes kStorageDTypes = {ffi::F32,      ffi::F16,    ffi::BF16,
                                           ffi::F8E4M3FN, ffi::F8E5M2, ffi::S8};
 
-// Of one of kStorageDTypes.
+// The storage type of one of kStorageDTypes.
 inline DType StorageOf(ffi::DataType dtype) {
   switch (dtype) {
     case ffi::F32:

@@ -65,9 +65,9 @@ char* AddressOf(nb::handle tensor) {
   return reinterpret_cast<char*>(nb::cast<uintptr_t>(tensor.attr(data_ptr)()));
 }
 
-// A kernel that has passed a call's dispatch keys asks whether they are `keys`: then nothing is
-// between the operator and this kernel, and it need not dispatch again, which takes as long as a
-// small op.
+// With `keys`, the first argument of a call is its DispatchKeySet. One of `keys` needs no other
+// dispatch step: the handler is called directly, because a second dispatch takes as long as a small
+// op. All other calls go to `otherwise`.
 class EagerKernel {
  public:
   EagerKernel(std::string op, nb::object rules, nb::object prepare, nb::object launch,
