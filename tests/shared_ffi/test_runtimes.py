@@ -283,6 +283,7 @@ def test_library_exports_what_docs_security_lists() -> None:
         "CpuInstructionSets",
         "FindHandler",
         "Handlers",
+        "LongLived",
         "MetadataFault",
         "aoti_torch_cpu__xla_gpu_call",
         "aoti_torch_cuda__xla_gpu_call",

@@ -122,10 +122,11 @@ def test_tensors_that_are_copied(checked: list[str]) -> None:
     _, *rest = attention_operands()
     query = torch.randn(4, 8, 4).transpose(1, 2)
     expected = OPS.paged_attention(query.contiguous(), *rest, 0.5)
+    assert torch.equal(OPS.paged_attention(query, *rest, 0.5), expected)
     checked.clear()
-    for _ in range(3):
+    for _ in range(2):
         assert torch.equal(OPS.paged_attention(query, *rest, 0.5), expected)
-    assert checked == ["paged_attention"]
+    assert not checked
 
 
 def refused() -> Iterator[Any]:
