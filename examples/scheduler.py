@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+
+from shared_ffi.batch import Batch, BlockPool, pad_batch
 
 
 @dataclass(frozen=True)
@@ -78,35 +80,54 @@ class Request:
         return self.known_tokens - self.computed_tokens == 1 and self.computed_tokens > 0
 
 
+class Chunk(NamedTuple):
+    """The tokens of one request that a step computes."""
+
+    request: int
+    start: int  # position of the first
+    num_tokens: int
+    blocks: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """The position after the last."""
+        return self.start + self.num_tokens
+
+
 @dataclass(frozen=True)
 class Step:
-    """The metadata of one step, padded; rows past `num_tokens` and `num_seqs` are padding."""
+    """Which tokens of which requests one step computes."""
 
-    context_lens: np.ndarray  # [max_seqs]
-    block_tables: np.ndarray  # [max_seqs, max_blocks_per_seq]
-    query_start_loc: np.ndarray  # [max_seqs + 1]
-    num_seqs: np.ndarray  # [1]
-    slot_mapping: np.ndarray  # [bucket], -1 for padding
-    request_of_token: np.ndarray  # [bucket], -1 for padding
-    position_of_token: np.ndarray  # [bucket]
-    num_tokens: int
+    chunks: Sequence[Chunk]
     num_decode_tokens: int
+    limits: Limits
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens without padding."""
+        return sum(chunk.num_tokens for chunk in self.chunks)
 
-class Batch(NamedTuple):
-    """A step as a model takes it, with arrays of its framework: the tokens, those of one sequence
-    after another, and the metadata of attention.
+    @property
+    def bucket(self) -> int:
+        """The token count that it is padded to."""
+        return next(size for size in self.limits.buckets if size >= self.num_tokens)
 
-    The sizes are static: rows past the last token and sequences past ``num_seqs`` are padding.
-    """
+    def batch(self, tokens: Sequence[Sequence[int]], bucket: int | None = None) -> Batch:
+        """The arrays of the step, as NumPy's.
 
-    tokens: Any  # [num_tokens] int32
-    positions: Any  # [num_tokens] int32
-    slot_mapping: Any  # [num_tokens] int32, -1 for padding
-    context_lens: Any  # [max_seqs] int32
-    block_tables: Any  # [max_seqs, max_blocks_per_seq] int32
-    query_start_loc: Any  # [max_seqs + 1] int32
-    num_seqs: Any  # [1] int32
+        Args:
+            tokens: the tokens of each chunk.
+            bucket: the token count to pad to; None: the step's own.
+        """
+        return pad_batch(
+            tokens,
+            [chunk.end for chunk in self.chunks],
+            [chunk.blocks for chunk in self.chunks],
+            block_size=self.limits.block_size,
+            num_tokens=self.bucket if bucket is None else bucket,
+            max_seqs=self.limits.max_seqs,
+            max_blocks_per_seq=self.limits.max_blocks_per_seq,
+        )
 
 
 class Scheduler:
@@ -118,8 +139,8 @@ class Scheduler:
         self.preemptions = 0
         self.finished: list[Request] = []
         self.generated_tokens = 0
-        self._free_blocks = list(range(limits.num_blocks))
-        np.random.default_rng(0).shuffle(self._free_blocks)  # a table in order would prove little
+        self._pool = BlockPool(limits.num_blocks, limits.block_size)
+        np.random.default_rng(0).shuffle(self._pool.free)  # a table in order would prove little
         self._future = deque(self._request(i, arrival) for i, arrival in enumerate(arrivals))
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -127,7 +148,7 @@ class Scheduler:
     @property
     def used_blocks(self) -> int:
         """Blocks of the pool that hold somebody's tokens."""
-        return self.limits.num_blocks - len(self._free_blocks)
+        return self.limits.num_blocks - len(self._pool.free)
 
     @property
     def is_done(self) -> bool:
@@ -155,7 +176,7 @@ class Scheduler:
             self.generated_tokens += 1
             request.known_tokens += 1
             if request.known_tokens >= request.total_tokens or request.number in stopped:
-                self._release(request)
+                self._pool.release(request.blocks)
                 self.running.remove(request)
                 self.finished.append(request)
 
@@ -164,7 +185,7 @@ class Scheduler:
         for requests in (self.running, self.waiting):
             for request in requests:
                 if request.number == number:
-                    self._release(request)
+                    self._pool.release(request.blocks)
                     requests.remove(request)
                     return True
         return False
@@ -190,74 +211,37 @@ class Scheduler:
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_seqs:
             request = self.waiting[0]
             # Room for all its tokens, not just this chunk: else it would soon be preempted again.
-            if self._blocks_wanted(request, request.known_tokens) > len(self._free_blocks):
+            if request.known_tokens > self._pool.block_size * len(self._pool.free):
                 break
             count = min(request.known_tokens, budget)
             self.running.append(self.waiting.popleft())
-            self._allocate(request, count)
+            self._pool.grow(request.blocks, count)
             chunks.append((request, count))
             budget -= count
         return chunks
 
     def _make_room(self, request: Request, count: int, planned: set[int]) -> bool:
         """Gives a running request the blocks it needs, at the expense of the youngest others."""
-        while self._blocks_wanted(request, count) > len(self._free_blocks):
+        while not self._pool.grow(request.blocks, request.computed_tokens + count):
             others = [r for r in self.running if id(r) not in planned]
             victim = max(others, key=lambda r: r.number)
             self._preempt(victim)
             if victim is request:
                 return False
-        self._allocate(request, count)
         return True
 
     def _preempt(self, request: Request) -> None:
         self.preemptions += 1
-        self._release(request)
+        self._pool.release(request.blocks)
         request.computed_tokens = 0
         self.running.remove(request)
         self.waiting.appendleft(request)
 
-    def _blocks_wanted(self, request: Request, count: int) -> int:
-        total = -(-(request.computed_tokens + count) // self.limits.block_size)
-        return total - len(request.blocks)
-
-    def _allocate(self, request: Request, count: int) -> None:
-        for _ in range(self._blocks_wanted(request, count)):
-            request.blocks.append(self._free_blocks.pop())
-
-    def _release(self, request: Request) -> None:
-        self._free_blocks.extend(reversed(request.blocks))
-        request.blocks.clear()
-
-    def _step(self, chunks: Sequence[tuple[Request, int]]) -> Step:
-        limits = self.limits
-        num_tokens = sum(count for _, count in chunks)
-        bucket = next(size for size in limits.buckets if size >= num_tokens)
-        step = Step(
-            context_lens=np.zeros(limits.max_seqs, np.int32),
-            block_tables=np.zeros((limits.max_seqs, limits.max_blocks_per_seq), np.int32),
-            query_start_loc=np.full(limits.max_seqs + 1, num_tokens, np.int32),
-            num_seqs=np.array([len(chunks)], np.int32),
-            slot_mapping=np.full(bucket, -1, np.int32),
-            request_of_token=np.full(bucket, -1, np.int64),
-            position_of_token=np.zeros(bucket, np.int64),
-            num_tokens=num_tokens,
-            num_decode_tokens=sum(request.is_decoding for request, _ in chunks),
-        )
-        start = 0
-        for s, (request, count) in enumerate(chunks):
-            rows = slice(start, start + count)
-            positions = request.computed_tokens + np.arange(count)
-            blocks = np.array(request.blocks, np.int32)
-            step.query_start_loc[s] = start
-            step.context_lens[s] = request.computed_tokens + count
-            step.block_tables[s, : len(blocks)] = blocks
-            step.slot_mapping[rows] = (
-                blocks[positions // limits.block_size] * limits.block_size
-                + positions % limits.block_size
-            )
-            step.request_of_token[rows] = request.number
-            step.position_of_token[rows] = positions
+    def _step(self, planned: Sequence[tuple[Request, int]]) -> Step:
+        chunks = []
+        num_decode_tokens = sum(request.is_decoding for request, _ in planned)
+        for request, count in planned:
+            start = request.computed_tokens
+            chunks.append(Chunk(request.number, start, count, tuple(request.blocks)))
             request.computed_tokens += count
-            start += count
-        return step
+        return Step(chunks, num_decode_tokens, self.limits)

@@ -11,6 +11,7 @@ except ImportError as _error:
     ) from _error
 
 from jax_frontend._vmap import rules as _rules  # registers them
+from jax_frontend.batch import Batch, BlockPool, pad_batch, slot_mapping
 from jax_frontend.compat._ragged_hd64 import ragged_paged_attention_hd64
 from jax_frontend.compat._ragged_v2 import ragged_paged_attention
 from jax_frontend.compat._ragged_v3 import ragged_paged_attention_v3
@@ -23,11 +24,15 @@ from shared_ffi import __version__ as __version__
 del jax, _rules
 
 __all__ = [
+    "Batch",
+    "BlockPool",
     "kv_cache_update",
     "merge_attention",
+    "pad_batch",
     "paged_attention",
     "ragged_paged_attention",
     "ragged_paged_attention_hd64",
     "ragged_paged_attention_v3",
     "simple_add",
+    "slot_mapping",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial, wraps
 from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
@@ -71,6 +71,9 @@ class Arrays:
     def _add(self, array: jax.Array) -> ArraySpec:
         self._arrays.append(array)
         return ArraySpec(array.shape, _name(array.dtype))
+
+    def __iter__(self) -> Iterator[jax.Array]:
+        return iter(self._arrays)
 
     def call(self, call: Call) -> tuple[jax.Array, ...]:
         """Makes a checked call with these arrays."""

@@ -87,25 +87,7 @@ def check(
     if not (holds(num_heads >= 1) and holds(num_heads % num_kv_heads == 0)):
         rule = f"be a multiple of num_kv_heads={num_kv_heads}"
         raise value_error(OP, "query's num_heads", rule, num_heads)
-    if len(context_lens.shape) != 1:
-        raise shape_error(OP, "context_lens", "[max_seqs]", context_lens.shape)
-    (max_seqs,) = context_lens.shape
-    if len(block_tables.shape) != 2 or not holds(block_tables.shape[0] == max_seqs):
-        rule = f"[max_seqs={max_seqs}, max_blocks_per_seq]"
-        raise shape_error(OP, "block_tables", rule, block_tables.shape)
-    if not has_shape(query_start_loc, (max_seqs + 1,)):
-        rule = f"[max_seqs + 1={max_seqs + 1}]"
-        raise shape_error(OP, "query_start_loc", rule, query_start_loc.shape)
-    if not (has_shape(num_seqs, ()) or has_shape(num_seqs, (1,))):
-        raise shape_error(OP, "num_seqs", "[] or [1]", num_seqs.shape)
-    for argument, spec in (
-        ("context_lens", context_lens),
-        ("block_tables", block_tables),
-        ("query_start_loc", query_start_loc),
-        ("num_seqs", num_seqs),
-    ):
-        if spec.dtype != "int32":
-            raise dtype_error(OP, argument, "dtype int32", spec.dtype)
+    check_metadata(OP, context_lens, block_tables, query_start_loc, num_seqs)
     attributes: list[tuple[str, Scalar]] = [
         ("scale", _scale(scale)),
         ("sliding_window", _sliding_window(sliding_window)),
@@ -167,6 +149,35 @@ def check(
         head_dims=(*operands.head_dims, *[1] * len(results)),
         cuda_scratch_bytes=cuda_scratch_bytes,
     )
+
+
+def check_metadata(
+    op: str,
+    context_lens: ArraySpec,
+    block_tables: ArraySpec,
+    query_start_loc: ArraySpec,
+    num_seqs: ArraySpec,
+) -> None:
+    """Checks the arrays that describe a batch; raises ValueError (shape) or TypeError (dtype)."""
+    if len(context_lens.shape) != 1:
+        raise shape_error(op, "context_lens", "[max_seqs]", context_lens.shape)
+    (max_seqs,) = context_lens.shape
+    if len(block_tables.shape) != 2 or not holds(block_tables.shape[0] == max_seqs):
+        rule = f"[max_seqs={max_seqs}, max_blocks_per_seq]"
+        raise shape_error(op, "block_tables", rule, block_tables.shape)
+    if not has_shape(query_start_loc, (max_seqs + 1,)):
+        rule = f"[max_seqs + 1={max_seqs + 1}]"
+        raise shape_error(op, "query_start_loc", rule, query_start_loc.shape)
+    if not (has_shape(num_seqs, ()) or has_shape(num_seqs, (1,))):
+        raise shape_error(op, "num_seqs", "[] or [1]", num_seqs.shape)
+    for argument, spec in (
+        ("context_lens", context_lens),
+        ("block_tables", block_tables),
+        ("query_start_loc", query_start_loc),
+        ("num_seqs", num_seqs),
+    ):
+        if spec.dtype != "int32":
+            raise dtype_error(op, argument, "dtype int32", spec.dtype)
 
 
 def check_values(

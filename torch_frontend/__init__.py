@@ -11,6 +11,7 @@ except ImportError as _error:
 
 from shared_ffi import __version__ as __version__
 from torch_frontend.aot_inductor import aoti_compile_and_package
+from torch_frontend.batch import Batch, BlockPool, pad_batch, slot_mapping
 from torch_frontend.export import export_platform
 from torch_frontend.kv_cache_update import kv_cache_update
 from torch_frontend.merge_attention import merge_attention
@@ -21,12 +22,16 @@ from torch_frontend.simple_add import simple_add
 del torch
 
 __all__ = [
+    "Batch",
+    "BlockPool",
     "aoti_compile_and_package",
     "export_platform",
     "kv_cache_update",
     "merge_attention",
+    "pad_batch",
     "paged_attention",
     "ragged_paged_attention",
     "replace_tpu_kernels",
     "simple_add",
+    "slot_mapping",
 ]

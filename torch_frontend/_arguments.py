@@ -14,7 +14,7 @@ import torch
 from shared_ffi.spec import ArraySpec, Call, dtype_error, missing_error
 from torch_frontend._errors import devices_error
 
-_DEVICE, _SHAPE, _DTYPE = map(attrgetter, ("device", "shape", "dtype"))
+_SHAPE, _DTYPE = map(attrgetter, ("shape", "dtype"))
 
 
 def array_spec(shape: torch.Size, dtype: torch.dtype) -> ArraySpec:
@@ -131,7 +131,7 @@ class ArgumentReader:
 def refuse_several_devices(op: str, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
     """One meta tensor would choose the fake kernel, whose results are not computed."""
     try:
-        devices = [*map(_DEVICE, tensors)]
+        devices = [x.device for x in tensors]
     except AttributeError:  # the dispatcher lets None pass for a tensor
         raise missing_error(op, names[[x is None for x in tensors].index(True)]) from None
     if devices.count(devices[0]) == len(devices):

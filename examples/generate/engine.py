@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from examples.generate.runners import ModelRunner
-from examples.scheduler import Arrival, Batch, Limits, Scheduler, Step
+from examples.scheduler import Arrival, Limits, Scheduler, Step
+from shared_ffi.batch import Batch
 
 
 @dataclass(frozen=True)
@@ -100,20 +101,7 @@ def warm_up(runner: ModelRunner, limits: Limits) -> float:
 
 def empty_step(runner: ModelRunner, limits: Limits, num_tokens: int) -> Batch:
     """A step of padding only: it writes nothing, and its results mean nothing."""
-    return _joined([empty_batch(limits, num_tokens)] * runner.replicas)
-
-
-def empty_batch(limits: Limits, num_tokens: int) -> Batch:
-    """The same, of one replica."""
-    return Batch(
-        tokens=np.zeros(num_tokens, np.int32),
-        positions=np.zeros(num_tokens, np.int32),
-        slot_mapping=np.full(num_tokens, -1, np.int32),
-        context_lens=np.zeros(limits.max_seqs, np.int32),
-        block_tables=np.zeros((limits.max_seqs, limits.max_blocks_per_seq), np.int32),
-        query_start_loc=np.zeros(limits.max_seqs + 1, np.int32),
-        num_seqs=np.zeros(1, np.int32),
-    )
+    return _joined([Step([], 0, limits).batch([], num_tokens)] * runner.replicas)
 
 
 def generate(
@@ -147,15 +135,14 @@ def generate(
     start = time.perf_counter()
     while not all(replica.scheduler.is_done for replica in replicas):
         steps = [replica.next_step() for replica in replicas]
-        bucket = max(len(step.slot_mapping) for step in steps if step is not None)
+        bucket = max(step.bucket for step in steps)
         batches = [
             replica.batch(step, bucket) for replica, step in zip(replicas, steps, strict=True)
         ]
         logits = runner.step(_joined(batches)).reshape(len(replicas), limits.max_seqs, -1)
         seconds = time.perf_counter() - start
         for replica, step, replica_logits in zip(replicas, steps, logits, strict=True):
-            if step is not None:
-                replica.complete(step, replica_logits, stop_tokens, seconds)
+            replica.complete(step, replica_logits, stop_tokens, seconds)
         on_step(answers)
     preemptions = sum(replica.scheduler.preemptions for replica in replicas)
     return Generation(answers, time.perf_counter() - start, preemptions)
@@ -179,49 +166,35 @@ class _Replica:
         self._numbers = numbers  # of the requests among those of all replicas
         self._sampling = sampling
 
-    def next_step(self) -> Step | None:
-        """The next step; None if all requests are done."""
+    def next_step(self) -> Step:
+        """The next step; one without tokens if all requests are done."""
         if self.scheduler.is_done:
-            return None
+            return Step([], 0, self.scheduler.limits)
         step = self.scheduler.next_step(0.0)
         assert step is not None, "a request waits though the pool is free"
         return step
 
-    def batch(self, step: Step | None, bucket: int) -> Batch:
+    def batch(self, step: Step, bucket: int) -> Batch:
         """The arguments of the model for a step, padded to `bucket` tokens."""
-        empty = empty_batch(self.scheduler.limits, bucket)
-        if step is None:
-            return empty
-        for t in range(step.num_tokens):
-            request, position = step.request_of_token[t], step.position_of_token[t]
-            empty.tokens[t] = self._sequences[request][position]
-            empty.positions[t] = position
-            empty.slot_mapping[t] = step.slot_mapping[t]
-        return empty._replace(
-            context_lens=step.context_lens,
-            block_tables=step.block_tables,
-            query_start_loc=step.query_start_loc,
-            num_seqs=step.num_seqs,
-        )
+        tokens = [self._sequences[chunk.request][chunk.start : chunk.end] for chunk in step.chunks]
+        return step.batch(tokens, bucket)
 
     def complete(
         self, step: Step, logits: np.ndarray, stop_tokens: frozenset[int], seconds: float
     ) -> None:
         """Chooses the next token of each sequence of a step that has run."""
         stopped = set()
-        for s in range(int(step.num_seqs[0])):
-            last = step.query_start_loc[s + 1] - 1
-            request, position = int(step.request_of_token[last]), int(step.position_of_token[last])
-            sequence, answer = self._sequences[request], self._answers[request]
-            if position + 1 < len(sequence):
+        for s, chunk in enumerate(step.chunks):
+            sequence, answer = self._sequences[chunk.request], self._answers[chunk.request]
+            if chunk.end < len(sequence):
                 continue  # a part of the prompt, or tokens that are computed anew
-            number = self._numbers[request]
-            token, logprob = choose(logits[s], self._sampling, number, position + 1)
+            number = self._numbers[chunk.request]
+            token, logprob = choose(logits[s], self._sampling, number, chunk.end)
             sequence.append(token)
             answer.add(token, seconds)
             answer.logprobs.append(logprob)
             if token in stop_tokens:
-                stopped.add(request)
+                stopped.add(chunk.request)
         self.scheduler.complete(stopped)
 
 

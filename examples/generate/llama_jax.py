@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jax_frontend
 from examples.generate.checkpoint import Config
-from examples.scheduler import Batch
+from shared_ffi.batch import Batch
 
 Params = Mapping[str, jax.Array]
 

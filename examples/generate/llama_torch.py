@@ -11,7 +11,7 @@ from torch.nn.functional import silu
 
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
 from examples.generate.checkpoint import Config
-from examples.scheduler import Batch
+from shared_ffi.batch import Batch
 
 
 class Rope(NamedTuple):

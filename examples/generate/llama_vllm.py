@@ -14,7 +14,7 @@ from torch import Tensor
 
 from examples.generate.checkpoint import Config
 from examples.generate.llama_torch import Llama
-from examples.scheduler import Batch
+from shared_ffi.batch import Batch
 from torch_frontend.integrations.vllm import XlaGpuAttentionImpl, XlaGpuMetadata
 
 

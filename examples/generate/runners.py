@@ -17,9 +17,10 @@ from jax.sharding import PartitionSpec as P
 from examples.generate.checkpoint import Checkpoint, Config
 from examples.generate.llama_jax import Params, forward, new_caches
 from examples.generate.llama_torch import Llama
-from examples.scheduler import Batch, Limits
+from examples.scheduler import Limits
 from harness import hlo
 from harness.arrays import to_numpy
+from shared_ffi.batch import Batch
 
 DATA, HEADS = "data", "heads"
 _OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")

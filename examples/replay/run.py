@@ -100,17 +100,7 @@ def replay(
         clock += seconds_per_step
         if step is None:
             continue
-        query, key, value = values(step)
-        operands = Operands(
-            query=query,
-            key=key,
-            value=value,
-            slot_mapping=step.slot_mapping,
-            context_lens=step.context_lens,
-            block_tables=step.block_tables,
-            query_start_loc=step.query_start_loc,
-            num_seqs=step.num_seqs,
-        )
+        operands = values.operands(step)
         sample = Sample(
             num_tokens=step.num_tokens,
             num_decode_tokens=step.num_decode_tokens,

@@ -49,10 +49,14 @@ class TokenValues:
             for heads in (model.num_heads, model.num_kv_heads, model.num_kv_heads)
         ]
 
-    def __call__(self, step: Step) -> list[np.ndarray]:
-        """Arrays [bucket, heads, head_size] for query, key and value."""
-        mixed = step.request_of_token * 7919 + step.position_of_token * 104_729
-        return [pool[(mixed + 31 * i) % self._POOL] for i, pool in enumerate(self._pools)]
+    def operands(self, step: Step) -> Operands:
+        """The operands of a step, padded to its bucket."""
+        batch = step.batch([[chunk.request] * chunk.num_tokens for chunk in step.chunks])
+        mixed = batch.tokens * np.int64(7919) + batch.positions * np.int64(104_729)
+        query, key, value = (
+            pool[(mixed + 31 * i) % self._POOL] for i, pool in enumerate(self._pools)
+        )
+        return Operands(query, key, value, *batch[2:])
 
 
 class LayerRunner(ABC):

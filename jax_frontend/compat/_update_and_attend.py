@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_frontend.batch import slots_of_tokens
 from jax_frontend.kv_cache_update import kv_cache_update
 from jax_frontend.paged_attention import paged_attention
 from shared_ffi.spec import dtype_error, shape_error, value_error
@@ -213,8 +214,12 @@ def _update_and_attend(
     cache_heads, cache_size = _heads_and_size(kv_layout, kv_cache.shape)
     if update:
         num_pages, page_size, *_ = kv_cache.shape
-        metadata = (kv_lens, block_tables, cu_q_lens, num_seqs)
-        slots = _slots(num_tokens, page_size, num_pages, *metadata)
+        slots = slots_of_tokens(
+            (kv_lens, block_tables, cu_q_lens, num_seqs),
+            block_size=page_size,
+            num_tokens=num_tokens,
+            num_blocks=num_pages,
+        )
         new_keys = _pad(keys, cache_heads, cache_size)
         new_values = _pad(values, cache_heads, cache_size)
         kv_cache = kv_cache_update(kv_cache, new_keys, new_values, slots, kv_layout=kv_layout)
@@ -243,32 +248,3 @@ def _pad(array: jax.Array, num_heads: int, head_size: int) -> jax.Array:
     """Pads ``[num_tokens, heads, size]`` with zeros at the end."""
     _, heads, size = array.shape
     return jnp.pad(array, ((0, 0), (0, num_heads - heads), (0, head_size - size)))
-
-
-def _slots(
-    num_tokens: int,
-    page_size: int,
-    num_pages: int,
-    kv_lens: jax.Array,
-    block_tables: jax.Array,
-    cu_q_lens: jax.Array,
-    num_seqs: jax.Array,
-) -> jax.Array:
-    """The slot of each token; -1 for tokens that belong to no sequence, or for which lengths and
-    tables name no place: ``paged_attention`` says what is wrong with these."""
-    max_seqs, pages_per_seq = block_tables.shape
-    tokens = jnp.arange(num_tokens)
-    is_real = jnp.arange(max_seqs) < num_seqs
-    ends = jnp.where(is_real, cu_q_lens[1:], jnp.iinfo(jnp.int32).max)
-    # Not jnp.searchsorted, which jax.export refuses where the number of sequences is a symbol.
-    sequence = jnp.sum(ends[None] <= tokens[:, None], axis=1)
-    # JAX takes a number past the end of an array for the last one, and one below 0 from the end.
-    starts, ends = cu_q_lens[sequence], cu_q_lens[sequence + 1]
-    is_written = (sequence < num_seqs) & (num_seqs <= max_seqs)
-    is_written &= (starts <= tokens) & (tokens < ends)
-    position = kv_lens[sequence] - ends + tokens
-    is_written &= (position >= 0) & (position // page_size < pages_per_seq)
-    page = block_tables[sequence, position // page_size]
-    # The product of another page might overflow, and name the slot of a page that exists.
-    is_written &= (page >= 0) & (page < num_pages)
-    return jnp.where(is_written, page * page_size + position % page_size, -1)

@@ -3,13 +3,14 @@ made."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import contest
-from benchmarks.cpu import bench, report
+from benchmarks.cpu import bench, overview, report
 from benchmarks.cpu.peers import PEERS
 from benchmarks.workloads import Workload, uniform
 from examples.replay.workload import Model
@@ -67,3 +68,15 @@ def test_padding_is_part_of_a_workload() -> None:
     assert num_seqs.tolist() == [2]
     operands = padded.operands("cpu")
     assert contest.error_of(contest.ours(padded, operands)(), padded, operands) <= 1
+
+
+def test_the_figure_shows_the_kept_results() -> None:
+    measured = overview.kept()
+    figure = (overview.RESULTS / "overview.svg").read_text()
+    for found in measured.values():
+        assert found.keys() == {*overview.WORKLOADS.values()}
+    shown = sorted(re.findall(r">(\d\.\d\d)<", figure))
+    assert shown == sorted(f"{x:.2f}" for found in measured.values() for x in found.values())
+    assert min(map(float, shown)) < 1 < max(map(float, shown)), "no loss, or no gain"
+    for color in overview.VARIABLES:
+        assert color not in figure

@@ -207,7 +207,7 @@ def test_sampling_depends_on_the_seed_and_not_on_the_batch(
 
 def test_jax_updates_donated_caches_without_a_copy(model: Checkpoint) -> None:
     backend = JaxRunner(model, LIMITS)
-    batch = engine.empty_batch(LIMITS, LIMITS.max_seqs)
+    batch = engine.empty_step(backend, LIMITS, LIMITS.max_seqs)
     compiled = backend._forward.lower(backend._params, backend._caches, batch).compile()
     text = compiled.as_text()
     assert text.count('custom_call_target="xla_gpu_kv_cache_update"') == 3

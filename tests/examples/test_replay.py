@@ -36,24 +36,22 @@ def test_the_scheduler_gives_each_token_its_own_slot(seed: int) -> None:
             continue
         held = [block for request in scheduler.running for block in request.blocks]
         assert len(set(held)) == len(held) == scheduler.used_blocks
-        assert len(step.slot_mapping) in SMALL.buckets
-        assert step.num_tokens <= len(step.slot_mapping)
-        assert (step.slot_mapping[step.num_tokens :] == -1).all()
+        batch = step.batch([[chunk.request] * chunk.num_tokens for chunk in step.chunks])
+        assert len(batch.tokens) in SMALL.buckets
+        assert step.num_tokens <= len(batch.tokens)
+        assert (batch.slot_mapping[step.num_tokens :] == -1).all()
 
-        num_seqs = int(step.num_seqs[0])
+        num_seqs = int(batch.num_seqs[0])
         assert num_seqs <= SMALL.max_seqs
-        assert step.query_start_loc[num_seqs] == step.num_tokens
+        assert batch.query_start_loc[num_seqs] == step.num_tokens
         for t in range(step.num_tokens):
-            written[int(step.slot_mapping[t])] = (
-                int(step.request_of_token[t]),
-                int(step.position_of_token[t]),
-            )
+            written[int(batch.slot_mapping[t])] = int(batch.tokens[t]), int(batch.positions[t])
         for s in range(num_seqs):
-            first, last = step.query_start_loc[s], step.query_start_loc[s + 1] - 1
-            number, length = step.request_of_token[first], step.context_lens[s]
-            assert step.position_of_token[last] == length - 1
+            first, last = batch.query_start_loc[s], batch.query_start_loc[s + 1] - 1
+            number, length = batch.tokens[first], batch.context_lens[s]
+            assert batch.positions[last] == length - 1
             for position in range(length):  # every position that it attends to holds its own token
-                block = step.block_tables[s, position // SMALL.block_size]
+                block = batch.block_tables[s, position // SMALL.block_size]
                 slot = int(block) * SMALL.block_size + position % SMALL.block_size
                 assert written[slot] == (number, position)
         scheduler.complete()
@@ -123,10 +121,12 @@ def test_a_token_has_the_same_values_whenever_it_is_computed() -> None:
     while not scheduler.is_done:
         step = scheduler.next_step(100)
         assert step is not None
-        _, key, _ = values(step)
-        for t in range(step.num_tokens):
-            token = (int(step.request_of_token[t]), int(step.position_of_token[t]))
-            assert seen.setdefault(token, key[t].tobytes()) == key[t].tobytes()
+        key = values.operands(step).key
+        tokens = [
+            (chunk.request, p) for chunk in step.chunks for p in range(chunk.start, chunk.end)
+        ]
+        for token, row in zip(tokens, key, strict=False):
+            assert seen.setdefault(token, row.tobytes()) == row.tobytes()
             times[token] += 1
         scheduler.complete()
     assert max(times.values()) > 1, "no token was computed anew"

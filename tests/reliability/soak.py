@@ -137,21 +137,7 @@ class Soak:
         return checksum
 
     def _run_step(self, step: Any) -> bytes:
-        from examples.replay.steps import Operands  # noqa: PLC0415  (imports the frameworks)
-
-        query, key, value = self._values(step)
-        output = self._runner.run(
-            Operands(
-                query,
-                key,
-                value,
-                step.slot_mapping,
-                step.context_lens,
-                step.block_tables,
-                step.query_start_loc,
-                step.num_seqs,
-            )
-        )
+        output = self._runner.run(self._values.operands(step))
         self.report.steps += 1
         self.report.tokens += step.num_tokens
         if not np.isfinite(output).all() or output[step.num_tokens :].any():
