@@ -24,6 +24,7 @@ import numpy as np
 
 from shared_ffi.spec import (
     CACHE_DTYPES,
+    STORAGE_DTYPES,
     ArraySpec,
     Operands,
     dtype_error,
@@ -40,6 +41,9 @@ SEPARATE = "nbhd"
 
 LATENT = "nbd"
 """The default where V is a part of K: a row is shared by all query heads."""
+
+_OTHERS = ("2nbhd", "n2bhd", "n2hbd", "nbh(2d)", "nhb(2d)")
+"""Layouts of other libraries, to be proposed where a cache has the wrong shape."""
 
 _LETTERS = {DEFAULT: ("2bdhn",), SEPARATE: ("bdhn",), LATENT: ("bdn", "bdhn")}
 """By their default, the letters of layouts, sorted; ``b`` may be missing."""
@@ -120,7 +124,12 @@ def check(
     if not is_right or sizes["b"] < 1 or sizes["h"] < 1:
         known = {"h": num_kv_heads, "d": head_size}
         rule = ", ".join(_describe(axis, known) for axis in axes)
-        raise shape_error(op, "kv_cache", f"[{rule}]", kv_cache.shape)
+        error = shape_error(op, "kv_cache", f"[{rule}]", kv_cache.shape)
+        if kv_layout is None and default == DEFAULT:
+            fits = [x for x in _OTHERS if _fits(x, kv_cache.shape, head_size, num_kv_heads)]
+            if fits:
+                error.args = (f"{error}. It would fit kv_layout={' or '.join(map(repr, fits))}",)
+        raise error
     if value_cache is not None and not has_shape(value_cache, kv_cache.shape):
         rule = f"{list(kv_cache.shape)} as kv_cache has"
         raise shape_error(op, "value_cache", rule, value_cache.shape)
@@ -170,6 +179,9 @@ def check_dtypes(
     Raises:
         TypeError: it has neither, or K and V differ.
     """
+    if kv_cache.dtype in STORAGE_DTYPES and dtype in STORAGE_DTYPES and kv_cache.dtype != dtype:
+        rule = f"kv_cache's dtype {kv_cache.dtype}"
+        raise dtype_error(op, argument, rule, f"{dtype}: cast {argument}, or make another cache")
     if kv_cache.dtype not in (dtype, *CACHE_DTYPES):
         rule = (
             f"{argument}'s dtype {dtype}, or {', '.join(CACHE_DTYPES[:-1])} or {CACHE_DTYPES[-1]}"
@@ -299,6 +311,11 @@ def _sizes(axes: Sequence[str], shape: Sequence[int]) -> dict[str, int]:
         else:
             return {}
     return sizes if sizes["2"] == 2 else {}
+
+
+def _fits(layout: str, shape: Sequence[int], head_size: int, num_kv_heads: int | None) -> bool:
+    sizes = _sizes(_axes(layout), shape)
+    return sizes.get("d") == head_size and num_kv_heads in (None, sizes["h"])
 
 
 def _steps(axes: Sequence[str], strides: Sequence[int], sizes: dict[str, int]) -> dict[str, int]:

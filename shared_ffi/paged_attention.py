@@ -314,7 +314,7 @@ def _int64(argument: str, value: int, at_least: int) -> np.int64:
     if isinstance(value, bool) or not (isinstance(value, int | np.integer) or is_symbol(value)):
         raise dtype_error(OP, argument, "type int", type(value).__name__)
     if not holds(value >= at_least):
-        raise value_error(OP, argument, f"be at least {at_least}", value)
+        raise value_error(OP, argument, f"be at least {at_least}, or None", value)
     return value if is_symbol(value) else np.int64(min(value, _MAX_INT64))  # type: ignore[return-value]
 
 
@@ -371,7 +371,7 @@ def _soft_cap(soft_cap: float | None, scale: float) -> np.float32:
         return np.float32(0)
     value = _float32("soft_cap", soft_cap)
     if not (np.isfinite(value) and value > 0):
-        raise value_error(OP, "soft_cap", "be positive and finite in float32", soft_cap)
+        raise value_error(OP, "soft_cap", "be positive and finite in float32, or None", soft_cap)
     if abs(float(_scale(scale))) > _MAX_SCALE * float(value):
         raise value_error(OP, "soft_cap", "be at least scale / 2**126 in magnitude", soft_cap)
     return value

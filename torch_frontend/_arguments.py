@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shared_ffi.spec import ArraySpec, Call, dtype_error, missing_error
-from torch_frontend._errors import devices_error
+from shared_ffi.spec import ArraySpec, Call, dtype_error
+from torch_frontend._errors import devices_error, missing_error
 
 _SHAPE, _DTYPE = map(attrgetter, ("shape", "dtype"))
 

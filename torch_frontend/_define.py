@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shared_ffi.spec import NO_OVERLAP, Call, missing_error, value_error
+from shared_ffi.spec import NO_OVERLAP, Call, value_error
 from torch_frontend import _errors
 from torch_frontend._arguments import (
     ArgumentReader,
@@ -115,7 +115,7 @@ class InPlaceOp:
         """The kernel for all tensors, which takes a call's DispatchKeySet first."""
         first = arguments[0]
         if first is None:
-            raise missing_error(self._name, self._names[0])
+            raise _errors.missing_error(self._name, self._names[0])
         named = dict(zip(self._names, arguments, strict=False)) | dict(keywords)
         tensors = {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
         refuse_several_devices(self._name, (*tensors,), (*tensors.values(),))

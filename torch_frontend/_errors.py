@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from shared_ffi import spec
 from shared_ffi.spec import value_error
+
+
+def missing_error(op: str, name: str) -> TypeError:
+    """For an argument that must be a tensor, and is None."""
+    error = spec.missing_error(op, name)
+    if name == "kv_cache":
+        error.args = (f"{error}. kv_cache_update writes in place and returns None",)
+    return error
 
 
 def derivative_error(op: str, what: str) -> NotImplementedError:

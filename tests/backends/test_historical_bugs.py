@@ -109,7 +109,7 @@ REFUSED = {
     # flash-attention #2709: the table was read past its end.
     "length-past-the-table": (
         lambda: decode([9], [[3, 5]]),
-        "context_lens[0] must be from 0 to max_blocks_per_seq * block_size=8; got 9",
+        "context_lens[0] must be from 0 to max_blocks_per_seq=2 * block_size=4; got 9",
     ),
     # onnxruntime #32391: the cache was read at a block that it does not have.
     "block-id-past-the-cache": (

@@ -54,7 +54,9 @@ def test_a_length_that_int32_cannot_hold_is_refused(length: int) -> None:
     """It does not become another sequence's length."""
     metadata = jnp.array([3, length]), jnp.array(TABLES), jnp.array(STARTS), jnp.array(2)
     nearest = 2**31 - 1 if length > 0 else -(2**31)
-    message = f"context_lens[1] must be from 0 to max_blocks_per_seq * block_size=48; got {nearest}"
+    message = (
+        f"context_lens[1] must be from 0 to max_blocks_per_seq=3 * block_size=16; got {nearest}"
+    )
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=re.escape(message)):
         jax.block_until_ready(jax_frontend.paged_attention(QUERY, CACHE, *metadata, SCALE))
 

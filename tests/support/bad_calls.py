@@ -90,9 +90,27 @@ STATIC = [
     ),
     fault(
         attention,
-        "kv_cache must have query's dtype float32, or float8_e4m3fn, float8_e5m2 or int8; got float16",
+        "query must have kv_cache's dtype float16; got float32: cast query, or make another cache",
         TypeError,
         kv_cache=np.ones((4, 2, 4, 8), F16),
+    ),
+    fault(
+        attention,
+        "kv_cache must have query's dtype float32, or float8_e4m3fn, float8_e5m2 or int8; got int32",
+        TypeError,
+        kv_cache=np.ones((4, 2, 4, 8), I32),
+    ),
+    fault(
+        attention,
+        "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads, head_size=8]; "
+        "got [4, 2, 3, 2, 8]. It would fit kv_layout='n2bhd' or 'n2hbd'",
+        kv_cache=np.ones((4, 2, 3, 2, 8), F32),
+    ),
+    fault(
+        attention,
+        "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads, head_size=8]; "
+        "got [4, 2, 2, 16]. It would fit kv_layout='nbh(2d)' or 'nhb(2d)'",
+        kv_cache=np.ones((4, 2, 2, 16), F32),
     ),
     fault(
         attention,
@@ -154,19 +172,27 @@ STATIC = [
     fault(attention, "scale must be finite in float32; got 1e+300", scale=1e300),
     fault(attention, "scale must be at most 2**126 in magnitude; got -1e+38", scale=-1e38),
     fault(attention, "scale must be at most 2**126 in magnitude; got 3e+38", scale=3e38),
-    fault(attention, "sliding_window must be at least 1; got -3", sliding_window=-3),
-    fault(attention, "sliding_window must be at least 1; got 0", sliding_window=0),
-    fault(attention, "soft_cap must be positive and finite in float32; got -1.5", soft_cap=-1.5),
+    fault(attention, "sliding_window must be at least 1, or None; got -3", sliding_window=-3),
+    fault(attention, "sliding_window must be at least 1, or None; got 0", sliding_window=0),
     fault(
         attention,
-        "soft_cap must be positive and finite in float32; got 0.0",
+        "soft_cap must be positive and finite in float32, or None; got -1.5",
+        soft_cap=-1.5,
+    ),
+    fault(
+        attention,
+        "soft_cap must be positive and finite in float32, or None; got 0.0",
         soft_cap=0.0,
     ),
     fault(
-        attention, "soft_cap must be positive and finite in float32; got nan", soft_cap=float("nan")
+        attention,
+        "soft_cap must be positive and finite in float32, or None; got nan",
+        soft_cap=float("nan"),
     ),
     fault(
-        attention, "soft_cap must be positive and finite in float32; got inf", soft_cap=float("inf")
+        attention,
+        "soft_cap must be positive and finite in float32, or None; got inf",
+        soft_cap=float("inf"),
     ),
     fault(
         attention,
@@ -252,8 +278,10 @@ STATIC = [
         value=np.ones((3, 2, 8), np.int8),
         k_scale=np.ones((), F32),
     ),
-    fault(attention, "window_right must be at least 0; got -1", causal=False, window_right=-1),
-    fault(attention, "max_query_len must be at least 1; got -1", max_query_len=-1),
+    fault(
+        attention, "window_right must be at least 0, or None; got -1", causal=False, window_right=-1
+    ),
+    fault(attention, "max_query_len must be at least 1, or None; got -1", max_query_len=-1),
     fault(
         attention,
         "window_right must be None unless causal is False; got 3",
@@ -403,9 +431,15 @@ STATIC = [
     ),
     fault(
         update,
-        "kv_cache must have key's dtype float32, or float8_e4m3fn, float8_e5m2 or int8; got float16",
+        "key must have kv_cache's dtype float16; got float32: cast key, or make another cache",
         TypeError,
         kv_cache=np.ones((4, 2, 4, 8), F16),
+    ),
+    fault(
+        update,
+        "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads=4, head_size=8]; "
+        "got [2, 4, 3, 2, 8]. It would fit kv_layout='2nbhd'",
+        kv_cache=np.ones((2, 4, 3, 2, 8), F32),
     ),
     fault(
         update, "slot_mapping must have shape [num_tokens=3]; got [2]", slot_mapping=np.ones(2, I32)
@@ -460,12 +494,12 @@ DYNAMIC = [
     ),
     fault(
         attention,
-        "context_lens[0] must be from 0 to max_blocks_per_seq * block_size=4; got 5",
+        "context_lens[0] must be from 0 to max_blocks_per_seq=2 * block_size=2; got 5",
         context_lens=np.array([5, 1, 0], I32),
     ),
     fault(
         attention,
-        "context_lens[1] must be from 0 to max_blocks_per_seq * block_size=4; got -2",
+        "context_lens[1] must be from 0 to max_blocks_per_seq=2 * block_size=2; got -2",
         context_lens=np.array([3, -2, 0], I32),
     ),
     fault(
@@ -475,7 +509,7 @@ DYNAMIC = [
     ),
     fault(
         attention,
-        "context_lens[0] must be from 0 to max_blocks_per_seq * block_size=4; got -1",
+        "context_lens[0] must be from 0 to max_blocks_per_seq=2 * block_size=2; got -1",
         causal=False,
         context_lens=np.array([-1, 1, 0], I32),
     ),

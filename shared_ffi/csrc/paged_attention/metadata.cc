@@ -45,8 +45,8 @@ std::string MetadataFault(const Params& p) {
     }
     if (context_len < 0 || context_len > capacity) {
       return StrCat("context_lens[", s,
-                    "] must be from 0 to max_blocks_per_seq * block_size=", capacity, "; got ",
-                    context_len);
+                    "] must be from 0 to max_blocks_per_seq=", p.max_blocks_per_seq,
+                    " * block_size=", p.block_size, "; got ", context_len);
     }
     if (p.is_causal && context_len < q_len) {
       return StrCat("context_lens[", s, "] must count the sequence's ", q_len,
