@@ -18,7 +18,7 @@ CPU_ONLY := $$([ -e $(VENV)/installed ] || echo \
 demo: export MPLCONFIGDIR := build/cache/matplotlib
 demo: $(VENV)/installed  ## a real model's answers, then a request trace, through several backends
 	$(BIN)/python -m examples.generate --backend jax torch torch_xla openxla transformers --out report
-	$(BIN)/python -m examples.replay $(if $(TRACE),--trace $(TRACE)) --steps 200 --out report
+	$(BIN)/python -m examples.replay $(if $(TRACE),--trace $(TRACE)) --out report
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s%s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))

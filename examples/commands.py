@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 _SHOW_CURSOR = b"\x1b[?25h"
@@ -75,6 +76,21 @@ def add_distributed_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_report_options(parser: argparse.ArgumentParser, page: str) -> None:
+    """Adds the options that `run` reads.
+
+    Args:
+        page: the name of the report's file.
+    """
+    parser.add_argument("--out", metavar="FOLDER", type=Path, help=f"folder for {page}")
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as JSON, and nothing else"
+    )
+    parser.add_argument(
+        "--calls", action="store_true", help="print the custom calls of each program, too"
+    )
+
+
 def join_processes(values: list[str]) -> bool:
     """Joins the other processes, which run one program on all of their devices. Call it before JAX
     looks for devices.
@@ -121,13 +137,15 @@ def run(
     """Computes a result and reports it as the options say. Returns the exit status.
 
     Args:
-        options: with ``json``, ``out`` and ``distributed``.
+        options: with those of `add_report_options` and ``distributed``.
         compute: returns the result of these options, given a console for its progress. A ValueError
             is the user's mistake.
-        report: a module with ``to_terminal`` and ``to_html``.
+        report: a module with ``to_terminal``, ``to_html`` and ``calls``.
         page: the name of the report's file in ``options.out``.
     """
     from rich.console import Console  # noqa: PLC0415  (the help needs no library)
+
+    from examples.page import show_calls  # noqa: PLC0415
 
     console = Console(stderr=options.json)
     try:
@@ -141,6 +159,8 @@ def run(
         print(json.dumps(result.as_json(), indent=2))
     else:
         report.to_terminal(result, console)
+        if options.calls:
+            show_calls(report.calls(result), console)
     if options.out:
         path = options.out / page
         report.to_html(result, path)

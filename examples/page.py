@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,8 +57,8 @@ def write(path: Path, **content: Any) -> None:
 
     Args:
         path: of the page.
-        content: title, subtitle, headlines, rows (of a table, its header first), plots and calls,
-            and perhaps a conversation.
+        content: title, subtitle, headlines, rows (of a table, its header first), legend (of the
+            table), plots and calls, and perhaps a conversation.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
@@ -76,6 +76,11 @@ def svg(draw: Callable[[Axes], None]) -> str:
         plt.close(figure)
     _, tag, rest = buffer.getvalue().partition("<svg")
     return tag + rest
+
+
+def count(backends: Collection[str]) -> str:
+    """Their number in words."""
+    return "one backend" if len(backends) == 1 else f"{len(backends)} backends"
 
 
 def show_headlines(headlines: Sequence[Headline], title: str, console: Console) -> None:
@@ -104,7 +109,23 @@ def show_calls(calls: Sequence[Calls], console: Console) -> None:
         console.print(Panel(Group(*call.text), title=title, title_align="left"))
 
 
-def call_lines(call: str) -> list[str]:
+def group_calls(backends: Mapping[str, Mapping[str, str]]) -> list[Calls]:
+    """The custom calls of backends that have some, once for all backends that have the same.
+
+    Args:
+        backends: by backend, what to say above each call; perhaps nothing.
+    """
+    found: dict[str, Calls] = {}
+    for name, calls in backends.items():
+        lines: list[str] = []
+        for call, heading in calls.items():
+            lines += [*filter(None, [heading]), *_lines(call), ""]
+        if lines:
+            found.setdefault("\n".join(lines), Calls([], lines[:-1])).backends.append(name)
+    return [*found.values()]
+
+
+def _lines(call: str) -> list[str]:
     """A custom call, one attribute a line."""
     attributes = ("custom_call_target", "operand_layout_constraints", "output_to_operand_aliasing")
     for name in (*attributes, "api_version", "backend_config"):

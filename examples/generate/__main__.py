@@ -58,8 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-seqs", type=int, default=8, help="prompts that run at once")
     add("--max-len", type=int, default=1024, help="tokens of prompt and answer at most")
     add("--token-budget", type=int, default=128, help="tokens per step")
-    add("--out", type=Path, help="folder for generate.html")
-    add("--json", action="store_true", help="print the result as JSON, and nothing else")
+    commands.add_report_options(parser, "generate.html")
     return parser
 
 

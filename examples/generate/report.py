@@ -92,7 +92,7 @@ class Result:
     @property
     def same_custom_calls(self) -> bool:
         """Whether all backends that have HLO hold the same custom calls, letter for letter."""
-        calls = [backend.custom_calls for backend in self.backends.values() if backend.custom_calls]
+        calls = _calls_of(self)
         return all(found == calls[0] for found in calls)
 
     @property
@@ -138,6 +138,11 @@ class Result:
         }
 
 
+def _calls_of(result: Result) -> list[dict[str, int]]:
+    """The custom calls of the backends that have HLO."""
+    return [backend.custom_calls for backend in result.backends.values() if backend.custom_calls]
+
+
 def headlines(result: Result) -> list[Headline]:
     """What to know at a glance."""
     backends = result.backends.values()
@@ -148,55 +153,58 @@ def headlines(result: Result) -> list[Headline]:
     late = sum(backend.late_programs for backend in backends)
     differences = [x for backend in backends if (x := backend.max_difference) is not None]
     must = result.is_exact
-    found = [
-        Headline(
-            "tokens of the backends",
-            "the same" if result.same_tokens else "different",
-            result.same_tokens or not must,
-        ),
-        Headline(
-            "custom calls",
-            "identical" if result.same_custom_calls else "different",
-            result.same_custom_calls,
-        ),
-        Headline("programs compiled while generating", str(late), late == 0),
-        Headline("tokens per second", f"{rates[fastest]:,.0f} ({fastest})", True),
-    ]
-    if differences:
-        largest = max(differences)
-        label = "largest difference of a log-probability"
-        found.insert(1, Headline(label, f"{largest:.1g}", largest < TOLERANCE))
+    found = []
+    if len(result.backends) > 1:
+        value = "the same" if result.same_tokens else "different"
+        found.append(Headline("tokens of the backends", value, result.same_tokens or not must))
     if result.sampling.is_greedy:
         equal = min(backend.equal_answers for backend in backends)
         answers = f"{equal} of {len(result.prompts)}"
         good = equal == len(result.prompts) or not must
-        found.insert(1, Headline("answers as with transformers' attention", answers, good))
-        behind = max(backend.max_behind for backend in backends)
-        if behind:
+        found.append(Headline("answers as with transformers' attention", answers, good))
+        if behind := max(backend.max_behind for backend in backends):
             label = "log-probability of a token behind transformers' best, at most"
-            found.insert(2, Headline(label, f"{behind:.1g}", behind < TOLERANCE))
-    return found
+            found.append(Headline(label, f"{behind:.1g}", behind < TOLERANCE))
+    if differences:
+        largest = max(differences)
+        label = "largest error of a log-probability"
+        found.append(Headline(label, f"{largest:.1g}", largest < TOLERANCE))
+    if len(_calls_of(result)) > 1:
+        value = "identical" if result.same_custom_calls else "different"
+        found.append(Headline("custom calls", value, result.same_custom_calls))
+    return [
+        *found,
+        Headline("programs compiled while generating", str(late), late == 0),
+        Headline("tokens per second", f"{rates[fastest]:,.0f} ({fastest})", True),
+    ]
+
+
+_LEGEND = (
+    "First token: the median over the prompts. Ready: after loading weights and compiling. "
+    "Programs: how many were compiled. Error: the largest difference of a log-probability from "
+    "transformers' eager attention; equal answers are equal to its answers."
+)
 
 
 def rows(result: Result) -> list[list[str]]:
     """The table of the backends, its header first."""
-    header = ["backend", "tokens/s", "first token", "ready after", "programs"]
-    header += ["equal answers", "difference"]
-    return [
-        header,
-        *(
-            [
-                name,
-                f"{backend.generation.tokens_per_second:,.0f}",
-                f"{backend.generation.time_to_first_token:.2f} s",
-                f"{backend.seconds_to_open:.1f} s",
-                str(backend.programs) if backend.programs else "none",
-                f"{backend.equal_answers} of {len(result.prompts)}",
-                "" if backend.max_difference is None else f"{backend.max_difference:.1g}",
-            ]
-            for name, backend in result.backends.items()
-        ),
-    ]
+    header = ["backend", "tokens/s", "first token", "ready", "programs", "error"]
+    table = [header]
+    for name, backend in result.backends.items():
+        row = [
+            name,
+            f"{backend.generation.tokens_per_second:,.0f}",
+            f"{backend.generation.time_to_first_token:.2f} s",
+            f"{backend.seconds_to_open:.1f} s",
+            str(backend.programs) if backend.programs else "none",
+            "" if backend.max_difference is None else f"{backend.max_difference:.1g}",
+        ]
+        table.append(row)
+    if result.sampling.is_greedy:  # samples need not be equal
+        header.append("equal answers")
+        for row, backend in zip(table[1:], result.backends.values(), strict=True):
+            row.append(f"{backend.equal_answers} of {len(result.prompts)}")
+    return table
 
 
 def to_terminal(result: Result, console: Console) -> None:
@@ -206,26 +214,22 @@ def to_terminal(result: Result, console: Console) -> None:
         console.print(Panel(escape(text), title=title, title_align="left"))
     page.show_headlines(headlines(result), f"{result.model}, {result.dtype}", console)
     page.show_rows(rows(result), console)
-    console.print(_summary(result))
-    page.show_calls(_calls(result), console)
+    console.print(_LEGEND, _summary(result))
 
 
 def to_html(result: Result, path: Path) -> None:
     """Writes the page; it needs no network and no other file."""
     page.write(
         path,
-        title=f"{result.model} speaks through {_count(len(result.backends))}",
+        title=f"{result.model} speaks through {page.count(result.backends)}",
         subtitle=f"{result.dtype}. {_summary(result)}",
         headlines=headlines(result),
-        calls=_calls(result),
+        calls=calls(result),
         rows=rows(result),
+        legend=_LEGEND,
         conversation=list(zip(result.prompts, result.texts, strict=True)),
         plots=[page.svg(partial(_plot_tokens, result)), page.svg(partial(_plot_rates, result))],
     )
-
-
-def _count(count: int) -> str:
-    return "one backend" if count == 1 else f"{count} backends"
 
 
 def _summary(result: Result) -> str:
@@ -245,22 +249,18 @@ def _summary(result: Result) -> str:
         f"{len(result.prompts)} prompts, {tokens:,} new tokens, {how}{preemptions}. "
         f"At most {limits.max_seqs} prompts run at once, over {pools} of {limits.num_blocks} "
         f"blocks of {limits.block_size} tokens{devices}. Token counts are padded to "
-        f"{' or '.join(map(str, limits.buckets))}, a program each, compiled before the clock runs. "
-        "The first token's time is the median over the prompts. Answers and log-probabilities are "
-        "compared with those of transformers' eager attention."
+        f"{' or '.join(map(str, limits.buckets))}, a program each, compiled before the clock runs."
     )
 
 
-def _calls(result: Result) -> list[Calls]:
-    """The custom calls of a decoding step, grouped by what they are."""
-    found: dict[str, Calls] = {}
-    for name, backend in result.backends.items():
-        lines = []
-        for call, count in backend.custom_calls.items():
-            lines += [f"{count} times:", *page.call_lines(call), ""]
-        if lines:
-            found.setdefault("\n".join(lines), Calls([], lines[:-1])).backends.append(name)
-    return list(found.values())
+def calls(result: Result) -> list[Calls]:
+    """The custom calls of a decoding step of each program."""
+    return page.group_calls(
+        {
+            name: {call: f"{count} times:" for call, count in backend.custom_calls.items()}
+            for name, backend in result.backends.items()
+        }
+    )
 
 
 def _plot_tokens(result: Result, axes: Axes) -> None:

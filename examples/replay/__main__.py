@@ -22,7 +22,8 @@ GROUPS = {
     "mesh": ["torch", "jax-mesh"],
 }
 _BACKEND_HELP = (
-    "both: jax and torch_xla; mesh: torch, and JAX on all devices, which share the kv heads"
+    "all: those of one device; both: jax and torch_xla; mesh: torch, and JAX on all devices, which "
+    "share the kv heads"
 )
 
 
@@ -43,20 +44,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--trace", type=Path, help="CSV: TIMESTAMP, ContextTokens, GeneratedTokens; else generated")
-    add("--backend", choices=[*BACKENDS, *GROUPS], default="both", help=_BACKEND_HELP)
+    add("--backend", choices=[*BACKENDS, *GROUPS], default="all", help=_BACKEND_HELP)
     commands.add_distributed_option(parser)
-    add("--steps", type=int, default=200, help="stop after this many steps")
+    add("--steps", type=int, default=300, help="stop after this many steps")
     add("--model", choices=MODELS, default="tiny", help="attention shape")
     add("--dtype", choices=DTYPES, default="float32", help="of query and cache")
     add("--block-size", type=int, default=16, help="positions per block")
-    add("--blocks", type=int, default=512, help="blocks in the pool")
-    add("--max-seqs", type=int, default=16, help="sequences per step")
+    add("--blocks", type=int, default=2048, help="blocks in the pool")
+    add("--max-seqs", type=int, default=32, help="sequences per step")
     add("--max-len", type=int, default=4096, help="tokens per sequence; what is longer is cut")
     add("--token-budget", type=int, default=256, help="tokens per step")
-    add("--step-seconds", type=float, default=0.25, help="trace time that a step takes")
+    add("--step-seconds", type=float, default=0.08, help="trace time that a step takes")
     add("--sample-every", type=int, default=10, help="steps from one oracle check to the next")
-    add("--out", type=Path, help="folder for report.html")
-    add("--json", action="store_true", help="print the result as JSON, and nothing else")
+    commands.add_report_options(parser, "report.html")
     return parser
 
 

@@ -67,7 +67,7 @@ class Result:
     @property
     def same_custom_calls(self) -> bool:
         """Whether all backends that have HLO hold the same custom calls, letter for letter."""
-        calls = [backend.custom_calls for backend in self.backends.values() if backend.custom_calls]
+        calls = _calls_of(self)
         return all(found == calls[0] for found in calls)
 
     @property
@@ -89,6 +89,11 @@ class Result:
         }
 
 
+def _calls_of(result: Result) -> list[list[str]]:
+    """The custom calls of the backends that have HLO."""
+    return [backend.custom_calls for backend in result.backends.values() if backend.custom_calls]
+
+
 def headlines(result: Result) -> list[Headline]:
     """What to know at a glance."""
     most_compiles = max(backend.compiles for backend in result.backends.values())
@@ -96,25 +101,29 @@ def headlines(result: Result) -> list[Headline]:
     difference = max(backend.max_difference for backend in result.backends.values())
     rates = {name: backend.tokens_per_second for name, backend in result.backends.items()}
     fastest = max(rates, key=lambda name: rates[name])
+    found = []
+    if len(_calls_of(result)) > 1:
+        same = result.same_custom_calls
+        found.append(Headline("custom calls", "identical" if same else "different", same))
+    if len(result.backends) > 1:
+        value = "0 (same bits)" if result.same_bits else f"{difference:.2g}"
+        found.append(Headline("largest difference between backends", value, result.same_bits))
     return [
-        Headline(
-            "custom calls",
-            "identical" if result.same_custom_calls else "different",
-            result.same_custom_calls,
-        ),
-        Headline(
-            "largest difference between backends",
-            "0 (same bits)" if result.same_bits else f"{difference:.2g}",
-            result.same_bits,
-        ),
+        *found,
         Headline("largest error against float64", f"{error:.1e}", error < 0.05),
         Headline(
             "programs compiled per backend",
             f"{most_compiles} of at most {result.compile_bound}",
             most_compiles <= result.compile_bound,
         ),
-        Headline("tokens per second", f"{rates[fastest]:,.0f} ({fastest})", True),
+        Headline("tokens per second of this one layer", f"{rates[fastest]:,.0f} ({fastest})", True),
     ]
+
+
+_LEGEND = (
+    "Tokens are those of prompts and of answers, and their rate leaves out the steps that "
+    "compiled. Differences are the largest of any output's element."
+)
 
 
 def rows(result: Result) -> list[list[str]]:
@@ -126,7 +135,7 @@ def rows(result: Result) -> list[list[str]]:
             [
                 name,
                 f"{backend.tokens_per_second:,.0f}",
-                str(backend.compiles or "none needed"),
+                str(backend.compiles),
                 f"{backend.max_difference:.2g}",
                 f"{backend.max_error:.2g}",
             ]
@@ -139,19 +148,19 @@ def to_terminal(result: Result, console: Console) -> None:
     """Prints the report."""
     page.show_headlines(headlines(result), f"{result.model}, {result.dtype}", console)
     page.show_rows(rows(result), console)
-    console.print(_traffic(result))
-    page.show_calls(_calls(result), console)
+    console.print(_LEGEND, _traffic(result))
 
 
 def to_html(result: Result, path: Path) -> None:
     """Writes the page; it needs no network and no other file."""
     page.write(
         path,
-        title=f"One handler, {len(result.backends)} backends",
+        title=f"One attention layer, without a model, through {page.count(result.backends)}",
         subtitle=f"{result.model}, {result.dtype}. {_traffic(result)}",
         headlines=headlines(result),
-        calls=_calls(result),
+        calls=calls(result),
         rows=rows(result),
+        legend=_LEGEND,
         plots=[_svg(draw, result) for draw in (_plot_pool, _plot_batch, _plot_tokens, _plot_times)],
     )
 
@@ -165,19 +174,15 @@ def _traffic(result: Result) -> str:
         f"{result.truncated} of the requests cut to {limits.max_tokens_per_seq:,} tokens. "
         f"Pool: {limits.num_blocks} blocks of {limits.block_size}, at most {largest} in use. "
         f"Token counts are padded to {' or '.join(map(str, limits.buckets))}, a program each. "
-        f"The oracle checked {result.oracle_rows:,} tokens. Tokens per second leave out the steps "
-        "that compiled."
+        f"The oracle checked {result.oracle_rows:,} tokens."
     )
 
 
-def _calls(result: Result) -> list[Calls]:
-    """The custom calls of each backend that has HLO."""
-    found = []
-    for name, backend in result.backends.items():
-        if backend.custom_calls:
-            lines = [line for call in backend.custom_calls for line in [*page.call_lines(call), ""]]
-            found.append(Calls([name], lines[:-1]))
-    return found
+def calls(result: Result) -> list[Calls]:
+    """The custom calls of each program."""
+    return page.group_calls(
+        {name: dict.fromkeys(backend.custom_calls, "") for name, backend in result.backends.items()}
+    )
 
 
 def _svg(draw: Callable[[Axes, Result], None], result: Result) -> str:

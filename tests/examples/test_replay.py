@@ -192,7 +192,7 @@ def test_models(model: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_report_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--steps", "5", "--backend", "jax"]) == 0
+    assert main(["--steps", "5", "--backend", "jax", "--calls"]) == 0
     text = capsys.readouterr().out
     for words in (
         "custom calls",
