@@ -193,7 +193,7 @@ def test_models(model: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_report_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--steps", "5", "--backend", "jax", "--calls"]) == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     for words in (
         "custom calls",
         "tokens/s",
