@@ -1,6 +1,6 @@
 """The kernels for PyTorch's own tensors, on the CPU and on CUDA: they call the handler.
 
-``shared_ffi._native.EagerKernel`` makes the calls. It asks `prepare` once for each signature:
+``EagerKernel`` (csrc/torch/eager_kernel.cc) makes the calls. It asks `prepare` once for each signature:
 shapes, strides, dtypes and options. What can change from call to call, it checks each time.
 """
 

@@ -25,7 +25,7 @@ def compile_handlers(folder: Path) -> Path:
     csrc = native.ROOT / "shared_ffi/csrc"
     sources = {*csrc.rglob("*.cc")} - {
         *csrc.glob("python/*.cc"),
-        csrc / "torch/kernel.cc",
+        csrc / "torch/eager_kernel.cc",
         csrc / "torch/rules.cc",
         csrc / "gpu/simt/simt.cc",
     }

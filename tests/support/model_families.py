@@ -31,6 +31,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma2": ("Gemma2", {"sliding_window": WINDOW, "attn_logit_softcapping": 2.0}),
     "gemma3": ("Gemma3Text", {"sliding_window": WINDOW, "sliding_window_pattern": 2}),
+    # Its layers with full attention have heads of 512. transformers takes one size for all layers.
+    "gemma4": (
+        "Gemma4Text",
+        {
+            "head_dim": 512,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "vocab_size_per_layer_input": 97,
+            "hidden_size_per_layer_input": 8,
+        },
+    ),
     "mistral": ("Mistral", {"sliding_window": WINDOW}),
     "phi3": ("Phi3", {"sliding_window": WINDOW}),
     "bloom": ("Bloom", {"n_head": 6, "n_layer": 4}),

@@ -127,7 +127,7 @@ def calls() -> Iterator[list[tuple[str, list[int]]]]:
 
 
 # vLLM has no experts on this CPU, and no windows for some layers of Qwen3 only.
-@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"gpt-oss", "qwen3-window"}))
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"gemma4", "gpt-oss", "qwen3-window"}))
 def test_families(family: str, checkpoint: Any, serve: Any, calls: Any) -> None:
     engine = serve(checkpoint(family))
     assert {type(x.impl) for x in attention_layers(engine)} == {integration.XlaGpuAttentionImpl}
