@@ -1,7 +1,8 @@
 """The kernels for PyTorch's own tensors, on the CPU and on CUDA: they call the handler.
 
-``EagerKernel`` (csrc/torch/eager_kernel.cc) makes the calls. It asks `prepare` once for each signature:
-shapes, strides, dtypes and options. What can change from call to call, it checks each time.
+``EagerKernel`` (csrc/torch/eager_kernel.cc) makes the calls. It asks `prepare` once for each
+signature: shapes, strides, dtypes and options. What can change from call to call, it checks each
+time.
 """
 
 from __future__ import annotations
