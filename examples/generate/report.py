@@ -182,7 +182,7 @@ def headlines(result: Result) -> list[Headline]:
 _LEGEND = (
     "First token: the median over the prompts. Ready: after loading weights and compiling. "
     "Programs: how many were compiled. Error: the largest difference of a log-probability from "
-    "transformers' eager attention; equal answers are equal to its answers."
+    "transformers' eager attention, whose answers are compared, too."
 )
 
 
