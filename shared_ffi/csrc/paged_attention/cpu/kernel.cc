@@ -1,7 +1,8 @@
 // The CPU kernel, compiled once for each instruction set. Top to bottom, for a work item:
 //
 //   rows.h             the query rows of the item, their indices and queries
-//   kv_tile.h          KV tiles: the mask and the block table
+//   mask.h             which positions of a KV tile a row attends to
+//   page_table.h       where their K and V lie
 //   prefetch.h         the next tile is prefetched while the current one is read
 //   kv_rows.h          K and V of a tile, in the cache or packed
 //   qk.h               q . k, a block of rows by some positions at a time

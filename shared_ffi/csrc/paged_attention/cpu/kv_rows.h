@@ -5,7 +5,7 @@
 // read.
 #pragma once
 
-#include "kv_tile.h"
+#include "page_table.h"
 
 namespace xla_gpu::paged_attention {
 namespace {

@@ -3,7 +3,7 @@
 // Logits are in units of 1 / log2(e).
 #pragma once
 
-#include "kv_tile.h"
+#include "mask.h"
 
 namespace xla_gpu::paged_attention {
 namespace {

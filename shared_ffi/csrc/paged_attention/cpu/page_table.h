@@ -1,84 +1,10 @@
-// A KV tile: some neighbouring positions of a sequence, which of them each row attends to, and
-// where the block table puts their K and V.
+// The page table: where the block table puts the K and V of a KV tile's positions.
 #pragma once
 
-#include "rows.h"
+#include "mask.h"
 
 namespace xla_gpu::paged_attention {
 namespace {
-
-// Positions of a KV tile, at most. A tile is one step, or this many where K and V are packed.
-// Steps, tiles and splits begin at multiples of their size.
-constexpr int64_t kMaxTile = 2 * kStep;
-
-// Positions, counted from the first of a tile or of a step.
-using Range = Span;
-
-struct KvTile {
-  int64_t position;  // its first
-  Range range;       // all that any row attends to
-  bool is_partial;   // some rows do not attend to all of the range
-};
-
-// The attention mask: causal, window_right or a tree mask to the right, sliding_window to the left.
-class AttentionMask {
- public:
-  AttentionMask(const Rows& rows, Arena* arena)
-      : rows_(rows),
-        context_len_(rows.p.context_lens[rows.item.sequence]),
-        start_(rows.p.query_start_loc[rows.item.sequence]),
-        first_position_(rows.item.position - (rows.item.first_token - start_)),
-        spans_(arena->Take<Span>(rows.item.num_tokens)) {
-    for (int64_t i = 0; i < rows.item.num_tokens; ++i) {
-      const int64_t token = rows.item.first_token + i;
-      spans_[i] = rows.p.Attended(start_, token - start_, first_position_, context_len_);
-      has_tree_ |= rows.p.TreeBits(token) != 0;
-      common_ = {Larger(common_.begin, spans_[i].begin), Smaller(common_.end, spans_[i].end)};
-    }
-    if (has_tree_) common_.end = Smaller(common_.end, first_position_);
-  }
-
-  // The position of a row of a kv head.
-  int64_t Position(int64_t row) const { return rows_.Position(row); }
-
-  // The tile at `position`, of which [begin, end) is attended to.
-  KvTile TileAt(int64_t position, int64_t begin, int64_t end) const {
-    const bool is_partial = common_.end < end || common_.begin > begin;
-    return {position, {begin - position, end - position}, is_partial};
-  }
-
-  // From the first to the last position that any of num_rows rows of a kv head attends to.
-  Range RangeOf(const KvTile& tile, int64_t first, int64_t num_rows) const {
-    if (!tile.is_partial) return tile.range;
-    const int64_t last = (first + num_rows - 1) / rows_.group;
-    Span any = spans_[first / rows_.group];
-    for (int64_t i = first / rows_.group + 1; i <= last; ++i) {
-      any = {Smaller(any.begin, spans_[i].begin), Larger(any.end, spans_[i].end)};
-    }
-    return {Larger(any.begin - tile.position, tile.range.begin),
-            Smaller(any.end - tile.position, tile.range.end)};
-  }
-
-  // Whether a row may not attend to some positions of its range.
-  bool HasTreeMask(const KvTile& tile) const {
-    return has_tree_ && tile.position + tile.range.end > first_position_;
-  }
-  // Whether position j of a tile, in the range of a row of a kv head, is not such a hole.
-  bool Attends(const KvTile& tile, int64_t row, int64_t j) const {
-    const int64_t bit = tile.position + j - first_position_;
-    const uint64_t bits = rows_.p.TreeBits(rows_.Token(row));
-    return bits == 0 || bit < 0 || (bits >> bit & 1) != 0;
-  }
-
- private:
-  const Rows& rows_;
-  const int64_t context_len_;
-  const int64_t start_;           // the sequence's first token
-  const int64_t first_position_;  // of that token
-  Span* const spans_;             // [query tokens of the item]
-  Span common_ = {0, INT64_MAX};  // that all rows attend to
-  bool has_tree_ = false;
-};
 
 // Reads the block table: where the K of each position lies, of the current tile and of the next.
 template <typename T>
