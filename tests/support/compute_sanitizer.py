@@ -1,16 +1,17 @@
-"""Calls every kernel a few times under compute-sanitizer: `compute-sanitizer --tool racecheck
-python -m tests.support.compute_sanitizer`. XLA_GPU_CUDA_PREFILL and XLA_GPU_CUDA_DECODE name kernels that are
-off by default."""
+"""Calls every kernel a few times under compute-sanitizer, with as many thread blocks as the GPU
+holds and with three: `compute-sanitizer --tool racecheck python -m tests.support.compute_sanitizer`.
+XLA_GPU_CUDA_PREFILL and XLA_GPU_CUDA_DECODE name kernels that are off by default."""
 
 from __future__ import annotations
 
 import torch
 
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
+from shared_ffi import _native
 from tests.cases.all import CASES, LONG_CASES, UPDATE_CASES
 from tests.cases.case import Case
 from tests.support.calls import overload_of
-from tests.support.gpu import keywords_to_cuda, to_cuda
+from tests.support.gpu import MAX_BLOCKS, keywords_to_cuda, to_cuda
 
 IDS = (
     "mixed",
@@ -30,10 +31,13 @@ UPDATE_IDS = ("some-padding-int64-bf16", "head-size-1")
 
 
 def attend(case: Case) -> None:
-    """Computes a case and ignores the result."""
+    """Computes a case and ignores the results."""
     tensors = [to_cuda(x) for x in case.inputs()]
     overload, keywords = overload_of("paged_attention", case.attributes())
-    overload(*tensors, **keywords_to_cuda(keywords))
+    keywords = keywords_to_cuda(keywords)
+    for limit in (MAX_BLOCKS[0], 3):
+        _native.set_cuda_max_blocks(limit)
+        overload(*tensors, **keywords)
 
 
 def main() -> None:

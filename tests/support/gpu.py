@@ -16,6 +16,10 @@ from tests.support.calls import checked_call, numbers, specs, split_keywords, wi
 ON_CUDA = os.environ.get("XLA_GPU_TEST_ON") == "cuda"
 
 
+# The most thread blocks of a kernel. With few, each has many work items, and with many, each has one.
+MAX_BLOCKS = (2**31, 1, 3, 7)
+
+
 class Gpu:
     def __init__(self, native: Any, choices: Mapping[str, str] | None = None) -> None:
         """`choices`: kernels by what they are for, as XLA_GPU_CUDA_PREFILL and XLA_GPU_CUDA_DECODE
@@ -27,9 +31,11 @@ class Gpu:
         self, op: Any, operands: Sequence[Any], results: Sequence[Any], seed: int, **attributes: Any
     ) -> None:
         """Calls an op's handler. Writes into the results, which may be operands. The seed chooses
-        the order of threads of the emulated GPU."""
+        how many thread blocks a kernel may have, 0 any number; and on the emulated GPU the number
+        of multiprocessors and the order of threads."""
         for phase, name in self.choices.items():
             self.native.set_cuda_choice(phase, name)
+        self.native.set_cuda_max_blocks(MAX_BLOCKS[seed % len(MAX_BLOCKS)])
         call = self.native.EagerCall("cuda", op.TARGET, attributes, specs(operands), specs(results))
         self._call(call, operands, results, seed)
 

@@ -6,6 +6,8 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
+#include <cstdlib>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -32,6 +34,20 @@ inline Error Check(const char* call, cudaError_t status) {
 inline Error SetToZero(int32_t* number, void* stream) {
   return Check("cudaMemsetAsync",
                cudaMemsetAsync(number, 0, sizeof(*number), static_cast<cudaStream_t>(stream)));
+}
+
+// The most thread blocks of a kernel that would otherwise fill the device. With few blocks each has
+// many work items, even in the small calls of the tests. XLA_GPU_CUDA_MAX_BLOCKS sets it, and the
+// tests change it. 0: the variable is not a positive number.
+inline std::atomic<int64_t>& MaxBlocks() {
+  static std::atomic<int64_t> limit{[] {
+    const char* text = std::getenv("XLA_GPU_CUDA_MAX_BLOCKS");
+    if (text == nullptr || *text == 0) return std::numeric_limits<int64_t>::max();
+    char* end = nullptr;
+    const int64_t number = std::strtoll(text, &end, 10);
+    return *end == 0 && number > 0 ? number : int64_t{0};
+  }()};
+  return limit;
 }
 
 struct Device {
@@ -82,12 +98,15 @@ struct Kernel {
     return Queue(num_blocks, stream, arguments...);
   }
 
-  // Launches as many thread blocks as the device holds at once, and at most num_items.
+  // Launches as many thread blocks as the device holds at once, and at most num_items and
+  // MaxBlocks().
   Error LaunchResident(const Device& device, int64_t num_items, void* stream,
                        Arguments... arguments) const {
     int64_t resident = 0;
     if (Error error = ResidentBlocks(device, &resident)) return error;
-    return Queue(std::min(resident, num_items), stream, arguments...);
+    const int64_t limit = MaxBlocks();
+    if (limit == 0) return {"reading XLA_GPU_CUDA_MAX_BLOCKS", "it must be a positive number"};
+    return Queue(std::min({resident, num_items, limit}), stream, arguments...);
   }
 
  private:

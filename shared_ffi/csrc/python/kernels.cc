@@ -82,6 +82,10 @@ void BindKernels(nb::module_& m) {
   m.def("cuda_kernels", &CudaKernels,
         "(kernel, size, bytes of a cache element, groups of rows, threads, bytes of shared memory) "
         "of each kernel of paged_attention.");
+  m.def(
+      "set_cuda_max_blocks", &paged_attention::SetMaxBlocks, nb::arg("limit"),
+      "Launches no kernel with more thread blocks, of those that would otherwise fill the GPU, as "
+      "the environment variable XLA_GPU_CUDA_MAX_BLOCKS does.");
   m.def("cuda_choices", &CudaChoices,
         "The kernels of this build to choose from, the default first, by what they are for: "
         "prefill or decode.");

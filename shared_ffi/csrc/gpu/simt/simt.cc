@@ -724,7 +724,8 @@ cudaError_t cudaGetDevice(int* device) {
 }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
-  *value = attribute == cudaDevAttrMultiProcessorCount      ? 1 + device % 5
+  constexpr int kMultiprocessors[] = {1, 2, 3, 4, 5, 8, 132};  // an H100 has 132
+  *value = attribute == cudaDevAttrMultiProcessorCount      ? kMultiprocessors[device % 7]
            : attribute == cudaDevAttrComputeCapabilityMajor ? 9
                                                             : 0;
   return simt::OutcomeOf("cudaDeviceGetAttribute");

@@ -245,6 +245,8 @@ std::vector<KernelLaunch> KernelLaunches() {
   return launches;
 }
 
+void SetMaxBlocks(int64_t limit) { gpu::MaxBlocks() = limit; }
+
 std::vector<std::string> CudaPhases() { return {Prefill().phase, Decode().phase}; }
 
 std::vector<std::string> CudaChoices(const std::string& phase) {

@@ -29,6 +29,10 @@ XLA_GPU_EXPORT bool ChooseCuda(const std::string& phase, const std::string& name
 // The kernel in use.
 XLA_GPU_EXPORT std::string CudaChoice(const std::string& phase);
 
+// From now on no kernel has more thread blocks, of those that would otherwise fill the device. The
+// environment variable XLA_GPU_CUDA_MAX_BLOCKS does the same for a process.
+XLA_GPU_EXPORT void SetMaxBlocks(int64_t limit);
+
 // How a kernel of this build is launched.
 struct KernelLaunch {
   const char* kernel;
