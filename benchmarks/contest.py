@@ -273,18 +273,6 @@ def ours_on_hopper(workload: Workload, operands: list[torch.Tensor]) -> Contesta
 
 
 @takes_8_bits
-def ours_tall(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
-    """This library, with tall query tiles for long queries, as with XLA_GPU_CUDA_PREFILL=tall."""
-    if workload.kind == "decode":
-        raise DoesNotApply("single queries")
-    if workload.model.head_size > 128:
-        raise DoesNotApply("head sizes above 128")
-    if capability(operands) == (0, 0):
-        raise DoesNotApply("on the CPU")
-    return with_kernel("prefill", "tall", ours(workload, operands))
-
-
-@takes_8_bits
 def ours_pipelined(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
     """This library, with max_query_len=1, as with XLA_GPU_CUDA_DECODE=pipelined."""
     if capability(operands)[0] not in (9, 10):
@@ -388,13 +376,11 @@ OURS: dict[str, Maker] = {"torch eager": ours, "JAX": jax_ours}
 TO_BEAT_WITH_8_BITS: dict[str, Maker] = {"this library, 16-bit cache": ours_with_16_bits}
 OURS_ON_GPUS = OURS | {
     "torch eager, max_query_len": ours_with_hint,
-    "torch eager, XLA_GPU_CUDA_PREFILL=tall": ours_tall,
     "torch eager, XLA_GPU_CUDA_PREFILL=hopper": ours_on_hopper,
     "torch eager, XLA_GPU_CUDA_DECODE=pipelined": ours_pipelined,
 }
 # By the kernel that is off by default.
 OURS_WITH_KERNEL: dict[str, Maker] = {
-    "tall": ours_tall,
     "hopper": ours_on_hopper,
     "pipelined": ours_pipelined,
 }

@@ -271,7 +271,6 @@ def check(steps: Steps, is_hopper: bool, trace: Sequence[object]) -> None:
 
 # The kernels that are off by default, and the variables that choose them.
 CHOSEN = {
-    "tall": "XLA_GPU_CUDA_PREFILL",
     "hopper": "XLA_GPU_CUDA_PREFILL",
     "pipelined": "XLA_GPU_CUDA_DECODE",
 }

@@ -3,6 +3,7 @@ about bits, batches and threads. test_mutation.py runs this file on faulty kerne
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -215,6 +216,22 @@ def test_a_table_with_room_for_more_than_2_63_positions() -> None:
     result = np.full((2, 1, 2), np.nan, F32)
     call_handler("xla_gpu_paged_attention", attributes, operands, [result])
     assert (result == np.array([3, 4], F32)).all()
+
+
+@pytest.mark.parametrize("context", [2**31 - 1024, 2**31 - 1023, 2**31 - 1])
+def test_the_longest_context(context: int) -> None:
+    """All positions are the same: the output is their value. A GPU takes as many positions."""
+    metadata = [np.array(x, I32) for x in ([context], [[0]], [0, 2], 1)]
+    operands = [np.ones((2, 1, 2), F32), np.array([1, 2, 3, 4], F32), *metadata]
+    layout = dict.fromkeys(("block_stride", "position_stride", "head_stride"), 0)
+    layout |= {"num_blocks": 1, "block_size": 2**31, "num_kv_heads": 1, "value_offset": 2}
+    attributes = {"scale": 1.0, "sliding_window": 40, "soft_cap": 0.0} | layout
+    result = np.full((2, 1, 2), np.nan, F32)
+    is_legal = context == 2**31 - 1024
+    message = rf"context_lens\[0\] must be from 0 to {2**31 - 1024}; got {context}"
+    with contextlib.nullcontext() if is_legal else pytest.raises(ValueError, match=message):
+        call_handler("xla_gpu_paged_attention", attributes, operands, [result])
+    assert np.array_equal(result, np.full((2, 1, 2), [3, 4], F32)) == is_legal
 
 
 def ragged_batch(seed: int) -> tuple[list[Any], list[tuple[int, int]]]:

@@ -48,7 +48,6 @@ def call_of(op: Any) -> tuple[dict[str, Any], list[np.ndarray], list[np.ndarray]
     [
         *itertools.product((simple_add, kv_cache_update, paged_attention), CALLS),
         (paged_attention, "cudaFuncSetAttribute"),
-        (paged_attention, "cudaMemsetAsync"),
     ],
     ids=lambda x: x if isinstance(x, str) else x.__name__.rpartition(".")[2],
 )
@@ -56,8 +55,6 @@ def test_a_failing_call_is_an_error_that_names_it(
     op: Any, name: str, gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attributes, operands, results = call_of(op)
-    if name == "cudaMemsetAsync":
-        gpu = type(gpu)(gpu.native, {"prefill": "hopper"})
     device = next(new_device)
     monkeypatch.setenv("XLA_GPU_SIMT_FAIL", name)
     with pytest.raises(RuntimeError, match=f"^[a-z_]+: {name} failed: unknown error$"):

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +38,6 @@ F32, I32 = np.float32, np.int32
 
 CHOICES = {
     "any": {},
-    "tall": {"prefill": "tall"},
     "hopper": {"prefill": "hopper"},
     "pipelined": {"decode": "pipelined"},
 }
@@ -58,7 +58,7 @@ def each_kernel(request: pytest.FixtureRequest, gpu: Gpu) -> Gpu:
     return with_choice(gpu, request.param)
 
 
-@pytest.fixture(scope="session", params=["any", "tall", "hopper"])
+@pytest.fixture(scope="session", params=["any", "hopper"])
 def each_prefill_kernel(request: pytest.FixtureRequest, gpu: Gpu) -> Gpu:
     """The GPU, once with each kernel for long queries."""
     return with_choice(gpu, request.param)
@@ -91,23 +91,14 @@ def test_paged_attention_on_hopper(case: Case, gpu: Gpu) -> None:
     test_paged_attention(case, with_choice(gpu, "hopper"))
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if has_long_queries(case)], ids=lambda case: case.id
-)
-def test_paged_attention_with_tall_tiles(case: Case, gpu: Gpu) -> None:
-    test_paged_attention(case, with_choice(gpu, "tall"))
-
-
-@pytest.mark.parametrize("kernel", ["tall", "hopper"])
-def test_a_kernel_takes_long_queries_only(kernel: str, gpu: Gpu) -> None:
+def test_a_kernel_takes_long_queries_only(gpu: Gpu) -> None:
     """The bits of two kernels differ by rounding."""
     case = Case(
         id="short-and-long", sequences=((1, 200), (100, 300)), num_heads=4, dtype="bfloat16"
     )
     inputs, attributes = case.inputs(), case.attributes()
     plain = attend(gpu, inputs, **attributes)
-    chosen = attend(with_choice(gpu, kernel), inputs, **attributes)
+    chosen = attend(with_choice(gpu, "hopper"), inputs, **attributes)
     assert_same_bits(chosen[:1], plain[:1])
     assert (chosen[1:] != plain[1:]).any()
 
@@ -195,7 +186,6 @@ def test_a_kernel_can_be_chosen(phase: str, gpu: Gpu) -> None:
     offered = gpu.native.cuda_choices()[phase]
     assert offered[0] == "any"
     assert {*offered[1:]} <= {kernels.get(phase) for kernels in CHOICES.values()}
-    assert ("tall" in offered) == (phase == "prefill")
     variable = f"XLA_GPU_CUDA_{phase.upper()}"
     message = f"shared_ffi: the kernel for {phase} on CUDA ({variable}) must be one of "
     message += f"{', '.join(offered)} in this build; got volta"
@@ -354,38 +344,44 @@ def test_simple_add(size: int, gpu: Gpu) -> None:
 BATCH = [(1, 70), (1, 700), (3, 600), (40, 330), (90, 90)]
 
 
-def batch(dtype: str, num_heads: int = 6) -> tuple[list[Any], np.ndarray]:
+def batch(
+    dtype: str, sequences: Sequence[tuple[int, int]] = BATCH, cache_dtype: str | None = None
+) -> tuple[list[Any], np.ndarray]:
     case = Case(
         id=f"batch-{dtype}",
-        sequences=tuple(BATCH),
-        num_heads=num_heads,
+        sequences=tuple(sequences),
+        num_heads=6,
         num_kv_heads=2,
-        head_size=24,
+        head_size=24 if cache_dtype is None else 32,
         block_size=16,
         dtype=dtype,
+        cache_dtype=cache_dtype,
     )
     inputs = case.inputs()
-    return list(inputs), np.cumsum([0, *(q_len for q_len, _ in BATCH)])
+    return list(inputs), np.cumsum([0, *(q_len for q_len, _ in sequences)])
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn", "int8"])
 @pytest.mark.parametrize("attributes", [{}, {"sliding_window": 300}, {"soft_cap": 20.0}], ids=str)
 def test_a_sequence_has_the_same_bits_in_any_batch(
-    attributes: dict[str, Any], dtype: str, each_kernel: Gpu
+    attributes: dict[str, Any], cache_dtype: str | None, dtype: str, each_kernel: Gpu
 ) -> None:
-    (query, kv_cache, context_lens, tables, start, _), starts = batch(dtype)
+    """The first sequence fills a query tile of the decode kernel, which the others leave as it was."""
+    sequences = [(5, 90), *BATCH]
+    (query, kv_cache, context_lens, tables, start, _), starts = batch(dtype, sequences, cache_dtype)
     together = attend(
         each_kernel,
-        [query, kv_cache, context_lens, tables, start, np.array(len(BATCH), I32)],
+        [query, kv_cache, context_lens, tables, start, np.array(len(sequences), I32)],
         scale=0.2,
         **attributes,
     )
-    for order in ([4, 1, 3, 0, 2], [2, 1], *([s] for s in range(len(BATCH)))):
+    for order in ([5, 2, 4, 0, 1, 3], [3, 2], *([s] for s in range(len(sequences)))):
         for padding in (0, 5):
             rows = np.concatenate([query[starts[s] : starts[s + 1]] for s in order])
             rows = np.concatenate([rows, np.full((padding, *rows.shape[1:]), np.nan, rows.dtype)])
-            begins = np.cumsum([0, *(BATCH[s][0] for s in order), *[0] * padding])
+            begins = np.cumsum([0, *(sequences[s][0] for s in order), *[0] * padding])
             result = attend(
                 each_kernel,
                 [
@@ -526,9 +522,40 @@ def test_splits_of_long_queries(
         max_seqs * tokens_per_tile * most_splits,
     )
     flags = scratch[: 4 * (num_tokens + num_slots)].view(I32)[num_tokens:]
-    is_tall = each_kernel.choices["prefill"] != "any" and q_len > tokens_per_tile
-    tiles = -(-q_len // (2 * tokens_per_tile if is_tall else tokens_per_tile))
+    has_tall_tiles = each_kernel.choices["prefill"] != "any" and q_len > tokens_per_tile
+    tiles = -(-q_len // (2 * tokens_per_tile if has_tall_tiles else tokens_per_tile))
     assert np.count_nonzero(flags == 0) == tiles * splits + 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("past_the_limit", [0, 1, 1023])
+def test_the_longest_context(past_the_limit: int, dtype: str, each_kernel: Gpu) -> None:
+    """With 2**31 - 128 positions or more, the numbers of positions overflowed: the kernel for
+    float32 never ended, and others left out the last KV tile."""
+    case = Case(
+        id="longest",
+        sequences=((3, 65600), (70, 65600)),
+        num_kv_heads=1,
+        block_size=2**16,
+        dtype=dtype,
+        sliding_window=100,
+        padding_tokens=0,
+        unused_blocks=0,
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    capacity = 2**31 - 1024
+    blocks = np.tile(inputs.block_tables[:, :2], (1, 2**14))
+    longest = np.full_like(inputs.context_lens, capacity)
+    near = np.where(longest % 2**16 < 100, 0, longest % 2**16) + 2**16
+    expected = attend(each_kernel, inputs._replace(context_lens=near), **attributes)
+    lengths = longest + I32(past_the_limit)
+    result = attend(
+        each_kernel, inputs._replace(context_lens=lengths, block_tables=blocks), **attributes
+    )
+    if past_the_limit:
+        assert np.isnan(result.astype(F32)).all()
+    else:
+        assert_same_bits(result, expected)
 
 
 def test_more_sequences_than_threads(gpu: Gpu) -> None:

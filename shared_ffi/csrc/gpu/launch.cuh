@@ -30,12 +30,6 @@ inline Error Check(const char* call, cudaError_t status) {
   return {call, cudaGetErrorString(status)};
 }
 
-// Sets a number on the device to zero, in the stream's order.
-inline Error SetToZero(int32_t* number, void* stream) {
-  return Check("cudaMemsetAsync",
-               cudaMemsetAsync(number, 0, sizeof(*number), static_cast<cudaStream_t>(stream)));
-}
-
 // The most thread blocks of a kernel that would otherwise fill the device. With few blocks each has
 // many work items, even in the small calls of the tests. XLA_GPU_CUDA_MAX_BLOCKS sets it, and the
 // tests change it. 0: the variable is not a positive number.
@@ -55,6 +49,7 @@ struct Device {
   int num_multiprocessors;
   bool is_hopper;  // runs code that is compiled for sm_90a
   bool is_large;   // sm_90 or sm_100, where a thread block can have 227 KiB of shared memory
+  bool begins_kernels_early;  // Kernel::begins_early
 
   static Error Current(Device* device) {
     static std::mutex mutex;
@@ -76,7 +71,8 @@ struct Device {
       const cudaError_t status = cudaDeviceGetAttribute(value, attribute, number);
       if (Error error = Check("cudaDeviceGetAttribute", status)) return error;
     }
-    *device = {number, num_multiprocessors, major == 9 && minor == 0, major == 9 || major == 10};
+    *device = {number, num_multiprocessors, major == 9 && minor == 0, major == 9 || major == 10,
+               major >= 9};
     known.emplace(number, *device);
     return {};
   }

@@ -72,6 +72,10 @@ inline constexpr float kMaxPlainCap = 64;
 // The most query tokens of a sequence with a tree mask. No sliding window is shorter.
 inline constexpr int64_t kMaxTreeTokens = 64;
 
+// The most positions of a sequence. On a GPU the numbers of the positions of a few more KV tiles
+// must fit 32 bits.
+inline constexpr int64_t kMaxContextLen = INT32_MAX - 1023;
+
 // The positions from begin up to end; none if that is not after it.
 struct Span {
   int64_t begin;
@@ -121,10 +125,12 @@ struct Params {
            v_scale.block_stride == 0;
   }
 
-  // The positions that a row of block_tables has room for. The sizes may be any numbers, whose
-  // product must not overflow; no length is more than INT32_MAX.
+  // The positions that a row of block_tables has room for, and a sequence at most. The sizes may be
+  // any numbers, whose product must not overflow.
   XLA_GPU_HOST_DEVICE int64_t Capacity() const {
-    return Smaller(max_blocks_per_seq, INT32_MAX) * Smaller(block_size, INT32_MAX);
+    const int64_t positions =
+        Smaller(max_blocks_per_seq, INT32_MAX) * Smaller(block_size, INT32_MAX);
+    return Smaller(positions, kMaxContextLen);
   }
 
   // The offset of a query head's row in query, and in output.

@@ -731,12 +731,6 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
   return simt::OutcomeOf("cudaDeviceGetAttribute");
 }
 
-cudaError_t cudaMemsetAsync(void* to, int value, size_t num_bytes, cudaStream_t) {
-  const cudaError_t outcome = simt::OutcomeOf("cudaMemsetAsync");
-  if (outcome == cudaSuccess) std::memset(to, value, num_bytes);
-  return outcome;
-}
-
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 
 const char* cudaGetErrorString(cudaError_t error) {

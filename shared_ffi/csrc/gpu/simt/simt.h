@@ -391,7 +391,6 @@ struct cudaLaunchConfig_t {
 
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
-cudaError_t cudaMemsetAsync(void* to, int value, size_t num_bytes, cudaStream_t stream);
 cudaError_t cudaGetLastError();
 const char* cudaGetErrorString(cudaError_t error);
 

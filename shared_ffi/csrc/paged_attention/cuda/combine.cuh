@@ -31,7 +31,7 @@ struct Batch {
 
   // All threads call it and get the same batch, even if the lengths change meanwhile. `shared`
   // holds kSharedInts.
-  static constexpr int kSharedInts = kWarps + 3;
+  static constexpr int kSharedInts = (kWarps + 3 + 3) / 4 * 4;  // a multiple of 16 bytes
   __device__ Batch(const Params& p, int* shared) {
     const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
     const int64_t claimed = NumSeqs(p);
@@ -153,18 +153,17 @@ __device__ inline bool MergeSplits(const Params& p, const Scratch& scratch, cons
   const int64_t first = rows.first_slot * p.num_heads + head;
   const float* partials = scratch.partials + first * p.value_head_size + column;
   const int64_t stride = p.num_heads * p.value_head_size;
-  int32_t first_split = 0;
+  // Where splits are folded, the states of the first ones are not written.
+  const int32_t first_split = MergedSplits::First(scratch.states[first]);
+  if (first_split < 0) return false;
   *row = {{-kInfinity, 0}, 0};
   for (int64_t begin = 0; begin < rows.num_splits; begin += gpu::kWarpSize) {
     const int count = static_cast<int>(Smaller(gpu::kWarpSize, rows.num_splits - begin));
-    RowState split{-kInfinity, 0};
-    if (lane < count) split = scratch.states[first + (begin + lane) * p.num_heads];
-    if (begin == 0) {
-      first_split = gpu::Shuffle(MergedSplits::First(split), 0);
-      if (first_split < 0) return false;
-    }
     const int skipped = static_cast<int>(Larger(0, first_split - begin));  // of these splits
-    if (lane < skipped) split = {-kInfinity, 0};
+    RowState split{-kInfinity, 0};
+    if (skipped <= lane && lane < count) {
+      split = scratch.states[first + (begin + lane) * p.num_heads];
+    }
     float max = fmaxf(row->state.max, split.max);  // of the splits up to this one
     for (int delta = 1; delta < gpu::kWarpSize; delta *= 2) {
       max = fmaxf(max, gpu::ShuffleUp(max, delta));

@@ -22,6 +22,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   auto* shared = reinterpret_cast<Schedule::Shared*>(states + kCoreRows);
 
   const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
+  ResetCounter(scratch);
+  gpu::LetNextKernelBegin();
   Schedule schedule(p, lengths, kCoreRows, shared);
   for (int64_t number = blockIdx.x;; number += gridDim.x) {
     const Item* found = schedule.Find(number);

@@ -81,8 +81,16 @@ struct DecodeShared {
   PipelineBarriers<kItems> items_barriers;
   DecodeItem items[kItems];  // num_rows = -1 marks the end
 
-  // One thread calls it.
+  // All threads call it.
   __device__ void Init() {
+    // Rows that no item fills are multiplied, too. What memory happens to hold must not decide how
+    // long that takes.
+    auto* chunks = reinterpret_cast<FourPairs*>(query);
+    for (int i = threadIdx.x; i < static_cast<int>(sizeof(query) / sizeof(FourPairs));
+         i += kDecodeThreads) {
+      chunks[i] = FourPairs();
+    }
+    if (threadIdx.x > 0) return;
     tiles_barriers.Init(kIs8Bit<C> ? gpu::kWarpSize + 1 : gpu::kWarpSize, 1);
     items_barriers.Init(gpu::kWarpSize + 1, kWarps);
   }
@@ -120,6 +128,11 @@ class DecodeProducer {
   __device__ void PublishWork(const DecodeItem& work, ItemState stage) {
     shared_.items_barriers.WaitFreed(stage);
     auto* query = shared_.query[stage.index];
+    if constexpr (kIs8Bit<C>) {  // a lane's second row may not exist: its scale decides all the
+                                 // same
+      if (lane_ < kDecodeRows) shared_.query_factors[stage.index][lane_] = 1;
+      gpu::SyncWarp();
+    }
     for (int i = lane_; i - lane_ < work.item.num_rows * QueryRows::kChunks; i += gpu::kWarpSize) {
       const int row = i / QueryRows::kChunks, chunk = i % QueryRows::kChunks;
       const int column = chunk * QueryRows::kChunk;
@@ -284,18 +297,18 @@ class DecodeConsumer {
       C* values = p_.is_latent ? keys : keys + kHeadSize;
       const int32_t begin = tile * kTile;
       shared_.tiles_barriers.WaitFilled(stage);
-      float logits[1][kTile / 8][4] = {};
+      float logits[kTile / 8][4] = {};
       Products::MultiplyByKeys(query, 0, keys, 0, logits);
-      if (kIs8Bit<C> && !scales_are_uniform_) Products::ScaleLogits(scales, logits[0]);
-      softmax.ToLogits(begin, /*masked=*/!common.Contains(begin, begin + kTile), logits[0]);
+      if (kIs8Bit<C> && !scales_are_uniform_) Products::ScaleLogits(scales, logits);
+      softmax.ToLogits(begin, /*masked=*/!common.Contains(begin, begin + kTile), logits);
       float shrinks[2];
-      softmax.Weigh(logits[0], shrinks);
-      Softmax::Shrink(shrinks, products.sums[0]);
+      softmax.Weigh(logits, shrinks);
+      Softmax::Shrink(shrinks, products.sums);
       if (!std::is_integral_v<C> && common.RowsDiffer(item, begin, begin + kTile)) {
-        SetAsideNonFinite(softmax, begin, scales, values, products.sums[0]);
+        SetAsideNonFinite(softmax, begin, scales, values, products.sums);
       }
       if (kIs8Bit<C> && !scales_are_uniform_) {
-        Products::ScaleWeights(scales, logits[0]);
+        Products::ScaleWeights(scales, logits);
         products.template AddValues<BFloat16>(values, 0, logits);
       } else {
         products.template AddValues<Query>(values, 0, logits);
@@ -310,12 +323,12 @@ class DecodeConsumer {
       const int row = lane_ / 4 + 8 * r;
       const RowState state = softmax.State(r);
       if (kIs8Bit<C> && state.sum != 0) {  // without keys the scale may be NaN
-        for (auto& chunk_sums : products.sums[0]) {
+        for (auto& chunk_sums : products.sums) {
           chunk_sums[2 * r] *= v_scale;
           chunk_sums[2 * r + 1] *= v_scale;
         }
       }
-      products.Store(0, r, state, &shared_.states[warp_][row], shared_.sums[warp_][row]);
+      products.Store(r, state, &shared_.states[warp_][row], shared_.sums[warp_][row]);
     }
   }
 
@@ -454,7 +467,8 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShared<T, C, kHeadSize>:
   using Shared = DecodeShared<T, C, kHeadSize>;
   static_assert(sizeof(Shared) <= Shared::kBytes, "a multiprocessor holds kBlocks thread blocks");
   auto* shared = reinterpret_cast<Shared*>(gpu::SharedMemory());
-  if (threadIdx.x == 0) shared->Init();
+  shared->Init();
+  ResetCounter(scratch);
   gpu::LetNextKernelBegin();
   gpu::SyncBlock();
   if (threadIdx.x >= kThreads) {

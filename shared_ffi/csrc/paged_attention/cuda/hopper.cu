@@ -9,9 +9,7 @@ AttentionKernel HopperKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE
   using Shared = HopperShared<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>;
   return {{HopperAttention<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>, kHopperThreads,
            static_cast<int>(sizeof(Shared))},
-          kHopperRows,
-          /*warp_rows=*/0,
-          /*counts_items=*/true};
+          kHopperRows};
 }
 
 }  // namespace xla_gpu::paged_attention

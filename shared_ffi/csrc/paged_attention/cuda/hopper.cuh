@@ -125,6 +125,12 @@ struct HopperShared {
   using ItemState = PipelineState<kItems>;
   using QueryState = PipelineState<1>;
 
+  // Where V is a part of K, the keys of a tile are its values too, and are free when these are. For
+  // a cache of 8 bits the producer has no registers for the distinction.
+  static __device__ __forceinline__ bool KeysHoldValues(const Params& p) {
+    return !kIs8Bit<C> && p.is_latent;
+  }
+
   alignas(1024) Element query[kConsumers][QueryRows::kElements];
   alignas(1024) Element keys[kStages][CacheRows::kElements];
   alignas(1024) Element values[kStages][CacheRows::kElements];
@@ -315,9 +321,13 @@ class HopperProducer {
       } else {
         FillKeys([&](T* to) { CopyTile(KeyOf<T>(p_, 0, item.kv_head), p_.head_size, offset, to); });
         if (is_first) CopyQuery(item, query_stage);
-        FillValues([&](T* to) {
-          CopyTile(ValueOf<T>(p_, 0, item.kv_head), p_.value_head_size, offset, to);
-        });
+        if (Shared::KeysHoldValues(p_)) {
+          stage_ = stage_.Next();
+        } else {
+          FillValues([&](T* to) {
+            CopyTile(ValueOf<T>(p_, 0, item.kv_head), p_.value_head_size, offset, to);
+          });
+        }
       }
       position = next;
       block = next_block;
@@ -465,7 +475,7 @@ class HopperItem {
     StartLogits(*stage, logits);
     PassTurn();
     gpu::WaitProducts<0>(logits);
-    shared_.keys_barriers.Free(*stage);
+    FreeKeys(*stage);
     Weigh(tile, logits, shrinks);
     Pack(logits, weights);
     for (; tile < (rows_.end - 1) / kTile; ++tile) {
@@ -477,7 +487,7 @@ class HopperItem {
         StartSums(*stage, weights);
         PassTurn();
         gpu::WaitProducts<1>(logits);
-        shared_.keys_barriers.Free(next);
+        FreeKeys(next);
         Weigh(tile + 1, logits, shrinks);
         gpu::WaitProducts<0>(sums_);
         gpu::KeepRegisters(weights);
@@ -488,10 +498,10 @@ class HopperItem {
         StartLogits(next, logits);
         PassTurn();
         gpu::WaitProducts<0>(logits);
-        shared_.keys_barriers.Free(next);
+        FreeKeys(next);
         Weigh(tile + 1, logits, shrinks);
       }
-      shared_.values_barriers.Free(*stage);
+      FreeValues(*stage);
       Softmax::Shrink(shrinks, sums_);
       Pack(logits, weights);
       *stage = next;
@@ -503,7 +513,7 @@ class HopperItem {
     } else {
       AddOneByOne(tile, *stage, weights);
     }
-    shared_.values_barriers.Free(*stage);
+    FreeValues(*stage);
     *stage = stage->Next();
     return tile + 1;
   }
@@ -518,12 +528,22 @@ class HopperItem {
 
   __device__ void Skip(TileState* stage) {
     shared_.keys_barriers.WaitFilled(*stage);
-    shared_.keys_barriers.Free(*stage);
-    shared_.values_barriers.WaitFilled(*stage);
-    shared_.values_barriers.Free(*stage);
+    FreeKeys(*stage);
+    if (!Shared::KeysHoldValues(p_)) shared_.values_barriers.WaitFilled(*stage);
+    FreeValues(*stage);
     TakeTurn();
     PassTurn();
     *stage = stage->Next();
+  }
+
+  __device__ const Element* Values(TileState stage) const {
+    return Shared::KeysHoldValues(p_) ? shared_.keys[stage.index] : shared_.values[stage.index];
+  }
+  __device__ void FreeKeys(TileState stage) {
+    if (!Shared::KeysHoldValues(p_)) shared_.keys_barriers.Free(stage);
+  }
+  __device__ void FreeValues(TileState stage) {
+    (Shared::KeysHoldValues(p_) ? shared_.keys_barriers : shared_.values_barriers).Free(stage);
   }
 
   __device__ void WaitForKeys(TileState stage) {
@@ -534,10 +554,12 @@ class HopperItem {
   // Returns whether V of the tile may be multiplied: a weight of zero times an infinite or NaN
   // value would spoil the sum of a row that does not attend to it.
   __device__ bool WaitForValues(int32_t tile, TileState stage) {
-    shared_.values_barriers.WaitFilled(stage);
-    gpu::FenceAsyncProxy();
+    if (!Shared::KeysHoldValues(p_)) {
+      shared_.values_barriers.WaitFilled(stage);
+      gpu::FenceAsyncProxy();
+    }
     if (!common_.RowsDiffer(item_, tile * kTile, (tile + 1) * kTile)) return true;
-    const Element* values = shared_.values[stage.index];
+    const Element* values = Values(stage);
     constexpr int kChunks = CacheRows::kElements / CacheRows::kChunk;
     const bool found =
         HoldsNonFinite<Element>(static_cast<int>(threadIdx.x) % kThreads, kChunks, kThreads,
@@ -561,7 +583,7 @@ class HopperItem {
   __device__ void StartSums(TileState stage, uint32_t (&weights)[kTile / 16][4]) {
     gpu::KeepRegisters(weights);
     gpu::FenceProducts(sums_);
-    const Element* values = shared_.values[stage.index];
+    const Element* values = Values(stage);
 #pragma unroll
     for (int step = 0; step < kTile / 16; ++step) {
 #pragma unroll
@@ -597,7 +619,7 @@ class HopperItem {
   // sums += weights * v, one position after the other: a row takes only values that it attends to.
   // Uses the weights up.
   __device__ void AddOneByOne(int32_t tile, TileState stage, uint32_t (&weights)[kTile / 16][4]) {
-    const Element* values = shared_.values[stage.index];
+    const Element* values = Values(stage);
 #pragma unroll 1
     for (int j = 0; j < kTile; ++j) {
 #pragma unroll
@@ -709,6 +731,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   using Registers = HopperRegisters<C>;
   auto* shared = reinterpret_cast<Shared*>(gpu::SharedMemory());
   if (threadIdx.x == 0) shared->Init();
+  gpu::LetNextKernelBegin();
   gpu::SyncBlock();
   const int warpgroup = gpu::Shuffle(static_cast<int>(threadIdx.x / kThreads), 0);  // uniform
   if (warpgroup == 0) {

@@ -14,17 +14,12 @@ struct AttentionKernel {
   gpu::Kernel<Params, Scratch, QueryLengths> kernel;
   int64_t rows_per_item = 0;  // 0: there is no such kernel
   int warp_rows = 0;          // TensorCoreAttention: groups of 16 rows
-  bool counts_items = false;  // it takes its work items from Scratch::counter
 };
 
 // Defined in tensor_core.cu, which is compiled once for each combination. T: type of the query. C:
 // type of the cache.
 template <typename T, typename C, int kHeadSize>
 AttentionKernel TensorCoreKernelOf(const Params& p);
-
-// The variant with tall query tiles, which small heads have.
-template <typename T, typename C, int kHeadSize>
-AttentionKernel TallKernelOf();
 
 // Defined in hopper.cu, which is compiled once for each combination.
 template <typename T, typename C, int kHeadSize>

@@ -39,11 +39,9 @@ struct SharedRows {
   }
 };
 
-// T: type of the query. C: type of the cache. kKeys: positions of a warp. kGroups: groups of 16
-// rows of a warp, for which K and V are loaded from shared memory once. QueryRows and CacheRows say
-// where the chunks of 16 bytes of a row lie in shared memory.
-template <typename T, typename C, int kHeadSize, int kKeys, typename QueryRows, typename CacheRows,
-          int kGroups = 1>
+// T: type of the query. C: type of the cache. kKeys: positions of a warp. QueryRows and CacheRows
+// say where the chunks of 16 bytes of a row lie in shared memory.
+template <typename T, typename C, int kHeadSize, int kKeys, typename QueryRows, typename CacheRows>
 struct WarpProducts {
   // The type that weights are rounded to. Multiplied by the scales of the positions of an 8-bit
   // cache, they need the range of bfloat16.
@@ -52,35 +50,31 @@ struct WarpProducts {
   static_assert(kKeys % 16 == 0, "the product over positions takes 16 at a time");
 
   // Laid out as logits, with columns in place of positions.
-  float sums[kGroups][kHeadSize / 8][4] = {};
+  float sums[kHeadSize / 8][4] = {};
 
   static __device__ __forceinline__ int Lane() { return threadIdx.x % gpu::kWarpSize; }
 
   // logits = q k^T, for the rows of `query` from first_row on and the positions from the row
   // first_key of `keys` on. Lane l holds the positions 2 * (l % 4) and the next one of each 8, for
-  // the rows l / 4 and l / 4 + 8 of each group.
+  // the rows l / 4 and l / 4 + 8.
   static __device__ __forceinline__ void MultiplyByKeys(const T* query, int first_row,
                                                         const C* keys, int first_key,
-                                                        float (&logits)[kGroups][kKeys / 8][4]) {
+                                                        float (&logits)[kKeys / 8][4]) {
     const int lane = Lane();
     const int query_row = QueryRows::Offset(first_row + lane % 16, lane / 16);
     const int key_row = CacheRows::Offset(first_key + lane / 16 * 8 + lane % 8, lane / 8 % 2);
     // As often as there are registers for.
-    [[maybe_unused]] constexpr int kUnrolled = kIs8Bit<C>                       ? 4
-                                               : kGroups > 1 || kHeadSize > 128 ? 2
-                                               : kKeys == 16 ? CacheRows::kChunks / 2
-                                                             : 4;
+    [[maybe_unused]] constexpr int kUnrolled = kIs8Bit<C>        ? 4
+                                               : kHeadSize > 128 ? 2
+                                               : kKeys == 16     ? CacheRows::kChunks / 2
+                                                                 : 4;
 #pragma unroll kUnrolled
     for (int chunk = 0; chunk < CacheRows::kChunks; chunk += 2) {
-      uint32_t rows[kGroups][kSteps][4];
+      uint32_t rows[kSteps][4];
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-          gpu::LoadMatrices(rows[g][step],
-                            query + QueryRows::Behind(query_row, chunk * kSteps + 2 * step) +
-                                g * kRowsPerWarpTile * QueryRows::kStride);
-        }
+      for (int step = 0; step < kSteps; ++step) {
+        gpu::LoadMatrices(rows[step],
+                          query + QueryRows::Behind(query_row, chunk * kSteps + 2 * step));
       }
 #pragma unroll
       for (int n = 0; n < kKeys / 16; ++n) {
@@ -94,16 +88,10 @@ struct WarpProducts {
             for (int step = 0; step < kSteps; ++step) {
               uint32_t pairs[2];
               gpu::Expand(key[2 * i + step], C{}, pairs, T{});
-#pragma unroll
-              for (int g = 0; g < kGroups; ++g) {
-                gpu::MultiplyAdd(logits[g][2 * n + i], rows[g][step], pairs[0], pairs[1], T{});
-              }
+              gpu::MultiplyAdd(logits[2 * n + i], rows[step], pairs[0], pairs[1], T{});
             }
           } else {
-#pragma unroll
-            for (int g = 0; g < kGroups; ++g) {
-              gpu::MultiplyAdd(logits[g][2 * n + i], rows[g][0], key[2 * i], key[2 * i + 1], T{});
-            }
+            gpu::MultiplyAdd(logits[2 * n + i], rows[0], key[2 * i], key[2 * i + 1], T{});
           }
         }
       }
@@ -130,18 +118,15 @@ struct WarpProducts {
   // of `values` on.
   template <typename Weight>
   __device__ __forceinline__ void AddValues(const C* values, int first_key,
-                                            const float (&weights)[kGroups][kKeys / 8][4]) {
+                                            const float (&weights)[kKeys / 8][4]) {
     const int lane = Lane(), value_row = CacheRows::Offset(first_key + lane % 16, lane / 16);
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n) {
-      uint32_t packed[kGroups][4];
+      uint32_t packed[4];
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float(&from)[4] = weights[g][2 * n + i / 2];
-          packed[g][i] = gpu::Pack(from[i % 2 * 2], from[i % 2 * 2 + 1], Weight{});
-        }
+      for (int i = 0; i < 4; ++i) {
+        const float(&from)[4] = weights[2 * n + i / 2];
+        packed[i] = gpu::Pack(from[i % 2 * 2], from[i % 2 * 2 + 1], Weight{});
       }
 #pragma unroll
       for (int chunk = 0; chunk < CacheRows::kChunks; chunk += 2) {
@@ -156,18 +141,11 @@ struct WarpProducts {
             gpu::Expand(gpu::SwapMiddleBytes(value[2 * i + 1]), C{}, second, Weight{});
 #pragma unroll
             for (int odd = 0; odd < 2; ++odd) {
-#pragma unroll
-              for (int g = 0; g < kGroups; ++g) {
-                float(&chunk_sums)[4] = sums[g][2 * (chunk + i) + odd];
-                gpu::MultiplyAdd(chunk_sums, packed[g], first[odd], second[odd], Weight{});
-              }
-            }
-          } else {
-#pragma unroll
-            for (int g = 0; g < kGroups; ++g) {
-              gpu::MultiplyAdd(sums[g][chunk + i], packed[g], value[2 * i], value[2 * i + 1],
+              gpu::MultiplyAdd(sums[2 * (chunk + i) + odd], packed, first[odd], second[odd],
                                Weight{});
             }
+          } else {
+            gpu::MultiplyAdd(sums[chunk + i], packed, value[2 * i], value[2 * i + 1], Weight{});
           }
         }
       }
@@ -181,15 +159,15 @@ struct WarpProducts {
     return kIs8Bit<C> ? n / 2 * 16 + block_column * 2 + n % 2 : n * 8 + block_column;
   }
 
-  // Stores the lane's sums of its row r, 0 or 1, of group g, and the row's state, which the lanes
-  // of the row share.
-  __device__ __forceinline__ void Store(int g, int r, const RowState& state, RowState* state_to,
+  // Stores the lane's sums of its row r, 0 or 1, and the row's state, which the lanes of the row
+  // share.
+  __device__ __forceinline__ void Store(int r, const RowState& state, RowState* state_to,
                                         float* row_to) const {
     if (Lane() % 4 == 0) *state_to = state;
 #pragma unroll
     for (int n = 0; n < kHeadSize / 8; ++n) {
-      row_to[Column(n, 0)] = sums[g][n][2 * r];
-      row_to[Column(n, 1)] = sums[g][n][2 * r + 1];
+      row_to[Column(n, 0)] = sums[n][2 * r];
+      row_to[Column(n, 1)] = sums[n][2 * r + 1];
     }
   }
 

@@ -69,7 +69,6 @@ AttentionKernel KernelFor(const Params& p) {
 
 constexpr char kAny[] = "any";
 constexpr char kHopper[] = "hopper";
-constexpr char kTall[] = "tall";
 constexpr char kPipelined[] = "pipelined";
 
 // A phase for which kernels can be chosen that are off by default.
@@ -81,8 +80,8 @@ struct KernelChoice {
 
 KernelChoice& Prefill() {
   static KernelChoice choice{"prefill", HopperHeadSizes<Half>::size() > 0
-                                            ? std::vector{kAny, kHopper, kTall}
-                                            : std::vector{kAny, kTall}};
+                                            ? std::vector{kAny, kHopper}
+                                            : std::vector{kAny}};
   return choice;
 }
 
@@ -106,25 +105,20 @@ struct CallKernel {
   QueryLengths lengths;
 };
 
-// Sets *kernel to the one for this call's long queries. Returns whether they have one of their own.
+// Sets *kernel to the one for queries of more than `few` tokens. Returns whether they have one of
+// their own.
 template <typename T>
-bool FindPrefillKernel(const gpu::Device& device, const Params& p, CallKernel* kernel) {
+bool FindPrefillKernel(const gpu::Device& device, const Params& p, int64_t few,
+                       CallKernel* kernel) {
   if constexpr (sizeof(T) == 2) {
-    const char* chosen = Prefill().chosen;
-    kernel->lengths.min = TokensPerTile(p) + 1;
-    if (p.max_query_len != 0 && p.max_query_len < kernel->lengths.min) return false;
+    if (Prefill().chosen != kHopper || !device.is_hopper) return false;
+    kernel->lengths.min = few + 1;
     return WithCacheType<T>(p, [&](auto cache) {
       using C = decltype(cache);
       AttentionKernel& attention = kernel->attention;
-      if (!IsAligned<C>(p)) return false;
-      if (chosen == kHopper && device.is_hopper && (!kIs8Bit<C> || p.ScalesAreUniform())) {
-        WithSmallest(HopperHeadSizes<C>(), p.head_size,
-                     [&](auto head_size) { attention = HopperKernelOf<T, C, head_size>(); });
-      } else if (chosen == kTall) {
-        WithSmallest(TensorCoreHeadSizes<C>(), p.head_size,
-                     [&](auto head_size) { attention = TallKernelOf<T, C, head_size>(); });
-      }
-      return attention.rows_per_item > 0;
+      return IsAligned<C>(p) && (!kIs8Bit<C> || p.ScalesAreUniform()) &&
+             WithSmallest(HopperHeadSizes<C>(), p.head_size,
+                          [&](auto head_size) { attention = HopperKernelOf<T, C, head_size>(); });
     });
   }
   return false;
@@ -156,30 +150,32 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   CallKernel prefill{}, decode{}, others{};
   others.attention =
       WithCacheType<T>(p, [&](auto cache) { return KernelFor<T, decltype(cache)>(p); });
-  std::vector<CallKernel> kernels;
   ItemRows item_rows{others.attention.rows_per_item, others.attention.rows_per_item};
-  if (FindDecodeKernel<T>(device, p, &decode)) {
-    others.lengths.min = decode.lengths.max + 1;
-    kernels.push_back(decode);
-  }
-  if (FindPrefillKernel<T>(device, p, &prefill)) {
-    others.lengths.max = prefill.lengths.min - 1;
+  // The decode kernel leaves no queries to others if the Hopper kernel runs: fewer kernels are
+  // launched.
+  int64_t few = TokensPerTile(p);
+  decode.lengths.max = 0;
+  if (FindDecodeKernel<T>(device, p, &decode)) few = decode.lengths.max;
+  others.lengths.min = decode.lengths.max + 1;
+  prefill.lengths.max = 0;
+  if (FindPrefillKernel<T>(device, p, few, &prefill)) {
+    prefill.lengths.max = INT64_MAX;
+    others.lengths.max = few;
     item_rows.long_rows = prefill.attention.rows_per_item;
-    kernels.push_back(prefill);
   }
-  if (p.max_query_len == 0 || others.lengths.min <= p.max_query_len) kernels.push_back(others);
-  for (const auto& [attention, lengths] : kernels) {
-    if (lengths.min > lengths.max) continue;
-    if (attention.counts_items) {
-      if (gpu::Error error = gpu::SetToZero(scratch.counter, stream)) return error;
-    }
+  const int64_t longest = p.max_query_len == 0 ? p.num_tokens : p.max_query_len;
+  bool follows = false;  // on a kernel of this call
+  // The Hopper kernel is the last, and never the first: the kernel before sets its counter to zero.
+  for (const auto& [attention, lengths] : {decode, others, prefill}) {
+    if (lengths.min > Smaller(lengths.max, longest)) continue;
     const int64_t num_items = MaxItems(p, scratch, attention.rows_per_item);
     const gpu::Error error =
         attention.kernel.LaunchResident(device, num_items, stream, p, scratch, lengths);
     if (error) return error;
+    follows |= num_items > 0;
   }
-  const gpu::Kernel<Params, Scratch, ItemRows> finish{
-      Combine<T>, kThreads, kCombineSharedBytes, Decode().chosen == kPipelined && device.is_large};
+  const gpu::Kernel<Params, Scratch, ItemRows> finish{Combine<T>, kThreads, kCombineSharedBytes,
+                                                      follows && device.begins_kernels_early};
   const int64_t num_pieces = p.num_heads * CeilDiv(p.value_head_size, gpu::kWarpSize);
   const int64_t num_blocks = CeilDiv(p.num_tokens * num_pieces, kWarps);
   return finish.LaunchResident(device, num_blocks, stream, p, scratch, item_rows);
@@ -200,7 +196,6 @@ void AddTensorCoreLaunches(std::integer_sequence<int, kHeadSizes...>,
     p.max_query_len = max_query_len;
     (add(kHeadSizes, TensorCoreKernelOf<Half, C, kHeadSizes>(p)), ...);
   }
-  (add(kHeadSizes, TallKernelOf<Half, C, kHeadSizes>()), ...);
 }
 
 template <typename C, int... kHeadSizes>

@@ -289,7 +289,7 @@ class Schedule {
 // first, all blocks end at about the same time. Who computes an item changes none of its bits.
 class ItemCounter {
  public:
-  // `counter` is 0 when the kernel begins. `number` is in shared memory.
+  // `counter` is 0 when the kernel begins: ResetCounter. `number` is in shared memory.
   __device__ ItemCounter(int32_t* counter, int32_t* number) : counter_(counter), number_(number) {}
 
   // The schedule's threads call it, and Schedule::Find between two calls. Also a barrier.
@@ -303,6 +303,11 @@ class ItemCounter {
   int32_t* const counter_;
   int32_t* const number_;
 };
+
+// For the ItemCounter of the next kernel. All threads call it.
+__device__ inline void ResetCounter(const Scratch& scratch) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) *scratch.counter = 0;
+}
 
 // The largest number of items for any lengths. It bounds the grid.
 inline int64_t MaxItems(const Params& p, const Scratch& scratch, int64_t max_rows) {

@@ -13,13 +13,11 @@ inline bool FitsQueryTile(const Params& p, int warp_rows) {
 
 template <int kWarpRows>
 AttentionKernel KernelOf() {
-  constexpr bool kIsTall = kWarpRows == kTallWarpRows;
-  using Layout = TensorCoreLayout<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE, kIsTall>;
+  using Layout = TensorCoreLayout<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>;
   return {{TensorCoreAttention<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE, kWarpRows>,
            kThreads, Layout::SharedBytes(kWarpRows)},
-          kIsTall ? kTallRows : kMaxRowsPerItem,
-          kWarpRows,
-          /*counts_items=*/kIsTall};
+          kMaxRowsPerItem,
+          kWarpRows};
 }
 
 template <>
@@ -28,12 +26,6 @@ AttentionKernel TensorCoreKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_
   using Layout = TensorCoreLayout<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>;
   if (FitsQueryTile(p, Layout::kFewWarpRows)) return KernelOf<Layout::kFewWarpRows>();
   return KernelOf<kWarps>();
-}
-
-template <>
-AttentionKernel TallKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>() {
-  if constexpr (XLA_GPU_HEAD_SIZE <= kMaxTallHeadSize) return KernelOf<kTallWarpRows>();
-  return {};
 }
 
 }  // namespace xla_gpu::paged_attention

@@ -4,33 +4,22 @@
 // copied to shared memory meanwhile. The warps divide a tile in one of two ways. With many rows,
 // each warp has 16 rows and all positions. With few rows, all warps have the same rows and each has
 // a part of the positions; their partial results are merged at the end in a fixed order.
-//
-// For long queries there is a variant with tall query tiles: each warp has two groups of 16 rows,
-// and loads K and V from shared memory once for both. Thread blocks take its items as they are
-// ready.
 #pragma once
 
 #include "products.cuh"
 
 namespace xla_gpu::paged_attention {
 
-// Groups of 16 rows of a tall query tile, and the largest head for which a warp has registers for
-// the sums of two.
-inline constexpr int kTallWarpRows = 2 * kWarps;
-inline constexpr int kMaxTallHeadSize = 128;
-inline constexpr int kTallRows = kTallWarpRows * kRowsPerWarpTile;
-
 // The shared memory of a thread block. T: type of the query. C: type of the cache.
-template <typename T, typename C, int kHeadSize, bool kIsTall = false>
+template <typename T, typename C, int kHeadSize>
 struct TensorCoreLayout {
   using QueryRows = SharedRows<T, kHeadSize>;
   using CacheRows = SharedRows<C, kHeadSize>;
-  static constexpr int kTile = kHeadSize <= 128 && !kIsTall ? 64 : 32;  // positions
-  // KV tiles in memory.
-  static constexpr int kStages = kIs8Bit<C> ? kIsTall ? 4 : 3 : 2;
+  static constexpr int kTile = kHeadSize <= 128 ? 64 : 32;  // positions
+  static constexpr int kStages = kIs8Bit<C> ? 3 : 2;        // KV tiles in memory
   static constexpr int kSlotTiles = kStages + 1;            // KV tiles whose slots are in memory
   static constexpr int kFewWarpRows = kTile == 64 ? 1 : 2;  // 16 positions for each warp
-  static constexpr int kSumRows = (kIsTall ? 2 : 1) * kWarps * kRowsPerWarpTile;
+  static constexpr int kSumRows = kWarps * kRowsPerWarpTile;
   static constexpr int kTileElements = kTile * CacheRows::kStride;
   static constexpr int kTilesBytes = kStages * 2 * kTileElements * static_cast<int>(sizeof(C));
 
@@ -42,11 +31,10 @@ struct TensorCoreLayout {
     return kTilesBytes + QueryBytes(warp_rows) +
            kSlotTiles * kTile * static_cast<int>(sizeof(Slot<C>)) +
            static_cast<int>(sizeof(Schedule::Shared)) +
-           kSumRows * static_cast<int>(sizeof(RowState)) + static_cast<int>(sizeof(int32_t));
+           kSumRows * static_cast<int>(sizeof(RowState));
   }
 
-  static_assert(kSumRows * kHeadSize * 4 <=
-                    kTilesBytes + QueryBytes(kIsTall ? kTallWarpRows : kFewWarpRows),
+  static_assert(kSumRows * kHeadSize * 4 <= kTilesBytes + QueryBytes(kFewWarpRows),
                 "the sums of all warps take the place of the tiles and the query");
 
   C* tiles;        // [kStages][K, V][kTile] rows
@@ -54,7 +42,6 @@ struct TensorCoreLayout {
   Slot<C>* slots;  // [kSlotTiles][kTile]; offset -1 gives zeros
   Schedule::Shared* schedule;
   RowState* states;  // [kSumRows]
-  int32_t* number;   // of the work item
   float* sums;       // [kSumRows][kHeadSize], in the memory of tiles and query
 
   __device__ TensorCoreLayout(char* memory, int warp_rows)
@@ -63,32 +50,37 @@ struct TensorCoreLayout {
         slots(reinterpret_cast<Slot<C>*>(memory + kTilesBytes + QueryBytes(warp_rows))),
         schedule(reinterpret_cast<Schedule::Shared*>(slots + kSlotTiles * kTile)),
         states(reinterpret_cast<RowState*>(schedule + 1)),
-        number(reinterpret_cast<int32_t*>(states + kSumRows)),
         sums(reinterpret_cast<float*>(memory)) {}
 
   __device__ C* Key(int32_t tile) const { return tiles + tile % kStages * 2 * kTileElements; }
-  __device__ C* Value(int32_t tile) const { return Key(tile) + kTileElements; }
   __device__ Slot<C>* Slots(int32_t tile) const { return slots + tile % kSlotTiles * kTile; }
 };
 
-// Computes one work item of kWarpRows groups of 16 rows. A warp has one group, or two of a tall
-// query tile. If there are fewer groups than warps, the warps of a group divide the positions.
+// Computes one work item of kWarpRows groups of 16 rows. A warp has one group. If there are fewer
+// groups than warps, the warps of a group divide the positions.
 template <typename T, typename C, int kHeadSize, int kWarpRows>
 class TensorCoreItem {
-  using Layout = TensorCoreLayout<T, C, kHeadSize, kWarpRows == kTallWarpRows>;
+  using Layout = TensorCoreLayout<T, C, kHeadSize>;
   using QueryRows = typename Layout::QueryRows;
   using CacheRows = typename Layout::CacheRows;
   static constexpr int kStages = Layout::kStages;
-  static constexpr int kGroups = kWarpRows == kTallWarpRows ? 2 : 1;  // of a warp
-  static constexpr int kParts = kWarps * kGroups / kWarpRows;
+  static constexpr int kParts = kWarps / kWarpRows;
   static constexpr int kTile = Layout::kTile;
   static constexpr int kKeys = kTile / kParts;  // positions of a KV tile for each warp
   static constexpr int kRows = kWarpRows * kRowsPerWarpTile;
-  using Products = WarpProducts<T, C, kHeadSize, kKeys, QueryRows, CacheRows, kGroups>;
+  using Products = WarpProducts<T, C, kHeadSize, kKeys, QueryRows, CacheRows>;
 
  public:
   __device__ TensorCoreItem(const Params& p, const Item& item, const Layout& layout)
-      : TensorCoreItem(p, item, layout, std::make_integer_sequence<int, kGroups>()) {}
+      : p_(p),
+        item_(item),
+        layout_(layout),
+        lane_(threadIdx.x % gpu::kWarpSize),
+        warp_row_(threadIdx.x / gpu::kWarpSize % kWarpRows * kRowsPerWarpTile),
+        part_(kParts == 1 ? 0 : threadIdx.x / gpu::kWarpSize / kWarpRows),
+        common_(p, item),
+        softmax_(p, item, warp_row_ + lane_ / 4),
+        is_bad_(HasBadTree(p, item, threadIdx.x)) {}
 
   __device__ void Compute(const Scratch& scratch) {
     const int32_t first = item_.begin / kTile;
@@ -118,20 +110,6 @@ class TensorCoreItem {
   }
 
  private:
-  template <int... kGroup>
-  __device__ TensorCoreItem(const Params& p, const Item& item, const Layout& layout,
-                            std::integer_sequence<int, kGroup...>)
-      : p_(p),
-        item_(item),
-        layout_(layout),
-        lane_(threadIdx.x % gpu::kWarpSize),
-        warp_row_(threadIdx.x / gpu::kWarpSize % (kWarpRows / kGroups) * kGroups *
-                  kRowsPerWarpTile),
-        part_(kParts == 1 ? 0 : threadIdx.x / gpu::kWarpSize / kWarpRows),
-        common_(p, item),
-        softmax_{Softmax(p, item, warp_row_ + kGroup * kRowsPerWarpTile + lane_ / 4)...},
-        is_bad_(HasBadTree(p, item, threadIdx.x)) {}
-
   // Thread j finds the slot of position j of a KV tile.
   __device__ Slot<C> FindSlotOf(int32_t tile) {
     const int32_t position = tile * kTile + threadIdx.x;
@@ -154,6 +132,11 @@ class TensorCoreItem {
       }
     };
     ForQueryChunks<T, QueryRows>(p_, item_, 0, kRows, threadIdx.x, copy);
+  }
+
+  // V of a KV tile. Where it is a part of K it is there already: its columns are K's first ones.
+  __device__ C* Value(int32_t tile) const {
+    return layout_.Key(tile) + (p_.is_latent ? 0 : Layout::kTileElements);
   }
 
   // Up to eight lanes copy 128 bytes of a position's K at a time, and of its V. What does not exist
@@ -180,6 +163,7 @@ class TensorCoreItem {
         const int64_t from = offset + chunk * 16;
         gpu::CopyAsync16(keys + to, reinterpret_cast<const void*>(key + from),
                          offset >= 0 && first < p_.head_size);
+        if (p_.is_latent) continue;
         gpu::CopyAsync16(values + to, reinterpret_cast<const void*>(value + from),
                          offset >= 0 && first < p_.value_head_size);
       }
@@ -191,30 +175,25 @@ class TensorCoreItem {
     const int32_t begin = tile * kTile + part_ * kKeys;
     const int first_key = part_ * kKeys;
     const Slot<C>* slots = layout_.Slots(tile) + first_key;
-    float logits[kGroups][kKeys / 8][4] = {};
+    float logits[kKeys / 8][4] = {};
     Products::MultiplyByKeys(layout_.query, warp_row_, layout_.Key(tile), first_key, logits);
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      if constexpr (kIs8Bit<C>) Products::ScaleLogits(slots, logits[g]);
-      softmax_[g].ToLogits(begin, /*masked=*/!common_.Contains(begin, begin + kKeys), logits[g]);
-      float shrinks[2];
-      softmax_[g].Weigh(logits[g], shrinks);
-      Softmax::Shrink(shrinks, products_.sums[g]);
-    }
+    if constexpr (kIs8Bit<C>) Products::ScaleLogits(slots, logits);
+    softmax_.ToLogits(begin, /*masked=*/!common_.Contains(begin, begin + kKeys), logits);
+    float shrinks[2];
+    softmax_.Weigh(logits, shrinks);
+    Softmax::Shrink(shrinks, products_.sums);
     if (!std::is_integral_v<C> && common_.RowsDiffer(item_, tile * kTile, (tile + 1) * kTile)) {
       SetAsideNonFinite(tile, begin);
     }
-    if constexpr (kIs8Bit<C>) {
-      for (auto& group_logits : logits) Products::ScaleWeights(slots, group_logits);
-    }
-    products_.template AddValues<typename Products::Weight>(layout_.Value(tile), first_key, logits);
+    if constexpr (kIs8Bit<C>) Products::ScaleWeights(slots, logits);
+    products_.template AddValues<typename Products::Weight>(Value(tile), first_key, logits);
   }
 
   // A weight of zero times an infinite or NaN value would spoil a row's sum. If a KV tile holds
   // such values, this adds them to the rows that attend to them and then sets them to zero in the
   // tile.
   __device__ void SetAsideNonFinite(int32_t tile, int32_t begin) {
-    C* values = layout_.Value(tile);
+    C* values = Value(tile);
     const auto element = [&](int i) {
       return values + CacheRows::ElementOffset(i / kHeadSize, i % kHeadSize);
     };
@@ -223,17 +202,14 @@ class TensorCoreItem {
     };
     constexpr int kChunks = kTile * CacheRows::kChunks;
     if (!gpu::AnyInBlock(HoldsNonFinite<C>(threadIdx.x, kChunks, kThreads, chunk))) return;
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      softmax_[g].template AddNonFinite<kKeys>(
-          begin, products_.sums[g],
-          [&](int j, int n, int e) {
-            return values[CacheRows::ElementOffset(part_ * kKeys + j, Products::Column(n, e))];
-          },
-          [&](C value, int j) {
-            return Products::Scaled(value, layout_.Slots(tile)[part_ * kKeys + j]);
-          });
-    }
+    softmax_.template AddNonFinite<kKeys>(
+        begin, products_.sums,
+        [&](int j, int n, int e) {
+          return values[CacheRows::ElementOffset(part_ * kKeys + j, Products::Column(n, e))];
+        },
+        [&](C value, int j) {
+          return Products::Scaled(value, layout_.Slots(tile)[part_ * kKeys + j]);
+        });
     gpu::SyncBlock();
     ClearNonFinite(threadIdx.x, kTile * kHeadSize, kThreads, element);
     gpu::SyncBlock();
@@ -241,13 +217,9 @@ class TensorCoreItem {
 
   __device__ void StoreSums() {
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = part_ * kRows + warp_row_ + g * kRowsPerWarpTile + lane_ / 4 + 8 * r;
-        products_.Store(g, r, softmax_[g].State(r), layout_.states + row,
-                        layout_.sums + row * kHeadSize);
-      }
+    for (int r = 0; r < 2; ++r) {
+      const int row = part_ * kRows + warp_row_ + lane_ / 4 + 8 * r;
+      products_.Store(r, softmax_.State(r), layout_.states + row, layout_.sums + row * kHeadSize);
     }
   }
 
@@ -258,28 +230,26 @@ class TensorCoreItem {
   const int warp_row_;  // the warp's first row
   const int part_;      // this warp's part of each KV tile's positions
   const CommonRange common_;
-  Softmax softmax_[kGroups];
+  Softmax softmax_;
   Products products_;
   bool is_bad_;
 };
 
-// Computes work items of up to kWarpRows groups of 16 rows. kWarpRows is kTallWarpRows, kWarps or
+// Computes work items of up to kWarpRows groups of 16 rows. kWarpRows is kWarps or
 // Layout::kFewWarpRows.
 template <typename T, typename C, int kHeadSize, int kWarpRows>
 __global__ void __launch_bounds__(kThreads, 2)
     TensorCoreAttention(Params p, Scratch scratch, QueryLengths lengths) {
-  constexpr bool kIsTall = kWarpRows == kTallWarpRows;
-  using Layout = TensorCoreLayout<T, C, kHeadSize, kIsTall>;
+  using Layout = TensorCoreLayout<T, C, kHeadSize>;
   constexpr int kFewWarpRows = Layout::kFewWarpRows;
   const Layout layout(gpu::SharedMemory(), kWarpRows);
-  Schedule schedule(p, lengths, kIsTall ? kTallRows : kMaxRowsPerItem, layout.schedule);
-  const ItemCounter counter(scratch.counter, layout.number);
+  ResetCounter(scratch);
+  gpu::LetNextKernelBegin();
+  Schedule schedule(p, lengths, kMaxRowsPerItem, layout.schedule);
   for (int64_t number = blockIdx.x;; number += gridDim.x) {
-    const Item* item = schedule.Find(kIsTall ? counter.Next() : number);
+    const Item* item = schedule.Find(number);
     if (item == nullptr) return;
-    if constexpr (kIsTall) {
-      TensorCoreItem<T, C, kHeadSize, kTallWarpRows>(p, *item, layout).Compute(scratch);
-    } else if (kWarpRows == kFewWarpRows || item->num_rows <= kFewWarpRows * kRowsPerWarpTile) {
+    if (kWarpRows == kFewWarpRows || item->num_rows <= kFewWarpRows * kRowsPerWarpTile) {
       TensorCoreItem<T, C, kHeadSize, kFewWarpRows>(p, *item, layout).Compute(scratch);
     } else {
       TensorCoreItem<T, C, kHeadSize, kWarpRows>(p, *item, layout).Compute(scratch);
