@@ -263,40 +263,24 @@ def ours_with_16_bits(workload: Workload, operands: list[torch.Tensor]) -> Conte
 
 
 @takes_8_bits
-def ours_on_hopper(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
-    """This library, with long queries on the Hopper kernel, as with XLA_GPU_CUDA_PREFILL=hopper."""
-    if workload.kind == "decode":
-        raise DoesNotApply("single queries")
-    if capability(operands) != (9, 0):
-        raise DoesNotApply("on other devices than Hopper's")
-    return with_kernel("prefill", "hopper", ours(workload, operands))
-
-
-@takes_8_bits
-def ours_pipelined(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
-    """This library, with max_query_len=1, as with XLA_GPU_CUDA_DECODE=pipelined."""
-    if capability(operands)[0] not in (9, 10):
-        raise DoesNotApply("on devices with less shared memory")
-    return with_kernel("decode", "pipelined", ours_with_hint(workload, operands))
-
-
-def capability(operands: list[torch.Tensor]) -> tuple[int, int]:
-    """The compute capability of the operands' GPU; (0, 0) on the CPU."""
-    device = operands[0].device
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-
-
-def with_kernel(phase: str, kernel: str, attend: Contestant) -> Contestant:
-    """A contestant that runs with a kernel that is off by default."""
+def ours_portable(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
+    """This library with the kernels that run on all GPUs, and with max_query_len=1 for decoding, as
+    with XLA_GPU_CUDA_KERNELS=portable."""
     from shared_ffi import _native  # noqa: PLC0415
 
+    if operands[0].device.type != "cuda":
+        raise DoesNotApply("on the CPU")
+    before = _native.cuda_choice()
+    if _native.cuda_kernels_in_use() == ["portable"]:
+        raise DoesNotApply("where these kernels are in use anyway")
+    attend = (ours_with_hint if workload.kind == "decode" else ours)(workload, operands)
+
     def run() -> Any:
-        before = _native.cuda_choice(phase)
-        _native.set_cuda_choice(phase, kernel)
+        _native.set_cuda_choice("portable")
         try:
             return attend()
         finally:
-            _native.set_cuda_choice(phase, before)
+            _native.set_cuda_choice(before)
 
     return run
 
@@ -376,11 +360,5 @@ OURS: dict[str, Maker] = {"torch eager": ours, "JAX": jax_ours}
 TO_BEAT_WITH_8_BITS: dict[str, Maker] = {"this library, 16-bit cache": ours_with_16_bits}
 OURS_ON_GPUS = OURS | {
     "torch eager, max_query_len": ours_with_hint,
-    "torch eager, XLA_GPU_CUDA_PREFILL=hopper": ours_on_hopper,
-    "torch eager, XLA_GPU_CUDA_DECODE=pipelined": ours_pipelined,
-}
-# By the kernel that is off by default.
-OURS_WITH_KERNEL: dict[str, Maker] = {
-    "hopper": ours_on_hopper,
-    "pipelined": ours_pipelined,
+    "torch eager, XLA_GPU_CUDA_KERNELS=portable": ours_portable,
 }

@@ -53,18 +53,11 @@ if(NOT ARCHITECTURES MATCHES "90a|emulated")
   set(HOPPER_HEAD_SIZES)
   set(HOPPER_HEAD_SIZES_OF_8_BITS)
 endif()
-# The decode kernel needs the shared memory of sm_90 or sm_100. It reads no padding of a head, so few
-# sizes suffice.
-set(DECODE_ARCHITECTURES ${ARCHITECTURES})
-list(FILTER DECODE_ARCHITECTURES EXCLUDE REGEX "^(8|12)")
-set(DECODE_HEAD_SIZES ${XLA_GPU_HEAD_SIZES})
+# The decode kernel is used on sm_90 only. It reads no padding of a head, so few sizes suffice.
+set(DECODE_HEAD_SIZES ${HOPPER_HEAD_SIZES})
 list(FILTER DECODE_HEAD_SIZES INCLUDE REGEX "^(128|256)$")
-set(DECODE_HEAD_SIZES_OF_8_BITS ${XLA_GPU_HEAD_SIZES_OF_8_BITS})
+set(DECODE_HEAD_SIZES_OF_8_BITS ${HOPPER_HEAD_SIZES_OF_8_BITS})
 list(FILTER DECODE_HEAD_SIZES_OF_8_BITS INCLUDE REGEX "^128$")
-if(NOT DECODE_ARCHITECTURES)
-  set(DECODE_HEAD_SIZES)
-  set(DECODE_HEAD_SIZES_OF_8_BITS)
-endif()
 # As further arguments of a template.
 foreach(sizes HOPPER_HEAD_SIZES HOPPER_HEAD_SIZES_OF_8_BITS DECODE_HEAD_SIZES DECODE_HEAD_SIZES_OF_8_BITS)
   list(TRANSFORM ${sizes} PREPEND ", " OUTPUT_VARIABLE MORE_${sizes})
@@ -151,7 +144,7 @@ function(add_kernel_of_caches kernel architectures head_sizes head_sizes_of_8_bi
 endfunction()
 
 add_kernel_of_caches(tensor_core "${ARCHITECTURES}" "${XLA_GPU_HEAD_SIZES}" "${XLA_GPU_HEAD_SIZES_OF_8_BITS}")
-add_kernel_of_caches(decode "${DECODE_ARCHITECTURES}" "${DECODE_HEAD_SIZES}" "${DECODE_HEAD_SIZES_OF_8_BITS}")
+add_kernel_of_caches(decode 90a-real "${DECODE_HEAD_SIZES}" "${DECODE_HEAD_SIZES_OF_8_BITS}")
 add_kernel_of_caches(hopper 90a-real "${HOPPER_HEAD_SIZES}" "${HOPPER_HEAD_SIZES_OF_8_BITS}")
 
 if(XLA_GPU_CUDA STREQUAL "ON")

@@ -15,7 +15,6 @@ import torch
 
 from benchmarks.contest import (
     OURS_ON_GPUS,
-    OURS_WITH_KERNEL,
     TO_BEAT_WITH_8_BITS,
     medians,
     row_of,
@@ -109,16 +108,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.bench", description=__doc__)
     parser.add_argument("--trace", type=Path, help="a CSV of requests to draw lengths from")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write or continue")
-    parser.add_argument(
-        "--without", nargs="*", default=[], choices=OURS_WITH_KERNEL, help="kernels to leave out"
-    )
     parser.add_argument("--rehearse", action="store_true", help="small workloads, on the CPU")
     parser.add_argument("--seconds", type=float, default=300, help="start no workload after these")
     options = parser.parse_args()
     start, device = time.monotonic(), "cpu" if options.rehearse else "cuda"
     makers = OURS_ON_GPUS | TO_BEAT_WITH_8_BITS | PEERS
-    left_out = [OURS_WITH_KERNEL[kernel] for kernel in options.without]
-    makers = {name: make for name, make in makers.items() if make not in left_out}
     wanted = list(rehearsal() if options.rehearse else workloads(options.trace))
     results: dict[str, Any] = {"ours": [*OURS_ON_GPUS], "peers": versions(PACKAGES), "rows": []}
     if options.out.exists():

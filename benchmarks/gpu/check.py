@@ -41,9 +41,13 @@ a = torch.ones(1000, device=device)
 assert (torch.ops.xla_gpu.simple_add(a, a) == 2).all()
 print(_native.__file__, "computes on", torch.cuda.get_device_name() if device == "cuda" else device)
 """
+COMPARISON = """
+from shared_ffi.selftest import smoke_step
+print(smoke_step.in_torch("cuda"))
+"""
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # racecheck does not know the hand-over by cp.async.mbarrier.arrive.noinc before CUDA 13.1, whose
-# compute-sanitizer calls itself 2025.4: it reports races in HOPPER_KERNELS that are none.
+# compute-sanitizer calls itself 2025.4: it reports races in the kernels for Hopper that are none.
 KNOWS_NOINC = (2025, 4)
 
 
@@ -220,13 +224,13 @@ class Steps:
         self._path.write_text(json.dumps(self.results, indent=2))
         (self._folder / "report.md").write_text(report.markdown(self.results))
 
-    def benchmark(self, *options: object, seconds: float) -> bool:
+    def benchmark(self, *options: object, seconds: float, **environment: str) -> bool:
         """Does the benchmark's step."""
         seconds = min(seconds, self._deadline - time.monotonic())
         command = [sys.executable, "-m", "benchmarks.gpu.bench", "--out", self._rows, *options]
         # Kernels of one program run one after the other; command buffers may run them at once.
-        flags = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
-        return self.do("benchmark", [*command, "--seconds", seconds - 30], seconds, **flags)
+        environment = environment | {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
+        return self.do("benchmark", [*command, "--seconds", seconds - 30], seconds, **environment)
 
     @property
     def went_well(self) -> bool:
@@ -236,45 +240,38 @@ class Steps:
 
 def check(steps: Steps, is_hopper: bool, trace: Sequence[object]) -> None:
     """The steps on a GPU: what everything else rests on comes first, what is slow last."""
-    on_cuda = {"XLA_GPU_TEST_ON": "cuda"}
+    on_cuda, portable = {"XLA_GPU_TEST_ON": "cuda"}, {"XLA_GPU_CUDA_KERNELS": "portable"}
     steps.do("import", [sys.executable, "-c", IMPORT, "cuda"], 60)
     for i in (1, 2):
-        kernels = [*PYTEST, KERNELS, "-k", f"not ({' or '.join(CHOSEN)})", "--shard", f"{i}/2"]
+        kernels = [*PYTEST, KERNELS, "-k", "not hopper", "--shard", f"{i}/2"]
         steps.do(f"kernels {i}/2", kernels, 120, **on_cuda)
-    here = [kernel for kernel in CHOSEN if is_hopper or kernel not in HOPPER_KERNELS]
-    # A step of its own for each: a kernel that hangs or breaks the device fails the whole step.
-    proven = [
-        kernel
-        for kernel in here
-        if steps.do(f"{kernel} kernels", [*PYTEST, KERNELS, "-k", kernel], 100, **on_cuda)
-    ]
-    without = [kernel for kernel in CHOSEN if kernel not in proven]
-    steps.benchmark(*trace, *(["--without", *without] if without else []), seconds=270)
+    # A step of its own: a kernel that hangs or breaks the device fails the whole step.
+    hopper = [*PYTEST, KERNELS, "-k", "hopper"]
+    is_proven = is_hopper and steps.do("kernels for Hopper", hopper, 200, **on_cuda)
+    # The portable ones alone, where the others are not proven.
+    in_use = portable if is_hopper and not is_proven else {}
+    comparison = [sys.executable, "-c", COMPARISON]
+    steps.do("comparison", comparison, 60, **in_use)
+    steps.benchmark(*trace, seconds=270, **in_use)
     for backend, chosen, shards in BACKENDS:
         for i in range(1, shards + 1):
             command = [*PYTEST, "tests/backends/test_gpu.py", "-k", chosen]
             command += ["--shard", f"{i}/{shards}"]
-            steps.do(f"backends, {backend} {i}/{shards}", command, 120, **on_cuda)
-    for kernel in ("any", *here):
+            steps.do(f"backends, {backend} {i}/{shards}", command, 120, **on_cuda, **in_use)
+    for kernels_of, environment in {"portable": portable, "by GPU": {}}.items():
+        if kernels_of == "by GPU" and not is_hopper:
+            continue
         for tool in SANITIZERS:
-            name = f"{tool}, {kernel}"
+            name = f"{tool}, {kernels_of}"
             reports_noinc = tool == "racecheck" and sanitizer_version() < KNOWS_NOINC
-            if reports_noinc and kernel in HOPPER_KERNELS:
+            if reports_noinc and kernels_of == "by GPU":
                 steps.leave_out(name, "needs the compute-sanitizer of CUDA 13.1 or later")
                 continue
             command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
             command += [sys.executable, "-m", "tests.support.compute_sanitizer"]
-            environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-            environment |= {CHOSEN[kernel]: kernel} if kernel in CHOSEN else {}
+            environment = environment | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
             steps.do(name, command, 100, **environment)
 
-
-# The kernels that are off by default, and the variables that choose them.
-CHOSEN = {
-    "hopper": "XLA_GPU_CUDA_PREFILL",
-    "pipelined": "XLA_GPU_CUDA_DECODE",
-}
-HOPPER_KERNELS = ("hopper", "pipelined")  # whose instructions they need
 
 # The backends' tests by what their names hold: each is in one group. With the number of shards.
 BACKENDS = (
@@ -300,10 +297,9 @@ def rehearse(steps: Steps, emulated: Path) -> None:
     steps.do("import", [sys.executable, "-c", IMPORT, "cpu"], 60)
     kernels = [*PYTEST, KERNELS, "--emulated", emulated]
     for i in (1, 2):
-        share = ["-k", f"not ({' or '.join(CHOSEN)})", "--shard", f"{i}/10"]
+        share = ["-k", "not hopper", "--shard", f"{i}/10"]
         steps.do(f"kernels {i}/10", [*kernels, *share], 120)
-    for kernel in CHOSEN:
-        steps.do(f"{kernel} kernels", [*kernels, "-k", kernel, "--shard", "1/10"], 100)
+    steps.do("kernels for Hopper", [*kernels, "-k", "hopper", "--shard", "1/10"], 200)
     steps.benchmark("--rehearse", seconds=120)
     backends = [*PYTEST, "tests/backends/test_parity.py"]
     for i in (1, 2):

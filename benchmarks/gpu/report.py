@@ -78,6 +78,8 @@ def markdown(results: dict[str, Any]) -> str:
         f"{machine['name']}, driver {machine['driver_version']}, clocks up to "
         f"{machine['clocks.max.sm']} and {machine['clocks.max.memory']}; "
         f"Python {machine['python']}, {versions}; commit {machine['commit']}.",
+        "The comparison names the kernels in use. XLA_GPU_CUDA_KERNELS=portable in the environment "
+        "chooses those that run on all GPUs.",
         _table(*_steps(results)),
     ]
     if "benchmark" in results:

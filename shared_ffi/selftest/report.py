@@ -49,6 +49,7 @@ def diagnose(chosen: Sequence[Backend], timeout_s: float) -> dict[str, Any]:
             "driver": cuda_driver(),
             "GPUs": str(_pjrt.gpu_count()),
             "plugin": cuda_plugin(),
+            "kernels": cuda_kernels(),
         },
         **frameworks.result(),
         "backends": [outcome._asdict() for outcome in outcomes],
@@ -99,6 +100,13 @@ def cuda_driver() -> str:
     except RuntimeError as error:
         return str(error)
     return f"runs CUDA {dotted(version)} and older" if any(version) else "none"
+
+
+def cuda_kernels() -> str:
+    """How the kernels are chosen; the smoke steps on a GPU say which these are."""
+    if _native.cuda_version is None:
+        return "none"
+    return f"chosen {_native.cuda_choice()}; XLA_GPU_CUDA_KERNELS=portable: those for all GPUs"
 
 
 def cuda_plugin() -> str:

@@ -14,11 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from shared_ffi.selftest import cuda_kernels
+
 _SCALE = 1.0
 
 
 def in_jax() -> str:
-    """Runs the step on JAX's default device, whose name it returns."""
+    """Runs the step on JAX's default device, whose name it returns. On a GPU it compares the
+    kernels in use there with the plain one."""
     import jax
 
     import jax_frontend
@@ -32,11 +35,15 @@ def in_jax() -> str:
     output = step(*operands())
     check(output.ravel())
     (device,) = output.devices()
-    return device.device_kind
+    if device.platform == "cpu":
+        return device.device_kind
+
+    return f"{device.device_kind}; {cuda_kernels.compare(attend_in_jax)}"
 
 
 def in_torch(device: str, compiler: str | None = None) -> str:
-    """Runs the step on a device, whose name it returns.
+    """Runs the step on a device, whose name it returns. On a GPU, without a compiler, it compares
+    the kernels in use there with the plain one.
 
     Args:
         device: as PyTorch names it.
@@ -68,7 +75,46 @@ def in_torch(device: str, compiler: str | None = None) -> str:
             step = torch.compile(step, backend=compiler, fullgraph=True)
         output = step(*tensors)
     check(output.flatten().tolist())
-    return torch.cuda.get_device_name() if output.is_cuda else str(output.device)
+    if not output.is_cuda:
+        return str(output.device)
+    if compiler:
+        return torch.cuda.get_device_name()
+
+    return f"{torch.cuda.get_device_name()}; {cuda_kernels.compare(attend_in_torch)}"
+
+
+def attend_in_jax(call: cuda_kernels.Call, is_plain: bool) -> np.ndarray:
+    """Computes a call on JAX's default device, as `cuda_kernels.compare` wants it."""
+    import jax
+
+    import jax_frontend
+
+    query = jax.numpy.array(call.query.astype(call.dtype))
+    cache = jax.numpy.array(call.kv_cache.astype(call.cache_dtype))
+    if is_plain:
+        query = query.astype("float32")
+        cache = cache.astype("float32") if call.cache_dtype == call.dtype else cache
+    lens, tables, starts, num_seqs = map(jax.numpy.array, call.metadata)
+    output = jax_frontend.paged_attention(query, cache, lens, tables, starts, num_seqs, call.scale)
+    return np.asarray(output, np.float32)
+
+
+def attend_in_torch(call: cuda_kernels.Call, is_plain: bool, device: str = "cuda") -> np.ndarray:
+    """The same through PyTorch on a device."""
+    import torch
+
+    import torch_frontend
+
+    query = torch.from_numpy(call.query).to(device, getattr(torch, call.dtype))
+    cache = torch.from_numpy(call.kv_cache).to(device, getattr(torch, call.cache_dtype))
+    if is_plain:
+        query = query.float()
+        cache = cache.float() if call.cache_dtype == call.dtype else cache
+    lens, tables, starts, num_seqs = (torch.from_numpy(x).to(device) for x in call.metadata)
+    output = torch_frontend.paged_attention(
+        query, cache, lens, tables, starts, num_seqs, call.scale
+    )
+    return output.float().cpu().numpy()
 
 
 def operands() -> list[np.ndarray]:

@@ -90,10 +90,8 @@ def test_a_row_and_its_tables(tmp_path: Path) -> None:
     assert {"torch eager", "JAX", "torch SDPA (contiguous)"} <= set(decode["seconds"])
     assert set(eight_bit["seconds"]) == {"torch eager", "JAX", "torch eager, max_query_len"}
     assert eight_bit["kv_bytes"] == decode["kv_bytes"] / 2
-    hopper = "torch eager, XLA_GPU_CUDA_PREFILL=hopper"
-    assert prefill["absent"][hopper] == "does not compute on other devices than Hopper's"
-    pipelined = "torch eager, XLA_GPU_CUDA_DECODE=pipelined"
-    assert decode["absent"][pipelined] == "does not compute on devices with less shared memory"
+    portable = "torch eager, XLA_GPU_CUDA_KERNELS=portable"
+    assert prefill["absent"][portable] == "does not compute on the CPU"
     assert "FlashInfer" in decode["absent"] and "FlashInfer" not in decode["seconds"]
     json.dumps(results)
     text = report.markdown(results)
@@ -213,7 +211,7 @@ class Recorded(check.Steps):
     def do(self, name: str, command: Any, seconds: float, **environment: str) -> bool:
         self.results["steps"][name] = {
             "ok": name not in self.failing,
-            "command": [str(word) for word in command],
+            "portable": environment.get("XLA_GPU_CUDA_KERNELS") == "portable",
         }
         return name not in self.failing
 
@@ -232,25 +230,18 @@ def test_order_on_a_gpu(
     check.check(steps, is_hopper, [])
     done = steps.results["steps"]
     names = list(dict.fromkeys(re.sub(r"( \d/\d)?(, .*)?$", "", name) for name in done))
-    chosen = ["hopper kernels", "pipelined kernels"] if is_hopper else []
-    assert names == ["import", "kernels", *chosen, "benchmark", "backends", *check.SANITIZERS]
-    assert left_out(done) == ([] if is_hopper else ["hopper", "pipelined"])
+    hopper = ["kernels for Hopper"] if is_hopper else []
+    others = ["comparison", "benchmark", "backends", *check.SANITIZERS]
+    assert names == ["import", "kernels", *hopper, *others]
+    assert done["racecheck, portable"]["ok"] and done["memcheck, portable"]["portable"]
+    in_use = ("comparison", "benchmark", "backends, torch 1/1")
+    assert not any(done[name]["portable"] for name in in_use)
     if is_hopper:
-        for kernel in check.HOPPER_KERNELS:
-            assert done[f"racecheck, {kernel}"]["ok"] == (True if sanitizer == (2025, 4) else None)
-        steps.failing = ("hopper kernels",)
+        assert done["racecheck, by GPU"]["ok"] == (True if sanitizer == (2025, 4) else None)
+        assert not done["memcheck, by GPU"]["portable"]
+        steps.failing = ("kernels for Hopper",)
         check.check(steps, is_hopper, [])
-        assert left_out(done) == ["hopper"]
-        assert done["backends, torch 1/1"]["ok"] and done["memcheck, hopper"]["ok"]
-
-
-def left_out(steps: dict[str, Any]) -> list[str]:
-    """The kernels that the benchmark does not measure."""
-    command: list[str] = steps["benchmark"]["command"]
-    if "--without" not in command:
-        return []
-    first = command.index("--without") + 1
-    return [word for word in command[first:] if word in check.CHOSEN]
+        assert all(done[name]["portable"] for name in in_use)
 
 
 def test_the_version_of_compute_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """The CUDA handlers and kernels: every case against the oracle, any batch, faulty metadata. They
 run emulated on the CPU (shared_ffi/csrc/gpu/simt), with arrays between guard pages and with several
-orders of threads. `make gpu-check` runs this file on a GPU. Long queries run on the Hopper kernel
-too."""
+orders of threads. `make gpu-check` runs this file on a GPU. What concerns Hopper GPUs runs with
+their kernels, too."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import re
 import subprocess
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -36,71 +37,106 @@ from tests.support.random_cases import random_cases
 F32, I32 = np.float32, np.int32
 
 
-CHOICES = {
-    "any": {},
-    "hopper": {"prefill": "hopper"},
-    "pipelined": {"decode": "pipelined"},
-}
-
-
-def with_choice(gpu: Gpu, name: str) -> Gpu:
-    """The GPU, with a kernel that is off by default."""
-    choices = CHOICES[name]
-    offered = gpu.native.cuda_choices()
-    if any(kernel not in offered[phase] for phase, kernel in choices.items()):
-        pytest.skip(f"this build has no kernel {name}")
-    return type(gpu)(gpu.native, choices)
-
-
-@pytest.fixture(scope="session", params=CHOICES)
+@pytest.fixture(scope="session", params=["portable", "hopper"])
 def each_kernel(request: pytest.FixtureRequest, gpu: Gpu) -> Gpu:
-    """The GPU, once with each of the kernels that are off by default, and once without."""
-    return with_choice(gpu, request.param)
+    """The GPU, with the portable kernels and with those of Hopper GPUs."""
+    return gpu.on_hopper() if request.param == "hopper" else gpu
 
 
-@pytest.fixture(scope="session", params=["any", "hopper"])
-def each_prefill_kernel(request: pytest.FixtureRequest, gpu: Gpu) -> Gpu:
-    """The GPU, once with each kernel for long queries."""
-    return with_choice(gpu, request.param)
-
-
-def has_long_queries(case: Case) -> bool:
-    """Whether the Hopper kernel computes some queries of the case."""
-    tokens_per_tile = max(1, 64 * case.num_kv_heads // case.num_heads)
+def has_hopper_kernels(case: Case) -> bool:
+    """Whether the decode kernel or the Hopper kernel computes some queries of the case."""
+    rows = max(
+        case.num_heads // case.num_kv_heads * q_len for q_len, _ in [(0, 0), *case.sequences]
+    )
     return (
         case.dtype != "float32"
-        and case.scales != "per position"
         and case.head_size % (8 if case.cache_dtype is None else 16) == 0
         and case.head_size <= (256 if case.cache_dtype is None else 128)
-        and max([0, *(q_len for q_len, _ in case.sequences)]) > tokens_per_tile
+        and (case.num_heads <= 16 * case.num_kv_heads or rows > 64)
     )
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", LONG_CASES, ids=lambda case: case.id)
-def test_long_queries(case: Case, each_prefill_kernel: Gpu) -> None:
-    assert has_long_queries(case)
-    test_paged_attention(case, each_prefill_kernel)
+def test_long_queries(case: Case, each_kernel: Gpu) -> None:
+    test_paged_attention(case, each_kernel)
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if has_long_queries(case)], ids=lambda case: case.id
+    "case", [case for case in CASES if has_hopper_kernels(case)], ids=lambda case: case.id
 )
 def test_paged_attention_on_hopper(case: Case, gpu: Gpu) -> None:
-    test_paged_attention(case, with_choice(gpu, "hopper"))
+    test_paged_attention(case, gpu.on_hopper())
 
 
-def test_a_kernel_takes_long_queries_only(gpu: Gpu) -> None:
-    """The bits of two kernels differ by rounding."""
+@pytest.fixture
+def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Computes a case. Returns thread blocks and threads of a block of each kernel."""
+    if ON_CUDA:
+        pytest.skip("only the emulated GPU tells what was launched")
+    log = tmp_path / "launches"
+    monkeypatch.setenv("XLA_GPU_SIMT_LAUNCHES", str(log))
+
+    def launches(gpu: Gpu, case: Case, seed: int = 0) -> list[Any]:
+        log.write_text("")
+        attend(gpu, case.inputs(), **case.attributes(), seed=seed)
+        return [tuple(map(int, line.split())) for line in log.read_text().splitlines()]
+
+    return launches
+
+
+# The threads of a block tell the kernels apart.
+DECODE, HOPPER, PORTABLE, COMBINE = 160, 384, 128, 128
+
+
+@pytest.mark.parametrize(
+    ("group", "q_lens", "max_query_len", "kernels"),
+    [
+        (2, (1, 1), 1, [DECODE, COMBINE]),
+        (2, (1, 1), None, [DECODE, COMBINE]),  # no query is longer than all together
+        (2, (8, 5), 8, [DECODE, COMBINE]),
+        (2, (9, 1), 9, [DECODE, HOPPER, COMBINE]),
+        (2, (1, 300), None, [DECODE, HOPPER, COMBINE]),
+        (24, (2, 1), 2, [PORTABLE, COMBINE]),  # more rows than the decode kernel has
+        (24, (3, 1), 3, [PORTABLE, HOPPER, COMBINE]),
+    ],
+)
+def test_the_kernels_of_a_call_on_hopper(
+    group: int, q_lens: Any, max_query_len: int | None, kernels: Any, gpu: Gpu, launches: Any
+) -> None:
+    """A decoding step launches two kernels."""
     case = Case(
-        id="short-and-long", sequences=((1, 200), (100, 300)), num_heads=4, dtype="bfloat16"
+        id="launches",
+        sequences=tuple((q_len, 700) for q_len in q_lens),
+        num_heads=2 * group,
+        dtype="float16",
+        max_query_len=max_query_len,
+        padding_tokens=0,
     )
-    inputs, attributes = case.inputs(), case.attributes()
-    plain = attend(gpu, inputs, **attributes)
-    chosen = attend(with_choice(gpu, "hopper"), inputs, **attributes)
-    assert_same_bits(chosen[:1], plain[:1])
-    assert (chosen[1:] != plain[1:]).any()
+    assert [threads for _, threads in launches(gpu.on_hopper(), case)] == kernels
+    assert [threads for _, threads in launches(gpu, case)] == [PORTABLE, COMBINE]
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 103, 120])
+def test_the_gpu_decides_which_kernels_run(capability: int, gpu: Gpu, launches: Any) -> None:
+    case = Case(id="mixed", sequences=((1, 900), (100, 300)), dtype="bfloat16", head_size=64)
+    portable = type(gpu)(gpu.native, "portable", capability)
+    by_gpu = type(gpu)(gpu.native, "by GPU", capability)
+    is_hopper = capability == 90
+    assert portable.kernels_in_use() == ["portable"]
+    assert by_gpu.kernels_in_use() == [*(["decode", "hopper"] if is_hopper else []), "portable"]
+    assert [threads for _, threads in launches(portable, case)] == [PORTABLE, COMBINE]
+    kernels = [DECODE, HOPPER, COMBINE] if is_hopper else [PORTABLE, COMBINE]
+    assert [threads for _, threads in launches(by_gpu, case)] == kernels
+
+
+def test_the_number_of_thread_blocks_is_limited(gpu: Gpu, launches: Any) -> None:
+    """There are as many as the GPU holds, 132 here, unless the limit is lower."""
+    case = Case(id="many", sequences=((1, 20),) * 70, dtype="float16", max_query_len=1)
+    for seed, limit in ((20, 132), (27, 7), (13, 1), (6, 3)):  # seeds with 132 multiprocessors
+        (decode, _), (combine, _) = launches(gpu.on_hopper(), case, seed)
+        assert decode == limit and combine == min(limit, 73)
 
 
 @pytest.mark.parametrize("scales", ["per head", "per position"])
@@ -115,7 +151,7 @@ def test_the_hopper_kernel_needs_one_scale_for_all_positions(scales: str, gpu: G
     )
     inputs, attributes = case.inputs(), case.attributes()
     plain = attend(gpu, inputs, **attributes)
-    chosen = attend(with_choice(gpu, "hopper"), inputs, **attributes)
+    chosen = attend(gpu.on_hopper(), inputs, **attributes)
     assert (chosen != plain).any() == (scales == "per head")
 
 
@@ -131,28 +167,8 @@ def test_more_kv_tiles_than_pipeline_stages(gpu: Gpu) -> None:
         dtype="bfloat16",
     )
     inputs, attributes = case.inputs(), case.attributes()
-    result = attend(with_choice(gpu, "hopper"), inputs, **attributes)
+    result = attend(gpu.on_hopper(), inputs, **attributes)
     assert_close_on_cuda(result, inputs, attributes)
-
-
-def has_few_queries(case: Case) -> bool:
-    """Whether the decode kernel computes some queries of the case."""
-    bytes_per_element = 2 if case.cache_dtype is None else 1
-    return (
-        case.dtype != "float32"
-        and case.num_heads <= 16 * case.num_kv_heads
-        and case.head_size * bytes_per_element % 16 == 0
-        and case.head_size <= (256 if case.cache_dtype is None else 128)
-        and any(0 < q_len * case.num_heads <= 16 * case.num_kv_heads for q_len, _ in case.sequences)
-    )
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if has_few_queries(case)], ids=lambda case: case.id
-)
-def test_paged_attention_pipelined(case: Case, gpu: Gpu) -> None:
-    test_paged_attention(case, with_choice(gpu, "pipelined"))
 
 
 @pytest.mark.pairwise
@@ -180,31 +196,55 @@ def test_infinite_values_of_later_tokens(head_size: int, dtype: str, each_kernel
         assert_same_bits(attend(each_kernel, inputs, **attributes, seed=seed), result)
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_a_kernel_can_be_chosen(phase: str, gpu: Gpu) -> None:
-    """The environment chooses it when the module is loaded."""
-    offered = gpu.native.cuda_choices()[phase]
-    assert offered[0] == "any"
-    assert {*offered[1:]} <= {kernels.get(phase) for kernels in CHOICES.values()}
-    variable = f"XLA_GPU_CUDA_{phase.upper()}"
-    message = f"shared_ffi: the kernel for {phase} on CUDA ({variable}) must be one of "
-    message += f"{', '.join(offered)} in this build; got volta"
+PROGRAM = """
+import sys
+from types import SimpleNamespace
+from tests.support import native
+from tests.support.gpu import EmulatedGpu, attend
+from tests.cases.case import Case
+module = native.load(sys.argv[1], "x._native")
+print(module.cuda_choice())
+keep = lambda x: None
+gpu = EmulatedGpu(SimpleNamespace(EagerCall=module.EagerCall, set_cuda_choice=keep, set_cuda_max_blocks=keep))
+case = Case(id="any", sequences=((1, 7),))
+attend(gpu, case.inputs(), **case.attributes())
+"""
+
+
+@pytest.mark.skipif(ON_CUDA, reason="the same on the emulated GPU")
+@pytest.mark.parametrize(
+    ("variable", "value", "outcome"),
+    [
+        ("XLA_GPU_CUDA_KERNELS", "", "by GPU"),
+        ("XLA_GPU_CUDA_KERNELS", "portable", "portable"),
+        ("XLA_GPU_CUDA_KERNELS", "volta", "it must be portable, or not set"),
+        ("XLA_GPU_CUDA_MAX_BLOCKS", "3", "by GPU"),
+        ("XLA_GPU_CUDA_MAX_BLOCKS", "0", "it must be a positive number"),
+        ("XLA_GPU_CUDA_MAX_BLOCKS", "3x", "it must be a positive number"),
+    ],
+)
+def test_the_library_reads_the_environment(
+    variable: str, value: str, outcome: str, gpu: Gpu
+) -> None:
+    """A wrong value fails the first call, with or without Python."""
+    process = subprocess.run(
+        [sys.executable, "-c", PROGRAM, gpu.native.__file__],
+        capture_output=True,
+        text=True,
+        cwd=native.ROOT,
+        env=os.environ | {variable: value},
+    )
+    if "must" in outcome:
+        message = f"RuntimeError: paged_attention: reading {variable} failed: {outcome}\n"
+        assert process.stderr.endswith(message)
+    else:
+        assert (process.returncode, process.stdout) == (0, f"{outcome}\n"), process.stderr
+
+
+def test_an_unknown_choice_is_refused(gpu: Gpu) -> None:
+    message = "shared_ffi: the choice of CUDA kernels must be one of by GPU, portable; got volta"
     with pytest.raises(ValueError, match=re.escape(message)):
-        gpu.native.set_cuda_choice(phase, "volta")
-    program = "import sys; from tests.support import native; module = native.load(sys.argv[1], 'x._native')"
-    program += f"; print(module.cuda_choice('{phase}'))"
-    for name in (None, *offered, "volta"):
-        outcome = subprocess.run(
-            [sys.executable, "-c", program, gpu.native.__file__],
-            capture_output=True,
-            text=True,
-            cwd=native.ROOT,
-            env=os.environ | ({} if name is None else {variable: name}),
-        )
-        if name == "volta":
-            assert outcome.returncode != 0 and f"{message}\n" in outcome.stderr
-        else:
-            assert outcome.stdout == f"{name or 'any'}\n", outcome.stderr
+        gpu.native.set_cuda_choice("volta")
 
 
 def with_long_queries(case: Case) -> Case:
@@ -224,13 +264,13 @@ def with_long_queries(case: Case) -> Case:
 
 
 @given(case=random_cases().map(with_long_queries))
-def test_random_long_queries(each_prefill_kernel: Gpu, case: Case) -> None:
-    test_paged_attention(case, each_prefill_kernel)
+def test_random_long_queries(each_kernel: Gpu, case: Case) -> None:
+    test_paged_attention(case, each_kernel)
 
 
 @given(case=random_cases())
-def test_random_pipelined(gpu: Gpu, case: Case) -> None:
-    test_paged_attention(case, with_choice(gpu, "pipelined"))
+def test_random_on_hopper(gpu: Gpu, case: Case) -> None:
+    test_paged_attention(case, gpu.on_hopper())
 
 
 KERNELS = "CUDA kernels" if ON_CUDA else "CUDA kernels, emulated"
@@ -522,8 +562,8 @@ def test_splits_of_long_queries(
         max_seqs * tokens_per_tile * most_splits,
     )
     flags = scratch[: 4 * (num_tokens + num_slots)].view(I32)[num_tokens:]
-    has_tall_tiles = each_kernel.choices["prefill"] != "any" and q_len > tokens_per_tile
-    tiles = -(-q_len // (2 * tokens_per_tile if has_tall_tiles else tokens_per_tile))
+    is_portable = each_kernel.kernels == "portable"
+    tiles = -(-q_len // (tokens_per_tile if is_portable else 2 * tokens_per_tile))
     assert np.count_nonzero(flags == 0) == tiles * splits + 2
 
 

@@ -10,7 +10,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from shared_ffi import _native, _pjrt
-from shared_ffi.selftest import backends, report, smoke_step
+from shared_ffi.selftest import backends, cuda_kernels, report, smoke_step
 from shared_ffi.selftest.backends import (
     BACKENDS,
     FAILS,
@@ -28,6 +31,7 @@ from shared_ffi.selftest.backends import (
     Backend,
     Outcome,
 )
+from tests.support import gpu
 
 ROOT = Path(__file__).parents[2]
 
@@ -343,6 +347,65 @@ def test_framework_that_aborts_the_process(monkeypatch: pytest.MonkeyPatch) -> N
 def test_wrong_result_fails() -> None:
     with pytest.raises(ArithmeticError, match=r"must be 2; got \[1.0, 2.0\]"):
         smoke_step.check(np.float32([1, 2]))
+
+
+class EmulatedCalls:
+    """Computes the calls that compare kernels on the emulated GPU."""
+
+    def __init__(self, native: Any, spoil: Callable[[str, int], bool] = lambda *_: False) -> None:
+        """`spoil`: whether a result is made wrong, by choice of kernels and limit of thread
+        blocks."""
+        self.native, self.spoil, self.max_blocks = native, spoil, 2**31
+        chosen = {"set_cuda_choice": lambda _: None, "set_cuda_max_blocks": lambda _: None}
+        self.gpu = gpu.EmulatedGpu(SimpleNamespace(EagerCall=native.EagerCall, **chosen))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.native, name)
+
+    def set_cuda_max_blocks(self, limit: int) -> None:
+        self.max_blocks = limit
+        self.native.set_cuda_max_blocks(limit)
+
+    def attend(self, call: cuda_kernels.Call, is_plain: bool) -> np.ndarray:
+        query, cache = call.query.astype(call.dtype), call.kv_cache.astype(call.cache_dtype)
+        if is_plain:
+            query = query.astype(np.float32)
+            cache = cache.astype(np.float32) if call.cache_dtype == call.dtype else cache
+        result = gpu.attend(self.gpu, (query, cache, *call.metadata), scale=call.scale)
+        result = np.array(result, np.float32)
+        if not is_plain and self.spoil(self.native.cuda_choice(), self.max_blocks):
+            result[-1, -1, -1] += 1
+        return result
+
+
+def test_cuda_kernels_are_compared(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_kernels, "_SEQUENCES", ((1, 70), (9, 40)))
+    monkeypatch.setenv("XLA_GPU_SIMT_CAPABILITY", "90")
+    some = [*cuda_kernels.calls()][::5]
+    monkeypatch.setattr(cuda_kernels, "calls", lambda: some)
+    emulated.set_cuda_choice("by GPU")
+    sound = EmulatedCalls(emulated)
+    in_use = "kernels in use, equal to the plain one: "
+    assert cuda_kernels.compare(sound.attend, sound) == f"{in_use}decode, hopper, portable"
+    message = r"kernels chosen 'by GPU' differ from the plain one by .* bfloat16, a cache of .* 64"
+    wrong = EmulatedCalls(emulated, lambda choice, _: choice == "by GPU")
+    with pytest.raises(ArithmeticError, match=message):
+        cuda_kernels.compare(wrong.attend, wrong)
+    unsteady = EmulatedCalls(emulated, lambda _, max_blocks: max_blocks == 3)
+    with pytest.raises(ArithmeticError, match="'portable' compute other bits with 3 thread blocks"):
+        cuda_kernels.compare(unsteady.attend, unsteady)
+    assert emulated.cuda_choice() == "by GPU"
+    monkeypatch.setenv("XLA_GPU_SIMT_CAPABILITY", "80")
+    assert cuda_kernels.compare(sound.attend, sound) == f"{in_use}portable"
+
+
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_frameworks_compute_the_calls_that_compare_kernels(framework: str) -> None:
+    """On the CPU here."""
+    in_torch = partial(smoke_step.attend_in_torch, device="cpu")
+    attend = smoke_step.attend_in_jax if framework == "jax" else in_torch
+    for call in [*cuda_kernels.calls()][::3]:
+        cuda_kernels.check("the CPU kernels", call, attend(call, False), attend(call, True))
 
 
 def test_every_backend_has_its_own_name() -> None:

@@ -1,6 +1,5 @@
 """Calls every kernel a few times under compute-sanitizer, with as many thread blocks as the GPU
-holds and with three: `compute-sanitizer --tool racecheck python -m tests.support.compute_sanitizer`.
-XLA_GPU_CUDA_PREFILL and XLA_GPU_CUDA_DECODE name kernels that are off by default."""
+holds and with three: `compute-sanitizer --tool racecheck python -m tests.support.compute_sanitizer`."""
 
 from __future__ import annotations
 

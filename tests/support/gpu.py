@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from harness.arrays import guarded, to_torch
 from shared_ffi import paged_attention
@@ -21,11 +22,12 @@ MAX_BLOCKS = (2**31, 1, 3, 7)
 
 
 class Gpu:
-    def __init__(self, native: Any, choices: Mapping[str, str] | None = None) -> None:
-        """`choices`: kernels by what they are for, as XLA_GPU_CUDA_PREFILL and XLA_GPU_CUDA_DECODE
-        name them."""
+    def __init__(self, native: Any, kernels: str = "portable", capability: int = 90) -> None:
+        """`kernels`: portable, or by GPU for those that the library chooses by itself. `capability`:
+        of the emulated GPU, 90 for 9.0."""
         self.native = native
-        self.choices = {"prefill": "any", "decode": "any"} | dict(choices or {})
+        self.kernels = kernels
+        self.capability = capability
 
     def run(
         self, op: Any, operands: Sequence[Any], results: Sequence[Any], seed: int, **attributes: Any
@@ -33,19 +35,38 @@ class Gpu:
         """Calls an op's handler. Writes into the results, which may be operands. The seed chooses
         how many thread blocks a kernel may have, 0 any number; and on the emulated GPU the number
         of multiprocessors and the order of threads."""
-        for phase, name in self.choices.items():
-            self.native.set_cuda_choice(phase, name)
+        self.native.set_cuda_choice(self.kernels)
         self.native.set_cuda_max_blocks(MAX_BLOCKS[seed % len(MAX_BLOCKS)])
         call = self.native.EagerCall("cuda", op.TARGET, attributes, specs(operands), specs(results))
         self._call(call, operands, results, seed)
+
+    def kernels_in_use(self) -> list[str]:
+        """The attention kernels that calls use where they apply."""
+        self.native.set_cuda_choice(self.kernels)
+        return self.native.cuda_kernels_in_use()
+
+    def on_hopper(self) -> Gpu:
+        """The same GPU with the kernels of Hopper GPUs. Skips the test where there are none."""
+        hopper = type(self)(self.native, "by GPU")
+        if "hopper" not in hopper.kernels_in_use():
+            pytest.skip("this GPU or this build has no kernels for Hopper")
+        return hopper
 
     def _call(self, call: Any, operands: Sequence[Any], results: Sequence[Any], seed: int) -> None:
         raise NotImplementedError
 
 
 class EmulatedGpu(Gpu):
+    def _is_there(self, seed: int) -> Any:
+        numbers = {"XLA_GPU_SIMT_SEED": seed, "XLA_GPU_SIMT_CAPABILITY": self.capability}
+        return mock.patch.dict(os.environ, {name: str(x) for name, x in numbers.items()})
+
+    def kernels_in_use(self) -> list[str]:
+        with self._is_there(seed=0):
+            return super().kernels_in_use()
+
     def _call(self, call: Any, operands: Sequence[Any], results: Sequence[Any], seed: int) -> None:
-        with mock.patch.dict(os.environ, XLA_GPU_SIMT_SEED=str(seed)):
+        with self._is_there(seed):
             call([x.ctypes.data for x in operands], [x.ctypes.data for x in results])
 
 

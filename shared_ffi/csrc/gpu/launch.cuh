@@ -47,9 +47,7 @@ inline std::atomic<int64_t>& MaxBlocks() {
 struct Device {
   int number;
   int num_multiprocessors;
-  bool is_hopper;  // runs code that is compiled for sm_90a
-  bool is_large;   // sm_90 or sm_100, where a thread block can have 227 KiB of shared memory
-  bool begins_kernels_early;  // Kernel::begins_early
+  int capability;  // 90: 9.0
 
   static Error Current(Device* device) {
     static std::mutex mutex;
@@ -71,8 +69,7 @@ struct Device {
       const cudaError_t status = cudaDeviceGetAttribute(value, attribute, number);
       if (Error error = Check("cudaDeviceGetAttribute", status)) return error;
     }
-    *device = {number, num_multiprocessors, major == 9 && minor == 0, major == 9 || major == 10,
-               major >= 9};
+    *device = {number, num_multiprocessors, 10 * major + minor};
     known.emplace(number, *device);
     return {};
   }

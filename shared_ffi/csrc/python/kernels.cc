@@ -1,12 +1,10 @@
 // Which kernels of paged_attention this build has, and which of them are used. The environment may
 // choose before anything in the module is called.
-#include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdlib>
-#include <map>
 
 #include "module.h"
 #include "paged_attention/cpu/instruction_set.h"
@@ -25,33 +23,19 @@ nb::builtin_exception NotOffered(const std::string& what, const std::vector<std:
   std::string list;
   for (const std::string& other : offered) list += (list.empty() ? "" : ", ") + other;
   return nb::value_error(
-      StrCat("shared_ffi: ", what, " must be one of ", list, " ", where, "; got ", name).c_str());
+      StrCat("shared_ffi: ", what, " must be one of ", list, where, "; got ", name).c_str());
 }
 
 void SetCpuInstructionSet(const std::string& name) {
   if (paged_attention::ChooseCpuInstructionSet(name)) return;
   throw NotOffered(StrCat("the CPU's instruction set (", kCpuVariable, ")"),
-                   paged_attention::CpuInstructionSets(), "on this processor", name);
+                   paged_attention::CpuInstructionSets(), " on this processor", name);
 }
 
 #ifdef XLA_GPU_CUDA
-std::string CudaVariable(std::string phase) {
-  for (char& c : phase) c = static_cast<char>(c - 'a' + 'A');
-  return "XLA_GPU_CUDA_" + phase;
-}
-
-void SetCudaChoice(const std::string& phase, const std::string& name) {
-  if (paged_attention::ChooseCuda(phase, name)) return;
-  throw NotOffered(StrCat("the kernel for ", phase, " on CUDA (", CudaVariable(phase), ")"),
-                   paged_attention::CudaChoices(phase), "in this build", name);
-}
-
-std::map<std::string, std::vector<std::string>> CudaChoices() {
-  std::map<std::string, std::vector<std::string>> choices;
-  for (const std::string& phase : paged_attention::CudaPhases()) {
-    choices[phase] = paged_attention::CudaChoices(phase);
-  }
-  return choices;
+void SetCudaChoice(const std::string& name) {
+  if (paged_attention::ChooseCuda(name)) return;
+  throw NotOffered("the choice of CUDA kernels", paged_attention::CudaChoices(), "", name);
 }
 
 // cmake/resources.py prints them with the build's report.
@@ -76,9 +60,6 @@ void BindKernels(nb::module_& m) {
   m.def("set_cpu_instruction_set", &SetCpuInstructionSet, nb::arg("name"),
         "Uses another from now on, as the environment variable XLA_GPU_CPU_ISA does.");
 #ifdef XLA_GPU_CUDA
-  for (const std::string& phase : paged_attention::CudaPhases()) {
-    if (const char* name = std::getenv(CudaVariable(phase).c_str())) SetCudaChoice(phase, name);
-  }
   m.def("cuda_kernels", &CudaKernels,
         "(kernel, size, bytes of a cache element, groups of rows, threads, bytes of shared memory) "
         "of each kernel of paged_attention.");
@@ -86,13 +67,15 @@ void BindKernels(nb::module_& m) {
       "set_cuda_max_blocks", &paged_attention::SetMaxBlocks, nb::arg("limit"),
       "Launches no kernel with more thread blocks, of those that would otherwise fill the GPU, as "
       "the environment variable XLA_GPU_CUDA_MAX_BLOCKS does.");
-  m.def("cuda_choices", &CudaChoices,
-        "The kernels of this build to choose from, the default first, by what they are for: "
-        "prefill or decode.");
-  m.def("cuda_choice", &paged_attention::CudaChoice, nb::arg("phase"), "The kernel in use.");
-  m.def("set_cuda_choice", &SetCudaChoice, nb::arg("phase"), nb::arg("name"),
-        "Uses another from now on, as the environment variables XLA_GPU_CUDA_PREFILL and "
-        "XLA_GPU_CUDA_DECODE do.");
+  m.def(
+      "cuda_kernels_in_use", &paged_attention::CudaKernelsInUse,
+      "The attention kernels that calls on the current GPU use, where they apply; empty without a "
+      "GPU.");
+  m.def("cuda_choices", &paged_attention::CudaChoices,
+        "How the attention kernels can be chosen, the default first.");
+  m.def("cuda_choice", &paged_attention::CudaChoice, "How they are chosen now.");
+  m.def("set_cuda_choice", &SetCudaChoice, nb::arg("name"),
+        "Chooses from now on, as the environment variable XLA_GPU_CUDA_KERNELS does.");
 #endif
 }
 

@@ -4,7 +4,6 @@ on the CUDA handlers of the emulated GPU."""
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import zlib
 from collections import Counter
@@ -364,11 +363,7 @@ class EmulatedRunner:
     are NaN, and a slot past the end is not written."""
 
     def __init__(self, native: Any) -> None:
-        names = native.cuda_choices()
-        self._gpus = [
-            gpu.EmulatedGpu(native, dict(zip(names, chosen, strict=True)))
-            for chosen in itertools.zip_longest(*names.values(), fillvalue="any")
-        ]
+        self._gpus = [gpu.EmulatedGpu(native, kernels) for kernels in native.cuda_choices()]
         self.calls: Counter[str] = Counter()
 
     def run(self, trial: Trial) -> None:
@@ -384,7 +379,7 @@ class EmulatedRunner:
                 run(device, trial, inputs, attributes, seed)
             except RuntimeError as error:
                 raise Failure("a kernel stays within its arrays", error) from error
-            self.calls[f"emulated, {'/'.join(device.choices.values())}"] += 1
+            self.calls[f"emulated, {device.kernels}"] += 1
 
     def _handler_alone(
         self, device: Any, trial: Trial, inputs: Any, attributes: dict[str, Any], seed: int

@@ -9,6 +9,7 @@
 #include <array>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -323,10 +324,14 @@ void RunBlock(int num_threads) {
   }
 }
 
-int Seed() {
-  const char* seed = std::getenv("XLA_GPU_SIMT_SEED");
-  return seed == nullptr ? 0 : std::atoi(seed);
+int NumberFrom(const char* variable, int otherwise) {
+  const char* number = std::getenv(variable);
+  return number == nullptr ? otherwise : std::atoi(number);
 }
+
+int Seed() { return NumberFrom("XLA_GPU_SIMT_SEED", 0); }
+
+int Capability() { return NumberFrom("XLA_GPU_SIMT_CAPABILITY", 90); }
 
 }  // namespace
 
@@ -684,6 +689,9 @@ cudaError_t Launch(const std::function<void()>& kernel, const cudaLaunchConfig_t
   const int num_threads = static_cast<int>(config.blockDim.x);
   const size_t shared_bytes = config.dynamicSmemBytes;
   g_failure.clear();
+  if (const char* log = std::getenv("XLA_GPU_SIMT_LAUNCHES")) {
+    std::ofstream(log, std::ios::app) << num_blocks << ' ' << num_threads << '\n';
+  }
   if (num_threads % kWarpSize != 0) g_failure = "the block is not made of whole warps";
   if (shared_bytes > kMaxSharedBytes) g_failure = "too much shared memory";
   if (!g_failure.empty()) return cudaErrorLaunchFailure;
@@ -719,15 +727,15 @@ cudaError_t Launch(const std::function<void()>& kernel, const cudaLaunchConfig_t
 }  // namespace simt
 
 cudaError_t cudaGetDevice(int* device) {
-  *device = simt::Seed();
+  *device = simt::Seed() * 1000 + simt::Capability();
   return simt::OutcomeOf("cudaGetDevice");
 }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   constexpr int kMultiprocessors[] = {1, 2, 3, 4, 5, 8, 132};  // an H100 has 132
-  *value = attribute == cudaDevAttrMultiProcessorCount      ? kMultiprocessors[device % 7]
-           : attribute == cudaDevAttrComputeCapabilityMajor ? 9
-                                                            : 0;
+  *value = attribute == cudaDevAttrMultiProcessorCount      ? kMultiprocessors[device / 1000 % 7]
+           : attribute == cudaDevAttrComputeCapabilityMajor ? device % 1000 / 10
+                                                            : device % 10;
   return simt::OutcomeOf("cudaDeviceGetAttribute");
 }
 

@@ -14,7 +14,8 @@
 // decoded descriptor.
 //
 // Seeds come from the environment variable XLA_GPU_SIMT_SEED. A call of the CUDA runtime fails when
-// XLA_GPU_SIMT_FAIL names it.
+// XLA_GPU_SIMT_FAIL names it. XLA_GPU_SIMT_LAUNCHES names a file that gets the number of thread
+// blocks and the threads of a block of each launch.
 #pragma once
 
 #include <algorithm>
@@ -357,7 +358,8 @@ void StartProductTransposed(float (&d)[kBlocks][4], const uint32_t (&a)[4], uint
 }  // namespace xla_gpu::gpu
 
 // The part of the CUDA runtime that launch.cuh calls. The seed chooses the number of
-// multiprocessors of the device, which is always an sm_90.
+// multiprocessors of the device, and XLA_GPU_SIMT_CAPABILITY its compute capability: 90 for 9.0, or
+// if it is not set.
 
 enum cudaError_t {
   cudaSuccess = 0,

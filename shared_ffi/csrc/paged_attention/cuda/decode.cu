@@ -1,4 +1,4 @@
-// Compiled for sm_90 and sm_100, once for each type of query, type of cache and head size.
+// Compiled for sm_90a only, once for each type of query, type of cache and head size.
 #include "decode.cuh"
 #include "kernels.cuh"
 

@@ -1,5 +1,4 @@
-// Attention of few query rows, as in decoding, on sm_90 and sm_100. What it adds to
-// tensor_core.cuh:
+// Attention of few query rows, as in decoding, on sm_90a. What it adds to tensor_core.cuh:
 //
 // - A producer warp copies K and V. It runs ahead of the products by as many KV tiles as there is
 //   memory for, across work items: the memory does not wait where one item ends and the next

@@ -29,7 +29,7 @@ AttentionKernel HopperKernelOf();
 template <typename T, typename C, int kHeadSize>
 AttentionKernel DecodeKernelOf();
 
-// Head sizes of the decode kernel, ascending; empty unless the build is for sm_90 or sm_100.
+// Head sizes of the decode kernel, ascending; empty unless the build is for sm_90a.
 template <typename C>
 using DecodeHeadSizes =
     std::conditional_t<kIs8Bit<C>, std::integer_sequence<int XLA_GPU_DECODE_HEAD_SIZES_OF_8_BITS>,

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstdlib>
 
 #include "../../gpu/launch.cuh"
 #include "combine.cuh"
@@ -67,36 +68,22 @@ AttentionKernel KernelFor(const Params& p) {
   return CudaCoreKernel<C>(p);
 }
 
-constexpr char kAny[] = "any";
-constexpr char kHopper[] = "hopper";
-constexpr char kPipelined[] = "pipelined";
+constexpr char kByGpu[] = "by GPU";
+constexpr char kPortable[] = "portable";
 
-// A phase for which kernels can be chosen that are off by default.
-struct KernelChoice {
-  const char* phase;
-  std::vector<const char*> kernels;  // of this build
-  std::atomic<const char*> chosen{kAny};
-};
-
-KernelChoice& Prefill() {
-  static KernelChoice choice{"prefill", HopperHeadSizes<Half>::size() > 0
-                                            ? std::vector{kAny, kHopper}
-                                            : std::vector{kAny}};
-  return choice;
+// Which kernels calls use; null: what the environment names is neither.
+std::atomic<const char*>& Chosen() {
+  static std::atomic<const char*> chosen{[]() -> const char* {
+    const char* name = std::getenv("XLA_GPU_CUDA_KERNELS");
+    if (name == nullptr || *name == 0) return kByGpu;
+    return name == std::string(kPortable) ? kPortable : nullptr;
+  }()};
+  return chosen;
 }
 
-KernelChoice& Decode() {
-  static KernelChoice choice{"decode", DecodeHeadSizes<Half>::size() > 0
-                                           ? std::vector{kAny, kPipelined}
-                                           : std::vector{kAny}};
-  return choice;
-}
-
-KernelChoice* FindKernelChoice(const std::string& phase) {
-  for (KernelChoice* choice : {&Prefill(), &Decode()}) {
-    if (choice->phase == phase) return choice;
-  }
-  return nullptr;
+// Whether calls on the device use the kernels of Hopper GPUs where these apply.
+bool UsesHopperKernels(const gpu::Device& device) {
+  return Chosen() == kByGpu && device.capability == 90 && HopperHeadSizes<Half>::size() > 0;
 }
 
 // An attention kernel of a call, and the sequences that it takes.
@@ -111,7 +98,7 @@ template <typename T>
 bool FindPrefillKernel(const gpu::Device& device, const Params& p, int64_t few,
                        CallKernel* kernel) {
   if constexpr (sizeof(T) == 2) {
-    if (Prefill().chosen != kHopper || !device.is_hopper) return false;
+    if (!UsesHopperKernels(device)) return false;
     kernel->lengths.min = few + 1;
     return WithCacheType<T>(p, [&](auto cache) {
       using C = decltype(cache);
@@ -128,7 +115,7 @@ bool FindPrefillKernel(const gpu::Device& device, const Params& p, int64_t few,
 template <typename T>
 bool FindDecodeKernel(const gpu::Device& device, const Params& p, CallKernel* kernel) {
   if constexpr (sizeof(T) == 2) {
-    if (Decode().chosen != kPipelined || !device.is_large) return false;
+    if (!UsesHopperKernels(device)) return false;
     const bool found = WithCacheType<T>(p, [&](auto cache) {
       using C = decltype(cache);
       return IsAligned<C>(p) &&
@@ -147,6 +134,9 @@ template <typename T>
 gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   gpu::Device device;
   if (gpu::Error error = gpu::Device::Current(&device)) return error;
+  if (Chosen() == nullptr) {
+    return {"reading XLA_GPU_CUDA_KERNELS", "it must be portable, or not set"};
+  }
   CallKernel prefill{}, decode{}, others{};
   others.attention =
       WithCacheType<T>(p, [&](auto cache) { return KernelFor<T, decltype(cache)>(p); });
@@ -165,7 +155,8 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   }
   const int64_t longest = p.max_query_len == 0 ? p.num_tokens : p.max_query_len;
   bool follows = false;  // on a kernel of this call
-  // The Hopper kernel is the last, and never the first: the kernel before sets its counter to zero.
+  // The kernel for long queries is the last, and never the first: the kernel before sets its
+  // counter to zero.
   for (const auto& [attention, lengths] : {decode, others, prefill}) {
     if (lengths.min > Smaller(lengths.max, longest)) continue;
     const int64_t num_items = MaxItems(p, scratch, attention.rows_per_item);
@@ -174,8 +165,9 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
     if (error) return error;
     follows |= num_items > 0;
   }
+  const bool begins_early = follows && device.capability >= 90 && Chosen() != kPortable;
   const gpu::Kernel<Params, Scratch, ItemRows> finish{Combine<T>, kThreads, kCombineSharedBytes,
-                                                      follows && device.begins_kernels_early};
+                                                      begins_early};
   const int64_t num_pieces = p.num_heads * CeilDiv(p.value_head_size, gpu::kWarpSize);
   const int64_t num_blocks = CeilDiv(p.num_tokens * num_pieces, kWarps);
   return finish.LaunchResident(device, num_blocks, stream, p, scratch, item_rows);
@@ -242,28 +234,24 @@ std::vector<KernelLaunch> KernelLaunches() {
 
 void SetMaxBlocks(int64_t limit) { gpu::MaxBlocks() = limit; }
 
-std::vector<std::string> CudaPhases() { return {Prefill().phase, Decode().phase}; }
+std::vector<std::string> CudaChoices() { return {kByGpu, kPortable}; }
 
-std::vector<std::string> CudaChoices(const std::string& phase) {
-  const KernelChoice* choice = FindKernelChoice(phase);
-  if (choice == nullptr) return {};
-  return {choice->kernels.begin(), choice->kernels.end()};
-}
-
-bool ChooseCuda(const std::string& phase, const std::string& name) {
-  KernelChoice* choice = FindKernelChoice(phase);
-  if (choice == nullptr) return false;
-  for (const char* kernel : choice->kernels) {
-    if (name != kernel) continue;
-    choice->chosen = kernel;
+bool ChooseCuda(const std::string& name) {
+  for (const char* choice : {kByGpu, kPortable}) {
+    if (name != choice) continue;
+    Chosen() = choice;
     return true;
   }
   return false;
 }
 
-std::string CudaChoice(const std::string& phase) {
-  const KernelChoice* choice = FindKernelChoice(phase);
-  return choice != nullptr ? choice->chosen.load() : kAny;
+std::string CudaChoice() { return Chosen() == nullptr ? "unknown" : Chosen().load(); }
+
+std::vector<std::string> CudaKernelsInUse() {
+  gpu::Device device;
+  if (gpu::Device::Current(&device)) return {};
+  if (UsesHopperKernels(device)) return {"decode", "hopper", kPortable};
+  return {kPortable};
 }
 
 gpu::Error RunOnCuda(const Params& p, const Scratch& scratch, void* stream) {

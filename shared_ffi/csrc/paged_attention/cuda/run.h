@@ -10,24 +10,26 @@
 
 namespace xla_gpu::paged_attention {
 
-// Queues two to four kernels on a CUDA stream and waits for nothing. The kernels read lengths and
+// Queues two or three kernels on a CUDA stream and waits for nothing. The kernels read lengths and
 // tables on the device and stay inside the arrays whatever these hold: a sequence with faulty ones
 // gets rows of NaN.
 gpu::Error RunOnCuda(const Params& params, const Scratch& scratch, void* stream);
 
-// What a kernel can be chosen for. "prefill": queries of more tokens than one query tile holds.
-// "decode": queries of few tokens.
-XLA_GPU_EXPORT std::vector<std::string> CudaPhases();
+// Which attention kernels calls use. "by GPU", the default: on compute capability 9.0 the decode
+// kernel for queries of few tokens and the Hopper kernel for longer ones, where these apply;
+// elsewhere the portable kernels. "portable": these everywhere, and no kernel that begins before
+// another one has ended. XLA_GPU_CUDA_KERNELS=portable in the environment of the process chooses
+// that, too.
+XLA_GPU_EXPORT std::vector<std::string> CudaChoices();
 
-// The kernels of this build for a phase. "any" also runs all other sequences and is the default.
-// The others are not yet proven on a GPU; they run where the device and the call allow it.
-XLA_GPU_EXPORT std::vector<std::string> CudaChoices(const std::string& phase);
+// Chooses from now on. Returns false for an unknown name.
+XLA_GPU_EXPORT bool ChooseCuda(const std::string& name);
 
-// Uses one of these kernels from now on. Returns false for an unknown name.
-XLA_GPU_EXPORT bool ChooseCuda(const std::string& phase, const std::string& name);
+XLA_GPU_EXPORT std::string CudaChoice();
 
-// The kernel in use.
-XLA_GPU_EXPORT std::string CudaChoice(const std::string& phase);
+// The kernels that calls on the current GPU use where these apply: "decode" and "hopper", and
+// "portable" for all others. Empty without a GPU.
+XLA_GPU_EXPORT std::vector<std::string> CudaKernelsInUse();
 
 // From now on no kernel has more thread blocks, of those that would otherwise fill the device. The
 // environment variable XLA_GPU_CUDA_MAX_BLOCKS does the same for a process.

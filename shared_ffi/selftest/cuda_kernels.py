@@ -1,0 +1,105 @@
+"""Compares the CUDA kernels that are in use on this machine's GPU with the plain one, which
+computes in float32 without tensor cores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shared_ffi import _native
+
+_SEQUENCES = ((1, 3000), (1, 70), (2, 700), (150, 1000), (130, 130), (9, 40))
+_BLOCK_SIZE = 16
+_KV_HEADS, _HEADS = 2, 8
+
+
+class Call(NamedTuple):
+    """A call of paged_attention with arrays in float32, which are rounded to these dtypes."""
+
+    dtype: str
+    cache_dtype: str
+    query: np.ndarray
+    kv_cache: np.ndarray
+    metadata: tuple[np.ndarray, ...]
+    scale: float
+
+    @property
+    def name(self) -> str:
+        """What tells it from other calls."""
+        return f"{self.dtype}, a cache of {self.cache_dtype} and heads of {self.query.shape[2]}"
+
+
+def calls() -> Iterator[Call]:
+    """A call for each kernel: by dtype, dtype of the cache and head size. Few positions have most
+    of the weight, so that no error is lost in an average."""
+    rng = np.random.default_rng(0)
+    num_blocks = [-(-context // _BLOCK_SIZE) for _, context in _SEQUENCES]
+    tables = np.zeros((len(_SEQUENCES), max(num_blocks)), np.int32)
+    ids = rng.permutation(sum(num_blocks)).astype(np.int32)
+    for s, own in enumerate(np.split(ids, np.cumsum(num_blocks)[:-1])):
+        tables[s, : len(own)] = own
+    starts = np.cumsum([0, *(q_len for q_len, _ in _SEQUENCES)])
+    lengths = [context for _, context in _SEQUENCES]
+    metadata = [np.array(x, np.int32) for x in (lengths, tables, starts, [len(_SEQUENCES)])]
+    for dtype in ("bfloat16", "float16"):
+        kinds = [(dtype, size) for size in (64, 128, 192, 256)]
+        kinds += [(x, size) for x in ("float8_e4m3fn", "float8_e5m2", "int8") for size in (64, 128)]
+        for cache_dtype, size in kinds:
+            query = rng.standard_normal((starts[-1], _HEADS, size), np.float32)
+            shape = (len(ids), _BLOCK_SIZE, 2 * _KV_HEADS, size)
+            kv_cache = rng.standard_normal(shape, np.float32)
+            if cache_dtype == "int8":
+                kv_cache = np.round(kv_cache * 20).clip(-127, 127)
+            scale = 0.3 / np.abs(kv_cache).mean()
+            yield Call(dtype, cache_dtype, query, kv_cache, tuple(metadata), float(scale))
+
+
+def compare(attend: Callable[[Call, bool], np.ndarray], native: Any = _native) -> str:
+    """Returns which kernels are in use.
+
+    Args:
+        attend: computes a call on the GPU and returns the output in float32. If the second
+            argument is true, it rounds the query (and the cache, unless that has 8 bits) and then
+            widens them to float32, for which there is the plain kernel only.
+        native: the module of the handlers.
+
+    Raises:
+        ArithmeticError: a kernel's result is not the plain kernel's, or depends on the number of
+            thread blocks.
+    """
+    before, in_use = native.cuda_choice(), native.cuda_kernels_in_use()
+    choices = ["portable"] if in_use == ["portable"] else ["portable", before]
+    try:
+        for call in calls():
+            plain = attend(call, True)
+            for choice in choices:
+                native.set_cuda_choice(choice)
+                result = attend(call, False)
+                check(f"the kernels chosen {choice!r}", call, result, plain)
+                native.set_cuda_max_blocks(3)
+                again = attend(call, False)
+                native.set_cuda_max_blocks(2**31)
+                if not np.array_equal(result, again):
+                    raise ArithmeticError(
+                        f"the kernels chosen {choice!r} compute other bits with 3 thread blocks "
+                        f"than with many, for {call.name}"
+                    )
+    finally:
+        if native.cuda_choice() != before:
+            native.set_cuda_choice(before)
+    return f"kernels in use, equal to the plain one: {', '.join(in_use)}"
+
+
+def check(kernels: str, call: Call, result: np.ndarray, plain: np.ndarray) -> None:
+    """Raises ArithmeticError if a result is not the plain kernel's, but for the rounding of weights
+    and results to the call's dtype."""
+    unit = 2.0**-8 if call.dtype == "bfloat16" or call.cache_dtype != call.dtype else 2.0**-11
+    size = np.abs(call.kv_cache).mean()
+    error = np.abs(result - plain) / (np.abs(plain) + size)
+    if not error.max() <= 4 * unit:
+        raise ArithmeticError(
+            f"{kernels} differ from the plain one by {error.max():.2g} of the size of a value, for "
+            f"{call.name}"
+        )
