@@ -123,6 +123,10 @@ endfunction()
 
 file(GLOB CUDA_SOURCES CONFIGURE_DEPENDS */cuda.cu */cuda/run.cu)
 add_cuda_objects(cuda ${CUDA_SOURCES})
+# PTX for sm_8x has no instruction that waits for the kernel before, and a later GPU may compile it.
+if(NOT ARCHITECTURES MATCHES "(^|;)8[0-9]+(-virtual)?(;|$)")
+  target_compile_definitions(cuda PRIVATE XLA_GPU_LAUNCHES_EARLY)
+endif()
 
 # One unit for each type of query, type of cache and head size.
 function(add_kernel_of_caches kernel architectures head_sizes head_sizes_of_8_bits)

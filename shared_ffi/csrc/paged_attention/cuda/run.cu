@@ -86,6 +86,15 @@ bool UsesHopperKernels(const gpu::Device& device) {
   return Chosen() == kByGpu && device.capability == 90 && HopperHeadSizes<Half>::size() > 0;
 }
 
+// Whether a kernel may begin before the one before it has ended: whether it waits for that itself.
+bool LaunchesEarly(const gpu::Device& device) {
+#ifdef XLA_GPU_LAUNCHES_EARLY
+  return device.capability >= 90 && Chosen() != kPortable;
+#else
+  return false;
+#endif
+}
+
 // An attention kernel of a call, and the sequences that it takes.
 struct CallKernel {
   AttentionKernel attention;
@@ -165,9 +174,8 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
     if (error) return error;
     follows |= num_items > 0;
   }
-  const bool begins_early = follows && device.capability >= 90 && Chosen() != kPortable;
   const gpu::Kernel<Params, Scratch, ItemRows> finish{Combine<T>, kThreads, kCombineSharedBytes,
-                                                      begins_early};
+                                                      follows && LaunchesEarly(device)};
   const int64_t num_pieces = p.num_heads * CeilDiv(p.value_head_size, gpu::kWarpSize);
   const int64_t num_blocks = CeilDiv(p.num_tokens * num_pieces, kWarps);
   return finish.LaunchResident(device, num_blocks, stream, p, scratch, item_rows);
