@@ -399,6 +399,19 @@ def test_cuda_kernels_are_compared(emulated: Any, monkeypatch: pytest.MonkeyPatc
     assert cuda_kernels.compare(sound.attend, sound) == f"{in_use}portable"
 
 
+def test_the_choice_of_cuda_kernels_is_shown(
+    emulated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "_native", emulated)
+    monkeypatch.setattr(emulated, "cuda_version", (13, 0))
+    back = "XLA_GPU_CUDA_KERNELS=portable: those for all GPUs"
+    for choice in ("portable", "by GPU"):
+        emulated.set_cuda_choice(choice)
+        assert report.cuda_kernels() == f"chosen {choice}; {back}"
+    monkeypatch.setattr(emulated, "cuda_version", None)
+    assert report.cuda_kernels() == "none"
+
+
 @pytest.mark.parametrize("framework", ["jax", "torch"])
 def test_frameworks_compute_the_calls_that_compare_kernels(framework: str) -> None:
     """On the CPU here."""
