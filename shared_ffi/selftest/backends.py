@@ -144,7 +144,9 @@ def run(
     did, its output and its errors. Nothing that it compiles is kept."""
     with tempfile.TemporaryDirectory(prefix="xla-gpu-") as folder:
         temporary = {"TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
-        command = [sys.executable, "-c", script]
+        # With -P, which the caller may have given, the working folder's packages are not found.
+        options = ["-P"] if sys.flags.safe_path else []
+        command = [sys.executable, *options, "-c", script]
         env = os.environ | temporary | (environment or {})
         streams: dict[str, Any] = {"stdin": DEVNULL, "stdout": PIPE, "stderr": PIPE, "text": True}
         with _lock:

@@ -48,6 +48,15 @@ def diagnose(*arguments: str) -> tuple[int, dict[str, Any]]:
     return outcome.returncode, json.loads(outcome.stdout)
 
 
+def test_safe_path_hides_the_working_folder_from_each_process(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise ImportError('of the working folder')")
+    command = [sys.executable, "-P", "-m", "shared_ffi", "--backend", "torch-cpu"]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    outcome = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+
+
 def test_one_backend() -> None:
     returncode, found = diagnose("--backend", "torch-cpu")
     (outcome,) = found["backends"]
