@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from shared_ffi.spec import NO_OVERLAP, Call, value_error
 from torch_frontend import _errors
@@ -81,11 +82,45 @@ class Operator:
         """The autograd kernel for tensors that torch_xla or a transformation of torch.func wraps:
         below it, they have no derivatives."""
         self.read(arguments, {name: x for name, x in keywords.items() if name != "out"})
+        return self._below_autograd(arguments, keywords)
+
+    def refuse_grad_on_xla(self, keys: Any, *arguments: Any, **keywords: Any) -> Any:
+        """The autograd kernel for torch_xla's tensors. Where a program and its derivative are
+        traced, the derivative's program refuses, not the trace: torch_xla's scan() traces both,
+        under torch.no_grad(), too."""
+        bound = self._reader.read(arguments, keywords)
+        if not any(x.requires_grad and is_fake(x) for x in bound.tensors):
+            return self.refuse_grad(keys, *arguments, **keywords)
+
+        def run() -> Any:
+            return self._below_autograd(arguments, keywords)
+
+        return _RefusedLater.apply(self._op, run, *bound.tensors)
+
+    def _below_autograd(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return self._overload(*arguments, **keywords)
 
     def _returned(self, results: list[torch.Tensor]) -> Any:
         return results if self._returns_list else as_returned(results)
+
+
+class _RefusedLater(torch.autograd.Function):
+    """A traced call. Its derivative is traced as the operator xla_gpu::_derivative, which refuses
+    when it runs."""
+
+    @staticmethod
+    def forward(ctx: Any, op: str, run: Callable[[], Any], *tensors: torch.Tensor) -> Any:
+        ctx.op, ctx.operands = op, specs(tensors)
+        results = run()
+        return (*results,) if isinstance(results, list) else results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        needed = zip(ctx.operands, ctx.needs_input_grad[2:], strict=True)
+        derivative = torch.ops.xla_gpu._derivative
+        operands = (derivative(grads[0], ctx.op, x.shape) if yes else None for x, yes in needed)
+        return (None, None, *operands)
 
 
 COMPILED_OPS: dict[str, Operator] = {}
@@ -257,5 +292,20 @@ def _direct_keys(device: str) -> list[int]:
 
 def _implement_on_xla(name: str, operator: Operator) -> None:
     _LIBRARY.impl(name, operator.run_on_xla, "XLA")
-    _LIBRARY.impl(name, operator.refuse_grad, "AutogradXLA", with_keyset=True)
+    _LIBRARY.impl(name, operator.refuse_grad_on_xla, "AutogradXLA", with_keyset=True)
     torch.library.register_fake(f"xla_gpu::{name}", operator.fake, lib=_LIBRARY)
+
+
+def _fake_derivative(grad: torch.Tensor, op: str, shape: Sequence[int]) -> torch.Tensor:
+    return grad.new_empty(shape, dtype=torch.float32)
+
+
+def _derivative_on_xla(grad: torch.Tensor, op: str, shape: Sequence[int]) -> torch.Tensor:
+    from torch_frontend import xla  # noqa: PLC0415  (needs torch_xla and JAX)
+
+    return xla.fail(str(_errors.derivative_error(op, "requires grad")), grad, shape)
+
+
+_defined("_derivative(Tensor grad, str op, SymInt[] shape) -> Tensor")
+_LIBRARY.impl("_derivative", _derivative_on_xla, "XLA")
+torch.library.register_fake("xla_gpu::_derivative", _fake_derivative, lib=_LIBRARY)

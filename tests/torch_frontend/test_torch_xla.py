@@ -12,6 +12,8 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
+from torch_xla.experimental.scan import scan
+from torch_xla.experimental.scan_layers import scan_layers
 from torch_xla.stablehlo import exported_program_to_stablehlo
 
 from harness import hlo
@@ -299,3 +301,62 @@ def test_caches_that_are_not_written() -> None:
     with pytest.raises(ValueError, match="^kv_cache_update: value_cache must not share memory"):
         OPS.kv_cache_update(keys, key, value, slots, value_cache=keys)
     assert not one_block.cpu().any() and not keys.cpu().any()
+
+
+class Projected(torch.nn.Module):
+    """A layer for torch_xla's scan_layers: a projection, and attention to a cache of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(32) + torch.rand(32, 32) / 32)
+        _, *arrays = random_attention()
+        for name, array in zip(("cache", "m0", "m1", "m2", "m3"), arrays, strict=True):
+            self.register_buffer(name, backends.to_torch(array))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = (x.reshape(-1, 32) @ self.weight).view(x.shape)
+        metadata = (self.m0, self.m1, self.m2, self.m3)
+        return OPS.paged_attention(query, self.cache, *metadata, 0.5)
+
+
+def test_scan_layers() -> None:
+    layers = torch.nn.ModuleList([Projected() for _ in range(3)]).to("xla")
+    (query,) = on_xla(random_attention()[:1])
+    with torch.no_grad():
+        scanned = scan_layers(layers, query)
+        for layer in layers:
+            query = layer(query)
+    assert torch.allclose(scanned.cpu(), query.cpu(), rtol=1e-5, atol=1e-6)
+    with pytest.raises(NotImplementedError, match="^paged_attention: inference only.*no_grad"):
+        scan_layers(layers, query)
+
+
+def test_scan_with_updates_of_caches() -> None:
+    query, cache, *metadata = random_attention()
+    slots = np.array([6, 7, 2, -1], np.int32)
+    layers = on_xla([np.stack([x, x]) for x in (cache, slots, *metadata)])
+
+    def step(x: torch.Tensor, layer: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        cache, slots, *metadata = layer
+        cache = cache.clone()
+        OPS.kv_cache_update(cache, x[:, :2], x[:, 2:], slots)
+        return OPS.paged_attention(x, cache, *metadata, 0.5), cache
+
+    expected, (x,) = [], on_xla([query])
+    with torch.no_grad():
+        scanned, caches = scan(step, x, tuple(layers))
+        for i in range(2):
+            x, cache = step(x, tuple(operand[i] for operand in layers))
+            expected.append(cache)
+    assert torch.equal(scanned.cpu(), x.cpu())
+    assert torch.equal(caches.cpu(), torch.stack(expected).cpu())
+
+
+def test_traced_derivative_is_refused_when_it_runs() -> None:
+    query, *rest = on_xla(random_attention())
+    function = torch.compile(OPS.paged_attention, backend="openxla", fullgraph=True)
+    output = function(query.requires_grad_(), *rest, 0.5)
+    expected = backends.in_torch("paged_attention", *random_attention(), scale=0.5)
+    assert_same_bits(backends.to_numpy(output.detach()), expected)
+    with pytest.raises(ValueError, match="paged_attention: inference only, it has no derivative"):
+        output.sum().backward()
