@@ -107,7 +107,7 @@ def test_integrations_stand_alone(path: Path) -> None:
     folders = [folder for folder in FLOORS if folder != "examples"]
     assert [x for x in python_files(*folders) if name in imported_modules(x)] == []
     integrated = {other.stem for other in path.parent.glob("[!_]*.py")}
-    assert imported(path) & integrated == {path.stem}
+    assert imported(path) & integrated <= {path.stem}  # varlen is a part of PyTorch
     outside = [x for x in python_files("torch_frontend") if x.parent != path.parent]
     assert [x for x in outside if path.stem in imported(x)] == []
 

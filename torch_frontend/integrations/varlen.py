@@ -1,0 +1,146 @@
+"""``torch.nn.attention.varlen`` on CPU tensors, for which PyTorch has no kernel; on CUDA tensors by
+choice, which has not run on a GPU yet.
+
+    from torch.nn.attention.varlen import varlen_attn, varlen_attn_out
+    from torch_frontend.integrations import varlen
+
+    varlen.enable()
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from shared_ffi.spec import dtype_error, missing_error, value_error
+from torch_frontend._arguments import array_spec
+from torch_frontend._eager import check_fits
+from torch_frontend._errors import derivative_error
+from torch_frontend.paged_attention import LSE
+
+OP = "varlen_attn"
+
+_ARGUMENTS = "query key value cu_seq_q cu_seq_k max_q max_k is_causal scale window_size enable_gqa"
+_ARGUMENTS += " seqused_k block_table num_splits"
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def enable(device: str = "cpu") -> None:
+    """Makes ``varlen_attn`` and ``varlen_attn_out`` run on our kernels in this process, with and
+    without ``torch.compile``; may be called again.
+
+    They take float32, too, which PyTorch's kernels do not. They refuse a derivative,
+    ``block_table`` without ``seqused_k``, and more than one of ``num_splits``: the results of a
+    sequence never depend on its batch. A query that attends to nothing has an output of 0 and a
+    log-sum-exp of -inf.
+
+    Args:
+        device: "cpu", or "cuda" to replace PyTorch's kernels, FlashAttention and cuDNN.
+
+    Raises:
+        ImportError: this PyTorch has no ``torch.nn.attention.varlen`` with page tables, or one with
+            arguments that were not there in 2.15.
+    """
+    if device not in ("cpu", "cuda"):
+        raise value_error("varlen.enable", "device", "be 'cpu' or 'cuda'", repr(device))
+    if device in _libraries:
+        return
+    _check_version()
+    key = device.upper()
+    library = torch.library.Library("torch_attn", "IMPL")
+    library.impl("_varlen_attn", _attend, key)
+    library.impl("_varlen_attn_out", _attend_to_out, key)
+    library.impl("_varlen_attn_backward", _refuse_derivative, key)
+    _libraries[device] = library
+
+
+def _check_version() -> None:
+    try:
+        import_module("torch.nn.attention.varlen")  # defines the operators
+    except ImportError:
+        names = ""
+    else:
+        schema = torch.ops.torch_attn._varlen_attn.default._schema
+        names = " ".join([x.name for x in schema.arguments])
+    if names.removesuffix(" backend") != _ARGUMENTS:
+        raise ImportError(
+            "torch_frontend.integrations.varlen needs the torch.nn.attention.varlen of PyTorch "
+            f"2.13 to 2.15; got {torch.__version__}: pip install 'torch>=2.13,<2.16'"
+        )
+
+
+def _attend(query: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    output, lse = _attention(query, *arguments)
+    if not query.is_contiguous() and output.shape == query.shape:
+        # What PyTorch promises to compilers: the order of the query's dimensions.
+        output = torch.empty_like(query).copy_(output)
+    return output, lse, torch.zeros(2, dtype=torch.uint64, device=query.device)
+
+
+def _attend_to_out(out: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    output, lse = _attention(*arguments)
+    check_fits("varlen_attn_out", "out", array_spec(output.shape, output.dtype), out)
+    out.copy_(output)
+    return lse
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: list[int] | None = None,
+    enable_gqa: bool = False,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    backend: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, and the log-sum-exp as PyTorch has it: ``[num_heads, num_tokens]``."""
+    if num_splits not in (None, 1):
+        raise value_error(OP, "num_splits", "be None or 1", num_splits)
+    if block_table is not None:
+        kv_layout = "nbhd"
+        if seqused_k is None:
+            raise missing_error(OP, "seqused_k")
+    else:
+        kv_layout = "nhd"  # blocks of one position
+        if cu_seq_k is None:
+            raise missing_error(OP, "cu_seq_k")
+        if cu_seq_k.dtype != torch.int32:
+            raise dtype_error(OP, "cu_seq_k", "dtype torch.int32", cu_seq_k.dtype)
+        if seqused_k is None:
+            seqused_k = cu_seq_k.diff()
+        positions = torch.arange(max_k, dtype=torch.int32, device=cu_seq_k.device)
+        block_table = cu_seq_k[:-1, None] + positions
+    left, right = (-1, -1) if window_size is None else window_size
+    if is_causal:
+        right = 0
+    num_seqs = torch.full((1,), seqused_k.shape[0], dtype=torch.int32, device=query.device)
+    output, lse = LSE(
+        query,
+        key,
+        seqused_k,
+        block_table,
+        cu_seq_q,
+        num_seqs,
+        query.shape[-1] ** -0.5 if scale is None else scale,
+        left + 1 if left >= 0 else None,
+        value_cache=value,
+        kv_layout=kv_layout,
+        causal=right == 0,
+        window_right=right if right > 0 else None,
+        max_query_len=max_q or None,
+    )
+    return output, lse.t().contiguous()
+
+
+def _refuse_derivative(*arguments: Any) -> None:
+    raise derivative_error(OP, "requires grad")
