@@ -55,7 +55,9 @@ def _result_types(*operands: Any, call: Call) -> list[Any]:
     axes that the results vary over are those of the operands."""
     mesh = next((x.sharding.mesh for x in operands if not x.sharding.mesh.empty), None)
     sizes = {} if mesh is None else dict(mesh.shape)
-    specs = sharding.result_specs(call, [_axes_of_dims(call, x) for x in operands], sizes)
+    axes_of_dims = [_axes_of_dims(call, x) for x in operands]
+    remedy = "jax.sharding.reshard it, or call the op in jax.shard_map"
+    specs = sharding.result_specs(call, axes_of_dims, sizes, remedy, _partition_spec)
     mesh = mesh or operands[0].sharding.mesh
     return [
         operands[0].update(
@@ -74,6 +76,11 @@ def _axes_of_dims(call: Call, operand: Any) -> tuple[tuple[str, ...], ...]:
     if getattr(spec, "unreduced", None):
         raise value_error(call.op, "each operand", "be reduced over every mesh axis", spec)
     return tuple(() if x is None else x if isinstance(x, tuple) else (x,) for x in spec)
+
+
+def _partition_spec(dims: Sequence[sharding.Axes]) -> str:
+    names = [repr(x[0]) if len(x) == 1 else repr(x) if x else "None" for x in dims]
+    return f"PartitionSpec({', '.join(names)})"
 
 
 def _lower(platform: str, context: Any, *operands: ir.Value, call: Call) -> Any:

@@ -4,7 +4,7 @@ Where there is one kv head, each has a part of the query heads and all of the ca
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -115,14 +115,20 @@ def shardy_rule(call: Call, results: Sequence[ArraySpec]) -> str | None:
 
 
 def result_specs(
-    call: Call, operands: Sequence[Sequence[Axes]], sizes: Mapping[str, int]
+    call: Call,
+    operands: Sequence[Sequence[Axes]],
+    sizes: Mapping[str, int],
+    remedy: str,
+    show: Callable[[Sequence[Axes]], str],
 ) -> list[list[Axes]]:
-    """The shardings of the results on a mesh with explicit axes.
+    """The shardings of the results, where nothing may be moved between devices.
 
     Args:
         call: the call on whole arrays.
         operands: for each operand, the axes of each dimension.
         sizes: of the mesh axes.
+        remedy: for messages: how the framework moves an array.
+        show: for messages: an operand's sharding in the framework's words.
 
     Raises:
         ValueError: an operand is sharded along a dimension that devices cannot share, or the heads
@@ -131,39 +137,32 @@ def result_specs(
     assert call.arguments is not None
     names = call.arguments.arrays
     head_dims = call.head_dims or (None,) * (len(names) + len(call.results))
+    remedy = f" ({remedy})"
     axes: Axes = ()
     for name, dims, head_dim in zip(names, operands, head_dims, strict=False):
         for dim, given in enumerate(dims):
             if not given:
                 continue
             if not call.num_shared_heads or head_dim is None:
-                raise value_error(call.op, name, "be replicated" + _REMEDY, _show(dims))
+                raise value_error(call.op, name, "be replicated" + remedy, show(dims))
             if dim != head_dim:
-                rule = f"be sharded along dimension {head_dim} alone, its heads" + _REMEDY
-                raise value_error(call.op, name, rule, _show(dims))
+                rule = f"be sharded along dimension {head_dim} alone, its heads" + remedy
+                raise value_error(call.op, name, rule, show(dims))
             num_parts = math.prod(sizes[axis] for axis in given)
             if call.num_shared_heads % num_parts != 0:
                 rule = f"be sharded over a number of devices that divides {call.num_shared_heads}"
-                got = f"{_show(dims)}, which is {num_parts} devices"
-                raise value_error(call.op, name, f"{rule} heads" + _REMEDY, got)
+                got = f"{show(dims)}, which is {num_parts} devices"
+                raise value_error(call.op, name, f"{rule} heads" + remedy, got)
             if axes and given != axes:
                 rule = f"be sharded along the mesh axes of the other operands' heads, {list(axes)}"
-                raise value_error(call.op, name, rule + _REMEDY, _show(dims))
+                raise value_error(call.op, name, rule + remedy, show(dims))
             axes = given
     for operand, _ in call.aliases:
         head_dim = head_dims[operand]
         if axes and head_dim is not None and not operands[operand][head_dim]:
             rule = f"be sharded along dimension {head_dim} by {list(axes)}, as its new rows are"
-            raise value_error(call.op, names[operand], rule + _REMEDY, _show(operands[operand]))
+            raise value_error(call.op, names[operand], rule + remedy, show(operands[operand]))
     return [
         [axes if dim == head_dim else () for dim in range(len(spec.shape))]
         for spec, head_dim in zip(call.results, head_dims[len(names) :], strict=True)
     ]
-
-
-_REMEDY = " (jax.sharding.reshard it, or call the op in jax.shard_map)"
-
-
-def _show(dims: Sequence[Axes]) -> str:
-    names = [repr(x[0]) if len(x) == 1 else repr(x) if x else "None" for x in dims]
-    return f"PartitionSpec({', '.join(names)})"

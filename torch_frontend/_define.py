@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 
 from shared_ffi.spec import NO_OVERLAP, Call, value_error
-from torch_frontend import _errors
+from torch_frontend import _dtensor, _errors
 from torch_frontend._arguments import (
     ArgumentReader,
     Arguments,
@@ -47,6 +47,7 @@ class Operator:
         self._op = op
         self._overload = overload
         self._reader = ArgumentReader(op, overload._schema, check)
+        _dtensor.READERS[overload.name()] = self._reader
         self._returns_list = [str(x.type) for x in overload._schema.returns] == ["List[Tensor]"]
         self.eager = Eager(op, self._reader, strided, rows)
 
@@ -80,7 +81,8 @@ class Operator:
 
     def refuse_grad(self, keys: Any, *arguments: Any, **keywords: Any) -> Any:
         """The autograd kernel for tensors that torch_xla or a transformation of torch.func wraps:
-        below it, they have no derivatives."""
+        below it, they have no derivatives. A DTensor comes here, too."""
+        _dtensor.register(_LIBRARY)
         self.read(arguments, {name: x for name, x in keywords.items() if name != "out"})
         return self._below_autograd(arguments, keywords)
 
@@ -221,10 +223,11 @@ def define(
 
     if overload._schema.is_mutable:
         _implement_in_place(overload, name, signature, make)
-        return overload
-    operator = make(overload)
-    _implement_eagerly(name, operator)
-    _implement_on_xla(name, operator)
+    else:
+        operator = make(overload)
+        _implement_eagerly(name, operator)
+        _implement_on_xla(name, operator)
+    _dtensor.register(_LIBRARY)
     return overload
 
 

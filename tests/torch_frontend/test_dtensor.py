@@ -1,0 +1,174 @@
+"""DTensors whose heads are sharded over two processes, against the same calls on whole tensors."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import scripts
+
+SCRIPT = """
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+rank, address, first = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+if first == "torch_frontend":
+    import torch_frontend
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import init_device_mesh
+import torch_frontend
+
+ops = torch.ops.xla_gpu
+dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("heads",))
+torch.manual_seed(0)
+query, key, value = torch.randn(3, 8, 16), torch.randn(3, 4, 16), torch.randn(3, 4, 16)
+cache, slots = torch.randn(6, 4, 8, 16), torch.tensor([5, 6, 17], dtype=torch.int32)
+ints = [[6, 5], [[1, 2], [4, 3]], [0, 2, 3], [2]]
+metadata = [torch.tensor(x, dtype=torch.int32) for x in ints]
+
+
+def on(dim, tensor):
+    placement = Replicate() if dim is None else Shard(dim)
+    return distribute_tensor(tensor.clone(), mesh, [placement])
+
+
+whole = [on(None, x) for x in metadata]
+
+
+def same(result, expected, dim):
+    assert isinstance(result, DTensor) and result.placements == (Shard(dim),), result
+    assert torch.equal(result.full_tensor(), expected)
+
+
+def attention():
+    q, c = on(1, query), on(2, cache)
+    expected = ops.paged_attention(query, cache, *metadata, 0.25)
+    same(ops.paged_attention(q, c, *whole, 0.25), expected, 1)
+    output, lse = ops.paged_attention.lse(q, c, *whole, 0.25)
+    same(output, expected, 1)
+    same(lse, ops.paged_attention.lse(query, cache, *metadata, 0.25)[1], 1)
+    out = on(1, torch.zeros_like(query))
+    assert torch_frontend.paged_attention(q, c, *whole, 0.25, out=out) is out
+    same(out, expected, 1)
+    same(ops.ragged_paged_attention(q, c, *whole, 0.25), expected, 1)
+
+
+def options():
+    keys, values = cache[:, :, ::2].clone(), cache[:, :, 1::2].clone()
+    per_head = {"sinks": torch.randn(8), "alibi_slopes": torch.rand(8)}
+    expected = ops.paged_attention(
+        query, keys, *metadata, 0.25, 3, value_cache=values, **per_head)
+    result = ops.paged_attention(on(1, query), on(2, keys), *whole, 0.25, 3,
+        value_cache=on(2, values), **{name: on(0, x) for name, x in per_head.items()})
+    same(result, expected, 1)
+
+
+def one_kv_head():
+    expected = ops.paged_attention(query, cache[:, :, :2], *metadata, 0.25)
+    one = on(None, cache[:, :, :2])
+    same(ops.paged_attention(on(1, query), one, *whole, 0.25), expected, 1)
+
+
+def update():
+    expected = cache.clone()
+    ops.kv_cache_update(expected, key, value, slots)
+    c = on(2, cache)
+    address = c.to_local().data_ptr()
+    ops.kv_cache_update(c, on(1, key), on(1, value), on(None, slots))
+    same(c, expected, 2)
+    assert c.to_local().data_ptr() == address
+    keys, values = on(2, cache[:, :, ::2]), on(2, cache[:, :, 1::2])
+    ops.kv_cache_update(keys, on(1, key), on(1, value), on(None, slots), value_cache=values)
+    same(keys, expected[:, :, ::2], 2)
+    same(values, expected[:, :, 1::2], 2)
+
+
+def others():
+    x = torch.randn(2, 3)
+    result = ops.simple_add(on(None, x), on(None, x))
+    assert result.placements == (Replicate(),) and torch.equal(result.to_local(), x + x)
+    parts = [ops.paged_attention.lse(query, cache, *metadata, s, causal=False) for s in (0.25, 0.5)]
+    outputs, lses = zip(*parts)
+    merged = torch_frontend.merge_attention([on(1, x) for x in outputs], [on(1, x) for x in lses])
+    for result, expected in zip(merged, torch_frontend.merge_attention(outputs, lses)):
+        assert torch.allclose(result.full_tensor(), expected)
+
+
+def compiled():
+    def step(c, k, v, slots, q, *metadata):
+        ops.kv_cache_update(c, k, v, slots)
+        return ops.paged_attention(q, c, *metadata, 0.25)
+
+    expected_cache = cache.clone()
+    expected = step(expected_cache, key, value, slots, query, *metadata)
+    c = on(2, cache)
+    address = c.to_local().data_ptr()
+    run = torch.compile(step, fullgraph=True)
+    same(run(c, on(1, key), on(1, value), on(None, slots), on(1, query), *whole), expected, 1)
+    same(c, expected_cache, 2)
+    assert c.to_local().data_ptr() == address
+
+
+def refused():
+    def fails(message, *operands, error=ValueError, op=ops.paged_attention, **options):
+        with pytest.raises(error, match=message):
+            op(*operands, **options)
+
+    q, c = on(1, query), on(2, cache)
+    where = "redistribute it, or call the op on local tensors"
+    fails(rf"^paged_attention: query must be sharded along dimension 1 alone, its heads "
+          rf"\\({where}\\); got \\[Shard\\(dim=2\\)\\]", on(2, query), c, *whole, 0.25)
+    fails("^paged_attention: query must be sharded along dimension 1, as the other",
+          on(None, query), c, *whole, 0.25)
+    fails("^paged_attention: kv_cache must be sharded along dimension 2, as the other",
+          q, on(None, cache), *whole, 0.25)
+    fails("^paged_attention: context_lens must be replicated", q, c, on(0, metadata[0]),
+          *whole[1:], 0.25)
+    fails("^paged_attention: block_tables must have type DTensor", q, c, whole[0], *metadata[1:],
+          0.25, error=TypeError)
+    fails("^paged_attention: sinks must have type DTensor", q, c, *whole, 0.25,
+          error=TypeError, sinks=torch.ones(8))
+    fails("^paged_attention: kv_cache must be replicated", on(None, query), c, *whole, 0.25,
+          kv_layout="nb(2h)d")
+    partial = DTensor.from_local(query, mesh, [Partial()])
+    fails("^paged_attention: query must be sharded or replicated", partial, c, *whole, 0.25)
+    three = on(1, torch.randn(3, 3, 16)), on(2, torch.randn(6, 4, 6, 16))
+    fails("^paged_attention: query must be sharded over a number of devices that divides 3",
+          *three, *whole, 0.25)
+    fails("^paged_attention: out must be sharded as the result", q, c, *whole, 0.25,
+          out=on(None, torch.zeros_like(query)), op=ops.paged_attention.out)
+    fails("^kv_cache_update: kv_cache must be sharded along dimension 2", on(None, cache),
+          on(1, key), on(1, value), on(None, slots), op=ops.kv_cache_update)
+    fails("^simple_add: a must be replicated", on(0, query), on(0, query), op=ops.simple_add)
+    other = init_device_mesh("cpu", (2, 1))
+    fails("^paged_attention: kv_cache must be on the first DTensor's mesh", q,
+          distribute_tensor(cache, other, [Shard(2), Replicate()]), *whole, 0.25)
+    fails("^paged_attention: inference only", q.requires_grad_(), c, *whole, 0.25,
+          error=NotImplementedError)
+
+
+modes = [torch.no_grad, torch.inference_mode]
+for mode in modes if first == "torch_frontend" else modes[::-1]:
+    with mode():
+        whole = [on(None, x) for x in metadata]
+        for check in (attention, options, one_kv_head, update, others):
+            check()
+whole = [on(None, x) for x in metadata]
+if first == "torch_frontend":
+    compiled()
+    refused()
+dist.destroy_process_group()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("first", ["torch_frontend", "torch"])
+def test_heads_over_two_processes(first: str) -> None:
+    """`first` is imported before the other."""
+    address = scripts.free_address()
+    commands = [[rank, address, first] for rank in "01"]
+    outputs = scripts.run_together(SCRIPT, commands, OMP_NUM_THREADS="1")
+    assert all(output.splitlines()[-1] == "done" for output in outputs)
