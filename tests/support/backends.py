@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 import torch
-import torch_xla
 
 import jax_frontend
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
@@ -24,8 +24,14 @@ JAX_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
 """An error of a handler in JAX, which is one of the two, by timing."""
 
 
+def xla_device() -> torch.device:
+    """torch_xla's device; skips the test where torch_xla is not installed, as it is for PyTorch 2.9
+    only."""
+    return pytest.importorskip("torch_xla").device()
+
+
 def to_xla(array: Any) -> torch.Tensor:
-    return to_torch(array).to(torch_xla.device())
+    return to_torch(array).to(xla_device())
 
 
 def jitted(op: str, **options: Any) -> Any:
@@ -94,7 +100,7 @@ def forget_failed_steps() -> None:
     step."""
     for _ in range(2):
         with contextlib.suppress(RuntimeError):
-            (torch.zeros(1, device=torch_xla.device()) + 1).cpu()
+            (torch.zeros(1, device=xla_device()) + 1).cpu()
 
 
 BACKENDS: dict[str, Backend] = {

@@ -179,6 +179,8 @@ def test_requires_grad_without_grad_mode(mode: Any) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "xla"])
 def test_autograd_is_refused(device: str) -> None:
+    if device == "xla":
+        pytest.importorskip("torch_xla")
     query, *rest = (x.to(device) for x in tensors(attention()))
     with pytest.raises(NotImplementedError, match="^paged_attention: inference only.*no_grad"):
         OPS.paged_attention(query.requires_grad_(), *rest, 0.5)

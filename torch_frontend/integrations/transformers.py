@@ -21,9 +21,10 @@ import torch
 import torch_frontend  # noqa: F401  (defines the ops)
 from torch_frontend.integrations._versions import require
 
-require("transformers", "5.23")
+require("transformers", "5.23", "5.24")
 
 from transformers.generation.continuous_batching import ContinuousBatchingManager  # noqa: E402
+from transformers.generation.continuous_batching.cache import PagedAttentionCache  # noqa: E402
 from transformers.masking_utils import (  # noqa: E402
     ALL_MASK_ATTENTION_FUNCTIONS,
     causal_mask_function,
@@ -341,6 +342,26 @@ def _accept_name() -> None:
     manager.switch_to_cb_friendly_attn = switch
 
 
+def _keep_pages() -> None:
+    """Makes a paged cache leave keys and values to ``attention``, and give itself to it. Since
+    transformers 5.24 a layer updates its cache itself and gives attention what the cache returns;
+    before, attention got the cache and updated it."""
+    upstream: Any = PagedAttentionCache.update
+
+    @functools.wraps(upstream)
+    def update(
+        self: Any, key: torch.Tensor, value: torch.Tensor, layer: int, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.config._attn_implementation != NAME:
+            return upstream(self, key, value, layer, kwargs)  # type: ignore[no-any-return]
+        kwargs["cache"] = self
+        return key, value
+
+    cache: Any = PagedAttentionCache
+    cache.update = update
+
+
 ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)
 _accept_name()
+_keep_pages()
