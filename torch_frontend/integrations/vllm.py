@@ -1,4 +1,4 @@
-"""vLLM's attention on these ops: ``vllm serve MODEL --attention-backend CUSTOM``.
+"""vLLM's attention on these ops: ``vllm serve MODEL --attention-backend XLA_GPU``, or ``CUSTOM``.
 
 vLLM calls `register` in each of its processes, because the package names it as an entry point in
 the group ``vllm.general_plugins``. The cache of a layer is vLLM's own tensor, ``[num_blocks,
@@ -15,16 +15,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-import torch_frontend  # noqa: F401  (defines the ops)
 from shared_ffi import _native
 from shared_ffi.paged_attention import MAX_HEAD_SIZE
+from torch_frontend import merge_attention
 from torch_frontend.integrations._versions import require
 
 require("vllm", "0.32", "0.33")
 
+from vllm.distributed.parallel_state import get_dcp_group  # noqa: E402
 from vllm.logger import init_logger  # noqa: E402
 from vllm.v1.attention import backend as _vllm  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # noqa: E402
+from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens  # noqa: E402
 from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
 
 if TYPE_CHECKING:  # the types are to be known where vLLM is not installed, too
@@ -40,7 +42,9 @@ if TYPE_CHECKING:  # the types are to be known where vLLM is not installed, too
 
     class _MetadataBuilder(_Base): ...
 
-    class _Impl(_Base): ...
+    class _Impl(_Base):
+        dcp_world_size: int
+        dcp_rank: int
 
 else:
     _Backend = _vllm.AttentionBackend
@@ -50,6 +54,7 @@ else:
 
 _LOGGER = init_logger(f"vllm.{__name__}")  # under vLLM's own, which decides what is shown
 _NAME = "xla_gpu"
+_NAMES = ("CUSTOM", "XLA_GPU")
 _OPS = torch.ops.xla_gpu
 _KV_LAYOUT = "nhb(2d)"
 _FP8_DTYPES = {
@@ -60,10 +65,19 @@ _FP8_DTYPES = {
 
 
 def register() -> None:
-    """Makes ``CUSTOM`` the name of this backend, on CUDA and on the CPU."""
-    backend = XlaGpuAttentionBackend
-    register_backend(AttentionBackendEnum.CUSTOM, f"{backend.__module__}.{backend.__qualname__}")
-    _accept_name_on_cpu()
+    """Makes ``XLA_GPU`` and ``CUSTOM`` names of this backend, on CUDA and on the CPU."""
+    path = f"{XlaGpuAttentionBackend.__module__}.{XlaGpuAttentionBackend.__qualname__}"
+    members: Any = AttentionBackendEnum.__members__
+    for name in _NAMES:
+        register_backend(members.get(name, name), path)
+    # vLLM sends the choice to a process that has not called this yet.
+    members["XLA_GPU"].__reduce_ex__ = lambda protocol: (_registered, ("XLA_GPU",))
+    _accept_names_on_cpu()
+
+
+def _registered(name: str) -> Any:
+    register()
+    return AttentionBackendEnum[name]
 
 
 def description(device: torch.device) -> str:
@@ -144,9 +158,26 @@ class XlaGpuAttentionBackend(_Backend):
         return True
 
     @classmethod
+    def supports_dcp(cls) -> bool:
+        """Decode context parallelism."""
+        return True
+
+    @classmethod
     def supports_batch_invariance(cls) -> bool:
         """A sequence's output does not depend on the batch it is in."""
         return True
+
+
+@dataclass
+class _Shard:
+    """What differs under decode context parallelism, where a process has a part of each sequence's
+    cache. The new tokens are not read from there: each process has all of them."""
+
+    context_lens: torch.Tensor
+    """The tokens before the new ones that are in this process's cache."""
+    query_lens: torch.Tensor
+    query_tables: torch.Tensor
+    """The number of each new token of each sequence."""
 
 
 @dataclass
@@ -161,6 +192,7 @@ class XlaGpuMetadata(_Metadata):
     num_seqs: torch.Tensor
     max_query_len: int | None
     causal: bool
+    shard: _Shard | None = None
     slot_mapping: torch.Tensor | None = None
     """Not used here: vLLM hands it over with the keys. Its tests look for it."""
 
@@ -180,10 +212,20 @@ class XlaGpuMetadataBuilder(_MetadataBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         _LOGGER.info_once("attention: %s", description(device))
+        parallel = vllm_config.parallel_config
+        self._num_shards = parallel.decode_context_parallel_size
+        self._interleave = parallel.cp_kv_cache_interleave_size
         max_seqs = vllm_config.scheduler_config.max_num_seqs
         self._numbers = torch.arange(max_seqs + 1, dtype=torch.int32)
         if device.type != "xla":  # there, a slice of it would be another program for each number
             self._numbers = self._numbers.to(device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        """Any batch, but none under decode context parallelism, whose tables are made anew."""
+        if vllm_config.parallel_config.decode_context_parallel_size > 1:
+            return _vllm.AttentionCGSupport.NEVER
+        return cls._cudagraph_support
 
     def build(
         self,
@@ -209,7 +251,23 @@ class XlaGpuMetadataBuilder(_MetadataBuilder):
             # Only this length is exact when a CUDA graph is replayed.
             max_query_len=1 if common.max_query_len == 1 else None,
             causal=common.causal,
+            shard=self._shard(common) if self._num_shards > 1 else None,
             slot_mapping=common.slot_mapping,
+        )
+
+    def _shard(self, common: Any) -> _Shard:
+        starts = common.query_start_loc
+        query_lens = starts.diff()
+        positions = torch.arange(common.max_query_len, dtype=torch.int32, device=starts.device)
+        return _Shard(
+            context_lens=get_dcp_local_seq_lens(
+                common.seq_lens - query_lens,
+                self._num_shards,
+                get_dcp_group().rank_in_group,
+                self._interleave,
+            ),
+            query_lens=query_lens,
+            query_tables=starts[:-1, None] + positions,
         )
 
 
@@ -230,10 +288,11 @@ class XlaGpuAttentionImpl(_Impl):
         sinks: ``[num_heads]``, of any floating-point dtype.
 
     Raises:
-        NotImplementedError: the attention of an encoder or to one, or a cache of another dtype.
+        NotImplementedError: the attention of an encoder or to one, a cache of another dtype, or
+            decode context parallelism with a window, ALiBi or sinks.
     """
 
-    can_return_lse_for_decode = False
+    can_return_lse_for_decode = True  # for decode context parallelism
 
     def __init__(
         self,
@@ -254,6 +313,12 @@ class XlaGpuAttentionImpl(_Impl):
             raise NotImplementedError(f"{_NAME}: attention type {attn_type} is not supported")
         if not backend.supports_kv_cache_dtype(kv_cache_dtype):
             raise NotImplementedError(f"{_NAME}: kv_cache_dtype {kv_cache_dtype} is not supported")
+        features = {"a window": sliding_window, "ALiBi": alibi_slopes, "sinks": sinks}
+        for feature, given in features.items():
+            if self.dcp_world_size > 1 and given is not None:
+                raise NotImplementedError(
+                    f"{_NAME}: decode context parallelism with {feature} is not supported"
+                )
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale: float = float(scale)
@@ -317,8 +382,9 @@ class XlaGpuAttentionImpl(_Impl):
         Args:
             layer: has the scales of an fp8 cache.
             query: ``[num_tokens, num_heads, head_size]``.
-            key: not used; the cache has the new keys already.
-            value: likewise.
+            key: `[num_tokens, num_kv_heads, head_size]`; used under decode context parallelism
+                only, as the cache has the new keys already.
+            value: as `key`.
             kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
             attn_metadata: None while vLLM measures its memory; nothing is computed then.
             output: as `query`; written to.
@@ -336,6 +402,11 @@ class XlaGpuAttentionImpl(_Impl):
         if attn_metadata is None:
             return output
         step, num_tokens = attn_metadata, attn_metadata.num_actual_tokens
+        if step.shard is not None:
+            query, key, value = (_first(num_tokens, x) for x in (query, key, value))
+            merged = self._merged(layer, query, key, value, kv_cache, step, step.shard)
+            _first(num_tokens, output).copy_(merged)
+            return output
         _OPS.paged_attention.out(  # by its name, as PyTorch tries one overload after the other
             _first(num_tokens, query),
             self._cache(kv_cache),
@@ -353,6 +424,49 @@ class XlaGpuAttentionImpl(_Impl):
         )
         return output
 
+    def _merged(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        step: XlaGpuMetadata,
+        shard: _Shard,
+    ) -> torch.Tensor:
+        """Attention to the new tokens and to each process's part of the cache. A process computes
+        its part for the heads of all."""
+        group: Any = get_dcp_group()
+        sequences = (step.query_start_loc, step.num_seqs)
+        part = _OPS.paged_attention.lse(
+            group.all_gather(query.contiguous(), dim=1),
+            self._cache(kv_cache),
+            shard.context_lens,
+            step.block_tables,
+            *sequences,
+            *self._options,
+            kv_layout=_KV_LAYOUT,
+            causal=False,
+            max_query_len=step.max_query_len,
+            **self._scales(layer),
+        )
+        first = self.dcp_rank * self.num_heads
+        heads = slice(first, first + self.num_heads)
+        outputs, lses = (group.all_gather(x[None], dim=0)[:, :, heads] for x in part)
+        output, lse = _OPS.paged_attention.lse(
+            query,
+            key,
+            shard.query_lens,
+            shard.query_tables,
+            *sequences,
+            *self._options,
+            value_cache=value,
+            kv_layout="nhd",
+            causal=step.causal,
+            max_query_len=step.max_query_len,
+        )
+        return merge_attention([*outputs, output], [*lses, lse])[0]
+
     def _cache(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """vLLM's tensors are bytes where the cache is fp8."""
         return kv_cache if self._fp8 is None else kv_cache.view(self._fp8)
@@ -368,7 +482,7 @@ def _first(count: int, rows: torch.Tensor) -> torch.Tensor:
     return rows if len(rows) == count else rows[:count]
 
 
-def _accept_name_on_cpu() -> None:
+def _accept_names_on_cpu() -> None:
     """Makes vLLM's platform for the CPU obey the choice. It has one backend and takes that."""
     from vllm.platforms.cpu import CpuPlatform  # noqa: PLC0415  (vLLM loads one platform only)
 
@@ -380,7 +494,7 @@ def _accept_name_on_cpu() -> None:
     def choose(
         cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
-        if selected_backend != AttentionBackendEnum.CUSTOM:
+        if selected_backend is None or selected_backend.name not in _NAMES:
             return upstream.__func__(cls, selected_backend, attn_selector_config, num_heads)
         backend: Any = XlaGpuAttentionBackend
         reasons = backend.validate_configuration(
