@@ -298,7 +298,7 @@ def test_a_process_without_python(step: Path, tmp_path: Path) -> None:
     (tmp_path / "main.cc").write_text(MAIN)
     folder = Path(torch.__file__).parent
     built = native.run(
-        *("g++", "-std=c++17", tmp_path / "main.cc", "-o", tmp_path / "main"),
+        *("g++", "-std=c++20", tmp_path / "main.cc", "-o", tmp_path / "main"),
         *("-isystem", folder / "include", f"-L{folder}/lib", f"-Wl,-rpath,{folder}/lib"),
         *("-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"),
     )
