@@ -1,0 +1,247 @@
+// Stands in for the static CUDA runtime: the functions that the library calls. A device's memory is
+// the host's. The variables XLA_GPU_SIMT_SEED and XLA_GPU_SIMT_FAIL mean what they mean to the
+// emulation; XLA_GPU_PTX_TARGET is the device's compute capability, 80 or 90.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+
+#include "machine.h"
+
+namespace {
+
+using Error = int;
+constexpr Error kSuccess = 0, kInvalidValue = 1, kNoKernelImage = 209, kLaunchFailure = 719,
+                kUnknown = 999;
+
+struct Dim3 {
+  unsigned x, y, z;
+};
+struct LaunchAttribute {
+  int id;
+  char pad[4];
+  union {
+    char pad[64];
+    int allowed;
+  } value;
+};
+struct LaunchConfig {
+  Dim3 grid, block;
+  size_t shared_bytes;
+  void* stream;
+  LaunchAttribute* attributes;
+  unsigned num_attributes;
+};
+constexpr int kProgrammaticStreamSerialization = 6;
+
+// The texts in PTX of a unit that was compiled for several targets.
+struct Image {
+  const char* text;
+  size_t size;
+  unsigned target;
+};
+struct Unit {
+  std::vector<Image> images;
+  std::map<std::string, std::shared_ptr<ptx::Kernel>> kernels;
+  bool is_parsed = false;
+};
+struct Function {
+  Unit* unit;
+  std::string name;
+};
+
+std::recursive_mutex mutex;
+std::string failure;
+std::map<const void*, Function>& Functions() {
+  static std::map<const void*, Function> functions;
+  return functions;
+}
+
+int Number(const char* variable, int otherwise) {
+  const char* value = std::getenv(variable);
+  return value == nullptr ? otherwise : std::atoi(value);
+}
+
+Error OutcomeOf(const char* call) {
+  const char* failing = std::getenv("XLA_GPU_SIMT_FAIL");
+  const size_t size = std::strlen(call);
+  if (failing == nullptr || std::strncmp(failing, call, size) != 0) return kSuccess;
+  if (failing[size] == '=') return std::atoi(failing + size + 1);
+  return failing[size] == 0 ? kUnknown : kSuccess;
+}
+
+// Reads the PTX for the device: the newest that is not too new. `a` of sm_90a is not in the number.
+std::shared_ptr<ptx::Kernel> Find(const void* handle) {
+  const auto found = Functions().find(handle);
+  if (found == Functions().end()) return nullptr;
+  Unit& unit = *found->second.unit;
+  if (!unit.is_parsed) {
+    const unsigned device = static_cast<unsigned>(Number("XLA_GPU_PTX_TARGET", 90));
+    const Image* best = nullptr;
+    for (const Image& image : unit.images) {
+      if (image.target <= device && (best == nullptr || image.target > best->target)) best = &image;
+    }
+    if (best == nullptr) return nullptr;
+    unit.kernels = ptx::Parse(std::string(best->text, strnlen(best->text, best->size)));
+    unit.is_parsed = true;
+  }
+  const auto kernel = unit.kernels.find(found->second.name);
+  return kernel == unit.kernels.end() ? nullptr : kernel->second;
+}
+
+template <typename T>
+T At(const char* place) {
+  T value;
+  std::memcpy(&value, place, sizeof(value));
+  return value;
+}
+
+Error Launch(const ptx::Kernel& kernel, const LaunchConfig& config, void** arguments,
+             bool begins_early) {
+  ptx::Launch launch{&kernel,
+                     {config.grid.x, config.grid.y, config.grid.z},
+                     {config.block.x, config.block.y, config.block.z},
+                     static_cast<int>(config.shared_bytes),
+                     begins_early,
+                     std::vector<char>(static_cast<size_t>(kernel.parameter_bytes))};
+  for (size_t k = 0; k < kernel.parameter_sizes.size(); ++k) {
+    std::memcpy(launch.parameters.data() + kernel.parameter_offsets[k], arguments[k],
+                static_cast<size_t>(kernel.parameter_sizes[k]));
+  }
+  const unsigned threads = config.block.x * config.block.y * config.block.z;
+  if (threads > 1024 ||
+      (kernel.max_threads > 0 && threads > static_cast<unsigned>(kernel.max_threads))) {
+    failure = "more threads than the kernel was compiled for";
+    return kLaunchFailure;
+  }
+  const int most = kernel.target >= 90 ? 227 * 1024 : 163 * 1024;
+  if (kernel.shared_bytes + launch.shared_bytes > most) {
+    failure = "more shared memory than a thread block can have";
+    return kLaunchFailure;
+  }
+  try {
+    ptx::RunKernel(launch, static_cast<unsigned>(Number("XLA_GPU_SIMT_SEED", 0)));
+  } catch (const std::exception& error) {
+    failure = error.what();
+    return kLaunchFailure;
+  }
+  return kSuccess;
+}
+
+}  // namespace
+
+extern "C" {
+
+// The fat binary: a header, and an image for each target. Images of machine code are not used.
+void** __cudaRegisterFatBinary(void* wrapper) {
+  const char* data = At<const char*>(static_cast<const char*>(wrapper) + 8);
+  Unit* unit = new Unit;
+  const char* at = data + At<uint16_t>(data + 6);
+  const char* end = at + At<uint64_t>(data + 8);
+  while (at < end) {
+    const uint32_t header = At<uint32_t>(at + 4);
+    const uint64_t size = At<uint64_t>(at + 8);
+    const bool is_ptx = At<uint16_t>(at) == 1, is_compressed = At<uint32_t>(at + 16) != 0;
+    if (is_ptx && is_compressed)
+      std::fprintf(stderr, "PTX machine: compressed PTX; compile with --compress-mode=none\n");
+    if (is_ptx && !is_compressed)
+      unit->images.push_back({at + header, size, At<uint32_t>(at + 28)});
+    at += header + size;
+  }
+  return reinterpret_cast<void**>(unit);
+}
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+
+void __cudaRegisterFunction(void** unit, const char* host_function, char*, const char* name, int,
+                            void*, void*, void*, void*, int*) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  Functions()[host_function] = {reinterpret_cast<Unit*>(unit), name};
+}
+
+Error cudaGetDevice(int* device) {
+  *device = Number("XLA_GPU_SIMT_SEED", 0);
+  return OutcomeOf("cudaGetDevice");
+}
+
+Error cudaDeviceGetAttribute(int* value, int attribute, int device) {
+  constexpr int kMultiprocessors = 16, kMajor = 75;
+  if (attribute == kMultiprocessors)
+    *value = Number("XLA_GPU_PTX_MULTIPROCESSORS", 1 + device % 5);
+  else
+    *value = attribute == kMajor ? Number("XLA_GPU_PTX_TARGET", 90) / 10 : 0;
+  return OutcomeOf("cudaDeviceGetAttribute");
+}
+
+Error cudaFuncSetAttribute(const void*, int, int) { return OutcomeOf("cudaFuncSetAttribute"); }
+
+Error cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* num_blocks, const void*, int,
+                                                             size_t, unsigned) {
+  *num_blocks = 1;
+  return OutcomeOf("cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+}
+Error cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* num_blocks, const void* function,
+                                                    int threads, size_t bytes) {
+  return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(num_blocks, function, threads,
+                                                                bytes, 0);
+}
+
+Error cudaLaunchKernelExC(const LaunchConfig* config, const void* function, void** arguments) {
+  if (const Error outcome = OutcomeOf("cudaLaunchKernelEx")) return outcome;
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  std::shared_ptr<ptx::Kernel> kernel;
+  try {
+    kernel = Find(function);
+  } catch (const std::exception& error) {
+    failure = error.what();
+    return kLaunchFailure;
+  }
+  if (kernel == nullptr) return kNoKernelImage;
+  bool begins_early = false;
+  for (unsigned k = 0; k < config->num_attributes; ++k) {
+    const LaunchAttribute& attribute = config->attributes[k];
+    begins_early |= attribute.id == kProgrammaticStreamSerialization && attribute.value.allowed;
+  }
+  return Launch(*kernel, *config, arguments, begins_early);
+}
+
+Error cudaMemsetAsync(void* to, int value, size_t bytes, void*) {
+  if (const Error outcome = OutcomeOf("cudaMemsetAsync")) return outcome;
+  std::memset(to, value, bytes);
+  return kSuccess;
+}
+
+Error cudaGetLastError() { return kSuccess; }
+const char* cudaGetErrorString(Error error) {
+  return error == kLaunchFailure  ? failure.c_str()
+         : error == kInvalidValue ? "invalid argument"
+                                  : "unknown error";
+}
+
+// What nvcc's stubs refer to, which the library never calls.
+Error __cudaGetKernel(void**, const void*) { return kUnknown; }
+Error __cudaLaunchKernel(void*, Dim3, Dim3, void**, size_t, void*) { return kUnknown; }
+Error cudaLaunchKernel(const void*, Dim3, Dim3, void**, size_t, void*) { return kUnknown; }
+unsigned __cudaPushCallConfiguration(Dim3, Dim3, size_t, void*) { return 1; }
+Error __cudaPopCallConfiguration(Dim3*, Dim3*, size_t*, void*) { return kUnknown; }
+char __cudaInitModule(void**) { return 1; }
+
+// A kernel from a text in PTX. Returns null, or what is wrong until the next call.
+const char* PtxRun(const char* text, const char* name, const unsigned* grid, unsigned threads,
+                   size_t shared_bytes, void** arguments) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  static std::map<std::string, std::map<std::string, std::shared_ptr<ptx::Kernel>>> parsed;
+  try {
+    auto found = parsed.find(text);
+    if (found == parsed.end()) found = parsed.emplace(text, ptx::Parse(text)).first;
+    const LaunchConfig config{
+        {grid[0], grid[1], grid[2]}, {threads, 1, 1}, shared_bytes, nullptr, nullptr, 0};
+    return Launch(*found->second.at(name), config, arguments, false) == kSuccess ? nullptr
+                                                                                 : failure.c_str();
+  } catch (const std::exception& error) {
+    failure = error.what();
+    return failure.c_str();
+  }
+}
+
+}  // extern "C"

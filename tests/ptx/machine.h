@@ -1,0 +1,234 @@
+// A thread block in execution: its warps, its shared memory, its barriers. Block after block is
+// executed, and of a block warp after warp until it has to wait.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "program.h"
+
+namespace ptx {
+
+inline constexpr int kLanes = 32;
+inline constexpr uint32_t kAllLanes = 0xffffffffu;
+inline constexpr uint64_t kSharedWindow = uint64_t{1} << 62;  // of generic addresses
+inline constexpr int kMaxWarps = 32;
+
+// What a warp knows of the others: of everything that warp w did before its step clock[w], this
+// warp has seen the effects.
+using Clock = std::array<uint32_t, kMaxWarps>;
+
+void Join(Clock* clock, const Clock& other);
+
+// What warps have seen, and which part of it the async proxy sees.
+struct Seen {
+  Clock generic{}, async{};
+  void Add(const Seen& other) {
+    Join(&generic, other.generic);
+    Join(&async, other.async);
+  }
+};
+
+struct Fault : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// An access to shared memory, as others have to be in order with it.
+struct Word {
+  uint32_t write_step = 0;
+  uint8_t write_warp = 0;
+  uint8_t write_lane = 0;
+  uint8_t write_bytes = 0;    // of the last write
+  uint8_t written_bytes = 0;  // ever
+  uint8_t copies_in_flight = 0;
+  uint8_t last_was_copy = 0;
+  uint8_t is_barrier = 0;
+  uint32_t copy_line = 0;
+};
+
+struct Block;
+
+class SharedMemory {
+ public:
+  void Reset(Block* block, int bytes, int num_warps);
+  // The bytes at an address, for a lane's read or write. Throws a Fault if the access is out of
+  // bounds, misaligned, in a race or, for a read, of bytes that were never written.
+  const char* Read(const Warp& warp, int lane, uint64_t address, int bytes,
+                   uint32_t used_bytes = ~0u);
+  char* Write(const Warp& warp, int lane, uint64_t address, int bytes);
+  void BeginCopy(const Warp& warp, int lane, uint64_t address, int bytes, int line);
+  char* EndCopy(const Warp& warp, int lane, uint64_t address, int bytes);
+  // For the products of a warpgroup, which began with what their warp had seen then.
+  const char* ReadAsync(const Warp& warp, const Seen& began, uint64_t address, int bytes);
+  void MarkBarrier(const Warp& warp, int lane, uint64_t address);
+  const char* bytes() const { return bytes_.data(); }
+  int size() const { return size_; }
+
+ private:
+  void CheckBounds(uint64_t address, int bytes) const;
+  void CheckWrite(const Warp& warp, int lane, uint64_t first, uint64_t last);
+
+  std::vector<char> bytes_;
+  std::vector<Word> words_;
+  std::vector<uint32_t> reads_;  // [word][warp]: the last step that read it, plus one
+  int size_ = 0, num_warps_ = 0;
+};
+
+// An asynchronous copy of a lane, or what follows it in the lane's queue.
+struct Pending {
+  enum Kind : uint8_t { kCopy, kCommit, kArrive } kind;
+  uint8_t bytes, valid_bytes;
+  int32_t line;
+  uint64_t to;
+  const char* from;
+};
+
+// A product of a warpgroup that one of its warps has started.
+struct Product {
+  const Instruction* instruction;
+  Seen began;
+  uint64_t a_descriptor, b_descriptor;
+  bool accumulates, a_is_mn_major, b_is_mn_major;
+  std::vector<uint32_t> a;  // [register][lane], unless it is in shared memory
+};
+
+struct Fragment {  // lanes at one instruction
+  int pc;
+  uint32_t lanes;
+  bool is_blocked;
+};
+
+struct Warp {
+  Block* block;
+  int number;
+  char* registers;
+  uint32_t active;  // lanes that execute the current instruction
+  uint32_t alive;   // lanes that have not exited
+  std::vector<Fragment> fragments;
+  Fragment current;
+  Seen seen;
+  bool is_waiting = false;                           // at a barrier of the block
+  uint32_t awaited_phase = 0;                        // of that barrier
+  std::vector<std::vector<Pending>> queues;          // of each lane
+  std::vector<std::vector<Product>> product_groups;  // committed; the last one is open
+  std::vector<uint32_t> register_steps;  // by slot / 64: the wgmma.fence before its last write
+  std::vector<uint8_t> busy;             // by slot / 64: products in flight use it
+  uint32_t fences = 1;
+  int products_in_flight = 0;
+  bool has_waited = false;  // griddepcontrol.wait
+
+  template <typename T>
+  T* Lanes(const Operand& operand) {
+    return reinterpret_cast<T*>(registers + operand.slot);
+  }
+  template <typename T>
+  T* Lanes(const Instruction& instruction, int operand) {
+    return Lanes<T>(instruction.At(operand));
+  }
+  uint32_t& Predicate(const Operand& operand) {
+    return *reinterpret_cast<uint32_t*>(registers + operand.slot);
+  }
+  uint32_t PredicateValue(const Operand& operand) {
+    const uint32_t value =
+        operand.is_constant && operand.size > 0
+            ? (*reinterpret_cast<uint32_t*>(registers + operand.slot) ? kAllLanes : 0)
+            : Predicate(operand);
+    return operand.negated ? ~value : value;
+  }
+  // An integer of a lane, whatever the register's size; the upper bits are zero.
+  uint64_t Integer(const Operand& operand, int lane) const;
+  uint64_t Address(const Operand& operand, int lane) const {
+    return Integer(operand, lane) + static_cast<uint64_t>(operand.offset);
+  }
+  void Step() { ++seen.generic[static_cast<size_t>(number)]; }
+  int LowestLane() const { return __builtin_ctz(active); }
+};
+
+struct BlockBarrier {
+  int expected = 0;  // 0: nobody waits
+  int arrived = 0;   // threads
+  uint32_t phase = 0;
+  bool any = false, all = true;
+  int num_true = 0;
+  bool is_whole_block = false;
+  Seen arriving;
+  Seen released;
+  bool any_before = false, all_before = false;
+  int num_true_before = 0;
+  uint32_t warps = 0;  // that have arrived
+};
+
+struct MemoryBarrier {
+  int expected, pending;
+  uint32_t phase = 0;
+  Seen arriving, released;
+  int init_warp;
+  uint32_t init_step;
+};
+
+// Counts of what speed depends on.
+struct Counters {
+  uint64_t instructions = 0, products = 0;
+};
+
+struct Launch {
+  const Kernel* kernel;
+  std::array<unsigned, 3> grid, threads;
+  int shared_bytes;
+  bool begins_early;
+  std::vector<char> parameters;
+};
+
+struct Block {
+  const Launch* launch;
+  std::array<unsigned, 3> index;
+  std::vector<Warp> warps;
+  SharedMemory shared;
+  std::array<BlockBarrier, 16> barriers;
+  std::map<uint64_t, MemoryBarrier> memory_barriers;
+  std::mt19937 random;
+  bool has_races_checked = true;
+  int lane = 0;  // for error messages
+  const Instruction* instruction = nullptr;
+  Warp* warp = nullptr;
+  bool progressed = false;
+  Counters counters;
+
+  void Run();
+  void CheckBarrier(BlockBarrier* barrier);
+  int AliveWarps() const;
+};
+
+[[noreturn]] void Fail(const std::string& message);
+
+// The place in a lane's global memory. Throws a Fault if it is misaligned or certainly not there.
+char* GlobalAddress(const Warp& warp, int lane, uint64_t address, int bytes, bool is_write);
+
+// Of a kernel whose successor may begin early: what it writes. An early access to that is a Fault.
+void NoteWrite(const Warp& warp, uint64_t address, int bytes);
+void CheckEarlyAccess(const Warp& warp, uint64_t address, int bytes);
+
+// Completes a lane's copies up to the first entry of its queue that is not done.
+void CompleteCopies(Warp* warp, int lane, size_t num_entries);
+// Completes some lane's copies up to an arrival. Returns false if there are none in flight.
+bool CompleteSomeCopies(Block* block);
+void ArriveAt(Block* block, Warp* warp, int lane, uint64_t address);
+
+// Executes a kernel. Throws a Fault.
+void RunKernel(const Launch& launch, unsigned seed);
+
+template <typename F>
+inline void ForActive(uint32_t active, F function) {
+  if (active == kAllLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) function(lane);
+  } else {
+    for (uint32_t left = active; left != 0; left &= left - 1) function(__builtin_ctz(left));
+  }
+}
+
+}  // namespace ptx

@@ -1,0 +1,262 @@
+// Loads, stores, atomics and asynchronous copies.
+#include <algorithm>
+#include <cstring>
+
+#include "machine.h"
+#include "tables.h"
+
+namespace ptx {
+
+uint64_t Warp::Integer(const Operand& operand, int lane) const {
+  const char* values = registers + operand.slot;
+  switch (operand.size) {
+    case 1:
+      return reinterpret_cast<const uint8_t*>(values)[lane];
+    case 2:
+      return reinterpret_cast<const uint16_t*>(values)[lane];
+    case 4:
+      return reinterpret_cast<const uint32_t*>(values)[lane];
+    default:
+      return reinterpret_cast<const uint64_t*>(values)[lane];
+  }
+}
+
+char* GlobalAddress(const Warp& warp, int lane, uint64_t address, int bytes, bool is_write) {
+  warp.block->lane = lane;
+  if (address % static_cast<uint64_t>(bytes) != 0) {
+    Fail("a misaligned access of " + std::to_string(bytes) + " bytes at global address " +
+         std::to_string(address));
+  }
+  if (address < 4096 || address >> 47 != 0)
+    Fail("an access at address " + std::to_string(address) + ", where no global memory can be");
+  if (warp.block->launch->begins_early && !warp.has_waited && is_write) {
+    Fail("a write to global memory before griddepcontrol.wait");
+  }
+  CheckEarlyAccess(warp, address, bytes);
+  return reinterpret_cast<char*>(address);
+}
+
+namespace {
+
+// The number at one lane's place of a register, extended to the size of the register.
+template <typename T>
+void Put(Warp& w, const Operand& to, int lane, const char* from) {
+  T value;
+  std::memcpy(&value, from, sizeof(T));
+  switch (to.size) {
+    case 1:
+      w.Lanes<uint8_t>(to)[lane] = static_cast<uint8_t>(value);
+      break;
+    case 2:
+      w.Lanes<uint16_t>(to)[lane] = static_cast<uint16_t>(value);
+      break;
+    case 4:
+      w.Lanes<uint32_t>(to)[lane] = static_cast<uint32_t>(value);
+      break;
+    default:
+      w.Lanes<uint64_t>(to)[lane] = static_cast<uint64_t>(value);
+  }
+}
+
+const char* Source(Warp& w, const Instruction& i, int lane, uint64_t address, int bytes) {
+  Space space = i.space;
+  if (space == Space::kGeneric) {
+    space = address >= kSharedWindow ? Space::kShared : Space::kGlobal;
+    if (space == Space::kShared) address -= kSharedWindow;
+  }
+  w.block->lane = lane;
+  if (space == Space::kShared) return w.block->shared.Read(w, lane, address, bytes, i.used_bytes);
+  if (space == Space::kGlobal) return GlobalAddress(w, lane, address, bytes, false);
+  const std::vector<char>& parameters = w.block->launch->parameters;
+  if (address + static_cast<uint64_t>(bytes) > parameters.size() ||
+      address % static_cast<uint64_t>(bytes) != 0) {
+    Fail("a read outside of the parameters, or misaligned");
+  }
+  return parameters.data() + address;
+}
+
+template <typename T>
+Outcome Load(Warp& w, const Instruction& i) {
+  const int bytes = static_cast<int>(sizeof(T)) * i.count;
+  const Operand& from = i.At(i.NumOperands() - 1);
+  ForActive(w.active, [&](int lane) {
+    const char* source = Source(w, i, lane, w.Address(from, lane), bytes);
+    for (size_t k = 0; k < i.count; ++k) {
+      if (i.operands[k].slot >= 0) Put<T>(w, i.operands[k], lane, source + k * sizeof(T));
+    }
+  });
+  return Outcome::kDone;
+}
+
+char* Destination(Warp& w, const Instruction& i, int lane, uint64_t address, int bytes) {
+  Space space = i.space;
+  if (space == Space::kGeneric) {
+    space = address >= kSharedWindow ? Space::kShared : Space::kGlobal;
+    if (space == Space::kShared) address -= kSharedWindow;
+  }
+  w.block->lane = lane;
+  if (space == Space::kShared) return w.block->shared.Write(w, lane, address, bytes);
+  char* to = GlobalAddress(w, lane, address, bytes, true);
+  NoteWrite(w, address, bytes);
+  return to;
+}
+
+template <typename T>
+Outcome Store(Warp& w, const Instruction& i) {
+  const int bytes = static_cast<int>(sizeof(T)) * i.count;
+  const Operand& to = i.At(0);
+  ForActive(w.active, [&](int lane) {
+    char* destination = Destination(w, i, lane, w.Address(to, lane), bytes);
+    for (size_t k = 0; k < i.count; ++k) {
+      const T value = static_cast<T>(w.Integer(i.operands[k + 1], lane));
+      std::memcpy(destination + k * sizeof(T), &value, sizeof(T));
+    }
+  });
+  return Outcome::kDone;
+}
+
+// atom d, [address], b  or  red [address], b: one lane after the other.
+template <typename T>
+Outcome Atomic(Warp& w, const Instruction& i) {
+  const bool has_result = i.opcode[0] == 'a';
+  const Operand &address = i.At(has_result ? 1 : 0), &summand = i.At(has_result ? 2 : 1);
+  ForActive(w.active, [&](int lane) {
+    char* place = GlobalAddress(w, lane, w.Address(address, lane), sizeof(T), true);
+    NoteWrite(w, w.Address(address, lane), sizeof(T));
+    T before;
+    std::memcpy(&before, place, sizeof(T));
+    const T after = static_cast<T>(before + static_cast<T>(w.Integer(summand, lane)));
+    std::memcpy(place, &after, sizeof(T));
+    if (has_result && i.At(0).slot >= 0) w.Lanes<T>(i, 0)[lane] = before;
+  });
+  return Outcome::kDone;
+}
+
+// cp.async [to], [from], bytes[, valid bytes]
+Outcome CopyAsync(Warp& w, const Instruction& i) {
+  ForActive(w.active, [&](int lane) {
+    w.block->lane = lane;
+    const int bytes = static_cast<int>(w.Integer(i.At(2), lane));
+    uint64_t valid = static_cast<uint64_t>(bytes);
+    if (i.NumOperands() > 3) valid = w.Integer(i.At(3), lane);
+    if (bytes != 4 && bytes != 8 && bytes != 16)
+      Fail("a copy of " + std::to_string(bytes) + " bytes");
+    if (valid > static_cast<uint64_t>(bytes)) Fail("a copy from more bytes than to");
+    const uint64_t to = w.Address(i.At(0), lane), from = w.Address(i.At(1), lane);
+    const char* source = nullptr;
+    if (valid > 0) source = GlobalAddress(w, lane, from, bytes, false);
+    w.block->shared.BeginCopy(w, lane, to, bytes, i.line);
+    w.queues[static_cast<size_t>(lane)].push_back({Pending::kCopy, static_cast<uint8_t>(bytes),
+                                                   static_cast<uint8_t>(valid), i.line, to,
+                                                   source});
+  });
+  return Outcome::kDone;
+}
+
+Outcome CommitCopies(Warp& w, const Instruction& i) {
+  ForActive(w.active, [&](int lane) {
+    w.queues[static_cast<size_t>(lane)].push_back({Pending::kCommit, 0, 0, i.line, 0, nullptr});
+  });
+  return Outcome::kDone;
+}
+
+// Copies arrive now, as late as they may.
+Outcome WaitForCopies(Warp& w, const Instruction& i) {
+  ForActive(w.active, [&](int lane) {
+    std::vector<Pending>& queue = w.queues[static_cast<size_t>(lane)];
+    if (i.number == 1) {  // wait_all
+      CompleteCopies(&w, lane, queue.size());
+      return;
+    }
+    uint64_t groups = w.Integer(i.At(0), lane);
+    size_t end = queue.size();
+    for (; end > 0; --end) {
+      if (queue[end - 1].kind == Pending::kCommit && groups-- == 0) break;
+    }
+    CompleteCopies(&w, lane, end);
+  });
+  return Outcome::kDone;
+}
+
+}  // namespace
+
+void CompleteCopies(Warp* warp, int lane, size_t num_entries) {
+  std::vector<Pending>& queue = warp->queues[static_cast<size_t>(lane)];
+  for (size_t k = 0; k < num_entries; ++k) {
+    const Pending& entry = queue[k];
+    if (entry.kind == Pending::kArrive) ArriveAt(warp->block, warp, lane, entry.to);
+    if (entry.kind != Pending::kCopy) continue;
+    char* to = warp->block->shared.EndCopy(*warp, lane, entry.to, entry.bytes);
+    if (entry.valid_bytes > 0) std::memcpy(to, entry.from, entry.valid_bytes);
+    std::memset(to + entry.valid_bytes, 0, static_cast<size_t>(entry.bytes - entry.valid_bytes));
+  }
+  queue.erase(queue.begin(), queue.begin() + static_cast<long>(num_entries));
+}
+
+bool CompleteSomeCopies(Block* block) {
+  const size_t num_lanes = block->warps.size() * kLanes;
+  const size_t begin = block->random() % num_lanes;
+  for (size_t k = 0; k < num_lanes; ++k) {
+    const size_t thread = (begin + k) % num_lanes;
+    Warp& warp = block->warps[thread / kLanes];
+    const std::vector<Pending>& queue = warp.queues[thread % kLanes];
+    for (size_t end = 0; end < queue.size(); ++end) {
+      if (queue[end].kind != Pending::kArrive) continue;
+      CompleteCopies(&warp, static_cast<int>(thread % kLanes), end + 1);
+      return true;
+    }
+  }
+  return false;
+}
+
+bool DecodeMemory(const Words& words, Instruction* i) {
+  const std::string &name = words[0], &type = words.back();
+  if (name == "cp" && words.size() > 1 && words[1] == "async") {
+    if (words.size() > 2 && words[2] == "commit_group")
+      i->execute = CommitCopies;
+    else if (words.size() > 2 && words[2] == "wait_group")
+      i->execute = WaitForCopies;
+    else if (words.size() > 2 && words[2] == "wait_all")
+      i->execute = WaitForCopies, i->number = 1;
+    else if (words.size() > 2 && (words[2] == "ca" || words[2] == "cg"))
+      i->execute = CopyAsync;
+    else
+      return false;
+    return true;
+  }
+  if (name != "ld" && name != "st" && name != "atom" && name != "red") return false;
+  for (const std::string& word : words) {
+    if (word == "global") i->space = Space::kGlobal;
+    if (word == "shared" || word == "shared::cta") i->space = Space::kShared;
+    if (word == "param") i->space = Space::kParam;
+    if (word == "local") return false;
+    if (word == "v2") i->count = 2;
+    if (word == "v4") i->count = 4;
+  }
+  i->size = static_cast<uint8_t>(SizeOfType(type));
+  if (name == "atom" || name == "red") {
+    if (std::find(words.begin(), words.end(), "add") == words.end() || type[0] == 'f') return false;
+    i->execute = i->size == 8 ? Atomic<uint64_t> : Atomic<uint32_t>;
+    return i->size >= 4 && i->space == Space::kGlobal;
+  }
+  const bool loads = name == "ld", is_signed = type[0] == 's';
+  switch (i->size) {
+    case 1:
+      i->execute = !loads ? Store<uint8_t> : is_signed ? Load<int8_t> : Load<uint8_t>;
+      break;
+    case 2:
+      i->execute = !loads ? Store<uint16_t> : is_signed ? Load<int16_t> : Load<uint16_t>;
+      break;
+    case 4:
+      i->execute = !loads ? Store<uint32_t> : is_signed ? Load<int32_t> : Load<uint32_t>;
+      break;
+    case 8:
+      i->execute = loads ? Load<uint64_t> : Store<uint64_t>;
+      break;
+    default:
+      return false;
+  }
+  return true;
+}
+
+}  // namespace ptx
