@@ -42,8 +42,7 @@ struct Image {
 };
 struct Unit {
   std::vector<Image> images;
-  std::map<std::string, std::shared_ptr<ptx::Kernel>> kernels;
-  bool is_parsed = false;
+  std::map<std::string, std::shared_ptr<ptx::Kernel>> kernels;  // those that were launched
 };
 struct Function {
   Unit* unit;
@@ -75,18 +74,16 @@ std::shared_ptr<ptx::Kernel> Find(const void* handle) {
   const auto found = Functions().find(handle);
   if (found == Functions().end()) return nullptr;
   Unit& unit = *found->second.unit;
-  if (!unit.is_parsed) {
-    const unsigned device = static_cast<unsigned>(Number("XLA_GPU_PTX_TARGET", 90));
-    const Image* best = nullptr;
-    for (const Image& image : unit.images) {
-      if (image.target <= device && (best == nullptr || image.target > best->target)) best = &image;
-    }
-    if (best == nullptr) return nullptr;
-    unit.kernels = ptx::Parse(std::string(best->text, strnlen(best->text, best->size)));
-    unit.is_parsed = true;
+  std::shared_ptr<ptx::Kernel>& kernel = unit.kernels[found->second.name];
+  if (kernel != nullptr) return kernel;
+  const unsigned device = static_cast<unsigned>(Number("XLA_GPU_PTX_TARGET", 90));
+  const Image* best = nullptr;
+  for (const Image& image : unit.images) {
+    if (image.target <= device && (best == nullptr || image.target > best->target)) best = &image;
   }
-  const auto kernel = unit.kernels.find(found->second.name);
-  return kernel == unit.kernels.end() ? nullptr : kernel->second;
+  if (best == nullptr) return nullptr;
+  return kernel = ptx::Parse(std::string(best->text, strnlen(best->text, best->size)),
+                             found->second.name);
 }
 
 template <typename T>
@@ -230,14 +227,14 @@ char __cudaInitModule(void**) { return 1; }
 const char* PtxRun(const char* text, const char* name, const unsigned* grid, unsigned threads,
                    size_t shared_bytes, void** arguments) {
   const std::lock_guard<std::recursive_mutex> lock(mutex);
-  static std::map<std::string, std::map<std::string, std::shared_ptr<ptx::Kernel>>> parsed;
+  static std::map<std::pair<std::string, std::string>, std::shared_ptr<ptx::Kernel>> parsed;
   try {
-    auto found = parsed.find(text);
-    if (found == parsed.end()) found = parsed.emplace(text, ptx::Parse(text)).first;
+    std::shared_ptr<ptx::Kernel>& kernel = parsed[{text, name}];
+    if (kernel == nullptr) kernel = ptx::Parse(text, name);
+    if (kernel == nullptr) throw std::runtime_error("there is no such kernel");
     const LaunchConfig config{
         {grid[0], grid[1], grid[2]}, {threads, 1, 1}, shared_bytes, nullptr, nullptr, 0};
-    return Launch(*found->second.at(name), config, arguments, false) == kSuccess ? nullptr
-                                                                                 : failure.c_str();
+    return Launch(*kernel, config, arguments, false) == kSuccess ? nullptr : failure.c_str();
   } catch (const std::exception& error) {
     failure = error.what();
     return failure.c_str();

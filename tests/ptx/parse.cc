@@ -61,9 +61,9 @@ int SizeOfImmediate(const std::string& opcode, int operand) {
 
 class Parser {
  public:
-  explicit Parser(const std::string& text) : text_(text) {}
+  Parser(const std::string& text, const std::string& name) : text_(text), wanted_(name) {}
 
-  std::map<std::string, std::shared_ptr<Kernel>> Run() {
+  std::shared_ptr<Kernel> Run() {
     while (SkipSpace()) {
       const std::string word = PeekWord();
       if (word == ".version" || word == ".address_size" || word == ".file") {
@@ -77,12 +77,12 @@ class Parser {
       } else if (word == ".extern" || word == ".global" || word == ".shared" || word == ".const") {
         DeclareShared(Until(";"), &module_shared_);
       } else if (word == ".visible" || word == ".entry" || word == ".weak") {
-        ParseEntry();
+        if (ParseEntry()) return kernel_;
       } else {
         Fail("unknown directive " + word);
       }
     }
-    return std::move(kernels_);
+    return nullptr;
   }
 
  private:
@@ -190,12 +190,17 @@ class Parser {
     bytes += size;
   }
 
-  void ParseEntry() {
+  // Returns whether it is the kernel that is wanted.
+  bool ParseEntry() {
     kernel_ = std::make_shared<Kernel>();
     kernel_->target = target_;
     shared_ = module_shared_;
     const std::vector<std::string> words = Words(Until("("));
     kernel_->name = words.back();
+    if (kernel_->name != wanted_) {
+      for (const char* end : {")", "{", "}"}) Until(end);
+      return false;
+    }
     for (const std::string& parameter : Split(Until(")"), ",")) DeclareParameter(parameter);
     for (const std::vector<std::string>& setting : {Words(Until("{"))}) {
       for (size_t i = 0; i + 1 < setting.size(); ++i) {
@@ -210,7 +215,7 @@ class Parser {
     }
     ParseBody();
     Finish();
-    kernels_[kernel_->name] = kernel_;
+    return true;
   }
 
   // .param .u64 .ptr .global .align 1 name
@@ -327,7 +332,12 @@ class Parser {
       instruction.first.push_back(static_cast<int>(instruction.operands.size()));
       AddOperands(operands[i], static_cast<int>(i), &instruction);
     }
-    // Where it may follow: shorter forms have the same places.
+    instruction.num_results = text.find('|') == std::string::npos ? 1 : 2;
+    for (const char* name : {"st.", "red.", "bra", "bar.sync", "bar.arrive", "bar.warp", "cp.",
+                             "mbarrier.init", "stmatrix"}) {
+      if (StartsWith(instruction.opcode, name)) instruction.num_results = 0;
+    }
+    if (operands.size() < 2) instruction.num_results = 0;
     kernel_->has_wgmma |= instruction.is_wgmma;
     kernel_->lets_next_begin |= instruction.opcode == "griddepcontrol.launch_dependents";
     kernel_->code.push_back(std::move(instruction));
@@ -438,11 +448,6 @@ class Parser {
     }
     for (const auto& [name, number] : specials_) kernel_->specials.emplace_back(number, name);
     PlaceRegisters(kernel_.get(), registers_);
-    registers_.clear();
-    constants_.clear();
-    specials_.clear();
-    branches_.clear();
-    labels_.clear();
   }
 
   // Marks the address of dynamic shared memory until the size of the static one is known.
@@ -450,6 +455,7 @@ class Parser {
                             kDynamicMask = uint64_t{0xffff} << 48;
 
   const std::string& text_;
+  const std::string& wanted_;
   size_t at_ = 0;
   int line_ = 1;
   int target_ = 0;
@@ -462,7 +468,6 @@ class Parser {
   std::map<std::string, size_t> specials_;
   std::vector<std::pair<size_t, std::string>> branches_;
   std::unordered_map<std::string, int> labels_;
-  std::map<std::string, std::shared_ptr<Kernel>> kernels_;
 };
 
 }  // namespace
@@ -475,8 +480,8 @@ int SizeOfType(const std::string& type) {
   return std::atoi(type.c_str() + digit) / 8;
 }
 
-std::map<std::string, std::shared_ptr<Kernel>> Parse(const std::string& text) {
-  return Parser(text).Run();
+std::shared_ptr<Kernel> Parse(const std::string& text, const std::string& name) {
+  return Parser(text, name).Run();
 }
 
 }  // namespace ptx

@@ -52,6 +52,7 @@ struct Instruction {
   int32_t number = 0;             // of the operation's own meaning
   uint32_t used_bytes = ~0u;      // of a load: a bit for each byte that the program uses
   std::vector<Operand> operands;  // vectors are spread out
+  int num_results = 0;            // operands of the text that it writes, at its beginning
   std::vector<int> first;         // the place of each operand of the text in `operands`
   std::string opcode;
 
@@ -82,8 +83,9 @@ struct Kernel {
   bool lets_next_begin = false;
 };
 
-// The kernels of a text in PTX. Throws std::runtime_error with the line of what it does not know.
-std::map<std::string, std::shared_ptr<Kernel>> Parse(const std::string& text);
+// A kernel of a text in PTX, or null. Throws std::runtime_error with the line of what it does not
+// know.
+std::shared_ptr<Kernel> Parse(const std::string& text, const std::string& name);
 
 // Sets how the instruction is executed. Returns false if its opcode is unknown.
 bool Decode(const std::string& opcode, Instruction* instruction);

@@ -54,7 +54,7 @@ uint32_t Special(const Launch& launch, const Block& block, const std::string& na
   return axis == 0 ? t % x : axis == 1 ? t / x % y : t / x / y;
 }
 
-// The registers that an instruction writes, nearly: its first operand.
+// Finds what an instruction may not do with registers of products (wgmma).
 void CheckProducts(Warp& w, const Instruction& i) {
   if (i.is_wgmma || i.operands.empty()) return;
   const auto unit = [](const Operand& operand) { return static_cast<size_t>(operand.slot) / 64; };
@@ -65,7 +65,8 @@ void CheckProducts(Warp& w, const Instruction& i) {
       }
     }
   }
-  const size_t num_written = i.first.size() > 1 ? static_cast<size_t>(i.first[1]) : 1;
+  const size_t num_written =
+      static_cast<size_t>(i.num_results == 0 ? 0 : i.first[static_cast<size_t>(i.num_results)]);
   for (size_t k = 0; k < num_written; ++k) {
     const Operand& operand = i.operands[k];
     if (operand.slot >= 0) w.register_steps[unit(operand)] = w.fences;
