@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,54 @@ def emulated(path: Path | str | None = None) -> Any:
             configure(ROOT, folder, *options, "-DXLA_GPU_OPTIMIZE=-O0")
             path = build(folder)
     return load(path, "emulated._native")
+
+
+def on_ptx_machine(architectures: str) -> Path:
+    """The path of a module whose CUDA kernels are executed from the PTX that nvcc emits, by the
+    machine in tests/ptx. `architectures`: as XLA_GPU_ARCHITECTURES."""
+    from filelock import FileLock  # noqa: PLC0415  (only tests need it)
+
+    nvcc = _nvcc()
+    folder = ROOT / "build/ptx" / architectures.replace(";", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "lock"):
+        source, machine = ROOT / "tests/ptx", folder / "machine"
+        for command in (
+            ("cmake", "-S", source, "-B", machine, "-G", "Ninja"),
+            ("cmake", "--build", machine),
+        ):
+            outcome = run(*command)
+            assert outcome.returncode == 0, outcome.stdout
+        # The linker does not see that the machine has changed.
+        for module in folder.glob("*.so"):
+            if module.stat().st_mtime < (machine / "libptx_machine.a").stat().st_mtime:
+                module.unlink()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PTX_NVCC", str(nvcc))
+            configure(
+                ROOT,
+                folder,
+                f"-DCMAKE_CUDA_COMPILER={source / 'nvcc'}",
+                f"-DCUDART_STATIC={machine / 'libptx_machine.a'}",
+                f"-DXLA_GPU_ARCHITECTURES={architectures}",
+                "-DXLA_GPU_HEAD_SIZES=128;256",
+                "-DXLA_GPU_HEAD_SIZES_OF_8_BITS=128",
+                "-DXLA_GPU_CPU_INSTRUCTION_SETS=baseline",
+                "-DXLA_GPU_OPTIMIZE=-O0",
+                # Names of its own: the installed library is loaded, too.
+                "-DCMAKE_RELEASE_POSTFIX=_ptx",
+                "-DCMAKE_CXX_FLAGS=-DNB_DOMAIN=ptx",
+            )
+            return build(folder)
+
+
+def _nvcc() -> Path:
+    """The CUDA compiler of the installed build, or the user's. Skips the test if there is none."""
+    found = next(ROOT.glob("build/*/cuda/bin/nvcc"), None)
+    found = found or os.environ.get("CUDACXX") or shutil.which("nvcc")
+    if found is None:
+        pytest.skip("no nvcc, which compiles the kernels to PTX")
+    return Path(found)
 
 
 def load(path: Path | str, name: str) -> Any:
