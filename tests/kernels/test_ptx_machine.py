@@ -25,7 +25,9 @@ SHARES = [
 
 @pytest.fixture(scope="module")
 def module() -> Path:
-    return native.on_ptx_machine("80-real;90a-real" if selection.everything else "native")
+    if selection.everything:
+        return native.on_ptx_machine("80-real;90a-real", "128;256")
+    return native.on_ptx_machine("native", "128")
 
 
 @pytest.mark.parametrize(("target", "tests", "share"), SHARES)

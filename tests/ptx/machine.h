@@ -77,6 +77,10 @@ class SharedMemory {
   std::vector<Word> words_;
   std::vector<uint32_t> reads_;  // [word][warp]: the last step that read it, plus one
   int size_ = 0, num_warps_ = 0;
+  // Whether kernels may read what they never wrote (NaN in every type), if they do not use it.
+  bool allows_unwritten_ = false;
+  // Whether products may read what cp.async wrote without fence.proxy.async, as Triton's do.
+  bool allows_unfenced_copies_ = false;
 };
 
 // An asynchronous copy of a lane, or what follows it in the lane's queue.

@@ -13,9 +13,6 @@ void Join(Clock* clock, const Clock& other) {
 
 namespace {
 
-// Whether a kernel may read what it never wrote, if it does not use it: NaN in every type.
-const bool allows_unwritten = std::getenv("XLA_GPU_PTX_UNWRITTEN") != nullptr;
-
 // The bytes of a word that an access to [first, last) touches, as bits.
 uint8_t BytesOf(uint64_t word, uint64_t first, uint64_t last) {
   const uint64_t from = std::max(first, word * 4) - word * 4,
@@ -34,6 +31,8 @@ std::string Writer(const Word& word) {
 void SharedMemory::Reset(Block*, int bytes, int num_warps) {
   size_ = bytes;
   num_warps_ = num_warps;
+  allows_unwritten_ = std::getenv("XLA_GPU_PTX_UNWRITTEN") != nullptr;
+  allows_unfenced_copies_ = std::getenv("XLA_GPU_PTX_UNFENCED_COPIES") != nullptr;
   const size_t words = static_cast<size_t>(bytes + 3) / 4;
   bytes_.assign(words * 4, static_cast<char>(0xff));
   words_.assign(words, Word{});
@@ -66,7 +65,7 @@ const char* SharedMemory::Read(const Warp& warp, int lane, uint64_t address, int
     if (word.copies_in_flight)
       Fail("a read" + At(address) + ", where a copy of line " + std::to_string(word.copy_line) +
            " has not been waited for");
-    if ((word.written_bytes & mine) != mine && !allows_unwritten)
+    if ((word.written_bytes & mine) != mine && !allows_unwritten_)
       Fail("a read" + At(address) + ", which was never written");
     if (word.is_barrier) Fail("a read" + At(address) + ", where an mbarrier lies");
     if (word.write_bytes & mine) {
@@ -157,13 +156,14 @@ const char* SharedMemory::ReadAsync(const Warp& warp, const Seen& began, uint64_
     if (word.copies_in_flight)
       Fail("a product reads" + At(address) + ", where a copy of line " +
            std::to_string(word.copy_line) + " has not been waited for");
-    if (word.written_bytes != 0xf && !allows_unwritten)
+    if (word.written_bytes != 0xf && !allows_unwritten_)
       Fail("a product reads" + At(address) + ", which was never written");
     if (word.write_step > began.generic[word.write_warp]) {
       Fail("a race: a product reads" + At(address) + ", which " + Writer(word) +
            " wrote after it began or not in order with it");
     }
-    if (word.write_step > began.async[word.write_warp]) {
+    const bool needs_fence = !word.last_was_copy || !allows_unfenced_copies_;
+    if (needs_fence && word.write_step > began.async[word.write_warp]) {
       Fail("a product reads" + At(address) + ", which " + Writer(word) +
            " wrote without fence.proxy.async before the product");
     }

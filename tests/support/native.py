@@ -79,22 +79,16 @@ def emulated(path: Path | str | None = None) -> Any:
     return load(path, "emulated._native")
 
 
-def on_ptx_machine(architectures: str) -> Path:
+def on_ptx_machine(architectures: str, head_sizes: str) -> Path:
     """The path of a module whose CUDA kernels are executed from the PTX that nvcc emits, by the
-    machine in tests/ptx. `architectures`: as XLA_GPU_ARCHITECTURES."""
+    machine in tests/ptx. The arguments are those of CMake."""
     from filelock import FileLock  # noqa: PLC0415  (only tests need it)
 
     nvcc = _nvcc()
     folder = ROOT / "build/ptx" / architectures.replace(";", "-")
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
-        source, machine = ROOT / "tests/ptx", folder / "machine"
-        for command in (
-            ("cmake", "-S", source, "-B", machine, "-G", "Ninja"),
-            ("cmake", "--build", machine),
-        ):
-            outcome = run(*command)
-            assert outcome.returncode == 0, outcome.stdout
+        source, machine = ROOT / "tests/ptx", ptx_machine()
         # The linker does not see that the machine has changed.
         for module in folder.glob("*.so"):
             if module.stat().st_mtime < (machine / "libptx_machine.a").stat().st_mtime:
@@ -107,7 +101,7 @@ def on_ptx_machine(architectures: str) -> Path:
                 f"-DCMAKE_CUDA_COMPILER={source / 'nvcc'}",
                 f"-DCUDART_STATIC={machine / 'libptx_machine.a'}",
                 f"-DXLA_GPU_ARCHITECTURES={architectures}",
-                "-DXLA_GPU_HEAD_SIZES=128;256",
+                f"-DXLA_GPU_HEAD_SIZES={head_sizes}",
                 "-DXLA_GPU_HEAD_SIZES_OF_8_BITS=128",
                 "-DXLA_GPU_CPU_INSTRUCTION_SETS=baseline",
                 "-DXLA_GPU_OPTIMIZE=-O0",
@@ -116,6 +110,22 @@ def on_ptx_machine(architectures: str) -> Path:
                 "-DCMAKE_CXX_FLAGS=-DNB_DOMAIN=ptx",
             )
             return build(folder)
+
+
+def ptx_machine() -> Path:
+    """The folder with the libraries of the machine that executes PTX, brought up to date."""
+    from filelock import FileLock  # noqa: PLC0415
+
+    folder = ROOT / "build/ptx/machine"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "lock"):
+        for command in (
+            ("cmake", "-S", ROOT / "tests/ptx", "-B", folder, "-G", "Ninja"),
+            ("cmake", "--build", folder),
+        ):
+            outcome = run(*command)
+            assert outcome.returncode == 0, outcome.stdout
+    return folder
 
 
 def _nvcc() -> Path:
