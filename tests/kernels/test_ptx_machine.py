@@ -4,13 +4,17 @@ sm_80 too."""
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from harness.compare import assert_close_on_cuda
+from tests.cases.case import Case
 from tests.support import native, selection
+from tests.support.gpu import EmulatedGpu, attend
 
 # Target, tests and the share of them that `make test` runs.
 SHARES = [
@@ -24,7 +28,10 @@ SHARES = [
 
 
 @pytest.fixture(scope="module")
-def module() -> Path:
+def module(request: pytest.FixtureRequest) -> Path:
+    """A build of the module on the PTX machine: that of the option --emulated, or a new one."""
+    if path := request.config.getoption("--emulated"):
+        return Path(path)
     if selection.everything:
         return native.on_ptx_machine("80-real;90a-real", "128;256")
     return native.on_ptx_machine("native", "128")
@@ -42,3 +49,49 @@ def test_cuda_kernels(target: int, tests: str, share: int | None, module: Path) 
     )
     assert outcome.returncode == 0, outcome.stdout
     assert re.search(r"[1-9]\d* passed", outcome.stdout)
+
+
+# Kernels, and what chooses them.
+KERNELS = {
+    "TensorCoreAttention": {},
+    "Combine": {},
+    "HopperAttention": {"prefill": "hopper"},
+    "DecodeAttention": {"decode": "pipelined"},
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_missing_wait_is_found(
+    kernel: str, module: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each barrier, wait and fence of a kernel is removed, one at a time. Without that, the same
+    calls pass."""
+    gpu = EmulatedGpu(native.load(module, "ptx._native"), KERNELS[kernel])
+    cases = [
+        Case(id="faults", sequences=sequences, num_heads=4, head_size=128, dtype="bfloat16")
+        for sequences in [((1, 900), (70, 200)), ((1, 70), (1, 700), (3, 5))]
+    ]
+    monkeypatch.setenv("XLA_GPU_PTX_MOST_INSTRUCTIONS", "3000000")  # of a thread block
+    calls = [(case.inputs(), case.attributes()) for case in cases]
+
+    def run_all() -> str | None:
+        for (inputs, attributes), seed in itertools.product(calls, (1, 2)):
+            try:
+                result = attend(gpu, inputs, **attributes, seed=seed)
+                assert_close_on_cuda(result, inputs, attributes)
+            except (RuntimeError, AssertionError) as error:
+                return str(error)
+        return None
+
+    assert run_all() is None
+    found, missed = [], []
+    for number in itertools.count(0, 1 if selection.everything else 7):
+        monkeypatch.setenv("XLA_GPU_PTX_FAULT", f"{kernel} {number}")
+        error = run_all()
+        if error is not None and "no such wait" in error:
+            break
+        (found if error else missed).append((capfd.readouterr().err.strip(), error))
+    with capfd.disabled():
+        print(f"\n{kernel}: {len(found)} found, {len(missed)} missed: {missed}")
+    assert run_all() is not None
+    assert found and len(missed) <= len(found)

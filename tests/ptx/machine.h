@@ -202,6 +202,7 @@ struct Block {
   Warp* warp = nullptr;
   bool progressed = false;
   Counters counters;
+  uint64_t most_instructions = uint64_t{1} << 31;  // with more, the kernel does not end
 
   void Run();
   void CheckBarrier(BlockBarrier* barrier);

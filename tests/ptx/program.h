@@ -90,6 +90,9 @@ std::shared_ptr<Kernel> Parse(const std::string& text, const std::string& name);
 // Sets how the instruction is executed. Returns false if its opcode is unknown.
 bool Decode(const std::string& opcode, Instruction* instruction);
 
+// Makes a barrier, a wait or a fence do nothing. Returns false if the instruction is none of them.
+bool RemoveWait(Instruction* instruction);
+
 // Gives registers whose lives do not overlap the same slots.
 struct VirtualRegister {
   std::string name;

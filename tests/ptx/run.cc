@@ -14,9 +14,6 @@
 namespace ptx {
 namespace {
 
-// More instructions of a warp than any test needs: the kernel does not end.
-constexpr uint64_t kMostInstructions = uint64_t{1} << 31;
-
 // Sectors of 32 bytes that the last kernel wrote whose successor may begin early.
 std::unordered_set<uint64_t> written_before, written_now;
 bool notes_writes = false, has_early_accesses = false;
@@ -161,7 +158,7 @@ bool RunWarp(Block& block, Warp& w, uint64_t quantum) {
     }
   }
   block.counters.instructions += executed;
-  if (block.counters.instructions > kMostInstructions) Fail("the kernel does not end");
+  if (block.counters.instructions > block.most_instructions) Fail("the kernel does not end");
   if (w.alive == 0) {
     for (BlockBarrier& barrier : block.barriers) {
       if (barrier.arrived > 0 && barrier.is_whole_block) block.CheckBarrier(&barrier);
@@ -252,6 +249,9 @@ void RunKernel(const Launch& launch, unsigned seed) {
   Block block{};
   block.launch = &launch;
   block.random.seed(seed);
+  if (const char* most = std::getenv("XLA_GPU_PTX_MOST_INSTRUCTIONS")) {
+    block.most_instructions = std::strtoull(most, nullptr, 10);
+  }
   const size_t bytes = static_cast<size_t>(kernel.register_bytes);
   std::unique_ptr<char, decltype(&std::free)> registers(
       static_cast<char*>(std::aligned_alloc(64, std::max<size_t>(64, bytes * num_warps))),
