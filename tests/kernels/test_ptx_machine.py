@@ -90,8 +90,7 @@ def test_a_missing_wait_is_found(
         error = run_all()
         if error is not None and "no such wait" in error:
             break
-        (found if error else missed).append((capfd.readouterr().err.strip(), error))
-    with capfd.disabled():
-        print(f"\n{kernel}: {len(found)} found, {len(missed)} missed: {missed}")
-    assert run_all() is not None
-    assert found and len(missed) <= len(found)
+        said = capfd.readouterr().err
+        if "reached" in said:  # by these calls
+            (found if error else missed).append(said.split("\n")[0])
+    assert found and len(missed) <= len(found), missed

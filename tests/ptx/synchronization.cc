@@ -1,5 +1,6 @@
 // Barriers of the block, of the warp and in shared memory; exchange between lanes; fences.
 #include <algorithm>
+#include <cstdio>
 
 #include "machine.h"
 #include "tables.h"
@@ -296,10 +297,18 @@ Outcome FenceAsyncProxy(Warp& w, const Instruction&) {
 
 Outcome Nothing(Warp&, const Instruction&) { return Outcome::kDone; }
 
-// A wait that was removed: what it waited for seems to be there.
+// A barrier, wait or fence that was removed. Says once that it was reached.
+Outcome Removed(Warp&, const Instruction& i) {
+  static int32_t said = 0;
+  if (said != i.line) std::fprintf(stderr, "PTX machine: reached line %d\n", i.line);
+  said = i.line;
+  return Outcome::kDone;
+}
+
+// What a wait that was removed waited for seems to be there.
 Outcome PretendIsOver(Warp& w, const Instruction& i) {
   w.Predicate(i.At(0)) |= w.active;
-  return Outcome::kDone;
+  return Removed(w, i);
 }
 
 Outcome WaitForKernelsBefore(Warp& w, const Instruction&) {
@@ -343,7 +352,7 @@ bool RemoveWait(Instruction* i) {
         "cp.async.mbarrier.arrive", "mbarrier.arrive", "mbarrier.init", "fence.proxy.async",
         "wgmma.fence", "wgmma.wait_group", "wgmma.commit_group", "griddepcontrol.wait"}) {
     if (i->opcode.compare(0, std::string(name).size(), name) != 0) continue;
-    i->execute = Nothing;
+    i->execute = Removed;
     return true;
   }
   return false;
