@@ -18,6 +18,7 @@ inline constexpr int kLanes = 32;
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
 inline constexpr uint64_t kSharedWindow = uint64_t{1} << 62;  // of generic addresses
 inline constexpr int kMaxWarps = 32;
+inline constexpr uint32_t kSum = 1 << 16;
 
 // What a warp knows of the others: of everything that warp w did before its step clock[w], this
 // warp has seen the effects.
@@ -121,7 +122,8 @@ struct Warp {
   std::vector<std::vector<Pending>> queues;          // of each lane
   std::vector<std::vector<Product>> product_groups;  // committed; the last one is open
   std::vector<uint32_t> register_steps;  // by slot / 64: the wgmma.fence before its last write
-  std::vector<uint8_t> busy;             // by slot / 64: products in flight use it
+  // By slot / 64: products in flight that read it, and kSum times those that write it.
+  std::vector<uint32_t> busy;
   uint32_t fences = 1;
   int products_in_flight = 0;
   bool has_waited = false;  // griddepcontrol.wait

@@ -55,15 +55,17 @@ uint32_t Special(const Launch& launch, const Block& block, const std::string& na
 void CheckProducts(Warp& w, const Instruction& i) {
   if (i.is_wgmma || i.operands.empty()) return;
   const auto unit = [](const Operand& operand) { return static_cast<size_t>(operand.slot) / 64; };
+  const size_t num_written =
+      static_cast<size_t>(i.num_results == 0 ? 0 : i.first[static_cast<size_t>(i.num_results)]);
   if (w.products_in_flight > 0) {
-    for (const Operand& operand : i.operands) {
-      if (operand.slot >= 0 && !operand.is_constant && w.busy[unit(operand)]) {
+    for (size_t k = 0; k < i.operands.size(); ++k) {
+      const Operand& operand = i.operands[k];
+      if (operand.slot < 0 || operand.is_constant) continue;
+      if (w.busy[unit(operand)] >= (k < num_written ? 1 : kSum)) {
         Fail("uses a register of a product (wgmma) that was not waited for");
       }
     }
   }
-  const size_t num_written =
-      static_cast<size_t>(i.num_results == 0 ? 0 : i.first[static_cast<size_t>(i.num_results)]);
   for (size_t k = 0; k < num_written; ++k) {
     const Operand& operand = i.operands[k];
     if (operand.slot >= 0) w.register_steps[unit(operand)] = w.fences;

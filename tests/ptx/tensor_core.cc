@@ -190,12 +190,14 @@ class Matrix {
 
 size_t Unit(const Operand& operand) { return static_cast<size_t>(operand.slot) / 64; }
 
-// The sums, and A if it is in registers, may not be touched until the wait.
-void MarkBusy(Warp& w, const Instruction& i, int change) {
-  const size_t end = static_cast<size_t>(i.first[1]) + (i.first[2] - i.first[1] == 4 ? 4 : 0);
+// Until the wait, nobody may touch the sums, nor write A if it is in registers.
+void MarkBusy(Warp& w, const Instruction& i, bool begins) {
+  const size_t num_sums = static_cast<size_t>(i.first[1]);
+  const size_t end = num_sums + (i.first[2] - i.first[1] == 4 ? 4 : 0);
   for (size_t k = 0; k < end; ++k) {
-    if (i.operands[k].slot >= 0 && !i.operands[k].is_constant)
-      w.busy[Unit(i.operands[k])] = static_cast<uint8_t>(w.busy[Unit(i.operands[k])] + change);
+    if (i.operands[k].slot < 0 || i.operands[k].is_constant) continue;
+    const uint32_t change = k < num_sums ? kSum : 1;
+    w.busy[Unit(i.operands[k])] += begins ? change : -change;
   }
 }
 
@@ -253,7 +255,7 @@ void Compute(Warp& w, const Product& product) {
     float* d = w.Lanes<float>(i.operands[static_cast<size_t>(r)]);
     for (int lane = 0; lane < kLanes; ++lane) d[lane] = place(r, lane);
   }
-  MarkBusy(w, i, -1);
+  MarkBusy(w, i, false);
   --w.products_in_flight;
   ++w.block->counters.products;
 }
@@ -271,7 +273,7 @@ Outcome StartProduct(Warp& w, const Instruction& i) {
     if (operand.is_constant) continue;
     if (w.register_steps[Unit(operand)] == w.fences)
       Fail("wgmma uses a register that was written after the last wgmma.fence");
-    if (k >= num_sums && w.busy[Unit(operand)])
+    if (k >= num_sums && w.busy[Unit(operand)] >= kSum)
       Fail("wgmma reads a register of a product that was not waited for");
   }
   if (has_registers) {
@@ -293,7 +295,7 @@ Outcome StartProduct(Warp& w, const Instruction& i) {
   if (constant(4) != 1 || constant(5) != 1) Fail("wgmma with a negated operand");
   product.a_is_mn_major = !has_registers && constant(6) == 1;
   product.b_is_mn_major = constant(has_registers ? 6 : 7) == 1;
-  MarkBusy(w, i, 1);
+  MarkBusy(w, i, true);
   ++w.products_in_flight;
   w.product_groups.back().push_back(std::move(product));
   w.Step();
