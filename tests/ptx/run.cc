@@ -276,8 +276,7 @@ void RunKernel(const Launch& launch, unsigned seed) {
         block.index = {static_cast<unsigned>(number % launch.grid[0]),
                        static_cast<unsigned>(number / launch.grid[0] % launch.grid[1]),
                        static_cast<unsigned>(number / launch.grid[0] / launch.grid[1])};
-        // Rounded up, as nvcc widens loads into bytes that nothing uses.
-        block.shared.Reset(&block, kernel.shared_bytes + (launch.shared_bytes + 15) / 16 * 16,
+        block.shared.Reset(&block, kernel.shared_bytes + launch.shared_bytes,
                            static_cast<int>(num_warps));
         block.barriers.fill({});
         block.memory_barriers.clear();
