@@ -44,10 +44,10 @@ std::string MetadataFault(const Params& p) {
                     " at most max_query_len=", p.max_query_len, " tokens; got ", q_len);
     }
     if (context_len < 0 || context_len > capacity) {
-      const std::string limit = capacity < kMaxContextLen
-                                    ? StrCat("max_blocks_per_seq=", p.max_blocks_per_seq,
-                                             " * block_size=", p.block_size)
-                                    : StrCat(capacity);
+      const std::string limit =
+          capacity < kMaxContextLen
+              ? StrCat("max_blocks_per_seq=", p.max_blocks_per_seq, " * block_size=", p.block_size)
+              : StrCat(capacity);
       return StrCat("context_lens[", s, "] must be from 0 to ", limit, "; got ", context_len);
     }
     if (p.is_causal && context_len < q_len) {
