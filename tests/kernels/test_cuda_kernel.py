@@ -277,6 +277,7 @@ KERNELS = "CUDA kernels" if ON_CUDA else "CUDA kernels, emulated"
 
 
 @pytest.mark.proves(KERNELS)
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_paged_attention(case: Case, gpu: Gpu) -> None:
     inputs, attributes = case.inputs(), case.attributes()

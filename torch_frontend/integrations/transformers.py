@@ -349,13 +349,17 @@ def _keep_pages() -> None:
     upstream: Any = PagedAttentionCache.update
 
     @functools.wraps(upstream)
-    def update(
-        self: Any, key: torch.Tensor, value: torch.Tensor, layer: int, kwargs: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(  # transformers gives some arguments by these names
+        self: Any,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        kwargs: dict[str, Any],
+    ) -> Any:
         if self.config._attn_implementation != NAME:
-            return upstream(self, key, value, layer, kwargs)  # type: ignore[no-any-return]
+            return upstream(self, key_states, value_states, layer_idx, kwargs)
         kwargs["cache"] = self
-        return key, value
+        return key_states, value_states
 
     cache: Any = PagedAttentionCache
     cache.update = update
