@@ -134,10 +134,12 @@ class TensorCoreItem {
     ForQueryChunks<T, QueryRows>(p_, item_, 0, kRows, threadIdx.x, copy);
   }
 
-  // V of a KV tile. Where it is a part of K it is there already: its columns are K's first ones.
+  // V of a KV tile. Where it is a part of K it is there already: its columns are K's first ones. An
+  // 8-bit V is copied all the same, as the choice would take registers that are not there.
   __device__ C* Value(int32_t tile) const {
-    return layout_.Key(tile) + (p_.is_latent ? 0 : Layout::kTileElements);
+    return layout_.Key(tile) + (HasValuesInKeys() ? 0 : Layout::kTileElements);
   }
+  __device__ bool HasValuesInKeys() const { return !kIs8Bit<C> && p_.is_latent; }
 
   // Up to eight lanes copy 128 bytes of a position's K at a time, and of its V. What does not exist
   // becomes zeros.
@@ -163,7 +165,7 @@ class TensorCoreItem {
         const int64_t from = offset + chunk * 16;
         gpu::CopyAsync16(keys + to, reinterpret_cast<const void*>(key + from),
                          offset >= 0 && first < p_.head_size);
-        if (p_.is_latent) continue;
+        if (HasValuesInKeys()) continue;
         gpu::CopyAsync16(values + to, reinterpret_cast<const void*>(value + from),
                          offset >= 0 && first < p_.value_head_size);
       }
