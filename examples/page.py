@@ -109,6 +109,11 @@ def show_calls(calls: Sequence[Calls], console: Console) -> None:
         console.print(Panel(Group(*call.text), title=title, title_align="left"))
 
 
+def known_calls(backends: Mapping[str, Any]) -> list[Any]:
+    """The custom calls of the backends that have HLO."""
+    return [backend.custom_calls for backend in backends.values() if backend.custom_calls]
+
+
 def group_calls(backends: Mapping[str, Mapping[str, str]]) -> list[Calls]:
     """The custom calls of backends that have some, once for all backends that have the same.
 

@@ -92,7 +92,7 @@ class Result:
     @property
     def same_custom_calls(self) -> bool:
         """Whether all backends that have HLO hold the same custom calls, letter for letter."""
-        calls = _calls_of(self)
+        calls = page.known_calls(self.backends)
         return all(found == calls[0] for found in calls)
 
     @property
@@ -138,11 +138,6 @@ class Result:
         }
 
 
-def _calls_of(result: Result) -> list[dict[str, int]]:
-    """The custom calls of the backends that have HLO."""
-    return [backend.custom_calls for backend in result.backends.values() if backend.custom_calls]
-
-
 def headlines(result: Result) -> list[Headline]:
     """What to know at a glance."""
     backends = result.backends.values()
@@ -169,7 +164,7 @@ def headlines(result: Result) -> list[Headline]:
         largest = max(differences)
         label = "largest error of a log-probability"
         found.append(Headline(label, f"{largest:.1g}", largest < TOLERANCE))
-    if len(_calls_of(result)) > 1:
+    if len(page.known_calls(result.backends)) > 1:
         value = "identical" if result.same_custom_calls else "different"
         found.append(Headline("custom calls", value, result.same_custom_calls))
     return [

@@ -67,7 +67,7 @@ class Result:
     @property
     def same_custom_calls(self) -> bool:
         """Whether all backends that have HLO hold the same custom calls, letter for letter."""
-        calls = _calls_of(self)
+        calls = page.known_calls(self.backends)
         return all(found == calls[0] for found in calls)
 
     @property
@@ -89,11 +89,6 @@ class Result:
         }
 
 
-def _calls_of(result: Result) -> list[list[str]]:
-    """The custom calls of the backends that have HLO."""
-    return [backend.custom_calls for backend in result.backends.values() if backend.custom_calls]
-
-
 def headlines(result: Result) -> list[Headline]:
     """What to know at a glance."""
     most_compiles = max(backend.compiles for backend in result.backends.values())
@@ -102,7 +97,7 @@ def headlines(result: Result) -> list[Headline]:
     rates = {name: backend.tokens_per_second for name, backend in result.backends.items()}
     fastest = max(rates, key=lambda name: rates[name])
     found = []
-    if len(_calls_of(result)) > 1:
+    if len(page.known_calls(result.backends)) > 1:
         same = result.same_custom_calls
         found.append(Headline("custom calls", "identical" if same else "different", same))
     if len(result.backends) > 1:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shared_ffi import _native
+from shared_ffi.batch import BlockPool, pad_batch
 
 _SEQUENCES = ((1, 3000), (1, 70), (2, 700), (150, 1000), (130, 130), (9, 40))
 _BLOCK_SIZE = 16
@@ -35,25 +36,33 @@ def calls() -> Iterator[Call]:
     """A call for each kernel: by dtype, dtype of the cache and head size. Few positions have most
     of the weight, so that no error is lost in an average."""
     rng = np.random.default_rng(0)
-    num_blocks = [-(-context // _BLOCK_SIZE) for _, context in _SEQUENCES]
-    tables = np.zeros((len(_SEQUENCES), max(num_blocks)), np.int32)
-    ids = rng.permutation(sum(num_blocks)).astype(np.int32)
-    for s, own in enumerate(np.split(ids, np.cumsum(num_blocks)[:-1])):
-        tables[s, : len(own)] = own
-    starts = np.cumsum([0, *(q_len for q_len, _ in _SEQUENCES)])
-    lengths = [context for _, context in _SEQUENCES]
-    metadata = [np.array(x, np.int32) for x in (lengths, tables, starts, [len(_SEQUENCES)])]
+    query_lens, context_lens = zip(*_SEQUENCES, strict=True)
+    num_blocks = [-(-context_len // _BLOCK_SIZE) for context_len in context_lens]
+    pool = BlockPool(sum(num_blocks), _BLOCK_SIZE)
+    rng.shuffle(pool.free)
+    blocks: list[list[int]] = [[] for _ in _SEQUENCES]
+    for own, context_len in zip(blocks, context_lens, strict=True):
+        pool.grow(own, context_len)
+    batch = pad_batch(
+        [[0] * query_len for query_len in query_lens],
+        context_lens,
+        blocks,
+        block_size=_BLOCK_SIZE,
+        num_tokens=sum(query_lens),
+        max_seqs=len(_SEQUENCES),
+        max_blocks_per_seq=max(num_blocks),
+    )
     for dtype in ("bfloat16", "float16"):
         kinds = [(dtype, size) for size in (64, 128, 192, 256)]
         kinds += [(x, size) for x in ("float8_e4m3fn", "float8_e5m2", "int8") for size in (64, 128)]
         for cache_dtype, size in kinds:
-            query = rng.standard_normal((starts[-1], _HEADS, size), np.float32)
-            shape = (len(ids), _BLOCK_SIZE, 2 * _KV_HEADS, size)
+            query = rng.standard_normal((len(batch.tokens), _HEADS, size), np.float32)
+            shape = (sum(num_blocks), _BLOCK_SIZE, 2 * _KV_HEADS, size)
             kv_cache = rng.standard_normal(shape, np.float32)
             if cache_dtype == "int8":
                 kv_cache = np.round(kv_cache * 20).clip(-127, 127)
             scale = 0.3 / np.abs(kv_cache).mean()
-            yield Call(dtype, cache_dtype, query, kv_cache, tuple(metadata), float(scale))
+            yield Call(dtype, cache_dtype, query, kv_cache, batch[3:], float(scale))
 
 
 def compare(attend: Callable[[Call, bool], np.ndarray], native: Any = _native) -> str:

@@ -216,7 +216,7 @@ struct Block {
 // The place in a lane's global memory. Throws a Fault if it is misaligned or certainly not there.
 char* GlobalAddress(const Warp& warp, int lane, uint64_t address, int bytes, bool is_write);
 
-// Of a kernel whose successor may begin early: what it writes. An early access to that is a Fault.
+// Notes what a kernel writes whose successor may begin early. An early access to it is a Fault.
 void NoteWrite(const Warp& warp, uint64_t address, int bytes);
 void CheckEarlyAccess(const Warp& warp, uint64_t address, int bytes);
 
