@@ -35,6 +35,7 @@ class Workload:
     cache_dtype: str | None = None  # an 8-bit dtype, with one scale for the whole cache
     max_seqs: int = 0  # rows of the metadata, at least as many as sequences
     max_blocks_per_seq: int = 0  # columns of the tables, at least as many as needed
+    shared_blocks: int = 0  # that the tables of all sequences begin with
 
     @property
     def kv_bytes(self) -> int:
@@ -77,6 +78,7 @@ class Workload:
         for s, count in enumerate(blocks):
             tables[s, :count] = pool[taken : taken + count]
             taken += count
+        tables[:num_seqs, : self.shared_blocks] = tables[0, : self.shared_blocks]
         starts, contexts = np.zeros(max_seqs + 1, np.int32), np.zeros(max_seqs, np.int32)
         starts[1 : num_seqs + 1] = np.cumsum([q_len for q_len, _ in self.sequences])
         starts[num_seqs + 1 :] = starts[num_seqs]

@@ -81,7 +81,10 @@ def workloads(trace: Path | None) -> Iterator[Workload]:
 
 
 def growth() -> dict[str, float]:
-    """Seconds of a decode step: plain, with padding, on one thread, and with shorter contexts."""
+    """Seconds of a decode step.
+
+    Plain, with padding, on one thread, with shorter contexts, with blocks in common.
+    """
     llama, sequences = MODELS["llama-3-8b"], uniform(8, 1, 4096)
 
     def step(**changes: Any) -> Contestant:
@@ -105,6 +108,8 @@ def growth() -> dict[str, float]:
         "one thread": on_one_thread,
         "8 x 2048": step(sequences=uniform(8, 1, 2048)),
         "8 x 1024": step(sequences=uniform(8, 1, 1024)),
+        "16 x 4160": step(sequences=uniform(16, 1, 4160)),
+        "16 x 4160, 4096 shared": step(sequences=uniform(16, 1, 4160), shared_blocks=256),
     }
     return medians(seconds(contestants, rounds=15, budget=0.1))
 

@@ -80,7 +80,7 @@ class Case:
     query_factor: float = 1.0
     nan_in_last_position: bool = False
     nan_in_second_query: bool = False  # its K and V, which a tree mask may exclude
-    shared_first_block: bool = False
+    shared_blocks: int = 0  # the first blocks of every sequence
 
     def attributes(self) -> dict[str, Any]:
         """The other arguments: numbers, and the arrays of the case's features."""
@@ -177,8 +177,7 @@ class Case:
         for s, (q_len, context_len) in enumerate(self.sequences):
             blocks = pool[taken : taken + lengths[s]].copy()
             taken += lengths[s]
-            if self.shared_first_block:
-                blocks[0] = pool[0]
+            blocks[: self.shared_blocks] = pool[: min(lengths[s], self.shared_blocks)]
             positions = self.needed_positions(q_len, context_len)
             for j in positions:
                 block, offset = j // self.block_size, j % self.block_size

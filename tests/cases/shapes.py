@@ -33,7 +33,7 @@ def _batches() -> Iterator[Case]:
     yield from each_dtype("much-padding", sequences=MIXED, padding_seqs=20, padding_tokens=50)
     yield from each_dtype("first-token-5", sequences=MIXED, first_token=5)
     yield from each_dtype("num-seqs-of-rank-1", sequences=MIXED, num_seqs_shape=(1,))
-    yield from each_dtype("shared-first-block", sequences=CHUNKED, shared_first_block=True)
+    yield from each_dtype("shared-first-block", sequences=CHUNKED, shared_blocks=1)
 
 
 def _block_sizes_and_contexts() -> Iterator[Case]:
@@ -130,6 +130,30 @@ def _ragged() -> Iterator[Case]:
         )
 
 
+def _shared_prefixes() -> Iterator[Case]:
+    """Neighbouring sequences whose tables begin alike, over whole splits of the CPU kernel."""
+    features: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "window-1050": {"sliding_window": 1050},
+        "tree": {"tree": "draft"},
+        "sinks-cap": {"sinks": True, "soft_cap": 20.0},
+        "alibi": {"alibi_slopes": True},
+        "not-causal": {"causal": False, "window_right": 2},
+        "int8": {"cache_dtype": "int8", "scales": "per position"},
+        "latent": {"value_head_size": 12, "num_kv_heads": 1},
+    }
+    for feature, fields in features.items():
+        yield from each_dtype(
+            f"shared-prefix-{feature}",
+            sequences=((1, 1100), (1, 1025), (3, 1300), (2, 1024), (0, 1300), (1, 600), (30, 1090)),
+            num_heads=6,
+            block_size=8,
+            return_lse=True,
+            shared_blocks=130,
+            **fields,
+        )
+
+
 def _long_queries() -> Iterator[Case]:
     """Queries with more tokens than a query tile of the CUDA kernels, so that the Hopper kernel may
     run. Contexts have many KV tiles. Short queries are in the same batch."""
@@ -148,7 +172,7 @@ def _long_queries() -> Iterator[Case]:
         "large-logits": {"query_factor": 30.0},
         "negative-scale": {"scale": -0.3},
         "hint": {"max_query_len": 300},
-        "shared-first-block": {"shared_first_block": True},
+        "shared-prefix": {"shared_blocks": 20},
         "layout-n2hbd": {"kv_layout": "n2hbd"},
         "all": {
             "sinks": True,
@@ -286,5 +310,12 @@ def _long_queries() -> Iterator[Case]:
     )
 
 
-CASES = [*_batches(), *_block_sizes_and_contexts(), *_heads(), *_max_query_lens(), *_ragged()]
+CASES = [
+    *_batches(),
+    *_block_sizes_and_contexts(),
+    *_heads(),
+    *_max_query_lens(),
+    *_ragged(),
+    *_shared_prefixes(),
+]
 LONG_CASES = [*_long_queries()]

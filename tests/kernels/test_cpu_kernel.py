@@ -284,6 +284,36 @@ def test_a_sequence_has_the_same_bits_in_any_batch(attributes: dict[str, Any]) -
         first_row += lengths[s][0]
 
 
+SHARED_PREFIXES = [case for case in CASES if case.id.startswith("shared-prefix-")]
+
+
+@pytest.mark.parametrize("case", SHARED_PREFIXES, ids=lambda case: case.id)
+def test_a_shared_prefix_changes_no_bit(case: Case) -> None:
+    """Each sequence has the bits that it has alone, where nothing is shared."""
+    inputs, attributes = case.inputs(), case.attributes()
+    trees = attributes.pop("tree_mask", None)
+    starts, num_seqs = inputs.query_start_loc, len(case.sequences)
+    together = {} if trees is None else {"tree_mask": trees}
+    results = {n: attend(inputs, num_threads=n, **attributes, **together) for n in (1, 3)}
+    for s in range(num_seqs):
+        rows = slice(starts[s], starts[s + 1])
+        own = {} if trees is None else {"tree_mask": trees[rows]}
+        alone = attend(
+            [
+                inputs.query[rows],
+                inputs.kv_cache,
+                inputs.context_lens[s : s + 1],
+                inputs.block_tables[s : s + 1],
+                np.array([0, len(inputs.query[rows])], I32),
+                np.array(1, I32),
+            ],
+            **attributes,
+            **own,
+        )
+        for result in results.values():
+            assert_same_bits(tuple(x[rows] for x in result), alone)
+
+
 def test_chunked_prefill_has_the_bits_of_one_prefill() -> None:
     (query, kv_cache, _, tables, *_), _ = ragged_batch(1)
     num_tokens = len(query)

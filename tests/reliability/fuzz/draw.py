@@ -154,7 +154,7 @@ def _attention_case(name: str, group_rng: random.Random, trial_rng: random.Rando
         padding_seqs=max_seqs - len(sequences),
         padding_blocks=max_blocks - max(blocks, default=0),
         unused_blocks=num_blocks - sum(blocks),
-        shared_first_block=is_full and trial_rng.random() < 0.2,
+        shared_blocks=trial_rng.choice([0, 0, 0, 1, trial_rng.randint(0, width)]),
         nan_in_last_position=is_full and causal and trial_rng.random() < 0.1,
         **fields,
     )

@@ -102,7 +102,7 @@ template <typename T>
 void AttendAs(const Params& p, const WorkItem& item, Arena* arena) {
   const Rows rows(p, item);
   ItemKernel<T> kernel(rows, arena);
-  if (item.partial_results == nullptr) {
+  if (item.tile == nullptr) {
     Totals<T> totals(rows, arena);
     kernel.Run([&](int64_t /*split*/, SplitSums<T>* sums) {
       sums->Finish([&](int64_t row, float max, float weight, const float* values) {
@@ -114,7 +114,7 @@ void AttendAs(const Params& p, const WorkItem& item, Arena* arena) {
   }
   kernel.Run([&](int64_t split, SplitSums<T>* sums) {
     sums->Finish([&](int64_t row, float max, float weight, const float* values) {
-      float* to = item.partial_results + (split * rows.count + row) * PartialResultSize(p);
+      float* to = rows.PartialResult(split, row);
       to[0] = max;
       to[1] = weight;
       std::memcpy(to + 2, values, p.value_head_size * sizeof(float));
@@ -128,7 +128,7 @@ void MergeAs(const Params& p, const WorkItem& whole, Arena* arena) {
   Totals<T> totals(rows, arena);
   for (int64_t split = 0; split < whole.NumSplits(); ++split) {
     for (int64_t row = 0; row < rows.count; ++row) {
-      const float* from = whole.partial_results + (split * rows.count + row) * PartialResultSize(p);
+      const float* from = rows.PartialResult(split, row);
       totals.Add(row, from[0], from[1], from + 2);
     }
   }

@@ -17,9 +17,11 @@ inline constexpr int64_t kStep = 32;
 inline constexpr int64_t kSplit = 512;
 
 // A work item: a query tile (some query tokens of a sequence, the query heads of some kv heads) at
-// some splits of its context.
+// some splits of its context; or, where is_shared is set, such tiles of neighbouring sequences at
+// splits that lie in the same blocks, and that all of their tokens attend to as a whole.
 struct WorkItem {
-  int64_t sequence;
+  bool is_shared;
+  int64_t sequence;     // the first
   int64_t first_token;  // in the batch
   int64_t num_tokens;
   int64_t position;  // of the first token
@@ -29,8 +31,12 @@ struct WorkItem {
   // one empty split.
   int64_t begin;
   int64_t end;
-  // [NumSplits, NumRows, PartialResultSize]; null: the item has all splits and writes the output.
-  float* partial_results;
+  // The tile that the item is a part of; null: the item is all of it and writes the output. Of
+  // several tiles the first.
+  const WorkItem* tile;
+  // Of a tile with parts, [num_tokens]: where the partial results of a token are, [NumSplits, query
+  // heads of the tile, PartialResultSize]. After the tokens of a tile come those of the next.
+  float* const* partial_results;
 
   int64_t NumRows(const Params& p) const {
     return num_tokens * num_kv_heads * (p.num_heads / p.num_kv_heads);

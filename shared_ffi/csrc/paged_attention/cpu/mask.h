@@ -30,6 +30,10 @@ class AttentionMask {
         first_position_(rows.item.position - (rows.item.first_token - start_)),
         spans_(arena->Take<Span>(rows.item.num_tokens)) {
     for (int64_t i = 0; i < rows.item.num_tokens; ++i) {
+      if (rows.item.is_shared) {
+        spans_[i] = {rows.item.begin, rows.item.end};
+        continue;
+      }
       const int64_t token = rows.item.first_token + i;
       spans_[i] = rows.p.Attended(start_, token - start_, first_position_, context_len_);
       has_tree_ |= rows.p.TreeBits(token) != 0;

@@ -51,6 +51,15 @@ struct Rows {
   int64_t Token(int64_t row) const { return item.first_token + row % per_head / group; }
   int64_t QueryOffset(int64_t row) const { return p.QueryOffset(Token(row), Head(row)); }
 
+  // Where the partial result of a row and a split of the item is.
+  float* PartialResult(int64_t split, int64_t row) const {
+    const WorkItem& tile = *item.tile;
+    const int64_t split_of_tile = item.begin / kSplit - tile.begin / kSplit + split;
+    const int64_t head_of_tile = Head(row) - tile.first_kv_head * group;
+    const int64_t place = split_of_tile * tile.num_kv_heads * group + head_of_tile;
+    return tile.partial_results[Token(row) - tile.first_token] + place * PartialResultSize(p);
+  }
+
   // The index of a row in output or lse, seen as [num_tokens * num_heads].
   int64_t InBatch(int64_t row) const { return Token(row) * p.num_heads + Head(row); }
 };

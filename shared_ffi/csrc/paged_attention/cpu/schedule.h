@@ -1,5 +1,7 @@
 // Cuts attention into work items that threads take one after the other: query tiles, and splits of
-// long contexts (split-KV). The cut changes no bit of the result, so it may depend on anything.
+// long contexts (split-KV). Neighbouring sequences whose block tables begin alike, as those of
+// several answers to one prompt do, have the splits of this prefix in common, which are read once
+// for all of them. The cut changes no bit of the result, so it may depend on anything.
 #pragma once
 
 #include <atomic>
@@ -24,29 +26,42 @@ class Schedule {
   void Run(int64_t i, const CpuKernel& kernel);
 
  private:
-  // A query tile whose splits are several items.
+  // A query tile that several items share.
   struct SplitTile {
-    SplitTile(const WorkItem& whole, int64_t num_items) : whole(whole), num_left(num_items) {}
+    explicit SplitTile(const WorkItem& whole) : whole(whole) {}
 
     WorkItem whole;
-    std::atomic<int64_t> num_left;  // items that are not finished
+    std::atomic<int64_t> num_left = 0;  // items that are not finished
   };
 
   struct Entry {
     WorkItem item;
-    SplitTile* split_tile;  // null: the item has all splits
+    size_t split_tile;       // the first that the item is a part of
+    size_t num_split_tiles;  // 0: the item is a tile by itself
   };
 
-  void CutByHeads(const WorkItem& tile, int64_t wanted_cost);
-  void CutBySplits(const WorkItem& whole, int64_t splits_per_item);
+  // Query tiles of neighbouring sequences, with the positions up to shared_end in common.
+  struct Group {
+    const WorkItem* tiles;
+    size_t count;
+    int64_t shared_end;  // a multiple of kSplit; 0 for a single tile
+  };
+
+  Group GroupFrom(const WorkItem* first, const WorkItem* end) const;
+  void CutTile(const WorkItem& tile);
+  void CutGroup(const Group& group);
+  void CutBySplits(const WorkItem& item, size_t split_tile, size_t num_split_tiles);
+  std::vector<WorkItem> CutByHeads(const WorkItem& item) const;
+  int64_t SplitsPerItem(const WorkItem& item) const;
   void PlacePartialResults();
-  int64_t NumFloats(const WorkItem& whole) const;
 
   const Params& p_;
   int64_t num_threads_;
+  int64_t wanted_cost_;                // of an item
   std::vector<Entry> items_;           // the most expensive first
   std::deque<SplitTile> split_tiles_;  // whose addresses stay
   std::unique_ptr<float[]> partial_results_;
+  std::vector<float*> results_of_tokens_;  // of the split tiles, one after the other
 };
 
 }  // namespace xla_gpu::paged_attention
