@@ -28,7 +28,7 @@ def paged_attention(
     sinks: Any = None,
     alibi_slopes: Any = None,
     tree_mask: Any = None,
-    causal: bool = True,
+    causal: Any = True,
     window_right: int | None = None,
     max_query_len: int | None = None,
     value_head_size: int | None = None,
@@ -58,7 +58,7 @@ def paged_attention(
                 position = first_position + len(bits) - 1
             first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
             last = int(context_lens[s]) - 1
-            if causal:
+            if _is_causal(causal, s):
                 last = position
             elif window_right is not None:
                 last = min(last, position + window_right)
@@ -104,7 +104,7 @@ def legal_sequences(
     kv_layout: str | None = None,
     value_cache: Any = None,
     sliding_window: int | None = None,
-    causal: bool = True,
+    causal: Any = True,
     max_query_len: int | None = None,
     value_head_size: int | None = None,
     tree_mask: Any = None,
@@ -125,7 +125,8 @@ def legal_sequences(
     legal = []
     for s in range(count):
         q_len, context = starts[s + 1] - starts[s], int(context_lens[s])
-        is_legal = 0 <= context <= width * block_size and (q_len <= context or not causal)
+        is_legal = 0 <= context <= width * block_size
+        is_legal &= q_len <= context or not _is_causal(causal, s)
         is_legal &= max_query_len is None or q_len <= max_query_len
         if tree_mask is not None:
             bits = [bit for words in tree_mask[starts[s] : starts[s + 1]] for bit in _bits(words)]
@@ -144,7 +145,7 @@ def numbers_are_legal(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
-    causal: bool = True,
+    causal: Any = True,
     window_right: int | None = None,
     max_query_len: int | None = None,
     value_head_size: int | None = None,
@@ -161,7 +162,7 @@ def numbers_are_legal(
         and (sliding_window is None or sliding_window >= (1 if tree_mask is None else 64))
         and (max_query_len is None or max_query_len >= 1)
         and (value_head_size is None or 1 <= value_head_size <= head_size)
-        and (window_right is None or (not causal and window_right >= 0))
+        and (window_right is None or (causal is not True and window_right >= 0))
     )
 
 
@@ -177,6 +178,10 @@ def slots_are_legal(
     """Whether no slot of kv_cache_update is past the end of the cache."""
     num_blocks, block_size, *_ = _shape(kv_cache, value_cache, kv_layout, is_latent=is_latent)
     return not (np.asarray(slot_mapping) >= num_blocks * block_size).any()
+
+
+def _is_causal(causal: Any, sequence: int) -> bool:
+    return causal if isinstance(causal, bool) else bool(causal[sequence])
 
 
 def _bits(words: Any) -> list[int]:

@@ -61,6 +61,11 @@ class Arrays:
         array = self._given(name, array)
         return self._add(array.astype(jnp.int32) if array.dtype == jnp.int64 else array)
 
+    def add_flags(self, name: str, array: Any) -> ArraySpec:
+        """Adds booleans, or integers of which only 0 stands for False."""
+        array = self._given(name, array)
+        return self._add((array != 0).astype(jnp.int32) if array.dtype in _FLAGS else array)
+
     def _given(self, name: str, array: Any) -> jax.Array:
         """The array, which may not be None or hold integers that JAX would truncate."""
         if array is None:
@@ -80,6 +85,7 @@ class Arrays:
         return _function(call)(*self._arrays)
 
 
+_FLAGS = (jnp.bool_, jnp.int64)
 _name = lru_cache(attrgetter("name"))  # NumPy makes it of a dtype each time
 
 

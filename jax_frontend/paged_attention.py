@@ -20,7 +20,7 @@ class _Options(TypedDict, total=False):
     sinks: jax.Array | None
     alibi_slopes: jax.Array | None
     tree_mask: jax.Array | None
-    causal: bool
+    causal: bool | jax.Array
     window_right: int | None
     max_query_len: int | None
     value_head_size: int | None
@@ -78,7 +78,7 @@ def paged_attention(
     sinks: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     tree_mask: jax.Array | None = None,
-    causal: bool = True,
+    causal: bool | jax.Array = True,
     window_right: int | None = None,
     max_query_len: int | None = None,
     value_head_size: int | None = None,
@@ -144,11 +144,13 @@ def paged_attention(
             without bits is causal. A sequence with bits has at most 64 query tokens, and no bits
             past them. A sliding window, of at least 64, counts back from the position that the
             number of bits gives: ``p = context_lens[s] - q_len + bits - 1``, in a tree the depth of
-            the token. Neither with ``alibi_slopes`` nor with ``causal=False``. None: no trees.
+            the token. Neither with ``alibi_slopes`` nor with another ``causal`` than True. None: no
+            trees.
         causal: False lets a query attend to positions after its own. Then ``context_lens`` may be
             less than the number of the sequence's queries: the first of these stand at negative
-            positions, before all keys.
-        window_right: with ``causal=False``, how many positions after its own a query attends to; at
+            positions, before all keys. An array ``[max_seqs]``, int32 or bool, says it for each
+            sequence: 0 or False is not causal.
+        window_right: how many positions after its own a query attends to where it is not causal; at
             least 0. None: all of them. (FlashAttention's ``window_size`` is
             ``sliding_window - 1, window_right``.)
         max_query_len: a promise that no sequence has more query tokens than this, at least 1. A
@@ -215,7 +217,7 @@ def paged_attention(
         sinks=arrays.add_optional_float32("sinks", sinks),
         alibi_slopes=arrays.add_optional_float32("alibi_slopes", alibi_slopes),
         tree_mask=arrays.add_optional_words("tree_mask", tree_mask),
-        causal=causal,
+        causal=arrays.add_flags("causal", causal) if hasattr(causal, "shape") else causal,
         window_right=window_right,
         max_query_len=max_query_len,
         value_head_size=value_head_size,

@@ -58,7 +58,7 @@ def check(
     sinks: ArraySpec | None = None,
     alibi_slopes: ArraySpec | None = None,
     tree_mask: ArraySpec | None = None,
-    causal: bool = True,
+    causal: bool | ArraySpec = True,
     window_right: int | None = None,
     max_query_len: int | None = None,
     value_head_size: int | None = None,
@@ -131,7 +131,14 @@ def check(
         _check_tree_mask(tree_mask, num_tokens, sliding_window, alibi_slopes, causal)
         operands.add_feature("tree_mask", tree_mask, None)
     right = _window_right(causal, window_right)
-    if not causal:
+    if isinstance(causal, ArraySpec):
+        (max_seqs,) = context_lens.shape
+        if not has_shape(causal, (max_seqs,)):
+            raise shape_error(OP, "causal", f"[max_seqs={max_seqs}]", causal.shape)
+        if causal.dtype != "int32":
+            raise dtype_error(OP, "causal", "dtype int32 or bool", causal.dtype)
+        operands.add_feature("causal", causal, None)
+    if causal is not True:
         attributes.append(("window_right", right))
     if max_query_len is not None:
         attributes.append(("max_query_len", _max_query_len(max_query_len)))
@@ -189,7 +196,7 @@ def check_values(
     num_seqs: Any,
     sliding_window: int | None = None,
     *,
-    causal: bool = True,
+    causal: Any = True,
     window_right: int | None = None,
     kv_layout: str | None = None,
     max_query_len: int | None = None,
@@ -220,12 +227,13 @@ def check_values(
         arrays["query_start_loc"],
         arrays["num_seqs"].item(),
         tree_mask=None if tree_mask is None else _words(tree_mask),
+        causal=None if isinstance(causal, bool) else on_host(causal).astype(np.int32, order="C"),
         num_tokens=query.shape[0],
         num_blocks=num_blocks,
         block_size=block_size,
         sliding_window=_sliding_window(sliding_window).item(),
         max_query_len=_max_query_len(max_query_len).item(),
-        is_causal=causal,
+        is_causal=causal is True,
     )
     if fault:
         raise ValueError(f"{OP}: {fault}")
@@ -339,7 +347,7 @@ def _check_tree_mask(
     num_tokens: int,
     sliding_window: int | None,
     alibi_slopes: ArraySpec | None,
-    causal: bool,
+    causal: bool | ArraySpec,
 ) -> None:
     if not has_shape(tree_mask, (num_tokens, 2)):
         raise shape_error(OP, "tree_mask", f"[num_tokens={num_tokens}, 2]", tree_mask.shape)
@@ -351,13 +359,16 @@ def _check_tree_mask(
     if sliding_window is not None and not holds(sliding_window >= MAX_TREE_TOKENS):
         rule = f"be at least {MAX_TREE_TOKENS} with tree_mask"
         raise value_error(OP, "sliding_window", rule, sliding_window)
+    if isinstance(causal, ArraySpec):
+        got = f"shape {[*causal.shape]}"
+        raise value_error(OP, "causal", "be True with tree_mask", got)
     if not _flag("causal", causal):
         raise value_error(OP, "causal", "be True with tree_mask", causal)
 
 
-def _window_right(causal: bool, window_right: int | None) -> np.int64:
-    """As an attribute, which causal attention does not have."""
-    if _flag("causal", causal):
+def _window_right(causal: Any, window_right: int | None) -> np.int64:
+    """As an attribute, which attention that is causal for all sequences does not have."""
+    if not hasattr(causal, "shape") and _flag("causal", causal):
         if window_right is not None:
             rule = "be None unless causal is False"
             raise value_error(OP, "window_right", rule, window_right)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 
 from shared_ffi import paged_attention as op
-from shared_ffi.spec import value_error
+from shared_ffi.spec import ArraySpec, Call, value_error
 from torch_frontend._arguments import check_types
 from torch_frontend._define import define
 
@@ -18,20 +18,27 @@ _ARGUMENTS = (
     "float? soft_cap=None, *, Tensor? value_cache=None, str? kv_layout=None, "
     "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? sinks=None, "
     "Tensor? alibi_slopes=None, bool? causal=True, SymInt? window_right=None, "
-    "SymInt? max_query_len=None, Tensor? tree_mask=None, int? value_head_size=None"
+    "SymInt? max_query_len=None, Tensor? tree_mask=None, int? value_head_size=None, "
+    "Tensor? causal_seqs=None"
 )
 _CACHES = ("kv_cache", "value_cache")
 _ROWS = ("query",)
 
-DEFAULT = define(f"paged_attention{_ARGUMENTS}) -> Tensor", op.check, _CACHES, _ROWS)
+
+def _check(*, causal: bool = True, causal_seqs: ArraySpec | None = None, **others: Any) -> Call:
+    """The check. A schema has no type for a bool or a tensor: a tensor is `causal_seqs` there."""
+    return op.check(causal=causal if causal_seqs is None else causal_seqs, **others)
+
+
+DEFAULT = define(f"paged_attention{_ARGUMENTS}) -> Tensor", _check, _CACHES, _ROWS)
 LSE = define(
     f"paged_attention.lse{_ARGUMENTS}) -> (Tensor output, Tensor lse)",
-    partial(op.check, return_lse=True),
+    partial(_check, return_lse=True),
     _CACHES,
     _ROWS,
 )
 OUT = define(
-    f"paged_attention.out{_ARGUMENTS}, Tensor(a!) out) -> Tensor(a!)", op.check, _CACHES, _ROWS
+    f"paged_attention.out{_ARGUMENTS}, Tensor(a!) out) -> Tensor(a!)", _check, _CACHES, _ROWS
 )
 
 
@@ -43,7 +50,7 @@ class _Options(TypedDict, total=False):
     sinks: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
     tree_mask: torch.Tensor | None
-    causal: bool
+    causal: bool | torch.Tensor
     window_right: int | None
     max_query_len: int | None
     value_head_size: int | None
@@ -102,7 +109,7 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
-    causal: bool = True,
+    causal: bool | torch.Tensor = True,
     window_right: int | None = None,
     max_query_len: int | None = None,
     value_head_size: int | None = None,
@@ -141,8 +148,9 @@ def paged_attention(
         sinks: ``[num_heads]`` float32, one more logit for each head.
         alibi_slopes: ``[num_heads]`` float32.
         tree_mask: ``[num_tokens, 2]`` int32, for draft trees of speculative decoding.
-        causal: False lets a query attend to later positions.
-        window_right: with ``causal=False``, how many of them.
+        causal: False lets a query attend to later positions. ``[max_seqs]`` int32 or bool: for each
+            sequence; the operator's argument for it is ``causal_seqs``.
+        window_right: how many of them.
         max_query_len: a promise that no sequence has more query tokens.
         value_head_size: for multi-head latent attention, where V is a part of K.
         return_lse: also return the log-sum-exp of each row, for ``merge_attention``.
@@ -160,6 +168,11 @@ def paged_attention(
         TypeError: a dtype or type is wrong.
         NotImplementedError: a tensor requires grad: the op has no derivative.
     """
+    causal_seqs = None
+    if isinstance(causal, torch.Tensor):
+        causal_seqs, causal = causal, True
+        if causal_seqs.dtype == torch.bool:
+            causal_seqs = causal_seqs.int()
     tensors = {
         "query": query,
         "kv_cache": kv_cache,
@@ -215,5 +228,6 @@ def paged_attention(
         window_right=window_right,
         max_query_len=max_query_len,
         value_head_size=value_head_size,
+        causal_seqs=causal_seqs,
         **keywords,
     )

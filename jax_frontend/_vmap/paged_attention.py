@@ -22,7 +22,7 @@ from shared_ffi import kv_layout
 from shared_ffi.paged_attention import OP
 
 _OF_TOKENS = ("query", "tree_mask")
-_OF_BATCH = (*_OF_TOKENS, "context_lens", "block_tables", "query_start_loc", "num_seqs")
+_OF_BATCH = (*_OF_TOKENS, "context_lens", "block_tables", "query_start_loc", "num_seqs", "causal")
 
 
 class _Pool(NamedTuple):
@@ -82,6 +82,8 @@ def batch(
         "query_start_loc": ragged.query_start_loc,
         "num_seqs": jnp.array(ragged.context_lens.shape[0], jnp.int32),
     }
+    if "causal" in operands:  # whatever it is for the additional sequence
+        arrays["causal"] = flatten(jnp.pad(operands["causal"].broadcast(size), ((0, 0), (0, 1))))
     return BatchedCall(
         arrays | pool.arrays, lambda result: take(result, (ragged.rows,)), pool.options
     )

@@ -109,10 +109,10 @@ def test_check_values_of_64_bit_tree_masks() -> None:
 
 def test_check_values_accepts_sound_calls() -> None:
     for case in SAMPLED_CASES:
-        mask = {"causal": case.causal, "window_right": case.window_right}
-        others = {"kv_layout": case.kv_layout, "max_query_len": case.max_query_len}
-        others["tree_mask"] = case.attributes().get("tree_mask")
-        paged_attention.check_values(*case.inputs(), case.sliding_window, **mask, **others)
+        attributes = case.attributes()
+        names = ("causal", "window_right", "kv_layout", "max_query_len", "tree_mask")
+        others = {name: attributes[name] for name in names if name in attributes}
+        paged_attention.check_values(*case.inputs(), case.sliding_window, **others)
     for case in UPDATE_CASES:
         inputs = case.inputs()
         layout = {"kv_layout": case.kv_layout}

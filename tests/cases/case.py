@@ -64,6 +64,7 @@ class Case:
     alibi_slopes: bool = False
     tree: str | None = None  # of TREES
     causal: bool = True
+    causal_seqs: bool = False  # with causal=False: the sequences with an even number are causal
     window_right: int | None = None
     max_query_len: int | None = None
     return_lse: bool = False
@@ -99,6 +100,10 @@ class Case:
             attributes["tree_mask"] = self._tree_mask()
         if not self.causal:
             attributes |= {"causal": False, "window_right": self.window_right}
+        if self.causal_seqs:
+            attributes["causal"] = rng.choice(JUNK, len(self.sequences) + self.padding_seqs)
+            for s in range(len(self.sequences)):
+                attributes["causal"][s] = self.is_causal(s)
         if self.max_query_len is not None:
             attributes["max_query_len"] = self.max_query_len
         if self.return_lse:
@@ -140,6 +145,9 @@ class Case:
                     sequence_bits[i, :i] = sequence_bits[rng.integers(i)][:i] if i else 0
                     sequence_bits[i, i:] = np.arange(64 - i) == 0
         return np.packbits(bits, axis=1, bitorder="little").view("<i4")
+
+    def is_causal(self, sequence: int) -> bool:
+        return self.causal or (self.causal_seqs and sequence % 2 == 0)
 
     def needed_positions(self, q_len: int, context_len: int) -> range:
         """The positions that some query of a sequence attends to."""

@@ -40,6 +40,8 @@ def _not_causal() -> Iterator[Case]:
             "soft_cap": 5.0,
         },
     }
+    for name in ("not-causal", "right-3", "window-9-right-70", "all"):
+        features[f"{name}-by-sequence"] = features[name] | {"causal_seqs": True}
     yield from feature_cases({name: {"causal": False} | x for name, x in features.items()})
     # More queries than keys, as where devices share the cache.
     fewer = ((5, 2), (3, 0), (1, 0), (40, 0), (4, 9), (90, 20))
@@ -57,6 +59,13 @@ def _not_causal() -> Iterator[Case]:
             window_right=right,
             **fields,
         )
+    yield from each_dtype(
+        "fewer-keys-by-sequence",
+        sequences=((9, 9), (5, 2), (3, 12), (3, 0), (1, 1), (40, 0), (64, 80), (90, 20)),
+        return_lse=True,
+        causal=False,
+        causal_seqs=True,
+    )
 
 
 def _tree_masks() -> Iterator[Case]:

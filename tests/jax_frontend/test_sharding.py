@@ -65,7 +65,7 @@ def shard_by_heads(mesh: Mesh, case: Case) -> tuple[list[Any], dict[str, Any], d
     operands = [put(query, along(mesh, 3, 1)), put(kv_cache, cache_sharding)]
     operands += [put(x, NamedSharding(mesh, P())) for x in metadata]
     whole = NamedSharding(mesh, P())
-    others = {"value_cache": cache_sharding, "tree_mask": whole}
+    others = {"value_cache": cache_sharding, "tree_mask": whole, "causal": whole}
     if not is_shared:
         others |= {"k_scale": whole, "v_scale": whole}
     keywords = {

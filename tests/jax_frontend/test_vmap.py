@@ -108,6 +108,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "lse": {"return_lse": True},
     "sinks-and-alibi": {"sinks": True, "alibi_slopes": True, "return_lse": True},
     "not-causal": {"causal": False, "window_right": 2, "sliding_window": 4},
+    "causal-by-sequence": {"causal": False, "causal_seqs": True, "window_right": 2},
     "num-seqs-of-rank-1": {"num_seqs_shape": (1,)},
     "one-scale": {"cache_dtype": "int8", "scales": "one"},
     "scales-per-head": {"cache_dtype": "float8_e4m3fn", "scales": "per head", "kv_layout": "2nbhd"},

@@ -238,6 +238,19 @@ STATIC = [
         causal=False,
         tree_mask=np.zeros((4, 2), I32),
     ),
+    fault(
+        attention,
+        "causal must be True with tree_mask; got shape [3]",
+        causal=np.zeros(3, I32),
+        tree_mask=np.zeros((4, 2), I32),
+    ),
+    fault(attention, "causal must have shape [max_seqs=3]; got [4]", causal=np.zeros(4, I32)),
+    fault(
+        attention,
+        "causal must have dtype int32 or bool; got float32",
+        TypeError,
+        causal=np.zeros(3, F32),
+    ),
     *(
         fault(
             op,
@@ -506,6 +519,12 @@ DYNAMIC = [
         attention,
         "context_lens[0] must count the sequence's 2 query tokens too; got 1",
         context_lens=np.array([1, 1, 0], I32),
+    ),
+    fault(
+        attention,
+        "context_lens[1] must count the sequence's 1 query tokens too; got 0",
+        context_lens=np.array([1, 0, 0], I32),
+        causal=np.array([0, 1, 1], I32),
     ),
     fault(
         attention,

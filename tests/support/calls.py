@@ -34,13 +34,16 @@ def overload_of(op: str, attributes: dict[str, Any]) -> tuple[Any, dict[str, Any
     import torch  # noqa: PLC0415
 
     options = {name: x for name, x in attributes.items() if name != "return_lse"}
+    if isinstance(options.get("causal"), np.ndarray):
+        options["causal_seqs"] = options.pop("causal")
     overload = "lse" if attributes.get("return_lse") else "default"
     return getattr(getattr(torch.ops.xla_gpu, op), overload), options
 
 
 _CHECKS = {"paged_attention": paged_attention.check, "kv_cache_update": kv_cache_update.check}
 _POSITIONAL = ("scale", "sliding_window", "soft_cap")
-_OPTIONAL = ("value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes", "tree_mask")
+FEATURES = ("value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes", "tree_mask", "causal")
+"""The arrays that not every call of paged_attention has, in the order of its operands."""
 
 
 def checked_call(
@@ -51,7 +54,7 @@ def checked_call(
     if op == "paged_attention":
         options = {"sliding_window": None, "soft_cap": None} | options
     positional = [options.pop(name) for name in _POSITIONAL if name in options]
-    given = {name: arrays[name] for name in _OPTIONAL if name in arrays}
+    given = {name: arrays[name] for name in FEATURES if name in arrays}
     optional = dict(zip(given, specs(list(given.values())), strict=True))
     call = _CHECKS[op](*specs(operands), *positional, **optional, **options)
     return call, [*operands, *given.values()]

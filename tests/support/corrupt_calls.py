@@ -18,7 +18,14 @@ from harness.compare import assert_same_bits
 from shared_ffi import kv_cache_update, paged_attention, simple_add
 from tests.cases.case import Case
 from tests.cases.updates import UpdateCase
-from tests.support.calls import checked_call, in_place, numbers, results_of, with_wider_rows
+from tests.support.calls import (
+    FEATURES,
+    checked_call,
+    in_place,
+    numbers,
+    results_of,
+    with_wider_rows,
+)
 
 MODULES = {module.OP: module for module in (paged_attention, kv_cache_update, simple_add)}
 
@@ -34,9 +41,8 @@ _OPERANDS = {
     "kv_cache_update": ("kv_cache", "key", "value", "slot_mapping"),
     "simple_add": ("a", "b"),
 }
-_FEATURES = ("value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes", "tree_mask")
 _OPTIONAL = (
-    *_FEATURES,
+    *FEATURES,
     *("block_size", "num_blocks", "num_kv_heads"),
     *("block_stride", "position_stride", "head_stride", "value_offset"),
     *("window_right", "max_query_len", "value_head_size", "row_heads", "row_head_size"),
@@ -101,7 +107,7 @@ def _handler_call(op: str, case: Any, more_columns: int = 0) -> HandlerCall:
     inputs, attributes = case.inputs(), case.attributes()
     call, arrays = checked_call(op, inputs, attributes)
     arrays, row_attributes = with_wider_rows(op, arrays, more_columns)
-    features = sorted({*_FEATURES} & {*numbers(call)}, key=numbers(call).__getitem__)
+    features = sorted({*FEATURES} & {*numbers(call)}, key=numbers(call).__getitem__)
     names = [*_OPERANDS[op], *features]
     result_names = [names[i] for i in in_place(call).values()] or ["output", "lse"]
     return HandlerCall(
@@ -133,6 +139,7 @@ def sound_calls() -> dict[str, HandlerCall]:
         sinks=True,
         alibi_slopes=True,
         causal=False,
+        causal_seqs=True,
         window_right=2,
         sliding_window=5,
         soft_cap=3.0,

@@ -107,6 +107,12 @@ def _kinds() -> Iterator[Kind]:
         (*one_array, None),
     )
     yield attention(
+        "attention: causal by sequence",
+        attend(["causal"]),
+        (query, pool, *metadata, np.int32([0] * (len(metadata[0]) - 1) + [1])),
+        (*one_array, None),
+    )
+    yield attention(
         "attention: latent",
         attend(value_head_size=12),
         (query, normal(12, 4, 16), *metadata),

@@ -47,6 +47,7 @@ def random_cases(draw: st.DrawFn) -> Case:
         alibi_slopes=alibi_slopes,
         tree=tree,
         causal=causal,
+        causal_seqs=not causal and draw(st.booleans()) and all(q <= n for q, n in sequences),
         window_right=None if causal else draw(st.none() | st.integers(1, 40)),
         max_query_len=draw(st.none() | st.integers(max([1, *(q for q, _ in sequences)]), 100)),
         cache_dtype=cache_dtype,

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.calls import FEATURES
+
 F32, I32 = np.float32, np.int32
 
 
@@ -40,7 +42,6 @@ def add(**changes: Any) -> dict[str, Any]:
 
 
 SOUND = {"paged_attention": attention, "kv_cache_update": update, "simple_add": add}
-FEATURES = ("value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes", "tree_mask")
 
 
 def split(arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -57,6 +57,21 @@ def test_attention() -> None:
     assert torch.equal(torch_frontend.simple_add(a, b), a + b)
 
 
+def test_causal_for_each_sequence() -> None:
+    """Booleans and integers, in both frontends; the first sequence has two query tokens."""
+    kv_cache = np.random.default_rng(0).standard_normal((4, 2, 4, 8), np.float32)
+    operands = tensors(attention(kv_cache=kv_cache))
+    flags = torch.tensor([False, True, False])
+    result = torch_frontend.paged_attention(*operands, 0.5, causal=flags)
+    assert torch.equal(result[:2], OPS.paged_attention(*operands, 0.5, causal=False)[:2])
+    assert not torch.equal(result[0], OPS.paged_attention(*operands, 0.5)[0])
+    assert torch.equal(result, OPS.paged_attention(*operands, 0.5, causal_seqs=flags.int()))
+    arrays = [x.numpy() for x in operands]
+    for causal in (flags.numpy(), flags.int().numpy()):
+        in_jax = jax_frontend.paged_attention(*arrays, 0.5, causal=causal)
+        assert np.array_equal(in_jax, result.numpy())
+
+
 def test_numbers_of_numpy() -> None:
     operands = tensors(attention())
     expected = OPS.paged_attention(*operands, 0.5, 3)

@@ -149,7 +149,7 @@ class XlaGpuAttentionBackend(_Backend):
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """Attention to all tokens of a sequence, if the whole batch has it."""
+        """Attention to all tokens of a sequence."""
         return True
 
     @classmethod
@@ -192,6 +192,8 @@ class XlaGpuMetadata(_Metadata):
     num_seqs: torch.Tensor
     max_query_len: int | None
     causal: bool
+    causal_seqs: torch.Tensor | None = None
+    """Which sequences are causal, if some are and others are not."""
     shard: _Shard | None = None
     slot_mapping: torch.Tensor | None = None
     """Not used here: vLLM hands it over with the keys. Its tests look for it."""
@@ -219,6 +221,8 @@ class XlaGpuMetadataBuilder(_MetadataBuilder):
         self._numbers = torch.arange(max_seqs + 1, dtype=torch.int32)
         if device.type != "xla":  # there, a slice of it would be another program for each number
             self._numbers = self._numbers.to(device)
+        # A CUDA graph that is replayed reads the memory that it read when it was captured.
+        self._causal_seqs = torch.empty(max_seqs, dtype=torch.int32, device=device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -233,15 +237,13 @@ class XlaGpuMetadataBuilder(_MetadataBuilder):
         common_attn_metadata: Any,
         fast_build: bool = False,
     ) -> XlaGpuMetadata:
-        """Returns the arguments for a step.
-
-        Raises:
-            NotImplementedError: some sequences of the batch are causal and others are not.
-        """
+        """Returns the arguments for a step."""
         common = common_attn_metadata
-        if isinstance(common.causal, torch.Tensor):
-            raise NotImplementedError(f"{_NAME}: all sequences of a batch must be causal, or none")
         num_seqs = common.num_reqs
+        causal, causal_seqs = common.causal, None
+        if isinstance(causal, torch.Tensor):
+            causal_seqs = self._causal_seqs[: len(causal)].copy_(causal)
+            causal = True
         return XlaGpuMetadata(
             num_actual_tokens=common.num_actual_tokens,
             context_lens=common.seq_lens,
@@ -250,7 +252,8 @@ class XlaGpuMetadataBuilder(_MetadataBuilder):
             num_seqs=self._numbers[num_seqs : num_seqs + 1].to(self.device),
             # Only this length is exact when a CUDA graph is replayed.
             max_query_len=1 if common.max_query_len == 1 else None,
-            causal=common.causal,
+            causal=causal,
+            causal_seqs=causal_seqs,
             shard=self._shard(common) if self._num_shards > 1 else None,
             slot_mapping=common.slot_mapping,
         )
@@ -417,6 +420,7 @@ class XlaGpuAttentionImpl(_Impl):
             *self._options,
             kv_layout=_KV_LAYOUT,
             causal=step.causal,
+            causal_seqs=step.causal_seqs,
             max_query_len=step.max_query_len,
             out=_first(num_tokens, output),
             **self._features,
@@ -463,6 +467,7 @@ class XlaGpuAttentionImpl(_Impl):
             value_cache=value,
             kv_layout="nhd",
             causal=step.causal,
+            causal_seqs=step.causal_seqs,
             max_query_len=step.max_query_len,
         )
         return merge_attention([*outputs, output], [*lses, lse])[0]

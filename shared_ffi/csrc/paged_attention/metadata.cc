@@ -50,7 +50,7 @@ std::string MetadataFault(const Params& p) {
               : StrCat(capacity);
       return StrCat("context_lens[", s, "] must be from 0 to ", limit, "; got ", context_len);
     }
-    if (p.is_causal && context_len < q_len) {
+    if (p.IsCausal(s) && context_len < q_len) {
       return StrCat("context_lens[", s, "] must count the sequence's ", q_len,
                     " query tokens too; got ", context_len);
     }
@@ -82,17 +82,20 @@ MetadataCopy::MetadataCopy(Params* params) {
   const int64_t count = num_seqs < 0 || num_seqs > p.max_seqs ? 0 : num_seqs;
   const int64_t width = p.max_blocks_per_seq;
   const int64_t num_words = p.tree_mask == nullptr ? 0 : 2 * p.num_tokens;
+  const int64_t num_flags = p.causal == nullptr ? 0 : count;
   // Of the table, few pages are touched.
-  memory_.reset(new int32_t[2 + 2 * count + num_words + count * width]);
+  memory_.reset(new int32_t[2 + 2 * count + num_words + num_flags + count * width]);
   int32_t* const copied_num_seqs = memory_.get();
   int32_t* const context_lens = copied_num_seqs + 1;
   int32_t* const query_start_loc = context_lens + count;
   int32_t* const tree_mask = query_start_loc + count + 1;
-  int32_t* const block_tables = tree_mask + num_words;
+  int32_t* const causal = tree_mask + num_words;
+  int32_t* const block_tables = causal + num_flags;
   *copied_num_seqs = num_seqs;
   std::copy_n(p.context_lens, count, context_lens);
   std::copy_n(p.query_start_loc, count + 1, query_start_loc);
   std::copy_n(p.tree_mask, num_words, tree_mask);
+  std::copy_n(p.causal, num_flags, causal);
   for (int64_t s = 0; s < count; ++s) {
     const int64_t q_len = int64_t{query_start_loc[s + 1]} - query_start_loc[s];
     const int64_t context_len = context_lens[s];
@@ -105,6 +108,7 @@ MetadataCopy::MetadataCopy(Params* params) {
   p.context_lens = context_lens;
   p.query_start_loc = query_start_loc;
   if (p.tree_mask != nullptr) p.tree_mask = tree_mask;
+  if (p.causal != nullptr) p.causal = causal;
   p.block_tables = block_tables;
 }
 

@@ -5,7 +5,8 @@
 //     p = context_lens[s] - q_len + i
 // and attends to the positions j with
 //     max(0, p - sliding_window + 1) <= j < min(context_lens[s], p + window_right + 1)
-// where causal attention has window_right = 0. Position j lies in block block_tables[s][j /
+// where causal attention has window_right = 0; with `causal`, sequences with another number than 0
+// there are causal, and the others are not. Position j lies in block block_tables[s][j /
 // block_size] at offset j % block_size. Query head h reads kv head h / (num_heads / num_kv_heads).
 //
 // With tree masks (a draft tree of speculative decoding), token i attends to some of its sequence's
@@ -82,6 +83,17 @@ struct Span {
   int64_t end;
 };
 
+// The query tokens of a sequence, and what it has beside them.
+struct QueryTokens {
+  int64_t first;           // in the batch
+  int64_t first_position;  // of that token
+  int64_t context_len;
+  bool is_causal;
+
+  XLA_GPU_HOST_DEVICE int64_t Position(int64_t i) const { return first_position + i; }
+  XLA_GPU_HOST_DEVICE int64_t Count() const { return context_len - first_position; }
+};
+
 struct Params {
   const void* query;               // [num_tokens, num_heads, head_size]
   KvCache cache;                   // of num_blocks blocks of block_size positions
@@ -94,6 +106,7 @@ struct Params {
   const float* sinks;         // [num_heads]; null: none
   const float* alibi_slopes;  // [num_heads]; null: none
   const int32_t* tree_mask;   // [num_tokens, 2]; null: none
+  const int32_t* causal;      // [max_seqs]; null: is_causal tells it of all sequences
   void* output;               // [num_tokens, num_heads, value_head_size]
   float* lse;                 // [num_tokens, num_heads]; null: not wanted
 
@@ -113,7 +126,7 @@ struct Params {
   int64_t window_right;    // 0 where is_causal
   float soft_cap;          // 0: none
   int64_t max_query_len;   // of any sequence; 0: not known
-  bool is_causal;          // each sequence has as many keys as queries, or more
+  bool is_causal;          // all sequences
   bool is_latent;          // V is a part of K
 
   DType dtype;        // of query and output
@@ -141,14 +154,24 @@ struct Params {
     return (token * num_heads + head) * value_head_size;
   }
 
+  // Whether a sequence is causal: then it has as many keys as queries, or more.
+  XLA_GPU_HOST_DEVICE bool IsCausal(int64_t sequence) const {
+    return is_causal || (causal != nullptr && causal[sequence] != 0);
+  }
+  QueryTokens QueryTokensOf(int64_t sequence) const {
+    const int64_t first = query_start_loc[sequence], context_len = context_lens[sequence];
+    return {first, context_len - (query_start_loc[sequence + 1] - first), context_len,
+            IsCausal(sequence)};
+  }
+
   // The positions that a query at `position` attends to, from WindowBegin up to WindowEnd; none if
   // that is not after it. Both grow with the position.
   XLA_GPU_HOST_DEVICE int64_t WindowBegin(int64_t position) const {
     return sliding_window == 0 || sliding_window > position ? 0 : position - sliding_window + 1;
   }
-  XLA_GPU_HOST_DEVICE int64_t WindowEnd(int64_t position, int64_t context_len) const {
-    const int64_t after = context_len - position - 1;  // positions of the sequence
-    const int64_t end = position + 1 + Smaller(window_right, after);
+  XLA_GPU_HOST_DEVICE int64_t WindowEnd(const QueryTokens& tokens, int64_t position) const {
+    const int64_t after = tokens.context_len - position - 1;  // positions of the sequence
+    const int64_t end = position + 1 + Smaller(tokens.is_causal ? 0 : window_right, after);
     return end < 0 ? 0 : end;
   }
   // The bits of a query token's tree mask, of which some say to attend to later tokens; 0: none.
@@ -165,26 +188,23 @@ struct Params {
     return q_len > kMaxTreeTokens ? bits == 0 : q_len == kMaxTreeTokens || bits >> q_len == 0;
   }
 
-  // From the first to the last position that token i of a sequence attends to. `start` is the
-  // sequence's first token, and first_position the position of that.
-  XLA_GPU_HOST_DEVICE Span Attended(int64_t start, int64_t i, int64_t first_position,
-                                    int64_t context_len) const {
-    const uint64_t bits = TreeBits(start + i);
+  // From the first to the last position that token i of a sequence attends to.
+  XLA_GPU_HOST_DEVICE Span Attended(const QueryTokens& tokens, int64_t i) const {
+    const uint64_t bits = TreeBits(tokens.first + i);
     if (bits == 0) {
-      return {WindowBegin(first_position + i), WindowEnd(first_position + i, context_len)};
+      return {WindowBegin(tokens.Position(i)), WindowEnd(tokens, tokens.Position(i))};
     }
-    return {WindowBegin(first_position + CountBits(bits) - 1),
-            Smaller(context_len, first_position + WidthOf(bits))};
+    return {WindowBegin(tokens.Position(CountBits(bits) - 1)),
+            Smaller(tokens.context_len, tokens.Position(WidthOf(bits)))};
   }
   // The same for any of the tokens from i to `last`.
-  XLA_GPU_HOST_DEVICE Span AttendedByAny(int64_t start, int64_t i, int64_t last,
-                                         int64_t first_position, int64_t context_len) const {
-    if (!MayBeTree(context_len - first_position)) {
-      return {WindowBegin(first_position + i), WindowEnd(first_position + last, context_len)};
+  XLA_GPU_HOST_DEVICE Span AttendedByAny(const QueryTokens& tokens, int64_t i, int64_t last) const {
+    if (!MayBeTree(tokens.Count())) {
+      return {WindowBegin(tokens.Position(i)), WindowEnd(tokens, tokens.Position(last))};
     }
-    Span any = Attended(start, i, first_position, context_len);
+    Span any = Attended(tokens, i);
     while (++i <= last) {
-      const Span span = Attended(start, i, first_position, context_len);
+      const Span span = Attended(tokens, i);
       any = {Smaller(any.begin, span.begin), Larger(any.end, span.end)};
     }
     return any;
@@ -203,8 +223,10 @@ struct Params {
   XLA_GPU_HOST_DEVICE float Lse(int64_t head, float computed) const {
     return sinks != nullptr && sinks[head] > kMaxSink ? sinks[head] : computed;
   }
-  XLA_GPU_HOST_DEVICE bool Attends(int64_t position, int64_t context_len) const {
-    return WindowBegin(position) < WindowEnd(position, context_len);
+  // Whether token i of a sequence attends to any position.
+  XLA_GPU_HOST_DEVICE bool Attends(const QueryTokens& tokens, int64_t i) const {
+    const Span span = Attended(tokens, i);
+    return span.begin < span.end;
   }
 };
 

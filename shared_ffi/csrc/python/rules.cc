@@ -19,7 +19,8 @@ using Array = nb::ndarray<const T, nb::ndim<kRank>, nb::c_contig, nb::device::cp
 std::string MetadataFault(const Array<int32_t, 1>& context_lens,
                           const Array<int32_t, 2>& block_tables,
                           const Array<int32_t, 1>& query_start_loc, int32_t num_seqs,
-                          const std::optional<Array<int32_t, 2>>& tree_mask, int64_t num_tokens,
+                          const std::optional<Array<int32_t, 2>>& tree_mask,
+                          const std::optional<Array<int32_t, 1>>& causal, int64_t num_tokens,
                           int64_t num_blocks, int64_t block_size, int64_t sliding_window,
                           int64_t max_query_len, bool is_causal) {
   paged_attention::Params params = {};
@@ -28,6 +29,7 @@ std::string MetadataFault(const Array<int32_t, 1>& context_lens,
   params.query_start_loc = query_start_loc.data();
   params.num_seqs = &num_seqs;
   params.tree_mask = tree_mask.has_value() ? tree_mask->data() : nullptr;
+  params.causal = causal.has_value() ? causal->data() : nullptr;
   params.num_tokens = num_tokens;
   params.num_blocks = num_blocks;
   params.block_size = block_size;
@@ -37,7 +39,8 @@ std::string MetadataFault(const Array<int32_t, 1>& context_lens,
   params.max_query_len = max_query_len;
   params.is_causal = is_causal;
   if (block_tables.shape(0) != context_lens.shape(0) ||
-      query_start_loc.shape(0) != context_lens.shape(0) + 1) {
+      query_start_loc.shape(0) != context_lens.shape(0) + 1 ||
+      (causal.has_value() && causal->shape(0) != context_lens.shape(0))) {
     throw nb::value_error("the arrays must be for the same number of sequences");
   }
   if (tree_mask.has_value() &&
@@ -76,8 +79,9 @@ void BindRules(nb::module_& m) {
   m.def("metadata_fault", &MetadataFault, nb::arg("context_lens").noconvert(),
         nb::arg("block_tables").noconvert(), nb::arg("query_start_loc").noconvert(),
         nb::arg("num_seqs"), nb::kw_only(), nb::arg("tree_mask").noconvert().none(),
-        nb::arg("num_tokens"), nb::arg("num_blocks"), nb::arg("block_size"),
-        nb::arg("sliding_window"), nb::arg("max_query_len"), nb::arg("is_causal"),
+        nb::arg("causal").noconvert().none(), nb::arg("num_tokens"), nb::arg("num_blocks"),
+        nb::arg("block_size"), nb::arg("sliding_window"), nb::arg("max_query_len"),
+        nb::arg("is_causal"),
         "Which rule for lengths and page table of paged_attention is broken first; empty if none.");
   m.def("slot_fault", &SlotFault, nb::arg("slot_mapping").noconvert(), nb::kw_only(),
         nb::arg("num_blocks"), nb::arg("block_size"),

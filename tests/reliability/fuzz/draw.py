@@ -13,6 +13,7 @@ from harness.layouts import LATENT_LAYOUTS, LAYOUTS
 from tests.cases.case import SCALES, TREES, Case
 from tests.cases.updates import UpdateCase
 from tests.reliability.fuzz.trials import Change, Trial
+from tests.support.calls import FEATURES
 
 GROUP = 64
 SHARE_OF_UPDATES = 0.2  # of the groups: calls of kv_cache_update
@@ -30,7 +31,6 @@ _SCALARS: dict[str, tuple[Any, ...]] = {
 }
 _LAYOUT = ("num_blocks", "block_size", "num_kv_heads", "block_stride", "position_stride")
 _LAYOUT += ("head_stride", "value_offset")
-_OPERANDS = ("value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes", "tree_mask")
 
 
 def trial(seed: int, family: str, number: int) -> Trial:
@@ -123,6 +123,7 @@ def _attention_case(name: str, group_rng: random.Random, trial_rng: random.Rando
         "sinks": rng.random() < 0.25,
         "alibi_slopes": rng.random() < 0.25,
         "causal": causal,
+        "causal_seqs": not causal and rng.random() < 0.4,
         "window_right": None if causal else rng.choice([None, 0, rng.randint(0, 40)]),
         "max_query_len": max_query_len,
         "return_lse": rng.random() < 0.5,
@@ -141,7 +142,8 @@ def _attention_case(name: str, group_rng: random.Random, trial_rng: random.Rando
         q_len = trial_rng.choice([min(1, most), trial_rng.randint(0, most)])
         near = trial_rng.randint(0, width) * block_size + trial_rng.randint(-1, 1)
         context = trial_rng.choice([trial_rng.randint(0, longest), near, q_len])
-        context = min(longest, max(context, q_len if causal else 0))
+        is_causal = causal or (fields["causal_seqs"] and len(sequences) % 2 == 0)
+        context = min(longest, max(context, q_len if is_causal else 0))
         sequences.append((q_len, context))
         left -= q_len
     blocks = [-(-context // block_size) for _, context in sequences]
@@ -186,6 +188,8 @@ def _attention_change(case: Case, rng: random.Random) -> Change:
         choices.append(("context_lens", width * case.block_size, (s,)))
     if max_seqs > 0 and entries > 0:
         choices.append(("block_tables", num_blocks, (s, rng.randrange(entries))))
+    if case.causal_seqs and max_seqs > 0:
+        choices.append(("causal", 1, (s,)))
     if case.tree is not None and num_tokens > 0:
         # One bit, mostly just past those that are allowed.
         token, bit = rng.randrange(num_tokens), rng.choice([0, 1, 2, 3, 5, 30])
@@ -204,7 +208,7 @@ def _slot_change(case: UpdateCase, rng: random.Random) -> Change:
 
 def _handler_changes(case: Case | UpdateCase, rng: random.Random) -> tuple[Change, ...]:
     """Attributes that no check in Python lets through."""
-    names = [*_LAYOUT, *_OPERANDS[: len(_OPERANDS) if isinstance(case, Case) else 3]]
+    names = [*_LAYOUT, *FEATURES[: len(FEATURES) if isinstance(case, Case) else 3]]
     names += _SCALARS if isinstance(case, Case) else []
     changes_layout = rng.random() < 0.5
     chosen = _LAYOUT if changes_layout else rng.sample(names, rng.choice([1, 1, 2]))

@@ -116,9 +116,9 @@ def is_consistent(trial: Trial) -> bool:
         return False
     if isinstance(case, UpdateCase):
         return case.num_padding <= case.num_tokens
-    if case.causal and (
-        case.window_right is not None or any(q_len > context for q_len, context in case.sequences)
-    ):
+    if case.causal and (case.window_right is not None or case.causal_seqs):
+        return False
+    if any(q > context and case.is_causal(s) for s, (q, context) in enumerate(case.sequences)):
         return False
     if case.value_head_size is not None and case.value_head_size > case.head_size:
         return False

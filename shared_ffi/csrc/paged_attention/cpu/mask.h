@@ -25,9 +25,7 @@ class AttentionMask {
  public:
   AttentionMask(const Rows& rows, Arena* arena)
       : rows_(rows),
-        context_len_(rows.p.context_lens[rows.item.sequence]),
-        start_(rows.p.query_start_loc[rows.item.sequence]),
-        first_position_(rows.item.position - (rows.item.first_token - start_)),
+        tokens_(rows.p.QueryTokensOf(rows.item.sequence)),
         spans_(arena->Take<Span>(rows.item.num_tokens)) {
     for (int64_t i = 0; i < rows.item.num_tokens; ++i) {
       if (rows.item.is_shared) {
@@ -35,11 +33,11 @@ class AttentionMask {
         continue;
       }
       const int64_t token = rows.item.first_token + i;
-      spans_[i] = rows.p.Attended(start_, token - start_, first_position_, context_len_);
+      spans_[i] = rows.p.Attended(tokens_, token - tokens_.first);
       has_tree_ |= rows.p.TreeBits(token) != 0;
       common_ = {Larger(common_.begin, spans_[i].begin), Smaller(common_.end, spans_[i].end)};
     }
-    if (has_tree_) common_.end = Smaller(common_.end, first_position_);
+    if (has_tree_) common_.end = Smaller(common_.end, tokens_.first_position);
   }
 
   // The position of a row of a kv head.
@@ -65,20 +63,18 @@ class AttentionMask {
 
   // Whether a row may not attend to some positions of its range.
   bool HasTreeMask(const KvTile& tile) const {
-    return has_tree_ && tile.position + tile.range.end > first_position_;
+    return has_tree_ && tile.position + tile.range.end > tokens_.first_position;
   }
   // Whether position j of a tile, in the range of a row of a kv head, is not such a hole.
   bool Attends(const KvTile& tile, int64_t row, int64_t j) const {
-    const int64_t bit = tile.position + j - first_position_;
+    const int64_t bit = tile.position + j - tokens_.first_position;
     const uint64_t bits = rows_.p.TreeBits(rows_.Token(row));
     return bits == 0 || bit < 0 || (bits >> bit & 1) != 0;
   }
 
  private:
   const Rows& rows_;
-  const int64_t context_len_;
-  const int64_t start_;           // the sequence's first token
-  const int64_t first_position_;  // of that token
+  const QueryTokens tokens_;      // of the sequence
   Span* const spans_;             // [query tokens of the item]
   Span common_ = {0, INT64_MAX};  // that all rows attend to
   bool has_tree_ = false;

@@ -63,13 +63,14 @@ class Totals {
   template <typename Q>
   void WriteTo(Q* output) const {
     const Params& p = rows_.p;
+    const QueryTokens tokens = p.QueryTokensOf(rows_.item.sequence);
     TouchPages<true>(rows_, output, p.value_head_size,
                      [&](int64_t row) { return rows_.InBatch(row) * p.value_head_size; });
     for (int64_t row = 0; row < rows_.count; ++row) {
       const int64_t in_batch = rows_.InBatch(row);
       const float* total = values_ + row * width_;
       // A row that attends to nothing has sums of zero.
-      const bool attends = p.Attends(rows_.Position(row), p.context_lens[rows_.item.sequence]);
+      const bool attends = p.Attends(tokens, rows_.Token(row) - tokens.first);
       const float weight = attends ? weight_[row] : 1.0f;
       const float v_scale =
           p.v_scale.IsPerPosition() ? 1.0f : p.v_scale.At(0, 0, rows_.KvHead(row));

@@ -28,17 +28,15 @@ std::vector<WorkItem> QueryTiles(const Params& p) {
   const int64_t tokens_per_tile = TokensPerTile(p);
   std::vector<WorkItem> tiles;
   for (int64_t s = 0; s < *p.num_seqs; ++s) {
-    const int64_t start = p.query_start_loc[s], end = p.query_start_loc[s + 1];
-    const int64_t context_len = p.context_lens[s];
-    for (int64_t token = start; token < end; token += tokens_per_tile) {
+    const QueryTokens tokens = p.QueryTokensOf(s);
+    for (int64_t i = 0; i < tokens.Count(); i += tokens_per_tile) {
       WorkItem tile = {};
       tile.sequence = s;
-      tile.first_token = token;
-      tile.num_tokens = std::min(tokens_per_tile, end - token);
-      tile.position = context_len - (end - token);
+      tile.first_token = tokens.first + i;
+      tile.num_tokens = std::min(tokens_per_tile, tokens.Count() - i);
+      tile.position = tokens.Position(i);
       tile.num_kv_heads = p.num_kv_heads;
-      const int64_t i = token - start, last = i + tile.num_tokens - 1;
-      const Span span = p.AttendedByAny(start, i, last, context_len - (end - start), context_len);
+      const Span span = p.AttendedByAny(tokens, i, i + tile.num_tokens - 1);
       tile.begin = span.begin;
       tile.end = span.end;
       tiles.push_back(tile);

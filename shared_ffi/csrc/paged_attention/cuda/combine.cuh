@@ -97,19 +97,16 @@ class Tokens {
     }
     FindSequence(batch_.Find(p_, token));
     if (is_faulty_ || !sequence_.HasToken(token)) return {true, nan};
-    const int64_t i = token - sequence_.first_token, context_len = sequence_.context_len;
+    const int64_t i = token - sequence_.first_token;
     return {false, 0, num_splits_, scratch_.Slot(s_, i, token, num_splits_),
-            p_.Attends(context_len - sequence_.q_len + i, context_len)};
+            p_.Attends(sequence_.Tokens(), i)};
   }
 
  private:
   __device__ void FindSequence(int64_t s) {
     if (s == s_) return;
     s_ = s;
-    const Sequence found(p_, s);
-    sequence_.first_token = gpu::Shuffle(found.first_token, 0);
-    sequence_.q_len = gpu::Shuffle(found.q_len, 0);
-    sequence_.context_len = gpu::Shuffle(found.context_len, 0);
+    sequence_ = Sequence(p_, s).OfFirstLane();
     is_faulty_ = !sequence_.IsLegal(p_);
     num_splits_ = is_faulty_ ? 0 : sequence_.NumSplits(p_);
     is_faulty_ = is_faulty_ || HasBadItem();

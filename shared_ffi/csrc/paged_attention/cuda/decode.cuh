@@ -415,7 +415,7 @@ class DecodeConsumer {
                            const float (&values)[Rows::kColumns]) const {
     const RowPlace place(p_, item, row);
     const float factor = JoinSink(p_, place.head, &state);
-    const bool attends = p_.Attends(item.first_position + place.token, item.context_len);
+    const bool attends = p_.Attends(item.Tokens(), place.token);
     T* output = static_cast<T*>(p_.output) + OutputOffset(p_, item, row);
 #pragma unroll
     for (int k = 0; k < Rows::kColumns; ++k) {

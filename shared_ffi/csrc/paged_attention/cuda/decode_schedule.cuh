@@ -117,10 +117,7 @@ class DecodeSchedule {
   // Takes the first sequence from s on that has tiles.
   __device__ void FindSequence(int64_t s) {
     for (; s < num_seqs_; ++s) {
-      const Sequence found(p_, s);
-      sequence_.first_token = gpu::Shuffle(found.first_token, 0);
-      sequence_.q_len = gpu::Shuffle(found.q_len, 0);
-      sequence_.context_len = gpu::Shuffle(found.context_len, 0);
+      sequence_ = Sequence(p_, s).OfFirstLane();
       num_tiles_ = NumTiles(sequence_);
       if (num_tiles_ > 0) break;
     }

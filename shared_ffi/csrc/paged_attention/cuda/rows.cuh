@@ -32,7 +32,7 @@ struct RowRange {
   __device__ RowRange(const Params& p, const Item& item, int64_t row) : begin(0), end(0) {
     if (row >= item.num_rows) return;
     const int64_t i = DivideU32(item.first_row + row, GqaGroupSize(p));
-    const Span span = p.Attended(item.first_token, i, item.first_position, item.context_len);
+    const Span span = p.Attended(item.Tokens(), i);
     begin = static_cast<int32_t>(Larger(item.begin, span.begin));
     end = static_cast<int32_t>(Smaller(item.end, span.end));
   }

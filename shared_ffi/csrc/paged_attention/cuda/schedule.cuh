@@ -33,6 +33,11 @@ struct Item {
   int32_t split;
   int32_t num_splits;
   int32_t flag;  // where it reports what is bad: Scratch::IsBad
+  bool is_causal;
+
+  __device__ QueryTokens Tokens() const {
+    return {first_token, first_position, context_len, is_causal};
+  }
 };
 
 // The query heads of a kv head. The host has checked that all rows have a number below 2^32.
@@ -55,17 +60,33 @@ __device__ inline int64_t NumSeqs(const Params& p) {
   return num_seqs <= p.max_seqs ? Larger(num_seqs, -1) : -1;
 }
 
-// A copy of a sequence's lengths.
+// A copy of a sequence's lengths, and of whether it is causal.
 struct Sequence {
   int64_t first_token;
   int64_t q_len;
   int64_t context_len;
+  bool is_causal;
 
   Sequence() = default;
   __device__ Sequence(const Params& p, int64_t s)
       : first_token(gpu::LoadOnce(p.query_start_loc + s)),
         q_len(gpu::LoadOnce(p.query_start_loc + s + 1) - first_token),
-        context_len(gpu::LoadOnce(p.context_lens + s)) {}
+        context_len(gpu::LoadOnce(p.context_lens + s)),
+        is_causal(p.is_causal || (p.causal != nullptr && gpu::LoadOnce(p.causal + s) != 0)) {}
+
+  // The same in all lanes of a warp.
+  __device__ Sequence OfFirstLane() const {
+    Sequence sequence(*this);
+    sequence.first_token = gpu::Shuffle(first_token, 0);
+    sequence.q_len = gpu::Shuffle(q_len, 0);
+    sequence.context_len = gpu::Shuffle(context_len, 0);
+    sequence.is_causal = gpu::Shuffle(static_cast<int>(is_causal), 0) != 0;
+    return sequence;
+  }
+
+  __device__ QueryTokens Tokens() const {
+    return {first_token, context_len - q_len, context_len, is_causal};
+  }
 
   // Whether query_start_loc gives the sequence a valid range of tokens, if it does so for all
   // sequences before it.
@@ -80,7 +101,7 @@ struct Sequence {
   // Whether the lengths agree with each other and with the block table.
   __device__ bool IsLegal(const Params& p) const {
     if (!HasRows(p)) return false;
-    const bool is_long_enough = p.is_causal ? q_len <= context_len : context_len >= 0;
+    const bool is_long_enough = is_causal ? q_len <= context_len : context_len >= 0;
     if (p.max_query_len != 0 && q_len > p.max_query_len) return false;
     return is_long_enough && context_len <= p.Capacity();
   }
@@ -141,6 +162,7 @@ __device__ inline void MakeItem(const Params& p, int64_t s, const Sequence& sequ
   item->first_token = static_cast<int32_t>(sequence.first_token);
   item->first_position = static_cast<int32_t>(sequence.context_len - sequence.q_len);
   item->context_len = static_cast<int32_t>(sequence.context_len);
+  item->is_causal = sequence.is_causal;
   item->split = static_cast<int32_t>(split);
   item->num_splits = static_cast<int32_t>(sequence.NumSplits(p));
   tiles.Find(p, sequence.q_len, tile, item);
@@ -149,8 +171,7 @@ __device__ inline void MakeItem(const Params& p, int64_t s, const Sequence& sequ
   const int64_t split_end = split_begin + sequence.SplitPositions(p);
   const int64_t i = DivideU32(item->first_row, GqaGroupSize(p));
   const int64_t last = DivideU32(item->first_row + item->num_rows - 1, GqaGroupSize(p));
-  const Span span =
-      p.AttendedByAny(sequence.first_token, i, last, item->first_position, sequence.context_len);
+  const Span span = p.AttendedByAny(sequence.Tokens(), i, last);
   item->begin = static_cast<int32_t>(Larger(split_begin, span.begin));
   item->end = static_cast<int32_t>(Smaller(split_end, span.end));
 }
@@ -163,7 +184,7 @@ __device__ inline Item RowsOf(const Params& p, const Item& item, int first_row, 
   rows.num_rows = min(max(item.num_rows - first_row, 0), num_rows);
   if (!p.MayBeTree(item.context_len - item.first_position) && rows.num_rows > 0) {
     const int64_t begin = p.WindowBegin(FirstPosition(p, rows));
-    const int64_t end = p.WindowEnd(LastPosition(p, rows), item.context_len);
+    const int64_t end = p.WindowEnd(item.Tokens(), LastPosition(p, rows));
     rows.begin = static_cast<int32_t>(Larger(item.begin, begin));
     rows.end = static_cast<int32_t>(Smaller(item.end, end));
   }

@@ -254,7 +254,7 @@ struct CommonRange {
   __device__ CommonRange(const Params& p, const Item& item)
       : begin(static_cast<int32_t>(Larger(item.begin, p.WindowBegin(LastPosition(p, item))))),
         end(static_cast<int32_t>(
-            Smaller(item.end, p.WindowEnd(FirstPosition(p, item), item.context_len)))) {
+            Smaller(item.end, p.WindowEnd(item.Tokens(), FirstPosition(p, item))))) {
     if (!p.MayBeTree(item.context_len - item.first_position)) return;
     begin = max(begin, static_cast<int32_t>(p.WindowBegin(item.context_len - 1)));
     end = min(end, item.first_position);

@@ -9,6 +9,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ import transformers
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.layers import utils
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from examples.generate.checkpoint import load, unpacked
 from examples.serve.load_test import PROMPTS
@@ -360,11 +362,51 @@ def test_encoders_are_refused(kind: str) -> None:
         integration.XlaGpuAttentionImpl(4, 16, 0.25, attn_type=kind)
 
 
-def test_a_batch_with_causal_sequences_and_others_is_refused() -> None:
-    builder = object.__new__(integration.XlaGpuMetadataBuilder)
-    common = type("Common", (), {"causal": torch.tensor([True, False])})
-    with pytest.raises(NotImplementedError, match="^xla_gpu: all sequences of a batch must be"):
-        builder.build(0, common)
+def test_a_batch_with_causal_sequences_and_others() -> None:
+    builder = a_builder()
+    flags = torch.tensor([True, False])
+    metadata = builder.build(0, a_batch(causal=flags))
+    impl = integration.XlaGpuAttentionImpl(4, 8, 0.5, num_kv_heads=2)
+    query, kv_cache = torch.randn(5, 4, 8), torch.randn(2, 2, 16, 16)
+    output = torch.empty_like(query)
+    impl.forward(None, query, query, query, kv_cache, metadata, output=output)
+    for causal, tokens in ((True, slice(2)), (False, slice(2, 5))):
+        expected = torch.empty_like(query)
+        metadata = builder.build(0, a_batch(causal=causal))
+        impl.forward(None, query, query, query, kv_cache, metadata, output=expected)
+        assert torch.equal(output[tokens], expected[tokens])
+    first = builder.build(0, a_batch(causal=flags)).causal_seqs
+    assert first.data_ptr() == builder.build(0, a_batch(causal=~flags)).causal_seqs.data_ptr()
+
+
+def a_builder() -> Any:
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, cp_kv_cache_interleave_size=1
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=16),
+        model_config=SimpleNamespace(is_mm_prefix_lm=True),
+    )
+    spec = SimpleNamespace(sliding_window=None)
+    return integration.XlaGpuMetadataBuilder(spec, [], config, torch.device("cpu"))
+
+
+def a_batch(**options: Any) -> Any:
+    """Two sequences of 6 and 9 tokens, of which 2 and 3 are new, as vLLM describes them."""
+    starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 5], [6, 9]))
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lengths,
+        seq_lens_cpu_upper_bound=lengths,
+        num_reqs=2,
+        num_actual_tokens=5,
+        max_query_len=3,
+        max_seq_len=9,
+        block_table_tensor=torch.tensor([[1], [0]], dtype=torch.int32),
+        slot_mapping=torch.arange(5),
+        **options,
+    )
 
 
 def test_other_choices_are_vllms(checkpoint: Any, serve: Any) -> None:

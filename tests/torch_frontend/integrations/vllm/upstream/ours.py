@@ -8,7 +8,6 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from vllm import _custom_ops
@@ -104,8 +103,6 @@ def cpu_attention_with_kv_cache(
     kv_cache_dtype: str = "auto",
 ) -> None:
     """As vLLM's."""
-    if dynamic_causal is not None:
-        pytest.skip("refused by the backend: sequences that are causal beside others")
     caches, scales = _caches(key_cache, value_cache, k_scale, v_scale, kv_cache_dtype)
     window = sliding_window if sliding_window > 0 else None
     OPS.paged_attention.out(
@@ -122,7 +119,8 @@ def cpu_attention_with_kv_cache(
         kv_layout="nhbd",
         sinks=None if s_aux is None else s_aux.float(),
         alibi_slopes=alibi_slopes,
-        causal=causal,
+        causal=causal or dynamic_causal is not None,
+        causal_seqs=None if dynamic_causal is None else dynamic_causal.int(),
         window_right=None if causal or window is None else window - 1,
         out=output,
         **scales,
