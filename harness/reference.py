@@ -28,6 +28,7 @@ def paged_attention(
     sinks: Any = None,
     alibi_slopes: Any = None,
     tree_mask: Any = None,
+    bidirectional_ranges: Any = None,
     causal: Any = True,
     window_right: int | None = None,
     max_query_len: int | None = None,
@@ -67,6 +68,9 @@ def paged_attention(
                 positions = np.arange(first, first_position + 64)
                 in_tree = np.isin(positions - first_position, bits)
                 positions = positions[(positions < first_position) | in_tree]
+            if bidirectional_ranges is not None:
+                more = _range(bidirectional_ranges[start + i], int(context_lens[s]))
+                positions = np.union1d(positions, np.array(more, np.int64))
             rows = block_tables[s, positions // block_size], positions % block_size
             attended = kv_cache[rows].astype(np.float64)
             attended[:, 0::2] *= _scales(k_scale, rows)
@@ -108,6 +112,7 @@ def legal_sequences(
     max_query_len: int | None = None,
     value_head_size: int | None = None,
     tree_mask: Any = None,
+    bidirectional_ranges: Any = None,
     **others: Any,
 ) -> list[bool] | None:
     """Whether the lengths, the tree mask and the block table of each sequence of paged_attention
@@ -134,6 +139,11 @@ def legal_sequences(
         if is_legal and q_len > 0 and context > 0:
             window = context if sliding_window is None else sliding_window
             first = max(0, context - q_len - window + 1)
+            if bidirectional_ranges is not None:
+                ranges = [
+                    _range(x, context) for x in bidirectional_ranges[starts[s] : starts[s + 1]]
+                ]
+                first = min([first, *(x.start for x in ranges if x)])
             blocks = block_tables[s, first // block_size : (context - 1) // block_size + 1]
             is_legal = bool(((blocks >= 0) & (blocks < num_blocks)).all())
         legal.append(is_legal)
@@ -178,6 +188,11 @@ def slots_are_legal(
     """Whether no slot of kv_cache_update is past the end of the cache."""
     num_blocks, block_size, *_ = _shape(kv_cache, value_cache, kv_layout, is_latent=is_latent)
     return not (np.asarray(slot_mapping) >= num_blocks * block_size).any()
+
+
+def _range(bounds: Any, context_len: int) -> range:
+    """A token's range of positions, cut to its sequence."""
+    return range(max(0, int(bounds[0])), min(int(bounds[1]), context_len))
 
 
 def _is_causal(causal: Any, sequence: int) -> bool:

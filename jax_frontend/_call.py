@@ -53,6 +53,10 @@ class Arrays:
         array = self._given(name, array)
         return self._add(array.astype(jnp.float32) if array.dtype == jnp.float64 else array)
 
+    def add_optional_int32(self, name: str, array: Any) -> ArraySpec | None:
+        """Adds integers, if there are any; see add_int32."""
+        return None if array is None else self.add_int32(name, array)
+
     def add_optional_words(self, name: str, array: Any) -> ArraySpec | None:
         """Adds words of 32 bits, if there are any. Under ``jax_enable_x64`` they may be integers of
         64 bits, of which the lower 32 count."""

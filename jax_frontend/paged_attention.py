@@ -20,6 +20,7 @@ class _Options(TypedDict, total=False):
     sinks: jax.Array | None
     alibi_slopes: jax.Array | None
     tree_mask: jax.Array | None
+    bidirectional_ranges: jax.Array | None
     causal: bool | jax.Array
     window_right: int | None
     max_query_len: int | None
@@ -78,6 +79,7 @@ def paged_attention(
     sinks: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     tree_mask: jax.Array | None = None,
+    bidirectional_ranges: jax.Array | None = None,
     causal: bool | jax.Array = True,
     window_right: int | None = None,
     max_query_len: int | None = None,
@@ -144,8 +146,14 @@ def paged_attention(
             without bits is causal. A sequence with bits has at most 64 query tokens, and no bits
             past them. A sliding window, of at least 64, counts back from the position that the
             number of bits gives: ``p = context_lens[s] - q_len + bits - 1``, in a tree the depth of
-            the token. Neither with ``alibi_slopes`` nor with another ``causal`` than True. None: no
-            trees.
+            the token. Not with ``alibi_slopes``, ``bidirectional_ranges`` or another ``causal``
+            than True. None: no trees.
+        bidirectional_ranges: ``[num_tokens, 2]`` int32, for image tokens in a prompt, which attend
+            to each other. A query token also attends to the positions of its sequence from its
+            first number up to but not including the second, whatever ``causal`` and the windows
+            say. The part of a range outside of the sequence counts for nothing, and a range without
+            positions changes no bit. What lies between a range and the window costs time, and its
+            entries of ``block_tables`` are needed. Not with ``tree_mask``. None: no ranges.
         causal: False lets a query attend to positions after its own. Then ``context_lens`` may be
             less than the number of the sequence's queries: the first of these stand at negative
             positions, before all keys. An array ``[max_seqs]``, int32 or bool, says it for each
@@ -217,6 +225,9 @@ def paged_attention(
         sinks=arrays.add_optional_float32("sinks", sinks),
         alibi_slopes=arrays.add_optional_float32("alibi_slopes", alibi_slopes),
         tree_mask=arrays.add_optional_words("tree_mask", tree_mask),
+        bidirectional_ranges=arrays.add_optional_int32(
+            "bidirectional_ranges", bidirectional_ranges
+        ),
         causal=arrays.add_flags("causal", causal) if hasattr(causal, "shape") else causal,
         window_right=window_right,
         max_query_len=max_query_len,

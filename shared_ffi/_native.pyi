@@ -59,6 +59,7 @@ def metadata_fault(
     num_seqs: int,
     *,
     tree_mask: np.ndarray | None,
+    bidirectional_ranges: np.ndarray | None,
     causal: np.ndarray | None,
     num_tokens: int,
     num_blocks: int,

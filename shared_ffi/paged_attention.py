@@ -58,6 +58,7 @@ def check(
     sinks: ArraySpec | None = None,
     alibi_slopes: ArraySpec | None = None,
     tree_mask: ArraySpec | None = None,
+    bidirectional_ranges: ArraySpec | None = None,
     causal: bool | ArraySpec = True,
     window_right: int | None = None,
     max_query_len: int | None = None,
@@ -127,9 +128,19 @@ def check(
         if per_head.dtype != "float32":
             raise dtype_error(OP, feature, "dtype float32", per_head.dtype)
         operands.add_feature(feature, per_head, 0)
+    for feature, pairs in (
+        ("tree_mask", tree_mask),
+        ("bidirectional_ranges", bidirectional_ranges),
+    ):
+        if pairs is None:
+            continue
+        if not has_shape(pairs, (num_tokens, 2)):
+            raise shape_error(OP, feature, f"[num_tokens={num_tokens}, 2]", pairs.shape)
+        if pairs.dtype != "int32":
+            raise dtype_error(OP, feature, "dtype int32", pairs.dtype)
+        operands.add_feature(feature, pairs, None)
     if tree_mask is not None:
-        _check_tree_mask(tree_mask, num_tokens, sliding_window, alibi_slopes, causal)
-        operands.add_feature("tree_mask", tree_mask, None)
+        _check_beside_tree_mask(sliding_window, alibi_slopes, bidirectional_ranges, causal)
     right = _window_right(causal, window_right)
     if isinstance(causal, ArraySpec):
         (max_seqs,) = context_lens.shape
@@ -201,6 +212,7 @@ def check_values(
     kv_layout: str | None = None,
     max_query_len: int | None = None,
     tree_mask: Any = None,
+    bidirectional_ranges: Any = None,
 ) -> None:
     """Checks the values of lengths, page table, ``num_seqs`` and tree mask.
 
@@ -213,6 +225,8 @@ def check_values(
     """
     arrays = {"context_lens": context_lens, "block_tables": block_tables}
     arrays |= {"query_start_loc": query_start_loc, "num_seqs": num_seqs}
+    if bidirectional_ranges is not None:
+        arrays["bidirectional_ranges"] = bidirectional_ranges
     # Integers of any width are welcome here. What int32 cannot hold is out of every range.
     limits = np.iinfo(np.int32)
     arrays = {
@@ -227,6 +241,7 @@ def check_values(
         arrays["query_start_loc"],
         arrays["num_seqs"].item(),
         tree_mask=None if tree_mask is None else _words(tree_mask),
+        bidirectional_ranges=arrays.get("bidirectional_ranges"),
         causal=None if isinstance(causal, bool) else on_host(causal).astype(np.int32, order="C"),
         num_tokens=query.shape[0],
         num_blocks=num_blocks,
@@ -342,20 +357,16 @@ def _max_query_len(max_query_len: int | None) -> np.int64:
     return np.int64(0) if max_query_len is None else _int64("max_query_len", max_query_len, 1)
 
 
-def _check_tree_mask(
-    tree_mask: ArraySpec,
-    num_tokens: int,
+def _check_beside_tree_mask(
     sliding_window: int | None,
     alibi_slopes: ArraySpec | None,
+    bidirectional_ranges: ArraySpec | None,
     causal: bool | ArraySpec,
 ) -> None:
-    if not has_shape(tree_mask, (num_tokens, 2)):
-        raise shape_error(OP, "tree_mask", f"[num_tokens={num_tokens}, 2]", tree_mask.shape)
-    if tree_mask.dtype != "int32":
-        raise dtype_error(OP, "tree_mask", "dtype int32", tree_mask.dtype)
-    if alibi_slopes is not None:
-        got = f"shape {[*alibi_slopes.shape]}"
-        raise value_error(OP, "alibi_slopes", "be None with tree_mask", got)
+    others = {"alibi_slopes": alibi_slopes, "bidirectional_ranges": bidirectional_ranges}
+    for name, array in others.items():
+        if array is not None:
+            raise value_error(OP, name, "be None with tree_mask", f"shape {[*array.shape]}")
     if sliding_window is not None and not holds(sliding_window >= MAX_TREE_TOKENS):
         rule = f"be at least {MAX_TREE_TOKENS} with tree_mask"
         raise value_error(OP, "sliding_window", rule, sliding_window)

@@ -19,7 +19,7 @@ _ARGUMENTS = (
     "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? sinks=None, "
     "Tensor? alibi_slopes=None, bool? causal=True, SymInt? window_right=None, "
     "SymInt? max_query_len=None, Tensor? tree_mask=None, int? value_head_size=None, "
-    "Tensor? causal_seqs=None"
+    "Tensor? bidirectional_ranges=None, Tensor? causal_seqs=None"
 )
 _CACHES = ("kv_cache", "value_cache")
 _ROWS = ("query",)
@@ -50,6 +50,7 @@ class _Options(TypedDict, total=False):
     sinks: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
     tree_mask: torch.Tensor | None
+    bidirectional_ranges: torch.Tensor | None
     causal: bool | torch.Tensor
     window_right: int | None
     max_query_len: int | None
@@ -109,6 +110,7 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
+    bidirectional_ranges: torch.Tensor | None = None,
     causal: bool | torch.Tensor = True,
     window_right: int | None = None,
     max_query_len: int | None = None,
@@ -148,6 +150,8 @@ def paged_attention(
         sinks: ``[num_heads]`` float32, one more logit for each head.
         alibi_slopes: ``[num_heads]`` float32.
         tree_mask: ``[num_tokens, 2]`` int32, for draft trees of speculative decoding.
+        bidirectional_ranges: ``[num_tokens, 2]`` int32: a token also attends to these positions of
+            its sequence, from the first number up to but not including the second.
         causal: False lets a query attend to later positions. ``[max_seqs]`` int32 or bool: for each
             sequence; the operator's argument for it is ``causal_seqs``.
         window_right: how many of them.
@@ -188,6 +192,7 @@ def paged_attention(
         "sinks": sinks,
         "alibi_slopes": alibi_slopes,
         "tree_mask": tree_mask,
+        "bidirectional_ranges": bidirectional_ranges,
         "out": out,
     }
     options = {
@@ -224,6 +229,7 @@ def paged_attention(
         sinks=sinks,
         alibi_slopes=alibi_slopes,
         tree_mask=tree_mask,
+        bidirectional_ranges=bidirectional_ranges,
         causal=causal,
         window_right=window_right,
         max_query_len=max_query_len,

@@ -21,7 +21,7 @@ from jax_frontend._vmap.batching import (
 from shared_ffi import kv_layout
 from shared_ffi.paged_attention import OP
 
-_OF_TOKENS = ("query", "tree_mask")
+_OF_TOKENS = ("query", "tree_mask", "bidirectional_ranges")
 _OF_BATCH = (*_OF_TOKENS, "context_lens", "block_tables", "query_start_loc", "num_seqs", "causal")
 
 

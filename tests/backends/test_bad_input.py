@@ -111,6 +111,7 @@ def test_check_values_accepts_sound_calls() -> None:
     for case in SAMPLED_CASES:
         attributes = case.attributes()
         names = ("causal", "window_right", "kv_layout", "max_query_len", "tree_mask")
+        names += ("bidirectional_ranges",)
         others = {name: attributes[name] for name in names if name in attributes}
         paged_attention.check_values(*case.inputs(), case.sliding_window, **others)
     for case in UPDATE_CASES:

@@ -17,6 +17,7 @@ from harness.layouts import arrange
 SCALE = 0.05  # the size of the scales of 8-bit caches
 SHORT_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 JUNK = np.array([2147480000, -7, 2147483647, -2147483648, 1000000], np.int32)
+RANGES = (None, "blocks", "any")
 TREES = (None, "draft", "chain", "any")
 SCALES = (None, "one", "per head", "per position")
 
@@ -63,6 +64,7 @@ class Case:
     sinks: bool = False
     alibi_slopes: bool = False
     tree: str | None = None  # of TREES
+    ranges: str | None = None  # of RANGES
     causal: bool = True
     causal_seqs: bool = False  # with causal=False: the sequences with an even number are causal
     window_right: int | None = None
@@ -98,6 +100,8 @@ class Case:
             attributes["alibi_slopes"] = rng.uniform(0, 0.3, self.num_heads).astype(np.float32)
         if self.tree is not None:
             attributes["tree_mask"] = self._tree_mask()
+        if self.ranges is not None:
+            attributes["bidirectional_ranges"] = self._ranges()
         if not self.causal:
             attributes |= {"causal": False, "window_right": self.window_right}
         if self.causal_seqs:
@@ -146,15 +150,40 @@ class Case:
                     sequence_bits[i, i:] = np.arange(64 - i) == 0
         return np.packbits(bits, axis=1, bitorder="little").view("<i4")
 
+    def _ranges(self) -> np.ndarray:
+        """Each second 13 tokens of a sequence attend to each other; or any ranges. Some end after the
+        sequence. Tokens of no sequence have any numbers."""
+        rng = np.random.default_rng(zlib.crc32(self.id.encode()))
+        num_tokens = self.first_token + sum(q for q, _ in self.sequences) + self.padding_tokens
+        ranges = rng.choice(JUNK, (num_tokens, 2))
+        token = self.first_token
+        for q_len, context_len in self.sequences:
+            for position in range(context_len - q_len, context_len):
+                begin, end = rng.integers(-2, context_len + 3, 2)
+                block = position // 13
+                if self.ranges == "any":
+                    some = ((begin, end), (begin, begin + 5), (0, 0), (end, 2**31 - 1))
+                    ranges[token] = some[rng.choice(4, p=[0.4, 0.2, 0.3, 0.1])]
+                else:
+                    ranges[token] = 13 * block, 13 * (block + block % 2)
+                token += 1
+        return ranges
+
     def is_causal(self, sequence: int) -> bool:
         return self.causal or (self.causal_seqs and sequence % 2 == 0)
 
-    def needed_positions(self, q_len: int, context_len: int) -> range:
+    def attended_positions(self, sequence: int) -> list[int]:
         """The positions that some query of a sequence attends to."""
+        q_len, context_len = self.sequences[sequence]
         if q_len == 0:
-            return range(0)
+            return []
         window = self.sliding_window or context_len
-        return range(max(0, context_len - q_len - window + 1), context_len)
+        positions = {*range(max(0, context_len - q_len - window + 1), context_len)}
+        if self.ranges is not None:
+            start = self.first_token + sum(q for q, _ in self.sequences[:sequence])
+            for begin, end in self._ranges()[start : start + q_len]:
+                positions |= {*range(max(0, begin), min(end, context_len))}
+        return sorted(positions)
 
     def inputs(self) -> Inputs:
         inputs = self._in_default_layout()
@@ -186,10 +215,11 @@ class Case:
             blocks = pool[taken : taken + lengths[s]].copy()
             taken += lengths[s]
             blocks[: self.shared_blocks] = pool[: min(lengths[s], self.shared_blocks)]
-            positions = self.needed_positions(q_len, context_len)
+            positions = self.attended_positions(s)
+            for j in range(min(positions, default=context_len), context_len):
+                block_tables[s, j // self.block_size] = blocks[j // self.block_size]
             for j in positions:
                 block, offset = j // self.block_size, j % self.block_size
-                block_tables[s, block] = blocks[block]
                 slot = kv_cache[blocks[block], offset]
                 if (
                     np.isnan(slot.astype(np.float32)).any()
@@ -223,6 +253,17 @@ class Case:
             query_start_loc,
             np.full(self.num_seqs_shape, num_seqs, np.int32),
         )
+
+
+def without_range(case: Case) -> np.ndarray:
+    """Whether each token of the batch has an empty range."""
+    begins, ends = case.attributes()["bidirectional_ranges"].T
+    lengths = np.zeros(len(begins), np.int64)
+    start = case.first_token
+    for q_len, context_len in case.sequences:
+        lengths[start : start + q_len] = context_len
+        start += q_len
+    return np.maximum(begins, 0) >= np.minimum(ends, lengths)
 
 
 DECODE = ((1, 5), (1, 17), (1, 1), (1, 12))

@@ -1,4 +1,4 @@
-"""Masks: sliding windows, attention that is not causal, tree masks, and NaN in masked positions."""
+"""Masks: sliding windows, attention that is not causal, trees, ranges, and NaN in masked positions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from tests.cases.case import MIXED, TREES, Case, each_dtype, feature_cases
+from tests.cases.case import MIXED, RANGES, TREES, Case, each_dtype, feature_cases
 
 
 def _sliding_windows() -> Iterator[Case]:
@@ -99,6 +99,37 @@ def _tree_masks() -> Iterator[Case]:
         )
 
 
+def _bidirectional_ranges() -> Iterator[Case]:
+    batches: dict[str, tuple[tuple[int, int], ...]] = {
+        "mixed": ((7, 80), (19, 30), (0, 5), (1, 66)),
+        "long": ((3, 1100), (40, 700), (1, 530)),
+        "prompts": ((130, 130), (65, 300)),
+    }
+    for ranges, window, (name, sequences) in product(RANGES[1:], (None, 9), batches.items()):
+        yield from each_dtype(
+            f"ranges-{ranges}-window-{window}-{name}",
+            sequences=sequences,
+            ranges=ranges,
+            num_heads=6,
+            block_size=8,
+            head_size=64 if name == "prompts" else 24,
+            sliding_window=window,
+            sinks=name == "long",
+            alibi_slopes=name == "mixed",
+            soft_cap=5.0 if name == "long" else None,
+            cache_dtype="int8" if name == "prompts" and window else None,
+            return_lse=name != "prompts",
+        )
+    features: dict[str, dict[str, Any]] = {
+        "fewer-keys": {"sequences": ((5, 2), (40, 0), (90, 20)), "window_right": 0},
+        "by-sequence": {"sequences": ((30, 70), (30, 70), (2, 300)), "causal_seqs": True},
+    }
+    for name, fields in features.items():
+        yield from each_dtype(
+            f"ranges-{name}", ranges="any", causal=False, sliding_window=20, **fields
+        )
+
+
 def _nan_in_masked_positions() -> Iterator[Case]:
     for length in (2, 16, 17, 63, 64, 65, 70):
         yield from each_dtype(
@@ -115,4 +146,10 @@ def _nan_in_masked_positions() -> Iterator[Case]:
     )
 
 
-CASES = [*_sliding_windows(), *_not_causal(), *_tree_masks(), *_nan_in_masked_positions()]
+CASES = [
+    *_sliding_windows(),
+    *_not_causal(),
+    *_tree_masks(),
+    *_bidirectional_ranges(),
+    *_nan_in_masked_positions(),
+]

@@ -183,6 +183,8 @@ def _long_queries() -> Iterator[Case]:
             "soft_cap": 5.0,
         },
         "by-sequence": {"causal": False, "causal_seqs": True},
+        "images": {"ranges": "blocks"},
+        "ranges-window-90": {"ranges": "any", "sliding_window": 90},
     }
     shorts = {dtype: short for dtype, short in SHORT_NAMES.items() if dtype != "float32"}
     sizes = product((8, 64, 80, 128), ((1, 1), (2, 3), (1, 4), (1, 8)))

@@ -66,6 +66,7 @@ def shard_by_heads(mesh: Mesh, case: Case) -> tuple[list[Any], dict[str, Any], d
     operands += [put(x, NamedSharding(mesh, P())) for x in metadata]
     whole = NamedSharding(mesh, P())
     others = {"value_cache": cache_sharding, "tree_mask": whole, "causal": whole}
+    others["bidirectional_ranges"] = whole
     if not is_shared:
         others |= {"k_scale": whole, "v_scale": whole}
     keywords = {

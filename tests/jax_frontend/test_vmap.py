@@ -125,7 +125,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
 }
 CALL_FEATURES = FEATURES | {
-    "trees": {"tree": "draft"}
+    "trees": {"tree": "draft"},
+    "ranges": {"ranges": "any"},
 }  # which only calls with their own lengths have
 SHARED_BY_CALLS = ("sinks", "alibi_slopes")  # the same for all calls, or vmap loops
 

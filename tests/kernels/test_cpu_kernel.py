@@ -17,7 +17,7 @@ from harness import reference
 from harness.compare import assert_close_on_cpu, assert_same_bits
 from shared_ffi import _native, kv_cache_update, simple_add
 from tests.cases.all import CASES, SHORT_CASES, UPDATE_CASES
-from tests.cases.case import Case
+from tests.cases.case import Case, without_range
 from tests.cases.softmax import EXTREME_NUMBERS, extreme_call
 from tests.cases.updates import UpdateCase
 from tests.support.calls import (
@@ -435,6 +435,43 @@ def test_chain_tree_has_the_bits_of_causal_attention(group: int, dtype: Any) -> 
     assert 0 < spoilt.sum() < spoilt.size / 2
     for result, clean in zip(attend(with_nan, tree_mask=trees, **attributes), causal, strict=True):
         assert_same_bits(result[~spoilt], clean[~spoilt])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("group", [1, 4])
+def test_a_token_without_a_range_keeps_its_bits(group: int, dtype: str) -> None:
+    case = Case(
+        id="ranges",
+        sequences=((7, 150), (64, 700), (3, 3), (80, 90), (1, 1100)),
+        num_heads=2 * group,
+        head_size=40,
+        dtype=dtype,
+        sliding_window=90,
+        ranges="any",
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    ranges, is_empty = attributes.pop("bidirectional_ranges"), without_range(case)
+    causal = attend(inputs, **attributes)
+    result = attend(inputs, bidirectional_ranges=ranges, num_threads=3, **attributes)
+    assert_same_bits(result[is_empty], causal[is_empty])
+    assert (result[~is_empty] != causal[~is_empty]).any(axis=(1, 2)).mean() > 0.5
+
+
+def test_ranges_that_change_during_the_call() -> None:
+    """The ranges lie in the memory of the result. The row that sequence 0 writes, a subnormal number,
+    is there the end of the range of sequence 1, which was 0 when it was checked: position 0 of that
+    lies in a block that there is not."""
+    memory = np.zeros(16, F32)
+    output, ranges = memory.reshape(2, 1, 8), memory[4:8].view(I32).reshape(2, 2)
+    kv_cache = np.zeros((2, 1, 2, 8), F32)
+    kv_cache[0, :, 1, 7] = np.array(2, I32).view(F32)
+    kv_cache[1, :, 1] = 1
+    operands = [np.zeros((2, 1, 8), F32), kv_cache, np.array([1, 2], I32)]
+    operands += [np.array([[0, 9], [2**30, 1]], I32), np.array([0, 1, 2], I32), np.array(2, I32)]
+    attributes = {"scale": 1.0, "sliding_window": 1, "bidirectional_ranges": ranges}
+    call, arrays = checked_call("paged_attention", operands, attributes)
+    call_handler(call.target, numbers(call), arrays, [output])
+    assert ranges[1, 1] == 2 and (output[1] == 1).all()
 
 
 def test_zero_queries_at_the_largest_scale() -> None:

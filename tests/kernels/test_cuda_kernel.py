@@ -26,7 +26,7 @@ from harness.compare import assert_close_on_cuda, assert_same_bits
 from shared_ffi import kv_cache_update, paged_attention, simple_add
 from shared_ffi.spec import ArraySpec
 from tests.cases.all import CASES, LONG_CASES, SAMPLED_CASES, UPDATE_CASES
-from tests.cases.case import Case
+from tests.cases.case import Case, without_range
 from tests.cases.softmax import EXTREME_NUMBERS, extreme_call
 from tests.cases.updates import UpdateCase
 from tests.support import native, selection
@@ -675,6 +675,27 @@ def test_chain_tree_has_the_bits_of_causal_attention(
     assert_same_bits(attend(each_kernel, inputs, tree_mask=trees, **attributes), causal)
     no_bits = np.zeros_like(trees)
     assert_same_bits(attend(each_kernel, inputs, tree_mask=no_bits, **attributes), causal)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("group", [1, 4])
+def test_a_token_without_a_range_keeps_its_bits(group: int, dtype: str, each_kernel: Gpu) -> None:
+    """With one query head for each kv head, short queries are the decode kernel's."""
+    case = Case(
+        id="ranges",
+        sequences=((2, 1500), (4, 700), (60, 200), (70, 700), (3, 3), (80, 90)),
+        num_heads=2 * group,
+        head_size=40,
+        dtype=dtype,
+        sliding_window=90,
+        ranges="any",
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    ranges, is_empty = attributes.pop("bidirectional_ranges"), without_range(case)
+    causal = attend(each_kernel, inputs, **attributes)
+    result = attend(each_kernel, inputs, bidirectional_ranges=ranges, **attributes)
+    assert_same_bits(result[is_empty], causal[is_empty])
+    assert (result[~is_empty] != causal[~is_empty]).any(axis=(1, 2)).mean() > 0.5
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -240,6 +240,23 @@ STATIC = [
     ),
     fault(
         attention,
+        "bidirectional_ranges must have shape [num_tokens=4, 2]; got [4]",
+        bidirectional_ranges=np.zeros(4, I32),
+    ),
+    fault(
+        attention,
+        "bidirectional_ranges must have dtype int32; got float32",
+        TypeError,
+        bidirectional_ranges=np.zeros((4, 2), F32),
+    ),
+    fault(
+        attention,
+        "bidirectional_ranges must be None with tree_mask; got shape [4, 2]",
+        bidirectional_ranges=np.zeros((4, 2), I32),
+        tree_mask=np.zeros((4, 2), I32),
+    ),
+    fault(
+        attention,
         "causal must be True with tree_mask; got shape [3]",
         causal=np.zeros(3, I32),
         tree_mask=np.zeros((4, 2), I32),
@@ -546,6 +563,14 @@ DYNAMIC = [
         attention,
         "block_tables[0, 0] must be from 0 to num_blocks - 1=-1; got 3",
         kv_cache=np.ones((0, 2, 4, 8), F32),
+    ),
+    fault(
+        attention,
+        "block_tables[0, 0] must be from 0 to num_blocks - 1=3; got 9",
+        sliding_window=1,
+        context_lens=np.array([4, 1, 0], I32),
+        block_tables=np.array([[9, 1], [0, 9], [9, 9]], I32),
+        bidirectional_ranges=np.array([[0, 0], [0, 2], [-5, -1], [0, 0]], I32),
     ),
     fault(
         attention,

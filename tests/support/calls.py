@@ -42,7 +42,8 @@ def overload_of(op: str, attributes: dict[str, Any]) -> tuple[Any, dict[str, Any
 
 _CHECKS = {"paged_attention": paged_attention.check, "kv_cache_update": kv_cache_update.check}
 _POSITIONAL = ("scale", "sliding_window", "soft_cap")
-FEATURES = ("value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes", "tree_mask", "causal")
+FEATURES = ("value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes", "tree_mask")
+FEATURES += ("bidirectional_ranges", "causal")
 """The arrays that not every call of paged_attention has, in the order of its operands."""
 
 

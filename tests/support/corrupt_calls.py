@@ -139,6 +139,7 @@ def sound_calls() -> dict[str, HandlerCall]:
         sinks=True,
         alibi_slopes=True,
         causal=False,
+        ranges="any",
         causal_seqs=True,
         window_right=2,
         sliding_window=5,

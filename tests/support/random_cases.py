@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 
 from harness.arrays import CACHE_DTYPES
 from harness.layouts import LATENT_LAYOUTS, LAYOUTS
-from tests.cases.case import SCALES, TREES, Case
+from tests.cases.case import RANGES, SCALES, TREES, Case
 
 
 @st.composite
@@ -46,6 +46,7 @@ def random_cases(draw: st.DrawFn) -> Case:
         sinks=draw(st.booleans()),
         alibi_slopes=alibi_slopes,
         tree=tree,
+        ranges=draw(st.sampled_from(RANGES)) if tree is None else None,
         causal=causal,
         causal_seqs=not causal and draw(st.booleans()) and all(q <= n for q, n in sequences),
         window_right=None if causal else draw(st.none() | st.integers(1, 40)),

@@ -7,14 +7,21 @@
 namespace xla_gpu::paged_attention {
 namespace {
 
-// The entries of the page table that the queries of a sequence need.
+// The entries of the page table that the queries of a sequence need: all from the first position
+// that some query attends to.
 struct NeededBlocks {
   int64_t first;
   int64_t last;
 
-  NeededBlocks(const Params& p, int64_t q_len, int64_t context_len)
-      : first(p.WindowBegin(context_len - q_len) / p.block_size),
-        last((context_len - 1) / p.block_size) {}
+  NeededBlocks(const Params& p, const QueryTokens& tokens) {
+    int64_t begin = p.WindowBegin(tokens.first_position);
+    for (int64_t i = 0; p.bidirectional_ranges != nullptr && i < tokens.Count(); ++i) {
+      const Span range = p.RangeOf(tokens, i);
+      if (!range.IsEmpty()) begin = Smaller(begin, range.begin);
+    }
+    first = begin / p.block_size;
+    last = (tokens.context_len - 1) / p.block_size;
+  }
 };
 
 }  // namespace
@@ -64,7 +71,7 @@ std::string MetadataFault(const Params& p) {
                     ", ", p.tree_mask[2 * token + 1], "]");
     }
     if (q_len == 0 || context_len == 0) continue;
-    const NeededBlocks needed(p, q_len, context_len);
+    const NeededBlocks needed(p, p.QueryTokensOf(s));
     for (int64_t b = needed.first; b <= needed.last; ++b) {
       const int64_t block = p.block_tables[s * p.max_blocks_per_seq + b];
       if (block < 0 || block >= p.num_blocks) {
@@ -82,33 +89,39 @@ MetadataCopy::MetadataCopy(Params* params) {
   const int64_t count = num_seqs < 0 || num_seqs > p.max_seqs ? 0 : num_seqs;
   const int64_t width = p.max_blocks_per_seq;
   const int64_t num_words = p.tree_mask == nullptr ? 0 : 2 * p.num_tokens;
+  const int64_t num_bounds = p.bidirectional_ranges == nullptr ? 0 : 2 * p.num_tokens;
   const int64_t num_flags = p.causal == nullptr ? 0 : count;
   // Of the table, few pages are touched.
-  memory_.reset(new int32_t[2 + 2 * count + num_words + num_flags + count * width]);
+  memory_.reset(new int32_t[2 + 2 * count + num_words + num_bounds + num_flags + count * width]);
   int32_t* const copied_num_seqs = memory_.get();
   int32_t* const context_lens = copied_num_seqs + 1;
   int32_t* const query_start_loc = context_lens + count;
   int32_t* const tree_mask = query_start_loc + count + 1;
-  int32_t* const causal = tree_mask + num_words;
+  int32_t* const ranges = tree_mask + num_words;
+  int32_t* const causal = ranges + num_bounds;
   int32_t* const block_tables = causal + num_flags;
   *copied_num_seqs = num_seqs;
   std::copy_n(p.context_lens, count, context_lens);
   std::copy_n(p.query_start_loc, count + 1, query_start_loc);
   std::copy_n(p.tree_mask, num_words, tree_mask);
+  std::copy_n(p.bidirectional_ranges, num_bounds, ranges);
   std::copy_n(p.causal, num_flags, causal);
-  for (int64_t s = 0; s < count; ++s) {
-    const int64_t q_len = int64_t{query_start_loc[s + 1]} - query_start_loc[s];
-    const int64_t context_len = context_lens[s];
-    if (q_len <= 0 || context_len <= 0 || context_len > p.Capacity()) continue;
-    const NeededBlocks needed(p, q_len, context_len);
-    const int32_t* row = p.block_tables + s * width;
-    std::copy(row + needed.first, row + needed.last + 1, block_tables + s * width + needed.first);
-  }
   p.num_seqs = copied_num_seqs;
   p.context_lens = context_lens;
   p.query_start_loc = query_start_loc;
   if (p.tree_mask != nullptr) p.tree_mask = tree_mask;
+  if (p.bidirectional_ranges != nullptr) p.bidirectional_ranges = ranges;
   if (p.causal != nullptr) p.causal = causal;
+  for (int64_t s = 0; s < count; ++s) {
+    const QueryTokens tokens = p.QueryTokensOf(s);
+    if (tokens.first < 0 || tokens.Count() <= 0 || tokens.first + tokens.Count() > p.num_tokens ||
+        tokens.context_len <= 0 || tokens.context_len > p.Capacity()) {
+      continue;  // no entry is needed
+    }
+    const NeededBlocks needed(p, tokens);
+    const int32_t* row = p.block_tables + s * width;
+    std::copy(row + needed.first, row + needed.last + 1, block_tables + s * width + needed.first);
+  }
   p.block_tables = block_tables;
 }
 

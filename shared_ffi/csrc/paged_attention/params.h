@@ -15,6 +15,10 @@
 //     p = context_lens[s] - q_len + (the number of its bits) - 1.
 // A token without bits is causal. A sequence with tokens that have bits has at most 64 tokens.
 //
+// With bidirectional ranges, a token also attends to the positions of its sequence from the first
+// number of bidirectional_ranges[token] up to the second, if that is larger. There are no tree
+// masks then.
+//
 // An 8-bit cache holds k / k_scale and v / v_scale.
 //
 // Where V is a part of K (multi-head latent attention), v_j is the first value_head_size numbers of
@@ -81,6 +85,27 @@ inline constexpr int64_t kMaxContextLen = INT32_MAX - 1023;
 struct Span {
   int64_t begin;
   int64_t end;
+
+  XLA_GPU_HOST_DEVICE bool IsEmpty() const { return begin >= end; }
+  // From the first to the last position of the two.
+  XLA_GPU_HOST_DEVICE Span Hull(const Span& other) const {
+    if (IsEmpty()) return other;
+    if (other.IsEmpty()) return *this;
+    return {Smaller(begin, other.begin), Larger(end, other.end)};
+  }
+};
+
+// The positions between the first and the last that a query token attends to, some or all of which
+// it does not attend to: of those of `span`, the first 64 at most, it attends where a bit is set.
+struct Holes {
+  Span span;
+  uint64_t bits;
+
+  XLA_GPU_HOST_DEVICE bool Contain(int64_t position) const {
+    if (position < span.begin || position >= span.end) return false;
+    const int64_t n = position - span.begin;
+    return n >= 64 || (bits >> n & 1) == 0;
+  }
 };
 
 // The query tokens of a sequence, and what it has beside them.
@@ -103,12 +128,13 @@ struct Params {
   const int32_t* num_seqs;         // [1]
   KvScales k_scale;                // of a cache of 8 bits
   KvScales v_scale;
-  const float* sinks;         // [num_heads]; null: none
-  const float* alibi_slopes;  // [num_heads]; null: none
-  const int32_t* tree_mask;   // [num_tokens, 2]; null: none
-  const int32_t* causal;      // [max_seqs]; null: is_causal tells it of all sequences
-  void* output;               // [num_tokens, num_heads, value_head_size]
-  float* lse;                 // [num_tokens, num_heads]; null: not wanted
+  const float* sinks;                   // [num_heads]; null: none
+  const float* alibi_slopes;            // [num_heads]; null: none
+  const int32_t* tree_mask;             // [num_tokens, 2]; null: none
+  const int32_t* bidirectional_ranges;  // [num_tokens, 2]; null: none
+  const int32_t* causal;                // [max_seqs]; null: is_causal tells it of all sequences
+  void* output;                         // [num_tokens, num_heads, value_head_size]
+  float* lse;                           // [num_tokens, num_heads]; null: not wanted
 
   int64_t query_stride;  // elements from one token's query to the next
   int64_t num_tokens;
@@ -188,25 +214,41 @@ struct Params {
     return q_len > kMaxTreeTokens ? bits == 0 : q_len == kMaxTreeTokens || bits >> q_len == 0;
   }
 
+  // What causality and windows let token i of a sequence attend to.
+  XLA_GPU_HOST_DEVICE Span Window(const QueryTokens& tokens, int64_t i) const {
+    return {WindowBegin(tokens.Position(i)), WindowEnd(tokens, tokens.Position(i))};
+  }
+  // The bidirectional range of token i of a sequence, cut to the sequence.
+  XLA_GPU_HOST_DEVICE Span RangeOf(const QueryTokens& tokens, int64_t i) const {
+    if (bidirectional_ranges == nullptr) return {0, 0};
+    const int32_t* range = bidirectional_ranges + 2 * (tokens.first + i);
+    const Span span = {Larger(0, range[0]), Smaller(tokens.context_len, range[1])};
+    return span.IsEmpty() ? Span{0, 0} : span;
+  }
+
   // From the first to the last position that token i of a sequence attends to.
   XLA_GPU_HOST_DEVICE Span Attended(const QueryTokens& tokens, int64_t i) const {
     const uint64_t bits = TreeBits(tokens.first + i);
-    if (bits == 0) {
-      return {WindowBegin(tokens.Position(i)), WindowEnd(tokens, tokens.Position(i))};
-    }
+    if (bits == 0) return Window(tokens, i).Hull(RangeOf(tokens, i));
     return {WindowBegin(tokens.Position(CountBits(bits) - 1)),
             Smaller(tokens.context_len, tokens.Position(WidthOf(bits)))};
   }
-  // The same for any of the tokens from i to `last`.
+  // The positions between these that it does not attend to.
+  XLA_GPU_HOST_DEVICE Holes HolesOf(const QueryTokens& tokens, int64_t i) const {
+    const uint64_t bits = TreeBits(tokens.first + i);
+    if (bits != 0) return {{tokens.first_position, tokens.context_len}, bits};
+    if (bidirectional_ranges == nullptr) return {};
+    const Span window = Window(tokens, i), range = RangeOf(tokens, i);
+    if (window.IsEmpty() || range.IsEmpty()) return {};
+    return {{Smaller(window.end, range.end), Larger(window.begin, range.begin)}, 0};
+  }
+  // From the first to the last position that any of the tokens from i to `last` attends to.
   XLA_GPU_HOST_DEVICE Span AttendedByAny(const QueryTokens& tokens, int64_t i, int64_t last) const {
-    if (!MayBeTree(tokens.Count())) {
+    if (bidirectional_ranges == nullptr && !MayBeTree(tokens.Count())) {
       return {WindowBegin(tokens.Position(i)), WindowEnd(tokens, tokens.Position(last))};
     }
     Span any = Attended(tokens, i);
-    while (++i <= last) {
-      const Span span = Attended(tokens, i);
-      any = {Smaller(any.begin, span.begin), Larger(any.end, span.end)};
-    }
+    while (++i <= last) any = any.Hull(Attended(tokens, i));
     return any;
   }
 
@@ -225,8 +267,7 @@ struct Params {
   }
   // Whether token i of a sequence attends to any position.
   XLA_GPU_HOST_DEVICE bool Attends(const QueryTokens& tokens, int64_t i) const {
-    const Span span = Attended(tokens, i);
-    return span.begin < span.end;
+    return !Attended(tokens, i).IsEmpty();
   }
 };
 

@@ -20,6 +20,7 @@ std::string MetadataFault(const Array<int32_t, 1>& context_lens,
                           const Array<int32_t, 2>& block_tables,
                           const Array<int32_t, 1>& query_start_loc, int32_t num_seqs,
                           const std::optional<Array<int32_t, 2>>& tree_mask,
+                          const std::optional<Array<int32_t, 2>>& bidirectional_ranges,
                           const std::optional<Array<int32_t, 1>>& causal, int64_t num_tokens,
                           int64_t num_blocks, int64_t block_size, int64_t sliding_window,
                           int64_t max_query_len, bool is_causal) {
@@ -29,6 +30,8 @@ std::string MetadataFault(const Array<int32_t, 1>& context_lens,
   params.query_start_loc = query_start_loc.data();
   params.num_seqs = &num_seqs;
   params.tree_mask = tree_mask.has_value() ? tree_mask->data() : nullptr;
+  params.bidirectional_ranges =
+      bidirectional_ranges.has_value() ? bidirectional_ranges->data() : nullptr;
   params.causal = causal.has_value() ? causal->data() : nullptr;
   params.num_tokens = num_tokens;
   params.num_blocks = num_blocks;
@@ -43,9 +46,11 @@ std::string MetadataFault(const Array<int32_t, 1>& context_lens,
       (causal.has_value() && causal->shape(0) != context_lens.shape(0))) {
     throw nb::value_error("the arrays must be for the same number of sequences");
   }
-  if (tree_mask.has_value() &&
-      (tree_mask->shape(0) != static_cast<size_t>(num_tokens) || tree_mask->shape(1) != 2)) {
-    throw nb::value_error("tree_mask must have two words for each token");
+  for (const auto& pairs : {tree_mask, bidirectional_ranges}) {
+    if (pairs.has_value() &&
+        (pairs->shape(0) != static_cast<size_t>(num_tokens) || pairs->shape(1) != 2)) {
+      throw nb::value_error("tree masks and ranges must have two numbers for each token");
+    }
   }
   return paged_attention::MetadataFault(params);
 }
@@ -79,9 +84,9 @@ void BindRules(nb::module_& m) {
   m.def("metadata_fault", &MetadataFault, nb::arg("context_lens").noconvert(),
         nb::arg("block_tables").noconvert(), nb::arg("query_start_loc").noconvert(),
         nb::arg("num_seqs"), nb::kw_only(), nb::arg("tree_mask").noconvert().none(),
-        nb::arg("causal").noconvert().none(), nb::arg("num_tokens"), nb::arg("num_blocks"),
-        nb::arg("block_size"), nb::arg("sliding_window"), nb::arg("max_query_len"),
-        nb::arg("is_causal"),
+        nb::arg("bidirectional_ranges").noconvert().none(), nb::arg("causal").noconvert().none(),
+        nb::arg("num_tokens"), nb::arg("num_blocks"), nb::arg("block_size"),
+        nb::arg("sliding_window"), nb::arg("max_query_len"), nb::arg("is_causal"),
         "Which rule for lengths and page table of paged_attention is broken first; empty if none.");
   m.def("slot_fault", &SlotFault, nb::arg("slot_mapping").noconvert(), nb::kw_only(),
         nb::arg("num_blocks"), nb::arg("block_size"),

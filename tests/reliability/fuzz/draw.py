@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.arrays import CACHE_DTYPES
 from harness.layouts import LATENT_LAYOUTS, LAYOUTS
-from tests.cases.case import SCALES, TREES, Case
+from tests.cases.case import RANGES, SCALES, TREES, Case
 from tests.cases.updates import UpdateCase
 from tests.reliability.fuzz.trials import Change, Trial
 from tests.support.calls import FEATURES
@@ -134,6 +134,8 @@ def _attention_case(name: str, group_rng: random.Random, trial_rng: random.Rando
     window = fields["sliding_window"] or 64
     if causal and not fields["alibi_slopes"] and window >= 64:
         fields["tree"] = rng.choice(TREES)
+    if fields.get("tree") is None:
+        fields["ranges"] = rng.choice([None, *RANGES])
 
     first_token = trial_rng.choice([0, 0, trial_rng.randint(0, num_tokens)])
     left, sequences = num_tokens - first_token, []
@@ -190,6 +192,11 @@ def _attention_change(case: Case, rng: random.Random) -> Change:
         choices.append(("block_tables", num_blocks, (s, rng.randrange(entries))))
     if case.causal_seqs and max_seqs > 0:
         choices.append(("causal", 1, (s,)))
+    if case.ranges is not None and num_tokens > 0:
+        token = rng.randrange(num_tokens)
+        choices.append(
+            ("bidirectional_ranges", width * case.block_size, (token, rng.randint(0, 1)))
+        )
     if case.tree is not None and num_tokens > 0:
         # One bit, mostly just past those that are allowed.
         token, bit = rng.randrange(num_tokens), rng.choice([0, 1, 2, 3, 5, 30])

@@ -211,7 +211,7 @@ def _expect_check_values(
     """The public checks of values say what the oracle says."""
     if trial.op == "paged_attention":
         names = ("sliding_window", "causal", "window_right", "kv_layout", "max_query_len")
-        names += ("tree_mask",)
+        names += ("tree_mask", "bidirectional_ranges")
         options = {name: attributes[name] for name in names if name in attributes}
         check = partial(paged_attention.check_values, *inputs, **options)
     else:

@@ -20,7 +20,7 @@ struct KvTile {
   bool is_partial;   // some rows do not attend to all of the range
 };
 
-// The attention mask: causal, window_right or a tree mask to the right, sliding_window to the left.
+// The attention mask: causality and windows, a tree mask or bidirectional ranges.
 class AttentionMask {
  public:
   AttentionMask(const Rows& rows, Arena* arena)
@@ -32,12 +32,12 @@ class AttentionMask {
         spans_[i] = {rows.item.begin, rows.item.end};
         continue;
       }
-      const int64_t token = rows.item.first_token + i;
-      spans_[i] = rows.p.Attended(tokens_, token - tokens_.first);
-      has_tree_ |= rows.p.TreeBits(token) != 0;
+      const int64_t n = rows.item.first_token + i - tokens_.first;
+      spans_[i] = rows.p.Attended(tokens_, n);
+      holes_ = holes_.Hull(rows.p.HolesOf(tokens_, n).span);
       common_ = {Larger(common_.begin, spans_[i].begin), Smaller(common_.end, spans_[i].end)};
     }
-    if (has_tree_) common_.end = Smaller(common_.end, tokens_.first_position);
+    if (!holes_.IsEmpty()) common_.end = Smaller(common_.end, holes_.begin);
   }
 
   // The position of a row of a kv head.
@@ -62,14 +62,13 @@ class AttentionMask {
   }
 
   // Whether a row may not attend to some positions of its range.
-  bool HasTreeMask(const KvTile& tile) const {
-    return has_tree_ && tile.position + tile.range.end > tokens_.first_position;
+  bool HasHoles(const KvTile& tile) const {
+    return tile.position + tile.range.end > holes_.begin &&
+           tile.position + tile.range.begin < holes_.end;
   }
-  // Whether position j of a tile, in the range of a row of a kv head, is not such a hole.
-  bool Attends(const KvTile& tile, int64_t row, int64_t j) const {
-    const int64_t bit = tile.position + j - tokens_.first_position;
-    const uint64_t bits = rows_.p.TreeBits(rows_.Token(row));
-    return bits == 0 || bit < 0 || (bits >> bit & 1) != 0;
+  // These positions of a row of a kv head.
+  Holes HolesOf(int64_t row) const {
+    return rows_.p.HolesOf(tokens_, rows_.Token(row) - tokens_.first);
   }
 
  private:
@@ -77,7 +76,7 @@ class AttentionMask {
   const QueryTokens tokens_;      // of the sequence
   Span* const spans_;             // [query tokens of the item]
   Span common_ = {0, INT64_MAX};  // that all rows attend to
-  bool has_tree_ = false;
+  Span holes_ = {0, 0};           // from the first to the last of any row
 };
 
 }  // namespace

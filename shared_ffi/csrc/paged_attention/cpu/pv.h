@@ -132,8 +132,9 @@ __attribute__((noinline)) void AddRowWithHoles(const Rows& rows, const Attention
                                                const Values& v, int64_t row, int64_t width,
                                                float* sums, Prefetcher* next) {
   const Range range = mask.RangeOf(tile, row, 1);
+  const Holes holes = mask.HolesOf(row);
   const auto attends = [&](int64_t j) {
-    return range.begin <= j && j < range.end && mask.Attends(tile, row, j);
+    return range.begin <= j && j < range.end && !holes.Contain(tile.position + j);
   };
   for (int64_t step = range.begin / kStep * kStep; step < range.end; step += kStep) {
     float rescale = softmax.Rescale(step)[row];
@@ -161,7 +162,7 @@ void AddValues(const Rows& rows, const AttentionMask& mask, const KvTile& tile,
       return AddRows<num_rows>(rows, mask, tile, softmax, v, first, width, sums, next);
     }
     for (int64_t r = 0; r < num_rows; ++r) {
-      mask.HasTreeMask(tile)
+      mask.HasHoles(tile)
           ? AddRowWithHoles(rows, mask, tile, softmax, v, first + r, width, sums, next)
           : AddRows<1>(rows, mask, tile, softmax, v, first + r, width, sums, next);
     }

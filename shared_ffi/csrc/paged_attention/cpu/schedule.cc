@@ -57,15 +57,13 @@ WorkItem Together(const WorkItem* tiles, size_t count) {
 
 // The positions from 0 on that every token of a tile attends to.
 int64_t AttendedByAll(const Params& p, const WorkItem& tile) {
-  const int64_t start = p.query_start_loc[tile.sequence];
-  const int64_t context_len = p.context_lens[tile.sequence];
-  const int64_t first_position = tile.position - (tile.first_token - start);
+  const QueryTokens tokens = p.QueryTokensOf(tile.sequence);
   int64_t end = tile.end;
   for (int64_t i = 0; i < tile.num_tokens; ++i) {
-    const int64_t token = tile.first_token + i;
-    const Span span = p.Attended(start, token - start, first_position, context_len);
+    const int64_t n = tile.first_token + i - tokens.first;
+    const Span span = p.Attended(tokens, n), holes = p.HolesOf(tokens, n).span;
     if (span.begin > 0) return 0;
-    end = std::min(end, p.TreeBits(token) == 0 ? span.end : first_position);
+    end = std::min(end, holes.IsEmpty() ? span.end : holes.begin);
   }
   return end;
 }

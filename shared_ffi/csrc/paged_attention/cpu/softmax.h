@@ -155,7 +155,7 @@ class Softmax {
     float scale = is_plain_cap ? p.scale / p.soft_cap : p.scale * kLog2E;
     if (kIs8Bit<T> && !scales_.HasK()) scale *= p.k_scale.At(0, 0, kv_head);
     scales_.Load(tile, kv_head);
-    const bool has_holes = mask_.HasTreeMask(tile);
+    const bool has_holes = mask_.HasHoles(tile);
     const bool logits_are_final =
         has_holes || p.alibi_slopes != nullptr || p.soft_cap > kMaxPlainCap;
     ForEachBlock<kRows>(0, rows_.per_head, [&](auto num_rows, int64_t first) {
@@ -174,7 +174,7 @@ class Softmax {
         }
         if (has_holes) {
           for (int r = 0; r < num_rows; ++r) {
-            MaskHoles(tile, step, ranges[r], first + r, products + r * kMaxTile + step);
+            MaskHoles(tile.position + step, ranges[r], first + r, products + r * kMaxTile + step);
           }
         }
         const float remaining_scale = logits_are_final ? 1 : scale,
@@ -192,17 +192,18 @@ class Softmax {
   }
 
  private:
-  // Sets a row's logits of positions that its tree mask excludes to -inf.
-  //   range, logits: of the step at `step`
-  __attribute__((noinline)) void MaskHoles(const KvTile& tile, int64_t step, const Range& range,
-                                           int64_t row, float* logits) const {
+  // Sets a row's logits of positions in its range that it does not attend to to -inf.
+  //   position: of the step; range, logits: of the step's positions
+  __attribute__((noinline)) void MaskHoles(int64_t position, const Range& range, int64_t row,
+                                           float* logits) const {
+    const Holes holes = mask_.HolesOf(row);
     for (int64_t j = Larger(0, range.begin); j < Smaller(kStep, range.end); ++j) {
-      if (!mask_.Attends(tile, row, step + j)) logits[j] = -kInfinity;
+      if (holes.Contain(position + j)) logits[j] = -kInfinity;
     }
   }
 
   // Turns the products of some rows with a step into capped logits with ALiBi's bias. Not inlined:
-  // few calls have slopes, a large cap or tree masks.
+  // few calls have slopes, a large cap or holes in their masks.
   //   position: of the step; products: [num_rows, kMaxTile]
   __attribute__((noinline)) void CapAndBias(int64_t position, int64_t head, int64_t first,
                                             int64_t num_rows, float scale, float* products) const {

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                                            {p, item, first_row + 1},
                                            {p, item, first_row + 2},
                                            {p, item, first_row + 3}};
-    const TreeMask trees[kRowsPerWarp] = {{p, item, first_row},
+    const RowHoles holes[kRowsPerWarp] = {{p, item, first_row},
                                           {p, item, first_row + 1},
                                           {p, item, first_row + 2},
                                           {p, item, first_row + 3}};
@@ -60,7 +60,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     bool is_bad = HasBadTree(p, item, threadIdx.x);
 
     const int32_t step = num_parts * gpu::kWarpSize;
-    const int32_t first = item.begin / gpu::kWarpSize * gpu::kWarpSize + part * gpu::kWarpSize;
+    const int32_t turn = (part + NumTilesBefore(p, item, gpu::kWarpSize)) % num_parts;
+    const int32_t first = (item.begin / gpu::kWarpSize + turn) * gpu::kWarpSize;
     for (int32_t tile = first; tile < item.end; tile += step) {
       const int32_t position = tile + lane;
       const bool is_inside = item.begin <= position && position < item.end;
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
       for (int r = 0; r < kRowsPerWarp; ++r) {
         const bool attends =
-            slot >= 0 && ranges[r].Contains(position) && trees[r].Contains(position);
+            slot >= 0 && ranges[r].Contains(position) && !holes[r].Contain(position);
         float logit = weights[r] * p.scale;
         if constexpr (kIs8Bit<T>) logit *= place.k_scale;
         if (p.soft_cap > 0) logit = p.soft_cap * tanhf(logit / p.soft_cap);
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         for (int r = 0; r < kRowsPerWarp; ++r) {
           const float weight = gpu::Shuffle(weights[r], j);
           // Skipped, not multiplied by zero: V may be NaN where the row does not attend.
-          if (!ranges[r].Contains(tile + j) || !trees[r].Contains(tile + j)) continue;
+          if (!ranges[r].Contains(tile + j) || holes[r].Contain(tile + j)) continue;
           for (int i = 0; i < kColumns; ++i) sums[r][i] = gpu::Fma(weight, v[i], sums[r][i]);
         }
       }

@@ -289,7 +289,8 @@ class DecodeConsumer {
     const CommonRange common(p_, item);
     Products products;
     const Tiles tiles(item, kTile);
-    for (int32_t tile = tiles.begin + warp_; tile < tiles.end; tile += kWarps) {
+    const int32_t turn = (warp_ + NumTilesBefore(p_, item, kTile)) % kWarps;
+    for (int32_t tile = tiles.begin + turn; tile < tiles.end; tile += kWarps) {
       const auto stage = Shared::TileState::Of(count_ + (tile - tiles.begin));
       const PositionScales* scales = shared_.scales[stage.index];
       C* keys = shared_.tiles[stage.index];

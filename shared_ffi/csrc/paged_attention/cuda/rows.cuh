@@ -23,8 +23,7 @@ struct RowPlace {
   }
 };
 
-// The positions [begin, end) of a work item that one of its rows attends to, but for those that a
-// tree mask excludes.
+// The positions [begin, end) of a work item that one of its rows attends to, but for its RowHoles.
 struct RowRange {
   int32_t begin;
   int32_t end;
@@ -40,23 +39,33 @@ struct RowRange {
   __device__ bool Contains(int32_t position) const { return begin <= position && position < end; }
 };
 
-// The tree mask of a row. It is read where it is needed: few calls have one.
-class TreeMask {
+// The positions in a row's range that it does not attend to. They are found where they are needed:
+// few calls have any.
+class RowHoles {
  public:
-  __device__ TreeMask(const Params& p, const Item& item, int64_t row)
-      : bits_(row < item.num_rows ? p.TreeBits(item.first_token + RowPlace(p, item, row).token)
-                                  : 0),
-        first_position_(item.first_position) {}
+  __device__ RowHoles(const Params& p, const Item& item, int64_t row)
+      : begin_(0), count_(0), bits_(0) {
+    if (row >= item.num_rows || !MayExist(p)) return;
+    const Holes holes = p.HolesOf(item.Tokens(), RowPlace(p, item, row).token);
+    if (holes.span.IsEmpty()) return;
+    begin_ = static_cast<int32_t>(holes.span.begin);
+    count_ = static_cast<uint32_t>(holes.span.end - holes.span.begin);
+    bits_ = holes.bits;
+  }
 
-  // Whether it leaves a position in the row's range to the row.
-  __device__ bool Contains(int32_t position) const {
-    const int32_t bit = position - first_position_;
-    return bits_ == 0 || bit < 0 || (bits_ >> (bit & 63) & 1) != 0;
+  static __device__ bool MayExist(const Params& p) {
+    return p.tree_mask != nullptr || p.bidirectional_ranges != nullptr;
+  }
+
+  __device__ bool Contain(int32_t position) const {
+    const uint32_t n = static_cast<uint32_t>(position - begin_);
+    return n < count_ && (n >= 64 || (bits_ >> n & 1) == 0);
   }
 
  private:
-  uint64_t bits_;
-  int32_t first_position_;  // of the sequence's query tokens
+  int32_t begin_;
+  uint32_t count_;
+  uint64_t bits_;  // of the first 64: those that it attends to
 };
 
 // Whether a work item's rows from `thread` on, one for each of kThreads, have a tree mask that is
@@ -103,6 +112,13 @@ struct Tiles {
   __device__ Tiles(const Item& item, int32_t tile)
       : begin(item.begin / tile), end(max(begin, (item.end + tile - 1) / tile)) {}
 };
+
+// The KV tiles of a work item before the first one that it has without bidirectional ranges. Warps
+// take tiles in turn from there on: ranges change no bit of a row that has none.
+__device__ __forceinline__ int32_t NumTilesBefore(const Params& p, const Item& item, int32_t tile) {
+  const auto begin = static_cast<int32_t>(p.WindowBegin(FirstPosition(p, item)));
+  return max(0, begin / tile - item.begin / tile);
+}
 
 __device__ __forceinline__ bool IsIn(const Item& item, int32_t position) {
   return item.begin <= position && position < item.end;

@@ -172,7 +172,8 @@ __device__ inline void MakeItem(const Params& p, int64_t s, const Sequence& sequ
   const int64_t i = DivideU32(item->first_row, GqaGroupSize(p));
   const int64_t last = DivideU32(item->first_row + item->num_rows - 1, GqaGroupSize(p));
   const Span span = p.AttendedByAny(sequence.Tokens(), i, last);
-  item->begin = static_cast<int32_t>(Larger(split_begin, span.begin));
+  // The first split also has what bidirectional ranges add before the window.
+  item->begin = static_cast<int32_t>(Larger(split == 0 ? 0 : split_begin, span.begin));
   item->end = static_cast<int32_t>(Smaller(split_end, span.end));
 }
 
@@ -183,10 +184,11 @@ __device__ inline Item RowsOf(const Params& p, const Item& item, int first_row, 
   rows.first_row += first_row;
   rows.num_rows = min(max(item.num_rows - first_row, 0), num_rows);
   if (!p.MayBeTree(item.context_len - item.first_position) && rows.num_rows > 0) {
-    const int64_t begin = p.WindowBegin(FirstPosition(p, rows));
-    const int64_t end = p.WindowEnd(item.Tokens(), LastPosition(p, rows));
-    rows.begin = static_cast<int32_t>(Larger(item.begin, begin));
-    rows.end = static_cast<int32_t>(Smaller(item.end, end));
+    const int64_t first = FirstPosition(p, rows) - item.first_position;
+    const int64_t last = LastPosition(p, rows) - item.first_position;
+    const Span span = p.AttendedByAny(item.Tokens(), first, last);
+    rows.begin = static_cast<int32_t>(Larger(item.begin, span.begin));
+    rows.end = static_cast<int32_t>(Smaller(item.end, span.end));
   }
   if (rows.num_rows == 0 || rows.begin >= rows.end) rows.begin = rows.end = item.begin;
   return rows;

@@ -21,7 +21,7 @@ class Softmax {
 
   // Whether row r attends to a position.
   __device__ bool Attends(int r, int32_t position) const {
-    return ranges_[r].Contains(position) && TreeMask(p_, item_, row_ + 8 * r).Contains(position);
+    return ranges_[r].Contains(position) && !RowHoles(p_, item_, row_ + 8 * r).Contain(position);
   }
 
   // The row's largest logit and sum so far, the sum over all lanes that hold positions of the row.
@@ -66,8 +66,9 @@ class Softmax {
         const bool attends = first[e / 2] <= j && j < last[e / 2];
         logits[n][e] = attends ? logits[n][e] : -kInfinity;
       });
-      if (p_.tree_mask != nullptr && begin + kKeys > item_.first_position) {
-        ApplyTreeMask(begin, logits);
+      if (p_.bidirectional_ranges != nullptr ||
+          (p_.tree_mask != nullptr && begin + kKeys > item_.first_position)) {
+        MaskHoles(begin, logits);
       }
     }
     if (p_.alibi_slopes != nullptr) AddBias(begin, logits);
@@ -122,12 +123,12 @@ class Softmax {
   template <int kPositions, int kBlocks, typename Value, typename Widened>
   __device__ void AddNonFinite(int32_t begin, float (&sums)[kBlocks][4], const Value& value,
                                const Widened& widened) const {
-    const TreeMask masks[2] = {{p_, item_, row_}, {p_, item_, row_ + 8}};
+    const RowHoles holes[2] = {{p_, item_, row_}, {p_, item_, row_ + 8}};
 #pragma unroll 1
     for (int j = 0; j < kPositions; ++j) {
       const int32_t position = begin + j;
-      const bool attends[2] = {ranges_[0].Contains(position) && masks[0].Contains(position),
-                               ranges_[1].Contains(position) && masks[1].Contains(position)};
+      const bool attends[2] = {ranges_[0].Contains(position) && !holes[0].Contain(position),
+                               ranges_[1].Contains(position) && !holes[1].Contain(position)};
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
@@ -149,10 +150,10 @@ class Softmax {
   }
 
   template <int kBlocks>
-  __device__ void ApplyTreeMask(int32_t begin, float (&logits)[kBlocks][4]) const {
-    const TreeMask masks[2] = {{p_, item_, row_}, {p_, item_, row_ + 8}};
+  __device__ void MaskHoles(int32_t begin, float (&logits)[kBlocks][4]) const {
+    const RowHoles holes[2] = {{p_, item_, row_}, {p_, item_, row_ + 8}};
     ForEach<kBlocks>([&](int n, int e, int j) {
-      if (!masks[e / 2].Contains(begin + j)) logits[n][e] = -kInfinity;
+      if (holes[e / 2].Contain(begin + j)) logits[n][e] = -kInfinity;
     });
   }
 
@@ -245,7 +246,7 @@ __device__ __forceinline__ void ClearNonFinite(int thread, int count, int num_th
   }
 }
 
-// The positions [begin, end) of a work item that all of its rows attend to.
+// Positions [begin, end) of a work item that all of its rows attend to: those of their windows.
 struct CommonRange {
   int32_t begin;
   int32_t end;
