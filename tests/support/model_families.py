@@ -50,14 +50,66 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
 }
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 64,
+    "patch_size": 8,
+}
+IMAGE, IMAGE_TOKENS = 96, 16
+IMAGE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": (
+        "Gemma3",
+        {
+            "text_config": SIZES | FAMILIES["gemma3"][1],
+            "vision_config": _VISION,
+            "mm_tokens_per_image": IMAGE_TOKENS,
+            "image_token_index": IMAGE,
+        },
+    ),
+    "gemma4": (
+        "Gemma4",
+        {
+            "text_config": SIZES
+            | FAMILIES["gemma4"][1]
+            | {"head_dim": 16, "use_bidirectional_attention": "vision"},
+            "image_token_id": IMAGE,
+        },
+    ),
+    "paligemma2": (
+        "PaliGemma",
+        {
+            "text_config": SIZES | FAMILIES["gemma2"][1] | {"model_type": "gemma2"},
+            "vision_config": _VISION | {"model_type": "siglip_vision_model"},
+            "projection_dim": 48,
+            "hidden_size": 48,
+            "image_token_index": IMAGE,
+        },
+    ),
+}
+"""Models whose image tokens attend to each other. An image is longer than the window."""
+
+
+def image_model_of(family: str) -> Any:
+    """The model with transformers' eager attention."""
+    name, options = IMAGE_FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**options, tie_word_embeddings=False)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")
+    return _with_random_weights(model._from_config(config, attn_implementation="eager"))
 
 
 def model_of(family: str, **changes: Any) -> Any:
     """The model with transformers' eager attention. `changes`: of its configuration."""
     name, options = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**SIZES | options | changes)
-    torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return _with_random_weights(model)
+
+
+def _with_random_weights(model: Any) -> Any:
+    torch.manual_seed(0)
     for name, parameter in model.named_parameters():  # far from equal logits, and no repetition
         if parameter.ndim > 1 or "sinks" in name:
             torch.nn.init.normal_(parameter, std=0.5)

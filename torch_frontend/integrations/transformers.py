@@ -27,8 +27,11 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.cache import PagedAttentionCache  # noqa: E402
 from transformers.masking_utils import (  # noqa: E402
     ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    blockwise_overlay,
     causal_mask_function,
-    sliding_window_causal_mask_function,
+    or_masks,
+    sliding_window_overlay,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
@@ -45,6 +48,7 @@ class _Tables(NamedTuple):
     block_tables: torch.Tensor
     query_start_loc: torch.Tensor
     num_seqs: torch.Tensor
+    bidirectional_ranges: torch.Tensor | None = None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -73,7 +77,7 @@ def attention(
         ``[batch, query_len, num_heads, head_size]``, and no weights.
 
     Raises:
-        NotImplementedError: a mask that is not causal, dropout, or a position bias.
+        NotImplementedError: another mask than `mask` knows, dropout, or a position bias.
     """
     _refuse_what_is_missing(module, attention_mask, kwargs)
     cache = kwargs.get("cache")
@@ -89,13 +93,14 @@ def attention(
     output = _OPS.paged_attention(
         query.transpose(1, 2).reshape(-1, num_heads, head_size),
         keys,
-        *tables,
+        *tables[:4],
         head_size**-0.5 if scaling is None else scaling,
         kwargs.get("sliding_window"),
         kwargs.get("softcap"),
         value_cache=values,
         kv_layout=_LAYOUT,
         sinks=None if sinks is None else sinks.float(),
+        bidirectional_ranges=tables.bidirectional_ranges,
         max_query_len=1 if max_query_len == 1 else None,
     )
     return output.view(batch, query_len, num_heads, head_size), None
@@ -115,13 +120,16 @@ def mask(
     """A mask function of transformers.
 
     Returns:
-        ``[batch_size, 1, 1, 2]`` int32: the first key of each row that is not padding, and the
-        number of keys in a row. Empty if the mask is not causal.
+        ``[batch_size, 1, 1 or 1 + q_length, 2]`` int32: the first key of each row that is not
+        padding, and the number of keys in a row. Then, if images attend to themselves, the keys of
+        the image of each query, from the first number up to but not including the second. Empty if
+        the mask is another one.
 
     Raises:
-        NotImplementedError: padding after a token.
+        NotImplementedError: padding after a token, or images that are mixed.
     """
-    if not _is_causal(mask_function):
+    known = _Mask.of(mask_function)
+    if known is None:
         return torch.empty(batch_size, 1, 1, 0, dtype=torch.int32, device=device)
     end = int(q_offset) + q_length - kv_offset
     bounds = torch.zeros(batch_size, 1, 1, 2, dtype=torch.int32, device=device)
@@ -131,33 +139,91 @@ def mask(
         if (is_token[:, :-1] & ~is_token[:, 1:]).any():
             raise NotImplementedError(f"{NAME}: padding must come first; set padding_side='left'")
         bounds[..., 0] = end - is_token.sum(1)[:, None, None]
-    return bounds
+    if known.images is None:
+        return bounds
+    ranges = _image_ranges(known.images[:, kv_offset : kv_offset + end].to(device))[:, -q_length:]
+    if known.window is not None:
+        positions = torch.arange(end - q_length, end, device=device)
+        ranges[..., 0] = ranges[..., 0].maximum(positions - known.window + 1)
+    return torch.cat([bounds, ranges[:, None].int()], 2)
 
 
-_WINDOW: Any = sliding_window_causal_mask_function(1)
+def _image_ranges(images: torch.Tensor) -> torch.Tensor:
+    """The tokens of the image of each token, ``[batch, length, 2]``; none for text.
+
+    Args:
+        images: ``[batch, length]``, the number of each token's image; negative: text.
+    """
+    length = images.shape[1]
+    positions = torch.arange(length, device=images.device)
+    begins = torch.ones_like(images, dtype=torch.bool)
+    begins[:, 1:] = images[:, 1:] != images[:, :-1]
+    ordered = images.sort(1).values
+    is_new = torch.ones_like(begins)
+    is_new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    if ((begins & (images >= 0)).sum(1) != (is_new & (ordered >= 0)).sum(1)).any():
+        raise NotImplementedError(f"{NAME}: the tokens of an image must lie side by side")
+    first = torch.where(begins, positions, 0).cummax(1).values
+    ends = torch.ones_like(begins)
+    ends[:, :-1] = begins[:, 1:]
+    last = torch.where(ends, positions, length).flip(1).cummin(1).values.flip(1)
+    return torch.stack([first, last + 1], 2) * (images >= 0)[..., None]
 
 
-def _is_causal(function: Any) -> bool:
-    """Whether this is transformers' causal mask, with a window or without."""
-    if function is causal_mask_function:
-        return True
-    code = getattr(function, "__code__", None)
-    if code is not _WINDOW.__code__:
-        return False
-    parts = function.__closure__[0].cell_contents
-    expected = _WINDOW.__closure__[0].cell_contents
-    return [part.__code__ for part in parts] == [part.__code__ for part in expected]
+class _Mask(NamedTuple):
+    """What a mask of transformers says besides causality and the layer's window."""
+
+    images: torch.Tensor | None = None
+    """The number of each token's image, whose tokens attend to each other; negative: text."""
+    window: int | None = None
+    """The window that images do not reach beyond either."""
+
+    @classmethod
+    def of(cls, function: Any) -> _Mask | None:
+        """Recognizes transformers' mask function by its code; None: another one."""
+        if function is causal_mask_function:
+            return cls()
+        code = getattr(function, "__code__", None)
+        if code not in (_AND, _OR) or len(parts := _captured(function)) != 2:
+            return None
+        kind = _WINDOW if code is _AND else _IMAGES
+        added = [x for x in parts if getattr(x, "__code__", None) is kind]
+        others = [cls.of(x) for x in parts if x not in added]
+        if len(added) != 1 or others[0] is None:
+            return None
+        known, value = others[0], _captured(added[0])
+        if code is _AND:
+            return known._replace(window=value) if known.window is None else None
+        return cls(images=value) if known.images is None else None
+
+
+def _captured(function: Any) -> Any:
+    """The only variable that a mask function of transformers has from the function that made it."""
+    return function.__closure__[0].cell_contents
+
+
+_AND, _OR, _WINDOW, _IMAGES = (
+    x.__code__  # type: ignore[attr-defined]
+    for x in (
+        and_masks(causal_mask_function),
+        or_masks(causal_mask_function),
+        sliding_window_overlay(1),
+        blockwise_overlay(torch.empty(0)),
+    )
+)
 
 
 def _refuse_what_is_missing(
     module: Any, attention_mask: torch.Tensor | None, kwargs: dict[str, Any]
 ) -> None:
     is_causal = kwargs.get("is_causal")
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
+    if is_causal is None:  # with images, a mask says more than the module
+        is_causal = attention_mask is not None or getattr(module, "is_causal", True)
     is_known = attention_mask is None or attention_mask.shape[-1] == 2
     if not is_causal or (kwargs.get("cache") is None and not is_known):
-        raise NotImplementedError(f"{NAME}: the mask must be causal, with a window or without")
+        raise NotImplementedError(
+            f"{NAME}: the mask must be causal, with a window or without, with images or without"
+        )
     for name in ("dropout", "position_bias"):
         given = kwargs.get(name)
         if given is not None and (isinstance(given, torch.Tensor) or given != 0):
@@ -172,7 +238,7 @@ def _rows(
         bounds = key.new_zeros(key.shape[0], 1, 1, 2, dtype=torch.int32)
         bounds[..., 1] = key.shape[2]
     if not hasattr(bounds, "xla_gpu_tables"):
-        has_padding = bool(bounds[..., 0].any())
+        has_padding = bool(bounds[:, 0, 0, 0].any())
         bounds.xla_gpu_tables = has_padding, {}  # type: ignore[attr-defined]
     has_padding, tables = bounds.xla_gpu_tables  # type: ignore[attr-defined]
     if not has_padding:
@@ -194,7 +260,19 @@ def _tables_of_rows(query_len: int, bounds: torch.Tensor) -> _Tables:
         block_tables=numbers[:-1, None].contiguous(),
         query_start_loc=numbers * query_len,
         num_seqs=numbers[-1:],
+        bidirectional_ranges=_ranges(bounds, 0),
     )
+
+
+def _ranges(bounds: torch.Tensor, shifts: Any) -> torch.Tensor | None:
+    """The ranges of ``paged_attention``, from the result of ``mask``.
+
+    Args:
+        bounds: the result of `mask`.
+        shifts: ``[batch, query_len, 1]`` or a number, the key at position 0 of a query's sequence.
+    """
+    ranges = bounds[:, 0, 1:]
+    return (ranges - shifts).reshape(-1, 2).contiguous() if ranges.shape[1] else None
 
 
 def _tables_of_tokens(query_len: int, bounds: torch.Tensor, per_row: int) -> _Tables:
@@ -210,11 +288,13 @@ def _tables_of_tokens(query_len: int, bounds: torch.Tensor, per_row: int) -> _Ta
     last = (batch - 1) * per_row + end.max() - 1
     row_starts = numbers * query_len
     splits = torch.stack([row_starts[:-1], row_starts[:-1] + padding], 1).flatten()
+    is_padding = torch.arange(query_len, device=bounds.device) < padding[:, None]
     return _Tables(
         context_lens=torch.stack([padding, end - first], 1).flatten().int(),
         block_tables=(pairs + positions).clamp(max=last).int(),
         query_start_loc=torch.cat([splits, row_starts[-1:]]).int(),
         num_seqs=numbers[-1:] * 2,
+        bidirectional_ranges=_ranges(bounds, torch.where(is_padding, 0, first[:, None])[..., None]),
     )
 
 

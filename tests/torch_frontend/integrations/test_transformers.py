@@ -14,7 +14,14 @@ from transformers.generation.continuous_batching.cache_allocators import (  # no
     SlidingAttentionCacheAllocator,
 )
 
-from tests.support.model_families import FAMILIES, model_of  # noqa: E402
+from tests.support.model_families import (  # noqa: E402
+    FAMILIES,
+    IMAGE,
+    IMAGE_FAMILIES,
+    IMAGE_TOKENS,
+    image_model_of,
+    model_of,
+)
 from torch_frontend.integrations.transformers import NAME  # noqa: E402
 
 PROMPT_LENGTHS = (1, 12, 13, 14, 40)
@@ -80,6 +87,51 @@ def test_generate_pads_on_the_left(model: Model) -> None:
     longest = max(PROMPT_LENGTHS)
     padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts()])
     assert generated(model[0], padded, attention_mask=(padded > 0).long()) == model[1]
+
+
+@pytest.mark.parametrize("family", IMAGE_FAMILIES)
+def test_images(family: str) -> None:
+    """Two images in a text. The tokens are those of eager attention, and others than without the
+    types that make the tokens of an image attend to each other."""
+    model = image_model_of(family)
+    draw = torch.Generator().manual_seed(2)
+    text = torch.randint(2, 90, (3, 7), generator=draw)
+    image = torch.full((IMAGE_TOKENS,), IMAGE)
+    if family != "gemma3":  # the tokens' types are all that attention sees of an image
+        image = torch.randint(2, 90, image.shape, generator=draw)
+    tokens = torch.cat([text[0], image, text[1], image, text[2]])[None]
+    is_image = torch.zeros_like(tokens)
+    is_image[:, 7:23] = is_image[:, 30:46] = 1
+    options: dict[str, Any] = {}
+    if family == "gemma3":
+        options["pixel_values"] = torch.randn(2, 3, 64, 64, generator=draw)
+    name = "mm_token_type_ids" if family == "gemma4" else "token_type_ids"
+    types = is_image
+    if family == "paligemma2":  # the first image and the text before it are a prefix, of type 0
+        types = torch.ones_like(tokens)
+        types[:, :23] = 0
+
+    def outcome(types: torch.Tensor, num_padding: int = 0, **more: Any) -> Any:
+        padded = torch.nn.functional.pad(tokens, (num_padding, 0))
+        types = torch.nn.functional.pad(types, (num_padding, 0))
+        mask = (padded > 0).long()
+        return generated(model, padded, attention_mask=mask, **{name: types}, **options, **more)
+
+    wanted, without = outcome(types), outcome(types * 0 + (family == "paligemma2"))
+    assert wanted != without and len({*wanted[0]}) > NEW_TOKENS // 3, "too easy"
+    model.set_attn_implementation({"text_config": NAME})
+    assert outcome(types) == wanted
+    assert outcome(types, num_padding=5) == wanted
+    if family != "paligemma2":  # with eager attention it takes no static cache either
+        assert outcome(types, cache_implementation="static") == wanted
+
+
+def test_refuses_an_image_in_two_parts() -> None:
+    model = image_model_of("paligemma2")
+    model.set_attn_implementation({"text_config": NAME})
+    tokens, types = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 0, 1]])
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="must lie side by side"):
+        model(tokens, token_type_ids=types)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
