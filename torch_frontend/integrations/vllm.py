@@ -13,6 +13,7 @@ import importlib.metadata
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 
 from shared_ffi import _native
@@ -153,6 +154,11 @@ class XlaGpuAttentionBackend(_Backend):
         return True
 
     @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Image tokens that attend to each other."""
+        return True
+
+    @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
         """A scale for each kv head of an fp8 cache."""
         return True
@@ -194,6 +200,10 @@ class XlaGpuMetadata(_Metadata):
     causal: bool
     causal_seqs: torch.Tensor | None = None
     """Which sequences are causal, if some are and others are not."""
+    ranges: torch.Tensor | None = None
+    """The positions of each token's image, if the tokens of an image attend to each other."""
+    ranges_in_window: torch.Tensor | None = None
+    """The part of them that the window of these layers reaches."""
     shard: _Shard | None = None
     slot_mapping: torch.Tensor | None = None
     """Not used here: vLLM hands it over with the keys. Its tests look for it."""
@@ -223,6 +233,10 @@ class XlaGpuMetadataBuilder(_MetadataBuilder):
             self._numbers = self._numbers.to(device)
         # A CUDA graph that is replayed reads the memory that it read when it was captured.
         self._causal_seqs = torch.empty(max_seqs, dtype=torch.int32, device=device)
+        self._window: int | None = getattr(kv_cache_spec, "sliding_window", None)
+        has_images = vllm_config.model_config.is_mm_prefix_lm
+        max_tokens = vllm_config.scheduler_config.max_num_batched_tokens if has_images else 0
+        self._ranges = torch.empty(2, max_tokens, 2, dtype=torch.int32, device=device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -237,13 +251,25 @@ class XlaGpuMetadataBuilder(_MetadataBuilder):
         common_attn_metadata: Any,
         fast_build: bool = False,
     ) -> XlaGpuMetadata:
-        """Returns the arguments for a step."""
+        """Returns the arguments for a step.
+
+        Raises:
+            NotImplementedError: images under decode context parallelism.
+        """
         common = common_attn_metadata
         num_seqs = common.num_reqs
         causal, causal_seqs = common.causal, None
         if isinstance(causal, torch.Tensor):
             causal_seqs = self._causal_seqs[: len(causal)].copy_(causal)
-            causal = True
+            causal = False
+        ranges: Any = (None, None)
+        if common.mm_req_doc_ranges:
+            if self._num_shards > 1:
+                raise NotImplementedError(
+                    f"{_NAME}: decode context parallelism with images is not supported"
+                )
+            found = torch.from_numpy(_image_ranges(common, self._window))
+            ranges = self._ranges[:, : found.shape[1]].copy_(found)
         return XlaGpuMetadata(
             num_actual_tokens=common.num_actual_tokens,
             context_lens=common.seq_lens,
@@ -254,6 +280,8 @@ class XlaGpuMetadataBuilder(_MetadataBuilder):
             max_query_len=1 if common.max_query_len == 1 else None,
             causal=causal,
             causal_seqs=causal_seqs,
+            ranges=ranges[0],
+            ranges_in_window=ranges[1],
             shard=self._shard(common) if self._num_shards > 1 else None,
             slot_mapping=common.slot_mapping,
         )
@@ -331,6 +359,8 @@ class XlaGpuAttentionImpl(_Impl):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks: torch.Tensor | None = sinks
         self._options = (self.scale, sliding_window, logits_soft_cap or None)
+        # Without causality a window has two sides of one length, as in vLLM's own backends.
+        self._window_right = None if sliding_window is None else sliding_window - 1
         self._fp8 = _FP8_DTYPES.get(kv_cache_dtype)
         self._features: dict[str, torch.Tensor] = {}
         if alibi_slopes is not None:
@@ -410,6 +440,9 @@ class XlaGpuAttentionImpl(_Impl):
             merged = self._merged(layer, query, key, value, kv_cache, step, step.shard)
             _first(num_tokens, output).copy_(merged)
             return output
+        ranges = step.ranges
+        if ranges is not None and getattr(layer, "mm_prefix_clamp_sliding_window", False):
+            ranges = step.ranges_in_window
         _OPS.paged_attention.out(  # by its name, as PyTorch tries one overload after the other
             _first(num_tokens, query),
             self._cache(kv_cache),
@@ -421,6 +454,8 @@ class XlaGpuAttentionImpl(_Impl):
             kv_layout=_KV_LAYOUT,
             causal=step.causal,
             causal_seqs=step.causal_seqs,
+            window_right=None if step.causal else self._window_right,
+            bidirectional_ranges=ranges,
             max_query_len=step.max_query_len,
             out=_first(num_tokens, output),
             **self._features,
@@ -480,6 +515,23 @@ class XlaGpuAttentionImpl(_Impl):
         if self._fp8 is None:
             return {}
         return {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+
+
+def _image_ranges(common: Any, window: int | None) -> np.ndarray:
+    """The positions of the image that each token of a batch belongs to, none for other tokens; then
+    the part of them that a window reaches: ``[2, num_tokens, 2]`` int32."""
+    ranges = np.zeros((2, common.num_actual_tokens, 2), np.int32)
+    starts = common.query_start_loc_cpu.tolist()
+    for request, images in common.mm_req_doc_ranges.items():
+        start, end = starts[request : request + 2]
+        shift = end - int(common.seq_lens_cpu_upper_bound[request])  # from a position to its token
+        for first, last in images:
+            tokens = slice(max(start, first + shift), max(start, min(end, last + 1 + shift)))
+            ranges[:, tokens] = first, last + 1
+            if window is not None:
+                reached = np.arange(tokens.start, tokens.stop) - shift - window + 1
+                ranges[1, tokens, 0] = np.maximum(first, reached)
+    return ranges
 
 
 def _first(count: int, rows: torch.Tensor) -> torch.Tensor:

@@ -379,7 +379,33 @@ def test_a_batch_with_causal_sequences_and_others() -> None:
     assert first.data_ptr() == builder.build(0, a_batch(causal=~flags)).causal_seqs.data_ptr()
 
 
-def a_builder() -> Any:
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("clamps", [False, True])
+def test_image_tokens_attend_to_each_other(clamps: bool, window: int | None) -> None:
+    images = {0: [(1, 4)], 1: [(0, 2), (5, 8)]}  # first and last position
+    metadata = a_builder(window).build(0, a_batch(mm_req_doc_ranges=images))
+    impl = integration.XlaGpuAttentionImpl(4, 8, 0.5, num_kv_heads=2, sliding_window=window)
+    layer = SimpleNamespace(mm_prefix_clamp_sliding_window=clamps)
+    query, kv_cache = torch.randn(5, 4, 8), torch.randn(2, 2, 16, 16)
+    output = torch.empty_like(query)
+    impl.forward(layer, query, query, query, kv_cache, metadata, output=output)
+    ranges = [[1, 5], [0, 0], [5, 9], [5, 9], [5, 9]]  # of the positions 4, 5; 6, 7, 8
+    if clamps and window:
+        ranges = [[2, 5], [0, 0], [5, 9], [5, 9], [6, 9]]
+    expected = reference.paged_attention(
+        query.numpy(),
+        kv_cache.numpy(),
+        *(x.numpy() for x in (metadata.context_lens, metadata.block_tables)),
+        *(x.numpy() for x in (metadata.query_start_loc, metadata.num_seqs)),
+        0.5,
+        window,
+        kv_layout="nhb(2d)",
+        bidirectional_ranges=ranges,
+    )
+    torch.testing.assert_close(output.double(), torch.from_numpy(expected), atol=1e-5, rtol=1e-5)
+
+
+def a_builder(window: int | None = None) -> Any:
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1, cp_kv_cache_interleave_size=1
@@ -387,7 +413,7 @@ def a_builder() -> Any:
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=16),
         model_config=SimpleNamespace(is_mm_prefix_lm=True),
     )
-    spec = SimpleNamespace(sliding_window=None)
+    spec = SimpleNamespace(sliding_window=window)
     return integration.XlaGpuMetadataBuilder(spec, [], config, torch.device("cpu"))
 
 
