@@ -86,6 +86,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "lse": {"return_lse": True},
     "sinks-and-alibi": {"sinks": True, "alibi_slopes": True, "sliding_window": 30},
     "trees": {"tree": "draft"},
+    "masks": {"ranges": "any", "causal": False, "causal_seqs": True, "sliding_window": 9},
     "one-query-head-each": {"num_heads": 8},
     "one-kv-head": {"num_kv_heads": 1},
     "one-kv-head-scales": {"num_kv_heads": 1, "cache_dtype": "int8", "scales": "per head"},

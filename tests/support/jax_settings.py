@@ -107,16 +107,10 @@ def _kinds() -> Iterator[Kind]:
         (*one_array, None),
     )
     yield attention(
-        "attention: bidirectional ranges",
-        attend(["bidirectional_ranges"], sliding_window=2),
-        (query, pool, *metadata, np.int32([[0, 2]] * len(query))),
-        (*one_array, None),
-    )
-    yield attention(
-        "attention: causal by sequence",
-        attend(["causal"]),
-        (query, pool, *metadata, np.int32([0] * (len(metadata[0]) - 1) + [1])),
-        (*one_array, None),
+        "attention: ranges, causal by sequence",
+        attend(["bidirectional_ranges", "causal"], sliding_window=2),
+        (query, pool, *metadata, np.int32([[0, 2]] * len(query)), np.int32([0, 1, 0])),
+        (*one_array, None, None),
     )
     yield attention(
         "attention: latent",

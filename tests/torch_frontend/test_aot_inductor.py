@@ -61,8 +61,21 @@ class Features(torch.nn.Module):
         scales = {"k_scale": scale, "v_scale": scale[:1]}
         keys, values = ints.unbind(0)
         OPS.kv_cache_update(keys, key, -key, slots, value_cache=values, **scales)
+        masks = {
+            "bidirectional_ranges": torch.stack([slots * 0, slots * 0 + 5], 1).int(),
+            "causal_seqs": metadata[0] % 2,
+        }
         return first, *OPS.paged_attention.lse(
-            first, keys, *metadata, 0.25, None, 30.0, value_cache=values, sinks=sinks, **scales
+            first,
+            keys,
+            *metadata,
+            0.25,
+            2,
+            30.0,
+            value_cache=values,
+            sinks=sinks,
+            **masks,
+            **scales,
         )
 
 

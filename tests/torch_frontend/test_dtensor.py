@@ -64,6 +64,12 @@ def options():
     result = ops.paged_attention(on(1, query), on(2, keys), *whole, 0.25, 3,
         value_cache=on(2, values), **{name: on(0, x) for name, x in per_head.items()})
     same(result, expected, 1)
+    masks = {"bidirectional_ranges": torch.tensor([[0, 6]] * 3, dtype=torch.int32),
+        "causal_seqs": torch.tensor([0, 1], dtype=torch.int32)}
+    expected = ops.paged_attention(query, cache, *metadata, 0.25, 2, **masks)
+    result = ops.paged_attention(on(1, query), on(2, cache), *whole, 0.25, 2,
+        **{name: on(None, x) for name, x in masks.items()})
+    same(result, expected, 1)
 
 
 def one_kv_head():

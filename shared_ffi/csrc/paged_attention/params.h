@@ -95,8 +95,8 @@ struct Span {
   }
 };
 
-// The positions between the first and the last that a query token attends to, some or all of which
-// it does not attend to: of those of `span`, the first 64 at most, it attends where a bit is set.
+// What a query token leaves out of the positions from the first to the last that it attends to: the
+// positions of `span`, but not the n-th of its first 64 where bit n is set.
 struct Holes {
   Span span;
   uint64_t bits;
@@ -132,7 +132,7 @@ struct Params {
   const float* alibi_slopes;            // [num_heads]; null: none
   const int32_t* tree_mask;             // [num_tokens, 2]; null: none
   const int32_t* bidirectional_ranges;  // [num_tokens, 2]; null: none
-  const int32_t* causal;                // [max_seqs]; null: is_causal tells it of all sequences
+  const int32_t* causal;                // [max_seqs]; null: see is_causal
   void* output;                         // [num_tokens, num_heads, value_head_size]
   float* lse;                           // [num_tokens, num_heads]; null: not wanted
 
@@ -152,7 +152,7 @@ struct Params {
   int64_t window_right;    // 0 where is_causal
   float soft_cap;          // 0: none
   int64_t max_query_len;   // of any sequence; 0: not known
-  bool is_causal;          // all sequences
+  bool is_causal;          // all sequences, whatever `causal` says
   bool is_latent;          // V is a part of K
 
   DType dtype;        // of query and output
@@ -233,7 +233,7 @@ struct Params {
     return {WindowBegin(tokens.Position(CountBits(bits) - 1)),
             Smaller(tokens.context_len, tokens.Position(WidthOf(bits)))};
   }
-  // The positions between these that it does not attend to.
+  // What it leaves out of them.
   XLA_GPU_HOST_DEVICE Holes HolesOf(const QueryTokens& tokens, int64_t i) const {
     const uint64_t bits = TreeBits(tokens.first + i);
     if (bits != 0) return {{tokens.first_position, tokens.context_len}, bits};

@@ -61,12 +61,12 @@ class AttentionMask {
             Smaller(any.end - tile.position, tile.range.end)};
   }
 
-  // Whether a row may not attend to some positions of its range.
+  // Whether a row may leave out positions of its range.
   bool HasHoles(const KvTile& tile) const {
     return tile.position + tile.range.end > holes_.begin &&
            tile.position + tile.range.begin < holes_.end;
   }
-  // These positions of a row of a kv head.
+  // What a row of a kv head leaves out.
   Holes HolesOf(int64_t row) const {
     return rows_.p.HolesOf(tokens_, rows_.Token(row) - tokens_.first);
   }

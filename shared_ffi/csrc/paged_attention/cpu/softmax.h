@@ -192,7 +192,7 @@ class Softmax {
   }
 
  private:
-  // Sets a row's logits of positions in its range that it does not attend to to -inf.
+  // Sets a row's logits of the positions in its range that it leaves out to -inf.
   //   position: of the step; range, logits: of the step's positions
   __attribute__((noinline)) void MaskHoles(int64_t position, const Range& range, int64_t row,
                                            float* logits) const {

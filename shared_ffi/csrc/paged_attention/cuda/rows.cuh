@@ -39,8 +39,7 @@ struct RowRange {
   __device__ bool Contains(int32_t position) const { return begin <= position && position < end; }
 };
 
-// The positions in a row's range that it does not attend to. They are found where they are needed:
-// few calls have any.
+// What a row leaves out of its range. It is found where it is needed: few calls have holes.
 class RowHoles {
  public:
   __device__ RowHoles(const Params& p, const Item& item, int64_t row)
@@ -65,7 +64,7 @@ class RowHoles {
  private:
   int32_t begin_;
   uint32_t count_;
-  uint64_t bits_;  // of the first 64: those that it attends to
+  uint64_t bits_;  // see Holes
 };
 
 // Whether a work item's rows from `thread` on, one for each of kThreads, have a tree mask that is
