@@ -51,7 +51,8 @@ class Features(torch.nn.Module):
 
     def forward(
         self, floats: torch.Tensor, ints: torch.Tensor, key: torch.Tensor, slots: torch.Tensor,
-        query: torch.Tensor, scale: torch.Tensor, sinks: torch.Tensor, *metadata: torch.Tensor
+        query: torch.Tensor, scale: torch.Tensor, sinks: torch.Tensor, ranges: torch.Tensor,
+        causal: torch.Tensor, *metadata: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         floats = floats[:, 1]
         OPS.kv_cache_update(floats, key, -key, slots, kv_layout="n2hbd")
@@ -61,10 +62,6 @@ class Features(torch.nn.Module):
         scales = {"k_scale": scale, "v_scale": scale[:1]}
         keys, values = ints.unbind(0)
         OPS.kv_cache_update(keys, key, -key, slots, value_cache=values, **scales)
-        masks = {
-            "bidirectional_ranges": torch.stack([slots * 0, slots * 0 + 5], 1).int(),
-            "causal_seqs": metadata[0] % 2,
-        }
         return first, *OPS.paged_attention.lse(
             first,
             keys,
@@ -74,7 +71,8 @@ class Features(torch.nn.Module):
             30.0,
             value_cache=values,
             sinks=sinks,
-            **masks,
+            bidirectional_ranges=ranges,
+            causal_seqs=causal,
             **scales,
         )
 
@@ -104,7 +102,8 @@ def features_arguments(num_blocks: int) -> tuple[torch.Tensor, ...]:
     ints = torch.zeros(2, num_blocks, BLOCK_SIZE, 2, 16, dtype=torch.int8)
     query = query.transpose(0, 1).contiguous()
     scale, sinks = torch.tensor([0.02, 0.03]), torch.linspace(-1, 1, 6)
-    return (floats, ints, key, slots, query, scale, sinks, *metadata)
+    ranges, causal = torch.tensor([[0, 5]]).repeat(len(key), 1).int(), metadata[0] % 2
+    return (floats, ints, key, slots, query, scale, sinks, ranges, causal, *metadata)
 
 
 def exported(module: torch.nn.Module) -> torch.export.ExportedProgram:
@@ -114,7 +113,7 @@ def exported(module: torch.nn.Module) -> torch.export.ExportedProgram:
         shapes: Any = ({0: dynamic}, {0: dynamic}, {0: dynamic}, static)
     else:
         arguments = features_arguments(12)
-        shapes = ({0: dynamic}, {1: dynamic}, *[None] * 5, static)
+        shapes = ({0: dynamic}, {1: dynamic}, *[None] * 7, static)
     return torch.export.export(module, arguments, dynamic_shapes=shapes)
 
 
