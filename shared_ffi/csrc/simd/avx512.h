@@ -8,6 +8,20 @@
 namespace xla_gpu {
 namespace {
 
+// The vector of two halves.
+XLA_GPU_INLINE Words Join(HalfWords low, HalfWords high) {
+  return (Words)_mm512_inserti64x4(_mm512_castsi256_si512((__m256i)low), (__m256i)high, 1);
+}
+XLA_GPU_INLINE HalfWords Join(Bytes low, Bytes high) {
+  return (HalfWords)_mm256_inserti128_si256(_mm256_castsi128_si256((__m128i)low), (__m128i)high, 1);
+}
+XLA_GPU_INLINE Bytes Join(int64_t low, int64_t high) {
+  return (Bytes)_mm_insert_epi64(_mm_cvtsi64_si128(low), high, 1);
+}
+
+// The vector whose halves are both this.
+XLA_GPU_INLINE Words Repeat(HalfWords half) { return (Words)_mm512_broadcast_i64x4((__m256i)half); }
+
 // a * b + c, rounded once.
 XLA_GPU_INLINE Lanes MultiplyAdd(Lanes a, Lanes b, Lanes c) {
   return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -25,6 +39,12 @@ XLA_GPU_INLINE Lanes WidenInt8(Bytes x) {
 
 XLA_GPU_INLINE Lanes WidenHalf(HalfWords x) {
   return (Lanes)_mm512_maskz_cvtph_ps(0xffff, (__m256i)x);
+}
+
+// It is faster to join the halves after the conversion.
+XLA_GPU_INLINE Lanes WidenHalves(Bytes low, Bytes high) {
+  return (Lanes)Join((HalfWords)_mm256_cvtph_ps((__m128i)low),
+                     (HalfWords)_mm256_cvtph_ps((__m128i)high));
 }
 
 XLA_GPU_INLINE HalfWords NarrowToHalf(Lanes x) {

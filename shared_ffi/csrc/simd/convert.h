@@ -2,47 +2,78 @@
 // are touched: a load gives zeros in their place.
 #pragma once
 
+#include <type_traits>
+
 #include "instruction_set.h"
 #include "lanes.h"
 
 namespace xla_gpu {
 namespace {
 
-XLA_GPU_INLINE HalfWords LoadHalfWords(const void* from, int64_t count) {
-  return count >= kLanes ? Load<HalfWords>(from) : LoadPart<HalfWords>(from, 2 * count);
+// A vector of T as it is stored.
+template <typename T>
+using Stored =
+    std::conditional_t<sizeof(T) == 4, Words, std::conditional_t<sizeof(T) == 2, HalfWords, Bytes>>;
+
+// Loads a vector that holds equal parts of kRows rows, of each of which num_bytes exist.
+template <typename V, int kRows>
+XLA_GPU_INLINE V LoadRows(const void* const (&rows)[kRows], int64_t num_bytes) {
+  if constexpr (kRows == 1) {
+    constexpr int64_t kBytes = sizeof(V);
+    return num_bytes >= kBytes ? Load<V>(rows[0]) : LoadPart<V>(rows[0], num_bytes);
+  } else {
+    using Half =
+        std::conditional_t<sizeof(V) == sizeof(Words), HalfWords,
+                           std::conditional_t<sizeof(V) == sizeof(HalfWords), Bytes, int64_t>>;
+    return Join(LoadRows<Half, 1>({rows[0]}, num_bytes), LoadRows<Half, 1>({rows[1]}, num_bytes));
+  }
 }
 
-XLA_GPU_INLINE Bytes LoadBytes(const void* from, int64_t count) {
-  return count >= kLanes ? Load<Bytes>(from) : LoadPart<Bytes>(from, count);
+// Loads kChains floats as the part of each row.
+template <int kRows = kRowsPerVector>
+XLA_GPU_INLINE Lanes LoadRepeated(const float* from) {
+  if constexpr (kRows == 1) {
+    return Load<Lanes>(from);
+  } else {
+    using Half = std::conditional_t<kRows == 2, HalfWords, void>;
+    return BitCast<Lanes>(Repeat(Load<Half>(from)));
+  }
 }
 
-XLA_GPU_INLINE Lanes LoadWide(const float* from, int64_t count) {
-  return count >= kLanes ? Load<Lanes>(from) : LoadPart<Lanes>(from, 4 * count);
-}
+XLA_GPU_INLINE Lanes ToFloats(Words x, float) { return BitCast<Lanes>(x); }
 
-XLA_GPU_INLINE Lanes LoadWide(const BFloat16* from, int64_t count) {
-  return BitCast<Lanes>(Widen(LoadHalfWords(from, count)) << 16);
-}
+XLA_GPU_INLINE Lanes ToFloats(HalfWords x, BFloat16) { return BitCast<Lanes>(Widen(x) << 16); }
 
-XLA_GPU_INLINE Lanes LoadWide(const Half* from, int64_t count) {
-  return WidenHalf(LoadHalfWords(from, count));
-}
+XLA_GPU_INLINE Lanes ToFloats(HalfWords x, Half) { return WidenHalf(x); }
 
-XLA_GPU_INLINE Lanes LoadWide(const Float8E5M2* from, int64_t count) {
-  return WidenHalf(WidenBytes(LoadBytes(from, count)) << 8);
-}
+XLA_GPU_INLINE Lanes ToFloats(Bytes x, Float8E5M2) { return WidenHalf(WidenBytes(x) << 8); }
 
 // Goes by way of binary16, in which E4M3's subnormals are normal numbers. NaN becomes the default
 // quiet NaN: torch_xla puts it in the place of every NaN of a binary16 array.
-XLA_GPU_INLINE Lanes LoadWide(const Float8E4M3* from, int64_t count) {
-  const HalfWords x = WidenBytes(LoadBytes(from, count));
+XLA_GPU_INLINE Lanes ToFloats(Bytes bytes, Float8E4M3) {
+  const HalfWords x = WidenBytes(bytes);
   const HalfWords magnitude = x & 0x7f, nan = magnitude - magnitude + 0x7e00;
   const HalfWords half = magnitude == 0x7f ? nan : magnitude << 7;
   return WidenHalf(half | (x & 0x80) << 8) * 256.0f;
 }
 
-XLA_GPU_INLINE Lanes LoadWide(const int8_t* from, int64_t count) {
-  return WidenInt8(LoadBytes(from, count));
+XLA_GPU_INLINE Lanes ToFloats(Bytes x, int8_t) { return WidenInt8(x); }
+
+// LoadRows, converted to float; `count` numbers of each row exist.
+template <typename T, int kRows>
+XLA_GPU_INLINE Lanes LoadWideRows(const void* const (&rows)[kRows], int64_t count) {
+  constexpr int64_t kBytes = sizeof(T);
+  if constexpr (kRows == 2 && std::is_same_v<T, Half>) {
+    return WidenHalves(LoadRows<Bytes, 1>({rows[0]}, count * kBytes),
+                       LoadRows<Bytes, 1>({rows[1]}, count * kBytes));
+  } else {
+    return ToFloats(LoadRows<Stored<T>>(rows, count * kBytes), T());
+  }
+}
+
+template <typename T>
+XLA_GPU_INLINE Lanes LoadWide(const T* from, int64_t count) {
+  return LoadWideRows<T, 1>({from}, count);
 }
 
 XLA_GPU_INLINE Lanes Narrow(Lanes x, float) { return x; }

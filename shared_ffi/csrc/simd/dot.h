@@ -16,12 +16,14 @@ struct Dot {
   static constexpr int kAcross = 1;  // vectors that Load and LoadQuery give
   static constexpr int kDown = 1;    // vectors that LoadDown gives
 
-  // Loads neighbours in a row (of K), of which `count` exist.
-  static XLA_GPU_INLINE void Load(const T* from, int64_t count, Lanes* to) {
-    to[0] = LoadWide(from, count);
+  // Loads neighbours in a row (of K), or in each of kRowsPerVector rows, of which `count` exist.
+  template <int kRows>
+  static XLA_GPU_INLINE void Load(const void* const (&rows)[kRows], int64_t count, Lanes* to) {
+    to[0] = LoadWideRows<T>(rows, count);
   }
 
-  // Loads what these are multiplied by, in the same order.
+  // Loads what these are multiplied by. Where Load gives several vectors, kChains lanes of each
+  // take turns: so both kinds of Load multiply in the same order.
   template <typename Query>
   static XLA_GPU_INLINE void LoadQuery(const Query* from, int64_t count, Lanes* to) {
     to[0] = LoadWide(from, count);

@@ -21,12 +21,13 @@ struct Dot<BFloat16> {
   static constexpr int kAcross = 1;
   static constexpr int kDown = 2;
 
-  static XLA_GPU_INLINE void Load(const BFloat16* from, int64_t count, Lanes* to) {
-    to[0] = BitCast<Lanes>(LoadWords(from, 2 * count));
+  template <int kRows>
+  static XLA_GPU_INLINE void Load(const void* const (&rows)[kRows], int64_t count, Lanes* to) {
+    to[0] = BitCast<Lanes>(LoadRows<Words>(rows, 2 * count));
   }
 
   static XLA_GPU_INLINE void LoadQuery(const BFloat16* from, int64_t count, Lanes* to) {
-    Load(from, count, to);
+    to[0] = BitCast<Lanes>(LoadWords(from, 2 * count));
   }
 
   static XLA_GPU_INLINE void LoadDown(const BFloat16* const (&from)[2], int64_t count, Lanes* to) {
@@ -141,15 +142,17 @@ struct DotOfPairedBytes : Dot<BFloat16> {
   static constexpr int kAcross = 2;
   static constexpr int kDown = 4;
 
-  static XLA_GPU_INLINE void Load(const T* from, int64_t count, Lanes* to) {
-    WidenBytesInPairs<T>((__m512i)LoadWords(from, count), to);
+  template <int kRows>
+  static XLA_GPU_INLINE void Load(const void* const (&rows)[kRows], int64_t count, Lanes* to) {
+    WidenBytesInPairs<T>((__m512i)LoadRows<Words>(rows, count), to);
   }
 
+  // WidenBytesInPairs gives the first two of these in its first vector's first kChains lanes.
   static XLA_GPU_INLINE void LoadQuery(const BFloat16* from, int64_t count, Lanes* to) {
-    const Words first = LoadWords(from, 2 * count);
-    const Words second = LoadWords(from + 2 * kLanes, 2 * (count - 2 * kLanes));
-    to[0] = BitCast<Lanes>(Shuffle<EveryOther<4, 0>>(first, second));
-    to[1] = BitCast<Lanes>(Shuffle<EveryOther<4, 1>>(first, second));
+    for (int i = 0; i < kAcross; ++i, from += 2 * kLanes, count -= 2 * kLanes) {
+      const auto x = (__m512i)LoadWords(from, 2 * count);
+      to[i] = (Lanes)_mm512_shuffle_i64x2(x, x, _MM_SHUFFLE(3, 1, 2, 0));
+    }
   }
 
   static XLA_GPU_INLINE void LoadDown(const T* const (&from)[2], int64_t count, Lanes* to) {

@@ -107,22 +107,24 @@ XLA_GPU_INLINE Lanes AddNeighbours(Lanes a, Lanes b) {
          BitCast<Lanes>(Shuffle<EveryOther<kSize, 1>>(x, y));
 }
 
-// Lane i of SumEach is the sum of the vector at this index.
+// The vector that lane i of SumEach is a sum of. Where vectors hold two rows, the first four lanes
+// are sums of the first rows, the next four of the second rows of the same vectors, and so on.
 constexpr int PlaceOf(int i) {
-  constexpr int kOf128Bits[] = {0, 8, 4, 12}, kOfLane[] = {0, 2, 1, 3};
-  return kOf128Bits[i / 4] * kLanes / 16 + kOfLane[i % 4];
+  constexpr int kOfLane[] = {0, 2, 1, 3};
+  return i / (4 * kRowsPerVector) * 4 + kOfLane[i % 4];
 }
 
-// The n-th leaf of SumEach's tree of additions is this lane.
-constexpr int LaneOfLeaf(int n) {
-  int lane = 0;
-  for (int bit = 1; bit < kLanes; bit *= 2) lane = lane * 2 + (n / bit & 1);
-  return lane;
+// The n-th leaf of SumEach's tree of additions is this chain.
+constexpr int ChainOfLeaf(int n) {
+  int chain = 0;
+  for (int bit = 1; bit < kChains; bit *= 2) chain = chain * 2 + (n / bit & 1);
+  return chain;
 }
 
-// Sums the lanes of each of kLanes vectors, all by the same tree. Overwrites the vectors.
-template <int kSize = kLanes / 2>
-XLA_GPU_INLINE Lanes SumEach(Lanes (&x)[kLanes]) {
+// Sums the chains of each row of each of kChains vectors, all by the same tree. Overwrites the
+// vectors.
+template <int kSize = kChains / 2>
+XLA_GPU_INLINE Lanes SumEach(Lanes (&x)[kChains]) {
 #pragma GCC unroll 8
   for (int i = 0; i < kSize; ++i) x[i] = AddNeighbours<kSize>(x[i], x[i + kSize]);
   if constexpr (kSize > 1) {

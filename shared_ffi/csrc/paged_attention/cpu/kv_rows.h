@@ -84,14 +84,16 @@ class PackedKeys {
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) {
           Lanes keys[kVectors];
-          Dot<T>::Load(k.Row(j + i) + d, head_size_ - d, keys);
+          Dot<T>::template Load<1>({k.Row(j + i) + d}, head_size_ - d, keys);
           for (int v = 0; v < kVectors; ++v) squares[v][i] = keys[v];
         }
         for (int v = 0; v < kVectors; ++v) {
           Transpose(squares[v]);
 #pragma GCC unroll 16
           for (int i = 0; i < kLanes; ++i) {
-            Store(squares[v][i], lanes_ + j * width_ + (w + v * kLanes + i) * kLanes);
+            // As LoadQuery orders them.
+            const int64_t number = w + (i / kChains * kVectors + v) * kChains + i % kChains;
+            Store(squares[v][i], lanes_ + j * width_ + number * kLanes);
           }
         }
       }

@@ -1,6 +1,6 @@
 // The products q . k of a kv head's query rows with a KV tile.
 //
-// A product is the sum of kLanes chains of multiply-adds by one fixed tree, whether the chains lie
+// A product is the sum of kChains chains of multiply-adds by one fixed tree, whether the chains lie
 // in the lanes of a register (MultiplyCached) or come one after the other (MultiplyPacked). So its
 // bits do not depend on which of the two computes it.
 #pragma once
@@ -14,9 +14,16 @@ constexpr int kCachedRows = 4;  // rows of a block, at most, that read K and V i
 
 // Positions of which MultiplyCached computes the products with R rows at once: enough sums that
 // none waits for its own last multiply-add. (With 16 registers 12 sums would suit fewer rows, too,
-// but compute an eighth of the step twice.)
+// but compute an eighth of the step twice.) Where vectors hold two positions, 8: so SumEach gives
+// whole rows, and the addresses of K fit the registers.
 template <int R>
-constexpr int64_t kPositions = (kBlockRows * kBlockVectors >= 16 ? 16 : (R == 4 ? 12 : 8)) / R;
+constexpr int64_t kPositions = kRowsPerVector > 1
+                                   ? 8
+                                   : (kBlockVectors >= 4 ? 16 : (R == 4 ? 12 : 8)) / R;
+
+// The vector that holds the K of the i-th position. One that holds two takes them from four
+// neighbours and from the next four: so SumEach puts all eight side by side.
+constexpr int64_t VectorOf(int64_t i) { return i / (4 * kRowsPerVector) * 4 + i % 4; }
 
 // logits[r, j] = q[r] . k[j] for R rows and kPositions positions from j on.
 //   q: [R, width], padded with zeros; logits: [R, kMaxTile]
@@ -25,12 +32,15 @@ XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64
                                    int64_t head_size, int64_t width, float* logits,
                                    Prefetcher* next) {
   constexpr int kVectors = Dot<T>::kAcross;
-  constexpr int64_t kColumns = kVectors * kLanes * Dot<T>::kPerLane;
+  constexpr int64_t kCount = kPositions<R> / kRowsPerVector;
+  constexpr int64_t kColumns = kVectors * kChains * Dot<T>::kPerLane;
   Prefetcher::Steps steps(next, kPositions<R> * kColumns * sizeof(T));
-  const T* keys[kPositions<R>];
+  const T* keys[kCount][kRowsPerVector];
 #pragma GCC unroll 16
-  for (int i = 0; i < kPositions<R>; ++i) keys[i] = k.Row(j + i);
-  Lanes sums[kPositions<R>][R];
+  for (int i = 0; i < kPositions<R>; ++i) {
+    keys[VectorOf(i)][i / 4 % kRowsPerVector] = k.Row(j + i);
+  }
+  Lanes sums[kCount][R];
   const auto add = [&](int64_t d, int64_t count, bool is_first) __attribute__((always_inline)) {
     steps.Take();
     Lanes queries[R][kVectors];
@@ -38,13 +48,16 @@ XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) {
-        queries[r][v] = Load<Lanes>(q + r * width + d / Dot<T>::kPerLane + v * kLanes);
+        queries[r][v] = LoadRepeated(q + r * width + d / Dot<T>::kPerLane + v * kChains);
       }
     }
 #pragma GCC unroll 16
-    for (int i = 0; i < kPositions<R>; ++i) {
+    for (int i = 0; i < kCount; ++i) {
+      const void* rows[kRowsPerVector];
+#pragma GCC unroll 2
+      for (int row = 0; row < kRowsPerVector; ++row) rows[row] = keys[i][row] + d;
       Lanes key[kVectors];
-      Dot<T>::Load(keys[i] + d, count, key);
+      Dot<T>::Load(rows, count, key);
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) {
 #pragma GCC unroll 16
@@ -63,23 +76,25 @@ XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64
     for (; d + kColumns <= head_size; d += kColumns) add(d, kColumns, false);
     if (d < head_size) add(d, head_size - d, false);
   }
-  // SumEach sums kLanes vectors at once: those of kPerVector positions, some of them repeated where
-  // fewer are left.
-  constexpr int64_t kPerVector = kLanes / R;
+  // SumEach sums kChains vectors at once: those of kOfRow positions and kRows rows, some of them
+  // repeated where fewer are left.
+  constexpr int64_t kRows = Smaller(R, kChains / 4), kOfRow = kLanes / kRows;
 #pragma GCC unroll 16
-  for (int64_t first = 0; first < kPositions<R>; first += kPerVector) {
-    const int64_t count = Smaller(kPerVector, kPositions<R> - first);
-    Lanes each[kLanes];
+  for (int64_t row = 0; row < R; row += kRows) {
 #pragma GCC unroll 16
-    for (int n = 0; n < kLanes; ++n) {
-      each[PlaceOf(n)] = sums[first + n % kPerVector % count][n / kPerVector];
-    }
-    const Lanes products = SumEach(each);
+    for (int64_t first = 0; first < kPositions<R>; first += kOfRow) {
+      const int64_t count = Smaller(kOfRow, kPositions<R> - first);
+      Lanes each[kChains];
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      std::memcpy(logits + r * kMaxTile + j + first,
-                  reinterpret_cast<const float*>(&products) + r * kPerVector,
-                  count * sizeof(float));
+      for (int n = 0; n < kLanes; ++n) {
+        each[PlaceOf(n)] = sums[VectorOf(first + n % kOfRow % count)][row + n / kOfRow];
+      }
+      const Lanes products = SumEach(each);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        std::memcpy(logits + (row + r) * kMaxTile + j + first,
+                    reinterpret_cast<const float*>(&products) + r * kOfRow, count * sizeof(float));
+      }
     }
   }
 }
@@ -90,7 +105,7 @@ XLA_GPU_INLINE void MultiplyCached(const float* q, const CachedRows<T>& k, int64
 template <int kCount, typename T, int R, int kVectors>
 XLA_GPU_INLINE void SumChains(int first, const float* q, const float* k, int64_t width,
                               Prefetcher::Steps* steps, Lanes (&sums)[R][kVectors]) {
-  if constexpr (kCount == kLanes / 2) steps->Take();
+  if constexpr (kCount == kChains / 2) steps->Take();
   if constexpr (kCount > 1) {
     Lanes others[R][kVectors];
     SumChains<kCount / 2, T>(first, q, k, width, steps, others);
@@ -115,9 +130,9 @@ XLA_GPU_INLINE void SumChains(int first, const float* q, const float* k, int64_t
         }
       }
     };
-    int64_t w = LaneOfLeaf(first);
+    int64_t w = ChainOfLeaf(first);
     add(w, true);
-    while ((w += kLanes) < width) add(w, false);
+    while ((w += kChains) < width) add(w, false);
   }
 }
 
@@ -129,7 +144,7 @@ __attribute__((noinline)) void MultiplyPacked(const float* q, const float* k, in
                                               float* logits, int64_t num_bytes, Prefetcher* next) {
   Prefetcher::Steps steps(next, num_bytes / 2);
   Lanes sums[R][kVectors];
-  SumChains<kLanes, T>(0, q, k, width, &steps, sums);
+  SumChains<kChains, T>(0, q, k, width, &steps, sums);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
