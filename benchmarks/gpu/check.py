@@ -49,6 +49,8 @@ SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # racecheck does not know the hand-over by cp.async.mbarrier.arrive.noinc before CUDA 13.1, whose
 # compute-sanitizer calls itself 2025.4: it reports races in the kernels for Hopper that are none.
 KNOWS_NOINC = (2025, 4)
+# Where nvidia-cuda-sanitizer-api, a package that comes with a pack, has compute-sanitizer.
+SANITIZER = "nvidia/cu13/compute-sanitizer/compute-sanitizer"
 
 
 def run(
@@ -258,16 +260,17 @@ def check(steps: Steps, is_hopper: bool, trace: Sequence[object]) -> None:
             command = [*PYTEST, "tests/backends/test_gpu.py", "-k", chosen]
             command += ["--shard", f"{i}/{shards}"]
             steps.do(f"backends, {backend} {i}/{shards}", command, 120, **on_cuda, **in_use)
+    sanitizer, version = newest_sanitizer()
     for kernels_of, environment in {"portable": portable, "by GPU": {}}.items():
         if kernels_of == "by GPU" and not is_hopper:
             continue
         for tool in SANITIZERS:
             name = f"{tool}, {kernels_of}"
-            reports_noinc = tool == "racecheck" and sanitizer_version() < KNOWS_NOINC
+            reports_noinc = tool == "racecheck" and version < KNOWS_NOINC
             if reports_noinc and kernels_of == "by GPU":
                 steps.leave_out(name, "needs the compute-sanitizer of CUDA 13.1 or later")
                 continue
-            command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
+            command = [sanitizer, "--tool", tool, "--error-exitcode", "1"]
             command += [sys.executable, "-m", "tests.support.compute_sanitizer"]
             environment = environment | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
             steps.do(name, command, 100, **environment)
@@ -283,13 +286,18 @@ BACKENDS = (
 )
 
 
-def sanitizer_version() -> tuple[int, int]:
-    """The version of compute-sanitizer, as (2025, 4); (0, 0) if there is none."""
-    if shutil.which("compute-sanitizer") is None:
-        return 0, 0
-    outcome = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True)
-    found = re.search(r"Version (\d+)\.(\d+)", outcome.stdout)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+def newest_sanitizer() -> tuple[str, tuple[int, int]]:
+    """The newest compute-sanitizer of the machine and of the packages that Python finds, with its
+    version, as (2025, 4); (0, 0) if there is none."""
+    found = {"compute-sanitizer": (0, 0)}
+    for path in (shutil.which("compute-sanitizer"), *(Path(x, SANITIZER) for x in sys.path)):
+        if path is None or not Path(path).exists():
+            continue
+        outcome = subprocess.run([path, "--version"], capture_output=True, text=True)
+        if version := re.search(r"Version (\d+)\.(\d+)", outcome.stdout):
+            found[str(path)] = (int(version[1]), int(version[2]))
+    newest = max(found, key=lambda path: found[path])
+    return newest, found[newest]
 
 
 def rehearse(steps: Steps, emulated: Path) -> None:

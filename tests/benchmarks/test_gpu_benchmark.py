@@ -225,7 +225,7 @@ def test_order_on_a_gpu(
     sanitizer: tuple[int, int], is_hopper: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The benchmark comes before the backends and the sanitizers; it measures no kernel that fails."""
-    monkeypatch.setattr(check, "sanitizer_version", lambda: sanitizer)
+    monkeypatch.setattr(check, "newest_sanitizer", lambda: ("compute-sanitizer", sanitizer))
     steps = Recorded(tmp_path, GPU)
     check.check(steps, is_hopper, [])
     done = steps.results["steps"]
@@ -244,15 +244,20 @@ def test_order_on_a_gpu(
         assert all(done[name]["portable"] for name in in_use)
 
 
-def test_the_version_of_compute_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_compute_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's, or that of a pack."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert check.sanitizer_version() == (0, 0)
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text(
-        "#!/bin/sh\necho 'NVIDIA (R) Compute Sanitizer'\necho 'Version 2025.3.1.0 (x)'\n"
-    )
-    tool.chmod(0o755)
-    assert check.sanitizer_version() == (2025, 3) < check.KNOWS_NOINC
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "packages")])
+    assert check.newest_sanitizer() == ("compute-sanitizer", (0, 0))
+    packed = tmp_path / "packages/nvidia/cu13/compute-sanitizer/compute-sanitizer"
+    for path, version in ((tmp_path / packed.name, (2025, 3)), (packed, (2026, 4))):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(
+            "#!/bin/sh\necho 'Compute Sanitizer'\necho 'Version {}.{}.1.0 (x)'\n".format(*version)
+        )
+        path.chmod(0o755)
+        assert check.newest_sanitizer() == (str(path), version)
+    assert (2025, 3) < check.KNOWS_NOINC < (2026, 4)
 
 
 def test_a_benchmark_that_is_cut_off_is_continued(
