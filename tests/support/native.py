@@ -79,13 +79,13 @@ def emulated(path: Path | str | None = None) -> Any:
     return load(path, "emulated._native")
 
 
-def on_ptx_machine(architectures: str, head_sizes: str) -> Path:
+def on_ptx_machine(architectures: str, head_sizes: str, head_size_of_8_bits: int = 128) -> Path:
     """The path of a module whose CUDA kernels are executed from the PTX that nvcc emits, by the
     machine in tests/ptx. The arguments are those of CMake."""
     from filelock import FileLock  # noqa: PLC0415  (only tests need it)
 
-    nvcc = _nvcc()
-    folder = ROOT / "build/ptx" / architectures.replace(";", "-")
+    compiler = nvcc()
+    folder = ROOT / "build/ptx" / f"{architectures}-{head_sizes}".replace(";", "-")
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
         source, machine = ROOT / "tests/ptx", ptx_machine()
@@ -94,7 +94,7 @@ def on_ptx_machine(architectures: str, head_sizes: str) -> Path:
             if module.stat().st_mtime < (machine / "libptx_machine.a").stat().st_mtime:
                 module.unlink()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PTX_NVCC", str(nvcc))
+            patch.setenv("PTX_NVCC", str(compiler))
             configure(
                 ROOT,
                 folder,
@@ -102,7 +102,7 @@ def on_ptx_machine(architectures: str, head_sizes: str) -> Path:
                 f"-DCUDART_STATIC={machine / 'libptx_machine.a'}",
                 f"-DXLA_GPU_ARCHITECTURES={architectures}",
                 f"-DXLA_GPU_HEAD_SIZES={head_sizes}",
-                "-DXLA_GPU_HEAD_SIZES_OF_8_BITS=128",
+                f"-DXLA_GPU_HEAD_SIZES_OF_8_BITS={head_size_of_8_bits}",
                 "-DXLA_GPU_CPU_INSTRUCTION_SETS=baseline",
                 "-DXLA_GPU_OPTIMIZE=-O0",
                 # Names of its own: the installed library is loaded, too.
@@ -128,7 +128,7 @@ def ptx_machine() -> Path:
     return folder
 
 
-def _nvcc() -> Path:
+def nvcc() -> Path:
     """The CUDA compiler of the installed build, or the user's. Skips the test if there is none."""
     found = next(ROOT.glob("build/*/cuda/bin/nvcc"), None)
     found = found or os.environ.get("CUDACXX") or shutil.which("nvcc")
