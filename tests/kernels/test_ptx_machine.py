@@ -19,6 +19,8 @@ from tests.support.gpu import EmulatedGpu, attend
 pytestmark = pytest.mark.skipif(not selection.everything, reason="builds for minutes: --all")
 
 TESTS = "test_paged_attention or long_queries or faulty_metadata or simple_add or kv_cache_update"
+# There the first kernel's result holds the lengths, which the second one reads before that has ended.
+NOT_EARLY = "lengths_that_change"
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,7 @@ def module(request: pytest.FixtureRequest) -> Path:
     """A build of the module on the PTX machine: that of the option --emulated, or a new one."""
     if path := request.config.getoption("--emulated"):
         return Path(path)
-    return native.on_ptx_machine("80-real;90a-real", "128;256")
+    return native.on_ptx_machine("80-real;90a-real", "128;256;576")
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +36,32 @@ def ptx_native(module: Path) -> Any:
     return native.load(module, "ptx._native")
 
 
-@pytest.mark.parametrize("target", [80, 90])
-def test_cuda_kernels(target: int, module: Path) -> None:
-    file = Path(__file__).with_name("test_cuda_kernel.py")
+def run(module: Path, capability: int, *options: str) -> None:
+    """Runs the tests of the emulated GPU."""
+    folder = Path(__file__).parent
     outcome = native.run(
-        *(sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", file, "--emulated", module),
-        *("--all", "-k", TESTS if target == 90 else f"({TESTS}) and not hopper"),
-        environment={"XLA_GPU_PTX_TARGET": str(target)},
+        *(sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "--emulated", module),
+        *(folder / "test_cuda_kernel.py", folder / "test_cuda_errors.py", *options),
+        environment={"XLA_GPU_TEST_CAPABILITY": str(capability)},
     )
     assert outcome.returncode == 0, outcome.stdout
     assert re.search(r"[1-9]\d* passed", outcome.stdout)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_all_cases(capability: int, module: Path) -> None:
+    run(module, capability, "--all", "-k", TESTS)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_a_share_of_everything_else(capability: int, module: Path) -> None:
+    """Bits in any batch, random calls, extreme numbers, errors of CUDA."""
+    run(module, capability, "-k", f"not ({TESTS}) and not {NOT_EARLY}")
+
+
+def test_small_head_sizes() -> None:
+    """The kernels for them, where the module above pads the heads."""
+    run(native.on_ptx_machine("80-real", "64;80;96;112", 64), 80, "-k", "test_paged_attention")
 
 
 # Kernels, and what chooses them.

@@ -1,9 +1,9 @@
 // Stands in for the static CUDA runtime: the functions that the library calls. A device's memory is
-// the host's. The variables XLA_GPU_SIMT_SEED and XLA_GPU_SIMT_FAIL mean what they mean to the
-// emulation; XLA_GPU_PTX_TARGET is the device's compute capability, 80 or 90.
+// the host's. The variables XLA_GPU_SIMT_* mean what they mean to the emulation.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <mutex>
 
 #include "machine.h"
@@ -61,6 +61,14 @@ int Number(const char* variable, int otherwise) {
   return value == nullptr ? otherwise : std::atoi(value);
 }
 
+int Seed() { return Number("XLA_GPU_SIMT_SEED", 0); }
+int Capability() { return Number("XLA_GPU_SIMT_CAPABILITY", 90); }
+
+// What a thread block can have.
+int SharedBytes(int capability) {
+  return 1024 * (capability == 80 ? 163 : capability == 90 || capability / 10 == 10 ? 227 : 99);
+}
+
 Error OutcomeOf(const char* call) {
   const char* failing = std::getenv("XLA_GPU_SIMT_FAIL");
   const size_t size = std::strlen(call);
@@ -94,15 +102,15 @@ std::shared_ptr<ptx::Kernel> Find(const void* handle) {
   const bool is_faulty =
       fault != nullptr &&
       found->second.name.find(fault, 0, std::strcspn(fault, " ")) != std::string::npos;
-  std::shared_ptr<ptx::Kernel>& kernel =
-      unit.kernels[found->second.name + (is_faulty ? fault : "")];
-  if (kernel != nullptr) return kernel;
-  const unsigned device = static_cast<unsigned>(Number("XLA_GPU_PTX_TARGET", 90));
+  const unsigned device = static_cast<unsigned>(Capability());
   const Image* best = nullptr;
   for (const Image& image : unit.images) {
     if (image.target <= device && (best == nullptr || image.target > best->target)) best = &image;
   }
   if (best == nullptr) return nullptr;
+  std::shared_ptr<ptx::Kernel>& kernel =
+      unit.kernels[found->second.name + (is_faulty ? fault : "") + std::to_string(best->target)];
+  if (kernel != nullptr) return kernel;
   kernel = ptx::Parse(std::string(best->text, strnlen(best->text, best->size)), found->second.name);
   if (kernel != nullptr && is_faulty) PlantFault(kernel.get());
   return kernel;
@@ -133,13 +141,12 @@ Error Launch(const ptx::Kernel& kernel, const LaunchConfig& config, void** argum
     failure = "more threads than the kernel was compiled for";
     return kLaunchFailure;
   }
-  const int most = kernel.target >= 90 ? 227 * 1024 : 163 * 1024;
-  if (kernel.shared_bytes + launch.shared_bytes > most) {
+  if (kernel.shared_bytes + launch.shared_bytes > SharedBytes(Capability())) {
     failure = "more shared memory than a thread block can have";
     return kLaunchFailure;
   }
   try {
-    ptx::RunKernel(launch, static_cast<unsigned>(Number("XLA_GPU_SIMT_SEED", 0)));
+    ptx::RunKernel(launch, static_cast<unsigned>(Seed()));
   } catch (const std::exception& error) {
     failure = error.what();
     return kLaunchFailure;
@@ -179,16 +186,19 @@ void __cudaRegisterFunction(void** unit, const char* host_function, char*, const
 }
 
 Error cudaGetDevice(int* device) {
-  *device = Number("XLA_GPU_SIMT_SEED", 0);
+  *device = Seed() * 1000 + Capability();
   return OutcomeOf("cudaGetDevice");
 }
 
 Error cudaDeviceGetAttribute(int* value, int attribute, int device) {
-  constexpr int kMultiprocessors = 16, kMajor = 75;
-  if (attribute == kMultiprocessors)
-    *value = Number("XLA_GPU_PTX_MULTIPROCESSORS", 1 + device % 5);
-  else
-    *value = attribute == kMajor ? Number("XLA_GPU_PTX_TARGET", 90) / 10 : 0;
+  constexpr int kMultiprocessors = 16, kMajor = 75, kMinor = 76, kSharedBytes = 97;
+  constexpr int kCounts[] = {1, 2, 3, 4, 5, 8, 132};
+  const int capability = device % 1000;
+  *value = attribute == kMultiprocessors ? kCounts[device / 1000 % 7]
+           : attribute == kMajor         ? capability / 10
+           : attribute == kMinor         ? capability % 10
+           : attribute == kSharedBytes   ? SharedBytes(capability)
+                                         : 0;
   return OutcomeOf("cudaDeviceGetAttribute");
 }
 
@@ -208,6 +218,9 @@ Error cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* num_blocks, const void*
 Error cudaLaunchKernelExC(const LaunchConfig* config, const void* function, void** arguments) {
   if (const Error outcome = OutcomeOf("cudaLaunchKernelEx")) return outcome;
   const std::lock_guard<std::recursive_mutex> lock(mutex);
+  if (const char* log = std::getenv("XLA_GPU_SIMT_LAUNCHES")) {
+    std::ofstream(log, std::ios::app) << config->grid.x << ' ' << config->block.x << '\n';
+  }
   std::shared_ptr<ptx::Kernel> kernel;
   try {
     kernel = Find(function);

@@ -15,16 +15,17 @@ from shared_ffi import paged_attention
 from tests.support.calls import checked_call, numbers, specs, split_keywords, with_wider_rows
 
 ON_CUDA = os.environ.get("XLA_GPU_TEST_ON") == "cuda"
-
+CAPABILITY = int(os.environ.get("XLA_GPU_TEST_CAPABILITY", 90))  # of the emulated GPU: 90 is 9.0
 
 # The most thread blocks of a kernel. With few, each has many work items, and with many, each has one.
 MAX_BLOCKS = (2**31, 1, 3, 7)
 
 
 class Gpu:
-    def __init__(self, native: Any, kernels: str = "portable", capability: int = 90) -> None:
-        """`kernels`: portable, or by GPU for those that the library chooses by itself. `capability`:
-        of the emulated GPU, 90 for 9.0."""
+    def __init__(
+        self, native: Any, kernels: str = "portable", capability: int = CAPABILITY
+    ) -> None:
+        """`kernels`: portable, or by GPU for those that the library chooses by itself."""
         self.native = native
         self.kernels = kernels
         self.capability = capability
