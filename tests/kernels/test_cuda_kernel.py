@@ -288,6 +288,40 @@ def test_paged_attention(case: Case, gpu: Gpu) -> None:
         assert_same_bits(attend(gpu, inputs, **attributes, seed=seed), result)
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("num_heads", [4, 128])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("sizes", [(576, 512), (512, 512), (264, 200), (448, 296)], ids=str)
+def test_wide_heads_of_latent_attention(
+    sizes: tuple[int, int], dtype: str, num_heads: int, gpu: Gpu
+) -> None:
+    """On tensor cores, but for GPUs with little shared memory. The kernel for CUDA cores, which also
+    takes queries that are not aligned, rounds otherwise."""
+    head_size, value_head_size = sizes
+    case = Case(
+        id=f"wide-{num_heads}-{sizes}-{dtype}",
+        sequences=((1, 600), (5, 70)),
+        num_heads=num_heads,
+        num_kv_heads=1,
+        head_size=head_size,
+        value_head_size=value_head_size,
+        dtype=dtype,
+        return_lse=True,
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    block, offset = divmod(68, case.block_size)
+    later = inputs.kv_cache[inputs.block_tables[1, block], offset]  # of the last two tokens alone
+    later[..., value_head_size - 3], later[..., 5] = np.inf, np.nan
+    result = attend(gpu, inputs, **attributes)
+    assert_close_on_cuda(result, inputs, attributes)
+    assert_same_bits(attend(gpu, inputs, **attributes, seed=1), result)
+    on_cuda_cores = attend(gpu, inputs, **attributes, more_columns=3)
+    assert (on_cuda_cores[0] != result[0]).any()
+    if not ON_CUDA:
+        small = type(gpu)(gpu.native, "portable", capability=86)
+        assert_same_bits(attend(small, inputs, **attributes), on_cuda_cores)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", EXTREME_NUMBERS)
 def test_extreme_numbers(name: str, dtype: str, gpu: Gpu) -> None:

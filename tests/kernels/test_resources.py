@@ -19,6 +19,7 @@ from tests.support.native import ROOT
 CSRC = ROOT / "shared_ffi/csrc"
 SMALLEST_SHARED_BYTES = 99 * 1024  # the limit of a thread block on sm_86, sm_89 and sm_120
 HOPPER_SHARED_BYTES = 227 * 1024  # on sm_90
+WIDE_SHARED_BYTES = 163 * 1024  # on sm_80, the smallest that the kernel for wide heads runs on
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def test_every_kernel_is_in_the_table(folder: Path, kernels: list[dict[str, Any]
     targets = set(re.findall(r"\d+a?", built_for))
     sizes = [sizes_of(settings, "HEAD_SIZES"), sizes_of(settings, "HEAD_SIZES_OF_8_BITS")]
     if len(targets) > 1:
-        assert sizes == [{64, 80, 96, 112, 128, 192, 256}, {64, 128, 256}]
+        assert sizes == [{64, 80, 96, 112, 128, 192, 256, 576}, {64, 128, 256}]
     kernels_of = {
         "TensorCoreAttention": (*sizes, targets),
         "DecodeAttention": (sizes[0] & {128, 256}, sizes[1] & {128}, targets & {"90a"}),
@@ -137,9 +138,13 @@ def test_a_hopper_block_starts_with_all_registers(kernels: list[dict[str, Any]])
 
 def test_shared_memory_suffices_on_every_gpu(kernels: list[dict[str, Any]]) -> None:
     for entry in kernels:
-        is_large = entry["kernel"] in ("HopperAttention", "DecodeAttention")
-        assert entry["shared_bytes"] <= (HOPPER_SHARED_BYTES if is_large else SMALLEST_SHARED_BYTES)
-    assert min(entry["blocks"] for entry in kernels) >= 1
+        is_wide, limit = entry["size"] == 576, SMALLEST_SHARED_BYTES
+        if entry["kernel"] in ("HopperAttention", "DecodeAttention"):
+            limit = HOPPER_SHARED_BYTES
+        elif is_wide:
+            limit = WIDE_SHARED_BYTES
+        assert entry["shared_bytes"] <= limit
+        assert entry["blocks"] >= 1 or (is_wide and entry["target"] == "120")
 
 
 @pytest.mark.parametrize(

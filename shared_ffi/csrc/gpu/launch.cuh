@@ -47,7 +47,8 @@ inline std::atomic<int64_t>& MaxBlocks() {
 struct Device {
   int number;
   int num_multiprocessors;
-  int capability;  // 90: 9.0
+  int capability;    // 90: 9.0
+  int shared_bytes;  // that a thread block can have
 
   static Error Current(Device* device) {
     static std::mutex mutex;
@@ -60,16 +61,17 @@ struct Device {
       *device = found->second;
       return {};
     }
-    int num_multiprocessors = 0, major = 0, minor = 0;
+    int num_multiprocessors = 0, major = 0, minor = 0, shared_bytes = 0;
     const std::pair<cudaDeviceAttr, int*> attributes[] = {
         {cudaDevAttrMultiProcessorCount, &num_multiprocessors},
         {cudaDevAttrComputeCapabilityMajor, &major},
-        {cudaDevAttrComputeCapabilityMinor, &minor}};
+        {cudaDevAttrComputeCapabilityMinor, &minor},
+        {cudaDevAttrMaxSharedMemoryPerBlockOptin, &shared_bytes}};
     for (const auto& [attribute, value] : attributes) {
       const cudaError_t status = cudaDeviceGetAttribute(value, attribute, number);
       if (Error error = Check("cudaDeviceGetAttribute", status)) return error;
     }
-    *device = {number, num_multiprocessors, 10 * major + minor};
+    *device = {number, num_multiprocessors, 10 * major + minor, shared_bytes};
     known.emplace(number, *device);
     return {};
   }

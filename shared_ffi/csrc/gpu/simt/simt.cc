@@ -733,9 +733,22 @@ cudaError_t cudaGetDevice(int* device) {
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   constexpr int kMultiprocessors[] = {1, 2, 3, 4, 5, 8, 132};  // an H100 has 132
-  *value = attribute == cudaDevAttrMultiProcessorCount      ? kMultiprocessors[device / 1000 % 7]
-           : attribute == cudaDevAttrComputeCapabilityMajor ? device % 1000 / 10
-                                                            : device % 10;
+  const int capability = device % 1000;
+  switch (attribute) {
+    case cudaDevAttrMultiProcessorCount:
+      *value = kMultiprocessors[device / 1000 % 7];
+      break;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = capability / 10;
+      break;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = capability % 10;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = 1024 * (capability == 80                            ? 163
+                       : capability == 90 || capability / 10 == 10 ? 227
+                                                                   : 99);
+  }
   return simt::OutcomeOf("cudaDeviceGetAttribute");
 }
 

@@ -40,8 +40,9 @@ struct SharedRows {
 };
 
 // T: type of the query. C: type of the cache. kKeys: positions of a warp. QueryRows and CacheRows
-// say where the chunks of 16 bytes of a row lie in shared memory.
-template <typename T, typename C, int kHeadSize, int kKeys, typename QueryRows, typename CacheRows>
+// say where the chunks of 16 bytes of a row lie in shared memory. kColumns: of V.
+template <typename T, typename C, int kHeadSize, int kKeys, typename QueryRows, typename CacheRows,
+          int kColumns = kHeadSize>
 struct WarpProducts {
   // The type that weights are rounded to. Multiplied by the scales of the positions of an 8-bit
   // cache, they need the range of bfloat16.
@@ -50,7 +51,7 @@ struct WarpProducts {
   static_assert(kKeys % 16 == 0, "the product over positions takes 16 at a time");
 
   // Laid out as logits, with columns in place of positions.
-  float sums[kHeadSize / 8][4] = {};
+  float sums[kColumns / 8][4] = {};
 
   static __device__ __forceinline__ int Lane() { return threadIdx.x % gpu::kWarpSize; }
 
@@ -129,7 +130,7 @@ struct WarpProducts {
         packed[i] = gpu::Pack(from[i % 2 * 2], from[i % 2 * 2 + 1], Weight{});
       }
 #pragma unroll
-      for (int chunk = 0; chunk < CacheRows::kChunks; chunk += 2) {
+      for (int chunk = 0; chunk < kColumns / CacheRows::kChunk; chunk += 2) {
         uint32_t value[4];  // two chunks, each of 8 positions and of the next 8
         gpu::LoadMatricesTransposed(
             value, values + CacheRows::Behind(value_row, chunk) + n * 16 * CacheRows::kStride);
@@ -165,7 +166,7 @@ struct WarpProducts {
                                         float* row_to) const {
     if (Lane() % 4 == 0) *state_to = state;
 #pragma unroll
-    for (int n = 0; n < kHeadSize / 8; ++n) {
+    for (int n = 0; n < kColumns / 8; ++n) {
       row_to[Column(n, 0)] = sums[n][2 * r];
       row_to[Column(n, 1)] = sums[n][2 * r + 1];
     }

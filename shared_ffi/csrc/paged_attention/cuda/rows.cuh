@@ -353,6 +353,9 @@ __device__ __forceinline__ void Report(const Params& p, const Scratch& scratch, 
       is_bad;
 }
 
+// Columns of V that a warp of the tensor core kernel adds up at most.
+inline constexpr int kMaxColumns = 256;
+
 // The partial results, in shared memory, of `num_parts` warps for the same rows at different
 // positions.
 struct Parts {
@@ -361,6 +364,7 @@ struct Parts {
   const float* sums;       // [num_parts, rows, stride]
   int rows;
   int stride;
+  int first_column = 0;  // of V; there are as many as the stride, or all that are left
 };
 
 // Merges the parts in their order and writes the rows: to the output, or to the scratch if the work
@@ -388,8 +392,10 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
     const float divisor = range.begin < range.end ? sum : 1.0f;  // without keys the sum is zero
     const int64_t slot = SlotOf(scratch, item, place), index = slot * p.num_heads + place.head;
     T* output = static_cast<T*>(p.output) + OutputOffset(p, item, row);
-    float* partial = scratch.partials + index * p.value_head_size;
-    for (int d = lane; d < p.value_head_size; d += gpu::kWarpSize) {
+    output += parts.first_column;
+    float* partial = scratch.partials + index * p.value_head_size + parts.first_column;
+    const int64_t columns = Smaller(parts.stride, p.value_head_size - parts.first_column);
+    for (int d = lane; d < columns; d += gpu::kWarpSize) {
       float value = 0;
 #pragma unroll
       for (int part = 0; part < kWarps; ++part) {

@@ -57,13 +57,23 @@ bool IsAligned(const Params& p) {
   return true;
 }
 
+// Whether the tensor core kernel for heads of this size takes a call. A wide head has its V in K.
+bool IsForHeads(int head_size, const Params& p) {
+  return head_size <= kMaxColumns || (p.is_latent && p.value_head_size <= 2 * kMaxColumns);
+}
+
 // The kernel of a call whose queries have no other. T: type of the query. C: type of the cache.
 template <typename T, typename C>
-AttentionKernel KernelFor(const Params& p) {
+AttentionKernel KernelFor(const gpu::Device& device, const Params& p) {
   if constexpr (sizeof(T) == 2) {
     AttentionKernel kernel;
-    const auto take = [&](auto head_size) { kernel = TensorCoreKernelOf<T, C, head_size>(p); };
-    if (IsAligned<C>(p) && WithSmallest(TensorCoreHeadSizes<C>(), p.head_size, take)) return kernel;
+    const auto take = [&](auto head_size) {
+      if (IsForHeads(head_size, p)) kernel = TensorCoreKernelOf<T, C, head_size>(p);
+    };
+    if (IsAligned<C>(p)) WithSmallest(TensorCoreHeadSizes<C>(), p.head_size, take);
+    if (kernel.rows_per_item > 0 && kernel.kernel.shared_bytes <= device.shared_bytes) {
+      return kernel;
+    }
   }
   return CudaCoreKernel<C>(p);
 }
@@ -148,7 +158,7 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   }
   CallKernel prefill{}, decode{}, others{};
   others.attention =
-      WithCacheType<T>(p, [&](auto cache) { return KernelFor<T, decltype(cache)>(p); });
+      WithCacheType<T>(p, [&](auto cache) { return KernelFor<T, decltype(cache)>(device, p); });
   ItemRows item_rows{others.attention.rows_per_item, others.attention.rows_per_item};
   // The decode kernel leaves no queries to others if the Hopper kernel runs: fewer kernels are
   // launched.

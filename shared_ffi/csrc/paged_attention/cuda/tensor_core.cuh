@@ -4,6 +4,9 @@
 // copied to shared memory meanwhile. The warps divide a tile in one of two ways. With many rows,
 // each warp has 16 rows and all positions. With few rows, all warps have the same rows and each has
 // a part of the positions; their partial results are merged at the end in a fixed order.
+//
+// A wide head, of latent attention, has V in K, and more columns of V than there are registers for:
+// the block goes over the positions once for each kMaxColumns of them.
 #pragma once
 
 #include "products.cuh"
@@ -15,13 +18,16 @@ template <typename T, typename C, int kHeadSize>
 struct TensorCoreLayout {
   using QueryRows = SharedRows<T, kHeadSize>;
   using CacheRows = SharedRows<C, kHeadSize>;
+  static constexpr bool kIsWide = kHeadSize > kMaxColumns;
+  static constexpr int kColumns = kIsWide ? kMaxColumns : kHeadSize;
   static constexpr int kTile = kHeadSize <= 128 ? 64 : 32;  // positions
   static constexpr int kStages = kIs8Bit<C> ? 3 : 2;        // KV tiles in memory
   static constexpr int kSlotTiles = kStages + 1;            // KV tiles whose slots are in memory
   static constexpr int kFewWarpRows = kTile == 64 ? 1 : 2;  // 16 positions for each warp
   static constexpr int kSumRows = kWarps * kRowsPerWarpTile;
   static constexpr int kTileElements = kTile * CacheRows::kStride;
-  static constexpr int kTilesBytes = kStages * 2 * kTileElements * static_cast<int>(sizeof(C));
+  static constexpr int kStageElements = (kIsWide ? 1 : 2) * kTileElements;
+  static constexpr int kTilesBytes = kStages * kStageElements * static_cast<int>(sizeof(C));
 
   // For a query tile of `warp_rows` groups of 16 rows.
   XLA_GPU_HOST_DEVICE static constexpr int QueryBytes(int warp_rows) {
@@ -34,15 +40,17 @@ struct TensorCoreLayout {
            kSumRows * static_cast<int>(sizeof(RowState));
   }
 
-  static_assert(kSumRows * kHeadSize * 4 <= kTilesBytes + QueryBytes(kFewWarpRows),
+  static_assert(kSumRows * kColumns * 4 <= kTilesBytes + QueryBytes(kFewWarpRows),
                 "the sums of all warps take the place of the tiles and the query");
+  static_assert(!kIsWide || kSumRows * kColumns * 4 <= kTilesBytes,
+                "the query is copied again while warps still write the sums of the first columns");
 
-  C* tiles;        // [kStages][K, V][kTile] rows
+  C* tiles;        // [kStages][K, V][kTile] rows; a wide head has its V in K
   T* query;        // [warp_rows * kRowsPerWarpTile] rows
   Slot<C>* slots;  // [kSlotTiles][kTile]; offset -1 gives zeros
   Schedule::Shared* schedule;
   RowState* states;  // [kSumRows]
-  float* sums;       // [kSumRows][kHeadSize], in the memory of tiles and query
+  float* sums;       // [kSumRows][kColumns], in the memory of tiles and query
 
   __device__ TensorCoreLayout(char* memory, int warp_rows)
       : tiles(reinterpret_cast<C*>(memory)),
@@ -52,7 +60,7 @@ struct TensorCoreLayout {
         states(reinterpret_cast<RowState*>(schedule + 1)),
         sums(reinterpret_cast<float*>(memory)) {}
 
-  __device__ C* Key(int32_t tile) const { return tiles + tile % kStages * 2 * kTileElements; }
+  __device__ C* Key(int32_t tile) const { return tiles + tile % kStages * kStageElements; }
   __device__ Slot<C>* Slots(int32_t tile) const { return slots + tile % kSlotTiles * kTile; }
 };
 
@@ -68,13 +76,16 @@ class TensorCoreItem {
   static constexpr int kTile = Layout::kTile;
   static constexpr int kKeys = kTile / kParts;  // positions of a KV tile for each warp
   static constexpr int kRows = kWarpRows * kRowsPerWarpTile;
-  using Products = WarpProducts<T, C, kHeadSize, kKeys, QueryRows, CacheRows>;
+  static constexpr int kColumns = Layout::kColumns;
+  using Products = WarpProducts<T, C, kHeadSize, kKeys, QueryRows, CacheRows, kColumns>;
 
  public:
-  __device__ TensorCoreItem(const Params& p, const Item& item, const Layout& layout)
+  __device__ TensorCoreItem(const Params& p, const Item& item, const Layout& layout,
+                            int first_column)
       : p_(p),
         item_(item),
         layout_(layout),
+        first_column_(first_column),
         lane_(threadIdx.x % gpu::kWarpSize),
         warp_row_(threadIdx.x / gpu::kWarpSize % kWarpRows * kRowsPerWarpTile),
         part_(kParts == 1 ? 0 : threadIdx.x / gpu::kWarpSize / kWarpRows),
@@ -105,7 +116,7 @@ class TensorCoreItem {
     is_bad_ = gpu::AnyInBlock(is_bad_);  // everyone has left the tiles, whose place the sums take
     StoreSums();
     gpu::SyncBlock();
-    const Parts parts{kParts, layout_.states, layout_.sums, kRows, kHeadSize};
+    const Parts parts{kParts, layout_.states, layout_.sums, kRows, kColumns, first_column_};
     WriteRows<T>(p_, scratch, item_, parts, is_bad_);
   }
 
@@ -134,12 +145,19 @@ class TensorCoreItem {
     ForQueryChunks<T, QueryRows>(p_, item_, 0, kRows, threadIdx.x, copy);
   }
 
-  // V of a KV tile. Where it is a part of K it is there already: its columns are K's first ones. An
-  // 8-bit V is copied all the same, as the choice would take registers that are not there.
+  // V of a KV tile, from the first column on. Where it is a part of K it is there already: its
+  // columns are K's first ones. An 8-bit V is copied all the same, as the choice would take
+  // registers that are not there.
   __device__ C* Value(int32_t tile) const {
+    if constexpr (Layout::kIsWide) {
+      static_assert(kMaxColumns % (8 * CacheRows::kChunk) == 0, "the swizzle repeats");
+      return layout_.Key(tile) + first_column_;
+    }
     return layout_.Key(tile) + (HasValuesInKeys() ? 0 : Layout::kTileElements);
   }
-  __device__ bool HasValuesInKeys() const { return !kIs8Bit<C> && p_.is_latent; }
+  __device__ bool HasValuesInKeys() const {
+    return Layout::kIsWide || (!kIs8Bit<C> && p_.is_latent);
+  }
 
   // Up to eight lanes copy 128 bytes of a position's K at a time, and of its V. What does not exist
   // becomes zeros.
@@ -197,13 +215,11 @@ class TensorCoreItem {
   __device__ void SetAsideNonFinite(int32_t tile, int32_t begin) {
     C* values = Value(tile);
     const auto element = [&](int i) {
-      return values + CacheRows::ElementOffset(i / kHeadSize, i % kHeadSize);
+      return values + CacheRows::ElementOffset(i / kColumns, i % kColumns);
     };
-    const auto chunk = [&](int i) {
-      return values + CacheRows::Offset(i / CacheRows::kChunks, i % CacheRows::kChunks);
-    };
-    constexpr int kChunks = kTile * CacheRows::kChunks;
-    if (!gpu::AnyInBlock(HoldsNonFinite<C>(threadIdx.x, kChunks, kThreads, chunk))) return;
+    constexpr int kChunks = kColumns / CacheRows::kChunk;
+    const auto chunk = [&](int i) { return values + CacheRows::Offset(i / kChunks, i % kChunks); };
+    if (!gpu::AnyInBlock(HoldsNonFinite<C>(threadIdx.x, kTile * kChunks, kThreads, chunk))) return;
     softmax_.template AddNonFinite<kKeys>(
         begin, products_.sums,
         [&](int j, int n, int e) {
@@ -213,7 +229,7 @@ class TensorCoreItem {
           return Products::Scaled(value, layout_.Slots(tile)[part_ * kKeys + j]);
         });
     gpu::SyncBlock();
-    ClearNonFinite(threadIdx.x, kTile * kHeadSize, kThreads, element);
+    ClearNonFinite(threadIdx.x, kTile * kColumns, kThreads, element);
     gpu::SyncBlock();
   }
 
@@ -221,13 +237,14 @@ class TensorCoreItem {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = part_ * kRows + warp_row_ + lane_ / 4 + 8 * r;
-      products_.Store(r, softmax_.State(r), layout_.states + row, layout_.sums + row * kHeadSize);
+      products_.Store(r, softmax_.State(r), layout_.states + row, layout_.sums + row * kColumns);
     }
   }
 
   const Params& p_;
   const Item& item_;
   const Layout& layout_;
+  const int first_column_;  // of V
   const int lane_;
   const int warp_row_;  // the warp's first row
   const int part_;      // this warp's part of each KV tile's positions
@@ -251,10 +268,18 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int64_t number = blockIdx.x;; number += gridDim.x) {
     const Item* item = schedule.Find(number);
     if (item == nullptr) return;
-    if (kWarpRows == kFewWarpRows || item->num_rows <= kFewWarpRows * kRowsPerWarpTile) {
-      TensorCoreItem<T, C, kHeadSize, kFewWarpRows>(p, *item, layout).Compute(scratch);
+    const auto compute = [&](int first_column) {
+      if (kWarpRows == kFewWarpRows || item->num_rows <= kFewWarpRows * kRowsPerWarpTile) {
+        TensorCoreItem<T, C, kHeadSize, kFewWarpRows>(p, *item, layout, first_column)
+            .Compute(scratch);
+      } else {
+        TensorCoreItem<T, C, kHeadSize, kWarpRows>(p, *item, layout, first_column).Compute(scratch);
+      }
+    };
+    if constexpr (Layout::kIsWide) {
+      for (int column = 0; column < p.value_head_size; column += kMaxColumns) compute(column);
     } else {
-      TensorCoreItem<T, C, kHeadSize, kWarpRows>(p, *item, layout).Compute(scratch);
+      compute(0);
     }
   }
 }
