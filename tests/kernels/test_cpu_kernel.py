@@ -314,6 +314,30 @@ def test_a_shared_prefix_changes_no_bit(case: Case) -> None:
             assert_same_bits(tuple(x[rows] for x in result), alone)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"sliding_window": 300}, {"causal": False, "sinks": True}, {"nan_in_last_position": True}],
+    ids=str,
+)
+def test_chunks_of_rows_share_packed_keys_and_values(fields: dict[str, Any], dtype: str) -> None:
+    """One thread attends with 320 rows of each kv head at a time, which are two chunks. Three
+    threads get shorter query tiles."""
+    case = Case(
+        id="shared",
+        sequences=((40, 600), (37, 1100)),
+        num_heads=128,
+        num_kv_heads=16,
+        head_size=8,
+        dtype=dtype,
+        **fields,
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    result = attend(inputs, **attributes)
+    assert_close_on_cpu(result, inputs, attributes)
+    assert_same_bits(attend(inputs, **attributes, num_threads=3), result)
+
+
 def test_chunked_prefill_has_the_bits_of_one_prefill() -> None:
     (query, kv_cache, _, tables, *_), _ = ragged_batch(1)
     num_tokens = len(query)

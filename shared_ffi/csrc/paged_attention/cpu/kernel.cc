@@ -10,6 +10,9 @@
 //   pv.h               weights times V, a block of rows by some columns at a time
 //   partial_results.h  the sums of a split and their merge
 //
+// Where a kv head has more than kChunkRows rows, K and V of a split are packed once, then chunks of
+// rows attend to its tiles, one after the other. All other rows attend to each tile as it comes.
+//
 // A row's bits depend on the row and on what it attends to, and on nothing else: neither on the
 // rows beside it nor on how the work is cut. So they are the same in any batch, for any number of
 // threads, and for a token that is prefilled, chunked or decoded. The order of all additions is
@@ -25,6 +28,7 @@ namespace xla_gpu::paged_attention {
 namespace {
 
 constexpr int64_t kMaxCachedRows = 12;  // of a kv head: more are worth packing K and V for
+constexpr int64_t kTilesOfSplit = kSplit / kMaxTile;
 
 // Attends to the KV tiles of a work item, split by split.
 template <typename T>
@@ -33,6 +37,7 @@ class ItemKernel {
   ItemKernel(const Rows& rows, Arena* arena)
       : rows_(rows),
         is_packed_(rows.per_head > kMaxCachedRows),
+        shares_split_(rows.per_head > kChunkRows),
         tile_size_(is_packed_ ? kMaxTile : kStep),
         num_passes_(is_packed_ ? NumBlocks<kBlockRows>(rows.per_head)
                                : NumBlocks<kCachedRows>(rows.per_head)),
@@ -41,8 +46,8 @@ class ItemKernel {
         pages_(rows, tile_size_, arena),
         softmax_(rows, mask_, arena),
         sums_(rows, arena),
-        keys_(rows.p.head_size, queries_.width(), arena),
-        values_(rows.p.value_head_size, sums_.width(), arena) {}
+        keys_(rows.p.head_size, queries_.width(), shares_split_ ? kTilesOfSplit : 1, arena),
+        values_(rows.p.value_head_size, sums_.width(), shares_split_ ? kTilesOfSplit : 1, arena) {}
 
   // Calls end_split(number, sums) after each split.
   template <typename EndSplit>
@@ -51,11 +56,22 @@ class ItemKernel {
     for (int64_t split = item.begin / kSplit * kSplit; split < item.end; split += kSplit) {
       sums_.Clear();
       const int64_t begin = Larger(item.begin, split), end = Smaller(item.end, split + kSplit);
+      KvTile tiles[kTilesOfSplit];
+      bool are_safe[kTilesOfSplit];
+      int64_t num_tiles = 0;
       for (int64_t at = begin / tile_size_ * tile_size_; at < end; at += tile_size_) {
         pages_.Advance(at);
         const KvTile tile = mask_.TileAt(at, Larger(begin, at), Smaller(end, at + tile_size_));
-        for (int64_t head = 0; head < item.num_kv_heads; ++head) AttendToTile(head, tile);
+        if (shares_split_) {
+          keys_.Select(num_tiles);
+          values_.Select(num_tiles);
+          tiles[num_tiles] = tile;
+          are_safe[num_tiles++] = Pack(0, tile);
+        } else {
+          for (int64_t head = 0; head < item.num_kv_heads; ++head) AttendToTile(head, tile);
+        }
       }
+      if (shares_split_) AttendByChunks(tiles, are_safe, num_tiles);
       end_split(split / kSplit - item.begin / kSplit, &sums_);
     }
   }
@@ -74,19 +90,50 @@ class ItemKernel {
                              sums_.Values(first), &next);
       return;
     }
-    keys_.Pack(k, tile.range);
-    values_.Pack(v, tile.range);
-    const bool is_safe = !tile.is_partial || values_.IsFinite(tile.range);
+    const bool is_safe = Pack(head, tile);
+    AttendToPacked(head, tile, is_safe, &next);
+  }
+
+  // Packs K and V of a tile. Returns whether a weight of zero may meet any V.
+  bool Pack(int64_t head, const KvTile& tile) {
+    keys_.Pack({pages_.keys(), pages_.KeyOffset(head)}, tile.range);
+    values_.Pack({pages_.keys(), pages_.ValueOffset(head)}, tile.range);
     pages_.TouchNext(head);
+    return !tile.is_partial || values_.IsFinite(tile.range);
+  }
+
+  // The rows at hand to the selected tile.
+  void AttendToPacked(int64_t head, const KvTile& tile, bool is_safe, Prefetcher* next) {
+    const int64_t first = head * rows_.per_head;
     MultiplyPackedKeys(rows_, queries_, mask_, tile, head, keys_, pages_.row_bytes(),
-                       softmax_.weights(), &next);
+                       softmax_.weights(), next);
     softmax_.template Apply<kBlockRows>(tile, head, sums_.States(first));
     AddValues<kBlockRows>(rows_, mask_, tile, softmax_, values_, is_safe, sums_.width(),
-                          sums_.Values(first), &next);
+                          sums_.Values(first), next);
+  }
+
+  // The rows of a kv head to the packed tiles of a split, chunk after chunk.
+  void AttendByChunks(const KvTile* tiles, const bool* are_safe, int64_t num_tiles) {
+    Prefetcher nothing = Prefetcher::OfNothing();
+    const int64_t num_chunks = CeilDiv(rows_.per_head, kChunkRows);
+    const int64_t size = RoundUp(CeilDiv(rows_.per_head, num_chunks), kBlockRows);
+    for (int64_t first = 0; first < rows_.per_head; first += size) {
+      const Range chunk = {first, Smaller(first + size, rows_.per_head)};
+      for (int64_t i = 0; i < num_tiles; ++i) {
+        KvTile tile = tiles[i];
+        tile.rows = chunk;
+        const Range range = mask_.RangeOf(tile, first, chunk.end - first);
+        if (range.begin >= range.end) continue;
+        keys_.Select(i);
+        values_.Select(i);
+        AttendToPacked(0, tile, are_safe[i], &nothing);
+      }
+    }
   }
 
   const Rows& rows_;
   const bool is_packed_;
+  const bool shares_split_;  // several chunks of rows share the packed K and V of a split
   const int64_t tile_size_;
   const int64_t num_passes_;  // of K and of V: by each block of rows
   Queries<T> queries_;

@@ -16,6 +16,10 @@ inline constexpr int64_t kStep = 32;
 // to last, whether one thread has all of them or several share them.
 inline constexpr int64_t kSplit = 512;
 
+// Rows of a kv head that attend to a packed KV tile at a time: their queries and sums stay in a
+// core's cache.
+inline constexpr int64_t kChunkRows = 256;
+
 // A work item: a query tile (some query tokens of a sequence, the query heads of some kv heads) at
 // some splits of its context; or, where is_shared is set, such tiles of neighbouring sequences at
 // splits that lie in the same blocks, and that all of their tokens attend to as a whole.

@@ -68,8 +68,13 @@ struct CachedRows {
 template <typename T>
 class PackedKeys {
  public:
-  PackedKeys(int64_t head_size, int64_t width, Arena* arena)
-      : head_size_(head_size), width_(width), lanes_(arena->Take<float>(kMaxTile * width)) {}
+  PackedKeys(int64_t head_size, int64_t width, int64_t num_tiles, Arena* arena)
+      : head_size_(head_size),
+        width_(width),
+        tiles_(arena->Take<float>(num_tiles * kMaxTile * width)) {}
+
+  // Makes this tile the one that the other methods are about.
+  void Select(int64_t tile) { lanes_ = tiles_ + tile * kMaxTile * width_; }
 
   // `width` vectors: one for each float of a row of queries, of kLanes positions from j on.
   const float* At(int64_t j) const { return lanes_ + j * width_; }
@@ -103,7 +108,8 @@ class PackedKeys {
  private:
   const int64_t head_size_;
   const int64_t width_;
-  float* const lanes_;  // [kMaxTile / kLanes, width, kLanes]
+  float* const tiles_;  // [num_tiles, kMaxTile / kLanes, width, kLanes]
+  float* lanes_ = tiles_;
 };
 
 template <typename T>
@@ -115,8 +121,13 @@ class PackedValues {
     void Take() {}
   };
 
-  PackedValues(int64_t head_size, int64_t width, Arena* arena)
-      : head_size_(head_size), width_(width), lanes_(arena->Take<float>(kGroups * width)) {}
+  PackedValues(int64_t head_size, int64_t width, int64_t num_tiles, Arena* arena)
+      : head_size_(head_size),
+        width_(width),
+        tiles_(arena->Take<float>(num_tiles * kGroups * width)) {}
+
+  // Makes this tile the one that the other methods are about.
+  void Select(int64_t tile) { lanes_ = tiles_ + tile * kGroups * width_; }
 
   // Packs V at positions [range.begin, range.end), and perhaps at one beside them.
   void Pack(const CachedRows<T>& v, Range range) {
@@ -160,7 +171,8 @@ class PackedValues {
 
   const int64_t head_size_;
   const int64_t width_;
-  float* const lanes_;  // [width / kColumns, kGroups, kColumns]
+  float* const tiles_;  // [num_tiles, width / kColumns, kGroups, kColumns]
+  float* lanes_ = tiles_;
 };
 
 }  // namespace

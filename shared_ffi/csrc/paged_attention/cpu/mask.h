@@ -18,6 +18,7 @@ struct KvTile {
   int64_t position;  // its first
   Range range;       // all that any row attends to
   bool is_partial;   // some rows do not attend to all of the range
+  Range rows;        // of a kv head: those at hand
 };
 
 // The attention mask: causality and windows, a tree mask or bidirectional ranges.
@@ -46,7 +47,7 @@ class AttentionMask {
   // The tile at `position`, of which [begin, end) is attended to.
   KvTile TileAt(int64_t position, int64_t begin, int64_t end) const {
     const bool is_partial = common_.end < end || common_.begin > begin;
-    return {position, {begin - position, end - position}, is_partial};
+    return {position, {begin - position, end - position}, is_partial, {0, rows_.per_head}};
   }
 
   // From the first to the last position that any of num_rows rows of a kv head attends to.

@@ -36,6 +36,8 @@ class Prefetcher {
         num_passes_(static_cast<uint32_t>(num_passes)),
         bytes_(NextBytes()) {}
 
+  static Prefetcher OfNothing() { return {nullptr, 0, {}, 1}; }
+
   // Spreads the prefetches over a loop: each step reads num_bytes of the current tile.
   class Steps {
    public:

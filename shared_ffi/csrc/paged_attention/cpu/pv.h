@@ -116,10 +116,10 @@ XLA_GPU_INLINE void AddRows(const Rows& rows, const AttentionMask& mask, const K
   int64_t step = begin / kStep * kStep;
   while (step < end) {
     int64_t after = step + kStep;
-    while (after < end && AreOne<R>(softmax.Rescale(after) + first)) after += kStep;
-    AddBlock<R>(softmax.Weights(first), v, {Larger(begin, step), Smaller(end, after)},
-                rows.p.value_head_size, width, softmax.Rescale(step) + first, sums + first * width,
-                next);
+    while (after < end && AreOne<R>(softmax.Rescale(tile, after, first))) after += kStep;
+    AddBlock<R>(softmax.Weights(tile, first), v, {Larger(begin, step), Smaller(end, after)},
+                rows.p.value_head_size, width, softmax.Rescale(tile, step, first),
+                sums + first * width, next);
     step = after;
   }
 }
@@ -137,19 +137,19 @@ __attribute__((noinline)) void AddRowWithHoles(const Rows& rows, const Attention
     return range.begin <= j && j < range.end && !holes.Contain(tile.position + j);
   };
   for (int64_t step = range.begin / kStep * kStep; step < range.end; step += kStep) {
-    float rescale = softmax.Rescale(step)[row];
+    float rescale = *softmax.Rescale(tile, step, row);
     for (int64_t i = step / kGroup<T>; i < (step + kStep) / kGroup<T>; ++i) {
       const int64_t first = kValueOrder<T>.numbers[i] * kGroup<T>, last = first + kGroup<T> - 1;
       const Range group = {attends(first) ? first : last, attends(last) ? last + 1 : last};
       if (group.begin >= group.end) continue;
-      AddBlock<1>(softmax.Weights(row), v, group, rows.p.value_head_size, width, &rescale,
+      AddBlock<1>(softmax.Weights(tile, row), v, group, rows.p.value_head_size, width, &rescale,
                   sums + row * width, next);
       rescale = 1;
     }
   }
 }
 
-// All rows of a kv head, in blocks of kRows. Rows of a block share the positions that any of them
+// All rows at hand, in blocks of kRows. Rows of a block share the positions that any of them
 // attends to, with weights of zero where one does not; `is_safe` says that a zero may meet any V of
 // the tile, as none is NaN or infinite. Otherwise each row goes by itself.
 //   sums: [rows of a kv head, width]
@@ -157,7 +157,7 @@ template <int kRows, typename T, typename Values>
 void AddValues(const Rows& rows, const AttentionMask& mask, const KvTile& tile,
                const Softmax<T>& softmax, const Values& v, bool is_safe, int64_t width, float* sums,
                Prefetcher* next) {
-  ForEachBlock<kRows>(0, rows.per_head, [&](auto num_rows, int64_t first) {
+  ForEachBlock<kRows>(tile.rows.begin, tile.rows.end, [&](auto num_rows, int64_t first) {
     if (is_safe) {
       return AddRows<num_rows>(rows, mask, tile, softmax, v, first, width, sums, next);
     }

@@ -152,8 +152,8 @@ __attribute__((noinline)) void MultiplyPacked(const float* q, const float* k, in
   }
 }
 
-// q . k of a kv head's rows with a KV tile. Masked positions may be computed, too.
-//   logits: [rows of a kv head, kMaxTile]
+// q . k of the rows at hand with a KV tile. Masked positions may be computed, too.
+//   logits: [tile.rows, kMaxTile]
 template <typename T>
 void MultiplyCachedKeys(const Rows& rows, const Queries<T>& queries, const AttentionMask& mask,
                         const KvTile& tile, int64_t head, const CachedRows<T>& k, float* logits,
@@ -179,11 +179,12 @@ void MultiplyPackedKeys(const Rows& rows, const Queries<T>& queries, const Atten
   const auto [begin, end] = tile.range;
   const auto by_positions = [&](auto num_vectors, int64_t vector) {
     const int64_t j = vector * kLanes;
-    ForEachBlock<kBlockRows>(0, rows.per_head, [&](auto num_rows, int64_t first) {
+    ForEachBlock<kBlockRows>(tile.rows.begin, tile.rows.end, [&](auto num_rows, int64_t first) {
       const Range range = mask.RangeOf(tile, first, num_rows);
       if (j + num_vectors * kLanes <= range.begin || j >= range.end) return;
       MultiplyPacked<num_rows, num_vectors, T>(queries.Row(head * rows.per_head + first), k.At(j),
-                                               queries.width(), logits + first * kMaxTile + j,
+                                               queries.width(),
+                                               logits + (first - tile.rows.begin) * kMaxTile + j,
                                                2 * num_vectors * kLanes * row_bytes, next);
     });
   };

@@ -22,6 +22,9 @@ XLA_GPU_INLINE void ForEachBlock(int64_t first, int64_t count, const Function& f
   if constexpr (kSize > 1) ForEachBlock<kSize / 2>(first, count, function);
 }
 
+// Rows of a chunk, at most: kChunkRows in whole blocks.
+constexpr int64_t kMaxChunk = (kChunkRows + kBlockRows - 1) / kBlockRows * kBlockRows;
+
 template <int kSize>
 int64_t NumBlocks(int64_t count) {
   int64_t num_blocks = 0;

@@ -5,7 +5,8 @@
 namespace xla_gpu::paged_attention {
 namespace {
 
-constexpr int64_t kRowsPerItem = 256;      // of a kv head, at most, that share a packed KV tile
+constexpr int64_t kMaxChunks = 4;          // of rows of a kv head that share packed K and V
+constexpr int64_t kPackedBytes = 1 << 19;  // of a split of these, at most, to fit a core's cache
 constexpr int64_t kStepBytes = 3 << 18;    // of K and V of a step, at most, to fit a core's cache
 constexpr int64_t kItemsPerThread = 8;     // so that no thread waits long for the last
 constexpr int64_t kMinItemCost = 1 << 22;  // so that neighbouring heads are read together
@@ -18,17 +19,34 @@ int64_t CostOf(const Params& p, const WorkItem& item) {
          item.num_kv_heads;
 }
 
-// Tokens that may share a packed KV tile.
-int64_t TokensPerTile(const Params& p) {
-  return std::max<int64_t>(1, kRowsPerItem * p.num_kv_heads / p.num_heads);
+// Tokens of a query tile of so many chunks of rows, at most.
+int64_t TokensOfChunks(const Params& p, int64_t num_chunks) {
+  return std::max<int64_t>(1, num_chunks * kChunkRows * p.num_kv_heads / p.num_heads);
 }
 
-// Query tiles of all kv heads: tokens of one sequence.
-std::vector<WorkItem> QueryTiles(const Params& p) {
-  const int64_t tokens_per_tile = TokensPerTile(p);
+// The chunks of a query tile: as many as share packed K and V, but not so many that threads would
+// run out of query tiles.
+int64_t ChunksPerTile(const Params& p, int64_t max_threads) {
+  if (kSplit * (p.head_size + p.value_head_size) * 4 > kPackedBytes) return 1;
+  for (int64_t num_chunks = kMaxChunks; num_chunks > 1; num_chunks /= 2) {
+    int64_t num_tiles = 0;
+    for (int64_t s = 0; s < *p.num_seqs; ++s) {
+      num_tiles += CeilDiv(p.QueryTokensOf(s).Count(), TokensOfChunks(p, num_chunks));
+    }
+    if (num_tiles * p.num_kv_heads >= 2 * kItemsPerThread * max_threads) return num_chunks;
+  }
+  return 1;
+}
+
+// Query tiles of all kv heads: some tokens of one sequence. Those of a short context are of one
+// chunk: most of it is packed for few chunks, and prefetching gains more.
+std::vector<WorkItem> QueryTiles(const Params& p, int64_t max_threads) {
+  const int64_t chunks_per_tile = ChunksPerTile(p, max_threads);
   std::vector<WorkItem> tiles;
   for (int64_t s = 0; s < *p.num_seqs; ++s) {
     const QueryTokens tokens = p.QueryTokensOf(s);
+    const bool is_short = tokens.context_len <= kSplit;
+    const int64_t tokens_per_tile = TokensOfChunks(p, is_short ? 1 : chunks_per_tile);
     for (int64_t i = 0; i < tokens.Count(); i += tokens_per_tile) {
       WorkItem tile = {};
       tile.sequence = s;
@@ -80,7 +98,7 @@ int64_t CommonPositions(const Params& p, int64_t sequence, int64_t other, int64_
 }  // namespace
 
 Schedule::Schedule(const Params& p, int64_t max_threads) : p_(p) {
-  const std::vector<WorkItem> tiles = QueryTiles(p);
+  const std::vector<WorkItem> tiles = QueryTiles(p, max_threads);
   int64_t cost = 0;
   for (const WorkItem& tile : tiles) cost += CostOf(p, tile);
   num_threads_ = cost < kMinParallelCost ? 1 : std::max<int64_t>(1, max_threads);
@@ -125,7 +143,7 @@ Schedule::Group Schedule::GroupFrom(const WorkItem* first, const WorkItem* end) 
   int64_t num_tokens = first->num_tokens, common = -1;
   for (const WorkItem* next = first + 1; next < end; ++next) {
     num_tokens += next->num_tokens;
-    if (num_tokens > TokensPerTile(p_)) break;
+    if (num_tokens > TokensOfChunks(p_, 1)) break;
     if (common < 0) common = AttendedByAll(p_, *first);
     if (common < kSplit) break;
     common = CommonPositions(p_, first->sequence, next->sequence,
@@ -173,7 +191,7 @@ std::vector<WorkItem> Schedule::CutByHeads(const WorkItem& item) const {
   const int64_t columns = p_.head_size + p_.value_head_size;
   const int64_t bytes_per_head = kStep * columns * SizeOf(p_.cache_dtype);
   const int64_t that_fit =
-      std::max<int64_t>(1, std::min(kRowsPerItem / rows_per_head, kStepBytes / bytes_per_head));
+      std::max<int64_t>(1, std::min(kChunkRows / rows_per_head, kStepBytes / bytes_per_head));
   const int64_t heads_per_item =
       item.NumSplits() > 1 ? that_fit
                            : std::clamp<int64_t>(wanted_cost_ / cost_per_head, 1, that_fit);

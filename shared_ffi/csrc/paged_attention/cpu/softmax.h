@@ -127,7 +127,7 @@ class PositionScales {
   float* const v_;  // [kMaxTile]
 };
 
-// The weights of a kv head's rows at a KV tile.
+// The weights of the rows at hand at a KV tile.
 template <typename T>
 class Softmax {
  public:
@@ -135,17 +135,22 @@ class Softmax {
       : rows_(rows),
         mask_(mask),
         scales_(rows, arena),
-        weights_(arena->Take<float>(rows.per_head * kMaxTile)),
-        rescale_(arena->Take<float>(kMaxTile / kStep * rows.per_head)) {}
+        max_rows_(Smaller(rows.per_head, kMaxChunk)),
+        weights_(arena->Take<float>(max_rows_ * kMaxTile)),
+        rescale_(arena->Take<float>(kMaxTile / kStep * max_rows_)) {}
 
-  // [rows of a kv head, kMaxTile]: takes the products, then holds the weights.
+  // [tile.rows, kMaxTile]: takes the products, then holds the weights.
   float* weights() { return weights_; }
-  const float* Weights(int64_t row) const { return weights_ + row * kMaxTile; }
+  const float* Weights(const KvTile& tile, int64_t row) const {
+    return weights_ + (row - tile.rows.begin) * kMaxTile;
+  }
 
-  // [rows of a kv head]: the factors of the rows' sums before the step at `step` is added.
-  const float* Rescale(int64_t step) const { return rescale_ + step / kStep * rows_.per_head; }
+  // The factors of the sums of the rows from `row` on before the step at `step` is added.
+  const float* Rescale(const KvTile& tile, int64_t step, int64_t row) const {
+    return rescale_ + step / kStep * max_rows_ + row - tile.rows.begin;
+  }
 
-  // Turns the products of blocks of kRows rows with a tile into weights.
+  // Turns the products of the rows at hand with a tile into weights, by blocks of kRows rows.
   //   head: of the item's kv heads; states: [rows of a kv head]
   template <int kRows>
   void Apply(const KvTile& tile, int64_t head, RowSums* states) {
@@ -158,10 +163,11 @@ class Softmax {
     const bool has_holes = mask_.HasHoles(tile);
     const bool logits_are_final =
         has_holes || p.alibi_slopes != nullptr || p.soft_cap > kMaxPlainCap;
-    ForEachBlock<kRows>(0, rows_.per_head, [&](auto num_rows, int64_t first) {
+    ForEachBlock<kRows>(tile.rows.begin, tile.rows.end, [&](auto num_rows, int64_t first) {
       const Range all = mask_.RangeOf(tile, first, num_rows);
       if (all.begin >= all.end) return;
-      float* products = weights_ + first * kMaxTile;
+      const int64_t of_chunk = first - tile.rows.begin;
+      float* products = weights_ + of_chunk * kMaxTile;
       for (int64_t step = all.begin / kStep * kStep; step < all.end; step += kStep) {
         if (scales_.HasK()) scales_.ScaleProducts(products, num_rows, step);
         Range ranges[num_rows];
@@ -179,7 +185,7 @@ class Softmax {
         }
         const float remaining_scale = logits_are_final ? 1 : scale,
                     cap_left = logits_are_final ? 0 : p.soft_cap;
-        float* rescale = rescale_ + step / kStep * rows_.per_head + first;
+        float* rescale = rescale_ + step / kStep * max_rows_ + of_chunk;
         if (scales_.HasV()) {
           Weigh<num_rows, T, kIs8Bit<T>>(products, step, ranges, remaining_scale, cap_left,
                                          states + first, rescale, scales_.v() + step);
@@ -229,8 +235,9 @@ class Softmax {
   const Rows& rows_;
   const AttentionMask& mask_;
   PositionScales<T> scales_;
-  float* const weights_;  // [rows of a kv head, kMaxTile]
-  float* const rescale_;  // [kMaxTile / kStep, rows of a kv head]
+  const int64_t max_rows_;  // of a chunk
+  float* const weights_;    // [max_rows, kMaxTile]
+  float* const rescale_;    // [kMaxTile / kStep, max_rows]
 };
 
 }  // namespace
