@@ -49,6 +49,9 @@ class ItemKernel {
         keys_(rows.p.head_size, queries_.width(), shares_split_ ? kTilesOfSplit : 1, arena),
         values_(rows.p.value_head_size, sums_.width(), shares_split_ ? kTilesOfSplit : 1, arena) {}
 
+  // [rows, width]: the sums of the current split.
+  float* Sums() { return sums_.Values(0); }
+
   // Calls end_split(number, sums) after each split.
   template <typename EndSplit>
   void Run(const EndSplit& end_split) {
@@ -150,7 +153,8 @@ void AttendAs(const Params& p, const WorkItem& item, Arena* arena) {
   const Rows rows(p, item);
   ItemKernel<T> kernel(rows, arena);
   if (item.tile == nullptr) {
-    Totals<T> totals(rows, arena);
+    const bool has_one_split = item.begin < item.end && item.NumSplits() == 1;
+    Totals<T> totals(rows, has_one_split ? kernel.Sums() : nullptr, arena);
     kernel.Run([&](int64_t /*split*/, SplitSums<T>* sums) {
       sums->Finish([&](int64_t row, float max, float weight, const float* values) {
         totals.Add(row, max, weight, values);
@@ -172,7 +176,7 @@ void AttendAs(const Params& p, const WorkItem& item, Arena* arena) {
 template <typename T>
 void MergeAs(const Params& p, const WorkItem& whole, Arena* arena) {
   const Rows rows(p, whole);
-  Totals<T> totals(rows, arena);
+  Totals<T> totals(rows, nullptr, arena);
   for (int64_t split = 0; split < whole.NumSplits(); ++split) {
     for (int64_t row = 0; row < rows.count; ++row) {
       const float* from = rows.PartialResult(split, row);

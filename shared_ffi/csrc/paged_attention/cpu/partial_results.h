@@ -21,15 +21,17 @@ int64_t PaddedColumns(const Params& p) {
 template <typename T>
 class Totals {
  public:
-  // A sink is a logit without V that each row has seen before any position.
-  Totals(const Rows& rows, Arena* arena)
+  // `only`: the sums of the only split, which the totals take over; null: there may be several. A
+  // sink is a logit without V that each row has seen before any position.
+  Totals(const Rows& rows, float* only, Arena* arena)
       : rows_(rows),
         width_(PaddedColumns<T>(rows.p)),
         max_(arena->Take<float>(rows.count)),
         weight_(arena->Take<float>(rows.count)),
-        values_(arena->Take<float>(rows.count * width_)) {
+        is_only_(only != nullptr),
+        values_(is_only_ ? only : arena->Take<float>(rows.count * width_)) {
     const bool has_sinks = rows.p.sinks != nullptr;
-    std::memset(values_, 0, rows.count * width_ * sizeof(float));
+    if (!is_only_) std::memset(values_, 0, rows.count * width_ * sizeof(float));
     for (int64_t row = 0; row < rows.count; ++row) {
       max_[row] = has_sinks ? rows.p.Sink(rows.Head(row)) : -kInfinity;
       weight_[row] = has_sinks ? 1.0f : 0.0f;
@@ -40,14 +42,15 @@ class Totals {
   void Add(int64_t row, float max_of_split, float weight, const float* values) {
     const float max = max_of_split > max_[row] ? max_of_split : max_[row];
     const float shift = max == -kInfinity ? 0.0f : max;
-    const float rescale = Exp2(Splat(max_[row] - shift))[0];
-    const float share = Exp2(Splat(max_of_split - shift))[0];
+    const Lanes factors = Exp2(Lanes{max_[row] - shift, max_of_split - shift});
+    const float rescale = factors[0], share = factors[1];
     max_[row] = max;
     weight_[row] = weight_[row] * rescale + weight * share;
+    if (is_only_ && share == 1) return;
     float* total = values_ + row * width_;
     for (int64_t d = 0; d < rows_.p.value_head_size; d += kLanes) {
       const Lanes more = LoadWide(values + d, rows_.p.value_head_size - d) * share;
-      Store(MultiplyAdd(Load<Lanes>(total + d), Splat(rescale), more), total + d);
+      Store(is_only_ ? more : MultiplyAdd(Load<Lanes>(total + d), Splat(rescale), more), total + d);
     }
   }
 
@@ -91,6 +94,7 @@ class Totals {
   const int64_t width_;
   float* const max_;     // [rows]
   float* const weight_;  // [rows]
+  const bool is_only_;   // values_ are those of the only split
   float* const values_;  // [rows, width]
 };
 
