@@ -18,6 +18,9 @@ SCALE = 0.05  # the size of the scales of 8-bit caches
 SHORT_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 JUNK = np.array([2147480000, -7, 2147483647, -2147483648, 1000000], np.int32)
 RANGES = (None, "blocks", "any")
+FEATURES = ("value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes", "tree_mask")
+FEATURES += ("bidirectional_ranges", "causal")
+"""The arrays that not every call has, in the order of its operands."""
 TREES = (None, "draft", "chain", "any")
 SCALES = (None, "one", "per head", "per position")
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from shared_ffi import _native, kv_cache_update, paged_attention
 from shared_ffi.spec import ArraySpec, Call
+from tests.cases.case import FEATURES
 
 
 @contextmanager
@@ -34,7 +35,7 @@ def overload_of(op: str, attributes: dict[str, Any]) -> tuple[Any, dict[str, Any
     import torch  # noqa: PLC0415
 
     options = {name: x for name, x in attributes.items() if name != "return_lse"}
-    if isinstance(options.get("causal"), np.ndarray):
+    if not isinstance(options.get("causal", True), bool):
         options["causal_seqs"] = options.pop("causal")
     overload = "lse" if attributes.get("return_lse") else "default"
     return getattr(getattr(torch.ops.xla_gpu, op), overload), options
@@ -42,9 +43,6 @@ def overload_of(op: str, attributes: dict[str, Any]) -> tuple[Any, dict[str, Any
 
 _CHECKS = {"paged_attention": paged_attention.check, "kv_cache_update": kv_cache_update.check}
 _POSITIONAL = ("scale", "sliding_window", "soft_cap")
-FEATURES = ("value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes", "tree_mask")
-FEATURES += ("bidirectional_ranges", "causal")
-"""The arrays that not every call of paged_attention has, in the order of its operands."""
 
 
 def checked_call(

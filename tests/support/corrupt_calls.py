@@ -16,10 +16,9 @@ import numpy as np
 from harness.arrays import guarded
 from harness.compare import assert_same_bits
 from shared_ffi import kv_cache_update, paged_attention, simple_add
-from tests.cases.case import Case
+from tests.cases.case import FEATURES, Case
 from tests.cases.updates import UpdateCase
 from tests.support.calls import (
-    FEATURES,
     checked_call,
     in_place,
     numbers,

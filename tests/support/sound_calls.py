@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.calls import FEATURES
+from tests.cases.case import FEATURES
 
 F32, I32 = np.float32, np.int32
 

@@ -151,7 +151,7 @@ def test_keys_and_values_of_different_sizes() -> None:
 def test_out(case: Case, calls: Calls) -> None:
     attributes = case.attributes()
     attributes.pop("return_lse", None)
-    keywords = to_torch(attributes)
+    _, keywords = overload_of("paged_attention", to_torch(attributes))
     operands = [*map(backends.to_torch, case.inputs())]
     expected = OPS.paged_attention(*operands, **keywords)
     calls.clear()

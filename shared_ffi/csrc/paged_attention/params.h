@@ -218,6 +218,13 @@ struct Params {
   XLA_GPU_HOST_DEVICE Span Window(const QueryTokens& tokens, int64_t i) const {
     return {WindowBegin(tokens.Position(i)), WindowEnd(tokens, tokens.Position(i))};
   }
+  // The same where there are tree masks.
+  XLA_GPU_HOST_DEVICE Span InTree(const QueryTokens& tokens, int64_t i) const {
+    const uint64_t bits = TreeBits(tokens.first + i);
+    if (bits == 0) return Window(tokens, i);
+    return {WindowBegin(tokens.Position(CountBits(bits) - 1)),
+            Smaller(tokens.context_len, tokens.Position(WidthOf(bits)))};
+  }
   // The bidirectional range of token i of a sequence, cut to the sequence.
   XLA_GPU_HOST_DEVICE Span RangeOf(const QueryTokens& tokens, int64_t i) const {
     if (bidirectional_ranges == nullptr) return {0, 0};
@@ -228,27 +235,27 @@ struct Params {
 
   // From the first to the last position that token i of a sequence attends to.
   XLA_GPU_HOST_DEVICE Span Attended(const QueryTokens& tokens, int64_t i) const {
-    const uint64_t bits = TreeBits(tokens.first + i);
-    if (bits == 0) return Window(tokens, i).Hull(RangeOf(tokens, i));
-    return {WindowBegin(tokens.Position(CountBits(bits) - 1)),
-            Smaller(tokens.context_len, tokens.Position(WidthOf(bits)))};
+    return tree_mask == nullptr ? Window(tokens, i).Hull(RangeOf(tokens, i)) : InTree(tokens, i);
   }
   // What it leaves out of them.
   XLA_GPU_HOST_DEVICE Holes HolesOf(const QueryTokens& tokens, int64_t i) const {
-    const uint64_t bits = TreeBits(tokens.first + i);
-    if (bits != 0) return {{tokens.first_position, tokens.context_len}, bits};
-    if (bidirectional_ranges == nullptr) return {};
+    if (tree_mask != nullptr) {
+      const uint64_t bits = TreeBits(tokens.first + i);
+      return {{tokens.first_position, bits == 0 ? 0 : tokens.context_len}, bits};
+    }
     const Span window = Window(tokens, i), range = RangeOf(tokens, i);
     if (window.IsEmpty() || range.IsEmpty()) return {};
     return {{Smaller(window.end, range.end), Larger(window.begin, range.begin)}, 0};
   }
   // From the first to the last position that any of the tokens from i to `last` attends to.
   XLA_GPU_HOST_DEVICE Span AttendedByAny(const QueryTokens& tokens, int64_t i, int64_t last) const {
-    if (bidirectional_ranges == nullptr && !MayBeTree(tokens.Count())) {
-      return {WindowBegin(tokens.Position(i)), WindowEnd(tokens, tokens.Position(last))};
+    Span any = {WindowBegin(tokens.Position(i)), WindowEnd(tokens, tokens.Position(last))};
+    if (bidirectional_ranges != nullptr) {
+      for (; i <= last; ++i) any = any.Hull(RangeOf(tokens, i));
+    } else if (MayBeTree(tokens.Count())) {
+      any = InTree(tokens, i);
+      while (++i <= last) any = any.Hull(InTree(tokens, i));
     }
-    Span any = Attended(tokens, i);
-    while (++i <= last) any = any.Hull(Attended(tokens, i));
     return any;
   }
 

@@ -10,10 +10,9 @@ from typing import Any
 
 from harness.arrays import CACHE_DTYPES
 from harness.layouts import LATENT_LAYOUTS, LAYOUTS
-from tests.cases.case import RANGES, SCALES, TREES, Case
+from tests.cases.case import FEATURES, RANGES, SCALES, TREES, Case
 from tests.cases.updates import UpdateCase
 from tests.reliability.fuzz.trials import Change, Trial
-from tests.support.calls import FEATURES
 
 GROUP = 64
 SHARE_OF_UPDATES = 0.2  # of the groups: calls of kv_cache_update

@@ -46,9 +46,8 @@ class RowHoles {
       : begin_(0), count_(0), bits_(0) {
     if (row >= item.num_rows || !MayExist(p)) return;
     const Holes holes = p.HolesOf(item.Tokens(), RowPlace(p, item, row).token);
-    if (holes.span.IsEmpty()) return;
     begin_ = static_cast<int32_t>(holes.span.begin);
-    count_ = static_cast<uint32_t>(holes.span.end - holes.span.begin);
+    count_ = static_cast<uint32_t>(Larger(0, holes.span.end - holes.span.begin));
     bits_ = holes.bits;
   }
 

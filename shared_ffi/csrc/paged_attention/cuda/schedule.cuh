@@ -164,31 +164,35 @@ __device__ inline void MakeItem(const Params& p, int64_t s, const Sequence& sequ
   item->context_len = static_cast<int32_t>(sequence.context_len);
   item->is_causal = sequence.is_causal;
   item->split = static_cast<int32_t>(split);
-  item->num_splits = static_cast<int32_t>(sequence.NumSplits(p));
   tiles.Find(p, sequence.q_len, tile, item);
 
+  // The first split also has what bidirectional ranges add before the window.
   const int64_t split_begin = sequence.Begin(p) + split * sequence.SplitPositions(p);
   const int64_t split_end = split_begin + sequence.SplitPositions(p);
-  const int64_t i = DivideU32(item->first_row, GqaGroupSize(p));
-  const int64_t last = DivideU32(item->first_row + item->num_rows - 1, GqaGroupSize(p));
-  const Span span = p.AttendedByAny(sequence.Tokens(), i, last);
-  // The first split also has what bidirectional ranges add before the window.
-  item->begin = static_cast<int32_t>(Larger(split == 0 ? 0 : split_begin, span.begin));
-  item->end = static_cast<int32_t>(Smaller(split_end, span.end));
+  item->begin = split == 0 ? 0 : static_cast<int32_t>(split_begin);
+  item->end = static_cast<int32_t>(Smaller(split_end, item->context_len));
+  item->num_splits = static_cast<int32_t>(sequence.NumSplits(p));
+  // From the item's numbers, which take half of the registers.
+  const int32_t i = DivideU32(item->first_row, GqaGroupSize(p));
+  const int32_t last = DivideU32(item->first_row + item->num_rows - 1, GqaGroupSize(p));
+  const Span span = p.AttendedByAny(item->Tokens(), i, last);
+  item->begin = static_cast<int32_t>(Larger(item->begin, span.begin));
+  item->end = static_cast<int32_t>(Smaller(item->end, span.end));
 }
 
 // The rows [first_row, first_row + num_rows) of a work item, with the positions that they attend
-// to: where there may be a tree mask, those of the item.
+// to: where there may be a tree mask or ranges, those of the item.
 __device__ inline Item RowsOf(const Params& p, const Item& item, int first_row, int num_rows) {
   Item rows = item;
   rows.first_row += first_row;
   rows.num_rows = min(max(item.num_rows - first_row, 0), num_rows);
-  if (!p.MayBeTree(item.context_len - item.first_position) && rows.num_rows > 0) {
-    const int64_t first = FirstPosition(p, rows) - item.first_position;
-    const int64_t last = LastPosition(p, rows) - item.first_position;
-    const Span span = p.AttendedByAny(item.Tokens(), first, last);
-    rows.begin = static_cast<int32_t>(Larger(item.begin, span.begin));
-    rows.end = static_cast<int32_t>(Smaller(item.end, span.end));
+  const bool has_windows_only =
+      p.bidirectional_ranges == nullptr && !p.MayBeTree(item.context_len - item.first_position);
+  if (has_windows_only && rows.num_rows > 0) {
+    const int64_t begin = p.WindowBegin(FirstPosition(p, rows));
+    const int64_t end = p.WindowEnd(item.Tokens(), LastPosition(p, rows));
+    rows.begin = static_cast<int32_t>(Larger(item.begin, begin));
+    rows.end = static_cast<int32_t>(Smaller(item.end, end));
   }
   if (rows.num_rows == 0 || rows.begin >= rows.end) rows.begin = rows.end = item.begin;
   return rows;

@@ -123,12 +123,9 @@ class Softmax {
   template <int kPositions, int kBlocks, typename Value, typename Widened>
   __device__ void AddNonFinite(int32_t begin, float (&sums)[kBlocks][4], const Value& value,
                                const Widened& widened) const {
-    const RowHoles holes[2] = {{p_, item_, row_}, {p_, item_, row_ + 8}};
 #pragma unroll 1
     for (int j = 0; j < kPositions; ++j) {
-      const int32_t position = begin + j;
-      const bool attends[2] = {ranges_[0].Contains(position) && !holes[0].Contain(position),
-                               ranges_[1].Contains(position) && !holes[1].Contain(position)};
+      const bool attends[2] = {Attends(0, begin + j), Attends(1, begin + j)};
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
@@ -151,10 +148,13 @@ class Softmax {
 
   template <int kBlocks>
   __device__ void MaskHoles(int32_t begin, float (&logits)[kBlocks][4]) const {
-    const RowHoles holes[2] = {{p_, item_, row_}, {p_, item_, row_ + 8}};
-    ForEach<kBlocks>([&](int n, int e, int j) {
-      if (holes[e / 2].Contain(begin + j)) logits[n][e] = -kInfinity;
-    });
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {  // one row after the other takes fewer registers
+      const RowHoles holes(p_, item_, row_ + 8 * r);
+      ForEach<kBlocks>([&](int n, int e, int j) {
+        if (e / 2 == r && holes.Contain(begin + j)) logits[n][e] = -kInfinity;
+      });
+    }
   }
 
   template <int kBlocks>
