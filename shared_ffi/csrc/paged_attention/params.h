@@ -272,9 +272,9 @@ struct Params {
   XLA_GPU_HOST_DEVICE float Lse(int64_t head, float computed) const {
     return sinks != nullptr && sinks[head] > kMaxSink ? sinks[head] : computed;
   }
-  // Whether token i of a sequence attends to any position.
+  // Whether token i of a sequence attends to any position. In a tree all do.
   XLA_GPU_HOST_DEVICE bool Attends(const QueryTokens& tokens, int64_t i) const {
-    return !Attended(tokens, i).IsEmpty();
+    return !Window(tokens, i).IsEmpty() || !RangeOf(tokens, i).IsEmpty();
   }
 };
 
