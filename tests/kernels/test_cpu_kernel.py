@@ -245,12 +245,19 @@ def ragged_batch(seed: int) -> tuple[list[Any], list[tuple[int, int]]]:
     return [query, kv_cache, context_lens, tables, start, np.array(5, I32)], lengths
 
 
+def one_sequence(operands: Any, s: int) -> list[Any]:
+    """The operands of a call of one sequence of a batch."""
+    query, kv_cache, context_lens, tables, starts, _ = operands
+    rows = query[starts[s] : starts[s + 1]]
+    metadata = [context_lens[s : s + 1], tables[s : s + 1], np.array([0, len(rows)], I32)]
+    return [rows, kv_cache, *metadata, np.array(1, I32)]
+
+
 @pytest.mark.parametrize("attributes", [{}, {"sliding_window": 70}, {"soft_cap": 20.0}], ids=str)
 def test_a_sequence_has_the_same_bits_in_any_batch(attributes: dict[str, Any]) -> None:
-    (query, kv_cache, context_lens, tables, start, _), lengths = ragged_batch(0)
-    together = attend(
-        [query, kv_cache, context_lens, tables, start, np.array(5, I32)], scale=0.3, **attributes
-    )
+    batch, lengths = ragged_batch(0)
+    query, kv_cache, context_lens, tables, start, _ = batch
+    together = attend(batch, scale=0.3, **attributes)
     order = [3, 0, 4, 2, 1]
     shuffled = attend(
         [
@@ -267,18 +274,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch(attributes: dict[str, Any]) -
     first_row = 0
     for s in order:
         rows = slice(start[s], start[s + 1])
-        alone = attend(
-            [
-                query[rows],
-                kv_cache,
-                context_lens[s : s + 1],
-                tables[s : s + 1],
-                np.array([0, lengths[s][0]], I32),
-                np.array(1, I32),
-            ],
-            scale=0.3,
-            **attributes,
-        )
+        alone = attend(one_sequence(batch, s), scale=0.3, **attributes)
         assert_same_bits(alone, together[rows])
         assert_same_bits(shuffled[first_row : first_row + lengths[s][0]], alone)
         first_row += lengths[s][0]
@@ -298,18 +294,7 @@ def test_a_shared_prefix_changes_no_bit(case: Case) -> None:
     for s in range(num_seqs):
         rows = slice(starts[s], starts[s + 1])
         own = {} if trees is None else {"tree_mask": trees[rows]}
-        alone = attend(
-            [
-                inputs.query[rows],
-                inputs.kv_cache,
-                inputs.context_lens[s : s + 1],
-                inputs.block_tables[s : s + 1],
-                np.array([0, len(inputs.query[rows])], I32),
-                np.array(1, I32),
-            ],
-            **attributes,
-            **own,
-        )
+        alone = attend(one_sequence(inputs, s), **attributes, **own)
         for result in results.values():
             assert_same_bits(tuple(x[rows] for x in result), alone)
 

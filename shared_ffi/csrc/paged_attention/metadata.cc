@@ -91,7 +91,7 @@ MetadataCopy::MetadataCopy(Params* params) {
   const int64_t num_words = p.tree_mask == nullptr ? 0 : 2 * p.num_tokens;
   const int64_t num_bounds = p.bidirectional_ranges == nullptr ? 0 : 2 * p.num_tokens;
   const int64_t num_flags = p.causal == nullptr ? 0 : count;
-  // Of the table, few pages are touched.
+  // Few pages of the table are touched.
   memory_.reset(new int32_t[2 + 2 * count + num_words + num_bounds + num_flags + count * width]);
   int32_t* const copied_num_seqs = memory_.get();
   int32_t* const context_lens = copied_num_seqs + 1;

@@ -95,16 +95,22 @@ struct Span {
   }
 };
 
-// What a query token leaves out of the positions from the first to the last that it attends to: the
-// positions of `span`, but not the n-th of its first 64 where bit n is set.
+// What a query token leaves out between the first and the last position that it attends to: `count`
+// positions from `begin` on, but not the n-th of the first 64 where bit n is set. The numbers have
+// 32 bits because the Hopper and the decode kernel have no registers to spare.
 struct Holes {
-  Span span;
+  int32_t begin;
+  uint32_t count;
   uint64_t bits;
 
-  XLA_GPU_HOST_DEVICE bool Contain(int64_t position) const {
-    if (position < span.begin || position >= span.end) return false;
-    const int64_t n = position - span.begin;
-    return n >= 64 || (bits >> n & 1) == 0;
+  XLA_GPU_HOST_DEVICE bool Contain(int32_t position) const {
+    const uint32_t n = static_cast<uint32_t>(position - begin);
+    return n < count && (n >= 64 || (bits >> n & 1) == 0);
+  }
+  XLA_GPU_HOST_DEVICE Span Positions() const { return {begin, begin + int64_t{count}}; }
+  // The part of the token's span before them.
+  XLA_GPU_HOST_DEVICE Span Before(const Span& span) const {
+    return {span.begin, count == 0 ? span.end : begin};
   }
 };
 
@@ -239,13 +245,24 @@ struct Params {
   }
   // What it leaves out of them.
   XLA_GPU_HOST_DEVICE Holes HolesOf(const QueryTokens& tokens, int64_t i) const {
+    const auto context_len = static_cast<int32_t>(tokens.context_len);
     if (tree_mask != nullptr) {
+      const auto first_position = static_cast<int32_t>(tokens.first_position);
       const uint64_t bits = TreeBits(tokens.first + i);
-      return {{tokens.first_position, bits == 0 ? 0 : tokens.context_len}, bits};
+      const int32_t count = bits == 0 ? 0 : context_len - first_position;
+      return {first_position, static_cast<uint32_t>(count), bits};
     }
-    const Span window = Window(tokens, i), range = RangeOf(tokens, i);
-    if (window.IsEmpty() || range.IsEmpty()) return {};
-    return {{Smaller(window.end, range.end), Larger(window.begin, range.begin)}, 0};
+    if (bidirectional_ranges == nullptr) return {0, 0, 0};
+    const int32_t* range = bidirectional_ranges + 2 * (tokens.first + i);
+    const int32_t range_begin = range[0] > 0 ? range[0] : 0;
+    const int32_t range_end = range[1] < context_len ? range[1] : context_len;
+    const auto position = static_cast<int32_t>(tokens.Position(i));
+    const auto window_begin = static_cast<int32_t>(WindowBegin(position));
+    const auto window_end = static_cast<int32_t>(WindowEnd(tokens, position));
+    const int32_t begin = window_end < range_end ? window_end : range_end;
+    const int32_t end = window_begin > range_begin ? window_begin : range_begin;
+    const bool are_two = range_begin < range_end && window_begin < window_end;
+    return {begin, static_cast<uint32_t>(are_two && begin < end ? end - begin : 0), 0};
   }
   // From the first to the last position that any of the tokens from i to `last` attends to.
   XLA_GPU_HOST_DEVICE Span AttendedByAny(const QueryTokens& tokens, int64_t i, int64_t last) const {

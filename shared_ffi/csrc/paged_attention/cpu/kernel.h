@@ -35,11 +35,11 @@ struct WorkItem {
   // one empty split.
   int64_t begin;
   int64_t end;
-  // The tile that the item is a part of; null: the item is all of it and writes the output. Of
-  // several tiles the first.
+  // The tile that the item is a part of, or the first of several; null: the item is a whole tile
+  // and writes the output.
   const WorkItem* tile;
-  // Of a tile with parts, [num_tokens]: where the partial results of a token are, [NumSplits, query
-  // heads of the tile, PartialResultSize]. After the tokens of a tile come those of the next.
+  // Where a tile with parts has the partial results of each token, [num_tokens], each [NumSplits,
+  // query heads of the tile, PartialResultSize]. The tokens of the next tile follow.
   float* const* partial_results;
 
   int64_t NumRows(const Params& p) const {

@@ -34,11 +34,12 @@ class AttentionMask {
         continue;
       }
       const int64_t n = rows.item.first_token + i - tokens_.first;
+      const Holes holes = rows.p.HolesOf(tokens_, n);
       spans_[i] = rows.p.Attended(tokens_, n);
-      holes_ = holes_.Hull(rows.p.HolesOf(tokens_, n).span);
-      common_ = {Larger(common_.begin, spans_[i].begin), Smaller(common_.end, spans_[i].end)};
+      holes_ = holes_.Hull(holes.Positions());
+      const Span before = holes.Before(spans_[i]);
+      common_ = {Larger(common_.begin, before.begin), Smaller(common_.end, before.end)};
     }
-    if (!holes_.IsEmpty()) common_.end = Smaller(common_.end, holes_.begin);
   }
 
   // The position of a row of a kv head.

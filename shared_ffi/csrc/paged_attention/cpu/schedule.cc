@@ -38,7 +38,7 @@ int64_t ChunksPerTile(const Params& p, int64_t max_threads) {
   return 1;
 }
 
-// Query tiles of all kv heads: some tokens of one sequence. Those of a short context are of one
+// Query tiles of all kv heads: some tokens of one sequence. A short context gets tiles of one
 // chunk: most of it is packed for few chunks, and prefetching gains more.
 std::vector<WorkItem> QueryTiles(const Params& p, int64_t max_threads) {
   const int64_t chunks_per_tile = ChunksPerTile(p, max_threads);
@@ -79,9 +79,9 @@ int64_t AttendedByAll(const Params& p, const WorkItem& tile) {
   int64_t end = tile.end;
   for (int64_t i = 0; i < tile.num_tokens; ++i) {
     const int64_t n = tile.first_token + i - tokens.first;
-    const Span span = p.Attended(tokens, n), holes = p.HolesOf(tokens, n).span;
+    const Span span = p.HolesOf(tokens, n).Before(p.Attended(tokens, n));
     if (span.begin > 0) return 0;
-    end = std::min(end, holes.IsEmpty() ? span.end : holes.begin);
+    end = std::min(end, span.end);
   }
   return end;
 }
@@ -140,12 +140,10 @@ void Schedule::Run(int64_t i, const CpuKernel& kernel) {
 Schedule::Group Schedule::GroupFrom(const WorkItem* first, const WorkItem* end) const {
   Group group = {first, 1, 0};
   if (p_.alibi_slopes != nullptr) return group;
-  int64_t num_tokens = first->num_tokens, common = -1;
-  for (const WorkItem* next = first + 1; next < end; ++next) {
+  int64_t num_tokens = first->num_tokens, common = AttendedByAll(p_, *first);
+  for (const WorkItem* next = first + 1; next < end && common >= kSplit; ++next) {
     num_tokens += next->num_tokens;
     if (num_tokens > TokensOfChunks(p_, 1)) break;
-    if (common < 0) common = AttendedByAll(p_, *first);
-    if (common < kSplit) break;
     common = CommonPositions(p_, first->sequence, next->sequence,
                              std::min(common, AttendedByAll(p_, *next)));
     const int64_t shared_end = common / kSplit * kSplit;

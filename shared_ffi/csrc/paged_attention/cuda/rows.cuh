@@ -39,44 +39,12 @@ struct RowRange {
   __device__ bool Contains(int32_t position) const { return begin <= position && position < end; }
 };
 
-// What a row leaves out of its range: Params::HolesOf in numbers of 32 bits, because the Hopper and
-// the decode kernel have no registers to spare. It is found where it is needed: few calls have
-// holes.
-class RowHoles {
- public:
-  __device__ RowHoles(const Params& p, const Item& item, int64_t row)
-      : begin_(0), count_(0), bits_(0) {
-    if (row >= item.num_rows || !MayExist(p)) return;
-    const auto token = static_cast<int32_t>(RowPlace(p, item, row).token);
-    if (p.tree_mask != nullptr) {
-      bits_ = p.TreeBits(item.first_token + token);
-      begin_ = item.first_position;
-      count_ = bits_ == 0 ? 0 : item.context_len - item.first_position;
-      return;
-    }
-    const int32_t* range = p.bidirectional_ranges + 2 * int64_t{item.first_token + token};
-    const int32_t range_begin = max(range[0], 0), range_end = min(range[1], item.context_len);
-    const int32_t position = item.first_position + token;
-    const auto window_begin = static_cast<int32_t>(p.WindowBegin(position));
-    const auto window_end = static_cast<int32_t>(p.WindowEnd(item.Tokens(), position));
-    begin_ = min(window_end, range_end);
-    const bool both = range_begin < range_end && window_begin < window_end;
-    count_ = both ? max(0, max(window_begin, range_begin) - begin_) : 0;
+// What a row leaves out of its range. It is found where it is needed: few calls have holes.
+struct RowHoles : Holes {
+  __device__ RowHoles(const Params& p, const Item& item, int64_t row) : Holes{} {
+    if (row >= item.num_rows) return;
+    static_cast<Holes&>(*this) = p.HolesOf(item.Tokens(), RowPlace(p, item, row).token);
   }
-
-  static __device__ bool MayExist(const Params& p) {
-    return p.tree_mask != nullptr || p.bidirectional_ranges != nullptr;
-  }
-
-  __device__ bool Contain(int32_t position) const {
-    const uint32_t n = static_cast<uint32_t>(position - begin_);
-    return n < count_ && (n >= 64 || (bits_ >> n & 1) == 0);
-  }
-
- private:
-  int32_t begin_;
-  uint32_t count_;
-  uint64_t bits_;  // see Holes
 };
 
 // Whether a work item's rows from `thread` on, one for each of kThreads, have a tree mask that is
