@@ -31,6 +31,10 @@ PACKAGES = ("jax", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch", "torch_xla
 PYTEST = [sys.executable, "-m", "pytest", "--all", "-q", "-p", "no:cacheprovider", "--maxfail=20"]
 # Warnings of later versions of the frameworks are no news of the kernels.
 PYTEST += ["-o", "filterwarnings=default", "--tb=short"]
+# One GPU serves all workers: what takes time is the oracle, on the CPU. A worker whose test does
+# not end, or breaks its CUDA context, is replaced; capture=sys lets it say why.
+PYTEST += ["-p", "xdist", "-n", str(min(os.cpu_count() or 1, 16)), "--dist", "worksteal"]
+PYTEST += ["-p", "timeout", "--timeout", "60", "--capture", "sys"]
 KERNELS = "tests/kernels/test_cuda_kernel.py"
 IMPORT = """
 import sys, torch, torch_frontend
@@ -244,9 +248,7 @@ def check(steps: Steps, is_hopper: bool, trace: Sequence[object]) -> None:
     """The steps on a GPU: what everything else rests on comes first, what is slow last."""
     on_cuda, portable = {"XLA_GPU_TEST_ON": "cuda"}, {"XLA_GPU_CUDA_KERNELS": "portable"}
     steps.do("import", [sys.executable, "-c", IMPORT, "cuda"], 60)
-    for i in (1, 2):
-        kernels = [*PYTEST, KERNELS, "-k", "not hopper", "--shard", f"{i}/2"]
-        steps.do(f"kernels {i}/2", kernels, 120, **on_cuda)
+    steps.do("kernels", [*PYTEST, KERNELS, "-k", "not hopper"], 200, **on_cuda)
     # A step of its own: a kernel that hangs or breaks the device fails the whole step.
     hopper = [*PYTEST, KERNELS, "-k", "hopper"]
     is_proven = is_hopper and steps.do("kernels for Hopper", hopper, 200, **on_cuda)
@@ -255,11 +257,9 @@ def check(steps: Steps, is_hopper: bool, trace: Sequence[object]) -> None:
     comparison = [sys.executable, "-c", COMPARISON]
     steps.do("comparison", comparison, 60, **in_use)
     steps.benchmark(*trace, seconds=270, **in_use)
-    for backend, chosen, shards in BACKENDS:
-        for i in range(1, shards + 1):
-            command = [*PYTEST, "tests/backends/test_gpu.py", "-k", chosen]
-            command += ["--shard", f"{i}/{shards}"]
-            steps.do(f"backends, {backend} {i}/{shards}", command, 120, **on_cuda, **in_use)
+    for backend, chosen in BACKENDS.items():
+        command = [*PYTEST, "tests/backends/test_gpu.py", "-k", chosen]
+        steps.do(f"backends, {backend}", command, 200, **on_cuda, **in_use)
     sanitizer, version = newest_sanitizer()
     for kernels_of, environment in {"portable": portable, "by GPU": {}}.items():
         if kernels_of == "by GPU" and not is_hopper:
@@ -276,14 +276,14 @@ def check(steps: Steps, is_hopper: bool, trace: Sequence[object]) -> None:
             steps.do(name, command, 100, **environment)
 
 
-# The backends' tests by what their names hold: each is in one group. With the number of shards.
-BACKENDS = (
-    ("torch", "torch and not torch_xla", 1),
-    ("cuda_graph", "cuda_graph", 1),
-    ("jax", "jax", 4),
-    ("inductor", "inductor", 2),
-    ("others", "not (jax or cuda_graph or inductor or torch and not torch_xla)", 1),
-)
+# The backends' tests by what their names hold: each is in one group.
+BACKENDS = {
+    "torch": "torch and not torch_xla",
+    "cuda_graph": "cuda_graph",
+    "jax": "jax",
+    "inductor": "inductor",
+    "others": "not (jax or cuda_graph or inductor or torch and not torch_xla)",
+}
 
 
 def newest_sanitizer() -> tuple[str, tuple[int, int]]:

@@ -35,7 +35,7 @@ def overload_of(op: str, attributes: dict[str, Any]) -> tuple[Any, dict[str, Any
     import torch  # noqa: PLC0415
 
     options = {name: x for name, x in attributes.items() if name != "return_lse"}
-    if not isinstance(options.get("causal", True), bool):
+    if not isinstance(options.get("causal"), bool | None):
         options["causal_seqs"] = options.pop("causal")
     overload = "lse" if attributes.get("return_lse") else "default"
     return getattr(getattr(torch.ops.xla_gpu, op), overload), options
