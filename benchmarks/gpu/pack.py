@@ -73,6 +73,16 @@ def install(wheels: Sequence[str], target: Path, version: str, *options: str) ->
         subprocess.run([*command, "--target", str(target), *wheels], check=True)
 
 
+def copy_metadata(target: Path) -> None:
+    """Writes what an installed package says of itself; the sources of a pack are not installed."""
+    import shared_ffi  # noqa: PLC0415
+
+    name, version = "xla-paged-attention", shared_ffi.__version__
+    folder = target / f"{name.replace('-', '_')}-{version}.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
 def sources() -> str:
     """The digest of what the module is built from."""
     files = [ROOT / "CMakeLists.txt", *ROOT.glob("cmake/*.cmake")]
@@ -197,6 +207,7 @@ def main() -> None:
             copy_module(build("ON", *common, [architectures, *options.option]), parts / "module")
         shutil.copytree(options.ffi_headers / "xla", parts / "headers/xla")
         install(options.needs, parts / "packages", version)
+        copy_metadata(parts / "packages")
         install(options.peers, parts / "peers", version, "--no-deps")
         write(parts, options.out, version)
     for path in sorted(options.out.iterdir()):

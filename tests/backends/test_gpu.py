@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.arrays import DTYPES
+from harness.arrays import CACHE_DTYPES, DTYPES
 from harness.compare import assert_close_on_cuda, assert_same_bits
 from harness.reference import kv_cache_update
 from tests.cases.all import CASES, SHORT_CASES, UPDATE_CASES
@@ -66,7 +66,8 @@ def outcome(op: str, result: Any, tensors: Any, keywords: dict[str, Any]) -> Any
 
 
 def to_array(tensor: Any) -> np.ndarray:
-    array = np.empty(tuple(tensor.shape), DTYPES[str(tensor.dtype).removeprefix("torch.")])
+    dtypes = DTYPES | CACHE_DTYPES
+    array = np.empty(tuple(tensor.shape), dtypes[str(tensor.dtype).removeprefix("torch.")])
     from_cuda(tensor, array)
     return array
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import random
-import re
 import shutil
 import sys
 import time
@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
+import shared_ffi
 from benchmarks import contest, workloads
 from benchmarks.gpu import bench, check, pack, report
 from benchmarks.gpu.peers import PEERS
@@ -313,6 +314,13 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path.write_bytes(noise.randbytes(2500))
     pack.write(tmp_path / "parts", tmp_path / "pack", "{}.{}".format(*sys.version_info), 1000)
     return tmp_path / "pack"
+
+
+def test_the_sources_of_a_pack_know_their_version(tmp_path: Path) -> None:
+    """Python asks the metadata of installed packages, and they are not installed."""
+    pack.copy_metadata(tmp_path)
+    (found,) = importlib.metadata.distributions(path=[str(tmp_path)])
+    assert (found.name, found.version) == ("xla-paged-attention", shared_ffi.__version__)
 
 
 def test_pack_round_trip(packed: Path, tmp_path: Path) -> None:
