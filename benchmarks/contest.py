@@ -166,6 +166,7 @@ def in_one_go(calls: list[Contestant]) -> Contestant:
         graph.replay()
         return results
 
+    replay.calls = calls  # type: ignore[attr-defined]  # the graph reads what they hold
     return replay
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import random
 import shutil
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -144,6 +146,17 @@ def test_copies_are_timed_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     row = contest.row_of(DECODE, "cuda", {"right": right, "wrong": wrong_at_last})
     assert row["seconds"] == {"right": 2.0} and "allowed error" in row["absent"]["wrong"]
     assert len({operands[1].data_ptr() for operands in made}) == 3
+
+
+def test_a_graph_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay reads the arrays that a contestant has prepared."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", mock.Mock)
+    monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
+    prepared = torch.ones(1)
+    is_there = weakref.ref(prepared)
+    replay = contest.in_one_go([functools.partial(torch.neg, prepared)])
+    del prepared
+    assert is_there() is not None and replay()[0].tolist() == [-1]
 
 
 WELL, BADLY = (

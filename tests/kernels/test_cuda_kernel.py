@@ -87,7 +87,7 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
 
 
 # The threads of a block tell the kernels apart.
-DECODE, HOPPER, PORTABLE, COMBINE = 160, 384, 128, 128
+DECODE, HOPPER, PORTABLE, COMBINE = 192, 384, 128, 128
 
 
 @pytest.mark.parametrize(

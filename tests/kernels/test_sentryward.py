@@ -103,7 +103,7 @@ WORK = {
         "DecodeAttention<Half, Half, 128>",
         "sizeof(DecodeShared<Half, Half, 128>)",
         target="90a",
-        num_threads=160,
+        num_threads=192,
         head_size=128,
         q_len=1,
         context_len=220,
@@ -119,7 +119,7 @@ FAULTS = [
     ("portable, few rows", "CopyQuery(); «gpu::SyncBlock();»"),
     ("portable, few rows", "StoreSums(); «gpu::SyncBlock();»"),
     ("decode", "«shared_.tiles_barriers.WaitFilled(stage);» float logits"),
-    ("decode", "«shared_.tiles_barriers.WaitFreed(stage);» const int first_row"),
+    ("decode", "«shared_.tiles_barriers.WaitFreed(stage);» const uint32_t chunks_of_lane"),
     ("decode", "«gpu::SyncThreads(kDecodeConsumers, kThreads);» FinishSplit(work);"),
     ("decode", "gpu::LetNextKernelBegin(); «gpu::SyncBlock();» if (threadIdx.x >= kThreads)"),
 ]

@@ -108,7 +108,7 @@ class Tokens {
     s_ = s;
     sequence_ = Sequence(p_, s).OfFirstLane();
     is_faulty_ = !sequence_.IsLegal(p_);
-    num_splits_ = is_faulty_ ? 0 : sequence_.NumSplits(p_);
+    num_splits_ = is_faulty_ ? 0 : Splits(p_, sequence_).count;
     is_faulty_ = is_faulty_ || HasBadItem();
   }
 
@@ -167,7 +167,7 @@ __device__ inline bool MergeSplits(const Params& p, const Scratch& scratch, cons
     }
     const float before = gpu::ShuffleUp(max, 1);
     const Rescale rescale(lane == 0 ? row->state.max : before, split.max);
-    for (int j = 0; j < count; j += kLoads) {
+    for (int j = skipped / kLoads * kLoads; j < count; j += kLoads) {
       float parts[kLoads];
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {

@@ -1,8 +1,8 @@
 // Attention of few query rows, as in decoding, on sm_90a. What it adds to tensor_core.cuh:
 //
-// - A producer warp copies K and V. It runs ahead of the products by as many KV tiles as there is
-//   memory for, across work items: the memory does not wait where one item ends and the next
-//   begins.
+// - Two producer warps copy, one K and the other V. They run ahead of the products by as many KV
+//   tiles as there is memory for, across work items: the memory does not wait where one item ends
+//   and the next begins.
 // - A KV tile has 16 positions. The consumer warps take tiles in turn, and a warp waits for its own
 //   tiles only.
 // - A thread block takes neighbouring splits, about as many positions as every other block. It
@@ -21,7 +21,8 @@
 
 namespace xla_gpu::paged_attention {
 
-inline constexpr int kDecodeThreads = kThreads + gpu::kWarpSize;  // the consumers, the producer
+inline constexpr int kDecodeProducers = 2;  // warps
+inline constexpr int kDecodeThreads = kThreads + kDecodeProducers * gpu::kWarpSize;
 inline constexpr int kDecodeRows = kRowsPerWarpTile;              // of a work item
 inline constexpr int kDecodeConsumers = 1;                        // named barrier
 
@@ -90,11 +91,12 @@ struct DecodeShared {
       chunks[i] = FourPairs();
     }
     if (threadIdx.x > 0) return;
-    tiles_barriers.Init(kIs8Bit<C> ? gpu::kWarpSize + 1 : gpu::kWarpSize, 1);
+    tiles_barriers.Init(kDecodeProducers * gpu::kWarpSize + (kIs8Bit<C> ? 1 : 0), 1);
     items_barriers.Init(gpu::kWarpSize + 1, kWarps);
   }
 };
 
+// The first warp copies queries and K, the second one V. Both go through the same work items.
 template <typename T, typename C, int kHeadSize>
 class DecodeProducer {
   using Shared = DecodeShared<T, C, kHeadSize>;
@@ -107,15 +109,26 @@ class DecodeProducer {
 
  public:
   __device__ DecodeProducer(const Params& p, const Scratch& scratch, Shared* shared)
-      : p_(p), scratch_(scratch), shared_(*shared), lane_(threadIdx.x % gpu::kWarpSize) {}
+      : p_(p),
+        scratch_(scratch),
+        shared_(*shared),
+        lane_(threadIdx.x % gpu::kWarpSize),
+        copies_keys_(threadIdx.x < kThreads + gpu::kWarpSize) {}
 
   __device__ void Run(QueryLengths lengths) {
     DecodeSchedule schedule(p_, lengths);
-    DecodeItem work = {};
+    DecodeItem work = {}, next = {};
     ItemState stage;
-    for (; schedule.Next(&work); stage = stage.Next()) {
+    bool is_last = !schedule.Next(&work);
+    int32_t block = FirstBlockOf(work.item);
+    for (; !is_last; stage = stage.Next()) {
       PublishWork(work, stage);
-      CopyTiles(work.item);
+      // The block ids of the next item are on their way while this item's tiles are copied.
+      is_last = !schedule.Next(&next);
+      const int32_t next_block = is_last ? 0 : FirstBlockOf(next.item);
+      CopyTiles(work.item, block);
+      work = next;
+      block = next_block;
     }
     work.item.num_rows = -1;
     PublishWork(work, stage);
@@ -125,6 +138,7 @@ class DecodeProducer {
 
  private:
   __device__ void PublishWork(const DecodeItem& work, ItemState stage) {
+    if (!copies_keys_) return;
     shared_.items_barriers.WaitFreed(stage);
     auto* query = shared_.query[stage.index];
     if constexpr (kIs8Bit<C>) {  // a lane's second row may not exist: its scale decides all the
@@ -153,83 +167,89 @@ class DecodeProducer {
     if (lane_ == 0) gpu::Arrive(&shared_.items_barriers.filled[stage.index]);
   }
 
+  // The position of the first two tiles of an item that this lane finds, and its block id.
+  __device__ int32_t FirstPositionOf(const Item& item) const {
+    return Tiles(item, kTile).begin * kTile + lane_;
+  }
+  __device__ int32_t FirstBlockOf(const Item& item) const {
+    const int32_t position = FirstPositionOf(item);
+    return IsIn(item, position) ? BlockOf(p_, item, position) : 0;
+  }
+
   // Each lane finds the slot of a position of the next two tiles. The block ids of the two tiles
-  // after those are on their way meanwhile.
-  __device__ void CopyTiles(const Item& item) {
+  // after those are on their way meanwhile; `block` is of the first position.
+  __device__ void CopyTiles(const Item& item, int32_t block) {
     const Tiles tiles(item, kTile);
-    const Pieces pieces(p_, item, lane_);
-    bool is_bad = HasBadTree(p_, item, lane_);
-    int32_t position = tiles.begin * kTile + lane_;
-    int32_t block = IsIn(item, position) ? BlockOf(p_, item, position) : 0;
+    const Pieces pieces(p_, item, lane_, copies_keys_);
+    bool is_bad = copies_keys_ && HasBadTree(p_, item, lane_);
+    int32_t position = FirstPositionOf(item);
     for (int32_t tile = tiles.begin; tile < tiles.end; tile += 2) {
       const int32_t next = position + 2 * kTile;
       const int32_t next_block = IsIn(item, next) ? BlockOf(p_, item, next) : 0;
       Slot<C> slot;
       if (IsIn(item, position)) slot = SlotIn<C>(p_, item, block, position, &is_bad);
-      const int64_t offset = BytesTo<C>(slot);
-      CopyTile(pieces, offset, slot, 0);
-      if (tile + 1 < tiles.end) CopyTile(pieces, offset, slot, kTile);
+      CopyTile(pieces, slot, 0);
+      if (tile + 1 < tiles.end) CopyTile(pieces, slot, kTile);
       position = next;
       block = next_block;
     }
     is_bad = gpu::AnyInWarp(is_bad);
-    if (lane_ == 0) Report(p_, scratch_, item, is_bad);
+    if (copies_keys_ && lane_ == 0) Report(p_, scratch_, item, is_bad);
   }
 
-  // The pieces of 16 bytes that a lane copies of a position: chunks of K, then of V.
+  // The chunk of 16 bytes that a lane copies of a position's K, or V.
   struct Pieces {
-    static constexpr int kOfPosition = 2 * CacheRows::kChunks;
-    static constexpr int kOfLane = Larger(1, kOfPosition / gpu::kWarpSize);
-    static constexpr int kPositions = Larger(1, gpu::kWarpSize / kOfPosition);  // at a time
+    static constexpr int kOfPosition = CacheRows::kChunks;
+    static_assert(gpu::kWarpSize % kOfPosition == 0, "each lane has the same chunk of all rows");
+    static constexpr int kPositions = gpu::kWarpSize / kOfPosition;  // at a time
 
-    uintptr_t from[kOfLane];  // at offset 0 of the cache
-    bool exist[kOfLane];
+    const char* from;  // at offset 0 of the cache
+    bool exist;
 
-    __device__ Pieces(const Params& p, const Item& item, int lane) {
-#pragma unroll
-      for (int i = 0; i < kOfLane; ++i) {
-        const int chunk = (i * gpu::kWarpSize + lane) % kOfPosition;
-        const int column = chunk % CacheRows::kChunks * CacheRows::kChunk;
-        const bool is_key = chunk < CacheRows::kChunks;
-        exist[i] = column < (is_key ? p.head_size : p.is_latent ? 0 : p.value_head_size);
-        const C* first = is_key ? KeyOf<C>(p, 0, item.kv_head) : ValueOf<C>(p, 0, item.kv_head);
-        from[i] = reinterpret_cast<uintptr_t>(first) + (exist[i] ? column * sizeof(C) : 0);
-      }
+    __device__ Pieces(const Params& p, const Item& item, int lane, bool of_keys) {
+      const int column = lane % kOfPosition * CacheRows::kChunk;
+      exist = column < (of_keys ? p.head_size : p.is_latent ? 0 : p.value_head_size);
+      const C* first = of_keys ? KeyOf<C>(p, 0, item.kv_head) : ValueOf<C>(p, 0, item.kv_head);
+      from = reinterpret_cast<const char*>(first + (exist ? column : 0));
     }
   };
 
-  // Copies K and V of the positions of the lanes from first_lane on, at these offsets in bytes.
-  // Rows and columns out of range are filled with zeros.
-  __device__ void CopyTile(const Pieces& pieces, int64_t offset_of_lane, const Slot<C>& slot,
-                           int first_lane) {
+  // Copies K, or V, of the positions of the lanes from first_lane on, at these slots. Rows and
+  // columns out of range are filled with zeros.
+  __device__ void CopyTile(const Pieces& pieces, const Slot<C>& slot, int first_lane) {
     const TileState stage = TileState::Of(count_++);
     shared_.tiles_barriers.WaitFreed(stage);
-    const int first_row = lane_ / Pieces::kOfPosition;
-    C* to = shared_.tiles[stage.index] + CacheRows::Offset(first_row, lane_ % Pieces::kOfPosition);
+    const uint32_t chunks_of_lane = ChunksTo<C>(slot);
+    const int first_row = lane_ / Pieces::kOfPosition, chunk = lane_ % Pieces::kOfPosition;
+    C* to = shared_.tiles[stage.index] +
+            CacheRows::Offset(first_row, chunk + (copies_keys_ ? 0 : CacheRows::kChunks));
 #pragma unroll
     for (int row = 0; row < kTile; row += Pieces::kPositions) {
-      const int64_t offset = gpu::Shuffle(offset_of_lane, first_lane + first_row + row);
-#pragma unroll
-      for (int i = 0; i < Pieces::kOfLane; ++i) {
-        gpu::CopyAsync16(to + CacheRows::Offset(row, i * gpu::kWarpSize),
-                         reinterpret_cast<const void*>(pieces.from[i] + offset),
-                         pieces.exist[i] && offset >= 0);
-      }
+      const uint32_t chunks = gpu::Shuffle(chunks_of_lane, first_lane + first_row + row);
+      gpu::CopyAsync16(to + CacheRows::Offset(row, 0), pieces.from + uint64_t{chunks} * 16,
+                       pieces.exist && chunks != kNoSlot);
     }
     gpu::Barrier* filled = &shared_.tiles_barriers.filled[stage.index];
+    if (kIs8Bit<C> && copies_keys_) WriteScales(slot, first_lane, stage, filled);
+    gpu::ArriveAfterCopies(filled);
+  }
+
+  // The scales of the positions of an 8-bit cache.
+  __device__ void WriteScales(const Slot<C>& slot, int first_lane, TileState stage,
+                              gpu::Barrier* filled) {
     if constexpr (kIs8Bit<C>) {
       const int row = lane_ - first_lane;
       if (0 <= row && row < kTile) shared_.scales[stage.index][row] = {slot.k_scale, slot.v_scale};
       gpu::SyncWarp();
       if (lane_ == 0) gpu::Arrive(filled);
     }
-    gpu::ArriveAfterCopies(filled);
   }
 
   const Params& p_;
   const Scratch& scratch_;
   Shared& shared_;
   const int lane_;
+  const bool copies_keys_;
   uint32_t count_ = 0;  // tiles so far
 };
 

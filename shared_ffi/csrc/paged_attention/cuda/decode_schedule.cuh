@@ -21,21 +21,22 @@ class DecodeSchedule {
 
   __device__ DecodeSchedule(const Params& p, QueryLengths lengths)
       : p_(p), lengths_(lengths), num_seqs_(Larger(0, NumSeqs(p))) {
-    const int64_t total = CountTiles();
-    const int64_t begin = total * blockIdx.x / gridDim.x;
-    end_ = total * (blockIdx.x + int64_t{1}) / gridDim.x;
+    // The first blocks have one tile more than the others.
+    const int64_t total = CountTiles(), share = Divide(total, gridDim.x);
+    const int64_t with_one_more = total - share * gridDim.x;
+    const int64_t begin = share * blockIdx.x + Smaller(blockIdx.x, with_one_more);
+    end_ = begin + share + (blockIdx.x < with_one_more ? 1 : 0);
     FindFirst(begin);
   }
 
   // Returns false after the block's last split.
   __device__ bool Next(DecodeItem* work) {
     if (place_ >= end_ || s_ >= num_seqs_) return false;
-    const RowTiles tiles(p_, sequence_.q_len, kMaxRowsPerItem);
-    MakeItem(p_, s_, sequence_, tiles, /*tile=*/0, kv_head_, split_, &work->item);
-    const int64_t first_tile = split_ * tiles_per_split_;
+    MakeItem(p_, s_, sequence_, rows_, /*tile=*/0, kv_head_, splits_, split_, &work->item);
+    const int32_t first_tile = split_ * tiles_per_split_;
     place_ += Smaller(tiles_per_split_, num_tiles_ - first_tile);
-    work->is_last = ++split_ == num_splits_ || place_ >= end_;
-    if (split_ == num_splits_) {
+    work->is_last = ++split_ == splits_.count || place_ >= end_;
+    if (split_ == splits_.count) {
       split_ = 0;
       if (++kv_head_ == p_.num_kv_heads) {
         kv_head_ = 0;
@@ -46,10 +47,15 @@ class DecodeSchedule {
   }
 
  private:
+  // Numbers of tiles of the whole batch may need 64 bits, but hardly ever do.
+  static __device__ __forceinline__ int64_t Divide(int64_t a, int64_t b) {
+    return a <= UINT32_MAX ? DivideU32(a, b) : a / b;
+  }
+
   // The tiles of a sequence and kv head; 0 if the sequence is not this kernel's.
-  __device__ int64_t NumTiles(const Sequence& sequence) const {
+  __device__ int32_t NumTiles(const Sequence& sequence) const {
     if (!sequence.IsLegal(p_) || !lengths_.Contain(sequence.q_len)) return 0;
-    return CeilDiv(sequence.context_len - sequence.Begin(p_), kTile);
+    return static_cast<int32_t>(CeilDiv(sequence.context_len - sequence.Begin(p_), kTile));
   }
 
   // The tiles of all sequences and kv heads. A sequence without a valid range ends the batch.
@@ -78,7 +84,7 @@ class DecodeSchedule {
     int64_t before = 0;  // tiles of the sequences before a window of them
     for (int64_t window = 0; window < num_seqs_; window += gpu::kWarpSize) {
       const int64_t s = window + lane;
-      int64_t end = s < num_seqs_ ? NumTiles(Sequence(p_, s)) * p_.num_kv_heads : 0;
+      int64_t end = s < num_seqs_ ? p_.num_kv_heads * NumTiles(Sequence(p_, s)) : 0;
       for (int delta = 1; delta < gpu::kWarpSize; delta *= 2) {
         const int64_t left = gpu::ShuffleUp(end, delta);
         if (lane >= delta) end += left;
@@ -99,12 +105,12 @@ class DecodeSchedule {
   // Within the sequence.
   __device__ void SkipTo(int64_t begin) {
     if (s_ >= num_seqs_ || begin <= place_) return;
-    kv_head_ = (begin - place_) / num_tiles_;
-    const int64_t tiles = begin - place_ - kv_head_ * num_tiles_;
-    place_ += kv_head_ * num_tiles_;
-    split_ = CeilDiv(tiles, tiles_per_split_);
+    kv_head_ = static_cast<int32_t>(Divide(begin - place_, num_tiles_));
+    place_ += int64_t{kv_head_} * num_tiles_;
+    const int64_t tiles = begin - place_;
+    split_ = static_cast<int32_t>(DivideU32(tiles + tiles_per_split_ - 1, tiles_per_split_));
     place_ += Smaller(split_ * tiles_per_split_, num_tiles_);
-    if (split_ >= num_splits_) {
+    if (split_ >= splits_.count) {
       split_ = 0;
       ++kv_head_;
     }
@@ -123,8 +129,9 @@ class DecodeSchedule {
     }
     s_ = s;
     if (s >= num_seqs_) return;
-    num_splits_ = sequence_.NumSplits(p_);
-    tiles_per_split_ = sequence_.SplitPositions(p_) / kTile;
+    splits_ = Splits(p_, sequence_);
+    rows_ = RowTiles(p_, sequence_.q_len, kMaxRowsPerItem);
+    tiles_per_split_ = static_cast<int32_t>(splits_.positions / kTile);
   }
 
   const Params& p_;
@@ -134,11 +141,12 @@ class DecodeSchedule {
   int64_t end_ = 0;    // of the block's share
   int64_t s_ = 0;      // the next split's sequence
   Sequence sequence_ = {};
-  int64_t num_tiles_ = 0;
-  int64_t num_splits_ = 0;
-  int64_t tiles_per_split_ = 1;
-  int64_t kv_head_ = 0;
-  int64_t split_ = 0;
+  int32_t num_tiles_ = 0;
+  Splits splits_ = {};
+  RowTiles rows_ = {};
+  int32_t tiles_per_split_ = 1;
+  int32_t kv_head_ = 0;
+  int32_t split_ = 0;
 };
 
 }  // namespace xla_gpu::paged_attention

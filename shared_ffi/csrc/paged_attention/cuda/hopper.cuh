@@ -62,25 +62,27 @@ struct SwizzledRows {
 
   // Descriptor of the columns [column, column + 16) of all rows, which a product sums over.
   static __device__ __forceinline__ uint64_t Columns(const T* rows, int column) {
-    const T* begin = rows + column / kBlockColumns * kBlockElements + column % kBlockColumns;
-    return Descriptor(begin, 0);
+    const int before = column / kBlockColumns * kBlockElements + column % kBlockColumns;
+    return Descriptor(rows, before, 0);
   }
 
   // Descriptor of the rows [row, row + 16) from a group of columns on; a product sums over the
   // rows.
   static __device__ __forceinline__ uint64_t Rows(const T* rows, int row, int column) {
-    const T* begin = rows + column / kBlockColumns * kBlockElements + row * kBlockColumns;
-    return Descriptor(begin, kBlockElements * sizeof(T));
+    const int before = column / kBlockColumns * kBlockElements + row * kBlockColumns;
+    return Descriptor(rows, before, kBlockElements * sizeof(T));
   }
 
  private:
   // PTX ISA, "Matrix Descriptor Format" of wgmma: the start address, the bytes to the next 64
   // columns and the bytes to the next 8 rows, each divided by 16; then the code for 128-byte
-  // swizzling.
-  static __device__ __forceinline__ uint64_t Descriptor(const T* begin, uint64_t block_bytes) {
-    const uint64_t group_bytes = 8 * kBlockColumns * sizeof(T);
-    return gpu::SharedAddress(begin) >> 4 | block_bytes >> 4 << 16 | group_bytes >> 4 << 32 |
-           uint64_t{1} << 62;
+  // swizzling. The start is `before` elements behind `rows`, a multiple of 16 bytes, so that the
+  // descriptors of one tile differ by constants.
+  static __device__ __forceinline__ uint64_t Descriptor(const T* rows, int before,
+                                                        uint32_t block_bytes) {
+    constexpr uint32_t kGroupBytes = 8 * kBlockColumns * sizeof(T);
+    const uint32_t start = (gpu::SharedAddress(rows) >> 4) + before * int{sizeof(T)} / 16;
+    return (start | block_bytes >> 4 << 16) | uint64_t{kGroupBytes >> 4 | 1u << 30} << 32;
   }
 };
 
@@ -260,6 +262,7 @@ class HopperProducer {
 
   __device__ void Run(QueryLengths lengths) {
     Schedule schedule(p_, lengths, kHopperRows, &shared_.schedule);
+    gpu::WaitForKernelsBefore();  // the one before resets the counter
     const ItemCounter counter(scratch_.counter, &shared_.number);
     for (uint32_t n = 0;; ++n) {
       const Item* item = schedule.Find(counter.Next());
@@ -305,10 +308,10 @@ class HopperProducer {
       const int32_t next_block = IsIn(item, next) ? BlockOf(p_, item, next) : 0;
       Slot<C> slot;
       if (IsIn(item, position)) slot = SlotIn<C>(p_, item, block, position, &is_bad);
-      const int64_t offset = BytesTo<C>(slot);
       const bool is_first = tile == tiles.begin;
       if constexpr (kIs8Bit<C>) {
         using Source = typename Widened::Source;
+        const int64_t offset = BytesTo<C>(slot);
         const Source keys = {KeyOf<C>(p_, 0, item.kv_head), p_.head_size, offset};
         const Source values = {ValueOf<C>(p_, 0, item.kv_head), p_.value_head_size, offset};
         if (is_first) {
@@ -319,13 +322,14 @@ class HopperProducer {
         FillKeys([&](Half* to) { rows.StoreAndLoad(to, warp_ * kPositions, values); });
         if (is_first) CopyQuery(item, query_stage);
       } else {
-        FillKeys([&](T* to) { CopyTile(KeyOf<T>(p_, 0, item.kv_head), p_.head_size, offset, to); });
+        const uint32_t chunks = ChunksTo<C>(slot);
+        FillKeys([&](T* to) { CopyTile(KeyOf<T>(p_, 0, item.kv_head), p_.head_size, chunks, to); });
         if (is_first) CopyQuery(item, query_stage);
         if (Shared::KeysHoldValues(p_)) {
           stage_ = stage_.Next();
         } else {
           FillValues([&](T* to) {
-            CopyTile(ValueOf<T>(p_, 0, item.kv_head), p_.value_head_size, offset, to);
+            CopyTile(ValueOf<T>(p_, 0, item.kv_head), p_.value_head_size, chunks, to);
           });
         }
       }
@@ -384,24 +388,28 @@ class HopperProducer {
     }
   }
 
-  // A warp copies the positions whose offsets, in bytes, its lanes have found; eight lanes copy 128
-  // bytes of one position. Rows and columns out of range are filled with zeros.
-  __device__ void CopyTile(const T* cache, int64_t num_columns, int64_t offset_of_lane, T* tile) {
+  // A warp copies the positions whose offsets its lanes have found; eight lanes copy 128 bytes of
+  // one position. Rows and columns out of range are filled with zeros.
+  __device__ void CopyTile(const T* cache, int64_t num_columns, uint32_t chunks_of_lane, T* tile) {
     const int row = lane_ / 8, chunk = lane_ % 8, first_row = warp_ * kPositions + row;
     const auto from = reinterpret_cast<uintptr_t>(cache + chunk * CacheRows::kChunk);
+    // The lane's chunks of a row that exist.
+    const int num_chunks =
+        CeilDiv(num_columns - chunk * CacheRows::kChunk, CacheRows::kBlockColumns);
     // Where a chunk lies among others repeats every eight rows.
     T* const to[2] = {tile + CacheRows::Offset(first_row, chunk),
                       tile + CacheRows::Offset(first_row + 4, chunk)};
 #pragma unroll
     for (int i = 0; i < kPositions; i += 4) {
-      const int64_t offset = gpu::Shuffle(offset_of_lane, row + i);
+      const uint32_t chunks = gpu::Shuffle(chunks_of_lane, row + i);
+      const uintptr_t from_row = from + uint64_t{chunks} * 16;
 #pragma unroll
       for (int block = 0; block < CacheRows::kChunks / 8; ++block) {
         const int column = block * CacheRows::kBlockColumns;
         gpu::CopyAsync16(to[i / 4 % 2] + i / 8 * 8 * CacheRows::kBlockColumns +
                              block * CacheRows::kBlockElements,
-                         reinterpret_cast<const void*>(from + offset + column * sizeof(T)),
-                         offset >= 0 && column + chunk * CacheRows::kChunk < num_columns);
+                         reinterpret_cast<const void*>(from_row + column * sizeof(T)),
+                         block < num_chunks && chunks != kNoSlot);
       }
     }
   }
@@ -741,6 +749,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     gpu::TakeRegisters<Registers::kConsumer>();
     const int consumer = warpgroup - 1;
     typename Shared::TileState tile;
+    gpu::WaitForKernelsBefore();
     // The first turn to start products is the first consumer's.
     if (consumer > 0) gpu::ArriveThreads(kTurnOf, kConsumers * kThreads);
     for (uint32_t n = 0;; ++n) {

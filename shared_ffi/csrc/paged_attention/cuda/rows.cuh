@@ -83,6 +83,16 @@ __device__ __forceinline__ int64_t BytesTo(const Slot<C>& slot) {
   return slot.offset >= 0 ? slot.offset * static_cast<int64_t>(sizeof(C)) : INT64_MIN;
 }
 
+// The same in chunks of 16 bytes, as one register: kNoSlot where there is no slot. For the kernels
+// whose calls FitChunks.
+inline constexpr uint32_t kNoSlot = UINT32_MAX;
+
+template <typename C>
+__device__ __forceinline__ uint32_t ChunksTo(const Slot<C>& slot) {
+  constexpr int kChunk = 16 / sizeof(C);  // elements
+  return slot.offset >= 0 ? static_cast<uint32_t>(slot.offset / kChunk) : kNoSlot;
+}
+
 // The KV tiles [begin, end) that hold a work item's positions.
 struct Tiles {
   int32_t begin;

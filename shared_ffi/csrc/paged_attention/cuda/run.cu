@@ -57,6 +57,14 @@ bool IsAligned(const Params& p) {
   return true;
 }
 
+// Whether the offset of each position in the cache is a 32-bit number of chunks of 16 bytes, as the
+// Hopper and decode kernels count them: up to 64 GiB.
+template <typename C>
+bool FitsChunks(const Params& p) {
+  const int64_t last = p.cache.Offset(p.num_blocks - 1, p.block_size - 1);
+  return last < int64_t{UINT32_MAX} * (16 / static_cast<int64_t>(sizeof(C)));
+}
+
 // Whether the tensor core kernel for heads of this size takes a call. A wide head has its V in K.
 bool IsForHeads(int head_size, const Params& p) {
   return head_size <= kMaxColumns || (p.is_latent && p.value_head_size <= 2 * kMaxColumns);
@@ -105,10 +113,12 @@ bool LaunchesEarly(const gpu::Device& device) {
 #endif
 }
 
-// An attention kernel of a call, and the sequences that it takes.
+// An attention kernel of a call, the sequences that it takes, and whether it waits itself for the
+// kernels before it.
 struct CallKernel {
   AttentionKernel attention;
   QueryLengths lengths;
+  bool waits;
 };
 
 // Sets *kernel to the one for queries of more than `few` tokens. Returns whether they have one of
@@ -119,10 +129,11 @@ bool FindPrefillKernel(const gpu::Device& device, const Params& p, int64_t few,
   if constexpr (sizeof(T) == 2) {
     if (!UsesHopperKernels(device)) return false;
     kernel->lengths.min = few + 1;
+    kernel->waits = true;
     return WithCacheType<T>(p, [&](auto cache) {
       using C = decltype(cache);
       AttentionKernel& attention = kernel->attention;
-      return IsAligned<C>(p) && (!kIs8Bit<C> || p.ScalesAreUniform()) &&
+      return IsAligned<C>(p) && FitsChunks<C>(p) && (!kIs8Bit<C> || p.ScalesAreUniform()) &&
              WithSmallest(HopperHeadSizes<C>(), p.head_size,
                           [&](auto head_size) { attention = HopperKernelOf<T, C, head_size>(); });
     });
@@ -137,7 +148,7 @@ bool FindDecodeKernel(const gpu::Device& device, const Params& p, CallKernel* ke
     if (!UsesHopperKernels(device)) return false;
     const bool found = WithCacheType<T>(p, [&](auto cache) {
       using C = decltype(cache);
-      return IsAligned<C>(p) &&
+      return IsAligned<C>(p) && FitsChunks<C>(p) &&
              WithSmallest(DecodeHeadSizes<C>(), p.head_size, [&](auto head_size) {
                kernel->attention = DecodeKernelOf<T, C, head_size>();
              });
@@ -176,9 +187,10 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   bool follows = false;  // on a kernel of this call
   // The kernel for long queries is the last, and never the first: the kernel before sets its
   // counter to zero.
-  for (const auto& [attention, lengths] : {decode, others, prefill}) {
+  for (auto [attention, lengths, waits] : {decode, others, prefill}) {
     if (lengths.min > Smaller(lengths.max, longest)) continue;
     const int64_t num_items = MaxItems(p, scratch, attention.rows_per_item);
+    attention.kernel.begins_early = waits && LaunchesEarly(device);
     const gpu::Error error =
         attention.kernel.LaunchResident(device, num_items, stream, p, scratch, lengths);
     if (error) return error;

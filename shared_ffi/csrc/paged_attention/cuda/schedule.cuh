@@ -111,14 +111,19 @@ struct Sequence {
     return p.WindowBegin(context_len - q_len) / kTileAlignment * kTileAlignment;
   }
 
-  __device__ int64_t SplitPositions(const Params& p) const {
-    const int64_t length = context_len - Begin(p);
-    return q_len <= MaxSplitTokens(p) ? SplitLength(p, q_len, length) : Larger(length, 1);
-  }
+};
 
-  __device__ int64_t NumSplits(const Params& p) const {
-    const int64_t positions = SplitPositions(p);
-    return q_len == 0 ? 0 : DivideU32(context_len - Begin(p) + positions - 1, positions);
+// The splits of a sequence.
+struct Splits {
+  int64_t begin;      // the first position attended to: Sequence::Begin
+  int64_t positions;  // of a split; the last may have fewer
+  int64_t count;
+
+  Splits() = default;
+  __device__ Splits(const Params& p, const Sequence& sequence) : begin(sequence.Begin(p)) {
+    const int64_t q_len = sequence.q_len, length = sequence.context_len - begin;
+    positions = q_len <= MaxSplitTokens(p) ? SplitLength(p, q_len, length) : Larger(length, 1);
+    count = q_len == 0 ? 0 : DivideU32(length + positions - 1, positions);
   }
 };
 
@@ -129,6 +134,7 @@ struct RowTiles {
   int64_t tiles_per_token;
   int64_t count;
 
+  RowTiles() = default;
   __device__ RowTiles(const Params& p, int64_t q_len, int64_t max_rows) {
     const int64_t group = GqaGroupSize(p);
     rows = group <= max_rows ? DivideU32(max_rows, group) * group : max_rows;
@@ -155,8 +161,8 @@ struct RowTiles {
 
 // The work item of a query tile of sequence s, a kv head and a split.
 __device__ inline void MakeItem(const Params& p, int64_t s, const Sequence& sequence,
-                                const RowTiles& tiles, int64_t tile, int64_t kv_head, int64_t split,
-                                Item* item) {
+                                const RowTiles& tiles, int64_t tile, int64_t kv_head,
+                                const Splits& splits, int64_t split, Item* item) {
   item->sequence = static_cast<int32_t>(s);
   item->kv_head = static_cast<int32_t>(kv_head);
   item->first_token = static_cast<int32_t>(sequence.first_token);
@@ -167,11 +173,11 @@ __device__ inline void MakeItem(const Params& p, int64_t s, const Sequence& sequ
   tiles.Find(p, sequence.q_len, tile, item);
 
   // The first split also has what bidirectional ranges add before the window.
-  const int64_t split_begin = sequence.Begin(p) + split * sequence.SplitPositions(p);
-  const int64_t split_end = split_begin + sequence.SplitPositions(p);
+  const int64_t split_begin = splits.begin + split * splits.positions;
+  const int64_t split_end = split_begin + splits.positions;
   item->begin = split == 0 ? 0 : static_cast<int32_t>(split_begin);
   item->end = static_cast<int32_t>(Smaller(split_end, item->context_len));
-  item->num_splits = static_cast<int32_t>(sequence.NumSplits(p));
+  item->num_splits = static_cast<int32_t>(splits.count);
   // From the item's numbers, which take half of the registers.
   const int32_t i = DivideU32(item->first_row, GqaGroupSize(p));
   const int32_t last = DivideU32(item->first_row + item->num_rows - 1, GqaGroupSize(p));
@@ -257,7 +263,7 @@ class Schedule {
   __device__ int64_t NumItems(const Sequence& sequence) const {
     if (!sequence.IsLegal(p_) || !lengths_.Contain(sequence.q_len)) return 0;
     const RowTiles tiles(p_, sequence.q_len, max_rows_);
-    return p_.num_kv_heads * tiles.count * sequence.NumSplits(p_);
+    return p_.num_kv_heads * tiles.count * Splits(p_, sequence).count;
   }
 
   __device__ void CountWindow(int64_t window) {
@@ -294,12 +300,12 @@ class Schedule {
     *item = {};
     if (number >= NumItems(sequence)) return;
     const RowTiles tiles(p_, sequence.q_len, max_rows_);
-    const int64_t num_splits = sequence.NumSplits(p_);
+    const Splits splits(p_, sequence);
     const int64_t tile_and_split = DivideU32(number, p_.num_kv_heads);
     const int64_t kv_head = number - tile_and_split * p_.num_kv_heads;
-    const int64_t tile = DivideU32(tile_and_split, num_splits);
-    const int64_t split = tile_and_split - tile * num_splits;
-    MakeItem(p_, s, sequence, tiles, tiles.count - 1 - tile, kv_head, split, item);
+    const int64_t tile = DivideU32(tile_and_split, splits.count);
+    const int64_t split = tile_and_split - tile * splits.count;
+    MakeItem(p_, s, sequence, tiles, tiles.count - 1 - tile, kv_head, splits, split, item);
   }
 
   const Params& p_;

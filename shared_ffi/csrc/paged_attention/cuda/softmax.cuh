@@ -78,29 +78,46 @@ class Softmax {
   // sums so far.
   template <int kBlocks>
   __device__ void Weigh(float (&logits)[kBlocks][4], float (&shrinks)[2]) {
+    // The two rows side by side, and the numbers of a row in two halves: else each instruction
+    // waits for the one before.
+    const bool scales_late = ScalesLate();
+    float largest[4], sums[4], factors[2], shifts[2];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      largest[e] = logits[0][e];
+#pragma unroll
+      for (int n = 1; n < kBlocks; ++n) largest[e] = fmaxf(largest[e], logits[n][e]);
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float factor = ScalesLate() ? scales_[r] * kLog2E : 1.0f;
-      float largest = -kInfinity;
+      factors[r] = scales_late ? scales_[r] * kLog2E : 1.0f;
+      const float max = fmaxf(largest[2 * r], largest[2 * r + 1]) * factors[r];
+      shifts[r] = fmaxf(states_[r].max, max);
+    }
 #pragma unroll
-      for (int n = 0; n < kBlocks; ++n) {
-        largest = fmaxf(largest, fmaxf(logits[n][2 * r], logits[n][2 * r + 1]));
+    for (int mask = 1; mask <= 2; mask *= 2) {
+#pragma unroll
+      for (float& max : shifts) max = fmaxf(max, gpu::ShuffleXor(max, mask));
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float max = shifts[r];
+      shifts[r] = ShiftOf(max);
+      shrinks[r] = gpu::Exp2(states_[r].max - shifts[r]);
+      states_[r].max = max;
+    }
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        logits[n][e] = gpu::Exp2(gpu::Fma(logits[n][e], factors[e / 2], -shifts[e / 2]));
+        sums[e] = n == 0 ? logits[n][e] : sums[e] + logits[n][e];
       }
-      float max = fmaxf(states_[r].max, largest * factor);
-      max = fmaxf(max, gpu::ShuffleXor(max, 1));
-      max = fmaxf(max, gpu::ShuffleXor(max, 2));
-      const float shift = max == -kInfinity ? 0.0f : max;
-      shrinks[r] = gpu::Exp2(states_[r].max - shift);
-      float sum = states_[r].sum * shrinks[r];
+    }
+    // Only of this lane's positions; State adds up the lanes.
 #pragma unroll
-      for (int n = 0; n < kBlocks; ++n) {
-#pragma unroll
-        for (int e = 2 * r; e < 2 * r + 2; ++e) {
-          logits[n][e] = gpu::Exp2(gpu::Fma(logits[n][e], factor, -shift));
-          sum += logits[n][e];
-        }
-      }
-      states_[r] = {max, sum};  // only this lane's positions; State adds up the lanes
+    for (int r = 0; r < 2; ++r) {
+      states_[r].sum = gpu::Fma(states_[r].sum, shrinks[r], sums[2 * r] + sums[2 * r + 1]);
     }
   }
 
