@@ -30,11 +30,11 @@ inline constexpr int kHopperThreads = (1 + kConsumers) * kThreads;
 
 // Registers per thread. A thread block starts with all registers of a multiprocessor, divided
 // evenly. Then the producer gives a part of its share to the consumers.
-template <typename C>
+template <typename C, int kHeadSize>
 struct HopperRegisters {
   static constexpr int kLaunch = 64 * 1024 / kHopperThreads / 8 * 8;
-  static constexpr int kProducer = kIs8Bit<C> ? 88 : 56;
-  static constexpr int kConsumer = kIs8Bit<C> ? 208 : 224;
+  static constexpr int kProducer = kIs8Bit<C> ? 88 : kHeadSize == 64 ? 72 : 56;
+  static constexpr int kConsumer = kIs8Bit<C> ? 208 : kHeadSize == 64 ? 216 : 224;
   static_assert(kProducer + kConsumers * kConsumer <= (1 + kConsumers) * kLaunch,
                 "consumers would wait for registers for ever");
 };
@@ -497,7 +497,15 @@ class HopperItem {
         gpu::WaitProducts<1>(logits);
         FreeKeys(next);
         Weigh(tile + 1, logits, shrinks);
-        gpu::WaitProducts<0>(sums_);
+        gpu::KeepRegisters(logits);
+        // ptxas moves a wait up within its basic block. Without the branch, the weights would not
+        // be computed while the values are multiplied.
+        if (gpu::AnyInWarp(shrinks[0] != 1 || shrinks[1] != 1)) {
+          gpu::WaitProducts<0>(sums_);
+          Softmax::Shrink(shrinks, sums_);
+        } else {
+          gpu::WaitProducts<0>(sums_);
+        }
         gpu::KeepRegisters(weights);
       } else {
         AddOneByOne(tile, *stage, weights);
@@ -508,9 +516,9 @@ class HopperItem {
         gpu::WaitProducts<0>(logits);
         FreeKeys(next);
         Weigh(tile + 1, logits, shrinks);
+        Softmax::Shrink(shrinks, sums_);
       }
       FreeValues(*stage);
-      Softmax::Shrink(shrinks, sums_);
       Pack(logits, weights);
       *stage = next;
     }
@@ -727,7 +735,8 @@ class HopperItem {
   const HopperWork& work_;
   Shared& shared_;
   const int consumer_;
-  const CommonRange common_;
+  // With a cache of 8 bits there are no registers for a copy.
+  const std::conditional_t<kIs8Bit<C>, const CommonRange&, CommonRange> common_;
   Softmax softmax_;
   float sums_[kHeadSize / 8][4] = {};  // laid out as logits, with columns in place of positions
 };
@@ -736,7 +745,7 @@ template <typename T, typename C, int kHeadSize>
 __global__ void __launch_bounds__(kHopperThreads, 1)
     HopperAttention(Params p, Scratch scratch, QueryLengths lengths) {
   using Shared = HopperShared<T, C, kHeadSize>;
-  using Registers = HopperRegisters<C>;
+  using Registers = HopperRegisters<C, kHeadSize>;
   auto* shared = reinterpret_cast<Shared*>(gpu::SharedMemory());
   if (threadIdx.x == 0) shared->Init();
   gpu::LetNextKernelBegin();

@@ -78,10 +78,10 @@ class Softmax {
   // sums so far.
   template <int kBlocks>
   __device__ void Weigh(float (&logits)[kBlocks][4], float (&shrinks)[2]) {
-    // The two rows side by side, and the numbers of a row in two halves: else each instruction
-    // waits for the one before.
+    // The two rows side by side, and the largest of a row's even and odd positions: else each
+    // instruction waits for the one before.
     const bool scales_late = ScalesLate();
-    float largest[4], sums[4], factors[2], shifts[2];
+    float largest[4], sums[2] = {}, factors[2], shifts[2];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       largest[e] = logits[0][e];
@@ -111,13 +111,13 @@ class Softmax {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         logits[n][e] = gpu::Exp2(gpu::Fma(logits[n][e], factors[e / 2], -shifts[e / 2]));
-        sums[e] = n == 0 ? logits[n][e] : sums[e] + logits[n][e];
+        sums[e / 2] += logits[n][e];
       }
     }
     // Only of this lane's positions; State adds up the lanes.
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      states_[r].sum = gpu::Fma(states_[r].sum, shrinks[r], sums[2 * r] + sums[2 * r + 1]);
+      states_[r].sum = gpu::Fma(states_[r].sum, shrinks[r], sums[r]);
     }
   }
 
