@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -91,6 +92,35 @@ def test_ptxas_reports_no_performance_loss(folder: Path) -> None:
     reports = [path.read_text() for path in folder.rglob("*.ptxas")]
     assert len(reports) > 1
     assert [line for report in reports for line in re.findall(r".*\(C75\d\d\).*", report)] == []
+
+
+@pytest.mark.parametrize("cache", ["BFloat16", "Float8E4M3"])
+@pytest.mark.parametrize("head_size", [64, 128, 192, 256])
+def test_weights_are_computed_while_values_are_multiplied(
+    folder: Path, head_size: int, cache: str
+) -> None:
+    """The Hopper kernel waits for the product with the values after the exponentials of the next
+    weights. ptxas may move the wait up before them, which changes no result."""
+    objects = [*folder.rglob(f"hopper_BFloat16_{cache}_{head_size}.dir/**/*.o")]
+    if not objects:
+        pytest.skip("this build has no such kernel")
+    tool = next(
+        (path for x in sys.path if (path := Path(x, "nvidia/cu13/bin/cuobjdump")).exists()), None
+    )
+    if tool is None:
+        pytest.skip("no cuobjdump, which is in the dependency group test")
+    path = f"{tool.parent}{os.pathsep}{os.environ['PATH']}"  # it calls nvdisasm
+    outcome = native.run(tool, "--dump-sass", objects[0], environment={"PATH": path})
+    sass = outcome.stdout.splitlines()
+    code = [line for line in sass if re.match(r"\s+/\*[0-9a-f]{4,}\*/", line)]
+    waits = {
+        pending: [i for i, line in enumerate(code) if f"DEPBAR.LE gsb0, 0x{pending}" in line]
+        for pending in (0, 1)
+    }
+    (for_logits,) = waits[1]
+    for_values = next(i for i in waits[0] if i > for_logits)
+    exponentials = sum("MUFU.EX2" in line for line in code[for_values - 100 : for_values])
+    assert exponentials >= 20
 
 
 def test_the_build_shows_the_warnings_of_ptxas() -> None:

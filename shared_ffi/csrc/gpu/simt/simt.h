@@ -330,8 +330,8 @@ void FenceProducts(float (&)[kBlocks][4]) {
   simt::FenceProducts();
 }
 
-template <int kSteps>
-void KeepRegisters(uint32_t (&)[kSteps][4]) {}
+template <typename T, int kSteps>
+void KeepRegisters(T (&)[kSteps][4]) {}
 
 inline void CommitProducts() { simt::CommitProducts(); }
 

@@ -2,9 +2,9 @@
 // It also writes the rows that no work item wrote: zeros for padding, NaN where lengths or tables
 // are faulty.
 //
-// A piece is 32 columns of a token and head, one for each lane of a warp. With few tokens many
-// warps share a token's pieces; with many tokens a warp takes whole tokens, and skips tokens that
-// need neither merging nor filling.
+// A piece is 128 columns of a token and head: each lane of a warp has every 32nd. With few tokens
+// many warps share a token's pieces; with many tokens a warp takes whole tokens, and skips tokens
+// that need neither merging nor filling.
 #pragma once
 
 #include "rows.cuh"
@@ -134,17 +134,20 @@ class Tokens {
   bool is_faulty_ = false;
 };
 
-// A row as its lanes have it: each has another column.
+inline constexpr int kCombineColumns = 4;  // of a lane, 32 apart
+
+// The columns of a row that a lane has.
 struct MergedRow {
-  RowState state;
-  float value;
+  RowState state = {-kInfinity, 0};
+  float values[kCombineColumns] = {};
 };
 
-// Merges a row's partial results. Each lane weighs another split; the partial results of kLoads
-// splits are on their way at a time. Returns false if the row is written.
+// Merges a row's partial results, for the columns from `column` on. Each lane weighs another split;
+// the partial results of kLoads splits are on their way at a time. Returns false if the row is
+// written.
 __device__ inline bool MergeSplits(const Params& p, const Scratch& scratch, const TokenRows& rows,
                                    int64_t head, int64_t column, MergedRow* row) {
-  constexpr int kLoads = 8;
+  constexpr int kLoads = 4;
   static_assert(gpu::kWarpSize % kLoads == 0, "every split of a load has a lane");
   const int lane = threadIdx.x % gpu::kWarpSize;
   const int64_t first = rows.first_slot * p.num_heads + head;
@@ -153,7 +156,7 @@ __device__ inline bool MergeSplits(const Params& p, const Scratch& scratch, cons
   // Where splits are folded, the states of the first ones are not written.
   const int32_t first_split = MergedSplits::First(scratch.states[first]);
   if (first_split < 0) return false;
-  *row = {{-kInfinity, 0}, 0};
+  *row = {};
   for (int64_t begin = 0; begin < rows.num_splits; begin += gpu::kWarpSize) {
     const int count = static_cast<int>(Smaller(gpu::kWarpSize, rows.num_splits - begin));
     const int skipped = static_cast<int>(Larger(0, first_split - begin));  // of these splits
@@ -168,32 +171,50 @@ __device__ inline bool MergeSplits(const Params& p, const Scratch& scratch, cons
     const float before = gpu::ShuffleUp(max, 1);
     const Rescale rescale(lane == 0 ? row->state.max : before, split.max);
     for (int j = skipped / kLoads * kLoads; j < count; j += kLoads) {
-      float parts[kLoads];
+      float parts[kLoads][kCombineColumns];
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        const bool exists = skipped <= j + i && j + i < count && column < p.value_head_size;
-        parts[i] = exists ? partials[(begin + j + i) * stride] : 0.0f;
+        const bool exists = skipped <= j + i && j + i < count;
+#pragma unroll
+        for (int k = 0; k < kCombineColumns; ++k) {
+          const int further = k * gpu::kWarpSize;
+          parts[i][k] = exists && column + further < p.value_head_size
+                            ? partials[(begin + j + i) * stride + further]
+                            : 0.0f;
+        }
       }
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         const Rescale step = rescale.FromLane(j + i);
         row->state.sum = step.Join(row->state.sum, gpu::Shuffle(split.sum, j + i));
-        row->value = step.Join(row->value, parts[i]);
+#pragma unroll
+        for (int k = 0; k < kCombineColumns; ++k) {
+          row->values[k] = step.Join(row->values[k], parts[i][k]);
+        }
       }
     }
     row->state.max = gpu::Shuffle(max, gpu::kWarpSize - 1);
   }
-  row->value *= JoinSink(p, head, &row->state);
-  if (rows.attend) row->value /= row->state.sum;
+  const float factor = JoinSink(p, head, &row->state);
+#pragma unroll
+  for (float& value : row->values) {
+    value *= factor;
+    if (rows.attend) value /= row->state.sum;
+  }
   return true;
 }
 
+// The pieces of a token and head.
+XLA_GPU_HOST_DEVICE inline int64_t CombineParts(const Params& p) {
+  return CeilDiv(p.value_head_size, kCombineColumns * gpu::kWarpSize);
+}
+
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 6)
+__global__ void __launch_bounds__(kThreads, 5)
     Combine(Params p, Scratch scratch, ItemRows item_rows) {
   const Batch batch(p, reinterpret_cast<int*>(gpu::SharedMemory()));
   const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
-  const int64_t parts = CeilDiv(p.value_head_size, gpu::kWarpSize), pieces = p.num_heads * parts;
+  const int64_t parts = CombineParts(p), pieces = p.num_heads * parts;
   const int64_t num_warps = int64_t{gridDim.x} * kWarps;
   const int64_t shares = Larger(1, Smaller(pieces, DivideU32(num_warps, p.num_tokens)));
   Tokens tokens(p, scratch, item_rows, batch);
@@ -205,12 +226,15 @@ __global__ void __launch_bounds__(kThreads, 6)
     if (!rows.are_missing && rows.num_splits == 1) continue;
     for (int64_t piece = n - token * shares; piece < pieces; piece += shares) {
       const int64_t head = DivideU32(piece, parts), part = piece - head * parts;
-      const int64_t column = part * gpu::kWarpSize + lane;
-      MergedRow row{{-kInfinity, 0}, rows.fill};
+      const int64_t column = part * kCombineColumns * gpu::kWarpSize + lane;
+      MergedRow row;
+      for (float& value : row.values) value = rows.fill;
       if (!rows.are_missing && !MergeSplits(p, scratch, rows, head, column, &row)) continue;
-      if (column < p.value_head_size) {
-        T* output = static_cast<T*>(p.output) + p.OutputOffset(token, head);
-        gpu::FromFloat(row.value, output + column);
+      T* output = static_cast<T*>(p.output) + p.OutputOffset(token, head);
+#pragma unroll
+      for (int k = 0; k < kCombineColumns; ++k) {
+        const int64_t at = column + k * gpu::kWarpSize;
+        if (at < p.value_head_size) gpu::FromFloat(row.values[k], output + at);
       }
       if (part > 0 || lane > 0) continue;
       if (!rows.are_missing) {

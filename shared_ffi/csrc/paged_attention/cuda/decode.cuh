@@ -23,8 +23,8 @@ namespace xla_gpu::paged_attention {
 
 inline constexpr int kDecodeProducers = 2;  // warps
 inline constexpr int kDecodeThreads = kThreads + kDecodeProducers * gpu::kWarpSize;
-inline constexpr int kDecodeRows = kRowsPerWarpTile;              // of a work item
-inline constexpr int kDecodeConsumers = 1;                        // named barrier
+inline constexpr int kDecodeRows = kRowsPerWarpTile;  // of a work item
+inline constexpr int kDecodeConsumers = 1;            // named barrier
 
 // The layout in shared memory of a KV tile: for each position K, then V. Rows are an odd number of
 // chunks of 16 bytes apart, so that the chunks of one column in eight adjacent rows lie in
@@ -118,20 +118,19 @@ class DecodeProducer {
   __device__ void Run(QueryLengths lengths) {
     DecodeSchedule schedule(p_, lengths);
     DecodeItem work = {}, next = {};
-    ItemState stage;
-    bool is_last = !schedule.Next(&work);
-    int32_t block = FirstBlockOf(work.item);
-    for (; !is_last; stage = stage.Next()) {
-      PublishWork(work, stage);
-      // The block ids of the next item are on their way while this item's tiles are copied.
-      is_last = !schedule.Next(&next);
-      const int32_t next_block = is_last ? 0 : FirstBlockOf(next.item);
-      CopyTiles(work.item, block);
+    BlockIds blocks = {};
+    // The block ids of an item are on their way while the tiles of the item before are copied.
+    for (ItemState stage;; stage = stage.Next()) {
+      const bool has_next = schedule.Next(&next);
+      if (!has_next) next.item.num_rows = -1;
+      const BlockIds next_blocks =
+          has_next ? BlocksOf(next.item, FirstPositionOf(next.item)) : BlockIds();
+      if (work.item.num_rows > 0) CopyTiles(work.item, blocks);
+      PublishWork(next, stage);
+      if (!has_next) break;
       work = next;
-      block = next_block;
+      blocks = next_blocks;
     }
-    work.item.num_rows = -1;
-    PublishWork(work, stage);
     gpu::CommitCopies();
     gpu::WaitCopies<0>();
   }
@@ -167,31 +166,47 @@ class DecodeProducer {
     if (lane_ == 0) gpu::Arrive(&shared_.items_barriers.filled[stage.index]);
   }
 
-  // The position of the first two tiles of an item that this lane finds, and its block id.
+  // Each lane finds the slot of one position of two tiles at a time. The block ids of kPairs times
+  // two tiles are on their way while those before are used: a load takes longer than two tiles.
+  static constexpr int kPairs = 4;
+  struct BlockIds {
+    int32_t id[kPairs] = {};
+  };
+
   __device__ int32_t FirstPositionOf(const Item& item) const {
     return Tiles(item, kTile).begin * kTile + lane_;
   }
-  __device__ int32_t FirstBlockOf(const Item& item) const {
-    const int32_t position = FirstPositionOf(item);
-    return IsIn(item, position) ? BlockOf(p_, item, position) : 0;
+  // The block ids of every 32nd position from this one on.
+  __device__ BlockIds BlocksOf(const Item& item, int32_t position) const {
+    BlockIds blocks;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i, position += 2 * kTile) {
+      blocks.id[i] = IsIn(item, position) ? BlockOf(p_, item, position) : 0;
+    }
+    return blocks;
   }
 
-  // Each lane finds the slot of a position of the next two tiles. The block ids of the two tiles
-  // after those are on their way meanwhile; `block` is of the first position.
-  __device__ void CopyTiles(const Item& item, int32_t block) {
+  // `next`: the block ids of the first positions.
+  __device__ void CopyTiles(const Item& item, BlockIds next) {
     const Tiles tiles(item, kTile);
     const Pieces pieces(p_, item, lane_, copies_keys_);
     bool is_bad = copies_keys_ && HasBadTree(p_, item, lane_);
     int32_t position = FirstPositionOf(item);
-    for (int32_t tile = tiles.begin; tile < tiles.end; tile += 2) {
-      const int32_t next = position + 2 * kTile;
-      const int32_t next_block = IsIn(item, next) ? BlockOf(p_, item, next) : 0;
+    BlockIds blocks;
+    for (int32_t tile = tiles.begin, pair = 0; tile < tiles.end;
+         tile += 2, pair = (pair + 1) % kPairs) {
+      if (pair == 0) {
+        blocks = next;
+        next = BlocksOf(item, position + kPairs * 2 * kTile);
+      }
+      int32_t block = blocks.id[0];
+#pragma unroll
+      for (int i = 1; i < kPairs; ++i) block = pair == i ? blocks.id[i] : block;
       Slot<C> slot;
       if (IsIn(item, position)) slot = SlotIn<C>(p_, item, block, position, &is_bad);
       CopyTile(pieces, slot, 0);
       if (tile + 1 < tiles.end) CopyTile(pieces, slot, kTile);
-      position = next;
-      block = next_block;
+      position += 2 * kTile;
     }
     is_bad = gpu::AnyInWarp(is_bad);
     if (copies_keys_ && lane_ == 0) Report(p_, scratch_, item, is_bad);

@@ -20,28 +20,38 @@ class DecodeSchedule {
   static constexpr int kTile = 16;  // positions that sizes are counted in
 
   __device__ DecodeSchedule(const Params& p, QueryLengths lengths)
-      : p_(p), lengths_(lengths), num_seqs_(Larger(0, NumSeqs(p))) {
+      : p_(p),
+        lengths_(lengths),
+        num_seqs_(Larger(0, NumSeqs(p))),
+        kv_head_(static_cast<int32_t>(p.num_kv_heads)) {
     // The first blocks have one tile more than the others.
     const int64_t total = CountTiles(), share = Divide(total, gridDim.x);
     const int64_t with_one_more = total - share * gridDim.x;
-    const int64_t begin = share * blockIdx.x + Smaller(blockIdx.x, with_one_more);
-    end_ = begin + share + (blockIdx.x < with_one_more ? 1 : 0);
-    FindFirst(begin);
+    begin_ = share * blockIdx.x + Smaller(blockIdx.x, with_one_more);
+    end_ = begin_ + share + (blockIdx.x < with_one_more ? 1 : 0);
+    FindFirst();
   }
 
-  // Returns false after the block's last split.
+  // Returns false after the block's last split. It is called in one place, and each of its steps
+  // too: a thread block computes few splits, and instructions are slow to come.
   __device__ bool Next(DecodeItem* work) {
-    if (place_ >= end_ || s_ >= num_seqs_) return false;
+    while (true) {
+      if (place_ >= end_) return false;
+      if (kv_head_ >= p_.num_kv_heads) {
+        kv_head_ = 0;
+        FindSequence(s_ + 1);
+      }
+      if (s_ >= num_seqs_) return false;
+      if (begin_ <= place_) break;
+      SkipToBegin();
+    }
     MakeItem(p_, s_, sequence_, rows_, /*tile=*/0, kv_head_, splits_, split_, &work->item);
     const int32_t first_tile = split_ * tiles_per_split_;
     place_ += Smaller(tiles_per_split_, num_tiles_ - first_tile);
     work->is_last = ++split_ == splits_.count || place_ >= end_;
     if (split_ == splits_.count) {
       split_ = 0;
-      if (++kv_head_ == p_.num_kv_heads) {
-        kv_head_ = 0;
-        FindSequence(s_ + 1);
-      }
+      ++kv_head_;
     }
     return true;
   }
@@ -78,8 +88,9 @@ class DecodeSchedule {
     }
   }
 
-  // Finds the first split that begins at the place `begin` or after it.
-  __device__ void FindFirst(int64_t begin) {
+  // Finds the sequence with the first split that begins at `begin_` or after it: Next takes the
+  // sequence after s_.
+  __device__ void FindFirst() {
     const int lane = threadIdx.x % gpu::kWarpSize;
     int64_t before = 0;  // tiles of the sequences before a window of them
     for (int64_t window = 0; window < num_seqs_; window += gpu::kWarpSize) {
@@ -89,34 +100,27 @@ class DecodeSchedule {
         const int64_t left = gpu::ShuffleUp(end, delta);
         if (lane >= delta) end += left;
       }
-      const int passed = gpu::CountInWarp(before + end <= begin);
-      if (passed < gpu::kWarpSize) {
-        if (passed > 0) before += gpu::Shuffle(end, passed - 1);
-        place_ = before;
-        FindSequence(window + passed);
-        SkipTo(begin);
-        return;
-      }
-      before += gpu::Shuffle(end, gpu::kWarpSize - 1);
+      const int passed = gpu::CountInWarp(before + end <= begin_);
+      s_ = window + passed - 1;
+      place_ = before + (passed > 0 ? gpu::Shuffle(end, passed - 1) : 0);
+      if (passed < gpu::kWarpSize) return;
+      before = place_;
     }
-    s_ = num_seqs_;
+    s_ = num_seqs_ - 1;
   }
 
-  // Within the sequence.
-  __device__ void SkipTo(int64_t begin) {
-    if (s_ >= num_seqs_ || begin <= place_) return;
-    kv_head_ = static_cast<int32_t>(Divide(begin - place_, num_tiles_));
+  // Goes to the first split of the sequence that begins at `begin_` or after it, or past the
+  // sequence.
+  __device__ void SkipToBegin() {
+    kv_head_ = static_cast<int32_t>(Smaller(Divide(begin_ - place_, num_tiles_), p_.num_kv_heads));
     place_ += int64_t{kv_head_} * num_tiles_;
-    const int64_t tiles = begin - place_;
+    if (kv_head_ == p_.num_kv_heads) return;  // the lengths have changed since
+    const int64_t tiles = begin_ - place_;
     split_ = static_cast<int32_t>(DivideU32(tiles + tiles_per_split_ - 1, tiles_per_split_));
     place_ += Smaller(split_ * tiles_per_split_, num_tiles_);
     if (split_ >= splits_.count) {
       split_ = 0;
       ++kv_head_;
-    }
-    if (kv_head_ >= p_.num_kv_heads) {
-      kv_head_ = 0;
-      FindSequence(s_ + 1);
     }
   }
 
@@ -138,14 +142,15 @@ class DecodeSchedule {
   const QueryLengths lengths_;
   int64_t num_seqs_;
   int64_t place_ = 0;  // of the next split, in tiles
-  int64_t end_ = 0;    // of the block's share
-  int64_t s_ = 0;      // the next split's sequence
+  int64_t begin_;      // of the block's share
+  int64_t end_;
+  int64_t s_ = -1;  // the next split's sequence
   Sequence sequence_ = {};
   int32_t num_tiles_ = 0;
   Splits splits_ = {};
   RowTiles rows_ = {};
   int32_t tiles_per_split_ = 1;
-  int32_t kv_head_ = 0;
+  int32_t kv_head_;  // p.num_kv_heads: the first one of the next sequence
   int32_t split_ = 0;
 };
 

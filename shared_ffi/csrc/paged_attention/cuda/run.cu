@@ -198,7 +198,7 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   }
   const gpu::Kernel<Params, Scratch, ItemRows> finish{Combine<T>, kThreads, kCombineSharedBytes,
                                                       follows && LaunchesEarly(device)};
-  const int64_t num_pieces = p.num_heads * CeilDiv(p.value_head_size, gpu::kWarpSize);
+  const int64_t num_pieces = p.num_heads * CombineParts(p);
   const int64_t num_blocks = CeilDiv(p.num_tokens * num_pieces, kWarps);
   return finish.LaunchResident(device, num_blocks, stream, p, scratch, item_rows);
 }

@@ -110,7 +110,6 @@ struct Sequence {
   __device__ int64_t Begin(const Params& p) const {
     return p.WindowBegin(context_len - q_len) / kTileAlignment * kTileAlignment;
   }
-
 };
 
 // The splits of a sequence.
