@@ -23,8 +23,10 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PIECE = 60 << 20  # bytes
 # What else the tests import comes with JAX or PyTorch. The last package has compute-sanitizer.
-NEEDS = ("pytest", "pytest-xdist", "pytest-timeout", "hypothesis", "expecttest", "filelock", "rich")
-NEEDS += ("nvidia-cuda-sanitizer-api",)
+NEEDS = [
+    *("pytest", "pytest-xdist", "pytest-timeout", "hypothesis", "expecttest", "filelock", "rich"),
+    "nvidia-cuda-sanitizer-api",
+]
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 25, 24, 17)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux1_x86_64", "linux_x86_64"]
 
