@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+DEMO = "--editable '.[torch-xla]' --group demo  (with pip 25.1 or newer)"
+"""What pip is to install for the examples of ``make demo``."""
+
 _SHOW_CURSOR = b"\x1b[?25h"
 
 

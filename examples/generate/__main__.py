@@ -12,7 +12,9 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from examples import commands
-from harness.arrays import DTYPES
+
+with commands.needs("examples.generate", commands.DEMO):
+    from harness.arrays import DTYPES
 
 BACKENDS = (
     *("jax", "torch", "torch_xla", "openxla", "inductor", "vllm-torch_xla", "vllm-openxla"),
@@ -31,7 +33,7 @@ _MESH_HELP = (
 def main(arguments: list[str] | None = None) -> int:
     """The command. Its exit status is 1 if the backends do not agree, and 2 if it cannot begin."""
     options = _parser().parse_args(arguments)
-    with commands.needs("examples.generate", "--editable '.[torch-xla]' --group demo"):
+    with commands.needs("examples.generate", commands.DEMO):
         from examples.generate.run import run  # noqa: PLC0415  (the help needs no framework)
     return run(options)
 

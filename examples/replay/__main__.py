@@ -12,8 +12,10 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from examples import commands
-from examples.replay.workload import MODELS
-from harness.arrays import DTYPES
+
+with commands.needs("examples.replay", commands.DEMO):
+    from examples.replay.workload import MODELS
+    from harness.arrays import DTYPES
 
 BACKENDS = ("jax", "torch_xla", "openxla", "torch", "jax-mesh")
 GROUPS = {
@@ -31,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command. Its exit status is 1 if the backends do not agree, and 2 if it cannot begin."""
     options = _parser().parse_args(arguments)
     options.backends = GROUPS.get(options.backend, [options.backend])
-    with commands.needs("examples.replay", "--editable '.[torch-xla]' --group demo"):
+    with commands.needs("examples.replay", commands.DEMO):
         from examples.replay.run import run  # noqa: PLC0415  (the help needs no framework)
     return run(options)
 

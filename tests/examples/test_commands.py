@@ -19,7 +19,7 @@ from examples.replay.workload import read_trace
 FRAMEWORKS = ("jax", "torch", "transformers", "matplotlib", "rich")
 LIBRARIES = [
     *(("generate", name) for name in ("rich", "transformers")),
-    *(("replay", name) for name in ("rich", "matplotlib")),
+    *(("replay", name) for name in ("numpy", "rich", "matplotlib")),
 ]
 
 
