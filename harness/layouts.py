@@ -6,18 +6,23 @@ from typing import Any
 
 import numpy as np
 
+SEPARATE_LAYOUTS = ("nbhd", "nhbd", "hnbd")  # K and V in two arrays
 LAYOUTS = (
     *("2nbhd", "n2bhd", "n2hbd", "nbh(2d)", "nhb(2d)", "nb(2h)d", "2hnbd"),
-    *("nbhd", "nhbd", "hnbd"),  # K and V in two arrays
+    *SEPARATE_LAYOUTS,
 )
 LATENT_LAYOUTS = ("nbd", "bnd", "nbhd", "hnbd")  # of K alone, where V is a part of K
 
 
 def arrange(
-    kv_cache: np.ndarray, kv_layout: str | None, *, is_latent: bool = False
+    kv_cache: np.ndarray,
+    kv_layout: str | None,
+    *,
+    is_latent: bool = False,
+    value_head_size: int | None = None,
 ) -> tuple[np.ndarray, ...]:
-    """Converts a cache in the default layout: returns one array, or K and V. Where V is a part of
-    K, returns K."""
+    """Converts a cache in the default layout: returns one array, or K and V, of which V has its
+    first `value_head_size` columns. Where V is a part of K, returns K."""
     if is_latent:
         keys = kv_cache[:, :, 0::2]  # nbhd
         kv_layout = kv_layout or "nbd"
@@ -30,7 +35,8 @@ def arrange(
     blocks, positions, rows, head_size = kv_cache.shape
     split = kv_cache.reshape(blocks, positions, rows // 2, 2, head_size)
     letters = kv_layout.replace("(", "").replace(")", "")
-    caches = [split] if "2" in letters else [split[:, :, :, :1], split[:, :, :, 1:]]
+    values = split[:, :, :, 1:, :value_head_size]
+    caches = [split] if "2" in letters else [split[:, :, :, :1], values]
     order = ["nbh2d".index(letter) for letter in (letters if "2" in letters else f"2{letters}")]
     arranged = [np.ascontiguousarray(cache.transpose(order)) for cache in caches]
     if "2" not in letters:
@@ -45,12 +51,18 @@ def arrange(
 
 def default(caches: Any, kv_layout: str | None, *, is_latent: bool = False) -> np.ndarray:
     """The inverse of arrange. It arranges the indices of the default layout and inverts the
-    permutation. Where V is a part of K, a row of V is a copy of that of K."""
+    permutation. Where V is a part of K, a row of V is a copy of that of K. Columns that V lacks are
+    zero."""
     if kv_layout is None and not is_latent:
         return np.array(caches[0])
     shape = default_shape(caches, kv_layout, is_latent=is_latent)
-    indices = arrange(np.arange(np.prod(shape)).reshape(shape), kv_layout, is_latent=is_latent)
-    found = np.empty(np.prod(shape, dtype=int), caches[0].dtype)
+    indices = arrange(
+        np.arange(np.prod(shape)).reshape(shape),
+        kv_layout,
+        is_latent=is_latent,
+        value_head_size=caches[-1].shape[-1],
+    )
+    found = np.zeros(np.prod(shape, dtype=int), caches[0].dtype)
     for cache, index in zip(caches, indices, strict=True):
         found[index] = cache
     found = found.reshape(shape)

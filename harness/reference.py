@@ -42,7 +42,8 @@ def paged_attention(
         kv_layout,
         is_latent=is_latent,
     )
-    num_columns = kv_cache.shape[3] if value_head_size is None else value_head_size
+    num_columns = kv_cache.shape[3] if value_cache is None else value_cache.shape[-1]
+    num_columns = num_columns if value_head_size is None else value_head_size
     num_heads = query.shape[1]
     block_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
     scale = float(np.float32(scale))  # the attribute is float32
@@ -245,8 +246,10 @@ def kv_cache_update(
             if rows.dtype != updated.dtype:
                 scaled = rows.astype(np.float32) / np.float32(_scales(scale, row))
                 rows = quantized(scaled, updated.dtype.name)
-            updated[row][first::2] = rows
-    arranged = layouts.arrange(updated, kv_layout, is_latent=is_latent)
+            updated[row][first::2, : rows.shape[-1]] = rows
+    arranged = layouts.arrange(
+        updated, kv_layout, is_latent=is_latent, value_head_size=caches[-1].shape[-1]
+    )
     return arranged[0] if value_cache is None else arranged
 
 

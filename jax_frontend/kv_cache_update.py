@@ -65,14 +65,15 @@ def kv_cache_update(
         key: ``[num_tokens, num_kv_heads, head_size]``, dtype of ``kv_cache``. For a cache of 8
             bits it may be float32, float16 or bfloat16: it is then divided by ``k_scale``, rounded
             to nearest, and clamped to the largest number that the cache can hold.
-        value: as ``key``. Where V is a part of K, it is ``key[..., :0]``: then ``kv_cache`` holds K
-            alone, ``[num_blocks, block_size, head_size]``, and nothing but ``key`` is written; see
-            ``value_head_size`` of ``paged_attention``.
+        value: as ``key``, but with the head size of ``value_cache`` if there is one. Where V is a
+            part of K, it is ``key[..., :0]``: then ``kv_cache`` holds K alone, ``[num_blocks,
+            block_size, head_size]``, and nothing but ``key`` is written; see ``value_head_size`` of
+            ``paged_attention``.
         slot_mapping: ``[num_tokens]``, int32 or int64: token t goes to slot
             ``block * block_size + offset``. A negative slot is padding and writes nothing. If two
             tokens name one slot, the later one wins.
         value_cache: the array of V, if K and V are two arrays; ``kv_cache`` is then the array of K.
-            Shape and dtype of ``kv_cache``.
+            Shape and dtype of ``kv_cache``, but with the head size of ``value``.
         kv_layout: which dimension is which, if not as above; see ``paged_attention``.
         k_scale: what the keys are divided by, float32, of shape ``[]``, ``[1]``,
             ``[num_kv_heads]`` or ``[num_blocks, block_size, num_kv_heads]``, as in

@@ -47,16 +47,26 @@ def check(
     if key.dtype not in STORAGE_DTYPES and not (is_copied and key.dtype in CACHE_DTYPES):
         rule = "dtype float32, float16 or bfloat16, or one of 8 bits that kv_cache has, too"
         raise dtype_error(OP, "key", rule, key.dtype)
-    is_latent = len(value.shape) == 3 and value.shape[2] == 0 and head_size != 0
-    if not has_shape(value, (num_tokens, num_kv_heads, 0 if is_latent else head_size)):
-        rule = f"[num_tokens={num_tokens}, num_kv_heads={num_kv_heads}, head_size={head_size}]"
+    columns = value.shape[-1] if value.shape else 0
+    is_latent = columns == 0 and head_size != 0
+    has_own_columns = is_latent or value_cache is not None
+    if not has_shape(value, (num_tokens, num_kv_heads, columns if has_own_columns else head_size)):
+        last = f"head_size={head_size}" if value_cache is None else "value_head_size"
+        rule = f"[num_tokens={num_tokens}, num_kv_heads={num_kv_heads}, {last}]"
         raise shape_error(OP, "value", rule, value.shape)
     if value.dtype != key.dtype:
         raise dtype_error(OP, "value", f"key's dtype {key.dtype}", value.dtype)
     if is_latent:
         _kv_layout.check_latent(OP, value_cache, v_scale)
     cache, layout, caches = _kv_layout.check(
-        OP, kv_layout, kv_cache, value_cache, head_size, num_kv_heads, is_latent=is_latent
+        OP,
+        kv_layout,
+        kv_cache,
+        value_cache,
+        head_size,
+        num_kv_heads,
+        value_head_size=columns,
+        is_latent=is_latent,
     )
     _kv_layout.check_dtypes(OP, kv_cache, value_cache, "key", key.dtype)
     for argument, array in (("kv_cache", kv_cache), ("value_cache", value_cache)):

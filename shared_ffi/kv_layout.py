@@ -93,6 +93,7 @@ def check(
     head_size: int,
     num_kv_heads: int | None = None,
     *,
+    value_head_size: int | None = None,
     is_latent: bool = False,
 ) -> tuple[KvCache, tuple[tuple[str, np.int64], ...], list[ArraySpec]]:
     """Checks layout, shapes and strides of a cache.
@@ -101,6 +102,7 @@ def check(
         op: for messages.
         kv_layout: None for the default.
         num_kv_heads: what the cache must have; None: any number.
+        value_head_size: what ``value_cache`` must have; None: any number up to `head_size`.
         is_latent: whether V is a part of K.
 
     Returns:
@@ -130,13 +132,13 @@ def check(
             if fits:
                 error.args = (f"{error}. It would fit kv_layout={' or '.join(map(repr, fits))}",)
         raise error
-    if value_cache is not None and not has_shape(value_cache, kv_cache.shape):
-        rule = f"{list(kv_cache.shape)} as kv_cache has"
-        raise shape_error(op, "value_cache", rule, value_cache.shape)
     strides = kv_cache.strides or _dense(kv_cache.shape)
-    if strides[-1] != 1 or (value_cache and value_cache.strides != kv_cache.strides):
-        rule = "be contiguous in head_size, and have the strides of value_cache if there is one"
+    if strides[-1] != 1:
+        rule = "be contiguous in head_size"
         raise value_error(op, "kv_cache", rule, f"strides {list(strides)}")
+    units: tuple[tuple[str, np.int64], ...] = ()
+    if value_cache is not None:
+        units = _units(op, kv_cache, value_cache, value_head_size)
     for outer, (axis, next_axis) in enumerate(pairwise(axes)):
         dense_stride = strides[outer + 1] * kv_cache.shape[outer + 1]
         if axis == next_axis and strides[outer] != dense_stride:
@@ -155,8 +157,39 @@ def check(
     )
     caches = [kv_cache] if value_cache is None else [kv_cache, value_cache]
     is_default = layout == DEFAULT and kv_cache.strides is None
-    attributes = () if is_default else cache.attributes()
+    attributes = () if is_default else (*cache.attributes(), *units)
     return cache, attributes, [_spanned(array) for array in caches]
+
+
+def _units(
+    op: str, kv_cache: ArraySpec, value_cache: ArraySpec, value_head_size: int | None
+) -> tuple[tuple[str, np.int64], ...]:
+    """Checks shape and strides of the array of V.
+
+    Returns:
+        The attributes that say how V's strides follow from those of K; none where they are equal.
+    """
+    *sizes, head_size = kv_cache.shape
+    columns = value_cache.shape[-1] if value_cache.shape else 0
+    is_right = 1 <= columns <= head_size if value_head_size is None else columns == value_head_size
+    if not (is_right and has_shape(value_cache, (*sizes, columns))):
+        last = f"1 to {head_size}" if value_head_size is None else value_head_size
+        rule = f"[{', '.join(map(str, sizes))}, {last}], as kv_cache but for the head size"
+        raise shape_error(op, "value_cache", rule, value_cache.shape)
+    strides = kv_cache.strides or _dense(kv_cache.shape)
+    found = value_cache.strides or _dense(value_cache.shape)
+    if found == strides:
+        return ()
+    if [x * head_size for x in found[:-1]] == [x * columns for x in strides[:-1]] and found[
+        -1
+    ] == 1:
+        common = math.gcd(head_size, columns)
+        units = {"key_unit": head_size // common, "value_unit": columns // common}
+        return tuple((name, np.int64(unit)) for name, unit in units.items())
+    rule = f"have the strides of kv_cache, {list(strides)}"
+    if columns != head_size:
+        rule += f", or {columns}/{head_size} of them"
+    raise value_error(op, "value_cache", rule, f"strides {list(found)}")
 
 
 def check_latent(op: str, value_cache: ArraySpec | None, v_scale: ArraySpec | None) -> None:

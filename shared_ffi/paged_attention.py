@@ -83,6 +83,10 @@ def check(
     cache, layout, caches = _kv_layout.check(
         OP, kv_layout, kv_cache, value_cache, head_size, is_latent=is_latent
     )
+    if value_head_size is not None:
+        columns = value_head_size
+    else:
+        columns = head_size if value_cache is None else value_cache.shape[-1]
     _kv_layout.check_dtypes(OP, kv_cache, value_cache, "query", query.dtype)
     num_kv_heads = cache.num_kv_heads
     if not (holds(num_heads >= 1) and holds(num_heads % num_kv_heads == 0)):
@@ -94,8 +98,8 @@ def check(
         ("sliding_window", _sliding_window(sliding_window)),
         ("soft_cap", _soft_cap(soft_cap, scale)),
     ]
-    if value_head_size is not None:
-        attributes.append(("value_head_size", np.int64(value_head_size)))
+    if is_latent or columns != head_size:
+        attributes.append(("value_head_size", np.int64(columns)))
     attributes.extend(layout)
     attributes.extend(token_rows.attributes(query))
     operands = Operands(
@@ -153,7 +157,6 @@ def check(
         attributes.append(("window_right", right))
     if max_query_len is not None:
         attributes.append(("max_query_len", _max_query_len(max_query_len)))
-    columns = head_size if value_head_size is None else value_head_size
     results = [ArraySpec((num_tokens, num_heads, columns), query.dtype)]
     if _flag("return_lse", return_lse):
         results.append(ArraySpec((num_tokens, num_heads), "float32"))

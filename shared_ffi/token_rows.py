@@ -32,9 +32,13 @@ def as_operand(array: ArraySpec) -> ArraySpec:
     return ArraySpec((array.shape[0], array.strides[0]), array.dtype)
 
 
-def attributes(*arrays: ArraySpec) -> tuple[tuple[str, Scalar], ...]:
-    """The attributes of a custom call with these operands, which have the same sizes."""
+def attributes(rows: ArraySpec, values: ArraySpec | None = None) -> tuple[tuple[str, Scalar], ...]:
+    """The attributes of a custom call with these operands, which have the same number of heads."""
+    arrays = [rows] if values is None else [rows, values]
     if all(array.strides is None for array in arrays):
         return ()
-    _, num_heads, head_size = arrays[0].shape
-    return ("row_heads", np.int64(num_heads)), ("row_head_size", np.int64(head_size))
+    _, num_heads, head_size = rows.shape
+    sizes = {"row_heads": num_heads, "row_head_size": head_size}
+    if values is not None and values.strides is not None and values.shape[2] != head_size:
+        sizes["row_value_head_size"] = values.shape[2]
+    return tuple((name, np.int64(size)) for name, size in sizes.items())

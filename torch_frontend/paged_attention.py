@@ -143,7 +143,8 @@ def paged_attention(
         scale: factor of ``q . k``, usually ``head_size ** -0.5``.
         sliding_window: how many positions a query attends to, itself included. None: all.
         soft_cap: c turns a logit into ``c * tanh(logit / c)``. None: off.
-        value_cache: the V, if K and V are two tensors.
+        value_cache: the V, if K and V are two tensors. Its head size may be smaller, and is then
+            that of the output.
         kv_layout: which dimension is which, such as ``"n2bhd"``.
         k_scale: what the keys in a cache of 8 bits are multiplied by.
         v_scale: likewise, for the values.
@@ -161,8 +162,8 @@ def paged_attention(
         out: a contiguous tensor for the result, which is returned. Not with ``return_lse``.
 
     Returns:
-        ``[num_tokens, num_heads, head_size]``, dtype of ``query``; with ``value_head_size``, that
-        many columns. With ``return_lse`` also ``[num_tokens, num_heads]`` float32.
+        ``[num_tokens, num_heads, head_size]``, dtype of ``query``; the head size is that of V, if it
+        has one of its own. With ``return_lse`` also ``[num_tokens, num_heads]`` float32.
 
     Raises:
         ValueError: a shape or a value is wrong, or tensors are on several devices. On CPU tensors

@@ -8,17 +8,34 @@
 namespace xla_gpu {
 
 // K and V lie in one array or in two, with the dimensions in any order: a row of head_size elements
-// for each block, position in the block and kv head. Strides are in elements, the same for K and V.
+// for each block, position in the block and kv head. Strides are in elements of K. Those of V are
+// the same, or in proportion where V has a head size of its own.
 struct KvCache {
   void* keys;    // of block 0, position 0, kv head 0
   void* values;  // of the same
   int64_t block_stride;
   int64_t position_stride;
   int64_t head_stride;
+  int value_shift;        // 0 where V has the strides of K
+  uint64_t value_factor;  // 1 there
 
   // From the row of block 0 and position 0 to the row of this block and position, for one kv head.
   XLA_GPU_HOST_DEVICE int64_t Offset(int64_t block, int64_t position) const {
     return block * block_stride + position * position_stride;
+  }
+  // The offset in V of what is at an offset in K.
+  XLA_GPU_HOST_DEVICE int64_t OffsetOfValue(int64_t offset) const {
+    return static_cast<int64_t>((static_cast<uint64_t>(offset) >> value_shift) * value_factor);
+  }
+  bool ValuesHaveStridesOfKeys() const { return value_shift == 0 && value_factor == 1; }
+
+  // Makes V's strides those of K divided by `key_unit` and multiplied by `value_unit`. The division
+  // has no remainder: it is a shift, and a product with the inverse modulo 2^64 of an odd number.
+  void SetUnits(uint64_t key_unit, uint64_t value_unit) {
+    for (value_shift = 0; key_unit % 2 == 0; key_unit /= 2) ++value_shift;
+    uint64_t inverse = key_unit;  // in its lowest 3 bits; each step doubles them
+    for (int i = 0; i < 5; ++i) inverse *= 2 - key_unit * inverse;
+    value_factor = inverse * value_unit;
   }
 };
 

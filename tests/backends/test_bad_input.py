@@ -229,7 +229,7 @@ def test_update_refuses_overlapping_cache() -> None:
     with pytest.raises(ValueError, match=rf"^kv_cache_update: kv_cache {rule} \[0, 32, 8, 1\]"):
         torch.ops.xla_gpu.kv_cache_update(repeated, key, value, slots)
     keys, values = torch.zeros(4, 2, 2, 8), torch.zeros(4, 2, 1, 8).expand(4, 2, 2, 8)
-    with pytest.raises(ValueError, match="^kv_cache_update: kv_cache must be .* strides of value"):
+    with pytest.raises(ValueError, match="^kv_cache_update: value_cache must have the strides"):
         torch.ops.xla_gpu.kv_cache_update(keys, key, value, slots, value_cache=values)
     assert (repeated == 1).all() and not values.any()
     operands = [*map(backends.to_torch, split(attention())[0])]
@@ -278,7 +278,7 @@ def test_update_refuses_strided_rows() -> None:
     cache = torch.zeros(4, 2, 8, 4).transpose(2, 3)
     key = torch.ones(3, 2, 8)
     with pytest.raises(
-        ValueError, match=r"kv_cache must be contiguous in head_size,.*got strides \[64, 32, 1, 4\]"
+        ValueError, match=r"kv_cache must be contiguous in head_size; got strides \[64, 32, 1, 4\]"
     ):
         torch.ops.xla_gpu.kv_cache_update(cache, key, key, torch.zeros(3, dtype=torch.int32))
 
@@ -286,10 +286,35 @@ def test_update_refuses_strided_rows() -> None:
 def test_update_refuses_caches_with_different_strides() -> None:
     cache, other = torch.zeros(4, 2, 2, 8), torch.zeros(2, 4, 2, 8).transpose(0, 1)
     key = torch.ones(3, 2, 8)
-    with pytest.raises(ValueError, match="kv_cache must .*have the strides of value_cache"):
+    with pytest.raises(ValueError, match="value_cache must have the strides of kv_cache"):
         torch.ops.xla_gpu.kv_cache_update(
             cache, key, key, torch.zeros(3, dtype=torch.int32), value_cache=other
         )
+
+
+def test_strides_of_values_with_a_head_size_of_their_own() -> None:
+    """In the proportion of the head sizes, or those of the keys: other strides are refused."""
+    key, value, slots = torch.ones(3, 2, 12), torch.full((3, 2, 8), 2.0), torch.arange(3)
+    rows = torch.zeros(4, 2, 2, 20)
+    dense, of_rows = (torch.zeros(4, 2, 2, 12), torch.zeros(4, 2, 2, 8)), rows.split((12, 8), 3)
+    for keys, values in (dense, of_rows):
+        torch.ops.xla_gpu.kv_cache_update(keys, key, value, slots, value_cache=values)
+        assert keys.sum() == key.sum() and values.sum() == value.sum()
+    metadata = [torch.tensor(x, dtype=torch.int32) for x in ([3], [[0, 1]], [0, 1], 1)]
+    results = [
+        torch.ops.xla_gpu.paged_attention(
+            torch.ones(1, 4, 12), keys, *metadata, 0.5, value_cache=values
+        )
+        for keys, values in (dense, of_rows)
+    ]
+    assert results[0].shape == (1, 4, 8) and (results[0] == 2).all()
+    assert torch.equal(*results)
+    with pytest.raises(
+        ValueError,
+        match=r"value_cache must have the strides of kv_cache, \[48, 24, 12, 1\], or 8/12 of them; "
+        r"got strides \[80, 40, 20, 1\]",
+    ):
+        torch.ops.xla_gpu.kv_cache_update(dense[0], key, value, slots, value_cache=of_rows[1])
 
 
 def test_update_refuses_unequal_block_strides() -> None:

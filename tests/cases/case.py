@@ -77,6 +77,7 @@ class Case:
     cache_dtype: str | None = None  # of 8 bits
     scales: str | None = None  # of SCALES
     value_head_size: int | None = None  # where V is a part of K
+    own_value_head_size: int | None = None  # of V in an array of its own
     padding_seqs: int = 2
     padding_blocks: int = 2
     unused_blocks: int = 3  # of the pool
@@ -130,7 +131,12 @@ class Case:
 
     def _arranged(self, kv_cache: np.ndarray) -> tuple[np.ndarray, ...]:
         is_latent = self.value_head_size is not None
-        return arrange(kv_cache, self.kv_layout, is_latent=is_latent)
+        return arrange(
+            kv_cache,
+            self.kv_layout,
+            is_latent=is_latent,
+            value_head_size=self.own_value_head_size,
+        )
 
     def _tree_mask(self) -> np.ndarray:
         """Draft trees for every second sequence, all tokens of which attend to their ancestors; or

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from harness.arrays import CACHE_DTYPES, DTYPES, quantized
-from harness.layouts import LATENT_LAYOUTS, LAYOUTS, arrange
+from harness.layouts import LATENT_LAYOUTS, LAYOUTS, SEPARATE_LAYOUTS, arrange
 from tests.cases.case import SCALES, SHORT_NAMES, scale_arrays
 
 
@@ -41,6 +41,7 @@ class UpdateCase:
     scales: str | None = None  # of SCALES
     key_factor: float = 1.0
     is_latent: bool = False  # V is a part of K
+    own_value_head_size: int | None = None  # of V in an array of its own
 
     def attributes(self) -> dict[str, Any]:
         attributes: dict[str, Any] = {}
@@ -59,12 +60,17 @@ class UpdateCase:
         return attributes
 
     def _arranged(self, kv_cache: np.ndarray) -> tuple[np.ndarray, ...]:
-        return arrange(kv_cache, self.kv_layout, is_latent=self.is_latent)
+        return arrange(
+            kv_cache,
+            self.kv_layout,
+            is_latent=self.is_latent,
+            value_head_size=self.own_value_head_size,
+        )
 
     def inputs(self) -> UpdateInputs:
         inputs = self._in_default_layout()
-        if self.is_latent:
-            inputs = inputs._replace(value=inputs.value[..., :0])
+        columns = 0 if self.is_latent else self.own_value_head_size
+        inputs = inputs._replace(value=np.ascontiguousarray(inputs.value[..., :columns]))
         return inputs._replace(kv_cache=self._arranged(inputs.kv_cache)[0])
 
     def _in_default_layout(self) -> UpdateInputs:
@@ -128,6 +134,16 @@ def _updates() -> Iterator[UpdateCase]:
             kv_layout=layout,
             cache_dtype=cache_dtype,
             scales="per head" if cache_dtype else None,
+            dtype="bfloat16",
+        )
+    for layout, cache_dtype in product(SEPARATE_LAYOUTS, (None, *CACHE_DTYPES)):
+        yield UpdateCase(
+            id=f"own-value-head-size-{layout}-{cache_dtype}",
+            head_size=24 if layout == "nbhd" else 17,
+            own_value_head_size=16 if layout == "nbhd" else 5,
+            kv_layout=layout,
+            cache_dtype=cache_dtype,
+            scales="per position" if cache_dtype else None,
             dtype="bfloat16",
         )
     yield UpdateCase(id="latent-large", is_latent=True, num_tokens=150, num_kv_heads=1)

@@ -92,6 +92,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "one-kv-head-scales": {"num_kv_heads": 1, "cache_dtype": "int8", "scales": "per head"},
     "latent": {"num_kv_heads": 1, "value_head_size": 12},
     "latent-heads": {"value_head_size": 12, "kv_layout": "hnbd"},
+    "own-value-head-size": {"own_value_head_size": 12, "kv_layout": "nhbd"},
     "bf16": {"dtype": "bfloat16"},
     "one-scale": {"cache_dtype": "int8", "scales": "one"},
     "scales-per-head": {"cache_dtype": "float8_e4m3fn", "scales": "per head"},
@@ -114,7 +115,7 @@ def test_sharding_by_heads_needs_no_communication(
     (call,) = hlo.custom_calls(text, ATTENTION)
     assert not COLLECTIVES.search(text)
     num_tokens, heads = case.inputs().query.shape[0], case.num_heads // 4
-    columns = case.value_head_size or 16
+    columns = case.value_head_size or case.own_value_head_size or 16
     assert f"[{num_tokens},{heads},{columns}]" in call.partition("custom-call")[0]
 
     results = attend(*operands, **keywords)

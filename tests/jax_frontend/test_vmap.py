@@ -123,6 +123,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         f"latent-{layout}": {"kv_layout": layout, "value_head_size": 9, "num_kv_heads": 1}
         for layout in (None, *LATENT_LAYOUTS)
     },
+    "own-value-head-size": {"kv_layout": "nhbd", "own_value_head_size": 9},
 }
 CALL_FEATURES = FEATURES | {
     "trees": {"tree": "draft"},
@@ -297,6 +298,7 @@ UPDATES: dict[str, dict[str, Any]] = {
         f"latent-{layout}": {"kv_layout": layout, "is_latent": True, "num_kv_heads": 1}
         for layout in (None, *LATENT_LAYOUTS)
     },
+    "own-value-head-size": {"kv_layout": "nhbd", "own_value_head_size": 9},
 }
 
 

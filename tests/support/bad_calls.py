@@ -411,11 +411,25 @@ STATIC = [
     *(
         fault(
             op,
-            f"value_cache must have shape {shape} as kv_cache has; got [3, 2, 4, 8]",
+            f"value_cache must have shape {rule}, as kv_cache but for the head size; got "
+            f"{[*value_shape]}",
             kv_cache=np.ones(shape, F32),
-            value_cache=np.ones((3, 2, 4, 8), F32),
+            value_cache=np.ones(value_shape, F32),
         )
-        for op, shape in ((attention, [4, 2, 4, 8]), (update, [4, 2, 2, 8]))
+        for op, shape, rule, value_shape in (
+            (attention, (4, 2, 4, 8), "[4, 2, 4, 1 to 8]", (3, 2, 4, 8)),
+            (attention, (4, 2, 4, 8), "[4, 2, 4, 1 to 8]", (4, 2, 4, 9)),
+            (attention, (4, 2, 4, 8), "[4, 2, 4, 1 to 8]", (4, 2, 4, 0)),
+            (update, (4, 2, 2, 8), "[4, 2, 2, 8]", (3, 2, 2, 8)),
+            (update, (4, 2, 2, 8), "[4, 2, 2, 8]", (4, 2, 2, 7)),
+        )
+    ),
+    fault(
+        update,
+        "value must have shape [num_tokens=3, num_kv_heads=2, value_head_size]; got [3, 1, 8]",
+        kv_cache=np.ones((4, 2, 2, 8), F32),
+        value_cache=np.ones((4, 2, 2, 8), F32),
+        value=np.ones((3, 1, 8), F32),
     ),
     *(
         fault(

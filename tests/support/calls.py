@@ -82,7 +82,11 @@ def with_wider_rows(
     if more:
         for factor, place in enumerate(_ROWS[op], 1):
             if arrays[place].shape[2] > 0:  # V is no part of K
-                arrays[place], attributes = in_wider_rows(arrays[place], factor * more)
+                head_size = arrays[place].shape[2]
+                arrays[place], found = in_wider_rows(arrays[place], factor * more)
+                if attributes and head_size != attributes["row_head_size"]:
+                    found = {"row_value_head_size": head_size}
+                attributes |= found
     return arrays, attributes
 
 

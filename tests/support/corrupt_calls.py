@@ -43,8 +43,9 @@ _OPERANDS = {
 _OPTIONAL = (
     *FEATURES,
     *("block_size", "num_blocks", "num_kv_heads"),
-    *("block_stride", "position_stride", "head_stride", "value_offset"),
-    *("window_right", "max_query_len", "value_head_size", "row_heads", "row_head_size"),
+    *("block_stride", "position_stride", "head_stride", "value_offset", "key_unit", "value_unit"),
+    *("window_right", "max_query_len", "value_head_size"),
+    *("row_heads", "row_head_size", "row_value_head_size"),
 )
 """Attributes that not every call has."""
 
@@ -151,6 +152,9 @@ def sound_calls() -> dict[str, HandlerCall]:
         "of-8-bits": UpdateCase(
             "of-8-bits", num_padding=0, kv_layout="nbhd", cache_dtype="int8", scales="per head"
         ),
+        "own-value-head-size": UpdateCase(
+            "own", num_padding=0, kv_layout="nbhd", head_size=24, own_value_head_size=16
+        ),
         "latent": UpdateCase("latent", num_padding=0, num_kv_heads=1, is_latent=True),
     }
     rows = np.ones((2, 3), np.float32)
@@ -159,6 +163,9 @@ def sound_calls() -> dict[str, HandlerCall]:
         "attention-plain": _attention("plain", dtype="float16"),
         "attention-of-8-bits": of_8_bits,
         "attention-latent": _attention("latent", num_kv_heads=1, value_head_size=8, tree="draft"),
+        "attention-own-value-head-size": _attention(
+            "own", kv_layout="nbhd", head_size=24, own_value_head_size=16
+        ),
         **{
             f"update-{name}": _update(case, 5 * i) for i, (name, case) in enumerate(updates.items())
         },

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 
 from harness.arrays import CACHE_DTYPES
-from harness.layouts import LATENT_LAYOUTS, LAYOUTS
+from harness.layouts import LATENT_LAYOUTS, LAYOUTS, SEPARATE_LAYOUTS
 from tests.cases.case import RANGES, SCALES, TREES, Case
 
 
@@ -16,6 +16,8 @@ def random_cases(draw: st.DrawFn) -> Case:
     value_head_size = draw(st.none() | st.none() | st.integers(1, head_size))
     layouts = LAYOUTS if value_head_size is None else LATENT_LAYOUTS
     kv_layout = draw(st.none() | st.sampled_from([*layouts]))
+    is_separate = kv_layout in SEPARATE_LAYOUTS and value_head_size is None
+    own_value_head_size = draw(st.none() | st.integers(1, head_size)) if is_separate else None
     has_heads = value_head_size is None or (kv_layout is not None and "h" in kv_layout)
     num_kv_heads = draw(st.integers(1, 3 if has_heads else 1))
     causal = draw(st.booleans())
@@ -55,5 +57,6 @@ def random_cases(draw: st.DrawFn) -> Case:
         scales=draw(st.sampled_from(SCALES)) if cache_dtype else None,
         kv_layout=kv_layout,
         value_head_size=value_head_size,
+        own_value_head_size=own_value_head_size,
         return_lse=draw(st.booleans()),
     )

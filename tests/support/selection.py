@@ -105,7 +105,7 @@ def _traits_of_fields(case: Case | UpdateCase) -> Iterator[Trait]:
                 pass
             case "sequences":
                 yield from _traits_of_sequences(value)
-            case "head_size" | "value_head_size" if value is not None:
+            case "head_size" | "value_head_size" | "own_value_head_size" if value is not None:
                 yield field.name, _size(value, 16, 64, 128, 256)
                 # The largest power of two in it, up to 16: how rows are aligned.
                 yield f"alignment of {field.name}", value & -value & 15

@@ -9,7 +9,7 @@
 
 namespace xla_gpu {
 
-// Sizes and strides of a cache, in elements. The attributes are absent for the default layout,
+// Sizes and strides of a cache, in elements of K. The attributes are absent for the default layout,
 // where they follow from the shape: [num_blocks, block_size, 2 * num_kv_heads, head_size], with the
 // K of kv head h at index 2h and its V at 2h + 1.
 struct KvLayout {
@@ -20,24 +20,38 @@ struct KvLayout {
   int64_t position_stride;
   int64_t head_stride;
   int64_t value_offset;  // from K to V, if they lie in one array
+  // For key_unit elements of a stride, V's stride has value_unit elements. Equal, and absent from
+  // the attributes, unless V is an array of its own with a head size of its own.
+  int64_t key_unit = 1;
+  int64_t value_unit = 1;
 
-  // Whether an array of `num_elements` has room for all rows, the first of which is at `offset`.
-  bool Fits(int64_t num_elements, int64_t head_size, int64_t offset) const {
+  bool HasUnits() const {
+    const auto is_unit = [](int64_t unit) { return 1 <= unit && unit <= INT32_MAX; };
+    return is_unit(key_unit) && is_unit(value_unit) && block_stride % key_unit == 0 &&
+           position_stride % key_unit == 0 && head_stride % key_unit == 0;
+  }
+
+  // Whether an array of `num_elements` has room for all rows of K or of V, the first of which is at
+  // `offset`. `unit`: key_unit or value_unit.
+  bool Fits(int64_t num_elements, int64_t unit, int64_t row_size, int64_t offset) const {
     if (num_blocks == 0) return true;
     using Wide = __int128;  // the attributes may be any numbers: products must not overflow
     Wide last = offset;
     for (const auto& [size, stride] : {std::pair(num_blocks, block_stride),
                                        {block_size, position_stride},
                                        {num_kv_heads, head_stride}}) {
-      last += Wide{size - 1} * stride;
+      const Wide distance = Wide{stride / key_unit} * unit;
+      if (size > 1 && distance > num_elements) return false;
+      last += Wide{size - 1} * distance;
       if (last > num_elements) return false;
     }
-    return last + head_size <= num_elements;
+    return last + row_size <= num_elements;
   }
 };
 
-// Reads a cache into an op's Params: its place, sizes and dtype. `rows`: of the operand that has
-// the cache's dtype, unless the cache has 8 bits, and a multiple of its heads.
+// Reads a cache into an op's Params, which have value_head_size already: its place, sizes and
+// dtype. `rows`: of the operand that has the cache's dtype, unless the cache has 8 bits, and a
+// multiple of its heads.
 template <typename Params>
 void ReadKvCache(CallReader* call, const char* rows_operand, const TokenRows& rows, Params* p) {
   const ffi::AnyBuffer kv_cache = *call->Find("kv_cache");
@@ -64,9 +78,14 @@ void ReadKvCache(CallReader* call, const char* rows_operand, const TokenRows& ro
               call->Integer("position_stride"), call->Integer("head_stride"),
               call->Integer("value_offset")};
   }
+  const bool is_separate = value_cache.has_value();
+  if (is_separate) {
+    layout.key_unit = call->Integer("key_unit", 1);
+    layout.value_unit = call->Integer("value_unit", 1);
+  }
   // Slots and scales are numbered by the sizes, which may be large where a stride is 0.
   bool fits = layout.block_size >= 1 && layout.num_kv_heads >= 1 &&
-              rows.num_heads % layout.num_kv_heads == 0 &&
+              rows.num_heads % layout.num_kv_heads == 0 && layout.HasUnits() &&
               std::max<int64_t>(layout.num_blocks, 1) <=
                   INT64_MAX / layout.block_size / layout.num_kv_heads;
   const bool is_empty = layout.num_blocks == 0;  // it fits any layout
@@ -76,11 +95,13 @@ void ReadKvCache(CallReader* call, const char* rows_operand, const TokenRows& ro
     layout.position_stride = kv_cache.dimensions()[2] * rows.head_size;
     layout.block_stride = layout.block_size * layout.position_stride;
   }
-  if (value_cache.has_value()) layout.value_offset = 0;
-  for (const auto& array : {kv_cache, value_cache.value_or(kv_cache)}) {
-    const auto num_elements = static_cast<int64_t>(array.element_count());
-    fits = fits && layout.Fits(num_elements, rows.head_size, layout.value_offset);
-  }
+  if (is_separate) layout.value_offset = 0;
+  const auto fits_in = [&](const ffi::AnyBuffer& array, int64_t unit, int64_t row_size) {
+    return layout.Fits(static_cast<int64_t>(array.element_count()), unit, row_size,
+                       layout.value_offset);
+  };
+  fits = fits && fits_in(kv_cache, layout.key_unit, rows.head_size) &&
+         (!is_separate || fits_in(*value_cache, layout.value_unit, p->value_head_size));
   if (!fits) {
     return call->Refuse("kv_cache", "hold num_blocks=", layout.num_blocks,
                         " blocks of block_size=", layout.block_size,
@@ -98,6 +119,7 @@ void ReadKvCache(CallReader* call, const char* rows_operand, const TokenRows& ro
   p->cache.block_stride = used(layout.num_blocks, layout.block_stride);
   p->cache.position_stride = used(layout.block_size, layout.position_stride);
   p->cache.head_stride = used(layout.num_kv_heads, layout.head_stride);
+  p->cache.SetUnits(layout.key_unit, layout.value_unit);
   p->num_blocks = layout.num_blocks;
   p->block_size = layout.block_size;
   p->num_kv_heads = layout.num_kv_heads;

@@ -15,6 +15,10 @@ struct TokenRowsLayout {
   static TokenRowsLayout Read(CallReader* call) {
     return {call->Integer("row_heads", 0), call->Integer("row_head_size", 0)};
   }
+  // The layout of values, which may have a head size of their own.
+  TokenRowsLayout OfValues(CallReader* call) const {
+    return {num_heads, call->Integer("row_value_head_size", head_size)};
+  }
 };
 
 struct TokenRows {

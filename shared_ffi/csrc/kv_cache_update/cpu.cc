@@ -78,7 +78,6 @@ Quantizer QuantizerFor(const Params& p) {
 // slots, so the later of two tokens with one slot wins, whatever the number of threads.
 void RunOnCpu(const Params& p, const Executor& executor) {
   const int64_t row_bytes = p.head_size * SizeOf(p.dtype), size = SizeOf(p.cache_dtype);
-  const int64_t head_bytes = p.cache.head_stride * size;
   const int64_t key_bytes = p.key_stride * SizeOf(p.dtype);
   const int64_t value_bytes = p.value_stride * SizeOf(p.dtype);
   const int64_t value_row_bytes = p.value_head_size * SizeOf(p.dtype);
@@ -94,11 +93,10 @@ void RunOnCpu(const Params& p, const Executor& executor) {
       const char* key = static_cast<const char*>(p.key) + token * key_bytes;
       const char* value = static_cast<const char*>(p.value) + token * value_bytes;
       const int64_t block = slot / p.block_size, in_block = slot % p.block_size;
-      const int64_t offset = p.cache.Offset(block, in_block) * size;
-      char* keys = static_cast<char*>(p.cache.keys) + offset;
-      char* values = static_cast<char*>(p.cache.values) + offset;
-      for (int64_t head = 0; head < p.num_kv_heads; ++head) {
-        char *k = keys + head * head_bytes, *v = values + head * head_bytes;
+      int64_t offset = p.cache.Offset(block, in_block);
+      for (int64_t head = 0; head < p.num_kv_heads; ++head, offset += p.cache.head_stride) {
+        char* k = static_cast<char*>(p.cache.keys) + offset * size;
+        char* v = static_cast<char*>(p.cache.values) + p.cache.OffsetOfValue(offset) * size;
         if (quantize != nullptr) {
           quantize(k, key + head * row_bytes, p.head_size, p.k_scale.At(block, in_block, head));
           quantize(v, value + head * value_row_bytes, p.value_head_size,

@@ -22,12 +22,12 @@ ffi::Error MakeParams(const ffi::RemainingArgs& operands, const ffi::RemainingRe
   const bool is_copied = key_dtype == call.Find("kv_cache")->element_type();
   const TokenRows keys =
       ReadTokenRows(&call, "key", layout, is_copied ? kStorageDTypes : kTensorDTypes);
-  const TokenRows values = ReadTokenRows(&call, "value", layout, {key_dtype});
+  const TokenRows values = ReadTokenRows(&call, "value", layout.OfValues(&call), {key_dtype});
   p->slot_mapping = call.Operand("slot_mapping", {ffi::S32, ffi::S64}, {{keys.num_tokens}});
   XLA_GPU_RETURN_IF_ERROR(call.error());
   if (values.num_tokens != keys.num_tokens || values.num_heads != keys.num_heads ||
-      (values.head_size != keys.head_size && values.head_size != 0)) {
-    call.Refuse("value", "have the shape of key, or no columns");
+      (values.head_size != keys.head_size && values.head_size != 0 && !call.Find("value_cache"))) {
+    call.Refuse("value", "have the shape of key, or no columns, unless there is value_cache");
   }
   p->key = keys.data;
   p->value = values.data;

@@ -25,7 +25,7 @@ struct Params {
   int64_t num_tokens;
   int64_t num_kv_heads;
   int64_t head_size;
-  int64_t value_head_size;  // the same, or 0 where V is a part of K
+  int64_t value_head_size;  // 0 where V is a part of K
   DType dtype;              // of key and value
   DType cache_dtype;        // the same, or one of 8 bits, to which key and value are rounded
   KvScales k_scale;         // divide key and value before they are rounded

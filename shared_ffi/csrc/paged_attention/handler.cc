@@ -33,7 +33,7 @@ ffi::Error MakeParams(CallReader* call, size_t num_scratch, Params* p) {
   p->window_right = call->Integer("window_right", 0);
   p->is_causal = !call->Has("window_right");
   p->max_query_len = call->Integer("max_query_len", 0);
-  p->is_latent = call->Has("value_head_size");
+  p->is_latent = call->Has("value_head_size") && !call->Has("value_cache");
 
   const auto layout = TokenRowsLayout::Read(call);
   const TokenRows query = ReadTokenRows(call, "query", layout, kTensorDTypes);

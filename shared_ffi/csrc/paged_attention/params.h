@@ -22,7 +22,8 @@
 // An 8-bit cache holds k / k_scale and v / v_scale.
 //
 // Where V is a part of K (multi-head latent attention), v_j is the first value_head_size numbers of
-// k_j, and v_scale is k_scale. Elsewhere value_head_size is head_size.
+// k_j, and v_scale is k_scale. Elsewhere value_head_size is head_size, or less where V is an array
+// of its own.
 //     logit = scale * (q . k), then soft_cap * tanh(logit / soft_cap) where there is a cap,
 //             then - alibi_slopes[h] * |p - j| where there are slopes
 //     output = sum_j exp(logit_j - lse) * v_j, in float32 whatever the storage

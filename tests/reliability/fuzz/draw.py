@@ -9,7 +9,7 @@ import random
 from typing import Any
 
 from harness.arrays import CACHE_DTYPES
-from harness.layouts import LATENT_LAYOUTS, LAYOUTS
+from harness.layouts import LATENT_LAYOUTS, LAYOUTS, SEPARATE_LAYOUTS
 from tests.cases.case import FEATURES, RANGES, SCALES, TREES, Case
 from tests.cases.updates import UpdateCase
 from tests.reliability.fuzz.trials import Change, Trial
@@ -29,7 +29,7 @@ _SCALARS: dict[str, tuple[Any, ...]] = {
     "value_head_size": (0, -1, 1, 2, 512, 2**63 - 1, -(2**63)),
 }
 _LAYOUT = ("num_blocks", "block_size", "num_kv_heads", "block_stride", "position_stride")
-_LAYOUT += ("head_stride", "value_offset")
+_LAYOUT += ("head_stride", "value_offset", "key_unit", "value_unit")
 
 
 def trial(seed: int, family: str, number: int) -> Trial:
@@ -66,13 +66,19 @@ def _features(rng: random.Random, is_latent: bool) -> dict[str, Any]:
     layouts = LATENT_LAYOUTS if is_latent else LAYOUTS
     large = (64, 80, 128, 256, 512, 576) if is_latent else (64, 80, 128, 256)
     cache_dtype = rng.choice([None, None, *CACHE_DTYPES])
+    head_size = rng.choice([rng.randint(1, 40), 8, 16, 32, rng.choice(large)])
+    kv_layout = rng.choice([None, None, *layouts])
+    own_value_head_size = None
+    if kv_layout in SEPARATE_LAYOUTS and not is_latent:
+        own_value_head_size = rng.choice([None, rng.randint(1, head_size), max(1, head_size // 2)])
     return {
-        "head_size": rng.choice([rng.randint(1, 40), 8, 16, 32, rng.choice(large)]),
+        "head_size": head_size,
         "block_size": rng.choice([1, 2, 3, 4, 8, 16, rng.randint(1, 70)]),
         "dtype": rng.choice(["float32", "float16", "bfloat16"]),
         "cache_dtype": cache_dtype,
         "scales": rng.choice(SCALES) if cache_dtype else None,
-        "kv_layout": rng.choice([None, None, *layouts]),
+        "kv_layout": kv_layout,
+        "own_value_head_size": own_value_head_size,
     }
 
 
@@ -253,6 +259,8 @@ def _layout_changes(case: Case | UpdateCase, rng: random.Random) -> tuple[Change
         "position_stride": rng.choice([0, 1, head_size]),
         "head_stride": rng.choice([0, 1, head_size]),
         "value_offset": rng.choice([0, 1, head_size, head_size + 1]),
+        "key_unit": rng.choice([1, 1, 2, head_size]),
+        "value_unit": rng.choice([1, 1, 2, head_size + 1]),
     }
     for name in rng.sample([*numbers], rng.choice([0, 1, 1, 2, 3])):
         numbers[name] = rng.choice([0, -1, *_HUGE, *_HUGE_64])

@@ -274,6 +274,8 @@ class EagerBackend:
         if overload is torch.ops.xla_gpu.paged_attention.default and _number(trial) % 2:
             num_tokens, num_heads, head_size = inputs.query.shape
             columns = options.get("value_head_size") or head_size
+            if "value_cache" in arrays:
+                columns = arrays["value_cache"].shape[-1]
             if 1 <= columns <= head_size:
                 out = np.full((num_tokens, num_heads, columns), 99).astype(inputs.query.dtype)
                 keywords["out"] = shared_with_torch(guarded(out))

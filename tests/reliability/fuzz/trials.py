@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.layouts import LATENT_LAYOUTS, LAYOUTS
+from harness.layouts import LATENT_LAYOUTS, LAYOUTS, SEPARATE_LAYOUTS
 from tests.cases.case import Case
 from tests.cases.updates import UpdateCase
 
@@ -111,6 +111,11 @@ def is_consistent(trial: Trial) -> bool:
     is_latent = case.is_latent if isinstance(case, UpdateCase) else case.value_head_size is not None
     layouts = LATENT_LAYOUTS if is_latent else LAYOUTS
     if case.kv_layout not in (None, *layouts):
+        return False
+    columns = case.own_value_head_size
+    if columns is not None and (
+        is_latent or case.kv_layout not in SEPARATE_LAYOUTS or columns > case.head_size
+    ):
         return False
     if is_latent and case.num_kv_heads > 1 and "h" not in (case.kv_layout or ""):
         return False

@@ -84,8 +84,7 @@ class ItemKernel {
   void AttendToTile(int64_t head, const KvTile& tile) {
     const int64_t first = head * rows_.per_head;
     Prefetcher next = pages_.PrefetcherOf(head, num_passes_);
-    const CachedRows<T> k{pages_.keys(), pages_.KeyOffset(head)};
-    const CachedRows<T> v{pages_.keys(), pages_.ValueOffset(head)};
+    const CachedRows<T> k{pages_.Keys(head)}, v{pages_.Values(head)};
     if (!is_packed_) {
       MultiplyCachedKeys(rows_, queries_, mask_, tile, head, k, softmax_.weights(), &next);
       softmax_.template Apply<kCachedRows>(tile, head, sums_.States(first));
@@ -99,8 +98,8 @@ class ItemKernel {
 
   // Packs K and V of a tile. Returns whether a weight of zero may meet any V.
   bool Pack(int64_t head, const KvTile& tile) {
-    keys_.Pack({pages_.keys(), pages_.KeyOffset(head)}, tile.range);
-    values_.Pack({pages_.keys(), pages_.ValueOffset(head)}, tile.range);
+    keys_.Pack({pages_.Keys(head)}, tile.range);
+    values_.Pack({pages_.Values(head)}, tile.range);
     pages_.TouchNext(head);
     return !tile.is_partial || values_.IsFinite(tile.range);
   }

@@ -47,11 +47,10 @@ struct CachedRows {
   using Storage = T;
   using Steps = Prefetcher::Steps;
 
-  const char* const* keys;  // [kMaxTile], from PageTable
-  int64_t offset;           // from there, in bytes
+  RowPlaces places;
 
   XLA_GPU_INLINE const T* Row(int64_t j) const {
-    return reinterpret_cast<const T*>(keys[j] + offset);
+    return reinterpret_cast<const T*>(places.positions[j] + places.offset);
   }
 
   // Loads the group of positions from j on, which is read as the i-th: Dot<T>::kDown vectors of

@@ -1,60 +1,73 @@
 // The page table: where the block table puts the K and V of a KV tile's positions.
 #pragma once
 
+#include <utility>
+
 #include "mask.h"
 
 namespace xla_gpu::paged_attention {
 namespace {
 
-// Reads the block table: where the K of each position lies, of the current tile and of the next.
+// Where K, or V, of a kv head lies at each position of a KV tile: `offset` bytes from there.
+struct RowPlaces {
+  const char* const* positions;  // [kMaxTile]
+  int64_t offset;
+};
+
+// Reads the block table: where the K and V of each position lie, of the current tile and of the
+// next.
 template <typename T>
 class PageTable {
  public:
   PageTable(const Rows& rows, int64_t tile_size, Arena* arena)
       : rows_(rows),
         tile_size_(tile_size),
-        head_bytes_(rows.p.cache.head_stride * static_cast<int64_t>(sizeof(T))),
-        row_bytes_(rows.p.head_size * static_cast<int64_t>(sizeof(T))),
-        value_offset_(static_cast<const char*>(rows.p.cache.values) -
-                      static_cast<const char*>(rows.p.cache.keys)),
-        keys_(arena->Take<const char*>(kMaxTile)),
-        next_keys_(arena->Take<const char*>(kMaxTile)) {
-    num_next_ = Find(rows.item.begin / tile_size * tile_size, next_keys_);
+        keys_(rows.p.cache.keys, rows.p.cache.head_stride, rows.p.head_size),
+        values_(rows.p.cache.values, rows.p.cache.OffsetOfValue(rows.p.cache.head_stride),
+                rows.p.value_head_size),
+        shares_strides_(rows.p.cache.ValuesHaveStridesOfKeys()),
+        value_offset_(shares_strides_ ? values_.first - keys_.first : 0),
+        tile_(MakeTile(arena)),
+        next_(MakeTile(arena)) {
+    num_next_ = Find(rows.item.begin / tile_size * tile_size);
   }
 
   // Makes the tile at this position, which was the next, the current one.
   void Advance(int64_t position) {
-    const char** found = next_keys_;
-    next_keys_ = keys_;
-    keys_ = found;
-    num_next_ = Find(position + tile_size_, next_keys_);
+    std::swap(tile_, next_);
+    num_next_ = Find(position + tile_size_);
   }
 
-  // The address of K at each position of the current tile, of the item's first kv head.
-  const char* const* keys() const { return keys_; }
+  // The K, and the V, of the current tile, of a kv head of the item.
+  RowPlaces Keys(int64_t head) const { return {tile_.keys, head * keys_.head_bytes}; }
+  RowPlaces Values(int64_t head) const {
+    return {tile_.values, head * values_.head_bytes + value_offset_};
+  }
 
-  // Bytes of a row of K, and from there to the K or V of another kv head of the item.
-  int64_t row_bytes() const { return row_bytes_; }
-  int64_t KeyOffset(int64_t head) const { return head * head_bytes_; }
-  int64_t ValueOffset(int64_t head) const { return head * head_bytes_ + value_offset_; }
+  // Bytes of a row of K.
+  int64_t row_bytes() const { return keys_.row_bytes; }
 
   // A prefetcher of a kv head's share of the next tile: where heads lie side by side, all heads of
   // some positions, as they lie in memory; elsewhere its own rows of all positions.
   Prefetcher PrefetcherOf(int64_t head, int64_t num_passes) const {
-    const bool are_adjacent = value_offset_ == row_bytes_, is_in_key = value_offset_ == 0;  // V
-    const int64_t num_bytes = are_adjacent ? 2 * row_bytes_ : row_bytes_;
-    const int64_t num_offsets = are_adjacent || is_in_key ? 1 : 2;
-    if (head_bytes_ != num_bytes) {
-      return {next_keys_,
-              num_next_,
-              {num_bytes, num_offsets, {KeyOffset(head), ValueOffset(head)}},
+    const int64_t row_bytes = keys_.row_bytes;
+    const bool are_adjacent = value_offset_ == row_bytes;  // V
+    const bool is_in_key = value_offset_ == 0 && shares_strides_;
+    const int64_t num_bytes = row_bytes + (are_adjacent ? values_.row_bytes : 0);
+    const int64_t num_wanted = are_adjacent || is_in_key ? 1 : 2;
+    if (keys_.head_bytes != num_bytes) {
+      return {num_next_,
+              num_wanted,
+              {next_.keys, head * keys_.head_bytes, num_bytes},
+              {next_.values, head * values_.head_bytes + value_offset_, values_.row_bytes},
               num_passes};
     }
     const int64_t num_heads = rows_.item.num_kv_heads, share = CeilDiv(num_next_, num_heads);
     const int64_t first = Smaller(head * share, num_next_);
-    return {next_keys_ + first,
-            Smaller(share, num_next_ - first),
-            {num_heads * num_bytes, num_offsets, {0, value_offset_}},
+    return {Smaller(share, num_next_ - first),
+            num_wanted,
+            {next_.keys + first, 0, num_heads * num_bytes},
+            {next_.values + first, value_offset_, num_heads * values_.row_bytes},
             num_passes};
   }
 
@@ -62,46 +75,80 @@ class PageTable {
   void TouchNext(int64_t head) const {
     PageToucher pages;
     for (int64_t j = 0; j < num_next_; ++j) {
-      for (const int64_t offset : {KeyOffset(head), ValueOffset(head)}) {
-        pages.Touch(next_keys_[j] + offset, row_bytes_);
-      }
+      pages.Touch(next_.keys[j] + head * keys_.head_bytes, keys_.row_bytes);
+      pages.Touch(next_.values[j] + head * values_.head_bytes + value_offset_, values_.row_bytes);
     }
   }
 
  private:
-  // Finds the K of the tile at `first`, up to the item's end; returns the number of positions.
-  // Positions before the item's first get its address, and some after its last get the last one's,
-  // so that whole vectors can be read.
-  int64_t Find(int64_t first, const char** keys) const {
+  // An array of rows, in bytes.
+  struct Array {
+    Array(const void* data, int64_t head_stride, int64_t row_size)
+        : first(static_cast<const char*>(data)),
+          head_bytes(head_stride * static_cast<int64_t>(sizeof(T))),
+          row_bytes(row_size * static_cast<int64_t>(sizeof(T))) {}
+
+    const char* first;
+    int64_t head_bytes;  // from a row of a kv head to that of the next
+    int64_t row_bytes;
+  };
+
+  // The addresses of the rows of the item's first kv head. Those of V are the ones of K, from which
+  // V lies value_offset_ bytes away, unless V has other strides.
+  struct Tile {
+    const char** keys;    // [kMaxTile]
+    const char** values;  // [kMaxTile]
+  };
+
+  Tile MakeTile(Arena* arena) const {
+    const char** keys = arena->Take<const char*>(kMaxTile);
+    return {keys, shares_strides_ ? keys : arena->Take<const char*>(kMaxTile)};
+  }
+
+  // Finds the rows of the next tile, which begins at `first`, up to the item's end; returns the
+  // number of positions. Positions before the item's first get its address, and some after its last
+  // get the last one's, so that whole vectors can be read.
+  int64_t Find(int64_t first) {
+    const KvCache& cache = rows_.p.cache;
+    const auto of_key = [](int64_t offset) { return offset; };
+    const auto of_value = [&](int64_t offset) { return cache.OffsetOfValue(offset); };
+    if (!shares_strides_) FindRows(first, values_, of_value, next_.values);
+    return FindRows(first, keys_, of_key, next_.keys);
+  }
+
+  template <typename ToOffset>
+  int64_t FindRows(int64_t first, const Array& array, const ToOffset& to_offset,
+                   const char** found) const {
     const Params& p = rows_.p;
     const WorkItem& item = rows_.item;
     const int32_t* table = p.block_tables + item.sequence * p.max_blocks_per_seq;
     const int64_t num_positions = Larger(0, Smaller(tile_size_, item.end - first));
     if (num_positions == 0) return 0;
+    const char* const of_head = array.first + item.first_kv_head * array.head_bytes;
     const int64_t begin = Larger(first, item.begin);
     int64_t logical = begin / p.block_size, offset = begin % p.block_size;
     for (int64_t j = begin - first; j < num_positions; ++j) {
-      keys[j] = reinterpret_cast<const char*>(static_cast<const T*>(p.cache.keys) +
-                                              p.cache.Offset(table[logical], offset)) +
-                item.first_kv_head * head_bytes_;
+      found[j] = of_head + to_offset(p.cache.Offset(table[logical], offset)) *
+                               static_cast<int64_t>(sizeof(T));
       if (++offset == p.block_size) {
         offset = 0;
         ++logical;
       }
     }
-    for (int64_t j = 0; j < begin - first; ++j) keys[j] = keys[begin - first];
-    for (int64_t j = num_positions; j < RoundUp(num_positions, kStep); ++j) keys[j] = keys[j - 1];
+    for (int64_t j = 0; j < begin - first; ++j) found[j] = found[begin - first];
+    for (int64_t j = num_positions; j < RoundUp(num_positions, kStep); ++j) found[j] = found[j - 1];
     return num_positions;
   }
 
   const Rows& rows_;
   const int64_t tile_size_;
-  const int64_t head_bytes_;    // from K of a kv head to that of the next
-  const int64_t row_bytes_;     // of K of a position and kv head
-  const int64_t value_offset_;  // from there to its V
-  const char** keys_;           // [kMaxTile]
-  const char** next_keys_;      // [kMaxTile]
-  int64_t num_next_;
+  const Array keys_;
+  const Array values_;
+  const bool shares_strides_;  // K and V
+  const int64_t value_offset_;
+  Tile tile_;
+  Tile next_;
+  int64_t num_next_;  // positions of the next tile
 };
 
 }  // namespace

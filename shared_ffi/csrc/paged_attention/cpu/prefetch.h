@@ -20,23 +20,24 @@ class Prefetcher {
   };
 
  public:
-  // What to prefetch at each position: num_bytes at each offset from its address.
+  // What to prefetch at each position: num_bytes at an offset from its address.
   struct Wanted {
+    const char* const* positions;
+    int64_t offset;
     int64_t num_bytes;
-    int64_t num_offsets;  // 1 or 2
-    int64_t offsets[2];
   };
 
-  // `num_passes`: how often the current tile is read. Each time prefetches a share of the next.
-  Prefetcher(const char* const* positions, int64_t num_positions, const Wanted& wanted,
+  // `num_wanted`: 1 or 2. `num_passes`: how often the current tile is read. Each time prefetches a
+  // share of the next.
+  Prefetcher(int64_t num_positions, int64_t num_wanted, const Wanted& first, const Wanted& second,
              int64_t num_passes)
-      : position_(positions),
-        end_(positions + num_positions),
-        wanted_(wanted),
+      : num_left_(num_positions),
+        num_wanted_(num_wanted),
+        wanted_{first, second},
         num_passes_(static_cast<uint32_t>(num_passes)),
         bytes_(NextBytes()) {}
 
-  static Prefetcher OfNothing() { return {nullptr, 0, {}, 1}; }
+  static Prefetcher OfNothing() { return {0, 1, {}, {}, 1}; }
 
   // Spreads the prefetches over a loop: each step reads num_bytes of the current tile.
   class Steps {
@@ -69,20 +70,21 @@ class Prefetcher {
   int64_t ShareOf(uint32_t num_bytes) const { return (num_bytes + num_passes_ - 1) / num_passes_; }
 
   Bytes NextBytes() {
-    if (position_ == end_) return {nullptr, reinterpret_cast<const char*>(1)};
-    const char* row = *position_ + wanted_.offsets[next_offset_];
-    if (++next_offset_ == wanted_.num_offsets) {
-      next_offset_ = 0;
-      ++position_;
+    if (num_left_ == 0) return {nullptr, reinterpret_cast<const char*>(1)};
+    Wanted& wanted = wanted_[next_];
+    const char* row = *wanted.positions++ + wanted.offset;
+    if (++next_ == num_wanted_) {
+      next_ = 0;
+      --num_left_;
     }
-    return {row, row + wanted_.num_bytes};
+    return {row, row + wanted.num_bytes};
   }
 
-  const char* const* position_;
-  const char* const* end_;
-  Wanted wanted_;
+  int64_t num_left_;  // positions
+  int64_t num_wanted_;
+  Wanted wanted_[2];
   uint32_t num_passes_;
-  int64_t next_offset_ = 0;
+  int64_t next_ = 0;  // of wanted_
   Bytes bytes_;
 };
 

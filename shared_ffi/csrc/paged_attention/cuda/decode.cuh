@@ -234,7 +234,8 @@ class DecodeProducer {
   __device__ void CopyTile(const Pieces& pieces, const Slot<C>& slot, int first_lane) {
     const TileState stage = TileState::Of(count_++);
     shared_.tiles_barriers.WaitFreed(stage);
-    const uint32_t chunks_of_lane = ChunksTo<C>(slot);
+    uint32_t chunks_of_lane = ChunksTo<C>(slot);
+    if (!copies_keys_) chunks_of_lane = ChunksOfValue(p_, chunks_of_lane);
     const int first_row = lane_ / Pieces::kOfPosition, chunk = lane_ % Pieces::kOfPosition;
     C* to = shared_.tiles[stage.index] +
             CacheRows::Offset(first_row, chunk + (copies_keys_ ? 0 : CacheRows::kChunks));

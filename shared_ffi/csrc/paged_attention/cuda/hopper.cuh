@@ -313,7 +313,8 @@ class HopperProducer {
         using Source = typename Widened::Source;
         const int64_t offset = BytesTo<C>(slot);
         const Source keys = {KeyOf<C>(p_, 0, item.kv_head), p_.head_size, offset};
-        const Source values = {ValueOf<C>(p_, 0, item.kv_head), p_.value_head_size, offset};
+        const Source values = {ValueOf<C>(p_, 0, item.kv_head), p_.value_head_size,
+                               offset};
         if (is_first) {
           rows.Load(keys);
         } else {
@@ -329,7 +330,8 @@ class HopperProducer {
           stage_ = stage_.Next();
         } else {
           FillValues([&](T* to) {
-            CopyTile(ValueOf<T>(p_, 0, item.kv_head), p_.value_head_size, chunks, to);
+            CopyTile(ValueOf<T>(p_, 0, item.kv_head), p_.value_head_size, ChunksOfValue(p_, chunks),
+                     to);
           });
         }
       }

@@ -93,6 +93,12 @@ __device__ __forceinline__ uint32_t ChunksTo(const Slot<C>& slot) {
   return slot.offset >= 0 ? static_cast<uint32_t>(slot.offset / kChunk) : kNoSlot;
 }
 
+// The same in the array of V.
+__device__ __forceinline__ uint32_t ChunksOfValue(const Params& p, uint32_t chunks) {
+  const auto factor = static_cast<uint32_t>(p.cache.value_factor);
+  return chunks == kNoSlot ? kNoSlot : (chunks >> p.cache.value_shift) * factor;
+}
+
 // The KV tiles [begin, end) that hold a work item's positions.
 struct Tiles {
   int32_t begin;
@@ -151,7 +157,8 @@ __device__ __forceinline__ const T* KeyOf(const Params& p, int64_t slot, int64_t
 }
 template <typename T>
 __device__ __forceinline__ const T* ValueOf(const Params& p, int64_t slot, int64_t kv_head) {
-  return static_cast<const T*>(p.cache.values) + slot + kv_head * p.cache.head_stride;
+  return static_cast<const T*>(p.cache.values) +
+         p.cache.OffsetOfValue(slot + kv_head * p.cache.head_stride);
 }
 
 // The offset of a row in query, and in output.

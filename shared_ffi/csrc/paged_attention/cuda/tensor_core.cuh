@@ -175,6 +175,7 @@ class TensorCoreItem {
 #pragma unroll
     for (int i = 0; i < kTile; i += kPositions) {
       const int64_t offset = BytesTo<C>(slots[i]);
+      const int64_t value_offset = p_.cache.OffsetOfValue(offset);
 #pragma unroll
       for (int chunk = 0; chunk < CacheRows::kChunks; chunk += kLanes) {
         if (CacheRows::kChunks % kLanes != 0 && lane + chunk >= CacheRows::kChunks) continue;
@@ -184,7 +185,8 @@ class TensorCoreItem {
         gpu::CopyAsync16(keys + to, reinterpret_cast<const void*>(key + from),
                          offset >= 0 && first < p_.head_size);
         if (HasValuesInKeys()) continue;
-        gpu::CopyAsync16(values + to, reinterpret_cast<const void*>(value + from),
+        gpu::CopyAsync16(values + to,
+                         reinterpret_cast<const void*>(value + value_offset + chunk * 16),
                          offset >= 0 && first < p_.value_head_size);
       }
     }
