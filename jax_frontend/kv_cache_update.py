@@ -21,6 +21,10 @@ def kv_cache_update(
     kv_layout: str | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    query: None = None,
+    positions: jax.Array | None = None,
+    cos_sin_cache: jax.Array | None = None,
+    interleaved: bool = False,
 ) -> jax.Array: ...
 
 
@@ -35,7 +39,47 @@ def kv_cache_update(
     kv_layout: str | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    query: None = None,
+    positions: jax.Array | None = None,
+    cos_sin_cache: jax.Array | None = None,
+    interleaved: bool = False,
 ) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def kv_cache_update(
+    kv_cache: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    value_cache: None = None,
+    kv_layout: str | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    query: jax.Array,
+    positions: jax.Array | None = None,
+    cos_sin_cache: jax.Array | None = None,
+    interleaved: bool = False,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def kv_cache_update(
+    kv_cache: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    value_cache: jax.Array,
+    kv_layout: str | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    query: jax.Array,
+    positions: jax.Array | None = None,
+    cos_sin_cache: jax.Array | None = None,
+    interleaved: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 
 
 def kv_cache_update(
@@ -48,8 +92,15 @@ def kv_cache_update(
     kv_layout: str | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    query: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    cos_sin_cache: jax.Array | None = None,
+    interleaved: bool = False,
+) -> jax.Array | tuple[jax.Array, ...]:
     """Writes the keys and values of new tokens into their slots of a paged cache.
+
+    With ``positions`` and ``cos_sin_cache`` it rotates the keys before (rotary position embedding),
+    and the queries, if they are given.
 
     The result takes the place of ``kv_cache``. Under ``jax.jit(..., donate_argnums=...)`` it also
     takes its memory: nothing is copied but the new rows. Without donation XLA copies the cache
@@ -80,23 +131,41 @@ def kv_cache_update(
             ``paged_attention``. With the last shape, each key is divided by the scale of its slot.
             None: 1.
         v_scale: likewise, for the values.
+        query: ``[num_tokens, num_heads, head_size]``, dtype of ``key``, with ``cos_sin_cache``
+            only: the queries to be rotated. num_heads is a multiple of num_kv_heads. Donated, its
+            memory is that of the rotated queries.
+        positions: ``[num_tokens]``, int32 or int64: the row of ``cos_sin_cache`` for each token.
+        cos_sin_cache: ``[max_positions, rotary_dim]``, float32 or dtype of ``key``: the cosines of
+            a position's angles, then as many sines. rotary_dim is even and at most head_size: the
+            first rotary_dim numbers of each head are rotated, in float32, and rounded once to the
+            dtype of ``key``. A pair (x, y) becomes (x cos - y sin, y cos + x sin). The key is
+            then written as any other. None: nothing is rotated. Not where V is a part of K.
+        interleaved: which numbers are a pair. False: i and i + rotary_dim / 2, as in GPT-NeoX and
+            Llama. True: 2i and 2i + 1, as in GPT-J.
 
     Returns:
-        The updated cache, shape and dtype of ``kv_cache``; with ``value_cache``, the pair of
-        updated caches.
+        The updated cache, shape and dtype of ``kv_cache``. With ``value_cache`` or ``query`` a
+        tuple: the updated cache or caches, then the rotated queries. The query of a token with a
+        negative slot is rotated, too.
 
     Raises:
-        ValueError: a shape is wrong.
-        TypeError: a dtype is wrong.
+        ValueError: a shape is wrong, or an argument is given that needs another one.
+        TypeError: a dtype or type is wrong.
         jax.errors.JaxRuntimeError, or ValueError: when it runs, INVALID_ARGUMENT: a slot is past
-            the end. Which of the two JAX raises depends on when it notices: catch both. Nothing is
-            written, but a donated cache is lost, because JAX has deleted it. Where slots may be
-            wrong, call ``shared_ffi.kv_cache_update.check_values(kv_cache, slot_mapping)`` before
-            the step that donates.
+            the end, or the position of a token with a slot has no row in ``cos_sin_cache``. The
+            query of a token without a slot then stays as it is. Which of the two JAX raises depends
+            on when it notices: catch both. Nothing is written, but a donated cache is lost, because
+            JAX has deleted it. Where slots or positions may be wrong, call
+            ``shared_ffi.kv_cache_update.check_values(kv_cache, slot_mapping)``, with ``positions``
+            and ``cos_sin_cache``, before the step that donates.
 
     Example:
         With ``block_size=16``, position 37 of a sequence lies in its logical block 2 at offset 5
         (37 = 2 * 16 + 5). If that block is the pool's block 9, the slot is 9 * 16 + 5 = 149.
+
+    Reference:
+        Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding",
+        arXiv:2104.09864. The order of ``cos_sin_cache`` is that of vLLM and FlashInfer.
     """
     arrays = _call.Arrays(op.OP)
     call = op.check(
@@ -108,6 +177,10 @@ def kv_cache_update(
         kv_layout=kv_layout,
         k_scale=arrays.add_optional_float32("k_scale", k_scale),
         v_scale=arrays.add_optional_float32("v_scale", v_scale),
+        query=arrays.add_optional("query", query),
+        positions=arrays.add_optional("positions", positions),
+        cos_sin_cache=arrays.add_optional_float32("cos_sin_cache", cos_sin_cache),
+        interleaved=interleaved,
     )
     updated = arrays.call(call)
-    return updated[0] if value_cache is None else (updated[0], updated[1])
+    return updated[0] if value_cache is None and query is None else updated

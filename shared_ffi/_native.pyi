@@ -68,7 +68,14 @@ def metadata_fault(
     max_query_len: int,
     is_causal: bool,
 ) -> str: ...
-def slot_fault(slot_mapping: np.ndarray, *, num_blocks: int, block_size: int) -> str: ...
+def token_fault(
+    slot_mapping: np.ndarray,
+    positions: np.ndarray | None,
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_positions: int,
+) -> str: ...
 
 class ScratchSizes:
     split_limit: int

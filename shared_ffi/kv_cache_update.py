@@ -17,6 +17,7 @@ from shared_ffi.spec import (
     Operands,
     dtype_error,
     has_shape,
+    holds,
     on_host,
     records_arguments,
     shape_error,
@@ -38,6 +39,10 @@ def check(
     kv_layout: str | None = None,
     k_scale: ArraySpec | None = None,
     v_scale: ArraySpec | None = None,
+    query: ArraySpec | None = None,
+    positions: ArraySpec | None = None,
+    cos_sin_cache: ArraySpec | None = None,
+    interleaved: bool = False,
 ) -> Call:
     """Returns the in-place call, or raises ValueError (shape) or TypeError (dtype)."""
     if len(key.shape) != 3:
@@ -73,9 +78,11 @@ def check(
         if array is not None and _repeats(array):
             got = f"strides {list(array.strides or ())}"
             raise value_error(OP, argument, NO_OVERLAP, got)
+    # Where there is one kv head, devices can share the heads of the query alone.
+    rows_head_dim = None if cache.num_kv_heads == 1 else 1
     operands = Operands(
         [caches[0], token_rows.as_operand(key), token_rows.as_operand(value), slot_mapping],
-        [cache.head_dim, 1, 1, None],
+        [cache.head_dim, rows_head_dim, rows_head_dim, None],
         [*layout, *token_rows.attributes(key, value)],
     )
     _kv_layout.add_features(
@@ -92,17 +99,101 @@ def check(
         raise shape_error(OP, "slot_mapping", f"[num_tokens={num_tokens}]", slot_mapping.shape)
     if slot_mapping.dtype not in ("int32", "int64"):
         raise dtype_error(OP, "slot_mapping", "dtype int32 or int64", slot_mapping.dtype)
-    is_strided = bool(key.strides or value.strides)
+    rotary = {"query": query, "positions": positions, "cos_sin_cache": cos_sin_cache}
+    if any(array is not None for array in rotary.values()) or interleaved is not False:
+        _check_rotary(key, **rotary, interleaved=interleaved, is_latent=is_latent)
+    written = [0, 4][: len(caches)]  # value_cache is the first feature
+    if query is not None:
+        written.append(len(operands.specs))
+        operands.add_feature("query", token_rows.as_operand(query), 1)
+        if query.strides is not None:
+            operands.attributes.append(("query_heads", np.int64(query.shape[1])))
+    for name in ("positions", "cos_sin_cache"):
+        if (array := rotary[name]) is not None:
+            operands.add_feature(name, array, None)
+    if interleaved:
+        operands.attributes.append(("interleaved", np.int64(1)))
     return Call(
         OP,
         TARGET,
         operands=tuple(operands.specs),
-        results=tuple(caches),
+        results=tuple(operands.specs[operand] for operand in written),
         attributes=tuple(operands.attributes),
-        aliases=((0, 0), (4, 1))[: len(caches)],
-        num_shared_heads=0 if cache.head_dim is None or is_strided else num_kv_heads,
-        head_dims=(*operands.head_dims, *[cache.head_dim] * len(caches)),
+        aliases=tuple((operand, result) for result, operand in enumerate(written)),
+        num_shared_heads=_num_shared_heads(key, value, query, cache),
+        head_dims=(*operands.head_dims, *(operands.head_dims[operand] for operand in written)),
     )
+
+
+def _check_rotary(
+    key: ArraySpec,
+    query: ArraySpec | None,
+    positions: ArraySpec | None,
+    cos_sin_cache: ArraySpec | None,
+    *,
+    interleaved: bool,
+    is_latent: bool,
+) -> None:
+    """Checks the arguments of the rotary embedding, of which there is at least one."""
+    if not isinstance(interleaved, bool):
+        raise dtype_error(OP, "interleaved", "type bool", type(interleaved).__name__)
+    if cos_sin_cache is None:
+        name, array = ("query", query) if query is not None else ("positions", positions)
+        if array is None:
+            raise value_error(OP, "interleaved", "be False without cos_sin_cache", interleaved)
+        got = f"shape {list(array.shape)}"
+        raise value_error(OP, name, "be None without cos_sin_cache", got)
+    if positions is None:
+        raise value_error(OP, "positions", "be given with cos_sin_cache", None)
+    if is_latent:
+        rule = "be None where V is a part of K, of which other numbers are rotated (rotate before)"
+        raise value_error(OP, "cos_sin_cache", rule, f"shape {list(cos_sin_cache.shape)}")
+    num_tokens, _, head_size = key.shape
+    if key.dtype not in STORAGE_DTYPES:
+        rule = "dtype float32, float16 or bfloat16 with cos_sin_cache"
+        raise dtype_error(OP, "key", rule, key.dtype)
+    table = cos_sin_cache.shape
+    is_table = len(table) == 2 and holds(table[1] >= 2) and holds(table[1] <= head_size)
+    if not is_table or not holds(table[1] % 2 == 0):
+        rule = f"[max_positions, rotary_dim], with an even rotary_dim from 2 to {head_size}"
+        raise shape_error(OP, "cos_sin_cache", rule, table)
+    if cos_sin_cache.dtype not in ("float32", key.dtype):
+        rule = f"dtype float32, or key's dtype {key.dtype}"
+        raise dtype_error(OP, "cos_sin_cache", rule, cos_sin_cache.dtype)
+    if not has_shape(positions, (num_tokens,)):
+        raise shape_error(OP, "positions", f"[num_tokens={num_tokens}]", positions.shape)
+    if positions.dtype not in ("int32", "int64"):
+        raise dtype_error(OP, "positions", "dtype int32 or int64", positions.dtype)
+    if query is not None:
+        _check_query(query, key)
+
+
+def _check_query(query: ArraySpec, key: ArraySpec) -> None:
+    num_tokens, num_kv_heads, head_size = key.shape
+    num_heads = query.shape[1] if len(query.shape) == 3 else 0
+    is_multiple = holds(num_heads >= 1) and holds(num_heads % num_kv_heads == 0)
+    if not is_multiple or not has_shape(query, (num_tokens, num_heads, head_size)):
+        rule = (
+            f"[num_tokens={num_tokens}, a multiple of num_kv_heads={num_kv_heads}, "
+            f"head_size={head_size}]"
+        )
+        raise shape_error(OP, "query", rule, query.shape)
+    if query.dtype != key.dtype:
+        raise dtype_error(OP, "query", f"key's dtype {key.dtype}", query.dtype)
+    if query.strides is not None and not token_rows.are_rows(query.shape, query.strides):
+        rule = "have tokens with dense heads that do not overlap: it is written in place"
+        raise value_error(OP, "query", rule, f"strides {list(query.strides)}")
+
+
+def _num_shared_heads(
+    key: ArraySpec, value: ArraySpec, query: ArraySpec | None, cache: _kv_layout.KvCache
+) -> int:
+    """See Call. Strided rows are a part of an array whose heads are not known here."""
+    if any(rows is not None and rows.strides for rows in (key, value, query)):
+        return 0
+    if cache.num_kv_heads == 1:
+        return 0 if query is None else query.shape[1]
+    return 0 if cache.head_dim is None else cache.num_kv_heads
 
 
 def _repeats(array: ArraySpec) -> bool:
@@ -111,16 +202,29 @@ def _repeats(array: ArraySpec) -> bool:
     return any(stride == 0 and size != 1 for size, stride in pairs)
 
 
-def check_values(kv_cache: Any, slot_mapping: Any, *, kv_layout: str | None = None) -> None:
-    """Checks that no slot lies past the end of the cache.
+def check_values(
+    kv_cache: Any,
+    slot_mapping: Any,
+    *,
+    kv_layout: str | None = None,
+    positions: Any = None,
+    cos_sin_cache: Any = None,
+) -> None:
+    """Checks that no slot lies past the end of the cache, and that ``cos_sin_cache`` has a row for
+    the position of each token with a slot.
 
-    The CPU handler calls the same native function. The CUDA handler reports nothing and does not
-    write such a slot.
+    The CPU handler calls the same native function. The CUDA handler reports nothing, does not write
+    such a token's key and value, and makes its query NaN if it is the position that is wrong.
 
     Raises:
         ValueError: the CPU handler's message, which names the token.
     """
     num_blocks, block_size = _kv_layout.num_blocks_and_size(OP, kv_layout, kv_cache.shape)
     slots = np.ascontiguousarray(on_host(slot_mapping), np.int64)
-    if fault := _native.slot_fault(slots, num_blocks=num_blocks, block_size=block_size):
+    rows, max_positions = None, 0
+    if positions is not None and cos_sin_cache is not None:
+        rows = np.ascontiguousarray(on_host(positions), np.int64)
+        max_positions = cos_sin_cache.shape[0]
+    sizes = {"num_blocks": num_blocks, "block_size": block_size, "max_positions": max_positions}
+    if fault := _native.token_fault(slots, rows, **sizes):
         raise ValueError(f"{OP}: {fault}")

@@ -109,6 +109,7 @@ class ArgumentReader:
     def __init__(self, op: str, schema: torch.FunctionSchema, check: Callable[..., Call]) -> None:
         self._op = op
         self._check = check
+        self.written_names = [x.name for x in schema.arguments if x.alias_info is not None]
         positional = [x for x in schema.arguments if not x.kwarg_only]
         self._tensor_names = tuple(x.name for x in positional if str(x.type) == "Tensor")
         self._option_names = tuple(x.name for x in positional if str(x.type) != "Tensor")

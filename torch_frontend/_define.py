@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -153,10 +154,9 @@ class InPlaceOp:
         first = arguments[0]
         if first is None:
             raise _errors.missing_error(self._name, self._names[0])
-        named = dict(zip(self._names, arguments, strict=False)) | dict(keywords)
-        tensors = {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
+        tensors = self._tensors(arguments, keywords)
         refuse_several_devices(self._name, (*tensors,), (*tensors.values(),))
-        for name, tensor in self._targets(arguments, keywords).items():
+        for name, tensor in self._targets(tensors).items():
             if tensor.is_neg():
                 rule = "not be a lazily negated view, as it is written to"
                 raise value_error(self._name, name, rule, "one (call resolve_neg)")
@@ -169,18 +169,17 @@ class InPlaceOp:
     def run_on_xla(self, *arguments: Any, **keywords: Any) -> None:
         """The kernel for torch_xla's tensors, which have neither addresses nor strides of their
         own."""
-        targets = self._targets(arguments, keywords)
+        tensors = self._tensors(arguments, keywords)
+        targets = self._targets(tensors)
         for name, target in targets.items():
             base = target._base
             if base is not None and base.numel() < target.numel():
                 got = f"a view of {base.numel()} elements as {target.numel()}"
                 raise value_error(self._name, name, NO_OVERLAP, got)
-        if len(targets) == 2:
-            (first_name, first), (name, second) = targets.items()
-            if first is second:
-                raise _errors.one_memory_error(self._name, name, first_name)
         if self._has_out:
             keywords.pop("out")
+        else:
+            self._refuse_one_memory(tensors, targets)
         results = self._functional(*arguments, **keywords)
         if self._has_out:
             results = [results]
@@ -189,12 +188,25 @@ class InPlaceOp:
             check_fits(self._name, name, array_spec(result.shape, result.dtype), target)
             target.copy_(result)
 
-    def _targets(
+    def _refuse_one_memory(
+        self, tensors: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]
+    ) -> None:
+        """As TorchRules does by addresses."""
+        for (first, x), (second, y) in itertools.combinations(tensors.items(), 2):
+            if x is y and (first in targets or second in targets):
+                name, other = (second, first) if second in targets else (first, second)
+                raise _errors.one_memory_error(self._name, name, other)
+
+    def _tensors(
         self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> dict[str, torch.Tensor]:
-        """The tensors to write to by name."""
+        """The tensors of a call by name."""
         named = dict(zip(self._names, arguments, strict=False)) | dict(keywords)
-        return {name: named[name] for name in self._written_names if named.get(name) is not None}
+        return {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
+
+    def _targets(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors to write to by name."""
+        return {name: tensors[name] for name in self._written_names if name in tensors}
 
 
 def define(

@@ -63,8 +63,9 @@ class Eager:
     ) -> None:
         self._op = op
         self._reader = reader
+        self._written = reader.written_names
         self._strided = strided
-        self._rows = rows
+        self.rows = rows
 
     def kernel(
         self,
@@ -115,12 +116,14 @@ class Eager:
         self, bound: Arguments, *, takes_rows: bool = True
     ) -> tuple[list[ArraySpec], list[int]]:
         """The operands as a handler takes them, and the numbers of those that must be copied for
-        that. Each is contiguous, `strided`, or one of `rows` unless `takes_rows` is False."""
+        that. Each is contiguous, `strided`, or one of `rows` unless `takes_rows` is False. Of what
+        is written in place, no copy would do: the check refuses it by its strides."""
         operands, copied = specs(bound.tensors), []
         for i, (name, tensor) in enumerate(zip(bound.names, bound.tensors, strict=True)):
             if tensor.is_contiguous():
                 continue
-            if name in self._strided or (takes_rows and name in self._rows and _are_rows(tensor)):
+            is_row = name in self.rows and (name in self._written or _are_rows(tensor))
+            if name in self._strided or (takes_rows and is_row):
                 operands[i] = operands[i]._replace(strides=tensor.stride())
             else:
                 copied.append(i)

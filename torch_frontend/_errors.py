@@ -28,8 +28,8 @@ def overlap_error(op: str, name: str) -> ValueError:
 
 
 def one_memory_error(op: str, name: str, other: str) -> ValueError:
-    """For two caches that are one."""
-    rule = f"not share memory with {other}: both are written in place"
+    """For a tensor to write to that is another argument as well."""
+    rule = f"not share memory with {other}: it is written in place"
     return value_error(op, name, rule, f"the memory of {other}")
 
 

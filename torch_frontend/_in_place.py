@@ -54,19 +54,22 @@ class _Part(torch.nn.Module):
 
 
 def _put_updates_in_place(graph: torch.fx.Graph) -> bool:
-    """Tells updates to copy nothing, where nothing reads afterwards what they overwrite. Returns
-    whether there are such updates."""
+    """Tells updates to copy no argument of the graph, where nothing reads afterwards what they
+    overwrite. They copy what the graph computes, such as a query. Returns whether there are such
+    updates."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     found = False
     for update in graph.find_nodes(op="call_function", target=auto_functionalized_v2):
         roots = [_root(base) for base in update.kwargs["_all_bases"]]
-        readers = {user for root in roots for alias in _aliases(root) for user in alias.users}
+        arguments = [root for root in roots if root.op == "placeholder"]
+        readers = {user for root in arguments for alias in _aliases(root) for user in alias.users}
         if (
             update.args[0].namespace == "xla_gpu"
-            and all(root.op == "placeholder" for root in roots)
+            and arguments
             and all(order[reader] <= order[update] for reader in readers)
         ):
-            update.update_kwarg("_only_clone_these_bases", ())
+            computed = [i for i, root in enumerate(roots) if root not in arguments]
+            update.update_kwarg("_only_clone_these_bases", tuple(computed))
             found = True
     return found
 
@@ -82,8 +85,11 @@ def _is_view(node: Node) -> bool:
 def _root(base: Node) -> Node:
     """The argument that a tensor is after some updates in place; another tensor is its own root."""
     while base.target is operator.getitem and _is_in_place(base.args[0]):
-        update, number = base.args
-        base = update.kwargs["_all_bases"][_base_number(update, number)]
+        update, result = base.args
+        number = _base_number(update, result)
+        if number in update.kwargs["_only_clone_these_bases"]:
+            break
+        base = update.kwargs["_all_bases"][number]
     return base
 
 

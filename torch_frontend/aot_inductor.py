@@ -170,13 +170,19 @@ def _call_handler(
     tensors = [x.contiguous() if i in copied else x for i, x in enumerate(bound.tensors)]
     call = bound.on(operands)
     aliases = [operand for operand, _ in call.aliases]
+    # A query is mostly computed by the program. Inductor would compute it twice, as an operand and
+    # as what is written.
+    whole = [i for i in aliases if bound.names[i] in operator.eager.rows]
     if aliases:
         # Passes the tensors whose views the operands are. Inductor 2.9 makes a written view again
         # after the call, at the wrong offset if the offset depends on sizes.
         bases = [
-            base if (base := get_base(tensors[i])) is not None else tensors[i] for i in aliases
+            base if (base := get_base(tensors[i])) is not None else tensors[i]
+            for i in aliases
+            if i not in whole
         ]
         written = list({id(base): base for base in bases}.values())
+        written += [tensors[i].clone() for i in whole]
     else:
         written = allocate(call.results_on(tensors[0].device.type, torch.sym_min), tensors[0])
     ints = {name: x for name, x in call.attributes if not isinstance(x, np.floating)}
@@ -184,8 +190,8 @@ def _call_handler(
     ranks = [len(spec.shape) for spec in call.operands]
     HANDLER_CALL(
         written,
-        tensors,
-        aliases,
+        [x for i, x in enumerate(tensors) if i not in whole],
+        [~i if i in whole else i for i in aliases],
         [i for i, tensor in enumerate(tensors) if tensor.dim() != ranks[i]],
         call.target,
         [*ints],
@@ -193,4 +199,8 @@ def _call_handler(
         [*floats],
         [*floats.values()],
     )
-    return None if aliases else as_returned(written[: len(call.results)])
+    if not aliases:
+        return as_returned(written[: len(call.results)])
+    for i, rows in zip(reversed(whole), reversed(written), strict=False):
+        bound.tensors[i].copy_(rows)
+    return None

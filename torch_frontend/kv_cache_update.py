@@ -11,10 +11,11 @@ from torch_frontend._define import define
 DEFAULT = define(
     "kv_cache_update(Tensor(a!) kv_cache, Tensor key, Tensor value, Tensor slot_mapping, *, "
     "Tensor(b!)? value_cache=None, str? kv_layout=None, Tensor? k_scale=None, "
-    "Tensor? v_scale=None) -> ()",
+    "Tensor? v_scale=None, Tensor(c!)? query=None, Tensor? positions=None, "
+    "Tensor? cos_sin_cache=None, bool interleaved=False) -> ()",
     op.check,
     strided=("kv_cache", "value_cache"),
-    rows=("key", "value"),
+    rows=("key", "value", "query"),
 )
 
 
@@ -28,8 +29,14 @@ def kv_cache_update(
     kv_layout: str | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    query: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    cos_sin_cache: torch.Tensor | None = None,
+    interleaved: bool = False,
 ) -> None:
     """Writes the keys and values of new tokens into their slots of a paged cache, in place.
+
+    With ``positions`` and ``cos_sin_cache`` it rotates the keys before, and ``query`` in place.
 
     ``torch.ops.xla_gpu.kv_cache_update`` is the operator itself. The optional arguments mean what
     they mean in ``jax_frontend.kv_cache_update``, which defines the op.
@@ -48,18 +55,35 @@ def kv_cache_update(
         kv_layout: which dimension is which, such as ``"n2bhd"``.
         k_scale: what the keys are divided by, float32.
         v_scale: likewise, for the values.
+        query: ``[num_tokens, num_heads, head_size]``, dtype of ``key``: the queries to be rotated.
+            May be a slice of a fused projection.
+        positions: ``[num_tokens]``, int32 or int64: the row of ``cos_sin_cache`` for each token.
+        cos_sin_cache: ``[max_positions, rotary_dim]``, float32 or dtype of ``key``: cosines, then
+            as many sines. None: nothing is rotated.
+        interleaved: False: numbers i and i + rotary_dim / 2 of a head are a pair. True: 2i and
+            2i + 1.
 
     Raises:
-        ValueError: a shape is wrong, tensors are on several devices, elements of a cache overlap,
-            or, on CPU tensors, a slot is past the end. On XLA tensors the last is a RuntimeError
-            when the graph runs; on CUDA such a slot is not written.
+        ValueError: a shape is wrong, an argument is given that needs another one, tensors are on
+            several devices, elements of a tensor that is written overlap, or, on CPU tensors, a
+            slot is past the end or a token's position has no row. On XLA tensors the last is a
+            RuntimeError when the graph runs. On CUDA such a token's key and value are not written,
+            and if its position has no row its query is NaN.
         TypeError: a dtype or type is wrong.
-        RuntimeError: a cache is an inference tensor, outside of inference mode.
+        RuntimeError: a cache or the query is an inference tensor, outside of inference mode.
         NotImplementedError: a tensor requires grad: the op has no derivative.
     """
     tensors = {"kv_cache": kv_cache, "key": key, "value": value, "slot_mapping": slot_mapping}
-    optional = {"value_cache": value_cache, "k_scale": k_scale, "v_scale": v_scale}
-    check_types(op.OP, tensors, optional, {"kv_layout": (kv_layout, str)})
+    optional = {
+        "value_cache": value_cache,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "query": query,
+        "positions": positions,
+        "cos_sin_cache": cos_sin_cache,
+    }
+    options = {"kv_layout": (kv_layout, str), "interleaved": (interleaved, bool)}
+    check_types(op.OP, tensors, optional, options)
     DEFAULT(
         kv_cache,
         key,
@@ -69,4 +93,8 @@ def kv_cache_update(
         kv_layout=kv_layout,
         k_scale=k_scale,
         v_scale=v_scale,
+        query=query,
+        positions=positions,
+        cos_sin_cache=cos_sin_cache,
+        interleaved=interleaved,
     )

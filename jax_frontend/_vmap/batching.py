@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,8 +34,8 @@ class BatchedCall(NamedTuple):
     """One call that does the work of all calls under ``vmap``."""
 
     arrays: dict[str, jax.Array]
-    unbatch: Callable[[jax.Array], jax.Array]
-    """Turns a result of this call into the results of all calls, ``[size, ...]``."""
+    unbatch: Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
+    """Turns the results of this call into those of all calls, each ``[size, ...]``."""
     options: dict[str, Any]
     """The options that differ from those of the calls under ``vmap``."""
 
@@ -56,7 +56,7 @@ def elementwise(
 ) -> BatchedCall:
     """Batches calls of an op that takes arrays of any one shape: they get one more dimension."""
     arrays = {name: x.broadcast(size) for name, x in operands.items()}
-    return BatchedCall(arrays, unbatch=lambda result: result, options={})
+    return BatchedCall(arrays, unbatch=lambda results: results, options={})
 
 
 def flatten(arrays: jax.Array) -> jax.Array:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jax_frontend._vmap.batching import BatchedCall, Operand, exceeds, flatten, numbers_in_pool
@@ -16,12 +16,17 @@ from shared_ffi.kv_cache_update import OP
 def batch(
     size: int, operands: Mapping[str, Operand], options: Mapping[str, Any]
 ) -> BatchedCall | None:
-    """The calls' blocks become one pool. Calls that start from the same cache get a copy each."""
+    """The calls' blocks become one pool, their tokens one batch. Calls that start from the same
+    cache get a copy each. Calls with several tables of cosines and sines have no call like that."""
     slot_mapping = operands["slot_mapping"]
     caches = {name: x for name, x in operands.items() if name in ("kv_cache", "value_cache")}
     scales = {name: x for name, x in operands.items() if name in ("k_scale", "v_scale")}
     per_position = {name: x for name, x in scales.items() if len(x.shape) == 3}
     others = {name: x for name, x in scales.items() if name not in per_position}
+    others |= {name: x for name, x in operands.items() if name == "cos_sin_cache"}
+    of_tokens = {
+        name: x for name, x in operands.items() if name in ("key", "value", "query", "positions")
+    }
     layout = options.get("kv_layout") or kv_layout.default_layout(
         is_separate="value_cache" in caches, is_latent=operands["value"].shape[2] == 0
     )
@@ -32,12 +37,16 @@ def batch(
     if exceeds(size * num_slots, largest) or any(x.is_mapped for x in others.values()):
         return None
     layout, dim = kv_layout.stacked(layout)
+
+    def unbatch(results: Sequence[jax.Array]) -> list[jax.Array]:
+        updated = [jnp.moveaxis(x, dim, 0) for x in results[: len(caches)]]
+        return [*updated, *(x.reshape(size, -1, *x.shape[1:]) for x in results[len(caches) :])]
+
     return BatchedCall(
         {name: jnp.moveaxis(x.broadcast(size), 0, dim) for name, x in caches.items()}
         | {name: x.array for name, x in others.items()}
-        | {name: flatten(x.broadcast(size)) for name, x in per_position.items()}
-        | {name: flatten(operands[name].broadcast(size)) for name in ("key", "value")}
+        | {name: flatten(x.broadcast(size)) for name, x in (per_position | of_tokens).items()}
         | {"slot_mapping": flatten(numbers_in_pool(slot_mapping.broadcast(size), num_slots))},
-        partial(jnp.moveaxis, source=dim, destination=0),
+        unbatch,
         {"kv_layout": layout},
     )

@@ -85,7 +85,9 @@ def batch(
     if "causal" in operands:  # whatever it is for the additional sequence
         arrays["causal"] = flatten(jnp.pad(operands["causal"].broadcast(size), ((0, 0), (0, 1))))
     return BatchedCall(
-        arrays | pool.arrays, lambda result: take(result, (ragged.rows,)), pool.options
+        arrays | pool.arrays,
+        lambda results: [take(result, (ragged.rows,)) for result in results],
+        pool.options,
     )
 
 

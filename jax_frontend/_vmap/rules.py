@@ -64,7 +64,7 @@ def _as_one_call(
     specs = [arrays.add(name, batched.arrays[name]) for name in arguments.arrays]
     options |= batched.options
     one = Arguments(arguments.check, arguments.arrays, (*options.items(),)).on(specs)
-    return tuple(map(batched.unbatch, arrays.call(one)))
+    return tuple(batched.unbatch(arrays.call(one)))
 
 
 def _one_call(

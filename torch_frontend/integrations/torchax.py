@@ -2,8 +2,8 @@
 ``torchax.interop.jax_jit``. The JAX program contains the same custom calls as everywhere.
 
 torchax runs each of our operators as the JAX function of the same name. ``kv_cache_update`` assigns
-the updated array to the tensor of the cache. A program that donates the cache and returns it writes
-it where it lies.
+the updated arrays to the tensors of caches and query. A program that donates the cache and returns
+it writes it where it lies.
 """
 
 from __future__ import annotations
@@ -37,14 +37,12 @@ def _by_name(operator: Any, function: Callable[..., Any]) -> Callable[..., Any]:
 def _kv_cache_update(
     kv_cache: Any, key: Any, value: Any, slot_mapping: Any, *, env: Any, **options: Any
 ) -> None:
-    value_cache = options.get("value_cache")
+    written = [kv_cache, options.get("value_cache"), options.get("query")]
+    targets = [x for x in written if x is not None]
     arrays, keywords = env.t2j_iso(((kv_cache, key, value, slot_mapping), options))
     updated = jax_frontend.kv_cache_update(*arrays, **keywords)
-    if value_cache is None:
-        _assign(kv_cache, updated)
-    else:
-        _assign(kv_cache, updated[0])
-        _assign(value_cache, updated[1])
+    for target, array in zip(targets, updated if len(targets) > 1 else [updated], strict=True):
+        _assign(target, array)
 
 
 def _ragged_paged_attention(*, use_kernel: bool = True, **arguments: Any) -> Any:

@@ -1,10 +1,10 @@
 #include "../gpu/launch.cuh"
+#include "numbers.cuh"
+#include "rotary.cuh"
 #include "run.h"
 
 namespace xla_gpu::kv_cache_update {
 namespace {
-
-constexpr int kThreads = 128;
 
 // One block of threads per token. A thread moves one Vector of K and the same Vector of V at a
 // time, if there is V.
@@ -32,24 +32,6 @@ __global__ void Update(Params p) {
   }
 }
 
-// Numbers that a thread reads, or writes, at once.
-template <typename T, int kCount>
-struct alignas(kCount * sizeof(T)) Numbers {
-  T number[kCount];
-};
-
-// Divides by the scale and rounds to 8 bits.
-template <typename From, typename To, int kCount>
-__device__ void Quantize(const void* from, float scale, void* to, int64_t place) {
-  const auto numbers = *static_cast<const Numbers<From, kCount>*>(from);
-  Numbers<To, kCount> rounded;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    gpu::FromFloat(gpu::ToFloat(numbers.number[i]) / scale, &rounded.number[i]);
-  }
-  *reinterpret_cast<Numbers<To, kCount>*>(static_cast<To*>(to) + place) = rounded;
-}
-
 // One block of threads per token; rounds to 8 bits. A thread takes kCount adjacent numbers at a
 // time.
 template <typename From, typename To, int kCount>
@@ -66,46 +48,60 @@ __global__ void UpdateQuantized(Params p) {
   for (int i = threadIdx.x; i < per_token; i += kThreads) {
     const int head = i / per_head;
     const int64_t place = position + head * p.cache.head_stride + i % per_head * kCount;
-    Quantize<From, To, kCount>(key + int64_t{i} * kCount, p.k_scale.At(block, in_block, head),
-                               p.cache.keys, place);
+    StoreInCache<To>(Load<From, kCount>(key + int64_t{i} * kCount),
+                     p.k_scale.At(block, in_block, head), p.cache.keys, place);
     if (p.value_head_size == 0) continue;
-    Quantize<From, To, kCount>(value + int64_t{i} * kCount, p.v_scale.At(block, in_block, head),
-                               p.cache.values, place);
+    StoreInCache<To>(Load<From, kCount>(value + int64_t{i} * kCount),
+                     p.v_scale.At(block, in_block, head), p.cache.values, place);
   }
 }
 
 using UpdateKernel = void (*)(Params);
 
-// Whether a cache of 8 bits and its new rows can be taken `count` numbers at a time.
-bool FitsQuantized(const Params& p, int64_t count) {
-  for (const int64_t size : {p.head_size, p.key_stride, p.value_stride, p.cache.block_stride,
-                             p.cache.position_stride, p.cache.head_stride}) {
+bool IsAligned(const void* array, int64_t num_bytes) {
+  return reinterpret_cast<uintptr_t>(array) % num_bytes == 0;
+}
+
+// Whether rows can be taken `count` numbers at a time by kernels that rotate or round.
+bool FitsNumbers(const Params& p, int64_t count) {
+  const Rotary& r = p.rotary;
+  for (const int64_t size :
+       {p.head_size, p.key_stride, p.value_stride, p.cache.block_stride, p.cache.position_stride,
+        p.cache.head_stride, r.rotary_dim / 2, r.query_stride}) {
     if (size % count != 0) return false;
   }
-  const auto is_aligned = [](const void* array, int64_t num_bytes) {
-    return reinterpret_cast<uintptr_t>(array) % num_bytes == 0;
-  };
-  const int64_t num_bytes = count * SizeOf(p.dtype);
-  return is_aligned(p.key, num_bytes) && is_aligned(p.value, num_bytes) &&
-         is_aligned(p.cache.keys, count) && is_aligned(p.cache.values, count);
+  const int64_t num_bytes = count * SizeOf(p.dtype), cache_bytes = count * SizeOf(p.cache_dtype);
+  return IsAligned(p.key, num_bytes) && IsAligned(p.value, num_bytes) &&
+         IsAligned(r.query, num_bytes) && IsAligned(p.cache.keys, cache_bytes) &&
+         IsAligned(p.cache.values, cache_bytes) &&
+         IsAligned(r.cos_sin_cache, count * SizeOf(r.dtype));
 }
 
 template <typename From, typename To>
-UpdateKernel QuantizingKernel(const Params& p) {
+UpdateKernel KernelOfTypes(const Params& p) {
   constexpr int kCount = 16 / sizeof(From);
-  return FitsQuantized(p, kCount) ? UpdateQuantized<From, To, kCount>
-                                  : UpdateQuantized<From, To, 1>;
+  const bool fits = FitsNumbers(p, kCount);
+  if (p.rotary.cos_sin_cache != nullptr) {
+    return fits ? UpdateRotated<From, To, kCount> : UpdateRotated<From, To, 1>;
+  }
+  if constexpr (std::is_same_v<From, To>) {
+    return nullptr;  // Update copies
+  } else {
+    return fits ? UpdateQuantized<From, To, kCount> : UpdateQuantized<From, To, 1>;
+  }
 }
 
 template <typename From>
-UpdateKernel QuantizingKernel(const Params& p) {
+UpdateKernel KernelOfType(const Params& p) {
   switch (p.cache_dtype) {
     case DType::kFloat8E4M3:
-      return QuantizingKernel<From, Float8E4M3>(p);
+      return KernelOfTypes<From, Float8E4M3>(p);
     case DType::kFloat8E5M2:
-      return QuantizingKernel<From, Float8E5M2>(p);
+      return KernelOfTypes<From, Float8E5M2>(p);
+    case DType::kInt8:
+      return KernelOfTypes<From, int8_t>(p);
     default:
-      return QuantizingKernel<From, int8_t>(p);
+      return KernelOfTypes<From, From>(p);
   }
 }
 
@@ -117,24 +113,24 @@ bool Fits(const Params& p) {
   }
   for (const void* array : {p.key, p.value, static_cast<const void*>(p.cache.keys),
                             static_cast<const void*>(p.cache.values)}) {
-    if (reinterpret_cast<uintptr_t>(array) % sizeof(Vector) != 0) return false;
+    if (!IsAligned(array, sizeof(Vector))) return false;
   }
   return true;
 }
 
 UpdateKernel KernelFor(const Params& p) {
-  if (p.dtype == p.cache_dtype) {
+  if (p.dtype == p.cache_dtype && p.rotary.cos_sin_cache == nullptr) {
     if (Fits<uint4>(p)) return Update<uint4>;
     if (Fits<uint32_t>(p)) return Update<uint32_t>;
     return Fits<uint16_t>(p) ? Update<uint16_t> : Update<uint8_t>;
   }
   switch (p.dtype) {
     case DType::kFloat32:
-      return QuantizingKernel<float>(p);
+      return KernelOfType<float>(p);
     case DType::kFloat16:
-      return QuantizingKernel<Half>(p);
+      return KernelOfType<Half>(p);
     default:
-      return QuantizingKernel<BFloat16>(p);
+      return KernelOfType<BFloat16>(p);
   }
 }
 

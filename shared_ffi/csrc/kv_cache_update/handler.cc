@@ -4,18 +4,52 @@
 #include "ffi/token_rows_operand.h"
 #include "params.h"
 #include "run.h"
-#include "slots.h"
+#include "tokens.h"
 
 namespace xla_gpu::kv_cache_update {
 namespace {
 
 constexpr char kOp[] = "kv_cache_update";
 
+// Reads the rotary embedding of keys and queries, if the call has one.
+void ReadRotary(CallReader* call, const TokenRows& keys, ffi::DataType key_dtype, Rotary* r) {
+  const auto table = call->Find("cos_sin_cache"), positions = call->Find("positions");
+  const bool has_query = call->Find("query").has_value();
+  if (table.has_value() != positions.has_value() || (has_query && !table.has_value())) {
+    call->Fail("operand positions must come with cos_sin_cache, and query with both");
+  }
+  if (call->error().failure() || !table.has_value()) return;
+  r->cos_sin_cache = call->Operand("cos_sin_cache", {ffi::F32, key_dtype}, {{kAnySize, kAnySize}});
+  r->positions = {call->Operand("positions", {ffi::S32, ffi::S64}, {{keys.num_tokens}}),
+                  positions->element_type() == ffi::S64};
+  r->is_interleaved = call->Integer("interleaved", 0) != 0;
+  if (call->error().failure()) return;
+  r->dtype = StorageOf(table->element_type());
+  r->max_positions = table->dimensions()[0];
+  r->rotary_dim = table->dimensions()[1];
+  if (Is8Bit(keys.dtype)) call->Refuse("key", "have more than 8 bits with cos_sin_cache");
+  if (r->rotary_dim < 2 || r->rotary_dim % 2 != 0 || r->rotary_dim > keys.head_size) {
+    call->Refuse("cos_sin_cache",
+                 "have an even number of columns, from 2 to head_size=", keys.head_size);
+  }
+  if (!has_query) return;
+  const TokenRowsLayout layout = {call->Integer("query_heads", 0), keys.head_size};
+  const TokenRows queries = ReadTokenRows(call, "query", layout, {key_dtype});
+  if (call->error().failure()) return;
+  if (queries.num_tokens != keys.num_tokens || queries.head_size != keys.head_size) {
+    call->Refuse("query", "have key's num_tokens=", keys.num_tokens,
+                 " and head_size=", keys.head_size);
+  }
+  r->query = call->Find("query")->untyped_data();
+  r->query_stride = queries.stride;
+  r->num_heads = queries.num_heads;
+}
+
 ffi::Error MakeParams(const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
                       const ffi::Dictionary& attributes, Params* p) {
   *p = {};
   CallReader call(kOp, operands, results, attributes, {"kv_cache", "key", "value", "slot_mapping"},
-                  {"value_cache", "k_scale", "v_scale"});
+                  {"value_cache", "k_scale", "v_scale", "query", "positions", "cos_sin_cache"});
   XLA_GPU_RETURN_IF_ERROR(call.error());
   const auto layout = TokenRowsLayout::Read(&call);
   const ffi::DataType key_dtype = call.Find("key")->element_type();
@@ -23,7 +57,7 @@ ffi::Error MakeParams(const ffi::RemainingArgs& operands, const ffi::RemainingRe
   const TokenRows keys =
       ReadTokenRows(&call, "key", layout, is_copied ? kStorageDTypes : kTensorDTypes);
   const TokenRows values = ReadTokenRows(&call, "value", layout.OfValues(&call), {key_dtype});
-  p->slot_mapping = call.Operand("slot_mapping", {ffi::S32, ffi::S64}, {{keys.num_tokens}});
+  p->slot_mapping.data = call.Operand("slot_mapping", {ffi::S32, ffi::S64}, {{keys.num_tokens}});
   XLA_GPU_RETURN_IF_ERROR(call.error());
   if (values.num_tokens != keys.num_tokens || values.num_heads != keys.num_heads ||
       (values.head_size != keys.head_size && values.head_size != 0 && !call.Find("value_cache"))) {
@@ -33,7 +67,7 @@ ffi::Error MakeParams(const ffi::RemainingArgs& operands, const ffi::RemainingRe
   p->value = values.data;
   p->key_stride = keys.stride;
   p->value_stride = values.stride;
-  p->slots_are_int64 = call.Find("slot_mapping")->element_type() == ffi::S64;
+  p->slot_mapping.are_int64 = call.Find("slot_mapping")->element_type() == ffi::S64;
   p->num_tokens = keys.num_tokens;
   p->head_size = keys.head_size;
   p->value_head_size = values.head_size;
@@ -45,30 +79,39 @@ ffi::Error MakeParams(const ffi::RemainingArgs& operands, const ffi::RemainingRe
   }
   p->k_scale = ReadScales(&call, "k_scale", *p);
   p->v_scale = ReadScales(&call, "v_scale", *p);
-  // The results are the caches themselves, updated in place.
+  ReadRotary(&call, keys, key_dtype, &p->rotary);
+  // The results are operands, updated in place.
   size_t number = 0;
-  for (const char* name : {"kv_cache", "value_cache"}) {
-    const auto cache = call.Find(name);
-    if (!cache.has_value()) continue;
-    const std::array shape = {cache->dimensions()};
-    if (call.Result(number++, name, {cache->element_type()}, shape) != cache->untyped_data()) {
+  for (const char* name : {"kv_cache", "value_cache", "query"}) {
+    const auto operand = call.Find(name);
+    if (!operand.has_value()) continue;
+    const std::array shape = {operand->dimensions()};
+    if (call.Result(number++, name, {operand->element_type()}, shape) != operand->untyped_data()) {
       call.Fail("result ", name, " must alias its operand (output_to_operand_aliasing)");
     }
   }
   return call.Finish();
 }
 
+// Makes kernels read a copy, which it returns: the caller's other threads may write to the numbers
+// while the call runs.
+std::vector<char> Copy(TokenNumbers* numbers, int64_t num_tokens) {
+  if (numbers->data == nullptr) return {};
+  const auto* data = static_cast<const char*>(numbers->data);
+  const int64_t size = numbers->are_int64 ? sizeof(int64_t) : sizeof(int32_t);
+  std::vector<char> copy(data, data + num_tokens * size);
+  numbers->data = copy.data();
+  return copy;
+}
+
 ffi::Error OnCpu(ffi::RemainingArgs operands, ffi::RemainingRets results,
                  const ffi::Dictionary& attributes, const Executor& executor) {
   Params params;
   XLA_GPU_RETURN_IF_ERROR(MakeParams(operands, results, attributes, &params));
-  // The caller's other threads may write to the slots while the call runs.
-  const auto* slots = static_cast<const char*>(params.slot_mapping);
-  const int64_t slot_bytes = params.slots_are_int64 ? sizeof(int64_t) : sizeof(int32_t);
-  const std::vector<char> copy(slots, slots + params.num_tokens * slot_bytes);
-  params.slot_mapping = copy.data();
-  // Before anything is written, so that an error leaves the cache as it was.
-  XLA_GPU_RETURN_IF_ERROR(FaultOf(kOp, SlotFault(params)));
+  const std::vector<char> slots = Copy(&params.slot_mapping, params.num_tokens);
+  const std::vector<char> positions = Copy(&params.rotary.positions, params.num_tokens);
+  // Before anything is written, so that an error leaves cache and query as they were.
+  XLA_GPU_RETURN_IF_ERROR(FaultOf(kOp, TokenFault(params)));
   RunOnCpu(params, executor);
   return ffi::Error::Success();
 }

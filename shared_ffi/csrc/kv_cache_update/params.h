@@ -3,6 +3,12 @@
 // Token t goes to slot s = slot_mapping[t]: position s % block_size of block s / block_size. A
 // negative slot is padding and writes nothing. If two tokens name one slot, the CPU keeps the later
 // token; on a GPU it is not defined whose key and whose value remain.
+//
+// With a rotary embedding, the first rotary_dim numbers of each key are rotated and rounded to the
+// key's dtype before the key is written, and those of each query in place. Token t is rotated by
+// the cosines and sines in row positions[t] of cos_sin_cache. Where there is no such row, a token
+// with a slot is refused on the CPU; on a GPU its key and value are not written, and its query
+// becomes NaN. The query of a token without a slot stays as it is then.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +18,42 @@
 
 namespace xla_gpu::kv_cache_update {
 
+// A number for each token, [num_tokens], int32 or int64.
+struct TokenNumbers {
+  const void* data;
+  bool are_int64;
+
+  // On a GPU somebody else may write to it meanwhile: the compiler must not read it again after the
+  // number is checked.
+  XLA_GPU_HOST_DEVICE int64_t At(int64_t token) const {
+    return are_int64 ? static_cast<const volatile int64_t*>(data)[token]
+                     : static_cast<const volatile int32_t*>(data)[token];
+  }
+};
+
+struct Rotary {
+  const void* cos_sin_cache;  // [max_positions, rotary_dim]: cosines, then sines; null: no rotation
+  DType dtype;                // of cos_sin_cache: float32, or that of key
+  TokenNumbers positions;
+  int64_t max_positions;
+  int64_t rotary_dim;    // even
+  bool is_interleaved;   // a pair is numbers 2 * i and 2 * i + 1, not i and i + rotary_dim / 2
+  void* query;           // [num_tokens, num_heads, head_size], key's dtype; null: none
+  int64_t query_stride;  // elements from one token's query to the next
+  int64_t num_heads;     // of query; 0: none
+
+  XLA_GPU_HOST_DEVICE bool HasRow(int64_t position) const {
+    return position >= 0 && position < max_positions;
+  }
+};
+
 struct Params {
-  KvCache cache;             // of num_blocks blocks of block_size positions
-  const void* key;           // [num_tokens, num_kv_heads, head_size]
-  const void* value;         // [num_tokens, num_kv_heads, value_head_size]
-  int64_t key_stride;        // elements from one token's key to the next
-  int64_t value_stride;      // likewise
-  const void* slot_mapping;  // [num_tokens], int32 or int64
-  bool slots_are_int64;
+  KvCache cache;         // of num_blocks blocks of block_size positions
+  const void* key;       // [num_tokens, num_kv_heads, head_size]
+  const void* value;     // [num_tokens, num_kv_heads, value_head_size]
+  int64_t key_stride;    // elements from one token's key to the next
+  int64_t value_stride;  // likewise
+  TokenNumbers slot_mapping;
   int64_t num_blocks;
   int64_t block_size;
   int64_t num_tokens;
@@ -30,15 +64,11 @@ struct Params {
   DType cache_dtype;        // the same, or one of 8 bits, to which key and value are rounded
   KvScales k_scale;         // divide key and value before they are rounded
   KvScales v_scale;
+  Rotary rotary;
 
   XLA_GPU_HOST_DEVICE int64_t NumSlots() const { return num_blocks * block_size; }
 
-  // On a GPU somebody else may write to it meanwhile: the compiler must not read it again after the
-  // slot is checked.
-  XLA_GPU_HOST_DEVICE int64_t Slot(int64_t token) const {
-    return slots_are_int64 ? static_cast<const volatile int64_t*>(slot_mapping)[token]
-                           : static_cast<const volatile int32_t*>(slot_mapping)[token];
-  }
+  XLA_GPU_HOST_DEVICE int64_t Slot(int64_t token) const { return slot_mapping.At(token); }
 };
 
 }  // namespace xla_gpu::kv_cache_update

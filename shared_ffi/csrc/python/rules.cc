@@ -3,7 +3,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
-#include "kv_cache_update/slots.h"
+#include "kv_cache_update/tokens.h"
 #include "module.h"
 #include "paged_attention/cuda/scratch.h"
 #include "paged_attention/metadata.h"
@@ -55,15 +55,22 @@ std::string MetadataFault(const Array<int32_t, 1>& context_lens,
   return paged_attention::MetadataFault(params);
 }
 
-std::string SlotFault(const Array<int64_t, 1>& slot_mapping, int64_t num_blocks,
-                      int64_t block_size) {
+std::string TokenFault(const Array<int64_t, 1>& slot_mapping,
+                       const std::optional<Array<int64_t, 1>>& positions, int64_t num_blocks,
+                       int64_t block_size, int64_t max_positions) {
   kv_cache_update::Params params = {};
-  params.slot_mapping = slot_mapping.data();
-  params.slots_are_int64 = true;
+  params.slot_mapping = {slot_mapping.data(), /*are_int64=*/true};
   params.num_tokens = static_cast<int64_t>(slot_mapping.shape(0));
   params.num_blocks = num_blocks;
   params.block_size = block_size;
-  return kv_cache_update::SlotFault(params);
+  params.rotary.max_positions = max_positions;
+  if (positions.has_value()) {
+    params.rotary.positions = {positions->data(), /*are_int64=*/true};
+    if (positions->shape(0) != slot_mapping.shape(0)) {
+      throw nb::value_error("positions must have a number for each slot");
+    }
+  }
+  return kv_cache_update::TokenFault(params);
 }
 
 paged_attention::ScratchSizes ScratchSizes(int64_t num_heads, int64_t num_kv_heads,
@@ -88,9 +95,10 @@ void BindRules(nb::module_& m) {
         nb::arg("num_tokens"), nb::arg("num_blocks"), nb::arg("block_size"),
         nb::arg("sliding_window"), nb::arg("max_query_len"), nb::arg("is_causal"),
         "Which rule for lengths and page table of paged_attention is broken first; empty if none.");
-  m.def("slot_fault", &SlotFault, nb::arg("slot_mapping").noconvert(), nb::kw_only(),
-        nb::arg("num_blocks"), nb::arg("block_size"),
-        "Which slot of kv_cache_update is past the end of the cache first; empty if none.");
+  m.def("token_fault", &TokenFault, nb::arg("slot_mapping").noconvert(),
+        nb::arg("positions").noconvert().none(), nb::kw_only(), nb::arg("num_blocks"),
+        nb::arg("block_size"), nb::arg("max_positions"),
+        "Which token of kv_cache_update has an illegal slot or position first; empty if none.");
   using paged_attention::ScratchSizes;
   nb::class_<ScratchSizes>(m, "ScratchSizes", "What the size of the CUDA scratch follows from.")
       .def_ro("split_limit", &ScratchSizes::split_limit)

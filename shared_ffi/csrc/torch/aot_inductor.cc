@@ -136,12 +136,12 @@ thread_local std::string last_error;
 // The arguments of the operator xla_gpu::_xla_gpu_call, as AOTInductor hands them to C.
 struct Arguments {
   // The results, scratch included. For a handler that writes in place: the tensors of which its
-  // aliased operands are views.
+  // aliased operands are views, then the aliased operands that are no views.
   const AtenTensorHandle* written;
   int64_t num_written;
-  const AtenTensorHandle* operands;
+  const AtenTensorHandle* operands;  // without those that are in `written`
   int64_t num_operands;
-  const int64_t* aliases;  // the operands that the handler writes in place
+  const int64_t* aliases;  // the operands that the handler writes in place; ~i: i is in `written`
   int64_t num_aliases;
   const int64_t* spanned;  // the operands that the handler gets as one array of all they span
   int64_t num_spanned;
@@ -162,12 +162,16 @@ void Call(const char* platform, const Arguments& a) {
                              " in this build of libxla_paged_attention.so");
   }
   std::vector<xla_gpu::EagerBuffer> operands, results;
-  for (int64_t i = 0; i < a.num_operands; ++i) {
+  const int64_t *aliases = a.aliases, *aliases_end = aliases + a.num_aliases;
+  const int64_t num_whole = std::count_if(aliases, aliases_end, [](int64_t i) { return i < 0; });
+  const AtenTensorHandle *operand = a.operands, *whole = a.written + a.num_written - num_whole;
+  for (int64_t i = 0; i < a.num_operands + num_whole; ++i) {
     const bool is_spanned = std::count(a.spanned, a.spanned + a.num_spanned, i) > 0;
-    operands.push_back(BufferOf(torch, a.operands[i], is_spanned));
+    const bool is_whole = std::count(aliases, aliases_end, ~i) > 0;
+    operands.push_back(BufferOf(torch, is_whole ? *whole++ : *operand++, is_spanned));
   }
   for (int64_t i = 0; i < a.num_aliases; ++i) {
-    results.push_back(operands[a.aliases[i]]);
+    results.push_back(operands[aliases[i] < 0 ? ~aliases[i] : aliases[i]]);
     const bool is_in_place = std::any_of(
         a.written, a.written + a.num_written,
         [&](AtenTensorHandle tensor) { return Contains(torch, tensor, results.back().data); });

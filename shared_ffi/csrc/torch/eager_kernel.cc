@@ -163,7 +163,7 @@ class EagerKernel {
       written.push_back({&call.names[i], tensors[i], operands[i]});
       addresses.push_back(operands[i].begin);
     }
-    rules_.RefuseOneMemory(op_, written);
+    rules_.RefuseOneMemory(op_, call.written, call.names, operands);
     if (given.out.is_valid()) {
       static const std::string name = "out";
       written.push_back({&name, given.out, {AddressOf(given.out), call.out_bytes}});

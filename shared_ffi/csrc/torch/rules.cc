@@ -2,6 +2,8 @@
 
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
+
 #include "python/module.h"
 
 namespace xla_gpu {
@@ -46,11 +48,16 @@ void TorchRules::RefuseOverlap(const std::string& op, Memory out,
   }
 }
 
-void TorchRules::RefuseOneMemory(const std::string& op,
-                                 const std::vector<NamedTensor>& written) const {
-  if (written.size() < 2 || written[0].memory.num_bytes == 0) return;
-  if (written[0].memory.begin == written[1].memory.begin) {
-    Raise("one_memory_error", op, *written[1].name, *written[0].name);
+void TorchRules::RefuseOneMemory(const std::string& op, const std::pmr::vector<size_t>& written,
+                                 const std::pmr::vector<std::string>& names,
+                                 const std::vector<Memory>& operands) const {
+  for (size_t w : written) {
+    for (size_t i = 0; i < operands.size(); ++i) {
+      if (i == w || operands[w].num_bytes == 0 || operands[i].begin != operands[w].begin) continue;
+      const bool is_written = std::count(written.begin(), written.end(), i) > 0;
+      const bool is_refused = is_written ? i < w : operands[i].num_bytes == operands[w].num_bytes;
+      if (is_refused) Raise("one_memory_error", op, names[w], names[i]);
+    }
   }
 }
 

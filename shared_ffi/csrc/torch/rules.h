@@ -47,9 +47,12 @@ class TorchRules {
   void RefuseOverlap(const std::string& op, Memory out, const std::pmr::vector<std::string>& names,
                      const std::vector<Memory>& operands) const;
 
-  // Refuses two tensors that are written to and begin at one place. Other views of one memory are
-  // legal: K and V of transformers overlap, and their slots do not.
-  void RefuseOneMemory(const std::string& op, const std::vector<NamedTensor>& written) const;
+  // Refuses two operands that are written to and begin at one place, and one that is another
+  // operand as well. Other views of one memory are legal: K and V of transformers overlap, and
+  // their slots do not.
+  void RefuseOneMemory(const std::string& op, const std::pmr::vector<size_t>& written,
+                       const std::pmr::vector<std::string>& names,
+                       const std::vector<Memory>& operands) const;
 
   // Refuses inference tensors outside of inference mode, as PyTorch's own operators do. Increments
   // the versions of the others, by which autograd knows that their former values are lost.

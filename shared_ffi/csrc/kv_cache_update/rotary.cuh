@@ -1,0 +1,122 @@
+// The kernel that rotates keys and queries, and writes keys and values into the cache.
+#pragma once
+
+#include "numbers.cuh"
+#include "params.h"
+#include "rotary.h"
+
+namespace xla_gpu::kv_cache_update {
+
+// kCount numbers of a row of cos_sin_cache, as floats.
+template <typename T, int kCount>
+__device__ void LoadTable(const Rotary& r, int64_t place, float (&to)[kCount]) {
+  if (r.dtype == DType::kFloat32) {
+    const auto row = Load<float, kCount>(static_cast<const float*>(r.cos_sin_cache) + place);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to[i] = row.number[i];
+  } else {
+    const auto row = Load<T, kCount>(static_cast<const T*>(r.cos_sin_cache) + place);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to[i] = gpu::ToFloat(row.number[i]);
+  }
+}
+
+template <typename T>
+__device__ void RotateInPlace(T* first, T* second, float cos, float sin) {
+  const Pair pair = Rotate({gpu::ToFloat(*first), gpu::ToFloat(*second)}, cos, sin);
+  gpu::FromFloat(pair.first, first);
+  gpu::FromFloat(pair.second, second);
+}
+
+// kCount pairs of a head: two groups of kCount adjacent numbers, and where in the head they lie.
+template <typename T, int kCount>
+struct Pairs {
+  Numbers<T, kCount> group[2];
+  int64_t place[2];
+};
+
+// Rotates the pairs of a head from number first_pair on.
+template <typename T, int kCount>
+__device__ Pairs<T, kCount> Rotated(const Rotary& r, int64_t position, const T* head,
+                                    int first_pair) {
+  const int64_t num_pairs = r.rotary_dim / 2, row = position * r.rotary_dim;
+  float cos[kCount], sin[kCount];
+  LoadTable<T>(r, row + first_pair, cos);
+  LoadTable<T>(r, row + num_pairs + first_pair, sin);
+  Pairs<T, kCount> x;
+  x.place[0] = r.is_interleaved ? 2 * first_pair : first_pair;
+  x.place[1] = x.place[0] + (r.is_interleaved ? kCount : num_pairs);
+  x.group[0] = Load<T, kCount>(head + x.place[0]);
+  x.group[1] = Load<T, kCount>(head + x.place[1]);
+  if (r.is_interleaved) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int first = 2 * i, second = 2 * i + 1;
+      RotateInPlace(&x.group[first / kCount].number[first % kCount],
+                    &x.group[second / kCount].number[second % kCount], cos[i], sin[i]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      RotateInPlace(&x.group[0].number[i], &x.group[1].number[i], cos[i], sin[i]);
+    }
+  }
+  return x;
+}
+
+// One block of threads per token. A thread rotates kCount pairs of a head, or moves kCount adjacent
+// numbers, at a time.
+template <typename From, typename To, int kCount>
+__global__ void UpdateRotated(Params p) {
+  const Rotary& r = p.rotary;
+  const int64_t token = blockIdx.x;
+  const int64_t slot = p.Slot(token), position = r.positions.At(token);
+  const int first = static_cast<int>(threadIdx.x);
+  const int num_heads = static_cast<int>(r.num_heads);
+  From* query = static_cast<From*>(r.query) + token * r.query_stride;
+  if (!r.HasRow(position)) {
+    const int count = slot < 0 ? 0 : num_heads * static_cast<int>(p.head_size);
+    for (int i = first; i < count; i += kThreads) gpu::FromFloat(__builtin_nanf(""), query + i);
+    return;
+  }
+  const int per_head = static_cast<int>(r.rotary_dim / 2 / kCount);
+  for (int i = first; i < num_heads * per_head; i += kThreads) {
+    From* head = query + i / per_head * p.head_size;
+    const auto x = Rotated<From, kCount>(r, position, head, i % per_head * kCount);
+    for (int j = 0; j < 2; ++j) Store(x.group[j], head + x.place[j]);
+  }
+  if (slot < 0 || slot >= p.NumSlots()) return;
+  const int num_kv_heads = static_cast<int>(p.num_kv_heads);
+  const From* key = static_cast<const From*>(p.key) + token * p.key_stride;
+  const From* value = static_cast<const From*>(p.value) + token * p.value_stride;
+  const int64_t block = slot / p.block_size, in_block = slot % p.block_size;
+  const int64_t offset = p.cache.Offset(block, in_block);
+  for (int i = first; i < num_kv_heads * per_head; i += kThreads) {
+    const int head = i / per_head;
+    const auto x =
+        Rotated<From, kCount>(r, position, key + head * p.head_size, i % per_head * kCount);
+    const int64_t row = offset + head * p.cache.head_stride;
+    const float scale = p.k_scale.At(block, in_block, head);
+    for (int j = 0; j < 2; ++j) {
+      StoreInCache<To>(x.group[j], scale, p.cache.keys, row + x.place[j]);
+    }
+  }
+  const int rest_per_head = static_cast<int>((p.head_size - r.rotary_dim) / kCount);
+  for (int i = first; i < num_kv_heads * rest_per_head; i += kThreads) {
+    const int head = i / rest_per_head;
+    const int64_t place = r.rotary_dim + i % rest_per_head * kCount;
+    StoreInCache<To>(Load<From, kCount>(key + head * p.head_size + place),
+                     p.k_scale.At(block, in_block, head), p.cache.keys,
+                     offset + head * p.cache.head_stride + place);
+  }
+  const int values_per_head = static_cast<int>(p.value_head_size / kCount);
+  for (int i = first; i < num_kv_heads * values_per_head; i += kThreads) {
+    const int head = i / values_per_head;
+    const int64_t place = i % values_per_head * kCount;
+    StoreInCache<To>(Load<From, kCount>(value + head * p.head_size + place),
+                     p.v_scale.At(block, in_block, head), p.cache.values,
+                     offset + head * p.cache.head_stride + place);
+  }
+}
+
+}  // namespace xla_gpu::kv_cache_update

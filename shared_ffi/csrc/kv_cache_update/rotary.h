@@ -1,0 +1,20 @@
+// The arithmetic of rotary embeddings: a pair of numbers of a head turns by an angle. No XLA
+// headers: kernels include this.
+#pragma once
+
+#include "../storage.h"
+
+namespace xla_gpu::kv_cache_update {
+
+struct Pair {
+  float first;
+  float second;
+};
+
+// Nothing is fused (-ffp-contract=off, -fmad=false): every CPU and every GPU rounds four products,
+// a difference and a sum, so all of them give the same bits.
+XLA_GPU_HOST_DEVICE inline Pair Rotate(Pair x, float cos, float sin) {
+  return {x.first * cos - x.second * sin, x.second * cos + x.first * sin};
+}
+
+}  // namespace xla_gpu::kv_cache_update
