@@ -177,18 +177,31 @@ def numbers_are_legal(
     )
 
 
-def slots_are_legal(
+def tokens_are_legal(
     kv_cache: Any,
     slot_mapping: Any,
     *,
+    positions: Any = None,
+    cos_sin_cache: Any = None,
     kv_layout: str | None = None,
     value_cache: Any = None,
     is_latent: bool = False,
     **others: Any,
 ) -> bool:
-    """Whether no slot of kv_cache_update is past the end of the cache."""
+    """Whether no slot of kv_cache_update is past the end of the cache, and each token with a slot
+    has a row of cosines and sines."""
     num_blocks, block_size, *_ = _shape(kv_cache, value_cache, kv_layout, is_latent=is_latent)
-    return not (np.asarray(slot_mapping) >= num_blocks * block_size).any()
+    slots = np.asarray(slot_mapping)
+    is_legal = slots < num_blocks * block_size
+    if positions is not None:
+        is_legal &= (slots < 0) | have_rows(positions, cos_sin_cache)
+    return bool(is_legal.all())
+
+
+def have_rows(positions: Any, cos_sin_cache: Any) -> np.ndarray:
+    """Whether the position of each token has a row of cosines and sines."""
+    positions = np.asarray(positions)
+    return (positions >= 0) & (positions < len(cos_sin_cache))
 
 
 def _range(bounds: Any, context_len: int) -> range:
@@ -231,8 +244,15 @@ def kv_cache_update(
     kv_layout: str | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    query: Any = None,
+    positions: Any = None,
+    cos_sin_cache: Any = None,
+    interleaved: bool = False,
 ) -> Any:
-    """Returns the updated cache or caches. The arguments keep their values."""
+    """Returns the updated cache or caches, then the rotated query. The arguments keep their
+    values."""
+    if positions is not None:
+        key = _rotated(key, positions, cos_sin_cache, interleaved=interleaved)
     caches = (kv_cache,) if value_cache is None else (kv_cache, value_cache)
     is_latent = value.shape[2] == 0
     updated = layouts.default(caches, kv_layout, is_latent=is_latent)
@@ -247,10 +267,29 @@ def kv_cache_update(
                 scaled = rows.astype(np.float32) / np.float32(_scales(scale, row))
                 rows = quantized(scaled, updated.dtype.name)
             updated[row][first::2, : rows.shape[-1]] = rows
-    arranged = layouts.arrange(
+    results = layouts.arrange(
         updated, kv_layout, is_latent=is_latent, value_head_size=caches[-1].shape[-1]
     )
-    return arranged[0] if value_cache is None else arranged
+    if query is not None:
+        results += (_rotated(query, positions, cos_sin_cache, interleaved=interleaved),)
+    return results[0] if len(results) == 1 else results
+
+
+def _rotated(rows: Any, positions: Any, cos_sin_cache: Any, *, interleaved: bool) -> np.ndarray:
+    """Rows of tokens after the rotary embedding. A product, a difference and a sum are each rounded
+    to float32, as they are in float64 and then rounded; rows of tokens without a position stay."""
+    rotated = np.array(rows)
+    num_pairs = cos_sin_cache.shape[1] // 2
+    for token in np.flatnonzero(have_rows(positions, cos_sin_cache)):
+        table = np.asarray(cos_sin_cache[int(positions[token])], np.float64)
+        for i in range(num_pairs):
+            pair = [2 * i, 2 * i + 1] if interleaved else [i, i + num_pairs]
+            x, y = np.asarray(rows[token][:, pair], np.float64).T
+            products = [np.float32(a * table[j]) for a in (x, y) for j in (i, num_pairs + i)]
+            x_cos, x_sin, y_cos, y_sin = (np.float64(product) for product in products)
+            turned = np.array([x_cos - y_sin, y_cos + x_sin], np.float32).T
+            rotated[token][:, pair] = turned.astype(rotated.dtype)
+    return rotated
 
 
 def simple_add(a: Any, b: Any) -> np.ndarray:

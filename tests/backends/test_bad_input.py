@@ -17,7 +17,7 @@ from shared_ffi import kv_cache_update, paged_attention, runtimes
 from tests.cases.all import SAMPLED_CASES, UPDATE_CASES
 from tests.support import backends
 from tests.support.bad_calls import DYNAMIC, STATIC, Fault
-from tests.support.sound_calls import SOUND, attention, split, update
+from tests.support.sound_calls import SOUND, attention, rotated_update, split, update
 
 F32, F16, I32, I64 = np.float32, np.float16, np.int32, np.int64
 
@@ -75,7 +75,8 @@ CHECKERS = {
 def test_check_values_gives_the_same_message(fault: Fault, kind: Any) -> None:
     arguments = {name: kind(x) for name, x in fault.arguments.items() if isinstance(x, np.ndarray)}
     if fault.op == "kv_cache_update":
-        arguments = {name: arguments[name] for name in ("kv_cache", "slot_mapping")}
+        names = ("kv_cache", "slot_mapping", "positions", "cos_sin_cache")
+        arguments = {name: arguments[name] for name in names if name in arguments}
     if "max_query_len" in fault.arguments:
         arguments["max_query_len"] = fault.arguments["max_query_len"]
     with pytest.raises(ValueError) as raised:
@@ -115,9 +116,10 @@ def test_check_values_accepts_sound_calls() -> None:
         others = {name: attributes[name] for name in names if name in attributes}
         paged_attention.check_values(*case.inputs(), case.sliding_window, **others)
     for case in UPDATE_CASES:
-        inputs = case.inputs()
-        layout = {"kv_layout": case.kv_layout}
-        kv_cache_update.check_values(inputs.kv_cache, inputs.slot_mapping, **layout)
+        inputs, attributes = case.inputs(), case.attributes()
+        names = ("kv_layout", "positions", "cos_sin_cache")
+        others = {name: attributes[name] for name in names if name in attributes}
+        kv_cache_update.check_values(inputs.kv_cache, inputs.slot_mapping, **others)
 
 
 def test_xla_passes_the_errors_of_a_changed_program_on() -> None:
@@ -135,12 +137,19 @@ def test_xla_passes_the_errors_of_a_changed_program_on() -> None:
         )
 
 
-def test_bad_slot_leaves_cache_unchanged() -> None:
-    operands, _ = split(update(slot_mapping=np.array([0, 8, -1], I32)))
+@pytest.mark.parametrize(
+    "changes",
+    [{"slot_mapping": np.array([0, 8, -1], I32)}, {"positions": np.array([0, 8, 0], I32)}],
+    ids=["slot", "position"],
+)
+def test_bad_token_leaves_cache_and_query_unchanged(changes: dict[str, np.ndarray]) -> None:
+    operands, rotary = split(rotated_update(**changes))
     cache = backends.to_torch(operands[0])
-    with pytest.raises(ValueError, match="slot_mapping"):
-        torch.ops.xla_gpu.kv_cache_update(cache, *map(backends.to_torch, operands[1:]))
+    keywords = {name: backends.to_torch(x) for name, x in rotary.items()}
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        torch.ops.xla_gpu.kv_cache_update(cache, *map(backends.to_torch, operands[1:]), **keywords)
     assert not cache.any()
+    assert (keywords["query"] == 1).all()
 
 
 @pytest.mark.parametrize(
@@ -255,6 +264,37 @@ def test_update_refuses_caches_that_share_memory() -> None:
     pool = torch.zeros(8, 2, 2, 8)  # pages of K and V alternate, and only even slots are used
     torch.ops.xla_gpu.kv_cache_update(pool[:7], key, value, slots // 2 * 4, value_cache=pool[1:])
     assert pool.any()
+
+
+def test_update_refuses_a_query_of_other_strides() -> None:
+    operands, rotary = split(rotated_update())
+    arrays = [*map(backends.to_torch, operands)]
+    rule = "^kv_cache_update: query must have tokens with dense heads that do not overlap: it is"
+    for query in (
+        torch.ones(4, 3, 8).transpose(0, 1),
+        torch.ones(1, 4, 8).expand(3, 4, 8),
+        torch.ones(3, 4, 16)[..., ::2],
+    ):
+        keywords = {name: backends.to_torch(x) for name, x in rotary.items()} | {"query": query}
+        with pytest.raises(ValueError, match=rule):
+            torch.ops.xla_gpu.kv_cache_update(*arrays, **keywords)
+        assert (query == 1).all() and not arrays[0].any()
+
+
+@pytest.mark.parametrize("convert", [backends.to_torch, backends.to_xla], ids=["torch", "xla"])
+def test_update_refuses_a_query_that_is_the_key(convert: Any) -> None:
+    operands, rotary = split(rotated_update())
+    cache, key, value, slots = map(convert, operands)
+    keywords = {name: convert(x) for name, x in rotary.items()} | {"query": key}
+    rule = "query must not share memory with key: it is written in place; got the memory of key"
+    with pytest.raises(ValueError, match=f"^kv_cache_update: {rule}$"):
+        torch.ops.xla_gpu.kv_cache_update(cache, key, value, slots, **keywords)
+
+
+def test_jax_refuses_interleaved_of_another_type() -> None:
+    operands, rotary = split(rotated_update(interleaved=1))
+    with pytest.raises(TypeError, match="^kv_cache_update: interleaved must have type bool; got"):
+        backends.in_jax("kv_cache_update", *operands, **rotary)
 
 
 def test_update_refuses_negated_view() -> None:

@@ -18,9 +18,15 @@ SCALE = 0.05  # the size of the scales of 8-bit caches
 SHORT_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 JUNK = np.array([2147480000, -7, 2147483647, -2147483648, 1000000], np.int32)
 RANGES = (None, "blocks", "any")
-FEATURES = ("value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes", "tree_mask")
-FEATURES += ("bidirectional_ranges", "causal")
-"""The arrays that not every call has, in the order of its operands."""
+_OF_CACHES = ("value_cache", "k_scale", "v_scale")
+FEATURES = {
+    "paged_attention": (
+        *(*_OF_CACHES, "sinks", "alibi_slopes", "tree_mask"),
+        *("bidirectional_ranges", "causal"),
+    ),
+    "kv_cache_update": (*_OF_CACHES, "query", "positions", "cos_sin_cache"),
+}
+"""The arrays that not every call of an op has, in the order of its operands."""
 TREES = (None, "draft", "chain", "any")
 SCALES = (None, "one", "per head", "per position")
 

@@ -42,6 +42,11 @@ class UpdateCase:
     key_factor: float = 1.0
     is_latent: bool = False  # V is a part of K
     own_value_head_size: int | None = None  # of V in an array of its own
+    rotary_dim: int | None = None  # numbers of a key that are rotated
+    interleaved: bool = False
+    table_dtype: str = "float32"
+    position_dtype: str = "int32"
+    num_heads: int = 0  # of the query that is rotated, too
 
     def attributes(self) -> dict[str, Any]:
         attributes: dict[str, Any] = {}
@@ -57,7 +62,27 @@ class UpdateCase:
             attributes |= scale_arrays(self.scales, self.num_kv_heads, is_unused)
             if self.is_latent:
                 del attributes["v_scale"]
-        return attributes
+        return attributes | self._rotary()
+
+    def _rotary(self) -> dict[str, Any]:
+        """A token that has no slot may have no position, either. Rows of the table that no token
+        needs are NaN."""
+        if self.rotary_dim is None:
+            return {}
+        rng = np.random.default_rng(zlib.crc32(f"rotary {self.id}".encode()))
+        max_positions = self.num_tokens + 5
+        positions = rng.integers(0, max_positions, self.num_tokens)
+        angles = rng.uniform(0, 7, (max_positions, self.rotary_dim // 2))
+        table = np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(DTYPES[self.table_dtype])
+        table[~np.isin(np.arange(max_positions), positions)] = np.nan
+        (padding,) = np.nonzero(self._in_default_layout().slot_mapping < 0)
+        faulty = padding[::2]
+        positions[faulty] = rng.choice([-1, max_positions, -(2**31), 2**31 - 1], len(faulty))
+        rotary = {"positions": positions.astype(self.position_dtype), "cos_sin_cache": table}
+        if self.num_heads:
+            query = rng.standard_normal((self.num_tokens, self.num_heads, self.head_size))
+            rotary["query"] = query.astype(DTYPES[self.dtype])
+        return rotary | ({"interleaved": True} if self.interleaved else {})
 
     def _arranged(self, kv_cache: np.ndarray) -> tuple[np.ndarray, ...]:
         return arrange(
@@ -147,9 +172,50 @@ def _updates() -> Iterator[UpdateCase]:
             dtype="bfloat16",
         )
     yield UpdateCase(id="latent-large", is_latent=True, num_tokens=150, num_kv_heads=1)
+    yield from _rotated()
     yield UpdateCase(
         id="float8-layout", cache_dtype="float8_e4m3fn", scales="per head", kv_layout="nhbd"
     )
+
+
+def _rotated() -> Iterator[UpdateCase]:
+    for (dtype, short), interleaved in product(SHORT_NAMES.items(), (False, True)):
+        name = f"{'interleaved' if interleaved else 'neox'}-{short}"
+        fields: dict[str, Any] = {"dtype": dtype, "interleaved": interleaved, "head_size": 32}
+        whole = fields | {"rotary_dim": 32, "num_heads": 6}
+        yield UpdateCase(id=f"rotated-{name}", **whole)
+        yield UpdateCase(id=f"rotated-all-padding-{name}", num_padding=9, **whole)
+        yield UpdateCase(id=f"rotated-keys-alone-{name}", rotary_dim=32, **fields)
+        yield UpdateCase(id=f"rotated-part-{name}", rotary_dim=16, num_heads=2, **fields)
+        yield UpdateCase(
+            id=f"rotated-large-{name}",
+            num_tokens=150,
+            num_kv_heads=5,
+            rotary_dim=64,
+            num_heads=15,
+            **fields | {"head_size": 128},
+        )
+        yield UpdateCase(id=f"rotated-table-{name}", table_dtype=dtype, **whole)
+        yield UpdateCase(
+            id=f"rotated-int64-{name}", position_dtype="int64", slot_dtype="int64", **whole
+        )
+        for cache_dtype in CACHE_DTYPES:
+            yield UpdateCase(
+                id=f"rotated-{cache_dtype}-{name}",
+                cache_dtype=cache_dtype,
+                scales="per position" if interleaved else "per head",
+                **whole,
+            )
+        yield UpdateCase(id=f"rotated-two-arrays-{name}", kv_layout="nbhd", **whole)
+    for rotary_dim, interleaved in product((2, 6, 16), (False, True)):
+        yield UpdateCase(
+            id=f"rotated-{rotary_dim}-of-17-{interleaved}",
+            rotary_dim=rotary_dim,
+            interleaved=interleaved,
+            num_heads=2,
+        )
+    yield UpdateCase(id="rotated-no-tokens", num_tokens=0, num_padding=0, rotary_dim=8, num_heads=4)
+    yield UpdateCase(id="rotated-one-kv-head", num_kv_heads=1, rotary_dim=8, num_heads=5)
 
 
 CASES = [*_updates()]

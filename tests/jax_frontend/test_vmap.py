@@ -118,6 +118,9 @@ FEATURES: dict[str, dict[str, Any]] = {
         "scales": "per position",
         "kv_layout": "hnbd",
     },
+    "rotated": {"rotary_dim": 8, "num_heads": 4, "interleaved": True},
+    "rotated-keys-alone": {"rotary_dim": 16, "kv_layout": "nhbd"},
+    "rotated-two-arrays": {"rotary_dim": 16, "num_heads": 2, "kv_layout": "nhbd"},
     **{f"layout-{layout}": {"kv_layout": layout} for layout in LAYOUTS},
     **{
         f"latent-{layout}": {"kv_layout": layout, "value_head_size": 9, "num_kv_heads": 1}
@@ -287,12 +290,16 @@ def test_under_settings_of_jax(setting: str) -> None:
         check(jax_frontend.kv_cache_update, (0,) * 4, *operands, target=UPDATE)
 
 
+STACKED = ("value_cache", "query", "positions")
 UPDATES: dict[str, dict[str, Any]] = {
     "none": {},
     "bf16": {"dtype": "bfloat16"},
     "no-tokens": {"num_tokens": 0, "num_padding": 0},
     "8-bits": {"cache_dtype": "float8_e4m3fn", "scales": "per head"},
     "scales-per-position": {"cache_dtype": "int8", "scales": "per position"},
+    "rotated": {"rotary_dim": 8, "num_heads": 4, "interleaved": True},
+    "rotated-keys-alone": {"rotary_dim": 16, "kv_layout": "nhbd"},
+    "rotated-two-arrays": {"rotary_dim": 16, "num_heads": 2, "kv_layout": "nhbd"},
     **{f"layout-{layout}": {"kv_layout": layout} for layout in LAYOUTS},
     **{
         f"latent-{layout}": {"kv_layout": layout, "is_latent": True, "num_kv_heads": 1}
@@ -308,7 +315,7 @@ def updates(**fields: Any) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
     inputs = [np.stack(each) for each in zip(*(case.inputs() for case in cases), strict=True)]
     arrays, options = zip(*(split_keywords(case.attributes()) for case in cases), strict=True)
     stacked = {
-        name: np.stack([each[name] for each in arrays]) if name == "value_cache" else x
+        name: np.stack([each[name] for each in arrays]) if name in STACKED else x
         for name, x in arrays[0].items()
     }
     return inputs, stacked, options[0]
@@ -327,8 +334,18 @@ def test_update(fields: dict[str, Any], is_shared: bool) -> None:
     if is_shared:
         inputs[0] = inputs[0][0]
         arrays = {name: x[0] if name == "value_cache" else x for name, x in arrays.items()}
-    axes = {name: cache_axis if name == "value_cache" else None for name in arrays}
+    axes = {name: 0 if name in STACKED else None for name in arrays}
+    if "value_cache" in arrays:
+        axes["value_cache"] = cache_axis
     check(update_of(options), ([cache_axis, 0, 0, 0], axes), inputs, arrays, target=UPDATE)
+
+
+def test_updates_with_several_tables_are_looped_over() -> None:
+    inputs, arrays, options = updates(rotary_dim=8, num_heads=4)
+    table = arrays["cos_sin_cache"]
+    arrays["cos_sin_cache"] = np.stack([table, -table, 2 * table])
+    axes = dict.fromkeys(arrays, 0)
+    check(update_of(options), ([0] * 4, axes), inputs, arrays, target=UPDATE, loops=True)
 
 
 def test_update_of_one_argument() -> None:

@@ -27,6 +27,7 @@ from tests.support.calls import (
     in_wider_rows,
     numbers,
     results_of,
+    rows_in,
     specs,
     with_wider_rows,
 )
@@ -88,11 +89,13 @@ def test_queries_in_wider_rows(case: Case) -> None:
 def test_kv_cache_update_from_wider_rows(case: UpdateCase) -> None:
     inputs, attributes = case.inputs(), case.attributes()
     call, arrays = checked_call("kv_cache_update", inputs, attributes)
+    query = dict(call.attributes).get("query")
+    arrays, row_attributes = with_wider_rows("kv_cache_update", arrays, 5, query)
     arrays = [x.copy() for x in arrays]
     updated = [arrays[operand] for operand, _ in call.aliases]
-    arrays, row_attributes = with_wider_rows("kv_cache_update", arrays, 5)
     call_handler(call.target, numbers(call) | row_attributes, arrays, updated)
     expected = reference.kv_cache_update(*inputs, **attributes)
+    updated = [rows_in(x, spec.shape) for x, spec in zip(updated, call.results, strict=True)]
     assert_same_bits(updated[0] if len(updated) == 1 else tuple(updated), expected)
 
 
@@ -103,6 +106,68 @@ def test_kv_cache_update_of_two_tokens_with_one_slot() -> None:
         slots = (np.arange(64) % 4).astype(I32)
         call_handler(kv_cache_update.TARGET, {}, [cache, key, key, slots], [cache], num_threads)
         assert (cache == np.array([60, 61, 62, 63], F32)[None, :, None, None]).all()
+
+
+@pytest.mark.parametrize("position", [-1, 14, 2**31 - 1, -(2**63), 2**62])
+def test_kv_cache_update_of_positions_without_a_row(position: int) -> None:
+    case = UpdateCase("faulty", rotary_dim=8, num_heads=4, position_dtype="int64")
+    inputs, attributes = case.inputs(), case.attributes()
+    token = np.flatnonzero(inputs.slot_mapping >= 0)[2]
+    attributes["positions"][token] = position
+    call, arrays = checked_call("kv_cache_update", inputs, attributes)
+    before = [x.copy() for x in arrays]
+    updated = [arrays[operand] for operand, _ in call.aliases]
+    with pytest.raises(
+        ValueError, match=rf"positions\[{token}\] must be from 0 .*=13, .* {position}$"
+    ):
+        call_handler(call.target, numbers(call), arrays, updated, 3)
+    for array, value in zip(arrays, before, strict=True):
+        assert_same_bits(array, value)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_one_call_has_the_bits_of_two(dtype: str, interleaved: bool) -> None:
+    """Rotate, then update."""
+    fields: dict[str, Any] = {"dtype": dtype, "interleaved": interleaved, "num_tokens": 40}
+    case = UpdateCase(
+        "two calls", rotary_dim=16, num_heads=6, cache_dtype="int8", scales="one", **fields
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    query, positions, table = (attributes.pop(x) for x in ("query", "positions", "cos_sin_cache"))
+    attributes.pop("interleaved", None)
+    rows = table[np.clip(positions, 0, len(table) - 1)]
+    cos, sin = rows[:, None, :8], rows[:, None, 8:]
+
+    def rotated(x: np.ndarray) -> np.ndarray:
+        pairs = x[..., :16].reshape(*x.shape[:2], 8, 2) if interleaved else None
+        halves = (x[..., :8], x[..., 8:16]) if pairs is None else (pairs[..., 0], pairs[..., 1])
+        a, b = (half.astype(F32) for half in halves)
+        turned = [a * cos - b * sin, b * cos + a * sin]
+        first = (
+            np.stack(turned, -1).reshape(*x.shape[:2], 16)
+            if interleaved
+            else np.concatenate(turned, -1)
+        )
+        return np.concatenate([first.astype(x.dtype), x[..., 16:]], -1)
+
+    once = {
+        "query": query,
+        "positions": positions,
+        "cos_sin_cache": table,
+        "interleaved": interleaved,
+    }
+    call, arrays = checked_call("kv_cache_update", inputs, attributes | once)
+    arrays = [x.copy() for x in arrays]
+    updated = [arrays[operand] for operand, _ in call.aliases]
+    call_handler(call.target, numbers(call), arrays, updated)
+    twice = inputs._replace(key=rotated(inputs.key))
+    call, (cache, *others) = checked_call("kv_cache_update", twice, attributes)
+    cache = cache.copy()
+    call_handler(call.target, numbers(call), [cache, *others], [cache])
+    assert_same_bits(updated[0], cache)
+    has_slot = inputs.slot_mapping >= 0
+    assert_same_bits(updated[1][has_slot], rotated(query)[has_slot])
 
 
 @pytest.mark.parametrize("head_size", [64, 65])

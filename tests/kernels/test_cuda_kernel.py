@@ -30,7 +30,7 @@ from tests.cases.case import Case, without_range
 from tests.cases.softmax import EXTREME_NUMBERS, extreme_call
 from tests.cases.updates import UpdateCase
 from tests.support import native, selection
-from tests.support.calls import checked_call, in_wider_rows, numbers, with_wider_rows
+from tests.support.calls import checked_call, in_wider_rows, numbers, rows_in, with_wider_rows
 from tests.support.gpu import ON_CUDA, Gpu, attend, scratch_of
 from tests.support.random_cases import random_cases
 
@@ -384,11 +384,13 @@ def test_queries_in_wider_rows(case: Case, more: int, each_kernel: Gpu) -> None:
 def test_kv_cache_update_from_wider_rows(case: UpdateCase, more: int, gpu: Gpu) -> None:
     inputs, attributes = case.inputs(), case.attributes()
     call, arrays = checked_call("kv_cache_update", inputs, attributes)
-    arrays, row_attributes = with_wider_rows("kv_cache_update", arrays, more)
+    query = dict(call.attributes).get("query")
+    arrays, row_attributes = with_wider_rows("kv_cache_update", arrays, more, query)
     arrays = [guarded(x) for x in arrays]
     updated = [arrays[operand] for operand, _ in call.aliases]
     gpu.run(kv_cache_update, arrays, updated, 0, **numbers(call), **row_attributes)
     expected = reference.kv_cache_update(*inputs, **attributes)
+    updated = [rows_in(x, spec.shape) for x, spec in zip(updated, call.results, strict=True)]
     assert_same_bits(updated[0] if len(updated) == 1 else tuple(updated), expected)
 
 
@@ -404,6 +406,28 @@ def test_kv_cache_update_of_slots_past_the_end(gpu: Gpu) -> None:
     updated = guarded(kv_cache)
     gpu.run(kv_cache_update, [updated, key, value, faulty], [updated], 0)
     assert_same_bits(updated, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kv_cache_update_of_positions_without_a_row(dtype: str, gpu: Gpu) -> None:
+    """Key and value are not written. The query is NaN, or with a negative slot as it was."""
+    case = UpdateCase("rotated-faulty", rotary_dim=16, num_heads=4, head_size=24, dtype=dtype)
+    inputs, attributes = case.inputs(), case.attributes()
+    positions = attributes["positions"]
+    with_slots = np.flatnonzero(inputs.slot_mapping >= 0)
+    positions[with_slots[:3]] = [-1, len(attributes["cos_sin_cache"]), 2**31 - 1]
+    slots = inputs.slot_mapping.copy()
+    slots[with_slots[3]] = inputs.kv_cache.shape[0] * inputs.kv_cache.shape[1]  # past the end
+    call, arrays = checked_call("kv_cache_update", inputs._replace(slot_mapping=slots), attributes)
+    arrays = [guarded(x) for x in arrays]
+    updated = [arrays[operand] for operand, _ in call.aliases]
+    gpu.run(kv_cache_update, arrays, updated, 0, **numbers(call))
+    slots[with_slots[:4]] = -1
+    expected = reference.kv_cache_update(*inputs._replace(slot_mapping=slots), **attributes)
+    assert_same_bits(updated[0], expected[0])
+    assert np.isnan(updated[1][with_slots[:3]].astype(F32)).all()
+    others = np.setdiff1d(np.arange(len(slots)), with_slots[:3])
+    assert_same_bits(updated[1][others], expected[1][others])
 
 
 @pytest.mark.parametrize("size", [0, 1, 255, 256, 1000])

@@ -184,10 +184,14 @@ def test_oracle_decides_legality(changes: list[Change], is_legal: bool) -> None:
 
 def test_oracle_decides_legality_of_slots() -> None:
     inputs = UpdateCase("slots").inputs()
-    assert reference.slots_are_legal(inputs.kv_cache, inputs.slot_mapping)
+    assert reference.tokens_are_legal(inputs.kv_cache, inputs.slot_mapping)
     num_slots = inputs.kv_cache.shape[0] * inputs.kv_cache.shape[1]
-    assert reference.slots_are_legal(inputs.kv_cache, np.array([num_slots - 1, -(2**31)]))
-    assert not reference.slots_are_legal(inputs.kv_cache, np.array([0, num_slots]))
+    assert reference.tokens_are_legal(inputs.kv_cache, np.array([num_slots - 1, -(2**31)]))
+    assert not reference.tokens_are_legal(inputs.kv_cache, np.array([0, num_slots]))
+    table, slots = np.ones((4, 2), np.float32), np.array([0, -1])
+    for positions, is_legal in (([3, 4], True), ([4, 0], False), ([-1, 0], False)):
+        rotary = {"positions": np.array(positions), "cos_sin_cache": table}
+        assert reference.tokens_are_legal(inputs.kv_cache, slots, **rotary) == is_legal
 
 
 def test_corrupt_trials_are_legal_and_illegal() -> None:

@@ -61,8 +61,8 @@ def call_torch(
         return written(tensors, keywords) if in_place else result
 
     def written(tensors: Any, keywords: Any) -> Any:
-        caches = (tensors[0], keywords.get("value_cache"))
-        return tensors[0] if caches[1] is None else caches
+        results = [tensors[0], *[keywords[x] for x in ("value_cache", "query") if x in keywords]]
+        return tuple(results) if len(results) > 1 else results[0]
 
     if compile_with is not None:
         torch._dynamo.reset()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.sound_calls import SOUND, add, attention, update
+from tests.support.sound_calls import add, attention, op_of, rotated_update, update
 
 F32, F16, I32 = np.float32, np.float16, np.int32
 
@@ -29,9 +29,10 @@ def fault(
     error: type[Exception] = ValueError,
     **changes: Any,
 ) -> Any:
-    op = next(op for op, sound in SOUND.items() if sound is make)
+    arguments = make(**changes)
+    op = op_of(arguments)
     name = "-".join([op, *(f"{k}={_short(v)}" for k, v in changes.items())])
-    return pytest.param(Fault(op, make(**changes), error, f"{op}: {message}"), id=name)
+    return pytest.param(Fault(op, arguments, error, f"{op}: {message}"), id=name)
 
 
 def _short(value: Any) -> str:
@@ -494,6 +495,73 @@ STATIC = [
         TypeError,
         slot_mapping=np.ones(3, F32),
     ),
+    *(
+        fault(
+            update,
+            f"{name} must be None without cos_sin_cache; got shape {list(array.shape)}",
+            **{name: array},
+        )
+        for name, array in (("query", np.ones((3, 4, 8), F32)), ("positions", np.ones(3, I32)))
+    ),
+    fault(update, "interleaved must be False without cos_sin_cache; got True", interleaved=True),
+    fault(rotated_update, "positions must be given with cos_sin_cache; got None", positions=None),
+    fault(
+        rotated_update,
+        "cos_sin_cache must be None where V is a part of K, of which other numbers are rotated "
+        "(rotate before); got shape [8, 4]",
+        kv_cache=np.zeros((4, 2, 8), F32),
+        key=np.ones((3, 1, 8), F32),
+        value=np.ones((3, 1, 0), F32),
+    ),
+    fault(
+        rotated_update,
+        "key must have dtype float32, float16 or bfloat16 with cos_sin_cache; got int8",
+        TypeError,
+        kv_cache=np.zeros((4, 2, 4, 8), np.int8),
+        key=np.ones((3, 2, 8), np.int8),
+        value=np.ones((3, 2, 8), np.int8),
+    ),
+    *(
+        fault(
+            rotated_update,
+            "cos_sin_cache must have shape [max_positions, rotary_dim], with an even rotary_dim "
+            f"from 2 to 8; got {list(shape)}",
+            cos_sin_cache=np.ones(shape, F32),
+        )
+        for shape in ((8,), (8, 0), (8, 3), (8, 10))
+    ),
+    fault(
+        rotated_update,
+        "cos_sin_cache must have dtype float32, or key's dtype float32; got float16",
+        TypeError,
+        cos_sin_cache=np.ones((8, 4), F16),
+    ),
+    fault(
+        rotated_update,
+        "positions must have shape [num_tokens=3]; got [2]",
+        positions=np.zeros(2, I32),
+    ),
+    fault(
+        rotated_update,
+        "positions must have dtype int32 or int64; got float32",
+        TypeError,
+        positions=np.zeros(3, F32),
+    ),
+    *(
+        fault(
+            rotated_update,
+            "query must have shape [num_tokens=3, a multiple of num_kv_heads=2, head_size=8]; "
+            f"got {list(shape)}",
+            query=np.ones(shape, F32),
+        )
+        for shape in ((3, 32), (2, 4, 8), (3, 3, 8), (3, 0, 8), (3, 4, 16))
+    ),
+    fault(
+        rotated_update,
+        "query must have key's dtype float32; got float16",
+        TypeError,
+        query=np.ones((3, 4, 8), F16),
+    ),
     fault(add, "a must have dtype float32; got int32", TypeError, a=np.ones((2, 3), I32)),
     fault(add, "b must have shape [2, 3]; got [3]", b=np.ones(3, F32)),
     fault(add, "b must have dtype float32; got int32", TypeError, b=np.ones((2, 3), I32)),
@@ -610,5 +678,14 @@ DYNAMIC = [
         update,
         "slot_mapping[1] must be below num_blocks * block_size=8 (negative for padding); got 8",
         slot_mapping=np.array([0, 8, -1], I32),
+    ),
+    *(
+        fault(
+            rotated_update,
+            "positions[1] must be from 0 to max_positions - 1=7, as the token has a slot; "
+            f"got {position}",
+            positions=np.array([0, position, 8], I32),
+        )
+        for position in (8, -1)
     ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -53,7 +54,7 @@ def checked_call(
     if op == "paged_attention":
         options = {"sliding_window": None, "soft_cap": None} | options
     positional = [options.pop(name) for name in _POSITIONAL if name in options]
-    given = {name: arrays[name] for name in FEATURES if name in arrays}
+    given = {name: arrays[name] for name in FEATURES[op] if name in arrays}
     optional = dict(zip(given, specs(list(given.values())), strict=True))
     call = _CHECKS[op](*specs(operands), *positional, **optional, **options)
     return call, [*operands, *given.values()]
@@ -74,10 +75,11 @@ _ROWS = {"paged_attention": (0,), "kv_cache_update": (1, 2)}
 
 
 def with_wider_rows(
-    op: str, operands: Sequence[np.ndarray], more: int
+    op: str, operands: Sequence[np.ndarray], more: int, query: int | None = None
 ) -> tuple[list[np.ndarray], dict[str, int | float]]:
     """The operands of a call, its queries or new keys and values in wider rows, and the attributes
-    that say so. Keys have `more` elements more, values twice as many."""
+    that say so. Keys have `more` elements more, values twice as many, queries to be rotated, whose
+    number among the operands is `query`, three times as many."""
     arrays, attributes = [*operands], dict[str, int | float]()
     if more:
         for factor, place in enumerate(_ROWS[op], 1):
@@ -87,7 +89,20 @@ def with_wider_rows(
                 if attributes and head_size != attributes["row_head_size"]:
                     found = {"row_value_head_size": head_size}
                 attributes |= found
+        if query is not None:
+            arrays[query], rows = in_wider_rows(arrays[query], 3 * more)
+            attributes["query_heads"] = rows["row_heads"]
     return arrays, attributes
+
+
+def rows_in(wider: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The rows of this shape that wider ones begin with; the rest must be as `in_wider_rows` made
+    it."""
+    if wider.shape == shape:
+        return wider
+    size = math.prod(shape[1:])
+    assert (np.isnan(wider[:, size:].astype(np.float32)) | (wider[:, size:] == 99)).all()
+    return wider[:, :size].reshape(shape)
 
 
 def in_place(call: Call) -> dict[int, int]:

@@ -41,11 +41,12 @@ _OPERANDS = {
     "simple_add": ("a", "b"),
 }
 _OPTIONAL = (
-    *FEATURES,
+    *dict.fromkeys(itertools.chain(*FEATURES.values())),
     *("block_size", "num_blocks", "num_kv_heads"),
     *("block_stride", "position_stride", "head_stride", "value_offset", "key_unit", "value_unit"),
     *("window_right", "max_query_len", "value_head_size"),
     *("row_heads", "row_head_size", "row_value_head_size"),
+    *("query_heads", "interleaved"),
 )
 """Attributes that not every call has."""
 
@@ -106,8 +107,9 @@ class HandlerCall:
 def _handler_call(op: str, case: Any, more_columns: int = 0) -> HandlerCall:
     inputs, attributes = case.inputs(), case.attributes()
     call, arrays = checked_call(op, inputs, attributes)
-    arrays, row_attributes = with_wider_rows(op, arrays, more_columns)
-    features = sorted({*FEATURES} & {*numbers(call)}, key=numbers(call).__getitem__)
+    query = numbers(call).get("query")
+    arrays, row_attributes = with_wider_rows(op, arrays, more_columns, query)  # type: ignore[arg-type]
+    features = sorted({*FEATURES[op]} & {*numbers(call)}, key=numbers(call).__getitem__)
     names = [*_OPERANDS[op], *features]
     result_names = [names[i] for i in in_place(call).values()] or ["output", "lse"]
     return HandlerCall(
@@ -156,6 +158,9 @@ def sound_calls() -> dict[str, HandlerCall]:
             "own", num_padding=0, kv_layout="nbhd", head_size=24, own_value_head_size=16
         ),
         "latent": UpdateCase("latent", num_padding=0, num_kv_heads=1, is_latent=True),
+        "rotated": UpdateCase(
+            "rotated", num_padding=0, num_heads=4, rotary_dim=8, interleaved=True, dtype="float16"
+        ),
     }
     rows = np.ones((2, 3), np.float32)
     add = HandlerCall("simple_add", {"a": rows, "b": rows}, {"sum": rows}, {})

@@ -37,6 +37,16 @@ def update(**changes: Any) -> dict[str, Any]:
     return arguments | changes
 
 
+def rotated_update(**changes: Any) -> dict[str, Any]:
+    """The same update with a rotary embedding of 8 positions."""
+    arguments = {
+        "query": np.ones((3, 4, 8), F32),
+        "positions": np.array([0, 7, 8], I32),  # a token without a slot needs no position
+        "cos_sin_cache": np.ones((8, 4), F32),
+    }
+    return update(**arguments | changes)
+
+
 def add(**changes: Any) -> dict[str, Any]:
     return {"a": np.ones((2, 3), F32), "b": np.ones((2, 3), F32)} | changes
 
@@ -44,7 +54,13 @@ def add(**changes: Any) -> dict[str, Any]:
 SOUND = {"paged_attention": attention, "kv_cache_update": update, "simple_add": add}
 
 
+def op_of(arguments: dict[str, Any]) -> str:
+    """The op that has these arguments."""
+    return next(op for op, sound in SOUND.items() if sound().keys() <= arguments.keys())
+
+
 def split(arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Splits arguments into the operands of every call and the keyword arguments."""
-    arrays = {k: v for k, v in arguments.items() if isinstance(v, np.ndarray) and k not in FEATURES}
+    features = FEATURES.get(op_of(arguments), ())
+    arrays = {k: v for k, v in arguments.items() if isinstance(v, np.ndarray) and k not in features}
     return [*arrays.values()], {k: v for k, v in arguments.items() if k not in arrays}

@@ -74,7 +74,7 @@ def test_attention(case: Case, mode: Any, checked: list[str]) -> None:
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_update(case: Any, mode: Any, checked: list[str]) -> None:
     operands, keywords = [*map(backends.to_torch, case.inputs())], keywords_of(case)
-    written = [operands[0], *([keywords["value_cache"]] if "value_cache" in keywords else [])]
+    written = [operands[0], *[keywords[x] for x in ("value_cache", "query") if x in keywords]]
     before = [x.clone() for x in written]
     after = []
     with mode():

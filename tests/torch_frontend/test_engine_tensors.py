@@ -61,16 +61,19 @@ def test_attention_of_fused_rows(case: Case, calls: Calls) -> None:
 def test_update_from_fused_rows(case: Any, calls: Calls) -> None:
     cache, key, value, slots = map(backends.to_torch, case.inputs())
     keywords = to_torch(case.attributes())
-    copy = {k: x.clone() if k == "value_cache" else x for k, x in keywords.items()}
+    written = [x for x in ("value_cache", "query") if x in keywords]
+    copy = {k: x.clone() if k in written else x for k, x in keywords.items()}
     expected = cache.clone()
     OPS.kv_cache_update(expected, key, value, slots, **copy)
-    rows = fused(key), fused(value, 0, 1)
-    OPS.kv_cache_update(cache, *rows, slots, **keywords)
+    rows = [fused(key), fused(value, 0, 1)]
+    if "query" in keywords:
+        keywords["query"] = fused(keywords["query"], 2, 3)
+        rows.append(keywords["query"])
+    OPS.kv_cache_update(cache, *rows[:2], slots, **keywords)
     assert all(x.data_ptr() in calls[-1][1] for x in rows if not x.is_contiguous())
     assert_same_bits(backends.to_numpy(cache), backends.to_numpy(expected))
-    if "value_cache" in keywords:
-        pair = keywords["value_cache"], copy["value_cache"]
-        assert_same_bits(*map(backends.to_numpy, pair))
+    for name in written:
+        assert_same_bits(*map(backends.to_numpy, (keywords[name], copy[name])))
 
 
 @pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
@@ -96,8 +99,11 @@ def test_update_from_fused_rows_on_cuda(case: Any, cuda: Any) -> None:
     caches = []
     for put in (lambda x: x, fused, lambda x: fused(x, 64, 64)):
         cache, key, value, slots = map(backends.to_torch, case.inputs())
-        op.redispatch(cuda, cache, put(key), put(value), slots, **to_torch(case.attributes()))
-        caches.append(backends.to_numpy(cache))
+        keywords = to_torch(case.attributes())
+        keywords |= {name: put(x) for name, x in keywords.items() if name == "query"}
+        op.redispatch(cuda, cache, put(key), put(value), slots, **keywords)
+        written = [cache, *[keywords[x] for x in ("query",) if x in keywords]]
+        caches.append(tuple(map(backends.to_numpy, written)))
     assert_same_bits(caches[1], caches[0])
     assert_same_bits(caches[2], caches[0])
 

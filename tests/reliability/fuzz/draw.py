@@ -56,7 +56,7 @@ def trial(seed: int, family: str, number: int) -> Trial:
         handler_only = True
         changes = _handler_changes(case, trial_rng)
     else:
-        change = _attention_change if isinstance(case, Case) else _slot_change
+        change = _attention_change if isinstance(case, Case) else _token_change
         changes = tuple(change(case, trial_rng) for _ in range(trial_rng.choice([1, 1, 1, 2, 3])))
     return Trial(case, changes, handler_only, more_columns)
 
@@ -92,16 +92,33 @@ def _update_case(name: str, group_rng: random.Random, trial_rng: random.Random) 
     is_large = group_rng.random() < 0.03  # enough for several threads
     is_latent = group_rng.random() < SHARE_OF_LATENT
     features = _features(group_rng, is_latent)
+    num_kv_heads = _num_kv_heads(features, is_latent, group_rng)
     return UpdateCase(
         id=name,
         num_tokens=600 if is_large else num_tokens,
-        num_kv_heads=_num_kv_heads(features, is_latent, group_rng),
+        num_kv_heads=num_kv_heads,
         is_latent=is_latent,
         slot_dtype=group_rng.choice(["int32", "int64"]),
         key_factor=group_rng.choice([1.0, 100.0, 2.0**-12]) if features["cache_dtype"] else 1.0,
         num_padding=trial_rng.choice([0, trial_rng.randint(0, num_tokens), num_tokens]),
         **features,
+        **({} if is_latent else _rotary(features, num_kv_heads, group_rng)),
     )
+
+
+def _rotary(features: dict[str, Any], num_kv_heads: int, rng: random.Random) -> dict[str, Any]:
+    """A rotary embedding of half of the updates that may have one."""
+    dtype, head_size = features["dtype"], features["head_size"]
+    has_8_bit_keys = features["cache_dtype"] and features["scales"] is None and dtype == "float16"
+    if has_8_bit_keys or head_size < 2 or rng.random() < 0.5:
+        return {}
+    return {
+        "rotary_dim": 2 * rng.choice([head_size // 2, rng.randint(1, head_size // 2)]),
+        "interleaved": rng.random() < 0.5,
+        "table_dtype": rng.choice(["float32", dtype]),
+        "position_dtype": rng.choice(["int32", "int64"]),
+        "num_heads": num_kv_heads * rng.choice([0, 1, 3, 4]),
+    }
 
 
 def _attention_case(name: str, group_rng: random.Random, trial_rng: random.Random) -> Case:
@@ -210,18 +227,22 @@ def _attention_change(case: Case, rng: random.Random) -> Change:
     return Change(name, _number(rng, limit), index)
 
 
-def _slot_change(case: UpdateCase, rng: random.Random) -> Change:
+def _token_change(case: UpdateCase, rng: random.Random) -> Change:
+    token = (rng.randrange(case.num_tokens),)
+    if case.rotary_dim is not None and rng.random() < 0.5:
+        return Change("positions", _number(rng, case.num_tokens + 5), token)
     num_slots = (-(-case.num_tokens // case.block_size) + 3) * case.block_size
     value = _number(rng, num_slots)
     if case.slot_dtype == "int64" and rng.random() < 0.3:
         value = rng.choice(_HUGE_64)
-    return Change("slot_mapping", value, (rng.randrange(case.num_tokens),))
+    return Change("slot_mapping", value, token)
 
 
 def _handler_changes(case: Case | UpdateCase, rng: random.Random) -> tuple[Change, ...]:
     """Attributes that no check in Python lets through."""
-    names = [*_LAYOUT, *FEATURES[: len(FEATURES) if isinstance(case, Case) else 3]]
-    names += _SCALARS if isinstance(case, Case) else []
+    op = "paged_attention" if isinstance(case, Case) else "kv_cache_update"
+    names = [*_LAYOUT, *FEATURES[op]]
+    names += _SCALARS if isinstance(case, Case) else ["interleaved", "query_heads"]
     changes_layout = rng.random() < 0.5
     chosen = _LAYOUT if changes_layout else rng.sample(names, rng.choice([1, 1, 2]))
     changes = []

@@ -17,6 +17,7 @@ from harness import reference
 from harness.arrays import guarded, shared_with_torch
 from harness.compare import Oracle, assert_same_bits
 from shared_ffi import _native, kv_cache_update, paged_attention
+from shared_ffi.spec import Call
 from tests.reliability.fuzz.trials import Trial
 from tests.support import gpu
 from tests.support.calls import (
@@ -26,6 +27,7 @@ from tests.support.calls import (
     numbers,
     overload_of,
     results_of,
+    rows_in,
     specs,
     split_keywords,
     with_wider_rows,
@@ -149,7 +151,7 @@ class CpuRunner:
         """Calls the handler on arrays between guard pages. With changes of its attributes, it may
         refuse the call or run."""
         call, arrays = checked
-        arrays, row_attributes = with_wider_rows(trial.op, arrays, trial.more_columns)
+        arrays, row_attributes = _with_wider_rows(trial, call, arrays)
         given = [guarded(x) for x in arrays]
         places = in_place(call)
         results = [
@@ -162,11 +164,21 @@ class CpuRunner:
         def run() -> tuple[np.ndarray, ...]:
             addresses = [[x.ctypes.data for x in some] for some in (given, results)]
             handler(*addresses, num_threads)
-            return tuple(results)
+            return _dense(call, results)
 
         outcome = Outcome(run, (ValueError,))
         _expect_unchanged(given, arrays, () if outcome.error else places.values())
         return outcome
+
+
+def _with_wider_rows(trial: Trial, call: Call, arrays: Sequence[np.ndarray]) -> Any:
+    query = dict(call.attributes).get("query") if trial.op == "kv_cache_update" else None
+    return with_wider_rows(trial.op, arrays, trial.more_columns, query)
+
+
+def _dense(call: Call, results: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+    """The results, without what wider rows have besides a query."""
+    return tuple(rows_in(x, spec.shape) for x, spec in zip(results, call.results, strict=False))
 
 
 def _number(trial: Trial) -> int:
@@ -177,7 +189,7 @@ def _number(trial: Trial) -> int:
 def _is_legal(trial: Trial, inputs: Any, attributes: dict[str, Any]) -> bool:
     if trial.op == "kv_cache_update":
         is_latent = inputs.value.shape[2] == 0
-        return reference.slots_are_legal(
+        return reference.tokens_are_legal(
             inputs.kv_cache, inputs.slot_mapping, is_latent=is_latent, **attributes
         )
     legal = reference.legal_sequences(*inputs, **attributes)
@@ -215,7 +227,8 @@ def _expect_check_values(
         options = {name: attributes[name] for name in names if name in attributes}
         check = partial(paged_attention.check_values, *inputs, **options)
     else:
-        options = {"kv_layout": attributes.get("kv_layout")}
+        names = ("kv_layout", "positions", "cos_sin_cache")
+        options = {name: attributes[name] for name in names if name in attributes}
         check = partial(
             kv_cache_update.check_values, inputs.kv_cache, inputs.slot_mapping, **options
         )
@@ -251,7 +264,8 @@ class EagerBackend:
         overload, attributes = overload_of(op, attributes)
         arrays, options = split_keywords(attributes)
         dense = [*inputs, *arrays.values()]
-        wider, _ = with_wider_rows(op, dense, trial.more_columns)
+        place = len(inputs) + [*arrays].index("query") if "query" in arrays else None
+        wider, _ = with_wider_rows(op, dense, trial.more_columns, place)
         given = [guarded(x) for x in wider]
         tensors = [
             shared_with_torch(x)[:, : math.prod(array.shape[1:])].view(array.shape)
@@ -262,15 +276,7 @@ class EagerBackend:
         keywords = dict(zip(arrays, tensors[len(inputs) :], strict=True))
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        caches = [
-            given[0],
-            *[
-                x
-                for x, name in zip(given[len(inputs) :], arrays, strict=True)
-                if name == "value_cache"
-            ],
-        ]
-
+        by_name = dict(zip(arrays, given[len(inputs) :], strict=True))
         if overload is torch.ops.xla_gpu.paged_attention.default and _number(trial) % 2:
             num_tokens, num_heads, head_size = inputs.query.shape
             columns = options.get("value_head_size") or head_size
@@ -284,7 +290,8 @@ class EagerBackend:
         def run() -> tuple[np.ndarray, ...]:
             result = overload(*tensors[: len(inputs)], **keywords, **options)
             if op == "kv_cache_update":
-                return tuple(caches)
+                names = [name for name in ("value_cache", "query") if name in by_name]
+                return (given[0], *[rows_in(by_name[x], arrays[x].shape) for x in names])
             results = result if isinstance(result, tuple) else (result,)
             return tuple(_to_numpy(x) for x in results)
 
@@ -388,7 +395,7 @@ class EmulatedRunner:
     ) -> None:
         """With changes of its attributes, the handler may refuse the call or run."""
         call, arrays = checked_call(trial.op, inputs, attributes)
-        arrays, row_attributes = with_wider_rows(trial.op, arrays, trial.more_columns)
+        arrays, row_attributes = _with_wider_rows(trial, call, arrays)
         given = [guarded(x) for x in arrays]
         results = [guarded(x) for x in results_of(call, arrays)]
         for result, operand in in_place(call).items():
@@ -441,7 +448,7 @@ class EmulatedRunner:
         self, device: Any, trial: Trial, inputs: Any, attributes: dict[str, Any], seed: int
     ) -> None:
         call, arrays = checked_call(trial.op, inputs, attributes)
-        arrays, row_attributes = with_wider_rows(trial.op, arrays, trial.more_columns)
+        arrays, row_attributes = _with_wider_rows(trial, call, arrays)
         given = [guarded(x) for x in arrays]
         updated = [given[operand] for operand, _ in call.aliases]
         device.run(kv_cache_update, given, updated, seed, **numbers(call), **row_attributes)
@@ -451,14 +458,23 @@ class EmulatedRunner:
             attributes.get("kv_layout"),
             is_latent=inputs.value.shape[2] == 0,
         )
-        slots[slots >= shape[0] * shape[1]] = -1
+        has_fault = np.zeros(len(slots), bool)
+        if "positions" in attributes:
+            table = attributes["cos_sin_cache"]
+            has_fault = (slots >= 0) & ~reference.have_rows(attributes["positions"], table)
+        slots[has_fault | (slots >= shape[0] * shape[1])] = -1
         used = slots[slots >= 0]
         if len({*used.tolist()}) < len(used):
             return  # it is not defined which token remains
         expected = reference.kv_cache_update(*inputs._replace(slot_mapping=slots), **attributes)
+        found = _dense(call, updated)
+        if "query" in attributes:
+            expected[-1][has_fault] = found[-1][has_fault]
+            if not np.isnan(found[-1][has_fault].astype(np.float32)).all():
+                raise Failure("the query of a faulty position is NaN", "it is not")
         _expect(
-            "the cache is the oracle's",
+            "caches and query are the oracle's",
             assert_same_bits,
-            updated[0] if len(updated) == 1 else tuple(updated),
+            found if len(found) > 1 else found[0],
             expected,
         )

@@ -120,6 +120,13 @@ def is_consistent(trial: Trial) -> bool:
     if is_latent and case.num_kv_heads > 1 and "h" not in (case.kv_layout or ""):
         return False
     if isinstance(case, UpdateCase):
+        is_rotated = case.rotary_dim is not None
+        if is_rotated and (is_latent or not 2 <= case.rotary_dim <= case.head_size):
+            return False
+        if is_rotated and (case.rotary_dim % 2 != 0 or case.num_heads % case.num_kv_heads != 0):
+            return False
+        if is_rotated and case.table_dtype not in ("float32", case.dtype):
+            return False
         return case.num_padding <= case.num_tokens
     if case.causal and (case.window_right is not None or case.causal_seqs):
         return False
