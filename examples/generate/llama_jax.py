@@ -16,10 +16,12 @@ Params = Mapping[str, jax.Array]
 
 
 class Rope(NamedTuple):
-    """Cosine and sine of each token's angles, ``[num_tokens, 1, head_size / 2]`` float32."""
+    """The rotary embedding of a step's tokens, as ``kv_cache_update`` takes it."""
 
-    cos: jax.Array
-    sin: jax.Array
+    positions: jax.Array
+    """``[num_tokens]``: each token's row of ``cos_sin_cache``."""
+    cos_sin_cache: jax.Array
+    """``[num_tokens, head_size]`` float32: cosines of the angles, then sines."""
 
 
 def new_caches(
@@ -61,7 +63,8 @@ def _attention(
     batch: Batch,
     config: Config,
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes the cache, then attends to it. Returns the result and the updated cache."""
+    """Rotates queries and keys, writes the cache, then attends to it. Returns the result and the
+    updated cache."""
     name = f"layers.{layer}.self_attn"
     x = _norm(params, f"layers.{layer}.input_layernorm", x, config)
 
@@ -76,9 +79,11 @@ def _attention(
         query = _norm(params, f"{name}.q_norm", query, config)
         key = _norm(params, f"{name}.k_norm", key, config)
 
-    cache = jax_frontend.kv_cache_update(cache, _rotate(key, rope), value, batch.slot_mapping)
+    cache, query = jax_frontend.kv_cache_update(
+        cache, key, value, batch.slot_mapping, query=query, **rope._asdict()
+    )
     attended = jax_frontend.paged_attention(
-        _rotate(query, rope),
+        query,
         cache,
         batch.context_lens,
         batch.block_tables,
@@ -113,12 +118,6 @@ def _norm(params: Params, name: str, x: jax.Array, config: Config) -> jax.Array:
 
 
 def _rope(inv_freq: jax.Array, positions: jax.Array, scale: float) -> Rope:
-    angles = positions[:, None, None].astype(jnp.float32) * inv_freq
-    return Rope(jnp.cos(angles) * scale, jnp.sin(angles) * scale)
-
-
-def _rotate(x: jax.Array, rope: Rope) -> jax.Array:
-    """The rotary embedding: element i of a head and element i + head_size / 2 are a point."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = [first * rope.cos - second * rope.sin, second * rope.cos + first * rope.sin]
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+    angles = positions[:, None].astype(jnp.float32) * inv_freq
+    cos_sin_cache = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], -1) * scale
+    return Rope(jnp.arange(len(positions), dtype=jnp.int32), cos_sin_cache)

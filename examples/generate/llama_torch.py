@@ -15,10 +15,12 @@ from shared_ffi.batch import Batch
 
 
 class Rope(NamedTuple):
-    """Cosine and sine of each token's angles, ``[num_tokens, 1, head_size / 2]`` float32."""
+    """The rotary embedding of a step's tokens, as ``kv_cache_update`` takes it."""
 
-    cos: Tensor
-    sin: Tensor
+    positions: Tensor
+    """``[num_tokens]``: each token's row of ``cos_sin_cache``."""
+    cos_sin_cache: Tensor
+    """``[num_tokens, head_size]`` float32: cosines of the angles, then sines."""
 
 
 class Llama(nn.Module):
@@ -51,8 +53,9 @@ class Llama(nn.Module):
             The logits of each sequence's last token, ``[max_seqs, vocab_size]`` float32.
         """
         x = self.embed_tokens(batch.tokens)
-        angles = batch.positions[:, None, None].float() * self.inv_freq
-        rope = Rope(angles.cos() * self.config.rope_scale, angles.sin() * self.config.rope_scale)
+        angles = batch.positions[:, None].float() * self.inv_freq
+        cos_sin_cache = torch.cat([angles.cos(), angles.sin()], -1) * self.config.rope_scale
+        rope = Rope(torch.arange(len(x), dtype=torch.int32, device=x.device), cos_sin_cache)
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, rope, cache, batch)
         last = x[(batch.query_start_loc[1:] - 1).clamp(min=0)]
@@ -107,16 +110,17 @@ class Attention(nn.Module):
         )
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        attended = self.attend(_rotate(query, rope), _rotate(key, rope), value, cache, batch)
+        attended = self.attend(query, key, value, rope, cache, batch)
         output: Tensor = self.o_proj(attended.flatten(1))
         return output
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, batch: Batch
+        self, query: Tensor, key: Tensor, value: Tensor, rope: Rope, cache: Tensor, batch: Batch
     ) -> Tensor:
-        """Writes keys and values, and returns what the queries attend to, in their shape."""
+        """Rotates queries and keys, writes keys and values, and returns what the queries attend to,
+        in their shape."""
         ops = torch.ops.xla_gpu
-        ops.kv_cache_update(cache, key, value, batch.slot_mapping)
+        ops.kv_cache_update(cache, key, value, batch.slot_mapping, query=query, **rope._asdict())
         attended: Tensor = ops.paged_attention(
             query,
             cache,
@@ -163,10 +167,3 @@ class Norm(nn.Module):
 
 def _linear(inputs: int, outputs: int, name: str, weights: Mapping[str, Tensor]) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=f"{name}.bias" in weights)
-
-
-def _rotate(x: Tensor, rope: Rope) -> Tensor:
-    """The rotary embedding: element i of a head and element i + head_size / 2 are a point."""
-    first, second = x.float().chunk(2, -1)
-    cos, sin = rope
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

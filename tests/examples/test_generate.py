@@ -331,7 +331,7 @@ def test_a_mesh_shares_heads_and_copies_the_model(
     assert backend.compiles() == programs == 2
     text = backend.hlo(engine.empty_step(backend, LIMITS, LIMITS.max_seqs))
     (cache,) = {call.split("{")[0] for call in hlo.custom_calls(text, "xla_gpu_kv_cache_update")}
-    assert cache == "f32[64,4,2,16]"  # a copy's pool, of one of the two kv heads
+    assert cache == "(f32[64,4,2,16]"  # a copy's pool, of one of the two kv heads
     assert not re.findall(r"= f32\[\d+,4,\d,16\]\S* (?:all-|copy|collective)", text)
 
 

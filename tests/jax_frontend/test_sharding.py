@@ -19,6 +19,7 @@ import jax_frontend
 from harness import hlo
 from harness.compare import assert_same_bits
 from tests.cases.case import Case
+from tests.cases.updates import UpdateCase
 from tests.support import scripts
 from tests.support.calls import split_keywords
 
@@ -155,6 +156,39 @@ def test_a_donated_sharded_cache_is_updated_in_place(
     assert "input_output_alias" in text.partition("\n")[0]
     assert not COLLECTIVES.search(text) and " copy(" not in text
     compare(jitted(caches, *rest), alone)
+
+
+@pytest.mark.parametrize("num_kv_heads", [8, 1])
+def test_rotated_queries_and_a_cache_sharded_by_heads(
+    mesh: Mesh, partitioner: str, num_kv_heads: int
+) -> None:
+    """With one kv head, the heads of the query alone are sharded."""
+    case = UpdateCase("sharded", num_kv_heads=num_kv_heads, num_heads=16, rotary_dim=16)
+    (kv_cache, key, value, slots), attributes = case.inputs(), case.attributes()
+    rotary = [attributes[name] for name in ("query", "positions", "cos_sin_cache")]
+
+    def update(kv_cache: Any, query: Any, *rest: Any) -> Any:
+        key, value, slots, *options = rest
+        named = dict(zip(("positions", "cos_sin_cache"), options, strict=True))
+        return jax_frontend.kv_cache_update(kv_cache, key, value, slots, query=query, **named)
+
+    rest = [key, value, slots, *rotary[1:]]
+    jitted = jax.jit(update, donate_argnums=(0, 1))
+    alone = jitted(kv_cache, rotary[0], *rest)
+    heads = 1 if num_kv_heads > 1 else None
+    operands = [
+        put(kv_cache, along(mesh, 4, 2 if num_kv_heads > 1 else None)),
+        put(rotary[0], along(mesh, 3, 1)),
+        *[put(x, along(mesh, 3, heads)) for x in (key, value)],
+        *[put(x, along(mesh, x.ndim, None)) for x in rest[2:]],
+    ]
+    text = jitted.lower(*operands).compile().as_text()
+    (call,) = hlo.custom_calls(text, UPDATE)
+    assert f"[{len(key)},4,17]" in call.partition("custom-call")[0]
+    assert not COLLECTIVES.search(text) and " copy(" not in text
+    results = jitted(*operands)
+    assert results[1].sharding.spec[1] == "model"
+    compare(results, alone)
 
 
 @pytest.mark.parametrize("fields", [{"num_heads": 4, "num_kv_heads": 2}, {"kv_layout": "nb(2h)d"}])

@@ -77,6 +77,30 @@ class Features(torch.nn.Module):
         )
 
 
+class Rotated(torch.nn.Module):
+    """A layer with a fused projection, whose queries are rotated: the slice itself, a number times
+    the slice, or the result of another projection."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.register_buffer(
+            "table", torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
+        )
+
+    def forward(
+        self, cache: torch.Tensor, rows: torch.Tensor, other: torch.Tensor, slots: torch.Tensor,
+        positions: torch.Tensor, *metadata: torch.Tensor
+    ) -> torch.Tensor:  # fmt: skip
+        query, key, value = (x.unflatten(1, (-1, 16)) for x in rows.split([96, 32, 32], 1))
+        if self.kind != "slice":
+            query = (other * 2).view(len(rows), 6, 16) if self.kind == "own" else query * 3
+        OPS.kv_cache_update(
+            cache, key, value, slots, query=query, positions=positions, cos_sin_cache=self.table
+        )
+        return OPS.paged_attention(query, cache, *metadata, 0.25)
+
+
 def tokens_of(lengths: list[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
     """Keys, slots, queries and metadata for sequences (q_len, context_len)."""
     starts = np.cumsum([0, *[q_len for q_len, _ in lengths], 0])
@@ -177,6 +201,27 @@ def test_steps_of_any_length_share_a_cache(step: Path, tmp_path: Path) -> None:
     for call, (result, _) in zip(calls, outcomes, strict=True):
         assert not result.isnan().any()
         assert_equal([result], [eager(*call)])
+
+
+@pytest.mark.parametrize("kind", ["slice", "times", "own"])
+def test_rotated_queries(kind: str, tmp_path: Path) -> None:
+    _, slots, _, *metadata = tokens_of([(5, 5), (3, 3)])
+    generator = torch.Generator().manual_seed(0)
+    rows, other = (torch.randn(8, 16 * n, generator=generator) for n in (10, 6))
+    positions, module = torch.arange(8), Rotated(kind)
+
+    def arguments() -> tuple[torch.Tensor, ...]:
+        cache = torch.zeros(12, BLOCK_SIZE, 4, 16)
+        return (cache, rows.clone(), other, slots, positions, *metadata)
+
+    package = tmp_path / "rotated.pt2"
+    program = torch.export.export(module, arguments())
+    torch_frontend.aoti_compile_and_package(program, package_path=package)
+    ((result, after),) = outcomes_of(package, [arguments()], tmp_path)
+    eager = arguments()
+    assert_equal([result], [module(*eager)])
+    assert_equal(after, eager)
+    assert (kind == "slice") == (not torch.equal(after[1], rows))  # the caller's array is written
 
 
 @pytest.mark.parametrize("num_blocks", [12, 17])

@@ -92,6 +92,22 @@ def update():
     same(values, expected[:, :, 1::2], 2)
 
 
+def rotated_update():
+    table, positions = torch.randn(9, 16), torch.tensor([8, 0, 3])
+    for heads in (4, 1):
+        dims = (2, 1) if heads > 1 else (None, None)
+        rows = [cache[:, :, : 2 * heads], key[:, :heads], value[:, :heads], query]
+        c, k, v, q = (x.clone() for x in rows)
+        ops.kv_cache_update(c, k, v, slots, query=q, positions=positions, cos_sin_cache=table)
+        sharded = on(dims[0], rows[0]), on(1, query)
+        address = sharded[1].to_local().data_ptr()
+        ops.kv_cache_update(sharded[0], on(dims[1], rows[1]), on(dims[1], rows[2]), on(None, slots),
+            query=sharded[1], positions=on(None, positions), cos_sin_cache=on(None, table))
+        assert torch.equal(sharded[0].full_tensor(), c)
+        same(sharded[1], q, 1)
+        assert sharded[1].to_local().data_ptr() == address
+
+
 def others():
     x = torch.randn(2, 3)
     result = ops.simple_add(on(None, x), on(None, x))
@@ -160,7 +176,7 @@ modes = [torch.no_grad, torch.inference_mode]
 for mode in modes if first == "torch_frontend" else modes[::-1]:
     with mode():
         whole = [on(None, x) for x in metadata]
-        for check in (attention, options, one_kv_head, update, others):
+        for check in (attention, options, one_kv_head, update, rotated_update, others):
             check()
 whole = [on(None, x) for x in metadata]
 if first == "torch_frontend":

@@ -169,6 +169,40 @@ def test_caches_are_updated_in_place(is_stacked: bool, monkeypatch: pytest.Monke
         assert memory.temp_size_in_bytes + memory.output_size_in_bytes < cache_bytes
 
 
+def test_a_computed_query_is_rotated_and_the_cache_not_copied() -> None:
+    def function(
+        cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, table: torch.Tensor
+    ) -> torch.Tensor:
+        query, key, value = (rows * 2).unflatten(1, (4, 8)).split([2, 1, 1], 1)
+        torch.ops.xla_gpu.kv_cache_update(
+            cache, key, value, slots, query=query, positions=slots, cos_sin_cache=table
+        )
+        return query + cache[0, 1, 1]
+
+    copied = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, op: Any, _: Any, arguments: Any = (), keywords: Any = None
+        ) -> Any:
+            result = op(*arguments, **(keywords or {}))
+            if op.name() in ("aten::copy_", "aten::clone"):
+                copied.append(result.numel())
+            return result
+
+    arguments = [torch.zeros(8, 4, 2, 8), torch.randn(3, 32), torch.tensor([1, 0, 30])]
+    arguments.append(torch.randn(32, 8))
+    eager_arguments = copy.deepcopy(arguments)
+    with torch.no_grad():
+        run = compiled(function)
+        run(*arguments)
+        with Copies():
+            result = run(*arguments)
+        assert torch.equal(result, function(*eager_arguments))
+    assert torch.equal(arguments[0], eager_arguments[0])
+    assert arguments[0].numel() not in copied
+
+
 def test_openxla_copies_cache_if_old_value_is_read() -> None:
     def function(cache: torch.Tensor, key: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         old = cache * 1

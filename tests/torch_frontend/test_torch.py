@@ -20,7 +20,7 @@ from tests.cases.case import Case
 from tests.support import backends, scripts
 from tests.support.calls import observed_calls, overload_of, split_keywords
 from tests.support.models import Layer, layer_inputs, tensors
-from tests.support.sound_calls import SOUND, add, attention, split, update
+from tests.support.sound_calls import SOUND, add, attention, rotated_update, split, update
 
 OPS = torch.ops.xla_gpu
 
@@ -240,10 +240,13 @@ def test_constant_operands_inside_grad() -> None:
 def test_update_increments_cache_versions(mode: Any) -> None:
     cache, key, value, slots = tensors(update())
     keys, values = cache[:, :, 0::2].clone(), cache[:, :, 1::2].clone()
+    keywords = {name: backends.to_torch(x) for name, x in split(rotated_update())[1].items()}
     with mode():
+        OPS.kv_cache_update(cache.clone(), key, value, slots, **keywords)
         OPS.kv_cache_update(cache, key, value, slots)
         OPS.kv_cache_update(keys, key, value, slots, value_cache=values)
     assert [x._version for x in (cache, keys, values, key)] == [1, 1, 1, 0]
+    assert [x._version for x in keywords.values()] == [1, 0, 0]
 
 
 def test_autograd_notices_overwritten_values() -> None:
@@ -266,6 +269,12 @@ def test_inference_tensors_are_only_updated_in_inference_mode() -> None:
         OPS.kv_cache_update(cache, -rest[0], *rest[1:])
     with pytest.raises(RuntimeError, match=f"^kv_cache_update: value_cache {rule}"):
         OPS.kv_cache_update(torch.zeros(4, 2, 2, 8), *rest, value_cache=values)
+    keywords = {name: backends.to_torch(x) for name, x in split(rotated_update())[1].items()}
+    with torch.inference_mode():
+        keywords["query"] = keywords["query"].clone()
+    with pytest.raises(RuntimeError, match=f"^kv_cache_update: query {rule}"):
+        OPS.kv_cache_update(torch.zeros(4, 2, 4, 8), *rest, **keywords)
+    assert (keywords["query"] == 1).all()
     assert torch.equal(cache, expected) and not keys.any() and not values.any()
 
 
