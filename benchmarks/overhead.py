@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -121,6 +122,60 @@ def call_overheads(rounds: int) -> dict[str, dict[str, float]]:
     return {"torch eager": eager, "JAX jit": in_jax, "torch_xla tracing": lazy}
 
 
+def layer_calls(rounds: int) -> list[dict[str, Any]]:
+    """Microseconds of what a layer of SmolLM2 does around attention to 8 tokens, in eager PyTorch:
+    with the rotary embedding in PyTorch's operators, and in the update of the cache."""
+    return [_layer_calls(context, rounds) for context in (8, 512)]
+
+
+def _layer_calls(context: int, rounds: int) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    num_tokens, num_heads, num_kv_heads, head_size, block_size = 8, 9, 3, 64, 16
+    width = -(-context // block_size)
+    tables = torch.from_numpy(rng.permutation(num_tokens * width).astype(I32)).view(-1, width)
+    caches = [torch.zeros(num_tokens * width, block_size, 2 * num_kv_heads, head_size)] * 2
+    caches[1] = caches[1].clone()
+    metadata = [torch.full((num_tokens,), context, dtype=torch.int32), tables]
+    metadata += [torch.arange(num_tokens + 1).int(), torch.tensor([num_tokens]).int()]
+    positions = torch.full((num_tokens,), context - 1)
+    slots = tables[:, -1] * block_size + (context - 1) % block_size
+    angles = torch.arange(1024)[:, None] / 10000 ** (torch.arange(0, head_size, 2) / head_size)
+    table = torch.cat([angles.cos(), angles.sin()], -1)
+    # transformers makes these once for all layers.
+    cos, sin = (x[positions].repeat(1, 2)[:, None] for x in table.chunk(2, -1))
+    shapes = [(num_tokens, n, head_size) for n in (num_heads, num_kv_heads, num_kv_heads)]
+    query, key, value = (torch.from_numpy(rng.standard_normal(x, np.float32)) for x in shapes)
+    rotated = query.clone()
+    ops = torch.ops.xla_gpu
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat([-second, first], -1) * sin
+
+    def four_calls() -> Any:
+        ops.kv_cache_update(caches[0], rotate(key), value, slots)
+        return ops.paged_attention(rotate(query), caches[0], *metadata, head_size**-0.5)
+
+    def two_calls() -> Any:  # rotates the same query again and again
+        ops.kv_cache_update(
+            *(caches[1], key, value, slots),
+            query=rotated,
+            positions=positions,
+            cos_sin_cache=table,
+        )
+        return ops.paged_attention(rotated, caches[1], *metadata, head_size**-0.5)
+
+    with torch.inference_mode():
+        results = [_as_numpy(call()) for call in (four_calls, two_calls)]
+        assert_same_bits(results[1], results[0])
+        assert torch.equal(*caches)
+        contestants = {"four": four_calls, "two": two_calls}
+        times = take_turns(contestants, rounds, dict.fromkeys(contestants, 300))
+    ratios = [two / four for four, two in zip(times["four"], times["two"], strict=True)]
+    us = {name: seconds * 1e6 for name, seconds in medians(times).items()}
+    return {"context": context, **us, "ratio": statistics.median(ratios)}
+
+
 def decode_rates(rounds: int) -> list[dict[str, Any]]:
     """Microseconds of decode steps through every backend, and the rate of reading K and V."""
     rows = []
@@ -197,6 +252,14 @@ def report(console: Console, results: dict[str, Any]) -> None:
         table.add_section()
     console.print(table)
 
+    table = Table(title="A layer of SmolLM2, 8 tokens, torch eager: rotate, update, attend")
+    for column in ("context", "us, rotated by PyTorch", "us, rotated by the update", "ratio"):
+        table.add_column(column, justify="right")
+    for row in results["layer_calls"]:
+        four, two = (f"{row[name]:.1f}" for name in ("four", "two"))
+        table.add_row(str(row["context"]), four, two, f"{row['ratio']:.2f}")
+    console.print(table)
+
     limit = results["read_gb_per_s"]
     table = Table(title=f"Decode, 32/8 heads x 128, float32 (the machine reads {limit:.1f} GB/s)")
     for column in ("batch", "context", "backend", "us per call", "GB/s", "of read bandwidth"):
@@ -218,6 +281,7 @@ def main() -> None:
         "machine": machine.cpu(),
         "versions": machine.versions(("xla-paged-attention", "jax", "torch", "torch_xla")),
         "call_overhead_us": call_overheads(options.rounds),
+        "layer_calls": layer_calls(options.rounds),
         "read_gb_per_s": read_bandwidth(options.rounds),
         "decode": decode_rates(options.rounds),
     }
