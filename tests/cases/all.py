@@ -62,5 +62,7 @@ SHORT_UPDATE_CASES = [
         "float8_e4m3fn-per position-bf16",
         "float8_e5m2-None-f16",
         "int8-one-f32",
+        "rotated-part-neox-bf16",
+        "rotated-two-arrays-interleaved-f32",
     }
 ]

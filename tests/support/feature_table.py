@@ -66,6 +66,7 @@ FEATURES = [
     "kv_cache_update of K alone",
     "kv_cache_update to 8 bits",
     "kv_cache_update with a scale for each position",
+    "kv_cache_update with a rotary embedding",
 ]
 
 
@@ -83,6 +84,7 @@ def features_of(case: Any) -> list[str]:
             "kv_cache_update of K alone": is_latent,
             "kv_cache_update to 8 bits": case.cache_dtype is not None,
             "kv_cache_update with a scale for each position": case.scales == "per position",
+            "kv_cache_update with a rotary embedding": case.rotary_dim is not None,
         }
     else:
         used = {
