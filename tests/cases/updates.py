@@ -214,6 +214,7 @@ def _rotated() -> Iterator[UpdateCase]:
             interleaved=interleaved,
             num_heads=2,
         )
+    yield UpdateCase(id="rotated-12-of-32", head_size=32, rotary_dim=12, num_heads=2)
     yield UpdateCase(id="rotated-no-tokens", num_tokens=0, num_padding=0, rotary_dim=8, num_heads=4)
     yield UpdateCase(id="rotated-one-kv-head", num_kv_heads=1, rotary_dim=8, num_heads=5)
 

@@ -100,6 +100,27 @@ def test_update_of_a_view() -> None:
     check([given], [layers])
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax_jit], ids=["eager", "jit"])
+def test_rotated_query_of_a_fused_projection(wrap: Any) -> None:
+    cache, key, value, query, slots, *_ = operands()
+    rows = torch.cat([query, key, value], 1)
+    table = torch.randn(3, query.shape[2], generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(len(rows), dtype=torch.int32) % 3
+
+    def rotate(cache: Any, rows: Any, slots: Any, positions: Any, table: Any) -> Any:
+        num_kv_heads = cache.shape[2] // 2
+        heads = [rows.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads]
+        query, key, value = rows.split(heads, 1)
+        rotary = {"query": query, "positions": positions, "cos_sin_cache": table}
+        OPS.kv_cache_update(cache, key, value, slots, **rotary, interleaved=True)
+        return query, cache
+
+    tensors = (cache, rows, slots, positions, table)
+    wanted = rotate(*(x.clone() for x in tensors))
+    with torchax.default_env():
+        check(wrap(rotate)(*on_jax(tensors)), wanted)
+
+
 class Decoder(torch.nn.Module):
     """Three layers with a cache each."""
 
