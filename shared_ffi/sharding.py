@@ -160,7 +160,7 @@ def result_specs(
     for operand, _ in call.aliases:
         head_dim = head_dims[operand]
         if axes and head_dim is not None and not operands[operand][head_dim]:
-            rule = f"be sharded along dimension {head_dim} by {list(axes)}, as its new rows are"
+            rule = f"be sharded along dimension {head_dim} by {list(axes)}, as other heads are"
             raise value_error(call.op, names[operand], rule + remedy, show(operands[operand]))
     return [
         [axes if dim == head_dim else () for dim in range(len(spec.shape))]

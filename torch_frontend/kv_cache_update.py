@@ -56,7 +56,7 @@ def kv_cache_update(
         k_scale: what the keys are divided by, float32.
         v_scale: likewise, for the values.
         query: ``[num_tokens, num_heads, head_size]``, dtype of ``key``: the queries to be rotated.
-            May be a slice of a fused projection.
+            May be a slice of a fused projection. It shares no element with another argument.
         positions: ``[num_tokens]``, int32 or int64: the row of ``cos_sin_cache`` for each token.
         cos_sin_cache: ``[max_positions, rotary_dim]``, float32 or dtype of ``key``: cosines, then
             as many sines. None: nothing is rotated.

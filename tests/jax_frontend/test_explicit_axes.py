@@ -69,7 +69,7 @@ REFUSED = {
     ),
     "new rows of a replicated cache": (
         partial(update, P(), P(None, "a")),
-        "kv_cache_update: kv_cache must be sharded along dimension 2 by ['a'], as its new rows are"
+        "kv_cache_update: kv_cache must be sharded along dimension 2 by ['a'], as other heads are"
         f"{REMEDY}; got PartitionSpec(None, None, None, None)",
     ),
     "an op without heads": (
