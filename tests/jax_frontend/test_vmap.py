@@ -118,9 +118,6 @@ FEATURES: dict[str, dict[str, Any]] = {
         "scales": "per position",
         "kv_layout": "hnbd",
     },
-    "rotated": {"rotary_dim": 8, "num_heads": 4, "interleaved": True},
-    "rotated-keys-alone": {"rotary_dim": 16, "kv_layout": "nhbd"},
-    "rotated-two-arrays": {"rotary_dim": 16, "num_heads": 2, "kv_layout": "nhbd"},
     **{f"layout-{layout}": {"kv_layout": layout} for layout in LAYOUTS},
     **{
         f"latent-{layout}": {"kv_layout": layout, "value_head_size": 9, "num_kv_heads": 1}
@@ -483,7 +480,7 @@ def test_a_fault_on_cuda_affects_one_call(fault: Fault, gpu: Gpu) -> None:
     arrays = {name: np.asarray(x) for name, x in batched.arrays.items()}
     inputs = [arrays.pop(name) for name in names]
     results = attend_on(gpu, inputs, **arrays, **options, **batched.options)
-    unfolded = [np.asarray(batched.unbatch(jnp.asarray(x))) for x in results]
+    unfolded = [np.asarray(x) for x in batched.unbatch([*map(jnp.asarray, results)])]
     for i in range(3):
         alone = attend_on(gpu, [x[i] for x in operands], **shared, **options)
         assert_same_bits(tuple(x[i] for x in unfolded), alone)
