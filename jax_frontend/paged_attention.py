@@ -122,8 +122,8 @@ def paged_attention(
         soft_cap: c > 0 turns a logit into ``c * tanh(logit / c)``, before the softmax; at least
             ``scale / 2**126`` in magnitude. None: off.
         value_cache: the array of V, if K and V are two arrays; ``kv_cache`` is then the array of K.
-            Its head size may be smaller, and is then that of the output.
-            Shape and dtype of ``kv_cache``.
+            Shape and dtype of ``kv_cache``; its head size may be smaller, and is then that of the
+            output.
         kv_layout: which dimension is which, if not as above: ``n`` num_blocks, ``b`` block_size,
             ``h`` num_kv_heads, ``2`` K then V, ``d`` head_size, in any order that ends with ``d``.
             Without ``b``, blocks have one position.
@@ -173,12 +173,12 @@ def paged_attention(
         return_lse: also return the log-sum-exp of each row, for ``merge_attention``.
 
     Returns:
-        ``[num_tokens, num_heads, head_size]``, dtype of ``query``; the head size is that of V, if it
-        has one of its own. Logits, softmax and sums are float32 whatever the storage; where ``scale``,
-        ``k_scale`` and ``q . k`` together exceed its range, a row may be NaN. Rows of no sequence,
-        and of tokens that attend to nothing, are zero. A row's bits depend on its own sequence
-        alone: not on the rest of the batch, nor on the number of threads. NaN or infinity in memory
-        that a row does not attend to does not reach it.
+        ``[num_tokens, num_heads, head_size]``, dtype of ``query``; the head size is that of V, if
+        it has one of its own. Logits, softmax and sums are float32 whatever the storage; where
+        ``scale``, ``k_scale`` and ``q . k`` together exceed its range, a row may be NaN. Rows of no
+        sequence, and of tokens that attend to nothing, are zero. A row's bits depend on its own
+        sequence alone: not on the rest of the batch, nor on the number of threads. NaN or infinity
+        in memory that a row does not attend to does not reach it.
 
         With ``return_lse``, a pair: the above, and ``[num_tokens, num_heads]`` float32, the natural
         logarithm of the softmax's denominator, the sink included; -inf for a row that has neither

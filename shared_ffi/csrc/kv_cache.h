@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "storage.h"
 
@@ -28,6 +29,13 @@ struct KvCache {
     return static_cast<int64_t>((static_cast<uint64_t>(offset) >> value_shift) * value_factor);
   }
   bool ValuesHaveStridesOfKeys() const { return value_shift == 0 && value_factor == 1; }
+  // Whether all strides of K and V are multiples of a number of elements.
+  bool StridesAreMultiplesOf(int64_t count) const {
+    for (const int64_t stride : {block_stride, position_stride, head_stride}) {
+      if (stride % count != 0 || OffsetOfValue(stride) % count != 0) return false;
+    }
+    return true;
+  }
 
   // Makes V's strides those of K divided by `key_unit` and multiplied by `value_unit`. The division
   // has no remainder: it is a shift, and a product with the inverse modulo 2^64 of an odd number.

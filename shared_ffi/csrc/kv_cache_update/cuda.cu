@@ -6,30 +6,29 @@
 namespace xla_gpu::kv_cache_update {
 namespace {
 
-// One block of threads per token. A thread moves one Vector of K and the same Vector of V at a
-// time, if there is V.
+// One block of threads per token. A thread moves one Vector at a time.
 template <typename Vector>
 __global__ void Update(Params p) {
   const int64_t token = blockIdx.x;
   const int64_t slot = p.Slot(token);
   if (slot < 0 || slot >= p.NumSlots()) return;
-  const int64_t size = SizeOf(p.dtype), vector_size = sizeof(Vector);
-  const int per_head = static_cast<int>(p.head_size * size / vector_size);
-  const int per_token = static_cast<int>(p.num_kv_heads) * per_head;
-  const int64_t key_stride = p.key_stride * size / vector_size;
-  const int64_t value_stride = p.value_stride * size / vector_size;
-  const Vector* key = static_cast<const Vector*>(p.key) + token * key_stride;
-  const Vector* value = static_cast<const Vector*>(p.value) + token * value_stride;
-  const int64_t head_stride = p.cache.head_stride * size / vector_size;
-  const int64_t position =
-      p.cache.Offset(slot / p.block_size, slot % p.block_size) * size / vector_size;
-  Vector* keys = static_cast<Vector*>(p.cache.keys) + position;
-  Vector* values = static_cast<Vector*>(p.cache.values) + position;
-  for (int i = threadIdx.x; i < per_token; i += kThreads) {
-    const int64_t place = i / per_head * head_stride + i % per_head;
-    keys[place] = key[i];
-    if (p.value_head_size != 0) values[place] = value[i];
-  }
+  const auto vectors = [&](int64_t elements) {
+    return elements * SizeOf(p.dtype) / static_cast<int64_t>(sizeof(Vector));
+  };
+  const int64_t offset = p.cache.Offset(slot / p.block_size, slot % p.block_size);
+  const Vector* key = static_cast<const Vector*>(p.key) + token * vectors(p.key_stride);
+  Vector* keys = static_cast<Vector*>(p.cache.keys);
+  const int64_t per_key = vectors(p.head_size);
+  ForPieces(p.num_kv_heads, per_key, [&](int head, int i) {
+    keys[vectors(offset + head * p.cache.head_stride) + i] = key[head * per_key + i];
+  });
+  const Vector* value = static_cast<const Vector*>(p.value) + token * vectors(p.value_stride);
+  Vector* values = static_cast<Vector*>(p.cache.values);
+  const int64_t per_value = vectors(p.value_head_size);
+  ForPieces(p.num_kv_heads, per_value, [&](int head, int i) {
+    const int64_t place = p.cache.OffsetOfValue(offset + head * p.cache.head_stride);
+    values[vectors(place) + i] = value[head * per_value + i];
+  });
 }
 
 // One block of threads per token; rounds to 8 bits. A thread takes kCount adjacent numbers at a
@@ -39,21 +38,13 @@ __global__ void UpdateQuantized(Params p) {
   const int64_t token = blockIdx.x;
   const int64_t slot = p.Slot(token);
   if (slot < 0 || slot >= p.NumSlots()) return;
-  const int per_head = static_cast<int>(p.head_size / kCount);
-  const int per_token = static_cast<int>(p.num_kv_heads) * per_head;
+  const CachePlace place(p, slot);
   const From* key = static_cast<const From*>(p.key) + token * p.key_stride;
-  const From* value = static_cast<const From*>(p.value) + token * p.value_stride;
-  const int64_t block = slot / p.block_size, in_block = slot % p.block_size;
-  const int64_t position = p.cache.Offset(block, in_block);
-  for (int i = threadIdx.x; i < per_token; i += kThreads) {
-    const int head = i / per_head;
-    const int64_t place = position + head * p.cache.head_stride + i % per_head * kCount;
-    StoreInCache<To>(Load<From, kCount>(key + int64_t{i} * kCount),
-                     p.k_scale.At(block, in_block, head), p.cache.keys, place);
-    if (p.value_head_size == 0) continue;
-    StoreInCache<To>(Load<From, kCount>(value + int64_t{i} * kCount),
-                     p.v_scale.At(block, in_block, head), p.cache.values, place);
-  }
+  ForPieces(p.num_kv_heads, p.head_size / kCount, [&](int head, int i) {
+    const auto numbers = Load<From, kCount>(key + head * p.head_size + i * kCount);
+    place.StoreKey<To>(numbers, head, i * kCount);
+  });
+  StoreValues<From, To, kCount>(p, place, token);
 }
 
 using UpdateKernel = void (*)(Params);
@@ -65,15 +56,14 @@ bool IsAligned(const void* array, int64_t num_bytes) {
 // Whether rows can be taken `count` numbers at a time by kernels that rotate or round.
 bool FitsNumbers(const Params& p, int64_t count) {
   const Rotary& r = p.rotary;
-  for (const int64_t size :
-       {p.head_size, p.key_stride, p.value_stride, p.cache.block_stride, p.cache.position_stride,
-        p.cache.head_stride, r.rotary_dim / 2, r.query_stride}) {
+  for (const int64_t size : {p.head_size, p.value_head_size, p.key_stride, p.value_stride,
+                             r.rotary_dim / 2, r.query_stride}) {
     if (size % count != 0) return false;
   }
   const int64_t num_bytes = count * SizeOf(p.dtype), cache_bytes = count * SizeOf(p.cache_dtype);
-  return IsAligned(p.key, num_bytes) && IsAligned(p.value, num_bytes) &&
-         IsAligned(r.query, num_bytes) && IsAligned(p.cache.keys, cache_bytes) &&
-         IsAligned(p.cache.values, cache_bytes) &&
+  return p.cache.StridesAreMultiplesOf(count) && IsAligned(p.key, num_bytes) &&
+         IsAligned(p.value, num_bytes) && IsAligned(r.query, num_bytes) &&
+         IsAligned(p.cache.keys, cache_bytes) && IsAligned(p.cache.values, cache_bytes) &&
          IsAligned(r.cos_sin_cache, count * SizeOf(r.dtype));
 }
 
@@ -107,10 +97,11 @@ UpdateKernel KernelOfType(const Params& p) {
 
 template <typename Vector>
 bool Fits(const Params& p) {
-  for (const int64_t size : {p.head_size, p.key_stride, p.value_stride, p.cache.block_stride,
-                             p.cache.position_stride, p.cache.head_stride}) {
-    if (size * SizeOf(p.dtype) % int64_t{sizeof(Vector)} != 0) return false;
+  const int64_t count = std::max<int64_t>(1, int64_t{sizeof(Vector)} / SizeOf(p.dtype));
+  for (const int64_t elements : {p.head_size, p.value_head_size, p.key_stride, p.value_stride}) {
+    if (elements % count != 0) return false;
   }
+  if (!p.cache.StridesAreMultiplesOf(count)) return false;
   for (const void* array : {p.key, p.value, static_cast<const void*>(p.cache.keys),
                             static_cast<const void*>(p.cache.values)}) {
     if (!IsAligned(array, sizeof(Vector))) return false;

@@ -1,13 +1,24 @@
-// What the kernels share: how a thread moves adjacent numbers at once.
+// What the kernels share: how a thread moves adjacent numbers at once, and where they go.
 #pragma once
 
 #include <type_traits>
 
 #include "../gpu/device.cuh"
+#include "params.h"
 
 namespace xla_gpu::kv_cache_update {
 
 inline constexpr int kThreads = 128;  // of a block
+
+// Calls take(head, piece) for this thread's share of the pieces of a token's heads.
+template <typename Take>
+__device__ void ForPieces(int64_t num_heads, int64_t pieces_of_head, const Take& take) {
+  const int per_head = static_cast<int>(pieces_of_head);
+  const int count = static_cast<int>(num_heads) * per_head;
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
+    take(i / per_head, i % per_head);
+  }
+}
 
 template <typename T, int kCount>
 struct alignas(kCount * sizeof(T)) Numbers {
@@ -39,6 +50,44 @@ __device__ void StoreInCache(const Numbers<From, kCount>& numbers, float scale, 
     }
     Store(rounded, to);
   }
+}
+
+// A slot of the cache, where numbers of K and V of a kv head are stored.
+class CachePlace {
+ public:
+  __device__ CachePlace(const Params& p, int64_t slot)
+      : p_(p),
+        block_(slot / p.block_size),
+        in_block_(slot % p.block_size),
+        offset_(p.cache.Offset(block_, in_block_)) {}
+
+  // `first`: of the head's numbers.
+  template <typename To, typename Numbers>
+  __device__ void StoreKey(const Numbers& numbers, int head, int64_t first) const {
+    StoreInCache<To>(numbers, p_.k_scale.At(block_, in_block_, head), p_.cache.keys,
+                     offset_ + head * p_.cache.head_stride + first);
+  }
+  template <typename To, typename Numbers>
+  __device__ void StoreValue(const Numbers& numbers, int head, int64_t first) const {
+    StoreInCache<To>(numbers, p_.v_scale.At(block_, in_block_, head), p_.cache.values,
+                     p_.cache.OffsetOfValue(offset_ + head * p_.cache.head_stride) + first);
+  }
+
+ private:
+  const Params& p_;
+  const int64_t block_;
+  const int64_t in_block_;
+  const int64_t offset_;
+};
+
+// Stores the values of a token, if there are any.
+template <typename From, typename To, int kCount>
+__device__ void StoreValues(const Params& p, const CachePlace& place, int64_t token) {
+  const From* value = static_cast<const From*>(p.value) + token * p.value_stride;
+  ForPieces(p.num_kv_heads, p.value_head_size / kCount, [&](int head, int i) {
+    const auto numbers = Load<From, kCount>(value + head * p.value_head_size + i * kCount);
+    place.StoreValue<To>(numbers, head, i * kCount);
+  });
 }
 
 }  // namespace xla_gpu::kv_cache_update

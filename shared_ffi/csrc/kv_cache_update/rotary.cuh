@@ -71,52 +71,31 @@ __global__ void UpdateRotated(Params p) {
   const Rotary& r = p.rotary;
   const int64_t token = blockIdx.x;
   const int64_t slot = p.Slot(token), position = r.positions.At(token);
-  const int first = static_cast<int>(threadIdx.x);
-  const int num_heads = static_cast<int>(r.num_heads);
   From* query = static_cast<From*>(r.query) + token * r.query_stride;
   if (!r.HasRow(position)) {
-    const int count = slot < 0 ? 0 : num_heads * static_cast<int>(p.head_size);
-    for (int i = first; i < count; i += kThreads) gpu::FromFloat(__builtin_nanf(""), query + i);
+    ForPieces(slot < 0 ? 0 : r.num_heads, p.head_size, [&](int head, int i) {
+      gpu::FromFloat(__builtin_nanf(""), query + head * p.head_size + i);
+    });
     return;
   }
-  const int per_head = static_cast<int>(r.rotary_dim / 2 / kCount);
-  for (int i = first; i < num_heads * per_head; i += kThreads) {
-    From* head = query + i / per_head * p.head_size;
-    const auto x = Rotated<From, kCount>(r, position, head, i % per_head * kCount);
+  const int64_t pieces = r.rotary_dim / 2 / kCount;
+  ForPieces(r.num_heads, pieces, [&](int number, int i) {
+    From* head = query + number * p.head_size;
+    const auto x = Rotated<From, kCount>(r, position, head, i * kCount);
     for (int j = 0; j < 2; ++j) Store(x.group[j], head + x.place[j]);
-  }
+  });
   if (slot < 0 || slot >= p.NumSlots()) return;
-  const int num_kv_heads = static_cast<int>(p.num_kv_heads);
+  const CachePlace place(p, slot);
   const From* key = static_cast<const From*>(p.key) + token * p.key_stride;
-  const From* value = static_cast<const From*>(p.value) + token * p.value_stride;
-  const int64_t block = slot / p.block_size, in_block = slot % p.block_size;
-  const int64_t offset = p.cache.Offset(block, in_block);
-  for (int i = first; i < num_kv_heads * per_head; i += kThreads) {
-    const int head = i / per_head;
-    const auto x =
-        Rotated<From, kCount>(r, position, key + head * p.head_size, i % per_head * kCount);
-    const int64_t row = offset + head * p.cache.head_stride;
-    const float scale = p.k_scale.At(block, in_block, head);
-    for (int j = 0; j < 2; ++j) {
-      StoreInCache<To>(x.group[j], scale, p.cache.keys, row + x.place[j]);
-    }
-  }
-  const int rest_per_head = static_cast<int>((p.head_size - r.rotary_dim) / kCount);
-  for (int i = first; i < num_kv_heads * rest_per_head; i += kThreads) {
-    const int head = i / rest_per_head;
-    const int64_t place = r.rotary_dim + i % rest_per_head * kCount;
-    StoreInCache<To>(Load<From, kCount>(key + head * p.head_size + place),
-                     p.k_scale.At(block, in_block, head), p.cache.keys,
-                     offset + head * p.cache.head_stride + place);
-  }
-  const int values_per_head = static_cast<int>(p.value_head_size / kCount);
-  for (int i = first; i < num_kv_heads * values_per_head; i += kThreads) {
-    const int head = i / values_per_head;
-    const int64_t place = i % values_per_head * kCount;
-    StoreInCache<To>(Load<From, kCount>(value + head * p.head_size + place),
-                     p.v_scale.At(block, in_block, head), p.cache.values,
-                     offset + head * p.cache.head_stride + place);
-  }
+  ForPieces(p.num_kv_heads, pieces, [&](int head, int i) {
+    const auto x = Rotated<From, kCount>(r, position, key + head * p.head_size, i * kCount);
+    for (int j = 0; j < 2; ++j) place.StoreKey<To>(x.group[j], head, x.place[j]);
+  });
+  ForPieces(p.num_kv_heads, (p.head_size - r.rotary_dim) / kCount, [&](int head, int i) {
+    const int64_t first = r.rotary_dim + i * kCount;
+    place.StoreKey<To>(Load<From, kCount>(key + head * p.head_size + first), head, first);
+  });
+  StoreValues<From, To, kCount>(p, place, token);
 }
 
 }  // namespace xla_gpu::kv_cache_update

@@ -313,8 +313,10 @@ class HopperProducer {
         using Source = typename Widened::Source;
         const int64_t offset = BytesTo<C>(slot);
         const Source keys = {KeyOf<C>(p_, 0, item.kv_head), p_.head_size, offset};
-        const Source values = {ValueOf<C>(p_, 0, item.kv_head), p_.value_head_size,
-                               offset};
+        // V has the strides of K: others would take registers that are not there.
+        const C* of_head =
+            static_cast<const C*>(p_.cache.values) + item.kv_head * p_.cache.head_stride;
+        const Source values = {of_head, p_.value_head_size, offset};
         if (is_first) {
           rows.Load(keys);
         } else {

@@ -45,10 +45,11 @@ AttentionKernel CudaCoreKernel(const Params& p) {
 // The tensor core kernels copy rows 16 bytes at a time; the Hopper kernel writes 4 bytes at a time.
 template <typename C>
 bool IsAligned(const Params& p) {
-  for (const int64_t size : {p.head_size, p.value_head_size, p.query_stride, p.cache.block_stride,
-                             p.cache.position_stride, p.cache.head_stride}) {
-    if (size * static_cast<int64_t>(sizeof(C)) % 16 != 0) return false;
+  constexpr int64_t kChunk = 16 / sizeof(C);  // elements
+  for (const int64_t size : {p.head_size, p.value_head_size, p.query_stride}) {
+    if (size % kChunk != 0) return false;
   }
+  if (!p.cache.StridesAreMultiplesOf(kChunk)) return false;
   for (const void* array :
        {p.query, static_cast<const void*>(p.output), static_cast<const void*>(p.cache.keys),
         static_cast<const void*>(p.cache.values)}) {
@@ -133,7 +134,9 @@ bool FindPrefillKernel(const gpu::Device& device, const Params& p, int64_t few,
     return WithCacheType<T>(p, [&](auto cache) {
       using C = decltype(cache);
       AttentionKernel& attention = kernel->attention;
-      return IsAligned<C>(p) && FitsChunks<C>(p) && (!kIs8Bit<C> || p.ScalesAreUniform()) &&
+      const bool takes_cache =
+          !kIs8Bit<C> || (p.ScalesAreUniform() && p.cache.ValuesHaveStridesOfKeys());
+      return IsAligned<C>(p) && FitsChunks<C>(p) && takes_cache &&
              WithSmallest(HopperHeadSizes<C>(), p.head_size,
                           [&](auto head_size) { attention = HopperKernelOf<T, C, head_size>(); });
     });
