@@ -47,8 +47,8 @@ def kv_cache_update(
         key: ``[num_tokens, num_kv_heads, head_size]``, dtype of ``kv_cache``; for a cache of 8 bits
             also float32, float16 or bfloat16, to be divided by ``k_scale`` and rounded. May be a
             slice of a fused projection.
-        value: as ``key``, but with the head size of ``value_cache`` if there is one; ``key[..., :0]``
-            where V is a part of K.
+        value: as ``key``, but with the head size of ``value_cache`` if there is one;
+            ``key[..., :0]`` where V is a part of K.
         slot_mapping: ``[num_tokens]``, int32 or int64: token t goes to slot
             ``block * block_size + offset``. A negative slot is padding and writes nothing.
         value_cache: the cache of V, if K and V are two tensors.

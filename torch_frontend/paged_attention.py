@@ -162,8 +162,8 @@ def paged_attention(
         out: a contiguous tensor for the result, which is returned. Not with ``return_lse``.
 
     Returns:
-        ``[num_tokens, num_heads, head_size]``, dtype of ``query``; the head size is that of V, if it
-        has one of its own. With ``return_lse`` also ``[num_tokens, num_heads]`` float32.
+        ``[num_tokens, num_heads, head_size]``, dtype of ``query``; the head size is that of V, if
+        it has one of its own. With ``return_lse`` also ``[num_tokens, num_heads]`` float32.
 
     Raises:
         ValueError: a shape or a value is wrong, or tensors are on several devices. On CPU tensors

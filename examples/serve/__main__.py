@@ -108,8 +108,8 @@ def _parser() -> argparse.ArgumentParser:
 def _choices(options: argparse.Namespace) -> list[str]:
     return [
         *("--attention-backend", "CUSTOM"),
-        # PyTorch 2.13 compiles a model in bfloat16 wrongly on some processors with AVX-512, whatever
-        # the attention.
+        # PyTorch 2.13 compiles a model in bfloat16 wrongly on some processors with AVX-512,
+        # whatever the attention.
         "--enforce-eager",
         *("--worker-extension-cls", f"{attention.__name__}.{attention.Worker.__name__}"),
         *("--middleware", f"{attention.__name__}.{attention.Middleware.__name__}"),
