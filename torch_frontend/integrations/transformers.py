@@ -68,13 +68,13 @@ def attention(
         query: ``[batch, num_heads, query_len, head_size]``; with a paged cache the batch is 1, and
             the tokens of all sequences follow one another.
         key: ``[batch, num_kv_heads, key_len, head_size]``.
-        value: as ``key``.
+        value: as ``key``, or with a smaller head size.
         attention_mask: from ``mask``; None: no padding.
         scaling: factor of ``q . k``; None: ``head_size ** -0.5``.
         kwargs: what the model and the cache add, such as ``sliding_window`` and ``softcap``.
 
     Returns:
-        ``[batch, query_len, num_heads, head_size]``, and no weights.
+        ``[batch, query_len, num_heads, head_size of value]``, and no weights.
 
     Raises:
         NotImplementedError: another mask than `mask` knows, dropout, or a position bias.
@@ -103,7 +103,7 @@ def attention(
         bidirectional_ranges=tables.bidirectional_ranges,
         max_query_len=1 if max_query_len == 1 else None,
     )
-    return output.view(batch, query_len, num_heads, head_size), None
+    return output.view(batch, query_len, num_heads, -1), None
 
 
 def mask(
@@ -306,17 +306,24 @@ def _tokens_as_pages(
     key, value = _same_strides(key, value)
     if key.stride(0) % key.stride(2):
         key, value = key.contiguous(), value.contiguous()
-    batch, num_heads, key_len, head_size = key.shape
-    row, head, token, element = key.stride()
-    per_row = row // token
-    shape = ((batch - 1) * per_row + key_len, 1, num_heads, head_size)
-    strides = (token, token, head, element)
-    return key.as_strided(shape, strides), value.as_strided(shape, strides), per_row
+    batch, num_heads, key_len, _ = key.shape
+    per_row = key.stride(0) // key.stride(2)
+
+    def pages(rows: torch.Tensor) -> torch.Tensor:
+        _, head, token, element = rows.stride()
+        shape = ((batch - 1) * per_row + key_len, 1, num_heads, rows.shape[3])
+        return rows.as_strided(shape, (token, token, head, element))
+
+    return pages(key), pages(value), per_row
 
 
 def _same_strides(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if key.stride() == value.stride() and key.stride(-1) == 1:
-        return key, value
+    """Keys and values with the strides that ``paged_attention`` needs: the same, or in proportion
+    to the head sizes."""
+    if key.stride(-1) == value.stride(-1) == 1:
+        pairs = [*zip(key.stride()[:-1], value.stride()[:-1], strict=True)]
+        if all(x * value.shape[-1] == y * key.shape[-1] for x, y in pairs):
+            return key, value
     return key.contiguous(), value.contiguous()
 
 
