@@ -94,12 +94,20 @@ def parse(line: str) -> tuple[list[str], list[str], list[str], list[str]]:
     extras, requirements = [], []
     for word in words:
         if word.startswith("-"):
-            assert word in ("--editable", "--no-deps"), word
+            assert word in ("--editable", "--no-deps", "--upgrade"), word
         elif match := ours.fullmatch(word):
             extras += (match[1] or "").split(",")
         else:
             requirements.append(word)
     return extras, groups, requirements, ["--no-deps"] if "--no-deps" in words else []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_that_names_a_group_asks_for_a_pip_that_knows_groups(page: Path) -> None:
+    """The pip of Python 3.11 does not."""
+    lines = [line.strip() for line in COMMAND.findall(page.read_text())]
+    if groups := [i for i, line in enumerate(lines) if "--group" in line]:
+        assert "--upgrade pip" in lines[: groups[0]]
 
 
 def test_the_commands_are_found() -> None:

@@ -42,7 +42,7 @@ OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
         "value_head_size": (8, 12),
         "return_lse": (False, True),
     },
-    "kv_cache_update": {"kv_layout": (None, "bn(h2)d")},
+    "kv_cache_update": {"kv_layout": (None, "bn(h2)d"), "interleaved": (False, True)},
 }
 """Two values of each option."""
 
@@ -95,6 +95,11 @@ def test_option_missing_from_program_is_noticed(tmp_path: Path, option: str) -> 
     assert outcomes[1]["cache"] == ["cache_hits"] and not all(x["right"] for x in outcomes)
 
 
+def _update(*arrays: Any, **options: Any) -> Any:
+    rotary = dict(zip(("positions", "cos_sin_cache"), arrays[4:], strict=False))
+    return jax_frontend.kv_cache_update(*arrays[:4], **rotary, **options)
+
+
 def _programs(op: str, option: str) -> Iterator[tuple[Any, list[np.ndarray], list[P]]]:
     """The program with each of the two values, its arrays and how they are sharded."""
     rng = np.random.default_rng(0)
@@ -107,7 +112,11 @@ def _programs(op: str, option: str) -> Iterator[tuple[Any, list[np.ndarray], lis
             new = rng.standard_normal((3, 4, 16), np.float32)
             arrays = [pool, new, new, np.int32([5, 40, -1])]
             specs = [pool_spec, heads, heads, P()]
-            yield partial(jax_frontend.kv_cache_update, kv_layout=value), arrays, specs
+            given: dict[str, Any] = {option: value}
+            if option == "interleaved":
+                arrays += [np.int32([3, 1, 0]), rng.standard_normal((4, 16), np.float32)]
+                specs += [P(), P()]
+            yield partial(_update, **given), arrays, specs
             continue
         query = rng.standard_normal((3, 16, 16), np.float32)
         metadata = [np.int32(x) for x in ([40], [[7, 2, 9]], [0, 3], [1])]

@@ -422,7 +422,7 @@ MARKED = """
             for text in made:
                 (call,) = hlo.custom_calls(text, ATTENTION)
                 num_tokens, heads = inputs.query.shape[0], case.num_heads // 4
-                columns = case.value_head_size or 16
+                columns = case.value_head_size or case.own_value_head_size or 16
                 assert f"[{num_tokens},{heads},{columns}]" in call.partition("custom-call")[0], call
                 assert not COLLECTIVES.search(text), text
 

@@ -171,7 +171,7 @@ class TensorCoreItem {
     C* values = keys + Layout::kTileElements;
     const int column = lane * CacheRows::kChunk;
     const auto key = reinterpret_cast<uintptr_t>(KeyOf<C>(p_, column, item_.kv_head));
-    const auto value = reinterpret_cast<uintptr_t>(ValueOf<C>(p_, column, item_.kv_head));
+    const auto value = reinterpret_cast<uintptr_t>(ValueOf<C>(p_, 0, item_.kv_head) + column);
 #pragma unroll
     for (int i = 0; i < kTile; i += kPositions) {
       const int64_t offset = BytesTo<C>(slots[i]);
