@@ -116,8 +116,8 @@ class Eager:
         self, bound: Arguments, *, takes_rows: bool = True
     ) -> tuple[list[ArraySpec], list[int]]:
         """The operands as a handler takes them, and the numbers of those that must be copied for
-        that. Each is contiguous, `strided`, or one of `rows` unless `takes_rows` is False. Of what
-        is written in place, no copy would do: the check refuses it by its strides."""
+        that. Each is contiguous, `strided`, or one of `rows` unless `takes_rows` is False. A copy
+        of what is written in place would lose the write: the check refuses its strides instead."""
         operands, copied = specs(bound.tensors), []
         for i, (name, tensor) in enumerate(zip(bound.names, bound.tensors, strict=True)):
             if tensor.is_contiguous():
