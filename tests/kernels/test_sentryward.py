@@ -119,7 +119,7 @@ FAULTS = [
     ("portable, few rows", "CopyQuery(); «gpu::SyncBlock();»"),
     ("portable, few rows", "StoreSums(); «gpu::SyncBlock();»"),
     ("decode", "«shared_.tiles_barriers.WaitFilled(stage);» float logits"),
-    ("decode", "«shared_.tiles_barriers.WaitFreed(stage);» const uint32_t chunks_of_lane"),
+    ("decode", "«shared_.tiles_barriers.WaitFreed(stage);» uint32_t chunks_of_lane"),
     ("decode", "«gpu::SyncThreads(kDecodeConsumers, kThreads);» FinishSplit(work);"),
     ("decode", "gpu::LetNextKernelBegin(); «gpu::SyncBlock();» if (threadIdx.x >= kThreads)"),
 ]
