@@ -42,8 +42,7 @@ def paged_attention(
         kv_layout,
         is_latent=is_latent,
     )
-    num_columns = kv_cache.shape[3] if value_cache is None else value_cache.shape[-1]
-    num_columns = num_columns if value_head_size is None else value_head_size
+    num_columns = value_head_size or (kv_cache if value_cache is None else value_cache).shape[-1]
     num_heads = query.shape[1]
     block_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
     scale = float(np.float32(scale))  # the attribute is float32

@@ -138,7 +138,7 @@ def check(
         raise value_error(op, "kv_cache", rule, f"strides {list(strides)}")
     units: tuple[tuple[str, np.int64], ...] = ()
     if value_cache is not None:
-        units = _units(op, kv_cache, value_cache, value_head_size)
+        units = _units(op, kv_cache.shape, strides, value_cache, value_head_size)
     for outer, (axis, next_axis) in enumerate(pairwise(axes)):
         dense_stride = strides[outer + 1] * kv_cache.shape[outer + 1]
         if axis == next_axis and strides[outer] != dense_stride:
@@ -162,27 +162,29 @@ def check(
 
 
 def _units(
-    op: str, kv_cache: ArraySpec, value_cache: ArraySpec, value_head_size: int | None
+    op: str,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    value_cache: ArraySpec,
+    value_head_size: int | None,
 ) -> tuple[tuple[str, np.int64], ...]:
-    """Checks shape and strides of the array of V.
+    """Checks the array of V beside shape and strides of the array of K.
 
     Returns:
         The attributes that say how V's strides follow from those of K; none where they are equal.
     """
-    *sizes, head_size = kv_cache.shape
+    *sizes, head_size = shape
     columns = value_cache.shape[-1] if value_cache.shape else 0
     is_right = 1 <= columns <= head_size if value_head_size is None else columns == value_head_size
     if not (is_right and has_shape(value_cache, (*sizes, columns))):
         last = f"1 to {head_size}" if value_head_size is None else value_head_size
         rule = f"[{', '.join(map(str, sizes))}, {last}], as kv_cache but for the head size"
         raise shape_error(op, "value_cache", rule, value_cache.shape)
-    strides = kv_cache.strides or _dense(kv_cache.shape)
     found = value_cache.strides or _dense(value_cache.shape)
     if found == strides:
         return ()
-    if [x * head_size for x in found[:-1]] == [x * columns for x in strides[:-1]] and found[
-        -1
-    ] == 1:
+    in_proportion = [x * columns for x in strides[:-1]]
+    if found[-1] == 1 and [x * head_size for x in found[:-1]] == in_proportion:
         common = math.gcd(head_size, columns)
         units = {"key_unit": head_size // common, "value_unit": columns // common}
         return tuple((name, np.int64(unit)) for name, unit in units.items())

@@ -83,10 +83,7 @@ def check(
     cache, layout, caches = _kv_layout.check(
         OP, kv_layout, kv_cache, value_cache, head_size, is_latent=is_latent
     )
-    if value_head_size is not None:
-        columns = value_head_size
-    else:
-        columns = head_size if value_cache is None else value_cache.shape[-1]
+    columns = value_head_size or (head_size if value_cache is None else value_cache.shape[-1])
     _kv_layout.check_dtypes(OP, kv_cache, value_cache, "query", query.dtype)
     num_kv_heads = cache.num_kv_heads
     if not (holds(num_heads >= 1) and holds(num_heads % num_kv_heads == 0)):

@@ -9,8 +9,8 @@
 namespace xla_gpu {
 
 // K and V lie in one array or in two, with the dimensions in any order: a row of head_size elements
-// for each block, position in the block and kv head. Strides are in elements of K. Those of V are
-// the same, or in proportion where V has a head size of its own.
+// for each block, position in the block and kv head. Strides are in elements of K. V has the same
+// strides, or, where it has a head size of its own, strides in proportion.
 struct KvCache {
   void* keys;    // of block 0, position 0, kv head 0
   void* values;  // of the same

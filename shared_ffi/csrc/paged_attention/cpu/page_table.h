@@ -93,8 +93,8 @@ class PageTable {
     int64_t row_bytes;
   };
 
-  // The addresses of the rows of the item's first kv head. Those of V are the ones of K, from which
-  // V lies value_offset_ bytes away, unless V has other strides.
+  // The addresses of the rows of the item's first kv head. Unless V has other strides, `values` is
+  // `keys`, and V lies value_offset_ bytes away from K.
   struct Tile {
     const char** keys;    // [kMaxTile]
     const char** values;  // [kMaxTile]
