@@ -9,6 +9,9 @@ set(DEFAULT_HEAD_SIZES_OF_8_BITS 64 128 256)
 # Columns that each lane of the kernel without tensor cores adds up: 32 times as many are a head.
 set(CUDA_CORE_COLUMNS 1 2 4 8 16 18)
 
+# Types of the query with tensor core kernels. The others are computed on CUDA cores.
+set(DEFAULT_TENSOR_CORE_TYPES Half BFloat16)
+
 # The GPUs that are compiled for, as CMake names them.
 set(ARCHITECTURES ${XLA_GPU_ARCHITECTURES})
 if(XLA_GPU_CUDA STREQUAL "EMULATED")
@@ -32,12 +35,13 @@ elseif(XLA_GPU_ARCHITECTURES STREQUAL "native")  # the GPUs of this machine, or 
     set(DEFAULT_HEAD_SIZES 128 256)
     set(DEFAULT_HEAD_SIZES_OF_8_BITS 256)
     set(CUDA_CORE_COLUMNS 18)
+    set(DEFAULT_TENSOR_CORE_TYPES BFloat16)
     set(NOTE "with few kernels")
   endif()
 endif()
-foreach(sizes HEAD_SIZES HEAD_SIZES_OF_8_BITS)
-  if(NOT XLA_GPU_${sizes})
-    set(XLA_GPU_${sizes} ${DEFAULT_${sizes}})
+foreach(setting HEAD_SIZES HEAD_SIZES_OF_8_BITS TENSOR_CORE_TYPES)
+  if(NOT XLA_GPU_${setting})
+    set(XLA_GPU_${setting} ${DEFAULT_${setting}})
   endif()
 endforeach()
 message(STATUS "GPUs to compile for: ${ARCHITECTURES}; head sizes: ${XLA_GPU_HEAD_SIZES}")
@@ -45,6 +49,7 @@ message(STATUS "GPUs to compile for: ${ARCHITECTURES}; head sizes: ${XLA_GPU_HEA
 list(JOIN CUDA_CORE_COLUMNS ", " COLUMNS)
 list(JOIN XLA_GPU_HEAD_SIZES ", " HEAD_SIZES)
 list(JOIN XLA_GPU_HEAD_SIZES_OF_8_BITS ", " OF_8_BITS)
+list(JOIN XLA_GPU_TENSOR_CORE_TYPES ", " TYPES)
 # Only sm_90a has the instructions of the Hopper kernel.
 set(HOPPER_HEAD_SIZES ${XLA_GPU_HEAD_SIZES})
 list(FILTER HOPPER_HEAD_SIZES INCLUDE REGEX "^(64|128|192|256)$")
@@ -71,6 +76,7 @@ endif()
 file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/generated/cuda_build.h"
      CONTENT "#define XLA_GPU_ARCHITECTURES \"@NAMES_OF_ARCHITECTURES@\"
 #define XLA_GPU_CUDA_CORE_COLUMNS @COLUMNS@
+#define XLA_GPU_TENSOR_CORE_TYPES @TYPES@
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES @HEAD_SIZES@
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_8_BITS @OF_8_BITS@
 #define XLA_GPU_HOPPER_HEAD_SIZES @MORE_HOPPER_HEAD_SIZES@
@@ -131,7 +137,7 @@ endif()
 
 # One unit for each type of query, type of cache and head size.
 function(add_kernel_of_caches kernel architectures head_sizes head_sizes_of_8_bits)
-  foreach(storage Half BFloat16)
+  foreach(storage ${XLA_GPU_TENSOR_CORE_TYPES})
     foreach(cache ${storage} Float8E4M3 Float8E5M2 int8_t)
       set(sizes ${head_sizes})
       if(NOT cache STREQUAL storage)
