@@ -3,8 +3,8 @@
 
 # Head sizes with a tensor core kernel. A head of another size takes the next larger one. For caches
 # of 8 bits there are fewer: so few bytes are read that padding a head costs nothing. 576 is for
-# latent attention only.
-set(DEFAULT_HEAD_SIZES 64 80 96 112 128 192 256 576)
+# latent attention only, 512 for all else.
+set(DEFAULT_HEAD_SIZES 64 80 96 112 128 192 256 512 576)
 set(DEFAULT_HEAD_SIZES_OF_8_BITS 64 128 256)
 # Columns that each lane of the kernel without tensor cores adds up: 32 times as many are a head.
 set(CUDA_CORE_COLUMNS 1 2 4 8 16 18)

@@ -50,7 +50,7 @@ def test_every_kernel_is_in_the_table(folder: Path, kernels: list[dict[str, Any]
     (types,) = re.findall(r"#define XLA_GPU_TENSOR_CORE_TYPES (.*)", settings)
     storages = {"float16" if name == "Half" else "bfloat16" for name in types.split(", ")}
     if len(targets) > 1:
-        assert sizes == [{64, 80, 96, 112, 128, 192, 256, 576}, {64, 128, 256}]
+        assert sizes == [{64, 80, 96, 112, 128, 192, 256, 512, 576}, {64, 128, 256}]
     kernels_of = {
         "TensorCoreAttention": (*sizes, targets),
         "DecodeAttention": (sizes[0] & {128, 256}, sizes[1] & {128}, targets & {"90a"}),
@@ -170,7 +170,7 @@ def test_a_hopper_block_starts_with_all_registers(kernels: list[dict[str, Any]])
 
 def test_shared_memory_suffices_on_every_gpu(kernels: list[dict[str, Any]]) -> None:
     for entry in kernels:
-        is_wide, limit = entry["size"] == 576, SMALLEST_SHARED_BYTES
+        is_wide, limit = entry["size"] > 256, SMALLEST_SHARED_BYTES
         if entry["kernel"] in ("HopperAttention", "DecodeAttention"):
             limit = HOPPER_SHARED_BYTES
         elif is_wide:

@@ -67,9 +67,17 @@ bool FitsChunks(const Params& p) {
   return last < int64_t{UINT32_MAX} * (16 / static_cast<int64_t>(sizeof(C)));
 }
 
-// Whether the tensor core kernel for heads of this size takes a call. A wide head has its V in K.
-bool IsForHeads(int head_size, const Params& p) {
-  return head_size <= kMaxColumns || (p.is_latent && p.value_head_size <= 2 * kMaxColumns);
+// The head size that the tensor core kernel of a call must have at least. Wide heads whose V is a
+// part of K have a kernel of their own, which is for larger heads than any other.
+int64_t TensorCoreHeadSize(const Params& p) {
+  const bool is_wide = p.head_size > kMaxColumns;
+  return is_wide && p.is_latent ? Larger(p.head_size, kMaxOwnValues + 1) : p.head_size;
+}
+
+// Whether the tensor core kernel for heads of this size has room for the V of a call.
+bool FitsValues(int head_size, const Params& p) {
+  if (head_size > kMaxOwnValues && !p.is_latent) return false;
+  return p.value_head_size <= 2 * kMaxColumns;
 }
 
 // The kernel of a call whose queries have no other. T: type of the query. C: type of the cache.
@@ -78,9 +86,9 @@ AttentionKernel KernelFor(const gpu::Device& device, const Params& p) {
   if constexpr (kHasTensorCores<T>) {
     AttentionKernel kernel;
     const auto take = [&](auto head_size) {
-      if (IsForHeads(head_size, p)) kernel = TensorCoreKernelOf<T, C, head_size>(p);
+      if (FitsValues(head_size, p)) kernel = TensorCoreKernelOf<T, C, head_size>(p);
     };
-    if (IsAligned<C>(p)) WithSmallest(TensorCoreHeadSizes<C>(), p.head_size, take);
+    if (IsAligned<C>(p)) WithSmallest(TensorCoreHeadSizes<C>(), TensorCoreHeadSize(p), take);
     if (kernel.rows_per_item > 0 && kernel.kernel.shared_bytes <= device.shared_bytes) {
       return kernel;
     }
