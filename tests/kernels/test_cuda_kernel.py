@@ -50,6 +50,7 @@ def has_hopper_kernels(case: Case) -> bool:
     )
     return (
         case.dtype != "float32"
+        and "int4" not in (case.cache_dtype, case.value_cache_dtype)
         and case.head_size % (8 if case.cache_dtype is None else 16) == 0
         and case.head_size <= (256 if case.cache_dtype is None else 128)
         and (case.num_heads <= 16 * case.num_kv_heads or rows > 64)
