@@ -126,3 +126,4 @@ def _two_dtypes() -> Iterator[Case]:
 
 
 CASES = [*_one_dtype(), *_int4(), *_two_dtypes()]
+INT4_CASES = [case for case in CASES if "int4" in (case.cache_dtype, case.value_cache_dtype)]

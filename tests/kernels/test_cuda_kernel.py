@@ -21,10 +21,11 @@ import pytest
 from hypothesis import given, settings
 
 from harness import reference
-from harness.arrays import guarded
+from harness.arrays import guarded, unpacked
 from harness.compare import assert_close_on_cuda, assert_same_bits
 from shared_ffi import kv_cache_update, paged_attention, simple_add
 from shared_ffi.spec import ArraySpec
+from tests.cases import quantized
 from tests.cases.all import CASES, LONG_CASES, SAMPLED_CASES, UPDATE_CASES
 from tests.cases.case import Case, without_range
 from tests.cases.softmax import EXTREME_NUMBERS, extreme_call
@@ -287,6 +288,17 @@ def test_paged_attention(case: Case, gpu: Gpu) -> None:
     own_seed = zlib.crc32(case.id.encode()) % 900 + 3  # all cases together try many orders
     for seed in (own_seed, 1, 2, 3) if selection.everything else (own_seed,):
         assert_same_bits(attend(gpu, inputs, **attributes, seed=seed), result)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("case", quantized.INT4_CASES, ids=lambda case: case.id)
+def test_int4_has_the_bits_of_int8(case: Case, gpu: Gpu) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    result = attend(gpu, inputs, **attributes)
+    if "value_cache" in attributes:
+        attributes["value_cache"] = unpacked(attributes["value_cache"])
+    inputs = inputs._replace(kv_cache=unpacked(inputs.kv_cache))
+    assert_same_bits(attend(gpu, inputs, **attributes), result)
 
 
 @pytest.mark.pairwise
