@@ -71,6 +71,16 @@ def attend(
     return attended.float()
 
 
+def model_of(checkpoint: Checkpoint) -> Llama:
+    """The model with `attend` in each layer."""
+    model = Llama(checkpoint.config, checkpoint.weights)
+    layer: Any
+    for layer in model.layers:
+        layer.self_attn.attend = attend
+    return model
+
+
+@torch.inference_mode()
 def logprobs(model: Llama, tokens: Sequence[int], *dtypes: Any) -> Tensor:
     """The log-probabilities of each next token, ``[num_tokens - 1, vocab_size]``: one decoding
     step for all tokens, each a sequence of its own in the blocks of the whole text."""
@@ -93,6 +103,7 @@ def logprobs(model: Llama, tokens: Sequence[int], *dtypes: Any) -> Tensor:
     return model(caches, batch).log_softmax(-1)
 
 
+@torch.inference_mode()
 def answers(checkpoint: Checkpoint, max_new_tokens: int) -> list[tuple[list[int], int]]:
     """The tokens of each question with its greedy answer, and how many are the question's."""
     found = []
@@ -105,7 +116,6 @@ def answers(checkpoint: Checkpoint, max_new_tokens: int) -> list[tuple[list[int]
     return found
 
 
-@torch.inference_mode()
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m examples.generate.cache_dtypes")
@@ -114,12 +124,10 @@ def main() -> None:
     options = parser.parse_args()
     checkpoint = load(options.model, "float32")
     texts = answers(checkpoint, options.max_new_tokens)
-    model = Llama(checkpoint.config, checkpoint.weights)
-    layer: Any
-    for layer in model.layers:
-        layer.self_attn.attend = attend
-    print("| cache | bytes | log-probability | mean difference | largest | same token |")
-    print("|---|---|---|---|---|---|")
+    model = model_of(checkpoint)
+    columns = ("cache", "bytes of a head's K and V", "mean log-probability", "mean difference")
+    columns += ("largest difference", "same best token")
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     exact: list[Tensor] = []
     for name, dtypes in CACHES.items():
         rows = [logprobs(model, tokens, *dtypes)[start - 1 :] for tokens, start in texts]
