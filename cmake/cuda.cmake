@@ -3,11 +3,14 @@
 
 # Head sizes with a tensor core kernel. A head of another size takes the next larger one. For caches
 # of 8 bits there are fewer: so few bytes are read that padding a head costs nothing. 576 is for
-# latent attention only.
-set(DEFAULT_HEAD_SIZES 64 80 96 112 128 192 256 576)
+# latent attention only, 512 for all else.
+set(DEFAULT_HEAD_SIZES 64 80 96 112 128 192 256 512 576)
 set(DEFAULT_HEAD_SIZES_OF_8_BITS 64 128 256)
 # Columns that each lane of the kernel without tensor cores adds up: 32 times as many are a head.
 set(CUDA_CORE_COLUMNS 1 2 4 8 16 18)
+
+# Types of the query with tensor core kernels. The others are computed on CUDA cores.
+set(DEFAULT_TENSOR_CORE_TYPES Half BFloat16)
 
 # The GPUs that are compiled for, as CMake names them.
 set(ARCHITECTURES ${XLA_GPU_ARCHITECTURES})
@@ -32,12 +35,13 @@ elseif(XLA_GPU_ARCHITECTURES STREQUAL "native")  # the GPUs of this machine, or 
     set(DEFAULT_HEAD_SIZES 128 256)
     set(DEFAULT_HEAD_SIZES_OF_8_BITS 256)
     set(CUDA_CORE_COLUMNS 18)
+    set(DEFAULT_TENSOR_CORE_TYPES BFloat16)
     set(NOTE "with few kernels")
   endif()
 endif()
-foreach(sizes HEAD_SIZES HEAD_SIZES_OF_8_BITS)
-  if(NOT XLA_GPU_${sizes})
-    set(XLA_GPU_${sizes} ${DEFAULT_${sizes}})
+foreach(setting HEAD_SIZES HEAD_SIZES_OF_8_BITS TENSOR_CORE_TYPES)
+  if(NOT XLA_GPU_${setting})
+    set(XLA_GPU_${setting} ${DEFAULT_${setting}})
   endif()
 endforeach()
 message(STATUS "GPUs to compile for: ${ARCHITECTURES}; head sizes: ${XLA_GPU_HEAD_SIZES}")
@@ -48,6 +52,7 @@ list(JOIN XLA_GPU_HEAD_SIZES_OF_8_BITS ", " OF_8_BITS)
 # Caches with int4 have the fewest: a smaller head takes the next larger size.
 set(HEAD_SIZES_OF_4_BITS ${XLA_GPU_HEAD_SIZES_OF_8_BITS})
 list(FILTER HEAD_SIZES_OF_4_BITS EXCLUDE REGEX "^64$")
+list(JOIN XLA_GPU_TENSOR_CORE_TYPES ", " TYPES)
 # Only sm_90a has the instructions of the Hopper kernel.
 set(HOPPER_HEAD_SIZES ${XLA_GPU_HEAD_SIZES})
 list(FILTER HOPPER_HEAD_SIZES INCLUDE REGEX "^(64|128|192|256)$")
@@ -74,6 +79,7 @@ endif()
 file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/generated/cuda_build.h"
      CONTENT "#define XLA_GPU_ARCHITECTURES \"@NAMES_OF_ARCHITECTURES@\"
 #define XLA_GPU_CUDA_CORE_COLUMNS @COLUMNS@
+#define XLA_GPU_TENSOR_CORE_TYPES @TYPES@
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES @HEAD_SIZES@
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_8_BITS @OF_8_BITS@
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_4_BITS @MORE_HEAD_SIZES_OF_4_BITS@
@@ -135,7 +141,7 @@ endif()
 
 # One unit for each type of query, type of cache and head size.
 function(add_kernel_of_caches kernel architectures head_sizes head_sizes_of_8_bits head_sizes_of_4_bits)
-  foreach(storage Half BFloat16)
+  foreach(storage ${XLA_GPU_TENSOR_CORE_TYPES})
     foreach(cache ${storage} Float8E4M3 Float8E5M2 int8_t Int4OrInt8)
       set(sizes ${head_sizes_of_8_bits})
       if(cache STREQUAL storage)

@@ -70,7 +70,9 @@ def workloads(trace: Path | None) -> Iterator[Workload]:
             name = f"b{batch} x {context}, {cache_dtype}"
             sequences = uniform(batch, 1, context)
             yield Workload(name, "decode", llama, sequences, cache_dtype=cache_dtype)
-    for name in ("llama-3-70b", "phi-3-mini", "gemma-3-12b", "gemma-2-9b", "gpt-oss-20b"):
+    for name in (
+        "llama-3-70b", "phi-3-mini", "gemma-3-12b", "gemma-4-31b", "gemma-2-9b", "gpt-oss-20b",
+    ):  # fmt: skip
         yield Workload(f"b8 x 4096, {name}", "decode", MODELS[name], uniform(8, 1, 4096))
     if trace is not None:
         yield Workload(f"32 of {trace.stem}", "decode", llama, trace_sequences(trace, 32))

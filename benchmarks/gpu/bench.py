@@ -56,7 +56,9 @@ def _decode(trace: Path | None) -> Iterator[Workload]:
             uniform(32, 1, 8192),
             block_size,
         )
-    for name in ("llama-3-70b", "qwen3-8b", "gemma-3-12b", "gemma-2-9b", "gpt-oss-20b"):
+    for name in (
+        "llama-3-70b", "qwen3-8b", "gemma-3-12b", "gemma-4-31b", "gemma-2-9b", "gpt-oss-20b",
+    ):  # fmt: skip
         yield Workload(f"b32 x 8192, {name}", "decode", MODELS[name], uniform(32, 1, 8192))
     for cache_dtype in ("float8_e4m3fn", "int8"):
         for batch, context in ((1, 32768), (32, 8192)):
@@ -72,7 +74,8 @@ def _prefill() -> Iterator[Workload]:
     for length in (1024, 4096, 8192, 16384, 32768):
         yield Workload(f"{length}", "prefill", llama, uniform(1, length, length))
     yield Workload("8192, llama-3-70b", "prefill", big, uniform(1, 8192, 8192))
-    yield Workload("8192, gemma-2-9b", "prefill", MODELS["gemma-2-9b"], uniform(1, 8192, 8192))
+    for name in ("gemma-2-9b", "gemma-4-31b"):
+        yield Workload(f"8192, {name}", "prefill", MODELS[name], uniform(1, 8192, 8192))
     yield Workload("512 on 8192", "mixed", llama, uniform(1, 512, 8704))
     yield Workload(
         "512 on 8192 beside 32 decodes", "mixed", llama, ((512, 8704), *uniform(32, 1, 4096))

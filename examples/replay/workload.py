@@ -52,6 +52,7 @@ MODELS = {
         Model("phi-3-mini", 32, 32, 96, sliding_window=2047),
         Model("gemma-2-9b", 16, 8, 256, sliding_window=4096, soft_cap=50.0),
         Model("gemma-3-12b", 16, 8, 256, sliding_window=1024),
+        Model("gemma-4-31b", 32, 4, 512),  # its layers with full attention
         Model("gpt-oss-20b", 64, 8, 64, sliding_window=128),  # without its attention sinks
     )
 }

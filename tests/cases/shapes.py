@@ -188,7 +188,7 @@ def _long_queries() -> Iterator[Case]:
     }
     shorts = {dtype: short for dtype, short in SHORT_NAMES.items() if dtype != "float32"}
     sizes = product((8, 64, 80, 128), ((1, 1), (2, 3), (1, 4), (1, 8)))
-    larger = product((144, 192), ((1, 2), (1, 5)))
+    larger = product((144, 192, 512), ((1, 2), (1, 5)))
     for i, (head_size, (num_kv_heads, group)) in enumerate(chain(sizes, larger)):
         dtype = "float16" if head_size == 80 else "bfloat16"
         yield Case(

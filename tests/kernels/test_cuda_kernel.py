@@ -290,6 +290,12 @@ def test_paged_attention(case: Case, gpu: Gpu) -> None:
         assert_same_bits(attend(gpu, inputs, **attributes, seed=seed), result)
 
 
+WIDE_HEADS = {
+    "latent": [(576, 512), (512, 512), (264, 200), (448, 296)],
+    "own": [(512, 512), (264, 264), (512, 320), (448, 96)],
+}
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", quantized.INT4_CASES, ids=lambda case: case.id)
 def test_int4_has_the_bits_of_int8(case: Case, gpu: Gpu) -> None:
@@ -304,27 +310,33 @@ def test_int4_has_the_bits_of_int8(case: Case, gpu: Gpu) -> None:
 @pytest.mark.pairwise
 @pytest.mark.parametrize("num_heads", [4, 128])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("sizes", [(576, 512), (512, 512), (264, 200), (448, 296)], ids=str)
-def test_wide_heads_of_latent_attention(
-    sizes: tuple[int, int], dtype: str, num_heads: int, gpu: Gpu
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [(kind, sizes) for kind in WIDE_HEADS for sizes in WIDE_HEADS[kind]], ids=str
+)
+def test_wide_heads(
+    kind: str, sizes: tuple[int, int], dtype: str, num_heads: int, gpu: Gpu
 ) -> None:
     """On tensor cores, but for GPUs with little shared memory. The kernel for CUDA cores, which also
-    takes queries that are not aligned, rounds otherwise."""
+    takes queries that are not aligned, rounds otherwise. V is a part of K, or has an array."""
     head_size, value_head_size = sizes
+    columns = {"latent": "value_head_size", "own": "own_value_head_size"}[kind]
     case = Case(
-        id=f"wide-{num_heads}-{sizes}-{dtype}",
+        id=f"wide-{kind}-{num_heads}-{sizes}-{dtype}",
         sequences=((1, 600), (5, 70)),
         num_heads=num_heads,
         num_kv_heads=1,
         head_size=head_size,
-        value_head_size=value_head_size,
+        kv_layout="nbhd" if kind == "own" else None,
         dtype=dtype,
         return_lse=True,
+        **{columns: value_head_size},
     )
     inputs, attributes = case.inputs(), case.attributes()
     block, offset = divmod(68, case.block_size)
-    later = inputs.kv_cache[inputs.block_tables[1, block], offset]  # of the last two tokens alone
-    later[..., value_head_size - 3], later[..., 5] = np.inf, np.nan
+    slot = inputs.block_tables[1, block], offset  # of the last two tokens alone
+    values = attributes.get("value_cache", inputs.kv_cache)
+    values[slot][..., value_head_size - 3] = np.inf
+    values[slot][..., 5] = np.nan
     result = attend(gpu, inputs, **attributes)
     assert_close_on_cuda(result, inputs, attributes)
     assert_same_bits(attend(gpu, inputs, **attributes, seed=1), result)

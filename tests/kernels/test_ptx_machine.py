@@ -28,7 +28,7 @@ def module(request: pytest.FixtureRequest) -> Path:
     """A build of the module on the PTX machine: that of the option --emulated, or a new one."""
     if path := request.config.getoption("--emulated"):
         return Path(path)
-    return native.on_ptx_machine("80-real;90a-real", "128;256;576")
+    return native.on_ptx_machine("80-real;90a-real", "128;256;512;576")
 
 
 @pytest.fixture(scope="module")

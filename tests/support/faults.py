@@ -1,6 +1,7 @@
 """Planted faults: wrong code that the tests of a kernel must catch.
 
-`tests/faults/cpu.toml` and `cuda.toml` hold the faults of the two suites.
+`tests/faults/cpu.toml` and `cuda.toml` hold the faults of the two suites. One build has them all, and
+a variable in it says which is in effect.
 `quote` is source code with marks around the statements or the expression that the fault replaces.
 `wrong` is the replacement. The quote must be found exactly once in shared_ffi/csrc, or in `folder`
 of it. White space and the file do not matter, so code can be moved.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,9 @@ _SUFFIXES = (".cc", ".h", ".cu", ".cuh")
 
 # The code before and behind the code that a fault replaces. The builds with faults include a
 # header that defines planted_fault, the number of the fault in effect.
+HEADER = """#pragma once
+__attribute__((visibility("default"))) inline int planted_fault = -1;
+"""
 _STATEMENTS = "if (planted_fault == {}) {{ {} }} else {{ ", " }"
 _EXPRESSION = "(planted_fault == {} ? ({}) : (", "))"
 
@@ -49,27 +53,74 @@ def load(suite: str) -> list[PlantedFault]:
     return [PlantedFault(name, **entry) for name, entry in table.items()]
 
 
+SUITES = {name: load(name) for name in ("cpu", "cuda")}
+ALL = [fault for faults in SUITES.values() for fault in faults]
+"""A fault's number is its place here."""
+
+
+def instruction_sets() -> list[str]:
+    """Those of the CPU kernels with faults: one with instructions of its own, if the processor has
+    it, and the one of every processor."""
+    from shared_ffi import _native  # noqa: PLC0415  (pytest's option --native replaces it)
+
+    names = _native.cpu_instruction_sets()
+    return [name for name in names if name in ("avx512_bf16", "baseline")]
+
+
+def read_sources() -> dict[Path, str]:
+    """The files that a build needs."""
+    paths = [ROOT / "CMakeLists.txt"]
+    for part in ("shared_ffi/csrc", "cmake"):
+        paths += [path for path in (ROOT / part).rglob("*.*") if path.suffix != ".pyc"]
+    return {path: path.read_text() for path in paths}
+
+
+def write_sources(folder: Path) -> None:
+    """Writes the sources with all faults to a folder laid out as this repository. A fault whose
+    quote is out of date is left out. Files that are right already keep their time, so that a build
+    compiles only what changed."""
+    planted = plant(read_sources(), ALL, leaves_out=True)
+    sources = {folder / path.relative_to(ROOT): text for path, text in planted.items()}
+    sources[folder / "planted_fault.h"] = HEADER
+    for path, text in sources.items():
+        if not path.exists() or path.read_text() != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    for path in folder.rglob("*"):
+        if path.is_file() and path not in sources:
+            path.unlink()
+
+
 def find(fault: PlantedFault, sources: Mapping[Path, str]) -> tuple[Path, re.Match[str]]:
     """The file of a fault's quote, and the quote in it."""
+    found = _matches(fault, sources)
+    files = ", ".join(path.name for path, _ in found) or "no file"
+    assert len(found) == 1, (
+        f"the quote of the fault {fault.name!r} must be in the sources of "
+        f"{fault.folder or CSRC.name}/ once; it is there {len(found)} times ({files}): {fault.quote}"
+    )
+    return found[0]
+
+
+def _matches(fault: PlantedFault, sources: Mapping[Path, str]) -> list[tuple[Path, re.Match[str]]]:
     folder = CSRC / fault.folder
-    found = [
+    return [
         (path, match)
         for path, text in sources.items()
         if path.is_relative_to(folder) and path.suffix in _SUFFIXES
         for match in fault.pattern.finditer(text)
     ]
-    files = ", ".join(path.name for path, _ in found) or "no file"
-    assert len(found) == 1, (
-        f"the quote of the fault {fault.name!r} must be in the sources of {folder.name}/ once; it is "
-        f"there {len(found)} times ({files}): {fault.quote}"
-    )
-    return found[0]
 
 
-def plant(sources: Mapping[Path, str], faults: list[PlantedFault]) -> dict[Path, str]:
-    """Plants faults in sources, by path. Each fault stands beside the code that it replaces."""
+def plant(
+    sources: Mapping[Path, str], faults: Sequence[PlantedFault], *, leaves_out: bool = False
+) -> dict[Path, str]:
+    """Plants faults in sources, by path. Each fault stands beside the code that it replaces. With
+    `leaves_out`, faults whose quotes are not there are left out."""
     insertions: dict[Path, list[tuple[int, int, int, str]]] = {}
     for number, fault in enumerate(faults):
+        if leaves_out and len(_matches(fault, sources)) != 1:
+            continue
         path, right = find(fault, sources)
         begin, end = right.span("right")
         is_statement = right["right"].endswith(";")

@@ -1,4 +1,4 @@
-"""Builds shared_ffi._native for tests: with emulated CUDA, with planted faults."""
+"""Builds shared_ffi._native for tests: with emulated CUDA and planted faults, or on the PTX machine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support import faults
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,6 +53,8 @@ def configure(source: Path, build: Path, *options: str) -> None:
         *("-S", source, "-B", build, "-G", "Ninja"),
         f"-DPython_EXECUTABLE={sys.executable}",
         f"-DXLA_FFI_INCLUDE_DIR={ffi_headers()}",
+        # What has no optimization of its own, such as nanobind, need not be fast.
+        "-DCMAKE_CXX_FLAGS_RELEASE=-DNDEBUG",
         *_cuda_compiler(),
         *options,
     )
@@ -67,16 +71,27 @@ def build(folder: Path) -> Path:
 
 def emulated(path: Path | str | None = None) -> Any:
     """The module with CUDA kernels that are emulated on the CPU: built, unless a path is given."""
+    return load(path or emulated_build(), "emulated._native")
+
+
+def emulated_build() -> Path:
+    """The path of that module. The planted faults are in it, none of them in effect: one build
+    serves the tests of the kernels and the tests of these tests."""
     from filelock import FileLock  # noqa: PLC0415  (only tests need it)
 
-    if path is None:
-        folder = ROOT / "build/simt"
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / "lock"):
-            options = ("-DXLA_GPU_CUDA=EMULATED", "-DXLA_GPU_CPU_INSTRUCTION_SETS=baseline")
-            configure(ROOT, folder, *options, "-DXLA_GPU_OPTIMIZE=-O0")
-            path = build(folder)
-    return load(path, "emulated._native")
+    folder = ROOT / "build/emulated"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "lock"):
+        faults.write_sources(folder / "source")
+        configure(
+            folder / "source",
+            folder / "build",
+            f"-DCMAKE_CXX_FLAGS=-include {folder}/source/planted_fault.h -Wno-dangling-else",
+            "-DXLA_GPU_CUDA=EMULATED",
+            "-DXLA_GPU_OPTIMIZE=-O0",
+            f"-DXLA_GPU_CPU_INSTRUCTION_SETS={';'.join(faults.instruction_sets())}",
+        )
+        return build(folder / "build")
 
 
 def on_ptx_machine(architectures: str, head_sizes: str, head_size_of_8_bits: int = 128) -> Path:

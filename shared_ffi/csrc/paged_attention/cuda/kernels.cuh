@@ -10,6 +10,13 @@
 
 namespace xla_gpu::paged_attention {
 
+template <typename T, typename... Types>
+inline constexpr bool kIsOneOf = (std::is_same_v<T, Types> || ...);
+
+// Whether the build has tensor core kernels for queries of type T.
+template <typename T>
+inline constexpr bool kHasTensorCores = kIsOneOf<T, XLA_GPU_TENSOR_CORE_TYPES>;
+
 struct AttentionKernel {
   gpu::Kernel<Params, Scratch, QueryLengths> kernel;
   int64_t rows_per_item = 0;  // 0: there is no such kernel

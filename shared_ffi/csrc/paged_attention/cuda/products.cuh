@@ -39,10 +39,11 @@ struct SharedRows {
   }
 };
 
-// T: type of the query. C: type of the cache. kKeys: positions of a warp. QueryRows and CacheRows
-// say where the chunks of 16 bytes of a row lie in shared memory. kColumns: of V.
+// T: type of the query. C: type of the cache. kKeys: positions of a warp. QueryRows,
+// CacheRows and ValueRows say where the chunks of 16 bytes of a row of the query, K and V lie in
+// shared memory. kColumns: of V.
 template <typename T, typename C, int kHeadSize, int kKeys, typename QueryRows, typename CacheRows,
-          int kColumns = kHeadSize>
+          int kColumns = kHeadSize, typename ValueRows = CacheRows>
 struct WarpProducts {
   // The type that weights are rounded to. Multiplied by the scales of the positions of an 8-bit
   // cache, they need the range of bfloat16.
@@ -120,7 +121,7 @@ struct WarpProducts {
   template <typename Weight>
   __device__ __forceinline__ void AddValues(const C* values, int first_key,
                                             const float (&weights)[kKeys / 8][4]) {
-    const int lane = Lane(), value_row = CacheRows::Offset(first_key + lane % 16, lane / 16);
+    const int lane = Lane(), value_row = ValueRows::Offset(first_key + lane % 16, lane / 16);
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n) {
       uint32_t packed[4];
@@ -130,10 +131,10 @@ struct WarpProducts {
         packed[i] = gpu::Pack(from[i % 2 * 2], from[i % 2 * 2 + 1], Weight{});
       }
 #pragma unroll
-      for (int chunk = 0; chunk < kColumns / CacheRows::kChunk; chunk += 2) {
+      for (int chunk = 0; chunk < kColumns / ValueRows::kChunk; chunk += 2) {
         uint32_t value[4];  // two chunks, each of 8 positions and of the next 8
         gpu::LoadMatricesTransposed(
-            value, values + CacheRows::Behind(value_row, chunk) + n * 16 * CacheRows::kStride);
+            value, values + ValueRows::Behind(value_row, chunk) + n * 16 * ValueRows::kStride);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           if constexpr (kIs8Bit<C>) {

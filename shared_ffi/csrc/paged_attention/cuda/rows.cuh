@@ -372,6 +372,8 @@ __device__ __forceinline__ void Report(const Params& p, const Scratch& scratch, 
 
 // Columns of V that a warp of the tensor core kernel adds up at most.
 inline constexpr int kMaxColumns = 256;
+// The largest head whose kernel has room in shared memory for a V that is not a part of K.
+inline constexpr int kMaxOwnValues = 2 * kMaxColumns;
 
 // The partial results, in shared memory, of `num_parts` warps for the same rows at different
 // positions.

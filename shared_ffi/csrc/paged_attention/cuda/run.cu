@@ -2,6 +2,7 @@
 #include <array>
 #include <atomic>
 #include <cstdlib>
+#include <tuple>
 
 #include "../../gpu/launch.cuh"
 #include "combine.cuh"
@@ -72,20 +73,28 @@ bool FitsChunks(const Params& p) {
   return last < int64_t{UINT32_MAX} * (16 / static_cast<int64_t>(sizeof(C)));
 }
 
-// Whether the tensor core kernel for heads of this size takes a call. A wide head has its V in K.
-bool IsForHeads(int head_size, const Params& p) {
-  return head_size <= kMaxColumns || (p.is_latent && p.value_head_size <= 2 * kMaxColumns);
+// The head size that the tensor core kernel of a call must have at least. Wide heads whose V is a
+// part of K have a kernel of their own, which is for larger heads than any other.
+int64_t TensorCoreHeadSize(const Params& p) {
+  const bool is_wide = p.head_size > kMaxColumns;
+  return is_wide && p.is_latent ? Larger(p.head_size, kMaxOwnValues + 1) : p.head_size;
+}
+
+// Whether the tensor core kernel for heads of this size has room for the V of a call.
+bool FitsValues(int head_size, const Params& p) {
+  if (head_size > kMaxOwnValues && !p.is_latent) return false;
+  return p.value_head_size <= 2 * kMaxColumns;
 }
 
 // The kernel of a call whose queries have no other. T: type of the query. C: type of the cache.
 template <typename T, typename C>
 AttentionKernel KernelFor(const gpu::Device& device, const Params& p) {
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (kHasTensorCores<T>) {
     AttentionKernel kernel;
     const auto take = [&](auto head_size) {
-      if (IsForHeads(head_size, p)) kernel = TensorCoreKernelOf<T, C, head_size>(p);
+      if (FitsValues(head_size, p)) kernel = TensorCoreKernelOf<T, C, head_size>(p);
     };
-    if (IsAligned<C>(p)) WithSmallest(TensorCoreHeadSizes<C>(), p.head_size, take);
+    if (IsAligned<C>(p)) WithSmallest(TensorCoreHeadSizes<C>(), TensorCoreHeadSize(p), take);
     if (kernel.rows_per_item > 0 && kernel.kernel.shared_bytes <= device.shared_bytes) {
       return kernel;
     }
@@ -133,7 +142,7 @@ struct CallKernel {
 template <typename T>
 bool FindPrefillKernel(const gpu::Device& device, const Params& p, int64_t few,
                        CallKernel* kernel) {
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (kHasTensorCores<T>) {
     if (!UsesHopperKernels(device)) return false;
     kernel->lengths.min = few + 1;
     kernel->waits = true;
@@ -153,7 +162,7 @@ bool FindPrefillKernel(const gpu::Device& device, const Params& p, int64_t few,
 // The same for queries of few tokens.
 template <typename T>
 bool FindDecodeKernel(const gpu::Device& device, const Params& p, CallKernel* kernel) {
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (kHasTensorCores<T>) {
     if (!UsesHopperKernels(device)) return false;
     const bool found = WithCacheType<T>(p, [&](auto cache) {
       using C = decltype(cache);
@@ -212,6 +221,9 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   return finish.LaunchResident(device, num_blocks, stream, p, scratch, item_rows);
 }
 
+// Kernels for other types of the query are launched as those for this one.
+using SomeQuery = std::tuple_element_t<0, std::tuple<XLA_GPU_TENSOR_CORE_TYPES>>;
+
 // Adds how the kernels for a cache of type C are launched.
 template <typename C, int... kHeadSizes>
 void AddTensorCoreLaunches(std::integer_sequence<int, kHeadSizes...>,
@@ -225,7 +237,7 @@ void AddTensorCoreLaunches(std::integer_sequence<int, kHeadSizes...>,
   p.num_heads = p.num_kv_heads = 1;
   for (const int64_t max_query_len : {0, 1}) {  // any query length, and one query token
     p.max_query_len = max_query_len;
-    (add(kHeadSizes, TensorCoreKernelOf<Half, C, kHeadSizes>(p)), ...);
+    (add(kHeadSizes, TensorCoreKernelOf<SomeQuery, C, kHeadSizes>(p)), ...);
   }
 }
 
@@ -236,7 +248,7 @@ void AddDecodeLaunches(std::integer_sequence<int, kHeadSizes...>,
     launches->push_back({"DecodeAttention", head_size, sizeof(C), 0, attention.kernel.num_threads,
                          attention.kernel.shared_bytes});
   };
-  (add(kHeadSizes, DecodeKernelOf<Half, C, kHeadSizes>()), ...);
+  (add(kHeadSizes, DecodeKernelOf<SomeQuery, C, kHeadSizes>()), ...);
 }
 
 template <typename C, int... kHeadSizes>
@@ -246,7 +258,7 @@ void AddHopperLaunches(std::integer_sequence<int, kHeadSizes...>,
     launches->push_back({"HopperAttention", head_size, sizeof(C), 0, attention.kernel.num_threads,
                          attention.kernel.shared_bytes});
   };
-  (add(kHeadSizes, HopperKernelOf<Half, C, kHeadSizes>()), ...);
+  (add(kHeadSizes, HopperKernelOf<SomeQuery, C, kHeadSizes>()), ...);
 }
 
 template <typename C>
@@ -266,7 +278,7 @@ std::vector<KernelLaunch> KernelLaunches() {
     const auto& kernel = CudaCoreKernel<float>(p).kernel;
     launches.push_back({"CudaCoreAttention", columns, 0, 0, kThreads, kernel.shared_bytes});
   }
-  AddLaunches<Half>(&launches);
+  AddLaunches<SomeQuery>(&launches);
   AddLaunches<int8_t>(&launches);
   return launches;
 }

@@ -5,8 +5,8 @@
 // each warp has 16 rows and all positions. With few rows, all warps have the same rows and each has
 // a part of the positions; their partial results are merged at the end in a fixed order.
 //
-// A wide head, of latent attention, has V in K, and more columns of V than there are registers for:
-// the block goes over the positions once for each kMaxColumns of them.
+// A wide head has more columns of V than there are registers for: the block goes over the positions
+// once for each kMaxColumns of them.
 #pragma once
 
 #include "products.cuh"
@@ -19,14 +19,17 @@ struct TensorCoreLayout {
   using QueryRows = SharedRows<T, kHeadSize>;
   using CacheRows = SharedRows<C, kHeadSize>;
   static constexpr bool kIsWide = kHeadSize > kMaxColumns;
+  static constexpr bool kIsLatent = kHeadSize > kMaxOwnValues;  // V is the first columns of K
   static constexpr int kColumns = kIsWide ? kMaxColumns : kHeadSize;
+  using ValueRows = std::conditional_t<kIsLatent, CacheRows, SharedRows<C, kColumns>>;
   static constexpr int kTile = kHeadSize <= 128 ? 64 : 32;  // positions
   static constexpr int kStages = kIs8Bit<C> ? 3 : 2;        // KV tiles in memory
   static constexpr int kSlotTiles = kStages + 1;            // KV tiles whose slots are in memory
   static constexpr int kFewWarpRows = kTile == 64 ? 1 : 2;  // 16 positions for each warp
   static constexpr int kSumRows = kWarps * kRowsPerWarpTile;
   static constexpr int kTileElements = kTile * CacheRows::kStride;
-  static constexpr int kStageElements = (kIsWide ? 1 : 2) * kTileElements;
+  static constexpr int kStageElements =
+      kTileElements + (kIsLatent ? 0 : kTile * ValueRows::kStride);
   static constexpr int kTilesBytes = kStages * kStageElements * static_cast<int>(sizeof(C));
 
   // For a query tile of `warp_rows` groups of 16 rows.
@@ -45,7 +48,7 @@ struct TensorCoreLayout {
   static_assert(!kIsWide || kSumRows * kColumns * 4 <= kTilesBytes,
                 "the query is copied again while warps still write the sums of the first columns");
 
-  C* tiles;        // [kStages][K, V][kTile] rows; a wide head has its V in K
+  C* tiles;        // [kStages][K, V][kTile] rows; the V of a wide head is kColumns of it
   T* query;        // [warp_rows * kRowsPerWarpTile] rows
   Slot<C>* slots;  // [kSlotTiles][kTile]; offset -1 gives zeros
   Schedule::Shared* schedule;
@@ -71,6 +74,7 @@ class TensorCoreItem {
   using Layout = TensorCoreLayout<T, C, kHeadSize>;
   using QueryRows = typename Layout::QueryRows;
   using CacheRows = typename Layout::CacheRows;
+  using ValueRows = typename Layout::ValueRows;
   static constexpr int kStages = Layout::kStages;
   static constexpr int kParts = kWarps / kWarpRows;
   static constexpr int kTile = Layout::kTile;
@@ -79,7 +83,7 @@ class TensorCoreItem {
   static constexpr int kColumns = Layout::kColumns;
   static constexpr bool kHasInt4 = std::is_same_v<C, Int4OrInt8>;
   static constexpr int kChunksOfThread = kTile * CacheRows::kChunks / kThreads;
-  using Products = WarpProducts<T, C, kHeadSize, kKeys, QueryRows, CacheRows, kColumns>;
+  using Products = WarpProducts<T, C, kHeadSize, kKeys, QueryRows, CacheRows, kColumns, ValueRows>;
 
  public:
   __device__ TensorCoreItem(const Params& p, const Item& item, const Layout& layout,
@@ -161,14 +165,14 @@ class TensorCoreItem {
   // columns are K's first ones. An 8-bit V is copied all the same, as the choice would take
   // registers that are not there.
   __device__ C* Value(int32_t tile) const {
-    if constexpr (Layout::kIsWide) {
+    if constexpr (Layout::kIsLatent) {
       static_assert(kMaxColumns % (8 * CacheRows::kChunk) == 0, "the swizzle repeats");
       return layout_.Key(tile) + first_column_;
     }
     return layout_.Key(tile) + (HasValuesInKeys() ? 0 : Layout::kTileElements);
   }
   __device__ bool HasValuesInKeys() const {
-    return Layout::kIsWide || (!kIs8Bit<C> && p_.is_latent);
+    return Layout::kIsLatent || (!Layout::kIsWide && !kIs8Bit<C> && p_.is_latent);
   }
 
   // Up to eight lanes copy 128 bytes of a position's K at a time, and of its V. What does not exist
@@ -180,10 +184,11 @@ class TensorCoreItem {
     const int row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
     const Slot<C>* slots = layout_.Slots(tile) + row;
     C* keys = layout_.Key(tile) + CacheRows::Offset(row, lane);
-    C* values = keys + Layout::kTileElements;
+    C* values = layout_.Key(tile) + Layout::kTileElements + ValueRows::Offset(row, lane);
     const int column = lane * CacheRows::kChunk;
+    const int value_column = column + (Layout::kIsWide ? first_column_ : 0);
     const auto key = reinterpret_cast<uintptr_t>(KeyOf<C>(p_, column, item_.kv_head));
-    const auto value = reinterpret_cast<uintptr_t>(ValueOf<C>(p_, 0, item_.kv_head) + column);
+    const auto value = reinterpret_cast<uintptr_t>(ValueOf<C>(p_, 0, item_.kv_head) + value_column);
 #pragma unroll
     for (int i = 0; i < kTile; i += kPositions) {
       const int64_t offset = BytesTo<C>(slots[i]);
@@ -191,15 +196,14 @@ class TensorCoreItem {
 #pragma unroll
       for (int chunk = 0; chunk < CacheRows::kChunks; chunk += kLanes) {
         if (CacheRows::kChunks % kLanes != 0 && lane + chunk >= CacheRows::kChunks) continue;
-        const int to = i * CacheRows::kStride + chunk * CacheRows::kChunk;
-        const int first = column + chunk * CacheRows::kChunk;
-        const int64_t from = offset + chunk * 16;
-        gpu::CopyAsync16(keys + to, reinterpret_cast<const void*>(key + from),
-                         offset >= 0 && first < p_.head_size);
-        if (HasValuesInKeys()) continue;
-        gpu::CopyAsync16(values + to,
+        const int further = chunk * CacheRows::kChunk;
+        gpu::CopyAsync16(keys + i * CacheRows::kStride + further,
+                         reinterpret_cast<const void*>(key + offset + chunk * 16),
+                         offset >= 0 && column + further < p_.head_size);
+        if (HasValuesInKeys() || further >= kColumns) continue;
+        gpu::CopyAsync16(values + i * ValueRows::kStride + further,
                          reinterpret_cast<const void*>(value + value_offset + chunk * 16),
-                         offset >= 0 && first < p_.value_head_size);
+                         offset >= 0 && value_column + further < p_.value_head_size);
       }
     }
   }
@@ -219,7 +223,7 @@ class TensorCoreItem {
   template <typename Use>
   __device__ __forceinline__ void ForChunks(const Use& use) const {
     constexpr int kLanes = 8, kPositions = kThreads / kLanes, kOfRow = CacheRows::kChunks / kLanes;
-    static_assert(CacheRows::kChunks % kLanes == 0, "eight lanes copy a row");
+    static_assert(!Layout::kIsWide && CacheRows::kChunks % kLanes == 0, "eight lanes copy a row");
     const int row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
     const int first = CacheRows::Offset(row, lane);
 #pragma unroll
@@ -293,15 +297,15 @@ class TensorCoreItem {
   __device__ void SetAsideNonFinite(int32_t tile, int32_t begin) {
     C* values = Value(tile);
     const auto element = [&](int i) {
-      return values + CacheRows::ElementOffset(i / kColumns, i % kColumns);
+      return values + ValueRows::ElementOffset(i / kColumns, i % kColumns);
     };
-    constexpr int kChunks = kColumns / CacheRows::kChunk;
-    const auto chunk = [&](int i) { return values + CacheRows::Offset(i / kChunks, i % kChunks); };
+    constexpr int kChunks = kColumns / ValueRows::kChunk;
+    const auto chunk = [&](int i) { return values + ValueRows::Offset(i / kChunks, i % kChunks); };
     if (!gpu::AnyInBlock(HoldsNonFinite<C>(threadIdx.x, kTile * kChunks, kThreads, chunk))) return;
     softmax_.template AddNonFinite<kKeys>(
         begin, products_.sums,
         [&](int j, int n, int e) {
-          return values[CacheRows::ElementOffset(part_ * kKeys + j, Products::Column(n, e))];
+          return values[ValueRows::ElementOffset(part_ * kKeys + j, Products::Column(n, e))];
         },
         [&](C value, int j) {
           return Products::Scaled(value, layout_.Slots(tile)[part_ * kKeys + j]);
