@@ -49,6 +49,9 @@ message(STATUS "GPUs to compile for: ${ARCHITECTURES}; head sizes: ${XLA_GPU_HEA
 list(JOIN CUDA_CORE_COLUMNS ", " COLUMNS)
 list(JOIN XLA_GPU_HEAD_SIZES ", " HEAD_SIZES)
 list(JOIN XLA_GPU_HEAD_SIZES_OF_8_BITS ", " OF_8_BITS)
+# Caches with int4 have the fewest: a smaller head takes the next larger size.
+set(HEAD_SIZES_OF_4_BITS ${XLA_GPU_HEAD_SIZES_OF_8_BITS})
+list(FILTER HEAD_SIZES_OF_4_BITS EXCLUDE REGEX "^64$")
 list(JOIN XLA_GPU_TENSOR_CORE_TYPES ", " TYPES)
 # Only sm_90a has the instructions of the Hopper kernel.
 set(HOPPER_HEAD_SIZES ${XLA_GPU_HEAD_SIZES})
@@ -65,7 +68,7 @@ list(FILTER DECODE_HEAD_SIZES INCLUDE REGEX "^(128|256)$")
 set(DECODE_HEAD_SIZES_OF_8_BITS ${HOPPER_HEAD_SIZES_OF_8_BITS})
 list(FILTER DECODE_HEAD_SIZES_OF_8_BITS INCLUDE REGEX "^128$")
 # As further arguments of a template.
-foreach(sizes HOPPER_HEAD_SIZES HOPPER_HEAD_SIZES_OF_8_BITS DECODE_HEAD_SIZES DECODE_HEAD_SIZES_OF_8_BITS)
+foreach(sizes HEAD_SIZES_OF_4_BITS HOPPER_HEAD_SIZES HOPPER_HEAD_SIZES_OF_8_BITS DECODE_HEAD_SIZES DECODE_HEAD_SIZES_OF_8_BITS)
   list(TRANSFORM ${sizes} PREPEND ", " OUTPUT_VARIABLE MORE_${sizes})
   list(JOIN MORE_${sizes} "" MORE_${sizes})
 endforeach()
@@ -79,6 +82,7 @@ file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/generated/cuda_build.h"
 #define XLA_GPU_TENSOR_CORE_TYPES @TYPES@
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES @HEAD_SIZES@
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_8_BITS @OF_8_BITS@
+#define XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_4_BITS @MORE_HEAD_SIZES_OF_4_BITS@
 #define XLA_GPU_HOPPER_HEAD_SIZES @MORE_HOPPER_HEAD_SIZES@
 #define XLA_GPU_HOPPER_HEAD_SIZES_OF_8_BITS @MORE_HOPPER_HEAD_SIZES_OF_8_BITS@
 #define XLA_GPU_DECODE_HEAD_SIZES @MORE_DECODE_HEAD_SIZES@
@@ -136,12 +140,14 @@ if(NOT ARCHITECTURES MATCHES "(^|;)8[0-9]+(-virtual)?(;|$)")
 endif()
 
 # One unit for each type of query, type of cache and head size.
-function(add_kernel_of_caches kernel architectures head_sizes head_sizes_of_8_bits)
+function(add_kernel_of_caches kernel architectures head_sizes head_sizes_of_8_bits head_sizes_of_4_bits)
   foreach(storage ${XLA_GPU_TENSOR_CORE_TYPES})
-    foreach(cache ${storage} Float8E4M3 Float8E5M2 int8_t)
-      set(sizes ${head_sizes})
-      if(NOT cache STREQUAL storage)
-        set(sizes ${head_sizes_of_8_bits})
+    foreach(cache ${storage} Float8E4M3 Float8E5M2 int8_t Int4OrInt8)
+      set(sizes ${head_sizes_of_8_bits})
+      if(cache STREQUAL storage)
+        set(sizes ${head_sizes})
+      elseif(cache STREQUAL "Int4OrInt8")
+        set(sizes ${head_sizes_of_4_bits})
       endif()
       foreach(head_size ${sizes})
         set(name ${kernel}_${storage}_${cache}_${head_size})
@@ -154,9 +160,10 @@ function(add_kernel_of_caches kernel architectures head_sizes head_sizes_of_8_bi
   endforeach()
 endfunction()
 
-add_kernel_of_caches(tensor_core "${ARCHITECTURES}" "${XLA_GPU_HEAD_SIZES}" "${XLA_GPU_HEAD_SIZES_OF_8_BITS}")
-add_kernel_of_caches(decode 90a-real "${DECODE_HEAD_SIZES}" "${DECODE_HEAD_SIZES_OF_8_BITS}")
-add_kernel_of_caches(hopper 90a-real "${HOPPER_HEAD_SIZES}" "${HOPPER_HEAD_SIZES_OF_8_BITS}")
+add_kernel_of_caches(tensor_core "${ARCHITECTURES}" "${XLA_GPU_HEAD_SIZES}" "${XLA_GPU_HEAD_SIZES_OF_8_BITS}"
+                     "${HEAD_SIZES_OF_4_BITS}")
+add_kernel_of_caches(decode 90a-real "${DECODE_HEAD_SIZES}" "${DECODE_HEAD_SIZES_OF_8_BITS}" "")
+add_kernel_of_caches(hopper 90a-real "${HOPPER_HEAD_SIZES}" "${HOPPER_HEAD_SIZES_OF_8_BITS}" "")
 
 if(XLA_GPU_CUDA STREQUAL "ON")
   # cudart is linked statically, so that the library loads on a machine without a driver.

@@ -12,6 +12,8 @@ import numpy as np
 # Not those of shared_ffi: what is imported here must not load it before a test has chosen a build.
 DTYPES = {name: np.dtype(name).type for name in ("float32", "float16", "bfloat16")}
 CACHE_DTYPES = {name: np.dtype(name).type for name in ("float8_e4m3fn", "float8_e5m2", "int8")}
+QUANTIZED = (*CACHE_DTYPES, "int4")
+"""What a cache may hold instead. Numbers of int4 are int8 here until `packed` makes them uint8."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -64,8 +66,23 @@ def guarded(array: Any) -> np.ndarray:
 
 def quantized(values: np.ndarray, dtype: str) -> np.ndarray:
     """Converts float32 to a cache's dtype: rounds to nearest, ties to even, and saturates."""
+    if dtype in ("int8", "int4"):
+        bound = 128 if dtype == "int8" else 8
+        return np.nan_to_num(np.clip(np.rint(values), -bound, bound - 1)).astype(np.int8)
     to = CACHE_DTYPES[dtype]
-    if dtype == "int8":
-        return np.nan_to_num(np.clip(np.rint(values), -128, 127)).astype(np.int8)
     largest = float(ml_dtypes.finfo(to).max)
     return np.clip(values, -largest, largest).astype(to)
+
+
+def packed(numbers: np.ndarray) -> np.ndarray:
+    """Numbers of 4 bits, two in each uint8: the first of a pair in the lower half."""
+    halves = numbers.astype(np.uint8) & 0xF
+    return halves[..., 0::2] | halves[..., 1::2] << 4
+
+
+def unpacked(array: Any) -> np.ndarray:
+    """The inverse of `packed`, as int8. Other arrays than those of uint8 stay as they are."""
+    if array.dtype != np.uint8:
+        return np.asarray(array)
+    halves = np.stack([array & 0xF, array >> 4], -1).astype(np.int8)
+    return (halves - 16 * (halves >= 8)).astype(np.int8).reshape(*array.shape[:-1], -1)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from harness import reference
+from harness.arrays import unpacked
 from harness.layouts import default
 from shared_ffi import _native
 
@@ -100,7 +101,8 @@ class Oracle:
         value_cache = self._with_lse.pop("value_cache", None)
         caches = [x for x in (kv_cache, value_cache) if x is not None]
         kv_layout, columns = (self._with_lse.pop(x, None) for x in ("kv_layout", "value_head_size"))
-        self._columns = columns or (self._query if value_cache is None else value_cache).shape[-1]
+        values = self._query if value_cache is None else unpacked(value_cache)
+        self._columns = columns or values.shape[-1]
         self._is_latent = columns is not None
         self._kv_cache = default(caches, kv_layout, is_latent=columns is not None)
         if columns is not None and "k_scale" in attributes:

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from harness.arrays import unpacked
+
 SEPARATE_LAYOUTS = ("nbhd", "nhbd", "hnbd")  # K and V in two arrays
 LAYOUTS = (
     *("2nbhd", "n2bhd", "n2hbd", "nbh(2d)", "nhb(2d)", "nb(2h)d", "2hnbd"),
@@ -52,7 +54,8 @@ def arrange(
 def default(caches: Any, kv_layout: str | None, *, is_latent: bool = False) -> np.ndarray:
     """The inverse of arrange. It arranges the indices of the default layout and inverts the
     permutation. Where V is a part of K, a row of V is a copy of that of K. Columns that V lacks are
-    zero."""
+    zero. Arrays of int4 are unpacked."""
+    caches = [unpacked(cache) for cache in caches]
     if kv_layout is None and not is_latent:
         return np.array(caches[0])
     shape = default_shape(caches, kv_layout, is_latent=is_latent)

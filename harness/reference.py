@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from harness import layouts
-from harness.arrays import quantized
+from harness.arrays import packed, quantized, unpacked
 
 
 def paged_attention(
@@ -42,7 +42,8 @@ def paged_attention(
         kv_layout,
         is_latent=is_latent,
     )
-    num_columns = value_head_size or (kv_cache if value_cache is None else value_cache).shape[-1]
+    values = kv_cache if value_cache is None else unpacked(value_cache)
+    num_columns = value_head_size or values.shape[-1]
     num_heads = query.shape[1]
     block_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
     scale = float(np.float32(scale))  # the attribute is float32
@@ -253,6 +254,8 @@ def kv_cache_update(
     if positions is not None:
         key = _rotated(key, positions, cos_sin_cache, interleaved=interleaved)
     caches = (kv_cache,) if value_cache is None else (kv_cache, value_cache)
+    dtypes = ["int4" if cache.dtype == np.uint8 else cache.dtype.name for cache in caches]
+    key, value = unpacked(key), unpacked(value)
     is_latent = value.shape[2] == 0
     updated = layouts.default(caches, kv_layout, is_latent=is_latent)
     block_size = updated.shape[1]
@@ -260,14 +263,17 @@ def kv_cache_update(
         if slot < 0:
             continue
         row = divmod(int(slot), block_size)
-        new = ((0, key[token], k_scale), (1, value[token], v_scale))
-        for first, rows, scale in new[:1] if is_latent else new:
+        new = ((0, key[token], k_scale, dtypes[0]), (1, value[token], v_scale, dtypes[-1]))
+        for first, rows, scale, dtype in new[:1] if is_latent else new:
             if rows.dtype != updated.dtype:
                 scaled = rows.astype(np.float32) / np.float32(_scales(scale, row))
-                rows = quantized(scaled, updated.dtype.name)
+                rows = quantized(scaled, dtype)
             updated[row][first::2, : rows.shape[-1]] = rows
     results = layouts.arrange(
-        updated, kv_layout, is_latent=is_latent, value_head_size=caches[-1].shape[-1]
+        updated, kv_layout, is_latent=is_latent, value_head_size=unpacked(caches[-1]).shape[-1]
+    )
+    results = tuple(
+        packed(x) if dtype == "int4" else x for x, dtype in zip(results, dtypes, strict=True)
     )
     if query is not None:
         results += (_rotated(query, positions, cos_sin_cache, interleaved=interleaved),)

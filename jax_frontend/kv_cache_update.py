@@ -111,11 +111,13 @@ def kv_cache_update(
 
     Args:
         kv_cache: ``[num_blocks, block_size, 2 * num_kv_heads, head_size]``, float32, float16 or
-            bfloat16, or float8_e4m3fn, float8_e5m2 or int8; the K of kv head h at index 2h, its V
-            at 2h + 1.
-        key: ``[num_tokens, num_kv_heads, head_size]``, dtype of ``kv_cache``. For a cache of 8
+            bfloat16, or float8_e4m3fn, float8_e5m2, int8 or uint8; the K of kv head h at index 2h,
+            its V at 2h + 1. uint8 holds two numbers of 4 bits in an element: see
+            ``paged_attention``.
+        key: ``[num_tokens, num_kv_heads, head_size]``, dtype of ``kv_cache``. For a cache of 8 or 4
             bits it may be float32, float16 or bfloat16: it is then divided by ``k_scale``, rounded
-            to nearest, and clamped to the largest number that the cache can hold.
+            to nearest, ties to even, and clamped to what the cache can hold; in a cache of integers
+            NaN becomes 0. Keys of uint8 are pairs of numbers, as in the cache.
         value: as ``key``, but with the head size of ``value_cache`` if there is one. Where V is a
             part of K, it is ``key[..., :0]``: then ``kv_cache`` holds K alone, ``[num_blocks,
             block_size, head_size]``, and nothing but ``key`` is written; see ``value_head_size`` of
@@ -124,7 +126,8 @@ def kv_cache_update(
             ``block * block_size + offset``. A negative slot is padding and writes nothing. If two
             tokens name one slot, the later one wins.
         value_cache: the array of V, if K and V are two arrays; ``kv_cache`` is then the array of K.
-            Shape and dtype of ``kv_cache``, but with the head size of ``value``.
+            Shape and dtype of ``kv_cache``, but with the head size of ``value``. One of the two may
+            be int8 and the other uint8, unless ``key`` is one of them.
         kv_layout: which dimension is which, if not as above; see ``paged_attention``.
         k_scale: what the keys are divided by, float32, of shape ``[]``, ``[1]``,
             ``[num_kv_heads]`` or ``[num_blocks, block_size, num_kv_heads]``, as in

@@ -106,8 +106,10 @@ def paged_attention(
         query: ``[num_tokens, num_heads, head_size]``, float32, float16 or bfloat16; head_size from
             1 to 576.
         kv_cache: ``[num_blocks, block_size, 2 * num_kv_heads, head_size]``, dtype of ``query``, or
-            float8_e4m3fn, float8_e5m2 or int8; the K of kv head h at index 2h, its V at 2h + 1. Any
-            block_size from 1.
+            float8_e4m3fn, float8_e5m2, int8 or uint8; the K of kv head h at index 2h, its V at
+            2h + 1. Any block_size from 1. uint8 is a cache of 4 bits: its last dimension is
+            ``head_size / 2``, and element i holds the numbers 2i, in its low 4 bits, and 2i + 1,
+            in its high ones, both in two's complement, from -8 to 7.
         context_lens: ``[max_seqs]`` int32: tokens of the sequence in the cache, the query tokens
             of this call included. May be 0. This array and the next three may have 64 bits under
             ``jax_enable_x64``.
@@ -123,7 +125,7 @@ def paged_attention(
             ``scale / 2**126`` in magnitude. None: off.
         value_cache: the array of V, if K and V are two arrays; ``kv_cache`` is then the array of K.
             Shape and dtype of ``kv_cache``; its head size may be smaller, and is then that of the
-            output.
+            output. One of the two may be int8 and the other uint8.
         kv_layout: which dimension is which, if not as above: ``n`` num_blocks, ``b`` block_size,
             ``h`` num_kv_heads, ``2`` K then V, ``d`` head_size, in any order that ends with ``d``.
             Without ``b``, blocks have one position.
@@ -131,7 +133,7 @@ def paged_attention(
             repeated, side by side, stands for several dimensions that count one thing. None is
             ``"nb(h2)d"``, with ``value_cache`` ``"nbhd"``, with ``value_head_size`` ``"nbd"``. For
             example, ``"n2bhd"`` is ``[num_blocks, 2, block_size, num_kv_heads, head_size]``.
-        k_scale: what the keys in a cache of 8 bits are multiplied by, float32: one for all, of
+        k_scale: what the keys in a cache of 8 or 4 bits are multiplied by, float32: one for all, of
             shape ``[]`` or ``[1]``; ``[num_kv_heads]``; or ``[num_blocks, block_size,
             num_kv_heads]``. None: 1.
         v_scale: likewise, for the values.

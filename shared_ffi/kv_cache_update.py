@@ -18,6 +18,7 @@ from shared_ffi.spec import (
     dtype_error,
     has_shape,
     holds,
+    numbers_of,
     on_host,
     records_arguments,
     shape_error,
@@ -50,7 +51,7 @@ def check(
     num_tokens, num_kv_heads, head_size = key.shape
     is_copied = key.dtype == kv_cache.dtype
     if key.dtype not in STORAGE_DTYPES and not (is_copied and key.dtype in CACHE_DTYPES):
-        rule = "dtype float32, float16 or bfloat16, or one of 8 bits that kv_cache has, too"
+        rule = "dtype float32, float16 or bfloat16, or that of a quantized kv_cache"
         raise dtype_error(OP, "key", rule, key.dtype)
     columns = value.shape[-1] if value.shape else 0
     is_latent = columns == 0 and head_size != 0
@@ -68,9 +69,9 @@ def check(
         kv_layout,
         kv_cache,
         value_cache,
-        head_size,
+        head_size * numbers_of(key.dtype),
         num_kv_heads,
-        value_head_size=columns,
+        value_head_size=columns * numbers_of(key.dtype),
         is_latent=is_latent,
     )
     _kv_layout.check_dtypes(OP, kv_cache, value_cache, "key", key.dtype)

@@ -24,11 +24,14 @@ import numpy as np
 
 from shared_ffi.spec import (
     CACHE_DTYPES,
+    INTEGER_DTYPES,
     STORAGE_DTYPES,
     ArraySpec,
     Operands,
     dtype_error,
     has_shape,
+    holds,
+    numbers_of,
     shape_error,
     value_error,
 )
@@ -101,6 +104,7 @@ def check(
     Args:
         op: for messages.
         kv_layout: None for the default.
+        head_size: in numbers, of which an element of the cache may hold two.
         num_kv_heads: what the cache must have; None: any number.
         value_head_size: what ``value_cache`` must have; None: any number up to `head_size`.
         is_latent: whether V is a part of K.
@@ -122,13 +126,14 @@ def check(
         raise value_error(op, "kv_layout", f"name h with num_kv_heads={num_kv_heads}", repr(layout))
     sizes = _sizes(axes, kv_cache.shape)
     wanted_heads = sizes.get("h") if num_kv_heads is None else num_kv_heads
-    is_right = sizes.get("d") == head_size and sizes.get("h") == wanted_heads
+    columns = _columns(op, "kv_cache", kv_cache.dtype, head_size)
+    is_right = sizes.get("d") == columns and sizes.get("h") == wanted_heads
     if not is_right or sizes["b"] < 1 or sizes["h"] < 1:
-        known = {"h": num_kv_heads, "d": head_size}
-        rule = ", ".join(_describe(axis, known) for axis in axes)
+        known = {"h": num_kv_heads, "d": columns}
+        rule = ", ".join(_describe(axis, known, kv_cache.dtype) for axis in axes)
         error = shape_error(op, "kv_cache", f"[{rule}]", kv_cache.shape)
         if kv_layout is None and default == DEFAULT:
-            fits = [x for x in _OTHERS if _fits(x, kv_cache.shape, head_size, num_kv_heads)]
+            fits = [x for x in _OTHERS if _fits(x, kv_cache.shape, columns, num_kv_heads)]
             if fits:
                 error.args = (f"{error}. It would fit kv_layout={' or '.join(map(repr, fits))}",)
         raise error
@@ -138,7 +143,7 @@ def check(
         raise value_error(op, "kv_cache", rule, f"strides {list(strides)}")
     units: tuple[tuple[str, np.int64], ...] = ()
     if value_cache is not None:
-        units = _units(op, kv_cache.shape, strides, value_cache, value_head_size)
+        units = _units(op, kv_cache, strides, value_cache, head_size, value_head_size)
     for outer, (axis, next_axis) in enumerate(pairwise(axes)):
         dense_stride = strides[outer + 1] * kv_cache.shape[outer + 1]
         if axis == next_axis and strides[outer] != dense_stride:
@@ -163,35 +168,53 @@ def check(
 
 def _units(
     op: str,
-    shape: tuple[int, ...],
+    kv_cache: ArraySpec,
     strides: tuple[int, ...],
     value_cache: ArraySpec,
+    head_size: int,
     value_head_size: int | None,
 ) -> tuple[tuple[str, np.int64], ...]:
-    """Checks the array of V beside shape and strides of the array of K.
+    """Checks the array of V beside the array of K and its strides.
 
     Returns:
         The attributes that say how V's strides follow from those of K; none where they are equal.
     """
-    *sizes, head_size = shape
+    *sizes, key_columns = kv_cache.shape
     columns = value_cache.shape[-1] if value_cache.shape else 0
-    is_right = 1 <= columns <= head_size if value_head_size is None else columns == value_head_size
+    if value_head_size is None:
+        most = head_size // numbers_of(value_cache.dtype)
+        is_right, last = 1 <= columns <= most, f"1 to {most}"
+    else:
+        wanted = _columns(op, "value_cache", value_cache.dtype, value_head_size)
+        is_right, last = columns == wanted, str(wanted)
     if not (is_right and has_shape(value_cache, (*sizes, columns))):
-        last = f"1 to {head_size}" if value_head_size is None else value_head_size
-        rule = f"[{', '.join(map(str, sizes))}, {last}], as kv_cache but for the head size"
+        but_for = "the head size"
+        if "uint8" in (kv_cache.dtype, value_cache.dtype):
+            but_for += ", of which an element of uint8 holds two numbers"
+        rule = f"[{', '.join(map(str, sizes))}, {last}], as kv_cache but for {but_for}"
         raise shape_error(op, "value_cache", rule, value_cache.shape)
     found = value_cache.strides or _dense(value_cache.shape)
     if found == strides:
         return ()
     in_proportion = [x * columns for x in strides[:-1]]
-    if found[-1] == 1 and [x * head_size for x in found[:-1]] == in_proportion:
-        common = math.gcd(head_size, columns)
-        units = {"key_unit": head_size // common, "value_unit": columns // common}
+    if found[-1] == 1 and [x * key_columns for x in found[:-1]] == in_proportion:
+        common = math.gcd(key_columns, columns)
+        units = {"key_unit": key_columns // common, "value_unit": columns // common}
         return tuple((name, np.int64(unit)) for name, unit in units.items())
     rule = f"have the strides of kv_cache, {list(strides)}"
-    if columns != head_size:
-        rule += f", or {columns}/{head_size} of them"
+    if columns != key_columns:
+        rule += f", or {columns}/{key_columns} of them"
     raise value_error(op, "value_cache", rule, f"strides {list(found)}")
+
+
+def _columns(op: str, argument: str, dtype: str, head_size: int) -> int:
+    """The elements of a row of the cache."""
+    if numbers_of(dtype) == 1:
+        return head_size
+    if not holds(head_size % 2 == 0):
+        rule = f"have an even head size with dtype {dtype}, which holds pairs (int8 holds any)"
+        raise value_error(op, argument, rule, head_size)
+    return head_size // 2
 
 
 def check_latent(op: str, value_cache: ArraySpec | None, v_scale: ArraySpec | None) -> None:
@@ -209,10 +232,10 @@ def check_latent(op: str, value_cache: ArraySpec | None, v_scale: ArraySpec | No
 def check_dtypes(
     op: str, kv_cache: ArraySpec, value_cache: ArraySpec | None, argument: str, dtype: str
 ) -> None:
-    """Checks that a cache has the dtype of `argument`, or 8 bits.
+    """Checks that a cache has the dtype of `argument`, or one of CACHE_DTYPES.
 
     Raises:
-        TypeError: it has neither, or K and V differ.
+        TypeError: it has neither, or K and V differ and are not both of INTEGER_DTYPES.
     """
     if kv_cache.dtype in STORAGE_DTYPES and dtype in STORAGE_DTYPES and kv_cache.dtype != dtype:
         rule = f"kv_cache's dtype {kv_cache.dtype}"
@@ -222,9 +245,18 @@ def check_dtypes(
             f"{argument}'s dtype {dtype}, or {', '.join(CACHE_DTYPES[:-1])} or {CACHE_DTYPES[-1]}"
         )
         raise dtype_error(op, "kv_cache", rule, kv_cache.dtype)
-    if value_cache is not None and value_cache.dtype != kv_cache.dtype:
-        rule = f"kv_cache's dtype {kv_cache.dtype}"
-        raise dtype_error(op, "value_cache", rule, value_cache.dtype)
+    if value_cache is None or value_cache.dtype == kv_cache.dtype:
+        return
+    dtypes = {kv_cache.dtype, value_cache.dtype}
+    are_integers = dtypes == set(INTEGER_DTYPES)
+    if are_integers and dtype in STORAGE_DTYPES:
+        return
+    rule = f"kv_cache's dtype {kv_cache.dtype}"
+    if are_integers:
+        rule += f", that of {argument}, which is copied"
+    elif dtypes & set(CACHE_DTYPES):
+        rule += f" (of two dtypes, only {' and '.join(INTEGER_DTYPES)})"
+    raise dtype_error(op, "value_cache", rule, value_cache.dtype)
 
 
 def add_features(
@@ -348,9 +380,9 @@ def _sizes(axes: Sequence[str], shape: Sequence[int]) -> dict[str, int]:
     return sizes if sizes["2"] == 2 else {}
 
 
-def _fits(layout: str, shape: Sequence[int], head_size: int, num_kv_heads: int | None) -> bool:
+def _fits(layout: str, shape: Sequence[int], columns: int, num_kv_heads: int | None) -> bool:
     sizes = _sizes(_axes(layout), shape)
-    return sizes.get("d") == head_size and num_kv_heads in (None, sizes["h"])
+    return sizes.get("d") == columns and num_kv_heads in (None, sizes["h"])
 
 
 def _steps(axes: Sequence[str], strides: Sequence[int], sizes: dict[str, int]) -> dict[str, int]:
@@ -372,10 +404,12 @@ def _head_dim(axes: Sequence[str], shape: Sequence[int], num_kv_heads: int) -> i
     return dim if dim is not None and shape[dim] % num_kv_heads == 0 else None
 
 
-def _describe(axis: str, known: Mapping[str, int | None]) -> str:
+def _describe(axis: str, known: Mapping[str, int | None], dtype: str = "") -> str:
     """A dimension in an error message: ``2 * num_kv_heads=8``, or without a size if not known."""
     letter = _WITH_KV.get(axis, axis)
     name, size, factor = _NAMES[letter], known.get(letter), 1
+    if letter == "d" and numbers_of(dtype) > 1:
+        name += f" / {numbers_of(dtype)}"
     if axis in _WITH_KV:
         name, factor = f"2 * {name}", 2
     return name if size is None else f"{name}={factor * size}"

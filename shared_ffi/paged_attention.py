@@ -23,6 +23,7 @@ from shared_ffi.spec import (
     has_shape,
     holds,
     is_symbol,
+    numbers_of,
     on_host,
     records_arguments,
     shape_error,
@@ -83,7 +84,9 @@ def check(
     cache, layout, caches = _kv_layout.check(
         OP, kv_layout, kv_cache, value_cache, head_size, is_latent=is_latent
     )
-    columns = value_head_size or (head_size if value_cache is None else value_cache.shape[-1])
+    columns = value_head_size or head_size
+    if value_cache is not None:
+        columns = value_cache.shape[-1] * numbers_of(value_cache.dtype)
     _kv_layout.check_dtypes(OP, kv_cache, value_cache, "query", query.dtype)
     num_kv_heads = cache.num_kv_heads
     if not (holds(num_heads >= 1) and holds(num_heads % num_kv_heads == 0)):

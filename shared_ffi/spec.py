@@ -14,8 +14,11 @@ import numpy as np
 Parameters = ParamSpec("Parameters")
 
 STORAGE_DTYPES = ("float32", "float16", "bfloat16")
-CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
-"""The dtypes of 8 bits that a cache may have instead."""
+CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8")
+"""The dtypes that a cache may have instead. An element of uint8 holds two numbers of 4 bits."""
+
+INTEGER_DTYPES = ("int8", "uint8")
+"""Those of them of which K and V may have different ones."""
 
 NO_OVERLAP = "have no overlapping elements: it is written in place"
 """The rule for an array that is written in place."""
@@ -142,6 +145,11 @@ class Operands:
         self.attributes.append((name, np.int64(len(self.specs))))
         self.specs.append(spec)
         self.head_dims.append(head_dim)
+
+
+def numbers_of(dtype: str) -> int:
+    """The numbers in an element of a cache of this dtype."""
+    return 2 if dtype == "uint8" else 1
 
 
 def holds(condition: Any) -> bool:

@@ -43,15 +43,16 @@ def kv_cache_update(
 
     Args:
         kv_cache: ``[num_blocks, block_size, 2 * num_kv_heads, head_size]``; the K of kv head h at
-            index 2h, its V at 2h + 1. May be a strided view.
-        key: ``[num_tokens, num_kv_heads, head_size]``, dtype of ``kv_cache``; for a cache of 8 bits
-            also float32, float16 or bfloat16, to be divided by ``k_scale`` and rounded. May be a
-            slice of a fused projection.
+            index 2h, its V at 2h + 1. uint8 holds two numbers of 4 bits in an element. May be a
+            strided view.
+        key: ``[num_tokens, num_kv_heads, head_size]``, dtype of ``kv_cache``; for a cache of 8 or 4
+            bits also float32, float16 or bfloat16, to be divided by ``k_scale`` and rounded. May be
+            a slice of a fused projection.
         value: as ``key``, but with the head size of ``value_cache`` if there is one;
             ``key[..., :0]`` where V is a part of K.
         slot_mapping: ``[num_tokens]``, int32 or int64: token t goes to slot
             ``block * block_size + offset``. A negative slot is padding and writes nothing.
-        value_cache: the cache of V, if K and V are two tensors.
+        value_cache: the cache of V, if K and V are two tensors. One may be int8, the other uint8.
         kv_layout: which dimension is which, such as ``"n2bhd"``.
         k_scale: what the keys are divided by, float32.
         v_scale: likewise, for the values.

@@ -131,8 +131,10 @@ def paged_attention(
         query: ``[num_tokens, num_heads, head_size]``, float32, float16 or bfloat16: the tokens of
             all sequences, one sequence after the other, then padding. May be a slice of a fused
             projection.
-        kv_cache: ``[num_blocks, block_size, 2 * num_kv_heads, head_size]``, dtype of ``query`` or
-            one of 8 bits; the K of kv head h at index 2h, its V at 2h + 1. May be a strided view.
+        kv_cache: ``[num_blocks, block_size, 2 * num_kv_heads, head_size]``, dtype of ``query``, or
+            float8_e4m3fn, float8_e5m2, int8 or uint8; the K of kv head h at index 2h, its V at
+            2h + 1. uint8 holds two numbers of 4 bits in an element, and has ``head_size / 2``
+            elements in a row. May be a strided view.
         context_lens: ``[max_seqs]`` int32: tokens of the sequence in the cache, this call's
             included.
         block_tables: ``[max_seqs, max_blocks_per_seq]`` int32: the blocks of the sequence.
@@ -144,9 +146,9 @@ def paged_attention(
         sliding_window: how many positions a query attends to, itself included. None: all.
         soft_cap: c turns a logit into ``c * tanh(logit / c)``. None: off.
         value_cache: the V, if K and V are two tensors. Its head size may be smaller, and is then
-            that of the output.
+            that of the output. One of the two may be int8 and the other uint8.
         kv_layout: which dimension is which, such as ``"n2bhd"``.
-        k_scale: what the keys in a cache of 8 bits are multiplied by.
+        k_scale: what the keys in a cache of 8 or 4 bits are multiplied by.
         v_scale: likewise, for the values.
         sinks: ``[num_heads]`` float32, one more logit for each head.
         alibi_slopes: ``[num_heads]`` float32.

@@ -165,5 +165,12 @@ class Norm(nn.Module):
         return self.weight * normalized.to(x.dtype)
 
 
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """The rotary embedding: element i of a head and element i + head_size / 2 are a point."""
+    first, second = x.float().chunk(2, -1)
+    cos, sin = rope.cos_sin_cache[:, None].chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
 def _linear(inputs: int, outputs: int, name: str, weights: Mapping[str, Tensor]) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=f"{name}.bias" in weights)

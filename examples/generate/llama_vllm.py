@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from examples.generate.checkpoint import Config
-from examples.generate.llama_torch import Llama, Rope
+from examples.generate.llama_torch import Llama, Rope, rotate
 from shared_ffi.batch import Batch
 from torch_frontend.integrations.vllm import XlaGpuAttentionImpl, XlaGpuMetadata
 
@@ -51,7 +51,7 @@ def _attend(
     batch: Batch,
 ) -> Tensor:
     """As vLLM calls a layer's attention: with rotated queries and keys."""
-    query, key = _rotate(query, rope), _rotate(key, rope)
+    query, key = rotate(query, rope), rotate(key, rope)
     step = XlaGpuMetadata(
         num_actual_tokens=len(query),  # of padding, too: another number would be another program
         context_lens=batch.context_lens,
@@ -65,10 +65,3 @@ def _attend(
     output = torch.empty_like(query)
     attended: Tensor = attention.forward(None, query, key, value, cache, step, output=output)
     return attended
-
-
-def _rotate(x: Tensor, rope: Rope) -> Tensor:
-    """The rotary embedding: element i of a head and element i + head_size / 2 are a point."""
-    first, second = x.float().chunk(2, -1)
-    cos, sin = rope.cos_sin_cache[:, None].chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

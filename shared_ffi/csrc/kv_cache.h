@@ -8,9 +8,10 @@
 
 namespace xla_gpu {
 
-// K and V lie in one array or in two, with the dimensions in any order: a row of head_size elements
-// for each block, position in the block and kv head. Strides are in elements of K. V has the same
-// strides, or, where it has a head size of its own, strides in proportion.
+// K and V lie in one array or in two, with the dimensions in any order: a row of head_size numbers
+// for each block, position in the block and kv head. Strides are in elements of K's array, of which
+// int4 has one for two numbers. V has the same strides, or, where its rows have another size,
+// strides in proportion.
 struct KvCache {
   void* keys;    // of block 0, position 0, kv head 0
   void* values;  // of the same
@@ -29,10 +30,10 @@ struct KvCache {
     return static_cast<int64_t>((static_cast<uint64_t>(offset) >> value_shift) * value_factor);
   }
   bool ValuesHaveStridesOfKeys() const { return value_shift == 0 && value_factor == 1; }
-  // Whether all strides of K and V are multiples of a number of elements.
-  bool StridesAreMultiplesOf(int64_t count) const {
+  // Whether all strides of K, and of V, are multiples of a number of elements.
+  bool StridesAreMultiplesOf(int64_t of_keys, int64_t of_values) const {
     for (const int64_t stride : {block_stride, position_stride, head_stride}) {
-      if (stride % count != 0 || OffsetOfValue(stride) % count != 0) return false;
+      if (stride % of_keys != 0 || OffsetOfValue(stride) % of_values != 0) return false;
     }
     return true;
   }
@@ -47,7 +48,7 @@ struct KvCache {
   }
 };
 
-// The scales of a cache of 8 bits, by which its numbers are multiplied: one for all, one for each
+// The scales of a quantized cache, by which its numbers are multiplied: one for all, one for each
 // kv head, or one for each position and kv head. Strides of 0 say which.
 struct KvScales {
   const float* data;  // null: 1

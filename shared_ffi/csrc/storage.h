@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 // Into the caller always: CPU kernels are compiled for several instruction sets, and a function of
 // its own would be one copy for all of them, of whichever the linker takes.
@@ -18,13 +19,19 @@
 
 namespace xla_gpu {
 
-enum class DType { kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2, kInt8 };
+enum class DType { kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2, kInt8, kInt4 };
 
-// The 8-bit types are for caches; k_scale and v_scale scale them.
-XLA_GPU_HOST_DEVICE inline bool Is8Bit(DType dtype) { return dtype >= DType::kFloat8E4M3; }
+// The types of 8 and 4 bits are for caches; k_scale and v_scale scale them.
+XLA_GPU_HOST_DEVICE inline bool IsQuantized(DType dtype) { return dtype >= DType::kFloat8E4M3; }
 
+// Bytes of an element of an array. An element of int4 is two numbers.
 XLA_GPU_HOST_DEVICE inline int64_t SizeOf(DType dtype) {
-  return dtype == DType::kFloat32 ? 4 : Is8Bit(dtype) ? 1 : 2;
+  return dtype == DType::kFloat32 ? 4 : IsQuantized(dtype) ? 1 : 2;
+}
+
+// Elements of a row of so many numbers.
+XLA_GPU_HOST_DEVICE inline int64_t ElementsOf(DType dtype, int64_t numbers) {
+  return dtype == DType::kInt4 ? (numbers + 1) / 2 : numbers;
 }
 
 // IEEE 754 binary16, as bits.
@@ -46,8 +53,21 @@ struct Float8E5M2 {
   uint8_t bits;
 };
 
+// Two 4-bit integers in two's complement, from -8 to 7: the first in the lower half of the byte.
+struct Int4Pair {
+  uint8_t bits;
+};
+
+// A number of a cache with int4, as kernels on a GPU expand it. K and V are each of int4 or int8.
+struct Int4OrInt8 {
+  int8_t number;
+};
+
 template <typename T>
 inline constexpr bool kIs8Bit = sizeof(T) == 1;
+
+template <typename T>
+inline constexpr bool kIsInteger = std::is_integral_v<T> || std::is_same_v<T, Int4OrInt8>;
 
 template <typename To, typename From>
 XLA_GPU_HOST_DEVICE inline To BitCast(From from) {
@@ -88,6 +108,14 @@ XLA_GPU_INLINE float ToFloat(Float8E4M3 x) { return ToFloat(AsHalf(x)) * 256.0f;
 XLA_GPU_INLINE float ToFloat(Float8E5M2 x) { return ToFloat(AsHalf(x)); }
 
 XLA_GPU_INLINE float ToFloat(int8_t x) { return x; }
+
+XLA_GPU_INLINE float ToFloat(Int4OrInt8 x) { return x.number; }
+
+// Two numbers of 4 bits as two of 8, the first in the lower byte.
+XLA_GPU_HOST_DEVICE inline uint16_t Expand(Int4Pair x) {
+  const uint32_t halves = (x.bits | x.bits << 4) & 0x0f0f;
+  return static_cast<uint16_t>(halves | (halves & 0x0808) * 0x1e);  // 8 * 0x1e is 0xf0
+}
 
 // The bits of infinity. Those of a NaN are larger, but for the sign.
 XLA_GPU_HOST_DEVICE constexpr uint16_t InfinityBits(BFloat16) { return 0x7f80; }
@@ -165,11 +193,22 @@ XLA_GPU_HOST_DEVICE inline void FromFloat(float x, Float8E5M2* to) {
   to->bits = RoundTo8Bits<2, -14, 0x7b, 0x7e>(x);
 }
 
-// Rounded to nearest, ties to even, and held between -128 and 127; a NaN becomes 0.
-XLA_GPU_HOST_DEVICE inline void FromFloat(float x, int8_t* to) {
-  const float held = x < -128.0f ? -128.0f : x > 127.0f ? 127.0f : x == x ? x : 0.0f;
+// Rounded to nearest, ties to even, and held between -kBound and kBound - 1; a NaN becomes 0.
+template <int kBound>
+XLA_GPU_HOST_DEVICE inline int32_t RoundToInteger(float x) {
+  constexpr float kLeast = -kBound, kLargest = kBound - 1;
+  const float held = x < kLeast ? kLeast : x > kLargest ? kLargest : x == x ? x : 0.0f;
   constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
-  *to = static_cast<int8_t>(BitCast<int32_t>(held + kRounder) - BitCast<int32_t>(kRounder));
+  return BitCast<int32_t>(held + kRounder) - BitCast<int32_t>(kRounder);
+}
+
+XLA_GPU_HOST_DEVICE inline void FromFloat(float x, int8_t* to) {
+  *to = static_cast<int8_t>(RoundToInteger<128>(x));
+}
+
+XLA_GPU_HOST_DEVICE inline Int4Pair PairOf(float first, float second) {
+  const int32_t halves = (RoundToInteger<8>(first) & 0xf) | RoundToInteger<8>(second) << 4;
+  return {static_cast<uint8_t>(halves)};
 }
 
 }  // namespace xla_gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import zlib
 
-from tests.cases import eight_bit, latent, layouts, masks, shapes, softmax, updates
+from tests.cases import latent, layouts, masks, quantized, shapes, softmax, updates
 
 CASES = [
     *shapes.CASES,
@@ -13,7 +13,7 @@ CASES = [
     *softmax.CASES,
     *layouts.CASES,
     *latent.CASES,
-    *eight_bit.CASES,
+    *quantized.CASES,
 ]
 SAMPLED_CASES = [case for case in CASES if zlib.crc32(case.id.encode()) % 7 == 0]
 LONG_CASES = shapes.LONG_CASES
@@ -40,6 +40,8 @@ SHORT_CASES = [
         "float8_e5m2-one-mixed",
         "int8-per head-decode",
         "int8-per position-mixed",
+        "int4-per head-mixed",
+        "int8-int4-per position-mixed",
         "latent-mixed",
         "max-query-len-3-head-size-64",
         "ragged-7",
@@ -62,6 +64,8 @@ SHORT_UPDATE_CASES = [
         "float8_e4m3fn-per position-bf16",
         "float8_e5m2-None-f16",
         "int8-one-f32",
+        "int4-per head-bf16",
+        "rotated-int4-neox-f16",
         "rotated-part-neox-bf16",
         "rotated-two-arrays-interleaved-f32",
     }

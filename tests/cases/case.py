@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from harness.arrays import DTYPES, quantized
+from harness.arrays import DTYPES, packed, quantized
 from harness.layouts import arrange
 
-SCALE = 0.05  # the size of the scales of 8-bit caches
 SHORT_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 JUNK = np.array([2147480000, -7, 2147483647, -2147483648, 1000000], np.int32)
 RANGES = (None, "blocks", "any")
@@ -31,18 +30,40 @@ TREES = (None, "draft", "chain", "any")
 SCALES = (None, "one", "per head", "per position")
 
 
-def scale_arrays(kind: str, num_kv_heads: int, is_unused: np.ndarray) -> dict[str, np.ndarray]:
+def scale_of(dtype: str) -> float:
+    """The size of the scales of a cache of numbers of a normal distribution."""
+    return 0.3 if dtype == "int4" else 0.05
+
+
+def scale_arrays(
+    kind: str, num_kv_heads: int, is_unused: np.ndarray, dtypes: tuple[str, str]
+) -> dict[str, np.ndarray]:
     """k_scale and v_scale. `is_unused`, [num_blocks, block_size]: positions whose scales are
-    NaN."""
+    NaN. `dtypes`: of K and of V."""
     position_shape = (*is_unused.shape, num_kv_heads)
     shape = {"one": (), "per head": (num_kv_heads,), "per position": position_shape}[kind]
-    arrays = np.random.default_rng(1).uniform(0.5, 1.5, (2, *shape)) * SCALE
+    arrays = np.random.default_rng(1).uniform(0.5, 1.5, (2, *shape))
+    arrays *= np.reshape([scale_of(dtype) for dtype in dtypes], (2, *[1] * len(shape)))
     if kind == "per position":
         arrays[:, is_unused] = np.nan
     return {
         name: np.array(array, np.float32)
         for name, array in zip(("k_scale", "v_scale"), arrays, strict=True)
     }
+
+
+def quantized_cache(values: np.ndarray, dtypes: tuple[str, str], scales: str | None) -> np.ndarray:
+    """A cache in the default layout whose K and V have these dtypes."""
+    factors = [1 if scales is None else scale_of(dtype) for dtype in dtypes]
+    rows = [quantized(values[:, :, i::2] / factors[i], dtypes[i]) for i in (0, 1)]
+    return np.stack(rows, 3).reshape(values.shape)
+
+
+def pack_int4(caches: tuple[np.ndarray, ...], dtypes: tuple[str, str]) -> tuple[np.ndarray, ...]:
+    """The arrays of a cache, those of int4 packed."""
+    return tuple(
+        packed(x) if dtype == "int4" else x for x, dtype in zip(caches, dtypes, strict=False)
+    )
 
 
 class Inputs(NamedTuple):
@@ -80,7 +101,8 @@ class Case:
     max_query_len: int | None = None
     return_lse: bool = False
     kv_layout: str | None = None
-    cache_dtype: str | None = None  # of 8 bits
+    cache_dtype: str | None = None  # of QUANTIZED
+    value_cache_dtype: str | None = None  # of V, where K and V are int8 and int4
     scales: str | None = None  # of SCALES
     value_head_size: int | None = None  # where V is a part of K
     own_value_head_size: int | None = None  # of V in an array of its own
@@ -125,7 +147,7 @@ class Case:
         if self.scales is not None:
             kv_cache = self._before_quantization().kv_cache.astype(np.float32)
             is_unused = ~np.isfinite(kv_cache).all((2, 3))
-            attributes |= scale_arrays(self.scales, self.num_kv_heads, is_unused)
+            attributes |= scale_arrays(self.scales, self.num_kv_heads, is_unused, self._dtypes())
         if self.value_head_size is not None:
             attributes["value_head_size"] = self.value_head_size
             attributes.pop("v_scale", None)
@@ -135,14 +157,20 @@ class Case:
             attributes |= dict(zip(["value_cache"], value_cache, strict=False))
         return attributes
 
+    def _dtypes(self) -> tuple[str, str]:
+        """The dtypes of K and V in the cache."""
+        dtype = self.cache_dtype or self.dtype
+        return dtype, self.value_cache_dtype or dtype
+
     def _arranged(self, kv_cache: np.ndarray) -> tuple[np.ndarray, ...]:
         is_latent = self.value_head_size is not None
-        return arrange(
+        caches = arrange(
             kv_cache,
             self.kv_layout,
             is_latent=is_latent,
             value_head_size=self.own_value_head_size,
         )
+        return pack_int4(caches, self._dtypes())
 
     def _tree_mask(self) -> np.ndarray:
         """Draft trees for every second sequence, all tokens of which attend to their ancestors; or
@@ -208,8 +236,8 @@ class Case:
         inputs = self._before_quantization()
         if self.cache_dtype is None:
             return inputs
-        values = inputs.kv_cache.astype(np.float32) / (1 if self.scales is None else SCALE)
-        return inputs._replace(kv_cache=quantized(values, self.cache_dtype))
+        values = inputs.kv_cache.astype(np.float32)
+        return inputs._replace(kv_cache=quantized_cache(values, self._dtypes(), self.scales))
 
     def _before_quantization(self) -> Inputs:
         rng = np.random.default_rng(zlib.crc32(self.id.encode()))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from harness.arrays import CACHE_DTYPES
+from harness.arrays import QUANTIZED
 from harness.layouts import LATENT_LAYOUTS
 from tests.cases.case import Case, each_dtype
 
@@ -29,7 +29,7 @@ def _latent() -> Iterator[Case]:
             head_size=head_size,
             return_lse=name == "mixed",
         )
-    for layout, cache_dtype in product(LATENT_LAYOUTS, (None, *CACHE_DTYPES)):
+    for layout, cache_dtype in product(LATENT_LAYOUTS, (None, *QUANTIZED)):
         yield from each_dtype(
             f"latent-{layout}-{cache_dtype}",
             sequences=batches["mixed"][2],

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from harness.arrays import CACHE_DTYPES
+from harness.arrays import QUANTIZED
 from harness.layouts import LAYOUTS, SEPARATE_LAYOUTS
 from tests.cases.case import MIXED, Case, each_dtype
 
@@ -64,7 +64,7 @@ def _value_head_sizes() -> Iterator[Case]:
         "nan": {"nan_in_last_position": True},
         "one-block": {"block_size": 128},
     }
-    for cache_dtype in CACHE_DTYPES:
+    for cache_dtype in QUANTIZED:
         features[cache_dtype] = {"cache_dtype": cache_dtype, "scales": "per position"}
         features[f"{cache_dtype}-uniform"] = {"cache_dtype": cache_dtype, "scales": "per head"}
     for i, (feature, fields) in enumerate(features.items()):

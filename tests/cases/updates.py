@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from harness.arrays import CACHE_DTYPES, DTYPES, quantized
+from harness.arrays import DTYPES, QUANTIZED, packed, quantized
 from harness.layouts import LATENT_LAYOUTS, LAYOUTS, SEPARATE_LAYOUTS, arrange
-from tests.cases.case import SCALES, SHORT_NAMES, scale_arrays
+from tests.cases.case import SCALES, SHORT_NAMES, pack_int4, quantized_cache, scale_arrays
 
 
 class UpdateInputs(NamedTuple):
@@ -37,7 +37,8 @@ class UpdateCase:
     dtype: str = "float32"
     slot_dtype: str = "int32"
     kv_layout: str | None = None
-    cache_dtype: str | None = None  # of 8 bits
+    cache_dtype: str | None = None  # of QUANTIZED
+    value_cache_dtype: str | None = None  # of V, where K and V are int8 and int4
     scales: str | None = None  # of SCALES
     key_factor: float = 1.0
     is_latent: bool = False  # V is a part of K
@@ -59,7 +60,7 @@ class UpdateCase:
             is_unused = np.full(inputs.kv_cache.shape[:2], True)
             slots = inputs.slot_mapping
             is_unused.reshape(-1)[slots[slots >= 0]] = False
-            attributes |= scale_arrays(self.scales, self.num_kv_heads, is_unused)
+            attributes |= scale_arrays(self.scales, self.num_kv_heads, is_unused, self._dtypes())
             if self.is_latent:
                 del attributes["v_scale"]
         return attributes | self._rotary()
@@ -84,18 +85,26 @@ class UpdateCase:
             rotary["query"] = query.astype(DTYPES[self.dtype])
         return rotary | ({"interleaved": True} if self.interleaved else {})
 
+    def _dtypes(self) -> tuple[str, str]:
+        """The dtypes of K and V in the cache."""
+        dtype = self.cache_dtype or self.dtype
+        return dtype, self.value_cache_dtype or dtype
+
     def _arranged(self, kv_cache: np.ndarray) -> tuple[np.ndarray, ...]:
-        return arrange(
+        caches = arrange(
             kv_cache,
             self.kv_layout,
             is_latent=self.is_latent,
             value_head_size=self.own_value_head_size,
         )
+        return pack_int4(caches, self._dtypes())
 
     def inputs(self) -> UpdateInputs:
         inputs = self._in_default_layout()
         columns = 0 if self.is_latent else self.own_value_head_size
         inputs = inputs._replace(value=np.ascontiguousarray(inputs.value[..., :columns]))
+        if inputs.key.dtype == np.int8 and self.cache_dtype == "int4":
+            inputs = inputs._replace(key=packed(inputs.key), value=packed(inputs.value))
         return inputs._replace(kv_cache=self._arranged(inputs.kv_cache)[0])
 
     def _in_default_layout(self) -> UpdateInputs:
@@ -112,8 +121,9 @@ class UpdateCase:
         )
         key *= dtype(self.key_factor)
         if self.cache_dtype is not None:
-            kv_cache = quantized(kv_cache.astype(np.float32), self.cache_dtype)
-            if self.dtype == "float16" and self.scales is None:  # copied unchanged
+            kv_cache = quantized_cache(kv_cache.astype(np.float32), self._dtypes(), None)
+            is_mixed = self.value_cache_dtype is not None
+            if self.dtype == "float16" and self.scales is None and not is_mixed:  # copied unchanged
                 key, value = (
                     quantized(x.astype(np.float32), self.cache_dtype) for x in (key, value)
                 )
@@ -141,7 +151,7 @@ def _updates() -> Iterator[UpdateCase]:
     for layout in LAYOUTS:
         yield UpdateCase(id=f"layout-{layout}", kv_layout=layout, head_size=16, num_kv_heads=3)
         yield UpdateCase(id=f"layout-{layout}-odd", kv_layout=layout, dtype="bfloat16")
-    for cache_dtype, (dtype, short), scales in product(CACHE_DTYPES, SHORT_NAMES.items(), SCALES):
+    for cache_dtype, (dtype, short), scales in product(QUANTIZED, SHORT_NAMES.items(), SCALES):
         for name, factor in {"": 1.0, "-too-large": 100.0, "-subnormal": 2.0**-12}.items():
             yield UpdateCase(
                 id=f"{cache_dtype}-{scales}-{short}{name}",
@@ -150,10 +160,12 @@ def _updates() -> Iterator[UpdateCase]:
                 scales=scales,
                 key_factor=factor,
                 num_tokens=60,
+                head_size=18 if cache_dtype == "int4" else 17,
             )
-    for layout, cache_dtype in product(LATENT_LAYOUTS, (None, *CACHE_DTYPES)):
+    for layout, cache_dtype in product(LATENT_LAYOUTS, (None, *QUANTIZED)):
         yield UpdateCase(
             id=f"latent-{layout}-{cache_dtype}",
+            head_size=18 if cache_dtype == "int4" else 17,
             is_latent=True,
             num_kv_heads=2 if "h" in layout else 1,
             kv_layout=layout,
@@ -161,15 +173,34 @@ def _updates() -> Iterator[UpdateCase]:
             scales="per head" if cache_dtype else None,
             dtype="bfloat16",
         )
-    for layout, cache_dtype in product(SEPARATE_LAYOUTS, (None, *CACHE_DTYPES)):
+    mixed = (("int8", "int4"), ("int4", "int8"))
+    same = ((dtype, None) for dtype in (None, *QUANTIZED))
+    for layout, (cache_dtype, value_cache_dtype) in product(SEPARATE_LAYOUTS, (*same, *mixed)):
+        odd = (18, 6) if "int4" in (cache_dtype, value_cache_dtype) else (17, 5)
+        head_size, columns = (24, 16) if layout == "nbhd" else odd
+        if (cache_dtype, layout) == ("int8", "hnbd"):
+            head_size = 17  # K alone may be odd
+        values = f"-{value_cache_dtype}" if value_cache_dtype else ""
         yield UpdateCase(
-            id=f"own-value-head-size-{layout}-{cache_dtype}",
-            head_size=24 if layout == "nbhd" else 17,
-            own_value_head_size=16 if layout == "nbhd" else 5,
+            id=f"own-value-head-size-{layout}-{cache_dtype}{values}",
+            head_size=head_size,
+            own_value_head_size=columns,
             kv_layout=layout,
             cache_dtype=cache_dtype,
+            value_cache_dtype=value_cache_dtype,
             scales="per position" if cache_dtype else None,
             dtype="bfloat16",
+        )
+    for (cache_dtype, value_cache_dtype), (dtype, short) in product(mixed, SHORT_NAMES.items()):
+        yield UpdateCase(
+            id=f"{cache_dtype}-{value_cache_dtype}-{short}",
+            num_tokens=150,
+            num_kv_heads=5,
+            head_size=128,
+            kv_layout="nbhd",
+            cache_dtype=cache_dtype,
+            value_cache_dtype=value_cache_dtype,
+            dtype=dtype,
         )
     yield UpdateCase(id="latent-large", is_latent=True, num_tokens=150, num_kv_heads=1)
     yield from _rotated()
@@ -199,7 +230,7 @@ def _rotated() -> Iterator[UpdateCase]:
         yield UpdateCase(
             id=f"rotated-int64-{name}", position_dtype="int64", slot_dtype="int64", **whole
         )
-        for cache_dtype in CACHE_DTYPES:
+        for cache_dtype in QUANTIZED:
             yield UpdateCase(
                 id=f"rotated-{cache_dtype}-{name}",
                 cache_dtype=cache_dtype,
@@ -213,6 +244,26 @@ def _rotated() -> Iterator[UpdateCase]:
             rotary_dim=rotary_dim,
             interleaved=interleaved,
             num_heads=2,
+        )
+    for rotary_dim, interleaved in product((2, 6, 16), (False, True)):
+        yield UpdateCase(
+            id=f"rotated-{rotary_dim}-of-18-{interleaved}-int4",
+            head_size=18,
+            rotary_dim=rotary_dim,
+            interleaved=interleaved,
+            num_heads=2,
+            cache_dtype="int4" if interleaved else "int8",
+            value_cache_dtype="int8" if interleaved else "int4",
+            kv_layout="nbhd",
+            scales="one",
+        )
+        yield UpdateCase(
+            id=f"rotated-{rotary_dim}-of-18-{interleaved}-int4-keys",
+            head_size=18,
+            rotary_dim=rotary_dim,
+            interleaved=interleaved,
+            cache_dtype="int4",
+            scales="one",
         )
     yield UpdateCase(id="rotated-12-of-32", head_size=32, rotary_dim=12, num_heads=2)
     yield UpdateCase(id="rotated-no-tokens", num_tokens=0, num_padding=0, rotary_dim=8, num_heads=4)

@@ -20,7 +20,7 @@ transformers = pytest.importorskip(
 )
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
-from examples.generate import checkpoint, engine, transformers_backend  # noqa: E402
+from examples.generate import cache_dtypes, checkpoint, engine, transformers_backend  # noqa: E402
 from examples.generate.__main__ import main  # noqa: E402
 from examples.generate.checkpoint import Checkpoint  # noqa: E402
 from examples.generate.engine import Sampling, choose  # noqa: E402
@@ -186,6 +186,20 @@ def test_batching_changes_no_token(
     model: Checkpoint, torch_tokens: list[list[int]], backend: str, changes: dict[str, int]
 ) -> None:
     assert answers(model, backend, replace(LIMITS, **changes)) == torch_tokens
+
+
+def test_what_fewer_bits_in_a_cache_cost(model: Checkpoint) -> None:
+    llama = cache_dtypes.model_of(model)
+    prompt, answer = prompts((30, 20))
+    expected = torch.tensor(model.scores(prompt, answer).logprobs)
+    errors = {}
+    for name, dtypes in cache_dtypes.CACHES.items():
+        found = cache_dtypes.logprobs(llama, [*prompt, *answer], *dtypes)[29:]
+        difference = found.gather(1, torch.tensor(answer)[:, None])[:, 0] - expected
+        errors[name] = difference.abs().mean().item()
+    assert errors["float32"] < 1e-3 < errors["int8"]
+    assert 3 * errors["int8"] < errors["int4"]
+    assert errors["int8"] < errors["int8 K, int4 V"] < 2 * errors["int4"]
 
 
 def test_a_small_pool_preempts(model: Checkpoint) -> None:

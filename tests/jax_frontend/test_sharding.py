@@ -98,6 +98,13 @@ FEATURES: dict[str, dict[str, Any]] = {
     "one-scale": {"cache_dtype": "int8", "scales": "one"},
     "scales-per-head": {"cache_dtype": "float8_e4m3fn", "scales": "per head"},
     "scales-per-position": {"cache_dtype": "float8_e5m2", "scales": "per position"},
+    "4-bits": {"cache_dtype": "int4", "scales": "per head"},
+    "8-and-4-bits": {
+        "cache_dtype": "int8",
+        "value_cache_dtype": "int4",
+        "scales": "per position",
+        "kv_layout": "nhbd",
+    },
     **{f"layout-{layout}": {"kv_layout": layout} for layout in HEAD_DIMS if layout},
 }
 

@@ -113,6 +113,13 @@ FEATURES: dict[str, dict[str, Any]] = {
     "one-scale": {"cache_dtype": "int8", "scales": "one"},
     "scales-per-head": {"cache_dtype": "float8_e4m3fn", "scales": "per head", "kv_layout": "2nbhd"},
     "scales-per-position": {"cache_dtype": "float8_e5m2", "scales": "per position"},
+    "4-bits": {"cache_dtype": "int4", "scales": "per head"},
+    "8-and-4-bits": {
+        "cache_dtype": "int8",
+        "value_cache_dtype": "int4",
+        "scales": "per position",
+        "kv_layout": "nhbd",
+    },
     "scales-per-position-in-hnbd": {
         "cache_dtype": "int8",
         "scales": "per position",
@@ -294,6 +301,7 @@ UPDATES: dict[str, dict[str, Any]] = {
     "no-tokens": {"num_tokens": 0, "num_padding": 0},
     "8-bits": {"cache_dtype": "float8_e4m3fn", "scales": "per head"},
     "scales-per-position": {"cache_dtype": "int8", "scales": "per position"},
+    "4-bits": {"cache_dtype": "int4", "scales": "per head", "head_size": 18},
     "rotated": {"rotary_dim": 8, "num_heads": 4, "interleaved": True},
     "rotated-keys-alone": {"rotary_dim": 16, "kv_layout": "nhbd"},
     "rotated-two-arrays": {"rotary_dim": 16, "num_heads": 2, "kv_layout": "nhbd"},

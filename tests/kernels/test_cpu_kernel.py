@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given
 
 from harness import reference
+from harness.arrays import unpacked
 from harness.compare import assert_close_on_cpu, assert_same_bits
 from shared_ffi import _native, kv_cache_update, simple_add
+from tests.cases import quantized
 from tests.cases.all import CASES, SHORT_CASES, UPDATE_CASES
 from tests.cases.case import Case, without_range
 from tests.cases.softmax import EXTREME_NUMBERS, extreme_call
@@ -58,6 +60,17 @@ def test_paged_attention(case: Case) -> None:
     result = attend(inputs, **attributes)
     assert_close_on_cpu(result, inputs, attributes)
     assert_same_bits(attend(inputs, **attributes, num_threads=3), result)
+
+
+@pytest.mark.pairwise(each="case")
+@pytest.mark.parametrize("case", quantized.INT4_CASES, ids=lambda case: case.id)
+def test_int4_has_the_bits_of_int8(case: Case) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    result = attend(inputs, **attributes)
+    if "value_cache" in attributes:
+        attributes["value_cache"] = unpacked(attributes["value_cache"])
+    inputs = inputs._replace(kv_cache=unpacked(inputs.kv_cache))
+    assert_same_bits(attend(inputs, **attributes), result)
 
 
 @pytest.mark.pairwise(each="case")

@@ -21,10 +21,11 @@ import pytest
 from hypothesis import given, settings
 
 from harness import reference
-from harness.arrays import guarded
+from harness.arrays import guarded, unpacked
 from harness.compare import assert_close_on_cuda, assert_same_bits
 from shared_ffi import kv_cache_update, paged_attention, simple_add
 from shared_ffi.spec import ArraySpec
+from tests.cases import quantized
 from tests.cases.all import CASES, LONG_CASES, SAMPLED_CASES, UPDATE_CASES
 from tests.cases.case import Case, without_range
 from tests.cases.softmax import EXTREME_NUMBERS, extreme_call
@@ -50,6 +51,7 @@ def has_hopper_kernels(case: Case) -> bool:
     )
     return (
         case.dtype != "float32"
+        and "int4" not in (case.cache_dtype, case.value_cache_dtype)
         and case.head_size % (8 if case.cache_dtype is None else 16) == 0
         and case.head_size <= (256 if case.cache_dtype is None else 128)
         and (case.num_heads <= 16 * case.num_kv_heads or rows > 64)
@@ -292,6 +294,17 @@ WIDE_HEADS = {
     "latent": [(576, 512), (512, 512), (264, 200), (448, 296)],
     "own": [(512, 512), (264, 264), (512, 320), (448, 96)],
 }
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("case", quantized.INT4_CASES, ids=lambda case: case.id)
+def test_int4_has_the_bits_of_int8(case: Case, gpu: Gpu) -> None:
+    inputs, attributes = case.inputs(), case.attributes()
+    result = attend(gpu, inputs, **attributes)
+    if "value_cache" in attributes:
+        attributes["value_cache"] = unpacked(attributes["value_cache"])
+    inputs = inputs._replace(kv_cache=unpacked(inputs.kv_cache))
+    assert_same_bits(attend(gpu, inputs, **attributes), result)
 
 
 @pytest.mark.pairwise

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shared_ffi.spec import numbers_of
 from tests.support.sound_calls import add, attention, op_of, rotated_update, update
 
 F32, F16, I32 = np.float32, np.float16, np.int32
@@ -97,7 +98,7 @@ STATIC = [
     ),
     fault(
         attention,
-        "kv_cache must have query's dtype float32, or float8_e4m3fn, float8_e5m2 or int8; got int32",
+        "kv_cache must have query's dtype float32, or float8_e4m3fn, float8_e5m2, int8 or uint8; got int32",
         TypeError,
         kv_cache=np.ones((4, 2, 4, 8), I32),
     ),
@@ -442,6 +443,77 @@ STATIC = [
         )
         for op, shape in ((attention, (4, 2, 4, 8)), (update, (4, 2, 2, 8)))
     ),
+    *(
+        fault(
+            op,
+            f"value_cache must have kv_cache's dtype {key_dtype} (of two dtypes, only int8 and uint8); "
+            f"got {value_dtype}",
+            TypeError,
+            kv_cache=np.ones((4, 2, 2, 8 // numbers_of(key_dtype)), key_dtype),
+            value_cache=np.ones((4, 2, 2, 8 // numbers_of(value_dtype)), value_dtype),
+        )
+        for op in (attention, update)
+        for key_dtype, value_dtype in (
+            ("int8", "float8_e4m3fn"),
+            ("float8_e5m2", "uint8"),
+            ("uint8", "float32"),
+            ("float32", "int8"),
+        )
+    ),
+    fault(
+        update,
+        "value_cache must have kv_cache's dtype int8, that of key, which is copied; got uint8",
+        TypeError,
+        kv_cache=np.zeros((4, 2, 2, 8), np.int8),
+        value_cache=np.zeros((4, 2, 2, 4), np.uint8),
+        key=np.ones((3, 2, 8), np.int8),
+        value=np.ones((3, 2, 8), np.int8),
+    ),
+    *(
+        fault(
+            op,
+            f"kv_cache must have shape [{sizes}, head_size / 2=4]; got [4, 2, 4, 8]",
+            kv_cache=np.zeros((4, 2, 4, 8), np.uint8),
+        )
+        for op, sizes in (
+            (attention, "num_blocks, block_size, 2 * num_kv_heads"),
+            (update, "num_blocks, block_size, 2 * num_kv_heads=4"),
+        )
+    ),
+    fault(
+        attention,
+        "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads, head_size / 2=4]; "
+        "got [4, 2, 3, 2, 4]. It would fit kv_layout='n2bhd' or 'n2hbd'",
+        kv_cache=np.ones((4, 2, 3, 2, 4), np.uint8),
+    ),
+    fault(
+        attention,
+        "kv_cache must have an even head size with dtype uint8, which holds pairs (int8 holds any); got 7",
+        query=np.ones((4, 4, 7), F32),
+        kv_cache=np.zeros((4, 2, 4, 3), np.uint8),
+    ),
+    fault(
+        update,
+        "value_cache must have an even head size with dtype uint8, which holds pairs "
+        "(int8 holds any); got 7",
+        kv_cache=np.zeros((4, 2, 2, 8), np.int8),
+        value_cache=np.zeros((4, 2, 2, 3), np.uint8),
+        value=np.ones((3, 2, 7), F32),
+    ),
+    fault(
+        attention,
+        "value_cache must have shape [4, 2, 2, 1 to 4], as kv_cache but for the head size, of which "
+        "an element of uint8 holds two numbers; got [4, 2, 2, 8]",
+        kv_cache=np.zeros((4, 2, 2, 8), np.int8),
+        value_cache=np.zeros((4, 2, 2, 8), np.uint8),
+    ),
+    fault(
+        update,
+        "value_cache must have shape [4, 2, 2, 4], as kv_cache but for the head size, of which "
+        "an element of uint8 holds two numbers; got [4, 2, 2, 8]",
+        kv_cache=np.zeros((4, 2, 2, 4), np.uint8),
+        value_cache=np.zeros((4, 2, 2, 8), np.uint8),
+    ),
     fault(
         update,
         "key must have shape [num_tokens, num_kv_heads, head_size]; got [3, 16]",
@@ -449,7 +521,7 @@ STATIC = [
     ),
     fault(
         update,
-        "key must have dtype float32, float16 or bfloat16, or one of 8 bits that kv_cache has, too; got int32",
+        "key must have dtype float32, float16 or bfloat16, or that of a quantized kv_cache; got int32",
         TypeError,
         key=np.ones((3, 2, 8), I32),
     ),

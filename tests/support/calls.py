@@ -65,7 +65,7 @@ def in_wider_rows(array: np.ndarray, more: int) -> tuple[np.ndarray, dict[str, i
     the attributes that say so."""
     num_tokens, num_heads, head_size = array.shape
     columns = np.full((num_tokens, num_heads * head_size + more), 99).astype(array.dtype)
-    if array.dtype.kind != "i":
+    if array.dtype.kind not in "iu":
         columns[:] = np.nan
     columns[:, : num_heads * head_size] = array.reshape(num_tokens, num_heads * head_size)
     return columns, {"row_heads": num_heads, "row_head_size": head_size}

@@ -60,7 +60,7 @@ _ALIKE = {"key": ["value"], "kv_cache": ["value_cache"]}
 
 DTYPES = (
     *(np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),
-    *(np.int8, np.int32, np.int64, np.float64, np.bool_, np.complex64),
+    *(np.int8, np.uint8, np.int32, np.int64, np.float64, np.bool_, np.complex64),
 )
 _INTEGERS = (-(2**63), -1, 0, 1, 2**31 - 1, 2**31, 2**32, 2**32 + 2, 2**62, 2**63 - 1)
 _FLOATS = (math.nan, math.inf, -math.inf, 0.0, -1.0, -3e38, 3e38, 1e-45)
@@ -154,6 +154,21 @@ def sound_calls() -> dict[str, HandlerCall]:
         "of-8-bits": UpdateCase(
             "of-8-bits", num_padding=0, kv_layout="nbhd", cache_dtype="int8", scales="per head"
         ),
+        "of-4-bits": UpdateCase(
+            "of-4-bits", num_padding=0, head_size=18, cache_dtype="int4", scales="one"
+        ),
+        "of-8-and-4-bits": UpdateCase(
+            "of-8-and-4-bits",
+            num_padding=0,
+            head_size=16,
+            kv_layout="nbhd",
+            cache_dtype="int8",
+            value_cache_dtype="int4",
+            rotary_dim=6,
+        ),
+        "copied": UpdateCase(
+            "copied", num_padding=0, head_size=18, cache_dtype="int4", dtype="float16"
+        ),
         "own-value-head-size": UpdateCase(
             "own", num_padding=0, kv_layout="nbhd", head_size=24, own_value_head_size=16
         ),
@@ -167,6 +182,16 @@ def sound_calls() -> dict[str, HandlerCall]:
     return {
         "attention-plain": _attention("plain", dtype="float16"),
         "attention-of-8-bits": of_8_bits,
+        "attention-of-4-bits": _attention("of-4-bits", cache_dtype="int4", scales="per position"),
+        "attention-of-8-and-4-bits": _attention(
+            "of-8-and-4-bits",
+            kv_layout="nbhd",
+            cache_dtype="int8",
+            value_cache_dtype="int4",
+            dtype="bfloat16",
+            head_size=128,
+            own_value_head_size=64,
+        ),
         "attention-latent": _attention("latent", num_kv_heads=1, value_head_size=8, tree="draft"),
         "attention-own-value-head-size": _attention(
             "own", kv_layout="nbhd", head_size=24, own_value_head_size=16

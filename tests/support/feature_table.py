@@ -58,6 +58,8 @@ FEATURES = [
     "float8_e4m3fn cache",
     "float8_e5m2 cache",
     "int8 cache",
+    "int4 cache",
+    "int8 and int4 cache",
     "a scale for each kv head",
     "a scale for each position",
     "kv_cache_update",
@@ -65,6 +67,7 @@ FEATURES = [
     "kv_cache_update of two arrays",
     "kv_cache_update of K alone",
     "kv_cache_update to 8 bits",
+    "kv_cache_update to 4 bits",
     "kv_cache_update with a scale for each position",
     "kv_cache_update with a rotary embedding",
 ]
@@ -82,7 +85,8 @@ def features_of(case: Any) -> list[str]:
             "kv_cache_update in another layout": case.kv_layout is not None,
             "kv_cache_update of two arrays": is_separate,
             "kv_cache_update of K alone": is_latent,
-            "kv_cache_update to 8 bits": case.cache_dtype is not None,
+            "kv_cache_update to 8 bits": case.cache_dtype not in (None, "int4"),
+            "kv_cache_update to 4 bits": "int4" in (case.cache_dtype, case.value_cache_dtype),
             "kv_cache_update with a scale for each position": case.scales == "per position",
             "kv_cache_update with a rotary embedding": case.rotary_dim is not None,
         }
@@ -105,7 +109,8 @@ def features_of(case: Any) -> list[str]:
             "K and V in two arrays": is_separate,
             "V with a head size of its own": case.own_value_head_size is not None,
             "V as a part of K": is_latent,
-            f"{case.cache_dtype} cache": case.cache_dtype is not None,
+            f"{case.cache_dtype} cache": case.cache_dtype and not case.value_cache_dtype,
+            "int8 and int4 cache": case.value_cache_dtype is not None,
             "a scale for each kv head": case.scales == "per head",
             "a scale for each position": case.scales == "per position",
         }

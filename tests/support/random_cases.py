@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 
-from harness.arrays import CACHE_DTYPES
+from harness.arrays import QUANTIZED
 from harness.layouts import LATENT_LAYOUTS, LAYOUTS, SEPARATE_LAYOUTS
 from tests.cases.case import RANGES, SCALES, TREES, Case
 
@@ -23,7 +23,13 @@ def random_cases(draw: st.DrawFn) -> Case:
     causal = draw(st.booleans())
     alibi_slopes = draw(st.booleans())
     tree = draw(st.sampled_from(TREES)) if causal and not alibi_slopes else None
-    cache_dtype = draw(st.none() | st.sampled_from([*CACHE_DTYPES]))
+    cache_dtype = draw(st.none() | st.sampled_from(QUANTIZED))
+    value_cache_dtype = None
+    if is_separate and cache_dtype in ("int8", "int4") and draw(st.booleans()):
+        value_cache_dtype = "int4" if cache_dtype == "int8" else "int8"
+    if "int4" in (cache_dtype, value_cache_dtype):  # even sizes
+        head_size += head_size % 2
+        own_value_head_size = own_value_head_size and own_value_head_size + own_value_head_size % 2
     sequences = draw(
         st.lists(
             st.integers(0, 90).flatmap(
@@ -54,6 +60,7 @@ def random_cases(draw: st.DrawFn) -> Case:
         window_right=None if causal else draw(st.none() | st.integers(1, 40)),
         max_query_len=draw(st.none() | st.integers(max([1, *(q for q, _ in sequences)]), 100)),
         cache_dtype=cache_dtype,
+        value_cache_dtype=value_cache_dtype,
         scales=draw(st.sampled_from(SCALES)) if cache_dtype else None,
         kv_layout=kv_layout,
         value_head_size=value_head_size,

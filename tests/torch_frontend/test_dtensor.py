@@ -92,6 +92,21 @@ def update():
     same(values, expected[:, :, 1::2], 2)
 
 
+def four_bits():
+    scales = {"k_scale": torch.tensor(0.02), "v_scale": torch.full((4,), 0.4)}
+    keys = torch.zeros(6, 4, 4, 16, dtype=torch.int8)
+    values = torch.zeros(6, 4, 4, 8, dtype=torch.uint8)
+    k, v, by_head = on(2, keys), on(2, values), {x: on(0 if scales[x].dim() else None, scales[x]) for x in scales}
+    ops.kv_cache_update(keys, key, value, slots, value_cache=values, **scales)
+    ops.kv_cache_update(k, on(1, key), on(1, value), on(None, slots), value_cache=v, **by_head)
+    same(k, keys, 2)
+    same(v, values, 2)
+    assert values.count_nonzero() > 0
+    expected = ops.paged_attention(query, keys, *metadata, 0.25, value_cache=values, **scales)
+    result = ops.paged_attention(on(1, query), k, *whole, 0.25, value_cache=v, **by_head)
+    same(result, expected, 1)
+
+
 def rotated_update():
     table, positions = torch.randn(9, 16), torch.tensor([8, 0, 3])
     for heads in (4, 1):
@@ -176,7 +191,7 @@ modes = [torch.no_grad, torch.inference_mode]
 for mode in modes if first == "torch_frontend" else modes[::-1]:
     with mode():
         whole = [on(None, x) for x in metadata]
-        for check in (attention, options, one_kv_head, update, rotated_update, others):
+        for check in (attention, options, one_kv_head, update, rotated_update, four_bits, others):
             check()
 whole = [on(None, x) for x in metadata]
 if first == "torch_frontend":

@@ -37,10 +37,10 @@ inline auto BindCall() { return ffi::Ffi::Bind().RemainingArgs().RemainingRets()
 
 using DTypes = std::initializer_list<ffi::DataType>;
 inline constexpr DTypes kTensorDTypes = {ffi::F32, ffi::F16, ffi::BF16};
-inline constexpr DTypes kStorageDTypes = {ffi::F32,      ffi::F16,    ffi::BF16,
-                                          ffi::F8E4M3FN, ffi::F8E5M2, ffi::S8};
+inline constexpr DTypes kStorageDTypes = {ffi::F32,    ffi::F16, ffi::BF16, ffi::F8E4M3FN,
+                                          ffi::F8E5M2, ffi::S8,  ffi::U8};
 
-// The storage type of one of kStorageDTypes.
+// The storage type of one of kStorageDTypes. An array of uint8 holds pairs of int4.
 inline DType StorageOf(ffi::DataType dtype) {
   switch (dtype) {
     case ffi::F32:
@@ -53,6 +53,8 @@ inline DType StorageOf(ffi::DataType dtype) {
       return DType::kFloat8E4M3;
     case ffi::F8E5M2:
       return DType::kFloat8E5M2;
+    case ffi::U8:
+      return DType::kInt4;
     default:
       return DType::kInt8;
   }

@@ -50,7 +50,7 @@ struct KvLayout {
 };
 
 // Reads a cache into an op's Params, which have value_head_size already: its place, sizes and
-// dtype. `rows`: of the operand that has the cache's dtype, unless the cache has 8 bits, and a
+// dtypes. `rows`: of the operand that has the cache's dtype, unless the cache is quantized, and a
 // multiple of its heads.
 template <typename Params>
 void ReadKvCache(CallReader* call, const char* rows_operand, const TokenRows& rows, Params* p) {
@@ -58,14 +58,33 @@ void ReadKvCache(CallReader* call, const char* rows_operand, const TokenRows& ro
   const auto value_cache = call->Find("value_cache");
   const bool is_default = !call->Has("block_size");
   const DTypes dtypes = {call->Find(rows_operand)->element_type(), ffi::F8E4M3FN, ffi::F8E5M2,
-                         ffi::S8};
+                         ffi::S8, ffi::U8};
+  // Rows that are packed already are copied: their columns are elements of the cache.
+  const bool is_packed = rows.dtype == DType::kInt4;
+  const DType key_dtype = StorageOf(kv_cache.element_type());
+  const DType value_dtype = StorageOf(value_cache.value_or(kv_cache).element_type());
+  const int64_t key_columns = is_packed ? rows.head_size : ElementsOf(key_dtype, rows.head_size);
+  const int64_t value_columns =
+      is_packed ? p->value_head_size : ElementsOf(value_dtype, p->value_head_size);
   if (is_default) {
-    call->Operand("kv_cache", dtypes, {{kAnySize, kAnySize, kAnySize, rows.head_size}});
+    call->Operand("kv_cache", dtypes, {{kAnySize, kAnySize, kAnySize, key_columns}});
   } else {
     call->Operand("kv_cache", dtypes, {});
   }
-  call->Operand("value_cache", {kv_cache.element_type()}, {});
+  const bool is_integer = key_dtype == DType::kInt8 || key_dtype == DType::kInt4;
+  if (is_integer && !IsQuantized(rows.dtype)) {
+    call->Operand("value_cache", {ffi::S8, ffi::U8}, {});
+  } else {
+    call->Operand("value_cache", {kv_cache.element_type()}, {});
+  }
   if (call->error().failure()) return;
+  const auto is_odd = [&](DType dtype, int64_t size) {
+    return dtype == DType::kInt4 && !is_packed && size % 2 != 0;
+  };
+  if (is_odd(key_dtype, rows.head_size)) call->Refuse("kv_cache", "have an even head_size");
+  if (value_cache.has_value() && is_odd(value_dtype, p->value_head_size)) {
+    call->Refuse("value_cache", "have an even head_size");
+  }
   KvLayout layout = {};
   if (is_default) {
     const auto shape = kv_cache.dimensions();
@@ -90,9 +109,9 @@ void ReadKvCache(CallReader* call, const char* rows_operand, const TokenRows& ro
                   INT64_MAX / layout.block_size / layout.num_kv_heads;
   const bool is_empty = layout.num_blocks == 0;  // it fits any layout
   if (fits && is_default && !is_empty) {
-    layout.value_offset = rows.head_size;
-    layout.head_stride = 2 * rows.head_size;
-    layout.position_stride = kv_cache.dimensions()[2] * rows.head_size;
+    layout.value_offset = key_columns;
+    layout.head_stride = 2 * key_columns;
+    layout.position_stride = kv_cache.dimensions()[2] * key_columns;
     layout.block_stride = layout.block_size * layout.position_stride;
   }
   if (is_separate) layout.value_offset = 0;
@@ -100,8 +119,8 @@ void ReadKvCache(CallReader* call, const char* rows_operand, const TokenRows& ro
     return layout.Fits(static_cast<int64_t>(array.element_count()), unit, row_size,
                        layout.value_offset);
   };
-  fits = fits && fits_in(kv_cache, layout.key_unit, rows.head_size) &&
-         (!is_separate || fits_in(*value_cache, layout.value_unit, p->value_head_size));
+  fits = fits && fits_in(kv_cache, layout.key_unit, key_columns) &&
+         (!is_separate || fits_in(*value_cache, layout.value_unit, value_columns));
   if (!fits) {
     return call->Refuse("kv_cache", "hold num_blocks=", layout.num_blocks,
                         " blocks of block_size=", layout.block_size,
@@ -112,8 +131,9 @@ void ReadKvCache(CallReader* call, const char* rows_operand, const TokenRows& ro
   const auto used = [&](int64_t size, int64_t stride) {
     return is_empty || size == 1 ? 0 : stride;
   };
-  p->cache_dtype = StorageOf(kv_cache.element_type());
-  const int64_t value_bytes = is_empty ? 0 : layout.value_offset * SizeOf(p->cache_dtype);
+  p->cache_dtype = key_dtype;
+  p->value_cache_dtype = value_dtype;
+  const int64_t value_bytes = is_empty ? 0 : layout.value_offset * SizeOf(key_dtype);
   p->cache.keys = kv_cache.untyped_data();
   p->cache.values = static_cast<char*>(value_cache.value_or(kv_cache).untyped_data()) + value_bytes;
   p->cache.block_stride = used(layout.num_blocks, layout.block_stride);
@@ -125,7 +145,7 @@ void ReadKvCache(CallReader* call, const char* rows_operand, const TokenRows& ro
   p->num_kv_heads = layout.num_kv_heads;
 }
 
-// Reads k_scale or v_scale of a cache that has been read. Kernels use it if the cache has 8 bits.
+// Reads k_scale or v_scale of a cache that has been read. Kernels use it if the cache is quantized.
 template <typename Params>
 KvScales ReadScales(CallReader* call, const char* name, const Params& p) {
   KvScales scales = {};

@@ -140,6 +140,8 @@ __device__ __forceinline__ float ToFloat(Float8E5M2 x) { return gpu::ToFloat(AsH
 
 __device__ __forceinline__ float ToFloat(int8_t x) { return x; }
 
+__device__ __forceinline__ float ToFloat(Int4OrInt8 x) { return x.number; }
+
 __device__ __forceinline__ void FromFloat(float x, float* to) { *to = x; }
 
 __device__ __forceinline__ void FromFloat(float x, BFloat16* to) {
@@ -276,6 +278,10 @@ __device__ __forceinline__ void Expand(uint32_t bytes, int8_t, uint32_t (&pairs)
   for (int i = 0; i < 2; ++i) {
     pairs[i] = BitsOf(__hsub2_rn(AsHalves(raised[i]), AsHalves(0x64806480)));  // 1152
   }
+}
+
+__device__ __forceinline__ void Expand(uint32_t bytes, Int4OrInt8, uint32_t (&pairs)[2], Half) {
+  Expand(bytes, int8_t{}, pairs, Half{});
 }
 
 template <typename T>

@@ -62,6 +62,15 @@ void Quantize(void* to, const void* from, int64_t count, float scale) {
   }
 }
 
+template <typename From>
+void QuantizeToInt4(void* to, const void* from, int64_t count, float scale) {
+  const From* numbers = static_cast<const From*>(from);
+  for (int64_t i = 0; i < count; i += 2) {
+    static_cast<Int4Pair*>(to)[i / 2] =
+        PairOf(ToFloat(numbers[i]) / scale, ToFloat(numbers[i + 1]) / scale);
+  }
+}
+
 using Quantizer = void (*)(void* to, const void* from, int64_t count, float scale);
 
 template <typename From>
@@ -71,13 +80,17 @@ Quantizer QuantizerFrom(DType to) {
       return Quantize<From, Float8E4M3>;
     case DType::kFloat8E5M2:
       return Quantize<From, Float8E5M2>;
+    case DType::kInt4:
+      return QuantizeToInt4<From>;
     default:
       return Quantize<From, int8_t>;
   }
 }
 
-Quantizer QuantizerFor(const Params& p) {
-  return WithType(p.dtype, [&](auto type) { return QuantizerFrom<decltype(type)>(p.cache_dtype); });
+// Null where the dtypes are equal.
+Quantizer QuantizerFor(DType from, DType to) {
+  if (from == to) return nullptr;
+  return WithType(from, [&](auto type) { return QuantizerFrom<decltype(type)>(to); });
 }
 
 // Rotates a head: the first 2 * num_pairs of its numbers, by as many cosines, then sines.
@@ -170,7 +183,8 @@ void RunOnCpu(const Params& p, const Executor& executor) {
   const bool is_parallel = executor.num_threads > 1 && num_bytes + query_bytes >= kMinParallelBytes;
   const int64_t num_parts = is_parallel ? kPartsPerThread * executor.num_threads : 1;
   const auto copy = num_bytes < kMinStreamedBytes ? Copy : CopyPastCaches;
-  const auto quantize = p.dtype == p.cache_dtype ? nullptr : QuantizerFor(p);
+  const Quantizer quantize_key = QuantizerFor(p.dtype, p.cache_dtype);
+  const Quantizer quantize_value = QuantizerFor(p.dtype, p.value_cache_dtype);
   ParallelFor(executor, num_parts, [&](int64_t part) {
     Rotator rotator(p);
     for (int64_t token = 0; token < p.num_tokens; ++token) {
@@ -185,10 +199,10 @@ void RunOnCpu(const Params& p, const Executor& executor) {
         char* k = static_cast<char*>(p.cache.keys) + offset * size;
         char* v = static_cast<char*>(p.cache.values) + p.cache.OffsetOfValue(offset) * size;
         const char* new_k = rotator.Rotated(key + head * row_bytes, token);
-        if (quantize != nullptr) {
-          quantize(k, new_k, p.head_size, p.k_scale.At(block, in_block, head));
-          quantize(v, value + head * value_row_bytes, p.value_head_size,
-                   p.v_scale.At(block, in_block, head));
+        if (quantize_key != nullptr) {
+          quantize_key(k, new_k, p.head_size, p.k_scale.At(block, in_block, head));
+          quantize_value(v, value + head * value_row_bytes, p.value_head_size,
+                         p.v_scale.At(block, in_block, head));
           continue;
         }
         copy(k, new_k, row_bytes);

@@ -1,4 +1,5 @@
 #include "../gpu/launch.cuh"
+#include "int4.cuh"
 #include "numbers.cuh"
 #include "rotary.cuh"
 #include "run.h"
@@ -61,7 +62,7 @@ bool FitsNumbers(const Params& p, int64_t count) {
     if (size % count != 0) return false;
   }
   const int64_t num_bytes = count * SizeOf(p.dtype), cache_bytes = count * SizeOf(p.cache_dtype);
-  return p.cache.StridesAreMultiplesOf(count) && IsAligned(p.key, num_bytes) &&
+  return p.cache.StridesAreMultiplesOf(count, count) && IsAligned(p.key, num_bytes) &&
          IsAligned(p.value, num_bytes) && IsAligned(r.query, num_bytes) &&
          IsAligned(p.cache.keys, cache_bytes) && IsAligned(p.cache.values, cache_bytes) &&
          IsAligned(r.cos_sin_cache, count * SizeOf(r.dtype));
@@ -83,6 +84,7 @@ UpdateKernel KernelOfTypes(const Params& p) {
 
 template <typename From>
 UpdateKernel KernelOfType(const Params& p) {
+  if (p.value_cache_dtype == DType::kInt4) return UpdateInt4<From>;
   switch (p.cache_dtype) {
     case DType::kFloat8E4M3:
       return KernelOfTypes<From, Float8E4M3>(p);
@@ -90,6 +92,8 @@ UpdateKernel KernelOfType(const Params& p) {
       return KernelOfTypes<From, Float8E5M2>(p);
     case DType::kInt8:
       return KernelOfTypes<From, int8_t>(p);
+    case DType::kInt4:
+      return UpdateInt4<From>;
     default:
       return KernelOfTypes<From, From>(p);
   }
@@ -101,7 +105,7 @@ bool Fits(const Params& p) {
   for (const int64_t elements : {p.head_size, p.value_head_size, p.key_stride, p.value_stride}) {
     if (elements % count != 0) return false;
   }
-  if (!p.cache.StridesAreMultiplesOf(count)) return false;
+  if (!p.cache.StridesAreMultiplesOf(count, count)) return false;
   for (const void* array : {p.key, p.value, static_cast<const void*>(p.cache.keys),
                             static_cast<const void*>(p.cache.values)}) {
     if (!IsAligned(array, sizeof(Vector))) return false;

@@ -27,7 +27,7 @@ void ReadRotary(CallReader* call, const TokenRows& keys, ffi::DataType key_dtype
   r->dtype = StorageOf(table->element_type());
   r->max_positions = table->dimensions()[0];
   r->rotary_dim = table->dimensions()[1];
-  if (Is8Bit(keys.dtype)) call->Refuse("key", "have more than 8 bits with cos_sin_cache");
+  if (IsQuantized(keys.dtype)) call->Refuse("key", "have more than 8 bits with cos_sin_cache");
   if (r->rotary_dim < 2 || r->rotary_dim % 2 != 0 || r->rotary_dim > keys.head_size) {
     call->Refuse("cos_sin_cache",
                  "have an even number of columns, from 2 to head_size=", keys.head_size);

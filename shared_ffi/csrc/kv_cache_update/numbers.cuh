@@ -37,9 +37,7 @@ __device__ void Store(const Numbers<T, kCount>& numbers, T* to) {
 
 // Writes numbers to a cache: as they are, or divided by the scale and rounded to 8 bits.
 template <typename To, typename From, int kCount>
-__device__ void StoreInCache(const Numbers<From, kCount>& numbers, float scale, void* cache,
-                             int64_t place) {
-  To* to = static_cast<To*>(cache) + place;
+__device__ void StoreInCache(const Numbers<From, kCount>& numbers, float scale, To* to) {
   if constexpr (std::is_same_v<From, To>) {
     Store(numbers, to);
   } else {
@@ -61,16 +59,28 @@ class CachePlace {
         in_block_(slot % p.block_size),
         offset_(p.cache.Offset(block_, in_block_)) {}
 
+  __device__ float KeyScale(int head) const { return p_.k_scale.At(block_, in_block_, head); }
+  __device__ float ValueScale(int head) const { return p_.v_scale.At(block_, in_block_, head); }
+
+  // The row of a head. T: the type of the cache's elements.
+  template <typename T>
+  __device__ T* Key(int head) const {
+    return static_cast<T*>(p_.cache.keys) + (offset_ + head * p_.cache.head_stride);
+  }
+  template <typename T>
+  __device__ T* Value(int head) const {
+    return static_cast<T*>(p_.cache.values) +
+           p_.cache.OffsetOfValue(offset_ + head * p_.cache.head_stride);
+  }
+
   // `first`: of the head's numbers.
   template <typename To, typename Numbers>
   __device__ void StoreKey(const Numbers& numbers, int head, int64_t first) const {
-    StoreInCache<To>(numbers, p_.k_scale.At(block_, in_block_, head), p_.cache.keys,
-                     offset_ + head * p_.cache.head_stride + first);
+    StoreInCache(numbers, KeyScale(head), Key<To>(head) + first);
   }
   template <typename To, typename Numbers>
   __device__ void StoreValue(const Numbers& numbers, int head, int64_t first) const {
-    StoreInCache<To>(numbers, p_.v_scale.At(block_, in_block_, head), p_.cache.values,
-                     p_.cache.OffsetOfValue(offset_ + head * p_.cache.head_stride) + first);
+    StoreInCache(numbers, ValueScale(head), Value<To>(head) + first);
   }
 
  private:

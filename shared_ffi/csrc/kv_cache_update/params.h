@@ -61,7 +61,8 @@ struct Params {
   int64_t head_size;
   int64_t value_head_size;  // 0 where V is a part of K
   DType dtype;              // of key and value
-  DType cache_dtype;        // the same, or one of 8 bits, to which key and value are rounded
+  DType cache_dtype;        // of K: the same, or one of 8 or 4 bits, to which keys are rounded
+  DType value_cache_dtype;  // of V: that of K, but for int8 beside int4
   KvScales k_scale;         // divide key and value before they are rounded
   KvScales v_scale;
   Rotary rotary;

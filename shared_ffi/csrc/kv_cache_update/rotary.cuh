@@ -64,6 +64,26 @@ __device__ Pairs<T, kCount> Rotated(const Rotary& r, int64_t position, const T* 
   return x;
 }
 
+// Rotates the query of a token in place, or makes it NaN if its position has no row and it has a
+// slot. Returns whether there is a row.
+template <typename From, int kCount>
+__device__ bool RotateQueries(const Params& p, int64_t token, int64_t slot, int64_t position) {
+  const Rotary& r = p.rotary;
+  From* query = static_cast<From*>(r.query) + token * r.query_stride;
+  if (!r.HasRow(position)) {
+    ForPieces(slot < 0 ? 0 : r.num_heads, p.head_size, [&](int head, int i) {
+      gpu::FromFloat(__builtin_nanf(""), query + head * p.head_size + i);
+    });
+    return false;
+  }
+  ForPieces(r.num_heads, r.rotary_dim / 2 / kCount, [&](int number, int i) {
+    From* head = query + number * p.head_size;
+    const auto x = Rotated<From, kCount>(r, position, head, i * kCount);
+    for (int j = 0; j < 2; ++j) Store(x.group[j], head + x.place[j]);
+  });
+  return true;
+}
+
 // One block of threads per token. A thread rotates kCount pairs of a head, or moves kCount adjacent
 // numbers, at a time.
 template <typename From, typename To, int kCount>
@@ -71,23 +91,11 @@ __global__ void UpdateRotated(Params p) {
   const Rotary& r = p.rotary;
   const int64_t token = blockIdx.x;
   const int64_t slot = p.Slot(token), position = r.positions.At(token);
-  From* query = static_cast<From*>(r.query) + token * r.query_stride;
-  if (!r.HasRow(position)) {
-    ForPieces(slot < 0 ? 0 : r.num_heads, p.head_size, [&](int head, int i) {
-      gpu::FromFloat(__builtin_nanf(""), query + head * p.head_size + i);
-    });
-    return;
-  }
-  const int64_t pieces = r.rotary_dim / 2 / kCount;
-  ForPieces(r.num_heads, pieces, [&](int number, int i) {
-    From* head = query + number * p.head_size;
-    const auto x = Rotated<From, kCount>(r, position, head, i * kCount);
-    for (int j = 0; j < 2; ++j) Store(x.group[j], head + x.place[j]);
-  });
+  if (!RotateQueries<From, kCount>(p, token, slot, position)) return;
   if (slot < 0 || slot >= p.NumSlots()) return;
   const CachePlace place(p, slot);
   const From* key = static_cast<const From*>(p.key) + token * p.key_stride;
-  ForPieces(p.num_kv_heads, pieces, [&](int head, int i) {
+  ForPieces(p.num_kv_heads, r.rotary_dim / 2 / kCount, [&](int head, int i) {
     const auto x = Rotated<From, kCount>(r, position, key + head * p.head_size, i * kCount);
     for (int j = 0; j < 2; ++j) place.StoreKey<To>(x.group[j], head, x.place[j]);
   });

@@ -19,7 +19,7 @@
 // number of bidirectional_ranges[token] up to the second, if that is larger. There are no tree
 // masks then.
 //
-// An 8-bit cache holds k / k_scale and v / v_scale.
+// A quantized cache holds k / k_scale and v / v_scale.
 //
 // Where V is a part of K (multi-head latent attention), v_j is the first value_head_size numbers of
 // k_j, and v_scale is k_scale. Elsewhere value_head_size is head_size, or less where V is an array
@@ -133,7 +133,7 @@ struct Params {
   const int32_t* block_tables;     // [max_seqs, max_blocks_per_seq]
   const int32_t* query_start_loc;  // [max_seqs + 1]
   const int32_t* num_seqs;         // [1]
-  KvScales k_scale;                // of a cache of 8 bits
+  KvScales k_scale;                // of a quantized cache
   KvScales v_scale;
   const float* sinks;                   // [num_heads]; null: none
   const float* alibi_slopes;            // [num_heads]; null: none
@@ -162,10 +162,11 @@ struct Params {
   bool is_causal;          // all sequences, whatever `causal` says
   bool is_latent;          // V is a part of K
 
-  DType dtype;        // of query and output
-  DType cache_dtype;  // that, or one of 8 bits
+  DType dtype;              // of query and output
+  DType cache_dtype;        // of K: that, or one of 8 or 4 bits
+  DType value_cache_dtype;  // of V: that of K, but for int8 beside int4
 
-  // Whether all positions of an 8-bit cache have the same scales, for each kv head.
+  // Whether all positions of a quantized cache have the same scales, for each kv head.
   XLA_GPU_HOST_DEVICE bool ScalesAreUniform() const {
     return !k_scale.IsPerPosition() && !v_scale.IsPerPosition() && k_scale.block_stride == 0 &&
            v_scale.block_stride == 0;

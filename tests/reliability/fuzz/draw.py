@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from harness.arrays import CACHE_DTYPES
+from harness.arrays import QUANTIZED
 from harness.layouts import LATENT_LAYOUTS, LAYOUTS, SEPARATE_LAYOUTS
 from tests.cases.case import FEATURES, RANGES, SCALES, TREES, Case
 from tests.cases.updates import UpdateCase
@@ -65,17 +65,24 @@ def _features(rng: random.Random, is_latent: bool) -> dict[str, Any]:
     """What attention and updates have in common."""
     layouts = LATENT_LAYOUTS if is_latent else LAYOUTS
     large = (64, 80, 128, 256, 512, 576) if is_latent else (64, 80, 128, 256)
-    cache_dtype = rng.choice([None, None, *CACHE_DTYPES])
+    cache_dtype = rng.choice([None, None, *QUANTIZED])
     head_size = rng.choice([rng.randint(1, 40), 8, 16, 32, rng.choice(large)])
     kv_layout = rng.choice([None, None, *layouts])
     own_value_head_size = None
     if kv_layout in SEPARATE_LAYOUTS and not is_latent:
         own_value_head_size = rng.choice([None, rng.randint(1, head_size), max(1, head_size // 2)])
+    value_cache_dtype = None
+    if kv_layout in SEPARATE_LAYOUTS and not is_latent and rng.random() < 0.5:
+        value_cache_dtype = {"int8": "int4", "int4": "int8"}.get(cache_dtype or "")
+    if "int4" in (cache_dtype, value_cache_dtype):
+        head_size += head_size % 2
+        own_value_head_size = own_value_head_size and own_value_head_size + own_value_head_size % 2
     return {
         "head_size": head_size,
         "block_size": rng.choice([1, 2, 3, 4, 8, 16, rng.randint(1, 70)]),
         "dtype": rng.choice(["float32", "float16", "bfloat16"]),
         "cache_dtype": cache_dtype,
+        "value_cache_dtype": value_cache_dtype,
         "scales": rng.choice(SCALES) if cache_dtype else None,
         "kv_layout": kv_layout,
         "own_value_head_size": own_value_head_size,

@@ -108,6 +108,14 @@ def is_consistent(trial: Trial) -> bool:
     case = trial.case
     if case.scales is not None and case.cache_dtype is None:
         return False
+    dtypes = (case.cache_dtype, case.value_cache_dtype or case.cache_dtype)
+    sizes = (case.head_size, case.own_value_head_size or case.head_size)
+    if any(x == "int4" and size % 2 != 0 for x, size in zip(dtypes, sizes, strict=True)):
+        return False
+    if dtypes[0] != dtypes[1] and (
+        {*dtypes} != {"int8", "int4"} or case.kv_layout not in SEPARATE_LAYOUTS
+    ):
+        return False
     is_latent = case.is_latent if isinstance(case, UpdateCase) else case.value_head_size is not None
     layouts = LATENT_LAYOUTS if is_latent else LAYOUTS
     if case.kv_layout not in (None, *layouts):

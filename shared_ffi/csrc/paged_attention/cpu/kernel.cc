@@ -4,6 +4,7 @@
 //   mask.h             which positions of a KV tile a row attends to
 //   page_table.h       where their K and V lie
 //   prefetch.h         the next tile is prefetched while the current one is read
+//   int4_rows.h        K and V of 4 bits become those of 8 bits, tile by tile
 //   kv_rows.h          K and V of a tile, in the cache or packed
 //   qk.h               q . k, a block of rows by some positions at a time
 //   softmax.h          the online softmax
@@ -192,7 +193,7 @@ void WithCacheType(const Params& p, const Function& function) {
   if (p.dtype == DType::kBFloat16) {
     if (p.cache_dtype == DType::kFloat8E4M3) return function(PairedFloat8E4M3());
     if (p.cache_dtype == DType::kFloat8E5M2) return function(PairedFloat8E5M2());
-    if (p.cache_dtype == DType::kInt8) return function(PairedInt8());
+    if (p.cache_dtype >= DType::kInt8) return function(PairedInt8());
   }
 #endif
   switch (p.cache_dtype) {
@@ -207,6 +208,7 @@ void WithCacheType(const Params& p, const Function& function) {
     case DType::kFloat8E5M2:
       return function(Float8E5M2());
     case DType::kInt8:
+    case DType::kInt4:
       return function(int8_t());
   }
 }

@@ -3,16 +3,11 @@
 
 #include <utility>
 
+#include "int4_rows.h"
 #include "mask.h"
 
 namespace xla_gpu::paged_attention {
 namespace {
-
-// Where K, or V, of a kv head lies at each position of a KV tile: `offset` bytes from there.
-struct RowPlaces {
-  const char* const* positions;  // [kMaxTile]
-  int64_t offset;
-};
 
 // Reads the block table: where the K and V of each position lie, of the current tile and of the
 // next.
@@ -22,11 +17,14 @@ class PageTable {
   PageTable(const Rows& rows, int64_t tile_size, Arena* arena)
       : rows_(rows),
         tile_size_(tile_size),
-        keys_(rows.p.cache.keys, rows.p.cache.head_stride, rows.p.head_size),
+        keys_(rows.p.cache.keys, rows.p.cache.head_stride,
+              ElementsOf(rows.p.cache_dtype, rows.p.head_size)),
         values_(rows.p.cache.values, rows.p.cache.OffsetOfValue(rows.p.cache.head_stride),
-                rows.p.value_head_size),
+                ElementsOf(rows.p.value_cache_dtype, rows.p.value_head_size)),
         shares_strides_(rows.p.cache.ValuesHaveStridesOfKeys()),
         value_offset_(shares_strides_ ? values_.first - keys_.first : 0),
+        int4_keys_(rows.p.cache_dtype, rows.p.head_size, arena),
+        int4_values_(rows.p.value_cache_dtype, rows.p.value_head_size, arena),
         tile_(MakeTile(arena)),
         next_(MakeTile(arena)) {
     num_next_ = Find(rows.item.begin / tile_size * tile_size);
@@ -35,21 +33,27 @@ class PageTable {
   // Makes the tile at this position, which was the next, the current one.
   void Advance(int64_t position) {
     std::swap(tile_, next_);
+    num_current_ = RoundUp(num_next_, kStep);
     num_next_ = Find(position + tile_size_);
   }
 
-  // The K, and the V, of the current tile, of a kv head of the item.
-  RowPlaces Keys(int64_t head) const { return {tile_.keys, head * keys_.head_bytes}; }
+  // The K, and the V, of the current tile, of a kv head of the item. Those of 4 bits are expanded
+  // where those of the head before were.
+  RowPlaces Keys(int64_t head) const {
+    return Expanded(int4_keys_, {tile_.keys, head * keys_.head_bytes});
+  }
   RowPlaces Values(int64_t head) const {
-    return {tile_.values, head * values_.head_bytes + value_offset_};
+    return Expanded(int4_values_, {tile_.values, head * values_.head_bytes + value_offset_});
   }
 
-  // Bytes of a row of K.
-  int64_t row_bytes() const { return keys_.row_bytes; }
+  // Bytes of a row of K as Keys gives it.
+  int64_t row_bytes() const { return rows_.p.head_size * static_cast<int64_t>(sizeof(T)); }
 
   // A prefetcher of a kv head's share of the next tile: where heads lie side by side, all heads of
   // some positions, as they lie in memory; elsewhere its own rows of all positions.
   Prefetcher PrefetcherOf(int64_t head, int64_t num_passes) const {
+    // While two bytes of the current tile are read, one of the next is prefetched.
+    if (int4_keys_.AreUsed() && int4_values_.AreUsed()) num_passes *= 2;
     const int64_t row_bytes = keys_.row_bytes;
     const bool are_adjacent = value_offset_ == row_bytes;  // V
     const bool is_in_key = value_offset_ == 0 && shares_strides_;
@@ -81,6 +85,11 @@ class PageTable {
   }
 
  private:
+  RowPlaces Expanded(const Int4Rows& int4_rows, const RowPlaces& places) const {
+    if (!kIs8Bit<T> || !int4_rows.AreUsed()) return places;
+    return int4_rows.Expand(places, num_current_);
+  }
+
   // An array of rows, in bytes.
   struct Array {
     Array(const void* data, int64_t head_stride, int64_t row_size)
@@ -146,9 +155,12 @@ class PageTable {
   const Array values_;
   const bool shares_strides_;  // K and V
   const int64_t value_offset_;
+  const Int4Rows int4_keys_;
+  const Int4Rows int4_values_;
   Tile tile_;
   Tile next_;
-  int64_t num_next_;  // positions of the next tile
+  int64_t num_current_ = 0;  // rows of the current tile: its positions, rounded up to whole steps
+  int64_t num_next_;         // positions of the next tile
 };
 
 }  // namespace

@@ -70,24 +70,31 @@ __global__ void __launch_bounds__(kThreads, 2)
       float weights[kRowsPerWarp] = {};
       if (slot >= 0) {
         const T* key = KeyOf<T>(p, slot, item.kv_head);
-        const auto multiply_add = [&](int d, T element) {
-          const float k = gpu::ToFloat(element);
+        const auto multiply_add_number = [&](int d, float k) {
           for (int r = 0; r < kRowsPerWarp; ++r)
             weights[r] = gpu::Fma(query[r * stride + d], k, weights[r]);
         };
+        const auto multiply_add = [&](int d, T element) {
+          if (IsInt4<T>(p.cache_dtype)) {
+            for (int i = 0; i < 2; ++i) multiply_add_number(2 * d + i, NumberOf(&element, i));
+          } else {
+            multiply_add_number(d, gpu::ToFloat(element));
+          }
+        };
+        const int64_t row_size = IsInt4<T>(p.cache_dtype) ? p.head_size / 2 : p.head_size;
         int d = 0;
         if (reinterpret_cast<uintptr_t>(key) % 16 == 0) {  // 16 bytes at once
           constexpr int kElements = 16 / sizeof(T);
           struct alignas(16) Elements {
             T element[kElements];
           };
-          for (; d + kElements <= p.head_size; d += kElements) {
+          for (; d + kElements <= row_size; d += kElements) {
             const Elements elements = *reinterpret_cast<const Elements*>(key + d);
 #pragma unroll
             for (int i = 0; i < kElements; ++i) multiply_add(d + i, elements.element[i]);
           }
         }
-        for (; d < p.head_size; ++d) multiply_add(d, key[d]);
+        for (; d < row_size; ++d) multiply_add(d, key[d]);
       }
       for (int r = 0; r < kRowsPerWarp; ++r) {
         const bool attends =
@@ -117,7 +124,9 @@ __global__ void __launch_bounds__(kThreads, 2)
         float v[kColumns];
         for (int i = 0; i < kColumns; ++i) {
           const int d = i * gpu::kWarpSize + lane;
-          v[i] = d < p.value_head_size ? gpu::ToFloat(value[d]) : 0.0f;
+          v[i] = 0;
+          if (d >= p.value_head_size) continue;
+          v[i] = IsInt4<T>(p.value_cache_dtype) ? NumberOf(value, d) : gpu::ToFloat(value[d]);
         }
         for (int r = 0; r < kRowsPerWarp; ++r) {
           const float weight = gpu::Shuffle(weights[r], j);

@@ -36,24 +36,29 @@ AttentionKernel HopperKernelOf();
 template <typename T, typename C, int kHeadSize>
 AttentionKernel DecodeKernelOf();
 
+// Of16Bits, Of8Bits or Of4Bits, for a cache of type C.
+template <typename C, typename Of16Bits, typename Of8Bits, typename Of4Bits>
+using OfCache = std::conditional_t<std::is_same_v<C, Int4OrInt8>, Of4Bits,
+                                   std::conditional_t<kIs8Bit<C>, Of8Bits, Of16Bits>>;
+
 // Head sizes of the decode kernel, ascending; empty unless the build is for sm_90a.
 template <typename C>
-using DecodeHeadSizes =
-    std::conditional_t<kIs8Bit<C>, std::integer_sequence<int XLA_GPU_DECODE_HEAD_SIZES_OF_8_BITS>,
-                       std::integer_sequence<int XLA_GPU_DECODE_HEAD_SIZES>>;
+using DecodeHeadSizes = OfCache<C, std::integer_sequence<int XLA_GPU_DECODE_HEAD_SIZES>,
+                                std::integer_sequence<int XLA_GPU_DECODE_HEAD_SIZES_OF_8_BITS>,
+                                std::integer_sequence<int>>;
 
 // Head sizes of the Hopper kernel, ascending; empty unless the build is for sm_90a.
 template <typename C>
-using HopperHeadSizes =
-    std::conditional_t<kIs8Bit<C>, std::integer_sequence<int XLA_GPU_HOPPER_HEAD_SIZES_OF_8_BITS>,
-                       std::integer_sequence<int XLA_GPU_HOPPER_HEAD_SIZES>>;
+using HopperHeadSizes = OfCache<C, std::integer_sequence<int XLA_GPU_HOPPER_HEAD_SIZES>,
+                                std::integer_sequence<int XLA_GPU_HOPPER_HEAD_SIZES_OF_8_BITS>,
+                                std::integer_sequence<int>>;
 
 // Head sizes of the tensor core kernel, ascending.
 template <typename C>
 using TensorCoreHeadSizes =
-    std::conditional_t<kIs8Bit<C>,
-                       std::integer_sequence<int, XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_8_BITS>,
-                       std::integer_sequence<int, XLA_GPU_TENSOR_CORE_HEAD_SIZES>>;
+    OfCache<C, std::integer_sequence<int, XLA_GPU_TENSOR_CORE_HEAD_SIZES>,
+            std::integer_sequence<int, XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_8_BITS>,
+            std::integer_sequence<int XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_4_BITS>>;
 
 // Calls use(n), of type std::integral_constant, for the first of these ascending sizes that is at
 // least `size`. Returns whether there is one.

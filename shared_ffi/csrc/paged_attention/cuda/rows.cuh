@@ -161,6 +161,26 @@ __device__ __forceinline__ const T* ValueOf(const Params& p, int64_t slot, int64
          p.cache.OffsetOfValue(slot + kv_head * p.cache.head_stride);
 }
 
+// Whether two numbers of K, or of V, share an element. C: type of the cache.
+template <typename C>
+__device__ __forceinline__ bool IsInt4(DType dtype) {
+  return std::is_same_v<C, Int4OrInt8> && dtype == DType::kInt4;
+}
+
+// Number d of a row of int4.
+template <typename C>
+__device__ __forceinline__ float NumberOf(const C* row, int d) {
+  const uint32_t pair = Expand(reinterpret_cast<const Int4Pair*>(row)[d / 2]);
+  return static_cast<int8_t>(pair >> d % 2 * 8);
+}
+
+// The four numbers in the lower half of a word of int4, as int8.
+__device__ __forceinline__ uint32_t Expand4(uint32_t word) {
+  const uint32_t pairs = (word & 0xff) | (word & 0xff00) << 8;
+  const uint32_t halves = (pairs | pairs << 4) & 0x0f0f0f0f;
+  return halves | (halves & 0x08080808) * 0x1e;  // 8 * 0x1e is 0xf0
+}
+
 // The offset of a row in query, and in output.
 __device__ __forceinline__ int64_t QueryOffset(const Params& p, const Item& item, int64_t row) {
   const RowPlace place(p, item, row);

@@ -18,6 +18,7 @@ constexpr int kCombineSharedBytes = Batch::kSharedInts * sizeof(int);
 // Calls use(C()) for the type C of the cache of queries of type T.
 template <typename T, typename Use>
 auto WithCacheType(const Params& p, const Use& use) {
+  if (p.value_cache_dtype == DType::kInt4) return use(Int4OrInt8());
   switch (p.cache_dtype) {
     case DType::kFloat8E4M3:
       return use(Float8E4M3());
@@ -25,6 +26,8 @@ auto WithCacheType(const Params& p, const Use& use) {
       return use(Float8E5M2());
     case DType::kInt8:
       return use(int8_t());
+    case DType::kInt4:
+      return use(Int4OrInt8());
     default:
       return use(T());
   }
@@ -46,11 +49,14 @@ AttentionKernel CudaCoreKernel(const Params& p) {
 // The tensor core kernels copy rows 16 bytes at a time; the Hopper kernel writes 4 bytes at a time.
 template <typename C>
 bool IsAligned(const Params& p) {
-  constexpr int64_t kChunk = 16 / sizeof(C);  // elements
+  constexpr int64_t kChunk = 16 / sizeof(C);  // numbers
   for (const int64_t size : {p.head_size, p.value_head_size, p.query_stride}) {
     if (size % kChunk != 0) return false;
   }
-  if (!p.cache.StridesAreMultiplesOf(kChunk)) return false;
+  if (!p.cache.StridesAreMultiplesOf(ElementsOf(p.cache_dtype, kChunk),
+                                     ElementsOf(p.value_cache_dtype, kChunk))) {
+    return false;
+  }
   for (const void* array :
        {p.query, static_cast<const void*>(p.output), static_cast<const void*>(p.cache.keys),
         static_cast<const void*>(p.cache.values)}) {

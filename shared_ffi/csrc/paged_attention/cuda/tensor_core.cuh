@@ -81,6 +81,8 @@ class TensorCoreItem {
   static constexpr int kKeys = kTile / kParts;  // positions of a KV tile for each warp
   static constexpr int kRows = kWarpRows * kRowsPerWarpTile;
   static constexpr int kColumns = Layout::kColumns;
+  static constexpr bool kHasInt4 = std::is_same_v<C, Int4OrInt8>;
+  static constexpr int kChunksOfThread = kTile * CacheRows::kChunks / kThreads;
   using Products = WarpProducts<T, C, kHeadSize, kKeys, QueryRows, CacheRows, kColumns, ValueRows>;
 
  public:
@@ -104,16 +106,26 @@ class TensorCoreItem {
     CopyQuery();
     gpu::SyncBlock();
     for (int i = 0; i < kStages - 1; ++i) {
-      CopyTile(first + i);
+      if constexpr (kHasInt4) {
+        StoreInt4(first + i, ReadInt4(first + i));
+      } else {
+        CopyTile(first + i);
+      }
       gpu::CommitCopies();
     }
     for (int32_t tile = first; tile < end; ++tile) {
       gpu::WaitCopies<kStages - 2>();
       gpu::SyncBlock();  // the tile is here, and everyone has left the one before
-      CopyTile(tile + kStages - 1);
+      [[maybe_unused]] std::conditional_t<kHasInt4, Int4Chunks, char> int4;
+      if constexpr (kHasInt4) {
+        int4 = ReadInt4(tile + kStages - 1);
+      } else {
+        CopyTile(tile + kStages - 1);
+      }
       gpu::CommitCopies();
       const Slot<C> slot = FindSlotOf(tile + kStages);
       ComputeTile(tile);
+      if constexpr (kHasInt4) StoreInt4(tile + kStages - 1, int4);
       StoreSlot(tile + kStages, slot);
     }
     gpu::WaitCopies<0>();
@@ -196,6 +208,68 @@ class TensorCoreItem {
     }
   }
 
+  // A chunk of 16 numbers of 4 bits.
+  struct alignas(8) Int4Chunk {
+    uint32_t words[2] = {};
+  };
+  // Those of K and V of a KV tile that a thread copies.
+  struct Int4Chunks {
+    Int4Chunk keys[kChunksOfThread];
+    Int4Chunk values[kChunksOfThread];
+  };
+
+  // Calls use(n, to, row, column) for the chunks of a KV tile that the thread copies: the number of
+  // the chunk, its place in K, or V, of the tile, its position, and the number of its column.
+  template <typename Use>
+  __device__ __forceinline__ void ForChunks(const Use& use) const {
+    constexpr int kLanes = 8, kPositions = kThreads / kLanes, kOfRow = CacheRows::kChunks / kLanes;
+    static_assert(!Layout::kIsWide && CacheRows::kChunks % kLanes == 0, "eight lanes copy a row");
+    const int row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+    const int first = CacheRows::Offset(row, lane);
+#pragma unroll
+    for (int n = 0; n < kChunksOfThread; ++n) {
+      const int below = n / kOfRow * kPositions, chunk = n % kOfRow * kLanes;
+      use(n, first + below * CacheRows::kStride + chunk * CacheRows::kChunk, row + below,
+          (lane + chunk) * CacheRows::kChunk);
+    }
+  }
+
+  // Begins to copy a KV tile of which K or V is int4. What is int4 is read, and stored as int8 by
+  // StoreInt4: after the products of another tile, during which the memory has time to answer.
+  __device__ Int4Chunks ReadInt4(int32_t tile) const {
+    const Slot<C>* slots = layout_.Slots(tile);
+    Int4Chunks read;
+    ForChunks([&](int n, int to, int row, int column) {
+      const auto copy = [&](DType dtype, const C* from, bool exists, C* place) -> Int4Chunk {
+        if (dtype == DType::kInt4) {
+          return exists ? *reinterpret_cast<const Int4Chunk*>(from + column / 2) : Int4Chunk();
+        }
+        gpu::CopyAsync16(place + to, from + column, exists);
+        return {};
+      };
+      const int64_t slot = BytesTo<C>(slots[row]);
+      read.keys[n] = copy(p_.cache_dtype, KeyOf<C>(p_, slot, item_.kv_head),
+                          slot >= 0 && column < p_.head_size, layout_.Key(tile));
+      read.values[n] = copy(p_.value_cache_dtype, ValueOf<C>(p_, slot, item_.kv_head),
+                            slot >= 0 && column < p_.value_head_size, Value(tile));
+    });
+    return read;
+  }
+
+  __device__ void StoreInt4(int32_t tile, const Int4Chunks& read) const {
+    ForChunks([&](int n, int to, int /*row*/, int /*column*/) {
+      const auto store = [&](DType dtype, const Int4Chunk& chunk, C* place) {
+        if (dtype != DType::kInt4) return;
+        FourPairs numbers;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) numbers.pair[i] = Expand4(chunk.words[i / 2] >> i % 2 * 16);
+        *reinterpret_cast<FourPairs*>(place + to) = numbers;
+      };
+      store(p_.cache_dtype, read.keys[n], layout_.Key(tile));
+      store(p_.value_cache_dtype, read.values[n], Value(tile));
+    });
+  }
+
   __device__ void ComputeTile(int32_t tile) {
     // The first position of the warp's part of the KV tile.
     const int32_t begin = tile * kTile + part_ * kKeys;
@@ -208,8 +282,10 @@ class TensorCoreItem {
     float shrinks[2];
     softmax_.Weigh(logits, shrinks);
     Softmax::Shrink(shrinks, products_.sums);
-    if (!std::is_integral_v<C> && common_.RowsDiffer(item_, tile * kTile, (tile + 1) * kTile)) {
-      SetAsideNonFinite(tile, begin);
+    if constexpr (!kIsInteger<C>) {
+      if (common_.RowsDiffer(item_, tile * kTile, (tile + 1) * kTile)) {
+        SetAsideNonFinite(tile, begin);
+      }
     }
     if constexpr (kIs8Bit<C>) Products::ScaleWeights(slots, logits);
     products_.template AddValues<typename Products::Weight>(Value(tile), first_key, logits);
