@@ -53,6 +53,19 @@ struct Float8E5M2 {
   uint8_t bits;
 };
 
+// Calls f(T()) for the type T of a query, of keys or of values.
+template <typename F>
+auto WithTensorType(DType dtype, const F& f) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return f(float());
+    case DType::kFloat16:
+      return f(Half());
+    default:
+      return f(BFloat16());
+  }
+}
+
 // Two 4-bit integers in two's complement, from -8 to 7: the first in the lower half of the byte.
 struct Int4Pair {
   uint8_t bits;

@@ -42,19 +42,6 @@ void FinishCopies() {
 #endif
 }
 
-// f(T()) with the type of a tensor's numbers.
-template <typename F>
-auto WithType(DType dtype, const F& f) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return f(float());
-    case DType::kFloat16:
-      return f(Half());
-    default:
-      return f(BFloat16());
-  }
-}
-
 template <typename From, typename To>
 void Quantize(void* to, const void* from, int64_t count, float scale) {
   for (int64_t i = 0; i < count; ++i) {
@@ -90,7 +77,7 @@ Quantizer QuantizerFrom(DType to) {
 // Null where the dtypes are equal.
 Quantizer QuantizerFor(DType from, DType to) {
   if (from == to) return nullptr;
-  return WithType(from, [&](auto type) { return QuantizerFrom<decltype(type)>(to); });
+  return WithTensorType(from, [&](auto type) { return QuantizerFrom<decltype(type)>(to); });
 }
 
 // Rotates a head: the first 2 * num_pairs of its numbers, by as many cosines, then sines.
@@ -120,8 +107,8 @@ class Rotator {
     if (r_.cos_sin_cache == nullptr) return;
     cos_sin_.resize(r_.rotary_dim);
     head_.resize(p.head_size * SizeOf(p.dtype));
-    widen_ = WithType(r_.dtype, [](auto type) { return &Widen<decltype(type)>; });
-    rotate_ = WithType(p.dtype, [&](auto type) {
+    widen_ = WithTensorType(r_.dtype, [](auto type) { return &Widen<decltype(type)>; });
+    rotate_ = WithTensorType(p.dtype, [&](auto type) {
       using T = decltype(type);
       return r_.is_interleaved ? &RotateHead<T, true> : &RotateHead<T, false>;
     });

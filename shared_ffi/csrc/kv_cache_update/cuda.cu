@@ -119,14 +119,7 @@ UpdateKernel KernelFor(const Params& p) {
     if (Fits<uint32_t>(p)) return Update<uint32_t>;
     return Fits<uint16_t>(p) ? Update<uint16_t> : Update<uint8_t>;
   }
-  switch (p.dtype) {
-    case DType::kFloat32:
-      return KernelOfType<float>(p);
-    case DType::kFloat16:
-      return KernelOfType<Half>(p);
-    default:
-      return KernelOfType<BFloat16>(p);
-  }
+  return WithTensorType(p.dtype, [&](auto type) { return KernelOfType<decltype(type)>(p); });
 }
 
 }  // namespace

@@ -119,10 +119,10 @@ class PageTable {
   // get the last one's, so that whole vectors can be read.
   int64_t Find(int64_t first) {
     const KvCache& cache = rows_.p.cache;
-    const auto of_key = [](int64_t offset) { return offset; };
-    const auto of_value = [&](int64_t offset) { return cache.OffsetOfValue(offset); };
-    if (!shares_strides_) FindRows(first, values_, of_value, next_.values);
-    return FindRows(first, keys_, of_key, next_.keys);
+    const auto as_key = [](int64_t offset) { return offset; };
+    const auto as_value = [&](int64_t offset) { return cache.OffsetOfValue(offset); };
+    if (!shares_strides_) FindRows(first, values_, as_value, next_.values);
+    return FindRows(first, keys_, as_key, next_.keys);
   }
 
   template <typename ToOffset>
@@ -133,12 +133,12 @@ class PageTable {
     const int32_t* table = p.block_tables + item.sequence * p.max_blocks_per_seq;
     const int64_t num_positions = Larger(0, Smaller(tile_size_, item.end - first));
     if (num_positions == 0) return 0;
-    const char* const of_head = array.first + item.first_kv_head * array.head_bytes;
+    const char* const first_row = array.first + item.first_kv_head * array.head_bytes;
     const int64_t begin = Larger(first, item.begin);
     int64_t logical = begin / p.block_size, offset = begin % p.block_size;
     for (int64_t j = begin - first; j < num_positions; ++j) {
-      found[j] = of_head + to_offset(p.cache.Offset(table[logical], offset)) *
-                               static_cast<int64_t>(sizeof(T));
+      found[j] = first_row + to_offset(p.cache.Offset(table[logical], offset)) *
+                                 static_cast<int64_t>(sizeof(T));
       if (++offset == p.block_size) {
         offset = 0;
         ++logical;

@@ -309,16 +309,8 @@ gpu::Error RunOnCuda(const Params& p, const Scratch& scratch, void* stream) {
   if (p.num_tokens * p.num_heads > UINT32_MAX) {
     return {"paged_attention", "num_tokens * num_heads must be less than 2^32 on CUDA"};
   }
-  switch (p.dtype) {
-    case DType::kFloat32:
-      return Run<float>(p, scratch, stream);
-    case DType::kFloat16:
-      return Run<Half>(p, scratch, stream);
-    case DType::kBFloat16:
-      return Run<BFloat16>(p, scratch, stream);
-    default:
-      return {"paged_attention", "unknown storage type"};
-  }
+  return WithTensorType(p.dtype,
+                        [&](auto type) { return Run<decltype(type)>(p, scratch, stream); });
 }
 
 }  // namespace xla_gpu::paged_attention
