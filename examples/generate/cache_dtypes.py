@@ -125,11 +125,11 @@ def main() -> None:
     checkpoint = load(options.model, "float32")
     texts = answers(checkpoint, options.max_new_tokens)
     model = model_of(checkpoint)
-    columns = (
-        *("cache", "bytes of a head's K and V", "mean log-probability", "mean difference"),
-        *("largest difference", "same best token"),
+    print(
+        "| cache | bytes of a head's K and V | mean log-probability | mean difference "
+        "| largest difference | same best token |"
     )
-    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    print("|---|---|---|---|---|---|")
     exact: list[Tensor] = []
     for name, dtypes in CACHES.items():
         rows = [logprobs(model, tokens, *dtypes)[start - 1 :] for tokens, start in texts]

@@ -73,7 +73,7 @@ def enlarged(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     junk: Any = np.nan
     if array.dtype == np.int32:
         junk = np.random.default_rng(0).choice(JUNK, shape)
-    elif array.dtype == np.int8:
+    elif array.dtype in (np.int8, np.uint8):
         junk = 127
     larger = np.full(shape, junk, array.dtype)
     larger[tuple(map(slice, array.shape))] = array

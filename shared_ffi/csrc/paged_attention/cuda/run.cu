@@ -46,23 +46,23 @@ AttentionKernel CudaCoreKernel(const Params& p) {
   return kernel;
 }
 
-// The tensor core kernels copy rows 16 bytes at a time; the Hopper kernel writes 4 bytes at a time.
+// The tensor core kernels copy rows 16 bytes at a time, of int4 8; the Hopper kernel writes 4 bytes
+// at a time.
 template <typename C>
 bool IsAligned(const Params& p) {
   constexpr int64_t kChunk = 16 / sizeof(C);  // numbers
+  const int64_t key_chunk = ElementsOf(p.cache_dtype, kChunk);
+  const int64_t value_chunk = ElementsOf(p.value_cache_dtype, kChunk);
   for (const int64_t size : {p.head_size, p.value_head_size, p.query_stride}) {
     if (size % kChunk != 0) return false;
   }
-  if (!p.cache.StridesAreMultiplesOf(ElementsOf(p.cache_dtype, kChunk),
-                                     ElementsOf(p.value_cache_dtype, kChunk))) {
-    return false;
-  }
-  for (const void* array :
-       {p.query, static_cast<const void*>(p.output), static_cast<const void*>(p.cache.keys),
-        static_cast<const void*>(p.cache.values)}) {
-    if (reinterpret_cast<uintptr_t>(array) % 16 != 0) return false;
-  }
-  return true;
+  const auto is_multiple = [](const void* address, int64_t num_bytes) {
+    return reinterpret_cast<uintptr_t>(address) % num_bytes == 0;
+  };
+  constexpr int64_t kBytes = sizeof(C);
+  return p.cache.StridesAreMultiplesOf(key_chunk, value_chunk) && is_multiple(p.query, 16) &&
+         is_multiple(p.output, 16) && is_multiple(p.cache.keys, key_chunk * kBytes) &&
+         is_multiple(p.cache.values, value_chunk * kBytes);
 }
 
 // Whether the offset of each position in the cache is a 32-bit number of chunks of 16 bytes, as the
