@@ -25,6 +25,8 @@ class Call(NamedTuple):
     kv_cache: np.ndarray
     metadata: tuple[np.ndarray, ...]
     scale: float
+    magnitude: float
+    """The mean magnitude of the numbers in the cache."""
 
     @property
     def name(self) -> str:
@@ -53,16 +55,21 @@ def calls() -> Iterator[Call]:
         max_blocks_per_seq=max(num_blocks),
     )
     for dtype in ("bfloat16", "float16"):
-        kinds = [(dtype, size) for size in (64, 128, 192, 256)]
+        kinds = [(dtype, size) for size in (64, 128, 192, 256, 512)]
         kinds += [(x, size) for x in ("float8_e4m3fn", "float8_e5m2", "int8") for size in (64, 128)]
+        kinds.append(("uint8", 128))
         for cache_dtype, size in kinds:
             query = rng.standard_normal((len(batch.tokens), _HEADS, size), np.float32)
             shape = (sum(num_blocks), _BLOCK_SIZE, 2 * _KV_HEADS, size)
             kv_cache = rng.standard_normal(shape, np.float32)
             if cache_dtype == "int8":
                 kv_cache = np.round(kv_cache * 20).clip(-127, 127)
-            scale = 0.3 / np.abs(kv_cache).mean()
-            yield Call(dtype, cache_dtype, query, kv_cache, batch[3:], float(scale))
+            magnitude = float(np.abs(kv_cache).mean())
+            if cache_dtype == "uint8":  # pairs of numbers from -8 to 7
+                pairs = rng.integers(256, size=(*shape[:3], size // 2))
+                kv_cache, magnitude = pairs.astype(np.float32), 4.0
+            scale = 0.3 / magnitude
+            yield Call(dtype, cache_dtype, query, kv_cache, batch[3:], scale, magnitude)
 
 
 def compare(attend: Callable[[Call, bool], np.ndarray], native: Any = _native) -> str:
@@ -70,8 +77,8 @@ def compare(attend: Callable[[Call, bool], np.ndarray], native: Any = _native) -
 
     Args:
         attend: computes a call on the GPU and returns the output in float32. If the second
-            argument is true, it rounds the query (and the cache, unless that has 8 bits) and then
-            widens them to float32, for which there is the plain kernel only.
+            argument is true, it rounds the query, and a cache of the same dtype, and then widens
+            them to float32, for which there is the plain kernel only.
         native: the module of the handlers.
 
     Raises:
@@ -105,8 +112,7 @@ def check(kernels: str, call: Call, result: np.ndarray, plain: np.ndarray) -> No
     """Raises ArithmeticError if a result is not the plain kernel's, but for the rounding of weights
     and results to the call's dtype."""
     unit = 2.0**-8 if call.dtype == "bfloat16" or call.cache_dtype != call.dtype else 2.0**-11
-    size = np.abs(call.kv_cache).mean()
-    error = np.abs(result - plain) / (np.abs(plain) + size)
+    error = np.abs(result - plain) / (np.abs(plain) + call.magnitude)
     if not error.max() <= 4 * unit:
         raise ArithmeticError(
             f"{kernels} differ from the plain one by {error.max():.2g} of the size of a value, for "
