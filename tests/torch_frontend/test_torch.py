@@ -172,6 +172,29 @@ def test_strided_caches_are_not_copied() -> None:
         )
 
 
+def test_keys_of_int8_and_values_of_int4_in_the_rows_of_one_tensor() -> None:
+    """48 bytes for a head: 32 numbers of K, then 32 of V, two in each."""
+    rows = torch.randint(0, 256, (8, 4, 2, 48), dtype=torch.uint8)
+    caches = rows[..., :32].view(torch.int8), rows[..., 32:]
+    query, key = torch.randn(3, 4, 32), torch.randn(3, 2, 32)
+    metadata = [torch.tensor(x, dtype=torch.int32) for x in ([9], [[5, 2, 7]], [0, 3], [1])]
+    slots, scales = (
+        torch.tensor([10, 11, 28]),
+        {"k_scale": torch.tensor(0.02), "v_scale": torch.tensor(0.3)},
+    )
+
+    def attend(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return OPS.paged_attention(query, keys, *metadata, 0.2, value_cache=values, **scales)
+
+    dense = [x.clone() for x in caches]
+    for keys, values in (dense, caches):
+        OPS.kv_cache_update(keys, key, -key, slots, value_cache=values, **scales)
+    for cache, right in zip(caches, dense, strict=True):
+        assert torch.equal(cache, right)
+    for run in (attend, torch.compile(attend, backend="aot_eager")):
+        assert torch.equal(run(*caches), attend(*dense))
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_requires_grad_without_grad_mode(mode: Any) -> None:
     query, *rest = tensors(attention())
