@@ -85,4 +85,5 @@ def unpacked(array: Any) -> np.ndarray:
     if array.dtype != np.uint8:
         return np.asarray(array)
     halves = np.stack([array & 0xF, array >> 4], -1).astype(np.int8)
-    return (halves - 16 * (halves >= 8)).astype(np.int8).reshape(*array.shape[:-1], -1)
+    numbers = (halves - 16 * (halves >= 8)).astype(np.int8)
+    return numbers.reshape(*array.shape[:-1], 2 * array.shape[-1])

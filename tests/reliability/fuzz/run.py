@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from harness import reference
-from harness.arrays import guarded, shared_with_torch
+from harness.arrays import guarded, shared_with_torch, unpacked
 from harness.compare import Oracle, assert_same_bits
 from shared_ffi import _native, kv_cache_update, paged_attention
 from shared_ffi.spec import Call
@@ -281,7 +281,7 @@ class EagerBackend:
             num_tokens, num_heads, head_size = inputs.query.shape
             columns = options.get("value_head_size") or head_size
             if "value_cache" in arrays:
-                columns = arrays["value_cache"].shape[-1]
+                columns = unpacked(arrays["value_cache"]).shape[-1]
             if 1 <= columns <= head_size:
                 out = np.full((num_tokens, num_heads, columns), 99).astype(inputs.query.dtype)
                 keywords["out"] = shared_with_torch(guarded(out))
