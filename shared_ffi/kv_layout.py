@@ -247,15 +247,15 @@ def check_dtypes(
         raise dtype_error(op, "kv_cache", rule, kv_cache.dtype)
     if value_cache is None or value_cache.dtype == kv_cache.dtype:
         return
-    dtypes = {kv_cache.dtype, value_cache.dtype}
-    are_integers = dtypes == set(INTEGER_DTYPES)
+    are_integers = {kv_cache.dtype, value_cache.dtype} == set(INTEGER_DTYPES)
     if are_integers and dtype in STORAGE_DTYPES:
         return
     rule = f"kv_cache's dtype {kv_cache.dtype}"
     if are_integers:
         rule += f", that of {argument}, which is copied"
-    elif dtypes & set(CACHE_DTYPES):
-        rule += f" (of two dtypes, only {' and '.join(INTEGER_DTYPES)})"
+    elif kv_cache.dtype in INTEGER_DTYPES and dtype in STORAGE_DTYPES:
+        (other,) = set(INTEGER_DTYPES) - {kv_cache.dtype}
+        rule += f", or {other}"
     raise dtype_error(op, "value_cache", rule, value_cache.dtype)
 
 

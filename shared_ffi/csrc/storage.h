@@ -220,8 +220,9 @@ XLA_GPU_HOST_DEVICE inline void FromFloat(float x, int8_t* to) {
 }
 
 XLA_GPU_HOST_DEVICE inline Int4Pair PairOf(float first, float second) {
-  const int32_t halves = (RoundToInteger<8>(first) & 0xf) | RoundToInteger<8>(second) << 4;
-  return {static_cast<uint8_t>(halves)};
+  const auto low = static_cast<uint32_t>(RoundToInteger<8>(first));
+  const auto high = static_cast<uint32_t>(RoundToInteger<8>(second));
+  return {static_cast<uint8_t>((low & 0xf) | high << 4)};
 }
 
 }  // namespace xla_gpu

@@ -637,7 +637,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "Pallas, only K is quantized": (
         pallas_tpu_call(v_pages=jnp.zeros((3, 30, 8, 32), jnp.bfloat16)),
-        "value_cache must have kv_cache's dtype int8; got bfloat16",
+        "value_cache must have kv_cache's dtype int8, or uint8; got bfloat16",
     ),
     "Pallas on GPUs, a scale for each head": (
         pallas_gpu_call(v_scales_pages=jnp.ones(3)),

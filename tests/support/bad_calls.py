@@ -446,18 +446,17 @@ STATIC = [
     *(
         fault(
             op,
-            f"value_cache must have kv_cache's dtype {key_dtype} (of two dtypes, only int8 and uint8); "
-            f"got {value_dtype}",
+            f"value_cache must have kv_cache's dtype {rule}; got {value_dtype}",
             TypeError,
             kv_cache=np.ones((4, 2, 2, 8 // numbers_of(key_dtype)), key_dtype),
             value_cache=np.ones((4, 2, 2, 8 // numbers_of(value_dtype)), value_dtype),
         )
         for op in (attention, update)
-        for key_dtype, value_dtype in (
-            ("int8", "float8_e4m3fn"),
-            ("float8_e5m2", "uint8"),
-            ("uint8", "float32"),
-            ("float32", "int8"),
+        for key_dtype, rule, value_dtype in (
+            ("int8", "int8, or uint8", "float8_e4m3fn"),
+            ("float8_e5m2", "float8_e5m2", "uint8"),
+            ("uint8", "uint8, or int8", "float32"),
+            ("float32", "float32", "int8"),
         )
     ),
     fault(
