@@ -18,7 +18,7 @@ CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8")
 """The dtypes that a cache may have instead. An element of uint8 holds two numbers of 4 bits."""
 
 INTEGER_DTYPES = ("int8", "uint8")
-"""Those of them of which K and V may have different ones."""
+"""K may have one of these and V the other."""
 
 NO_OVERLAP = "have no overlapping elements: it is written in place"
 """The rule for an array that is written in place."""

@@ -59,8 +59,8 @@ ALL = [fault for faults in SUITES.values() for fault in faults]
 
 
 def instruction_sets() -> list[str]:
-    """Those of the CPU kernels with faults: one with instructions of its own, if the processor has
-    it, and the one of every processor."""
+    """The sets that the CPU kernels with faults are built for: one with instructions of its own, if
+    the processor has it, and the one of every processor."""
     from shared_ffi import _native  # noqa: PLC0415  (pytest's option --native replaces it)
 
     names = _native.cpu_instruction_sets()

@@ -37,8 +37,8 @@ class PageTable {
     num_next_ = Find(position + tile_size_);
   }
 
-  // The K, and the V, of the current tile, of a kv head of the item. Those of 4 bits are expanded
-  // where those of the head before were.
+  // The K, and the V, of the current tile, of a kv head of the item. Rows of int4 are expanded into
+  // the memory of those of the head before.
   RowPlaces Keys(int64_t head) const {
     return Expanded(int4_keys_, {tile_.keys, head * keys_.head_bytes});
   }

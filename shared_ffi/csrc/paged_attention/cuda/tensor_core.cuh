@@ -212,7 +212,7 @@ class TensorCoreItem {
   struct alignas(8) Int4Chunk {
     uint32_t words[2] = {};
   };
-  // Those of K and V of a KV tile that a thread copies.
+  // The chunks of K and V of a KV tile that a thread copies.
   struct Int4Chunks {
     Int4Chunk keys[kChunksOfThread];
     Int4Chunk values[kChunksOfThread];
