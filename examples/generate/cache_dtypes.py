@@ -135,17 +135,17 @@ def main() -> None:
         rows = [logprobs(model, tokens, *dtypes)[start - 1 :] for tokens, start in texts]
         exact = exact or rows
         chosen = [torch.tensor(tokens[start:])[:, None] for tokens, start in texts]
-        of = [
+        found, expected = (
             torch.cat([x.gather(1, i) for x, i in zip(y, chosen, strict=True)])
             for y in (rows, exact)
-        ]
-        difference = (of[0] - of[1]).abs()
+        )
+        difference = (found - expected).abs()
         same = torch.cat([x.argmax(-1) == y.argmax(-1) for x, y in zip(rows, exact, strict=True)])
         bits = [8 * x.itemsize // (2 if x == INT4 else 1) for x in dtypes]
         num_bytes = sum(bits) * checkpoint.config.head_size // 8
         num_bytes += 4 * sum(x in LARGEST for x in dtypes)
         print(
-            f"| {name} | {num_bytes} | {of[0].mean():.4f} | {difference.mean():.4f} "
+            f"| {name} | {num_bytes} | {found.mean():.4f} | {difference.mean():.4f} "
             f"| {difference.max():.3f} | {same.float().mean():.1%} |"
         )
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from harness.arrays import QUANTIZED
+from harness.arrays import QUANTIZED, unpacked
 from harness.layouts import SEPARATE_LAYOUTS
-from tests.cases.case import CHUNKED, MIXED, SCALES, Case, each_dtype
+from tests.cases.case import CHUNKED, MIXED, SCALES, Case, Inputs, each_dtype
 
 BATCHES = {
     "decode": (24, ((1, 150), (1, 3))),
@@ -127,3 +127,9 @@ def _two_dtypes() -> Iterator[Case]:
 
 CASES = [*_one_dtype(), *_int4(), *_two_dtypes()]
 INT4_CASES = [case for case in CASES if "int4" in (case.cache_dtype, case.value_cache_dtype)]
+
+
+def in_int8(inputs: Inputs, attributes: dict[str, Any]) -> tuple[Inputs, dict[str, Any]]:
+    """The same call with int8 in place of int4."""
+    values = {k: unpacked(x) for k, x in attributes.items() if k == "value_cache"}
+    return inputs._replace(kv_cache=unpacked(inputs.kv_cache)), attributes | values

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 
 from harness import reference
-from harness.arrays import unpacked
 from harness.compare import assert_close_on_cpu, assert_same_bits
 from shared_ffi import _native, kv_cache_update, simple_add
 from tests.cases import quantized
@@ -67,9 +66,7 @@ def test_paged_attention(case: Case) -> None:
 def test_int4_has_the_bits_of_int8(case: Case) -> None:
     inputs, attributes = case.inputs(), case.attributes()
     result = attend(inputs, **attributes)
-    if "value_cache" in attributes:
-        attributes["value_cache"] = unpacked(attributes["value_cache"])
-    inputs = inputs._replace(kv_cache=unpacked(inputs.kv_cache))
+    inputs, attributes = quantized.in_int8(inputs, attributes)
     assert_same_bits(attend(inputs, **attributes), result)
 
 

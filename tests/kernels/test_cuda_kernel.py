@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 
 from harness import reference
-from harness.arrays import guarded, unpacked
+from harness.arrays import guarded
 from harness.compare import assert_close_on_cuda, assert_same_bits
 from shared_ffi import kv_cache_update, paged_attention, simple_add
 from shared_ffi.spec import ArraySpec
@@ -290,21 +290,19 @@ def test_paged_attention(case: Case, gpu: Gpu) -> None:
         assert_same_bits(attend(gpu, inputs, **attributes, seed=seed), result)
 
 
-WIDE_HEADS = {
-    "latent": [(576, 512), (512, 512), (264, 200), (448, 296)],
-    "own": [(512, 512), (264, 264), (512, 320), (448, 96)],
-}
-
-
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", quantized.INT4_CASES, ids=lambda case: case.id)
 def test_int4_has_the_bits_of_int8(case: Case, gpu: Gpu) -> None:
     inputs, attributes = case.inputs(), case.attributes()
     result = attend(gpu, inputs, **attributes)
-    if "value_cache" in attributes:
-        attributes["value_cache"] = unpacked(attributes["value_cache"])
-    inputs = inputs._replace(kv_cache=unpacked(inputs.kv_cache))
+    inputs, attributes = quantized.in_int8(inputs, attributes)
     assert_same_bits(attend(gpu, inputs, **attributes), result)
+
+
+WIDE_HEADS = {
+    "latent": [(576, 512), (512, 512), (264, 200), (448, 296)],
+    "own": [(512, 512), (264, 264), (512, 320), (448, 96)],
+}
 
 
 @pytest.mark.pairwise
