@@ -9,7 +9,7 @@ constexpr int64_t kMaxChunks = 4;          // of rows of a kv head that share pa
 constexpr int64_t kPackedBytes = 1 << 19;  // of a split of these, at most, to fit a core's cache
 constexpr int64_t kStepBytes = 3 << 18;    // of K and V of a step, at most, to fit a core's cache
 constexpr int64_t kItemsPerThread = 8;     // so that no thread waits long for the last
-constexpr int64_t kMinItemCost = 1 << 22;  // so that neighbouring heads are read together
+constexpr int64_t kMinItemCost = 1 << 24;  // so that neighbouring heads are read together
 constexpr int64_t kMinParallelCost = 1 << 20;  // that is worth waking another thread for
 
 // Multiply-adds of an item, with 8 rows more: reading the cache takes about as long.
