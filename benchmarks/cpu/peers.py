@@ -4,7 +4,7 @@ layout, a plan) is prepared beforehand and not timed."""
 from __future__ import annotations
 
 import importlib.util
-from functools import cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from benchmarks.contest import (
     Jitted,
     Maker,
     gathered,
+    takes_8_bits,
     to_jax,
     torch_sdpa,
 )
-from benchmarks.workloads import Workload
+from benchmarks.workloads import DTYPES, SCALE, Workload
 
 
 def torch_sdpa_grouped(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
@@ -36,6 +37,58 @@ def torch_sdpa_grouped(workload: Workload, operands: list[torch.Tensor]) -> Cont
         return out.flatten(1, 2)
 
     return run
+
+
+@lru_cache(maxsize=1)
+def _compiled_flex(workload: Workload) -> tuple[Any, Any]:
+    """The function, and its mask for causal attention."""
+    q_len, context = workload.sequences[0]
+    from torch.nn.attention.flex_attention import (  # noqa: PLC0415
+        create_block_mask,
+        flex_attention,
+    )
+
+    def causal(_b: Any, _h: Any, row: Any, column: Any) -> Any:
+        return row + context - q_len >= column
+
+    torch.compiler.reset()  # or it recompiles for any shape, and stops after a few
+    mask = create_block_mask(causal, None, None, q_len, context, "cpu") if q_len > 1 else None
+    return torch.compile(flex_attention, dynamic=False), mask
+
+
+def torch_flex(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
+    """torch's flex_attention over gathered K and V, compiled by Inductor for these shapes."""
+    key, value = gathered(workload, operands)
+    q_len, context = workload.sequences[0]
+    query = operands[0].unflatten(0, (-1, q_len)).transpose(1, 2)
+    scale = workload.model.attributes()["scale"]
+    attend, mask = _compiled_flex(workload)
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            out = attend(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    return run
+
+
+def ejkernel(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
+    """ejKernel's unified attention, written in JAX, over separate K and V."""
+    from ejkernel.kernels._xla.unified_attention import unified_attention  # noqa: PLC0415
+
+    query, cache, lengths, tables, starts, _ = operands
+    model = workload.model
+    if max(q_len for q_len, _ in workload.sequences) > 2048:
+        raise DoesNotApply("so many query tokens within minutes")
+    attend = partial(
+        unified_attention,
+        softmax_scale=model.attributes()["scale"],
+        sliding_window=model.sliding_window,
+        logits_soft_cap=model.soft_cap,
+    )
+    caches = (cache[:, :, 0::2], cache[:, :, 1::2])
+    tables = tables.clamp(max=len(cache) - 1)
+    return Jitted(attend, *map(to_jax, (query, *caches, lengths, tables, starts)))
 
 
 def jax_numpy(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
@@ -85,8 +138,14 @@ def _load_vllm() -> None:
     torch.ops.load_library(path)
 
 
+@takes_8_bits
 def vllm(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
     """vLLM's CPU attention, in its own layout: [blocks, kv heads, 2 x block size, head size]."""
+    kinds = {None: "auto", "float8_e4m3fn": "fp8_e4m3"}
+    if workload.cache_dtype not in kinds:
+        raise DoesNotApply(f"a cache of {workload.cache_dtype}")
+    kind = kinds[workload.cache_dtype]
+    scales = (1.0, 1.0) if kind == "auto" else (SCALE, SCALE)
     _load_vllm()
     ops, model = torch.ops._C, workload.model
     query, cache, lengths, tables, starts, _ = operands
@@ -96,25 +155,26 @@ def vllm(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
             sum(-(-context // block_size) for _, context in workload.sequences),
             *(model.num_kv_heads, 2 * block_size, model.head_size),
         ),
-        dtype=cache.dtype,
+        dtype=cache.dtype if kind == "auto" else torch.uint8,
     )
     key, value = kv.chunk(2, dim=2)
     own_tables = torch.zeros(len(lengths), int(lengths.max()) // block_size + 1, dtype=torch.int32)
     first = 0
     for s, (_, context) in enumerate(workload.sequences):
         blocks = tables[s, : -(-context // workload.block_size)].long()
-        rows = cache[blocks].flatten(0, 1)[:context]
+        rows = _numbers(workload, cache, blocks)[:context]
         count = -(-context // block_size)
         own_tables[s, :count] = torch.arange(first, first + count)
         slots = torch.arange(context) + first * block_size
         ops.cpu_attn_reshape_and_cache(
-            rows[:, 0::2].contiguous(), rows[:, 1::2].contiguous(), key, value, slots, isa
-        )
+            rows[:, 0::2].contiguous(), rows[:, 1::2].contiguous(), key, value, slots, isa,
+            *scales, kind,
+        )  # fmt: skip
         first += count
     window = model.sliding_window or -1
     plan = ops.get_scheduler_metadata(
         len(lengths), model.num_heads, model.num_kv_heads, model.head_size, lengths, query.dtype,
-        starts, True, window, isa, True, None,
+        starts, True, window, isa, True, None, kind,
     )  # fmt: skip
     scale, cap = model.attributes()["scale"], model.soft_cap or 0.0
 
@@ -122,11 +182,19 @@ def vllm(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
         out = torch.empty_like(query)
         ops.cpu_attention_with_kv_cache(
             query, key, value, out, starts, lengths, scale, True, None, window, own_tables, cap,
-            plan, None, None,
+            plan, None, None, *scales, kind,
         )  # fmt: skip
         return out
 
     return run
+
+
+def _numbers(workload: Workload, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """The K and V of some blocks in the workload's dtype, [positions, 2 x kv heads, head size]."""
+    if workload.cache_dtype is None:
+        return cache[blocks].flatten(0, 1)
+    bits = cache.view(torch.uint8)[blocks].flatten(0, 1)  # PyTorch cannot index 8-bit floats
+    return (bits.view(cache.dtype).float() * SCALE).to(DTYPES[workload.dtype])
 
 
 def _openvino_model(workload: Workload, compute: str) -> Any:
@@ -174,72 +242,110 @@ def _openvino_model(workload: Workload, compute: str) -> Any:
     return ov.Model([node.output(0)], parameters)
 
 
+@lru_cache(maxsize=1)
+def _compiled_openvino(workload: Workload, compute: str, precision: str) -> Any:
+    import openvino as ov  # noqa: PLC0415
+
+    config = {
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+        "INFERENCE_PRECISION_HINT": compute,
+        "KV_CACHE_PRECISION": precision if workload.cache_dtype is None else "u8",
+    }
+    return ov.Core().compile_model(_openvino_model(workload, compute), "CPU", config)
+
+
+@takes_8_bits
 def openvino(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
     """OpenVINO's CPU operator, in its own layout: [blocks, kv heads, block size, head size].
 
     It also stores K and V of the query tokens. Few processors have float16 arithmetic; without it,
-    only the cache is float16, and query and output are float32.
+    only the cache is float16, and query and output are float32. The contestant for int8 is its u8,
+    which has a scale and a zero point for each group of numbers.
     """
     import openvino as ov  # noqa: PLC0415
 
     model = workload.model
     if model.soft_cap:
         raise DoesNotApply("a cap")
+    if workload.cache_dtype not in (None, "int8"):
+        raise DoesNotApply(f"a cache of {workload.cache_dtype}")
     query, cache, _, tables, starts, _ = operands
-    core = ov.Core()
     precision, capability = {
         "float32": ("f32", "FP32"), "float16": ("f16", "FP16"), "bfloat16": ("bf16", "BF16"),
     }[workload.dtype]  # fmt: skip
-    native = capability in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    native = capability in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     if workload.dtype == "bfloat16" and not native:
         raise DoesNotApply("bfloat16 on this processor")
     compute, dtype = (precision, query.dtype) if native else ("f32", torch.float32)
-    config = {
-        "PERFORMANCE_HINT": "LATENCY",
-        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
-        "INFERENCE_PRECISION_HINT": compute,
-        "KV_CACHE_PRECISION": precision,
-    }
-    compiled = core.compile_model(_openvino_model(workload, compute), "CPU", config)
-
-    block_size = compiled.input(3).partial_shape[2].get_length()
-    first = [0]
-    for _, context in workload.sequences:
-        first.append(first[-1] + -(-context // block_size))
-    shape = (first[-1], model.num_kv_heads, block_size, model.head_size)
-    key, value = torch.zeros(shape, dtype=cache.dtype), torch.zeros(shape, dtype=cache.dtype)
-    fresh = []
-    for s, (q_len, context) in enumerate(workload.sequences):
-        blocks = tables[s, : -(-context // workload.block_size)].long()
-        rows = cache[blocks].flatten(0, 1)[:context]
-        fresh.append(rows[context - q_len :].to(dtype))
-        own = slice(first[s], first[s + 1])
-        past = torch.zeros((own.stop - own.start) * block_size, *rows.shape[1:], dtype=rows.dtype)
-        past[: context - q_len] = rows[: context - q_len]
-        past = past.unflatten(0, (-1, block_size)).transpose(1, 2)
-        key[own], value[own] = past[:, 0::2], past[:, 1::2]
-    new = torch.cat(fresh)
-    arrays = [
-        query.to(dtype).flatten(1),
-        *(new[:, n::2].flatten(1).contiguous() for n in (0, 1)),
-        *(key, value),
-        torch.tensor([context - q_len for q_len, context in workload.sequences]).int(),
-        starts[: len(first)],
-        torch.arange(first[-1]).int(),
-        torch.tensor(first).int(),
-    ]
-    out = torch.empty_like(arrays[0])
+    compiled = _compiled_openvino(workload, compute, precision)
+    request = compiled.create_infer_request()
 
     def shared(tensor: torch.Tensor) -> Any:
         if tensor.dtype != torch.bfloat16:
             return ov.Tensor(tensor.numpy(), shared_memory=True)
         return ov.Tensor(tensor.view(torch.int16).numpy(), list(tensor.shape), ov.Type.bf16)
 
-    request = compiled.create_infer_request()
-    for i, array in enumerate(arrays):
-        request.set_input_tensor(i, shared(array))
-    request.set_output_tensor(0, shared(out))
-    result = out.unflatten(1, (model.num_heads, model.head_size))
+    def integers(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    def prepare(arrays: list[torch.Tensor]) -> torch.Tensor:
+        for i, array in enumerate(arrays):
+            request.set_input_tensor(i, shared(array))
+        out = torch.empty_like(arrays[0])
+        request.set_output_tensor(0, shared(out))
+        return out
+
+    shapes = [compiled.input(i).partial_shape for i in (3, 4)]
+    block_size = shapes[1][2].get_length()  # u8 keys have their scales in rows of their own
+    first = [0]
+    for _, context in workload.sequences:
+        first.append(first[-1] + -(-context // block_size))
+    key, value = (
+        torch.zeros(
+            (first[-1], *(size.get_length() for size in list(shape)[1:])),
+            dtype=cache.dtype if workload.cache_dtype is None else torch.uint8,
+        )
+        for shape in shapes
+    )
+    fresh = []
+    for s, (q_len, context) in enumerate(workload.sequences):
+        blocks = tables[s, : -(-context // workload.block_size)].long()
+        rows = _numbers(workload, cache, blocks)[:context]
+        fresh.append(rows[context - q_len :].to(dtype))
+        rows = rows[: context - q_len]
+        own = slice(first[s], first[s + 1])
+        if workload.cache_dtype is None:
+            past = torch.zeros(
+                (own.stop - own.start) * block_size, *rows.shape[1:], dtype=rows.dtype
+            )
+            past[: len(rows)] = rows
+            past = past.unflatten(0, (-1, block_size)).transpose(1, 2)
+            key[own], value[own] = past[:, 0::2], past[:, 1::2]
+        else:  # only the operator knows how it stores them
+            rows = rows.to(dtype)
+            arrays = [
+                torch.zeros(len(rows), query[0].numel(), dtype=dtype),
+                *(rows[:, n::2].flatten(1).contiguous() for n in (0, 1)),
+                *(key[own], value[own]),
+                integers(0),
+                integers(0, len(rows)),
+                torch.arange(own.stop - own.start).int(),
+                integers(0, own.stop - own.start),
+            ]
+            prepare(arrays)
+            request.infer(share_outputs=True)
+    new = torch.cat(fresh)
+    arrays = [
+        query.to(dtype).flatten(1),
+        *(new[:, n::2].flatten(1).contiguous() for n in (0, 1)),
+        *(key, value),
+        integers(*(context - q_len for q_len, context in workload.sequences)),
+        starts[: len(first)],
+        torch.arange(first[-1]).int(),
+        integers(*first),
+    ]
+    result = prepare(arrays).unflatten(1, (model.num_heads, model.head_size))
 
     def run(_: Any = arrays) -> torch.Tensor:  # OpenVINO does not keep the arrays alive
         request.infer(share_outputs=True)
@@ -269,5 +375,7 @@ PEERS: dict[str, Maker] = {
     "OpenVINO": openvino,
     "torch SDPA, grouped (contiguous)": torch_sdpa_grouped,
     "torch SDPA (contiguous)": torch_sdpa,
+    "torch flex attention (contiguous)": torch_flex,
+    "ejKernel, XLA": ejkernel,
     "jax.numpy": jax_numpy,
 }

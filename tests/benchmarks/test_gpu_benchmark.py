@@ -128,7 +128,7 @@ def test_copies_are_timed_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU. Its graph is pretended here; the last of the copies is the one that is checked."""
     operands, made = Workload.operands, []
     monkeypatch.setattr(Workload, "operands", lambda self, _: operands(self, "cpu"))
-    monkeypatch.setattr(contest, "copies_past_the_cache", lambda _: 3)
+    monkeypatch.setattr(contest, "copies_past_the_cache", lambda *_: 3)
     monkeypatch.setattr(
         contest, "seconds", lambda contestants, **_: {name: [6.0] for name in contestants}
     )
