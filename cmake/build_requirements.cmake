@@ -53,7 +53,7 @@ endif()
 
 # The CUDA compiler, unless the user named one with CUDACXX or -DCMAKE_CUDA_COMPILER. nvcc does not
 # search the folder in which the wheels keep their libraries, hence -L.
-if(XLA_GPU_CUDA STREQUAL "ON" AND NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
+if(XLA_GPU_CUDA AND NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
   set(CUDA_WHEELS_DIR "${CMAKE_BINARY_DIR}/cuda" CACHE PATH "Folder of bin/nvcc")
   if(NOT EXISTS "${CUDA_WHEELS_DIR}/bin/nvcc")
     find_in_package(NVIDIA_DIR nvidia.cu13 bin/nvcc)

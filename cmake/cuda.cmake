@@ -7,16 +7,14 @@
 set(DEFAULT_HEAD_SIZES 64 80 96 112 128 192 256 512 576)
 set(DEFAULT_HEAD_SIZES_OF_8_BITS 64 128 256)
 # Columns that each lane of the kernel without tensor cores adds up: 32 times as many are a head.
-set(CUDA_CORE_COLUMNS 1 2 4 8 16 18)
+set(DEFAULT_CUDA_CORE_COLUMNS 1 2 4 8 16 18)
 
 # Types of the query with tensor core kernels. The others are computed on CUDA cores.
 set(DEFAULT_TENSOR_CORE_TYPES Half BFloat16)
 
 # The GPUs that are compiled for, as CMake names them.
 set(ARCHITECTURES ${XLA_GPU_ARCHITECTURES})
-if(XLA_GPU_CUDA STREQUAL "EMULATED")
-  set(ARCHITECTURES emulated)
-elseif(XLA_GPU_ARCHITECTURES STREQUAL "all")  # machine code for each generation, PTX for later ones
+if(XLA_GPU_ARCHITECTURES STREQUAL "all")  # machine code for each generation, PTX for later ones
   set(ARCHITECTURES 80-real 90a-real 100 120)
 elseif(XLA_GPU_ARCHITECTURES STREQUAL "native")  # the GPUs of this machine, or Hopper without one
   execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
@@ -34,19 +32,19 @@ elseif(XLA_GPU_ARCHITECTURES STREQUAL "native")  # the GPUs of this machine, or 
     set(ARCHITECTURES 90a-real)
     set(DEFAULT_HEAD_SIZES 128 256)
     set(DEFAULT_HEAD_SIZES_OF_8_BITS 256)
-    set(CUDA_CORE_COLUMNS 18)
+    set(DEFAULT_CUDA_CORE_COLUMNS 18)
     set(DEFAULT_TENSOR_CORE_TYPES BFloat16)
     set(NOTE "with few kernels")
   endif()
 endif()
-foreach(setting HEAD_SIZES HEAD_SIZES_OF_8_BITS TENSOR_CORE_TYPES)
+foreach(setting HEAD_SIZES HEAD_SIZES_OF_8_BITS TENSOR_CORE_TYPES CUDA_CORE_COLUMNS)
   if(NOT XLA_GPU_${setting})
     set(XLA_GPU_${setting} ${DEFAULT_${setting}})
   endif()
 endforeach()
 message(STATUS "GPUs to compile for: ${ARCHITECTURES}; head sizes: ${XLA_GPU_HEAD_SIZES}")
 
-list(JOIN CUDA_CORE_COLUMNS ", " COLUMNS)
+list(JOIN XLA_GPU_CUDA_CORE_COLUMNS ", " COLUMNS)
 list(JOIN XLA_GPU_HEAD_SIZES ", " HEAD_SIZES)
 list(JOIN XLA_GPU_HEAD_SIZES_OF_8_BITS ", " OF_8_BITS)
 # Caches with int4 have the fewest: a smaller head takes the next larger size.
@@ -58,7 +56,7 @@ set(HOPPER_HEAD_SIZES ${XLA_GPU_HEAD_SIZES})
 list(FILTER HOPPER_HEAD_SIZES INCLUDE REGEX "^(64|128|192|256)$")
 set(HOPPER_HEAD_SIZES_OF_8_BITS ${XLA_GPU_HEAD_SIZES_OF_8_BITS})
 list(FILTER HOPPER_HEAD_SIZES_OF_8_BITS INCLUDE REGEX "^(64|128)$")
-if(NOT ARCHITECTURES MATCHES "90a|emulated")
+if(NOT ARCHITECTURES MATCHES "90a")
   set(HOPPER_HEAD_SIZES)
   set(HOPPER_HEAD_SIZES_OF_8_BITS)
 endif()
@@ -91,19 +89,11 @@ file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/generated/cuda_build.h"
 add_library(cuda_settings INTERFACE)
 target_include_directories(cuda_settings INTERFACE "${CMAKE_BINARY_DIR}/generated")
 target_compile_features(cuda_settings INTERFACE cxx_std_17)
-if(XLA_GPU_CUDA STREQUAL "EMULATED")
-  target_include_directories(cuda_settings INTERFACE "${CMAKE_CURRENT_SOURCE_DIR}")
-  target_compile_definitions(cuda_settings INTERFACE XLA_GPU_SIMT)
-  target_compile_options(cuda_settings INTERFACE -O2 -Wall -Wextra -Wno-unknown-pragmas -ffp-contract=off)
-  target_sources(handlers PRIVATE gpu/simt/simt.cc)
-  set_source_files_properties(gpu/simt/simt.cc PROPERTIES COMPILE_OPTIONS "-O2;-U_FORTIFY_SOURCE")
-else()
-  enable_language(CUDA)
-  # Products are fused where the sources say so (gpu::Fma), as in the emulation.
-  target_compile_options(cuda_settings INTERFACE -Xptxas=-v -fmad=false)
-  if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
-    target_compile_options(cuda_settings INTERFACE --compress-mode=size)  # a third of the default's size
-  endif()
+enable_language(CUDA)
+# Products are fused where the sources say so (gpu::Fma).
+target_compile_options(cuda_settings INTERFACE -Xptxas=-v -fmad=false)
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
+  target_compile_options(cuda_settings INTERFACE --compress-mode=size)  # a third of the default's size
 endif()
 set_target_properties(handlers PROPERTIES CUDA_ARCHITECTURES "${ARCHITECTURES}")
 target_compile_definitions(handlers PUBLIC XLA_GPU_CUDA $<TARGET_PROPERTY:cuda_settings,INTERFACE_COMPILE_DEFINITIONS>)
@@ -117,10 +107,6 @@ if(NOT PYTHON3)
 endif()
 
 function(add_cuda_objects name)
-  if(XLA_GPU_CUDA STREQUAL "EMULATED")
-    set_source_files_properties(${ARGN} PROPERTIES LANGUAGE CXX)
-    set_source_files_properties(${ARGN} PROPERTIES COMPILE_OPTIONS "-xc++")
-  endif()
   add_library(${name} OBJECT ${ARGN})
   set_target_properties(${name} PROPERTIES
     POSITION_INDEPENDENT_CODE ON
@@ -165,11 +151,9 @@ add_kernel_of_caches(tensor_core "${ARCHITECTURES}" "${XLA_GPU_HEAD_SIZES}" "${X
 add_kernel_of_caches(decode 90a-real "${DECODE_HEAD_SIZES}" "${DECODE_HEAD_SIZES_OF_8_BITS}" "")
 add_kernel_of_caches(hopper 90a-real "${HOPPER_HEAD_SIZES}" "${HOPPER_HEAD_SIZES_OF_8_BITS}" "")
 
-if(XLA_GPU_CUDA STREQUAL "ON")
-  # cudart is linked statically, so that the library loads on a machine without a driver.
-  get_filename_component(CUDA_ROOT "${CMAKE_CUDA_COMPILER}" REALPATH)
-  get_filename_component(CUDA_ROOT "${CUDA_ROOT}/../.." ABSOLUTE)
-  find_library(CUDART_STATIC cudart_static REQUIRED NO_DEFAULT_PATH
-               PATHS "${CUDA_ROOT}" "${CMAKE_CUDA_COMPILER_TOOLKIT_ROOT}" PATH_SUFFIXES lib lib64 targets/x86_64-linux/lib targets/sbsa-linux/lib)
-  target_link_libraries(handlers PRIVATE "${CUDART_STATIC}" dl rt)
-endif()
+# cudart is linked statically, so that the library loads on a machine without a driver.
+get_filename_component(CUDA_ROOT "${CMAKE_CUDA_COMPILER}" REALPATH)
+get_filename_component(CUDA_ROOT "${CUDA_ROOT}/../.." ABSOLUTE)
+find_library(CUDART_STATIC cudart_static REQUIRED NO_DEFAULT_PATH
+             PATHS "${CUDA_ROOT}" "${CMAKE_CUDA_COMPILER_TOOLKIT_ROOT}" PATH_SUFFIXES lib lib64 targets/x86_64-linux/lib targets/sbsa-linux/lib)
+target_link_libraries(handlers PRIVATE "${CUDART_STATIC}" dl rt)

@@ -61,7 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--native", help="a build of shared_ffi._native to test instead of the installed one"
     )
     parser.addoption(
-        "--emulated", help="a build of it with emulated CUDA; without this option one is built"
+        "--emulated", help="a build of it for the emulated GPU; without this option one is built"
     )
     parser.addoption(
         "--all",
@@ -126,8 +126,7 @@ def compiled() -> "CompiledPrograms":
 
 @pytest.fixture(scope="session")
 def emulated(request: pytest.FixtureRequest) -> Any:
-    """The native module with CUDA kernels that are emulated on the CPU
-    (shared_ffi/csrc/gpu/simt)."""
+    """The native module whose CUDA kernels run on the emulated GPU (tests/ptx)."""
     from tests.support import native  # noqa: PLC0415  (settings above come first)
 
     return native.emulated(request.config.getoption("--emulated"))

@@ -40,7 +40,6 @@ FLOORS = {
     "jax_frontend": {"shared_ffi"},
     "torch_frontend": {"shared_ffi", "jax_frontend"},
     "harness": {"shared_ffi"},
-    "release": set(),
     "examples": {"shared_ffi", "jax_frontend", "torch_frontend", "harness"},
     "benchmarks": {"shared_ffi", "jax_frontend", "torch_frontend", "harness", "examples"},
 }

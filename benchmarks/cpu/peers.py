@@ -59,7 +59,7 @@ def _compiled_flex(workload: Workload) -> tuple[Any, Any]:
 def torch_flex(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
     """torch's flex_attention over gathered K and V, compiled by Inductor for these shapes."""
     key, value = gathered(workload, operands)
-    q_len, context = workload.sequences[0]
+    q_len, _ = workload.sequences[0]
     query = operands[0].unflatten(0, (-1, q_len)).transpose(1, 2)
     scale = workload.model.attributes()["scale"]
     attend, mask = _compiled_flex(workload)

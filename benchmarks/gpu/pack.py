@@ -32,7 +32,7 @@ PLATFORMS += ["manylinux2014_x86_64", "manylinux1_x86_64", "linux_x86_64"]
 
 
 def build(cuda: str, python: Path, headers: Path, options: Sequence[str]) -> Path:
-    """Builds with CUDA, without, or with emulated CUDA. Returns the build's folder."""
+    """Builds with CUDA or without. Returns the build's folder."""
     import nanobind  # noqa: PLC0415
 
     folder = ROOT / "build" / f"pack-{cuda}-{_version(python)}"
@@ -61,7 +61,7 @@ def _version(python: Path) -> str:
 def copy_module(folder: Path, target: Path) -> None:
     """Copies the module and the library of a build."""
     target.mkdir(parents=True, exist_ok=True)
-    for pattern in ("_native*.so", "libxla_paged_attention.so"):
+    for pattern in ("_native*.so", "libxla_paged_attention*.so"):
         for path in folder.glob(pattern):
             shutil.copy2(path, target)
 
@@ -193,7 +193,9 @@ def main() -> None:
     parser.add_argument(
         "--peers", nargs="*", default=[], help="wheels to compare with, as they are"
     )
-    parser.add_argument("--emulated", action="store_true", help="a pack for check --rehearse")
+    parser.add_argument(
+        "--emulated", type=Path, help="for check --rehearse: a build of the tests' emulated GPU"
+    )
     options = parser.parse_args()
     if options.ffi_headers is None:
         sys.exit("no folder with XLA's FFI headers; name one with --ffi-headers")
@@ -203,7 +205,7 @@ def main() -> None:
         common = (options.python, options.ffi_headers)
         if options.emulated:
             copy_module(build("OFF", *common, options.option), parts / "module")
-            copy_module(build("EMULATED", *common, options.option), parts / "emulated")
+            copy_module(options.emulated, parts / "emulated")
         else:
             architectures = f"-DXLA_GPU_ARCHITECTURES={options.architectures}"
             copy_module(build("ON", *common, [architectures, *options.option]), parts / "module")

@@ -27,7 +27,6 @@ def compile_handlers(folder: Path) -> Path:
         *csrc.glob("python/*.cc"),
         csrc / "torch/eager_kernel.cc",
         csrc / "torch/rules.cc",
-        csrc / "gpu/simt/simt.cc",
     }
     return compile_program(
         folder,

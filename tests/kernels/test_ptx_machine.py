@@ -1,5 +1,6 @@
-"""The CUDA tests on the PTX machine (tests/ptx): the same cases as on the emulated GPU, with the
-kernels as nvcc emits them, which takes minutes to build. Only with --all."""
+"""What the tests of the CUDA kernels do not cover by themselves: kernels of all head sizes, for Ampere
+and for Hopper, and a kernel without one of its waits. It takes minutes to build them, so only with
+--all."""
 
 from __future__ import annotations
 
@@ -18,50 +19,23 @@ from tests.support.gpu import EmulatedGpu, attend
 
 pytestmark = pytest.mark.skipif(not selection.everything, reason="builds for minutes: --all")
 
-TESTS = "test_paged_attention or long_queries or faulty_metadata or simple_add or kv_cache_update"
-# There the first kernel's result holds the lengths, which the second one reads before that has ended.
-NOT_EARLY = "lengths_that_change"
 
-
-@pytest.fixture(scope="module")
-def module(request: pytest.FixtureRequest) -> Path:
-    """A build of the module on the PTX machine: that of the option --emulated, or a new one."""
-    if path := request.config.getoption("--emulated"):
-        return Path(path)
-    return native.on_ptx_machine("80-real;90a-real", "128;256;512;576")
-
-
-@pytest.fixture(scope="module")
-def ptx_native(module: Path) -> Any:
-    return native.load(module, "ptx._native")
-
-
-def run(module: Path, capability: int, *options: str) -> None:
-    """Runs the tests of the emulated GPU."""
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_of_all_head_sizes(capability: int) -> None:
+    architecture = {80: "80-real", 90: "90a-real"}[capability]
+    module = native.on_ptx_machine(
+        native.ROOT / "build/ptx" / architecture,
+        f"-DXLA_GPU_ARCHITECTURES={architecture}",
+        "-DXLA_GPU_CPU_INSTRUCTION_SETS=baseline",
+    )
     folder = Path(__file__).parent
     outcome = native.run(
-        *(sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "--emulated", module),
-        *(folder / "test_cuda_kernel.py", folder / "test_cuda_errors.py", *options),
+        *(sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "--emulated", module, "--all"),
+        *(folder / "test_cuda_kernel.py", folder / "test_cuda_errors.py"),
         environment={"XLA_GPU_TEST_CAPABILITY": str(capability)},
     )
     assert outcome.returncode == 0, outcome.stdout
     assert re.search(r"[1-9]\d* passed", outcome.stdout)
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-def test_all_cases(capability: int, module: Path) -> None:
-    run(module, capability, "--all", "-k", TESTS)
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-def test_a_share_of_everything_else(capability: int, module: Path) -> None:
-    """Bits in any batch, random calls, extreme numbers, errors of CUDA."""
-    run(module, capability, "-k", f"not ({TESTS}) and not {NOT_EARLY}")
-
-
-def test_small_head_sizes() -> None:
-    """The kernels for them, where the module above pads the heads."""
-    run(native.on_ptx_machine("80-real", "64;80;96;112", 64), 80, "-k", "test_paged_attention")
 
 
 # Kernels, and what chooses them.
@@ -75,11 +49,11 @@ KERNELS = {
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_missing_wait_is_found(
-    kernel: str, ptx_native: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    kernel: str, emulated: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Each barrier, wait and fence of a kernel is removed, one at a time. Without that, the same
     calls pass."""
-    gpu = EmulatedGpu(ptx_native, KERNELS[kernel])
+    gpu = EmulatedGpu(emulated, KERNELS[kernel])
     cases = [
         Case(id="faults", sequences=sequences, num_heads=4, head_size=128, dtype="bfloat16")
         for sequences in [((1, 900), (70, 200)), ((1, 70), (1, 700), (3, 5))]

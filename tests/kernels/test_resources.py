@@ -144,8 +144,8 @@ def test_launcher_ignores_pythonpath(folder: Path) -> None:
 
 
 def test_the_compiler_fuses_no_products_by_itself() -> None:
-    """Fused products are written as gpu::Fma, so that kernels that share a function agree in bits,
-    and the emulated GPU agrees with them."""
+    """Fused products are written as gpu::Fma, so that kernels that share a function agree in
+    bits."""
     edges = [
         edge
         for path in ROOT.glob("build/*/build.ninja")
@@ -154,11 +154,7 @@ def test_the_compiler_fuses_no_products_by_itself() -> None:
     ]
     if not edges:
         pytest.skip("no build folder with CUDA objects: pip install --editable leaves one")
-    flag = {"CUDA": "-fmad=false", "CXX": "-ffp-contract=off"}
-    for edge in edges:
-        language = re.search(r"\.cu\.o: (CUDA|CXX)_COMPILER", edge)
-        assert language is not None, edge
-        assert re.search(rf" {flag[language[1]]}(\s|$)", edge), edge
+    assert [edge for edge in edges if not re.search(r" -fmad=false(\s|$)", edge)] == []
 
 
 def test_a_hopper_block_starts_with_all_registers(kernels: list[dict[str, Any]]) -> None:

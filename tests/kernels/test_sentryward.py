@@ -114,14 +114,14 @@ WORK = {
 
 # Barriers and waits, with the work that must be refused without them.
 FAULTS = [
-    ("portable, few rows", "gpu::WaitCopies<kStages - 2>(); «gpu::SyncBlock();»"),
-    ("portable, few rows", "«is_bad_ = gpu::AnyInBlock(is_bad_);»"),
-    ("portable, few rows", "CopyQuery(); «gpu::SyncBlock();»"),
-    ("portable, few rows", "StoreSums(); «gpu::SyncBlock();»"),
+    ("portable, few rows", "gpu::WaitCopies<kStages - 2>(); «__syncthreads();»"),
+    ("portable, few rows", "«is_bad_ = __syncthreads_or(is_bad_);»"),
+    ("portable, few rows", "CopyQuery(); «__syncthreads();»"),
+    ("portable, few rows", "StoreSums(); «__syncthreads();»"),
     ("decode", "«shared_.tiles_barriers.WaitFilled(stage);» float logits"),
     ("decode", "«shared_.tiles_barriers.WaitFreed(stage);» uint32_t chunks_of_lane"),
     ("decode", "«gpu::SyncThreads(kDecodeConsumers, kThreads);» FinishSplit(work);"),
-    ("decode", "gpu::LetNextKernelBegin(); «gpu::SyncBlock();» if (threadIdx.x >= kThreads)"),
+    ("decode", "gpu::LetNextKernelBegin(); «__syncthreads();» if (threadIdx.x >= kThreads)"),
 ]
 # The last one: a thread reads what another one has written, in no order that is proven.
 REFUSALS = ("not_wellsynced", "potential_race", "shared_constant_dependency_unproven")

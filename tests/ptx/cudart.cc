@@ -1,5 +1,11 @@
 // Stands in for the static CUDA runtime: the functions that the library calls. A device's memory is
-// the host's. The variables XLA_GPU_SIMT_* mean what they mean to the emulation.
+// the host's. Environment variables describe the GPU:
+//   XLA_GPU_PTX_SEED: the order of warps and copies, and the number of multiprocessors.
+//   XLA_GPU_PTX_CAPABILITY: 90 for 9.0.
+//   XLA_GPU_PTX_FAIL: a call that fails, as CALL, or as CALL=ERROR with the error's number.
+//   XLA_GPU_PTX_LAUNCHES: a file that gets the thread blocks and threads of a block of each launch.
+//   XLA_GPU_PTX_EARLY: 0 if no kernel begins before the one before it has ended.
+//   XLA_GPU_PTX_FAULT: see PlantFault.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -7,6 +13,9 @@
 #include <mutex>
 
 #include "machine.h"
+
+// In a build with planted faults (tests/support/faults.py): the one in effect.
+extern __attribute__((weak, visibility("default"))) int planted_fault;
 
 namespace {
 
@@ -61,8 +70,8 @@ int Number(const char* variable, int otherwise) {
   return value == nullptr ? otherwise : std::atoi(value);
 }
 
-int Seed() { return Number("XLA_GPU_SIMT_SEED", 0); }
-int Capability() { return Number("XLA_GPU_SIMT_CAPABILITY", 90); }
+int Seed() { return Number("XLA_GPU_PTX_SEED", 0); }
+int Capability() { return Number("XLA_GPU_PTX_CAPABILITY", 90); }
 
 // What a thread block can have.
 int SharedBytes(int capability) {
@@ -70,7 +79,7 @@ int SharedBytes(int capability) {
 }
 
 Error OutcomeOf(const char* call) {
-  const char* failing = std::getenv("XLA_GPU_SIMT_FAIL");
+  const char* failing = std::getenv("XLA_GPU_PTX_FAIL");
   const size_t size = std::strlen(call);
   if (failing == nullptr || std::strncmp(failing, call, size) != 0) return kSuccess;
   if (failing[size] == '=') return std::atoi(failing + size + 1);
@@ -131,6 +140,7 @@ Error Launch(const ptx::Kernel& kernel, const LaunchConfig& config, void** argum
                      static_cast<int>(config.shared_bytes),
                      begins_early,
                      std::vector<char>(static_cast<size_t>(kernel.parameter_bytes))};
+  if (&planted_fault != nullptr) launch.environment = static_cast<uint32_t>(planted_fault);
   for (size_t k = 0; k < kernel.parameter_sizes.size(); ++k) {
     std::memcpy(launch.parameters.data() + kernel.parameter_offsets[k], arguments[k],
                 static_cast<size_t>(kernel.parameter_sizes[k]));
@@ -218,7 +228,7 @@ Error cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* num_blocks, const void*
 Error cudaLaunchKernelExC(const LaunchConfig* config, const void* function, void** arguments) {
   if (const Error outcome = OutcomeOf("cudaLaunchKernelEx")) return outcome;
   const std::lock_guard<std::recursive_mutex> lock(mutex);
-  if (const char* log = std::getenv("XLA_GPU_SIMT_LAUNCHES")) {
+  if (const char* log = std::getenv("XLA_GPU_PTX_LAUNCHES")) {
     std::ofstream(log, std::ios::app) << config->grid.x << ' ' << config->block.x << '\n';
   }
   std::shared_ptr<ptx::Kernel> kernel;
@@ -232,7 +242,8 @@ Error cudaLaunchKernelExC(const LaunchConfig* config, const void* function, void
   bool begins_early = false;
   for (unsigned k = 0; k < config->num_attributes; ++k) {
     const LaunchAttribute& attribute = config->attributes[k];
-    begins_early |= attribute.id == kProgrammaticStreamSerialization && attribute.value.allowed;
+    begins_early |= attribute.id == kProgrammaticStreamSerialization && attribute.value.allowed &&
+                    Number("XLA_GPU_PTX_EARLY", 1) != 0;
   }
   return Launch(*kernel, *config, arguments, begins_early);
 }
@@ -259,8 +270,9 @@ Error __cudaPopCallConfiguration(Dim3*, Dim3*, size_t*, void*) { return kUnknown
 char __cudaInitModule(void**) { return 1; }
 
 // A kernel from a text in PTX. Returns null, or what is wrong until the next call.
-const char* PtxRun(const char* text, const char* name, const unsigned* grid, unsigned threads,
-                   size_t shared_bytes, void** arguments) {
+__attribute__((visibility("default"))) const char* PtxRun(const char* text, const char* name,
+                                                          const unsigned* grid, unsigned threads,
+                                                          size_t shared_bytes, void** arguments) {
   const std::lock_guard<std::recursive_mutex> lock(mutex);
   static std::map<std::pair<std::string, std::string>, std::shared_ptr<ptx::Kernel>> parsed;
   try {

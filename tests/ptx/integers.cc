@@ -143,14 +143,16 @@ Outcome Exit(Warp&, const Instruction&) { return Outcome::kExit; }
 Outcome Trap(Warp&, const Instruction&) { Fail("trap"); }
 
 // Addresses of global memory are the same as generic ones. Those of shared memory lie in a window.
-Outcome ToSharedWindow(Warp& w, const Instruction& i) {
+template <uint64_t window>
+Outcome ToWindow(Warp& w, const Instruction& i) {
   U64* d = w.Lanes<U64>(i, 0);
-  ForActive(w.active, [&](int l) { d[l] = w.Integer(i.At(1), l) + kSharedWindow; });
+  ForActive(w.active, [&](int l) { d[l] = w.Integer(i.At(1), l) + window; });
   return Outcome::kDone;
 }
-Outcome FromSharedWindow(Warp& w, const Instruction& i) {
+template <uint64_t window>
+Outcome FromWindow(Warp& w, const Instruction& i) {
   U64* d = w.Lanes<U64>(i, 0);
-  ForActive(w.active, [&](int l) { d[l] = w.Integer(i.At(1), l) - kSharedWindow; });
+  ForActive(w.active, [&](int l) { d[l] = w.Integer(i.At(1), l) - window; });
   return Outcome::kDone;
 }
 
@@ -265,8 +267,10 @@ void AddIntegers(Table* t) {
        {"cvta.to.global.u64", "cvta.global.u64", "cvta.to.const.u64", "cvta.u64"}) {
     (*t)[name] = Map1<U64, U64, Copy>;
   }
-  (*t)["cvta.shared.u64"] = ToSharedWindow;
-  (*t)["cvta.to.shared.u64"] = FromSharedWindow;
+  (*t)["cvta.shared.u64"] = ToWindow<kSharedWindow>;
+  (*t)["cvta.to.shared.u64"] = FromWindow<kSharedWindow>;
+  (*t)["cvta.local.u64"] = ToWindow<kLocalWindow>;
+  (*t)["cvta.to.local.u64"] = FromWindow<kLocalWindow>;
 }
 
 }  // namespace ptx

@@ -1,4 +1,4 @@
-"""Kernels in Triton's language, whose compiler's output runs rightly on GPUs. The PTX machine must,
+"""Kernels in Triton's languages, whose compiler's output runs rightly on GPUs. The PTX machine must,
 too."""
 
 from __future__ import annotations
@@ -7,6 +7,15 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 
 @triton.jit
@@ -80,6 +89,103 @@ def attention(
     tl.store(output + row[:, None] * D + d[None, :], sums / total[:, None])
 
 
+@gluon.jit
+def produce(
+    a,
+    b,
+    a_row,
+    b_row,
+    num_tiles,
+    left,
+    right,
+    filled,
+    freed,
+    M: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    row = gl.arange(0, M, gl.SliceLayout(1, layout))
+    column = gl.arange(0, N, gl.SliceLayout(0, layout))
+    k = gl.arange(0, K, gl.SliceLayout(0, layout))
+    depth = gl.arange(0, K, gl.SliceLayout(1, layout))
+    for tile in range(num_tiles):
+        stage = tile % STAGES
+        mbarrier.wait(freed.index(stage), tile // STAGES & 1 ^ 1)
+        x = a + row[:, None] * a_row + (tile * K + k)[None, :]
+        y = b + (tile * K + depth)[:, None] * b_row + column[None, :]
+        async_copy.async_copy_global_to_shared(left.index(stage), x)
+        async_copy.async_copy_global_to_shared(right.index(stage), y)
+        async_copy.mbarrier_arrive(filled.index(stage), increment_count=False)
+
+
+@gluon.jit
+def consume(
+    c,
+    c_row,
+    num_tiles,
+    left,
+    right,
+    filled,
+    freed,
+    M: gl.constexpr,
+    N: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    sums = gl.zeros((M, N), gl.float32, layout)
+    for tile in range(num_tiles):
+        stage = tile % STAGES
+        mbarrier.wait(filled.index(stage), tile // STAGES & 1)
+        fence_async_shared()
+        sums = warpgroup_mma(left.index(stage), right.index(stage), sums, is_async=True)
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        mbarrier.arrive(freed.index(stage))
+    row = gl.arange(0, M, gl.SliceLayout(1, layout))
+    column = gl.arange(0, N, gl.SliceLayout(0, layout))
+    gl.store(c + row[:, None] * c_row + column[None, :], sums)
+
+
+@gluon.jit
+def pipelined_matmul(
+    a,
+    b,
+    c,
+    a_row,
+    b_row,
+    c_row,
+    num_tiles,
+    M: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Some warps copy tiles into stages, the others multiply them: barriers in shared memory for
+    asynchronous copies, barriers for a part of the block, registers that change hands."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    left = gl.allocate_shared_memory(a.dtype.element_ty, [STAGES, M, K], layout)
+    right = gl.allocate_shared_memory(b.dtype.element_ty, [STAGES, K, N], layout)
+    filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    freed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(filled.index(stage), count=32 * WARPS)
+        mbarrier.init(freed.index(stage), count=1)
+    a += gl.program_id(0) * M * a_row
+    b += gl.program_id(1) * N
+    c += gl.program_id(0) * M * c_row + gl.program_id(1) * N
+    gl.warp_specialize(
+        (c, c_row, num_tiles, left, right, filled, freed, M, N, STAGES),
+        consume,
+        (a, b, a_row, b_row, num_tiles, left, right, filled, freed, M, N, K, STAGES, WARPS),
+        [produce],
+        [WARPS],
+        [24],
+    )
+
+
 def compiled(kernel, target: int, signature: dict[str, str], constants: dict[str, int], **options):
     """The compiled kernel. Pointers and integers are promised to be divisible by 16."""
     types = signature | dict.fromkeys(constants, "constexpr")
@@ -87,9 +193,9 @@ def compiled(kernel, target: int, signature: dict[str, str], constants: dict[str
     divisible = {
         (places[name],): [["tt.divisibility", 16]]
         for name, kind in signature.items()
-        if kind != "fp32"
+        if kind != "fp32" and name != "num_tiles"
     }
-    source = ASTSource(
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         kernel, types, {(places[name],): x for name, x in constants.items()}, divisible
     )
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)

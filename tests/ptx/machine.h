@@ -17,6 +17,7 @@ namespace ptx {
 inline constexpr int kLanes = 32;
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
 inline constexpr uint64_t kSharedWindow = uint64_t{1} << 62;  // of generic addresses
+inline constexpr uint64_t kLocalWindow = uint64_t{1} << 61;
 inline constexpr int kMaxWarps = 32;
 inline constexpr uint32_t kSum = 1 << 16;
 
@@ -62,6 +63,8 @@ class SharedMemory {
   const char* Read(const Warp& warp, int lane, uint64_t address, int bytes,
                    uint32_t used_bytes = ~0u);
   char* Write(const Warp& warp, int lane, uint64_t address, int bytes);
+  // Whether these bytes are there already, and writing them again is in no race.
+  bool Holds(uint64_t address, int bytes, const char* value) const;
   void BeginCopy(const Warp& warp, int lane, uint64_t address, int bytes, int line);
   char* EndCopy(const Warp& warp, int lane, uint64_t address, int bytes);
   // For the products of a warpgroup, which began with what their warp had seen then.
@@ -82,6 +85,8 @@ class SharedMemory {
   bool allows_unwritten_ = false;
   // Whether products may read what cp.async wrote without fence.proxy.async, as Triton's do.
   bool allows_unfenced_copies_ = false;
+  // Whether threads may write the same in any order, as Triton's do when roles are handed out.
+  bool allows_equal_writes_ = false;
 };
 
 // An asynchronous copy of a lane, or what follows it in the lane's queue.
@@ -112,8 +117,9 @@ struct Warp {
   Block* block;
   int number;
   char* registers;
-  uint32_t active;  // lanes that execute the current instruction
-  uint32_t alive;   // lanes that have not exited
+  std::vector<char> local;  // memory of each lane
+  uint32_t active;          // lanes that execute the current instruction
+  uint32_t alive;           // lanes that have not exited
   std::vector<Fragment> fragments;
   Fragment current;
   Seen seen;
@@ -188,6 +194,7 @@ struct Launch {
   int shared_bytes;
   bool begins_early;
   std::vector<char> parameters;
+  uint32_t environment = 0;  // %envreg0
 };
 
 struct Block {

@@ -58,13 +58,29 @@ void Put(Warp& w, const Operand& to, int lane, const char* from) {
   }
 }
 
-const char* Source(Warp& w, const Instruction& i, int lane, uint64_t address, int bytes) {
-  Space space = i.space;
-  if (space == Space::kGeneric) {
-    space = address >= kSharedWindow ? Space::kShared : Space::kGlobal;
-    if (space == Space::kShared) address -= kSharedWindow;
+// The space of an access, and the address in it.
+Space SpaceOf(const Instruction& i, uint64_t* address) {
+  if (i.space != Space::kGeneric) return i.space;
+  for (const auto& [space, window] :
+       {std::pair(Space::kShared, kSharedWindow), {Space::kLocal, kLocalWindow}}) {
+    if (*address < window) continue;
+    *address -= window;
+    return space;
   }
+  return Space::kGlobal;
+}
+
+char* LocalAddress(Warp& w, int lane, uint64_t address, int bytes) {
+  const uint64_t size = w.local.size() / kLanes;
+  if (address + static_cast<uint64_t>(bytes) > size || address % static_cast<uint64_t>(bytes) != 0)
+    Fail("an access outside of the thread's local memory, or misaligned");
+  return w.local.data() + static_cast<uint64_t>(lane) * size + address;
+}
+
+const char* Source(Warp& w, const Instruction& i, int lane, uint64_t address, int bytes) {
+  const Space space = SpaceOf(i, &address);
   w.block->lane = lane;
+  if (space == Space::kLocal) return LocalAddress(w, lane, address, bytes);
   if (space == Space::kShared) return w.block->shared.Read(w, lane, address, bytes, i.used_bytes);
   if (space == Space::kGlobal) return GlobalAddress(w, lane, address, bytes, false);
   const std::vector<char>& parameters = w.block->launch->parameters;
@@ -88,17 +104,21 @@ Outcome Load(Warp& w, const Instruction& i) {
   return Outcome::kDone;
 }
 
-char* Destination(Warp& w, const Instruction& i, int lane, uint64_t address, int bytes) {
-  Space space = i.space;
-  if (space == Space::kGeneric) {
-    space = address >= kSharedWindow ? Space::kShared : Space::kGlobal;
-    if (space == Space::kShared) address -= kSharedWindow;
-  }
+void Write(Warp& w, const Instruction& i, int lane, uint64_t address, const char* value,
+           int bytes) {
+  const Space space = SpaceOf(i, &address);
   w.block->lane = lane;
-  if (space == Space::kShared) return w.block->shared.Write(w, lane, address, bytes);
-  char* to = GlobalAddress(w, lane, address, bytes, true);
-  NoteWrite(w, address, bytes);
-  return to;
+  char* to = nullptr;
+  if (space == Space::kLocal) {
+    to = LocalAddress(w, lane, address, bytes);
+  } else if (space == Space::kShared) {
+    if (w.block->shared.Holds(address, bytes, value)) return;
+    to = w.block->shared.Write(w, lane, address, bytes);
+  } else {
+    to = GlobalAddress(w, lane, address, bytes, true);
+    NoteWrite(w, address, bytes);
+  }
+  std::memcpy(to, value, static_cast<size_t>(bytes));
 }
 
 template <typename T>
@@ -106,11 +126,11 @@ Outcome Store(Warp& w, const Instruction& i) {
   const int bytes = static_cast<int>(sizeof(T)) * i.count;
   const Operand& to = i.At(0);
   ForActive(w.active, [&](int lane) {
-    char* destination = Destination(w, i, lane, w.Address(to, lane), bytes);
+    T values[4];
     for (size_t k = 0; k < i.count; ++k) {
-      const T value = static_cast<T>(w.Integer(i.operands[k + 1], lane));
-      std::memcpy(destination + k * sizeof(T), &value, sizeof(T));
+      values[k] = static_cast<T>(w.Integer(i.operands[k + 1], lane));
     }
+    Write(w, i, lane, w.Address(to, lane), reinterpret_cast<const char*>(values), bytes);
   });
   return Outcome::kDone;
 }
@@ -229,7 +249,7 @@ bool DecodeMemory(const Words& words, Instruction* i) {
     if (word == "global") i->space = Space::kGlobal;
     if (word == "shared" || word == "shared::cta") i->space = Space::kShared;
     if (word == "param") i->space = Space::kParam;
-    if (word == "local") return false;
+    if (word == "local") i->space = Space::kLocal;
     if (word == "v2") i->count = 2;
     if (word == "v4") i->count = 4;
   }

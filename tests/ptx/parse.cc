@@ -246,12 +246,13 @@ class Parser {
   }
 
   void ParseBody() {
-    scopes_.assign(1, {});
+    scopes_.assign(1, Scope());
     while (!scopes_.empty()) {
       if (!SkipSpace()) Fail("the kernel does not end");
       const char c = text_[at_];
       if (c == '{') {
         scopes_.emplace_back();
+        scopes_.back().number = ++num_scopes_;
         ++at_;
       } else if (c == '}') {
         scopes_.pop_back();
@@ -259,8 +260,11 @@ class Parser {
       } else if (const std::string word = PeekWord(); word == ".loc" || word == ".file") {
         SkipLine();
       } else if (word.back() == ':') {
-        labels_[word.substr(0, word.size() - 1)] = static_cast<int>(kernel_->code.size());
+        last_label_ = word.substr(0, word.size() - 1);
+        labels_[{scopes_.back().number, last_label_}] = static_cast<int>(kernel_->code.size());
         at_ += word.size();
+      } else if (word == ".branchtargets") {
+        tables_[last_label_] = Split(Until(";").substr(word.size()), ",");
       } else if (word == ".reg") {
         DeclareRegisters(Until(";"));
       } else if (word == ".shared" || word == ".local") {
@@ -272,7 +276,11 @@ class Parser {
         }
       } else {
         const int line = line_;
-        ParseInstruction(Until(";"), line);
+        const std::string statement = Until(";");
+        if (StartsWith(statement, "brx.idx"))
+          ParseBranches(Split(statement.substr(7), ","), line);
+        else
+          ParseInstruction(statement, line);
       }
     }
   }
@@ -295,15 +303,27 @@ class Parser {
   }
 
   void AddRegister(const std::string& name, int size) {
-    scopes_.back()[name] = static_cast<int>(registers_.size());
+    scopes_.back().registers[name] = static_cast<int>(registers_.size());
     registers_.push_back({name, size});
   }
 
   int FindRegister(const std::string& name) const {
     for (auto scope = scopes_.rbegin(); scope != scopes_.rend(); ++scope) {
-      if (const auto found = scope->find(name); found != scope->end()) return found->second;
+      const auto found = scope->registers.find(name);
+      if (found != scope->registers.end()) return found->second;
     }
     return -1;
+  }
+
+  // brx.idx index, table: a branch for each entry of the table.
+  void ParseBranches(const std::vector<std::string>& operands, int line) {
+    const auto table = tables_.find(operands[1]);
+    if (table == tables_.end()) Fail("unknown branch targets " + operands[1]);
+    AddRegister("branches", 0);
+    for (size_t k = 0; k < table->second.size(); ++k) {
+      ParseInstruction("setp.eq.u32 branches, " + operands[0] + ", " + std::to_string(k), line);
+      ParseInstruction("@branches bra " + table->second[k], line);
+    }
   }
 
   void ParseInstruction(const std::string& statement, int line) {
@@ -361,7 +381,8 @@ class Parser {
       operand = Value(base, 8);
       operand.offset = offset;
     } else if (instruction->opcode.compare(0, 3, "bra") == 0) {
-      branches_.emplace_back(kernel_->code.size(), text);
+      branches_.push_back({kernel_->code.size(), text, {}});
+      for (const Scope& scope : scopes_) branches_.back().scopes.push_back(scope.number);
       return;
     } else {
       operand = Value(text, SizeOfImmediate(instruction->opcode, number));
@@ -416,8 +437,8 @@ class Parser {
   }
 
   Operand Special(const std::string& name) {
-    static const char* const kNames[] = {"%tid.",    "%ntid.",  "%ctaid.",
-                                         "%nctaid.", "%laneid", "%warpid"};
+    static const char* const kNames[] = {"%tid.",   "%ntid.",  "%ctaid.", "%nctaid.",
+                                         "%laneid", "%warpid", "%envreg0"};
     bool is_known = false;
     for (const char* known : kNames) is_known |= StartsWith(name, known);
     if (!is_known) Fail("unknown register " + name);
@@ -433,10 +454,13 @@ class Parser {
   void Finish() {
     // Dynamic shared memory follows the static one.
     kernel_->shared_bytes = (shared_.bytes + 1023) / 1024 * 1024;
-    for (const auto& [index, label] : branches_) {
-      const auto found = labels_.find(label);
-      if (found == labels_.end()) Fail("unknown label " + label);
-      kernel_->code[index].target = found->second;
+    for (const Branch& branch : branches_) {
+      int& target = kernel_->code[branch.instruction].target;
+      for (const int scope : branch.scopes) {  // the innermost counts
+        const auto found = labels_.find({scope, branch.label});
+        if (found != labels_.end()) target = found->second;
+      }
+      if (target < 0) Fail("unknown label " + branch.label);
     }
     for (const auto& [key, number] : constants_) {
       uint64_t value = key.first;
@@ -463,11 +487,23 @@ class Parser {
   Shared module_shared_, shared_;
   std::shared_ptr<Kernel> kernel_;
   std::vector<VirtualRegister> registers_;
-  std::vector<std::unordered_map<std::string, int>> scopes_;
+  struct Scope {
+    int number = 0;
+    std::unordered_map<std::string, int> registers;
+  };
+  struct Branch {
+    size_t instruction;
+    std::string label;
+    std::vector<int> scopes;  // that it is in
+  };
+  std::vector<Scope> scopes_;
+  int num_scopes_ = 0;
   std::map<std::pair<uint64_t, int>, size_t> constants_;
   std::map<std::string, size_t> specials_;
-  std::vector<std::pair<size_t, std::string>> branches_;
-  std::unordered_map<std::string, int> labels_;
+  std::vector<Branch> branches_;
+  std::map<std::pair<int, std::string>, int> labels_;  // by their scope
+  std::string last_label_;
+  std::map<std::string, std::vector<std::string>> tables_;  // of .branchtargets
 };
 
 }  // namespace

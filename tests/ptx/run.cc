@@ -39,6 +39,7 @@ std::string Demangled(const std::string& name) {
 }
 
 uint32_t Special(const Launch& launch, const Block& block, const std::string& name, int thread) {
+  if (name == "%envreg0") return launch.environment;
   if (name == "%laneid") return static_cast<uint32_t>(thread % kLanes);
   if (name == "%warpid") return static_cast<uint32_t>(thread / kLanes);
   const size_t axis = static_cast<size_t>(name.back() - 'x');
@@ -293,6 +294,7 @@ void RunKernel(const Launch& launch, unsigned seed) {
           w.fragments.push_back({0, w.alive, false});
           w.seen.generic[k] = 1;
           w.queues.resize(kLanes);
+          w.local.assign(static_cast<size_t>(kernel.local_bytes) * kLanes, '\xff');
           w.product_groups.resize(1);
           if (kernel.has_wgmma) {
             w.busy.assign(bytes / 64, 0);

@@ -33,6 +33,7 @@ void SharedMemory::Reset(Block*, int bytes, int num_warps) {
   num_warps_ = num_warps;
   allows_unwritten_ = std::getenv("XLA_GPU_PTX_UNWRITTEN") != nullptr;
   allows_unfenced_copies_ = std::getenv("XLA_GPU_PTX_UNFENCED_COPIES") != nullptr;
+  allows_equal_writes_ = std::getenv("XLA_GPU_PTX_EQUAL_WRITES") != nullptr;
   const size_t words = static_cast<size_t>(bytes + 3) / 4;
   bytes_.assign(words * 4, static_cast<char>(0xff));
   words_.assign(words, Word{});
@@ -120,6 +121,17 @@ char* SharedMemory::Write(const Warp& warp, int lane, uint64_t address, int byte
     word.last_was_copy = 0;
   }
   return bytes_.data() + address;
+}
+
+bool SharedMemory::Holds(uint64_t address, int bytes, const char* value) const {
+  if (!allows_equal_writes_) return false;
+  CheckBounds(address, bytes);
+  const uint64_t last = address + static_cast<uint64_t>(bytes);
+  for (uint64_t w = address / 4; w * 4 < last; ++w) {
+    const uint8_t mine = BytesOf(w, address, last);
+    if (words_[w].copies_in_flight || (words_[w].written_bytes & mine) != mine) return false;
+  }
+  return std::memcmp(bytes_.data() + address, value, static_cast<size_t>(bytes)) == 0;
 }
 
 void SharedMemory::BeginCopy(const Warp& warp, int lane, uint64_t address, int bytes, int line) {

@@ -36,7 +36,7 @@ class Gpu:
     ) -> None:
         """Calls an op's handler. Writes into the results, which may be operands. The seed chooses
         how many thread blocks a kernel may have, 0 any number; and on the emulated GPU the number
-        of multiprocessors and the order of threads."""
+        of multiprocessors and the order of warps."""
         self.native.set_cuda_choice(self.kernels)
         self.native.set_cuda_max_blocks(MAX_BLOCKS[seed % len(MAX_BLOCKS)])
         call = self.native.EagerCall("cuda", op.TARGET, attributes, specs(operands), specs(results))
@@ -60,7 +60,7 @@ class Gpu:
 
 class EmulatedGpu(Gpu):
     def _is_there(self, seed: int) -> Any:
-        numbers = {"XLA_GPU_SIMT_SEED": seed, "XLA_GPU_SIMT_CAPABILITY": self.capability}
+        numbers = {"XLA_GPU_PTX_SEED": seed, "XLA_GPU_PTX_CAPABILITY": self.capability}
         return mock.patch.dict(os.environ, {name: str(x) for name, x in numbers.items()})
 
     def kernels_in_use(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Builds shared_ffi._native for tests: with emulated CUDA and planted faults, or on the PTX machine."""
+"""Builds shared_ffi._native for tests: with planted faults, and with CUDA kernels on the PTX machine."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def build(folder: Path) -> Path:
 
 
 def emulated(path: Path | str | None = None) -> Any:
-    """The module with CUDA kernels that are emulated on the CPU: built, unless a path is given."""
+    """The module whose CUDA kernels run on the emulated GPU: built, unless a path is given."""
     return load(path or emulated_build(), "emulated._native")
 
 
@@ -83,27 +83,27 @@ def emulated_build() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
         faults.write_sources(folder / "source")
-        configure(
-            folder / "source",
+        return on_ptx_machine(
             folder / "build",
-            f"-DCMAKE_CXX_FLAGS=-include {folder}/source/planted_fault.h -Wno-dangling-else",
-            "-DXLA_GPU_CUDA=EMULATED",
-            "-DXLA_GPU_OPTIMIZE=-O0",
+            # A share of the kernels. Those for Ampere and the other head sizes: with --all.
+            "-DXLA_GPU_ARCHITECTURES=90a-real",
+            "-DXLA_GPU_HEAD_SIZES=128;256;512;576",
+            "-DXLA_GPU_HEAD_SIZES_OF_8_BITS=128",
+            "-DXLA_GPU_CUDA_CORE_COLUMNS=4;18",
             f"-DXLA_GPU_CPU_INSTRUCTION_SETS={';'.join(faults.instruction_sets())}",
+            source=folder / "source",
+            flags=f"-include {folder}/source/planted_fault.h -Wno-dangling-else",
         )
-        return build(folder / "build")
 
 
-def on_ptx_machine(architectures: str, head_sizes: str, head_size_of_8_bits: int = 128) -> Path:
+def on_ptx_machine(folder: Path, *options: str, source: Path = ROOT, flags: str = "") -> Path:
     """The path of a module whose CUDA kernels are executed from the PTX that nvcc emits, by the
-    machine in tests/ptx. The arguments are those of CMake."""
+    machine in tests/ptx. `options`: of CMake."""
     from filelock import FileLock  # noqa: PLC0415  (only tests need it)
 
-    compiler = nvcc()
-    folder = ROOT / "build/ptx" / f"{architectures}-{head_sizes}".replace(";", "-")
+    compiler, machine = nvcc(), ptx_machine()
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
-        source, machine = ROOT / "tests/ptx", ptx_machine()
         # The linker does not see that the machine has changed.
         for module in folder.glob("*.so"):
             if module.stat().st_mtime < (machine / "libptx_machine.a").stat().st_mtime:
@@ -111,18 +111,16 @@ def on_ptx_machine(architectures: str, head_sizes: str, head_size_of_8_bits: int
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PTX_NVCC", str(compiler))
             configure(
-                ROOT,
+                source,
                 folder,
-                f"-DCMAKE_CUDA_COMPILER={source / 'nvcc'}",
+                f"-DCMAKE_CUDA_COMPILER={ROOT / 'tests/ptx/nvcc'}",
                 f"-DCUDART_STATIC={machine / 'libptx_machine.a'}",
-                f"-DXLA_GPU_ARCHITECTURES={architectures}",
-                f"-DXLA_GPU_HEAD_SIZES={head_sizes}",
-                f"-DXLA_GPU_HEAD_SIZES_OF_8_BITS={head_size_of_8_bits}",
-                "-DXLA_GPU_CPU_INSTRUCTION_SETS=baseline",
                 "-DXLA_GPU_OPTIMIZE=-O0",
                 # Names of its own: the installed library is loaded, too.
                 "-DCMAKE_RELEASE_POSTFIX=_ptx",
-                "-DCMAKE_CXX_FLAGS=-DNB_DOMAIN=ptx",
+                f"-DCMAKE_CXX_FLAGS=-DNB_DOMAIN=ptx {flags}",
+                f"-DCMAKE_CUDA_FLAGS={flags.replace('-W', '-Xcompiler=-W')}",
+                *options,
             )
             return build(folder)
 

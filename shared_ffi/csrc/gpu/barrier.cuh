@@ -1,11 +1,9 @@
 // GPU instructions of sm_90 and later: barriers in shared memory for copies.
 #pragma once
 
-#include "device.cuh"
-
-#ifndef XLA_GPU_SIMT
-
 #include <cuda/ptx>
+
+#include "device.cuh"
 
 namespace xla_gpu::gpu {
 
@@ -47,5 +45,3 @@ __device__ __forceinline__ void FenceAsyncProxy() {
 }
 
 }  // namespace xla_gpu::gpu
-
-#endif  // XLA_GPU_SIMT

@@ -1,11 +1,6 @@
-// GPU instructions that C++ cannot express, one function each. Kernels use them only through this
-// file. The tests compile the same kernels for the CPU; the emulated GPU, simt/simt.h, then
-// replaces this file.
+// GPU instructions for which CUDA C++ has no function, and shorter names for functions of whole
+// warps.
 #pragma once
-
-#ifdef XLA_GPU_SIMT
-#include "simt/simt.h"
-#else
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -33,11 +28,6 @@ __device__ __forceinline__ int32_t LoadOnce(const int32_t* address) {
   return *static_cast<const volatile int32_t*>(address);
 }
 
-// Adds to a number on the device, and returns what it was before.
-__device__ __forceinline__ int32_t AtomicAdd(int32_t* to, int32_t summand) {
-  return atomicAdd(to, summand);
-}
-
 // Lets the next kernel of the stream begin once all thread blocks have called this, if it is one
 // that begins early (Kernel::begins_early).
 __device__ __forceinline__ void LetNextKernelBegin() {
@@ -54,13 +44,8 @@ __device__ __forceinline__ void WaitForKernelsBefore() {
 #endif
 }
 
-__device__ __forceinline__ void SyncBlock() { __syncthreads(); }
-
-// Whether `predicate` holds for any thread of the block. Also a barrier.
-__device__ __forceinline__ bool AnyInBlock(bool predicate) { return __syncthreads_or(predicate); }
-
-// Named barrier for `num_threads` threads of the block, in whole warps. There are 16; SyncBlock
-// uses barrier 0.
+// Named barrier for `num_threads` threads of the block, in whole warps. There are 16;
+// __syncthreads uses barrier 0.
 __device__ __forceinline__ void SyncThreads(int barrier, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
 }
@@ -81,8 +66,6 @@ __device__ __forceinline__ bool AnyInThreads(int barrier, int num_threads, bool 
       : "memory");
   return any != 0;
 }
-
-__device__ __forceinline__ void SyncWarp() { __syncwarp(); }
 
 __device__ __forceinline__ bool AnyInWarp(bool predicate) {
   return __any_sync(kAllLanes, predicate);
@@ -302,5 +285,3 @@ __device__ __forceinline__ uint32_t SwapMiddleBytes(uint32_t bytes) {
 __device__ __forceinline__ uint32_t LargerHalves(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
 
 }  // namespace xla_gpu::gpu
-
-#endif  // XLA_GPU_SIMT

@@ -3,8 +3,6 @@
 
 #include "barrier.cuh"
 
-#ifndef XLA_GPU_SIMT
-
 namespace xla_gpu::gpu {
 
 // Sets the number of registers per thread of this warpgroup: lower than before, or higher.
@@ -131,5 +129,3 @@ XLA_GPU_PRODUCT(BFloat16, "bf16")
 #undef XLA_GPU_SUMS4
 
 }  // namespace xla_gpu::gpu
-
-#endif  // XLA_GPU_SIMT

@@ -70,7 +70,7 @@ NB_MODULE(_native, m) {
   m.attr("cuda_version") = nb::make_tuple(XLA_GPU_CUDA_MAJOR, XLA_GPU_CUDA_MINOR);
   m.attr("cuda_architectures") = XLA_GPU_ARCHITECTURES;
 #else
-  m.attr("cuda_version") = nb::none();  // no CUDA handlers, or emulated ones
+  m.attr("cuda_version") = nb::none();  // no CUDA handlers
   m.attr("cuda_architectures") = nb::none();
 #endif
   m.def("handlers", &Handlers, "{platform: {target: capsule}} of every handler in this build.");

@@ -43,7 +43,7 @@ struct Batch {
       first_broken = min(first_broken, gpu::ShuffleXor(first_broken, mask));
     }
     if (lane == 0) shared[warp] = first_broken;
-    gpu::SyncBlock();
+    __syncthreads();
     int* found = shared + kWarps;
     if (threadIdx.x == 0) {
       for (int w = 1; w < kWarps; ++w) first_broken = min(first_broken, shared[w]);
@@ -51,7 +51,7 @@ struct Batch {
       found[1] = first_broken > 0 ? gpu::LoadOnce(p.query_start_loc) : 0;
       found[2] = first_broken > 0 ? gpu::LoadOnce(p.query_start_loc + first_broken) : 0;
     }
-    gpu::SyncBlock();
+    __syncthreads();
     is_broken = found[0] < 0;
     num_seqs = is_broken ? ~found[0] : found[0];
     begin = found[1];

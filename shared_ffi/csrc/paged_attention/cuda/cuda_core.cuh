@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                    : 0.0f;
       }
     });
-    gpu::SyncBlock();
+    __syncthreads();
 
     // With few rows, all warps compute the same rows and divide the positions among themselves.
     const int num_parts = item.num_rows <= kRowsPerWarp ? kWarps : 1;
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         }
       }
     }
-    is_bad = gpu::AnyInBlock(is_bad);  // all have read the queries, whose place the sums take
+    is_bad = __syncthreads_or(is_bad);  // all have read the queries, whose place the sums take
 
     for (int r = 0; r < kRowsPerWarp; ++r) {
       float sum = state[r].sum;
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         queries[row * stride + i * gpu::kWarpSize + lane] = sums[r][i];
       }
     }
-    gpu::SyncBlock();
+    __syncthreads();
     const int rows = num_parts == 1 ? kCoreRows : kRowsPerWarp;
     const Parts parts{num_parts, states, queries, rows, stride};
     WithQueryType<T>(

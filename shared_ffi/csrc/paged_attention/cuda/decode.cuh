@@ -143,7 +143,7 @@ class DecodeProducer {
     if constexpr (kIs8Bit<C>) {  // a lane's second row may not exist: its scale decides all the
                                  // same
       if (lane_ < kDecodeRows) shared_.query_factors[stage.index][lane_] = 1;
-      gpu::SyncWarp();
+      __syncwarp();
     }
     for (int i = lane_; i - lane_ < work.item.num_rows * QueryRows::kChunks; i += gpu::kWarpSize) {
       const int row = i / QueryRows::kChunks, chunk = i % QueryRows::kChunks;
@@ -161,7 +161,7 @@ class DecodeProducer {
       }
     }
     if (lane_ == 0) shared_.items[stage.index] = work;
-    gpu::SyncWarp();
+    __syncwarp();
     gpu::ArriveAfterCopies(&shared_.items_barriers.filled[stage.index]);
     if (lane_ == 0) gpu::Arrive(&shared_.items_barriers.filled[stage.index]);
   }
@@ -256,7 +256,7 @@ class DecodeProducer {
     if constexpr (kIs8Bit<C>) {
       const int row = lane_ - first_lane;
       if (0 <= row && row < kTile) shared_.scales[stage.index][row] = {slot.k_scale, slot.v_scale};
-      gpu::SyncWarp();
+      __syncwarp();
       if (lane_ == 0) gpu::Arrive(filled);
     }
   }
@@ -387,9 +387,9 @@ class DecodeConsumer {
         [&](C value, int j) {
           return Products::Scaled(value, scales_are_uniform_ ? PositionScales{1, 1} : scales[j]);
         });
-    gpu::SyncWarp();
+    __syncwarp();
     ClearNonFinite(lane_, kCount, gpu::kWarpSize, element);
-    gpu::SyncWarp();
+    __syncwarp();
   }
 
   // Merges what the warps found of a split, and folds or writes it.
@@ -506,7 +506,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShared<T, C, kHeadSize>:
   shared->Init();
   ResetCounter(scratch);
   gpu::LetNextKernelBegin();
-  gpu::SyncBlock();
+  __syncthreads();
   if (threadIdx.x >= kThreads) {
     DecodeProducer<T, C, kHeadSize>(p, scratch, shared).Run(lengths);
   } else {

@@ -753,7 +753,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   auto* shared = reinterpret_cast<Shared*>(gpu::SharedMemory());
   if (threadIdx.x == 0) shared->Init();
   gpu::LetNextKernelBegin();
-  gpu::SyncBlock();
+  __syncthreads();
   const int warpgroup = gpu::Shuffle(static_cast<int>(threadIdx.x / kThreads), 0);  // uniform
   if (warpgroup == 0) {
     gpu::GiveRegistersBack<Registers::kProducer>();

@@ -41,7 +41,7 @@ struct PipelineBarriers {
   }
   // Each warp of the consumers calls it.
   __device__ __forceinline__ void Free(PipelineState<kNumStages> stage) {
-    gpu::SyncWarp();
+    __syncwarp();
     if (threadIdx.x % gpu::kWarpSize == 0) gpu::Arrive(&freed[stage.index]);
   }
 };

@@ -326,7 +326,7 @@ class ItemCounter {
 
   // The schedule's threads call it, and Schedule::Find between two calls. Also a barrier.
   __device__ int64_t Next() const {
-    if (threadIdx.x == 0) *number_ = gpu::AtomicAdd(counter_, 1);
+    if (threadIdx.x == 0) *number_ = atomicAdd(counter_, 1);
     gpu::SyncThreads(kScheduleBarrier, kThreads);
     return *number_;
   }

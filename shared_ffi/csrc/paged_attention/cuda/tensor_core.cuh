@@ -104,7 +104,7 @@ class TensorCoreItem {
     const int32_t end = max(first, (item_.end + kTile - 1) / kTile);
     for (int i = 0; i < kStages; ++i) StoreSlot(first + i, FindSlotOf(first + i));
     CopyQuery();
-    gpu::SyncBlock();
+    __syncthreads();
     for (int i = 0; i < kStages - 1; ++i) {
       if constexpr (kHasInt4) {
         StoreInt4(first + i, ReadInt4(first + i));
@@ -115,7 +115,7 @@ class TensorCoreItem {
     }
     for (int32_t tile = first; tile < end; ++tile) {
       gpu::WaitCopies<kStages - 2>();
-      gpu::SyncBlock();  // the tile is here, and everyone has left the one before
+      __syncthreads();  // the tile is here, and everyone has left the one before
       [[maybe_unused]] std::conditional_t<kHasInt4, Int4Chunks, char> int4;
       if constexpr (kHasInt4) {
         int4 = ReadInt4(tile + kStages - 1);
@@ -129,9 +129,9 @@ class TensorCoreItem {
       StoreSlot(tile + kStages, slot);
     }
     gpu::WaitCopies<0>();
-    is_bad_ = gpu::AnyInBlock(is_bad_);  // everyone has left the tiles, whose place the sums take
+    is_bad_ = __syncthreads_or(is_bad_);  // everyone has left the tiles, whose place the sums take
     StoreSums();
-    gpu::SyncBlock();
+    __syncthreads();
     const Parts parts{kParts, layout_.states, layout_.sums, kRows, kColumns, first_column_};
     WriteRows<T>(p_, scratch, item_, parts, is_bad_);
   }
@@ -301,7 +301,7 @@ class TensorCoreItem {
     };
     constexpr int kChunks = kColumns / ValueRows::kChunk;
     const auto chunk = [&](int i) { return values + ValueRows::Offset(i / kChunks, i % kChunks); };
-    if (!gpu::AnyInBlock(HoldsNonFinite<C>(threadIdx.x, kTile * kChunks, kThreads, chunk))) return;
+    if (!__syncthreads_or(HoldsNonFinite<C>(threadIdx.x, kTile * kChunks, kThreads, chunk))) return;
     softmax_.template AddNonFinite<kKeys>(
         begin, products_.sums,
         [&](int j, int n, int e) {
@@ -310,9 +310,9 @@ class TensorCoreItem {
         [&](C value, int j) {
           return Products::Scaled(value, layout_.Slots(tile)[part_ * kKeys + j]);
         });
-    gpu::SyncBlock();
+    __syncthreads();
     ClearNonFinite(threadIdx.x, kTile * kColumns, kThreads, element);
-    gpu::SyncBlock();
+    __syncthreads();
   }
 
   __device__ void StoreSums() {
