@@ -333,8 +333,9 @@ def openvino(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
                 torch.arange(own.stop - own.start).int(),
                 integers(0, own.stop - own.start),
             ]
-            prepare(arrays)
+            written = prepare(arrays)  # OpenVINO does not keep it alive
             request.infer(share_outputs=True)
+            del written
     new = torch.cat(fresh)
     arrays = [
         query.to(dtype).flatten(1),

@@ -156,7 +156,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axis.set_title(kind)
         axis.set_xlabel(label)
     handles, names = axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+    figure.legend(handles, names, loc="outside lower center", ncols=6)
     machine = results["machine"]
     figure.suptitle(
         f"{machine['processor']}, {machine['cores']} cores, {machine['instruction_set']}; "

@@ -1,4 +1,4 @@
-"""The PTX machine executes kernels that are known to work on GPUs: what Triton's compiler emits. It
+"""The emulated GPU executes kernels that are known to work on GPUs: what Triton's compiler emits. It
 needs Triton, but no GPU."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 from tests.support import native, selection
 
-pytest.importorskip("triton", reason="its kernels calibrate the PTX machine: pip install triton")
+pytest.importorskip("triton", reason="its kernels calibrate the emulated GPU: pip install triton")
 
 DTYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 TILES = [(16, 16, 16, 1), (64, 32, 32, 4), (128, 64, 64, 4), (64, 128, 32, 8)]
@@ -27,7 +27,7 @@ def kernels() -> Any:
 
 @pytest.fixture(scope="module")
 def machine() -> Any:
-    machine = ctypes.CDLL(str(native.ptx_machine() / "libptx.so"))
+    machine = ctypes.CDLL(str(native.emulated_gpu() / "libptx.so"))
     machine.PtxRun.restype = ctypes.c_char_p
     return machine
 

@@ -5,6 +5,7 @@
 //   XLA_GPU_PTX_FAIL: a call that fails, as CALL, or as CALL=ERROR with the error's number.
 //   XLA_GPU_PTX_LAUNCHES: a file that gets the thread blocks and threads of a block of each launch.
 //   XLA_GPU_PTX_EARLY: 0 if no kernel begins before the one before it has ended.
+//   XLA_GPU_PTX_COUNTS: a file that gets the counts of each launch, as a line of JSON.
 //   XLA_GPU_PTX_FAULT: see PlantFault.
 #include <cstdio>
 #include <cstdlib>
@@ -94,7 +95,7 @@ void PlantFault(ptx::Kernel* kernel) {
   for (ptx::Instruction& instruction : kernel->code) {
     ptx::Instruction removed = instruction;
     if (!ptx::RemoveWait(&removed) || number-- > 0) continue;
-    std::fprintf(stderr, "PTX machine: removed %s in line %d\n", removed.opcode.c_str(),
+    std::fprintf(stderr, "emulated GPU: removed %s in line %d\n", removed.opcode.c_str(),
                  removed.line);
     instruction = std::move(removed);
     return;
@@ -179,7 +180,7 @@ void** __cudaRegisterFatBinary(void* wrapper) {
     const uint64_t size = At<uint64_t>(at + 8);
     const bool is_ptx = At<uint16_t>(at) == 1, is_compressed = At<uint32_t>(at + 16) != 0;
     if (is_ptx && is_compressed)
-      std::fprintf(stderr, "PTX machine: compressed PTX; compile with --compress-mode=none\n");
+      std::fprintf(stderr, "emulated GPU: compressed PTX; compile with --compress-mode=none\n");
     if (is_ptx && !is_compressed)
       unit->images.push_back({at + header, size, At<uint32_t>(at + 28)});
     at += header + size;

@@ -1,4 +1,4 @@
-"""Kernels in Triton's languages, whose compiler's output runs rightly on GPUs. The PTX machine must,
+"""Kernels in Triton's languages, whose compiler's output runs rightly on GPUs. The emulated GPU must,
 too."""
 
 from __future__ import annotations

@@ -183,10 +183,19 @@ struct MemoryBarrier {
   uint32_t init_step;
 };
 
-// Counts of what speed depends on.
+// What speed depends on.
 struct Counters {
-  uint64_t instructions = 0, products = 0;
+  std::map<std::string, uint64_t> classes;  // instructions of warps
+  uint64_t shared_accesses = 0;             // by lanes that together have 128 bytes, at most
+  uint64_t shared_wavefronts = 0;           // as many, if no bank is asked for two words at once
+  std::map<int, uint64_t> conflicts;        // the others, by the line of the instruction
+  uint64_t global_bytes = 0;
+  uint64_t global_sectors = 0;  // of 32 bytes
+
+  void Add(const Counters& other);
+  void Write(const std::string& kernel, const char* path) const;
 };
+void Count(const Warp& w, const Instruction& i, Counters* counters);
 
 struct Launch {
   const Kernel* kernel;
@@ -210,7 +219,8 @@ struct Block {
   const Instruction* instruction = nullptr;
   Warp* warp = nullptr;
   bool progressed = false;
-  Counters counters;
+  uint64_t num_instructions = 0;
+  Counters* counters = nullptr;                    // null: nothing is counted
   uint64_t most_instructions = uint64_t{1} << 31;  // with more, the kernel does not end
 
   void Run();

@@ -73,6 +73,14 @@ void CheckProducts(Warp& w, const Instruction& i) {
   }
 }
 
+Outcome ExecuteAndCount(Warp& w, const Instruction& i, Counters* counters) {
+  Counters counted;
+  Count(w, i, &counted);
+  const Outcome outcome = i.execute(w, i);
+  if (outcome != Outcome::kBlocked) counters->Add(counted);
+  return outcome;
+}
+
 // Executes a warp's lanes until all wait, or for about `quantum` instructions. Returns whether any
 // instruction was executed.
 bool RunWarp(Block& block, Warp& w, uint64_t quantum) {
@@ -120,7 +128,8 @@ bool RunWarp(Block& block, Warp& w, uint64_t quantum) {
         block.instruction = &i;
         block.lane = __builtin_ctz(mask);
         if (has_wgmma) CheckProducts(w, i);
-        const Outcome outcome = i.execute(w, i);
+        const Outcome outcome =
+            block.counters == nullptr ? i.execute(w, i) : ExecuteAndCount(w, i, block.counters);
         if (outcome == Outcome::kDone) {
           ++pc;
           ++executed;
@@ -160,8 +169,8 @@ bool RunWarp(Block& block, Warp& w, uint64_t quantum) {
       }
     }
   }
-  block.counters.instructions += executed;
-  if (block.counters.instructions > block.most_instructions) Fail("the kernel does not end");
+  block.num_instructions += executed;
+  if (block.num_instructions > block.most_instructions) Fail("the kernel does not end");
   if (w.alive == 0) {
     for (BlockBarrier& barrier : block.barriers) {
       if (barrier.arrived > 0 && barrier.is_whole_block) block.CheckBarrier(&barrier);
@@ -255,6 +264,9 @@ void RunKernel(const Launch& launch, unsigned seed) {
   if (const char* most = std::getenv("XLA_GPU_PTX_MOST_INSTRUCTIONS")) {
     block.most_instructions = std::strtoull(most, nullptr, 10);
   }
+  Counters counters;
+  const char* const counts = std::getenv("XLA_GPU_PTX_COUNTS");
+  if (counts != nullptr) block.counters = &counters;
   const size_t bytes = static_cast<size_t>(kernel.register_bytes);
   std::unique_ptr<char, decltype(&std::free)> registers(
       static_cast<char*>(std::aligned_alloc(64, std::max<size_t>(64, bytes * num_warps))),
@@ -281,7 +293,7 @@ void RunKernel(const Launch& launch, unsigned seed) {
                            static_cast<int>(num_warps));
         block.barriers.fill({});
         block.memory_barriers.clear();
-        block.counters = {};
+        block.num_instructions = 0;
         block.warps.resize(num_warps);
         for (size_t k = 0; k < num_warps; ++k) {
           Warp& w = block.warps[k];
@@ -322,6 +334,7 @@ void RunKernel(const Launch& launch, unsigned seed) {
   is_running = 0;
   sigaction(SIGSEGV, &former_action, nullptr);
   written_before.swap(written_now);
+  if (counts != nullptr) counters.Write(Demangled(kernel.name), counts);
   if (!failure.empty()) {
     std::string place =
         Demangled(kernel.name).substr(0, 200) + ", block " + std::to_string(block.index[0]);

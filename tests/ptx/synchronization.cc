@@ -300,7 +300,7 @@ Outcome Nothing(Warp&, const Instruction&) { return Outcome::kDone; }
 // A barrier, wait or fence that was removed. Says once that it was reached.
 Outcome Removed(Warp&, const Instruction& i) {
   static int32_t said = 0;
-  if (said != i.line) std::fprintf(stderr, "PTX machine: reached line %d\n", i.line);
+  if (said != i.line) std::fprintf(stderr, "emulated GPU: reached line %d\n", i.line);
   said = i.line;
   return Outcome::kDone;
 }

@@ -137,7 +137,6 @@ Outcome MultiplyAdd(Warp& w, const Instruction& i) {
       d[lane] =
           sums[lane / 4 + static_cast<int>(r) / 2 * 8][lane % 4 * 2 + static_cast<int>(r) % 2];
   }
-  ++w.block->counters.products;
   return Outcome::kDone;
 }
 
@@ -258,7 +257,6 @@ void Compute(Warp& w, const Product& product) {
   }
   MarkBusy(w, i, false);
   --w.products_in_flight;
-  ++w.block->counters.products;
 }
 
 // wgmma.mma_async d, a or [a], b, scale_d, scale_a, scale_b[, trans_a], trans_b

@@ -24,7 +24,7 @@ _SUFFIXES = (".cc", ".h", ".cu", ".cuh")
 # header that defines planted_fault, the number of the fault in effect.
 HEADER = """#pragma once
 __attribute__((visibility("default"))) inline int planted_fault = -1;
-#ifdef __CUDA_ARCH__  // a kernel reads it from a register that the PTX machine sets
+#ifdef __CUDA_ARCH__  // a kernel reads it from a register that the emulated GPU sets
 __device__ __forceinline__ int PlantedFault() {
   int fault;
   asm("mov.u32 %0, %%envreg0;" : "=r"(fault));

@@ -1,4 +1,4 @@
-"""Builds shared_ffi._native for tests: with planted faults, and with CUDA kernels on the PTX machine."""
+"""Builds shared_ffi._native for tests: with planted faults, and for the emulated GPU."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def emulated_build() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
         faults.write_sources(folder / "source")
-        return on_ptx_machine(
+        return for_emulated_gpu(
             folder / "build",
             # A share of the kernels. Those for Ampere and the other head sizes: with --all.
             "-DXLA_GPU_ARCHITECTURES=90a-real",
@@ -96,17 +96,17 @@ def emulated_build() -> Path:
         )
 
 
-def on_ptx_machine(folder: Path, *options: str, source: Path = ROOT, flags: str = "") -> Path:
+def for_emulated_gpu(folder: Path, *options: str, source: Path = ROOT, flags: str = "") -> Path:
     """The path of a module whose CUDA kernels are executed from the PTX that nvcc emits, by the
-    machine in tests/ptx. `options`: of CMake."""
+    emulated GPU (tests/ptx). `options`: of CMake."""
     from filelock import FileLock  # noqa: PLC0415  (only tests need it)
 
-    compiler, machine = nvcc(), ptx_machine()
+    compiler, machine = nvcc(), emulated_gpu()
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
         # The linker does not see that the machine has changed.
         for module in folder.glob("*.so"):
-            if module.stat().st_mtime < (machine / "libptx_machine.a").stat().st_mtime:
+            if module.stat().st_mtime < (machine / "libemulated_gpu.a").stat().st_mtime:
                 module.unlink()
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PTX_NVCC", str(compiler))
@@ -114,7 +114,7 @@ def on_ptx_machine(folder: Path, *options: str, source: Path = ROOT, flags: str 
                 source,
                 folder,
                 f"-DCMAKE_CUDA_COMPILER={ROOT / 'tests/ptx/nvcc'}",
-                f"-DCUDART_STATIC={machine / 'libptx_machine.a'}",
+                f"-DCUDART_STATIC={machine / 'libemulated_gpu.a'}",
                 "-DXLA_GPU_OPTIMIZE=-O0",
                 # Names of its own: the installed library is loaded, too.
                 "-DCMAKE_RELEASE_POSTFIX=_ptx",
@@ -125,8 +125,8 @@ def on_ptx_machine(folder: Path, *options: str, source: Path = ROOT, flags: str 
             return build(folder)
 
 
-def ptx_machine() -> Path:
-    """The folder with the libraries of the machine that executes PTX, brought up to date."""
+def emulated_gpu() -> Path:
+    """The folder with the libraries of the emulated GPU, brought up to date."""
     from filelock import FileLock  # noqa: PLC0415
 
     folder = ROOT / "build/ptx/machine"

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not selection.everything, reason="builds for min
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_of_all_head_sizes(capability: int) -> None:
     architecture = {80: "80-real", 90: "90a-real"}[capability]
-    module = native.on_ptx_machine(
+    module = native.for_emulated_gpu(
         native.ROOT / "build/ptx" / architecture,
         f"-DXLA_GPU_ARCHITECTURES={architecture}",
         "-DXLA_GPU_CPU_INSTRUCTION_SETS=baseline",
