@@ -1,10 +1,10 @@
-"""What the tests of the CUDA kernels do not cover by themselves: kernels of all head sizes, for Ampere
-and for Hopper, and a kernel without one of its waits. It takes minutes to build them, so only with
---all."""
+"""What the tests of the CUDA kernels do not cover by themselves: what the PTX costs, kernels of all
+head sizes, for Ampere and for Hopper, and kernels without one of their waits."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import sys
 from pathlib import Path
@@ -17,9 +17,30 @@ from tests.cases.case import Case
 from tests.support import native, selection
 from tests.support.gpu import EmulatedGpu, attend
 
-pytestmark = pytest.mark.skipif(not selection.everything, reason="builds for minutes: --all")
+takes_minutes = pytest.mark.skipif(not selection.everything, reason="takes minutes: --all")
 
 
+@pytest.mark.parametrize(
+    "sequences", [((1, 900), (1, 500)), ((200, 700),)], ids=["decode", "prefill"]
+)
+@pytest.mark.parametrize("kernels", ["portable", "by GPU"])
+def test_shared_memory_has_hardly_any_bank_conflicts(
+    kernels: str, sequences: Any, emulated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(id="counts", sequences=sequences, num_heads=16, num_kv_heads=4, head_size=128,
+                dtype="bfloat16")  # fmt: skip
+    counts = tmp_path / "counts"
+    monkeypatch.setenv("XLA_GPU_PTX_COUNTS", str(counts))
+    attend(EmulatedGpu(emulated, kernels), case.inputs(), **case.attributes())
+    launches = [json.loads(line) for line in counts.read_text().splitlines()]
+    assert sum(launch["instructions"].get("products", 0) for launch in launches) > 0
+    accesses, wavefronts = (
+        sum(launch[f"shared_{name}"] for launch in launches) for name in ("accesses", "wavefronts")
+    )
+    assert wavefronts <= 1.01 * accesses
+
+
+@takes_minutes
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_of_all_head_sizes(capability: int) -> None:
     architecture = {80: "80-real", 90: "90a-real"}[capability]
@@ -47,6 +68,7 @@ KERNELS = {
 }
 
 
+@takes_minutes
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_missing_wait_is_found(
     kernel: str, emulated: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     __syncthreads();
     const int rows = num_parts == 1 ? kCoreRows : kRowsPerWarp;
-    const Parts parts{num_parts, states, queries, rows, stride};
+    const Parts parts{num_parts, states, queries, rows, stride, stride};
     WithQueryType<T>(
         p, [&](auto type) { WriteRows<decltype(type)>(p, scratch, item, parts, is_bad); });
   }

@@ -73,8 +73,8 @@ struct DecodeShared {
 
   alignas(128) C tiles[kStages][kTileElements];
   alignas(128) Query query[kItems][kDecodeRows * QueryRows::kStride];
-  float query_factors[kItems][kDecodeRows];  // of an 8-bit cache: the powers of two
-  float sums[kWarps][kDecodeRows][kHeadSize];
+  float query_factors[kItems][kDecodeRows];    // of an 8-bit cache: the powers of two
+  float sums[kWarps][kDecodeRows][kHeadSize];  // their columns are swizzled
   RowState states[kWarps][kDecodeRows];
   PositionScales scales[kStages][kScales];  // of an 8-bit cache
   PipelineBarriers<kStages> tiles_barriers;
@@ -364,7 +364,8 @@ class DecodeConsumer {
           chunk_sums[2 * r + 1] *= v_scale;
         }
       }
-      products.Store(r, state, &shared_.states[warp_][row], shared_.sums[warp_][row]);
+      products.Store(r, state, &shared_.states[warp_][row], shared_.sums[warp_][row],
+                     SwizzleOf(row));
     }
   }
 
@@ -440,9 +441,15 @@ class DecodeConsumer {
       values[k] = 0;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
-        values[k] = gpu::Fma(weights[w], shared_.sums[w][row][ColumnOf(k)], values[k]);
+        values[k] =
+            gpu::Fma(weights[w], shared_.sums[w][row][ColumnOf(k) ^ SwizzleOf(row)], values[k]);
       }
     }
+  }
+
+  // Without it, all rows of the sums would begin in the same bank of shared memory.
+  static __device__ __forceinline__ int SwizzleOf(int row) {
+    return row * Products::kBanksOfRow % gpu::kWarpSize;
   }
 
   __device__ __forceinline__ int ColumnOf(int k) const { return k * gpu::kWarpSize + lane_; }

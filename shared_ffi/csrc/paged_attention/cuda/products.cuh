@@ -161,15 +161,27 @@ struct WarpProducts {
     return kIs8Bit<C> ? n / 2 * 16 + block_column * 2 + n % 2 : n * 8 + block_column;
   }
 
+  // Lanes store the sums of several rows at once. They go to different banks of shared memory if
+  // each row begins so many floats further, modulo 32, than the one before.
+  static constexpr int kBanksOfRow = kIs8Bit<C> ? 16 : 8;
+
   // Stores the lane's sums of its row r, 0 or 1, and the row's state, which the lanes of the row
-  // share.
+  // share. `swizzle`: what columns are combined with, a multiple of kBanksOfRow.
   __device__ __forceinline__ void Store(int r, const RowState& state, RowState* state_to,
-                                        float* row_to) const {
+                                        float* row_to, int swizzle = 0) const {
     if (Lane() % 4 == 0) *state_to = state;
+    if constexpr (kIs8Bit<C>) {
 #pragma unroll
-    for (int n = 0; n < kColumns / 8; ++n) {
-      row_to[Column(n, 0)] = sums[n][2 * r];
-      row_to[Column(n, 1)] = sums[n][2 * r + 1];
+      for (int n = 0; n < kColumns / 8; n += 2) {  // see Column
+        *reinterpret_cast<float4*>(row_to + (Column(n, 0) ^ swizzle)) = {
+            sums[n][2 * r], sums[n + 1][2 * r], sums[n][2 * r + 1], sums[n + 1][2 * r + 1]};
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n) {
+        *reinterpret_cast<float2*>(row_to + (Column(n, 0) ^ swizzle)) = {sums[n][2 * r],
+                                                                         sums[n][2 * r + 1]};
+      }
     }
   }
 

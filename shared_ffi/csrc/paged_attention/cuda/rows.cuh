@@ -383,7 +383,8 @@ struct Parts {
   const float* sums;       // [num_parts, rows, stride]
   int rows;
   int stride;
-  int first_column = 0;  // of V; there are as many as the stride, or all that are left
+  int columns;           // of V, or all that are left
+  int first_column = 0;  // of V
 };
 
 // Merges the parts in their order and writes the rows: to the output, or to the scratch if the work
@@ -413,7 +414,7 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
     T* output = static_cast<T*>(p.output) + OutputOffset(p, item, row);
     output += parts.first_column;
     float* partial = scratch.partials + index * p.value_head_size + parts.first_column;
-    const int64_t columns = Smaller(parts.stride, p.value_head_size - parts.first_column);
+    const int64_t columns = Smaller(parts.columns, p.value_head_size - parts.first_column);
     for (int d = lane; d < columns; d += gpu::kWarpSize) {
       float value = 0;
 #pragma unroll

@@ -27,6 +27,7 @@ struct TensorCoreLayout {
   static constexpr int kSlotTiles = kStages + 1;            // KV tiles whose slots are in memory
   static constexpr int kFewWarpRows = kTile == 64 ? 1 : 2;  // 16 positions for each warp
   static constexpr int kSumRows = kWarps * kRowsPerWarpTile;
+  static constexpr int kSumStride = kColumns + (kIs8Bit<C> ? 16 : 8);  // see kBanksOfRow
   static constexpr int kTileElements = kTile * CacheRows::kStride;
   static constexpr int kStageElements =
       kTileElements + (kIsLatent ? 0 : kTile * ValueRows::kStride);
@@ -43,9 +44,9 @@ struct TensorCoreLayout {
            kSumRows * static_cast<int>(sizeof(RowState));
   }
 
-  static_assert(kSumRows * kColumns * 4 <= kTilesBytes + QueryBytes(kFewWarpRows),
+  static_assert(kSumRows * kSumStride * 4 <= kTilesBytes + QueryBytes(kFewWarpRows),
                 "the sums of all warps take the place of the tiles and the query");
-  static_assert(!kIsWide || kSumRows * kColumns * 4 <= kTilesBytes,
+  static_assert(!kIsWide || kSumRows * kSumStride * 4 <= kTilesBytes,
                 "the query is copied again while warps still write the sums of the first columns");
 
   C* tiles;        // [kStages][K, V][kTile] rows; the V of a wide head is kColumns of it
@@ -53,7 +54,7 @@ struct TensorCoreLayout {
   Slot<C>* slots;  // [kSlotTiles][kTile]; offset -1 gives zeros
   Schedule::Shared* schedule;
   RowState* states;  // [kSumRows]
-  float* sums;       // [kSumRows][kColumns], in the memory of tiles and query
+  float* sums;       // [kSumRows][kSumStride], in the memory of tiles and query
 
   __device__ TensorCoreLayout(char* memory, int warp_rows)
       : tiles(reinterpret_cast<C*>(memory)),
@@ -132,7 +133,8 @@ class TensorCoreItem {
     is_bad_ = __syncthreads_or(is_bad_);  // everyone has left the tiles, whose place the sums take
     StoreSums();
     __syncthreads();
-    const Parts parts{kParts, layout_.states, layout_.sums, kRows, kColumns, first_column_};
+    const Parts parts{kParts,   layout_.states, layout_.sums, kRows, Layout::kSumStride,
+                      kColumns, first_column_};
     WriteRows<T>(p_, scratch, item_, parts, is_bad_);
   }
 
@@ -319,7 +321,8 @@ class TensorCoreItem {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = part_ * kRows + warp_row_ + lane_ / 4 + 8 * r;
-      products_.Store(r, softmax_.State(r), layout_.states + row, layout_.sums + row * kColumns);
+      products_.Store(r, softmax_.State(r), layout_.states + row,
+                      layout_.sums + row * Layout::kSumStride);
     }
   }
 
