@@ -27,7 +27,6 @@ struct TensorCoreLayout {
   static constexpr int kSlotTiles = kStages + 1;            // KV tiles whose slots are in memory
   static constexpr int kFewWarpRows = kTile == 64 ? 1 : 2;  // 16 positions for each warp
   static constexpr int kSumRows = kWarps * kRowsPerWarpTile;
-  static constexpr int kSumStride = kColumns + (kIs8Bit<C> ? 16 : 8);  // see kBanksOfRow
   static constexpr int kTileElements = kTile * CacheRows::kStride;
   static constexpr int kStageElements =
       kTileElements + (kIsLatent ? 0 : kTile * ValueRows::kStride);
@@ -44,6 +43,11 @@ struct TensorCoreLayout {
            kSumRows * static_cast<int>(sizeof(RowState));
   }
 
+  // Floats from one row of sums to the next. Where there is room, it suits kBanksOfRow.
+  static constexpr int kPaddedStride = kColumns + (kIs8Bit<C> ? 16 : 8);
+  static constexpr int kSumStride =
+      kSumRows * kPaddedStride * 4 <= kTilesBytes + QueryBytes(kFewWarpRows) ? kPaddedStride
+                                                                             : kColumns;
   static_assert(kSumRows * kSumStride * 4 <= kTilesBytes + QueryBytes(kFewWarpRows),
                 "the sums of all warps take the place of the tiles and the query");
   static_assert(!kIsWide || kSumRows * kSumStride * 4 <= kTilesBytes,
