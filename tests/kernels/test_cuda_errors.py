@@ -34,7 +34,7 @@ def call_of(op: Any) -> tuple[dict[str, Any], list[np.ndarray], list[np.ndarray]
     cases: Any = CASES if op is paged_attention else UPDATE_CASES
     # At this head size the tensor core kernel must ask CUDA for more shared memory than the
     # default.
-    case = next(x for x in cases if x.dtype == "float16" and x.head_size == 128)
+    case = next(x for x in cases if x.dtype == "bfloat16" and x.head_size == 128)
     name = op.TARGET.removeprefix("xla_gpu_")
     call, arrays = checked_call(name, case.inputs(), case.attributes())
     results = results_of(call, arrays)
