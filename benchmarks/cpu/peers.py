@@ -42,11 +42,12 @@ def torch_sdpa_grouped(workload: Workload, operands: list[torch.Tensor]) -> Cont
 @lru_cache(maxsize=1)
 def _compiled_flex(workload: Workload) -> tuple[Any, Any]:
     """The function, and its mask for causal attention."""
-    q_len, context = workload.sequences[0]
     from torch.nn.attention.flex_attention import (  # noqa: PLC0415
         create_block_mask,
         flex_attention,
     )
+
+    q_len, context = workload.sequences[0]
 
     def causal(_b: Any, _h: Any, row: Any, column: Any) -> Any:
         return row + context - q_len >= column
