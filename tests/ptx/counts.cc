@@ -61,10 +61,10 @@ void CountShared(const Warp& w, const Addresses& addresses, uint32_t lanes, int 
     if (words.empty()) continue;
     std::array<uint64_t, 32> of_bank{};
     for (const uint64_t word : words) ++of_bank[word % 32];
+    const uint64_t wavefronts = *std::max_element(of_bank.begin(), of_bank.end());
     counters->shared_accesses += 1;
-    counters->shared_wavefronts += *std::max_element(of_bank.begin(), of_bank.end());
-    const int line = w.block->instruction->line;
-    counters->conflicts[line] += *std::max_element(of_bank.begin(), of_bank.end()) - 1;
+    counters->shared_wavefronts += wavefronts;
+    counters->conflicts[w.block->instruction->line] += wavefronts - 1;
   }
 }
 
@@ -82,14 +82,11 @@ void CountGlobal(const Warp& w, const Addresses& addresses, int bytes, Counters*
 
 void CountAccess(const Warp& w, const Instruction& i, const Operand& place, int bytes,
                  Counters* counters) {
-  Addresses addresses = AddressesOf(w, place);
-  const uint64_t any = addresses[static_cast<size_t>(w.LowestLane())];
-  const bool is_shared =
-      i.space == Space::kShared || (i.space == Space::kGeneric && any >= kSharedWindow);
-  const bool is_global =
-      i.space == Space::kGlobal || (i.space == Space::kGeneric && any < kLocalWindow);
-  if (is_shared) CountShared(w, addresses, w.active, bytes, counters);
-  if (is_global) CountGlobal(w, addresses, bytes, counters);
+  const Addresses addresses = AddressesOf(w, place);
+  uint64_t any = addresses[static_cast<size_t>(w.LowestLane())];
+  const Space space = SpaceOf(i, &any);
+  if (space == Space::kShared) CountShared(w, addresses, w.active, bytes, counters);
+  if (space == Space::kGlobal) CountGlobal(w, addresses, bytes, counters);
 }
 
 }  // namespace

@@ -233,6 +233,9 @@ struct Block {
 // The place in a lane's global memory. Throws a Fault if it is misaligned or certainly not there.
 char* GlobalAddress(const Warp& warp, int lane, uint64_t address, int bytes, bool is_write);
 
+// The space of an access, and the address in it.
+Space SpaceOf(const Instruction& i, uint64_t* address);
+
 // Notes what a kernel writes whose successor may begin early. An early access to it is a Fault.
 void NoteWrite(const Warp& warp, uint64_t address, int bytes);
 void CheckEarlyAccess(const Warp& warp, uint64_t address, int bytes);

@@ -36,6 +36,17 @@ char* GlobalAddress(const Warp& warp, int lane, uint64_t address, int bytes, boo
   return reinterpret_cast<char*>(address);
 }
 
+Space SpaceOf(const Instruction& i, uint64_t* address) {
+  if (i.space != Space::kGeneric) return i.space;
+  for (const auto& [space, window] :
+       {std::pair(Space::kShared, kSharedWindow), {Space::kLocal, kLocalWindow}}) {
+    if (*address < window) continue;
+    *address -= window;
+    return space;
+  }
+  return Space::kGlobal;
+}
+
 namespace {
 
 // The number at one lane's place of a register, extended to the size of the register.
@@ -56,18 +67,6 @@ void Put(Warp& w, const Operand& to, int lane, const char* from) {
     default:
       w.Lanes<uint64_t>(to)[lane] = static_cast<uint64_t>(value);
   }
-}
-
-// The space of an access, and the address in it.
-Space SpaceOf(const Instruction& i, uint64_t* address) {
-  if (i.space != Space::kGeneric) return i.space;
-  for (const auto& [space, window] :
-       {std::pair(Space::kShared, kSharedWindow), {Space::kLocal, kLocalWindow}}) {
-    if (*address < window) continue;
-    *address -= window;
-    return space;
-  }
-  return Space::kGlobal;
 }
 
 char* LocalAddress(Warp& w, int lane, uint64_t address, int bytes) {
