@@ -90,7 +90,7 @@ def paged_attention(
 
     Prefill, chunked prefill, decode, and any mix of them in one call. The query tokens' own keys
     and values must be in the cache already (``kv_cache_update``). Under ``jax.vmap`` many calls
-    become one, with a longer batch (docs/features/vmap.md).
+    become one, with a longer batch (docs/features/jax.md).
 
     Dimensions: ``num_tokens`` query tokens of all sequences, packed one sequence after the other,
     then padding; ``max_seqs`` places for sequences, the first ``num_seqs`` of them in use; a pool

@@ -15,13 +15,11 @@ from tests.support.jax_settings import (
     FLAG_SETTINGS,
     FLAGS,
     KINDS,
-    PAGE,
     SETTINGS,
     TRANSFORMATIONS,
     Kind,
     Setting,
     flags,
-    page,
 )
 
 COLLECTIVES = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter")
@@ -95,7 +93,7 @@ def test_program(setting: str, name: str) -> None:
         sizes = [x.addressable_shards[0].data.nbytes for x in arrays]
         shapes = [x.sharding.shard_shape(x.shape) for x in arrays]
         results = compiled(*arrays)
-        compare(kind, chosen, results, expected(name, "`jit`"))
+        compare(kind, chosen, results, expected(name, "jit"))
         for array, result in kind.carried:
             assert results[result].addressable_shards[0].data.nbytes == sizes[array]
             assert arrays[array].is_deleted() == kind.is_update
@@ -114,7 +112,7 @@ def test_program(setting: str, name: str) -> None:
 @pytest.mark.parametrize("flag", FLAGS)
 def test_flag(flag: str, setting: str, name: str) -> None:
     kind, chosen = KINDS[name], SETTINGS[setting]
-    wanted = expected(name, "`jit`")
+    wanted = expected(name, "jit")
     mesh = chosen.mesh()
     with flags(FLAGS[flag]), chosen.context(mesh):
         with jax.transfer_guard("allow"):
@@ -122,7 +120,3 @@ def test_flag(flag: str, setting: str, name: str) -> None:
         results = jax.jit(chosen.wrap(kind, kind.function))(*arrays)
         with jax.transfer_guard("allow"):
             compare(kind, chosen, results, wanted)
-
-
-def test_the_page_lists_what_is_tested() -> None:
-    assert PAGE.read_text() == page()

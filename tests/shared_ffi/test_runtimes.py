@@ -268,7 +268,7 @@ def test_the_error_names_the_missing_package(missing: str, use: str, message: st
     assert message in out
 
 
-def test_library_exports_what_docs_security_lists() -> None:
+def test_the_library_exports_only_what_others_call() -> None:
     lines = native.run("nm", "-D", "-C", "--defined-only", library_path()).stdout.splitlines()
     symbols = [line.split(" ", 2)[1:] for line in lines]
     ours = [name for kind, name in symbols if kind == "T" and "xla_gpu" in name]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -320,12 +319,12 @@ class Transformation:
 
 TRANSFORMATIONS = {
     "called directly": Transformation(lambda kind, function: function, is_jitted=False),
-    "`jit`": Transformation(lambda kind, function: function),
-    "`scan`": Transformation(_scan, _twice),
-    "`while`": Transformation(_while, _twice),
-    "`cond`": Transformation(_cond),
-    "`checkpoint`": Transformation(lambda kind, function: jax.checkpoint(function)),
-    "`vmap`": Transformation(_vmap),
+    "jit": Transformation(lambda kind, function: function),
+    "scan": Transformation(_scan, _twice),
+    "while": Transformation(_while, _twice),
+    "cond": Transformation(_cond),
+    "checkpoint": Transformation(lambda kind, function: jax.checkpoint(function)),
+    "vmap": Transformation(_vmap),
 }
 
 
@@ -393,17 +392,17 @@ SETTINGS = {
     "Auto axes": Setting(lambda: _mesh(AxisType.Auto)),
     "Auto axes, `set_mesh`": Setting(lambda: _mesh(AxisType.Auto), sets_mesh=True),
     "Explicit axes": Setting(lambda: _mesh(AxisType.Explicit), sets_mesh=True),
-    "`shard_map`": Setting(lambda: _mesh(AxisType.Auto), _shard_map),
-    "`shard_map`, `check_vma=False`": Setting(
+    "shard_map": Setting(lambda: _mesh(AxisType.Auto), _shard_map),
+    "shard_map, check_vma=False": Setting(
         lambda: _mesh(AxisType.Auto), partial(_shard_map, check_vma=False)
     ),
-    "`shard_map` over `data`, Auto heads": Setting(
+    "shard_map over data, Auto heads": Setting(
         lambda: _mesh(AxisType.Auto, (2, 2), "data model"),
         _partly_manual,
         sets_mesh=True,
         is_doubled=True,
     ),
-    "`shard_map` over `data`, Explicit heads": Setting(
+    "shard_map over data, Explicit heads": Setting(
         lambda: _mesh(AxisType.Explicit, (2, 2), "data model"),
         _partly_manual,
         sets_mesh=True,
@@ -413,17 +412,17 @@ SETTINGS = {
 
 
 FLAGS: dict[str, dict[str, Any]] = {
-    "`jax_enable_x64`": {"jax_enable_x64": True},
-    "`jax_debug_nans`": {"jax_debug_nans": True},
-    "`jax_disable_jit`": {"jax_disable_jit": True},
-    "`jax_enable_checks`": {"jax_enable_checks": True},
-    "`jax_check_tracer_leaks`": {"jax_check_tracer_leaks": True},
-    "`jax_numpy_rank_promotion=raise`": {"jax_numpy_rank_promotion": "raise"},
-    "`jax_numpy_dtype_promotion=strict`": {"jax_numpy_dtype_promotion": "strict"},
-    "`jax_transfer_guard=disallow`": {"jax_transfer_guard": "disallow"},
-    "`jax_threefry_partitionable=False`": {"jax_threefry_partitionable": False},
-    "`jax_use_shardy_partitioner=False`": {"jax_use_shardy_partitioner": False},
-    "`jax_default_matmul_precision=highest`": {"jax_default_matmul_precision": "highest"},
+    "jax_enable_x64": {"jax_enable_x64": True},
+    "jax_debug_nans": {"jax_debug_nans": True},
+    "jax_disable_jit": {"jax_disable_jit": True},
+    "jax_enable_checks": {"jax_enable_checks": True},
+    "jax_check_tracer_leaks": {"jax_check_tracer_leaks": True},
+    "jax_numpy_rank_promotion=raise": {"jax_numpy_rank_promotion": "raise"},
+    "jax_numpy_dtype_promotion=strict": {"jax_numpy_dtype_promotion": "strict"},
+    "jax_transfer_guard=disallow": {"jax_transfer_guard": "disallow"},
+    "jax_threefry_partitionable=False": {"jax_threefry_partitionable": False},
+    "jax_use_shardy_partitioner=False": {"jax_use_shardy_partitioner": False},
+    "jax_default_matmul_precision=highest": {"jax_default_matmul_precision": "highest"},
 }
 
 
@@ -442,48 +441,4 @@ def flags(values: dict[str, Any]) -> Iterator[None]:
         jax.clear_caches()
 
 
-def page() -> str:
-    """The page of the documentation about these settings (docs/features/jax-settings.md)."""
-    count = len(KINDS)
-    is_sharded = [kind for kind in KINDS.values() if any(x is not None for x in kind.dims)]
-    header = " | ".join(["", *TRANSFORMATIONS])
-    rows = [f"| {setting} |{f' {count} |' * len(TRANSFORMATIONS)}" for setting in SETTINGS]
-    return f"""# JAX's settings
-
-<!-- python -m tests.support.jax_settings writes this page. -->
-
-Every way in which devices share a call is run in every setting below, on one device or on {DEVICES}. Each of the
-{len(SETTINGS) * len(TRANSFORMATIONS) * count + len(FLAGS) * len(FLAG_SETTINGS) * count} combinations has the bits of \
-a direct call on one device; none is refused. (`merge_attention` is JAX's own sums, which may differ in rounding.) What \
-a mesh with explicit axes refuses is in [many devices](many-devices.md#meshes-with-explicit-axes).
-
-The calls:
-
-{chr(10).join(f"* {name}" for name in KINDS)}
-
-The number of calls that are right, by mesh and by transformation. Loops carry the cache or the queries.
-
-|{header} |
-|{"---|" * (len(TRANSFORMATIONS) + 1)}
-{chr(10).join(rows)}
-
-On each mesh, the {len(is_sharded)} calls that have heads are compiled ahead of time, with a donated cache: no device \
-sends anything, an update writes in place, and every device holds as many bytes as before. (JAX 0.10 itself gathers all \
-operands where `shard_map` leaves explicit axes; JAX 0.8 and 0.12 do not.)
-
-With these flags, under `jit`, on {len(FLAG_SETTINGS)} of the meshes ({", ".join(FLAG_SETTINGS)}):
-
-{chr(10).join(f"* {flag}" for flag in FLAGS)}
-
-JAX's persistent compilation cache is tried by two processes, with two values of each option of each op: the second
-process finds every program, and no program is taken for another. Programs that are sharded by heads need no flag for
-that.
-""".replace("\\\n", "")
-
-
-FLAG_SETTINGS = ("one device", "Auto axes", "Explicit axes", "`shard_map`")
-
-PAGE = Path(__file__).parents[2] / "docs/features/jax-settings.md"
-
-if __name__ == "__main__":
-    PAGE.write_text(page())
+FLAG_SETTINGS = ("one device", "Auto axes", "Explicit axes", "shard_map")
