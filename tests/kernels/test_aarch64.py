@@ -6,6 +6,7 @@ import struct
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from harness import reference
 from harness.compare import assert_close_on_cpu, assert_same_bits
@@ -13,26 +14,31 @@ from shared_ffi.spec import Call
 from tests.cases.all import CASES, UPDATE_CASES
 from tests.cases.case import Case
 from tests.support import native
-from tests.support.aarch64.program import compile_program, run_program
+from tests.support.aarch64.program import compile_objects, compile_program, run_program
 from tests.support.calls import checked_call, in_place, numbers, results_of
 
 
-def compile_handlers(folder: Path) -> Path:
-    """Compiles the program that calls handlers (tests/support/aarch64/handlers.cc)."""
-    (folder / "cpu_instruction_sets.h").write_text(
+CSRC = native.ROOT / "shared_ffi/csrc"
+OF_PYTHON = {*CSRC.glob("python/*.cc"), CSRC / "torch/eager_kernel.cc", CSRC / "torch/rules.cc"}
+# The handlers, and a program that calls them.
+SOURCES = sorted({*CSRC.rglob("*.cc")} - OF_PYTHON) + [
+    native.ROOT / "tests/support/aarch64/handlers.cc"
+]
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> list[object]:
+    """The compiler's options for SOURCES."""
+    (tmp_path / "cpu_instruction_sets.h").write_text(
         "#define XLA_GPU_FOR_CPU_INSTRUCTION_SETS(f) f(baseline)\n"
     )
-    csrc = native.ROOT / "shared_ffi/csrc"
-    sources = {*csrc.rglob("*.cc")} - {
-        *csrc.glob("python/*.cc"),
-        csrc / "torch/eager_kernel.cc",
-        csrc / "torch/rules.cc",
-    }
-    return compile_program(
-        folder,
-        sorted(sources | {native.ROOT / "tests/support/aarch64/handlers.cc"}),
-        *(f"-I{folder}", "-isystem", native.ffi_headers(), "-DXLA_GPU_INSTRUCTION_SET=baseline"),
-    )
+    headers = [f"-I{tmp_path}", "-isystem", native.ffi_headers()]
+    return [*headers, "-DXLA_GPU_INSTRUCTION_SET=baseline"]
+
+
+def test_kernels_compile_for_aarch64(options: list[object], tmp_path: Path) -> None:
+    kernels = [*CSRC.glob("*/cpu.cc"), *CSRC.glob("*/cpu/kernel.cc")]
+    compile_objects(tmp_path, kernels, *options, "-O0")
 
 
 def number(x: int) -> bytes:
@@ -79,8 +85,9 @@ class Answers:
         return [np.frombuffer(d, x.dtype).reshape(x.shape) for d, x in zip(data, like, strict=True)]
 
 
-def test_handlers_on_aarch64(tmp_path: Path) -> None:
-    """Every case passes with Arm's vectors. The handlers compile without warnings."""
+@pytest.mark.nightly  # Zig compiles its C++ library for minutes
+def test_handlers_on_aarch64(options: list[object], tmp_path: Path) -> None:
+    """Every case passes with Arm's vectors."""
     given, wanted = [], []
     for case in (*CASES, *UPDATE_CASES):
         inputs, attributes = case.inputs(), case.attributes()
@@ -91,7 +98,8 @@ def test_handlers_on_aarch64(tmp_path: Path) -> None:
         given.append(encoded(call, operands, results))
         wanted.append((op, inputs, attributes, results))
 
-    answers = Answers(run_program(compile_handlers(tmp_path), number(len(given)) + b"".join(given)))
+    program = compile_program(tmp_path, SOURCES, *options)
+    answers = Answers(run_program(program, number(len(given)) + b"".join(given)))
     for op, inputs, attributes, like in wanted:
         results = answers.results(like)
         result = results[0] if len(results) == 1 else tuple(results)

@@ -122,6 +122,11 @@ int main() {
 
 Call = Callable[..., np.ndarray]
 
+INSTRUCTION_SETS = [
+    *_native.cpu_instruction_sets(),
+    pytest.param("aarch64", marks=pytest.mark.nightly),  # Zig compiles its C++ library for minutes
+]
+
 
 def compile_here(source: Path, instruction_set: str) -> Path:
     program = source.with_suffix("")
@@ -137,7 +142,7 @@ def run_here(program: Path, given: bytes) -> bytes:
     return subprocess.run([program], input=given, stdout=subprocess.PIPE, check=True).stdout
 
 
-@pytest.fixture(scope="module", params=[*_native.cpu_instruction_sets(), "aarch64"])
+@pytest.fixture(scope="module", params=INSTRUCTION_SETS)
 def simd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Call:
     """simd(name, x, dtype): the result of a function of SOURCE on x."""
     source = tmp_path_factory.mktemp(request.param) / "simd.cc"

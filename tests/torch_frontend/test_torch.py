@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from functools import partial
 from typing import Any
 
@@ -416,13 +417,13 @@ PERSISTENT = """
 """
 
 
-def test_programs_in_inductors_cache(tmp_path: Any) -> None:
+def test_programs_in_inductors_cache() -> None:
     """Another process finds the programs and does not confuse those of two scales."""
-    settings = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    run = partial(scripts.output, PERSISTENT, **settings)
-    small, large, counts = run("0.25", "0.5")
+    run = partial(scripts.output, PERSISTENT, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    scales = [f"0.{digit}{os.getpid()}" for digit in (2, 5)]  # that no other process has
+    small, large, counts = run(*scales)
     assert small.split()[1] != large.split()[1] and counts == "0 2"
-    assert run("0.5", "0.25") == [large, small, "2 0"]
+    assert run(*reversed(scales)) == [large, small, "2 0"]
 
 
 def test_decode_loop_compiles_once() -> None:

@@ -25,8 +25,8 @@ NO_SUCH_CALL, NO_MEMORY = -38, -12
 ARGUMENTS = [arm64.UC_ARM64_REG_X0 + i for i in range(6)]
 
 
-def compile_program(folder: Path, sources: Iterable[Path], *options: object) -> Path:
-    """Compiles sources in a folder and returns the path of the program."""
+def compile_objects(folder: Path, sources: Iterable[Path], *options: object) -> list[Path]:
+    """Compiles sources in a folder, without warnings."""
 
     def compiled(source: Path) -> Path:
         to = folder / f"{source.parent.name}-{source.stem}.o"
@@ -35,8 +35,12 @@ def compile_program(folder: Path, sources: Iterable[Path], *options: object) -> 
         return to
 
     with ThreadPoolExecutor(2) as threads:
-        objects = list(threads.map(compiled, sources))
-    program = folder / "program"
+        return list(threads.map(compiled, sources))
+
+
+def compile_program(folder: Path, sources: Iterable[Path], *options: object) -> Path:
+    """Compiles sources in a folder and returns the path of the program."""
+    objects, program = compile_objects(folder, sources, *options), folder / "program"
     _run(*COMPILER, *objects, "-o", program)
     return program
 
