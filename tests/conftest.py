@@ -1,6 +1,7 @@
 """Settings that must precede the first import of a framework, command line options and fixtures."""
 
 import atexit
+import gc
 import importlib.util
 import os
 import random
@@ -110,6 +111,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         random.Random(0).shuffle(items)
     first, step = map(int, config.getoption("--shard").split("/"))
     items[:] = items[first - 1 :: step]
+
+
+def pytest_collection_finish() -> None:
+    """Spares garbage collections the frameworks and the tests, millions of objects. Libraries collect
+    often: transformers after each generation, JAX whenever its caches are cleared."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -43,7 +43,7 @@ def _value_head_sizes() -> Iterator[Case]:
     sizes = ((24, 16), (192, 128), (17, 5), (128, 64), (40, 39))
     batches = {
         "mixed": ((7, 80), (9, 9), (0, 5), (1, 66)),
-        "long": ((1, 700), (3, 1100), (70, 530)),
+        "long": ((1, 700), (3, 1100), (25, 530)),
     }
     for i, ((head_size, columns), (name, sequences)) in enumerate(product(sizes, batches.items())):
         yield from each_dtype(

@@ -82,7 +82,7 @@ def _int4() -> Iterator[Case]:
         "tree": {"tree": "draft"},
         "images": {"ranges": "blocks"},
         "not-causal": {"causal": False},
-        "many-queries": {"num_heads": 40, "sequences": ((70, 300), (1, 40))},
+        "many-queries": {"num_heads": 40, "sequences": ((30, 300), (1, 40))},
         "one-query-head": {"num_heads": 2, "head_size": 128},
         "chunked": {"sequences": CHUNKED, "block_size": 5},
     }

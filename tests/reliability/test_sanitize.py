@@ -68,6 +68,6 @@ def test_sanitizer(name: str, tmp_path: Path) -> None:
 
     script, message = FAULTS[name]
     assert message in run("-c", script, module).stderr
-    for command in sanitize.commands(module, seconds=3, seed=1, tests=False):
+    for command in sanitize.commands(module, seconds=1, seed=1, tests=False):
         outcome = run(*command)
         assert outcome.returncode == 0, outcome.stdout + outcome.stderr

@@ -57,26 +57,18 @@ def test_safe_path_hides_the_working_folder_from_each_process(tmp_path: Path) ->
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
 
 
-def test_one_backend() -> None:
-    returncode, found = diagnose("--backend", "torch-cpu")
-    (outcome,) = found["backends"]
-    assert returncode == 0
-    assert outcome.pop("seconds") > 0
-    assert outcome == {
+def test_requested_backends_must_work() -> None:
+    returncode, found = diagnose("--backend", "torch-cpu", "jax-cuda")
+    works, fails = found["backends"]
+    assert works.pop("seconds") > 0
+    assert works == {
         "backend": "torch-cpu",
         "title": "PyTorch eager, CPU",
         "status": WORKS,
         "detail": "on cpu",
         "remedy": "",
     }
-
-
-def test_requested_backend_must_work() -> None:
-    returncode, found = diagnose("--backend", "torch-cpu", "jax-cuda")
-    assert {x["backend"]: x["status"] for x in found["backends"]} == {
-        "torch-cpu": WORKS,
-        "jax-cuda": NO_GPU,
-    }
+    assert (fails["backend"], fails["status"]) == ("jax-cuda", NO_GPU)
     assert returncode == 1
 
 

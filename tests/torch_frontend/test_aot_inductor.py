@@ -78,27 +78,31 @@ class Features(torch.nn.Module):
 
 
 class Rotated(torch.nn.Module):
-    """A layer with a fused projection, whose queries are rotated: the slice itself, a number times
-    the slice, or the result of another projection."""
+    """Layers with a fused projection, whose queries are rotated: the slice itself, a number times
+    the slice, and the result of another projection."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.kind = kind
         self.register_buffer(
             "table", torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
         )
 
     def forward(
-        self, cache: torch.Tensor, rows: torch.Tensor, other: torch.Tensor, slots: torch.Tensor,
-        positions: torch.Tensor, *metadata: torch.Tensor
-    ) -> torch.Tensor:  # fmt: skip
-        query, key, value = (x.unflatten(1, (-1, 16)) for x in rows.split([96, 32, 32], 1))
-        if self.kind != "slice":
-            query = (other * 2).view(len(rows), 6, 16) if self.kind == "own" else query * 3
-        OPS.kv_cache_update(
-            cache, key, value, slots, query=query, positions=positions, cos_sin_cache=self.table
-        )
-        return OPS.paged_attention(query, cache, *metadata, 0.25)
+        self, caches: torch.Tensor, slice_: torch.Tensor, times: torch.Tensor, other: torch.Tensor,
+        slots: torch.Tensor, positions: torch.Tensor, *metadata: torch.Tensor
+    ) -> list[torch.Tensor]:  # fmt: skip
+        outputs = []
+        for cache, rows in zip(caches.unbind(), (slice_, times, times), strict=True):
+            query, key, value = (x.unflatten(1, (-1, 16)) for x in rows.split([96, 32, 32], 1))
+            if len(outputs) == 1:
+                query = query * 3
+            elif len(outputs) == 2:
+                query = (other * 2).view(len(rows), 6, 16)
+            OPS.kv_cache_update(
+                cache, key, value, slots, query=query, positions=positions, cos_sin_cache=self.table
+            )
+            outputs.append(OPS.paged_attention(query, cache, *metadata, 0.25))
+        return outputs
 
 
 def tokens_of(lengths: list[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
@@ -203,25 +207,24 @@ def test_steps_of_any_length_share_a_cache(step: Path, tmp_path: Path) -> None:
         assert_equal([result], [eager(*call)])
 
 
-@pytest.mark.parametrize("kind", ["slice", "times", "own"])
-def test_rotated_queries(kind: str, tmp_path: Path) -> None:
+def test_rotated_queries(tmp_path: Path) -> None:
     _, slots, _, *metadata = tokens_of([(5, 5), (3, 3)])
     generator = torch.Generator().manual_seed(0)
     rows, other = (torch.randn(8, 16 * n, generator=generator) for n in (10, 6))
-    positions, module = torch.arange(8), Rotated(kind)
 
     def arguments() -> tuple[torch.Tensor, ...]:
-        cache = torch.zeros(12, BLOCK_SIZE, 4, 16)
-        return (cache, rows.clone(), other, slots, positions, *metadata)
+        caches = torch.zeros(3, 12, BLOCK_SIZE, 4, 16)
+        return (caches, rows.clone(), rows.clone(), other, slots, torch.arange(8), *metadata)
 
-    package = tmp_path / "rotated.pt2"
+    package, module = tmp_path / "rotated.pt2", Rotated()
     program = torch.export.export(module, arguments())
     torch_frontend.aoti_compile_and_package(program, package_path=package)
-    ((result, after),) = outcomes_of(package, [arguments()], tmp_path)
+    ((results, after),) = outcomes_of(package, [arguments()], tmp_path)
     eager = arguments()
-    assert_equal([result], [module(*eager)])
+    assert_equal(results, module(*eager))
     assert_equal(after, eager)
-    assert (kind == "slice") == (not torch.equal(after[1], rows))  # the caller's array is written
+    assert not torch.equal(after[1], rows)  # the caller's array is written,
+    assert torch.equal(after[2], rows)  # and this one is not
 
 
 @pytest.mark.parametrize("num_blocks", [12, 17])
