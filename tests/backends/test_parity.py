@@ -9,7 +9,7 @@ import pytest
 
 from harness import hlo, reference
 from harness.compare import assert_close_on_cpu, assert_same_bits
-from shared_ffi.selftest.backends import BACKENDS, WORKS, Backend, try_backend
+from shared_ffi.selftest.backends import BACKENDS, Backend
 from tests.cases.all import CASES, SHORT_CASES, SHORT_UPDATE_CASES, UPDATE_CASES
 from tests.cases.case import Case
 from tests.cases.updates import UpdateCase
@@ -118,7 +118,6 @@ def test_simple_add(backend: str) -> None:
     [backend for backend in BACKENDS if backend.platform == "cpu"],
     ids=lambda backend: backend.name,
 )
-def test_self_test(backend: Backend) -> None:
-    """Every backend that needs no GPU works, says ``python -m shared_ffi``."""
-    outcome = try_backend(backend, 180)
-    assert outcome.status == WORKS, outcome
+def test_the_smoke_step_works(backend: Backend) -> None:
+    """What ``python -m shared_ffi`` runs in a process for each backend, here without one."""
+    exec(backend.script, {})
