@@ -59,6 +59,7 @@ def build(name: str, instruction_sets: list[str], optimize: str = "") -> Path:
     if name == "thread":
         SUPPRESSIONS_FILE.write_text(SUPPRESSIONS)
     options = [f"-DXLA_GPU_SANITIZE={SANITIZERS[name].flags}", "-DXLA_GPU_CUDA=OFF"]
+    options.append("-DCMAKE_UNITY_BUILD=ON")  # in half the time
     options.append(f"-DXLA_GPU_OPTIMIZE={optimize}")
     if instruction_sets:
         options.append(f"-DXLA_GPU_CPU_INSTRUCTION_SETS={';'.join(instruction_sets)}")

@@ -156,14 +156,14 @@ def test_the_server_warns_of_no_conversion(server: Server) -> None:
 def test_server_loses_no_request(server: Server) -> None:
     """PyTorch's matrix products depend on the size of the batch in their last bits, so that an
     answer may differ from that given alone. test_a_real_model_alone_and_in_a_batch does without."""
-    prompts = load_test.PROMPTS
-    assert len({*prompts}) == 64
+    assert len({*load_test.PROMPTS}) == 64
+    prompts = load_test.PROMPTS[:24]
     report = asyncio.run(load_test.measure(f"{server.url}/v1", prompts, max_tokens=16))
     assert report.known.text == "The capital of France is Paris."
     assert report.is_good
     assert report.num_lost == 0
     assert all(answer and answer.num_chunks > 1 for answer in report.together), "not streamed"
-    assert report.num_equal >= 60, "more than rounding"
+    assert report.num_equal >= 22, "more than rounding"
 
 
 def test_the_load_test_names_the_attention(
