@@ -337,7 +337,10 @@ def main() -> None:
     steps = Steps(options.out, found, options.again, options.only, left)
     if options.rehearse:
         (module,) = (unpacked / "emulated").glob("_native*.so")
-        rehearse(steps, module.resolve())
+        try:
+            rehearse(steps, module.resolve())
+        finally:
+            pack.remove_module()
     else:
         trace = ["--trace", options.trace.resolve()] if options.trace else []
         check(steps, found["compute_cap"] == "9.0", trace)

@@ -166,6 +166,12 @@ def unpack(pack: Path, target: Path) -> dict[str, Any]:
     return manifest
 
 
+def remove_module() -> None:
+    """Removes the module beside the sources, which hides an installed one."""
+    for path in ROOT.glob("shared_ffi/*.so"):
+        path.unlink()
+
+
 def paths(target: Path) -> Iterable[Path]:
     """The folders of an unpacked pack that packages are imported from."""
     return (path for name in ("packages", "peers") if (path := target / name).exists())
