@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from shared_ffi import _native, token_rows
-from shared_ffi import kv_layout as _kv_layout
+from shared_ffi import kv_cache as _kv_cache
 from shared_ffi.spec import (
     CACHE_DTYPES,
     NO_OVERLAP,
@@ -63,8 +63,8 @@ def check(
     if value.dtype != key.dtype:
         raise dtype_error(OP, "value", f"key's dtype {key.dtype}", value.dtype)
     if is_latent:
-        _kv_layout.check_latent(OP, value_cache, v_scale)
-    cache, layout, caches = _kv_layout.check(
+        _kv_cache.check_latent(OP, value_cache, v_scale)
+    cache, layout, caches = _kv_cache.check(
         OP,
         kv_layout,
         kv_cache,
@@ -74,7 +74,7 @@ def check(
         value_head_size=columns * numbers_of(key.dtype),
         is_latent=is_latent,
     )
-    _kv_layout.check_dtypes(OP, kv_cache, value_cache, "key", key.dtype)
+    _kv_cache.check_dtypes(OP, kv_cache, value_cache, "key", key.dtype)
     for argument, array in (("kv_cache", kv_cache), ("value_cache", value_cache)):
         if array is not None and _repeats(array):
             got = f"strides {list(array.strides or ())}"
@@ -86,7 +86,7 @@ def check(
         [cache.head_dim, rows_head_dim, rows_head_dim, None],
         [*layout, *token_rows.attributes(key, value)],
     )
-    _kv_layout.add_features(
+    _kv_cache.add_features(
         OP,
         operands,
         cache,
@@ -187,7 +187,7 @@ def _check_query(query: ArraySpec, key: ArraySpec) -> None:
 
 
 def _num_shared_heads(
-    key: ArraySpec, value: ArraySpec, query: ArraySpec | None, cache: _kv_layout.KvCache
+    key: ArraySpec, value: ArraySpec, query: ArraySpec | None, cache: _kv_cache.KvCache
 ) -> int:
     """See Call. Strided rows are a part of an array whose heads are not known here."""
     if any(rows is not None and rows.strides for rows in (key, value, query)):
@@ -220,7 +220,7 @@ def check_values(
     Raises:
         ValueError: the CPU handler's message, which names the token.
     """
-    num_blocks, block_size = _kv_layout.num_blocks_and_size(OP, kv_layout, kv_cache.shape)
+    num_blocks, block_size = _kv_cache.num_blocks_and_size(OP, kv_layout, kv_cache.shape)
     slots = np.ascontiguousarray(on_host(slot_mapping), np.int64)
     rows, max_positions = None, 0
     if positions is not None and cos_sin_cache is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shared_ffi import _native, token_rows
-from shared_ffi import kv_layout as _kv_layout
+from shared_ffi import kv_cache as _kv_cache
 from shared_ffi.spec import (
     STORAGE_DTYPES,
     ArraySpec,
@@ -80,14 +80,14 @@ def check(
     is_latent = value_head_size is not None
     if value_head_size is not None:
         _check_value_head_size(value_head_size, head_size)
-        _kv_layout.check_latent(OP, value_cache, v_scale)
-    cache, layout, caches = _kv_layout.check(
+        _kv_cache.check_latent(OP, value_cache, v_scale)
+    cache, layout, caches = _kv_cache.check(
         OP, kv_layout, kv_cache, value_cache, head_size, is_latent=is_latent
     )
     columns = value_head_size or head_size
     if value_cache is not None:
         columns = value_cache.shape[-1] * numbers_of(value_cache.dtype)
-    _kv_layout.check_dtypes(OP, kv_cache, value_cache, "query", query.dtype)
+    _kv_cache.check_dtypes(OP, kv_cache, value_cache, "query", query.dtype)
     num_kv_heads = cache.num_kv_heads
     if not (holds(num_heads >= 1) and holds(num_heads % num_kv_heads == 0)):
         rule = f"be a multiple of num_kv_heads={num_kv_heads}"
@@ -114,7 +114,7 @@ def check(
         [1, cache.head_dim, None, None, None, None],
         attributes,
     )
-    _kv_layout.add_features(
+    _kv_cache.add_features(
         OP,
         operands,
         cache,
@@ -236,7 +236,7 @@ def check_values(
         name: np.clip(on_host(array), limits.min, limits.max).astype(np.int32, order="C")
         for name, array in arrays.items()
     }
-    num_blocks, block_size = _kv_layout.num_blocks_and_size(OP, kv_layout, kv_cache.shape)
+    num_blocks, block_size = _kv_cache.num_blocks_and_size(OP, kv_layout, kv_cache.shape)
     _window_right(causal, window_right)
     fault = _native.metadata_fault(
         arrays["context_lens"],
@@ -299,7 +299,7 @@ def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
     return flags_bytes + num_slots * sizes.slot_bytes
 
 
-def _num_shared_heads(query: ArraySpec, cache: _kv_layout.KvCache) -> int:
+def _num_shared_heads(query: ArraySpec, cache: _kv_cache.KvCache) -> int:
     """See Call. Strided queries are a part of an array whose heads are not known here."""
     if query.strides:
         return 0

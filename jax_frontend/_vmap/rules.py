@@ -11,7 +11,7 @@ from jax.interpreters import batching
 
 from jax_frontend import _call
 from jax_frontend._vmap import kv_cache_update, paged_attention
-from jax_frontend._vmap.batching import Batch, Operand, elementwise
+from jax_frontend._vmap.operands import Batch, Operand, elementwise
 from shared_ffi import lowering
 from shared_ffi.spec import Arguments, Call, value_error
 

@@ -17,8 +17,8 @@ import jax_frontend
 from harness import hlo
 from harness.compare import assert_same_bits
 from harness.layouts import LATENT_LAYOUTS, LAYOUTS
-from jax_frontend._vmap import batching
 from jax_frontend._vmap import paged_attention as vmapped
+from jax_frontend._vmap.operands import Operand
 from tests.cases.case import DECODE, JUNK, MIXED, SHORT_NAMES, Case
 from tests.cases.updates import UpdateCase
 from tests.support.backends import JAX_ERRORS
@@ -479,11 +479,8 @@ def test_a_fault_on_cuda_affects_one_call(fault: Fault, gpu: Gpu) -> None:
     operands, options = between_sound_calls(fault)
     shared, options = split_keywords(options | {"return_lse": True})
     names = [*inspect.signature(jax_frontend.paged_attention).parameters][: len(operands)]
-    mapped = {
-        name: batching.Operand(jnp.asarray(x), True)
-        for name, x in zip(names, operands, strict=True)
-    }
-    unmapped = {name: batching.Operand(jnp.asarray(x), False) for name, x in shared.items()}
+    mapped = {name: Operand(jnp.asarray(x), True) for name, x in zip(names, operands, strict=True)}
+    unmapped = {name: Operand(jnp.asarray(x), False) for name, x in shared.items()}
     batched = vmapped.batch(3, mapped | unmapped, {"kv_layout": None, "value_head_size": None})
     arrays = {name: np.asarray(x) for name, x in batched.arrays.items()}
     inputs = [arrays.pop(name) for name in names]

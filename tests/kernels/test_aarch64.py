@@ -17,13 +17,11 @@ from tests.support import native
 from tests.support.aarch64.program import compile_objects, compile_program, run_program
 from tests.support.calls import checked_call, in_place, numbers, results_of
 
-
 CSRC = native.ROOT / "shared_ffi/csrc"
 OF_PYTHON = {*CSRC.glob("python/*.cc"), CSRC / "torch/eager_kernel.cc", CSRC / "torch/rules.cc"}
 # The handlers, and a program that calls them.
-SOURCES = sorted({*CSRC.rglob("*.cc")} - OF_PYTHON) + [
-    native.ROOT / "tests/support/aarch64/handlers.cc"
-]
+CALLER = native.ROOT / "tests/support/aarch64/handlers.cc"
+SOURCES = [*sorted({*CSRC.rglob("*.cc")} - OF_PYTHON), CALLER]
 
 
 @pytest.fixture

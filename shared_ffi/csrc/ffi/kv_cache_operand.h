@@ -1,4 +1,4 @@
-// How handlers read a paged cache. Attributes, which shared_ffi/kv_layout.py writes, say how it is
+// How handlers read a paged cache. Attributes, which shared_ffi/kv_cache.py writes, say how it is
 // laid out.
 #pragma once
 

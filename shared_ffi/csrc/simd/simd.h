@@ -8,8 +8,9 @@
 //                the operations that differ: one file for each instruction set
 //   lanes.h      loads, stores, shuffles, sums over lanes
 //   convert.h    storage types to float and back
-//   dot.h        sums of products of numbers in storage; dot_bf16.h with AVX-512's bfloat16
-//   products math.h       exp2, tanh, the soft cap
+//   dot.h        sums of products of numbers in storage
+//   dot_bf16.h   the same with AVX-512's bfloat16 products
+//   math.h       exp2, tanh, the soft cap
 #pragma once
 
 #include "convert.h"

@@ -126,7 +126,7 @@ Schedule::Schedule(const Params& p, int64_t max_threads) : p_(p) {
 
 void Schedule::Run(int64_t i, const CpuKernel& kernel) {
   const Entry& entry = items_[i];
-  kernel.attend(p_, entry.item, Arena::OfThread());
+  kernel.attend(p_, entry.item, Arena::OfThread());  // Attend in kernel.cc
   for (size_t tile = 0; tile < entry.num_split_tiles; ++tile) {
     SplitTile& split_tile = split_tiles_[entry.split_tile + tile];
     if (split_tile.num_left.fetch_sub(1) == 1) {

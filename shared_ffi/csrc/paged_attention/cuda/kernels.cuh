@@ -1,4 +1,4 @@
-// The compiled attention kernels, and the choice among them.
+// The compiled attention kernels and their head sizes. run.cu chooses among them.
 #pragma once
 
 #include <type_traits>

@@ -1,4 +1,4 @@
-"""What the rules of the ops for ``jax.vmap`` have in common."""
+"""Operands and calls under ``jax.vmap``: what the rules of the ops have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts of a paged cache: which dimension of its array is which.
+"""The checks of a paged cache: its layout, dtypes and scales.
 
 A layout names the dimensions from the outermost to the innermost, one letter each: ``n``
 num_blocks, ``b`` block_size, ``h`` num_kv_heads, ``2`` K then V, ``d`` head_size.
