@@ -114,8 +114,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Spares garbage collections the frameworks and the tests, millions of objects. Libraries collect
-    often: transformers after each generation, JAX whenever its caches are cleared."""
+    """Leaves the frameworks and the tests, millions of objects, out of garbage collections.
+    transformers collects after each generation, JAX whenever its caches are cleared."""
     gc.collect()
     gc.freeze()
 

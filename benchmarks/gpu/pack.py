@@ -58,12 +58,16 @@ def _version(python: Path) -> str:
     return subprocess.check_output([python, "-c", program], text=True).strip()
 
 
+def module_files(folder: Path) -> Iterable[Path]:
+    """The module and the library in a folder."""
+    return [*folder.glob("_native*.so"), *folder.glob("libxla_paged_attention*.so")]
+
+
 def copy_module(folder: Path, target: Path) -> None:
     """Copies the module and the library of a build."""
     target.mkdir(parents=True, exist_ok=True)
-    for pattern in ("_native*.so", "libxla_paged_attention*.so"):
-        for path in folder.glob(pattern):
-            shutil.copy2(path, target)
+    for path in module_files(folder):
+        shutil.copy2(path, target)
 
 
 def install(wheels: Sequence[str], target: Path, version: str, *options: str) -> None:
@@ -167,8 +171,8 @@ def unpack(pack: Path, target: Path) -> dict[str, Any]:
 
 
 def remove_module() -> None:
-    """Removes the module beside the sources, which hides an installed one."""
-    for path in ROOT.glob("shared_ffi/*.so"):
+    """Removes the module that `unpack` put beside the sources, where it hides an installed one."""
+    for path in module_files(ROOT / "shared_ffi"):
         path.unlink()
 
 

@@ -390,7 +390,7 @@ def _partly_manual(kind: Kind, function: Function) -> Function:
 SETTINGS = {
     "one device": Setting(lambda: None),
     "Auto axes": Setting(lambda: _mesh(AxisType.Auto)),
-    "Auto axes, `set_mesh`": Setting(lambda: _mesh(AxisType.Auto), sets_mesh=True),
+    "Auto axes, set_mesh": Setting(lambda: _mesh(AxisType.Auto), sets_mesh=True),
     "Explicit axes": Setting(lambda: _mesh(AxisType.Explicit), sets_mesh=True),
     "shard_map": Setting(lambda: _mesh(AxisType.Auto), _shard_map),
     "shard_map, check_vma=False": Setting(

@@ -92,12 +92,12 @@ class Rotated(torch.nn.Module):
         slots: torch.Tensor, positions: torch.Tensor, *metadata: torch.Tensor
     ) -> list[torch.Tensor]:  # fmt: skip
         outputs = []
-        for cache, rows in zip(caches.unbind(), (slice_, times, times), strict=True):
+        for cache, rows, kind in zip(
+            caches.unbind(), (slice_, times, times), ("slice", "times", "own"), strict=True
+        ):
             query, key, value = (x.unflatten(1, (-1, 16)) for x in rows.split([96, 32, 32], 1))
-            if len(outputs) == 1:
-                query = query * 3
-            elif len(outputs) == 2:
-                query = (other * 2).view(len(rows), 6, 16)
+            if kind != "slice":
+                query = (other * 2).view(len(rows), 6, 16) if kind == "own" else query * 3
             OPS.kv_cache_update(
                 cache, key, value, slots, query=query, positions=positions, cos_sin_cache=self.table
             )
@@ -223,8 +223,8 @@ def test_rotated_queries(tmp_path: Path) -> None:
     eager = arguments()
     assert_equal(results, module(*eager))
     assert_equal(after, eager)
-    assert not torch.equal(after[1], rows)  # the caller's array is written,
-    assert torch.equal(after[2], rows)  # and this one is not
+    assert not torch.equal(after[1], rows), "the slice of the caller's array is not rotated"
+    assert torch.equal(after[2], rows), "an array is written whose slice is not the query"
 
 
 @pytest.mark.parametrize("num_blocks", [12, 17])
