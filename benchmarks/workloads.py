@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from examples.replay.workload import Model
+from harness.workload import Model
 
 DTYPES = {
     "float32": torch.float32,

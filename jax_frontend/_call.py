@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
 
-from shared_ffi import lowering
 from shared_ffi.spec import ArraySpec, Call, dtype_error, missing_error, on_host, value_error
+from shared_ffi.xla import lowering, runtimes
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
@@ -97,6 +97,7 @@ _name = lru_cache(attrgetter("name"))  # NumPy makes it of a dtype each time
 def _function(call: Call) -> Callable[..., tuple[jax.Array, ...]]:
     """The function of arrays that makes a call. Equal calls get the same one, so that JAX finds
     what it has compiled."""
+    runtimes.register()
     return jax.jit(partial(lowering.make, call), inline=True)
 
 

@@ -17,16 +17,13 @@ except ImportError:
     ) from None
 
 from shared_ffi import kv_cache_update, paged_attention, simple_add
-from shared_ffi.runtimes import register, registered
 from shared_ffi.spec import ArraySpec, Call
+from shared_ffi.xla.runtimes import register, registered
 
 __version__ = version("xla-paged-attention")
 
 OPS = (simple_add, kv_cache_update, paged_attention)
 """The modules of all ops; each has OP, TARGET and check()."""
-
-SHARED_OPS = (kv_cache_update, paged_attention)
-"""The ops whose heads several devices can share."""
 
 
 def library_path() -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared_ffi import _native, runtimes
+from shared_ffi import _native, cuda_driver
 from shared_ffi._native import EagerCall
 from shared_ffi.spec import Call
 
@@ -22,7 +22,7 @@ def prepare(call: Call, platform: str) -> EagerCall:
         RuntimeError: the CUDA driver is too old for this build.
     """
     if platform == "cuda":
-        runtimes.check_cuda_driver()
+        cuda_driver.check()
     attributes = {name: value.item() for name, value in call.attributes}
     try:
         results = call.results_on(platform)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -38,11 +39,13 @@ def python_files(*folders: str) -> list[Path]:
 FLOORS = {
     "shared_ffi": set(),
     "jax_frontend": {"shared_ffi"},
-    "torch_frontend": {"shared_ffi", "jax_frontend"},
+    "torch_frontend": {"shared_ffi"},
     "harness": {"shared_ffi"},
     "examples": {"shared_ffi", "jax_frontend", "torch_frontend", "harness"},
-    "benchmarks": {"shared_ffi", "jax_frontend", "torch_frontend", "harness", "examples"},
+    "benchmarks": {"shared_ffi", "jax_frontend", "torch_frontend", "harness"},
 }
+# torchax runs PyTorch's programs in JAX.
+IMPORTS_BOTH_FRONTENDS = ROOT / "torch_frontend/integrations/torchax.py"
 
 
 # Runs in a process of its own for each backend; no other file imports it.
@@ -53,8 +56,36 @@ SMOKE_STEP = ROOT / "shared_ffi/selftest/smoke_step.py"
 def test_no_folder_imports_one_above_it(folder: str) -> None:
     allowed = FLOORS[folder] | {folder}
     folders = {*FLOORS, "tests"}
-    for path in {*python_files(folder)} - {SMOKE_STEP}:
+    for path in {*python_files(folder)} - {SMOKE_STEP, IMPORTS_BOTH_FRONTENDS}:
         assert imported(path) & folders <= allowed, path
+
+
+def test_neither_modules_nor_rooms_import_in_a_circle() -> None:
+    """A room is a folder with its modules. Its `__init__` and `__main__` are above it: they show
+    what other rooms have."""
+    modules = {"shared_ffi._native": ROOT / "shared_ffi/_native.pyi"}
+    for path in {*python_files("shared_ffi", "jax_frontend", "torch_frontend")} - {SMOKE_STEP}:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        modules[".".join(parts).removesuffix(".__init__")] = path
+
+    def imports(path: Path) -> set[str]:
+        """`from package import name` imports the module of that name, if there is one."""
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found = {f"{node.module}.{alias.name}" for alias in node.names}
+                names |= {name if name in modules else node.module for name in found}
+        return names & {*modules}
+
+    by_module = {name: imports(path) for name, path in modules.items()}
+    [*TopologicalSorter(by_module).static_order()]
+    faces = {name for name, path in modules.items() if path.stem in ("__init__", "__main__")}
+    by_room: dict[str, set[str]] = {}
+    for name in {*modules} - faces:
+        room = name.rpartition(".")[0]
+        rooms = {imported.rpartition(".")[0] for imported in by_module[name] - faces}
+        by_room.setdefault(room, set()).update(rooms - {room})
+    [*TopologicalSorter(by_room).static_order()]
 
 
 def test_support_imports_no_test() -> None:
@@ -85,14 +116,14 @@ def test_shared_ffi_knows_no_frontend(path: Path) -> None:
     assert "shared_ffi.selftest.smoke_step" not in imported_modules(path)
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "torch_frontend").glob("*.py")), ids=lambda path: path.name
-)
+@pytest.mark.parametrize("path", python_files("torch_frontend"), ids=lambda path: path.name)
 def test_only_three_files_know_torch_xla(path: Path) -> None:
     """How an op reaches XLA, how torch_xla reaches a GPU, and the openxla backend for other
     tensors."""
     knows = imported(path) & {"torch_xla", "jax", "jax_frontend"}
-    assert path.name in ("xla.py", "cuda_plugin.py", "openxla.py") or not knows
+    files = ("operator/xla.py", "compilers/torch_xla.py", "compilers/openxla.py")
+    is_integration = path.parent.name == "integrations"
+    assert is_integration or str(path.relative_to(ROOT / "torch_frontend")) in files or not knows
 
 
 @pytest.mark.parametrize(

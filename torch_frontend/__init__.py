@@ -10,11 +10,11 @@ except ImportError as _error:
     ) from _error
 
 from shared_ffi import __version__ as __version__
-from torch_frontend.aot_inductor import aoti_compile_and_package
 from torch_frontend.batch import Batch, BlockPool, pad_batch, slot_mapping
-from torch_frontend.export import export_platform
+from torch_frontend.compilers.aot_inductor import aoti_compile_and_package
 from torch_frontend.kv_cache_update import kv_cache_update
 from torch_frontend.merge_attention import merge_attention
+from torch_frontend.operator.export import export_platform
 from torch_frontend.paged_attention import paged_attention
 from torch_frontend.ragged_paged_attention import ragged_paged_attention, replace_tpu_kernels
 from torch_frontend.simple_add import simple_add

@@ -9,7 +9,7 @@ import torch
 
 from shared_ffi import batch
 from shared_ffi.batch import Batch, BlockPool
-from torch_frontend._arguments import check_types, refuse_several_devices, specs
+from torch_frontend.operator.arguments import check_types, refuse_several_devices, specs
 
 __all__ = ["Batch", "BlockPool", "pad_batch", "slot_mapping"]
 

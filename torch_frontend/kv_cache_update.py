@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from shared_ffi import kv_cache_update as op
-from torch_frontend._arguments import check_types
-from torch_frontend._define import define
+from torch_frontend.operator.arguments import check_types
+from torch_frontend.operator.define import define
 
 DEFAULT = define(
     "kv_cache_update(Tensor(a!) kv_cache, Tensor key, Tensor value, Tensor slot_mapping, *, "

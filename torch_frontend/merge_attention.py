@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from shared_ffi import merge_attention as op
-from torch_frontend._arguments import array_spec
+from torch_frontend.operator.arguments import array_spec
 
 
 def merge_attention(

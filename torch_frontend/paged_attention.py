@@ -9,8 +9,8 @@ import torch
 
 from shared_ffi import paged_attention as op
 from shared_ffi.spec import ArraySpec, Call, value_error
-from torch_frontend._arguments import check_types
-from torch_frontend._define import define
+from torch_frontend.operator.arguments import check_types
+from torch_frontend.operator.define import define
 
 _ARGUMENTS = (
     "(Tensor query, Tensor kv_cache, Tensor context_lens, Tensor block_tables, "

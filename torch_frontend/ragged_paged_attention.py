@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from torch_frontend._arguments import check_types
-from torch_frontend._define import define_composite
+from torch_frontend.operator.arguments import check_types
+from torch_frontend.operator.define import define_composite
 from torch_frontend.paged_attention import DEFAULT
 
 OP = "ragged_paged_attention"

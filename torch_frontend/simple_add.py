@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from shared_ffi import simple_add as op
-from torch_frontend._arguments import check_types
-from torch_frontend._define import define
+from torch_frontend.operator.arguments import check_types
+from torch_frontend.operator.define import define
 
 DEFAULT = define("simple_add(Tensor a, Tensor b) -> Tensor", op.check)
 

@@ -34,7 +34,7 @@ from benchmarks.contest import (
 from benchmarks.cpu import report
 from benchmarks.cpu.peers import PEERS, vllm_update
 from benchmarks.workloads import Workload, trace_sequences, uniform
-from examples.replay.workload import MODELS
+from harness.workload import MODELS
 from shared_ffi import _native, library_path
 
 LIMIT_BYTES, LIMIT_SIZE = 1 << 29, 2048

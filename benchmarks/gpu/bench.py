@@ -23,7 +23,7 @@ from benchmarks.contest import (
 from benchmarks.gpu.peers import PACKAGES, PEERS
 from benchmarks.machine import versions
 from benchmarks.workloads import Workload, trace_sequences, uniform
-from examples.replay.workload import MODELS, Model
+from harness.workload import MODELS, Model
 
 
 def workloads(trace: Path | None) -> Iterator[Workload]:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
-from examples.generate.checkpoint import Checkpoint, load
 from examples.generate.llama_torch import Llama, Rope, rotate
 from examples.generate.run import PROMPTS
+from harness.checkpoint import Checkpoint, load
 from shared_ffi.batch import Batch
 
 INT4 = torch.uint8  # two numbers in an element

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from examples.generate.runners import ModelRunner
-from examples.scheduler import Arrival, Limits, Scheduler, Step
+from harness.scheduler import Arrival, Limits, Scheduler, Step
 from shared_ffi.batch import Batch
 
 

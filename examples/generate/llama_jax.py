@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_frontend
-from examples.generate.checkpoint import Config
+from harness.checkpoint import Config
 from shared_ffi.batch import Batch
 
 Params = Mapping[str, jax.Array]

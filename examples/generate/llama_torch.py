@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
-from examples.generate.checkpoint import Config
+from harness.checkpoint import Config
 from shared_ffi.batch import Batch
 
 

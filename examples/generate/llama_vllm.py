@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from examples.generate.checkpoint import Config
 from examples.generate.llama_torch import Llama, Rope, rotate
+from harness.checkpoint import Config
 from shared_ffi.batch import Batch
 from torch_frontend.integrations.vllm import XlaGpuAttentionImpl, XlaGpuMetadata
 

@@ -15,10 +15,10 @@ from rich.markup import escape
 from rich.panel import Panel
 
 from examples import page
-from examples.generate.checkpoint import Scores
 from examples.generate.engine import Generation, Sampling
 from examples.page import COLORS, Calls, Headline
-from examples.scheduler import Limits
+from harness.checkpoint import Scores
+from harness.scheduler import Limits
 
 TOLERANCE = 0.5
 """What rounding to 16 bits may change of a token's log-probability. SmolLM2's largest is 0.25."""

@@ -14,14 +14,14 @@ from rich.live import Live
 from rich.text import Text
 
 from examples import commands
-from examples.generate import checkpoint as checkpoints
 from examples.generate import engine, report, transformers_backend
-from examples.generate.checkpoint import Checkpoint, Scores
 from examples.generate.engine import Answer, Sampling
 from examples.generate.report import BackendResult, Result
 from examples.generate.runners import RUNNERS, JaxMeshRunner, ModelRunner
-from examples.scheduler import Limits
+from harness import checkpoint as checkpoints
 from harness import hlo
+from harness.checkpoint import Checkpoint, Scores
+from harness.scheduler import Limits
 
 NAMES = [*RUNNERS, *transformers_backend.ATTENTION]
 ALL = [name for name in NAMES if not name.startswith("vllm")]  # vLLM is rarely installed

@@ -14,12 +14,12 @@ import torch_xla
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from examples.generate.checkpoint import Checkpoint, Config
 from examples.generate.llama_jax import Params, forward, new_caches
 from examples.generate.llama_torch import Llama
-from examples.scheduler import Limits
 from harness import hlo
 from harness.arrays import to_numpy
+from harness.checkpoint import Checkpoint, Config
+from harness.scheduler import Limits
 from shared_ffi.batch import Batch
 
 DATA, HEADS = "data", "heads"

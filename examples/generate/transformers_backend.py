@@ -8,9 +8,9 @@ from typing import Any
 
 import transformers
 
-from examples.generate.checkpoint import Checkpoint
 from examples.generate.engine import Answer, Generation, OnStep, Sampling, check_lengths
-from examples.scheduler import Limits
+from harness.checkpoint import Checkpoint
+from harness.scheduler import Limits
 from torch_frontend.integrations.transformers import NAME
 
 ATTENTION = {"transformers": NAME, "transformers-sdpa": "sdpa"}

@@ -14,8 +14,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from examples import commands
 
 with commands.needs("examples.replay", commands.DEMO):
-    from examples.replay.workload import MODELS
     from harness.arrays import DTYPES
+    from harness.workload import MODELS
 
 BACKENDS = ("jax", "torch_xla", "openxla", "torch", "jax-mesh")
 GROUPS = {

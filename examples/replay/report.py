@@ -16,7 +16,7 @@ from rich.console import Console
 
 from examples import page
 from examples.page import COLORS, Calls, Headline
-from examples.scheduler import Limits
+from harness.scheduler import Limits
 
 
 @dataclass

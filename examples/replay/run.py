@@ -16,11 +16,11 @@ from examples import commands
 from examples.replay import report
 from examples.replay.report import BackendResult, Result, Sample
 from examples.replay.steps import RUNNERS, LayerRunner, Operands, TokenValues
-from examples.replay.workload import MODELS, Model, generate_trace, read_trace
-from examples.scheduler import Arrival, Limits, Scheduler
 from harness import hlo, reference
 from harness.arrays import DTYPES
 from harness.compare import max_error
+from harness.scheduler import Arrival, Limits, Scheduler
+from harness.workload import MODELS, Model, generate_trace, read_trace
 
 SAMPLED_ROWS = 4  # of each sequence, on a sampled step
 _MOST_REQUESTS = 20_000

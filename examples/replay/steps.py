@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 import jax_frontend
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
-from examples.replay.workload import Model
-from examples.scheduler import Step
 from harness import hlo
 from harness.arrays import DTYPES, to_numpy, to_torch
+from harness.scheduler import Step
+from harness.workload import Model
 
 
 class Operands(NamedTuple):

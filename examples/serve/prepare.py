@@ -24,7 +24,7 @@ def main(dtype: str, folder: str, model: str | None = None) -> None:
     _check_backend()
     if model is None:
         with commands.needs("examples.serve", "'xla-paged-attention[serve]'"):
-            from examples.generate import checkpoint  # noqa: PLC0415  (after the checks)
+            from harness import checkpoint  # noqa: PLC0415  (after the checks)
         try:
             model = str(checkpoint.unpacked(Path(folder), dtype))
         except ValueError as error:

@@ -12,8 +12,8 @@ from jax.interpreters import batching
 from jax_frontend import _call
 from jax_frontend._vmap import kv_cache_update, paged_attention
 from jax_frontend._vmap.operands import Batch, Operand, elementwise
-from shared_ffi import lowering
 from shared_ffi.spec import Arguments, Call, value_error
+from shared_ffi.xla import lowering
 
 RULES: dict[str, Batch] = {
     "simple_add": elementwise,

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from shared_ffi import _native, _pjrt
+from shared_ffi import _native, cuda_driver
 
 WORKS, FAILS, NOT_INSTALLED, NO_GPU = "works", "fails", "not installed", "no GPU"
 
@@ -113,8 +113,8 @@ def try_backend(backend: Backend, timeout_s: float) -> Outcome:
 
 def _obstacle(backend: Backend) -> tuple[str, str, str] | None:
     """The status, its detail and the remedy if the backend need not be tried."""
-    (driver, _), built = _pjrt.cuda_driver_version(), _native.cuda_version
-    if backend.platform == "cuda" and not _pjrt.gpu_count():
+    (driver, _), built = cuda_driver.version(), _native.cuda_version
+    if backend.platform == "cuda" and not cuda_driver.gpu_count():
         detail = "the driver shows no GPU" if driver else "no NVIDIA driver"
         return NO_GPU, detail, "use the CPU, or a machine with an NVIDIA GPU"
     if missing := [x.name for x in _requirements(backend.extra) if version(x.name) is None]:

@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from shared_ffi import _native, _pjrt, library_path, runtimes
-from shared_ffi.runtimes import dotted
+from shared_ffi import _native, cuda_driver, library_path
+from shared_ffi.cuda_driver import dotted
 from shared_ffi.selftest import backends
 from shared_ffi.selftest.backends import BACKENDS, FAILS, WORKS, Backend, Outcome
+from shared_ffi.xla import pjrt, runtimes
 
 _PACKAGES = ("xla-paged-attention", "numpy", "jax", "jaxlib", "torch", "torch_xla")
 # An installation that is broken may end the process that imports it.
@@ -46,10 +47,10 @@ def diagnose(chosen: Sequence[Backend], timeout_s: float) -> dict[str, Any]:
             "cpu_instruction_set": _native.cpu_instruction_set(),
         },
         "cuda": {
-            "driver": cuda_driver(),
-            "GPUs": str(_pjrt.gpu_count()),
-            "plugin": cuda_plugin(),
-            "kernels": cuda_kernels(),
+            "driver": driver(),
+            "GPUs": str(cuda_driver.gpu_count()),
+            "plugin": plugin(),
+            "kernels": kernels(),
         },
         **frameworks.result(),
         "backends": [outcome._asdict() for outcome in outcomes],
@@ -92,29 +93,29 @@ def try_import(
         return f"{type(error).__name__}: {error}"
 
 
-def cuda_driver() -> str:
+def driver() -> str:
     """The newest CUDA that the driver runs, or why it does not run the handlers."""
-    version = _pjrt.cuda_driver_version()
+    version = cuda_driver.version()
     try:
-        runtimes.check_cuda_driver()
+        cuda_driver.check()
     except RuntimeError as error:
         return str(error)
     return f"runs CUDA {dotted(version)} and older" if any(version) else "none"
 
 
-def cuda_kernels() -> str:
+def kernels() -> str:
     """How the kernels are chosen; the smoke steps on a GPU say which these are."""
     if _native.cuda_version is None:
         return "none"
     return f"chosen {_native.cuda_choice()}; XLA_GPU_CUDA_KERNELS=portable: those for all GPUs"
 
 
-def cuda_plugin() -> str:
+def plugin() -> str:
     """The PJRT plugin for torch_xla. That there is none matters only where there is a GPU."""
     try:
-        return str(_pjrt.find_cuda_plugin())
+        return str(pjrt.find_cuda_plugin())
     except RuntimeError as error:
-        return str(error) if _pjrt.gpu_count() else "none"
+        return str(error) if cuda_driver.gpu_count() else "none"
 
 
 def _text(value: Any) -> str:

@@ -13,7 +13,8 @@ import torch
 
 import jax_frontend
 from harness import reference
-from shared_ffi import kv_cache_update, paged_attention, runtimes
+from shared_ffi import kv_cache_update, paged_attention
+from shared_ffi.xla import runtimes
 from tests.cases.all import SAMPLED_CASES, UPDATE_CASES
 from tests.support import backends
 from tests.support.bad_calls import DYNAMIC, STATIC, Fault

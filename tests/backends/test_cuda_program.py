@@ -25,12 +25,13 @@ from torch_xla.stablehlo import exported_program_to_stablehlo
 import jax_frontend
 import torch_frontend
 from harness import hlo
-from shared_ffi import _pjrt, lowering
+from shared_ffi import cuda_driver
 from shared_ffi.spec import ArraySpec
+from shared_ffi.xla import pjrt, programs
 from tests.support import scripts
 from tests.support.models import Layer, layer_inputs
-from torch_frontend import openxla
-from torch_frontend._in_place import cut_at_updates
+from torch_frontend.compilers import openxla
+from torch_frontend.compilers.in_place import cut_at_updates
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="make .venv/jax-cuda/installed")
 
@@ -82,7 +83,7 @@ def torch_xla_hlo(h200: Any, module: torch.nn.Module, arguments: tuple[torch.Ten
         [ArraySpec(tuple(array.shape), array.dtype) for array in signature]
         for signature in (function.meta.input_signature, function.meta.output_signature)
     )
-    return lowering.compile_stablehlo(function.bytecode, operands, results, h200).as_text()
+    return programs.compile_stablehlo(function.bytecode, operands, results, h200).as_text()
 
 
 def layer_in_jax(cache: Any, key: Any, slots: Any, query: Any, *metadata: Any) -> Any:
@@ -146,7 +147,7 @@ def test_openxla_makes_the_same_calls_on_cuda_tensors(h200: Any) -> None:
     graph = torch.export.export(layer, arguments).run_decompositions().graph_module
     tensors = [x.to("meta") for x in (layer.cache, *arguments)]
     trace = openxla.trace_on_placeholders(graph, tensors, "cuda")
-    program = lowering.compile_stablehlo(trace.program, trace.operands, trace.results, h200)
+    program = programs.compile_stablehlo(trace.program, trace.operands, trace.results, h200)
     text = program.as_text()
     jitted = jax_hlo(
         h200, layer_in_jax, *[jnp.asarray(x.numpy()) for x in (layer.cache, *arguments)]
@@ -168,7 +169,7 @@ def test_openxla_does_not_copy_cuda_caches(h200: Any) -> None:
     def compiled(part: torch.fx.GraphModule) -> Callable[..., list[Any]]:
         def run(*tensors: torch.Tensor) -> list[Any]:
             trace = openxla.trace_on_placeholders(part, tensors, "cuda")
-            program = lowering.compile_stablehlo(trace.program, trace.operands, trace.results, h200)
+            program = programs.compile_stablehlo(trace.program, trace.operands, trace.results, h200)
             texts.append(program.as_text())
             return [torch.empty(spec.shape, device="meta") for spec in trace.results]
 
@@ -241,7 +242,8 @@ PRELUDE = """
     import jax
     import jax.numpy as jnp
     from functools import partial
-    from shared_ffi import _native, _pjrt, runtimes
+    from shared_ffi import _native
+    from shared_ffi.xla import pjrt, runtimes
     from tests.backends.test_cuda_program import H200, attend, jax_hlo, operands
     from jax.experimental import topologies
 
@@ -268,14 +270,14 @@ def test_without_registration_nothing_compiles() -> None:
 def test_registering_with_the_plugin_alone() -> None:
     """Registers twice through PJRT's C API, without JAX, as torch_xla on CUDA needs it."""
     outcome = in_process("""
-        plugin = _pjrt.Plugin(str(_pjrt.find_cuda_plugin()))
+        plugin = pjrt.Plugin(str(pjrt.find_cuda_plugin()))
         assert plugin.api_version >= (0, 75), plugin.api_version
         for _ in range(2):
             for target, handler in _native.handlers()["cuda"].items():
                 plugin.register(target, handler)
         assert "xla_gpu_paged_attention" in compile_for_h200()
         print("compiled")
-        _pjrt._TYPED_FFI = 7
+        pjrt._TYPED_FFI = 7
         plugin.register("XlaGpuSimpleAdd", _native.handlers()["cuda"]["XlaGpuSimpleAdd"])
     """)
     assert outcome.stdout == "compiled\n", outcome.stderr
@@ -287,13 +289,13 @@ def test_no_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         RuntimeError, match=r"^shared_ffi: XLA_GPU_CUDA_PLUGIN must name .*none\.so"
     ):
-        _pjrt.find_cuda_plugin()
+        pjrt.find_cuda_plugin()
     monkeypatch.delenv("XLA_GPU_CUDA_PLUGIN")
-    monkeypatch.setattr(_pjrt.importlib.util, "find_spec", lambda package: None)
+    monkeypatch.setattr(pjrt.importlib.util, "find_spec", lambda package: None)
     with pytest.raises(
         RuntimeError, match=r"^shared_ffi: no CUDA plugin is installed; pip install"
     ):
-        _pjrt.find_cuda_plugin()
+        pjrt.find_cuda_plugin()
 
 
 def test_plugin_fits_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,13 +306,13 @@ def test_plugin_fits_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     class Spec:
         submodule_search_locations = (str(tmp_path),)
 
-    monkeypatch.setattr(_pjrt.importlib.util, "find_spec", lambda package: Spec)
+    monkeypatch.setattr(pjrt.importlib.util, "find_spec", lambda package: Spec)
     for driver, expected in {(0, 0): 13, (12, 8): 12, (13, 0): 13, (14, 1): 13}.items():
-        monkeypatch.setattr(_pjrt, "cuda_driver_version", lambda driver=driver: driver)
-        assert _pjrt.find_cuda_plugin().parent.name == f"xla_cuda{expected}"
-    monkeypatch.setattr(_pjrt, "cuda_driver_version", lambda: (11, 8))
+        monkeypatch.setattr(cuda_driver, "version", lambda driver=driver: driver)
+        assert pjrt.find_cuda_plugin().parent.name == f"xla_cuda{expected}"
+    monkeypatch.setattr(cuda_driver, "version", lambda: (11, 8))
     with pytest.raises(RuntimeError, match="no CUDA plugin for CUDA 11 or older is installed"):
-        _pjrt.find_cuda_plugin()
+        pjrt.find_cuda_plugin()
 
 
 def test_library_that_is_no_plugin() -> None:
@@ -318,7 +320,7 @@ def test_library_that_is_no_plugin() -> None:
 
     assert find_spec("ctypes") is not None
     with pytest.raises(AttributeError, match="GetPjrtApi"):
-        _pjrt.Plugin("libm.so.6")
+        pjrt.Plugin("libm.so.6")
 
 
 def test_an_unknown_platform() -> None:

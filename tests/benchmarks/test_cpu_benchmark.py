@@ -14,7 +14,7 @@ from benchmarks import contest
 from benchmarks.cpu import bench, overview, report
 from benchmarks.cpu.peers import PEERS
 from benchmarks.workloads import Workload, uniform
-from examples.replay.workload import Model
+from harness.workload import Model
 
 SMALL = Model("small", 8, 2, 64)
 

@@ -24,7 +24,7 @@ from benchmarks import contest, workloads
 from benchmarks.gpu import bench, check, pack, report
 from benchmarks.gpu.peers import PEERS
 from benchmarks.workloads import Workload, uniform
-from examples.replay.workload import Model
+from harness.workload import Model
 
 MODEL = Model("small", 8, 2, 64)
 WINDOWED = Model("windowed", 8, 2, 64, sliding_window=40, soft_cap=30.0)

@@ -12,8 +12,8 @@ import pytest
 
 from examples.replay.__main__ import main
 from examples.replay.steps import TokenValues
-from examples.replay.workload import MODELS, generate_trace, read_trace
-from examples.scheduler import Arrival, Limits, Scheduler
+from harness.scheduler import Arrival, Limits, Scheduler
+from harness.workload import MODELS, generate_trace, read_trace
 from tests.support import scripts
 
 SMALL = Limits(block_size=4, num_blocks=24, max_seqs=5, max_blocks_per_seq=16, token_budget=20)

@@ -27,8 +27,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_frontend
 import shared_ffi
-from shared_ffi import lowering
 from shared_ffi.spec import Arguments
+from shared_ffi.xla import lowering
 
 OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
     "paged_attention": {

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from examples.replay.workload import MODELS, generate_trace, read_trace
-from examples.scheduler import Arrival, Limits, Scheduler
+from harness.scheduler import Arrival, Limits, Scheduler
+from harness.workload import MODELS, generate_trace, read_trace
 
 MODULE = "tests.reliability.soak"
 ROOT = Path(__file__).parents[2]

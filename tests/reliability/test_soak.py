@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from examples.scheduler import Arrival, Scheduler
+from harness.scheduler import Arrival, Scheduler
 from tests.reliability import soak, stress
 from tests.support import selection
 

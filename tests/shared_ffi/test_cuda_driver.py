@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shared_ffi import _native, _pjrt, eager, lowering, runtimes, simple_add
+from shared_ffi import _native, cuda_driver, eager, simple_add
 from shared_ffi.selftest import report
 from shared_ffi.spec import ArraySpec
+from shared_ffi.xla import lowering, pjrt, runtimes
 from tests.support import scripts
 
 REFUSAL = (
@@ -42,11 +43,11 @@ def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 CHECK = """
     import sys
-    from shared_ffi import _native, _pjrt, runtimes
+    from shared_ffi import _native, cuda_driver
     _native.cuda_version = tuple(map(int, sys.argv[1:]))
-    print(_pjrt.cuda_driver_version())
+    print(cuda_driver.version())
     try:
-        runtimes.check_cuda_driver()
+        cuda_driver.check()
     except RuntimeError as error:
         print(error)
 """
@@ -79,22 +80,22 @@ def test_versions(built: tuple[int, int], driver: int, refused: bool, fake_drive
         assert f"driver runs CUDA {runs[0]}.{runs[1]} and older; update the driver to 580" in error
 
 
-@pytest.mark.skipif(_pjrt.cuda_driver_version() != (0, 0), reason="there is a driver")
+@pytest.mark.skipif(cuda_driver.version() != (0, 0), reason="there is a driver")
 def test_without_a_driver_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "cuda_version", (13, 0))
-    runtimes.check_cuda_driver()
+    cuda_driver.check()
 
 
 @pytest.fixture
 def old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "cuda_version", (13, 0))
-    monkeypatch.setattr(_pjrt, "cuda_driver_version", lambda: (12, 8))
+    monkeypatch.setattr(cuda_driver, "version", lambda: (12, 8))
 
 
 @pytest.mark.usefixtures("old_driver")
 def test_a_build_without_cuda_needs_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "cuda_version", None)
-    runtimes.check_cuda_driver()
+    cuda_driver.check()
 
 
 @pytest.mark.usefixtures("old_driver")
@@ -109,7 +110,7 @@ def test_eager_calls() -> None:
 @pytest.mark.usefixtures("old_driver")
 def test_registering_with_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "handlers", lambda: {"cuda": {}})
-    monkeypatch.setattr(_pjrt, "Plugin", lambda path: pytest.fail("the plugin is loaded"))
+    monkeypatch.setattr(pjrt, "Plugin", lambda path: pytest.fail("the plugin is loaded"))
     with pytest.raises(RuntimeError, match=REFUSAL):
         runtimes._register_with_cuda_plugin()
 
@@ -140,4 +141,4 @@ def test_jax_runs_on_the_cpu() -> None:
 
 @pytest.mark.usefixtures("old_driver")
 def test_self_test_names_the_driver() -> None:
-    assert "update the driver to 580 or later" in report.cuda_driver()
+    assert "update the driver to 580 or later" in report.driver()

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from shared_ffi import OPS, _elf, _native, library_path, runtimes
+from shared_ffi import OPS, _native, library_path
+from shared_ffi.xla import elf, runtimes
 from tests.support import native
 
 TARGETS = sorted(op.TARGET for op in OPS)
@@ -63,7 +64,7 @@ def test_registering_loads_no_framework() -> None:
 def test_registered_once_from_many_threads() -> None:
     out = python("""
         import threading, jax, torch_xla
-        from shared_ffi import runtimes
+        from shared_ffi.xla import runtimes
         calls = []
         for name, (is_present, function) in list(runtimes._RUNTIMES.items()):
             def counted(name=name, function=function):
@@ -114,7 +115,7 @@ def test_versions_are_read_from_the_runtimes() -> None:
 
 def test_a_missing_symbol() -> None:
     with pytest.raises(LookupError, match="symtab"):
-        _elf.address_of_local_function(_native.__file__, "nowhere", exported="PyInit__native")
+        elf.address_of_local_function(_native.__file__, "nowhere", exported="PyInit__native")
 
 
 @pytest.mark.parametrize(
@@ -144,11 +145,11 @@ def test_the_lookup_of_a_function(sources: list[str], error: str | None, tmp_pat
     assert outcome.returncode == 0, outcome.stdout
     library = ctypes.PyDLL(str(path), mode=os.RTLD_LAZY)
     if error is None:
-        address = _elf.address_of_local_function(str(path), "wanted", exported="first")
+        address = elf.address_of_local_function(str(path), "wanted", exported="first")
         assert ctypes.CFUNCTYPE(ctypes.c_int)(address)() == 7
     else:
         with pytest.raises(LookupError, match=f"{error} in .symtab"):
-            _elf.address_of_local_function(str(path), "wanted", exported="first")
+            elf.address_of_local_function(str(path), "wanted", exported="first")
     del library
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from packaging.requirements import Requirement
 
-from shared_ffi import _native, _pjrt
+from shared_ffi import _native, cuda_driver
 from shared_ffi.selftest import backends, cuda_kernels, report, smoke_step
 from shared_ffi.selftest.backends import (
     BACKENDS,
@@ -31,6 +31,7 @@ from shared_ffi.selftest.backends import (
     Backend,
     Outcome,
 )
+from shared_ffi.xla import pjrt
 from tests.support import gpu
 
 ROOT = Path(__file__).parents[2]
@@ -113,8 +114,8 @@ def test_a_backend_that_fails_changes_the_exit_status(
 
 
 def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_pjrt, "gpu_count", lambda: 0)
-    monkeypatch.setattr(_pjrt, "cuda_driver_version", lambda: (0, 0))
+    monkeypatch.setattr(cuda_driver, "gpu_count", lambda: 0)
+    monkeypatch.setattr(cuda_driver, "version", lambda: (0, 0))
     monkeypatch.setattr(importlib.metadata, "version", {"xla-paged-attention": "0.1.0"}.get)
     by_name = {x.name: x for x in BACKENDS}
     outcomes = [tried(by_name[name]) for name in ("torch-cpu", "jax-cuda")]
@@ -188,8 +189,8 @@ def test_remedies(message: str, remedy: str) -> None:
 
 def test_the_message_about_the_driver_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "cuda_version", (13, 0))
-    monkeypatch.setattr(_pjrt, "cuda_driver_version", lambda: (12, 8))
-    message = report.cuda_driver()
+    monkeypatch.setattr(cuda_driver, "version", lambda: (12, 8))
+    message = report.driver()
     assert backends._remedy(backend(""), message) == "update the driver, or use the CPU"
 
 
@@ -259,9 +260,9 @@ def test_a_missing_framework_is_no_error(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_missing_plugin_matters_where_there_is_a_gpu(
     gpus: int, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_pjrt, "gpu_count", lambda: gpus)
-    monkeypatch.setattr(_pjrt.importlib.util, "find_spec", lambda _: None)
-    assert shown in report.cuda_plugin()
+    monkeypatch.setattr(cuda_driver, "gpu_count", lambda: gpus)
+    monkeypatch.setattr(pjrt.importlib.util, "find_spec", lambda _: None)
+    assert shown in report.plugin()
 
 
 def test_the_help_names_each_backend_once() -> None:
@@ -308,14 +309,14 @@ def test_source_folder_without_build_is_explained() -> None:
 
 
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_pjrt, "gpu_count", lambda: 0)
-    monkeypatch.setattr(_pjrt, "cuda_driver_version", lambda: (13, 0))
+    monkeypatch.setattr(cuda_driver, "gpu_count", lambda: 0)
+    monkeypatch.setattr(cuda_driver, "version", lambda: (13, 0))
     outcome = tried(backend("", "torch-cuda"))
     assert (outcome.status, outcome.detail) == (NO_GPU, "the driver shows no GPU")
 
 
 def test_a_build_without_cuda_on_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_pjrt, "gpu_count", lambda: 1)
+    monkeypatch.setattr(cuda_driver, "gpu_count", lambda: 1)
     monkeypatch.setattr(_native, "cuda_version", None)
     outcome = tried(backend("", "torch-cuda"))
     assert (outcome.status, outcome.detail) == (FAILS, "this build has no CUDA handlers")
@@ -332,9 +333,9 @@ def test_a_build_without_cuda_on_a_machine_with_a_gpu(monkeypatch: pytest.Monkey
 def test_jax_without_its_cuda_plugin(
     driver: tuple[int, int], remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_pjrt, "gpu_count", lambda: 1)
+    monkeypatch.setattr(cuda_driver, "gpu_count", lambda: 1)
     monkeypatch.setattr(_native, "cuda_version", (13, 0))
-    monkeypatch.setattr(_pjrt, "cuda_driver_version", lambda: driver)
+    monkeypatch.setattr(cuda_driver, "version", lambda: driver)
     monkeypatch.setitem(sys.modules, "jax_plugins", None)
     outcome = tried(backend("", "jax-cuda", "jax"))
     assert (outcome.status, outcome.remedy) == (NOT_INSTALLED, remedy)

@@ -24,7 +24,7 @@ import torch_frontend
 from shared_ffi import paged_attention
 from tests.support import native
 from tests.support.gpu import EmulatedGpu
-from torch_frontend import aot_inductor
+from torch_frontend.compilers import aot_inductor
 
 OPS = torch.ops.xla_gpu
 LIBRARY = shared_ffi.library_path()

@@ -8,12 +8,10 @@ import subprocess
 import sys
 
 import pytest
-import torch_xla  # noqa: F401  (before the plugin, which it imports)
 from torch_xla.core import dynamo_bridge
 
-from shared_ffi import _pjrt
-from torch_frontend import cuda_plugin
-from torch_frontend.cuda_plugin import CudaPlugin
+from shared_ffi.xla import pjrt
+from torch_frontend.compilers.torch_xla import CudaPlugin, set_up_torch_xla
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="make test installs JAX's plugin for CUDA")
 
@@ -30,7 +28,7 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_torch_xla_finds_the_plugin() -> None:
     (entry_point,) = importlib.metadata.entry_points(group="torch_xla.plugins", name="cuda")
-    assert entry_point.load() is cuda_plugin.set_up_torch_xla
+    assert entry_point.load() is set_up_torch_xla
 
 
 def test_only_the_entry_point_extends_openxla(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,10 +38,10 @@ def test_only_the_entry_point_extends_openxla(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(dynamo_bridge, "extract_compiled_graph", upstream)
     CudaPlugin()
     assert dynamo_bridge.extract_compiled_graph is upstream
-    cuda_plugin.set_up_torch_xla()
+    set_up_torch_xla()
     extended = dynamo_bridge.extract_compiled_graph
     assert extended.__wrapped__ is upstream
-    cuda_plugin.set_up_torch_xla()
+    set_up_torch_xla()
     assert dynamo_bridge.extract_compiled_graph is extended
 
 
@@ -51,7 +49,7 @@ def test_single_process_has_all_gpus() -> None:
     plugin = CudaPlugin()
     assert plugin.client_create_options() == {"platform_name": "cuda"}
     assert not plugin.requires_xla_coordinator()
-    assert plugin.library_path() == str(_pjrt.find_cuda_plugin())
+    assert plugin.library_path() == str(pjrt.find_cuda_plugin())
 
 
 def test_torchrun_processes_have_one_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
 from harness import reference
 from harness.compare import assert_same_bits
-from shared_ffi import lowering
+from shared_ffi.xla import programs as xla_programs
 from tests.cases.all import SHORT_CASES, UPDATE_CASES
 from tests.cases.case import Case
 from tests.cases.updates import UpdateCase
 from tests.support import backends, scripts
-from torch_frontend import openxla
+from torch_frontend.compilers import openxla
 
 
 @pytest.fixture(autouse=True)
@@ -38,13 +38,13 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
 def programs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The programs that were compiled, as calls of compile_stablehlo."""
     calls = []
-    compile_stablehlo = lowering.compile_stablehlo
+    compile_stablehlo = xla_programs.compile_stablehlo
 
     def record(*arguments: Any) -> Any:
         calls.append(arguments)
         return compile_stablehlo(*arguments)
 
-    monkeypatch.setattr(lowering, "compile_stablehlo", record)
+    monkeypatch.setattr(xla_programs, "compile_stablehlo", record)
     return calls
 
 
@@ -133,12 +133,12 @@ def two_layers_inputs(is_stacked: bool = False) -> list[Any]:
 def test_caches_are_updated_in_place(is_stacked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The programs read them there, and have no memory in which a copy would fit."""
     imported, compiled_programs, copies = [], [], []
-    from_dlpack, compile_stablehlo = jax.dlpack.from_dlpack, lowering.compile_stablehlo
+    from_dlpack, compile_stablehlo = jax.dlpack.from_dlpack, xla_programs.compile_stablehlo
     monkeypatch.setattr(
         jax.dlpack, "from_dlpack", lambda x: imported.append(from_dlpack(x)) or imported[-1]
     )
     monkeypatch.setattr(
-        lowering,
+        xla_programs,
         "compile_stablehlo",
         lambda *x: compiled_programs.append(compile_stablehlo(*x)) or compiled_programs[-1],
     )

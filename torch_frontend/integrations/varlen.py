@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from shared_ffi.spec import dtype_error, missing_error, value_error
-from torch_frontend._arguments import array_spec
-from torch_frontend._eager import check_fits
-from torch_frontend._errors import derivative_error
+from torch_frontend.operator.arguments import array_spec
+from torch_frontend.operator.eager import check_fits
+from torch_frontend.operator.errors import derivative_error
 from torch_frontend.paged_attention import LSE
 
 OP = "varlen_attn"

@@ -115,7 +115,7 @@ class CallReader {
   const ffi::Error& error() const { return error_; }
 
   // Also refuses attributes and results that have not been read. The attribute `arguments` is for
-  // XLA's partitioner alone (shared_ffi/partitioning.py).
+  // XLA's partitioner alone (shared_ffi/xla/partitioning.py).
   const ffi::Error& Finish() {
     const size_t num_known = num_attributes_read_ + (Has("arguments") ? 1 : 0);
     if (num_known != attributes_.size()) {

@@ -25,7 +25,7 @@ struct Arguments {
   Signature signature;
 };
 
-// A checked call: the fields of torch_frontend/_eager.py's PreparedCall.
+// A checked call: the fields of torch_frontend/operator/eager.py's PreparedCall.
 struct Prepared {
   explicit Prepared(nb::handle from, std::pmr::memory_resource* memory)
       : call(from.attr("call")),

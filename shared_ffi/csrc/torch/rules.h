@@ -30,7 +30,7 @@ struct NamedTensor {
 class TorchRules {
  public:
   // `torch` is the module: this library is built without PyTorch. `errors` is
-  // torch_frontend/_errors.py, which words the exceptions.
+  // torch_frontend/operator/errors.py, which words the exceptions.
   TorchRules(nb::object torch, nb::object errors);
 
   bool IsTensor(nb::handle value) const {

@@ -29,9 +29,9 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.layers import utils
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from examples.generate.checkpoint import load, unpacked
 from examples.serve.load_test import PROMPTS
 from harness import reference
+from harness.checkpoint import load, unpacked
 from shared_ffi import kv_cache_update, paged_attention
 from tests.support.calls import observed_calls
 from tests.support.model_families import FAMILIES, model_of

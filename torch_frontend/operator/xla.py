@@ -18,12 +18,13 @@ import torch
 import torch_xla
 from torch_xla.core import xla_builder
 
-from shared_ffi import runtimes, sharding
+from shared_ffi import sharding
 from shared_ffi.spec import Call
-from torch_frontend.export import chosen_platform
+from shared_ffi.xla import runtimes
+from torch_frontend.operator.export import chosen_platform
 
 try:
-    from shared_ffi import lowering
+    from shared_ffi.xla import programs
 except ImportError as _error:
     raise ImportError(
         "torch_frontend needs JAX to write the HLO of its ops for XLA tensors, and JAX is not "
@@ -87,7 +88,7 @@ def _donate(tensor: torch.Tensor) -> None:
 
 @lru_cache(maxsize=4096)
 def _computation(call: Call, platform: str, *parts: Any) -> Any:
-    module = lowering.hlo_module(call, platform, *parts)
+    module = programs.hlo_module(call, platform, *parts)
     return xla_builder.computation_from_module_proto(call.target, module)
 
 

@@ -15,8 +15,8 @@ import torch
 
 from shared_ffi import _native, eager, token_rows
 from shared_ffi.spec import ArraySpec, Call, dtype_error, shape_error, value_error
-from torch_frontend import _errors
-from torch_frontend._arguments import (
+from torch_frontend.operator import errors
+from torch_frontend.operator.arguments import (
     ArgumentReader,
     Arguments,
     array_spec,
@@ -24,7 +24,7 @@ from torch_frontend._arguments import (
     specs,
 )
 
-RULES = _native.TorchRules(torch, _errors)
+RULES = _native.TorchRules(torch, errors)
 """PyTorch's rules for derivatives, versions and shared memory, for every kind of tensor."""
 
 

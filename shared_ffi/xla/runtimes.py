@@ -22,7 +22,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from shared_ffi import _elf, _native, _pjrt
+from shared_ffi import _native, cuda_driver
+from shared_ffi.xla import elf, pjrt
 
 FFI_VERSION: tuple[int, int] = _native.ffi_version
 """(major, minor) of the XLA FFI API that the handlers were built against."""
@@ -30,8 +31,6 @@ FFI_VERSION: tuple[int, int] = _native.ffi_version
 _XLA_FFI_GET_API = "_ZN3xla3ffi12GetXlaFfiApiEv"  # XLA_FFI_Api const* xla::ffi::GetXlaFfiApi()
 
 _JAX_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
-
-_FIRST_DRIVERS = {12: "525", 13: "580"}  # by the major version of CUDA that they run
 
 _lock = threading.Lock()
 _registered: dict[str, dict[str, list[str]]] = {}
@@ -63,7 +62,7 @@ def check_version(runtime: str, version: tuple[int, int]) -> None:
     """Raises RuntimeError, naming both versions, when a runtime cannot load this build."""
     if version[0] == FFI_VERSION[0] and version[1] >= FFI_VERSION[1]:
         return
-    built, offered = dotted(FFI_VERSION), dotted(version)
+    built, offered = cuda_driver.dotted(FFI_VERSION), cuda_driver.dotted(version)
     raise RuntimeError(
         f"shared_ffi: handlers built for XLA FFI {built} cannot be registered with {runtime}, "
         f"which speaks XLA FFI {offered}; install a {runtime} that speaks {built} or a later "
@@ -71,41 +70,16 @@ def check_version(runtime: str, version: tuple[int, int]) -> None:
     )
 
 
-def check_cuda_driver() -> None:
-    """Raises RuntimeError, naming both versions, when the CUDA handlers of this build cannot run on
-    this machine's driver.
-
-    A driver runs every CUDA of its own major version and of older ones. The handlers link the CUDA
-    runtime statically, so the version that counts is that of the compiler which built them. Without
-    a driver there is nothing to check.
-    """
-    built, driver = _native.cuda_version, _pjrt.cuda_driver_version()
-    if built is None or driver == (0, 0) or driver[0] >= built[0]:
-        return
-    needed = _FIRST_DRIVERS.get(built[0], f"one of CUDA {built[0]}")
-    raise RuntimeError(
-        f"shared_ffi: the CUDA handlers of xla-paged-attention are built with CUDA "
-        f"{dotted(built)}, but this machine's NVIDIA driver runs CUDA {dotted(driver)} and "
-        f"older; update the driver to {needed} or later, or run on the CPU"
-    )
-
-
-def dotted(version: tuple[int, int]) -> str:
-    """A version as it is written."""
-    return "{}.{}".format(*version)
-
-
 def _register_with_jaxlib() -> dict[str, list[str]]:
     import jax  # noqa: PLC0415  (optional)
 
-    from shared_ffi import SHARED_OPS, partitioning  # noqa: PLC0415  (needs JAX)
+    from shared_ffi.xla import partitioning  # noqa: PLC0415  (needs JAX)
 
     check_version("jaxlib", jaxlib_ffi_version())
     for platform, handlers in _native.handlers().items():
         for target, capsule in handlers.items():
             jax.ffi.register_ffi_target(target, capsule, platform=_JAX_PLATFORMS[platform])
-    for op in SHARED_OPS:
-        partitioning.register(op)
+    partitioning.register()
     return {platform: sorted(handlers) for platform, handlers in _native.handlers().items()}
 
 
@@ -145,7 +119,7 @@ def _torch_xla_api() -> int:
     import _XLAC  # noqa: PLC0415  (optional)
 
     try:
-        get_api = _elf.address_of_local_function(
+        get_api = elf.address_of_local_function(
             _XLAC.__file__, _XLA_FFI_GET_API, exported="PyInit__XLAC"
         )
     except LookupError as error:
@@ -164,8 +138,8 @@ def _register_with_cuda_plugin() -> dict[str, list[str]]:
             "shared_ffi: this build has no CUDA handlers (XLA_GPU_CUDA=OFF); install one that has, "
             "or set PJRT_DEVICE=CPU"
         )
-    check_cuda_driver()
-    plugin = _pjrt.Plugin(str(_pjrt.find_cuda_plugin()))
+    cuda_driver.check()
+    plugin = pjrt.Plugin(str(pjrt.find_cuda_plugin()))
     for target, capsule in handlers.items():
         plugin.register(target, capsule)
     return {"cuda": sorted(handlers)}

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from shared_ffi.spec import ArraySpec, Call, dtype_error
-from torch_frontend._errors import devices_error, missing_error
+from torch_frontend.operator.errors import devices_error, missing_error
 
 _SHAPE, _DTYPE = map(attrgetter, ("shape", "dtype"))
 

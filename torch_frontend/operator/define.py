@@ -11,8 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 
 from shared_ffi.spec import NO_OVERLAP, Call, value_error
-from torch_frontend import _dtensor, _errors
-from torch_frontend._arguments import (
+from torch_frontend.operator import dtensor, errors
+from torch_frontend.operator.arguments import (
     ArgumentReader,
     Arguments,
     allocate,
@@ -21,7 +21,7 @@ from torch_frontend._arguments import (
     refuse_several_devices,
     specs,
 )
-from torch_frontend._eager import RULES, Eager, check_fits, check_out
+from torch_frontend.operator.eager import RULES, Eager, check_fits, check_out
 
 _LIBRARY = torch.library.Library("xla_gpu", "DEF")
 
@@ -48,7 +48,7 @@ class Operator:
         self._op = op
         self._overload = overload
         self._reader = ArgumentReader(op, overload._schema, check)
-        _dtensor.READERS[overload.name()] = self._reader
+        dtensor.READERS[overload.name()] = self._reader
         self._returns_list = [str(x.type) for x in overload._schema.returns] == ["List[Tensor]"]
         self.eager = Eager(op, self._reader, strided, rows)
 
@@ -60,7 +60,7 @@ class Operator:
 
     def run_on_xla(self, *arguments: Any, **keywords: Any) -> Any:
         """The kernel for torch_xla's tensors, which are values: nothing is written in place."""
-        from torch_frontend import xla  # noqa: PLC0415  (needs torch_xla and JAX)
+        from torch_frontend.operator import xla  # noqa: PLC0415  (needs torch_xla and JAX)
 
         bound = self.read(arguments, keywords)
         return self._returned(xla.run(bound.checked(), bound.tensors))
@@ -83,7 +83,7 @@ class Operator:
     def refuse_grad(self, keys: Any, *arguments: Any, **keywords: Any) -> Any:
         """The autograd kernel for tensors that torch_xla or a transformation of torch.func wraps:
         below it, they have no derivatives. A DTensor comes here, too."""
-        _dtensor.register(_LIBRARY)
+        dtensor.register(_LIBRARY)
         self.read(arguments, {name: x for name, x in keywords.items() if name != "out"})
         return self._below_autograd(arguments, keywords)
 
@@ -153,7 +153,7 @@ class InPlaceOp:
         """The kernel for all tensors, which takes a call's DispatchKeySet first."""
         first = arguments[0]
         if first is None:
-            raise _errors.missing_error(self._name, self._names[0])
+            raise errors.missing_error(self._name, self._names[0])
         tensors = self._tensors(arguments, keywords)
         refuse_several_devices(self._name, (*tensors,), (*tensors.values(),))
         for name, tensor in self._targets(tensors).items():
@@ -195,7 +195,7 @@ class InPlaceOp:
         for (first, x), (second, y) in itertools.combinations(tensors.items(), 2):
             if x is y and (first in targets or second in targets):
                 name, other = (second, first) if second in targets else (first, second)
-                raise _errors.one_memory_error(self._name, name, other)
+                raise errors.one_memory_error(self._name, name, other)
 
     def _tensors(
         self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
@@ -239,7 +239,7 @@ def define(
         operator = make(overload)
         _implement_eagerly(name, operator)
         _implement_on_xla(name, operator)
-    _dtensor.register(_LIBRARY)
+    dtensor.register(_LIBRARY)
     return overload
 
 
@@ -316,9 +316,9 @@ def _fake_derivative(grad: torch.Tensor, op: str, shape: Sequence[int]) -> torch
 
 
 def _derivative_on_xla(grad: torch.Tensor, op: str, shape: Sequence[int]) -> torch.Tensor:
-    from torch_frontend import xla  # noqa: PLC0415  (needs torch_xla and JAX)
+    from torch_frontend.operator import xla  # noqa: PLC0415  (needs torch_xla and JAX)
 
-    return xla.fail(str(_errors.derivative_error(op, "requires grad")), grad, shape)
+    return xla.fail(str(errors.derivative_error(op, "requires grad")), grad, shape)
 
 
 _defined("_derivative(Tensor grad, str op, SymInt[] shape) -> Tensor")

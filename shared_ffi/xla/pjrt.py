@@ -6,14 +6,14 @@ far as they are used here. PJRT's versioning rules keep these members in place."
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib.util
 import os
 from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_void_p, sizeof
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
+
+from shared_ffi import cuda_driver
 
 _GPU_CUSTOM_CALL_EXTENSION = 0
 _TYPED_FFI = 1
@@ -44,7 +44,7 @@ def find_cuda_plugin() -> Path:
         for major in (12, 13)
         if (plugin := folder / f"xla_cuda{major}/xla_cuda_plugin.so").is_file()
     }
-    newest = cuda_driver_version()[0] or max(found, default=0)
+    newest = cuda_driver.version()[0] or max(found, default=0)
     fitting = [major for major in found if major <= newest]
     if not fitting:
         which = f"for CUDA {newest} or older is" if found else "is"
@@ -53,25 +53,6 @@ def find_cuda_plugin() -> Path:
             f"jax-cuda13-pjrt, with a driver from 580 on), or name one in {LIBRARY_PATH_VARIABLE}"
         )
     return found[max(fitting)]
-
-
-@cache
-def cuda_driver_version() -> tuple[int, int]:
-    """Returns (major, minor) of the newest CUDA that the driver runs; (0, 0) without a driver."""
-    version = c_int(0)
-    with contextlib.suppress(OSError):
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(byref(version))
-    return version.value // 1000, version.value % 1000 // 10
-
-
-def gpu_count() -> int:
-    """How many GPUs the driver shows to this process."""
-    count = c_int(0)
-    with contextlib.suppress(OSError):
-        driver = ctypes.CDLL("libcuda.so.1")
-        if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(byref(count)) == 0:
-            return count.value
-    return 0
 
 
 class _Extension(Structure):

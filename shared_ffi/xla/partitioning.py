@@ -18,22 +18,27 @@ from jaxlib import xla_client
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func, stablehlo
 
-from shared_ffi import lowering, sharding
+from shared_ffi import kv_cache_update, paged_attention, sharding
 from shared_ffi.spec import Arguments, ArraySpec, Call
+from shared_ffi.xla import lowering
+
+SHARED_OPS = (kv_cache_update, paged_attention)
+"""The ops whose heads several devices can share."""
 
 
-def register(op: ModuleType) -> None:
-    """Registers how the custom calls of an op are partitioned, with jaxlib and with its plugins."""
-    register_partitioner = partial(
-        xla_client.register_custom_call_partitioner,
-        name=op.TARGET,
-        prop_user_sharding=_propagate_from_users,
-        partition=partial(_partition, op),
-        infer_sharding_from_operands=partial(_infer_results, op),
-        can_side_effecting_have_replicated_sharding=True,
-    )
-    register_partitioner()
-    register_plugin_callbacks(register_partitioner)
+def register() -> None:
+    """Registers how custom calls are partitioned, with jaxlib and with its plugins."""
+    for op in SHARED_OPS:
+        register_partitioner = partial(
+            xla_client.register_custom_call_partitioner,
+            name=op.TARGET,
+            prop_user_sharding=_propagate_from_users,
+            partition=partial(_partition, op),
+            infer_sharding_from_operands=partial(_infer_results, op),
+            can_side_effecting_have_replicated_sharding=True,
+        )
+        register_partitioner()
+        register_plugin_callbacks(register_partitioner)
 
 
 def _partition(

@@ -27,15 +27,17 @@ from torch.utils.dlpack import from_dlpack
 from torch_xla.core import dynamo_bridge, xla_builder
 
 from shared_ffi.spec import ArraySpec
-from torch_frontend._arguments import array_spec
-from torch_frontend._in_place import cut_at_updates
-from torch_frontend.export import export_platform
+from torch_frontend.compilers.in_place import cut_at_updates
+from torch_frontend.operator.arguments import array_spec
+from torch_frontend.operator.export import export_platform
 
 Arguments = Sequence[Any]  # tensors, and numbers, which the program holds as constants
 
 _WHO = "torch.compile(backend='openxla')"
 
 _ALIGNMENT = 16  # bytes: XLA's kEntryParameterAlignBytes, what its programs assume of an operand
+
+_MAX_PROGRAMS = 256  # of a graph, whose sizes may be symbols
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -76,9 +78,12 @@ def _compile_part(graph: torch.fx.GraphModule) -> Callable[..., list[Any]]:
 
     def run(*arguments: Any) -> list[Any]:
         key = tuple(
-            (x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in arguments
+            (x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x)
+            for x in arguments
         )
         if key not in programs:
+            if len(programs) == _MAX_PROGRAMS:
+                del programs[next(iter(programs))]  # the oldest
             programs[key] = _program(graph, arguments)
         return programs[key](arguments)
 
@@ -86,13 +91,13 @@ def _compile_part(graph: torch.fx.GraphModule) -> Callable[..., list[Any]]:
 
 
 def _program(graph: torch.fx.GraphModule, arguments: Arguments) -> Callable[[Arguments], list[Any]]:
-    from shared_ffi import lowering  # noqa: PLC0415  (needs JAX)
+    from shared_ffi.xla import programs  # noqa: PLC0415  (needs JAX)
 
     _check_can_be_exchanged(arguments)
     device = _device_of(arguments)
     trace = trace_on_placeholders(graph, arguments, device.type)
     constants = {i: _to_jax(value.to(device)) for i, value in trace.constants.items()}
-    compiled = lowering.compile_stablehlo(
+    compiled = programs.compile_stablehlo(
         trace.program,
         trace.operands,
         trace.results,

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from shared_ffi import library_path
-from torch_frontend._arguments import allocate, as_returned
-from torch_frontend._define import COMPILED_OPS, Operator
+from torch_frontend.operator.arguments import allocate, as_returned
+from torch_frontend.operator.define import COMPILED_OPS, Operator
 
 _LIBRARY = torch.library.Library("xla_gpu", "FRAGMENT")
 _LIBRARY.define(

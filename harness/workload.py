@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.scheduler import Arrival
+from harness.scheduler import Arrival
 
 
 @dataclass(frozen=True)

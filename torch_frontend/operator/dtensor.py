@@ -14,7 +14,7 @@ import torch
 
 from shared_ffi import sharding
 from shared_ffi.spec import dtype_error, value_error
-from torch_frontend._arguments import ArgumentReader, as_returned, specs
+from torch_frontend.operator.arguments import ArgumentReader, as_returned, specs
 
 READERS: dict[str, ArgumentReader] = {}
 """By its name, each operator whose rule is not registered yet."""

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch_xla.experimental import plugins
 
-from shared_ffi import _pjrt
-from torch_frontend import openxla
+from shared_ffi import cuda_driver
+from shared_ffi.xla import pjrt
+from torch_frontend.compilers import openxla
 
 if TYPE_CHECKING:
     _DevicePlugin = object  # It derives from a class in C++, which type checkers do not know.
@@ -35,14 +36,14 @@ class CudaPlugin(_DevicePlugin):
 
     def library_path(self) -> str:
         """The plugin's file."""
-        return str(_pjrt.find_cuda_plugin())
+        return str(pjrt.find_cuda_plugin())
 
     def configure_single_process(self) -> None:
         """Nothing to do: one process may use every GPU."""
 
     def physical_chip_count(self) -> int:
         """How many GPUs the driver shows to this process."""
-        return _pjrt.gpu_count()
+        return cuda_driver.gpu_count()
 
     def requires_xla_coordinator(self) -> bool:
         """Processes find each other through the coordinator."""
