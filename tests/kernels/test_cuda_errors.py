@@ -56,10 +56,10 @@ def test_a_failing_call_is_an_error_that_names_it(
 ) -> None:
     attributes, operands, results = call_of(op)
     device = next(new_device)
-    monkeypatch.setenv("XLA_GPU_PTX_FAIL", name)
+    monkeypatch.setenv("EMULATED_GPU_FAIL", name)
     with pytest.raises(RuntimeError, match=f"^[a-z_]+: {name} failed: unknown error$"):
         gpu.run(op, operands, results, device, **attributes)
-    monkeypatch.delenv("XLA_GPU_PTX_FAIL")
+    monkeypatch.delenv("EMULATED_GPU_FAIL")
     gpu.run(op, operands, results, device, **attributes)  # CUDA's last error is cleared
 
 
@@ -68,7 +68,7 @@ def test_a_gpu_that_the_build_left_out_is_named(
 ) -> None:
     attributes, operands, results = call_of(paged_attention)
     no_kernel_image = 209  # cudaErrorNoKernelImageForDevice
-    monkeypatch.setenv("XLA_GPU_PTX_FAIL", f"cudaFuncSetAttribute={no_kernel_image}")
+    monkeypatch.setenv("EMULATED_GPU_FAIL", f"cudaFuncSetAttribute={no_kernel_image}")
     with pytest.raises(RuntimeError, match=r"only for .+\. Build it .* XLA_GPU_ARCHITECTURES"):
         gpu.run(paged_attention, operands, results, next(new_device), **attributes)
 
@@ -78,7 +78,7 @@ def test_device_properties_are_read_once(gpu: EmulatedGpu, monkeypatch: pytest.M
     device = next(new_device)
     gpu.run(paged_attention, operands, results, device, **attributes)
     for name in (*CALLS[1:3], "cudaFuncSetAttribute"):
-        monkeypatch.setenv("XLA_GPU_PTX_FAIL", name)
+        monkeypatch.setenv("EMULATED_GPU_FAIL", name)
         gpu.run(paged_attention, operands, results, device, **attributes)
 
 

@@ -1,5 +1,5 @@
 """The CUDA handlers and kernels: every case against the oracle, any batch, faulty metadata. They
-run on an emulated GPU, which executes the PTX that nvcc emits (tests/ptx), with arrays between guard
+run on an emulated GPU, which executes the PTX that nvcc emits (tests/emulated_gpu), with arrays between guard
 pages and with several orders of warps. `make gpu-check` runs this file on a GPU. What concerns
 Hopper GPUs runs with their kernels, too."""
 
@@ -78,7 +78,7 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
     if ON_CUDA:
         pytest.skip("only the emulated GPU tells what was launched")
     log = tmp_path / "launches"
-    monkeypatch.setenv("XLA_GPU_PTX_LAUNCHES", str(log))
+    monkeypatch.setenv("EMULATED_GPU_LAUNCHES", str(log))
 
     def launches(gpu: Gpu, case: Case, seed: int = 0) -> list[Any]:
         log.write_text("")
@@ -810,7 +810,7 @@ def test_lengths_that_change_during_the_call(
 ) -> None:
     """The lengths lie in the memory of the result. The first sequence's row of ones makes them
     1,006,648,192 or more, after they were checked, and before the second sequence uses them."""
-    monkeypatch.setenv("XLA_GPU_PTX_EARLY", "0")  # the second kernel reads them, too
+    monkeypatch.setenv("EMULATED_GPU_EARLY", "0")  # the second kernel reads them, too
     inputs = Case("", ((q_len, q_len), (q_len, q_len)), dtype=dtype, num_heads=1, num_kv_heads=1)
     operands = [guarded(x) for x in inputs.inputs()]
     operands[1][...] = 1

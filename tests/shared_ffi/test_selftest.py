@@ -382,7 +382,7 @@ class EmulatedCalls:
 
 def test_cuda_kernels_are_compared(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_kernels, "_SEQUENCES", ((1, 70), (9, 40)))
-    monkeypatch.setenv("XLA_GPU_PTX_CAPABILITY", "90")
+    monkeypatch.setenv("EMULATED_GPU_CAPABILITY", "90")
     each = enumerate(cuda_kernels.calls())
     some = [call for i, call in each if i % 5 == 0 or call.cache_dtype == "uint8"]
     monkeypatch.setattr(cuda_kernels, "calls", lambda: some)
@@ -398,7 +398,7 @@ def test_cuda_kernels_are_compared(emulated: Any, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ArithmeticError, match="'portable' compute other bits with 3 thread blocks"):
         cuda_kernels.compare(unsteady.attend, unsteady)
     assert emulated.cuda_choice() == "by GPU"
-    monkeypatch.setenv("XLA_GPU_PTX_CAPABILITY", "120")
+    monkeypatch.setenv("EMULATED_GPU_CAPABILITY", "120")
     assert cuda_kernels.compare(sound.attend, sound) == f"{in_use}portable"
 
 

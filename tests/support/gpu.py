@@ -60,7 +60,7 @@ class Gpu:
 
 class EmulatedGpu(Gpu):
     def _is_there(self, seed: int) -> Any:
-        numbers = {"XLA_GPU_PTX_SEED": seed, "XLA_GPU_PTX_CAPABILITY": self.capability}
+        numbers = {"EMULATED_GPU_SEED": seed, "EMULATED_GPU_CAPABILITY": self.capability}
         return mock.patch.dict(os.environ, {name: str(x) for name, x in numbers.items()})
 
     def kernels_in_use(self) -> list[str]:

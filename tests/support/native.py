@@ -98,7 +98,7 @@ def emulated_build() -> Path:
 
 def for_emulated_gpu(folder: Path, *options: str, source: Path = ROOT, flags: str = "") -> Path:
     """The path of a module whose CUDA kernels are executed from the PTX that nvcc emits, by the
-    emulated GPU (tests/ptx). `options`: of CMake."""
+    emulated GPU (tests/emulated_gpu). `options`: of CMake."""
     from filelock import FileLock  # noqa: PLC0415  (only tests need it)
 
     compiler, machine = nvcc(), emulated_gpu()
@@ -109,11 +109,11 @@ def for_emulated_gpu(folder: Path, *options: str, source: Path = ROOT, flags: st
             if module.stat().st_mtime < (machine / "libemulated_gpu.a").stat().st_mtime:
                 module.unlink()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PTX_NVCC", str(compiler))
+            patch.setenv("EMULATED_GPU_NVCC", str(compiler))
             configure(
                 source,
                 folder,
-                f"-DCMAKE_CUDA_COMPILER={ROOT / 'tests/ptx/nvcc'}",
+                f"-DCMAKE_CUDA_COMPILER={ROOT / 'tests/emulated_gpu/nvcc'}",
                 f"-DCUDART_STATIC={machine / 'libemulated_gpu.a'}",
                 "-DXLA_GPU_OPTIMIZE=-O0",
                 # Names of its own: the installed library is loaded, too.
@@ -129,11 +129,11 @@ def emulated_gpu() -> Path:
     """The folder with the libraries of the emulated GPU, brought up to date."""
     from filelock import FileLock  # noqa: PLC0415
 
-    folder = ROOT / "build/ptx/machine"
+    folder = ROOT / "build/emulated/gpu"
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
         for command in (
-            ("cmake", "-S", ROOT / "tests/ptx", "-B", folder, "-G", "Ninja"),
+            ("cmake", "-S", ROOT / "tests/emulated_gpu", "-B", folder, "-G", "Ninja"),
             ("cmake", "--build", folder),
         ):
             outcome = run(*command)

@@ -5,7 +5,7 @@
 
 #include "machine.h"
 
-namespace ptx {
+namespace emulated_gpu {
 
 void Join(Clock* clock, const Clock& other) {
   for (size_t i = 0; i < clock->size(); ++i) (*clock)[i] = std::max((*clock)[i], other[i]);
@@ -31,9 +31,9 @@ std::string Writer(const Word& word) {
 void SharedMemory::Reset(Block*, int bytes, int num_warps) {
   size_ = bytes;
   num_warps_ = num_warps;
-  allows_unwritten_ = std::getenv("XLA_GPU_PTX_UNWRITTEN") != nullptr;
-  allows_unfenced_copies_ = std::getenv("XLA_GPU_PTX_UNFENCED_COPIES") != nullptr;
-  allows_equal_writes_ = std::getenv("XLA_GPU_PTX_EQUAL_WRITES") != nullptr;
+  allows_unwritten_ = std::getenv("EMULATED_GPU_UNWRITTEN") != nullptr;
+  allows_unfenced_copies_ = std::getenv("EMULATED_GPU_UNFENCED_COPIES") != nullptr;
+  allows_equal_writes_ = std::getenv("EMULATED_GPU_EQUAL_WRITES") != nullptr;
   const size_t words = static_cast<size_t>(bytes + 3) / 4;
   bytes_.assign(words * 4, static_cast<char>(0xff));
   words_.assign(words, Word{});
@@ -190,4 +190,4 @@ void SharedMemory::MarkBarrier(const Warp& warp, int lane, uint64_t address) {
   words_[address / 4].is_barrier = words_[address / 4 + 1].is_barrier = 1;
 }
 
-}  // namespace ptx
+}  // namespace emulated_gpu

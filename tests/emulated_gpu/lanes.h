@@ -8,7 +8,7 @@
 #include "machine.h"
 #include "tables.h"
 
-namespace ptx {
+namespace emulated_gpu {
 
 using S16 = int16_t;
 using S32 = int32_t;
@@ -318,4 +318,4 @@ Outcome Move(Warp& w, const Instruction& i) {
   return Outcome::kDone;
 }
 
-}  // namespace ptx
+}  // namespace emulated_gpu

@@ -5,7 +5,7 @@
 #include "machine.h"
 #include "tables.h"
 
-namespace ptx {
+namespace emulated_gpu {
 
 uint64_t Warp::Integer(const Operand& operand, int lane) const {
   const char* values = registers + operand.slot;
@@ -278,4 +278,4 @@ bool DecodeMemory(const Words& words, Instruction* i) {
   return true;
 }
 
-}  // namespace ptx
+}  // namespace emulated_gpu

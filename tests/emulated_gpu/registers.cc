@@ -5,7 +5,7 @@
 
 #include "program.h"
 
-namespace ptx {
+namespace emulated_gpu {
 namespace {
 
 using Bits = std::vector<uint64_t>;
@@ -148,4 +148,4 @@ void PlaceRegisters(Kernel* kernel, const std::vector<VirtualRegister>& register
   for (auto& [slot, name] : kernel->specials) place(slot);
 }
 
-}  // namespace ptx
+}  // namespace emulated_gpu

@@ -3,7 +3,7 @@
 
 #include "lanes.h"
 
-namespace ptx {
+namespace emulated_gpu {
 namespace {
 
 struct CopySign {
@@ -241,4 +241,4 @@ void AddFloats(Table* t) {
   (*t)["setp.nan.f32"] = Compare<F32, SomeNan>;
 }
 
-}  // namespace ptx
+}  // namespace emulated_gpu

@@ -1,7 +1,7 @@
 // Instructions of single lanes on integers, predicates and addresses, and branches.
 #include "lanes.h"
 
-namespace ptx {
+namespace emulated_gpu {
 namespace {
 
 // Shifts by the number of bits or more give what is left then.
@@ -140,7 +140,7 @@ Outcome ConvertInteger(Warp& w, const Instruction& i) {
 }
 Outcome Branch(Warp&, const Instruction&) { return Outcome::kBranch; }
 Outcome Exit(Warp&, const Instruction&) { return Outcome::kExit; }
-Outcome Trap(Warp&, const Instruction&) { Fail("trap"); }
+Outcome ExecuteTrap(Warp&, const Instruction&) { Fail("trap"); }
 
 // Addresses of global memory are the same as generic ones. Those of shared memory lie in a window.
 template <uint64_t window>
@@ -262,7 +262,7 @@ void AddIntegers(Table* t) {
 
   (*t)["bra"] = (*t)["bra.uni"] = Branch;
   (*t)["ret"] = (*t)["exit"] = Exit;
-  (*t)["trap"] = Trap;
+  (*t)["trap"] = ExecuteTrap;
   for (const char* name :
        {"cvta.to.global.u64", "cvta.global.u64", "cvta.to.const.u64", "cvta.u64"}) {
     (*t)[name] = Map1<U64, U64, Copy>;
@@ -273,4 +273,4 @@ void AddIntegers(Table* t) {
   (*t)["cvta.to.local.u64"] = FromWindow<kLocalWindow>;
 }
 
-}  // namespace ptx
+}  // namespace emulated_gpu

@@ -6,7 +6,7 @@
 
 #include "program.h"
 
-namespace ptx {
+namespace emulated_gpu {
 
 using Table = std::unordered_map<std::string, Execute>;
 
@@ -20,4 +20,4 @@ bool DecodeMemory(const Words& words, Instruction* instruction);
 bool DecodeTensorCore(const Words& words, Instruction* instruction);
 bool DecodeSynchronization(const Words& words, Instruction* instruction);
 
-}  // namespace ptx
+}  // namespace emulated_gpu

@@ -1,12 +1,12 @@
 // Stands in for the static CUDA runtime: the functions that the library calls. A device's memory is
 // the host's. Environment variables describe the GPU:
-//   XLA_GPU_PTX_SEED: the order of warps and copies, and the number of multiprocessors.
-//   XLA_GPU_PTX_CAPABILITY: 90 for 9.0.
-//   XLA_GPU_PTX_FAIL: a call that fails, as CALL, or as CALL=ERROR with the error's number.
-//   XLA_GPU_PTX_LAUNCHES: a file that gets the thread blocks and threads of a block of each launch.
-//   XLA_GPU_PTX_EARLY: 0 if no kernel begins before the one before it has ended.
-//   XLA_GPU_PTX_COUNTS: a file that gets the counts of each launch, as a line of JSON.
-//   XLA_GPU_PTX_FAULT: see PlantFault.
+//   EMULATED_GPU_SEED: the order of warps and copies, and the number of multiprocessors.
+//   EMULATED_GPU_CAPABILITY: 90 for 9.0.
+//   EMULATED_GPU_FAIL: a call that fails, as CALL, or as CALL=ERROR with the error's number.
+//   EMULATED_GPU_LAUNCHES: a file that gets the thread blocks and threads of a block of each
+//   launch. EMULATED_GPU_EARLY: 0 if no kernel begins before the one before it has ended.
+//   EMULATED_GPU_COUNTS: a file that gets the counts of each launch, as a line of JSON.
+//   EMULATED_GPU_FAULT: see PlantFault.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -52,7 +52,7 @@ struct Image {
 };
 struct Unit {
   std::vector<Image> images;
-  std::map<std::string, std::shared_ptr<ptx::Kernel>> kernels;  // those that were launched
+  std::map<std::string, std::shared_ptr<emulated_gpu::Kernel>> kernels;  // those that were launched
 };
 struct Function {
   Unit* unit;
@@ -71,8 +71,8 @@ int Number(const char* variable, int otherwise) {
   return value == nullptr ? otherwise : std::atoi(value);
 }
 
-int Seed() { return Number("XLA_GPU_PTX_SEED", 0); }
-int Capability() { return Number("XLA_GPU_PTX_CAPABILITY", 90); }
+int Seed() { return Number("EMULATED_GPU_SEED", 0); }
+int Capability() { return Number("EMULATED_GPU_CAPABILITY", 90); }
 
 // What a thread block can have.
 int SharedBytes(int capability) {
@@ -80,21 +80,21 @@ int SharedBytes(int capability) {
 }
 
 Error OutcomeOf(const char* call) {
-  const char* failing = std::getenv("XLA_GPU_PTX_FAIL");
+  const char* failing = std::getenv("EMULATED_GPU_FAIL");
   const size_t size = std::strlen(call);
   if (failing == nullptr || std::strncmp(failing, call, size) != 0) return kSuccess;
   if (failing[size] == '=') return std::atoi(failing + size + 1);
   return failing[size] == 0 ? kUnknown : kSuccess;
 }
 
-// XLA_GPU_PTX_FAULT="DecodeAttention 3": removes the fourth barrier, wait or fence from the kernels
-// with this name.
-void PlantFault(ptx::Kernel* kernel) {
-  const char* fault = std::getenv("XLA_GPU_PTX_FAULT");
+// EMULATED_GPU_FAULT="DecodeAttention 3": removes the fourth barrier, wait or fence from the
+// kernels with this name.
+void PlantFault(emulated_gpu::Kernel* kernel) {
+  const char* fault = std::getenv("EMULATED_GPU_FAULT");
   int number = std::atoi(fault + std::strcspn(fault, " "));
-  for (ptx::Instruction& instruction : kernel->code) {
-    ptx::Instruction removed = instruction;
-    if (!ptx::RemoveWait(&removed) || number-- > 0) continue;
+  for (emulated_gpu::Instruction& instruction : kernel->code) {
+    emulated_gpu::Instruction removed = instruction;
+    if (!emulated_gpu::RemoveWait(&removed) || number-- > 0) continue;
     std::fprintf(stderr, "emulated GPU: removed %s in line %d\n", removed.opcode.c_str(),
                  removed.line);
     instruction = std::move(removed);
@@ -104,11 +104,11 @@ void PlantFault(ptx::Kernel* kernel) {
 }
 
 // Reads the PTX for the device: the newest that is not too new. `a` of sm_90a is not in the number.
-std::shared_ptr<ptx::Kernel> Find(const void* handle) {
+std::shared_ptr<emulated_gpu::Kernel> Find(const void* handle) {
   const auto found = Functions().find(handle);
   if (found == Functions().end()) return nullptr;
   Unit& unit = *found->second.unit;
-  const char* fault = std::getenv("XLA_GPU_PTX_FAULT");
+  const char* fault = std::getenv("EMULATED_GPU_FAULT");
   const bool is_faulty =
       fault != nullptr &&
       found->second.name.find(fault, 0, std::strcspn(fault, " ")) != std::string::npos;
@@ -118,10 +118,11 @@ std::shared_ptr<ptx::Kernel> Find(const void* handle) {
     if (image.target <= device && (best == nullptr || image.target > best->target)) best = &image;
   }
   if (best == nullptr) return nullptr;
-  std::shared_ptr<ptx::Kernel>& kernel =
+  std::shared_ptr<emulated_gpu::Kernel>& kernel =
       unit.kernels[found->second.name + (is_faulty ? fault : "") + std::to_string(best->target)];
   if (kernel != nullptr) return kernel;
-  kernel = ptx::Parse(std::string(best->text, strnlen(best->text, best->size)), found->second.name);
+  kernel = emulated_gpu::Parse(std::string(best->text, strnlen(best->text, best->size)),
+                               found->second.name);
   if (kernel != nullptr && is_faulty) PlantFault(kernel.get());
   return kernel;
 }
@@ -133,14 +134,14 @@ T At(const char* place) {
   return value;
 }
 
-Error Launch(const ptx::Kernel& kernel, const LaunchConfig& config, void** arguments,
+Error Launch(const emulated_gpu::Kernel& kernel, const LaunchConfig& config, void** arguments,
              bool begins_early) {
-  ptx::Launch launch{&kernel,
-                     {config.grid.x, config.grid.y, config.grid.z},
-                     {config.block.x, config.block.y, config.block.z},
-                     static_cast<int>(config.shared_bytes),
-                     begins_early,
-                     std::vector<char>(static_cast<size_t>(kernel.parameter_bytes))};
+  emulated_gpu::Launch launch{&kernel,
+                              {config.grid.x, config.grid.y, config.grid.z},
+                              {config.block.x, config.block.y, config.block.z},
+                              static_cast<int>(config.shared_bytes),
+                              begins_early,
+                              std::vector<char>(static_cast<size_t>(kernel.parameter_bytes))};
   if (&planted_fault != nullptr) launch.environment = static_cast<uint32_t>(planted_fault);
   for (size_t k = 0; k < kernel.parameter_sizes.size(); ++k) {
     std::memcpy(launch.parameters.data() + kernel.parameter_offsets[k], arguments[k],
@@ -157,7 +158,7 @@ Error Launch(const ptx::Kernel& kernel, const LaunchConfig& config, void** argum
     return kLaunchFailure;
   }
   try {
-    ptx::RunKernel(launch, static_cast<unsigned>(Seed()));
+    emulated_gpu::RunKernel(launch, static_cast<unsigned>(Seed()));
   } catch (const std::exception& error) {
     failure = error.what();
     return kLaunchFailure;
@@ -229,10 +230,10 @@ Error cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* num_blocks, const void*
 Error cudaLaunchKernelExC(const LaunchConfig* config, const void* function, void** arguments) {
   if (const Error outcome = OutcomeOf("cudaLaunchKernelEx")) return outcome;
   const std::lock_guard<std::recursive_mutex> lock(mutex);
-  if (const char* log = std::getenv("XLA_GPU_PTX_LAUNCHES")) {
+  if (const char* log = std::getenv("EMULATED_GPU_LAUNCHES")) {
     std::ofstream(log, std::ios::app) << config->grid.x << ' ' << config->block.x << '\n';
   }
-  std::shared_ptr<ptx::Kernel> kernel;
+  std::shared_ptr<emulated_gpu::Kernel> kernel;
   try {
     kernel = Find(function);
   } catch (const std::exception& error) {
@@ -244,7 +245,7 @@ Error cudaLaunchKernelExC(const LaunchConfig* config, const void* function, void
   for (unsigned k = 0; k < config->num_attributes; ++k) {
     const LaunchAttribute& attribute = config->attributes[k];
     begins_early |= attribute.id == kProgrammaticStreamSerialization && attribute.value.allowed &&
-                    Number("XLA_GPU_PTX_EARLY", 1) != 0;
+                    Number("EMULATED_GPU_EARLY", 1) != 0;
   }
   return Launch(*kernel, *config, arguments, begins_early);
 }
@@ -275,10 +276,11 @@ __attribute__((visibility("default"))) const char* PtxRun(const char* text, cons
                                                           const unsigned* grid, unsigned threads,
                                                           size_t shared_bytes, void** arguments) {
   const std::lock_guard<std::recursive_mutex> lock(mutex);
-  static std::map<std::pair<std::string, std::string>, std::shared_ptr<ptx::Kernel>> parsed;
+  static std::map<std::pair<std::string, std::string>, std::shared_ptr<emulated_gpu::Kernel>>
+      parsed;
   try {
-    std::shared_ptr<ptx::Kernel>& kernel = parsed[{text, name}];
-    if (kernel == nullptr) kernel = ptx::Parse(text, name);
+    std::shared_ptr<emulated_gpu::Kernel>& kernel = parsed[{text, name}];
+    if (kernel == nullptr) kernel = emulated_gpu::Parse(text, name);
     if (kernel == nullptr) throw std::runtime_error("there is no such kernel");
     const LaunchConfig config{
         {grid[0], grid[1], grid[2]}, {threads, 1, 1}, shared_bytes, nullptr, nullptr, 0};

@@ -12,7 +12,7 @@
 
 #include "program.h"
 
-namespace ptx {
+namespace emulated_gpu {
 
 inline constexpr int kLanes = 32;
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
@@ -21,8 +21,7 @@ inline constexpr uint64_t kLocalWindow = uint64_t{1} << 61;
 inline constexpr int kMaxWarps = 32;
 inline constexpr uint32_t kSum = 1 << 16;
 
-// What a warp knows of the others: of everything that warp w did before its step clock[w], this
-// warp has seen the effects.
+// A vector clock: a warp has seen everything that warp w did before w's step clock[w].
 using Clock = std::array<uint32_t, kMaxWarps>;
 
 void Join(Clock* clock, const Clock& other);
@@ -36,7 +35,7 @@ struct Seen {
   }
 };
 
-struct Fault : std::runtime_error {
+struct Trap : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
@@ -58,7 +57,7 @@ struct Block;
 class SharedMemory {
  public:
   void Reset(Block* block, int bytes, int num_warps);
-  // The bytes at an address, for a lane's read or write. Throws a Fault if the access is out of
+  // The bytes at an address, for a lane's read or write. Throws a Trap if the access is out of
   // bounds, misaligned, in a race or, for a read, of bytes that were never written.
   const char* Read(const Warp& warp, int lane, uint64_t address, int bytes,
                    uint32_t used_bytes = ~0u);
@@ -230,13 +229,13 @@ struct Block {
 
 [[noreturn]] void Fail(const std::string& message);
 
-// The place in a lane's global memory. Throws a Fault if it is misaligned or certainly not there.
+// The place in a lane's global memory. Throws a Trap if it is misaligned or certainly not there.
 char* GlobalAddress(const Warp& warp, int lane, uint64_t address, int bytes, bool is_write);
 
 // The space of an access, and the address in it.
 Space SpaceOf(const Instruction& i, uint64_t* address);
 
-// Notes what a kernel writes whose successor may begin early. An early access to it is a Fault.
+// Notes what a kernel writes whose successor may begin early. An early access to it is a Trap.
 void NoteWrite(const Warp& warp, uint64_t address, int bytes);
 void CheckEarlyAccess(const Warp& warp, uint64_t address, int bytes);
 
@@ -246,7 +245,7 @@ void CompleteCopies(Warp* warp, int lane, size_t num_entries);
 bool CompleteSomeCopies(Block* block);
 void ArriveAt(Block* block, Warp* warp, int lane, uint64_t address);
 
-// Executes a kernel. Throws a Fault.
+// Executes a kernel. Throws a Trap.
 void RunKernel(const Launch& launch, unsigned seed);
 
 template <typename F>
@@ -258,4 +257,4 @@ inline void ForActive(uint32_t active, F function) {
   }
 }
 
-}  // namespace ptx
+}  // namespace emulated_gpu

@@ -5,7 +5,7 @@
 #include "machine.h"
 #include "tables.h"
 
-namespace ptx {
+namespace emulated_gpu {
 namespace {
 
 float FromHalf(uint16_t bits) {
@@ -371,4 +371,4 @@ bool DecodeTensorCore(const Words& words, Instruction* i) {
   return false;
 }
 
-}  // namespace ptx
+}  // namespace emulated_gpu

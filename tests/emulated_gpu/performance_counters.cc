@@ -8,12 +8,12 @@
 
 #include "machine.h"
 
-namespace ptx {
+namespace emulated_gpu {
 namespace {
 
 bool Begins(const std::string& opcode, const char* with) { return opcode.rfind(with, 0) == 0; }
 
-// Of an opcode: the first that it begins with.
+// The class of an opcode: that of the first prefix that it begins with.
 const char* ClassOf(const Instruction& i) {
   static constexpr std::pair<const char*, const char*> kClasses[] = {
       {"mma", "products"},        {"wgmma.mma", "products"},
@@ -141,4 +141,4 @@ void Counters::Write(const std::string& kernel, const char* path) const {
        << ", \"global_sectors\": " << global_sectors << "}\n";
 }
 
-}  // namespace ptx
+}  // namespace emulated_gpu

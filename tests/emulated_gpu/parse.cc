@@ -4,7 +4,7 @@
 
 #include "program.h"
 
-namespace ptx {
+namespace emulated_gpu {
 namespace {
 
 bool StartsWith(const std::string& text, const char* prefix) {
@@ -520,4 +520,4 @@ std::shared_ptr<Kernel> Parse(const std::string& text, const std::string& name) 
   return Parser(text, name).Run();
 }
 
-}  // namespace ptx
+}  // namespace emulated_gpu

@@ -30,7 +30,7 @@ def test_shared_memory_has_hardly_any_bank_conflicts(
     case = Case(id="counts", sequences=sequences, num_heads=16, num_kv_heads=4, head_size=128,
                 dtype="bfloat16")  # fmt: skip
     counts = tmp_path / "counts"
-    monkeypatch.setenv("XLA_GPU_PTX_COUNTS", str(counts))
+    monkeypatch.setenv("EMULATED_GPU_COUNTS", str(counts))
     attend(EmulatedGpu(emulated, kernels), case.inputs(), **case.attributes())
     launches = [json.loads(line) for line in counts.read_text().splitlines()]
     assert sum(launch["instructions"].get("products", 0) for launch in launches) > 0
@@ -45,7 +45,7 @@ def test_shared_memory_has_hardly_any_bank_conflicts(
 def test_kernels_of_all_head_sizes(capability: int) -> None:
     architecture = {80: "80-real", 90: "90a-real"}[capability]
     module = native.for_emulated_gpu(
-        native.ROOT / "build/ptx" / architecture,
+        native.ROOT / "build/emulated" / architecture,
         f"-DXLA_GPU_ARCHITECTURES={architecture}",
         "-DXLA_GPU_CPU_INSTRUCTION_SETS=baseline",
     )
@@ -80,7 +80,7 @@ def test_a_missing_wait_is_found(
         Case(id="faults", sequences=sequences, num_heads=4, head_size=128, dtype="bfloat16")
         for sequences in [((1, 900), (70, 200)), ((1, 70), (1, 700), (3, 5))]
     ]
-    monkeypatch.setenv("XLA_GPU_PTX_MOST_INSTRUCTIONS", "3000000")  # of a thread block
+    monkeypatch.setenv("EMULATED_GPU_MOST_INSTRUCTIONS", "3000000")  # of a thread block
     calls = [(case.inputs(), case.attributes()) for case in cases]
 
     def run_all() -> str | None:
@@ -95,7 +95,7 @@ def test_a_missing_wait_is_found(
     assert run_all() is None
     found, missed = [], []
     for number in itertools.count():
-        monkeypatch.setenv("XLA_GPU_PTX_FAULT", f"{kernel} {number}")
+        monkeypatch.setenv("EMULATED_GPU_FAULT", f"{kernel} {number}")
         error = run_all()
         if error is not None and "no such wait" in error:  # all were removed
             break

@@ -11,7 +11,7 @@
 
 #include "machine.h"
 
-namespace ptx {
+namespace emulated_gpu {
 namespace {
 
 // Sectors of 32 bytes that the last kernel wrote whose successor may begin early.
@@ -192,12 +192,12 @@ std::string Place(const Instruction& i) { return i.opcode + " in line " + std::t
     }
   }
   block.instruction = nullptr;
-  throw Fault(message);
+  throw Trap(message);
 }
 
 }  // namespace
 
-void Fail(const std::string& message) { throw Fault(message); }
+void Fail(const std::string& message) { throw Trap(message); }
 
 int Block::AliveWarps() const {
   return static_cast<int>(
@@ -261,11 +261,11 @@ void RunKernel(const Launch& launch, unsigned seed) {
   Block block{};
   block.launch = &launch;
   block.random.seed(seed);
-  if (const char* most = std::getenv("XLA_GPU_PTX_MOST_INSTRUCTIONS")) {
+  if (const char* most = std::getenv("EMULATED_GPU_MOST_INSTRUCTIONS")) {
     block.most_instructions = std::strtoull(most, nullptr, 10);
   }
   Counters counters;
-  const char* const counts = std::getenv("XLA_GPU_PTX_COUNTS");
+  const char* const counts = std::getenv("EMULATED_GPU_COUNTS");
   if (counts != nullptr) block.counters = &counters;
   const size_t bytes = static_cast<size_t>(kernel.register_bytes);
   std::unique_ptr<char, decltype(&std::free)> registers(
@@ -327,8 +327,8 @@ void RunKernel(const Launch& launch, unsigned seed) {
         }
         block.Run();
       }
-    } catch (const Fault& fault) {
-      failure = fault.what();
+    } catch (const Trap& trap) {
+      failure = trap.what();
     }
   }
   is_running = 0;
@@ -342,8 +342,8 @@ void RunKernel(const Launch& launch, unsigned seed) {
       place += ", thread " + std::to_string(block.warp->number * kLanes + block.lane) + ", " +
                Place(*block.instruction);
     }
-    throw Fault(failure + " (" + place + ")");
+    throw Trap(failure + " (" + place + ")");
   }
 }
 
-}  // namespace ptx
+}  // namespace emulated_gpu

@@ -8,7 +8,7 @@
 #include <unordered_map>
 #include <vector>
 
-namespace ptx {
+namespace emulated_gpu {
 
 struct Warp;
 struct Instruction;
@@ -100,4 +100,4 @@ struct VirtualRegister {
 };
 void PlaceRegisters(Kernel* kernel, const std::vector<VirtualRegister>& registers);
 
-}  // namespace ptx
+}  // namespace emulated_gpu

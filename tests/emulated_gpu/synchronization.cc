@@ -5,7 +5,7 @@
 #include "machine.h"
 #include "tables.h"
 
-namespace ptx {
+namespace emulated_gpu {
 namespace {
 
 // Whether all lanes of the mask are here. Those that are not must still come.
@@ -429,4 +429,4 @@ bool DecodeSynchronization(const Words& words, Instruction* i) {
   return true;
 }
 
-}  // namespace ptx
+}  // namespace emulated_gpu

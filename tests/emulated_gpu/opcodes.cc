@@ -1,6 +1,6 @@
 #include "tables.h"
 
-namespace ptx {
+namespace emulated_gpu {
 
 bool Decode(const std::string& opcode, Instruction* instruction) {
   static const Table table = [] {
@@ -42,4 +42,4 @@ bool Decode(const std::string& opcode, Instruction* instruction) {
   return false;
 }
 
-}  // namespace ptx
+}  // namespace emulated_gpu

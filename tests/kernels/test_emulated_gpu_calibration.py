@@ -22,12 +22,12 @@ TILES = [(16, 16, 16, 1), (64, 32, 32, 4), (128, 64, 64, 4), (64, 128, 32, 8)]
 
 @pytest.fixture(scope="module")
 def kernels() -> Any:
-    return importlib.import_module("tests.ptx.kernels")
+    return importlib.import_module("tests.support.triton_kernels")
 
 
 @pytest.fixture(scope="module")
 def machine() -> Any:
-    machine = ctypes.CDLL(str(native.emulated_gpu() / "libptx.so"))
+    machine = ctypes.CDLL(str(native.emulated_gpu() / "libemulated_gpu_ptx.so"))
     machine.PtxRun.restype = ctypes.c_char_p
     return machine
 
@@ -36,13 +36,13 @@ def machine() -> Any:
 @pytest.fixture
 def unfenced_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products read what cp.async wrote without fence.proxy.async."""
-    monkeypatch.setenv("XLA_GPU_PTX_UNFENCED_COPIES", "1")
+    monkeypatch.setenv("EMULATED_GPU_UNFENCED_COPIES", "1")
 
 
 @pytest.fixture
 def equal_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several threads write the same to one place before a barrier."""
-    monkeypatch.setenv("XLA_GPU_PTX_EQUAL_WRITES", "1")
+    monkeypatch.setenv("EMULATED_GPU_EQUAL_WRITES", "1")
 
 
 def run(
