@@ -31,11 +31,14 @@ from transformers.masking_utils import (  # noqa: E402
     blockwise_overlay,
     causal_mask_function,
     or_masks,
+    packed_sequence_mask_function,
+    remap_positions_for_packed_sequence,
     sliding_window_overlay,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 NAME = "xla_gpu_paged"
+_REMEDY = "use attn_implementation='sdpa' or 'eager' for this model"
 
 _OPS = torch.ops.xla_gpu
 _LAYOUT = "nbhd"
@@ -57,7 +60,7 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: Mask | None,
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -77,13 +80,16 @@ def attention(
         ``[batch, query_len, num_heads, head_size of value]``, and no weights.
 
     Raises:
-        NotImplementedError: another mask than `mask` knows, dropout, or a position bias.
+        NotImplementedError: another mask than `mask` knows, two different windows, or a keyword
+            that this function does not know.
     """
-    _refuse_what_is_missing(module, attention_mask, kwargs)
+    _refuse_unknown_keywords(module, kwargs)
+    _refuse_other_masks(module, attention_mask, query.shape[2], key.shape[2], kwargs)
     cache = kwargs.get("cache")
     if cache is None:
         keys, values, tables = _rows(query.shape[2], key, value, attention_mask)
         max_query_len = query.shape[2]
+        allocator = None
     else:
         allocator = cache.layer_to_allocator[module.layer_idx]
         keys, values, tables = _pages(allocator, module.layer_idx, key, value, kwargs)
@@ -95,7 +101,7 @@ def attention(
         keys,
         *tables[:4],
         head_size**-0.5 if scaling is None else scaling,
-        kwargs.get("sliding_window"),
+        _window(module, attention_mask, allocator, kwargs),
         kwargs.get("softcap"),
         value_cache=values,
         kv_layout=_LAYOUT,
@@ -104,6 +110,53 @@ def attention(
         max_query_len=1 if max_query_len == 1 else None,
     )
     return output.view(batch, query_len, num_heads, -1), None
+
+
+class Mask(torch.Tensor):
+    """What `mask` returns: a tensor with the shape of a mask, ``[batch_size, 1, q_length,
+    kv_length]``, and without numbers. transformers hands it to `attention`, which reads its
+    attributes. A model that computes with it gets an error."""
+
+    model: str
+    """The model's type, for errors."""
+    facts: _Facts | None
+    """None: the mask says what `attention` cannot do."""
+    bounds: torch.Tensor
+    """``[batch_size, 2]`` int32: the first key of each row that is not padding, and the number of
+    keys in a row."""
+    ranges: torch.Tensor | None
+    """``[batch_size, q_length, 2]`` int32 if images attend to themselves: the keys of the image of
+    each query, from the first number up to but not including the second."""
+    tables: dict[Any, Any]
+    """What `attention` derived for one layer and uses in the others."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], device: torch.device, **attributes: Any) -> Mask:
+        created = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        vars(created).update(attributes, tables={})
+        return created
+
+    def __repr__(self, **_: Any) -> str:
+        return f"Mask({[*self.shape]}, {self.facts})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, _: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        this = next(x for x in args if isinstance(x, cls))
+        if function is torch.ops.aten._to_copy.default:  # layers on several GPUs
+            ranges, device = this.ranges, kwargs["device"]
+            attributes = vars(this) | {
+                "bounds": this.bounds.to(device),
+                "ranges": None if ranges is None else ranges.to(device),
+            }
+            return cls.of(this.shape, device, **attributes)
+        raise NotImplementedError(
+            f"{NAME}: the attention mask must be read by the attention function only; got "
+            f"{function} in the code of the model {this.model!r}; {_REMEDY}"
+        )
 
 
 def mask(
@@ -115,37 +168,38 @@ def mask(
     mask_function: Callable = causal_mask_function,
     attention_mask: torch.Tensor | None = None,
     device: torch.device | str = "cpu",
+    config: Any = None,
     **_: Any,
-) -> torch.Tensor:
+) -> Mask:
     """A mask function of transformers.
-
-    Returns:
-        ``[batch_size, 1, 1 or 1 + q_length, 2]`` int32: the first key of each row that is not
-        padding, and the number of keys in a row. Then, if images attend to themselves, the keys of
-        the image of each query, from the first number up to but not including the second. Empty if
-        the mask is another one.
 
     Raises:
         NotImplementedError: padding after a token, or images that are mixed.
     """
-    known = _Mask.of(mask_function)
-    if known is None:
-        return torch.empty(batch_size, 1, 1, 0, dtype=torch.int32, device=device)
     end = int(q_offset) + q_length - kv_offset
-    bounds = torch.zeros(batch_size, 1, 1, 2, dtype=torch.int32, device=device)
-    bounds[..., 1] = end
-    if attention_mask is not None:
+    device = torch.device(device)
+    bounds = torch.zeros(batch_size, 2, dtype=torch.int32, device=device)
+    bounds[:, 1] = end
+    facts, ranges = _Facts.of(mask_function), None
+    if facts is not None and attention_mask is not None:
         is_token = attention_mask[:, kv_offset : kv_offset + end].bool()
         if (is_token[:, :-1] & ~is_token[:, 1:]).any():
             raise NotImplementedError(f"{NAME}: padding must come first; set padding_side='left'")
-        bounds[..., 0] = end - is_token.sum(1)[:, None, None]
-    if known.images is None:
-        return bounds
-    ranges = _image_ranges(known.images[:, kv_offset : kv_offset + end].to(device))[:, -q_length:]
-    if known.window is not None:
-        positions = torch.arange(end - q_length, end, device=device)
-        ranges[..., 0] = ranges[..., 0].maximum(positions - known.window + 1)
-    return torch.cat([bounds, ranges[:, None].int()], 2)
+        bounds[:, 0] = end - is_token.sum(1)
+    if facts is not None and facts.images is not None:
+        images = facts.images[:, kv_offset : kv_offset + end].to(device)
+        ranges = _image_ranges(images)[:, -q_length:].int()
+        if facts.window is not None and facts.window_bounds_images:
+            positions = torch.arange(end - q_length, end, device=device)
+            ranges[..., 0] = ranges[..., 0].maximum(positions - facts.window + 1)
+    return Mask.of(
+        (batch_size, 1, q_length, kv_length),
+        device,
+        model=getattr(config, "model_type", "?"),
+        facts=facts,
+        bounds=bounds,
+        ranges=ranges,
+    )
 
 
 def _image_ranges(images: torch.Tensor) -> torch.Tensor:
@@ -170,131 +224,215 @@ def _image_ranges(images: torch.Tensor) -> torch.Tensor:
     return torch.stack([first, last + 1], 2) * (images >= 0)[..., None]
 
 
-class _Mask(NamedTuple):
-    """What a mask of transformers says besides causality and the layer's window."""
+class _Facts(NamedTuple):
+    """What a mask of transformers says besides causality."""
 
+    window: int | None = None
+    """How many keys a query attends to, its own included."""
     images: torch.Tensor | None = None
     """The number of each token's image, whose tokens attend to each other; negative: text."""
-    window: int | None = None
-    """The window that images do not reach beyond either."""
+    window_bounds_images: bool = False
+    is_packed: bool = False
+    """Whether a row has several sequences."""
 
     @classmethod
-    def of(cls, function: Any) -> _Mask | None:
+    def of(cls, function: Any) -> _Facts | None:
         """Recognizes transformers' mask function by its code; None: another one."""
         if function is causal_mask_function:
             return cls()
         code = getattr(function, "__code__", None)
         if code not in (_AND, _OR) or len(parts := _captured(function)) != 2:
             return None
+        codes = [getattr(x, "__code__", None) for x in parts]
+        if code is _AND and codes == [_PACKED, _REMAPPED]:
+            facts = cls.of(_captured(parts[1]))
+            return facts and facts._replace(is_packed=True)
         kind = _WINDOW if code is _AND else _IMAGES
-        added = [x for x in parts if getattr(x, "__code__", None) is kind]
-        others = [cls.of(x) for x in parts if x not in added]
-        if len(added) != 1 or others[0] is None:
+        if codes.count(kind) != 1:
             return None
-        known, value = others[0], _captured(added[0])
-        if code is _AND:
-            return known._replace(window=value) if known.window is None else None
-        return cls(images=value) if known.images is None else None
+        added = codes.index(kind)
+        facts, value = cls.of(parts[1 - added]), _captured(parts[added])
+        if facts is None or facts.is_packed:
+            return None
+        if code is _OR:
+            return facts._replace(images=value) if facts.images is None else None
+        if facts.window is not None:
+            return None
+        return facts._replace(window=value, window_bounds_images=facts.images is not None)
 
 
 def _captured(function: Any) -> Any:
-    """The only variable that a mask function of transformers has from the function that made it."""
+    """The variable that a mask function of transformers has from the function that made it; of
+    several the first in the order of their names."""
     return function.__closure__[0].cell_contents
 
 
-_AND, _OR, _WINDOW, _IMAGES = (
+_AND, _OR, _WINDOW, _IMAGES, _PACKED, _REMAPPED = (
     x.__code__  # type: ignore[attr-defined]
     for x in (
         and_masks(causal_mask_function),
         or_masks(causal_mask_function),
         sliding_window_overlay(1),
         blockwise_overlay(torch.empty(0)),
+        packed_sequence_mask_function(torch.empty(0)),
+        remap_positions_for_packed_sequence(causal_mask_function, torch.empty(0)),
     )
 )
 
+_READ = {"sliding_window", "softcap", "s_aux", "is_causal"}
+_READ_WITH_CACHE = {
+    "cache",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "read_index",
+    "write_index",
+}
+_HARMLESS = {
+    # Keys and queries are rotated, and the mask regards packed sequences and images.
+    "position_ids",
+    "token_type_ids",
+    "mm_token_type_ids",
+    # What the model does with the results.
+    "labels",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "use_cache",
+    # The same in continuous batching.
+    "logits_indices",
+    "logits_processor_args",
+}
+_HARMLESS_VALUES: dict[str, Any] = {"dropout": 0, "output_attentions": False}
 
-def _refuse_what_is_missing(
-    module: Any, attention_mask: torch.Tensor | None, kwargs: dict[str, Any]
+
+def _refuse_unknown_keywords(module: Any, kwargs: dict[str, Any]) -> None:
+    known = _READ | _HARMLESS | (_READ_WITH_CACHE if kwargs.get("cache") is not None else set())
+    for name, given in kwargs.items():
+        if name in known or given is None:
+            continue
+        must = _HARMLESS_VALUES.get(name)
+        if must is not None and given == must:
+            continue
+        got = f"a tensor {[*given.shape]}" if isinstance(given, torch.Tensor) else repr(given)
+        raise NotImplementedError(
+            f"{NAME}: {name} must be {must}; {type(module).__name__} gave {got}; {_REMEDY}"
+        )
+
+
+def _refuse_other_masks(
+    module: Any, mask: Any, query_len: int, key_len: int, kwargs: dict[str, Any]
 ) -> None:
+    if mask is not None and not isinstance(mask, Mask):
+        raise NotImplementedError(
+            f"{NAME}: attention_mask must be the one that transformers makes for {NAME}; "
+            f"{type(module).__name__} gave a {type(mask).__name__} {[*mask.shape]}; {_REMEDY}"
+        )
     is_causal = kwargs.get("is_causal")
     if is_causal is None:  # with images, a mask says more than the module
-        is_causal = attention_mask is not None or getattr(module, "is_causal", True)
-    is_known = attention_mask is None or attention_mask.shape[-1] == 2
-    if not is_causal or (kwargs.get("cache") is None and not is_known):
+        is_causal = mask is not None or getattr(module, "is_causal", True)
+    has_cache = kwargs.get("cache") is not None
+    if mask is not None and (mask.facts is None or (mask.facts.is_packed and not has_cache)):
+        is_causal = False
+    if not is_causal:
         raise NotImplementedError(
-            f"{NAME}: the mask must be causal, with a window or without, with images or without"
+            f"{NAME}: the mask must be causal, with a window or without, with images or without; "
+            f"got another one from {type(module).__name__}; {_REMEDY}"
         )
-    for name in ("dropout", "position_bias"):
-        given = kwargs.get(name)
-        if given is not None and (isinstance(given, torch.Tensor) or given != 0):
-            raise NotImplementedError(f"{NAME}: {name} is not supported")
+    if mask is not None and not has_cache and mask.shape[2:] != (query_len, key_len):
+        raise NotImplementedError(
+            f"{NAME}: the mask must be for {query_len} queries and {key_len} keys as "
+            f"{type(module).__name__} has them; got one for {[*mask.shape[2:]]}; {_REMEDY}"
+        )
+
+
+def _window(module: Any, mask: Mask | None, allocator: Any, kwargs: dict[str, Any]) -> int | None:
+    """The window, which the layer, the mask and the paged cache may name."""
+    named: dict[str, int | None] = {}
+    if kwargs.get("sliding_window") is not None:
+        named["layer"] = kwargs["sliding_window"]
+    if mask is not None and mask.facts is not None:
+        named["mask"] = mask.facts.window
+    if allocator is not None:
+        named["cache"] = allocator.sliding_window if _is_ring(allocator) else None
+    if len({*named.values()}) > 1:
+        raise NotImplementedError(
+            f"{NAME}: the window must be the same for layer, mask and cache; got {named} from "
+            f"{type(module).__name__}; {_REMEDY}"
+        )
+    return next(iter(named.values()), None)
+
+
+def _is_ring(allocator: Any) -> bool:
+    return bool(allocator.layer_type == "sliding_attention")
 
 
 def _rows(
-    query_len: int, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor | None
+    query_len: int, key: torch.Tensor, value: torch.Tensor, mask: Mask | None
 ) -> tuple[torch.Tensor, torch.Tensor, _Tables]:
     """Pages of the keys and values of ``generate``, and the tables for its batch."""
-    if bounds is None:
-        bounds = key.new_zeros(key.shape[0], 1, 1, 2, dtype=torch.int32)
-        bounds[..., 1] = key.shape[2]
-    if not hasattr(bounds, "xla_gpu_tables"):
-        has_padding = bool(bounds[:, 0, 0, 0].any())
-        bounds.xla_gpu_tables = has_padding, {}  # type: ignore[attr-defined]
-    has_padding, tables = bounds.xla_gpu_tables  # type: ignore[attr-defined]
-    if not has_padding:
+    if mask is None:
+        mask = globals()["mask"](len(key), query_len, key.shape[2], device=key.device)
+    tables = mask.tables
+    if "has_padding" not in tables:
+        tables["has_padding"] = bool(mask.bounds[:, 0].any())
+    if not tables["has_padding"]:
         if "rows" not in tables:
-            tables["rows"] = _tables_of_rows(query_len, bounds)
+            tables["rows"] = _tables_of_rows(query_len, mask)
         keys, values = _same_strides(key.transpose(1, 2), value.transpose(1, 2))
         return keys, values, tables["rows"]
     keys, values, per_row = _tokens_as_pages(key, value)
     if per_row not in tables:
-        tables[per_row] = _tables_of_tokens(query_len, bounds, per_row)
+        tables[per_row] = _tables_of_tokens(query_len, mask, per_row)
     return keys, values, tables[per_row]
 
 
-def _tables_of_rows(query_len: int, bounds: torch.Tensor) -> _Tables:
-    batch = bounds.shape[0]
-    numbers = torch.arange(batch + 1, dtype=torch.int32, device=bounds.device)
+def _tables_of_rows(query_len: int, mask: Mask) -> _Tables:
+    batch = len(mask.bounds)
+    numbers = torch.arange(batch + 1, dtype=torch.int32, device=mask.bounds.device)
     return _Tables(
-        context_lens=bounds[:, 0, 0, 1].contiguous(),
+        context_lens=mask.bounds[:, 1].contiguous(),
         block_tables=numbers[:-1, None].contiguous(),
         query_start_loc=numbers * query_len,
         num_seqs=numbers[-1:],
-        bidirectional_ranges=_ranges(bounds, 0),
+        bidirectional_ranges=_ranges(mask, 0),
     )
 
 
-def _ranges(bounds: torch.Tensor, shifts: Any) -> torch.Tensor | None:
-    """The ranges of ``paged_attention``, from the result of ``mask``.
+def _ranges(mask: Mask, shifts: Any) -> torch.Tensor | None:
+    """The ranges of ``paged_attention``.
 
     Args:
-        bounds: the result of `mask`.
+        mask: the result of `mask`.
         shifts: ``[batch, query_len, 1]`` or a number, the key at position 0 of a query's sequence.
     """
-    ranges = bounds[:, 0, 1:]
-    return (ranges - shifts).reshape(-1, 2).contiguous() if ranges.shape[1] else None
+    ranges = mask.ranges
+    return None if ranges is None else (ranges - shifts).reshape(-1, 2).contiguous()
 
 
-def _tables_of_tokens(query_len: int, bounds: torch.Tensor, per_row: int) -> _Tables:
+def _tables_of_tokens(query_len: int, mask: Mask, per_row: int) -> _Tables:
     """The tables for rows that begin with padding. Each row is two sequences: the queries of the
     padding attend to the padding, and what they return is not used."""
-    first, end = bounds[:, 0, 0, 0], bounds[:, 0, 0, 1]
+    first, end = mask.bounds.unbind(1)
     batch = len(first)
     padding = (first - end + query_len).clamp(min=0)  # queries
-    numbers = torch.arange(batch + 1, dtype=torch.int32, device=bounds.device)
-    positions = torch.arange(int(end.max()), dtype=torch.int32, device=bounds.device)
+    numbers = torch.arange(batch + 1, dtype=torch.int32, device=first.device)
+    positions = torch.arange(int(end.max()), dtype=torch.int32, device=first.device)
     starts = numbers[:-1] * per_row
     pairs = torch.stack([starts, starts + first], 1).reshape(-1, 1)
     last = (batch - 1) * per_row + end.max() - 1
     row_starts = numbers * query_len
     splits = torch.stack([row_starts[:-1], row_starts[:-1] + padding], 1).flatten()
-    is_padding = torch.arange(query_len, device=bounds.device) < padding[:, None]
+    is_padding = torch.arange(query_len, device=first.device) < padding[:, None]
     return _Tables(
         context_lens=torch.stack([padding, end - first], 1).flatten().int(),
         block_tables=(pairs + positions).clamp(max=last).int(),
         query_start_loc=torch.cat([splits, row_starts[-1:]]).int(),
         num_seqs=numbers[-1:] * 2,
-        bidirectional_ranges=_ranges(bounds, torch.where(is_padding, 0, first[:, None])[..., None]),
+        bidirectional_ranges=_ranges(mask, torch.where(is_padding, 0, first[:, None])[..., None]),
     )
 
 
@@ -335,7 +473,7 @@ def _pages(
     if not hasattr(queries, "xla_gpu_tables"):
         queries.xla_gpu_tables = {}  # lives as long as the step
     shared = queries.xla_gpu_tables
-    is_ring = allocator.layer_type == "sliding_attention"
+    is_ring = _is_ring(allocator)
     must_copy = is_ring and kwargs["max_length_q"] > 1
     if allocator.index not in shared:
         make = _tables_of_copy if must_copy else _tables_of_ring if is_ring else _tables_of_pages
