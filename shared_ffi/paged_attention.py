@@ -37,6 +37,7 @@ MAX_TREE_TOKENS = 64
 """The most query tokens of a sequence with a tree mask; no sliding window is shorter."""
 
 _MAX_SCALE = 2.0**126
+_MAX_MASK_VALUE = -1e4
 _MAX_INT64 = np.iinfo(np.int64).max
 
 
@@ -388,6 +389,14 @@ def _window_right(causal: Any, window_right: int | None) -> np.int64:
             raise value_error(OP, "window_right", rule, window_right)
         return np.int64(0)
     return np.int64(_MAX_INT64) if window_right is None else _int64("window_right", window_right, 0)
+
+
+def check_mask_value(op: str, mask_value: float | None) -> None:
+    """Raises ValueError for a `mask_value` of another library's kernel that weighs masked positions
+    with more than 0. Here they do not enter the softmax, as with any that is far below logits."""
+    if mask_value is not None and not mask_value <= _MAX_MASK_VALUE:
+        rule = f"be None or at most {_MAX_MASK_VALUE:g}, as masked positions have no weight here"
+        raise value_error(op, "mask_value", rule, mask_value)
 
 
 def _soft_cap(soft_cap: float | None, scale: float) -> np.float32:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shared_ffi.paged_attention import check_mask_value
 from torch_frontend.operator.arguments import check_types
 from torch_frontend.operator.define import define_composite
 from torch_frontend.paged_attention import DEFAULT
@@ -29,6 +30,7 @@ def _attend(
     v_scale: float | None = None,
     *tuning: Any,
 ) -> torch.Tensor:
+    check_mask_value(OP, mask_value)
     scale = sm_scale if k_scale is None else sm_scale * k_scale
     metadata = (kv_lens, page_indices, cu_q_lens, num_seqs)
     output: torch.Tensor = DEFAULT(q, kv_pages, *metadata, scale, sliding_window, soft_cap)
@@ -77,9 +79,11 @@ def ragged_paged_attention(
         sm_scale: its ``scale``.
         sliding_window: as there.
         soft_cap: as there.
-        mask_value: not used, like the arguments after ``v_scale``: they tune the TPU's kernel.
+        mask_value: None or at most -10000: masked positions do not enter the softmax.
         k_scale: multiplies the logits.
         v_scale: multiplies the output.
+
+    The arguments after ``v_scale`` tune the TPU's kernel and are not used.
     """
     tensors = {
         "q": q,

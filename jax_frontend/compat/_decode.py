@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_frontend.paged_attention import paged_attention
+from shared_ffi.paged_attention import check_mask_value
 from shared_ffi.spec import shape_error
 
 
@@ -19,6 +20,7 @@ def decode(
     page_indices: jax.Array,
     *,
     soft_cap: float | None,
+    mask_value: float | None,
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
 ) -> jax.Array:
@@ -33,6 +35,7 @@ def decode(
         k_pages, v_pages: ``[num_kv_heads, num_pages, page_size, head_dim]``.
         k_scale, v_scale: ``[num_kv_heads, num_pages, page_size]``.
     """
+    check_mask_value(op, mask_value)
     if q.ndim != 3:
         raise shape_error(op, "q", "[batch_size, num_q_heads, head_dim]", q.shape)
     batch_size = q.shape[0]

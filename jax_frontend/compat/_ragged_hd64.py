@@ -90,5 +90,6 @@ def ragged_paged_attention_hd64(
         update=update_kv_cache,
         k_scale=k_scale,
         v_scale=v_scale,
+        mask_value=mask_value,
         out_dtype=out_dtype,
     )

@@ -5,6 +5,9 @@ from __future__ import annotations
 import jax
 
 from jax_frontend.paged_attention import paged_attention
+from shared_ffi.paged_attention import check_mask_value
+
+OP = "ragged_paged_attention"
 
 
 def ragged_paged_attention(
@@ -40,7 +43,7 @@ def ragged_paged_attention(
         cu_q_lens: ``[max_num_seqs + 1]`` int32.
         num_seqs: ``[1]`` int32.
         sm_scale, sliding_window, soft_cap: as ``paged_attention``'s.
-        mask_value: not used; what is masked is left out.
+        mask_value: None or at most -10000: masked positions do not enter the softmax.
         k_scale: a factor of the logits.
         v_scale: a factor of the output.
         num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes: tune the TPU's kernel; not
@@ -53,6 +56,7 @@ def ragged_paged_attention(
     Raises:
         ValueError, TypeError: as ``paged_attention``.
     """
+    check_mask_value(OP, mask_value)
     output = paged_attention(
         q,
         kv_pages,

@@ -76,7 +76,7 @@ def ragged_paged_attention_v3(
         update_kv_cache: False: the cache holds keys and values already.
         sm_scale, sliding_window, soft_cap: as in ``paged_attention``.
         out_dtype: the dtype of the output; None: the dtype of ``queries``.
-        mask_value: not used; masked positions do not enter the softmax.
+        mask_value: None or at most -10000: masked positions do not enter the softmax.
         q_scale: not used; queries are not quantized.
         k_scale: the scale of the keys in the cache, a factor of the logits.
         v_scale: the scale of the values in the cache, a factor of the output.
@@ -110,5 +110,6 @@ def ragged_paged_attention_v3(
         update=update_kv_cache,
         k_scale=k_scale,
         v_scale=v_scale,
+        mask_value=mask_value,
         out_dtype=out_dtype,
     )

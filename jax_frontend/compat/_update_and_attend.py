@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax_frontend.batch import slots_of_tokens
 from jax_frontend.kv_cache_update import kv_cache_update
 from jax_frontend.paged_attention import paged_attention
+from shared_ffi.paged_attention import check_mask_value
 from shared_ffi.spec import dtype_error, shape_error, value_error
 
 PACKED_ROWS = "nb(h2)(h2)d"
@@ -44,6 +45,7 @@ def update_and_attend(
     update: bool = True,
     k_scale: float | None = None,
     v_scale: float | None = None,
+    mask_value: float | None = None,
     out_dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Writes new keys and values into the cache, which is donated, and attends to it.
@@ -57,8 +59,10 @@ def update_and_attend(
         sinks: ``[num_heads]``, of any dtype.
         update: False: the cache holds keys and values already.
         k_scale, v_scale: factors of the logits and of the output.
+        mask_value: of the other library's kernel.
         out_dtype: None: the dtype of ``queries``.
     """
+    check_mask_value(op, mask_value)
     _check(op, queries, keys, values, kv_cache, kv_layout)
     if update and keys.dtype != kv_cache.dtype:  # it would be quantized without a scale
         raise dtype_error(op, "keys", f"kv_cache's dtype {kv_cache.dtype}", keys.dtype)

@@ -44,7 +44,7 @@ def paged_attention(
             sequence fills its pages.
         k_scales_pages, v_scales_pages: ``[num_kv_heads, total_num_pages, page_size]``: factors of
             the numbers in a cache of 8 bits. They are transposed in each call.
-        mask_value: not used; masked positions do not enter the softmax.
+        mask_value: None or at most -10000: masked positions do not enter the softmax.
         attn_logits_soft_cap: as ``paged_attention``'s ``soft_cap``.
         block_h, pages_per_compute_block, k_splits, num_warps, num_stages, interpret, debug: tune or
             debug the Pallas kernel; not used.
@@ -69,6 +69,7 @@ def paged_attention(
         lengths,
         block_tables,
         soft_cap=attn_logits_soft_cap,
+        mask_value=mask_value,
         k_scale=k_scales_pages,
         v_scale=v_scales_pages,
     )

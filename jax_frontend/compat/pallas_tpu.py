@@ -45,7 +45,7 @@ def paged_attention(
         v_pages: as ``k_pages``.
         lengths: ``[batch_size]`` int32. 0 is an inactive slot, whose output is zero.
         page_indices: ``[batch_size, pages_per_sequence]`` int32.
-        mask_value: not used; masked positions do not enter the softmax.
+        mask_value: None or at most -10000: masked positions do not enter the softmax.
         attn_logits_soft_cap: as ``paged_attention``'s ``soft_cap``.
         pages_per_compute_block, megacore_mode, inline_seq_dim: tune the TPU's kernel; not used.
 
@@ -65,6 +65,7 @@ def paged_attention(
         lengths,
         page_indices,
         soft_cap=attn_logits_soft_cap,
+        mask_value=mask_value,
         k_scale=k_scale,
         v_scale=v_scale,
     )

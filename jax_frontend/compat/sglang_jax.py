@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax_frontend._call import takes_arrays
 from jax_frontend.compat._refusal import refuse
 from jax_frontend.compat._update_and_attend import PACKED_ROWS, check_shape, update_and_attend
-from shared_ffi.spec import shape_error
+from shared_ffi.spec import shape_error, value_error
 
 OP = "sglang_jax.ragged_paged_attention"
 
@@ -73,7 +73,7 @@ def ragged_paged_attention(
         causal: 0: attend to later positions, too.
         sm_scale, sliding_window, soft_cap, out_dtype: as in ``ragged_paged_attention_v3``.
         q_scale, k_scale, v_scale: as there; queries are not quantized.
-        mask_value: not used; masked positions do not enter the softmax.
+        mask_value: None or at most -10000: masked positions do not enter the softmax.
         xai_temperature_len: must be None.
         softmax_dtype: None or float32, which the softmax has in any case.
         mask_aligned_to_cu_kv: says how ``custom_mask`` is packed; not used.
@@ -92,6 +92,8 @@ def ragged_paged_attention(
         ValueError, TypeError: as ``paged_attention``; ValueError also for an option that must be
             None.
     """
+    if causal not in (0, 1):
+        raise value_error(OP, "causal", "be 0 or 1", causal)
     refuse(OP, custom_mask=custom_mask, xai_temperature_len=xai_temperature_len)
     if softmax_dtype is not None and jnp.dtype(softmax_dtype) != jnp.float32:
         refuse(OP, softmax_dtype=jnp.dtype(softmax_dtype).name)
@@ -136,5 +138,6 @@ def ragged_paged_attention(
         soft_cap=soft_cap,
         k_scale=k_scale,
         v_scale=v_scale,
+        mask_value=mask_value,
         out_dtype=out_dtype,
     )

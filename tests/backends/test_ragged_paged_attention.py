@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import jax_frontend
+import torch_frontend
 from harness.arrays import DTYPES
 from harness.compare import assert_same_bits
 from jax_frontend.compat import _update_and_attend
@@ -269,6 +270,16 @@ def test_faulty_metadata_writes_to_no_other_page(
     assert {*np.flatnonzero(cache.any((1, 2, 3, 4)))} <= may_write
 
 
+@pytest.mark.parametrize("name", ["float32", "head_dim 64, K and V in one row"])
+def test_v3_mask_value(name: str) -> None:
+    attend = function(name)
+    call = {k: jnp.asarray(x) for k, x in inputs(*CALLS[name]).items()}
+    message = f"^{attend.__name__}: mask_value must be None or at most -10000, .*; got -50.0$"
+    with pytest.raises(ValueError, match=message):
+        attend(**call, mask_value=-50.0)
+    attend(**call, mask_value=-1e4)
+
+
 def test_v3_refuses_an_unknown_argument() -> None:
     call = {k: jnp.asarray(x) for k, x in inputs(*CALLS["float32"]).items()}
     with pytest.raises(TypeError, match="no argument is called sofd_cap; got 3"):
@@ -304,6 +315,21 @@ def test_jax_scales() -> None:
     expected = jax_frontend.paged_attention(*arrays, 0.1) * 3
     result = jax_frontend.ragged_paged_attention(*arrays, sm_scale=0.2, k_scale=0.5, v_scale=3.0)
     assert_same_bits(np.asarray(result), np.asarray(expected))
+
+
+def test_mask_value() -> None:
+    case = SHORT_CASES[0]
+    arrays = [jnp.asarray(x) for x in case.inputs()]
+    tensors = [backends.to_torch(x) for x in case.inputs()]
+    for attend, operands in (
+        (jax_frontend.ragged_paged_attention, arrays),
+        (torch_frontend.ragged_paged_attention, tensors),
+        (torch.ops.xla_gpu.ragged_paged_attention, tensors),
+    ):
+        message = "^ragged_paged_attention: mask_value must be None or at most -10000, .*; got 0.0$"
+        with pytest.raises(ValueError, match=message):
+            attend(*operands, mask_value=0.0)
+        attend(*operands, mask_value=-2.38e38)
 
 
 @pytest.mark.parametrize("device", ["cpu", "xla"])

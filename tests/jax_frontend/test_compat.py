@@ -541,6 +541,9 @@ SGLANG = "sglang_jax.ragged_paged_attention: "
 RAGGED = "ejkernel.ragged_page_attention_v3: "
 UNIFIED = "ejkernel.unified_attention: "
 NOT_SUPPORTED = "must be None, as it is not supported; got "
+MASK_VALUE = (
+    "mask_value must be None or at most -10000, as masked positions have no weight here; got "
+)
 REFUSED: dict[str, tuple[Any, str]] = {
     "a mask": (
         sglang_call(custom_mask=jnp.ones(9)),
@@ -554,6 +557,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
         sglang_call(softmax_dtype=jnp.bfloat16),
         f"{SGLANG}softmax_dtype {NOT_SUPPORTED}'bfloat16'",
     ),
+    "sglang-jax, another causality": (
+        sglang_call(causal=2),
+        f"{SGLANG}causal must be 0 or 1; got 2",
+    ),
+    "sglang-jax, a mask value": (sglang_call(mask_value=-1.0), f"{SGLANG}{MASK_VALUE}-1.0"),
     "sglang-jax, a distribution of two": (
         sglang_call(distribution=jnp.zeros(2, jnp.int32)),
         f"{SGLANG}distribution must have shape [3]; got [2]",
@@ -638,6 +646,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "Pallas, only K is quantized": (
         pallas_tpu_call(v_pages=jnp.zeros((3, 30, 8, 32), jnp.bfloat16)),
         "value_cache must have kv_cache's dtype int8, or uint8; got bfloat16",
+    ),
+    "Pallas, a mask value": (
+        pallas_tpu_call(mask_value=0.0),
+        f"pallas_tpu.paged_attention: {MASK_VALUE}0.0",
+    ),
+    "Pallas on GPUs, a mask value": (
+        pallas_gpu_call(mask_value=np.nan),
+        f"pallas_gpu.paged_attention: {MASK_VALUE}nan",
     ),
     "Pallas on GPUs, a scale for each head": (
         pallas_gpu_call(v_scales_pages=jnp.ones(3)),

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shared_ffi.spec import dtype_error, missing_error, value_error
+from shared_ffi.spec import dtype_error, missing_error, shape_error, value_error
 from torch_frontend.operator.arguments import array_spec
 from torch_frontend.operator.eager import check_fits
 from torch_frontend.operator.errors import derivative_error
@@ -33,8 +33,10 @@ def enable(device: str = "cpu") -> None:
 
     They take float32, too, which PyTorch's kernels do not. They refuse a derivative,
     ``block_table`` without ``seqused_k``, and more than one of ``num_splits``: the results of a
-    sequence never depend on its batch. A query that attends to nothing has an output of 0 and a
-    log-sum-exp of -inf.
+    sequence never depend on its batch. The last query of a sequence stands at its last key, so that
+    with fewer keys than queries, causal queries before the first key attend to nothing. A query
+    that attends to nothing has an output of 0 and a log-sum-exp of -inf. More ``seqused_k`` than
+    the keys that ``cu_seq_k`` gives a sequence are refused on the CPU; on CUDA its queries are NaN.
 
     Args:
         device: "cpu", or "cuda" to replace PyTorch's kernels, FlashAttention and cuDNN.
@@ -116,10 +118,18 @@ def _attention(
             raise missing_error(OP, "cu_seq_k")
         if cu_seq_k.dtype != torch.int32:
             raise dtype_error(OP, "cu_seq_k", "dtype torch.int32", cu_seq_k.dtype)
-        if seqused_k is None:
-            seqused_k = cu_seq_k.diff()
+        own = cu_seq_k.diff()
         positions = torch.arange(max_k, dtype=torch.int32, device=cu_seq_k.device)
         block_table = cu_seq_k[:-1, None] + positions
+        if seqused_k is None:
+            seqused_k = own
+        else:
+            _check_used(seqused_k, own)
+            # The next keys are another sequence's. On CUDA, no value is looked at: a sequence that
+            # uses more than its own keys reads a block that is none, which gives NaN.
+            block_table.masked_fill_(positions >= own[:, None], -1)
+    if window_size is not None and len(window_size) != 2:
+        raise value_error(OP, "window_size", "have 2 numbers", list(window_size))
     left, right = (-1, -1) if window_size is None else window_size
     if is_causal:
         right = 0
@@ -135,11 +145,24 @@ def _attention(
         left + 1 if left >= 0 else None,
         value_cache=value,
         kv_layout=kv_layout,
-        causal=right == 0,
-        window_right=right if right > 0 else None,
+        # Causal attention, which refuses more queries than keys, gives the same bits for others.
+        causal=False,
+        window_right=right if right >= 0 else None,
         max_query_len=max_q or None,
     )
     return output, lse.t().contiguous()
+
+
+def _check_used(seqused_k: torch.Tensor, own: torch.Tensor) -> None:
+    if seqused_k.shape != own.shape:
+        rule = f"[num_seqs={len(own)}]"
+        raise shape_error(OP, "seqused_k", rule, seqused_k.shape)
+    if seqused_k.device.type != "cpu":
+        return
+    for i, (used, count) in enumerate(zip(seqused_k.tolist(), own.tolist(), strict=True)):
+        if used > count:
+            rule = f"be at most the {count} keys that cu_seq_k gives the sequence"
+            raise value_error(OP, f"seqused_k[{i}]", rule, used)
 
 
 def _refuse_derivative(*arguments: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -28,6 +28,11 @@ from vllm.logger import init_logger  # noqa: E402
 from vllm.v1.attention import backend as _vllm  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # noqa: E402
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens  # noqa: E402
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
 
 if TYPE_CHECKING:  # the types are to be known where vLLM is not installed, too
@@ -41,11 +46,15 @@ if TYPE_CHECKING:  # the types are to be known where vLLM is not installed, too
 
     class _Metadata(_Base): ...
 
-    class _MetadataBuilder(_Base): ...
+    class _MetadataBuilder(_Base):
+        kv_cache_spec: Any
+        layer_names: list[str]
+        vllm_config: Any
 
     class _Impl(_Base):
         dcp_world_size: int
         dcp_rank: int
+        pcp_world_size: int
 
 else:
     _Backend = _vllm.AttentionBackend
@@ -58,11 +67,28 @@ _NAME = "xla_gpu"
 _NAMES = ("CUSTOM", "XLA_GPU")
 _OPS = torch.ops.xla_gpu
 _KV_LAYOUT = "nhb(2d)"
+_REMEDY = "; leave out --attention-backend for vLLM's own attention"
 _FP8_DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
+# vLLM says by the type of its description how a layer attends: others than these have a mask of
+# their own (reference windows, sinks that are keys, encoders) or another cache (MLA).
+_SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+# What a batch may say: used here, or of no effect on these layers.
+_KNOWN_FIELDS = (
+    "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len "
+    "max_seq_len block_table_tensor slot_mapping causal logits_indices_padded num_logits_indices "
+    "max_logits_per_req encoder_seq_lens encoder_seq_lens_cpu dcp_local_seq_lens "
+    "dcp_local_seq_lens_cpu_upper_bound positions is_prefilling seq_lens_cpu_upper_bound req_idx "
+    "mm_req_doc_ranges replayssm_decode_base_cpu _num_computed_tokens_cache "
+    "_token_to_req_indices_cache"
+)
+_REFUSED_FIELDS = sorted(
+    {x.name for x in fields(_vllm.CommonAttentionMetadata)} - {*_KNOWN_FIELDS.split()}
+)
+_REFUSED_OF_LAYERS = ("logical_mask_mod", "block_sparsity_hint")  # masks for FlexAttention
 
 
 def register() -> None:
@@ -225,25 +251,70 @@ class XlaGpuMetadataBuilder(_MetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         _LOGGER.info_once("attention: %s", description(device))
         parallel = vllm_config.parallel_config
-        self._num_shards = parallel.decode_context_parallel_size
+        # The cache of a draft model may be whole beside the shards of its target.
+        sharded = getattr(kv_cache_spec, "dcp_sharded", True)
+        self._num_shards: int = parallel.decode_context_parallel_size if sharded else 1
         self._interleave = parallel.cp_kv_cache_interleave_size
-        max_seqs = vllm_config.scheduler_config.max_num_seqs
-        self._numbers = torch.arange(max_seqs + 1, dtype=torch.int32)
-        if device.type != "xla":  # there, a slice of it would be another program for each number
-            self._numbers = self._numbers.to(device)
-        # A CUDA graph that is replayed reads the memory that it read when it was captured.
-        self._causal_seqs = torch.empty(max_seqs, dtype=torch.int32, device=device)
+        self._check_layers()
         self._window: int | None = getattr(kv_cache_spec, "sliding_window", None)
-        has_images = vllm_config.model_config.is_mm_prefix_lm
-        max_tokens = vllm_config.scheduler_config.max_num_batched_tokens if has_images else 0
-        self._ranges = torch.empty(2, max_tokens, 2, dtype=torch.int32, device=device)
+        self._max_seqs: int = vllm_config.scheduler_config.max_num_seqs
+        self._max_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
+        self._numbers: dict[int, torch.Tensor] = {}
+        self._buffers: dict[tuple[str, int], torch.Tensor] = {}
+
+    def _check_layers(self) -> None:
+        """Raises NotImplementedError if layers attend in a way that is not known here."""
+        spec = self.kv_cache_spec
+        # Chunks are made by builders that vLLM derives from this one.
+        is_chunked = type(spec) is ChunkedLocalAttentionSpec
+        if type(spec) not in _SPECS or (is_chunked and type(self) is XlaGpuMetadataBuilder):
+            raise NotImplementedError(f"{_NAME}: a {type(spec).__name__} is not supported{_REMEDY}")
+        if spec.head_size_v != spec.head_size or spec.tokens_per_state != 1:
+            raise NotImplementedError(
+                f"{_NAME}: head_size_v must be head_size={spec.head_size} and tokens_per_state 1; "
+                f"got {spec.head_size_v} and {spec.tokens_per_state}{_REMEDY}"
+            )
+        if self._num_shards > 1 and getattr(spec, "attention_chunk_size", None) is not None:
+            raise NotImplementedError(
+                f"{_NAME}: decode context parallelism with chunked attention is not supported"
+            )
+        for name in self.layer_names:
+            layer = self.vllm_config.compilation_config.static_forward_context.get(name)
+            for attribute in _REFUSED_OF_LAYERS:
+                if getattr(layer, attribute, None) is not None:
+                    raise NotImplementedError(
+                        f"{_NAME}: {attribute} of the layer {name} is not supported{_REMEDY}"
+                    )
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        """Any batch, but none under decode context parallelism, whose tables are made anew."""
+        """Any batch, but none under decode context parallelism, whose tables are made anew; and
+        none with a prompt if images may be in it, as a graph is captured without them."""
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
             return _vllm.AttentionCGSupport.NEVER
+        if vllm_config.model_config.is_mm_prefix_lm:
+            return _vllm.AttentionCGSupport.UNIFORM_BATCH
         return cls._cudagraph_support
+
+    def _number(self, number: int) -> torch.Tensor:
+        """``[1]`` int32 on the device, the same tensor each time. On XLA, a number that is made
+        there would be another program for each number."""
+        if number not in self._numbers:
+            tensor = torch.tensor([number], dtype=torch.int32, device="cpu")
+            self._numbers[number] = tensor.to(self.device)
+        return self._numbers[number]
+
+    def _copied(self, name: str, values: torch.Tensor, usual: int) -> torch.Tensor:
+        """Copies rows to int32 on the device. A CUDA graph that is replayed reads the memory that
+        it read when it was captured, so a number of rows always has the same memory: up to the
+        `usual` number all have one buffer. Builders that derive from this one may pass more."""
+        count = len(values)
+        size = max(usual, 1 << max(count - 1, 0).bit_length())
+        if (name, size) not in self._buffers:
+            self._buffers[name, size] = torch.empty(
+                size, *values.shape[1:], dtype=torch.int32, device=self.device
+            )
+        return self._buffers[name, size][:count].copy_(values)
 
     def build(
         self,
@@ -254,34 +325,38 @@ class XlaGpuMetadataBuilder(_MetadataBuilder):
         """Returns the arguments for a step.
 
         Raises:
-            NotImplementedError: images under decode context parallelism.
+            NotImplementedError: images under decode context parallelism, or the batch has
+                something that is not known here.
         """
         common = common_attn_metadata
-        num_seqs = common.num_reqs
+        for name in _REFUSED_FIELDS:
+            if getattr(common, name) is not None:
+                raise NotImplementedError(f"{_NAME}: {name} is not supported{_REMEDY}")
         causal, causal_seqs = common.causal, None
         if isinstance(causal, torch.Tensor):
-            causal_seqs = self._causal_seqs[: len(causal)].copy_(causal)
+            causal_seqs = self._copied("causal", causal, self._max_seqs)
             causal = False
-        ranges: Any = (None, None)
+        ranges = ranges_in_window = None
         if common.mm_req_doc_ranges:
             if self._num_shards > 1:
                 raise NotImplementedError(
                     f"{_NAME}: decode context parallelism with images is not supported"
                 )
             found = torch.from_numpy(_image_ranges(common, self._window))
-            ranges = self._ranges[:, : found.shape[1]].copy_(found)
+            ranges = self._copied("ranges", found[0], self._max_tokens)
+            ranges_in_window = self._copied("ranges in window", found[1], self._max_tokens)
         return XlaGpuMetadata(
             num_actual_tokens=common.num_actual_tokens,
             context_lens=common.seq_lens,
             block_tables=common.block_table_tensor,
             query_start_loc=common.query_start_loc,
-            num_seqs=self._numbers[num_seqs : num_seqs + 1].to(self.device),
+            num_seqs=self._number(common.num_reqs),
             # Only this length is exact when a CUDA graph is replayed.
             max_query_len=1 if common.max_query_len == 1 else None,
             causal=causal,
             causal_seqs=causal_seqs,
-            ranges=ranges[0],
-            ranges_in_window=ranges[1],
+            ranges=ranges,
+            ranges_in_window=ranges_in_window,
             shard=self._shard(common) if self._num_shards > 1 else None,
             slot_mapping=common.slot_mapping,
         )
@@ -317,10 +392,13 @@ class XlaGpuAttentionImpl(_Impl):
         attn_type: must be that of a decoder.
         kv_sharing_target_layer_name: of the layer whose cache this one reads.
         sinks: ``[num_heads]``, of any floating-point dtype.
+        chunk_lookback: must be -1.
+        others: refused.
 
     Raises:
-        NotImplementedError: the attention of an encoder or to one, a cache of another dtype, or
-            decode context parallelism with a window, ALiBi or sinks.
+        NotImplementedError: the attention of an encoder or to one, a cache of another dtype,
+            decode context parallelism with a window, ALiBi or sinks, prefill context parallelism,
+            or an argument that is not known here.
     """
 
     can_return_lse_for_decode = True  # for decode context parallelism
@@ -338,12 +416,20 @@ class XlaGpuAttentionImpl(_Impl):
         attn_type: str = "decoder",
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
+        chunk_lookback: int = -1,
+        **others: Any,
     ) -> None:
+        if chunk_lookback != -1:
+            others = {"chunk_lookback": chunk_lookback, **others}
+        for name, given in others.items():
+            raise NotImplementedError(f"{_NAME}: {name}={given!r} is not supported{_REMEDY}")
         backend: Any = XlaGpuAttentionBackend
         if not backend.supports_attn_type(attn_type):
             raise NotImplementedError(f"{_NAME}: attention type {attn_type} is not supported")
         if not backend.supports_kv_cache_dtype(kv_cache_dtype):
             raise NotImplementedError(f"{_NAME}: kv_cache_dtype {kv_cache_dtype} is not supported")
+        if self.pcp_world_size > 1:
+            raise NotImplementedError(f"{_NAME}: prefill context parallelism is not supported")
         features = {"a window": sliding_window, "ALiBi": alibi_slopes, "sinks": sinks}
         for feature, given in features.items():
             if self.dcp_world_size > 1 and given is not None:
@@ -364,7 +450,10 @@ class XlaGpuAttentionImpl(_Impl):
         self._fp8 = _FP8_DTYPES.get(kv_cache_dtype)
         self._features: dict[str, torch.Tensor] = {}
         if alibi_slopes is not None:
-            self._features["alibi_slopes"] = torch.tensor(alibi_slopes, dtype=torch.float32)
+            # The layer's device is not known before `forward`.
+            self._features["alibi_slopes"] = torch.tensor(
+                alibi_slopes, dtype=torch.float32, device="cpu"
+            )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Converts the sinks, a weight of the model, for the ops."""
@@ -432,6 +521,10 @@ class XlaGpuAttentionImpl(_Impl):
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError(f"{_NAME}: quantized outputs are not supported")
+        slopes = self._features.get("alibi_slopes")
+        if slopes is not None and slopes.device != query.device:
+            # vLLM measures its memory before it captures CUDA graphs, which cannot have this copy.
+            self._features["alibi_slopes"] = slopes.to(query.device)
         if attn_metadata is None:
             return output
         step, num_tokens = attn_metadata, attn_metadata.num_actual_tokens

@@ -12,7 +12,7 @@ varlen = pytest.importorskip("torch.nn.attention.varlen", reason="it came with P
 from torch_frontend.integrations import varlen as integration  # noqa: E402
 
 HEAD_SIZE, PAGE_SIZE = 16, 4
-LENGTHS = [(1, 7), (5, 5), (3, 9), (0, 2)]  # of queries and of keys
+LENGTHS = [(1, 7), (5, 5), (3, 9), (0, 2), (5, 2), (4, 0)]  # of queries and of keys
 WINDOWS = [(-1, -1), (-1, 0), (3, 0), (2, 1), (-1, 2), (3, -1)]
 I32 = torch.int32
 
@@ -40,9 +40,9 @@ class Call:
         self.keywords: dict[str, Any] = {"enable_gqa": num_kv_heads != 4}
         keys, values = torch.cat(self.keys), torch.cat(self.values)
         if paged:
-            tables = torch.randperm(12, generator=generator).to(I32).view(4, 3)
+            tables = torch.randperm(18, generator=generator).to(I32).view(6, 3)
             keys, values = (
-                torch.full((12, PAGE_SIZE, num_kv_heads, HEAD_SIZE), torch.nan, dtype=dtype)
+                torch.full((18, PAGE_SIZE, num_kv_heads, HEAD_SIZE), torch.nan, dtype=dtype)
                 for _ in range(2)
             )
             for i, length in enumerate(k_lens):
@@ -65,13 +65,12 @@ class Call:
                 mask &= distance >= -left
             if right >= 0:
                 mask &= distance <= right
-            outputs.append(
-                torch.nn.functional.scaled_dot_product_attention(
-                    *(x.double().transpose(0, 1)[None] for x in (query, key, value)),
-                    attn_mask=mask,
-                    enable_gqa=True,
-                )[0].transpose(0, 1)
-            )
+            output = torch.nn.functional.scaled_dot_product_attention(
+                *(x.double().transpose(0, 1)[None] for x in (query, key, value)),
+                attn_mask=mask,
+                enable_gqa=True,
+            )[0].transpose(0, 1)
+            outputs.append(output.masked_fill(~mask.any(1)[:, None, None], 0))
         return torch.cat(outputs)
 
 
@@ -110,16 +109,40 @@ def test_log_sum_exp_and_scale(paged: bool) -> None:
         for query, key in zip(call.queries, call.keys, strict=True)
     ], dim=1)  # fmt: skip
     assert torch.allclose(lse.double(), expected, rtol=2e-6, atol=2e-6)
+    assert lse[:, -4:].isneginf().all()  # queries without keys
 
 
 def test_fewer_keys_than_the_packed_ones() -> None:
     call = Call(paged=False)
-    used = torch.tensor([3, 5, 4, 1], dtype=I32)
+    used = torch.tensor([3, 5, 4, 1, 0, 0], dtype=I32)
     call.keys, call.values = (
         [x[:n] for x, n in zip(y, used, strict=True)] for y in (call.keys, call.values)
     )
     result = varlen.varlen_attn(*call.operands, seqused_k=used, **call.keywords)
     assert torch.allclose(result.double(), call.expected((-1, -1)), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_more_keys_than_the_packed_ones(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Call(paged=False)
+
+    def attend(used: torch.Tensor) -> torch.Tensor:
+        return varlen.varlen_attn(*call.operands, seqused_k=used, **call.keywords)
+
+    if compiled:
+        attend = torch.compile(attend, fullgraph=True)
+    used = torch.tensor([7, 6, 9, 2, 2, 0], dtype=I32)
+    message = (
+        r"^varlen_attn: seqused_k\[1\] must be at most the 5 keys that cu_seq_k gives .*got 6$"
+    )
+    with pytest.raises(ValueError, match=message):
+        attend(used)
+    with pytest.raises(ValueError, match=r"^varlen_attn: seqused_k must have shape \[num_seqs=6\]"):
+        attend(used[:3])
+    # On CUDA nobody looks at the values: the table has no block there.
+    monkeypatch.setattr(integration, "_check_used", lambda *_: None)
+    with pytest.raises(ValueError, match=r"^paged_attention: block_tables\[1, 5\].*got -1$"):
+        attend(used)
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["packed", "paged"])
@@ -149,6 +172,7 @@ def test_what_is_refused() -> None:
     refused(ValueError, "^varlen_attn: num_splits must be None or 1; got 4", num_splits=4)
     refused(TypeError, "^varlen_attn: seqused_k must be an array", seqused_k=None)
     refused(TypeError, "^varlen_attn: cu_seq_k must be an array", block_table=None)
+    refused(ValueError, "^varlen_attn: window_size must have 2 numbers", window_size=(1, 2, 3))
     query, *rest = call.operands
     with pytest.raises(ValueError, match="^varlen_attn_out: out must have shape"):
         varlen.varlen_attn_out(query[:, :1], query, *rest, **call.keywords)

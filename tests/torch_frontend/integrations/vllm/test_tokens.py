@@ -27,7 +27,8 @@ import transformers
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.layers import utils
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1 import kv_cache_interface as specs
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
 from examples.serve.load_test import PROMPTS
 from harness import reference
@@ -379,11 +380,145 @@ def test_a_batch_with_causal_sequences_and_others() -> None:
     assert first.data_ptr() == builder.build(0, a_batch(causal=~flags)).causal_seqs.data_ptr()
 
 
+def test_more_sequences_and_tokens_than_the_limits() -> None:
+    """Chunked attention makes several sequences of each. A number of them always has the same memory,
+    which CUDA graphs need."""
+    builder = a_builder()
+    count, limit = 21, 4
+    starts = torch.arange(count + 1, dtype=torch.int32)
+    many = a_batch(
+        num_reqs=count,
+        num_actual_tokens=count,
+        max_query_len=1,
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=starts[1:],
+        seq_lens_cpu_upper_bound=starts[1:],
+        block_table_tensor=torch.zeros(count, 2, dtype=torch.int32),
+        causal=starts[1:] % 2 > 0,
+        mm_req_doc_ranges={x: [(0, x)] for x in range(count)},
+    )
+    addresses = set()
+    for _ in range(2):
+        metadata = builder.build(0, many)
+        assert metadata.num_seqs.tolist() == [count] and count > 2 * limit
+        assert metadata.causal_seqs.tolist() == [1, 0] * 10 + [1]
+        assert metadata.ranges.tolist() == [[0, x] for x in range(1, count + 1)]
+        tensors = (metadata.num_seqs, metadata.causal_seqs, metadata.ranges)
+        addresses.add(tuple(x.data_ptr() for x in tensors))
+        few = builder.build(0, a_batch(causal=torch.tensor([True, False])))
+        assert few.num_seqs.tolist() == [2] and few.causal_seqs.tolist() == [1, 0]
+    assert len(addresses) == 1
+
+
+def test_a_default_device_changes_nothing() -> None:
+    def attend() -> torch.Tensor:
+        impl = integration.XlaGpuAttentionImpl(4, 8, 0.5, 2, alibi_slopes=[0.5, 1.0, 2.0, 4.0])
+        images = {0: [(1, 4)]}
+        flags = torch.tensor([True, False], device="cpu")
+        metadata = builder.build(0, a_batch(causal=flags, mm_req_doc_ranges=images))
+        impl.forward(SimpleNamespace(), query, query, query, kv_cache, metadata, output=output)
+        return output.clone()
+
+    query, kv_cache = torch.randn(5, 4, 8), torch.randn(2, 2, 16, 16)
+    output, builder = torch.empty_like(query), a_builder()
+    expected = attend()
+    torch.set_default_device("meta")
+    try:
+        builder = a_builder()
+        assert torch.equal(attend(), expected)
+    finally:
+        torch.set_default_device(None)
+
+
+REMEDY = "; leave out --attention-backend for vLLM's own attention$"
+
+
+@pytest.mark.parametrize(
+    ("argument", "got"), [("chunk_lookback", 1), ("score_mod", None), ("use_alibi_sqrt", True)]
+)
+def test_unknown_arguments_of_a_layer_are_refused(argument: str, got: Any) -> None:
+    message = f"^xla_gpu: {argument}={got} is not supported{REMEDY}"
+    with pytest.raises(NotImplementedError, match=message):
+        integration.XlaGpuAttentionImpl(4, 16, 0.25, **{argument: got})
+    integration.XlaGpuAttentionImpl(4, 16, 0.25, chunk_lookback=-1)  # none
+
+
+def test_prefill_context_parallelism_is_refused(monkeypatch: Any) -> None:
+    monkeypatch.setattr(integration.XlaGpuAttentionImpl, "pcp_world_size", 2, raising=False)
+    new = lambda cls, *_, **__: object.__new__(cls)
+    monkeypatch.setattr(integration.XlaGpuAttentionImpl, "__new__", new)
+    with pytest.raises(NotImplementedError, match="^xla_gpu: prefill context parallelism"):
+        integration.XlaGpuAttentionImpl(4, 16, 0.25)
+
+
+SPEC: dict[str, Any] = {
+    "block_size": 16,
+    "num_kv_heads": 2,
+    "head_size": 8,
+    "dtype": torch.float32,
+}
+CHUNKED = specs.ChunkedLocalAttentionSpec(**SPEC, attention_chunk_size=16)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (specs.RSWASpec(**SPEC, rswa_window=4), "a RSWASpec is not supported"),
+        (specs.SinkFullAttentionSpec(**SPEC, sink_len=16), "a SinkFullAttentionSpec is not"),
+        (specs.MLAAttentionSpec(**SPEC), "a MLAAttentionSpec is not supported"),
+        (specs.CrossAttentionSpec(**SPEC), "a CrossAttentionSpec is not supported"),
+        # Chunks are made by a builder that vLLM derives from ours.
+        (CHUNKED, "a ChunkedLocalAttentionSpec is not supported"),
+        (
+            specs.FullAttentionSpec(**SPEC, head_size_v=4),
+            "head_size_v must be head_size=8 and tokens_per_state 1; got 4 and 1",
+        ),
+        (
+            specs.FullAttentionSpec(**SPEC, tokens_per_state=2),
+            "head_size_v must be head_size=8 and tokens_per_state 1; got 8 and 2",
+        ),
+    ],
+)
+def test_unknown_layers_are_refused(spec: Any, message: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"^xla_gpu: {message}.*{REMEDY}"):
+        a_builder(spec)
+
+
+def test_masks_of_other_backends_are_refused() -> None:
+    for attribute in ("logical_mask_mod", "block_sparsity_hint"):
+        layers = {"layer.0": SimpleNamespace(**{attribute: print})}
+        with pytest.raises(NotImplementedError, match=f"{attribute} of the layer layer.0 is not"):
+            a_builder(layers=layers)
+    with pytest.raises(NotImplementedError, match=f"^xla_gpu: rswa_prefix_lens is not.*{REMEDY}"):
+        a_builder().build(0, a_batch(rswa_prefix_lens=torch.zeros(2, dtype=torch.int32)))
+
+
+def test_chunks_are_not_shared_by_processes() -> None:
+    class Chunked(integration.XlaGpuMetadataBuilder):
+        pass
+
+    message = "^xla_gpu: decode context parallelism with chunked attention"
+    with pytest.raises(NotImplementedError, match=message):
+        a_builder(CHUNKED, builder=Chunked, shards=2)
+    a_builder(CHUNKED, builder=Chunked)
+    whole = specs.FullAttentionSpec(**SPEC, dcp_sharded=False)  # a draft model's beside shards
+    assert a_builder(whole, shards=2).build(0, a_batch()).shard is None
+
+
+def test_no_cuda_graph_of_prompts_that_may_have_images() -> None:
+    support = integration.XlaGpuMetadataBuilder.get_cudagraph_support
+    found = [support(a_config(has_images=x), None) for x in (False, True)]
+    assert found == [AttentionCGSupport.ALWAYS, AttentionCGSupport.UNIFORM_BATCH]
+    assert support(a_config(shards=2), None) == AttentionCGSupport.NEVER
+
+
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("clamps", [False, True])
 def test_image_tokens_attend_to_each_other(clamps: bool, window: int | None) -> None:
     images = {0: [(1, 4)], 1: [(0, 2), (5, 8)]}  # first and last position
-    metadata = a_builder(window).build(0, a_batch(mm_req_doc_ranges=images))
+    spec = specs.SlidingWindowSpec(**SPEC, sliding_window=window) if window else None
+    metadata = a_builder(spec).build(0, a_batch(mm_req_doc_ranges=images))
     impl = integration.XlaGpuAttentionImpl(4, 8, 0.5, num_kv_heads=2, sliding_window=window)
     layer = SimpleNamespace(mm_prefix_clamp_sliding_window=clamps)
     query, kv_cache = torch.randn(5, 4, 8), torch.randn(2, 2, 16, 16)
@@ -405,34 +540,45 @@ def test_image_tokens_attend_to_each_other(clamps: bool, window: int | None) -> 
     torch.testing.assert_close(output.double(), torch.from_numpy(expected), atol=1e-5, rtol=1e-5)
 
 
-def a_builder(window: int | None = None) -> Any:
-    config = SimpleNamespace(
+def a_config(
+    *, layers: dict[str, Any] | None = None, shards: int = 1, has_images: bool = True
+) -> Any:
+    return SimpleNamespace(
         parallel_config=SimpleNamespace(
-            decode_context_parallel_size=1, cp_kv_cache_interleave_size=1
+            decode_context_parallel_size=shards, cp_kv_cache_interleave_size=1
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=16),
-        model_config=SimpleNamespace(is_mm_prefix_lm=True),
+        model_config=SimpleNamespace(is_mm_prefix_lm=has_images),
+        compilation_config=SimpleNamespace(static_forward_context=layers or {}),
     )
-    spec = SimpleNamespace(sliding_window=window)
-    return integration.XlaGpuMetadataBuilder(spec, [], config, torch.device("cpu"))
+
+
+def a_builder(spec: Any = None, builder: Any = None, **options: Any) -> Any:
+    make = builder or integration.XlaGpuMetadataBuilder
+    config = a_config(**options)
+    names = [*config.compilation_config.static_forward_context]
+    spec = spec or specs.FullAttentionSpec(**SPEC)
+    return make(spec, names, config, torch.device("cpu"))
 
 
 def a_batch(**options: Any) -> Any:
     """Two sequences of 6 and 9 tokens, of which 2 and 3 are new, as vLLM describes them."""
-    starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 5], [6, 9]))
-    return CommonAttentionMetadata(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=lengths,
-        seq_lens_cpu_upper_bound=lengths,
-        num_reqs=2,
-        num_actual_tokens=5,
-        max_query_len=3,
-        max_seq_len=9,
-        block_table_tensor=torch.tensor([[1], [0]], dtype=torch.int32),
-        slot_mapping=torch.arange(5),
-        **options,
+    starts, lengths = (
+        torch.tensor(x, dtype=torch.int32, device="cpu") for x in ([0, 2, 5], [6, 9])
     )
+    batch: dict[str, Any] = {
+        "query_start_loc": starts,
+        "query_start_loc_cpu": starts,
+        "seq_lens": lengths,
+        "seq_lens_cpu_upper_bound": lengths,
+        "num_reqs": 2,
+        "num_actual_tokens": 5,
+        "max_query_len": 3,
+        "max_seq_len": 9,
+        "block_table_tensor": torch.tensor([[1], [0]], dtype=torch.int32, device="cpu"),
+        "slot_mapping": torch.arange(5, device="cpu"),
+    }
+    return CommonAttentionMetadata(**batch | options)
 
 
 def test_other_choices_are_vllms(checkpoint: Any, serve: Any) -> None:
