@@ -76,7 +76,9 @@ def _compile_part(graph: torch.fx.GraphModule) -> Callable[..., list[Any]]:
 
     def run(*arguments: Any) -> list[Any]:
         key = tuple(
-            (x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in arguments
+            # 1, 1.0 and True are equal, but constants of different programs.
+            (x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), repr(x))
+            for x in arguments
         )
         if key not in programs:
             programs[key] = _program(graph, arguments)
