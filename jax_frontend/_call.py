@@ -65,10 +65,15 @@ class Arrays:
         array = self._given(name, array)
         return self._add(array.astype(jnp.int32) if array.dtype == jnp.int64 else array)
 
-    def add_flags(self, name: str, array: Any) -> ArraySpec:
-        """Adds booleans, or integers of which only 0 stands for False."""
-        array = self._given(name, array)
-        return self._add((array != 0).astype(jnp.int32) if array.dtype in _FLAGS else array)
+    def add_flags(self, name: str, flags: Any) -> Any:
+        """Adds booleans, or integers of which only 0 stands for False. What is neither an array nor
+        a list of them is returned as it is, for the op's check."""
+        is_list = isinstance(flags, list | tuple)
+        if not is_list and (isinstance(flags, np.bool_) or not hasattr(flags, "shape")):
+            return flags
+        array = self._given(name, flags)
+        is_int32 = array.dtype == jnp.int32 or array.dtype.kind not in "biu"
+        return self._add(array if is_int32 else (array != 0).astype(jnp.int32))
 
     def _given(self, name: str, array: Any) -> jax.Array:
         """The array, which may not be None or hold integers that JAX would truncate."""
@@ -89,7 +94,6 @@ class Arrays:
         return _function(call)(*self._arrays)
 
 
-_FLAGS = (jnp.bool_, jnp.int64)
 _name = lru_cache(attrgetter("name"))  # NumPy makes it of a dtype each time
 
 

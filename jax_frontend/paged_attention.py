@@ -111,8 +111,8 @@ def paged_attention(
             ``head_size / 2``, and element i holds the numbers 2i, in its low 4 bits, and 2i + 1,
             in its high ones, both in two's complement, from -8 to 7.
         context_lens: ``[max_seqs]`` int32: tokens of the sequence in the cache, the query tokens
-            of this call included. May be 0. This array and the next three may have 64 bits under
-            ``jax_enable_x64``.
+            of this call included. From 0 to 2**31 - 1024. This array and the next three may have 64
+            bits under ``jax_enable_x64``.
         block_tables: ``[max_seqs, max_blocks_per_seq]`` int32: the pool's block for each logical
             block of the sequence. Entries that no query attends to may hold anything.
         query_start_loc: ``[max_seqs + 1]`` int32, non-decreasing up to entry ``num_seqs``.
@@ -159,8 +159,8 @@ def paged_attention(
             entries of ``block_tables`` are needed. Not with ``tree_mask``. None: no ranges.
         causal: False lets a query attend to positions after its own. Then ``context_lens`` may be
             less than the number of the sequence's queries: the first of these stand at negative
-            positions, before all keys. An array ``[max_seqs]``, int32 or bool, says it for each
-            sequence: 0 or False is not causal.
+            positions, before all keys. An array ``[max_seqs]``, of integers or bool, says it for
+            each sequence: 0 or False is not causal.
         window_right: how many positions after its own a query attends to where it is not causal; at
             least 0. None: all of them. (FlashAttention's ``window_size`` is
             ``sliding_window - 1, window_right``.)
@@ -231,7 +231,7 @@ def paged_attention(
         bidirectional_ranges=arrays.add_optional_int32(
             "bidirectional_ranges", bidirectional_ranges
         ),
-        causal=arrays.add_flags("causal", causal) if hasattr(causal, "shape") else causal,
+        causal=arrays.add_flags("causal", causal),
         window_right=window_right,
         max_query_len=max_query_len,
         value_head_size=value_head_size,

@@ -16,6 +16,7 @@ from shared_ffi.spec import (
     Call,
     Operands,
     dtype_error,
+    flag,
     has_shape,
     holds,
     numbers_of,
@@ -101,7 +102,8 @@ def check(
     if slot_mapping.dtype not in ("int32", "int64"):
         raise dtype_error(OP, "slot_mapping", "dtype int32 or int64", slot_mapping.dtype)
     rotary = {"query": query, "positions": positions, "cos_sin_cache": cos_sin_cache}
-    if any(array is not None for array in rotary.values()) or interleaved is not False:
+    interleaved = flag(OP, "interleaved", interleaved)
+    if any(array is not None for array in rotary.values()) or interleaved:
         _check_rotary(key, **rotary, interleaved=interleaved, is_latent=is_latent)
     written = [0, 4][: len(caches)]  # value_cache is the first feature
     if query is not None:
@@ -136,8 +138,6 @@ def _check_rotary(
     is_latent: bool,
 ) -> None:
     """Checks the arguments of the rotary embedding, of which there is at least one."""
-    if not isinstance(interleaved, bool):
-        raise dtype_error(OP, "interleaved", "type bool", type(interleaved).__name__)
     if cos_sin_cache is None:
         name, array = ("query", query) if query is not None else ("positions", positions)
         if array is None:

@@ -13,6 +13,7 @@ import numpy as np
 from shared_ffi import _native, token_rows
 from shared_ffi import kv_cache as _kv_cache
 from shared_ffi.spec import (
+    MAX_INT64,
     STORAGE_DTYPES,
     ArraySpec,
     Call,
@@ -20,6 +21,8 @@ from shared_ffi.spec import (
     Scalar,
     Smaller,
     dtype_error,
+    flag,
+    float32_of,
     has_shape,
     holds,
     is_symbol,
@@ -36,9 +39,8 @@ MAX_HEAD_SIZE = 576
 MAX_TREE_TOKENS = 64
 """The most query tokens of a sequence with a tree mask; no sliding window is shorter."""
 
-_MAX_SCALE = 2.0**126
 _MAX_MASK_VALUE = -1e4
-_MAX_INT64 = np.iinfo(np.int64).max
+_MAX_SCALE = 2.0**126
 
 
 @records_arguments
@@ -85,7 +87,7 @@ def check(
     cache, layout, caches = _kv_cache.check(
         OP, kv_layout, kv_cache, value_cache, head_size, is_latent=is_latent
     )
-    columns = value_head_size or head_size
+    columns = head_size if value_head_size is None else int(value_head_size)
     if value_cache is not None:
         columns = value_cache.shape[-1] * numbers_of(value_cache.dtype)
     _kv_cache.check_dtypes(OP, kv_cache, value_cache, "query", query.dtype)
@@ -144,6 +146,8 @@ def check(
         if pairs.dtype != "int32":
             raise dtype_error(OP, feature, "dtype int32", pairs.dtype)
         operands.add_feature(feature, pairs, None)
+    if not isinstance(causal, ArraySpec):
+        causal = flag(OP, "causal", causal)
     if tree_mask is not None:
         _check_beside_tree_mask(sliding_window, alibi_slopes, bidirectional_ranges, causal)
     right = _window_right(causal, window_right)
@@ -159,7 +163,7 @@ def check(
     if max_query_len is not None:
         attributes.append(("max_query_len", _max_query_len(max_query_len)))
     results = [ArraySpec((num_tokens, num_heads, columns), query.dtype)]
-    if _flag("return_lse", return_lse):
+    if flag(OP, "return_lse", return_lse):
         results.append(ArraySpec((num_tokens, num_heads), "float32"))
     return Call(
         OP,
@@ -238,6 +242,10 @@ def check_values(
         for name, array in arrays.items()
     }
     num_blocks, block_size = _kv_cache.num_blocks_and_size(OP, kv_layout, kv_cache.shape)
+    if isinstance(causal, bool | np.bool_):
+        causal = flag(OP, "causal", causal)
+    else:
+        causal = (on_host(causal) != 0).astype(np.int32, order="C")
     _window_right(causal, window_right)
     fault = _native.metadata_fault(
         arrays["context_lens"],
@@ -246,7 +254,7 @@ def check_values(
         arrays["num_seqs"].item(),
         tree_mask=None if tree_mask is None else _words(tree_mask),
         bidirectional_ranges=arrays.get("bidirectional_ranges"),
-        causal=None if isinstance(causal, bool) else on_host(causal).astype(np.int32, order="C"),
+        causal=None if isinstance(causal, bool) else causal,
         num_tokens=query.shape[0],
         num_blocks=num_blocks,
         block_size=block_size,
@@ -320,11 +328,7 @@ def _check_value_head_size(value_head_size: int, head_size: int) -> None:
 def _float32(argument: str, value: float) -> np.float32:
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise dtype_error(OP, argument, "type float", type(value).__name__)
-    with np.errstate(over="ignore"):
-        try:
-            return np.float32(value)
-        except OverflowError:  # an integer beyond float64
-            return np.float32(np.inf if value > 0 else -np.inf)
+    return float32_of(value)
 
 
 def _scale(scale: float) -> np.float32:
@@ -342,13 +346,7 @@ def _int64(argument: str, value: int, at_least: int) -> np.int64:
         raise dtype_error(OP, argument, "type int", type(value).__name__)
     if not holds(value >= at_least):
         raise value_error(OP, argument, f"be at least {at_least}, or None", value)
-    return value if is_symbol(value) else np.int64(min(value, _MAX_INT64))  # type: ignore[return-value]
-
-
-def _flag(argument: str, value: bool) -> bool:
-    if not isinstance(value, bool):
-        raise dtype_error(OP, argument, "type bool", type(value).__name__)
-    return value
+    return value if is_symbol(value) else np.int64(min(value, MAX_INT64))  # type: ignore[return-value]
 
 
 def _sliding_window(sliding_window: int | None) -> np.int64:
@@ -377,18 +375,18 @@ def _check_beside_tree_mask(
     if isinstance(causal, ArraySpec):
         got = f"shape {[*causal.shape]}"
         raise value_error(OP, "causal", "be True with tree_mask", got)
-    if not _flag("causal", causal):
+    if not causal:
         raise value_error(OP, "causal", "be True with tree_mask", causal)
 
 
-def _window_right(causal: Any, window_right: int | None) -> np.int64:
+def _window_right(causal: bool | ArraySpec | np.ndarray, window_right: int | None) -> np.int64:
     """As an attribute, which attention that is causal for all sequences does not have."""
-    if not hasattr(causal, "shape") and _flag("causal", causal):
+    if causal is True:
         if window_right is not None:
             rule = "be None unless causal is False"
             raise value_error(OP, "window_right", rule, window_right)
         return np.int64(0)
-    return np.int64(_MAX_INT64) if window_right is None else _int64("window_right", window_right, 0)
+    return np.int64(MAX_INT64) if window_right is None else _int64("window_right", window_right, 0)
 
 
 def check_mask_value(op: str, mask_value: float | None) -> None:

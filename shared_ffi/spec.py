@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, NamedTuple, ParamSpec, get_args, get_type_hints
 
 import numpy as np
 
@@ -22,6 +22,8 @@ INTEGER_DTYPES = ("int8", "uint8")
 
 NO_OVERLAP = "have no overlapping elements: it is written in place"
 """The rule for an array that is written in place."""
+
+MAX_INT64 = np.iinfo(np.int64).max
 
 Scalar = np.float32 | np.int64
 """The value of an attribute. An int64 computed from symbolic sizes is a symbol, too."""
@@ -47,12 +49,12 @@ class Arguments:
     arrays: tuple[str, ...]
     """In the order of the operands."""
     options: tuple[tuple[str, Any], ...]
-    """The arguments that are no arrays, where they differ from their default."""
+    """The arguments that are no arrays, where they differ from their default. However the caller
+    spelled a number, it is the same float, int or bool here."""
 
     def as_text(self) -> str:
         """The arguments as Python literals: equal arguments have equal text in every process."""
-        options = {name: np.asarray(value).item() for name, value in self.options}
-        return str((self.arrays, options))
+        return str((self.arrays, dict(self.options)))
 
     @classmethod
     def from_text(cls, check: Callable[..., Call], text: str) -> Arguments:
@@ -119,17 +121,54 @@ def records_arguments(check: Callable[Parameters, Call]) -> Callable[Parameters,
     """Lets an op's check return calls that know their arguments."""
     parameters = inspect.signature(check).parameters
     defaults = {name: x.default for name, x in parameters.items()}
+    kinds = {name: _kind(hint) for name, hint in get_type_hints(check).items()}
 
     @wraps(check)
     def recorded(*positional: Parameters.args, **keywords: Parameters.kwargs) -> Call:
         call = check(*positional, **keywords)
         given = dict(zip(defaults, positional, strict=False)) | keywords
         arrays = tuple([name for name in defaults if isinstance(given.get(name), ArraySpec)])
-        options = [(name, given[name]) for name in defaults if name in given and name not in arrays]
+        options = [
+            (name, _canonical(given[name], kinds[name]))
+            for name in defaults
+            if name in given and name not in arrays
+        ]
         options = [(name, value) for name, value in options if value is not defaults[name]]
         return replace(call, arguments=Arguments(recorded, arrays, tuple(options)))
 
     return recorded
+
+
+def _kind(hint: Any) -> type | None:
+    """The type of an option, from its annotation in a check; None: it is an array."""
+    return next((x for x in (bool, float, int, str) if x in (hint, *get_args(hint))), None)
+
+
+def _canonical(value: Any, kind: type | None) -> Any:
+    """The one spelling of an option that a check has accepted. Caches compare calls, and 1, 1.0,
+    True and NumPy's numbers are equal: the first of them would be the text of all later programs.
+    """
+    if value is None or kind is None or is_symbol(value):
+        return value
+    if kind is float:
+        return float32_of(value).item()
+    return min(int(value), MAX_INT64) if kind is int else kind(value)
+
+
+def float32_of(value: float) -> np.float32:
+    """A number as an attribute. There is one zero: -0.0 == 0.0, but they are two programs."""
+    with np.errstate(over="ignore"):
+        try:
+            return np.float32(value) + np.float32(0)
+        except OverflowError:  # an integer beyond float64
+            return np.float32(np.inf if value > 0 else -np.inf)
+
+
+def flag(op: str, argument: str, value: bool | np.bool_) -> bool:
+    """A bool of Python or NumPy, as Python's; raises TypeError for anything else."""
+    if not isinstance(value, bool | np.bool_):
+        raise dtype_error(op, argument, "type bool", type(value).__name__)
+    return bool(value)
 
 
 @dataclass

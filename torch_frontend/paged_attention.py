@@ -136,7 +136,7 @@ def paged_attention(
             2h + 1. uint8 holds two numbers of 4 bits in an element, and has ``head_size / 2``
             elements in a row. May be a strided view.
         context_lens: ``[max_seqs]`` int32: tokens of the sequence in the cache, this call's
-            included.
+            included. At most 2**31 - 1024.
         block_tables: ``[max_seqs, max_blocks_per_seq]`` int32: the blocks of the sequence.
         query_start_loc: ``[max_seqs + 1]`` int32: where the tokens of each sequence begin.
         num_seqs: ``[]`` or ``[1]`` int32: how many sequences there are. On XLA devices use
@@ -155,8 +155,8 @@ def paged_attention(
         tree_mask: ``[num_tokens, 2]`` int32, for draft trees of speculative decoding.
         bidirectional_ranges: ``[num_tokens, 2]`` int32: a token also attends to these positions of
             its sequence, from the first number up to but not including the second.
-        causal: False lets a query attend to later positions. ``[max_seqs]`` int32 or bool: for each
-            sequence; the operator's argument for it is ``causal_seqs``.
+        causal: False lets a query attend to later positions. ``[max_seqs]`` integers or bool: for
+            each sequence; the operator's argument for it is ``causal_seqs``.
         window_right: how many of them.
         max_query_len: a promise that no sequence has more query tokens.
         value_head_size: for multi-head latent attention, where V is a part of K.
@@ -178,8 +178,8 @@ def paged_attention(
     causal_seqs = None
     if isinstance(causal, torch.Tensor):
         causal_seqs, causal = causal, True
-        if causal_seqs.dtype == torch.bool:
-            causal_seqs = causal_seqs.int()
+        if causal_seqs.dtype != torch.int32 and not causal_seqs.is_floating_point():
+            causal_seqs = (causal_seqs != 0).int()
     tensors = {
         "query": query,
         "kv_cache": kv_cache,

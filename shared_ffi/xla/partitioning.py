@@ -1,7 +1,8 @@
 """Partitions custom calls by heads for XLA, whose partitioner asks for it by target name.
 
-The attribute ``arguments`` of a custom call holds all that is needed. So equal programs have equal
-HLO in every process, and programs that another process exported are partitioned as well.
+The attribute ``arguments`` of a custom call holds all that is needed, each value in one spelling.
+So equal programs have equal HLO in every process, whatever it called before, and programs that
+another process exported are partitioned as well.
 """
 
 from __future__ import annotations

@@ -109,6 +109,20 @@ def test_check_values_of_64_bit_tree_masks() -> None:
             paged_attention.check_values(*operands, tree_mask=mask)
 
 
+@pytest.mark.parametrize("causal", [[2**32, 0, 7], [True, False, False], (1, 0, 1)], ids=str)
+def test_check_values_reads_causal_as_the_op_does(causal: Any) -> None:
+    """A sequence of one position and two tokens, which only causal attention refuses."""
+    message = r"context_lens\[0\] must count the sequence's 2 query tokens too; got 1"
+    operands, _ = split(attention(context_lens=np.int32([1, 1, 0])))
+    with pytest.raises(ValueError, match=message):
+        paged_attention.check_values(*operands, causal=causal)
+    with jax.enable_x64(True), pytest.raises(backends.JAX_ERRORS, match=message):
+        jax.block_until_ready(jax_frontend.paged_attention(*operands, 0.5, causal=causal))
+    for backward in (False, np.bool_(False), [0, 1, 1], np.uint8([0, 1, 1])):
+        paged_attention.check_values(*operands, causal=backward)
+        jax.block_until_ready(jax_frontend.paged_attention(*operands, 0.5, causal=backward))
+
+
 def test_check_values_accepts_sound_calls() -> None:
     for case in SAMPLED_CASES:
         attributes = case.attributes()

@@ -40,6 +40,7 @@ class UpdateCase:
     cache_dtype: str | None = None  # of QUANTIZED
     value_cache_dtype: str | None = None  # of V, where K and V are int8 and int4
     scales: str | None = None  # of SCALES
+    zero_scales: bool = False  # per position: every second token's, of which one is zeros
     key_factor: float = 1.0
     is_latent: bool = False  # V is a part of K
     own_value_head_size: int | None = None  # of V in an array of its own
@@ -61,6 +62,9 @@ class UpdateCase:
             slots = inputs.slot_mapping
             is_unused.reshape(-1)[slots[slots >= 0]] = False
             attributes |= scale_arrays(self.scales, self.num_kv_heads, is_unused, self._dtypes())
+            for scales in attributes.values():
+                if self.zero_scales:
+                    scales.reshape(-1, self.num_kv_heads)[slots[::2]] = 0
             if self.is_latent:
                 del attributes["v_scale"]
         return attributes | self._rotary()
@@ -127,6 +131,9 @@ class UpdateCase:
                 key, value = (
                     quantized(x.astype(np.float32), self.cache_dtype) for x in (key, value)
                 )
+        if self.zero_scales:
+            key[0], value[2, 0] = 0, 0
+            value[4, 1, :2] = np.nan, np.inf
         if key.dtype != np.int8:
             key[padding] = np.nan
             value[padding] = np.nan
@@ -162,6 +169,16 @@ def _updates() -> Iterator[UpdateCase]:
                 num_tokens=60,
                 head_size=18 if cache_dtype == "int4" else 17,
             )
+    for cache_dtype, (dtype, short) in product(QUANTIZED, SHORT_NAMES.items()):
+        yield UpdateCase(
+            id=f"{cache_dtype}-zero-scales-{short}",
+            cache_dtype=cache_dtype,
+            dtype=dtype,
+            scales="per position",
+            zero_scales=True,
+            num_padding=0,
+            head_size=18,
+        )
     for layout, cache_dtype in product(LATENT_LAYOUTS, (None, *QUANTIZED)):
         yield UpdateCase(
             id=f"latent-{layout}-{cache_dtype}",

@@ -29,25 +29,7 @@ import jax_frontend
 import shared_ffi
 from shared_ffi.spec import Arguments
 from shared_ffi.xla import lowering
-
-OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
-    "paged_attention": {
-        "scale": (0.125, 0.5),
-        "sliding_window": (None, 5),
-        "soft_cap": (None, 2.0),
-        "kv_layout": (None, "bn(h2)d"),
-        "causal": (True, False),
-        "window_right": (None, 2),
-        "max_query_len": (None, 8),
-        "value_head_size": (8, 12),
-        "return_lse": (False, True),
-    },
-    "kv_cache_update": {"kv_layout": (None, "bn(h2)d"), "interleaved": (False, True)},
-}
-"""Two values of each option."""
-
-_BESIDE: dict[str, dict[str, Any]] = {"window_right": {"causal": False}}
-"""What an option needs."""
+from tests.support.calls import BESIDE, OPTIONS
 
 
 def run(folder: Path, *arguments: str, hash_seed: int = 0, fixed: bool = False) -> list[Any]:
@@ -107,7 +89,7 @@ def _programs(op: str, option: str) -> Iterator[tuple[Any, list[np.ndarray], lis
     pool = rng.standard_normal((16, 16, 16) if is_latent else (16, 16, 8, 16), np.float32)
     heads, pool_spec = P(None, "model"), P() if is_latent else P(None, None, "model")
     for value in OPTIONS[op][option]:
-        options = {"scale": 0.25} | _BESIDE.get(option, {}) | {option: value}
+        options = {"scale": 0.25} | BESIDE.get(option, {}) | {option: value}
         if op == "kv_cache_update":
             new = rng.standard_normal((3, 4, 16), np.float32)
             arrays = [pool, new, new, np.int32([5, 40, -1])]

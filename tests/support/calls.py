@@ -151,3 +151,23 @@ def observed_calls() -> Iterator[list[tuple[str, list[int]]]]:
         yield made
     finally:
         _native.observe_eager_calls(None)
+
+
+OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
+    "paged_attention": {
+        "scale": (0.125, 0.5),
+        "sliding_window": (None, 5),
+        "soft_cap": (None, 2.0),
+        "kv_layout": (None, "bn(h2)d"),
+        "causal": (True, False),
+        "window_right": (None, 2),
+        "max_query_len": (None, 8),
+        "value_head_size": (8, 12),
+        "return_lse": (False, True),
+    },
+    "kv_cache_update": {"kv_layout": (None, "bn(h2)d"), "interleaved": (False, True)},
+}
+"""Two values of each option."""
+
+BESIDE: dict[str, dict[str, Any]] = {"window_right": {"causal": False}}
+"""What an option needs."""

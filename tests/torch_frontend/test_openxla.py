@@ -102,6 +102,19 @@ def test_a_graph_of_other_operators(programs: list[Any]) -> None:
     assert len(programs) == 1
 
 
+def test_equal_numbers_of_different_types_have_programs_of_their_own() -> None:
+    graph = torch.fx.Graph()
+    operands = graph.placeholder("x"), graph.placeholder("y")
+    graph.output((graph.call_function(torch.ops.aten.mul.Tensor, operands),))
+    multiply = openxla.compile_graph(torch.fx.GraphModule({}, graph))
+    x = torch.tensor([3, 5])
+    for number in (1, 1.0, True, 0.0, -0.0):
+        (product,) = multiply(x, number)
+        expected = x * number
+        assert product.dtype == expected.dtype and torch.equal(product, expected)
+        assert torch.equal(torch.signbit(product), torch.signbit(expected))
+
+
 def test_memory_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     imported = []
     from_dlpack = jax.dlpack.from_dlpack

@@ -78,7 +78,8 @@ def _compile_part(graph: torch.fx.GraphModule) -> Callable[..., list[Any]]:
 
     def run(*arguments: Any) -> list[Any]:
         key = tuple(
-            (x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x)
+            # 1, 1.0 and True are equal, but constants of different programs.
+            (x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), repr(x))
             for x in arguments
         )
         if key not in programs:

@@ -134,6 +134,7 @@ class Mask(torch.Tensor):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], device: torch.device, **attributes: Any) -> Mask:
+        """A mask that has no memory."""
         created = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         vars(created).update(attributes, tables={})
         return created

@@ -43,22 +43,22 @@ void FinishCopies() {
 }
 
 template <typename From, typename To>
-void Quantize(void* to, const void* from, int64_t count, float scale) {
+void Quantize(void* to, const void* from, int64_t count, float divisor) {
   for (int64_t i = 0; i < count; ++i) {
-    FromFloat(ToFloat(static_cast<const From*>(from)[i]) / scale, static_cast<To*>(to) + i);
+    FromFloat(ToFloat(static_cast<const From*>(from)[i]) / divisor, static_cast<To*>(to) + i);
   }
 }
 
 template <typename From>
-void QuantizeToInt4(void* to, const void* from, int64_t count, float scale) {
+void QuantizeToInt4(void* to, const void* from, int64_t count, float divisor) {
   const From* numbers = static_cast<const From*>(from);
   for (int64_t i = 0; i < count; i += 2) {
     static_cast<Int4Pair*>(to)[i / 2] =
-        PairOf(ToFloat(numbers[i]) / scale, ToFloat(numbers[i + 1]) / scale);
+        PairOf(ToFloat(numbers[i]) / divisor, ToFloat(numbers[i + 1]) / divisor);
   }
 }
 
-using Quantizer = void (*)(void* to, const void* from, int64_t count, float scale);
+using Quantizer = void (*)(void* to, const void* from, int64_t count, float divisor);
 
 template <typename From>
 Quantizer QuantizerFrom(DType to) {
@@ -187,9 +187,9 @@ void RunOnCpu(const Params& p, const Executor& executor) {
         char* v = static_cast<char*>(p.cache.values) + p.cache.OffsetOfValue(offset) * size;
         const char* new_k = rotator.Rotated(key + head * row_bytes, token);
         if (quantize_key != nullptr) {
-          quantize_key(k, new_k, p.head_size, p.k_scale.At(block, in_block, head));
+          quantize_key(k, new_k, p.head_size, DivisorOf(p.k_scale.At(block, in_block, head)));
           quantize_value(v, value + head * value_row_bytes, p.value_head_size,
-                         p.v_scale.At(block, in_block, head));
+                         DivisorOf(p.v_scale.At(block, in_block, head)));
           continue;
         }
         copy(k, new_k, row_bytes);

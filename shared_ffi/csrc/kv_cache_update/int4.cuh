@@ -19,11 +19,11 @@ __device__ float NumberOfKey(const Rotary& r, int64_t position, const T* head, i
 
 // Stores element i of a row of int4 or int8, of which number(n) is the n-th number.
 template <typename Number>
-__device__ void StoreElement(const Number& number, float scale, DType dtype, void* row, int i) {
+__device__ void StoreElement(const Number& number, float divisor, DType dtype, void* row, int i) {
   if (dtype == DType::kInt4) {
-    static_cast<Int4Pair*>(row)[i] = PairOf(number(2 * i) / scale, number(2 * i + 1) / scale);
+    static_cast<Int4Pair*>(row)[i] = PairOf(number(2 * i) / divisor, number(2 * i + 1) / divisor);
   } else {
-    gpu::FromFloat(number(i) / scale, static_cast<int8_t*>(row) + i);
+    gpu::FromFloat(number(i) / divisor, static_cast<int8_t*>(row) + i);
   }
 }
 
@@ -41,13 +41,14 @@ __global__ void UpdateInt4(Params p) {
     const auto number = [&](int n) {
       return NumberOfKey(r, position, key + head * p.head_size, n);
     };
-    StoreElement(number, place.KeyScale(head), p.cache_dtype, place.Key<int8_t>(head), i);
+    StoreElement(number, place.KeyDivisor(head), p.cache_dtype, place.Key<int8_t>(head), i);
   });
   const From* value = static_cast<const From*>(p.value) + token * p.value_stride;
   const int64_t elements = ElementsOf(p.value_cache_dtype, p.value_head_size);
   ForPieces(p.num_kv_heads, elements, [&](int head, int i) {
     const auto number = [&](int n) { return gpu::ToFloat(value[head * p.value_head_size + n]); };
-    StoreElement(number, place.ValueScale(head), p.value_cache_dtype, place.Value<int8_t>(head), i);
+    StoreElement(number, place.ValueDivisor(head), p.value_cache_dtype, place.Value<int8_t>(head),
+                 i);
   });
 }
 

@@ -35,16 +35,16 @@ __device__ void Store(const Numbers<T, kCount>& numbers, T* to) {
   *reinterpret_cast<Numbers<T, kCount>*>(to) = numbers;
 }
 
-// Writes numbers to a cache: as they are, or divided by the scale and rounded to 8 bits.
+// Writes numbers to a cache: as they are, or divided and rounded to 8 bits.
 template <typename To, typename From, int kCount>
-__device__ void StoreInCache(const Numbers<From, kCount>& numbers, float scale, To* to) {
+__device__ void StoreInCache(const Numbers<From, kCount>& numbers, float divisor, To* to) {
   if constexpr (std::is_same_v<From, To>) {
     Store(numbers, to);
   } else {
     Numbers<To, kCount> rounded;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      gpu::FromFloat(gpu::ToFloat(numbers.number[i]) / scale, &rounded.number[i]);
+      gpu::FromFloat(gpu::ToFloat(numbers.number[i]) / divisor, &rounded.number[i]);
     }
     Store(rounded, to);
   }
@@ -59,8 +59,12 @@ class CachePlace {
         in_block_(slot % p.block_size),
         offset_(p.cache.Offset(block_, in_block_)) {}
 
-  __device__ float KeyScale(int head) const { return p_.k_scale.At(block_, in_block_, head); }
-  __device__ float ValueScale(int head) const { return p_.v_scale.At(block_, in_block_, head); }
+  __device__ float KeyDivisor(int head) const {
+    return DivisorOf(p_.k_scale.At(block_, in_block_, head));
+  }
+  __device__ float ValueDivisor(int head) const {
+    return DivisorOf(p_.v_scale.At(block_, in_block_, head));
+  }
 
   // The row of a head. T: the type of the cache's elements.
   template <typename T>
@@ -76,11 +80,11 @@ class CachePlace {
   // `first`: of the head's numbers.
   template <typename To, typename Numbers>
   __device__ void StoreKey(const Numbers& numbers, int head, int64_t first) const {
-    StoreInCache(numbers, KeyScale(head), Key<To>(head) + first);
+    StoreInCache(numbers, KeyDivisor(head), Key<To>(head) + first);
   }
   template <typename To, typename Numbers>
   __device__ void StoreValue(const Numbers& numbers, int head, int64_t first) const {
-    StoreInCache(numbers, ValueScale(head), Value<To>(head) + first);
+    StoreInCache(numbers, ValueDivisor(head), Value<To>(head) + first);
   }
 
  private:

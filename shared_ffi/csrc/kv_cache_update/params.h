@@ -47,6 +47,12 @@ struct Rotary {
   }
 };
 
+// What a number is divided by before it is rounded. A row of zeros has scale 0: with infinity,
+// zeros and all other finite numbers become 0. 0 / 0 would be NaN in a float8 cache.
+XLA_GPU_HOST_DEVICE inline float DivisorOf(float scale) {
+  return scale == 0.0f ? BitCast<float>(0x7f800000u) : scale;
+}
+
 struct Params {
   KvCache cache;         // of num_blocks blocks of block_size positions
   const void* key;       // [num_tokens, num_kv_heads, head_size]
@@ -63,7 +69,7 @@ struct Params {
   DType dtype;              // of key and value
   DType cache_dtype;        // of K: the same, or one of 8 or 4 bits, to which keys are rounded
   DType value_cache_dtype;  // of V: that of K, but for int8 beside int4
-  KvScales k_scale;         // divide key and value before they are rounded
+  KvScales k_scale;         // key and value are divided by these (DivisorOf), then rounded
   KvScales v_scale;
   Rotary rotary;
 
