@@ -5,9 +5,11 @@
 #include <cfenv>
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 namespace xla_gpu {
 namespace {
@@ -39,11 +41,20 @@ struct Progress {
   std::atomic<int64_t> done{0};
   std::mutex mutex;
   std::condition_variable all_done;
+  std::exception_ptr error;  // the first of an item, for the calling thread
 
+  // Throws nothing: it runs on threads of others, below which nobody catches.
   void Work() {
     DefaultFloatEnvironment environment;
     int64_t finished = 0;
-    for (int64_t i; (i = next.fetch_add(1)) < num_items; ++finished) (*body)(i);
+    try {
+      for (int64_t i; (i = next.fetch_add(1)) < num_items; ++finished) (*body)(i);
+    } catch (...) {
+      // Nobody begins the items that are left: they count as done, and the one that failed, too.
+      finished += 1 + std::max<int64_t>(0, num_items - next.exchange(num_items));
+      std::lock_guard<std::mutex> lock(mutex);
+      if (error == nullptr) error = std::current_exception();
+    }
     if (finished > 0 && done.fetch_add(finished) + finished == num_items) {
       std::lock_guard<std::mutex> lock(mutex);
       all_done.notify_one();
@@ -64,7 +75,13 @@ void ParallelFor(const Executor& executor, int64_t num_items,
   auto progress = std::make_shared<Progress>();
   progress->body = &body;
   progress->num_items = num_items;
-  executor.run(num_threads, [progress] { progress->Work(); });
+  try {
+    executor.run(num_threads, [progress] { progress->Work(); });
+  } catch (...) {
+    // No memory for a task, or no further thread. The call needs neither. It must not end before
+    // the threads that it did get.
+    progress->Work();
+  }
   const auto is_done = [&] { return progress->done.load() == num_items; };
   const auto start = std::chrono::steady_clock::now();
   while (!is_done() && std::chrono::steady_clock::now() - start < kPatience) {
@@ -72,6 +89,7 @@ void ParallelFor(const Executor& executor, int64_t num_items,
   }
   std::unique_lock<std::mutex> lock(progress->mutex);
   progress->all_done.wait(lock, is_done);
+  if (progress->error != nullptr) std::rethrow_exception(std::move(progress->error));
 }
 
 }  // namespace xla_gpu

@@ -19,6 +19,8 @@ struct Executor {
 // Calls body(i) once for every i in [0, num_items), in no particular order, and returns when all
 // calls have returned. The calling thread works too, and waits only for items that another thread
 // has already begun: a pool whose threads are all busy, or are themselves in here, cannot deadlock.
+// If a call throws, on whatever thread, no further one begins, and the first exception is thrown
+// here once all have ended.
 void ParallelFor(const Executor& executor, int64_t num_items,
                  const std::function<void(int64_t)>& body);
 

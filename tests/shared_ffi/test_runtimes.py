@@ -16,7 +16,7 @@ import pytest
 
 from shared_ffi import OPS, _native, library_path
 from shared_ffi.xla import elf, runtimes
-from tests.support import native
+from tests.support import native, scripts
 
 TARGETS = sorted(op.TARGET for op in OPS)
 REGISTERED = {"jaxlib": {"cpu": TARGETS, "cuda": TARGETS}, "torch_xla": {"cpu": TARGETS}}
@@ -198,6 +198,82 @@ def test_the_instruction_set_can_be_forced() -> None:
         else:
             message = f"must be one of {', '.join(offered)} on this processor; got mmx"
             assert outcome.returncode != 0 and message in outcome.stderr
+
+
+WITHOUT_MEMORY = """
+    import resource, sys
+    import ml_dtypes
+    import numpy as np
+    from shared_ffi import eager, paged_attention, simple_add
+    from shared_ffi.spec import ArraySpec
+
+    runtime, MIB = sys.argv[1], 2**20
+    spec_of = lambda x: ArraySpec(x.shape, str(x.dtype))
+    integers = lambda *x: np.array(x, np.int32)
+    q_len, length = 500, 2000
+    tables = np.arange(length // 16, dtype=np.int32)[None]
+    metadata = [integers(length), tables, integers(0, q_len), integers(1)]
+    shapes = [(q_len, 4, 576), (length // 16, 16, 2, 576)]
+    rows = [np.resize(np.sin(np.arange(999)), x).astype(ml_dtypes.bfloat16) for x in shapes]
+    arrays, out = rows + metadata, np.zeros(shapes[0], ml_dtypes.bfloat16)
+    handler = eager.prepare(paged_attention.check(*map(spec_of, arrays), 0.1), "cpu")
+
+    def attend():
+        handler([x.ctypes.data for x in arrays], [out.ctypes.data], 2)
+        return out.tobytes()
+
+    ones, twos = np.ones((2, 2**20), np.float32)
+    adder = eager.prepare(simple_add.check(spec_of(ones), spec_of(ones)), "cpu")
+
+    def add():  # takes no memory, but for threads that must be started
+        adder([ones.ctypes.data] * 2, [twos.ctypes.data], 2)
+        return (twos == 2).all()
+
+    if runtime == "openmp":
+        import torch
+    if runtime == "xla":
+        import jax, jax_frontend
+        arrays = [jax.numpy.asarray(x) for x in arrays]
+        attend_and_sum = lambda *x: jax_frontend.paged_attention(*x, 0.1).astype("float32").sum()
+        compiled = jax.jit(attend_and_sum).lower(*arrays).compile()
+        attend = lambda: float(compiled(*arrays))
+    elif runtime == "no thread":
+        attend = add
+    else:
+        add()
+
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 4 * MIB, -1))
+    outcomes = []
+    for _ in range(3):
+        try:
+            outcomes.append(attend())
+        except Exception as error:
+            outcomes.append(error)
+    resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+    after = attend()
+    for x in outcomes:
+        print(type(x).__name__, x if isinstance(x, Exception) else x == after)
+"""
+
+
+@pytest.mark.parametrize("runtime", ["own threads", "no thread", "openmp", "xla"])
+def test_a_thread_without_memory_is_an_error_of_the_call(runtime: str) -> None:
+    """A limit leaves memory for results, and none for what a thread needs. The process goes on."""
+    glibc = {"ARENA_MAX": "1", "TRIM_THRESHOLD_": "0", "MMAP_THRESHOLD_": "65536"}
+    settings = {f"MALLOC_{name}": value for name, value in glibc.items()}
+    lines = scripts.output(WITHOUT_MEMORY, runtime, **settings)
+    assert len(lines) == 3
+    for kind, _, message in [line.partition(" ") for line in lines]:
+        if runtime == "no thread":
+            assert message == "True"
+            continue
+        expected = "paged_attention: the host has no memory left for the call, whose results may"
+        if runtime == "xla":
+            assert kind in ("JaxRuntimeError", "ValueError")
+            assert message.startswith(f"RESOURCE_EXHAUSTED: {expected}")
+        else:
+            assert kind == "MemoryError" and message.startswith(expected)
 
 
 # Missing frameworks. None in sys.modules makes an import fail as if the package were not installed.

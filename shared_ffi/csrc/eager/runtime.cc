@@ -6,11 +6,12 @@
 
 #include <algorithm>
 #include <condition_variable>
-#include <deque>
 #include <functional>
+#include <list>
 #include <mutex>
 #include <new>
 #include <thread>
+#include <utility>
 
 #ifdef __SANITIZE_THREAD__
 #include <sanitizer/tsan_interface.h>
@@ -65,19 +66,21 @@ class ThreadPool {
 
   std::mutex mutex_;
   std::condition_variable task_added_;
-  std::deque<std::function<void()>> tasks_;
+  std::list<std::function<void()>> tasks_;
   size_t num_threads_ = 0;
 };
 
 // Never destroyed: its threads may outlive static destruction.
-ThreadPool* pool = new ThreadPool;
+alignas(ThreadPool) char memory_of_pool[sizeof(ThreadPool)];
+ThreadPool* pool = new (memory_of_pool) ThreadPool;
 bool is_forked_child = false;
 
 // A forked child has none of its parent's threads. It gets a pool of its own and no OpenMP, which
 // would wait for threads that it believes to have. Registered when the library loads: a parent that
-// has made no call may have OpenMP's threads from torch's own operators.
+// has made no call may have OpenMP's threads from torch's own operators. The new pool takes no
+// memory: a failure could be reported to nobody.
 [[maybe_unused]] const int fork_guard = pthread_atfork(nullptr, nullptr, [] {
-  pool = new ThreadPool;
+  pool = new (memory_of_pool) ThreadPool;
   is_forked_child = true;
 });
 
@@ -297,7 +300,7 @@ EagerStatus PreparedCall::Run(const std::vector<void*>& addresses,
 
   XLA_FFI_Error* error = parts.handler(&frame);
   if (error == nullptr) return {};
-  EagerStatus status{error->code, error->message};
+  EagerStatus status{error->code, std::move(error->message)};
   delete error;
   return status;
 }

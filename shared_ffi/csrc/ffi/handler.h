@@ -8,8 +8,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
+#include <exception>
 #include <functional>
 #include <initializer_list>
+#include <new>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -31,6 +34,35 @@ namespace ffi = ::xla::ffi;
 // Returns the error that `check` evaluates to, if it is one.
 #define XLA_GPU_RETURN_IF_ERROR(check) \
   if (::xla::ffi::Error error = (check); error.failure()) return error
+
+// Calls a handler. An exception becomes an error: no exception may enter the runtime, which is C to
+// us. The message needs no memory on the heap.
+inline XLA_FFI_Error* CallWithoutExceptions(const char* op, XLA_FFI_Handler* handler,
+                                            XLA_FFI_CallFrame* frame) {
+  char message[256];
+  XLA_FFI_Error_Create_Args error = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, nullptr, message,
+                                     XLA_FFI_Error_Code_INTERNAL};
+  try {
+    return handler(frame);
+  } catch (const std::bad_alloc&) {
+    error.errc = XLA_FFI_Error_Code_RESOURCE_EXHAUSTED;
+    std::snprintf(message, sizeof message,
+                  "%s: the host has no memory left for the call, whose results may be incomplete; "
+                  "free some, or raise the limit of the process",
+                  op);
+  } catch (const std::exception& exception) {
+    std::snprintf(message, sizeof message, "%s: the host failed: %s", op, exception.what());
+  }
+  return frame->api->XLA_FFI_Error_Create(&error);
+}
+
+// Defines the C function of an op that a runtime calls: `function` with what it binds, and its
+// traits if it has any.
+#define XLA_GPU_DEFINE_HANDLER(symbol, op, function, ...)        \
+  extern "C" XLA_FFI_Error* symbol(XLA_FFI_CallFrame* frame) {   \
+    XLA_FFI_DEFINE_HANDLER(handler, function, __VA_ARGS__);      \
+    return ::xla_gpu::CallWithoutExceptions(op, handler, frame); \
+  }
 
 // What a call has on every platform.
 inline auto BindCall() { return ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs(); }
@@ -240,11 +272,13 @@ struct xla::ffi::CtxDecoding<xla_gpu::Executor> {
   static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
                                     DiagnosticEngine& diagnostic) {
     if (auto eager = xla_gpu::ExecutorOfEagerCall(api, ctx)) return eager;
-    ThreadPool pool = *CtxDecoding<ThreadPool>::Decode(api, ctx, diagnostic);
-    const auto run = [pool](int64_t num_threads, const std::function<void()>& work) mutable {
+    std::optional<ThreadPool> found = CtxDecoding<ThreadPool>::Decode(api, ctx, diagnostic);
+    if (!found.has_value()) return std::nullopt;  // `diagnostic` says why
+    const auto run = [pool = *found](int64_t num_threads,
+                                     const std::function<void()>& work) mutable {
       for (int64_t i = 1; i < num_threads; ++i) pool.Schedule(std::function<void()>(work));
       work();
     };
-    return Type{pool.num_threads(), run};
+    return Type{found->num_threads(), run};
   }
 };

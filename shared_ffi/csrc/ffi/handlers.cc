@@ -20,8 +20,8 @@ XLA_GPU_FOR_OPS(DECLARE)
 
 namespace xla_gpu {
 
-const std::vector<NamedHandler>& Handlers() {
-  static const std::vector<NamedHandler> handlers = {
+std::initializer_list<NamedHandler> Handlers() {
+  static constexpr std::initializer_list<NamedHandler> handlers = {
       XLA_GPU_FOR_OPS(ON_CPU)
 #ifdef XLA_GPU_CUDA
       XLA_GPU_FOR_OPS(ON_CUDA)
@@ -31,7 +31,7 @@ const std::vector<NamedHandler>& Handlers() {
 }
 // clang-format on
 
-const NamedHandler* FindHandler(const std::string& platform, const std::string& target) {
+const NamedHandler* FindHandler(std::string_view platform, std::string_view target) {
   for (const NamedHandler& handler : Handlers()) {
     if (platform == handler.platform && target == handler.target) return &handler;
   }

@@ -1,8 +1,8 @@
 // Every handler of this build.
 #pragma once
 
-#include <string>
-#include <vector>
+#include <initializer_list>
+#include <string_view>
 
 #include "export.h"
 #include "xla/ffi/api/c_api.h"
@@ -15,11 +15,10 @@ struct NamedHandler {
   XLA_FFI_Handler* handler;
 };
 
-XLA_GPU_EXPORT const std::vector<NamedHandler>& Handlers();
+XLA_GPU_EXPORT std::initializer_list<NamedHandler> Handlers();
 
 // Null if this build has none.
-XLA_GPU_EXPORT const NamedHandler* FindHandler(const std::string& platform,
-                                               const std::string& target);
+XLA_GPU_EXPORT const NamedHandler* FindHandler(std::string_view platform, std::string_view target);
 
 }  // namespace xla_gpu
 

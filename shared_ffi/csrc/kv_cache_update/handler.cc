@@ -126,13 +126,12 @@ ffi::Error OnCuda(ffi::RemainingArgs operands, ffi::RemainingRets results,
 #endif
 
 }  // namespace
-}  // namespace xla_gpu::kv_cache_update
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(KvCacheUpdateCpu, xla_gpu::kv_cache_update::OnCpu,
-                              xla_gpu::BindCall().Ctx<xla_gpu::Executor>());
+XLA_GPU_DEFINE_HANDLER(KvCacheUpdateCpu, kOp, OnCpu, BindCall().Ctx<Executor>())
 
 #ifdef XLA_GPU_CUDA
-XLA_FFI_DEFINE_HANDLER_SYMBOL(KvCacheUpdateCuda, xla_gpu::kv_cache_update::OnCuda,
-                              xla_gpu::BindCall().Ctx<xla::ffi::PlatformStream<void*>>(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_GPU_DEFINE_HANDLER(KvCacheUpdateCuda, kOp, OnCuda, BindCall().Ctx<ffi::PlatformStream<void*>>(),
+                       {ffi::Traits::kCmdBufferCompatible})
 #endif
+
+}  // namespace xla_gpu::kv_cache_update

@@ -110,13 +110,13 @@ ffi::Error OnCuda(ffi::RemainingArgs operands, ffi::RemainingRets results,
 #endif
 
 }  // namespace
-}  // namespace xla_gpu::paged_attention
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedAttentionCpu, xla_gpu::paged_attention::OnCpu,
-                              xla_gpu::BindCall().Ctx<xla_gpu::Executor>());
+XLA_GPU_DEFINE_HANDLER(PagedAttentionCpu, kOp, OnCpu, BindCall().Ctx<Executor>())
 
 #ifdef XLA_GPU_CUDA
-XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedAttentionCuda, xla_gpu::paged_attention::OnCuda,
-                              xla_gpu::BindCall().Ctx<xla::ffi::PlatformStream<void*>>(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_GPU_DEFINE_HANDLER(PagedAttentionCuda, kOp, OnCuda,
+                       BindCall().Ctx<ffi::PlatformStream<void*>>(),
+                       {ffi::Traits::kCmdBufferCompatible})
 #endif
+
+}  // namespace xla_gpu::paged_attention

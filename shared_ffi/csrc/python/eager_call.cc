@@ -84,6 +84,10 @@ void EagerCall::Run(const std::vector<void*>& addresses, const EagerContext& con
   if (status.code == XLA_FFI_Error_Code_INVALID_ARGUMENT) {
     throw nb::value_error(status.message.c_str());
   }
+  if (status.code == XLA_FFI_Error_Code_RESOURCE_EXHAUSTED) {
+    PyErr_SetString(PyExc_MemoryError, status.message.c_str());
+    throw nb::python_error();
+  }
   if (status.code != XLA_FFI_Error_Code_OK) throw std::runtime_error(status.message);
 }
 

@@ -40,13 +40,12 @@ ffi::Error OnCuda(ffi::RemainingArgs operands, ffi::RemainingRets results,
 #endif
 
 }  // namespace
-}  // namespace xla_gpu::simple_add
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(SimpleAddCpu, xla_gpu::simple_add::OnCpu,
-                              xla_gpu::BindCall().Ctx<xla_gpu::Executor>());
+XLA_GPU_DEFINE_HANDLER(SimpleAddCpu, kOp, OnCpu, BindCall().Ctx<Executor>())
 
 #ifdef XLA_GPU_CUDA
-XLA_FFI_DEFINE_HANDLER_SYMBOL(SimpleAddCuda, xla_gpu::simple_add::OnCuda,
-                              xla_gpu::BindCall().Ctx<xla::ffi::PlatformStream<void*>>(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_GPU_DEFINE_HANDLER(SimpleAddCuda, kOp, OnCuda, BindCall().Ctx<ffi::PlatformStream<void*>>(),
+                       {ffi::Traits::kCmdBufferCompatible})
 #endif
+
+}  // namespace xla_gpu::simple_add
