@@ -7,6 +7,7 @@
 //   XLA_GPU_PTX_EARLY: 0 if no kernel begins before the one before it has ended.
 //   XLA_GPU_PTX_COUNTS: a file that gets the counts of each launch, as a line of JSON.
 //   XLA_GPU_PTX_FAULT: see PlantFault.
+// and the variable ptx_change (machine.h) a number that changes while a kernel reads it.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -142,6 +143,8 @@ Error Launch(const ptx::Kernel& kernel, const LaunchConfig& config, void** argum
                      begins_early,
                      std::vector<char>(static_cast<size_t>(kernel.parameter_bytes))};
   if (&planted_fault != nullptr) launch.environment = static_cast<uint32_t>(planted_fault);
+  launch.has_change = ptx::ptx_change.kernel != nullptr &&
+                      kernel.name.find(ptx::ptx_change.kernel) != std::string::npos;
   for (size_t k = 0; k < kernel.parameter_sizes.size(); ++k) {
     std::memcpy(launch.parameters.data() + kernel.parameter_offsets[k], arguments[k],
                 static_cast<size_t>(kernel.parameter_sizes[k]));
