@@ -196,6 +196,22 @@ struct Counters {
 };
 void Count(const Warp& w, const Instruction& i, Counters* counters);
 
+// What a program does that writes to its arrays while a kernel runs: a number changes after some
+// reads. A test sets it (tests/support/gpu.py).
+struct Change {
+  const char* kernel;       // a part of the name of the kernels that read; null: none
+  const char *begin, *end;  // the array whose reads count
+  uint64_t reads;           // after which the number changes
+  uint64_t every;           // further reads after which it changes again; 0: only once
+  char* place;              // of the number
+  uint64_t bytes;           // 4 or 8
+  uint64_t value;           // the other one
+  uint64_t counted;         // reads so far
+
+  void Read(const char* from, int num_bytes);
+};
+extern "C" __attribute__((visibility("default"))) Change ptx_change;
+
 struct Launch {
   const Kernel* kernel;
   std::array<unsigned, 3> grid, threads;
@@ -203,6 +219,7 @@ struct Launch {
   bool begins_early;
   std::vector<char> parameters;
   uint32_t environment = 0;  // %envreg0
+  bool has_change = false;
 };
 
 struct Block {

@@ -21,6 +21,14 @@ uint64_t Warp::Integer(const Operand& operand, int lane) const {
   }
 }
 
+Change ptx_change = {};
+
+void Change::Read(const char* from, int num_bytes) {
+  if (from + num_bytes <= begin || end <= from || ++counted < reads) return;
+  if (every == 0 ? counted > reads : (counted - reads) % every > 0) return;
+  std::swap_ranges(place, place + bytes, reinterpret_cast<char*>(&value));
+}
+
 char* GlobalAddress(const Warp& warp, int lane, uint64_t address, int bytes, bool is_write) {
   warp.block->lane = lane;
   if (address % static_cast<uint64_t>(bytes) != 0) {
@@ -99,6 +107,7 @@ Outcome Load(Warp& w, const Instruction& i) {
     for (size_t k = 0; k < i.count; ++k) {
       if (i.operands[k].slot >= 0) Put<T>(w, i.operands[k], lane, source + k * sizeof(T));
     }
+    if (w.block->launch->has_change) ptx_change.Read(source, bytes);
   });
   return Outcome::kDone;
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -58,7 +60,32 @@ class Gpu:
         raise NotImplementedError
 
 
+class Change(ctypes.Structure):
+    """What tests/emulated_gpu/machine.h says of it."""
+
+    _fields_ = [("kernel", ctypes.c_char_p)] + [
+        (name, ctypes.c_uint64)
+        for name in ("begin", "end", "reads", "every", "place", "bytes", "value", "counted")
+    ]
+
+
 class EmulatedGpu(Gpu):
+    @contextmanager
+    def change(
+        self, kernel: str, array: np.ndarray, place: int = 0, **fields: int
+    ) -> Iterator[Any]:
+        """A number of an array changes while the kernels with this name run. Counts their reads."""
+        begin, size = array.ctypes.data, array.itemsize
+        numbers = dict.fromkeys(("reads", "every", "value", "counted"), 0) | fields
+        numbers |= {"begin": begin, "end": begin + array.nbytes, "place": begin + place * size}
+        change = Change.in_dll(ctypes.CDLL(self.native.__file__), "ptx_change")
+        for name, number in ({"kernel": kernel.encode(), "bytes": size} | numbers).items():
+            setattr(change, name, number)
+        try:
+            yield change
+        finally:
+            change.kernel = None
+
     def _is_there(self, seed: int) -> Any:
         numbers = {"EMULATED_GPU_SEED": seed, "EMULATED_GPU_CAPABILITY": self.capability}
         return mock.patch.dict(os.environ, {name: str(x) for name, x in numbers.items()})
