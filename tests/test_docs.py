@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from shared_ffi.batch import pad_batch
+
 ROOT = Path(__file__).parents[1]
 OF_ROOT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES = [*OF_ROOT, *sorted((ROOT / "docs").rglob("*.md"))]
@@ -123,6 +125,17 @@ def test_schemas_are_those_of_the_ops() -> None:
     for schema in fenced("text"):
         name, schema = schema.partition("(")[0], " ".join(schema.split())
         assert str(getattr(torch.ops.xla_gpu, name).default._schema) == f"xla_gpu::{schema}"
+
+
+def test_the_picture_of_a_step_is_what_pad_batch_returns() -> None:
+    sizes = {"num_tokens": 10, "max_seqs": 4, "max_blocks_per_seq": 3}
+    tokens, blocks = [[0] * 4, [0], [0] * 3], [[5, 1], [2, 0, 6], [4]]
+    batch = pad_batch(tokens, [6, 9, 3], blocks, block_size=4, **sizes)._asdict()
+    picture = (ROOT / "docs/step.svg").read_text()
+    shown = re.findall(r'<g id="(\w+)">(.*?)</g>', picture, re.S)
+    assert {name for name, _ in shown} == {*batch} - {"tokens"}
+    for name, group in shown:
+        assert re.findall(r">(-?\d+)<", group) == [*map(str, batch[name].ravel().tolist())]
 
 
 def test_the_reference_is_complete() -> None:
