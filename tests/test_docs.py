@@ -3,6 +3,7 @@ that has imported PyTorch, which takes seconds."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from shared_ffi.batch import pad_batch
+from tests.support import feature_table
 
 ROOT = Path(__file__).parents[1]
 OF_ROOT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -36,6 +38,7 @@ EXPECTED = {
     "generate_batch(": "the same tokens: True",
     "from vllm import": "new tokens: [8, 8]",
     "out=output": "same: True",
+    "import pytest": "3 passed",
     "jax_view(step)": "True",
     'print("as dense attention:"': "as dense attention: True",
     'print("as by hand:"': "as by hand: True",
@@ -79,6 +82,10 @@ def test_block_runs(block: str, tmp_path: Path) -> None:
             pytest.skip(f"{library} is optional: pip install 'xla-paged-attention[{library}]'")
     if "from vllm import" in block and not importlib.util.find_spec("vllm"):
         pytest.skip("vLLM is optional: docs/vllm.md")
+    if "\ndef test_" in block:
+        (tmp_path / "test_block.py").write_text(block)
+        arguments = [str(tmp_path), f"--rootdir={tmp_path}", "-p", "no:cacheprovider"]
+        block += f"\nassert pytest.main({arguments}) == 0"
     printed = run(block, tmp_path)
     for code, text in EXPECTED.items():
         assert code not in block or text in printed
@@ -136,6 +143,13 @@ def test_the_picture_of_a_step_is_what_pad_batch_returns() -> None:
     assert {name for name, _ in shown} == {*batch} - {"tokens"}
     for name, group in shown:
         assert re.findall(r">(-?\d+)<", group) == [*map(str, batch[name].ravel().tolist())]
+
+
+def test_the_table_of_features_is_that_of_the_tests() -> None:
+    names = ("backends.test_parity", "torch_frontend.test_openxla", "kernels.test_cuda_kernel")
+    modules = [importlib.import_module(f"tests.{name}") for name in names]
+    table = feature_table.summary(x for module in modules for x in vars(module).values())
+    assert table in (ROOT / "docs/features/README.md").read_text(), f"the page lacks\n{table}"
 
 
 def test_the_reference_is_complete() -> None:
