@@ -3,6 +3,7 @@ that has imported PyTorch, which takes seconds."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import multiprocessing
 import os
@@ -14,6 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from shared_ffi.batch import pad_batch
+from tests.support import feature_table
 
 ROOT = Path(__file__).parents[1]
 OF_ROOT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -36,6 +40,7 @@ EXPECTED = {
     "generate_batch(": "the same tokens: True",
     "from vllm import": "new tokens: [8, 8]",
     "out=output": "same: True",
+    "import pytest": "3 passed",
     "jax_view(step)": "True",
     'print("as dense attention:"': "as dense attention: True",
     'print("as by hand:"': "as by hand: True",
@@ -79,6 +84,10 @@ def test_block_runs(block: str, tmp_path: Path) -> None:
             pytest.skip(f"{library} is optional: pip install 'xla-paged-attention[{library}]'")
     if "from vllm import" in block and not importlib.util.find_spec("vllm"):
         pytest.skip("vLLM is optional: docs/vllm.md")
+    if "\ndef test_" in block:
+        (tmp_path / "test_block.py").write_text(block)
+        arguments = [str(tmp_path), f"--rootdir={tmp_path}", "-p", "no:cacheprovider"]
+        block += f"\nassert pytest.main({arguments}) == 0"
     printed = run(block, tmp_path)
     for code, text in EXPECTED.items():
         assert code not in block or text in printed
@@ -156,6 +165,24 @@ def test_schemas_are_those_of_the_ops() -> None:
     for schema in fenced("text"):
         name, schema = schema.partition("(")[0], " ".join(schema.split())
         assert str(getattr(torch.ops.xla_gpu, name).default._schema) == f"xla_gpu::{schema}"
+
+
+def test_the_picture_of_a_step_is_what_pad_batch_returns() -> None:
+    sizes = {"num_tokens": 10, "max_seqs": 4, "max_blocks_per_seq": 3}
+    tokens, blocks = [[0] * 4, [0], [0] * 3], [[5, 1], [2, 0, 6], [4]]
+    batch = pad_batch(tokens, [6, 9, 3], blocks, block_size=4, **sizes)._asdict()
+    picture = (ROOT / "docs/step.svg").read_text()
+    shown = re.findall(r'<g id="(\w+)">(.*?)</g>', picture, re.S)
+    assert {name for name, _ in shown} == {*batch} - {"tokens"}
+    for name, group in shown:
+        assert re.findall(r">(-?\d+)<", group) == [*map(str, batch[name].ravel().tolist())]
+
+
+def test_the_table_of_features_is_that_of_the_tests() -> None:
+    names = ("backends.test_parity", "torch_frontend.test_openxla", "kernels.test_cuda_kernel")
+    modules = [importlib.import_module(f"tests.{name}") for name in names]
+    table = feature_table.summary(x for module in modules for x in vars(module).values())
+    assert table in (ROOT / "docs/features/README.md").read_text(), f"the page lacks\n{table}"
 
 
 def test_the_reference_is_complete() -> None:

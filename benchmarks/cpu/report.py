@@ -15,6 +15,8 @@ from rich.table import Table
 
 from benchmarks.contest import OURS
 
+# This library has one color, and a marker for each of its backends; the best of the others is black.
+OWN_COLOR, OTHERS_COLOR, OWN_MARKERS = "C0", "black", "DsP"
 READ, PRODUCTS = "read", ("product, torch", "product, NumPy")
 
 
@@ -94,18 +96,21 @@ def draw_roofline(axis: Any, results: dict[str, Any]) -> None:
     intensities = [row["flops"] / row["kv_bytes"] for row in rows]
     edges = [min(intensities) / 2, product / read, max(intensities) * 2]
     axis.plot(edges, [min(product, read * x) / 1e9 for x in edges], color="black", linewidth=0.8)
-    for label, marker, is_ours in (("best of the others", "o", False), ("this library", "D", True)):
+    for label, marker, color, is_ours in (
+        ("best of the others", "o", OTHERS_COLOR, False),
+        ("this library", "D", OWN_COLOR, True),
+    ):
         points = []
         for row, intensity in zip(rows, intensities, strict=True):
             if seconds := best(row, is_ours):
                 points.append((intensity, row["flops"] / seconds / 1e9))
         if points:
-            axis.scatter(*zip(*points, strict=True), label=label, marker=marker, s=22)
+            axis.scatter(*zip(*points, strict=True), label=label, marker=marker, color=color, s=22)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlabel("FLOP per byte of K and V")
     axis.set_ylabel("GFLOP/s")
-    axis.set_title("roofline: reading rate and best matrix product")
+    axis.set_title("roofline: reading rate, best float32 product")
     axis.grid(alpha=0.3)
     axis.legend(loc="lower right", fontsize=8)
 
@@ -118,27 +123,30 @@ def ratio_to_peers(row: dict[str, Any]) -> float | None:
 
 def draw(results: dict[str, Any], path: Path) -> None:
     """Draws a dot for each contestant in each row, at its share of the limit, and a roofline."""
-    kinds = {"decode": "share of the reading rate", "prefill": "share of the best matrix product"}
+    kinds = {"decode": "share of the reading rate", "prefill": "share of the best float32 product"}
     rows = {kind: [row for row in results["rows"] if row["kind"] == kind] for kind in kinds}
     figure, axes = plt.subplots(
         1, 3, figsize=(18, 1.5 + 0.26 * max(map(len, rows.values()))), layout="constrained"
     )
     draw_roofline(axes[2], results)
     for axis, (kind, label) in zip(axes[:2], kinds.items(), strict=True):
-        for i, name in enumerate(contestants(results)):
+        own_markers, other_colors = iter(OWN_MARKERS), (f"C{i}" for i in range(1, 10))
+        for name in contestants(results):
+            ours = name in OURS
+            marker = next(own_markers) if ours else "o"
+            color = OWN_COLOR if ours else next(other_colors)
             points = [
                 (share(row, name, results["limit_bytes"], results["limit_flops"]), y)
                 for y, row in enumerate(rows[kind])
                 if name in row["seconds"]
             ]
             if points:
-                ours = name in OURS
                 axis.scatter(
                     *zip(*points, strict=True),
-                    label=name if ours is False else f"this library, {name}",
-                    marker="D" if ours else "o",
+                    label=f"this library, {name}" if ours else name,
+                    marker=marker,
                     s=46 if ours else 26,
-                    color=f"C{i}",
+                    color=color,
                     zorder=3 if ours else 2,
                 )
         labels = []
@@ -160,7 +168,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     machine = results["machine"]
     figure.suptitle(
         f"{machine['processor']}, {machine['cores']} cores, {machine['instruction_set']}; "
-        "32/8 heads x 128 unless named, blocks of 16; "
+        "32/8 heads x 128 unless named, blocks of 16.  b8 x 4096: 8 sequences of 4096.  "
         "2.00x: the best of the others takes twice the time"
     )
     figure.savefig(path, dpi=110)

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import contest
+from benchmarks import contest, figure
 from benchmarks.cpu import bench, overview, report
 from benchmarks.cpu.peers import PEERS
+from benchmarks.gpu import overview as gpu_overview
 from benchmarks.workloads import Workload, uniform
 from harness.workload import Model
 
@@ -78,13 +79,19 @@ def test_padding_is_part_of_a_workload() -> None:
     assert contest.error_of(contest.ours(padded, operands)(), padded, operands) <= 1
 
 
-def test_the_figure_shows_the_kept_results() -> None:
-    measured = overview.kept()
-    figure = (overview.RESULTS / "overview.svg").read_text()
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(overview, "overview.svg"), (gpu_overview, "gpu-h100.svg")],
+    ids=["CPU", "GPU"],
+)
+def test_the_figure_shows_the_kept_results(module: Any, name: str) -> None:
+    measured = module.kept()
+    text = (module.RESULTS / name).read_text()
     for found in measured.values():
-        assert found.keys() == {*overview.WORKLOADS.values()}
-    shown = sorted(re.findall(r">(\d\.\d\d)<", figure))
+        assert found.keys() == {*module.WORKLOADS.values()}
+    shown = sorted(re.findall(r">(\d\.\d\d)<", text))
     assert shown == sorted(f"{x:.2f}" for found in measured.values() for x in found.values())
     assert min(map(float, shown)) < 1 < max(map(float, shown)), "no loss, or no gain"
-    for color in overview.VARIABLES:
-        assert color not in figure
+    for color in figure.VARIABLES:
+        assert color not in text
+    assert "speed beside" in text, "the axis has no words"

@@ -278,7 +278,7 @@ def test_random_on_hopper(gpu: Gpu, case: Case) -> None:
     test_paged_attention(case, gpu.on_hopper())
 
 
-KERNELS = "CUDA kernels" if ON_CUDA else "CUDA kernels, emulated"
+KERNELS = "CUDA kernels" if ON_CUDA else "CUDA kernels (emulated)"
 
 
 @pytest.mark.proves(KERNELS)

@@ -1,13 +1,14 @@
-"""The table of features and backends, from the records of the tests: `make test-all` writes it.
-docs/features/README.md has a copy.
+"""The tables of features and backends: `make test-all` counts passed tests in one, and
+docs/features/README.md has one that says which features are tested where.
 
-A passed test with the mark `proves("a column", ...)` counts in these columns, for every feature of
-its case. Names in braces stand for the test's parameters.
+A test with the mark `proves("a column", ...)` belongs to these columns, for every feature of its
+case. Names in braces stand for the test's parameters.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,29 @@ def features_of(case: Any) -> list[str]:
             "a scale for each position": case.scales == "per position",
         }
     return [feature for feature, is_used in used.items() if is_used]
+
+
+def summary(tests: Iterable[Callable[..., None]]) -> str:
+    """The page's table: features that are tested on the same backends share a row."""
+    columns: dict[str, set[str]] = defaultdict(set)
+    for test in tests:
+        marks = getattr(test, "pytestmark", ())
+        found = [name for mark in marks if mark.name == "proves" for name in mark.args]
+        for mark in marks if found else ():
+            if mark.name == "parametrize" and "case" in mark.args[0]:
+                for case in mark.args[1]:
+                    features = features_of(case[-1] if isinstance(case, tuple) else case)
+                    for column in found:
+                        columns[column].update(features)
+    merged: dict[frozenset[str], list[str]] = defaultdict(list)
+    for column, features in columns.items():
+        merged[frozenset(features)].append(column)
+    rows: dict[tuple[bool, ...], list[str]] = defaultdict(list)
+    for feature in FEATURES:
+        rows[tuple(feature in features for features in merged)].append(feature)
+    lines = [["", *map(", ".join, merged.values())], ["---"] * (len(merged) + 1)]
+    lines += [[", ".join(names), *("✓" if x else "" for x in row)] for row, names in rows.items()]
+    return "".join(f"| {' | '.join(line)} |\n".replace("  ", " ") for line in lines)
 
 
 def record_proven_features(item: pytest.Item) -> None:
