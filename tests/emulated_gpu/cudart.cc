@@ -3,8 +3,8 @@
 //   EMULATED_GPU_SEED: the order of warps and copies, and the number of multiprocessors.
 //   EMULATED_GPU_CAPABILITY: 90 for 9.0.
 //   EMULATED_GPU_FAIL: a call that fails, as CALL, or as CALL=ERROR with the error's number.
-//   EMULATED_GPU_LAUNCHES: a file that gets the thread blocks and threads of a block of each launch.
-//   EMULATED_GPU_EARLY: 0 if no kernel begins before the one before it has ended.
+//   EMULATED_GPU_LAUNCHES: a file that gets the thread blocks and threads of a block of each
+//   launch. EMULATED_GPU_EARLY: 0 if no kernel begins before the one before it has ended.
 //   EMULATED_GPU_COUNTS: a file that gets the counts of each launch, as a line of JSON.
 //   EMULATED_GPU_FAULT: see PlantFault.
 // and the variable ptx_change (machine.h) a number that changes while a kernel reads it.
