@@ -21,16 +21,16 @@ Returned = TypeVar("Returned")
 
 
 class Arrays:
-    """The arrays of a call, in the order of its operands. Each method adds one and returns its
-    shape and dtype for the op's check."""
+    """The arrays of a call by name. Each method adds one and returns its shape and dtype for the
+    op's check."""
 
     def __init__(self, op: str) -> None:
         self._op = op
-        self._arrays: list[jax.Array] = []
+        self._arrays: dict[str, jax.Array] = {}
 
     def add(self, name: str, array: Any) -> ArraySpec:
         """Adds an array of any dtype, or what JAX makes an array of."""
-        return self._add(self._given(name, array))
+        return self._add(name, self._given(name, array))
 
     def add_int32(self, name: str, array: Any) -> ArraySpec:
         """Adds integers. Under ``jax_enable_x64`` they may have 64 bits: a number beyond int32
@@ -39,7 +39,7 @@ class Arrays:
         if array.dtype == jnp.int64:
             limits = jnp.iinfo(jnp.int32)
             array = jnp.clip(array, limits.min, limits.max).astype(jnp.int32)
-        return self._add(array)
+        return self._add(name, array)
 
     def add_optional(self, name: str, array: Any) -> ArraySpec | None:
         """Adds an array of any dtype, if there is one."""
@@ -51,7 +51,7 @@ class Arrays:
         if array is None:
             return None
         array = self._given(name, array)
-        return self._add(array.astype(jnp.float32) if array.dtype == jnp.float64 else array)
+        return self._add(name, array.astype(jnp.float32) if array.dtype == jnp.float64 else array)
 
     def add_optional_int32(self, name: str, array: Any) -> ArraySpec | None:
         """Adds integers, if there are any; see add_int32."""
@@ -63,7 +63,7 @@ class Arrays:
         if array is None:
             return None
         array = self._given(name, array)
-        return self._add(array.astype(jnp.int32) if array.dtype == jnp.int64 else array)
+        return self._add(name, array.astype(jnp.int32) if array.dtype == jnp.int64 else array)
 
     def add_flags(self, name: str, flags: Any) -> Any:
         """Adds booleans, or integers of which only 0 stands for False. What is neither an array nor
@@ -73,7 +73,7 @@ class Arrays:
             return flags
         array = self._given(name, flags)
         is_int32 = array.dtype == jnp.int32 or array.dtype.kind not in "biu"
-        return self._add(array if is_int32 else (array != 0).astype(jnp.int32))
+        return self._add(name, array if is_int32 else (array != 0).astype(jnp.int32))
 
     def _given(self, name: str, array: Any) -> jax.Array:
         """The array, which may not be None or hold integers that JAX would truncate."""
@@ -82,16 +82,16 @@ class Arrays:
         check_integers_fit(self._op, name, array)
         return array if isinstance(array, jax.Array) else jnp.asarray(array)
 
-    def _add(self, array: jax.Array) -> ArraySpec:
-        self._arrays.append(array)
+    def _add(self, name: str, array: jax.Array) -> ArraySpec:
+        self._arrays[name] = array
         return ArraySpec(array.shape, _name(array.dtype))
 
     def __iter__(self) -> Iterator[jax.Array]:
-        return iter(self._arrays)
+        return iter(self._arrays.values())
 
     def call(self, call: Call) -> tuple[jax.Array, ...]:
         """Makes a checked call with these arrays."""
-        return _function(call)(*self._arrays)
+        return _function(call)(*[self._arrays[name] for name in call.names])
 
 
 _name = lru_cache(attrgetter("name"))  # NumPy makes it of a dtype each time

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import overload
+from typing import TypedDict, Unpack, overload
 
 import jax
 
 from jax_frontend import _call
 from shared_ffi import kv_cache_update as op
+
+
+class _Options(TypedDict, total=False):
+    """The keyword-only arguments that all overloads take."""
+
+    kv_layout: str | None
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
+    positions: jax.Array | None
+    cos_sin_cache: jax.Array | None
+    interleaved: bool
 
 
 @overload
@@ -18,13 +29,8 @@ def kv_cache_update(
     slot_mapping: jax.Array,
     *,
     value_cache: None = None,
-    kv_layout: str | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
     query: None = None,
-    positions: jax.Array | None = None,
-    cos_sin_cache: jax.Array | None = None,
-    interleaved: bool = False,
+    **options: Unpack[_Options],
 ) -> jax.Array: ...
 
 
@@ -36,13 +42,8 @@ def kv_cache_update(
     slot_mapping: jax.Array,
     *,
     value_cache: jax.Array,
-    kv_layout: str | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
     query: None = None,
-    positions: jax.Array | None = None,
-    cos_sin_cache: jax.Array | None = None,
-    interleaved: bool = False,
+    **options: Unpack[_Options],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -54,13 +55,8 @@ def kv_cache_update(
     slot_mapping: jax.Array,
     *,
     value_cache: None = None,
-    kv_layout: str | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
     query: jax.Array,
-    positions: jax.Array | None = None,
-    cos_sin_cache: jax.Array | None = None,
-    interleaved: bool = False,
+    **options: Unpack[_Options],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -72,13 +68,8 @@ def kv_cache_update(
     slot_mapping: jax.Array,
     *,
     value_cache: jax.Array,
-    kv_layout: str | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
     query: jax.Array,
-    positions: jax.Array | None = None,
-    cos_sin_cache: jax.Array | None = None,
-    interleaved: bool = False,
+    **options: Unpack[_Options],
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 
 

@@ -61,6 +61,8 @@ def check(
         last = f"head_size={head_size}" if value_cache is None else "value_head_size"
         rule = f"[num_tokens={num_tokens}, num_kv_heads={num_kv_heads}, {last}]"
         raise shape_error(OP, "value", rule, value.shape)
+    token_rows.check(OP, "key", key)
+    token_rows.check(OP, "value", value)
     if value.dtype != key.dtype:
         raise dtype_error(OP, "value", f"key's dtype {key.dtype}", value.dtype)
     if is_latent:
@@ -82,11 +84,11 @@ def check(
             raise value_error(OP, argument, NO_OVERLAP, got)
     # Where there is one kv head, devices can share the heads of the query alone.
     rows_head_dim = None if cache.num_kv_heads == 1 else 1
-    operands = Operands(
-        [caches[0], token_rows.as_operand(key), token_rows.as_operand(value), slot_mapping],
-        [cache.head_dim, rows_head_dim, rows_head_dim, None],
-        [*layout, *token_rows.attributes(key, value)],
-    )
+    operands = Operands([*layout, *token_rows.attributes(key, value)])
+    operands.add("kv_cache", caches[0], cache.head_dim)
+    operands.add("key", token_rows.as_operand(key), rows_head_dim)
+    operands.add("value", token_rows.as_operand(value), rows_head_dim)
+    operands.add("slot_mapping", slot_mapping)
     _kv_cache.add_features(
         OP,
         operands,
@@ -119,6 +121,7 @@ def check(
     return Call(
         OP,
         TARGET,
+        names=tuple(operands.names),
         operands=tuple(operands.specs),
         results=tuple(operands.specs[operand] for operand in written),
         attributes=tuple(operands.attributes),
@@ -179,6 +182,7 @@ def _check_query(query: ArraySpec, key: ArraySpec) -> None:
             f"head_size={head_size}]"
         )
         raise shape_error(OP, "query", rule, query.shape)
+    token_rows.check(OP, "query", query)
     if query.dtype != key.dtype:
         raise dtype_error(OP, "query", f"key's dtype {key.dtype}", query.dtype)
     if query.strides is not None and not token_rows.are_rows(query.shape, query.strides):

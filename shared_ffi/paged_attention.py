@@ -80,6 +80,7 @@ def check(
         raise dtype_error(OP, "query", "dtype float32, float16 or bfloat16", query.dtype)
     if not (holds(head_size >= 1) and holds(head_size <= MAX_HEAD_SIZE)):
         raise value_error(OP, "query", f"have a head_size from 1 to {MAX_HEAD_SIZE}", head_size)
+    token_rows.check(OP, "query", query)
     is_latent = value_head_size is not None
     if value_head_size is not None:
         _check_value_head_size(value_head_size, head_size)
@@ -105,18 +106,13 @@ def check(
         attributes.append(("value_head_size", np.int64(columns)))
     attributes.extend(layout)
     attributes.extend(token_rows.attributes(query))
-    operands = Operands(
-        [
-            token_rows.as_operand(query),
-            caches[0],
-            context_lens,
-            block_tables,
-            query_start_loc,
-            num_seqs,
-        ],
-        [1, cache.head_dim, None, None, None, None],
-        attributes,
-    )
+    operands = Operands(attributes)
+    operands.add("query", token_rows.as_operand(query), 1)
+    operands.add("kv_cache", caches[0], cache.head_dim)
+    operands.add("context_lens", context_lens)
+    operands.add("block_tables", block_tables)
+    operands.add("query_start_loc", query_start_loc)
+    operands.add("num_seqs", num_seqs)
     _kv_cache.add_features(
         OP,
         operands,
@@ -168,6 +164,7 @@ def check(
     return Call(
         OP,
         TARGET,
+        names=tuple(operands.names),
         operands=tuple(operands.specs),
         results=tuple(results),
         attributes=tuple(attributes),
@@ -277,7 +274,8 @@ def _words(tree_mask: Any) -> np.ndarray:
 
 def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
     """The size of the scratch for partial results of long contexts, as ``MakeScratch`` of
-    ``csrc/paged_attention/cuda/scratch.h`` computes it; the handler compares the two.
+    ``csrc/paged_attention/cuda/scratch.h`` computes it; the handler compares the two. Raises
+    ValueError for sizes that only CUDA does not take.
 
     It follows from the shapes alone: only the device knows what the arrays hold. The numbers of
     tokens, sequences and blocks may be symbols; `smaller` finds the smaller of two sizes.
@@ -290,6 +288,12 @@ def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
         block_size, num_kv_heads = int(attributes["block_size"]), int(attributes["num_kv_heads"])
     else:
         block_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
+    # The handler checks symbols.
+    if isinstance(num_tokens * num_heads, int) and num_tokens * num_heads >= 2**32:
+        rule = "have num_tokens * num_heads below 2**32 on CUDA: split the batch"
+        raise value_error(OP, "query", rule, f"{num_tokens} * {num_heads}")
+    if isinstance(block_size, int) and block_size >= 2**31:
+        raise value_error(OP, "kv_cache", "have a block_size below 2**31 on CUDA", block_size)
     sizes = _native.scratch_sizes(
         num_heads=int(num_heads),
         num_kv_heads=int(num_kv_heads),

@@ -18,4 +18,4 @@ def check(a: ArraySpec, b: ArraySpec) -> Call:
         raise shape_error(OP, "b", str(list(a.shape)), b.shape)
     if b.dtype != "float32":
         raise dtype_error(OP, "b", "dtype float32", b.dtype)
-    return Call(OP, TARGET, operands=(a, b), results=(a,))
+    return Call(OP, TARGET, names=("a", "b"), operands=(a, b), results=(a,))

@@ -77,6 +77,8 @@ class Call:
     op: str
     target: str
     """Custom-call target, the same on every platform."""
+    names: tuple[str, ...]
+    """The operands' names, which are those of the check's arguments."""
     operands: tuple[ArraySpec, ...]
     results: tuple[ArraySpec, ...]
     attributes: tuple[tuple[str, Scalar], ...] = ()
@@ -127,7 +129,7 @@ def records_arguments(check: Callable[Parameters, Call]) -> Callable[Parameters,
     def recorded(*positional: Parameters.args, **keywords: Parameters.kwargs) -> Call:
         call = check(*positional, **keywords)
         given = dict(zip(defaults, positional, strict=False)) | keywords
-        arrays = tuple([name for name in defaults if isinstance(given.get(name), ArraySpec)])
+        arrays = call.names
         options = [
             (name, _canonical(given[name], kinds[name]))
             for name in defaults
@@ -171,19 +173,25 @@ def flag(op: str, argument: str, value: bool | np.bool_) -> bool:
     return bool(value)
 
 
-@dataclass
 class Operands:
     """The operands and attributes that a check has collected so far."""
 
-    specs: list[ArraySpec]
-    head_dims: list[int | None]
-    attributes: list[tuple[str, Scalar]]
+    def __init__(self, attributes: list[tuple[str, Scalar]]) -> None:
+        self.names: list[str] = []
+        self.specs: list[ArraySpec] = []
+        self.head_dims: list[int | None] = []
+        self.attributes = attributes
+
+    def add(self, name: str, spec: ArraySpec, head_dim: int | None = None) -> None:
+        """Adds an operand that each call has."""
+        self.names.append(name)
+        self.specs.append(spec)
+        self.head_dims.append(head_dim)
 
     def add_feature(self, name: str, spec: ArraySpec, head_dim: int | None) -> None:
         """Adds an operand, and an attribute of the same name that holds the operand's number."""
         self.attributes.append((name, np.int64(len(self.specs))))
-        self.specs.append(spec)
-        self.head_dims.append(head_dim)
+        self.add(name, spec, head_dim)
 
 
 def numbers_of(dtype: str) -> int:

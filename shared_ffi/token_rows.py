@@ -11,7 +11,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shared_ffi.spec import ArraySpec, Scalar
+from shared_ffi.spec import ArraySpec, Scalar, value_error
+
+_MAX_ELEMENTS = 2**30
+"""Of a token. Kernels number them with 32 bits."""
+
+
+def check(op: str, argument: str, rows: ArraySpec) -> None:
+    """Checks the size of a token. The handler checks that of symbols."""
+    _, num_heads, head_size = rows.shape
+    if isinstance(num_heads * head_size, int) and num_heads * head_size > _MAX_ELEMENTS:
+        rule = "have num_heads * head_size of at most 2**30"
+        raise value_error(op, argument, rule, f"{num_heads} * {head_size}")
 
 
 def are_rows(shape: Sequence[int], strides: Sequence[int]) -> bool:

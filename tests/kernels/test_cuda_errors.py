@@ -4,12 +4,14 @@ call."""
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
 from shared_ffi import kv_cache_update, paged_attention, simple_add
+from shared_ffi.spec import ArraySpec, Call
 from tests.cases.all import CASES, UPDATE_CASES
 from tests.support.calls import checked_call, numbers, results_of
 from tests.support.gpu import ON_CUDA, EmulatedGpu
@@ -96,3 +98,44 @@ class ArrayOfAnySize:
 
     shape = (2**40,)
     dtype = "float32"
+
+
+def huge_attention(num_tokens: int, block_size: int) -> Call:
+    cache = ArraySpec((1, block_size, 2, 8), "float32")
+    shapes = (1,), (1, 1), (2,), (1,)
+    metadata = [ArraySpec(shape, "int32") for shape in shapes]
+    return paged_attention.check(ArraySpec((num_tokens, 8, 8), "float32"), cache, *metadata, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "block_size", "message"),
+    [
+        (2**29, 1, "query must have num_tokens * num_heads below 2**32"),
+        (1, 2**31, "kv_cache must have a block_size below 2**31"),
+    ],
+)
+def test_sizes_that_only_cuda_does_not_take(
+    gpu: EmulatedGpu, num_tokens: int, block_size: int, message: str
+) -> None:
+    """Before a kernel is launched, and in the handler of a program that no check has passed."""
+    call = huge_attention(num_tokens, block_size)
+    with pytest.raises(ValueError, match=f"^paged_attention: {re.escape(message)} on CUDA"):
+        call.results_on("cuda")
+    fitting = huge_attention(1, 1)
+    attributes = {name: value.item() for name, value in fitting.attributes}
+    results = [*call.results, fitting.results_on("cuda")[-1]]
+    run = gpu.native.EagerCall("cuda", call.target, attributes, call.operands, results)
+    with pytest.raises(ValueError, match=f"^paged_attention: {re.escape(message)}"):
+        run([0] * len(call.operands), [0, 0])
+
+
+@pytest.mark.parametrize("argument", ["query", "key"])
+def test_tokens_of_too_many_elements(argument: str) -> None:
+    rows, cache = (ArraySpec((*x, 512), "float32") for x in ((0, 2**21 + 1), (1, 1, 2**22 + 2)))
+    metadata = [ArraySpec(shape, "int32") for shape in ((1,), (1, 1), (2,), (1,))]
+    rule = "have num_heads * head_size of at most 2**30; got 2097153 * 512"
+    with pytest.raises(ValueError, match=re.escape(f"{argument} must {rule}")):
+        if argument == "query":
+            paged_attention.check(rows, cache, *metadata, 1.0)
+        else:
+            kv_cache_update.check(cache, rows, rows, ArraySpec((0,), "int32"))

@@ -139,7 +139,7 @@ struct Kernel {
   Error Queue(int64_t num_blocks, void* stream, Arguments... arguments) const {
     if (num_blocks == 0) return {};
     if (num_blocks > std::numeric_limits<int32_t>::max()) {
-      return {"cudaLaunchKernelEx", "the grid would have 2^31 thread blocks or more"};
+      return {"cudaLaunchKernelEx", "the grid would have 2**31 thread blocks or more"};
     }
     cudaLaunchConfig_t config = {};
     config.gridDim.x = static_cast<unsigned>(num_blocks);

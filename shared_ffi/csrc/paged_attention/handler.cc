@@ -98,7 +98,10 @@ ffi::Error OnCuda(ffi::RemainingArgs operands, ffi::RemainingRets results,
   Params params;
   CallReader call = Read(operands, results, attributes);
   XLA_GPU_RETURN_IF_ERROR(MakeParams(&call, /*num_scratch=*/1, &params));
-  // There positions are divided by it in 32 bits.
+  // Rows are numbered, and positions divided by the block size, in 32 bits.
+  if (params.num_tokens > UINT32_MAX / params.num_heads) {
+    call.Refuse("query", "have num_tokens * num_heads below 2**32");
+  }
   if (params.block_size > INT32_MAX) call.Refuse("kv_cache", "have a block_size below 2**31");
   Scratch scratch;
   const int64_t num_bytes = MakeScratch(params, nullptr, &scratch);

@@ -306,9 +306,6 @@ std::vector<std::string> CudaKernelsInUse() {
 }
 
 gpu::Error RunOnCuda(const Params& p, const Scratch& scratch, void* stream) {
-  if (p.num_tokens * p.num_heads > UINT32_MAX) {
-    return {"paged_attention", "num_tokens * num_heads must be less than 2^32 on CUDA"};
-  }
   return WithTensorType(p.dtype,
                         [&](auto type) { return Run<decltype(type)>(p, scratch, stream); });
 }
