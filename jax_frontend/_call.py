@@ -119,7 +119,7 @@ ad.primitive_jvps[lowering.call_p] = _refuse_derivative
 def takes_arrays(
     op: str,
 ) -> Callable[[Callable[Parameters, Returned]], Callable[Parameters, Returned]]:
-    """For a function that looks at its arrays, which come first, before an op's check does.
+    """Decorator: checks the leading array arguments of a function before its body uses them.
 
     It raises TypeError if one is no array, or is None and may not be; and ValueError for integers
     that JAX would truncate.

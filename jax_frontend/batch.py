@@ -34,9 +34,9 @@ def slot_mapping(
 
     Args:
         context_lens: ``[max_seqs]`` int32, as in ``paged_attention``.
-        block_tables: ``[max_seqs, max_blocks_per_seq]`` int32, likewise.
-        query_start_loc: ``[max_seqs + 1]`` int32, likewise.
-        num_seqs: ``[]`` or ``[1]`` int32, likewise.
+        block_tables: ``[max_seqs, max_blocks_per_seq]`` int32, as there.
+        query_start_loc: ``[max_seqs + 1]`` int32, as there.
+        num_seqs: ``[]`` or ``[1]`` int32, as there.
         block_size: positions of a block. Static.
         num_tokens: new tokens, padding included. Static.
 

@@ -345,7 +345,7 @@ def _scale(scale: float) -> np.float32:
 
 
 def _int64(argument: str, value: int, at_least: int) -> np.int64:
-    """As an attribute. A symbol stays one: as a number, it would make a program for each value."""
+    """Returns an int64 attribute. A SymInt is kept: converting it would specialize the program."""
     if isinstance(value, bool) or not (isinstance(value, int | np.integer) or is_symbol(value)):
         raise dtype_error(OP, argument, "type int", type(value).__name__)
     if not holds(value >= at_least):

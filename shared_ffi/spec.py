@@ -85,8 +85,8 @@ class Call:
     aliases: tuple[tuple[int, int], ...] = ()
     """Pairs (operand, result) that share a buffer, because the op writes in place."""
     num_shared_heads: int = 0
-    """The call can be split by heads among a number of devices that divides this; 0: never. These
-    are the kv heads, or, where there is one, the query heads."""
+    """How many heads devices can share: num_kv_heads, or num_heads if there is one kv head. 0: the
+    call cannot be split by heads."""
     head_dims: tuple[int | None, ...] = ()
     """The dimension of heads of each operand, then of each result; None: every device has all of
     it. A device that computes a part of the heads has that part of each of these dimensions."""

@@ -149,7 +149,7 @@ def paged_attention(
             that of the output. One of the two may be int8 and the other uint8.
         kv_layout: which dimension is which, such as ``"n2bhd"``.
         k_scale: what the keys in a cache of 8 or 4 bits are multiplied by.
-        v_scale: likewise, for the values.
+        v_scale: the same for the values.
         sinks: ``[num_heads]`` float32, one more logit for each head.
         alibi_slopes: ``[num_heads]`` float32.
         tree_mask: ``[num_tokens, 2]`` int32, for draft trees of speculative decoding.

@@ -41,7 +41,7 @@ def cut_at_updates(graph: GraphModule, compiled: Callable[[GraphModule], Run]) -
 
 
 class _Part(torch.nn.Module):
-    """A compiled part, which is called as the part itself."""
+    """Calls a compiled part with the signature of the module that it replaces."""
 
     def __init__(self, part: GraphModule, run: Run) -> None:
         super().__init__()
@@ -54,9 +54,8 @@ class _Part(torch.nn.Module):
 
 
 def _put_updates_in_place(graph: torch.fx.Graph) -> bool:
-    """Tells updates to copy no argument of the graph, where nothing reads afterwards what they
-    overwrite. They copy what the graph computes, such as a query. Returns whether there are such
-    updates."""
+    """Marks updates as in place if no later node reads the argument that they overwrite. They copy
+    what the graph computes, such as a query. Returns whether there are such updates."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     found = False
     for update in graph.find_nodes(op="call_function", target=auto_functionalized_v2):

@@ -130,7 +130,8 @@ class ArgumentReader:
 
 
 def refuse_several_devices(op: str, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-    """One meta tensor would choose the fake kernel, whose results are not computed."""
+    """Raises if tensors are on several devices. (One meta tensor would select the fake kernel,
+    whose results are not computed.)"""
     try:
         devices = [x.device for x in tensors]
     except AttributeError:  # the dispatcher lets None pass for a tensor

@@ -81,8 +81,8 @@ class Operator:
             RULES.refuse_derivative(self._op, (out,))
 
     def refuse_grad(self, keys: Any, *arguments: Any, **keywords: Any) -> Any:
-        """The autograd kernel for tensors that torch_xla or a transformation of torch.func wraps:
-        below it, they have no derivatives. A DTensor comes here, too."""
+        """The autograd kernel for wrapped tensors (torch_xla, torch.func, DTensor): refuses
+        derivatives, then runs the op below autograd, where wrappers have none."""
         dtensor.register(_LIBRARY)
         self.read(arguments, {name: x for name, x in keywords.items() if name != "out"})
         return self._below_autograd(arguments, keywords)
@@ -150,7 +150,7 @@ class InPlaceOp:
         self._has_out = "out" in self._names
 
     def run(self, keys: Any, *arguments: Any, **keywords: Any) -> Any:
-        """The kernel for all tensors, which takes a call's DispatchKeySet first."""
+        """The composite kernel for every device. `keys`: the call's DispatchKeySet, unused."""
         first = arguments[0]
         if first is None:
             raise errors.missing_error(self._name, self._names[0])

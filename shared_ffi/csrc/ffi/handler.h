@@ -201,7 +201,7 @@ class CallReader {
   }
 
   size_t num_results() const { return results_.size(); }
-  // Likewise of a result; null if the call does not have it.
+  // The result of this number; null if the call does not have it.
   template <typename S = Shapes>
   void* Result(size_t number, const char* name, DTypes dtypes, const S& shapes) {
     auto result = results_.get<ffi::AnyBuffer>(number);

@@ -50,8 +50,8 @@ struct KvLayout {
 };
 
 // Reads a cache into an op's Params, which have value_head_size already: its place, sizes and
-// dtypes. `rows`: of the operand that has the cache's dtype, unless the cache is quantized, and a
-// multiple of its heads.
+// dtypes. `rows`: query or key. Its dtype is the cache's unless that is quantized; its heads are a
+// multiple of the kv heads.
 template <typename Params>
 void ReadKvCache(CallReader* call, const char* rows_operand, const TokenRows& rows, Params* p) {
   const ffi::AnyBuffer kv_cache = *call->Find("kv_cache");

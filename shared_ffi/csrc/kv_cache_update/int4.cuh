@@ -1,6 +1,6 @@
-// The kernel that writes to a cache whose K or V has 4 bits. Two adjacent numbers share a byte, of
-// which a rotation by pairs gives no thread both: a thread makes one element of the cache at a
-// time, and finds each of its numbers.
+// The kernel that writes to a cache whose K or V has 4 bits. Two adjacent numbers share a byte, and
+// rotary pairs put them on different threads: a thread makes one element of the cache at a time,
+// and finds each of its numbers.
 #pragma once
 
 #include "rotary.cuh"

@@ -91,7 +91,7 @@ MetadataCopy::MetadataCopy(Params* params) {
   const int64_t num_words = p.tree_mask == nullptr ? 0 : 2 * p.num_tokens;
   const int64_t num_bounds = p.bidirectional_ranges == nullptr ? 0 : 2 * p.num_tokens;
   const int64_t num_flags = p.causal == nullptr ? 0 : count;
-  // Few pages of the table are touched.
+  // Not zeroed: only the entries that are copied are touched, however wide the table is.
   memory_.reset(new int32_t[2 + 2 * count + num_words + num_bounds + num_flags + count * width]);
   int32_t* const copied_num_seqs = memory_.get();
   int32_t* const context_lens = copied_num_seqs + 1;
