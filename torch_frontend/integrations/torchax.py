@@ -45,6 +45,12 @@ def _kv_cache_update(
         _assign(target, array)
 
 
+def _paged_attention(*, causal: Any = True, causal_seqs: Any = None, **arguments: Any) -> Any:
+    """A schema has no type for a bool or a tensor, JAX's function needs none."""
+    causal = causal if causal_seqs is None else causal_seqs
+    return jax_frontend.paged_attention(causal=causal, **arguments)
+
+
 def _ragged_paged_attention(*, use_kernel: bool = True, **arguments: Any) -> Any:
     return jax_frontend.ragged_paged_attention(**arguments)
 
@@ -58,8 +64,8 @@ def _assign(target: Any, array: Any) -> None:
 
 def _register() -> None:
     functions: dict[Any, Callable[..., Any]] = {
-        _OPS.paged_attention.default: jax_frontend.paged_attention,
-        _OPS.paged_attention.lse: partial(jax_frontend.paged_attention, return_lse=True),
+        _OPS.paged_attention.default: _paged_attention,
+        _OPS.paged_attention.lse: partial(_paged_attention, return_lse=True),
         _OPS.ragged_paged_attention.default: _ragged_paged_attention,
         _OPS.simple_add.default: jax_frontend.simple_add,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torchax
 from torchax.interop import jax_jit, jax_view
 
+import jax_frontend
 import torch_frontend.integrations.torchax  # noqa: F401
 
 OPS = torch.ops.xla_gpu
@@ -63,6 +65,31 @@ def test_lse() -> None:
     with torchax.default_env():
         got = OPS.paged_attention.lse(*on_jax((query, cache, *metadata)), 0.125)
     check(got, wanted)
+
+
+@pytest.mark.parametrize("causal", [0, 1])
+def test_causality_of_each_sequence(causal: int) -> None:
+    cache, _, _, query, _, lengths, *metadata = operands()
+    query, metadata[1] = query.repeat(2, 1, 1), torch.tensor([0, 2], dtype=torch.int32)
+    flags = torch.tensor([causal], dtype=torch.int32)
+    wanted = OPS.paged_attention(query, cache, lengths, *metadata, 0.125, causal=bool(causal))
+    with torchax.default_env():
+        got = OPS.paged_attention(
+            *on_jax((query, cache, lengths, *metadata)), 0.125, causal_seqs=on_jax(flags)
+        )
+    check([got], [wanted])
+
+
+def test_every_argument_of_an_operator_is_known() -> None:
+    """What JAX's function does not have would be an error, or be dropped."""
+    for operator, function in (
+        (OPS.paged_attention, jax_frontend.paged_attention),
+        (OPS.kv_cache_update, jax_frontend.kv_cache_update),
+        (OPS.ragged_paged_attention, jax_frontend.ragged_paged_attention),
+        (OPS.simple_add, jax_frontend.simple_add),
+    ):
+        taken = {*inspect.signature(function).parameters} | {"causal_seqs", "use_kernel"}
+        assert {x.name for x in operator.default._schema.arguments} <= taken
 
 
 def test_other_ops() -> None:
