@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,13 +27,18 @@ class BlockPool:
         True
         >>> blocks, pool.free
         ([0, 1], [3, 2])
+        >>> other = pool.share(blocks[:1])  # its first 16 tokens are the same
         >>> pool.release(blocks)  # the sequence has ended
+        >>> other, pool.free
+        ([0], [3, 2, 1])
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.free = [*reversed(range(num_blocks))]
         """The numbers of the free blocks. The last one is taken next."""
+        self._users = [0] * num_blocks
+        """How many sequences have each block."""
 
     def num_missing(self, blocks: Sequence[int], context_len: int) -> int:
         """Blocks that a sequence with these blocks lacks for ``context_len`` tokens."""
@@ -47,13 +53,52 @@ class BlockPool:
         count = self.num_missing(blocks, context_len)
         if count > len(self.free):
             return False
-        blocks.extend(self.free.pop() for _ in range(count))
+        taken = [self.free.pop() for _ in range(count)]
+        for block in taken:
+            self._users[block] = 1
+        blocks.extend(taken)
         return True
 
+    def share(self, blocks: Sequence[int]) -> list[int]:
+        """Gives blocks of a sequence to another one, too, whose tokens begin with the same ones.
+
+        Share blocks that are full: a block must not be written while another sequence reads it.
+
+        Returns:
+            The blocks of the other sequence, to ``grow`` and to ``release``. A block is free when
+            all its sequences have released it; a copy of the list is no other sequence.
+
+        Raises:
+            ValueError: no sequence has one of the blocks.
+        """
+        self._check_used("share", blocks)
+        for block in blocks:
+            self._users[block] += 1
+        return [*blocks]
+
     def release(self, blocks: list[int]) -> None:
-        """Takes back all blocks of a sequence, and empties the list."""
-        self.free.extend(reversed(blocks))
+        """Takes back all blocks of a sequence, and empties the list.
+
+        Raises:
+            ValueError: no sequence has one of the blocks, or fewer than release it here. Nothing is
+                taken back then.
+        """
+        self._check_used("release", blocks)
+        for block in reversed(blocks):
+            self._users[block] -= 1
+            if self._users[block] == 0:
+                self.free.append(block)
         blocks.clear()
+
+    def _check_used(self, method: str, blocks: Sequence[int]) -> None:
+        for block, count in Counter(blocks).items():
+            if not 0 <= block < len(self._users):
+                rule = f"hold blocks of the pool, from 0 to {len(self._users) - 1}"
+                raise value_error(f"BlockPool.{method}", "blocks", rule, block)
+            if self._users[block] < count:
+                rule = "hold blocks in use, once for each sequence that has them (share adds one)"
+                got = f"{block} in {[*blocks]}"
+                raise value_error(f"BlockPool.{method}", "blocks", rule, got)
 
 
 class Batch(NamedTuple):
