@@ -36,6 +36,9 @@ from shared_ffi.spec import (
 OP = "paged_attention"
 TARGET = "xla_gpu_paged_attention"
 MAX_HEAD_SIZE = 576
+MAX_CONTEXT_LEN = 2**31 - 1024
+"""``kMaxContextLen`` of ``csrc/paged_attention/params.h``."""
+
 MAX_TREE_TOKENS = 64
 """The most query tokens of a sequence with a tree mask; no sliding window is shorter."""
 
