@@ -127,6 +127,7 @@ def check(
         k_scale,
         v_scale,
         is_quantized=kv_cache.dtype != query.dtype,
+        is_latent=is_latent,
         reference_argument="query",
     )
     for feature, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
