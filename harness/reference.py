@@ -266,10 +266,10 @@ def kv_cache_update(
         new = ((0, key[token], k_scale, dtypes[0]), (1, value[token], v_scale, dtypes[-1]))
         for first, rows, scale, dtype in new[:1] if is_latent else new:
             if rows.dtype != updated.dtype:
-                divisor = np.float32(_scales(scale, row))
-                divisor = np.where(divisor == 0, np.float32(np.inf), divisor)
+                divisors = _scales(scale, row).astype(np.float32)
+                divisors[divisors == 0] = np.inf
                 with np.errstate(invalid="ignore"):  # infinity / infinity is NaN
-                    scaled = rows.astype(np.float32) / divisor
+                    scaled = rows.astype(np.float32) / divisors
                 rows = quantized(scaled, dtype)
             updated[row][first::2, : rows.shape[-1]] = rows
     results = layouts.arrange(

@@ -41,12 +41,14 @@ def slot_mapping(
         num_tokens: new tokens, padding included. Static.
 
     Returns:
-        ``[num_tokens]`` int32. -1, which writes nothing, for padding, and for a token for which
-        lengths and tables name no place: ``paged_attention`` says what is wrong with these.
+        ``[num_tokens]`` int32. -1, which writes nothing, for padding; for all tokens of a sequence
+        whose lengths ``paged_attention`` would refuse, more new tokens than ``context_lens`` counts
+        among them; and for a token whose block is negative, or has slots beyond int32.
+        ``paged_attention`` says what is wrong.
 
     Raises:
-        ValueError: a shape is wrong, or a size is negative.
-        TypeError: an array is None or does not hold integers.
+        ValueError: a shape is wrong, or a size is negative or beyond int32.
+        TypeError: an array is None or does not hold integers, or a size is no int.
     """
     arrays = Arrays("slot_mapping")
     metadata = (

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shared_ffi.paged_attention import check_metadata
-from shared_ffi.spec import ArraySpec, value_error
+from shared_ffi.paged_attention import MAX_CONTEXT_LEN, check_metadata
+from shared_ffi.spec import ArraySpec, dtype_error, on_host, value_error
 
 _LARGEST = np.iinfo(np.int32).max
 
 
 class BlockPool:
-    """The free blocks of a paged cache, on the host.
+    """The blocks of a paged cache, on the host: which are free, and how many sequences have each
+    of the others.
 
     Args:
         num_blocks: blocks of the cache, its first dimension.
@@ -26,13 +28,18 @@ class BlockPool:
         True
         >>> blocks, pool.free
         ([0, 1], [3, 2])
+        >>> other = pool.share(blocks[:1])  # its first 16 tokens are the same
         >>> pool.release(blocks)  # the sequence has ended
+        >>> other, pool.free
+        ([0], [3, 2, 1])
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.free = [*reversed(range(num_blocks))]
         """The numbers of the free blocks. The last one is taken next."""
+        self._users = [0] * num_blocks
+        """How many sequences have each block."""
 
     def num_missing(self, blocks: Sequence[int], context_len: int) -> int:
         """Blocks that a sequence with these blocks lacks for ``context_len`` tokens."""
@@ -47,13 +54,52 @@ class BlockPool:
         count = self.num_missing(blocks, context_len)
         if count > len(self.free):
             return False
-        blocks.extend(self.free.pop() for _ in range(count))
+        taken = [self.free.pop() for _ in range(count)]
+        for block in taken:
+            self._users[block] = 1
+        blocks.extend(taken)
         return True
 
+    def share(self, blocks: Sequence[int]) -> list[int]:
+        """Gives blocks of a sequence to another one, too, whose tokens begin with the same ones.
+
+        Share blocks that are full: a block must not be written while another sequence reads it.
+
+        Returns:
+            The blocks of the other sequence, to ``grow`` and to ``release``. A block is free when
+            all its sequences have released it; a copy of the list is no other sequence.
+
+        Raises:
+            ValueError: no sequence has one of the blocks.
+        """
+        self._check_used("share", blocks)
+        for block in blocks:
+            self._users[block] += 1
+        return [*blocks]
+
     def release(self, blocks: list[int]) -> None:
-        """Takes back all blocks of a sequence, and empties the list."""
-        self.free.extend(reversed(blocks))
+        """Takes back all blocks of a sequence, and empties the list.
+
+        Raises:
+            ValueError: no sequence has one of the blocks, or fewer than release it here. Nothing is
+                taken back then.
+        """
+        self._check_used("release", blocks)
+        for block in reversed(blocks):
+            self._users[block] -= 1
+            if self._users[block] == 0:
+                self.free.append(block)
         blocks.clear()
+
+    def _check_used(self, method: str, blocks: Sequence[int]) -> None:
+        for block, count in Counter(blocks).items():
+            if not 0 <= block < len(self._users):
+                rule = f"hold blocks of the pool, from 0 to {len(self._users) - 1}"
+                raise value_error(f"BlockPool.{method}", "blocks", rule, block)
+            if self._users[block] < count:
+                rule = "hold blocks in use, once for each sequence that has them (share adds one)"
+                got = f"{block} in {[*blocks]}"
+                raise value_error(f"BlockPool.{method}", "blocks", rule, got)
 
 
 class Batch(NamedTuple):
@@ -104,8 +150,17 @@ def pad_batch(
         NumPy arrays.
 
     Raises:
-        ValueError: the batch has no room, or a sequence too few blocks or tokens.
+        ValueError: the batch has no room, a sequence too few blocks or tokens, or a token or a slot
+            does not fit int32.
+        TypeError: tokens, lengths or blocks are no integers.
     """
+    _check_sizes(
+        "pad_batch",
+        block_size=block_size,
+        num_tokens=num_tokens,
+        max_seqs=max_seqs,
+        max_blocks_per_seq=max_blocks_per_seq,
+    )
     query_lens = [*map(len, tokens)]
     for name, size, room, given in (
         ("tokens", "num_tokens", num_tokens, sum(query_lens)),
@@ -118,10 +173,9 @@ def pad_batch(
         if len(entries) != len(tokens):
             rule = f"have an entry for each of the {len(tokens)} sequences"
             raise value_error("pad_batch", name, rule, len(entries))
-    for s, (context_len, query_len, own) in enumerate(
-        zip(context_lens, query_lens, blocks, strict=True)
-    ):
-        if not query_len <= context_len <= len(own) * block_size:
+    lens = _as_int32("context_lens", context_lens)
+    for s, (context_len, query_len, own) in enumerate(zip(lens, query_lens, blocks, strict=True)):
+        if not query_len <= context_len <= min(len(own) * block_size, MAX_CONTEXT_LEN):
             rule = (
                 f"count at least its {query_len} new tokens, and at most the "
                 f"{len(own) * block_size} that its {len(own)} blocks hold"
@@ -137,21 +191,42 @@ def pad_batch(
         query_start_loc=np.full(max_seqs + 1, sum(query_lens), np.int32),
         num_seqs=np.array([len(tokens)], np.int32),
     )
-    start = 0
-    for s, (own, context_len) in enumerate(zip(blocks, context_lens, strict=True)):
-        end = start + query_lens[s]
-        positions = np.arange(context_len - query_lens[s], context_len, dtype=np.int32)
-        table = np.asarray(own, np.int32)
-        batch.tokens[start:end] = tokens[s]
-        batch.positions[start:end] = positions
-        batch.slot_mapping[start:end] = (
-            table[positions // block_size] * block_size + positions % block_size
-        )
-        batch.context_lens[s] = context_len
+    largest = _num_blocks_with_slots(block_size) - 1
+    end = 0
+    for s, own in enumerate(blocks):
+        start, end = end, end + query_lens[s]
+        table = _as_int32(f"blocks[{s}]", own)
+        if (bad := table[(table < 0) | (table > largest)]).size > 0:
+            rule = f"be from 0 to {largest}, as slots of block_size={block_size} are int32"
+            raise value_error("pad_batch", f"blocks[{s}]", rule, bad[0])
+        batch.tokens[start:end] = _as_int32(f"tokens[{s}]", tokens[s])
+        batch.positions[start:end] = np.arange(lens[s] - query_lens[s], lens[s], dtype=np.int32)
+        batch.context_lens[s] = lens[s]
         batch.block_tables[s, : len(table)] = table
         batch.query_start_loc[s] = start
-        start = end
+    sequence = np.repeat(np.arange(len(tokens)), query_lens)
+    batch.slot_mapping[:end] = _slots(
+        batch[3:],
+        sequence,
+        np.arange(end, dtype=np.int32),
+        block_size=block_size,
+        num_blocks=None,
+        where=np.where,
+    )
     return batch
+
+
+def _as_int32(argument: str, given: Any) -> np.ndarray:
+    array = on_host(given)
+    if array.size == 0:  # an empty list is float64
+        return np.zeros(0, np.int32)
+    are_integers = array.dtype.kind in "iu" or all(isinstance(x, int) for x in array.flat)
+    if not are_integers or array.dtype.kind == "b":
+        raise dtype_error("pad_batch", argument, "integers", array.dtype)
+    lost = array[(array < -_LARGEST - 1) | (array > _LARGEST)]
+    if lost.size > 0:
+        raise value_error("pad_batch", argument, "hold integers that fit int32", lost[0])
+    return array.astype(np.int32)
 
 
 def slot_mapping(
@@ -166,28 +241,71 @@ def slot_mapping(
     """The body of ``slot_mapping`` of each frontend, which gives its `arange`, of int32, and its
     `where`. A block from `num_blocks` on has no slot; None: the pool's size is not known.
     """
-    context_lens, block_tables, query_start_loc, num_seqs = metadata
-    max_seqs, max_blocks = block_tables.shape
+    _, block_tables, query_start_loc, num_seqs = metadata
+    max_seqs = block_tables.shape[0]
     tokens, count = arange(num_tokens), num_seqs.reshape(-1)[0]
     # No searchsorted, which jax.export refuses where the number of sequences is a symbol.
     ends = where(arange(max_seqs) < count, query_start_loc[1:], _LARGEST)
     sequence = (ends[None] <= tokens[:, None]).sum(1)
-    row = sequence.clip(0, max_seqs - 1)
-    start, end = query_start_loc[row], query_start_loc[row + 1]
-    position = context_lens[row] - end + tokens
-    column = position // block_size
-    has_slot = (sequence < count) & (count <= max_seqs) & (start <= tokens) & (tokens < end)
-    has_slot &= (position >= 0) & (column < max_blocks)
+    return _slots(
+        metadata, sequence, tokens, block_size=block_size, num_blocks=num_blocks, where=where
+    )
+
+
+def _slots(
+    metadata: Sequence[Any],
+    sequence: Any,
+    tokens: Any,
+    *,
+    block_size: int,
+    num_blocks: int | None,
+    where: Callable[[Any, Any, Any], Any],
+) -> Any:
+    """The slots of tokens, whose sequences are known: what ``pad_batch`` and ``slot_mapping``
+    mean by a slot.
+
+    A token has none, -1, if it is padding, if causal ``paged_attention`` would refuse the lengths
+    of its sequence, or if the table names no block for it. Lengths may hold anything: each sum of
+    theirs counts only where the comparisons before it exclude that it wraps.
+    """
+    context_lens, block_tables, query_start_loc, num_seqs = metadata
+    max_seqs, max_blocks = block_tables.shape
+    if any(isinstance(size, int) and size == 0 for size in (max_seqs, max_blocks)):
+        return where(tokens < 0, tokens, -1)
+    count, row = num_seqs.reshape(-1)[0], sequence.clip(0, max_seqs - 1)
+    start, end, context_len = query_start_loc[row], query_start_loc[row + 1], context_lens[row]
+    has_slot = (sequence < count) & (count <= max_seqs)
+    has_slot &= (start >= 0) & (start <= tokens) & (tokens < end)
+    has_slot &= (context_len >= end - start) & (context_len <= MAX_CONTEXT_LEN)
+    has_slot &= (context_len - 1) // block_size < max_blocks
+    position = context_len - (end - tokens)
     # One index: torch_xla needs two of the same dtype, and a sum has another one than positions.
-    block = block_tables.reshape(-1)[row * max_blocks + column.clip(0, max_blocks - 1)]
-    # The product of another block might overflow, and name the slot of a block that exists.
-    has_slot &= (block >= 0) & (block < (num_blocks or _LARGEST // block_size))
+    column = (position // block_size).clip(0, max_blocks - 1)
+    block = block_tables.reshape(-1)[row * max_blocks + column]
+    # The product of another block would overflow, and name the slot of a block that exists.
+    has_slot &= (block >= 0) & (block < _num_blocks_with_slots(block_size))
+    if num_blocks is not None:
+        has_slot &= block < num_blocks
     return where(has_slot, block * block_size + position % block_size, -1)
+
+
+def _num_blocks_with_slots(block_size: int) -> int:
+    """How many blocks a pool may have so that all its slots are int32."""
+    return (_LARGEST + 1) // block_size
 
 
 def check_slot_mapping(metadata: Sequence[ArraySpec], block_size: int, num_tokens: int) -> None:
     """Checks the arguments of ``slot_mapping``; raises ValueError (shape, value) or TypeError."""
     check_metadata("slot_mapping", *metadata)
-    for name, size, least in (("block_size", block_size, 1), ("num_tokens", num_tokens, 0)):
-        if isinstance(size, int) and size < least:
-            raise value_error("slot_mapping", name, f"be at least {least}", size)
+    _check_sizes("slot_mapping", block_size=block_size, num_tokens=num_tokens)
+
+
+def _check_sizes(op: str, **sizes: Any) -> None:
+    """Checks sizes, which may be symbols. Only block_size must not be 0."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not hasattr(size, "__index__"):
+            raise dtype_error(op, name, "type int", type(size).__name__)
+        least = 1 if name == "block_size" else 0
+        if isinstance(size, int | np.integer) and not least <= size <= _LARGEST:
+            rule = f"be at least {least}" if size < least else f"be at most {_LARGEST}"
+            raise value_error(op, name, rule, size)

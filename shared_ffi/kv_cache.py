@@ -268,6 +268,7 @@ def add_features(
     v_scale: ArraySpec | None,
     *,
     is_quantized: bool,
+    is_latent: bool,
     reference_argument: str,
 ) -> None:
     """Adds the optional arrays of a cache to a call's operands: the array of V, and the scales of
@@ -276,17 +277,34 @@ def add_features(
     Args:
         caches: the cache's arrays, as a handler takes them.
         is_quantized: whether the cache has fewer bits than `reference_argument`. Only then there
-            are scales.
+            are scales; a cache of integers must have them.
+        is_latent: whether V is a part of K.
         reference_argument: the name of the query, or of the keys to be written.
 
     Raises:
-        ValueError: a scale has a wrong shape, or the cache is not scaled.
+        ValueError: a scale has a wrong shape, or is missing, or the cache is not scaled.
         TypeError: a scale is not float32.
     """
     for value_cache in caches[1:]:
         operands.add_feature("value_cache", value_cache, cache.head_dim)
-    if k_scale is None and v_scale is None:
-        return
+    of_arrays = (("k_scale", k_scale, caches[0]), ("v_scale", v_scale, caches[-1]))
+    for argument, scales, _ in of_arrays:
+        if scales is not None and not is_quantized:
+            only = f"be None unless kv_cache has fewer bits than {reference_argument}"
+            raise value_error(op, argument, only, f"shape {list(scales.shape)}")
+        if scales is not None:
+            _add_scales(op, operands, cache, argument, scales)
+    for argument, scales, array in of_arrays:
+        is_needed = is_quantized and not (is_latent and argument == "v_scale")
+        if scales is None and is_needed and array.dtype in INTEGER_DTYPES:
+            rule = f"be given with a cache of {array.dtype}, which holds whole numbers"
+            remedy = f"{argument}=1.0, as an array, keeps whole numbers"
+            raise value_error(op, argument, f"{rule} ({remedy})", None)
+
+
+def _add_scales(
+    op: str, operands: Operands, cache: KvCache, argument: str, scales: ArraySpec
+) -> None:
     # A list of pairs: symbolic sizes cannot be keys of a dict.
     head_dims: list[tuple[tuple[int, ...], int | None]] = [
         ((cache.num_blocks, cache.block_size, cache.num_kv_heads), 2),
@@ -296,18 +314,12 @@ def add_features(
     ]
     sizes = f"num_blocks={cache.num_blocks}, block_size={cache.block_size}"
     rule = f"[], [1], [num_kv_heads={cache.num_kv_heads}] or [{sizes}, num_kv_heads]"
-    for argument, scales in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scales is None:
-            continue
-        if not is_quantized:
-            only = f"be None unless kv_cache has fewer bits than {reference_argument}"
-            raise value_error(op, argument, only, f"shape {list(scales.shape)}")
-        known = [head_dim for shape, head_dim in head_dims if has_shape(scales, shape)]
-        if not known:
-            raise shape_error(op, argument, rule, scales.shape)
-        if scales.dtype != "float32":
-            raise dtype_error(op, argument, "dtype float32", scales.dtype)
-        operands.add_feature(argument, scales, None if cache.head_dim is None else known[0])
+    known = [head_dim for shape, head_dim in head_dims if has_shape(scales, shape)]
+    if not known:
+        raise shape_error(op, argument, rule, scales.shape)
+    if scales.dtype != "float32":
+        raise dtype_error(op, argument, "dtype float32", scales.dtype)
+    operands.add_feature(argument, scales, None if cache.head_dim is None else known[0])
 
 
 def default_layout(*, is_separate: bool, is_latent: bool) -> str:

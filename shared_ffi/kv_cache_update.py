@@ -97,6 +97,7 @@ def check(
         k_scale,
         v_scale,
         is_quantized=not is_copied,
+        is_latent=is_latent,
         reference_argument="key",
     )
     if not has_shape(slot_mapping, (num_tokens,)):

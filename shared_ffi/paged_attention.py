@@ -36,6 +36,9 @@ from shared_ffi.spec import (
 OP = "paged_attention"
 TARGET = "xla_gpu_paged_attention"
 MAX_HEAD_SIZE = 576
+MAX_CONTEXT_LEN = 2**31 - 1024
+"""``kMaxContextLen`` of ``csrc/paged_attention/params.h``."""
+
 MAX_TREE_TOKENS = 64
 """The most query tokens of a sequence with a tree mask; no sliding window is shorter."""
 
@@ -121,6 +124,7 @@ def check(
         k_scale,
         v_scale,
         is_quantized=kv_cache.dtype != query.dtype,
+        is_latent=is_latent,
         reference_argument="query",
     )
     for feature, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):

@@ -9,7 +9,10 @@ import torch
 
 from shared_ffi import batch
 from shared_ffi.batch import Batch, BlockPool
+from shared_ffi.spec import dtype_error
 from torch_frontend.operator.arguments import check_types, refuse_several_devices, specs
+from torch_frontend.operator.define import define_composite
+from torch_frontend.operator.dtensor import refuse_dtensors
 
 __all__ = ["Batch", "BlockPool", "pad_batch", "slot_mapping"]
 
@@ -29,7 +32,9 @@ def pad_batch(
     ``device``; see ``jax_frontend.pad_batch``.
 
     Raises:
-        ValueError: the batch has no room, or a sequence too few blocks or tokens.
+        ValueError: the batch has no room, a sequence too few blocks or tokens, or a token or a slot
+            does not fit int32.
+        TypeError: tokens, lengths or blocks are no integers.
     """
     arrays = batch.pad_batch(
         tokens,
@@ -57,7 +62,7 @@ def slot_mapping(
 
     Raises:
         ValueError: a shape is wrong, a size is negative, or tensors are on several devices.
-        TypeError: an argument is no tensor, or not int32.
+        TypeError: an argument is no tensor or a DTensor, or not int32, or a size is no int.
     """
     tensors = {
         "context_lens": context_lens,
@@ -65,9 +70,31 @@ def slot_mapping(
         "query_start_loc": query_start_loc,
         "num_seqs": num_seqs,
     }
-    check_types("slot_mapping", tensors)
-    metadata = [*tensors.values()]
-    refuse_several_devices("slot_mapping", [*tensors], metadata)
+    sizes = {"block_size": block_size, "num_tokens": num_tokens}
+    for name, size in sizes.items():
+        if size is None:
+            raise dtype_error(_OP, name, "type int", "NoneType")
+    check_types(_OP, tensors, options={name: (size, int) for name, size in sizes.items()})
+    slots: torch.Tensor = _OPERATOR(*tensors.values(), **sizes)
+    return slots
+
+
+_OP = "slot_mapping"
+
+
+def _slot_mapping(
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_seqs: torch.Tensor,
+    *,
+    block_size: int,
+    num_tokens: int,
+) -> torch.Tensor:
+    metadata = (context_lens, block_tables, query_start_loc, num_seqs)
+    names = ("context_lens", "block_tables", "query_start_loc", "num_seqs")
+    refuse_dtensors(_OP, names, metadata)
+    refuse_several_devices(_OP, names, metadata)
     batch.check_slot_mapping(specs(metadata), block_size, num_tokens)
     slots: torch.Tensor = batch.slot_mapping(
         metadata,
@@ -77,3 +104,11 @@ def slot_mapping(
         where=torch.where,
     )
     return slots
+
+
+# An operator, so that a compiler need not trace the checks: its sizes may be symbols.
+_OPERATOR = define_composite(
+    f"{_OP}(Tensor context_lens, Tensor block_tables, Tensor query_start_loc, Tensor num_seqs, *, "
+    "SymInt block_size, SymInt num_tokens) -> Tensor",
+    _slot_mapping,
+)

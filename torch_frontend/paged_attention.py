@@ -148,8 +148,9 @@ def paged_attention(
         value_cache: the V, if K and V are two tensors. Its head size may be smaller, and is then
             that of the output. One of the two may be int8 and the other uint8.
         kv_layout: which dimension is which, such as ``"n2bhd"``.
-        k_scale: what the keys in a cache of 8 or 4 bits are multiplied by.
-        v_scale: the same for the values.
+        k_scale: what the keys in a cache of 8 or 4 bits are multiplied by. int8 and uint8 need it:
+            ``torch.tensor(1.0)`` keeps whole numbers.
+        v_scale: likewise, for the values.
         sinks: ``[num_heads]`` float32, one more logit for each head.
         alibi_slopes: ``[num_heads]`` float32.
         tree_mask: ``[num_tokens, 2]`` int32, for draft trees of speculative decoding.

@@ -33,7 +33,16 @@ def _attend(
     check_mask_value(OP, mask_value)
     scale = sm_scale if k_scale is None else sm_scale * k_scale
     metadata = (kv_lens, page_indices, cu_q_lens, num_seqs)
-    output: torch.Tensor = DEFAULT(q, kv_pages, *metadata, scale, sliding_window, soft_cap)
+    # The factors are applied outside. A cache of integers has to have scales all the same.
+    is_integer = kv_pages.dtype in (torch.int8, torch.uint8)
+    ones = (
+        q.new_ones((), dtype=torch.float32) if is_integer and factor is not None else None
+        for factor in (k_scale, v_scale)
+    )
+    scales = dict(zip(("k_scale", "v_scale"), ones, strict=True))
+    output: torch.Tensor = DEFAULT(
+        q, kv_pages, *metadata, scale, sliding_window, soft_cap, **scales
+    )
     return output if v_scale is None else output * v_scale
 
 
@@ -79,8 +88,8 @@ def ragged_paged_attention(
         sm_scale: its ``scale``.
         sliding_window: as there.
         soft_cap: as there.
-        mask_value: None or at most -10000: masked positions do not enter the softmax.
-        k_scale: multiplies the logits.
+        mask_value: not used, like the arguments after ``v_scale``: they tune the TPU's kernel.
+        k_scale: multiplies the logits. A cache of integers needs both.
         v_scale: multiplies the output.
 
     The arguments after ``v_scale`` tune the TPU's kernel and are not used.

@@ -108,7 +108,9 @@ def _slot_mapping(slices: jax.Array, num_slices: jax.Array, num_tokens: int) -> 
     # Not jnp.searchsorted, which JAX 0.10 refuses in a checked shard_map.
     run = jnp.sum(first[None] <= token[:, None], axis=1) - 1
     offset = token - first[run]
-    return jnp.where((run >= 0) & (offset < length[run]), in_cache[run] + offset, -1)
+    # No sum of corrupt numbers names a row: it would be that of another sequence.
+    is_row = (run >= 0) & (first[run] >= 0) & (offset < length[run]) & (in_cache[run] >= 0)
+    return jnp.where(is_row, in_cache[run] + offset, -1)
 
 
 def _check_values(

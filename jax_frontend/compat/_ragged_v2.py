@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 
+from jax_frontend.compat._update_and_attend import unit_scale
 from jax_frontend.paged_attention import paged_attention
 from shared_ffi.paged_attention import check_mask_value
 
@@ -43,8 +44,8 @@ def ragged_paged_attention(
         cu_q_lens: ``[max_num_seqs + 1]`` int32.
         num_seqs: ``[1]`` int32.
         sm_scale, sliding_window, soft_cap: as ``paged_attention``'s.
-        mask_value: None or at most -10000: masked positions do not enter the softmax.
-        k_scale: a factor of the logits.
+        mask_value: not used; what is masked is left out.
+        k_scale: a factor of the logits. A cache of integers needs both.
         v_scale: a factor of the output.
         num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes: tune the TPU's kernel; not
             used.
@@ -67,5 +68,7 @@ def ragged_paged_attention(
         sm_scale if k_scale is None else sm_scale * k_scale,
         sliding_window,
         soft_cap,
+        k_scale=unit_scale(kv_pages, k_scale),
+        v_scale=unit_scale(kv_pages, v_scale),
     )
     return output if v_scale is None else output * v_scale

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax_frontend.batch import slots_of_tokens
 from jax_frontend.kv_cache_update import kv_cache_update
 from jax_frontend.paged_attention import paged_attention
-from shared_ffi.paged_attention import check_mask_value
-from shared_ffi.spec import dtype_error, shape_error, value_error
+from shared_ffi.spec import INTEGER_DTYPES, dtype_error, shape_error, value_error
 
 PACKED_ROWS = "nb(h2)(h2)d"
 """``[num_pages, page_size, rows // packing, packing, width]``: the K of kv head h in row 2h, its V
@@ -58,8 +57,7 @@ def update_and_attend(
         num_seqs: ``[]``.
         sinks: ``[num_heads]``, of any dtype.
         update: False: the cache holds keys and values already.
-        k_scale, v_scale: factors of the logits and of the output.
-        mask_value: of the other library's kernel.
+        k_scale, v_scale: factors of the logits and of the output. A cache of integers needs both.
         out_dtype: None: the dtype of ``queries``.
     """
     check_mask_value(op, mask_value)
@@ -76,6 +74,8 @@ def update_and_attend(
         cu_q_lens,
         num_seqs,
         sinks,
+        unit_scale(kv_cache, k_scale),
+        unit_scale(kv_cache, v_scale),
         kv_layout=kv_layout,
         scale=scale if k_scale is None else scale * k_scale,
         causal=causal,
@@ -122,6 +122,13 @@ def ragged(
         attention_sink,
         **options,
     )
+
+
+def unit_scale(kv_cache: jax.Array, factor: float | None) -> jax.Array | None:
+    """A scale for ``paged_attention`` where the factor is applied outside of it. A cache of
+    integers has to have one all the same."""
+    is_integer = kv_cache.dtype.name in INTEGER_DTYPES
+    return jnp.ones((), jnp.float32) if is_integer and factor is not None else None
 
 
 def check_shape(op: str, argument: str, array: jax.Array, shape: tuple[int, ...]) -> None:
@@ -202,6 +209,8 @@ def _update_and_attend(
     cu_q_lens: jax.Array,
     num_seqs: jax.Array,
     sinks: jax.Array | None,
+    k_unit: jax.Array | None,
+    v_unit: jax.Array | None,
     *,
     kv_layout: str,
     scale: float,
@@ -242,6 +251,8 @@ def _update_and_attend(
         kv_layout=kv_layout,
         sinks=sinks,
         causal=causal,
+        k_scale=k_unit,
+        v_scale=v_unit,
     )[:, :num_heads, :head_size]
     if v_scale is not None:
         output = output * v_scale

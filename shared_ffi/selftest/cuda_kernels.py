@@ -10,6 +10,7 @@ import numpy as np
 
 from shared_ffi import _native
 from shared_ffi.batch import BlockPool, pad_batch
+from shared_ffi.spec import INTEGER_DTYPES
 
 _SEQUENCES = ((1, 3000), (1, 70), (2, 700), (150, 1000), (130, 130), (9, 40))
 _BLOCK_SIZE = 16
@@ -27,6 +28,11 @@ class Call(NamedTuple):
     scale: float
     magnitude: float
     """The mean magnitude of the numbers in the cache."""
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether it needs ``k_scale`` and ``v_scale``, which are 1."""
+        return self.cache_dtype in INTEGER_DTYPES
 
     @property
     def name(self) -> str:

@@ -95,7 +95,10 @@ def attend_in_jax(call: cuda_kernels.Call, is_plain: bool) -> np.ndarray:
         query = query.astype("float32")
         cache = cache.astype("float32") if call.cache_dtype == call.dtype else cache
     lens, tables, starts, num_seqs = map(jax.numpy.array, call.metadata)
-    output = jax_frontend.paged_attention(query, cache, lens, tables, starts, num_seqs, call.scale)
+    one = jax.numpy.array(1.0) if call.has_scales else None
+    output = jax_frontend.paged_attention(
+        query, cache, lens, tables, starts, num_seqs, call.scale, k_scale=one, v_scale=one
+    )
     return np.asarray(output, np.float32)
 
 
@@ -111,8 +114,9 @@ def attend_in_torch(call: cuda_kernels.Call, is_plain: bool, device: str = "cuda
         query = query.float()
         cache = cache.float() if call.cache_dtype == call.dtype else cache
     lens, tables, starts, num_seqs = (torch.from_numpy(x).to(device) for x in call.metadata)
+    one = torch.tensor(1.0, device=device) if call.has_scales else None
     output = torch_frontend.paged_attention(
-        query, cache, lens, tables, starts, num_seqs, call.scale
+        query, cache, lens, tables, starts, num_seqs, call.scale, k_scale=one, v_scale=one
     )
     return output.float().cpu().numpy()
 

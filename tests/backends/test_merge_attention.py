@@ -222,3 +222,45 @@ def test_an_infinite_log_sum_exp_has_all_the_weight(backend: str) -> None:
     outputs = np.array([[[[2.0]]], [[[4.0]]]], F32)
     output, lse = MERGE[backend](outputs, np.array([[[np.inf]], [[5.0]]], F32))
     assert output == 2 and lse == np.inf
+
+
+@pytest.mark.parametrize("are_lists", [False, True])
+def test_several_sizes_in_one_program(are_lists: bool) -> None:
+    def parts(num_tokens: int) -> Any:
+        whole = torch.randn(2, num_tokens, 3, 8), torch.randn(2, num_tokens, 3)
+        return [[*x] for x in whole] if are_lists else whole
+
+    def check(merge: Any, num_tokens: int) -> None:
+        given = parts(num_tokens)
+        for found, expected in zip(
+            merge(*given), torch_frontend.merge_attention(*given), strict=True
+        ):
+            torch.testing.assert_close(found, expected)
+
+    for options in ({}, {"dynamic": True}):
+        torch._dynamo.reset()
+        merge = torch.compile(
+            torch_frontend.merge_attention, fullgraph=True, backend="aot_eager", **options
+        )
+        for num_tokens in (20, 21, 22, 1):
+            check(merge, num_tokens)
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    dim = {0: tokens} if are_lists else {1: tokens}
+    shapes = ([dim, dim],) * 2 if are_lists else (dim, dim)
+    program = torch.export.export(_Merge(), tuple(parts(20)), dynamic_shapes=shapes, strict=True)
+    check(program.run_decompositions().module(), 33)
+
+
+class _Merge(torch.nn.Module):
+    def forward(self, outputs: Any, lses: Any) -> Any:
+        return torch_frontend.merge_attention(outputs, lses)
+
+
+def test_the_default_device_moves_nothing() -> None:
+    outputs, lses = torch.randn(2, 5, 8, 64), torch.randn(2, 5, 8)
+    arrays = outputs.numpy(), lses.numpy()
+    expected = torch_frontend.merge_attention(outputs, lses)
+    with torch.device("meta"):
+        for given in ((outputs, lses), ([*outputs], [*lses]), arrays):
+            for found, right in zip(torch_frontend.merge_attention(*given), expected, strict=True):
+                assert torch.equal(found, right)

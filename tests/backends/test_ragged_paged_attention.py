@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from harness.arrays import DTYPES
 from harness.compare import assert_same_bits
 from jax_frontend.compat import _update_and_attend
 from tests.cases.all import SHORT_CASES
+from tests.cases.case import MIXED, Case
 from tests.support import backends, scripts
 from tests.support.tpu_calls import inputs, oracle
 
@@ -224,7 +226,7 @@ def test_v3_refuses(name: str) -> None:
 
 # Metadata of three sequences, which is wrong, and the pages that it may write to.
 FAULTY: dict[str, tuple[dict[str, list[Any]], set[int]]] = {
-    "a length below the number of queries": ({"kv_lens": [1, 5, 5]}, {1, 2, 3}),
+    "a length below the number of queries": ({"kv_lens": [1, 5, 5]}, {2, 3}),
     "a length past the table": ({"kv_lens": [100, 5, 5]}, {2, 3}),
     "a negative length": ({"kv_lens": [-3, 5, 5]}, {2, 3}),
     "a page whose slots overflow int32": ({"page_indices": [2**29, 9, 2, 9, 3, 9]}, {2, 3}),
@@ -354,6 +356,35 @@ def test_torch_scales() -> None:
     expected = torch.ops.xla_gpu.paged_attention(*tensors, 0.1) * 3
     result = torch.ops.xla_gpu.ragged_paged_attention(*tensors, 0.2, k_scale=0.5, v_scale=3.0)
     assert_same_bits(backends.to_numpy(result), backends.to_numpy(expected))
+
+
+@pytest.mark.parametrize("given", [(), ("k_scale",), ("v_scale",), ("k_scale", "v_scale")], ids=str)
+def test_a_cache_of_integers_needs_both_factors(given: tuple[str, ...]) -> None:
+    case = Case("integers", MIXED, cache_dtype="int8")
+    arrays, call = case.inputs(), inputs("float32", 4, 2, 128, (1, 4, 128), "int8")
+    factors: dict[str, Any] = dict.fromkeys(given, 0.5)
+    v3 = partial(
+        jax_frontend.ragged_paged_attention_v3, **{k: jnp.array(x) for k, x in call.items()}
+    )
+    tensors = [*map(backends.to_torch, arrays)]
+    attend = (
+        partial(jax_frontend.ragged_paged_attention, *map(jnp.asarray, arrays), sm_scale=0.5),
+        partial(torch.ops.xla_gpu.ragged_paged_attention, *tensors, 0.5),
+    )
+    if len(given) < 2:
+        (missing, *_) = [x for x in ("k_scale", "v_scale") if x not in given]
+        for function in (v3, *attend):
+            with pytest.raises(ValueError, match=f"^paged_attention: {missing} must be given with"):
+                function(**factors)
+        return
+    ones = {name: jnp.float32(1) for name in given}
+    expected = jax_frontend.paged_attention(*map(jnp.asarray, arrays), 0.25, **ones) * 0.5
+    for function in attend:
+        assert_same_bits(np.asarray(function(**factors)), np.asarray(expected))
+    output, cache = v3(**factors, sm_scale=0.5)
+    wanted, updated = oracle(call, is_one_row=False, scale=0.25)
+    assert_same_bits(np.asarray(cache), updated.astype(np.int8))
+    np.testing.assert_allclose(np.asarray(output), wanted * 0.5, rtol=1e-5, atol=1e-5)
 
 
 REPLACED = """

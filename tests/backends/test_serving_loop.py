@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,11 +21,17 @@ SIZES = {"block_size": 4, "num_tokens": 24, "max_seqs": 5, "max_blocks_per_seq":
 METADATA = ("context_lens", "block_tables", "query_start_loc", "num_seqs")
 
 
+_IN_JAX = jax.jit(partial(jax_frontend.slot_mapping, block_size=4), static_argnames=("num_tokens",))
+
+
 def in_jax(num_tokens: int = 24, **metadata: Any) -> np.ndarray:
-    slots = jax.jit(
-        lambda arrays: jax_frontend.slot_mapping(**arrays, block_size=4, num_tokens=num_tokens)
-    )
-    return np.asarray(slots(metadata))
+    return np.asarray(_IN_JAX(**metadata, num_tokens=num_tokens))
+
+
+def in_jax_x64(**metadata: Any) -> np.ndarray:
+    with jax.enable_x64(True):
+        wide = {name: jnp.asarray(np.asarray(x, np.int64)) for name, x in metadata.items()}
+        return in_jax(**wide)
 
 
 def in_torch(num_tokens: int = 24, device: str = "cpu", **metadata: Any) -> np.ndarray:
@@ -43,7 +50,7 @@ def compiled(**metadata: Any) -> np.ndarray:
     return slots(**tensors, block_size=4, num_tokens=24).numpy()
 
 
-FRONTENDS = [in_jax, in_torch, in_torch_xla, compiled]
+FRONTENDS = [in_jax, in_jax_x64, in_torch, in_torch_xla, compiled]
 
 
 @st.composite
@@ -117,13 +124,53 @@ def test_tokens_without_a_place_have_no_slot(slots: Any) -> None:
     metadata = dict(zip(METADATA, batch[3:], strict=True))
     expected = batch.slot_mapping.copy()
     metadata["block_tables"][0, 2] = 2**30  # times 4 is 0 in int32
-    metadata["context_lens"][1] = 26  # the table ends at 24: positions 6 to 25
-    table = metadata["block_tables"][1]
-    positions = np.arange(6, 26)
-    expected[1] = -1
-    known = positions < 24
-    expected[2:22] = np.where(known, table[(positions // 4).clip(0, 5)] * 4 + positions % 4, -1)
+    metadata["context_lens"][1] = 26  # the table ends at 24
+    expected[1:22] = -1
     np.testing.assert_array_equal(slots(**metadata), expected)
+
+
+LEAST, MOST = -(2**31), 2**31 - 1
+SOME = st.sampled_from([LEAST, LEAST + 1, -5, -1, 0, 1, 2, 4, 5, 9, 24, 25, MOST - 1023, MOST])
+
+
+@pytest.mark.parametrize("slots", [in_jax, in_torch])
+@given(st.lists(SOME, min_size=2, max_size=2), st.lists(SOME, min_size=3, max_size=3), SOME)
+def test_lengths_that_contradict_each_other_name_no_slot(
+    slots: Any, lens: list[int], starts: list[int], num_seqs: int
+) -> None:
+    """The rule in integers that do not wrap."""
+    tables = np.int32([[2**29 - 1, 3, 2**29, 7, 8, 9], [0, -1, LEAST, MOST, 4, 5]])
+    expected = []
+    for token in range(24):
+        s = sum(num_seqs > i and starts[i + 1] <= token for i in range(2))
+        slot = -1
+        if s < num_seqs <= 2 and 0 <= starts[s] <= token < starts[s + 1]:
+            position = lens[s] - starts[s + 1] + token
+            if starts[s + 1] - starts[s] <= lens[s] <= 24:
+                block = int(tables[s, position // 4])
+                slot = block * 4 + position % 4 if 0 <= block < 2**29 else -1
+        expected.append(slot)
+    given = dict(zip(METADATA, map(np.int32, (lens, tables, starts, [num_seqs])), strict=True))
+    found = slots(**given)
+    assert found.dtype == np.int32
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("slots", FRONTENDS)
+@pytest.mark.parametrize(("max_seqs", "max_blocks"), [(0, 3), (2, 0), (0, 0)])
+def test_slots_of_empty_tables(slots: Any, max_seqs: int, max_blocks: int) -> None:
+    shapes = (max_seqs,), (max_seqs, max_blocks), (max_seqs + 1,), (1,)
+    arrays = [np.zeros(shape, np.int32) for shape in shapes]
+    np.testing.assert_array_equal(slots(**dict(zip(METADATA, arrays, strict=True))), [-1] * 24)
+
+
+def test_the_last_slot_of_int32() -> None:
+    sizes = SIZES | {"num_tokens": 2}
+    batch = pad_batch([[1, 2]], [4], [[2**29 - 1]], **sizes)
+    assert batch.slot_mapping.tolist() == [MOST - 1, MOST]
+    for slots in (in_jax, in_torch):
+        found = slots(2, **dict(zip(METADATA, batch[3:], strict=True)))
+        np.testing.assert_array_equal(found, batch.slot_mapping)
 
 
 def test_a_pool_gives_blocks_and_takes_them_back() -> None:
@@ -135,6 +182,43 @@ def test_a_pool_gives_blocks_and_takes_them_back() -> None:
     assert pool.grow(second, 32) and not pool.grow(first, 33)
     pool.release(first)
     assert first == [] and sorted(pool.free) == [0, 1]
+
+
+def test_a_shared_block_is_free_when_all_have_released_it() -> None:
+    pool, first = BlockPool(num_blocks=4, block_size=16), list[int]()
+    pool.grow(first, 40)
+    second = pool.share(first[:2])
+    pool.grow(second, 48)
+    assert second == [0, 1, 3] and pool.free == []
+    pool.release(first)
+    assert pool.free == [2] and second == [0, 1, 3]
+    assert not pool.grow(list[int](), 32)  # nobody gets a block that is in use
+    pool.release(second)
+    assert sorted(pool.free) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("method", ["share", "release"])
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ([0, 99], r"hold blocks of the pool, from 0 to 3; got 99"),
+        ([-1], r"hold blocks of the pool, from 0 to 3; got -1"),
+        ([1, 2], r"hold blocks in use, once for each sequence that has them .*; got 2 in \[1, 2\]"),
+        ([0, 1, 0], r"hold blocks in use, .* \(share adds one\); got 0 in \[0, 1, 0\]"),
+    ],
+)
+def test_blocks_that_no_sequence_has(method: str, blocks: list[int], message: str) -> None:
+    pool, own = BlockPool(num_blocks=4, block_size=16), list[int]()
+    pool.grow(own, 32)
+    given = [*blocks]
+    with pytest.raises(ValueError, match=f"^BlockPool.{method}: blocks must {message}"):
+        getattr(pool, method)(given)
+    assert given == blocks and pool.free == [3, 2]
+    again = [*own]
+    pool.release(own)
+    with pytest.raises(ValueError, match=r"got 0 in \[0, 1\]"):
+        pool.release(again)
+    assert sorted(pool.free) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -154,12 +238,33 @@ def test_a_pool_gives_blocks_and_takes_them_back() -> None:
             "blocks hold; got 9",
         ),
         ({"context_lens": [1, 1]}, r"context_lens\[0\] must count at least its 2 new tokens"),
+        (
+            {"blocks": [[3, 2**29], [0]]},
+            r"blocks\[0\] must be from 0 to 536870911, as slots of block_size=4 are int32; got "
+            "536870912",
+        ),
+        ({"blocks": [[3, 1], [-1]]}, r"blocks\[1\] must be from 0 to 536870911"),
+        (
+            {"tokens": [[1, 2], np.array([2**40])]},
+            r"tokens\[1\] must hold integers that fit int32; got 1099511627776",
+        ),
+        (
+            {"tokens": [[1, -(2**80)], [3]]},
+            r"tokens\[0\] must hold integers that fit int32; got -1",
+        ),
+        ({"tokens": [[1, 2.5], [3]]}, r"tokens\[0\] must have integers; got float64"),
+        ({"tokens": [[1, 2], [True]]}, r"tokens\[1\] must have integers; got bool"),
+        ({"context_lens": [5, 2**32 + 1]}, "context_lens must hold integers that fit int32"),
+        ({"context_lens": [5.0, 1]}, "context_lens must have integers; got float64"),
+        ({"block_size": 0}, "block_size must be at least 1; got 0"),
+        ({"block_size": 2**31}, "block_size must be at most 2147483647; got 2147483648"),
+        ({"max_seqs": 5.0}, "max_seqs must have type int; got float"),
     ],
 )
 def test_a_batch_that_does_not_fit(changes: dict[str, Any], message: str) -> None:
     sound = {"tokens": [[1, 2], [3]], "context_lens": [5, 1], "blocks": [[3, 1], [0]]}
     for frontend in (jax_frontend, torch_frontend):
-        with pytest.raises(ValueError, match=f"pad_batch: {message}"):
+        with pytest.raises((TypeError, ValueError), match=f"pad_batch: {message}"):
             frontend.pad_batch(**(sound | SIZES | changes))
 
 
@@ -190,6 +295,9 @@ def test_tensors_of_a_batch() -> None:
         ({"num_seqs": None}, TypeError, "num_seqs must be an array; got None"),
         ({"block_size": 0}, ValueError, "block_size must be at least 1; got 0"),
         ({"num_tokens": -1}, ValueError, "num_tokens must be at least 0; got -1"),
+        ({"num_tokens": 24.0}, TypeError, "num_tokens must have type int; got float"),
+        ({"block_size": True}, TypeError, "block_size must have type int; got bool"),
+        ({"block_size": None}, TypeError, "block_size must have type int; got NoneType"),
     ],
 )
 def test_slots_of_wrong_arguments(changes: Any, error: type[Exception], message: str) -> None:
@@ -201,3 +309,29 @@ def test_slots_of_wrong_arguments(changes: Any, error: type[Exception], message:
         }
         with pytest.raises(error, match=f"slot_mapping: {message}"):
             frontend.slot_mapping(**given)
+
+
+def test_slots_of_several_sizes_in_one_program() -> None:
+    def metadata(seqs: int) -> list[torch.Tensor]:
+        arrays = torch.full((seqs,), 5), torch.arange(2 * seqs).reshape(seqs, 2)
+        return [x.int() for x in (*arrays, torch.arange(seqs + 1), torch.tensor([seqs]))]
+
+    for options in ({}, {"dynamic": True}):
+        torch._dynamo.reset()
+        compiled = torch.compile(_Slots(), fullgraph=True, backend="aot_eager", **options)
+        for seqs in (3, 4, 5, 1):
+            found = compiled(*metadata(seqs))
+            assert found.tolist() == [4 * (2 * s + 1) for s in range(seqs)]
+    seqs = torch.export.Dim("seqs", min=2, max=64)
+    shapes = ({0: seqs}, {0: seqs}, {0: seqs + 1}, {})
+    program = torch.export.export(_Slots(), tuple(metadata(3)), dynamic_shapes=shapes, strict=True)
+    found = program.run_decompositions().module()(*metadata(7))
+    assert found.tolist() == [4 * (2 * s + 1) for s in range(7)]
+
+
+class _Slots(torch.nn.Module):
+    def forward(
+        self, lens: torch.Tensor, tables: torch.Tensor, starts: torch.Tensor, num_seqs: torch.Tensor
+    ) -> torch.Tensor:
+        sizes = {"block_size": 4, "num_tokens": lens.shape[0]}
+        return torch_frontend.slot_mapping(lens, tables, starts, num_seqs, **sizes)

@@ -30,6 +30,11 @@ TREES = (None, "draft", "chain", "any")
 SCALES = (None, "one", "per head", "per position")
 
 
+INTEGERS = ("int8", "int4")
+UNIT_SCALES = {name: np.ones((), np.float32) for name in ("k_scale", "v_scale")}
+"""What a cache of integers that is not scaled has."""
+
+
 def scale_of(dtype: str) -> float:
     """The size of the scales of a cache of numbers of a normal distribution."""
     return 0.3 if dtype == "int4" else 0.05
@@ -148,6 +153,8 @@ class Case:
             kv_cache = self._before_quantization().kv_cache.astype(np.float32)
             is_unused = ~np.isfinite(kv_cache).all((2, 3))
             attributes |= scale_arrays(self.scales, self.num_kv_heads, is_unused, self._dtypes())
+        elif self.cache_dtype in INTEGERS:
+            attributes |= UNIT_SCALES
         if self.value_head_size is not None:
             attributes["value_head_size"] = self.value_head_size
             attributes.pop("v_scale", None)

@@ -12,7 +12,15 @@ import numpy as np
 
 from harness.arrays import DTYPES, QUANTIZED, packed, quantized
 from harness.layouts import LATENT_LAYOUTS, LAYOUTS, SEPARATE_LAYOUTS, arrange
-from tests.cases.case import SCALES, SHORT_NAMES, pack_int4, quantized_cache, scale_arrays
+from tests.cases.case import (
+    INTEGERS,
+    SCALES,
+    SHORT_NAMES,
+    UNIT_SCALES,
+    pack_int4,
+    quantized_cache,
+    scale_arrays,
+)
 
 
 class UpdateInputs(NamedTuple):
@@ -67,6 +75,8 @@ class UpdateCase:
                     scales.reshape(-1, self.num_kv_heads)[slots[::2]] = 0
             if self.is_latent:
                 del attributes["v_scale"]
+        elif self.cache_dtype in INTEGERS and not self._is_copied():
+            attributes |= UNIT_SCALES
         return attributes | self._rotary()
 
     def _rotary(self) -> dict[str, Any]:
@@ -88,6 +98,11 @@ class UpdateCase:
             query = rng.standard_normal((self.num_tokens, self.num_heads, self.head_size))
             rotary["query"] = query.astype(DTYPES[self.dtype])
         return rotary | ({"interleaved": True} if self.interleaved else {})
+
+    def _is_copied(self) -> bool:
+        """Whether keys and values have the cache's dtype, and are written unchanged."""
+        is_one_dtype = self.cache_dtype is not None and self.value_cache_dtype is None
+        return is_one_dtype and self.dtype == "float16" and self.scales is None
 
     def _dtypes(self) -> tuple[str, str]:
         """The dtypes of K and V in the cache."""
@@ -126,8 +141,7 @@ class UpdateCase:
         key *= dtype(self.key_factor)
         if self.cache_dtype is not None:
             kv_cache = quantized_cache(kv_cache.astype(np.float32), self._dtypes(), None)
-            is_mixed = self.value_cache_dtype is not None
-            if self.dtype == "float16" and self.scales is None and not is_mixed:  # copied unchanged
+            if self._is_copied():
                 key, value = (
                     quantized(x.astype(np.float32), self.cache_dtype) for x in (key, value)
                 )

@@ -302,6 +302,29 @@ STATIC = [
             ("have dtype float32; got float16", TypeError, np.int8, np.ones((), F16)),
         )
     ),
+    *(
+        fault(
+            op,
+            f"{name} must be given with a cache of {dtype}, which holds whole numbers ({name}=1.0, as an array, "
+            "keeps whole numbers); got None",
+            kv_cache=np.zeros((4, 2, 4, 8 if dtype == "int8" else 4), dtype),
+            **{other: np.ones((), F32) for other in {"k_scale", "v_scale"} - {name}},
+        )
+        for op in (attention, update)
+        for name in ("k_scale", "v_scale")
+        for dtype in ("int8", "uint8")
+    ),
+    *(
+        fault(
+            op,
+            "v_scale must be given with a cache of uint8, which holds whole numbers (v_scale=1.0, as an array, "
+            "keeps whole numbers); got None",
+            kv_cache=np.zeros((4, 2, 2, 8), np.int8),
+            value_cache=np.zeros((4, 2, 2, 4), np.uint8),
+            k_scale=np.ones(2, F32),
+        )
+        for op in (attention, update)
+    ),
     fault(
         update,
         "k_scale must be None unless kv_cache has fewer bits than key; got shape []",

@@ -180,6 +180,8 @@ def refused():
     fails("^kv_cache_update: kv_cache must be sharded along dimension 2", on(None, cache),
           on(1, key), on(1, value), on(None, slots), op=ops.kv_cache_update)
     fails("^simple_add: a must be replicated", on(0, query), on(0, query), op=ops.simple_add)
+    fails("^slot_mapping: context_lens must have type torch.Tensor, as all devices need all of it",
+          *whole, op=torch_frontend.slot_mapping, error=TypeError, block_size=4, num_tokens=3)
     other = init_device_mesh("cpu", (2, 1))
     fails("^paged_attention: kv_cache must be on the first DTensor's mesh", q,
           distribute_tensor(cache, other, [Shard(2), Replicate()]), *whole, 0.25)

@@ -76,6 +76,18 @@ def _run(
     return as_returned(wrapped)
 
 
+def refuse_dtensors(op: str, names: Sequence[str], tensors: Sequence[Any]) -> None:
+    """For a function that mixes its tensors with others, which DTensor refuses without a name."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415  (see register)
+
+    for name, tensor in zip(names, tensors, strict=True):
+        if isinstance(tensor, DTensor):
+            rule = "type torch.Tensor, as all devices need all of it (call full_tensor())"
+            raise dtype_error(op, name, rule, "DTensor")
+
+
 class _Axes:
     """The axes of a mesh that dimensions are sharded along."""
 
