@@ -104,8 +104,9 @@ struct Holes {
   uint32_t count;
   uint64_t bits;
 
+  // The distance is modulo 2^32: where `count` is 0, `begin` may be any number.
   XLA_GPU_HOST_DEVICE bool Contain(int32_t position) const {
-    const uint32_t n = static_cast<uint32_t>(position - begin);
+    const uint32_t n = static_cast<uint32_t>(position) - static_cast<uint32_t>(begin);
     return n < count && (n >= 64 || (bits >> n & 1) == 0);
   }
   XLA_GPU_HOST_DEVICE Span Positions() const { return {begin, begin + int64_t{count}}; }
