@@ -27,12 +27,19 @@ from shared_ffi import kv_cache_update, paged_attention, simple_add
 from shared_ffi.spec import ArraySpec
 from tests.cases import quantized
 from tests.cases.all import CASES, LONG_CASES, SAMPLED_CASES, UPDATE_CASES
-from tests.cases.case import Case, without_range
+from tests.cases.case import FEATURES, JUNK, Case, without_range
 from tests.cases.softmax import EXTREME_NUMBERS, extreme_call
 from tests.cases.updates import UpdateCase
 from tests.support import native, selection
-from tests.support.calls import checked_call, in_wider_rows, numbers, rows_in, with_wider_rows
-from tests.support.gpu import ON_CUDA, Gpu, attend, scratch_of
+from tests.support.calls import (
+    checked_call,
+    in_place,
+    in_wider_rows,
+    numbers,
+    rows_in,
+    with_wider_rows,
+)
+from tests.support.gpu import ON_CUDA, EmulatedGpu, Gpu, attend, scratch_of
 from tests.support.random_cases import random_cases
 
 F32, I32 = np.float32, np.int32
@@ -823,6 +830,129 @@ def test_lengths_that_change_during_the_call(
     scratch = guarded(np.full(call.results_on("cuda")[-1].shape, 0xFF, np.uint8))
     each_kernel.run(paged_attention, operands, [output, scratch], 0, **numbers(call))
     assert (np.isnan(output) | (output == 1)).all()  # and nothing outside of the arrays was read
+
+
+HALF = {"head_size": 128, "block_size": 16, "dtype": "bfloat16"}
+MANY = tuple((20 if s % 60 == 7 else 0, 40) for s in range(300))  # more than are counted at a time
+BATCHES = {
+    "DecodeAttention": [((1, 900), (2, 300), (0, 7), (1, 70)), ((3, 700),)],
+    "HopperAttention": [((20, 150), (1, 90), (70, 90)), MANY],
+    "TensorCoreAttention": [((1, 600), (20, 130), (0, 7), (3, 70)), MANY],
+    "CudaCoreAttention": [((1, 600), (5, 50), (0, 7), (3, 70)), MANY],
+    "Combine": [((1, 600), (5, 50), (0, 7), (2, 530)), MANY],
+}
+FEATURES_THAT_CHANGE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": 200},
+    "ranges": {"ranges": "any"},
+    "tree": {"tree": "any"},
+    "causal": {"causal": False, "causal_seqs": True},
+    "int8": {"cache_dtype": "int8", "scales": "per head"},
+}
+CASES_THAT_CHANGE: dict[str, list[Case | UpdateCase]] = {
+    kernel: [
+        Case(
+            id=f"changes-{name}-{len(sequences)}",
+            sequences=sequences,
+            **(dict(HALF, dtype="float32", head_size=16) if kernel == "CudaCoreAttention" else HALF),
+            **feature,
+        )
+        for sequences in batches
+        for name, feature in FEATURES_THAT_CHANGE.items()
+        if sequences is not MANY or name in ("plain", "window", "causal")
+    ]
+    for kernel, batches in BATCHES.items()
+} | {
+    "Update": [
+        UpdateCase(id="changes", dtype="bfloat16", head_size=128),
+        UpdateCase(id="changes-int8", cache_dtype="int8", scales="per position"),
+        UpdateCase(id="changes-int4", cache_dtype="int4", scales="one", head_size=18),
+        UpdateCase(id="changes-rotated", head_size=16, rotary_dim=16, num_heads=4),
+        UpdateCase(id="changes-64-bits", head_size=16, rotary_dim=16, slot_dtype="int64",
+                   position_dtype="int64"),
+    ]
+}  # fmt: skip
+LARGEST = {
+    "context_lens": 1000,
+    "block_tables": 90,
+    "query_start_loc": 110,
+    "num_seqs": len(MANY),
+    "tree_mask": 31,
+    "bidirectional_ranges": 1000,
+    "causal": 1,
+    "slot_mapping": 30,
+    "positions": 20,
+}
+"""The arrays whose numbers change, and the largest number that most of them become."""
+
+
+class ChangingCall:
+    """A call of which a number changes while a kernel reads it."""
+
+    def __init__(self, case: Case | UpdateCase) -> None:
+        self.op: Any = paged_attention if isinstance(case, Case) else kv_cache_update
+        inputs, attributes = case.inputs(), case.attributes()
+        self.call, arrays = checked_call(self.op.OP, inputs, attributes)
+        self.arrays = [guarded(x) for x in arrays]
+        names = [*inputs._fields, *(name for name in FEATURES[self.op.OP] if name in attributes)]
+        self.named = dict(zip(names, self.arrays, strict=True))
+        places = in_place(self.call)
+        self.results = [
+            self.arrays[places[i]] if i in places else guarded(np.zeros(spec.shape, spec.dtype))
+            for i, spec in enumerate(self.call.results_on("cuda"))
+        ]
+        self.read = [x for x in self.arrays if id(x) not in {id(y) for y in self.results}]
+        self.counts: dict[tuple[str, int], int] = {}
+
+    def run(self, gpu: EmulatedGpu, kernel: str, name: str, seed: int, **fields: int) -> int:
+        """Returns how often the kernel read the array."""
+        array = self.named[name]
+        right = [x.copy() for x in self.read]
+        try:
+            with gpu.change(kernel, array, **fields) as change:
+                gpu.run(self.op, self.arrays, self.results, seed, **numbers(self.call))
+                return int(change.counted)
+        finally:
+            for x, before in zip(self.read, right, strict=True):
+                assert x is array or x.tobytes() == before.tobytes()
+                x[...] = before
+
+    def run_with_a_change(self, gpu: EmulatedGpu, kernel: str, rng: np.random.Generator) -> None:
+        """One number changes once, or back and forth."""
+        name = rng.choice([name for name in self.named if name in LARGEST])
+        seed = int(rng.choice(range(14) if selection.everything else (4, 6)))
+        if (name, seed) not in self.counts:
+            self.counts[name, seed] = self.run(gpu, kernel, name, seed)
+        count = self.counts[name, seed]
+        array = self.named[name]
+        value = rng.integers(LARGEST[name] + 1) if rng.random() < 0.8 else rng.choice(JUNK)
+        fields = {
+            "place": rng.integers(array.size),
+            "reads": 1 + rng.integers(max(count, 1)),
+            "every": rng.choice([0, 0, 0, 1, 3, 32, 33]),
+            "value": int(value) % 2**64,
+        }
+        self.run(gpu, kernel, name, seed, **{field: int(x) for field, x in fields.items()})
+
+
+@pytest.mark.skipif(ON_CUDA, reason="only the emulated GPU changes numbers between two reads")
+@pytest.mark.parametrize("kernel", CASES_THAT_CHANGE)
+def test_numbers_that_change_during_the_call(kernel: str, gpu: Gpu, monkeypatch: Any) -> None:
+    """Rows may be wrong then. But each kernel ends, and touches nothing outside of its arrays."""
+    monkeypatch.setenv("EMULATED_GPU_MOST_INSTRUCTIONS", "20000000")  # of a thread block
+    if kernel in ("DecodeAttention", "HopperAttention", "Combine"):
+        gpu = gpu.on_hopper()
+    assert isinstance(gpu, EmulatedGpu)
+    rng = np.random.default_rng(zlib.crc32(kernel.encode()))
+    calls = [ChangingCall(case) for case in CASES_THAT_CHANGE[kernel]]
+    number, faults = 1000 if selection.everything else 30, []
+    for i in range(number):
+        try:
+            calls[i % len(calls)].run_with_a_change(gpu, kernel, rng)
+        except RuntimeError as error:
+            faults.append(str(error))
+    assert not faults, f"{len(faults)} of {number} calls: {faults[0]}"
+    assert any(count > 0 for call in calls for count in call.counts.values())
 
 
 def test_wrong_scratch_size_is_refused(gpu: Gpu) -> None:

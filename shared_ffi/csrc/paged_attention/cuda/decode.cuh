@@ -2,7 +2,8 @@
 //
 // - Two producer warps copy, one K and the other V. They run ahead of the products by as many KV
 //   tiles as there is memory for, across work items: the memory does not wait where one item ends
-//   and the next begins.
+//   and the next begins. The first of them finds the work items. All other warps take these from
+//   shared memory: who reads the lengths again may find others.
 // - A KV tile has 16 positions. The consumer warps take tiles in turn, and a warp waits for its own
 //   tiles only.
 // - A thread block takes neighbouring splits, about as many positions as every other block. It
@@ -58,11 +59,12 @@ struct DecodeShared {
   using CacheRows = KvPairRows<C, kHeadSize>;
   static constexpr int kTile = DecodeSchedule::kTile;  // positions
   static constexpr int kTileElements = kTile * CacheRows::kStride;
-  static constexpr int kItems = 2;                          // work items in memory
+  static constexpr int kItems = 3;                          // work items in memory
+  static constexpr int kQueries = 2;                        // queries of work items
   static constexpr int kBlocks = kHeadSize <= 128 ? 2 : 1;  // thread blocks of a multiprocessor
   static constexpr int kBytes = 224 * 1024 / kBlocks;       // sm_90 has 227 KiB, 1 goes to each
   static constexpr int kOtherBytes = kWarps * kDecodeRows * (kHeadSize * 4 + 8) +
-                                     kItems * kDecodeRows * (QueryRows::kStride * 2 + 4);
+                                     kQueries * kDecodeRows * (QueryRows::kStride * 2 + 4);
   static constexpr int kScales = kIs8Bit<C> ? kTile : 1;
   static constexpr int kTileBytes = kTileElements * static_cast<int>(sizeof(C)) + kScales * 8 + 16;
   // KV tiles in memory. Each consumer warp has as many.
@@ -70,15 +72,17 @@ struct DecodeShared {
   static_assert(kStages >= 2 * kWarps, "a tile is copied while another one is read");
   using TileState = PipelineState<kStages>;
   using ItemState = PipelineState<kItems>;
+  using QueryState = PipelineState<kQueries>;
 
   alignas(128) C tiles[kStages][kTileElements];
-  alignas(128) Query query[kItems][kDecodeRows * QueryRows::kStride];
-  float query_factors[kItems][kDecodeRows];    // of an 8-bit cache: the powers of two
+  alignas(128) Query query[kQueries][kDecodeRows * QueryRows::kStride];
+  float query_factors[kQueries][kDecodeRows];  // of an 8-bit cache: the powers of two
   float sums[kWarps][kDecodeRows][kHeadSize];  // their columns are swizzled
   RowState states[kWarps][kDecodeRows];
   PositionScales scales[kStages][kScales];  // of an 8-bit cache
   PipelineBarriers<kStages> tiles_barriers;
   PipelineBarriers<kItems> items_barriers;
+  PipelineBarriers<kQueries> query_barriers;
   DecodeItem items[kItems];  // num_rows = -1 marks the end
 
   // All threads call it.
@@ -92,11 +96,12 @@ struct DecodeShared {
     }
     if (threadIdx.x > 0) return;
     tiles_barriers.Init(kDecodeProducers * gpu::kWarpSize + (kIs8Bit<C> ? 1 : 0), 1);
-    items_barriers.Init(gpu::kWarpSize + 1, kWarps);
+    items_barriers.Init(1, kDecodeProducers + kWarps);
+    query_barriers.Init(gpu::kWarpSize + (kIs8Bit<C> ? 1 : 0), kWarps);
   }
 };
 
-// The first warp copies queries and K, the second one V. Both go through the same work items.
+// The first warp finds the work items and copies queries and K, the second one copies V.
 template <typename T, typename C, int kHeadSize>
 class DecodeProducer {
   using Shared = DecodeShared<T, C, kHeadSize>;
@@ -104,6 +109,7 @@ class DecodeProducer {
   using CacheRows = typename Shared::CacheRows;
   using TileState = typename Shared::TileState;
   using ItemState = typename Shared::ItemState;
+  using QueryState = typename Shared::QueryState;
   static constexpr int kTile = Shared::kTile;
   static_assert(2 * kTile == gpu::kWarpSize, "the lanes find the slots of two tiles at a time");
 
@@ -117,18 +123,23 @@ class DecodeProducer {
 
   __device__ void Run(QueryLengths lengths) {
     DecodeSchedule schedule(p_, lengths);
-    DecodeItem work = {}, next = {};
+    if (copies_keys_) schedule.Begin();
+    Item item = {};
     BlockIds blocks = {};
+    QueryState query_stage;
     // The block ids of an item are on their way while the tiles of the item before are copied.
     for (ItemState stage;; stage = stage.Next()) {
-      const bool has_next = schedule.Next(&next);
-      if (!has_next) next.item.num_rows = -1;
-      const BlockIds next_blocks =
-          has_next ? BlocksOf(next.item, FirstPositionOf(next.item)) : BlockIds();
-      if (work.item.num_rows > 0) CopyTiles(work.item, blocks);
-      PublishWork(next, stage);
+      if (copies_keys_) PublishWork(&schedule, stage);
+      shared_.items_barriers.WaitFilled(stage);
+      const Item next = shared_.items[stage.index].item;
+      shared_.items_barriers.Free(stage);
+      const bool has_next = next.num_rows != -1;
+      const BlockIds next_blocks = has_next ? BlocksOf(next, FirstPositionOf(next)) : BlockIds();
+      if (item.num_rows > 0) CopyTiles(item, blocks);
       if (!has_next) break;
-      work = next;
+      if (copies_keys_) CopyQuery(next, query_stage);
+      query_stage = query_stage.Next();
+      item = next;
       blocks = next_blocks;
     }
     gpu::CommitCopies();
@@ -136,21 +147,29 @@ class DecodeProducer {
   }
 
  private:
-  __device__ void PublishWork(const DecodeItem& work, ItemState stage) {
-    if (!copies_keys_) return;
+  __device__ void PublishWork(DecodeSchedule* schedule, ItemState stage) {
+    DecodeItem work = {};
+    if (!schedule->Next(&work)) work.item.num_rows = -1;
     shared_.items_barriers.WaitFreed(stage);
+    if (lane_ > 0) return;
+    shared_.items[stage.index] = work;
+    gpu::Arrive(&shared_.items_barriers.filled[stage.index]);
+  }
+
+  __device__ void CopyQuery(const Item& item, QueryState stage) {
+    shared_.query_barriers.WaitFreed(stage);
     auto* query = shared_.query[stage.index];
     if constexpr (kIs8Bit<C>) {  // a lane's second row may not exist: its scale decides all the
                                  // same
       if (lane_ < kDecodeRows) shared_.query_factors[stage.index][lane_] = 1;
       __syncwarp();
     }
-    for (int i = lane_; i - lane_ < work.item.num_rows * QueryRows::kChunks; i += gpu::kWarpSize) {
+    for (int i = lane_; i - lane_ < item.num_rows * QueryRows::kChunks; i += gpu::kWarpSize) {
       const int row = i / QueryRows::kChunks, chunk = i % QueryRows::kChunks;
       const int column = chunk * QueryRows::kChunk;
-      const bool exists = row < work.item.num_rows && column < p_.head_size;
+      const bool exists = row < item.num_rows && column < p_.head_size;
       const T* from =
-          static_cast<const T*>(p_.query) + (exists ? QueryOffset(p_, work.item, row) + column : 0);
+          static_cast<const T*>(p_.query) + (exists ? QueryOffset(p_, item, row) + column : 0);
       if constexpr (kIs8Bit<C>) {
         float factor;
         const FourPairs pairs = HalvesOf<QueryRows::kChunks>(from, exists, &factor);
@@ -160,10 +179,12 @@ class DecodeProducer {
         gpu::CopyAsync16(query + QueryRows::Offset(row, chunk), from, exists);
       }
     }
-    if (lane_ == 0) shared_.items[stage.index] = work;
-    __syncwarp();
-    gpu::ArriveAfterCopies(&shared_.items_barriers.filled[stage.index]);
-    if (lane_ == 0) gpu::Arrive(&shared_.items_barriers.filled[stage.index]);
+    gpu::Barrier* filled = &shared_.query_barriers.filled[stage.index];
+    if constexpr (kIs8Bit<C>) {
+      __syncwarp();
+      if (lane_ == 0) gpu::Arrive(filled);
+    }
+    gpu::ArriveAfterCopies(filled);
   }
 
   // Each lane finds the slot of one position of two tiles at a time. The block ids of kPairs times
@@ -300,15 +321,20 @@ class DecodeConsumer {
         scales_are_uniform_(p.ScalesAreUniform()) {}
 
   __device__ void Run() {
+    typename Shared::QueryState query_stage;
     for (typename Shared::ItemState stage;; stage = stage.Next()) {
       shared_.items_barriers.WaitFilled(stage);
       const DecodeItem& work = shared_.items[stage.index];
       if (work.item.num_rows == -1) return;
-      Compute(work.item, shared_.query[stage.index], shared_.query_factors[stage.index]);
+      shared_.query_barriers.WaitFilled(query_stage);
+      Compute(work.item, shared_.query[query_stage.index],
+              shared_.query_factors[query_stage.index]);
       gpu::SyncThreads(kDecodeConsumers, kThreads);
       FinishSplit(work);
       gpu::SyncThreads(kDecodeConsumers, kThreads);  // everyone has left the sums
       shared_.items_barriers.Free(stage);
+      shared_.query_barriers.Free(query_stage);
+      query_stage = query_stage.Next();
     }
   }
 

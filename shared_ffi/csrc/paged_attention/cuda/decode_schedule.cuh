@@ -1,6 +1,7 @@
 // Deals the splits of all sequences to the thread blocks. Each takes neighbouring splits, with as
 // many positions as every other block but for one split. One warp deals for its block, and reads
-// the lengths that it needs.
+// the lengths that it needs. These may change meanwhile, so all lanes take the first lane's copy
+// of a length.
 #pragma once
 
 #include "schedule.cuh"
@@ -20,10 +21,11 @@ class DecodeSchedule {
   static constexpr int kTile = 16;  // positions that sizes are counted in
 
   __device__ DecodeSchedule(const Params& p, QueryLengths lengths)
-      : p_(p),
-        lengths_(lengths),
-        num_seqs_(Larger(0, NumSeqs(p))),
-        kv_head_(static_cast<int32_t>(p.num_kv_heads)) {
+      : p_(p), lengths_(lengths), kv_head_(static_cast<int32_t>(p.num_kv_heads)) {}
+
+  // Called before Next.
+  __device__ void Begin() {
+    num_seqs_ = gpu::Shuffle(Larger(0, NumSeqs(p_)), 0);
     // The first blocks have one tile more than the others.
     const int64_t total = CountTiles(), share = Divide(total, gridDim.x);
     const int64_t with_one_more = total - share * gridDim.x;
@@ -32,8 +34,9 @@ class DecodeSchedule {
     FindFirst();
   }
 
-  // Returns false after the block's last split. It is called in one place, and each of its steps
-  // too: a thread block computes few splits, and instructions are slow to come.
+  // Returns false after the block's last split. The first lane's *work is the one that counts:
+  // others may have read other ranges. It is called in one place, and each of its steps too: a
+  // thread block computes few splits, and instructions are slow to come.
   __device__ bool Next(DecodeItem* work) {
     while (true) {
       if (place_ >= end_) return false;
@@ -140,10 +143,10 @@ class DecodeSchedule {
 
   const Params& p_;
   const QueryLengths lengths_;
-  int64_t num_seqs_;
+  int64_t num_seqs_ = 0;
   int64_t place_ = 0;  // of the next split, in tiles
-  int64_t begin_;      // of the block's share
-  int64_t end_;
+  int64_t begin_ = 0;  // of the block's share
+  int64_t end_ = 0;
   int64_t s_ = -1;  // the next split's sequence
   Sequence sequence_ = {};
   int32_t num_tiles_ = 0;

@@ -11,8 +11,8 @@
 namespace xla_gpu::paged_attention {
 
 // Queues two or three kernels on a CUDA stream and waits for nothing. The kernels read lengths and
-// tables on the device and stay inside the arrays whatever these hold: a sequence with faulty ones
-// gets rows of NaN.
+// tables on the device, end, and stay inside the arrays whatever these hold: a sequence with faulty
+// ones gets rows of NaN.
 gpu::Error RunOnCuda(const Params& params, const Scratch& scratch, void* stream);
 
 // Which attention kernels calls use. "by GPU", the default: on compute capability 9.0 the decode

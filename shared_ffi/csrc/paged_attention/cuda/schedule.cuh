@@ -2,8 +2,10 @@
 // the device; the host never reads these. The grid is as large as the GPU can hold at once, and
 // each thread block takes every gridDim.x-th item, or the next item whenever it asks (ItemCounter).
 //
-// Somebody else may write to the lengths while a kernel runs. What follows from them is checked
-// where it is used, in the copy that is used: results may then be wrong, accesses may not.
+// Somebody else may write to lengths, tables and masks while a kernel runs. What follows from them
+// is checked where it is used, in the copy that is used. Threads that meet at a barrier or a shuffle
+// loop and branch by what one of them has read and the others got from it, through shared memory or
+// a shuffle. So rows may be wrong, but every kernel ends and stays inside the arrays.
 #pragma once
 
 #include "../../gpu/device.cuh"
@@ -211,6 +213,7 @@ class Schedule {
     int64_t ends[kThreads];  // for each sequence of the window, the number after its last item
     int64_t warp_counts[kWarps];
     int warp_broken[kWarps];
+    bool is_last;  // no window follows
     Item item;
   };
 
@@ -278,6 +281,8 @@ class Schedule {
       shared_.warp_counts[warp] = count.items;
       shared_.warp_broken[warp] = count.broken;
     }
+    // One thread tells all: others may have read another num_seqs.
+    if (thread == 0) shared_.is_last = window + kThreads >= num_seqs_;
     Sync();
     Count before{begin_, 0}, all{begin_, 0};
     for (int w = 0; w < kWarps; ++w) {
@@ -288,7 +293,7 @@ class Schedule {
     shared_.ends[thread] = before.Then(count).items;
     Sync();
     window_ = window;
-    is_last_ = all.broken || window + kThreads >= num_seqs_;
+    is_last_ = all.broken || shared_.is_last;
   }
 
   // Within a sequence, the query tiles with the most positions come first. Items that differ only
@@ -311,9 +316,9 @@ class Schedule {
   const QueryLengths lengths_;
   const int64_t max_rows_;
   Shared& shared_;
-  const int64_t num_seqs_;
-  int64_t window_ = 0;  // first sequence of the window
-  int64_t begin_ = 0;   // number of the window's first item
+  const int64_t num_seqs_;  // as this thread has read it
+  int64_t window_ = 0;      // first sequence of the window
+  int64_t begin_ = 0;       // number of the window's first item
   bool is_last_ = false;
 };
 
