@@ -49,7 +49,7 @@ def bars(
         {"svg.fonttype": "none", "svg.hashsalt": other, "font.size": 11, "text.color": INK}
     )
     height = 0.26 + 0.11 * len(machines)  # of a row, in inches
-    figure, axis = plt.subplots(figsize=(7.6, 1 + len(rows) * height), layout="constrained")
+    figure, axis = plt.subplots(figsize=(6.2, 1 + len(rows) * height), layout="constrained")
     color_of = {variable: color for color, variable in VARIABLES.items()}
     step = 0.8 / len(machines)
     for i, (machine, found) in enumerate(machines.items()):
@@ -78,10 +78,10 @@ def bars(
     axis.set_yticks(range(len(rows)), rows, color=INK)
     axis.tick_params(axis="both", length=0, colors=INK)
     axis.set_xlim(0.25, most)
-    ticks = {0.5: "half as fast", 1: "as fast", 1.5: "1.5 times", 2: "twice as fast"}
+    ticks = {0.5: "half", 1: "as fast", 1.5: "1.5 times", 2: "twice"}
     ticks = {x: text for x, text in ticks.items() if x < most}
     axis.set_xticks([*ticks], [*ticks.values()])
-    axis.set_xlabel(f"this library's speed beside {other}", color=INK)
+    figure.supxlabel(f"this library's speed beside {other}", color=INK, fontsize=11)
     axis.invert_yaxis()
     for side in axis.spines.values():
         side.set_visible(False)

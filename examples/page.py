@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
+import markupsafe
 import matplotlib
 from matplotlib.axes import Axes
 from rich.console import Console, Group
@@ -63,7 +65,14 @@ def write(path: Path, **content: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True)
+    environment.filters["with_bold"] = _with_bold
     path.write_text(environment.get_template("page.html.j2").render(**content))
+
+
+def _with_bold(text: str) -> markupsafe.Markup:
+    """A model's text, with the bold type of Markdown that it may have."""
+    escaped = str(markupsafe.escape(text))
+    return markupsafe.Markup(re.sub(r"\*\*(\S[^*]*)\*\*", r"<strong>\1</strong>", escaped))
 
 
 def svg(draw: Callable[[Axes], None]) -> str:

@@ -103,23 +103,29 @@ class BlockPool:
 
 
 class Batch(NamedTuple):
-    """The arrays of a step, padded: the first three for the model and ``kv_cache_update``, and
-    ``batch[3:]``, the metadata of ``paged_attention``. All are int32."""
+    """The arrays of a step, padded, all of int32: the first three for the model and
+    ``kv_cache_update``, and ``batch[3:]``, the metadata of ``paged_attention``.
+
+    Attributes:
+        tokens: ``[num_tokens]``, token ids, those of one sequence after another; 0 for padding.
+        positions: ``[num_tokens]``, of each token in its sequence; 0 for padding.
+        slot_mapping: ``[num_tokens]``, of each token in the cache; -1, which writes nothing, for
+            padding.
+        context_lens: ``[max_seqs]``, tokens of each sequence, those of this step included; 0 for
+            padding.
+        block_tables: ``[max_seqs, max_blocks_per_seq]``, the blocks of each sequence, then 0.
+        query_start_loc: ``[max_seqs + 1]``, the first token of each sequence in ``tokens``, then the
+            number of tokens, so that ``query_start_loc[1:] - 1`` are the last tokens.
+        num_seqs: ``[1]``, sequences that are no padding.
+    """
 
     tokens: Any
-    """``[num_tokens]``: token ids, those of one sequence after another; 0 for padding."""
     positions: Any
-    """``[num_tokens]``: of each token in its sequence; 0 for padding."""
     slot_mapping: Any
-    """``[num_tokens]``: of each token in the cache; -1 for padding."""
     context_lens: Any
-    """``[max_seqs]``: tokens of each sequence, those of this step included."""
     block_tables: Any
-    """``[max_seqs, max_blocks_per_seq]``."""
     query_start_loc: Any
-    """``[max_seqs + 1]``: the first token of each sequence in ``tokens``."""
     num_seqs: Any
-    """``[1]``: sequences that are no padding."""
 
 
 def pad_batch(
@@ -147,7 +153,7 @@ def pad_batch(
         max_blocks_per_seq: blocks that it has room for in each table.
 
     Returns:
-        NumPy arrays.
+        NumPy arrays; ``Batch`` says what padding holds.
 
     Raises:
         ValueError: the batch has no room, a sequence too few blocks or tokens, or a token or a slot

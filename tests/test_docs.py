@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import multiprocessing
 import os
+import pydoc
 import re
 import subprocess
 from importlib import metadata
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared_ffi.batch import pad_batch
+from shared_ffi.batch import Batch, pad_batch
 from tests.support import feature_table
 
 ROOT = Path(__file__).parents[1]
@@ -177,6 +178,20 @@ def test_the_picture_of_a_step_is_what_pad_batch_returns() -> None:
     assert {name for name, _ in shown} == {*batch} - {"tokens"}
     for name, group in shown:
         assert re.findall(r">(-?\d+)<", group) == [*map(str, batch[name].ravel().tolist())]
+
+
+def test_help_shows_the_arrays_of_a_batch() -> None:
+    beginning = pydoc.plain(pydoc.render_doc(Batch))[:1500]
+    for name, shape in {
+        "tokens": "[num_tokens]",
+        "positions": "[num_tokens]",
+        "slot_mapping": "[num_tokens]",
+        "context_lens": "[max_seqs]",
+        "block_tables": "[max_seqs, max_blocks_per_seq]",
+        "query_start_loc": "[max_seqs + 1]",
+        "num_seqs": "[1]",
+    }.items():
+        assert f"{name}: ``{shape}``, " in beginning
 
 
 def test_the_table_of_features_is_that_of_the_tests() -> None:

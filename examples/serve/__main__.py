@@ -71,10 +71,10 @@ def _serve(options: argparse.Namespace, running: list[subprocess.Popen[str]]) ->
             "examples.serve: the attention backend must be CUSTOM of xla-paged-attention; vLLM "
             f"uses {', '.join(names) or 'none'}. Its log above says why"
         )
-    print(
-        f"examples.serve: http://127.0.0.1:{options.port}/v1 is ready, attention: {names[0]}",
-        flush=True,
-    )
+    # Among a hundred lines of vLLM's log.
+    bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "")
+    ready = f"http://127.0.0.1:{options.port}/v1 is ready, attention: {names[0]}"
+    print(f"\n{bold}examples.serve: {ready}{plain}\n", flush=True)
     while server.poll() is None:  # wait() would keep others from asking whether it has ended
         time.sleep(0.2)
     sys.exit(f"examples.serve: vLLM ended with status {server.returncode}; its log is above")

@@ -34,6 +34,12 @@ QUESTION, KNOWN = "What is the capital of France?", "Paris"
 PROMPTS = tuple(task.format(subject) for task in _TASKS for subject in _SUBJECTS)
 
 
+_WHY_UNEQUAL = (
+    "The attention has the same bits in any batch; in bfloat16, the rest of the model may not. Start "
+    "the server with --dtype float32 to compare."
+)
+
+
 class Answer(NamedTuple):
     """What a server streamed."""
 
@@ -139,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
         QUESTION: report.known.text,
         "requests": len(prompts),
         "lost": report.num_lost,
-        "equal to alone": report.num_equal,
+        "equal to alone": f"{report.num_equal} of {len(prompts)}",
         "seconds": round(report.seconds, 2),
         "chunks per second": round(tokens / report.seconds, 1),
         "median seconds to the first": round(firsts[len(firsts) // 2], 2) if firsts else None,
@@ -151,6 +157,8 @@ def main(arguments: list[str] | None = None) -> int:
         for name, value in figures.items():
             table.add_row(name, str(value))
         Console().print(table)
+        if report.num_equal < len(prompts):
+            print(_WHY_UNEQUAL)
     if not attention.is_ours(names):
         print(f"the attention must be that of {attention.OURS.strip()}", file=sys.stderr)
         return 1

@@ -120,7 +120,7 @@ def _obstacle(backend: Backend) -> tuple[str, str, str] | None:
     if missing := [x.name for x in _requirements(backend.extra) if version(x.name) is None]:
         *others, last = missing
         detail = f"without {', '.join(others)} and {last}" if others else f"without {last}"
-        return NOT_INSTALLED, detail, f"pip install 'xla-paged-attention[{backend.extra}]'"
+        return NOT_INSTALLED, detail, installation(backend.extra)
     if backend.platform == "cuda" and built is None:
         remedy = "install a build that has them, one without XLA_GPU_CUDA=OFF"
         return FAILS, "this build has no CUDA handlers", remedy
@@ -130,6 +130,14 @@ def _obstacle(backend: Backend) -> tuple[str, str, str] | None:
             remedy = f"update the driver, then {remedy}"
         return NOT_INSTALLED, "JAX without its CUDA plugin", remedy
     return None
+
+
+def installation(extra: str) -> str:
+    """The command that installs an extra. PyPI's PyTorch brings CUDA, with several GB."""
+    command = f"pip install 'xla-paged-attention[{extra}]'"
+    if extra != "torch" or version("torch") or cuda_driver.gpu_count():
+        return command
+    return f"pip install torch --index-url https://download.pytorch.org/whl/cpu, then {command}"
 
 
 _lock = threading.Lock()

@@ -20,8 +20,7 @@ from typing import Any
 from shared_ffi import _native, cuda_driver, library_path
 from shared_ffi.cuda_driver import dotted
 from shared_ffi.selftest import backends
-from shared_ffi.selftest.backends import BACKENDS, FAILS, WORKS, Backend, Outcome
-from shared_ffi.xla import pjrt, runtimes
+from shared_ffi.selftest.backends import BACKENDS, FAILS, NO_GPU, WORKS, Backend, Outcome
 
 _PACKAGES = ("xla-paged-attention", "numpy", "jax", "jaxlib", "torch", "torch_xla")
 # An installation that is broken may end the process that imports it.
@@ -84,8 +83,7 @@ def try_import(
 ) -> str:
     """Imports a module that needs a library. Returns how that went, or its version of XLA FFI."""
     if importlib.util.find_spec(library) is None:
-        extra = library.replace("_", "-")
-        return f"without {library}: pip install 'xla-paged-attention[{extra}]'"
+        return f"without {library}: {backends.installation(library.replace('_', '-'))}"
     try:
         importlib.import_module(module)
         return f"XLA FFI {dotted(ffi_version())}" if ffi_version else "ok"
@@ -130,13 +128,22 @@ def line(outcome: Outcome) -> str:
     return f"  {outcome.title:<22}{outcome.status:<15}{outcome.detail}{what}"
 
 
+def lines(outcomes: Sequence[Outcome]) -> list[str]:
+    """A line for each backend, and one for all that need a GPU that this machine lacks."""
+    without_gpu = [x for x in outcomes if x.status == NO_GPU]
+    tried = [x for x in outcomes if x.status != NO_GPU]
+    if len(without_gpu) > 1:
+        without_gpu = [without_gpu[0]._replace(title=f"{len(without_gpu)} backends on CUDA")]
+    return [*map(line, tried), *map(line, without_gpu)]
+
+
 def _print(report: dict[str, Any]) -> None:
     print(f"Python {report['python']} on {report['machine']}")
     for section in ("packages", "built", "cuda", "runtimes", "registered", "frontends"):
         print(f"\n{'CUDA' if section == 'cuda' else section.capitalize()}")
         for name, value in report[section].items():
             print(f"  {name:<22}{_text(value)}")
-    print("\nBackends", *(line(Outcome(**x)) for x in report["backends"]), sep="\n")
+    print("\nBackends", *lines([Outcome(**x) for x in report["backends"]]), sep="\n")
 
 
 def main() -> int:

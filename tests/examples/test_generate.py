@@ -20,6 +20,7 @@ transformers = pytest.importorskip(
 )
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
+from examples import page  # noqa: E402
 from examples.generate import cache_dtypes, checkpoint, engine, transformers_backend  # noqa: E402
 from examples.generate.__main__ import main  # noqa: E402
 from examples.generate.engine import Sampling, choose  # noqa: E402
@@ -307,12 +308,19 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     for name, backend in result["backends"].items():
         assert backend["max_difference"] < 1e-4
         assert sum(backend["custom_calls"].values()) == (6 if name in ("jax", "torch_xla") else 0)
-    page = (tmp_path / "generate.html").read_text()
-    assert page.count("<svg") == 2
-    assert "w5 w9 w33" in page and 'custom_call_target="xla_gpu_paged_attention"' in page.replace(
+    shown = (tmp_path / "generate.html").read_text()
+    assert shown.count("<svg") == 2
+    assert "w5 w9 w33" in shown and 'custom_call_target="xla_gpu_paged_attention"' in shown.replace(
         "&#34;", '"'
     )
-    assert 'src="' not in page  # needs no other file, and no network
+    assert 'src="' not in shown  # needs no other file, and no network
+
+
+def test_the_page_shows_bold_type_and_no_markup_of_a_model(tmp_path: Path) -> None:
+    text = "1. **Avoid** <b> 2 * 3 ** 4"
+    page.write(tmp_path / "page.html", rows=[[]], conversation=[("why?", text)])
+    shown = "1. <strong>Avoid</strong> &lt;b&gt; 2 * 3 ** 4</div>"
+    assert shown in (tmp_path / "page.html").read_text()
 
 
 def test_wrong_tokens_are_found_in_16_bits(

@@ -239,6 +239,28 @@ def test_a_missing_package(missing: set[str], monkeypatch: pytest.MonkeyPatch) -
     assert outcome.remedy == "pip install 'xla-paged-attention[torch-xla]'"
 
 
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_missing_pytorch(gpus: int, missing: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyPI's brings CUDA, which a machine without a GPU does not need."""
+    missing.add("torch")
+    monkeypatch.setattr(cuda_driver, "gpu_count", lambda: gpus)
+    of_cpu = "pip install torch --index-url https://download.pytorch.org/whl/cpu, then "
+    remedy = ("" if gpus else of_cpu) + "pip install 'xla-paged-attention[torch]'"
+    assert tried(backend("")).remedy == remedy
+
+
+def test_backends_without_a_gpu_share_a_line() -> None:
+    outcome = Outcome("", "JAX, CPU", WORKS, "on cpu", "", 1.0)
+    no_gpu = Outcome("", "JAX, CUDA", NO_GPU, "no NVIDIA driver", "use the CPU", 0.0)
+    assert report.lines([no_gpu, outcome, no_gpu]) == [
+        "  JAX, CPU              works          on cpu, 1.0 s",
+        "  2 backends on CUDA    no GPU         no NVIDIA driver: use the CPU",
+    ]
+    assert report.lines([no_gpu]) == [
+        "  JAX, CUDA             no GPU         no NVIDIA driver: use the CPU"
+    ]
+
+
 def test_several_missing_packages(missing: set[str]) -> None:
     missing.update(("torch", "torch_xla", "jax", "pyelftools"))
     outcome = tried(backend("", extra="torch-xla"))

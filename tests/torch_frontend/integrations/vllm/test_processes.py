@@ -174,6 +174,7 @@ def test_the_load_test_names_the_attention(
     figures = json.loads(capsys.readouterr().out)
     assert figures["attention"] == attention.ask(server.url)[0]
     assert "Paris" in figures[load_test.QUESTION]
+    assert figures["equal to alone"].endswith(" of 2")
     monkeypatch.setattr(load_test, "KNOWN", "London")
     assert load_test.main(options) == 1
     monkeypatch.setattr(load_test, "KNOWN", "Paris")
