@@ -125,7 +125,7 @@ def kv_cache_update(
             ``paged_attention``. With the last shape, each key is divided by the scale of its slot.
             A scale of 0 makes 0 of every finite number. None: 1, which a cache of int8 or uint8
             must say, unless ``key`` has its dtype: ``jnp.float32(1)`` rounds to whole numbers.
-        v_scale: likewise, for the values.
+        v_scale: the same for the values.
         query: ``[num_tokens, num_heads, head_size]``, dtype of ``key``, with ``cos_sin_cache``
             only: the queries to be rotated. num_heads is a multiple of num_kv_heads. Donated, its
             memory is that of the rotated queries.

@@ -136,7 +136,7 @@ def paged_attention(
         k_scale: what the keys in a cache of 8 or 4 bits are multiplied by, float32: one for all, of
             shape ``[]`` or ``[1]``; ``[num_kv_heads]``; or ``[num_blocks, block_size,
             num_kv_heads]``. None: 1, which a cache of int8 or uint8 must say: ``jnp.float32(1)``.
-        v_scale: likewise, for the values.
+        v_scale: the same for the values.
         sinks: ``[num_heads]`` float32, one more logit in the softmax of each head, already
             scaled, with no value. -inf: none. One of 2**127 or more, inf included, takes all
             of the weight: the row is zero.

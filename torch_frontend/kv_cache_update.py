@@ -56,7 +56,7 @@ def kv_cache_update(
         kv_layout: which dimension is which, such as ``"n2bhd"``.
         k_scale: what the keys are divided by, float32. A cache of int8 or uint8 needs it, unless
             ``key`` has its dtype: ``torch.tensor(1.0)`` rounds to whole numbers.
-        v_scale: likewise, for the values.
+        v_scale: the same for the values.
         query: ``[num_tokens, num_heads, head_size]``, dtype of ``key``: the queries to be rotated.
             May be a slice of a fused projection. It shares no element with another argument.
         positions: ``[num_tokens]``, int32 or int64: the row of ``cos_sin_cache`` for each token.

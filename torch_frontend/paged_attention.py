@@ -150,7 +150,7 @@ def paged_attention(
         kv_layout: which dimension is which, such as ``"n2bhd"``.
         k_scale: what the keys in a cache of 8 or 4 bits are multiplied by. int8 and uint8 need it:
             ``torch.tensor(1.0)`` keeps whole numbers.
-        v_scale: likewise, for the values.
+        v_scale: the same for the values.
         sinks: ``[num_heads]`` float32, one more logit for each head.
         alibi_slopes: ``[num_heads]`` float32.
         tree_mask: ``[num_tokens, 2]`` int32, for draft trees of speculative decoding.

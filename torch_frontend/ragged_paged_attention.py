@@ -88,7 +88,7 @@ def ragged_paged_attention(
         sm_scale: its ``scale``.
         sliding_window: as there.
         soft_cap: as there.
-        mask_value: not used, like the arguments after ``v_scale``: they tune the TPU's kernel.
+        mask_value: None or at most -10000: masked positions do not enter the softmax.
         k_scale: multiplies the logits. A cache of integers needs both.
         v_scale: multiplies the output.
 

@@ -44,7 +44,7 @@ def ragged_paged_attention(
         cu_q_lens: ``[max_num_seqs + 1]`` int32.
         num_seqs: ``[1]`` int32.
         sm_scale, sliding_window, soft_cap: as ``paged_attention``'s.
-        mask_value: not used; what is masked is left out.
+        mask_value: None or at most -10000: masked positions do not enter the softmax.
         k_scale: a factor of the logits. A cache of integers needs both.
         v_scale: a factor of the output.
         num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes: tune the TPU's kernel; not

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax_frontend.batch import slots_of_tokens
 from jax_frontend.kv_cache_update import kv_cache_update
 from jax_frontend.paged_attention import paged_attention
+from shared_ffi.paged_attention import check_mask_value
 from shared_ffi.spec import INTEGER_DTYPES, dtype_error, shape_error, value_error
 
 PACKED_ROWS = "nb(h2)(h2)d"
@@ -58,6 +59,7 @@ def update_and_attend(
         sinks: ``[num_heads]``, of any dtype.
         update: False: the cache holds keys and values already.
         k_scale, v_scale: factors of the logits and of the output. A cache of integers needs both.
+        mask_value: of the other library's kernel.
         out_dtype: None: the dtype of ``queries``.
     """
     check_mask_value(op, mask_value)

@@ -21,6 +21,7 @@ from shared_ffi import _native, cuda_driver, library_path
 from shared_ffi.cuda_driver import dotted
 from shared_ffi.selftest import backends
 from shared_ffi.selftest.backends import BACKENDS, FAILS, NO_GPU, WORKS, Backend, Outcome
+from shared_ffi.xla import pjrt, runtimes
 
 _PACKAGES = ("xla-paged-attention", "numpy", "jax", "jaxlib", "torch", "torch_xla")
 # An installation that is broken may end the process that imports it.

@@ -3,9 +3,9 @@
 // each thread block takes every gridDim.x-th item, or the next item whenever it asks (ItemCounter).
 //
 // Somebody else may write to lengths, tables and masks while a kernel runs. What follows from them
-// is checked where it is used, in the copy that is used. Threads that meet at a barrier or a shuffle
-// loop and branch by what one of them has read and the others got from it, through shared memory or
-// a shuffle. So rows may be wrong, but every kernel ends and stays inside the arrays.
+// is checked where it is used, in the copy that is used. Threads that meet at a barrier or a
+// shuffle loop and branch by what one of them has read and the others got from it, through shared
+// memory or a shuffle. So rows may be wrong, but every kernel ends and stays inside the arrays.
 #pragma once
 
 #include "../../gpu/device.cuh"
