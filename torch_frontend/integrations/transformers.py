@@ -131,7 +131,7 @@ class Mask(torch.Tensor):
     tables: dict[Any, Any]
     """What `attention` derived for one layer and uses in the others."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def of(cls, shape: tuple[int, ...], **attributes: Any) -> Mask:
