@@ -13,6 +13,7 @@ each token if rows begin with padding.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ from transformers.masking_utils import (  # noqa: E402
     remap_positions_for_packed_sequence,
     sliding_window_overlay,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel  # noqa: E402
 
 NAME = "xla_gpu_paged"
 _REMEDY = "use attn_implementation='sdpa' or 'eager' for this model"
@@ -114,8 +115,8 @@ def attention(
 
 class Mask(torch.Tensor):
     """What `mask` returns: a tensor with the shape of a mask, ``[batch_size, 1, q_length,
-    kv_length]``, and without numbers. transformers hands it to `attention`, which reads its
-    attributes. A model that computes with it gets an error."""
+    kv_length]``, and without numbers. `attention` reads its attributes. A model may move it to
+    another device and take its last queries; whatever else it computes with it is an error."""
 
     model: str
     """The model's type, for errors."""
@@ -130,30 +131,41 @@ class Mask(torch.Tensor):
     tables: dict[Any, Any]
     """What `attention` derived for one layer and uses in the others."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], device: torch.device, **attributes: Any) -> Mask:
-        """A mask that has no memory."""
+    def of(cls, shape: tuple[int, ...], **attributes: Any) -> Mask:
+        """A mask with a shape and the attributes above, ``tables`` excepted."""
+        device = attributes["bounds"].device
         created = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         vars(created).update(attributes, tables={})
         return created
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Mask({[*self.shape]}, {self.facts})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, _: Any, args: Any = (), kwargs: Any = None
     ) -> torch.Tensor:
-        this = next(x for x in args if isinstance(x, cls))
-        if function is torch.ops.aten._to_copy.default:  # layers on several GPUs
-            ranges, device = this.ranges, kwargs["device"]
-            attributes = vars(this) | {
-                "bounds": this.bounds.to(device),
-                "ranges": None if ranges is None else ranges.to(device),
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        this = next(x for x in leaves if isinstance(x, cls))
+        dtype = (kwargs or {}).get("dtype", torch.bool)
+        if function is torch.ops.aten._to_copy.default and dtype is torch.bool:
+            moved = {
+                name: x.to(kwargs["device"]) if isinstance(x, torch.Tensor) else x
+                for name, x in vars(this).items()
             }
-            return cls.of(this.shape, device, **attributes)
+            return cls.of(this.shape, **moved)
+        if function in (torch.ops.aten.slice.Tensor, torch.ops.aten.alias.default):
+            queries = torch.arange(this.shape[2]).view(1, 1, -1, 1).expand(this.shape)
+            left = function(queries, *args[1:])
+            first = this.shape[2] - left.shape[2]
+            others = [*left.shape[:2], *left.shape[3:]]
+            is_end = left.numel() and left[0, 0, :, 0].tolist() == [*range(first, this.shape[2])]
+            if is_end and others == [*this.shape[:2], *this.shape[3:]]:
+                ranges = None if this.ranges is None else this.ranges[:, first:]
+                return cls.of(left.shape, **vars(this) | {"ranges": ranges})
         raise NotImplementedError(
             f"{NAME}: the attention mask must be read by the attention function only; got "
             f"{function} in the code of the model {this.model!r}; {_REMEDY}"
@@ -195,7 +207,6 @@ def mask(
             ranges[..., 0] = ranges[..., 0].maximum(positions - facts.window + 1)
     return Mask.of(
         (batch_size, 1, q_length, kv_length),
-        device,
         model=getattr(config, "model_type", "?"),
         facts=facts,
         bounds=bounds,
@@ -568,6 +579,25 @@ def _accept_name() -> None:
     manager.switch_to_cb_friendly_attn = switch
 
 
+def _refuse_classes() -> None:
+    """Makes a model that has a class for each attention refuse our name in words."""
+    upstream: Any = PreTrainedModel.get_correct_attn_implementation
+
+    @functools.wraps(upstream)
+    def check(self: Any, requested_attention: str | None, *arguments: Any, **keywords: Any) -> Any:
+        if requested_attention == NAME:
+            for name, classes in vars(sys.modules[type(self).__module__]).items():
+                if name.endswith("_ATTENTION_CLASSES") and NAME not in classes:
+                    raise NotImplementedError(
+                        f"{NAME}: the model must call an attention function; "
+                        f"{type(self).__name__} has {name} with {sorted(classes)}; {_REMEDY}"
+                    )
+        return upstream(self, requested_attention, *arguments, **keywords)
+
+    model: Any = PreTrainedModel
+    model.get_correct_attn_implementation = check
+
+
 def _keep_pages() -> None:
     """Makes a paged cache leave keys and values to ``attention``, and give itself to it. Since
     transformers 5.24 a layer updates its cache itself and gives attention what the cache returns;
@@ -594,4 +624,5 @@ def _keep_pages() -> None:
 ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)
 _accept_name()
+_refuse_classes()
 _keep_pages()

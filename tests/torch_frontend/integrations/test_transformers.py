@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transformers.generation.continuous_batching.cache_allocators import (  # no
     SlidingAttentionCacheAllocator,
 )
 
+from tests.support import causal_models  # noqa: E402
 from tests.support.model_families import (  # noqa: E402
     FAMILIES,
     IMAGE,
@@ -22,6 +24,7 @@ from tests.support.model_families import (  # noqa: E402
     image_model_of,
     model_of,
 )
+from torch_frontend.integrations import transformers as integration  # noqa: E402
 from torch_frontend.integrations.transformers import NAME  # noqa: E402
 
 PROMPT_LENGTHS = (1, 12, 13, 14, 40)
@@ -29,6 +32,16 @@ NEW_TOKENS = 16
 
 
 Model = tuple[Any, list[list[int]]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """PyTorch's threads of several processes wait for each other a hundred times longer than these
+    models run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=sorted({*FAMILIES} - {"bloom"}), scope="module")  # bloom: ALiBi
@@ -168,8 +181,17 @@ def test_refuses_padding_after_tokens() -> None:
     [
         ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "the mask must be causal"),
         ({"is_causal": False}, "the mask must be causal"),
+        (
+            {"attention_mask": torch.ones(1, 1, 4, 4, dtype=torch.bool)},
+            r"attention_mask must be the one .* LlamaAttention gave a Tensor \[1, 1, 4, 4\]",
+        ),
+        (
+            {"seq_idx": torch.zeros(1, 4)},
+            r"seq_idx must be None; LlamaAttention gave a tensor \[1, 4\]; use attn_implementation",
+        ),
+        ({"cu_seq_lens_q": torch.tensor([0, 4])}, "cu_seq_lens_q must be None"),
     ],
-    ids=["packed", "bidirectional"],
+    ids=["packed", "bidirectional", "own-mask", "unknown-keyword", "packed-lengths"],
 )
 def test_refuses_other_masks(options: dict[str, Any], message: str) -> None:
     with torch.no_grad(), pytest.raises(NotImplementedError, match=message):
@@ -195,3 +217,104 @@ def test_others_still_work_in_continuous_batching() -> None:
     with pytest.raises(ValueError, match="not supported for continuous batching"):
         model.set_attn_implementation("flex_attention")
         batched(model)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "message"),
+    [
+        ({"output_attentions": True}, "output_attentions must be False; LlamaAttention gave True"),
+        ({"dropout": 0.5}, "dropout must be 0; LlamaAttention gave 0.5"),
+    ],
+    ids=["weights", "dropout"],
+)
+def test_refuses_values_of_keywords(keyword: dict[str, Any], message: str) -> None:
+    layer = tiny().model.layers[0].self_attn
+    with pytest.raises(NotImplementedError, match=message):
+        integration.attention(layer, *rows(4), None, **keyword)
+
+
+def rows(length: int) -> list[torch.Tensor]:
+    return [torch.zeros(1, 1, length, 16)] * 3
+
+
+def test_refuses_a_mask_for_other_keys() -> None:
+    layer = tiny().model.layers[0].self_attn
+    with pytest.raises(NotImplementedError, match=r"for 5 queries and 5 keys .* \[4, 4\]"):
+        integration.attention(layer, *rows(5), integration.mask(1, 4, 4))
+
+
+def test_refuses_two_windows() -> None:
+    model = model_of("gpt-oss")
+    model.set_attn_implementation(NAME)
+    model.model.layers[0].self_attn.sliding_window = 5
+    message = "must be the same .* {'layer': 5, 'mask': 13} from GptOssAttention"
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=message):
+        model(torch.tensor([[5, 6, 7, 8]]))
+
+
+def test_the_mask_has_no_numbers() -> None:
+    mask = integration.mask(2, 3, 5, q_offset=2)
+    assert mask.shape == (2, 1, 3, 5) and repr(mask).startswith("Mask([2, 1, 3, 5]")
+    last = mask[:, :, -2:, :]
+    assert isinstance(last, integration.Mask) and last.shape == (2, 1, 2, 5)
+    assert isinstance(mask.to("meta"), integration.Mask)
+    for use in (
+        lambda: mask[:, :, :2],
+        lambda: mask[:, :, :, 1:],
+        lambda: mask + 1,
+        lambda: torch.cat([mask, mask]),
+        lambda: mask.to(torch.float32),
+        lambda: bool(mask.any()),
+    ):
+        with pytest.raises(
+            NotImplementedError, match="must be read by the attention function only"
+        ):
+            use()
+
+
+IN_EVERY_RUN = {
+    *("phimoe", "qwen2_moe", "gemma2", "gemma4_text", "gpt_oss", "deepseek_v3", "qwen3_5_text"),
+    *("llama4_text", "doge", "deepseek_v32", "minimax_m3_vl_text", "inkling_text", "falcon"),
+}
+"""A window of the mask and of the layer, a soft cap, shared keys, sinks, two head sizes, a hybrid,
+and each reason to refuse."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.nightly)
+        for name in causal_models.NAMES
+    ],
+)
+def test_every_causal_language_model(name: str) -> None:
+    """Beyond windows and blocks, the logits are those of eager attention, or there is an error in
+    our words; and the page says which."""
+    outcome = causal_models.outcome_of(name)
+    assert outcome.title != causal_models.WRONG, outcome.detail
+    if transformers.__version__.startswith(causal_models.VERSION):
+        assert causal_models.listed()[name] == outcome.title, outcome.detail
+
+
+@pytest.mark.skipif(
+    not transformers.__version__.startswith(causal_models.VERSION), reason="the page is of another"
+)
+def test_the_page_has_every_causal_language_model() -> None:
+    assert sorted(causal_models.listed()) == sorted(causal_models.NAMES)
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        ("phimoe", "_window"),
+        ("gpt_oss", "_window"),
+        ("minimax_m3_vl_text", "_refuse_unknown_keywords"),
+        ("inkling_text", "_refuse_unknown_keywords"),
+        ("llama4_text", "_refuse_other_masks"),
+    ],
+)
+def test_the_comparison_finds_a_missing_check(
+    name: str, check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integration, check, lambda *_: None)
+    assert causal_models.outcome_of(name).title == causal_models.WRONG
