@@ -113,6 +113,21 @@ def test_tpu_inference_kv_cache_update_refuses_wrong_runs(
         )
 
 
+@pytest.mark.parametrize(
+    ("row", "value"), [(0, -5), (1, -(2**31)), (2, -1)], ids=["place", "first", "length"]
+)
+def test_a_run_that_no_cache_has_writes_nothing(row: int, value: int) -> None:
+    """No sum of its numbers names a row. The run is the first one, and nobody checks it."""
+    new_kv, slices, kv_cache, _ = runs_of_rows()
+    slices[row, 0] = value
+    updated = tpu_inference.kv_cache_update(
+        *map(jnp.asarray, (new_kv, slices, kv_cache, np.array([1], I32))),
+        page_size=PAGE,
+        dynamic_validate_inputs=False,
+    )
+    assert_same_bits(np.asarray(updated), kv_cache)
+
+
 def test_tpu_inference_kv_cache_update_refuses_wrong_arguments() -> None:
     arrays = [*map(jnp.asarray, runs_of_rows())]
     for place, name, array in (

@@ -27,7 +27,7 @@ from shared_ffi import kv_cache_update, paged_attention, simple_add
 from shared_ffi.spec import ArraySpec
 from tests.cases import quantized
 from tests.cases.all import CASES, LONG_CASES, SAMPLED_CASES, UPDATE_CASES
-from tests.cases.case import FEATURES, JUNK, Case, without_range
+from tests.cases.case import INTEGERS, UNIT_SCALES, Case, without_range
 from tests.cases.softmax import EXTREME_NUMBERS, extreme_call
 from tests.cases.updates import UpdateCase
 from tests.support import native, selection
@@ -502,6 +502,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch(
 ) -> None:
     """The first sequence fills a query tile of the decode kernel, which the others leave as it was."""
     sequences = [(5, 90), *BATCH]
+    attributes = attributes | (UNIT_SCALES if cache_dtype in INTEGERS else {})
     (query, kv_cache, context_lens, tables, start, _), starts = batch(dtype, sequences, cache_dtype)
     together = attend(
         each_kernel,

@@ -31,7 +31,7 @@ from shared_ffi.selftest.backends import (
     Backend,
     Outcome,
 )
-from shared_ffi.xla import pjrt
+from tests.cases.case import UNIT_SCALES
 from tests.support import gpu
 
 ROOT = Path(__file__).parents[2]
@@ -395,7 +395,8 @@ class EmulatedCalls:
         if is_plain:
             query = query.astype(np.float32)
             cache = cache.astype(np.float32) if call.cache_dtype == call.dtype else cache
-        result = gpu.attend(self.gpu, (query, cache, *call.metadata), scale=call.scale)
+        scales = UNIT_SCALES if call.has_scales else {}
+        result = gpu.attend(self.gpu, (query, cache, *call.metadata), scale=call.scale, **scales)
         result = np.array(result, np.float32)
         if not is_plain and self.spoil(self.native.cuda_choice(), self.max_blocks):
             result[-1, -1, -1] += 1
