@@ -36,6 +36,12 @@ class TorchRules:
     def __init__(self, torch: Any, errors: Any) -> None: ...
     def refuse_derivative(self, op: str, tensors: Sequence[Any]) -> None: ...
 
+def share_elements(
+    layout: tuple[int, Sequence[int], Sequence[int]],
+    other: tuple[int, Sequence[int], Sequence[int]],
+    distance: int,
+) -> bool: ...
+
 class EagerKernel:
     def __init__(
         self,

@@ -67,10 +67,10 @@ def kv_cache_update(
 
     Raises:
         ValueError: a shape is wrong, an argument is given that needs another one, tensors are on
-            several devices, elements of a tensor that is written overlap, or, on CPU tensors, a
-            slot is past the end or a token's position has no row. On XLA tensors the last is a
-            RuntimeError when the graph runs. On CUDA such a token's key and value are not written,
-            and if its position has no row its query is NaN.
+            several devices, a tensor that is written shares elements with itself or another
+            argument, or, on CPU tensors, a slot is past the end or a token's position has no row.
+            On XLA tensors the last is a RuntimeError when the graph runs. On CUDA such a token's
+            key and value are not written, and if its position has no row its query is NaN.
         TypeError: a dtype or type is wrong.
         RuntimeError: a cache or the query is an inference tensor, outside of inference mode.
         NotImplementedError: a tensor requires grad: the op has no derivative.

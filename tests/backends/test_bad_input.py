@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -262,6 +263,47 @@ def test_update_refuses_overlapping_cache() -> None:
     ).all()
 
 
+ONE_TENSOR = {
+    "columns": ((8, 2, 2, 16), lambda x, n: (x[..., :8], x[..., 8 - n : 16 - n])),
+    "halves of a block": ((8, 2, 2, 2, 8), lambda x, n: (x[:, 0], x[:, 1 - n])),
+    "ranges of blocks": ((8, 2, 2, 8), lambda x, n: (x[:4], x[4 - n : 8 - n])),
+    "pages in turn": ((10, 2, 2, 8), lambda x, n: (x[:8:2], x[1 + n : 9 + n : 2])),
+    "heads": ((8, 2, 4, 8), lambda x, n: (x[:, :, :2], x[:, :, 2 - n : 4 - n])),
+    "tokens of blocks": ((8, 4, 2, 8), lambda x, n: (x[:, :2], x[:, 2 - n : 4 - n])),
+}
+"""Views for K and V of one tensor, which share elements if n is 1."""
+
+ROUTES: dict[str, Any] = {
+    "eager": (backends.to_torch, lambda f: f),
+    "inductor": (backends.to_torch, torch.compile),
+    "openxla": (backends.to_torch, partial(torch.compile, backend="openxla")),
+    "torch_xla": (backends.to_xla, lambda f: f),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("views", ONE_TENSOR)
+def test_update_refuses_caches_that_share_elements(views: str, route: str) -> None:
+    (convert, compiled), (shape, cut) = ROUTES[route], ONE_TENSOR[views]
+    _, key, value, slots = map(convert, split(update())[0])
+
+    def run(memory: torch.Tensor, n: int) -> None:
+        keys, values = cut(memory, n)
+        torch.ops.xla_gpu.kv_cache_update(keys, key, value, slots, value_cache=values)
+
+    memory = convert(np.zeros(shape, np.float32))
+    rule = "kv_cache_update: value_cache must not share memory with .* got the memory of kv_cache"
+    with pytest.raises((ValueError, torch._dynamo.exc.TorchRuntimeError), match=rule):
+        compiled(run)(memory, 1)
+    assert not memory.cpu().any()
+    compiled(run)(memory, 0)
+    apart = [torch.zeros_like(x) for x in cut(torch.zeros(shape), 0)]
+    operands = [x.cpu() for x in (key, value, slots)]
+    torch.ops.xla_gpu.kv_cache_update(apart[0], *operands, value_cache=apart[1])
+    for actual, expected in zip(cut(memory.cpu(), 0), apart, strict=True):
+        assert torch.equal(actual, expected) and expected.any()
+
+
 def test_update_refuses_caches_that_share_memory() -> None:
     _, key, value, slots = map(backends.to_torch, split(update())[0])
     rule = "^kv_cache_update: value_cache must not share memory with .* got the memory of kv_cache"
@@ -270,15 +312,13 @@ def test_update_refuses_caches_that_share_memory() -> None:
         with pytest.raises(ValueError, match=rule):
             torch.ops.xla_gpu.kv_cache_update(keys, key, value, slots, value_cache=values)
     assert not keys.any()
-    pairs = torch.zeros(4, 2, 2, 2, 8)  # of K and V, whose elements alternate
-    keys, values = pairs.unbind(2)
+    pool = torch.zeros(8, 2, 2, 8)  # pages of K and V alternate; the slots would tell them apart
     with pytest.raises(ValueError, match=rule):
-        torch.ops.xla_gpu.kv_cache_update(keys, key, value, slots, value_cache=keys)
-    torch.ops.xla_gpu.kv_cache_update(keys, key, value, slots, value_cache=values)
-    assert keys.any() and values.any()
-    pool = torch.zeros(8, 2, 2, 8)  # pages of K and V alternate, and only even slots are used
-    torch.ops.xla_gpu.kv_cache_update(pool[:7], key, value, slots // 2 * 4, value_cache=pool[1:])
-    assert pool.any()
+        torch.ops.xla_gpu.kv_cache_update(
+            pool[:7], key, value, slots // 2 * 4, value_cache=pool[1:]
+        )
+    empty = keys[4:]  # shares nothing, wherever it begins
+    torch.ops.xla_gpu.kv_cache_update(empty, key[:0], value[:0], slots[:0], value_cache=empty)
 
 
 def test_update_refuses_a_query_of_other_strides() -> None:
@@ -296,14 +336,31 @@ def test_update_refuses_a_query_of_other_strides() -> None:
         assert (query == 1).all() and not arrays[0].any()
 
 
-@pytest.mark.parametrize("convert", [backends.to_torch, backends.to_xla], ids=["torch", "xla"])
-def test_update_refuses_a_query_that_is_the_key(convert: Any) -> None:
+@pytest.mark.parametrize("first_key", [0, 1, 2])
+@pytest.mark.parametrize("route", ROUTES)
+def test_update_refuses_a_query_that_shares_elements_with_the_key(
+    route: str, first_key: int
+) -> None:
+    """Query and key are heads of one projection."""
+    convert, compiled = ROUTES[route]
     operands, rotary = split(rotated_update())
     cache, key, value, slots = map(convert, operands)
-    keywords = {name: convert(x) for name, x in rotary.items()} | {"query": key}
+    keywords = {name: convert(x) for name, x in rotary.items() if name != "query"}
+    heads = key.shape[1]
+
+    def run(rows: torch.Tensor) -> None:
+        query, keys = rows[:, 1:][:, :heads], rows[:, 1 + first_key * heads // 2 :][:, :heads]
+        torch.ops.xla_gpu.kv_cache_update(cache, keys, value, slots, query=query, **keywords)
+
+    rows = torch.cat([torch.ones_like(key)] * 3, 1)
+    if first_key == 2:
+        compiled(run)(rows)
+        assert cache.cpu().any()
+        return
     rule = "query must not share memory with key: it is written in place; got the memory of key"
-    with pytest.raises(ValueError, match=f"^kv_cache_update: {rule}$"):
-        torch.ops.xla_gpu.kv_cache_update(cache, key, value, slots, **keywords)
+    with pytest.raises((ValueError, torch._dynamo.exc.TorchRuntimeError), match=rule):
+        compiled(run)(rows)
+    assert not cache.cpu().any()
 
 
 def test_jax_refuses_interleaved_of_another_type() -> None:

@@ -182,6 +182,35 @@ def test_self_test() -> None:
     assert f"  torch_xla             cpu: {', '.join(TARGETS)}\n" in text
 
 
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_subinterpreter_is_refused(is_first: bool) -> None:
+    """The main interpreter works as before, whether it has the module already or not."""
+    lines = scripts.output(
+        """
+        import sys
+        try:
+            import _interpreters as interpreters  # Python 3.13
+        except ImportError:
+            import _xxsubinterpreters as interpreters
+        if sys.argv[1] == "True":
+            import shared_ffi
+        other = interpreters.create()
+        script = f"import sys; sys.path[:0] = {[x for x in sys.path if x]!r}; import shared_ffi"
+        try:
+            print(interpreters.run_string(other, script))
+        except interpreters.RunFailedError as error:
+            print(error)
+        import torch, torch_frontend
+        ones = torch.ones(3)
+        print(torch.ops.xla_gpu.simple_add(ones, ones).tolist())
+        """,
+        str(is_first),
+    )
+    message = "shared_ffi: must be imported in the main interpreter of a process; got a subinterp"
+    assert message in lines[0]
+    assert lines[1] == "[2.0, 2.0, 2.0]"
+
+
 def test_the_instruction_set_can_be_forced() -> None:
     offered = _native.cpu_instruction_sets()
     assert _native.cpu_instruction_set() == offered[0] and offered[-1] == "baseline"

@@ -281,6 +281,54 @@ def test_faulty_tables_are_named(step: Path, tmp_path: Path) -> None:
     assert f"Error: {message}" in outcome.stderr
 
 
+# Calls the C function of a compiled update: what it throws ends the process.
+UPDATE = """
+    import ctypes
+    library, keys, values, written = sys.argv[1:]
+    memory = torch.zeros(8, 4, 1, 8)  # blocks of K or V
+    keys, values, written = eval(keys), eval(values), eval(written)
+    handle = torch._C._aoti.unsafe_alloc_void_ptr_from_tensor
+    address = ctypes.pythonapi.PyCapsule_GetPointer
+    address.restype, address.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    slots = torch.tensor([5, 2] if keys.numel() else [-1, -1])
+    layout = dict(num_blocks=len(keys), block_size=4, num_kv_heads=1, block_stride=32)
+    layout |= dict(position_stride=8, head_stride=8, value_offset=0, value_cache=4)
+    def array(kind, values):
+        return (kind * len(values))(*values), ctypes.c_int64(len(values))
+    def tensors(*tensors):
+        return array(ctypes.c_void_p, [address(handle(x), None) for x in tensors])
+    ctypes.CDLL(library).aoti_torch_cpu__xla_gpu_call(
+        *tensors(written, values), *tensors(keys, *torch.ones(2, 2, 1, 8), slots, values),
+        *array(ctypes.c_int64, [0, 4]), *array(ctypes.c_int64, []), b"xla_gpu_kv_cache_update",
+        *array(ctypes.c_char_p, [x.encode() for x in layout]),
+        *array(ctypes.c_int64, [*layout.values()]), *array(ctypes.c_char_p, []),
+        *array(ctypes.c_double, []), None)
+    print(memory.flatten(1).any(1).int().tolist())
+"""
+COPIED = "the compiled program copied the cache; it must be updated in place"
+SHARED = "xla_gpu_kv_cache_update: operand 0 must not share memory with operand 4: it is written in"
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "written", "expected"),
+    [
+        ("memory[1:3]", "memory[5:7]", "memory[:4]", [0, 1, 1, 0, 0, 1, 1, 0]),
+        ("memory[1:3]", "memory[3:5]", "memory[:4]", [0, 1, 1, 1, 1, 0, 0, 0]),
+        ("memory[4:6]", "memory[6:]", "memory[:4]", COPIED),  # directly behind it
+        ("memory[:2]", "memory[6:]", "memory[2:4]", COPIED),
+        ("memory[4:4]", "memory[4:4]", "memory[:4]", [0] * 8),
+        ("memory[4:4]", "memory[4:4]", "memory[4:4]", [0] * 8),
+        ("memory[1:3]", "memory[2:4]", "memory", SHARED),
+    ],
+)
+def test_what_an_update_writes_to(keys: str, values: str, written: str, expected: Any) -> None:
+    outcome = run_alone(UPDATE, LIBRARY, keys, values, written)
+    if isinstance(expected, str):
+        assert f"what():  {expected}" in outcome.stderr
+    else:
+        assert outcome.stdout == f"{expected}\n", outcome.stderr
+
+
 def test_library_loads_from_any_path(step: Path, tmp_path: Path) -> None:
     """A machine needs nothing but the package and a copy of the library."""
     copy = shutil.copy(LIBRARY, tmp_path)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
 
 from harness.compare import assert_same_bits
-from shared_ffi import eager
+from shared_ffi import _native, eager
 from tests.cases.all import SHORT_CASES, UPDATE_CASES
 from tests.cases.case import Case
 from tests.support import backends, scripts
 from tests.support.calls import overload_of, split_keywords
 from tests.support.models import tensors
 from tests.support.sound_calls import add, attention, update
+from torch_frontend import _eager
 
 OPS = torch.ops.xla_gpu
 MODES = [torch.inference_mode, torch.no_grad, nullcontext]
@@ -185,6 +189,51 @@ def test_tangents(known: bool) -> None:
         dual = forward_ad.make_dual(query, torch.ones_like(query))
         with pytest.raises(NotImplementedError, match=r"^paged_attention: .*tangent"):
             OPS.paged_attention(dual, *rest, 0.5)
+
+
+def random_view(x: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    for _ in range(rng.randint(1, 4)):
+        dim = rng.randrange(x.dim())
+        size, kind = x.shape[dim], rng.random()
+        if kind < 0.5:
+            first, end = sorted(rng.choices(range(size + 1), k=2))
+            x = x.narrow(dim, first, end - first)
+        elif kind < 0.65:
+            steps = slice(rng.randrange(3), None, rng.randint(1, 3))
+            x = x[(*[slice(None)] * dim, steps)]
+        elif kind < 0.8:
+            x = x.transpose(dim, rng.randrange(x.dim()))
+        elif kind < 0.9 and size and x.dim() > 1:
+            x = x.select(dim, rng.randrange(size))
+        elif size and size % 2 == 0:
+            x = x.unflatten(dim, (2, -1))
+    return x
+
+
+def numbers_of(x: torch.Tensor) -> set[int]:
+    indices = np.ndindex(*x.shape)
+    steps = [sum(i * s for i, s in zip(index, x.stride(), strict=True)) for index in indices]
+    return {x.storage_offset() + step for step in steps}
+
+
+def test_two_views_share_elements() -> None:
+    """Of one tensor, whatever the views: as counted one by one."""
+    rng, found = random.Random(0), Counter[bool]()
+    for _ in range(5000):
+        x = torch.empty([rng.randint(1, 6) for _ in range(rng.randint(1, 4))])
+        a, b = random_view(x, rng), random_view(x, rng)
+        share = not numbers_of(a).isdisjoint(numbers_of(b))
+        assert _eager.share_elements(a, b) == share == _eager.share_elements(b, a)
+        found[share] += 1
+    assert min(found.values()) > 1000
+
+
+def test_layouts_that_take_too_long_count_as_shared() -> None:
+    """4001 * i == 4003 * j + 2 first where i is 4002, so that these share nothing."""
+    for size, share in ((900, False), (2000, True)):
+        layout, other = (4, (size,), (4001,)), (4, (size,), (4003,))
+        assert _native.share_elements(layout, other, 8) is share
+    assert not _native.share_elements((1, (2000,), (4002,)), (1, (2000,), (4004,)), 1)  # all even
 
 
 def test_one_memory_for_two_caches() -> None:

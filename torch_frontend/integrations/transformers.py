@@ -489,21 +489,34 @@ def _pages(
     must_copy = is_ring and kwargs["max_length_q"] > 1
     if allocator.index not in shared:
         make = _tables_of_copy if must_copy else _tables_of_ring if is_ring else _tables_of_pages
-        shared[allocator.index] = make(allocator, kwargs)
-    tables = shared[allocator.index]
+        slots = None if must_copy else _slots(allocator, kwargs)
+        shared[allocator.index] = make(allocator, kwargs), slots
+    tables, slots = shared[allocator.index]
 
     new_keys, new_values = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    writes = kwargs["write_index"][allocator.index]
     if must_copy:
-        reads = kwargs["read_index"][allocator.index]
+        reads, writes = (kwargs[name][allocator.index] for name in ("read_index", "write_index"))
         copies = _same_strides(*allocator.update(new_keys, new_values, layer, reads, writes))
         keys, values = (copy.unsqueeze(1) for copy in copies)
     else:
-        keys, values = allocator._kv_page_views[layer]
+        keys, values = (x[:: _pages_of_block(allocator)] for x in allocator._kv_page_views[layer])
         _OPS.kv_cache_update(
-            keys, new_keys, new_values, writes, value_cache=values, kv_layout=_LAYOUT
+            keys, new_keys, new_values, slots, value_cache=values, kv_layout=_LAYOUT
         )
     return keys, values, tables
+
+
+def _pages_of_block(allocator: Any) -> int:
+    """From a layer's page of K (or V) to its next: a block has one of each for every layer.
+    transformers' views have the pages of others, too, so that K and V share memory."""
+    return int(allocator.block_physical_stride // allocator.tokens_per_page)
+
+
+def _slots(allocator: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    """The slots to write to, among the layer's own. transformers counts those of all pages."""
+    writes = kwargs["write_index"][allocator.index]
+    stride = allocator.block_physical_stride
+    return writes // stride * allocator.tokens_per_page + writes % stride
 
 
 def _tables_of_pages(allocator: Any, kwargs: dict[str, Any]) -> _Tables:
@@ -558,7 +571,7 @@ def _tables(
     queries = kwargs["cu_seq_lens_q"]
     return _Tables(
         context_lens=kwargs["cu_seq_lens_k"][allocator.layer_type].diff().int(),
-        block_tables=(slots // (page_size or allocator.tokens_per_page)).int(),
+        block_tables=(slots // (page_size or allocator.block_physical_stride)).int(),
         query_start_loc=queries.int(),
         num_seqs=queries.new_full((1,), len(queries) - 1, dtype=torch.int32),
     )

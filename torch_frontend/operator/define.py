@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from torch_frontend.operator.arguments import (
     refuse_several_devices,
     specs,
 )
-from torch_frontend.operator.eager import RULES, Eager, check_fits, check_out
+from torch_frontend.operator.eager import RULES, Eager, check_fits, check_out, share_elements
 
 _LIBRARY = torch.library.Library("xla_gpu", "DEF")
 
@@ -76,6 +75,9 @@ class Operator:
         """Checks the call; there are no new results."""
         bound = self.read(arguments, keywords)
         call = bound.on(specs(bound.tensors))
+        tensors = dict(zip(bound.names, bound.tensors, strict=True))
+        written = [bound.names[operand] for operand, _ in call.aliases] if out is None else []
+        _refuse_one_memory(self._op, tensors, written, _in_storage)
         if out is not None:
             check_out(call, bound.tensors[0], out)
             RULES.refuse_derivative(self._op, (out,))
@@ -179,7 +181,7 @@ class InPlaceOp:
         if self._has_out:
             keywords.pop("out")
         else:
-            self._refuse_one_memory(tensors, targets)
+            _refuse_one_memory(self._name, tensors, [*targets], _in_base)
         results = self._functional(*arguments, **keywords)
         if self._has_out:
             results = [results]
@@ -187,15 +189,6 @@ class InPlaceOp:
             # copy_ would broadcast and convert.
             check_fits(self._name, name, array_spec(result.shape, result.dtype), target)
             target.copy_(result)
-
-    def _refuse_one_memory(
-        self, tensors: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]
-    ) -> None:
-        """As TorchRules does by addresses."""
-        for (first, x), (second, y) in itertools.combinations(tensors.items(), 2):
-            if x is y and (first in targets or second in targets):
-                name, other = (second, first) if second in targets else (first, second)
-                raise errors.one_memory_error(self._name, name, other)
 
     def _tensors(
         self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
@@ -207,6 +200,42 @@ class InPlaceOp:
     def _targets(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors to write to by name."""
         return {name: tensors[name] for name in self._written_names if name in tensors}
+
+
+_Place = tuple[object, Callable[[], torch.Tensor]]
+"""The memory that a tensor lies in, and a function for a tensor that lies in the same way."""
+
+
+def _refuse_one_memory(
+    op: str,
+    tensors: Mapping[str, torch.Tensor],
+    written: Sequence[str],
+    place: Callable[[torch.Tensor], _Place],
+) -> None:
+    """Refuses a tensor to write to that shares elements with another one, as TorchRules does by
+    addresses."""
+    places = {name: place(x) for name, x in tensors.items()}
+    for i, name in enumerate(written):
+        memory, view = places[name]
+        for other in (x for x in places if x not in written[i:]):
+            other_memory, other_view = places[other]
+            if memory == other_memory and share_elements(view(), other_view()):
+                raise errors.one_memory_error(op, name, other)
+
+
+def _in_storage(tensor: torch.Tensor) -> _Place:
+    return tensor.untyped_storage()._cdata, lambda: tensor
+
+
+def _in_base(tensor: torch.Tensor) -> _Place:
+    """Of torch_xla's tensors, which are values: as a view of a tensor that has memory would lie."""
+    base = tensor if tensor._base is None else tensor._base
+
+    def view() -> torch.Tensor:
+        like = torch.empty(base.shape, dtype=base.dtype, device="meta")
+        return like if base is tensor else tensor._view_func_unsafe(like)
+
+    return id(base), view
 
 
 def define(

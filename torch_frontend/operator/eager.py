@@ -28,6 +28,10 @@ RULES = _native.TorchRules(torch, errors)
 """PyTorch's rules for derivatives, versions and shared memory, for every kind of tensor."""
 
 
+Layout = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""The bytes of an element, sizes and strides."""
+
+
 class PreparedCall(NamedTuple):
     """A checked call, on tensors of one signature."""
 
@@ -36,8 +40,8 @@ class PreparedCall(NamedTuple):
     """The operands' names."""
     copied: list[int]
     """The operands of which the handler gets a contiguous copy."""
-    spans: list[int]
-    """The bytes from the first to the last element of each operand, or of its copy."""
+    layouts: list[Layout]
+    """How the elements of each operand lie, or those of its copy."""
     out_bytes: int
     """The size of the tensor ``out``; 0: there is none."""
     written: list[int]
@@ -105,7 +109,7 @@ class Eager:
             eager.prepare(call, device),
             bound.names,
             copied,
-            [x.nbytes if i in copied else _spanned_bytes(x) for i, x in enumerate(bound.tensors)],
+            [(x.nbytes, (), ()) if i in copied else layout(x) for i, x in enumerate(bound.tensors)],
             0 if out is None else out.nbytes,
             [operand for operand, _ in call.aliases],
             [(spec.shape, getattr(torch, spec.dtype)) for spec in new],
@@ -157,12 +161,20 @@ def _launch_on_cuda(
         call(operands, results, stream=stream)
 
 
-def _spanned_bytes(tensor: torch.Tensor) -> int:
-    if tensor.is_contiguous():
-        return tensor.nbytes
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in steps)
-    return (last + 1) * tensor.itemsize if tensor.numel() else 0
+def share_elements(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two views of one storage share elements; False if a size or a stride is a symbol."""
+    begins: list[int] = []
+    for view in (x, y):
+        first = view.storage_offset()
+        if type(first) is not int or not all(type(n) is int for n in (*view.shape, *view.stride())):
+            return False
+        begins.append(first * view.itemsize)
+    return _native.share_elements(layout(x), layout(y), begins[1] - begins[0])
+
+
+def layout(tensor: torch.Tensor) -> Layout:
+    """How a tensor's elements lie in memory."""
+    return tensor.itemsize, tuple(tensor.shape), tensor.stride()
 
 
 def _are_rows(tensor: torch.Tensor) -> bool:

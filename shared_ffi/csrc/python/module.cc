@@ -63,7 +63,8 @@ void RegisterAt(uintptr_t address, const std::string& target, const std::string&
 
 }  // namespace
 
-NB_MODULE(_native, m) {
+// The module, which PyInit__native below makes.
+NB_MODULE(_native_of_main, m) {
   nb::set_leak_warnings(false);  // Python caches EagerCalls until the process ends
   m.attr("ffi_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
 #ifdef XLA_GPU_CUDA_MAJOR
@@ -83,4 +84,17 @@ NB_MODULE(_native, m) {
   xla_gpu::BindEagerKernel(m);
   xla_gpu::BindKernels(m);
   xla_gpu::BindRules(m);
+}
+
+// What Python calls to import the module. nanobind keeps the types of one interpreter for the whole
+// process: in a second interpreter they would replace those of the first. Refused before nanobind
+// begins, so that the main interpreter is as before.
+extern "C" NB_EXPORT PyObject* PyInit__native() {
+  if (PyInterpreterState_GetID(PyInterpreterState_Get()) != 0) {
+    PyErr_SetString(PyExc_ImportError,
+                    "shared_ffi: must be imported in the main interpreter of a process; got a "
+                    "subinterpreter. Use a process of its own");
+    return nullptr;
+  }
+  return PyInit__native_of_main();
 }

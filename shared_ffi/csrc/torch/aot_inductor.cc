@@ -16,6 +16,8 @@
 #include "ffi/dtypes.h"
 #include "ffi/export.h"
 #include "ffi/handlers.h"
+#include "str_cat.h"
+#include "torch/elements.h"
 
 // These types are those of torch/csrc/inductor/aoti_torch/c/shim.h.
 using AOTITorchError = int32_t;
@@ -114,7 +116,32 @@ xla_gpu::EagerBuffer BufferOf(const Torch& torch, AtenTensorHandle tensor, bool 
 bool Contains(const Torch& torch, AtenTensorHandle tensor, const void* byte) {
   const char* begin = static_cast<const char*>(Get(torch.data, tensor));
   const size_t element_size = torch.element_size(Get(torch.dtype, tensor));
-  return byte >= begin && byte <= begin + SpannedElements(torch, tensor) * element_size;
+  return byte >= begin && byte < begin + SpannedElements(torch, tensor) * element_size;
+}
+
+xla_gpu::Elements ElementsOf(const Torch& torch, AtenTensorHandle tensor) {
+  return {static_cast<int64_t>(torch.element_size(Get(torch.dtype, tensor))),
+          Get(torch.sizes, tensor), Get(torch.strides, tensor),
+          static_cast<size_t>(Get(torch.rank, tensor))};
+}
+
+// Refuses operands that are written in place and share elements with another, as TorchRules does.
+// The program's author cannot know which tensors a caller passes.
+void RefuseOneMemory(const Torch& torch, const char* target,
+                     const std::vector<AtenTensorHandle>& operands,
+                     const std::vector<int64_t>& written) {
+  for (int64_t w : written) {
+    const xla_gpu::Elements elements = ElementsOf(torch, operands[w]);
+    const auto address = reinterpret_cast<intptr_t>(Get(torch.data, operands[w]));
+    for (size_t i = 0; i < operands.size(); ++i) {
+      if (static_cast<int64_t>(i) == w) continue;
+      const auto other = reinterpret_cast<intptr_t>(Get(torch.data, operands[i]));
+      if (!elements.ShareBytes(ElementsOf(torch, operands[i]), other - address)) continue;
+      throw std::runtime_error(xla_gpu::StrCat(target, ": operand ", w,
+                                               " must not share memory with operand ", i,
+                                               ": it is written in place"));
+    }
+  }
 }
 
 // PyTorch's own operators use as many threads: they ask OpenMP too.
@@ -162,23 +189,31 @@ void Call(const char* platform, const Arguments& a) {
                              " in this build of libxla_paged_attention.so");
   }
   std::vector<xla_gpu::EagerBuffer> operands, results;
+  std::vector<AtenTensorHandle> tensors;
+  std::vector<int64_t> in_place;
   const int64_t *aliases = a.aliases, *aliases_end = aliases + a.num_aliases;
   const int64_t num_whole = std::count_if(aliases, aliases_end, [](int64_t i) { return i < 0; });
   const AtenTensorHandle *operand = a.operands, *whole = a.written + a.num_written - num_whole;
   for (int64_t i = 0; i < a.num_operands + num_whole; ++i) {
     const bool is_spanned = std::count(a.spanned, a.spanned + a.num_spanned, i) > 0;
     const bool is_whole = std::count(aliases, aliases_end, ~i) > 0;
-    operands.push_back(BufferOf(torch, is_whole ? *whole++ : *operand++, is_spanned));
+    tensors.push_back(is_whole ? *whole++ : *operand++);
+    operands.push_back(BufferOf(torch, tensors.back(), is_spanned));
   }
   for (int64_t i = 0; i < a.num_aliases; ++i) {
-    results.push_back(operands[aliases[i] < 0 ? ~aliases[i] : aliases[i]]);
-    const bool is_in_place = std::any_of(
-        a.written, a.written + a.num_written,
-        [&](AtenTensorHandle tensor) { return Contains(torch, tensor, results.back().data); });
+    in_place.push_back(aliases[i] < 0 ? ~aliases[i] : aliases[i]);
+    results.push_back(operands[in_place.back()]);
+    const auto& [dtype, data, shape] = results.back();
+    const bool is_empty = std::count(shape.begin(), shape.end(), 0) > 0;  // it may lie anywhere
+    const bool is_in_place = is_empty || std::any_of(a.written, a.written + a.num_written,
+                                                     [&, byte = data](AtenTensorHandle tensor) {
+                                                       return Contains(torch, tensor, byte);
+                                                     });
     if (!is_in_place)
       throw std::runtime_error(
           "the compiled program copied the cache; it must be updated in place");
   }
+  RefuseOneMemory(torch, a.target, tensors, in_place);
   for (int64_t i = 0; i < a.num_written && a.num_aliases == 0; ++i) {
     results.push_back(BufferOf(torch, a.written[i], false));
   }

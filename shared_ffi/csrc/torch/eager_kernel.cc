@@ -31,14 +31,14 @@ struct Prepared {
       : call(from.attr("call")),
         names(memory),
         copied(memory),
-        spans(memory),
-        out_bytes(nb::cast<int64_t>(from.attr("out_bytes"))),
+        elements(memory),
+        out(nb::cast<int64_t>(from.attr("out_bytes")), nullptr, nullptr, 0, memory),
         written(memory),
         allocated(memory),
         num_returned(nb::cast<size_t>(from.attr("num_returned"))) {
     Fill(from.attr("names"), &names);
     Fill(from.attr("copied"), &copied);
-    Fill(from.attr("spans"), &spans);
+    for (nb::handle x : from.attr("layouts")) elements.push_back(ElementsOf(x, memory));
     Fill(from.attr("written"), &written);
     for (nb::handle spec : from.attr("allocated")) allocated.emplace_back(spec[0], spec[1]);
   }
@@ -46,8 +46,8 @@ struct Prepared {
   nb::object call;  // an EagerCall
   std::pmr::vector<std::string> names;
   std::pmr::vector<size_t> copied;
-  std::pmr::vector<int64_t> spans;
-  int64_t out_bytes;
+  std::pmr::vector<Elements> elements;  // of the operands
+  Elements out;                         // no elements: there is no such tensor
   std::pmr::vector<size_t> written;
   std::pmr::vector<std::pair<nb::object, nb::object>> allocated;  // shape and dtype
   size_t num_returned;
@@ -155,20 +155,21 @@ class EagerKernel {
     operands.reserve(tensors.size());
     addresses.reserve(tensors.size() + 3);
     for (size_t i = 0; i < tensors.size(); ++i) {
-      operands.push_back({AddressOf(tensors[i]), call.spans[i]});
+      operands.push_back({AddressOf(tensors[i]), &call.elements[i]});
       addresses.push_back(operands.back().begin);
     }
     std::vector<NamedTensor> written;
     for (size_t i : call.written) {
-      written.push_back({&call.names[i], tensors[i], operands[i]});
+      written.push_back({&call.names[i], tensors[i]});
       addresses.push_back(operands[i].begin);
     }
     rules_.RefuseOneMemory(op_, call.written, call.names, operands);
     if (given.out.is_valid()) {
       static const std::string name = "out";
-      written.push_back({&name, given.out, {AddressOf(given.out), call.out_bytes}});
-      addresses.push_back(written.back().memory.begin);
-      rules_.RefuseOverlap(op_, written.back().memory, call.names, operands);
+      const Memory out = {AddressOf(given.out), &call.out};
+      written.push_back({&name, given.out});
+      addresses.push_back(out.begin);
+      rules_.RefuseOverlap(op_, out, call.names, operands);
     }
     rules_.BeforeWriting(op_, written);
     nb::list allocated;

@@ -1,8 +1,11 @@
 #include "rules.h"
 
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <tuple>
 
 #include "python/module.h"
 
@@ -41,10 +44,7 @@ void TorchRules::RefuseOverlap(const std::string& op, Memory out,
                                const std::pmr::vector<std::string>& names,
                                const std::vector<Memory>& operands) const {
   for (size_t i = 0; i < operands.size(); ++i) {
-    const auto [begin, num_bytes] = operands[i];
-    if (begin < out.begin + out.num_bytes && out.begin < begin + num_bytes) {
-      Raise("overlap_error", op, names[i]);
-    }
+    if (out.Shares(operands[i])) Raise("overlap_error", op, names[i]);
   }
 }
 
@@ -53,10 +53,9 @@ void TorchRules::RefuseOneMemory(const std::string& op, const std::pmr::vector<s
                                  const std::vector<Memory>& operands) const {
   for (size_t w : written) {
     for (size_t i = 0; i < operands.size(); ++i) {
-      if (i == w || operands[w].num_bytes == 0 || operands[i].begin != operands[w].begin) continue;
-      const bool is_written = std::count(written.begin(), written.end(), i) > 0;
-      const bool is_refused = is_written ? i < w : operands[i].num_bytes == operands[w].num_bytes;
-      if (is_refused) Raise("one_memory_error", op, names[w], names[i]);
+      // Of two that are written to, the second is to blame.
+      if (i == w || (i > w && std::count(written.begin(), written.end(), i) > 0)) continue;
+      if (operands[w].Shares(operands[i])) Raise("one_memory_error", op, names[w], names[i]);
     }
   }
 }
@@ -67,7 +66,7 @@ void TorchRules::BeforeWriting(const std::string& op,
   if (written.empty()) return;
   const bool is_inference_mode = IsTrue(is_inference_mode_enabled_());
   nb::list with_version;
-  for (const auto& [name, tensor, memory] : written) {
+  for (const auto& [name, tensor] : written) {
     if (!IsTrue(tensor.attr(is_inference)())) {
       with_version.append(tensor);
     } else if (!is_inference_mode) {
@@ -75,6 +74,13 @@ void TorchRules::BeforeWriting(const std::string& op,
     }
   }
   if (with_version.size() > 0) increment_version_(with_version);
+}
+
+Elements ElementsOf(nb::handle layout, std::pmr::memory_resource* memory) {
+  const auto [bytes, sizes, strides] =
+      nb::cast<std::tuple<int64_t, std::vector<int64_t>, std::vector<int64_t>>>(layout);
+  if (sizes.size() != strides.size()) throw nb::value_error("each size needs a stride");
+  return Elements(bytes, sizes.data(), strides.data(), sizes.size(), memory);
 }
 
 void BindTorchRules(nb::module_& m) {
@@ -89,6 +95,14 @@ void BindTorchRules(nb::module_& m) {
           },
           nb::arg("op"), nb::arg("tensors"),
           "Raises NotImplementedError if a tensor requires grad or has a tangent.");
+  m.def(
+      "share_elements",
+      [](nb::handle layout, nb::handle other, int64_t distance) {
+        return ElementsOf(layout).ShareBytes(ElementsOf(other), distance);
+      },
+      nb::arg("layout"), nb::arg("other"), nb::arg("distance"),
+      "Whether two tensors share elements. Each layout is (bytes of an element, sizes, strides); "
+      "distance: bytes from the first element of the one to that of the other.");
 }
 
 }  // namespace xla_gpu

@@ -10,22 +10,31 @@
 #include <string>
 #include <vector>
 
+#include "elements.h"
 #include "signature.h"
 
 namespace xla_gpu {
 
-// The bytes that a tensor spans.
+// Where a tensor's elements lie.
 struct Memory {
   char* begin;
-  int64_t num_bytes;
+  const Elements* elements;
+
+  bool Shares(const Memory& other) const {
+    const auto address = [](const Memory& of) { return reinterpret_cast<intptr_t>(of.begin); };
+    return elements->ShareBytes(*other.elements, address(other) - address(*this));
+  }
 };
 
 // A tensor that a call writes to, with its name in messages.
 struct NamedTensor {
   const std::string* name;
   nb::handle tensor;
-  Memory memory;
 };
+
+// Those of a layout (bytes of an element, sizes, strides).
+Elements ElementsOf(nb::handle layout,
+                    std::pmr::memory_resource* memory = std::pmr::get_default_resource());
 
 class TorchRules {
  public:
@@ -43,13 +52,11 @@ class TorchRules {
   void RefuseDerivative(const std::string& op, const std::vector<nb::handle>& tensors,
                         nb::handle out) const;
 
-  // Refuses `out` if it shares memory with an operand.
+  // Refuses `out` if it shares an element with an operand.
   void RefuseOverlap(const std::string& op, Memory out, const std::pmr::vector<std::string>& names,
                      const std::vector<Memory>& operands) const;
 
-  // Refuses two operands that are written to and begin at one place, and one that is another
-  // operand as well. Other views of one memory are legal: K and V of transformers overlap, and
-  // their slots do not.
+  // Refuses an operand that is written to and shares an element with another operand.
   void RefuseOneMemory(const std::string& op, const std::pmr::vector<size_t>& written,
                        const std::pmr::vector<std::string>& names,
                        const std::vector<Memory>& operands) const;
