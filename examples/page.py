@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
-import matplotlib
 import markupsafe
+import matplotlib
 from matplotlib.axes import Axes
 from rich.console import Console, Group
 from rich.panel import Panel

@@ -68,8 +68,8 @@ class Batch(NamedTuple):
         context_lens: ``[max_seqs]``, tokens of each sequence, those of this step included; 0 for
             padding.
         block_tables: ``[max_seqs, max_blocks_per_seq]``, the blocks of each sequence, then 0.
-        query_start_loc: ``[max_seqs + 1]``, the first token of each sequence in ``tokens``, then the
-            number of tokens, so that ``query_start_loc[1:] - 1`` are the last tokens.
+        query_start_loc: ``[max_seqs + 1]``, the first token of each sequence in ``tokens``, then
+            the number of tokens, so that ``query_start_loc[1:] - 1`` are the last tokens.
         num_seqs: ``[1]``, sequences that are no padding.
     """
 

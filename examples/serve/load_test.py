@@ -35,8 +35,8 @@ PROMPTS = tuple(task.format(subject) for task in _TASKS for subject in _SUBJECTS
 
 
 _WHY_UNEQUAL = (
-    "The attention has the same bits in any batch; in bfloat16, the rest of the model may not. Start "
-    "the server with --dtype float32 to compare."
+    "The attention has the same bits in any batch; in bfloat16, the rest of the model may not. "
+    "Start the server with --dtype float32 to compare."
 )
 
 

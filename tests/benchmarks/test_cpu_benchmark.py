@@ -80,7 +80,9 @@ def test_padding_is_part_of_a_workload() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [(overview, "overview.svg"), (gpu_overview, "gpu-h100.svg")], ids=["CPU", "GPU"]
+    ("module", "name"),
+    [(overview, "overview.svg"), (gpu_overview, "gpu-h100.svg")],
+    ids=["CPU", "GPU"],
 )
 def test_the_figure_shows_the_kept_results(module: Any, name: str) -> None:
     measured = module.kept()
