@@ -60,6 +60,14 @@ _RULES = {
     "part of K",
 }
 
+_OF_FLASHINFER = {
+    ("NHD", DEFAULT): "n2bhd",
+    ("HND", DEFAULT): "n2hbd",
+    ("NHD", SEPARATE): "nbhd",
+    ("HND", SEPARATE): "nhbd",
+}
+"""Its names of layouts, by the default that they take the place of."""
+
 _AXIS = re.compile(r"\((h2|2h|2d)\)|(.)", re.DOTALL)
 _NAMES = {"n": "num_blocks", "b": "block_size", "h": "num_kv_heads", "2": "2", "d": "head_size"}
 _WITH_KV = {"h2": "h", "2h": "h", "2d": "d"}
@@ -131,11 +139,13 @@ def check(
     if not is_right or sizes["b"] < 1 or sizes["h"] < 1:
         known = {"h": num_kv_heads, "d": columns}
         rule = ", ".join(_describe(axis, known, kv_cache.dtype) for axis in axes)
-        error = shape_error(op, "kv_cache", f"[{rule}]", kv_cache.shape)
+        hints = _misfits(axes, kv_cache, columns, num_kv_heads)
         if kv_layout is None and default == DEFAULT:
             fits = [x for x in _OTHERS if _fits(x, kv_cache.shape, columns, num_kv_heads)]
             if fits:
-                error.args = (f"{error}. It would fit kv_layout={' or '.join(map(repr, fits))}",)
+                hints.insert(0, f"It would fit kv_layout={' or '.join(map(repr, fits))}")
+        error = shape_error(op, "kv_cache", f"[{rule}]", kv_cache.shape)
+        error.args = (". ".join([str(error), *hints]),)
         raise error
     strides = kv_cache.strides or _dense(kv_cache.shape)
     if strides[-1] != 1:
@@ -359,7 +369,13 @@ def _parse(op: str, layout: str, default: str) -> tuple[str, ...]:
     letters = [letter for axis, _ in groupby(axes) for letter in axis]
     allowed = [*_LETTERS[default], *[each.replace("b", "") for each in _LETTERS[default]]]
     if "".join(sorted(letters)) not in allowed or axes[-1] not in ("d", "2d"):
-        raise value_error(op, "kv_layout", _RULES[default], repr(layout))
+        error = value_error(op, "kv_layout", _RULES[default], repr(layout))
+        if (layout, default) in _OF_FLASHINFER:
+            ours = _OF_FLASHINFER[layout, default]
+            error.args = (f"{error}. FlashInfer's {layout} is {ours!r} here",)
+        elif missing := [x for x in _LETTERS[default][0] if x not in layout and x != "b"]:
+            error.args = (f"{error}, which lacks {' and '.join(missing)}",)
+        raise error
     return axes
 
 
@@ -395,6 +411,25 @@ def _sizes(axes: Sequence[str], shape: Sequence[int]) -> dict[str, int]:
 def _fits(layout: str, shape: Sequence[int], columns: int, num_kv_heads: int | None) -> bool:
     sizes = _sizes(_axes(layout), shape)
     return sizes.get("d") == columns and num_kv_heads in (None, sizes["h"])
+
+
+def _misfits(
+    axes: Sequence[str], kv_cache: ArraySpec, columns: int, num_kv_heads: int | None
+) -> list[str]:
+    """What does not fit in a cache with the right number of dimensions: it may be right, and the
+    query or the keys wrong. `num_kv_heads`: that of the keys; None: there is only the query."""
+    if len(axes) != len(kv_cache.shape):
+        return []
+    for axis, total in _totals(axes, kv_cache.shape).items():
+        if axis in _WITH_KV and total % 2 != 0:
+            return [f"{total} is odd"]
+    sizes, dtype = _sizes(axes, kv_cache.shape), kv_cache.dtype
+    other = "query" if num_kv_heads is None else "key"
+    return [
+        f"{other} has {_describe(letter, {letter: wanted}, dtype)}, kv_cache {sizes[letter]}"
+        for letter, wanted in (("h", num_kv_heads), ("d", columns))
+        if sizes and wanted is not None and sizes[letter] != wanted
+    ]
 
 
 def _steps(axes: Sequence[str], strides: Sequence[int], sizes: dict[str, int]) -> dict[str, int]:

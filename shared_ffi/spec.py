@@ -229,7 +229,22 @@ def value_error(op: str, argument: str, rule: str, got: object) -> ValueError:
 
 def dtype_error(op: str, argument: str, rule: str, got: object) -> TypeError:
     """The error for an argument of the wrong dtype or type."""
-    return TypeError(f"{op}: {argument} must have {rule}; got {_show(got)}")
+    return TypeError(
+        f"{op}: {argument} must have {rule}; got {_show(got)}{_cure(argument, rule, got)}"
+    )
+
+
+def _cure(argument: str, rule: str, got: object) -> str:
+    """What to write instead, where a type or dtype tells it."""
+    what, _, wanted = rule.partition(" ")
+    if what == "type" and str(got).endswith("Tracer"):  # JAX's name of a value under jit
+        return (
+            f". {argument} is a constant of the program: name it in static_argnames of jax.jit, or "
+            "bind it with functools.partial"
+        )
+    if rule in ("type float", "type int", "type bool") and got in ("ArrayImpl", "Tensor"):
+        return f". Pass {wanted}({argument})"
+    return f". Pass {argument}.int()" if (rule, got) == ("dtype int32", "int64") else ""
 
 
 def on_host(array: Any) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shared_ffi import kv_cache_update as op
-from torch_frontend.operator.arguments import check_types
+from torch_frontend.operator.arguments import check_types, scale_tensor
 from torch_frontend.operator.define import define
 
 DEFAULT = define(
@@ -27,8 +27,8 @@ def kv_cache_update(
     *,
     value_cache: torch.Tensor | None = None,
     kv_layout: str | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
     query: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     cos_sin_cache: torch.Tensor | None = None,
@@ -54,9 +54,8 @@ def kv_cache_update(
             ``block * block_size + offset``. A negative slot is padding and writes nothing.
         value_cache: the cache of V, if K and V are two tensors. One may be int8, the other uint8.
         kv_layout: which dimension is which, such as ``"n2bhd"``.
-        k_scale: what the keys are divided by, float32. A cache of int8 or uint8 needs it, unless
-            ``key`` has its dtype: ``torch.tensor(1.0)`` rounds to whole numbers.
-        v_scale: the same for the values.
+        k_scale: what the keys are divided by, float32, or a number.
+        v_scale: likewise, for the values.
         query: ``[num_tokens, num_heads, head_size]``, dtype of ``key``: the queries to be rotated.
             May be a slice of a fused projection. It shares no element with another argument.
         positions: ``[num_tokens]``, int32 or int64: the row of ``cos_sin_cache`` for each token.
@@ -75,6 +74,7 @@ def kv_cache_update(
         RuntimeError: a cache or the query is an inference tensor, outside of inference mode.
         NotImplementedError: a tensor requires grad: the op has no derivative.
     """
+    k_scale, v_scale = (scale_tensor(x, kv_cache) for x in (k_scale, v_scale))
     tensors = {"kv_cache": kv_cache, "key": key, "value": value, "slot_mapping": slot_mapping}
     optional = {
         "value_cache": value_cache,
@@ -84,8 +84,8 @@ def kv_cache_update(
         "positions": positions,
         "cos_sin_cache": cos_sin_cache,
     }
-    options = {"kv_layout": (kv_layout, str), "interleaved": (interleaved, bool)}
-    check_types(op.OP, tensors, optional, options)
+    options, required = {"kv_layout": (kv_layout, str)}, {"interleaved": (interleaved, bool)}
+    check_types(op.OP, tensors, optional, options, required)
     DEFAULT(
         kv_cache,
         key,

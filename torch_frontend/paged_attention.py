@@ -9,7 +9,7 @@ import torch
 
 from shared_ffi import paged_attention as op
 from shared_ffi.spec import ArraySpec, Call, value_error
-from torch_frontend.operator.arguments import check_types
+from torch_frontend.operator.arguments import check_types, scale_tensor
 from torch_frontend.operator.define import define
 
 _ARGUMENTS = (
@@ -45,8 +45,8 @@ OUT = define(
 class _Options(TypedDict, total=False):
     value_cache: torch.Tensor | None
     kv_layout: str | None
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
+    k_scale: torch.Tensor | float | None
+    v_scale: torch.Tensor | float | None
     sinks: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
     tree_mask: torch.Tensor | None
@@ -105,8 +105,8 @@ def paged_attention(
     *,
     value_cache: torch.Tensor | None = None,
     kv_layout: str | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
@@ -148,9 +148,8 @@ def paged_attention(
         value_cache: the V, if K and V are two tensors. Its head size may be smaller, and is then
             that of the output. One of the two may be int8 and the other uint8.
         kv_layout: which dimension is which, such as ``"n2bhd"``.
-        k_scale: what the keys in a cache of 8 or 4 bits are multiplied by. int8 and uint8 need it:
-            ``torch.tensor(1.0)`` keeps whole numbers.
-        v_scale: the same for the values.
+        k_scale: what the keys in a cache of 8 or 4 bits are multiplied by, float32, or a number.
+        v_scale: likewise, for the values.
         sinks: ``[num_heads]`` float32, one more logit for each head.
         alibi_slopes: ``[num_heads]`` float32.
         tree_mask: ``[num_tokens, 2]`` int32, for draft trees of speculative decoding.
@@ -179,8 +178,9 @@ def paged_attention(
     causal_seqs = None
     if isinstance(causal, torch.Tensor):
         causal_seqs, causal = causal, True
-        if causal_seqs.dtype != torch.int32 and not causal_seqs.is_floating_point():
-            causal_seqs = (causal_seqs != 0).int()
+        if causal_seqs.dtype == torch.bool:
+            causal_seqs = causal_seqs.int()
+    k_scale, v_scale = (scale_tensor(x, kv_cache) for x in (k_scale, v_scale))
     tensors = {
         "query": query,
         "kv_cache": kv_cache,
@@ -199,17 +199,16 @@ def paged_attention(
         "bidirectional_ranges": bidirectional_ranges,
         "out": out,
     }
-    options = {
-        "scale": (scale, float),
+    options: dict[str, tuple[Any, type]] = {
         "sliding_window": (sliding_window, int),
         "soft_cap": (soft_cap, float),
         "kv_layout": (kv_layout, str),
-        "causal": (causal, bool),
         "window_right": (window_right, int),
         "max_query_len": (max_query_len, int),
         "value_head_size": (value_head_size, int),
     }
-    check_types(op.OP, tensors, optional, options)
+    required = {"scale": (scale, float), "causal": (causal, bool)}
+    check_types(op.OP, tensors, optional, options, required)
     operator = LSE if return_lse else DEFAULT
     keywords: dict[str, torch.Tensor] = {}
     if out is not None:

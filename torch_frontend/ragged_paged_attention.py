@@ -103,13 +103,12 @@ def ragged_paged_attention(
         "num_seqs": num_seqs,
     }
     options: dict[str, tuple[Any, type]] = {
-        "sm_scale": (sm_scale, float),
         "sliding_window": (sliding_window, int),
         "soft_cap": (soft_cap, float),
         "k_scale": (k_scale, float),
         "v_scale": (v_scale, float),
     }
-    check_types(OP, tensors, options=options)
+    check_types(OP, tensors, options=options, required={"sm_scale": (sm_scale, float)})
     scales = (k_scale, v_scale)
     output: torch.Tensor = OPERATOR(
         *tensors.values(), sm_scale, sliding_window, soft_cap, mask_value, *scales

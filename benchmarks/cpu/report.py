@@ -15,7 +15,7 @@ from rich.table import Table
 
 from benchmarks.contest import OURS
 
-# This library has one color and a marker for each of its backends. The best other one is black.
+# This library has one color, with a marker for each backend; the best of the others is black.
 OWN_COLOR, OTHERS_COLOR, OWN_MARKERS = "C0", "black", "DsP"
 READ, PRODUCTS = "read", ("product, torch", "product, NumPy")
 

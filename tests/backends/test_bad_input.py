@@ -229,6 +229,22 @@ def test_types_outside_the_schema(
         assert str(raised.value) == f"paged_attention: {message}"
 
 
+def test_arguments_that_are_constants_of_a_program() -> None:
+    operands, attributes = split(attention())
+    cure = "{0} is a constant of the program: name it in static_argnames of jax.jit, or bind it with functools.partial"
+
+    def call(**changes: Any) -> Any:
+        return jax_frontend.paged_attention(*operands, **attributes | changes)
+
+    for name, kind, value in (("scale", "float", 0.5), ("sliding_window", "int", 3)):
+        with pytest.raises(TypeError) as raised:
+            jax.jit(lambda x, name=name: call(**{name: x}))(value)
+        rule = f"paged_attention: {name} must have type {kind}; got DynamicJaxprTracer. "
+        assert str(raised.value) == rule + cure.format(name)
+        with pytest.raises(TypeError, match=rf"got ArrayImpl. Pass {kind}\({name}\)$"):
+            call(**{name: jnp.asarray(value)})
+
+
 @pytest.mark.parametrize("op", SOUND)
 def test_none_instead_of_array(op: str) -> None:
     operands, attributes = split(SOUND[op]())

@@ -72,7 +72,8 @@ STATIC = [
     ),
     fault(
         attention,
-        "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads, head_size=8]; got [4, 2, 4, 16]",
+        "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads, head_size=8]; got [4, 2, 4, 16]. "
+        "It would fit kv_layout='nbh(2d)' or 'nhb(2d)'. query has head_size=8, kv_cache 16",
         kv_cache=np.ones((4, 2, 4, 16), F32),
     ),
     fault(
@@ -87,7 +88,7 @@ STATIC = [
     ),
     fault(
         attention,
-        "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads, head_size=8]; got [4, 2, 3, 8]",
+        "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads, head_size=8]; got [4, 2, 3, 8]. 3 is odd",
         kv_cache=np.ones((4, 2, 3, 8), F32),
     ),
     fault(
@@ -343,6 +344,26 @@ STATIC = [
         window_right=3,
     ),
     *(
+        fault(op, f"kv_layout must {rule} do; got {got}", kv_layout=layout)
+        for op in (attention, update)
+        for rule in (
+            "name each of 2, d, h, n, and perhaps b, once, with d last, as 'nb(h2)d' or 'n2bhd'",
+        )
+        for layout, got in (
+            ("NHD", "'NHD'. FlashInfer's NHD is 'n2bhd' here"),
+            ("HND", "'HND'. FlashInfer's HND is 'n2hbd' here"),
+            ("nb(2h)", "'nb(2h)', which lacks d"),
+            ("nbhd", "'nbhd', which lacks 2"),
+        )
+    ),
+    fault(
+        attention,
+        "kv_layout must name each of d, h, n, and perhaps b, once, with d last, as 'nbhd' does where V is "
+        "value_cache; got 'HND'. FlashInfer's HND is 'nhbd' here",
+        kv_layout="HND",
+        value_cache=np.ones((4, 2, 4, 8), F32),
+    ),
+    *(
         fault(op, f"kv_layout must {rule}; got {layout!r}", kv_layout=layout)
         for op in (attention, update)
         for rule, layout in (
@@ -494,12 +515,13 @@ STATIC = [
     *(
         fault(
             op,
-            f"kv_cache must have shape [{sizes}, head_size / 2=4]; got [4, 2, 4, 8]",
-            kv_cache=np.zeros((4, 2, 4, 8), np.uint8),
+            f"kv_cache must have shape [{sizes}, head_size / 2=4]; got [4, 2, 4, 10]. "
+            f"{other} has head_size / 2=4, kv_cache 10",
+            kv_cache=np.zeros((4, 2, 4, 10), np.uint8),
         )
-        for op, sizes in (
-            (attention, "num_blocks, block_size, 2 * num_kv_heads"),
-            (update, "num_blocks, block_size, 2 * num_kv_heads=4"),
+        for op, sizes, other in (
+            (attention, "num_blocks, block_size, 2 * num_kv_heads", "query"),
+            (update, "num_blocks, block_size, 2 * num_kv_heads=4", "key"),
         )
     ),
     fault(
@@ -560,7 +582,8 @@ STATIC = [
     ),
     fault(
         update,
-        "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads=4, head_size=8]; got [4, 2, 2, 8]",
+        "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads=4, head_size=8]; got [4, 2, 2, 8]. "
+        "key has num_kv_heads=2, kv_cache 1",
         kv_cache=np.ones((4, 2, 2, 8), F32),
     ),
     fault(

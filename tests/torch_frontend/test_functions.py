@@ -79,6 +79,23 @@ def test_numbers_of_numpy() -> None:
     assert torch.equal(given, expected)
 
 
+def test_scales_may_be_numbers() -> None:
+    """In both frontends, with the bits of arrays."""
+    cache = torch.ones((4, 2, 4, 8), dtype=torch.int8)
+    operands = tensors(attention(kv_cache=cache.numpy()))
+    new = tensors(update(kv_cache=cache.numpy()))
+    numbers = {"k_scale": 0.1, "v_scale": np.float32(0.3)}
+    arrays = {name: torch.tensor(x) for name, x in numbers.items()}
+    expected = torch_frontend.paged_attention(*operands, 0.5, **arrays)
+    assert torch.equal(torch_frontend.paged_attention(*operands, 0.5, **numbers), expected)
+    in_jax = jax_frontend.paged_attention(*[x.numpy() for x in operands], 0.5, **numbers)
+    assert np.array_equal(in_jax, expected.numpy())
+    updated = [(new[0].clone(), scales) for scales in (arrays, numbers)]
+    for kv_cache, scales in updated:
+        torch_frontend.kv_cache_update(kv_cache, *new[1:], **scales)
+    assert torch.equal(updated[0][0], updated[1][0]) and not torch.equal(updated[0][0], cache)
+
+
 def test_update() -> None:
     operands = tensors(update())
     expected = [x.clone() for x in operands]
@@ -111,6 +128,14 @@ ATTENTION: list[tuple[str, Any, str]] = [
     ("sinks", 0.5, "sinks must have type torch.Tensor; got float"),
     ("scale", "0.5", "scale must have type float; got str"),
     ("scale", True, "scale must have type float; got bool"),
+    ("scale", None, "scale must have type float; got NoneType"),
+    ("scale", torch.tensor(0.5), r"scale must have type float; got Tensor. Pass float\(scale\)"),
+    ("causal", None, "causal must have type bool; got NoneType"),
+    (
+        "block_tables",
+        torch.zeros(3, 2, dtype=torch.int64),
+        r"block_tables must have dtype int32; got int64. Pass block_tables.int\(\)",
+    ),
     ("sliding_window", 2.5, "sliding_window must have type int; got float"),
     ("sliding_window", (4, 0), "sliding_window must have type int; got tuple"),
     ("soft_cap", "30", "soft_cap must have type float; got str"),
@@ -135,6 +160,14 @@ def test_other_messages() -> None:
         torch_frontend.paged_attention(  # type: ignore[call-overload]
             *operands, 0.5, return_lse=True, out=torch.empty_like(operands[0])
         )
+    with pytest.raises(
+        TypeError, match="^kv_cache_update: interleaved must have type bool; got None"
+    ):
+        torch_frontend.kv_cache_update(*tensors(update()), interleaved=None)  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match="^ragged_paged_attention: sm_scale must have type float; g"
+    ):
+        torch_frontend.ragged_paged_attention(*operands, None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'scale'"):
         torch_frontend.paged_attention(*operands)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="^kv_cache_update: key must have type torch.Tensor; got l"):

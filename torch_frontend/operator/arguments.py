@@ -50,6 +50,7 @@ def check_types(
     tensors: Mapping[str, Any],
     optional: Mapping[str, Any] = MappingProxyType({}),
     options: Mapping[str, tuple[Any, type]] = MappingProxyType({}),
+    required: Mapping[str, tuple[Any, type]] = MappingProxyType({}),
 ) -> None:
     """Checks what PyTorch's dispatcher would refuse without naming op and rule.
 
@@ -58,16 +59,26 @@ def check_types(
         tensors: those that a call needs.
         optional: those that may be None.
         options: other arguments, which may be None, with their types.
+        required: those that may not.
     """
     for name, value in (*tensors.items(), *optional.items()):
         if value is None and name in tensors:
             raise missing_error(op, name)
         if value is not None and not isinstance(value, torch.Tensor):
             raise dtype_error(op, name, "type torch.Tensor", type(value).__name__)
-    for name, (value, kind) in options.items():
-        is_wrong = not isinstance(value, _ACCEPTED[kind])
-        if value is not None and (is_wrong or (kind is not bool and isinstance(value, bool))):
+    for name, (value, kind) in (*required.items(), *options.items()):
+        if value is None and name in options:
+            continue
+        if not isinstance(value, _ACCEPTED[kind]) or (kind is not bool and isinstance(value, bool)):
             raise dtype_error(op, name, f"type {kind.__name__}", type(value).__name__)
+
+
+def scale_tensor(scale: Any, kv_cache: Any) -> Any:
+    """A number as a float32 tensor beside the cache; anything else as it is, for `check_types`."""
+    is_number = isinstance(scale, _ACCEPTED[float]) and not isinstance(scale, bool)
+    if not is_number or not isinstance(kv_cache, torch.Tensor):
+        return scale
+    return torch.full((), scale, dtype=torch.float32, device=kv_cache.device)
 
 
 class Arguments(NamedTuple):
