@@ -54,8 +54,9 @@ def kv_cache_update(
             ``block * block_size + offset``. A negative slot is padding and writes nothing.
         value_cache: the cache of V, if K and V are two tensors. One may be int8, the other uint8.
         kv_layout: which dimension is which, such as ``"n2bhd"``.
-        k_scale: what the keys are divided by, float32, or a number.
-        v_scale: likewise, for the values.
+        k_scale: what the keys are divided by, float32, or a number. A cache of int8 or uint8 needs
+            it, unless ``key`` has its dtype: 1.0 rounds to whole numbers.
+        v_scale: the same for the values.
         query: ``[num_tokens, num_heads, head_size]``, dtype of ``key``: the queries to be rotated.
             May be a slice of a fused projection. It shares no element with another argument.
         positions: ``[num_tokens]``, int32 or int64: the row of ``cos_sin_cache`` for each token.

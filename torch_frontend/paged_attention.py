@@ -149,7 +149,8 @@ def paged_attention(
             that of the output. One of the two may be int8 and the other uint8.
         kv_layout: which dimension is which, such as ``"n2bhd"``.
         k_scale: what the keys in a cache of 8 or 4 bits are multiplied by, float32, or a number.
-        v_scale: likewise, for the values.
+            int8 and uint8 need it: 1.0 keeps whole numbers.
+        v_scale: the same for the values.
         sinks: ``[num_heads]`` float32, one more logit for each head.
         alibi_slopes: ``[num_heads]`` float32.
         tree_mask: ``[num_tokens, 2]`` int32, for draft trees of speculative decoding.
@@ -178,8 +179,8 @@ def paged_attention(
     causal_seqs = None
     if isinstance(causal, torch.Tensor):
         causal_seqs, causal = causal, True
-        if causal_seqs.dtype == torch.bool:
-            causal_seqs = causal_seqs.int()
+        if causal_seqs.dtype != torch.int32 and not causal_seqs.is_floating_point():
+            causal_seqs = (causal_seqs != 0).int()
     k_scale, v_scale = (scale_tensor(x, kv_cache) for x in (k_scale, v_scale))
     tensors = {
         "query": query,

@@ -27,7 +27,7 @@ from shared_ffi import kv_cache_update, paged_attention, simple_add
 from shared_ffi.spec import ArraySpec
 from tests.cases import quantized
 from tests.cases.all import CASES, LONG_CASES, SAMPLED_CASES, UPDATE_CASES
-from tests.cases.case import INTEGERS, UNIT_SCALES, Case, without_range
+from tests.cases.case import FEATURES, INTEGERS, JUNK, UNIT_SCALES, Case, without_range
 from tests.cases.softmax import EXTREME_NUMBERS, extreme_call
 from tests.cases.updates import UpdateCase
 from tests.support import native, selection

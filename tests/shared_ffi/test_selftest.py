@@ -31,6 +31,7 @@ from shared_ffi.selftest.backends import (
     Backend,
     Outcome,
 )
+from shared_ffi.xla import pjrt
 from tests.cases.case import UNIT_SCALES
 from tests.support import gpu
 
