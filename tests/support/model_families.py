@@ -97,7 +97,7 @@ def image_model_of(family: str) -> Any:
     name, options = IMAGE_FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**options, tie_word_embeddings=False)
     model = getattr(transformers, f"{name}ForConditionalGeneration")
-    return _with_random_weights(model._from_config(config, attn_implementation="eager"))
+    return with_random_weights(model._from_config(config, attn_implementation="eager"))
 
 
 def model_of(family: str, **changes: Any) -> Any:
@@ -105,13 +105,13 @@ def model_of(family: str, **changes: Any) -> Any:
     name, options = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**SIZES | options | changes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    return _with_random_weights(model)
+    return with_random_weights(model)
 
 
-def _with_random_weights(model: Any) -> Any:
+def with_random_weights(model: Any, std: float = 0.5) -> Any:
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():  # far from equal logits, and no repetition
         if parameter.ndim > 1 or "sinks" in name:
-            torch.nn.init.normal_(parameter, std=0.5)
+            torch.nn.init.normal_(parameter, std=std)
     model.generation_config.eos_token_id = None
     return model.eval()
