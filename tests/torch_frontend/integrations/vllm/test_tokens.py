@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ os.environ |= {  # before vLLM is imported
 }
 
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.layers import utils
@@ -35,7 +37,7 @@ from harness import reference
 from harness.checkpoint import load, unpacked
 from shared_ffi import kv_cache_update, paged_attention
 from tests.support.calls import observed_calls
-from tests.support.model_families import FAMILIES, model_of
+from tests.support.model_families import FAMILIES, SIZES, WINDOW, model_of, with_random_weights
 from torch_frontend.integrations import vllm as integration
 
 OURS = "CUSTOM"
@@ -43,12 +45,123 @@ PROMPT_LENGTHS = (1, 12, 13, 14, 40, 100)
 NEW_TOKENS = 16
 
 
+# Causal language models that transformers and vLLM both have, and what the sizes do not tell.
+MODELS: dict[str, dict[str, Any]] = {
+    "apertus": {},
+    "cohere": {},
+    "cohere2": {},
+    "cohere2_moe": {},
+    "ernie4_5": {},
+    "ernie4_5_moe": {},
+    "exaone4": {},
+    "exaone_moe": {},
+    "falcon": {},
+    "falcon_h1": {},
+    "gemma": {},
+    "gemma3n_text": {
+        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "tie_word_embeddings": True,
+        "vocab_size_per_layer_input": 97,
+        "hidden_size_per_layer_input": 8,
+    },
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "vocab_size_per_layer_input": 97,
+        "hidden_size_per_layer_input": 8,
+        "global_head_dim": 32,
+        "num_experts": None,
+    },
+    "glm4": {},
+    "gpt2": {},
+    "gpt_oss": {},
+    "gptj": {},
+    "granite": {},
+    "granite_swa": {},
+    "granitemoe": {},
+    "granitemoe_swa": {},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "granitemoeshared": {},
+    "hyperclovax": {},
+    "ministral3": {},
+    "minicpm3": {"num_key_value_heads": 6},
+    "mixtral": {},
+    "nemotron": {},
+    "olmoe": {},
+    "opt": {},
+    "qwen2": {},
+    "qwen2_moe": {},
+    "qwen3_moe": {},
+    "stablelm": {},
+    "llama4_text": {
+        "attention_chunk_size": 32,
+        "attn_temperature_tuning": False,
+        "interleave_moe_layer_step": 0,
+        "moe_layers": [],
+        "no_rope_layers": [1, 1, 1, 0],
+        "use_qk_norm": False,
+    },
+}
+OTHER_MODELS = {"cohere", "cohere2", "cohere2_moe", "ernie4_5_moe", "qwen2_moe"}
+"""vLLM's own attention, too, gives other tokens than transformers."""
+LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite")
+FIRST = {"deepseek_v3", "exaone4", "falcon", "gpt_oss", "llama4_text"}
+"""One of each kind of attention; the others with --all."""
+MODEL_SIZES = SIZES | {
+    "hidden_size": 192,
+    "head_dim": 32,  # vLLM's own kernel wants a multiple
+    "sliding_window": WINDOW,
+    "use_sliding_window": True,
+    "n_layer": 4,
+    "n_head": 6,
+    "n_embd": 192,
+    "n_inner": 64,
+    "n_positions": 256,
+    "rotary_dim": 8,
+    "ffn_dim": 64,
+    "word_embed_proj_dim": 192,
+    "intermediate_size_mlp": 64,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 4,  # which of them is a matter of the last bit
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+}
+
+
+def small_model(kind: str, **changes: Any) -> Any:
+    config = CONFIG_MAPPING[kind]
+    fields = vars(config())
+    sizes = {name: size for name, size in MODEL_SIZES.items() if name in fields}
+    options = config(**sizes | MODELS.get(kind, {}) | changes)
+    model = transformers.AutoModelForCausalLM.from_config(options, attn_implementation="eager")
+    return _with_small_embeddings(with_random_weights(model, std=0.3))
+
+
 def model_for_vllm(family: str, **changes: Any) -> Any:
+    if family not in FAMILIES:
+        return small_model(family, **changes)
     if not family.startswith(("bloom", "gemma")):
         return model_of(family, **changes)
     model = model_of(family, tie_word_embeddings=True, **changes)  # vLLM knows no other
-    torch.manual_seed(0)  # with large embeddings a model repeats its last token
-    torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.02)
+    return _with_small_embeddings(model)
+
+
+def _with_small_embeddings(model: Any) -> Any:
+    """With large ones that are tied, a model repeats its last token."""
+    if model.config.tie_word_embeddings:
+        torch.manual_seed(0)
+        torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.02)
     return model
 
 
@@ -129,7 +242,38 @@ def calls() -> Iterator[list[tuple[str, list[int]]]]:
         yield made
 
 
-# vLLM has no experts on this CPU, and no windows for some layers of Qwen3 only.
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=() if x in FIRST else pytest.mark.nightly) for x in MODELS]
+)
+def test_models(kind: str, checkpoint: Any, serve: Any) -> None:
+    engine = serve(checkpoint(kind), max_num_seqs=4)
+    impls = {type(x.impl) for x in attention_layers(engine) if hasattr(x, "impl")}
+    assert impls == {integration.XlaGpuAttentionImpl}
+    found = tokens_of(engine, prompts())
+    if kind in OTHER_MODELS:
+        vllms = serve(checkpoint(kind), attention_backend=None)
+        assert found == tokens_of(vllms, prompts()) != expected_tokens(kind)
+    else:
+        assert found == expected_tokens(kind)
+
+
+def test_the_page_names_the_models() -> None:
+    page = " ".join((Path(__file__).parents[4] / "docs/vllm.md").read_text().split())
+    names = re.findall(
+        r"`(\w+)`", page.split("with small random weights")[1].split("vLLM's own tests")[0]
+    )
+    assert names == [*sorted(MODELS.keys() - OTHER_MODELS), *sorted(OTHER_MODELS), *LATENT]
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=() if x in FIRST else pytest.mark.nightly) for x in LATENT]
+)
+def test_latent_attention_is_refused(kind: str, checkpoint: Any, serve: Any) -> None:
+    with pytest.raises(ValueError, match="^xla_gpu: not for this model: MLA not supported"):
+        serve(checkpoint(kind))
+
+
+# MODELS has two of them with sizes that vLLM takes. vLLM has no windows for some layers of Qwen3.
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - {"gemma4", "gpt-oss", "qwen3-window"}))
 def test_families(family: str, checkpoint: Any, serve: Any, calls: Any) -> None:
     engine = serve(checkpoint(family))
@@ -311,7 +455,7 @@ def logprobs(engine: Any) -> torch.Tensor:
 
 
 def test_sinks() -> None:
-    """vLLM runs no model with sinks on the CPU. They come in the dtype of the model."""
+    """They come in the dtype of the model."""
     sinks = torch.randn(4).bfloat16()
     impl = integration.XlaGpuAttentionImpl(4, 8, 0.5, num_kv_heads=2, sliding_window=3, sinks=sinks)
     impl.process_weights_after_loading(torch.bfloat16)
