@@ -688,6 +688,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShared<T, C, kHeadSize>:
   auto* shared = reinterpret_cast<Shared*>(gpu::SharedMemory());
   const int warp = gpu::Shuffle(static_cast<int>(threadIdx.x / gpu::kWarpSize), 0);
   if (warp < kWarps) shared->Init();
+  gpu::WaitForKernelsBefore();  // first: the next kernel, too, reads what those before have written
   gpu::LetNextKernelBegin();
   Schedule schedule(p, numbers, /*loads=*/warp == kWarps);  // on their way while the others come
   __syncthreads();
