@@ -7,6 +7,9 @@ import json
 import os
 import re
 import sys
+from collections import defaultdict
+from collections.abc import Container, Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -98,14 +101,69 @@ def test_ptxas_reports_no_performance_loss(folder: Path) -> None:
     assert [line for report in reports for line in re.findall(r".*\(C75\d\d\).*", report)] == []
 
 
-@pytest.mark.parametrize("cache", ["BFloat16", "Float8E4M3"])
-@pytest.mark.parametrize("head_size", [64, 128, 192, 256])
-def test_weights_are_computed_while_values_are_multiplied(
-    folder: Path, head_size: int, cache: str
-) -> None:
-    """The Hopper kernel waits for the product with the values after the exponentials of the next
-    weights. ptxas may move the wait up before them, which changes no result."""
-    objects = [*folder.rglob(f"hopper_BFloat16_{cache}_{head_size}.dir/**/*.o")]
+class MachineCode:
+    """The instructions of a kernel in their order."""
+
+    def __init__(self) -> None:
+        self.addresses: list[int] = []
+        self.instructions: list[str] = []
+        self.bits: list[int] = []  # the upper half of an instruction
+
+    def find(self, pattern: str) -> list[int]:
+        return [i for i, text in enumerate(self.instructions) if re.search(pattern, text)]
+
+    def scoreboard(self, i: int) -> int:
+        """The scoreboard that tells when a load is complete."""
+        return self.bits[i] >> 46 & 7
+
+    def waits(self, i: int, scoreboard: int) -> bool:
+        return self.bits[i] >> 52 >> scoreboard & 1 == 1
+
+    @cached_property
+    def following(self) -> list[list[int]]:
+        """The instructions that may come after each one. A call comes back."""
+        places = {address: i for i, address in enumerate(self.addresses)}
+        following = []
+        for i, text in enumerate(self.instructions):
+            words = text.split()
+            is_guarded = words[0].startswith("@")
+            name, *operands = words[is_guarded:]
+            after = []
+            if name.startswith("BRA"):
+                after.append(places[int(operands[-1], 16)])
+                is_guarded |= len(operands) > 1
+            if is_guarded or not name.startswith(("BRA", "EXIT", "RET")):
+                after.append(i + 1)
+            following.append([n for n in after if n < len(self.addresses)])
+        return following
+
+    def shortest_way(
+        self, start: int, goals: Iterable[int], without: Container[int] = ()
+    ) -> list[int] | None:
+        """The instructions after `start` up to the nearest of the goals. None: there is no way."""
+        before: dict[int, int] = {}
+        ends = [start]
+        goals = {*goals}
+        while ends:
+            behind = []
+            for i in ends:
+                for n in self.following[i]:
+                    if n in before or n in without:
+                        continue
+                    before[n] = i
+                    behind.append(n)
+                    if n in goals:
+                        way = [n]
+                        while before[way[-1]] != start:
+                            way.append(before[way[-1]])
+                        return way[::-1]
+            ends = behind
+        return None
+
+
+def machine_code(folder: Path, name: str) -> dict[str, MachineCode]:
+    """The kernels of an object in a build, by their names."""
+    objects = [*folder.rglob(f"{name}.dir/**/*.o")]
     if not objects:
         pytest.skip("this build has no such kernel")
     tool = next(
@@ -115,16 +173,85 @@ def test_weights_are_computed_while_values_are_multiplied(
         pytest.skip("no cuobjdump, which is in the dependency group test")
     path = f"{tool.parent}{os.pathsep}{os.environ['PATH']}"  # it calls nvdisasm
     outcome = native.run(tool, "--dump-sass", objects[0], environment={"PATH": path})
-    sass = outcome.stdout.splitlines()
-    code = [line for line in sass if re.match(r"\s+/\*[0-9a-f]{4,}\*/", line)]
-    waits = {
-        pending: [i for i, line in enumerate(code) if f"DEPBAR.LE gsb0, 0x{pending}" in line]
-        for pending in (0, 1)
-    }
+    kernels: dict[str, MachineCode] = defaultdict(MachineCode)
+    kernel = ""
+    for line in outcome.stdout.splitlines():
+        if found := re.match(r"\s+Function : (\S+)", line):
+            kernel = found[1]
+        elif found := re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*; ", line):
+            kernels[kernel].addresses.append(int(found[1], 16))
+            kernels[kernel].instructions.append(found[2])
+        elif (found := re.match(r"\s+/\* (0x[0-9a-f]{16}) \*/$", line)) and kernel:
+            kernels[kernel].bits.append(int(found[1], 16))
+    return kernels
+
+
+@pytest.fixture(scope="module")
+def decode_kernels(folder: Path) -> list[MachineCode]:
+    """The kernels for calls without rare features: for blocks of any size, and for those of whole
+    tiles."""
+    kernels = machine_code(folder, "decode_BFloat16_BFloat16_128")
+    return [kernels[name] for name in sorted(kernels) if "Lb1ELb" in name]
+
+
+def test_the_decode_kernel_is_short(decode_kernels: list[MachineCode]) -> None:
+    """A short call runs most instructions once: they are slow to come."""
+    assert [len(code.bits) * 16 <= 60 * 1024 for code in decode_kernels] == [True, True]
+
+
+def test_few_instructions_come_before_the_first_copy(decode_kernels: list[MachineCode]) -> None:
+    """On the shortest way of the warp that schedules: it loads the lengths, scans them, finds its
+    first split with three quotients, hands it over, asks for its block ids, hands over that there
+    is no other split, and copies."""
+    code, at, count = decode_kernels[1], 0, 1
+    marks = ["LDG.E.STRONG", *["SHFL.UP"] * 5, *["MUFU.RCP"] * 3]
+    marks += ["SYNCS.ARRIVE", r"LDG\.E R", "SYNCS.ARRIVE", r"LDGSTS\.E"]
+    for mark in marks:
+        way = code.shortest_way(at, code.find(mark))
+        assert way is not None, mark
+        at, count = way[-1], count + len(way)
+    assert count <= 400
+
+
+@pytest.mark.parametrize(("kernel", "num_loads"), [(0, 4), (1, 1)], ids=["any", "tiles"])
+def test_block_ids_come_while_tiles_are_copied(
+    kernel: int, num_loads: int, decode_kernels: list[MachineCode]
+) -> None:
+    """No instruction of the loop that copies tiles waits for the block ids that were asked for
+    before it. ptxas may move them to other registers at once, and wait for that. The warp of K and
+    that of V have as many loads for the first tiles of all, which are waited for."""
+    code = decode_kernels[kernel]
+    copies = {*code.find(r"LDGSTS\.E")}
+    # But for the query's: its loop has one copy, that of a tile eight.
+    copies = {x for x in copies if len(copies & {*(code.shortest_way(x, [x]) or [])}) > 1}
+    loads = [
+        load
+        for load in code.find(r"\bLDG\.E R")
+        if any(code.shortest_way(copy, [load]) for copy in copies)
+    ]
+    ahead = set()
+    for load in loads:
+        waiting = {i for i in range(len(code.bits)) if code.waits(i, code.scoreboard(load))}
+        for copy in copies:
+            if code.shortest_way(load, [copy], waiting):
+                ahead.add(load)
+                assert code.shortest_way(copy, [copy], waiting)
+    assert (len(ahead), len(loads)) == (2 * num_loads, 4 * num_loads)
+
+
+@pytest.mark.parametrize("cache", ["BFloat16", "Float8E4M3"])
+@pytest.mark.parametrize("head_size", [64, 128, 192, 256])
+def test_weights_are_computed_while_values_are_multiplied(
+    folder: Path, head_size: int, cache: str
+) -> None:
+    """The Hopper kernel waits for the product with the values after the exponentials of the next
+    weights. ptxas may move the wait up before them, which changes no result."""
+    (code,) = machine_code(folder, f"hopper_BFloat16_{cache}_{head_size}").values()
+    waits = {pending: code.find(f"DEPBAR.LE gsb0, 0x{pending}") for pending in (0, 1)}
     (for_logits,) = waits[1]
     for_values = next(i for i in waits[0] if i > for_logits)
-    exponentials = sum("MUFU.EX2" in line for line in code[for_values - 100 : for_values])
-    assert exponentials >= 20
+    exponentials = code.find("MUFU.EX2")
+    assert sum(for_values - 100 <= i < for_values for i in exponentials) >= 20
 
 
 def test_the_build_shows_the_warnings_of_ptxas() -> None:

@@ -64,7 +64,7 @@ extern "C" __global__ void Probe(void* query, Half* cache, const int32_t* contex
   p.scale = 0.1f;
   p.is_causal = true;
   p.dtype = p.cache_dtype = DType::kFloat16;
-  KERNEL(p, Scratch{1, 1, 0, flags, flags + 64, states, partials}, QueryLengths());
+  KERNEL(p, Scratch{1, 1, 0, flags, flags + 64, states, partials}, NUMBERS);
 }
 
 }  // namespace xla_gpu::paged_attention
@@ -84,10 +84,11 @@ class Work:
     head_size: int
     q_len: int
     context_len: int
+    numbers: str = "QueryLengths()"
 
     @property
     def probe(self) -> str:
-        names = ("kernel", "shared_bytes", "head_size", "q_len")
+        names = ("kernel", "shared_bytes", "head_size", "q_len", "numbers")
         return "".join(f"#define {x.upper()} {getattr(self, x)}\n" for x in names) + PROBE
 
 
@@ -100,13 +101,14 @@ def tensor_core(q_len: int, warp_rows: int) -> Work:
 # The sequences have more KV tiles than the kernels have stages in memory.
 WORK = {
     "decode": Work(
-        "DecodeAttention<Half, Half, 128>",
+        "DecodeAttention<Half, Half, 128, true, true>",
         "sizeof(DecodeShared<Half, Half, 128>)",
         target="90a",
         num_threads=192,
         head_size=128,
         q_len=1,
         context_len=220,
+        numbers="DecodeNumbers(p, kDecodeRows, 8)",
     ),
     "portable, few rows": tensor_core(q_len=1, warp_rows=1),
     "portable, many rows": tensor_core(q_len=16, warp_rows=4),
@@ -119,9 +121,9 @@ FAULTS = [
     ("portable, few rows", "CopyQuery(); «__syncthreads();»"),
     ("portable, few rows", "StoreSums(); «__syncthreads();»"),
     ("decode", "«shared_.tiles_barriers.WaitFilled(stage);» float logits"),
-    ("decode", "«shared_.tiles_barriers.WaitFreed(stage);» uint32_t chunks_of_lane"),
+    ("decode", "work.begin; «shared_.tiles_barriers.WaitFreed(stage);» C* to"),
     ("decode", "«gpu::SyncThreads(kDecodeConsumers, kThreads);» FinishSplit(work);"),
-    ("decode", "gpu::LetNextKernelBegin(); «__syncthreads();» if (threadIdx.x >= kThreads)"),
+    ("decode", "«__syncthreads();» if (warp < kWarps)"),
 ]
 # The last one: a thread reads what another one has written, in no order that is proven.
 REFUSALS = ("not_wellsynced", "potential_race", "shared_constant_dependency_unproven")

@@ -71,10 +71,13 @@ __device__ __forceinline__ bool AnyInWarp(bool predicate) {
   return __any_sync(kAllLanes, predicate);
 }
 
-// The number of lanes of the warp for which `predicate` holds.
-__device__ __forceinline__ int CountInWarp(bool predicate) {
-  return __popc(__ballot_sync(kAllLanes, predicate));
+// The lanes of the warp for which `predicate` holds, as bits; their number; and the first of some.
+__device__ __forceinline__ uint32_t LanesWith(bool predicate) {
+  return __ballot_sync(kAllLanes, predicate);
 }
+__device__ __forceinline__ int CountInWarp(bool predicate) { return __popc(LanesWith(predicate)); }
+
+__device__ __forceinline__ int FirstOf(uint32_t lanes) { return __popc((lanes & (0 - lanes)) - 1); }
 
 template <typename T>
 __device__ __forceinline__ T ShuffleXor(T value, int lane_mask) {

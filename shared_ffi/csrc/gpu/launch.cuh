@@ -93,15 +93,22 @@ struct Kernel {
     return Queue(num_blocks, stream, arguments...);
   }
 
-  // Launches as many thread blocks as the device holds at once, and at most num_items and
-  // MaxBlocks().
-  Error LaunchResident(const Device& device, int64_t num_items, void* stream,
-                       Arguments... arguments) const {
+  // As many thread blocks as the device holds at once, and at most num_items and MaxBlocks().
+  Error BlocksFor(const Device& device, int64_t num_items, int64_t* num_blocks) const {
     int64_t resident = 0;
     if (Error error = ResidentBlocks(device, &resident)) return error;
     const int64_t limit = MaxBlocks();
     if (limit == 0) return {"reading XLA_GPU_CUDA_MAX_BLOCKS", "it must be a positive number"};
-    return Queue(std::min({resident, num_items, limit}), stream, arguments...);
+    *num_blocks = std::min({resident, num_items, limit});
+    return {};
+  }
+
+  // Launches that many.
+  Error LaunchResident(const Device& device, int64_t num_items, void* stream,
+                       Arguments... arguments) const {
+    int64_t num_blocks = 0;
+    if (Error error = BlocksFor(device, num_items, &num_blocks)) return error;
+    return Queue(num_blocks, stream, arguments...);
   }
 
  private:

@@ -1,15 +1,21 @@
 // Compiled for sm_90a only, once for each type of query, type of cache and head size.
 #include "decode.cuh"
-#include "kernels.cuh"
+#include "decode_kernel.cuh"
 
 namespace xla_gpu::paged_attention {
 
 template <>
-AttentionKernel DecodeKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>() {
-  return {
-      {DecodeAttention<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>, kDecodeThreads,
-       static_cast<int>(sizeof(DecodeShared<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>))},
-      kDecodeRows};
+DecodeKernel DecodeKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>(const Params& p) {
+  using T = XLA_GPU_STORAGE;
+  using C = XLA_GPU_CACHE;
+  const DecodeNumbers numbers(p, kDecodeRows, 16 / static_cast<int64_t>(sizeof(C)));
+  auto* kernel = DecodeAttention<T, C, XLA_GPU_HEAD_SIZE, false, false>;
+  if (IsPlain(p, numbers)) {
+    kernel = numbers.TilesAreInBlocks() ? DecodeAttention<T, C, XLA_GPU_HEAD_SIZE, true, true>
+                                        : DecodeAttention<T, C, XLA_GPU_HEAD_SIZE, true, false>;
+  }
+  constexpr int kBytes = sizeof(DecodeShared<T, C, XLA_GPU_HEAD_SIZE>);
+  return {{kernel, kDecodeThreads, kBytes}, numbers};
 }
 
 }  // namespace xla_gpu::paged_attention

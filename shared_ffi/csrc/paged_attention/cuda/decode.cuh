@@ -2,8 +2,11 @@
 //
 // - Two producer warps copy, one K and the other V. They run ahead of the products by as many KV
 //   tiles as there is memory for, across work items: the memory does not wait where one item ends
-//   and the next begins. The first of them finds the work items. All other warps take these from
-//   shared memory: who reads the lengths again may find others.
+//   and the next begins. The block ids are on their way before the tiles of the ids before them are
+//   copied.
+// - One warp, that of K, reads the lengths and finds the block's work items. It hands each to the
+//   warp of V, which adds what a row needs and hands it to the consumers. So all agree, even if the
+//   lengths change meanwhile.
 // - A KV tile has 16 positions. The consumer warps take tiles in turn, and a warp waits for its own
 //   tiles only.
 // - A thread block takes neighbouring splits, about as many positions as every other block. It
@@ -24,8 +27,8 @@ namespace xla_gpu::paged_attention {
 
 inline constexpr int kDecodeProducers = 2;  // warps
 inline constexpr int kDecodeThreads = kThreads + kDecodeProducers * gpu::kWarpSize;
-inline constexpr int kDecodeRows = kRowsPerWarpTile;  // of a work item
-inline constexpr int kDecodeConsumers = 1;            // named barrier
+static_assert(kDecodeRows == kRowsPerWarpTile, "a work item is one tile of query rows");
+inline constexpr int kDecodeConsumers = 1;  // named barrier
 
 // The layout in shared memory of a KV tile: for each position K, then V. Rows are an odd number of
 // chunks of 16 bytes apart, so that the chunks of one column in eight adjacent rows lie in
@@ -51,125 +54,152 @@ struct PositionScales {
   float v_scale;
 };
 
+// A row of a work item.
+struct alignas(16) DecodeRow {
+  RowRange range;
+  int32_t token;  // of the sequence
+  int32_t head;
+};
+
+// What the consumers get of a work item.
+struct DecodeWork {
+  DecodeSplit split;
+  CommonRange common;
+  DecodeRow rows[kDecodeRows];
+};
+
 // The shared memory of a thread block.
 template <typename T, typename C, int kHeadSize>
 struct DecodeShared {
   using Query = std::conditional_t<kIs8Bit<C>, Half, T>;
   using QueryRows = SharedRows<Query, kHeadSize>;
   using CacheRows = KvPairRows<C, kHeadSize>;
-  static constexpr int kTile = DecodeSchedule::kTile;  // positions
-  static constexpr int kTileElements = kTile * CacheRows::kStride;
-  static constexpr int kItems = 3;                          // work items in memory
-  static constexpr int kQueries = 2;                        // queries of work items
+  static constexpr int kTileElements = kDecodeTile * CacheRows::kStride;
+  static constexpr int kItems = 2;                          // work items in memory
   static constexpr int kBlocks = kHeadSize <= 128 ? 2 : 1;  // thread blocks of a multiprocessor
   static constexpr int kBytes = 224 * 1024 / kBlocks;       // sm_90 has 227 KiB, 1 goes to each
   static constexpr int kOtherBytes = kWarps * kDecodeRows * (kHeadSize * 4 + 8) +
-                                     kQueries * kDecodeRows * (QueryRows::kStride * 2 + 4);
-  static constexpr int kScales = kIs8Bit<C> ? kTile : 1;
+                                     kItems * kDecodeRows * (QueryRows::kStride * 2 + 4);
+  static constexpr int kScales = kIs8Bit<C> ? kDecodeTile : 1;
+  static constexpr int kTileArrivals = kDecodeProducers * gpu::kWarpSize + (kIs8Bit<C> ? 1 : 0);
   static constexpr int kTileBytes = kTileElements * static_cast<int>(sizeof(C)) + kScales * 8 + 16;
   // KV tiles in memory. Each consumer warp has as many.
   static constexpr int kStages = (kBytes - kOtherBytes - 1024) / kTileBytes / kWarps * kWarps;
   static_assert(kStages >= 2 * kWarps, "a tile is copied while another one is read");
   using TileState = PipelineState<kStages>;
   using ItemState = PipelineState<kItems>;
-  using QueryState = PipelineState<kQueries>;
 
   alignas(128) C tiles[kStages][kTileElements];
-  alignas(128) Query query[kQueries][kDecodeRows * QueryRows::kStride];
-  float query_factors[kQueries][kDecodeRows];  // of an 8-bit cache: the powers of two
+  alignas(128) Query query[kItems][kDecodeRows * QueryRows::kStride];
+  float query_factors[kItems][kDecodeRows];    // of an 8-bit cache: the powers of two
   float sums[kWarps][kDecodeRows][kHeadSize];  // their columns are swizzled
   RowState states[kWarps][kDecodeRows];
   PositionScales scales[kStages][kScales];  // of an 8-bit cache
   PipelineBarriers<kStages> tiles_barriers;
-  PipelineBarriers<kItems> items_barriers;
-  PipelineBarriers<kQueries> query_barriers;
-  DecodeItem items[kItems];  // num_rows = -1 marks the end
+  PipelineBarriers<kItems> splits_barriers;  // from the warp of K to that of V
+  PipelineBarriers<kItems> work_barriers;    // from that to the consumers
+  DecodeSplit splits[kItems];
+  DecodeWork work[kItems];
 
-  // All threads call it.
+  // The consumers call it.
   __device__ void Init() {
     // Rows that no item fills are multiplied, too. What memory happens to hold must not decide how
     // long that takes.
     auto* chunks = reinterpret_cast<FourPairs*>(query);
-    for (int i = threadIdx.x; i < static_cast<int>(sizeof(query) / sizeof(FourPairs));
-         i += kDecodeThreads) {
-      chunks[i] = FourPairs();
+    constexpr int kChunks = static_cast<int>(sizeof(query) / sizeof(FourPairs));
+#pragma unroll
+    for (int i = 0; i < kChunks; i += kThreads) {
+      if (i + kThreads <= kChunks || i + threadIdx.x < kChunks) chunks[i + threadIdx.x] = {};
     }
-    if (threadIdx.x > 0) return;
-    tiles_barriers.Init(kDecodeProducers * gpu::kWarpSize + (kIs8Bit<C> ? 1 : 0), 1);
-    items_barriers.Init(1, kDecodeProducers + kWarps);
-    query_barriers.Init(gpu::kWarpSize + (kIs8Bit<C> ? 1 : 0), kWarps);
+    const int thread = threadIdx.x;
+    if (thread < kStages) {
+      gpu::InitBarrier(&tiles_barriers.filled[thread], kTileArrivals);
+      gpu::InitBarrier(&tiles_barriers.freed[thread], 1);
+    }
+    if (thread < kItems) {
+      gpu::InitBarrier(&splits_barriers.filled[thread], 1);
+      gpu::InitBarrier(&splits_barriers.freed[thread], 1);
+      gpu::InitBarrier(&work_barriers.filled[thread], gpu::kWarpSize + 1);
+      gpu::InitBarrier(&work_barriers.freed[thread], kWarps);
+    }
+  }
+
+  // From the warp of K to that of V.
+  __device__ void HandOver(const DecodeSplit& split, ItemState stage) {
+    splits_barriers.WaitFreed(stage);
+    if (threadIdx.x % gpu::kWarpSize > 0) return;
+    splits[stage.index] = split;
+    gpu::Arrive(&splits_barriers.filled[stage.index]);
+  }
+  __device__ void Receive(DecodeSplit* split, ItemState stage) {
+    splits_barriers.WaitFilled(stage);
+    *split = splits[stage.index];
+    splits_barriers.Free(stage);
   }
 };
 
-// The first warp finds the work items and copies queries and K, the second one copies V.
-template <typename T, typename C, int kHeadSize>
+// The first warp finds the work items and copies K. The second one prepares the work items for the
+// consumers, and copies queries and V. All lanes call each function.
+template <typename T, typename C, int kHeadSize, bool kTilesAreInBlocks, bool kCopiesKeys>
 class DecodeProducer {
   using Shared = DecodeShared<T, C, kHeadSize>;
   using QueryRows = typename Shared::QueryRows;
   using CacheRows = typename Shared::CacheRows;
   using TileState = typename Shared::TileState;
   using ItemState = typename Shared::ItemState;
-  using QueryState = typename Shared::QueryState;
-  static constexpr int kTile = Shared::kTile;
-  static_assert(2 * kTile == gpu::kWarpSize, "the lanes find the slots of two tiles at a time");
 
  public:
-  __device__ DecodeProducer(const Params& p, const Scratch& scratch, Shared* shared)
+  __device__ DecodeProducer(const Params& p, const Scratch& scratch, const DecodeNumbers& numbers,
+                            Shared* shared)
       : p_(p),
         scratch_(scratch),
+        numbers_(numbers),
         shared_(*shared),
         lane_(threadIdx.x % gpu::kWarpSize),
-        copies_keys_(threadIdx.x < kThreads + gpu::kWarpSize) {}
+        cache_(kCopiesKeys ? numbers.keys : numbers.values) {}
 
-  __device__ void Run(QueryLengths lengths) {
-    DecodeSchedule schedule(p_, lengths);
-    if (copies_keys_) schedule.Begin();
-    Item item = {};
-    BlockIds blocks = {};
-    QueryState query_stage;
-    // The block ids of an item are on their way while the tiles of the item before are copied.
+  // Goes through the splits that `next` finds: next(&split, stage).
+  template <typename Next>
+  __device__ void Run(const Next& find_next) {
+    DecodeSplit work, next;
+    work.q_len = 0;
     for (ItemState stage;; stage = stage.Next()) {
-      if (copies_keys_) PublishWork(&schedule, stage);
-      shared_.items_barriers.WaitFilled(stage);
-      const Item next = shared_.items[stage.index].item;
-      shared_.items_barriers.Free(stage);
-      const bool has_next = next.num_rows != -1;
-      const BlockIds next_blocks = has_next ? BlocksOf(next, FirstPositionOf(next)) : BlockIds();
-      if (item.num_rows > 0) CopyTiles(item, blocks);
-      if (!has_next) break;
-      if (copies_keys_) CopyQuery(next, query_stage);
-      query_stage = query_stage.Next();
-      item = next;
-      blocks = next_blocks;
+      find_next(&next, stage);
+      CopyTiles(work, next);
+      if (!kCopiesKeys) PublishWork(next, stage);
+      if (next.IsEnd()) break;
+      work = next;
     }
     gpu::CommitCopies();
     gpu::WaitCopies<0>();
   }
 
  private:
-  __device__ void PublishWork(DecodeSchedule* schedule, ItemState stage) {
-    DecodeItem work = {};
-    if (!schedule->Next(&work)) work.item.num_rows = -1;
-    shared_.items_barriers.WaitFreed(stage);
-    if (lane_ > 0) return;
-    shared_.items[stage.index] = work;
-    gpu::Arrive(&shared_.items_barriers.filled[stage.index]);
-  }
-
-  __device__ void CopyQuery(const Item& item, QueryState stage) {
-    shared_.query_barriers.WaitFreed(stage);
-    auto* query = shared_.query[stage.index];
-    if constexpr (kIs8Bit<C>) {  // a lane's second row may not exist: its scale decides all the
-                                 // same
-      if (lane_ < kDecodeRows) shared_.query_factors[stage.index][lane_] = 1;
-      __syncwarp();
+  // What the consumers need of a split, and its query.
+  __device__ void PublishWork(const DecodeSplit& split, ItemState stage) {
+    shared_.work_barriers.WaitFreed(stage);
+    DecodeWork& work = shared_.work[stage.index];
+    const Item item = split.AsItem(numbers_.group);
+    if (lane_ < kDecodeRows) {
+      DecodeRow row = {};
+      if (lane_ < item.num_rows) {
+        row.token = numbers_.TokenOf(lane_);
+        row.head = HeadOf(item, lane_, row.token);
+        row.range = RowRange::OfToken(p_, item, row.token);
+      }
+      work.rows[lane_] = row;
+      // A row that does not exist has a scale, too, which decides all the same.
+      if (kIs8Bit<C>) shared_.query_factors[stage.index][lane_] = 1;
     }
+    __syncwarp();
+    auto* query = shared_.query[stage.index];
+#pragma unroll 1
     for (int i = lane_; i - lane_ < item.num_rows * QueryRows::kChunks; i += gpu::kWarpSize) {
       const int row = i / QueryRows::kChunks, chunk = i % QueryRows::kChunks;
-      const int column = chunk * QueryRows::kChunk;
+      const int column = chunk * QueryRows::kChunk, token = numbers_.TokenOf(row);
       const bool exists = row < item.num_rows && column < p_.head_size;
-      const T* from =
-          static_cast<const T*>(p_.query) + (exists ? QueryOffset(p_, item, row) + column : 0);
+      const int64_t offset = p_.QueryOffset(item.first_token + token, HeadOf(item, row, token));
+      const T* from = static_cast<const T*>(p_.query) + (exists ? offset + column : 0);
       if constexpr (kIs8Bit<C>) {
         float factor;
         const FourPairs pairs = HalvesOf<QueryRows::kChunks>(from, exists, &factor);
@@ -179,126 +209,213 @@ class DecodeProducer {
         gpu::CopyAsync16(query + QueryRows::Offset(row, chunk), from, exists);
       }
     }
-    gpu::Barrier* filled = &shared_.query_barriers.filled[stage.index];
-    if constexpr (kIs8Bit<C>) {
-      __syncwarp();
-      if (lane_ == 0) gpu::Arrive(filled);
+    if (lane_ == 0) {
+      work.split = split;
+      work.common = CommonRange(p_, item, item.first_position, item.context_len - 1);
     }
-    gpu::ArriveAfterCopies(filled);
+    __syncwarp();
+    gpu::ArriveAfterCopies(&shared_.work_barriers.filled[stage.index]);
+    if (lane_ == 0) gpu::Arrive(&shared_.work_barriers.filled[stage.index]);
   }
 
-  // Each lane finds the slot of one position of two tiles at a time. The block ids of kPairs times
-  // two tiles are on their way while those before are used: a load takes longer than two tiles.
-  static constexpr int kPairs = 4;
-  struct BlockIds {
-    int32_t id[kPairs] = {};
-  };
-
-  __device__ int32_t FirstPositionOf(const Item& item) const {
-    return Tiles(item, kTile).begin * kTile + lane_;
+  // The query head of a row.
+  __device__ int32_t HeadOf(const Item& item, int row, int token) const {
+    return item.kv_head * numbers_.group + row - token * numbers_.group;
   }
-  // The block ids of every 32nd position from this one on.
-  __device__ BlockIds BlocksOf(const Item& item, int32_t position) const {
-    BlockIds blocks;
+
+  // The block ids of a part of a work item, of which each lane holds a few. They are on their way
+  // while the tiles of the part before are copied; nothing may use them in that loop.
+  //
+  // Where each tile lies in one block, lane l has the id of the part's block l. Elsewhere it has
+  // those of every 32nd position from position l on.
+  static constexpr int kIds = kTilesAreInBlocks ? 1 : 4;
+  static constexpr int kTilesOfIds = kIds * gpu::kWarpSize / kDecodeTile;
+
+  // Of the part of a work item that begins with `tile`, or with the block of the table that has it:
+  // all positions of the item are in [begin, end), and its last tile is before end_tile.
+  __device__ void LoadIds(int32_t sequence, int32_t begin, int32_t end, int32_t tile,
+                          int32_t end_tile) {
+    const int32_t* table = p_.block_tables + static_cast<uint32_t>(sequence) *
+                                                 static_cast<uint64_t>(p_.max_blocks_per_seq);
+    if constexpr (kTilesAreInBlocks) {
+      first_block_ = numbers_.tiles_of_block.Quotient(tile);
+      const uint32_t block = first_block_ + lane_;
+      if (IsBefore(block, end_tile)) ids_[0] = table[block];
+    } else {
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i, position += 2 * kTile) {
-      blocks.id[i] = IsIn(item, position) ? BlockOf(p_, item, position) : 0;
-    }
-    return blocks;
-  }
-
-  // `next`: the block ids of the first positions.
-  __device__ void CopyTiles(const Item& item, BlockIds next) {
-    const Tiles tiles(item, kTile);
-    const Pieces pieces(p_, item, lane_, copies_keys_);
-    bool is_bad = copies_keys_ && HasBadTree(p_, item, lane_);
-    int32_t position = FirstPositionOf(item);
-    BlockIds blocks;
-    for (int32_t tile = tiles.begin, pair = 0; tile < tiles.end;
-         tile += 2, pair = (pair + 1) % kPairs) {
-      if (pair == 0) {
-        blocks = next;
-        next = BlocksOf(item, position + kPairs * 2 * kTile);
+      for (int i = 0; i < kIds; ++i) {
+        const int32_t position = tile * kDecodeTile + i * gpu::kWarpSize + lane_;
+        const bool is_in = begin <= position && position < end;
+        if (is_in) ids_[i] = table[numbers_.block_size.Quotient(position)];
       }
-      int32_t block = blocks.id[0];
-#pragma unroll
-      for (int i = 1; i < kPairs; ++i) block = pair == i ? blocks.id[i] : block;
-      Slot<C> slot;
-      if (IsIn(item, position)) slot = SlotIn<C>(p_, item, block, position, &is_bad);
-      CopyTile(pieces, slot, 0);
-      if (tile + 1 < tiles.end) CopyTile(pieces, slot, kTile);
-      position += 2 * kTile;
     }
-    is_bad = gpu::AnyInWarp(is_bad);
-    if (copies_keys_ && lane_ == 0) Report(p_, scratch_, item, is_bad);
+  }
+
+  // Whether a block begins before a tile.
+  __device__ bool IsBefore(uint32_t block, int32_t tile) const {
+    return static_cast<int32_t>(block * numbers_.tiles_of_block.number) < tile;
+  }
+
+  // Copies the tiles of a work item, and asks for the first block ids of the next one.
+  __device__ void CopyTiles(const DecodeSplit& work, const DecodeSplit& next) {
+    if (work.q_len == 0) {  // there is none yet
+      LoadIds(next.sequence, next.begin, next.end, next.begin_tile, next.end_tile);
+      return;
+    }
+    bool is_bad = false;
+    int32_t tile = work.begin_tile;
+    do {
+      const int32_t first_block = first_block_;
+      int32_t ids[kIds], end = tile + kTilesOfIds;
+#pragma unroll
+      for (int i = 0; i < kIds; ++i) ids[i] = ids_[i];
+      if constexpr (kTilesAreInBlocks) {
+        end = (first_block + gpu::kWarpSize) * numbers_.tiles_of_block.number;
+      }
+      const bool is_end = end >= work.end_tile;
+      if (is_end) end = work.end_tile;
+      LoadIds(is_end ? next.sequence : work.sequence, is_end ? next.begin : work.begin,
+              is_end ? next.end : work.end, is_end ? next.begin_tile : end,
+              is_end ? next.end_tile : work.end_tile);
+      if constexpr (kTilesAreInBlocks) {
+        is_bad |= IsBefore(first_block + lane_, work.end_tile) && !IsBlock(ids[0]);
+        CopyTilesInBlocks(work, ids[0], tile - first_block * numbers_.tiles_of_block.number, tile,
+                          end);
+      } else {
+        CopyOtherTiles(work, ids, tile, end, &is_bad);
+      }
+      tile = end;
+    } while (tile < work.end_tile);
+    if (!kCopiesKeys && work.kv_head == 0) ReportBad(work, is_bad);
+  }
+
+  __device__ void ReportBad(const DecodeSplit& work, bool is_bad) {
+    const Item item = work.AsItem(numbers_.group);
+    is_bad = gpu::AnyInWarp(is_bad || HasBadTree(p_, item, lane_));
+    if (lane_ == 0) Report(p_, scratch_, item, is_bad);
+  }
+
+  __device__ bool IsBlock(int32_t id) const {
+    return static_cast<uint32_t>(id) < numbers_.num_blocks;
   }
 
   // The chunk of 16 bytes that a lane copies of a position's K, or V.
-  struct Pieces {
-    static constexpr int kOfPosition = CacheRows::kChunks;
-    static_assert(gpu::kWarpSize % kOfPosition == 0, "each lane has the same chunk of all rows");
-    static constexpr int kPositions = gpu::kWarpSize / kOfPosition;  // at a time
+  static constexpr int kChunks = CacheRows::kChunks;
+  static_assert(gpu::kWarpSize % kChunks == 0, "each lane has the same chunk of all rows");
+  static constexpr int kRowsAtOnce = gpu::kWarpSize / kChunks;
 
-    const char* from;  // at offset 0 of the cache
-    bool exist;
-
-    __device__ Pieces(const Params& p, const Item& item, int lane, bool of_keys) {
-      const int column = lane % kOfPosition * CacheRows::kChunk;
-      exist = column < (of_keys ? p.head_size : p.is_latent ? 0 : p.value_head_size);
-      const C* first = of_keys ? KeyOf<C>(p, 0, item.kv_head) : ValueOf<C>(p, 0, item.kv_head);
-      from = reinterpret_cast<const char*>(first + (exist ? column : 0));
-    }
-  };
-
-  // Copies K, or V, of the positions of the lanes from first_lane on, at these slots. Rows and
-  // columns out of range are filled with zeros.
-  __device__ void CopyTile(const Pieces& pieces, const Slot<C>& slot, int first_lane) {
-    const TileState stage = TileState::Of(count_++);
-    shared_.tiles_barriers.WaitFreed(stage);
-    uint32_t chunks_of_lane = ChunksTo<C>(slot);
-    if (!copies_keys_) chunks_of_lane = ChunksOfValue(p_, chunks_of_lane);
-    const int first_row = lane_ / Pieces::kOfPosition, chunk = lane_ % Pieces::kOfPosition;
-    C* to = shared_.tiles[stage.index] +
-            CacheRows::Offset(first_row, chunk + (copies_keys_ ? 0 : CacheRows::kChunks));
-#pragma unroll
-    for (int row = 0; row < kTile; row += Pieces::kPositions) {
-      const uint32_t chunks = gpu::Shuffle(chunks_of_lane, first_lane + first_row + row);
-      gpu::CopyAsync16(to + CacheRows::Offset(row, 0), pieces.from + uint64_t{chunks} * 16,
-                       pieces.exist && chunks != kNoSlot);
-    }
-    gpu::Barrier* filled = &shared_.tiles_barriers.filled[stage.index];
-    if (kIs8Bit<C> && copies_keys_) WriteScales(slot, first_lane, stage, filled);
-    gpu::ArriveAfterCopies(filled);
+  __device__ bool HasChunk() const { return lane_ % kChunks < cache_.of_row; }
+  // Where it lies at position 0 of block 0.
+  __device__ const char* FirstChunk(const DecodeSplit& work) const {
+    const uint64_t first = static_cast<uint32_t>(work.kv_head) * static_cast<uint64_t>(cache_.head);
+    return static_cast<const char*>(cache_.first) +
+           (first + (HasChunk() ? lane_ % kChunks : 0)) * 16;
   }
 
-  // The scales of the positions of an 8-bit cache.
-  __device__ void WriteScales(const Slot<C>& slot, int first_lane, TileState stage,
-                              gpu::Barrier* filled) {
-    if constexpr (kIs8Bit<C>) {
-      const int row = lane_ - first_lane;
-      if (0 <= row && row < kTile) shared_.scales[stage.index][row] = {slot.k_scale, slot.v_scale};
-      __syncwarp();
-      if (lane_ == 0) gpu::Arrive(filled);
+  // Copies tiles [tile, end), each of which lies in one block. Rows and columns out of range are
+  // filled with zeros. `id`: of the first tile's block and those after it, in the lanes.
+  __device__ void CopyTilesInBlocks(const DecodeSplit& work, int32_t id, int32_t tile_in_block,
+                                    int32_t tile, int32_t end) {
+    const char* from = FirstChunk(work);
+    const int first_row = lane_ / kChunks;
+    const auto count = static_cast<uint32_t>(work.end - work.begin);
+    const uint64_t step = uint64_t{cache_.position} * (16 * kRowsAtOnce);
+    int lane = 0;
+#pragma unroll 1
+    for (; tile < end; ++tile) {
+      const int32_t block = gpu::Shuffle(id, lane);
+      const TileState stage = TileState::Of(count_++);
+      const uint32_t position = tile_in_block * kDecodeTile + first_row;
+      const uint32_t chunks = block * cache_.block + position * cache_.position;
+      const char* row_from = from + uint64_t{chunks} * 16;
+      const bool exists = HasChunk() && IsBlock(block);
+      const uint32_t after_begin = tile * kDecodeTile + first_row - work.begin;
+      shared_.tiles_barriers.WaitFreed(stage);
+      C* to = RowsOf(stage);
+#pragma unroll
+      for (int row = 0; row < kDecodeTile; row += kRowsAtOnce) {
+        gpu::CopyAsync16(to + CacheRows::Offset(row, 0), row_from,
+                         exists && after_begin + row < count);
+        row_from += step;
+      }
+      if constexpr (kIs8Bit<C> && kCopiesKeys) {
+        const int row = lane_ % kDecodeTile;
+        WriteScales(work, IsBlock(block) && work.IsIn(tile * kDecodeTile + row), block,
+                    tile_in_block * kDecodeTile + row, stage);
+      }
+      gpu::ArriveAfterCopies(&shared_.tiles_barriers.filled[stage.index]);
+      if (++tile_in_block == numbers_.tiles_of_block.number) {
+        tile_in_block = 0;
+        ++lane;
+      }
     }
+  }
+
+  // Copies tiles whose rows lie anywhere. A lane finds the slot of a position.
+  __device__ void CopyOtherTiles(const DecodeSplit& work, int32_t (&ids)[kIds], int32_t tile,
+                                 int32_t end, bool* is_bad) {
+    static_assert(2 * kDecodeTile == gpu::kWarpSize, "a register has the ids of two tiles");
+    const char* from = FirstChunk(work);
+    const int first_row = lane_ / kChunks, row_of_lane = lane_ % kDecodeTile;
+#pragma unroll 1
+    for (int lane = row_of_lane; tile < end; ++tile, lane ^= kDecodeTile) {
+      const int32_t block = gpu::Shuffle(ids[0], lane);
+      if (lane >= kDecodeTile) {  // the last tile of these ids
+#pragma unroll
+        for (int i = 1; i < kIds; ++i) ids[i - 1] = ids[i];
+      }
+      const int32_t position = tile * kDecodeTile + row_of_lane;
+      const uint32_t logical = numbers_.block_size.Quotient(position);
+      const uint32_t offset = position - logical * numbers_.block_size.number;
+      const bool is_in = work.IsIn(position), exists = is_in && IsBlock(block);
+      *is_bad |= is_in && !exists;
+      const uint32_t chunks_of_lane =
+          exists ? block * cache_.block + offset * cache_.position : kNoSlot;
+      const TileState stage = TileState::Of(count_++);
+      shared_.tiles_barriers.WaitFreed(stage);
+      C* to = RowsOf(stage);
+#pragma unroll
+      for (int row = 0; row < kDecodeTile; row += kRowsAtOnce) {
+        const uint32_t chunks = gpu::Shuffle(chunks_of_lane, first_row + row);
+        gpu::CopyAsync16(to + CacheRows::Offset(row, 0), from + uint64_t{chunks} * 16,
+                         HasChunk() && chunks != kNoSlot);
+      }
+      if constexpr (kIs8Bit<C> && kCopiesKeys) WriteScales(work, exists, block, offset, stage);
+      gpu::ArriveAfterCopies(&shared_.tiles_barriers.filled[stage.index]);
+    }
+  }
+
+  // Where the lane's chunk of its first row goes.
+  __device__ C* RowsOf(TileState stage) {
+    return shared_.tiles[stage.index] +
+           CacheRows::Offset(lane_ / kChunks,
+                             lane_ % kChunks + (kCopiesKeys ? 0 : CacheRows::kChunks));
+  }
+
+  // Writes the scales of the positions of an 8-bit cache: lane l, and l + 16, those of row l.
+  __device__ void WriteScales(const DecodeSplit& work, bool exists, int32_t block, int32_t offset,
+                              TileState stage) {
+    if (!p_.ScalesAreUniform()) {
+      PositionScales scales = {1, 1};
+      if (exists) {
+        scales = {p_.k_scale.At(block, offset, work.kv_head),
+                  p_.v_scale.At(block, offset, work.kv_head)};
+      }
+      shared_.scales[stage.index][lane_ % kDecodeTile] = scales;
+    }
+    __syncwarp();
+    if (lane_ == 0) gpu::Arrive(&shared_.tiles_barriers.filled[stage.index]);
   }
 
   const Params& p_;
   const Scratch& scratch_;
+  const DecodeNumbers& numbers_;
   Shared& shared_;
   const int lane_;
-  const bool copies_keys_;
-  uint32_t count_ = 0;  // tiles so far
-};
-
-// The rows of a work item that a consumer warp finishes: every kWarps-th. Each lane has every 32nd
-// column of a row.
-template <int kHeadSize>
-struct FinishedRows {
-  static constexpr int kRows = kDecodeRows / kWarps;
-  static constexpr int kColumns = kHeadSize / gpu::kWarpSize;
-
-  RowState states[kRows];
-  float values[kRows][kColumns];
+  const CacheChunks cache_;
+  int32_t ids_[kIds];
+  int32_t first_block_;  // that the lanes have ids of
+  uint32_t count_ = 0;   // tiles so far
 };
 
 template <typename T, typename C, int kHeadSize>
@@ -306,54 +423,60 @@ class DecodeConsumer {
   using Shared = DecodeShared<T, C, kHeadSize>;
   using QueryRows = typename Shared::QueryRows;
   using CacheRows = typename Shared::CacheRows;
-  static constexpr int kTile = Shared::kTile;
+  static constexpr int kTile = kDecodeTile;
   using Query = typename Shared::Query;
   using Products = WarpProducts<Query, C, kHeadSize, kTile, QueryRows, CacheRows>;
-  using Rows = FinishedRows<kHeadSize>;
+
+  // The rows of a work item that a warp finishes: every kWarps-th. Each lane has every 32nd column
+  // of a row.
+  static constexpr int kRows = kDecodeRows / kWarps;
+  static constexpr int kColumns = kHeadSize / gpu::kWarpSize;
+  struct FinishedRow {
+    RowState state;
+    float values[kColumns];
+  };
 
  public:
-  __device__ DecodeConsumer(const Params& p, const Scratch& scratch, Shared* shared)
+  __device__ DecodeConsumer(const Params& p, const Scratch& scratch, int group, Shared* shared)
       : p_(p),
         scratch_(scratch),
         shared_(*shared),
         lane_(threadIdx.x % gpu::kWarpSize),
         warp_(threadIdx.x / gpu::kWarpSize),
+        group_(group),
         scales_are_uniform_(p.ScalesAreUniform()) {}
 
   __device__ void Run() {
-    typename Shared::QueryState query_stage;
     for (typename Shared::ItemState stage;; stage = stage.Next()) {
-      shared_.items_barriers.WaitFilled(stage);
-      const DecodeItem& work = shared_.items[stage.index];
-      if (work.item.num_rows == -1) return;
-      shared_.query_barriers.WaitFilled(query_stage);
-      Compute(work.item, shared_.query[query_stage.index],
-              shared_.query_factors[query_stage.index]);
+      shared_.work_barriers.WaitFilled(stage);
+      const DecodeWork& work = shared_.work[stage.index];
+      if (work.split.IsEnd()) return;
+      Compute(work, shared_.query[stage.index], shared_.query_factors[stage.index]);
       gpu::SyncThreads(kDecodeConsumers, kThreads);
       FinishSplit(work);
       gpu::SyncThreads(kDecodeConsumers, kThreads);  // everyone has left the sums
-      shared_.items_barriers.Free(stage);
-      shared_.query_barriers.Free(query_stage);
-      query_stage = query_stage.Next();
+      shared_.work_barriers.Free(stage);
     }
   }
 
  private:
   // Computes the warp's tiles of a split, and leaves what it found in shared memory.
-  __device__ void Compute(const Item& item, const Query* query, const float* query_factors) {
-    Softmax softmax(p_, item, lane_ / 4);
+  __device__ void Compute(const DecodeWork& work, const Query* query, const float* query_factors) {
+    const Item item = work.split.AsItem(group_);
+    Softmax softmax(p_, item, lane_ / 4, work.rows[lane_ / 4].range,
+                    work.rows[lane_ / 4 + 8].range);
     if constexpr (kIs8Bit<C>) {
       const float k_scale = scales_are_uniform_ ? p_.k_scale.At(0, 0, item.kv_head) : 1.0f;
       for (int r = 0; r < 2; ++r) {
         softmax.MultiplyScale(r, query_factors[lane_ / 4 + 8 * r] * k_scale);
       }
     }
-    const CommonRange common(p_, item);
+    const CommonRange common = work.common;
     Products products;
-    const Tiles tiles(item, kTile);
-    const int32_t turn = (warp_ + NumTilesBefore(p_, item, kTile)) % kWarps;
-    for (int32_t tile = tiles.begin + turn; tile < tiles.end; tile += kWarps) {
-      const auto stage = Shared::TileState::Of(count_ + (tile - tiles.begin));
+    const int32_t first_tile = work.split.begin_tile, end_tile = work.split.end_tile;
+    const int32_t turn = (warp_ + work.split.flags) & DecodeSplit::kTurn;
+    for (int32_t tile = first_tile + turn; tile < end_tile; tile += kWarps) {
+      const auto stage = Shared::TileState::Of(count_ + (tile - first_tile));
       const PositionScales* scales = shared_.scales[stage.index];
       C* keys = shared_.tiles[stage.index];
       C* values = p_.is_latent ? keys : keys + kHeadSize;
@@ -377,7 +500,7 @@ class DecodeConsumer {
       }
       shared_.tiles_barriers.Free(stage);
     }
-    count_ += tiles.end - tiles.begin;
+    count_ += end_tile - first_tile;
     float v_scale = 1;
     if (kIs8Bit<C> && scales_are_uniform_) v_scale = p_.v_scale.At(0, 0, item.kv_head);
 #pragma unroll
@@ -419,40 +542,45 @@ class DecodeConsumer {
     __syncwarp();
   }
 
-  // Merges what the warps found of a split, and folds or writes it.
-  __device__ void FinishSplit(const DecodeItem& work) {
-    const Item& item = work.item;
+  // Merges what the warps found of a split, and folds or writes it. The code is there once for all
+  // rows of the warp: it takes long to come, and most calls have one row.
+  __device__ void FinishSplit(const DecodeWork& work) {
+    const Item item = work.split.AsItem(group_);
     if (item.split == 0) merges_ = true;
-#pragma unroll
-    for (int i = 0; i < Rows::kRows; ++i) {
+#pragma unroll 1
+    for (int i = 0; i * kWarps + warp_ < item.num_rows; ++i) {
       const int row = i * kWarps + warp_;
-      if (row >= item.num_rows) break;
-      RowState state;
-      float values[Rows::kColumns];
-      MergeWarps(row, &state, values);
-      if (merges_ && item.split > 0) {
-        const Rescale rescale(folded_.states[i].max, state.max);
-        state = {fmaxf(folded_.states[i].max, state.max),
-                 rescale.Join(folded_.states[i].sum, state.sum)};
+      const RowPlace place(work.rows[row].token, work.rows[row].head);
+      FinishedRow folded = folded_[0], merged;
 #pragma unroll
-        for (int k = 0; k < Rows::kColumns; ++k) {
-          values[k] = rescale.Join(folded_.values[i][k], values[k]);
+      for (int j = 1; j < kRows; ++j) {
+        if (i == j) folded = folded_[j];
+      }
+      MergeWarps(row, &merged.state, merged.values);
+      if (merges_ && item.split > 0) {
+        const Rescale rescale(folded.state.max, merged.state.max);
+        merged.state = {fmaxf(folded.state.max, merged.state.max),
+                        rescale.Join(folded.state.sum, merged.state.sum)};
+#pragma unroll
+        for (int k = 0; k < kColumns; ++k) {
+          merged.values[k] = rescale.Join(folded.values[k], merged.values[k]);
         }
       }
       if (merges_ && item.split + 1 == item.num_splits) {
-        WriteRow(item, row, state, values);
-      } else if (!merges_ || work.is_last) {
-        WritePartialResult(item, row, state, values);
+        WriteRow(item, place, merged);
+      } else if (!merges_ || work.split.IsLast()) {
+        WritePartialResult(item, place, merged);
       } else {
-        folded_.states[i] = state;
 #pragma unroll
-        for (int k = 0; k < Rows::kColumns; ++k) folded_.values[i][k] = values[k];
+        for (int j = 0; j < kRows; ++j) {
+          if (i == j) folded_[j] = merged;
+        }
       }
     }
-    if (work.is_last) merges_ = false;
+    if (work.split.IsLast()) merges_ = false;
   }
 
-  __device__ void MergeWarps(int row, RowState* state, float (&values)[Rows::kColumns]) const {
+  __device__ void MergeWarps(int row, RowState* state, float (&values)[kColumns]) const {
     float max = -kInfinity, weights[kWarps];
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) max = fmaxf(max, shared_.states[w][row].max);
@@ -463,7 +591,7 @@ class DecodeConsumer {
       weights[w] = gpu::Exp2(shared_.states[w][row].max - ShiftOf(max));
     }
 #pragma unroll
-    for (int k = 0; k < Rows::kColumns; ++k) {
+    for (int k = 0; k < kColumns; ++k) {
       values[k] = 0;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
@@ -481,15 +609,15 @@ class DecodeConsumer {
   __device__ __forceinline__ int ColumnOf(int k) const { return k * gpu::kWarpSize + lane_; }
 
   // Writes a row of which all splits are folded.
-  __device__ void WriteRow(const Item& item, int row, RowState state,
-                           const float (&values)[Rows::kColumns]) const {
-    const RowPlace place(p_, item, row);
+  __device__ void WriteRow(const Item& item, const RowPlace& place, const FinishedRow& row) const {
+    RowState state = row.state;
     const float factor = JoinSink(p_, place.head, &state);
     const bool attends = p_.Attends(item.Tokens(), place.token);
-    T* output = static_cast<T*>(p_.output) + OutputOffset(p_, item, row);
+    T* output =
+        static_cast<T*>(p_.output) + p_.OutputOffset(item.first_token + place.token, place.head);
 #pragma unroll
-    for (int k = 0; k < Rows::kColumns; ++k) {
-      const float value = values[k] * factor;
+    for (int k = 0; k < kColumns; ++k) {
+      const float value = row.values[k] * factor;
       if (ColumnOf(k) < p_.value_head_size) {
         gpu::FromFloat(attends ? value / state.sum : value, output + ColumnOf(k));
       }
@@ -500,17 +628,16 @@ class DecodeConsumer {
   }
 
   // Writes a split's partial result, or the fold of all splits up to this one.
-  __device__ void WritePartialResult(const Item& item, int row, const RowState& state,
-                                     const float (&values)[Rows::kColumns]) const {
-    const RowPlace place(p_, item, row);
+  __device__ void WritePartialResult(const Item& item, const RowPlace& place,
+                                     const FinishedRow& row) const {
     const int64_t index = SlotOf(scratch_, item, place) * p_.num_heads + place.head;
     float* partial = scratch_.partials + index * p_.value_head_size;
 #pragma unroll
-    for (int k = 0; k < Rows::kColumns; ++k) {
-      if (ColumnOf(k) < p_.value_head_size) partial[ColumnOf(k)] = values[k];
+    for (int k = 0; k < kColumns; ++k) {
+      if (ColumnOf(k) < p_.value_head_size) partial[ColumnOf(k)] = row.values[k];
     }
     if (lane_ > 0) return;
-    scratch_.states[index] = state;
+    scratch_.states[index] = row.state;
     if (merges_ && item.split > 0) *StateOf(item, place, 0) = MergedSplits::UpTo(item.split);
   }
 
@@ -524,26 +651,60 @@ class DecodeConsumer {
   Shared& shared_;
   const int lane_;
   const int warp_;
+  const int group_;  // query heads of a kv head
   const bool scales_are_uniform_;
   uint32_t count_ = 0;   // tiles of the items before
   bool merges_ = false;  // the splits of this sequence and kv head, from the first one on
-  Rows folded_;
+  FinishedRow folded_[kRows] = {};
 };
 
-template <typename T, typename C, int kHeadSize>
+// Whether a call has none of the features that few calls have: a kernel without them is smaller.
+inline bool IsPlain(const Params& p, const DecodeNumbers& numbers) {
+  return p.is_causal && !p.is_latent && p.soft_cap == 0 && p.alibi_slopes == nullptr &&
+         p.tree_mask == nullptr && p.bidirectional_ranges == nullptr && numbers.TilesFit31Bits();
+}
+
+// The parameters of a call that IsPlain, as the compiler sees it, too.
+__device__ __forceinline__ Params PlainParams(const Params& p) {
+  Params plain = p;
+  plain.is_causal = true;
+  plain.window_right = 0;
+  plain.causal = nullptr;
+  plain.is_latent = false;
+  plain.soft_cap = 0;
+  plain.alibi_slopes = nullptr;
+  plain.tree_mask = plain.bidirectional_ranges = nullptr;
+  return plain;
+}
+
+// kIsPlain: see IsPlain. kTilesAreInBlocks: each KV tile lies in one block.
+template <typename T, typename C, int kHeadSize, bool kIsPlain, bool kTilesAreInBlocks>
 __global__ void __launch_bounds__(kDecodeThreads, DecodeShared<T, C, kHeadSize>::kBlocks)
-    DecodeAttention(Params p, Scratch scratch, QueryLengths lengths) {
+    DecodeAttention(Params params, Scratch scratch, DecodeNumbers numbers) {
   using Shared = DecodeShared<T, C, kHeadSize>;
+  using Schedule = DecodeSchedule<kIsPlain, std::conditional_t<kIsPlain, int32_t, int64_t>>;
   static_assert(sizeof(Shared) <= Shared::kBytes, "a multiprocessor holds kBlocks thread blocks");
+  const Params p = kIsPlain ? PlainParams(params) : params;
   auto* shared = reinterpret_cast<Shared*>(gpu::SharedMemory());
-  shared->Init();
-  ResetCounter(scratch);
+  const int warp = gpu::Shuffle(static_cast<int>(threadIdx.x / gpu::kWarpSize), 0);
+  if (warp < kWarps) shared->Init();
+  gpu::WaitForKernelsBefore();  // first: the next kernel, too, reads what those before have written
   gpu::LetNextKernelBegin();
+  Schedule schedule(p, numbers, /*loads=*/warp == kWarps);  // on their way while the others come
   __syncthreads();
-  if (threadIdx.x >= kThreads) {
-    DecodeProducer<T, C, kHeadSize>(p, scratch, shared).Run(lengths);
+  if (warp < kWarps) {
+    ResetCounter(scratch);
+    DecodeConsumer<T, C, kHeadSize>(p, scratch, numbers.group, shared).Run();
+  } else if (warp == kWarps) {
+    schedule.Start();
+    DecodeProducer<T, C, kHeadSize, kTilesAreInBlocks, true>(p, scratch, numbers, shared)
+        .Run([&](DecodeSplit* split, auto stage) {
+          schedule.Next(split);
+          shared->HandOver(*split, stage);
+        });
   } else {
-    DecodeConsumer<T, C, kHeadSize>(p, scratch, shared).Run();
+    DecodeProducer<T, C, kHeadSize, kTilesAreInBlocks, false>(p, scratch, numbers, shared)
+        .Run([&](DecodeSplit* split, auto stage) { shared->Receive(split, stage); });
   }
 }
 

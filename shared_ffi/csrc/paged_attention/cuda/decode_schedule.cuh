@@ -1,160 +1,312 @@
 // Deals the splits of all sequences to the thread blocks. Each takes neighbouring splits, with as
-// many positions as every other block but for one split. One warp deals for its block, and reads
-// the lengths that it needs. These may change meanwhile, so all lanes take the first lane's copy
-// of a length.
+// many positions as every other block but for one split. One warp deals for its block. It reads the
+// lengths of 32 sequences at once, one in each lane, and everybody else takes what it found.
 #pragma once
 
+#include "decode_numbers.h"
 #include "schedule.cuh"
 
 namespace xla_gpu::paged_attention {
 
-// A split of a sequence and kv head.
-struct DecodeItem {
-  Item item;
-  bool is_last;  // of the thread block's splits of this sequence and kv head
+// A split of a sequence and kv head. It has all query rows of the sequence.
+struct alignas(16) DecodeSplit {
+  int32_t sequence;
+  int32_t kv_head;
+  int32_t first_token;
+  int32_t q_len;  // -1 marks the end
+  int32_t context_len;
+  int32_t begin;  // the positions that any of the rows attends to
+  int32_t end;
+  int32_t begin_tile;  // the KV tiles of these positions, counted from position 0
+  int32_t end_tile;
+  int32_t split;
+  int32_t num_splits;
+  uint32_t flags;
+
+  static constexpr uint32_t kTurn = kWarps - 1;  // the consumer warps before the first tile's
+  static constexpr uint32_t kIsLast = 4;  // of the block's splits of this sequence and kv head
+  static constexpr uint32_t kIsCausal = 8;
+  static_assert(kTurn < kIsLast, "a turn has two bits");
+
+  __device__ bool IsEnd() const { return q_len < 0; }
+  __device__ bool IsLast() const { return (flags & kIsLast) != 0; }
+  __device__ int32_t FirstPosition() const { return context_len - q_len; }
+  __device__ bool IsIn(int32_t position) const { return begin <= position && position < end; }
+
+  // `group`: query heads of a kv head.
+  __device__ Item AsItem(int32_t group) const {
+    return {
+        sequence, kv_head, 0,     q_len * group, first_token, FirstPosition(),         context_len,
+        begin,    end,     split, num_splits,    /*flag=*/0,  (flags & kIsCausal) != 0};
+  }
 };
+static_assert(sizeof(DecodeSplit) == 48, "padding would be copied, too, byte by byte");
 
 // Splits are ordered by sequence, kv head and position. All lanes of the warp call each function
-// and get the same result.
+// and get the same result. Place: holds the number of KV tiles of all sequences and kv heads.
+template <bool kIsPlain, typename Place>
 class DecodeSchedule {
  public:
-  static constexpr int kTile = 16;  // positions that sizes are counted in
-
-  __device__ DecodeSchedule(const Params& p, QueryLengths lengths)
-      : p_(p), lengths_(lengths), kv_head_(static_cast<int32_t>(p.num_kv_heads)) {}
-
-  // Called before Next.
-  __device__ void Begin() {
-    num_seqs_ = gpu::Shuffle(Larger(0, NumSeqs(p_)), 0);
-    // The first blocks have one tile more than the others.
-    const int64_t total = CountTiles(), share = Divide(total, gridDim.x);
-    const int64_t with_one_more = total - share * gridDim.x;
-    begin_ = share * blockIdx.x + Smaller(blockIdx.x, with_one_more);
-    end_ = begin_ + share + (blockIdx.x < with_one_more ? 1 : 0);
-    FindFirst();
+  // Starts to load, if it is to be used, and waits for nothing.
+  __device__ DecodeSchedule(const Params& p, const DecodeNumbers& numbers, bool loads)
+      : p_(p),
+        numbers_(numbers),
+        lane_(threadIdx.x % gpu::kWarpSize),
+        kv_head_(numbers.num_kv_heads) {
+    if (!loads) return;
+    num_seqs_ = gpu::LoadOnce(p.num_seqs);
+    lengths_ = LoadLengths(lane_);
   }
 
-  // Returns false after the block's last split. The first lane's *work is the one that counts:
-  // others may have read other ranges. It is called in one place, and each of its steps too: a
+  // Finds the block's share. Called once, before Next.
+  __device__ void Start() {
+    if (num_seqs_ < 0 || num_seqs_ > numbers_.max_seqs) num_seqs_ = 0;
+    const uint32_t broken = gpu::LanesWith(lane_ < num_seqs_ && !HasRows(lengths_));
+    if (broken != 0) num_seqs_ = gpu::FirstOf(broken);
+    CountWindow();
+    Place total = gpu::Shuffle(ends_, gpu::kWarpSize - 1);
+    if (num_seqs_ > gpu::kWarpSize) total = CountAll();
+    total *= numbers_.num_kv_heads;
+    // The first blocks have one tile more than the others.
+    const int32_t block = blockIdx.x, num_blocks = gridDim.x;
+    Place share;
+    if constexpr (sizeof(Place) == 4) {
+      share = numbers_.num_thread_blocks.Quotient(total);
+    } else {
+      share = total / num_blocks;
+    }
+    const auto with_one_more = static_cast<int32_t>(total - share * num_blocks);
+    left_ = share + (block < with_one_more ? 1 : 0);
+    at_ = share * block + min(block, with_one_more);
+  }
+
+  // The block's next split, or the end. It is called in one place, and each of its steps too: a
   // thread block computes few splits, and instructions are slow to come.
-  __device__ bool Next(DecodeItem* work) {
-    while (true) {
-      if (place_ >= end_) return false;
-      if (kv_head_ >= p_.num_kv_heads) {
-        kv_head_ = 0;
-        FindSequence(s_ + 1);
-      }
-      if (s_ >= num_seqs_) return false;
-      if (begin_ <= place_) break;
-      SkipToBegin();
+  __device__ void Next(DecodeSplit* work) {
+    while (left_ > 0 && kv_head_ == numbers_.num_kv_heads) FindSequence();
+    if (left_ <= 0) {
+      work->q_len = -1;
+      work->begin = work->end = work->begin_tile = work->end_tile = 0;
+      return;
     }
-    MakeItem(p_, s_, sequence_, rows_, /*tile=*/0, kv_head_, splits_, split_, &work->item);
-    const int32_t first_tile = split_ * tiles_per_split_;
-    place_ += Smaller(tiles_per_split_, num_tiles_ - first_tile);
-    work->is_last = ++split_ == splits_.count || place_ >= end_;
-    if (split_ == splits_.count) {
-      split_ = 0;
-      ++kv_head_;
-    }
-    return true;
+    work->sequence = window_ + place_;
+    work->kv_head = kv_head_;
+    work->first_token = first_token_;
+    work->q_len = q_len_;
+    work->context_len = context_len_;
+    work->split = split_;
+    work->num_splits = num_splits_;
+    // The first split also has what bidirectional ranges add before the window.
+    const int32_t after_begin = split_ * split_positions_, split_begin = begin_ + after_begin;
+    work->begin = max(split_ == 0 ? 0 : split_begin, attended_begin_);
+    work->end = min(min(context_len_ - split_begin, split_positions_) + split_begin, attended_end_);
+    const bool is_empty = work->begin >= work->end;
+    work->begin_tile = is_empty ? 0 : TilesTo(work->begin);
+    work->end_tile = is_empty ? 0 : TilesTo(work->end + kDecodeTile - 1);
+    Advance(min(TilesTo(split_positions_), num_tiles_ - TilesTo(after_begin)));
+
+    // As NumTilesBefore.
+    const int32_t window_tile = TilesTo(numbers_.WindowBegin(work->FirstPosition()));
+    work->flags = max(0, window_tile - work->begin_tile) & DecodeSplit::kTurn;
+    if (is_causal_ != 0) work->flags |= DecodeSplit::kIsCausal;
+    if (split_ + 1 == num_splits_ || left_ <= 0) work->flags |= DecodeSplit::kIsLast;
+    GoTo(kv_head_, split_ + 1);
   }
 
  private:
-  // Numbers of tiles of the whole batch may need 64 bits, but hardly ever do.
-  static __device__ __forceinline__ int64_t Divide(int64_t a, int64_t b) {
-    return a <= UINT32_MAX ? DivideU32(a, b) : a / b;
+  // A copy of a sequence's lengths.
+  struct Lengths {
+    int32_t first_token = 0;
+    int32_t next_token = 0;
+    int32_t context_len = 0;
+    int32_t is_causal = 1;
+
+    __device__ int32_t QueryLen() const {  // any number where there is no valid range
+      return static_cast<int32_t>(static_cast<uint32_t>(next_token) -
+                                  static_cast<uint32_t>(first_token));
+    }
+  };
+
+  // For numbers that are not negative, as unsigned ones: a shift.
+  static __device__ __forceinline__ int32_t TilesTo(int32_t position) {
+    return static_cast<uint32_t>(position) / kDecodeTile;
+  }
+  static __device__ __forceinline__ int32_t UnitsTo(int32_t position) {
+    return static_cast<uint32_t>(position) / kUnit;
+  }
+
+  // a / b, if that is below 2^20.
+  template <typename T>
+  static __device__ __forceinline__ int32_t SmallQuotient(T a, int32_t b) {
+    auto quotient =
+        static_cast<int32_t>(static_cast<float>(a) * gpu::Reciprocal(static_cast<float>(b)));
+    const T rest = a - static_cast<T>(quotient) * b;  // the quotient is exact, or one off
+    quotient += (rest >= b ? 1 : 0) - (rest < 0 ? 1 : 0);
+    return quotient;
+  }
+
+  __device__ Lengths LoadLengths(int32_t s) const {
+    Lengths lengths;
+    if (s >= numbers_.max_seqs) return lengths;
+    lengths.first_token = gpu::LoadOnce(p_.query_start_loc + s);
+    lengths.next_token = gpu::LoadOnce(p_.query_start_loc + s + 1);
+    lengths.context_len = gpu::LoadOnce(p_.context_lens + s);
+    if (!p_.is_causal)
+      lengths.is_causal = p_.causal != nullptr && gpu::LoadOnce(p_.causal + s) != 0;
+    return lengths;
+  }
+
+  // As Sequence::HasRows and Sequence::IsLegal, in 32 bits.
+  __device__ bool HasRows(const Lengths& lengths) const {
+    return 0 <= lengths.first_token && lengths.first_token <= lengths.next_token &&
+           lengths.next_token <= numbers_.num_tokens;
+  }
+
+  // The first position attended to, rounded down to the beginning of a split.
+  __device__ int32_t BeginOf(const Lengths& lengths) const {
+    const int32_t first_position = lengths.context_len - lengths.QueryLen();
+    return UnitsTo(numbers_.WindowBegin(first_position)) * kUnit;
   }
 
   // The tiles of a sequence and kv head; 0 if the sequence is not this kernel's.
-  __device__ int32_t NumTiles(const Sequence& sequence) const {
-    if (!sequence.IsLegal(p_) || !lengths_.Contain(sequence.q_len)) return 0;
-    return static_cast<int32_t>(CeilDiv(sequence.context_len - sequence.Begin(p_), kTile));
+  __device__ int32_t NumTiles(const Lengths& lengths) const {
+    const int32_t q_len = lengths.QueryLen();
+    const bool is_mine = HasRows(lengths) && 0 < q_len && q_len <= numbers_.max_query_len &&
+                         lengths.context_len >= (lengths.is_causal ? q_len : 0) &&
+                         lengths.context_len <= numbers_.capacity;
+    return is_mine ? TilesTo(lengths.context_len - BeginOf(lengths) + kDecodeTile - 1) : 0;
   }
 
-  // The tiles of all sequences and kv heads. A sequence without a valid range ends the batch.
-  __device__ int64_t CountTiles() {
+  // Counts the tiles of the sequences whose lengths the lanes have.
+  __device__ void CountWindow() {
+    tiles_of_lane_ = window_ + lane_ < num_seqs_ ? NumTiles(lengths_) : 0;
+    ends_ = tiles_of_lane_;
+#pragma unroll
+    for (int delta = 1; delta < gpu::kWarpSize; delta *= 2) {
+      const Place left = gpu::ShuffleUp(ends_, delta);
+      if (lane_ >= delta) ends_ += left;
+    }
+  }
+
+  __device__ void LoadWindow(int32_t window) {
+    window_ = window;
+    lengths_ = LoadLengths(window + lane_);
+    CountWindow();
+  }
+
+  // The tiles of all sequences. A sequence without a valid range ends the batch.
+  __device__ Place CountAll() {
     while (true) {
-      int64_t count = 0;
-      int32_t broken = static_cast<int32_t>(num_seqs_);
-#pragma unroll 4
-      for (int64_t s = threadIdx.x % gpu::kWarpSize; s < num_seqs_; s += gpu::kWarpSize) {
-        const Sequence sequence(p_, s);
-        if (!sequence.HasRows(p_)) broken = min(broken, static_cast<int32_t>(s));
-        count += NumTiles(sequence);
+      Place count = tiles_of_lane_;
+      int32_t broken = num_seqs_;
+#pragma unroll 2
+      for (int32_t s = gpu::kWarpSize + lane_; s < num_seqs_; s += gpu::kWarpSize) {
+        const Lengths lengths = LoadLengths(s);
+        if (!HasRows(lengths)) broken = min(broken, s);
+        count += NumTiles(lengths);
       }
+#pragma unroll 1
       for (int mask = gpu::kWarpSize / 2; mask > 0; mask /= 2) {
         count += gpu::ShuffleXor(count, mask);
         broken = min(broken, gpu::ShuffleXor(broken, mask));
       }
-      if (broken == num_seqs_) return count * p_.num_kv_heads;
+      if (broken == num_seqs_) return count;
       num_seqs_ = broken;
     }
   }
 
-  // Finds the sequence with the first split that begins at `begin_` or after it: Next takes the
-  // sequence after s_.
-  __device__ void FindFirst() {
-    const int lane = threadIdx.x % gpu::kWarpSize;
-    int64_t before = 0;  // tiles of the sequences before a window of them
-    for (int64_t window = 0; window < num_seqs_; window += gpu::kWarpSize) {
-      const int64_t s = window + lane;
-      int64_t end = s < num_seqs_ ? p_.num_kv_heads * NumTiles(Sequence(p_, s)) : 0;
-      for (int delta = 1; delta < gpu::kWarpSize; delta *= 2) {
-        const int64_t left = gpu::ShuffleUp(end, delta);
-        if (lane >= delta) end += left;
+  __device__ void Advance(int32_t tiles) {
+    at_ += tiles;
+    left_ -= tiles;
+  }
+
+  // Goes to a split, or past a kv head's last one.
+  __device__ void GoTo(int32_t kv_head, int32_t split) {
+    const bool is_past = split == num_splits_;
+    kv_head_ = kv_head + (is_past ? 1 : 0);
+    split_ = is_past ? 0 : split;
+  }
+
+  // Finds the sequence at the block's place, and its first split that begins there or after it; or
+  // goes past the sequence.
+  __device__ void FindSequence() {
+    const Place heads = numbers_.num_kv_heads;
+    int passed;
+    while (true) {
+      passed = gpu::CountInWarp(ends_ * heads <= at_);
+      if (passed < gpu::kWarpSize) break;
+      at_ -= gpu::Shuffle(ends_, gpu::kWarpSize - 1) * heads;
+      if (window_ + gpu::kWarpSize >= num_seqs_) {  // the lengths have changed since
+        left_ = 0;
+        return;
       }
-      const int passed = gpu::CountInWarp(before + end <= begin_);
-      s_ = window + passed - 1;
-      place_ = before + (passed > 0 ? gpu::Shuffle(end, passed - 1) : 0);
-      if (passed < gpu::kWarpSize) return;
-      before = place_;
+      LoadWindow(window_ + gpu::kWarpSize);
     }
-    s_ = num_seqs_ - 1;
+    TakeSequence(passed);
+    const Place after_begin = at_ - (gpu::Shuffle(ends_, passed) - num_tiles_) * heads;
+    const int32_t kv_head = SmallQuotient<Place>(after_begin, num_tiles_);
+    const auto tile = static_cast<int32_t>(after_begin - kv_head * Place{num_tiles_});
+    const int32_t tiles_per_split = TilesTo(split_positions_);
+    const int32_t split = SmallQuotient<int32_t>(tile + tiles_per_split - 1, tiles_per_split);
+    Advance(min(split * tiles_per_split, num_tiles_) - tile);
+    GoTo(kv_head, split);
   }
 
-  // Goes to the first split of the sequence that begins at `begin_` or after it, or past the
-  // sequence.
-  __device__ void SkipToBegin() {
-    kv_head_ = static_cast<int32_t>(Smaller(Divide(begin_ - place_, num_tiles_), p_.num_kv_heads));
-    place_ += int64_t{kv_head_} * num_tiles_;
-    if (kv_head_ == p_.num_kv_heads) return;  // the lengths have changed since
-    const int64_t tiles = begin_ - place_;
-    split_ = static_cast<int32_t>(DivideU32(tiles + tiles_per_split_ - 1, tiles_per_split_));
-    place_ += Smaller(split_ * tiles_per_split_, num_tiles_);
-    if (split_ >= splits_.count) {
-      split_ = 0;
-      ++kv_head_;
+  // Takes the sequence of a lane, with its splits: see Splits.
+  __device__ void TakeSequence(int place) {
+    place_ = place;
+    first_token_ = gpu::Shuffle(lengths_.first_token, place);
+    q_len_ = gpu::Shuffle(lengths_.QueryLen(), place);
+    context_len_ = gpu::Shuffle(lengths_.context_len, place);
+    is_causal_ = kIsPlain ? 1 : gpu::Shuffle(lengths_.is_causal, place);
+    num_tiles_ = gpu::Shuffle(tiles_of_lane_, place);
+    begin_ = gpu::Shuffle(BeginOf(lengths_), place);
+    const int32_t length = context_len_ - begin_, limit = numbers_.split_limit.number;
+    const auto positions = static_cast<int32_t>(numbers_.split_limit.Quotient(length + limit - 1));
+    const int32_t units = max(UnitsTo(kShortest), UnitsTo(positions + kUnit - 1));
+    split_positions_ = units * kUnit;
+    num_splits_ = SmallQuotient<int32_t>(UnitsTo(length + kUnit - 1) + units - 1, units);
+    if constexpr (kIsPlain) {
+      attended_begin_ = numbers_.WindowBegin(context_len_ - q_len_);
+      attended_end_ = context_len_;
+    } else {
+      const QueryTokens tokens = {first_token_, context_len_ - q_len_, context_len_,
+                                  is_causal_ != 0};
+      const Span attended = p_.AttendedByAny(tokens, 0, q_len_ - 1);
+      attended_begin_ = static_cast<int32_t>(attended.begin);
+      attended_end_ = static_cast<int32_t>(attended.end);
     }
   }
 
-  // Takes the first sequence from s on that has tiles.
-  __device__ void FindSequence(int64_t s) {
-    for (; s < num_seqs_; ++s) {
-      sequence_ = Sequence(p_, s).OfFirstLane();
-      num_tiles_ = NumTiles(sequence_);
-      if (num_tiles_ > 0) break;
-    }
-    s_ = s;
-    if (s >= num_seqs_) return;
-    splits_ = Splits(p_, sequence_);
-    rows_ = RowTiles(p_, sequence_.q_len, kMaxRowsPerItem);
-    tiles_per_split_ = static_cast<int32_t>(splits_.positions / kTile);
-  }
+  static constexpr int32_t kUnit = kTileAlignment;  // of splits
+  static constexpr int32_t kShortest = kMinSplit;
 
   const Params& p_;
-  const QueryLengths lengths_;
-  int64_t num_seqs_ = 0;
-  int64_t place_ = 0;  // of the next split, in tiles
-  int64_t begin_ = 0;  // of the block's share
-  int64_t end_ = 0;
-  int64_t s_ = -1;  // the next split's sequence
-  Sequence sequence_ = {};
-  int32_t num_tiles_ = 0;
-  Splits splits_ = {};
-  RowTiles rows_ = {};
-  int32_t tiles_per_split_ = 1;
-  int32_t kv_head_;  // p.num_kv_heads: the first one of the next sequence
-  int32_t split_ = 0;
+  const DecodeNumbers& numbers_;
+  const int lane_;
+  int32_t num_seqs_;
+  int32_t window_ = 0;     // the first sequence whose lengths the lanes have
+  Lengths lengths_;        // of the lane's sequence
+  int32_t tiles_of_lane_;  // of each of its kv heads
+  Place ends_;             // the same of the window up to this lane
+  Place at_;               // the block's place, in tiles of all kv heads from the window on
+  Place left_;             // tiles of the block's share
+
+  int32_t kv_head_;  // of the next split. numbers.num_kv_heads: one of the next sequence
+
+  // The next split. TakeSequence and GoTo set it, and nothing before: that costs instructions.
+  int32_t split_;
+  int place_;  // of its sequence in the window
+  int32_t first_token_;
+  int32_t q_len_;
+  int32_t context_len_;
+  int32_t is_causal_;
+  int32_t num_tiles_;
+  int32_t begin_;
+  int32_t split_positions_;
+  int32_t num_splits_;
+  int32_t attended_begin_;
+  int32_t attended_end_;
 };
 
 }  // namespace xla_gpu::paged_attention

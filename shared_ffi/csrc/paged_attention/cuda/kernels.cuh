@@ -32,10 +32,6 @@ AttentionKernel TensorCoreKernelOf(const Params& p);
 template <typename T, typename C, int kHeadSize>
 AttentionKernel HopperKernelOf();
 
-// Defined in decode.cu, which is compiled once for each combination.
-template <typename T, typename C, int kHeadSize>
-AttentionKernel DecodeKernelOf();
-
 // Of16Bits, Of8Bits or Of4Bits, for a cache of type C.
 template <typename C, typename Of16Bits, typename Of8Bits, typename Of4Bits>
 using OfCache = std::conditional_t<std::is_same_v<C, Int4OrInt8>, Of4Bits,

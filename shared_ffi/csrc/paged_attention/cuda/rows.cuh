@@ -16,6 +16,7 @@ struct RowPlace {
   int64_t token;
   int64_t head;
 
+  __device__ RowPlace(int64_t token, int64_t head) : token(token), head(head) {}
   __device__ RowPlace(const Params& p, const Item& item, int64_t row) {
     const int64_t group = GqaGroupSize(p), sequence_row = item.first_row + row;
     token = DivideU32(sequence_row, group);
@@ -28,12 +29,19 @@ struct RowRange {
   int32_t begin;
   int32_t end;
 
+  RowRange() = default;
   __device__ RowRange(const Params& p, const Item& item, int64_t row) : begin(0), end(0) {
     if (row >= item.num_rows) return;
-    const int64_t i = DivideU32(item.first_row + row, GqaGroupSize(p));
+    *this = OfToken(p, item, DivideU32(item.first_row + row, GqaGroupSize(p)));
+  }
+
+  // Of the sequence's token i.
+  static __device__ RowRange OfToken(const Params& p, const Item& item, int64_t i) {
     const Span span = p.Attended(item.Tokens(), i);
-    begin = static_cast<int32_t>(Larger(item.begin, span.begin));
-    end = static_cast<int32_t>(Smaller(item.end, span.end));
+    RowRange range;
+    range.begin = static_cast<int32_t>(Larger(item.begin, span.begin));
+    range.end = static_cast<int32_t>(Smaller(item.end, span.end));
+    return range;
   }
 
   __device__ bool Contains(int32_t position) const { return begin <= position && position < end; }

@@ -2,11 +2,13 @@
 #include <array>
 #include <atomic>
 #include <cstdlib>
+#include <optional>
 #include <tuple>
 
 #include "../../gpu/launch.cuh"
 #include "combine.cuh"
 #include "cuda_core.cuh"
+#include "decode_kernel.cuh"
 #include "kernels.cuh"
 #include "run.h"
 
@@ -159,23 +161,22 @@ bool FindPrefillKernel(const gpu::Device& device, const Params& p, int64_t few,
   return false;
 }
 
-// The same for queries of few tokens.
+// The kernel for queries of few tokens. Nothing if they have none of their own.
 template <typename T>
-bool FindDecodeKernel(const gpu::Device& device, const Params& p, CallKernel* kernel) {
+std::optional<DecodeKernel> FindDecodeKernel(const gpu::Device& device, const Params& p) {
+  std::optional<DecodeKernel> found;
   if constexpr (kHasTensorCores<T>) {
-    if (!UsesHopperKernels(device)) return false;
-    const bool found = WithCacheType<T>(p, [&](auto cache) {
+    if (!UsesHopperKernels(device)) return found;
+    WithCacheType<T>(p, [&](auto cache) {
       using C = decltype(cache);
-      return IsAligned<C>(p) && FitsChunks<C>(p) &&
-             WithSmallest(DecodeHeadSizes<C>(), p.head_size, [&](auto head_size) {
-               kernel->attention = DecodeKernelOf<T, C, head_size>();
-             });
+      if (!IsAligned<C>(p) || !FitsChunks<C>(p)) return;
+      WithSmallest(DecodeHeadSizes<C>(), p.head_size, [&](auto head_size) {
+        found = DecodeKernelOf<T, C, head_size>(p);
+        if (found->numbers.group > kDecodeRows) found.reset();
+      });
     });
-    if (!found) return false;
-    kernel->lengths.max = kernel->attention.rows_per_item / (p.num_heads / p.num_kv_heads);
-    return kernel->lengths.max > 0;
   }
-  return false;
+  return found;
 }
 
 template <typename T>
@@ -185,16 +186,18 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   if (Chosen() == nullptr) {
     return {"reading XLA_GPU_CUDA_KERNELS", "it must be portable, or not set"};
   }
-  CallKernel prefill{}, decode{}, others{};
+  CallKernel prefill{}, others{};
   others.attention =
       WithCacheType<T>(p, [&](auto cache) { return KernelFor<T, decltype(cache)>(device, p); });
   ItemRows item_rows{others.attention.rows_per_item, others.attention.rows_per_item};
   // The decode kernel leaves no queries to others if the Hopper kernel runs: fewer kernels are
   // launched.
   int64_t few = TokensPerTile(p);
-  decode.lengths.max = 0;
-  if (FindDecodeKernel<T>(device, p, &decode)) few = decode.lengths.max;
-  others.lengths.min = decode.lengths.max + 1;
+  auto decode = FindDecodeKernel<T>(device, p);
+  if (decode) {
+    few = kDecodeRows / decode->numbers.group;
+    others.lengths.min = few + 1;
+  }
   prefill.lengths.max = 0;
   if (FindPrefillKernel<T>(device, p, few, &prefill)) {
     prefill.lengths.max = INT64_MAX;
@@ -203,9 +206,21 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   }
   const int64_t longest = p.max_query_len == 0 ? p.num_tokens : p.max_query_len;
   bool follows = false;  // on a kernel of this call
+  if (decode) {
+    auto& [kernel, numbers] = *decode;
+    const int64_t num_items = MaxItems(p, scratch, kDecodeRows);
+    int64_t num_blocks = 0;
+    if (gpu::Error error = kernel.BlocksFor(device, num_items, &num_blocks)) return error;
+    numbers.num_thread_blocks = Divisor(Larger(1, num_blocks));
+    kernel.begins_early = LaunchesEarly(device);
+    if (gpu::Error error = kernel.Launch(device, num_blocks, stream, p, scratch, numbers)) {
+      return error;
+    }
+    follows = num_blocks > 0;
+  }
   // The kernel for long queries is the last, and never the first: the kernel before sets its
   // counter to zero.
-  for (auto [attention, lengths, waits] : {decode, others, prefill}) {
+  for (auto [attention, lengths, waits] : {others, prefill}) {
     if (lengths.min > Smaller(lengths.max, longest)) continue;
     const int64_t num_items = MaxItems(p, scratch, attention.rows_per_item);
     attention.kernel.begins_early = waits && LaunchesEarly(device);
@@ -244,11 +259,13 @@ void AddTensorCoreLaunches(std::integer_sequence<int, kHeadSizes...>,
 template <typename C, int... kHeadSizes>
 void AddDecodeLaunches(std::integer_sequence<int, kHeadSizes...>,
                        std::vector<KernelLaunch>* launches) {
-  [[maybe_unused]] const auto add = [&](int head_size, const AttentionKernel& attention) {
-    launches->push_back({"DecodeAttention", head_size, sizeof(C), 0, attention.kernel.num_threads,
-                         attention.kernel.shared_bytes});
+  [[maybe_unused]] const auto add = [&](int head_size, const DecodeKernel& decode) {
+    launches->push_back({"DecodeAttention", head_size, sizeof(C), 0, decode.kernel.num_threads,
+                         decode.kernel.shared_bytes});
   };
-  (add(kHeadSizes, DecodeKernelOf<SomeQuery, C, kHeadSizes>()), ...);
+  Params p = {};
+  p.num_heads = p.num_kv_heads = p.block_size = 1;
+  (add(kHeadSizes, DecodeKernelOf<SomeQuery, C, kHeadSizes>(p)), ...);
 }
 
 template <typename C, int... kHeadSizes>

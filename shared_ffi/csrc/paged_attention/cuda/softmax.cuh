@@ -11,7 +11,12 @@ class Softmax {
  public:
   // `row`: the lane's first row in the work item.
   __device__ Softmax(const Params& p, const Item& item, int row)
-      : p_(p), item_(item), row_(row), ranges_{{p, item, row}, {p, item, row + 8}} {}
+      : Softmax(p, item, row, {p, item, row}, {p, item, row + 8}) {}
+
+  // The same, given the ranges of that row and of the one 8 below.
+  __device__ Softmax(const Params& p, const Item& item, int row, const RowRange& range,
+                     const RowRange& range_below)
+      : p_(p), item_(item), row_(row), ranges_{range, range_below} {}
 
   // Multiplies the scale of row r. Called before any logits are computed.
   __device__ void MultiplyScale(int r, float factor) { scales_[r] *= factor; }
@@ -270,9 +275,12 @@ struct CommonRange {
 
   CommonRange() = default;
   __device__ CommonRange(const Params& p, const Item& item)
-      : begin(static_cast<int32_t>(Larger(item.begin, p.WindowBegin(LastPosition(p, item))))),
-        end(static_cast<int32_t>(
-            Smaller(item.end, p.WindowEnd(item.Tokens(), FirstPosition(p, item))))) {
+      : CommonRange(p, item, FirstPosition(p, item), LastPosition(p, item)) {}
+
+  // The same, given the positions of its first and of its last row.
+  __device__ CommonRange(const Params& p, const Item& item, int64_t first, int64_t last)
+      : begin(static_cast<int32_t>(Larger(item.begin, p.WindowBegin(last)))),
+        end(static_cast<int32_t>(Smaller(item.end, p.WindowEnd(item.Tokens(), first)))) {
     if (!p.MayBeTree(item.context_len - item.first_position)) return;
     begin = max(begin, static_cast<int32_t>(p.WindowBegin(item.context_len - 1)));
     end = min(end, item.first_position);

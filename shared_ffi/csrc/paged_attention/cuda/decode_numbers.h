@@ -1,0 +1,109 @@
+// What the decode kernel needs of a call's sizes, as numbers that cost no division on a GPU.
+#pragma once
+
+#include "scratch.h"
+
+namespace xla_gpu::paged_attention {
+
+inline constexpr int kDecodeTile = 16;  // positions of a KV tile
+inline constexpr int kDecodeRows = 16;  // of a work item
+
+// Divides by a number, which is positive, with a product and a shift.
+struct Divisor {
+  int32_t number;  // INT32_MAX if it is larger
+  uint32_t factor;
+  int32_t shift;
+
+  Divisor() = default;
+  XLA_GPU_HOST_DEVICE explicit Divisor(int64_t divisor)
+      : number(Smaller(divisor, INT32_MAX)), shift(0) {
+    while (int64_t{1} << shift < number) ++shift;
+    // Of 2^(31 + shift), rounded up, and less than 2^32, as 2^shift is less than 2 * number. What
+    // is rounded up adds less than n / 2^(31 + shift) to a quotient of n, so less than 1 / number.
+    factor = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + number - 1) / number);
+  }
+
+  // n / number, for n from 0 to 2^31 - 1. The upper half of a product is one instruction.
+  XLA_GPU_HOST_DEVICE uint32_t Quotient(uint32_t n) const {
+    return static_cast<uint32_t>(uint64_t{2 * n} * factor >> 32) >> shift;
+  }
+};
+
+// K, or V, in chunks of 16 bytes: the strides, and the chunks of a row. No chunks: there is no
+// copy. All blocks of a kv head have at most 2^32 chunks.
+struct CacheChunks {
+  const void* first;  // of block 0, position 0 and kv head 0
+  int64_t head;
+  uint32_t block;
+  uint32_t position;
+  int32_t of_row;
+};
+
+// Numbers are cut to 32 bits. Those that are compared with others may be larger.
+struct DecodeNumbers {
+  static constexpr int32_t kNoWindow = kMaxContextLen;  // positions are at least -kDecodeRows
+
+  Divisor split_limit;
+  Divisor block_size;
+  Divisor tiles_of_block;  // where each tile lies in one block
+  int32_t num_tokens;
+  int32_t max_seqs;
+  int32_t capacity;
+  int32_t window;         // kNoWindow: none
+  int32_t max_query_len;  // of the sequences of this kernel
+  int32_t num_kv_heads;
+  int32_t group;          // query heads of a kv head
+  uint32_t group_factor;  // 2^16 / group, rounded up
+  uint32_t num_blocks;
+  Divisor num_thread_blocks;
+  CacheChunks keys;
+  CacheChunks values;
+
+  // max_rows: of a work item. chunk: elements of a chunk of the cache.
+  XLA_GPU_HOST_DEVICE DecodeNumbers(const Params& p, int64_t max_rows, int64_t chunk)
+      : split_limit(SplitLimit(p)),
+        block_size(p.block_size),
+        tiles_of_block(Larger(1, p.block_size / kDecodeTile)),
+        num_tokens(Smaller(p.num_tokens, INT32_MAX)),
+        max_seqs(Smaller(p.max_seqs, INT32_MAX)),
+        capacity(p.Capacity()),
+        window(p.sliding_window == 0 ? kNoWindow : Smaller(p.sliding_window, kNoWindow)),
+        num_kv_heads(p.num_kv_heads),
+        group(p.num_heads / p.num_kv_heads),
+        group_factor(CeilDiv(1 << 16, group)),
+        num_blocks(Smaller(p.num_blocks, int64_t{1} << 31)),
+        num_thread_blocks(1) {
+    max_query_len = max_rows / group;
+    if (p.max_query_len != 0) max_query_len = Smaller(p.max_query_len, max_query_len);
+    const KvCache& cache = p.cache;
+    keys = {cache.keys, cache.head_stride / chunk,
+            static_cast<uint32_t>(cache.block_stride / chunk),
+            static_cast<uint32_t>(cache.position_stride / chunk),
+            static_cast<int32_t>(p.head_size / chunk)};
+    values = {cache.values, cache.OffsetOfValue(cache.head_stride) / chunk,
+              static_cast<uint32_t>(cache.OffsetOfValue(cache.block_stride) / chunk),
+              static_cast<uint32_t>(cache.OffsetOfValue(cache.position_stride) / chunk),
+              static_cast<int32_t>(p.is_latent ? 0 : p.value_head_size / chunk)};
+  }
+
+  // Whether each KV tile lies in one block. Of larger blocks, 32 would have too many tiles.
+  bool TilesAreInBlocks() const {
+    return block_size.number % kDecodeTile == 0 && block_size.number <= 1 << 28;
+  }
+
+  // Whether the number of KV tiles of all sequences and kv heads has 31 bits, whatever the lengths.
+  bool TilesFit31Bits() const {
+    const int64_t tiles = int64_t{capacity} / kDecodeTile + 1;
+    return max_seqs * tiles <= INT32_MAX / num_kv_heads;
+  }
+
+  // As Params::WindowBegin.
+  XLA_GPU_HOST_DEVICE int32_t WindowBegin(int32_t position) const {
+    const int32_t begin = position - window + 1;
+    return begin < 0 ? 0 : begin;
+  }
+  // The query token of a row, of which a work item has kDecodeRows at most.
+  XLA_GPU_HOST_DEVICE int32_t TokenOf(int32_t row) const { return row * group_factor >> 16; }
+};
+
+}  // namespace xla_gpu::paged_attention
