@@ -3,11 +3,11 @@
 //   EMULATED_GPU_SEED: the order of warps and copies, and the number of multiprocessors.
 //   EMULATED_GPU_CAPABILITY: 90 for 9.0.
 //   EMULATED_GPU_FAIL: a call that fails, as CALL, or as CALL=ERROR with the error's number.
-//   EMULATED_GPU_LAUNCHES: a file that gets the thread blocks and threads of a block of each
-//   launch. EMULATED_GPU_EARLY: 0 if no kernel begins before the one before it has ended.
+//   EMULATED_GPU_LAUNCHES: a file that gets the blocks and the threads of a block of each launch.
+//   EMULATED_GPU_EARLY: 0 if no kernel begins before the one before it has ended.
 //   EMULATED_GPU_COUNTS: a file that gets the counts of each launch, as a line of JSON.
 //   EMULATED_GPU_FAULT: see PlantFault.
-// and the variable ptx_change (machine.h) a number that changes while a kernel reads it.
+// The variable number_change (machine.h) is a number that changes while a kernel reads it.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -144,8 +144,8 @@ Error Launch(const emulated_gpu::Kernel& kernel, const LaunchConfig& config, voi
                               begins_early,
                               std::vector<char>(static_cast<size_t>(kernel.parameter_bytes))};
   if (&planted_fault != nullptr) launch.environment = static_cast<uint32_t>(planted_fault);
-  launch.has_change = emulated_gpu::ptx_change.kernel != nullptr &&
-                      kernel.name.find(emulated_gpu::ptx_change.kernel) != std::string::npos;
+  launch.has_change = emulated_gpu::number_change.kernel != nullptr &&
+                      kernel.name.find(emulated_gpu::number_change.kernel) != std::string::npos;
   for (size_t k = 0; k < kernel.parameter_sizes.size(); ++k) {
     std::memcpy(launch.parameters.data() + kernel.parameter_offsets[k], arguments[k],
                 static_cast<size_t>(kernel.parameter_sizes[k]));

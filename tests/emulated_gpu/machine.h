@@ -210,7 +210,7 @@ struct Change {
 
   void Read(const char* from, int num_bytes);
 };
-extern "C" __attribute__((visibility("default"))) Change ptx_change;
+extern "C" __attribute__((visibility("default"))) Change number_change;
 
 struct Launch {
   const Kernel* kernel;

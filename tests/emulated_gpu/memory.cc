@@ -21,7 +21,7 @@ uint64_t Warp::Integer(const Operand& operand, int lane) const {
   }
 }
 
-Change ptx_change = {};
+Change number_change = {};
 
 void Change::Read(const char* from, int num_bytes) {
   if (from + num_bytes <= begin || end <= from || ++counted < reads) return;
@@ -107,7 +107,7 @@ Outcome Load(Warp& w, const Instruction& i) {
     for (size_t k = 0; k < i.count; ++k) {
       if (i.operands[k].slot >= 0) Put<T>(w, i.operands[k], lane, source + k * sizeof(T));
     }
-    if (w.block->launch->has_change) ptx_change.Read(source, bytes);
+    if (w.block->launch->has_change) number_change.Read(source, bytes);
   });
   return Outcome::kDone;
 }

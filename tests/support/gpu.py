@@ -78,7 +78,7 @@ class EmulatedGpu(Gpu):
         begin, size = array.ctypes.data, array.itemsize
         numbers = dict.fromkeys(("reads", "every", "value", "counted"), 0) | fields
         numbers |= {"begin": begin, "end": begin + array.nbytes, "place": begin + place * size}
-        change = Change.in_dll(ctypes.CDLL(self.native.__file__), "ptx_change")
+        change = Change.in_dll(ctypes.CDLL(self.native.__file__), "number_change")
         for name, number in ({"kernel": kernel.encode(), "bytes": size} | numbers).items():
             setattr(change, name, number)
         try:
