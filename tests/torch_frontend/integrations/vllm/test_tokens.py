@@ -144,6 +144,7 @@ def small_model(kind: str, **changes: Any) -> Any:
     fields = vars(config())
     sizes = {name: size for name, size in MODEL_SIZES.items() if name in fields}
     options = config(**sizes | MODELS.get(kind, {}) | changes)
+    torch.manual_seed(0)  # for the biases of routers
     model = transformers.AutoModelForCausalLM.from_config(options, attn_implementation="eager")
     return _with_small_embeddings(with_random_weights(model, std=0.3))
 
