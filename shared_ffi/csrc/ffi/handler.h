@@ -72,26 +72,6 @@ inline constexpr DTypes kTensorDTypes = {ffi::F32, ffi::F16, ffi::BF16};
 inline constexpr DTypes kStorageDTypes = {ffi::F32,    ffi::F16, ffi::BF16, ffi::F8E4M3FN,
                                           ffi::F8E5M2, ffi::S8,  ffi::U8};
 
-// The storage type of one of kStorageDTypes. An array of uint8 holds pairs of int4.
-inline DType StorageOf(ffi::DataType dtype) {
-  switch (dtype) {
-    case ffi::F32:
-      return DType::kFloat32;
-    case ffi::F16:
-      return DType::kFloat16;
-    case ffi::BF16:
-      return DType::kBFloat16;
-    case ffi::F8E4M3FN:
-      return DType::kFloat8E4M3;
-    case ffi::F8E5M2:
-      return DType::kFloat8E5M2;
-    case ffi::U8:
-      return DType::kInt4;
-    default:
-      return DType::kInt8;
-  }
-}
-
 // Shapes, of which an array must have one if there are any. kAnySize: a dimension of any size.
 using Shapes = std::initializer_list<std::initializer_list<int64_t>>;
 inline constexpr int64_t kAnySize = -1;
@@ -249,6 +229,30 @@ class CallReader {
   size_t num_results_read_ = 0;
   ffi::Error error_;
 };
+
+// The storage type of an operand, which must have one of kStorageDTypes. An array of uint8 holds
+// pairs of int4.
+inline DType StorageOf(CallReader* call, const char* name) {
+  switch (call->Find(name)->element_type()) {
+    case ffi::F32:
+      return DType::kFloat32;
+    case ffi::F16:
+      return DType::kFloat16;
+    case ffi::BF16:
+      return DType::kBFloat16;
+    case ffi::F8E4M3FN:
+      return DType::kFloat8E4M3;
+    case ffi::F8E5M2:
+      return DType::kFloat8E5M2;
+    case ffi::S8:
+      return DType::kInt8;
+    case ffi::U8:
+      return DType::kInt4;
+    default:
+      call->Operand(name, kStorageDTypes, {});  // an error
+      return {};
+  }
+}
 
 // Success, or what is wrong with the values in the arrays; empty if nothing is.
 inline ffi::Error FaultOf(const char* op, const std::string& fault) {

@@ -61,8 +61,9 @@ void ReadKvCache(CallReader* call, const char* rows_operand, const TokenRows& ro
                          ffi::S8, ffi::U8};
   // Rows that are packed already are copied: their columns are elements of the cache.
   const bool is_packed = rows.dtype == DType::kInt4;
-  const DType key_dtype = StorageOf(kv_cache.element_type());
-  const DType value_dtype = StorageOf(value_cache.value_or(kv_cache).element_type());
+  const DType key_dtype = StorageOf(call, "kv_cache");
+  const DType value_dtype = value_cache.has_value() ? StorageOf(call, "value_cache") : key_dtype;
+  if (call->error().failure()) return;
   const int64_t key_columns = is_packed ? rows.head_size : ElementsOf(key_dtype, rows.head_size);
   const int64_t value_columns =
       is_packed ? p->value_head_size : ElementsOf(value_dtype, p->value_head_size);

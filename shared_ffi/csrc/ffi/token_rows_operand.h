@@ -43,7 +43,7 @@ inline TokenRows ReadTokenRows(CallReader* call, const char* name, const TokenRo
   const bool is_part = shape.size() == 2;
   TokenRows rows = {};
   rows.data = data;
-  rows.dtype = StorageOf(array.element_type());
+  rows.dtype = StorageOf(call, name);
   rows.num_tokens = shape[0];
   rows.num_heads = is_part ? layout.num_heads : shape[1];
   rows.head_size = is_part ? layout.head_size : shape[2];

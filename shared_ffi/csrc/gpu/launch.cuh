@@ -85,12 +85,24 @@ struct Kernel {
   int shared_bytes = 0;
   bool begins_early = false;  // before the kernel before it ends, on sm_90 and later
 
-  // Launches num_blocks thread blocks.
-  Error Launch(const Device& device, int64_t num_blocks, void* stream,
-               Arguments... arguments) const {
-    int64_t resident = 0;
-    if (Error error = ResidentBlocks(device, &resident)) return error;
-    return Queue(num_blocks, stream, arguments...);
+  // Launches num_blocks thread blocks, whose shared memory must need no permission. No blocks means
+  // that there is nothing to compute.
+  Error Launch(int64_t num_blocks, void* stream, Arguments... arguments) const {
+    if (num_blocks == 0) return {};
+    if (num_blocks > std::numeric_limits<int32_t>::max()) {
+      return {"cudaLaunchKernelEx", "the grid would have 2^31 thread blocks or more"};
+    }
+    cudaLaunchConfig_t config = {};
+    config.gridDim.x = static_cast<unsigned>(num_blocks);
+    config.blockDim.x = static_cast<unsigned>(num_threads);
+    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+    config.stream = static_cast<cudaStream_t>(stream);
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &early;
+    config.numAttrs = begins_early ? 1 : 0;
+    return Check("cudaLaunchKernelEx", cudaLaunchKernelEx(&config, function, arguments...));
   }
 
   // As many thread blocks as the device holds at once, and at most num_items and MaxBlocks().
@@ -99,16 +111,7 @@ struct Kernel {
     if (Error error = ResidentBlocks(device, &resident)) return error;
     const int64_t limit = MaxBlocks();
     if (limit == 0) return {"reading XLA_GPU_CUDA_MAX_BLOCKS", "it must be a positive number"};
-    *num_blocks = std::min({resident, num_items, limit});
-    return {};
-  }
-
-  // Launches that many.
-  Error LaunchResident(const Device& device, int64_t num_items, void* stream,
-                       Arguments... arguments) const {
-    int64_t num_blocks = 0;
-    if (Error error = BlocksFor(device, num_items, &num_blocks)) return error;
-    return Queue(num_blocks, stream, arguments...);
+    return Launch(std::min({resident, num_items, limit}), stream, arguments...);
   }
 
  private:
@@ -140,25 +143,6 @@ struct Kernel {
     *num_blocks = int64_t{per_multiprocessor} * device.num_multiprocessors;
     known.emplace(key, *num_blocks);
     return {};
-  }
-
-  // No blocks means that there is nothing to compute.
-  Error Queue(int64_t num_blocks, void* stream, Arguments... arguments) const {
-    if (num_blocks == 0) return {};
-    if (num_blocks > std::numeric_limits<int32_t>::max()) {
-      return {"cudaLaunchKernelEx", "the grid would have 2**31 thread blocks or more"};
-    }
-    cudaLaunchConfig_t config = {};
-    config.gridDim.x = static_cast<unsigned>(num_blocks);
-    config.blockDim.x = static_cast<unsigned>(num_threads);
-    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-    config.stream = static_cast<cudaStream_t>(stream);
-    cudaLaunchAttribute early = {};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &early;
-    config.numAttrs = begins_early ? 1 : 0;
-    return Check("cudaLaunchKernelEx", cudaLaunchKernelEx(&config, function, arguments...));
   }
 };
 

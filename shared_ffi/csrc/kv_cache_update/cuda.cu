@@ -127,9 +127,7 @@ UpdateKernel KernelFor(const Params& p) {
 }  // namespace
 
 gpu::Error RunOnCuda(const Params& p, void* stream) {
-  gpu::Device device;
-  if (gpu::Error error = gpu::Device::Current(&device)) return error;
-  return gpu::Kernel<Params>{KernelFor(p), kThreads}.Launch(device, p.num_tokens, stream, p);
+  return gpu::Kernel<Params>{KernelFor(p), kThreads}.Launch(p.num_tokens, stream, p);
 }
 
 }  // namespace xla_gpu::kv_cache_update

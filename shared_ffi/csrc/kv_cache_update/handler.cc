@@ -24,7 +24,7 @@ void ReadRotary(CallReader* call, const TokenRows& keys, ffi::DataType key_dtype
                   positions->element_type() == ffi::S64};
   r->is_interleaved = call->Integer("interleaved", 0) != 0;
   if (call->error().failure()) return;
-  r->dtype = StorageOf(table->element_type());
+  r->dtype = StorageOf(call, "cos_sin_cache");
   r->max_positions = table->dimensions()[0];
   r->rotary_dim = table->dimensions()[1];
   if (IsQuantized(keys.dtype)) call->Refuse("key", "have more than 8 bits with cos_sin_cache");

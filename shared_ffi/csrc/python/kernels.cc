@@ -17,6 +17,7 @@ namespace {
 namespace nb = nanobind;
 
 constexpr char kCpuVariable[] = "XLA_GPU_CPU_ISA";
+constexpr char kCudaVariable[] = "XLA_GPU_CUDA_KERNELS";
 
 nb::builtin_exception NotOffered(const std::string& what, const std::vector<std::string>& offered,
                                  const char* where, const std::string& name) {
@@ -35,7 +36,8 @@ void SetCpuInstructionSet(const std::string& name) {
 #ifdef XLA_GPU_CUDA
 void SetCudaChoice(const std::string& name) {
   if (paged_attention::ChooseCuda(name)) return;
-  throw NotOffered("the choice of CUDA kernels", paged_attention::CudaChoices(), "", name);
+  throw NotOffered(StrCat("the choice of CUDA kernels (", kCudaVariable, ")"),
+                   paged_attention::CudaChoices(), "", name);
 }
 
 // cmake/resources.py prints them with the build's report.
@@ -53,6 +55,11 @@ std::vector<std::tuple<std::string, int, int, int, int, int>> CudaKernels() {
 
 void BindKernels(nb::module_& m) {
   if (const char* name = std::getenv(kCpuVariable)) SetCpuInstructionSet(name);
+#ifdef XLA_GPU_CUDA
+  if (const char* name = std::getenv(kCudaVariable); name != nullptr && *name != 0) {
+    SetCudaChoice(name);
+  }
+#endif
   m.def("cpu_instruction_sets", &paged_attention::CpuInstructionSets,
         "The instruction sets that the CPU kernels are built for and this processor has, the best "
         "first.");

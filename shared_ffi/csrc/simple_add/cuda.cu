@@ -14,10 +14,8 @@ __global__ void Add(Params p) {
 }  // namespace
 
 gpu::Error RunOnCuda(const Params& p, void* stream) {
-  gpu::Device device;
-  if (gpu::Error error = gpu::Device::Current(&device)) return error;
   const gpu::Kernel<Params> add{Add, kThreads};
-  return add.Launch(device, (p.num_elements + kThreads - 1) / kThreads, stream, p);
+  return add.Launch((p.num_elements + kThreads - 1) / kThreads, stream, p);
 }
 
 }  // namespace xla_gpu::simple_add
