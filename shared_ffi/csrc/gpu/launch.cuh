@@ -85,12 +85,12 @@ struct Kernel {
   int shared_bytes = 0;
   bool begins_early = false;  // before the kernel before it ends, on sm_90 and later
 
-  // Launches num_blocks thread blocks, whose shared memory must need no permission. No blocks means
-  // that there is nothing to compute.
+  // Launches num_blocks thread blocks. BlocksFor gives the permission that shared memory above 48
+  // KiB needs. No blocks means that there is nothing to compute.
   Error Launch(int64_t num_blocks, void* stream, Arguments... arguments) const {
     if (num_blocks == 0) return {};
     if (num_blocks > std::numeric_limits<int32_t>::max()) {
-      return {"cudaLaunchKernelEx", "the grid would have 2^31 thread blocks or more"};
+      return {"cudaLaunchKernelEx", "the grid would have 2**31 thread blocks or more"};
     }
     cudaLaunchConfig_t config = {};
     config.gridDim.x = static_cast<unsigned>(num_blocks);
@@ -105,13 +105,23 @@ struct Kernel {
     return Check("cudaLaunchKernelEx", cudaLaunchKernelEx(&config, function, arguments...));
   }
 
-  // As many thread blocks as the device holds at once, and at most num_items and MaxBlocks().
+  // As many thread blocks as the device holds at once, and at most num_items and MaxBlocks(). The
+  // kernel may then be launched.
   Error BlocksFor(const Device& device, int64_t num_items, int64_t* num_blocks) const {
     int64_t resident = 0;
     if (Error error = ResidentBlocks(device, &resident)) return error;
     const int64_t limit = MaxBlocks();
     if (limit == 0) return {"reading XLA_GPU_CUDA_MAX_BLOCKS", "it must be a positive number"};
-    return Launch(std::min({resident, num_items, limit}), stream, arguments...);
+    *num_blocks = std::min({resident, num_items, limit});
+    return {};
+  }
+
+  // Launches that many.
+  Error LaunchResident(const Device& device, int64_t num_items, void* stream,
+                       Arguments... arguments) const {
+    int64_t num_blocks = 0;
+    if (Error error = BlocksFor(device, num_items, &num_blocks)) return error;
+    return Launch(num_blocks, stream, arguments...);
   }
 
  private:

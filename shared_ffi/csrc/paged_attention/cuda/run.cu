@@ -213,7 +213,7 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
     if (gpu::Error error = kernel.BlocksFor(device, num_items, &num_blocks)) return error;
     numbers.num_thread_blocks = Divisor(Larger(1, num_blocks));
     kernel.begins_early = LaunchesEarly(device);
-    if (gpu::Error error = kernel.Launch(device, num_blocks, stream, p, scratch, numbers)) {
+    if (gpu::Error error = kernel.Launch(num_blocks, stream, p, scratch, numbers)) {
       return error;
     }
     follows = num_blocks > 0;
