@@ -171,8 +171,8 @@ def machine_code(folder: Path, name: str) -> dict[str, MachineCode]:
     )
     if tool is None:
         pytest.skip("no cuobjdump, which is in the dependency group test")
-    path = f"{tool.parent}{os.pathsep}{os.environ['PATH']}"  # it calls nvdisasm
-    outcome = native.run(tool, "--dump-sass", objects[0], environment={"PATH": path})
+    places = f"{tool.parent}{os.pathsep}{os.environ['PATH']}"  # it calls nvdisasm
+    outcome = native.run(tool, "--dump-sass", objects[0], environment={"PATH": places})
     kernels: dict[str, MachineCode] = defaultdict(MachineCode)
     kernel = ""
     for line in outcome.stdout.splitlines():
@@ -305,7 +305,7 @@ def test_shared_memory_suffices_on_every_gpu(kernels: list[dict[str, Any]]) -> N
 
 
 @pytest.mark.parametrize(
-    ("op", "launches"), {"paged_attention": 2, "kv_cache_update": 1, "simple_add": 1}.items()
+    ("op", "launches"), {"paged_attention": 3, "kv_cache_update": 1, "simple_add": 1}.items()
 )
 def test_launches(op: str, launches: int) -> None:
     (path,) = {CSRC / op / "cuda.cu", CSRC / op / "cuda/run.cu"} & set(CSRC.rglob("*.cu"))

@@ -127,6 +127,7 @@ struct DecodeShared {
   // From the warp of K to that of V.
   __device__ void HandOver(const DecodeSplit& split, ItemState stage) {
     splits_barriers.WaitFreed(stage);
+    __syncwarp();  // a lane that came later could wait for the phase after that
     if (threadIdx.x % gpu::kWarpSize > 0) return;
     splits[stage.index] = split;
     gpu::Arrive(&splits_barriers.filled[stage.index]);
