@@ -213,7 +213,6 @@ class Schedule {
     int64_t ends[kThreads];  // for each sequence of the window, the number after its last item
     int64_t warp_counts[kWarps];
     int warp_broken[kWarps];
-    bool is_last;  // no window follows
     Item item;
   };
 
@@ -240,7 +239,7 @@ class Schedule {
 
   struct Count {
     int64_t items;
-    int broken;  // a sequence has no valid range: it and all later ones have no items
+    int broken;  // the batch ends here: this sequence and all later ones have no items
 
     __device__ Count Then(const Count& next) const {
       return {items + (broken ? 0 : next.items), broken | next.broken};
@@ -257,7 +256,7 @@ class Schedule {
   }
 
   __device__ Count CountSequence(int64_t s) const {
-    if (s >= num_seqs_) return {0, 0};
+    if (s >= num_seqs_) return {0, 1};
     const Sequence sequence(p_, s);
     return {NumItems(sequence), !sequence.HasRows(p_)};
   }
@@ -281,8 +280,6 @@ class Schedule {
       shared_.warp_counts[warp] = count.items;
       shared_.warp_broken[warp] = count.broken;
     }
-    // One thread tells all: others may have read another num_seqs.
-    if (thread == 0) shared_.is_last = window + kThreads >= num_seqs_;
     Sync();
     Count before{begin_, 0}, all{begin_, 0};
     for (int w = 0; w < kWarps; ++w) {
@@ -293,7 +290,8 @@ class Schedule {
     shared_.ends[thread] = before.Then(count).items;
     Sync();
     window_ = window;
-    is_last_ = all.broken || shared_.is_last;
+    // The same for all threads, although num_seqs_ may not be.
+    is_last_ = all.broken || window + kThreads >= p_.max_seqs;
   }
 
   // Within a sequence, the query tiles with the most positions come first. Items that differ only
