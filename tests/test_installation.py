@@ -29,7 +29,7 @@ LINES = sorted(
         if "…" not in arguments and "NAME=VALUE" not in arguments
     }
 )
-INDEX = re.compile(r"--extra-index-url (\S+)")
+INDEX = re.compile(r"--(?:extra-)?index-url (\S+)")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS, GROUPS = PROJECT["project"]["optional-dependencies"], PROJECT["dependency-groups"]
 Resolve = Callable[[str], str | None]

@@ -14,8 +14,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from examples import commands
 
 with commands.needs("examples.replay", commands.DEMO):
-    from harness.arrays import DTYPES
     from harness.workload import MODELS
+
+    # isort: split
+    # Where NumPy is missing, ml_dtypes prints more than the error.
+    from harness.arrays import DTYPES
 
 BACKENDS = ("jax", "torch_xla", "openxla", "torch", "jax-mesh")
 GROUPS = {

@@ -21,11 +21,11 @@ transformers = pytest.importorskip(
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
 from examples import page  # noqa: E402
-from examples.generate import cache_dtypes, checkpoint, engine, transformers_backend  # noqa: E402
+from examples.generate import cache_dtypes, engine, transformers_backend  # noqa: E402
 from examples.generate.__main__ import main  # noqa: E402
 from examples.generate.engine import Sampling, choose  # noqa: E402
 from examples.generate.runners import RUNNERS, JaxMeshRunner, JaxRunner  # noqa: E402
-from harness import hlo  # noqa: E402
+from harness import checkpoint, hlo  # noqa: E402
 from harness.checkpoint import Checkpoint  # noqa: E402
 from harness.scheduler import Limits  # noqa: E402
 from tests.support import scripts  # noqa: E402

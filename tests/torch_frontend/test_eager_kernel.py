@@ -21,7 +21,7 @@ from tests.support import backends, scripts
 from tests.support.calls import overload_of, split_keywords
 from tests.support.models import tensors
 from tests.support.sound_calls import add, attention, update
-from torch_frontend import _eager
+from torch_frontend.operator.eager import share_elements
 
 OPS = torch.ops.xla_gpu
 MODES = [torch.inference_mode, torch.no_grad, nullcontext]
@@ -223,7 +223,7 @@ def test_two_views_share_elements() -> None:
         x = torch.empty([rng.randint(1, 6) for _ in range(rng.randint(1, 4))])
         a, b = random_view(x, rng), random_view(x, rng)
         share = not numbers_of(a).isdisjoint(numbers_of(b))
-        assert _eager.share_elements(a, b) == share == _eager.share_elements(b, a)
+        assert share_elements(a, b) == share == share_elements(b, a)
         found[share] += 1
     assert min(found.values()) > 1000
 
