@@ -18,8 +18,8 @@ struct Divisor {
   XLA_GPU_HOST_DEVICE explicit Divisor(int64_t divisor)
       : number(Smaller(divisor, INT32_MAX)), shift(0) {
     while (int64_t{1} << shift < number) ++shift;
-    // Of 2^(31 + shift), rounded up, and less than 2^32, as 2^shift is less than 2 * number. What
-    // is rounded up adds less than n / 2^(31 + shift) to a quotient of n, so less than 1 / number.
+    // 2^(31 + shift) / number, rounded up. It is below 2^32, as 2^shift is below 2 * number. The
+    // rounding adds less than n / 2^(31 + shift) to a quotient of n, which is below 1 / number.
     factor = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + number - 1) / number);
   }
 
@@ -39,7 +39,7 @@ struct CacheChunks {
   int32_t of_row;
 };
 
-// Numbers are cut to 32 bits. Those that are compared with others may be larger.
+// Sizes in 32 bits. A larger size becomes the largest number: it is only compared with others.
 struct DecodeNumbers {
   static constexpr int32_t kNoWindow = kMaxContextLen;  // positions are at least -kDecodeRows
 
