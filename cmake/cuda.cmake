@@ -51,22 +51,22 @@ list(JOIN XLA_GPU_HEAD_SIZES_OF_8_BITS ", " OF_8_BITS)
 set(HEAD_SIZES_OF_4_BITS ${XLA_GPU_HEAD_SIZES_OF_8_BITS})
 list(FILTER HEAD_SIZES_OF_4_BITS EXCLUDE REGEX "^64$")
 list(JOIN XLA_GPU_TENSOR_CORE_TYPES ", " TYPES)
-# Only sm_90a has the instructions of the Hopper kernel.
-set(HOPPER_HEAD_SIZES ${XLA_GPU_HEAD_SIZES})
-list(FILTER HOPPER_HEAD_SIZES INCLUDE REGEX "^(64|128|192|256)$")
-set(HOPPER_HEAD_SIZES_OF_8_BITS ${XLA_GPU_HEAD_SIZES_OF_8_BITS})
-list(FILTER HOPPER_HEAD_SIZES_OF_8_BITS INCLUDE REGEX "^(64|128)$")
+# Only sm_90a has the instructions of the prefill kernel.
+set(PREFILL_HEAD_SIZES ${XLA_GPU_HEAD_SIZES})
+list(FILTER PREFILL_HEAD_SIZES INCLUDE REGEX "^(64|128|192|256)$")
+set(PREFILL_HEAD_SIZES_OF_8_BITS ${XLA_GPU_HEAD_SIZES_OF_8_BITS})
+list(FILTER PREFILL_HEAD_SIZES_OF_8_BITS INCLUDE REGEX "^(64|128)$")
 if(NOT ARCHITECTURES MATCHES "90a")
-  set(HOPPER_HEAD_SIZES)
-  set(HOPPER_HEAD_SIZES_OF_8_BITS)
+  set(PREFILL_HEAD_SIZES)
+  set(PREFILL_HEAD_SIZES_OF_8_BITS)
 endif()
 # The decode kernel is used on sm_90 only. It reads no padding of a head, so few sizes suffice.
-set(DECODE_HEAD_SIZES ${HOPPER_HEAD_SIZES})
+set(DECODE_HEAD_SIZES ${PREFILL_HEAD_SIZES})
 list(FILTER DECODE_HEAD_SIZES INCLUDE REGEX "^(128|256)$")
-set(DECODE_HEAD_SIZES_OF_8_BITS ${HOPPER_HEAD_SIZES_OF_8_BITS})
+set(DECODE_HEAD_SIZES_OF_8_BITS ${PREFILL_HEAD_SIZES_OF_8_BITS})
 list(FILTER DECODE_HEAD_SIZES_OF_8_BITS INCLUDE REGEX "^128$")
 # As further arguments of a template.
-foreach(sizes HEAD_SIZES_OF_4_BITS HOPPER_HEAD_SIZES HOPPER_HEAD_SIZES_OF_8_BITS DECODE_HEAD_SIZES DECODE_HEAD_SIZES_OF_8_BITS)
+foreach(sizes HEAD_SIZES_OF_4_BITS PREFILL_HEAD_SIZES PREFILL_HEAD_SIZES_OF_8_BITS DECODE_HEAD_SIZES DECODE_HEAD_SIZES_OF_8_BITS)
   list(TRANSFORM ${sizes} PREPEND ", " OUTPUT_VARIABLE MORE_${sizes})
   list(JOIN MORE_${sizes} "" MORE_${sizes})
 endforeach()
@@ -81,8 +81,8 @@ file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/generated/cuda_build.h"
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES @HEAD_SIZES@
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_8_BITS @OF_8_BITS@
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_4_BITS @MORE_HEAD_SIZES_OF_4_BITS@
-#define XLA_GPU_HOPPER_HEAD_SIZES @MORE_HOPPER_HEAD_SIZES@
-#define XLA_GPU_HOPPER_HEAD_SIZES_OF_8_BITS @MORE_HOPPER_HEAD_SIZES_OF_8_BITS@
+#define XLA_GPU_PREFILL_HEAD_SIZES @MORE_PREFILL_HEAD_SIZES@
+#define XLA_GPU_PREFILL_HEAD_SIZES_OF_8_BITS @MORE_PREFILL_HEAD_SIZES_OF_8_BITS@
 #define XLA_GPU_DECODE_HEAD_SIZES @MORE_DECODE_HEAD_SIZES@
 #define XLA_GPU_DECODE_HEAD_SIZES_OF_8_BITS @MORE_DECODE_HEAD_SIZES_OF_8_BITS@\n" @ONLY)
 
@@ -126,7 +126,7 @@ if(NOT ARCHITECTURES MATCHES "(^|;)8[0-9]+(-virtual)?(;|$)")
 endif()
 
 # One unit for each type of query, type of cache and head size.
-function(add_kernel_of_caches kernel architectures head_sizes head_sizes_of_8_bits head_sizes_of_4_bits)
+function(add_kernel_of_caches room kernel architectures head_sizes head_sizes_of_8_bits head_sizes_of_4_bits)
   foreach(storage ${XLA_GPU_TENSOR_CORE_TYPES})
     foreach(cache ${storage} Float8E4M3 Float8E5M2 int8_t Int4OrInt8)
       set(sizes ${head_sizes_of_8_bits})
@@ -137,7 +137,7 @@ function(add_kernel_of_caches kernel architectures head_sizes head_sizes_of_8_bi
       endif()
       foreach(head_size ${sizes})
         set(name ${kernel}_${storage}_${cache}_${head_size})
-        add_cuda_objects(${name} paged_attention/cuda/${kernel}.cu)
+        add_cuda_objects(${name} paged_attention/cuda/${room}/${kernel}.cu)
         set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES "${architectures}")
         target_compile_definitions(${name} PRIVATE
           XLA_GPU_STORAGE=${storage} XLA_GPU_CACHE=${cache} XLA_GPU_HEAD_SIZE=${head_size})
@@ -146,10 +146,10 @@ function(add_kernel_of_caches kernel architectures head_sizes head_sizes_of_8_bi
   endforeach()
 endfunction()
 
-add_kernel_of_caches(tensor_core "${ARCHITECTURES}" "${XLA_GPU_HEAD_SIZES}" "${XLA_GPU_HEAD_SIZES_OF_8_BITS}"
+add_kernel_of_caches(portable tensor_core "${ARCHITECTURES}" "${XLA_GPU_HEAD_SIZES}" "${XLA_GPU_HEAD_SIZES_OF_8_BITS}"
                      "${HEAD_SIZES_OF_4_BITS}")
-add_kernel_of_caches(decode 90a-real "${DECODE_HEAD_SIZES}" "${DECODE_HEAD_SIZES_OF_8_BITS}" "")
-add_kernel_of_caches(hopper 90a-real "${HOPPER_HEAD_SIZES}" "${HOPPER_HEAD_SIZES_OF_8_BITS}" "")
+add_kernel_of_caches(sm90 decode 90a-real "${DECODE_HEAD_SIZES}" "${DECODE_HEAD_SIZES_OF_8_BITS}" "")
+add_kernel_of_caches(sm90 prefill 90a-real "${PREFILL_HEAD_SIZES}" "${PREFILL_HEAD_SIZES_OF_8_BITS}" "")
 
 # cudart is linked statically, so that the library loads on a machine without a driver.
 get_filename_component(CUDA_ROOT "${CMAKE_CUDA_COMPILER}" REALPATH)

@@ -57,7 +57,7 @@ def kernels(reports: Path) -> list[dict[str, Any]]:
         for part in report.read_text().split("Compiling entry function ")[1:]:
             name, target = re.match(r"'(\S+)' for 'sm_(\w+)'", part).groups()
             kernel = re.search(
-                r"\d(TensorCoreAttention|DecodeAttention|HopperAttention|CudaCoreAttention"
+                r"\d(TensorCoreAttention|DecodeAttention|PrefillAttention|CudaCoreAttention"
                 r"|Combine|Update|Add)(.*)",
                 name,
             )

@@ -87,10 +87,10 @@ class ScratchSizes:
     split_limit: int
     min_split: int
     max_split_tokens: int
-    slots_of_sequence: int
+    partials_of_sequence: int
     max_length: int
     flag_bytes: int
-    slot_bytes: int
+    partial_bytes: int
     alignment: int
 
 def scratch_sizes(

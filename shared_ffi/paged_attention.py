@@ -309,11 +309,11 @@ def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
     if sizes.max_length:
         longest = smaller(longest, sizes.max_length)
     max_splits = smaller(sizes.split_limit, -(-longest // sizes.min_split))
-    slots_of_sequence = smaller(sizes.slots_of_sequence, sizes.max_split_tokens * max_splits)
-    num_slots = smaller(num_tokens * max_splits, max_seqs * slots_of_sequence)
-    flags_bytes = sizes.flag_bytes * (num_tokens + num_slots + 1)  # and a counter
+    partials_of_sequence = smaller(sizes.partials_of_sequence, sizes.max_split_tokens * max_splits)
+    num_partials = smaller(num_tokens * max_splits, max_seqs * partials_of_sequence)
+    flags_bytes = sizes.flag_bytes * (num_tokens + num_partials + 1)  # and a counter
     flags_bytes = -(-flags_bytes // sizes.alignment) * sizes.alignment
-    return flags_bytes + num_slots * sizes.slot_bytes
+    return flags_bytes + num_partials * sizes.partial_bytes
 
 
 def _num_shared_heads(query: ArraySpec, cache: _kv_cache.KvCache) -> int:

@@ -155,7 +155,7 @@ def _shared_prefixes() -> Iterator[Case]:
 
 
 def _long_queries() -> Iterator[Case]:
-    """Queries with more tokens than a query tile of the CUDA kernels, so that the Hopper kernel may
+    """Queries with more tokens than a query tile of the CUDA kernels, so that the prefill kernel may
     run. Contexts have many KV tiles. Short queries are in the same batch."""
     batches = {
         "prompts": ((130, 130), (1, 200), (65, 65), (300, 300)),

@@ -52,7 +52,7 @@ def each_kernel(request: pytest.FixtureRequest, gpu: Gpu) -> Gpu:
 
 
 def has_hopper_kernels(case: Case) -> bool:
-    """Whether the decode kernel or the Hopper kernel computes some queries of the case."""
+    """Whether the decode kernel or the prefill kernel computes some queries of the case."""
     rows = max(
         case.num_heads // case.num_kv_heads * q_len for q_len, _ in [(0, 0), *case.sequences]
     )
@@ -137,7 +137,7 @@ def test_the_gpu_decides_which_kernels_run(capability: int, gpu: Gpu, launches: 
     by_gpu = type(gpu)(gpu.native, "by GPU", capability)
     is_hopper = capability == 90
     assert portable.kernels_in_use() == ["portable"]
-    assert by_gpu.kernels_in_use() == [*(["decode", "hopper"] if is_hopper else []), "portable"]
+    assert by_gpu.kernels_in_use() == [*(["decode", "prefill"] if is_hopper else []), "portable"]
     assert [threads for _, threads in launches(portable, case)] == [PORTABLE, COMBINE]
     kernels = [DECODE, HOPPER, COMBINE] if is_hopper else [PORTABLE, COMBINE]
     assert [threads for _, threads in launches(by_gpu, case)] == kernels
@@ -843,7 +843,7 @@ HALF = {"head_size": 128, "block_size": 16, "dtype": "bfloat16"}
 MANY = tuple((20 if s % 60 == 7 else 0, 40) for s in range(300))  # more than are counted at a time
 BATCHES = {
     "DecodeAttention": [((1, 900), (2, 300), (0, 7), (1, 70)), ((3, 700),)],
-    "HopperAttention": [((20, 150), (1, 90), (70, 90)), MANY],
+    "PrefillAttention": [((20, 150), (1, 90), (70, 90)), MANY],
     "TensorCoreAttention": [((1, 600), (20, 130), (0, 7), (3, 70)), MANY],
     "CudaCoreAttention": [((1, 600), (5, 50), (0, 7), (3, 70)), MANY],
     "Combine": [((1, 600), (5, 50), (0, 7), (2, 530)), MANY],
@@ -947,7 +947,7 @@ class ChangingCall:
 def test_numbers_that_change_during_the_call(kernel: str, gpu: Gpu, monkeypatch: Any) -> None:
     """Rows may be wrong then. But each kernel ends, and touches nothing outside of its arrays."""
     monkeypatch.setenv("EMULATED_GPU_MOST_INSTRUCTIONS", "20000000")  # of a thread block
-    if kernel in ("DecodeAttention", "HopperAttention", "Combine"):
+    if kernel in ("DecodeAttention", "PrefillAttention", "Combine"):
         gpu = gpu.on_hopper()
     assert isinstance(gpu, EmulatedGpu)
     rng = np.random.default_rng(zlib.crc32(kernel.encode()))

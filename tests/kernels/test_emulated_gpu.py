@@ -63,7 +63,7 @@ def test_kernels_of_all_head_sizes(capability: int) -> None:
 KERNELS = {
     "TensorCoreAttention": "portable",
     "Combine": "portable",
-    "HopperAttention": "by GPU",
+    "PrefillAttention": "by GPU",
     "DecodeAttention": "by GPU",
 }
 

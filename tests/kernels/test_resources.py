@@ -57,7 +57,7 @@ def test_every_kernel_is_in_the_table(folder: Path, kernels: list[dict[str, Any]
     kernels_of = {
         "TensorCoreAttention": (*sizes, targets),
         "DecodeAttention": (sizes[0] & {128, 256}, sizes[1] & {128}, targets & {"90a"}),
-        "HopperAttention": (
+        "PrefillAttention": (
             sizes[0] & {64, 128, 192, 256},
             sizes[1] & {64, 128},
             targets & {"90a"},
@@ -244,9 +244,9 @@ def test_block_ids_come_while_tiles_are_copied(
 def test_weights_are_computed_while_values_are_multiplied(
     folder: Path, head_size: int, cache: str
 ) -> None:
-    """The Hopper kernel waits for the product with the values after the exponentials of the next
+    """The prefill kernel waits for the product with the values after the exponentials of the next
     weights. ptxas may move the wait up before them, which changes no result."""
-    (code,) = machine_code(folder, f"hopper_BFloat16_{cache}_{head_size}").values()
+    (code,) = machine_code(folder, f"prefill_BFloat16_{cache}_{head_size}").values()
     waits = {pending: code.find(f"DEPBAR.LE gsb0, 0x{pending}") for pending in (0, 1)}
     (for_logits,) = waits[1]
     for_values = next(i for i in waits[0] if i > for_logits)
@@ -285,9 +285,9 @@ def test_the_compiler_fuses_no_products_by_itself() -> None:
 
 
 def test_a_hopper_block_starts_with_all_registers(kernels: list[dict[str, Any]]) -> None:
-    """With fewer, its consumer warps would wait for ever for the registers that hopper.cuh gives
+    """With fewer, its consumer warps would wait for ever for the registers that prefill.cuh gives
     them."""
-    registers = {e["registers"] for e in kernels if e["kernel"] == "HopperAttention"}
+    registers = {e["registers"] for e in kernels if e["kernel"] == "PrefillAttention"}
     if not registers:
         pytest.skip("this build is for other GPUs")
     assert registers == {65536 // 384 // 8 * 8}
@@ -296,7 +296,7 @@ def test_a_hopper_block_starts_with_all_registers(kernels: list[dict[str, Any]])
 def test_shared_memory_suffices_on_every_gpu(kernels: list[dict[str, Any]]) -> None:
     for entry in kernels:
         is_wide, limit = entry["size"] > 256, SMALLEST_SHARED_BYTES
-        if entry["kernel"] in ("HopperAttention", "DecodeAttention"):
+        if entry["kernel"] in ("PrefillAttention", "DecodeAttention"):
             limit = HOPPER_SHARED_BYTES
         elif is_wide:
             limit = WIDE_SHARED_BYTES

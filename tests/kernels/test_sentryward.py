@@ -4,7 +4,7 @@ static verifier of PTX. Only with --all: a proof takes a minute.
 A proof is for one work item with the sizes given here. What the verifier does not know is taken out
 of the PTX first (`prepared`), so it is not proven: writes to global memory, and what happens where a
 vote finds faulty metadata or infinite values. It takes one way where the data decide. It does not know
-`wgmma`, so there is nothing on the Hopper kernel.
+`wgmma`, so there is nothing on the prefill kernel for Hopper.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ PROBE = r"""
 #undef __launch_bounds__
 #define __global__ __device__
 #define __launch_bounds__(...)
-#include "paged_attention/cuda/decode.cuh"
-#include "paged_attention/cuda/tensor_core.cuh"
+#include "paged_attention/cuda/sm90/decode.cuh"
+#include "paged_attention/cuda/portable/tensor_core.cuh"
 #pragma pop_macro("__global__")
 
 namespace xla_gpu::paged_attention {
@@ -122,7 +122,7 @@ FAULTS = [
     ("portable, few rows", "StoreSums(); «__syncthreads();»"),
     ("decode", "«shared_.tiles_barriers.WaitFilled(stage);» float logits"),
     ("decode", "work.begin; «shared_.tiles_barriers.WaitFreed(stage);» C* to"),
-    ("decode", "«gpu::SyncThreads(kDecodeConsumers, kThreads);» FinishSplit(work);"),
+    ("decode", "«gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);» FinishSplit(work);"),
     ("decode", "«__syncthreads();» if (warp < kWarps)"),
 ]
 # The last one: a thread reads what another one has written, in no order that is proven.

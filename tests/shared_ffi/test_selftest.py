@@ -416,7 +416,7 @@ def test_cuda_kernels_are_compared(emulated: Any, monkeypatch: pytest.MonkeyPatc
     emulated.set_cuda_choice("by GPU")
     sound = EmulatedCalls(emulated)
     in_use = "kernels in use, equal to the plain one: "
-    assert cuda_kernels.compare(sound.attend, sound) == f"{in_use}decode, hopper, portable"
+    assert cuda_kernels.compare(sound.attend, sound) == f"{in_use}decode, prefill, portable"
     message = r"kernels chosen 'by GPU' differ from the plain one by .* bfloat16, a cache of .* 64"
     wrong = EmulatedCalls(emulated, lambda choice, _: choice == "by GPU")
     with pytest.raises(ArithmeticError, match=message):

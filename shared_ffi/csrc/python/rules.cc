@@ -104,10 +104,10 @@ void BindRules(nb::module_& m) {
       .def_ro("split_limit", &ScratchSizes::split_limit)
       .def_ro("min_split", &ScratchSizes::min_split)
       .def_ro("max_split_tokens", &ScratchSizes::max_split_tokens)
-      .def_ro("slots_of_sequence", &ScratchSizes::slots_of_sequence)
+      .def_ro("partials_of_sequence", &ScratchSizes::partials_of_sequence)
       .def_ro("max_length", &ScratchSizes::max_length)
       .def_ro("flag_bytes", &ScratchSizes::flag_bytes)
-      .def_ro("slot_bytes", &ScratchSizes::slot_bytes)
+      .def_ro("partial_bytes", &ScratchSizes::partial_bytes)
       .def_ro("alignment", &ScratchSizes::alignment);
   m.def("scratch_sizes", &xla_gpu::ScratchSizes, nb::kw_only(), nb::arg("num_heads"),
         nb::arg("num_kv_heads"), nb::arg("value_head_size"), nb::arg("sliding_window"),

@@ -7,7 +7,8 @@
 // that need neither merging nor filling.
 #pragma once
 
-#include "rows.cuh"
+#include "schedule.cuh"
+#include "state.cuh"
 
 namespace xla_gpu::paged_attention {
 
@@ -23,7 +24,7 @@ struct ItemRows {
 
 // The valid part of the batch: sequences [0, num_seqs) own the tokens [begin, end). Tokens from
 // `end` on are padding, unless query_start_loc is faulty there (`is_broken`).
-struct Batch {
+struct ValidBatch {
   int64_t num_seqs;
   int64_t begin;
   int64_t end;
@@ -32,7 +33,7 @@ struct Batch {
   // All threads call it and get the same batch, even if the lengths change meanwhile. `shared`
   // holds kSharedInts.
   static constexpr int kSharedInts = (kWarps + 3 + 3) / 4 * 4;  // a multiple of 16 bytes
-  __device__ Batch(const Params& p, int* shared) {
+  __device__ ValidBatch(const Params& p, int* shared) {
     const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
     const int64_t claimed = NumSeqs(p);
     int first_broken = static_cast<int>(Larger(claimed, 0));
@@ -74,11 +75,11 @@ struct Batch {
 };
 
 // What is left to do for a query token.
-struct TokenRows {
+struct TokenResult {
   bool are_missing = true;  // they become `fill`
   float fill = 0;
   int64_t num_splits = 0;  // 1: the rows are there
-  int64_t first_slot = 0;
+  int64_t first_partial = 0;
   bool attend = false;  // to any position
 };
 
@@ -86,11 +87,11 @@ struct TokenRows {
 class Tokens {
  public:
   __device__ Tokens(const Params& p, const Scratch& scratch, const ItemRows& item_rows,
-                    const Batch& batch)
+                    const ValidBatch& batch)
       : p_(p), scratch_(scratch), item_rows_(item_rows), batch_(batch) {}
 
   // All lanes call it, and get the same.
-  __device__ TokenRows Find(int64_t token) {
+  __device__ TokenResult Find(int64_t token) {
     const float nan = kInfinity - kInfinity;
     if (token < batch_.begin || token >= batch_.end) {
       return {true, batch_.is_broken && token >= batch_.end ? nan : 0};
@@ -98,7 +99,7 @@ class Tokens {
     FindSequence(batch_.Find(p_, token));
     if (is_faulty_ || !sequence_.HasToken(token)) return {true, nan};
     const int64_t i = token - sequence_.first_token;
-    return {false, 0, num_splits_, scratch_.Slot(s_, i, token, num_splits_),
+    return {false, 0, num_splits_, scratch_.Partial(s_, i, token, num_splits_),
             p_.Attends(sequence_.Tokens(), i)};
   }
 
@@ -127,7 +128,7 @@ class Tokens {
   const Params& p_;
   const Scratch& scratch_;
   const ItemRows& item_rows_;
-  const Batch& batch_;
+  const ValidBatch& batch_;
   int64_t s_ = -1;
   Sequence sequence_ = {};
   int64_t num_splits_ = 0;
@@ -145,12 +146,12 @@ struct MergedRow {
 // Merges a row's partial results, for the columns from `column` on. Each lane weighs another split;
 // the partial results of kLoads splits are on their way at a time. Returns false if the row is
 // written.
-__device__ inline bool MergeSplits(const Params& p, const Scratch& scratch, const TokenRows& rows,
+__device__ inline bool MergeSplits(const Params& p, const Scratch& scratch, const TokenResult& rows,
                                    int64_t head, int64_t column, MergedRow* row) {
   constexpr int kLoads = 4;
   static_assert(gpu::kWarpSize % kLoads == 0, "every split of a load has a lane");
   const int lane = threadIdx.x % gpu::kWarpSize;
-  const int64_t first = rows.first_slot * p.num_heads + head;
+  const int64_t first = rows.first_partial * p.num_heads + head;
   const float* partials = scratch.partials + first * p.value_head_size + column;
   const int64_t stride = p.num_heads * p.value_head_size;
   // Where splits are folded, the states of the first ones are not written.
@@ -212,7 +213,7 @@ XLA_GPU_HOST_DEVICE inline int64_t CombineParts(const Params& p) {
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 5)
     Combine(Params p, Scratch scratch, ItemRows item_rows) {
-  const Batch batch(p, reinterpret_cast<int*>(gpu::SharedMemory()));
+  const ValidBatch batch(p, reinterpret_cast<int*>(gpu::SharedMemory()));
   const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
   const int64_t parts = CombineParts(p), pieces = p.num_heads * parts;
   const int64_t num_warps = int64_t{gridDim.x} * kWarps;
@@ -222,7 +223,7 @@ __global__ void __launch_bounds__(kThreads, 5)
   int64_t n = int64_t{blockIdx.x} * kWarps + warp;
   for (; n < p.num_tokens * shares; n += num_warps) {
     const int64_t token = DivideU32(n, shares);
-    const TokenRows rows = tokens.Find(token);
+    const TokenResult rows = tokens.Find(token);
     if (!rows.are_missing && rows.num_splits == 1) continue;
     for (int64_t piece = n - token * shares; piece < pieces; piece += shares) {
       const int64_t head = DivideU32(piece, parts), part = piece - head * parts;

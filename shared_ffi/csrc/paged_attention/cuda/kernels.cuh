@@ -30,7 +30,7 @@ AttentionKernel TensorCoreKernelOf(const Params& p);
 
 // Defined in hopper.cu, which is compiled once for each combination.
 template <typename T, typename C, int kHeadSize>
-AttentionKernel HopperKernelOf();
+AttentionKernel PrefillKernelOf();
 
 // Of16Bits, Of8Bits or Of4Bits, for a cache of type C.
 template <typename C, typename Of16Bits, typename Of8Bits, typename Of4Bits>
@@ -43,11 +43,11 @@ using DecodeHeadSizes = OfCache<C, std::integer_sequence<int XLA_GPU_DECODE_HEAD
                                 std::integer_sequence<int XLA_GPU_DECODE_HEAD_SIZES_OF_8_BITS>,
                                 std::integer_sequence<int>>;
 
-// Head sizes of the Hopper kernel, ascending; empty unless the build is for sm_90a.
+// Head sizes of the prefill kernel, ascending; empty unless the build is for sm_90a.
 template <typename C>
-using HopperHeadSizes = OfCache<C, std::integer_sequence<int XLA_GPU_HOPPER_HEAD_SIZES>,
-                                std::integer_sequence<int XLA_GPU_HOPPER_HEAD_SIZES_OF_8_BITS>,
-                                std::integer_sequence<int>>;
+using PrefillHeadSizes = OfCache<C, std::integer_sequence<int XLA_GPU_PREFILL_HEAD_SIZES>,
+                                 std::integer_sequence<int XLA_GPU_PREFILL_HEAD_SIZES_OF_8_BITS>,
+                                 std::integer_sequence<int>>;
 
 // Head sizes of the tensor core kernel, ascending.
 template <typename C>

@@ -9,8 +9,6 @@
 
 namespace xla_gpu::paged_attention {
 
-inline constexpr int kRowsPerWarpTile = 16;  // rows of a tensor core product
-
 // The layout in shared memory of rows of head_size elements, in chunks of 16 bytes. The chunks of
 // one column in eight adjacent rows must lie in different banks. If a row is a multiple of all
 // banks, chunks are swizzled; otherwise rows are an odd number of chunks apart. kHeadSize is

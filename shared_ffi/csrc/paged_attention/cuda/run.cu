@@ -4,18 +4,20 @@
 #include <cstdlib>
 #include <optional>
 #include <tuple>
+#include <type_traits>
+#include <utility>
 
 #include "../../gpu/launch.cuh"
 #include "combine.cuh"
-#include "cuda_core.cuh"
-#include "decode_kernel.cuh"
 #include "kernels.cuh"
+#include "portable/cuda_core.cuh"
 #include "run.h"
+#include "sm90/decode_kernel.cuh"
 
 namespace xla_gpu::paged_attention {
 namespace {
 
-constexpr int kCombineSharedBytes = Batch::kSharedInts * sizeof(int);
+constexpr int kCombineSharedBytes = ValidBatch::kSharedInts * sizeof(int);
 
 // Calls use(C()) for the type C of the cache of queries of type T.
 template <typename T, typename Use>
@@ -48,49 +50,9 @@ AttentionKernel CudaCoreKernel(const Params& p) {
   return kernel;
 }
 
-// The tensor core kernels copy rows 16 bytes at a time, of int4 8; the Hopper kernel writes 4 bytes
-// at a time.
-template <typename C>
-bool IsAligned(const Params& p) {
-  constexpr int64_t kChunk = 16 / sizeof(C);  // numbers
-  const int64_t key_chunk = ElementsOf(p.cache_dtype, kChunk);
-  const int64_t value_chunk = ElementsOf(p.value_cache_dtype, kChunk);
-  for (const int64_t size : {p.head_size, p.value_head_size, p.query_stride}) {
-    if (size % kChunk != 0) return false;
-  }
-  const auto is_multiple = [](const void* address, int64_t num_bytes) {
-    return reinterpret_cast<uintptr_t>(address) % num_bytes == 0;
-  };
-  constexpr int64_t kBytes = sizeof(C);
-  return p.cache.StridesAreMultiplesOf(key_chunk, value_chunk) && is_multiple(p.query, 16) &&
-         is_multiple(p.output, 16) && is_multiple(p.cache.keys, key_chunk * kBytes) &&
-         is_multiple(p.cache.values, value_chunk * kBytes);
-}
-
-// Whether the offset of each position in the cache is a 32-bit number of chunks of 16 bytes, as the
-// Hopper and decode kernels count them: up to 64 GiB.
-template <typename C>
-bool FitsChunks(const Params& p) {
-  const int64_t last = p.cache.Offset(p.num_blocks - 1, p.block_size - 1);
-  return last < int64_t{UINT32_MAX} * (16 / static_cast<int64_t>(sizeof(C)));
-}
-
-// The head size that the tensor core kernel of a call must have at least. Wide heads whose V is a
-// part of K have a kernel of their own, which is for larger heads than any other.
-int64_t TensorCoreHeadSize(const Params& p) {
-  const bool is_wide = p.head_size > kMaxColumns;
-  return is_wide && p.is_latent ? Larger(p.head_size, kMaxOwnValues + 1) : p.head_size;
-}
-
-// Whether the tensor core kernel for heads of this size has room for the V of a call.
-bool FitsValues(int head_size, const Params& p) {
-  if (head_size > kMaxOwnValues && !p.is_latent) return false;
-  return p.value_head_size <= 2 * kMaxColumns;
-}
-
-// The kernel of a call whose queries have no other. T: type of the query. C: type of the cache.
+// The kernel that runs on every GPU. T: type of the query. C: type of the cache.
 template <typename T, typename C>
-AttentionKernel KernelFor(const gpu::Device& device, const Params& p) {
+AttentionKernel PortableKernelFor(const gpu::Device& device, const Params& p) {
   if constexpr (kHasTensorCores<T>) {
     AttentionKernel kernel;
     const auto take = [&](auto head_size) {
@@ -119,7 +81,7 @@ std::atomic<const char*>& Chosen() {
 
 // Whether calls on the device use the kernels of Hopper GPUs where these apply.
 bool UsesHopperKernels(const gpu::Device& device) {
-  return Chosen() == kByGpu && device.capability == 90 && HopperHeadSizes<Half>::size() > 0;
+  return Chosen() == kByGpu && device.capability == 90 && PrefillHeadSizes<Half>::size() > 0;
 }
 
 // Whether a kernel may begin before the one before it has ended: whether it waits for that itself.
@@ -131,45 +93,33 @@ bool LaunchesEarly(const gpu::Device& device) {
 #endif
 }
 
-// An attention kernel of a call, the sequences that it takes, and whether it waits itself for the
-// kernels before it.
-struct CallKernel {
-  AttentionKernel attention;
-  QueryLengths lengths;
-  bool waits;
-};
-
-// Sets *kernel to the one for queries of more than `few` tokens. Returns whether they have one of
-// their own.
+// The kernel for long queries. Nothing if they have none of their own.
 template <typename T>
-bool FindPrefillKernel(const gpu::Device& device, const Params& p, int64_t few,
-                       CallKernel* kernel) {
+std::optional<AttentionKernel> PrefillKernelFor(const gpu::Device& device, const Params& p) {
+  std::optional<AttentionKernel> found;
   if constexpr (kHasTensorCores<T>) {
-    if (!UsesHopperKernels(device)) return false;
-    kernel->lengths.min = few + 1;
-    kernel->waits = true;
-    return WithCacheType<T>(p, [&](auto cache) {
+    if (!UsesHopperKernels(device)) return found;
+    WithCacheType<T>(p, [&](auto cache) {
       using C = decltype(cache);
-      AttentionKernel& attention = kernel->attention;
       const bool takes_cache =
           !kIs8Bit<C> || (p.ScalesAreUniform() && p.cache.ValuesHaveStridesOfKeys());
-      return IsAligned<C>(p) && FitsChunks<C>(p) && takes_cache &&
-             WithSmallest(HopperHeadSizes<C>(), p.head_size,
-                          [&](auto head_size) { attention = HopperKernelOf<T, C, head_size>(); });
+      if (!IsAligned<C>(p) || !OffsetsFit32BitChunks<C>(p) || !takes_cache) return;
+      WithSmallest(PrefillHeadSizes<C>(), p.head_size,
+                   [&](auto head_size) { found = PrefillKernelOf<T, C, head_size>(); });
     });
   }
-  return false;
+  return found;
 }
 
 // The kernel for queries of few tokens. Nothing if they have none of their own.
 template <typename T>
-std::optional<DecodeKernel> FindDecodeKernel(const gpu::Device& device, const Params& p) {
+std::optional<DecodeKernel> DecodeKernelFor(const gpu::Device& device, const Params& p) {
   std::optional<DecodeKernel> found;
   if constexpr (kHasTensorCores<T>) {
     if (!UsesHopperKernels(device)) return found;
     WithCacheType<T>(p, [&](auto cache) {
       using C = decltype(cache);
-      if (!IsAligned<C>(p) || !FitsChunks<C>(p)) return;
+      if (!IsAligned<C>(p) || !OffsetsFit32BitChunks<C>(p)) return;
       WithSmallest(DecodeHeadSizes<C>(), p.head_size, [&](auto head_size) {
         found = DecodeKernelOf<T, C, head_size>(p);
         if (found->numbers.group > kDecodeRows) found.reset();
@@ -186,24 +136,13 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   if (Chosen() == nullptr) {
     return {"reading XLA_GPU_CUDA_KERNELS", "it must be portable, or not set"};
   }
-  CallKernel prefill{}, others{};
-  others.attention =
-      WithCacheType<T>(p, [&](auto cache) { return KernelFor<T, decltype(cache)>(device, p); });
-  ItemRows item_rows{others.attention.rows_per_item, others.attention.rows_per_item};
-  // The decode kernel leaves no queries to others if the Hopper kernel runs: fewer kernels are
-  // launched.
-  int64_t few = TokensPerTile(p);
-  auto decode = FindDecodeKernel<T>(device, p);
-  if (decode) {
-    few = kDecodeRows / decode->numbers.group;
-    others.lengths.min = few + 1;
-  }
-  prefill.lengths.max = 0;
-  if (FindPrefillKernel<T>(device, p, few, &prefill)) {
-    prefill.lengths.max = INT64_MAX;
-    others.lengths.max = few;
-    item_rows.long_rows = prefill.attention.rows_per_item;
-  }
+  auto decode = DecodeKernelFor<T>(device, p);
+  const auto prefill = PrefillKernelFor<T>(device, p);
+  const AttentionKernel portable = WithCacheType<T>(
+      p, [&](auto cache) { return PortableKernelFor<T, decltype(cache)>(device, p); });
+  // The most tokens of a query that is not long. With a kernel for long ones, that for decoding
+  // leaves no queries to the portable kernel: fewer kernels are launched.
+  const int64_t few = decode ? kDecodeRows / decode->numbers.group : TokensPerTile(p);
   const int64_t longest = p.max_query_len == 0 ? p.num_tokens : p.max_query_len;
   bool follows = false;  // on a kernel of this call
   if (decode) {
@@ -218,17 +157,21 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
     }
     follows = num_blocks > 0;
   }
-  // The kernel for long queries is the last, and never the first: the kernel before sets its
-  // counter to zero.
-  for (auto [attention, lengths, waits] : {others, prefill}) {
-    if (lengths.min > Smaller(lengths.max, longest)) continue;
+  const auto launch = [&](AttentionKernel attention, const QueryLengths& lengths,
+                          bool waits) -> gpu::Error {
+    if (lengths.min > Smaller(lengths.max, longest)) return {};
     const int64_t num_items = MaxItems(p, scratch, attention.rows_per_item);
     attention.kernel.begins_early = waits && LaunchesEarly(device);
-    const gpu::Error error =
-        attention.kernel.LaunchResident(device, num_items, stream, p, scratch, lengths);
-    if (error) return error;
     follows |= num_items > 0;
+    return attention.kernel.LaunchResident(device, num_items, stream, p, scratch, lengths);
+  };
+  const QueryLengths rest{decode ? few + 1 : 1, prefill ? few : INT64_MAX};
+  if (gpu::Error error = launch(portable, rest, /*waits=*/false)) return error;
+  // The kernel for long queries is never the first: the one before sets its counter to zero.
+  if (prefill) {
+    if (gpu::Error error = launch(*prefill, {few + 1}, /*waits=*/true)) return error;
   }
+  const ItemRows item_rows{portable.rows_per_item, (prefill ? *prefill : portable).rows_per_item};
   const gpu::Kernel<Params, Scratch, ItemRows> finish{Combine<T>, kThreads, kCombineSharedBytes,
                                                       follows && LaunchesEarly(device)};
   const int64_t num_pieces = p.num_heads * CombineParts(p);
@@ -236,53 +179,42 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   return finish.LaunchResident(device, num_blocks, stream, p, scratch, item_rows);
 }
 
-// Kernels for other types of the query are launched as those for this one.
+// Launch sizes do not depend on the type of the query.
 using SomeQuery = std::tuple_element_t<0, std::tuple<XLA_GPU_TENSOR_CORE_TYPES>>;
 
-// Adds how the kernels for a cache of type C are launched.
-template <typename C, int... kHeadSizes>
-void AddTensorCoreLaunches(std::integer_sequence<int, kHeadSizes...>,
-                           std::vector<KernelLaunch>* launches) {
-  const auto add = [&](int head_size, const AttentionKernel& attention) {
-    if (attention.rows_per_item == 0) return;
-    launches->push_back({"TensorCoreAttention", head_size, sizeof(C), attention.warp_rows, kThreads,
-                         attention.kernel.shared_bytes});
+// Adds how the kernels of these head sizes are launched; kernel_of(head_size) is one of them. C:
+// type of the cache.
+template <typename C, int... kHeadSizes, typename KernelOf>
+void AddLaunches(const char* name, std::integer_sequence<int, kHeadSizes...>,
+                 const KernelOf& kernel_of, std::vector<KernelLaunch>* launches) {
+  [[maybe_unused]] const auto add = [&](auto head_size) {
+    const auto [kernel, warp_rows] = kernel_of(head_size);
+    launches->push_back(
+        {name, head_size, sizeof(C), warp_rows, kernel.num_threads, kernel.shared_bytes});
   };
-  Params p = {};
-  p.num_heads = p.num_kv_heads = 1;
-  for (const int64_t max_query_len : {0, 1}) {  // any query length, and one query token
-    p.max_query_len = max_query_len;
-    (add(kHeadSizes, TensorCoreKernelOf<SomeQuery, C, kHeadSizes>(p)), ...);
-  }
-}
-
-template <typename C, int... kHeadSizes>
-void AddDecodeLaunches(std::integer_sequence<int, kHeadSizes...>,
-                       std::vector<KernelLaunch>* launches) {
-  [[maybe_unused]] const auto add = [&](int head_size, const DecodeKernel& decode) {
-    launches->push_back({"DecodeAttention", head_size, sizeof(C), 0, decode.kernel.num_threads,
-                         decode.kernel.shared_bytes});
-  };
-  Params p = {};
-  p.num_heads = p.num_kv_heads = p.block_size = 1;
-  (add(kHeadSizes, DecodeKernelOf<SomeQuery, C, kHeadSizes>(p)), ...);
-}
-
-template <typename C, int... kHeadSizes>
-void AddHopperLaunches(std::integer_sequence<int, kHeadSizes...>,
-                       std::vector<KernelLaunch>* launches) {
-  [[maybe_unused]] const auto add = [&](int head_size, const AttentionKernel& attention) {
-    launches->push_back({"HopperAttention", head_size, sizeof(C), 0, attention.kernel.num_threads,
-                         attention.kernel.shared_bytes});
-  };
-  (add(kHeadSizes, HopperKernelOf<SomeQuery, C, kHeadSizes>()), ...);
+  (add(std::integral_constant<int, kHeadSizes>()), ...);
 }
 
 template <typename C>
 void AddLaunches(std::vector<KernelLaunch>* launches) {
-  AddTensorCoreLaunches<C>(TensorCoreHeadSizes<C>(), launches);
-  AddDecodeLaunches<C>(DecodeHeadSizes<C>(), launches);
-  AddHopperLaunches<C>(HopperHeadSizes<C>(), launches);
+  Params p = {};
+  p.num_heads = p.num_kv_heads = p.block_size = 1;
+  for (const int64_t max_query_len : {0, 1}) {  // any query length, and one query token
+    p.max_query_len = max_query_len;
+    const auto tensor_core = [&](auto head_size) {
+      const auto attention = TensorCoreKernelOf<SomeQuery, C, head_size>(p);
+      return std::pair(attention.kernel, attention.warp_rows);
+    };
+    AddLaunches<C>("TensorCoreAttention", TensorCoreHeadSizes<C>(), tensor_core, launches);
+  }
+  const auto decode = [&](auto head_size) {
+    return std::pair(DecodeKernelOf<SomeQuery, C, head_size>(p).kernel, 0);
+  };
+  AddLaunches<C>("DecodeAttention", DecodeHeadSizes<C>(), decode, launches);
+  const auto prefill = [&](auto head_size) {
+    return std::pair(PrefillKernelOf<SomeQuery, C, head_size>().kernel, 0);
+  };
+  AddLaunches<C>("PrefillAttention", PrefillHeadSizes<C>(), prefill, launches);
 }
 
 }  // namespace
@@ -318,7 +250,7 @@ std::string CudaChoice() { return Chosen() == nullptr ? "unknown" : Chosen().loa
 std::vector<std::string> CudaKernelsInUse() {
   gpu::Device device;
   if (gpu::Device::Current(&device)) return {};
-  if (UsesHopperKernels(device)) return {"decode", "hopper", kPortable};
+  if (UsesHopperKernels(device)) return {"decode", "prefill", kPortable};
   return {kPortable};
 }
 

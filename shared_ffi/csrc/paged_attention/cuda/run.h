@@ -16,7 +16,7 @@ namespace xla_gpu::paged_attention {
 gpu::Error RunOnCuda(const Params& params, const Scratch& scratch, void* stream);
 
 // Which attention kernels calls use. "by GPU", the default: on compute capability 9.0 the decode
-// kernel for queries of few tokens and the Hopper kernel for longer ones, where these apply;
+// kernel for queries of few tokens and the prefill kernel for longer ones, where these apply;
 // elsewhere the portable kernels. "portable": these everywhere, and no kernel that begins before
 // another one has ended. XLA_GPU_CUDA_KERNELS=portable in the environment of the process chooses
 // that, too.

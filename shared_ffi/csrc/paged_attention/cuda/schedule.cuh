@@ -8,53 +8,10 @@
 // memory or a shuffle. So rows may be wrong, but every kernel ends and stays inside the arrays.
 #pragma once
 
-#include "../../gpu/device.cuh"
+#include "item.cuh"
 #include "scratch.h"
 
 namespace xla_gpu::paged_attention {
-
-inline constexpr int kThreads = 128;
-inline constexpr int kWarps = kThreads / gpu::kWarpSize;
-
-// The barrier of a schedule's threads: the first kThreads of a thread block.
-inline constexpr int kScheduleBarrier = 0;
-
-// A work item: a query tile of one sequence, the kv head that its rows read, and the positions of
-// one split. Row r of the sequence and kv head is query token r / group, query head kv_head * group
-// + r % group.
-struct Item {
-  int32_t sequence;
-  int32_t kv_head;
-  int64_t first_row;
-  int32_t num_rows;
-  int32_t first_token;     // the sequence's first token in the batch
-  int32_t first_position;  // position of the sequence's first query token
-  int32_t context_len;     // of the sequence
-  int32_t begin;           // [begin, end): the positions that any of the rows attends to
-  int32_t end;
-  int32_t split;
-  int32_t num_splits;
-  int32_t flag;  // where it reports what is bad: Scratch::IsBad
-  bool is_causal;
-
-  __device__ QueryTokens Tokens() const {
-    return {first_token, first_position, context_len, is_causal};
-  }
-};
-
-// The query heads of a kv head. The host has checked that all rows have a number below 2^32.
-__device__ inline int64_t GqaGroupSize(const Params& p) {
-  return DivideU32(p.num_heads, p.num_kv_heads);
-}
-
-// The positions of the first and of the last row of a work item.
-__device__ inline int64_t FirstPosition(const Params& p, const Item& item) {
-  return item.first_position + DivideU32(item.first_row, GqaGroupSize(p));
-}
-
-__device__ inline int64_t LastPosition(const Params& p, const Item& item) {
-  return item.first_position + DivideU32(item.first_row + item.num_rows - 1, GqaGroupSize(p));
-}
 
 // The number of sequences, or -1 if the number on the device is not from 0 to max_seqs.
 __device__ inline int64_t NumSeqs(const Params& p) {

@@ -3,7 +3,10 @@
 // 8 apart.
 #pragma once
 
-#include "rows.cuh"
+#include "page_table.cuh"
+#include "query.cuh"
+#include "schedule.cuh"
+#include "state.cuh"
 
 namespace xla_gpu::paged_attention {
 
@@ -79,10 +82,10 @@ class Softmax {
     if (p_.alibi_slopes != nullptr) AddBias(begin, logits);
   }
 
-  // Turns logits into weights 2^(logit - max). Returns in `shrinks` the factors that rescale the
+  // Turns logits into weights 2^(logit - max). Returns in `rescales` the factors that rescale the
   // sums so far.
   template <int kBlocks>
-  __device__ void Weigh(float (&logits)[kBlocks][4], float (&shrinks)[2]) {
+  __device__ void Weigh(float (&logits)[kBlocks][4], float (&rescales)[2]) {
     // The two rows side by side, and the largest of a row's even and odd positions: else each
     // instruction waits for the one before.
     const bool scales_late = ScalesLate();
@@ -108,7 +111,7 @@ class Softmax {
     for (int r = 0; r < 2; ++r) {
       const float max = shifts[r];
       shifts[r] = ShiftOf(max);
-      shrinks[r] = gpu::Exp2(states_[r].max - shifts[r]);
+      rescales[r] = gpu::Exp2(states_[r].max - shifts[r]);
       states_[r].max = max;
     }
 #pragma unroll
@@ -122,20 +125,20 @@ class Softmax {
     // Only of this lane's positions; State adds up the lanes.
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      states_[r].sum = gpu::Fma(states_[r].sum, shrinks[r], sums[r]);
+      states_[r].sum = gpu::Fma(states_[r].sum, rescales[r], sums[r]);
     }
   }
 
   // Rescales sums, which are laid out as logits, with columns in place of positions. Most tiles
   // hold no logit that is larger than all before, and a factor of 1 changes no bit.
   template <int kBlocks>
-  static __device__ __forceinline__ void Shrink(const float (&shrinks)[2],
-                                                float (&sums)[kBlocks][4]) {
-    if (!gpu::AnyInWarp(shrinks[0] != 1 || shrinks[1] != 1)) return;
+  static __device__ __forceinline__ void RescaleSums(const float (&rescales)[2],
+                                                     float (&sums)[kBlocks][4]) {
+    if (!gpu::AnyInWarp(rescales[0] != 1 || rescales[1] != 1)) return;
 #pragma unroll
     for (float(&block_sums)[4] : sums) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) block_sums[e] *= shrinks[e / 2];
+      for (int e = 0; e < 4; ++e) block_sums[e] *= rescales[e / 2];
     }
   }
 
@@ -267,30 +270,5 @@ __device__ __forceinline__ void ClearNonFinite(int thread, int count, int num_th
     if (!IsFinite(*element(i))) *element(i) = {};
   }
 }
-
-// Positions [begin, end) of a work item that all of its rows attend to: those of their windows.
-struct CommonRange {
-  int32_t begin;
-  int32_t end;
-
-  CommonRange() = default;
-  __device__ CommonRange(const Params& p, const Item& item)
-      : CommonRange(p, item, FirstPosition(p, item), LastPosition(p, item)) {}
-
-  // The same, given the positions of its first and of its last row.
-  __device__ CommonRange(const Params& p, const Item& item, int64_t first, int64_t last)
-      : begin(static_cast<int32_t>(Larger(item.begin, p.WindowBegin(last)))),
-        end(static_cast<int32_t>(Smaller(item.end, p.WindowEnd(item.Tokens(), first)))) {
-    if (!p.MayBeTree(item.context_len - item.first_position)) return;
-    begin = max(begin, static_cast<int32_t>(p.WindowBegin(item.context_len - 1)));
-    end = min(end, item.first_position);
-  }
-
-  // Whether some rows attend to positions in [from, to) that other rows do not attend to.
-  __device__ bool RowsDiffer(const Item& item, int32_t from, int32_t to) const {
-    return begin > max(item.begin, from) || end < min(item.end, to);
-  }
-  __device__ bool Contains(int32_t from, int32_t to) const { return begin <= from && to <= end; }
-};
 
 }  // namespace xla_gpu::paged_attention

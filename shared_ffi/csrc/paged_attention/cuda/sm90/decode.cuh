@@ -19,16 +19,16 @@
 // same bits whichever thread blocks compute it.
 #pragma once
 
+#include "../products.cuh"
 #include "decode_schedule.cuh"
 #include "pipeline.cuh"
-#include "products.cuh"
 
 namespace xla_gpu::paged_attention {
 
 inline constexpr int kDecodeProducers = 2;  // warps
 inline constexpr int kDecodeThreads = kThreads + kDecodeProducers * gpu::kWarpSize;
 static_assert(kDecodeRows == kRowsPerWarpTile, "a work item is one tile of query rows");
-inline constexpr int kDecodeConsumers = 1;  // named barrier
+inline constexpr int kDecodeConsumersBarrier = 1;  // named barrier
 
 // The layout in shared memory of a KV tile: for each position K, then V. Rows are an odd number of
 // chunks of 16 bytes apart, so that the chunks of one column in eight adjacent rows lie in
@@ -453,9 +453,9 @@ class DecodeConsumer {
       const DecodeWork& work = shared_.work[stage.index];
       if (work.split.IsEnd()) return;
       Compute(work, shared_.query[stage.index], shared_.query_factors[stage.index]);
-      gpu::SyncThreads(kDecodeConsumers, kThreads);
+      gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);
       FinishSplit(work);
-      gpu::SyncThreads(kDecodeConsumers, kThreads);  // everyone has left the sums
+      gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);  // everyone has left the sums
       shared_.work_barriers.Free(stage);
     }
   }
@@ -487,9 +487,9 @@ class DecodeConsumer {
       Products::MultiplyByKeys(query, 0, keys, 0, logits);
       if (kIs8Bit<C> && !scales_are_uniform_) Products::ScaleLogits(scales, logits);
       softmax.ToLogits(begin, /*masked=*/!common.Contains(begin, begin + kTile), logits);
-      float shrinks[2];
-      softmax.Weigh(logits, shrinks);
-      Softmax::Shrink(shrinks, products.sums);
+      float rescales[2];
+      softmax.Weigh(logits, rescales);
+      Softmax::RescaleSums(rescales, products.sums);
       if (!std::is_integral_v<C> && common.RowsDiffer(item, begin, begin + kTile)) {
         SetAsideNonFinite(softmax, begin, scales, values, products.sums);
       }
@@ -631,7 +631,7 @@ class DecodeConsumer {
   // Writes a split's partial result, or the fold of all splits up to this one.
   __device__ void WritePartialResult(const Item& item, const RowPlace& place,
                                      const FinishedRow& row) const {
-    const int64_t index = SlotOf(scratch_, item, place) * p_.num_heads + place.head;
+    const int64_t index = PartialOf(scratch_, item, place) * p_.num_heads + place.head;
     float* partial = scratch_.partials + index * p_.value_head_size;
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
@@ -643,8 +643,8 @@ class DecodeConsumer {
   }
 
   __device__ RowState* StateOf(const Item& item, const RowPlace& place, int64_t split) const {
-    const int64_t slot = SlotOf(scratch_, item, place) - item.split + split;
-    return scratch_.states + slot * p_.num_heads + place.head;
+    const int64_t first = PartialOf(scratch_, item, place) - item.split;
+    return scratch_.states + (first + split) * p_.num_heads + place.head;
   }
 
   const Params& p_;

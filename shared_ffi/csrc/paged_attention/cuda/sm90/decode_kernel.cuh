@@ -1,7 +1,7 @@
 // The compiled decode kernels. run.cu chooses among them.
 #pragma once
 
-#include "../../gpu/launch.cuh"
+#include "../../../gpu/launch.cuh"
 #include "decode_numbers.h"
 
 namespace xla_gpu::paged_attention {

@@ -1,7 +1,7 @@
 // What the decode kernel needs of a call's sizes, as numbers that cost no division on a GPU.
 #pragma once
 
-#include "scratch.h"
+#include "../scratch.h"
 
 namespace xla_gpu::paged_attention {
 

@@ -9,7 +9,7 @@
 // once for each kMaxColumns of them.
 #pragma once
 
-#include "products.cuh"
+#include "../products.cuh"
 
 namespace xla_gpu::paged_attention {
 
@@ -285,9 +285,9 @@ class TensorCoreItem {
     Products::MultiplyByKeys(layout_.query, warp_row_, layout_.Key(tile), first_key, logits);
     if constexpr (kIs8Bit<C>) Products::ScaleLogits(slots, logits);
     softmax_.ToLogits(begin, /*masked=*/!common_.Contains(begin, begin + kKeys), logits);
-    float shrinks[2];
-    softmax_.Weigh(logits, shrinks);
-    Softmax::Shrink(shrinks, products_.sums);
+    float rescales[2];
+    softmax_.Weigh(logits, rescales);
+    Softmax::RescaleSums(rescales, products_.sums);
     if constexpr (!kIsInteger<C>) {
       if (common_.RowsDiffer(item_, tile * kTile, (tile + 1) * kTile)) {
         SetAsideNonFinite(tile, begin);

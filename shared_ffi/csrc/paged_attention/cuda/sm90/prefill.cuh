@@ -17,22 +17,22 @@
 //   which all positions share.
 #pragma once
 
-#include "../../gpu/sm90.cuh"
+#include "../../../gpu/sm90.cuh"
+#include "../softmax.cuh"
 #include "pipeline.cuh"
-#include "softmax.cuh"
 
 namespace xla_gpu::paged_attention {
 
 inline constexpr int kConsumers = 2;
 inline constexpr int kConsumerRows = 64;  // rows of a warpgroup's product
-inline constexpr int kHopperRows = kConsumers * kConsumerRows;
-inline constexpr int kHopperThreads = (1 + kConsumers) * kThreads;
+inline constexpr int kPrefillRows = kConsumers * kConsumerRows;
+inline constexpr int kPrefillThreads = (1 + kConsumers) * kThreads;
 
 // Registers per thread. A thread block starts with all registers of a multiprocessor, divided
 // evenly. Then the producer gives a part of its share to the consumers.
 template <typename C, int kHeadSize>
-struct HopperRegisters {
-  static constexpr int kLaunch = 64 * 1024 / kHopperThreads / 8 * 8;
+struct PrefillRegisters {
+  static constexpr int kLaunch = 64 * 1024 / kPrefillThreads / 8 * 8;
   static constexpr int kProducer = kIs8Bit<C> ? 88 : kHeadSize == 64 ? 72 : 56;
   static constexpr int kConsumer = kIs8Bit<C> ? 208 : kHeadSize == 64 ? 216 : 224;
   static_assert(kProducer + kConsumers * kConsumer <= (1 + kConsumers) * kLaunch,
@@ -40,8 +40,8 @@ struct HopperRegisters {
 };
 
 // Named barriers of the thread block, besides the schedule's. Each consumer has two.
-inline constexpr int kTurnOf = 1;
-inline constexpr int kThreadsOf = kTurnOf + kConsumers;
+inline constexpr int kTurnBarrier = 1;
+inline constexpr int kThreadsBarrier = kTurnBarrier + kConsumers;
 
 // The layout in shared memory of rows of 16-bit elements, as a warpgroup's product reads them.
 // Groups of 64 columns lie one after the other; within a group a row has 128 bytes. A row's eight
@@ -102,7 +102,7 @@ __device__ __forceinline__ void TransposeInQuads(uint32_t (&words)[4]) {
 }
 
 // A consumer's part of a work item. Some of the item's KV tiles may hold no positions of its rows.
-struct HopperWork {
+struct PrefillWork {
   Item item;  // num_rows = -1 marks the end
   Item rows;
   CommonRange common;  // of these rows
@@ -112,7 +112,7 @@ struct HopperWork {
 
 // The shared memory of a thread block. T: type of the query. C: type of the cache.
 template <typename T, typename C, int kHeadSize>
-struct HopperShared {
+struct PrefillShared {
   using Element = std::conditional_t<kIs8Bit<C>, Half, T>;
   static constexpr int kTile = kHeadSize <= 128 ? 128 : kHeadSize <= 192 ? 64 : 48;  // positions
   static constexpr int kItems = 2;  // work items in memory
@@ -141,7 +141,7 @@ struct HopperShared {
   PipelineBarriers<kStages> keys_barriers;
   PipelineBarriers<kStages> values_barriers;
   PipelineBarriers<kItems> items_barriers;
-  HopperWork work[kItems][kConsumers];
+  PrefillWork work[kItems][kConsumers];
   Schedule::Shared schedule;
   int32_t number;  // of the producer's work item
 
@@ -241,8 +241,8 @@ class WidenedRows {
 };
 
 template <typename T, typename C, int kHeadSize>
-class HopperProducer {
-  using Shared = HopperShared<T, C, kHeadSize>;
+class PrefillProducer {
+  using Shared = PrefillShared<T, C, kHeadSize>;
   using QueryRows = typename Shared::QueryRows;
   using CacheRows = typename Shared::CacheRows;
   static constexpr int kTile = Shared::kTile;
@@ -253,7 +253,7 @@ class HopperProducer {
   using Widened = std::conditional_t<kIs8Bit<C>, WidenedRows<C, CacheRows, kPositions>, NoRows>;
 
  public:
-  __device__ HopperProducer(const Params& p, const Scratch& scratch, Shared* shared)
+  __device__ PrefillProducer(const Params& p, const Scratch& scratch, Shared* shared)
       : p_(p),
         scratch_(scratch),
         shared_(*shared),
@@ -261,7 +261,7 @@ class HopperProducer {
         warp_(threadIdx.x / gpu::kWarpSize) {}
 
   __device__ void Run(QueryLengths lengths) {
-    Schedule schedule(p_, lengths, kHopperRows, &shared_.schedule);
+    Schedule schedule(p_, lengths, kPrefillRows, &shared_.schedule);
     gpu::WaitForKernelsBefore();  // the one before resets the counter
     const ItemCounter counter(scratch_.counter, &shared_.number);
     for (uint32_t n = 0;; ++n) {
@@ -278,7 +278,7 @@ class HopperProducer {
   __device__ void PublishWork(const Item* item, typename Shared::ItemState stage) {
     if (threadIdx.x >= kConsumers) return;
     shared_.items_barriers.WaitFreed(stage);
-    HopperWork& work = shared_.work[stage.index][threadIdx.x];
+    PrefillWork& work = shared_.work[stage.index][threadIdx.x];
     if (item != nullptr) {
       work.item = *item;
       work.rows = RowsOf(p_, *item, threadIdx.x * kConsumerRows, kConsumerRows);
@@ -428,8 +428,8 @@ class HopperProducer {
 
 // Computes a consumer's rows of one work item.
 template <typename T, typename C, int kHeadSize>
-class HopperItem {
-  using Shared = HopperShared<T, C, kHeadSize>;
+class PrefillConsumer {
+  using Shared = PrefillShared<T, C, kHeadSize>;
   using QueryRows = typename Shared::QueryRows;
   using CacheRows = typename Shared::CacheRows;
   using Element = typename Shared::Element;
@@ -439,8 +439,8 @@ class HopperItem {
   static constexpr int kColumns = kHeadSize % 128 == 0 ? 128 : 64;  // of a product with values
 
  public:
-  __device__ HopperItem(const Params& p, const Scratch& scratch, const HopperWork& work,
-                        int consumer, Shared* shared)
+  __device__ PrefillConsumer(const Params& p, const Scratch& scratch, const PrefillWork& work,
+                             int consumer, Shared* shared)
       : p_(p),
         scratch_(scratch),
         item_(work.item),
@@ -481,14 +481,14 @@ class HopperItem {
     int32_t tile = rows_.begin / kTile;
     float logits[kTile / 8][4];
     uint32_t weights[kTile / 16][4];
-    float shrinks[2];
+    float rescales[2];
     WaitForKeys(*stage);
     TakeTurn();
     StartLogits(*stage, logits);
     PassTurn();
     gpu::WaitProducts<0>(logits);
     FreeKeys(*stage);
-    Weigh(tile, logits, shrinks);
+    Weigh(tile, logits, rescales);
     Pack(logits, weights);
     for (; tile < (rows_.end - 1) / kTile; ++tile) {
       const TileState next = stage->Next();
@@ -500,13 +500,13 @@ class HopperItem {
         PassTurn();
         gpu::WaitProducts<1>(logits);
         FreeKeys(next);
-        Weigh(tile + 1, logits, shrinks);
+        Weigh(tile + 1, logits, rescales);
         gpu::KeepRegisters(logits);
         // ptxas moves a wait up within its basic block. Without the branch, the weights would not
         // be computed while the values are multiplied.
-        if (gpu::AnyInWarp(shrinks[0] != 1 || shrinks[1] != 1)) {
+        if (gpu::AnyInWarp(rescales[0] != 1 || rescales[1] != 1)) {
           gpu::WaitProducts<0>(sums_);
-          Softmax::Shrink(shrinks, sums_);
+          Softmax::RescaleSums(rescales, sums_);
         } else {
           gpu::WaitProducts<0>(sums_);
         }
@@ -519,8 +519,8 @@ class HopperItem {
         PassTurn();
         gpu::WaitProducts<0>(logits);
         FreeKeys(next);
-        Weigh(tile + 1, logits, shrinks);
-        Softmax::Shrink(shrinks, sums_);
+        Weigh(tile + 1, logits, rescales);
+        Softmax::RescaleSums(rescales, sums_);
       }
       FreeValues(*stage);
       Pack(logits, weights);
@@ -541,9 +541,11 @@ class HopperItem {
   static __device__ __forceinline__ int Lane() { return threadIdx.x % gpu::kWarpSize; }
 
   // Consumers start products in turn, one turn for each KV tile of an item.
-  __device__ void TakeTurn() const { gpu::SyncThreads(kTurnOf + consumer_, kConsumers * kThreads); }
+  __device__ void TakeTurn() const {
+    gpu::SyncThreads(kTurnBarrier + consumer_, kConsumers * kThreads);
+  }
   __device__ void PassTurn() const {
-    gpu::ArriveThreads(kTurnOf + (consumer_ ^ 1), kConsumers * kThreads);
+    gpu::ArriveThreads(kTurnBarrier + (consumer_ ^ 1), kConsumers * kThreads);
   }
 
   __device__ void Skip(TileState* stage) {
@@ -584,7 +586,7 @@ class HopperItem {
     const bool found =
         HoldsNonFinite<Element>(static_cast<int>(threadIdx.x) % kThreads, kChunks, kThreads,
                                 [&](int i) { return values + i * CacheRows::kChunk; });
-    return !gpu::AnyInThreads(kThreadsOf + consumer_, kThreads, found);
+    return !gpu::AnyInThreads(kThreadsBarrier + consumer_, kThreads, found);
   }
 
   // Starts logits = q k^T.
@@ -617,10 +619,10 @@ class HopperItem {
   }
 
   // Turns the logits of a KV tile into weights.
-  __device__ void Weigh(int32_t tile, float (&logits)[kTile / 8][4], float (&shrinks)[2]) {
+  __device__ void Weigh(int32_t tile, float (&logits)[kTile / 8][4], float (&rescales)[2]) {
     const int32_t begin = tile * kTile, end = begin + kTile;
     softmax_.ToLogits(begin, /*masked=*/!common_.Contains(begin, end), logits);
-    softmax_.Weigh(logits, shrinks);
+    softmax_.Weigh(logits, rescales);
   }
 
   // Rounds weights to 16 bits, laid out as the left operand of a product over each 16 positions.
@@ -719,7 +721,7 @@ class HopperItem {
     const int row = RowOf(r);
     if (row >= rows_.num_rows) return;
     const RowPlace place(p_, rows_, row);
-    const int64_t index = SlotOf(scratch_, rows_, place) * p_.num_heads + place.head;
+    const int64_t index = PartialOf(scratch_, rows_, place) * p_.num_heads + place.head;
     if (Lane() % 4 == 0) scratch_.states[index] = state;
     float* partial = scratch_.partials + index * p_.value_head_size;
     const float factor = kIs8Bit<C> && state.sum != 0 ? work_.v_scale : 1.0f;
@@ -736,7 +738,7 @@ class HopperItem {
   const Scratch& scratch_;
   const Item& item_;
   const Item& rows_;  // the consumer's
-  const HopperWork& work_;
+  const PrefillWork& work_;
   Shared& shared_;
   const int consumer_;
   // With a cache of 8 bits there are no registers for a copy.
@@ -746,10 +748,10 @@ class HopperItem {
 };
 
 template <typename T, typename C, int kHeadSize>
-__global__ void __launch_bounds__(kHopperThreads, 1)
-    HopperAttention(Params p, Scratch scratch, QueryLengths lengths) {
-  using Shared = HopperShared<T, C, kHeadSize>;
-  using Registers = HopperRegisters<C, kHeadSize>;
+__global__ void __launch_bounds__(kPrefillThreads, 1)
+    PrefillAttention(Params p, Scratch scratch, QueryLengths lengths) {
+  using Shared = PrefillShared<T, C, kHeadSize>;
+  using Registers = PrefillRegisters<C, kHeadSize>;
   auto* shared = reinterpret_cast<Shared*>(gpu::SharedMemory());
   if (threadIdx.x == 0) shared->Init();
   gpu::LetNextKernelBegin();
@@ -757,24 +759,24 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   const int warpgroup = gpu::Shuffle(static_cast<int>(threadIdx.x / kThreads), 0);  // uniform
   if (warpgroup == 0) {
     gpu::GiveRegistersBack<Registers::kProducer>();
-    HopperProducer<T, C, kHeadSize>(p, scratch, shared).Run(lengths);
+    PrefillProducer<T, C, kHeadSize>(p, scratch, shared).Run(lengths);
   } else {
     gpu::TakeRegisters<Registers::kConsumer>();
     const int consumer = warpgroup - 1;
     typename Shared::TileState tile;
     gpu::WaitForKernelsBefore();
     // The first turn to start products is the first consumer's.
-    if (consumer > 0) gpu::ArriveThreads(kTurnOf, kConsumers * kThreads);
+    if (consumer > 0) gpu::ArriveThreads(kTurnBarrier, kConsumers * kThreads);
     for (uint32_t n = 0;; ++n) {
       const auto stage = Shared::ItemState::Of(n);
       shared->items_barriers.WaitFilled(stage);
-      const HopperWork& work = shared->work[stage.index][consumer];
+      const PrefillWork& work = shared->work[stage.index][consumer];
       if (work.item.num_rows == -1) break;
-      HopperItem<T, C, kHeadSize>(p, scratch, work, consumer, shared)
+      PrefillConsumer<T, C, kHeadSize>(p, scratch, work, consumer, shared)
           .Compute(Shared::QueryState::Of(n), &tile);
       shared->items_barriers.Free(stage);
     }
-    if (consumer == 0) gpu::SyncThreads(kTurnOf, kConsumers * kThreads);  // a turn too many
+    if (consumer == 0) gpu::SyncThreads(kTurnBarrier, kConsumers * kThreads);  // a turn too many
   }
 }
 

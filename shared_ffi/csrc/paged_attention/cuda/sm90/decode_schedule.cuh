@@ -3,8 +3,8 @@
 // lengths of 32 sequences at once, one in each lane, and everybody else takes what it found.
 #pragma once
 
+#include "../schedule.cuh"
 #include "decode_numbers.h"
-#include "schedule.cuh"
 
 namespace xla_gpu::paged_attention {
 

@@ -5,7 +5,9 @@
 // logits of position j. Then all lanes add up the weighted V, each in its own columns.
 #pragma once
 
-#include "rows.cuh"
+#include "../page_table.cuh"
+#include "../schedule.cuh"
+#include "../state.cuh"
 
 namespace xla_gpu::paged_attention {
 
@@ -111,10 +113,10 @@ __global__ void __launch_bounds__(kThreads, 2)
         }
         max = fmaxf(max, state[r].max);
         const float shift = max == -kInfinity ? 0.0f : max;
-        const float shrink = gpu::Exp2(state[r].max - shift);
+        const float rescale = gpu::Exp2(state[r].max - shift);
         weights[r] = gpu::Exp2(logit - shift);
-        state[r] = {max, gpu::Fma(state[r].sum, shrink, weights[r])};
-        for (float& sum : sums[r]) sum *= shrink;
+        state[r] = {max, gpu::Fma(state[r].sum, rescale, weights[r])};
+        for (float& sum : sums[r]) sum *= rescale;
         if constexpr (kIs8Bit<T>) weights[r] *= place.v_scale;
       }
       for (int j = 0; j < gpu::kWarpSize; ++j) {

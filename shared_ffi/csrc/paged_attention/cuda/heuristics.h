@@ -1,0 +1,127 @@
+// Every choice that follows from a call's sizes: how a long context is cut into splits that run
+// side by side, and which kernels can take a call.
+//
+// A split follows from one sequence and the model's sizes alone, never from the rest of the batch
+// or its padding: that is what keeps a sequence's bits the same in any batch.
+#pragma once
+
+#include <cstdint>
+
+#include "../../storage.h"
+#include "../params.h"
+
+namespace xla_gpu::paged_attention {
+
+// Splits begin at multiples of this many positions: the largest KV tile of the kernels.
+inline constexpr int64_t kTileAlignment = 128;
+
+// A split has at least this many positions: shorter ones cost more to merge than they save.
+inline constexpr int64_t kMinSplit = 256;
+
+// Query rows (a row is a query token and head) that share one reading of K and V.
+inline constexpr int64_t kMaxRowsPerItem = 64;
+
+// Work items that fill a large GPU. A sequence that has them without splits is not split.
+inline constexpr int64_t kEnoughItems = 256;
+
+// a / b for 0 <= a < 2^32, which a GPU computes in a fraction of the instructions of a division of
+// 64 bits.
+XLA_GPU_HOST_DEVICE inline int64_t DivideU32(int64_t a, int64_t b) {
+  return b > a ? 0 : static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+}
+
+// Query tokens whose rows fit one query tile.
+XLA_GPU_HOST_DEVICE inline int64_t TokensPerTile(const Params& p) {
+  return Larger(1, DivideU32(kMaxRowsPerItem, DivideU32(p.num_heads, p.num_kv_heads)));
+}
+
+// Most splits of a sequence with one query tile.
+XLA_GPU_HOST_DEVICE inline int64_t SplitLimit(const Params& p) {
+  return Larger(32, DivideU32(kEnoughItems, p.num_kv_heads));
+}
+
+// Most splits of a sequence with `q_len` query tokens. The more query tiles it has, the fewer
+// splits fill a GPU; that bounds its partial results, too.
+XLA_GPU_HOST_DEVICE inline int64_t SplitLimit(const Params& p, int64_t q_len) {
+  const int64_t tokens = TokensPerTile(p);
+  if (q_len <= tokens) return SplitLimit(p);
+  const int64_t tiles = DivideU32(q_len + tokens - 1, tokens);
+  return Larger(1, DivideU32(kEnoughItems, p.num_kv_heads * tiles));
+}
+
+// The most query tokens of a sequence that is split.
+XLA_GPU_HOST_DEVICE inline int64_t MaxSplitTokens(const Params& p) {
+  return TokensPerTile(p) * Larger(1, DivideU32(kEnoughItems / 2, p.num_kv_heads));
+}
+
+// The sequences that a kernel takes: those with at least `min` and at most `max` query tokens.
+// Which kernel runs for a sequence thus follows from that sequence alone.
+struct QueryLengths {
+  int64_t min = 1;
+  int64_t max = INT64_MAX;
+
+  XLA_GPU_HOST_DEVICE bool Contain(int64_t q_len) const { return min <= q_len && q_len <= max; }
+};
+
+// Positions of each split (the last may have fewer) when q_len query tokens attend to `length`
+// positions.
+XLA_GPU_HOST_DEVICE inline int64_t SplitLength(const Params& p, int64_t q_len, int64_t length) {
+  const int64_t limit = SplitLimit(p, q_len);
+  const int64_t tiles = CeilDiv(DivideU32(length + limit - 1, limit), kTileAlignment);
+  return Larger(kMinSplit, tiles * kTileAlignment);
+}
+
+// Columns of V that a warp of the tensor core kernel adds up at most.
+inline constexpr int kMaxColumns = 256;
+// The largest head whose kernel has room in shared memory for a V that is not a part of K.
+inline constexpr int kMaxOwnValues = 2 * kMaxColumns;
+
+// Whether tensor core kernels can read and write a call's arrays: they copy rows 16 bytes at a
+// time, of int4 8.
+template <typename C>
+bool IsAligned(const Params& p) {
+  constexpr int64_t kChunk = 16 / sizeof(C);  // numbers
+  const int64_t key_chunk = ElementsOf(p.cache_dtype, kChunk);
+  const int64_t value_chunk = ElementsOf(p.value_cache_dtype, kChunk);
+  for (const int64_t size : {p.head_size, p.value_head_size, p.query_stride}) {
+    if (size % kChunk != 0) return false;
+  }
+  const auto is_multiple = [](const void* address, int64_t num_bytes) {
+    return reinterpret_cast<uintptr_t>(address) % num_bytes == 0;
+  };
+  constexpr int64_t kBytes = sizeof(C);
+  return p.cache.StridesAreMultiplesOf(key_chunk, value_chunk) && is_multiple(p.query, 16) &&
+         is_multiple(p.output, 16) && is_multiple(p.cache.keys, key_chunk * kBytes) &&
+         is_multiple(p.cache.values, value_chunk * kBytes);
+}
+
+// Whether the offset of each position in the cache is a 32-bit number of chunks of 16 bytes, as the
+// Hopper and decode kernels count them: up to 64 GiB.
+template <typename C>
+bool OffsetsFit32BitChunks(const Params& p) {
+  const int64_t last = p.cache.Offset(p.num_blocks - 1, p.block_size - 1);
+  return last < int64_t{UINT32_MAX} * (16 / static_cast<int64_t>(sizeof(C)));
+}
+
+// The head size that the tensor core kernel of a call must have at least. Wide heads whose V is a
+// part of K have a kernel of their own, which is for larger heads than any other.
+inline int64_t TensorCoreHeadSize(const Params& p) {
+  const bool is_wide = p.head_size > kMaxColumns;
+  return is_wide && p.is_latent ? Larger(p.head_size, kMaxOwnValues + 1) : p.head_size;
+}
+
+// Whether the tensor core kernel for heads of this size has room for the V of a call.
+inline bool FitsValues(int head_size, const Params& p) {
+  if (head_size > kMaxOwnValues && !p.is_latent) return false;
+  return p.value_head_size <= 2 * kMaxColumns;
+}
+
+inline constexpr int kRowsPerWarpTile = 16;  // query rows of a tensor core product
+
+// Whether max_query_len promises that no work item has more than `warp_rows` groups of 16 rows.
+inline bool FitsQueryTile(const Params& p, int warp_rows) {
+  const int64_t rows = int64_t{warp_rows} * kRowsPerWarpTile;
+  return p.max_query_len != 0 && p.max_query_len <= rows / (p.num_heads / p.num_kv_heads);
+}
+
+}  // namespace xla_gpu::paged_attention

@@ -1,0 +1,57 @@
+// Chunks of 16 bytes of the query, as they are or as float16.
+#pragma once
+
+#include "item.cuh"
+
+namespace xla_gpu::paged_attention {
+
+// Calls copy(row, chunk, from, exists) for each chunk of a query tile in shared memory: where it
+// comes from, and whether it exists. `thread` is one of kThreads.
+template <typename T, typename QueryRows, typename Copy>
+__device__ __forceinline__ void ForQueryChunks(const Params& p, const Item& item, int first_row,
+                                               int num_rows, int thread, const Copy& copy) {
+  for (int i = thread; i < num_rows * QueryRows::kChunks; i += kThreads) {
+    const int row = i / QueryRows::kChunks, chunk = i % QueryRows::kChunks;
+    const int column = chunk * QueryRows::kChunk;
+    const bool exists = first_row + row < item.num_rows && column < p.head_size;
+    const int64_t offset = exists ? QueryOffset(p, item, first_row + row) + column : 0;
+    copy(row, chunk, static_cast<const T*>(p.query) + offset, exists);
+  }
+}
+
+// A chunk of 16 bytes of a row: pairs of 16-bit numbers.
+struct alignas(16) FourPairs {
+  uint32_t pair[4] = {};
+};
+
+// A chunk of a query row as float16. The row is divided by a power of two, `factor`, that leaves
+// its largest number below 4. The kLanes lanes of the row call it together.
+template <int kLanes, typename T>
+__device__ __forceinline__ FourPairs HalvesOf(const T* from, bool exists, float* factor) {
+  constexpr int kElements = 8;
+  static_assert(gpu::kWarpSize % kLanes == 0, "the lanes of a row are in one warp");
+  struct alignas(16) Elements {
+    T element[kElements] = {};
+  };
+  const Elements elements = exists ? *reinterpret_cast<const Elements*>(from) : Elements();
+  float numbers[kElements], largest = 0;
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) {
+    numbers[i] = gpu::ToFloat(elements.element[i]);
+    largest = fmaxf(largest, fabsf(numbers[i]));
+  }
+  for (int mask = kLanes / 2; mask > 0; mask /= 2) {
+    largest = fmaxf(largest, gpu::ShuffleXor(largest, mask));
+  }
+  const uint32_t exponent = min(max(BitCast<uint32_t>(largest) >> 23, 1u), 253u);
+  const float inverse = BitCast<float>((254 - exponent) << 23);
+  FourPairs pairs;
+#pragma unroll
+  for (int i = 0; i < kElements / 2; ++i) {
+    pairs.pair[i] = gpu::Pack(numbers[2 * i] * inverse, numbers[2 * i + 1] * inverse, Half{});
+  }
+  *factor = BitCast<float>(exponent << 23);
+  return pairs;
+}
+
+}  // namespace xla_gpu::paged_attention
