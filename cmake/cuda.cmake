@@ -116,6 +116,7 @@ function(add_cuda_objects name)
     CUDA_COMPILER_LAUNCHER "${ANY_PYTHON};-I;${CMAKE_SOURCE_DIR}/cmake/resources.py")
   target_link_libraries(${name} PRIVATE cuda_settings)
   target_sources(handlers PRIVATE $<TARGET_OBJECTS:${name}>)
+  set_property(GLOBAL APPEND PROPERTY CUDA_OBJECTS $<TARGET_OBJECTS:${name}>)
 endfunction()
 
 file(GLOB CUDA_SOURCES CONFIGURE_DEPENDS */cuda.cu */cuda/run.cu)

@@ -1,8 +1,8 @@
 """Reports the registers, spills and shared memory of the CUDA kernels. CMake uses this file twice.
 
 As the compiler's launcher, `resources.py nvcc ...` runs a command and writes ptxas's report beside
-the object file. After linking, `resources.py --table MODULE FOLDER` prints a table of all kernels
-and writes it to FOLDER/resources.json, which a test reads.
+the object file. After linking, `resources.py --table MODULE FOLDER OBJECT...` prints a table of the
+objects' kernels and writes it to FOLDER/resources.json, which a test reads.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ def launch(command: list[str]) -> int:
     return outcome.returncode
 
 
-def kernels(reports: Path) -> list[dict[str, Any]]:
-    """The entries of ptxas's reports, one for each kernel and target."""
+def kernels(objects: list[str]) -> list[dict[str, Any]]:
+    """The entries of ptxas's reports, one for each kernel and target. The folder may hold reports of
+    objects that are no longer built."""
     found = []
-    for report in sorted(reports.rglob("*.ptxas")):
-        for part in report.read_text().split("Compiling entry function ")[1:]:
+    for path in objects:
+        for part in Path(path + ".ptxas").read_text().split("Compiling entry function ")[1:]:
             name, target = re.match(r"'(\S+)' for 'sm_(\w+)'", part).groups()
             kernel = re.search(
                 r"\d(TensorCoreAttention|DecodeAttention|PrefillAttention|CudaCoreAttention"
@@ -106,12 +107,12 @@ def add_occupancy(
         )
 
 
-def table(module: Path, folder: Path) -> None:
+def table(module: Path, folder: Path, objects: list[str]) -> None:
     """Prints and writes the table."""
     spec = importlib.util.spec_from_file_location("_native", module)
     native = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(native)
-    found = [entry for entry in kernels(folder) if entry["target"] in LIMITS]
+    found = [entry for entry in kernels(objects) if entry["target"] in LIMITS]
     add_occupancy(found, native.cuda_kernels())
     columns = ["kernel", "storage", "cache", "size", "warp_rows", "target"]
     found.sort(key=lambda entry: [entry[column] for column in columns])
@@ -125,6 +126,6 @@ def table(module: Path, folder: Path) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--table":
-        table(Path(sys.argv[2]), Path(sys.argv[3]))
+        table(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
     else:
         sys.exit(launch(sys.argv[1:]))

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Container, Iterable
@@ -260,6 +261,21 @@ def test_the_build_shows_the_warnings_of_ptxas() -> None:
     script = f'echo "{loss}" >&2; echo "{usage}" >&2'
     outcome = native.run(sys.executable, ROOT / "cmake/resources.py", "sh", "-c", script)
     assert outcome.stdout.splitlines() == [loss]
+
+
+def test_reports_of_objects_that_are_no_longer_built_do_not_count(tmp_path: Path) -> None:
+    """A kernel that was renamed leaves its report in the build folder."""
+    report = """ptxas info : Compiling entry function '_ZN7CombineI{type}EvS_' for 'sm_90a'
+0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+Used 40 registers"""
+    for name in ("now", "before"):
+        (tmp_path / f"{name}.cu.o.ptxas").write_text(report.format(type="f"))
+    script = "import sys, resources; print(len(resources.kernels(sys.argv[1:])))"
+    command = [sys.executable, "-c", script, tmp_path / "now.cu.o"]
+    outcome = subprocess.run(
+        command, cwd=ROOT / "cmake", capture_output=True, text=True, check=True
+    )
+    assert outcome.stdout == "1\n"
 
 
 def test_launcher_ignores_pythonpath(folder: Path) -> None:
