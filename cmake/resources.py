@@ -51,8 +51,8 @@ def launch(command: list[str]) -> int:
 
 
 def kernels(objects: list[str]) -> list[dict[str, Any]]:
-    """The entries of ptxas's reports, one for each kernel and target. The folder may hold reports of
-    objects that are no longer built."""
+    """The entries of ptxas's reports, one for each kernel and target. The build folder may hold
+    reports of objects that are no longer built."""
     found = []
     for path in objects:
         for part in Path(path + ".ptxas").read_text().split("Compiling entry function ")[1:]:

@@ -72,8 +72,8 @@ __device__ __forceinline__ float JoinSink(const Params& p, int64_t head, RowStat
 }
 
 // A thread block that computes the first splits of a sequence and kv head folds them itself. It
-// leaves the fold in the partial of the last of these splits, and its number as the state of a row's
-// first split; or it writes the row, if it has all splits.
+// leaves the fold in the partial of the last of these splits, and its number as the state of a
+// row's first split; or it writes the row, if it has all splits.
 struct MergedSplits {
   static constexpr float kMerged = -1;  // in place of a sum, which is not negative
   static constexpr float kWritten = -2;
