@@ -215,14 +215,13 @@ NO_CHOICE = (
 
 PROGRAM = """
 import sys
-from types import SimpleNamespace
 from tests.support import native
 from tests.support.gpu import EmulatedGpu, attend
 from tests.cases.case import Case
 module = native.load(sys.argv[1], "x._native")
 print(module.cuda_choice())
-keep = lambda x: None
-gpu = EmulatedGpu(SimpleNamespace(EagerCall=module.EagerCall, set_cuda_choice=keep, set_cuda_max_blocks=keep))
+module.set_cuda_choice = module.set_cuda_max_blocks = lambda x: None
+gpu = EmulatedGpu(module)
 case = Case(id="any", sequences=((1, 7),))
 attend(gpu, case.inputs(), **case.attributes())
 """

@@ -23,6 +23,7 @@ from tests.support import gpu
 from tests.support.calls import (
     checked_call,
     cpu_instruction_set,
+    eager_call,
     in_place,
     numbers,
     overload_of,
@@ -159,7 +160,7 @@ class CpuRunner:
             for i, spec in enumerate(call.results)
         ]
         attributes = trial.handler_attributes(numbers(call) | row_attributes)
-        handler = _native.EagerCall("cpu", call.target, attributes, specs(given), specs(results))
+        handler = eager_call(call.target, attributes, specs(given), specs(results))
 
         def run() -> tuple[np.ndarray, ...]:
             addresses = [[x.ctypes.data for x in some] for some in (given, results)]
