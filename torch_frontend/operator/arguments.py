@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shared_ffi.spec import ArraySpec, Call, dtype_error
+from shared_ffi.spec import Arguments, ArraySpec, Call, dtype_error
 from torch_frontend.operator.errors import devices_error, missing_error
 
 _SHAPE, _DTYPE = map(attrgetter, ("shape", "dtype"))
@@ -82,30 +82,28 @@ def scale_tensor(scale: Any, kv_cache: Any) -> Any:
     return torch.full((), scale, dtype=torch.float32, device=kv_cache.device)
 
 
-class Arguments(NamedTuple):
-    """The arguments of a call by their names in the schema."""
+class TensorArguments(NamedTuple):
+    """The arguments of a call on tensors."""
 
-    check: Callable[..., Call]
-    names: tuple[str, ...]
-    """The tensors' names, in the order of the call's operands."""
     tensors: tuple[torch.Tensor, ...]
-    options: tuple[tuple[str, Any], ...]
-    """All other arguments, except for those that the dispatcher omits: they have their default."""
+    """In the order of the call's operands."""
+    by_name: Arguments
+    """All arguments, except for those that the dispatcher omits: they have their default."""
 
-    def on(self, specs: Sequence[ArraySpec]) -> Call:
-        """The checked call on tensors of these shapes and dtypes. Sizes may be symbols."""
-        return self.check(**dict(zip(self.names, specs, strict=True)), **dict(self.options))
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors' names."""
+        return self.by_name.arrays
 
     def checked(self) -> Call:
         """The checked call on the tensors, whose shapes and dtypes repeat from call to call.
-        Symbols cannot be cached by value: with them, use `on`."""
-        sizes = (*map(_SHAPE, self.tensors), *map(_DTYPE, self.tensors))
-        return _checked(self._replace(tensors=()), *sizes)
+        Symbols cannot be cached by value: with them, use `by_name.on`."""
+        return _checked(self.by_name, *map(_SHAPE, self.tensors), *map(_DTYPE, self.tensors))
 
 
 @lru_cache(maxsize=4096)
 def _checked(arguments: Arguments, *sizes: Any) -> Call:
-    count = len(arguments.names)
+    count = len(arguments.arrays)
     return arguments.on([*map(array_spec, sizes[:count], sizes[count:])])
 
 
@@ -129,7 +127,7 @@ class ArgumentReader:
             x.name for x in schema.arguments if str(x.type) == "Optional[Tensor]"
         ]
 
-    def read(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Arguments:
+    def read(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> TensorArguments:
         """Refuses tensors on several devices."""
         count = len(self._tensor_names)
         given = [x for x in self._optional_names if keywords.get(x) is not None]
@@ -138,7 +136,7 @@ class ArgumentReader:
         names = (*self._tensor_names, *given)
         tensors = (*arguments[:count], *[keywords[name] for name in given])
         refuse_several_devices(self._op, names, tensors)
-        return Arguments(self._check, names, tensors, tuple(options.items()))
+        return TensorArguments(tensors, Arguments(self._check, names, tuple(options.items())))
 
 
 def refuse_several_devices(op: str, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:

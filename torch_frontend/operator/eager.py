@@ -26,7 +26,7 @@ from shared_ffi.spec import ArraySpec, Call, dtype_error, shape_error, value_err
 from torch_frontend.operator import errors
 from torch_frontend.operator.arguments import (
     ArgumentReader,
-    Arguments,
+    TensorArguments,
     array_spec,
     refuse_several_devices,
     specs,
@@ -113,7 +113,7 @@ class Eager:
         given = {name: value for name, value in keywords.items() if name != "out"}
         bound = self._reader.read(arguments, given)
         operands, copied = self.in_memory(bound)
-        call = bound.on(operands)
+        call = bound.by_name.on(operands)
         if out is not None:
             check_out(call, bound.tensors[0], out)
         num_written = len(call.aliases) if out is None else 1
@@ -133,7 +133,7 @@ class Eager:
         )
 
     def in_memory(
-        self, bound: Arguments, *, takes_rows: bool = True
+        self, bound: TensorArguments, *, takes_rows: bool = True
     ) -> tuple[list[ArraySpec], list[int]]:
         """The operands as a handler takes them, and the numbers of those that must be copied for
         that. Each is contiguous, `strided`, or one of `rows` unless `takes_rows` is False. A copy
