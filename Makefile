@@ -39,7 +39,7 @@ check: lint  ## style, types, and the quick tests, in 3 minutes
 		'tests/backends/test_parity.py::test_kv_cache_update[head-size-1]' \
 		'tests/torch_frontend/test_openxla.py::test_paged_attention[mixed-f32]' \
 		'tests/torch_frontend/test_openxla.py::test_kv_cache_update[head-size-1]' \
-		tests/kernels/test_mutation.py::test_the_faults_fit_the_sources
+		tests/kernels/test_mutation.py::test_the_mutants_fit_the_sources
 
 test: $(VENV)/installed $(VENV)/jax-cuda/installed  ## the tests: each kind, and each pair of features
 	$(PYTEST)

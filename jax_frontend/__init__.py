@@ -10,7 +10,7 @@ except ImportError as _error:
         "jax_frontend needs JAX, which is not installed: pip install 'xla-paged-attention[jax]'"
     ) from _error
 
-from jax_frontend._vmap import rules as _rules  # registers them
+from jax_frontend._vmap import batching as _batching  # registers the rule of jax.vmap
 from jax_frontend.batch import Batch, BlockPool, pad_batch, slot_mapping
 from jax_frontend.compat._ragged_hd64 import ragged_paged_attention_hd64
 from jax_frontend.compat._ragged_v2 import ragged_paged_attention
@@ -21,7 +21,7 @@ from jax_frontend.paged_attention import paged_attention
 from jax_frontend.simple_add import simple_add
 from shared_ffi import __version__ as __version__
 
-del jax, _rules
+del jax, _batching
 
 __all__ = [
     "Batch",

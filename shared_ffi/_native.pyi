@@ -56,7 +56,7 @@ def observe_eager_calls(function: Callable[[str, list[int]], object] | None) -> 
 def cpu_instruction_sets() -> list[str]: ...
 def cpu_instruction_set() -> str: ...
 def set_cpu_instruction_set(name: str) -> None: ...
-def metadata_fault(
+def metadata_error(
     context_lens: np.ndarray,
     block_tables: np.ndarray,
     query_start_loc: np.ndarray,
@@ -72,7 +72,7 @@ def metadata_fault(
     max_query_len: int,
     is_causal: bool,
 ) -> str: ...
-def token_fault(
+def token_error(
     slot_mapping: np.ndarray,
     positions: np.ndarray | None,
     *,

@@ -248,7 +248,7 @@ def check_values(
     else:
         causal = (on_host(causal) != 0).astype(np.int32, order="C")
     _window_right(causal, window_right)
-    fault = _native.metadata_fault(
+    error = _native.metadata_error(
         arrays["context_lens"],
         arrays["block_tables"],
         arrays["query_start_loc"],
@@ -263,8 +263,8 @@ def check_values(
         max_query_len=_max_query_len(max_query_len).item(),
         is_causal=causal is True,
     )
-    if fault:
-        raise ValueError(f"{OP}: {fault}")
+    if error:
+        raise ValueError(f"{OP}: {error}")
 
 
 def _words(tree_mask: Any) -> np.ndarray:
@@ -316,7 +316,7 @@ def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
     return flags_bytes + num_slots * sizes.slot_bytes
 
 
-def _num_shared_heads(query: ArraySpec, cache: _kv_cache.KvCache) -> int:
+def _num_shared_heads(query: ArraySpec, cache: _kv_cache.KvLayout) -> int:
     """See Call. Strided queries are a part of an array whose heads are not known here."""
     if query.strides:
         return 0

@@ -729,13 +729,13 @@ def faulty_metadata() -> dict[str, tuple[dict[int, Any], list[int]]]:
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("fault", faulty_metadata())
-def test_faulty_metadata(fault: str, dtype: str, each_kernel: Gpu) -> None:
+@pytest.mark.parametrize("what", faulty_metadata())
+def test_faulty_metadata(what: str, dtype: str, each_kernel: Gpu) -> None:
     """Faulty metadata never causes a read outside the arrays. It makes the rows of its sequences
     NaN and leaves the bits of all others."""
     inputs, starts = batch(dtype)
     sound = attend(each_kernel, inputs, scale=0.2)
-    changes, lost = faulty_metadata()[fault]
+    changes, lost = faulty_metadata()[what]
     faulty = [np.array(x) for x in inputs]
     for operand, entries in changes.items():
         for index, value in entries:
@@ -951,13 +951,13 @@ def test_numbers_that_change_during_the_call(kernel: str, gpu: Gpu, monkeypatch:
     assert isinstance(gpu, EmulatedGpu)
     rng = np.random.default_rng(zlib.crc32(kernel.encode()))
     calls = [ChangingCall(case) for case in CASES_THAT_CHANGE[kernel]]
-    number, faults = 1000 if selection.everything else 36, []
+    number, errors = 1000 if selection.everything else 36, []
     for i in range(number):
         try:
             calls[i % len(calls)].run_with_a_change(gpu, kernel, rng)
         except RuntimeError as error:
-            faults.append(str(error))
-    assert not faults, f"{len(faults)} of {number} calls: {faults[0]}"
+            errors.append(str(error))
+    assert not errors, f"{len(errors)} of {number} calls: {errors[0]}"
     assert any(count > 0 for call in calls for count in call.counts.values())
 
 

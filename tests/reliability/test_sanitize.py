@@ -42,7 +42,7 @@ threads = [threading.Thread(target=run) for _ in range(2)]
 [thread.join() for thread in threads]
 """
 
-FAULTS = {
+BUGS = {
     "address": (OVERFLOW, "AddressSanitizer: heap-buffer-overflow"),
     "thread": (RACE, "ThreadSanitizer: data race"),
 }
@@ -66,7 +66,7 @@ def test_sanitizer(name: str, tmp_path: Path) -> None:
             capture_output=True,
         )
 
-    script, message = FAULTS[name]
+    script, message = BUGS[name]
     assert message in run("-c", script, module).stderr
     for command in sanitize.commands(module, seconds=1, seed=1, tests=False):
         outcome = run(*command)

@@ -396,7 +396,7 @@ def test_the_library_exports_only_what_others_call() -> None:
         "CpuInstructionSets",
         "Handlers",
         "LongLived",
-        "MetadataFault",
+        "MetadataError",
         "aoti_torch_cpu__xla_gpu_call",
         "aoti_torch_cuda__xla_gpu_call",
         "xla_gpu_handler",

@@ -255,9 +255,9 @@ inline DType StorageOf(CallReader* call, const char* name) {
 }
 
 // Success, or what is wrong with the values in the arrays; empty if nothing is.
-inline ffi::Error FaultOf(const char* op, const std::string& fault) {
-  if (fault.empty()) return ffi::Error::Success();
-  return ffi::Error::InvalidArgument(StrCat(op, ": ", fault));
+inline ffi::Error ErrorOf(const char* op, const std::string& error) {
+  if (error.empty()) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument(StrCat(op, ": ", error));
 }
 
 // Success, or the call of the CUDA runtime that failed.

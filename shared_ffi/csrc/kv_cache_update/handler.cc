@@ -111,7 +111,7 @@ ffi::Error OnCpu(ffi::RemainingArgs operands, ffi::RemainingRets results,
   const std::vector<char> slots = Copy(&params.slot_mapping, params.num_tokens);
   const std::vector<char> positions = Copy(&params.rotary.positions, params.num_tokens);
   // Before anything is written, so that an error leaves cache and query as they were.
-  XLA_GPU_RETURN_IF_ERROR(FaultOf(kOp, TokenFault(params)));
+  XLA_GPU_RETURN_IF_ERROR(ErrorOf(kOp, TokenError(params)));
   RunOnCpu(params, executor);
   return ffi::Error::Success();
 }

@@ -87,7 +87,7 @@ ffi::Error OnCpu(ffi::RemainingArgs operands, ffi::RemainingRets results,
   XLA_GPU_RETURN_IF_ERROR(MakeParams(&call, /*num_scratch=*/0, &params));
   XLA_GPU_RETURN_IF_ERROR(call.Finish());
   const MetadataCopy copy(&params);
-  XLA_GPU_RETURN_IF_ERROR(FaultOf(kOp, MetadataFault(params)));
+  XLA_GPU_RETURN_IF_ERROR(ErrorOf(kOp, MetadataError(params)));
   RunOnCpu(params, executor);
   return ffi::Error::Success();
 }

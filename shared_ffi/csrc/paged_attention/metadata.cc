@@ -26,7 +26,7 @@ struct NeededBlocks {
 
 }  // namespace
 
-std::string MetadataFault(const Params& p) {
+std::string MetadataError(const Params& p) {
   const int64_t num_seqs = *p.num_seqs;
   if (num_seqs < 0 || num_seqs > p.max_seqs) {
     return StrCat("num_seqs must be from 0 to max_seqs=", p.max_seqs, "; got ", num_seqs);

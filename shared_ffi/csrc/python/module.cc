@@ -81,7 +81,7 @@ NB_MODULE(_native_of_main, m) {
   xla_gpu::BindTorchRules(m);
   xla_gpu::BindEagerKernel(m);
   xla_gpu::BindKernels(m);
-  xla_gpu::BindRules(m);
+  xla_gpu::BindChecks(m);
 }
 
 // What Python calls to import the module. nanobind keeps the types of one interpreter for the whole
