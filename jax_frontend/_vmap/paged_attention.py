@@ -19,9 +19,9 @@ from jax_frontend._vmap.operands import (
     take,
 )
 from shared_ffi import kv_cache as _kv_cache
-from shared_ffi.paged_attention import OP
+from shared_ffi.paged_attention import OP, TOKEN_PAIRS
 
-_OF_TOKENS = ("query", "tree_mask", "bidirectional_ranges")
+_OF_TOKENS = ("query", *TOKEN_PAIRS)
 _OF_BATCH = (*_OF_TOKENS, "context_lens", "block_tables", "query_start_loc", "num_seqs", "causal")
 
 
