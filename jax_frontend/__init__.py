@@ -12,9 +12,11 @@ except ImportError as _error:
 
 from jax_frontend._vmap import batching as _batching  # registers the rule of jax.vmap
 from jax_frontend.batch import Batch, BlockPool, pad_batch, slot_mapping
-from jax_frontend.compat._ragged_hd64 import ragged_paged_attention_hd64
 from jax_frontend.compat._ragged_v2 import ragged_paged_attention
-from jax_frontend.compat._ragged_v3 import ragged_paged_attention_v3
+from jax_frontend.compat._ragged_v3 import (
+    ragged_paged_attention_hd64,
+    ragged_paged_attention_v3,
+)
 from jax_frontend.kv_cache_update import kv_cache_update
 from jax_frontend.merge_attention import merge_attention
 from jax_frontend.paged_attention import paged_attention
