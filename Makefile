@@ -45,7 +45,7 @@ test: $(VENV)/installed $(VENV)/jax-cuda/installed  ## the tests: each kind, and
 	$(PYTEST)
 
 test-all: $(VENV)/installed $(VENV)/jax-cuda/installed  ## each combination of features, and longer campaigns
-	$(PYTEST) --all --feature-table=build/features.md
+	$(PYTEST) --all
 
 lint: export PREK_HOME := $(abspath build/cache/prek)
 lint: $(VENV)/installed  ## style, which it mends where it can, and types
