@@ -97,7 +97,8 @@ def ragged_paged_attention_v3(
     return ragged(
         OP,
         *(queries, keys, values, kv_cache),
-        *(kv_lens, page_indices, cu_q_lens, distribution, attention_sink),
+        *(kv_lens, page_indices, cu_q_lens, distribution),
+        attention_sink,
         kv_layout=PACKED_ROWS,
         scale=sm_scale,
         causal=use_causal_mask,
@@ -172,7 +173,8 @@ def ragged_paged_attention_hd64(
     return ragged(
         OP_HD64,
         *(queries, keys, values, kv_cache),
-        *(kv_lens, page_indices, cu_q_lens, distribution, attention_sink),
+        *(kv_lens, page_indices, cu_q_lens, distribution),
+        attention_sink,
         kv_layout=PACKED_PAIRS,
         scale=sm_scale,
         causal=use_causal_mask,
