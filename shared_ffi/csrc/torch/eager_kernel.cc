@@ -65,17 +65,20 @@ struct PreparedCall {
 };
 
 // Makes a tensor's device the current one for a while, as torch.cuda.device does, by the functions
-// of PyTorch that it calls: in C, as this library is built without PyTorch.
+// of PyTorch that it calls: this library is built without PyTorch.
 class CurrentDevice {
  public:
-  CurrentDevice(nb::handle torch, nb::handle tensor)
-      : torch_(torch),
-        index_(tensor.attr("get_device")()),
-        previous_(torch.attr("cuda").attr("_exchange_device")(index_)) {}
+  CurrentDevice(nb::handle torch, nb::handle tensor) : torch_(torch) {
+    static const nb::handle get_device = Interned("get_device"),
+                            exchange = Interned("_exchange_device");
+    index_ = tensor.attr(get_device)();
+    previous_ = Cuda().attr(exchange)(index_);
+  }
   CurrentDevice(const CurrentDevice&) = delete;
   ~CurrentDevice() {
+    static const nb::handle restore = Interned("_maybe_exchange_device");
     try {
-      torch_.attr("cuda").attr("_maybe_exchange_device")(previous_);
+      Cuda().attr(restore)(previous_);
     } catch (nb::python_error& error) {
       error.discard_as_unraisable("torch.cuda._maybe_exchange_device");
     }
@@ -83,11 +86,16 @@ class CurrentDevice {
 
   // PyTorch's current stream. What is queued there can be captured.
   void* stream() const {
-    const nb::object stream = torch_.attr("_C").attr("_cuda_getCurrentRawStream")(index_);
-    return reinterpret_cast<void*>(nb::cast<uintptr_t>(stream));
+    static const nb::handle c = Interned("_C"), get = Interned("_cuda_getCurrentRawStream");
+    return reinterpret_cast<void*>(nb::cast<uintptr_t>(torch_.attr(c).attr(get)(index_)));
   }
 
  private:
+  nb::object Cuda() const {
+    static const nb::handle cuda = Interned("cuda");
+    return torch_.attr(cuda);
+  }
+
   nb::handle torch_;
   nb::object index_, previous_;
 };
