@@ -39,13 +39,13 @@ check: lint  ## style, types, and the quick tests, in 3 minutes
 		'tests/backends/test_parity.py::test_kv_cache_update[head-size-1]' \
 		'tests/torch_frontend/test_openxla.py::test_paged_attention[mixed-f32]' \
 		'tests/torch_frontend/test_openxla.py::test_kv_cache_update[head-size-1]' \
-		tests/kernels/test_mutation.py::test_the_faults_fit_the_sources
+		tests/kernels/test_mutation.py::test_the_mutants_fit_the_sources
 
 test: $(VENV)/installed $(VENV)/jax-cuda/installed  ## the tests: each kind, and each pair of features
 	$(PYTEST)
 
 test-all: $(VENV)/installed $(VENV)/jax-cuda/installed  ## each combination of features, and longer campaigns
-	$(PYTEST) --all --feature-table=build/features.md
+	$(PYTEST) --all
 
 lint: export PREK_HOME := $(abspath build/cache/prek)
 lint: $(VENV)/installed  ## style, which it mends where it can, and types

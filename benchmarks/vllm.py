@@ -33,6 +33,7 @@ from vllm import LLM, SamplingParams
 from benchmarks import machine
 from benchmarks.cpu.peers import vllm_update
 from harness.checkpoint import unpacked
+from shared_ffi import _native
 from torch_frontend.operator.define import COMPILED_OPS
 
 BACKENDS = {"ours": "CUSTOM", "vLLM": None}
@@ -174,7 +175,8 @@ def _kernel(
     """The handler alone, called from Python."""
     prepared = COMPILED_OPS[f"xla_gpu::{name}"].eager.prepare("cpu", operands, keywords)
     addresses = [x.data_ptr() for x in operands if isinstance(x, torch.Tensor)]
-    return lambda: prepared.call(addresses, [written.data_ptr()])
+    handler = _native.EagerCall(*prepared[:4])
+    return lambda: handler(addresses, [written.data_ptr()])
 
 
 _ONES = torch.ones(4)

@@ -10,18 +10,20 @@ except ImportError as _error:
         "jax_frontend needs JAX, which is not installed: pip install 'xla-paged-attention[jax]'"
     ) from _error
 
-from jax_frontend._vmap import rules as _rules  # registers them
+from jax_frontend._vmap import batching as _batching  # registers the rule of jax.vmap
 from jax_frontend.batch import Batch, BlockPool, pad_batch, slot_mapping
-from jax_frontend.compat._ragged_hd64 import ragged_paged_attention_hd64
 from jax_frontend.compat._ragged_v2 import ragged_paged_attention
-from jax_frontend.compat._ragged_v3 import ragged_paged_attention_v3
+from jax_frontend.compat._ragged_v3 import (
+    ragged_paged_attention_hd64,
+    ragged_paged_attention_v3,
+)
 from jax_frontend.kv_cache_update import kv_cache_update
 from jax_frontend.merge_attention import merge_attention
 from jax_frontend.paged_attention import paged_attention
 from jax_frontend.simple_add import simple_add
 from shared_ffi import __version__ as __version__
 
-del jax, _rules
+del jax, _batching
 
 __all__ = [
     "Batch",

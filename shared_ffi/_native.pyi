@@ -16,8 +16,7 @@ def register_at(address: int, target: str, platform: str, handler: Any) -> None:
 class EagerCall:
     def __init__(
         self,
-        platform: str,
-        target: str,
+        handler: Any,
         attributes: dict[str, float | int],
         operands: Sequence[ArraySpec],
         results: Sequence[ArraySpec],
@@ -29,8 +28,6 @@ class EagerCall:
         num_threads: int = 1,
         stream: int = 0,
     ) -> None: ...
-
-def observe_eager_calls(function: Callable[[str, list[int]], object] | None) -> None: ...
 
 class TorchRules:
     def __init__(self, torch: Any, errors: Any) -> None: ...
@@ -46,26 +43,26 @@ class EagerKernel:
     def __init__(
         self,
         op: str,
+        is_on_cuda: bool,
         rules: TorchRules,
         prepare: Callable[[tuple[Any, ...], dict[str, Any]], Any],
-        launch: Callable[[EagerCall, list[int], list[int], Any], None] | None,
         keys: Sequence[int],
         otherwise: Callable[..., Any] | None,
         returns_out: bool,
     ) -> None: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
+def observe_eager_calls(function: Callable[[str, list[int]], object] | None) -> None: ...
 def cpu_instruction_sets() -> list[str]: ...
 def cpu_instruction_set() -> str: ...
 def set_cpu_instruction_set(name: str) -> None: ...
-def metadata_fault(
+def metadata_error(
     context_lens: np.ndarray,
     block_tables: np.ndarray,
     query_start_loc: np.ndarray,
     num_seqs: int,
     *,
-    tree_mask: np.ndarray | None,
-    bidirectional_ranges: np.ndarray | None,
+    token_pairs: dict[str, np.ndarray],
     causal: np.ndarray | None,
     num_tokens: int,
     num_blocks: int,
@@ -74,7 +71,7 @@ def metadata_fault(
     max_query_len: int,
     is_causal: bool,
 ) -> str: ...
-def token_fault(
+def token_error(
     slot_mapping: np.ndarray,
     positions: np.ndarray | None,
     *,

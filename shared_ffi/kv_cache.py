@@ -74,7 +74,7 @@ _WITH_KV = {"h2": "h", "2h": "h", "2d": "d"}
 """The axes that also count K and V, and what else they count."""
 
 
-class KvCache(NamedTuple):
+class KvLayout(NamedTuple):
     """Sizes of a paged cache, and its strides in elements."""
 
     num_blocks: int
@@ -106,7 +106,7 @@ def check(
     *,
     value_head_size: int | None = None,
     is_latent: bool = False,
-) -> tuple[KvCache, tuple[tuple[str, np.int64], ...], list[ArraySpec]]:
+) -> tuple[KvLayout, tuple[tuple[str, np.int64], ...], list[ArraySpec]]:
     """Checks layout, shapes and strides of a cache.
 
     Args:
@@ -160,7 +160,7 @@ def check(
             rule = f"have equal distances along {_describe(axis, {})}"
             raise value_error(op, "kv_cache", rule, f"strides {list(strides)}")
     step = _steps(axes, strides, sizes)
-    cache = KvCache(
+    cache = KvLayout(
         num_blocks=sizes["n"],
         block_size=sizes["b"],
         num_kv_heads=sizes["h"],
@@ -272,7 +272,7 @@ def check_dtypes(
 def add_features(
     op: str,
     operands: Operands,
-    cache: KvCache,
+    cache: KvLayout,
     caches: Sequence[ArraySpec],
     k_scale: ArraySpec | None,
     v_scale: ArraySpec | None,
@@ -313,7 +313,7 @@ def add_features(
 
 
 def _add_scales(
-    op: str, operands: Operands, cache: KvCache, argument: str, scales: ArraySpec
+    op: str, operands: Operands, cache: KvLayout, argument: str, scales: ArraySpec
 ) -> None:
     # A list of pairs: symbolic sizes cannot be keys of a dict.
     head_dims: list[tuple[tuple[int, ...], int | None]] = [

@@ -192,7 +192,7 @@ def _check_query(query: ArraySpec, key: ArraySpec) -> None:
 
 
 def _num_shared_heads(
-    key: ArraySpec, value: ArraySpec, query: ArraySpec | None, cache: _kv_cache.KvCache
+    key: ArraySpec, value: ArraySpec, query: ArraySpec | None, cache: _kv_cache.KvLayout
 ) -> int:
     """See Call. Strided rows are a part of an array whose heads are not known here."""
     if any(rows is not None and rows.strides for rows in (key, value, query)):
@@ -232,5 +232,5 @@ def check_values(
         rows = np.ascontiguousarray(on_host(positions), np.int64)
         max_positions = cos_sin_cache.shape[0]
     sizes = {"num_blocks": num_blocks, "block_size": block_size, "max_positions": max_positions}
-    if fault := _native.token_fault(slots, rows, **sizes):
-        raise ValueError(f"{OP}: {fault}")
+    if error := _native.token_error(slots, rows, **sizes):
+        raise ValueError(f"{OP}: {error}")

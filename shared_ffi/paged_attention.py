@@ -42,6 +42,9 @@ MAX_CONTEXT_LEN = 2**31 - 1024
 MAX_TREE_TOKENS = 64
 """The most query tokens of a sequence with a tree mask; no sliding window is shorter."""
 
+TOKEN_PAIRS = ("tree_mask", "bidirectional_ranges")
+"""The optional arrays with two integers for each token, in the order of their operands."""
+
 _MAX_MASK_VALUE = -1e4
 _MAX_SCALE = 2.0**126
 
@@ -135,10 +138,7 @@ def check(
         if per_head.dtype != "float32":
             raise dtype_error(OP, feature, "dtype float32", per_head.dtype)
         operands.add_feature(feature, per_head, 0)
-    for feature, pairs in (
-        ("tree_mask", tree_mask),
-        ("bidirectional_ranges", bidirectional_ranges),
-    ):
+    for feature, pairs in zip(TOKEN_PAIRS, (tree_mask, bidirectional_ranges), strict=True):
         if pairs is None:
             continue
         if not has_shape(pairs, (num_tokens, 2)):
@@ -242,19 +242,21 @@ def check_values(
         name: np.clip(on_host(array), limits.min, limits.max).astype(np.int32, order="C")
         for name, array in arrays.items()
     }
+    pairs = {name: arrays[name] for name in TOKEN_PAIRS if name in arrays}
+    if tree_mask is not None:
+        pairs["tree_mask"] = _words(tree_mask)
     num_blocks, block_size = _kv_cache.num_blocks_and_size(OP, kv_layout, kv_cache.shape)
     if isinstance(causal, bool | np.bool_):
         causal = flag(OP, "causal", causal)
     else:
         causal = (on_host(causal) != 0).astype(np.int32, order="C")
     _window_right(causal, window_right)
-    fault = _native.metadata_fault(
+    error = _native.metadata_error(
         arrays["context_lens"],
         arrays["block_tables"],
         arrays["query_start_loc"],
         arrays["num_seqs"].item(),
-        tree_mask=None if tree_mask is None else _words(tree_mask),
-        bidirectional_ranges=arrays.get("bidirectional_ranges"),
+        token_pairs=pairs,
         causal=None if isinstance(causal, bool) else causal,
         num_tokens=query.shape[0],
         num_blocks=num_blocks,
@@ -263,8 +265,8 @@ def check_values(
         max_query_len=_max_query_len(max_query_len).item(),
         is_causal=causal is True,
     )
-    if fault:
-        raise ValueError(f"{OP}: {fault}")
+    if error:
+        raise ValueError(f"{OP}: {error}")
 
 
 def _words(tree_mask: Any) -> np.ndarray:
@@ -316,7 +318,7 @@ def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
     return flags_bytes + num_partials * sizes.partial_bytes
 
 
-def _num_shared_heads(query: ArraySpec, cache: _kv_cache.KvCache) -> int:
+def _num_shared_heads(query: ArraySpec, cache: _kv_cache.KvLayout) -> int:
     """See Call. Strided queries are a part of an array whose heads are not known here."""
     if query.strides:
         return 0

@@ -43,17 +43,17 @@ class ArraySpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Arguments:
-    """What an op's check was called with, by name."""
+    """What an op's check is called with, by name."""
 
     check: Callable[..., Call]
     arrays: tuple[str, ...]
     """In the order of the operands."""
     options: tuple[tuple[str, Any], ...]
-    """The arguments that are no arrays, where they differ from their default. However the caller
-    spelled a number, it is the same float, int or bool here."""
+    """The arguments that are no arrays."""
 
     def as_text(self) -> str:
-        """The arguments as Python literals: equal arguments have equal text in every process."""
+        """The arguments of a checked call as Python literals: equal arguments have equal text in
+        every process."""
         return str((self.arrays, dict(self.options)))
 
     @classmethod
@@ -93,7 +93,8 @@ class Call:
     cuda_scratch_bytes: Callable[[Call, Smaller], int] | None = None
     """Computes the size of the CUDA kernels' scratch; None: they need none."""
     arguments: Arguments | None = None
-    """What the check was called with, which `records_arguments` adds."""
+    """What the check was called with, which `records_arguments` adds: only the options that differ
+    from their default. However the caller spelled a number, it is the same float, int or bool."""
 
     def __str__(self) -> str:
         options = self.arguments.options if self.arguments else ()

@@ -14,7 +14,7 @@ import numpy as np
 from shared_ffi.spec import ArraySpec, Scalar, value_error
 
 _MAX_ELEMENTS = 2**30
-"""Of a token. Kernels number them with 32 bits."""
+"""The most elements of a token, which kernels number with 32 bits."""
 
 
 def check(op: str, argument: str, rows: ArraySpec) -> None:

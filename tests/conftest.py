@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
-from tests.support.feature_table import FeatureTable, record_proven_features
 from tests.support.scripts import dump_flags
 
 if TYPE_CHECKING:
@@ -56,9 +55,6 @@ if importlib.util.find_spec("vllm") is None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--feature-table", help="the file to write the table of features and backends to"
-    )
-    parser.addoption(
         "--native", help="a build of shared_ffi._native to test instead of the installed one"
     )
     parser.addoption(
@@ -90,9 +86,6 @@ def pytest_configure(config: pytest.Config) -> None:
     examples = 300 if selection.everything else 40
     settings.register_profile("tests", max_examples=examples, deadline=None, derandomize=True)
     settings.load_profile("tests")
-    is_worker = hasattr(config, "workerinput")
-    if (table := config.getoption("--feature-table")) and not is_worker:
-        config.pluginmanager.register(FeatureTable(Path(table)))
     if path := config.getoption("--native"):
         from tests.support import native  # noqa: PLC0415  (settings above come first)
 
@@ -118,10 +111,6 @@ def pytest_collection_finish() -> None:
     transformers collects after each generation, JAX whenever its caches are cleared."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    record_proven_features(item)
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,7 @@ import torch
 
 from shared_ffi import batch
 from shared_ffi.batch import Batch, BlockPool
-from shared_ffi.spec import dtype_error
-from torch_frontend.operator.arguments import check_types, refuse_several_devices, specs
+from torch_frontend.operator.arguments import checked, refuse_several_devices, specs
 from torch_frontend.operator.define import define_composite
 from torch_frontend.operator.dtensor import refuse_dtensors
 
@@ -64,19 +63,8 @@ def slot_mapping(
         ValueError: a shape is wrong, a size is negative, or tensors are on several devices.
         TypeError: an argument is no tensor or a DTensor, or not int32, or a size is no int.
     """
-    tensors = {
-        "context_lens": context_lens,
-        "block_tables": block_tables,
-        "query_start_loc": query_start_loc,
-        "num_seqs": num_seqs,
-    }
-    sizes = {"block_size": block_size, "num_tokens": num_tokens}
-    for name, size in sizes.items():
-        if size is None:
-            raise dtype_error(_OP, name, "type int", "NoneType")
-    check_types(_OP, tensors, options={name: (size, int) for name, size in sizes.items()})
-    slots: torch.Tensor = _OPERATOR(*tensors.values(), **sizes)
-    return slots
+    metadata = (context_lens, block_tables, query_start_loc, num_seqs)
+    return _OPERATOR(*metadata, block_size=block_size, num_tokens=num_tokens)  # type: ignore[no-any-return]
 
 
 _OP = "slot_mapping"
@@ -107,8 +95,11 @@ def _slot_mapping(
 
 
 # An operator, so that a compiler need not trace the checks: its sizes may be symbols.
-_OPERATOR = define_composite(
-    f"{_OP}(Tensor context_lens, Tensor block_tables, Tensor query_start_loc, Tensor num_seqs, *, "
-    "SymInt block_size, SymInt num_tokens) -> Tensor",
-    _slot_mapping,
+_OPERATOR = checked(
+    _OP,
+    define_composite(
+        f"{_OP}(Tensor context_lens, Tensor block_tables, Tensor query_start_loc, "
+        "Tensor num_seqs, *, SymInt block_size, SymInt num_tokens) -> Tensor",
+        _slot_mapping,
+    ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shared_ffi import kv_cache_update as op
-from torch_frontend.operator.arguments import check_types, scale_tensor
+from torch_frontend.operator.arguments import checked, scale_tensor
 from torch_frontend.operator.define import define
 
 DEFAULT = define(
@@ -17,6 +17,7 @@ DEFAULT = define(
     strided=("kv_cache", "value_cache"),
     rows=("key", "value", "query"),
 )
+_DEFAULT = checked(op.OP, DEFAULT)
 
 
 def kv_cache_update(
@@ -76,22 +77,8 @@ def kv_cache_update(
         NotImplementedError: a tensor requires grad: the op has no derivative.
     """
     k_scale, v_scale = (scale_tensor(x, kv_cache) for x in (k_scale, v_scale))
-    tensors = {"kv_cache": kv_cache, "key": key, "value": value, "slot_mapping": slot_mapping}
-    optional = {
-        "value_cache": value_cache,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "query": query,
-        "positions": positions,
-        "cos_sin_cache": cos_sin_cache,
-    }
-    options, required = {"kv_layout": (kv_layout, str)}, {"interleaved": (interleaved, bool)}
-    check_types(op.OP, tensors, optional, options, required)
-    DEFAULT(
-        kv_cache,
-        key,
-        value,
-        slot_mapping,
+    _DEFAULT(
+        *(kv_cache, key, value, slot_mapping),
         value_cache=value_cache,
         kv_layout=kv_layout,
         k_scale=k_scale,

@@ -9,7 +9,7 @@ import torch
 
 from shared_ffi import paged_attention as op
 from shared_ffi.spec import ArraySpec, Call, value_error
-from torch_frontend.operator.arguments import check_types, scale_tensor
+from torch_frontend.operator.arguments import checked, scale_tensor
 from torch_frontend.operator.define import define
 
 _ARGUMENTS = (
@@ -40,6 +40,7 @@ LSE = define(
 OUT = define(
     f"paged_attention.out{_ARGUMENTS}, Tensor(a!) out) -> Tensor(a!)", _check, _CACHES, _ROWS
 )
+_DEFAULT, _LSE, _OUT = (checked(op.OP, overload) for overload in (DEFAULT, LSE, OUT))
 
 
 class _Options(TypedDict, total=False):
@@ -182,50 +183,12 @@ def paged_attention(
         if causal_seqs.dtype != torch.int32 and not causal_seqs.is_floating_point():
             causal_seqs = (causal_seqs != 0).int()
     k_scale, v_scale = (scale_tensor(x, kv_cache) for x in (k_scale, v_scale))
-    tensors = {
-        "query": query,
-        "kv_cache": kv_cache,
-        "context_lens": context_lens,
-        "block_tables": block_tables,
-        "query_start_loc": query_start_loc,
-        "num_seqs": num_seqs,
-    }
-    optional = {
-        "value_cache": value_cache,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "sinks": sinks,
-        "alibi_slopes": alibi_slopes,
-        "tree_mask": tree_mask,
-        "bidirectional_ranges": bidirectional_ranges,
-        "out": out,
-    }
-    options: dict[str, tuple[Any, type]] = {
-        "sliding_window": (sliding_window, int),
-        "soft_cap": (soft_cap, float),
-        "kv_layout": (kv_layout, str),
-        "window_right": (window_right, int),
-        "max_query_len": (max_query_len, int),
-        "value_head_size": (value_head_size, int),
-    }
-    required = {"scale": (scale, float), "causal": (causal, bool)}
-    check_types(op.OP, tensors, optional, options, required)
-    operator = LSE if return_lse else DEFAULT
-    keywords: dict[str, torch.Tensor] = {}
-    if out is not None:
-        if return_lse:
-            raise value_error(op.OP, "out", "be None with return_lse", "a tensor")
-        operator, keywords = OUT, {"out": out}
-    return operator(  # type: ignore[no-any-return]
-        query,
-        kv_cache,
-        context_lens,
-        block_tables,
-        query_start_loc,
-        num_seqs,
-        scale,
-        sliding_window,
-        soft_cap,
+    if out is not None and return_lse:
+        raise value_error(op.OP, "out", "be None with return_lse", "a tensor")
+    call = _LSE if return_lse else _DEFAULT if out is None else _OUT
+    return call(  # type: ignore[no-any-return]
+        *(query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs),
+        *(scale, sliding_window, soft_cap),
         value_cache=value_cache,
         kv_layout=kv_layout,
         k_scale=k_scale,
@@ -239,5 +202,5 @@ def paged_attention(
         max_query_len=max_query_len,
         value_head_size=value_head_size,
         causal_seqs=causal_seqs,
-        **keywords,
+        **({} if out is None else {"out": out}),
     )

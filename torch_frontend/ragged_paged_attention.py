@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shared_ffi.paged_attention import check_mask_value
-from torch_frontend.operator.arguments import check_types
+from torch_frontend.operator.arguments import checked
 from torch_frontend.operator.define import define_composite
 from torch_frontend.paged_attention import DEFAULT
 
@@ -54,6 +54,7 @@ OPERATOR = define_composite(
     "int? vmem_limit_bytes=None) -> Tensor",
     _attend,
 )
+_OPERATOR = checked(OP, OPERATOR)
 
 
 def ragged_paged_attention(
@@ -94,26 +95,9 @@ def ragged_paged_attention(
 
     The arguments after ``v_scale`` tune the TPU's kernel and are not used.
     """
-    tensors = {
-        "q": q,
-        "kv_pages": kv_pages,
-        "kv_lens": kv_lens,
-        "page_indices": page_indices,
-        "cu_q_lens": cu_q_lens,
-        "num_seqs": num_seqs,
-    }
-    options: dict[str, tuple[Any, type]] = {
-        "sliding_window": (sliding_window, int),
-        "soft_cap": (soft_cap, float),
-        "k_scale": (k_scale, float),
-        "v_scale": (v_scale, float),
-    }
-    check_types(OP, tensors, options=options, required={"sm_scale": (sm_scale, float)})
-    scales = (k_scale, v_scale)
-    output: torch.Tensor = OPERATOR(
-        *tensors.values(), sm_scale, sliding_window, soft_cap, mask_value, *scales
-    )
-    return output
+    operands = (q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs)
+    numbers = (sm_scale, sliding_window, soft_cap, mask_value, k_scale, v_scale)
+    return _OPERATOR(*operands, *numbers)  # type: ignore[no-any-return]
 
 
 _libraries: list[torch.library.Library] = []

@@ -40,7 +40,7 @@ class BatchedCall(NamedTuple):
     """The options that differ from those of the calls under ``vmap``."""
 
 
-Batch = Callable[[int, Mapping[str, Operand], Mapping[str, Any]], BatchedCall | None]
+BatchingRule = Callable[[int, Mapping[str, Operand], Mapping[str, Any]], BatchedCall | None]
 """How an op batches calls. Takes the size of the mapped axis, which is not 0, then by name the
 operands, and the options that differ from their defaults. Returns None if the op has no call that
 does the work of all of these."""

@@ -19,9 +19,9 @@ from jax_frontend._vmap.operands import (
     take,
 )
 from shared_ffi import kv_cache as _kv_cache
-from shared_ffi.paged_attention import OP
+from shared_ffi.paged_attention import OP, TOKEN_PAIRS
 
-_OF_TOKENS = ("query", "tree_mask", "bidirectional_ranges")
+_OF_TOKENS = ("query", *TOKEN_PAIRS)
 _OF_BATCH = (*_OF_TOKENS, "context_lens", "block_tables", "query_start_loc", "num_seqs", "causal")
 
 
@@ -150,10 +150,10 @@ def _ragged_batch(
 def _sequences(
     num_tokens: int, context_lens: jax.Array, query_start_loc: jax.Array, num_seqs: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The sequences of one call, and one more for its faults.
+    """The sequences of one call, and one more for its stray tokens.
 
     A faulty ``query_start_loc`` or ``num_seqs`` leaves tokens that belong to no sequence. The
-    additional sequence takes them, with a length that the handler refuses, so that the fault does
+    additional sequence takes them, with a length that the handler refuses, so that the error does
     not reach the tokens of other calls. Sequences that are not in use are empty.
 
     Returns:

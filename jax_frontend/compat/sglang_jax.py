@@ -64,7 +64,7 @@ def ragged_paged_attention(
             as ``ragged_paged_attention_v3``'s ``kv_cache``.
         kv_lens: ``[max_num_seqs]`` int32, this call's tokens included.
         page_indices: ``[num_page_indices]`` int32: the pages of all sequences, one sequence after
-            the other. Those of sequence s begin at ``ceil(cu_kv_lens[s] / page_size)``.
+            the other. Sequence s has those from ``ceil(cu_kv_lens[s] / page_size)``.
         cu_q_lens, cu_kv_lens: ``[max_num_seqs + 1]`` int32.
         distribution: ``[3]`` int32. The last entry is the number of sequences; the others are not
             used.

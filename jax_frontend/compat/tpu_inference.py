@@ -8,11 +8,9 @@ the function of ``v2.kernel``, which only attends: ``kv_cache_update``, as in it
 from __future__ import annotations
 
 from jax_frontend.compat._kv_cache_update_v2 import kv_cache_update
-from jax_frontend.compat._ragged_hd64 import ragged_paged_attention_hd64
 from jax_frontend.compat._ragged_v2 import ragged_paged_attention as ragged_paged_attention_v2
-from jax_frontend.compat._ragged_v3 import (
-    ragged_paged_attention_v3 as ragged_paged_attention,
-)
+from jax_frontend.compat._ragged_v3 import ragged_paged_attention_hd64
+from jax_frontend.compat._ragged_v3 import ragged_paged_attention_v3 as ragged_paged_attention
 
 __all__ = [
     "kv_cache_update",

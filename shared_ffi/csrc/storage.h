@@ -130,7 +130,7 @@ XLA_GPU_HOST_DEVICE inline uint16_t Expand(Int4Pair x) {
   return static_cast<uint16_t>(halves | (halves & 0x0808) * 0x1e);  // 8 * 0x1e is 0xf0
 }
 
-// The bits of infinity. Those of a NaN are larger, but for the sign.
+// The bits of infinity. A NaN has larger ones, but for the sign.
 XLA_GPU_HOST_DEVICE constexpr uint16_t InfinityBits(BFloat16) { return 0x7f80; }
 
 XLA_GPU_HOST_DEVICE constexpr uint16_t InfinityBits(Half) { return 0x7c00; }

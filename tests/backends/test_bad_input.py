@@ -18,7 +18,7 @@ from shared_ffi import kv_cache_update, paged_attention
 from shared_ffi.xla import runtimes
 from tests.cases.all import SAMPLED_CASES, UPDATE_CASES
 from tests.support import backends
-from tests.support.bad_calls import DYNAMIC, STATIC, Fault
+from tests.support.bad_calls import DYNAMIC, STATIC, BadCall
 from tests.support.sound_calls import SOUND, attention, rotated_update, split, update
 
 F32, F16, I32, I64 = np.float32, np.float16, np.int32, np.int64
@@ -43,25 +43,25 @@ def test_sound_calls_agree_with_the_oracle(backend: backends.Backend, op: str) -
     np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("fault", STATIC)
+@pytest.mark.parametrize("call", STATIC)
 @pytest.mark.parametrize("backend", backends.BACKENDS)
-def test_static_fault(backend: str, fault: Fault) -> None:
-    operands, attributes = split(fault.arguments)
+def test_static_errors(backend: str, call: BadCall) -> None:
+    operands, attributes = split(call.arguments)
     # torch.compile wraps errors of its tracing in an exception with the same text.
-    error = Exception if backend == "openxla" else fault.error
+    error = Exception if backend == "openxla" else call.error
     with pytest.raises(error) as raised:
-        backends.BACKENDS[backend](fault.op, *operands, **attributes)
-    assert fault.message in str(raised.value)
+        backends.BACKENDS[backend](call.op, *operands, **attributes)
+    assert call.message in str(raised.value)
 
 
-@pytest.mark.parametrize("fault", DYNAMIC)
+@pytest.mark.parametrize("call", DYNAMIC)
 @pytest.mark.parametrize("backend", backends.BACKENDS)
-def test_dynamic_fault(backend: str, fault: Fault) -> None:
-    operands, attributes = split(fault.arguments)
+def test_dynamic_errors(backend: str, call: BadCall) -> None:
+    operands, attributes = split(call.arguments)
     error = {"jax": backends.JAX_ERRORS, "torch": ValueError}.get(backend, RuntimeError)
     with pytest.raises(error) as raised:
-        backends.BACKENDS[backend](fault.op, *operands, **attributes)
-    assert fault.message in str(raised.value)
+        backends.BACKENDS[backend](call.op, *operands, **attributes)
+    assert call.message in str(raised.value)
 
 
 CHECKERS = {
@@ -73,17 +73,17 @@ CHECKERS = {
 @pytest.mark.parametrize(
     "kind", [np.asarray, backends.to_torch, jnp.asarray], ids=["numpy", "torch", "jax"]
 )
-@pytest.mark.parametrize("fault", DYNAMIC)
-def test_check_values_gives_the_same_message(fault: Fault, kind: Any) -> None:
-    arguments = {name: kind(x) for name, x in fault.arguments.items() if isinstance(x, np.ndarray)}
-    if fault.op == "kv_cache_update":
+@pytest.mark.parametrize("call", DYNAMIC)
+def test_check_values_gives_the_same_message(call: BadCall, kind: Any) -> None:
+    arguments = {name: kind(x) for name, x in call.arguments.items() if isinstance(x, np.ndarray)}
+    if call.op == "kv_cache_update":
         names = ("kv_cache", "slot_mapping", "positions", "cos_sin_cache")
         arguments = {name: arguments[name] for name in names if name in arguments}
-    if "max_query_len" in fault.arguments:
-        arguments["max_query_len"] = fault.arguments["max_query_len"]
+    if "max_query_len" in call.arguments:
+        arguments["max_query_len"] = call.arguments["max_query_len"]
     with pytest.raises(ValueError) as raised:
-        CHECKERS[fault.op](**arguments)
-    assert str(raised.value) == fault.message
+        CHECKERS[call.op](**arguments)
+    assert str(raised.value) == call.message
 
 
 def test_check_values_knows_layouts() -> None:

@@ -149,7 +149,6 @@ def backend(request: pytest.FixtureRequest) -> Callable[..., np.ndarray]:
     return function
 
 
-@pytest.mark.proves("CUDA: {backend}")
 @pytest.mark.parametrize("case", BACKEND_CASES, ids=lambda case: case.id)
 def test_paged_attention(case: Case, backend: Callable[..., np.ndarray], gpu: Any) -> None:
     inputs, attributes = case.inputs(), case.attributes()
@@ -158,7 +157,6 @@ def test_paged_attention(case: Case, backend: Callable[..., np.ndarray], gpu: An
     assert_same_bits(result, attend(gpu, inputs, **attributes))
 
 
-@pytest.mark.proves("CUDA: {backend}")
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_kv_cache_update(case: UpdateCase, backend: Callable[..., np.ndarray]) -> None:
     inputs, attributes = case.inputs(), case.attributes()
@@ -168,7 +166,6 @@ def test_kv_cache_update(case: UpdateCase, backend: Callable[..., np.ndarray]) -
     assert_same_bits(backend("kv_cache_update", *inputs, **attributes), expected)
 
 
-@pytest.mark.proves("CUDA: {backend}")
 @pytest.mark.parametrize("backend", ["inductor", "openxla"])
 @pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
 def test_compiled(case: Case, backend: str) -> None:

@@ -1,4 +1,4 @@
-"""Faults that other implementations of paged attention had, as cases for every backend. The comment
+"""Bugs that other implementations of paged attention had, as cases for every backend. The comment
 at each is where it was reported. Offsets beyond 32 bits (vllm #1486, #50427) are in
 tests/kernels/test_cpu_kernel.py, test_a_cache_of_more_than_2_31_elements."""
 

@@ -16,8 +16,8 @@
 
 #include "machine.h"
 
-// In a build with planted faults (tests/support/faults.py): the one in effect.
-extern __attribute__((weak, visibility("default"))) int planted_fault;
+// In a build with mutants (tests/support/mutants.py): the one in effect.
+extern __attribute__((weak, visibility("default"))) int mutant_in_effect;
 
 namespace {
 
@@ -143,7 +143,7 @@ Error Launch(const emulated_gpu::Kernel& kernel, const LaunchConfig& config, voi
                               static_cast<int>(config.shared_bytes),
                               begins_early,
                               std::vector<char>(static_cast<size_t>(kernel.parameter_bytes))};
-  if (&planted_fault != nullptr) launch.environment = static_cast<uint32_t>(planted_fault);
+  if (&mutant_in_effect != nullptr) launch.environment = static_cast<uint32_t>(mutant_in_effect);
   launch.has_change = emulated_gpu::number_change.kernel != nullptr &&
                       kernel.name.find(emulated_gpu::number_change.kernel) != std::string::npos;
   for (size_t k = 0; k < kernel.parameter_sizes.size(); ++k) {

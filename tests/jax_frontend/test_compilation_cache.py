@@ -72,7 +72,7 @@ def test_equal_addresses_do_not_make_equal_programs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["sliding_window", "soft_cap"])
 def test_option_missing_from_program_is_noticed(tmp_path: Path, option: str) -> None:
-    """A planted fault: the HLO does not hold one option."""
+    """A mutant: the HLO does not hold one option."""
     outcomes = run(tmp_path, "", "paged_attention", option, "leave out")
     assert outcomes[1]["cache"] == ["cache_hits"] and not all(x["right"] for x in outcomes)
 
@@ -107,7 +107,7 @@ def _programs(op: str, option: str) -> Iterator[tuple[Any, list[np.ndarray], lis
 
 
 def _leave_out(option: str) -> None:
-    """Plants a fault: the HLO does not hold this option."""
+    """A mutant: the HLO does not hold this option."""
     as_text, custom_call = Arguments.as_text, lowering.custom_call
 
     def without(arguments: Arguments) -> Arguments:

@@ -29,7 +29,7 @@ SUITES = [
     "jax/tests/pallas/gpu_paged_attention_test.py",
 ]
 
-# It tests the words of errors. test_compat.py tests ours, for the same faults.
+# It tests the words of errors. test_compat.py tests ours, for the same bad calls.
 LEFT_OUT = "ragged_kv_cache_update_v2_test.py::KVCacheUpdateTest::test_invalid_inputs"
 
 

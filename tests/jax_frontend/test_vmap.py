@@ -22,7 +22,7 @@ from jax_frontend._vmap.operands import Operand
 from tests.cases.case import DECODE, JUNK, MIXED, SHORT_NAMES, Case
 from tests.cases.updates import UpdateCase
 from tests.support.backends import JAX_ERRORS
-from tests.support.bad_calls import DYNAMIC, Fault
+from tests.support.bad_calls import DYNAMIC, BadCall
 from tests.support.calls import split_keywords
 from tests.support.gpu import Gpu
 from tests.support.gpu import attend as attend_on
@@ -448,14 +448,14 @@ def test_differentiation_is_refused() -> None:
         jax.grad(lambda query: many(query, *rest).sum())(query[None])
 
 
-FAULTS = [fault for fault in DYNAMIC if fault.values[0].arguments.keys() >= {"kv_cache"}]
+BAD_CALLS = [call for call in DYNAMIC if call.values[0].arguments.keys() >= {"kv_cache"}]
 SOUND = {"paged_attention": attention, "kv_cache_update": update}
 
 
-def between_sound_calls(fault: Fault) -> tuple[list[Any], dict[str, Any]]:
-    """The operands of three calls; the second has a fault."""
-    operands, options = split(fault.arguments)
-    sound, _ = split(SOUND[fault.op]())
+def between_sound_calls(bad: BadCall) -> tuple[list[Any], dict[str, Any]]:
+    """The operands of three calls; the second breaks a rule."""
+    operands, options = split(bad.arguments)
+    sound, _ = split(SOUND[bad.op]())
     stacked = []
     for ours, theirs in zip(operands, sound, strict=True):
         other = theirs.reshape(ours.shape) if theirs.size == ours.size else ours
@@ -463,20 +463,20 @@ def between_sound_calls(fault: Fault) -> tuple[list[Any], dict[str, Any]]:
     return stacked, options
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_an_error(fault: Fault) -> None:
-    operands, options = between_sound_calls(fault)
-    function = jax.vmap(partial(getattr(jax_frontend, fault.op), **options))
-    with pytest.raises(JAX_ERRORS, match=f"INVALID_ARGUMENT: {fault.op}: "):
+@pytest.mark.parametrize("bad", BAD_CALLS)
+def test_a_bad_call_is_an_error(bad: BadCall) -> None:
+    operands, options = between_sound_calls(bad)
+    function = jax.vmap(partial(getattr(jax_frontend, bad.op), **options))
+    with pytest.raises(JAX_ERRORS, match=f"INVALID_ARGUMENT: {bad.op}: "):
         jax.block_until_ready(function(*operands))
 
 
 @pytest.mark.parametrize(
-    "fault", [fault for fault in FAULTS if fault.values[0].op == "paged_attention"]
+    "bad", [call for call in BAD_CALLS if call.values[0].op == "paged_attention"]
 )
-def test_a_fault_on_cuda_affects_one_call(fault: Fault, gpu: Gpu) -> None:
+def test_a_bad_call_on_cuda_affects_one_call(bad: BadCall, gpu: Gpu) -> None:
     """The faulty call has the same rows as alone, some of them NaN. The other calls are right."""
-    operands, options = between_sound_calls(fault)
+    operands, options = between_sound_calls(bad)
     shared, options = split_keywords(options | {"return_lse": True})
     names = [*inspect.signature(jax_frontend.paged_attention).parameters][: len(operands)]
     mapped = {name: Operand(jnp.asarray(x), True) for name, x in zip(names, operands, strict=True)}
@@ -491,14 +491,14 @@ def test_a_fault_on_cuda_affects_one_call(fault: Fault, gpu: Gpu) -> None:
         assert_same_bits(tuple(x[i] for x in unfolded), alone)
 
 
-def test_random_calls_with_and_without_faults() -> None:
+def test_random_calls_with_and_without_errors() -> None:
     """All calls use one program, so that there is time for many."""
     attend = partial(jax_frontend.paged_attention, scale=0.5, return_lse=True)
     alone, folded = jax.jit(attend), jax.jit(jax.vmap(attend))
     outcomes = {True: 0, False: 0}
     for seed in range(300):
         rng = np.random.default_rng(seed)
-        calls = [random_call(rng, fault=rng.random() < 0.2) for _ in range(3)]
+        calls = [random_call(rng, is_bad=rng.random() < 0.2) for _ in range(3)]
         try:
             expected = [jax.tree.map(np.asarray, alone(*call)) for call in calls]
         except JAX_ERRORS:
@@ -514,7 +514,7 @@ def test_random_calls_with_and_without_faults() -> None:
     assert min(outcomes.values()) > 50
 
 
-def random_call(rng: np.random.Generator, fault: bool) -> list[Any]:
+def random_call(rng: np.random.Generator, is_bad: bool) -> list[Any]:
     num_tokens, places, width, block_size, num_blocks = 12, 4, 3, 2, 5
     num_seqs = int(rng.integers(0, places + 1))
     starts = rng.choice(JUNK, places + 1)
@@ -525,7 +525,7 @@ def random_call(rng: np.random.Generator, fault: bool) -> list[Any]:
         lengths[s] = rng.integers(end - start, width * block_size + 1)
         tables[s] = rng.integers(0, num_blocks, width)
     count = np.int32(num_seqs)
-    if fault:
+    if is_bad:
         spoiled = [lengths, tables, starts, np.array([count])][rng.integers(4)]
         spoiled.flat[rng.integers(spoiled.size)] = rng.choice([-1, 5, 6, 7, 13, *JUNK])
         count = spoiled[0] if spoiled.size == 1 else count

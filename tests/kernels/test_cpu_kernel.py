@@ -25,6 +25,7 @@ from tests.support.calls import (
     call_handler,
     checked_call,
     cpu_instruction_set,
+    eager_call,
     in_wider_rows,
     numbers,
     results_of,
@@ -204,7 +205,7 @@ def test_simple_add_over_several_chunks(num_threads: int) -> None:
 
 def test_an_eager_call_needs_an_address_for_each_array() -> None:
     a = np.ones(4, F32)
-    handler = _native.EagerCall("cpu", simple_add.TARGET, {}, specs([a, a]), specs([a]))
+    handler = eager_call(simple_add.TARGET, {}, specs([a, a]), specs([a]))
     for operands, results in [([a], [a]), ([a, a, a], [a]), ([a, a], [])]:
         with pytest.raises(ValueError, match="an address is needed for each operand"):
             handler([x.ctypes.data for x in operands], [x.ctypes.data for x in results])

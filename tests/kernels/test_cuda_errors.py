@@ -13,7 +13,7 @@ import pytest
 from shared_ffi import kv_cache_update, paged_attention, simple_add
 from shared_ffi.spec import ArraySpec, Call
 from tests.cases.all import CASES, UPDATE_CASES
-from tests.support.calls import checked_call, numbers, results_of
+from tests.support.calls import checked_call, eager_call, numbers, results_of
 from tests.support.gpu import ON_CUDA, EmulatedGpu
 
 pytestmark = pytest.mark.skipif(ON_CUDA, reason="a GPU's calls do not fail on demand")
@@ -88,9 +88,8 @@ def test_device_properties_are_read_once(gpu: EmulatedGpu, monkeypatch: pytest.M
 
 def test_a_grid_that_is_too_large_is_an_error(gpu: EmulatedGpu) -> None:
     """A launch would use the number of thread blocks modulo 2^32."""
-    call = gpu.native.EagerCall(
-        "cuda", simple_add.TARGET, {}, *[[ArrayOfAnySize()] * count for count in (2, 1)]
-    )
+    arrays: list[Any] = [[ArrayOfAnySize()] * count for count in (2, 1)]
+    call = eager_call(simple_add.TARGET, {}, *arrays, "cuda", gpu.native)
     with pytest.raises(RuntimeError, match="simple_add: cudaLaunchKernelEx failed: the grid"):
         call([0, 0], [0])
 
@@ -126,7 +125,7 @@ def test_sizes_that_only_cuda_does_not_take(
     fitting = huge_attention(1, 1)
     attributes = {name: value.item() for name, value in fitting.attributes}
     results = [*call.results, fitting.results_on("cuda")[-1]]
-    run = gpu.native.EagerCall("cuda", call.target, attributes, call.operands, results)
+    run = eager_call(call.target, attributes, call.operands, results, "cuda", gpu.native)
     with pytest.raises(ValueError, match=f"^paged_attention: operand {re.escape(message)}"):
         run([0] * len(call.operands), [0, 0])
 

@@ -215,14 +215,13 @@ NO_CHOICE = (
 
 PROGRAM = """
 import sys
-from types import SimpleNamespace
 from tests.support import native
 from tests.support.gpu import EmulatedGpu, attend
 from tests.cases.case import Case
 module = native.load(sys.argv[1], "x._native")
 print(module.cuda_choice())
-keep = lambda x: None
-gpu = EmulatedGpu(SimpleNamespace(EagerCall=module.EagerCall, set_cuda_choice=keep, set_cuda_max_blocks=keep))
+module.set_cuda_choice = module.set_cuda_max_blocks = lambda x: None
+gpu = EmulatedGpu(module)
 case = Case(id="any", sequences=((1, 7),))
 attend(gpu, case.inputs(), **case.attributes())
 """
@@ -730,13 +729,13 @@ def faulty_metadata() -> dict[str, tuple[dict[int, Any], list[int]]]:
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("fault", faulty_metadata())
-def test_faulty_metadata(fault: str, dtype: str, each_kernel: Gpu) -> None:
+@pytest.mark.parametrize("what", faulty_metadata())
+def test_faulty_metadata(what: str, dtype: str, each_kernel: Gpu) -> None:
     """Faulty metadata never causes a read outside the arrays. It makes the rows of its sequences
     NaN and leaves the bits of all others."""
     inputs, starts = batch(dtype)
     sound = attend(each_kernel, inputs, scale=0.2)
-    changes, lost = faulty_metadata()[fault]
+    changes, lost = faulty_metadata()[what]
     faulty = [np.array(x) for x in inputs]
     for operand, entries in changes.items():
         for index, value in entries:
@@ -952,13 +951,13 @@ def test_numbers_that_change_during_the_call(kernel: str, gpu: Gpu, monkeypatch:
     assert isinstance(gpu, EmulatedGpu)
     rng = np.random.default_rng(zlib.crc32(kernel.encode()))
     calls = [ChangingCall(case) for case in CASES_THAT_CHANGE[kernel]]
-    number, faults = 1000 if selection.everything else 36, []
+    number, errors = 1000 if selection.everything else 36, []
     for i in range(number):
         try:
             calls[i % len(calls)].run_with_a_change(gpu, kernel, rng)
         except RuntimeError as error:
-            faults.append(str(error))
-    assert not faults, f"{len(faults)} of {number} calls: {faults[0]}"
+            errors.append(str(error))
+    assert not errors, f"{len(errors)} of {number} calls: {errors[0]}"
     assert any(count > 0 for call in calls for count in call.counts.values())
 
 

@@ -1,4 +1,4 @@
-"""The tests of the kernels must fail when a kernel is wrong. One build of the sources has all faults,
+"""The tests of the kernels must fail when a kernel is wrong. One build of the sources has all mutants,
 and the tests of a suite run on each of its own."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from typing import NamedTuple
 import pytest
 
 from shared_ffi import OPS
-from tests.support import faults, native
-from tests.support.fault_runner import FaultRunner
+from tests.support import mutants, native
+from tests.support.mutant_runner import MutantRunner
 
 
 class Suite(NamedTuple):
@@ -25,21 +25,21 @@ SUITES = {
 OTHER_OPS = {op.OP for op in OPS} - {"paged_attention"}
 
 
-def test_the_faults_fit_the_sources() -> None:
+def test_the_mutants_fit_the_sources() -> None:
     """Finds a quote that is out of date without waiting for a build."""
-    faults.plant(faults.read_sources(), faults.ALL)
+    mutants.plant(mutants.read_sources(), mutants.ALL)
 
 
 @pytest.fixture(scope="session")
-def runners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], FaultRunner]]:
+def runners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], MutantRunner]]:
     """The process of each suite, started when it is first needed."""
-    folder = tmp_path_factory.mktemp("faults")
+    folder = tmp_path_factory.mktemp("mutants")
 
-    started: dict[str, FaultRunner] = {}
+    started: dict[str, MutantRunner] = {}
 
-    def runner(name: str) -> FaultRunner:
+    def runner(name: str) -> MutantRunner:
         if name not in started:
-            started[name] = FaultRunner(native.emulated_build(), *SUITES[name], folder / name)
+            started[name] = MutantRunner(native.emulated_build(), *SUITES[name], folder / name)
         return started[name]
 
     yield runner
@@ -48,18 +48,18 @@ def runners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
 
 
 @pytest.mark.parametrize(
-    ("name", "fault"), [(name, fault.name) for name in SUITES for fault in faults.SUITES[name]]
+    ("name", "mutant"), [(name, mutant.name) for name in SUITES for mutant in mutants.SUITES[name]]
 )
-def test_a_fault_fails_the_suite(
-    name: str, fault: str, runners: Callable[[str], FaultRunner]
+def test_a_mutant_fails_the_suite(
+    name: str, mutant: str, runners: Callable[[str], MutantRunner]
 ) -> None:
-    """One test fails with the fault, and passes without it."""
-    planted = next(x for x in faults.SUITES[name] if x.name == fault)
-    # A test of the op itself must catch a fault in an op's folder.
-    path, _ = faults.find(planted, faults.read_sources())
-    folder = path.relative_to(faults.CSRC).parts[0]
+    """One test fails with the mutant, and passes without it."""
+    planted = next(x for x in mutants.SUITES[name] if x.name == mutant)
+    # A test of the op itself must catch a mutant in an op's folder.
+    path, _ = mutants.find(planted, mutants.read_sources())
+    folder = path.relative_to(mutants.CSRC).parts[0]
     matching = folder if folder in OTHER_OPS else ""
     runner = runners(name)
-    failed = runner.first_failure(faults.ALL.index(planted), matching, planted.caught_by)
+    failed = runner.first_failure(mutants.ALL.index(planted), matching, planted.caught_by)
     assert failed.startswith("test_"), f"{failed}\n{runner.log.read_text()}"
-    assert runner.passes(failed), f"{failed} fails without the fault\n{runner.log.read_text()}"
+    assert runner.passes(failed), f"{failed} fails without the mutant\n{runner.log.read_text()}"

@@ -196,7 +196,7 @@ def decode_kernels(folder: Path) -> list[MachineCode]:
 
 
 def test_the_decode_kernel_is_short(decode_kernels: list[MachineCode]) -> None:
-    """A short call runs most instructions once: they are slow to come."""
+    """A short call runs most instructions once: their fetch is the bottleneck."""
     assert [len(code.bits) * 16 <= 60 * 1024 for code in decode_kernels] == [True, True]
 
 

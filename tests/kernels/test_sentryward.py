@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from tests.support import faults, native, selection
-from tests.support.faults import PlantedFault
+from tests.support import mutants, native, selection
+from tests.support.mutants import Mutant
 
 pytestmark = pytest.mark.skipif(not selection.everything, reason="proofs take minutes: --all")
 
@@ -115,7 +115,7 @@ WORK = {
 }
 
 # Barriers and waits, with the work that must be refused without them.
-FAULTS = [
+MUTANTS = [
     ("portable, few rows", "gpu::WaitCopies<kStages - 2>(); «__syncthreads();»"),
     ("portable, few rows", "«is_bad_ = __syncthreads_or(is_bad_);»"),
     ("portable, few rows", "CopyQuery(); «__syncthreads();»"),
@@ -138,18 +138,18 @@ def verify() -> Any:
 
 @pytest.mark.parametrize("name", WORK)
 def test_all_schedules_have_the_same_result(name: str, verify: Any, tmp_path: Path) -> None:
-    outcome = prove(verify, WORK[name], faults.CSRC, tmp_path)
+    outcome = prove(verify, WORK[name], mutants.CSRC, tmp_path)
     assert outcome["result"] == "race_free", outcome["diagnostics"]
     assert outcome["checks"]["synchronization"] == outcome["checks"]["memory"] == "passed"
 
 
-@pytest.mark.parametrize(("name", "quote"), FAULTS)
+@pytest.mark.parametrize(("name", "quote"), MUTANTS)
 def test_without_a_barrier_there_is_no_proof(
     name: str, quote: str, verify: Any, tmp_path: Path
 ) -> None:
-    sources = {path: path.read_text() for path in faults.CSRC.rglob("*.*")}
-    for path, text in faults.plant(sources, [PlantedFault("barrier", quote, "")]).items():
-        target = tmp_path / path.relative_to(faults.CSRC)
+    sources = {path: path.read_text() for path in mutants.CSRC.rglob("*.*")}
+    for path, text in mutants.plant(sources, [Mutant("barrier", quote, "")]).items():
+        target = tmp_path / path.relative_to(mutants.CSRC)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
     outcome = prove(verify, WORK[name], tmp_path, tmp_path)
@@ -158,12 +158,12 @@ def test_without_a_barrier_there_is_no_proof(
 
 
 def prove(verify: Any, work: Work, sources: Path, folder: Path) -> dict[str, Any]:
-    """The verifier's answer for sources, of which planted_fault 0 is in effect."""
+    """The verifier's answer for sources, of which mutant 0 is in effect."""
     probe, ptx, config = (folder / f"probe.{suffix}" for suffix in ("cu", "ptx", "json"))
     probe.write_text(work.probe)
     outcome = native.run(
         *(native.nvcc(), "-ptx", "-std=c++17", "-fmad=false", f"-arch=compute_{work.target}"),
-        *("-o", ptx, f"-I{sources}", "-Dplanted_fault=0", probe),
+        *("-o", ptx, f"-I{sources}", "-Dmutant_in_effect=0", probe),
     )
     assert outcome.returncode == 0, outcome.stdout
     text = prepared(ptx.read_text())

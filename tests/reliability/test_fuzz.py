@@ -125,7 +125,7 @@ def test_simplification_terminates() -> None:
 
 
 class WrongBackend(run.EagerBackend):
-    """A backend with a fault."""
+    """A backend with a bug."""
 
     def call(
         self, trial: Trial, inputs: Any, attributes: dict[str, Any], num_threads: int | None
@@ -137,7 +137,7 @@ class WrongBackend(run.EagerBackend):
         return outcome
 
 
-def test_a_campaign_finds_a_fault(
+def test_a_campaign_finds_a_bug(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The trial is written to a file, and the command that is printed repeats it."""

@@ -21,7 +21,7 @@ from tests.support import native
 module = native.load(sys.argv[1], "shared_ffi._native")
 from shared_ffi.spec import ArraySpec
 spec = ArraySpec((1000,), "float32")
-call = module.EagerCall("cpu", "XlaGpuSimpleAdd", {}, [spec, spec], [spec])
+call = module.EagerCall(module.handlers()["cpu"]["XlaGpuSimpleAdd"], {}, [spec, spec], [spec])
 a, small = np.ones(1000, np.float32), np.ones(10, np.float32)
 call([a.ctypes.data, a.ctypes.data], [small.ctypes.data], 1)
 """
@@ -34,7 +34,7 @@ from tests.support import native
 module = native.load(sys.argv[1], "shared_ffi._native")
 from shared_ffi.spec import ArraySpec
 spec = ArraySpec((200_000,), "float32")
-call = module.EagerCall("cpu", "XlaGpuSimpleAdd", {}, [spec, spec], [spec])
+call = module.EagerCall(module.handlers()["cpu"]["XlaGpuSimpleAdd"], {}, [spec, spec], [spec])
 a = np.ones(200_000, np.float32)
 run = lambda: [call([a.ctypes.data] * 2, [a.ctypes.data], 1) for _ in range(50)]
 threads = [threading.Thread(target=run) for _ in range(2)]
@@ -42,7 +42,7 @@ threads = [threading.Thread(target=run) for _ in range(2)]
 [thread.join() for thread in threads]
 """
 
-FAULTS = {
+BUGS = {
     "address": (OVERFLOW, "AddressSanitizer: heap-buffer-overflow"),
     "thread": (RACE, "ThreadSanitizer: data race"),
 }
@@ -66,7 +66,7 @@ def test_sanitizer(name: str, tmp_path: Path) -> None:
             capture_output=True,
         )
 
-    script, message = FAULTS[name]
+    script, message = BUGS[name]
     assert message in run("-c", script, module).stderr
     for command in sanitize.commands(module, seconds=1, seed=1, tests=False):
         outcome = run(*command)

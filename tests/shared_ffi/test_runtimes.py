@@ -233,7 +233,7 @@ WITHOUT_MEMORY = """
     import resource, sys
     import ml_dtypes
     import numpy as np
-    from shared_ffi import eager, paged_attention, simple_add
+    from shared_ffi import _native, paged_attention, simple_add
     from shared_ffi.spec import ArraySpec
 
     runtime, MIB = sys.argv[1], 2**20
@@ -245,14 +245,20 @@ WITHOUT_MEMORY = """
     shapes = [(q_len, 4, 576), (length // 16, 16, 2, 576)]
     rows = [np.resize(np.sin(np.arange(999)), x).astype(ml_dtypes.bfloat16) for x in shapes]
     arrays, out = rows + metadata, np.zeros(shapes[0], ml_dtypes.bfloat16)
-    handler = eager.prepare(paged_attention.check(*map(spec_of, arrays), 0.1), "cpu")
+
+    def handler_of(call):
+        attributes = {name: value.item() for name, value in call.attributes}
+        handler = _native.handlers()["cpu"][call.target]
+        return _native.EagerCall(handler, attributes, call.operands, call.results)
+
+    handler = handler_of(paged_attention.check(*map(spec_of, arrays), 0.1))
 
     def attend():
         handler([x.ctypes.data for x in arrays], [out.ctypes.data], 2)
         return out.tobytes()
 
     ones, twos = np.ones((2, 2**20), np.float32)
-    adder = eager.prepare(simple_add.check(spec_of(ones), spec_of(ones)), "cpu")
+    adder = handler_of(simple_add.check(spec_of(ones), spec_of(ones)))
 
     def add():  # takes no memory, but for threads that must be started
         adder([ones.ctypes.data] * 2, [twos.ctypes.data], 2)
@@ -380,18 +386,17 @@ def test_the_library_exports_only_what_others_call() -> None:
     ours = [name for kind, name in symbols if kind == "T" and "xla_gpu" in name]
     qualified = {re.split(r"[(\[]", name)[0] for name in ours}
     # A class exports its members, too.
-    names = {re.sub(r"::PreparedCall::.*", "::PreparedCall", x).split("::")[-1] for x in qualified}
+    names = {re.sub(r"::EagerCall::.*", "::EagerCall", x).split("::")[-1] for x in qualified}
     cuda_names = {"ChooseCuda", "CudaChoice", "CudaChoices", "CudaKernelsInUse"}
     cuda_names |= {"KernelLaunches", "SetMaxBlocks"}
     assert names - cuda_names == {
-        "PreparedCall",
+        "EagerCall",
         "ChooseCpuInstructionSet",
         "CpuInstructionSet",
         "CpuInstructionSets",
-        "FindHandler",
         "Handlers",
         "LongLived",
-        "MetadataFault",
+        "MetadataError",
         "aoti_torch_cpu__xla_gpu_call",
         "aoti_torch_cuda__xla_gpu_call",
         "xla_gpu_handler",

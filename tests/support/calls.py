@@ -129,6 +129,18 @@ def numbers(call: Call) -> dict[str, int | float]:
     return {name: value.item() for name, value in call.attributes}
 
 
+def eager_call(
+    target: str,
+    attributes: dict[str, int | float],
+    operands: Sequence[ArraySpec],
+    results: Sequence[ArraySpec],
+    platform: str = "cpu",
+    native: Any = _native,
+) -> Any:
+    """A handler without the op's check, to be called on addresses."""
+    return native.EagerCall(native.handlers()[platform][target], attributes, operands, results)
+
+
 def call_handler(
     target: str,
     attributes: dict[str, int | float],
@@ -138,15 +150,15 @@ def call_handler(
 ) -> None:
     """Calls a CPU handler without the op's check. Writes into the results."""
     assert all(x.flags.c_contiguous for x in (*operands, *results))
-    handler = _native.EagerCall("cpu", target, attributes, specs(operands), specs(results))
+    handler = eager_call(target, attributes, specs(operands), specs(results))
     handler([x.ctypes.data for x in operands], [x.ctypes.data for x in results], num_threads)
 
 
 @contextmanager
 def observed_calls() -> Iterator[list[tuple[str, list[int]]]]:
-    """The calls that eager PyTorch makes meanwhile: the target, and the addresses of all arrays."""
+    """The calls that eager PyTorch makes meanwhile: the op, and the addresses of all arrays."""
     made = list[tuple[str, list[int]]]()
-    _native.observe_eager_calls(lambda target, addresses: made.append((target, addresses)))
+    _native.observe_eager_calls(lambda op, addresses: made.append((op, addresses)))
     try:
         yield made
     finally:

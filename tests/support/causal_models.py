@@ -171,16 +171,16 @@ def _far_of_sdpa(name: str, wanted: dict[str, torch.Tensor]) -> set[str]:
 
 
 def _far(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The errors that are not of rounding, as parts of the largest logit. Those of rounding are at
-    most 2e-5."""
+    """The errors that are too large for rounding errors, which are at most 2e-5. Each is a part of
+    the largest logit."""
     errors = {x: float((got[x] - y).abs().max() / y.abs().max()) for x, y in wanted.items()}
     return {key: error for key, error in errors.items() if not error < 1e-3}
 
 
 @torch.no_grad()
 def _logits(name: str, attention: str) -> dict[str, torch.Tensor]:
-    """Of a prompt, alone and in a batch after one that begins with padding, and of the tokens after
-    it."""
+    """The logits of a prompt, alone and in a batch after one that begins with padding, and of the
+    tokens after it."""
     torch.manual_seed(0)
     config = config_of(name)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)

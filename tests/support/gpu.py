@@ -15,7 +15,14 @@ import pytest
 
 from harness.arrays import guarded, to_torch
 from shared_ffi import paged_attention
-from tests.support.calls import checked_call, numbers, specs, split_keywords, with_wider_rows
+from tests.support.calls import (
+    checked_call,
+    eager_call,
+    numbers,
+    specs,
+    split_keywords,
+    with_wider_rows,
+)
 
 ON_CUDA = os.environ.get("XLA_GPU_TEST_ON") == "cuda"
 CAPABILITY = int(os.environ.get("XLA_GPU_TEST_CAPABILITY", 90))  # of the emulated GPU: 90 is 9.0
@@ -41,7 +48,8 @@ class Gpu:
         of multiprocessors and the order of warps."""
         self.native.set_cuda_choice(self.kernels)
         self.native.set_cuda_max_blocks(MAX_BLOCKS[seed % len(MAX_BLOCKS)])
-        call = self.native.EagerCall("cuda", op.TARGET, attributes, specs(operands), specs(results))
+        arrays = specs(operands), specs(results)
+        call = eager_call(op.TARGET, attributes, *arrays, "cuda", self.native)
         self._call(call, operands, results, seed)
 
     def kernels_in_use(self) -> list[str]:

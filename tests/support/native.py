@@ -1,4 +1,4 @@
-"""Builds shared_ffi._native for tests: with planted faults, and for the emulated GPU."""
+"""Builds shared_ffi._native for tests: with mutants, and for the emulated GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import faults
+from tests.support import mutants
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,24 +75,24 @@ def emulated(path: Path | str | None = None) -> Any:
 
 
 def emulated_build() -> Path:
-    """The path of that module. The planted faults are in it, none of them in effect: one build
+    """The path of that module. The mutants are in it, none of them in effect: one build
     serves the tests of the kernels and the tests of these tests."""
     from filelock import FileLock  # noqa: PLC0415  (only tests need it)
 
     folder = ROOT / "build/emulated"
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
-        faults.write_sources(folder / "source")
+        mutants.write_sources(folder / "source")
         return for_emulated_gpu(
             folder / "build",
-            # A share of the kernels. Those for Ampere and the other head sizes: with --all.
+            # A share of the kernels. With --all, also those for Ampere and the other head sizes.
             "-DXLA_GPU_ARCHITECTURES=90a-real",
             "-DXLA_GPU_HEAD_SIZES=128;256;512;576",
             "-DXLA_GPU_HEAD_SIZES_OF_8_BITS=128",
             "-DXLA_GPU_CUDA_CORE_COLUMNS=4;18",
-            f"-DXLA_GPU_CPU_INSTRUCTION_SETS={';'.join(faults.instruction_sets())}",
+            f"-DXLA_GPU_CPU_INSTRUCTION_SETS={';'.join(mutants.instruction_sets())}",
             source=folder / "source",
-            flags=f"-include {folder}/source/planted_fault.h -Wno-dangling-else",
+            flags=f"-include {folder}/source/mutant.h -Wno-dangling-else",
         )
 
 

@@ -1,9 +1,9 @@
 """Which tests `make test` runs, and which only `make test-all` does, by pytest's option --all.
 
-A test with the mark `pairwise` has many sets of parameters. Those are run in which every two values of
-different parameters occur together that occur together in any set. A case counts as many parameters: its
+A test with the mark `pairwise` has many sets of parameters. So many of them run that every two values of
+different parameters occur together which do so in any set. A case counts as many parameters: its
 traits. With `pairwise(each="case")` every value of that parameter is run, too. Tests with the mark
-`nightly` are left out. The test that a planted fault names as `caught_by` is always run.
+`nightly` are left out. The test that a mutant names as `caught_by` is always run.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import pytest
 
 from tests.cases.case import Case
 from tests.cases.updates import UpdateCase
-from tests.support import faults
+from tests.support import mutants
 
 everything = False  # whether --all is given
 
-SUITES = {"test_cpu_kernel.py": "cpu", "test_cuda_kernel.py": "cuda"}  # of planted faults
+SUITES = {"test_cpu_kernel.py": "cpu", "test_cuda_kernel.py": "cuda"}  # of mutants
 Trait = tuple[str, Hashable]
 
 
@@ -44,7 +44,9 @@ def select(items: Sequence[pytest.Item]) -> list[pytest.Item]:
         chosen = pairwise(sets, **marker.kwargs)
         left_out |= {item for item in group if item.nodeid not in chosen}
     named = {
-        (file, fault.caught_by) for file, suite in SUITES.items() for fault in faults.SUITES[suite]
+        (file, mutant.caught_by)
+        for file, suite in SUITES.items()
+        for mutant in mutants.SUITES[suite]
     }
     return [x for x in items if x not in left_out or (x.path.name, x.name) in named]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -24,6 +26,7 @@ from tests.support.sound_calls import add, attention, update
 from torch_frontend.operator.eager import share_elements
 
 OPS = torch.ops.xla_gpu
+DEFAULT = OPS.paged_attention.default
 MODES = [torch.inference_mode, torch.no_grad, nullcontext]
 
 
@@ -40,9 +43,9 @@ def keywords_of(case: Any) -> dict[str, Any]:
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The ops of the calls that are checked."""
-    prepare, ops = eager.prepare, list[str]()
+    handler_of, ops = eager.handler_of, list[str]()
     monkeypatch.setattr(
-        eager, "prepare", lambda call, *rest: (ops.append(call.op), prepare(call, *rest))[1]
+        eager, "handler_of", lambda call, *rest: (ops.append(call.op), handler_of(call, *rest))[1]
     )
     return ops
 
@@ -131,6 +134,56 @@ def test_tensors_that_are_copied(checked: list[str]) -> None:
     for _ in range(2):
         assert torch.equal(OPS.paged_attention(query, *rest, 0.5), expected)
     assert not checked
+
+
+def test_python_runs_once_for_a_signature(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA, too. Meanwhile C++ finds the sizes of the scratch once."""
+    operands, sizes = attention_operands(), _native.scratch_sizes
+    found, frames = list[Any](), list[str]()
+    monkeypatch.setattr(_native, "scratch_sizes", lambda **x: found.append(sizes(**x)) or found[-1])
+    for name in ("_exchange_device", "_maybe_exchange_device"):
+        monkeypatch.setattr(torch.cuda, name, int)  # without CUDA, they are Python's
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", operator.invert, raising=False)
+
+    def record(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            frames.append(frame.f_code.co_qualname)
+
+    def calls() -> None:
+        DEFAULT.redispatch(cuda, *operands, 0.5)
+        DEFAULT(*operands, 0.5)
+
+    calls()
+    assert len(found) == 1
+    sys.setprofile(record)
+    try:
+        calls()
+    finally:
+        sys.setprofile(None)
+    assert [x for x in frames if not x.startswith("OpOverload.")] == [
+        "test_python_runs_once_for_a_signature.<locals>.calls"
+    ]
+
+
+def test_calls_on_cuda_restore_the_device(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[tuple[str, int]]()
+    monkeypatch.setattr(
+        torch.cuda, "_exchange_device", lambda device: seen.append(("use", device)) or 3
+    )
+    monkeypatch.setattr(
+        torch.cuda, "_maybe_exchange_device", lambda device: seen.append(("restore", device))
+    )
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda x: seen.append(("stream", x)) or 0
+    )
+    a = torch.ones(5)
+    for failing in (None, "cudaLaunchKernelEx"):
+        if failing is not None:
+            monkeypatch.setenv("EMULATED_GPU_FAIL", failing)
+        with pytest.raises(RuntimeError, match=failing) if failing else nullcontext():
+            torch.ops.xla_gpu.simple_add.default.redispatch(cuda, a, a)
+        assert seen == [("use", -1), ("stream", -1), ("restore", 3)]
+        seen.clear()
 
 
 def refused() -> Iterator[Any]:

@@ -354,7 +354,7 @@ def test_a_platform_without_handlers() -> None:
     with pytest.raises(
         NotImplementedError, match="^simple_add: this build has no handlers for tpu"
     ):
-        eager.prepare(call, "tpu")
+        eager.handler_of(call, "tpu")
 
 
 def test_meta_tensors() -> None:

@@ -31,7 +31,7 @@ from torch_frontend.compilers.in_place import cut_at_updates
 from torch_frontend.operator.arguments import array_spec
 from torch_frontend.operator.export import export_platform
 
-Arguments = Sequence[Any]  # tensors, and numbers, which the program holds as constants
+GraphInputs = Sequence[Any]  # tensors, and numbers, which the program holds as constants
 
 _WHO = "torch.compile(backend='openxla')"
 
@@ -57,7 +57,7 @@ def install() -> None:
         return
 
     @functools.wraps(upstream)
-    def extract_compiled_graph(graph: torch.fx.GraphModule, arguments: Arguments) -> Any:
+    def extract_compiled_graph(graph: torch.fx.GraphModule, arguments: GraphInputs) -> Any:
         devices = {x.device.type for x in arguments if isinstance(x, torch.Tensor)}
         if devices and devices <= {"cpu", "cuda"}:
             return compile_graph(graph)
@@ -74,7 +74,7 @@ def compile_graph(graph: torch.fx.GraphModule) -> Callable[..., list[Any]]:
 
 def _compile_part(graph: torch.fx.GraphModule) -> Callable[..., list[Any]]:
     """Returns a function that compiles the graph for each new set of shapes, dtypes and numbers."""
-    programs: dict[Any, Callable[[Arguments], list[Any]]] = {}
+    programs: dict[Any, Callable[[GraphInputs], list[Any]]] = {}
 
     def run(*arguments: Any) -> list[Any]:
         key = tuple(
@@ -91,7 +91,9 @@ def _compile_part(graph: torch.fx.GraphModule) -> Callable[..., list[Any]]:
     return run
 
 
-def _program(graph: torch.fx.GraphModule, arguments: Arguments) -> Callable[[Arguments], list[Any]]:
+def _program(
+    graph: torch.fx.GraphModule, arguments: GraphInputs
+) -> Callable[[GraphInputs], list[Any]]:
     from shared_ffi.xla import programs  # noqa: PLC0415  (needs JAX)
 
     _check_can_be_exchanged(arguments)
@@ -105,7 +107,7 @@ def _program(graph: torch.fx.GraphModule, arguments: Arguments) -> Callable[[Arg
         _to_jax(torch.empty(1, device=device)).device,
     )
 
-    def run(arguments: Arguments) -> list[Any]:
+    def run(arguments: GraphInputs) -> list[Any]:
         operands = [
             constants[i] if source is None else _to_jax(arguments[source].to(device))
             for i, source in enumerate(trace.sources)
@@ -116,7 +118,7 @@ def _program(graph: torch.fx.GraphModule, arguments: Arguments) -> Callable[[Arg
     return run
 
 
-def _device_of(arguments: Arguments) -> torch.device:
+def _device_of(arguments: GraphInputs) -> torch.device:
     """Returns the tensors' GPU if one of them is on a GPU, otherwise the CPU. With a GPU,
     scalar tensors on the CPU are copied to it."""
     devices = {x.device for x in arguments if isinstance(x, torch.Tensor)}
@@ -129,7 +131,7 @@ def _device_of(arguments: Arguments) -> torch.device:
     return (gpus or devices).pop()
 
 
-def _check_can_be_exchanged(arguments: Arguments) -> None:
+def _check_can_be_exchanged(arguments: GraphInputs) -> None:
     for x in arguments:
         if isinstance(x, torch.Tensor) and x.dtype in _FLOAT8:
             raise NotImplementedError(
@@ -171,7 +173,7 @@ class Trace:
 
 
 def trace_on_placeholders(
-    graph: torch.fx.GraphModule, arguments: Arguments, platform: str
+    graph: torch.fx.GraphModule, arguments: GraphInputs, platform: str
 ) -> Trace:
     """Traces a graph with torch_xla, on placeholders for the arguments; computes nothing.
 

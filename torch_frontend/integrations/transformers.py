@@ -314,7 +314,7 @@ _HARMLESS = {
     "output_router_logits",
     "return_dict",
     "use_cache",
-    # The same in continuous batching.
+    # In continuous batching:
     "logits_indices",
     "logits_processor_args",
 }

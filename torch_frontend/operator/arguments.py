@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from shared_ffi.spec import ArraySpec, Call, dtype_error
+from shared_ffi.spec import Arguments, ArraySpec, Call, dtype_error
 from torch_frontend.operator.errors import devices_error, missing_error
 
 _SHAPE, _DTYPE = map(attrgetter, ("shape", "dtype"))
@@ -37,74 +36,74 @@ def as_returned(results: Sequence[torch.Tensor]) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
 
 
-_ACCEPTED: dict[type, tuple[type, ...]] = {
-    float: (float, int, np.floating, np.integer),
-    int: (int, np.integer, torch.SymInt),
-    bool: (bool,),
-    str: (str,),
+_ACCEPTED: dict[str, tuple[type, ...]] = {
+    "Tensor": (torch.Tensor,),
+    "float": (float, int, np.floating, np.integer),
+    "int": (int, np.integer, torch.SymInt),
+    "bool": (bool,),
+    "str": (str,),
 }
+"""What an argument of a type in the schema may be."""
 
 
-def check_types(
-    op: str,
-    tensors: Mapping[str, Any],
-    optional: Mapping[str, Any] = MappingProxyType({}),
-    options: Mapping[str, tuple[Any, type]] = MappingProxyType({}),
-    required: Mapping[str, tuple[Any, type]] = MappingProxyType({}),
-) -> None:
-    """Checks what PyTorch's dispatcher would refuse without naming op and rule.
+def checked(op: str, overload: torch._ops.OpOverload) -> Callable[..., Any]:
+    """An operator that checks the types of its arguments first. PyTorch's dispatcher would refuse
+    them without naming op and rule.
 
     Args:
         op: for messages.
-        tensors: those that a call needs.
-        optional: those that may be None.
-        options: other arguments, which may be None, with their types.
-        required: those that may not.
+        overload: the operator.
     """
-    for name, value in (*tensors.items(), *optional.items()):
-        if value is None and name in tensors:
-            raise missing_error(op, name)
-        if value is not None and not isinstance(value, torch.Tensor):
-            raise dtype_error(op, name, "type torch.Tensor", type(value).__name__)
-    for name, (value, kind) in (*required.items(), *options.items()):
-        if value is None and name in options:
-            continue
-        if not isinstance(value, _ACCEPTED[kind]) or (kind is not bool and isinstance(value, bool)):
-            raise dtype_error(op, name, f"type {kind.__name__}", type(value).__name__)
+    types = {x.name: str(x.type) for x in overload._schema.arguments}
+    kinds = {name: x.removeprefix("Optional[").removesuffix("]") for name, x in types.items()}
+
+    def call(*positional: Any, **keywords: Any) -> Any:
+        by_place = zip([*kinds][: len(positional)], positional, strict=True)
+        for name, value in (*by_place, *keywords.items()):
+            kind = kinds[name]
+            if value is None and kind != types[name]:  # it is optional
+                continue
+            if value is None and kind == "Tensor":
+                raise missing_error(op, name)
+            is_bool = isinstance(value, bool)  # an int to Python
+            if not isinstance(value, _ACCEPTED[kind]) or (is_bool and kind != "bool"):
+                rule = "type torch.Tensor" if kind == "Tensor" else f"type {kind}"
+                raise dtype_error(op, name, rule, type(value).__name__)
+        return overload(*positional, **keywords)
+
+    return call
 
 
 def scale_tensor(scale: Any, kv_cache: Any) -> Any:
-    """A number as a float32 tensor beside the cache; anything else as it is, for `check_types`."""
-    is_number = isinstance(scale, _ACCEPTED[float]) and not isinstance(scale, bool)
+    """A number as a float32 tensor beside the cache; anything else as it is, for `checked`."""
+    is_number = isinstance(scale, _ACCEPTED["float"]) and not isinstance(scale, bool)
     if not is_number or not isinstance(kv_cache, torch.Tensor):
         return scale
     return torch.full((), scale, dtype=torch.float32, device=kv_cache.device)
 
 
-class Arguments(NamedTuple):
-    """The arguments of a call by their names in the schema."""
+class TensorArguments(NamedTuple):
+    """The arguments of a call on tensors."""
 
-    check: Callable[..., Call]
-    names: tuple[str, ...]
-    """The tensors' names, in the order of the call's operands."""
     tensors: tuple[torch.Tensor, ...]
-    options: tuple[tuple[str, Any], ...]
-    """All other arguments, except for those that the dispatcher omits: they have their default."""
+    """In the order of the call's operands."""
+    by_name: Arguments
+    """All arguments, except for those that the dispatcher omits: they have their default."""
 
-    def on(self, specs: Sequence[ArraySpec]) -> Call:
-        """The checked call on tensors of these shapes and dtypes. Sizes may be symbols."""
-        return self.check(**dict(zip(self.names, specs, strict=True)), **dict(self.options))
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors' names."""
+        return self.by_name.arrays
 
     def checked(self) -> Call:
         """The checked call on the tensors, whose shapes and dtypes repeat from call to call.
-        Symbols cannot be cached by value: with them, use `on`."""
-        sizes = (*map(_SHAPE, self.tensors), *map(_DTYPE, self.tensors))
-        return _checked(self._replace(tensors=()), *sizes)
+        Symbols cannot be cached by value: with them, use `by_name.on`."""
+        return _checked(self.by_name, *map(_SHAPE, self.tensors), *map(_DTYPE, self.tensors))
 
 
 @lru_cache(maxsize=4096)
 def _checked(arguments: Arguments, *sizes: Any) -> Call:
-    count = len(arguments.names)
+    count = len(arguments.arrays)
     return arguments.on([*map(array_spec, sizes[:count], sizes[count:])])
 
 
@@ -128,7 +127,7 @@ class ArgumentReader:
             x.name for x in schema.arguments if str(x.type) == "Optional[Tensor]"
         ]
 
-    def read(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Arguments:
+    def read(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> TensorArguments:
         """Refuses tensors on several devices."""
         count = len(self._tensor_names)
         given = [x for x in self._optional_names if keywords.get(x) is not None]
@@ -137,7 +136,7 @@ class ArgumentReader:
         names = (*self._tensor_names, *given)
         tensors = (*arguments[:count], *[keywords[name] for name in given])
         refuse_several_devices(self._op, names, tensors)
-        return Arguments(self._check, names, tensors, tuple(options.items()))
+        return TensorArguments(tensors, Arguments(self._check, names, tuple(options.items())))
 
 
 def refuse_several_devices(op: str, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:

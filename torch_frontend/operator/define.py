@@ -13,7 +13,7 @@ from shared_ffi.spec import NO_OVERLAP, Call, value_error
 from torch_frontend.operator import dtensor, errors
 from torch_frontend.operator.arguments import (
     ArgumentReader,
-    Arguments,
+    TensorArguments,
     allocate,
     array_spec,
     as_returned,
@@ -51,7 +51,7 @@ class Operator:
         self._returns_list = [str(x.type) for x in overload._schema.returns] == ["List[Tensor]"]
         self.eager = Eager(op, self._reader, strided, rows)
 
-    def read(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Arguments:
+    def read(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> TensorArguments:
         """A call's arguments by name. Refuses tensors that have a derivative."""
         bound = self._reader.read(arguments, keywords)
         RULES.refuse_derivative(self._op, bound.tensors)
@@ -67,14 +67,15 @@ class Operator:
     def fake(self, *arguments: Any, **keywords: Any) -> Any:
         """The results' shapes and dtypes; sizes may be symbols."""
         bound = self.read(arguments, keywords)
-        return self._returned(allocate(bound.on(specs(bound.tensors)).results, bound.tensors[0]))
+        call = bound.by_name.on(specs(bound.tensors))
+        return self._returned(allocate(call.results, bound.tensors[0]))
 
     def fake_in_place(
         self, *arguments: Any, out: torch.Tensor | None = None, **keywords: Any
     ) -> None:
         """Checks the call; there are no new results."""
         bound = self.read(arguments, keywords)
-        call = bound.on(specs(bound.tensors))
+        call = bound.by_name.on(specs(bound.tensors))
         tensors = dict(zip(bound.names, bound.tensors, strict=True))
         written = [bound.names[operand] for operand, _ in call.aliases] if out is None else []
         _refuse_one_memory(self._op, tensors, written, _in_storage)

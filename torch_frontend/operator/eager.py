@@ -1,8 +1,16 @@
 """The kernels for PyTorch's own tensors, on the CPU and on CUDA: they call the handler.
 
-``EagerKernel`` (csrc/torch/eager_kernel.cc) makes the calls. It asks `prepare` once for each
-signature: shapes, strides, dtypes and options. What can change from call to call, it checks each
-time.
+The life of a call:
+
+1. Python: a public function checks types and calls the operator. PyTorch dispatches to the kernel.
+2. C++: ``EagerKernel`` (csrc/torch/eager_kernel.cc) reads the tensors and the call's signature:
+   shapes, strides, dtypes and options. It goes on with step 4 if it has seen the signature.
+3. Python: `prepare` runs the op's check, and decides all that follows from the signature: handler,
+   copies, results, scratch. C++ is asked once in between, for the sizes of CUDA's scratch. The
+   answer is a PreparedCall, which C++ keeps.
+4. C++: ``EagerKernel`` checks what changes from call to call, which is derivatives and shared
+   memory; copies, allocates, and runs the handler: on the CPU with PyTorch's number of threads, on
+   CUDA on PyTorch's current stream. `errors` has the words of what it refuses.
 """
 
 from __future__ import annotations
@@ -18,7 +26,7 @@ from shared_ffi.spec import ArraySpec, Call, dtype_error, shape_error, value_err
 from torch_frontend.operator import errors
 from torch_frontend.operator.arguments import (
     ArgumentReader,
-    Arguments,
+    TensorArguments,
     array_spec,
     refuse_several_devices,
     specs,
@@ -33,9 +41,13 @@ Layout = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 class PreparedCall(NamedTuple):
-    """A checked call, on tensors of one signature."""
+    """How calls of one signature are made."""
 
-    call: eager.EagerCall
+    handler: Any
+    attributes: dict[str, float | int]
+    operands: Sequence[ArraySpec]
+    results: Sequence[ArraySpec]
+    """All that the handler writes. On CUDA, the scratch is the last."""
     names: tuple[str, ...]
     """The operands' names."""
     copied: list[int]
@@ -47,7 +59,7 @@ class PreparedCall(NamedTuple):
     written: list[int]
     """The operands that are written in place."""
     allocated: list[tuple[tuple[int, ...], torch.dtype]]
-    """Shapes and dtypes of the results that have no tensor yet; CUDA's scratch is the last."""
+    """Shapes and dtypes of the results that have no tensor yet, which are the last ones."""
     num_returned: int
     """How many of these the operator returns."""
 
@@ -88,9 +100,10 @@ class Eager:
             otherwise: takes calls with other keys.
             returns_out: the operator returns its argument ``out``.
         """
-        launch = None if device == "cpu" else _launch_on_cuda
         prepare = partial(self.prepare, device)
-        return _native.EagerKernel(self._op, RULES, prepare, launch, keys, otherwise, returns_out)
+        return _native.EagerKernel(
+            self._op, device == "cuda", RULES, prepare, keys, otherwise, returns_out
+        )
 
     def prepare(
         self, device: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
@@ -100,24 +113,27 @@ class Eager:
         given = {name: value for name, value in keywords.items() if name != "out"}
         bound = self._reader.read(arguments, given)
         operands, copied = self.in_memory(bound)
-        call = bound.on(operands)
+        call = bound.by_name.on(operands)
         if out is not None:
             check_out(call, bound.tensors[0], out)
         num_written = len(call.aliases) if out is None else 1
-        new = call.results_on(device)[num_written:]
+        results = call.results_on(device)
         return PreparedCall(
-            eager.prepare(call, device),
+            eager.handler_of(call, device),
+            {name: value.item() for name, value in call.attributes},
+            call.operands,
+            results,
             bound.names,
             copied,
             [(x.nbytes, (), ()) if i in copied else layout(x) for i, x in enumerate(bound.tensors)],
             0 if out is None else out.nbytes,
             [operand for operand, _ in call.aliases],
-            [(spec.shape, getattr(torch, spec.dtype)) for spec in new],
+            [(spec.shape, getattr(torch, spec.dtype)) for spec in results[num_written:]],
             len(call.results) - num_written,
         )
 
     def in_memory(
-        self, bound: Arguments, *, takes_rows: bool = True
+        self, bound: TensorArguments, *, takes_rows: bool = True
     ) -> tuple[list[ArraySpec], list[int]]:
         """The operands as a handler takes them, and the numbers of those that must be copied for
         that. Each is contiguous, `strided`, or one of `rows` unless `takes_rows` is False. A copy
@@ -149,16 +165,6 @@ def check_fits(op: str, name: str, result: ArraySpec, target: torch.Tensor) -> N
         raise shape_error(op, name, str(list(result.shape)), given.shape)
     if given.dtype != result.dtype:
         raise dtype_error(op, name, f"dtype {result.dtype}", given.dtype)
-
-
-def _launch_on_cuda(
-    call: eager.EagerCall, operands: list[int], results: list[int], tensor: torch.Tensor
-) -> None:
-    """Queues a call on PyTorch's current stream and waits for nothing, so that it can be
-    captured."""
-    with torch.cuda.device(tensor.device):
-        stream = torch._C._cuda_getCurrentRawStream(tensor.device.index)
-        call(operands, results, stream=stream)
 
 
 def share_elements(x: torch.Tensor, y: torch.Tensor) -> bool:

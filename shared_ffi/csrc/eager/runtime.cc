@@ -180,7 +180,7 @@ std::pmr::memory_resource* LongLived() {
 }
 
 // Its vectors point to each other's elements.
-struct PreparedCall::Parts {
+struct EagerCall::Parts {
   explicit Parts(std::pmr::memory_resource* memory)
       : dimensions(memory),
         buffers(memory),
@@ -251,9 +251,9 @@ struct PreparedCall::Parts {
   }
 };
 
-PreparedCall::PreparedCall(XLA_FFI_Handler* handler, const std::vector<EagerBuffer>& operands,
-                           const std::vector<EagerBuffer>& results,
-                           std::vector<std::pair<std::string, Attribute>> attributes)
+EagerCall::EagerCall(XLA_FFI_Handler* handler, const std::vector<EagerBuffer>& operands,
+                     const std::vector<EagerBuffer>& results,
+                     std::vector<std::pair<std::string, Attribute>> attributes)
     : parts_(std::allocate_shared<Parts>(std::pmr::polymorphic_allocator<Parts>(LongLived()),
                                          LongLived())) {
   parts_->handler = handler;
@@ -261,19 +261,18 @@ PreparedCall::PreparedCall(XLA_FFI_Handler* handler, const std::vector<EagerBuff
   parts_->SetAttributes(std::move(attributes));
 }
 
-PreparedCall::~PreparedCall() = default;
+EagerCall::~EagerCall() = default;
 
-size_t PreparedCall::num_operands() const { return parts_->arg_types.size(); }
-size_t PreparedCall::num_results() const { return parts_->ret_types.size(); }
+size_t EagerCall::num_operands() const { return parts_->arg_types.size(); }
+size_t EagerCall::num_results() const { return parts_->ret_types.size(); }
 
-EagerStatus PreparedCall::Run(const EagerContext& context) const {
+EagerStatus EagerCall::Run(const EagerContext& context) const {
   std::vector<void*> addresses;
   for (const XLA_FFI_Buffer& buffer : parts_->buffers) addresses.push_back(buffer.data);
   return Run(addresses, context);
 }
 
-EagerStatus PreparedCall::Run(const std::vector<void*>& addresses,
-                              const EagerContext& eager) const {
+EagerStatus EagerCall::Run(const std::vector<void*>& addresses, const EagerContext& eager) const {
   Parts& parts = *parts_;  // the C API takes pointers to what it only reads
   std::vector<XLA_FFI_Buffer> buffers(parts.buffers.begin(), parts.buffers.end());
   std::vector<void*> pointers(buffers.size());

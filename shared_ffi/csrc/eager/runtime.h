@@ -43,12 +43,12 @@ struct EagerContext {
 
 // A handler with its attributes and the shapes of its contiguous arrays. It may be called by
 // several threads at once.
-class XLA_GPU_EXPORT PreparedCall {
+class XLA_GPU_EXPORT EagerCall {
  public:
-  PreparedCall(XLA_FFI_Handler* handler, const std::vector<EagerBuffer>& operands,
-               const std::vector<EagerBuffer>& results,
-               std::vector<std::pair<std::string, Attribute>> attributes);
-  ~PreparedCall();
+  EagerCall(XLA_FFI_Handler* handler, const std::vector<EagerBuffer>& operands,
+            const std::vector<EagerBuffer>& results,
+            std::vector<std::pair<std::string, Attribute>> attributes);
+  ~EagerCall();
 
   size_t num_operands() const;
   size_t num_results() const;
@@ -63,7 +63,7 @@ class XLA_GPU_EXPORT PreparedCall {
   std::shared_ptr<Parts> parts_;
 };
 
-// The threads of a call that PreparedCall makes; nullopt if another runtime makes the call.
+// The threads of a call that EagerCall makes; nullopt if another runtime makes the call.
 std::optional<Executor> ExecutorOfEagerCall(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx);
 
 }  // namespace xla_gpu

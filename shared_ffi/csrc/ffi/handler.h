@@ -100,38 +100,26 @@ inline std::string Describe(const ffi::AnyBuffer& array) {
 // Reads a call. It keeps the first thing that is wrong: read everything, then Finish.
 class CallReader {
  public:
-  // `operands`: what every call has, in this order. `features`: operands that follow them if a call
-  // uses them; an attribute of the same name is the operand's number.
+  // `operands`: what every call has, in this order. Operands of features that a call uses follow;
+  // an attribute of the same name is the operand's number.
   CallReader(const char* op, const ffi::RemainingArgs& arguments, const ffi::RemainingRets& results,
-             const ffi::Dictionary& attributes, std::initializer_list<const char*> operands,
-             std::initializer_list<const char*> features = {})
-      : op_(op), results_(results), attributes_(attributes) {
+             const ffi::Dictionary& attributes, std::initializer_list<const char*> operands)
+      : op_(op), arguments_(arguments), results_(results), attributes_(attributes) {
     operands_.reserve(arguments.size());
-    const auto add = [&](const char* name, int64_t number) {
-      const auto operand = arguments.get<ffi::AnyBuffer>(number);
-      if (operand.has_value()) {
-        operands_.emplace_back(name, *operand);
-      } else {
-        Fail("operand ", name, " is missing; its number is ", number);
-      }
-    };
-    for (const char* name : operands) add(name, static_cast<int64_t>(operands_.size()));
-    for (const char* name : features) {
-      if (Has(name)) add(name, Integer(name));
-    }
-    if (operands_.size() != arguments.size()) {
-      Fail("the call must have ", operands_.size(), " operands; got ", arguments.size());
-    }
+    for (const char* name : operands) Add(name, static_cast<int64_t>(operands_.size()));
   }
 
   const ffi::Error& error() const { return error_; }
 
-  // Also refuses attributes and results that have not been read. The attribute `arguments` is for
-  // XLA's partitioner alone (shared_ffi/xla/partitioning.py).
+  // Also refuses attributes, operands and results that have not been read. The attribute
+  // `arguments` is for XLA's partitioner alone (shared_ffi/xla/partitioning.py).
   const ffi::Error& Finish() {
     const size_t num_known = num_attributes_read_ + (Has("arguments") ? 1 : 0);
     if (num_known != attributes_.size()) {
       Fail("the call has ", attributes_.size(), " attributes, of which ", num_known, " are known");
+    }
+    if (operands_.size() != arguments_.size()) {
+      Fail("the call must have ", operands_.size(), " operands; got ", arguments_.size());
     }
     if (num_results_read_ != results_.size()) {
       Fail("the call must have ", num_results_read_, " results; got ", results_.size());
@@ -159,12 +147,12 @@ class CallReader {
     return Has(name) ? Integer(name) : otherwise;
   }
 
-  // Every call without an error has the operands that every call has.
-  std::optional<ffi::AnyBuffer> Find(std::string_view name) const {
+  // Every call without an error has the operands that every call has. `name`: a literal.
+  std::optional<ffi::AnyBuffer> Find(const char* name) {
     for (const auto& [known, operand] : operands_) {
-      if (name == known) return operand;
+      if (std::string_view(name) == known) return operand;
     }
-    return std::nullopt;
+    return Has(name) ? Add(name, Integer(name)) : std::nullopt;
   }
   // The memory of an operand, which must have one of these dtypes and one of these shapes; null if
   // the call does not use the feature.
@@ -192,6 +180,16 @@ class CallReader {
   }
 
  private:
+  std::optional<ffi::AnyBuffer> Add(const char* name, int64_t number) {
+    const auto operand = arguments_.get<ffi::AnyBuffer>(number);
+    if (!operand.has_value()) {
+      Fail("operand ", name, " is missing; its number is ", number);
+      return std::nullopt;
+    }
+    operands_.emplace_back(name, *operand);
+    return *operand;
+  }
+
   template <typename T>
   T Get(const char* name, const char* type) {
     const auto value = attributes_.get<T>(name);
@@ -222,6 +220,7 @@ class CallReader {
   }
 
   const char* const op_;
+  const ffi::RemainingArgs& arguments_;
   const ffi::RemainingRets& results_;
   const ffi::Dictionary& attributes_;
   std::vector<std::pair<std::string_view, ffi::AnyBuffer>> operands_;
@@ -255,9 +254,9 @@ inline DType StorageOf(CallReader* call, const char* name) {
 }
 
 // Success, or what is wrong with the values in the arrays; empty if nothing is.
-inline ffi::Error FaultOf(const char* op, const std::string& fault) {
-  if (fault.empty()) return ffi::Error::Success();
-  return ffi::Error::InvalidArgument(StrCat(op, ": ", fault));
+inline ffi::Error ErrorOf(const char* op, const std::string& error) {
+  if (error.empty()) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument(StrCat(op, ": ", error));
 }
 
 // Success, or the call of the CUDA runtime that failed.

@@ -1,5 +1,7 @@
 #include "handlers.h"
 
+#include <string_view>
+
 #include "xla/ffi/api/api.h"
 
 // One line for each op: f(prefix of its handlers' symbols, custom call target). A new op's target
@@ -31,16 +33,13 @@ std::initializer_list<NamedHandler> Handlers() {
 }
 // clang-format on
 
-const NamedHandler* FindHandler(std::string_view platform, std::string_view target) {
-  for (const NamedHandler& handler : Handlers()) {
-    if (platform == handler.platform && target == handler.target) return &handler;
-  }
-  return nullptr;
-}
-
 }  // namespace xla_gpu
 
 XLA_FFI_Handler* xla_gpu_handler(const char* platform, const char* target) {
-  const xla_gpu::NamedHandler* found = xla_gpu::FindHandler(platform, target);
-  return found == nullptr ? nullptr : found->handler;
+  for (const xla_gpu::NamedHandler& known : xla_gpu::Handlers()) {
+    if (std::string_view(platform) == known.platform && std::string_view(target) == known.target) {
+      return known.handler;
+    }
+  }
+  return nullptr;
 }

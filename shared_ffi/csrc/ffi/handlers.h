@@ -2,7 +2,6 @@
 #pragma once
 
 #include <initializer_list>
-#include <string_view>
 
 #include "export.h"
 #include "xla/ffi/api/c_api.h"
@@ -17,11 +16,9 @@ struct NamedHandler {
 
 XLA_GPU_EXPORT std::initializer_list<NamedHandler> Handlers();
 
-// Null if this build has none.
-XLA_GPU_EXPORT const NamedHandler* FindHandler(std::string_view platform, std::string_view target);
-
 }  // namespace xla_gpu
 
-// The same for programs that load the library and know its C functions only.
+// One of them, for programs that load the library and know its C functions only; null if this build
+// has none.
 extern "C" XLA_GPU_EXPORT XLA_FFI_Handler* xla_gpu_handler(const char* platform,
                                                            const char* target);

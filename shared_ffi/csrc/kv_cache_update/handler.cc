@@ -48,8 +48,7 @@ void ReadRotary(CallReader* call, const TokenRows& keys, ffi::DataType key_dtype
 ffi::Error MakeParams(const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
                       const ffi::Dictionary& attributes, Params* p) {
   *p = {};
-  CallReader call(kOp, operands, results, attributes, {"kv_cache", "key", "value", "slot_mapping"},
-                  {"value_cache", "k_scale", "v_scale", "query", "positions", "cos_sin_cache"});
+  CallReader call(kOp, operands, results, attributes, {"kv_cache", "key", "value", "slot_mapping"});
   XLA_GPU_RETURN_IF_ERROR(call.error());
   const auto layout = TokenRowsLayout::Read(&call);
   const ffi::DataType key_dtype = call.Find("key")->element_type();
@@ -111,7 +110,7 @@ ffi::Error OnCpu(ffi::RemainingArgs operands, ffi::RemainingRets results,
   const std::vector<char> slots = Copy(&params.slot_mapping, params.num_tokens);
   const std::vector<char> positions = Copy(&params.rotary.positions, params.num_tokens);
   // Before anything is written, so that an error leaves cache and query as they were.
-  XLA_GPU_RETURN_IF_ERROR(FaultOf(kOp, TokenFault(params)));
+  XLA_GPU_RETURN_IF_ERROR(ErrorOf(kOp, TokenError(params)));
   RunOnCpu(params, executor);
   return ffi::Error::Success();
 }

@@ -11,7 +11,7 @@ namespace xla_gpu::kv_cache_update {
 
 // Names the first token whose slot is past the end of the cache, or that has a slot and no row of
 // cos_sin_cache; empty if all tokens are legal.
-inline std::string TokenFault(const Params& p) {
+inline std::string TokenError(const Params& p) {
   const Rotary& rotary = p.rotary;
   for (int64_t token = 0; token < p.num_tokens; ++token) {
     const int64_t slot = p.Slot(token);

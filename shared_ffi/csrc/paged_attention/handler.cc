@@ -17,9 +17,7 @@ CallReader Read(const ffi::RemainingArgs& operands, const ffi::RemainingRets& re
           operands,
           results,
           attributes,
-          {"query", "kv_cache", "context_lens", "block_tables", "query_start_loc", "num_seqs"},
-          {"value_cache", "k_scale", "v_scale", "sinks", "alibi_slopes", "tree_mask",
-           "bidirectional_ranges", "causal"}};
+          {"query", "kv_cache", "context_lens", "block_tables", "query_start_loc", "num_seqs"}};
 }
 
 // The results are the output, then lse if it is wanted, then `num_scratch` scratch arrays, which
@@ -62,9 +60,9 @@ ffi::Error MakeParams(CallReader* call, size_t num_scratch, Params* p) {
   p->num_seqs = call->Operand<int32_t>("num_seqs", {ffi::S32}, {{}, {1}});
   p->sinks = call->Operand<float>("sinks", {ffi::F32}, {{p->num_heads}});
   p->alibi_slopes = call->Operand<float>("alibi_slopes", {ffi::F32}, {{p->num_heads}});
-  p->tree_mask = call->Operand<int32_t>("tree_mask", {ffi::S32}, {{p->num_tokens, 2}});
-  p->bidirectional_ranges =
-      call->Operand<int32_t>("bidirectional_ranges", {ffi::S32}, {{p->num_tokens, 2}});
+  for (const auto& [name, array] : kTokenPairs) {
+    p->*array = call->Operand<int32_t>(name, {ffi::S32}, {{p->num_tokens, 2}});
+  }
   p->causal = call->Operand<int32_t>("causal", {ffi::S32}, {{p->max_seqs}});
   XLA_GPU_RETURN_IF_ERROR(call->error());
   p->max_blocks_per_seq = call->Find("block_tables")->dimensions()[1];
@@ -87,7 +85,7 @@ ffi::Error OnCpu(ffi::RemainingArgs operands, ffi::RemainingRets results,
   XLA_GPU_RETURN_IF_ERROR(MakeParams(&call, /*num_scratch=*/0, &params));
   XLA_GPU_RETURN_IF_ERROR(call.Finish());
   const MetadataCopy copy(&params);
-  XLA_GPU_RETURN_IF_ERROR(FaultOf(kOp, MetadataFault(params)));
+  XLA_GPU_RETURN_IF_ERROR(ErrorOf(kOp, MetadataError(params)));
   RunOnCpu(params, executor);
   return ffi::Error::Success();
 }

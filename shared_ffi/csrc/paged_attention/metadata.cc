@@ -1,6 +1,7 @@
 #include "metadata.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "../str_cat.h"
 
@@ -15,7 +16,7 @@ struct NeededBlocks {
 
   NeededBlocks(const Params& p, const QueryTokens& tokens) {
     int64_t begin = p.WindowBegin(tokens.first_position);
-    for (int64_t i = 0; p.bidirectional_ranges != nullptr && i < tokens.Count(); ++i) {
+    for (int64_t i = 0; p.HasRanges() && i < tokens.Count(); ++i) {
       const Span range = p.RangeOf(tokens, i);
       if (!range.IsEmpty()) begin = Smaller(begin, range.begin);
     }
@@ -26,7 +27,7 @@ struct NeededBlocks {
 
 }  // namespace
 
-std::string MetadataFault(const Params& p) {
+std::string MetadataError(const Params& p) {
   const int64_t num_seqs = *p.num_seqs;
   if (num_seqs < 0 || num_seqs > p.max_seqs) {
     return StrCat("num_seqs must be from 0 to max_seqs=", p.max_seqs, "; got ", num_seqs);
@@ -88,30 +89,28 @@ MetadataCopy::MetadataCopy(Params* params) {
   const int32_t num_seqs = __atomic_load_n(p.num_seqs, __ATOMIC_RELAXED);
   const int64_t count = num_seqs < 0 || num_seqs > p.max_seqs ? 0 : num_seqs;
   const int64_t width = p.max_blocks_per_seq;
-  const int64_t num_words = p.tree_mask == nullptr ? 0 : 2 * p.num_tokens;
-  const int64_t num_bounds = p.bidirectional_ranges == nullptr ? 0 : 2 * p.num_tokens;
-  const int64_t num_flags = p.causal == nullptr ? 0 : count;
+  struct Array {
+    const int32_t** place;
+    int64_t size;
+  };
+  std::vector<Array> arrays = {{&p.context_lens, count}, {&p.query_start_loc, count + 1}};
+  for (const auto& [name, array] : kTokenPairs) {
+    if (p.*array != nullptr) arrays.push_back({&(p.*array), 2 * p.num_tokens});
+  }
+  if (p.causal != nullptr) arrays.push_back({&p.causal, count});
+  int64_t num_copied = 1;
+  for (const Array& array : arrays) num_copied += array.size;
   // Not zeroed: only the entries that are copied are touched, however wide the table is.
-  memory_.reset(new int32_t[2 + 2 * count + num_words + num_bounds + num_flags + count * width]);
-  int32_t* const copied_num_seqs = memory_.get();
-  int32_t* const context_lens = copied_num_seqs + 1;
-  int32_t* const query_start_loc = context_lens + count;
-  int32_t* const tree_mask = query_start_loc + count + 1;
-  int32_t* const ranges = tree_mask + num_words;
-  int32_t* const causal = ranges + num_bounds;
-  int32_t* const block_tables = causal + num_flags;
-  *copied_num_seqs = num_seqs;
-  std::copy_n(p.context_lens, count, context_lens);
-  std::copy_n(p.query_start_loc, count + 1, query_start_loc);
-  std::copy_n(p.tree_mask, num_words, tree_mask);
-  std::copy_n(p.bidirectional_ranges, num_bounds, ranges);
-  std::copy_n(p.causal, num_flags, causal);
-  p.num_seqs = copied_num_seqs;
-  p.context_lens = context_lens;
-  p.query_start_loc = query_start_loc;
-  if (p.tree_mask != nullptr) p.tree_mask = tree_mask;
-  if (p.bidirectional_ranges != nullptr) p.bidirectional_ranges = ranges;
-  if (p.causal != nullptr) p.causal = causal;
+  memory_.reset(new int32_t[num_copied + count * width]);
+  memory_[0] = num_seqs;
+  p.num_seqs = memory_.get();
+  int32_t* copy = memory_.get() + 1;
+  for (const auto& [place, size] : arrays) {
+    std::copy_n(*place, size, copy);
+    *place = copy;
+    copy += size;
+  }
+  int32_t* const block_tables = copy;
   for (int64_t s = 0; s < count; ++s) {
     const QueryTokens tokens = p.QueryTokensOf(s);
     if (tokens.first < 0 || tokens.Count() <= 0 || tokens.first + tokens.Count() > p.num_tokens ||

@@ -10,11 +10,10 @@
 
 namespace xla_gpu::paged_attention {
 
-// Which rule the values break first, naming sequence and entry; empty if they are legal. Reads
-// context_lens, block_tables, query_start_loc, num_seqs, tree_mask, bidirectional_ranges and
-// causal, and of the sizes num_tokens, num_blocks, block_size, max_seqs, max_blocks_per_seq,
-// sliding_window, max_query_len and is_causal.
-XLA_GPU_EXPORT std::string MetadataFault(const Params& params);
+// Which rule the values break first, naming sequence and entry; empty if they are legal. Reads the
+// arrays of integers, and of the sizes num_tokens, num_blocks, block_size, max_seqs,
+// max_blocks_per_seq, sliding_window, max_query_len and is_causal.
+XLA_GPU_EXPORT std::string MetadataError(const Params& params);
 
 // A copy of lengths, num_seqs, masks and the entries of the page table that are needed. The
 // caller's other threads may write to the arrays while the call runs: with a copy, the kernel uses

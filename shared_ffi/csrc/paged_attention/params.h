@@ -234,6 +234,7 @@ struct Params {
     return {WindowBegin(tokens.Position(CountBits(bits) - 1)),
             Smaller(tokens.context_len, tokens.Position(WidthOf(bits)))};
   }
+  XLA_GPU_HOST_DEVICE bool HasRanges() const { return bidirectional_ranges != nullptr; }
   // The bidirectional range of token i of a sequence, cut to the sequence.
   XLA_GPU_HOST_DEVICE Span RangeOf(const QueryTokens& tokens, int64_t i) const {
     if (bidirectional_ranges == nullptr) return {0, 0};
@@ -296,6 +297,16 @@ struct Params {
   XLA_GPU_HOST_DEVICE bool Attends(const QueryTokens& tokens, int64_t i) const {
     return !Window(tokens, i).IsEmpty() || !RangeOf(tokens, i).IsEmpty();
   }
+};
+
+// An optional array of [num_tokens, 2] integers, and the name of its operand.
+struct TokenPairs {
+  const char* name;
+  const int32_t* Params::* array;
+};
+inline constexpr TokenPairs kTokenPairs[] = {
+    {"tree_mask", &Params::tree_mask},
+    {"bidirectional_ranges", &Params::bidirectional_ranges},
 };
 
 }  // namespace xla_gpu::paged_attention

@@ -6,6 +6,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
+#include "eager_call.h"
 #include "ffi/handlers.h"
 #ifdef XLA_GPU_CUDA_MAJOR
 #include "cuda_build.h"  // CMake writes it
@@ -16,11 +17,8 @@ namespace {
 
 namespace nb = nanobind;
 
-// The name that jax.ffi expects of a capsule.
-constexpr char kCapsuleName[] = "xla._CUSTOM_CALL_TARGET";
-
 XLA_FFI_Handler* HandlerOf(nb::capsule capsule) {
-  return reinterpret_cast<XLA_FFI_Handler*>(capsule.data(kCapsuleName));
+  return reinterpret_cast<XLA_FFI_Handler*>(capsule.data(xla_gpu::kHandlerCapsule));
 }
 
 nb::dict Handlers() {
@@ -28,7 +26,7 @@ nb::dict Handlers() {
   for (const auto& [platform, target, handler] : xla_gpu::Handlers()) {
     if (!by_platform.contains(platform)) by_platform[platform] = nb::dict();
     nb::cast<nb::dict>(by_platform[platform])[target] =
-        nb::capsule(reinterpret_cast<void*>(handler), kCapsuleName);
+        nb::capsule(reinterpret_cast<void*>(handler), xla_gpu::kHandlerCapsule);
   }
   return by_platform;
 }
@@ -83,7 +81,7 @@ NB_MODULE(_native_of_main, m) {
   xla_gpu::BindTorchRules(m);
   xla_gpu::BindEagerKernel(m);
   xla_gpu::BindKernels(m);
-  xla_gpu::BindRules(m);
+  xla_gpu::BindChecks(m);
 }
 
 // What Python calls to import the module. nanobind keeps the types of one interpreter for the whole

@@ -15,7 +15,7 @@ void BindEagerKernel(nanobind::module_& m);
 // Which kernels this build has, and which of them are used.
 void BindKernels(nanobind::module_& m);
 
-// Rules that Python's checks ask for, so that each is written once.
-void BindRules(nanobind::module_& m);
+// What the checks of the ops in Python ask, so that each rule is written once.
+void BindChecks(nanobind::module_& m);
 
 }  // namespace xla_gpu

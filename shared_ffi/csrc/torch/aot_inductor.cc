@@ -161,7 +161,7 @@ void* CurrentStream(int32_t device_index) {
 thread_local std::string last_error;
 
 // The arguments of the operator xla_gpu::_xla_gpu_call, as AOTInductor hands them to C.
-struct Arguments {
+struct HandlerCall {
   // The results, scratch included. For a handler that writes in place: the tensors of which its
   // aliased operands are views, then the aliased operands that are no views.
   const AtenTensorHandle* written;
@@ -181,7 +181,7 @@ struct Arguments {
   int64_t num_floats;
 };
 
-void Call(const char* platform, const Arguments& a) {
+void Call(const char* platform, const HandlerCall& a) {
   static const Torch torch;
   XLA_FFI_Handler* handler = xla_gpu_handler(platform, a.target);
   if (handler == nullptr) {
@@ -228,14 +228,14 @@ void Call(const char* platform, const Arguments& a) {
   } else {
     context.num_threads = NumThreads();
   }
-  const xla_gpu::PreparedCall call(handler, operands, results, std::move(attributes));
+  const xla_gpu::EagerCall call(handler, operands, results, std::move(attributes));
   const xla_gpu::EagerStatus status = call.Run(context);
   if (status.code != XLA_FFI_Error_Code_OK) throw std::runtime_error(status.message);
 }
 
 // Throws, because the C++ that AOTInductor generates prints the message of an exception. For an
 // error code it would make up a message.
-void CallOrThrow(const char* platform, const Arguments& arguments) {
+void CallOrThrow(const char* platform, const HandlerCall& arguments) {
   try {
     Call(platform, arguments);
   } catch (const std::exception& error) {

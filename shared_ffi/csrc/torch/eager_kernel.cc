@@ -1,5 +1,6 @@
 // EagerKernel: an operator's kernel for PyTorch's own tensors. It calls the handler. The check runs
-// once for each signature; what it found is kept.
+// once for each signature; what it found is kept. torch_frontend/operator/eager.py tells a call's
+// life.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -18,17 +19,20 @@
 namespace xla_gpu {
 namespace {
 
-// The arguments of a call.
-struct Arguments {
+// A call as PyTorch makes it.
+struct TorchCall {
   std::vector<nb::handle> tensors;  // the operands, in the order of the schema
   nb::handle out;                   // null: none
   Signature signature;
 };
 
-// A checked call: the fields of torch_frontend/operator/eager.py's PreparedCall.
-struct Prepared {
-  explicit Prepared(nb::handle from, std::pmr::memory_resource* memory)
-      : call(from.attr("call")),
+// How calls of a signature are made: the PreparedCall of torch_frontend/operator/eager.py.
+struct PreparedCall {
+  explicit PreparedCall(nb::handle from, std::pmr::memory_resource* memory)
+      : handler(MakeEagerCall(nb::cast<nb::capsule>(from.attr("handler")),
+                              nb::cast<nb::dict>(from.attr("attributes")),
+                              nb::cast<nb::sequence>(from.attr("operands")),
+                              nb::cast<nb::sequence>(from.attr("results")))),
         names(memory),
         copied(memory),
         elements(memory),
@@ -43,7 +47,7 @@ struct Prepared {
     for (nb::handle spec : from.attr("allocated")) allocated.emplace_back(spec[0], spec[1]);
   }
 
-  nb::object call;  // an EagerCall
+  EagerCall handler;
   std::pmr::vector<std::string> names;
   std::pmr::vector<size_t> copied;
   std::pmr::vector<Elements> elements;  // of the operands
@@ -60,6 +64,57 @@ struct Prepared {
   }
 };
 
+// Makes a tensor's device the current one for a while, as torch.cuda.device does, by the functions
+// of PyTorch that it calls: this library is built without PyTorch.
+class CurrentDevice {
+ public:
+  CurrentDevice(nb::handle torch, nb::handle tensor) : torch_(torch) {
+    static const nb::handle get_device = Interned("get_device"),
+                            exchange = Interned("_exchange_device");
+    index_ = tensor.attr(get_device)();
+    previous_ = Cuda().attr(exchange)(index_);
+  }
+  CurrentDevice(const CurrentDevice&) = delete;
+  ~CurrentDevice() {
+    static const nb::handle restore = Interned("_maybe_exchange_device");
+    try {
+      Cuda().attr(restore)(previous_);
+    } catch (nb::python_error& error) {
+      error.discard_as_unraisable("torch.cuda._maybe_exchange_device");
+    }
+  }
+
+  // PyTorch's current stream. What is queued there can be captured.
+  void* stream() const {
+    static const nb::handle c = Interned("_C"), get = Interned("_cuda_getCurrentRawStream");
+    return reinterpret_cast<void*>(nb::cast<uintptr_t>(torch_.attr(c).attr(get)(index_)));
+  }
+
+ private:
+  nb::object Cuda() const {
+    static const nb::handle cuda = Interned("cuda");
+    return torch_.attr(cuda);
+  }
+
+  nb::handle torch_;
+  nb::object index_, previous_;
+};
+
+// Python's function that is told of each call, for tests; null: none. Never deleted: the
+// interpreter is gone when static objects are.
+nb::object* observer = nullptr;
+
+void Observe(nb::object function) {
+  delete observer;
+  observer = function.is_none() ? nullptr : new nb::object(std::move(function));
+}
+
+void TellObserver(const std::string& op, const std::vector<void*>& addresses) {
+  nb::list numbers;
+  for (void* address : addresses) numbers.append(reinterpret_cast<uintptr_t>(address));
+  (*observer)(op, numbers);
+}
+
 char* AddressOf(nb::handle tensor) {
   static const nb::handle data_ptr = Interned("data_ptr");
   return reinterpret_cast<char*>(nb::cast<uintptr_t>(tensor.attr(data_ptr)()));
@@ -70,13 +125,14 @@ char* AddressOf(nb::handle tensor) {
 // op. All other calls go to `otherwise`.
 class EagerKernel {
  public:
-  EagerKernel(std::string op, nb::object rules, nb::object prepare, nb::object launch,
+  EagerKernel(std::string op, bool is_on_cuda, nb::object rules, nb::object prepare,
               std::vector<uint64_t> keys, nb::object otherwise, bool returns_out)
       : op_(std::move(op)),
+        is_on_cuda_(is_on_cuda),
+        torch_(nb::module_::import_("torch")),
         owner_of_rules_(std::move(rules)),
         rules_(*nb::cast<const TorchRules*>(owner_of_rules_)),
         prepare_(std::move(prepare)),
-        launch_(std::move(launch)),
         keys_(std::move(keys)),
         otherwise_(std::move(otherwise)),
         returns_out_(returns_out) {}
@@ -90,9 +146,9 @@ class EagerKernel {
         return otherwise_(*args, **keywords);
       }
     }
-    const Arguments given = Read(args, first, keywords);
+    const TorchCall given = Read(args, first, keywords);
     // Shared, as another thread may clear the table meanwhile.
-    std::shared_ptr<const Prepared> call;
+    std::shared_ptr<const PreparedCall> call;
     if (given.signature.is_complete()) {
       const auto found = calls_.find(given.signature.bytes());
       if (found != calls_.end()) call = found->second;
@@ -104,11 +160,9 @@ class EagerKernel {
  private:
   static constexpr size_t kMostCalls = 4096;
 
-  bool IsOnCpu() const { return launch_.is_none(); }
-
-  Arguments Read(const nb::args& args, size_t first, const nb::kwargs& keywords) const {
+  TorchCall Read(const nb::args& args, size_t first, const nb::kwargs& keywords) const {
     // The dispatcher chooses a CPU kernel if all tensors are on the CPU.
-    Arguments given{{}, {}, Signature(/*has_devices=*/!IsOnCpu())};
+    TorchCall given{{}, {}, Signature(/*has_devices=*/is_on_cuda_)};
     given.tensors.reserve(args.size() + keywords.size());
     const auto read = [&](nb::handle value) {
       if (!rules_.IsTensor(value)) return given.signature.AddOption(value);
@@ -128,21 +182,21 @@ class EagerKernel {
     return given;
   }
 
-  std::shared_ptr<const Prepared> Prepare(const Arguments& given, const nb::args& args,
-                                          size_t first, const nb::kwargs& keywords) {
+  std::shared_ptr<const PreparedCall> Prepare(const TorchCall& given, const nb::args& args,
+                                              size_t first, const nb::kwargs& keywords) {
     nb::list arguments;
     for (size_t i = first; i < args.size(); ++i) arguments.append(args[i]);
     auto* const memory = LongLived();
-    const std::shared_ptr<const Prepared> call =
-        std::allocate_shared<Prepared>(std::pmr::polymorphic_allocator<Prepared>(memory),
-                                       prepare_(nb::tuple(arguments), keywords), memory);
+    const std::shared_ptr<const PreparedCall> call =
+        std::allocate_shared<PreparedCall>(std::pmr::polymorphic_allocator<PreparedCall>(memory),
+                                           prepare_(nb::tuple(arguments), keywords), memory);
     // No Python in between: it could let another thread change the table.
     if (calls_.size() >= kMostCalls) calls_.clear();
     if (given.signature.is_complete()) calls_.emplace(given.signature.bytes(), call);
     return call;
   }
 
-  nb::object Run(const Prepared& call, const Arguments& given) const {
+  nb::object Run(const PreparedCall& call, const TorchCall& given) const {
     rules_.RefuseDerivative(op_, given.tensors, given.out);
     std::vector<nb::handle> tensors = given.tensors;
     std::vector<nb::object> copies;
@@ -177,34 +231,29 @@ class EagerKernel {
       allocated.append(tensors[0].attr("new_empty")(shape, nb::arg("dtype") = dtype));
       addresses.push_back(AddressOf(allocated[allocated.size() - 1]));
     }
-    Launch(call, tensors[0], addresses);
+    if (observer != nullptr) TellObserver(op_, addresses);
+    if (is_on_cuda_) {
+      const CurrentDevice device(torch_, tensors[0]);
+      RunOrRaise(call.handler, addresses, {1, device.stream()});
+    } else {
+      RunOrRaise(call.handler, addresses, {rules_.NumThreads(), nullptr});
+    }
     if (given.out.is_valid()) return returns_out_ ? nb::borrow(given.out) : nb::none();
     if (call.num_returned == 0) return nb::none();
     if (call.num_returned == 1) return nb::object(allocated[0]);
     return nb::tuple(nb::steal(PyList_GetSlice(allocated.ptr(), 0, call.num_returned)));
   }
 
-  void Launch(const Prepared& call, nb::handle tensor, const std::vector<void*>& addresses) const {
-    if (IsOnCpu()) {
-      nb::cast<EagerCall&>(call.call).Run(addresses, {rules_.NumThreads(), nullptr});
-      return;
-    }
-    nb::list operands, results;
-    for (size_t i = 0; i < addresses.size(); ++i) {
-      (i < call.names.size() ? operands : results)
-          .append(reinterpret_cast<uintptr_t>(addresses[i]));
-    }
-    launch_(call.call, operands, results, tensor);
-  }
-
   std::string op_;
-  nb::object owner_of_rules_;
+  bool is_on_cuda_;
+  nb::object torch_, owner_of_rules_;
   const TorchRules& rules_;
-  nb::object prepare_, launch_;
+  nb::object prepare_;
   std::vector<uint64_t> keys_;
   nb::object otherwise_;
   bool returns_out_;
-  std::pmr::unordered_map<std::pmr::string, std::shared_ptr<const Prepared>> calls_{LongLived()};
+  std::pmr::unordered_map<std::pmr::string, std::shared_ptr<const PreparedCall>> calls_{
+      LongLived()};
 };
 
 }  // namespace
@@ -212,11 +261,13 @@ class EagerKernel {
 void BindEagerKernel(nb::module_& m) {
   nb::class_<EagerKernel>(m, "EagerKernel",
                           "An operator's kernel for PyTorch's tensors on the CPU or on CUDA.")
-      .def(nb::init<std::string, nb::object, nb::object, nb::object, std::vector<uint64_t>,
-                    nb::object, bool>(),
-           nb::arg("op"), nb::arg("rules"), nb::arg("prepare"), nb::arg("launch").none(),
+      .def(nb::init<std::string, bool, nb::object, nb::object, std::vector<uint64_t>, nb::object,
+                    bool>(),
+           nb::arg("op"), nb::arg("is_on_cuda"), nb::arg("rules"), nb::arg("prepare"),
            nb::arg("keys"), nb::arg("otherwise").none(), nb::arg("returns_out"))
       .def("__call__", &EagerKernel::operator());
+  m.def("observe_eager_calls", &Observe, nb::arg("function").none(),
+        "Tells function(op, addresses) of each call before it is made; None: no more.");
 }
 
 }  // namespace xla_gpu

@@ -18,7 +18,7 @@ class Elements {
     int64_t stride;  // in bytes, at least `width`
   };
 
-  // Of a tensor of `rank` dimensions; strides count elements.
+  // The elements of a tensor of `rank` dimensions; strides count elements.
   Elements(int64_t element_bytes, const int64_t* sizes, const int64_t* strides, size_t rank,
            std::pmr::memory_resource* memory = std::pmr::get_default_resource())
       : dimensions_(memory), width_(element_bytes) {

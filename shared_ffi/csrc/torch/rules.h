@@ -32,7 +32,7 @@ struct NamedTensor {
   nb::handle tensor;
 };
 
-// Those of a layout (bytes of an element, sizes, strides).
+// The elements of a layout: bytes of an element, sizes, strides.
 Elements ElementsOf(nb::handle layout,
                     std::pmr::memory_resource* memory = std::pmr::get_default_resource());
 

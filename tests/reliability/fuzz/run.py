@@ -23,6 +23,7 @@ from tests.support import gpu
 from tests.support.calls import (
     checked_call,
     cpu_instruction_set,
+    eager_call,
     in_place,
     numbers,
     overload_of,
@@ -159,7 +160,7 @@ class CpuRunner:
             for i, spec in enumerate(call.results)
         ]
         attributes = trial.handler_attributes(numbers(call) | row_attributes)
-        handler = _native.EagerCall("cpu", call.target, attributes, specs(given), specs(results))
+        handler = eager_call(call.target, attributes, specs(given), specs(results))
 
         def run() -> tuple[np.ndarray, ...]:
             addresses = [[x.ctypes.data for x in some] for some in (given, results)]
@@ -461,19 +462,19 @@ class EmulatedRunner:
             attributes.get("kv_layout"),
             is_latent=inputs.value.shape[2] == 0,
         )
-        has_fault = np.zeros(len(slots), bool)
+        is_faulty = np.zeros(len(slots), bool)
         if "positions" in attributes:
             table = attributes["cos_sin_cache"]
-            has_fault = (slots >= 0) & ~reference.have_rows(attributes["positions"], table)
-        slots[has_fault | (slots >= shape[0] * shape[1])] = -1
+            is_faulty = (slots >= 0) & ~reference.have_rows(attributes["positions"], table)
+        slots[is_faulty | (slots >= shape[0] * shape[1])] = -1
         used = slots[slots >= 0]
         if len({*used.tolist()}) < len(used):
             return  # it is not defined which token remains
         expected = reference.kv_cache_update(*inputs._replace(slot_mapping=slots), **attributes)
         found = _dense(call, updated)
         if "query" in attributes:
-            expected[-1][has_fault] = found[-1][has_fault]
-            if not np.isnan(found[-1][has_fault].astype(np.float32)).all():
+            expected[-1][is_faulty] = found[-1][is_faulty]
+            if not np.isnan(found[-1][is_faulty].astype(np.float32)).all():
                 raise Failure("the query of a faulty position is NaN", "it is not")
         _expect(
             "caches and query are the oracle's",

@@ -63,8 +63,7 @@ void Call() {
     arrays.push_back(ReadArray(arrays));
     (i < num_operands ? operands : results).push_back(arrays.back().buffer);
   }
-  const auto status =
-      xla_gpu::PreparedCall(handler, operands, results, attributes).Run({1, nullptr});
+  const auto status = xla_gpu::EagerCall(handler, operands, results, attributes).Run({1, nullptr});
   const auto length = static_cast<int64_t>(status.message.size());
   WriteBytes(&length, sizeof(length));
   WriteBytes(status.message.data(), status.message.size());

@@ -387,11 +387,11 @@ def test_nothing_is_copied(checkpoint: Any, serve: Any, calls: Any, monkeypatch:
     seen.clear()
     tokens_of(engine, prompts(), new_tokens=4)
     layers = len(attention_layers(engine))
-    targets = [kv_cache_update.TARGET, paged_attention.TARGET]
-    assert [target for target, _ in calls] == targets * (len(calls) // 2)
+    ops = [kv_cache_update.OP, paged_attention.OP]
+    assert [op for op, _ in calls] == ops * (len(calls) // 2)
     assert len(calls) == len(seen) and len(calls) % (2 * layers) == 0
-    for given, (target, addresses) in zip(seen, calls, strict=True):
-        assert given <= {*addresses}, target
+    for given, (op, addresses) in zip(seen, calls, strict=True):
+        assert given <= {*addresses}, op
 
 
 SCALES = {"k": 0.25, "v": 0.5}

@@ -1,4 +1,4 @@
-// Rules of the ops that Python's checks ask for.
+// What the checks of the ops in Python ask of C++.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -16,22 +16,17 @@ namespace nb = nanobind;
 template <typename T, int kRank>
 using Array = nb::ndarray<const T, nb::ndim<kRank>, nb::c_contig, nb::device::cpu>;
 
-std::string MetadataFault(const Array<int32_t, 1>& context_lens,
+std::string MetadataError(const Array<int32_t, 1>& context_lens,
                           const Array<int32_t, 2>& block_tables,
                           const Array<int32_t, 1>& query_start_loc, int32_t num_seqs,
-                          const std::optional<Array<int32_t, 2>>& tree_mask,
-                          const std::optional<Array<int32_t, 2>>& bidirectional_ranges,
-                          const std::optional<Array<int32_t, 1>>& causal, int64_t num_tokens,
-                          int64_t num_blocks, int64_t block_size, int64_t sliding_window,
-                          int64_t max_query_len, bool is_causal) {
+                          nb::dict token_pairs, const std::optional<Array<int32_t, 1>>& causal,
+                          int64_t num_tokens, int64_t num_blocks, int64_t block_size,
+                          int64_t sliding_window, int64_t max_query_len, bool is_causal) {
   paged_attention::Params params = {};
   params.context_lens = context_lens.data();
   params.block_tables = block_tables.data();
   params.query_start_loc = query_start_loc.data();
   params.num_seqs = &num_seqs;
-  params.tree_mask = tree_mask.has_value() ? tree_mask->data() : nullptr;
-  params.bidirectional_ranges =
-      bidirectional_ranges.has_value() ? bidirectional_ranges->data() : nullptr;
   params.causal = causal.has_value() ? causal->data() : nullptr;
   params.num_tokens = num_tokens;
   params.num_blocks = num_blocks;
@@ -46,16 +41,18 @@ std::string MetadataFault(const Array<int32_t, 1>& context_lens,
       (causal.has_value() && causal->shape(0) != context_lens.shape(0))) {
     throw nb::value_error("the arrays must be for the same number of sequences");
   }
-  for (const auto& pairs : {tree_mask, bidirectional_ranges}) {
-    if (pairs.has_value() &&
-        (pairs->shape(0) != static_cast<size_t>(num_tokens) || pairs->shape(1) != 2)) {
+  for (const auto& [name, array] : paged_attention::kTokenPairs) {
+    if (!token_pairs.contains(name)) continue;
+    const auto pairs = nb::cast<Array<int32_t, 2>>(token_pairs[name], /*convert=*/false);
+    if (pairs.shape(0) != static_cast<size_t>(num_tokens) || pairs.shape(1) != 2) {
       throw nb::value_error("tree masks and ranges must have two numbers for each token");
     }
+    params.*array = pairs.data();
   }
-  return paged_attention::MetadataFault(params);
+  return paged_attention::MetadataError(params);
 }
 
-std::string TokenFault(const Array<int64_t, 1>& slot_mapping,
+std::string TokenError(const Array<int64_t, 1>& slot_mapping,
                        const std::optional<Array<int64_t, 1>>& positions, int64_t num_blocks,
                        int64_t block_size, int64_t max_positions) {
   kv_cache_update::Params params = {};
@@ -70,7 +67,7 @@ std::string TokenFault(const Array<int64_t, 1>& slot_mapping,
       throw nb::value_error("positions must have a number for each slot");
     }
   }
-  return kv_cache_update::TokenFault(params);
+  return kv_cache_update::TokenError(params);
 }
 
 paged_attention::ScratchSizes ScratchSizes(int64_t num_heads, int64_t num_kv_heads,
@@ -87,15 +84,15 @@ paged_attention::ScratchSizes ScratchSizes(int64_t num_heads, int64_t num_kv_hea
 
 }  // namespace
 
-void BindRules(nb::module_& m) {
-  m.def("metadata_fault", &MetadataFault, nb::arg("context_lens").noconvert(),
+void BindChecks(nb::module_& m) {
+  m.def("metadata_error", &MetadataError, nb::arg("context_lens").noconvert(),
         nb::arg("block_tables").noconvert(), nb::arg("query_start_loc").noconvert(),
-        nb::arg("num_seqs"), nb::kw_only(), nb::arg("tree_mask").noconvert().none(),
-        nb::arg("bidirectional_ranges").noconvert().none(), nb::arg("causal").noconvert().none(),
-        nb::arg("num_tokens"), nb::arg("num_blocks"), nb::arg("block_size"),
-        nb::arg("sliding_window"), nb::arg("max_query_len"), nb::arg("is_causal"),
+        nb::arg("num_seqs"), nb::kw_only(), nb::arg("token_pairs"),
+        nb::arg("causal").noconvert().none(), nb::arg("num_tokens"), nb::arg("num_blocks"),
+        nb::arg("block_size"), nb::arg("sliding_window"), nb::arg("max_query_len"),
+        nb::arg("is_causal"),
         "Which rule for lengths and page table of paged_attention is broken first; empty if none.");
-  m.def("token_fault", &TokenFault, nb::arg("slot_mapping").noconvert(),
+  m.def("token_error", &TokenError, nb::arg("slot_mapping").noconvert(),
         nb::arg("positions").noconvert().none(), nb::kw_only(), nb::arg("num_blocks"),
         nb::arg("block_size"), nb::arg("max_positions"),
         "Which token of kv_cache_update has an illegal slot or position first; empty if none.");

@@ -11,11 +11,11 @@ from jax.interpreters import batching
 
 from jax_frontend import _call
 from jax_frontend._vmap import kv_cache_update, paged_attention
-from jax_frontend._vmap.operands import Batch, Operand, elementwise
+from jax_frontend._vmap.operands import BatchingRule, Operand, elementwise
 from shared_ffi.spec import Arguments, Call, value_error
 from shared_ffi.xla import lowering
 
-RULES: dict[str, Batch] = {
+RULES: dict[str, BatchingRule] = {
     "simple_add": elementwise,
     "kv_cache_update": kv_cache_update.batch,
     "paged_attention": paged_attention.batch,

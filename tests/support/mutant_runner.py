@@ -1,7 +1,7 @@
-"""Runs the tests of one file on each fault of one build: `python -m tests.support.fault_runner`.
+"""Runs the tests of one file on each mutant of one build: `python -m tests.support.mutant_runner`.
 
 Python, the libraries, the collected tests and the build are loaded once. Every request runs in a
-fork, so a fault that crashes the process or corrupts its memory does not reach the next one.
+fork, so a mutant that crashes the process or corrupts its memory does not reach the next one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, TextIO
 
 import pytest
 
-SECONDS = 600  # time limit of a request: a fault can make a kernel loop for ever
-NO_FAULT = -1
+SECONDS = 600  # time limit of a request: a mutant can make a kernel loop for ever
+NO_MUTANT = -1
 
 
-class FaultRunner:
+class MutantRunner:
     """Starts the process that runs the tests of a file, and sends it requests."""
 
     def __init__(self, module: Path, tests: str, option: str, log: Path) -> None:
@@ -40,15 +40,15 @@ class FaultRunner:
                 text=True,
             )
 
-    def first_failure(self, fault: int, matching: str = "", first: str | None = None) -> str:
-        """The name of the first test that fails with a fault, or why there is none. Only tests
+    def first_failure(self, mutant: int, matching: str = "", first: str | None = None) -> str:
+        """The name of the first test that fails with a mutant, or why there is none. Only tests
         whose names contain `matching` are run, and `first` before all others."""
-        return self._ask(fault=fault, matching=matching, first=first)
+        return self._ask(mutant=mutant, matching=matching, first=first)
 
     def passes(self, test: str) -> bool:
-        """Whether a test passes without a fault. Each is run once."""
+        """Whether a test passes without a mutant. Each is run once."""
         if test not in self._passes:
-            self._passes[test] = self._ask(fault=NO_FAULT, only=test) == "all passed"
+            self._passes[test] = self._ask(mutant=NO_MUTANT, only=test) == "all passed"
         return self._passes[test]
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class Loop:
     """A pytest plugin that replaces the loop over the tests by a loop over requests."""
 
     def __init__(self, module: str, requests: TextIO, answers: TextIO) -> None:
-        self._fault = ctypes.c_int.in_dll(ctypes.CDLL(module), "planted_fault")
+        self._mutant = ctypes.c_int.in_dll(ctypes.CDLL(module), "mutant_in_effect")
         self._requests = requests
         self._answers = answers
         self._reports: list[pytest.TestReport] = []
@@ -99,12 +99,12 @@ class Loop:
     def _answer(
         self,
         items: list[pytest.Item],
-        fault: int,
+        mutant: int,
         only: str | None = None,
         matching: str = "",
         first: str | None = None,
     ) -> str:
-        self._fault.value = fault
+        self._mutant.value = mutant
         chosen = [item for item in items if matching in item.name and only in (None, item.name)]
         chosen.sort(key=lambda item: item.name != first)
         if first is not None and first not in [item.name for item in chosen]:
