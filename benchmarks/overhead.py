@@ -11,6 +11,8 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -200,6 +202,29 @@ def decode_rates(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def calls_beside_others(rounds: int) -> list[dict[str, Any]]:
+    """Microseconds of a decode step on two threads, beside processes that compute all the time."""
+    contestants, _ = _contestants(decode_step(8, 512, num_heads=32, num_kv_heads=8))
+    chosen = {name: contestants[name] for name in ("torch eager", "JAX jit")}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(2, threads))
+    rows, others = [], []
+    try:
+        for num_others in range(3):
+            # A rest: the threads of PyTorch's operators spin for a while.
+            calls = take_turns(chosen, 10 * rounds, dict.fromkeys(chosen, 1), rest=0.005)
+            for backend, times in calls.items():
+                *_, p90 = statistics.quantiles(times, n=10)
+                us = {"us": statistics.median(times) * 1e6, "p90_us": p90 * 1e6}
+                rows.append({"others": num_others, "backend": backend, **us})
+            others.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+    finally:
+        torch.set_num_threads(threads)
+        for process in others:
+            process.kill()
+    return rows
+
+
 def _contestants(operands: list[Any]) -> tuple[dict[str, Callable[[], Any]], dict[str, np.ndarray]]:
     attend = torch.ops.xla_gpu.paged_attention
     on_cpu = [torch.from_numpy(np.asarray(x)) for x in operands]
@@ -260,6 +285,14 @@ def report(console: Console, results: dict[str, Any]) -> None:
         table.add_row(str(row["context"]), four, two, f"{row['ratio']:.2f}")
     console.print(table)
 
+    table = Table(title="Decode, 8 x 512, float32, two threads, beside busy processes")
+    for column in ("processes", "backend", "median us", "90th percentile"):
+        table.add_column(column, justify="left" if column == "backend" else "right")
+    for row in results["beside_others"]:
+        us = (f"{row[name]:.0f}" for name in ("us", "p90_us"))
+        table.add_row(str(row["others"]), row["backend"], *us)
+    console.print(table)
+
     limit = results["read_gb_per_s"]
     table = Table(title=f"Decode, 32/8 heads x 128, float32 (the machine reads {limit:.1f} GB/s)")
     for column in ("batch", "context", "backend", "us per call", "GB/s", "of read bandwidth"):
@@ -284,6 +317,7 @@ def main() -> None:
         "layer_calls": layer_calls(options.rounds),
         "read_gb_per_s": read_bandwidth(options.rounds),
         "decode": decode_rates(options.rounds),
+        "beside_others": calls_beside_others(options.rounds),
     }
     report(Console(), results)
     if options.out:

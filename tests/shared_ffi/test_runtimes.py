@@ -311,6 +311,53 @@ def test_a_thread_without_memory_is_an_error_of_the_call(runtime: str) -> None:
             assert kind == "MemoryError" and message.startswith(expected)
 
 
+LATE_TEAM = """
+    #include <pthread.h>
+    #include <unistd.h>
+    int teams = 0;
+    struct Work { void (*function)(void*); void* data; };
+    static void* run(void* work) {
+      ((struct Work*)work)->function(((struct Work*)work)->data);
+      return 0;
+    }
+    void GOMP_parallel(void (*function)(void*), void* data, unsigned threads, unsigned flags) {
+      struct Work work = {function, data};
+      pthread_t thread;
+      ++teams;
+      function(data);
+      usleep(20000);
+      pthread_create(&thread, 0, run, &work);
+      pthread_join(thread, 0);
+    }
+"""
+
+BESIDE_A_LATE_TEAM = """
+    import ctypes, time
+    import numpy as np
+    from shared_ffi import eager, simple_add
+    from shared_ffi.spec import ArraySpec
+
+    teams = ctypes.c_int.in_dll(ctypes.CDLL(None), "teams")
+    ones, sums = np.ones((2, 2**20), np.float32)
+    spec = ArraySpec(ones.shape, "float32")
+    add = eager.prepare(simple_add.check(spec, spec), "cpu")
+    for pause in (0, 0, 2.5):
+        time.sleep(pause)
+        sums[:] = 0
+        add([ones.ctypes.data] * 2, [sums.ctypes.data], 2)
+        print(teams.value, (sums == 2).all())
+"""
+
+
+def test_calls_do_without_openmp_while_its_threads_come_late(tmp_path: Path) -> None:
+    """A thread that comes 20 ms after the work was done costs the next two seconds."""
+    source, library = tmp_path / "late.c", tmp_path / "late.so"
+    source.write_text(textwrap.dedent(LATE_TEAM))
+    native.run("gcc", "-shared", "-fPIC", "-pthread", "-o", library, source)
+    lines = scripts.output(BESIDE_A_LATE_TEAM, LD_PRELOAD=str(library))
+    assert lines == ["1 True", "1 True", "2 True"]
+
+
 # Missing frameworks. None in sys.modules makes an import fail as if the package were not installed.
 
 WITHOUT = """

@@ -5,8 +5,11 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <functional>
+#include <limits>
 #include <list>
 #include <mutex>
 #include <new>
@@ -104,18 +107,63 @@ void TellSanitizerOfReads([[maybe_unused]] void* team) {
 #endif
 }
 
+using Clock = std::chrono::steady_clock;
+
+// A team of OpenMP begins when its threads have left the team before, and ends when all have come.
+// Beside other programs, a thread may get a processor only after the calling thread has done all
+// the work; the calling thread spins meanwhile, for whole time slices. After such a loss, calls do
+// without OpenMP for kPause times as long: at most one hundredth of the time is lost.
+constexpr int kPause = 100;
+constexpr Clock::duration kLoss = std::chrono::microseconds(100);  // less is usual
+std::atomic<Clock::rep> without_open_mp_until{std::numeric_limits<Clock::rep>::min()};
+
+bool OpenMpIsLate() {
+  return Clock::now().time_since_epoch().count() <
+         without_open_mp_until.load(std::memory_order_relaxed);
+}
+
+// Computes `work` on a team, and notes what time was lost with waiting for threads that did
+// nothing.
+void RunOnTeam(StartTeam* start_team, int64_t num_threads, const std::function<void()>& work) {
+  struct Team {
+    const std::function<void()>& work;
+    const int64_t num_threads;
+    const std::thread::id caller = std::this_thread::get_id();
+    std::atomic<int64_t> num_came{0};
+    Clock::time_point begin, end;  // of the caller's work
+    bool all_came = false;         // before that end
+
+    void Work() {  // on each thread
+      TellSanitizerOfReads(this);
+      const bool is_caller = std::this_thread::get_id() == caller;
+      if (is_caller) begin = Clock::now();
+      num_came.fetch_add(1, std::memory_order_relaxed);
+      work();
+      if (is_caller) {
+        all_came = num_came.load(std::memory_order_relaxed) == num_threads;
+        end = Clock::now();
+      }
+      TellSanitizerOfWrites(this);
+    }
+  };
+  Team team{work, num_threads};
+  TellSanitizerOfWrites(&team);
+  const Clock::time_point start = Clock::now();
+  start_team([](void* team) { static_cast<Team*>(team)->Work(); }, &team,
+             static_cast<unsigned>(num_threads), /*flags=*/0);
+  TellSanitizerOfReads(&team);
+  Clock::duration loss = team.begin - start;
+  const Clock::time_point now = Clock::now();
+  if (!team.all_came) loss += now - team.end;  // else they had items to finish
+  if (loss < kLoss) return;
+  without_open_mp_until.store((now + kPause * loss).time_since_epoch().count(),
+                              std::memory_order_relaxed);
+}
+
 void RunOnThreads(int64_t num_threads, const std::function<void()>& work) {
   StartTeam* const start_team = is_forked_child ? nullptr : FindOpenMp();
-  if (start_team != nullptr) {
-    const auto call = [](void* work) {
-      TellSanitizerOfReads(work);
-      (*static_cast<const std::function<void()>*>(work))();
-      TellSanitizerOfWrites(work);
-    };
-    void* const team = const_cast<std::function<void()>*>(&work);
-    TellSanitizerOfWrites(team);
-    start_team(call, team, static_cast<unsigned>(num_threads), /*flags=*/0);
-    TellSanitizerOfReads(team);
+  if (start_team != nullptr && !OpenMpIsLate()) {
+    RunOnTeam(start_team, num_threads, work);
     return;
   }
   for (int64_t i = 1; i < num_threads; ++i) pool->Schedule(work, num_threads - 1);
