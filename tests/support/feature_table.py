@@ -70,6 +70,7 @@ FEATURES = [
     "kv_cache_update to 8 bits",
     "kv_cache_update to 4 bits",
     "kv_cache_update with a scale for each position",
+    "kv_cache_update that makes the scales",
     "kv_cache_update with a rotary embedding",
 ]
 
@@ -89,6 +90,7 @@ def features_of(case: Any) -> list[str]:
             "kv_cache_update to 8 bits": case.cache_dtype not in (None, "int4"),
             "kv_cache_update to 4 bits": "int4" in (case.cache_dtype, case.value_cache_dtype),
             "kv_cache_update with a scale for each position": case.scales == "per position",
+            "kv_cache_update that makes the scales": bool(case.made_scales),
             "kv_cache_update with a rotary embedding": case.rotary_dim is not None,
         }
     else:
