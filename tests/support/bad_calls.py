@@ -767,7 +767,8 @@ DYNAMIC = [
     ),
     fault(
         attention,
-        "context_lens[0] must be from 0 to max_blocks_per_seq=2 * block_size=2; got 5",
+        "context_lens[0] must be from 0 to max_blocks_per_seq=2 * block_size=2; got 5. Give block_tables more "
+        "columns; or, if kv_cache has blocks of another size, name its dimensions in kv_layout",
         context_lens=np.array([5, 1, 0], I32),
     ),
     fault(
