@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared_ffi import _native, cuda_driver
+from shared_ffi import _native, cuda_driver, kernel_log
 from shared_ffi._native import EagerCall
 from shared_ffi.spec import Call
 
@@ -26,8 +26,10 @@ def prepare(call: Call, platform: str) -> EagerCall:
     attributes = {name: value.item() for name, value in call.attributes}
     try:
         results = call.results_on(platform)
-        return _native.EagerCall(platform, call.target, attributes, call.operands, results)
+        prepared = _native.EagerCall(platform, call.target, attributes, call.operands, results)
     except KeyError as error:
         raise NotImplementedError(
             f"{call.op}: this build has no handlers for {platform}; install one that has"
         ) from error
+    kernel_log.log(call, platform)
+    return prepared
