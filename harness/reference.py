@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from harness import layouts
@@ -244,13 +245,15 @@ def kv_cache_update(
     kv_layout: str | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    k_scale_cache: Any = None,
+    v_scale_cache: Any = None,
     query: Any = None,
     positions: Any = None,
     cos_sin_cache: Any = None,
     interleaved: bool = False,
 ) -> Any:
-    """Returns the updated cache or caches, then the rotated query. The arguments keep their
-    values."""
+    """Returns the updated cache or caches, then the scales that the call makes, then the rotated
+    query. The arguments keep their values."""
     if positions is not None:
         key = _rotated(key, positions, cos_sin_cache, interleaved=interleaved)
     caches = (kv_cache,) if value_cache is None else (kv_cache, value_cache)
@@ -259,12 +262,17 @@ def kv_cache_update(
     is_latent = value.shape[2] == 0
     updated = layouts.default(caches, kv_layout, is_latent=is_latent)
     block_size = updated.shape[1]
+    made = [None if x is None else np.array(x) for x in (k_scale_cache, v_scale_cache)]
     for token, slot in enumerate(slot_mapping):
         if slot < 0:
             continue
         row = divmod(int(slot), block_size)
         new = ((0, key[token], k_scale, dtypes[0]), (1, value[token], v_scale, dtypes[-1]))
         for first, rows, scale, dtype in new[:1] if is_latent else new:
+            scale_cache = made[first]
+            if scale_cache is not None:
+                scale_cache[row], rows = _made_scales(rows, dtype)
+                scale = np.nan_to_num(scale_cache[row])
             if rows.dtype != updated.dtype:
                 divisors = _scales(scale, row).astype(np.float32)
                 divisors[divisors == 0] = np.inf
@@ -278,9 +286,21 @@ def kv_cache_update(
     results = tuple(
         packed(x) if dtype == "int4" else x for x, dtype in zip(results, dtypes, strict=True)
     )
+    results += tuple(x for x in made if x is not None)
     if query is not None:
         results += (_rotated(query, positions, cos_sin_cache, interleaved=interleaved),)
     return results[0] if len(results) == 1 else results
+
+
+def _made_scales(rows: Any, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """The scale of each row, computed in float64 and rounded once, and the rows to be divided by
+    them. The scale of a row with NaN or an infinity is NaN, and its numbers become zeros."""
+    largest = {"int4": 7.0, "int8": 127.0}.get(dtype) or float(ml_dtypes.finfo(dtype).max)
+    numbers = np.asarray(rows, np.float64)
+    is_finite = np.isfinite(numbers).all(-1, keepdims=True)
+    finite = np.where(is_finite, numbers, 0.0)
+    scales = np.where(is_finite, abs(finite).max(-1, keepdims=True, initial=0.0) / largest, np.nan)
+    return scales[..., 0].astype(np.float32), finite.astype(np.float32)
 
 
 def _rotated(rows: Any, positions: Any, cos_sin_cache: Any, *, interleaved: bool) -> np.ndarray:

@@ -73,6 +73,36 @@ def kv_cache_update(
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 
 
+@overload
+def kv_cache_update(
+    kv_cache: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    k_scale_cache: jax.Array,
+    v_scale_cache: jax.Array | None = None,
+    value_cache: jax.Array | None = None,
+    query: jax.Array | None = None,
+    **options: Unpack[_Options],
+) -> tuple[jax.Array, ...]: ...
+
+
+@overload
+def kv_cache_update(
+    kv_cache: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    k_scale_cache: None = None,
+    v_scale_cache: jax.Array,
+    value_cache: jax.Array | None = None,
+    query: jax.Array | None = None,
+    **options: Unpack[_Options],
+) -> tuple[jax.Array, ...]: ...
+
+
 def kv_cache_update(
     kv_cache: jax.Array,
     key: jax.Array,
@@ -83,6 +113,8 @@ def kv_cache_update(
     kv_layout: str | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    k_scale_cache: jax.Array | None = None,
+    v_scale_cache: jax.Array | None = None,
     query: jax.Array | None = None,
     positions: jax.Array | None = None,
     cos_sin_cache: jax.Array | None = None,
@@ -91,7 +123,8 @@ def kv_cache_update(
     """Writes the keys and values of new tokens into their slots of a paged cache.
 
     With ``positions`` and ``cos_sin_cache`` it rotates the keys before (rotary position embedding),
-    and the queries, if they are given.
+    and the queries, if they are given. With ``k_scale_cache`` and ``v_scale_cache`` it makes the
+    scales of a cache of 8 or 4 bits.
 
     The result takes the place of ``kv_cache``. Under ``jax.jit(..., donate_argnums=...)`` it also
     takes its memory: nothing is copied but the new rows. Without donation XLA copies the cache
@@ -124,8 +157,18 @@ def kv_cache_update(
             ``[num_kv_heads]`` or ``[num_blocks, block_size, num_kv_heads]``, as in
             ``paged_attention``. With the last shape, each key is divided by the scale of its slot.
             A scale of 0 makes 0 of every finite number. None: 1, which a cache of int8 or uint8
-            must say, unless ``key`` has its dtype: ``jnp.float32(1)`` rounds to whole numbers.
+            must say, unless ``key`` has its dtype or there is ``k_scale_cache``:
+            ``jnp.float32(1)`` rounds to whole numbers.
         v_scale: the same for the values.
+        k_scale_cache: ``[num_blocks, block_size, num_kv_heads]``, float32: the call makes the scale
+            of each key that it writes, and writes it to the key's slot here. Donated, the array
+            keeps its memory. Give what is returned to ``paged_attention`` as ``k_scale``.
+            ``k_scale`` is None then. The scale is the largest magnitude of the head's row (after
+            the rotation, in the dtype of ``key``) divided, in float32, by the largest number of the
+            cache's dtype: 448 for float8_e4m3fn, 57344 for float8_e5m2, 127 for int8, 7 for uint8.
+            A row of zeros has the scale 0. A row with NaN or an infinity has the scale NaN, and
+            zeros in the cache, so that all of it is NaN when it is read. Padding has no scale.
+        v_scale_cache: the same for the values.
         query: ``[num_tokens, num_heads, head_size]``, dtype of ``key``, with ``cos_sin_cache``
             only: the queries to be rotated. num_heads is a multiple of num_kv_heads. Donated, its
             memory is that of the rotated queries.
@@ -139,9 +182,9 @@ def kv_cache_update(
             Llama. True: 2i and 2i + 1, as in GPT-J.
 
     Returns:
-        The updated cache, shape and dtype of ``kv_cache``. With ``value_cache`` or ``query`` a
-        tuple: the updated cache or caches, then the rotated queries. The query of a token with a
-        negative slot is rotated, too.
+        The updated cache, shape and dtype of ``kv_cache``. With ``value_cache``, ``k_scale_cache``,
+        ``v_scale_cache`` or ``query`` a tuple: the updated ``kv_cache``, then what these became, in
+        this order. The query of a token with a negative slot is rotated, too.
 
     Raises:
         ValueError: a shape is wrong, or an argument is given that needs another one.
@@ -172,10 +215,12 @@ def kv_cache_update(
         kv_layout=kv_layout,
         k_scale=arrays.add_optional_float32("k_scale", k_scale),
         v_scale=arrays.add_optional_float32("v_scale", v_scale),
+        k_scale_cache=arrays.add_optional("k_scale_cache", k_scale_cache),
+        v_scale_cache=arrays.add_optional("v_scale_cache", v_scale_cache),
         query=arrays.add_optional("query", query),
         positions=arrays.add_optional("positions", positions),
         cos_sin_cache=arrays.add_optional_float32("cos_sin_cache", cos_sin_cache),
         interleaved=interleaved,
     )
     updated = arrays.call(call)
-    return updated[0] if value_cache is None and query is None else updated
+    return updated[0] if len(updated) == 1 else updated

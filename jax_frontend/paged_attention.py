@@ -68,7 +68,7 @@ def paged_attention(
     block_tables: jax.Array,
     query_start_loc: jax.Array,
     num_seqs: jax.Array,
-    scale: float,
+    scale: float | None = None,  # required: None is for a message that names what is missing
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     *,
@@ -218,7 +218,7 @@ def paged_attention(
         arrays.add_int32("block_tables", block_tables),
         arrays.add_int32("query_start_loc", query_start_loc),
         arrays.add_int32("num_seqs", num_seqs),
-        scale,
+        scale,  # type: ignore[arg-type]  # the check refuses None
         sliding_window,
         soft_cap,
         value_cache=arrays.add_optional("value_cache", value_cache),

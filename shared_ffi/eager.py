@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shared_ffi import _native, cuda_driver
+from shared_ffi import _native, cuda_driver, kernel_log
 from shared_ffi.spec import Call
 
 _HANDLERS = _native.handlers()
@@ -20,8 +20,10 @@ def handler_of(call: Call, platform: str) -> Any:
     if platform == "cuda":
         cuda_driver.check()
     try:
-        return _HANDLERS[platform][call.target]
+        handler = _HANDLERS[platform][call.target]
     except KeyError as error:
         raise NotImplementedError(
             f"{call.op}: this build has no handlers for {platform}; install one that has"
         ) from error
+    kernel_log.log(call, platform)
+    return handler

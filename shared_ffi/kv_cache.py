@@ -18,6 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby, pairwise
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -227,13 +228,19 @@ def _columns(op: str, argument: str, dtype: str, head_size: int) -> int:
     return head_size // 2
 
 
-def check_latent(op: str, value_cache: ArraySpec | None, v_scale: ArraySpec | None) -> None:
+def check_latent(
+    op: str,
+    value_cache: ArraySpec | None,
+    v_scale: ArraySpec | None,
+    v_scale_cache: ArraySpec | None = None,
+) -> None:
     """Checks that a call whose V is a part of K has nothing for V alone.
 
     Raises:
         ValueError: it has.
     """
-    for argument, array in (("value_cache", value_cache), ("v_scale", v_scale)):
+    of_values = {"value_cache": value_cache, "v_scale": v_scale, "v_scale_cache": v_scale_cache}
+    for argument, array in of_values.items():
         if array is not None:
             rule = "be None where V is a part of K"
             raise value_error(op, argument, rule, f"shape {list(array.shape)}")
@@ -280,6 +287,7 @@ def add_features(
     is_quantized: bool,
     is_latent: bool,
     reference_argument: str,
+    made: Mapping[str, ArraySpec | None] = MappingProxyType({}),
 ) -> None:
     """Adds the optional arrays of a cache to a call's operands: the array of V, and the scales of
     keys and values, which it checks.
@@ -290,6 +298,8 @@ def add_features(
             are scales; a cache of integers must have them.
         is_latent: whether V is a part of K.
         reference_argument: the name of the query, or of the keys to be written.
+        made: for an op that can make scales, by its name each array that gets those that the call
+            makes, in the order of K and V; None: the call does not make them.
 
     Raises:
         ValueError: a scale has a wrong shape, or is missing, or the cache is not scaled.
@@ -304,11 +314,25 @@ def add_features(
             raise value_error(op, argument, only, f"shape {list(scales.shape)}")
         if scales is not None:
             _add_scales(op, operands, cache, argument, scales)
+    for (given, scales, _), (argument, array) in zip(of_arrays, made.items(), strict=False):
+        if array is None:
+            continue
+        got = f"shape {list(array.shape)}"
+        if not is_quantized:
+            only = f"be None unless kv_cache has fewer bits than {reference_argument}"
+            raise value_error(op, argument, only, got)
+        if scales is not None:
+            rule = f"be None with {argument}, which gets the scales that the call makes"
+            raise value_error(op, given, rule, f"shape {list(scales.shape)}")
+        _add_made_scales(op, operands, cache, argument, array)
     for argument, scales, array in of_arrays:
         is_needed = is_quantized and not (is_latent and argument == "v_scale")
-        if scales is None and is_needed and array.dtype in INTEGER_DTYPES:
+        is_made = made.get(f"{argument}_cache") is not None
+        if scales is None and is_needed and not is_made and array.dtype in INTEGER_DTYPES:
             rule = f"be given with a cache of {array.dtype}, which holds whole numbers"
             remedy = f"{argument}=1.0, as an array, keeps whole numbers"
+            if made:
+                remedy += f"; {argument}_cache gets scales that the call makes"
             raise value_error(op, argument, f"{rule} ({remedy})", None)
 
 
@@ -330,6 +354,22 @@ def _add_scales(
     if scales.dtype != "float32":
         raise dtype_error(op, argument, "dtype float32", scales.dtype)
     operands.add_feature(argument, scales, None if cache.head_dim is None else known[0])
+
+
+def _add_made_scales(
+    op: str, operands: Operands, cache: KvLayout, argument: str, array: ArraySpec
+) -> None:
+    shape = (cache.num_blocks, cache.block_size, cache.num_kv_heads)
+    if not has_shape(array, shape):
+        sizes = zip(("num_blocks", "block_size", "num_kv_heads"), shape, strict=True)
+        rule = ", ".join(f"{name}={size}" for name, size in sizes)
+        raise shape_error(op, argument, f"[{rule}]", array.shape)
+    if array.dtype != "float32":
+        raise dtype_error(op, argument, "dtype float32", array.dtype)
+    if array.strides is not None:
+        rule = "be contiguous: it is written in place"
+        raise value_error(op, argument, rule, f"strides {list(array.strides)}")
+    operands.add_feature(argument, array, None if cache.head_dim is None else 2)
 
 
 def default_layout(*, is_separate: bool, is_latent: bool) -> str:

@@ -29,6 +29,9 @@ from shared_ffi.spec import (
 OP = "kv_cache_update"
 TARGET = "xla_gpu_kv_cache_update"
 
+WRITTEN = ("kv_cache", "value_cache", "k_scale_cache", "v_scale_cache", "query")
+"""What the op writes in place, in the order of its results."""
+
 
 @records_arguments
 def check(
@@ -41,6 +44,8 @@ def check(
     kv_layout: str | None = None,
     k_scale: ArraySpec | None = None,
     v_scale: ArraySpec | None = None,
+    k_scale_cache: ArraySpec | None = None,
+    v_scale_cache: ArraySpec | None = None,
     query: ArraySpec | None = None,
     positions: ArraySpec | None = None,
     cos_sin_cache: ArraySpec | None = None,
@@ -66,7 +71,7 @@ def check(
     if value.dtype != key.dtype:
         raise dtype_error(OP, "value", f"key's dtype {key.dtype}", value.dtype)
     if is_latent:
-        _kv_cache.check_latent(OP, value_cache, v_scale)
+        _kv_cache.check_latent(OP, value_cache, v_scale, v_scale_cache)
     cache, layout, caches = _kv_cache.check(
         OP,
         kv_layout,
@@ -99,6 +104,7 @@ def check(
         is_quantized=not is_copied,
         is_latent=is_latent,
         reference_argument="key",
+        made={"k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache},
     )
     if not has_shape(slot_mapping, (num_tokens,)):
         raise shape_error(OP, "slot_mapping", f"[num_tokens={num_tokens}]", slot_mapping.shape)
@@ -108,9 +114,7 @@ def check(
     interleaved = flag(OP, "interleaved", interleaved)
     if any(array is not None for array in rotary.values()) or interleaved:
         _check_rotary(key, **rotary, interleaved=interleaved, is_latent=is_latent)
-    written = [0, 4][: len(caches)]  # value_cache is the first feature
     if query is not None:
-        written.append(len(operands.specs))
         operands.add_feature("query", token_rows.as_operand(query), 1)
         if query.strides is not None:
             operands.attributes.append(("query_heads", np.int64(query.shape[1])))
@@ -119,6 +123,7 @@ def check(
             operands.add_feature(name, array, None)
     if interleaved:
         operands.attributes.append(("interleaved", np.int64(1)))
+    written = [i for i, name in enumerate(operands.names) if name in WRITTEN]
     return Call(
         OP,
         TARGET,

@@ -245,6 +245,8 @@ def _cure(argument: str, rule: str, got: object) -> str:
         )
     if rule in ("type float", "type int", "type bool") and got in ("ArrayImpl", "Tensor"):
         return f". Pass {wanted}({argument})"
+    if argument == "num_seqs" and got in ("float", "float32"):
+        return ". It may be scale, if an array before it was left out"
     return f". Pass {argument}.int()" if (rule, got) == ("dtype int32", "int64") else ""
 
 

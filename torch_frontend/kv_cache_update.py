@@ -8,16 +8,27 @@ from shared_ffi import kv_cache_update as op
 from torch_frontend.operator.arguments import checked, scale_tensor
 from torch_frontend.operator.define import define
 
-DEFAULT = define(
-    "kv_cache_update(Tensor(a!) kv_cache, Tensor key, Tensor value, Tensor slot_mapping, *, "
-    "Tensor(b!)? value_cache=None, str? kv_layout=None, Tensor? k_scale=None, "
-    "Tensor? v_scale=None, Tensor(c!)? query=None, Tensor? positions=None, "
-    "Tensor? cos_sin_cache=None, bool interleaved=False) -> ()",
-    op.check,
-    strided=("kv_cache", "value_cache"),
-    rows=("key", "value", "query"),
+_SCALES = "Tensor? k_scale=None, Tensor? v_scale=None"
+_SCHEMA = (
+    "(Tensor(a!) kv_cache, Tensor key, Tensor value, Tensor slot_mapping, *, "
+    f"Tensor(b!)? value_cache=None, str? kv_layout=None, {_SCALES}, "
+    "Tensor(c!)? query=None, Tensor? positions=None, Tensor? cos_sin_cache=None, "
+    "bool interleaved=False) -> ()"
 )
-_DEFAULT = checked(op.OP, DEFAULT)
+_MADE = "Tensor(d!)? k_scale_cache=None, Tensor(e!)? v_scale_cache=None"
+_STRIDED = ("kv_cache", "value_cache", "k_scale_cache", "v_scale_cache")
+_ROWS = ("key", "value", "query")
+
+DEFAULT = define(f"kv_cache_update{_SCHEMA}", op.check, strided=_STRIDED, rows=_ROWS)
+WITH_SCALES = define(
+    f"kv_cache_update.with_scales{_SCHEMA.replace(_SCALES, f'{_SCALES}, {_MADE}')}",
+    op.check,
+    strided=_STRIDED,
+    rows=_ROWS,
+)
+"""Makes scales. It is an overload because PyTorch takes time for each argument of a call, also for
+those that are not given: 0.1 us for these two."""
+_DEFAULT, _WITH_SCALES = checked(op.OP, DEFAULT), checked(op.OP, WITH_SCALES)
 
 
 def kv_cache_update(
@@ -30,6 +41,8 @@ def kv_cache_update(
     kv_layout: str | None = None,
     k_scale: torch.Tensor | float | None = None,
     v_scale: torch.Tensor | float | None = None,
+    k_scale_cache: torch.Tensor | None = None,
+    v_scale_cache: torch.Tensor | None = None,
     query: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     cos_sin_cache: torch.Tensor | None = None,
@@ -38,8 +51,10 @@ def kv_cache_update(
     """Writes the keys and values of new tokens into their slots of a paged cache, in place.
 
     With ``positions`` and ``cos_sin_cache`` it rotates the keys before, and ``query`` in place.
+    With ``k_scale_cache`` and ``v_scale_cache`` it makes the scales of a cache of 8 or 4 bits.
 
-    ``torch.ops.xla_gpu.kv_cache_update`` is the operator itself. The optional arguments mean what
+    ``torch.ops.xla_gpu.kv_cache_update`` is the operator itself, with the overloads ``default``
+    and ``with_scales``, which makes scales. The optional arguments mean what
     they mean in ``jax_frontend.kv_cache_update``, which defines the op.
 
     Args:
@@ -56,8 +71,12 @@ def kv_cache_update(
         value_cache: the cache of V, if K and V are two tensors. One may be int8, the other uint8.
         kv_layout: which dimension is which, such as ``"n2bhd"``.
         k_scale: what the keys are divided by, float32, or a number. A cache of int8 or uint8 needs
-            it, unless ``key`` has its dtype: 1.0 rounds to whole numbers.
+            it or ``k_scale_cache``, unless ``key`` has its dtype: 1.0 rounds to whole numbers.
         v_scale: the same for the values.
+        k_scale_cache: ``[num_blocks, block_size, num_kv_heads]``, float32, contiguous: the call
+            makes the scale of each key from its largest magnitude, and writes it here, in place.
+            Give it to ``paged_attention`` as ``k_scale``. ``k_scale`` is None then.
+        v_scale_cache: the same for the values.
         query: ``[num_tokens, num_heads, head_size]``, dtype of ``key``: the queries to be rotated.
             May be a slice of a fused projection. It shares no element with another argument.
         positions: ``[num_tokens]``, int32 or int64: the row of ``cos_sin_cache`` for each token.
@@ -77,7 +96,12 @@ def kv_cache_update(
         NotImplementedError: a tensor requires grad: the op has no derivative.
     """
     k_scale, v_scale = (scale_tensor(x, kv_cache) for x in (k_scale, v_scale))
-    _DEFAULT(
+    operator = _DEFAULT
+    made: dict[str, torch.Tensor | None] = {}
+    if k_scale_cache is not None or v_scale_cache is not None:
+        made = {"k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache}
+        operator = _WITH_SCALES
+    operator(
         *(kv_cache, key, value, slot_mapping),
         value_cache=value_cache,
         kv_layout=kv_layout,
@@ -87,4 +111,5 @@ def kv_cache_update(
         positions=positions,
         cos_sin_cache=cos_sin_cache,
         interleaved=interleaved,
+        **made,
     )

@@ -100,7 +100,7 @@ def paged_attention(
     block_tables: torch.Tensor,
     query_start_loc: torch.Tensor,
     num_seqs: torch.Tensor,
-    scale: float,
+    scale: float | None = None,  # required: None is for a message that names what is missing
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     *,

@@ -21,7 +21,7 @@ from harness.checkpoint import Checkpoint, load
 from shared_ffi.batch import Batch
 
 INT4 = torch.uint8  # two numbers in an element
-LARGEST = {torch.float8_e4m3fn: 448, torch.int8: 127, INT4: 7}
+SCALED = (torch.float8_e4m3fn, torch.int8, INT4)
 CACHES = {
     "float32": (torch.float32, torch.float32),
     "bfloat16": (torch.bfloat16, torch.bfloat16),
@@ -54,17 +54,16 @@ def attend(
 ) -> Tensor:
     """As ``llama_torch.Attention.attend``, with the scale of each head of each token."""
     query, key = rotate(query, rope), rotate(key, rope)
-    for rows, array, scale in zip((key, value), cache.arrays, cache.scales, strict=True):
-        if array.dtype in LARGEST:
-            scale[batch.slot_mapping] = rows.abs().amax(-1)[:, None] / LARGEST[array.dtype]
     keys, values = cache.arrays
+    made: dict[str, Any] = {}
     options: dict[str, Any] = {}
-    if keys.dtype in LARGEST:
+    if keys.dtype in SCALED:
+        made = {"k_scale_cache": cache.scales[0], "v_scale_cache": cache.scales[1]}
         options = {"k_scale": cache.scales[0], "v_scale": cache.scales[1]}
     dtype = torch.float32 if options else keys.dtype
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     ops, slots = torch.ops.xla_gpu, batch.slot_mapping
-    ops.kv_cache_update(keys, key, value, slots, value_cache=values, **options)
+    ops.kv_cache_update(keys, key, value, slots, value_cache=values, **made)
     scale = query.shape[-1] ** -0.5
     metadata = batch[3:]
     attended = ops.paged_attention(query, keys, *metadata, scale, value_cache=values, **options)
@@ -143,7 +142,7 @@ def main() -> None:
         same = torch.cat([x.argmax(-1) == y.argmax(-1) for x, y in zip(rows, exact, strict=True)])
         bits = [8 * x.itemsize // (2 if x == INT4 else 1) for x in dtypes]
         num_bytes = sum(bits) * checkpoint.config.head_size // 8
-        num_bytes += 4 * sum(x in LARGEST for x in dtypes)
+        num_bytes += 4 * sum(x in SCALED for x in dtypes)
         print(
             f"| {name} | {num_bytes} | {found.mean():.4f} | {difference.mean():.4f} "
             f"| {difference.max():.3f} | {same.float().mean():.1%} |"

@@ -22,6 +22,7 @@ def batch(
     caches = {name: x for name, x in operands.items() if name in ("kv_cache", "value_cache")}
     scales = {name: x for name, x in operands.items() if name in ("k_scale", "v_scale")}
     per_position = {name: x for name, x in scales.items() if len(x.shape) == 3}
+    per_position |= {name: x for name, x in operands.items() if name.endswith("_scale_cache")}
     others = {name: x for name, x in scales.items() if name not in per_position}
     others |= {name: x for name, x in operands.items() if name == "cos_sin_cache"}
     of_tokens = {

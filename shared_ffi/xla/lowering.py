@@ -13,7 +13,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 
-from shared_ffi import cuda_driver, sharding
+from shared_ffi import cuda_driver, kernel_log, sharding
 from shared_ffi.spec import ArraySpec, Call, value_error
 
 call_p: Any = Primitive("xla_gpu")
@@ -84,6 +84,7 @@ def _partition_spec(dims: Sequence[sharding.Axes]) -> str:
 def _lower(platform: str, context: Any, *operands: ir.Value, call: Call) -> Any:
     if platform == "cuda" and _has_cuda_devices():  # else it is exported for another machine
         cuda_driver.check()
+    kernel_log.log(call, platform)
     results = call.results_on(platform, jax.core.min_dim)
     context = context.replace(avals_out=[*map(array_type, results)])
     values = custom_call(call, context, operands)

@@ -297,6 +297,27 @@ ROUTES: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("name", ["k_scale_cache", "v_scale_cache"])
+def test_update_refuses_scales_that_it_cannot_write(name: str) -> None:
+    _, key, value, slots = map(backends.to_torch, split(update())[0])
+    cache, memory = torch.zeros(4, 2, 4, 8, dtype=torch.int8), torch.zeros(2, 4, 2, 2)
+    scales: dict[str, Any] = {"k_scale_cache": memory[0], "v_scale_cache": memory[1]}
+    strided = torch.zeros(4, 2, 2, 2)[..., 0]
+    rule = f"^kv_cache_update: {name} must be contiguous: it is written in place; got strides "
+    for expanded in (strided, torch.zeros(4, 2, 1).expand(4, 2, 2)):
+        with pytest.raises(ValueError, match=rule + r"\["):
+            torch.ops.xla_gpu.kv_cache_update(cache, key, value, slots, **scales | {name: expanded})
+    rule = (
+        r"^kv_cache_update: v_scale_cache must not share memory with k_scale_cache: it is written"
+    )
+    with pytest.raises(ValueError, match=rule):
+        shared = dict.fromkeys(scales, memory[0])
+        torch.ops.xla_gpu.kv_cache_update(cache, key, value, slots, **shared)
+    assert cache.count_nonzero() == memory.count_nonzero() == 0
+    torch.ops.xla_gpu.kv_cache_update(cache, key, value, slots, **scales)
+    assert memory.count_nonzero() == 8
+
+
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("views", ONE_TENSOR)
 def test_update_refuses_caches_that_share_elements(views: str, route: str) -> None:

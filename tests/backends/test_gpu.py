@@ -17,7 +17,7 @@ from harness.reference import kv_cache_update
 from tests.cases.all import CASES, SHORT_CASES, UPDATE_CASES
 from tests.cases.case import Case
 from tests.cases.updates import UpdateCase
-from tests.support.calls import overload_of, split_keywords
+from tests.support.calls import overload_of, split_keywords, written
 from tests.support.gpu import ON_CUDA, attend, from_cuda, keywords_to_cuda, to_cuda
 
 pytestmark = pytest.mark.skipif(not ON_CUDA, reason="XLA_GPU_TEST_ON=cuda is not set")
@@ -58,8 +58,8 @@ def run_torch(
 def outcome(op: str, result: Any, tensors: Any, keywords: dict[str, Any]) -> Any:
     """The arrays that an op returned or updated, as NumPy arrays."""
     if op == "kv_cache_update":
-        other = keywords.get("value_cache")
-        result = tensors[0] if other is None else (tensors[0], other)
+        others = written(keywords)
+        result = (tensors[0], *others) if others else tensors[0]
     if isinstance(result, tuple | list):
         return tuple(to_array(x) for x in result)
     return to_array(result)

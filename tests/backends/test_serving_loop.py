@@ -335,3 +335,63 @@ class _Slots(torch.nn.Module):
     ) -> torch.Tensor:
         sizes = {"block_size": 4, "num_tokens": lens.shape[0]}
         return torch_frontend.slot_mapping(lens, tables, starts, num_seqs, **sizes)
+
+
+@pytest.mark.parametrize("block", [14, 15], ids=["a block", "the last block of the pool"])
+@pytest.mark.parametrize("frontend", ["jax", "torch"])
+def test_int8_cache_whose_scales_the_update_makes(frontend: str, block: int) -> None:
+    """A prompt of 16 tokens, then one more, in steps padded to 20. As an index, the slot of padding
+    is the last position of the last block."""
+    rng = np.random.default_rng(0)
+    key, value = rng.standard_normal((2, 17, 2, 64), np.float32)
+    query = rng.standard_normal((17, 8, 64), np.float32)
+    tables, pool = [[block, 3]], (16, 16, 2)
+    jax_caches: Any = (jnp.zeros((16, 16, 4, 64), jnp.int8), jnp.zeros(pool), jnp.zeros(pool))
+    torch_caches = tuple(torch.from_numpy(np.array(x)) for x in jax_caches)
+    step = jax.jit(_int8_step, donate_argnums=0)
+    for first, end in ((0, 16), (16, 17)):
+        padding = 20 - (end - first)
+        tokens = [np.pad(x[first:end], ((0, padding), (0, 0), (0, 0))) for x in (query, key, value)]
+        positions = np.arange(first, end)
+        slots = np.array([block, 3])[positions // 16] * 16 + positions % 16
+        slots = np.pad(slots, (0, padding), constant_values=-1).astype(np.int32)
+        metadata = [np.int32(x) for x in ([end], tables, [0, end - first], 1)]
+        if frontend == "jax":
+            output, jax_caches = step(jax_caches, *tokens, slots, *metadata)
+        else:
+            arrays = [torch.from_numpy(np.array(x)) for x in (*tokens, slots, *metadata)]
+            output = _int8_step_in_torch(torch_caches, *arrays)
+        rows = np.asarray(output)[: end - first]
+        for row, position in zip(rows, positions, strict=True):
+            expected = _attention(query[position], key[: position + 1], value[: position + 1])
+            assert abs(row - expected).max() < 0.022  # with the scale of padding: 0.47
+    scales = [np.asarray(x) for x in (jax_caches if frontend == "jax" else torch_caches)[1:]]
+    for found, rows in zip(scales, (key, value), strict=True):
+        assert np.count_nonzero(found) == 17 * 2
+        assert (found[block] == abs(rows[:16]).max(-1) / np.float32(127)).all()
+
+
+def _int8_step(caches: Any, query: Any, key: Any, value: Any, slots: Any, *metadata: Any) -> Any:
+    caches = jax_frontend.kv_cache_update(
+        caches[0], key, value, slots, k_scale_cache=caches[1], v_scale_cache=caches[2]
+    )
+    scales = {"k_scale": caches[1], "v_scale": caches[2]}
+    return jax_frontend.paged_attention(query, caches[0], *metadata, 0.125, **scales), caches
+
+
+def _int8_step_in_torch(
+    caches: Any, query: Any, key: Any, value: Any, slots: Any, *metadata: Any
+) -> torch.Tensor:
+    torch_frontend.kv_cache_update(
+        caches[0], key, value, slots, k_scale_cache=caches[1], v_scale_cache=caches[2]
+    )
+    scales = {"k_scale": caches[1], "v_scale": caches[2]}
+    return torch_frontend.paged_attention(query, caches[0], *metadata, 0.125, **scales)
+
+
+def _attention(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """Of one token, in float64."""
+    query, key, value = (x.astype(np.float64) for x in (query, key, value))
+    logits = 0.125 * np.einsum("hd,shd->hs", query, key.repeat(4, 1))
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return np.einsum("hs,shd->hd", weights / weights.sum(-1, keepdims=True), value.repeat(4, 1))

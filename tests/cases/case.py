@@ -23,7 +23,10 @@ FEATURES = {
         *(*_OF_CACHES, "sinks", "alibi_slopes", "tree_mask"),
         *("bidirectional_ranges", "causal"),
     ),
-    "kv_cache_update": (*_OF_CACHES, "query", "positions", "cos_sin_cache"),
+    "kv_cache_update": (
+        *(*_OF_CACHES, "k_scale_cache", "v_scale_cache"),
+        *("query", "positions", "cos_sin_cache"),
+    ),
 }
 """The arrays that not every call of an op has, in the order of its operands."""
 TREES = (None, "draft", "chain", "any")

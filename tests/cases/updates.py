@@ -49,6 +49,7 @@ class UpdateCase:
     value_cache_dtype: str | None = None  # of V, where K and V are int8 and int4
     scales: str | None = None  # of SCALES
     zero_scales: bool = False  # per position: every second token's, of which one is zeros
+    made_scales: tuple[str, ...] = ()  # of "k_scale" and "v_scale"
     key_factor: float = 1.0
     is_latent: bool = False  # V is a part of K
     own_value_head_size: int | None = None  # of V in an array of its own
@@ -73,10 +74,15 @@ class UpdateCase:
             for scales in attributes.values():
                 if self.zero_scales:
                     scales.reshape(-1, self.num_kv_heads)[slots[::2]] = 0
-            if self.is_latent:
-                del attributes["v_scale"]
         elif self.cache_dtype in INTEGERS and not self._is_copied():
             attributes |= UNIT_SCALES
+        if self.is_latent:
+            attributes.pop("v_scale", None)
+        for name in self.made_scales:
+            attributes.pop(name, None)
+            pool = self._in_default_layout().kv_cache.shape[:2]
+            attributes[f"{name}_cache"] = np.full((*pool, self.num_kv_heads), np.nan, np.float32)
+            attributes[f"{name}_cache"][::2] = 7
         return attributes | self._rotary()
 
     def _rotary(self) -> dict[str, Any]:
@@ -102,7 +108,8 @@ class UpdateCase:
     def _is_copied(self) -> bool:
         """Whether keys and values have the cache's dtype, and are written unchanged."""
         is_one_dtype = self.cache_dtype is not None and self.value_cache_dtype is None
-        return is_one_dtype and self.dtype == "float16" and self.scales is None
+        is_scaled = self.scales is not None or self.made_scales
+        return is_one_dtype and self.dtype == "float16" and not is_scaled
 
     def _dtypes(self) -> tuple[str, str]:
         """The dtypes of K and V in the cache."""
@@ -148,6 +155,12 @@ class UpdateCase:
         if self.zero_scales:
             key[0], value[2, 0] = 0, 0
             value[4, 1, :2] = np.nan, np.inf
+        if self.made_scales and self.num_tokens > 3:
+            key[0], value[0] = 0, value[0] * 0  # zeros with both signs
+            key[1, 0, -1], value[2, 0, 0] = np.nan, -np.nan
+            key[2, 0, 0], value[1, -1, -1] = -np.inf, np.inf
+            key[3, :, 1:], key[3, -1, 0] = 0, -dtype(1e-6)
+            value[3] *= dtype(1e-40 if self.dtype != "float16" else 1e-6)
         if key.dtype != np.int8:
             key[padding] = np.nan
             value[padding] = np.nan
@@ -193,6 +206,71 @@ def _updates() -> Iterator[UpdateCase]:
             num_padding=0,
             head_size=18,
         )
+    both = ("k_scale", "v_scale")
+    for cache_dtype, (dtype, short) in product(QUANTIZED, SHORT_NAMES.items()):
+        made: dict[str, Any] = {"cache_dtype": cache_dtype, "made_scales": both, "dtype": dtype}
+        name = f"{cache_dtype}-made-scales-{short}"
+        yield UpdateCase(id=name, num_padding=0, head_size=18, **made)
+        yield UpdateCase(id=f"{name}-padding", num_tokens=40, num_padding=30, head_size=32, **made)
+        yield UpdateCase(
+            id=f"{name}-large",
+            num_tokens=150,
+            num_kv_heads=5,
+            head_size=128,
+            slot_dtype="int64",
+            **made,
+        )
+        for interleaved in (False, True):
+            yield UpdateCase(
+                id=f"{name}-rotated-{'interleaved' if interleaved else 'neox'}",
+                head_size=32,
+                rotary_dim=16,
+                interleaved=interleaved,
+                num_heads=4,
+                **made,
+            )
+    for made_scales in (("k_scale",), ("v_scale",)):
+        for cache_dtype in ("float8_e4m3fn", "int8"):
+            yield UpdateCase(
+                id=f"{cache_dtype}-made-{made_scales[0]}",
+                cache_dtype=cache_dtype,
+                made_scales=made_scales,
+                scales="per position" if cache_dtype == "int8" else None,
+            )
+    for layout in SEPARATE_LAYOUTS:
+        for cache_dtype, value_cache_dtype in (("int8", "int4"), ("int4", "int8")):
+            yield UpdateCase(
+                id=f"{cache_dtype}-{value_cache_dtype}-made-scales-{layout}",
+                head_size=18,
+                own_value_head_size=6,
+                kv_layout=layout,
+                cache_dtype=cache_dtype,
+                value_cache_dtype=value_cache_dtype,
+                made_scales=both,
+                dtype="bfloat16",
+            )
+    for layout in ("2nbhd", "n2hbd"):
+        yield UpdateCase(
+            id=f"int8-made-scales-{layout}", kv_layout=layout, cache_dtype="int8", made_scales=both
+        )
+    for layout, cache_dtype in product(LATENT_LAYOUTS, QUANTIZED):
+        yield UpdateCase(
+            id=f"latent-{layout}-{cache_dtype}-made-scales",
+            head_size=18,
+            is_latent=True,
+            num_kv_heads=2 if "h" in layout else 1,
+            kv_layout=layout,
+            cache_dtype=cache_dtype,
+            made_scales=both[:1],
+            dtype="bfloat16",
+        )
+    yield UpdateCase(
+        id="int8-made-scales-no-tokens",
+        num_tokens=0,
+        num_padding=0,
+        cache_dtype="int8",
+        made_scales=both,
+    )
     for layout, cache_dtype in product(LATENT_LAYOUTS, (None, *QUANTIZED)):
         yield UpdateCase(
             id=f"latent-{layout}-{cache_dtype}",

@@ -294,7 +294,8 @@ def test_under_settings_of_jax(setting: str) -> None:
         check(jax_frontend.kv_cache_update, (0,) * 4, *operands, target=UPDATE)
 
 
-STACKED = ("value_cache", "query", "positions")
+CACHES = ("value_cache", "k_scale_cache", "v_scale_cache")
+STACKED = (*CACHES, "query", "positions")
 UPDATES: dict[str, dict[str, Any]] = {
     "none": {},
     "bf16": {"dtype": "bfloat16"},
@@ -302,6 +303,15 @@ UPDATES: dict[str, dict[str, Any]] = {
     "8-bits": {"cache_dtype": "float8_e4m3fn", "scales": "per head"},
     "scales-per-position": {"cache_dtype": "int8", "scales": "per position"},
     "4-bits": {"cache_dtype": "int4", "scales": "per head", "head_size": 18},
+    "made-scales": {"cache_dtype": "int8", "made_scales": ("k_scale", "v_scale")},
+    "made-scales-rotated": {
+        "cache_dtype": "int4",
+        "made_scales": ("k_scale", "v_scale"),
+        "kv_layout": "nhbd",
+        "rotary_dim": 8,
+        "num_heads": 4,
+        "head_size": 18,
+    },
     "rotated": {"rotary_dim": 8, "num_heads": 4, "interleaved": True},
     "rotated-keys-alone": {"rotary_dim": 16, "kv_layout": "nhbd"},
     "rotated-two-arrays": {"rotary_dim": 16, "num_heads": 2, "kv_layout": "nhbd"},
@@ -338,10 +348,9 @@ def test_update(fields: dict[str, Any], is_shared: bool) -> None:
     cache_axis = None if is_shared else 0
     if is_shared:
         inputs[0] = inputs[0][0]
-        arrays = {name: x[0] if name == "value_cache" else x for name, x in arrays.items()}
+        arrays = {name: x[0] if name in CACHES else x for name, x in arrays.items()}
     axes = {name: 0 if name in STACKED else None for name in arrays}
-    if "value_cache" in arrays:
-        axes["value_cache"] = cache_axis
+    axes |= {name: cache_axis for name in CACHES if name in arrays}
     check(update_of(options), ([cache_axis, 0, 0, 0], axes), inputs, arrays, target=UPDATE)
 
 

@@ -16,6 +16,7 @@ import torch
 import jax_frontend
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
 from harness.arrays import to_numpy, to_torch
+from tests.support import calls
 from tests.support.calls import overload_of, split_keywords
 
 Backend = Callable[..., Any]
@@ -61,7 +62,7 @@ def call_torch(
         return written(tensors, keywords) if in_place else result
 
     def written(tensors: Any, keywords: Any) -> Any:
-        results = [tensors[0], *[keywords[x] for x in ("value_cache", "query") if x in keywords]]
+        results = [tensors[0], *calls.written(keywords)]
         return tuple(results) if len(results) > 1 else results[0]
 
     if compile_with is not None:

@@ -13,6 +13,7 @@ from shared_ffi.spec import numbers_of
 from tests.support.sound_calls import add, attention, op_of, rotated_update, update
 
 F32, F16, I32 = np.float32, np.float16, np.int32
+INT8_CACHE = {"kv_cache": np.zeros((4, 2, 4, 8), np.int8)}
 
 
 @dataclass(frozen=True)
@@ -307,24 +308,63 @@ STATIC = [
         bad_call(
             op,
             f"{name} must be given with a cache of {dtype}, which holds whole numbers ({name}=1.0, as an array, "
-            "keeps whole numbers); got None",
+            f"keeps whole numbers{more}); got None",
             kv_cache=np.zeros((4, 2, 4, 8 if dtype == "int8" else 4), dtype),
             **{other: np.ones((), F32) for other in {"k_scale", "v_scale"} - {name}},
         )
-        for op in (attention, update)
         for name in ("k_scale", "v_scale")
+        for op, more in (
+            (attention, ""),
+            (update, f"; {name}_cache gets scales that the call makes"),
+        )
         for dtype in ("int8", "uint8")
     ),
     *(
         bad_call(
             op,
             "v_scale must be given with a cache of uint8, which holds whole numbers (v_scale=1.0, as an array, "
-            "keeps whole numbers); got None",
+            f"keeps whole numbers{more}); got None",
             kv_cache=np.zeros((4, 2, 2, 8), np.int8),
             value_cache=np.zeros((4, 2, 2, 4), np.uint8),
             k_scale=np.ones(2, F32),
         )
-        for op in (attention, update)
+        for op, more in (
+            (attention, ""),
+            (update, "; v_scale_cache gets scales that the call makes"),
+        )
+    ),
+    *(
+        bad_call(update, f"{name} must {rule}", error, **{name: scales} | others)
+        for name in ("k_scale_cache", "v_scale_cache")
+        for rule, error, scales, others in (
+            (
+                "be None unless kv_cache has fewer bits than key; got shape [4, 2, 2]",
+                ValueError,
+                np.ones((4, 2, 2), F32),
+                {},
+            ),
+            (
+                "have shape [num_blocks=4, block_size=2, num_kv_heads=2]; got [2]",
+                ValueError,
+                np.ones(2, F32),
+                INT8_CACHE,
+            ),
+            (
+                "have dtype float32; got float16",
+                TypeError,
+                np.ones((4, 2, 2), F16),
+                INT8_CACHE,
+            ),
+        )
+    ),
+    *(
+        bad_call(
+            update,
+            f"{name} must be None with {name}_cache, which gets the scales that the call makes; "
+            "got shape []",
+            **{name: np.ones((), F32), f"{name}_cache": np.ones((4, 2, 2), F32)} | INT8_CACHE,
+        )
+        for name in ("k_scale", "v_scale")
     ),
     bad_call(
         update,
@@ -431,11 +471,15 @@ STATIC = [
             **{name: np.ones(shape, np.int8 if name == "value_cache" else F32)},
             **changes,
         )
-        for name, shape in (("value_cache", [4, 2, 8]), ("v_scale", []))
-        for op, changes in (
-            (attention, {"value_head_size": 8}),
-            (update, {"key": np.ones((3, 1, 8), F32), "value": np.ones((3, 1, 0), F32)}),
+        for op, changes, own in (
+            (attention, {"value_head_size": 8}, ()),
+            (
+                update,
+                {"key": np.ones((3, 1, 8), F32), "value": np.ones((3, 1, 0), F32)},
+                (("v_scale_cache", [4, 2, 1]),),
+            ),
         )
+        for name, shape in (("value_cache", [4, 2, 8]), ("v_scale", []), *own)
     ),
     bad_call(
         attention,
@@ -727,7 +771,8 @@ DYNAMIC = [
     ),
     bad_call(
         attention,
-        "context_lens[0] must be from 0 to max_blocks_per_seq=2 * block_size=2; got 5",
+        "context_lens[0] must be from 0 to max_blocks_per_seq=2 * block_size=2; got 5. Give block_tables more "
+        "columns; or, if kv_cache has blocks of another size, name its dimensions in kv_layout",
         context_lens=np.array([5, 1, 0], I32),
     ),
     bad_call(

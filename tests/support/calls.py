@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,6 +39,8 @@ def overload_of(op: str, attributes: dict[str, Any]) -> tuple[Any, dict[str, Any
     if not isinstance(options.get("causal"), bool | None):
         options["causal_seqs"] = options.pop("causal")
     overload = "lse" if attributes.get("return_lse") else "default"
+    if "k_scale_cache" in attributes or "v_scale_cache" in attributes:
+        overload = "with_scales"
     return getattr(getattr(torch.ops.xla_gpu, op), overload), options
 
 
@@ -103,6 +105,11 @@ def rows_in(wider: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     size = math.prod(shape[1:])
     assert (np.isnan(wider[:, size:].astype(np.float32)) | (wider[:, size:] == 99)).all()
     return wider[:, :size].reshape(shape)
+
+
+def written(keywords: Mapping[str, Any]) -> list[Any]:
+    """The arrays besides kv_cache that kv_cache_update writes in place, of its keyword arguments."""
+    return [keywords[name] for name in kv_cache_update.WRITTEN if name in keywords]
 
 
 def in_place(call: Call) -> dict[int, int]:

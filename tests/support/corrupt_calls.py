@@ -166,6 +166,14 @@ def sound_calls() -> dict[str, HandlerCall]:
             value_cache_dtype="int4",
             rotary_dim=6,
         ),
+        "made-scales": UpdateCase(
+            "made-scales",
+            num_padding=0,
+            cache_dtype="int8",
+            made_scales=("k_scale", "v_scale"),
+            rotary_dim=8,
+            num_heads=4,
+        ),
         "copied": UpdateCase(
             "copied", num_padding=0, head_size=18, cache_dtype="int4", dtype="float16"
         ),

@@ -57,6 +57,7 @@ _OF_UPDATES: dict[str, Callable[[Any], Any]] = {
     "kv_cache_update to 8 bits": lambda case: case.cache_dtype not in (None, "int4"),
     "kv_cache_update to 4 bits": lambda case: "int4" in (case.cache_dtype, case.value_cache_dtype),
     "kv_cache_update with a scale for each position": lambda case: case.scales == "per position",
+    "kv_cache_update that makes the scales": lambda case: bool(case.made_scales),
     "kv_cache_update with a rotary embedding": lambda case: case.rotary_dim is not None,
 }
 """By name, whether a case uses a feature; in the table's order."""

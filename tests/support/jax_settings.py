@@ -146,6 +146,16 @@ def _kinds() -> Iterator[Kind]:
         is_update=True,
     )
 
+    yield Kind(
+        "update: scales that it makes",
+        update(["k_scale_cache", "v_scale_cache"]),
+        (small(12, 4, 8, 16), *new, normal(12, 4, 4), normal(12, 4, 4)),
+        (2, 1, 1, None, 2, 2),
+        (2, 2, 2),
+        ((0, 0), (4, 1), (5, 2)),
+        is_update=True,
+    )
+
     def cache_first(function: Callable[..., Any], scale: str = "sm_scale") -> Function:
         def function_of_arrays(*arrays: jax.Array) -> tuple[jax.Array, ...]:
             output, cache = function(*arrays, **{scale: 0.25})

@@ -47,17 +47,24 @@ class Step(torch.nn.Module):
 
 
 class Features(torch.nn.Module):
-    """A strided float8 cache, and an int8 cache with other features. Both belong to the caller."""
+    """A strided float8 cache, whose keys have scales that the update makes, and an int8 cache with
+    other features. Caches and scales belong to the caller."""
 
     def forward(
-        self, floats: torch.Tensor, ints: torch.Tensor, key: torch.Tensor, slots: torch.Tensor,
-        query: torch.Tensor, scale: torch.Tensor, sinks: torch.Tensor, ranges: torch.Tensor,
-        causal: torch.Tensor, *metadata: torch.Tensor
+        self, floats: torch.Tensor, ints: torch.Tensor, made: torch.Tensor, key: torch.Tensor,
+        slots: torch.Tensor, query: torch.Tensor, scale: torch.Tensor, sinks: torch.Tensor,
+        ranges: torch.Tensor, causal: torch.Tensor, *metadata: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         floats = floats[:, 1]
-        OPS.kv_cache_update(floats, key, -key, slots, kv_layout="n2hbd")
+        OPS.kv_cache_update(floats, key, -key, slots, kv_layout="n2hbd", k_scale_cache=made)
         first = OPS.paged_attention(
-            query.transpose(0, 1), floats, *metadata, 0.25, kv_layout="n2hbd", causal=False
+            query.transpose(0, 1),
+            floats,
+            *metadata,
+            0.25,
+            kv_layout="n2hbd",
+            k_scale=made,
+            causal=False,
         )
         scales = {"k_scale": scale, "v_scale": scale[:1]}
         keys, values = ints.unbind(0)
@@ -131,7 +138,8 @@ def features_arguments(num_blocks: int) -> tuple[torch.Tensor, ...]:
     query = query.transpose(0, 1).contiguous()
     scale, sinks = torch.tensor([0.02, 0.03]), torch.linspace(-1, 1, 6)
     ranges, causal = torch.tensor([[0, 5]]).repeat(len(key), 1).int(), metadata[0] % 2
-    return (floats, ints, key, slots, query, scale, sinks, ranges, causal, *metadata)
+    made = torch.zeros(num_blocks, BLOCK_SIZE, 2)
+    return (floats, ints, made, key, slots, query, scale, sinks, ranges, causal, *metadata)
 
 
 def exported(module: torch.nn.Module) -> torch.export.ExportedProgram:
@@ -141,7 +149,7 @@ def exported(module: torch.nn.Module) -> torch.export.ExportedProgram:
         shapes: Any = ({0: dynamic}, {0: dynamic}, {0: dynamic}, static)
     else:
         arguments = features_arguments(12)
-        shapes = ({0: dynamic}, {1: dynamic}, *[None] * 7, static)
+        shapes = ({0: dynamic}, {1: dynamic}, {0: dynamic}, *[None] * 7, static)
     return torch.export.export(module, arguments, dynamic_shapes=shapes)
 
 

@@ -105,6 +105,15 @@ def four_bits():
     expected = ops.paged_attention(query, keys, *metadata, 0.25, value_cache=values, **scales)
     result = ops.paged_attention(on(1, query), k, *whole, 0.25, value_cache=v, **by_head)
     same(result, expected, 1)
+    made = {x: torch.zeros(6, 4, 4) for x in ("k_scale_cache", "v_scale_cache")}
+    by_head = {x: on(2, made[x]) for x in made}
+    ops.kv_cache_update(keys, key, value, slots, value_cache=values, **made)
+    ops.kv_cache_update(k, on(1, key), on(1, value), on(None, slots), value_cache=v, **by_head)
+    same(k, keys, 2)
+    same(v, values, 2)
+    for x in made:
+        same(by_head[x], made[x], 2)
+        assert made[x].count_nonzero() > 0
 
 
 def rotated_update():

@@ -19,7 +19,7 @@ from harness.compare import assert_same_bits
 from shared_ffi import _native, eager
 from tests.cases.all import SHORT_CASES, UPDATE_CASES
 from tests.cases.case import Case
-from tests.support import backends, scripts
+from tests.support import backends, calls, scripts
 from tests.support.calls import overload_of, split_keywords
 from tests.support.models import tensors
 from tests.support.sound_calls import add, attention, update
@@ -81,7 +81,7 @@ def test_attention(case: Case, mode: Any, checked: list[str]) -> None:
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_update(case: Any, mode: Any, checked: list[str]) -> None:
     operands, keywords = [*map(backends.to_torch, case.inputs())], keywords_of(case)
-    written = [operands[0], *[keywords[x] for x in ("value_cache", "query") if x in keywords]]
+    written = [operands[0], *calls.written(keywords)]
     before = [x.clone() for x in written]
     after = []
     with mode():

@@ -14,7 +14,13 @@ from shared_ffi import kv_cache_update, paged_attention
 from tests.cases.all import SHORT_CASES, UPDATE_CASES
 from tests.cases.case import Case
 from tests.support import backends
-from tests.support.calls import call_handler, observed_calls, overload_of, split_keywords
+from tests.support.calls import (
+    call_handler,
+    observed_calls,
+    overload_of,
+    split_keywords,
+    written,
+)
 from tests.support.models import tensors
 from tests.support.sound_calls import attention, split, update
 
@@ -61,8 +67,8 @@ def test_attention_of_fused_rows(case: Case, calls: Calls) -> None:
 def test_update_from_fused_rows(case: Any, calls: Calls) -> None:
     cache, key, value, slots = map(backends.to_torch, case.inputs())
     keywords = to_torch(case.attributes())
-    written = [x for x in ("value_cache", "query") if x in keywords]
-    copy = {k: x.clone() if k in written else x for k, x in keywords.items()}
+    names = [x for x in kv_cache_update.WRITTEN if x in keywords]
+    copy = {k: x.clone() if k in names else x for k, x in keywords.items()}
     expected = cache.clone()
     OPS.kv_cache_update(expected, key, value, slots, **copy)
     rows = [fused(key), fused(value, 0, 1)]
@@ -72,7 +78,7 @@ def test_update_from_fused_rows(case: Any, calls: Calls) -> None:
     OPS.kv_cache_update(cache, *rows[:2], slots, **keywords)
     assert all(x.data_ptr() in calls[-1][1] for x in rows if not x.is_contiguous())
     assert_same_bits(backends.to_numpy(cache), backends.to_numpy(expected))
-    for name in written:
+    for name in names:
         assert_same_bits(*map(backends.to_numpy, (keywords[name], copy[name])))
 
 
@@ -95,15 +101,16 @@ def test_attention_of_fused_rows_on_cuda(case: Case, cuda: Any) -> None:
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_update_from_fused_rows_on_cuda(case: Any, cuda: Any) -> None:
-    op = OPS._kv_cache_update_mutable.default
+    op = getattr(
+        OPS, f"_kv_cache_update_{'with_scales' if case.made_scales else 'mutable'}"
+    ).default
     caches = []
     for put in (lambda x: x, fused, lambda x: fused(x, 64, 64)):
         cache, key, value, slots = map(backends.to_torch, case.inputs())
         keywords = to_torch(case.attributes())
         keywords |= {name: put(x) for name, x in keywords.items() if name == "query"}
         op.redispatch(cuda, cache, put(key), put(value), slots, **keywords)
-        written = [cache, *[keywords[x] for x in ("query",) if x in keywords]]
-        caches.append(tuple(map(backends.to_numpy, written)))
+        caches.append(tuple(map(backends.to_numpy, [cache, *written(keywords)])))
     assert_same_bits(caches[1], caches[0])
     assert_same_bits(caches[2], caches[0])
 

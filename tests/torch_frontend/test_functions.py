@@ -154,6 +154,20 @@ def test_messages_of_attention(argument: str, value: Any, message: str) -> None:
         torch_frontend.paged_attention(**call)
 
 
+@pytest.mark.parametrize("frontend", [jax_frontend, torch_frontend], ids=["jax", "torch"])
+def test_an_array_that_is_left_out(frontend: Any) -> None:
+    """With positional arguments, `scale` takes the place of `num_seqs`."""
+    operands = [*attention().values()][:6]
+    if frontend is torch_frontend:
+        operands = list(tensors(attention()))
+    with pytest.raises(TypeError, match="^paged_attention: scale must have type float; got None"):
+        frontend.paged_attention(*operands)
+    rule = "(type torch.Tensor; got float|dtype int32; got float32)"
+    remedy = "It may be scale, if an array before it was left out"
+    with pytest.raises(TypeError, match=rf"^paged_attention: num_seqs must have {rule}\. {remedy}"):
+        frontend.paged_attention(*operands[:5], 0.5)
+
+
 def test_other_messages() -> None:
     operands = tensors(attention())
     with pytest.raises(ValueError, match="^paged_attention: out must be None with return_lse"):
@@ -168,8 +182,6 @@ def test_other_messages() -> None:
         TypeError, match="^ragged_paged_attention: sm_scale must have type float; g"
     ):
         torch_frontend.ragged_paged_attention(*operands, None)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'scale'"):
-        torch_frontend.paged_attention(*operands)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="^kv_cache_update: key must have type torch.Tensor; got l"):
         torch_frontend.kv_cache_update(operands[1], [1.0], operands[0], operands[2])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="^simple_add: b must have type torch.Tensor; got float"):

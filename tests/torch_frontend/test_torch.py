@@ -40,6 +40,10 @@ def test_schemas() -> None:
             "(Tensor(a!) kv_cache, Tensor key, Tensor value, Tensor slot_mapping, *, ",
             " -> ()",
         ),
+        OPS.kv_cache_update.with_scales: (
+            "(Tensor(a!) kv_cache, Tensor key, Tensor value, Tensor slot_mapping, *, ",
+            " -> ()",
+        ),
         OPS.simple_add.default: ("(Tensor a, Tensor b)", " -> Tensor"),
     }
     for op, (arguments, results) in schemas.items():
@@ -51,6 +55,8 @@ def test_schemas() -> None:
             for name, parameter in inspect.signature(function).parameters.items()
             if parameter.kind is parameter.KEYWORD_ONLY and name != "return_lse"
         }
+        if op is OPS.kv_cache_update.default:  # they are those of the overload with_scales
+            del in_jax["k_scale_cache"], in_jax["v_scale_cache"]
         in_torch = {x.name: x.default_value for x in op._schema.arguments if x.kwarg_only}
         if "causal" in in_torch:  # no type of a schema is a bool or a tensor
             assert in_torch.pop("causal_seqs") is None
@@ -100,6 +106,26 @@ def test_compiled_update_keeps_the_address(backend: str) -> None:
     address = cache.data_ptr()
     assert step(cache, key, value, slots) == expected_sum
     assert torch.equal(cache, expected) and cache.data_ptr() == address
+
+
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_compiled_update_writes_the_scales_in_place(backend: str) -> None:
+    """Also where a scale is a part of a larger array, and is read in the same program."""
+    _, key, value, slots = tensors(update())
+    caches = torch.zeros(4, 2, 4, 8, dtype=torch.int8), torch.zeros(2, 4, 2, 2)
+
+    def step(cache: torch.Tensor, scales: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        made = {"k_scale_cache": scales[0], "v_scale_cache": scales[1]}
+        OPS.kv_cache_update(cache, key, value, slots, **made)
+        return scales.sum() + cache.sum()
+
+    expected = [x.clone() for x in caches]
+    addresses = [x.data_ptr() for x in caches]
+    total = step(*expected, key * 3)
+    assert torch.compile(step, backend=backend, fullgraph=True)(*caches, key * 3) == total
+    assert [x.data_ptr() for x in caches] == addresses
+    for one, other in zip(caches, expected, strict=True):
+        assert torch.equal(one, other) and one.count_nonzero() > 0
 
 
 def test_inductor_updates_without_a_copy_of_the_cache() -> None:

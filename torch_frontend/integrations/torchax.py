@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import jax_frontend
+from shared_ffi.kv_cache_update import WRITTEN
 from torch_frontend.integrations._versions import require
 
 require("torchax", "0.0.13")
@@ -37,7 +38,7 @@ def _by_name(operator: Any, function: Callable[..., Any]) -> Callable[..., Any]:
 def _kv_cache_update(
     kv_cache: Any, key: Any, value: Any, slot_mapping: Any, *, env: Any, **options: Any
 ) -> None:
-    written = [kv_cache, options.get("value_cache"), options.get("query")]
+    written = [kv_cache, *map(options.get, WRITTEN)]
     targets = [x for x in written if x is not None]
     arrays, keywords = env.t2j_iso(((kv_cache, key, value, slot_mapping), options))
     updated = jax_frontend.kv_cache_update(*arrays, **keywords)
@@ -71,13 +72,14 @@ def _register() -> None:
     }
     for operator, function in functions.items():
         register_torch_dispatch_op(operator, _by_name(operator, function))
-    register_torch_dispatch_op(
-        _OPS.kv_cache_update.default,
-        _kv_cache_update,
-        is_jax_function=False,
-        needs_env=True,
-        is_view_op=True,  # otherwise it gets copies of views
-    )
+    for operator in (_OPS.kv_cache_update.default, _OPS.kv_cache_update.with_scales):
+        register_torch_dispatch_op(
+            operator,
+            _kv_cache_update,
+            is_jax_function=False,
+            needs_env=True,
+            is_view_op=True,  # otherwise it gets copies of views
+        )
     if torchax._env is not None:  # an environment copies the registered operators when it is made
         torchax._env.load_ops()
 

@@ -300,7 +300,7 @@ def _implement_in_place(
         functional = getattr(torch.ops.xla_gpu, packet).default
     else:
         values = re.sub(r"\(.!\)", "", arguments)
-        functional_name = f"_{packet}_functional"
+        functional_name = "_".join(filter(None, ("", packet, overload_name, "functional")))
         functional = _defined(f"{functional_name}({values} -> Tensor[]")
         _implement_on_xla(functional_name, make(functional))
     operator = make(mutable)

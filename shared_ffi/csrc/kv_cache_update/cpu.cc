@@ -1,8 +1,10 @@
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
 #include "rotary.h"
 #include "run.h"
+#include "scales.h"
 
 #ifdef __SSE2__
 #include <emmintrin.h>
@@ -79,6 +81,54 @@ Quantizer QuantizerFor(DType from, DType to) {
   if (from == to) return nullptr;
   return WithTensorType(from, [&](auto type) { return QuantizerFrom<decltype(type)>(to); });
 }
+
+template <typename T>
+float LargestMagnitude(const void* row, int64_t count) {
+  using Bits = decltype(MagnitudeOf(T()));
+  constexpr int64_t kLanes = 16;  // each has a maximum of its own, so that none waits for another
+  const T* numbers = static_cast<const T*>(row);
+  Bits largest[kLanes] = {};
+  int64_t first = 0;
+  for (; first + kLanes <= count; first += kLanes) {
+    for (int64_t i = 0; i < kLanes; ++i) {
+      largest[i] = std::max(largest[i], MagnitudeOf(numbers[first + i]));
+    }
+  }
+  for (; first < count; ++first) largest[0] = std::max(largest[0], MagnitudeOf(numbers[first]));
+  return ToFloat(BitCast<T>(*std::max_element(largest, largest + kLanes)));
+}
+
+// Rounds rows of K, or of V, to a cache of fewer bits.
+class Rounder {
+ public:
+  // `made`: where the scales are written if the call makes them, else null.
+  Rounder(DType from, DType to, int64_t count, const KvScales& scales, float* made)
+      : quantize_(QuantizerFor(from, to)), to_(to), count_(count), scales_(scales), made_(made) {
+    largest_magnitude_ =
+        WithTensorType(from, [](auto type) { return &LargestMagnitude<decltype(type)>; });
+  }
+
+  bool CopiesRows() const { return quantize_ == nullptr; }
+
+  // Writes the row of a kv head.
+  void Write(const void* from, int64_t block, int64_t in_block, int64_t head, void* to) const {
+    if (made_ == nullptr) {
+      return quantize_(to, from, count_, DivisorOf(scales_.At(block, in_block, head)));
+    }
+    const MadeScale made(largest_magnitude_(from, count_), to_);
+    made_[scales_.Offset(block, in_block, head)] = made.scale;
+    if (made.is_finite) return quantize_(to, from, count_, made.divisor);
+    std::memset(to, 0, ElementsOf(to_, count_) * SizeOf(to_));
+  }
+
+ private:
+  const Quantizer quantize_;  // null where the dtypes are equal
+  float (*largest_magnitude_)(const void* row, int64_t count);
+  const DType to_;
+  const int64_t count_;
+  const KvScales scales_;
+  float* const made_;
+};
 
 // Rotates a head: the first 2 * num_pairs of its numbers, by as many cosines, then sines.
 template <typename T, bool kIsInterleaved>
@@ -170,8 +220,8 @@ void RunOnCpu(const Params& p, const Executor& executor) {
   const bool is_parallel = executor.num_threads > 1 && num_bytes + query_bytes >= kMinParallelBytes;
   const int64_t num_parts = is_parallel ? kPartsPerThread * executor.num_threads : 1;
   const auto copy = num_bytes < kMinStreamedBytes ? Copy : CopyPastCaches;
-  const Quantizer quantize_key = QuantizerFor(p.dtype, p.cache_dtype);
-  const Quantizer quantize_value = QuantizerFor(p.dtype, p.value_cache_dtype);
+  const Rounder keys(p.dtype, p.cache_dtype, p.head_size, p.k_scale, p.k_scale_cache);
+  const Rounder values(p.dtype, p.value_cache_dtype, p.value_head_size, p.v_scale, p.v_scale_cache);
   ParallelFor(executor, num_parts, [&](int64_t part) {
     Rotator rotator(p);
     for (int64_t token = 0; token < p.num_tokens; ++token) {
@@ -186,10 +236,9 @@ void RunOnCpu(const Params& p, const Executor& executor) {
         char* k = static_cast<char*>(p.cache.keys) + offset * size;
         char* v = static_cast<char*>(p.cache.values) + p.cache.OffsetOfValue(offset) * size;
         const char* new_k = rotator.Rotated(key + head * row_bytes, token);
-        if (quantize_key != nullptr) {
-          quantize_key(k, new_k, p.head_size, DivisorOf(p.k_scale.At(block, in_block, head)));
-          quantize_value(v, value + head * value_row_bytes, p.value_head_size,
-                         DivisorOf(p.v_scale.At(block, in_block, head)));
+        if (!keys.CopiesRows()) {
+          keys.Write(new_k, block, in_block, head, k);
+          values.Write(value + head * value_row_bytes, block, in_block, head, v);
           continue;
         }
         copy(k, new_k, row_bytes);

@@ -1,8 +1,8 @@
 #include "../gpu/launch.cuh"
-#include "int4.cuh"
 #include "numbers.cuh"
 #include "rotary.cuh"
 #include "run.h"
+#include "scales.cuh"
 
 namespace xla_gpu::kv_cache_update {
 namespace {
@@ -86,6 +86,7 @@ UpdateKernel KernelOfTypes(const Params& p) {
 
 template <typename From>
 UpdateKernel KernelOfType(const Params& p) {
+  if (p.k_scale_cache != nullptr || p.v_scale_cache != nullptr) return UpdateAndScale<From>;
   if (p.value_cache_dtype == DType::kInt4) return UpdateInt4<From>;
   switch (p.cache_dtype) {
     case DType::kFloat8E4M3:

@@ -45,6 +45,20 @@ void ReadRotary(CallReader* call, const TokenRows& keys, ffi::DataType key_dtype
   r->num_heads = queries.num_heads;
 }
 
+// Reads `scale`, or `scale_cache` in its place, whose scales the call makes: they are written to
+// `*made`, which is null otherwise.
+KvScales ReadOrMakeScales(CallReader* call, const char* scale, const char* scale_cache,
+                          const Params& p, float** made) {
+  if (!call->Has(scale_cache)) return ReadScales(call, scale, p);
+  if (call->Find(scale).has_value()) call->Fail(scale, " must not come with ", scale_cache);
+  if (p.dtype == p.cache_dtype) call->Refuse(scale_cache, "come with a cache of fewer bits");
+  const KvScales scales = ReadScales(call, scale_cache, p);
+  if (call->error().failure()) return {};
+  if (!scales.IsPerPosition()) call->Refuse(scale_cache, "have a scale for each position");
+  *made = static_cast<float*>(call->Find(scale_cache)->untyped_data());
+  return scales;
+}
+
 ffi::Error MakeParams(const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
                       const ffi::Dictionary& attributes, Params* p) {
   *p = {};
@@ -76,16 +90,16 @@ ffi::Error MakeParams(const ffi::RemainingArgs& operands, const ffi::RemainingRe
   if (p->num_kv_heads != keys.num_heads) {
     call.Refuse("kv_cache", "have key's num_kv_heads=", keys.num_heads);
   }
-  p->k_scale = ReadScales(&call, "k_scale", *p);
-  p->v_scale = ReadScales(&call, "v_scale", *p);
+  p->k_scale = ReadOrMakeScales(&call, "k_scale", "k_scale_cache", *p, &p->k_scale_cache);
+  p->v_scale = ReadOrMakeScales(&call, "v_scale", "v_scale_cache", *p, &p->v_scale_cache);
   ReadRotary(&call, keys, key_dtype, &p->rotary);
   // The results are operands, updated in place.
   size_t number = 0;
-  for (const char* name : {"kv_cache", "value_cache", "query"}) {
-    const auto operand = call.Find(name);
-    if (!operand.has_value()) continue;
-    const std::array shape = {operand->dimensions()};
-    if (call.Result(number++, name, {operand->element_type()}, shape) != operand->untyped_data()) {
+  for (const char* name : {"kv_cache", "value_cache", "k_scale_cache", "v_scale_cache", "query"}) {
+    if (number > 0 && !call.Has(name)) continue;
+    const ffi::AnyBuffer operand = *call.Find(name);
+    const std::array shape = {operand.dimensions()};
+    if (call.Result(number++, name, {operand.element_type()}, shape) != operand.untyped_data()) {
       call.Fail("result ", name, " must alias its operand (output_to_operand_aliasing)");
     }
   }

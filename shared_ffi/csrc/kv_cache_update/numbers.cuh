@@ -66,6 +66,14 @@ class CachePlace {
     return DivisorOf(p_.v_scale.At(block_, in_block_, head));
   }
 
+  // Where the scale of a head's row is written; null: the call does not make it.
+  __device__ float* MadeKeyScale(int head) const {
+    return MadeScaleOf(p_.k_scale_cache, p_.k_scale, head);
+  }
+  __device__ float* MadeValueScale(int head) const {
+    return MadeScaleOf(p_.v_scale_cache, p_.v_scale, head);
+  }
+
   // The row of a head. T: the type of the cache's elements.
   template <typename T>
   __device__ T* Key(int head) const {
@@ -88,6 +96,10 @@ class CachePlace {
   }
 
  private:
+  __device__ float* MadeScaleOf(float* made, const KvScales& scales, int head) const {
+    return made == nullptr ? nullptr : made + scales.Offset(block_, in_block_, head);
+  }
+
   const Params& p_;
   const int64_t block_;
   const int64_t in_block_;

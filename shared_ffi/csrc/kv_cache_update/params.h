@@ -9,6 +9,9 @@
 // the cosines and sines in row positions[t] of cos_sin_cache. Where there is no such row, a token
 // with a slot is refused on the CPU; on a GPU its key and value are not written, and its query
 // becomes NaN. The query of a token without a slot stays as it is then.
+//
+// The call can make the scales of the rows of K, of V or of both, from the rows that it writes
+// (scales.h), and writes each to the slot of its row.
 #pragma once
 
 #include <cstdint>
@@ -71,6 +74,8 @@ struct Params {
   DType value_cache_dtype;  // of V: that of K, but for int8 beside int4
   KvScales k_scale;         // key and value are divided by these (DivisorOf), then rounded
   KvScales v_scale;
+  float* k_scale_cache;  // k_scale.data, where the call makes the scales; null: they are given
+  float* v_scale_cache;  // the same of v_scale
   Rotary rotary;
 
   XLA_GPU_HOST_DEVICE int64_t NumSlots() const { return num_blocks * block_size; }

@@ -52,11 +52,16 @@ std::string MetadataError(const Params& p) {
                     " at most max_query_len=", p.max_query_len, " tokens; got ", q_len);
     }
     if (context_len < 0 || context_len > capacity) {
-      const std::string limit =
-          capacity < kMaxContextLen
-              ? StrCat("max_blocks_per_seq=", p.max_blocks_per_seq, " * block_size=", p.block_size)
-              : StrCat(capacity);
-      return StrCat("context_lens[", s, "] must be from 0 to ", limit, "; got ", context_len);
+      const bool is_of_table = capacity < kMaxContextLen;
+      const std::string limit = is_of_table ? StrCat("max_blocks_per_seq=", p.max_blocks_per_seq,
+                                                     " * block_size=", p.block_size)
+                                            : StrCat(capacity);
+      const char* remedy = is_of_table && context_len > capacity
+                               ? ". Give block_tables more columns; or, if kv_cache has blocks of "
+                                 "another size, name its dimensions in kv_layout"
+                               : "";
+      return StrCat("context_lens[", s, "] must be from 0 to ", limit, "; got ", context_len,
+                    remedy);
     }
     if (p.IsCausal(s) && context_len < q_len) {
       return StrCat("context_lens[", s, "] must count the sequence's ", q_len,

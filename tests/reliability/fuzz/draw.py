@@ -100,6 +100,11 @@ def _update_case(name: str, group_rng: random.Random, trial_rng: random.Random) 
     is_latent = group_rng.random() < SHARE_OF_LATENT
     features = _features(group_rng, is_latent)
     num_kv_heads = _num_kv_heads(features, is_latent, group_rng)
+    rotary = {} if is_latent else _rotary(features, num_kv_heads, group_rng)
+    made_scales: tuple[str, ...] = ()
+    if features["cache_dtype"] and group_rng.random() < 0.3:
+        names = ("k_scale",) if is_latent else ("k_scale", "v_scale")
+        made_scales = group_rng.choice([names, names, names[:1], names[-1:]])
     return UpdateCase(
         id=name,
         num_tokens=600 if is_large else num_tokens,
@@ -108,8 +113,9 @@ def _update_case(name: str, group_rng: random.Random, trial_rng: random.Random) 
         slot_dtype=group_rng.choice(["int32", "int64"]),
         key_factor=group_rng.choice([1.0, 100.0, 2.0**-12]) if features["cache_dtype"] else 1.0,
         num_padding=trial_rng.choice([0, trial_rng.randint(0, num_tokens), num_tokens]),
+        made_scales=made_scales,
         **features,
-        **({} if is_latent else _rotary(features, num_kv_heads, group_rng)),
+        **rotary,
     )
 
 

@@ -291,7 +291,7 @@ class EagerBackend:
         def run() -> tuple[np.ndarray, ...]:
             result = overload(*tensors[: len(inputs)], **keywords, **options)
             if op == "kv_cache_update":
-                names = [name for name in ("value_cache", "query") if name in by_name]
+                names = [name for name in kv_cache_update.WRITTEN if name in by_name]
                 return (given[0], *[rows_in(by_name[x], arrays[x].shape) for x in names])
             results = result if isinstance(result, tuple) else (result,)
             return tuple(_to_numpy(x) for x in results)

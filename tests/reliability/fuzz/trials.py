@@ -95,6 +95,8 @@ def _from_json(found: dict[str, Any]) -> Trial:
     if found["op"] == "paged_attention":
         case_fields["sequences"] = tuple(map(tuple, case_fields["sequences"]))
         case_fields["num_seqs_shape"] = tuple(case_fields["num_seqs_shape"])
+    elif "made_scales" in case_fields:
+        case_fields["made_scales"] = tuple(case_fields["made_scales"])
     case = (Case if found["op"] == "paged_attention" else UpdateCase)(**case_fields)
     changes = tuple(
         Change(x["name"], x["value"], None if x["index"] is None else tuple(x["index"]))
@@ -128,6 +130,10 @@ def is_consistent(trial: Trial) -> bool:
     if is_latent and case.num_kv_heads > 1 and "h" not in (case.kv_layout or ""):
         return False
     if isinstance(case, UpdateCase):
+        if case.made_scales and (
+            case.cache_dtype is None or (is_latent and "v_scale" in case.made_scales)
+        ):
+            return False
         is_rotated = case.rotary_dim is not None
         if is_rotated and (is_latent or not 2 <= case.rotary_dim <= case.head_size):
             return False

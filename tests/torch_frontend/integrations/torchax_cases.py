@@ -83,13 +83,14 @@ def test_causality_of_each_sequence(causal: int) -> None:
 def test_every_argument_of_an_operator_is_known() -> None:
     """What JAX's function does not have would be an error, or be dropped."""
     for operator, function in (
-        (OPS.paged_attention, jax_frontend.paged_attention),
-        (OPS.kv_cache_update, jax_frontend.kv_cache_update),
-        (OPS.ragged_paged_attention, jax_frontend.ragged_paged_attention),
-        (OPS.simple_add, jax_frontend.simple_add),
+        (OPS.paged_attention.default, jax_frontend.paged_attention),
+        (OPS.kv_cache_update.default, jax_frontend.kv_cache_update),
+        (OPS.kv_cache_update.with_scales, jax_frontend.kv_cache_update),
+        (OPS.ragged_paged_attention.default, jax_frontend.ragged_paged_attention),
+        (OPS.simple_add.default, jax_frontend.simple_add),
     ):
         taken = {*inspect.signature(function).parameters} | {"causal_seqs", "use_kernel"}
-        assert {x.name for x in operator.default._schema.arguments} <= taken
+        assert {x.name for x in operator._schema.arguments} <= taken
 
 
 def test_other_ops() -> None:
@@ -115,6 +116,24 @@ def test_two_caches() -> None:
     with torchax.default_env():
         got = jax_jit(step)(*on_jax(tensors))
     check(got, step(*tensors))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax_jit], ids=["eager", "jit"])
+def test_update_that_makes_scales(wrap: Any) -> None:
+    cache, key, value, _, slots, *_ = operands()
+    num_heads = key.shape[1]
+    caches = torch.zeros_like(cache, dtype=torch.int8), *torch.zeros(2, *cache.shape[:2], num_heads)
+
+    def step(cache: Any, k_scale: Any, v_scale: Any, *rest: Any) -> Any:
+        OPS.kv_cache_update(cache, *rest, k_scale_cache=k_scale, v_scale_cache=v_scale)
+        return cache, k_scale, v_scale
+
+    tensors = (*caches, key, value, slots)
+    with torchax.default_env():
+        got = wrap(step)(*on_jax(tensors))
+    wanted = step(*tensors)
+    check(got, wanted)
+    assert all(x.count_nonzero() > 0 for x in wanted)
 
 
 def test_update_of_a_view() -> None:
