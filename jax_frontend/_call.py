@@ -89,6 +89,10 @@ class Arrays:
     def __iter__(self) -> Iterator[jax.Array]:
         return iter(self._arrays.values())
 
+    def by_name(self) -> dict[str, jax.Array]:
+        """The arrays so far."""
+        return dict(self._arrays)
+
     def call(self, call: Call) -> tuple[jax.Array, ...]:
         """Makes a checked call with these arrays."""
         return _function(call)(*[self._arrays[name] for name in call.names])
