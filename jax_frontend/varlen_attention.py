@@ -295,7 +295,7 @@ def _compute_gradients(
 
     zeros = [jnp.zeros_like(stored["query"])]
     zeros += [jnp.zeros_like(stored[name], jnp.float32) for name in ("key", "value")]
-    zeros.append(jnp.zeros(num_heads, jnp.float32))
+    zeros.append(jnp.zeros_like(stored["lse"][0, :, 0]))
     sums = lax.fori_loop(0, num_seqs, add_sequence, (*zeros,))
     gradients = {
         name: total[:num_tokens].astype(query.dtype)
