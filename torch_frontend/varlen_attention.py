@@ -339,7 +339,8 @@ def gradients(
     for first, end, first_key, end_key, window_right in sequences:
         num_keys = end_key - first_key
         offset = num_keys - end  # from a query's row to its position
-        right = num_keys if window_right is None else window_right
+        # The first queries stand before all keys, where there are more of them.
+        right = num_keys + end - first if window_right is None else window_right
         left = num_keys if sliding_window is None else sliding_window - 1
         products = grad[first:end].float() * output[first:end]
         delta[first:end] = products.sum(-1)
