@@ -77,7 +77,9 @@ def check(
             **others,
         )
     except (TypeError, ValueError) as error:
-        message = str(error).replace(f"{paged_attention.OP}: context_lens", f"{OP}: query_start_loc")
+        message = str(error).replace(
+            f"{paged_attention.OP}: context_lens", f"{OP}: query_start_loc"
+        )
         raise type(error)(message.replace(paged_attention.OP, OP, 1)) from None
     return width
 

@@ -8,14 +8,16 @@ from typing import Any, NamedTuple
 import torch
 
 from shared_ffi import varlen_attention as op
-from torch_frontend.operator.arguments import array_spec, check_types
+from torch_frontend.operator.arguments import check_types, specs
 from torch_frontend.paged_attention import LSE
 
+_ARRAYS = "Tensor query, Tensor key, Tensor value, Tensor query_start_loc, Tensor num_seqs"
 _OPTIONS = (
     "float scale, SymInt? sliding_window, float? soft_cap, Tensor? sinks, Tensor? alibi_slopes, "
-    "Tensor? bidirectional_ranges, bool causal, Tensor? causal_seqs, SymInt? window_right"
+    "Tensor? bidirectional_ranges, bool causal, Tensor? causal_seqs, SymInt? window_right, "
+    "SymInt? max_query_len"
 )
-_ARRAYS = "Tensor query, Tensor key, Tensor value, Tensor query_start_loc, Tensor num_seqs"
+_NAMES = [x.split()[1] for x in _OPTIONS.split(", ")]
 
 
 def varlen_attention(
@@ -71,7 +73,7 @@ def varlen_attention(
         causal_seqs, causal = causal, True
         if causal_seqs.dtype != torch.int32 and not causal_seqs.is_floating_point():
             causal_seqs = (causal_seqs != 0).int()
-    tensors = {
+    given = {
         "query": query,
         "key": key,
         "value": value,
@@ -87,62 +89,28 @@ def varlen_attention(
         "max_query_len": (max_query_len, int),
     }
     required = {"scale": (scale, float), "causal": (causal, bool)}
-    check_types(op.OP, tensors, per_head | ranges, options, required)
-    output: torch.Tensor = _forward(
-        *tensors.values(),
-        scale,
-        sliding_window,
-        soft_cap,
-        sinks,
-        alibi_slopes,
-        bidirectional_ranges,
-        causal,
-        causal_seqs,
-        window_right,
-        max_query_len,
-    )[0]
-    return output
+    check_types(op.OP, given, per_head | ranges, options, required)
+    own = (scale, sliding_window, soft_cap, sinks, alibi_slopes, bidirectional_ranges, causal)
+    output, _ = _forward(*given.values(), *own, causal_seqs, window_right, max_query_len)
+    return output  # type: ignore[no-any-return]
 
 
-def _width(
-    tensors: Sequence[torch.Tensor],
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    bidirectional_ranges: torch.Tensor | None,
-    causal: bool,
-    causal_seqs: torch.Tensor | None,
-    window_right: int | None,
-    max_query_len: int | None,
-) -> int:
+def _checked_width(tensors: Sequence[torch.Tensor], options: Sequence[Any]) -> int:
     """Checks a call. Returns the most tokens of a sequence, as far as it tells."""
-    others = {
-        "sinks": sinks,
-        "alibi_slopes": alibi_slopes,
-        "bidirectional_ranges": bidirectional_ranges,
-        "causal": causal_seqs,
+    given = {
+        name: specs([x])[0] if isinstance(x, torch.Tensor) else x
+        for name, x in zip(_NAMES, options, strict=True)
     }
-    specs: dict[str, Any] = {
-        name: array_spec(x.shape, x.dtype) for name, x in others.items() if x is not None
-    }
-    return op.check(
-        *[array_spec(x.shape, x.dtype) for x in tensors],
-        scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        window_right=window_right,
-        max_query_len=max_query_len,
-        **{"causal": causal} | specs,
-    )
+    if (causal_seqs := given.pop("causal_seqs")) is not None:
+        given["causal"] = causal_seqs
+    return op.check(*specs(tensors), **given)
 
 
 # Operators, so that compilers keep the calls as they are.
 @torch.library.custom_op(
     "xla_gpu::_varlen_attention",
     mutates_args=(),
-    schema=f"({_ARRAYS}, {_OPTIONS}, SymInt? max_query_len) -> (Tensor output, Tensor lse)",
+    schema=f"({_ARRAYS}, {_OPTIONS}) -> (Tensor output, Tensor lse)",
 )
 def _forward(
     query: torch.Tensor,
@@ -153,8 +121,7 @@ def _forward(
     *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Key and value are a cache with blocks of one position, whose table counts the tokens."""
-    width = _width((query, key, value, query_start_loc, num_seqs), *options)
-    (scale, window, soft_cap, sinks, slopes, ranges, causal, causal_seqs, right, longest) = options
+    width = _checked_width((query, key, value, query_start_loc, num_seqs), options)
     positions = torch.arange(width, dtype=torch.int32, device=query.device)
     with torch.no_grad():
         output, lse = LSE(
@@ -164,35 +131,20 @@ def _forward(
             query_start_loc[:-1, None] + positions,
             query_start_loc,
             num_seqs,
-            scale,
-            window,
-            soft_cap,
             value_cache=value,
             kv_layout=op.KV_LAYOUT,
-            sinks=sinks,
-            alibi_slopes=slopes,
-            bidirectional_ranges=ranges,
-            causal=causal,
-            causal_seqs=causal_seqs,
-            window_right=right,
-            max_query_len=longest,
+            **dict(zip(_NAMES, options, strict=True)),
         )
     return output, lse
 
 
 @_forward.register_fake
 def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    num_seqs: torch.Tensor,
-    *options: Any,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _width((query, key, value, query_start_loc, num_seqs), *options)
+    _checked_width((query, key, value, *others[:2]), others[2:])
     rows = query.shape[:2]
-    lse = query.new_empty(rows, dtype=torch.float32)
-    return query.new_empty((*rows, value.shape[2])), lse
+    return query.new_empty((*rows, value.shape[2])), query.new_empty(rows, dtype=torch.float32)
 
 
 @torch.library.custom_op(
@@ -200,77 +152,37 @@ def _(
     mutates_args=(),
     schema=f"(Tensor grad, Tensor output, Tensor lse, {_ARRAYS}, {_OPTIONS}) -> Tensor[]",
 )
-def _backward(
-    grad: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    num_seqs: torch.Tensor,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    bidirectional_ranges: torch.Tensor | None,
-    causal: bool,
-    causal_seqs: torch.Tensor | None,
-    window_right: int | None,
-) -> list[torch.Tensor]:
-    starts = query_start_loc[: int(num_seqs.item()) + 1].tolist()
-    flags = [causal] * len(starts) if causal_seqs is None else causal_seqs.tolist()
+def _backward(*tensors_and_options: Any) -> list[torch.Tensor]:
+    *tensors, starts, num_seqs = tensors_and_options[:8]
+    given = dict(zip(_NAMES, tensors_and_options[8:], strict=True))
+    causal, causal_seqs, window_right, _ = (given.pop(name) for name in _NAMES[-4:])
+    bounds = starts[: int(num_seqs.item()) + 1].tolist()
+    flags = [causal] * len(bounds) if causal_seqs is None else causal_seqs.tolist()
     sequences = [
         Tokens(first, end, first, end, 0 if is_causal else window_right)
-        for first, end, is_causal in zip(starts, starts[1:], flags, strict=False)
+        for first, end, is_causal in zip(bounds, bounds[1:], flags, strict=False)
     ]
-    return gradients(
-        grad,
-        output,
-        lse,
-        query,
-        key,
-        value,
-        sequences,
-        scale,
-        sliding_window,
-        soft_cap,
-        sinks,
-        alibi_slopes,
-        bidirectional_ranges,
-    )
+    return gradients(*tensors, sequences, **given)
 
 
 @_backward.register_fake
-def _(
-    grad: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *others: Any,
-) -> list[torch.Tensor]:
-    new = [x.new_empty(x.shape) for x in (query, key, value)]
-    return [*new, *[query.new_empty(query.shape[1:2], dtype=torch.float32) for _ in range(2)]]
+def _(*tensors_and_options: Any) -> list[torch.Tensor]:
+    *inputs, lse = (tensors_and_options[i] for i in (3, 4, 5, 2))
+    per_head = [lse.new_empty(lse.shape[1:]) for _ in range(2)]
+    return [*[x.new_empty(x.shape) for x in inputs], *per_head]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-    ctx.save_for_backward(*output, *tensors)
+    ctx.save_for_backward(*output, *[x for x in inputs if isinstance(x, torch.Tensor)])
     ctx.others = [None if isinstance(x, torch.Tensor) else (x,) for x in inputs]
 
 
 def _differentiate(ctx: Any, grad: torch.Tensor, grad_lse: Any) -> tuple[Any, ...]:
     output, lse, *tensors = ctx.saved_tensors
     inputs = [tensors.pop(0) if other is None else other[0] for other in ctx.others]
-    query, key, value, sinks, slopes = _backward(grad, output, lse, *inputs[:-1])
-    found: list[Any] = [None] * len(inputs)
-    for i, gradient in ((0, query), (1, key), (2, value), (8, sinks), (9, slopes)):
-        if ctx.needs_input_grad[i]:
-            found[i] = gradient
-    return tuple(found)
+    found = _backward(grad, output, lse, *inputs)
+    places = dict(zip((0, 1, 2, 8, 9), found, strict=True))  # of sinks and slopes, too
+    return tuple(places.get(i) if x else None for i, x in enumerate(ctx.needs_input_grad))
 
 
 def _refuse(ctx: Any, *grads: Any) -> None:
@@ -311,8 +223,8 @@ def gradients(
 
     A loop over the sequences, in it one over chunks of their queries, in it one over chunks of the
     keys that these attend to, in float32. Chunks count from the sequence's start: its gradients
-    depend on itself alone. (PyTorch's own flash backward on the CPU takes as long in float32, and
-    rounds the weights to bfloat16 otherwise; it has no windows.)
+    depend on itself alone. PyTorch's own flash backward on the CPU has no windows, rounds the
+    weights of bfloat16, and is not faster in float32.
 
     Args:
         grad: of the output, ``[num_tokens, num_heads, value_head_size]``.

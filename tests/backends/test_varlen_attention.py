@@ -191,9 +191,7 @@ def test_transformations_of_jax() -> None:
     weights = jnp.asarray(SMALL.weights())
 
     def loss(query: Any, starts: Any) -> Any:
-        output = jax_frontend.varlen_attention(
-            query, query_start_loc=starts, **arrays, **options
-        )
+        output = jax_frontend.varlen_attention(query, query_start_loc=starts, **arrays, **options)
         return (output * weights).sum()
 
     gradient = jax.jit(jax.grad(loss))
@@ -238,7 +236,9 @@ def test_memory_is_linear() -> None:
 
     query, key, value = (to_torch(x) for x in leaves)
     with Sizes():
-        gradients(query, query, query[..., 0], query, key, value, [Tokens(0, 4096, 0, 4096, 0)], 1.0)
+        gradients(
+            query, query, query[..., 0], query, key, value, [Tokens(0, 4096, 0, 4096, 0)], 1.0
+        )
     assert len(sizes) > 1000
     assert max(sizes) < 2 * leaves[0].size
 

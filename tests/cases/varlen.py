@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -133,7 +134,7 @@ def oracle(arguments: dict[str, Any], weights: np.ndarray) -> tuple[np.ndarray, 
     group = query.shape[1] // key.shape[1]
     scale = float(np.float32(given["scale"]))
     outputs = []
-    for s, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for s, (start, end) in enumerate(pairwise(starts)):
         own = slice(start, end)
         k, v = (x[own].repeat_interleave(group, 1) for x in (key, value))
         ahead = torch.arange(end - start) - torch.arange(end - start)[:, None]
@@ -163,6 +164,4 @@ def oracle(arguments: dict[str, Any], weights: np.ndarray) -> tuple[np.ndarray, 
     for name, leaf in leaves.items():  # padding counts for nothing
         loss = loss + 0 * (leaf[: starts[-1]] if name in DIFFERENTIABLE[:3] else leaf).sum()
     gradients = torch.autograd.grad(loss, [*leaves.values()])
-    return output.detach().numpy(), dict(
-        zip(leaves, (x.numpy() for x in gradients), strict=True)
-    )
+    return output.detach().numpy(), dict(zip(leaves, (x.numpy() for x in gradients), strict=True))

@@ -148,7 +148,9 @@ def test_gradients_sharded_by_heads_need_no_communication(mesh: Mesh, axes: str)
     alone = jax.jit(differentiate)(leaves)
     kind = AxisType.Auto if axes == "automatic" else AxisType.Explicit
     mesh = jax.make_mesh((4,), ("model",), (kind,), devices=jax.devices()[:4])
-    specs = {name: P(None, "model", None) if x.ndim == 3 else P("model") for name, x in leaves.items()}
+    specs = {
+        name: P(None, "model", None) if x.ndim == 3 else P("model") for name, x in leaves.items()
+    }
     if axes == "shard_map":
         differentiate = jax.shard_map(differentiate, mesh=mesh, in_specs=(specs,), out_specs=specs)
     with jax.set_mesh(mesh):
