@@ -113,7 +113,8 @@ def _refuse_derivative(primals: Any, tangents: Any, *, call: Call) -> Any:
     """The rule for ``jax.grad`` and its kin."""
     raise NotImplementedError(
         f"{call.op}: inference only, it has no derivative; got a call under jax.grad, jax.jvp "
-        "or jax.linearize. Wrap the operands in jax.lax.stop_gradient"
+        "or jax.linearize. Wrap the operands in jax.lax.stop_gradient; to train, call "
+        "varlen_attention"
     )
 
 

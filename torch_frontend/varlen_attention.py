@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -103,7 +103,8 @@ def _checked_width(tensors: Sequence[torch.Tensor], options: Sequence[Any]) -> i
     }
     if (causal_seqs := given.pop("causal_seqs")) is not None:
         given["causal"] = causal_seqs
-    return op.check(*specs(tensors), **given)
+    check: Callable[..., int] = op.check
+    return check(*specs(tensors), **given)
 
 
 # Operators, so that compilers keep the calls as they are.
@@ -153,7 +154,7 @@ def _(
     schema=f"(Tensor grad, Tensor output, Tensor lse, {_ARRAYS}, {_OPTIONS}) -> Tensor[]",
 )
 def _backward(*tensors_and_options: Any) -> list[torch.Tensor]:
-    *tensors, starts, num_seqs = tensors_and_options[:8]
+    grad, output, lse, query, key, value, starts, num_seqs = tensors_and_options[:8]
     given = dict(zip(_NAMES, tensors_and_options[8:], strict=True))
     causal, causal_seqs, window_right, _ = (given.pop(name) for name in _NAMES[-4:])
     bounds = starts[: int(num_seqs.item()) + 1].tolist()
@@ -162,7 +163,7 @@ def _backward(*tensors_and_options: Any) -> list[torch.Tensor]:
         Tokens(first, end, first, end, 0 if is_causal else window_right)
         for first, end, is_causal in zip(bounds, bounds[1:], flags, strict=False)
     ]
-    return gradients(*tensors, sequences, **given)
+    return gradients(grad, output, lse, query, key, value, sequences, **given)
 
 
 @_backward.register_fake
