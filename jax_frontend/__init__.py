@@ -21,6 +21,7 @@ from jax_frontend.kv_cache_update import kv_cache_update
 from jax_frontend.merge_attention import merge_attention
 from jax_frontend.paged_attention import paged_attention
 from jax_frontend.simple_add import simple_add
+from jax_frontend.varlen_attention import varlen_attention
 from shared_ffi import __version__ as __version__
 
 del jax, _batching
@@ -37,4 +38,5 @@ __all__ = [
     "ragged_paged_attention_v3",
     "simple_add",
     "slot_mapping",
+    "varlen_attention",
 ]

@@ -89,6 +89,10 @@ class Arrays:
     def __iter__(self) -> Iterator[jax.Array]:
         return iter(self._arrays.values())
 
+    def by_name(self) -> dict[str, jax.Array]:
+        """The arrays so far."""
+        return dict(self._arrays)
+
     def call(self, call: Call) -> tuple[jax.Array, ...]:
         """Makes a checked call with these arrays."""
         return _function(call)(*[self._arrays[name] for name in call.names])
@@ -109,7 +113,8 @@ def _refuse_derivative(primals: Any, tangents: Any, *, call: Call) -> Any:
     """The rule for ``jax.grad`` and its kin."""
     raise NotImplementedError(
         f"{call.op}: inference only, it has no derivative; got a call under jax.grad, jax.jvp "
-        "or jax.linearize. Wrap the operands in jax.lax.stop_gradient"
+        "or jax.linearize. Wrap the operands in jax.lax.stop_gradient; to train, call "
+        "varlen_attention"
     )
 
 

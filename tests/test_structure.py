@@ -144,7 +144,7 @@ def test_integrations_stand_alone(path: Path) -> None:
 
 def test_every_op_has_its_files_and_its_backends() -> None:
     names = [op.OP for op in OPS]
-    ops = ["merge_attention", "ragged_paged_attention", *names]  # the first two call other ops
+    ops = ["merge_attention", "ragged_paged_attention", "varlen_attention", *names]
     ops += ["Batch", "BlockPool", "pad_batch", "slot_mapping"]  # helpers
     assert sorted(jax_frontend.__all__) == sorted(
         [*ops, "ragged_paged_attention_hd64", "ragged_paged_attention_v3"]

@@ -18,6 +18,7 @@ from torch_frontend.operator.export import export_platform
 from torch_frontend.paged_attention import paged_attention
 from torch_frontend.ragged_paged_attention import ragged_paged_attention, replace_tpu_kernels
 from torch_frontend.simple_add import simple_add
+from torch_frontend.varlen_attention import varlen_attention
 
 del torch
 
@@ -34,4 +35,5 @@ __all__ = [
     "replace_tpu_kernels",
     "simple_add",
     "slot_mapping",
+    "varlen_attention",
 ]

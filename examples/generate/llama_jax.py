@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from harness.checkpoint import Config
 from shared_ffi.batch import Batch
 
 Params = Mapping[str, jax.Array]
+Attend = Callable[..., tuple[jax.Array, Any]]
+"""``attend_to_cache``, or another function of its arguments."""
 
 
 class Rope(NamedTuple):
@@ -41,17 +43,56 @@ def forward(
         The logits of each sequence's last token, ``[max_seqs, vocab_size]`` float32, and the
         caches.
     """
+    x, layers = hidden(params, caches, batch, config, attend_to_cache)
+    last = x[batch.query_start_loc[1:] - 1]
+    return logits(params, last, config), [cache for cache, _ in layers]
+
+
+def hidden(
+    params: Params, caches: list[Any], batch: Batch, config: Config, attend: Attend
+) -> tuple[jax.Array, list[Any]]:
+    """The last layer's ``[num_tokens, hidden_size]``, and what `attend` makes of the caches."""
     x = params["embed_tokens.weight"][batch.tokens]
     rope = _rope(params["inv_freq"], batch.positions, config.rope_scale)
     updated = []
     for layer, cache in enumerate(caches):
-        attended, cache = _attention(params, layer, x, rope, cache, batch, config)
+        attended, cache = _attention(params, layer, x, rope, cache, batch, config, attend)
         updated.append(cache)
         x = x + attended
         x = x + _mlp(params, layer, x, config)
-    last = x[batch.query_start_loc[1:] - 1]
-    logits = _linear(params, "lm_head", _norm(params, "norm", last, config))
-    return logits.astype(jnp.float32), updated
+    return x, updated
+
+
+def logits(params: Params, x: jax.Array, config: Config) -> jax.Array:
+    """``[..., vocab_size]`` float32, of what the last layer gives."""
+    return _linear(params, "lm_head", _norm(params, "norm", x, config)).astype(jnp.float32)
+
+
+def attend_to_cache(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    rope: Rope,
+    cache: jax.Array,
+    batch: Batch,
+    window: int | None,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Rotates queries and keys, writes the cache, then attends to it. Returns the result, the
+    updated cache and the rotated queries."""
+    cache, query = jax_frontend.kv_cache_update(
+        cache, key, value, batch.slot_mapping, query=query, **rope._asdict()
+    )
+    attended = jax_frontend.paged_attention(
+        query,
+        cache,
+        batch.context_lens,
+        batch.block_tables,
+        batch.query_start_loc,
+        batch.num_seqs,
+        scale=query.shape[-1] ** -0.5,
+        sliding_window=window,
+    )
+    return attended, (cache, query)
 
 
 def _attention(
@@ -59,12 +100,12 @@ def _attention(
     layer: int,
     x: jax.Array,
     rope: Rope,
-    cache: jax.Array,
+    cache: Any,
     batch: Batch,
     config: Config,
-) -> tuple[jax.Array, jax.Array]:
-    """Rotates queries and keys, writes the cache, then attends to it. Returns the result and the
-    updated cache."""
+    attend: Attend,
+) -> tuple[jax.Array, Any]:
+    """The attention of a layer. Returns the result and what `attend` makes of the cache."""
     name = f"layers.{layer}.self_attn"
     x = _norm(params, f"layers.{layer}.input_layernorm", x, config)
 
@@ -79,19 +120,8 @@ def _attention(
         query = _norm(params, f"{name}.q_norm", query, config)
         key = _norm(params, f"{name}.k_norm", key, config)
 
-    cache, query = jax_frontend.kv_cache_update(
-        cache, key, value, batch.slot_mapping, query=query, **rope._asdict()
-    )
-    attended = jax_frontend.paged_attention(
-        query,
-        cache,
-        batch.context_lens,
-        batch.block_tables,
-        batch.query_start_loc,
-        batch.num_seqs,
-        scale=config.head_size**-0.5,
-        sliding_window=config.sliding_windows[layer],
-    )
+    window = config.sliding_windows[layer]
+    attended, cache = attend(query, key, value, rope, cache, batch, window)
     attended = attended.reshape(-1, config.num_heads * config.head_size)
     return _linear(params, f"{name}.o_proj", attended), cache
 

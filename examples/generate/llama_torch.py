@@ -52,15 +52,23 @@ class Llama(nn.Module):
         Returns:
             The logits of each sequence's last token, ``[max_seqs, vocab_size]`` float32.
         """
-        x = self.embed_tokens(batch.tokens)
+        x = self.hidden(caches, batch)
+        return self.logits(x[(batch.query_start_loc[1:] - 1).clamp(min=0)])
+
+    def logits(self, x: Tensor) -> Tensor:
+        """``[..., vocab_size]`` float32, of what the last layer gives."""
+        logits: Tensor = self.lm_head(self.norm(x))
+        return logits.float()
+
+    def hidden(self, caches: Sequence[Tensor], batch: Batch) -> Tensor:
+        """The last layer's ``[num_tokens, hidden_size]``; as ``forward``."""
+        x: Tensor = self.embed_tokens(batch.tokens)
         angles = batch.positions[:, None].float() * self.inv_freq
         cos_sin_cache = torch.cat([angles.cos(), angles.sin()], -1) * self.config.rope_scale
         rope = Rope(torch.arange(len(x), dtype=torch.int32, device=x.device), cos_sin_cache)
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, rope, cache, batch)
-        last = x[(batch.query_start_loc[1:] - 1).clamp(min=0)]
-        logits: Tensor = self.lm_head(self.norm(last))
-        return logits.float()
+        return x
 
 
 class Layer(nn.Module):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_frontend
@@ -20,6 +20,7 @@ from harness import hlo
 from harness.compare import assert_same_bits
 from tests.cases.case import Case
 from tests.cases.updates import UpdateCase
+from tests.cases.varlen import DIFFERENTIABLE, VarlenCase
 from tests.support import scripts
 from tests.support.calls import split_keywords
 
@@ -130,6 +131,36 @@ def test_sharding_by_heads_needs_no_communication(
     for result in jax.tree.leaves(results):
         assert result.sharding.spec[1] == "model"
     compare(results, alone)
+
+
+@pytest.mark.parametrize("axes", ["automatic", "explicit", "shard_map"])
+def test_gradients_sharded_by_heads_need_no_communication(mesh: Mesh, axes: str) -> None:
+    case = VarlenCase("sharded", (150, 1, 0, 20), 16, 8, 16, arrays=("sinks", "alibi_slopes"))
+    arrays, options = split_keywords(case() | {"query": case.weights()})
+    names = [name for name in DIFFERENTIABLE if name in arrays]
+    arrays |= {name: np.nan_to_num(arrays[name]) for name in names}
+    leaves = {name: arrays.pop(name) for name in names}
+
+    def loss(leaves: Any) -> Any:
+        return (jax_frontend.varlen_attention(**leaves, **arrays, **options) ** 2).sum()
+
+    differentiate = jax.grad(loss)
+    alone = jax.jit(differentiate)(leaves)
+    kind = AxisType.Auto if axes == "automatic" else AxisType.Explicit
+    mesh = jax.make_mesh((4,), ("model",), (kind,), devices=jax.devices()[:4])
+    specs = {
+        name: P(None, "model", None) if x.ndim == 3 else P("model") for name, x in leaves.items()
+    }
+    if axes == "shard_map":
+        differentiate = jax.shard_map(differentiate, mesh=mesh, in_specs=(specs,), out_specs=specs)
+    with jax.set_mesh(mesh):
+        sharded = {name: put(x, NamedSharding(mesh, specs[name])) for name, x in leaves.items()}
+        program = jax.jit(differentiate).lower(sharded).compile()
+        assert not COLLECTIVES.search(program.as_text())
+        gradients = program(sharded)
+    for name, gradient in gradients.items():
+        assert "model" in gradient.sharding.spec
+        compare(gradient, alone[name])
 
 
 def compare(actual: Any, expected: Any) -> None:

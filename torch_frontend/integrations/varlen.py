@@ -17,8 +17,8 @@ import torch
 from shared_ffi.spec import dtype_error, missing_error, shape_error, value_error
 from torch_frontend.operator.arguments import array_spec
 from torch_frontend.operator.eager import check_fits
-from torch_frontend.operator.errors import derivative_error
 from torch_frontend.paged_attention import LSE
+from torch_frontend.varlen_attention import Tokens, gradients
 
 OP = "varlen_attn"
 
@@ -31,7 +31,8 @@ def enable(device: str = "cpu") -> None:
     """Makes ``varlen_attn`` and ``varlen_attn_out`` run on our kernels in this process, with and
     without ``torch.compile``; may be called again.
 
-    They take float32, too, which PyTorch's kernels do not. They refuse a derivative,
+    They take float32, too, which PyTorch's kernels do not. ``varlen_attn`` has a derivative without
+    ``seqused_k`` and ``block_table``, that of ``torch_frontend.varlen_attention``. They refuse
     ``block_table`` without ``seqused_k``, and more than one of ``num_splits``: the results of a
     sequence never depend on its batch. The last query of a sequence stands at its last key, so that
     with fewer keys than queries, causal queries before the first key attend to nothing. A query
@@ -54,7 +55,7 @@ def enable(device: str = "cpu") -> None:
     library = torch.library.Library("torch_attn", "IMPL")
     library.impl("_varlen_attn", _attend, key)
     library.impl("_varlen_attn_out", _attend_to_out, key)
-    library.impl("_varlen_attn_backward", _refuse_derivative, key)
+    library.impl("_varlen_attn_backward", _differentiate, key)
     _libraries[device] = library
 
 
@@ -165,5 +166,36 @@ def _check_used(seqused_k: torch.Tensor, own: torch.Tensor) -> None:
             raise value_error(OP, f"seqused_k[{i}]", rule, used)
 
 
-def _refuse_derivative(*arguments: Any) -> None:
-    raise derivative_error(OP, "requires grad")
+def _differentiate(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    rng_state: torch.Tensor,
+    scale: float | None = None,
+    window_size: list[int] | None = None,
+    **backend: Any,
+) -> tuple[torch.Tensor, ...]:
+    left, right = window_size or (-1, -1)
+    window_right = 0 if is_causal else right if right >= 0 else None
+    queries, keys = cu_seq_q.tolist(), cu_seq_k.tolist()
+    found = gradients(
+        grad,
+        output,
+        lse.t(),
+        query,
+        key,
+        value,
+        [Tokens(*x, window_right) for x in zip(queries, queries[1:], keys, keys[1:], strict=False)],
+        query.shape[-1] ** -0.5 if scale is None else scale,
+        left + 1 if left >= 0 else None,
+    )
+    tensors = (query, key, value)
+    return tuple(torch.empty_like(x).copy_(y) for x, y in zip(tensors, found, strict=False))

@@ -18,7 +18,8 @@ def derivative_error(op: str, what: str) -> NotImplementedError:
     """For an operand that has a derivative."""
     return NotImplementedError(
         f"{op}: inference only, it has no derivative; got an operand that {what}. "
-        "Call it under torch.no_grad() or torch.inference_mode(), or detach() the operand"
+        "Call it under torch.no_grad() or torch.inference_mode(), or detach() the operand; "
+        "to train, call varlen_attention"
     )
 
 

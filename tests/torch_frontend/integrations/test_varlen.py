@@ -162,6 +162,29 @@ def test_compiled(paged: bool) -> None:
         assert torch.equal(out, result)
 
 
+@pytest.mark.parametrize("window", WINDOWS)
+def test_derivative(window: tuple[int, int]) -> None:
+    call = Call(paged=False)
+    inputs = [x.detach().requires_grad_() for x in call.operands[:3]]
+    weights = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
+    call.queries, call.keys, call.values = (
+        torch.cat(x).double().requires_grad_().split([len(part) for part in x])
+        for x in (call.queries, call.keys, call.values)
+    )
+    leaves = [x[0]._base for x in (call.queries, call.keys, call.values)]
+    expected = torch.autograd.grad(call.expected(window), leaves, weights.double())
+
+    def attend(*inputs: torch.Tensor) -> torch.Tensor:
+        return varlen.varlen_attn(
+            *inputs, *call.operands[3:], window_size=window, scale=None, **call.keywords
+        )
+
+    for function in (attend, torch.compile(attend, fullgraph=True)):
+        gradients = torch.autograd.grad(function(*inputs), inputs, weights)
+        for gradient, wanted in zip(gradients, expected, strict=True):
+            assert torch.allclose(gradient.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_what_is_refused() -> None:
     call = Call(paged=True)
 
@@ -178,11 +201,6 @@ def test_what_is_refused() -> None:
         varlen.varlen_attn_out(query[:, :1], query, *rest, **call.keywords)
     with pytest.raises(ValueError, match="^paged_attention: context_lens"):
         varlen.varlen_attn(*call.operands, **call.keywords | {"seqused_k": call.lens + 99})
-    call = Call(paged=False)
-    query, *rest = call.operands
-    output = varlen.varlen_attn(query.requires_grad_(), *rest, **call.keywords)
-    with pytest.raises(NotImplementedError, match="^varlen_attn: inference only"):
-        output.sum().backward()
     with pytest.raises(ValueError, match=r"^varlen\.enable: device must be 'cpu' or 'cuda'"):
         integration.enable("xla")
 

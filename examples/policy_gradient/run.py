@@ -1,0 +1,113 @@
+"""Samples, scores the same tokens packed, compares, and takes a step."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import numpy as np
+
+from examples.generate.engine import Sampling, generate
+from examples.policy_gradient.policies import JaxPolicy, Record, TorchPolicy
+from harness import checkpoint
+from harness.scheduler import Limits
+from shared_ffi.batch import Batch
+
+PROMPTS = (
+    "Write one sentence about the sea.",
+    "Which number is larger, 9 or 12?",
+    "Name three colours.",
+    "What is the capital of France?",
+)
+LIMITS = Limits(num_blocks=256, max_seqs=4, max_blocks_per_seq=64, token_budget=64)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs each framework. Returns the exit status."""
+    model = checkpoint.load(options.model, "float32")
+    prompts = [model.encode(prompt) for prompt in PROMPTS]
+    is_equal = True
+    for framework in options.framework:
+        policy: Any = (JaxPolicy if framework == "jax" else TorchPolicy)(model, LIMITS)
+        print(f"{framework}: {model.name}, {len(prompts)} prompts")
+        is_equal &= _run(policy, prompts, options)
+    return 0 if is_equal else 1
+
+
+def _run(policy: Any, prompts: list[list[int]], options: argparse.Namespace) -> bool:
+    sampling = Sampling(options.max_new_tokens, temperature=1.0)
+    answers = generate(policy, prompts, sampling, LIMITS, frozenset()).answers
+    sequences = [[*p, *a.tokens[:-1]] for p, a in zip(prompts, answers, strict=True)]
+    batch = _packed(sequences)
+    sampled = _in_order(policy.records, sequences)
+    bounds = batch.query_start_loc.tolist()
+    rows = np.concatenate([
+        np.arange(first + len(prompt) - 1, end)
+        for first, end, prompt in zip(bounds, bounds[1:], prompts, strict=False)
+    ])  # fmt: skip
+    targets = np.array([token for answer in answers for token in answer.tokens])
+    logprobs = np.array([x for answer in answers for x in answer.logprobs])
+
+    for name, own in (("varlen_attention", False), ("the framework's", True)):
+        equal = 0
+        for (query, key, value, attended), window in zip(sampled, policy.windows, strict=True):
+            again = np.asarray(policy.attend(query, key, value, batch, window, own))
+            equal += np.array_equal(again, attended)
+        print(f"  {name}: attention has the sampler's bits in {equal} of {len(sampled)} layers")
+        logits, records = policy.score(batch, own)
+        chosen = logits[rows].astype(np.float64)
+        chosen = chosen[np.arange(len(rows)), targets] - np.logaddexp.reduce(chosen, -1)
+        distance = np.abs(np.exp(chosen - logprobs) - 1).max()
+        print(f"  {name}: largest distance of an importance ratio from 1: {distance:.2e}")
+        if not own:
+            is_equal = equal == len(sampled)
+            same = (records[0][2] == sampled[0][2]).all((1, 2)).sum()
+            print(
+                "  the matrix products of other shapes: layer 0 has the sampler's values in "
+                f"{same} of {bounds[-1]} tokens"
+            )
+
+    rewards = np.array([len({*answer.tokens}) / len(answer.tokens) for answer in answers])
+    advantages = np.repeat(rewards - rewards.mean(), [len(answer.tokens) for answer in answers])
+    given = (batch, rows, targets, logprobs.astype(np.float32), advantages.astype(np.float32))
+    for step in ("the step", "and after it"):
+        start = time.perf_counter()
+        loss = policy.train(options.learning_rate, *given)
+        print(f"  {step}: loss {loss:.3e}, {time.perf_counter() - start:.1f} s")
+    return is_equal
+
+
+def _packed(sequences: list[list[int]]) -> Batch:
+    """The sequences one after the other. There is no cache: its arrays are empty."""
+    lens = np.array([len(x) for x in sequences], np.int32)
+    none = np.zeros(0, np.int32)
+    return Batch(
+        tokens=np.concatenate(sequences).astype(np.int32),
+        positions=np.concatenate([np.arange(n) for n in lens]).astype(np.int32),
+        slot_mapping=none,
+        context_lens=lens,
+        block_tables=none,
+        query_start_loc=np.cumsum([0, *lens]).astype(np.int32),
+        num_seqs=np.array([len(lens)], np.int32),
+    )
+
+
+def _in_order(records: list[tuple[Batch, Record]], sequences: list[list[int]]) -> Record:
+    """What the layers made of the tokens of each step, as a packed batch has it. All sequences run
+    at once, so that a sequence's first block is its own."""
+    chunks: dict[int, list[Any]] = {}
+    for batch, layers in records:
+        for s in range(int(batch.num_seqs.item())):
+            own = slice(batch.query_start_loc[s], batch.query_start_loc[s + 1])
+            found = [tuple(x[own] for x in layer) for layer in layers]
+            chunks.setdefault(int(batch.block_tables[s, 0]), []).append((batch.tokens[own], found))
+    by_tokens = {
+        tuple(np.concatenate([tokens for tokens, _ in parts]).tolist()): [x for _, x in parts]
+        for parts in chunks.values()
+    }
+    ordered = [part for sequence in sequences for part in by_tokens[tuple(sequence)]]
+    return [
+        tuple(np.concatenate(arrays) for arrays in zip(*layer, strict=True))
+        for layer in zip(*ordered, strict=True)
+    ]

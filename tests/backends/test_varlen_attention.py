@@ -1,0 +1,322 @@
+"""varlen_attention and its derivative in JAX, and in PyTorch with and without torch.compile."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.test_util import check_grads
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import jax_frontend
+import torch_frontend
+from harness.arrays import to_numpy, to_torch
+from harness.compare import assert_same_bits
+from tests.cases.varlen import CASES, DIFFERENTIABLE, VarlenCase, oracle
+from tests.support.backends import BACKENDS, JAX_ERRORS
+from tests.support.calls import split_keywords
+from torch_frontend.varlen_attention import Tokens, gradients
+
+TOLERANCES = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
+"""Of the largest gradient. The gradients are rounded, and so is the output that they come from; on
+some CPUs the forward's weights are bfloat16, too."""
+
+Result = tuple[np.ndarray, dict[str, np.ndarray]]
+
+
+def in_jax(arguments: dict[str, Any], weights: np.ndarray) -> Result:
+    arrays, options = split_keywords(arguments)
+    leaves = {name: arrays.pop(name) for name in DIFFERENTIABLE if name in arrays}
+
+    def loss(leaves: Any, arrays: Any) -> Any:
+        output = jax_frontend.varlen_attention(**leaves, **arrays, **options)
+        return (output * weights).astype(jnp.float32).sum(), output
+
+    gradients, output = jax.jit(jax.grad(loss, has_aux=True))(leaves, arrays)
+    return np.asarray(output), {name: np.asarray(x) for name, x in gradients.items()}
+
+
+def in_torch(arguments: dict[str, Any], weights: np.ndarray, *, compiled: bool = False) -> Result:
+    arrays, options = split_keywords(arguments)
+    tensors = {name: to_torch(x) for name, x in arrays.items()}
+    leaves = [name for name in DIFFERENTIABLE if name in tensors]
+    for name in leaves:
+        tensors[name].requires_grad_()
+    attend: Any = partial(torch_frontend.varlen_attention, **options)
+    if compiled:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, fullgraph=True)
+    output = attend(**tensors)
+    gradients = torch.autograd.grad(output, [tensors[x] for x in leaves], to_torch(weights))
+    return to_numpy(output), dict(zip(leaves, map(to_numpy, gradients), strict=True))
+
+
+VARLEN: dict[str, Callable[..., Result]] = {
+    "jax": in_jax,
+    "torch": in_torch,
+    "inductor": partial(in_torch, compiled=True),
+}
+
+
+@pytest.mark.parametrize("backend", VARLEN)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_case(case: VarlenCase, backend: str) -> None:
+    """The output has the bits of paged_attention. The gradients are those of float64."""
+    arguments, weights = case(), case.weights()
+    weights[case.num_tokens :] = np.nan
+    output, gradients = VARLEN[backend](arguments, weights)
+    assert_same_bits_as_paged(output, case, BACKENDS["jax" if backend == "jax" else "torch"])
+    _, expected = oracle(arguments, weights)
+    for name, gradient in gradients.items():
+        assert gradient.dtype == arguments[name].dtype
+        largest = max(1, np.abs(expected[name]).max(initial=0))
+        error = np.abs(gradient.astype(np.float64) - expected[name]).max(initial=0)
+        assert error <= TOLERANCES[case.dtype] * largest, (name, error, largest)
+        if name in ("query", "key", "value"):
+            assert not gradient[case.num_tokens :].any()
+
+
+def assert_same_bits_as_paged(output: np.ndarray, case: VarlenCase, paged: Any) -> None:
+    """Whatever the pages, and whether the tokens are prefilled, or the last one is decoded."""
+    rest = case()
+    query, keys, values, starts, num_seqs = (
+        rest.pop(name) for name in ("query", "key", "value", "query_start_loc", "num_seqs")
+    )
+    max_seqs, random = len(starts) - 1, np.random.default_rng(2)
+    lens = np.array([*case.lengths, *[-7] * (max_seqs - len(case.lengths))], np.int32)
+    decode_starts = np.cumsum([0, *(lens > 0)]).astype(np.int32)
+    last = [int(end) - 1 for end, length in zip(starts[1:], lens, strict=True) if length > 0]
+    of_last = {name: rest[name][last] for name in ("bidirectional_ranges",) if name in rest}
+    for page in (1, 16, 64):
+        width = -(-max(case.lengths, default=0) // page)
+        tables = random.permutation(max_seqs * width).astype(np.int32).reshape(max_seqs, width)
+        caches = [
+            np.full((max_seqs * width + 1, page, *rows.shape[1:]), np.nan, rows.dtype)
+            for rows in (keys, values)
+        ]
+        for s, length in enumerate(case.lengths):
+            own, i = slice(starts[s], starts[s] + length), np.arange(length)
+            for cache, rows in zip(caches, (keys, values), strict=True):
+                cache[tables[s, i // page], i % page] = rows[own]
+        attend = partial(paged, "paged_attention", kv_layout="nbhd", value_cache=caches[1])
+        prefilled = attend(query, caches[0], lens, tables, starts, num_seqs, **rest)
+        assert_same_bits(output, prefilled)
+        step = (query[last], caches[0], lens, tables, decode_starts, num_seqs)
+        assert_same_bits(output[last], attend(*step, **rest | of_last))
+
+
+EVERYTHING = next(case for case in CASES if case.id == "everything-float32")
+SMALL = replace(EVERYTHING, id="small", lengths=(5, 0, 3, 9), head_size=4, value_head_size=3)
+
+
+def test_check_grads() -> None:
+    """The derivatives of both frameworks are those of finite differences."""
+    arguments = SMALL() | {"soft_cap": 3.0, "sliding_window": 4, "window_right": 2}
+    arrays, options = split_keywords(arguments)
+    names = [name for name in DIFFERENTIABLE if name in arrays]
+    for name in names[:3]:  # finite differences with NaN are NaN
+        arrays[name] = np.nan_to_num(arrays[name])
+    leaves = [arrays.pop(name) for name in names]
+
+    def attend(*leaves: Any) -> Any:
+        return jax_frontend.varlen_attention(
+            **dict(zip(names, leaves, strict=True)), **arrays, **options
+        )
+
+    check_grads(attend, leaves, order=1, modes=["rev"], atol=1e-2, rtol=1e-2, eps=1e-2)
+    tensors = {name: to_torch(x) for name, x in arrays.items()}
+
+    def attend_in_torch(*leaves: Any) -> Any:
+        return torch_frontend.varlen_attention(
+            **dict(zip(names, leaves, strict=True)), **tensors, **options
+        )
+
+    inputs = [to_torch(x).requires_grad_() for x in leaves]
+    with pytest.warns(UserWarning, match="double precision"):
+        assert torch.autograd.gradcheck(attend_in_torch, inputs, eps=1e-2, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_gradients_of_a_sequence_depend_on_it_alone(backend: str) -> None:
+    """They have the same bits in each run and in another batch, also beside NaN."""
+    case = replace(EVERYTHING, arrays=("sinks", "bidirectional_ranges"))
+    arguments, weights = case(), case.weights()
+    first, end = arguments["query_start_loc"][3:5]
+    alone = dict(arguments, query_start_loc=np.int32([0, end - first]), num_seqs=np.int32([1]))
+    for name in ("query", "key", "value", "bidirectional_ranges"):
+        alone[name] = arguments[name][first:end]
+    output, expected = VARLEN[backend](alone, weights[first:end])
+    for name in ("query", "key", "value"):
+        arguments[name][:first] = arguments[name][end:] = np.nan
+    for _ in range(2):
+        in_batch, gradients = VARLEN[backend](arguments, weights)
+        assert_same_bits(in_batch[first:end], output)
+        for name in ("query", "key", "value"):
+            assert_same_bits(gradients[name][first:end], expected[name])
+
+
+def test_there_is_no_second_derivative() -> None:
+    message = "^varlen_attention: it has no second derivative"
+    arrays, options = split_keywords(SMALL())
+    query = arrays.pop("query")
+
+    def loss(query: Any) -> Any:
+        return jax_frontend.varlen_attention(query, **arrays, **options).sum()
+
+    with pytest.raises(NotImplementedError, match=message):
+        jax.grad(lambda query: jax.grad(loss)(query).sum())(query)
+    _, pullback = jax.vjp(loss, query)
+    with pytest.raises(NotImplementedError, match=message):
+        jax.grad(lambda grad: pullback(grad)[0].sum())(1.0)
+    tensors = {name: to_torch(x) for name, x in arrays.items()}
+    leaf = to_torch(query).requires_grad_()
+    output = torch_frontend.varlen_attention(leaf, **tensors, **options)
+    (gradient,) = torch.autograd.grad(output.sum(), leaf, create_graph=True)
+    with pytest.raises(NotImplementedError, match=message):
+        gradient.sum().backward()
+
+
+def test_transformations_of_jax() -> None:
+    arrays, options = split_keywords(SMALL())
+    query, starts = (arrays.pop(name) for name in ("query", "query_start_loc"))
+    weights = jnp.asarray(SMALL.weights())
+
+    def loss(query: Any, starts: Any) -> Any:
+        output = jax_frontend.varlen_attention(query, query_start_loc=starts, **arrays, **options)
+        return (output * weights).sum()
+
+    gradient = jax.jit(jax.grad(loss))
+    expected = gradient(query, starts)
+    queries, all_starts = jnp.stack([query, 2 * query]), jnp.stack([starts, 0 * starts])
+    mapped = jax.jit(jax.vmap(jax.grad(loss)))(queries, all_starts)
+    for x, *one in zip(mapped, queries, all_starts, strict=True):
+        assert_same_bits(np.asarray(x), np.asarray(gradient(*one)))
+    remade = jax.jit(jax.grad(jax.checkpoint(loss)))(query, starts)
+    assert_same_bits(np.asarray(remade), np.asarray(expected))
+
+    def twice(query: Any) -> Any:
+        return jax.lax.scan(lambda sum_, _: (sum_ + loss(query, starts), None), 0.0, None, 2)[0]
+
+    assert_same_bits(np.asarray(jax.jit(jax.grad(twice))(query)), np.asarray(2 * expected))
+
+
+def test_memory_is_linear() -> None:
+    """No array of JAX's program, or of PyTorch's eager one, has tokens x tokens elements."""
+    case = VarlenCase("long", (4096,), num_heads=1, num_kv_heads=1, head_size=8, padding=0)
+    arrays, options = split_keywords(case())
+    names = ("query", "key", "value")
+
+    def loss(*leaves: Any) -> Any:
+        others = {name: x for name, x in arrays.items() if name not in names}
+        return jax_frontend.varlen_attention(*leaves, **others, **options).sum()
+
+    leaves = [arrays[name] for name in names]
+    program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*leaves).as_text()
+    shapes = [list(map(int, x.split("x"))) for x in re.findall(r"tensor<([\dx]+)x\w+>", program)]
+    sizes = [prod(shape) for shape in shapes]
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+        ) -> Any:
+            result = function(*arguments, **keywords or {})
+            sizes.extend(
+                x.numel() for x in torch.utils._pytree.tree_leaves(result) if torch.is_tensor(x)
+            )
+            return result
+
+    query, key, value = (to_torch(x) for x in leaves)
+    with Sizes():
+        gradients(
+            query, query, query[..., 0], query, key, value, [Tokens(0, 4096, 0, 4096, 0)], 1.0
+        )
+    assert len(sizes) > 1000
+    assert max(sizes) < 2 * leaves[0].size
+
+
+FAULTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "query": (
+        {"query": np.ones((4, 8), np.float32)},
+        ValueError,
+        "query must have shape [num_tokens, num_heads, head_size]; got [4, 8]",
+    ),
+    "key": (
+        {"key": np.ones((19, 2, 4), np.float32)},
+        ValueError,
+        "key must have shape [num_tokens=20, num_kv_heads, head_size=4]; got [19, 2, 4]",
+    ),
+    "value": (
+        {"value": np.ones((20, 2, 5), np.float32)},
+        ValueError,
+        "value must have shape [num_tokens=20, num_kv_heads=2, at most 4]; got [20, 2, 5]",
+    ),
+    "dtype": (
+        {"key": np.ones((20, 2, 4), np.float16)},
+        TypeError,
+        "key must have query's dtype, float32; got float16",
+    ),
+    "starts": (
+        {"query_start_loc": np.zeros((), np.int32)},
+        ValueError,
+        "query_start_loc must have shape [max_seqs + 1]; got []",
+    ),
+    "dtype of starts": (
+        {"query_start_loc": np.zeros(8, np.float32)},
+        TypeError,
+        "query_start_loc must have dtype int32; got float32",
+    ),
+    "num_seqs": (
+        {"num_seqs": np.zeros(2, np.int32)},
+        ValueError,
+        "num_seqs must have shape [] or [1]; got [2]",
+    ),
+    "heads": (
+        {"query": np.ones((20, 3, 4), np.float32)},
+        ValueError,
+        "query's num_heads must be a multiple of num_kv_heads=2; got 3",
+    ),
+    "scale": ({"scale": np.nan}, ValueError, "scale must be finite in float32; got nan"),
+    "window": (
+        {"sliding_window": 0},
+        ValueError,
+        "sliding_window must be at least 1, or None; got 0",
+    ),
+    "window_right": (
+        {"window_right": 3},
+        ValueError,
+        "window_right must be None unless causal is False; got 3",
+    ),
+    "max_query_len": (
+        {"max_query_len": 0},
+        ValueError,
+        "max_query_len must be at least 1, or None; got 0",
+    ),
+    "sinks": (
+        {"sinks": np.zeros(3, np.float32)},
+        ValueError,
+        "sinks must have shape [num_heads=4]; got [3]",
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_bad_input(name: str, backend: str) -> None:
+    changes, error, message = FAULTS[name]
+    with pytest.raises(error, match=re.escape(f"varlen_attention: {message}")):
+        VARLEN[backend](replace(SMALL, arrays=(), options={})() | changes, SMALL.weights())
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_sequences_longer_than_promised(backend: str) -> None:
+    with pytest.raises(JAX_ERRORS, match="must give sequence 3 at most max_query_len=8"):
+        VARLEN[backend](SMALL() | {"max_query_len": 8}, SMALL.weights())
