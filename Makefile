@@ -62,11 +62,11 @@ bench: $(if $(OF),$(VENV)-vllm/installed,$(VENV)/installed)  ## microseconds per
 		$(TRACE),--trace $(TRACE)),$(if $(filter vllm,$(OF)),$(VENV)-vllm/bin/python -m \
 		benchmarks.vllm,$(BIN)/python -m benchmarks.overhead))
 
-# With PACK, a folder that benchmarks.gpu.pack wrote, nothing is installed or built: PYTHON has a
-# framework, and a network is not needed.
+# With PACK, a file that benchmarks.gpu.pack wrote, nothing is installed or built: PYTHON has a
+# framework, and a network is not needed. WINNER is the variant to prove and to publish.
 gpu-check: $(if $(PACK),,$(VENV)/installed)  ## on a machine with an NVIDIA GPU: proof and benchmark
 	$(if $(PACK),,$(BIN)/python -m pip install --quiet 'jax[cuda13]')
-	$(if $(PACK),$(PYTHON),$(BIN)/python) -m benchmarks.gpu.check $(if $(PACK),--pack $(PACK)) \
+	$(if $(PACK),$(PYTHON),$(BIN)/python) -m benchmarks.gpu.check $(if $(PACK),--pack $(PACK)) $(if $(WINNER),--winner $(WINNER)) \
 		$(if $(TRACE),--trace $(TRACE))
 
 # SECONDS= and SEED= choose how long, and which calls. See docs/reliability.md.

@@ -8,11 +8,13 @@ the median over rounds.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -50,34 +52,46 @@ def wait_for(result: Any) -> Any:
     return result
 
 
+def turn(call: Contestant, calls: int, watch: Callable[[], object] | None = None) -> float:
+    """The mean time of `calls` calls. `watch` is called while a GPU still computes them."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        result = call()
+    if watch is not None:
+        watch()
+    wait_for(result)
+    return (time.perf_counter() - start) / calls
+
+
 def seconds(
-    contestants: Mapping[str, Contestant],
+    contestants: Mapping[str, Any],
     rounds: int = 7,
     budget: float = 0.05,
     rest: float = 0.05,
+    take: Callable[[Any, int], float] = turn,
 ) -> dict[str, list[float]]:
     """The mean time of a call of each contestant, in every round of about `budget` seconds.
 
     Args:
         rest: seconds of sleep before each turn; a CPU's previous contestant may still spin.
+        take: how a contestant takes a turn of some calls; returns the mean time.
     """
     calls, most = {}, {}
     for name, call in contestants.items():
-        wait_for(call())  # compiles
-        start = time.perf_counter()
-        wait_for(call())
-        once = time.perf_counter() - start
+        take(call, 1)  # compiles
+        once = take(call, 1)
         calls[name] = max(1, min(1000, int(budget / once)))
         most[name] = rounds if once < 20 * budget else 3
-    return take_turns(contestants, rounds, calls, rest, most)
+    return take_turns(contestants, rounds, calls, rest, most, take)
 
 
 def take_turns(
-    contestants: Mapping[str, Contestant],
+    contestants: Mapping[str, Any],
     rounds: int,
     calls: Mapping[str, int],
     rest: float = 0,
     most: Mapping[str, int] | None = None,
+    take: Callable[[Any, int], float] = turn,
 ) -> dict[str, list[float]]:
     """The mean time of a call of each contestant, in every round.
 
@@ -85,6 +99,7 @@ def take_turns(
         calls: how many calls each contestant makes in a turn.
         rest: seconds of sleep before each turn.
         most: the number of rounds for contestants that are too slow for all of them.
+        take: as for `seconds`.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     order = random.Random(0)
@@ -93,11 +108,7 @@ def take_turns(
             if i >= (most or {}).get(name, rounds):
                 continue
             time.sleep(rest)
-            start = time.perf_counter()
-            for _ in range(calls[name]):
-                result = call()
-            wait_for(result)
-            times[name].append((time.perf_counter() - start) / calls[name])
+            times[name].append(take(call, calls[name]))
     return times
 
 
@@ -164,12 +175,19 @@ def in_turn(calls: list[Contestant]) -> Contestant:
 
 def in_one_go(calls: list[Contestant]) -> Contestant:
     """Makes several calls on a GPU without Python between them: a CUDA graph, or for JAX one
-    program. Returns all results."""
+    program. Returns all results. In the program each call waits for the one before it, as the
+    layers of a model do."""
     programs = [call for call in calls if isinstance(call, Jitted)]
     if len(programs) == len(calls):
 
         def function(*arguments: Any) -> list[Any]:
-            return [x.function(*arrays) for x, arrays in zip(programs, arguments, strict=True)]
+            results: list[Any] = []
+            for program, arrays in zip(programs, arguments, strict=True):
+                arrays, _ = jax.lax.optimization_barrier((arrays, results[-1:]))
+                results.append(program.function(*arrays))
+            return results
+
+        import jax  # noqa: PLC0415
 
         return Jitted(function, *(program.arrays for program in programs))
     graph = torch.cuda.CUDAGraph()
@@ -184,53 +202,85 @@ def in_one_go(calls: list[Contestant]) -> Contestant:
     return replay
 
 
-def row_of(
-    workload: Workload,
-    device: str,
-    makers: Mapping[str, Maker],
-    limits: Mapping[str, Contestant] | None = None,
-) -> dict[str, Any]:
-    """The result of a workload: times, errors, and why a contestant did not take part.
+@dataclass
+class Prepared:
+    """Contestants whose results are right, and why the others do not take part."""
+
+    contestants: dict[str, Contestant] = field(default_factory=dict)
+    calls: int = 1  # of the op, that a call of a contestant makes
+    errors: dict[str, float] = field(default_factory=dict)
+    bits: dict[str, str] = field(default_factory=dict)  # digests of the results
+    absent: dict[str, str] = field(default_factory=dict)
+
+
+def prepare(
+    workload: Workload, device: str, makers: Mapping[str, Maker], calls: int = 1
+) -> Prepared:
+    """Makes the contestants of a workload and checks their results.
 
     A contestant computes copies of the workload one after the other, so that it finds no K and V in
     the caches, like a layer of a model whose other layers have run since. On a GPU all copies are
     computed in one go: a short call would measure Python.
 
     Args:
-        limits: what to time in the same rounds as the machine's limits.
+        calls: on a GPU, how many calls in one go there are at least.
     """
     on_gpu = device == "cuda"
     operands = [workload.operands(device) for _ in range(copies_past_the_cache(workload, device))]
-    contestants: dict[str, Contestant] = dict(limits or {})
-    errors: dict[str, float] = {}
-    absent: dict[str, str] = {}
+    copies = operands * -(-calls // len(operands)) if on_gpu else operands
+    found = Prepared(calls=len(copies) if on_gpu else 1)
     for name, make in makers.items():
         try:
             if workload.cache_dtype is not None and make not in _TAKE_8_BITS:
                 raise DoesNotApply(f"a cache of {workload.cache_dtype}")
-            calls = [make(workload, each) for each in operands]
-            wait_for(calls[0]())  # warms up
+            made = [make(workload, each) for each in operands]
+            wait_for(made[0]())  # warms up
             if on_gpu:
-                call = in_one_go(calls)
+                call = in_one_go(made * (len(copies) // len(operands)))
                 result = wait_for(call())[-1]
             else:
-                share_compiled(calls)
-                call, result = in_turn(calls), wait_for(calls[-1]())
-            errors[name] = error_of(result, workload, operands[-1])
+                share_compiled(made)
+                call, result = in_turn(made), wait_for(made[-1]())
+            found.errors[name] = error_of(result, workload, operands[-1])
+            found.bits[name] = digest(result)
         except DoesNotApply as reason:
-            absent[name] = f"does not compute {reason}"
+            found.absent[name] = f"does not compute {reason}"
         except Exception as error:  # the table shows it, whatever a library raises
-            absent[name] = (
+            found.absent[name] = (
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             )
         else:
-            if errors[name] <= 1:
-                contestants[name] = call
+            if found.errors[name] <= 1:
+                found.contestants[name] = call
             else:
-                absent[name] = f"wrong: {errors[name]:.3g} times the allowed error"
-    times = seconds(contestants, budget=0.02, rest=0) if on_gpu else seconds(contestants)
-    if on_gpu:
-        times = {name: [x / len(operands) for x in values] for name, values in times.items()}
+                found.absent[name] = f"wrong: {found.errors[name]:.3g} times the allowed error"
+    return found
+
+
+def digest(result: Any) -> str:
+    """A digest of a result's bits."""
+    if not isinstance(result, torch.Tensor):
+        result = torch.utils.dlpack.from_dlpack(result)
+    content = result.detach().contiguous().view(torch.uint8).cpu().numpy()
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def row_of(
+    workload: Workload, makers: Mapping[str, Maker], limits: Mapping[str, Contestant] | None = None
+) -> dict[str, Any]:
+    """The result of a workload on the CPU: times, errors, and why a contestant did not take part.
+
+    Args:
+        limits: what to time in the same rounds as the machine's limits.
+    """
+    found = prepare(workload, "cpu", makers)
+    return described(workload, seconds({**(limits or {}), **found.contestants}), found)
+
+
+def described(
+    workload: Workload, times: Mapping[str, list[float]], found: Prepared
+) -> dict[str, Any]:
+    """A workload's row: the median and the range of each contestant's times, and what was found."""
     return {
         "workload": workload.name,
         "kind": workload.kind,
@@ -241,8 +291,8 @@ def row_of(
         "flops": workload.flops,
         "seconds": medians(times),
         "spread": {name: [min(values), max(values)] for name, values in times.items()},
-        "errors": errors,
-        "absent": absent,
+        "errors": found.errors,
+        "absent": found.absent,
     }
 
 

@@ -92,6 +92,9 @@ target_compile_features(cuda_settings INTERFACE cxx_std_17)
 enable_language(CUDA)
 # Products are fused where the sources say so (gpu::Fma).
 target_compile_options(cuda_settings INTERFACE -Xptxas=-v -fmad=false)
+if(XLA_GPU_STAMPS)
+  target_compile_definitions(cuda_settings INTERFACE XLA_GPU_STAMPS)
+endif()
 if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
   target_compile_options(cuda_settings INTERFACE --compress-mode=size)  # a third of the default's size
 endif()

@@ -194,7 +194,7 @@ def main() -> None:
     for workload in workloads(options.trace):
         if options.only not in f"{workload.kind} {workload.name} {workload.dtype}":
             continue
-        row = row_of(workload, "cpu", OURS | TO_BEAT_WITH_8_BITS | PEERS, to_beat)
+        row = row_of(workload, OURS | TO_BEAT_WITH_8_BITS | PEERS, to_beat)
         results["rows"].append(row)
         options.out.write_text(json.dumps(results, indent=1))
         print(workload.kind, workload.name, workload.dtype, flush=True)

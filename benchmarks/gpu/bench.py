@@ -1,29 +1,30 @@
-"""The GPU benchmark: every workload beside the GPU's limits and other libraries, in one run."""
+"""A contest on the GPU: workloads beside the GPU's limits, other builds and other libraries.
+
+A step of lab.json says which rows there are and who takes part, in which process.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
-import time
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import BrokenExecutor
+from fnmatch import fnmatchcase
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.contest import (
-    OURS_ON_GPUS,
-    TO_BEAT_WITH_8_BITS,
-    medians,
-    row_of,
-    seconds,
-)
-from benchmarks.gpu.peers import PACKAGES, PEERS
+from benchmarks.contest import Prepared, described, medians, seconds
+from benchmarks.gpu.peers import PACKAGES
+from benchmarks.gpu.process import MAKERS, Process
 from benchmarks.machine import versions
 from benchmarks.workloads import Workload, trace_sequences, uniform
 from harness.workload import MODELS, Model
+
+LAB = Path(__file__).with_name("lab.json")
 
 
 def workloads(trace: Path | None) -> Iterator[Workload]:
@@ -71,15 +72,26 @@ def _decode(trace: Path | None) -> Iterator[Workload]:
 
 def _prefill() -> Iterator[Workload]:
     llama, big = MODELS["llama-3-8b"], MODELS["llama-3-70b"]
-    for length in (1024, 4096, 8192, 16384, 32768):
+    for length in (1024, 2048, 4096, 8192, 16384, 32768):
         yield Workload(f"{length}", "prefill", llama, uniform(1, length, length))
     yield Workload("8192, llama-3-70b", "prefill", big, uniform(1, 8192, 8192))
-    for name in ("gemma-2-9b", "gemma-4-31b"):
+    for name in ("mistral-7b", "gemma-2-9b", "gemma-4-31b"):
         yield Workload(f"8192, {name}", "prefill", MODELS[name], uniform(1, 8192, 8192))
     yield Workload("512 on 8192", "mixed", llama, uniform(1, 512, 8704))
     yield Workload(
         "512 on 8192 beside 32 decodes", "mixed", llama, ((512, 8704), *uniform(32, 1, 4096))
     )
+
+
+def title(workload: Workload) -> str:
+    """The name of a workload among those of all kinds."""
+    return f"{workload.kind} {workload.name}"
+
+
+def chosen(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """The names that match a pattern, as in a shell."""
+    patterns = list(patterns)
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def limits(device: str) -> dict[str, float]:
@@ -106,40 +118,97 @@ def limits(device: str) -> dict[str, float]:
     }
 
 
+def processes_of(step: Mapping[str, Any], modules: Mapping[str, Path]) -> dict[Process, list[str]]:
+    """A step's processes, each with the names of its contestants.
+
+    Args:
+        step: its `contestants` are patterns by process: "" has the module in use, "*" stands for
+            each variant, any other name is one of `environments`.
+        modules: the path of each variant's module; "" is the module in use, if it has one.
+    """
+    found = {}
+    for name, patterns in step.get("contestants", {"": ["*"]}).items():
+        environment = step.get("environments", {}).get(name)
+        for process in [x for x in modules if x] if name == "*" else [name]:
+            module = modules.get(process) or modules.get("")
+            found[Process(process, module, environment)] = chosen(MAKERS, patterns)
+    return found
+
+
+def row_of(
+    workload: Workload, device: str, processes: Mapping[Process, list[str]], calls: int = 1
+) -> dict[str, Any]:
+    """The row of a workload: what `described` says, the gauges of each contestant's turns, and
+    whether a variant's results have the bits of the module in use."""
+    found = Prepared()
+    contestants: dict[str, tuple[Process, str, int]] = {}
+    gauges: dict[str, list[dict[str, float]]] = {}
+    for process, names in processes.items():
+        prepared = process.prepare(workload, device, names, calls)
+        found.errors |= prepared.errors
+        found.bits |= prepared.bits
+        found.absent |= prepared.absent
+        for name in names:
+            if process.full_name(name) not in prepared.absent:
+                contestants[process.full_name(name)] = (process, name, prepared.calls)
+
+    def take(contestant: tuple[Process, str, int], calls: int) -> float:
+        process, name, calls_in_one_go = contestant
+        seconds, read = process.turn(name, calls)
+        gauges.setdefault(process.full_name(name), []).append(read)
+        return seconds / calls_in_one_go
+
+    budget = 0.02 if device == "cuda" else 0.05
+    try:
+        times = seconds(contestants, rounds=5, budget=budget, rest=0, take=take)
+    except BrokenExecutor:  # a process died, and is left out from now on
+        return row_of(workload, device, processes, calls)
+    return described(workload, times, found) | {
+        "gauges": {
+            name: {key: statistics.median(x[key] for x in read) for key in read[0]}
+            for name, read in gauges.items()
+        },
+        "same_bits": {
+            name: bits == found.bits[name.partition(": ")[2]]
+            for name, bits in found.bits.items()
+            if name.partition(": ")[2] in found.bits
+        },
+    }
+
+
 def main() -> None:
     """The command. It writes each row at once, and continues the file of an interrupted run."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bench", description=__doc__)
+    parser.add_argument("step", help="of lab.json; limits: those of the GPU")
+    parser.add_argument("--variant", action="append", default=[], help="NAME=the path of _native")
     parser.add_argument("--trace", type=Path, help="a CSV of requests to draw lengths from")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write or continue")
     parser.add_argument("--rehearse", action="store_true", help="small workloads, on the CPU")
-    parser.add_argument("--seconds", type=float, default=300, help="start no workload after these")
     options = parser.parse_args()
-    start, device = time.monotonic(), "cpu" if options.rehearse else "cuda"
-    makers = OURS_ON_GPUS | TO_BEAT_WITH_8_BITS | PEERS
-    wanted = list(rehearsal() if options.rehearse else workloads(options.trace))
-    results: dict[str, Any] = {"ours": [*OURS_ON_GPUS], "peers": versions(PACKAGES), "rows": []}
+    device = "cpu" if options.rehearse else "cuda"
+    if options.step == "limits":
+        options.out.write_text(json.dumps(limits(device)))
+        return
+    (step,) = (x for x in json.loads(LAB.read_text())["steps"] if x["name"] == options.step)
+    rows = list(rehearsal() if options.rehearse else workloads(options.trace))
+    named = {title(each): each for each in rows}
+    wanted = chosen(named, ["*"] if options.rehearse else step.get("rows", ["*"]))
+    modules = {name: Path(path) for name, path in (x.split("=", 1) for x in options.variant)}
+    results: dict[str, Any] = {"peers": versions(PACKAGES), "rows": []}
     if options.out.exists():
-        before = json.loads(options.out.read_text())
-        # Rows without a library that is there now are measured once more.
-        results["rows"] = before["rows"] if before["peers"] == results["peers"] else []
-    results["limits"] = limits(device)
-    measured = {(row["kind"], row["workload"]) for row in results["rows"]}
-    left = [each for each in wanted if (each.kind, each.name) not in measured]
-    while left and time.monotonic() - start < options.seconds:
-        workload = left.pop(0)
-        row = row_of(workload, device, makers)
-        if device == "cuda":
-            torch.cuda.empty_cache()
+        results = json.loads(options.out.read_text())
+    measured = {f"{row['kind']} {row['workload']}" for row in results["rows"]}
+    left = [name for name in wanted if name not in measured]
+    processes = processes_of(step, modules) if left else {}
+    while left:
+        row = row_of(named[left.pop(0)], device, processes, step.get("calls", 1))
         results["rows"].append(row)
-        results["not_measured"] = [each.name for each in left]
+        results["not_measured"] = left
         # At once, or a kill could leave half a file.
         unfinished = options.out.with_suffix(".part")
-        unfinished.write_text(json.dumps(results, indent=2))
+        unfinished.write_text(json.dumps(results, indent=1))
         unfinished.replace(options.out)
-        print(workload.kind, workload.name, row["seconds"], flush=True)
-    print(f"{len(results['rows'])} workloads measured, {len(left)} left")
-    sys.exit(1 if left else 0)
-
-
-if __name__ == "__main__":
-    main()
+        print(row["kind"], row["workload"], row["seconds"], flush=True)
+    for process in processes:
+        process.end()
+    print(f"{len(results['rows'])} workloads measured")

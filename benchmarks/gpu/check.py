@@ -1,10 +1,11 @@
-"""``make gpu-check``: proves the CUDA kernels on this machine's GPU and measures them.
+"""``make gpu-check``: answers the questions of lab.json on this machine's GPU, proves the kernels
+and measures the tables.
 
-Tests the kernels, runs the benchmark, tests every installed backend and runs a few calls under
-compute-sanitizer. Each step is a process of its own: the report shows what is missing or fails,
-and the other steps still run. report.json and report.md are written after every step. A step that
-succeeded on this machine and commit is not repeated, so a check that ran out of time is continued
-by the same command. Nothing is built: the package is installed, or comes with --pack.
+Each step of lab.json is a process of its own: the report shows what is missing or fails, and the
+other steps still run. report.json and report.md are written after every step. A step that succeeded
+with the same command and modules is not repeated, so a check that ran out of time is continued by
+the same command, on another machine, too, if report.json lies there. Nothing is built: the package
+is installed, or comes with --pack.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,55 +29,27 @@ from benchmarks.gpu import pack, report
 from benchmarks.machine import cpu, versions
 
 ROOT = Path(__file__).parents[2]
+LAB = Path(__file__).with_name("lab.json")
 PACKAGES = ("jax", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch", "torch_xla", "triton")
-PYTEST = [sys.executable, "-m", "pytest", "--all", "-q", "-p", "no:cacheprovider", "--maxfail=20"]
-# Warnings of later versions of the frameworks are no news of the kernels.
-PYTEST += ["-o", "filterwarnings=default", "--tb=short"]
-# One GPU serves all workers: what takes time is the oracle, on the CPU. A worker whose test does
-# not end, or breaks its CUDA context, is replaced; capture=sys lets it say why.
-PYTEST += ["-p", "xdist", "-n", str(min(os.cpu_count() or 1, 16)), "--dist", "worksteal"]
-PYTEST += ["-p", "timeout", "--timeout", "60", "--capture", "sys"]
-KERNELS = "tests/kernels/test_cuda_kernel.py"
-IMPORT = """
-import sys, torch, torch_frontend
-from shared_ffi import _native
-device = sys.argv[1]
-assert device in _native.handlers(), f"{_native.__file__} has no handlers for {device}"
-a = torch.ones(1000, device=device)
-assert (torch.ops.xla_gpu.simple_add(a, a) == 2).all()
-print(_native.__file__, "computes on", torch.cuda.get_device_name() if device == "cuda" else device)
-"""
-COMPARISON = """
-from shared_ffi.selftest import smoke_step
-print(smoke_step.in_torch("cuda"))
-"""
-SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Where nvidia-cuda-sanitizer-api, a package that comes with a pack, has compute-sanitizer.
 SANITIZER = "nvidia/cu13/compute-sanitizer/compute-sanitizer"
 
 
-def run(
-    command: Sequence[object], seconds: float, log: Path, **environment: str
-) -> tuple[bool, str]:
-    """Runs a command with its output in `log`. Returns whether it succeeded, and its last line.
-
-    After `seconds` it is killed with all processes that it started.
-    """
+def run(command: str, seconds: float, log: Path, environment: dict[str, str]) -> tuple[bool, str]:
+    """Runs a shell's command with its output in `log`. Returns whether it succeeded, and its last
+    line. After `seconds` it is killed with all processes that it started."""
     with log.open("w") as file:
-        try:
-            process = subprocess.Popen(
-                [str(word) for word in command],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                env=os.environ
-                | {"PYTHONPATH": _python_path(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-                | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-                | environment,
-                process_group=0,
-            )
-        except FileNotFoundError:
-            return False, f"{command[0]} is not installed"
+        process = subprocess.Popen(
+            ["bash", "-c", command],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=os.environ
+            | {"PYTHONPATH": _python_path(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+            | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+            | environment,
+            process_group=0,
+        )
         try:
             went_well = process.wait(seconds) == 0
         except subprocess.TimeoutExpired:
@@ -101,107 +75,110 @@ def _python_path() -> str:
 _unpacked: list[str] = []  # folders of packages that came with a pack
 
 
-def machine(commit: str) -> dict[str, Any]:
-    """Describes the machine: GPU, driver, clocks, versions, commit."""
+def machine(is_rehearsal: bool) -> dict[str, Any]:
+    """Describes the machine: GPU, driver, clocks, versions."""
     fields = (
         "name,driver_version,compute_cap,clocks.max.sm,clocks.max.memory,memory.total,power.limit"
     )
-    if shutil.which("nvidia-smi") is None:
-        sys.exit(
-            "gpu-check: needs a machine with an NVIDIA GPU and its driver; found no nvidia-smi"
-        )
-    query = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    values = [value.strip() for value in query.stdout.splitlines()[0].split(",")]
+    values = [f"emulated GPU on {cpu()['processor']}", "none", "9.0", *"----"]
+    if not is_rehearsal:
+        if shutil.which("nvidia-smi") is None:
+            sys.exit(
+                "gpu-check: needs a machine with an NVIDIA GPU and its driver; found no nvidia-smi"
+            )
+        query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+        text = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+        values = [value.strip() for value in text.splitlines()[0].split(",")]
     return {
         **dict(zip(fields.split(","), values, strict=True)),
         "python": sys.version.split()[0],
         "versions": versions(PACKAGES),
-        "commit": commit,
-        "sources": pack.sources(),
     }
 
 
-def emulated_machine(commit: str) -> dict[str, Any]:
-    """Describes this machine, for a rehearsal without a GPU."""
-    return {
-        "name": f"emulated GPU on {cpu()['processor']}",
-        "driver_version": "none",
-        "clocks.max.sm": "-",
-        "clocks.max.memory": "-",
-        "python": sys.version.split()[0],
-        "versions": versions(PACKAGES),
-        "commit": commit,
-        "sources": pack.sources(),
-    }
+def expanded(text: str, names: Mapping[str, str]) -> str:
+    """A command of lab.json with its {names} replaced, also those in what replaced them."""
+    while True:
+        wider = re.sub(r"\{(\w+)\}", lambda found: names[found[1]], text)
+        if wider == text:
+            return text
+        text = wider
 
 
 class Steps:
-    """The steps of a run. A step that succeeds runs once per machine and commit; a file keeps the
-    outcomes from run to run.
+    """The steps of a run. A step that succeeds runs once for each command and modules; a file keeps
+    the outcomes from run to run.
 
     Args:
-        folder: holds the report, the benchmark's rows and the steps' logs.
-        found: describes machine and commit; what was kept of another is dropped.
+        folder: holds the report, and the steps' logs and results.
+        found: describes the machine; what was kept of another is dropped.
+        modules: a digest by the name of each variant; "" is the module in use.
         again: drop what was kept of the steps to do.
         only: do only steps whose names begin with one of these.
-        seconds: start no step after this time, and stop the step that is running then.
+        seconds: start no step that would end after this time.
     """
 
     def __init__(
         self,
         folder: Path,
         found: dict[str, Any],
+        modules: Mapping[str, str],
         again: bool = False,
         only: Sequence[str] | None = None,
-        seconds: float = 590,
+        seconds: float = 560,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        folder = folder.resolve()
-        self._folder, self._only = folder, only
-        self._path, self._rows = folder / "report.json", folder / "benchmark.json"
+        self.folder, self._only, self._modules = folder.resolve(), only, modules
+        self._path = self.folder / "report.json"
         self._deadline = time.monotonic() + seconds
-        self.results: dict[str, Any] = {"machine": found, "steps": {}}
+        self.results: dict[str, Any] = {"machine": found, "steps": {}, "results": {}}
         kept = json.loads(self._path.read_text()) if self._path.exists() else {}
-        is_current = kept.get("machine") == found
-        if is_current:
-            self.results["steps"] = {
-                name: step
-                for name, step in kept["steps"].items()
-                if not (again and self._is_wanted(name))
-            }
-        if not is_current or (again and self._is_wanted("benchmark")):
-            self._rows.unlink(missing_ok=True)
-        self.save()
+        if kept.get("machine") == found:
+            for name, step in kept["steps"].items():
+                if not (again and self._is_wanted(name)):
+                    self.results["steps"][name] = step
+                    self.results["results"][name] = kept["results"].get(name)
 
-    def do(self, name: str, command: Sequence[object], seconds: float, **environment: str) -> bool:
-        """Does a step for at most `seconds`. Returns whether it succeeded, now or earlier.
+    def out(self, name: str) -> Path:
+        """Where a step writes its results."""
+        return self.folder / f"{name}.json"
+
+    def do(self, step: Mapping[str, Any], command: str) -> bool:
+        """Does a step, for at most three times as long as lab.json says. Returns whether it
+        succeeded, now or earlier.
 
         A step of tests that were all skipped has proved nothing and counts as left out.
         """
-        outcomes = self.results["steps"]
-        if outcomes.get(name, {}).get("ok"):
+        name, outcomes = step["name"], self.results["steps"]
+        of = self._modules if step.get("of_variants") else self._modules[step.get("variant", "")]
+        identity = json.dumps([command, step.get("environment"), of])
+        earlier = outcomes.get(name, {})
+        is_same = earlier.get("identity") == identity
+        if is_same and earlier.get("ok"):
             return True
         if not self._is_wanted(name):
             return False
+        self.out(name).unlink(missing_ok=True)
+        if is_same and (before := self.results["results"].get(name)):
+            self.out(name).write_text(json.dumps(before))  # to be continued
         start = time.monotonic()
-        seconds = min(seconds, self._deadline - start)
-        log = self._folder / f"{name.replace('/', ' of ')}.log"
-        if seconds > 0:
-            ok, last_words = run(command, seconds, log, **environment)
+        left = self._deadline - start
+        log = self.folder / f"{name}.log"
+        if left >= step["seconds"]:
+            limit = min(left, 3 * step["seconds"])
+            ok, words = run(command, limit, log, step.get("environment", {}))
+            if self.out(name).exists():
+                self.results["results"][name] = json.loads(self.out(name).read_text())
         else:
-            ok, last_words = False, "no time was left; run the check once more"
-        proved_nothing = ok and re.match(r"\d+ skipped", last_words)
+            ok, words = False, f"{max(left, 0):.0f} s were left, and it takes {step['seconds']}"
+        proved_nothing = ok and re.match(r"\d+ skipped", words)
         outcomes[name] = {
             "ok": None if proved_nothing else ok,
             "seconds": round(time.monotonic() - start, 1),
-            "last_words": last_words,
+            "last_words": words,
+            "identity": identity,
         }
-        if not ok and seconds > 0 and log.exists():
+        if not ok and log.exists():
             outcomes[name]["log"] = log.read_text(errors="replace")[-4000:]
         self._tell(name)
         return ok and not proved_nothing
@@ -222,18 +199,9 @@ class Steps:
 
     def save(self) -> None:
         """Writes the report."""
-        if self._rows.exists():
-            self.results["benchmark"] = json.loads(self._rows.read_text())
-        self._path.write_text(json.dumps(self.results, indent=2))
-        (self._folder / "report.md").write_text(report.markdown(self.results))
-
-    def benchmark(self, *options: object, seconds: float, **environment: str) -> bool:
-        """Does the benchmark's step."""
-        seconds = min(seconds, self._deadline - time.monotonic())
-        command = [sys.executable, "-m", "benchmarks.gpu.bench", "--out", self._rows, *options]
-        # Kernels of one program run one after the other; command buffers may run them at once.
-        environment = environment | {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
-        return self.do("benchmark", [*command, "--seconds", seconds - 30], seconds, **environment)
+        self.results["answers"] = report.answers(lab()["questions"], self.results["results"])
+        self._path.write_text(json.dumps(self.results, indent=1) + "\n")
+        self._path.with_suffix(".md").write_text(report.markdown(self.results))
 
     @property
     def went_well(self) -> bool:
@@ -241,45 +209,53 @@ class Steps:
         return all(step["ok"] is not False for step in self.results["steps"].values())
 
 
-def check(steps: Steps, is_hopper: bool, trace: Sequence[object]) -> None:
-    """The steps on a GPU: what everything else rests on comes first, what is slow last."""
-    on_cuda, portable = {"XLA_GPU_TEST_ON": "cuda"}, {"XLA_GPU_CUDA_KERNELS": "portable"}
-    steps.do("import", [sys.executable, "-c", IMPORT, "cuda"], 60)
-    steps.do("kernels", [*PYTEST, KERNELS, "-k", "not hopper"], 200, **on_cuda)
-    # A step of its own: a kernel that hangs or breaks the device fails the whole step.
-    hopper = [*PYTEST, KERNELS, "-k", "hopper"]
-    is_proven = is_hopper and steps.do("kernels for Hopper", hopper, 200, **on_cuda)
-    # The portable ones alone, where the others are not proven.
-    in_use = portable if is_hopper and not is_proven else {}
-    comparison = [sys.executable, "-c", COMPARISON]
-    steps.do("comparison", comparison, 60, **in_use)
-    steps.benchmark(*trace, seconds=270, **in_use)
-    for backend, chosen in BACKENDS.items():
-        command = [*PYTEST, "tests/backends/test_gpu.py", "-k", chosen]
-        steps.do(f"backends, {backend}", command, 200, **on_cuda, **in_use)
-    sanitizer = newest_sanitizer()
-    for kernels_of, environment in {"portable": portable, "by GPU": {}}.items():
-        if kernels_of == "by GPU" and not is_hopper:
+def lab() -> dict[str, Any]:
+    """The steps and the questions."""
+    found: dict[str, Any] = json.loads(LAB.read_text())
+    return found
+
+
+def contestants_of(names: Iterable[str]) -> list[str]:
+    """The variants that take part in contests: not those that serve one step alone."""
+    alone = {step.get("variant") for step in lab()["steps"]}
+    return [name for name in names if name not in alone]
+
+
+def steps_of(modules: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The steps in their order. One that is done for each variant comes once for each."""
+    for step in lab()["steps"]:
+        if "variant" in step:
+            yield step
             continue
-        for tool in SANITIZERS:
-            name = f"{tool}, {kernels_of}"
-            if tool == "racecheck" and kernels_of == "by GPU":
-                steps.leave_out(name, "racecheck takes copies that arrive at an mbarrier for races")
-                continue
-            command = [sanitizer, "--tool", tool, "--error-exitcode", "1"]
-            command += [sys.executable, "-m", "tests.support.compute_sanitizer"]
-            environment = environment | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-            steps.do(name, command, 100, **environment)
+        for variant in contestants_of(modules) if step.get("each") else [""]:
+            name = f"{step['name']}, {variant}" if variant else step["name"]
+            yield step | {"name": name, "variant": variant}
 
 
-# The backends' tests by what their names hold: each is in one group.
-BACKENDS = {
-    "torch": "torch and not torch_xla",
-    "cuda_graph": "cuda_graph",
-    "jax": "jax",
-    "inductor": "inductor",
-    "others": "not (jax or cuda_graph or inductor or torch and not torch_xla)",
-}
+def check(
+    steps: Steps, modules: Mapping[str, Path | None], names: Mapping[str, str], key: str
+) -> None:
+    """Does all steps.
+
+    Args:
+        modules: the path of ``_native`` of each variant; "" is the module in use, without a path.
+        names: what stands for the {names} of the commands, beside those of lab.json.
+        key: command, or rehearsal on a machine without a GPU.
+    """
+    for step in steps_of(modules):
+        if key not in step:
+            steps.leave_out(step["name"], step.get("left_out", "needs a GPU"))
+            continue
+        if step["variant"] not in modules:
+            steps.leave_out(step["name"], f"the pack has no variant {step['variant']}")
+            continue
+        of_step = {"out": shlex.quote(str(steps.out(step["name"]))), "module": "", "native": ""}
+        if path := modules[step["variant"]]:
+            of_step["module"] = f"--module {shlex.quote(str(path))}"
+            of_step["native"] = f"--native {shlex.quote(str(path))}"
+        environment = step.get("environment", {}) if key == "command" else {}
+        command = expanded(step[key], {**lab()["names"], **names, **of_step})
+        steps.do(step | {"environment": environment}, command)
 
 
 def newest_sanitizer() -> str:
@@ -294,57 +270,56 @@ def newest_sanitizer() -> str:
     return max(found, key=lambda path: found[path])
 
 
-def rehearse(steps: Steps, emulated: Path) -> None:
-    """The same steps on a machine without a GPU, with a share of the tests of each."""
-    steps.do("import", [sys.executable, "-c", IMPORT, "cpu"], 60)
-    kernels = [*PYTEST, KERNELS, "--emulated", emulated]
-    for i in (1, 2):
-        share = ["-k", "not hopper", "--shard", f"{i}/10"]
-        steps.do(f"kernels {i}/10", [*kernels, *share], 120)
-    steps.do("kernels for Hopper", [*kernels, "-k", "hopper", "--shard", "1/10"], 200)
-    steps.benchmark("--rehearse", seconds=120)
-    backends = [*PYTEST, "tests/backends/test_parity.py"]
-    for i in (1, 2):
-        steps.do(f"backends {i}/20", [*backends, "--shard", f"{i}/20"], 120)
-    for tool in SANITIZERS:
-        steps.leave_out(tool, "needs a GPU")
-
-
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.check", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "build/gpu-check")
-    parser.add_argument("--pack", type=Path, help="a folder that benchmarks.gpu.pack wrote")
+    parser.add_argument("--pack", type=Path, help="a file that benchmarks.gpu.pack wrote")
+    parser.add_argument("--winner", default="today", help="the variant to prove and to publish")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU; takes a pack, too")
     parser.add_argument("--trace", type=Path, help="a CSV of requests to draw lengths from")
     parser.add_argument("--again", action="store_true", help="do also what went well before")
     parser.add_argument("--only", nargs="*", help="how the names of the steps to do begin")
-    parser.add_argument("--seconds", type=float, default=590, help="for everything together")
+    parser.add_argument("--seconds", type=float, default=560, help="for everything together")
     options = parser.parse_args()
     start = time.monotonic()
     if options.rehearse and options.pack is None:
         parser.error("a rehearsal takes its emulated kernels from a pack made with --emulated")
-    unpacked, commit = options.out / "pack", os.environ.get("GIT_COMMIT") or pack.commit()
+    unpacked = (options.out / "pack").resolve()
+    commit = os.environ.get("GIT_COMMIT") or pack.commit()
+    modules: dict[str, Path | None] = {"": None}
+    digests = {"": commit}
     if options.pack is not None:
-        manifest = pack.unpack(options.pack, unpacked)
-        commit = manifest["commit"] if commit == "unknown" else commit
-        _unpacked.extend(str(path.resolve()) for path in pack.paths(unpacked))
+        manifest = pack.unpack(options.pack, unpacked, options.winner)
+        _unpacked.extend(str(path) for path in pack.paths(unpacked))
         sys.path.extend(_unpacked)
-        if manifest["missing"]:
-            print(f"not in the pack: {', '.join(manifest['missing'])}")
-    found = (emulated_machine if options.rehearse else machine)(commit)
+        commit = manifest["commit"]
+        if options.winner != "today":
+            commit = f"the variant {options.winner} beside {commit}"
+        digests = {"": manifest["variants"].pop(options.winner), **manifest["variants"]}
+        for name in digests:
+            folder = unpacked / "variants" / (name or options.winner)
+            modules[name] = next(folder.glob("_native*.so"))
+    names = {
+        "python": shlex.quote(sys.executable),
+        "cores": str(min(os.cpu_count() or 1, 16)),
+        "sanitizer": shlex.quote(newest_sanitizer()),
+        "tools": shlex.quote(str(unpacked / "tools")),
+        "variants": " ".join(
+            f"--variant {shlex.quote(f'{name}={modules[name]}')}"
+            for name in contestants_of(modules)
+            if modules[name]
+        ),
+        "emulated": shlex.quote(str(next((unpacked / "emulated").glob("_native*.so"), ""))),
+        "trace": f"--trace {shlex.quote(str(options.trace.resolve()))}" if options.trace else "",
+    }
     left = options.seconds - (time.monotonic() - start)
-    steps = Steps(options.out, found, options.again, options.only, left)
-    if options.rehearse:
-        (module,) = (unpacked / "emulated").glob("_native*.so")
-        try:
-            rehearse(steps, module.resolve())
-        finally:
-            pack.remove_module()
-    else:
-        trace = ["--trace", options.trace.resolve()] if options.trace else []
-        check(steps, found["compute_cap"] == "9.0", trace)
-    report.show(steps.results)
+    found = machine(options.rehearse)
+    steps = Steps(options.out, found, digests, options.again, options.only, left)
+    steps.results |= {"commit": f"commit {commit}", "date": time.strftime("%Y-%m-%d")}
+    check(steps, modules, names, "rehearsal" if options.rehearse else "command")
+    steps.save()
+    print(report.summary(steps.results, steps_of(modules)))
     sys.exit(0 if steps.went_well else 1)
 
 

@@ -1,55 +1,106 @@
 """Packs what a GPU machine without a network lacks: ``python -m benchmarks.gpu.pack``.
 
-Builds the module for that machine's GPU and Python, and writes it with XLA's FFI headers and the
-packages that the tests need as files small enough to be copied one by one. There,
-``python -m benchmarks.gpu.check --pack FOLDER`` joins and unpacks them.
+Builds the module for that machine's GPU and Python, and other checkouts as variants of it, and
+writes one file with them, XLA's FFI headers, the copy benchmark, the packages that the tests need
+and other libraries. There, ``python -m benchmarks.gpu.check --pack FILE`` unpacks it.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import hashlib
 import json
+import lzma
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PIECE = 60 << 20  # bytes
-# What else the tests import comes with JAX or PyTorch. The last package has compute-sanitizer.
-NEEDS = [
-    *("pytest", "pytest-xdist", "pytest-timeout", "hypothesis", "expecttest", "filelock", "rich"),
-    "nvidia-cuda-sanitizer-api",
-]
+LIMIT = 60_000_000  # bytes of a pack
+# What else the tests import comes with JAX or PyTorch.
+NEEDS = ["pytest", "pytest-xdist", "pytest-timeout", "hypothesis", "expecttest", "filelock"]
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 25, 24, 17)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux1_x86_64", "linux_x86_64"]
 
 
-def build(cuda: str, python: Path, headers: Path, options: Sequence[str]) -> Path:
-    """Builds with CUDA or without. Returns the build's folder."""
+# Other libraries, and the newest compute-sanitizer, with what is needed of their wheels. FlashInfer
+# comes without its sources: its kernels are compiled when the pack is made.
+PEERS: dict[str, tuple[str, ...]] = {
+    "flashinfer-python==0.7.2": (
+        "*.py", "*.dist-info/*", "!flashinfer/data/*", "*/data/__init__.py", "!*/artifacts/*"
+    ),
+    "vllm==0.33.0": (
+        "*/vllm_flash_attn/*.py", "*/_vllm_fa3_C.abi3.so", "!*/cute/*", "*.dist-info/METADATA"
+    ),
+    "flash-attn3-jax==0.2.3": ("*",),
+    "apache-tvm-ffi": ("*.py", "*.so", "*.dist-info/*"),
+    "einops": ("*",),
+    "nvidia-ml-py": ("*",),
+    "nvidia-cuda-sanitizer-api": ("*", "!*/docs/*", "!*/x86/*"),
+    "tabulate": ("*",),
+    "click": ("*",),
+}  # fmt: skip
+
+
+def build(
+    name: str, source: Path, cuda: str, python: Path, headers: Path, options: Sequence[str]
+) -> Path:
+    """Builds a checkout with CUDA or without, in a folder for that name. Returns the folder."""
     import nanobind  # noqa: PLC0415
 
-    folder = ROOT / "build" / f"pack-{cuda}-{_version(python)}"
+    folder = ROOT / "build" / f"pack-{cuda}-{_version(python)}" / name
     configure: list[object] = [
-        *("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", *options),
+        *("cmake", "-S", source, "-B", folder, "-G", "Ninja", *options),
         f"-DPython_EXECUTABLE={python}",
         f"-Dnanobind_DIR={nanobind.cmake_dir()}",
         f"-DXLA_FFI_INCLUDE_DIR={headers.resolve()}",
         f"-DXLA_GPU_CUDA={cuda}",
         "-DXLA_GPU_CPU_INSTRUCTION_SETS=baseline",
     ]
-    if cuda == "ON" and "CUDACXX" not in os.environ and (nvcc := shutil.which("nvcc")):
-        configure.append(f"-DCMAKE_CUDA_COMPILER={nvcc}")
+    if cuda == "ON" and "CUDACXX" not in os.environ and (compiler := nvcc()):
+        is_of_wheels = compiler.is_relative_to(ROOT)
+        configure.append(
+            f"-DCUDA_WHEELS_DIR={compiler.parents[1]}"
+            if is_of_wheels
+            else f"-DCMAKE_CUDA_COMPILER={compiler}"
+        )
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     for command in (configure, ["cmake", "--build", folder]):
         subprocess.run([str(word) for word in command], check=True, env=os.environ | {"PATH": path})
     return folder
+
+
+def nvcc() -> Path | None:
+    """The CUDA compiler: that of a build here, or the machine's."""
+    found = next(ROOT.glob("build/*/cuda/bin/nvcc"), None) or shutil.which("nvcc")
+    return Path(found) if found else None
+
+
+def copy_benchmark(compiler: Path, out: Path) -> None:
+    """Compiles copies.cu for Hopper, with the CUDA runtime in it."""
+    target = "-gencode=arch=compute_90a,code=sm_90a"
+    command: list[object] = [
+        compiler,
+        "-std=c++17",
+        "-O3",
+        target,
+        "-Werror",
+        "all-warnings",
+        "-o",
+        out,
+    ]
+    # A toolkit from wheels has its libraries where nvcc does not look.
+    command += [f"-L{folder}" for folder in compiler.resolve().parents[1].glob("lib*")]
+    command.append(Path(__file__).with_name("copies.cu"))
+    subprocess.run([str(word) for word in command], check=True)
 
 
 def _version(python: Path) -> str:
@@ -70,13 +121,63 @@ def copy_module(folder: Path, target: Path) -> None:
         shutil.copy2(path, target)
 
 
-def install(wheels: Sequence[str], target: Path, version: str, *options: str) -> None:
-    """Installs packages for another Python into a folder."""
-    if wheels:
-        platforms = [word for name in PLATFORMS for word in ("--platform", name)]
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", *options]
-        command += ["--only-binary", ":all:", "--python-version", version, *platforms]
-        subprocess.run([*command, "--target", str(target), *wheels], check=True)
+def pip(verb: str, target: Path, version: str, *words: str) -> None:
+    """Installs packages for another Python into a folder, or downloads their wheels."""
+    platforms = [word for name in PLATFORMS for word in ("--platform", name)]
+    command = [sys.executable, "-m", "pip", verb, "--quiet", "--only-binary", ":all:"]
+    command += ["--python-version", version, *platforms]
+    if verb == "install":
+        command += ["--no-compile", "--target", str(target)]
+    else:
+        command += ["--no-deps", "--dest", str(target)]
+    subprocess.run([*command, *words], check=True)
+
+
+def extract(wheel: Path, patterns: Sequence[str], target: Path) -> None:
+    """Extracts what matches a pattern of a wheel, the last one that a name matches: after `!`, it
+    is left out."""
+    with zipfile.ZipFile(wheel) as archive:
+        for member in archive.infolist():
+            matching = [x for x in patterns if fnmatch.fnmatchcase(member.filename, x.lstrip("!"))]
+            if matching and not matching[-1].startswith("!"):
+                path = Path(archive.extract(member, target))
+                if member.external_attr >> 16 & 0o111:  # zipfile forgets that it is a program
+                    path.chmod(0o755)
+
+
+def add_peers(names: Iterable[str], kept: Path, target: Path, version: str) -> None:
+    """Puts other libraries into a folder, FlashInfer with its kernels compiled.
+
+    Args:
+        kept: what was downloaded and compiled, for the next pack.
+    """
+    wheels, kernels = kept / version, kept / "flashinfer-kernels"
+    wheels.mkdir(parents=True, exist_ok=True)
+    pip("download", wheels, version, *names)
+    for name in names:
+        stem = name.partition("==")[0].replace("-", "_")
+        wheel = max(wheels.glob(f"{stem}-*.whl"), key=lambda path: path.stat().st_mtime)
+        extract(wheel, PEERS.get(name, ("*",)), target)
+        if stem == "flashinfer_python":
+            prebuild(wheel, kernels)
+            shutil.copytree(kernels, target / "flashinfer/data/aot")
+
+
+def prebuild(flashinfer: Path, kernels: Path) -> None:
+    """Compiles FlashInfer's kernels with this Python, of any version: they do not depend on it."""
+    with tempfile.TemporaryDirectory() as folder:
+        extract(flashinfer, ("*",), Path(folder))
+        needs = [*(name for name in PEERS if "==" not in name), "nvidia-curand"]
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+        subprocess.run([*command, folder, *needs], check=True)
+        # The headers of CUTLASS want those of curand.
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), folder])}
+        environment["CPATH"] = os.pathsep.join(
+            str(x) for x in Path(folder).glob("nvidia/*/include")
+        )
+        command = [sys.executable, "-m", "benchmarks.gpu.prebuild"]
+        command += [str(kernels), str(nvcc())]
+        subprocess.run(command, check=True, env=environment)
 
 
 def copy_metadata(target: Path) -> None:
@@ -108,72 +209,47 @@ def commit() -> str:
     return outcome.stdout.strip() or "unknown"
 
 
-def write(folder: Path, out: Path, version: str, piece: int = PIECE) -> None:
-    """Writes each folder in `folder` to `out`, as an archive cut into pieces, and a manifest."""
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    archives: dict[str, dict[str, str]] = {}
-    for part in sorted(folder.iterdir()):
-        pieces = archives[part.name] = {}
-        with tempfile.TemporaryFile() as file:
-            with tarfile.open(fileobj=file, mode="w:gz", compresslevel=6) as archive:
-                archive.add(part, arcname=".")
-            file.seek(0)
-            while content := file.read(piece):
-                name = f"{part.name}.tar.gz.{len(pieces):03}"
-                (out / name).write_bytes(content)
-                pieces[name] = hashlib.sha256(content).hexdigest()
+def digest(folder: Path) -> str:
+    """A digest of the module and the library in a folder."""
+    content = b"".join(path.read_bytes() for path in sorted(module_files(folder)))
+    return hashlib.sha256(content).hexdigest()
+
+
+def write(folder: Path, out: Path, version: str) -> None:
+    """Writes what is in `folder` as one file, with a manifest."""
+    variants = {path.name: digest(path) for path in sorted((folder / "variants").iterdir())}
     manifest = {
-        "commit": commit(),
-        "sources": sources(),
-        "python": version,
-        "archives": archives,
-    }
-    (out / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+        "commit": commit(), "sources": sources(), "python": version, "variants": variants
+    }  # fmt: skip
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # With the largest window, what two variants have in common is there once.
+    with tarfile.open(out, "w:xz", preset=9) as archive:
+        archive.add(folder, arcname=".")
 
 
-def unpack(pack: Path, target: Path) -> dict[str, Any]:
-    """Joins and unpacks what is new in a pack, and puts its module beside the sources.
-
-    Returns the manifest, with what is missing: the archives of which a piece is not there. Only
-    the peers may be.
-    """
-    manifest = json.loads((pack / "manifest.json").read_text())
+def unpack(pack: Path, target: Path, winner: str) -> dict[str, Any]:
+    """Unpacks a pack if it is another one than before. Returns the manifest."""
+    with pack.open("rb") as file:
+        identity = hashlib.file_digest(file, "sha256").hexdigest()
+    done = target / "unpacked"
+    if not done.exists() or done.read_text() != identity:
+        shutil.rmtree(target, ignore_errors=True)
+        try:
+            with tarfile.open(pack) as archive:
+                archive.extractall(target, filter="data")
+        except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+            sys.exit(f"gpu-check: {pack} is damaged ({error}); copy it again")
+        done.write_text(identity)
+    manifest: dict[str, Any] = json.loads((target / "manifest.json").read_text())
     if manifest["sources"] != sources():
         sys.exit("gpu-check: the pack's module was built from other sources; pack it again")
     if manifest["python"] != (version := "{}.{}".format(*sys.version_info)):
         sys.exit(f"gpu-check: the pack is for Python {manifest['python']}; this is {version}")
-    manifest["missing"] = []
-    for name, pieces in manifest["archives"].items():
-        done = target / f"{name}.json"
-        if done.exists() and json.loads(done.read_text()) == pieces:
-            continue
-        lost = [piece for piece in pieces if not (pack / piece).exists()]
-        if lost and name == "peers":
-            manifest["missing"].append(name)
-            continue
-        if lost:
-            sys.exit(f"gpu-check: the pack lacks {', '.join(lost)}")
-        shutil.rmtree(target / name, ignore_errors=True)
-        with tempfile.TemporaryFile() as joined:
-            for piece, digest in pieces.items():
-                with (pack / piece).open("rb") as file:
-                    if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                        sys.exit(f"gpu-check: {piece} is damaged; copy it again")
-                    file.seek(0)
-                    shutil.copyfileobj(file, joined)
-            joined.seek(0)
-            with tarfile.open(fileobj=joined) as archive:
-                archive.extractall(target / name, filter="data")
-        done.write_text(json.dumps(pieces))
-    copy_module(target / "module", ROOT / "shared_ffi")
+    if winner not in manifest["variants"]:
+        names = ", ".join(manifest["variants"])
+        sys.exit(f"gpu-check: the pack has no variant {winner!r}; it has {names}")
     return manifest
-
-
-def remove_module() -> None:
-    """Removes the module that `unpack` put beside the sources, where it hides an installed one."""
-    for path in module_files(ROOT / "shared_ffi"):
-        path.unlink()
 
 
 def paths(target: Path) -> Iterable[Path]:
@@ -184,7 +260,7 @@ def paths(target: Path) -> Iterable[Path]:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.pack", description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "build/gpu-pack")
+    parser.add_argument("--out", type=Path, default=ROOT / "build/gpu-pack.tar.xz")
     parser.add_argument(
         "--python",
         type=Path,
@@ -194,15 +270,20 @@ def main() -> None:
     parser.add_argument("--architectures", default="90a-real", help="the GPU's, for CMake")
     parser.add_argument("--option", action="append", default=[], help="another option for CMake")
     parser.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="NAME=PATH[,OPTION...]",
+        help="a build: a module, or a checkout to build with CMake's OPTION; today is this one",
+    )
+    parser.add_argument(
         "--ffi-headers",
         type=Path,
         default=next(ROOT.glob("build/*/xla_ffi"), None),
         help="the include folder of jaxlib 0.8.0, as pip install --editable leaves it in build",
     )
     parser.add_argument("--needs", nargs="*", default=NEEDS, help="packages for the tests")
-    parser.add_argument(
-        "--peers", nargs="*", default=[], help="wheels to compare with, as they are"
-    )
+    parser.add_argument("--peers", nargs="*", default=PEERS, help="other libraries")
     parser.add_argument(
         "--emulated", type=Path, help="for check --rehearse: a build of the tests' emulated GPU"
     )
@@ -210,22 +291,45 @@ def main() -> None:
     if options.ffi_headers is None:
         sys.exit("no folder with XLA's FFI headers; name one with --ffi-headers")
     version = _version(options.python)
+    cuda = "OFF" if options.emulated else "ON"
+    cmake_options = [f"-DXLA_GPU_ARCHITECTURES={options.architectures}"] * (cuda == "ON")
+    cmake_options += options.option
     with tempfile.TemporaryDirectory() as folder:
         parts = Path(folder)
-        common = (options.python, options.ffi_headers)
+        (parts / "tools").mkdir()
+        variants = dict(variant.split("=", 1) for variant in [f"today={ROOT}", *options.variant])
+        for name, place in variants.items():
+            path, *more = place.split(",")
+            source = Path(path).resolve()
+            if source.is_dir():
+                arguments = (cuda, options.python, options.ffi_headers, [*cmake_options, *more])
+                source = build(name, source, *arguments)
+            else:
+                check_tag(source, version)
+                source = source.parent
+            copy_module(source, parts / "variants" / name)
         if options.emulated:
-            copy_module(build("OFF", *common, options.option), parts / "module")
             copy_module(options.emulated, parts / "emulated")
-        else:
-            architectures = f"-DXLA_GPU_ARCHITECTURES={options.architectures}"
-            copy_module(build("ON", *common, [architectures, *options.option]), parts / "module")
+        if compiler := nvcc():
+            copy_benchmark(compiler, parts / "tools/copies")
         shutil.copytree(options.ffi_headers / "xla", parts / "headers/xla")
-        install(options.needs, parts / "packages", version)
+        if options.needs:
+            pip("install", parts / "packages", version, *options.needs)
         copy_metadata(parts / "packages")
-        install(options.peers, parts / "peers", version, "--no-deps")
+        if options.peers:
+            add_peers(options.peers, ROOT / "build/gpu-peers", parts / "peers", version)
         write(parts, options.out, version)
-    for path in sorted(options.out.iterdir()):
-        print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
+    size = options.out.stat().st_size
+    print(f"{options.out}: {size / 1e6:.1f} MB")
+    if size > LIMIT:
+        sys.exit(f"the pack has more than {LIMIT / 1e6:.0f} MB; leave a peer or a variant out")
+
+
+def check_tag(module: Path, version: str) -> None:
+    """Ends the program if a module is not for a version of Python."""
+    tag = module.name.split(".")[1] if module.exists() else "no file"
+    if tag != "abi3" and not tag.startswith(f"cpython-{version.replace('.', '')}-"):
+        sys.exit(f"pack: a variant must be a module for Python {version}; got {module} ({tag})")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,14 @@
 """Other libraries' attention on GPUs. What only they need (contiguous or padded K and V, a plan
-made on the host) is prepared beforehand and not timed."""
+made on the host) is prepared beforehand and not timed.
+
+Beside a library's fastest mode stands the one that promises the same bits in any batch: a split of
+the context that follows from the sequence alone, or none. vLLM's VLLM_BATCH_INVARIANT=1 sets
+num_splits=1 for FlashAttention and disable_split_kv for FlashInfer.
+"""
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,9 +32,11 @@ def _workspace(device: torch.device) -> torch.Tensor:
     return torch.empty(512 << 20, dtype=torch.uint8, device=device)
 
 
-@takes_8_bits
-def flashinfer(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
-    """FlashInfer's paged wrappers; their plan is made on the host beforehand."""
+def flashinfer(
+    workload: Workload, operands: list[torch.Tensor], backend: str = "auto", **split: bool
+) -> Contestant:
+    """FlashInfer's paged wrappers; their plan is made on the host beforehand. `fixed_split_size`
+    stands for vLLM's size for decoding, 2048 positions; FlashInfer counts pages."""
     import flashinfer as peer  # noqa: PLC0415
 
     model, block_size = workload.model, workload.block_size
@@ -49,42 +56,101 @@ def flashinfer(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
         "q_data_type": torch.bfloat16,
         "kv_data_type": kv_cache.dtype,
     }
+    if split.get("fixed_split_size"):
+        options["fixed_split_size"] = 2048 // block_size
+    if split.get("disable_split_kv"):
+        options["disable_split_kv"] = True
     scales = {} if workload.cache_dtype is None else {"k_scale": SCALE, "v_scale": SCALE}
     heads = (model.num_heads, model.num_kv_heads, model.head_size, block_size)
     if workload.cache_dtype == "int8":
         raise DoesNotApply("a cache of int8")
     if workload.kind == "decode":
-        decode = peer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+        decode = peer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "NHD", use_tensor_cores=True, backend=backend
+        )
         decode.plan(indptr, indices, last, *heads, **options)
         return lambda: decode.run(query, kv, **scales)
-    prefill = peer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+    prefill = peer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
     prefill.plan(starts, indptr, indices, last, *heads, causal=True, **options)
     out = torch.empty_like(query)  # without it, each call fills one with zeros
     return lambda: prefill.run(query, kv, out=out, **scales)
 
 
-def flash_attention_3(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
-    """FlashAttention-3 over pages."""
-    from flash_attn_interface import flash_attn_with_kvcache  # noqa: PLC0415
+def flash_attention(
+    workload: Workload, operands: list[torch.Tensor], version: int, num_splits: int = 0
+) -> Contestant:
+    """vLLM's copies of FlashAttention 2, 3 and 4, over pages. 0 splits: it chooses by the batch."""
+    from vllm.vllm_flash_attn.flash_attn_interface import (  # noqa: PLC0415
+        flash_attn_varlen_func,
+    )
 
     model = workload.model
     query, cache, lengths, tables, starts, _ = operands
     key, value = cache[:, :, 0::2].contiguous(), cache[:, :, 1::2].contiguous()
-    tables = tables.clamp(max=len(cache) - 1)
-    longest = max(q_len for q_len, _ in workload.sequences)
-    return lambda: flash_attn_with_kvcache(
+    window = [model.sliding_window - 1, 0] if model.sliding_window else None
+    return partial(
+        flash_attn_varlen_func,
         query,
         key,
         value,
-        cache_seqlens=lengths,
-        page_table=tables,
-        cu_seqlens_q=starts,
-        max_seqlen_q=longest,
+        max(q_len for q_len, _ in workload.sequences),
+        starts,
+        max(context for _, context in workload.sequences),
+        seqused_k=lengths,
+        block_table=tables.clamp(max=len(cache) - 1),
         causal=True,
         softmax_scale=model.attributes()["scale"],
-        window_size=((model.sliding_window or 0) - 1, 0 if model.sliding_window else -1),
+        window_size=window,
         softcap=model.soft_cap or 0.0,
+        num_splits=num_splits,
+        fa_version=version,
     )
+
+
+def torch_flash(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
+    """PyTorch's own FlashAttention 2, over gathered K and V."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: PLC0415
+
+    attend = torch_sdpa(workload, operands)
+
+    def run() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return attend()
+
+    return run
+
+
+def jax_flash_attention_3(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
+    """flash-attn3-jax over pages. It splits no context."""
+    from flash_attn3_jax import flash_mha_with_kvcache  # noqa: PLC0415
+
+    if len({q_len for q_len, _ in workload.sequences}) != 1:
+        raise DoesNotApply("queries of several lengths")
+    model = workload.model
+    query, cache, lengths, tables, *_ = operands
+    window = (model.sliding_window - 1, 0) if model.sliding_window else (-1, -1)
+
+    def attend(query: Any, key: Any, value: Any, lengths: Any, tables: Any) -> Any:
+        out = flash_mha_with_kvcache(
+            query,
+            key,
+            value,
+            cache_seqlens=lengths,
+            page_table=tables,
+            softmax_scale=model.attributes()["scale"],
+            is_causal=True,
+            window_size=window,
+        )
+        return out.reshape(-1, *out.shape[2:])
+
+    arrays = (
+        query.unflatten(0, (len(workload.sequences), -1)),
+        cache[:, :, 0::2],
+        cache[:, :, 1::2],
+        lengths,
+        tables.clamp(max=len(cache) - 1),
+    )
+    return Jitted(attend, *map(to_jax, arrays))
 
 
 def jax_cudnn(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
@@ -127,9 +193,30 @@ def jax_pallas(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
 
 PEERS: dict[str, Maker] = {
     "FlashInfer": flashinfer,
-    "FlashAttention-3": flash_attention_3,
+    "FlashInfer, fixed_split_size": partial(flashinfer, fixed_split_size=True),
+    "FlashInfer, disable_split_kv": partial(flashinfer, disable_split_kv=True),
+    "FlashInfer, fa2": partial(flashinfer, backend="fa2"),
+    "FlashAttention-3": partial(flash_attention, version=3),
+    "FlashAttention-3, num_splits=1": partial(flash_attention, version=3, num_splits=1),
+    "FlashAttention-2": partial(flash_attention, version=2),
+    "FlashAttention-2, num_splits=1": partial(flash_attention, version=2, num_splits=1),
+    "FlashAttention-4, num_splits=1": partial(flash_attention, version=4, num_splits=1),
     "torch SDPA (contiguous)": torch_sdpa,
+    "torch SDPA, FlashAttention-2 (contiguous)": torch_flash,
+    "flash-attn3-jax": jax_flash_attention_3,
     "JAX cuDNN (contiguous)": jax_cudnn,
     "JAX Pallas": jax_pallas,
 }
-PACKAGES = ("flashinfer-python", "flash_attn_3")
+for name, make in PEERS.items():
+    if name.startswith("FlashInfer"):
+        takes_8_bits(make)
+
+# Beside each library's fastest mode, the modes with the same bits in any batch.
+BATCH_INVARIANT = {
+    "FlashInfer": ("FlashInfer, fixed_split_size", "FlashInfer, disable_split_kv"),
+    "FlashAttention-3": ("FlashAttention-3, num_splits=1",),
+    "FlashAttention-2": ("FlashAttention-2, num_splits=1",),
+    "FlashAttention-4": ("FlashAttention-4, num_splits=1",),
+    "flash-attn3-jax": ("flash-attn3-jax",),
+}
+PACKAGES = ("flashinfer-python", "vllm", "flash-attn-4", "flash-attn3-jax")

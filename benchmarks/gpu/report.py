@@ -1,116 +1,176 @@
-"""Shows the results of ``make gpu-check`` as tables, on the terminal and in Markdown."""
+"""Shows the results of ``make gpu-check`` in Markdown: the answers, the steps and the contests."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
-Rows = list[list[str]]
 OUTCOMES = {True: "ok", False: "FAILED", None: "left out"}
 
 
-def _steps(results: dict[str, Any]) -> tuple[list[str], Rows]:
-    return ["step", "outcome", "seconds", "last words"], [
-        [name, OUTCOMES[step["ok"]], str(step["seconds"]), step["last_words"][:100]]
-        for name, step in results["steps"].items()
-    ]
+def figures(results: Mapping[str, Any]) -> dict[str, float]:
+    """All numbers that the steps have found, by step and name. A contest's are microseconds; under
+    "same bits", 1 says that a variant's results have the bits of the module in use."""
+
+    def walk(name: str, value: Any) -> Iterator[tuple[str, float]]:
+        if isinstance(value, Mapping) and "rows" in value:
+            for row in value["rows"]:
+                title = f"{name}/{row['kind']} {row['workload']}"
+                yield from ((f"{title}/{key}", x * 1e6) for key, x in row["seconds"].items())
+                for key, is_same in row.get("same_bits", {}).items():
+                    yield f"{name}/same bits/{row['kind']} {row['workload']}/{key}", float(is_same)
+        elif isinstance(value, Mapping):
+            for key, inner in value.items():
+                yield from walk(f"{name}/{key}" if name else key, inner)
+        elif isinstance(value, (int, float)):
+            yield name, float(value)
+
+    return dict(walk("", results))
 
 
-def _timings(bench: dict[str, Any]) -> tuple[list[str], Rows]:
-    """Microseconds, the share of the limit, and the ratio to the fastest other library."""
-    limits, ours = bench["limits"], bench["ours"]
-    known = {name: None for row in bench["rows"] for name in (*row["seconds"], *row["absent"])}
-    others = [name for name in known if name not in ours]
-    rows = []
-    for row in bench["rows"]:
-        seconds: dict[str, float] = row["seconds"]
-        mine = [seconds[name] for name in ours if name in seconds]
-        peers = [seconds[name] for name in others if name in seconds]
-        if row["kind"] == "decode":
-            rate, limit, unit = row["kv_bytes"] / 1e9, limits["read_bytes_per_s"] / 1e9, "GB/s"
-        else:
-            rate, limit, unit = row["flops"] / 1e12, limits["matmul_flops_per_s"] / 1e12, "TFLOP/s"
-        best = min(mine, default=float("nan"))
-        rows.append(
-            [
-                row["kind"],
-                row["workload"],
-                *(_microseconds(seconds.get(name)) for name in (*ours, *others)),
-                f"{rate / best:.0f} {unit}",
-                f"{rate / best / limit:.0%}",
-                f"{min(peers) / best:.2f}" if peers and mine else "no peer",
-            ]
+def answers(
+    questions: Sequence[Mapping[str, Any]], results: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Each question with its figure and decision; both are None while the figure is missing.
+
+    A figure is the least of those that match a pattern, divided by the least that matches `over`,
+    or less that which matches `minus`.
+    """
+    found = figures(results)
+
+    def least(pattern: str) -> float | None:
+        return min((x for name, x in found.items() if fnmatchcase(name, pattern)), default=None)
+
+    answered = []
+    for question in questions:
+        figure, decision = least(question["figure"]), None
+        for key in question.keys() & {"over", "minus"}:
+            other = least(question[key])
+            if figure is None or other is None:
+                figure = None
+            else:
+                figure = figure / other if key == "over" else figure - other
+        if figure is not None:
+            holds = figure <= question.get("at_most", figure)
+            holds &= figure >= question.get("at_least", figure)
+            decision = question["then"] if holds else question["else"]
+        answered.append(
+            {
+                "question": question["question"],
+                "prediction": question.get("prediction"),
+                "figure": figure,
+                "decision": decision,
+            }
         )
-    columns = ["kind", "workload", *(f"{name}, us" for name in (*ours, *others))]
-    return [*columns, "rate", "of the limit", "best peer's time / ours"], rows
+    return answered
 
 
-def _microseconds(value: float | None) -> str:
-    return "-" if value is None else f"{value * 1e6:.1f}"
+def _answers(results: Mapping[str, Any]) -> Iterator[list[str]]:
+    for answer in results["answers"]:
+        prediction, figure = answer["prediction"], answer["figure"]
+        expected = "" if prediction is None else "{:g} to {:g}".format(*prediction)
+        if prediction and figure is not None and not prediction[0] <= figure <= prediction[1]:
+            expected += ": WRONG"
+        shown = "" if figure is None else f"{figure:.4g}"
+        yield [answer["question"], expected, shown, answer["decision"] or ""]
 
 
-def _limits(bench: dict[str, Any]) -> str:
-    limits = bench["limits"]
-    return (
-        f"In this run the GPU read {limits['read_bytes_per_s'] / 1e9:.0f} GB/s, copied "
-        f"{limits['copy_bytes_per_s'] / 1e9:.0f} GB/s and multiplied "
-        f"{limits['matmul_flops_per_s'] / 1e12:.0f} TFLOP/s (bfloat16, 8192 cubed)."
-    )
+def _contest(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) -> str:
+    """Microseconds of each contestant; for the fastest, its rate, the share of the limit, and the
+    clock and power meanwhile."""
+    names = list(dict.fromkeys(name for row in rows for name in row["seconds"]))
+    cells = []
+    for row in rows:
+        seconds: Mapping[str, float] = row["seconds"]
+        is_decode = row["kind"] == "decode"
+        amount, unit = (row["kv_bytes"], "GB/s") if is_decode else (row["flops"], "TFLOP/s")
+        scale = 1e9 if is_decode else 1e12
+        limit = limits.get("read_bytes_per_s" if is_decode else "matmul_flops_per_s")
+        line = [row["kind"], row["workload"]]
+        for name in names:
+            if name not in seconds:
+                line.append("-")
+                continue
+            rate = amount / seconds[name]
+            words = [f"{seconds[name] * 1e6:.1f} us", f"{rate / scale:.0f} {unit}"]
+            if limit:
+                words.append(f"{rate / limit:.0%}")
+            if gauges := row.get("gauges", {}).get(name):
+                words.append(f"{gauges['mhz']:.0f} MHz, {gauges['watts']:.0f} W")
+                words.append(f"{rate / scale / gauges['mhz'] * 1e3:.0f} {unit} per GHz")
+            line.append(", ".join(words))
+        cells.append(line)
+    return table(["kind", "workload", *names], cells)
 
 
-def _notes(bench: dict[str, Any]) -> list[str]:
-    there = ", ".join(f"{name} {version}" for name, version in bench["peers"].items() if version)
+def _notes(contest: Mapping[str, Any]) -> list[str]:
+    there = ", ".join(f"{name} {version}" for name, version in contest["peers"].items() if version)
     reasons: dict[str, set[str]] = {}
-    for row in bench["rows"]:
+    for row in contest["rows"]:
         for name, reason in row["absent"].items():
             reasons.setdefault(name, set()).add(reason)
     lines = [f"other libraries: {there}"] if there else []
     lines += [f"{name}: {'; '.join(sorted(why))}" for name, why in sorted(reasons.items())]
-    if bench["not_measured"]:
-        lines.append(f"not measured, for lack of time: {', '.join(bench['not_measured'])}")
+    if left := contest.get("not_measured"):
+        lines.append(f"not measured, for lack of time: {', '.join(left)}")
     return lines
 
 
-def markdown(results: dict[str, Any]) -> str:
+def markdown(results: Mapping[str, Any]) -> str:
     """The whole report."""
     machine = results["machine"]
     versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items() if v)
     parts = [
         f"{machine['name']}, driver {machine['driver_version']}, clocks up to "
-        f"{machine['clocks.max.sm']} and {machine['clocks.max.memory']}; "
-        f"Python {machine['python']}, {versions}; commit {machine['commit']}.",
-        "The comparison names the kernels in use. XLA_GPU_CUDA_KERNELS=portable in the environment "
-        "chooses those that run on all GPUs.",
-        _table(*_steps(results)),
+        f"{machine['clocks.max.sm']} and {machine['clocks.max.memory']}, at most "
+        f"{machine['power.limit']}; Python {machine['python']}, {versions}.",
+        table(["question", "prediction", "figure", "decision"], _answers(results)),
+        table(
+            ["step", "outcome", "seconds", "last words"],
+            (
+                [name, OUTCOMES[step["ok"]], str(step["seconds"]), step["last_words"][:100]]
+                for name, step in results["steps"].items()
+            ),
+        ),
     ]
-    if "benchmark" in results:
-        parts += [_limits(results["benchmark"]), _table(*_timings(results["benchmark"]))]
-        parts += ["\n".join(f"* {line}" for line in _notes(results["benchmark"]))]
+    limits = results["results"].get("limits") or {}
+    if limits:
+        parts.append(limits_sentence(limits))
+    for name, found in results["results"].items():
+        if found and "rows" in found:
+            notes = "\n".join(f"* {line}" for line in _notes(found))
+            parts += [f"## {name}", _contest(found["rows"], limits), notes]
     for name, step in results["steps"].items():
         if "log" in step:
-            parts.append(f"The end of the log of {name}:\n\n```\n{step['log']}\n```")
+            parts.append(f"The end of the log of {name}:\n\n```\n{step['log'].rstrip()}\n```")
     return "\n\n".join(parts) + "\n"
 
 
-def _table(columns: list[str], rows: Rows) -> str:
+def limits_sentence(limits: Mapping[str, float]) -> str:
+    """What the GPU can do at most."""
+    return (
+        f"The GPU read {limits['read_bytes_per_s'] / 1e12:.2f} TB/s and multiplied "
+        f"{limits['matmul_flops_per_s'] / 1e12:.0f} TFLOP/s."
+    )
+
+
+def table(columns: Sequence[str], rows: Iterator[list[str]] | list[list[str]]) -> str:
+    """A table in Markdown."""
     cells = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
-def show(results: dict[str, Any]) -> None:
-    """Prints the tables."""
-    from rich.console import Console  # noqa: PLC0415  (may come with a pack, after this import)
-    from rich.table import Table  # noqa: PLC0415
-
-    console = Console(width=200)
-    tables = [_steps(results)] + (
-        [_timings(results["benchmark"])] if "benchmark" in results else []
-    )
-    for columns, rows in tables:
-        table = Table(*columns)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-    if "benchmark" in results:
-        console.print(_limits(results["benchmark"]))
-        for line in _notes(results["benchmark"]):
-            console.print(f"  {line}")
+def summary(results: Mapping[str, Any], steps: Iterable[Mapping[str, Any]]) -> str:
+    """What is proven and answered, and which of the steps are left, with the seconds that they
+    take."""
+    outcomes = results["steps"]
+    proven = [name for name, step in outcomes.items() if step["ok"]]
+    left = [step for step in steps if outcomes.get(step["name"], {"ok": False})["ok"] is False]
+    answered = [x for x in results["answers"] if x["figure"] is not None]
+    lines = [f"proven or measured: {', '.join(proven) or 'nothing'}"]
+    lines += [f"* {x['question']}: {x['figure']:.4g}: {x['decision']}" for x in answered]
+    lines.append(f"questions without an answer: {len(results['answers']) - len(answered)}")
+    names = ", ".join(step["name"] for step in left) or "nothing"
+    lines.append(f"left, about {sum(step['seconds'] for step in left)} s: {names}")
+    return "\n".join(lines)

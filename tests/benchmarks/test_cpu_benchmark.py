@@ -35,7 +35,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def row(workload: Workload, *left_out: str) -> dict[str, Any]:
     makers = {name: x for name, x in (contest.OURS | PEERS).items() if name not in left_out}
-    return contest.row_of(workload, "cpu", makers, bench.limits())
+    return contest.row_of(workload, makers, bench.limits())
 
 
 def test_rows_and_their_report(

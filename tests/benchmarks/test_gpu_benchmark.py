@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib.metadata
+import itertools
 import json
 import random
-import shutil
 import sys
 import time
 import weakref
+import zipfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,8 +21,7 @@ import torch
 
 import shared_ffi
 from benchmarks import contest, workloads
-from benchmarks.gpu import bench, check, pack, report
-from benchmarks.gpu.peers import PEERS
+from benchmarks.gpu import bench, check, launch, overview, pack, process, report
 from benchmarks.workloads import Workload, uniform
 from harness.workload import Model
 
@@ -57,54 +56,163 @@ def test_right_first(workload: Workload) -> None:
     assert contest.error_of(torch.full_like(result, torch.nan), workload, operands) > 1
 
 
-def test_a_row_and_its_tables(tmp_path: Path) -> None:
-    results: dict[str, Any] = {
-        "machine": {
-            "name": "GPU",
-            "driver_version": "1",
-            "clocks.max.sm": "1 MHz",
-            "clocks.max.memory": "1 MHz",
-            "python": "3",
-            "versions": {"torch": "2", "flashinfer-python": None},
-            "commit": "abc",
-        },
-        "steps": {
-            "kernels": {"ok": True, "seconds": 1.0, "last_words": "3 passed"},
-            "backends": {"ok": False, "seconds": 1.0, "last_words": "1 failed", "log": "E  wrong"},
-            "racecheck": {"ok": None, "seconds": 0, "last_words": "too old"},
-        },
-        "benchmark": {
-            "ours": [*contest.OURS_ON_GPUS],
-            "peers": {"flashinfer-python": None, "flash_attn_3": "3.0"},
-            "limits": bench.limits("cpu"),
-            "rows": [
-                contest.row_of(DECODE, "cpu", contest.OURS_ON_GPUS | PEERS),
-                contest.row_of(PREFILL, "cpu", contest.OURS_ON_GPUS | PEERS),
-                contest.row_of(
-                    dataclasses.replace(DECODE, cache_dtype="int8"),
-                    "cpu",
-                    contest.OURS_ON_GPUS | PEERS,
-                ),
-            ],
-            "not_measured": ["131072"],
-        },
-    }
-    decode, prefill, eight_bit = results["benchmark"]["rows"]
-    assert {"torch eager", "JAX", "torch SDPA (contiguous)"} <= set(decode["seconds"])
-    assert set(eight_bit["seconds"]) == {"torch eager", "JAX", "torch eager, max_query_len"}
-    assert eight_bit["kv_bytes"] == decode["kv_bytes"] / 2
-    portable = "torch eager, XLA_GPU_CUDA_KERNELS=portable"
+VARIANT = Path(shared_ffi._native.__file__)
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Another lab.json, of one contest with a variant and two environments."""
+    steps = [
+        {
+            "name": "decode",
+            "seconds": 60,
+            "command": "",
+            "contestants": {
+                "": ["torch eager, max_query_len", "FlashInfer"],
+                "*": ["torch eager*"],
+                "one thread": ["torch eager"],
+                "broken": ["torch eager"],
+            },
+            "environments": {
+                "one thread": {"OMP_NUM_THREADS": "1"},
+                "broken": {"OMP_NUM_THREADS": 1},
+            },
+        }
+    ]
+    path = tmp_path / "lab.json"
+    path.write_text(json.dumps({"names": {}, "steps": steps, "questions": []}))
+    monkeypatch.setattr(bench, "LAB", path)
+    monkeypatch.setattr(check, "LAB", path)
+    return path
+
+
+def run_contest(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> Any:
+    command = ["bench", "decode", "--rehearse", "--out", str(out), *words]
+    monkeypatch.setattr(sys, "argv", command)
+    bench.main()
+    return json.loads(out.read_text())
+
+
+def test_builds_and_environments_take_turns(
+    lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each in a process of its own. One that dies leaves the others running."""
+    monkeypatch.setattr(bench, "rehearsal", lambda: [DECODE, PREFILL])
+    out = tmp_path / "decode.json"
+    results = run_contest(
+        monkeypatch, out, "--variant", f"new={VARIANT}", "--variant", "none=absent.so"
+    )
+    decode, prefill = results["rows"]
+    hint = "torch eager, max_query_len"
+    measured = {hint, "new: torch eager", f"new: {hint}", "one thread: torch eager"}
+    assert decode["seconds"].keys() == measured == decode["gauges"].keys()
+    assert decode["same_bits"] == {f"new: {hint}": True}
+    assert prefill["seconds"].keys() == {"new: torch eager", "one thread: torch eager"}
+    assert decode["absent"]["none: torch eager"] == "its process died"
+    assert decode["absent"]["broken: torch eager"] == "its process died"
+    assert decode["absent"]["FlashInfer"].startswith("ModuleNotFoundError")
+    portable = "new: torch eager, XLA_GPU_CUDA_KERNELS=portable"
     assert prefill["absent"][portable] == "does not compute on the CPU"
-    assert "FlashInfer" in decode["absent"] and "FlashInfer" not in decode["seconds"]
-    json.dumps(results)
-    text = report.markdown(results)
-    assert "| decode | decode |" in text and "GB/s" in text and "TFLOP/s" in text
-    assert "| kernels | ok |" in text and "| racecheck | left out |" in text
-    assert "| backends | FAILED |" in text and "backends:\n\n```\nE  wrong\n```" in text
-    assert "* other libraries: flash_attn_3 3.0\n" in text
+
+    found = report.figures({"decode": results})
+    title = "decode/decode decode"
+    assert found[f"{title}/new: torch eager"] == decode["seconds"]["new: torch eager"] * 1e6
+    assert found[f"decode/same bits/decode decode/new: {hint}"] == 1
+    decode["gauges"][hint] = {"mhz": 1500, "watts": 600}
+    decode["seconds"][hint] = decode["kv_bytes"] / 1.5e12
+    text = report.markdown(RESULTS | {"results": {"decode": results, "limits": LIMITS}})
+    assert "1500 GB/s, 50%, 1500 MHz, 600 W, 1000 GB/s per GHz" in text
     assert "* FlashInfer: ModuleNotFoundError" in text
-    assert "not measured, for lack of time: 131072" in text
-    report.show(results)
+
+
+def test_a_contest_that_is_cut_off_is_continued(
+    lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "rehearsal", lambda: [DECODE, PREFILL])
+    done = []
+
+    def row_of(workload: Workload, *_: Any) -> dict[str, Any]:
+        if done == ["decode"] and workload is PREFILL:
+            done.append("killed")
+            raise KeyboardInterrupt
+        done.append(workload.name)
+        return {"kind": workload.kind, "workload": workload.name, "seconds": {}}
+
+    monkeypatch.setattr(bench, "row_of", row_of)
+    out = tmp_path / "decode.json"
+    with pytest.raises(KeyboardInterrupt):
+        run_contest(monkeypatch, out)
+    assert json.loads(out.read_text())["not_measured"] == ["prefill prefill"]
+    results = run_contest(monkeypatch, out)
+    assert [row["workload"] for row in results["rows"]] == ["decode", "prefill"]
+    assert results["not_measured"] == [] and done == ["decode", "killed", "prefill"]
+
+
+def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "limits.json"
+    monkeypatch.setattr(sys, "argv", ["bench", "limits", "--rehearse", "--out", str(out)])
+    bench.main()
+    assert json.loads(out.read_text()).keys() == LIMITS.keys()
+
+
+@pytest.mark.parametrize(("question", "figure", "decision"), [
+    ({"figure": "copies/1 x 8192/[BC]*", "over": "copies/1 x 8192/A*", "at_most": 0.985}, 0.9, "yes"),
+    ({"figure": "copies/1 x 8192/[BC]*", "minus": "copies/1 x 8192/A*", "at_most": -2}, -1.0, "no"),
+    ({"figure": "copies/1 x 8192/A*", "at_least": 10}, 10.0, "yes"),
+    ({"figure": "copies/1 x 8192/A*", "at_least": 10.1}, 10.0, "no"),
+    ({"figure": "copies/1 x 8192/A*", "over": "copies/2 x 8192/A*", "at_most": 1}, None, None),
+], ids=["ratio", "difference", "least", "too little", "not measured"])  # fmt: skip
+def test_an_answer(question: dict[str, Any], figure: float | None, decision: str | None) -> None:
+    results = {"copies": {"1 x 8192": {"A cp.async": 10.0, "B box": 9.5, "C two boxes": 9.0}}}
+    question |= {"question": "?", "then": "yes", "else": "no", "prediction": [9.9, 11]}
+    (answer,) = report.answers([question], results)
+    assert answer == {
+        "question": "?", "prediction": [9.9, 11], "figure": figure, "decision": decision
+    }  # fmt: skip
+    text = report.markdown(RESULTS | {"answers": [answer]})
+    assert ("9.9 to 11: WRONG" in text) == (figure is not None and figure < 9.9)
+
+
+def test_the_lab_fits_and_asks_what_it_measures() -> None:
+    """All steps, with two candidates, take 25 minutes on a GPU, and the questions ten of them. A
+    question's figures have names that a step writes."""
+    lab = check.lab()
+    steps = list(check.steps_of(["", "one", "two", "stamps"]))
+    assert [step["name"] for step in steps if step["name"].startswith("ncu")] == [
+        *("ncu", "ncu, one", "ncu, two")
+    ]
+    assert sum(step["seconds"] for step in steps) < 25 * 60
+    of_questions = {x["figure"].partition("/")[0] for x in lab["questions"]}
+    last = max(
+        i
+        for i, step in enumerate(steps)
+        if step["name"].partition(",")[0] in of_questions - {"invariant"}
+    )
+    assert sum(step["seconds"] for step in steps[: last + 1]) < 560
+    titles = {bench.title(workload) for workload in bench.workloads(None)}
+    names = [step["name"] for step in lab["steps"]]
+    assert len({*names}) == len(names)
+    contests = {step["name"]: step for step in lab["steps"] if "contestants" in step}
+    for step in contests.values():
+        assert all(row in titles for row in step.get("rows", []))
+        for patterns in step["contestants"].values():
+            assert all(bench.chosen(process.MAKERS, [pattern]) for pattern in patterns), step[
+                "name"
+            ]
+    for question in lab["questions"]:
+        for pattern in (question[key] for key in ("figure", "over", "minus") if key in question):
+            step, row, who = (*pattern.split("/"), "")[:3]
+            assert step in names, pattern
+            if step in contests and row != "same bits":
+                assert row in contests[step]["rows"], pattern
+                makers = [
+                    name
+                    for x in contests[step]["contestants"].values()
+                    for name in bench.chosen(process.MAKERS, x)
+                ]
+                who = who.partition(": ")[2] or who
+                assert bench.chosen(makers, [who]), pattern
+        assert {"at_most", "at_least"} & question.keys() and {"then", "else"} <= question.keys()
 
 
 def test_lengths_of_a_trace(tmp_path: Path) -> None:
@@ -124,14 +232,11 @@ def test_programs_of_jax_are_timed_as_one() -> None:
         assert each.tolist() == alone().tolist()
 
 
-def test_copies_are_timed_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_computed_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU. Its graph is pretended here; the last of the copies is the one that is checked."""
     operands, made = Workload.operands, []
     monkeypatch.setattr(Workload, "operands", lambda self, _: operands(self, "cpu"))
     monkeypatch.setattr(contest, "copies_past_the_cache", lambda *_: 3)
-    monkeypatch.setattr(
-        contest, "seconds", lambda contestants, **_: {name: [6.0] for name in contestants}
-    )
     monkeypatch.setattr(torch.cuda, "CUDAGraph", mock.Mock)
     monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
 
@@ -143,9 +248,10 @@ def test_copies_are_timed_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         result = right(workload, operands)() * (2 if len(made) == 6 else 1)
         return lambda: result
 
-    row = contest.row_of(DECODE, "cuda", {"right": right, "wrong": wrong_at_last})
-    assert row["seconds"] == {"right": 2.0} and "allowed error" in row["absent"]["wrong"]
+    found = contest.prepare(DECODE, "cuda", {"right": right, "wrong": wrong_at_last}, calls=7)
+    assert [*found.contestants] == ["right"] and "allowed error" in found.absent["wrong"]
     assert len({operands[1].data_ptr() for operands in made}) == 3
+    assert found.calls == 9 and len(found.contestants["right"]()) == 9
 
 
 def test_a_graph_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,58 +265,90 @@ def test_a_graph_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_there() is not None and replay()[0].tolist() == [-1]
 
 
-WELL, BADLY = (
-    [sys.executable, "-c", f"print('words'); raise SystemExit({code})"] for code in (0, 1)
-)
 GPU = {
     "name": "GPU",
     "driver_version": "1",
-    "clocks.max.sm": "-",
-    "clocks.max.memory": "-",
+    "clocks.max.sm": "1 MHz",
+    "clocks.max.memory": "1 MHz",
+    "power.limit": "700 W",
     "python": "3",
-    "versions": {},
-    "commit": "abc",
+    "versions": {"torch": "2", "flashinfer-python": None},
 }
+LIMITS = {"read_bytes_per_s": 3e12, "copy_bytes_per_s": 3e12, "matmul_flops_per_s": 8e14}
+RESULTS: dict[str, Any] = {"machine": GPU, "steps": {}, "results": {}, "answers": []}
+WELL, BADLY, SLOW = "echo words", "echo words; exit 1", "sleep 60"
+
+
+def step(name: str, seconds: float = 20, **more: Any) -> dict[str, Any]:
+    return {"name": name, "seconds": seconds, **more}
 
 
 def test_steps(tmp_path: Path) -> None:
     """Steps that passed are not repeated. Steps that failed, were skipped or ran out of time are
     named."""
-    slow = [sys.executable, "-c", "import time; time.sleep(60)"]
-    steps = check.Steps(tmp_path, GPU)
-    assert not steps.do("badly", BADLY, 60)
-    assert not steps.do("absent", ["no-such-tool"], 60)
-    assert not steps.do("slow", slow, 0.5)
+    modules = {"": "1", "new": "2"}
+    steps = check.Steps(tmp_path, GPU, modules)
+    assert not steps.do(step("badly"), BADLY)
+    assert not steps.do(step("slow", 0.2), SLOW)
     steps.leave_out("racecheck", "too old")
-    assert not steps.do("skipped", [sys.executable, "-c", "print('3 skipped in 2 s')"], 60)
+    assert not steps.do(step("skipped"), "echo 3 skipped in 2 s")
     assert steps.results["steps"]["skipped"]["ok"] is None
-    assert steps.do("well 1/2", WELL, 60)
+    measures = f"echo '{{\"x\": 1}}' > {steps.out('well')}; {WELL}"
+    assert steps.do(step("well"), measures)
+    assert steps.do(step("of all", of_variants=True), WELL)
     assert not steps.went_well
     words = {name: step["last_words"] for name, step in steps.results["steps"].items()}
     assert words == {
         "badly": "words",
-        "absent": "no-such-tool is not installed",
-        "slow": "stopped after 0 s",
+        "slow": "stopped after 1 s",
         "racecheck": "too old",
         "skipped": "3 skipped in 2 s",
-        "well 1/2": "words",
+        "well": "words",
+        "of all": "words",
     }
-    assert "| badly | FAILED |" in (tmp_path / "report.md").read_text()
+    text = (tmp_path / "report.md").read_text()
+    assert "| badly | FAILED |" in text and "| racecheck | left out |" in text
+    assert "badly:\n\n```\nwords\n```" in text
+    assert report.figures(steps.results["results"]) == {"well/x": 1}
+    summary = report.summary(steps.results, [step("badly", 7), step("well", 3), step("never", 5)])
+    assert "proven or measured: well, of all" in summary
+    assert "left, about 12 s: badly, never" in summary
 
-    later = check.Steps(tmp_path, GPU, only=["well", "badly"], seconds=0)
-    assert later.do("well 1/2", BADLY, 60)
-    assert not later.do("slow", WELL, 60) and not later.do("badly", WELL, 60)
-    assert later.results["steps"]["badly"]["last_words"].startswith("no time was left")
+    later = check.Steps(tmp_path, GPU, modules, only=["well", "badly"], seconds=0)
+    assert report.figures(later.results["results"]) == {"well/x": 1}
+    assert later.do(step("well"), measures)
+    assert not later.do(step("slow"), WELL) and not later.do(step("badly"), WELL)
+    assert later.results["steps"]["badly"]["last_words"] == "0 s were left, and it takes 20"
 
-    again = check.Steps(tmp_path, GPU, again=True, only=["well"])
-    assert "slow" in again.results["steps"] and not again.do("well 1/2", BADLY, 60)
-    assert not check.Steps(tmp_path, GPU | {"commit": "another"}).results["steps"]
+    # Another variant counts for steps of all variants only.
+    other = check.Steps(tmp_path, GPU, modules | {"new": "3"})
+    assert not other.do(step("of all", of_variants=True), BADLY)
+    again = check.Steps(tmp_path, GPU, modules, again=True, only=["well"])
+    assert "slow" in again.results["steps"] and not again.do(step("well"), BADLY)
+    assert not check.Steps(tmp_path, GPU | {"name": "another"}, modules).results["steps"]
+
+
+def test_a_step_is_continued_on_another_machine(tmp_path: Path) -> None:
+    """From report.json alone, which has the results of what was cut off."""
+
+    def command(steps: check.Steps) -> str:
+        return (
+            f"test -f '{steps.out('contest')}' || (echo '{{}}' > '{steps.out('contest')}'; exit 1)"
+        )
+
+    first = check.Steps(tmp_path / "run", GPU, {"": "1"})
+    assert not first.do(step("contest"), command(first))
+    (tmp_path / "run/contest.json").unlink()
+    second = check.Steps(tmp_path / "run", GPU, {"": "1"})
+    assert second.results["results"]["contest"] == {}
+    assert not second.do(step("contest"), command(second))  # nothing was measured yet
+    second.results["results"]["contest"] = {"peers": {}, "rows": []}
+    assert second.do(step("contest"), command(second))
 
 
 def test_a_step_leaves_no_process(tmp_path: Path) -> None:
-    program = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid)"
-    steps = check.Steps(tmp_path, GPU)
-    assert steps.do("short", [sys.executable, "-c", program], 60)
+    steps = check.Steps(tmp_path, GPU, {"": "1"})
+    steps.do(step("short"), "sleep 60 & echo $!")
     status = Path("/proc", steps.results["steps"]["short"]["last_words"], "status")
     deadline = time.monotonic() + 10
     while status.exists() and "zombie" not in status.read_text():
@@ -218,41 +356,112 @@ def test_a_step_leaves_no_process(tmp_path: Path) -> None:
 
 
 class Recorded(check.Steps):
-    """Steps that are not done; those named by `failing` fail."""
+    """Steps that are not done."""
 
-    failing: tuple[str, ...] = ()
-
-    def do(self, name: str, command: Any, seconds: float, **environment: str) -> bool:
-        self.results["steps"][name] = {
-            "ok": name not in self.failing,
-            "portable": environment.get("XLA_GPU_CUDA_KERNELS") == "portable",
-        }
-        return name not in self.failing
+    def do(self, step: Any, command: str) -> bool:
+        self.results["steps"][step["name"]] = {**step, "ok": True, "command": command}
+        return True
 
     def leave_out(self, name: str, reason: str) -> None:
         self.results["steps"][name] = {"ok": None, "command": reason}
 
 
-@pytest.mark.parametrize("is_hopper", [True, False])
-def test_order_on_a_gpu(is_hopper: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The benchmark comes before the backends and the sanitizers; it measures no kernel that fails."""
-    monkeypatch.setattr(check, "newest_sanitizer", lambda: "compute-sanitizer")
-    steps = Recorded(tmp_path, GPU)
-    check.check(steps, is_hopper, [])
+@pytest.mark.parametrize("key", ["command", "rehearsal"])
+def test_order(key: str, tmp_path: Path) -> None:
+    """The questions come before the proofs, and the tables before what is slow."""
+    steps = Recorded(tmp_path, GPU, {"": "1", "new": "2"})
+    names = ("python", "cores", "sanitizer", "tools", "variants", "emulated", "trace")
+    modules = {"": Path("today.so"), "new": Path("new.so")}
+    check.check(steps, modules, {name: f"<{name}>" for name in names}, key)
     done = steps.results["steps"]
-    names = list(dict.fromkeys(name.partition(",")[0] for name in done))
-    hopper = ["kernels for Hopper"] if is_hopper else []
-    others = ["comparison", "benchmark", "backends", *check.SANITIZERS]
-    assert names == ["import", "kernels", *hopper, *others]
-    assert done["racecheck, portable"]["ok"] and done["memcheck, portable"]["portable"]
-    in_use = ("comparison", "benchmark", "backends, torch")
-    assert not any(done[name]["portable"] for name in in_use)
-    if is_hopper:
-        assert done["racecheck, by GPU"]["ok"] is None
-        assert not done["memcheck, by GPU"]["portable"]
-        steps.failing = ("kernels for Hopper",)
-        check.check(steps, is_hopper, [])
-        assert all(done[name]["portable"] for name in in_use)
+    firsts = list(dict.fromkeys(name.partition(",")[0] for name in done))
+    assert firsts == [
+        *(
+            "import",
+            "limits",
+            "copies",
+            "decode",
+            "prefill",
+            "portable",
+            "jax",
+            "stamps",
+            "ncu",
+            "kernels",
+        ),
+        *("kernels for Hopper", "comparison", "replays", "backends", "invariant", "table"),
+        *("memcheck", "initcheck", "synccheck", "racecheck"),
+    ]
+    assert not any("{" in step["command"] for step in done.values())
+    assert "--module new.so" in done["ncu, new"]["command"]
+    assert "--native today.so" in done["kernels"]["command"]
+    assert "--module today.so" in done["decode"]["command"]
+    assert done["racecheck, by GPU"]["ok"] is None
+    if key == "command":
+        portable = {
+            name
+            for name, x in done.items()
+            if (x.get("environment") or {}).get("XLA_GPU_CUDA_KERNELS")
+        }
+        assert portable == {f"{tool}check, portable" for tool in ("mem", "race", "init", "sync")}
+    else:
+        assert done["memcheck, portable"]["command"] == "needs a GPU"
+
+
+def test_counters_of_a_profile() -> None:
+    """On ncu's raw page, after what the program printed."""
+    page = (
+        'a line\n"ID","Kernel Name","gpu__time_duration.sum","launch__grid_size"\n"","","us",""\n'
+        '"0","Add","1","1"\n"1","void PrefillAttention<X>(Y)","9","7"\n'
+        '"2","DecodeAttention","1,021.5","32"\n"3","Add","1","1"\n"4","DecodeAttention","9","264"\n'
+    )
+    found = launch.counters(page, ["one", "two"])
+    assert found["one"] == {"ID": 2, "gpu__time_duration.sum": 1021.5, "launch__grid_size": 32}
+    assert found["two"]["launch__grid_size"] == 264
+    with pytest.raises(ValueError, match="zip"):
+        launch.counters(page, ["one"])
+
+
+def test_clocks_of_a_build_with_stamps() -> None:
+    """The median of the blocks that got work, in the last call."""
+    text = (
+        "stamps 1 2 3 4 5 6 7\nlast call of one\nstamps 10 11 12 13 14 15 16\n"
+        "stamps 20 23 22 23 24 25 26\nstamps 30 31 0 0 0 0 0\nlast call of two\nstamps 0 1 2 3 4 5 6\n"
+    )
+    with pytest.raises(AssertionError, match="two: no thread block"):
+        launch.clocks(text, ["one", "two"])
+    assert launch.clocks(text, ["one"])["one"] == {
+        "ready": 2, "scheduled": 2, "copies": 3, "first tile": 4, "last tile": 5, "finished": 6
+    }  # fmt: skip
+
+
+def test_replays_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "rehearsal", lambda: [DECODE])
+    launch.replay(["decode decode"], 2, is_rehearsal=True)
+    noise = itertools.count()
+    monkeypatch.setattr(
+        contest, "ours_with_hint", lambda *_: lambda: torch.full((2,), next(noise) // 200)
+    )
+    with pytest.raises(AssertionError, match="decode decode: replay 2 has other bits"):
+        launch.replay(["decode decode"], 4, is_rehearsal=True)
+
+
+def test_the_pages_say_what_was_measured(tmp_path: Path) -> None:
+    """Each page is as the command writes it; results of new steps become tables."""
+    results = json.loads(overview.KEPT.read_text())
+    for page in overview.PAGES:
+        text = page.read_text()
+        assert "<!-- gpu: " in text and overview.written(text, results) == text, (
+            f"python -m benchmarks.gpu.overview writes {page}"
+        )
+    assert "not measured" in overview.invariant(results) and "not measured" in overview.jax(results)
+    row = results["results"]["table"]["rows"][1]
+    row["seconds"] |= {"FlashAttention-3, num_splits=1": 3e-5, "no command buffers: JAX": 4e-5}
+    results["results"]["invariant"] = results["results"]["jax"] = {"rows": [row]}
+    assert "| call | ours | FlashInfer | FlashAttention-3, num_splits=1 |" in overview.invariant(
+        results
+    )
+    assert "| decode 1 of 8192 | 37.2 | 22.7 | 30.0 |" in overview.invariant(results)
+    assert "| decode 1 of 8192 | 37.2 | 40.0 |" in overview.jax(results)
 
 
 def test_the_newest_compute_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,59 +479,19 @@ def test_the_newest_compute_sanitizer(tmp_path: Path, monkeypatch: pytest.Monkey
         assert check.newest_sanitizer() == str(path)
 
 
-def test_a_benchmark_that_is_cut_off_is_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench, "rehearsal", lambda: [DECODE, PREFILL])
-    monkeypatch.setattr(bench, "limits", lambda _: {"read_bytes_per_s": 1.0})
-    done = []
-
-    def row_of(workload: Workload, *_: Any) -> dict[str, Any]:
-        if done == ["decode"] and workload is PREFILL:
-            done.append("killed")
-            raise KeyboardInterrupt
-        done.append(workload.name)
-        return {"kind": workload.kind, "workload": workload.name, "seconds": {}}
-
-    monkeypatch.setattr(bench, "row_of", row_of)
-    out = tmp_path / "benchmark.json"
-
-    command = ["bench", "--rehearse", "--out", str(out), "--seconds"]
-
-    def run(seconds: str) -> Any:
-        monkeypatch.setattr(sys, "argv", [*command, seconds])
-        bench.main()
-
-    with pytest.raises(KeyboardInterrupt):
-        run("60")
-    assert json.loads(out.read_text())["not_measured"] == ["prefill"]
-    with pytest.raises(SystemExit, match="1"):
-        run("0")
-    with pytest.raises(SystemExit, match="0"):
-        run("60")
-    results = json.loads(out.read_text())
-    assert [row["workload"] for row in results["rows"]] == ["decode", "prefill"]
-    assert results["not_measured"] == [] and done == ["decode", "killed", "prefill"]
-
-    monkeypatch.setattr(bench, "versions", lambda _: {"flashinfer-python": "1"})
-    with pytest.raises(SystemExit, match="0"):
-        run("60")
-    assert done[3:] == ["decode", "prefill"]
-
-
 @pytest.fixture
 def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A pack of small files, in pieces of 1000 bytes, for sources in another folder."""
+    """A pack of small files, for sources in another folder."""
     monkeypatch.setattr(pack, "ROOT", tmp_path / "sources")
     (tmp_path / "sources/shared_ffi/csrc").mkdir(parents=True)
     (tmp_path / "sources/CMakeLists.txt").write_text("project()")
     noise = random.Random(0)
-    for name in ("module/_native.abi3.so", "packages/pytest.py", "peers/flashinfer.py"):
+    for name in ("variants/today/_native.so", "variants/new/_native.so", "packages/pytest.py"):
         path = tmp_path / "parts" / name
         path.parent.mkdir(parents=True)
         path.write_bytes(noise.randbytes(2500))
-    pack.write(tmp_path / "parts", tmp_path / "pack", "{}.{}".format(*sys.version_info), 1000)
-    return tmp_path / "pack"
+    pack.write(tmp_path / "parts", tmp_path / "pack.tar.xz", "{}.{}".format(*sys.version_info))
+    return tmp_path / "pack.tar.xz"
 
 
 def test_the_sources_of_a_pack_know_their_version(tmp_path: Path) -> None:
@@ -333,38 +502,62 @@ def test_the_sources_of_a_pack_know_their_version(tmp_path: Path) -> None:
 
 
 def test_pack_round_trip(packed: Path, tmp_path: Path) -> None:
-    assert len(list(packed.glob("module.tar.gz.*"))) == 3
-    assert all(path.stat().st_size <= 1000 for path in packed.glob("*.tar.gz.*"))
     target = tmp_path / "unpacked"
-    assert pack.unpack(packed, target)["missing"] == []
+    manifest = pack.unpack(packed, target, "new")
+    assert [*manifest["variants"]] == ["new", "today"]
     for path in (tmp_path / "parts").rglob("*.*"):
         assert (target / path.relative_to(tmp_path / "parts")).read_bytes() == path.read_bytes()
-    assert (tmp_path / "sources/shared_ffi/_native.abi3.so").exists()
-    assert [path.name for path in pack.paths(target)] == ["packages", "peers"]
-    (packed / "packages.tar.gz.001").unlink()  # not needed a second time
-    pack.unpack(packed, target)
-
-
-def test_a_pack_that_is_damaged(packed: Path, tmp_path: Path) -> None:
-    """Only the other libraries may be missing."""
-    target = tmp_path / "unpacked"
-    (packed / "peers.tar.gz.001").unlink()
-    assert pack.unpack(packed, target)["missing"] == ["peers"]
     assert [path.name for path in pack.paths(target)] == ["packages"]
-    shutil.rmtree(target)
-    piece = packed / "module.tar.gz.002"
-    piece.write_bytes(piece.read_bytes()[:-1])
-    with pytest.raises(SystemExit, match=r"module\.tar\.gz\.002 is damaged"):
-        pack.unpack(packed, target)
-    piece.unlink()
-    with pytest.raises(SystemExit, match=r"lacks module\.tar\.gz\.002"):
-        pack.unpack(packed, target)
+    (target / "packages/pytest.py").unlink()
+    pack.unpack(packed, target, "new")
+    assert not (target / "packages/pytest.py").exists(), "unpacked a second time"
+
+
+def test_a_pack_that_does_not_fit(packed: Path, tmp_path: Path) -> None:
+    target, content = tmp_path / "unpacked", packed.read_bytes()
+    with pytest.raises(SystemExit, match="no variant 'old'; it has new, today"):
+        pack.unpack(packed, target, "old")
+    packed.write_bytes(content[:-100])
+    with pytest.raises(SystemExit, match="is damaged"):
+        pack.unpack(packed, target, "today")
+    packed.write_bytes(content)
     (tmp_path / "sources/CMakeLists.txt").write_text("project(changed)")
     with pytest.raises(SystemExit, match="other sources"):
-        pack.unpack(packed, target)
+        pack.unpack(packed, target, "today")
 
 
 def test_a_pack_for_another_python(packed: Path, tmp_path: Path) -> None:
     pack.write(tmp_path / "parts", packed, "3.8")
     with pytest.raises(SystemExit, match=r"for Python 3\.8; this is 3\."):
-        pack.unpack(packed, tmp_path / "unpacked")
+        pack.unpack(packed, tmp_path / "unpacked", "today")
+
+
+@pytest.mark.parametrize(("name", "fits"), [
+    ("_native.abi3.so", True),
+    ("_native.cpython-312-x86_64-linux-gnu.so", True),
+    ("_native.cpython-311-x86_64-linux-gnu.so", False),
+    (None, False),
+])  # fmt: skip
+def test_a_variant_for_another_python(name: str | None, fits: bool, tmp_path: Path) -> None:
+    module = tmp_path / (name or "absent.abi3.so")
+    if name:
+        module.touch()
+    with contextlib.nullcontext() if fits else pytest.raises(SystemExit, match=r"for Python 3\.12"):
+        pack.check_tag(module, "3.12")
+
+
+def test_a_part_of_a_wheel(tmp_path: Path) -> None:
+    """The last pattern that a name matches decides. A program stays one."""
+    names = ("lib/a.py", "lib/data/b.py", "lib/data/__init__.py", "lib/c.so")
+    with zipfile.ZipFile(tmp_path / "lib.whl", "w") as wheel:
+        for name in names:
+            wheel.writestr(name, name)
+        program = zipfile.ZipInfo("lib/bin/tool.py")
+        program.external_attr = 0o100755 << 16
+        wheel.writestr(program, "")
+    pack.extract(tmp_path / "lib.whl", ("*.py", "!lib/data/*", "*/__init__.py"), tmp_path)
+    assert (tmp_path / "lib/bin/tool.py").stat().st_mode & 0o111
+    assert not (tmp_path / "lib/a.py").stat().st_mode & 0o111
+    assert {str(x.relative_to(tmp_path)) for x in tmp_path.rglob("*.*") if x.is_file()} == {
+        "lib.whl", "lib/a.py", "lib/data/__init__.py", "lib/bin/tool.py"
+    }  # fmt: skip

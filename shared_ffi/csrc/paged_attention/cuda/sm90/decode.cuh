@@ -19,6 +19,7 @@
 // same bits whichever thread blocks compute it.
 #pragma once
 
+#include "../../../gpu/stamps.cuh"
 #include "../products.cuh"
 #include "decode_schedule.cuh"
 #include "pipeline.cuh"
@@ -265,6 +266,7 @@ class DecodeProducer {
     }
     bool is_bad = false;
     int32_t tile = work.begin_tile;
+    if (kCopiesKeys) gpu::Stamp(gpu::Moment::kCopies, /*first_counts=*/true);
     do {
       const int32_t first_block = first_block_;
       int32_t ids[kIds], end = tile + kTilesOfIds;
@@ -454,7 +456,9 @@ class DecodeConsumer {
       if (work.split.IsEnd()) return;
       Compute(work, shared_.query[stage.index], shared_.query_factors[stage.index]);
       gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);
+      if (warp_ == 0) gpu::Stamp(gpu::Moment::kLastTile);
       FinishSplit(work);
+      if (warp_ == 0) gpu::Stamp(gpu::Moment::kFinished);
       gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);  // everyone has left the sums
       shared_.work_barriers.Free(stage);
     }
@@ -483,6 +487,7 @@ class DecodeConsumer {
       C* values = p_.is_latent ? keys : keys + kHeadSize;
       const int32_t begin = tile * kTile;
       shared_.tiles_barriers.WaitFilled(stage);
+      if (warp_ == 0) gpu::Stamp(gpu::Moment::kFirstTile, /*first_counts=*/true);
       float logits[kTile / 8][4] = {};
       Products::MultiplyByKeys(query, 0, keys, 0, logits);
       if (kIs8Bit<C> && !scales_are_uniform_) Products::ScaleLogits(scales, logits);
@@ -688,19 +693,23 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShared<T, C, kHeadSize>:
   const Params p = kIsPlain ? PlainParams(params) : params;
   auto* shared = reinterpret_cast<Shared*>(gpu::SharedMemory());
   const int warp = gpu::Shuffle(static_cast<int>(threadIdx.x / gpu::kWarpSize), 0);
+  gpu::BeginStamps();
   if (warp < kWarps) shared->Init();
   gpu::WaitForKernelsBefore();  // first: the next kernel, too, reads what those before have written
   gpu::LetNextKernelBegin();
   Schedule schedule(p, numbers, /*loads=*/warp == kWarps);  // on their way while the others come
   __syncthreads();
   if (warp < kWarps) {
+    if (warp == 0) gpu::Stamp(gpu::Moment::kReady);
     ResetCounter(scratch);
     DecodeConsumer<T, C, kHeadSize>(p, scratch, numbers.group, shared).Run();
+    gpu::PrintStamps();
   } else if (warp == kWarps) {
     schedule.Start();
     DecodeProducer<T, C, kHeadSize, kTilesAreInBlocks, true>(p, scratch, numbers, shared)
         .Run([&](DecodeSplit* split, auto stage) {
           schedule.Next(split);
+          gpu::Stamp(gpu::Moment::kScheduled, /*first_counts=*/true);
           shared->HandOver(*split, stage);
         });
   } else {

@@ -1,0 +1,482 @@
+// How long each way of copying a paged cache into shared memory takes, without any attention: what
+// the decode kernel can reach at best. Prints microseconds as JSON, by call and way of copying.
+//
+// A thread block has the decode kernel's shape: a ring of tiles with K and V of a few positions,
+// producer warps that fill it, and four warps that take the tiles in turn. Two blocks share a
+// multiprocessor. Pages lie scattered; calls go round among caches that together exceed L2.
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace {
+
+constexpr int kWarpSize = 32;
+constexpr int kKvHeads = 8;
+constexpr int kTileBytes = 8192;
+constexpr int kStages = 8;
+constexpr int kConsumers = 4;  // warps
+constexpr int kThreads = (kConsumers + 2) * kWarpSize;
+constexpr int kIdsAhead = 8;  // tiles whose page ids are loaded at a time
+// As much as the decode kernel takes, so that two blocks share a multiprocessor.
+constexpr int kSharedBytes = 100 * 1024;
+constexpr int64_t kPoolBytes = int64_t{4} << 30;
+constexpr int kRounds = 7;
+
+enum class Way { kCpAsync, kBoxOfBoth, kBoxOfEach, kRowOfBoth, kRowOfEach };
+
+constexpr Way kWays[] = {Way::kCpAsync, Way::kBoxOfBoth, Way::kBoxOfEach, Way::kRowOfBoth,
+                         Way::kRowOfEach};
+
+const char* NameOf(Way way) {
+  switch (way) {
+    case Way::kCpAsync:
+      return "A cp.async";
+    case Way::kBoxOfBoth:
+      return "B a box of K and V";
+    case Way::kBoxOfEach:
+      return "C a box of K, one of V";
+    case Way::kRowOfBoth:
+      return "E a bulk row of K and V";
+    case Way::kRowOfEach:
+      return "E a bulk row of K, one of V";
+  }
+  return "";
+}
+
+constexpr __host__ __device__ bool HasBoxes(Way way) {
+  return way == Way::kBoxOfBoth || way == Way::kBoxOfEach;
+}
+
+void Check(cudaError_t status, int line) {
+  if (status == cudaSuccess) return;
+  std::fprintf(stderr, "copies.cu:%d: %s\n", line, cudaGetErrorString(status));
+  std::exit(1);
+}
+#define CHECK(call) Check(call, __LINE__)
+
+// A cache [blocks, page, kv heads, K and V, row bytes] and the tables of its sequences.
+struct Cache {
+  const char* data;
+  const int* tables;  // [sequences, pages]
+  int pages;          // of a sequence
+  int page_shift;     // log2 of the positions of a page
+  int tiles_of_item;  // an item is a kv head of a sequence
+  int tiles;          // of all items
+  int box_rows;       // positions of a tensor copy
+  uint64_t* sum;      // of the tiles' words; null: they are not read
+};
+
+__device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+struct Barrier {
+  uint64_t state;
+
+  __device__ __forceinline__ void Init(int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(this)),
+                 "r"(arrivals));
+  }
+
+  __device__ __forceinline__ void Wait(int parity) {
+    asm volatile(
+        "{\n .reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n @!done bra again;\n}" ::
+            "r"(SharedAddress(this)),
+        "r"(parity)
+        : "memory");
+  }
+
+  __device__ __forceinline__ void Arrive() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(this)) : "memory");
+  }
+
+  __device__ __forceinline__ void ArriveAndExpect(int bytes) {
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(this)),
+        "r"(bytes)
+        : "memory");
+  }
+
+  // When all of this thread's cp.async have arrived.
+  __device__ __forceinline__ void ArriveAfterCopies() {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SharedAddress(this))
+                 : "memory");
+  }
+};
+
+struct Ring {
+  alignas(1024) char tiles[kStages][kTileBytes];  // the swizzle of tensor copies needs 1024
+  Barrier filled[kStages];
+  Barrier freed[kStages];
+};
+static_assert(sizeof(Ring) <= kSharedBytes);
+
+__device__ __forceinline__ void CopyChunk(char* to, const char* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(SharedAddress(to)),
+               "l"(from)
+               : "memory");
+}
+
+__device__ __forceinline__ void CopyRow(char* to, const char* from, int bytes, Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(SharedAddress(to)),
+      "l"(from), "r"(bytes), "r"(SharedAddress(barrier))
+      : "memory");
+}
+
+__device__ __forceinline__ void CopyBox(char* to, const CUtensorMap* map, int row, int half,
+                                        int head, int block, Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(SharedAddress(to)),
+      "l"(map), "r"(0), "r"(row), "r"(half), "r"(head), "r"(block), "r"(SharedAddress(barrier))
+      : "memory");
+}
+
+// The tiles of a thread block: neighbours, about as many as every other block has.
+struct Share {
+  int begin, count;
+
+  __device__ explicit Share(int tiles) {
+    const int least = tiles / gridDim.x, more = tiles - least * gridDim.x, block = blockIdx.x;
+    begin = least * block + min(block, more);
+    count = least + (block < more ? 1 : 0);
+  }
+};
+
+// One producer warp.
+template <Way kWay, int kRowBytes>
+__device__ __forceinline__ void Produce(const Cache& cache, Ring& ring, Share share, bool is_value,
+                                        const CUtensorMap* map) {
+  constexpr int kRows = kTileBytes / 2 / kRowBytes;
+  constexpr int64_t kPositionBytes = int64_t{2} * kKvHeads * kRowBytes;
+  constexpr int kHalves = kRowBytes / 128;  // swizzled columns of K, and of V
+  const int lane = threadIdx.x % kWarpSize;
+  const int in_page_mask = (1 << cache.page_shift) - 1;
+  const auto page_of = [&](int n) {  // of this lane's row of a tile
+    const int tile = share.begin + min(n, share.count - 1), item = tile / cache.tiles_of_item;
+    const int position = (tile - item * cache.tiles_of_item) * kRows + lane % kRows;
+    return cache.tables[item / kKvHeads * cache.pages + (position >> cache.page_shift)];
+  };
+  int next[kIdsAhead];
+#pragma unroll
+  for (int i = 0; i < kIdsAhead; ++i) next[i] = page_of(i);
+  for (int first = 0; first < share.count; first += kIdsAhead) {
+    int ids[kIdsAhead];
+#pragma unroll
+    for (int i = 0; i < kIdsAhead; ++i) ids[i] = next[i];
+    if (first + kIdsAhead < share.count) {
+#pragma unroll
+      for (int i = 0; i < kIdsAhead; ++i) next[i] = page_of(first + kIdsAhead + i);
+    }
+#pragma unroll
+    for (int i = 0; i < kIdsAhead; ++i) {
+      const int n = first + i;
+      if (n >= share.count) break;
+      const int tile = share.begin + n, item = tile / cache.tiles_of_item;
+      const int head = item % kKvHeads;
+      const int position = (tile - item * cache.tiles_of_item) * kRows + lane % kRows;
+      const int in_page = position & in_page_mask;
+      const int64_t row = (int64_t{ids[i]} << cache.page_shift) + in_page;
+      char* const to = ring.tiles[n % kStages];
+      Barrier* const filled = &ring.filled[n % kStages];
+      ring.freed[n % kStages].Wait(n / kStages % 2 ^ 1);
+      if constexpr (kWay == Way::kCpAsync) {
+        constexpr int kChunks = kRowBytes / 16, kRowsAtOnce = kWarpSize / kChunks;
+        const int chunk = lane % kChunks;
+#pragma unroll
+        for (int begin = 0; begin < kRows; begin += kRowsAtOnce) {
+          const int r = begin + lane / kChunks;
+          const int64_t from = __shfl_sync(~0u, row, r);
+          const int place = chunk / 8 * (kRows * 128) + r * 128 + ((chunk % 8) ^ (r % 8)) * 16;
+          CopyChunk(
+              to + is_value * (kTileBytes / 2) + place,
+              cache.data + from * kPositionBytes + (head * 2 + is_value) * kRowBytes + chunk * 16);
+        }
+        filled->ArriveAfterCopies();
+      } else {
+        if (lane == 0) filled->ArriveAndExpect(kTileBytes);
+        __syncwarp();
+        if constexpr (HasBoxes(kWay)) {
+          if (lane < kRows && lane % cache.box_rows == 0) {
+            // A box of fewer rows than the tile is a part of its own.
+            constexpr int kBoxBytes = kHalves * 128;  // of a row
+            if constexpr (kWay == Way::kBoxOfBoth) {
+              CopyBox(to + lane * 2 * kBoxBytes, map, in_page, 0, head, ids[i], filled);
+            } else {
+              char* const part = to + lane * kBoxBytes;
+              CopyBox(part, map, in_page, 0, head, ids[i], filled);
+              CopyBox(part + kTileBytes / 2, map, in_page, kHalves, head, ids[i], filled);
+            }
+          }
+        } else if (lane < kRows) {
+          const char* from = cache.data + row * kPositionBytes + head * 2 * kRowBytes;
+          if constexpr (kWay == Way::kRowOfBoth) {
+            CopyRow(to + lane * 2 * kRowBytes, from, 2 * kRowBytes, filled);
+          } else {
+            CopyRow(to + lane * kRowBytes, from, kRowBytes, filled);
+            CopyRow(to + kTileBytes / 2 + lane * kRowBytes, from + kRowBytes, kRowBytes, filled);
+          }
+        }
+        __syncwarp();
+      }
+    }
+  }
+  if constexpr (kWay == Way::kCpAsync) asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+__device__ __forceinline__ void Consume(const Cache& cache, Ring& ring, Share share, int warp) {
+  const int lane = threadIdx.x % kWarpSize;
+  uint64_t sum = 0;
+  for (int n = warp; n < share.count; n += kConsumers) {
+    ring.filled[n % kStages].Wait(n / kStages % 2);
+    if (cache.sum != nullptr) {
+      const auto* words = reinterpret_cast<const uint32_t*>(ring.tiles[n % kStages]);
+      for (int i = lane; i < kTileBytes / 4; i += kWarpSize) sum += words[i];
+    }
+    __syncwarp();
+    if (lane == 0) ring.freed[n % kStages].Arrive();
+  }
+  if (cache.sum != nullptr) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(cache.sum),
+              static_cast<unsigned long long>(sum));
+  }
+}
+
+template <Way kWay, int kRowBytes>
+__global__ void __launch_bounds__(kThreads, 2)
+    CopyCache(Cache cache, const __grid_constant__ CUtensorMap map) {
+  extern __shared__ __align__(1024) char memory[];
+  Ring& ring = *reinterpret_cast<Ring*>(memory);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      ring.filled[i].Init(kWay == Way::kCpAsync ? 2 * kWarpSize : 1);
+      ring.freed[i].Init(1);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  const int warp = threadIdx.x / kWarpSize;
+  const Share share(cache.tiles);
+  if (share.count == 0) return;
+  if (warp < kConsumers) {
+    Consume(cache, ring, share, warp);
+  } else if (kWay == Way::kCpAsync || warp == kConsumers) {
+    Produce<kWay, kRowBytes>(cache, ring, share, warp > kConsumers, &map);
+  }
+}
+
+__global__ void Fill(uint32_t* words, int64_t count) {
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += step) {
+    uint32_t x = static_cast<uint32_t>(i) * 2654435761u;
+    x ^= x >> 15;
+    words[i] = x * 2246822519u;
+  }
+}
+
+struct Call {
+  int sequences, context, page, row_bytes;
+
+  std::string Name() const {
+    return std::to_string(sequences) + " x " + std::to_string(context) + ", pages of " +
+           std::to_string(page) + ", rows of " + std::to_string(row_bytes);
+  }
+
+  int64_t Bytes() const { return int64_t{2} * sequences * context * kKvHeads * row_bytes; }
+
+  int64_t Blocks() const { return int64_t{sequences} * context / page; }
+};
+
+std::vector<Call> Calls() {
+  std::vector<Call> calls;
+  for (const int row_bytes : {256, 128}) {  // heads of 128 in 16 bits, and in 8
+    for (const auto& [sequences, context] :
+         {std::pair(1, 1024), std::pair(1, 8192), std::pair(8, 8192), std::pair(32, 8192)}) {
+      for (const int page : {16, 64, 8, 1}) calls.push_back({sequences, context, page, row_bytes});
+    }
+  }
+  return calls;
+}
+
+// Whether a way of copying serves a call: boxes need pages of several positions.
+bool Serves(Way way, const Call& call) { return !HasBoxes(way) || call.page >= 8; }
+
+class Gpu {
+ public:
+  Gpu() {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
+                                           cudaEnableDefault, &found));
+    encode_ = reinterpret_cast<decltype(encode_)>(entry);
+    CHECK(cudaGetDeviceProperties(&device_, 0));
+    CHECK(cudaMalloc(&pool_, kPoolBytes));
+    CHECK(cudaMalloc(&sum_, sizeof(*sum_)));
+    CHECK(cudaStreamCreate(&stream_));
+    CHECK(cudaEventCreate(&begin_));
+    CHECK(cudaEventCreate(&end_));
+    Fill<<<1024, 256, 0, stream_>>>(reinterpret_cast<uint32_t*>(pool_), kPoolBytes / 4);
+    CHECK(cudaGetLastError());
+  }
+
+  // The median time of a call in microseconds, and the sum of what was copied.
+  template <Way kWay, int kRowBytes>
+  std::pair<float, uint64_t> Measure(const Call& call) {
+    constexpr int kRows = kTileBytes / 2 / kRowBytes;
+    std::vector<int> table(call.Blocks());
+    std::iota(table.begin(), table.end(), 0);
+    std::shuffle(table.begin(), table.end(), std::mt19937(1));
+    int* tables;
+    CHECK(cudaMalloc(&tables, table.size() * sizeof(int)));
+    CHECK(cudaMemcpy(tables, table.data(), table.size() * sizeof(int), cudaMemcpyHostToDevice));
+    auto* const kernel = CopyCache<kWay, kRowBytes>;
+    CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
+    const int tiles = call.sequences * kKvHeads * (call.context / kRows);
+    const auto launch = [&](int copy, uint64_t* sum) {
+      char* const data = pool_ + copy * call.Bytes();
+      const int box_rows = std::min(call.page, kRows);
+      CUtensorMap map = {};
+      if (HasBoxes(kWay)) map = MapOf(data, call, box_rows, kWay == Way::kBoxOfBoth);
+      const Cache cache = {data,
+                           tables,
+                           call.context / call.page,
+                           __builtin_ctz(call.page),
+                           call.context / kRows,
+                           tiles,
+                           box_rows,
+                           sum};
+      const int blocks = std::min(2 * device_.multiProcessorCount, tiles);
+      kernel<<<blocks, kThreads, kSharedBytes, stream_>>>(cache, map);
+      CHECK(cudaGetLastError());
+    };
+    CHECK(cudaMemsetAsync(sum_, 0, sizeof(*sum_), stream_));
+    launch(0, sum_);
+    uint64_t sum;
+    CHECK(cudaMemcpyAsync(&sum, sum_, sizeof(sum), cudaMemcpyDeviceToHost, stream_));
+    CHECK(cudaStreamSynchronize(stream_));
+
+    const int64_t past_the_cache = 2 * int64_t{device_.l2CacheSize} / call.Bytes();
+    const int calls = static_cast<int>(std::clamp<int64_t>(past_the_cache, 8, 64));
+    const int copies = static_cast<int>(std::min<int64_t>(calls, kPoolBytes / call.Bytes()));
+    cudaGraph_t graph;
+    cudaGraphExec_t program;
+    CHECK(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeGlobal));
+    for (int i = 0; i < calls; ++i) launch(i % copies, nullptr);
+    CHECK(cudaStreamEndCapture(stream_, &graph));
+    CHECK(cudaGraphInstantiate(&program, graph, 0));
+    std::vector<float> times;
+    for (int i = 0; i < kRounds + 2; ++i) {
+      CHECK(cudaEventRecord(begin_, stream_));
+      CHECK(cudaGraphLaunch(program, stream_));
+      CHECK(cudaEventRecord(end_, stream_));
+      CHECK(cudaStreamSynchronize(stream_));
+      float milliseconds;
+      CHECK(cudaEventElapsedTime(&milliseconds, begin_, end_));
+      if (i > 1) times.push_back(milliseconds * 1000 / calls);
+    }
+    std::sort(times.begin(), times.end());
+    CHECK(cudaGraphExecDestroy(program));
+    CHECK(cudaGraphDestroy(graph));
+    CHECK(cudaFree(tables));
+    return {times[times.size() / 2], sum};
+  }
+
+ private:
+  // Dimensions: 128 bytes, positions of a page, columns of 128 bytes (K's, then V's), heads,
+  // blocks.
+  CUtensorMap MapOf(char* data, const Call& call, int box_rows, bool is_of_both) const {
+    const auto position = static_cast<cuuint64_t>(2 * kKvHeads * call.row_bytes);
+    const auto columns = static_cast<cuuint32_t>(2 * call.row_bytes / 128);
+    const cuuint64_t sizes[] = {128, static_cast<cuuint64_t>(call.page), columns, kKvHeads,
+                                static_cast<cuuint64_t>(call.Blocks())};
+    const cuuint64_t strides[] = {position, 128, columns * 128, position * call.page};
+    const cuuint32_t box[] = {128, static_cast<cuuint32_t>(box_rows),
+                              is_of_both ? columns : columns / 2, 1, 1};
+    const cuuint32_t ones[] = {1, 1, 1, 1, 1};
+    CUtensorMap map;
+    const CUresult status =
+        encode_(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 5, data, sizes, strides, box, ones,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (status != CUDA_SUCCESS) {
+      std::fprintf(stderr, "cuTensorMapEncodeTiled: error %d\n", status);
+      std::exit(1);
+    }
+    return map;
+  }
+
+  decltype(&cuTensorMapEncodeTiled) encode_;
+  cudaDeviceProp device_;
+  char* pool_;
+  uint64_t* sum_;
+  cudaStream_t stream_;
+  cudaEvent_t begin_, end_;
+};
+
+template <int kRowBytes>
+std::pair<float, uint64_t> MeasureWay(Gpu& gpu, Way way, const Call& call) {
+  switch (way) {
+    case Way::kCpAsync:
+      return gpu.Measure<Way::kCpAsync, kRowBytes>(call);
+    case Way::kBoxOfBoth:
+      return gpu.Measure<Way::kBoxOfBoth, kRowBytes>(call);
+    case Way::kBoxOfEach:
+      return gpu.Measure<Way::kBoxOfEach, kRowBytes>(call);
+    case Way::kRowOfBoth:
+      return gpu.Measure<Way::kRowOfBoth, kRowBytes>(call);
+    case Way::kRowOfEach:
+      return gpu.Measure<Way::kRowOfEach, kRowBytes>(call);
+  }
+  std::abort();
+}
+
+}  // namespace
+
+// With --list it says what it measures, and needs no GPU.
+int main(int argc, char** argv) {
+  if (argc > 1 && std::strcmp(argv[1], "--list") == 0) {
+    for (const Call& call : Calls()) {
+      for (const Way way : kWays) {
+        if (Serves(way, call)) std::printf("%s: %s\n", call.Name().c_str(), NameOf(way));
+      }
+    }
+    return 0;
+  }
+  Gpu gpu;
+  bool is_right = true;
+  const char* before_call = "{";
+  for (const Call& call : Calls()) {
+    std::printf("%s\n \"%s\": ", before_call, call.Name().c_str());
+    before_call = "},";
+    const char* before_way = "{";
+    uint64_t expected = 0;
+    for (const Way way : kWays) {
+      if (!Serves(way, call)) continue;
+      const auto [microseconds, sum] =
+          call.row_bytes == 256 ? MeasureWay<256>(gpu, way, call) : MeasureWay<128>(gpu, way, call);
+      if (way == kWays[0]) expected = sum;
+      if (sum != expected) {
+        std::fprintf(stderr, "%s: %s has copied other bytes\n", call.Name().c_str(), NameOf(way));
+        is_right = false;
+        continue;
+      }
+      std::printf("%s\"%s\": %.2f", before_way, NameOf(way), microseconds);
+      before_way = ", ";
+    }
+    std::fflush(stdout);
+  }
+  std::printf("}\n}\n");
+  return is_right ? 0 : 1;
+}
