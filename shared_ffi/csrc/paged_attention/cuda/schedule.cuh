@@ -1,6 +1,7 @@
 // Divides the work into items. The thread blocks find their items themselves from the lengths on
 // the device; the host never reads these. The grid is as large as the GPU can hold at once, and
-// each thread block takes every gridDim.x-th item, or the next item whenever it asks (ItemCounter).
+// each thread block takes one of every gridDim.x items (DealtNumber), or the next item whenever it
+// asks (ItemCounter).
 //
 // Somebody else may write to lengths, tables and masks while a kernel runs. What follows from them
 // is checked where it is used, in the copy that is used. Threads that meet at a barrier or a
@@ -275,6 +276,22 @@ class Schedule {
   int64_t window_ = 0;      // first sequence of the window
   int64_t begin_ = 0;       // number of the window's first item
   bool is_last_ = false;
+};
+
+// The number of a thread block's work item: one of every gridDim.x, which are dealt from the first
+// block to the last and back again. A sequence's largest items come first: the block that gets the
+// largest of one round gets the smallest of the next.
+class DealtNumber {
+ public:
+  __device__ __forceinline__ int64_t Get() const { return number_; }
+  __device__ __forceinline__ void Next() {
+    number_ += step_;
+    step_ = 2 * gridDim.x - step_;
+  }
+
+ private:
+  int64_t number_ = blockIdx.x;
+  uint32_t step_ = 2 * (gridDim.x - blockIdx.x) - 1;
 };
 
 // Deals the numbers of work items to the thread blocks as they ask for them. With the largest items

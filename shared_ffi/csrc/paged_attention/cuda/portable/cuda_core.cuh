@@ -27,8 +27,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   ResetCounter(scratch);
   gpu::LetNextKernelBegin();
   Schedule schedule(p, lengths, kCoreRows, shared);
-  for (int64_t number = blockIdx.x;; number += gridDim.x) {
-    const Item* found = schedule.Find(number);
+  for (DealtNumber number;; number.Next()) {
+    const Item* found = schedule.Find(number.Get());
     if (found == nullptr) return;
     const Item& item = *found;
     WithQueryType<T>(p, [&](auto type) {

@@ -354,8 +354,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   ResetCounter(scratch);
   gpu::LetNextKernelBegin();
   Schedule schedule(p, lengths, kMaxRowsPerItem, layout.schedule);
-  for (int64_t number = blockIdx.x;; number += gridDim.x) {
-    const Item* item = schedule.Find(number);
+  for (DealtNumber number;; number.Next()) {
+    const Item* item = schedule.Find(number.Get());
     if (item == nullptr) return;
     const auto compute = [&](int first_column) {
       if (kWarpRows == kFewWarpRows || item->num_rows <= kFewWarpRows * kRowsPerWarpTile) {
