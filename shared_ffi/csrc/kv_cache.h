@@ -58,9 +58,11 @@ struct KvScales {
 
   XLA_GPU_HOST_DEVICE bool IsPerPosition() const { return position_stride != 0; }
 
+  XLA_GPU_HOST_DEVICE const float* AddressOf(int64_t block, int64_t position, int64_t head) const {
+    return data + block * block_stride + position * position_stride + head * head_stride;
+  }
   XLA_GPU_HOST_DEVICE float At(int64_t block, int64_t position, int64_t head) const {
-    if (data == nullptr) return 1.0f;
-    return data[block * block_stride + position * position_stride + head * head_stride];
+    return data == nullptr ? 1.0f : *AddressOf(block, position, head);
   }
 };
 

@@ -59,6 +59,18 @@ def count(emulated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     return count
 
 
+@pytest.mark.parametrize(("q_len", "most"), [(16, 8000), (1, 4500)], ids=["64-rows", "few-rows"])
+def test_an_item_takes_few_instructions_outside_its_tiles(
+    q_len: int, most: int, count: Any
+) -> None:
+    """Of its warps together: as many as two tiles of 64 rows. The last tile has masks."""
+    one = count((q_len, 128))["total"]
+    tile = count((q_len, 256))["total"] - count((q_len, 192))["total"]
+    assert tile > 1000
+    assert count((q_len, 128), (q_len, 128))["total"] - one - 2 * tile <= most
+
+
+@pytest.mark.parametrize(("seed", "blocks", "q_len"), [(2, 3, 520), (3, 4, 776)])
 def test_thread_blocks_have_equal_shares(seed: int, blocks: int, q_len: int, count: Any) -> None:
     """Their items are the splits of a sequence, three and four for each query tile. Dealt in one
     direction, the first splits, which most rows attend to, would be one block's: 1.28 shares."""

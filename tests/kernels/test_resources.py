@@ -244,6 +244,25 @@ def test_block_ids_come_while_tiles_are_copied(
     assert (len(ahead), len(loads)) == (2 * num_loads, 4 * num_loads)
 
 
+@pytest.mark.parametrize(("warp_rows", "loops"), [(1, 1), (4, 2)], ids=["few-rows", "64-rows"])
+def test_block_ids_come_while_tiles_are_multiplied(
+    folder: Path, warp_rows: int, loops: int
+) -> None:
+    """The portable kernel asks for them two tiles ahead. The kernel for 64 rows has a second loop for
+    items of few rows."""
+    kernels = machine_code(folder, "tensor_core_BFloat16_BFloat16_128")
+    (code,) = [kernels[name] for name in kernels if f"Li128ELi{warp_rows}E" in name]
+    products = {*code.find("HMMA")}
+    ahead = 0
+    for load in code.find(r"\bLDG\.E"):
+        waiting = {i for i in range(len(code.bits)) if code.waits(i, code.scoreboard(load))}
+        if not (way := code.shortest_way(load, products, waiting)):
+            continue
+        # From there to the next product: behind it, or in the next turn of the loop.
+        ahead += bool(code.shortest_way(way[-1], [load]))
+    assert ahead == loops
+
+
 @pytest.mark.parametrize("cache", ["BFloat16", "Float8E4M3"])
 @pytest.mark.parametrize("head_size", [64, 128, 192, 256])
 def test_weights_are_computed_while_values_are_multiplied(
@@ -309,6 +328,22 @@ def test_a_hopper_block_starts_with_all_registers(kernels: list[dict[str, Any]])
     if not registers:
         pytest.skip("this build is for other GPUs")
     assert registers == {65536 // 384 // 8 * 8}
+
+
+def test_two_blocks_of_the_portable_kernel_share_a_multiprocessor(
+    kernels: list[dict[str, Any]],
+) -> None:
+    """While one block waits, the other one multiplies."""
+    found = [
+        entry
+        for entry in kernels
+        if entry["kernel"] == "TensorCoreAttention"
+        and entry["size"] in (64, 128)
+        and entry["target"] in ("80", "90a", "100")
+    ]
+    if not found:
+        pytest.skip("this build is for other GPUs")
+    assert [entry for entry in found if entry["blocks"] < 2] == []
 
 
 def test_shared_memory_suffices_on_every_gpu(kernels: list[dict[str, Any]]) -> None:

@@ -164,14 +164,22 @@ __device__ inline Item RowsOf(const Params& p, const Item& item, int first_row, 
 }
 
 // Finds work items by their number. Items are numbered sequence by sequence. A parallel scan counts
-// them for a window of kThreads sequences at a time.
+// them for a window of kWindow sequences at a time.
 class Schedule {
  public:
+  // A thread finds one. With one for each thread, an A100 would lack 56 bytes of shared memory for
+  // two thread blocks of TensorCoreAttention with heads of 128.
+  static constexpr int kWindow = 120;
+
   struct Shared {
-    int64_t ends[kThreads];  // for each sequence of the window, the number after its last item
-    int64_t warp_counts[kWarps];
-    int warp_broken[kWarps];
-    Item item;
+    int64_t ends[kWindow];  // for each sequence of the window, the number after its last item
+    union {
+      struct {
+        int64_t items[kWarps];
+        int broken[kWarps];
+      } warps;  // while a window is counted
+      Item item;
+    };
   };
 
   __device__ Schedule(const Params& p, QueryLengths lengths, int64_t max_rows, Shared* shared)
@@ -182,9 +190,9 @@ class Schedule {
   // Returns an item in shared memory, valid until the next call, or null after the last item. All
   // threads call it, with increasing numbers. Also a barrier.
   __device__ const Item* Find(int64_t number) {
-    while (number >= shared_.ends[kThreads - 1]) {
+    while (number >= shared_.ends[kWindow - 1]) {
       if (is_last_) return nullptr;
-      CountWindow(window_ + kThreads);
+      CountWindow(window_ + kWindow);
     }
     Sync();  // everyone has left the item before
     if (threadIdx.x == 0) FindInWindow(number);
@@ -207,7 +215,8 @@ class Schedule {
   __device__ void FindInWindow(int64_t number) const {
     int first = 0;  // the first sequence that ends after `number`, by bisection
     for (int step = kThreads / 2; step > 0; step /= 2) {
-      if (shared_.ends[first + step - 1] <= number) first += step;
+      const int next = first + step;
+      if (next <= kWindow && shared_.ends[next - 1] <= number) first = next;
     }
     const int64_t before = first == 0 ? begin_ : shared_.ends[first - 1];
     FindInSequence(window_ + first, number - before, &shared_.item);
@@ -227,29 +236,30 @@ class Schedule {
 
   __device__ void CountWindow(int64_t window) {
     const int thread = threadIdx.x, lane = thread % gpu::kWarpSize, warp = thread / gpu::kWarpSize;
-    Count count = CountSequence(window + thread);
+    Count count = {0, 0};
+    if (thread < kWindow) count = CountSequence(window + thread);
     for (int delta = 1; delta < gpu::kWarpSize; delta *= 2) {
       const Count left{gpu::ShuffleUp(count.items, delta), gpu::ShuffleUp(count.broken, delta)};
       if (lane >= delta) count = left.Then(count);
     }
-    begin_ = window == 0 ? 0 : shared_.ends[kThreads - 1];
-    Sync();  // everyone has read the window before
+    begin_ = window == 0 ? 0 : shared_.ends[kWindow - 1];
+    Sync();  // everyone has read the window before, and left the item before
     if (lane == gpu::kWarpSize - 1) {
-      shared_.warp_counts[warp] = count.items;
-      shared_.warp_broken[warp] = count.broken;
+      shared_.warps.items[warp] = count.items;
+      shared_.warps.broken[warp] = count.broken;
     }
     Sync();
     Count before{begin_, 0}, all{begin_, 0};
     for (int w = 0; w < kWarps; ++w) {
-      const Count warp_count{shared_.warp_counts[w], shared_.warp_broken[w]};
+      const Count warp_count{shared_.warps.items[w], shared_.warps.broken[w]};
       if (w < warp) before = before.Then(warp_count);
       all = all.Then(warp_count);
     }
-    shared_.ends[thread] = before.Then(count).items;
+    if (thread < kWindow) shared_.ends[thread] = before.Then(count).items;
     Sync();
     window_ = window;
     // The same for all threads, although num_seqs_ may not be.
-    is_last_ = all.broken || window + kThreads >= p_.max_seqs;
+    is_last_ = all.broken || window + kWindow >= p_.max_seqs;
   }
 
   // Within a sequence, the query tiles with the most positions come first. Items that differ only

@@ -152,8 +152,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();
     const int rows = num_parts == 1 ? kCoreRows : kRowsPerWarp;
     const Parts parts{num_parts, states, queries, rows, stride, stride};
-    WithQueryType<T>(
-        p, [&](auto type) { WriteRows<decltype(type)>(p, scratch, item, parts, is_bad); });
+    WithQueryType<T>(p, [&](auto type) {
+      WriteRows<decltype(type), /*kWidth=*/1>(p, scratch, item, parts, is_bad);
+    });
   }
 }
 
