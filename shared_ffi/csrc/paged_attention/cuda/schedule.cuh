@@ -1,6 +1,6 @@
 // Divides the work into items. The thread blocks find their items themselves from the lengths on
 // the device; the host never reads these. The grid is as large as the GPU can hold at once, and
-// each thread block takes one of every gridDim.x items (DealtNumber), or the next item whenever it
+// each thread block takes one of every gridDim.x items (FindDealt), or the next item whenever it
 // asks (ItemCounter).
 //
 // Somebody else may write to lengths, tables and masks while a kernel runs. What follows from them
@@ -167,11 +167,13 @@ __device__ inline Item RowsOf(const Params& p, const Item& item, int first_row, 
 // them for a window of kWindow sequences at a time.
 class Schedule {
  public:
-  // A thread finds one. With one for each thread, an A100 would lack 56 bytes of shared memory for
+  // A thread counts one. With one for each thread, an A100 would lack 72 bytes of shared memory for
   // two thread blocks of TensorCoreAttention with heads of 128.
-  static constexpr int kWindow = 120;
+  static constexpr int kWindow = 119;
 
   struct Shared {
+    uint32_t round;         // of FindDealt: in a register it would be spilled
+    int64_t begin;          // number of the window's first item, for the thread that finds items
     int64_t ends[kWindow];  // for each sequence of the window, the number after its last item
     union {
       struct {
@@ -183,8 +185,22 @@ class Schedule {
   };
 
   __device__ Schedule(const Params& p, QueryLengths lengths, int64_t max_rows, Shared* shared)
-      : p_(p), lengths_(lengths), max_rows_(max_rows), shared_(*shared), num_seqs_(NumSeqs(p)) {
+      : p_(p),
+        lengths_(lengths),
+        max_rows_(max_rows),
+        shared_(*shared),
+        num_seqs_(static_cast<int32_t>(NumSeqs(p))) {
+    if (threadIdx.x == 0) shared_.round = 0;
     CountWindow(0);
+  }
+
+  // Finds the thread block's next item: one of every gridDim.x, which are dealt from the first
+  // block to the last and back again. A sequence's largest items come first: the block that gets
+  // the largest of one round gets the smallest of the next.
+  __device__ const Item* FindDealt() {
+    const uint32_t round = shared_.round;
+    const uint32_t in_round = round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+    return Find(int64_t{round} * gridDim.x + in_round);
   }
 
   // Returns an item in shared memory, valid until the next call, or null after the last item. All
@@ -192,10 +208,13 @@ class Schedule {
   __device__ const Item* Find(int64_t number) {
     while (number >= shared_.ends[kWindow - 1]) {
       if (is_last_) return nullptr;
-      CountWindow(window_ + kWindow);
+      CountWindow(int64_t{window_} + kWindow);
     }
     Sync();  // everyone has left the item before
-    if (threadIdx.x == 0) FindInWindow(number);
+    if (threadIdx.x == 0) {
+      FindInWindow(number);
+      ++shared_.round;
+    }
     Sync();
     return &shared_.item;
   }
@@ -218,8 +237,8 @@ class Schedule {
       const int next = first + step;
       if (next <= kWindow && shared_.ends[next - 1] <= number) first = next;
     }
-    const int64_t before = first == 0 ? begin_ : shared_.ends[first - 1];
-    FindInSequence(window_ + first, number - before, &shared_.item);
+    const int64_t before = first == 0 ? shared_.begin : shared_.ends[first - 1];
+    FindInSequence(int64_t{window_} + first, number - before, &shared_.item);
   }
 
   __device__ Count CountSequence(int64_t s) const {
@@ -242,14 +261,15 @@ class Schedule {
       const Count left{gpu::ShuffleUp(count.items, delta), gpu::ShuffleUp(count.broken, delta)};
       if (lane >= delta) count = left.Then(count);
     }
-    begin_ = window == 0 ? 0 : shared_.ends[kWindow - 1];
+    const int64_t begin = window == 0 ? 0 : shared_.ends[kWindow - 1];
     Sync();  // everyone has read the window before, and left the item before
     if (lane == gpu::kWarpSize - 1) {
       shared_.warps.items[warp] = count.items;
       shared_.warps.broken[warp] = count.broken;
     }
     Sync();
-    Count before{begin_, 0}, all{begin_, 0};
+    if (thread == 0) shared_.begin = begin;
+    Count before{begin, 0}, all{begin, 0};
     for (int w = 0; w < kWarps; ++w) {
       const Count warp_count{shared_.warps.items[w], shared_.warps.broken[w]};
       if (w < warp) before = before.Then(warp_count);
@@ -257,7 +277,7 @@ class Schedule {
     }
     if (thread < kWindow) shared_.ends[thread] = before.Then(count).items;
     Sync();
-    window_ = window;
+    window_ = static_cast<uint32_t>(window);
     // The same for all threads, although num_seqs_ may not be.
     is_last_ = all.broken || window + kWindow >= p_.max_seqs;
   }
@@ -282,26 +302,9 @@ class Schedule {
   const QueryLengths lengths_;
   const int64_t max_rows_;
   Shared& shared_;
-  const int64_t num_seqs_;  // as this thread has read it
-  int64_t window_ = 0;      // first sequence of the window
-  int64_t begin_ = 0;       // number of the window's first item
+  const int32_t num_seqs_;  // as this thread has read it
+  uint32_t window_ = 0;     // first sequence of the window
   bool is_last_ = false;
-};
-
-// The number of a thread block's work item: one of every gridDim.x, which are dealt from the first
-// block to the last and back again. A sequence's largest items come first: the block that gets the
-// largest of one round gets the smallest of the next.
-class DealtNumber {
- public:
-  __device__ __forceinline__ int64_t Get() const { return number_; }
-  __device__ __forceinline__ void Next() {
-    number_ += step_;
-    step_ = 2 * gridDim.x - step_;
-  }
-
- private:
-  int64_t number_ = blockIdx.x;
-  uint32_t step_ = 2 * (gridDim.x - blockIdx.x) - 1;
 };
 
 // Deals the numbers of work items to the thread blocks as they ask for them. With the largest items

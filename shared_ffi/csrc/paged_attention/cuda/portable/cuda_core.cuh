@@ -27,9 +27,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   ResetCounter(scratch);
   gpu::LetNextKernelBegin();
   Schedule schedule(p, lengths, kCoreRows, shared);
-  for (DealtNumber number;; number.Next()) {
-    const Item* found = schedule.Find(number.Get());
-    if (found == nullptr) return;
+  while (const Item* found = schedule.FindDealt()) {
     const Item& item = *found;
     WithQueryType<T>(p, [&](auto type) {
       using Q = decltype(type);

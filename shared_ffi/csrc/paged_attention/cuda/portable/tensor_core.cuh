@@ -85,8 +85,10 @@ struct TensorCoreLayout {
 
   __device__ C* Key(int32_t tile) const { return tiles + tile % kStages * kStageElements; }
   __device__ PositionScales* Scales(int32_t tile) const {
-    if constexpr (kScaleTiles == 0) return scales;
-    return scales + tile % kScaleTiles * kTile;
+    if constexpr (kScaleTiles > 0) {
+      return scales + tile % kScaleTiles * kTile;
+    }
+    return scales;
   }
 };
 
@@ -129,19 +131,21 @@ class TensorCoreItem {
     CopyQuery();
     // Copies are kAhead tiles ahead of the products.
     constexpr int kAhead = kStages - 1;
-    for (int32_t from = tiles.begin; from < tiles.end + kAhead; from += Positions::kTiles) {
-      TakePositions(from);
-      positions_.Load(p_, item_, from + Positions::kTiles);
+    const int32_t end = tiles.end;
+    for (int32_t copied = tiles.begin; copied < end + kAhead;) {
+      TakePositions(copied);
+      positions_.Load(p_, item_, copied + Positions::kTiles);
 #pragma unroll 1
-      for (int n = 0; n < Positions::kTiles; ++n) {
-        const int32_t copied = from + n, tile = copied - kAhead;
-        if (tile >= tiles.end) break;
-        if (tile >= tiles.begin) {
+      for (int n = 0; n < Positions::kTiles && copied < end + kAhead; ++n, ++copied) {
+        const int32_t tile = copied - kAhead;
+        // From shared memory: there is no register left.
+        const bool is_copied = tile >= item_.begin / kTile;
+        if (is_copied) {
           gpu::WaitCopies<kAhead - 1>();
           __syncthreads();  // the tile is here, and everyone has left the one before
         }
         [[maybe_unused]] std::conditional_t<kHasInt4, Int4Chunks, char> int4;
-        if (copied < tiles.end) {
+        if (copied < end) {
           if constexpr (kHasInt4) {
             int4 = ReadInt4(copied, n);
           } else {
@@ -149,9 +153,9 @@ class TensorCoreItem {
           }
         }
         gpu::CommitCopies();
-        if (tile >= tiles.begin) ComputeTile(tile);
+        if (is_copied) ComputeTile(tile);
         if constexpr (kHasInt4) {
-          if (copied < tiles.end) StoreInt4(copied, int4);
+          if (copied < end) StoreInt4(copied, int4);
         }
       }
     }
@@ -313,7 +317,7 @@ class TensorCoreItem {
     // The first position of the warp's part of the KV tile.
     const int32_t begin = tile * kTile + part_ * kKeys;
     const int first_key = part_ * kKeys;
-    const PositionScales* scales = layout_.Scales(tile) + first_key;
+    [[maybe_unused]] const PositionScales* scales = layout_.Scales(tile) + first_key;
     float logits[kKeys / 8][4] = {};
     Products::MultiplyByKeys(layout_.query, warp_row_, layout_.Key(tile), first_key, logits);
     if constexpr (kIs8Bit<C>) Products::ScaleLogits(scales, logits);
@@ -390,9 +394,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   ResetCounter(scratch);
   gpu::LetNextKernelBegin();
   Schedule schedule(p, lengths, kMaxRowsPerItem, layout.schedule);
-  for (DealtNumber number;; number.Next()) {
-    const Item* item = schedule.Find(number.Get());
-    if (item == nullptr) return;
+  while (const Item* item = schedule.FindDealt()) {
     const auto compute = [&](int first_column) {
       if (kWarpRows == kFewWarpRows || item->num_rows <= kFewWarpRows * kRowsPerWarpTile) {
         TensorCoreItem<T, C, kHeadSize, kFewWarpRows>(p, *item, layout, first_column)
