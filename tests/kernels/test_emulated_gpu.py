@@ -59,7 +59,7 @@ def count(emulated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     return count
 
 
-@pytest.mark.parametrize(("q_len", "most"), [(16, 8000), (1, 4500)], ids=["64-rows", "few-rows"])
+@pytest.mark.parametrize(("q_len", "most"), [(16, 8000), (1, 3500)], ids=["64-rows", "few-rows"])
 def test_an_item_takes_few_instructions_outside_its_tiles(
     q_len: int, most: int, count: Any
 ) -> None:
