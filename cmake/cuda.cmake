@@ -22,8 +22,10 @@ elseif(XLA_GPU_ARCHITECTURES STREQUAL "native")  # the GPUs of this machine, or 
   set(ARCHITECTURES)
   if(NOT FAILED)
     string(REGEX MATCHALL "[0-9]+[.][0-9]" CAPABILITIES "${CAPABILITIES}")
-    # The code of a generation's first GPU runs on the others.
-    list(TRANSFORM CAPABILITIES REPLACE "[.][0-9]$" "0-real" OUTPUT_VARIABLE ARCHITECTURES)
+    # The code of a generation's first GPU runs on the others. But 8.9 has conversions of float8_e4m3
+    # that 8.0 has not.
+    list(TRANSFORM CAPABILITIES REPLACE "^8[.]9$" "89-real" OUTPUT_VARIABLE ARCHITECTURES)
+    list(TRANSFORM ARCHITECTURES REPLACE "[.][0-9]$" "0-real")
     list(TRANSFORM ARCHITECTURES REPLACE "^90-" "90a-")
     list(FILTER ARCHITECTURES EXCLUDE REGEX "^[1-7]0-")  # the kernels need 8.0
     list(REMOVE_DUPLICATES ARCHITECTURES)
@@ -129,6 +131,12 @@ if(NOT ARCHITECTURES MATCHES "(^|;)8[0-9]+(-virtual)?(;|$)")
   target_compile_definitions(cuda PRIVATE XLA_GPU_LAUNCHES_EARLY)
 endif()
 
+# Wheels for all GPUs have code for 8.9 where it is faster: for caches of float8_e4m3.
+set(ARCHITECTURES_OF_Float8E4M3 "${ARCHITECTURES}")
+if(XLA_GPU_ARCHITECTURES STREQUAL "all")
+  list(APPEND ARCHITECTURES_OF_Float8E4M3 89-real)
+endif()
+
 # One unit for each type of query, type of cache and head size.
 function(add_kernel_of_caches room kernel architectures head_sizes head_sizes_of_8_bits head_sizes_of_4_bits)
   foreach(storage ${XLA_GPU_TENSOR_CORE_TYPES})
@@ -142,7 +150,11 @@ function(add_kernel_of_caches room kernel architectures head_sizes head_sizes_of
       foreach(head_size ${sizes})
         set(name ${kernel}_${storage}_${cache}_${head_size})
         add_cuda_objects(${name} paged_attention/cuda/${room}/${kernel}.cu)
-        set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES "${architectures}")
+        set(targets "${architectures}")
+        if(cache STREQUAL "Float8E4M3" AND architectures STREQUAL ARCHITECTURES)
+          set(targets "${ARCHITECTURES_OF_Float8E4M3}")
+        endif()
+        set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES "${targets}")
         target_compile_definitions(${name} PRIVATE
           XLA_GPU_STORAGE=${storage} XLA_GPU_CACHE=${cache} XLA_GPU_HEAD_SIZE=${head_size})
       endforeach()

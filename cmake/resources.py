@@ -19,6 +19,7 @@ from typing import Any
 # Programming Guide, "Technical Specifications per Compute Capability".
 LIMITS = {
     "80": (65536, 164 * 1024, 2048),
+    "89": (65536, 100 * 1024, 1536),
     "90a": (65536, 228 * 1024, 2048),
     "100": (65536, 228 * 1024, 2048),
     "120": (65536, 100 * 1024, 1536),

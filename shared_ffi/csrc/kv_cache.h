@@ -61,8 +61,11 @@ struct KvScales {
   XLA_GPU_HOST_DEVICE int64_t Offset(int64_t block, int64_t position, int64_t head) const {
     return block * block_stride + position * position_stride + head * head_stride;
   }
+  XLA_GPU_HOST_DEVICE const float* AddressOf(int64_t block, int64_t position, int64_t head) const {
+    return data + Offset(block, position, head);
+  }
   XLA_GPU_HOST_DEVICE float At(int64_t block, int64_t position, int64_t head) const {
-    return data == nullptr ? 1.0f : data[Offset(block, position, head)];
+    return data == nullptr ? 1.0f : *AddressOf(block, position, head);
   }
 };
 

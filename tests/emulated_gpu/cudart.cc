@@ -3,7 +3,8 @@
 //   EMULATED_GPU_SEED: the order of warps and copies, and the number of multiprocessors.
 //   EMULATED_GPU_CAPABILITY: 90 for 9.0.
 //   EMULATED_GPU_FAIL: a call that fails, as CALL, or as CALL=ERROR with the error's number.
-//   EMULATED_GPU_LAUNCHES: a file that gets the blocks and the threads of a block of each launch.
+//   EMULATED_GPU_LAUNCHES: a file that gets of each launch the blocks, the threads of a block, and
+//     whether it begins early.
 //   EMULATED_GPU_EARLY: 0 if no kernel begins before the one before it has ended.
 //   EMULATED_GPU_COUNTS: a file that gets the counts of each launch, as a line of JSON.
 //   EMULATED_GPU_FAULT: see PlantFault.
@@ -233,8 +234,15 @@ Error cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* num_blocks, const void*
 Error cudaLaunchKernelExC(const LaunchConfig* config, const void* function, void** arguments) {
   if (const Error outcome = OutcomeOf("cudaLaunchKernelEx")) return outcome;
   const std::lock_guard<std::recursive_mutex> lock(mutex);
+  bool begins_early = false;
+  for (unsigned k = 0; k < config->num_attributes; ++k) {
+    const LaunchAttribute& attribute = config->attributes[k];
+    begins_early |= attribute.id == kProgrammaticStreamSerialization && attribute.value.allowed &&
+                    Number("EMULATED_GPU_EARLY", 1) != 0;
+  }
   if (const char* log = std::getenv("EMULATED_GPU_LAUNCHES")) {
-    std::ofstream(log, std::ios::app) << config->grid.x << ' ' << config->block.x << '\n';
+    std::ofstream(log, std::ios::app)
+        << config->grid.x << ' ' << config->block.x << ' ' << begins_early << '\n';
   }
   std::shared_ptr<emulated_gpu::Kernel> kernel;
   try {
@@ -244,12 +252,6 @@ Error cudaLaunchKernelExC(const LaunchConfig* config, const void* function, void
     return kLaunchFailure;
   }
   if (kernel == nullptr) return kNoKernelImage;
-  bool begins_early = false;
-  for (unsigned k = 0; k < config->num_attributes; ++k) {
-    const LaunchAttribute& attribute = config->attributes[k];
-    begins_early |= attribute.id == kProgrammaticStreamSerialization && attribute.value.allowed &&
-                    Number("EMULATED_GPU_EARLY", 1) != 0;
-  }
   return Launch(*kernel, *config, arguments, begins_early);
 }
 

@@ -185,9 +185,11 @@ struct MemoryBarrier {
 // What speed depends on.
 struct Counters {
   std::map<std::string, uint64_t> classes;  // instructions of warps
-  uint64_t shared_accesses = 0;             // by lanes that together have 128 bytes, at most
-  uint64_t shared_wavefronts = 0;           // as many, if no bank is asked for two words at once
-  std::map<int, uint64_t> conflicts;        // the others, by the line of the instruction
+  uint64_t blocks = 0;
+  uint64_t longest_block = 0;         // instructions of its warps
+  uint64_t shared_accesses = 0;       // by lanes that together have 128 bytes, at most
+  uint64_t shared_wavefronts = 0;     // as many, if no bank is asked for two words at once
+  std::map<int, uint64_t> conflicts;  // the others, by the line of the instruction
   uint64_t global_bytes = 0;
   uint64_t global_sectors = 0;  // of 32 bytes
 

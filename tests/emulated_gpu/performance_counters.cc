@@ -136,7 +136,8 @@ void Counters::Write(const std::string& kernel, const char* path) const {
     file << separator << '"' << line << "\": " << number;
     separator = ", ";
   }
-  file << "}, \"shared_accesses\": " << shared_accesses
+  file << "}, \"blocks\": " << blocks << ", \"longest_block\": " << longest_block
+       << ", \"shared_accesses\": " << shared_accesses
        << ", \"shared_wavefronts\": " << shared_wavefronts << ", \"global_bytes\": " << global_bytes
        << ", \"global_sectors\": " << global_sectors << "}\n";
 }

@@ -326,6 +326,8 @@ void RunKernel(const Launch& launch, unsigned seed) {
           }
         }
         block.Run();
+        ++counters.blocks;
+        counters.longest_block = std::max(counters.longest_block, block.num_instructions);
       }
     } catch (const Trap& trap) {
       failure = trap.what();

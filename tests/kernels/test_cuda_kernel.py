@@ -81,7 +81,8 @@ def test_paged_attention_on_hopper(case: Case, gpu: Gpu) -> None:
 
 @pytest.fixture
 def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """Computes a case. Returns thread blocks and threads of a block of each kernel."""
+    """Computes a case. Returns of each kernel its thread blocks, the threads of a block, and whether
+    it begins before the one before it has ended."""
     if ON_CUDA:
         pytest.skip("only the emulated GPU tells what was launched")
     log = tmp_path / "launches"
@@ -123,8 +124,17 @@ def test_the_kernels_of_a_call_on_hopper(
         max_query_len=max_query_len,
         padding_tokens=0,
     )
-    assert [threads for _, threads in launches(gpu.on_hopper(), case)] == kernels
-    assert [threads for _, threads in launches(gpu, case)] == [PORTABLE, COMBINE]
+    assert [threads for _, threads, _ in launches(gpu.on_hopper(), case)] == kernels
+    assert [threads for _, threads, _ in launches(gpu, case)] == [PORTABLE, COMBINE]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_merge_begins_early(dtype: str, gpu: Gpu, launches: Any) -> None:
+    """While the last thread blocks of the kernel before it run, whichever kernel that is. With the
+    portable kernels chosen by name none does."""
+    case = Case(id="early", sequences=((1, 900),), dtype=dtype, head_size=128)
+    assert [early for *_, early in launches(gpu.on_hopper(), case)][-1] == 1
+    assert [early for *_, early in launches(gpu, case)] == [0, 0]
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 103, 120])
@@ -138,16 +148,16 @@ def test_the_gpu_decides_which_kernels_run(capability: int, gpu: Gpu, launches: 
     is_hopper = capability == 90
     assert portable.kernels_in_use() == ["portable"]
     assert by_gpu.kernels_in_use() == [*(["decode", "prefill"] if is_hopper else []), "portable"]
-    assert [threads for _, threads in launches(portable, case)] == [PORTABLE, COMBINE]
+    assert [threads for _, threads, _ in launches(portable, case)] == [PORTABLE, COMBINE]
     kernels = [DECODE, HOPPER, COMBINE] if is_hopper else [PORTABLE, COMBINE]
-    assert [threads for _, threads in launches(by_gpu, case)] == kernels
+    assert [threads for _, threads, _ in launches(by_gpu, case)] == kernels
 
 
 def test_the_number_of_thread_blocks_is_limited(gpu: Gpu, launches: Any) -> None:
     """There are as many as the GPU holds, 132 here, unless the limit is lower."""
     case = Case(id="many", sequences=((1, 20),) * 70, dtype="float16", max_query_len=1)
     for seed, limit in ((20, 132), (27, 7), (13, 1), (6, 3)):  # seeds with 132 multiprocessors
-        (decode, _), (combine, _) = launches(gpu.on_hopper(), case, seed)
+        (decode, *_), (combine, *_) = launches(gpu.on_hopper(), case, seed)
         assert decode == limit and combine == min(limit, 73)
 
 

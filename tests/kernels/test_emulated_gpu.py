@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,44 @@ def test_shared_memory_has_hardly_any_bank_conflicts(
         sum(launch[f"shared_{name}"] for launch in launches) for name in ("accesses", "wavefronts")
     )
     assert wavefronts <= 1.01 * accesses
+
+
+@pytest.fixture
+def count(emulated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Computes sequences with the portable kernels. Returns what the attention kernel executed."""
+    path = tmp_path / "counts"
+    monkeypatch.setenv("EMULATED_GPU_COUNTS", str(path))
+
+    def count(*sequences: tuple[int, int], seed: int = 1) -> Any:
+        path.write_text("")
+        case = Case(id="counts", sequences=sequences, num_heads=4, num_kv_heads=1, head_size=128,
+                    block_size=16, dtype="bfloat16", padding_tokens=0)  # fmt: skip
+        attend(EmulatedGpu(emulated), case.inputs(), **case.attributes(), seed=seed)
+        launches = [json.loads(line) for line in path.read_text().splitlines()]
+        (kernel,) = [x for x in launches if "TensorCoreAttention" in x["kernel"]]
+        return kernel | {"total": sum(kernel["instructions"].values())}
+
+    return count
+
+
+@pytest.mark.parametrize(("q_len", "most"), [(16, 8000), (1, 3500)], ids=["64-rows", "few-rows"])
+def test_an_item_takes_few_instructions_outside_its_tiles(
+    q_len: int, most: int, count: Any
+) -> None:
+    """Of its warps together: as many as two tiles of 64 rows. The last tile has masks."""
+    one = count((q_len, 128))["total"]
+    tile = count((q_len, 256))["total"] - count((q_len, 192))["total"]
+    assert tile > 1000
+    assert count((q_len, 128), (q_len, 128))["total"] - one - 2 * tile <= most
+
+
+@pytest.mark.parametrize(("seed", "blocks", "q_len"), [(2, 3, 520), (3, 4, 776)])
+def test_thread_blocks_have_equal_shares(seed: int, blocks: int, q_len: int, count: Any) -> None:
+    """Their items are the splits of a sequence, three and four for each query tile. Dealt in one
+    direction, the first splits, which most rows attend to, would be one block's: 1.28 shares."""
+    kernel = count((q_len, q_len), seed=seed)
+    assert kernel["blocks"] == blocks
+    assert kernel["longest_block"] * blocks <= 1.05 * kernel["total"]
 
 
 @takes_minutes

@@ -116,9 +116,8 @@ WORK = {
 
 # Barriers and waits, with the work that must be refused without them.
 MUTANTS = [
-    ("portable, few rows", "gpu::WaitCopies<kStages - 2>(); «__syncthreads();»"),
+    ("portable, few rows", "gpu::WaitCopies<kAhead - 1>(); «__syncthreads();»"),
     ("portable, few rows", "«is_bad_ = __syncthreads_or(is_bad_);»"),
-    ("portable, few rows", "CopyQuery(); «__syncthreads();»"),
     ("portable, few rows", "StoreSums(); «__syncthreads();»"),
     ("decode", "«shared_.tiles_barriers.WaitFilled(stage);» float logits"),
     ("decode", "work.begin; «shared_.tiles_barriers.WaitFreed(stage);» C* to"),

@@ -153,6 +153,14 @@ __device__ __forceinline__ void CopyAsync16(void* to, const void* from, bool val
                : "memory");
 }
 
+// The same for 4 bytes.
+__device__ __forceinline__ void CopyAsync4(void* to, const void* from, bool valid) {
+  const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(from),
+               "r"(valid ? 4 : 0)
+               : "memory");
+}
+
 // Puts this thread's copies since the last call into one group.
 __device__ __forceinline__ void CommitCopies() {
   asm volatile("cp.async.commit_group;" ::: "memory");

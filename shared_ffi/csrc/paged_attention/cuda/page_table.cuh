@@ -25,8 +25,8 @@ template <typename C>
 using Slot = std::conditional_t<kIs8Bit<C>, ScaledSlot, PlainSlot>;
 
 // The offset of a slot in bytes. Aligned, and never read, where there is no slot.
-template <typename C>
-__device__ __forceinline__ int64_t BytesTo(const Slot<C>& slot) {
+template <typename C, typename AnySlot>
+__device__ __forceinline__ int64_t BytesTo(const AnySlot& slot) {
   return slot.offset >= 0 ? slot.offset * static_cast<int64_t>(sizeof(C)) : INT64_MIN;
 }
 
@@ -52,15 +52,26 @@ __device__ __forceinline__ int32_t BlockOf(const Params& p, const Item& item, in
   return p.block_tables[item.sequence * p.max_blocks_per_seq + logical];
 }
 
+// The place of a position in its block.
+__device__ __forceinline__ uint32_t InBlock(const Params& p, int32_t position) {
+  return static_cast<uint32_t>(position) % static_cast<uint32_t>(p.block_size);
+}
+
+// Whether the pool has a block. Sets *is_bad if it has not.
+__device__ __forceinline__ bool HasBlock(const Params& p, int64_t block, bool* is_bad) {
+  if (block < 0 || block >= p.num_blocks) {
+    *is_bad = true;
+    return false;
+  }
+  return true;
+}
+
 // The slot of a position in a block. Sets *is_bad if the block id is outside the pool.
 template <typename C>
 __device__ __forceinline__ Slot<C> SlotIn(const Params& p, const Item& item, int64_t block,
                                           int32_t position, bool* is_bad) {
-  if (block < 0 || block >= p.num_blocks) {
-    *is_bad = true;
-    return {};
-  }
-  const uint32_t offset = static_cast<uint32_t>(position) % static_cast<uint32_t>(p.block_size);
+  if (!HasBlock(p, block, is_bad)) return {};
+  const uint32_t offset = InBlock(p, position);
   Slot<C> slot;
   slot.offset = p.cache.Offset(block, offset);
   if constexpr (kIs8Bit<C>) {
@@ -76,6 +87,63 @@ __device__ __forceinline__ Slot<C> FindSlot(const Params& p, const Item& item, i
                                             bool* is_bad) {
   return SlotIn<C>(p, item, BlockOf(p, item, position), position, is_bad);
 }
+
+// The positions of KV tiles that a warp copies, kLanes lanes each at a time: kThreads / kLanes
+// adjacent ones of all warps. Each lane has one position of the next kTiles tiles. The block ids of
+// the tiles after these are on their way meanwhile: nothing may use them in the loop over the
+// tiles, or it waits for the memory.
+template <int kTile, int kLanes>
+class CopiedPositions {
+ public:
+  static constexpr int kAtOnce = kThreads / kLanes;
+  static constexpr int kOfTile = kTile / kWarps;
+  static constexpr int kTiles = gpu::kWarpSize / kOfTile;
+  static_assert(kTile % kAtOnce == 0 && gpu::kWarpSize % kOfTile == 0);
+
+  // Asks for the block ids of the tiles from `tile` on.
+  __device__ __forceinline__ void Load(const Params& p, const Item& item, int32_t tile) {
+    const int32_t position = PositionOf(tile);
+    if (IsIn(item, position)) next_block_ = BlockOf(p, item, position);
+  }
+
+  // Goes to the tiles from `tile` on, whose block ids were asked for. Sets *is_bad if the lane's is
+  // outside the pool. Calls use(tile, row, block, in_block, exists) with the lane's position: the
+  // number of its tile among them, that of its row in the tile, and the place in its block.
+  template <typename Use>
+  __device__ __forceinline__ void Take(const Params& p, const Item& item, int32_t tile,
+                                       bool* is_bad, const Use& use) {
+    offset_ = -1;
+    const int32_t position = PositionOf(tile);
+    const int64_t block = next_block_;
+    const uint32_t in_block = InBlock(p, position);
+    const bool exists = IsIn(item, position) && HasBlock(p, block, is_bad);
+    if (exists) offset_ = p.cache.Offset(block, in_block);
+    use(TileOfLane(), RowOfLane(), block, in_block, exists);
+  }
+
+  // The offset in the cache of the position that the lane copies in step `step` of a tile, one of
+  // those taken; -1 if it does not exist.
+  __device__ __forceinline__ PlainSlot SlotOf(int tile, int step) const {
+    constexpr int kRows = gpu::kWarpSize / kLanes;
+    const int of_warp = tile * kOfTile + step * kRows + Lane() / kLanes;
+    return {gpu::Shuffle(offset_, of_warp)};
+  }
+
+ private:
+  static __device__ __forceinline__ unsigned Lane() { return threadIdx.x % gpu::kWarpSize; }
+  static __device__ __forceinline__ int TileOfLane() { return Lane() / kOfTile; }
+  static __device__ __forceinline__ int32_t PositionOf(int32_t tile) {
+    return (tile + TileOfLane()) * kTile + RowOfLane();
+  }
+  static __device__ __forceinline__ int RowOfLane() {
+    constexpr int kRows = gpu::kWarpSize / kLanes;
+    const int of_tile = Lane() % kOfTile, warp = threadIdx.x / gpu::kWarpSize;
+    return of_tile / kRows * kAtOnce + warp * kRows + of_tile % kRows;
+  }
+
+  int64_t offset_;
+  int32_t next_block_;
+};
 
 // The K, and the V, of a slot and kv head.
 template <typename T>

@@ -22,7 +22,8 @@ struct SharedRows {
   static_assert(kChunks % 2 == 0, "chunks are multiplied in pairs");
 
   static __device__ __forceinline__ int Offset(int row, int chunk) {
-    return row * kStride + (kIsSwizzled ? chunk ^ (row % 8) : chunk) * kChunk;
+    const int in_pattern = static_cast<unsigned>(row) % 8;  // a remainder with sign takes longer
+    return row * kStride + (kIsSwizzled ? chunk ^ in_pattern : chunk) * kChunk;
   }
 
   // The offset of the chunk that is an even number of chunks behind that at `offset`, one of the

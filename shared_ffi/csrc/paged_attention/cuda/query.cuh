@@ -19,6 +19,33 @@ __device__ __forceinline__ void ForQueryChunks(const Params& p, const Item& item
   }
 }
 
+// The same for kNumRows rows, with eight lanes for each row. Each lane finds the place of one row
+// of its warp: to find that of each chunk, with a division, would take longer than the copies.
+template <int kNumRows, typename T, typename QueryRows, typename Copy>
+__device__ __forceinline__ void ForQueryRows(const Params& p, const Item& item, int first_row,
+                                             unsigned thread, const Copy& copy) {
+  constexpr unsigned kLanes = 8, kRowsOfWarp = gpu::kWarpSize / kLanes, kRows = kThreads / kLanes;
+  constexpr int kSteps = kNumRows / kRows;
+  static_assert(kNumRows % kRows == 0 && kSteps * kRowsOfWarp <= gpu::kWarpSize);
+  const unsigned lane = thread % gpu::kWarpSize, warp = thread / gpu::kWarpSize;
+  const int own = lane / kRowsOfWarp * kRows + warp * kRowsOfWarp + lane % kRowsOfWarp;
+  const int num_rows = item.num_rows - first_row;
+  const bool has_own = own < kNumRows && own < num_rows;
+  const int64_t own_offset = has_own ? QueryOffset(p, item, first_row + own) : 0;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const int row = step * kRows + thread / kLanes;
+    const T* from = static_cast<const T*>(p.query) +
+                    gpu::Shuffle(own_offset, step * kRowsOfWarp + lane / kLanes);
+#pragma unroll
+    for (unsigned first = 0; first < QueryRows::kChunks; first += kLanes) {
+      const int chunk = first + lane % kLanes, column = chunk * QueryRows::kChunk;
+      if (QueryRows::kChunks % kLanes != 0 && chunk >= QueryRows::kChunks) continue;
+      copy(row, chunk, from + column, row < num_rows && column < p.head_size);
+    }
+  }
+}
+
 // A chunk of 16 bytes of a row: pairs of 16-bit numbers.
 struct alignas(16) FourPairs {
   uint32_t pair[4] = {};

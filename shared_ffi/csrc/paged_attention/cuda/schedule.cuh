@@ -1,6 +1,7 @@
 // Divides the work into items. The thread blocks find their items themselves from the lengths on
 // the device; the host never reads these. The grid is as large as the GPU can hold at once, and
-// each thread block takes every gridDim.x-th item, or the next item whenever it asks (ItemCounter).
+// each thread block takes one of every gridDim.x items (FindDealt), or the next item whenever it
+// asks (ItemCounter).
 //
 // Somebody else may write to lengths, tables and masks while a kernel runs. What follows from them
 // is checked where it is used, in the copy that is used. Threads that meet at a barrier or a
@@ -163,30 +164,57 @@ __device__ inline Item RowsOf(const Params& p, const Item& item, int first_row, 
 }
 
 // Finds work items by their number. Items are numbered sequence by sequence. A parallel scan counts
-// them for a window of kThreads sequences at a time.
+// them for a window of kWindow sequences at a time.
 class Schedule {
  public:
+  // A thread counts one. With one for each thread, an A100 would lack 72 bytes of shared memory for
+  // two thread blocks of TensorCoreAttention with heads of 128.
+  static constexpr int kWindow = 119;
+
   struct Shared {
-    int64_t ends[kThreads];  // for each sequence of the window, the number after its last item
-    int64_t warp_counts[kWarps];
-    int warp_broken[kWarps];
-    Item item;
+    uint32_t round;         // of FindDealt: in a register it would be spilled
+    int64_t begin;          // number of the window's first item, for the thread that finds items
+    int64_t ends[kWindow];  // for each sequence of the window, the number after its last item
+    union {
+      struct {
+        int64_t items[kWarps];
+        int broken[kWarps];
+      } warps;  // while a window is counted
+      Item item;
+    };
   };
 
   __device__ Schedule(const Params& p, QueryLengths lengths, int64_t max_rows, Shared* shared)
-      : p_(p), lengths_(lengths), max_rows_(max_rows), shared_(*shared), num_seqs_(NumSeqs(p)) {
+      : p_(p),
+        lengths_(lengths),
+        max_rows_(max_rows),
+        shared_(*shared),
+        num_seqs_(static_cast<int32_t>(NumSeqs(p))) {
+    if (threadIdx.x == 0) shared_.round = 0;
     CountWindow(0);
+  }
+
+  // Finds the thread block's next item: one of every gridDim.x, which are dealt from the first
+  // block to the last and back again. A sequence's largest items come first: the block that gets
+  // the largest of one round gets the smallest of the next.
+  __device__ const Item* FindDealt() {
+    const uint32_t round = shared_.round;
+    const uint32_t in_round = round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+    return Find(int64_t{round} * gridDim.x + in_round);
   }
 
   // Returns an item in shared memory, valid until the next call, or null after the last item. All
   // threads call it, with increasing numbers. Also a barrier.
   __device__ const Item* Find(int64_t number) {
-    while (number >= shared_.ends[kThreads - 1]) {
+    while (number >= shared_.ends[kWindow - 1]) {
       if (is_last_) return nullptr;
-      CountWindow(window_ + kThreads);
+      CountWindow(int64_t{window_} + kWindow);
     }
     Sync();  // everyone has left the item before
-    if (threadIdx.x == 0) FindInWindow(number);
+    if (threadIdx.x == 0) {
+      FindInWindow(number);
+      ++shared_.round;
+    }
     Sync();
     return &shared_.item;
   }
@@ -206,10 +234,11 @@ class Schedule {
   __device__ void FindInWindow(int64_t number) const {
     int first = 0;  // the first sequence that ends after `number`, by bisection
     for (int step = kThreads / 2; step > 0; step /= 2) {
-      if (shared_.ends[first + step - 1] <= number) first += step;
+      const int next = first + step;
+      if (next <= kWindow && shared_.ends[next - 1] <= number) first = next;
     }
-    const int64_t before = first == 0 ? begin_ : shared_.ends[first - 1];
-    FindInSequence(window_ + first, number - before, &shared_.item);
+    const int64_t before = first == 0 ? shared_.begin : shared_.ends[first - 1];
+    FindInSequence(int64_t{window_} + first, number - before, &shared_.item);
   }
 
   __device__ Count CountSequence(int64_t s) const {
@@ -226,29 +255,31 @@ class Schedule {
 
   __device__ void CountWindow(int64_t window) {
     const int thread = threadIdx.x, lane = thread % gpu::kWarpSize, warp = thread / gpu::kWarpSize;
-    Count count = CountSequence(window + thread);
+    Count count = {0, 0};
+    if (thread < kWindow) count = CountSequence(window + thread);
     for (int delta = 1; delta < gpu::kWarpSize; delta *= 2) {
       const Count left{gpu::ShuffleUp(count.items, delta), gpu::ShuffleUp(count.broken, delta)};
       if (lane >= delta) count = left.Then(count);
     }
-    begin_ = window == 0 ? 0 : shared_.ends[kThreads - 1];
-    Sync();  // everyone has read the window before
+    const int64_t begin = window == 0 ? 0 : shared_.ends[kWindow - 1];
+    Sync();  // everyone has read the window before, and left the item before
     if (lane == gpu::kWarpSize - 1) {
-      shared_.warp_counts[warp] = count.items;
-      shared_.warp_broken[warp] = count.broken;
+      shared_.warps.items[warp] = count.items;
+      shared_.warps.broken[warp] = count.broken;
     }
     Sync();
-    Count before{begin_, 0}, all{begin_, 0};
+    if (thread == 0) shared_.begin = begin;
+    Count before{begin, 0}, all{begin, 0};
     for (int w = 0; w < kWarps; ++w) {
-      const Count warp_count{shared_.warp_counts[w], shared_.warp_broken[w]};
+      const Count warp_count{shared_.warps.items[w], shared_.warps.broken[w]};
       if (w < warp) before = before.Then(warp_count);
       all = all.Then(warp_count);
     }
-    shared_.ends[thread] = before.Then(count).items;
+    if (thread < kWindow) shared_.ends[thread] = before.Then(count).items;
     Sync();
-    window_ = window;
+    window_ = static_cast<uint32_t>(window);
     // The same for all threads, although num_seqs_ may not be.
-    is_last_ = all.broken || window + kThreads >= p_.max_seqs;
+    is_last_ = all.broken || window + kWindow >= p_.max_seqs;
   }
 
   // Within a sequence, the query tiles with the most positions come first. Items that differ only
@@ -271,9 +302,8 @@ class Schedule {
   const QueryLengths lengths_;
   const int64_t max_rows_;
   Shared& shared_;
-  const int64_t num_seqs_;  // as this thread has read it
-  int64_t window_ = 0;      // first sequence of the window
-  int64_t begin_ = 0;       // number of the window's first item
+  const int32_t num_seqs_;  // as this thread has read it
+  uint32_t window_ = 0;     // first sequence of the window
   bool is_last_ = false;
 };
 

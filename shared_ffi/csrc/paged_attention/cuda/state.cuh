@@ -118,50 +118,109 @@ struct Parts {
   int first_column = 0;  // of V
 };
 
-// Merges the parts in their order and writes the rows: to the output, or to the scratch if the work
-// item is a split.
+// Adjacent columns of a row, as floats.
+template <int kWidth>
+struct alignas(kWidth * 4) Columns {
+  float column[kWidth];
+};
+
+// Writes columns to the output.
+__device__ __forceinline__ void WriteTo(float* output, const Columns<1>& columns) {
+  *output = columns.column[0];
+}
 template <typename T>
+__device__ __forceinline__ void WriteTo(T* output, const Columns<1>& columns) {
+  gpu::FromFloat(columns.column[0], output);
+}
+template <typename T>
+__device__ __forceinline__ void WriteTo(T* output, const Columns<4>& columns) {
+  const float(&column)[4] = columns.column;
+  *reinterpret_cast<uint2*>(output) =
+      make_uint2(gpu::Pack(column[0], column[1], T{}), gpu::Pack(column[2], column[3], T{}));
+}
+__device__ __forceinline__ void WriteTo(float* partial, const Columns<4>& columns) {
+  reinterpret_cast<Columns<2>*>(partial)[0] = {columns.column[0], columns.column[1]};
+  reinterpret_cast<Columns<2>*>(partial)[1] = {columns.column[2], columns.column[3]};
+}
+
+// Merges the parts in their order and writes the rows: to the output, or to the scratch if the work
+// item is a split. kWidth: columns that a lane writes at once.
+template <typename T, int kWidth>
 __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& item,
                           const Parts& parts, bool is_bad) {
   const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
   if (threadIdx.x == 0) Report(p, scratch, item, is_bad);
-  for (int row = warp; row < item.num_rows; row += kWarps) {
-    const RowPlace place(p, item, row);
+  // Each lane finds what concerns one of the warp's rows, which are every kWarps-th.
+  const int own = lane * kWarps + warp;
+  float weights[kWarps] = {}, divisor = 1;
+  int64_t offset = 0;  // in the output, or in the partials
+  if (own < item.num_rows) {
+    const RowPlace place(p, item, own);
     const int64_t token = item.first_token + place.token;
+    const auto state = [&](int64_t part) { return parts.states[part * parts.rows + own]; };
     const float sink = item.num_splits == 1 ? SinkOf(p, place.head) : -kInfinity;
-    float max = sink, weights[kWarps] = {};
-    for (int part = 0; part < parts.num_parts; ++part) {
-      max = fmaxf(max, parts.states[part * parts.rows + row].max);
-    }
-    const auto state = [&](int64_t part) { return parts.states[part * parts.rows + row]; };
+    float max = sink;
+    for (int part = 0; part < parts.num_parts; ++part) max = fmaxf(max, state(part).max);
     const float sum = SumOf(max, sink, parts.num_parts, state);
 #pragma unroll
     for (int part = 0; part < kWarps; ++part) {
       if (part < parts.num_parts) weights[part] = gpu::Exp2(state(part).max - ShiftOf(max));
     }
-    const RowRange range(p, item, row);
-    const float divisor = range.begin < range.end ? sum : 1.0f;  // without keys the sum is zero
-    const int64_t index = PartialOf(scratch, item, place) * p.num_heads + place.head;
-    T* output = static_cast<T*>(p.output) + OutputOffset(p, item, row);
-    output += parts.first_column;
-    float* partial = scratch.partials + index * p.value_head_size + parts.first_column;
-    const int64_t columns = Smaller(parts.columns, p.value_head_size - parts.first_column);
-    for (int d = lane; d < columns; d += gpu::kWarpSize) {
-      float value = 0;
+    const RowRange range = RowRange::OfToken(p, item, place.token);
+    if (range.begin < range.end) divisor = sum;  // without keys the sum is zero
+    if (item.num_splits == 1) {
+      offset = p.OutputOffset(token, place.head);
+      WriteLse(p, token, place.head, {max, sum});
+    } else {
+      const int64_t index = PartialOf(scratch, item, place) * p.num_heads + place.head;
+      offset = index * p.value_head_size;
+      scratch.states[index] = {max, sum};
+    }
+  }
+  // Calls write(place, divisor, &values) for the lane's columns of each row.
+  const auto for_columns = [&](const auto& write) {
+    const auto columns =
+        static_cast<int>(Smaller(parts.columns, p.value_head_size - parts.first_column));
+    const int first = lane * kWidth, num_rows = item.num_rows;
+    const float* row_sums = parts.sums + warp * parts.stride;
+#pragma unroll 1
+    for (int i = 0; i * kWarps + warp < num_rows; ++i, row_sums += kWarps * parts.stride) {
+      const int64_t row_offset = gpu::Shuffle(offset, i);
+      const float row_divisor = gpu::Shuffle(divisor, i);
+      float row_weights[kWarps];
 #pragma unroll
       for (int part = 0; part < kWarps; ++part) {
-        if (part >= parts.num_parts) break;
-        value = gpu::Fma(weights[part], parts.sums[(part * parts.rows + row) * parts.stride + d],
-                         value);
+        if (part < parts.num_parts) row_weights[part] = gpu::Shuffle(weights[part], i);
       }
-      if (item.num_splits == 1) {
-        gpu::FromFloat(value / divisor, output + d);
-      } else {
-        partial[d] = value;
+#pragma unroll 1
+      for (int d = first; d < columns; d += gpu::kWarpSize * kWidth) {
+        Columns<kWidth> values = {};
+#pragma unroll
+        for (int part = 0; part < kWarps; ++part) {
+          if (part >= parts.num_parts) break;
+          const auto sums = *reinterpret_cast<const Columns<kWidth>*>(
+              row_sums + part * parts.rows * parts.stride + d);
+#pragma unroll
+          for (int k = 0; k < kWidth; ++k) {
+            values.column[k] = gpu::Fma(row_weights[part], sums.column[k], values.column[k]);
+          }
+        }
+        write(row_offset + d, row_divisor, &values);
       }
     }
-    if (lane == 0 && item.num_splits > 1) scratch.states[index] = {max, sum};
-    if (lane == 0 && item.num_splits == 1) WriteLse(p, token, place.head, {max, sum});
+  };
+  if (item.num_splits == 1) {
+    T* const output = static_cast<T*>(p.output) + parts.first_column;
+    for_columns([&](int64_t place, float row_divisor, Columns<kWidth>* values) {
+#pragma unroll
+      for (float& value : values->column) value /= row_divisor;
+      WriteTo(output + place, *values);
+    });
+  } else {
+    float* const partials = scratch.partials + parts.first_column;
+    for_columns([&](int64_t place, float /*divisor*/, Columns<kWidth>* values) {
+      WriteTo(partials + place, *values);
+    });
   }
 }
 

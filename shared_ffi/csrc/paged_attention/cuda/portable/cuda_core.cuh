@@ -27,9 +27,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   ResetCounter(scratch);
   gpu::LetNextKernelBegin();
   Schedule schedule(p, lengths, kCoreRows, shared);
-  for (int64_t number = blockIdx.x;; number += gridDim.x) {
-    const Item* found = schedule.Find(number);
-    if (found == nullptr) return;
+  while (const Item* found = schedule.FindDealt()) {
     const Item& item = *found;
     WithQueryType<T>(p, [&](auto type) {
       using Q = decltype(type);
@@ -152,8 +150,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();
     const int rows = num_parts == 1 ? kCoreRows : kRowsPerWarp;
     const Parts parts{num_parts, states, queries, rows, stride, stride};
-    WithQueryType<T>(
-        p, [&](auto type) { WriteRows<decltype(type)>(p, scratch, item, parts, is_bad); });
+    WithQueryType<T>(p, [&](auto type) {
+      WriteRows<decltype(type), /*kWidth=*/1>(p, scratch, item, parts, is_bad);
+    });
   }
 }
 

@@ -13,6 +13,12 @@
 
 namespace xla_gpu::paged_attention {
 
+// The scales of a position of an 8-bit cache.
+struct PositionScales {
+  float k_scale;
+  float v_scale;
+};
+
 // The shared memory of a thread block. T: type of the query. C: type of the cache.
 template <typename T, typename C, int kHeadSize>
 struct TensorCoreLayout {
@@ -24,13 +30,17 @@ struct TensorCoreLayout {
   using ValueRows = std::conditional_t<kIsLatent, CacheRows, SharedRows<C, kColumns>>;
   static constexpr int kTile = kHeadSize <= 128 ? 64 : 32;  // positions
   static constexpr int kStages = kIs8Bit<C> ? 3 : 2;        // KV tiles in memory
-  static constexpr int kSlotTiles = kStages + 1;            // KV tiles whose slots are in memory
   static constexpr int kFewWarpRows = kTile == 64 ? 1 : 2;  // 16 positions for each warp
   static constexpr int kSumRows = kWarps * kRowsPerWarpTile;
   static constexpr int kTileElements = kTile * CacheRows::kStride;
   static constexpr int kStageElements =
       kTileElements + (kIsLatent ? 0 : kTile * ValueRows::kStride);
   static constexpr int kTilesBytes = kStages * kStageElements * static_cast<int>(sizeof(C));
+  static constexpr int kCopyLanes = CacheRows::kChunks < 8 ? CacheRows::kChunks : 8;
+  using Positions = CopiedPositions<kTile, kCopyLanes>;
+  // KV tiles of an 8-bit cache whose scales are in memory. Those of all tiles that are taken at
+  // once are copied while some warps still multiply the tile kStages before.
+  static constexpr int kScaleTiles = kIs8Bit<C> ? kStages + Positions::kTiles : 0;
 
   // For a query tile of `warp_rows` groups of 16 rows.
   XLA_GPU_HOST_DEVICE static constexpr int QueryBytes(int warp_rows) {
@@ -38,9 +48,8 @@ struct TensorCoreLayout {
   }
   static constexpr int SharedBytes(int warp_rows) {
     return kTilesBytes + QueryBytes(warp_rows) +
-           kSlotTiles * kTile * static_cast<int>(sizeof(Slot<C>)) +
-           static_cast<int>(sizeof(Schedule::Shared)) +
-           kSumRows * static_cast<int>(sizeof(RowState));
+           kScaleTiles * kTile * static_cast<int>(sizeof(PositionScales)) +
+           static_cast<int>(sizeof(Schedule::Shared)) + (kStatesAreBehindSums ? 0 : kStatesBytes);
   }
 
   // Floats from one row of sums to the next. Where there is room, it suits kBanksOfRow.
@@ -48,28 +57,39 @@ struct TensorCoreLayout {
   static constexpr int kSumStride =
       kSumRows * kPaddedStride * 4 <= kTilesBytes + QueryBytes(kFewWarpRows) ? kPaddedStride
                                                                              : kColumns;
-  static_assert(kSumRows * kSumStride * 4 <= kTilesBytes + QueryBytes(kFewWarpRows),
+  static constexpr int kSumsBytes = kSumRows * kSumStride * 4;
+  static constexpr int kStatesBytes = kSumRows * static_cast<int>(sizeof(RowState));
+  static_assert(kSumsBytes <= kTilesBytes + QueryBytes(kFewWarpRows),
                 "the sums of all warps take the place of the tiles and the query");
-  static_assert(!kIsWide || kSumRows * kSumStride * 4 <= kTilesBytes,
-                "the query is copied again while warps still write the sums of the first columns");
+  static constexpr bool kStatesAreBehindSums =
+      kSumsBytes + kStatesBytes <= kTilesBytes + QueryBytes(kFewWarpRows);
 
-  C* tiles;        // [kStages][K, V][kTile] rows; the V of a wide head is kColumns of it
-  T* query;        // [warp_rows * kRowsPerWarpTile] rows
-  Slot<C>* slots;  // [kSlotTiles][kTile]; offset -1 gives zeros
+  static_assert(kHeadSize > 128 || 2 * (SharedBytes(kWarps) + 1024) <= 164 * 1024,
+                "a multiprocessor of an A100 holds two thread blocks; CUDA takes 1 KiB of each");
+
+  C* tiles;                // [kStages][K, V][kTile] rows; the V of a wide head is kColumns of it
+  T* query;                // [warp_rows * kRowsPerWarpTile] rows
+  PositionScales* scales;  // [kScaleTiles][kTile]
   Schedule::Shared* schedule;
-  RowState* states;  // [kSumRows]
   float* sums;       // [kSumRows][kSumStride], in the memory of tiles and query
+  RowState* states;  // [kSumRows], behind them if there is room
 
   __device__ TensorCoreLayout(char* memory, int warp_rows)
       : tiles(reinterpret_cast<C*>(memory)),
         query(reinterpret_cast<T*>(memory + kTilesBytes)),
-        slots(reinterpret_cast<Slot<C>*>(memory + kTilesBytes + QueryBytes(warp_rows))),
-        schedule(reinterpret_cast<Schedule::Shared*>(slots + kSlotTiles * kTile)),
-        states(reinterpret_cast<RowState*>(schedule + 1)),
-        sums(reinterpret_cast<float*>(memory)) {}
+        scales(reinterpret_cast<PositionScales*>(memory + kTilesBytes + QueryBytes(warp_rows))),
+        schedule(reinterpret_cast<Schedule::Shared*>(scales + kScaleTiles * kTile)),
+        sums(reinterpret_cast<float*>(memory)),
+        states(kStatesAreBehindSums ? reinterpret_cast<RowState*>(memory + kSumsBytes)
+                                    : reinterpret_cast<RowState*>(schedule + 1)) {}
 
   __device__ C* Key(int32_t tile) const { return tiles + tile % kStages * kStageElements; }
-  __device__ Slot<C>* Slots(int32_t tile) const { return slots + tile % kSlotTiles * kTile; }
+  __device__ PositionScales* Scales(int32_t tile) const {
+    if constexpr (kScaleTiles > 0) {
+      return scales + tile % kScaleTiles * kTile;
+    }
+    return scales;
+  }
 };
 
 // Computes one work item of kWarpRows groups of 16 rows. A warp has one group. If there are fewer
@@ -80,6 +100,7 @@ class TensorCoreItem {
   using QueryRows = typename Layout::QueryRows;
   using CacheRows = typename Layout::CacheRows;
   using ValueRows = typename Layout::ValueRows;
+  using Positions = typename Layout::Positions;
   static constexpr int kStages = Layout::kStages;
   static constexpr int kParts = kWarps / kWarpRows;
   static constexpr int kTile = Layout::kTile;
@@ -105,33 +126,38 @@ class TensorCoreItem {
         is_bad_(HasBadTree(p, item, threadIdx.x)) {}
 
   __device__ void Compute(const Scratch& scratch) {
-    const int32_t first = item_.begin / kTile;
-    const int32_t end = max(first, (item_.end + kTile - 1) / kTile);
-    for (int i = 0; i < kStages; ++i) StoreSlot(first + i, FindSlotOf(first + i));
+    const Tiles tiles(item_, kTile);
+    positions_.Load(p_, item_, tiles.begin);
     CopyQuery();
-    __syncthreads();
-    for (int i = 0; i < kStages - 1; ++i) {
-      if constexpr (kHasInt4) {
-        StoreInt4(first + i, ReadInt4(first + i));
-      } else {
-        CopyTile(first + i);
+    // Copies are kAhead tiles ahead of the products.
+    constexpr int kAhead = kStages - 1;
+    const int32_t end = tiles.end;
+    for (int32_t copied = tiles.begin; copied < end + kAhead;) {
+      TakePositions(copied);
+      positions_.Load(p_, item_, copied + Positions::kTiles);
+#pragma unroll 1
+      for (int n = 0; n < Positions::kTiles && copied < end + kAhead; ++n, ++copied) {
+        const int32_t tile = copied - kAhead;
+        // From shared memory: there is no register left.
+        const bool is_copied = tile >= item_.begin / kTile;
+        if (is_copied) {
+          gpu::WaitCopies<kAhead - 1>();
+          __syncthreads();  // the tile is here, and everyone has left the one before
+        }
+        [[maybe_unused]] std::conditional_t<kHasInt4, Int4Chunks, char> int4;
+        if (copied < end) {
+          if constexpr (kHasInt4) {
+            int4 = ReadInt4(copied, n);
+          } else {
+            CopyTile(copied, n);
+          }
+        }
+        gpu::CommitCopies();
+        if (is_copied) ComputeTile(tile);
+        if constexpr (kHasInt4) {
+          if (copied < end) StoreInt4(copied, int4);
+        }
       }
-      gpu::CommitCopies();
-    }
-    for (int32_t tile = first; tile < end; ++tile) {
-      gpu::WaitCopies<kStages - 2>();
-      __syncthreads();  // the tile is here, and everyone has left the one before
-      [[maybe_unused]] std::conditional_t<kHasInt4, Int4Chunks, char> int4;
-      if constexpr (kHasInt4) {
-        int4 = ReadInt4(tile + kStages - 1);
-      } else {
-        CopyTile(tile + kStages - 1);
-      }
-      gpu::CommitCopies();
-      const Slot<C> slot = FindSlotOf(tile + kStages);
-      ComputeTile(tile);
-      if constexpr (kHasInt4) StoreInt4(tile + kStages - 1, int4);
-      StoreSlot(tile + kStages, slot);
     }
     gpu::WaitCopies<0>();
     is_bad_ = __syncthreads_or(is_bad_);  // everyone has left the tiles, whose place the sums take
@@ -139,19 +165,30 @@ class TensorCoreItem {
     __syncthreads();
     const Parts parts{kParts,   layout_.states, layout_.sums, kRows, Layout::kSumStride,
                       kColumns, first_column_};
-    WriteRows<T>(p_, scratch, item_, parts, is_bad_);
+    WriteRows<T, /*kWidth=*/4>(p_, scratch, item_, parts, is_bad_);
   }
 
  private:
-  // Thread j finds the slot of position j of a KV tile.
-  __device__ Slot<C> FindSlotOf(int32_t tile) {
-    const int32_t position = tile * kTile + threadIdx.x;
-    if (threadIdx.x >= kTile || position < item_.begin || position >= item_.end) return {};
-    return FindSlot<C>(p_, item_, position, &is_bad_);
-  }
-
-  __device__ void StoreSlot(int32_t tile, const Slot<C>& slot) {
-    if (threadIdx.x < kTile) layout_.Slots(tile)[threadIdx.x] = slot;
+  // Goes to the positions of the tiles from `first` on, and copies their scales. Those of positions
+  // that do not exist are zero.
+  __device__ __forceinline__ void TakePositions(int32_t first) {
+    positions_.Take(
+        p_, item_, first, &is_bad_,
+        [&](int tile, int row, int64_t block, int64_t in_block, bool exists) {
+          if constexpr (kIs8Bit<C>) {
+            PositionScales* to = layout_.Scales(first + tile) + row;
+            const auto copy = [&](const KvScales& scales, float* scale) {
+              if (scales.data == nullptr) {
+                *scale = 1;
+              } else {
+                gpu::CopyAsync4(
+                    scale, scales.AddressOf(exists ? block : 0, in_block, item_.kv_head), exists);
+              }
+            };
+            copy(p_.k_scale, &to->k_scale);
+            copy(p_.v_scale, &to->v_scale);
+          }
+        });
   }
 
   __device__ void CopyQuery() {
@@ -164,7 +201,7 @@ class TensorCoreItem {
         gpu::CopyAsync16(layout_.query + QueryRows::Offset(row, chunk), from, exists);
       }
     };
-    ForQueryChunks<T, QueryRows>(p_, item_, 0, kRows, threadIdx.x, copy);
+    ForQueryRows<kRows, T, QueryRows>(p_, item_, 0, threadIdx.x, copy);
   }
 
   // V of a KV tile, from the first column on. Where it is a part of K it is there already: its
@@ -182,13 +219,11 @@ class TensorCoreItem {
   }
 
   // Up to eight lanes copy 128 bytes of a position's K at a time, and of its V. What does not exist
-  // becomes zeros.
-  __device__ void CopyTile(int32_t tile) {
-    constexpr int kLanes = CacheRows::kChunks < 8 ? CacheRows::kChunks : 8;
-    constexpr int kPositions = kThreads / kLanes;  // at a time
-    static_assert(kTile % kPositions == 0 && kPositions % 8 == 0, "the swizzle repeats");
+  // becomes zeros. `n`: the number of the tile among those taken.
+  __device__ void CopyTile(int32_t tile, int n) {
+    constexpr int kLanes = Layout::kCopyLanes, kPositions = Positions::kAtOnce;
+    static_assert(kPositions % 8 == 0, "the swizzle repeats");
     const int row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-    const Slot<C>* slots = layout_.Slots(tile) + row;
     C* keys = layout_.Key(tile) + CacheRows::Offset(row, lane);
     C* values = layout_.Key(tile) + Layout::kTileElements + ValueRows::Offset(row, lane);
     const int column = lane * CacheRows::kChunk;
@@ -197,7 +232,7 @@ class TensorCoreItem {
     const auto value = reinterpret_cast<uintptr_t>(ValueOf<C>(p_, 0, item_.kv_head) + value_column);
 #pragma unroll
     for (int i = 0; i < kTile; i += kPositions) {
-      const int64_t offset = BytesTo<C>(slots[i]);
+      const int64_t offset = BytesTo<C>(positions_.SlotOf(n, i / kPositions));
       const int64_t value_offset = p_.cache.OffsetOfValue(offset);
 #pragma unroll
       for (int chunk = 0; chunk < CacheRows::kChunks; chunk += kLanes) {
@@ -224,28 +259,30 @@ class TensorCoreItem {
     Int4Chunk values[kChunksOfThread];
   };
 
-  // Calls use(n, to, row, column) for the chunks of a KV tile that the thread copies: the number of
-  // the chunk, its place in K, or V, of the tile, its position, and the number of its column.
+  // Calls use(n, to, step, column) for the chunks of a KV tile that the thread copies: the number
+  // of the chunk, its place in K, or V, of the tile, the step in which its position is copied, and
+  // the number of its column.
   template <typename Use>
   __device__ __forceinline__ void ForChunks(const Use& use) const {
-    constexpr int kLanes = 8, kPositions = kThreads / kLanes, kOfRow = CacheRows::kChunks / kLanes;
-    static_assert(!Layout::kIsWide && CacheRows::kChunks % kLanes == 0, "eight lanes copy a row");
+    constexpr int kLanes = Layout::kCopyLanes, kOfRow = CacheRows::kChunks / kLanes;
+    static_assert(!Layout::kIsWide && CacheRows::kChunks % 8 == 0, "eight lanes copy a row");
     const int row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
     const int first = CacheRows::Offset(row, lane);
 #pragma unroll
     for (int n = 0; n < kChunksOfThread; ++n) {
-      const int below = n / kOfRow * kPositions, chunk = n % kOfRow * kLanes;
-      use(n, first + below * CacheRows::kStride + chunk * CacheRows::kChunk, row + below,
+      const int step = n / kOfRow, chunk = n % kOfRow * kLanes;
+      const int below = step * Positions::kAtOnce;
+      use(n, first + below * CacheRows::kStride + chunk * CacheRows::kChunk, step,
           (lane + chunk) * CacheRows::kChunk);
     }
   }
 
   // Begins to copy a KV tile of which K or V is int4. What is int4 is read, and stored as int8 by
   // StoreInt4: after the products of another tile, during which the memory has time to answer.
-  __device__ Int4Chunks ReadInt4(int32_t tile) const {
-    const Slot<C>* slots = layout_.Slots(tile);
+  // `taken`: the number of the tile among those taken.
+  __device__ Int4Chunks ReadInt4(int32_t tile, int taken) const {
     Int4Chunks read;
-    ForChunks([&](int n, int to, int row, int column) {
+    ForChunks([&](int n, int to, int step, int column) {
       const auto copy = [&](DType dtype, const C* from, bool exists, C* place) -> Int4Chunk {
         if (dtype == DType::kInt4) {
           return exists ? *reinterpret_cast<const Int4Chunk*>(from + column / 2) : Int4Chunk();
@@ -253,7 +290,7 @@ class TensorCoreItem {
         gpu::CopyAsync16(place + to, from + column, exists);
         return {};
       };
-      const int64_t slot = BytesTo<C>(slots[row]);
+      const int64_t slot = BytesTo<C>(positions_.SlotOf(taken, step));
       read.keys[n] = copy(p_.cache_dtype, KeyOf<C>(p_, slot, item_.kv_head),
                           slot >= 0 && column < p_.head_size, layout_.Key(tile));
       read.values[n] = copy(p_.value_cache_dtype, ValueOf<C>(p_, slot, item_.kv_head),
@@ -263,7 +300,7 @@ class TensorCoreItem {
   }
 
   __device__ void StoreInt4(int32_t tile, const Int4Chunks& read) const {
-    ForChunks([&](int n, int to, int /*row*/, int /*column*/) {
+    ForChunks([&](int n, int to, int /*step*/, int /*column*/) {
       const auto store = [&](DType dtype, const Int4Chunk& chunk, C* place) {
         if (dtype != DType::kInt4) return;
         FourPairs numbers;
@@ -280,10 +317,10 @@ class TensorCoreItem {
     // The first position of the warp's part of the KV tile.
     const int32_t begin = tile * kTile + part_ * kKeys;
     const int first_key = part_ * kKeys;
-    const Slot<C>* slots = layout_.Slots(tile) + first_key;
+    [[maybe_unused]] const PositionScales* scales = layout_.Scales(tile) + first_key;
     float logits[kKeys / 8][4] = {};
     Products::MultiplyByKeys(layout_.query, warp_row_, layout_.Key(tile), first_key, logits);
-    if constexpr (kIs8Bit<C>) Products::ScaleLogits(slots, logits);
+    if constexpr (kIs8Bit<C>) Products::ScaleLogits(scales, logits);
     softmax_.ToLogits(begin, /*masked=*/!common_.Contains(begin, begin + kKeys), logits);
     float rescales[2];
     softmax_.Weigh(logits, rescales);
@@ -293,7 +330,7 @@ class TensorCoreItem {
         SetAsideNonFinite(tile, begin);
       }
     }
-    if constexpr (kIs8Bit<C>) Products::ScaleWeights(slots, logits);
+    if constexpr (kIs8Bit<C>) Products::ScaleWeights(scales, logits);
     products_.template AddValues<typename Products::Weight>(Value(tile), first_key, logits);
   }
 
@@ -302,11 +339,13 @@ class TensorCoreItem {
   // tile.
   __device__ void SetAsideNonFinite(int32_t tile, int32_t begin) {
     C* values = Value(tile);
-    const auto element = [&](int i) {
+    const auto element = [&](unsigned i) {
       return values + ValueRows::ElementOffset(i / kColumns, i % kColumns);
     };
     constexpr int kChunks = kColumns / ValueRows::kChunk;
-    const auto chunk = [&](int i) { return values + ValueRows::Offset(i / kChunks, i % kChunks); };
+    const auto chunk = [&](unsigned i) {
+      return values + ValueRows::Offset(i / kChunks, i % kChunks);
+    };
     if (!__syncthreads_or(HoldsNonFinite<C>(threadIdx.x, kTile * kChunks, kThreads, chunk))) return;
     softmax_.template AddNonFinite<kKeys>(
         begin, products_.sums,
@@ -314,7 +353,7 @@ class TensorCoreItem {
           return values[ValueRows::ElementOffset(part_ * kKeys + j, Products::Column(n, e))];
         },
         [&](C value, int j) {
-          return Products::Scaled(value, layout_.Slots(tile)[part_ * kKeys + j]);
+          return Products::Scaled(value, layout_.Scales(tile)[part_ * kKeys + j]);
         });
     __syncthreads();
     ClearNonFinite(threadIdx.x, kTile * kColumns, kThreads, element);
@@ -340,6 +379,7 @@ class TensorCoreItem {
   const CommonRange common_;
   Softmax softmax_;
   Products products_;
+  Positions positions_;
   bool is_bad_;
 };
 
@@ -354,9 +394,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   ResetCounter(scratch);
   gpu::LetNextKernelBegin();
   Schedule schedule(p, lengths, kMaxRowsPerItem, layout.schedule);
-  for (int64_t number = blockIdx.x;; number += gridDim.x) {
-    const Item* item = schedule.Find(number);
-    if (item == nullptr) return;
+  while (const Item* item = schedule.FindDealt()) {
     const auto compute = [&](int first_column) {
       if (kWarpRows == kFewWarpRows || item->num_rows <= kFewWarpRows * kRowsPerWarpTile) {
         TensorCoreItem<T, C, kHeadSize, kFewWarpRows>(p, *item, layout, first_column)
@@ -366,7 +404,10 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
     };
     if constexpr (Layout::kIsWide) {
-      for (int column = 0; column < p.value_head_size; column += kMaxColumns) compute(column);
+      for (int column = 0; column < p.value_head_size; column += kMaxColumns) {
+        if (column > 0) __syncthreads();  // everyone has left the sums
+        compute(column);
+      }
     } else {
       compute(0);
     }
