@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import jax
@@ -47,7 +48,7 @@ def sharded_ragged_paged_attention(
     not have all of them.
 
     Args:
-        q, k, v: ``[max_num_tokens, heads, head_dim]``, as ``queries``, ``keys`` and ``values`` there.
+        q, k, v: ``[max_num_tokens, heads, head_dim]``: ``queries``, ``keys`` and ``values`` there.
             Where there are fewer kv heads than devices along the axes of heads, each is repeated.
         kv_cache: that of ``ragged_paged_attention_v3``; with a head_dim of 64, that of
             ``ragged_paged_attention_hd64``. It has a row for each repeated head.
@@ -70,9 +71,7 @@ def sharded_ragged_paged_attention(
     data, heads = (
         tuple(axis for axis in axes if axis in mesh.axis_names) for axes in (_DATA, _HEADS)
     )
-    num_parts = 1
-    for axis in heads:
-        num_parts *= mesh.shape[axis]
+    num_parts = math.prod(mesh.shape[axis] for axis in heads)
     if k.ndim == 3 and 0 < k.shape[1] < num_parts:
         if num_parts % k.shape[1] != 0:
             rule = f"divide or be a multiple of the {num_parts} devices that share the heads"
@@ -80,7 +79,8 @@ def sharded_ragged_paged_attention(
         k, v = (jnp.repeat(x, num_parts // x.shape[1], axis=1) for x in (k, v))
     attend = ragged_paged_attention_hd64 if q.shape[-1] == 64 else ragged_paged_attention_v3
     rows, cache = PartitionSpec(data, heads), PartitionSpec(data, None, heads)
-    sinks = () if attention_sink is None else (attention_sink,)
+    sinks = [] if attention_sink is None else [attention_sink]
+    of_sinks = [PartitionSpec(heads) for _ in sinks]
     divided = jax.shard_map(
         partial(
             attend,
@@ -94,8 +94,7 @@ def sharded_ragged_paged_attention(
             use_causal_mask=use_causal_mask,
         ),
         mesh=mesh,
-        in_specs=(rows, rows, rows, cache, *[PartitionSpec(data)] * 4)
-        + tuple(PartitionSpec(heads) for _ in sinks),
+        in_specs=(rows, rows, rows, cache, *([PartitionSpec(data)] * 4), *of_sinks),
         out_specs=(rows, cache),
         check_vma=False,
     )

@@ -469,7 +469,7 @@ def test_sharded_ragged_paged_attention(axes: tuple[str, str]) -> None:
         use_causal_mask=False,
         soft_cap=3.0,
     )
-    assert_same_bits([*map(np.asarray, result)][0], np.asarray(expected[0]))
+    assert_same_bits(np.asarray(result[0]), np.asarray(expected[0]))
     assert_same_bits(np.asarray(result[1]), call["kv_cache"])
     updated = sharded(mesh, as_jax(call), 0.2)
     check(updated, call | {"keys": keys, "values": values}, 0.2, 1, sinks=SINKS)
