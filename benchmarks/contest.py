@@ -42,6 +42,15 @@ def takes_8_bits(make: Maker) -> Maker:
     return make
 
 
+_TAKE_LATENT: set[Maker] = set()
+
+
+def takes_latent(make: Maker) -> Maker:
+    """Decorator for contestants that support V as a part of K."""
+    _TAKE_LATENT.add(make)
+    return make
+
+
 def wait_for(result: Any) -> Any:
     """Waits until all queued work is done. Returns the result."""
     for array in result if isinstance(result, list) else [result]:
@@ -117,6 +126,14 @@ def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def key_and_value(workload: Workload, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The K and the V of positions of the cache, [..., positions, num_kv_heads, size]."""
+    columns = workload.model.value_head_size
+    if columns is None:
+        return rows[..., 0::2, :], rows[..., 1::2, :]
+    return rows.unsqueeze(-2), rows[..., None, :columns]
+
+
 def error_of(result: Any, workload: Workload, operands: list[torch.Tensor]) -> float:
     """The largest error of a sample of rows against float64, divided by what rounding allows."""
     result = (
@@ -137,8 +154,8 @@ def error_of(result: Any, workload: Workload, operands: list[torch.Tensor]) -> f
             if workload.cache_dtype is not None:
                 attended *= SCALE
             group = model.num_heads // model.num_kv_heads
-            key = attended[:, 0::2].repeat_interleave(group, 1)
-            value = attended[:, 1::2].repeat_interleave(group, 1)
+            key, value = key_and_value(workload, attended)
+            key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
             row = int(starts[s]) + i
             logits = (
                 torch.einsum("hd,jhd->hj", query[row].double(), key) * model.attributes()["scale"]
@@ -233,6 +250,8 @@ def prepare(
         try:
             if workload.cache_dtype is not None and make not in _TAKE_8_BITS:
                 raise DoesNotApply(f"a cache of {workload.cache_dtype}")
+            if workload.model.value_head_size is not None and make not in _TAKE_LATENT:
+                raise DoesNotApply("V as a part of K")
             made = [make(workload, each) for each in operands]
             wait_for(made[0]())  # warms up
             if on_gpu:
@@ -297,6 +316,7 @@ def described(
 
 
 @takes_8_bits
+@takes_latent
 def ours(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
     """This library, through torch eager."""
     import torch_frontend  # noqa: F401, PLC0415
@@ -306,6 +326,7 @@ def ours(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
 
 
 @takes_8_bits
+@takes_latent
 def ours_with_hint(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
     """This library, with max_query_len=1."""
     import torch_frontend  # noqa: F401, PLC0415
@@ -317,6 +338,7 @@ def ours_with_hint(workload: Workload, operands: list[torch.Tensor]) -> Contesta
 
 
 @takes_8_bits
+@takes_latent
 def ours_with_16_bits(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
     """For workloads with an 8-bit cache: this library on a cache of the query's dtype, with the
     same numbers."""
@@ -331,6 +353,7 @@ def ours_with_16_bits(workload: Workload, operands: list[torch.Tensor]) -> Conte
 
 
 @takes_8_bits
+@takes_latent
 def ours_portable(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
     """This library with the kernels that run on all GPUs, and with max_query_len=1 for decoding, as
     with XLA_GPU_CUDA_KERNELS=portable."""
@@ -387,6 +410,7 @@ def to_jax(tensor: torch.Tensor) -> Any:
 
 
 @takes_8_bits
+@takes_latent
 def jax_ours(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
     """This library, through JAX."""
     import jax_frontend  # noqa: PLC0415
@@ -407,12 +431,11 @@ def gathered(workload: Workload, operands: list[torch.Tensor]) -> tuple[torch.Te
         raise DoesNotApply("a window or a cap")
     context = workload.sequences[0][1]
     blocks = operands[1][operands[3].long()]
-    flat = blocks.flatten(1, 2)[:, :context]
-    return flat[:, :, 0::2].transpose(1, 2).contiguous(), flat[:, :, 1::2].transpose(
-        1, 2
-    ).contiguous()
+    key, value = key_and_value(workload, blocks.flatten(1, 2)[:, :context])
+    return key.transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous()
 
 
+@takes_latent
 def torch_sdpa(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
     """torch.nn.functional.scaled_dot_product_attention over gathered K and V."""
     key, value = gathered(workload, operands)

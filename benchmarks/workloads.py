@@ -19,6 +19,8 @@ DTYPES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
     "int8": torch.int8,
 }
+# Its latent attention after the absorption.
+DEEPSEEK = Model("deepseek-v3", 128, 1, 576, value_head_size=512)
 SCALE = 1 / 32  # of an 8-bit cache, so that the stored numbers are about 32
 
 
@@ -42,7 +44,7 @@ class Workload:
         """Bytes of the K and V that are attended to, each read once."""
         positions = sum(self._attended(q_len, context) for q_len, context in self.sequences)
         itemsize = DTYPES[self.cache_dtype or self.dtype].itemsize
-        return positions * 2 * self.model.num_kv_heads * self.model.head_size * itemsize
+        return positions * self.model.kv_numbers * itemsize
 
     @property
     def flops(self) -> int:
@@ -52,7 +54,8 @@ class Workload:
             last = np.arange(context - q_len + 1, context + 1, dtype=np.int64)
             window = self.model.sliding_window or context
             pairs += int(np.minimum(last, window).sum())
-        return 4 * pairs * self.model.num_heads * self.model.head_size
+        columns = self.model.value_head_size or self.model.head_size
+        return 2 * pairs * self.model.num_heads * (self.model.head_size + columns)
 
     def _attended(self, q_len: int, context: int) -> int:
         window = self.model.sliding_window
@@ -62,7 +65,9 @@ class Workload:
         """The keyword arguments of paged_attention."""
         attributes = self.model.attributes()
         if self.cache_dtype is not None:
-            attributes["k_scale"] = attributes["v_scale"] = torch.tensor(SCALE, device=device)
+            attributes["k_scale"] = torch.tensor(SCALE, device=device)
+            if self.model.value_head_size is None:
+                attributes["v_scale"] = attributes["k_scale"]
         return attributes
 
     def operands(self, device: str, seed: int = 0) -> list[torch.Tensor]:
@@ -88,7 +93,8 @@ class Workload:
             dtype = DTYPES[self.dtype]
             return torch.randn(shape, device=device, dtype=dtype, generator=generator)
 
-        cache = random(len(pool), self.block_size, 2 * model.num_kv_heads, model.head_size)
+        rows = (2 * model.num_kv_heads,) if model.value_head_size is None else ()
+        cache = random(len(pool), self.block_size, *rows, model.head_size)
         if self.cache_dtype is not None:
             cache = (cache / SCALE).clamp(-127, 127).to(DTYPES[self.cache_dtype])
 

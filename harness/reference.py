@@ -35,8 +35,14 @@ def paged_attention(
     max_query_len: int | None = None,
     value_head_size: int | None = None,
     return_lse: bool = False,
+    selected: Any = None,
 ) -> Any:
-    """Returns float64. Reads only the attended positions of the cache and the tables."""
+    """Returns float64. Reads only the attended positions of the cache and the tables.
+
+    Args:
+        selected: for each token and kv head, the positions that it may attend to. Not an argument
+            of the op: the oracle of sparse attention.
+    """
     is_latent = value_head_size is not None
     kv_cache = layouts.default(
         (kv_cache,) if value_cache is None else (kv_cache, value_cache),
@@ -79,18 +85,22 @@ def paged_attention(
             attended[:, 1::2] *= _scales(k_scale if is_latent else v_scale, rows)
             for h in range(num_heads):
                 sink = -np.inf if sinks is None else float(sinks[h])
-                if len(positions) == 0:
+                kv_head = h // (num_heads // num_kv_heads)
+                chosen = np.arange(len(positions))
+                if selected is not None:
+                    chosen = np.flatnonzero(np.isin(positions, selected[start + i][kv_head]))
+                if len(chosen) == 0:
                     lse[start + i, h] = sink
                     continue
-                kv_head = h // (num_heads // num_kv_heads)
-                keys = attended[:, 2 * kv_head]
-                values = attended[:, 2 * kv_head + 1, :num_columns]
+                keys = attended[chosen, 2 * kv_head]
+                values = attended[chosen, 2 * kv_head + 1, :num_columns]
                 with np.errstate(invalid="ignore"):
                     logits = scale * (keys @ query[start + i, h].astype(np.float64))
                     if soft_cap is not None:
                         logits = soft_cap * np.tanh(logits / soft_cap)
                     if alibi_slopes is not None:
-                        logits = logits - float(alibi_slopes[h]) * np.abs(position - positions)
+                        distances = np.abs(position - positions[chosen])
+                        logits = logits - float(alibi_slopes[h]) * distances
                     largest = max(logits.max(), sink)
                     weights = np.exp(logits - largest)
                     total = weights.sum() + np.exp(sink - largest)

@@ -25,6 +25,13 @@ class Model:
     head_size: int
     sliding_window: int | None = None  # of its layers that have one
     soft_cap: float | None = None
+    value_head_size: int | None = None  # where V is a part of K
+
+    @property
+    def kv_numbers(self) -> int:
+        """Numbers of K and V of a position in the cache."""
+        rows = 2 if self.value_head_size is None else 1
+        return rows * self.num_kv_heads * self.head_size
 
     def attributes(self) -> dict[str, Any]:
         """The arguments of paged_attention that are not arrays."""
@@ -32,13 +39,14 @@ class Model:
             "scale": self.head_size**-0.5,
             "sliding_window": self.sliding_window,
             "soft_cap": self.soft_cap,
-        }
+        } | ({} if self.value_head_size is None else {"value_head_size": self.value_head_size})
 
     def __str__(self) -> str:
         window = f", window {self.sliding_window}" if self.sliding_window else ""
         cap = f", soft cap {self.soft_cap:g}" if self.soft_cap else ""
         heads = f"{self.num_heads}/{self.num_kv_heads} heads x {self.head_size}"
-        return f"{self.name} ({heads}{window}{cap})"
+        latent = f", latent, V {self.value_head_size}" if self.value_head_size else ""
+        return f"{self.name} ({heads}{window}{cap}{latent})"
 
 
 MODELS = {

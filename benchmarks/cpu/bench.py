@@ -33,7 +33,7 @@ from benchmarks.contest import (
 )
 from benchmarks.cpu import report
 from benchmarks.cpu.peers import PEERS, vllm_update
-from benchmarks.workloads import Workload, trace_sequences, uniform
+from benchmarks.workloads import DEEPSEEK, Workload, trace_sequences, uniform
 from harness.workload import MODELS
 from shared_ffi import _native, library_path
 
@@ -74,6 +74,18 @@ def workloads(trace: Path | None) -> Iterator[Workload]:
         "llama-3-70b", "phi-3-mini", "gemma-3-12b", "gemma-4-31b", "gemma-2-9b", "gpt-oss-20b",
     ):  # fmt: skip
         yield Workload(f"b8 x 4096, {name}", "decode", MODELS[name], uniform(8, 1, 4096))
+    yield Workload("b8 x 4096, pages of 1", "decode", llama, uniform(8, 1, 4096), block_size=1)
+    # Sparse attention: eight tokens that attend to 2,048 positions each.
+    for block_size in (64, 1):
+        sparse = Workload(
+            f"b8 x 2048, deepseek-v3, pages of {block_size}",
+            "decode",
+            DEEPSEEK,
+            uniform(8, 1, 2048),
+            block_size,
+        )
+        yield sparse
+        yield dataclasses.replace(sparse, name=f"{sparse.name}, int8", cache_dtype="int8")
     if trace is not None:
         yield Workload(f"32 of {trace.stem}", "decode", llama, trace_sequences(trace, 32))
     yield Workload("512 on 4096", "mixed", llama, uniform(1, 512, 4608))

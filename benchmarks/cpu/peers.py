@@ -17,12 +17,14 @@ from benchmarks.contest import (
     Maker,
     gathered,
     takes_8_bits,
+    takes_latent,
     to_jax,
     torch_sdpa,
 )
 from benchmarks.workloads import DTYPES, SCALE, Workload
 
 
+@takes_latent
 def torch_sdpa_grouped(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
     """torch SDPA over gathered K and V, with the query heads of a GQA group as query tokens."""
     if workload.kind != "decode":

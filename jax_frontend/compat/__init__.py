@@ -3,7 +3,8 @@
 There is a module for each library:
 
 * ``tpu_inference``: ragged paged attention, versions 2 and 3, and the variant for heads of 64; the
-  update of the cache that goes with version 2
+  update of the cache that goes with version 2; ``sharded_ragged_paged_attention``, which MaxText
+  calls. ``vllm_jax`` is the same by the project's new name
 * ``sglang_jax``: ragged paged attention, version 3
 * ``ejkernel``: ``ragged_page_attention_v3`` and ``unified_attention``
 * ``pallas_tpu``, ``pallas_gpu``: the paged attention kernels of ``jax.experimental.pallas.ops``

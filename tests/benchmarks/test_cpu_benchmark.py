@@ -95,3 +95,18 @@ def test_the_figure_shows_the_kept_results(module: Any, name: str) -> None:
     for color in figure.VARIABLES:
         assert color not in text
     assert "speed beside" in text, "the axis has no words"
+
+
+@pytest.mark.parametrize("cache_dtype", [None, "int8"])
+def test_latent_attention_of_pages_of_one_position(quickly: None, cache_dtype: str | None) -> None:
+    model = Model("latent", 8, 1, 72, value_head_size=64)
+    workload = Workload(
+        "", "decode", model, uniform(2, 1, 90), block_size=1, cache_dtype=cache_dtype
+    )
+    itemsize = 1 if cache_dtype else 2
+    assert workload.kv_bytes == 2 * 90 * 72 * itemsize
+    assert workload.flops == 2 * 2 * 90 * 8 * (72 + 64)
+    found = contest.row_of(workload, "cpu", contest.OURS | PEERS, bench.limits())
+    assert contest.OURS.keys() <= found["seconds"].keys()
+    assert found["absent"]["vLLM"] == "does not compute V as a part of K"
+    assert ("torch SDPA (contiguous)" in found["seconds"]) == (cache_dtype is None)

@@ -17,7 +17,14 @@ from jax.sharding import PartitionSpec as P
 import jax_frontend
 from harness.arrays import CACHE_DTYPES, DTYPES
 from harness.compare import assert_close_on_cpu, assert_same_bits
-from jax_frontend.compat import ejkernel, pallas_gpu, pallas_tpu, sglang_jax, tpu_inference
+from jax_frontend.compat import (
+    ejkernel,
+    pallas_gpu,
+    pallas_tpu,
+    sglang_jax,
+    tpu_inference,
+    vllm_jax,
+)
 from tests.support.backends import JAX_ERRORS
 from tests.support.tpu_calls import KV_LENS, MAX_SEQS, PAGE_SIZE, inputs, oracle
 
@@ -53,6 +60,9 @@ def test_tpu_inference() -> None:
     assert tpu_inference.ragged_paged_attention_hd64 is jax_frontend.ragged_paged_attention_hd64
     assert tpu_inference.ragged_paged_attention_v2 is jax_frontend.ragged_paged_attention
     assert pallas_tpu.ragged_paged_attention is jax_frontend.ragged_paged_attention
+    assert vllm_jax.__all__ == tpu_inference.__all__
+    for name in vllm_jax.__all__:
+        assert getattr(vllm_jax, name) is getattr(tpu_inference, name)
 
 
 PAGE = 32
@@ -377,18 +387,31 @@ def test_ejkernel_unified_on_a_mesh() -> None:
 HEADS = {"queries": 1, "keys": 1, "values": 1, "kv_cache": 2, "kv_cache_fused": 2}
 
 
+def sharded(mesh: Mesh, arrays: dict[str, Any], *scales: Any) -> Any:
+    """tpu-inference's function on a mesh, called as MaxText calls it."""
+    arrays = {"attention_sink": None} | arrays
+    names = ("queries", "keys", "values", "kv_cache", "kv_lens", "page_indices", "cu_q_lens")
+    operands = [arrays[name] for name in (*names, "distribution", "attention_sink")]
+    return tpu_inference.sharded_ragged_paged_attention(mesh, *operands, *scales)
+
+
 @pytest.mark.parametrize(
-    ("function", "change"),
+    ("function", "change", "head_size", "is_divided"),
     [
-        pytest.param(tpu_inference.ragged_paged_attention, dict, id="v3"),
-        pytest.param(tpu_inference.ragged_paged_attention_hd64, dict, id="hd64"),
-        pytest.param(sglang_jax.ragged_paged_attention, packed, id="sglang-jax"),
+        pytest.param(tpu_inference.ragged_paged_attention, dict, 64, False, id="v3"),
+        pytest.param(tpu_inference.ragged_paged_attention_hd64, dict, 64, False, id="hd64"),
+        pytest.param(sglang_jax.ragged_paged_attention, packed, 64, False, id="sglang-jax"),
+        pytest.param(tpu_inference.ragged_paged_attention, dict, 128, True, id="sharded"),
+        pytest.param(tpu_inference.ragged_paged_attention_hd64, dict, 64, True, id="sharded-64"),
     ],
 )
-def test_the_meshes_of_serving_stacks(function: Any, change: Any) -> None:
+def test_the_meshes_of_serving_stacks(
+    function: Any, change: Any, head_size: int, is_divided: bool
+) -> None:
     """Under shard_map, sequences are divided along one axis and heads along another. Each device's
-    results have the bits of a call on its part, and XLA sends nothing."""
-    call = change(inputs(*CALLS["one head of 64"]))
+    results have the bits of a call on its part, and XLA sends nothing. `is_divided`: the function
+    on the mesh does so itself."""
+    call = change(inputs("bfloat16", 5, 1, head_size, (1, 2, 128)))
     rng = np.random.default_rng(4)
 
     def part() -> dict[str, np.ndarray]:
@@ -404,10 +427,13 @@ def test_the_meshes_of_serving_stacks(function: Any, change: Any) -> None:
         return np.concatenate(rows)
 
     specs = {1: P("data", "model"), 2: P("data", None, "model"), None: P("data")}
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
     attend = jax.jit(
-        jax.shard_map(
+        (lambda arrays: sharded(mesh, arrays, 0.2))
+        if is_divided
+        else jax.shard_map(
             lambda arrays: function(**arrays, sm_scale=0.2),
-            mesh=Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model")),
+            mesh=mesh,
             in_specs=({name: specs[HEADS.get(name)] for name in call},),
             out_specs=(specs[1], specs[2]),
             check_vma=False,
@@ -424,6 +450,36 @@ def test_the_meshes_of_serving_stacks(function: Any, change: Any) -> None:
             assert_same_bits(np.split(row, 4, dim)[model], np.asarray(expected_part))
 
 
+@pytest.mark.parametrize("axes", [("data", "model"), ("attn_dp", "expert")], ids=str)
+def test_sharded_ragged_paged_attention(axes: tuple[str, str]) -> None:
+    """All options, sinks, and kv heads that are fewer than the devices that share the heads."""
+    call = inputs("float32", 8, 2, 128, (8, 1, 128))
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(1, 4), axes)
+    call["attention_sink"] = SINKS
+    options = (0.2, 6, None, 0.5, 2.0, False, False, 3.0)
+    result = sharded(mesh, as_jax(call), *options)
+    keys, values = (np.repeat(call[name], 2, 1) for name in ("keys", "values"))
+    expected = tpu_inference.ragged_paged_attention(
+        **as_jax(call | {"keys": keys, "values": values}),
+        sm_scale=0.2,
+        sliding_window=6,
+        k_scale=0.5,
+        v_scale=2.0,
+        update_kv_cache=False,
+        use_causal_mask=False,
+        soft_cap=3.0,
+    )
+    assert_same_bits(np.asarray(result[0]), np.asarray(expected[0]))
+    assert_same_bits(np.asarray(result[1]), call["kv_cache"])
+    updated = sharded(mesh, as_jax(call), 0.2)
+    check(updated, call | {"keys": keys, "values": values}, 0.2, 1, sinks=SINKS)
+    three = {name: call[name][:, [0, 0, 1]] for name in ("keys", "values")}
+    message = "k's num_kv_heads must divide or be a multiple of the 4 devices that share the heads"
+    with pytest.raises(ValueError, match=f"^{SHARDED}: {message}; got 3$"):
+        sharded(mesh, as_jax(call | three), 0.2)
+
+
+SHARDED = "tpu_inference.sharded_ragged_paged_attention"
 LENGTHS = [0, 3, 32, 0, 17, 1]
 
 
@@ -688,6 +744,7 @@ FUNCTIONS: list[tuple[Any, str]] = [
     (jax_frontend.ragged_paged_attention_v3, "ragged_paged_attention_v3"),
     (jax_frontend.ragged_paged_attention_hd64, "ragged_paged_attention_hd64"),
     (tpu_inference.kv_cache_update, "tpu_inference.kv_cache_update"),
+    (tpu_inference.sharded_ragged_paged_attention, SHARDED),
     (sglang_jax.ragged_paged_attention, "sglang_jax.ragged_paged_attention"),
     (ejkernel.ragged_page_attention_v3, "ejkernel.ragged_page_attention_v3"),
     (ejkernel.unified_attention, "ejkernel.unified_attention"),
@@ -707,7 +764,7 @@ def required(function: Any) -> dict[str, str]:
 @pytest.mark.parametrize(("function", "op"), FUNCTIONS)
 def test_missing_array(function: Any, op: str) -> None:
     names = required(function)
-    for name in [name for name, kind in names.items() if not kind.endswith("| None")]:
+    for name in [name for name, kind in names.items() if kind == "jax.Array"]:
         arrays = {each: None if each == name else jnp.ones((2, 2, 2)) for each in names}
         with pytest.raises(TypeError, match=f"^{op}: {name} must be an array; got None$"):
             function(**arrays)
@@ -728,7 +785,7 @@ def test_list_instead_of_array(function: Any, op: str) -> None:
 def test_integers_that_jax_would_truncate(function: Any, op: str) -> None:
     """Page 2**40 would become page 0, which may be another request's."""
     names = required(function)
-    for name in names:
+    for name in [name for name, kind in names.items() if "jax.Array" in kind]:
         arrays = {
             each: np.full((2, 2, 2), 2**40 if each == name else 0, np.int64) for each in names
         }

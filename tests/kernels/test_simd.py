@@ -1,4 +1,5 @@
-"""The accuracy of the CPU kernels' vector functions, for each instruction set."""
+"""The accuracy of the CPU kernels' vector functions, for each instruction set, and what the kernels
+prefetch."""
 
 from __future__ import annotations
 
@@ -207,6 +208,56 @@ def test_conversions(simd: Call, name: str, dtype: type) -> None:
     np.testing.assert_array_equal(
         simd(f"To{name}", x, dtype).astype(np.float32), expected.astype(np.float32)
     )
+
+
+# Input: how many rows K and V have, their bytes, the bytes that a step reads, those of all steps, and
+# the addresses of the rows. Output: the lines that were prefetched.
+PREFETCHES = """
+#include <cstdint>
+#include <vector>
+#include "streams.h"
+
+static std::vector<int64_t> lines;
+#define __builtin_prefetch(address, ...) lines.push_back(reinterpret_cast<int64_t>(address))
+#include "paged_attention/cpu/prefetch.h"
+using namespace xla_gpu::paged_attention;
+
+int main() {
+  const auto n = Read<int64_t>(), row_bytes = Read<int64_t>();
+  const auto step = Read<int64_t>(), num_read = Read<int64_t>();
+  std::vector<const char*> rows(2 * n);
+  ReadBytes(rows.data(), 8 * rows.size());
+  std::vector<Prefetcher::Run> runs(2 * n + 1);
+  Prefetcher next({&rows[0], n, 0, row_bytes}, {&rows[n], n, 0, row_bytes}, 1, num_read,
+                  runs.data());
+  for (int64_t i = 0; i < num_read;) {
+    Prefetcher::Steps steps(&next, step);
+    for (int64_t end = i + 4 * step; i < end && i < num_read; i += step) steps.Take();
+  }
+  WriteBytes(lines.data(), 8 * lines.size());
+}
+"""
+
+
+@pytest.mark.parametrize("step", [72, 700, 9000])
+@pytest.mark.parametrize("row_bytes", [2304, 576, 100])
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_each_line_of_the_next_rows_is_prefetched_once(
+    tmp_path: Path, block_size: int, row_bytes: int, step: int
+) -> None:
+    """The lines of the rows and no others, a block at a time, whatever a step reads."""
+    (tmp_path / "prefetch.cc").write_text(PREFETCHES)
+    program = compile_here(tmp_path / "prefetch.cc", "baseline")
+    blocks = np.random.default_rng(0).permutation(16) * 1_000_000 + 320
+    rows = (blocks[:, None] + np.arange(block_size) * row_bytes).reshape(2, -1)
+    num_read = -(-20_000 // step) * step
+    given = struct.pack("<4q", rows.shape[1], row_bytes, step, num_read)
+    lines = np.frombuffer(run_here(program, given + rows.astype("<i8").tobytes()), "<i8") // 64
+    in_turn = blocks.reshape(2, -1).T.ravel()
+    expected = [
+        np.arange(block // 64, -(-(block + block_size * row_bytes) // 64)) for block in in_turn
+    ]
+    np.testing.assert_array_equal(lines, np.concatenate(expected))
 
 
 NARROW = {

@@ -108,7 +108,7 @@ class ItemKernel {
   // The rows at hand to the selected tile.
   void AttendToPacked(int64_t head, const KvTile& tile, bool is_safe, Prefetcher* next) {
     const int64_t first = head * rows_.per_head;
-    MultiplyPackedKeys(rows_, queries_, mask_, tile, head, keys_, pages_.row_bytes(),
+    MultiplyPackedKeys(rows_, queries_, mask_, tile, head, keys_, pages_.num_read(),
                        softmax_.weights(), next);
     softmax_.template Apply<kBlockRows>(tile, head, sums_.States(first));
     AddValues<kBlockRows>(rows_, mask_, tile, softmax_, values_, is_safe, sums_.width(),
@@ -117,7 +117,7 @@ class ItemKernel {
 
   // The rows of a kv head to the packed tiles of a split, chunk after chunk.
   void AttendByChunks(const KvTile* tiles, const bool* are_safe, int64_t num_tiles) {
-    Prefetcher nothing = Prefetcher::OfNothing();
+    Prefetcher nothing;
     const int64_t num_chunks = CeilDiv(rows_.per_head, kChunkRows);
     const int64_t size = RoundUp(CeilDiv(rows_.per_head, num_chunks), kBlockRows);
     for (int64_t first = 0; first < rows_.per_head; first += size) {

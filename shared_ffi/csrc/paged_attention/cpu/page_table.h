@@ -26,7 +26,8 @@ class PageTable {
         int4_keys_(rows.p.cache_dtype, rows.p.head_size, arena),
         int4_values_(rows.p.value_cache_dtype, rows.p.value_head_size, arena),
         tile_(MakeTile(arena)),
-        next_(MakeTile(arena)) {
+        next_(MakeTile(arena)),
+        runs_(arena->Take<Prefetcher::Run>(2 * kMaxTile + 1)) {
     num_next_ = Find(rows.item.begin / tile_size * tile_size);
   }
 
@@ -46,33 +47,37 @@ class PageTable {
     return Expanded(int4_values_, {tile_.values, head * values_.head_bytes + value_offset_});
   }
 
-  // Bytes of a row of K as Keys gives it.
-  int64_t row_bytes() const { return rows_.p.head_size * static_cast<int64_t>(sizeof(T)); }
+  // Bytes of a position's rows of K and V as Keys and Values give them.
+  int64_t num_read() const {
+    return (rows_.p.head_size + rows_.p.value_head_size) * static_cast<int64_t>(sizeof(T));
+  }
 
   // A prefetcher of a kv head's share of the next tile: where heads lie side by side, all heads of
   // some positions, as they lie in memory; elsewhere its own rows of all positions.
+  //   num_passes: how often the current tile is read; each time a share of the next is prefetched
   Prefetcher PrefetcherOf(int64_t head, int64_t num_passes) const {
-    // While two bytes of the current tile are read, one of the next is prefetched.
-    if (int4_keys_.AreUsed() && int4_values_.AreUsed()) num_passes *= 2;
-    const int64_t row_bytes = keys_.row_bytes;
-    const bool are_adjacent = value_offset_ == row_bytes;  // V
+    const bool are_adjacent = value_offset_ == keys_.row_bytes;  // V
     const bool is_in_key = value_offset_ == 0 && shares_strides_;
-    const int64_t num_bytes = row_bytes + (are_adjacent ? values_.row_bytes : 0);
-    const int64_t num_wanted = are_adjacent || is_in_key ? 1 : 2;
+    const bool are_apart = !are_adjacent && !is_in_key;
+    const int64_t num_bytes = keys_.row_bytes + (are_adjacent ? values_.row_bytes : 0);
+    const int64_t num_read_in_all = num_passes * num_read();
     if (keys_.head_bytes != num_bytes) {
-      return {num_next_,
-              num_wanted,
-              {next_.keys, head * keys_.head_bytes, num_bytes},
-              {next_.values, head * values_.head_bytes + value_offset_, values_.row_bytes},
-              num_passes};
+      return {{next_.keys, num_next_, head * keys_.head_bytes, num_bytes},
+              {next_.values, are_apart ? num_next_ : 0, head * values_.head_bytes + value_offset_,
+               values_.row_bytes},
+              num_next_,
+              num_read_in_all,
+              runs_};
     }
     const int64_t num_heads = rows_.item.num_kv_heads, share = CeilDiv(num_next_, num_heads);
     const int64_t first = Smaller(head * share, num_next_);
-    return {Smaller(share, num_next_ - first),
-            num_wanted,
-            {next_.keys + first, 0, num_heads * num_bytes},
-            {next_.values + first, value_offset_, num_heads * values_.row_bytes},
-            num_passes};
+    const int64_t count = Smaller(share, num_next_ - first);
+    return {
+        {next_.keys + first, count, 0, num_heads * num_bytes},
+        {next_.values + first, are_apart ? count : 0, value_offset_, num_heads * values_.row_bytes},
+        num_heads * share,
+        num_read_in_all,
+        runs_};
   }
 
   // Touches the pages of the next tile's K and V of a kv head.
@@ -159,6 +164,7 @@ class PageTable {
   const Int4Rows int4_values_;
   Tile tile_;
   Tile next_;
+  Prefetcher::Run* const runs_;  // of the last Prefetcher
   int64_t num_current_ = 0;  // rows of the current tile: its positions, rounded up to whole steps
   int64_t num_next_;         // positions of the next tile
 };

@@ -12,80 +12,115 @@ constexpr int64_t kCacheLineBytes = 64;
 constexpr uintptr_t kPageBytes = 4096;
 
 // Prefetches the next KV tile while the current one is read, at the same rate: a processor drops
-// prefetches that come in a burst.
+// prefetches that come in a burst. Rows side by side are one run, whatever pages they are in.
+// Nothing after a run is prefetched: with pages of one position that was as much again as what is
+// read.
 class Prefetcher {
-  struct Bytes {
-    const char* line;  // the next to prefetch; null: none is left
+ public:
+  // Whole cache lines.
+  struct Run {
+    const char* line;  // the next to prefetch; null: no run is left
     const char* end;
   };
 
- public:
-  // What to prefetch at each position: num_bytes at an offset from its address.
+  // A step that is due nothing stays before its end.
+  static Run NoRun() { return {nullptr, reinterpret_cast<const char*>(1)}; }
+
+  // What to prefetch at each of some positions: num_bytes at an offset from its address.
   struct Wanted {
     const char* const* positions;
+    int64_t num_left;  // positions
     int64_t offset;
     int64_t num_bytes;
+
+    Run TakeRun() {
+      const char* const begin = *positions + offset;
+      const char* end = begin;
+      do {
+        end += num_bytes;
+        ++positions;
+        --num_left;
+      } while (num_left > 0 && *positions + offset == end);
+      const auto of_line = [](const char* at) {
+        return static_cast<int64_t>(reinterpret_cast<uintptr_t>(at) % kCacheLineBytes);
+      };
+      return {begin - of_line(begin), end + (kCacheLineBytes - 1 - of_line(end - 1))};
+    }
   };
 
-  // `num_wanted`: 1 or 2. `num_passes`: how often the current tile is read. Each time prefetches a
-  // share of the next.
-  Prefetcher(int64_t num_positions, int64_t num_wanted, const Wanted& first, const Wanted& second,
-             int64_t num_passes)
-      : num_left_(num_positions),
-        num_wanted_(num_wanted),
-        wanted_{first, second},
-        num_passes_(static_cast<uint32_t>(num_passes)),
-        bytes_(NextBytes()) {}
+  // Prefetches both while num_positions positions of the current tile are read, num_read bytes of
+  // each in all passes.
+  //   runs: room for as many as there are positions in both, and one more
+  Prefetcher(Wanted first, Wanted second, int64_t num_positions, int64_t num_read, Run* runs)
+      : num_read_(static_cast<uint32_t>(num_read)), next_(runs) {
+    int64_t num_bytes = 0;
+    const auto add = [&](Wanted* wanted) {
+      if (wanted->num_left == 0) return;
+      *runs = wanted->TakeRun();
+      num_bytes += runs->end - runs->line;
+      ++runs;
+    };
+    while (first.num_left > 0 || second.num_left > 0) {
+      add(&first);
+      add(&second);
+    }
+    *runs = NoRun();
+    if (num_bytes > 0) num_bytes_ = (num_bytes + num_positions - 1) / num_positions;
+    run_ = *next_++;
+  }
 
-  static Prefetcher OfNothing() { return {0, 1, {}, {}, 1}; }
+  // Of nothing.
+  Prefetcher() = default;
 
-  // Spreads the prefetches over a loop: each step reads num_bytes of the current tile.
+  // Spreads the prefetches over a loop: each step reads num_read bytes of the current tile.
   class Steps {
    public:
-    XLA_GPU_INLINE Steps(Prefetcher* prefetcher, int64_t num_bytes)
+    XLA_GPU_INLINE Steps(Prefetcher* prefetcher, int64_t num_read)
         : prefetcher_(prefetcher),
-          bytes_(prefetcher->bytes_),
-          num_bytes_(bytes_.line == nullptr ? 0 : prefetcher->ShareOf(num_bytes)) {}
-    XLA_GPU_INLINE ~Steps() { prefetcher_->bytes_ = bytes_; }
+          run_(prefetcher->run_),
+          num_due_(run_.line == nullptr ? 0 : prefetcher->DueAfter(num_read)) {}
+    XLA_GPU_INLINE ~Steps() { prefetcher_->run_ = run_; }
 
     XLA_GPU_INLINE void Take() {
-      const char* const after = bytes_.line + num_bytes_;
-      for (; bytes_.line < after; bytes_.line += kCacheLineBytes) {
-        __builtin_prefetch(bytes_.line, /*rw=*/0, /*locality=*/3);
+      const char* after = run_.line + num_due_;
+      while (after >= run_.end) {
+        PrefetchUntil(run_.end);
+        const int64_t num_left = after - run_.end;
+        run_ = *prefetcher_->next_++;
+        if (run_.line == nullptr) {
+          num_due_ = 0;
+          return;
+        }
+        after = run_.line + num_left;
       }
-      bytes_.line = after;
-      if (after < bytes_.end) return;
-      bytes_ = prefetcher_->NextBytes();
-      if (bytes_.line == nullptr) num_bytes_ = 0;
+      PrefetchUntil(after);
+      run_.line = after;
     }
 
    private:
+    XLA_GPU_INLINE void PrefetchUntil(const char* end) {
+      for (; run_.line < end; run_.line += kCacheLineBytes) {
+        __builtin_prefetch(run_.line, /*rw=*/0, /*locality=*/3);
+      }
+    }
+
     Prefetcher* const prefetcher_;
-    Bytes bytes_;
-    int64_t num_bytes_;
+    Run run_;
+    int64_t num_due_;  // bytes, after each step
   };
 
  private:
-  // 32 bits divide faster.
-  int64_t ShareOf(uint32_t num_bytes) const { return (num_bytes + num_passes_ - 1) / num_passes_; }
-
-  Bytes NextBytes() {
-    if (num_left_ == 0) return {nullptr, reinterpret_cast<const char*>(1)};
-    Wanted& wanted = wanted_[next_];
-    const char* row = *wanted.positions++ + wanted.offset;
-    if (++next_ == num_wanted_) {
-      next_ = 0;
-      --num_left_;
-    }
-    return {row, row + wanted.num_bytes};
+  // Whole cache lines, so that no two steps prefetch one. 32 bits divide faster; they suffice, as a
+  // step reads 2^18 bytes and a position has 2^13, at most.
+  int64_t DueAfter(uint32_t num_read) const {
+    const int64_t last_byte = (num_read * num_bytes_ - 1) / num_read_;
+    return (last_byte / kCacheLineBytes + 1) * kCacheLineBytes;
   }
 
-  int64_t num_left_;  // positions
-  int64_t num_wanted_;
-  Wanted wanted_[2];
-  uint32_t num_passes_;
-  int64_t next_ = 0;  // of wanted_
-  Bytes bytes_;
+  uint32_t num_bytes_ = 0;  // for num_read_
+  uint32_t num_read_ = 1;
+  const Run* next_ = nullptr;
+  Run run_ = NoRun();
 };
 
 // Prefetches one cache line of each page of some bytes. A processor walks the page tables for

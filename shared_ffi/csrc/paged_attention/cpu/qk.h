@@ -138,11 +138,11 @@ XLA_GPU_INLINE void SumChains(int first, const float* q, const float* k, int64_t
 
 // MultiplyCached for kVectors vectors of positions, with K packed. Not inlined, so that types that
 // are multiplied alike share its long code.
-//   k: [kVectors, width, kLanes]; num_bytes: those of the positions' K and V in the cache
+//   k: [kVectors, width, kLanes]; num_read: bytes of the positions' K and V in the cache
 template <int R, int kVectors, typename T>
 __attribute__((noinline)) void MultiplyPacked(const float* q, const float* k, int64_t width,
-                                              float* logits, int64_t num_bytes, Prefetcher* next) {
-  Prefetcher::Steps steps(next, num_bytes / 2);
+                                              float* logits, int64_t num_read, Prefetcher* next) {
+  Prefetcher::Steps steps(next, num_read / 2);
   Lanes sums[R][kVectors];
   SumChains<kChains, T>(0, q, k, width, &steps, sums);
 #pragma GCC unroll 16
@@ -172,9 +172,10 @@ void MultiplyCachedKeys(const Rows& rows, const Queries<T>& queries, const Atten
 }
 
 // The same with K packed: all rows by some positions, whose K stays in the nearest cache.
+//   num_read: bytes of a position's K and V in the cache
 template <typename T>
 void MultiplyPackedKeys(const Rows& rows, const Queries<T>& queries, const AttentionMask& mask,
-                        const KvTile& tile, int64_t head, const PackedKeys<T>& k, int64_t row_bytes,
+                        const KvTile& tile, int64_t head, const PackedKeys<T>& k, int64_t num_read,
                         float* logits, Prefetcher* next) {
   const auto [begin, end] = tile.range;
   const auto by_positions = [&](auto num_vectors, int64_t vector) {
@@ -182,10 +183,9 @@ void MultiplyPackedKeys(const Rows& rows, const Queries<T>& queries, const Atten
     ForEachBlock<kBlockRows>(tile.rows.begin, tile.rows.end, [&](auto num_rows, int64_t first) {
       const Range range = mask.RangeOf(tile, first, num_rows);
       if (j + num_vectors * kLanes <= range.begin || j >= range.end) return;
-      MultiplyPacked<num_rows, num_vectors, T>(queries.Row(head * rows.per_head + first), k.At(j),
-                                               queries.width(),
-                                               logits + (first - tile.rows.begin) * kMaxTile + j,
-                                               2 * num_vectors * kLanes * row_bytes, next);
+      MultiplyPacked<num_rows, num_vectors, T>(
+          queries.Row(head * rows.per_head + first), k.At(j), queries.width(),
+          logits + (first - tile.rows.begin) * kMaxTile + j, num_vectors * kLanes * num_read, next);
     });
   };
   ForEachBlock<kBlockVectors>(begin / kLanes, CeilDiv(end, kLanes), by_positions);
