@@ -16,7 +16,7 @@ namespace xla_gpu::paged_attention {
 inline constexpr int64_t kTileAlignment = 128;
 
 // A split has at least this many positions: shorter ones cost more to merge than they save.
-inline constexpr int64_t kMinSplit = 256;
+inline constexpr int64_t kMinSplit = 128;
 
 // Query rows (a row is a query token and head) that share one reading of K and V.
 inline constexpr int64_t kMaxRowsPerItem = 64;
