@@ -71,8 +71,8 @@ struct MergedParts {
   }
 };
 
-// Merges two partial results of a row: both are brought to the larger max. Splits are merged from
-// the left, whoever does it: a row's bits follow from its sequence alone.
+// Merges two partial results of a row: both are brought to the larger max. Splits are merged by
+// groups (kSplitsOfGroup), whoever does it: a row's bits follow from its sequence alone.
 struct Rescale {
   float before_factor;
   float split_factor;
@@ -130,13 +130,13 @@ __device__ __forceinline__ void WriteRow(const Params& p, int64_t token, int64_t
 // block merges adjacent splits itself.
 inline constexpr float kMoved = -1;  // a sum is not negative
 
-// Merges the partial results of a row from the left, for the columns from `column` on. Those of
-// kLoads splits are on their way at a time. `first_partial`: of split 0.
+// Merges the partial results of a row, for the columns from `column` on. Those of a group are on
+// their way at a time. `first_partial`: of split 0.
 template <int kColumns>
 __device__ __forceinline__ void MergeSplits(const Params& p, const Scratch& scratch,
                                             int64_t first_partial, int32_t num_splits, int64_t head,
                                             int64_t column, PartOfRow<kColumns>* row) {
-  constexpr int kLoads = 4;
+  static_assert(gpu::kWarpSize % kSplitsOfGroup == 0, "lanes have whole groups");
   const int lane = threadIdx.x % gpu::kWarpSize;
   const int64_t first = first_partial * p.num_heads + head;
   const float* partials = scratch.partials + first * p.value_head_size + column;
@@ -151,11 +151,11 @@ __device__ __forceinline__ void MergeSplits(const Params& p, const Scratch& scra
     if (lane < count) of_lane = scratch.states[first + (begin + lane) * p.num_heads];
     const uint32_t there = gpu::LanesWith(of_lane.sum != kMoved);
 #pragma unroll 1
-    for (int32_t j = 0; j < count; j += kLoads) {
-      PartOfRow<kColumns> splits[kLoads];
+    for (int32_t j = 0; j < count; j += kSplitsOfGroup) {
+      PartOfRow<kColumns> splits[kSplitsOfGroup], group;
       const float* from = partials + (begin + j) * stride;
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i, from += stride) {
+      for (int i = 0; i < kSplitsOfGroup; ++i, from += stride) {
         const bool is_there = (there >> (j + i) & 1) != 0;
 #pragma unroll
         for (int k = 0; k < kColumns; ++k) {
@@ -163,10 +163,11 @@ __device__ __forceinline__ void MergeSplits(const Params& p, const Scratch& scra
         }
       }
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
+      for (int i = 0; i < kSplitsOfGroup; ++i) {
         splits[i].state = {gpu::Shuffle(of_lane.max, j + i), gpu::Shuffle(of_lane.sum, j + i)};
-        if ((there >> (j + i) & 1) != 0) row->Merge(splits[i]);
+        if ((there >> (j + i) & 1) != 0) group.Merge(splits[i]);
       }
+      row->Merge(group);
     }
   }
 }

@@ -10,15 +10,16 @@
 // - A KV tile has 16 positions. The consumer warps take tiles in turn, and a warp waits for its own
 //   tiles only.
 // - A thread block takes neighbouring splits, about as many positions as every other block. It
-//   merges a sequence's first splits itself. With many sequences few partial results go to memory.
+//   merges the groups of splits that it has itself. With many sequences few partial results go to
+//   memory.
 // - Of the thread blocks that share a sequence and kv head, the one that comes last merges what all
 //   have found. No other kernel has to follow.
 // - Numbers of 8 bits become float16, each two in one instruction. So does the query of such a
 //   cache. The range suffices: a query row is divided by a power of two, and where all positions
 //   have one scale, weights are not multiplied by it.
 //
-// Splits follow from the sequence alone and are merged from the left, so a sequence has the same
-// bits whichever thread blocks compute it, and whichever comes last.
+// Splits and their groups follow from the sequence alone, so a sequence has the same bits whichever
+// thread blocks compute it, and whichever comes last.
 #pragma once
 
 #include "../products.cuh"
@@ -559,9 +560,12 @@ class DecodeConsumer {
   // rows that this block merges last: it takes long to come, and most calls have one row.
   __device__ void FinishSplit(const DecodeWork& work) {
     const Item item = work.split.AsItem(numbers_.group);
-    if (item.split == 0) merges_ = true;
+    const int32_t in_group = item.split % kSplitsOfGroup;
+    if (in_group == 0) merges_ = true;
     ++num_splits_;
-    bool is_whole = merges_ && item.split + 1 == item.num_splits;
+    const bool ends = item.split + 1 == item.num_splits;
+    const bool ends_group = ends || in_group == kSplitsOfGroup - 1;
+    bool is_whole = merges_ && ends && item.split == in_group;
     bool comes_last = false;
 #pragma unroll 1
     do {
@@ -574,7 +578,7 @@ class DecodeConsumer {
           merged = MergeAll(item, place);
         } else {
           merged = MergeWarps(row, work.is_bad != 0);
-          if (merges_ && item.split > 0) {
+          if (merges_ && in_group > 0) {
             Row before = merged_[0];
 #pragma unroll
             for (int j = 1; j < kRows; ++j) {
@@ -587,8 +591,8 @@ class DecodeConsumer {
         if (is_whole) {
           WriteRow<T>(p_, item.first_token + place.token, place.head, lane_,
                       p_.Attends(item.Tokens(), place.token), merged);
-        } else if (!merges_ || work.split.IsLast()) {
-          WritePartialResult(item, place, merged);
+        } else if (!merges_ || ends_group || work.split.IsLast()) {
+          WritePartialResult(item, place, merged, merges_ ? in_group : 0);
         } else {
 #pragma unroll
           for (int j = 0; j < kRows; ++j) {
@@ -648,9 +652,9 @@ class DecodeConsumer {
 
   __device__ __forceinline__ int ColumnOf(int k) const { return k * gpu::kWarpSize + lane_; }
 
-  // Writes a split's partial result, or that of all splits up to this one.
-  __device__ void WritePartialResult(const Item& item, const RowPlace& place,
-                                     const Row& row) const {
+  // Writes the partial result of a split, and of as many before it as are moved there.
+  __device__ void WritePartialResult(const Item& item, const RowPlace& place, const Row& row,
+                                     int32_t num_moved) const {
     const int64_t index = PartialOf(scratch_, item, place) * p_.num_heads + place.head;
     float* partial = scratch_.partials + index * p_.value_head_size;
 #pragma unroll
@@ -658,8 +662,8 @@ class DecodeConsumer {
       if (ColumnOf(k) < p_.value_head_size) partial[ColumnOf(k)] = row.values[k];
     }
     if (lane_ == 0) scratch_.states[index] = row.state;
-    for (int n = merges_ ? item.split - lane_ : 0; n > 0; n -= gpu::kWarpSize) {
-      scratch_.states[index - n * p_.num_heads] = {-kInfinity, kMoved};
+    if (0 < lane_ && lane_ <= num_moved) {
+      scratch_.states[index - lane_ * p_.num_heads] = {-kInfinity, kMoved};
     }
   }
 
@@ -671,8 +675,8 @@ class DecodeConsumer {
   const int warp_;
   const bool scales_are_uniform_;
   uint32_t count_ = 0;  // tiles of the items before
-  // The block's splits of this sequence and kv head: how many, and whether they are the first ones,
-  // which it merges.
+  // The block's splits of this sequence and kv head: how many, and whether it has all of their
+  // group so far, which it merges.
   int32_t num_splits_ = 0;
   bool merges_ = false;
   Row merged_[kRows] = {};
