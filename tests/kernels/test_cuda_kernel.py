@@ -249,6 +249,23 @@ def test_whoever_comes_last_merges_the_splits(gpu: Gpu) -> None:
         assert_same_bits(result, expected)
 
 
+@pytest.mark.parametrize(("block_size", "context"), [(5, 4200), (16, 16500)])
+def test_more_block_ids_than_a_warp_loads_at_once(block_size: int, context: int, gpu: Gpu) -> None:
+    """Splits of 256 and of 640 positions: 8 KV tiles, or 32 blocks, have their ids in one load."""
+    case = Case(
+        id="ids",
+        sequences=((1, context),),
+        num_heads=8,
+        num_kv_heads=8,
+        head_size=16,
+        block_size=block_size,
+        dtype="bfloat16",
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    result = attend(gpu.on_hopper(), inputs, **attributes, seed=20)
+    assert_close_on_cuda(result, inputs, attributes)
+
+
 @pytest.mark.parametrize("context", [60, 700], ids=["one-split", "splits"])
 def test_attention_begins_when_the_update_has_ended(context: int, each_kernel: Gpu) -> None:
     """A step writes keys and values and then reads them. The second kernel begins early."""

@@ -187,16 +187,23 @@ def machine_code(folder: Path, name: str) -> dict[str, MachineCode]:
 
 
 @pytest.fixture(scope="module", params=["BFloat16", "Float8E4M3"])
-def decode_kernels(folder: Path, request: pytest.FixtureRequest) -> list[MachineCode]:
+def decode_cache(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def decode_kernels(folder: Path, decode_cache: str) -> list[MachineCode]:
     """The kernels for calls without rare features: for blocks of any size, and for those of whole
     tiles."""
-    kernels = machine_code(folder, f"decode_BFloat16_{request.param}_128")
+    kernels = machine_code(folder, f"decode_BFloat16_{decode_cache}_128")
     return [kernels[name] for name in sorted(kernels) if "Lb1ELb" in name]
 
 
-def test_the_decode_kernel_is_short(decode_kernels: list[MachineCode]) -> None:
-    """A short call runs most instructions once: they are slow to come."""
-    assert [len(code.bits) * 16 <= 60 * 1024 for code in decode_kernels] == [True, True]
+def test_the_decode_kernel_is_short(decode_cache: str, decode_kernels: list[MachineCode]) -> None:
+    """A short call runs most instructions once: they are slow to come. Of 8 bits, the code that sets
+    NaN aside is longer."""
+    limit = {"BFloat16": 60, "Float8E4M3": 67}[decode_cache] * 1024
+    assert [len(code.bits) * 16 <= limit for code in decode_kernels] == [True, True]
 
 
 def test_few_instructions_come_before_the_first_copy(decode_kernels: list[MachineCode]) -> None:
