@@ -6,6 +6,7 @@
 //   EMULATED_GPU_LAUNCHES: a file that gets of each launch the blocks, the threads of a block, and
 //     whether it begins early.
 //   EMULATED_GPU_EARLY: 0 if no kernel begins before the one before it has ended.
+//   EMULATED_GPU_RACES: 0 if thread blocks may read what others write.
 //   EMULATED_GPU_COUNTS: a file that gets the counts of each launch, as a line of JSON.
 //   EMULATED_GPU_FAULT: see PlantFault.
 // The variable number_change (machine.h) is a number that changes while a kernel reads it.

@@ -35,6 +35,9 @@ struct Seen {
   }
 };
 
+// What has been done in thread blocks, by the block's number.
+using View = std::map<uint32_t, Clock>;
+
 struct Trap : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -88,6 +91,31 @@ class SharedMemory {
   bool allows_equal_writes_ = false;
 };
 
+// The plain writes of a kernel to global memory, and what its atomics and fences let other thread
+// blocks see. A plain read of what another block has written must be in order with that. Only whole
+// words of 4 bytes are known: several blocks may write to parts of one.
+class GlobalOrder {
+ public:
+  void Reset();
+  void Write(const Warp& warp, uint64_t address, int bytes);
+  void CheckRead(const Warp& warp, uint64_t address, int bytes);
+  // An atomic of a lane. Those after it at the same address hand on what it releases.
+  void Atomic(Warp* warp, uint64_t address, bool acquires, bool releases);
+  void Fence(Warp* warp);
+
+ private:
+  struct Stamp {
+    uint32_t block = 0;  // plus one; 0: not written
+    uint32_t step = 0;
+    uint8_t warp = 0;
+  };
+  static constexpr uint64_t kPage = 4096;  // bytes
+
+  std::map<uint64_t, std::vector<Stamp>> pages_;  // of words
+  std::map<uint64_t, View> released_;             // by address
+};
+extern GlobalOrder global_order;
+
 // An asynchronous copy of a lane, or what follows it in the lane's queue.
 struct Pending {
   enum Kind : uint8_t { kCopy, kCommit, kArrive } kind;
@@ -132,6 +160,8 @@ struct Warp {
   uint32_t fences = 1;
   int products_in_flight = 0;
   bool has_waited = false;  // griddepcontrol.wait
+  View fenced;              // what the warp's atomics release since its last fence
+  View observed;            // what its next fence acquires
 
   template <typename T>
   T* Lanes(const Operand& operand) {
@@ -172,6 +202,13 @@ struct BlockBarrier {
   bool any_before = false, all_before = false;
   int num_true_before = 0;
   uint32_t warps = 0;  // that have arrived
+};
+
+// What a warp has seen of other thread blocks, from a step on.
+struct Acquired {
+  int warp;
+  uint32_t step;
+  View view;
 };
 
 struct MemoryBarrier {
@@ -227,7 +264,9 @@ struct Launch {
 struct Block {
   const Launch* launch;
   std::array<unsigned, 3> index;
+  uint32_t number = 0;
   std::vector<Warp> warps;
+  std::vector<Acquired> acquired;
   SharedMemory shared;
   std::array<BlockBarrier, 16> barriers;
   std::map<uint64_t, MemoryBarrier> memory_barriers;
@@ -256,6 +295,9 @@ Space SpaceOf(const Instruction& i, uint64_t* address);
 
 // Notes what a kernel writes whose successor may begin early. An early access to it is a Trap.
 void NoteWrite(const Warp& warp, uint64_t address, int bytes);
+// A kernel that lets the next one begin before it has waited: what the kernel before writes is not
+// there for the next one, either.
+void LetNextBegin(const Warp& warp);
 void CheckEarlyAccess(const Warp& warp, uint64_t address, int bytes);
 
 // Completes a lane's copies up to the first entry of its queue that is not done.

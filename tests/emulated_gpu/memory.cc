@@ -89,7 +89,11 @@ const char* Source(Warp& w, const Instruction& i, int lane, uint64_t address, in
   w.block->lane = lane;
   if (space == Space::kLocal) return LocalAddress(w, lane, address, bytes);
   if (space == Space::kShared) return w.block->shared.Read(w, lane, address, bytes, i.used_bytes);
-  if (space == Space::kGlobal) return GlobalAddress(w, lane, address, bytes, false);
+  if (space == Space::kGlobal) {
+    const char* source = GlobalAddress(w, lane, address, bytes, false);
+    if (w.block->has_races_checked) global_order.CheckRead(w, address, bytes);
+    return source;
+  }
   const std::vector<char>& parameters = w.block->launch->parameters;
   if (address + static_cast<uint64_t>(bytes) > parameters.size() ||
       address % static_cast<uint64_t>(bytes) != 0) {
@@ -125,6 +129,7 @@ void Write(Warp& w, const Instruction& i, int lane, uint64_t address, const char
   } else {
     to = GlobalAddress(w, lane, address, bytes, true);
     NoteWrite(w, address, bytes);
+    if (w.block->has_races_checked) global_order.Write(w, address, bytes);
   }
   std::memcpy(to, value, static_cast<size_t>(bytes));
 }
@@ -143,14 +148,20 @@ Outcome Store(Warp& w, const Instruction& i) {
   return Outcome::kDone;
 }
 
-// atom d, [address], b  or  red [address], b: one lane after the other.
+// atom d, [address], b  or  red [address], b: one lane after the other. number: what it orders.
+constexpr int kAcquires = 1, kReleases = 2;
+
 template <typename T>
 Outcome Atomic(Warp& w, const Instruction& i) {
   const bool has_result = i.opcode[0] == 'a';
   const Operand &address = i.At(has_result ? 1 : 0), &summand = i.At(has_result ? 2 : 1);
   ForActive(w.active, [&](int lane) {
-    char* place = GlobalAddress(w, lane, w.Address(address, lane), sizeof(T), true);
-    NoteWrite(w, w.Address(address, lane), sizeof(T));
+    uint64_t at = w.Address(address, lane);
+    w.block->lane = lane;
+    if (SpaceOf(i, &at) != Space::kGlobal) Fail("an atomic that is not in global memory");
+    char* place = GlobalAddress(w, lane, at, sizeof(T), true);
+    NoteWrite(w, at, sizeof(T));
+    global_order.Atomic(&w, at, (i.number & kAcquires) != 0, (i.number & kReleases) != 0);
     T before;
     std::memcpy(&before, place, sizeof(T));
     const T after = static_cast<T>(before + static_cast<T>(w.Integer(summand, lane)));
@@ -265,7 +276,14 @@ bool DecodeMemory(const Words& words, Instruction* i) {
   if (name == "atom" || name == "red") {
     if (std::find(words.begin(), words.end(), "add") == words.end() || type[0] == 'f') return false;
     i->execute = i->size == 8 ? Atomic<uint64_t> : Atomic<uint32_t>;
-    return i->size >= 4 && i->space == Space::kGlobal;
+    const auto has = [&](const char* word) {
+      return std::find(words.begin(), words.end(), word) != words.end();
+    };
+    if (!has("cta") && !has("cluster")) {  // those order nothing between any two blocks
+      if (has("acquire") || has("acq_rel")) i->number |= kAcquires;
+      if (has("release") || has("acq_rel")) i->number |= kReleases;
+    }
+    return i->size >= 4 && (i->space == Space::kGlobal || i->space == Space::kGeneric);
   }
   const bool loads = name == "ld", is_signed = type[0] == 's';
   switch (i->size) {

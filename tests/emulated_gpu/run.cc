@@ -16,7 +16,7 @@ namespace {
 
 // Sectors of 32 bytes that the last kernel wrote whose successor may begin early.
 std::unordered_set<uint64_t> written_before, written_now;
-bool notes_writes = false, has_early_accesses = false;
+bool notes_writes = false, has_early_accesses = false, lets_begin_unwaited = false;
 
 sigjmp_buf segfault;
 volatile sig_atomic_t is_running = 0;
@@ -243,6 +243,10 @@ void NoteWrite(const Warp&, uint64_t address, int bytes) {
     written_now.insert(sector);
 }
 
+void LetNextBegin(const Warp& warp) {
+  lets_begin_unwaited |= warp.block->launch->begins_early && !warp.has_waited;
+}
+
 void CheckEarlyAccess(const Warp& warp, uint64_t address, int) {
   if (!has_early_accesses || warp.has_waited) return;
   if (written_before.count(address / 32) != 0)
@@ -256,11 +260,17 @@ void RunKernel(const Launch& launch, unsigned seed) {
   const size_t num_blocks = size_t{launch.grid[0]} * launch.grid[1] * launch.grid[2];
   notes_writes = kernel.lets_next_begin;
   has_early_accesses = launch.begins_early && !written_before.empty();
+  lets_begin_unwaited = false;
   written_now.clear();
+  global_order.Reset();
 
   Block block{};
   block.launch = &launch;
   block.random.seed(seed);
+  // Threads may read what others write if lengths change: rows may be wrong then.
+  block.has_races_checked = !launch.has_change;
+  if (const char* races = std::getenv("EMULATED_GPU_RACES"))
+    block.has_races_checked &= *races != '0';
   if (const char* most = std::getenv("EMULATED_GPU_MOST_INSTRUCTIONS")) {
     block.most_instructions = std::strtoull(most, nullptr, 10);
   }
@@ -289,6 +299,8 @@ void RunKernel(const Launch& launch, unsigned seed) {
         block.index = {static_cast<unsigned>(number % launch.grid[0]),
                        static_cast<unsigned>(number / launch.grid[0] % launch.grid[1]),
                        static_cast<unsigned>(number / launch.grid[0] / launch.grid[1])};
+        block.number = static_cast<uint32_t>(number);
+        block.acquired.clear();
         block.shared.Reset(&block, kernel.shared_bytes + launch.shared_bytes,
                            static_cast<int>(num_warps));
         block.barriers.fill({});
@@ -335,6 +347,7 @@ void RunKernel(const Launch& launch, unsigned seed) {
   }
   is_running = 0;
   sigaction(SIGSEGV, &former_action, nullptr);
+  if (lets_begin_unwaited) written_now.insert(written_before.begin(), written_before.end());
   written_before.swap(written_now);
   if (counts != nullptr) counters.Write(Demangled(kernel.name), counts);
   if (!failure.empty()) {

@@ -297,6 +297,11 @@ Outcome FenceAsyncProxy(Warp& w, const Instruction&) {
 
 Outcome Nothing(Warp&, const Instruction&) { return Outcome::kDone; }
 
+Outcome FenceGlobal(Warp& w, const Instruction&) {
+  global_order.Fence(&w);
+  return Outcome::kDone;
+}
+
 // A barrier, wait or fence that was removed. Says once that it was reached.
 Outcome Removed(Warp&, const Instruction& i) {
   static int32_t said = 0;
@@ -313,6 +318,11 @@ Outcome PretendIsOver(Warp& w, const Instruction& i) {
 
 Outcome WaitForKernelsBefore(Warp& w, const Instruction&) {
   w.has_waited = true;
+  return Outcome::kDone;
+}
+
+Outcome LetNextKernelBegin(Warp& w, const Instruction&) {
+  LetNextBegin(w);
   return Outcome::kDone;
 }
 
@@ -416,10 +426,14 @@ bool DecodeSynchronization(const Words& words, Instruction* i) {
     i->number = Has(words, "parity");
   } else if (name == "fence" && Has(words, "async")) {
     i->execute = FenceAsyncProxy;
-  } else if (name == "fence" || name == "membar" || name == "nanosleep") {
+  } else if (name == "fence" || name == "membar") {
+    const bool orders_blocks =
+        Has(words, "gpu") || Has(words, "sys") || Has(words, "gl");  // for membar, gl is gpu
+    i->execute = orders_blocks ? FenceGlobal : Nothing;
+  } else if (name == "nanosleep") {
     i->execute = Nothing;
   } else if (name == "griddepcontrol") {
-    i->execute = Has(words, "wait") ? WaitForKernelsBefore : Nothing;
+    i->execute = Has(words, "wait") ? WaitForKernelsBefore : LetNextKernelBegin;
   } else if (name == "setmaxnreg") {
     i->execute = SetRegisters;
     i->is_collective = true;

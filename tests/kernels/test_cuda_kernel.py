@@ -97,17 +97,17 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
 
 
 # The threads of a block tell the kernels apart.
-DECODE, HOPPER, PORTABLE, COMBINE = 192, 384, 128, 128
+DECODE, HOPPER, PORTABLE, COMBINE, ZEROS = 192, 384, 128, 128, 128
 
 
 @pytest.mark.parametrize(
     ("group", "q_lens", "max_query_len", "kernels"),
     [
-        (2, (1, 1), 1, [DECODE, COMBINE]),
-        (2, (1, 1), None, [DECODE, COMBINE]),  # no query is longer than all together
-        (2, (8, 5), 8, [DECODE, COMBINE]),
-        (2, (9, 1), 9, [DECODE, HOPPER, COMBINE]),
-        (2, (1, 300), None, [DECODE, HOPPER, COMBINE]),
+        (2, (1, 1), 1, [ZEROS, DECODE]),
+        (2, (1, 1), None, [ZEROS, DECODE]),  # no query is longer than all together
+        (2, (8, 5), 8, [ZEROS, DECODE]),
+        (2, (9, 1), 9, [ZEROS, DECODE, HOPPER, COMBINE]),
+        (2, (1, 300), None, [ZEROS, DECODE, HOPPER, COMBINE]),
         (24, (2, 1), 2, [PORTABLE, COMBINE]),  # more rows than the decode kernel has
         (24, (3, 1), 3, [PORTABLE, HOPPER, COMBINE]),
     ],
@@ -115,7 +115,8 @@ DECODE, HOPPER, PORTABLE, COMBINE = 192, 384, 128, 128
 def test_the_kernels_of_a_call_on_hopper(
     group: int, q_lens: Any, max_query_len: int | None, kernels: Any, gpu: Gpu, launches: Any
 ) -> None:
-    """A decoding step launches two kernels."""
+    """A decoding step launches the decode kernel, and before it one thread block that sets numbers to
+    zero, unless no context can be split."""
     case = Case(
         id="launches",
         sequences=tuple((q_len, 700) for q_len in q_lens),
@@ -124,8 +125,13 @@ def test_the_kernels_of_a_call_on_hopper(
         max_query_len=max_query_len,
         padding_tokens=0,
     )
-    assert [threads for _, threads, _ in launches(gpu.on_hopper(), case)] == kernels
+    launched = launches(gpu.on_hopper(), case)
+    assert [threads for _, threads, _ in launched] == kernels
+    assert kernels[0] != ZEROS or launched[0][:2] == (1, ZEROS)
     assert [threads for _, threads, _ in launches(gpu, case)] == [PORTABLE, COMBINE]
+    if kernels == [ZEROS, DECODE]:
+        short = replace(case, sequences=tuple((q_len, 60) for q_len in q_lens), unused_blocks=0)
+        assert [threads for _, threads, _ in launches(gpu.on_hopper(), short)] == [DECODE]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -149,7 +155,7 @@ def test_the_gpu_decides_which_kernels_run(capability: int, gpu: Gpu, launches: 
     assert portable.kernels_in_use() == ["portable"]
     assert by_gpu.kernels_in_use() == [*(["decode", "prefill"] if is_hopper else []), "portable"]
     assert [threads for _, threads, _ in launches(portable, case)] == [PORTABLE, COMBINE]
-    kernels = [DECODE, HOPPER, COMBINE] if is_hopper else [PORTABLE, COMBINE]
+    kernels = [ZEROS, DECODE, HOPPER, COMBINE] if is_hopper else [PORTABLE, COMBINE]
     assert [threads for _, threads, _ in launches(by_gpu, case)] == kernels
 
 
@@ -157,8 +163,10 @@ def test_the_number_of_thread_blocks_is_limited(gpu: Gpu, launches: Any) -> None
     """There are as many as the GPU holds, 132 here, unless the limit is lower."""
     case = Case(id="many", sequences=((1, 20),) * 70, dtype="float16", max_query_len=1)
     for seed, limit in ((20, 132), (27, 7), (13, 1), (6, 3)):  # seeds with 132 multiprocessors
-        (decode, *_), (combine, *_) = launches(gpu.on_hopper(), case, seed)
-        assert decode == limit and combine == min(limit, 73)
+        *_, (decode, threads, _) = launches(gpu.on_hopper(), case, seed)
+        assert (decode, threads) == (limit, DECODE)
+        *_, (combine, *_) = launches(gpu, case, seed)
+        assert combine == min(limit, 73)
 
 
 @pytest.mark.parametrize("scales", ["per head", "per position"])
@@ -216,6 +224,77 @@ def test_infinite_values_of_later_tokens(head_size: int, dtype: str, each_kernel
         assert_close_on_cuda(result, inputs, attributes)
     for seed in (1, 2):
         assert_same_bits(attend(each_kernel, inputs, **attributes, seed=seed), result)
+
+
+def test_whoever_comes_last_merges_the_splits(gpu: Gpu) -> None:
+    """The thread blocks of a sequence and kv head end in any order. Each call finds other bytes in
+    the scratch, or what another call has left there."""
+    gpu = gpu.on_hopper()
+    case = Case(
+        id="last",
+        sequences=((1, 1300), (2, 600), (1, 40), (1, 700), (0, 9)),
+        num_heads=4,
+        head_size=16,
+        block_size=16,
+        dtype="bfloat16",
+        max_query_len=2,
+        sinks=True,
+        return_lse=True,
+        padding_tokens=3,
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    inputs.block_tables[3, 20] = 10**6  # of a split in the middle
+    expected = attend(gpu, inputs, **attributes)
+    faulty = np.arange(len(inputs.query)) == 4
+    for x in expected:
+        assert (np.isnan(x.astype(F32)).all(axis=tuple(range(1, x.ndim))) == faulty).all()
+    inputs.block_tables[3, 20] = 0
+    assert_close_on_cuda(attend(gpu, inputs, **attributes), inputs, attributes)
+    inputs.block_tables[3, 20] = 10**6
+    rng, scratch = np.random.default_rng(0), scratch_of(inputs, attributes)
+    for seed in range(1000 if selection.everything else 42):
+        if rng.random() < 0.5:
+            scratch[:] = rng.integers(256, size=len(scratch), dtype=np.uint8)
+        result = attend(gpu, inputs, scratch=scratch, seed=seed, **attributes)
+        assert_same_bits(result, expected)
+
+
+@pytest.mark.parametrize(("block_size", "context"), [(5, 4200), (16, 16500)])
+def test_more_block_ids_than_a_warp_loads_at_once(block_size: int, context: int, gpu: Gpu) -> None:
+    """Splits of 256 and of 640 positions: 8 KV tiles, or 32 blocks, have their ids in one load."""
+    case = Case(
+        id="ids",
+        sequences=((1, context),),
+        num_heads=8,
+        num_kv_heads=8,
+        head_size=16,
+        block_size=block_size,
+        dtype="bfloat16",
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    result = attend(gpu.on_hopper(), inputs, **attributes, seed=20)
+    assert_close_on_cuda(result, inputs, attributes)
+
+
+@pytest.mark.parametrize("context", [60, 700], ids=["one-split", "splits"])
+def test_attention_begins_when_the_update_has_ended(context: int, each_kernel: Gpu) -> None:
+    """A step writes keys and values and then reads them. The second kernel begins early."""
+    case = Case(id="step", sequences=((1, context),), dtype="bfloat16", unused_blocks=0)
+    inputs, attributes = case.inputs(), case.attributes()
+    expected = attend(each_kernel, inputs, **attributes)
+    cache = guarded(inputs.kv_cache)
+    block, offset = divmod(context - 1, case.block_size)
+    block = inputs.block_tables[0, block]
+    rows = [guarded(cache[block, offset, i::2][None]) for i in range(2)]
+    cache[block, offset] = np.nan
+    slots = guarded(np.array([block * case.block_size + offset], np.int64))
+    each_kernel.run(kv_cache_update, [cache, *rows, slots], [cache], 0)
+    call, (_, _, *others) = checked_call("paged_attention", inputs, attributes)
+    arrays = [guarded(inputs.query), cache, *map(guarded, others)]
+    result = guarded(np.full(call.results[0].shape, np.nan, expected.dtype))
+    scratch = scratch_of(inputs, attributes)
+    each_kernel.run(paged_attention, arrays, [result, scratch], 0, **numbers(call))
+    assert_same_bits(result, expected)
 
 
 NO_CHOICE = (
@@ -627,7 +706,7 @@ def test_splits_of_many_heads(num_heads: int, dtype: str, gpu: Gpu) -> None:
     KV."""
     case = Case(
         id=f"splits-{num_heads}-{dtype}",
-        sequences=((1, 1100), (2, 530), (1, 256), (1, 257)),
+        sequences=((1, 1100), (2, 530), (1, 128), (1, 129)),
         num_heads=num_heads,
         num_kv_heads=1,
         head_size=16,
@@ -641,7 +720,7 @@ def test_splits_of_many_heads(num_heads: int, dtype: str, gpu: Gpu) -> None:
 @pytest.mark.pairwise
 @pytest.mark.parametrize("padding_tokens", [0, 1000])
 @pytest.mark.parametrize(
-    ("q_len", "splits"), [(2, 18), (64, 18), (100, 18), (300, 12)], ids=lambda x: str(x)
+    ("q_len", "splits"), [(2, 36), (64, 36), (100, 36), (300, 12)], ids=lambda x: str(x)
 )
 def test_splits_of_long_queries(
     q_len: int, splits: int, padding_tokens: int, each_kernel: Gpu
@@ -660,19 +739,24 @@ def test_splits_of_long_queries(
     )
     inputs, attributes = case.inputs(), case.attributes()
     scratch = scratch_of(inputs, attributes)
-    assert_close_on_cuda(
-        attend(each_kernel, inputs, scratch=scratch, **attributes), inputs, attributes
-    )
+    seed = 20  # of 132 multiprocessors: each split of the decode kernel is another thread block's
+    result = attend(each_kernel, inputs, scratch=scratch, seed=seed, **attributes)
+    assert_close_on_cuda(result, inputs, attributes)
     num_tokens, (max_seqs, max_blocks_per_seq) = len(inputs.query), inputs.block_tables.shape
     tokens_per_tile, most_splits = 16, 256
     num_slots = min(
-        num_tokens * -(-max_blocks_per_seq * case.block_size // 256),
+        num_tokens * -(-max_blocks_per_seq * case.block_size // 128),
         max_seqs * tokens_per_tile * most_splits,
     )
-    flags = scratch[: 4 * (num_tokens + num_slots)].view(I32)[num_tokens:]
-    is_portable = each_kernel.kernels == "portable"
-    tiles = -(-q_len // (tokens_per_tile if is_portable else 2 * tokens_per_tile))
-    assert np.count_nonzero(flags == 0) == tiles * splits + 2
+    words = scratch[: 4 * (num_tokens + num_slots + 3)].view(I32)
+    flags, (*_, first, second) = words[num_tokens:-3], words
+    if each_kernel.kernels == "portable":
+        assert np.count_nonzero(flags == 0) == -(-q_len // tokens_per_tile) * splits + 3
+    elif q_len > 4:
+        tiles = -(-q_len // (2 * tokens_per_tile))
+        assert (np.count_nonzero(flags == 0), second) == (tiles * splits, 3)
+    else:
+        assert (first, second) == (splits, 3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -834,6 +918,7 @@ def test_lengths_that_change_during_the_call(
     """The lengths lie in the memory of the result. The first sequence's row of ones makes them
     1,006,648,192 or more, after they were checked, and before the second sequence uses them."""
     monkeypatch.setenv("EMULATED_GPU_EARLY", "0")  # the second kernel reads them, too
+    monkeypatch.setenv("EMULATED_GPU_RACES", "0")
     inputs = Case("", ((q_len, q_len), (q_len, q_len)), dtype=dtype, num_heads=1, num_kv_heads=1)
     operands = [guarded(x) for x in inputs.inputs()]
     operands[1][...] = 1
@@ -1014,9 +1099,10 @@ def test_the_scratch_is_bounded(
     if max_query_len > 0:
         tokens_per_tile = min(tokens_per_tile, max_query_len)
     slots = min(
-        num_tokens * min(most_splits, -(-capacity // 256)), max_seqs * tokens_per_tile * most_splits
+        num_tokens * min(most_splits, -(-capacity // 128)), max_seqs * tokens_per_tile * most_splits
     )
-    assert num_bytes <= 4 * (num_tokens + slots) + 16 + 4 * slots * num_heads * 130
+    flags = num_tokens + slots + max_seqs * num_kv_heads
+    assert num_bytes <= 4 * flags + 16 + 4 * slots * num_heads * 130
 
 
 @settings(max_examples=1000)

@@ -85,7 +85,7 @@ def test_every_kernel_is_in_the_table(folder: Path, kernels: list[dict[str, Any]
     others = {(entry["kernel"], entry["target"]) for entry in kernels} - {
         (kernel, target) for kernel, *_, target in expected
     }
-    names = ("CudaCoreAttention", "Combine", "Update", "Add")
+    names = ("CudaCoreAttention", "Combine", "ZeroArrivals", "Update", "Add")
     assert others == {*itertools.product(names, targets)}
 
 
@@ -192,17 +192,24 @@ def machine_code(folder: Path, name: str) -> dict[str, MachineCode]:
     return kernels
 
 
+@pytest.fixture(scope="module", params=["BFloat16", "Float8E4M3"])
+def decode_cache(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def decode_kernels(folder: Path) -> list[MachineCode]:
+def decode_kernels(folder: Path, decode_cache: str) -> list[MachineCode]:
     """The kernels for calls without rare features: for blocks of any size, and for those of whole
     tiles."""
-    kernels = machine_code(folder, "decode_BFloat16_BFloat16_128")
+    kernels = machine_code(folder, f"decode_BFloat16_{decode_cache}_128")
     return [kernels[name] for name in sorted(kernels) if "Lb1ELb" in name]
 
 
-def test_the_decode_kernel_is_short(decode_kernels: list[MachineCode]) -> None:
-    """A short call runs most instructions once: their fetch is the bottleneck."""
-    assert [len(code.bits) * 16 <= 60 * 1024 for code in decode_kernels] == [True, True]
+def test_the_decode_kernel_is_short(decode_cache: str, decode_kernels: list[MachineCode]) -> None:
+    """A short call runs most instructions once: their fetch is the bottleneck. Of 8 bits, the code that sets
+    NaN aside is longer."""
+    limit = {"BFloat16": 60, "Float8E4M3": 67}[decode_cache] * 1024
+    assert [len(code.bits) * 16 <= limit for code in decode_kernels] == [True, True]
 
 
 def test_few_instructions_come_before_the_first_copy(decode_kernels: list[MachineCode]) -> None:
@@ -219,13 +226,16 @@ def test_few_instructions_come_before_the_first_copy(decode_kernels: list[Machin
     assert count <= 400
 
 
-@pytest.mark.parametrize(("kernel", "num_loads"), [(0, 4), (1, 1)], ids=["any", "tiles"])
+@pytest.mark.parametrize(
+    ("kernel", "ahead_loads", "all_loads"), [(0, 4, 4), (1, 2, 4)], ids=["any", "tiles"]
+)
 def test_block_ids_come_while_tiles_are_copied(
-    kernel: int, num_loads: int, decode_kernels: list[MachineCode]
+    kernel: int, ahead_loads: int, all_loads: int, decode_kernels: list[MachineCode]
 ) -> None:
     """No instruction of the loop that copies tiles waits for the block ids that were asked for
-    before it. ptxas may move them to other registers at once, and wait for that. The warp of K and
-    that of V have as many loads for the first tiles of all, which are waited for."""
+    before it. ptxas may move them to other registers at once, and wait for that. For tiles that lie
+    in one block, the warp of K and that of V each have a loop, and a load for the first tiles of
+    all, which is waited for."""
     code = decode_kernels[kernel]
     copies = {*code.find(r"LDGSTS\.E")}
     # But for the query's: its loop has one copy, that of a tile eight.
@@ -242,7 +252,7 @@ def test_block_ids_come_while_tiles_are_copied(
             if code.shortest_way(load, [copy], waiting):
                 ahead.add(load)
                 assert code.shortest_way(copy, [copy], waiting)
-    assert (len(ahead), len(loads)) == (2 * num_loads, 4 * num_loads)
+    assert (len(ahead), len(loads)) == (ahead_loads, all_loads)
 
 
 @pytest.mark.parametrize(("warp_rows", "loops"), [(1, 1), (4, 2)], ids=["few-rows", "64-rows"])
@@ -374,7 +384,7 @@ def test_shared_memory_suffices_on_every_gpu(kernels: list[dict[str, Any]]) -> N
 
 
 @pytest.mark.parametrize(
-    ("op", "launches"), {"paged_attention": 3, "kv_cache_update": 1, "simple_add": 1}.items()
+    ("op", "launches"), {"paged_attention": 4, "kv_cache_update": 1, "simple_add": 1}.items()
 )
 def test_launches(op: str, launches: int) -> None:
     (path,) = {CSRC / op / "cuda.cu", CSRC / op / "cuda/run.cu"} & set(CSRC.rglob("*.cu"))

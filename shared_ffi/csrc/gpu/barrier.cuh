@@ -1,6 +1,8 @@
-// GPU instructions of sm_90 and later: barriers in shared memory for copies.
+// GPU instructions of sm_90 and later: barriers in shared memory for copies. And how thread blocks
+// meet in global memory.
 #pragma once
 
+#include <cuda/atomic>
 #include <cuda/ptx>
 
 #include "device.cuh"
@@ -35,6 +37,14 @@ __device__ __forceinline__ void ArriveAfterCopies(Barrier* barrier) {
 __device__ __forceinline__ void WaitForPhase(Barrier* barrier, int parity) {
   while (!::cuda::ptx::mbarrier_try_wait_parity(barrier, parity)) {
   }
+}
+
+// Adds to a number that the thread blocks of a kernel share, and returns what it was. The caller
+// then sees what the callers before it had done: they, and the threads that they had met at a
+// barrier.
+__device__ __forceinline__ int32_t AddInOrder(int32_t* number, int32_t summand) {
+  ::cuda::atomic_ref<int32_t, ::cuda::thread_scope_device> shared(*number);
+  return shared.fetch_add(summand, ::cuda::memory_order_acq_rel);
 }
 
 // Makes writes to shared memory visible to the async proxy, through which a warpgroup's products

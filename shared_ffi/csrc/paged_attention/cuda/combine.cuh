@@ -1,6 +1,7 @@
-// The last kernel of a call. It merges the partial results of long contexts, always from the left.
-// It also writes the rows that no work item wrote: zeros for padding, NaN where lengths or tables
-// are faulty.
+// The last kernel of a call that launches another one than that for decoding. It merges the partial
+// results of long contexts, always from the left. It also writes the rows that no work item wrote:
+// zeros for padding, NaN where lengths or tables are faulty. The decode kernel writes its rows
+// itself.
 //
 // A piece is 128 columns of a token and head: each lane of a warp has every 32nd. With few tokens
 // many warps share a token's pieces; with many tokens a warp takes whole tokens, and skips tokens
@@ -16,6 +17,7 @@ namespace xla_gpu::paged_attention {
 struct ItemRows {
   int64_t short_rows;  // of sequences with one query tile
   int64_t long_rows;
+  int64_t decode_tokens;  // the most of a sequence that the decode kernel takes; 0: there is none
 
   __device__ int64_t Of(const Params& p, const Sequence& sequence) const {
     return sequence.q_len > TokensPerTile(p) ? long_rows : short_rows;
@@ -110,7 +112,11 @@ class Tokens {
     sequence_ = Sequence(p_, s).OfFirstLane();
     is_faulty_ = !sequence_.IsLegal(p_);
     num_splits_ = is_faulty_ ? 0 : Splits(p_, sequence_).count;
-    is_faulty_ = is_faulty_ || HasBadItem();
+    if (num_splits_ > 0 && sequence_.q_len <= item_rows_.decode_tokens) {
+      num_splits_ = 1;
+    } else {
+      is_faulty_ = is_faulty_ || HasBadItem();
+    }
   }
 
   __device__ bool HasBadItem() const {
@@ -135,75 +141,7 @@ class Tokens {
   bool is_faulty_ = false;
 };
 
-inline constexpr int kCombineColumns = 4;  // of a lane, 32 apart
-
-// The columns of a row that a lane has.
-struct MergedRow {
-  RowState state = {-kInfinity, 0};
-  float values[kCombineColumns] = {};
-};
-
-// Merges a row's partial results, for the columns from `column` on. Each lane weighs another split;
-// the partial results of kLoads splits are on their way at a time. Returns false if the row is
-// written.
-__device__ inline bool MergeSplits(const Params& p, const Scratch& scratch, const TokenResult& rows,
-                                   int64_t head, int64_t column, MergedRow* row) {
-  constexpr int kLoads = 4;
-  static_assert(gpu::kWarpSize % kLoads == 0, "every split of a load has a lane");
-  const int lane = threadIdx.x % gpu::kWarpSize;
-  const int64_t first = rows.first_partial * p.num_heads + head;
-  const float* partials = scratch.partials + first * p.value_head_size + column;
-  const int64_t stride = p.num_heads * p.value_head_size;
-  // Where splits are folded, the states of the first ones are not written.
-  const int32_t first_split = MergedSplits::First(scratch.states[first]);
-  if (first_split < 0) return false;
-  *row = {};
-  for (int64_t begin = 0; begin < rows.num_splits; begin += gpu::kWarpSize) {
-    const int count = static_cast<int>(Smaller(gpu::kWarpSize, rows.num_splits - begin));
-    const int skipped = static_cast<int>(Larger(0, first_split - begin));  // of these splits
-    RowState split{-kInfinity, 0};
-    if (skipped <= lane && lane < count) {
-      split = scratch.states[first + (begin + lane) * p.num_heads];
-    }
-    float max = fmaxf(row->state.max, split.max);  // of the splits up to this one
-    for (int delta = 1; delta < gpu::kWarpSize; delta *= 2) {
-      max = fmaxf(max, gpu::ShuffleUp(max, delta));
-    }
-    const float before = gpu::ShuffleUp(max, 1);
-    const Rescale rescale(lane == 0 ? row->state.max : before, split.max);
-    for (int j = skipped / kLoads * kLoads; j < count; j += kLoads) {
-      float parts[kLoads][kCombineColumns];
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const bool exists = skipped <= j + i && j + i < count;
-#pragma unroll
-        for (int k = 0; k < kCombineColumns; ++k) {
-          const int further = k * gpu::kWarpSize;
-          parts[i][k] = exists && column + further < p.value_head_size
-                            ? partials[(begin + j + i) * stride + further]
-                            : 0.0f;
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const Rescale step = rescale.FromLane(j + i);
-        row->state.sum = step.Join(row->state.sum, gpu::Shuffle(split.sum, j + i));
-#pragma unroll
-        for (int k = 0; k < kCombineColumns; ++k) {
-          row->values[k] = step.Join(row->values[k], parts[i][k]);
-        }
-      }
-    }
-    row->state.max = gpu::Shuffle(max, gpu::kWarpSize - 1);
-  }
-  const float factor = JoinSink(p, head, &row->state);
-#pragma unroll
-  for (float& value : row->values) {
-    value *= factor;
-    if (rows.attend) value /= row->state.sum;
-  }
-  return true;
-}
+inline constexpr int kCombineColumns = 4;  // of a lane
 
 // The pieces of a token and head.
 XLA_GPU_HOST_DEVICE inline int64_t CombineParts(const Params& p) {
@@ -228,19 +166,20 @@ __global__ void __launch_bounds__(kThreads, 5)
     for (int64_t piece = n - token * shares; piece < pieces; piece += shares) {
       const int64_t head = DivideU32(piece, parts), part = piece - head * parts;
       const int64_t column = part * kCombineColumns * gpu::kWarpSize + lane;
-      MergedRow row;
-      for (float& value : row.values) value = rows.fill;
-      if (!rows.are_missing && !MergeSplits(p, scratch, rows, head, column, &row)) continue;
+      if (!rows.are_missing) {
+        PartOfRow<kCombineColumns> row;
+        MergeSplits(p, scratch, rows.first_partial, static_cast<int32_t>(rows.num_splits), head,
+                    column, &row);
+        WriteRow<T>(p, token, head, column, rows.attend, row);
+        continue;
+      }
       T* output = static_cast<T*>(p.output) + p.OutputOffset(token, head);
 #pragma unroll
       for (int k = 0; k < kCombineColumns; ++k) {
         const int64_t at = column + k * gpu::kWarpSize;
-        if (at < p.value_head_size) gpu::FromFloat(row.values[k], output + at);
+        if (at < p.value_head_size) gpu::FromFloat(rows.fill, output + at);
       }
-      if (part > 0 || lane > 0) continue;
-      if (!rows.are_missing) {
-        WriteLse(p, token, head, row.state);
-      } else if (p.lse != nullptr) {
+      if (column == 0 && p.lse != nullptr) {
         p.lse[token * p.num_heads + head] = rows.fill == 0 ? -kInfinity : rows.fill;
       }
     }

@@ -16,7 +16,11 @@ namespace xla_gpu::paged_attention {
 inline constexpr int64_t kTileAlignment = 128;
 
 // A split has at least this many positions: shorter ones cost more to merge than they save.
-inline constexpr int64_t kMinSplit = 256;
+inline constexpr int64_t kMinSplit = 128;
+
+// Splits of a group. The splits of a group are merged from the left, then the groups: so a thread
+// block can merge each group that it has, and not only the first splits of a sequence.
+inline constexpr int kSplitsOfGroup = 4;
 
 // Query rows (a row is a query token and head) that share one reading of K and V.
 inline constexpr int64_t kMaxRowsPerItem = 64;

@@ -17,6 +17,18 @@
 namespace xla_gpu::paged_attention {
 namespace {
 
+// Before the decode kernel, which begins once this one has waited for the kernels before: so it
+// need not wait for them itself. It waits before its first arrival.
+__global__ void __launch_bounds__(kThreads) ZeroArrivals(int32_t* arrivals, int64_t count) {
+  gpu::WaitForKernelsBefore();
+  gpu::LetNextKernelBegin();
+  const int64_t step = int64_t{gridDim.x} * kThreads;
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += step) {
+    arrivals[i] = 0;
+  }
+}
+constexpr int64_t kZerosPerBlock = 8192;  // a block writes them before the decode kernel has begun
+
 constexpr int kCombineSharedBytes = ValidBatch::kSharedInts * sizeof(int);
 
 // Calls use(C()) for the type C of the cache of queries of type T.
@@ -144,18 +156,31 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   // leaves no queries to the portable kernel: fewer kernels are launched.
   const int64_t few = decode ? kDecodeRows / decode->numbers.group : TokensPerTile(p);
   const int64_t longest = p.max_query_len == 0 ? p.num_tokens : p.max_query_len;
-  bool follows = false;  // on a kernel of this call
+  const bool is_alone = decode && longest <= few;  // it computes all sequences
+  bool follows = false;                            // on a kernel of this call
   if (decode) {
     auto& [kernel, numbers] = *decode;
     const int64_t num_items = MaxItems(p, scratch, kDecodeRows);
     int64_t num_blocks = 0;
     if (gpu::Error error = kernel.BlocksFor(device, num_items, &num_blocks)) return error;
     numbers.num_thread_blocks = Divisor(Larger(1, num_blocks));
+    numbers.writes_other_rows = is_alone;
+    if (scratch.max_splits > 1 && num_blocks > 0) {
+      const int64_t count = p.max_seqs * p.num_kv_heads;
+      const gpu::Kernel<int32_t*, int64_t> zero{ZeroArrivals, kThreads, 0, LaunchesEarly(device)};
+      const int64_t zero_blocks = CeilDiv(count, kZerosPerBlock);
+      if (gpu::Error error =
+              zero.LaunchResident(device, zero_blocks, stream, scratch.arrivals, count)) {
+        return error;
+      }
+      numbers.follows_zeros = true;
+    }
     kernel.begins_early = LaunchesEarly(device);
     if (gpu::Error error = kernel.Launch(num_blocks, stream, p, scratch, numbers)) {
       return error;
     }
     follows = num_blocks > 0;
+    if (is_alone && follows) return {};
   }
   const auto launch = [&](AttentionKernel attention, const QueryLengths& lengths,
                           bool waits) -> gpu::Error {
@@ -171,7 +196,8 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   if (prefill) {
     if (gpu::Error error = launch(*prefill, {few + 1}, /*waits=*/true)) return error;
   }
-  const ItemRows item_rows{portable.rows_per_item, (prefill ? *prefill : portable).rows_per_item};
+  const ItemRows item_rows{portable.rows_per_item, (prefill ? *prefill : portable).rows_per_item,
+                           decode ? decode->numbers.max_query_len : 0};
   const gpu::Kernel<Params, Scratch, ItemRows> finish{Combine<T>, kThreads, kCombineSharedBytes,
                                                       follows && LaunchesEarly(device)};
   const int64_t num_pieces = p.num_heads * CombineParts(p);
@@ -220,7 +246,8 @@ void AddLaunches(std::vector<KernelLaunch>* launches) {
 }  // namespace
 
 std::vector<KernelLaunch> KernelLaunches() {
-  std::vector<KernelLaunch> launches = {{"Combine", 0, 0, 0, kThreads, kCombineSharedBytes}};
+  std::vector<KernelLaunch> launches = {{"Combine", 0, 0, 0, kThreads, kCombineSharedBytes},
+                                        {"ZeroArrivals", 0, 0, 0, kThreads, 0}};
   for (const int columns : {XLA_GPU_CUDA_CORE_COLUMNS}) {
     Params p = {};
     p.head_size = columns * gpu::kWarpSize;

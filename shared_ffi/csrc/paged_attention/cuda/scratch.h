@@ -22,8 +22,11 @@ struct Scratch {
   // begin at the number of their first token; then one for each partial.
   int32_t* is_bad;   // [num_tokens + num_partials]
   int32_t* counter;  // of the work items that are taken, for a kernel that counts them
-  RowState* states;  // [num_partials, num_heads]
-  float* partials;   // [num_partials, num_heads, value_head_size]: sums of 2^(logit - max) * v
+  // The splits of which the decode kernel has written the partial results, of each sequence and kv
+  // head. ZeroArrivals sets them to 0.
+  int32_t* arrivals;  // [max_seqs, num_kv_heads]
+  RowState* states;   // [num_partials, num_heads]
+  float* partials;    // [num_partials, num_heads, value_head_size]: sums of 2^(logit - max) * v
 
   // The first partial of token i, which is query token `token` of the batch, of sequence s. Its
   // num_splits partials are adjacent.
@@ -52,7 +55,7 @@ struct ScratchSizes {
   int64_t max_split_tokens;      // most query tokens of a sequence that is split
   int64_t partials_of_sequence;  // most that a sequence can need
   int64_t max_length;            // positions that a split sequence's window can span; 0: no window
-  int64_t flag_bytes;            // for each token and partial, and for the counter
+  int64_t flag_bytes;            // for each token and partial, for the counter, and for arrivals
   int64_t partial_bytes;         // RowState and partial result of all heads
   int64_t alignment;             // what the size of all flags is rounded up to a multiple of
 };
@@ -77,8 +80,8 @@ inline ScratchSizes MakeScratchSizes(const Params& p) {
 }
 
 // Lays the scratch out in `memory`, which may be null when only the size is wanted; that is
-//     4 * (num_tokens + num_partials + 1) + 4 * num_partials * num_heads * (value_head_size + 2)
-//     bytes,
+//     4 * (num_tokens + num_partials + 1 + max_seqs * num_kv_heads)
+//         + 4 * num_partials * num_heads * (value_head_size + 2) bytes,
 // the first term rounded up to 16, with at most max_splits partials for each token and
 // partials_of_sequence for each sequence.
 inline int64_t MakeScratch(const Params& p, void* memory, Scratch* scratch) {
@@ -92,14 +95,15 @@ inline int64_t MakeScratch(const Params& p, void* memory, Scratch* scratch) {
       Smaller(p.num_tokens * scratch->max_splits, p.max_seqs * scratch->partials_of_sequence);
   if (scratch->num_partials == p.num_tokens * scratch->max_splits)
     scratch->partials_of_sequence = 0;
+  const int64_t num_flags = p.num_tokens + scratch->num_partials + 1 + p.max_seqs * p.num_kv_heads;
   const int64_t flags_bytes =
-      CeilDiv((p.num_tokens + scratch->num_partials + 1) * sizes.flag_bytes, sizes.alignment) *
-      sizes.alignment;
+      CeilDiv(num_flags * sizes.flag_bytes, sizes.alignment) * sizes.alignment;
   const int64_t states_bytes =
       scratch->num_partials * p.num_heads * static_cast<int64_t>(sizeof(RowState));
   char* bytes = static_cast<char*>(memory);
   scratch->is_bad = reinterpret_cast<int32_t*>(bytes);
   scratch->counter = scratch->is_bad + p.num_tokens + scratch->num_partials;
+  scratch->arrivals = scratch->counter + 1;
   scratch->states = reinterpret_cast<RowState*>(bytes + flags_bytes);
   scratch->partials = reinterpret_cast<float*>(bytes + flags_bytes + states_bytes);
   return flags_bytes + scratch->num_partials * sizes.partial_bytes;

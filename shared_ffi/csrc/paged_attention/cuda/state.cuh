@@ -37,58 +37,140 @@ __device__ __forceinline__ float SumOf(float max, float sink, int64_t count, con
   return sum;
 }
 
-// Rescale factors for merging two partial results: both are brought to the larger max. Splits are
-// merged from the left, whoever does it: a row's bits follow from its sequence alone.
+// What up to kWarps partial results of a row, and its sink, become when they are merged at once:
+// all are brought to the largest logit.
+struct MergedParts {
+  RowState state;
+  float weights[kWarps];  // of the parts
+
+  // state_of(n): of part n. The sink is -infinity if there is none.
+  template <typename StateOf>
+  __device__ __forceinline__ MergedParts(int num_parts, float sink, const StateOf& state_of) {
+    state.max = sink;
+#pragma unroll
+    for (int n = 0; n < kWarps; ++n) {
+      if (n < num_parts) state.max = fmaxf(state.max, state_of(n).max);
+    }
+    state.sum = SumOf(state.max, sink, num_parts, state_of);
+#pragma unroll
+    for (int n = 0; n < kWarps; ++n) {
+      if (n < num_parts) weights[n] = gpu::Exp2(state_of(n).max - ShiftOf(state.max));
+    }
+  }
+
+  // The sum of the weighted values: value_of(n) is that of part n.
+  template <typename ValueOf>
+  __device__ __forceinline__ float Sum(int num_parts, const ValueOf& value_of) const {
+    float sum = 0;
+#pragma unroll
+    for (int n = 0; n < kWarps; ++n) {
+      if (n >= num_parts) break;
+      sum = gpu::Fma(weights[n], value_of(n), sum);
+    }
+    return sum;
+  }
+};
+
+// Merges two partial results of a row: both are brought to the larger max. Splits are merged by
+// groups (kSplitsOfGroup), whoever does it: a row's bits follow from its sequence alone.
 struct Rescale {
   float before_factor;
   float split_factor;
 
-  __device__ Rescale(float max_before, float max_of_split) {
+  __device__ __forceinline__ Rescale(float max_before, float max_of_split) {
     const float shift = ShiftOf(fmaxf(max_before, max_of_split));
     before_factor = gpu::Exp2(max_before - shift);
     split_factor = gpu::Exp2(max_of_split - shift);
   }
 
-  // The factors of another lane.
-  __device__ Rescale FromLane(int lane) const {
-    Rescale rescale(*this);
-    rescale.before_factor = gpu::Shuffle(before_factor, lane);
-    rescale.split_factor = gpu::Shuffle(split_factor, lane);
-    return rescale;
-  }
-
-  __device__ float Join(float before, float split) const {
+  __device__ __forceinline__ float Merge(float before, float split) const {
     return gpu::Fma(split, split_factor, before * before_factor);
   }
 };
 
-// Joins the sink of a row's head to what all splits have seen, after the last of them. Returns the
-// factor of the row's sums of values.
-__device__ __forceinline__ float JoinSink(const Params& p, int64_t head, RowState* row) {
-  const float sink = SinkOf(p, head);
-  const Rescale rescale(row->max, sink);
-  *row = {fmaxf(row->max, sink), rescale.Join(row->sum, 1.0f)};
-  return rescale.before_factor;
-}
+// A row, with the columns of it that a lane has: kColumns, 32 apart.
+template <int kColumns>
+struct PartOfRow {
+  RowState state = {-kInfinity, 0};
+  float values[kColumns] = {};
 
-// A thread block that computes the first splits of a sequence and kv head folds them itself. It
-// leaves the fold in the partial of the last of these splits, and its number as the state of a
-// row's first split; or it writes the row, if it has all splits.
-struct MergedSplits {
-  static constexpr float kMerged = -1;  // in place of a sum, which is not negative
-  static constexpr float kWritten = -2;
-
-  static __device__ __forceinline__ RowState UpTo(int32_t split) {
-    return {static_cast<float>(split), kMerged};
-  }
-  static __device__ __forceinline__ RowState All() { return {0, kWritten}; }
-
-  // The first split to merge, given the state of split 0; -1 if the row is written.
-  static __device__ __forceinline__ int32_t First(const RowState& state) {
-    if (state.sum == kWritten) return -1;
-    return state.sum == kMerged ? static_cast<int32_t>(state.max) : 0;
+  __device__ __forceinline__ void Merge(const PartOfRow& split) {
+    const Rescale rescale(state.max, split.state.max);
+    state = {fmaxf(state.max, split.state.max), rescale.Merge(state.sum, split.state.sum)};
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k) values[k] = rescale.Merge(values[k], split.values[k]);
   }
 };
+
+// What a row's sums of values are divided by, given its sum of weights. That is 0 if the row
+// attends to nothing and has no sink.
+__device__ __forceinline__ float DivisorOf(bool attends, float sum) { return attends ? sum : 1; }
+
+// Writes a row that all splits are merged into, for the columns from `column` on. The sink comes
+// after the last split.
+template <typename T, int kColumns>
+__device__ __forceinline__ void WriteRow(const Params& p, int64_t token, int64_t head,
+                                         int64_t column, bool attends,
+                                         const PartOfRow<kColumns>& row) {
+  const float sink = SinkOf(p, head);
+  const Rescale rescale(row.state.max, sink);
+  const RowState state = {fmaxf(row.state.max, sink), rescale.Merge(row.state.sum, 1)};
+  const float divisor = DivisorOf(attends, state.sum);
+  T* output = static_cast<T*>(p.output) + p.OutputOffset(token, head);
+#pragma unroll
+  for (int k = 0; k < kColumns; ++k) {
+    const int64_t at = column + k * gpu::kWarpSize;
+    const float value = row.values[k] * rescale.before_factor;
+    if (at < p.value_head_size) gpu::FromFloat(value / divisor, output + at);
+  }
+  if (column == 0) WriteLse(p, token, head, state);
+}
+
+// In place of the sum of a split whose partial result a later split of the row holds, too: a thread
+// block merges adjacent splits itself.
+inline constexpr float kMoved = -1;  // a sum is not negative
+
+// Merges the partial results of a row, for the columns from `column` on. Those of a group are on
+// their way at a time. `first_partial`: of split 0.
+template <int kColumns>
+__device__ __forceinline__ void MergeSplits(const Params& p, const Scratch& scratch,
+                                            int64_t first_partial, int32_t num_splits, int64_t head,
+                                            int64_t column, PartOfRow<kColumns>* row) {
+  static_assert(gpu::kWarpSize % kSplitsOfGroup == 0, "lanes have whole groups");
+  const int lane = threadIdx.x % gpu::kWarpSize;
+  const int64_t first = first_partial * p.num_heads + head;
+  const float* partials = scratch.partials + first * p.value_head_size + column;
+  const int64_t stride = p.num_heads * p.value_head_size;
+  bool exists[kColumns];
+#pragma unroll
+  for (int k = 0; k < kColumns; ++k) exists[k] = column + k * gpu::kWarpSize < p.value_head_size;
+#pragma unroll 1
+  for (int32_t begin = 0; begin < num_splits; begin += gpu::kWarpSize) {
+    const int32_t count = min(gpu::kWarpSize, num_splits - begin);
+    RowState of_lane{-kInfinity, kMoved};  // each lane has another split
+    if (lane < count) of_lane = scratch.states[first + (begin + lane) * p.num_heads];
+    const uint32_t there = gpu::LanesWith(of_lane.sum != kMoved);
+#pragma unroll 1
+    for (int32_t j = 0; j < count; j += kSplitsOfGroup) {
+      PartOfRow<kColumns> splits[kSplitsOfGroup], group;
+      const float* from = partials + (begin + j) * stride;
+#pragma unroll
+      for (int i = 0; i < kSplitsOfGroup; ++i, from += stride) {
+        const bool is_there = (there >> (j + i) & 1) != 0;
+#pragma unroll
+        for (int k = 0; k < kColumns; ++k) {
+          if (is_there && exists[k]) splits[i].values[k] = from[k * gpu::kWarpSize];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kSplitsOfGroup; ++i) {
+        splits[i].state = {gpu::Shuffle(of_lane.max, j + i), gpu::Shuffle(of_lane.sum, j + i)};
+        if ((there >> (j + i) & 1) != 0) group.Merge(splits[i]);
+      }
+      row->Merge(group);
+    }
+  }
+}
 
 // Where a row of a split leaves its partial result.
 __device__ __forceinline__ int64_t PartialOf(const Scratch& scratch, const Item& item,

@@ -10,17 +10,21 @@
 // - A KV tile has 16 positions. The consumer warps take tiles in turn, and a warp waits for its own
 //   tiles only.
 // - A thread block takes neighbouring splits, about as many positions as every other block. It
-//   folds a sequence's first splits itself. With many sequences few partial results go to memory.
+//   merges the groups of splits that it has itself. With many sequences few partial results go to
+//   memory.
+// - Of the thread blocks that share a sequence and kv head, the one that comes last merges what all
+//   have found. No other kernel has to follow.
 // - Numbers of 8 bits become float16, each two in one instruction. So does the query of such a
 //   cache. The range suffices: a query row is divided by a power of two, and where all positions
 //   have one scale, weights are not multiplied by it.
 //
-// The fold goes from the left and the splits follow from the sequence alone, so a sequence has the
-// same bits whichever thread blocks compute it.
+// Splits and their groups follow from the sequence alone, so a sequence has the same bits whichever
+// thread blocks compute it, and whichever comes last.
 #pragma once
 
 #include "../../../gpu/stamps.cuh"
 #include "../products.cuh"
+#include "decode_other_rows.cuh"
 #include "decode_schedule.cuh"
 #include "pipeline.cuh"
 
@@ -66,6 +70,9 @@ struct alignas(16) DecodeRow {
 struct DecodeWork {
   DecodeSplit split;
   CommonRange common;
+  // Whether a block id is outside the pool, or a tree mask not legal: the rows become NaN. The warp
+  // of V may find that until the last tile is there.
+  int32_t is_bad;
   DecodeRow rows[kDecodeRows];
 };
 
@@ -82,7 +89,6 @@ struct DecodeShared {
   static constexpr int kOtherBytes = kWarps * kDecodeRows * (kHeadSize * 4 + 8) +
                                      kItems * kDecodeRows * (QueryRows::kStride * 2 + 4);
   static constexpr int kScales = kIs8Bit<C> ? kDecodeTile : 1;
-  static constexpr int kTileArrivals = kDecodeProducers * gpu::kWarpSize + (kIs8Bit<C> ? 1 : 0);
   static constexpr int kTileBytes = kTileElements * static_cast<int>(sizeof(C)) + kScales * 8 + 16;
   // KV tiles in memory. Each consumer warp has as many.
   static constexpr int kStages = (kBytes - kOtherBytes - 1024) / kTileBytes / kWarps * kWarps;
@@ -95,15 +101,16 @@ struct DecodeShared {
   float query_factors[kItems][kDecodeRows];    // of an 8-bit cache: the powers of two
   float sums[kWarps][kDecodeRows][kHeadSize];  // their columns are swizzled
   RowState states[kWarps][kDecodeRows];
-  PositionScales scales[kStages][kScales];  // of an 8-bit cache
-  PipelineBarriers<kStages> tiles_barriers;
+  PositionScales scales[kStages][kScales];   // of an 8-bit cache
+  PipelineBarriers<kStages> tiles_barriers;  // these three are adjacent: see Init
   PipelineBarriers<kItems> splits_barriers;  // from the warp of K to that of V
   PipelineBarriers<kItems> work_barriers;    // from that to the consumers
   DecodeSplit splits[kItems];
   DecodeWork work[kItems];
+  int32_t is_last;  // whether the thread block merges the splits of a sequence and kv head
 
-  // The consumers call it.
-  __device__ void Init() {
+  // The consumers call it. has_scales: whether tiles come with the scales of their positions.
+  __device__ void Init(bool has_scales) {
     // Rows that no item fills are multiplied, too. What memory happens to hold must not decide how
     // long that takes.
     auto* chunks = reinterpret_cast<FourPairs*>(query);
@@ -112,17 +119,16 @@ struct DecodeShared {
     for (int i = 0; i < kChunks; i += kThreads) {
       if (i + kThreads <= kChunks || i + threadIdx.x < kChunks) chunks[i + threadIdx.x] = {};
     }
-    const int thread = threadIdx.x;
-    if (thread < kStages) {
-      gpu::InitBarrier(&tiles_barriers.filled[thread], kTileArrivals);
-      gpu::InitBarrier(&tiles_barriers.freed[thread], 1);
-    }
-    if (thread < kItems) {
-      gpu::InitBarrier(&splits_barriers.filled[thread], 1);
-      gpu::InitBarrier(&splits_barriers.freed[thread], 1);
-      gpu::InitBarrier(&work_barriers.filled[thread], gpu::kWarpSize + 1);
-      gpu::InitBarrier(&work_barriers.freed[thread], kWarps);
-    }
+    // In one place: a thread's barrier is another loop over the threads.
+    constexpr int kBarriers = 2 * (kStages + 2 * kItems);
+    static_assert(sizeof(tiles_barriers) + sizeof(splits_barriers) + sizeof(work_barriers) ==
+                  kBarriers * sizeof(gpu::Barrier));
+    const int n = threadIdx.x, after_tiles = n - 2 * kStages;
+    int count = 1;
+    if (n < kStages) count = kDecodeProducers * gpu::kWarpSize + (has_scales ? 1 : 0);
+    if (after_tiles >= 2 * kItems) count = gpu::kWarpSize + 1;
+    if (after_tiles >= 3 * kItems) count = kWarps;
+    if (n < kBarriers) gpu::InitBarrier(&tiles_barriers.filled[0] + n, count);
   }
 
   // From the warp of K to that of V.
@@ -142,7 +148,7 @@ struct DecodeShared {
 
 // The first warp finds the work items and copies K. The second one prepares the work items for the
 // consumers, and copies queries and V. All lanes call each function.
-template <typename T, typename C, int kHeadSize, bool kTilesAreInBlocks, bool kCopiesKeys>
+template <typename T, typename C, int kHeadSize, bool kTilesAreInBlocks>
 class DecodeProducer {
   using Shared = DecodeShared<T, C, kHeadSize>;
   using QueryRows = typename Shared::QueryRows;
@@ -151,24 +157,23 @@ class DecodeProducer {
   using ItemState = typename Shared::ItemState;
 
  public:
-  __device__ DecodeProducer(const Params& p, const Scratch& scratch, const DecodeNumbers& numbers,
+  __device__ DecodeProducer(const Params& p, const DecodeNumbers& numbers, bool copies_keys,
                             Shared* shared)
       : p_(p),
-        scratch_(scratch),
         numbers_(numbers),
         shared_(*shared),
         lane_(threadIdx.x % gpu::kWarpSize),
-        cache_(kCopiesKeys ? numbers.keys : numbers.values) {}
+        copies_keys_(copies_keys),
+        cache_(copies_keys ? numbers.keys : numbers.values) {}
 
   // Goes through the splits that `next` finds: next(&split, stage).
   template <typename Next>
   __device__ void Run(const Next& find_next) {
-    DecodeSplit work, next;
-    work.q_len = 0;
+    DecodeSplit work = {}, next;  // without tiles
     for (ItemState stage;; stage = stage.Next()) {
       find_next(&next, stage);
       CopyTiles(work, next);
-      if (!kCopiesKeys) PublishWork(next, stage);
+      if (!copies_keys_) PublishWork(next, stage);
       if (next.IsEnd()) break;
       work = next;
     }
@@ -211,13 +216,16 @@ class DecodeProducer {
         gpu::CopyAsync16(query + QueryRows::Offset(row, chunk), from, exists);
       }
     }
+    const bool is_bad = gpu::AnyInWarp(HasBadTree(p_, item, lane_));
     if (lane_ == 0) {
       work.split = split;
+      work.is_bad = is_bad;
       work.common = CommonRange(p_, item, item.first_position, item.context_len - 1);
     }
     __syncwarp();
     gpu::ArriveAfterCopies(&shared_.work_barriers.filled[stage.index]);
     if (lane_ == 0) gpu::Arrive(&shared_.work_barriers.filled[stage.index]);
+    published_ = &work;
   }
 
   // The query head of a row.
@@ -258,15 +266,15 @@ class DecodeProducer {
     return static_cast<int32_t>(block * numbers_.tiles_of_block.number) < tile;
   }
 
-  // Copies the tiles of a work item, and asks for the first block ids of the next one.
+  // Copies the tiles of a work item, if it has any, and asks for the first block ids of the next
+  // one.
   __device__ void CopyTiles(const DecodeSplit& work, const DecodeSplit& next) {
-    if (work.q_len == 0) {  // there is none yet
+    if (kTilesAreInBlocks && work.q_len == 0) {  // fewer instructions before the first copy
       LoadIds(next.sequence, next.begin, next.end, next.begin_tile, next.end_tile);
       return;
     }
-    bool is_bad = false;
     int32_t tile = work.begin_tile;
-    if (kCopiesKeys) gpu::Stamp(gpu::Moment::kCopies, /*first_counts=*/true);
+    if (copies_keys_) gpu::Stamp(gpu::Moment::kCopies, /*first_counts=*/true);
     do {
       const int32_t first_block = first_block_;
       int32_t ids[kIds], end = tile + kTilesOfIds;
@@ -281,21 +289,26 @@ class DecodeProducer {
               is_end ? next.end : work.end, is_end ? next.begin_tile : end,
               is_end ? next.end_tile : work.end_tile);
       if constexpr (kTilesAreInBlocks) {
-        is_bad |= IsBefore(first_block + lane_, work.end_tile) && !IsBlock(ids[0]);
         CopyTilesInBlocks(work, ids[0], tile - first_block * numbers_.tiles_of_block.number, tile,
                           end);
       } else {
-        CopyOtherTiles(work, ids, tile, end, &is_bad);
+        CopyOtherTiles(work, ids, tile, end);
       }
       tile = end;
     } while (tile < work.end_tile);
-    if (!kCopiesKeys && work.kv_head == 0) ReportBad(work, is_bad);
   }
 
-  __device__ void ReportBad(const DecodeSplit& work, bool is_bad) {
-    const Item item = work.AsItem(numbers_.group);
-    is_bad = gpu::AnyInWarp(is_bad || HasBadTree(p_, item, lane_));
-    if (lane_ == 0) Report(p_, scratch_, item, is_bad);
+  // Ends what a lane does for a tile.
+  __device__ __forceinline__ void Arrive(TileState stage, bool is_bad) {
+    gpu::Barrier* filled = &shared_.tiles_barriers.filled[stage.index];
+    if (!copies_keys_ && is_bad) {
+      published_->is_bad = true;
+      gpu::CommitCopies();
+      gpu::WaitCopies<0>();
+      gpu::Arrive(filled);  // who waits for the tile sees that it is bad, too
+    } else {
+      gpu::ArriveAfterCopies(filled);
+    }
   }
 
   __device__ bool IsBlock(int32_t id) const {
@@ -341,12 +354,12 @@ class DecodeProducer {
                          exists && after_begin + row < count);
         row_from += step;
       }
-      if constexpr (kIs8Bit<C> && kCopiesKeys) {
+      if (kIs8Bit<C> && copies_keys_) {
         const int row = lane_ % kDecodeTile;
         WriteScales(work, IsBlock(block) && work.IsIn(tile * kDecodeTile + row), block,
                     tile_in_block * kDecodeTile + row, stage);
       }
-      gpu::ArriveAfterCopies(&shared_.tiles_barriers.filled[stage.index]);
+      Arrive(stage, !IsBlock(block));
       if (++tile_in_block == numbers_.tiles_of_block.number) {
         tile_in_block = 0;
         ++lane;
@@ -356,7 +369,7 @@ class DecodeProducer {
 
   // Copies tiles whose rows lie anywhere. A lane finds the slot of a position.
   __device__ void CopyOtherTiles(const DecodeSplit& work, int32_t (&ids)[kIds], int32_t tile,
-                                 int32_t end, bool* is_bad) {
+                                 int32_t end) {
     static_assert(2 * kDecodeTile == gpu::kWarpSize, "a register has the ids of two tiles");
     const char* from = FirstChunk(work);
     const int first_row = lane_ / kChunks, row_of_lane = lane_ % kDecodeTile;
@@ -371,7 +384,6 @@ class DecodeProducer {
       const uint32_t logical = numbers_.block_size.Quotient(position);
       const uint32_t offset = position - logical * numbers_.block_size.number;
       const bool is_in = work.IsIn(position), exists = is_in && IsBlock(block);
-      *is_bad |= is_in && !exists;
       const uint32_t chunks_of_lane =
           exists ? block * cache_.block + offset * cache_.position : kNoSlot;
       const TileState stage = TileState::Of(count_++);
@@ -383,8 +395,8 @@ class DecodeProducer {
         gpu::CopyAsync16(to + CacheRows::Offset(row, 0), from + uint64_t{chunks} * 16,
                          HasChunk() && chunks != kNoSlot);
       }
-      if constexpr (kIs8Bit<C> && kCopiesKeys) WriteScales(work, exists, block, offset, stage);
-      gpu::ArriveAfterCopies(&shared_.tiles_barriers.filled[stage.index]);
+      if (kIs8Bit<C> && copies_keys_) WriteScales(work, exists, block, offset, stage);
+      Arrive(stage, is_in && !exists);
     }
   }
 
@@ -392,33 +404,33 @@ class DecodeProducer {
   __device__ C* RowsOf(TileState stage) {
     return shared_.tiles[stage.index] +
            CacheRows::Offset(lane_ / kChunks,
-                             lane_ % kChunks + (kCopiesKeys ? 0 : CacheRows::kChunks));
+                             lane_ % kChunks + (copies_keys_ ? 0 : CacheRows::kChunks));
   }
 
   // Writes the scales of the positions of an 8-bit cache: lane l, and l + 16, those of row l.
   __device__ void WriteScales(const DecodeSplit& work, bool exists, int32_t block, int32_t offset,
                               TileState stage) {
-    if (!p_.ScalesAreUniform()) {
-      PositionScales scales = {1, 1};
-      if (exists) {
-        scales = {p_.k_scale.At(block, offset, work.kv_head),
-                  p_.v_scale.At(block, offset, work.kv_head)};
-      }
-      shared_.scales[stage.index][lane_ % kDecodeTile] = scales;
+    if (p_.ScalesAreUniform()) return;
+    PositionScales scales = {1, 1};
+    if (exists) {
+      scales = {p_.k_scale.At(block, offset, work.kv_head),
+                p_.v_scale.At(block, offset, work.kv_head)};
     }
+    shared_.scales[stage.index][lane_ % kDecodeTile] = scales;
     __syncwarp();
     if (lane_ == 0) gpu::Arrive(&shared_.tiles_barriers.filled[stage.index]);
   }
 
   const Params& p_;
-  const Scratch& scratch_;
   const DecodeNumbers& numbers_;
   Shared& shared_;
   const int lane_;
+  const bool copies_keys_;
   const CacheChunks cache_;
+  DecodeWork* published_;  // the work item whose tiles are copied
   int32_t ids_[kIds];
-  int32_t first_block_;  // that the lanes have ids of
-  uint32_t count_ = 0;   // tiles so far
+  int32_t first_block_ = 0;  // that the lanes have ids of
+  uint32_t count_ = 0;       // tiles so far
 };
 
 template <typename T, typename C, int kHeadSize>
@@ -434,22 +446,23 @@ class DecodeConsumer {
   // of a row.
   static constexpr int kRows = kDecodeRows / kWarps;
   static constexpr int kColumns = kHeadSize / gpu::kWarpSize;
-  struct FinishedRow {
-    RowState state;
-    float values[kColumns];
-  };
+  using Row = PartOfRow<kColumns>;
 
  public:
-  __device__ DecodeConsumer(const Params& p, const Scratch& scratch, int group, Shared* shared)
+  __device__ DecodeConsumer(const Params& p, const Scratch& scratch, const DecodeNumbers& numbers,
+                            Shared* shared)
       : p_(p),
         scratch_(scratch),
+        numbers_(numbers),
         shared_(*shared),
         lane_(threadIdx.x % gpu::kWarpSize),
         warp_(threadIdx.x / gpu::kWarpSize),
-        group_(group),
         scales_are_uniform_(p.ScalesAreUniform()) {}
 
   __device__ void Run() {
+    gpu::WaitForKernelsBefore();  // arrivals are zero from now on
+    ResetCounter(scratch_);
+    if (numbers_.writes_other_rows) DecodeOtherRows<T>(p_, numbers_).Write();
     for (typename Shared::ItemState stage;; stage = stage.Next()) {
       shared_.work_barriers.WaitFilled(stage);
       const DecodeWork& work = shared_.work[stage.index];
@@ -459,7 +472,6 @@ class DecodeConsumer {
       if (warp_ == 0) gpu::Stamp(gpu::Moment::kLastTile);
       FinishSplit(work);
       if (warp_ == 0) gpu::Stamp(gpu::Moment::kFinished);
-      gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);  // everyone has left the sums
       shared_.work_barriers.Free(stage);
     }
   }
@@ -467,7 +479,7 @@ class DecodeConsumer {
  private:
   // Computes the warp's tiles of a split, and leaves what it found in shared memory.
   __device__ void Compute(const DecodeWork& work, const Query* query, const float* query_factors) {
-    const Item item = work.split.AsItem(group_);
+    const Item item = work.split.AsItem(numbers_.group);
     Softmax softmax(p_, item, lane_ / 4, work.rows[lane_ / 4].range,
                     work.rows[lane_ / 4 + 8].range);
     if constexpr (kIs8Bit<C>) {
@@ -548,63 +560,94 @@ class DecodeConsumer {
     __syncwarp();
   }
 
-  // Merges what the warps found of a split, and folds or writes it. The code is there once for all
-  // rows of the warp: it takes long to come, and most calls have one row.
+  // Merges what the warps found of a split, and merges that with the splits before, or leaves it
+  // for the thread block that merges all. The code is there once for all rows of the warp, and for
+  // rows that this block merges last: it takes long to come, and most calls have one row.
   __device__ void FinishSplit(const DecodeWork& work) {
-    const Item item = work.split.AsItem(group_);
-    if (item.split == 0) merges_ = true;
+    const Item item = work.split.AsItem(numbers_.group);
+    const int32_t in_group = item.split % kSplitsOfGroup;
+    if (in_group == 0) merges_ = true;
+    ++num_splits_;
+    const bool ends = item.split + 1 == item.num_splits;
+    const bool ends_group = ends || in_group == kSplitsOfGroup - 1;
+    bool is_whole = merges_ && ends && item.split == in_group;
+    bool comes_last = false;
 #pragma unroll 1
-    for (int i = 0; i * kWarps + warp_ < item.num_rows; ++i) {
-      const int row = i * kWarps + warp_;
-      const RowPlace place(work.rows[row].token, work.rows[row].head);
-      FinishedRow folded = folded_[0], merged;
+    do {
+#pragma unroll 1
+      for (int i = 0; i * kWarps + warp_ < item.num_rows; ++i) {
+        const int row = i * kWarps + warp_;
+        const RowPlace place(work.rows[row].token, work.rows[row].head);
+        Row merged;
+        if (comes_last) {
+          merged = MergeAll(item, place);
+        } else {
+          merged = MergeWarps(row, work.is_bad != 0);
+          if (merges_ && in_group > 0) {
+            Row before = merged_[0];
 #pragma unroll
-      for (int j = 1; j < kRows; ++j) {
-        if (i == j) folded = folded_[j];
-      }
-      MergeWarps(row, &merged.state, merged.values);
-      if (merges_ && item.split > 0) {
-        const Rescale rescale(folded.state.max, merged.state.max);
-        merged.state = {fmaxf(folded.state.max, merged.state.max),
-                        rescale.Join(folded.state.sum, merged.state.sum)};
+            for (int j = 1; j < kRows; ++j) {
+              if (i == j) before = merged_[j];
+            }
+            before.Merge(merged);
+            merged = before;
+          }
+        }
+        if (is_whole) {
+          WriteRow<T>(p_, item.first_token + place.token, place.head, lane_,
+                      p_.Attends(item.Tokens(), place.token), merged);
+        } else if (!merges_ || ends_group || work.split.IsLast()) {
+          WritePartialResult(item, place, merged, merges_ ? in_group : 0);
+        } else {
 #pragma unroll
-        for (int k = 0; k < kColumns; ++k) {
-          merged.values[k] = rescale.Join(folded.values[k], merged.values[k]);
+          for (int j = 0; j < kRows; ++j) {
+            if (i == j) merged_[j] = merged;
+          }
         }
       }
-      if (merges_ && item.split + 1 == item.num_splits) {
-        WriteRow(item, place, merged);
-      } else if (!merges_ || work.split.IsLast()) {
-        WritePartialResult(item, place, merged);
-      } else {
-#pragma unroll
-        for (int j = 0; j < kRows; ++j) {
-          if (i == j) folded_[j] = merged;
-        }
-      }
-    }
-    if (work.split.IsLast()) merges_ = false;
+      gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);  // everyone has left the sums
+      if (is_whole || !work.split.IsLast()) break;
+      is_whole = comes_last = ComesLast(work.split);
+    } while (comes_last);
+    if (!work.split.IsLast()) return;
+    num_splits_ = 0;
+    merges_ = false;
   }
 
-  __device__ void MergeWarps(int row, RowState* state, float (&values)[kColumns]) const {
-    float max = -kInfinity, weights[kWarps];
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) max = fmaxf(max, shared_.states[w][row].max);
-    *state = {max,
-              SumOf(max, -kInfinity, kWarps, [&](int64_t w) { return shared_.states[w][row]; })};
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      weights[w] = gpu::Exp2(shared_.states[w][row].max - ShiftOf(max));
+  // Counts the block's splits of a sequence and kv head, whose partial results are written. Returns
+  // whether all are there now. Nobody waits: if the lengths change, so that thread blocks disagree
+  // on the number of splits, rows are wrong or not written.
+  __device__ bool ComesLast(const DecodeSplit& split) {
+    if (threadIdx.x == 0) {
+      int32_t* arrivals =
+          scratch_.arrivals + int64_t{split.sequence} * numbers_.num_kv_heads + split.kv_head;
+      const int32_t before = gpu::AddInOrder(arrivals, num_splits_);
+      shared_.is_last = before + num_splits_ == split.num_splits;
     }
+    gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);
+    return shared_.is_last != 0;
+  }
+
+  __device__ Row MergeAll(const Item& item, const RowPlace& place) const {
+    const int64_t first = PartialOf(scratch_, item, place) - item.split;
+    Row merged;
+    MergeSplits(p_, scratch_, first, item.num_splits, place.head, lane_, &merged);
+    return merged;
+  }
+
+  // Of a split that has a bad block id or tree mask, all is NaN, and so is what it is merged with.
+  __device__ Row MergeWarps(int row, bool is_bad) const {
+    const MergedParts parts(kWarps, -kInfinity, [&](int w) { return shared_.states[w][row]; });
+    const float nan = kInfinity - kInfinity;
+    Row merged;
+    merged.state = {parts.state.max, is_bad ? nan : parts.state.sum};
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
-      values[k] = 0;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        values[k] =
-            gpu::Fma(weights[w], shared_.sums[w][row][ColumnOf(k) ^ SwizzleOf(row)], values[k]);
-      }
+      const float value = parts.Sum(
+          kWarps, [&](int w) { return shared_.sums[w][row][ColumnOf(k) ^ SwizzleOf(row)]; });
+      merged.values[k] = is_bad ? nan : value;
     }
+    return merged;
   }
 
   // Without it, all rows of the sums would begin in the same bank of shared memory.
@@ -614,60 +657,41 @@ class DecodeConsumer {
 
   __device__ __forceinline__ int ColumnOf(int k) const { return k * gpu::kWarpSize + lane_; }
 
-  // Writes a row of which all splits are folded.
-  __device__ void WriteRow(const Item& item, const RowPlace& place, const FinishedRow& row) const {
-    RowState state = row.state;
-    const float factor = JoinSink(p_, place.head, &state);
-    const bool attends = p_.Attends(item.Tokens(), place.token);
-    T* output =
-        static_cast<T*>(p_.output) + p_.OutputOffset(item.first_token + place.token, place.head);
-#pragma unroll
-    for (int k = 0; k < kColumns; ++k) {
-      const float value = row.values[k] * factor;
-      if (ColumnOf(k) < p_.value_head_size) {
-        gpu::FromFloat(attends ? value / state.sum : value, output + ColumnOf(k));
-      }
-    }
-    if (lane_ > 0) return;
-    WriteLse(p_, item.first_token + place.token, place.head, state);
-    if (item.num_splits > 1) *StateOf(item, place, 0) = MergedSplits::All();
-  }
-
-  // Writes a split's partial result, or the fold of all splits up to this one.
-  __device__ void WritePartialResult(const Item& item, const RowPlace& place,
-                                     const FinishedRow& row) const {
+  // Writes the partial result of a split, and of as many before it as are moved there.
+  __device__ void WritePartialResult(const Item& item, const RowPlace& place, const Row& row,
+                                     int32_t num_moved) const {
     const int64_t index = PartialOf(scratch_, item, place) * p_.num_heads + place.head;
     float* partial = scratch_.partials + index * p_.value_head_size;
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
       if (ColumnOf(k) < p_.value_head_size) partial[ColumnOf(k)] = row.values[k];
     }
-    if (lane_ > 0) return;
-    scratch_.states[index] = row.state;
-    if (merges_ && item.split > 0) *StateOf(item, place, 0) = MergedSplits::UpTo(item.split);
-  }
-
-  __device__ RowState* StateOf(const Item& item, const RowPlace& place, int64_t split) const {
-    const int64_t first = PartialOf(scratch_, item, place) - item.split;
-    return scratch_.states + (first + split) * p_.num_heads + place.head;
+    if (lane_ == 0) scratch_.states[index] = row.state;
+    if (0 < lane_ && lane_ <= num_moved) {
+      scratch_.states[index - lane_ * p_.num_heads] = {-kInfinity, kMoved};
+    }
   }
 
   const Params& p_;
   const Scratch& scratch_;
+  const DecodeNumbers& numbers_;
   Shared& shared_;
   const int lane_;
   const int warp_;
-  const int group_;  // query heads of a kv head
   const bool scales_are_uniform_;
-  uint32_t count_ = 0;   // tiles of the items before
-  bool merges_ = false;  // the splits of this sequence and kv head, from the first one on
-  FinishedRow folded_[kRows] = {};
+  uint32_t count_ = 0;  // tiles of the items before
+  // The block's splits of this sequence and kv head: how many, and whether it has all of their
+  // group so far, which it merges.
+  int32_t num_splits_ = 0;
+  bool merges_ = false;
+  Row merged_[kRows] = {};
 };
 
 // Whether a call has none of the features that few calls have: a kernel without them is smaller.
 inline bool IsPlain(const Params& p, const DecodeNumbers& numbers) {
   return p.is_causal && !p.is_latent && p.soft_cap == 0 && p.alibi_slopes == nullptr &&
-         p.tree_mask == nullptr && p.bidirectional_ranges == nullptr && numbers.TilesFit31Bits();
+         p.ScalesAreUniform() && p.tree_mask == nullptr && p.bidirectional_ranges == nullptr &&
+         numbers.TilesFit31Bits();
 }
 
 // The parameters of a call that IsPlain, as the compiler sees it, too.
@@ -680,6 +704,8 @@ __device__ __forceinline__ Params PlainParams(const Params& p) {
   plain.soft_cap = 0;
   plain.alibi_slopes = nullptr;
   plain.tree_mask = plain.bidirectional_ranges = nullptr;
+  plain.k_scale.block_stride = plain.k_scale.position_stride = 0;
+  plain.v_scale.block_stride = plain.v_scale.position_stride = 0;
   return plain;
 }
 
@@ -694,27 +720,37 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShared<T, C, kHeadSize>:
   auto* shared = reinterpret_cast<Shared*>(gpu::SharedMemory());
   const int warp = gpu::Shuffle(static_cast<int>(threadIdx.x / gpu::kWarpSize), 0);
   gpu::BeginStamps();
-  if (warp < kWarps) shared->Init();
-  gpu::WaitForKernelsBefore();  // first: the next kernel, too, reads what those before have written
+  if (warp < kWarps) shared->Init(kIs8Bit<C> && !p.ScalesAreUniform());
+  if (!numbers.follows_zeros) gpu::WaitForKernelsBefore();
+  // The next kernel, too, reads what those before this call have written.
   gpu::LetNextKernelBegin();
   Schedule schedule(p, numbers, /*loads=*/warp == kWarps);  // on their way while the others come
   __syncthreads();
   if (warp < kWarps) {
     if (warp == 0) gpu::Stamp(gpu::Moment::kReady);
-    ResetCounter(scratch);
-    DecodeConsumer<T, C, kHeadSize>(p, scratch, numbers.group, shared).Run();
+    DecodeConsumer<T, C, kHeadSize>(p, scratch, numbers, shared).Run();
     gpu::PrintStamps();
-  } else if (warp == kWarps) {
-    schedule.Start();
-    DecodeProducer<T, C, kHeadSize, kTilesAreInBlocks, true>(p, scratch, numbers, shared)
+    return;
+  }
+  const auto produce = [&](bool copies_keys) {
+    if (copies_keys) schedule.Start();
+    DecodeProducer<T, C, kHeadSize, kTilesAreInBlocks>(p, numbers, copies_keys, shared)
         .Run([&](DecodeSplit* split, auto stage) {
-          schedule.Next(split);
-          gpu::Stamp(gpu::Moment::kScheduled, /*first_counts=*/true);
-          shared->HandOver(*split, stage);
+          if (copies_keys) {
+            schedule.Next(split);
+            gpu::Stamp(gpu::Moment::kScheduled, /*first_counts=*/true);
+            shared->HandOver(*split, stage);
+          } else {
+            shared->Receive(split, stage);
+          }
         });
+  };
+  if (!kTilesAreInBlocks) {
+    produce(warp == kWarps);  // the same code for both warps: there is much of it
+  } else if (warp == kWarps) {
+    produce(true);
   } else {
-    DecodeProducer<T, C, kHeadSize, kTilesAreInBlocks, false>(p, scratch, numbers, shared)
-        .Run([&](DecodeSplit* split, auto stage) { shared->Receive(split, stage); });
+    produce(false);
   }
 }
 

@@ -56,6 +56,8 @@ struct DecodeNumbers {
   uint32_t group_factor;  // 2^16 / group, rounded up
   uint32_t num_blocks;
   Divisor num_thread_blocks;
+  bool follows_zeros;      // the kernel begins after those that write what it reads: ZeroArrivals
+  bool writes_other_rows;  // those without work items: no other kernel follows
   CacheChunks keys;
   CacheChunks values;
 
@@ -72,7 +74,9 @@ struct DecodeNumbers {
         group(p.num_heads / p.num_kv_heads),
         group_factor(CeilDiv(1 << 16, group)),
         num_blocks(Smaller(p.num_blocks, int64_t{1} << 31)),
-        num_thread_blocks(1) {
+        num_thread_blocks(1),
+        follows_zeros(false),
+        writes_other_rows(false) {
     max_query_len = max_rows / group;
     if (p.max_query_len != 0) max_query_len = Smaller(p.max_query_len, max_query_len);
     const KvCache& cache = p.cache;

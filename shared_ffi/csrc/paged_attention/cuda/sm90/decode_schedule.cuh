@@ -42,6 +42,58 @@ struct alignas(16) DecodeSplit {
 };
 static_assert(sizeof(DecodeSplit) == 48, "padding would be copied, too, byte by byte");
 
+// For numbers that are not negative, as unsigned ones: a shift.
+__device__ __forceinline__ int32_t TilesTo(int32_t position) {
+  return static_cast<uint32_t>(position) / kDecodeTile;
+}
+inline constexpr int32_t kSplitUnit = kTileAlignment;
+__device__ __forceinline__ int32_t UnitsTo(int32_t position) {
+  return static_cast<uint32_t>(position) / kSplitUnit;
+}
+
+// A copy of a sequence's lengths, in 32 bits. See Sequence.
+struct DecodeLengths {
+  int32_t first_token = 0;
+  int32_t next_token = 0;
+  int32_t context_len = 0;
+  int32_t is_causal = 1;
+
+  DecodeLengths() = default;
+  __device__ DecodeLengths(const Params& p, const DecodeNumbers& numbers, int32_t s) {
+    if (s >= numbers.max_seqs) return;
+    first_token = gpu::LoadOnce(p.query_start_loc + s);
+    next_token = gpu::LoadOnce(p.query_start_loc + s + 1);
+    context_len = gpu::LoadOnce(p.context_lens + s);
+    if (!p.is_causal) is_causal = p.causal != nullptr && gpu::LoadOnce(p.causal + s) != 0;
+  }
+
+  __device__ int32_t QueryLen() const {  // any number where there is no valid range
+    return static_cast<int32_t>(static_cast<uint32_t>(next_token) -
+                                static_cast<uint32_t>(first_token));
+  }
+
+  __device__ bool HasRows(const DecodeNumbers& numbers) const {
+    return 0 <= first_token && first_token <= next_token && next_token <= numbers.num_tokens;
+  }
+
+  // Whether they are legal, and the sequence is the decode kernel's.
+  __device__ bool AreLegal(const DecodeNumbers& numbers) const {
+    const int32_t q_len = QueryLen();
+    return HasRows(numbers) && 0 < q_len && q_len <= numbers.max_query_len &&
+           context_len >= (is_causal ? q_len : 0) && context_len <= numbers.capacity;
+  }
+
+  // The first position attended to, rounded down to the beginning of a split.
+  __device__ int32_t Begin(const DecodeNumbers& numbers) const {
+    return UnitsTo(numbers.WindowBegin(context_len - QueryLen())) * kSplitUnit;
+  }
+
+  // The tiles of a sequence and kv head; 0 if the sequence is not this kernel's.
+  __device__ int32_t NumTiles(const DecodeNumbers& numbers) const {
+    return AreLegal(numbers) ? TilesTo(context_len - Begin(numbers) + kDecodeTile - 1) : 0;
+  }
+};
+
 // Splits are ordered by sequence, kv head and position. All lanes of the warp call each function
 // and get the same result. Place: holds the number of KV tiles of all sequences and kv heads.
 template <bool kIsPlain, typename Place>
@@ -55,13 +107,14 @@ class DecodeSchedule {
         kv_head_(numbers.num_kv_heads) {
     if (!loads) return;
     num_seqs_ = gpu::LoadOnce(p.num_seqs);
-    lengths_ = LoadLengths(lane_);
+    lengths_ = DecodeLengths(p, numbers, lane_);
   }
 
   // Finds the block's share. Called once, before Next.
   __device__ void Start() {
+    num_seqs_ = gpu::Shuffle(num_seqs_, 0);  // each lane has read it
     if (num_seqs_ < 0 || num_seqs_ > numbers_.max_seqs) num_seqs_ = 0;
-    const uint32_t broken = gpu::LanesWith(lane_ < num_seqs_ && !HasRows(lengths_));
+    const uint32_t broken = gpu::LanesWith(lane_ < num_seqs_ && !lengths_.HasRows(numbers_));
     if (broken != 0) num_seqs_ = gpu::FirstOf(broken);
     CountWindow();
     Place total = gpu::Shuffle(ends_, gpu::kWarpSize - 1);
@@ -114,27 +167,6 @@ class DecodeSchedule {
   }
 
  private:
-  // A copy of a sequence's lengths.
-  struct Lengths {
-    int32_t first_token = 0;
-    int32_t next_token = 0;
-    int32_t context_len = 0;
-    int32_t is_causal = 1;
-
-    __device__ int32_t QueryLen() const {  // any number where there is no valid range
-      return static_cast<int32_t>(static_cast<uint32_t>(next_token) -
-                                  static_cast<uint32_t>(first_token));
-    }
-  };
-
-  // For numbers that are not negative, as unsigned ones: a shift.
-  static __device__ __forceinline__ int32_t TilesTo(int32_t position) {
-    return static_cast<uint32_t>(position) / kDecodeTile;
-  }
-  static __device__ __forceinline__ int32_t UnitsTo(int32_t position) {
-    return static_cast<uint32_t>(position) / kUnit;
-  }
-
   // a / b, if that is below 2^20.
   template <typename T>
   static __device__ __forceinline__ int32_t SmallQuotient(T a, int32_t b) {
@@ -145,41 +177,9 @@ class DecodeSchedule {
     return quotient;
   }
 
-  __device__ Lengths LoadLengths(int32_t s) const {
-    Lengths lengths;
-    if (s >= numbers_.max_seqs) return lengths;
-    lengths.first_token = gpu::LoadOnce(p_.query_start_loc + s);
-    lengths.next_token = gpu::LoadOnce(p_.query_start_loc + s + 1);
-    lengths.context_len = gpu::LoadOnce(p_.context_lens + s);
-    if (!p_.is_causal)
-      lengths.is_causal = p_.causal != nullptr && gpu::LoadOnce(p_.causal + s) != 0;
-    return lengths;
-  }
-
-  // As Sequence::HasRows and Sequence::IsLegal, in 32 bits.
-  __device__ bool HasRows(const Lengths& lengths) const {
-    return 0 <= lengths.first_token && lengths.first_token <= lengths.next_token &&
-           lengths.next_token <= numbers_.num_tokens;
-  }
-
-  // The first position attended to, rounded down to the beginning of a split.
-  __device__ int32_t BeginOf(const Lengths& lengths) const {
-    const int32_t first_position = lengths.context_len - lengths.QueryLen();
-    return UnitsTo(numbers_.WindowBegin(first_position)) * kUnit;
-  }
-
-  // The tiles of a sequence and kv head; 0 if the sequence is not this kernel's.
-  __device__ int32_t NumTiles(const Lengths& lengths) const {
-    const int32_t q_len = lengths.QueryLen();
-    const bool is_mine = HasRows(lengths) && 0 < q_len && q_len <= numbers_.max_query_len &&
-                         lengths.context_len >= (lengths.is_causal ? q_len : 0) &&
-                         lengths.context_len <= numbers_.capacity;
-    return is_mine ? TilesTo(lengths.context_len - BeginOf(lengths) + kDecodeTile - 1) : 0;
-  }
-
   // Counts the tiles of the sequences whose lengths the lanes have.
   __device__ void CountWindow() {
-    tiles_of_lane_ = window_ + lane_ < num_seqs_ ? NumTiles(lengths_) : 0;
+    tiles_of_lane_ = window_ + lane_ < num_seqs_ ? lengths_.NumTiles(numbers_) : 0;
     ends_ = tiles_of_lane_;
 #pragma unroll
     for (int delta = 1; delta < gpu::kWarpSize; delta *= 2) {
@@ -190,7 +190,7 @@ class DecodeSchedule {
 
   __device__ void LoadWindow(int32_t window) {
     window_ = window;
-    lengths_ = LoadLengths(window + lane_);
+    lengths_ = DecodeLengths(p_, numbers_, window + lane_);
     CountWindow();
   }
 
@@ -201,9 +201,9 @@ class DecodeSchedule {
       int32_t broken = num_seqs_;
 #pragma unroll 2
       for (int32_t s = gpu::kWarpSize + lane_; s < num_seqs_; s += gpu::kWarpSize) {
-        const Lengths lengths = LoadLengths(s);
-        if (!HasRows(lengths)) broken = min(broken, s);
-        count += NumTiles(lengths);
+        const DecodeLengths lengths(p_, numbers_, s);
+        if (!lengths.HasRows(numbers_)) broken = min(broken, s);
+        count += lengths.NumTiles(numbers_);
       }
 #pragma unroll 1
       for (int mask = gpu::kWarpSize / 2; mask > 0; mask /= 2) {
@@ -260,12 +260,12 @@ class DecodeSchedule {
     context_len_ = gpu::Shuffle(lengths_.context_len, place);
     is_causal_ = kIsPlain ? 1 : gpu::Shuffle(lengths_.is_causal, place);
     num_tiles_ = gpu::Shuffle(tiles_of_lane_, place);
-    begin_ = gpu::Shuffle(BeginOf(lengths_), place);
+    begin_ = gpu::Shuffle(lengths_.Begin(numbers_), place);
     const int32_t length = context_len_ - begin_, limit = numbers_.split_limit.number;
     const auto positions = static_cast<int32_t>(numbers_.split_limit.Quotient(length + limit - 1));
-    const int32_t units = max(UnitsTo(kShortest), UnitsTo(positions + kUnit - 1));
-    split_positions_ = units * kUnit;
-    num_splits_ = SmallQuotient<int32_t>(UnitsTo(length + kUnit - 1) + units - 1, units);
+    const int32_t units = max(UnitsTo(kShortest), UnitsTo(positions + kSplitUnit - 1));
+    split_positions_ = units * kSplitUnit;
+    num_splits_ = SmallQuotient<int32_t>(UnitsTo(length + kSplitUnit - 1) + units - 1, units);
     if constexpr (kIsPlain) {
       attended_begin_ = numbers_.WindowBegin(context_len_ - q_len_);
       attended_end_ = context_len_;
@@ -278,7 +278,6 @@ class DecodeSchedule {
     }
   }
 
-  static constexpr int32_t kUnit = kTileAlignment;  // of splits
   static constexpr int32_t kShortest = kMinSplit;
 
   const Params& p_;
@@ -286,7 +285,7 @@ class DecodeSchedule {
   const int lane_;
   int32_t num_seqs_;
   int32_t window_ = 0;     // the first sequence whose lengths the lanes have
-  Lengths lengths_;        // of the lane's sequence
+  DecodeLengths lengths_;  // of the lane's sequence
   int32_t tiles_of_lane_;  // of each of its kv heads
   Place ends_;             // the same of the window up to this lane
   Place at_;               // the block's place, in tiles of all kv heads from the window on
