@@ -21,18 +21,20 @@ __global__ void __launch_bounds__(kPrefillThreads, 1)
   } else {
     gpu::TakeRegisters<Registers::kConsumer>();
     const int consumer = warpgroup - 1;
+    shared->values_barriers.Free({});  // the place that is skipped
     typename Shared::TileState tile;
     gpu::WaitForKernelsBefore();
     // The first turn to start products is the first consumer's.
     if (consumer > 0) gpu::ArriveThreads(kTurnBarrier, kConsumers * kThreads);
-    for (uint32_t n = 0;; ++n) {
+    for (uint32_t n = 0;;) {
       const auto stage = Shared::ItemState::Of(n);
       shared->items_barriers.WaitFilled(stage);
       const PrefillWork& work = shared->work[stage.index][consumer];
       if (work.item.num_rows == -1) break;
-      PrefillConsumer<T, C, kHeadSize>(p, scratch, work, consumer, shared)
-          .Compute(Shared::QueryState::Of(n), &tile);
-      shared->items_barriers.Free(stage);
+      PrefillConsumer<T, C, kHeadSize>(p, scratch, work, consumer, shared).Compute(&tile);
+      const uint32_t number = work.number;  // n, for which there was no register
+      shared->items_barriers.Free(Shared::ItemState::Of(number));
+      n = number + 1;
     }
     if (consumer == 0) gpu::SyncThreads(kTurnBarrier, kConsumers * kThreads);  // a turn too many
   }

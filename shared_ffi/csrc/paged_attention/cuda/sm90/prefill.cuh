@@ -19,18 +19,22 @@
 // Who fills a place in shared memory, and who frees it (PrefillShared has the places, `filled` and
 // `freed` their barriers):
 //
-//   place    number         filled by                      freed by
-//   work     kItems         thread c of the producer for   each warp of consumer c, when it has
-//                           consumer c                     written the rows
-//   query    1 a consumer   all threads of the producer    each warp of the consumer, after its
-//   last
-//                                                          product with keys
-//   keys     kStages        all threads of the producer    each warp of both consumers, after the
-//                                                          product with the query
-//   values   kStages        all threads of the producer    each warp of both consumers, after the
-//                                                          product with the weights
+//   work    kItems        by a thread of the producer for each consumer; freed by the warps of that
+//                         consumer when they have written the rows
+//   query   1 a consumer  by all threads of the producer; freed by the warps of the consumer after
+//                         its last product with keys
+//   keys    kStages       by all threads of the producer; freed by the warps of both consumers
+//   after
+//                         their products with the query
+//   values  kStages       by all threads of the producer; freed by the warps of both consumers
+//   after
+//                         their products with the weights
 //
 // Where V is a part of K, the places of keys are freed as those of values, and no others are used.
+// V of a tile has the place behind that of its K, so that K of a tile and V of the tile before,
+// which a consumer multiplies in one turn, have places of the same number. The first place of V is
+// skipped, once, before the first tile.
+//
 // The producer fills in this order: an item's work, keys and values tile by tile, the query between
 // them (PrefillProducer::CopyTiles), the next item's work. A place is filled again for the next
 // tile, whichever item's it is: a place that a consumer has not freed is the only thing that the
@@ -68,7 +72,7 @@ inline constexpr int kThreadsBarrier = kTurnBarrier + kConsumers;
 // Groups of 64 columns lie one after the other; within a group a row has 128 bytes. A row's eight
 // chunks of 16 bytes are permuted (swizzled) by the row's number, so that the chunks of one column
 // lie in different banks.
-template <typename T, int kRows, int kColumns>
+template <typename T, int kRows, int kColumns, uint32_t kBias>
 struct SwizzledRows {
   static constexpr int kBlockColumns = 64;
   static constexpr int kBlockElements = kRows * kBlockColumns;
@@ -81,29 +85,46 @@ struct SwizzledRows {
     return chunk / 8 * kBlockElements + row * kBlockColumns + (chunk % 8 ^ row % 8) * kChunk;
   }
 
-  // Descriptor of the columns [column, column + 16) of all rows, which a product sums over.
-  static __device__ __forceinline__ uint64_t Columns(const T* rows, int column) {
+  // What the descriptors of some rows begin with. Rows in shared memory that are kElements * n
+  // further add StartOf(n).
+  static __device__ __forceinline__ uint32_t Start(const T* rows) {
+    return gpu::SharedAddress(rows) >> 4;
+  }
+  static __device__ __forceinline__ uint32_t StartOf(uint32_t n) {
+    return n * (kElements * sizeof(T) / 16);
+  }
+
+  // PTX ISA, "Matrix Descriptor Format" of wgmma: the start address, the bytes to the next 64
+  // columns (where a product sums over rows) and the bytes to the next 8 rows, each divided by 16;
+  // then the code for 128-byte swizzling.
+  static constexpr int kUnit = 16;  // bytes
+  static constexpr uint32_t kUnits = kElements * sizeof(T) / kUnit;
+
+  // A descriptor less kBias, which is added with where columns or rows begin: sums of these with it
+  // are no powers of two, and those of the query and of K differ (AddToDescriptor).
+  static __device__ __forceinline__ uint32_t StartOf(const T* rows) {
+    return gpu::SharedAddress(rows) / kUnit - kBias;
+  }
+  static __device__ __forceinline__ uint64_t Descriptor(uint32_t start) {
+    constexpr uint32_t kGroupUnits = 8 * kBlockColumns * sizeof(T) / kUnit;
+    return start | uint64_t{kGroupUnits | 1u << 30} << 32;
+  }
+
+  // Descriptor of the columns [column, column + 16) of all rows, which a product sums over. The
+  // rows begin `behind` units behind those of the descriptor `first`.
+  static __device__ __forceinline__ uint64_t Columns(uint64_t first, uint32_t behind, int column) {
     const int before = column / kBlockColumns * kBlockElements + column % kBlockColumns;
-    return Descriptor(rows, before, 0);
+    return gpu::AddToDescriptor(first, kBias + behind + before * sizeof(T) / kUnit);
   }
 
   // Descriptor of the rows [row, row + 16) from a group of columns on; a product sums over the
   // rows.
-  static __device__ __forceinline__ uint64_t Rows(const T* rows, int row, int column) {
+  static __device__ __forceinline__ uint64_t Rows(uint64_t first, uint32_t behind, int row,
+                                                  int column) {
     const int before = column / kBlockColumns * kBlockElements + row * kBlockColumns;
-    return Descriptor(rows, before, kBlockElements * sizeof(T));
-  }
-
- private:
-  // PTX ISA, "Matrix Descriptor Format" of wgmma: the start address, the bytes to the next 64
-  // columns and the bytes to the next 8 rows, each divided by 16; then the code for 128-byte
-  // swizzling. The start is `before` elements behind `rows`, a multiple of 16 bytes, so that the
-  // descriptors of one tile differ by constants.
-  static __device__ __forceinline__ uint64_t Descriptor(const T* rows, int before,
-                                                        uint32_t block_bytes) {
-    constexpr uint32_t kGroupBytes = 8 * kBlockColumns * sizeof(T);
-    const uint32_t start = (gpu::SharedAddress(rows) >> 4) + before * int{sizeof(T)} / 16;
-    return (start | block_bytes >> 4 << 16) | uint64_t{kGroupBytes >> 4 | 1u << 30} << 32;
+    constexpr uint32_t kBlockUnits = kBlockElements * sizeof(T) / kUnit;
+    return gpu::AddToDescriptor(first,
+                                kBias + behind + before * sizeof(T) / kUnit + (kBlockUnits << 16));
   }
 };
 
@@ -112,6 +133,7 @@ struct PrefillWork {
   Item item;  // num_rows = -1 marks the end
   Item rows;
   CommonRange common;  // of these rows
+  uint32_t number;     // among the items of the thread block
   float k_scale;       // of an 8-bit cache, for all positions
   float v_scale;
 };
@@ -122,8 +144,8 @@ struct PrefillShared {
   using Element = std::conditional_t<kIs8Bit<C>, Half, T>;
   static constexpr int kTile = kHeadSize <= 128 ? 128 : kHeadSize <= 192 ? 64 : 48;  // positions
   static constexpr int kItems = 2;  // work items in memory
-  using QueryRows = SwizzledRows<Element, kConsumerRows, kHeadSize>;
-  using CacheRows = SwizzledRows<Element, kTile, kHeadSize>;
+  using QueryRows = SwizzledRows<Element, kConsumerRows, kHeadSize, 3>;
+  using CacheRows = SwizzledRows<Element, kTile, kHeadSize, 11>;
   // KV tiles in memory. A thread block has 227 KiB, 2 of them for all that is small.
   static constexpr int kStagesThatFit =
       (225 * 1024 / 2 - kConsumers * QueryRows::kElements) / (2 * CacheRows::kElements);
@@ -150,6 +172,7 @@ struct PrefillShared {
   PrefillWork work[kItems][kConsumers];
   Schedule::Shared schedule;
   int32_t number;  // of the producer's work item
+  uint32_t group;  // GqaGroupSize
 
   // One thread calls it.
   __device__ void Init() {

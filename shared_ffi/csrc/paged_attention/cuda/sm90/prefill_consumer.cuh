@@ -34,6 +34,10 @@ class PrefillConsumer {
   static constexpr int kTile = Shared::kTile;
   static constexpr int kColumns = kHeadSize % 128 == 0 ? 128 : 64;  // of a product with values
 
+  // For a cache of 8 bits there are no registers for them. Besides, each row has a scale of its own
+  // there, and rows would not agree on ScalesLate where one is too small for a float.
+  static constexpr bool kHasPlainTurns = !kIs8Bit<C>;
+
  public:
   __device__ PrefillConsumer(const Params& p, const Scratch& scratch, const PrefillWork& work,
                              int consumer, Shared* shared)
@@ -44,24 +48,28 @@ class PrefillConsumer {
         work_(work),
         shared_(*shared),
         consumer_(consumer),
+        turn_barrier_(kIs8Bit<C> ? kTurnBarrier + consumer
+                                 : kTurnBarrier - 1 + static_cast<int>(threadIdx.x) / kThreads),
+        first_starts_(FirstStarts(QueryRows::StartOf(shared->query[consumer]) << 16 |
+                                  CacheRows::StartOf(shared->keys[0]))),
         common_(work.common),
         softmax_(p, work.rows, RowOf(0)) {}
 
   // `stage` is the stage of the item's first KV tile, and becomes that of the next item's first KV
   // tile.
-  __device__ void Compute(QueryState query_stage, TileState* stage) {
+  __device__ void Compute(TileState* stage) {
     int32_t tile = Tiles(item_, kTile).begin;
     for (const Tiles own(rows_, kTile); tile < own.begin; ++tile) Skip(stage);
     PipelineBarriers<1>& query_barriers = shared_.query_barriers[consumer_];
-    query_barriers.WaitFilled(query_stage);
+    query_barriers.WaitFilled(QueryStage());
     if constexpr (kIs8Bit<C>) {
       const float* factors = shared_.query_factors[consumer_];
       for (int r = 0; r < 2; ++r) softmax_.MultiplyScale(r, factors[RowOf(r)] * work_.k_scale);
     }
     if (rows_.begin < rows_.end) {
-      tile = ComputeTiles(query_barriers, query_stage, stage);
+      tile = ComputeTiles(stage);
     } else {
-      query_barriers.Free(query_stage);
+      query_barriers.Free(QueryStage());
     }
     for (const Tiles all(item_, kTile); tile < all.end; ++tile) Skip(stage);
 #pragma unroll
@@ -71,97 +79,164 @@ class PrefillConsumer {
   }
 
  private:
-  // Computes the tiles that hold positions of the consumer's rows. Returns the tile after them.
-  __device__ int32_t ComputeTiles(PipelineBarriers<1>& query_barriers, QueryState query_stage,
-                                  TileState* stage) {
-    int32_t tile = rows_.begin / kTile;
+  __device__ __forceinline__ QueryState QueryStage() const { return QueryState::Of(work_.number); }
+
+  // The tiles that hold positions of the consumer's rows. What they follow from is in shared
+  // memory.
+  __device__ __forceinline__ int32_t FirstTile() const { return rows_.begin / kTile; }
+  __device__ __forceinline__ int32_t LastTile() const { return (rows_.end - 1) / kTile; }
+
+  // Computes these tiles. Returns the tile after them.
+  __device__ int32_t ComputeTiles(TileState* stage) {
     float logits[kTile / 8][4];
     uint32_t weights[kTile / 16][4];
-    float rescales[2];
-    WaitForKeys(*stage);
-    TakeTurn();
-    StartLogits(*stage, logits);
-    PassTurn();
-    gpu::WaitProducts<0>(logits);
-    FreeKeys(*stage);
-    Weigh(tile, logits, rescales);
-    Pack(logits, weights);
-    for (; tile < (rows_.end - 1) / kTile; ++tile) {
-      const TileState next = stage->Next();
-      if (WaitForValues(tile, *stage)) {
-        WaitForKeys(next);
-        TakeTurn();
-        StartLogits(next, logits);
-        StartSums(*stage, weights);
-        PassTurn();
-        gpu::WaitProducts<1>(logits);
-        FreeKeys(next);
-        Weigh(tile + 1, logits, rescales);
-        gpu::KeepRegisters(logits);
-        // ptxas moves a wait up within its basic block. Without the branch, the weights would not
-        // be computed while the values are multiplied.
-        if (gpu::AnyInWarp(rescales[0] != 1 || rescales[1] != 1)) {
-          gpu::WaitProducts<0>(sums_);
-          Softmax::RescaleSums(rescales, sums_);
-        } else {
-          gpu::WaitProducts<0>(sums_);
-        }
-        gpu::KeepRegisters(weights);
-      } else {
-        AddOneByOne(tile, *stage, weights);
-        WaitForKeys(next);
-        TakeTurn();
-        StartLogits(next, logits);
-        PassTurn();
-        gpu::WaitProducts<0>(logits);
-        FreeKeys(next);
-        Weigh(tile + 1, logits, rescales);
-        Softmax::RescaleSums(rescales, sums_);
+    int32_t tile = FirstTile();
+    for (; tile <= LastTile(); ++tile) {
+      if constexpr (kHasPlainTurns) {
+        const int32_t count = CountPlainTurns(tile);
+        if (count > 0) TakePlainTurns(count, stage, logits, weights);
+        tile += count;
       }
-      FreeValues(*stage);
-      Pack(logits, weights);
-      *stage = next;
+      TakeAnyTurn(tile, *stage, logits, weights);
+      *stage = stage->Next();
     }
-    query_barriers.Free(query_stage);
-    if (WaitForValues(tile, *stage)) {
+    if (WaitForValues(tile - 1, *stage)) {
       StartSums(*stage, weights);
       gpu::WaitProducts<0>(sums_);
     } else {
-      AddOneByOne(tile, *stage, weights);
+      AddOneByOne(tile - 1, *stage, weights);
     }
     FreeValues(*stage);
-    *stage = stage->Next();
-    return tile + 1;
+    return tile;
+  }
+
+  // How many plain turns there are from that of a tile on: all rows attend to all positions of the
+  // tile and of the one before. The last turn is not one of them, although it may be so: after its
+  // product the query is free.
+  __device__ __forceinline__ int32_t CountPlainTurns(int32_t tile) const {
+    const bool is_plain = FirstTile() < tile && common_.begin <= (tile - 1) * kTile;
+    if (!is_plain || !softmax_.ScalesLate() || Shared::KeysHoldValues(p_)) return 0;
+    return max(0, min(common_.end / kTile, LastTile()) - tile);
+  }
+
+  // A turn starts the product with K of a tile, and that with V of the tile before it. It turns the
+  // logits into weights.
+  __device__ __forceinline__ void TakeAnyTurn(int32_t tile, TileState stage,
+                                              float (&logits)[kTile / 8][4],
+                                              uint32_t (&weights)[kTile / 16][4]) {
+    float rescales[2];
+    if (FirstTile() < tile && WaitForValues(tile - 1, stage)) {
+      WaitForKeys(stage);
+      WaitForTurn();
+      StartLogits(stage, logits);
+      StartSums(stage, weights);
+      PassTurn();
+      gpu::WaitProducts<1>(logits);
+      FreeKeys(stage);
+      if (tile == LastTile()) shared_.query_barriers[consumer_].Free(QueryStage());
+      Weigh(tile, logits, rescales);
+      gpu::KeepRegisters(logits);
+      WaitForSums(rescales);
+      gpu::KeepRegisters(weights);
+      FreeValues(stage);
+    } else {
+      if (FirstTile() < tile) {
+        AddOneByOne(tile - 1, stage, weights);
+        FreeValues(stage);
+      }
+      WaitForKeys(stage);
+      WaitForTurn();
+      StartLogits(stage, logits);
+      PassTurn();
+      gpu::WaitProducts<0>(logits);
+      FreeKeys(stage);
+      if (tile == LastTile()) shared_.query_barriers[consumer_].Free(QueryStage());
+      Weigh(tile, logits, rescales);
+      Softmax::RescaleSums(rescales, sums_);
+    }
+    Pack(logits, weights);
+  }
+
+  // Turns with tiles of which all rows attend to all positions: the same without what masks and
+  // other features need. Most turns of a long query are of this kind.
+  __device__ __forceinline__ void TakePlainTurns(int32_t count, TileState* stage_of_first,
+                                                 float (&logits)[kTile / 8][4],
+                                                 uint32_t (&weights)[kTile / 16][4]) {
+    TileState stage = *stage_of_first;
+    count = gpu::Opaque(count);
+#pragma unroll 1
+    do {
+      float rescales[2];
+      bool are_filled;
+      do {
+        are_filled = shared_.values_barriers.TryWaitFilled(stage);
+        are_filled &= shared_.keys_barriers.TryWaitFilled(stage);
+      } while (gpu::AnyInWarp(!are_filled));
+      gpu::FenceAsyncProxy();
+      WaitForTurn();
+      const Starts starts(*this, stage);
+      StartLogits(starts, logits);
+      StartSums(starts, kValuesBehindKeys, weights);
+      PassTurn();
+      gpu::WaitProducts<1>(logits);
+      shared_.keys_barriers.FreeTogether(stage);
+      Softmax::Powers powers = softmax_.FindLargest(logits, /*scales_late=*/true, rescales);
+      powers.template Take<0, kTile / 16>(logits);
+      gpu::KeepRegisters(logits);
+      WaitForSums(rescales);
+      gpu::KeepRegisters(weights);
+      shared_.values_barriers.FreeTogether(stage);
+      powers.template Take<kTile / 16, kTile / 8>(logits);
+      softmax_.Add(powers, rescales);
+      Pack(logits, weights);
+      stage = stage.Next();
+    } while (--count != 0);
+    *stage_of_first = stage;
+  }
+
+  // Waits for the product with the values, and rescales the sums. ptxas moves a wait up within its
+  // basic block. Without the branch, no weights would be computed while the values are multiplied.
+  __device__ __forceinline__ void WaitForSums(const float (&rescales)[2]) {
+    if (Softmax::AnyRescales(rescales)) {
+      gpu::WaitProducts<0>(sums_);
+      Softmax::RescaleAll(rescales, sums_);
+    } else {
+      gpu::WaitProducts<0>(sums_);
+    }
   }
 
   static __device__ __forceinline__ int Lane() { return threadIdx.x % gpu::kWarpSize; }
 
   // Consumers start products in turn, one turn for each KV tile of an item.
-  __device__ void TakeTurn() const {
-    gpu::SyncThreads(kTurnBarrier + consumer_, kConsumers * kThreads);
-  }
+  __device__ void WaitForTurn() const { gpu::SyncThreads(turn_barrier_, kConsumers * kThreads); }
   __device__ void PassTurn() const {
-    gpu::ArriveThreads(kTurnBarrier + (consumer_ ^ 1), kConsumers * kThreads);
+    gpu::ArriveThreads(2 * kTurnBarrier + kConsumers - 1 - turn_barrier_, kConsumers * kThreads);
   }
 
   __device__ void Skip(TileState* stage) {
     shared_.keys_barriers.WaitFilled(*stage);
     FreeKeys(*stage);
+    *stage = stage->Next();
     if (!Shared::KeysHoldValues(p_)) shared_.values_barriers.WaitFilled(*stage);
     FreeValues(*stage);
-    TakeTurn();
+    WaitForTurn();
     PassTurn();
-    *stage = stage->Next();
   }
 
+  // V of the tile before the one whose K has this stage.
   __device__ const Element* Values(TileState stage) const {
-    return Shared::KeysHoldValues(p_) ? shared_.keys[stage.index] : shared_.values[stage.index];
+    return Shared::KeysHoldValues(p_) ? shared_.keys[stage.Previous().index]
+                                      : shared_.values[stage.index];
   }
   __device__ void FreeKeys(TileState stage) {
     if (!Shared::KeysHoldValues(p_)) shared_.keys_barriers.Free(stage);
   }
   __device__ void FreeValues(TileState stage) {
-    (Shared::KeysHoldValues(p_) ? shared_.keys_barriers : shared_.values_barriers).Free(stage);
+    if (Shared::KeysHoldValues(p_)) {
+      shared_.keys_barriers.Free(stage.Previous());
+    } else {
+      shared_.values_barriers.Free(stage);
+    }
   }
 
   __device__ void WaitForKeys(TileState stage) {
@@ -185,29 +260,57 @@ class PrefillConsumer {
     return !gpu::AnyInThreads(kThreadsBarrier + consumer_, kThreads, found);
   }
 
+  // Where descriptors begin for the query and for a place of K. A place of V is kValuesBehindKeys
+  // further. All lanes have the same numbers. ptxas knows that from the shuffle, and computes them
+  // in uniform registers. It would forget it in a loop, so the shuffle stands in each turn.
+  struct Starts {
+    uint64_t query;
+    uint64_t keys;
+
+    __device__ __forceinline__ Starts(const PrefillConsumer& consumer, TileState stage) {
+      const uint32_t starts =
+          gpu::Shuffle(consumer.first_starts_ + stage.index * CacheRows::kUnits, 0);
+      query = QueryRows::Descriptor(starts >> 16);
+      keys = CacheRows::Descriptor(starts & 0xffff);
+    }
+  };
+  static constexpr uint32_t kValuesBehindKeys = Shared::kStages * CacheRows::kUnits;
+
+  __device__ __forceinline__ void StartLogits(TileState stage, float (&logits)[kTile / 8][4]) {
+    StartLogits(Starts(*this, stage), logits);
+  }
+  __device__ __forceinline__ void StartSums(TileState stage, uint32_t (&weights)[kTile / 16][4]) {
+    if (Shared::KeysHoldValues(p_)) {
+      StartSums(Starts(*this, stage.Previous()), 0, weights);
+    } else {
+      StartSums(Starts(*this, stage), kValuesBehindKeys, weights);
+    }
+  }
+
   // Starts logits = q k^T.
-  __device__ void StartLogits(TileState stage, float (&logits)[kTile / 8][4]) {
+  __device__ __forceinline__ void StartLogits(const Starts& starts, float (&logits)[kTile / 8][4]) {
     gpu::FenceProducts(logits);
-    const Element *query = shared_.query[consumer_], *keys = shared_.keys[stage.index];
 #pragma unroll
     for (int column = 0; column < kHeadSize; column += 16) {
-      gpu::StartProduct(logits, QueryRows::Columns(query, column), CacheRows::Columns(keys, column),
-                        /*accumulates=*/column > 0, Element{});
+      gpu::StartProduct(logits, QueryRows::Columns(starts.query, 0, column),
+                        CacheRows::Columns(starts.keys, 0, column), /*accumulates=*/column > 0,
+                        Element{});
     }
     gpu::CommitProducts();
   }
 
-  // Starts sums += weights * v.
-  __device__ void StartSums(TileState stage, uint32_t (&weights)[kTile / 16][4]) {
+  // Starts sums += weights * v. The place of V is `behind` units behind that of K.
+  __device__ __forceinline__ void StartSums(const Starts& starts, uint32_t behind,
+                                            uint32_t (&weights)[kTile / 16][4]) {
     gpu::KeepRegisters(weights);
     gpu::FenceProducts(sums_);
-    const Element* values = Values(stage);
 #pragma unroll
     for (int step = 0; step < kTile / 16; ++step) {
 #pragma unroll
       for (int column = 0; column < kHeadSize; column += kColumns) {
         auto& sums = *reinterpret_cast<float(*)[kColumns / 8][4]>(sums_ + column / 8);
-        gpu::StartProductTransposed(sums, weights[step], CacheRows::Rows(values, step * 16, column),
+        gpu::StartProductTransposed(sums, weights[step],
+                                    CacheRows::Rows(starts.keys, behind, step * 16, column),
                                     Element{});
       }
     }
@@ -337,6 +440,13 @@ class PrefillConsumer {
   const PrefillWork& work_;
   Shared& shared_;
   const int consumer_;
+  // Both in registers, but for a cache of 8 bits, where there are none: ptxas computes what is the
+  // same for a warp in each turn.
+  static __device__ __forceinline__ uint32_t FirstStarts(uint32_t starts) {
+    return kIs8Bit<C> ? starts : gpu::Opaque(starts);
+  }
+  const int turn_barrier_;
+  const uint32_t first_starts_;
   // With a cache of 8 bits there are no registers for a copy.
   const std::conditional_t<kIs8Bit<C>, const CommonRange&, CommonRange> common_;
   Softmax softmax_;

@@ -118,24 +118,28 @@ class PrefillProducer {
 
   __device__ void Run(QueryLengths lengths) {
     Schedule schedule(p_, lengths, kPrefillRows, &shared_.schedule);
-    gpu::WaitForKernelsBefore();  // the one before resets the counter
+    if (threadIdx.x == 0) shared_.group = static_cast<uint32_t>(GqaGroupSize(p_));
+    gpu::Arrive(&shared_.values_barriers.filled[0]);  // the place that is skipped
+    gpu::WaitForKernelsBefore();                      // the one before resets the counter
     const ItemCounter counter(scratch_.counter, &shared_.number);
     for (uint32_t n = 0;; ++n) {
       const Item* item = schedule.Find(counter.Next());
-      PublishWork(item, Shared::ItemState::Of(n));
+      PublishWork(item, n);
       if (item == nullptr) break;
-      CopyTiles(*item, Shared::QueryState::Of(n));
+      CopyTiles(*item, n);
     }
     gpu::CommitCopies();
     gpu::WaitCopies<0>();
   }
 
  private:
-  __device__ void PublishWork(const Item* item, typename Shared::ItemState stage) {
+  __device__ void PublishWork(const Item* item, uint32_t n) {
     if (threadIdx.x >= kConsumers) return;
+    const auto stage = Shared::ItemState::Of(n);
     shared_.items_barriers.WaitFreed(stage);
     PrefillWork& work = shared_.work[stage.index][threadIdx.x];
     if (item != nullptr) {
+      work.number = n;
       work.item = *item;
       work.rows = RowsOf(p_, *item, threadIdx.x * kConsumerRows, kConsumerRows);
       work.common = CommonRange(p_, work.rows);
@@ -149,22 +153,27 @@ class PrefillProducer {
     gpu::Arrive(&shared_.items_barriers.filled[stage.index]);
   }
 
-  // Copies the item's tiles, and its query after the first tile's keys: the consumers may still
-  // need the query of the item before.
-  __device__ void CopyTiles(const Item& item, typename Shared::QueryState query_stage) {
+  // Copies the item's tiles and its query. The consumers free the query of the item before, and the
+  // last place of K, when they begin the last tile of that item. The tiles for the other places
+  // therefore come first. The thread block's first item has nothing to wait for.
+  __device__ void CopyTiles(const Item& item, uint32_t n) {
     bool is_bad = HasBadTree(p_, item, threadIdx.x);
-    const Tiles tiles(item, kTile);
+    lane_ = gpu::Opaque(lane_);  // else what a copy needs takes registers between items
+    const int32_t first = Tiles(item, kTile).begin;
+    const int32_t query_tile = first + (n == 0 ? 0 : Shared::kStages - 1);
     [[maybe_unused]] Widened rows;
-    // The block id of the next tile is on its way while a tile is copied.
-    int32_t position = tiles.begin * kTile + warp_ * kPositions + min(lane_, kPositions - 1);
+    // The block id of the next tile is on its way while a tile is copied. It is asked for when this
+    // tile's has been used: a wait for one load in a register is a wait for the next one, too.
+    int32_t position = first * kTile + warp_ * kPositions + min(lane_, kPositions - 1);
     int32_t block = IsIn(item, position) ? BlockOf(p_, item, position) : 0;
-    if (tiles.begin == tiles.end) CopyQuery(item, query_stage);
-    for (int32_t tile = tiles.begin; tile < tiles.end; ++tile) {
-      const int32_t next = position + kTile;
-      const int32_t next_block = IsIn(item, next) ? BlockOf(p_, item, next) : 0;
+    int32_t tile = first;
+    for (; tile * kTile < item.end; ++tile) {  // the end is in shared memory, not in a register
       Slot<C> slot;
       if (IsIn(item, position)) slot = SlotIn<C>(p_, item, block, position, &is_bad);
-      const bool is_first = tile == tiles.begin;
+      position += kTile;
+      gpu::KeepOrder();
+      block = IsIn(item, position) ? BlockOf(p_, item, position) : 0;
+      if (tile == query_tile) CopyQuery(item, n);
       if constexpr (kIs8Bit<C>) {
         using Source = typename Widened::Source;
         const int64_t offset = BytesTo<C>(slot);
@@ -173,17 +182,15 @@ class PrefillProducer {
         const C* of_head =
             static_cast<const C*>(p_.cache.values) + item.kv_head * p_.cache.head_stride;
         const Source values = {of_head, p_.value_head_size, offset};
-        if (is_first) {
+        if (tile == first) {
           rows.Load(keys);
         } else {
           FillValues([&](Half* to) { rows.StoreAndLoad(to, warp_ * kPositions, keys); });
         }
         FillKeys([&](Half* to) { rows.StoreAndLoad(to, warp_ * kPositions, values); });
-        if (is_first) CopyQuery(item, query_stage);
       } else {
         const uint32_t chunks = ChunksTo<C>(slot);
         FillKeys([&](T* to) { CopyTile(KeyOf<T>(p_, 0, item.kv_head), p_.head_size, chunks, to); });
-        if (is_first) CopyQuery(item, query_stage);
         if (Shared::KeysHoldValues(p_)) {
           stage_ = stage_.Next();
         } else {
@@ -193,11 +200,10 @@ class PrefillProducer {
           });
         }
       }
-      position = next;
-      block = next_block;
     }
+    if (query_tile >= tile) CopyQuery(item, n);
     if constexpr (kIs8Bit<C>) {
-      if (tiles.begin < tiles.end) {
+      if (first < tile) {
         FillValues([&](Half* to) { rows.Store(to, warp_ * kPositions); });
       }
     }
@@ -216,34 +222,71 @@ class PrefillProducer {
   // The same for values, which are filled after the keys of the same positions.
   template <typename Fill>
   __device__ __forceinline__ void FillValues(const Fill& fill) {
+    stage_ = stage_.Next();
     shared_.values_barriers.WaitFreed(stage_);
     fill(shared_.values[stage_.index]);
     ArriveAt(&shared_.values_barriers.filled[stage_.index]);
-    stage_ = stage_.Next();
   }
 
   static __device__ __forceinline__ void ArriveAt(gpu::Barrier* filled) {
     kIs8Bit<C> ? gpu::Arrive(filled) : gpu::ArriveAfterCopies(filled);
   }
 
-  __device__ void CopyQuery(const Item& item, typename Shared::QueryState stage) {
+  __device__ void CopyQuery(const Item& item, uint32_t n) {
+    const auto stage = Shared::QueryState::Of(gpu::Opaque(n));
+    if constexpr (kIs8Bit<C>) {
+      WidenQuery(item, stage);
+    } else {
+      CopyQuery(item, stage);
+    }
+  }
+
+  // Eight lanes copy a row, 128 bytes at a time.
+  __device__ __forceinline__ void CopyQuery(const Item& item, typename Shared::QueryState stage) {
+    constexpr int kRows = kThreads / 8;  // at a time
+    constexpr int kUnrolled = kHeadSize <= 128 ? kConsumerRows / kRows : 1;
+    const uint32_t thread = gpu::Opaque(threadIdx.x);
+    const int lane = thread % 8, first_row = thread / 8;
+    const int num_chunks = CeilDiv(p_.head_size, QueryRows::kChunk);
+    QueryRowsApart<kRows> rows(p_, item, shared_.group, first_row);
+#pragma unroll 1
+    for (int consumer = 0; consumer < kConsumers; ++consumer) {
+      PipelineBarriers<1>& barriers = shared_.query_barriers[consumer];
+      barriers.WaitFreed(stage);
+      // Where a chunk lies among others repeats every eight rows.
+      static_assert(kRows % 8 == 0);
+      Element* const query = shared_.query[consumer] + QueryRows::Offset(first_row, lane);
+      const int num_rows = item.num_rows - consumer * kConsumerRows;
+#pragma unroll kUnrolled
+      for (int i = 0; i < kConsumerRows; i += kRows) {
+        const T* from = static_cast<const T*>(p_.query) + rows.Offset() + lane * QueryRows::kChunk;
+#pragma unroll
+        for (int block = 0; block < QueryRows::kChunks / 8; ++block) {
+          const bool exists = first_row + i < num_rows && lane + block * 8 < num_chunks;
+          gpu::CopyAsync16(query + i * QueryRows::kBlockColumns + block * QueryRows::kBlockElements,
+                           from + block * QueryRows::kBlockColumns, exists);
+        }
+        rows.Next();
+      }
+      ArriveAt(&barriers.filled[stage.index]);
+    }
+  }
+
+  // The same for a cache of 8 bits. The lanes of a row have all of it.
+  __device__ __forceinline__ void WidenQuery(const Item& item, typename Shared::QueryState stage) {
 #pragma unroll 1
     for (int consumer = 0; consumer < kConsumers; ++consumer) {
       PipelineBarriers<1>& barriers = shared_.query_barriers[consumer];
       Element* query = shared_.query[consumer];
-      const auto copy = [&](int row, int chunk, const T* from, bool exists) {
-        Element* to = query + QueryRows::Offset(row, chunk);
-        if constexpr (kIs8Bit<C>) {
-          float factor;
-          *reinterpret_cast<FourPairs*>(to) = HalvesOf<QueryRows::kChunks>(from, exists, &factor);
-          if (chunk == 0) shared_.query_factors[consumer][row] = factor;
-        } else {
-          gpu::CopyAsync16(to, from, exists);
-        }
+      const auto widen = [&](int row, int chunk, const T* from, bool exists) {
+        float factor;
+        *reinterpret_cast<FourPairs*>(query + QueryRows::Offset(row, chunk)) =
+            HalvesOf<QueryRows::kChunks>(from, exists, &factor);
+        if (chunk == 0) shared_.query_factors[consumer][row] = factor;
       };
       barriers.WaitFreed(stage);
       ForQueryChunks<T, QueryRows>(p_, item, consumer * kConsumerRows, kConsumerRows, threadIdx.x,
-                                   copy);
+                                   widen);
       ArriveAt(&barriers.filled[stage.index]);
     }
   }
@@ -277,9 +320,9 @@ class PrefillProducer {
   const Params& p_;
   const Scratch& scratch_;
   Shared& shared_;
-  const int lane_;
+  int lane_;
   const int warp_;
-  typename Shared::TileState stage_;  // the next KV tile's
+  typename Shared::TileState stage_;  // of the next K, or of the last V
 };
 
 }  // namespace xla_gpu::paged_attention
