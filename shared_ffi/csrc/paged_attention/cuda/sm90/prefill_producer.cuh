@@ -155,12 +155,14 @@ class PrefillProducer {
 
   // Copies the item's tiles and its query. The consumers free the query of the item before, and the
   // last place of K, when they begin the last tile of that item. The tiles for the other places
-  // therefore come first. The thread block's first item has nothing to wait for.
+  // therefore come first. The thread block's first item has nothing to wait for. With a cache of 8
+  // bits there are no registers for that order.
   __device__ void CopyTiles(const Item& item, uint32_t n) {
     bool is_bad = HasBadTree(p_, item, threadIdx.x);
-    lane_ = gpu::Opaque(lane_);  // else what a copy needs takes registers between items
+    // Else what a copy needs takes registers between items.
+    if constexpr (!kIs8Bit<C>) lane_ = gpu::Opaque(lane_);
     const int32_t first = Tiles(item, kTile).begin;
-    const int32_t query_tile = first + (n == 0 ? 0 : Shared::kStages - 1);
+    const int32_t query_tile = first + (kIs8Bit<C> || n == 0 ? 0 : Shared::kStages - 1);
     [[maybe_unused]] Widened rows;
     // The block id of the next tile is on its way while a tile is copied. It is asked for when this
     // tile's has been used: a wait for one load in a register is a wait for the next one, too.
