@@ -186,10 +186,11 @@ def test_the_hopper_kernel_needs_one_scale_for_all_positions(scales: str, gpu: G
 
 
 def test_more_kv_tiles_than_pipeline_stages(gpu: Gpu) -> None:
-    """Work items of 4 KV tiles, one after the other. A sequence with so many rows is not split."""
+    """Work items of 5 or 6 KV tiles, also one after the other in one thread block. A sequence with so
+    many rows is not split."""
     case = Case(
         id="many-tiles",
-        sequences=((129, 500),),
+        sequences=((129, 700),),
         num_heads=64,
         num_kv_heads=1,
         head_size=128,
@@ -199,6 +200,44 @@ def test_more_kv_tiles_than_pipeline_stages(gpu: Gpu) -> None:
     inputs, attributes = case.inputs(), case.attributes()
     result = attend(gpu.on_hopper(), inputs, **attributes)
     assert_close_on_cuda(result, inputs, attributes)
+    assert_same_bits(attend(gpu.on_hopper(), inputs, **attributes, seed=1), result)
+
+
+def test_a_scale_too_small_for_a_float(gpu: Gpu) -> None:
+    """A query row is divided by a power of two, by which its scale is multiplied. That of a row of
+    zeros is the smallest, and its scale is zero here. All warps take the same turns nevertheless."""
+    case = Case(
+        id="no-scale",
+        sequences=((150, 700),),
+        num_heads=2,
+        num_kv_heads=1,
+        head_size=128,
+        dtype="bfloat16",
+        cache_dtype="float8_e4m3fn",
+        scales="per head",
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    inputs.query[20:30] = 0
+    attributes["k_scale"] = np.full_like(attributes["k_scale"], 1e-12)
+    result = attend(gpu.on_hopper(), inputs, **attributes)
+    assert_close_on_cuda(result, inputs, attributes)
+    assert_same_bits(attend(gpu.on_hopper(), inputs, **attributes, seed=1), result)
+
+
+def test_groups_of_kv_heads(each_kernel: Gpu) -> None:
+    """K and V of three kv heads do not fit the L2 cache: two are computed, then the third."""
+    case = Case(
+        id="groups",
+        sequences=((66, 8300),),
+        num_heads=3,
+        num_kv_heads=3,
+        head_size=256,
+        dtype="bfloat16",
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    result = attend(each_kernel, inputs, **attributes)
+    assert_close_on_cuda(result, inputs, attributes)
+    assert_same_bits(attend(each_kernel, inputs, **attributes, seed=2), result)
 
 
 @pytest.mark.pairwise

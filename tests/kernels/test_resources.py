@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Container, Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -274,19 +275,97 @@ def test_block_ids_come_while_tiles_are_multiplied(
     assert ahead == loops
 
 
+@dataclass(frozen=True)
+class Turn:
+    """Instructions that a consumer of the prefill kernel executes for a KV tile, from a wait for
+    logits to the next one."""
+
+    code: MachineCode
+    way: list[int]
+
+    def count(self, pattern: str) -> int:
+        return len([i for i in self.way if re.search(pattern, self.code.instructions[i])])
+
+    def exponentials(self) -> tuple[int, int]:
+        """Before the wait for the product with the values, and after it."""
+        waits = self.code.find("DEPBAR.LE gsb0, 0x0")
+        wait = next(n for n, i in enumerate(self.way) if i in waits)
+        parts = (self.way[:wait], self.way[wait:])
+        before, after = (Turn(self.code, part).count("MUFU.EX2") for part in parts)
+        return before, after
+
+
+def prefill_kernel(folder: Path, cache: str, head_size: int) -> MachineCode:
+    (code,) = machine_code(folder, f"prefill_BFloat16_{cache}_{head_size}").values()
+    return code
+
+
+def turns(code: MachineCode) -> list[Turn]:
+    """The plain turn, where there is one, and the one for tiles that are masked or have rare
+    features, each without them."""
+    ways = [code.shortest_way(wait, [wait]) for wait in code.find("DEPBAR.LE gsb0, 0x1")]
+    return sorted((Turn(code, way) for way in ways if way), key=lambda turn: len(turn.way))
+
+
 @pytest.mark.parametrize("cache", ["BFloat16", "Float8E4M3"])
 @pytest.mark.parametrize("head_size", [64, 128, 192, 256])
 def test_weights_are_computed_while_values_are_multiplied(
     folder: Path, head_size: int, cache: str
 ) -> None:
-    """The prefill kernel waits for the product with the values after the exponentials of the next
-    weights. ptxas may move the wait up before them, which changes no result."""
-    (code,) = machine_code(folder, f"prefill_BFloat16_{cache}_{head_size}").values()
-    waits = {pending: code.find(f"DEPBAR.LE gsb0, 0x{pending}") for pending in (0, 1)}
-    (for_logits,) = waits[1]
-    for_values = next(i for i in waits[0] if i > for_logits)
-    exponentials = code.find("MUFU.EX2")
-    assert sum(for_values - 100 <= i < for_values for i in exponentials) >= 20
+    """The prefill kernel waits for the product with the values in the middle of the exponentials of
+    a plain turn, and after those of another. ptxas may move the wait up, which changes no result."""
+    *plain_turns, other = turns(prefill_kernel(folder, cache, head_size))
+    half = {64: 32, 128: 32, 192: 16, 256: 12}[head_size]
+    assert other.exponentials()[0] >= 2 * half
+    assert len(plain_turns) == (1 if cache == "BFloat16" else 0)
+    for plain in plain_turns:
+        assert min(plain.exponentials()) >= half
+
+
+def test_a_plain_turn_is_short(folder: Path) -> None:
+    """About 300 instructions are arithmetic: 64 each to find the largest logit, to subtract it, for
+    the exponentials and for their sum, and 32 to round. 24 compute the descriptors of 16 products, in
+    uniform registers. ptxas puts 4 loads of nothing before the one fence."""
+    plain, _ = turns(prefill_kernel(folder, "BFloat16", 128))
+    assert len(plain.way) <= 393
+    assert plain.count("HGMMA") == 16
+    assert [plain.count(name) for name in ("MEMBAR", "FENCE", "R2UR")] == [1, 1, 1]
+    assert plain.count(r"\b(LDG|LDC|LDL|STL)\b|LDS R\d") == 0
+    assert (max(plain.way) - min(plain.way)) * 16 <= 8 * 1024  # it is one stretch of code
+
+
+@pytest.fixture(scope="module")
+def block_id_and_copies(folder: Path) -> tuple[MachineCode, int, list[int]]:
+    """The prefill producer's load of the next block id, and the copies that do not wait for it."""
+    code = prefill_kernel(folder, "BFloat16", 128)
+    found = []
+    for load in code.find(r"\bLDG\.E R"):
+        waiting = {i for i in range(len(code.bits)) if code.waits(i, code.scoreboard(load))}
+        copies = [x for x in code.find(r"LDGSTS\.E") if code.shortest_way(load, [x], waiting)]
+        if copies:
+            found.append((code, load, copies))
+    (only,) = found
+    return only
+
+
+def test_a_block_id_comes_while_a_tile_is_copied(
+    block_id_and_copies: tuple[MachineCode, int, list[int]],
+) -> None:
+    """The id of the next tile is asked for when that of this tile has been used. A warp copies 512
+    bytes at a time: the query, where it is due, K and V."""
+    assert len(block_id_and_copies[2]) == 8 + 16 + 16
+
+
+def test_a_query_is_copied_with_few_instructions(
+    block_id_and_copies: tuple[MachineCode, int, list[int]],
+) -> None:
+    """Its rows are found with two divisions for all. It is copied in two halves."""
+    code, load, copies = block_id_and_copies
+    first, last = copies[0], copies[7]
+    before = code.shortest_way(load, [first])
+    half = [code.shortest_way(first, [last]), code.shortest_way(last, [first])]
+    assert before is not None and half[0] is not None and half[1] is not None
+    assert len(before) + 2 * (len(half[0]) + len(half[1])) <= 300
 
 
 def test_the_build_shows_the_warnings_of_ptxas() -> None:

@@ -32,10 +32,16 @@ __device__ __forceinline__ void ArriveAfterCopies(Barrier* barrier) {
                : "memory");
 }
 
+// Waits for some time while the current phase has this parity. Returns whether it has the other
+// one.
+__device__ __forceinline__ bool TryWaitForPhase(Barrier* barrier, int parity) {
+  return ::cuda::ptx::mbarrier_try_wait_parity(barrier, parity);
+}
+
 // Waits while the current phase has this parity. The first phase has parity 0, so a wait for parity
 // 1 at a new barrier returns at once.
 __device__ __forceinline__ void WaitForPhase(Barrier* barrier, int parity) {
-  while (!::cuda::ptx::mbarrier_try_wait_parity(barrier, parity)) {
+  while (!TryWaitForPhase(barrier, parity)) {
   }
 }
 

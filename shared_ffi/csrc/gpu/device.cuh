@@ -95,6 +95,17 @@ __device__ __forceinline__ T Shuffle(T value, int from_lane) {
   return __shfl_sync(kAllLanes, value, from_lane);
 }
 
+// Keeps the compiler from moving loads and stores past this point.
+__device__ __forceinline__ void KeepOrder() { asm volatile("" ::: "memory"); }
+
+// The same number, of which the compiler knows nothing. What is computed from it is computed here,
+// not before a loop, from where on it would take registers.
+template <typename T>
+__device__ __forceinline__ T Opaque(T value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // a * b + c, rounded once. The compiler fuses nothing by itself (-fmad=false): which products are
 // fused decides the bits, and two kernels that share a function must agree on them.
 __device__ __forceinline__ float Fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }

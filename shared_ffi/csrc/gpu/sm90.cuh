@@ -39,6 +39,17 @@ __device__ __forceinline__ void FenceProducts(float (&d)[kBlocks][4]) {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
+// `descriptor` + number, where all lanes have the same descriptor. In uniform registers ptxas takes
+// one instruction for a product of 32 bits and a sum of 64 bits, but two or three for a sum with a
+// constant. So the number is multiplied by one, of which ptxas knows nothing. A shift would take
+// the place of the product by a power of two.
+__device__ __forceinline__ uint64_t AddToDescriptor(uint64_t descriptor, uint32_t number) {
+  uint64_t sum;
+  const uint32_t one = blockDim.y;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(sum) : "r"(one), "r"(number), "l"(descriptor));
+  return sum;
+}
+
 // Puts the products started since the last call into one group.
 __device__ __forceinline__ void CommitProducts() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");

@@ -46,6 +46,45 @@ __device__ __forceinline__ void ForQueryRows(const Params& p, const Item& item, 
   }
 }
 
+// The offsets in query of a row of a query tile, and of those that are kStep rows further each:
+// found by two divisions for all of them. A row that does not exist has one, too. `group`:
+// GqaGroupSize.
+template <int kStep>
+class QueryRowsApart {
+ public:
+  __device__ __forceinline__ QueryRowsApart(const Params& p, const Item& item, uint32_t group,
+                                            int row)
+      : group_(group) {
+    const auto sequence_row = static_cast<uint32_t>(item.first_row) + row;
+    const auto head_size = static_cast<uint32_t>(p.head_size);
+    const uint32_t token = sequence_row / group, tokens = kStep / group;
+    head_ = sequence_row - token * group;
+    heads_ = kStep - tokens * group;
+    offset_ = uint64_t{item.first_token + token} * p.query_stride +
+              uint64_t{item.kv_head * group + head_} * head_size;
+    step_ = uint64_t{tokens} * p.query_stride + heads_ * head_size;
+    to_next_token_ = p.query_stride - int64_t{group * head_size};
+  }
+
+  __device__ __forceinline__ int64_t Offset() const { return offset_; }
+
+  __device__ __forceinline__ void Next() {
+    offset_ += step_;
+    head_ += heads_;
+    if (head_ < group_) return;
+    offset_ += to_next_token_;
+    head_ -= group_;
+  }
+
+ private:
+  const uint32_t group_;
+  uint32_t head_;   // of the row, among those of the kv head
+  uint32_t heads_;  // in a step, beside whole tokens
+  int64_t offset_;
+  int64_t step_;
+  int64_t to_next_token_;  // from the head behind a token's last
+};
+
 // A chunk of 16 bytes of a row: pairs of 16-bit numbers.
 struct alignas(16) FourPairs {
   uint32_t pair[4] = {};

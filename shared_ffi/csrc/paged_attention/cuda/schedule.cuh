@@ -86,6 +86,19 @@ struct Splits {
   }
 };
 
+// The kv heads whose items are computed at the same time: all, or half of them as often as it takes
+// until their K and V fit the L2 cache. So K and V are read from memory once for all query tiles.
+// Fewer positions are read at a time where there is a sliding window.
+inline constexpr int64_t kGroupBytes = 24 << 20;  // an H100 has 50 MiB, for query and output too
+
+__device__ inline int32_t HeadsInGroup(const Params& p, const Sequence& sequence) {
+  const int64_t columns = p.is_latent ? p.head_size : p.head_size + p.value_head_size;
+  const int64_t bytes = sequence.context_len * columns * SizeOf(p.cache_dtype);
+  auto heads = static_cast<int32_t>(p.num_kv_heads);
+  while (heads > 1 && heads * bytes > kGroupBytes && p.sliding_window == 0) heads = (heads + 1) / 2;
+  return heads;
+}
+
 // The query tiles of a sequence and kv head. A tile has at most `max_rows` rows and holds whole
 // tokens, unless one token has more rows than that.
 struct RowTiles {
@@ -275,24 +288,30 @@ class Schedule {
       if (w < warp) before = before.Then(warp_count);
       all = all.Then(warp_count);
     }
-    if (thread < kWindow) shared_.ends[thread] = before.Then(count).items;
+    if (thread < kWindow) shared_.ends[gpu::Opaque(threadIdx.x)] = before.Then(count).items;
     Sync();
     window_ = static_cast<uint32_t>(window);
     // The same for all threads, although num_seqs_ may not be.
     is_last_ = all.broken || window + kWindow >= p_.max_seqs;
   }
 
-  // Within a sequence, the query tiles with the most positions come first. Items that differ only
-  // in the kv head are consecutive, because kv heads are adjacent in the cache. The item has no
-  // rows if the sequence no longer has that many items.
+  // Within a sequence, items are numbered by groups of kv heads, and within a group, the query
+  // tiles with the most positions come first. Items that differ only in the kv head are
+  // consecutive, because kv heads are adjacent in the cache. The item has no rows if the sequence
+  // no longer has that many items.
   __device__ void FindInSequence(int64_t s, int64_t number, Item* item) const {
     const Sequence sequence(p_, s);
     *item = {};
     if (number >= NumItems(sequence)) return;
     const RowTiles tiles(p_, sequence.q_len, max_rows_);
     const Splits splits(p_, sequence);
-    const int64_t tile_and_split = DivideU32(number, p_.num_kv_heads);
-    const int64_t kv_head = number - tile_and_split * p_.num_kv_heads;
+    const auto items = static_cast<uint32_t>(tiles.count * splits.count);  // of a kv head
+    const uint32_t all_heads = p_.num_kv_heads, heads = HeadsInGroup(p_, sequence);
+    const uint32_t first_head = static_cast<uint32_t>(number) / (heads * items) * heads;
+    const uint32_t in_group = number - first_head * items;
+    const uint32_t num_heads = min(heads, all_heads - first_head);
+    const uint32_t tile_and_split = in_group / num_heads;
+    const uint32_t kv_head = first_head + in_group - tile_and_split * num_heads;
     const int64_t tile = DivideU32(tile_and_split, splits.count);
     const int64_t split = tile_and_split - tile * splits.count;
     MakeItem(p_, s, sequence, tiles, tiles.count - 1 - tile, kv_head, splits, split, item);

@@ -11,6 +11,10 @@
 namespace xla_gpu::paged_attention {
 
 class Softmax {
+  // What logits are taken relative to where all so far are -inf. Their weights are zero, as
+  // relative to any other number.
+  static constexpr float kLowest = -3.40282347e38f;
+
  public:
   // `row`: the lane's first row in the work item.
   __device__ Softmax(const Params& p, const Item& item, int row)
@@ -86,10 +90,38 @@ class Softmax {
   // sums so far.
   template <int kBlocks>
   __device__ void Weigh(float (&logits)[kBlocks][4], float (&rescales)[2]) {
+    Powers powers = FindLargest(logits, ScalesLate(), rescales);
+    powers.template Take<0, kBlocks>(logits);
+    Add(powers, rescales);
+  }
+
+  // The same in steps: FindLargest, Take for all blocks in their order, Add.
+  struct Powers {
+    float factors[2];
+    float shifts[2];
+    float sums[2];
+
+    template <int kBegin, int kEnd, int kBlocks>
+    __device__ __forceinline__ void Take(float (&logits)[kBlocks][4]) {
+#pragma unroll
+      for (int n = kBegin; n < kEnd; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          logits[n][e] = gpu::Exp2(gpu::Fma(logits[n][e], factors[e / 2], -shifts[e / 2]));
+          const bool is_first = n == 0 && e % 2 == 0;
+          sums[e / 2] = is_first ? logits[n][e] : sums[e / 2] + logits[n][e];
+        }
+      }
+    }
+  };
+
+  template <int kBlocks>
+  __device__ __forceinline__ Powers FindLargest(const float (&logits)[kBlocks][4], bool scales_late,
+                                                float (&rescales)[2]) {
     // The two rows side by side, and the largest of a row's even and odd positions: else each
     // instruction waits for the one before.
-    const bool scales_late = ScalesLate();
-    float largest[4], sums[2] = {}, factors[2], shifts[2];
+    Powers powers;
+    float largest[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       largest[e] = logits[0][e];
@@ -98,34 +130,30 @@ class Softmax {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      factors[r] = scales_late ? scales_[r] * kLog2E : 1.0f;
-      const float max = fmaxf(largest[2 * r], largest[2 * r + 1]) * factors[r];
-      shifts[r] = fmaxf(states_[r].max, max);
+      powers.factors[r] = scales_late ? scales_[r] * kLog2E : 1.0f;
+      const float max = fmaxf(largest[2 * r], largest[2 * r + 1]) * powers.factors[r];
+      powers.shifts[r] = fmaxf(states_[r].max, max);
     }
 #pragma unroll
     for (int mask = 1; mask <= 2; mask *= 2) {
 #pragma unroll
-      for (float& max : shifts) max = fmaxf(max, gpu::ShuffleXor(max, mask));
+      for (float& max : powers.shifts) max = fmaxf(max, gpu::ShuffleXor(max, mask));
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float max = shifts[r];
-      shifts[r] = ShiftOf(max);
-      rescales[r] = gpu::Exp2(states_[r].max - shifts[r]);
+      const float max = powers.shifts[r];
+      powers.shifts[r] = fmaxf(max, kLowest);
+      rescales[r] = gpu::Exp2(states_[r].max - powers.shifts[r]);
       states_[r].max = max;
     }
-#pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        logits[n][e] = gpu::Exp2(gpu::Fma(logits[n][e], factors[e / 2], -shifts[e / 2]));
-        sums[e / 2] += logits[n][e];
-      }
-    }
-    // Only of this lane's positions; State adds up the lanes.
+    return powers;
+  }
+
+  // Only of this lane's positions; State adds up the lanes.
+  __device__ __forceinline__ void Add(const Powers& powers, const float (&rescales)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      states_[r].sum = gpu::Fma(states_[r].sum, rescales[r], sums[r]);
+      states_[r].sum = gpu::Fma(states_[r].sum, rescales[r], powers.sums[r]);
     }
   }
 
@@ -134,7 +162,16 @@ class Softmax {
   template <int kBlocks>
   static __device__ __forceinline__ void RescaleSums(const float (&rescales)[2],
                                                      float (&sums)[kBlocks][4]) {
-    if (!gpu::AnyInWarp(rescales[0] != 1 || rescales[1] != 1)) return;
+    if (AnyRescales(rescales)) RescaleAll(rescales, sums);
+  }
+
+  // The same in steps. The warp calls both.
+  static __device__ __forceinline__ bool AnyRescales(const float (&rescales)[2]) {
+    return gpu::AnyInWarp(rescales[0] != 1 || rescales[1] != 1);
+  }
+  template <int kBlocks>
+  static __device__ __forceinline__ void RescaleAll(const float (&rescales)[2],
+                                                    float (&sums)[kBlocks][4]) {
 #pragma unroll
     for (float(&block_sums)[4] : sums) {
 #pragma unroll
@@ -164,13 +201,13 @@ class Softmax {
     }
   }
 
- private:
   // Whether the scale waits for Weigh, which then multiplies and subtracts the largest logit in one
-  // instruction. The largest must stay the largest.
+  // instruction: the largest must stay the largest. ToLogits then only masks.
   __device__ __forceinline__ bool ScalesLate() const {
     return scales_[0] > 0 && scales_[1] > 0 && p_.soft_cap == 0 && p_.alibi_slopes == nullptr;
   }
 
+ private:
   template <int kBlocks>
   __device__ void MaskHoles(int32_t begin, float (&logits)[kBlocks][4]) const {
 #pragma unroll

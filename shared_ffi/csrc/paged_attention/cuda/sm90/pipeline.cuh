@@ -15,6 +15,10 @@ struct PipelineState {
     return index + 1 == kNumStages ? PipelineState{0, phase ^ 1} : PipelineState{index + 1, phase};
   }
 
+  __device__ __forceinline__ PipelineState Previous() const {
+    return index == 0 ? PipelineState{kNumStages - 1, phase ^ 1} : PipelineState{index - 1, phase};
+  }
+
   // The stage after `n` others since the first.
   static __device__ __forceinline__ PipelineState Of(uint32_t n) {
     return {static_cast<int>(n % kNumStages), static_cast<int>(n / kNumStages % 2)};
@@ -39,9 +43,17 @@ struct PipelineBarriers {
   __device__ __forceinline__ void WaitFilled(PipelineState<kNumStages> stage) {
     gpu::WaitForPhase(&filled[stage.index], stage.phase);
   }
+  // The same, but may give up. Returns whether the stage is filled.
+  __device__ __forceinline__ bool TryWaitFilled(PipelineState<kNumStages> stage) {
+    return gpu::TryWaitForPhase(&filled[stage.index], stage.phase);
+  }
   // Each warp of the consumers calls it.
   __device__ __forceinline__ void Free(PipelineState<kNumStages> stage) {
     __syncwarp();
+    FreeTogether(stage);
+  }
+  // The same behind an instruction that the lanes of the warp execute together.
+  __device__ __forceinline__ void FreeTogether(PipelineState<kNumStages> stage) {
     if (threadIdx.x % gpu::kWarpSize == 0) gpu::Arrive(&freed[stage.index]);
   }
 };

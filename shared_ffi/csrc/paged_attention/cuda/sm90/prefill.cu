@@ -1,8 +1,44 @@
 // Compiled for sm_90a only, once for each type of query, type of cache and head size.
 #include "../kernels.cuh"
-#include "prefill.cuh"
+#include "prefill_consumer.cuh"
+#include "prefill_producer.cuh"
 
 namespace xla_gpu::paged_attention {
+
+template <typename T, typename C, int kHeadSize>
+__global__ void __launch_bounds__(kPrefillThreads, 1)
+    PrefillAttention(Params p, Scratch scratch, QueryLengths lengths) {
+  using Shared = PrefillShared<T, C, kHeadSize>;
+  using Registers = PrefillRegisters<C, kHeadSize>;
+  auto* shared = reinterpret_cast<Shared*>(gpu::SharedMemory());
+  if (threadIdx.x == 0) shared->Init();
+  gpu::LetNextKernelBegin();
+  __syncthreads();
+  const int warpgroup = gpu::Shuffle(static_cast<int>(threadIdx.x / kThreads), 0);  // uniform
+  if (warpgroup == 0) {
+    gpu::GiveRegistersBack<Registers::kProducer>();
+    PrefillProducer<T, C, kHeadSize>(p, scratch, shared).Run(lengths);
+  } else {
+    gpu::TakeRegisters<Registers::kConsumer>();
+    const int consumer = warpgroup - 1;
+    shared->values_barriers.Free({});  // the place that is skipped
+    typename Shared::TileState tile;
+    gpu::WaitForKernelsBefore();
+    // The first turn to start products is the first consumer's.
+    if (consumer > 0) gpu::ArriveThreads(kTurnBarrier, kConsumers * kThreads);
+    for (uint32_t n = 0;;) {
+      const auto stage = Shared::ItemState::Of(n);
+      shared->items_barriers.WaitFilled(stage);
+      const PrefillWork& work = shared->work[stage.index][consumer];
+      if (work.item.num_rows == -1) break;
+      PrefillConsumer<T, C, kHeadSize>(p, scratch, work, consumer, shared).Compute(&tile);
+      const uint32_t number = work.number;  // n, for which there was no register
+      shared->items_barriers.Free(Shared::ItemState::Of(number));
+      n = number + 1;
+    }
+    if (consumer == 0) gpu::SyncThreads(kTurnBarrier, kConsumers * kThreads);  // a turn too many
+  }
+}
 
 template <>
 AttentionKernel PrefillKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>() {

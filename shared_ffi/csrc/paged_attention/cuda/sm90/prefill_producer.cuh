@@ -1,0 +1,330 @@
+// The producer of the prefill kernel: finds the work items and fills the places that prefill.cuh
+// declares.
+#pragma once
+
+#include "../page_table.cuh"
+#include "../query.cuh"
+#include "../schedule.cuh"
+#include "../state.cuh"
+#include "prefill.cuh"
+
+namespace xla_gpu::paged_attention {
+
+// The rows of a KV tile of an 8-bit cache that a warp copies, by way of its registers.
+template <typename C, typename CacheRows, int kPositions>
+class WidenedRows {
+  static constexpr int kPieces = CacheRows::kChunks / 2;  // of a row: 16 numbers for each lane
+  static constexpr int kRows = gpu::kWarpSize / kPieces;  // at a time
+  static constexpr int kLoads = kPositions / kRows;
+  static constexpr int kPlaces = kRows < 8 ? 8 / kRows : 1;  // the swizzle repeats after 8 rows
+  static_assert(kPositions % kRows == 0 && 8 % kPlaces == 0);
+
+ public:
+  // Where rows of one kv head come from. Rows and columns out of range are filled with zeros.
+  struct Source {
+    const C* cache;
+    int64_t num_columns;
+    int64_t offset_of_lane;  // each lane has the offset of one row, in bytes
+  };
+
+  __device__ __forceinline__ void Load(const Source& source) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) Load(i, source);
+  }
+
+  // Stores the rows to a tile, of which `first_row` is the warp's first.
+  __device__ __forceinline__ void Store(Half* tile, int first_row) {
+    ForEachStored(tile, first_row, [](int) {});
+  }
+
+  // The same, and loads the next rows in their place. Each load is under way as soon as there is
+  // room.
+  __device__ __forceinline__ void StoreAndLoad(Half* tile, int first_row, const Source& next) {
+    ForEachStored(tile, first_row, [&](int i) { Load(i, next); });
+  }
+
+ private:
+  struct alignas(16) Piece {
+    uint32_t word[4] = {};
+  };
+
+  static __device__ __forceinline__ int Lane() { return threadIdx.x % gpu::kWarpSize; }
+
+  __device__ __forceinline__ void Load(int i, const Source& source) {
+    const int column = Lane() % kPieces * 16;
+    const int64_t offset = gpu::Shuffle(source.offset_of_lane, i * kRows + Lane() / kPieces);
+    const auto from = reinterpret_cast<uintptr_t>(source.cache + column);
+    const bool exists = offset >= 0 && column < source.num_columns;
+    pieces_[i] = exists ? *reinterpret_cast<const Piece*>(from + offset) : Piece();
+  }
+
+  // Calls then(i) when piece i is stored. A piece becomes two chunks. Half of the lanes store the
+  // second one first: eight lanes then write to different banks.
+  template <typename Then>
+  __device__ __forceinline__ void ForEachStored(Half* tile, int first_row, const Then& then) {
+    const int piece = Lane() % kPieces, row = first_row + Lane() / kPieces, first = piece / 4 % 2;
+    Half* to[kPlaces];
+#pragma unroll
+    for (int i = 0; i < kPlaces; ++i) {
+      to[i] = tile + CacheRows::Offset(row + i * kRows, 2 * piece);
+    }
+    const int second = CacheRows::Offset(row, 2 * piece + 1) - CacheRows::Offset(row, 2 * piece);
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const uint32_t(&word)[4] = pieces_[i].word;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const bool is_second = half != first;
+        FourPairs chunk;
+        Widen(is_second ? word[2] : word[0], chunk.pair);
+        Widen(is_second ? word[3] : word[1], chunk.pair + 2);
+        const int rows = i / kPlaces * kPlaces * kRows;
+        *reinterpret_cast<FourPairs*>(to[i % kPlaces] + (is_second ? second : 0) +
+                                      rows * CacheRows::kBlockColumns) = chunk;
+      }
+      then(i);
+    }
+  }
+
+  static __device__ __forceinline__ void Widen(uint32_t from, uint32_t* to) {
+    uint32_t pairs[2];
+    gpu::Expand(from, C{}, pairs, Half{});
+    to[0] = pairs[0];
+    to[1] = pairs[1];
+  }
+
+  Piece pieces_[kLoads];
+};
+
+template <typename T, typename C, int kHeadSize>
+class PrefillProducer {
+  using Shared = PrefillShared<T, C, kHeadSize>;
+  using QueryRows = typename Shared::QueryRows;
+  using CacheRows = typename Shared::CacheRows;
+  static constexpr int kTile = Shared::kTile;
+  static constexpr int kPositions = kTile / kWarps;  // of a KV tile for each warp
+  static_assert(kPositions <= gpu::kWarpSize, "a lane finds the slot of one position");
+  using Element = typename Shared::Element;
+  struct NoRows {};
+  using Widened = std::conditional_t<kIs8Bit<C>, WidenedRows<C, CacheRows, kPositions>, NoRows>;
+
+ public:
+  __device__ PrefillProducer(const Params& p, const Scratch& scratch, Shared* shared)
+      : p_(p),
+        scratch_(scratch),
+        shared_(*shared),
+        lane_(threadIdx.x % gpu::kWarpSize),
+        warp_(threadIdx.x / gpu::kWarpSize) {}
+
+  __device__ void Run(QueryLengths lengths) {
+    Schedule schedule(p_, lengths, kPrefillRows, &shared_.schedule);
+    if (threadIdx.x == 0) shared_.group = static_cast<uint32_t>(GqaGroupSize(p_));
+    gpu::Arrive(&shared_.values_barriers.filled[0]);  // the place that is skipped
+    gpu::WaitForKernelsBefore();                      // the one before resets the counter
+    const ItemCounter counter(scratch_.counter, &shared_.number);
+    for (uint32_t n = 0;; ++n) {
+      const Item* item = schedule.Find(counter.Next());
+      PublishWork(item, n);
+      if (item == nullptr) break;
+      CopyTiles(*item, n);
+    }
+    gpu::CommitCopies();
+    gpu::WaitCopies<0>();
+  }
+
+ private:
+  __device__ void PublishWork(const Item* item, uint32_t n) {
+    if (threadIdx.x >= kConsumers) return;
+    const auto stage = Shared::ItemState::Of(n);
+    shared_.items_barriers.WaitFreed(stage);
+    PrefillWork& work = shared_.work[stage.index][threadIdx.x];
+    if (item != nullptr) {
+      work.number = n;
+      work.item = *item;
+      work.rows = RowsOf(p_, *item, threadIdx.x * kConsumerRows, kConsumerRows);
+      work.common = CommonRange(p_, work.rows);
+      if constexpr (kIs8Bit<C>) {
+        work.k_scale = p_.k_scale.At(0, 0, item->kv_head);
+        work.v_scale = p_.v_scale.At(0, 0, item->kv_head);
+      }
+    } else {
+      work.item.num_rows = -1;
+    }
+    gpu::Arrive(&shared_.items_barriers.filled[stage.index]);
+  }
+
+  // Copies the item's tiles and its query. The consumers free the query of the item before, and the
+  // last place of K, when they begin the last tile of that item. The tiles for the other places
+  // therefore come first. The thread block's first item has nothing to wait for. With a cache of 8
+  // bits there are no registers for that order.
+  __device__ void CopyTiles(const Item& item, uint32_t n) {
+    bool is_bad = HasBadTree(p_, item, threadIdx.x);
+    // Else what a copy needs takes registers between items.
+    if constexpr (!kIs8Bit<C>) lane_ = gpu::Opaque(lane_);
+    const int32_t first = Tiles(item, kTile).begin;
+    const int32_t query_tile = first + (kIs8Bit<C> || n == 0 ? 0 : Shared::kStages - 1);
+    [[maybe_unused]] Widened rows;
+    // The block id of the next tile is on its way while a tile is copied. It is asked for when this
+    // tile's has been used: a wait for one load in a register is a wait for the next one, too.
+    int32_t position = first * kTile + warp_ * kPositions + min(lane_, kPositions - 1);
+    int32_t block = IsIn(item, position) ? BlockOf(p_, item, position) : 0;
+    int32_t tile = first;
+    for (; tile * kTile < item.end; ++tile) {  // the end is in shared memory, not in a register
+      Slot<C> slot;
+      if (IsIn(item, position)) slot = SlotIn<C>(p_, item, block, position, &is_bad);
+      position += kTile;
+      gpu::KeepOrder();
+      block = IsIn(item, position) ? BlockOf(p_, item, position) : 0;
+      if (tile == query_tile) CopyQuery(item, n);
+      if constexpr (kIs8Bit<C>) {
+        using Source = typename Widened::Source;
+        const int64_t offset = BytesTo<C>(slot);
+        const Source keys = {KeyOf<C>(p_, 0, item.kv_head), p_.head_size, offset};
+        // V has the strides of K: others would take registers that are not there.
+        const C* of_head =
+            static_cast<const C*>(p_.cache.values) + item.kv_head * p_.cache.head_stride;
+        const Source values = {of_head, p_.value_head_size, offset};
+        if (tile == first) {
+          rows.Load(keys);
+        } else {
+          FillValues([&](Half* to) { rows.StoreAndLoad(to, warp_ * kPositions, keys); });
+        }
+        FillKeys([&](Half* to) { rows.StoreAndLoad(to, warp_ * kPositions, values); });
+      } else {
+        const uint32_t chunks = ChunksTo<C>(slot);
+        FillKeys([&](T* to) { CopyTile(KeyOf<T>(p_, 0, item.kv_head), p_.head_size, chunks, to); });
+        if (Shared::KeysHoldValues(p_)) {
+          stage_ = stage_.Next();
+        } else {
+          FillValues([&](T* to) {
+            CopyTile(ValueOf<T>(p_, 0, item.kv_head), p_.value_head_size, ChunksOfValue(p_, chunks),
+                     to);
+          });
+        }
+      }
+    }
+    if (query_tile >= tile) CopyQuery(item, n);
+    if constexpr (kIs8Bit<C>) {
+      if (first < tile) {
+        FillValues([&](Half* to) { rows.Store(to, warp_ * kPositions); });
+      }
+    }
+    is_bad = gpu::AnyInThreads(kScheduleBarrier, kThreads, is_bad);
+    if (threadIdx.x == 0) Report(p_, scratch_, item, is_bad);
+  }
+
+  // Calls fill(tile) for the next tile of keys.
+  template <typename Fill>
+  __device__ __forceinline__ void FillKeys(const Fill& fill) {
+    shared_.keys_barriers.WaitFreed(stage_);
+    fill(shared_.keys[stage_.index]);
+    ArriveAt(&shared_.keys_barriers.filled[stage_.index]);
+  }
+
+  // The same for values, which are filled after the keys of the same positions.
+  template <typename Fill>
+  __device__ __forceinline__ void FillValues(const Fill& fill) {
+    stage_ = stage_.Next();
+    shared_.values_barriers.WaitFreed(stage_);
+    fill(shared_.values[stage_.index]);
+    ArriveAt(&shared_.values_barriers.filled[stage_.index]);
+  }
+
+  static __device__ __forceinline__ void ArriveAt(gpu::Barrier* filled) {
+    kIs8Bit<C> ? gpu::Arrive(filled) : gpu::ArriveAfterCopies(filled);
+  }
+
+  __device__ void CopyQuery(const Item& item, uint32_t n) {
+    const auto stage = Shared::QueryState::Of(gpu::Opaque(n));
+    if constexpr (kIs8Bit<C>) {
+      WidenQuery(item, stage);
+    } else {
+      CopyQuery(item, stage);
+    }
+  }
+
+  // Eight lanes copy a row, 128 bytes at a time.
+  __device__ __forceinline__ void CopyQuery(const Item& item, typename Shared::QueryState stage) {
+    constexpr int kRows = kThreads / 8;  // at a time
+    constexpr int kUnrolled = kHeadSize <= 128 ? kConsumerRows / kRows : 1;
+    const uint32_t thread = gpu::Opaque(threadIdx.x);
+    const int lane = thread % 8, first_row = thread / 8;
+    const int num_chunks = CeilDiv(p_.head_size, QueryRows::kChunk);
+    QueryRowsApart<kRows> rows(p_, item, shared_.group, first_row);
+#pragma unroll 1
+    for (int consumer = 0; consumer < kConsumers; ++consumer) {
+      PipelineBarriers<1>& barriers = shared_.query_barriers[consumer];
+      barriers.WaitFreed(stage);
+      // Where a chunk lies among others repeats every eight rows.
+      static_assert(kRows % 8 == 0);
+      Element* const query = shared_.query[consumer] + QueryRows::Offset(first_row, lane);
+      const int num_rows = item.num_rows - consumer * kConsumerRows;
+#pragma unroll kUnrolled
+      for (int i = 0; i < kConsumerRows; i += kRows) {
+        const T* from = static_cast<const T*>(p_.query) + rows.Offset() + lane * QueryRows::kChunk;
+#pragma unroll
+        for (int block = 0; block < QueryRows::kChunks / 8; ++block) {
+          const bool exists = first_row + i < num_rows && lane + block * 8 < num_chunks;
+          gpu::CopyAsync16(query + i * QueryRows::kBlockColumns + block * QueryRows::kBlockElements,
+                           from + block * QueryRows::kBlockColumns, exists);
+        }
+        rows.Next();
+      }
+      ArriveAt(&barriers.filled[stage.index]);
+    }
+  }
+
+  // The same for a cache of 8 bits. The lanes of a row have all of it.
+  __device__ __forceinline__ void WidenQuery(const Item& item, typename Shared::QueryState stage) {
+#pragma unroll 1
+    for (int consumer = 0; consumer < kConsumers; ++consumer) {
+      PipelineBarriers<1>& barriers = shared_.query_barriers[consumer];
+      Element* query = shared_.query[consumer];
+      const auto widen = [&](int row, int chunk, const T* from, bool exists) {
+        float factor;
+        *reinterpret_cast<FourPairs*>(query + QueryRows::Offset(row, chunk)) =
+            HalvesOf<QueryRows::kChunks>(from, exists, &factor);
+        if (chunk == 0) shared_.query_factors[consumer][row] = factor;
+      };
+      barriers.WaitFreed(stage);
+      ForQueryChunks<T, QueryRows>(p_, item, consumer * kConsumerRows, kConsumerRows, threadIdx.x,
+                                   widen);
+      ArriveAt(&barriers.filled[stage.index]);
+    }
+  }
+
+  // A warp copies the positions whose offsets its lanes have found; eight lanes copy 128 bytes of
+  // one position. Rows and columns out of range are filled with zeros.
+  __device__ void CopyTile(const T* cache, int64_t num_columns, uint32_t chunks_of_lane, T* tile) {
+    const int row = lane_ / 8, chunk = lane_ % 8, first_row = warp_ * kPositions + row;
+    const auto from = reinterpret_cast<uintptr_t>(cache + chunk * CacheRows::kChunk);
+    // The lane's chunks of a row that exist.
+    const int num_chunks =
+        CeilDiv(num_columns - chunk * CacheRows::kChunk, CacheRows::kBlockColumns);
+    // Where a chunk lies among others repeats every eight rows.
+    T* const to[2] = {tile + CacheRows::Offset(first_row, chunk),
+                      tile + CacheRows::Offset(first_row + 4, chunk)};
+#pragma unroll
+    for (int i = 0; i < kPositions; i += 4) {
+      const uint32_t chunks = gpu::Shuffle(chunks_of_lane, row + i);
+      const uintptr_t from_row = from + uint64_t{chunks} * 16;
+#pragma unroll
+      for (int block = 0; block < CacheRows::kChunks / 8; ++block) {
+        const int column = block * CacheRows::kBlockColumns;
+        gpu::CopyAsync16(to[i / 4 % 2] + i / 8 * 8 * CacheRows::kBlockColumns +
+                             block * CacheRows::kBlockElements,
+                         reinterpret_cast<const void*>(from_row + column * sizeof(T)),
+                         block < num_chunks && chunks != kNoSlot);
+      }
+    }
+  }
+
+  const Params& p_;
+  const Scratch& scratch_;
+  Shared& shared_;
+  int lane_;
+  const int warp_;
+  typename Shared::TileState stage_;  // of the next K, or of the last V
+};
+
+}  // namespace xla_gpu::paged_attention
