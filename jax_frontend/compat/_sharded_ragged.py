@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_frontend._call import takes_arrays
-from jax_frontend.compat._ragged_v3 import ragged_paged_attention_hd64
-from jax_frontend.compat._ragged_v3 import ragged_paged_attention_v3
+from jax_frontend.compat._ragged_v3 import ragged_paged_attention_hd64, ragged_paged_attention_v3
 from shared_ffi.spec import value_error
 
 OP = "tpu_inference.sharded_ragged_paged_attention"
