@@ -60,7 +60,7 @@ def kernels(objects: list[str]) -> list[dict[str, Any]]:
             name, target = re.match(r"'(\S+)' for 'sm_(\w+)'", part).groups()
             kernel = re.search(
                 r"\d(TensorCoreAttention|DecodeAttention|PrefillAttention|CudaCoreAttention"
-                r"|Combine|Update|Add)(.*)",
+                r"|Combine|ZeroArrivals|Update|Add)(.*)",
                 name,
             )
             assert kernel is not None, name
