@@ -289,8 +289,8 @@ def report(console: Console, results: dict[str, Any]) -> None:
     for column in ("processes", "backend", "median us", "90th percentile"):
         table.add_column(column, justify="left" if column == "backend" else "right")
     for row in results["beside_others"]:
-        us = (f"{row[name]:.0f}" for name in ("us", "p90_us"))
-        table.add_row(str(row["others"]), row["backend"], *us)
+        times = (f"{row[name]:.0f}" for name in ("us", "p90_us"))
+        table.add_row(str(row["others"]), row["backend"], *times)
     console.print(table)
 
     limit = results["read_gb_per_s"]

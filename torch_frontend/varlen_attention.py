@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shared_ffi import varlen_attention as op
-from torch_frontend.operator.arguments import check_types, specs
+from torch_frontend.operator.arguments import checked, specs
 from torch_frontend.paged_attention import LSE
 
 _ARRAYS = "Tensor query, Tensor key, Tensor value, Tensor query_start_loc, Tensor num_seqs"
@@ -73,26 +73,11 @@ def varlen_attention(
         causal_seqs, causal = causal, True
         if causal_seqs.dtype != torch.int32 and not causal_seqs.is_floating_point():
             causal_seqs = (causal_seqs != 0).int()
-    given = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "query_start_loc": query_start_loc,
-        "num_seqs": num_seqs,
-    }
-    per_head = {"sinks": sinks, "alibi_slopes": alibi_slopes}
-    ranges = {"bidirectional_ranges": bidirectional_ranges}
-    options: dict[str, tuple[Any, type]] = {
-        "sliding_window": (sliding_window, int),
-        "soft_cap": (soft_cap, float),
-        "window_right": (window_right, int),
-        "max_query_len": (max_query_len, int),
-    }
-    required = {"scale": (scale, float), "causal": (causal, bool)}
-    check_types(op.OP, given, per_head | ranges, options, required)
-    own = (scale, sliding_window, soft_cap, sinks, alibi_slopes, bidirectional_ranges, causal)
-    output, _ = _forward(*given.values(), *own, causal_seqs, window_right, max_query_len)
-    return output  # type: ignore[no-any-return]
+    output, _ = _CHECKED(
+        *(query, key, value, query_start_loc, num_seqs, scale, sliding_window, soft_cap, sinks),
+        *(alibi_slopes, bidirectional_ranges, causal, causal_seqs, window_right, max_query_len),
+    )
+    return output
 
 
 def _checked_width(tensors: Sequence[torch.Tensor], options: Sequence[Any]) -> int:
@@ -192,6 +177,7 @@ def _refuse(ctx: Any, *grads: Any) -> None:
 
 _forward.register_autograd(_differentiate, setup_context=_save)
 _backward.register_autograd(_refuse)
+_CHECKED = checked(op.OP, torch.ops.xla_gpu._varlen_attention.default)
 
 
 class Tokens(NamedTuple):

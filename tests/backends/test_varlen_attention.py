@@ -148,10 +148,11 @@ def test_check_grads() -> None:
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_gradients_of_a_sequence_depend_on_it_alone(backend: str) -> None:
     """They have the same bits in each run and in another batch, also beside NaN."""
-    case = replace(EVERYTHING, arrays=("sinks", "bidirectional_ranges"))
+    case = replace(EVERYTHING, arrays=("sinks", "bidirectional_ranges", "causal"))
     arguments, weights = case(), case.weights()
     first, end = arguments["query_start_loc"][3:5]
     alone = dict(arguments, query_start_loc=np.int32([0, end - first]), num_seqs=np.int32([1]))
+    alone["causal"] = arguments["causal"][3:4]
     for name in ("query", "key", "value", "bidirectional_ranges"):
         alone[name] = arguments[name][first:end]
     output, expected = VARLEN[backend](alone, weights[first:end])

@@ -49,7 +49,7 @@ void ReadRotary(CallReader* call, const TokenRows& keys, ffi::DataType key_dtype
 // `*made`, which is null otherwise.
 KvScales ReadOrMakeScales(CallReader* call, const char* scale, const char* scale_cache,
                           const Params& p, float** made) {
-  if (!call->Has(scale_cache)) return ReadScales(call, scale, p);
+  if (!call->Find(scale_cache).has_value()) return ReadScales(call, scale, p);
   if (call->Find(scale).has_value()) call->Fail(scale, " must not come with ", scale_cache);
   if (p.dtype == p.cache_dtype) call->Refuse(scale_cache, "come with a cache of fewer bits");
   const KvScales scales = ReadScales(call, scale_cache, p);
@@ -96,10 +96,10 @@ ffi::Error MakeParams(const ffi::RemainingArgs& operands, const ffi::RemainingRe
   // The results are operands, updated in place.
   size_t number = 0;
   for (const char* name : {"kv_cache", "value_cache", "k_scale_cache", "v_scale_cache", "query"}) {
-    if (number > 0 && !call.Has(name)) continue;
-    const ffi::AnyBuffer operand = *call.Find(name);
-    const std::array shape = {operand.dimensions()};
-    if (call.Result(number++, name, {operand.element_type()}, shape) != operand.untyped_data()) {
+    const auto operand = call.Find(name);
+    if (!operand.has_value()) continue;
+    const std::array shape = {operand->dimensions()};
+    if (call.Result(number++, name, {operand->element_type()}, shape) != operand->untyped_data()) {
       call.Fail("result ", name, " must alias its operand (output_to_operand_aliasing)");
     }
   }
