@@ -280,14 +280,18 @@ def _compute_gradients(
                 if options.soft_cap is not None:
                     dlogits = dlogits * (1 - tanh * tanh)
                 dq = dq + wide("hqgk,hkd->hqgd", dlogits, k)
-                dk = _add_rows(dk, wide("hqgk,hqgd->khd", dlogits, q), start + j)
-                dv = _add_rows(dv, wide("hqgk,hqgd->khd", weights, do), start + j)
+                # NaN must not reach the rows of the next sequence.
+                is_key = (positions < length)[:, None, None]
+                more_dk = jnp.where(is_key, wide("hqgk,hqgd->khd", dlogits, q), 0)
+                more_dv = jnp.where(is_key, wide("hqgk,hqgd->khd", weights, do), 0)
+                dk, dv = (_add_rows(*x, start + j) for x in ((dk, more_dk), (dv, more_dv)))
                 return dq, dk, dv, dslopes
 
             dqs, dk, dv, dslopes = sums
             count = (last - first + op.CHUNK - 1) // op.CHUNK
             dq, *others = lax.fori_loop(0, count, add_keys, (jnp.zeros_like(q), dk, dv, dslopes))
             dq = dq.swapaxes(0, 1).reshape(op.CHUNK, num_heads, head_size) * options.scale
+            dq = jnp.where(is_row[..., None], dq, 0)
             return _add_rows(dqs, dq.astype(query.dtype), start + i), *others
 
         count = (length + op.CHUNK - 1) // op.CHUNK
