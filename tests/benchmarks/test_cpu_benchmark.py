@@ -106,7 +106,7 @@ def test_latent_attention_of_pages_of_one_position(quickly: None, cache_dtype: s
     itemsize = 1 if cache_dtype else 2
     assert workload.kv_bytes == 2 * 90 * 72 * itemsize
     assert workload.flops == 2 * 2 * 90 * 8 * (72 + 64)
-    found = contest.row_of(workload, "cpu", contest.OURS | PEERS, bench.limits())
+    found = contest.row_of(workload, contest.OURS | PEERS, bench.limits())
     assert contest.OURS.keys() <= found["seconds"].keys()
     assert found["absent"]["vLLM"] == "does not compute V as a part of K"
     assert ("torch SDPA (contiguous)" in found["seconds"]) == (cache_dtype is None)

@@ -969,7 +969,8 @@ def test_lengths_that_change_during_the_call(
         operands[place] = lengths
     scratch = guarded(np.full(call.results_on("cuda")[-1].shape, 0xFF, np.uint8))
     each_kernel.run(paged_attention, operands, [output, scratch], 0, **numbers(call))
-    assert (np.isnan(output) | (output == 1)).all()  # and nothing outside of the arrays was read
+    # A row may be wrong, or as it was: no work item may have it. Nothing outside of the arrays is read.
+    assert (np.isnan(output) | (output == 1) | (output == 0)).all()
 
 
 HALF = {"head_size": 128, "block_size": 16, "dtype": "bfloat16"}

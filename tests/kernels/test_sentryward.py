@@ -64,7 +64,7 @@ extern "C" __global__ void Probe(void* query, Half* cache, const int32_t* contex
   p.scale = 0.1f;
   p.is_causal = true;
   p.dtype = p.cache_dtype = DType::kFloat16;
-  KERNEL(p, Scratch{1, 1, 0, flags, flags + 64, states, partials}, NUMBERS);
+  KERNEL(p, Scratch{1, 1, 0, flags, flags + 64, flags + 65, states, partials}, NUMBERS);
 }
 
 }  // namespace xla_gpu::paged_attention
@@ -119,9 +119,15 @@ MUTANTS = [
     ("portable, few rows", "gpu::WaitCopies<kAhead - 1>(); «__syncthreads();»"),
     ("portable, few rows", "«is_bad_ = __syncthreads_or(is_bad_);»"),
     ("portable, few rows", "StoreSums(); «__syncthreads();»"),
-    ("decode", "«shared_.tiles_barriers.WaitFilled(stage);» float logits"),
+    (
+        "decode",
+        "«shared_.tiles_barriers.WaitFilled(stage);» if (warp_ == 0) gpu::Stamp(gpu::Moment::kFirstTile",
+    ),
     ("decode", "work.begin; «shared_.tiles_barriers.WaitFreed(stage);» C* to"),
-    ("decode", "«gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);» FinishSplit(work);"),
+    (
+        "decode",
+        "«gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);» if (warp_ == 0) gpu::Stamp(gpu::Moment::kLastTile",
+    ),
     ("decode", "«__syncthreads();» if (warp < kWarps)"),
 ]
 # The last one: a thread reads what another one has written, in no order that is proven.

@@ -155,7 +155,8 @@ void RunOnTeam(StartTeam* start_team, int64_t num_threads, const std::function<v
   Clock::duration loss = team.begin - start;
   const Clock::time_point now = Clock::now();
   if (!team.all_came) loss += now - team.end;  // else they had items to finish
-  if (loss < kLoss) return;
+  static thread_local int64_t largest = 1;     // so far: a larger team waits for new threads
+  if (loss < kLoss || num_threads > std::exchange(largest, std::max(largest, num_threads))) return;
   without_open_mp_until.store((now + kPause * loss).time_since_epoch().count(),
                               std::memory_order_relaxed);
 }

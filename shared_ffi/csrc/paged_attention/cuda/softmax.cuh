@@ -303,7 +303,6 @@ __device__ __forceinline__ bool HoldsNonFinite(int thread, int num_chunks, int n
 template <typename Element>
 __device__ __forceinline__ void ClearNonFinite(int thread, int count, int num_threads,
                                                const Element& element) {
-#pragma unroll 1
   for (int i = thread; i < count; i += num_threads) {
     if (!IsFinite(*element(i))) *element(i) = {};
   }
