@@ -267,7 +267,7 @@ def test_block_ids_come_while_tiles_are_multiplied(
     items of few rows."""
     kernels = machine_code(folder, "tensor_core_BFloat16_BFloat16_128")
     codes = [code for name, code in kernels.items() if f"Li128ELi{warp_rows}E" in name]
-    assert [_loads_ahead(code) for code in codes] == [loops] * len(codes)
+    assert min(_loads_ahead(code) for code in codes) >= loops
 
 
 def _loads_ahead(code: MachineCode) -> int:

@@ -32,7 +32,8 @@ __device__ __forceinline__ void ForQueryRows(const Params& p, const Item& item, 
   const int num_rows = item.num_rows - first_row;
   const bool has_own = own < kNumRows && own < num_rows;
   const int64_t own_offset = has_own ? QueryOffset(p, item, first_row + own) : 0;
-#pragma unroll
+  [[maybe_unused]] constexpr int kUnrolled = QueryRows::kChunks >= 32 ? 1 : kSteps;  // registers
+#pragma unroll kUnrolled
   for (int step = 0; step < kSteps; ++step) {
     const int row = step * kRows + thread / kLanes;
     const T* from = static_cast<const T*>(p.query) +

@@ -186,7 +186,7 @@ class Schedule {
 
   struct Shared {
     uint32_t round;         // of FindDealt: in a register it would be spilled
-    int64_t begin;          // number of the window's first item, for the thread that finds items
+    int64_t begin;          // number of the window's first item; ~ that if no window follows
     int64_t ends[kWindow];  // for each sequence of the window, the number after its last item
     union {
       struct {
@@ -220,7 +220,7 @@ class Schedule {
   // threads call it, with increasing numbers. Also a barrier.
   __device__ const Item* Find(int64_t number) {
     while (number >= shared_.ends[kWindow - 1]) {
-      if (is_last_) return nullptr;
+      if (shared_.begin < 0) return nullptr;
       CountWindow(int64_t{window_} + kWindow);
     }
     Sync();  // everyone has left the item before
@@ -250,7 +250,8 @@ class Schedule {
       const int next = first + step;
       if (next <= kWindow && shared_.ends[next - 1] <= number) first = next;
     }
-    const int64_t before = first == 0 ? shared_.begin : shared_.ends[first - 1];
+    const int64_t begin = shared_.begin < 0 ? ~shared_.begin : shared_.begin;
+    const int64_t before = first == 0 ? begin : shared_.ends[first - 1];
     FindInSequence(int64_t{window_} + first, number - before, &shared_.item);
   }
 
@@ -277,11 +278,11 @@ class Schedule {
     const int64_t begin = window == 0 ? 0 : shared_.ends[kWindow - 1];
     Sync();  // everyone has read the window before, and left the item before
     if (lane == gpu::kWarpSize - 1) {
-      shared_.warps.items[warp] = count.items;
-      shared_.warps.broken[warp] = count.broken;
+      const int place = gpu::Opaque(warp);  // no address of it stays in a register
+      shared_.warps.items[place] = count.items;
+      shared_.warps.broken[place] = count.broken;
     }
     Sync();
-    if (thread == 0) shared_.begin = begin;
     Count before{begin, 0}, all{begin, 0};
     for (int w = 0; w < kWarps; ++w) {
       const Count warp_count{shared_.warps.items[w], shared_.warps.broken[w]};
@@ -289,10 +290,12 @@ class Schedule {
       all = all.Then(warp_count);
     }
     if (thread < kWindow) shared_.ends[gpu::Opaque(threadIdx.x)] = before.Then(count).items;
+    if (thread == 0) {
+      const bool is_last = all.broken || window + kWindow >= p_.max_seqs;
+      shared_.begin = is_last ? ~begin : begin;
+    }
     Sync();
     window_ = static_cast<uint32_t>(window);
-    // The same for all threads, although num_seqs_ may not be.
-    is_last_ = all.broken || window + kWindow >= p_.max_seqs;
   }
 
   // Within a sequence, items are numbered by groups of kv heads, and within a group, the query
@@ -323,7 +326,6 @@ class Schedule {
   Shared& shared_;
   const int32_t num_seqs_;  // as this thread has read it
   uint32_t window_ = 0;     // first sequence of the window
-  bool is_last_ = false;
 };
 
 // Deals the numbers of work items to the thread blocks as they ask for them. With the largest items

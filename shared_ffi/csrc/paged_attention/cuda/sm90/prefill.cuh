@@ -58,8 +58,8 @@ inline constexpr int kPrefillThreads = (1 + kConsumers) * kThreads;
 template <typename C, int kHeadSize>
 struct PrefillRegisters {
   static constexpr int kLaunch = 64 * 1024 / kPrefillThreads / 8 * 8;
-  static constexpr int kProducer = kIs8Bit<C> ? 88 : kHeadSize == 64 ? 72 : 56;
-  static constexpr int kConsumer = kIs8Bit<C> ? 208 : kHeadSize == 64 ? 216 : 224;
+  static constexpr int kProducer = kIs8Bit<C> || kHeadSize == 64 ? 88 : 56;
+  static constexpr int kConsumer = kIs8Bit<C> || kHeadSize == 64 ? 208 : 224;
   static_assert(kProducer + kConsumers * kConsumer <= (1 + kConsumers) * kLaunch,
                 "consumers would wait for registers for ever");
 };
