@@ -62,10 +62,10 @@ if(NOT ARCHITECTURES MATCHES "90a")
   set(PREFILL_HEAD_SIZES)
   set(PREFILL_HEAD_SIZES_OF_8_BITS)
 endif()
-# The decode kernel is used on sm_90 only. It reads no padding of a head, so few sizes suffice.
-set(DECODE_HEAD_SIZES ${PREFILL_HEAD_SIZES})
+# The decode kernel reads no padding of a head, so few sizes suffice.
+set(DECODE_HEAD_SIZES ${XLA_GPU_HEAD_SIZES})
 list(FILTER DECODE_HEAD_SIZES INCLUDE REGEX "^(128|256)$")
-set(DECODE_HEAD_SIZES_OF_8_BITS ${PREFILL_HEAD_SIZES_OF_8_BITS})
+set(DECODE_HEAD_SIZES_OF_8_BITS ${XLA_GPU_HEAD_SIZES_OF_8_BITS})
 list(FILTER DECODE_HEAD_SIZES_OF_8_BITS INCLUDE REGEX "^128$")
 # As further arguments of a template.
 foreach(sizes HEAD_SIZES_OF_4_BITS PREFILL_HEAD_SIZES PREFILL_HEAD_SIZES_OF_8_BITS DECODE_HEAD_SIZES DECODE_HEAD_SIZES_OF_8_BITS)
@@ -131,14 +131,18 @@ if(NOT ARCHITECTURES MATCHES "(^|;)8[0-9]+(-virtual)?(;|$)")
   target_compile_definitions(cuda PRIVATE XLA_GPU_LAUNCHES_EARLY)
 endif()
 
+if(ARCHITECTURES MATCHES "90a")  # a decode kernel with more shared memory, and the prefill kernel
+  target_compile_definitions(cuda PRIVATE XLA_GPU_HAS_HOPPER_KERNELS)
+endif()
+
 # Wheels for all GPUs have code for 8.9 where it is faster: for caches of float8_e4m3.
 set(ARCHITECTURES_OF_Float8E4M3 "${ARCHITECTURES}")
 if(XLA_GPU_ARCHITECTURES STREQUAL "all")
   list(APPEND ARCHITECTURES_OF_Float8E4M3 89-real)
 endif()
 
-# One unit for each type of query, type of cache and head size.
-function(add_kernel_of_caches room kernel architectures head_sizes head_sizes_of_8_bits head_sizes_of_4_bits)
+# One unit for each type of query, type of cache and head size. Further arguments: definitions.
+function(add_kernel_of_caches kernel source architectures head_sizes head_sizes_of_8_bits head_sizes_of_4_bits)
   foreach(storage ${XLA_GPU_TENSOR_CORE_TYPES})
     foreach(cache ${storage} Float8E4M3 Float8E5M2 int8_t Int4OrInt8)
       set(sizes ${head_sizes_of_8_bits})
@@ -149,23 +153,28 @@ function(add_kernel_of_caches room kernel architectures head_sizes head_sizes_of
       endif()
       foreach(head_size ${sizes})
         set(name ${kernel}_${storage}_${cache}_${head_size})
-        add_cuda_objects(${name} paged_attention/cuda/${room}/${kernel}.cu)
+        add_cuda_objects(${name} paged_attention/cuda/${source})
         set(targets "${architectures}")
         if(cache STREQUAL "Float8E4M3" AND architectures STREQUAL ARCHITECTURES)
           set(targets "${ARCHITECTURES_OF_Float8E4M3}")
         endif()
         set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES "${targets}")
         target_compile_definitions(${name} PRIVATE
-          XLA_GPU_STORAGE=${storage} XLA_GPU_CACHE=${cache} XLA_GPU_HEAD_SIZE=${head_size})
+          XLA_GPU_STORAGE=${storage} XLA_GPU_CACHE=${cache} XLA_GPU_HEAD_SIZE=${head_size} ${ARGN})
       endforeach()
     endforeach()
   endforeach()
 endfunction()
 
-add_kernel_of_caches(portable tensor_core "${ARCHITECTURES}" "${XLA_GPU_HEAD_SIZES}" "${XLA_GPU_HEAD_SIZES_OF_8_BITS}"
-                     "${HEAD_SIZES_OF_4_BITS}")
-add_kernel_of_caches(sm90 decode 90a-real "${DECODE_HEAD_SIZES}" "${DECODE_HEAD_SIZES_OF_8_BITS}" "")
-add_kernel_of_caches(sm90 prefill 90a-real "${PREFILL_HEAD_SIZES}" "${PREFILL_HEAD_SIZES_OF_8_BITS}" "")
+add_kernel_of_caches(tensor_core portable/tensor_core.cu "${ARCHITECTURES}"
+                     "${XLA_GPU_HEAD_SIZES}" "${XLA_GPU_HEAD_SIZES_OF_8_BITS}" "${HEAD_SIZES_OF_4_BITS}")
+add_kernel_of_caches(decode sm90/decode.cu "${ARCHITECTURES}"
+                     "${DECODE_HEAD_SIZES}" "${DECODE_HEAD_SIZES_OF_8_BITS}" "" XLA_GPU_KIB=kAnyMultiprocessor)
+if(ARCHITECTURES MATCHES "90a")  # the same with more shared memory
+  add_kernel_of_caches(large_decode sm90/decode.cu 90a-real
+                       "${DECODE_HEAD_SIZES}" "${DECODE_HEAD_SIZES_OF_8_BITS}" "" XLA_GPU_KIB=kLargeMultiprocessor)
+endif()
+add_kernel_of_caches(prefill sm90/prefill.cu 90a-real "${PREFILL_HEAD_SIZES}" "${PREFILL_HEAD_SIZES_OF_8_BITS}" "")
 
 # cudart is linked statically, so that the library loads on a machine without a driver.
 get_filename_component(CUDA_ROOT "${CMAKE_CUDA_COMPILER}" REALPATH)

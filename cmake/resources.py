@@ -77,7 +77,8 @@ def kernels(objects: list[str]) -> list[dict[str, Any]]:
                     "storage": storage,
                     "cache": storage if cache is None else cache,
                     "size": sizes[0],
-                    "warp_rows": sizes[1],
+                    "variant": sizes[1],
+                    "is_plain": re.search("Lb1ELb[01]E", kernel[2]) is not None,
                     "target": target,
                     "registers": int(re.search(r"Used (\d+) registers", part)[1]),
                     "stack_bytes": int(frame[1]),
@@ -96,7 +97,7 @@ def add_occupancy(
         cache_bytes = 0
         if entry["cache"]:
             cache_bytes = 2 if entry["cache"] == entry["storage"] else 1
-        key = (entry["kernel"], entry["size"], cache_bytes, entry["warp_rows"])
+        key = (entry["kernel"], entry["size"], cache_bytes, entry["variant"])
         threads, shared_bytes = launched.get(key, (256, 0))
         registers, shared, max_threads = LIMITS[entry["target"]]
         of_block = -(-entry["registers"] // 8) * 8 * threads
@@ -115,7 +116,7 @@ def table(module: Path, folder: Path, objects: list[str]) -> None:
     spec.loader.exec_module(native)
     found = [entry for entry in kernels(objects) if entry["target"] in LIMITS]
     add_occupancy(found, native.cuda_kernels())
-    columns = ["kernel", "storage", "cache", "size", "warp_rows", "target"]
+    columns = ["kernel", "storage", "cache", "size", "variant", "target"]
     found.sort(key=lambda entry: [entry[column] for column in columns])
     (folder / "resources.json").write_text(json.dumps(found, indent=2))
     columns += ["registers", "spill_bytes", "shared_bytes", "blocks"]

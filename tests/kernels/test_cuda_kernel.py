@@ -128,10 +128,14 @@ def test_the_kernels_of_a_call_on_hopper(
     launched = launches(gpu.on_hopper(), case)
     assert [threads for _, threads, _ in launched] == kernels
     assert kernels[0] != ZEROS or launched[0][:2] == (1, ZEROS)
-    assert [threads for _, threads, _ in launches(gpu, case)] == [PORTABLE, COMBINE]
+    portable = [PORTABLE if threads == HOPPER else threads for threads in kernels]
+    if kernels[0] != ZEROS:
+        portable = [PORTABLE, COMBINE]
+    assert [threads for _, threads, _ in launches(gpu, case)] == portable
     if kernels == [ZEROS, DECODE]:
         short = replace(case, sequences=tuple((q_len, 60) for q_len in q_lens), unused_blocks=0)
-        assert [threads for _, threads, _ in launches(gpu.on_hopper(), short)] == [DECODE]
+        for each in (gpu, gpu.on_hopper()):
+            assert [threads for _, threads, _ in launches(each, short)] == [DECODE]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -143,20 +147,62 @@ def test_the_merge_begins_early(dtype: str, gpu: Gpu, launches: Any) -> None:
     assert [early for *_, early in launches(gpu, case)] == [0, 0]
 
 
+def skip_without_code(gpu: Gpu, capability: int) -> None:
+    """Skips a test on the emulated GPU where a build has no code for it."""
+    architectures = [int(x) for x in re.findall(r"\d+", gpu.native.cuda_architectures)]
+    if ON_CUDA or capability < min(architectures) or max(architectures) < 90 <= capability:
+        pytest.skip("this build has no code for such a GPU")
+
+
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 103, 120])
 def test_the_gpu_decides_which_kernels_run(capability: int, gpu: Gpu, launches: Any) -> None:
-    architectures = [int(x) for x in re.findall(r"\d+", gpu.native.cuda_architectures)]
-    if capability < min(architectures) or max(architectures) < 90 <= capability:
-        pytest.skip("this build has no code for such a GPU")
+    skip_without_code(gpu, capability)
     case = Case(id="mixed", sequences=((1, 900), (100, 300)), dtype="bfloat16", head_size=64)
     portable = type(gpu)(gpu.native, "portable", capability)
     by_gpu = type(gpu)(gpu.native, "by GPU", capability)
     is_hopper = capability == 90
-    assert portable.kernels_in_use() == ["portable"]
-    assert by_gpu.kernels_in_use() == [*(["decode", "prefill"] if is_hopper else []), "portable"]
-    assert [threads for _, threads, _ in launches(portable, case)] == [PORTABLE, COMBINE]
-    kernels = [ZEROS, DECODE, HOPPER, COMBINE] if is_hopper else [PORTABLE, COMBINE]
+    assert portable.kernels_in_use() == ["decode", "portable"]
+    assert by_gpu.kernels_in_use() == ["decode", *(["prefill"] if is_hopper else []), "portable"]
+    kernels = [ZEROS, DECODE, PORTABLE, COMBINE]
+    assert [threads for _, threads, _ in launches(portable, case)] == kernels
+    kernels = [ZEROS, DECODE, HOPPER if is_hopper else PORTABLE, COMBINE]
     assert [threads for _, threads, _ in launches(by_gpu, case)] == kernels
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"num_heads": 2},
+        {"num_heads": 10, "head_size": 40, "sinks": True},
+        {"num_heads": 16, "head_size": 200, "cache_dtype": None, "return_lse": True},
+        {"num_heads": 16, "cache_dtype": "float8_e4m3fn", "scales": "per position"},
+    ],
+    ids=["few-rows", "some-rows", "wide", "float8"],
+)
+def test_decoding_has_the_same_bits_on_every_gpu(
+    features: dict[str, Any], capability: int, gpu: Gpu
+) -> None:
+    """Where a multiprocessor has less memory, fewer KV tiles are on their way at once, and the warps
+    merge some rows after the others. Beside a long query, too, which other kernels compute."""
+    skip_without_code(gpu, capability)
+    sizes = {"num_kv_heads": 1, "head_size": 64, "block_size": 16, "dtype": "bfloat16"} | features
+    case = Case(id="same", sequences=((1, 900), (1, 37), (20, 60), (1, 260)), **sizes)
+    inputs, attributes = case.inputs(), case.attributes()
+    results = [
+        attend(type(gpu)(gpu.native, "by GPU"), inputs, **attributes),
+        *[
+            attend(type(gpu)(gpu.native, "portable", capability), inputs, seed=seed, **attributes)
+            for seed in (0, 1, 20)
+        ],
+    ]
+    for result in results:
+        assert_close_on_cuda(result, inputs, attributes)
+    decoded = [0, 1, 22]  # the tokens of short sequences
+    outputs = [x if isinstance(x, tuple) else (x,) for x in results]
+    for arrays in outputs[1:]:
+        for x, expected in zip(arrays, outputs[0], strict=True):
+            assert_same_bits(x[decoded], expected[decoded])
 
 
 def test_the_number_of_thread_blocks_is_limited(gpu: Gpu, launches: Any) -> None:
@@ -782,17 +828,15 @@ def test_splits_of_long_queries(
     result = attend(each_kernel, inputs, scratch=scratch, seed=seed, **attributes)
     assert_close_on_cuda(result, inputs, attributes)
     num_tokens, (max_seqs, max_blocks_per_seq) = len(inputs.query), inputs.block_tables.shape
-    tokens_per_tile, most_splits = 16, 256
+    tokens_per_tile, most_splits = 16 if each_kernel.kernels == "portable" else 32, 256
     num_slots = min(
         num_tokens * -(-max_blocks_per_seq * case.block_size // 128),
-        max_seqs * tokens_per_tile * most_splits,
+        max_seqs * 16 * most_splits,
     )
     words = scratch[: 4 * (num_tokens + num_slots + 3)].view(I32)
     flags, (*_, first, second) = words[num_tokens:-3], words
-    if each_kernel.kernels == "portable":
-        assert np.count_nonzero(flags == 0) == -(-q_len // tokens_per_tile) * splits + 3
-    elif q_len > 4:
-        tiles = -(-q_len // (2 * tokens_per_tile))
+    if q_len > 4:
+        tiles = -(-q_len // tokens_per_tile)
         assert (np.count_nonzero(flags == 0), second) == (tiles * splits, 3)
     else:
         assert (first, second) == (splits, 3)

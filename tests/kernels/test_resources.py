@@ -24,7 +24,8 @@ from tests.support.native import ROOT
 
 CSRC = ROOT / "shared_ffi/csrc"
 SMALLEST_SHARED_BYTES = 99 * 1024  # the limit of a thread block on sm_86, sm_89 and sm_120
-HOPPER_SHARED_BYTES = 227 * 1024  # on sm_90
+LARGE_SHARED_BYTES = 227 * 1024  # on sm_90
+LARGE_MULTIPROCESSOR = 228  # KiB: the second number of a decode kernel's template
 WIDE_SHARED_BYTES = 163 * 1024  # on sm_80, the smallest that the kernel for wide heads runs on
 
 
@@ -58,7 +59,7 @@ def test_every_kernel_is_in_the_table(folder: Path, kernels: list[dict[str, Any]
         assert sizes == [{64, 80, 96, 112, 128, 192, 256, 512, 576}, {64, 128, 256}]
     kernels_of = {
         "TensorCoreAttention": (*sizes, targets),
-        "DecodeAttention": (sizes[0] & {128, 256}, sizes[1] & {128}, targets & {"90a"}),
+        "DecodeAttention": (sizes[0] & {128, 256}, sizes[1] & {128}, targets),
         "PrefillAttention": (
             sizes[0] & {64, 128, 192, 256},
             sizes[1] & {64, 128},
@@ -71,6 +72,7 @@ def test_every_kernel_is_in_the_table(folder: Path, kernels: list[dict[str, Any]
         cache = "float8_e4m3fn"
         for storage, size in itertools.product(storages, sizes[1]):
             expected.add(("TensorCoreAttention", storage, cache, size, "89"))
+        expected |= {("DecodeAttention", storage, cache, 128, "89") for storage in storages}
     for kernel, (sizes_16_bit, sizes_8_bit, kernel_targets) in kernels_of.items():
         for storage, target in itertools.product(storages, kernel_targets):
             expected |= {(kernel, storage, storage, size, target) for size in sizes_16_bit}
@@ -88,6 +90,14 @@ def test_every_kernel_is_in_the_table(folder: Path, kernels: list[dict[str, Any]
     }
     names = ("CudaCoreAttention", "Combine", "ZeroArrivals", "Update", "Add")
     assert others == {*itertools.product(names, targets)}
+    # Each decode kernel twice for Hopper.
+    decode = [entry for entry in kernels if entry["kernel"] == "DecodeAttention"]
+    for large, of in ((False, targets), (True, targets & {"90a"})):
+        assert of == {
+            entry["target"]
+            for entry in decode
+            if (entry["variant"] == LARGE_MULTIPROCESSOR) == large and entry["target"] != "89"
+        }
 
 
 def sizes_of(settings: str, name: str) -> set[int]:
@@ -203,10 +213,11 @@ def decode_cache(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def decode_kernels(folder: Path, decode_cache: str) -> list[MachineCode]:
-    """The kernels for calls without rare features: for blocks of any size, and for those of whole
-    tiles."""
-    kernels = machine_code(folder, f"decode_BFloat16_{decode_cache}_128")
-    return [kernels[name] for name in sorted(kernels) if "Lb1ELb" in name]
+    """The kernels of Hopper GPUs for calls without rare features: for blocks of any size, and for
+    those of whole tiles."""
+    kernels = machine_code(folder, f"large_decode_BFloat16_{decode_cache}_128")
+    names = sorted(name for name in kernels if "Lb1ELb" in name and name.endswith("90a"))
+    return [kernels[name] for name in names]
 
 
 def test_the_decode_kernel_is_short(decode_cache: str, decode_kernels: list[MachineCode]) -> None:
@@ -259,15 +270,12 @@ def test_block_ids_come_while_tiles_are_copied(
     assert (len(ahead), len(loads)) == (ahead_loads, all_loads)
 
 
-@pytest.mark.parametrize(("warp_rows", "loops"), [(1, 1), (4, 2)], ids=["few-rows", "64-rows"])
-def test_block_ids_come_while_tiles_are_multiplied(
-    folder: Path, warp_rows: int, loops: int
-) -> None:
-    """The portable kernel asks for them two tiles ahead. The kernel for 64 rows has a second loop for
+def test_block_ids_come_while_tiles_are_multiplied(folder: Path) -> None:
+    """The portable kernel asks for them two tiles ahead. It has one loop: the decode kernel computes
     items of few rows."""
     kernels = machine_code(folder, "tensor_core_BFloat16_BFloat16_128")
-    codes = [code for name, code in kernels.items() if f"Li128ELi{warp_rows}E" in name]
-    assert min(_loads_ahead(code) for code in codes) >= loops
+    assert {re.findall(r"Li(\d+)E", name)[1] for name in kernels} == {"4"}
+    assert min(map(_loads_ahead, kernels.values())) >= 1
 
 
 def _loads_ahead(code: MachineCode) -> int:
@@ -459,11 +467,30 @@ def test_two_blocks_of_the_portable_kernel_share_a_multiprocessor(
     assert [entry for entry in found if entry["blocks"] < 2] == []
 
 
+@pytest.mark.parametrize("features", ["usual", "all"])
+def test_two_blocks_of_the_decode_kernel_share_a_multiprocessor(
+    features: str, kernels: list[dict[str, Any]]
+) -> None:
+    """On GPUs with 164 KiB or more, with heads of 128. Of 100 KiB a block has most."""
+    decode = [x for x in kernels if x["kernel"] == "DecodeAttention" and x["size"] == 128]
+    if not decode:
+        pytest.skip("this build has no such kernel")
+    few = []
+    for entry in decode:
+        needs_registers = features == "all" and entry["cache"] != entry["storage"]
+        has_two = entry["target"] in ("80", "90a", "100") and (
+            not needs_registers or entry["variant"] == LARGE_MULTIPROCESSOR
+        )
+        if entry["is_plain"] == (features == "usual") and entry["blocks"] < 1 + has_two:
+            few.append(entry)
+    assert few == []
+
+
 def test_shared_memory_suffices_on_every_gpu(kernels: list[dict[str, Any]]) -> None:
     for entry in kernels:
         is_wide, limit = entry["size"] > 256, SMALLEST_SHARED_BYTES
-        if entry["kernel"] in ("PrefillAttention", "DecodeAttention"):
-            limit = HOPPER_SHARED_BYTES
+        if entry["kernel"] == "PrefillAttention" or entry["variant"] == LARGE_MULTIPROCESSOR:
+            limit = LARGE_SHARED_BYTES
         elif is_wide:
             limit = WIDE_SHARED_BYTES
         assert entry["shared_bytes"] <= limit

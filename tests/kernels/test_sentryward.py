@@ -94,22 +94,27 @@ class Work:
 
 def tensor_core(q_len: int, warp_rows: int) -> Work:
     shared = f"TensorCoreLayout<Half, Half, 64>::SharedBytes({warp_rows})"
-    kernel = f"TensorCoreAttention<Half, Half, 64, {warp_rows}>"
+    kernel = f"TensorCoreAttention<Half, Half, 64, {warp_rows}, false>"
     return Work(kernel, shared, "80", 128, 64, q_len, context_len=200)
 
 
-# The sequences have more KV tiles than the kernels have stages in memory.
-WORK = {
-    "decode": Work(
-        "DecodeAttention<Half, Half, 128, true, true>",
-        "sizeof(DecodeShared<Half, Half, 128>)",
-        target="90a",
+def decode(memory: str, target: str) -> Work:
+    return Work(
+        f"DecodeAttention<Half, Half, 128, {memory}, true, true>",
+        f"sizeof(DecodeShared<Half, Half, 128, {memory}>)",
+        target=target,
         num_threads=192,
         head_size=128,
         q_len=1,
         context_len=220,
         numbers="DecodeNumbers(p, kDecodeRows, 8)",
-    ),
+    )
+
+
+# The sequences have more KV tiles than the kernels have stages in memory.
+WORK = {
+    "decode": decode("kLargeMultiprocessor", "90a"),
+    "decode, little memory": decode("kAnyMultiprocessor", "80"),
     "portable, few rows": tensor_core(q_len=1, warp_rows=1),
     "portable, many rows": tensor_core(q_len=16, warp_rows=4),
 }
@@ -126,9 +131,13 @@ MUTANTS = [
     ("decode", "work.begin; «shared_.tiles_barriers.WaitFreed(stage);» C* to"),
     (
         "decode",
-        "«gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);» if (warp_ == 0) gpu::Stamp(gpu::Moment::kLastTile",
+        "«gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);» if (kRounds == 1) break;",
     ),
     ("decode", "«__syncthreads();» if (warp < kWarps)"),
+    (
+        "decode, little memory",
+        "«gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);» // the round before is merged",
+    ),
 ]
 # The last one: a thread reads what another one has written, in no order that is proven.
 REFUSALS = ("not_wellsynced", "potential_race", "shared_constant_dependency_unproven")
@@ -211,7 +220,7 @@ def prepared(ptx: str) -> str:
     """PTX in the words that the verifier knows."""
     # A wait for an mbarrier as a loop of its own. In the PTX, the compiler repeats it.
     ptx = re.sub(
-        r"(mbarrier\.try_wait\S+)\s+P_OUT, (.*?);.*\n\s*selp\.b32 (%\w+), 1, 0, P_OUT;",
+        r"(mbarrier\.(?:try|test)_wait\S+)\s+P_OUT, (.*?);.*\n\s*selp\.b32 (%\w+), 1, 0, P_OUT;",
         r"wait: \1 P_OUT, \2; @P_OUT bra end; bra wait; end: mov.u32 \3, 1;",
         ptx,
     )

@@ -428,7 +428,7 @@ def test_cuda_kernels_are_compared(emulated: Any, monkeypatch: pytest.MonkeyPatc
         cuda_kernels.compare(unsteady.attend, unsteady)
     assert emulated.cuda_choice() == "by GPU"
     monkeypatch.setenv("EMULATED_GPU_CAPABILITY", "120")
-    assert cuda_kernels.compare(sound.attend, sound) == f"{in_use}portable"
+    assert cuda_kernels.compare(sound.attend, sound) == f"{in_use}decode, portable"
 
 
 def test_the_choice_of_cuda_kernels_is_shown(

@@ -1,5 +1,4 @@
-// GPU instructions of sm_90 and later: barriers in shared memory for copies. And how thread blocks
-// meet in global memory.
+// Barriers in shared memory for copies. And how thread blocks meet in global memory.
 #pragma once
 
 #include <cuda/atomic>
@@ -28,14 +27,18 @@ __device__ __forceinline__ void Arrive(Barrier* barrier) { ::cuda::ptx::mbarrier
 __device__ __forceinline__ void ArriveAfterCopies(Barrier* barrier) {
   // CCCL 13.0 has a function for it that leaves out the state space, although it gives an address
   // in shared memory.
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SharedAddress(barrier))
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(SharedAddress(barrier))
                : "memory");
 }
 
-// Waits for some time while the current phase has this parity. Returns whether it has the other
-// one.
+// Whether the current phase has the other parity. From sm_90 on it first waits for that for some
+// time.
 __device__ __forceinline__ bool TryWaitForPhase(Barrier* barrier, int parity) {
+#if __CUDA_ARCH__ >= 900
   return ::cuda::ptx::mbarrier_try_wait_parity(barrier, parity);
+#else
+  return ::cuda::ptx::mbarrier_test_wait_parity(barrier, parity);
+#endif
 }
 
 // Waits while the current phase has this parity. The first phase has parity 0, so a wait for parity
@@ -51,13 +54,6 @@ __device__ __forceinline__ void WaitForPhase(Barrier* barrier, int parity) {
 __device__ __forceinline__ int32_t AddInOrder(int32_t* number, int32_t summand) {
   ::cuda::atomic_ref<int32_t, ::cuda::thread_scope_device> shared(*number);
   return shared.fetch_add(summand, ::cuda::memory_order_acq_rel);
-}
-
-// Makes writes to shared memory visible to the async proxy, through which a warpgroup's products
-// read it: this thread's writes, and the writes and copies of others that this thread has seen.
-// Whole warps call it.
-__device__ __forceinline__ void FenceAsyncProxy() {
-  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
 }
 
 }  // namespace xla_gpu::gpu

@@ -1,4 +1,4 @@
-// GPU instructions that only sm_90a has: the products of a warpgroup.
+// GPU instructions of sm_90a: the products of a warpgroup.
 #pragma once
 
 #include "barrier.cuh"
@@ -13,6 +13,13 @@ __device__ __forceinline__ void GiveRegistersBack() {
 template <int kRegisters>
 __device__ __forceinline__ void TakeRegisters() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Makes writes to shared memory visible to the async proxy, through which a warpgroup's products
+// read it: this thread's writes, and the writes and copies of others that this thread has seen.
+// Whole warps call it.
+__device__ __forceinline__ void FenceAsyncProxy() {
+  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
 }
 
 // Keeps the compiler from moving accesses to these registers past this point.

@@ -100,7 +100,7 @@ bool IsAligned(const Params& p) {
 }
 
 // Whether the offset of each position in the cache is a 32-bit number of chunks of 16 bytes, as the
-// Hopper and decode kernels count them: up to 64 GiB.
+// prefill and decode kernels count them: up to 64 GiB.
 template <typename C>
 bool OffsetsFit32BitChunks(const Params& p) {
   const int64_t last = p.cache.Offset(p.num_blocks - 1, p.block_size - 1);
@@ -121,6 +121,18 @@ inline bool FitsValues(int head_size, const Params& p) {
 }
 
 inline constexpr int kRowsPerWarpTile = 16;  // query rows of a tensor core product
+
+// Query rows of the decode kernel's work items: all those of a sequence and kv head.
+inline constexpr int kDecodeRows = kRowsPerWarpTile;
+
+// Whether the decode kernel for a cache of type C, if there is one for heads of this size, takes
+// the sequences of a call that have at most FewTokens query tokens, on every GPU.
+template <typename C>
+bool TakesFewTokens(const Params& p) {
+  return IsAligned<C>(p) && OffsetsFit32BitChunks<C>(p) &&
+         p.num_heads / p.num_kv_heads <= kDecodeRows;
+}
+inline int64_t FewTokens(const Params& p) { return kDecodeRows / (p.num_heads / p.num_kv_heads); }
 
 // Whether max_query_len promises that no work item has more than `warp_rows` groups of 16 rows.
 inline bool FitsQueryTile(const Params& p, int warp_rows) {

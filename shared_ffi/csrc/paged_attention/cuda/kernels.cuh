@@ -28,7 +28,7 @@ struct AttentionKernel {
 template <typename T, typename C, int kHeadSize>
 AttentionKernel TensorCoreKernelOf(const Params& p);
 
-// Defined in hopper.cu, which is compiled once for each combination.
+// Defined in prefill.cu, which is compiled once for each combination.
 template <typename T, typename C, int kHeadSize>
 AttentionKernel PrefillKernelOf();
 
@@ -37,11 +37,19 @@ template <typename C, typename Of16Bits, typename Of8Bits, typename Of4Bits>
 using OfCache = std::conditional_t<std::is_same_v<C, Int4OrInt8>, Of4Bits,
                                    std::conditional_t<kIs8Bit<C>, Of8Bits, Of16Bits>>;
 
-// Head sizes of the decode kernel, ascending; empty unless the build is for sm_90a.
+// Head sizes of the decode kernel, ascending.
 template <typename C>
 using DecodeHeadSizes = OfCache<C, std::integer_sequence<int XLA_GPU_DECODE_HEAD_SIZES>,
                                 std::integer_sequence<int XLA_GPU_DECODE_HEAD_SIZES_OF_8_BITS>,
                                 std::integer_sequence<int>>;
+
+// Whether it has one that is at least kHeadSize.
+template <int kHeadSize, int... kSizes>
+constexpr bool HasAtLeast(std::integer_sequence<int, kSizes...>) {
+  return ((kSizes >= kHeadSize) || ...);
+}
+template <typename C, int kHeadSize>
+inline constexpr bool kHasDecodeKernel = HasAtLeast<kHeadSize>(DecodeHeadSizes<C>());
 
 // Head sizes of the prefill kernel, ascending; empty unless the build is for sm_90a.
 template <typename C>

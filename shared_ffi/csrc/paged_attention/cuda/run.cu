@@ -128,13 +128,17 @@ template <typename T>
 std::optional<DecodeKernel> DecodeKernelFor(const gpu::Device& device, const Params& p) {
   std::optional<DecodeKernel> found;
   if constexpr (kHasTensorCores<T>) {
-    if (!UsesHopperKernels(device)) return found;
     WithCacheType<T>(p, [&](auto cache) {
       using C = decltype(cache);
-      if (!IsAligned<C>(p) || !OffsetsFit32BitChunks<C>(p)) return;
+      if (!TakesFewTokens<C>(p)) return;
       WithSmallest(DecodeHeadSizes<C>(), p.head_size, [&](auto head_size) {
-        found = DecodeKernelOf<T, C, head_size>(p);
-        if (found->numbers.group > kDecodeRows) found.reset();
+#ifdef XLA_GPU_HAS_HOPPER_KERNELS
+        if (UsesHopperKernels(device)) {
+          found = DecodeKernelOf<T, C, head_size, kLargeMultiprocessor>(p);
+          return;
+        }
+#endif
+        found = DecodeKernelOf<T, C, head_size, kAnyMultiprocessor>(p);
       });
     });
   }
@@ -154,7 +158,7 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
       p, [&](auto cache) { return PortableKernelFor<T, decltype(cache)>(device, p); });
   // The most tokens of a query that is not long. With a kernel for long ones, that for decoding
   // leaves no queries to the portable kernel: fewer kernels are launched.
-  const int64_t few = decode ? kDecodeRows / decode->numbers.group : TokensPerTile(p);
+  const int64_t few = decode ? FewTokens(p) : TokensPerTile(p);
   const int64_t longest = p.max_query_len == 0 ? p.num_tokens : p.max_query_len;
   const bool is_alone = decode && longest <= few;  // it computes all sequences
   bool follows = false;                            // on a kernel of this call
@@ -214,9 +218,9 @@ template <typename C, int... kHeadSizes, typename KernelOf>
 void AddLaunches(const char* name, std::integer_sequence<int, kHeadSizes...>,
                  const KernelOf& kernel_of, std::vector<KernelLaunch>* launches) {
   [[maybe_unused]] const auto add = [&](auto head_size) {
-    const auto [kernel, warp_rows] = kernel_of(head_size);
+    const auto [kernel, variant] = kernel_of(head_size);
     launches->push_back(
-        {name, head_size, sizeof(C), warp_rows, kernel.num_threads, kernel.shared_bytes});
+        {name, head_size, sizeof(C), variant, kernel.num_threads, kernel.shared_bytes});
   };
   (add(std::integral_constant<int, kHeadSizes>()), ...);
 }
@@ -233,10 +237,16 @@ void AddLaunches(std::vector<KernelLaunch>* launches) {
     };
     AddLaunches<C>("TensorCoreAttention", TensorCoreHeadSizes<C>(), tensor_core, launches);
   }
-  const auto decode = [&](auto head_size) {
-    return std::pair(DecodeKernelOf<SomeQuery, C, head_size>(p).kernel, 0);
+  const auto add_decode = [&](auto kib) {
+    const auto decode = [&](auto head_size) {
+      return std::pair(DecodeKernelOf<SomeQuery, C, head_size, kib>(p).kernel, kib());
+    };
+    AddLaunches<C>("DecodeAttention", DecodeHeadSizes<C>(), decode, launches);
   };
-  AddLaunches<C>("DecodeAttention", DecodeHeadSizes<C>(), decode, launches);
+  add_decode(std::integral_constant<int, kAnyMultiprocessor>());
+#ifdef XLA_GPU_HAS_HOPPER_KERNELS
+  add_decode(std::integral_constant<int, kLargeMultiprocessor>());
+#endif
   const auto prefill = [&](auto head_size) {
     return std::pair(PrefillKernelOf<SomeQuery, C, head_size>().kernel, 0);
   };
@@ -277,8 +287,11 @@ std::string CudaChoice() { return Chosen() == nullptr ? "unknown" : Chosen().loa
 std::vector<std::string> CudaKernelsInUse() {
   gpu::Device device;
   if (gpu::Device::Current(&device)) return {};
-  if (UsesHopperKernels(device)) return {"decode", "prefill", kPortable};
-  return {kPortable};
+  std::vector<std::string> kernels;
+  if (DecodeHeadSizes<SomeQuery>::size() > 0) kernels.emplace_back("decode");
+  if (UsesHopperKernels(device)) kernels.emplace_back("prefill");
+  kernels.emplace_back(kPortable);
+  return kernels;
 }
 
 gpu::Error RunOnCuda(const Params& p, const Scratch& scratch, void* stream) {

@@ -15,11 +15,11 @@ namespace xla_gpu::paged_attention {
 // ones gets rows of NaN.
 gpu::Error RunOnCuda(const Params& params, const Scratch& scratch, void* stream);
 
-// Which attention kernels calls use. "by GPU", the default: on compute capability 9.0 the decode
-// kernel for queries of few tokens and the prefill kernel for longer ones, where these apply;
-// elsewhere the portable kernels. "portable": these everywhere, and no kernel that begins before
-// another one has ended. XLA_GPU_CUDA_KERNELS=portable in the environment of the process chooses
-// that, too.
+// Which attention kernels calls use. "by GPU", the default: those for this GPU. On compute
+// capability 9.0 longer queries have a prefill kernel of their own, and with more shared memory the
+// decode kernel has more KV tiles on their way there. "portable": those that run on every GPU, and
+// no kernel that begins before another one has ended. XLA_GPU_CUDA_KERNELS=portable in the
+// environment of the process chooses that, too.
 XLA_GPU_EXPORT std::vector<std::string> CudaChoices();
 
 // Chooses from now on. Returns false for an unknown name.
@@ -27,7 +27,7 @@ XLA_GPU_EXPORT bool ChooseCuda(const std::string& name);
 
 XLA_GPU_EXPORT std::string CudaChoice();
 
-// The kernels that calls on the current GPU use where these apply: "decode" and "hopper", and
+// The kernels that calls on the current GPU use where these apply: "decode" and "prefill", and
 // "portable" for all others. Empty without a GPU.
 XLA_GPU_EXPORT std::vector<std::string> CudaKernelsInUse();
 
@@ -40,7 +40,7 @@ struct KernelLaunch {
   const char* kernel;
   int size;         // of the template: a head size, or columns per lane
   int cache_bytes;  // bytes of a cache element; 0: any
-  int warp_rows;    // TensorCoreAttention: groups of 16 rows
+  int variant;      // TensorCoreAttention: groups of 16 rows. DecodeAttention: see kKib there
   int num_threads;
   int shared_bytes;
 };

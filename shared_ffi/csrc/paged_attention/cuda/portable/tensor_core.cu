@@ -5,20 +5,29 @@
 
 namespace xla_gpu::paged_attention {
 
+namespace {
+
+constexpr bool kHasFewRows = !kHasDecodeKernel<XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>;
+
 template <int kWarpRows>
 AttentionKernel KernelOf() {
   using Layout = TensorCoreLayout<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>;
-  return {{TensorCoreAttention<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE, kWarpRows>,
+  return {{TensorCoreAttention<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE, kWarpRows,
+                               kHasFewRows>,
            kThreads, Layout::SharedBytes(kWarpRows)},
           kMaxRowsPerItem,
           kWarpRows};
 }
 
+}  // namespace
+
 template <>
 AttentionKernel TensorCoreKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>(
     const Params& p) {
   using Layout = TensorCoreLayout<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>;
-  if (FitsQueryTile(p, Layout::kFewWarpRows)) return KernelOf<Layout::kFewWarpRows>();
+  if constexpr (kHasFewRows) {
+    if (FitsQueryTile(p, Layout::kFewWarpRows)) return KernelOf<Layout::kFewWarpRows>();
+  }
   return KernelOf<kWarps>();
 }
 

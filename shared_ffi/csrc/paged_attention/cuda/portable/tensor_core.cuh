@@ -1,9 +1,10 @@
 // Attention on tensor cores for float16 and bfloat16 queries, on any GPU from sm_80 on.
 //
 // A thread block computes the rows of a work item, one KV tile after the other. Later KV tiles are
-// copied to shared memory meanwhile. The warps divide a tile in one of two ways. With many rows,
-// each warp has 16 rows and all positions. With few rows, all warps have the same rows and each has
-// a part of the positions; their partial results are merged at the end in a fixed order.
+// copied to shared memory meanwhile. Each warp has 16 rows and all positions. Where there is no
+// decode kernel for the cache and the head size, the warps divide a tile of few rows in another
+// way: all have the same rows and each has a part of the positions; their partial results are
+// merged at the end in a fixed order.
 //
 // A wide head has more columns of V than there are registers for: the block goes over the positions
 // once for each kMaxColumns of them.
@@ -384,8 +385,8 @@ class TensorCoreItem {
 };
 
 // Computes work items of up to kWarpRows groups of 16 rows. kWarpRows is kWarps or
-// Layout::kFewWarpRows.
-template <typename T, typename C, int kHeadSize, int kWarpRows>
+// Layout::kFewWarpRows. kHasFewRows: items of few rows are computed in the other way.
+template <typename T, typename C, int kHeadSize, int kWarpRows, bool kHasFewRows>
 __global__ void __launch_bounds__(kThreads, 2)
     TensorCoreAttention(Params p, Scratch scratch, QueryLengths lengths) {
   using Layout = TensorCoreLayout<T, C, kHeadSize>;
@@ -396,12 +397,14 @@ __global__ void __launch_bounds__(kThreads, 2)
   Schedule schedule(p, lengths, kMaxRowsPerItem, layout.schedule);
   while (const Item* item = schedule.FindDealt()) {
     const auto compute = [&](int first_column) {
-      if (kWarpRows == kFewWarpRows || item->num_rows <= kFewWarpRows * kRowsPerWarpTile) {
-        TensorCoreItem<T, C, kHeadSize, kFewWarpRows>(p, *item, layout, first_column)
-            .Compute(scratch);
-      } else {
-        TensorCoreItem<T, C, kHeadSize, kWarpRows>(p, *item, layout, first_column).Compute(scratch);
+      if constexpr (kHasFewRows && kWarpRows > kFewWarpRows) {
+        if (item->num_rows <= kFewWarpRows * kRowsPerWarpTile) {
+          TensorCoreItem<T, C, kHeadSize, kFewWarpRows>(p, *item, layout, first_column)
+              .Compute(scratch);
+          return;
+        }
       }
+      TensorCoreItem<T, C, kHeadSize, kWarpRows>(p, *item, layout, first_column).Compute(scratch);
     };
     if constexpr (Layout::kIsWide) {
       for (int column = 0; column < p.value_head_size; column += kMaxColumns) {

@@ -1,20 +1,22 @@
-// Compiled for sm_90a only, once for each type of query, type of cache and head size.
+// Compiled once for each type of query, type of cache, head size and size of shared memory.
 #include "decode.cuh"
 #include "decode_kernel.cuh"
 
 namespace xla_gpu::paged_attention {
 
 template <>
-DecodeKernel DecodeKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>(const Params& p) {
+DecodeKernel DecodeKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE, XLA_GPU_KIB>(
+    const Params& p) {
   using T = XLA_GPU_STORAGE;
   using C = XLA_GPU_CACHE;
   const DecodeNumbers numbers(p, kDecodeRows, 16 / static_cast<int64_t>(sizeof(C)));
-  auto* kernel = DecodeAttention<T, C, XLA_GPU_HEAD_SIZE, false, false>;
+  auto* kernel = DecodeAttention<T, C, XLA_GPU_HEAD_SIZE, XLA_GPU_KIB, false, false>;
   if (IsPlain(p, numbers)) {
-    kernel = numbers.TilesAreInBlocks() ? DecodeAttention<T, C, XLA_GPU_HEAD_SIZE, true, true>
-                                        : DecodeAttention<T, C, XLA_GPU_HEAD_SIZE, true, false>;
+    kernel = numbers.TilesAreInBlocks()
+                 ? DecodeAttention<T, C, XLA_GPU_HEAD_SIZE, XLA_GPU_KIB, true, true>
+                 : DecodeAttention<T, C, XLA_GPU_HEAD_SIZE, XLA_GPU_KIB, true, false>;
   }
-  constexpr int kBytes = sizeof(DecodeShared<T, C, XLA_GPU_HEAD_SIZE>);
+  constexpr int kBytes = sizeof(DecodeShared<T, C, XLA_GPU_HEAD_SIZE, XLA_GPU_KIB>);
   return {{kernel, kDecodeThreads, kBytes}, numbers};
 }
 

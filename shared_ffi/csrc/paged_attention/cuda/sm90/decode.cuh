@@ -1,4 +1,4 @@
-// Attention of few query rows, as in decoding, on sm_90a. What it adds to tensor_core.cuh:
+// Attention of few query rows, as in decoding. What it adds to tensor_core.cuh:
 //
 // - Two producer warps copy, one K and the other V. They run ahead of the products by as many KV
 //   tiles as there is memory for, across work items: the memory does not wait where one item ends
@@ -76,8 +76,8 @@ struct DecodeWork {
   DecodeRow rows[kDecodeRows];
 };
 
-// The shared memory of a thread block.
-template <typename T, typename C, int kHeadSize>
+// The shared memory of a thread block. kKib: of a multiprocessor.
+template <typename T, typename C, int kHeadSize, int kKib>
 struct DecodeShared {
   using Query = std::conditional_t<kIs8Bit<C>, Half, T>;
   using QueryRows = SharedRows<Query, kHeadSize>;
@@ -85,22 +85,29 @@ struct DecodeShared {
   static constexpr int kTileElements = kDecodeTile * CacheRows::kStride;
   static constexpr int kItems = 2;                          // work items in memory
   static constexpr int kBlocks = kHeadSize <= 128 ? 2 : 1;  // thread blocks of a multiprocessor
-  static constexpr int kBytes = 224 * 1024 / kBlocks;       // sm_90 has 227 KiB, 1 goes to each
-  static constexpr int kOtherBytes = kWarps * kDecodeRows * (kHeadSize * 4 + 8) +
-                                     kItems * kDecodeRows * (QueryRows::kStride * 2 + 4);
+  // One more KiB goes to each thread block. With little memory, heads of up to 128 leave room for
+  // two blocks in 164 KiB, and for one in 100; larger heads for one.
+  static constexpr bool kIsLarge = kKib >= kLargeMultiprocessor;
+  static constexpr int kBytes = kIsLarge ? 224 * 1024 / kBlocks : (kBlocks == 2 ? 81 : 99) * 1024;
+  // The rows of which the sums of all warps are in memory at once: all, or one or two for each
+  // warp.
+  static constexpr int kSumRows = kIsLarge ? kDecodeRows : kIs8Bit<C> ? 2 * kWarps : kWarps;
+  static constexpr int kOtherBytes =
+      kWarps * kSumRows * (kHeadSize * 4 + 8) + kItems * kDecodeRows * (QueryRows::kStride * 2 + 4);
   static constexpr int kScales = kIs8Bit<C> ? kDecodeTile : 1;
   static constexpr int kTileBytes = kTileElements * static_cast<int>(sizeof(C)) + kScales * 8 + 16;
-  // KV tiles in memory. Each consumer warp has as many.
-  static constexpr int kStages = (kBytes - kOtherBytes - 1024) / kTileBytes / kWarps * kWarps;
-  static_assert(kStages >= 2 * kWarps, "a tile is copied while another one is read");
+  // KV tiles in memory. Each consumer warp has as many where there is much memory.
+  static constexpr int kFitting = (kBytes - kOtherBytes - 1024) / kTileBytes;
+  static constexpr int kStages = kIsLarge ? kFitting / kWarps * kWarps : kFitting;
+  static_assert(kStages >= (kIsLarge ? 2 : 1) * kWarps, "tiles are copied while others are read");
   using TileState = PipelineState<kStages>;
   using ItemState = PipelineState<kItems>;
 
   alignas(128) C tiles[kStages][kTileElements];
   alignas(128) Query query[kItems][kDecodeRows * QueryRows::kStride];
-  float query_factors[kItems][kDecodeRows];    // of an 8-bit cache: the powers of two
-  float sums[kWarps][kDecodeRows][kHeadSize];  // their columns are swizzled
-  RowState states[kWarps][kDecodeRows];
+  float query_factors[kItems][kDecodeRows];  // of an 8-bit cache: the powers of two
+  float sums[kWarps][kSumRows][kHeadSize];   // their columns are swizzled
+  RowState states[kWarps][kSumRows];
   PositionScales scales[kStages][kScales];   // of an 8-bit cache
   PipelineBarriers<kStages> tiles_barriers;  // these three are adjacent: see Init
   PipelineBarriers<kItems> splits_barriers;  // from the warp of K to that of V
@@ -148,9 +155,9 @@ struct DecodeShared {
 
 // The first warp finds the work items and copies K. The second one prepares the work items for the
 // consumers, and copies queries and V. All lanes call each function.
-template <typename T, typename C, int kHeadSize, bool kTilesAreInBlocks>
+template <typename T, typename C, int kHeadSize, int kKib, bool kTilesAreInBlocks>
 class DecodeProducer {
-  using Shared = DecodeShared<T, C, kHeadSize>;
+  using Shared = DecodeShared<T, C, kHeadSize, kKib>;
   using QueryRows = typename Shared::QueryRows;
   using CacheRows = typename Shared::CacheRows;
   using TileState = typename Shared::TileState;
@@ -433,9 +440,9 @@ class DecodeProducer {
   uint32_t count_ = 0;       // tiles so far
 };
 
-template <typename T, typename C, int kHeadSize>
+template <typename T, typename C, int kHeadSize, int kKib>
 class DecodeConsumer {
-  using Shared = DecodeShared<T, C, kHeadSize>;
+  using Shared = DecodeShared<T, C, kHeadSize, kKib>;
   using QueryRows = typename Shared::QueryRows;
   using CacheRows = typename Shared::CacheRows;
   static constexpr int kTile = kDecodeTile;
@@ -445,6 +452,9 @@ class DecodeConsumer {
   // The rows of a work item that a warp finishes: every kWarps-th. Each lane has every 32nd column
   // of a row.
   static constexpr int kRows = kDecodeRows / kWarps;
+  // How often the warps leave their sums in memory, and merge them.
+  static constexpr int kRounds = kDecodeRows / Shared::kSumRows;
+  static constexpr int kRowsOfRound = kRows / kRounds;
   static constexpr int kColumns = kHeadSize / gpu::kWarpSize;
   using Row = PartOfRow<kColumns>;
 
@@ -468,7 +478,6 @@ class DecodeConsumer {
       const DecodeWork& work = shared_.work[stage.index];
       if (work.split.IsEnd()) return;
       Compute(work, shared_.query[stage.index], shared_.query_factors[stage.index]);
-      gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);
       if (warp_ == 0) gpu::Stamp(gpu::Moment::kLastTile);
       FinishSplit(work);
       if (warp_ == 0) gpu::Stamp(gpu::Moment::kFinished);
@@ -521,18 +530,38 @@ class DecodeConsumer {
     count_ += end_tile - first_tile;
     float v_scale = 1;
     if (kIs8Bit<C> && scales_are_uniform_) v_scale = p_.v_scale.At(0, 0, item.kv_head);
+    if (item.split % kSplitsOfGroup == 0) merges_ = true;
+    RowState states[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = lane_ / 4 + 8 * r;
-      const RowState state = softmax.State(r);
+      const RowState state = states[r] = softmax.State(r);
       if (kIs8Bit<C> && state.sum != 0) {  // without keys the scale may be NaN
         for (auto& chunk_sums : products.sums) {
           chunk_sums[2 * r] *= v_scale;
           chunk_sums[2 * r + 1] *= v_scale;
         }
       }
-      products.Store(r, state, &shared_.states[warp_][row], shared_.sums[warp_][row],
-                     SwizzleOf(row));
+    }
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      if (round > 0) {
+        if (round * Shared::kSumRows >= item.num_rows) break;
+        gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);  // the round before is merged
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = lane_ / 4 + 8 * r - round * Shared::kSumRows;
+        if (kRounds > 1 && (row < 0 || row >= Shared::kSumRows)) continue;
+        products.Store(r, states[r], &shared_.states[warp_][row], shared_.sums[warp_][row],
+                       SwizzleOf(row));
+      }
+      gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);
+      if (kRounds == 1) break;
+#pragma unroll
+      for (int j = 0; j < kRowsOfRound; ++j) {
+        const int i = round * kRowsOfRound + j;
+        merged_[i] = MergeBefore(i, work, MergeWarps(j * kWarps + warp_, work.is_bad != 0));
+      }
     }
   }
 
@@ -566,7 +595,6 @@ class DecodeConsumer {
   __device__ void FinishSplit(const DecodeWork& work) {
     const Item item = work.split.AsItem(numbers_.group);
     const int32_t in_group = item.split % kSplitsOfGroup;
-    if (in_group == 0) merges_ = true;
     ++num_splits_;
     const bool ends = item.split + 1 == item.num_splits;
     const bool ends_group = ends || in_group == kSplitsOfGroup - 1;
@@ -582,16 +610,8 @@ class DecodeConsumer {
         if (comes_last) {
           merged = MergeAll(item, place);
         } else {
-          merged = MergeWarps(row, work.is_bad != 0);
-          if (merges_ && in_group > 0) {
-            Row before = merged_[0];
-#pragma unroll
-            for (int j = 1; j < kRows; ++j) {
-              if (i == j) before = merged_[j];
-            }
-            before.Merge(merged);
-            merged = before;
-          }
+          merged =
+              kRounds > 1 ? Merged(i) : MergeBefore(i, work, MergeWarps(row, work.is_bad != 0));
         }
         if (is_whole) {
           WriteRow<T>(p_, item.first_token + place.token, place.head, lane_,
@@ -612,6 +632,25 @@ class DecodeConsumer {
     if (!work.split.IsLast()) return;
     num_splits_ = 0;
     merges_ = false;
+  }
+
+  // What a split has for the warp's row i, merged with the splits of its group before, if they are
+  // this block's.
+  __device__ __forceinline__ Row MergeBefore(int i, const DecodeWork& work,
+                                             const Row& found) const {
+    if (!merges_ || work.split.split % kSplitsOfGroup == 0) return found;
+    Row merged = Merged(i);
+    merged.Merge(found);
+    return merged;
+  }
+
+  __device__ __forceinline__ Row Merged(int i) const {
+    Row merged = merged_[0];
+#pragma unroll
+    for (int j = 1; j < kRows; ++j) {
+      if (i == j) merged = merged_[j];
+    }
+    return merged;
   }
 
   // Counts the block's splits of a sequence and kv head, whose partial results are written. Returns
@@ -709,11 +748,18 @@ __device__ __forceinline__ Params PlainParams(const Params& p) {
   return plain;
 }
 
+// The thread blocks of a multiprocessor, as registers allow. With little memory the sums stay in
+// registers longer: a kernel for 8 bits with all features would spill some if there were two.
+template <typename T, typename C, int kHeadSize, int kKib, bool kIsPlain>
+inline constexpr int kDecodeBlocks = kIsPlain || !kIs8Bit<C> || kKib >= kLargeMultiprocessor
+                                         ? DecodeShared<T, C, kHeadSize, kKib>::kBlocks
+                                         : 1;
+
 // kIsPlain: see IsPlain. kTilesAreInBlocks: each KV tile lies in one block.
-template <typename T, typename C, int kHeadSize, bool kIsPlain, bool kTilesAreInBlocks>
-__global__ void __launch_bounds__(kDecodeThreads, DecodeShared<T, C, kHeadSize>::kBlocks)
+template <typename T, typename C, int kHeadSize, int kKib, bool kIsPlain, bool kTilesAreInBlocks>
+__global__ void __launch_bounds__(kDecodeThreads, kDecodeBlocks<T, C, kHeadSize, kKib, kIsPlain>)
     DecodeAttention(Params params, Scratch scratch, DecodeNumbers numbers) {
-  using Shared = DecodeShared<T, C, kHeadSize>;
+  using Shared = DecodeShared<T, C, kHeadSize, kKib>;
   using Schedule = DecodeSchedule<kIsPlain, std::conditional_t<kIsPlain, int32_t, int64_t>>;
   static_assert(sizeof(Shared) <= Shared::kBytes, "a multiprocessor holds kBlocks thread blocks");
   const Params p = kIsPlain ? PlainParams(params) : params;
@@ -728,13 +774,13 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShared<T, C, kHeadSize>:
   __syncthreads();
   if (warp < kWarps) {
     if (warp == 0) gpu::Stamp(gpu::Moment::kReady);
-    DecodeConsumer<T, C, kHeadSize>(p, scratch, numbers, shared).Run();
+    DecodeConsumer<T, C, kHeadSize, kKib>(p, scratch, numbers, shared).Run();
     gpu::PrintStamps();
     return;
   }
   const auto produce = [&](bool copies_keys) {
     if (copies_keys) schedule.Start();
-    DecodeProducer<T, C, kHeadSize, kTilesAreInBlocks>(p, numbers, copies_keys, shared)
+    DecodeProducer<T, C, kHeadSize, kKib, kTilesAreInBlocks>(p, numbers, copies_keys, shared)
         .Run([&](DecodeSplit* split, auto stage) {
           if (copies_keys) {
             schedule.Next(split);

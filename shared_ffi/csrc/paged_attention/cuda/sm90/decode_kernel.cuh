@@ -12,8 +12,8 @@ struct DecodeKernel {
 };
 
 // Defined in decode.cu, which is compiled once for each combination. T: type of the query. C: type
-// of the cache.
-template <typename T, typename C, int kHeadSize>
+// of the cache. kKib: of a multiprocessor.
+template <typename T, typename C, int kHeadSize, int kKib>
 DecodeKernel DecodeKernelOf(const Params& p);
 
 }  // namespace xla_gpu::paged_attention

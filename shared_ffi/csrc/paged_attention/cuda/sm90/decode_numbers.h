@@ -6,7 +6,10 @@
 namespace xla_gpu::paged_attention {
 
 inline constexpr int kDecodeTile = 16;  // positions of a KV tile
-inline constexpr int kDecodeRows = 16;  // of a work item
+
+// The shared memory of a multiprocessor, in KiB, that a decode kernel is made for. What every GPU
+// from sm_80 on has suffices. With that of sm_90, more KV tiles are on their way.
+inline constexpr int kAnyMultiprocessor = 100, kLargeMultiprocessor = 228;
 
 // Divides by a number, which is positive, with a product and a shift.
 struct Divisor {
