@@ -33,7 +33,7 @@ PROBE = r"""
 #undef __launch_bounds__
 #define __global__ __device__
 #define __launch_bounds__(...)
-#include "paged_attention/cuda/sm90/decode.cuh"
+#include "paged_attention/cuda/decode/decode.cuh"
 #include "paged_attention/cuda/portable/tensor_core.cuh"
 #pragma pop_macro("__global__")
 

@@ -9,10 +9,10 @@
 
 #include "../../gpu/launch.cuh"
 #include "combine.cuh"
+#include "decode/decode_kernel.cuh"
 #include "kernels.cuh"
 #include "portable/cuda_core.cuh"
 #include "run.h"
-#include "sm90/decode_kernel.cuh"
 
 namespace xla_gpu::paged_attention {
 namespace {

@@ -43,8 +43,8 @@
 
 #include "../../../gpu/sm90.cuh"
 #include "../mask.cuh"
+#include "../pipeline.cuh"
 #include "../schedule.cuh"
-#include "pipeline.cuh"
 
 namespace xla_gpu::paged_attention {
 

@@ -1,7 +1,7 @@
 // A pipeline of stages in shared memory: producers fill a stage, consumers read and free it.
 #pragma once
 
-#include "../../../gpu/barrier.cuh"
+#include "../../gpu/barrier.cuh"
 
 namespace xla_gpu::paged_attention {
 

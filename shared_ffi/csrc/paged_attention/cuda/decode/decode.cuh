@@ -23,10 +23,10 @@
 #pragma once
 
 #include "../../../gpu/stamps.cuh"
+#include "../pipeline.cuh"
 #include "../products.cuh"
 #include "decode_other_rows.cuh"
 #include "decode_schedule.cuh"
-#include "pipeline.cuh"
 
 namespace xla_gpu::paged_attention {
 
