@@ -267,8 +267,8 @@ Outcome ArriveAfterCopies(Warp& w, const Instruction& i) {
   return Outcome::kDone;
 }
 
-// mbarrier.try_wait[.parity] p, [address], phase: waits as long as it likes, so until it is true
-// for some lane.
+// mbarrier.{try,test}_wait[.parity] p, [address], phase: the first waits as long as it likes, so
+// until it is true for some lane. Of the second, what is between is left out: it would be a loop.
 Outcome WaitForMemoryBarrier(Warp& w, const Instruction& i) {
   uint32_t is_over = 0;
   ForActive(w.active, [&](int lane) {
@@ -353,7 +353,8 @@ void ArriveAt(Block* block, Warp* warp, int lane, uint64_t address) {
 }
 
 bool RemoveWait(Instruction* i) {
-  if (i->opcode.compare(0, 17, "mbarrier.try_wait") == 0) {
+  for (const char* name : {"mbarrier.try_wait", "mbarrier.test_wait"}) {
+    if (i->opcode.compare(0, std::string(name).size(), name) != 0) continue;
     i->execute = PretendIsOver;
     return true;
   }

@@ -98,14 +98,14 @@ def tensor_core(q_len: int, warp_rows: int) -> Work:
     return Work(kernel, shared, "80", 128, 64, q_len, context_len=200)
 
 
-def decode(memory: str, target: str) -> Work:
+def decode(memory: str, q_len: int) -> Work:
     return Work(
         f"DecodeAttention<Half, Half, 128, {memory}, true, true>",
         f"sizeof(DecodeShared<Half, Half, 128, {memory}>)",
-        target=target,
+        target="90a",
         num_threads=192,
         head_size=128,
-        q_len=1,
+        q_len=q_len,
         context_len=220,
         numbers="DecodeNumbers(p, kDecodeRows, 8)",
     )
@@ -113,8 +113,8 @@ def decode(memory: str, target: str) -> Work:
 
 # The sequences have more KV tiles than the kernels have stages in memory.
 WORK = {
-    "decode": decode("kLargeMultiprocessor", "90a"),
-    "decode, little memory": decode("kAnyMultiprocessor", "80"),
+    "decode": decode("kLargeMultiprocessor", q_len=1),
+    "decode, little memory": decode("kAnyMultiprocessor", q_len=2),
     "portable, few rows": tensor_core(q_len=1, warp_rows=1),
     "portable, many rows": tensor_core(q_len=16, warp_rows=4),
 }

@@ -58,8 +58,8 @@ def test_nothing_is_logged_by_default(
         ((13, 0), [], "kernels chosen by GPU, on the machine that runs it"),
         (
             (13, 0),
-            ["decode", "hopper", "portable"],
-            "kernels chosen by GPU: decode, hopper, portable, each where it applies",
+            ["decode", "prefill", "portable"],
+            "kernels chosen by GPU: decode, prefill, portable, each where it applies",
         ),
     ],
     ids=["no-cuda", "no-gpu", "hopper"],

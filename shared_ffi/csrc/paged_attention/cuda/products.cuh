@@ -9,6 +9,12 @@
 
 namespace xla_gpu::paged_attention {
 
+// The scales of a position of an 8-bit cache.
+struct PositionScales {
+  float k_scale;
+  float v_scale;
+};
+
 // The layout in shared memory of rows of head_size elements, in chunks of 16 bytes. The chunks of
 // one column in eight adjacent rows must lie in different banks. If a row is a multiple of all
 // banks, chunks are swizzled; otherwise rows are an odd number of chunks apart. kHeadSize is

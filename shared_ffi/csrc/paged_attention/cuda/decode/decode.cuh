@@ -53,12 +53,6 @@ struct KvPairRows {
   }
 };
 
-// The scales of a position of an 8-bit cache.
-struct PositionScales {
-  float k_scale;
-  float v_scale;
-};
-
 // A row of a work item.
 struct alignas(16) DecodeRow {
   RowRange range;
@@ -96,9 +90,8 @@ struct DecodeShared {
       kWarps * kSumRows * (kHeadSize * 4 + 8) + kItems * kDecodeRows * (QueryRows::kStride * 2 + 4);
   static constexpr int kScales = kIs8Bit<C> ? kDecodeTile : 1;
   static constexpr int kTileBytes = kTileElements * static_cast<int>(sizeof(C)) + kScales * 8 + 16;
-  // KV tiles in memory. Each consumer warp has as many where there is much memory.
-  static constexpr int kFitting = (kBytes - kOtherBytes - 1024) / kTileBytes;
-  static constexpr int kStages = kIsLarge ? kFitting / kWarps * kWarps : kFitting;
+  // KV tiles in memory. Each consumer warp has as many: it waits for each phase of their barriers.
+  static constexpr int kStages = (kBytes - kOtherBytes - 1024) / kTileBytes / kWarps * kWarps;
   static_assert(kStages >= (kIsLarge ? 2 : 1) * kWarps, "tiles are copied while others are read");
   using TileState = PipelineState<kStages>;
   using ItemState = PipelineState<kItems>;

@@ -14,12 +14,6 @@
 
 namespace xla_gpu::paged_attention {
 
-// The scales of a position of an 8-bit cache.
-struct PositionScales {
-  float k_scale;
-  float v_scale;
-};
-
 // The shared memory of a thread block. T: type of the query. C: type of the cache.
 template <typename T, typename C, int kHeadSize>
 struct TensorCoreLayout {
