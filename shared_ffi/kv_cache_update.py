@@ -10,7 +10,6 @@ from shared_ffi import _native, token_rows
 from shared_ffi import kv_cache as _kv_cache
 from shared_ffi.spec import (
     CACHE_DTYPES,
-    NO_OVERLAP,
     STORAGE_DTYPES,
     ArraySpec,
     Call,
@@ -84,9 +83,8 @@ def check(
     )
     _kv_cache.check_dtypes(OP, kv_cache, value_cache, "key", key.dtype)
     for argument, array in (("kv_cache", kv_cache), ("value_cache", value_cache)):
-        if array is not None and _repeats(array):
-            got = f"strides {list(array.strides or ())}"
-            raise value_error(OP, argument, NO_OVERLAP, got)
+        if array is not None:
+            _kv_cache.check_written(OP, argument, array)
     # Where there is one kv head, devices can share the heads of the query alone.
     rows_head_dim = None if cache.num_kv_heads == 1 else 1
     operands = Operands([*layout, *token_rows.attributes(key, value)])
@@ -205,12 +203,6 @@ def _num_shared_heads(
     if cache.num_kv_heads == 1:
         return 0 if query is None else query.shape[1]
     return 0 if cache.head_dim is None else cache.num_kv_heads
-
-
-def _repeats(array: ArraySpec) -> bool:
-    """Whether a dimension repeats the same elements, as ``torch.Tensor.expand`` makes it."""
-    pairs = zip(array.shape, array.strides or (), strict=False)
-    return any(stride == 0 and size != 1 for size, stride in pairs)
 
 
 def check_values(

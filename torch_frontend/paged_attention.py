@@ -21,7 +21,7 @@ _ARGUMENTS = (
     "SymInt? max_query_len=None, Tensor? tree_mask=None, int? value_head_size=None, "
     "Tensor? bidirectional_ranges=None, Tensor? causal_seqs=None"
 )
-_CACHES = ("kv_cache", "value_cache")
+_STRIDED = ("kv_cache", "value_cache", "k_scale", "v_scale")
 _ROWS = ("query",)
 
 
@@ -30,15 +30,15 @@ def _check(*, causal: bool = True, causal_seqs: ArraySpec | None = None, **other
     return op.check(causal=causal if causal_seqs is None else causal_seqs, **others)
 
 
-DEFAULT = define(f"paged_attention{_ARGUMENTS}) -> Tensor", _check, _CACHES, _ROWS)
+DEFAULT = define(f"paged_attention{_ARGUMENTS}) -> Tensor", _check, _STRIDED, _ROWS)
 LSE = define(
     f"paged_attention.lse{_ARGUMENTS}) -> (Tensor output, Tensor lse)",
     partial(_check, return_lse=True),
-    _CACHES,
+    _STRIDED,
     _ROWS,
 )
 OUT = define(
-    f"paged_attention.out{_ARGUMENTS}, Tensor(a!) out) -> Tensor(a!)", _check, _CACHES, _ROWS
+    f"paged_attention.out{_ARGUMENTS}, Tensor(a!) out) -> Tensor(a!)", _check, _STRIDED, _ROWS
 )
 _DEFAULT, _LSE, _OUT = (checked(op.OP, overload) for overload in (DEFAULT, LSE, OUT))
 

@@ -54,7 +54,11 @@ KvScales ReadOrMakeScales(CallReader* call, const char* scale, const char* scale
   if (p.dtype == p.cache_dtype) call->Refuse(scale_cache, "come with a cache of fewer bits");
   const KvScales scales = ReadScales(call, scale_cache, p);
   if (call->error().failure()) return {};
-  if (!scales.IsPerPosition()) call->Refuse(scale_cache, "have a scale for each position");
+  if ((p.num_blocks > 1 && scales.block_stride == 0) ||
+      (p.block_size > 1 && scales.position_stride == 0) ||
+      (p.num_kv_heads > 1 && scales.head_stride == 0)) {
+    call->Refuse(scale_cache, "have a scale for each position");
+  }
   *made = static_cast<float*>(call->Find(scale_cache)->untyped_data());
   return scales;
 }

@@ -169,8 +169,7 @@ struct Params {
 
   // Whether all positions of a quantized cache have the same scales, for each kv head.
   XLA_GPU_HOST_DEVICE bool ScalesAreUniform() const {
-    return !k_scale.IsPerPosition() && !v_scale.IsPerPosition() && k_scale.block_stride == 0 &&
-           v_scale.block_stride == 0;
+    return !k_scale.IsPerPosition() && !v_scale.IsPerPosition();
   }
 
   // The positions that a row of block_tables has room for, and a sequence at most. The sizes may be
