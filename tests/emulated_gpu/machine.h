@@ -77,7 +77,7 @@ class SharedMemory {
   char* EndCopy(size_t writer, int lane, uint32_t step, uint64_t address, int bytes);
   // For the products of a warpgroup, which began with what their warp had seen then.
   const char* ReadAsync(const Warp& warp, const Seen& began, uint64_t address, int bytes);
-  void MarkBarrier(const Warp& warp, int lane, uint64_t address);
+  void MarkBarrier(const Warp& warp, int lane, uint64_t address, bool is_barrier);
   const char* bytes() const { return bytes_.data(); }
   int size() const { return size_; }
 

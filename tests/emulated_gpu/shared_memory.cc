@@ -142,7 +142,7 @@ void SharedMemory::BeginCopy(const Warp& warp, int lane, uint64_t address, int b
   CheckWrite(warp, lane, address, last);
   for (uint64_t w = address / 4; w * 4 < last; ++w) {
     Word& word = words_[w];
-    if (is_async && word.is_barrier) Fail("a copy to" + At(address) + ", where an mbarrier lies");
+    if (is_async && word.is_barrier) Fail("a copy" + At(address) + ", where an mbarrier lies");
     if (is_async && word.write_step > warp.seen.async[word.write_warp]) {
       Fail("a tensor copy to" + At(address) + ", which " + Writer(word) +
            " wrote without fence.proxy.async before the copy");
@@ -193,9 +193,14 @@ const char* SharedMemory::ReadAsync(const Warp& warp, const Seen& began, uint64_
   return bytes_.data() + address;
 }
 
-void SharedMemory::MarkBarrier(const Warp& warp, int lane, uint64_t address) {
+void SharedMemory::MarkBarrier(const Warp& warp, int lane, uint64_t address, bool is_barrier) {
+  CheckBounds(address, 8);
+  for (uint64_t w = address / 4; w < address / 4 + 2; ++w) words_[w].is_barrier = 0;
   Write(warp, lane, address, 8);
-  words_[address / 4].is_barrier = words_[address / 4 + 1].is_barrier = 1;
+  for (uint64_t w = address / 4; w < address / 4 + 2; ++w) {
+    words_[w].is_barrier = is_barrier;
+    words_[w].written_bytes = 0;
+  }
 }
 
 }  // namespace emulated_gpu

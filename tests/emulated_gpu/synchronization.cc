@@ -215,7 +215,7 @@ Outcome InitMemoryBarrier(Warp& w, const Instruction& i) {
     if (count < 1 || count >= 1 << 20)
       Fail("an mbarrier of " + std::to_string(count) + " arrivals");
     if (w.block->memory_barriers.count(address) != 0) Fail("an mbarrier is initialized twice");
-    w.block->shared.MarkBarrier(w, lane, address);
+    w.block->shared.MarkBarrier(w, lane, address, true);
     MemoryBarrier barrier{};
     barrier.expected = barrier.pending = count;
     barrier.clock = kMaxWarps + w.block->memory_barriers.size() % kCopyClocks;
@@ -294,7 +294,16 @@ Outcome WaitForMemoryBarrier(Warp& w, const Instruction& i) {
   return Outcome::kDone;
 }
 
-Outcome InvalidateMemoryBarrier(Warp&, const Instruction&) { return Outcome::kDone; }
+// The barrier's memory is free.
+Outcome InvalidateMemoryBarrier(Warp& w, const Instruction& i) {
+  ForActive(w.active, [&](int lane) {
+    const uint64_t address = SharedAddress(w, i.At(0), lane);
+    FindBarrier(w, lane, address);
+    w.block->memory_barriers.erase(address);
+    w.block->shared.MarkBarrier(w, lane, address, false);
+  });
+  return Outcome::kDone;
+}
 
 // What this warp has seen, the async proxy sees from now on.
 Outcome FenceAsyncProxy(Warp& w, const Instruction&) {
