@@ -1,5 +1,5 @@
-// A kernel as nvcc compiles it that copies pages by a tensor map, and the host code that makes the
-// map.
+// A kernel as nvcc compiles it that copies pages by a tensor map, which is a parameter or in global
+// memory, and the host code that makes the map.
 #include <cuda.h>
 #include <cuda_runtime.h>
 
@@ -12,24 +12,35 @@ constexpr int kHalf = kPages * kPage * 128, kTile = 2 * kHalf;  // bytes
 
 // Each of 16 threads copies half of a page: 64 columns. The halves of the tile lie one after the
 // other.
-__global__ void CopyPages(const __grid_constant__ CUtensorMap map, const int* pages, int head,
-                          uint4* output) {
+__global__ void CopyPages(const __grid_constant__ CUtensorMap parameter, const CUtensorMap* memory,
+                          bool fences, const int* numbers, int head, uint4* output) {
   extern __shared__ __align__(1024) char tile[];
-  __shared__ uint64_t filled;
+  __shared__ alignas(16) int pages[kPages];
+  __shared__ uint64_t filled, numbered;
+  const CUtensorMap* map = memory == nullptr ? &parameter : memory;
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
     ptx::mbarrier_init(&filled, 1);
+    ptx::mbarrier_init(&numbered, 1);
     ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
   }
   __syncthreads();
   if (thread == 0) {
+    ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, pages, numbers, sizeof(pages),
+                       &numbered);
+    ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &numbered,
+                                   sizeof(pages));
     ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &filled,
                                    kTile);
   }
+  if (fences)
+    ptx::fence_proxy_tensormap_generic(ptx::sem_acquire, ptx::scope_sys, map, ptx::n32_t<128>{});
   if (thread < 2 * kPages) {
+    while (!ptx::mbarrier_try_wait_parity(&numbered, 0)) {
+    }
     const int half = thread / kPages, page = thread % kPages;
     ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global,
-                              tile + half * kHalf + page * kPage * 128, &map,
+                              tile + half * kHalf + page * kPage * 128, map,
                               {half * 64, 0, head, pages[page]}, &filled);
   }
   while (!ptx::mbarrier_try_wait_parity(&filled, 0)) {
@@ -39,9 +50,13 @@ __global__ void CopyPages(const __grid_constant__ CUtensorMap map, const int* pa
   }
 }
 
+extern "C" const char* Message(int error) {
+  return cudaGetErrorString(static_cast<cudaError_t>(error));
+}
+
 // cache: [num_pages, kPage, num_heads, kColumns]. Returns the first call's error, or 0.
 extern "C" int Run(void* cache, uint64_t num_pages, uint64_t num_heads, const int* pages, int head,
-                   void* output) {
+                   void* output, bool in_memory, bool fences) {
   decltype(&cuTensorMapEncodeTiled) encode = nullptr;
   cudaDriverEntryPointQueryResult found;
   if (const int error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled",
@@ -64,5 +79,7 @@ extern "C" int Run(void* cache, uint64_t num_pages, uint64_t num_heads, const in
   config.gridDim = 1;
   config.blockDim = 128;
   config.dynamicSmemBytes = kTile;
-  return cudaLaunchKernelEx(&config, CopyPages, map, pages, head, static_cast<uint4*>(output));
+  const CUtensorMap* memory = in_memory ? &map : nullptr;  // on a GPU, a copy of it
+  return cudaLaunchKernelEx(&config, CopyPages, map, memory, fences, pages, head,
+                            static_cast<uint4*>(output));
 }

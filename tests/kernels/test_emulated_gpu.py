@@ -174,23 +174,52 @@ def copy_pages(tmp_path_factory: pytest.TempPathFactory) -> Any:
         environment={"EMULATED_GPU_NVCC": str(native.nvcc())},
     )
     assert outcome.returncode == 0, outcome.stdout
-    return ctypes.CDLL(str(library)).Run
+    return ctypes.CDLL(str(library))
 
 
-def test_pages_are_copied_by_a_tensor_map(copy_pages: Any) -> None:
-    """Pages that do not exist are zeros. The 16-byte units of 8 rows are exchanged."""
-    random = np.random.default_rng(0)
-    cache = random.integers(1, 1 << 16, (20, 16, 3, 128)).astype(np.uint16)
-    pages = np.array([3, 7, -1, 19, 0, 20, 2**31 - 1, 5], np.int32)
+PAGES = np.array([3, 7, -1, 19, 0, 20, 2**31 - 1, 5], np.int32)
+
+
+def run_copy_pages(
+    library: Any, pages: np.ndarray = PAGES, in_memory: bool = False, fences: bool = False
+) -> tuple[int, np.ndarray, np.ndarray]:
+    """The error, the copy of the pages, and what it must be. Pages that do not exist are zeros. The
+    16-byte units of 8 rows are exchanged."""
+    cache = np.random.default_rng(0).integers(1, 1 << 16, (20, 16, 3, 128)).astype(np.uint16)
     output = np.zeros((2, 128, 8, 8), np.uint16)
-    address = [ctypes.c_void_p(x.ctypes.data) for x in (cache, pages, output)]
+    from_, numbers, to = (ctypes.c_void_p(x.ctypes.data) for x in (cache, pages, output))
     sizes = ctypes.c_uint64(20), ctypes.c_uint64(3)
-    assert copy_pages(address[0], *sizes, address[1], 1, address[2]) == 0
+    error = library.Run(from_, *sizes, numbers, 1, to, in_memory, fences)
     zeros = np.zeros_like(cache[0, :, 1])
     rows = [cache[page, :, 1] if 0 <= page < 20 else zeros for page in pages]
-    units = np.concatenate(rows).reshape(128, 2, 8, 8)
+    expected = np.concatenate(rows).reshape(128, 2, 8, 8).swapaxes(0, 1)
     for row in range(128):
-        np.testing.assert_array_equal(output[:, row], units[row][:, np.arange(8) ^ row % 8])
+        expected[:, row] = expected[:, row][:, np.arange(8) ^ row % 8]
+    return error, output, expected
+
+
+@pytest.mark.parametrize(("in_memory", "fences"), [(False, False), (True, True)])
+def test_pages_are_copied_by_a_tensor_map(in_memory: bool, fences: bool, copy_pages: Any) -> None:
+    error, output, expected = run_copy_pages(copy_pages, in_memory=in_memory, fences=fences)
+    assert error == 0
+    np.testing.assert_array_equal(output, expected)
+
+
+@pytest.mark.parametrize(
+    ("faults", "said"),
+    [
+        ({"in_memory": True}, "a tensor map in global memory without fence.proxy.tensormap"),
+        ({"pages": np.pad(PAGES, (1, 0))[1:]}, "a copy from global address .*, which is no mult"),
+    ],
+    ids=["no-fence", "misaligned"],
+)
+def test_faults_of_copies_by_nvcc_are_found(
+    faults: dict[str, Any], said: str, copy_pages: Any
+) -> None:
+    error, *_ = run_copy_pages(copy_pages, **faults)
+    assert error != 0
+    copy_pages.Message.restype = ctypes.c_char_p
+    assert re.search(said, copy_pages.Message(error).decode())
 
 
 @pytest.mark.parametrize("call", ["cudaGetDriverEntryPoint", "cuTensorMapEncodeTiled"])
@@ -198,8 +227,7 @@ def test_calls_that_make_tensor_maps_can_fail(
     call: str, copy_pages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EMULATED_GPU_FAIL", f"{call}=7")
-    one = ctypes.c_uint64(1)
-    assert copy_pages(None, one, one, None, 0, None) == 7
+    assert run_copy_pages(copy_pages)[0] == 7
 
 
 # Kernels, and what chooses them.

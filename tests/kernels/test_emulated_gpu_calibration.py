@@ -488,6 +488,42 @@ def test_a_missing_wait_of_a_box_is_found(kernels: Any, machine: Any) -> None:
         assert re.search(said, error), error
 
 
+COPY = r"\.shared::cluster\.global(\.mbarrier::complete_tx::bytes)( .*);"
+
+
+@pytest.mark.parametrize(
+    ("change", "by", "said"),
+    [
+        (COPY, r".shared::cta.global.tile\1\2;", None),
+        (COPY, r".shared::cluster.global\1.L2::cache_hint\2, %rd1;", None),
+        (COPY, r".shared::cluster.global\1.multicast::cluster\2, 1;", "unknown instruction cp"),
+        (COPY, r".shared::cluster.global.im2col\1\2;", "unknown instruction cp"),
+        (COPY, r".global.shared::cta.bulk_group\2;", "unknown instruction cp"),
+        (r"bulk\.tensor\.2d", "bulk.tensor.3d", "a copy of 3 dimensions by a tensor map of 2"),
+        (r"(bulk.tensor\S+ \[%r\d+)\]", r"\1+64]", "which is no multiple of 128"),
+        (r"(bulk.tensor.*\[%rd\d+),", r"\1+32,", "a tensor map at address .* no multiple of 64"),
+        (r"arrive.expect_tx", r"arrive.expect_tx.relaxed.cta", "unknown instruction mbarrier"),
+        (r"fence.proxy.async", r"fence.proxy.alias", "unknown instruction fence"),
+        (r"fence.proxy.async.shared::cta", r"fence.proxy.async.global", "wrote without fence"),
+    ],
+)
+@pytest.mark.usefixtures("unfenced_barriers")
+def test_what_copies_of_boxes_may_say(
+    change: str, by: str, said: str | None, kernels: Any, machine: Any
+) -> None:
+    """What the machine does not know, it refuses by name."""
+    kernel = box_over_ones(kernels)
+    ptx, changes = re.subn(change, by, kernel.asm["ptx"])
+    assert changes == 1
+    error, result, expected = replace_by_box(machine, kernel, ptx)
+    if said is None:
+        assert error is None
+        np.testing.assert_array_equal(result, expected)
+    else:
+        assert error is not None
+        assert re.search(said, error), error
+
+
 @pytest.mark.usefixtures("equal_writes")
 def test_a_missing_wait_of_warps_that_copy_is_found(kernels: Any, machine: Any) -> None:
     kernel = pipelined(kernels, "fp16", 64, 2, 1)
