@@ -102,10 +102,13 @@ void Begin(Warp& w, const TensorCopy& copy) {
     }
     if (block.counters != nullptr) {
       block.counters->global_bytes += static_cast<uint64_t>(end - begin);
-      ++block.counters->shared_accesses;
-      ++block.counters->shared_wavefronts;
     }
   });
+  if (block.counters != nullptr) {  // 128 bytes at a time
+    const uint64_t accesses = static_cast<uint64_t>(BytesOf(copy.map) + 127) / 128;
+    block.counters->shared_accesses += accesses;
+    block.counters->shared_wavefronts += accesses;
+  }
   block.tensor_copies.push_back(copy);
 }
 

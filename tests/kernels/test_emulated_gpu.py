@@ -205,6 +205,21 @@ def test_pages_are_copied_by_a_tensor_map(in_memory: bool, fences: bool, copy_pa
     np.testing.assert_array_equal(output, expected)
 
 
+def test_tensor_copies_are_counted(
+    copy_pages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of 8 pages do not exist. Their numbers are copied, too."""
+    monkeypatch.setenv("EMULATED_GPU_COUNTS", str(tmp_path / "counts"))
+    assert run_copy_pages(copy_pages)[0] == 0
+    launch = json.loads((tmp_path / "counts").read_text())
+    tile = 8 * 16 * 256
+    assert launch["global_bytes"] == tile * 5 // 8 + 32 + tile  # the last by plain stores
+    assert 0 <= launch["global_sectors"] - launch["global_bytes"] // 32 < 80  # cut by rows
+    # Written by copies, and read; and the numbers by a warp.
+    assert launch["shared_accesses"] == 2 * tile // 128 + 2
+    assert launch["instructions"]["copies"] == 2
+
+
 @pytest.mark.parametrize(
     ("faults", "said"),
     [

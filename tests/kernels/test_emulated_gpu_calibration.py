@@ -408,6 +408,12 @@ FAULTS = {
         "",
         r"a product reads .*, (where a copy .* has not been waited for|which was never written)",
     ),
+    "a wait is not repeated": (
+        "@!complete bra.uni waitLoop;",
+        "",
+        r"a product reads .*, (where a copy .* has not been waited for|which was never written)"
+        r"|a race",
+    ),
     "a stage is filled before it is freed": (
         rf"(?s)({WAIT}.*){WAIT}",
         r"\1",
