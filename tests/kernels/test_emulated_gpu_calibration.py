@@ -494,6 +494,15 @@ def test_a_missing_wait_of_a_box_is_found(kernels: Any, machine: Any) -> None:
         assert re.search(said, error), error
 
 
+@pytest.mark.usefixtures("equal_writes", "unfenced_barriers")
+def test_boxes_with_another_swizzle_make_another_product(kernels: Any, machine: Any) -> None:
+    kernel = pipelined_boxes(kernels, "fp16", 64, 2)
+    for swizzle, is_right in ((3, True), (0, False)):
+        error, result, expected = multiply_boxes(machine, kernel, "fp16", 64, swizzle=swizzle)
+        assert error is None
+        assert np.allclose(result, expected, rtol=1e-4, atol=1e-3) == is_right
+
+
 COPY = r"\.shared::cluster\.global(\.mbarrier::complete_tx::bytes)( .*);"
 
 
