@@ -254,10 +254,9 @@ int PtxEncodeTiled(void* to, int type, uint32_t rank, void* address, const uint6
   return 0;
 }
 
-bool DecodeTensorCopy(const Words& words, Instruction* i) {
+bool DecodeTensorCopy(const Words&, Instruction* i) {
   std::string opcode = i->opcode;
-  if (opcode == "prefetch.tensormap" || opcode == "prefetch.param.tensormap") {
-    if (words[1] == "param") return false;
+  if (opcode == "prefetch.tensormap") {
     i->execute = PrefetchMap;
     return true;
   }

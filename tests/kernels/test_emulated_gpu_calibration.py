@@ -483,11 +483,12 @@ def test_a_missing_wait_of_a_box_is_found(kernels: Any, machine: Any) -> None:
     kernel = box_over_ones(kernels)
     ptx = kernel.asm["ptx"]
     check_missing_waits(ptx, lambda text: replace_by_box(machine, kernel, text), atol=0)
-    for change, said in {
-        "fence.proxy.async.shared::cta;": "wrote without fence.proxy.async before the copy",
-        WAIT: "a read .*, where a copy .* has not been waited for",
-    }.items():
-        faulty, changes = re.subn(change, "", ptx)
+    for change, by, said in [
+        ("fence.proxy.async.shared::cta;", "", "wrote without fence.proxy.async before the copy"),
+        (WAIT, "", "a read .*, where a copy .* has not been waited for"),
+        (WAIT, "ret;", "the thread block ends before its tensor copies have arrived"),
+    ]:
+        faulty, changes = re.subn(change, by, ptx)
         assert changes == 1
         error, *_ = replace_by_box(machine, kernel, faulty)
         assert error is not None
@@ -501,6 +502,14 @@ def test_boxes_with_another_swizzle_make_another_product(kernels: Any, machine: 
         error, result, expected = multiply_boxes(machine, kernel, "fp16", 64, swizzle=swizzle)
         assert error is None
         assert np.allclose(result, expected, rtol=1e-4, atol=1e-3) == is_right
+
+
+@pytest.mark.usefixtures("unfenced_barriers")
+def test_a_tensor_that_the_kernel_writes_is_not_copied(kernels: Any, machine: Any) -> None:
+    array = np.ones((64, 64), np.float16)
+    error = run(machine, box_over_ones(kernels), (1,), Boxes(array[:32]), array)
+    assert error is not None
+    assert "a tensor copy of what the kernel has written" in error
 
 
 COPY = r"\.shared::cluster\.global(\.mbarrier::complete_tx::bytes)( .*);"

@@ -317,7 +317,7 @@ def copy_box_over_ones(tensor, output, ROWS: gl.constexpr, COLUMNS: gl.constexpr
     """Writes ones to shared memory, reads them in another order, and copies a box over them. Writes
     both to the output."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    other: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [1, 4], [0, 1])
+    other: gl.constexpr = gl.BlockedLayout([8, 2], [2, 16], [2, 2], [1, 0])
     tile = gl.allocate_shared_memory(tensor.dtype, [ROWS, COLUMNS], tensor.layout)
     filled = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(filled, count=1)
