@@ -520,6 +520,14 @@ COPY = r"\.shared::cluster\.global(\.mbarrier::complete_tx::bytes)( .*);"
     [
         (COPY, r".shared::cta.global.tile\1\2;", None),
         (COPY, r".shared::cluster.global\1.L2::cache_hint\2, %rd1;", None),
+        (r"(@%p\d+ cp.async.bulk.*\[(%rd\d+),)", r"prefetch.tensormap [\2]; \1", None),
+        (
+            r"(@%p\d+ mbarrier)\.arrive.expect_tx.*(\[%r\d+\]), 4096;",
+            r"\1.expect_tx.relaxed.cta.shared::cta.b64 \2, 4112;"
+            r"\1.complete_tx.relaxed.cta.shared::cta.b64 \2, 16; \1.arrive.shared.b64 _, \2;",
+            None,
+        ),
+        (r"(expect_tx.*), 4096;", r"\1, 1048576;", "an mbarrier that expects 1048576 bytes"),
         (COPY, r".shared::cluster.global\1.multicast::cluster\2, 1;", "unknown instruction cp"),
         (COPY, r".shared::cluster.global.im2col\1\2;", "unknown instruction cp"),
         (COPY, r".global.shared::cta.bulk_group\2;", "unknown instruction cp"),
