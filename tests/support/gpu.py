@@ -119,7 +119,7 @@ def tensor_map(
     `changes`: of its arguments. The outermost dimension is the first, as in NumPy."""
     memory = (ctypes.c_uint8 * 256)()
     encoded = (ctypes.c_uint8 * 128).from_buffer(memory, -ctypes.addressof(memory) % 64)
-    arguments = {
+    arguments: dict[str, Any] = {
         "to": ctypes.addressof(encoded),
         "type": TENSOR_MAP_TYPES[array.dtype.name],
         "rank": array.ndim,
