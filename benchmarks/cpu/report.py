@@ -14,6 +14,7 @@ from matplotlib import pyplot as plt
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import contest
 from benchmarks.contest import OURS
 from benchmarks.cpu import limits
 
@@ -35,7 +36,8 @@ def is_limit(name: str) -> bool:
 def show(results: dict[str, Any]) -> None:
     """Prints the table."""
     names = contestants(results)
-    table = Table(title="Share of the limit; in brackets the time as a multiple of our best")
+    title = "Share of the limit; in brackets the time, and a short row's range, in times our best"
+    table = Table(title=title)
     for column in ("kind", "workload", "dtype", "ms", *names):
         table.add_column(column, justify="left" if column in ("kind", "workload") else "right")
     for row in results["rows"]:
@@ -48,7 +50,11 @@ def show(results: dict[str, Any]) -> None:
                 continue
             part = limits.share(row, name, results)
             text = "?" if part is None else f"{part:.0%}"
-            cells.append(f"{text} ({seconds[name] / own:.2f}x)")
+            spread = ""
+            if row["kv_bytes"] <= contest.SHORT_BYTES:
+                fastest, slowest = (x / own for x in row["spread"][name])
+                spread = f", {fastest:.2f} to {slowest:.2f}"
+            cells.append(f"{text} ({seconds[name] / own:.2f}x{spread})")
         table.add_row(row["kind"], row["workload"], row["dtype"], f"{own * 1e3:.2f}", *cells)
     console = Console(width=220)
     console.print(table)

@@ -4,7 +4,11 @@ made."""
 from __future__ import annotations
 
 import functools
+import hashlib
+import os
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +34,9 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "READ_BYTES", 1 << 20)
     monkeypatch.setattr(limits, "FLOPS", 1 << 24)
     monkeypatch.setattr(contest, "MOST_COPIES", 2)
-    seconds = functools.partial(contest.seconds, rounds=3, budget=0.001, rest=0)
+    monkeypatch.setattr(contest, "ROUNDS", 3)
+    monkeypatch.setattr(contest, "SHORT_ROUNDS", 3)
+    seconds = functools.partial(contest.seconds, budget=0.001, rest=0)
     monkeypatch.setattr(contest, "seconds", seconds)
 
 
@@ -110,6 +116,26 @@ def test_no_matrix_product_is_above_the_limit(monkeypatch: pytest.MonkeyPatch) -
     assert 2 * 512**3 / min(times["BLAS"]) < rates["products, float32"]
     # Not twice that of float32 everywhere, but more.
     assert rates.get("products, bfloat16", float("inf")) > 1.2 * rates["products, float32"]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+def test_each_computing_thread_has_a_processor_of_its_own() -> None:
+    """While it takes a turn; then all threads are where they were."""
+    everywhere, content = os.sched_getaffinity(0), bytes(1 << 20)
+    placed: list[tuple[int, frozenset[int]]] = []
+    both = threading.Barrier(2)
+
+    def compute(_: int) -> None:
+        both.wait()  # each thread takes one
+        hashlib.sha256(content).digest()  # without the GIL
+        placed.append((threading.get_native_id(), frozenset(os.sched_getaffinity(0))))
+
+    with ThreadPoolExecutor(2) as threads:
+        take = contest.OwnProcessors().turn
+        contest.seconds({"two threads": lambda: list(threads.map(compute, range(2)))}, take=take)
+        assert [*contest.each_thread(os.sched_getaffinity).values()].count(everywhere) >= 3
+    first, second = sorted(set(placed[-4:]))
+    assert first[0] != second[0] and len(first[1] | second[1]) == 2, placed
 
 
 def test_padding_is_part_of_a_workload() -> None:
