@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -81,6 +81,12 @@ _FP8_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
+_SCALE_BYTES = 4
+# A row of these is K, its scale, V and its scale. The scales are float32.
+_DTYPES_WITH_SCALES = {
+    "int8_per_token_head": torch.int8,
+    "fp8_per_token_head": torch.float8_e4m3fn,
+}
 # vLLM says by the type of its description how a layer attends: others than these have a mask of
 # their own (reference windows, sinks that are keys, encoders).
 _SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
@@ -138,6 +144,7 @@ class XlaGpuAttentionBackend(_Backend):
         "float16",
         "bfloat16",
         *_FP8_DTYPES,
+        *_DTYPES_WITH_SCALES,
     ]
 
     @staticmethod
@@ -171,8 +178,18 @@ class XlaGpuAttentionBackend(_Backend):
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any
     ) -> str | None:
         """Why these do not go together; None if they do. Keys of 16 bits have the model's dtype."""
+        if kv_cache_dtype in _DTYPES_WITH_SCALES:
+            reason = f"head_size {head_size}, no multiple of 4, not supported for {kv_cache_dtype}"
+            return reason if head_size % 4 else None
         fits = kv_cache_dtype in (None, "auto", *_FP8_DTYPES, str(dtype).removeprefix("torch."))
         return None if fits else f"kv_cache_dtype {kv_cache_dtype} not supported for {dtype}"
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Adds the scales of a row to what vLLM knows of its size, as its Triton backend does."""
+        if not spec.kv_quant_mode.is_per_token_head or spec.state_content_bytes is not None:
+            return spec
+        return replace(spec, state_content_bytes=2 * (spec.head_size + _SCALE_BYTES))
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -212,6 +229,10 @@ class XlaGpuAttentionBackend(_Backend):
 
 class XlaGpuLatentBackend(XlaGpuAttentionBackend):
     """What vLLM asks before it chooses a backend for latent attention (MLA)."""
+
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
+        x for x in XlaGpuAttentionBackend.supported_kv_cache_dtypes if x not in _DTYPES_WITH_SCALES
+    ]
 
     @staticmethod
     def get_name() -> str:
@@ -535,6 +556,7 @@ class _LayerAttention(_ImplBase):
         # Without causality a window has two sides of one length, as in vLLM's own backends.
         self._window_right = None if sliding_window is None else sliding_window - 1
         self._fp8 = _FP8_DTYPES.get(kv_cache_dtype)
+        self._with_scales = _DTYPES_WITH_SCALES.get(kv_cache_dtype)
         self._features: dict[str, torch.Tensor] = {}
         if alibi_slopes is not None:
             # The layer's device is not known before `forward`.
@@ -558,15 +580,15 @@ class _LayerAttention(_ImplBase):
         ranges = step.ranges
         if ranges is not None and getattr(layer, "mm_prefix_clamp_sliding_window", False):
             ranges = step.ranges_in_window
+        cache, options = self._cached(layer, kv_cache)
         _OPS.paged_attention.out(  # by its name, as PyTorch tries one overload after the other
             query,
-            self._cache(kv_cache),
+            cache,
             step.context_lens,
             step.block_tables,
             step.query_start_loc,
             step.num_seqs,
             *self._options,
-            kv_layout=self._kv_layout,
             causal=step.causal,
             causal_seqs=step.causal_seqs,
             window_right=None if step.causal else self._window_right,
@@ -575,19 +597,19 @@ class _LayerAttention(_ImplBase):
             value_head_size=self._value_head_size,
             out=output,
             **self._features,
-            **self._scales(layer),
+            **options,
         )
 
-    def _cache(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        """vLLM's tensors are bytes where the cache is fp8."""
-        return kv_cache if self._fp8 is None else kv_cache.view(self._fp8)
-
-    def _scales(self, layer: Any) -> dict[str, torch.Tensor]:
+    def _cached(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The cache as the ops take it, and the arguments that describe it. vLLM's tensors are
+        bytes where the cache is fp8."""
+        options: dict[str, Any] = {"kv_layout": self._kv_layout}
         if self._fp8 is None:
-            return {}
-        if self._value_head_size is not None:
-            return {"k_scale": layer._k_scale}
-        return {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+            return kv_cache, options
+        options["k_scale"] = layer._k_scale
+        if self._value_head_size is None:
+            options["v_scale"] = layer._v_scale
+        return kv_cache.view(self._fp8), options
 
 
 class XlaGpuAttentionImpl(_LayerAttention, _Impl):
@@ -595,6 +617,17 @@ class XlaGpuAttentionImpl(_LayerAttention, _Impl):
 
     can_return_lse_for_decode = True  # for decode context parallelism
     _kv_layout = "nhb(2d)"
+
+    def _cached(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        if self._with_scales is None:
+            return super()._cached(layer, kv_cache)
+        halves = kv_cache.chunk(2, -1)
+        cache, values = (x[..., : self.head_size].view(self._with_scales) for x in halves)
+        k_scale, v_scale = (
+            x[..., self.head_size :].view(torch.float32).squeeze(-1).mT for x in halves
+        )
+        options = {"k_scale": k_scale, "v_scale": v_scale}
+        return cache, options | {"value_cache": values, "kv_layout": "nhbd"}
 
     def do_kv_cache_update(
         self,
@@ -610,17 +643,23 @@ class XlaGpuAttentionImpl(_LayerAttention, _Impl):
             layer: has the scales of an fp8 cache.
             key: ``[num_tokens, num_kv_heads, head_size]``.
             value: as `key`.
-            kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
+            kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``; with scales for each
+                token and head, bytes ``[..., 2 * (head_size + 4)]``.
             slot_mapping: ``[at most num_tokens]`` int64; a negative slot is padding.
         """
         num_tokens = len(slot_mapping)
-        _OPS.kv_cache_update.default(
-            self._cache(kv_cache),
+        cache, options = self._cached(layer, kv_cache)
+        update = _OPS.kv_cache_update.default
+        if self._with_scales is not None:
+            update = _OPS.kv_cache_update.with_scales
+            for name in ("k_scale", "v_scale"):
+                options[f"{name}_cache"] = options.pop(name)
+        update(
+            cache,
             _first(num_tokens, key),
             _first(num_tokens, value),
             slot_mapping,
-            kv_layout=self._kv_layout,
-            **self._scales(layer),
+            **options,
         )
 
     def forward(
@@ -687,17 +726,17 @@ class XlaGpuAttentionImpl(_LayerAttention, _Impl):
         its part for the heads of all."""
         group: Any = get_dcp_group()
         sequences = (step.query_start_loc, step.num_seqs)
+        cache, options = self._cached(layer, kv_cache)
         part = _OPS.paged_attention.lse(
             group.all_gather(query.contiguous(), dim=1),
-            self._cache(kv_cache),
+            cache,
             shard.context_lens,
             step.block_tables,
             *sequences,
             *self._options,
-            kv_layout=self._kv_layout,
             causal=False,
             max_query_len=step.max_query_len,
-            **self._scales(layer),
+            **options,
         )
         first = self.dcp_rank * self.num_heads
         heads = slice(first, first + self.num_heads)
@@ -783,7 +822,7 @@ class XlaGpuLatentImpl(_LayerAttention, _LatentImpl):
         latent, rotated = (_first(num_tokens, x) for x in (kv_c_normed, k_pe))
         key = torch.cat([latent[:, None], rotated], -1)
         _OPS.kv_cache_update.default(
-            self._cache(kv_cache),
+            kv_cache if self._fp8 is None else kv_cache.view(self._fp8),
             key,
             key[..., :0],
             slot_mapping,

@@ -476,6 +476,18 @@ def test_fp8_caches_against_float64(dtype: str, checkpoint: Any, serve: Any) -> 
     assert errors[OURS].mean() < 0.1 * unrounded.mean(), "fp8 matters in this test"
 
 
+@pytest.mark.parametrize("dtype", ["int8_per_token_head", "fp8_per_token_head"])
+def test_caches_with_scales_against_float64(dtype: str, checkpoint: Any, serve: Any) -> None:
+    """Each row has scales of its own. vLLM has no kernel for the CPU that knows these caches."""
+    changes = {"head_dim": 32}
+    exact = logprobs_in_float64(model_for_vllm("llama", **changes), dtype)
+    errors = {
+        name: (logprobs(serve(checkpoint("llama", **changes), kv_cache_dtype=name)) - exact).abs()
+        for name in (dtype, "auto")
+    }
+    assert errors[dtype].mean() < 0.1 * errors["auto"].mean(), "the scales matter in this test"
+
+
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
 def test_fp8_latents_against_float64(dtype: str, checkpoint: Any, serve: Any) -> None:
     """vLLM's own latent attention for the CPU has no fp8."""
@@ -497,7 +509,14 @@ def logprobs_in_float64(model: Any, dtype: str) -> torch.Tensor:
     rotated = getattr(model.config, "qk_rope_head_dim", 0)
 
     def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
-        return (x / scale).float().to(integration._FP8_DTYPES[dtype]).to(x.dtype) * scale
+        if dtype in integration._FP8_DTYPES:
+            return (x / scale).float().to(integration._FP8_DTYPES[dtype]).to(x.dtype) * scale
+        stored = integration._DTYPES_WITH_SCALES[dtype]
+        info = torch.iinfo if stored is torch.int8 else torch.finfo
+        scales = x.abs().amax(-1, keepdim=True) / info(stored).max
+        numbers = (x / scales).float()
+        numbers = numbers.round() if stored is torch.int8 else numbers.to(stored)
+        return numbers.to(x.dtype) * scales
 
     def attend(
         module: Any,
