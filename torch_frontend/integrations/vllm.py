@@ -643,8 +643,8 @@ class XlaGpuAttentionImpl(_LayerAttention, _Impl):
             layer: has the scales of an fp8 cache.
             key: ``[num_tokens, num_kv_heads, head_size]``.
             value: as `key`.
-            kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``; with scales for each
-                token and head, bytes ``[..., 2 * (head_size + 4)]``.
+            kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, or, with scales for
+                each token and head, ``[..., 2 * (head_size + 4)]``.
             slot_mapping: ``[at most num_tokens]`` int64; a negative slot is padding.
         """
         num_tokens = len(slot_mapping)
