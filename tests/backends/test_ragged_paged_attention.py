@@ -334,10 +334,10 @@ def test_mask_value() -> None:
         attend(*operands, mask_value=-2.38e38)
 
 
-@pytest.mark.parametrize("device", ["cpu", "xla"])
-def test_torch(device: str) -> None:
+@pytest.mark.parametrize("convert", [backends.to_torch, backends.to_xla])
+def test_torch(convert: Any) -> None:
     for case in PLAIN_CASES:
-        tensors = [backends.to_torch(x).to(device) for x in case.inputs()]
+        tensors = [convert(x) for x in case.inputs()]
         scale, window, cap = case.attributes().values()
         expected = torch.ops.xla_gpu.paged_attention(*tensors, scale, window, cap)
         result = torch.ops.xla_gpu.ragged_paged_attention(
