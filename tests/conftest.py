@@ -75,7 +75,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     for marker in (
-        "proves(*columns): see tests/support/feature_table.py",
         "pairwise(each=None): without --all, some sets of parameters: see tests/support/selection.py",
         "nightly: only with --all",
     ):

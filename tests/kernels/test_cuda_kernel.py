@@ -37,7 +37,7 @@ from tests.support.calls import (
 )
 from tests.support.gpu import ON_CUDA, EmulatedGpu, Gpu, attend, scratch_of
 from tests.support.kernel_tests import *  # noqa: F403
-from tests.support.kernel_tests import BATCH, CUDA_KERNELS, batch
+from tests.support.kernel_tests import BATCH, batch
 from tests.support.random_cases import random_cases
 
 F32, I32 = np.float32, np.int32
@@ -421,7 +421,6 @@ def test_random_on_hopper(gpu: Gpu, case: Case) -> None:
     test_paged_attention(case, gpu.on_hopper())
 
 
-@pytest.mark.proves(CUDA_KERNELS)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_paged_attention(case: Case, gpu: Gpu) -> None:

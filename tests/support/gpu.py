@@ -35,6 +35,7 @@ MAX_BLOCKS = (2**31, 1, 3, 7)
 
 class Gpu:
     platform = "cuda"
+    copy = staticmethod(guarded)
     assert_close = staticmethod(assert_close_on_cuda)
 
     def __init__(
@@ -170,11 +171,13 @@ def attend(
     """The result of paged_attention, or with return_lse a pair of results. `kernels`: a `Gpu`, or
     the like of it for the CPU. `more_columns`: how much wider the rows are that hold the queries."""
     call, arrays = checked_call("paged_attention", operands, attributes)
-    results = [guarded(x) for x in results_of(call, arrays)]  # NaN: a kernel must write all rows
+    results = [
+        kernels.copy(x) for x in results_of(call, arrays)
+    ]  # NaN: a kernel must write all rows
     arrays, row_attributes = with_wider_rows("paged_attention", arrays, more_columns)
     written = [*results]
     if kernels.platform == "cuda":
         written.append(scratch_of(operands, attributes) if scratch is None else scratch)
-    operands = [guarded(x) for x in arrays]
+    operands = [kernels.copy(x) for x in arrays]
     kernels.run(paged_attention, operands, written, seed, **numbers(call) | row_attributes)
     return tuple(results) if len(results) > 1 else results[0]
