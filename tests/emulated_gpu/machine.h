@@ -99,7 +99,7 @@ class GlobalOrder {
   void Reset();
   void Write(const Warp& warp, uint64_t address, int bytes);
   void CheckRead(const Warp& warp, uint64_t address, int bytes);
-  // An atomic of a lane. Those after it at the same address hand on what it releases.
+  // An atomic of a lane. Later ones at the same address hand on what it releases.
   void Atomic(Warp* warp, uint64_t address, bool acquires, bool releases);
   void Fence(Warp* warp);
 
