@@ -29,6 +29,7 @@ from shared_ffi.spec import (
     STORAGE_DTYPES,
     ArraySpec,
     Operands,
+    check_array,
     dtype_error,
     has_shape,
     holds,
@@ -359,13 +360,9 @@ def _add_scales(
 def _add_made_scales(
     op: str, operands: Operands, cache: KvLayout, argument: str, array: ArraySpec
 ) -> None:
-    shape = (cache.num_blocks, cache.block_size, cache.num_kv_heads)
-    if not has_shape(array, shape):
-        sizes = zip(("num_blocks", "block_size", "num_kv_heads"), shape, strict=True)
-        rule = ", ".join(f"{name}={size}" for name, size in sizes)
-        raise shape_error(op, argument, f"[{rule}]", array.shape)
-    if array.dtype != "float32":
-        raise dtype_error(op, argument, "dtype float32", array.dtype)
+    names = ("num_blocks", "block_size", "num_kv_heads")
+    sizes = [(name, getattr(cache, name)) for name in names]
+    check_array(op, argument, array, sizes, "float32")
     if array.strides is not None:
         rule = "be contiguous: it is written in place"
         raise value_error(op, argument, rule, f"strides {list(array.strides)}")

@@ -20,6 +20,7 @@ from shared_ffi.spec import (
     Operands,
     Scalar,
     Smaller,
+    check_array,
     dtype_error,
     flag,
     float32_of,
@@ -133,21 +134,13 @@ def check(
         reference_argument="query",
     )
     for feature, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
-        if per_head is None:
-            continue
-        if not has_shape(per_head, (num_heads,)):
-            raise shape_error(OP, feature, f"[num_heads={num_heads}]", per_head.shape)
-        if per_head.dtype != "float32":
-            raise dtype_error(OP, feature, "dtype float32", per_head.dtype)
-        operands.add_feature(feature, per_head, 0)
+        if per_head is not None:
+            check_array(OP, feature, per_head, [("num_heads", num_heads)], "float32")
+            operands.add_feature(feature, per_head, 0)
     for feature, pairs in zip(TOKEN_PAIRS, (tree_mask, bidirectional_ranges), strict=True):
-        if pairs is None:
-            continue
-        if not has_shape(pairs, (num_tokens, 2)):
-            raise shape_error(OP, feature, f"[num_tokens={num_tokens}, 2]", pairs.shape)
-        if pairs.dtype != "int32":
-            raise dtype_error(OP, feature, "dtype int32", pairs.dtype)
-        operands.add_feature(feature, pairs, None)
+        if pairs is not None:
+            check_array(OP, feature, pairs, [("num_tokens", num_tokens), 2], "int32")
+            operands.add_feature(feature, pairs, None)
     if not isinstance(causal, ArraySpec):
         causal = flag(OP, "causal", causal)
     if tree_mask is not None:

@@ -14,6 +14,8 @@ from shared_ffi.spec import shape_error
 OP = "ragged_paged_attention_v3"
 OP_HD64 = "ragged_paged_attention_hd64"
 
+_NAMES = ("page_indices", "cu_q_lens", "attention_sink")
+
 # Arguments that tune or debug the TPU kernel. They are accepted and ignored.
 _TUNING = {
     "skip_kv_mask",
@@ -96,9 +98,9 @@ def ragged_paged_attention_v3(
         raise TypeError(f"{OP}: no argument is called {unknown[0]}; got {tuning[unknown[0]]!r}")
     return ragged(
         OP,
-        *(queries, keys, values, kv_cache),
-        *(kv_lens, page_indices, cu_q_lens, distribution),
-        attention_sink,
+        _NAMES,
+        (queries, keys, values),
+        *(kv_cache, kv_lens, page_indices, cu_q_lens, distribution, attention_sink),
         kv_layout=PACKED_ROWS,
         scale=sm_scale,
         causal=use_causal_mask,
@@ -172,9 +174,9 @@ def ragged_paged_attention_hd64(
         raise shape_error(OP_HD64, "kv_cache", rule, kv_cache.shape)
     return ragged(
         OP_HD64,
-        *(queries, keys, values, kv_cache),
-        *(kv_lens, page_indices, cu_q_lens, distribution),
-        attention_sink,
+        _NAMES,
+        (queries, keys, values),
+        *(kv_cache, kv_lens, page_indices, cu_q_lens, distribution, attention_sink),
         kv_layout=PACKED_PAIRS,
         scale=sm_scale,
         causal=use_causal_mask,
