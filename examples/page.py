@@ -126,7 +126,7 @@ def _with_bold(text: str) -> str:
 
 
 def _as_html(show: Callable[[Console], None]) -> str:
-    console = Console(record=True, file=io.StringIO(), width=128)
+    console = Console(record=True, file=io.StringIO(), width=128, highlight=False)
     show(console)
     return console.export_html(code_format="{code}", inline_styles=True)
 
