@@ -19,6 +19,8 @@ from tests.support.scripts import dump_flags
 if TYPE_CHECKING:
     from harness.hlo import CompiledPrograms
 
+pytest.register_assert_rewrite("tests.support.kernel_tests")  # which holds tests
+
 if os.environ.get("XLA_GPU_TEST_ON") != "cuda":
     os.environ["PJRT_DEVICE"] = "CPU"
     os.environ["JAX_PLATFORMS"] = "cpu"
