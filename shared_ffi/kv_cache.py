@@ -30,6 +30,7 @@ from shared_ffi.spec import (
     STORAGE_DTYPES,
     ArraySpec,
     Operands,
+    check_array,
     dtype_error,
     has_shape,
     holds,
@@ -360,13 +361,9 @@ def _add_scales(
 def _add_made_scales(
     op: str, operands: Operands, cache: KvLayout, argument: str, array: ArraySpec
 ) -> None:
-    shape = (cache.num_blocks, cache.block_size, cache.num_kv_heads)
-    if not has_shape(array, shape):
-        sizes = zip(("num_blocks", "block_size", "num_kv_heads"), shape, strict=True)
-        rule = ", ".join(f"{name}={size}" for name, size in sizes)
-        raise shape_error(op, argument, f"[{rule}]", array.shape)
-    if array.dtype != "float32":
-        raise dtype_error(op, argument, "dtype float32", array.dtype)
+    names = ("num_blocks", "block_size", "num_kv_heads")
+    sizes = [(name, getattr(cache, name)) for name in names]
+    check_array(op, argument, array, sizes, "float32")
     check_written(op, argument, array)
     _add_scale_array(operands, argument, array, None if cache.head_dim is None else 2)
 

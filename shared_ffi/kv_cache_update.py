@@ -14,6 +14,7 @@ from shared_ffi.spec import (
     ArraySpec,
     Call,
     Operands,
+    check_array,
     dtype_error,
     flag,
     has_shape,
@@ -104,10 +105,8 @@ def check(
         reference_argument="key",
         made={"k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache},
     )
-    if not has_shape(slot_mapping, (num_tokens,)):
-        raise shape_error(OP, "slot_mapping", f"[num_tokens={num_tokens}]", slot_mapping.shape)
-    if slot_mapping.dtype not in ("int32", "int64"):
-        raise dtype_error(OP, "slot_mapping", "dtype int32 or int64", slot_mapping.dtype)
+    of_tokens = [("num_tokens", num_tokens)]
+    check_array(OP, "slot_mapping", slot_mapping, of_tokens, "int32 or int64")
     rotary = {"query": query, "positions": positions, "cos_sin_cache": cos_sin_cache}
     interleaved = flag(OP, "interleaved", interleaved)
     if any(array is not None for array in rotary.values()) or interleaved:
@@ -168,10 +167,7 @@ def _check_rotary(
     if cos_sin_cache.dtype not in ("float32", key.dtype):
         rule = f"dtype float32, or key's dtype {key.dtype}"
         raise dtype_error(OP, "cos_sin_cache", rule, cos_sin_cache.dtype)
-    if not has_shape(positions, (num_tokens,)):
-        raise shape_error(OP, "positions", f"[num_tokens={num_tokens}]", positions.shape)
-    if positions.dtype not in ("int32", "int64"):
-        raise dtype_error(OP, "positions", "dtype int32 or int64", positions.dtype)
+    check_array(OP, "positions", positions, [("num_tokens", num_tokens)], "int32 or int64")
     if query is not None:
         _check_query(query, key)
 

@@ -9,7 +9,7 @@ import torch
 
 from shared_ffi import paged_attention as op
 from shared_ffi.spec import ArraySpec, Call, value_error
-from torch_frontend.operator.arguments import checked, scale_tensor
+from torch_frontend.operator.arguments import checked, scale_tensor, split_causal
 from torch_frontend.operator.define import define
 
 _ARGUMENTS = (
@@ -177,11 +177,7 @@ def paged_attention(
         TypeError: a dtype or type is wrong.
         NotImplementedError: a tensor requires grad: the op has no derivative.
     """
-    causal_seqs = None
-    if isinstance(causal, torch.Tensor):
-        causal_seqs, causal = causal, True
-        if causal_seqs.dtype != torch.int32 and not causal_seqs.is_floating_point():
-            causal_seqs = (causal_seqs != 0).int()
+    causal, causal_seqs = split_causal(causal)
     k_scale, v_scale = (scale_tensor(x, kv_cache) for x in (k_scale, v_scale))
     if out is not None and return_lse:
         raise value_error(op.OP, "out", "be None with return_lse", "a tensor")

@@ -142,7 +142,7 @@ Outcome Branch(Warp&, const Instruction&) { return Outcome::kBranch; }
 Outcome Exit(Warp&, const Instruction&) { return Outcome::kExit; }
 Outcome ExecuteTrap(Warp&, const Instruction&) { Fail("trap"); }
 
-// Addresses of global memory are the same as generic ones. Those of shared memory lie in a window.
+// Addresses of global memory are the same as generic ones. Shared memory lies in a window.
 template <uint64_t window>
 Outcome ToWindow(Warp& w, const Instruction& i) {
   U64* d = w.Lanes<U64>(i, 0);

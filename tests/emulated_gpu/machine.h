@@ -108,7 +108,7 @@ class GlobalOrder {
   // A read by the async proxy. What the kernel itself has written, it may not read: the fence that
   // this needs is not known.
   void CheckAsyncRead(uint64_t address) const;
-  // An atomic of a lane. Those after it at the same address hand on what it releases.
+  // An atomic of a lane. Later ones at the same address hand on what it releases.
   void Atomic(Warp* warp, uint64_t address, bool acquires, bool releases);
   void Fence(Warp* warp);
 

@@ -8,7 +8,7 @@
 namespace emulated_gpu {
 namespace {
 
-// Whether all lanes of the mask are here. Those that are not must still come.
+// Whether all lanes of the mask are here. If not, the others must still come.
 bool AreHere(Warp& w, uint32_t mask, const char* what) {
   if ((mask & w.alive) != mask) Fail(std::string(what) + " names lanes that have ended");
   if ((w.active & ~mask) != 0)

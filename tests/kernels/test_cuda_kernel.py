@@ -1,7 +1,8 @@
-"""The CUDA handlers and kernels: every case against the oracle, any batch, faulty metadata. They
-run on an emulated GPU, which executes the PTX that nvcc emits (tests/emulated_gpu), with arrays between guard
-pages and with several orders of warps. `make gpu-check` runs this file on a GPU. What concerns
-Hopper GPUs runs with their kernels, too."""
+"""The CUDA handlers and kernels: every case against the oracle, any batch, faulty metadata. What
+they share with the CPU's is in tests/support/kernel_tests.py. They run on an emulated GPU, which
+executes the PTX that nvcc emits (tests/emulated_gpu), with arrays between guard pages and with
+several orders of warps. `make gpu-check` runs this file on a GPU. What concerns Hopper GPUs runs with
+their kernels, too."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import re
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,24 +26,26 @@ from harness.arrays import guarded
 from harness.compare import assert_close_on_cuda, assert_same_bits
 from shared_ffi import kv_cache_update, paged_attention, simple_add
 from shared_ffi.spec import ArraySpec
-from tests.cases import quantized
-from tests.cases.all import CASES, LONG_CASES, SAMPLED_CASES, UPDATE_CASES
-from tests.cases.case import FEATURES, INTEGERS, JUNK, UNIT_SCALES, Case, without_range
-from tests.cases.softmax import EXTREME_NUMBERS, extreme_call
+from tests.cases.all import CASES, LONG_CASES, UPDATE_CASES
+from tests.cases.case import FEATURES, JUNK, Case
 from tests.cases.updates import UpdateCase
 from tests.support import native, selection
 from tests.support.calls import (
     checked_call,
     in_place,
-    in_wider_rows,
     numbers,
-    rows_in,
-    with_wider_rows,
 )
 from tests.support.gpu import ON_CUDA, EmulatedGpu, Gpu, attend, scratch_of
+from tests.support.kernel_tests import *  # noqa: F403
+from tests.support.kernel_tests import BATCH, batch
 from tests.support.random_cases import random_cases
 
 F32, I32 = np.float32, np.int32
+
+
+@pytest.fixture(scope="session")
+def kernels(gpu: Gpu) -> Gpu:
+    return gpu
 
 
 @pytest.fixture(scope="session", params=["portable", "hopper"])
@@ -418,10 +421,6 @@ def test_random_on_hopper(gpu: Gpu, case: Case) -> None:
     test_paged_attention(case, gpu.on_hopper())
 
 
-KERNELS = "CUDA kernels" if ON_CUDA else "CUDA kernels (emulated)"
-
-
-@pytest.mark.proves(KERNELS)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_paged_attention(case: Case, gpu: Gpu) -> None:
@@ -431,15 +430,6 @@ def test_paged_attention(case: Case, gpu: Gpu) -> None:
     own_seed = zlib.crc32(case.id.encode()) % 900 + 3  # all cases together try many orders
     for seed in (own_seed, 1, 2, 3) if selection.everything else (own_seed,):
         assert_same_bits(attend(gpu, inputs, **attributes, seed=seed), result)
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("case", quantized.INT4_CASES, ids=lambda case: case.id)
-def test_int4_has_the_bits_of_int8(case: Case, gpu: Gpu) -> None:
-    inputs, attributes = case.inputs(), case.attributes()
-    result = attend(gpu, inputs, **attributes)
-    inputs, attributes = quantized.in_int8(inputs, attributes)
-    assert_same_bits(attend(gpu, inputs, **attributes), result)
 
 
 WIDE_HEADS = {
@@ -488,76 +478,9 @@ def test_wide_heads(
         assert_same_bits(attend(small, inputs, **attributes), on_cuda_cores)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", EXTREME_NUMBERS)
-def test_extreme_numbers(name: str, dtype: str, gpu: Gpu) -> None:
-    inputs, attributes = extreme_call(name, dtype)
-    output, lse = attend(gpu, inputs, **attributes)
-    if name == "sinks-inf":
-        assert (lse[:-3, 0] == np.inf).all() and not output[:, 0].any()
-        attributes["sinks"] = np.where(attributes["sinks"] == np.inf, 3e38, -1).astype(F32)
-        output, lse = attend(gpu, inputs, **attributes)
-    if name == "alibi_slopes-inf":
-        finite = np.minimum(attributes["alibi_slopes"], F32(3e38))
-        assert_same_bits(
-            attend(gpu, inputs, **attributes | {"alibi_slopes": finite}), (output, lse)
-        )
-        attributes["alibi_slopes"] = finite
-    if name == "alibi_slopes--3e+38":  # float32 has no number as large as their log-sum-exp
-        assert_close_on_cuda(output, inputs, attributes | {"return_lse": False})
-    else:
-        assert_close_on_cuda((output, lse), inputs, attributes)
-
-
 @given(case=random_cases())
 def test_random(gpu: Gpu, case: Case) -> None:
     test_paged_attention(case, gpu)
-
-
-@pytest.mark.proves(KERNELS)
-@pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
-def test_kv_cache_update(case: UpdateCase, gpu: Gpu) -> None:
-    inputs, attributes = case.inputs(), case.attributes()
-    call, arrays = checked_call("kv_cache_update", inputs, attributes)
-    arrays = [guarded(x) for x in arrays]
-    updated = [arrays[operand] for operand, _ in call.aliases]
-    gpu.run(kv_cache_update, arrays, updated, 0, **numbers(call))
-    expected = reference.kv_cache_update(*inputs, **attributes)
-    assert_same_bits(updated[0] if len(updated) == 1 else tuple(updated), expected)
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("more", [3, 64], ids="{}-more".format)  # only 64 keep rows aligned
-@pytest.mark.parametrize("case", [*SAMPLED_CASES, *LONG_CASES[:1]], ids=lambda case: case.id)
-def test_queries_in_wider_rows(case: Case, more: int, each_kernel: Gpu) -> None:
-    inputs, attributes = case.inputs(), case.attributes()
-    call, (query, *others) = checked_call("paged_attention", inputs, attributes)
-    rows, row_attributes = in_wider_rows(query, more)
-    results = [guarded(np.full(call.results[0].shape, np.nan, query.dtype))]
-    results += [guarded(np.full(spec.shape, np.nan, F32)) for spec in call.results[1:]]
-    scratch = scratch_of(inputs, attributes)
-    arrays = [guarded(x) for x in (rows, *others)]
-    each_kernel.run(
-        paged_attention, arrays, [*results, scratch], 0, **numbers(call), **row_attributes
-    )
-    result = tuple(results) if len(results) > 1 else results[0]
-    assert_close_on_cuda(result, inputs, attributes)
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("more", [3, 64], ids="{}-more".format)
-@pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
-def test_kv_cache_update_from_wider_rows(case: UpdateCase, more: int, gpu: Gpu) -> None:
-    inputs, attributes = case.inputs(), case.attributes()
-    call, arrays = checked_call("kv_cache_update", inputs, attributes)
-    query = dict(call.attributes).get("query")
-    arrays, row_attributes = with_wider_rows("kv_cache_update", arrays, more, query)
-    arrays = [guarded(x) for x in arrays]
-    updated = [arrays[operand] for operand, _ in call.aliases]
-    gpu.run(kv_cache_update, arrays, updated, 0, **numbers(call), **row_attributes)
-    expected = reference.kv_cache_update(*inputs, **attributes)
-    updated = [rows_in(x, spec.shape) for x, spec in zip(updated, call.results, strict=True)]
-    assert_same_bits(updated[0] if len(updated) == 1 else tuple(updated), expected)
 
 
 def test_kv_cache_update_of_slots_past_the_end(gpu: Gpu) -> None:
@@ -602,71 +525,6 @@ def test_simple_add(size: int, gpu: Gpu) -> None:
     result = guarded(np.full_like(a, np.nan))
     gpu.run(simple_add, [a, a], [result], 0)
     assert_same_bits(result, a + a)
-
-
-# Query tokens and context of each sequence: decode in one split, decode in several splits, a
-# speculative step, a chunk of a prompt, a whole prompt.
-BATCH = [(1, 70), (1, 700), (3, 600), (40, 330), (90, 90)]
-
-
-def batch(
-    dtype: str, sequences: Sequence[tuple[int, int]] = BATCH, cache_dtype: str | None = None
-) -> tuple[list[Any], np.ndarray]:
-    case = Case(
-        id=f"batch-{dtype}",
-        sequences=tuple(sequences),
-        num_heads=6,
-        num_kv_heads=2,
-        head_size=24 if cache_dtype is None else 32,
-        block_size=16,
-        dtype=dtype,
-        cache_dtype=cache_dtype,
-    )
-    inputs = case.inputs()
-    return list(inputs), np.cumsum([0, *(q_len for q_len, _ in sequences)])
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn", "int8"])
-@pytest.mark.parametrize("attributes", [{}, {"sliding_window": 300}, {"soft_cap": 20.0}], ids=str)
-def test_a_sequence_has_the_same_bits_in_any_batch(
-    attributes: dict[str, Any], cache_dtype: str | None, dtype: str, each_kernel: Gpu
-) -> None:
-    """The first sequence fills a query tile of the decode kernel, which the others leave as it was."""
-    sequences = [(5, 90), *BATCH]
-    attributes = attributes | (UNIT_SCALES if cache_dtype in INTEGERS else {})
-    (query, kv_cache, context_lens, tables, start, _), starts = batch(dtype, sequences, cache_dtype)
-    together = attend(
-        each_kernel,
-        [query, kv_cache, context_lens, tables, start, np.array(len(sequences), I32)],
-        scale=0.2,
-        **attributes,
-    )
-    for order in ([5, 2, 4, 0, 1, 3], [3, 2], *([s] for s in range(len(sequences)))):
-        for padding in (0, 5):
-            rows = np.concatenate([query[starts[s] : starts[s + 1]] for s in order])
-            rows = np.concatenate([rows, np.full((padding, *rows.shape[1:]), np.nan, rows.dtype)])
-            begins = np.cumsum([0, *(sequences[s][0] for s in order), *[0] * padding])
-            result = attend(
-                each_kernel,
-                [
-                    rows,
-                    kv_cache,
-                    np.concatenate([context_lens[order], np.full(padding, 99, I32)]),
-                    np.pad(tables[order], ((0, padding), (0, padding)), constant_values=2**30),
-                    begins.astype(I32),
-                    np.array(len(order), I32),
-                ],
-                scale=0.2,
-                seed=len(order) + padding,
-                **attributes,
-            )
-            for place, s in enumerate(order):
-                assert_same_bits(
-                    result[begins[place] : begins[place + 1]],
-                    together[starts[s] : starts[s + 1]],
-                )
 
 
 @pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn", "float8_e5m2"])
@@ -882,50 +740,6 @@ def test_faulty_metadata(what: str, dtype: str, each_kernel: Gpu) -> None:
     rows_lost = np.isnan(expected.astype(F32)).all(axis=(1, 2))
     assert np.isnan(result[rows_lost].astype(F32)).all()
     assert_same_bits(result[~rows_lost], expected[~rows_lost])
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("group", [1, 4])
-def test_chain_tree_has_the_bits_of_causal_attention(
-    group: int, dtype: str, each_kernel: Gpu
-) -> None:
-    case = Case(
-        id="chain",
-        sequences=((7, 150), (64, 700), (3, 3), (80, 90)),
-        num_heads=2 * group,
-        head_size=40,
-        dtype=dtype,
-        sliding_window=90,
-        tree="chain",
-    )
-    inputs, attributes = case.inputs(), case.attributes()
-    trees = attributes.pop("tree_mask")
-    causal = attend(each_kernel, inputs, **attributes)
-    assert_same_bits(attend(each_kernel, inputs, tree_mask=trees, **attributes), causal)
-    no_bits = np.zeros_like(trees)
-    assert_same_bits(attend(each_kernel, inputs, tree_mask=no_bits, **attributes), causal)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("group", [1, 4])
-def test_a_token_without_a_range_keeps_its_bits(group: int, dtype: str, each_kernel: Gpu) -> None:
-    """With one query head for each kv head, short queries are the decode kernel's."""
-    case = Case(
-        id="ranges",
-        sequences=((2, 1500), (4, 700), (60, 200), (70, 700), (3, 3), (80, 90)),
-        num_heads=2 * group,
-        head_size=40,
-        dtype=dtype,
-        sliding_window=90,
-        ranges="any",
-    )
-    inputs, attributes = case.inputs(), case.attributes()
-    ranges, is_empty = attributes.pop("bidirectional_ranges"), without_range(case)
-    causal = attend(each_kernel, inputs, **attributes)
-    result = attend(each_kernel, inputs, bidirectional_ranges=ranges, **attributes)
-    assert_same_bits(result[is_empty], causal[is_empty])
-    assert (result[~is_empty] != causal[~is_empty]).any(axis=(1, 2)).mean() > 0.5
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from harness.arrays import guarded, to_torch
+from harness.compare import assert_close_on_cuda
 from shared_ffi import paged_attention
 from tests.support.calls import (
     checked_call,
     eager_call,
     numbers,
+    results_of,
     specs,
     split_keywords,
     with_wider_rows,
@@ -32,6 +34,10 @@ MAX_BLOCKS = (2**31, 1, 3, 7)
 
 
 class Gpu:
+    platform = "cuda"
+    copy = staticmethod(guarded)
+    assert_close = staticmethod(assert_close_on_cuda)
+
     def __init__(
         self, native: Any, kernels: str = "portable", capability: int = CAPABILITY
     ) -> None:
@@ -193,7 +199,7 @@ def scratch_of(operands: Any, attributes: dict[str, Any]) -> np.ndarray:
 
 
 def attend(
-    gpu: Gpu,
+    kernels: Any,
     operands: Any,
     *,
     seed: int = 0,
@@ -201,21 +207,16 @@ def attend(
     more_columns: int = 0,
     **attributes: Any,
 ) -> Any:
-    """The result of paged_attention, or with return_lse a pair of results. `more_columns`: how much
-    wider the rows are that hold the queries."""
+    """The result of paged_attention, or with return_lse a pair of results. `kernels`: a `Gpu`, or
+    the like of it for the CPU. `more_columns`: how much wider the rows are that hold the queries."""
     call, arrays = checked_call("paged_attention", operands, attributes)
-    results = [guarded(np.full(call.results[0].shape, np.nan, operands[0].dtype))]
-    results += [guarded(np.full(spec.shape, np.nan, np.float32)) for spec in call.results[1:]]
-    if scratch is None:
-        scratch = scratch_of(operands, attributes)
+    results = [
+        kernels.copy(x) for x in results_of(call, arrays)
+    ]  # NaN: a kernel must write all rows
     arrays, row_attributes = with_wider_rows("paged_attention", arrays, more_columns)
-    guarded_arrays = [guarded(x) for x in arrays]
-    gpu.run(
-        paged_attention,
-        guarded_arrays,
-        [*results, scratch],
-        seed,
-        **numbers(call),
-        **row_attributes,
-    )
+    written = [*results]
+    if kernels.platform == "cuda":
+        written.append(scratch_of(operands, attributes) if scratch is None else scratch)
+    operands = [kernels.copy(x) for x in arrays]
+    kernels.run(paged_attention, operands, written, seed, **numbers(call) | row_attributes)
     return tuple(results) if len(results) > 1 else results[0]

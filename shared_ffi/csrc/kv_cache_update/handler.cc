@@ -144,11 +144,6 @@ ffi::Error OnCuda(ffi::RemainingArgs operands, ffi::RemainingRets results,
 
 }  // namespace
 
-XLA_GPU_DEFINE_HANDLER(KvCacheUpdateCpu, kOp, OnCpu, BindCall().Ctx<Executor>())
-
-#ifdef XLA_GPU_CUDA
-XLA_GPU_DEFINE_HANDLER(KvCacheUpdateCuda, kOp, OnCuda, BindCall().Ctx<ffi::PlatformStream<void*>>(),
-                       {ffi::Traits::kCmdBufferCompatible})
-#endif
+XLA_GPU_DEFINE_HANDLERS(KvCacheUpdate, kOp)
 
 }  // namespace xla_gpu::kv_cache_update

@@ -308,4 +308,14 @@ inline constexpr TokenPairs kTokenPairs[] = {
     {"bidirectional_ranges", &Params::bidirectional_ranges},
 };
 
+// An optional array of [num_heads] numbers, and the name of its operand.
+struct HeadNumbers {
+  const char* name;
+  const float* Params::* array;
+};
+inline constexpr HeadNumbers kHeadNumbers[] = {
+    {"sinks", &Params::sinks},
+    {"alibi_slopes", &Params::alibi_slopes},
+};
+
 }  // namespace xla_gpu::paged_attention
