@@ -774,6 +774,7 @@ class XlaGpuLatentImpl(_LayerAttention, _LatentImpl):
     """
 
     _kv_layout = "nbd"
+    _value_head_size: int
 
     def __init__(
         self,

@@ -56,6 +56,8 @@ MODELS = {
         moe_intermediate_size=1408,
         num_attention_heads=16,
         q_lora_rank=None,
+        n_group=1,
+        topk_group=1,
         dtype="bfloat16",
     ),
 }
