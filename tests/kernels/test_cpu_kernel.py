@@ -481,6 +481,9 @@ def test_extreme_numbers(name: str, dtype: str) -> None:
     output, lse = attend(inputs, **attributes)
     if name == "sinks-inf":
         assert (lse[:-3, 0] == np.inf).all() and not output[:, 0].any()
+        with_nan = inputs._replace(query=inputs.query.copy())
+        with_nan.query[1] = np.nan
+        assert all(np.isnan(x[1].astype(F32)).all() for x in attend(with_nan, **attributes))
         attributes["sinks"] = np.where(attributes["sinks"] == np.inf, 3e38, -1).astype(F32)
         output, lse = attend(inputs, **attributes)
     if name == "alibi_slopes-inf":

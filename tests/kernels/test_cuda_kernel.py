@@ -495,6 +495,9 @@ def test_extreme_numbers(name: str, dtype: str, gpu: Gpu) -> None:
     output, lse = attend(gpu, inputs, **attributes)
     if name == "sinks-inf":
         assert (lse[:-3, 0] == np.inf).all() and not output[:, 0].any()
+        with_nan = inputs._replace(query=inputs.query.copy())
+        with_nan.query[1] = np.nan
+        assert all(np.isnan(x[1].astype(F32)).all() for x in attend(gpu, with_nan, **attributes))
         attributes["sinks"] = np.where(attributes["sinks"] == np.inf, 3e38, -1).astype(F32)
         output, lse = attend(gpu, inputs, **attributes)
     if name == "alibi_slopes-inf":
@@ -865,23 +868,29 @@ def faulty_metadata() -> dict[str, tuple[dict[int, Any], list[int]]]:
 @pytest.mark.parametrize("what", faulty_metadata())
 def test_faulty_metadata(what: str, dtype: str, each_kernel: Gpu) -> None:
     """Faulty metadata never causes a read outside the arrays. It makes the rows of its sequences
-    NaN and leaves the bits of all others."""
+    NaN, even beside a sink that takes all of the weight, and leaves the bits of all others."""
     inputs, starts = batch(dtype)
-    sound = attend(each_kernel, inputs, scale=0.2)
+    attributes: dict[str, Any] = {
+        "scale": 0.2,
+        "return_lse": True,
+        "sinks": np.array([np.inf, -np.inf, 0.5, 3e38, -1, 0], F32),
+    }
+    sound, sound_lse = attend(each_kernel, inputs, **attributes)
     changes, lost = faulty_metadata()[what]
     faulty = [np.array(x) for x in inputs]
     for operand, entries in changes.items():
         for index, value in entries:
             faulty[operand][index] = value
-    result = attend(each_kernel, faulty, scale=0.2)
+    result, lse = attend(each_kernel, faulty, **attributes)
     expected = np.array(sound)
     for s in lost:
         expected[starts[s] : starts[s + 1]] = np.nan
     if 4 in changes or 5 in changes:  # padding cannot be recognized either
         expected[starts[lost[0]] :] = np.nan
     rows_lost = np.isnan(expected.astype(F32)).all(axis=(1, 2))
-    assert np.isnan(result[rows_lost].astype(F32)).all()
+    assert np.isnan(result[rows_lost].astype(F32)).all() and np.isnan(lse[rows_lost]).all()
     assert_same_bits(result[~rows_lost], expected[~rows_lost])
+    assert_same_bits(lse[~rows_lost], sound_lse[~rows_lost])
 
 
 @pytest.mark.pairwise
