@@ -241,22 +241,20 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
     const int64_t token = item.first_token + place.token;
     const auto state = [&](int64_t part) { return parts.states[part * parts.rows + own]; };
     const float sink = item.num_splits == 1 ? SinkOf(p, place.head) : -kInfinity;
-    float max = sink;
-    for (int part = 0; part < parts.num_parts; ++part) max = fmaxf(max, state(part).max);
-    const float sum = SumOf(max, sink, parts.num_parts, state);
+    const MergedParts merged(parts.num_parts, sink, state);
 #pragma unroll
     for (int part = 0; part < kWarps; ++part) {
-      if (part < parts.num_parts) weights[part] = gpu::Exp2(state(part).max - ShiftOf(max));
+      if (part < parts.num_parts) weights[part] = merged.weights[part];
     }
     const RowRange range = RowRange::OfToken(p, item, place.token);
-    if (range.begin < range.end) divisor = sum;  // without keys the sum is zero
+    if (range.begin < range.end) divisor = merged.state.sum;  // without keys the sum is zero
     if (item.num_splits == 1) {
       offset = p.OutputOffset(token, place.head);
-      WriteLse(p, token, place.head, {max, sum});
+      WriteLse(p, token, place.head, merged.state);
     } else {
       const int64_t index = PartialOf(scratch, item, place) * p.num_heads + place.head;
       offset = index * p.value_head_size;
-      scratch.states[index] = {max, sum};
+      scratch.states[index] = merged.state;
     }
   }
   // Calls write(place, divisor, &values) for the lane's columns of each row.
