@@ -298,6 +298,32 @@ def test_whoever_comes_last_merges_the_splits(gpu: Gpu) -> None:
         assert_same_bits(result, expected)
 
 
+@pytest.mark.parametrize("cache_dtype", [None, "int8"])
+def test_500_calls_over_the_same_scratch(cache_dtype: str | None, gpu: Gpu) -> None:
+    """Before each call the scratch has other bytes, as a graph that is replayed may find it."""
+    gpu = gpu.on_hopper()
+    case = Case(
+        id="replay",
+        sequences=((1, 140), (1, 270)),
+        num_heads=1,
+        num_kv_heads=1,
+        head_size=16,
+        block_size=16,
+        dtype="bfloat16",
+        cache_dtype=cache_dtype,
+        max_query_len=1,
+        padding_tokens=0,
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    expected = attend(gpu, inputs, **attributes)
+    assert_close_on_cuda(expected, inputs, attributes)
+    rng, scratch = np.random.default_rng(0), scratch_of(inputs, attributes)
+    for seed in range(500):
+        scratch[:] = rng.integers(256, size=len(scratch), dtype=np.uint8)
+        result = attend(gpu, inputs, scratch=scratch, seed=seed, **attributes)
+        assert_same_bits(result, expected)
+
+
 @pytest.mark.parametrize(("block_size", "context"), [(5, 4200), (16, 16500)])
 def test_more_block_ids_than_a_warp_loads_at_once(block_size: int, context: int, gpu: Gpu) -> None:
     """Splits of 256 and of 640 positions: 8 KV tiles, or 32 blocks, have their ids in one load."""
