@@ -185,6 +185,23 @@ def test_the_hopper_kernel_needs_one_scale_for_all_positions(scales: str, gpu: G
     assert (chosen != plain).any() == (scales == "per head")
 
 
+@pytest.mark.skipif(ON_CUDA, reason="the table is not there as a whole")
+def test_the_decode_kernel_needs_table_rows_below_4_gib(gpu: Gpu, launches: Any) -> None:
+    case = Case(id="wide-table", sequences=((1, 300),), dtype="float16", max_query_len=1)
+    inputs, attributes = case.inputs(), case.attributes()
+    assert [threads for _, threads, _ in launches(gpu.on_hopper(), case)] == [ZEROS, DECODE]
+    table = np.lib.stride_tricks.as_strided(
+        inputs.block_tables, (len(inputs.block_tables), 2**30)
+    )
+    call, arrays = checked_call("paged_attention", inputs._replace(block_tables=table), attributes)
+    results = [guarded(np.zeros(x.shape, x.dtype)) for x in call.results_on("cuda")]
+    arrays = [x if x.shape == table.shape else guarded(x) for x in arrays]
+    gpu.on_hopper().run(paged_attention, arrays, results, 0, **numbers(call))
+    log = Path(os.environ["EMULATED_GPU_LAUNCHES"]).read_text().split("\n")[2:-1]
+    assert [int(line.split()[1]) for line in log] == [PORTABLE, COMBINE]
+    assert_close_on_cuda(results[0], inputs, attributes)
+
+
 def test_more_kv_tiles_than_pipeline_stages(gpu: Gpu) -> None:
     """Work items of 5 or 6 KV tiles, also one after the other in one thread block. A sequence with so
     many rows is not split."""

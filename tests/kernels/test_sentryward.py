@@ -123,7 +123,7 @@ MUTANTS = [
         "decode",
         "«shared_.tiles_barriers.WaitFilled(stage);» if (warp_ == 0) gpu::Stamp(gpu::Moment::kFirstTile",
     ),
-    ("decode", "work.begin; «shared_.tiles_barriers.WaitFreed(stage);» C* to"),
+    ("decode", "«if (part == 0) shared_.tiles_barriers.WaitFreed(stage);» C* to"),
     (
         "decode",
         "«gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);» if (warp_ == 0) gpu::Stamp(gpu::Moment::kLastTile",
