@@ -190,9 +190,7 @@ def test_the_decode_kernel_needs_table_rows_below_4_gib(gpu: Gpu, launches: Any)
     case = Case(id="wide-table", sequences=((1, 300),), dtype="float16", max_query_len=1)
     inputs, attributes = case.inputs(), case.attributes()
     assert [threads for _, threads, _ in launches(gpu.on_hopper(), case)] == [ZEROS, DECODE]
-    table = np.lib.stride_tricks.as_strided(
-        inputs.block_tables, (len(inputs.block_tables), 2**30)
-    )
+    table = np.lib.stride_tricks.as_strided(inputs.block_tables, (len(inputs.block_tables), 2**30))
     call, arrays = checked_call("paged_attention", inputs._replace(block_tables=table), attributes)
     results = [guarded(np.zeros(x.shape, x.dtype)) for x in call.results_on("cuda")]
     arrays = [x if x.shape == table.shape else guarded(x) for x in arrays]
