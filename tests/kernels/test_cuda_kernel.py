@@ -188,6 +188,21 @@ def test_the_hopper_kernel_needs_one_scale_for_all_positions(scales: str, gpu: G
     assert (chosen != plain).any() == (scales == "per head")
 
 
+@pytest.mark.skipif(ON_CUDA, reason="the table is not there as a whole")
+def test_the_decode_kernel_needs_table_rows_below_4_gib(gpu: Gpu, launches: Any) -> None:
+    case = Case(id="wide-table", sequences=((1, 300),), dtype="float16", max_query_len=1)
+    inputs, attributes = case.inputs(), case.attributes()
+    assert [threads for _, threads, _ in launches(gpu.on_hopper(), case)] == [ZEROS, DECODE]
+    table = np.lib.stride_tricks.as_strided(inputs.block_tables, (len(inputs.block_tables), 2**30))
+    call, arrays = checked_call("paged_attention", inputs._replace(block_tables=table), attributes)
+    results = [guarded(np.zeros(x.shape, x.dtype)) for x in call.results_on("cuda")]
+    arrays = [x if x.shape == table.shape else guarded(x) for x in arrays]
+    gpu.on_hopper().run(paged_attention, arrays, results, 0, **numbers(call))
+    log = Path(os.environ["EMULATED_GPU_LAUNCHES"]).read_text().split("\n")[2:-1]
+    assert [int(line.split()[1]) for line in log] == [PORTABLE, COMBINE]
+    assert_close_on_cuda(results[0], inputs, attributes)
+
+
 def test_more_kv_tiles_than_pipeline_stages(gpu: Gpu) -> None:
     """Work items of 5 or 6 KV tiles, also one after the other in one thread block. A sequence with so
     many rows is not split."""
@@ -297,6 +312,32 @@ def test_whoever_comes_last_merges_the_splits(gpu: Gpu) -> None:
     for seed in range(1000 if selection.everything else 42):
         if rng.random() < 0.5:
             scratch[:] = rng.integers(256, size=len(scratch), dtype=np.uint8)
+        result = attend(gpu, inputs, scratch=scratch, seed=seed, **attributes)
+        assert_same_bits(result, expected)
+
+
+@pytest.mark.parametrize("cache_dtype", [None, "int8"])
+def test_500_calls_over_the_same_scratch(cache_dtype: str | None, gpu: Gpu) -> None:
+    """Before each call the scratch has other bytes, as a graph that is replayed may find it."""
+    gpu = gpu.on_hopper()
+    case = Case(
+        id="replay",
+        sequences=((1, 140), (1, 270)),
+        num_heads=1,
+        num_kv_heads=1,
+        head_size=16,
+        block_size=16,
+        dtype="bfloat16",
+        cache_dtype=cache_dtype,
+        max_query_len=1,
+        padding_tokens=0,
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    expected = attend(gpu, inputs, **attributes)
+    assert_close_on_cuda(expected, inputs, attributes)
+    rng, scratch = np.random.default_rng(0), scratch_of(inputs, attributes)
+    for seed in range(500):
+        scratch[:] = rng.integers(256, size=len(scratch), dtype=np.uint8)
         result = attend(gpu, inputs, scratch=scratch, seed=seed, **attributes)
         assert_same_bits(result, expected)
 
@@ -723,23 +764,29 @@ def faulty_metadata() -> dict[str, tuple[dict[int, Any], list[int]]]:
 @pytest.mark.parametrize("what", faulty_metadata())
 def test_faulty_metadata(what: str, dtype: str, each_kernel: Gpu) -> None:
     """Faulty metadata never causes a read outside the arrays. It makes the rows of its sequences
-    NaN and leaves the bits of all others."""
+    NaN, even beside a sink that takes all of the weight, and leaves the bits of all others."""
     inputs, starts = batch(dtype)
-    sound = attend(each_kernel, inputs, scale=0.2)
+    attributes: dict[str, Any] = {
+        "scale": 0.2,
+        "return_lse": True,
+        "sinks": np.array([np.inf, -np.inf, 0.5, 3e38, -1, 0], F32),
+    }
+    sound, sound_lse = attend(each_kernel, inputs, **attributes)
     changes, lost = faulty_metadata()[what]
     faulty = [np.array(x) for x in inputs]
     for operand, entries in changes.items():
         for index, value in entries:
             faulty[operand][index] = value
-    result = attend(each_kernel, faulty, scale=0.2)
+    result, lse = attend(each_kernel, faulty, **attributes)
     expected = np.array(sound)
     for s in lost:
         expected[starts[s] : starts[s + 1]] = np.nan
     if 4 in changes or 5 in changes:  # padding cannot be recognized either
         expected[starts[lost[0]] :] = np.nan
     rows_lost = np.isnan(expected.astype(F32)).all(axis=(1, 2))
-    assert np.isnan(result[rows_lost].astype(F32)).all()
+    assert np.isnan(result[rows_lost].astype(F32)).all() and np.isnan(lse[rows_lost]).all()
     assert_same_bits(result[~rows_lost], expected[~rows_lost])
+    assert_same_bits(lse[~rows_lost], sound_lse[~rows_lost])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -33,8 +33,7 @@ PROBE = r"""
 #undef __launch_bounds__
 #define __global__ __device__
 #define __launch_bounds__(...)
-#include "paged_attention/cuda/sm90/decode.cuh"
-#include "paged_attention/cuda/portable/tensor_core.cuh"
+#include HEADER
 #pragma pop_macro("__global__")
 
 namespace xla_gpu::paged_attention {
@@ -85,10 +84,11 @@ class Work:
     q_len: int
     context_len: int
     numbers: str = "QueryLengths()"
+    header: str = '"paged_attention/cuda/portable/tensor_core.cuh"'
 
     @property
     def probe(self) -> str:
-        names = ("kernel", "shared_bytes", "head_size", "q_len", "numbers")
+        names = ("header", "kernel", "shared_bytes", "head_size", "q_len", "numbers")
         return "".join(f"#define {x.upper()} {getattr(self, x)}\n" for x in names) + PROBE
 
 
@@ -109,6 +109,7 @@ WORK = {
         q_len=1,
         context_len=220,
         numbers="DecodeNumbers(p, kDecodeRows, 8)",
+        header='"paged_attention/cuda/sm90/decode.cuh"',
     ),
     "portable, few rows": tensor_core(q_len=1, warp_rows=1),
     "portable, many rows": tensor_core(q_len=16, warp_rows=4),
@@ -123,7 +124,7 @@ MUTANTS = [
         "decode",
         "«shared_.tiles_barriers.WaitFilled(stage);» if (warp_ == 0) gpu::Stamp(gpu::Moment::kFirstTile",
     ),
-    ("decode", "work.begin; «shared_.tiles_barriers.WaitFreed(stage);» C* to"),
+    ("decode", "«if (part == 0) shared_.tiles_barriers.WaitFreed(stage);» C* to"),
     (
         "decode",
         "«gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);» if (warp_ == 0) gpu::Stamp(gpu::Moment::kLastTile",

@@ -97,6 +97,10 @@ def test_extreme_numbers(name: str, dtype: str, kernels: Kernels) -> None:
     output, lse = attend(kernels, inputs, **attributes)
     if name == "sinks-inf":
         assert (lse[:-3, 0] == np.inf).all() and not output[:, 0].any()
+        with_nan = inputs._replace(query=inputs.query.copy())
+        with_nan.query[1] = np.nan
+        found = attend(kernels, with_nan, **attributes)
+        assert all(np.isnan(x[1].astype(F32)).all() for x in found)
         attributes["sinks"] = np.where(attributes["sinks"] == np.inf, 3e38, -1).astype(F32)
         output, lse = attend(kernels, inputs, **attributes)
     if name == "alibi_slopes-inf":

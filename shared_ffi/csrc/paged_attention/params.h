@@ -288,9 +288,11 @@ struct Params {
     const float slope = alibi_slopes[head];
     return (slope > kMaxSlope ? kMaxSlope : slope < -kMaxSlope ? -kMaxSlope : slope) * kLog2E;
   }
-  // The log-sum-exp of a row, given what was computed with Sink().
+  // The log-sum-exp of a row, given what was computed with Sink(). A NaN stays: what the row
+  // attends to is NaN, or its block table or tree mask is bad.
   XLA_GPU_HOST_DEVICE float Lse(int64_t head, float computed) const {
-    return sinks != nullptr && sinks[head] > kMaxSink ? sinks[head] : computed;
+    const bool is_sink = sinks != nullptr && sinks[head] > kMaxSink && computed == computed;
+    return is_sink ? sinks[head] : computed;
   }
   // Whether token i of a sequence attends to any position. In a tree all do.
   XLA_GPU_HOST_DEVICE bool Attends(const QueryTokens& tokens, int64_t i) const {

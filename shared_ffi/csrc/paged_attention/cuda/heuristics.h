@@ -107,6 +107,9 @@ bool OffsetsFit32BitChunks(const Params& p) {
   return last < int64_t{UINT32_MAX} * (16 / static_cast<int64_t>(sizeof(C)));
 }
 
+// Whether a row of block_tables has a 32-bit number of bytes, as the decode kernel counts them.
+inline bool TableRowsFit32Bits(const Params& p) { return p.max_blocks_per_seq <= UINT32_MAX / 4; }
+
 // The head size that the tensor core kernel of a call must have at least. Wide heads whose V is a
 // part of K have a kernel of their own, which is for larger heads than any other.
 inline int64_t TensorCoreHeadSize(const Params& p) {

@@ -160,28 +160,57 @@ struct WarpProducts {
     return kIs8Bit<C> ? n / 2 * 16 + block_column * 2 + n % 2 : n * 8 + block_column;
   }
 
+  // The number of V in that column of a row: each word of the row is loaded once for all of them.
+  static __device__ __forceinline__ float Number(const C* row, int n, int e) {
+    const int first = kIs8Bit<C> ? Column(n / 2 * 2, 0) : Column(n, 0);
+    const uint32_t word = *reinterpret_cast<const uint32_t*>(row + first);
+    if constexpr (kIs8Bit<C>) {
+      uint32_t pairs[2];
+      gpu::Expand(word, C{}, pairs, Half{});
+      return gpu::ToFloat(Half{static_cast<uint16_t>(pairs[e] >> n % 2 * 16)});
+    } else {
+      return gpu::ToFloat(C{static_cast<uint16_t>(word >> e * 16)});
+    }
+  }
+
   // Lanes store the sums of several rows at once. They go to different banks of shared memory if
   // each row begins so many floats further, modulo 32, than the one before.
   static constexpr int kBanksOfRow = kIs8Bit<C> ? 16 : 8;
 
   // Stores the lane's sums of its row r, 0 or 1, and the row's state, which the lanes of the row
-  // share. `swizzle`: what columns are combined with, a multiple of kBanksOfRow.
+  // share.
   __device__ __forceinline__ void Store(int r, const RowState& state, RowState* state_to,
-                                        float* row_to, int swizzle = 0) const {
-    if (Lane() % 4 == 0) *state_to = state;
+                                        float* row_to) const {
     if constexpr (kIs8Bit<C>) {
+      if (Lane() % 4 == 0) *state_to = state;
 #pragma unroll
       for (int n = 0; n < kColumns / 8; n += 2) {  // see Column
-        *reinterpret_cast<float4*>(row_to + (Column(n, 0) ^ swizzle)) = {
+        *reinterpret_cast<float4*>(row_to + Column(n, 0)) = {
             sums[n][2 * r], sums[n + 1][2 * r], sums[n][2 * r + 1], sums[n + 1][2 * r + 1]};
       }
     } else {
-#pragma unroll
-      for (int n = 0; n < kColumns / 8; ++n) {
-        *reinterpret_cast<float2*>(row_to + (Column(n, 0) ^ swizzle)) = {sums[n][2 * r],
-                                                                         sums[n][2 * r + 1]};
-      }
+      StoreInGroups(r, state, state_to, row_to, /*swizzle=*/0);
     }
+  }
+
+  // The same in the order of the groups, which costs no moves between registers: PlaceOf says where
+  // a column is. `swizzle`: what places are combined with, a multiple of kBanksOfGroups below 32.
+  // That is as kBanksOfRow.
+  static constexpr int kBanksOfGroups = 8;
+  __device__ __forceinline__ void StoreInGroups(int r, const RowState& state, RowState* state_to,
+                                                float* row_to, int swizzle) const {
+    if (Lane() % 4 == 0) *state_to = state;
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n) {
+      const int of_32 = (n % 4 * 8 + Lane() % 4 * 2) ^ swizzle;  // four addresses for all
+      *reinterpret_cast<float2*>(row_to + n / 4 * 32 + of_32) = {sums[n][2 * r],
+                                                                 sums[n][2 * r + 1]};
+    }
+  }
+  static __device__ __forceinline__ int PlaceOf(int column) {
+    if (!kIs8Bit<C>) return column;
+    const auto of_two_groups = static_cast<unsigned>(column) % 16;
+    return column - of_two_groups + of_two_groups % 2 * 8 + of_two_groups / 2;
   }
 
   // A value of the cache as the sums take it.

@@ -131,7 +131,7 @@ std::optional<DecodeKernel> DecodeKernelFor(const gpu::Device& device, const Par
     if (!UsesHopperKernels(device)) return found;
     WithCacheType<T>(p, [&](auto cache) {
       using C = decltype(cache);
-      if (!IsAligned<C>(p) || !OffsetsFit32BitChunks<C>(p)) return;
+      if (!IsAligned<C>(p) || !OffsetsFit32BitChunks<C>(p) || !TableRowsFit32Bits(p)) return;
       WithSmallest(DecodeHeadSizes<C>(), p.head_size, [&](auto head_size) {
         found = DecodeKernelOf<T, C, head_size>(p);
         if (found->numbers.group > kDecodeRows) found.reset();

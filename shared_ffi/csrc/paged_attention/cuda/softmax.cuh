@@ -181,7 +181,7 @@ class Softmax {
 
   // Adds the values that are infinite or NaN to the sums of those rows that attend to them.
   // value(j, n, e) is V of position begin + j for column e of group n, and widened(value, j) what
-  // is added of it.
+  // is added of it. There are no branches: they would take most of the code, which is long.
   template <int kPositions, int kBlocks, typename Value, typename Widened>
   __device__ void AddNonFinite(int32_t begin, float (&sums)[kBlocks][4], const Value& value,
                                const Widened& widened) const {
@@ -193,9 +193,9 @@ class Softmax {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const auto v = value(j, n, e);
-          if (IsFinite(v)) continue;
-          if (attends[0]) sums[n][e] += widened(v, j);
-          if (attends[1]) sums[n][e + 2] += widened(v, j);
+          const float added = IsFinite(v) ? -0.0f : widened(v, j);  // -0 changes no number
+          if (attends[0]) sums[n][e] += added;
+          if (attends[1]) sums[n][e + 2] += added;
         }
       }
     }
@@ -278,10 +278,10 @@ class Softmax {
 template <typename C, typename Chunk>
 __device__ __forceinline__ bool HoldsNonFinite(int thread, int num_chunks, int num_threads,
                                                const Chunk& chunk) {
+  struct alignas(16) Words {
+    uint32_t word[4];
+  };
   if constexpr (sizeof(C) == 2) {
-    struct alignas(16) Words {
-      uint32_t word[4];
-    };
     uint32_t largest = 0;  // of both halves of all words
     for (int i = thread; i < num_chunks; i += num_threads) {
       const Words words = *reinterpret_cast<const Words*>(chunk(i));
@@ -292,17 +292,23 @@ __device__ __forceinline__ bool HoldsNonFinite(int thread, int num_chunks, int n
     }
     return (largest & 0xffff) >= InfinityBits(C{}) || largest >> 16 >= InfinityBits(C{});
   } else {
-    bool found = false;
-    for (int i = thread; i < num_chunks * 16; i += num_threads) {
-      found = found || !IsFinite(chunk(i / 16)[i % 16]);
+    uint32_t found = 0;  // the upper bit of such a byte
+#pragma unroll 1
+    for (int i = thread; i < num_chunks; i += num_threads) {
+      const Words words = *reinterpret_cast<const Words*>(chunk(i));
+#pragma unroll
+      for (const uint32_t word : words.word) {
+        found |= (word & 0x7f7f7f7f) + (0x80 - InfinityBits(C{})) * 0x01010101;
+      }
     }
-    return found;
+    return (found & 0x80808080) != 0;
   }
 }
 
 template <typename Element>
 __device__ __forceinline__ void ClearNonFinite(int thread, int count, int num_threads,
                                                const Element& element) {
+#pragma unroll 1
   for (int i = thread; i < count; i += num_threads) {
     if (!IsFinite(*element(i))) *element(i) = {};
   }

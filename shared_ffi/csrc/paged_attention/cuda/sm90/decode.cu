@@ -11,7 +11,7 @@ DecodeKernel DecodeKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>(c
   const DecodeNumbers numbers(p, kDecodeRows, 16 / static_cast<int64_t>(sizeof(C)));
   auto* kernel = DecodeAttention<T, C, XLA_GPU_HEAD_SIZE, false, false>;
   if (IsPlain(p, numbers)) {
-    kernel = numbers.TilesAreInBlocks() ? DecodeAttention<T, C, XLA_GPU_HEAD_SIZE, true, true>
+    kernel = numbers.PartsAreInBlocks() ? DecodeAttention<T, C, XLA_GPU_HEAD_SIZE, true, true>
                                         : DecodeAttention<T, C, XLA_GPU_HEAD_SIZE, true, false>;
   }
   constexpr int kBytes = sizeof(DecodeShared<T, C, XLA_GPU_HEAD_SIZE>);
