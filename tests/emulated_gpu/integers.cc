@@ -269,6 +269,7 @@ void AddIntegers(Table* t) {
   }
   (*t)["cvta.shared.u64"] = ToWindow<kSharedWindow>;
   (*t)["cvta.to.shared.u64"] = FromWindow<kSharedWindow>;
+  (*t)["cvta.param.u64"] = ToWindow<kParamWindow>;
   (*t)["cvta.local.u64"] = ToWindow<kLocalWindow>;
   (*t)["cvta.to.local.u64"] = FromWindow<kLocalWindow>;
 }

@@ -107,6 +107,45 @@ class EmulatedGpu(Gpu):
             call([x.ctypes.data for x in operands], [x.ctypes.data for x in results])
 
 
+# The numbers of cuTensorMapEncodeTiled for the types of elements.
+TENSOR_MAP_TYPES = {"uint8": 0, "uint16": 1, "uint32": 2, "int32": 3, "uint64": 4, "int64": 5}
+TENSOR_MAP_TYPES |= {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
+
+
+def tensor_map(
+    machine: Any, array: np.ndarray, box: Sequence[int], **changes: Any
+) -> tuple[int, ctypes.Array[Any]]:
+    """The error and the 128 bytes of the driver's cuTensorMapEncodeTiled on the emulated GPU.
+    `changes`: of its arguments. The outermost dimension is the first, as in NumPy."""
+    memory = (ctypes.c_uint8 * 256)()
+    encoded = (ctypes.c_uint8 * 128).from_buffer(memory, -ctypes.addressof(memory) % 64)
+    arguments = {
+        "to": ctypes.addressof(encoded),
+        "type": TENSOR_MAP_TYPES[array.dtype.name],
+        "rank": array.ndim,
+        "address": array.ctypes.data,
+        "sizes": array.shape,
+        "strides": array.strides[:-1],
+        "box": box,
+        "steps": [1] * array.ndim,
+        "interleave": 0,
+        "swizzle": 0,
+        "promotion": 0,
+        "fill": 0,
+    } | changes
+    for name, kind in {
+        "sizes": ctypes.c_uint64,
+        "strides": ctypes.c_uint64,
+        "box": ctypes.c_uint32,
+        "steps": ctypes.c_uint32,
+    }.items():
+        numbers = arguments[name]
+        arguments[name] = (kind * len(numbers))(*numbers[::-1])
+    for name in ("to", "address"):
+        arguments[name] = ctypes.c_void_p(arguments[name])
+    return machine.PtxEncodeTiled(*arguments.values()), encoded
+
+
 class RealGpu(Gpu):
     def _call(self, call: Any, operands: Sequence[Any], results: Sequence[Any], seed: int) -> None:
         import torch  # noqa: PLC0415
