@@ -102,10 +102,13 @@ void Begin(Warp& w, const TensorCopy& copy) {
     }
     if (block.counters != nullptr) {
       block.counters->global_bytes += static_cast<uint64_t>(end - begin);
-      ++block.counters->shared_accesses;
-      ++block.counters->shared_wavefronts;
     }
   });
+  if (block.counters != nullptr) {  // 128 bytes at a time
+    const uint64_t accesses = static_cast<uint64_t>(BytesOf(copy.map) + 127) / 128;
+    block.counters->shared_accesses += accesses;
+    block.counters->shared_wavefronts += accesses;
+  }
   block.tensor_copies.push_back(copy);
 }
 
@@ -251,10 +254,9 @@ int PtxEncodeTiled(void* to, int type, uint32_t rank, void* address, const uint6
   return 0;
 }
 
-bool DecodeTensorCopy(const Words& words, Instruction* i) {
+bool DecodeTensorCopy(const Words&, Instruction* i) {
   std::string opcode = i->opcode;
-  if (opcode == "prefetch.tensormap" || opcode == "prefetch.param.tensormap") {
-    if (words[1] == "param") return false;
+  if (opcode == "prefetch.tensormap") {
     i->execute = PrefetchMap;
     return true;
   }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -344,6 +345,117 @@ def multiply_boxes(
     return error, c, a.astype(np.float64) @ b.astype(np.float64)
 
 
+@pytest.mark.usefixtures("unfenced_barriers")
+def test_a_box_copied_over_what_was_there(kernels: Any, machine: Any) -> None:
+    error, result, expected = replace_by_box(machine, box_over_ones(kernels))
+    assert error is None
+    np.testing.assert_array_equal(result, expected)
+
+
+def box_over_ones(kernels: Any) -> Any:
+    signature = {"tensor": kernels.swizzled_tensor("fp16", 32, 64), "output": "*fp16"}
+    constants = {"ROWS": 32, "COLUMNS": 64}
+    return kernels.compiled(kernels.copy_box_over_ones, 90, signature, constants, num_warps=4)
+
+
+def replace_by_box(
+    machine: Any, kernel: Any, ptx: str | None = None
+) -> tuple[str | None, np.ndarray, np.ndarray]:
+    """The machine's error, what the kernel has read, and what it must read."""
+    tensor = numbers(1, 32, 64, dtype="fp16")
+    output = np.full((2, 32, 64), np.nan, np.float16)
+    error = run(machine, kernel, (1,), Boxes(tensor), output, ptx=ptx)
+    return error, output, np.stack([np.ones_like(tensor), tensor])
+
+
+# A change to the text of a kernel that copies boxes, and what the machine must say of it.
+WAIT = r"mbarrier.try_wait\S+ complete, \S+ \S+;\s*@!complete bra.uni waitLoop;"
+FAULTS = {
+    "bytes of a box are not expected": (
+        r"expect_tx(.*), 16384;",
+        r"expect_tx\1, 8192;",
+        r"a product reads .*, where a copy .* has not been waited for",
+    ),
+    "too few bytes are expected": (
+        r"expect_tx(.*), 16384;",
+        r"expect_tx\1, 16368;",
+        r"a deadlock: the mbarrier at shared address \d+ has a surplus of 16 bytes",
+    ),
+    "too many bytes are expected": (
+        r"expect_tx(.*), 16384;",
+        r"expect_tx\1, 16400;",
+        r"a deadlock: the mbarrier at shared address \d+ lacks 16 bytes",
+    ),
+    "a box is copied to the other box's place": (
+        r"(?s)(bulk\.tensor\S+ )(\[%r\d+\])(.*bulk\.tensor\S+ )\[%r\d+\]",
+        r"\1\2\3\2",
+        r"a write at .*, where a copy .* has not been waited for",
+    ),
+    "a box is copied to the other half": (
+        r"(bulk\.tensor\S+ \[%r\d+)\]",
+        r"\1+4096]",
+        r"where a copy .* has not been waited for|which was never written",
+    ),
+    "a box is the one at other coordinates": (r"\{(%r\d+), (%r\d+)\}", r"{\2, \1}", None),
+    "a stage is freed before its product ends": (
+        r"(?s)(wgmma.wait_group.sync.aligned 0;)(.*?mbarrier.arrive.shared\S+ _, \S+;)",
+        r"\2\1",
+        r"a product reads .*, (where a copy .* has not been waited for|which a tensor copy wrote)"
+        r"|a race: a write .* not in order with a read",
+    ),
+    "a stage is read before it is filled": (
+        WAIT,
+        "",
+        r"a product reads .*, (where a copy .* has not been waited for|which was never written)",
+    ),
+    "a wait is not repeated": (
+        "@!complete bra.uni waitLoop;",
+        "",
+        r"a product reads .*, (where a copy .* has not been waited for|which was never written)"
+        r"|a race",
+    ),
+    "a stage is filled before it is freed": (
+        rf"(?s)({WAIT}.*){WAIT}",
+        r"\1",
+        r"a copy .* has not been waited for|a race|a product reads .*, which a tensor copy wrote"
+        r"|more arrivals than the mbarrier expects",
+    ),
+    "copies are waited for at another barrier": (
+        r"(bulk\.tensor\S+ .*\{.*\}\], \[%r\d+)\]",
+        r"\1+16]",
+        r"a deadlock: the mbarrier at shared address \d+ lacks 8192 bytes",
+    ),
+    "a barrier has no fence": (r"fence.mbarrier_init.release.cluster;", "", "mbarrier_init after"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.usefixtures("equal_writes")
+def test_a_fault_of_a_warp_that_copies_boxes_is_found(
+    fault: str, kernels: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the fault, the same text passes by all rules."""
+    kernel = pipelined_boxes(kernels, "fp16", 64, 2)
+    ptx = re.sub(
+        r"(mbarrier.init.*)", r"\1 fence.mbarrier_init.release.cluster;", kernel.asm["ptx"]
+    )
+    change, by, said = FAULTS[fault]
+    faulty, changes = re.subn(change, by, ptx, count=0 if "init" in change else 1)
+    assert changes > 0
+    for seed in range(4):
+        monkeypatch.setenv("EMULATED_GPU_SEED", str(seed))
+        error, result, expected = multiply_boxes(machine, kernel, "fp16", 64, ptx)
+        assert error is None
+        np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-3)
+        error, result, _ = multiply_boxes(machine, kernel, "fp16", 64, faulty)
+        if said is None:
+            assert error is None
+            assert not np.allclose(result, expected, rtol=1e-2, atol=1e-2)
+        else:
+            assert error is not None
+            assert re.search(said, error), error
+
+
 # What makes the kernels' copies and products wait for each other.
 WAITS = ["bar.sync", "barrier.sync", "cp.async.wait_group", "cp.async.mbarrier", "mbarrier.arrive"]
 WAITS += ["wgmma.wait_group", "wgmma.fence", "fence.proxy.async"]
@@ -356,6 +468,92 @@ def test_a_missing_wait_is_found(target: int, kernels: Any, machine: Any) -> Non
     check_missing_waits(
         kernel.asm["ptx"], lambda ptx: attend(machine, kernel, "fp16", 64, False, ptx), atol=0.02
     )
+
+
+@pytest.mark.usefixtures("equal_writes", "unfenced_barriers")
+def test_a_missing_wait_of_a_warp_that_copies_boxes_is_found(kernels: Any, machine: Any) -> None:
+    kernel = pipelined_boxes(kernels, "fp16", 64, 2)
+    check_missing_waits(
+        kernel.asm["ptx"], lambda ptx: multiply_boxes(machine, kernel, "fp16", 64, ptx), atol=1e-3
+    )
+
+
+@pytest.mark.usefixtures("unfenced_barriers")
+def test_a_missing_wait_of_a_box_is_found(kernels: Any, machine: Any) -> None:
+    kernel = box_over_ones(kernels)
+    ptx = kernel.asm["ptx"]
+    check_missing_waits(ptx, lambda text: replace_by_box(machine, kernel, text), atol=0)
+    for change, by, said in [
+        ("fence.proxy.async.shared::cta;", "", "wrote without fence.proxy.async before the copy"),
+        (WAIT, "", "a read .*, where a copy .* has not been waited for"),
+        (WAIT, "ret;", "the thread block ends before its tensor copies have arrived"),
+    ]:
+        faulty, changes = re.subn(change, by, ptx)
+        assert changes == 1
+        error, *_ = replace_by_box(machine, kernel, faulty)
+        assert error is not None
+        assert re.search(said, error), error
+
+
+@pytest.mark.usefixtures("equal_writes", "unfenced_barriers")
+def test_boxes_with_another_swizzle_make_another_product(kernels: Any, machine: Any) -> None:
+    kernel = pipelined_boxes(kernels, "fp16", 64, 2)
+    for swizzle, is_right in ((3, True), (0, False)):
+        error, result, expected = multiply_boxes(machine, kernel, "fp16", 64, swizzle=swizzle)
+        assert error is None
+        assert np.allclose(result, expected, rtol=1e-4, atol=1e-3) == is_right
+
+
+@pytest.mark.usefixtures("unfenced_barriers")
+def test_a_tensor_that_the_kernel_writes_is_not_copied(kernels: Any, machine: Any) -> None:
+    array = np.ones((64, 64), np.float16)
+    error = run(machine, box_over_ones(kernels), (1,), Boxes(array[:32]), array)
+    assert error is not None
+    assert "a tensor copy of what the kernel has written" in error
+
+
+COPY = r"\.shared::cluster\.global(\.mbarrier::complete_tx::bytes)( .*);"
+
+
+@pytest.mark.parametrize(
+    ("change", "by", "said"),
+    [
+        (COPY, r".shared::cta.global.tile\1\2;", None),
+        (COPY, r".shared::cluster.global\1.L2::cache_hint\2, %rd1;", None),
+        (r"(@%p\d+ cp.async.bulk.*\[(%rd\d+),)", r"prefetch.tensormap [\2]; \1", None),
+        (
+            r"(@%p\d+ mbarrier)\.arrive.expect_tx.*(\[%r\d+\]), 4096;",
+            r"\1.expect_tx.relaxed.cta.shared::cta.b64 \2, 4112;"
+            r"\1.complete_tx.relaxed.cta.shared::cta.b64 \2, 16; \1.arrive.shared.b64 _, \2;",
+            None,
+        ),
+        (r"(expect_tx.*), 4096;", r"\1, 1048576;", "an mbarrier that expects 1048576 bytes"),
+        (COPY, r".shared::cluster.global\1.multicast::cluster\2, 1;", "unknown instruction cp"),
+        (COPY, r".shared::cluster.global.im2col\1\2;", "unknown instruction cp"),
+        (COPY, r".global.shared::cta.bulk_group\2;", "unknown instruction cp"),
+        (r"bulk\.tensor\.2d", "bulk.tensor.3d", "a copy of 3 dimensions by a tensor map of 2"),
+        (r"(bulk.tensor\S+ \[%r\d+)\]", r"\1+64]", "which is no multiple of 128"),
+        (r"(bulk.tensor.*\[%rd\d+),", r"\1+32,", "a tensor map at address .* no multiple of 64"),
+        (r"arrive.expect_tx", r"arrive.expect_tx.relaxed.cta", "unknown instruction mbarrier"),
+        (r"fence.proxy.async", r"fence.proxy.alias", "unknown instruction fence"),
+        (r"fence.proxy.async.shared::cta", r"fence.proxy.async.global", "wrote without fence"),
+    ],
+)
+@pytest.mark.usefixtures("unfenced_barriers")
+def test_what_copies_of_boxes_may_say(
+    change: str, by: str, said: str | None, kernels: Any, machine: Any
+) -> None:
+    """What the machine does not know, it refuses by name."""
+    kernel = box_over_ones(kernels)
+    ptx, changes = re.subn(change, by, kernel.asm["ptx"])
+    assert changes == 1
+    error, result, expected = replace_by_box(machine, kernel, ptx)
+    if said is None:
+        assert error is None
+        np.testing.assert_array_equal(result, expected)
+    else:
+        assert error is not None
+        assert re.search(said, error), error
 
 
 @pytest.mark.usefixtures("equal_writes")

@@ -312,6 +312,27 @@ def pipelined_matmul_of_boxes(
     )
 
 
+@gluon.jit
+def copy_box_over_ones(tensor, output, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Writes ones to shared memory, reads them in another order, and copies a box over them. Writes
+    both to the output."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    other: gl.constexpr = gl.BlockedLayout([8, 2], [2, 16], [2, 2], [1, 0])
+    tile = gl.allocate_shared_memory(tensor.dtype, [ROWS, COLUMNS], tensor.layout)
+    filled = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(filled, count=1)
+    tile.store(gl.full((ROWS, COLUMNS), 1, tensor.dtype, layout))
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, other))
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, other))
+    to = output + row[:, None] * COLUMNS + column[None, :]
+    gl.store(to, tile.load(other))
+    fence_async_shared()
+    mbarrier.expect(filled, tensor.block_type.nbytes)
+    tma.async_copy_global_to_shared(tensor, [0, 0], filled, tile)
+    mbarrier.wait(filled, 0)
+    gl.store(to + ROWS * COLUMNS, tile.load(other))
+
+
 def tensor(dtype: str, *shape: int) -> str:
     """The type of a tensor of which boxes of a shape are copied."""
     return f"tensordesc<{dtype}{list(shape)}>"
