@@ -16,7 +16,7 @@ import os
 import re
 import subprocess
 import sys
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -236,19 +236,29 @@ class Warp:
     arrivals: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     @cached_property
-    def arrives(self) -> set[str]:
-        """The barriers that it arrives at."""
+    def arrives(self) -> Counter[str]:
+        """The barriers that it arrives at, and how often in a turn."""
         return self._barriers("SYNCS.ARRIVE", "ARRIVES")
 
     @cached_property
-    def waits(self) -> set[str]:
+    def waits(self) -> Counter[str]:
         """The barriers that it waits at."""
         return self._barriers("SYNCS.PHASECHK")
 
-    def _barriers(self, *names: str) -> set[str]:
+    @cached_property
+    def copies(self) -> bool:
+        """Whether a barrier counts the bytes of its tensor copies."""
+        return any("UTMALDG" in self.code.instructions[i] for i in self.loop)
+
+    def _barriers(self, *names: str) -> Counter[str]:
         code = self.code
         found = [i for i in self.loop if name_of(code.instructions[i]).startswith(names)]
-        return {code.barrier(i) for i in found}
+        return Counter(code.barrier(i) for i in found)
+
+    def arrival(self, barrier: str, turn: int) -> float:
+        """When its arrivals of a turn are complete. Infinite: it has not got there."""
+        done, last = self.arrivals[barrier], (turn + 1) * self.arrives[barrier] - 1
+        return done[last] if last < len(done) else math.inf
 
 
 def cycles(warps: Sequence[Warp], ports: float = PORTS[0], turns: int = 24) -> float:
@@ -274,8 +284,7 @@ def cycles(warps: Sequence[Warp], ports: float = PORTS[0], turns: int = 24) -> f
             for other in warps:
                 if other is w or barrier not in other.arrives or turn < 0:
                     continue
-                done = other.arrivals[barrier]
-                when = max(when, done[turn] if turn < len(done) else math.inf)
+                when = max(when, other.arrival(barrier, turn))
         elif name.startswith("BAR.SYNC") and w in takers:
             mine = tokens[takers.index(w)]
             when = max(when, mine[w.syncs] if w.syncs < len(mine) else math.inf)
@@ -306,7 +315,7 @@ def cycles(warps: Sequence[Warp], ports: float = PORTS[0], turns: int = 24) -> f
             elif name.startswith("LDC"):
                 done = now + CONSTANT
             elif name.startswith(("SYNCS.ARRIVE", "ARRIVES")):
-                copies = COPY if name.startswith("ARRIVES") else 0
+                copies = COPY if name.startswith("ARRIVES") or w.copies else 0
                 w.arrivals[w.code.barrier(i)].append(done + copies)
             elif name.startswith("BAR.SYNC"):
                 w.syncs += 1
@@ -342,25 +351,38 @@ def cycles(warps: Sequence[Warp], ports: float = PORTS[0], turns: int = 24) -> f
     return (warps[0].ends[-1] - warps[0].ends[half]) / (turns - 1 - half)
 
 
-def turns_of(code: MachineCode) -> list[list[int]]:
+def turns_of(code: MachineCode, without: str = "$^") -> list[list[int]]:
     """The turns of a consumer of the prefill kernel, from a wait for logits to the next one: the
     plain one, where there is one, and the one for tiles that are masked or have rare features, each
-    without these."""
-    ways = [code.shortest_way(wait, [wait]) for wait in code.find("DEPBAR.LE gsb0, 0x1")]
+    without these. `without`: instructions that they have not."""
+    left_out = {*code.find(without)}
+    waits = code.find("DEPBAR.LE gsb0, 0x1")
+    ways = [code.shortest_way(wait, [wait], left_out) for wait in waits]
     return sorted((way for way in ways if way), key=len)
 
 
-def prefill_warps(code: MachineCode, turn: list[int], stages: int) -> list[Warp]:
+# What copies KV tiles: the threads of the producer, or tensor copies.
+THREADS, BOXES = r"LDGSTS\.E|STS\.128", "UTMALDG"
+
+
+def prefill_warps(code: MachineCode, turn: list[int], stages: int, by: str = THREADS) -> list[Warp]:
     """Two consumers, and the producer: the loop with the most copies."""
-    copies = {*code.find(r"LDGSTS\.E|STS\.128|UTMALDG")}
+    copies = {*code.find(by)}
     loops = [loop for copy in copies if (loop := code.shortest_loop([copy]))]
-    producer = Warp(code, max(loops, key=lambda x: (len(copies & {*x}), -len(x))), lag=stages)
+    loop = max(loops, key=lambda x: (len(copies & {*x}), -len(x)))
     # The shortest way leaves out what one lane does alone.
+    if by == BOXES:
+        through = [[x] for x in sorted(copies & {*loop})]
+        for copy in sorted(copies - {*loop}):
+            longer = code.shortest_loop(*sorted([*through, [copy]]))
+            if longer is not None and len(longer) < 1.5 * len(loop):
+                loop, through = longer, sorted([*through, [copy]])
+    producer = Warp(code, loop, lag=stages)
     marks = [[turn[-1]]]
-    for barrier in sorted(producer.waits - Warp(code, turn).arrives):
+    for barrier in sorted({*producer.waits} - {*Warp(code, turn).arrives}):
         arrivals = [i for i in code.find(r"SYNCS\.ARRIVE") if code.barrier(i) == barrier]
         marks += [arrivals] if code.shortest_loop(marks[0], arrivals) else []
-    turn = code.shortest_loop(*marks) or turn
+    turn = (code.shortest_loop(*marks) if len(marks) > 1 else None) or turn
     return [Warp(code, turn), Warp(code, turn), producer]
 
 
@@ -372,12 +394,16 @@ def main() -> None:
     options = parser.parse_args()
     for path in options.objects:
         for name, code in machine_code(path).items():
-            for turn in turns_of(code):
-                warps = [prefill_warps(code, turn, options.stages) for _ in PORTS]
+            print(path.name, name)
+            turns = [(turn, THREADS) for turn in turns_of(code)]
+            if code.find(BOXES):
+                turns += [(turn, BOXES) for turn in turns_of(code, "MEMBAR")]
+            for turn, by in turns:
+                warps = [prefill_warps(code, turn, options.stages, by) for _ in PORTS]
                 found = [round(cycles(*arguments)) for arguments in zip(warps, PORTS, strict=True)]
                 counts = [len(warp.loop) for warp in warps[0][1:]]
-                print(f"{path.name} {name}: {found[0]} to {found[1]} cycles a turn, of {counts[0]}")
-                print(f"instructions; the producer's has {counts[1]}")
+                print(f"  {found[0]} to {found[1]} cycles a turn of {counts[0]} instructions;")
+                print(f"  the producer's has {counts[1]}, with {by}")
 
 
 if __name__ == "__main__":

@@ -251,32 +251,54 @@ def test_weights_are_computed_while_values_are_multiplied(
         assert min(plain.exponentials()) >= half
 
 
-def test_a_plain_turn_is_short(folder: Path) -> None:
+@pytest.mark.parametrize("by", [cycles.THREADS, cycles.BOXES], ids=["threads", "boxes"])
+def test_a_plain_turn_is_short(folder: Path, by: str) -> None:
     """About 300 instructions are arithmetic: 64 each to find the largest logit, to subtract it, for
     the exponentials and for their sum, and 32 to round. 22 compute the descriptors of 16 products, in
-    uniform registers. ptxas puts 4 loads of nothing before the one fence. Each third turn takes a few
-    more: the next place is the first."""
-    plain, _ = turns(prefill_kernel(folder, "BFloat16", 128))
+    uniform registers. Each third turn takes a few more: the next place is the first. What threads
+    have copied takes a fence, before which ptxas puts 4 loads of nothing. V of the tile before is
+    there when K is. What tensor copies bring takes a wait for V, and no fence."""
+    code = prefill_kernel(folder, "BFloat16", 128)
+    fences = 1 if by == cycles.THREADS else 0
+    plain = Turn(code, cycles.turns_of(code, without="$^" if fences else "MEMBAR")[0])
     assert len(plain.way) <= 380
     assert plain.count("HGMMA") == 16
-    assert [plain.count(name) for name in ("MEMBAR", "FENCE", "R2UR")] == [1, 1, 0]
-    assert plain.count("PHASECHK") == 1  # K's: V of the tile before is there then
+    assert [plain.count(name) for name in ("MEMBAR", "FENCE", "R2UR")] == [fences, fences, 0]
+    assert plain.count("PHASECHK") == 2 - fences
     assert plain.count(r"\b(LDG|LDC|LDL|STL)\b|LDS R\d") == 0
     assert (max(plain.way) - min(plain.way)) * 16 <= 8 * 1024  # it is one stretch of code
 
 
-@pytest.mark.parametrize("ports", cycles.PORTS)
+def test_a_warp_copies_boxes_with_few_instructions(folder: Path) -> None:
+    """Each warp copies a quarter of a KV tile: 4 boxes of K and 4 of V. One lane does, and ptxas knows
+    it: there is no loop over lanes, whose exit tests whether any is left."""
+    code = prefill_kernel(folder, "BFloat16", 128)
+    *_, producer = cycles.prefill_warps(code, cycles.turns_of(code)[0], 3, cycles.BOXES)
+    boxes = Turn(code, producer.loop)
+    assert len(boxes.way) <= 200
+    assert boxes.count("UTMALDG.4D") == 8
+    assert boxes.count(r"MEMBAR|FENCE|LDGSTS|BRA.U.ANY") == 0
+
+
 @pytest.mark.parametrize(
-    ("cache", "products", "limit"), [("BFloat16", 2048, 2400), ("Float8E4M3", 2048, 3100)]
+    ("cache", "by", "limits"),
+    [
+        ("BFloat16", cycles.THREADS, (2200, 2400)),
+        ("BFloat16", cycles.BOXES, (2150, 2350)),
+        ("Float8E4M3", cycles.THREADS, (3000, 3100)),
+    ],
+    ids=["threads", "boxes", "float8"],
 )
 def test_a_turn_keeps_the_tensor_cores_busy(
-    folder: Path, cache: str, products: int, limit: int, ports: float
+    folder: Path, cache: str, by: str, limits: tuple[int, int]
 ) -> None:
-    """In the model, which says nothing of an actual GPU. The producer and both consumers run. A cache
-    of 8 bits has no plain turn."""
+    """In the model, which says nothing of an actual GPU. The producer and both consumers run. The
+    products take 2048 cycles. A cache of 8 bits has no plain turn."""
     code = prefill_kernel(folder, cache, 128)
-    warps = cycles.prefill_warps(code, cycles.turns_of(code)[0], stages=3)
-    assert products <= cycles.cycles(warps, ports) <= limit
+    turn = cycles.turns_of(code, without="MEMBAR" if by == cycles.BOXES else "$^")[0]
+    for ports, limit in zip(cycles.PORTS, limits, strict=True):
+        warps = cycles.prefill_warps(code, turn, 3, by)
+        assert 2048 <= cycles.cycles(warps, ports) <= limit
 
 
 @pytest.fixture(scope="module")

@@ -23,12 +23,16 @@
 //                         consumer when they have written the rows
 //   query   1 a consumer  by all threads of the producer; freed by the warps of the consumer after
 //                         its last product with keys
-//   keys    kStages       by all threads of the producer; freed by the warps of both consumers
-//   after
+//   keys    kStages       by all threads of the producer, or by tensor copies for which one lane of
+//                         each of its warps arrives; freed by the warps of both consumers after
 //                         their products with the query
-//   values  kStages       by all threads of the producer; freed by the warps of both consumers
-//   after
-//                         their products with the weights
+//   values  kStages       the same; freed by the warps of both consumers after their products with
+//                         the weights
+//
+// Tensor copies bring the KV tiles that lie wholly in an item, if its blocks have a multiple of
+// kBoxPositions and there are maps of the cache (PrefillMaps). Threads copy other tiles: behind the
+// end may be NaN, which a weight of zero would not remove. A consumer has fenced what threads wrote
+// when it frees a place, as a tensor copy may fill it next.
 //
 // Where V is a part of K, the places of keys are freed as those of values, and no others are used.
 // V of a tile has the place behind that of its K, so that K of a tile and V of the tile before,
@@ -58,8 +62,8 @@ inline constexpr int kPrefillThreads = (1 + kConsumers) * kThreads;
 template <typename C, int kHeadSize>
 struct PrefillRegisters {
   static constexpr int kLaunch = 64 * 1024 / kPrefillThreads / 8 * 8;
-  static constexpr int kProducer = kIs8Bit<C> || kHeadSize == 64 ? 88 : 56;
-  static constexpr int kConsumer = kIs8Bit<C> || kHeadSize == 64 ? 208 : 224;
+  static constexpr int kProducer = kIs8Bit<C> || kHeadSize == 64 ? 88 : 64;
+  static constexpr int kConsumer = kIs8Bit<C> || kHeadSize == 64 ? 208 : 216;
   static_assert(kProducer + kConsumers * kConsumer <= (1 + kConsumers) * kLaunch,
                 "consumers would wait for registers for ever");
 };
@@ -176,6 +180,7 @@ struct PrefillShared {
     keys_barriers.Init(kThreads, kConsumers * kWarps);
     values_barriers.Init(kThreads, kConsumers * kWarps);
     items_barriers.Init(kConsumers, kConsumers * kWarps);
+    if (!kIs8Bit<C>) gpu::FenceBarriers();
   }
 };
 

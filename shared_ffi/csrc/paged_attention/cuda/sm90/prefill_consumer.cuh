@@ -40,9 +40,10 @@ class PrefillConsumer {
 
  public:
   __device__ PrefillConsumer(const Params& p, const Scratch& scratch, const PrefillWork& work,
-                             int consumer, Shared* shared)
+                             int consumer, const PrefillMaps& maps, Shared* shared)
       : p_(p),
         scratch_(scratch),
+        maps_(maps),
         item_(work.item),
         rows_(work.rows),
         work_(work),
@@ -168,7 +169,7 @@ class PrefillConsumer {
 #pragma unroll 1
     do {
       // The turns of a round through the places.
-      const int end = min(stage.index + count, Shared::kStages);
+      const int end = gpu::Opaque(min(stage.index + count, Shared::kStages));
       count -= end - stage.index;
 #pragma unroll 1
       do {
@@ -182,9 +183,14 @@ class PrefillConsumer {
   __device__ __forceinline__ void TakePlainTurn(TileState stage, float (&logits)[kTile / 8][4],
                                                 uint32_t (&weights)[kTile / 16][4]) {
     float rescales[2];
-    // V of the tile before is there, too: an arrival counts all copies that began before.
     shared_.keys_barriers.WaitFilled(stage);
-    gpu::FenceAsyncProxy();
+    if (maps_.exist) {
+      // Tensor copies bring whole tiles, in any order. What they write needs no fence.
+      shared_.values_barriers.WaitFilled(stage);
+    } else {
+      // V of the tile before is there, too: an arrival counts all copies that began before.
+      gpu::FenceAsyncProxy();
+    }
     WaitForTurn();
     const Starts starts(*this, stage);
     StartLogits(starts, logits);
@@ -222,11 +228,12 @@ class PrefillConsumer {
     gpu::ArriveThreads(next_turn_barrier_, kConsumers * kThreads);
   }
 
+  // With the fences that a tensor copy needs to fill the places next.
   __device__ void Skip(TileState* stage) {
-    shared_.keys_barriers.WaitFilled(*stage);
+    WaitForKeys(*stage);
     FreeKeys(*stage);
     *stage = stage->Next();
-    if (!Shared::KeysHoldValues(p_)) shared_.values_barriers.WaitFilled(*stage);
+    if (!Shared::KeysHoldValues(p_)) WaitForValues(*stage);
     FreeValues(*stage);
     WaitForTurn();
     PassTurn();
@@ -253,13 +260,15 @@ class PrefillConsumer {
     gpu::FenceAsyncProxy();
   }
 
+  __device__ void WaitForValues(TileState stage) {
+    shared_.values_barriers.WaitFilled(stage);
+    gpu::FenceAsyncProxy();
+  }
+
   // Returns whether V of the tile may be multiplied: a weight of zero times an infinite or NaN
   // value would spoil the sum of a row that does not attend to it.
   __device__ bool WaitForValues(int32_t tile, TileState stage) {
-    if (!Shared::KeysHoldValues(p_)) {
-      shared_.values_barriers.WaitFilled(stage);
-      gpu::FenceAsyncProxy();
-    }
+    if (!Shared::KeysHoldValues(p_)) WaitForValues(stage);
     if (!common_.RowsDiffer(item_, tile * kTile, (tile + 1) * kTile)) return true;
     const Element* values = Values(stage);
     constexpr int kChunks = CacheRows::kElements / CacheRows::kChunk;
@@ -442,6 +451,7 @@ class PrefillConsumer {
 
   const Params& p_;
   const Scratch& scratch_;
+  const PrefillMaps& maps_;
   const Item& item_;
   const Item& rows_;  // the consumer's
   const PrefillWork& work_;
