@@ -221,6 +221,52 @@ def test_more_kv_tiles_than_pipeline_stages(gpu: Gpu) -> None:
     assert_same_bits(attend(gpu.on_hopper(), inputs, **attributes, seed=1), result)
 
 
+@pytest.mark.skipif(ON_CUDA, reason="a GPU's driver does not refuse a tensor map on demand")
+@pytest.mark.parametrize(
+    ("head_size", "block_size", "more"),
+    [
+        (64, 16, {"kv_layout": "nbhd"}),
+        (96, 32, {"kv_layout": "nhbd"}),
+        (128, 48, {"kv_layout": "hnbd"}),
+        (128, 128, {"sliding_window": 300}),
+        (128, 16, {"value_head_size": 72}),
+        (192, 16, {"kv_layout": "n2hbd", "soft_cap": 20.0}),
+        (256, 16, {"kv_layout": "nbhd", "own_value_head_size": 192}),
+        (256, 64, {"kv_layout": "2hnbd", "causal": False}),
+    ],
+    ids=["64", "96", "128", "window", "latent", "192", "narrow-v", "256"],
+)
+def test_tensor_copies_have_the_bits_of_others(
+    head_size: int, block_size: int, more: dict[str, Any], gpu: Gpu, monkeypatch: Any
+) -> None:
+    """Tensor copies bring whole KV tiles of blocks of a multiple of 16 positions, unless the driver has
+    no map for the cache. So they do with a block id outside the pool, which makes rows NaN."""
+    case = Case(
+        id="tensor-copies",
+        sequences=(
+            (130, 900),
+            (40, 300),
+        ),  # the first is not split: it has work items of 7 KV tiles
+        num_heads=32,
+        num_kv_heads=1,
+        head_size=head_size,
+        block_size=block_size,
+        dtype="bfloat16",
+        **more,
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    results = [attend(gpu.on_hopper(), inputs, **attributes, seed=3)]
+    assert_close_on_cuda(results[0], inputs, attributes)
+    tables = next(n for n, x in enumerate(inputs) if x.ndim == 2 and x.dtype == I32)
+    faulty = [np.array(x) for x in inputs]
+    faulty[tables][[0, 1], 256 // block_size] = 10**6, -1
+    results.append(attend(gpu.on_hopper(), faulty, **attributes))
+    assert np.isnan(results[1].astype(F32)).any()
+    monkeypatch.setenv("EMULATED_GPU_FAIL", "cuTensorMapEncodeTiled")
+    assert_same_bits(attend(gpu.on_hopper(), inputs, **attributes), results[0])
+    assert_same_bits(attend(gpu.on_hopper(), faulty, **attributes), results[1])
+
+
 def test_a_scale_too_small_for_a_float(gpu: Gpu) -> None:
     """A query row is divided by a power of two, by which its scale is multiplied. That of a row of
     zeros is the smallest, and its scale is zero here. All warps take the same turns nevertheless."""

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import os
 import re
 import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Container, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.gpu import cycles
+from benchmarks.gpu.cycles import MachineCode, Warp
 from harness.arrays import CACHE_DTYPES
 from shared_ffi import _native
 from tests.support import native
@@ -108,92 +108,16 @@ def test_ptxas_reports_no_performance_loss(folder: Path) -> None:
     assert [line for report in reports for line in re.findall(r".*\(C75\d\d\).*", report)] == []
 
 
-class MachineCode:
-    """The instructions of a kernel in their order."""
-
-    def __init__(self) -> None:
-        self.addresses: list[int] = []
-        self.instructions: list[str] = []
-        self.bits: list[int] = []  # the upper half of an instruction
-
-    def find(self, pattern: str) -> list[int]:
-        return [i for i, text in enumerate(self.instructions) if re.search(pattern, text)]
-
-    def scoreboard(self, i: int) -> int:
-        """The scoreboard that tells when a load is complete."""
-        return self.bits[i] >> 46 & 7
-
-    def waits(self, i: int, scoreboard: int) -> bool:
-        return self.bits[i] >> 52 >> scoreboard & 1 == 1
-
-    @cached_property
-    def following(self) -> list[list[int]]:
-        """The instructions that may come after each one. A call comes back."""
-        places = {address: i for i, address in enumerate(self.addresses)}
-        following = []
-        for i, text in enumerate(self.instructions):
-            words = text.split()
-            is_guarded = words[0].startswith("@")
-            name, *operands = words[is_guarded:]
-            after = []
-            if name.startswith("BRA"):
-                after.append(places[int(operands[-1], 16)])
-                is_guarded |= len(operands) > 1
-            if is_guarded or not name.startswith(("BRA", "EXIT", "RET")):
-                after.append(i + 1)
-            following.append([n for n in after if n < len(self.addresses)])
-        return following
-
-    def shortest_way(
-        self, start: int, goals: Iterable[int], without: Container[int] = ()
-    ) -> list[int] | None:
-        """The instructions after `start` up to the nearest of the goals. None: there is no way."""
-        before: dict[int, int] = {}
-        ends = [start]
-        goals = {*goals}
-        while ends:
-            behind = []
-            for i in ends:
-                for n in self.following[i]:
-                    if n in before or n in without:
-                        continue
-                    before[n] = i
-                    behind.append(n)
-                    if n in goals:
-                        way = [n]
-                        while before[way[-1]] != start:
-                            way.append(before[way[-1]])
-                        return way[::-1]
-            ends = behind
-        return None
-
-
 def machine_code(folder: Path, name: str) -> dict[str, MachineCode]:
     """The kernels of an object in a build, by their names and GPUs. The folder may also hold an
     older object, of a source that has moved."""
     objects = sorted(folder.rglob(f"{name}.dir/**/*.o"), key=lambda path: path.stat().st_mtime)
     if not objects:
         pytest.skip("this build has no such kernel")
-    tool = next(
-        (path for x in sys.path if (path := Path(x, "nvidia/cu13/bin/cuobjdump")).exists()), None
-    )
-    if tool is None:
+    try:
+        return cycles.machine_code(objects[-1])
+    except FileNotFoundError:
         pytest.skip("no cuobjdump, which is in the dependency group test")
-    places = f"{tool.parent}{os.pathsep}{os.environ['PATH']}"  # it calls nvdisasm
-    outcome = native.run(tool, "--dump-sass", objects[-1], environment={"PATH": places})
-    kernels: dict[str, MachineCode] = defaultdict(MachineCode)
-    kernel = target = ""
-    for line in outcome.stdout.splitlines():
-        if found := re.match(r"\s+code for (sm_\w+)", line):
-            target = found[1]
-        elif found := re.match(r"\s+Function : (\S+)", line):
-            kernel = f"{found[1]} for {target}"
-        elif found := re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*; ", line):
-            kernels[kernel].addresses.append(int(found[1], 16))
-            kernels[kernel].instructions.append(found[2])
-        elif (found := re.match(r"\s+/\* (0x[0-9a-f]{16}) \*/$", line)) and kernel:
-            kernels[kernel].bits.append(int(found[1], 16))
-    return kernels
 
 
 @pytest.fixture(scope="module", params=["BFloat16", "Float8E4M3"])
@@ -335,10 +259,7 @@ def prefill_kernel(folder: Path, cache: str, head_size: int) -> MachineCode:
 
 
 def turns(code: MachineCode) -> list[Turn]:
-    """The plain turn, where there is one, and the one for tiles that are masked or have rare
-    features, each without them."""
-    ways = [code.shortest_way(wait, [wait]) for wait in code.find("DEPBAR.LE gsb0, 0x1")]
-    return sorted((Turn(code, way) for way in ways if way), key=lambda turn: len(turn.way))
+    return [Turn(code, way) for way in cycles.turns_of(code)]
 
 
 @pytest.mark.parametrize("cache", ["BFloat16", "Float8E4M3"])
@@ -356,16 +277,99 @@ def test_weights_are_computed_while_values_are_multiplied(
         assert min(plain.exponentials()) >= half
 
 
-def test_a_plain_turn_is_short(folder: Path) -> None:
+@pytest.mark.parametrize("by", [cycles.THREADS, cycles.BOXES], ids=["threads", "boxes"])
+def test_a_plain_turn_is_short(folder: Path, by: str) -> None:
     """About 300 instructions are arithmetic: 64 each to find the largest logit, to subtract it, for
-    the exponentials and for their sum, and 32 to round. 24 compute the descriptors of 16 products, in
-    uniform registers. ptxas puts 4 loads of nothing before the one fence."""
-    plain, _ = turns(prefill_kernel(folder, "BFloat16", 128))
-    assert len(plain.way) <= 393
+    the exponentials and for their sum, and 32 to round. 22 compute the descriptors of 16 products, in
+    uniform registers. Each third turn takes a few more: the next place is the first. What threads
+    have copied takes a fence, before which ptxas puts 4 loads of nothing. V of the tile before is
+    there when K is. What tensor copies bring takes a wait for V, and no fence."""
+    code = prefill_kernel(folder, "BFloat16", 128)
+    fences = 1 if by == cycles.THREADS else 0
+    plain = Turn(code, cycles.turns_of(code, without="$^" if fences else "MEMBAR")[0])
+    assert len(plain.way) <= 380
     assert plain.count("HGMMA") == 16
-    assert [plain.count(name) for name in ("MEMBAR", "FENCE", "R2UR")] == [1, 1, 1]
+    assert [plain.count(name) for name in ("MEMBAR", "FENCE", "R2UR")] == [fences, fences, 0]
+    assert plain.count("PHASECHK") == 2 - fences
     assert plain.count(r"\b(LDG|LDC|LDL|STL)\b|LDS R\d") == 0
     assert (max(plain.way) - min(plain.way)) * 16 <= 8 * 1024  # it is one stretch of code
+
+
+def test_a_warp_copies_boxes_with_few_instructions(folder: Path) -> None:
+    """Each warp copies a quarter of a KV tile: 4 boxes of K and 4 of V. One lane does, and ptxas knows
+    it: there is no loop over lanes, whose exit tests whether any is left."""
+    code = prefill_kernel(folder, "BFloat16", 128)
+    *_, producer = cycles.prefill_warps(code, cycles.turns_of(code)[0], 3, cycles.BOXES)
+    boxes = Turn(code, producer.loop)
+    assert len(boxes.way) <= 200
+    assert boxes.count("UTMALDG.4D") == 8
+    assert boxes.count(r"MEMBAR|FENCE|LDGSTS|BRA.U.ANY") == 0
+
+
+@pytest.mark.parametrize(
+    ("cache", "by", "limits"),
+    [
+        ("BFloat16", cycles.THREADS, (2200, 2400)),
+        ("BFloat16", cycles.BOXES, (2150, 2350)),
+        ("Float8E4M3", cycles.THREADS, (3000, 3100)),
+    ],
+    ids=["threads", "boxes", "float8"],
+)
+def test_a_turn_keeps_the_tensor_cores_busy(
+    folder: Path, cache: str, by: str, limits: tuple[int, int]
+) -> None:
+    """In the model, which says nothing of an actual GPU. The producer and both consumers run. The
+    products take 2048 cycles. A cache of 8 bits has no plain turn."""
+    code = prefill_kernel(folder, cache, 128)
+    turn = cycles.turns_of(code, without="MEMBAR" if by == cycles.BOXES else "$^")[0]
+    for ports, limit in zip(cycles.PORTS, limits, strict=True):
+        warps = cycles.prefill_warps(code, turn, 3, by)
+        assert 2048 <= cycles.cycles(warps, ports) <= limit
+
+
+@pytest.fixture(scope="module")
+def foreign_loop(tmp_path_factory: pytest.TempPathFactory) -> tuple[MachineCode, list[int]]:
+    """The main loop of a matrix product of Triton's."""
+    pytest.importorskip("triton", reason="a kernel of its compiler's is modelled")
+    kernels = importlib.import_module("tests.support.triton_kernels")
+    signature = {"a": "*bf16", "b": "*bf16", "c": "*fp32", "k_size": "i32"}
+    signature |= dict.fromkeys(("a_row", "b_row", "c_row"), "i32")
+    constants = {"M": 64, "N": 128, "K": 64, "a_column": 1, "b_column": 1}
+    kernel = kernels.compiled(kernels.matmul, 90, signature, constants, num_warps=4)
+    path = tmp_path_factory.mktemp("triton") / "matmul.cubin"
+    path.write_bytes(kernel.asm["cubin"])
+    (code,) = cycles.machine_code(path).values()
+    loop = code.shortest_loop(code.find("HGMMA.*gsb0"))
+    assert loop is not None
+    return code, loop
+
+
+def test_the_model_of_a_foreign_kernel(foreign_loop: tuple[MachineCode, list[int]]) -> None:
+    """Its loop has products of 64x128x64, which take 256 cycles, and 12 copies of 16 bytes a lane.
+    It has a free slot wherever it waits."""
+    code, loop = foreign_loop
+    texts = [code.instructions[i] for i in loop]
+    assert len([text for text in texts if "HGMMA.64x128x16" in text]) == 4
+    assert len([text for text in texts if "LDGSTS.E.BYPASS.128" in text]) == 12
+    stalls = sum(code.stall(i) for i in loop)
+    alone = cycles.cycles([Warp(code, loop)])
+    assert max(stalls, 256) <= alone <= 2 * stalls
+    assert alone <= cycles.cycles([Warp(code, loop) for _ in range(2)]) < 2 * alone
+    assert cycles.cycles([Warp(code, loop) for _ in range(4)]) >= 4 * 256
+
+
+def test_the_model_sees_a_wait(foreign_loop: tuple[MachineCode, list[int]]) -> None:
+    """A load, in place of the first copy, for which the next instruction waits."""
+    code, loop = foreign_loop
+    planted = MachineCode()
+    planted.addresses = code.addresses
+    planted.instructions, planted.bits = [*code.instructions], [*code.bits]
+    load = next(i for i in loop if "LDGSTS" in code.instructions[i])
+    planted.instructions[load] = "LDG.E R0, desc[UR16][R18.64]"
+    planted.bits[load] = code.bits[load] & ~(7 << 46) | 5 << 46
+    load_alone = cycles.cycles([Warp(planted, loop)])
+    planted.bits[loop[loop.index(load) + 1]] |= 1 << 52 << 5
+    assert cycles.cycles([Warp(planted, loop)]) >= load_alone + cycles.LOAD / 2
 
 
 @pytest.fixture(scope="module")

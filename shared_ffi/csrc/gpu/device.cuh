@@ -71,6 +71,11 @@ __device__ __forceinline__ bool AnyInWarp(bool predicate) {
   return __any_sync(kAllLanes, predicate);
 }
 
+// A number that all lanes of the warp have, in a uniform register. They execute it together.
+__device__ __forceinline__ uint32_t Uniform(uint32_t number) {
+  return __reduce_or_sync(kAllLanes, number);
+}
+
 // The lanes of the warp for which `predicate` holds, as bits; their number; and the first of some.
 __device__ __forceinline__ uint32_t LanesWith(bool predicate) {
   return __ballot_sync(kAllLanes, predicate);

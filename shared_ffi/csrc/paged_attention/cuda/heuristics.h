@@ -110,6 +110,16 @@ bool OffsetsFit32BitChunks(const Params& p) {
 // Whether a row of block_tables has a 32-bit number of bytes, as the decode kernel counts them.
 inline bool TableRowsFit32Bits(const Params& p) { return p.max_blocks_per_seq <= UINT32_MAX / 4; }
 
+// Positions that a tensor copy of the prefill kernel has of a block: then no copy has several
+// blocks.
+inline constexpr int kBoxPositions = 16;
+
+// Whether the prefill kernel copies whole KV tiles of a cache of 16 bits by tensor maps, if the
+// driver makes them. Else its threads copy them, 16 bytes at a time.
+inline bool TakesBoxes(const Params& p) {
+  return p.cache_dtype == p.dtype && p.block_size % kBoxPositions == 0;
+}
+
 // The head size that the tensor core kernel of a call must have at least. Wide heads whose V is a
 // part of K have a kernel of their own, which is for larger heads than any other.
 inline int64_t TensorCoreHeadSize(const Params& p) {

@@ -7,6 +7,7 @@
 #include "../../gpu/launch.cuh"
 #include "cuda_build.h"  // CMake writes it
 #include "scratch.h"
+#include "sm90/prefill_maps.h"
 
 namespace xla_gpu::paged_attention {
 
@@ -28,9 +29,14 @@ struct AttentionKernel {
 template <typename T, typename C, int kHeadSize>
 AttentionKernel TensorCoreKernelOf(const Params& p);
 
-// Defined in hopper.cu, which is compiled once for each combination.
+struct PrefillKernel {
+  gpu::Kernel<Params, Scratch, QueryLengths, PrefillMaps> kernel;
+  int64_t rows_per_item;
+};
+
+// Defined in sm90/prefill.cu, which is compiled once for each combination.
 template <typename T, typename C, int kHeadSize>
-AttentionKernel PrefillKernelOf();
+PrefillKernel PrefillKernelOf();
 
 // Of16Bits, Of8Bits or Of4Bits, for a cache of type C.
 template <typename C, typename Of16Bits, typename Of8Bits, typename Of4Bits>

@@ -107,8 +107,8 @@ bool LaunchesEarly(const gpu::Device& device) {
 
 // The kernel for long queries. Nothing if they have none of their own.
 template <typename T>
-std::optional<AttentionKernel> PrefillKernelFor(const gpu::Device& device, const Params& p) {
-  std::optional<AttentionKernel> found;
+std::optional<PrefillKernel> PrefillKernelFor(const gpu::Device& device, const Params& p) {
+  std::optional<PrefillKernel> found;
   if constexpr (kHasTensorCores<T>) {
     if (!UsesHopperKernels(device)) return found;
     WithCacheType<T>(p, [&](auto cache) {
@@ -182,21 +182,23 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
     follows = num_blocks > 0;
     if (is_alone && follows) return {};
   }
-  const auto launch = [&](AttentionKernel attention, const QueryLengths& lengths,
-                          bool waits) -> gpu::Error {
+  const auto launch = [&](auto attention, const QueryLengths& lengths, bool waits,
+                          const auto&... more) -> gpu::Error {
     if (lengths.min > Smaller(lengths.max, longest)) return {};
     const int64_t num_items = MaxItems(p, scratch, attention.rows_per_item);
     attention.kernel.begins_early = waits && LaunchesEarly(device);
     follows |= num_items > 0;
-    return attention.kernel.LaunchResident(device, num_items, stream, p, scratch, lengths);
+    return attention.kernel.LaunchResident(device, num_items, stream, p, scratch, lengths, more...);
   };
   const QueryLengths rest{decode ? few + 1 : 1, prefill ? few : INT64_MAX};
   if (gpu::Error error = launch(portable, rest, /*waits=*/false)) return error;
   // The kernel for long queries is never the first: the one before sets its counter to zero.
   if (prefill) {
-    if (gpu::Error error = launch(*prefill, {few + 1}, /*waits=*/true)) return error;
+    if (gpu::Error error = launch(*prefill, {few + 1}, /*waits=*/true, MakePrefillMaps(p)))
+      return error;
   }
-  const ItemRows item_rows{portable.rows_per_item, (prefill ? *prefill : portable).rows_per_item,
+  const ItemRows item_rows{portable.rows_per_item,
+                           prefill ? prefill->rows_per_item : portable.rows_per_item,
                            decode ? decode->numbers.max_query_len : 0};
   const gpu::Kernel<Params, Scratch, ItemRows> finish{Combine<T>, kThreads, kCombineSharedBytes,
                                                       follows && LaunchesEarly(device)};

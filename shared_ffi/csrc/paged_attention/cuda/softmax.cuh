@@ -12,7 +12,7 @@ namespace xla_gpu::paged_attention {
 
 class Softmax {
   // What logits are taken relative to where all so far are -inf. Their weights are zero, as
-  // relative to any other number.
+  // relative to any other number. It stands for -inf until State.
   static constexpr float kLowest = -3.40282347e38f;
 
  public:
@@ -41,7 +41,7 @@ class Softmax {
     float sum = states_[r].sum;
     sum += gpu::ShuffleXor(sum, 1);
     sum += gpu::ShuffleXor(sum, 2);
-    return {states_[r].max, sum};
+    return {states_[r].max > kLowest || sum > 0 ? states_[r].max : -kInfinity, sum};
   }
 
   // Calls what(n, e, j) for each logit of the lane: element e of group n, which is position j.
@@ -141,10 +141,8 @@ class Softmax {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float max = powers.shifts[r];
-      powers.shifts[r] = fmaxf(max, kLowest);
       rescales[r] = gpu::Exp2(states_[r].max - powers.shifts[r]);
-      states_[r].max = max;
+      states_[r].max = powers.shifts[r];
     }
     return powers;
   }
@@ -270,7 +268,7 @@ class Softmax {
   const int row_;
   float scales_[2] = {p_.scale, p_.scale};  // of q . k
   const RowRange ranges_[2];
-  RowState states_[2] = {{-kInfinity, 0}, {-kInfinity, 0}};
+  RowState states_[2] = {{kLowest, 0}, {kLowest, 0}};
 };
 
 // Whether one of a KV tile's chunks of 16 bytes that a thread looks at holds an infinite or NaN
