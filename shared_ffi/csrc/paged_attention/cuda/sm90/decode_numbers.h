@@ -1,33 +1,13 @@
 // What the decode kernel needs of a call's sizes, as numbers that cost no division on a GPU.
 #pragma once
 
+#include "../divisor.h"
 #include "../scratch.h"
 
 namespace xla_gpu::paged_attention {
 
 inline constexpr int kDecodeTile = 16;  // positions of a KV tile
 inline constexpr int kDecodeRows = 16;  // of a work item
-
-// Divides by a number, which is positive, with a product and a shift.
-struct Divisor {
-  int32_t number;  // INT32_MAX if it is larger
-  uint32_t factor;
-  int32_t shift;
-
-  Divisor() = default;
-  XLA_GPU_HOST_DEVICE explicit Divisor(int64_t divisor)
-      : number(Smaller(divisor, INT32_MAX)), shift(0) {
-    while (int64_t{1} << shift < number) ++shift;
-    // 2^(31 + shift) / number, rounded up. It is below 2^32, as 2^shift is below 2 * number. The
-    // rounding adds less than n / 2^(31 + shift) to a quotient of n, which is below 1 / number.
-    factor = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + number - 1) / number);
-  }
-
-  // n / number, for n from 0 to 2^31 - 1. The upper half of a product is one instruction.
-  XLA_GPU_HOST_DEVICE uint32_t Quotient(uint32_t n) const {
-    return static_cast<uint32_t>(uint64_t{2 * n} * factor >> 32) >> shift;
-  }
-};
 
 // K, or V, in chunks of 16 bytes: the strides, and the chunks of a row. No chunks: there is no
 // copy. All blocks of a kv head have at most 2^32 chunks.
