@@ -45,7 +45,8 @@ def test_shared_memory_has_hardly_any_bank_conflicts(
 
 @pytest.fixture
 def count(emulated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Computes sequences with the portable kernels. Returns what the attention kernel executed."""
+    """Computes sequences with the portable kernels. Returns what the kernel executed that computes
+    the first of them."""
     path = tmp_path / "counts"
     monkeypatch.setenv("EMULATED_GPU_COUNTS", str(path))
 
@@ -55,21 +56,34 @@ def count(emulated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
                     block_size=16, dtype="bfloat16", padding_tokens=0)  # fmt: skip
         attend(EmulatedGpu(emulated), case.inputs(), **case.attributes(), seed=seed)
         launches = [json.loads(line) for line in path.read_text().splitlines()]
-        (kernel,) = [x for x in launches if "TensorCoreAttention" in x["kernel"]]
+        name = "TensorCorePrefill" if 4 * sequences[0][0] > 64 else "TensorCoreAttention"
+        (kernel,) = [x for x in launches if name in x["kernel"]]
         return kernel | {"total": sum(kernel["instructions"].values())}
 
     return count
 
 
-@pytest.mark.parametrize(("q_len", "most"), [(16, 8000), (1, 3500)], ids=["64-rows", "few-rows"])
+@pytest.mark.parametrize(
+    ("q_len", "most"), [(32, 15000), (16, 8000), (1, 3500)], ids=["128-rows", "64-rows", "few-rows"]
+)
 def test_an_item_takes_few_instructions_outside_its_tiles(
     q_len: int, most: int, count: Any
 ) -> None:
-    """Of its warps together: as many as two tiles of 64 rows. The last tile has masks."""
+    """Of its warps together: as many as two tiles of 64 rows, and three of 128. The last tile has
+    masks."""
     one = count((q_len, 128))["total"]
     tile = count((q_len, 256))["total"] - count((q_len, 192))["total"]
     assert tile > 1000
     assert count((q_len, 128), (q_len, 128))["total"] - one - 2 * tile <= most
+
+
+def test_a_plain_turn_reads_k_and_v_once_for_two_groups_of_rows(count: Any) -> None:
+    """A warp has 32 rows of a tile of 64 positions: per 128 rows and tile, 4 warps read K and V with
+    64 instructions each, and the query with 16. With 16 rows a warp it would be 576."""
+    more, less = (count((32, context))["instructions"] for context in (256, 192))
+    assert more["products"] - less["products"] == 4 * 256
+    assert more["matrices"] - less["matrices"] == 4 * 80
+    assert sum(more.values()) - sum(less.values()) <= 5000
 
 
 @pytest.mark.parametrize(("seed", "blocks", "q_len"), [(2, 3, 520), (3, 4, 776)])
@@ -248,6 +262,7 @@ def test_calls_that_make_tensor_maps_can_fail(
 # Kernels, and what chooses them.
 KERNELS = {
     "TensorCoreAttention": "portable",
+    "TensorCorePrefill": "portable",
     "Combine": "portable",
     "PrefillAttention": "by GPU",
     "DecodeAttention": "by GPU",

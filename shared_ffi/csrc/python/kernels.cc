@@ -44,7 +44,7 @@ void SetCudaChoice(const std::string& name) {
 std::vector<std::tuple<std::string, int, int, int, int, int>> CudaKernels() {
   std::vector<std::tuple<std::string, int, int, int, int, int>> kernels;
   for (const auto& launch : paged_attention::KernelLaunches()) {
-    kernels.emplace_back(launch.kernel, launch.size, launch.cache_bytes, launch.warp_rows,
+    kernels.emplace_back(launch.kernel, launch.size, launch.cache_bytes, launch.variant,
                          launch.num_threads, launch.shared_bytes);
   }
   return kernels;

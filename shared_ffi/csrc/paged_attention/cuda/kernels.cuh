@@ -21,13 +21,22 @@ inline constexpr bool kHasTensorCores = kIsOneOf<T, XLA_GPU_TENSOR_CORE_TYPES>;
 struct AttentionKernel {
   gpu::Kernel<Params, Scratch, QueryLengths> kernel;
   int64_t rows_per_item = 0;  // 0: there is no such kernel
-  int warp_rows = 0;          // TensorCoreAttention: groups of 16 rows
+  int variant = 0;            // TensorCoreAttention: groups of 16 rows; TensorCorePrefill: its tile
 };
 
 // Defined in tensor_core.cu, which is compiled once for each combination. T: type of the query. C:
 // type of the cache.
 template <typename T, typename C, int kHeadSize>
 AttentionKernel TensorCoreKernelOf(const Params& p);
+
+// Whether there is a TensorCorePrefill. Wider heads would need more registers than there are, and
+// int4 is widened on its way to shared memory.
+template <typename C, int kHeadSize>
+inline constexpr bool kHasTensorCorePrefill = kHeadSize <= 128 && !std::is_same_v<C, Int4OrInt8>;
+
+// Defined there, too. No rows where there is no such kernel.
+template <typename T, typename C, int kHeadSize>
+AttentionKernel TensorCorePrefillOf(const gpu::Device& device);
 
 struct PrefillKernel {
   gpu::Kernel<Params, Scratch, QueryLengths, PrefillMaps> kernel;

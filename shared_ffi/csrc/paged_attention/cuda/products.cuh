@@ -38,6 +38,26 @@ struct SharedRows {
   }
 };
 
+// The scales of a position of an 8-bit cache.
+struct PositionScales {
+  float k_scale;
+  float v_scale;
+};
+
+// Begins to copy them: zeros for a position that does not exist.
+__device__ __forceinline__ void CopyScales(const Params& p, const Item& item, int64_t block,
+                                           int64_t in_block, bool exists, PositionScales* to) {
+  const auto copy = [&](const KvScales& scales, float* scale) {
+    if (scales.data == nullptr) {
+      *scale = 1;
+    } else {
+      gpu::CopyAsync4(scale, scales.AddressOf(exists ? block : 0, in_block, item.kv_head), exists);
+    }
+  };
+  copy(p.k_scale, &to->k_scale);
+  copy(p.v_scale, &to->v_scale);
+}
+
 // T: type of the query. C: type of the cache. kKeys: positions of a warp. QueryRows,
 // CacheRows and ValueRows say where the chunks of 16 bytes of a row of the query, K and V lie in
 // shared memory. kColumns: of V.
@@ -61,21 +81,35 @@ struct WarpProducts {
   static __device__ __forceinline__ void MultiplyByKeys(const T* query, int first_row,
                                                         const C* keys, int first_key,
                                                         float (&logits)[kKeys / 8][4]) {
+    // As often as there are registers for.
+    constexpr int kUnrolled = kIs8Bit<C>        ? 4
+                              : kHeadSize > 128 ? 2
+                              : kKeys == 16     ? CacheRows::kChunks / 2
+                                                : 4;
+    MultiplyByKeys<kUnrolled>(query, first_row, 0, keys, first_key,
+                              *reinterpret_cast<float(*)[1][kKeys / 8][4]>(&logits));
+  }
+
+  // The same for kGroups groups of rows, which begin group_rows rows apart: K is read once.
+  template <int kUnrolled, int kGroups>
+  static __device__ __forceinline__ void MultiplyByKeys(const T* query, int first_row,
+                                                        int group_rows, const C* keys,
+                                                        int first_key,
+                                                        float (&logits)[kGroups][kKeys / 8][4]) {
     const int lane = Lane();
     const int query_row = QueryRows::Offset(first_row + lane % 16, lane / 16);
     const int key_row = CacheRows::Offset(first_key + lane / 16 * 8 + lane % 8, lane / 8 % 2);
-    // As often as there are registers for.
-    [[maybe_unused]] constexpr int kUnrolled = kIs8Bit<C>        ? 4
-                                               : kHeadSize > 128 ? 2
-                                               : kKeys == 16     ? CacheRows::kChunks / 2
-                                                                 : 4;
 #pragma unroll kUnrolled
     for (int chunk = 0; chunk < CacheRows::kChunks; chunk += 2) {
-      uint32_t rows[kSteps][4];
+      uint32_t rows[kGroups][kSteps][4];
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        gpu::LoadMatrices(rows[step],
-                          query + QueryRows::Behind(query_row, chunk * kSteps + 2 * step));
+      for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          gpu::LoadMatrices(rows[g][step],
+                            query + g * group_rows * QueryRows::kStride +
+                                QueryRows::Behind(query_row, chunk * kSteps + 2 * step));
+        }
       }
 #pragma unroll
       for (int n = 0; n < kKeys / 16; ++n) {
@@ -89,10 +123,16 @@ struct WarpProducts {
             for (int step = 0; step < kSteps; ++step) {
               uint32_t pairs[2];
               gpu::Expand(key[2 * i + step], C{}, pairs, T{});
-              gpu::MultiplyAdd(logits[2 * n + i], rows[step], pairs[0], pairs[1], T{});
+#pragma unroll
+              for (int g = 0; g < kGroups; ++g) {
+                gpu::MultiplyAdd(logits[g][2 * n + i], rows[g][step], pairs[0], pairs[1], T{});
+              }
             }
           } else {
-            gpu::MultiplyAdd(logits[2 * n + i], rows[0], key[2 * i], key[2 * i + 1], T{});
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g) {
+              gpu::MultiplyAdd(logits[g][2 * n + i], rows[g][0], key[2 * i], key[2 * i + 1], T{});
+            }
           }
         }
       }
@@ -115,20 +155,40 @@ struct WarpProducts {
     });
   }
 
+  // Weights of 16 positions for each of the products over positions, rounded to 16 bits.
+  using PackedWeights = uint32_t[kKeys / 16][4];
+  template <typename Weight>
+  static __device__ __forceinline__ void PackWeights(const float (&weights)[kKeys / 8][4],
+                                                     PackedWeights& packed) {
+#pragma unroll
+    for (int n = 0; n < kKeys / 16; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float(&from)[4] = weights[2 * n + i / 2];
+        packed[n][i] = gpu::Pack(from[i % 2 * 2], from[i % 2 * 2 + 1], Weight{});
+      }
+    }
+  }
+
   // sums += weights * v, with weights rounded to 16 bits, for the positions from the row first_key
   // of `values` on.
   template <typename Weight>
   __device__ __forceinline__ void AddValues(const C* values, int first_key,
                                             const float (&weights)[kKeys / 8][4]) {
-    const int lane = Lane(), value_row = ValueRows::Offset(first_key + lane % 16, lane / 16);
+    PackedWeights packed[1];
+    PackWeights<Weight>(weights, packed[0]);
+    AddValues<Weight>(values, first_key, packed, *reinterpret_cast<WarpProducts(*)[1]>(this));
+  }
+
+  // The same for several groups of rows: V is read once.
+  template <typename Weight, int kGroups>
+  static __device__ __forceinline__ void AddValues(const C* values, int first_key,
+                                                   const PackedWeights (&packed)[kGroups],
+                                                   WarpProducts (&groups)[kGroups]) {
+    const int lane = kGroups == 1 ? Lane() : gpu::Opaque(threadIdx.x) % gpu::kWarpSize;
+    const int value_row = ValueRows::Offset(first_key + lane % 16, lane / 16);
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n) {
-      uint32_t packed[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float(&from)[4] = weights[2 * n + i / 2];
-        packed[i] = gpu::Pack(from[i % 2 * 2], from[i % 2 * 2 + 1], Weight{});
-      }
 #pragma unroll
       for (int chunk = 0; chunk < kColumns / ValueRows::kChunk; chunk += 2) {
         uint32_t value[4];  // two chunks, each of 8 positions and of the next 8
@@ -142,11 +202,18 @@ struct WarpProducts {
             gpu::Expand(gpu::SwapMiddleBytes(value[2 * i + 1]), C{}, second, Weight{});
 #pragma unroll
             for (int odd = 0; odd < 2; ++odd) {
-              gpu::MultiplyAdd(sums[2 * (chunk + i) + odd], packed, first[odd], second[odd],
-                               Weight{});
+#pragma unroll
+              for (int g = 0; g < kGroups; ++g) {
+                gpu::MultiplyAdd(groups[g].sums[2 * (chunk + i) + odd], packed[g][n], first[odd],
+                                 second[odd], Weight{});
+              }
             }
           } else {
-            gpu::MultiplyAdd(sums[chunk + i], packed, value[2 * i], value[2 * i + 1], Weight{});
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g) {
+              gpu::MultiplyAdd(groups[g].sums[chunk + i], packed[g][n], value[2 * i],
+                               value[2 * i + 1], Weight{});
+            }
           }
         }
       }

@@ -110,14 +110,20 @@ template <typename T>
 std::optional<PrefillKernel> PrefillKernelFor(const gpu::Device& device, const Params& p) {
   std::optional<PrefillKernel> found;
   if constexpr (kHasTensorCores<T>) {
-    if (!UsesHopperKernels(device)) return found;
     WithCacheType<T>(p, [&](auto cache) {
       using C = decltype(cache);
       const bool takes_cache =
           !kIs8Bit<C> || (p.ScalesAreUniform() && p.cache.ValuesHaveStridesOfKeys());
-      if (!IsAligned<C>(p) || !OffsetsFit32BitChunks<C>(p) || !takes_cache) return;
-      WithSmallest(PrefillHeadSizes<C>(), p.head_size,
-                   [&](auto head_size) { found = PrefillKernelOf<T, C, head_size>(); });
+      if (!IsAligned<C>(p)) return;
+      if (UsesHopperKernels(device) && OffsetsFit32BitChunks<C>(p) && takes_cache) {
+        WithSmallest(PrefillHeadSizes<C>(), p.head_size,
+                     [&](auto head_size) { found = PrefillKernelOf<T, C, head_size>(); });
+      }
+      if (found || !HeadOffsetsFit32BitChunks<C>(p)) return;
+      WithSmallest(TensorCoreHeadSizes<C>(), TensorCoreHeadSize(p), [&](auto head_size) {
+        const auto kernel = TensorCorePrefillOf<T, C, head_size>(device);
+        if (kernel.rows_per_item > 0) found = kernel;
+      });
     });
   }
   return found;
@@ -216,9 +222,10 @@ template <typename C, int... kHeadSizes, typename KernelOf>
 void AddLaunches(const char* name, std::integer_sequence<int, kHeadSizes...>,
                  const KernelOf& kernel_of, std::vector<KernelLaunch>* launches) {
   [[maybe_unused]] const auto add = [&](auto head_size) {
-    const auto [kernel, warp_rows] = kernel_of(head_size);
+    const auto [kernel, variant] = kernel_of(head_size);
+    if (kernel.function == nullptr) return;
     launches->push_back(
-        {name, head_size, sizeof(C), warp_rows, kernel.num_threads, kernel.shared_bytes});
+        {name, head_size, sizeof(C), variant, kernel.num_threads, kernel.shared_bytes});
   };
   (add(std::integral_constant<int, kHeadSizes>()), ...);
 }
@@ -231,9 +238,17 @@ void AddLaunches(std::vector<KernelLaunch>* launches) {
     p.max_query_len = max_query_len;
     const auto tensor_core = [&](auto head_size) {
       const auto attention = TensorCoreKernelOf<SomeQuery, C, head_size>(p);
-      return std::pair(attention.kernel, attention.warp_rows);
+      return std::pair(attention.kernel, attention.variant);
     };
     AddLaunches<C>("TensorCoreAttention", TensorCoreHeadSizes<C>(), tensor_core, launches);
+  }
+  for (const int shared_bytes : {0, kWideTileBytes}) {  // KV tiles of 32 and of 64 positions
+    const gpu::Device device{0, 0, 80, shared_bytes};
+    const auto long_queries = [&](auto head_size) {
+      const auto attention = TensorCorePrefillOf<SomeQuery, C, head_size>(device);
+      return std::pair(attention.kernel, attention.variant);
+    };
+    AddLaunches<C>("TensorCorePrefill", TensorCoreHeadSizes<C>(), long_queries, launches);
   }
   const auto decode = [&](auto head_size) {
     return std::pair(DecodeKernelOf<SomeQuery, C, head_size>(p).kernel, 0);

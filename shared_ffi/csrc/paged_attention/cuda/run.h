@@ -40,7 +40,7 @@ struct KernelLaunch {
   const char* kernel;
   int size;         // of the template: a head size, or columns per lane
   int cache_bytes;  // bytes of a cache element; 0: any
-  int warp_rows;    // TensorCoreAttention: groups of 16 rows
+  int variant;      // TensorCoreAttention: groups of 16 rows; TensorCorePrefill: its KV tile
   int num_threads;
   int shared_bytes;
 };

@@ -25,6 +25,15 @@ class Softmax {
                      const RowRange& range_below)
       : p_(p), item_(item), row_(row), ranges_{range, range_below} {}
 
+  // The same, of rows that have seen something.
+  __device__ Softmax(const Params& p, const Item& item, int row, const RowRange& range,
+                     const RowRange& range_below, const RowState (&states)[2])
+      : p_(p), item_(item), row_(row), ranges_{range, range_below}, states_{states[0], states[1]} {}
+  __device__ void CopyStates(RowState (&states)[2]) const {
+    states[0] = states_[0];
+    states[1] = states_[1];
+  }
+
   // Multiplies the scale of row r. Called before any logits are computed.
   __device__ void MultiplyScale(int r, float factor) { scales_[r] *= factor; }
 

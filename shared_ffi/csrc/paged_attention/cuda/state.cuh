@@ -232,8 +232,9 @@ __device__ __forceinline__ void WriteTo(float* partial, const Columns<4>& column
 template <typename T, int kWidth>
 __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& item,
                           const Parts& parts, bool is_bad) {
-  const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
-  if (threadIdx.x == 0) Report(p, scratch, item, is_bad);
+  const unsigned thread = gpu::Opaque(threadIdx.x);  // no address of it stays in a register
+  const int lane = thread % gpu::kWarpSize, warp = thread / gpu::kWarpSize;
+  if (thread == 0) Report(p, scratch, item, is_bad);
   // Each lane finds what concerns one of the warp's rows, which are every kWarps-th.
   const int own = lane * kWarps + warp;
   float weights[kWarps] = {}, divisor = 1;

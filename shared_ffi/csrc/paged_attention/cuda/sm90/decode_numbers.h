@@ -1,6 +1,7 @@
 // What the decode kernel needs of a call's sizes, as numbers that cost no division on a GPU.
 #pragma once
 
+#include "../divisor.h"
 #include "../scratch.h"
 
 namespace xla_gpu::paged_attention {
@@ -11,32 +12,6 @@ inline constexpr int kDecodeTile = kIs8Bit<C> ? 32 : 16;
 // Of a part of it. Where blocks are whole parts, each part lies in one block.
 inline constexpr int kDecodePart = 16;
 inline constexpr int kDecodeRows = 16;  // of a work item
-
-// Divides by a number, which is positive, with a product and a shift.
-struct Divisor {
-  int32_t number;  // INT32_MAX if it is larger
-  uint32_t factor;
-  int32_t shift;
-
-  Divisor() = default;
-  XLA_GPU_HOST_DEVICE explicit Divisor(int64_t divisor)
-      : number(Smaller(divisor, INT32_MAX)), shift(0) {
-    while (int64_t{1} << shift < number) ++shift;
-    // 2^(31 + shift) / number, rounded up. It is below 2^32, as 2^shift is below 2 * number. The
-    // rounding adds less than n / 2^(31 + shift) to a quotient of n, which is below 1 / number.
-    factor = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + number - 1) / number);
-  }
-
-  // n / number, for n from 0 to 2^31 - 1. The upper half of a product is one instruction, which the
-  // compiler does not always see.
-  XLA_GPU_HOST_DEVICE uint32_t Quotient(uint32_t n) const {
-#ifdef __CUDA_ARCH__
-    return __umulhi(2 * n, factor) >> shift;
-#else
-    return static_cast<uint32_t>(uint64_t{2 * n} * factor >> 32) >> shift;
-#endif
-  }
-};
 
 // K, or V, in chunks of 16 bytes: the strides, and the chunks of a row. No chunks: there is no
 // copy. All blocks of a kv head have at most 2^32 chunks.
