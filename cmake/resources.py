@@ -19,11 +19,14 @@ from typing import Any
 # Programming Guide, "Technical Specifications per Compute Capability".
 LIMITS = {
     "80": (65536, 164 * 1024, 2048),
+    "86": (65536, 100 * 1024, 1536),
     "89": (65536, 100 * 1024, 1536),
     "90a": (65536, 228 * 1024, 2048),
     "100": (65536, 228 * 1024, 2048),
     "120": (65536, 100 * 1024, 1536),
 }
+RUN_BY = {"80": ("80", "86", "89")}
+"""The GPUs that run the code for a compute capability, where there are others than that one."""
 RESERVED_SHARED_BYTES = 1024  # of each thread block, for the system
 TYPES = {
     "f": "float32",
@@ -59,8 +62,8 @@ def kernels(objects: list[str]) -> list[dict[str, Any]]:
         for part in Path(path + ".ptxas").read_text().split("Compiling entry function ")[1:]:
             name, target = re.match(r"'(\S+)' for 'sm_(\w+)'", part).groups()
             kernel = re.search(
-                r"\d(TensorCoreAttention|DecodeAttention|PrefillAttention|CudaCoreAttention"
-                r"|Combine|ZeroArrivals|Update|Add)(.*)",
+                r"\d(TensorCoreAttention|TensorCorePrefill|DecodeAttention|PrefillAttention"
+                r"|CudaCoreAttention|Combine|ZeroArrivals|Update|Add)(.*)",
                 name,
             )
             assert kernel is not None, name
@@ -78,7 +81,6 @@ def kernels(objects: list[str]) -> list[dict[str, Any]]:
                     "cache": storage if cache is None else cache,
                     "size": sizes[0],
                     "variant": sizes[1],
-                    "is_plain": re.search("Lb1ELb[01]E", kernel[2]) is not None,
                     "target": target,
                     "registers": int(re.search(r"Used (\d+) registers", part)[1]),
                     "stack_bytes": int(frame[1]),
@@ -91,7 +93,8 @@ def kernels(objects: list[str]) -> list[dict[str, Any]]:
 def add_occupancy(
     found: list[dict[str, Any]], launches: list[tuple[str, int, int, int, int, int]]
 ) -> None:
-    """Adds shared memory, and how many thread blocks fit a multiprocessor."""
+    """Adds shared memory, and how many thread blocks fit a multiprocessor of each GPU that runs the
+    code, by compute capability."""
     launched = {tuple(key): rest for *key, rest in ((*x[:4], x[4:]) for x in launches)}
     for entry in found:
         cache_bytes = 0
@@ -99,14 +102,16 @@ def add_occupancy(
             cache_bytes = 2 if entry["cache"] == entry["storage"] else 1
         key = (entry["kernel"], entry["size"], cache_bytes, entry["variant"])
         threads, shared_bytes = launched.get(key, (256, 0))
-        registers, shared, max_threads = LIMITS[entry["target"]]
         of_block = -(-entry["registers"] // 8) * 8 * threads
         entry["shared_bytes"] = shared_bytes
-        entry["blocks"] = min(
-            registers // of_block,
-            shared // (shared_bytes + RESERVED_SHARED_BYTES),
-            max_threads // threads,
-        )
+        entry["blocks"] = {}
+        for gpu in RUN_BY.get(entry["target"], (entry["target"],)):
+            registers, shared, max_threads = LIMITS[gpu]
+            entry["blocks"][gpu] = min(
+                registers // of_block,
+                shared // (shared_bytes + RESERVED_SHARED_BYTES),
+                max_threads // threads,
+            )
 
 
 def table(module: Path, folder: Path, objects: list[str]) -> None:
@@ -120,10 +125,11 @@ def table(module: Path, folder: Path, objects: list[str]) -> None:
     found.sort(key=lambda entry: [entry[column] for column in columns])
     (folder / "resources.json").write_text(json.dumps(found, indent=2))
     columns += ["registers", "spill_bytes", "shared_bytes", "blocks"]
-    row = "{:<21}{:<15}{:<15}{:>5}{:>11}{:>8}{:>11}{:>13}{:>14}{:>8}"
+    row = "{:<21}{:<15}{:<15}{:>5}{:>9}{:>8}{:>11}{:>13}{:>14}  {}"
     print(row.format(*columns))
     for entry in found:
-        print(row.format(*(entry[column] for column in columns)))
+        *numbers, blocks = (entry[column] for column in columns)
+        print(row.format(*numbers, ", ".join(f"{blocks[gpu]} on {gpu}" for gpu in blocks)))
 
 
 if __name__ == "__main__":

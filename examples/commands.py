@@ -134,7 +134,7 @@ def _print_from_python_only() -> None:
 def run(
     options: argparse.Namespace,
     compute: Callable[[argparse.Namespace, Any], Any],
-    report: Any,
+    report_of: Callable[[Any], Any],
     page: str,
 ) -> int:
     """Computes a result and reports it as the options say. Returns the exit status.
@@ -143,12 +143,10 @@ def run(
         options: with those of `add_report_options` and ``distributed``.
         compute: returns the result of these options, given a console for its progress. A ValueError
             is the user's mistake.
-        report: a module with ``to_terminal``, ``to_html`` and ``calls``.
+        report_of: returns the report of a result, an ``examples.page.Report``.
         page: the name of the report's file in ``options.out``.
     """
     from rich.console import Console  # noqa: PLC0415  (the help needs no library)
-
-    from examples.page import show_calls  # noqa: PLC0415
 
     console = Console(stderr=options.json)
     try:
@@ -161,11 +159,11 @@ def run(
     if options.json:
         print(json.dumps(result.as_json(), indent=2))
     else:
-        report.to_terminal(result, console)
+        report_of(result).to_terminal(console)
         if options.calls:
-            show_calls(report.calls(result), console)
+            report_of(result).calls_to_terminal(console)
     if options.out:
         path = options.out / page
-        report.to_html(result, path)
+        report_of(result).to_html(path)
         console.print(f"The page: {path.resolve()}", soft_wrap=True)
     return 0 if result.is_good else 1

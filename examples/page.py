@@ -1,18 +1,20 @@
-"""What the examples' report pages share: the page itself, the plots' look, and the custom calls."""
+"""The reports of the examples: what a run shows in the terminal and, with plots, as an HTML
+page."""
 
 from __future__ import annotations
 
+import html
 import io
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
-import markupsafe
 import matplotlib
 from matplotlib.axes import Axes
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -24,19 +26,34 @@ COLORS = ("#2563eb", "#f59e0b", "#10b981", "#8b5cf6", "#ec4899", "#64748b")
 _STYLE: Any = {
     "axes.edgecolor": "#94a3b8",
     "axes.grid": True,
-    "axes.labelcolor": "#475569",
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlelocation": "left",
     "axes.titleweight": "bold",
-    "font.size": 10,
     "grid.color": "#e2e8f0",
     "legend.frameon": False,
     "svg.fonttype": "none",  # text stays text, in the page's font
-    "text.color": "#0f172a",
-    "xtick.color": "#64748b",
-    "ytick.color": "#64748b",
 }
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>xla-paged-attention: {title}</title>
+<style>
+  body {{ margin: 0 auto; max-width: 1180px; padding: 2vw;
+    font: 15px/1.5 system-ui, sans-serif; color: #0f172a; }}
+  pre {{ font: 13px/1.35 ui-monospace, monospace; overflow-x: auto; }}
+  div {{ display: grid; gap: 12px;
+    grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); }}
+  svg {{ width: 100%; height: auto; font-family: inherit; }}
+  summary {{ cursor: pointer; font-weight: bold; }}
+</style>
+<h1>{title}</h1>
+<pre>{report}</pre>
+<div>{plots}</div>
+<details><summary>The custom calls, without instruction names and source metadata</summary>
+<pre>{calls}</pre></details>
+"""
 
 
 class Headline(NamedTuple):
@@ -47,35 +64,74 @@ class Headline(NamedTuple):
     good: bool  # whether it is as it should be
 
 
-class Calls(NamedTuple):
-    """The custom calls of a backend's program, as lines to print."""
+@dataclass(frozen=True)
+class Report:
+    """What a run has to say."""
 
-    backends: list[str]
-    text: list[str]
+    title: str  # of the page
+    run: str  # the model and its dtype
+    headlines: Sequence[Headline]
+    rows: Sequence[Sequence[str]]  # of the table of the backends, its header first
+    legend: str  # of the table
+    summary: str  # of the run
+    calls: Mapping[str, Mapping[str, str]]  # by backend and custom call: what to say above it
+    plots: Sequence[Callable[[Axes], None]]
+    conversation: Sequence[tuple[str, str]] = ()  # prompts and answers
+
+    def to_terminal(self, console: Console) -> None:
+        """Prints everything but the custom calls and the plots."""
+        for prompt, answer in self.conversation:
+            title = f"[bold]{escape(prompt)}"
+            console.print(Panel(_with_bold(answer), title=title, title_align="left"))
+        summary = Table.grid(padding=(0, 2))
+        for label, value, good in self.headlines:
+            summary.add_row(label, Text(value, "bold green" if good else "bold red"))
+        console.print(Panel(summary, title=self.run, expand=False))
+        header, *body = self.rows
+        table = Table(title="Backends")
+        for i, column in enumerate(header):
+            table.add_column(column, justify="right" if i else "left", no_wrap=i == 0)
+        for row in body:
+            table.add_row(*row)
+        console.print(table)
+        console.print(self.legend, self.summary)
+
+    def calls_to_terminal(self, console: Console) -> None:
+        """Prints the custom calls, once for all backends that have the same."""
+        backends: dict[str, list[str]] = {}
+        for name, calls in self.calls.items():
+            lines = [line for call, heading in calls.items() for line in (heading, *_lines(call))]
+            if lines:
+                backends.setdefault("\n".join(filter(None, lines)), []).append(name)
+        for text, names in backends.items():
+            title = f"custom calls in {', '.join(names)}"
+            console.print(Panel(Group(Text(text)), title=title, title_align="left"))
+
+    def to_html(self, path: Path) -> None:
+        """Writes what the terminal shows, the plots and the custom calls as a page that needs no
+        network and no other file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = _PAGE.format(
+            title=html.escape(self.title),
+            report=_as_html(self.to_terminal),
+            plots="\n".join(map(_svg, self.plots)),
+            calls=_as_html(self.calls_to_terminal),
+        )
+        path.write_text(text)
 
 
-def write(path: Path, **content: Any) -> None:
-    """Writes a page that needs no network and no other file.
-
-    Args:
-        path: of the page.
-        content: title, subtitle, headlines, rows (of a table, its header first), legend (of the
-            table), plots and calls, and perhaps a conversation.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True)
-    environment.filters["with_bold"] = _with_bold
-    path.write_text(environment.get_template("page.html.j2").render(**content))
-
-
-def _with_bold(text: str) -> markupsafe.Markup:
+def _with_bold(text: str) -> str:
     """A model's text, with the bold type of Markdown that it may have."""
-    escaped = str(markupsafe.escape(text))
-    return markupsafe.Markup(re.sub(r"\*\*(\S[^*]*)\*\*", r"<strong>\1</strong>", escaped))
+    return re.sub(r"\*\*(\S[^*]*)\*\*", r"[bold]\1[/bold]", escape(text))
 
 
-def svg(draw: Callable[[Axes], None]) -> str:
+def _as_html(show: Callable[[Console], None]) -> str:
+    console = Console(record=True, file=io.StringIO(), width=128, highlight=False)
+    show(console)
+    return console.export_html(code_format="{code}", inline_styles=True)
+
+
+def _svg(draw: Callable[[Axes], None]) -> str:
     """A plot as an element of a page."""
     buffer = io.StringIO()
     with plt.rc_context(_STYLE):
@@ -87,56 +143,18 @@ def svg(draw: Callable[[Axes], None]) -> str:
     return tag + rest
 
 
-def count(backends: Collection[str]) -> str:
-    """Their number in words."""
+def through(backends: Sequence[str] | Mapping[str, Any]) -> str:
+    """The backends' number in words."""
     return "one backend" if len(backends) == 1 else f"{len(backends)} backends"
 
 
-def show_headlines(headlines: Sequence[Headline], title: str, console: Console) -> None:
-    """Prints them in a frame."""
-    summary = Table.grid(padding=(0, 2))
-    for label, value, good in headlines:
-        summary.add_row(label, Text(value, "bold green" if good else "bold red"))
-    console.print(Panel(summary, title=title, expand=False))
-
-
-def show_rows(rows: Sequence[Sequence[str]], console: Console) -> None:
-    """Prints the table of the backends, its header first."""
-    header, *body = rows
-    table = Table(title="Backends")
-    for i, column in enumerate(header):
-        table.add_column(column, justify="right" if i else "left", no_wrap=i == 0)
-    for row in body:
-        table.add_row(*row)
-    console.print(table)
-
-
-def show_calls(calls: Sequence[Calls], console: Console) -> None:
-    """Prints the custom calls of each backend."""
-    for call in calls:
-        title = f"custom calls in {', '.join(call.backends)}"
-        console.print(Panel(Group(*call.text), title=title, title_align="left"))
-
-
-def known_calls(backends: Mapping[str, Any]) -> list[Any]:
-    """The custom calls of the backends that have HLO."""
-    return [backend.custom_calls for backend in backends.values() if backend.custom_calls]
-
-
-def group_calls(backends: Mapping[str, Mapping[str, str]]) -> list[Calls]:
-    """The custom calls of backends that have some, once for all backends that have the same.
-
-    Args:
-        backends: by backend, what to say above each call; perhaps nothing.
-    """
-    found: dict[str, Calls] = {}
-    for name, calls in backends.items():
-        lines: list[str] = []
-        for call, heading in calls.items():
-            lines += [*filter(None, [heading]), *_lines(call), ""]
-        if lines:
-            found.setdefault("\n".join(lines), Calls([], lines[:-1])).backends.append(name)
-    return [*found.values()]
+def same_calls(calls: Sequence[Any]) -> Headline | None:
+    """Whether all backends that have HLO hold the same custom calls, letter for letter; None where
+    fewer than two have some."""
+    known = [found for found in calls if found]
+    same = all(found == known[0] for found in known)
+    value = "identical" if same else "different"
+    return Headline("custom calls", value, same) if len(known) > 1 else None
 
 
 def _lines(call: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial, wraps
 from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
@@ -20,52 +20,75 @@ Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
 
 
+def _int32(array: jax.Array) -> jax.Array:
+    """A number beyond int32 becomes the int32 that is nearest to it, which is out of every range as
+    well."""
+    if array.dtype != jnp.int64:
+        return array
+    limits = jnp.iinfo(jnp.int32)
+    return jnp.clip(array, limits.min, limits.max).astype(jnp.int32)
+
+
+def _words(array: jax.Array) -> jax.Array:
+    """Words of 32 bits. Of integers of 64 bits, the lower 32 count."""
+    return array.astype(jnp.int32) if array.dtype == jnp.int64 else array
+
+
+def _float32(array: jax.Array) -> jax.Array:
+    return array.astype(jnp.float32) if array.dtype == jnp.float64 else array
+
+
+_CONVERSIONS = {"int32": _int32, "words": _words, "float32": _float32}
+"""What becomes of arrays that may have 64 bits under ``jax_enable_x64``."""
+
+
+_FLAGS = "bool | jax.Array"
+
+
+@lru_cache(maxsize=64)
+def _arrays_of(
+    function: Callable[..., Any], **kinds: Sequence[str]
+) -> list[tuple[str, str, Callable[[jax.Array], jax.Array]]]:
+    """The arguments that are arrays: name, annotation, conversion."""
+    conversions = {name: _CONVERSIONS[kind] for kind, names in kinds.items() for name in names}
+    annotations = function.__annotations__
+    arrays = {name: x for name, x in annotations.items() if "jax.Array" in x and name != "return"}
+    return [(name, x, conversions.get(name, lambda array: array)) for name, x in arrays.items()]
+
+
 class Arrays:
-    """The arrays of a call by name. Each method adds one and returns its shape and dtype for the
-    op's check."""
+    """The arrays of a call by name."""
 
     def __init__(self, op: str) -> None:
         self._op = op
         self._arrays: dict[str, jax.Array] = {}
 
+    def read(
+        self, function: Callable[..., Any], given: Mapping[str, Any], **kinds: Sequence[str]
+    ) -> dict[str, Any]:
+        """Adds the arrays among the arguments of a function.
+
+        Args:
+            function: its annotations say which arguments are arrays, and which of them optional.
+            given: its arguments.
+            kinds: the names of the arrays to convert, by the kind in `_CONVERSIONS`.
+
+        Returns:
+            the arguments of the op's check: shape and dtype for each array.
+        """
+        read = dict(given)
+        for name, annotation, convert in _arrays_of(function, **kinds):
+            if annotation == _FLAGS:
+                read[name] = self._add_flags(name, read[name])
+            elif read[name] is not None or annotation == "jax.Array":
+                read[name] = self._add(name, convert(self._given(name, read[name])))
+        return read
+
     def add(self, name: str, array: Any) -> ArraySpec:
-        """Adds an array of any dtype, or what JAX makes an array of."""
+        """Adds an array of any dtype. Returns its shape and dtype."""
         return self._add(name, self._given(name, array))
 
-    def add_int32(self, name: str, array: Any) -> ArraySpec:
-        """Adds integers. Under ``jax_enable_x64`` they may have 64 bits: a number beyond int32
-        becomes the int32 that is nearest to it, which is out of every range as well."""
-        array = self._given(name, array)
-        if array.dtype == jnp.int64:
-            limits = jnp.iinfo(jnp.int32)
-            array = jnp.clip(array, limits.min, limits.max).astype(jnp.int32)
-        return self._add(name, array)
-
-    def add_optional(self, name: str, array: Any) -> ArraySpec | None:
-        """Adds an array of any dtype, if there is one."""
-        return None if array is None else self.add(name, array)
-
-    def add_optional_float32(self, name: str, array: Any) -> ArraySpec | None:
-        """Adds floating-point numbers, if there are any. Under ``jax_enable_x64`` they may have
-        64 bits, and are rounded."""
-        if array is None:
-            return None
-        array = self._given(name, array)
-        return self._add(name, array.astype(jnp.float32) if array.dtype == jnp.float64 else array)
-
-    def add_optional_int32(self, name: str, array: Any) -> ArraySpec | None:
-        """Adds integers, if there are any; see add_int32."""
-        return None if array is None else self.add_int32(name, array)
-
-    def add_optional_words(self, name: str, array: Any) -> ArraySpec | None:
-        """Adds words of 32 bits, if there are any. Under ``jax_enable_x64`` they may be integers of
-        64 bits, of which the lower 32 count."""
-        if array is None:
-            return None
-        array = self._given(name, array)
-        return self._add(name, array.astype(jnp.int32) if array.dtype == jnp.int64 else array)
-
-    def add_flags(self, name: str, flags: Any) -> Any:
+    def _add_flags(self, name: str, flags: Any) -> Any:
         """Adds booleans, or integers of which only 0 stands for False. What is neither an array nor
         a list of them is returned as it is, for the op's check."""
         is_list = isinstance(flags, list | tuple)
@@ -85,9 +108,6 @@ class Arrays:
     def _add(self, name: str, array: jax.Array) -> ArraySpec:
         self._arrays[name] = array
         return ArraySpec(array.shape, _name(array.dtype))
-
-    def __iter__(self) -> Iterator[jax.Array]:
-        return iter(self._arrays.values())
 
     def by_name(self) -> dict[str, jax.Array]:
         """The arrays so far."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax_frontend._call import Arrays
 from shared_ffi import batch
 from shared_ffi.batch import Batch, BlockPool, pad_batch
+from shared_ffi.paged_attention import METADATA
 
 __all__ = ["Batch", "BlockPool", "pad_batch", "slot_mapping"]
 
@@ -50,13 +51,10 @@ def slot_mapping(
         ValueError: a shape is wrong, or a size is negative or beyond int32.
         TypeError: an array is None or does not hold integers, or a size is no int.
     """
+    given = dict(locals())
     arrays = Arrays("slot_mapping")
-    metadata = (
-        arrays.add_int32("context_lens", context_lens),
-        arrays.add_int32("block_tables", block_tables),
-        arrays.add_int32("query_start_loc", query_start_loc),
-        arrays.add_int32("num_seqs", num_seqs),
-    )
-    batch.check_slot_mapping(metadata, block_size, num_tokens)
-    slots: jax.Array = slots_of_tokens([*arrays], block_size=block_size, num_tokens=num_tokens)
+    read = arrays.read(slot_mapping, given, int32=METADATA)
+    batch.check_slot_mapping([read[name] for name in METADATA], block_size, num_tokens)
+    metadata = [*arrays.by_name().values()]
+    slots: jax.Array = slots_of_tokens(metadata, block_size=block_size, num_tokens=num_tokens)
     return slots

@@ -205,22 +205,9 @@ def kv_cache_update(
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding",
         arXiv:2104.09864. The order of ``cos_sin_cache`` is that of vLLM and FlashInfer.
     """
+    given = dict(locals())
     arrays = _call.Arrays(op.OP)
-    call = op.check(
-        arrays.add("kv_cache", kv_cache),
-        arrays.add("key", key),
-        arrays.add("value", value),
-        arrays.add("slot_mapping", slot_mapping),
-        value_cache=arrays.add_optional("value_cache", value_cache),
-        kv_layout=kv_layout,
-        k_scale=arrays.add_optional_float32("k_scale", k_scale),
-        v_scale=arrays.add_optional_float32("v_scale", v_scale),
-        k_scale_cache=arrays.add_optional("k_scale_cache", k_scale_cache),
-        v_scale_cache=arrays.add_optional("v_scale_cache", v_scale_cache),
-        query=arrays.add_optional("query", query),
-        positions=arrays.add_optional("positions", positions),
-        cos_sin_cache=arrays.add_optional_float32("cos_sin_cache", cos_sin_cache),
-        interleaved=interleaved,
-    )
+    float32 = ("k_scale", "v_scale", "cos_sin_cache")
+    call = op.check(**arrays.read(kv_cache_update, given, float32=float32))
     updated = arrays.call(call)
     return updated[0] if len(updated) == 1 else updated

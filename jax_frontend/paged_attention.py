@@ -210,32 +210,16 @@ def paged_attention(
         trees verified in one call are SpecInfer's, arXiv:2305.09781; multi-head latent attention is
         DeepSeek-V2's, arXiv:2405.04434.
     """
+    given = dict(locals())
     arrays = _call.Arrays(op.OP)
     call = op.check(
-        arrays.add("query", query),
-        arrays.add("kv_cache", kv_cache),
-        arrays.add_int32("context_lens", context_lens),
-        arrays.add_int32("block_tables", block_tables),
-        arrays.add_int32("query_start_loc", query_start_loc),
-        arrays.add_int32("num_seqs", num_seqs),
-        scale,  # type: ignore[arg-type]  # the check refuses None
-        sliding_window,
-        soft_cap,
-        value_cache=arrays.add_optional("value_cache", value_cache),
-        kv_layout=kv_layout,
-        k_scale=arrays.add_optional_float32("k_scale", k_scale),
-        v_scale=arrays.add_optional_float32("v_scale", v_scale),
-        sinks=arrays.add_optional_float32("sinks", sinks),
-        alibi_slopes=arrays.add_optional_float32("alibi_slopes", alibi_slopes),
-        tree_mask=arrays.add_optional_words("tree_mask", tree_mask),
-        bidirectional_ranges=arrays.add_optional_int32(
-            "bidirectional_ranges", bidirectional_ranges
-        ),
-        causal=arrays.add_flags("causal", causal),
-        window_right=window_right,
-        max_query_len=max_query_len,
-        value_head_size=value_head_size,
-        return_lse=return_lse,
+        **arrays.read(
+            paged_attention,
+            given,
+            int32=(*op.METADATA, "bidirectional_ranges"),
+            words=("tree_mask",),
+            float32=("k_scale", "v_scale", "sinks", "alibi_slopes"),
+        )
     )
     results = arrays.call(call)
     return (results[0], results[1]) if return_lse else results[0]

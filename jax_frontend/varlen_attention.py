@@ -94,28 +94,17 @@ def varlen_attention(
     Reference:
         The backward pass of FlashAttention-2, Dao, arXiv:2307.08691.
     """
+    given = dict(locals())
     arrays = _call.Arrays(op.OP)
-    flags = arrays.add_flags("causal", causal)
-    width = op.check(
-        arrays.add("query", query),
-        arrays.add("key", key),
-        arrays.add("value", value),
-        arrays.add_int32("query_start_loc", query_start_loc),
-        arrays.add_int32("num_seqs", num_seqs),
-        scale,
-        sliding_window,
-        soft_cap,
-        sinks=arrays.add_optional_float32("sinks", sinks),
-        alibi_slopes=arrays.add_optional_float32("alibi_slopes", alibi_slopes),
-        bidirectional_ranges=arrays.add_optional_int32(
-            "bidirectional_ranges", bidirectional_ranges
-        ),
-        causal=flags,
-        window_right=window_right,
-        max_query_len=max_query_len,
+    read = arrays.read(
+        varlen_attention,
+        given,
+        int32=("query_start_loc", "num_seqs", "bidirectional_ranges"),
+        float32=("sinks", "alibi_slopes"),
     )
+    width = op.check(**read)
     operands = arrays.by_name()
-    is_causal = "causal" not in operands and bool(flags)
+    is_causal = "causal" not in operands and bool(causal)
     numbers = (scale, sliding_window, soft_cap, is_causal, window_right, max_query_len)
     return _attend(_Options(*numbers, width), operands)
 

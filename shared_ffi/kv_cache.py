@@ -26,9 +26,11 @@ import numpy as np
 from shared_ffi.spec import (
     CACHE_DTYPES,
     INTEGER_DTYPES,
+    NO_OVERLAP,
     STORAGE_DTYPES,
     ArraySpec,
     Operands,
+    check_array,
     dtype_error,
     has_shape,
     holds,
@@ -353,23 +355,35 @@ def _add_scales(
         raise shape_error(op, argument, rule, scales.shape)
     if scales.dtype != "float32":
         raise dtype_error(op, argument, "dtype float32", scales.dtype)
-    operands.add_feature(argument, scales, None if cache.head_dim is None else known[0])
+    _add_scale_array(operands, argument, scales, None if cache.head_dim is None else known[0])
 
 
 def _add_made_scales(
     op: str, operands: Operands, cache: KvLayout, argument: str, array: ArraySpec
 ) -> None:
-    shape = (cache.num_blocks, cache.block_size, cache.num_kv_heads)
-    if not has_shape(array, shape):
-        sizes = zip(("num_blocks", "block_size", "num_kv_heads"), shape, strict=True)
-        rule = ", ".join(f"{name}={size}" for name, size in sizes)
-        raise shape_error(op, argument, f"[{rule}]", array.shape)
-    if array.dtype != "float32":
-        raise dtype_error(op, argument, "dtype float32", array.dtype)
+    names = ("num_blocks", "block_size", "num_kv_heads")
+    sizes = [(name, getattr(cache, name)) for name in names]
+    check_array(op, argument, array, sizes, "float32")
+    check_written(op, argument, array)
+    _add_scale_array(operands, argument, array, None if cache.head_dim is None else 2)
+
+
+def _add_scale_array(
+    operands: Operands, argument: str, array: ArraySpec, head_dim: int | None
+) -> None:
+    operands.add_feature(argument, _spanned(array), head_dim)
     if array.strides is not None:
-        rule = "be contiguous: it is written in place"
-        raise value_error(op, argument, rule, f"strides {list(array.strides)}")
-    operands.add_feature(argument, array, None if cache.head_dim is None else 2)
+        names = [f"{argument}_{of}_stride" for of in ("block", "position", "head")]
+        strides = (0,) * (3 - len(array.shape)) + array.strides
+        operands.attributes.extend(zip(names, map(_int64, strides), strict=True))
+
+
+def check_written(op: str, argument: str, array: ArraySpec) -> None:
+    """Raises ValueError if a dimension of an array that is written in place repeats the same
+    elements, as ``torch.Tensor.expand`` makes it."""
+    pairs = zip(array.shape, array.strides or (), strict=False)
+    if any(stride == 0 and size != 1 for size, stride in pairs):
+        raise value_error(op, argument, NO_OVERLAP, f"strides {list(array.strides or ())}")
 
 
 def default_layout(*, is_separate: bool, is_latent: bool) -> str:

@@ -10,11 +10,11 @@ from shared_ffi import _native, token_rows
 from shared_ffi import kv_cache as _kv_cache
 from shared_ffi.spec import (
     CACHE_DTYPES,
-    NO_OVERLAP,
     STORAGE_DTYPES,
     ArraySpec,
     Call,
     Operands,
+    check_array,
     dtype_error,
     flag,
     has_shape,
@@ -84,9 +84,8 @@ def check(
     )
     _kv_cache.check_dtypes(OP, kv_cache, value_cache, "key", key.dtype)
     for argument, array in (("kv_cache", kv_cache), ("value_cache", value_cache)):
-        if array is not None and _repeats(array):
-            got = f"strides {list(array.strides or ())}"
-            raise value_error(OP, argument, NO_OVERLAP, got)
+        if array is not None:
+            _kv_cache.check_written(OP, argument, array)
     # Where there is one kv head, devices can share the heads of the query alone.
     rows_head_dim = None if cache.num_kv_heads == 1 else 1
     operands = Operands([*layout, *token_rows.attributes(key, value)])
@@ -106,10 +105,8 @@ def check(
         reference_argument="key",
         made={"k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache},
     )
-    if not has_shape(slot_mapping, (num_tokens,)):
-        raise shape_error(OP, "slot_mapping", f"[num_tokens={num_tokens}]", slot_mapping.shape)
-    if slot_mapping.dtype not in ("int32", "int64"):
-        raise dtype_error(OP, "slot_mapping", "dtype int32 or int64", slot_mapping.dtype)
+    of_tokens = [("num_tokens", num_tokens)]
+    check_array(OP, "slot_mapping", slot_mapping, of_tokens, "int32 or int64")
     rotary = {"query": query, "positions": positions, "cos_sin_cache": cos_sin_cache}
     interleaved = flag(OP, "interleaved", interleaved)
     if any(array is not None for array in rotary.values()) or interleaved:
@@ -170,10 +167,7 @@ def _check_rotary(
     if cos_sin_cache.dtype not in ("float32", key.dtype):
         rule = f"dtype float32, or key's dtype {key.dtype}"
         raise dtype_error(OP, "cos_sin_cache", rule, cos_sin_cache.dtype)
-    if not has_shape(positions, (num_tokens,)):
-        raise shape_error(OP, "positions", f"[num_tokens={num_tokens}]", positions.shape)
-    if positions.dtype not in ("int32", "int64"):
-        raise dtype_error(OP, "positions", "dtype int32 or int64", positions.dtype)
+    check_array(OP, "positions", positions, [("num_tokens", num_tokens)], "int32 or int64")
     if query is not None:
         _check_query(query, key)
 
@@ -205,12 +199,6 @@ def _num_shared_heads(
     if cache.num_kv_heads == 1:
         return 0 if query is None else query.shape[1]
     return 0 if cache.head_dim is None else cache.num_kv_heads
-
-
-def _repeats(array: ArraySpec) -> bool:
-    """Whether a dimension repeats the same elements, as ``torch.Tensor.expand`` makes it."""
-    pairs = zip(array.shape, array.strides or (), strict=False)
-    return any(stride == 0 and size != 1 for size, stride in pairs)
 
 
 def check_values(

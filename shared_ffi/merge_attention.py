@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from shared_ffi.spec import ArraySpec, dtype_error, has_shape, missing_error, shape_error
+from shared_ffi.spec import ArraySpec, check_array, dtype_error, missing_error, shape_error
 
 OP = "merge_attention"
 
@@ -50,8 +50,5 @@ def check(outputs: ArraySpec, lses: ArraySpec) -> None:
         raise shape_error(OP, "outputs", _OUTPUTS, outputs.shape)
     if "float" not in outputs.dtype:
         raise dtype_error(OP, "outputs", "a floating-point dtype", outputs.dtype)
-    if not has_shape(lses, outputs.shape[:3]):
-        rule = "[num_parts={}, num_tokens={}, num_heads={}]".format(*outputs.shape[:3])
-        raise shape_error(OP, "lses", rule, lses.shape)
-    if lses.dtype != "float32":
-        raise dtype_error(OP, "lses", "dtype float32", lses.dtype)
+    sizes = zip(("num_parts", "num_tokens", "num_heads"), outputs.shape[:3], strict=True)
+    check_array(OP, "lses", lses, [*sizes], "float32")

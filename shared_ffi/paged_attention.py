@@ -20,6 +20,7 @@ from shared_ffi.spec import (
     Operands,
     Scalar,
     Smaller,
+    check_array,
     dtype_error,
     flag,
     float32_of,
@@ -41,6 +42,9 @@ MAX_CONTEXT_LEN = 2**31 - 1024
 
 MAX_TREE_TOKENS = 64
 """The most query tokens of a sequence with a tree mask; no sliding window is shorter."""
+
+METADATA = ("context_lens", "block_tables", "query_start_loc", "num_seqs")
+"""The arrays that describe a batch, in the order of their operands."""
 
 TOKEN_PAIRS = ("tree_mask", "bidirectional_ranges")
 """The optional arrays with two integers for each token, in the order of their operands."""
@@ -102,7 +106,8 @@ def check(
     if not (holds(num_heads >= 1) and holds(num_heads % num_kv_heads == 0)):
         rule = f"be a multiple of num_kv_heads={num_kv_heads}"
         raise value_error(OP, "query's num_heads", rule, num_heads)
-    check_metadata(OP, context_lens, block_tables, query_start_loc, num_seqs)
+    metadata = (context_lens, block_tables, query_start_loc, num_seqs)
+    check_metadata(OP, *metadata)
     attributes: list[tuple[str, Scalar]] = [
         ("scale", _scale(scale)),
         ("sliding_window", _sliding_window(sliding_window)),
@@ -115,10 +120,8 @@ def check(
     operands = Operands(attributes)
     operands.add("query", token_rows.as_operand(query), 1)
     operands.add("kv_cache", caches[0], cache.head_dim)
-    operands.add("context_lens", context_lens)
-    operands.add("block_tables", block_tables)
-    operands.add("query_start_loc", query_start_loc)
-    operands.add("num_seqs", num_seqs)
+    for name, array in zip(METADATA, metadata, strict=True):
+        operands.add(name, array)
     _kv_cache.add_features(
         OP,
         operands,
@@ -131,21 +134,13 @@ def check(
         reference_argument="query",
     )
     for feature, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
-        if per_head is None:
-            continue
-        if not has_shape(per_head, (num_heads,)):
-            raise shape_error(OP, feature, f"[num_heads={num_heads}]", per_head.shape)
-        if per_head.dtype != "float32":
-            raise dtype_error(OP, feature, "dtype float32", per_head.dtype)
-        operands.add_feature(feature, per_head, 0)
+        if per_head is not None:
+            check_array(OP, feature, per_head, [("num_heads", num_heads)], "float32")
+            operands.add_feature(feature, per_head, 0)
     for feature, pairs in zip(TOKEN_PAIRS, (tree_mask, bidirectional_ranges), strict=True):
-        if pairs is None:
-            continue
-        if not has_shape(pairs, (num_tokens, 2)):
-            raise shape_error(OP, feature, f"[num_tokens={num_tokens}, 2]", pairs.shape)
-        if pairs.dtype != "int32":
-            raise dtype_error(OP, feature, "dtype int32", pairs.dtype)
-        operands.add_feature(feature, pairs, None)
+        if pairs is not None:
+            check_array(OP, feature, pairs, [("num_tokens", num_tokens), 2], "int32")
+            operands.add_feature(feature, pairs, None)
     if not isinstance(causal, ArraySpec):
         causal = flag(OP, "causal", causal)
     if tree_mask is not None:
@@ -197,12 +192,8 @@ def check_metadata(
         raise shape_error(op, "query_start_loc", rule, query_start_loc.shape)
     if not (has_shape(num_seqs, ()) or has_shape(num_seqs, (1,))):
         raise shape_error(op, "num_seqs", "[] or [1]", num_seqs.shape)
-    for argument, spec in (
-        ("context_lens", context_lens),
-        ("block_tables", block_tables),
-        ("query_start_loc", query_start_loc),
-        ("num_seqs", num_seqs),
-    ):
+    arrays = (context_lens, block_tables, query_start_loc, num_seqs)
+    for argument, spec in zip(METADATA, arrays, strict=True):
         if spec.dtype != "int32":
             raise dtype_error(op, argument, "dtype int32", spec.dtype)
 
@@ -232,8 +223,8 @@ def check_values(
     Raises:
         ValueError: in the words of the CPU handler, naming sequence and entry.
     """
-    arrays = {"context_lens": context_lens, "block_tables": block_tables}
-    arrays |= {"query_start_loc": query_start_loc, "num_seqs": num_seqs}
+    metadata = (context_lens, block_tables, query_start_loc, num_seqs)
+    arrays = dict(zip(METADATA, metadata, strict=True))
     if bidirectional_ranges is not None:
         arrays["bidirectional_ranges"] = bidirectional_ranges
     # Integers of any width are welcome here. What int32 cannot hold is out of every range.

@@ -213,6 +213,23 @@ def has_shape(array: ArraySpec, shape: Sequence[int]) -> bool:
     )
 
 
+def check_array(
+    op: str, argument: str, array: ArraySpec, sizes: Sequence[tuple[str, int] | int], dtypes: str
+) -> None:
+    """Raises ValueError (shape) or TypeError (dtype) if an array is not what a call needs.
+
+    Args:
+        sizes: of each dimension; in messages with its name, if it has one.
+        dtypes: such as ``int32 or int64``.
+    """
+    named = [size if isinstance(size, tuple) else ("", size) for size in sizes]
+    if not has_shape(array, [size for _, size in named]):
+        rule = ", ".join(f"{name}={size}" if name else str(size) for name, size in named)
+        raise shape_error(op, argument, f"[{rule}]", array.shape)
+    if array.dtype not in dtypes.split(" or "):
+        raise dtype_error(op, argument, f"dtype {dtypes}", array.dtype)
+
+
 def is_symbol(value: Any) -> bool:
     """Whether a number or a condition is a symbol of PyTorch, torch.SymInt or torch.SymBool."""
     return hasattr(value, "node")

@@ -19,6 +19,8 @@ from tests.support.scripts import dump_flags
 if TYPE_CHECKING:
     from harness.hlo import CompiledPrograms
 
+pytest.register_assert_rewrite("tests.support.kernel_tests")  # which holds tests
+
 if os.environ.get("XLA_GPU_TEST_ON") != "cuda":
     os.environ["PJRT_DEVICE"] = "CPU"
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -75,7 +77,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     for marker in (
-        "proves(*columns): see tests/support/feature_table.py",
         "pairwise(each=None): without --all, some sets of parameters: see tests/support/selection.py",
         "nightly: only with --all",
     ):

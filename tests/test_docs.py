@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from shared_ffi.batch import Batch, pad_batch
-from tests.support import feature_table
+from tests.cases.all import CASES, SHORT_CASES, SHORT_UPDATE_CASES, UPDATE_CASES
+from tests.cases.case import Case
 
 ROOT = Path(__file__).parents[1]
 OF_ROOT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -163,11 +164,26 @@ def test_help_shows_the_arrays_of_a_batch() -> None:
         assert f"{name}: ``{shape}``, " in beginning
 
 
-def test_the_table_of_features_is_that_of_the_tests() -> None:
-    names = ("backends.test_parity", "torch_frontend.test_openxla", "kernels.test_cuda_kernel")
-    modules = [importlib.import_module(f"tests.{name}") for name in names]
-    table = feature_table.summary(x for module in modules for x in vars(module).values())
-    assert table in (ROOT / "docs/features/README.md").read_text(), f"the page lacks\n{table}"
+def test_the_page_counts_the_tested_cases() -> None:
+    exchangeable = importlib.import_module("tests.torch_frontend.test_openxla").EXCHANGEABLE
+    for words in (
+        f"the same {len(CASES)} cases of attention and {len(UPDATE_CASES)} of the cache's update",
+        f"Inductor runs {len(SHORT_CASES)} of the cases of attention and {len(SHORT_UPDATE_CASES)} of",
+        f"openxla on PyTorch's own tensors {len(exchangeable)} and {len(UPDATE_CASES)}",
+    ):
+        assert words in " ".join((ROOT / "docs/features/README.md").read_text().split())
+    features = (
+        "sliding_window soft_cap return_lse sinks alibi_slopes tree ranges causal causal_seqs "
+    )
+    features += (
+        "window_right max_query_len kv_layout own_value_head_size value_head_size cache_dtype"
+    )
+    not_in = {
+        name
+        for name in [*features.split(), "value_cache_dtype"]
+        if all(getattr(case, name) == getattr(Case, name) for case in SHORT_CASES)
+    }
+    assert not_in == {"tree", "own_value_head_size"}
 
 
 def test_the_reference_is_complete() -> None:

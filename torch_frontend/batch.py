@@ -9,6 +9,7 @@ import torch
 
 from shared_ffi import batch
 from shared_ffi.batch import Batch, BlockPool
+from shared_ffi.paged_attention import METADATA
 from torch_frontend.operator.arguments import checked, refuse_several_devices, specs
 from torch_frontend.operator.define import define_composite
 from torch_frontend.operator.dtensor import refuse_dtensors
@@ -35,15 +36,8 @@ def pad_batch(
             does not fit int32.
         TypeError: tokens, lengths or blocks are no integers.
     """
-    arrays = batch.pad_batch(
-        tokens,
-        context_lens,
-        blocks,
-        block_size=block_size,
-        num_tokens=num_tokens,
-        max_seqs=max_seqs,
-        max_blocks_per_seq=max_blocks_per_seq,
-    )
+    given = {name: value for name, value in locals().items() if name != "device"}
+    arrays = batch.pad_batch(**given)
     return Batch(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
@@ -80,9 +74,8 @@ def _slot_mapping(
     num_tokens: int,
 ) -> torch.Tensor:
     metadata = (context_lens, block_tables, query_start_loc, num_seqs)
-    names = ("context_lens", "block_tables", "query_start_loc", "num_seqs")
-    refuse_dtensors(_OP, names, metadata)
-    refuse_several_devices(_OP, names, metadata)
+    refuse_dtensors(_OP, METADATA, metadata)
+    refuse_several_devices(_OP, METADATA, metadata)
     batch.check_slot_mapping(specs(metadata), block_size, num_tokens)
     slots: torch.Tensor = batch.slot_mapping(
         metadata,

@@ -16,7 +16,7 @@ _SCHEMA = (
     "bool interleaved=False) -> ()"
 )
 _MADE = "Tensor(d!)? k_scale_cache=None, Tensor(e!)? v_scale_cache=None"
-_STRIDED = ("kv_cache", "value_cache", "k_scale_cache", "v_scale_cache")
+_STRIDED = ("kv_cache", "value_cache", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache")
 _ROWS = ("key", "value", "query")
 
 DEFAULT = define(f"kv_cache_update{_SCHEMA}", op.check, strided=_STRIDED, rows=_ROWS)
@@ -73,9 +73,10 @@ def kv_cache_update(
         k_scale: what the keys are divided by, float32, or a number. A cache of int8 or uint8 needs
             it or ``k_scale_cache``, unless ``key`` has its dtype: 1.0 rounds to whole numbers.
         v_scale: the same for the values.
-        k_scale_cache: ``[num_blocks, block_size, num_kv_heads]``, float32, contiguous: the call
-            makes the scale of each key from its largest magnitude, and writes it here, in place.
-            Give it to ``paged_attention`` as ``k_scale``. ``k_scale`` is None then.
+        k_scale_cache: ``[num_blocks, block_size, num_kv_heads]``, float32: the call makes the scale
+            of each key from its largest magnitude, and writes it here, in place. May be a strided
+            view, such as the last bytes of the cache's rows. Give it to ``paged_attention`` as
+            ``k_scale``. ``k_scale`` is None then.
         v_scale_cache: the same for the values.
         query: ``[num_tokens, num_heads, head_size]``, dtype of ``key``: the queries to be rotated.
             May be a slice of a fused projection. It shares no element with another argument.

@@ -9,7 +9,7 @@ import torch
 
 from shared_ffi import paged_attention as op
 from shared_ffi.spec import ArraySpec, Call, value_error
-from torch_frontend.operator.arguments import checked, scale_tensor
+from torch_frontend.operator.arguments import checked, scale_tensor, split_causal
 from torch_frontend.operator.define import define
 
 _ARGUMENTS = (
@@ -21,7 +21,7 @@ _ARGUMENTS = (
     "SymInt? max_query_len=None, Tensor? tree_mask=None, int? value_head_size=None, "
     "Tensor? bidirectional_ranges=None, Tensor? causal_seqs=None"
 )
-_CACHES = ("kv_cache", "value_cache")
+_STRIDED = ("kv_cache", "value_cache", "k_scale", "v_scale")
 _ROWS = ("query",)
 
 
@@ -30,15 +30,15 @@ def _check(*, causal: bool = True, causal_seqs: ArraySpec | None = None, **other
     return op.check(causal=causal if causal_seqs is None else causal_seqs, **others)
 
 
-DEFAULT = define(f"paged_attention{_ARGUMENTS}) -> Tensor", _check, _CACHES, _ROWS)
+DEFAULT = define(f"paged_attention{_ARGUMENTS}) -> Tensor", _check, _STRIDED, _ROWS)
 LSE = define(
     f"paged_attention.lse{_ARGUMENTS}) -> (Tensor output, Tensor lse)",
     partial(_check, return_lse=True),
-    _CACHES,
+    _STRIDED,
     _ROWS,
 )
 OUT = define(
-    f"paged_attention.out{_ARGUMENTS}, Tensor(a!) out) -> Tensor(a!)", _check, _CACHES, _ROWS
+    f"paged_attention.out{_ARGUMENTS}, Tensor(a!) out) -> Tensor(a!)", _check, _STRIDED, _ROWS
 )
 _DEFAULT, _LSE, _OUT = (checked(op.OP, overload) for overload in (DEFAULT, LSE, OUT))
 
@@ -177,11 +177,7 @@ def paged_attention(
         TypeError: a dtype or type is wrong.
         NotImplementedError: a tensor requires grad: the op has no derivative.
     """
-    causal_seqs = None
-    if isinstance(causal, torch.Tensor):
-        causal_seqs, causal = causal, True
-        if causal_seqs.dtype != torch.int32 and not causal_seqs.is_floating_point():
-            causal_seqs = (causal_seqs != 0).int()
+    causal, causal_seqs = split_causal(causal)
     k_scale, v_scale = (scale_tensor(x, kv_cache) for x in (k_scale, v_scale))
     if out is not None and return_lse:
         raise value_error(op.OP, "out", "be None with return_lse", "a tensor")

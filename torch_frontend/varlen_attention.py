@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shared_ffi import varlen_attention as op
-from torch_frontend.operator.arguments import checked, specs
+from torch_frontend.operator.arguments import checked, specs, split_causal
 from torch_frontend.paged_attention import LSE
 
 _ARRAYS = "Tensor query, Tensor key, Tensor value, Tensor query_start_loc, Tensor num_seqs"
@@ -68,11 +68,7 @@ def varlen_attention(
         ValueError, TypeError: as in ``paged_attention``, some in its name.
         NotImplementedError: a second derivative is asked for.
     """
-    causal_seqs = None
-    if isinstance(causal, torch.Tensor):
-        causal_seqs, causal = causal, True
-        if causal_seqs.dtype != torch.int32 and not causal_seqs.is_floating_point():
-            causal_seqs = (causal_seqs != 0).int()
+    causal, causal_seqs = split_causal(causal)
     output, _ = _CHECKED(
         *(query, key, value, query_start_loc, num_seqs, scale, sliding_window, soft_cap, sinks),
         *(alibi_slopes, bidirectional_ranges, causal, causal_seqs, window_right, max_query_len),

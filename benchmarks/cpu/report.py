@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -13,32 +14,30 @@ from matplotlib import pyplot as plt
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import contest
 from benchmarks.contest import OURS
+from benchmarks.cpu import limits
 
 # This library has one color, with a marker for each backend; the best of the others is black.
 OWN_COLOR, OTHERS_COLOR, OWN_MARKERS = "C0", "black", "DsP"
-READ, PRODUCTS = "read", ("product, torch", "product, NumPy")
-
-
-def share(row: dict[str, Any], name: str, limit_bytes: int, limit_flops: int) -> float:
-    """Share of the same rounds' limit: the reading rate for decode, else the best product's."""
-    seconds = row["seconds"]
-    if row["kind"] == "decode":
-        return row["kv_bytes"] / seconds[name] / (limit_bytes / seconds[READ])
-    best = min(seconds[product] for product in PRODUCTS)
-    return row["flops"] / seconds[name] / (limit_flops / best)
 
 
 def contestants(results: dict[str, Any]) -> list[str]:
     """The contestants that took part: ours, then the others."""
     names = {name: None for row in results["rows"] for name in row["seconds"]}
-    return [name for name in names if name != READ and name not in PRODUCTS]
+    return [name for name in names if not is_limit(name)]
+
+
+def is_limit(name: str) -> bool:
+    """Whether a row's time is that of a limit, or of a matrix product, which older results have."""
+    return name in limits.NAMES or name.startswith("product, ")
 
 
 def show(results: dict[str, Any]) -> None:
     """Prints the table."""
     names = contestants(results)
-    table = Table(title="Share of the limit; in brackets the time as a multiple of our best")
+    title = "Share of the limit; in brackets the time, and a short row's range, in times our best"
+    table = Table(title=title)
     for column in ("kind", "workload", "dtype", "ms", *names):
         table.add_column(column, justify="left" if column in ("kind", "workload") else "right")
     for row in results["rows"]:
@@ -49,8 +48,13 @@ def show(results: dict[str, Any]) -> None:
             if name not in seconds:
                 cells.append("-")
                 continue
-            part = share(row, name, results["limit_bytes"], results["limit_flops"])
-            cells.append(f"{part:.0%} ({seconds[name] / own:.2f}x)")
+            part = limits.share(row, name, results)
+            text = "?" if part is None else f"{part:.0%}"
+            spread = ""
+            if row["kv_bytes"] <= contest.SHORT_BYTES:
+                fastest, slowest = (x / own for x in row["spread"][name])
+                spread = f", {fastest:.2f} to {slowest:.2f}"
+            cells.append(f"{text} ({seconds[name] / own:.2f}x{spread})")
         table.add_row(row["kind"], row["workload"], row["dtype"], f"{own * 1e3:.2f}", *cells)
     console = Console(width=220)
     console.print(table)
@@ -78,24 +82,28 @@ def best(row: dict[str, Any], is_ours: bool) -> float | None:
     times = [
         seconds
         for name, seconds in row["seconds"].items()
-        if name not in (READ, *PRODUCTS) and (name in OURS) == is_ours
+        if not is_limit(name) and (name in OURS) == is_ours
     ]
     return min(times, default=None)
 
 
 def draw_roofline(axis: Any, results: dict[str, Any]) -> None:
-    """Draws our best and the others' best in each row, below the machine's limits.
-
-    The limits drawn are medians over all rows.
-    """
+    """Draws our best and the others' best in each row, below the machine's limits."""
     rows = results["rows"]
-    read = results["limit_bytes"] / statistics.median(row["seconds"][READ] for row in rows)
-    product = results["limit_flops"] / statistics.median(
-        min(row["seconds"][name] for name in PRODUCTS) for row in rows
-    )
     intensities = [row["flops"] / row["kv_bytes"] for row in rows]
-    edges = [min(intensities) / 2, product / read, max(intensities) * 2]
-    axis.plot(edges, [min(product, read * x) / 1e9 for x in edges], color="black", linewidth=0.8)
+    ends = [min(intensities) / 2, max(intensities) * 2]
+    rates = [limits.rates(row, results) for row in rows]
+    read = statistics.median(found[limits.READ] for found in rates)
+    products = {
+        dtype: [rate for found in rates if (rate := limits.product_rate(found, dtype))]
+        for dtype in ("float32", "bfloat16")
+    }
+    lines = {dtype: statistics.median(found) for dtype, found in products.items() if found}
+    lines = lines or {"reading": math.inf}
+    for (what, rate), style in zip(lines.items(), ("--", "-"), strict=False):
+        edges = [ends[0], min(rate / read, ends[1]), ends[1]]
+        heights = [min(rate, read * x) / 1e9 for x in edges]
+        axis.plot(edges, heights, style, color="black", linewidth=0.8, label=f"limit, {what}")
     for label, marker, color, is_ours in (
         ("best of the others", "o", OTHERS_COLOR, False),
         ("this library", "D", OWN_COLOR, True),
@@ -110,7 +118,7 @@ def draw_roofline(axis: Any, results: dict[str, Any]) -> None:
     axis.set_yscale("log")
     axis.set_xlabel("FLOP per byte of K and V")
     axis.set_ylabel("GFLOP/s")
-    axis.set_title("roofline: reading rate, best float32 product")
+    axis.set_title("roofline")
     axis.grid(alpha=0.3)
     axis.legend(loc="lower right", fontsize=8)
 
@@ -122,8 +130,14 @@ def ratio_to_peers(row: dict[str, Any]) -> float | None:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draws a dot for each contestant in each row, at its share of the limit, and a roofline."""
-    kinds = {"decode": "share of the reading rate", "prefill": "share of the best float32 product"}
+    """Draws a dot for each contestant in each row, at its share of the limit, and a roofline.
+
+    Results without the rates of products have no limit of prefill: its dots are at GFLOP/s, and the
+    axis says so.
+    """
+    kinds = {"decode": "share of the limit", "prefill": "share of the limit"}
+    if "limits" not in results:
+        kinds["prefill"] = "GFLOP/s (the limit was not measured)"
     rows = {kind: [row for row in results["rows"] if row["kind"] == kind] for kind in kinds}
     figure, axes = plt.subplots(
         1, 3, figsize=(18, 1.5 + 0.26 * max(map(len, rows.values()))), layout="constrained"
@@ -135,11 +149,12 @@ def draw(results: dict[str, Any], path: Path) -> None:
             ours = name in OURS
             marker = next(own_markers) if ours else "o"
             color = OWN_COLOR if ours else next(other_colors)
-            points = [
-                (share(row, name, results["limit_bytes"], results["limit_flops"]), y)
-                for y, row in enumerate(rows[kind])
-                if name in row["seconds"]
-            ]
+            points = []
+            for y, row in enumerate(rows[kind]):
+                if name in row["seconds"]:
+                    part = limits.share(row, name, results)
+                    speed = row["flops"] / row["seconds"][name] / 1e9
+                    points.append((speed if part is None else part, y))
             if points:
                 axis.scatter(
                     *zip(*points, strict=True),
@@ -157,9 +172,10 @@ def draw(results: dict[str, Any], path: Path) -> None:
             )
         axis.set_yticks(range(len(labels)), labels)
         axis.invert_yaxis()
-        axis.axvline(1, color="black", linewidth=0.8)
+        if label == "share of the limit":
+            axis.axvline(1, color="black", linewidth=0.8)
+            axis.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1, decimals=0))
         axis.set_xlim(left=0)
-        axis.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1, decimals=0))
         axis.grid(axis="x", alpha=0.3)
         axis.set_title(kind)
         axis.set_xlabel(label)

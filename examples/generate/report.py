@@ -1,22 +1,17 @@
-"""The result of a run, and its report: tables for the terminal, and one self-contained HTML page
-with plots."""
+"""The result of a run, and its report."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from rich.console import Console
-from rich.markup import escape
-from rich.panel import Panel
 
 from examples import page
 from examples.generate.engine import Generation, Sampling
-from examples.page import COLORS, Calls, Headline
+from examples.page import COLORS, Headline
 from harness.checkpoint import Scores
 from harness.scheduler import Limits
 
@@ -92,8 +87,8 @@ class Result:
     @property
     def same_custom_calls(self) -> bool:
         """Whether all backends that have HLO hold the same custom calls, letter for letter."""
-        calls = page.known_calls(self.backends)
-        return all(found == calls[0] for found in calls)
+        found = page.same_calls([backend.custom_calls for backend in self.backends.values()])
+        return found is None or found.good
 
     @property
     def is_exact(self) -> bool:
@@ -164,9 +159,8 @@ def headlines(result: Result) -> list[Headline]:
         largest = max(differences)
         label = "largest error of a log-probability"
         found.append(Headline(label, f"{largest:.1g}", largest < TOLERANCE))
-    if len(page.known_calls(result.backends)) > 1:
-        value = "identical" if result.same_custom_calls else "different"
-        found.append(Headline("custom calls", value, result.same_custom_calls))
+    if same := page.same_calls([backend.custom_calls for backend in backends]):
+        found.append(same)
     return [
         *found,
         Headline("programs compiled while generating", str(late), late == 0),
@@ -202,28 +196,21 @@ def rows(result: Result) -> list[list[str]]:
     return table
 
 
-def to_terminal(result: Result, console: Console) -> None:
-    """Prints the conversation and the report."""
-    for prompt, text in zip(result.prompts, result.texts, strict=True):
-        title = f"[bold]{escape(prompt)}"
-        console.print(Panel(escape(text), title=title, title_align="left"))
-    page.show_headlines(headlines(result), f"{result.model}, {result.dtype}", console)
-    page.show_rows(rows(result), console)
-    console.print(_LEGEND, _summary(result))
-
-
-def to_html(result: Result, path: Path) -> None:
-    """Writes the page; it needs no network and no other file."""
-    page.write(
-        path,
-        title=f"{result.model} speaks through {page.count(result.backends)}",
-        subtitle=f"{result.dtype}. {_summary(result)}",
+def report_of(result: Result) -> page.Report:
+    """The report of a run."""
+    return page.Report(
+        title=f"{result.model} speaks through {page.through(result.backends)}",
+        run=f"{result.model}, {result.dtype}",
         headlines=headlines(result),
-        calls=calls(result),
         rows=rows(result),
         legend=_LEGEND,
-        conversation=list(zip(result.prompts, result.texts, strict=True)),
-        plots=[page.svg(partial(_plot_tokens, result)), page.svg(partial(_plot_rates, result))],
+        summary=_summary(result),
+        calls={
+            name: {call: f"{count} times:" for call, count in backend.custom_calls.items()}
+            for name, backend in result.backends.items()
+        },
+        plots=[partial(_plot_tokens, result), partial(_plot_rates, result)],
+        conversation=[*zip(result.prompts, result.texts, strict=True)],
     )
 
 
@@ -245,16 +232,6 @@ def _summary(result: Result) -> str:
         f"At most {limits.max_seqs} prompts run at once, over {pools} of {limits.num_blocks} "
         f"blocks of {limits.block_size} tokens{devices}. Token counts are padded to "
         f"{' or '.join(map(str, limits.buckets))}, a program each, compiled before the clock runs."
-    )
-
-
-def calls(result: Result) -> list[Calls]:
-    """The custom calls of a decoding step of each program."""
-    return page.group_calls(
-        {
-            name: {call: f"{count} times:" for call, count in backend.custom_calls.items()}
-            for name, backend in result.backends.items()
-        }
     )
 
 

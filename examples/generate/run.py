@@ -40,7 +40,7 @@ PROMPTS = (
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit status."""
-    return commands.run(options, _generate, report, "generate.html")
+    return commands.run(options, _generate, report.report_of, "generate.html")
 
 
 def _generate(options: argparse.Namespace, console: Console) -> Result:

@@ -1,21 +1,18 @@
-"""The result of a run, and its report: tables for the terminal, and one self-contained HTML page
-with plots."""
+"""The result of a run, and its report."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
-from rich.console import Console
 
 from examples import page
-from examples.page import COLORS, Calls, Headline
+from examples.page import COLORS, Headline
 from harness.scheduler import Limits
 
 
@@ -67,8 +64,8 @@ class Result:
     @property
     def same_custom_calls(self) -> bool:
         """Whether all backends that have HLO hold the same custom calls, letter for letter."""
-        calls = page.known_calls(self.backends)
-        return all(found == calls[0] for found in calls)
+        found = page.same_calls([backend.custom_calls for backend in self.backends.values()])
+        return found is None or found.good
 
     @property
     def is_good(self) -> bool:
@@ -97,9 +94,8 @@ def headlines(result: Result) -> list[Headline]:
     rates = {name: backend.tokens_per_second for name, backend in result.backends.items()}
     fastest = max(rates, key=lambda name: rates[name])
     found = []
-    if len(page.known_calls(result.backends)) > 1:
-        same = result.same_custom_calls
-        found.append(Headline("custom calls", "identical" if same else "different", same))
+    if same := page.same_calls([backend.custom_calls for backend in result.backends.values()]):
+        found.append(same)
     if len(result.backends) > 1:
         value = "0 (same bits)" if result.same_bits else f"{difference:.2g}"
         found.append(Headline("largest difference between backends", value, result.same_bits))
@@ -139,24 +135,18 @@ def rows(result: Result) -> list[list[str]]:
     ]
 
 
-def to_terminal(result: Result, console: Console) -> None:
-    """Prints the report."""
-    page.show_headlines(headlines(result), f"{result.model}, {result.dtype}", console)
-    page.show_rows(rows(result), console)
-    console.print(_LEGEND, _traffic(result))
-
-
-def to_html(result: Result, path: Path) -> None:
-    """Writes the page; it needs no network and no other file."""
-    page.write(
-        path,
-        title=f"One attention layer, without a model, through {page.count(result.backends)}",
-        subtitle=f"{result.model}, {result.dtype}. {_traffic(result)}",
+def report_of(result: Result) -> page.Report:
+    """The report of a run."""
+    draws = (_plot_pool, _plot_batch, _plot_tokens, _plot_times)
+    return page.Report(
+        title=f"One attention layer, without a model, through {page.through(result.backends)}",
+        run=f"{result.model}, {result.dtype}",
         headlines=headlines(result),
-        calls=calls(result),
         rows=rows(result),
         legend=_LEGEND,
-        plots=[_svg(draw, result) for draw in (_plot_pool, _plot_batch, _plot_tokens, _plot_times)],
+        summary=_traffic(result),
+        calls={name: dict.fromkeys(x.custom_calls, "") for name, x in result.backends.items()},
+        plots=[partial(_plot, draw, result) for draw in draws],
     )
 
 
@@ -171,17 +161,6 @@ def _traffic(result: Result) -> str:
         f"Token counts are padded to {' or '.join(map(str, limits.buckets))}, a program each. "
         f"The oracle checked {result.oracle_rows:,} tokens."
     )
-
-
-def calls(result: Result) -> list[Calls]:
-    """The custom calls of each program."""
-    return page.group_calls(
-        {name: dict.fromkeys(backend.custom_calls, "") for name, backend in result.backends.items()}
-    )
-
-
-def _svg(draw: Callable[[Axes, Result], None], result: Result) -> str:
-    return page.svg(partial(_plot, draw, result))
 
 
 def _plot(draw: Callable[[Axes, Result], None], result: Result, axes: Axes) -> None:

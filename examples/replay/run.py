@@ -28,7 +28,7 @@ _MOST_REQUESTS = 20_000
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit status."""
-    return commands.run(options, _replay, report, "report.html")
+    return commands.run(options, _replay, report.report_of, "report.html")
 
 
 def _replay(options: argparse.Namespace, console: Console) -> Result:

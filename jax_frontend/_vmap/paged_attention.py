@@ -19,10 +19,10 @@ from jax_frontend._vmap.operands import (
     take,
 )
 from shared_ffi import kv_cache as _kv_cache
-from shared_ffi.paged_attention import OP, TOKEN_PAIRS
+from shared_ffi.paged_attention import METADATA, OP, TOKEN_PAIRS
 
 _OF_TOKENS = ("query", *TOKEN_PAIRS)
-_OF_BATCH = (*_OF_TOKENS, "context_lens", "block_tables", "query_start_loc", "num_seqs", "causal")
+_OF_BATCH = (*_OF_TOKENS, *METADATA, "causal")
 
 
 class _Pool(NamedTuple):

@@ -14,6 +14,13 @@ from shared_ffi.spec import shape_error
 OP = "ragged_paged_attention_v3"
 OP_HD64 = "ragged_paged_attention_hd64"
 
+# The options of `update_and_attend`, and what they are called here.
+_OPTIONS = {"scale": "sm_scale", "causal": "use_causal_mask", "update": "update_kv_cache"} | {
+    name: name
+    for name in ("sliding_window", "soft_cap", "k_scale", "v_scale", "mask_value", "out_dtype")
+}
+_NAMES = ("page_indices", "cu_q_lens", "attention_sink")
+
 # Arguments that tune or debug the TPU kernel. They are accepted and ignored.
 _TUNING = {
     "skip_kv_mask",
@@ -92,23 +99,16 @@ def ragged_paged_attention_v3(
     Raises:
         ValueError, TypeError: as ``paged_attention``; TypeError also for an unknown argument.
     """
+    given = dict(locals())
     if unknown := sorted(set(tuning) - _TUNING):
         raise TypeError(f"{OP}: no argument is called {unknown[0]}; got {tuning[unknown[0]]!r}")
     return ragged(
         OP,
-        *(queries, keys, values, kv_cache),
-        *(kv_lens, page_indices, cu_q_lens, distribution),
-        attention_sink,
+        _NAMES,
+        (queries, keys, values),
+        *(kv_cache, kv_lens, page_indices, cu_q_lens, distribution, attention_sink),
         kv_layout=PACKED_ROWS,
-        scale=sm_scale,
-        causal=use_causal_mask,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        update=update_kv_cache,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        mask_value=mask_value,
-        out_dtype=out_dtype,
+        **{ours: given[theirs] for ours, theirs in _OPTIONS.items()},
     )
 
 
@@ -165,6 +165,7 @@ def ragged_paged_attention_hd64(
     Raises:
         ValueError, TypeError: as ``paged_attention``.
     """
+    given = dict(locals())
     if queries.ndim != 3 or queries.shape[2] != 64:
         raise shape_error(OP_HD64, "queries", "[num_tokens, num_q_heads, 64]", queries.shape)
     if kv_cache.ndim != 5 or kv_cache.shape[4] != 128:
@@ -172,17 +173,9 @@ def ragged_paged_attention_hd64(
         raise shape_error(OP_HD64, "kv_cache", rule, kv_cache.shape)
     return ragged(
         OP_HD64,
-        *(queries, keys, values, kv_cache),
-        *(kv_lens, page_indices, cu_q_lens, distribution),
-        attention_sink,
+        _NAMES,
+        (queries, keys, values),
+        *(kv_cache, kv_lens, page_indices, cu_q_lens, distribution, attention_sink),
         kv_layout=PACKED_PAIRS,
-        scale=sm_scale,
-        causal=use_causal_mask,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        update=update_kv_cache,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        mask_value=mask_value,
-        out_dtype=out_dtype,
+        **{ours: given[theirs] for ours, theirs in _OPTIONS.items()},
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,62 +67,50 @@ def update_and_attend(
     if update and keys.dtype != kv_cache.dtype:  # it would be quantized without a scale
         raise dtype_error(op, "keys", f"kv_cache's dtype {kv_cache.dtype}", keys.dtype)
     return _update_and_attend(
-        queries,
-        keys,
-        values,
         kv_cache,
-        kv_lens,
-        block_tables,
-        cu_q_lens,
-        num_seqs,
+        (queries, keys, values),
+        (kv_lens, block_tables, cu_q_lens, num_seqs),
         sinks,
-        unit_scale(kv_cache, k_scale),
-        unit_scale(kv_cache, v_scale),
-        kv_layout=kv_layout,
-        scale=scale if k_scale is None else scale * k_scale,
-        causal=causal,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        update=update,
-        v_scale=v_scale,
-        out_dtype=jnp.dtype(queries.dtype if out_dtype is None else out_dtype),
+        (unit_scale(kv_cache, k_scale), unit_scale(kv_cache, v_scale)),
+        options=_Options(
+            kv_layout=kv_layout,
+            scale=scale if k_scale is None else scale * k_scale,
+            causal=causal,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            update=update,
+            v_scale=v_scale,
+            out_dtype=jnp.dtype(queries.dtype if out_dtype is None else out_dtype),
+        ),
     )
 
 
 def ragged(
     op: str,
-    queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    names: tuple[str, str, str],
+    rows: tuple[jax.Array, jax.Array, jax.Array],
     kv_cache: jax.Array,
     kv_lens: jax.Array,
-    page_indices: jax.Array,
-    cu_q_lens: jax.Array,
+    pages: jax.Array,
+    starts: jax.Array,
     distribution: jax.Array,
-    attention_sink: jax.Array | None,
+    sink: jax.Array | None,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Version 3 of the TPU's kernel and its variant for heads of 64, which differ in the cache.
+    """Version 3 of the TPU's kernel and its kin, which differ in the cache and in names.
 
     Args:
+        names: what the public function calls `pages`, `starts` and `sink`.
         options: of `update_and_attend`.
     """
-    check_shape(op, "cu_q_lens", cu_q_lens, (kv_lens.shape[0] + 1,))
+    pages_name, starts_name, sink_name = names
+    check_shape(op, starts_name, starts, (kv_lens.shape[0] + 1,))
     check_shape(op, "distribution", distribution, (3,))
-    if attention_sink is not None:
-        check_shape(op, "attention_sink", attention_sink, queries.shape[1:2])
+    if sink is not None:
+        check_shape(op, sink_name, sink, rows[0].shape[1:2])
+    tables = block_tables_of(op, pages_name, pages, kv_lens)
     return update_and_attend(
-        op,
-        queries,
-        keys,
-        values,
-        kv_cache,
-        kv_lens,
-        block_tables_of(op, "page_indices", page_indices, kv_lens),
-        cu_q_lens,
-        distribution[2],
-        attention_sink,
-        **options,
+        op, *rows, kv_cache, kv_lens, tables, starts, distribution[2], sink, **options
     )
 
 
@@ -187,53 +175,39 @@ def _heads_and_size(kv_layout: str, shape: tuple[int, ...]) -> tuple[int, int]:
     return (rows, width // 2) if kv_layout == PACKED_PAIRS else (rows // 2, width)
 
 
-@partial(
-    jax.jit,
-    static_argnames=(
-        "kv_layout",
-        "scale",
-        "causal",
-        "sliding_window",
-        "soft_cap",
-        "update",
-        "v_scale",
-        "out_dtype",
-    ),
-    donate_argnames="kv_cache",
-)
+class _Options(NamedTuple):
+    """What of a call is no array."""
+
+    kv_layout: str
+    scale: float
+    causal: bool
+    sliding_window: int | None
+    soft_cap: float | None
+    update: bool
+    v_scale: float | None
+    out_dtype: Any
+
+
+@partial(jax.jit, static_argnames="options", donate_argnames="kv_cache")
 def _update_and_attend(
-    queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
     kv_cache: jax.Array,
-    kv_lens: jax.Array,
-    block_tables: jax.Array,
-    cu_q_lens: jax.Array,
-    num_seqs: jax.Array,
+    rows: tuple[jax.Array, jax.Array, jax.Array],
+    metadata: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
     sinks: jax.Array | None,
-    k_unit: jax.Array | None,
-    v_unit: jax.Array | None,
+    unit_scales: tuple[jax.Array | None, jax.Array | None],
     *,
-    kv_layout: str,
-    scale: float,
-    causal: bool,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    update: bool,
-    v_scale: float | None,
-    out_dtype: Any,
+    options: _Options,
 ) -> tuple[jax.Array, jax.Array]:
+    queries, keys, values = rows
+    kv_layout = options.kv_layout
     num_tokens, num_heads, head_size = queries.shape
     group = num_heads // keys.shape[1]
     # The layout describes the cache as it is: XLA would copy a cache to reshape it.
     cache_heads, cache_size = _heads_and_size(kv_layout, kv_cache.shape)
-    if update:
+    if options.update:
         num_pages, page_size, *_ = kv_cache.shape
         slots = slots_of_tokens(
-            (kv_lens, block_tables, cu_q_lens, num_seqs),
-            block_size=page_size,
-            num_tokens=num_tokens,
-            num_blocks=num_pages,
+            metadata, block_size=page_size, num_tokens=num_tokens, num_blocks=num_pages
         )
         new_keys = _pad(keys, cache_heads, cache_size)
         new_values = _pad(values, cache_heads, cache_size)
@@ -243,22 +217,19 @@ def _update_and_attend(
     output = paged_attention(
         _pad(queries, group * cache_heads, cache_size),
         kv_cache,
-        kv_lens,
-        block_tables,
-        cu_q_lens,
-        num_seqs,
-        scale,
-        sliding_window,
-        soft_cap,
+        *metadata,
+        options.scale,
+        options.sliding_window,
+        options.soft_cap,
         kv_layout=kv_layout,
         sinks=sinks,
-        causal=causal,
-        k_scale=k_unit,
-        v_scale=v_unit,
+        causal=options.causal,
+        k_scale=unit_scales[0],
+        v_scale=unit_scales[1],
     )[:, :num_heads, :head_size]
-    if v_scale is not None:
-        output = output * v_scale
-    return output.astype(out_dtype), kv_cache
+    if options.v_scale is not None:
+        output = output * options.v_scale
+    return output.astype(options.out_dtype), kv_cache
 
 
 def _pad(array: jax.Array, num_heads: int, head_size: int) -> jax.Array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,12 +11,7 @@ from jax.sharding import Mesh
 
 from jax_frontend._call import takes_arrays
 from jax_frontend.compat._refusal import refuse
-from jax_frontend.compat._update_and_attend import (
-    PACKED_ROWS,
-    block_tables_of,
-    check_shape,
-    update_and_attend,
-)
+from jax_frontend.compat._update_and_attend import PACKED_ROWS, ragged
 from jax_frontend.paged_attention import paged_attention
 from shared_ffi.spec import shape_error, value_error
 
@@ -87,65 +81,24 @@ def ragged_page_attention_v3(
         ValueError, TypeError: as ``paged_attention``; ValueError also for another platform.
     """
     _check_platform(RAGGED, platform)
-    attend = partial(
-        _ragged_page_attention,
-        softmax_scale=softmax_scale,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
-    return _sharded(RAGGED, attend, mesh, in_specs, out_specs)(
-        queries,
-        keys,
-        values,
-        kv_cache,
-        kv_lens,
-        block_tables,
-        query_start_loc,
-        distribution,
-        softmax_aux,
-    )
 
+    def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, *others: Any) -> Any:
+        return ragged(
+            RAGGED,
+            ("block_tables", "query_start_loc", "softmax_aux"),
+            (queries, keys, values),
+            *others,
+            kv_layout=PACKED_ROWS,
+            scale=queries.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+            sliding_window=sliding_window,
+            soft_cap=logits_soft_cap,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
 
-def _ragged_page_attention(
-    queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    kv_cache: jax.Array,
-    kv_lens: jax.Array,
-    block_tables: jax.Array,
-    query_start_loc: jax.Array,
-    distribution: jax.Array,
-    softmax_aux: jax.Array | None,
-    *,
-    softmax_scale: float | None,
-    sliding_window: int | None,
-    logits_soft_cap: float | None,
-    k_scale: float | None,
-    v_scale: float | None,
-) -> tuple[jax.Array, jax.Array]:
-    check_shape(RAGGED, "query_start_loc", query_start_loc, (kv_lens.shape[0] + 1,))
-    check_shape(RAGGED, "distribution", distribution, (3,))
-    if softmax_aux is not None:
-        check_shape(RAGGED, "softmax_aux", softmax_aux, queries.shape[1:2])
-    return update_and_attend(
-        RAGGED,
-        queries,
-        keys,
-        values,
-        kv_cache,
-        kv_lens,
-        block_tables_of(RAGGED, "block_tables", block_tables, kv_lens),
-        query_start_loc,
-        distribution[2],
-        softmax_aux,
-        kv_layout=PACKED_ROWS,
-        scale=queries.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
-        sliding_window=sliding_window,
-        soft_cap=logits_soft_cap,
-        k_scale=k_scale,
-        v_scale=v_scale,
+    return _sharded(RAGGED, attend, mesh, in_specs, out_specs)(  # type: ignore[no-any-return]
+        *(queries, keys, values, kv_cache, kv_lens),
+        *(block_tables, query_start_loc, distribution, softmax_aux),
     )
 
 
@@ -216,55 +169,34 @@ def unified_attention(
     if alibi_slopes is not None:
         with_alibi = {"softmax_aux": softmax_aux, "logits_soft_cap": logits_soft_cap or None}
         refuse(f"{UNIFIED} with alibi_slopes", **with_alibi)
-    attend = partial(
-        _unified_attention,
-        softmax_scale=softmax_scale,
-        sliding_window=sliding_window or None,
-        logits_soft_cap=logits_soft_cap or None,
-    )
-    return _sharded(UNIFIED, attend, mesh, in_specs, out_specs)(
-        queries,
-        key_cache,
-        value_cache,
-        kv_lens,
-        block_tables,
-        query_start_loc,
-        alibi_slopes,
-        qq_bias,
-        softmax_aux,
-    )
 
+    def attend(
+        queries: jax.Array,
+        key_cache: jax.Array,
+        value_cache: jax.Array,
+        kv_lens: jax.Array,
+        block_tables: jax.Array,
+        query_start_loc: jax.Array,
+        alibi_slopes: jax.Array | None,
+        qq_bias: None,
+        softmax_aux: jax.Array | None,
+    ) -> jax.Array:
+        if kv_lens.ndim != 1:
+            raise shape_error(UNIFIED, "kv_lens", "[num_seqs]", kv_lens.shape)
+        return paged_attention(
+            *(queries, key_cache, kv_lens, block_tables, query_start_loc),
+            jnp.asarray(kv_lens.shape[0], jnp.int32),
+            queries.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+            sliding_window or None,
+            logits_soft_cap or None,
+            value_cache=value_cache,
+            sinks=None if softmax_aux is None else softmax_aux.astype("float32"),
+            alibi_slopes=None if alibi_slopes is None else alibi_slopes.astype("float32"),
+        )
 
-def _unified_attention(
-    queries: jax.Array,
-    key_cache: jax.Array,
-    value_cache: jax.Array,
-    kv_lens: jax.Array,
-    block_tables: jax.Array,
-    query_start_loc: jax.Array,
-    alibi_slopes: jax.Array | None,
-    qq_bias: None,
-    softmax_aux: jax.Array | None,
-    *,
-    softmax_scale: float | None,
-    sliding_window: int | None,
-    logits_soft_cap: float | None,
-) -> jax.Array:
-    if kv_lens.ndim != 1:
-        raise shape_error(UNIFIED, "kv_lens", "[num_seqs]", kv_lens.shape)
-    return paged_attention(
-        queries,
-        key_cache,
-        kv_lens,
-        block_tables,
-        query_start_loc,
-        jnp.asarray(kv_lens.shape[0], jnp.int32),
-        queries.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
-        sliding_window,
-        logits_soft_cap,
-        value_cache=value_cache,
-        sinks=None if softmax_aux is None else softmax_aux.astype("float32"),
-        alibi_slopes=None if alibi_slopes is None else alibi_slopes.astype("float32"),
+    return _sharded(UNIFIED, attend, mesh, in_specs, out_specs)(  # type: ignore[no-any-return]
+        *(queries, key_cache, value_cache, kv_lens, block_tables, query_start_loc),
+        *(alibi_slopes, qq_bias, softmax_aux),
     )
 
 

@@ -49,14 +49,17 @@ struct KvCache {
 };
 
 // The scales of a quantized cache, by which its numbers are multiplied: one for all, one for each
-// kv head, or one for each position and kv head. Strides of 0 say which.
+// kv head, or one for each position and kv head. Strides of 0 say which, others are those of the
+// array.
 struct KvScales {
   const float* data;  // null: 1
   int64_t block_stride;
   int64_t position_stride;
   int64_t head_stride;
 
-  XLA_GPU_HOST_DEVICE bool IsPerPosition() const { return position_stride != 0; }
+  XLA_GPU_HOST_DEVICE bool IsPerPosition() const {
+    return block_stride != 0 || position_stride != 0;
+  }
 
   XLA_GPU_HOST_DEVICE int64_t Offset(int64_t block, int64_t position, int64_t head) const {
     return block * block_stride + position * position_stride + head * head_stride;

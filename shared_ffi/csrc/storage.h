@@ -130,10 +130,14 @@ XLA_GPU_HOST_DEVICE inline uint16_t Expand(Int4Pair x) {
   return static_cast<uint16_t>(halves | (halves & 0x0808) * 0x1e);  // 8 * 0x1e is 0xf0
 }
 
-// The bits of infinity. A NaN has larger ones, but for the sign.
+// The bits of infinity, or of a NaN where there is none. A NaN has larger ones, but for the sign.
 XLA_GPU_HOST_DEVICE constexpr uint16_t InfinityBits(BFloat16) { return 0x7f80; }
 
 XLA_GPU_HOST_DEVICE constexpr uint16_t InfinityBits(Half) { return 0x7c00; }
+
+XLA_GPU_HOST_DEVICE constexpr uint8_t InfinityBits(Float8E4M3) { return 0x7f; }
+
+XLA_GPU_HOST_DEVICE constexpr uint8_t InfinityBits(Float8E5M2) { return 0x7c; }
 
 XLA_GPU_HOST_DEVICE inline bool IsFinite(BFloat16 x) { return (x.bits & 0x7fff) < 0x7f80; }
 

@@ -20,10 +20,6 @@ ATTENTION = "xla_gpu_paged_attention"
 UPDATE = "xla_gpu_kv_cache_update"
 
 
-FOUR_BACKENDS = ("JAX", "PyTorch eager", "torch_xla", "openxla")
-
-
-@pytest.mark.proves(*FOUR_BACKENDS)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_paged_attention(case: Case, compiled: hlo.CompiledPrograms) -> None:
@@ -45,7 +41,6 @@ def test_paged_attention(case: Case, compiled: hlo.CompiledPrograms) -> None:
     assert compiled.optimized(call, ATTENTION) == set(hlo.custom_calls(after, ATTENTION))
 
 
-@pytest.mark.proves(*FOUR_BACKENDS)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_kv_cache_update(case: UpdateCase, compiled: hlo.CompiledPrograms) -> None:
@@ -68,7 +63,6 @@ def test_kv_cache_update(case: UpdateCase, compiled: hlo.CompiledPrograms) -> No
     assert compiled.optimized(call, UPDATE) == set(hlo.custom_calls(after, UPDATE))
 
 
-@pytest.mark.proves("Inductor")
 @pytest.mark.parametrize(
     ("op", "case"),
     [

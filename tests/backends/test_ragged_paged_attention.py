@@ -114,113 +114,89 @@ def test_v3_in_a_jitted_function_with_another_output_dtype() -> None:
     assert_same_bits(np.asarray(output), np.asarray(expected.astype(jnp.bfloat16)))
 
 
-BAD_CALLS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a cache with K and V in one row": (
-        "head_dim 64, K and V in one row",
-        {"function": jax_frontend.ragged_paged_attention_v3},
-        "ragged_paged_attention_v3: kv_cache must have shape [num_pages, page_size, rows // packing, "
-        "packing, width], with at least 2 * num_kv_heads=2 rows and a width of at least head_dim=64; "
-        "got [40, 8, 1, 2, 128]",
+HD64 = "head_dim 64, K and V in one row"
+PACKED = "kv_cache must have shape [num_pages, page_size, rows // packing, packing, "
+TWO_HEADS = "width], with at least {}num_kv_heads=2 rows and a width of at least {}head_dim=64"
+PAGES = "page_indices must have shape [max_seqs=6 * pages_per_seq], of at least one page"
+
+
+def bf16(*shape: int) -> np.ndarray:
+    return np.zeros(shape, DTYPES["bfloat16"])
+
+
+def refused(base_call: str, message: str, function: Any = None, **changes: Any) -> Any:
+    """A call that is changed, and the error. `function`: the other one, if not that of the call."""
+    name = "-".join([base_call, *(f"{k}={[*v.shape]}" for k, v in changes.items())])
+    return pytest.param(base_call, function, changes, message, id=name)
+
+
+BAD_CALLS = [
+    refused(
+        HD64,
+        f"{PACKED}{TWO_HEADS.format('2 * ', '')}; got [40, 8, 1, 2, 128]",
+        jax_frontend.ragged_paged_attention_v3,
     ),
-    "too few rows": (
-        "head_dim 64, K and V in one row",
-        {"kv_cache": np.zeros((40, 8, 1, 1, 128), DTYPES["bfloat16"])},
-        "ragged_paged_attention_hd64: kv_cache must have shape [num_pages, page_size, rows // "
-        "packing, packing, width], with at least num_kv_heads=2 rows and a width of at least 2 * "
-        "head_dim=64; got [40, 8, 1, 1, 128]",
+    refused(
+        HD64,
+        f"{PACKED}{TWO_HEADS.format('', '2 * ')}; got [40, 8, 1, 1, 128]",
+        kv_cache=bf16(40, 8, 1, 1, 128),
     ),
-    "another head size": (
+    refused(
         "a padded head_dim",
-        {"function": jax_frontend.ragged_paged_attention_hd64},
-        "ragged_paged_attention_hd64: queries must have shape [num_tokens, num_q_heads, 64]; got "
-        "[22, 6, 80]",
+        "queries must have shape [num_tokens, num_q_heads, 64]; got [22, 6, 80]",
+        jax_frontend.ragged_paged_attention_hd64,
     ),
-    "a wider row": (
-        "head_dim 64, K and V in one row",
-        {"kv_cache": np.zeros((40, 8, 1, 2, 256), DTYPES["bfloat16"])},
-        "ragged_paged_attention_hd64: kv_cache must have shape [num_pages, page_size, rows // "
-        "packing, packing, 128]; got [40, 8, 1, 2, 256]",
-    ),
-    "a cache of four dimensions": (
+    refused(HD64, f"{PACKED}128]; got [40, 8, 1, 2, 256]", kv_cache=bf16(40, 8, 1, 2, 256)),
+    refused(
         "float32",
-        {"kv_cache": np.zeros((40, 8, 4, 128), F32)},
+        f"{PACKED}width], with at least 2 * num_kv_heads=2 rows and a width of at least head_dim=128; "
         "got [40, 8, 4, 128]",
+        kv_cache=np.zeros((40, 8, 4, 128), F32),
     ),
-    "queries of two dimensions": (
+    refused(
         "float32",
-        {"queries": np.zeros((22, 128), F32)},
-        "ragged_paged_attention_v3: queries must have shape [num_tokens, num_q_heads, head_dim]; "
-        "got [22, 128]",
+        "queries must have shape [num_tokens, num_q_heads, head_dim]; got [22, 128]",
+        queries=np.zeros((22, 128), F32),
     ),
-    "keys of another head size": (
+    refused(
         "float32",
-        {"keys": np.zeros((22, 2, 64), F32)},
-        "ragged_paged_attention_v3: keys must have shape [num_tokens=22, num_kv_heads, "
-        "head_dim=128]; got [22, 2, 64]",
+        "keys must have shape [num_tokens=22, num_kv_heads, head_dim=128]; got [22, 2, 64]",
+        keys=np.zeros((22, 2, 64), F32),
     ),
-    "a head ratio of 8 to 3": (
+    refused(
         "float32",
-        {"keys": np.zeros((22, 3, 128), F32)},
-        "ragged_paged_attention_v3: queries' num_q_heads must be a multiple of num_kv_heads=3; "
-        "got 8",
+        "queries' num_q_heads must be a multiple of num_kv_heads=3; got 8",
+        keys=np.zeros((22, 3, 128), F32),
     ),
-    "values of fewer heads": (
+    refused(
         "float32",
-        {"values": np.zeros((22, 1, 128), F32)},
-        "ragged_paged_attention_v3: values must have shape [22, 2, 128]; got [22, 1, 128]",
+        "values must have shape [22, 2, 128]; got [22, 1, 128]",
+        values=np.zeros((22, 1, 128), F32),
     ),
-    "a sink too few": (
+    refused(
         "padded heads",
-        {"attention_sink": np.zeros(5, F32)},
-        "ragged_paged_attention_v3: attention_sink must have shape [6]; got [5]",
+        "attention_sink must have shape [6]; got [5]",
+        attention_sink=np.zeros(5, F32),
     ),
-    "keys that are not quantized": (
+    refused(
         "two heads of 8 bits, K and V in one row",
-        {"keys": np.zeros((22, 2, 64), DTYPES["bfloat16"])},
-        "ragged_paged_attention_hd64: keys must have kv_cache's dtype float8_e4m3fn; got bfloat16",
+        "keys must have kv_cache's dtype float8_e4m3fn; got bfloat16",
+        keys=bf16(22, 2, 64),
     ),
-    "page_indices of two dimensions": (
-        "float32",
-        {"page_indices": np.zeros((6, 5), I32)},
-        "ragged_paged_attention_v3: page_indices must have shape [max_seqs=6 * pages_per_seq], of "
-        "at least one page; got [6, 5]",
-    ),
-    "a page index too few": (
-        "float32",
-        {"page_indices": np.zeros(29, I32)},
-        "ragged_paged_attention_v3: page_indices must have shape [max_seqs=6 * pages_per_seq], of "
-        "at least one page; got [29]",
-    ),
-    "no page index": (
-        "float32",
-        {"page_indices": np.zeros(0, I32)},
-        "ragged_paged_attention_v3: page_indices must have shape [max_seqs=6 * pages_per_seq], of "
-        "at least one page; got [0]",
-    ),
-    "a start too few": (
-        "head_dim 64, K and V in one row",
-        {"cu_q_lens": np.zeros(6, I32)},
-        "ragged_paged_attention_hd64: cu_q_lens must have shape [7]; got [6]",
-    ),
-    "no starts": (
-        "float32",
-        {"cu_q_lens": np.zeros(0, I32)},
-        "ragged_paged_attention_v3: cu_q_lens must have shape [7]; got [0]",
-    ),
-    "a distribution of two": (
-        "float32",
-        {"distribution": np.zeros(2, I32)},
-        "ragged_paged_attention_v3: distribution must have shape [3]; got [2]",
-    ),
-}
+    refused("float32", f"{PAGES}; got [6, 5]", page_indices=np.zeros((6, 5), I32)),
+    refused("float32", f"{PAGES}; got [29]", page_indices=np.zeros(29, I32)),
+    refused("float32", f"{PAGES}; got [0]", page_indices=np.zeros(0, I32)),
+    refused(HD64, "cu_q_lens must have shape [7]; got [6]", cu_q_lens=np.zeros(6, I32)),
+    refused("float32", "cu_q_lens must have shape [7]; got [0]", cu_q_lens=np.zeros(0, I32)),
+    refused("float32", "distribution must have shape [3]; got [2]", distribution=np.zeros(2, I32)),
+]
 
 
-@pytest.mark.parametrize("name", BAD_CALLS)
-def test_v3_refuses(name: str) -> None:
-    base_call, changes, message = BAD_CALLS[name]
-    call = inputs(*CALLS[base_call]) | changes
-    attend = call.pop("function", function(base_call))
-    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+@pytest.mark.parametrize(("base_call", "other", "changes", "message"), BAD_CALLS)
+def test_v3_refuses(base_call: str, other: Any, changes: dict[str, Any], message: str) -> None:
+    call, attend = inputs(*CALLS[base_call]) | changes, other or function(base_call)
+    message = re.escape(f"{attend.__name__}: {message}")
+    with pytest.raises((ValueError, TypeError), match=f"^{message}$"):
         attend(**{name: jnp.asarray(x) for name, x in call.items()})
 
 
@@ -334,10 +310,10 @@ def test_mask_value() -> None:
         attend(*operands, mask_value=-2.38e38)
 
 
-@pytest.mark.parametrize("device", ["cpu", "xla"])
-def test_torch(device: str) -> None:
+@pytest.mark.parametrize("convert", [backends.to_torch, backends.to_xla])
+def test_torch(convert: Any) -> None:
     for case in PLAIN_CASES:
-        tensors = [backends.to_torch(x).to(device) for x in case.inputs()]
+        tensors = [convert(x) for x in case.inputs()]
         scale, window, cap = case.attributes().values()
         expected = torch.ops.xla_gpu.paged_attention(*tensors, scale, window, cap)
         result = torch.ops.xla_gpu.ragged_paged_attention(

@@ -4,14 +4,19 @@ made."""
 from __future__ import annotations
 
 import functools
+import hashlib
+import os
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import contest, figure
-from benchmarks.cpu import bench, overview, report
+from benchmarks.cpu import limits, overview, report
 from benchmarks.cpu.peers import PEERS
 from benchmarks.gpu import overview as gpu_overview
 from benchmarks.workloads import Workload, uniform
@@ -26,16 +31,18 @@ FLEX = "torch flex attention (contiguous)"
 @pytest.fixture
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits of small arrays, and timings of a few calls."""
-    monkeypatch.setattr(bench, "LIMIT_BYTES", 1 << 20)
-    monkeypatch.setattr(bench, "LIMIT_SIZE", 64)
+    monkeypatch.setattr(limits, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(limits, "FLOPS", 1 << 24)
     monkeypatch.setattr(contest, "MOST_COPIES", 2)
-    seconds = functools.partial(contest.seconds, rounds=3, budget=0.001, rest=0)
+    monkeypatch.setattr(contest, "ROUNDS", 3)
+    monkeypatch.setattr(contest, "SHORT_ROUNDS", 3)
+    seconds = functools.partial(contest.seconds, budget=0.001, rest=0)
     monkeypatch.setattr(contest, "seconds", seconds)
 
 
 def row(workload: Workload, *left_out: str) -> dict[str, Any]:
     makers = {name: x for name, x in (contest.OURS | PEERS).items() if name not in left_out}
-    return contest.row_of(workload, makers, bench.limits())
+    return contest.row_of(workload, makers, limits.contestants())
 
 
 def test_rows_and_their_report(
@@ -47,26 +54,88 @@ def test_rows_and_their_report(
     expected = {"torch eager", "JAX", "torch SDPA (contiguous)"}
     assert expected | {"torch SDPA, grouped (contiguous)", "jax.numpy"} <= set(first["seconds"])
     assert expected | {FLEX} <= set(second["seconds"])
-    assert set(first["errors"]) == set(first["seconds"]) - {"read", *report.PRODUCTS}
+    assert set(first["errors"]) == set(first["seconds"]) - limits.NAMES
     assert "vLLM" in first["absent"]
-
-    first["seconds"] |= {"read": 1e-3, "torch eager": 2e-3, "JAX": 1e-3}
-    read = first["kv_bytes"] / (1 << 20)
-    shares = [report.share(first, name, 1 << 20, 1) for name in ("torch eager", "JAX")]
-    assert shares == pytest.approx([read / 2, read])
-    second["seconds"] |= {"product, torch": 2.0, "product, NumPy": 1.0, "JAX": 4.0}
-    assert report.share(second, "JAX", 1, second["flops"]) == pytest.approx(0.25)
 
     found = {
         "machine": {"processor": "a processor", "cores": 2, "instruction_set": "avx2"},
-        "limit_bytes": bench.LIMIT_BYTES,
-        "limit_flops": 2 * bench.LIMIT_SIZE**3,
+        "limits": limits.amounts(),
         "rows": [first, second],
     }
-    report.show(found)
-    assert "b2 x 90" in capsys.readouterr().out
-    report.draw(found, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    old = found | {"limit_bytes": limits.READ_BYTES, "limit_flops": 2 * 2048**3}
+    del old["limits"]
+    for results, text in ((found, "limit, float32"), (old, "the limit was not measured")):
+        report.show(results)
+        assert "b2 x 90" in capsys.readouterr().out
+        report.draw(results, tmp_path / "picture.svg")
+        assert text in (tmp_path / "picture.svg").read_text()
+
+
+def test_a_share_of_the_limit() -> None:
+    """Of the row's best round, and of what takes longer: reading, or the dtype's products."""
+    best = {"read": 1.0, "products, float32": 0.5, "products, bfloat16": 0.25}
+
+    def row(kind: str, dtype: str, **seconds: float) -> dict[str, Any]:
+        return {
+            "kind": kind,
+            "workload": "w",
+            "dtype": dtype,
+            "kv_bytes": 100,
+            "flops": 1000,
+            "spread": {name: [x, 3 * x] for name, x in best.items()},
+            "seconds": {name: 2 * x for name, x in best.items()} | seconds,
+        }
+
+    rows = [
+        row("decode", "float32", JAX=4.0),
+        row("prefill", "bfloat16", JAX=1.0),
+        row("prefill", "float16", JAX=2.0, vLLM=0.25),
+    ]
+    amounts = {"read": 100, "products, float32": 250, "products, bfloat16": 500}
+    results: dict[str, Any] = {"limits": amounts, "rows": rows}
+    assert [limits.share(row, "JAX", results) for row in rows] == [0.5, 1.0, 1.0]
+    assert limits.above(results) == ["prefill w float16, vLLM: 800%"]
+
+    old = {"limit_bytes": 100, "limit_flops": 1, "rows": rows}  # of a library's matrix product
+    assert [limits.share(row, "JAX", old) for row in rows] == [0.25, None, None]
+    assert limits.above(old) == []
+
+
+def test_no_matrix_product_is_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "FLOPS", 1 << 29)
+    left, threads = torch.randn(512, 512), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        calls = limits.contestants() | {"BLAS": lambda: left @ left}
+        del calls["read"]
+        # The best of short turns: other programs disturb most of them.
+        times = contest.take_turns(calls, 100, dict.fromkeys(calls, 1))
+    finally:
+        torch.set_num_threads(threads)
+    rates = {name: limits.FLOPS / min(times[name]) for name in calls if name != "BLAS"}
+    assert 2 * 512**3 / min(times["BLAS"]) < rates["products, float32"]
+    # Not twice that of float32 everywhere, but more.
+    assert rates.get("products, bfloat16", float("inf")) > 1.2 * rates["products, float32"]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+def test_each_computing_thread_has_a_processor_of_its_own() -> None:
+    """While it takes a turn; then all threads are where they were."""
+    everywhere, content = os.sched_getaffinity(0), bytes(1 << 20)
+    placed: list[tuple[int, frozenset[int]]] = []
+    both = threading.Barrier(2)
+
+    def compute(_: int) -> None:
+        both.wait()  # each thread takes one
+        hashlib.sha256(content).digest()  # without the GIL
+        placed.append((threading.get_native_id(), frozenset(os.sched_getaffinity(0))))
+
+    with ThreadPoolExecutor(2) as threads:
+        take = contest.OwnProcessors().turn
+        contest.seconds({"two threads": lambda: list(threads.map(compute, range(2)))}, take=take)
+        assert [*contest.each_thread(os.sched_getaffinity).values()].count(everywhere) >= 3
+    first, second = sorted(set(placed[-4:]))
+    assert first[0] != second[0] and len(first[1] | second[1]) == 2, placed
 
 
 def test_padding_is_part_of_a_workload() -> None:
@@ -106,7 +175,7 @@ def test_latent_attention_of_pages_of_one_position(quickly: None, cache_dtype: s
     itemsize = 1 if cache_dtype else 2
     assert workload.kv_bytes == 2 * 90 * 72 * itemsize
     assert workload.flops == 2 * 2 * 90 * 8 * (72 + 64)
-    found = contest.row_of(workload, contest.OURS | PEERS, bench.limits())
+    found = contest.row_of(workload, contest.OURS | PEERS, limits.contestants())
     assert contest.OURS.keys() <= found["seconds"].keys()
     assert found["absent"]["vLLM"] == "does not compute V as a part of K"
     assert ("torch SDPA (contiguous)" in found["seconds"]) == (cache_dtype is None)

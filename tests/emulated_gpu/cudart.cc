@@ -24,8 +24,8 @@ extern __attribute__((weak, visibility("default"))) int mutant_in_effect;
 namespace {
 
 using Error = int;
-constexpr Error kSuccess = 0, kInvalidValue = 1, kNoKernelImage = 209, kLaunchFailure = 719,
-                kUnknown = 999;
+constexpr Error kSuccess = 0, kInvalidValue = 1, kNoKernelImage = 209, kSymbolNotFound = 500,
+                kLaunchFailure = 719, kUnknown = 999;
 
 struct Dim3 {
   unsigned x, y, z;
@@ -75,19 +75,13 @@ int Number(const char* variable, int otherwise) {
 }
 
 int Seed() { return Number("EMULATED_GPU_SEED", 0); }
-int Capability() { return Number("EMULATED_GPU_CAPABILITY", 90); }
+
+using emulated_gpu::Capability;
+using emulated_gpu::OutcomeOf;
 
 // What a thread block can have.
 int SharedBytes(int capability) {
   return 1024 * (capability == 80 ? 163 : capability == 90 || capability / 10 == 10 ? 227 : 99);
-}
-
-Error OutcomeOf(const char* call) {
-  const char* failing = std::getenv("EMULATED_GPU_FAIL");
-  const size_t size = std::strlen(call);
-  if (failing == nullptr || std::strncmp(failing, call, size) != 0) return kSuccess;
-  if (failing[size] == '=') return std::atoi(failing + size + 1);
-  return failing[size] == 0 ? kUnknown : kSuccess;
 }
 
 // EMULATED_GPU_FAULT="DecodeAttention 3": removes the fourth barrier, wait or fence from the
@@ -173,6 +167,16 @@ Error Launch(const emulated_gpu::Kernel& kernel, const LaunchConfig& config, voi
 
 }  // namespace
 
+int emulated_gpu::Capability() { return Number("EMULATED_GPU_CAPABILITY", 90); }
+
+int emulated_gpu::OutcomeOf(const char* call) {
+  const char* failing = std::getenv("EMULATED_GPU_FAIL");
+  const size_t size = std::strlen(call);
+  if (failing == nullptr || std::strncmp(failing, call, size) != 0) return kSuccess;
+  if (failing[size] == '=') return std::atoi(failing + size + 1);
+  return failing[size] == 0 ? kUnknown : kSuccess;
+}
+
 extern "C" {
 
 // The fat binary: a header, and an image for each target. Images of machine code are not used.
@@ -254,6 +258,22 @@ Error cudaLaunchKernelExC(const LaunchConfig* config, const void* function, void
   }
   if (kernel == nullptr) return kNoKernelImage;
   return Launch(*kernel, *config, arguments, begins_early);
+}
+
+// The driver's functions: those that the library calls. `found`: 0, or 1 if there is none of that
+// name, or 2 if the version has none.
+Error cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version,
+                                       unsigned long long, int* found) {
+  if (const Error outcome = OutcomeOf("cudaGetDriverEntryPoint")) return outcome;
+  const bool is_known = std::strcmp(symbol, "cuTensorMapEncodeTiled") == 0;
+  const int status = !is_known ? 1 : version < 12000 ? 2 : 0;
+  *function = status == 0 ? reinterpret_cast<void*>(&emulated_gpu::PtxEncodeTiled) : nullptr;
+  if (found != nullptr) *found = status;
+  return status == 0 || found != nullptr ? kSuccess : kSymbolNotFound;
+}
+Error cudaGetDriverEntryPoint(const char* symbol, void** function, unsigned long long flags,
+                              int* found) {
+  return cudaGetDriverEntryPointByVersion(symbol, function, 13000, flags, found);
 }
 
 Error cudaMemsetAsync(void* to, int value, size_t bytes, void*) {

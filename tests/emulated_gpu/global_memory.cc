@@ -74,6 +74,13 @@ void GlobalOrder::CheckRead(const Warp& warp, uint64_t address, int bytes) {
   }
 }
 
+void GlobalOrder::CheckAsyncRead(uint64_t address) const {
+  const auto page = pages_.find(address / kPage);
+  if (page != pages_.end() && page->second[address % kPage / 4].block != 0)
+    Fail("a tensor copy of what the kernel has written at global address " +
+         std::to_string(address));
+}
+
 void GlobalOrder::Atomic(Warp* warp, uint64_t address, bool acquires, bool releases) {
   View& released = released_[address];
   const View before = released;

@@ -142,7 +142,7 @@ Outcome Branch(Warp&, const Instruction&) { return Outcome::kBranch; }
 Outcome Exit(Warp&, const Instruction&) { return Outcome::kExit; }
 Outcome ExecuteTrap(Warp&, const Instruction&) { Fail("trap"); }
 
-// Addresses of global memory are the same as generic ones. Those of shared memory lie in a window.
+// Addresses of global memory are the same as generic ones. Shared memory lies in a window.
 template <uint64_t window>
 Outcome ToWindow(Warp& w, const Instruction& i) {
   U64* d = w.Lanes<U64>(i, 0);
@@ -269,6 +269,7 @@ void AddIntegers(Table* t) {
   }
   (*t)["cvta.shared.u64"] = ToWindow<kSharedWindow>;
   (*t)["cvta.to.shared.u64"] = FromWindow<kSharedWindow>;
+  (*t)["cvta.param.u64"] = ToWindow<kParamWindow>;
   (*t)["cvta.local.u64"] = ToWindow<kLocalWindow>;
   (*t)["cvta.to.local.u64"] = FromWindow<kLocalWindow>;
 }

@@ -18,11 +18,15 @@ inline constexpr int kLanes = 32;
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
 inline constexpr uint64_t kSharedWindow = uint64_t{1} << 62;  // of generic addresses
 inline constexpr uint64_t kLocalWindow = uint64_t{1} << 61;
+inline constexpr uint64_t kParamWindow = uint64_t{1} << 60;
 inline constexpr int kMaxWarps = 32;
+// What copies to an mbarrier do is counted by the mbarrier, with others if there are more.
+inline constexpr int kCopyClocks = 32;
 inline constexpr uint32_t kSum = 1 << 16;
 
-// A vector clock: a warp has seen everything that warp w did before w's step clock[w].
-using Clock = std::array<uint32_t, kMaxWarps>;
+// A vector clock: a warp has seen everything that warp w did before w's step clock[w], and the
+// copies up to number clock[kMaxWarps + b] of the mbarriers b.
+using Clock = std::array<uint32_t, kMaxWarps + kCopyClocks>;
 
 void Join(Clock* clock, const Clock& other);
 
@@ -67,11 +71,13 @@ class SharedMemory {
   char* Write(const Warp& warp, int lane, uint64_t address, int bytes);
   // Whether these bytes are there already, and writing them again is in no race.
   bool Holds(uint64_t address, int bytes, const char* value) const;
-  void BeginCopy(const Warp& warp, int lane, uint64_t address, int bytes, int line);
-  char* EndCopy(const Warp& warp, int lane, uint64_t address, int bytes);
+  // `is_async`: the async proxy copies, which must see what was written there before.
+  void BeginCopy(const Warp& warp, int lane, uint64_t address, int bytes, int line, bool is_async);
+  // `writer` and `step`: the clock that tells who has seen the copy.
+  char* EndCopy(size_t writer, int lane, uint32_t step, uint64_t address, int bytes);
   // For the products of a warpgroup, which began with what their warp had seen then.
   const char* ReadAsync(const Warp& warp, const Seen& began, uint64_t address, int bytes);
-  void MarkBarrier(const Warp& warp, int lane, uint64_t address);
+  void MarkBarrier(const Warp& warp, int lane, uint64_t address, bool is_barrier);
   const char* bytes() const { return bytes_.data(); }
   int size() const { return size_; }
 
@@ -99,7 +105,10 @@ class GlobalOrder {
   void Reset();
   void Write(const Warp& warp, uint64_t address, int bytes);
   void CheckRead(const Warp& warp, uint64_t address, int bytes);
-  // An atomic of a lane. Those after it at the same address hand on what it releases.
+  // A read by the async proxy. What the kernel itself has written, it may not read: the fence that
+  // this needs is not known.
+  void CheckAsyncRead(uint64_t address) const;
+  // An atomic of a lane. Later ones at the same address hand on what it releases.
   void Atomic(Warp* warp, uint64_t address, bool acquires, bool releases);
   void Fence(Warp* warp);
 
@@ -213,10 +222,37 @@ struct Acquired {
 
 struct MemoryBarrier {
   int expected, pending;
+  int64_t bytes = 0;  // that are still to arrive in this phase
   uint32_t phase = 0;
+  size_t clock = 0;        // of its copies
+  bool is_fenced = false;  // fence.mbarrier_init
   Seen arriving, released;
   int init_warp;
   uint32_t init_step;
+};
+
+// A CUtensorMap: a tensor of up to 5 dimensions in global memory, the innermost first, and the box
+// that is copied of it. Dimensions that it lacks have one element.
+struct TensorMap {
+  uint64_t mark;  // kTensorMap
+  uint64_t address;
+  std::array<uint64_t, 5> sizes;    // elements
+  std::array<uint64_t, 5> strides;  // bytes
+  std::array<uint32_t, 5> box;      // elements
+  uint8_t rank;
+  uint8_t span;  // bytes that the swizzle exchanges units of 16 bytes in; 16: none
+};
+inline constexpr uint64_t kTensorMap = 0x70616d726f736e65;
+static_assert(sizeof(TensorMap) <= 128);
+
+// A copy by the async proxy from global to shared memory, whose bytes an mbarrier counts.
+struct TensorCopy {
+  const Instruction* instruction;
+  Warp* warp;
+  int lane;
+  TensorMap map;
+  std::array<int32_t, 5> first;  // element of the box
+  uint64_t to, barrier;
 };
 
 // What speed depends on.
@@ -270,8 +306,14 @@ struct Block {
   SharedMemory shared;
   std::array<BlockBarrier, 16> barriers;
   std::map<uint64_t, MemoryBarrier> memory_barriers;
+  std::vector<TensorCopy> tensor_copies;           // in flight
+  std::array<uint32_t, kCopyClocks> copy_steps{};  // copies that have arrived
+  // Maps in global memory: the warps, and their steps, that have fenced them.
+  std::map<uint64_t, std::vector<std::pair<size_t, uint32_t>>> tensor_maps;
   std::mt19937 random;
   bool has_races_checked = true;
+  // Whether copies of the async proxy may count at barriers that were not fenced, as Triton's do.
+  bool allows_unfenced_barriers = false;
   int lane = 0;  // for error messages
   const Instruction* instruction = nullptr;
   Warp* warp = nullptr;
@@ -304,7 +346,31 @@ void CheckEarlyAccess(const Warp& warp, uint64_t address, int bytes);
 void CompleteCopies(Warp* warp, int lane, size_t num_entries);
 // Completes some lane's copies up to an arrival. Returns false if there are none in flight.
 bool CompleteSomeCopies(Block* block);
+// Completes copies of the async proxy in any order, until a phase of an mbarrier ends or all have
+// arrived. Returns false if there are none in flight.
+bool CompleteTensorCopies(Block* block);
 void ArriveAt(Block* block, Warp* warp, int lane, uint64_t address);
+MemoryBarrier& FindBarrier(Warp& w, int lane, uint64_t address);
+// Ends the barrier's phase if all threads have arrived and all bytes.
+void CheckPhase(Block* block, MemoryBarrier* barrier);
+
+uint64_t SharedAddress(const Warp& w, const Operand& operand, int lane);
+
+// Where 16 bytes of a matrix in shared memory lie: the number of a row of 128 bytes exchanges the
+// units of 16 bytes in a span of 128, 64 or 32 bytes. It repeats every 1024 bytes.
+inline uint64_t Swizzled(uint64_t address, uint64_t span) {
+  return address ^ ((address >> 7 & (span / 16 - 1)) << 4);
+}
+
+// cuTensorMapEncodeTiled of the driver.
+extern "C" __attribute__((visibility("default"))) int PtxEncodeTiled(
+    void* to, int type, uint32_t rank, void* address, const uint64_t* sizes,
+    const uint64_t* strides, const uint32_t* box, const uint32_t* steps, int interleave,
+    int swizzle, int l2_promotion, int fill);
+
+// What the environment says of the GPU (cudart.cc): whether a call fails, and 90 for 9.0.
+int OutcomeOf(const char* call);
+int Capability();
 
 // Executes a kernel. Throws a Trap.
 void RunKernel(const Launch& launch, unsigned seed);

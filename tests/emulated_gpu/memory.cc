@@ -46,8 +46,9 @@ char* GlobalAddress(const Warp& warp, int lane, uint64_t address, int bytes, boo
 
 Space SpaceOf(const Instruction& i, uint64_t* address) {
   if (i.space != Space::kGeneric) return i.space;
-  for (const auto& [space, window] :
-       {std::pair(Space::kShared, kSharedWindow), {Space::kLocal, kLocalWindow}}) {
+  for (const auto& [space, window] : {std::pair(Space::kShared, kSharedWindow),
+                                      {Space::kLocal, kLocalWindow},
+                                      {Space::kParam, kParamWindow}}) {
     if (*address < window) continue;
     *address -= window;
     return space;
@@ -184,7 +185,7 @@ Outcome CopyAsync(Warp& w, const Instruction& i) {
     const uint64_t to = w.Address(i.At(0), lane), from = w.Address(i.At(1), lane);
     const char* source = nullptr;
     if (valid > 0) source = GlobalAddress(w, lane, from, bytes, false);
-    w.block->shared.BeginCopy(w, lane, to, bytes, i.line);
+    w.block->shared.BeginCopy(w, lane, to, bytes, i.line, false);
     w.queues[static_cast<size_t>(lane)].push_back({Pending::kCopy, static_cast<uint8_t>(bytes),
                                                    static_cast<uint8_t>(valid), i.line, to,
                                                    source});
@@ -225,7 +226,9 @@ void CompleteCopies(Warp* warp, int lane, size_t num_entries) {
     const Pending& entry = queue[k];
     if (entry.kind == Pending::kArrive) ArriveAt(warp->block, warp, lane, entry.to);
     if (entry.kind != Pending::kCopy) continue;
-    char* to = warp->block->shared.EndCopy(*warp, lane, entry.to, entry.bytes);
+    const size_t writer = static_cast<size_t>(warp->number);
+    char* to = warp->block->shared.EndCopy(writer, lane, warp->seen.generic[writer], entry.to,
+                                           entry.bytes);
     if (entry.valid_bytes > 0) std::memcpy(to, entry.from, entry.valid_bytes);
     std::memset(to + entry.valid_bytes, 0, static_cast<size_t>(entry.bytes - entry.valid_bytes));
   }
@@ -233,6 +236,7 @@ void CompleteCopies(Warp* warp, int lane, size_t num_entries) {
 }
 
 bool CompleteSomeCopies(Block* block) {
+  if (block->random() % 2 == 0 && CompleteTensorCopies(block)) return true;
   const size_t num_lanes = block->warps.size() * kLanes;
   const size_t begin = block->random() % num_lanes;
   for (size_t k = 0; k < num_lanes; ++k) {
@@ -245,7 +249,7 @@ bool CompleteSomeCopies(Block* block) {
       return true;
     }
   }
-  return false;
+  return CompleteTensorCopies(block);
 }
 
 bool DecodeMemory(const Words& words, Instruction* i) {

@@ -32,7 +32,8 @@ bool Decode(const std::string& opcode, Instruction* instruction) {
     else
       words.back() += c;
   }
-  for (const auto decode : {DecodeMemory, DecodeSynchronization, DecodeTensorCore}) {
+  for (const auto decode :
+       {DecodeMemory, DecodeSynchronization, DecodeTensorCore, DecodeTensorCopy}) {
     Instruction tried = *instruction;
     if (decode(words, &tried) && tried.execute != nullptr) {
       *instruction = std::move(tried);

@@ -52,7 +52,7 @@ int SizeOfImmediate(const std::string& opcode, int operand) {
     return 4;
   if (StartsWith(opcode, "mad.wide") && operand == 3) return 2 * SizeOfType(type);
   for (const char* name :
-       {"shfl", "vote", "bar", "mbarrier", "cp", "setmaxnreg", "wgmma", "prmt", "szext"}) {
+       {"shfl", "vote", "bar", "mbarrier", "cp", "setmaxnreg", "wgmma", "prmt", "szext", "fence"}) {
     if (StartsWith(opcode, name)) return 4;
   }
   const int size = SizeOfType(type);
@@ -353,8 +353,9 @@ class Parser {
       AddOperands(operands[i], static_cast<int>(i), &instruction);
     }
     instruction.num_results = text.find('|') == std::string::npos ? 1 : 2;
-    for (const char* name : {"st.", "red.", "bra", "bar.sync", "bar.arrive", "bar.warp", "cp.",
-                             "mbarrier.init", "stmatrix"}) {
+    for (const char* name :
+         {"st.", "red.", "bra", "bar.sync", "bar.arrive", "bar.warp", "cp.", "mbarrier.init",
+          "mbarrier.expect_tx", "mbarrier.complete_tx", "fence", "tensormap", "stmatrix"}) {
       if (StartsWith(instruction.opcode, name)) instruction.num_results = 0;
     }
     if (operands.size() < 2) instruction.num_results = 0;
@@ -371,6 +372,12 @@ class Parser {
       return;
     }
     Operand operand;
+    // [map, {coordinates}]
+    if (const size_t comma = text.find(','); text[0] == '[' && comma != std::string::npos) {
+      AddOperands(text.substr(0, comma) + ']', number, instruction);
+      AddOperands(Trimmed(text.substr(comma + 1, text.size() - comma - 2)), number, instruction);
+      return;
+    }
     if (text[0] == '[') {
       std::string base = Trimmed(text.substr(1, text.size() - 2));
       if (const size_t plus = base.find('+'); plus != std::string::npos) {

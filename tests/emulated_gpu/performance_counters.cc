@@ -16,18 +16,14 @@ bool Begins(const std::string& opcode, const char* with) { return opcode.rfind(w
 // The class of an opcode: that of the first prefix that it begins with.
 const char* ClassOf(const Instruction& i) {
   static constexpr std::pair<const char*, const char*> kClasses[] = {
-      {"mma", "products"},        {"wgmma.mma", "products"},
-      {"ldmatrix", "matrices"},   {"stmatrix", "matrices"},
-      {"cp.async.c", "copies"},   {"ld", "loads"},
-      {"st", "stores"},           {"atom", "atomics"},
-      {"red.", "atomics"},        {"shfl", "exchanges"},
-      {"vote", "exchanges"},      {"redux", "exchanges"},
-      {"bra", "branches"},        {"ret", "branches"},
-      {"exit", "branches"},       {"ex2", "special"},
-      {"rcp", "special"},         {"bar", "waits"},
-      {"mbarrier", "waits"},      {"cp", "waits"},
-      {"fence", "waits"},         {"wgmma", "waits"},
-      {"griddepcontrol", "waits"}};
+      {"mma", "products"},      {"wgmma.mma", "products"}, {"ldmatrix", "matrices"},
+      {"stmatrix", "matrices"}, {"cp.async.c", "copies"},  {"cp.async.bulk", "copies"},
+      {"ld", "loads"},          {"st", "stores"},          {"atom", "atomics"},
+      {"red.", "atomics"},      {"shfl", "exchanges"},     {"vote", "exchanges"},
+      {"redux", "exchanges"},   {"bra", "branches"},       {"ret", "branches"},
+      {"exit", "branches"},     {"ex2", "special"},        {"rcp", "special"},
+      {"bar", "waits"},         {"mbarrier", "waits"},     {"cp", "waits"},
+      {"fence", "waits"},       {"wgmma", "waits"},        {"griddepcontrol", "waits"}};
   for (const auto& [begin, name] : kClasses) {
     if (Begins(i.opcode, begin)) return name;
   }

@@ -183,6 +183,12 @@ std::string Place(const Instruction& i) { return i.opcode + " in line " + std::t
 
 [[noreturn]] void ReportDeadlock(Block& block) {
   std::string message = "a deadlock:";
+  for (const auto& [address, barrier] : block.memory_barriers) {
+    if (barrier.bytes == 0) continue;
+    message += " the mbarrier at shared address " + std::to_string(address) +
+               (barrier.bytes > 0 ? " lacks " : " has a surplus of ") +
+               std::to_string(std::abs(barrier.bytes)) + " bytes;";
+  }
   for (Warp& w : block.warps) {
     for (const Fragment& fragment : w.fragments) {
       const Instruction& i = block.launch->kernel->code[static_cast<size_t>(fragment.pc)];
@@ -234,6 +240,10 @@ void Block::Run() {
     }
     if (!progressed && !CompleteSomeCopies(this)) ReportDeadlock(*this);
   }
+  if (!tensor_copies.empty()) {
+    instruction = tensor_copies[0].instruction;
+    Fail("the thread block ends before its tensor copies have arrived");
+  }
 }
 
 void NoteWrite(const Warp&, uint64_t address, int bytes) {
@@ -271,6 +281,7 @@ void RunKernel(const Launch& launch, unsigned seed) {
   block.has_races_checked = !launch.has_change;
   if (const char* races = std::getenv("EMULATED_GPU_RACES"))
     block.has_races_checked &= *races != '0';
+  block.allows_unfenced_barriers = std::getenv("EMULATED_GPU_UNFENCED_BARRIERS") != nullptr;
   if (const char* most = std::getenv("EMULATED_GPU_MOST_INSTRUCTIONS")) {
     block.most_instructions = std::strtoull(most, nullptr, 10);
   }
@@ -305,6 +316,8 @@ void RunKernel(const Launch& launch, unsigned seed) {
                            static_cast<int>(num_warps));
         block.barriers.fill({});
         block.memory_barriers.clear();
+        block.tensor_maps.clear();
+        block.copy_steps.fill(0);
         block.num_instructions = 0;
         block.warps.resize(num_warps);
         for (size_t k = 0; k < num_warps; ++k) {

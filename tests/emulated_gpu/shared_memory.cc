@@ -23,6 +23,7 @@ uint8_t BytesOf(uint64_t word, uint64_t first, uint64_t last) {
 std::string At(uint64_t address) { return " at shared address " + std::to_string(address); }
 
 std::string Writer(const Word& word) {
+  if (word.write_warp >= kMaxWarps) return "a tensor copy";
   return "thread " + std::to_string(word.write_warp * kLanes + word.write_lane);
 }
 
@@ -134,25 +135,32 @@ bool SharedMemory::Holds(uint64_t address, int bytes, const char* value) const {
   return std::memcmp(bytes_.data() + address, value, static_cast<size_t>(bytes)) == 0;
 }
 
-void SharedMemory::BeginCopy(const Warp& warp, int lane, uint64_t address, int bytes, int line) {
+void SharedMemory::BeginCopy(const Warp& warp, int lane, uint64_t address, int bytes, int line,
+                             bool is_async) {
   CheckBounds(address, bytes);
   const uint64_t last = address + static_cast<uint64_t>(bytes);
   CheckWrite(warp, lane, address, last);
   for (uint64_t w = address / 4; w * 4 < last; ++w) {
-    words_[w].copies_in_flight = 1;
-    words_[w].copy_line = static_cast<uint32_t>(line);
+    Word& word = words_[w];
+    if (is_async && word.is_barrier) Fail("a copy" + At(address) + ", where an mbarrier lies");
+    if (is_async && word.write_step > warp.seen.async[word.write_warp]) {
+      Fail("a tensor copy to" + At(address) + ", which " + Writer(word) +
+           " wrote without fence.proxy.async before the copy");
+    }
+    word.copies_in_flight = 1;
+    word.copy_line = static_cast<uint32_t>(line);
   }
 }
 
-char* SharedMemory::EndCopy(const Warp& warp, int lane, uint64_t address, int bytes) {
+char* SharedMemory::EndCopy(size_t writer, int lane, uint32_t step, uint64_t address, int bytes) {
   const uint64_t last = address + static_cast<uint64_t>(bytes);
   for (uint64_t w = address / 4; w * 4 < last; ++w) {
     Word& word = words_[w];
     word.copies_in_flight = 0;
     word.written_bytes = word.write_bytes = 0xf;
-    word.write_warp = static_cast<uint8_t>(warp.number);
+    word.write_warp = static_cast<uint8_t>(writer);
     word.write_lane = static_cast<uint8_t>(lane);
-    word.write_step = warp.seen.generic[static_cast<size_t>(warp.number)];
+    word.write_step = step;
     word.last_was_copy = 1;
   }
   return bytes_.data() + address;
@@ -185,9 +193,14 @@ const char* SharedMemory::ReadAsync(const Warp& warp, const Seen& began, uint64_
   return bytes_.data() + address;
 }
 
-void SharedMemory::MarkBarrier(const Warp& warp, int lane, uint64_t address) {
+void SharedMemory::MarkBarrier(const Warp& warp, int lane, uint64_t address, bool is_barrier) {
+  CheckBounds(address, 8);
+  for (uint64_t w = address / 4; w < address / 4 + 2; ++w) words_[w].is_barrier = 0;
   Write(warp, lane, address, 8);
-  words_[address / 4].is_barrier = words_[address / 4 + 1].is_barrier = 1;
+  for (uint64_t w = address / 4; w < address / 4 + 2; ++w) {
+    words_[w].is_barrier = is_barrier;
+    words_[w].written_bytes = 0;
+  }
 }
 
 }  // namespace emulated_gpu

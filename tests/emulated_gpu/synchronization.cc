@@ -8,7 +8,7 @@
 namespace emulated_gpu {
 namespace {
 
-// Whether all lanes of the mask are here. Those that are not must still come.
+// Whether all lanes of the mask are here. If not, the others must still come.
 bool AreHere(Warp& w, uint32_t mask, const char* what) {
   if ((mask & w.alive) != mask) Fail(std::string(what) + " names lanes that have ended");
   if ((w.active & ~mask) != 0)
@@ -207,24 +207,6 @@ Outcome MeetAtBarrier(Warp& w, const Instruction& i) {
   return Outcome::kDone;
 }
 
-uint64_t SharedAddress(const Warp& w, const Operand& operand, int lane) {
-  const uint64_t address = w.Address(operand, lane);
-  return address >= kSharedWindow ? address - kSharedWindow : address;
-}
-
-MemoryBarrier& FindBarrier(Warp& w, int lane, uint64_t address) {
-  w.block->lane = lane;
-  const auto found = w.block->memory_barriers.find(address);
-  if (found == w.block->memory_barriers.end())
-    Fail("no mbarrier at shared address " + std::to_string(address));
-  MemoryBarrier& barrier = found->second;
-  if (barrier.init_warp != w.number &&
-      barrier.init_step > w.seen.generic[static_cast<size_t>(barrier.init_warp)]) {
-    Fail("a race: an mbarrier is used without a barrier after its mbarrier.init");
-  }
-  return barrier;
-}
-
 Outcome InitMemoryBarrier(Warp& w, const Instruction& i) {
   ForActive(w.active, [&](int lane) {
     const uint64_t address = SharedAddress(w, i.At(0), lane);
@@ -233,9 +215,10 @@ Outcome InitMemoryBarrier(Warp& w, const Instruction& i) {
     if (count < 1 || count >= 1 << 20)
       Fail("an mbarrier of " + std::to_string(count) + " arrivals");
     if (w.block->memory_barriers.count(address) != 0) Fail("an mbarrier is initialized twice");
-    w.block->shared.MarkBarrier(w, lane, address);
+    w.block->shared.MarkBarrier(w, lane, address, true);
     MemoryBarrier barrier{};
     barrier.expected = barrier.pending = count;
+    barrier.clock = kMaxWarps + w.block->memory_barriers.size() % kCopyClocks;
     barrier.init_warp = w.number;
     barrier.init_step = w.seen.generic[static_cast<size_t>(w.number)];
     w.block->memory_barriers.emplace(address, barrier);
@@ -243,13 +226,38 @@ Outcome InitMemoryBarrier(Warp& w, const Instruction& i) {
   return Outcome::kDone;
 }
 
+void ExpectBytes(MemoryBarrier* barrier, int64_t bytes) {
+  constexpr int64_t kMost = (1 << 20) - 1;
+  barrier->bytes += bytes;
+  if (barrier->bytes > kMost || barrier->bytes < -kMost)
+    Fail("an mbarrier that expects " + std::to_string(barrier->bytes) + " bytes");
+}
+
 // mbarrier.arrive state, [address][, count]
+// mbarrier.arrive.expect_tx state, [address], bytes
+template <bool kExpectsBytes>
 Outcome ArriveAtMemoryBarrier(Warp& w, const Instruction& i) {
   ForActive(w.active, [&](int lane) {
     uint64_t count = i.NumOperands() > 2 ? w.Integer(i.At(2), lane) : 1;
     const uint64_t address = SharedAddress(w, i.At(1), lane);
-    if (i.At(0).slot >= 0) w.Lanes<uint64_t>(i, 0)[lane] = FindBarrier(w, lane, address).phase;
+    MemoryBarrier& barrier = FindBarrier(w, lane, address);
+    if (i.At(0).slot >= 0) w.Lanes<uint64_t>(i, 0)[lane] = barrier.phase;
+    if (kExpectsBytes) {
+      ExpectBytes(&barrier, static_cast<int64_t>(count));
+      count = 1;
+    }
     for (; count > 0; --count) ArriveAt(w.block, &w, lane, address);
+  });
+  return Outcome::kDone;
+}
+
+// mbarrier.expect_tx [address], bytes; mbarrier.complete_tx [address], bytes: kSign of them
+template <int kSign>
+Outcome CountBytes(Warp& w, const Instruction& i) {
+  ForActive(w.active, [&](int lane) {
+    MemoryBarrier& barrier = FindBarrier(w, lane, SharedAddress(w, i.At(0), lane));
+    ExpectBytes(&barrier, kSign * static_cast<int64_t>(w.Integer(i.At(1), lane)));
+    CheckPhase(w.block, &barrier);
   });
   return Outcome::kDone;
 }
@@ -268,7 +276,8 @@ Outcome ArriveAfterCopies(Warp& w, const Instruction& i) {
 }
 
 // mbarrier.{try,test}_wait[.parity] p, [address], phase: the first waits as long as it likes, so
-// until it is true for some lane. Of the second, what is between is left out: it would be a loop.
+// mostly until it is true for some lane. Of the second, what is between is left out: it would be a
+// loop.
 Outcome WaitForMemoryBarrier(Warp& w, const Instruction& i) {
   uint32_t is_over = 0;
   ForActive(w.active, [&](int lane) {
@@ -277,7 +286,7 @@ Outcome WaitForMemoryBarrier(Warp& w, const Instruction& i) {
     const bool is = i.number == 1 ? (barrier.phase & 1) != (phase & 1) : barrier.phase != phase;
     is_over |= static_cast<uint32_t>(is) << lane;
   });
-  if (is_over == 0) return Outcome::kBlocked;
+  if (is_over == 0 && w.block->random() % 16 != 0) return Outcome::kBlocked;
   ForActive(is_over, [&](int lane) {
     w.seen.Add(FindBarrier(w, lane, SharedAddress(w, i.At(1), lane)).released);
   });
@@ -286,12 +295,28 @@ Outcome WaitForMemoryBarrier(Warp& w, const Instruction& i) {
   return Outcome::kDone;
 }
 
-Outcome InvalidateMemoryBarrier(Warp&, const Instruction&) { return Outcome::kDone; }
+// The barrier's memory is free.
+Outcome InvalidateMemoryBarrier(Warp& w, const Instruction& i) {
+  ForActive(w.active, [&](int lane) {
+    const uint64_t address = SharedAddress(w, i.At(0), lane);
+    FindBarrier(w, lane, address);
+    w.block->memory_barriers.erase(address);
+    w.block->shared.MarkBarrier(w, lane, address, false);
+  });
+  return Outcome::kDone;
+}
 
 // What this warp has seen, the async proxy sees from now on.
 Outcome FenceAsyncProxy(Warp& w, const Instruction&) {
   Join(&w.seen.async, w.seen.generic);
   w.Step();
+  return Outcome::kDone;
+}
+
+// fence.mbarrier_init: the async proxy sees the barriers that this warp has initialized.
+Outcome FenceBarriers(Warp& w, const Instruction&) {
+  for (auto& [address, barrier] : w.block->memory_barriers)
+    barrier.is_fenced |= barrier.init_warp == w.number;
   return Outcome::kDone;
 }
 
@@ -337,19 +362,49 @@ bool Has(const Words& words, const char* word) {
   return std::find(words.begin(), words.end(), word) != words.end();
 }
 
+// Whether all words but the first are among these.
+bool AreKnown(const Words& words, std::initializer_list<const char*> known) {
+  return std::all_of(words.begin() + 1, words.end(), [&](const std::string& word) {
+    return std::find(known.begin(), known.end(), word) != known.end();
+  });
+}
+
 }  // namespace
+
+uint64_t SharedAddress(const Warp& w, const Operand& operand, int lane) {
+  const uint64_t address = w.Address(operand, lane);
+  return address >= kSharedWindow ? address - kSharedWindow : address;
+}
+
+MemoryBarrier& FindBarrier(Warp& w, int lane, uint64_t address) {
+  w.block->lane = lane;
+  const auto found = w.block->memory_barriers.find(address);
+  if (found == w.block->memory_barriers.end())
+    Fail("no mbarrier at shared address " + std::to_string(address));
+  MemoryBarrier& barrier = found->second;
+  if (barrier.init_warp != w.number &&
+      barrier.init_step > w.seen.generic[static_cast<size_t>(barrier.init_warp)]) {
+    Fail("a race: an mbarrier is used without a barrier after its mbarrier.init");
+  }
+  return barrier;
+}
 
 void ArriveAt(Block* block, Warp* warp, int lane, uint64_t address) {
   MemoryBarrier& barrier = FindBarrier(*warp, lane, address);
   barrier.arriving.Add(warp->seen);
   warp->Step();
   block->progressed = true;
-  if (--barrier.pending > 0) return;
-  if (barrier.pending < 0) Fail("more arrivals than the mbarrier expects");
-  barrier.released = barrier.arriving;
-  barrier.arriving = {};
-  barrier.pending = barrier.expected;
-  ++barrier.phase;
+  if (--barrier.pending < 0) Fail("more arrivals than the mbarrier expects");
+  CheckPhase(block, &barrier);
+}
+
+void CheckPhase(Block* block, MemoryBarrier* barrier) {
+  if (barrier->pending > 0 || barrier->bytes != 0) return;
+  barrier->released = barrier->arriving;
+  barrier->arriving = {};
+  barrier->pending = barrier->expected;
+  ++barrier->phase;
+  block->progressed = true;
 }
 
 bool RemoveWait(Instruction* i) {
@@ -360,8 +415,9 @@ bool RemoveWait(Instruction* i) {
   }
   for (const char* name :
        {"bar.sync", "bar.arrive", "bar.warp.sync", "cp.async.wait_group",
-        "cp.async.mbarrier.arrive", "mbarrier.arrive", "mbarrier.init", "fence.proxy.async",
-        "wgmma.fence", "wgmma.wait_group", "wgmma.commit_group", "griddepcontrol.wait"}) {
+        "cp.async.mbarrier.arrive", "mbarrier.arrive", "mbarrier.init", "mbarrier.expect_tx",
+        "fence.proxy", "fence.mbarrier_init", "wgmma.fence", "wgmma.wait_group",
+        "wgmma.commit_group", "griddepcontrol.wait"}) {
     if (i->opcode.compare(0, std::string(name).size(), name) != 0) continue;
     i->execute = Removed;
     return true;
@@ -413,20 +469,34 @@ bool DecodeSynchronization(const Words& words, Instruction* i) {
     i->execute = ArriveAfterCopies;
     i->number = Has(words, "noinc");
   } else if (name == "mbarrier" && words.size() > 1) {
-    if (Has(words, "expect_tx") || Has(words, "shared::cluster")) return false;
+    // An address of this block's shared memory is one of the cluster's, too.
+    if (!AreKnown(words, {"init", "inval", "arrive", "expect_tx", "complete_tx", "try_wait",
+                          "test_wait", "parity", "acquire", "release", "relaxed", "cta", "cluster",
+                          "shared", "shared::cta", "shared::cluster", "b64"}))
+      return false;
+    // expect_tx and complete_tx order nothing; an arrival or a wait that does not is not known.
+    const bool only_counts = words[1] == "expect_tx" || words[1] == "complete_tx";
+    if (Has(words, "relaxed") && !only_counts) return false;
     if (words[1] == "init")
       i->execute = InitMemoryBarrier;
     else if (words[1] == "inval")
       i->execute = InvalidateMemoryBarrier;
     else if (words[1] == "arrive")
-      i->execute = ArriveAtMemoryBarrier;
+      i->execute =
+          Has(words, "expect_tx") ? ArriveAtMemoryBarrier<true> : ArriveAtMemoryBarrier<false>;
+    else if (only_counts)
+      i->execute = words[1] == "expect_tx" ? CountBytes<1> : CountBytes<-1>;
     else if (words[1] == "try_wait" || words[1] == "test_wait")
       i->execute = WaitForMemoryBarrier;
     else
       return false;
     i->number = Has(words, "parity");
-  } else if (name == "fence" && Has(words, "async")) {
-    i->execute = FenceAsyncProxy;
+  } else if (name == "fence" && Has(words, "proxy")) {  // of shared memory, or of all
+    if (!AreKnown(words, {"proxy", "async", "shared::cta", "shared::cluster", "global"}))
+      return false;
+    i->execute = words.back() == "global" ? Nothing : FenceAsyncProxy;
+  } else if (name == "fence" && Has(words, "mbarrier_init")) {
+    i->execute = FenceBarriers;
   } else if (name == "fence" || name == "membar") {
     const bool orders_blocks =
         Has(words, "gpu") || Has(words, "sys") || Has(words, "gl");  // for membar, gl is gpu

@@ -19,5 +19,6 @@ using Words = std::vector<std::string>;
 bool DecodeMemory(const Words& words, Instruction* instruction);
 bool DecodeTensorCore(const Words& words, Instruction* instruction);
 bool DecodeSynchronization(const Words& words, Instruction* instruction);
+bool DecodeTensorCopy(const Words& words, Instruction* instruction);
 
 }  // namespace emulated_gpu

@@ -175,12 +175,7 @@ class Matrix {
     } else {  // rows of MN: 8 of K are an atom
       address += mn / elements * leading_ + k / 8 * stride_ + k % 8 * row_ + mn % elements * 2;
     }
-    // The number of a row of 128 bytes exchanges the 16-byte units in it; it repeats every 1024
-    // bytes.
-    const uint64_t unit = address >> 7 & (row_ / 16 - 1);
-    return row_ == 128  ? address ^ (unit << 4)
-           : row_ == 64 ? address ^ ((address >> 7 & 3) << 4)
-                        : address ^ ((address >> 7 & 1) << 4);
+    return Swizzled(address, row_);
   }
 
  private:

@@ -578,166 +578,138 @@ def test_pallas_gpu_without_lengths() -> None:
     assert_same_bits(np.asarray(result), np.asarray(expected))
 
 
-def sglang_call(**changes: Any) -> Any:
-    return lambda: sglang_jax.ragged_paged_attention(
-        **as_jax(packed(inputs(*CALLS["float32"]))) | changes
-    )
-
-
-def ejkernel_call(**changes: Any) -> Any:
-    return lambda: ejkernel.ragged_page_attention_v3(
-        **as_jax(renamed(inputs(*CALLS["float32"]))) | changes
-    )
-
-
-def unified_call(**changes: Any) -> Any:
-    return lambda: ejkernel.unified_attention(**as_jax(Unified().arrays()) | changes)
-
-
-def pallas_tpu_call(**changes: Any) -> Any:
+def pallas_arrays(tables: str) -> dict[str, Any]:
     operands, v_pages, _ = decode_inputs("bfloat16", "int8")
-    names = ("q", "k_pages", "lengths", "page_indices")
-    arrays = as_jax(dict(zip(names, operands, strict=False)) | {"v_pages": v_pages})
-    return lambda: pallas_tpu.paged_attention(**arrays | changes)
+    names = ("q", "k_pages", "lengths", tables)
+    return as_jax(dict(zip(names, operands, strict=False)) | {"v_pages": v_pages})
 
 
-def pallas_gpu_call(**changes: Any) -> Any:
-    operands, v_pages, _ = decode_inputs("bfloat16", "int8")
-    names = ("q", "k_pages", "lengths", "block_tables")
-    arrays = as_jax(dict(zip(names, operands, strict=False)) | {"v_pages": v_pages})
-    return lambda: pallas_gpu.paged_attention(**arrays | changes)
+SGLANG = "sglang_jax.ragged_paged_attention"
+RAGGED = "ejkernel.ragged_page_attention_v3"
+UNIFIED = "ejkernel.unified_attention"
+PALLAS_TPU, PALLAS_GPU = "pallas_tpu.paged_attention", "pallas_gpu.paged_attention"
+SOUND: dict[str, tuple[Any, Any]] = {
+    SGLANG: (
+        sglang_jax.ragged_paged_attention,
+        lambda: as_jax(packed(inputs(*CALLS["float32"]))),
+    ),
+    RAGGED: (
+        ejkernel.ragged_page_attention_v3,
+        lambda: as_jax(renamed(inputs(*CALLS["float32"]))),
+    ),
+    UNIFIED: (ejkernel.unified_attention, lambda: as_jax(Unified().arrays())),
+    PALLAS_TPU: (pallas_tpu.paged_attention, lambda: pallas_arrays("page_indices")),
+    PALLAS_GPU: (pallas_gpu.paged_attention, lambda: pallas_arrays("block_tables")),
+}
+"""Functions, and the arguments of a sound call."""
 
 
-SGLANG = "sglang_jax.ragged_paged_attention: "
-RAGGED = "ejkernel.ragged_page_attention_v3: "
-UNIFIED = "ejkernel.unified_attention: "
+def refused(op: str, message: str, call: str | None = None, **changes: Any) -> Any:
+    """Arguments that a function refuses, and the error. `call`: the function, if not `op`."""
+    name = call or op.partition(" ")[0]
+    return pytest.param(name, changes, f"{op}: {message}", id=f"{name}-{'-'.join(changes)}")
+
+
+def ints(*shape: int) -> jax.Array:
+    return jnp.zeros(shape, jnp.int32)
+
+
 NOT_SUPPORTED = "must be None, as it is not supported; got "
 MASK_VALUE = (
     "mask_value must be None or at most -10000, as masked positions have no weight here; got "
 )
-REFUSED: dict[str, tuple[Any, str]] = {
-    "a mask": (
-        sglang_call(custom_mask=jnp.ones(9)),
-        f"{SGLANG}custom_mask {NOT_SUPPORTED}shape [9]",
+REFUSED = [
+    refused(SGLANG, f"custom_mask {NOT_SUPPORTED}shape [9]", custom_mask=jnp.ones(9)),
+    refused(SGLANG, f"xai_temperature_len {NOT_SUPPORTED}1024.0", xai_temperature_len=1024.0),
+    refused(SGLANG, f"softmax_dtype {NOT_SUPPORTED}'bfloat16'", softmax_dtype=jnp.bfloat16),
+    refused(SGLANG, "causal must be 0 or 1; got 2", causal=2),
+    refused(SGLANG, f"{MASK_VALUE}-1.0", mask_value=-1.0),
+    refused(SGLANG, "distribution must have shape [3]; got [2]", distribution=ints(2)),
+    refused(SGLANG, "cu_kv_lens must have shape [7]; got [6]", cu_kv_lens=ints(6)),
+    refused(
+        SGLANG,
+        "page_indices must have shape [num_page_indices], of at least one page; got [6, 2]",
+        page_indices=ints(6, 2),
     ),
-    "temperature": (
-        sglang_call(xai_temperature_len=1024.0),
-        f"{SGLANG}xai_temperature_len {NOT_SUPPORTED}1024.0",
+    refused(
+        SGLANG,
+        "kv_cache_fused must have shape [num_pages, page_size, rows // packing, packing, width]; got [40, 8, 4, 128]",
+        kv_cache_fused=jnp.zeros((40, 8, 4, 128)),
     ),
-    "softmax in bfloat16": (
-        sglang_call(softmax_dtype=jnp.bfloat16),
-        f"{SGLANG}softmax_dtype {NOT_SUPPORTED}'bfloat16'",
+    refused(SGLANG, "attention_sink must have shape [8]; got [7]", attention_sink=jnp.zeros(7)),
+    refused(RAGGED, "platform must be None or 'auto'; got 'triton'", platform="triton"),
+    refused(RAGGED, "distribution must have shape [3]; got [2]", distribution=ints(2)),
+    refused(RAGGED, "softmax_aux must have shape [8]; got [7]", softmax_aux=jnp.zeros(7)),
+    refused(
+        RAGGED,
+        "block_tables must have shape [max_seqs=6 * pages_per_seq], of at least one page; got [6, 5]",
+        block_tables=ints(6, 5),
     ),
-    "sglang-jax, another causality": (
-        sglang_call(causal=2),
-        f"{SGLANG}causal must be 0 or 1; got 2",
+    refused(
+        RAGGED,
+        "in_specs must be given with mesh; got None",
+        mesh=Mesh(np.array(jax.devices()[:2]), ("tp",)),
     ),
-    "sglang-jax, a mask value": (sglang_call(mask_value=-1.0), f"{SGLANG}{MASK_VALUE}-1.0"),
-    "sglang-jax, a distribution of two": (
-        sglang_call(distribution=jnp.zeros(2, jnp.int32)),
-        f"{SGLANG}distribution must have shape [3]; got [2]",
+    refused(
+        RAGGED,
+        "mesh must be given with in_specs and out_specs; got None",
+        in_specs=P(),
+        out_specs=P(),
     ),
-    "sglang-jax, short cu_kv_lens": (
-        sglang_call(cu_kv_lens=jnp.zeros(6, jnp.int32)),
-        f"{SGLANG}cu_kv_lens must have shape [7]; got [6]",
+    refused(UNIFIED, f"qq_bias {NOT_SUPPORTED}shape [4, 4]", qq_bias=jnp.zeros((4, 4))),
+    refused(UNIFIED, "causal must be True; got False", causal=False),
+    refused(UNIFIED, "platform must be None or 'auto'; got 'xla'", platform="xla"),
+    refused(
+        f"{UNIFIED} with alibi_slopes",
+        f"softmax_aux {NOT_SUPPORTED}shape [6]",
+        alibi_slopes=jnp.zeros(6),
+        softmax_aux=jnp.zeros(6),
     ),
-    "sglang-jax, a page table": (
-        sglang_call(page_indices=jnp.zeros((6, 2), jnp.int32)),
-        f"{SGLANG}page_indices must have shape [num_page_indices], of at least one page; got [6, 2]",
+    refused(
+        f"{UNIFIED} with alibi_slopes",
+        f"logits_soft_cap {NOT_SUPPORTED}2.0",
+        alibi_slopes=jnp.zeros(6),
+        logits_soft_cap=2.0,
     ),
-    "sglang-jax, a cache of four dimensions": (
-        sglang_call(kv_cache_fused=jnp.zeros((40, 8, 4, 128))),
-        f"{SGLANG}kv_cache_fused must have shape [num_pages, page_size, rows // packing, packing, "
-        "width]; got [40, 8, 4, 128]",
+    refused(
+        UNIFIED,
+        "kv_lens must have shape [num_seqs]; got [5, 1]",
+        kv_lens=ints(5, 1),
     ),
-    "sglang-jax, a sink too few": (
-        sglang_call(attention_sink=jnp.zeros(7)),
-        f"{SGLANG}attention_sink must have shape [8]; got [7]",
+    refused(
+        PALLAS_TPU,
+        "lengths must have shape [batch_size=6]; got [1]",
+        lengths=ints(1),
     ),
-    "ejKernel, a platform": (
-        ejkernel_call(platform="triton"),
-        f"{RAGGED}platform must be None or 'auto'; got 'triton'",
+    refused(
+        PALLAS_TPU,
+        ("q must have shape [batch_size, num_q_heads, head_dim]; got [6, 1, 6, 32]"),
+        q=jnp.zeros((6, 1, 6, 32)),
     ),
-    "ejKernel, a distribution of two": (
-        ejkernel_call(distribution=jnp.zeros(2, jnp.int32)),
-        f"{RAGGED}distribution must have shape [3]; got [2]",
+    refused(
+        PALLAS_TPU,
+        ("k_pages.scales must have shape [3, 30, 8, 1]; got [3, 30, 8, 32]"),
+        k_pages=QuantizedTensor(*[jnp.zeros((3, 30, 8, 32), jnp.int8)] * 2),
     ),
-    "ejKernel, a sink too few": (
-        ejkernel_call(softmax_aux=jnp.zeros(7)),
-        f"{RAGGED}softmax_aux must have shape [8]; got [7]",
-    ),
-    "ejKernel, a page table": (
-        ejkernel_call(block_tables=jnp.zeros((6, 5), jnp.int32)),
-        f"{RAGGED}block_tables must have shape [max_seqs=6 * pages_per_seq], of at least one page; "
-        "got [6, 5]",
-    ),
-    "ejKernel, a mesh alone": (
-        ejkernel_call(mesh=Mesh(np.array(jax.devices()[:2]), ("tp",))),
-        f"{RAGGED}in_specs must be given with mesh; got None",
-    ),
-    "ejKernel, specs alone": (
-        ejkernel_call(in_specs=P(), out_specs=P()),
-        f"{RAGGED}mesh must be given with in_specs and out_specs; got None",
-    ),
-    "unified, a bias": (
-        unified_call(qq_bias=jnp.zeros((4, 4))),
-        f"{UNIFIED}qq_bias {NOT_SUPPORTED}shape [4, 4]",
-    ),
-    "unified, not causal": (unified_call(causal=False), f"{UNIFIED}causal must be True; got False"),
-    "unified, a platform": (
-        unified_call(platform="xla"),
-        f"{UNIFIED}platform must be None or 'auto'; got 'xla'",
-    ),
-    "unified, ALiBi with a sink": (
-        unified_call(alibi_slopes=jnp.zeros(6), softmax_aux=jnp.zeros(6)),
-        f"ejkernel.unified_attention with alibi_slopes: softmax_aux {NOT_SUPPORTED}shape [6]",
-    ),
-    "unified, ALiBi with a soft cap": (
-        unified_call(alibi_slopes=jnp.zeros(6), logits_soft_cap=2.0),
-        f"ejkernel.unified_attention with alibi_slopes: logits_soft_cap {NOT_SUPPORTED}2.0",
-    ),
-    "unified, a table of lengths": (
-        unified_call(kv_lens=jnp.zeros((5, 1), jnp.int32)),
-        f"{UNIFIED}kv_lens must have shape [num_seqs]; got [5, 1]",
-    ),
-    "Pallas, one length for all": (
-        pallas_tpu_call(lengths=jnp.zeros(1, jnp.int32)),
-        "pallas_tpu.paged_attention: lengths must have shape [batch_size=6]; got [1]",
-    ),
-    "Pallas, queries of four dimensions": (
-        pallas_tpu_call(q=jnp.zeros((6, 1, 6, 32))),
-        "pallas_tpu.paged_attention: q must have shape [batch_size, num_q_heads, head_dim]; got "
-        "[6, 1, 6, 32]",
-    ),
-    "Pallas, a scale for each element": (
-        pallas_tpu_call(k_pages=QuantizedTensor(*[jnp.zeros((3, 30, 8, 32), jnp.int8)] * 2)),
-        "pallas_tpu.paged_attention: k_pages.scales must have shape [3, 30, 8, 1]; got "
-        "[3, 30, 8, 32]",
-    ),
-    "Pallas, only K is quantized": (
-        pallas_tpu_call(v_pages=jnp.zeros((3, 30, 8, 32), jnp.bfloat16)),
+    refused(
+        "paged_attention",
         "value_cache must have kv_cache's dtype int8, or uint8; got bfloat16",
+        call=PALLAS_TPU,
+        v_pages=jnp.zeros((3, 30, 8, 32), jnp.bfloat16),
     ),
-    "Pallas, a mask value": (
-        pallas_tpu_call(mask_value=0.0),
-        f"pallas_tpu.paged_attention: {MASK_VALUE}0.0",
+    refused(PALLAS_TPU, f"{MASK_VALUE}0.0", mask_value=0.0),
+    refused(PALLAS_GPU, f"{MASK_VALUE}nan", mask_value=np.nan),
+    refused(
+        PALLAS_GPU, "v_scales_pages must have shape [3, 30, 8]; got [3]", v_scales_pages=jnp.ones(3)
     ),
-    "Pallas on GPUs, a mask value": (
-        pallas_gpu_call(mask_value=np.nan),
-        f"pallas_gpu.paged_attention: {MASK_VALUE}nan",
-    ),
-    "Pallas on GPUs, a scale for each head": (
-        pallas_gpu_call(v_scales_pages=jnp.ones(3)),
-        "pallas_gpu.paged_attention: v_scales_pages must have shape [3, 30, 8]; got [3]",
-    ),
-}
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses(name: str) -> None:
-    call, message = REFUSED[name]
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSED)
+def test_refuses(name: str, changes: dict[str, Any], message: str) -> None:
+    function, arguments = SOUND[name]
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
-        call()
+        function(**arguments() | changes)
 
 
 FUNCTIONS: list[tuple[Any, str]] = [

@@ -1,10 +1,10 @@
 """The CPU handlers and kernels without a framework: every case against the oracle, and the promises
-about bits, batches and threads. test_mutation.py runs this file on faulty kernels."""
+about bits, batches and threads. What they share with CUDA's is in tests/support/kernel_tests.py.
+test_mutation.py runs this file on faulty kernels."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,36 +13,37 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from harness import reference
 from harness.compare import assert_close_on_cpu, assert_same_bits
 from shared_ffi import _native, kv_cache_update, simple_add
-from tests.cases import quantized
-from tests.cases.all import CASES, SHORT_CASES, UPDATE_CASES
-from tests.cases.case import Case, without_range
-from tests.cases.softmax import EXTREME_NUMBERS, extreme_call
+from tests.cases.all import CASES
+from tests.cases.case import Case
 from tests.cases.updates import UpdateCase
 from tests.support.calls import (
     call_handler,
     checked_call,
     cpu_instruction_set,
     eager_call,
-    in_wider_rows,
     numbers,
     results_of,
-    rows_in,
     specs,
-    with_wider_rows,
 )
+from tests.support.kernel_tests import *  # noqa: F403
+from tests.support.kernel_tests import Cpu
 from tests.support.random_cases import random_cases
 
 F32, I32 = np.float32, np.int32
 
 
-@pytest.fixture(params=_native.cpu_instruction_sets(), autouse=True)
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+@pytest.fixture(params=_native.cpu_instruction_sets(), autouse=True, scope="module")
+def kernels(request: pytest.FixtureRequest) -> Iterator[Cpu]:
     """Runs every test here with each instruction set that this processor has."""
     with cpu_instruction_set(request.param):
-        yield request.param
+        yield Cpu()
+
+
+@pytest.fixture(scope="module")
+def each_kernel(kernels: Cpu) -> Cpu:
+    return kernels
 
 
 def attend(operands: Any, *, num_threads: int = 1, **attributes: Any) -> Any:
@@ -60,54 +61,6 @@ def test_paged_attention(case: Case) -> None:
     result = attend(inputs, **attributes)
     assert_close_on_cpu(result, inputs, attributes)
     assert_same_bits(attend(inputs, **attributes, num_threads=3), result)
-
-
-@pytest.mark.pairwise(each="case")
-@pytest.mark.parametrize("case", quantized.INT4_CASES, ids=lambda case: case.id)
-def test_int4_has_the_bits_of_int8(case: Case) -> None:
-    inputs, attributes = case.inputs(), case.attributes()
-    result = attend(inputs, **attributes)
-    inputs, attributes = quantized.in_int8(inputs, attributes)
-    assert_same_bits(attend(inputs, **attributes), result)
-
-
-@pytest.mark.pairwise(each="case")
-@pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
-def test_kv_cache_update(case: UpdateCase) -> None:
-    inputs, attributes = case.inputs(), case.attributes()
-    call, arrays = checked_call("kv_cache_update", inputs, attributes)
-    arrays = [x.copy() for x in arrays]
-    updated = [arrays[operand] for operand, _ in call.aliases]
-    call_handler(call.target, numbers(call), arrays, updated, 3)
-    expected = reference.kv_cache_update(*inputs, **attributes)
-    assert_same_bits(updated[0] if len(updated) == 1 else tuple(updated), expected)
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
-def test_queries_in_wider_rows(case: Case) -> None:
-    inputs, attributes = case.inputs(), case.attributes()
-    call, (query, *others) = checked_call("paged_attention", inputs, attributes)
-    rows, row_attributes = in_wider_rows(query, 5)
-    results = results_of(call, [query, *others])
-    call_handler(call.target, numbers(call) | row_attributes, [rows, *others], results)
-    result = tuple(results) if len(results) > 1 else results[0]
-    assert_same_bits(result, attend(inputs, **attributes))
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
-def test_kv_cache_update_from_wider_rows(case: UpdateCase) -> None:
-    inputs, attributes = case.inputs(), case.attributes()
-    call, arrays = checked_call("kv_cache_update", inputs, attributes)
-    query = dict(call.attributes).get("query")
-    arrays, row_attributes = with_wider_rows("kv_cache_update", arrays, 5, query)
-    arrays = [x.copy() for x in arrays]
-    updated = [arrays[operand] for operand, _ in call.aliases]
-    call_handler(call.target, numbers(call) | row_attributes, arrays, updated)
-    expected = reference.kv_cache_update(*inputs, **attributes)
-    updated = [rows_in(x, spec.shape) for x, spec in zip(updated, call.results, strict=True)]
-    assert_same_bits(updated[0] if len(updated) == 1 else tuple(updated), expected)
 
 
 def test_kv_cache_update_of_two_tokens_with_one_slot() -> None:
@@ -329,33 +282,6 @@ def one_sequence(operands: Any, s: int) -> list[Any]:
     return [rows, kv_cache, *metadata, np.array(1, I32)]
 
 
-@pytest.mark.parametrize("attributes", [{}, {"sliding_window": 70}, {"soft_cap": 20.0}], ids=str)
-def test_a_sequence_has_the_same_bits_in_any_batch(attributes: dict[str, Any]) -> None:
-    batch, lengths = ragged_batch(0)
-    query, kv_cache, context_lens, tables, start, _ = batch
-    together = attend(batch, scale=0.3, **attributes)
-    order = [3, 0, 4, 2, 1]
-    shuffled = attend(
-        [
-            np.concatenate([query[start[s] : start[s + 1]] for s in order]),
-            kv_cache,
-            context_lens[order],
-            tables[order],
-            np.cumsum([0, *(lengths[s][0] for s in order)]).astype(I32),
-            np.array(5, I32),
-        ],
-        scale=0.3,
-        **attributes,
-    )
-    first_row = 0
-    for s in order:
-        rows = slice(start[s], start[s + 1])
-        alone = attend(one_sequence(batch, s), scale=0.3, **attributes)
-        assert_same_bits(alone, together[rows])
-        assert_same_bits(shuffled[first_row : first_row + lengths[s][0]], alone)
-        first_row += lengths[s][0]
-
-
 SHARED_PREFIXES = [case for case in CASES if case.id.startswith("shared-prefix-")]
 
 
@@ -472,74 +398,6 @@ def test_prefill_chunks_and_decode_have_the_same_bits(
     for first, last in [(0, 1), (510, 514), (640, 768), (700, 1199), (1198, 1200), (1199, 1200)]:
         for num_threads in (1, 4):
             assert_same_bits(tokens(first, last, num_threads), whole[first:last])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", EXTREME_NUMBERS)
-def test_extreme_numbers(name: str, dtype: str) -> None:
-    inputs, attributes = extreme_call(name, dtype)
-    output, lse = attend(inputs, **attributes)
-    if name == "sinks-inf":
-        assert (lse[:-3, 0] == np.inf).all() and not output[:, 0].any()
-        attributes["sinks"] = np.where(attributes["sinks"] == np.inf, 3e38, -1).astype(F32)
-        output, lse = attend(inputs, **attributes)
-    if name == "alibi_slopes-inf":
-        finite = np.minimum(attributes["alibi_slopes"], F32(3e38))
-        assert_same_bits(attend(inputs, **attributes | {"alibi_slopes": finite}), (output, lse))
-        attributes["alibi_slopes"] = finite
-    if name == "alibi_slopes--3e+38":  # float32 has no number as large as their log-sum-exp
-        assert_close_on_cpu(output, inputs, attributes | {"return_lse": False})
-    else:
-        assert_close_on_cpu((output, lse), inputs, attributes)
-
-
-@pytest.mark.parametrize("dtype", [F32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("group", [1, 4])  # K and V in place, or packed
-def test_chain_tree_has_the_bits_of_causal_attention(group: int, dtype: Any) -> None:
-    case = Case(
-        id="chain",
-        sequences=((7, 150), (64, 700), (3, 3), (80, 90)),
-        num_heads=2 * group,
-        head_size=40,
-        dtype=np.dtype(dtype).name,
-        sliding_window=90,
-        tree="chain",
-        return_lse=True,
-    )
-    inputs, attributes = case.inputs(), case.attributes()
-    trees = attributes.pop("tree_mask")
-    causal = attend(inputs, **attributes)
-    assert trees.any()
-    assert_same_bits(attend(inputs, tree_mask=trees, num_threads=3, **attributes), causal)
-    no_bits = np.zeros_like(trees)
-    assert_same_bits(attend(inputs, tree_mask=no_bits, num_threads=3, **attributes), causal)
-
-    # NaN in what a row does not attend to changes none of its bits.
-    with_nan = dataclasses.replace(case, nan_in_last_position=True).inputs()
-    spoilt = np.isnan(attend(with_nan, **attributes)[1])
-    assert 0 < spoilt.sum() < spoilt.size / 2
-    for result, clean in zip(attend(with_nan, tree_mask=trees, **attributes), causal, strict=True):
-        assert_same_bits(result[~spoilt], clean[~spoilt])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("group", [1, 4])
-def test_a_token_without_a_range_keeps_its_bits(group: int, dtype: str) -> None:
-    case = Case(
-        id="ranges",
-        sequences=((7, 150), (64, 700), (3, 3), (80, 90), (1, 1100)),
-        num_heads=2 * group,
-        head_size=40,
-        dtype=dtype,
-        sliding_window=90,
-        ranges="any",
-    )
-    inputs, attributes = case.inputs(), case.attributes()
-    ranges, is_empty = attributes.pop("bidirectional_ranges"), without_range(case)
-    causal = attend(inputs, **attributes)
-    result = attend(inputs, bidirectional_ranges=ranges, num_threads=3, **attributes)
-    assert_same_bits(result[is_empty], causal[is_empty])
-    assert (result[~is_empty] != causal[~is_empty]).any(axis=(1, 2)).mean() > 0.5
 
 
 def test_ranges_that_change_during_the_call() -> None:

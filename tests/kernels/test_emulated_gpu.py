@@ -3,6 +3,7 @@ head sizes, for Ampere and for Hopper, and kernels without one of their waits.""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import re
@@ -11,12 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from harness.compare import assert_close_on_cuda
 from tests.cases.case import Case
 from tests.support import native, selection
-from tests.support.gpu import EmulatedGpu, attend
+from tests.support.gpu import EmulatedGpu, attend, tensor_map
 
 takes_minutes = pytest.mark.skipif(not selection.everything, reason="takes minutes: --all")
 
@@ -43,30 +45,35 @@ def test_shared_memory_has_hardly_any_bank_conflicts(
 
 @pytest.fixture
 def count(emulated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Computes sequences with the portable kernels. Returns what one of them executed."""
+    """Computes sequences with the portable kernels. Returns what one of them executed: if its name is
+    not given, that for the first sequence."""
     path = tmp_path / "counts"
     monkeypatch.setenv("EMULATED_GPU_COUNTS", str(path))
 
-    def count(
-        *sequences: tuple[int, int], seed: int = 1, kv_heads: int = 1, name: str = "TensorCore"
-    ) -> Any:
+    def count(*sequences: tuple[int, int], seed: int = 1, kv_heads: int = 1, name: str = "") -> Any:
         path.write_text("")
         case = Case(id="counts", sequences=sequences, num_heads=4 * kv_heads, num_kv_heads=kv_heads,
                     head_size=128, block_size=16, dtype="bfloat16", padding_tokens=0)  # fmt: skip
         attend(EmulatedGpu(emulated), case.inputs(), **case.attributes(), seed=seed)
         launches = [json.loads(line) for line in path.read_text().splitlines()]
+        if not name:
+            name = "TensorCorePrefill" if 4 * sequences[0][0] > 64 else "TensorCoreAttention"
         (kernel,) = [x for x in launches if name in x["kernel"]]
         return kernel | {"total": sum(kernel["instructions"].values())}
 
     return count
 
 
-def test_an_item_takes_few_instructions_outside_its_tiles(count: Any) -> None:
-    """Of its warps together: as many as two tiles of 64 rows. The last tile has masks."""
-    one = count((16, 128))["total"]
-    tile = count((16, 256))["total"] - count((16, 192))["total"]
+@pytest.mark.parametrize(("q_len", "most"), [(32, 15000), (16, 8000)], ids=["128-rows", "64-rows"])
+def test_an_item_takes_few_instructions_outside_its_tiles(
+    q_len: int, most: int, count: Any
+) -> None:
+    """Of its warps together: as many as two tiles of 64 rows, and three of 128. The last tile has
+    masks."""
+    one = count((q_len, 128))["total"]
+    tile = count((q_len, 256))["total"] - count((q_len, 192))["total"]
     assert tile > 1000
-    assert count((16, 128), (16, 128))["total"] - one - 2 * tile <= 8000
+    assert count((q_len, 128), (q_len, 128))["total"] - one - 2 * tile <= most
 
 
 def test_a_decode_item_takes_few_instructions(count: Any) -> None:
@@ -75,6 +82,15 @@ def test_a_decode_item_takes_few_instructions(count: Any) -> None:
     splits, kv_heads = 32, 8
     total = count((1, splits * 256), kv_heads=kv_heads, name="DecodeAttention")["total"]
     assert total <= 11000 * splits * kv_heads
+
+
+def test_a_plain_turn_reads_k_and_v_once_for_two_groups_of_rows(count: Any) -> None:
+    """A warp has 32 rows of a tile of 64 positions: per 128 rows and tile, 4 warps read K and V with
+    64 instructions each, and the query with 16. With 16 rows a warp it would be 576."""
+    more, less = (count((32, context))["instructions"] for context in (256, 192))
+    assert more["products"] - less["products"] == 4 * 256
+    assert more["matrices"] - less["matrices"] == 4 * 80
+    assert sum(more.values()) - sum(less.values()) <= 5000
 
 
 @pytest.mark.parametrize(("seed", "blocks", "q_len"), [(2, 3, 520), (3, 4, 776)])
@@ -105,9 +121,155 @@ def test_kernels_of_all_head_sizes(capability: int) -> None:
     assert re.search(r"[1-9]\d* passed", outcome.stdout)
 
 
+@pytest.fixture(scope="module")
+def machine() -> Any:
+    return ctypes.CDLL(str(native.emulated_gpu() / "libemulated_gpu_ptx.so"))
+
+
+INVALID, UNKNOWN = 1, 801
+TENSOR_MAPS: list[tuple[int, dict[str, Any]]] = [
+    (0, {}),
+    (0, {"swizzle": 3, "box": (1, 256, 64)}),
+    (0, {"swizzle": 2, "box": (1, 256, 32)}),
+    (0, {"swizzle": 1, "box": (1, 256, 16)}),
+    (0, {"box": (1, 256, 128)}),
+    (0, {"type": 9, "promotion": 3}),
+    (0, {"rank": 2, "sizes": (2**32, 2**32), "strides": (2**40 - 16,), "box": (8, 8)}),
+    (INVALID, {"to": 4096 + 32}),
+    (INVALID, {"address": 4096 + 8}),
+    (INVALID, {"rank": 0}),
+    (INVALID, {"rank": 6}),
+    (INVALID, {"type": 16}),
+    (INVALID, {"sizes": (3, 0, 64)}),
+    (INVALID, {"sizes": (3, 2**32 + 1, 64)}),
+    (INVALID, {"strides": (4096, 136)}),
+    (INVALID, {"strides": (2**40, 128)}),
+    (INVALID, {"box": (1, 0, 64)}),
+    (INVALID, {"box": (1, 257, 64)}),
+    (INVALID, {"box": (1, 8, 12)}),
+    (INVALID, {"swizzle": 3, "box": (1, 8, 72)}),
+    (INVALID, {"swizzle": 2, "box": (1, 8, 40)}),
+    (INVALID, {"swizzle": 1, "box": (1, 8, 24)}),
+    (INVALID, {"steps": (1, 9, 1)}),
+    (INVALID, {"steps": (0, 1, 1)}),
+    (INVALID, {"type": 1, "fill": 1}),
+    (INVALID, {"interleave": 3}),
+    (INVALID, {"swizzle": 7}),
+    (INVALID, {"promotion": 4}),
+    (INVALID, {"fill": 2}),
+    (UNKNOWN, {"steps": (1, 2, 1)}),
+    (UNKNOWN, {"swizzle": 3, "box": (1, 8, 32)}),
+    (UNKNOWN, {"swizzle": 4}),
+    (UNKNOWN, {"interleave": 1}),
+    (UNKNOWN, {"type": 11}),
+    (UNKNOWN, {"type": 13}),
+    (UNKNOWN, {"fill": 1}),
+]
+
+
+@pytest.mark.parametrize(("error", "changes"), TENSOR_MAPS, ids=str)
+def test_tensor_maps_are_refused_as_by_the_driver(
+    error: int, changes: dict[str, Any], machine: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And with another error, by name, if they are not known."""
+    array = np.zeros((3, 20, 64), np.float16)
+    assert tensor_map(machine, array, **{"box": (1, 16, 64)} | changes)[0] == error
+    assert ("is not known" in capfd.readouterr().err) == (error == UNKNOWN)
+
+
+def test_gpus_before_hopper_have_no_tensor_maps(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMULATED_GPU_CAPABILITY", "89")
+    assert tensor_map(machine, np.zeros((8, 64), np.float16), (8, 64))[0] == UNKNOWN
+
+
+@pytest.fixture(scope="module")
+def copy_pages(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    library = tmp_path_factory.mktemp("pages") / "copy_pages.so"
+    outcome = native.run(
+        *("bash", native.ROOT / "tests/emulated_gpu/nvcc", "-std=c++17", "-shared"),
+        *("-gencode", "arch=compute_90a,code=[sm_90a]", "-Xcompiler=-fPIC", "-cudart", "none"),
+        *(Path(__file__).parent / "copy_pages.cu", "-o", library),
+        native.emulated_gpu() / "libemulated_gpu.a",
+        environment={"EMULATED_GPU_NVCC": str(native.nvcc())},
+    )
+    assert outcome.returncode == 0, outcome.stdout
+    return ctypes.CDLL(str(library))
+
+
+PAGES = np.array([3, 7, -1, 19, 0, 20, 2**31 - 1, 5], np.int32)
+
+
+def run_copy_pages(
+    library: Any, pages: np.ndarray = PAGES, in_memory: bool = False, fences: bool = False
+) -> tuple[int, np.ndarray, np.ndarray]:
+    """The error, the copy of the pages, and what it must be. Pages that do not exist are zeros. The
+    16-byte units of 8 rows are exchanged."""
+    cache = np.random.default_rng(0).integers(1, 1 << 16, (20, 16, 3, 128)).astype(np.uint16)
+    output = np.zeros((2, 128, 8, 8), np.uint16)
+    from_, numbers, to = (ctypes.c_void_p(x.ctypes.data) for x in (cache, pages, output))
+    sizes = ctypes.c_uint64(20), ctypes.c_uint64(3)
+    error = library.Run(from_, *sizes, numbers, 1, to, in_memory, fences)
+    zeros = np.zeros_like(cache[0, :, 1])
+    rows = [cache[page, :, 1] if 0 <= page < 20 else zeros for page in pages]
+    expected = np.concatenate(rows).reshape(128, 2, 8, 8).swapaxes(0, 1)
+    for row in range(128):
+        expected[:, row] = expected[:, row][:, np.arange(8) ^ row % 8]
+    return error, output, expected
+
+
+@pytest.mark.parametrize(("in_memory", "fences"), [(False, False), (True, True)])
+def test_pages_are_copied_by_a_tensor_map(in_memory: bool, fences: bool, copy_pages: Any) -> None:
+    error, output, expected = run_copy_pages(copy_pages, in_memory=in_memory, fences=fences)
+    assert error == 0
+    np.testing.assert_array_equal(output, expected)
+
+
+def test_tensor_copies_are_counted(
+    copy_pages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of 8 pages do not exist. Their numbers are copied, too."""
+    monkeypatch.setenv("EMULATED_GPU_COUNTS", str(tmp_path / "counts"))
+    assert run_copy_pages(copy_pages)[0] == 0
+    launch = json.loads((tmp_path / "counts").read_text())
+    tile = 8 * 16 * 256
+    assert launch["global_bytes"] == tile * 5 // 8 + 32 + tile  # the last by plain stores
+    assert 0 <= launch["global_sectors"] - launch["global_bytes"] // 32 < 80  # cut by rows
+    # Written by copies, and read; and the numbers by a warp.
+    assert launch["shared_accesses"] == 2 * tile // 128 + 2
+    assert launch["instructions"]["copies"] == 2
+
+
+@pytest.mark.parametrize(
+    ("faults", "said"),
+    [
+        ({"in_memory": True}, "a tensor map in global memory without fence.proxy.tensormap"),
+        ({"pages": np.pad(PAGES, (1, 0))[1:]}, "a copy from global address .*, which is no mult"),
+    ],
+    ids=["no-fence", "misaligned"],
+)
+def test_faults_of_copies_by_nvcc_are_found(
+    faults: dict[str, Any], said: str, copy_pages: Any
+) -> None:
+    error, *_ = run_copy_pages(copy_pages, **faults)
+    assert error != 0
+    copy_pages.Message.restype = ctypes.c_char_p
+    assert re.search(said, copy_pages.Message(error).decode())
+
+
+@pytest.mark.parametrize("call", ["cudaGetDriverEntryPoint", "cuTensorMapEncodeTiled"])
+def test_calls_that_make_tensor_maps_can_fail(
+    call: str, copy_pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMULATED_GPU_FAIL", f"{call}=7")
+    assert run_copy_pages(copy_pages)[0] == 7
+
+
 # Kernels, and what chooses them.
 KERNELS = {
     "TensorCoreAttention": "portable",
+    "TensorCorePrefill": "portable",
     "Combine": "portable",
     "PrefillAttention": "by GPU",
     "DecodeAttention": "portable",

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -13,10 +15,12 @@ import numpy as np
 import pytest
 
 from tests.support import native, selection
+from tests.support.gpu import tensor_map
 
 pytest.importorskip("triton", reason="its kernels calibrate the emulated GPU: pip install triton")
 
 DTYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16}
+BOX_DTYPES = {"u8": np.uint8, "i16": np.uint16, "fp32": np.float32}
 TILES = [(16, 16, 16, 1), (64, 32, 32, 4), (128, 64, 64, 4), (64, 128, 32, 8)]
 
 
@@ -45,18 +49,40 @@ def equal_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMULATED_GPU_EQUAL_WRITES", "1")
 
 
+@pytest.fixture
+def unfenced_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of boxes count at an mbarrier without fence.mbarrier_init after its mbarrier.init."""
+    monkeypatch.setenv("EMULATED_GPU_UNFENCED_BARRIERS", "1")
+
+
+@dataclass
+class Boxes:
+    """An argument: a tensor of which a kernel copies boxes. `swizzle`: in place of the kernel's."""
+
+    tensor: np.ndarray
+    swizzle: int | None = None
+
+    def values(self, machine: Any, box: dict[str, Any]) -> list[Any]:
+        swizzle = box["swizzle"] if self.swizzle is None else self.swizzle
+        error, encoded = tensor_map(machine, self.tensor, box["block_size"], swizzle=swizzle)
+        assert error == 0
+        strides = (stride // self.tensor.itemsize for stride in self.tensor.strides)
+        return [encoded, *map(ctypes.c_int32, self.tensor.shape), *map(ctypes.c_int64, strides)]
+
+
 def run(
     machine: Any, kernel: Any, grid: tuple[int, ...], *arguments: Any, ptx: str | None = None
 ) -> str | None:
     """Runs a kernel. Returns the machine's error."""
-    values = [
-        ctypes.c_void_p(x.ctypes.data)
-        if isinstance(x, np.ndarray)
-        else ctypes.c_float(x)
-        if isinstance(x, float)
-        else ctypes.c_int32(x)
-        for x in arguments
-    ]
+    boxes = iter(kernel.metadata.tensordesc_meta or ())
+    values: list[Any] = []
+    for x in arguments:
+        if isinstance(x, Boxes):
+            values += x.values(machine, next(boxes))
+        elif isinstance(x, np.ndarray):
+            values.append(ctypes.c_void_p(x.ctypes.data))
+        else:
+            values.append(ctypes.c_float(x) if isinstance(x, float) else ctypes.c_int32(x))
     values += [ctypes.c_void_p(), ctypes.c_void_p()]  # scratch that these kernels do not use
     addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(x) for x in values))
     error = machine.PtxRun(
@@ -175,20 +201,259 @@ def attention(kernels: Any, target: int, dtype: str, size: int, causal: bool) ->
 
 
 def attend(
-    machine: Any, kernel: Any, dtype: str, size: int, causal: bool, ptx: str | None = None
+    machine: Any,
+    kernel: Any,
+    dtype: str,
+    size: int,
+    causal: bool,
+    ptx: str | None = None,
+    argument: Callable[[np.ndarray], Any] = np.asarray,
 ) -> tuple[str | None, np.ndarray, np.ndarray]:
     """The machine's error, its result and NumPy's."""
     length = 256
     q, k, v = (numbers(seed, length, size, dtype=dtype) for seed in range(3))
     output = np.full((length, size), np.nan, np.float32)
     scale = float(np.log2(np.e) / size**0.5)
-    error = run(machine, kernel, (length // 64,), q, k, v, output, scale, length, ptx=ptx)
+    inputs = map(argument, (q, k, v))
+    error = run(machine, kernel, (length // 64,), *inputs, output, scale, length, ptx=ptx)
     scores = q.astype(np.float64) @ k.astype(np.float64).T * scale
     if causal:
         scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
     weights = np.exp2(scores - scores.max(axis=1, keepdims=True))
     expected = weights @ v.astype(np.float64) / weights.sum(axis=1, keepdims=True)
     return error, output, expected
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("first", [0, 3, -5, 40], ids=lambda first: f"first{first}")
+@pytest.mark.parametrize(
+    "box", [(64,), (8, 16), (16, 128), (4, 2, 32), (2, 4, 2, 16), (2, 2, 4, 4, 64)], ids=str
+)
+@pytest.mark.parametrize("dtype", BOX_DTYPES)
+@pytest.mark.usefixtures("unfenced_barriers")
+def test_copies_of_boxes(
+    dtype: str, box: tuple[int, ...], first: int, kernels: Any, machine: Any
+) -> None:
+    """What lies outside of the tensor is zero."""
+    signature = {"tensor": kernels.tensor(dtype, *box), "output": f"*{dtype}"}
+    signature |= dict.fromkeys("abcde", "i32")
+    size = int(np.prod(box))
+    kernel = kernels.compiled(kernels.copy_box, 90, signature, {"SHAPE": box, "SIZE": size})
+    shape = (*(n + 1 for n in box[:-1]), box[-1] + 16)
+    tensor = np.random.default_rng(1).integers(1, 100, shape).astype(BOX_DTYPES[dtype])
+    firsts = [0] * (5 - len(box)) + [(first + k) % 3 - 1 for k in range(len(box))]
+    firsts[-1] = first
+    output = np.full(box, 127, tensor.dtype)
+    assert run(machine, kernel, (1,), Boxes(tensor), output, *firsts) is None
+    np.testing.assert_array_equal(output, box_of(tensor, firsts[5 - len(box) :], box))
+
+
+def box_of(tensor: np.ndarray, firsts: list[int], box: tuple[int, ...]) -> np.ndarray:
+    at = np.indices(box) + np.reshape(firsts, (-1, *[1] * len(box)))
+    sizes = np.reshape(tensor.shape, (-1, *[1] * len(box)))
+    is_inside = ((at >= 0) & (at < sizes)).all(axis=0)
+    return np.where(is_inside, tensor[tuple(np.clip(at, 0, sizes - 1))], 0)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("tile", [(64, 32, 32, 4), (64, 16, 16, 4), (128, 128, 64, 8)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("unfenced_barriers")
+def test_matmul_of_boxes(
+    dtype: str, tile: tuple[int, ...], stages: int, kernels: Any, machine: Any
+) -> None:
+    """Swizzled in 32, 64 and 128 bytes."""
+    m, n, k, num_warps = tile
+    signature = {"a": kernels.tensor(dtype, m, k), "b": kernels.tensor(dtype, k, n), "c": "*fp32"}
+    signature |= {"k_size": "i32", "c_row": "i32"}
+    options = {"num_warps": num_warps, "num_stages": stages}
+    kernel = kernels.compiled(
+        kernels.matmul_of_boxes, 90, signature, {"M": m, "N": n, "K": k}, **options
+    )
+    # The last box reaches over the end of both.
+    a, b = numbers(1, 2 * m, 4 * k - 8, dtype=dtype), numbers(2, 4 * k - 8, 2 * n, dtype=dtype)
+    c = np.full((2 * m, 2 * n), np.nan, np.float32)
+    assert run(machine, kernel, (2, 2), Boxes(a), Boxes(b), c, 4 * k, 2 * n) is None
+    expected = a.astype(np.float64) @ b.astype(np.float64)
+    np.testing.assert_allclose(c, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("unfenced_barriers")
+def test_attention_of_boxes(dtype: str, size: int, stages: int, kernels: Any, machine: Any) -> None:
+    signature = {name: kernels.tensor(dtype, 64, size) for name in ("query", "key", "value")} | {
+        "output": "*fp32",
+        "scale": "fp32",
+        "length": "i32",
+    }
+    constants = {"D": size, "M": 64, "N": 64}
+    kernel = kernels.compiled(
+        kernels.attention_of_boxes, 90, signature, constants, num_stages=stages
+    )
+    error, output, expected = attend(machine, kernel, dtype, size, False, argument=Boxes)
+    assert error is None
+    np.testing.assert_allclose(output, expected, atol=0.02)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("equal_writes", "unfenced_barriers")
+def test_matmul_with_a_warp_that_copies_boxes(
+    dtype: str, columns: int, stages: int, kernels: Any, machine: Any
+) -> None:
+    kernel = pipelined_boxes(kernels, dtype, columns, stages)
+    error, result, expected = multiply_boxes(machine, kernel, dtype, columns)
+    assert error is None
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-3)
+
+
+def pipelined_boxes(kernels: Any, dtype: str, columns: int, stages: int) -> Any:
+    signature = {
+        "a": kernels.swizzled_tensor(dtype, 64, 64),
+        "b": kernels.swizzled_tensor(dtype, 64, columns),
+        "c": "*fp32",
+        "c_row": "i32",
+        "num_tiles": "i32",
+    }
+    constants = {"M": 64, "N": columns, "K": 64, "STAGES": stages}
+    return kernels.compiled(
+        kernels.pipelined_matmul_of_boxes, 90, signature, constants, num_warps=4
+    )
+
+
+def multiply_boxes(
+    machine: Any,
+    kernel: Any,
+    dtype: str,
+    columns: int,
+    ptx: str | None = None,
+    swizzle: int | None = None,
+) -> tuple[str | None, np.ndarray, np.ndarray]:
+    """The machine's error, its result and NumPy's."""
+    num_tiles = 5
+    a = numbers(1, 128, 64 * num_tiles, dtype=dtype)
+    b = numbers(2, 64 * num_tiles, 2 * columns, dtype=dtype)
+    c = np.full((128, 2 * columns), np.nan, np.float32)
+    tensors = Boxes(a, swizzle), Boxes(b)
+    error = run(machine, kernel, (2, 2), *tensors, c, 2 * columns, num_tiles, ptx=ptx)
+    return error, c, a.astype(np.float64) @ b.astype(np.float64)
+
+
+@pytest.mark.usefixtures("unfenced_barriers")
+def test_a_box_copied_over_what_was_there(kernels: Any, machine: Any) -> None:
+    error, result, expected = replace_by_box(machine, box_over_ones(kernels))
+    assert error is None
+    np.testing.assert_array_equal(result, expected)
+
+
+def box_over_ones(kernels: Any) -> Any:
+    signature = {"tensor": kernels.swizzled_tensor("fp16", 32, 64), "output": "*fp16"}
+    constants = {"ROWS": 32, "COLUMNS": 64}
+    return kernels.compiled(kernels.copy_box_over_ones, 90, signature, constants, num_warps=4)
+
+
+def replace_by_box(
+    machine: Any, kernel: Any, ptx: str | None = None
+) -> tuple[str | None, np.ndarray, np.ndarray]:
+    """The machine's error, what the kernel has read, and what it must read."""
+    tensor = numbers(1, 32, 64, dtype="fp16")
+    output = np.full((2, 32, 64), np.nan, np.float16)
+    error = run(machine, kernel, (1,), Boxes(tensor), output, ptx=ptx)
+    return error, output, np.stack([np.ones_like(tensor), tensor])
+
+
+# A change to the text of a kernel that copies boxes, and what the machine must say of it.
+WAIT = r"mbarrier.try_wait\S+ complete, \S+ \S+;\s*@!complete bra.uni waitLoop;"
+FAULTS = {
+    "bytes of a box are not expected": (
+        r"expect_tx(.*), 16384;",
+        r"expect_tx\1, 8192;",
+        r"a product reads .*, where a copy .* has not been waited for",
+    ),
+    "too few bytes are expected": (
+        r"expect_tx(.*), 16384;",
+        r"expect_tx\1, 16368;",
+        r"a deadlock: the mbarrier at shared address \d+ has a surplus of 16 bytes",
+    ),
+    "too many bytes are expected": (
+        r"expect_tx(.*), 16384;",
+        r"expect_tx\1, 16400;",
+        r"a deadlock: the mbarrier at shared address \d+ lacks 16 bytes",
+    ),
+    "a box is copied to the other box's place": (
+        r"(?s)(bulk\.tensor\S+ )(\[%r\d+\])(.*bulk\.tensor\S+ )\[%r\d+\]",
+        r"\1\2\3\2",
+        r"a write at .*, where a copy .* has not been waited for",
+    ),
+    "a box is copied to the other half": (
+        r"(bulk\.tensor\S+ \[%r\d+)\]",
+        r"\1+4096]",
+        r"where a copy .* has not been waited for|which was never written",
+    ),
+    "a box is the one at other coordinates": (r"\{(%r\d+), (%r\d+)\}", r"{\2, \1}", None),
+    "a stage is freed before its product ends": (
+        r"(?s)(wgmma.wait_group.sync.aligned 0;)(.*?mbarrier.arrive.shared\S+ _, \S+;)",
+        r"\2\1",
+        r"a product reads .*, (where a copy .* has not been waited for|which a tensor copy wrote)"
+        r"|a race: a write .* not in order with a read",
+    ),
+    "a stage is read before it is filled": (
+        WAIT,
+        "",
+        r"a product reads .*, (where a copy .* has not been waited for|which was never written)",
+    ),
+    "a wait is not repeated": (
+        "@!complete bra.uni waitLoop;",
+        "",
+        r"a product reads .*, (where a copy .* has not been waited for|which was never written)"
+        r"|a race",
+    ),
+    "a stage is filled before it is freed": (
+        rf"(?s)({WAIT}.*){WAIT}",
+        r"\1",
+        r"a copy .* has not been waited for|a race|a product reads .*, which a tensor copy wrote"
+        r"|more arrivals than the mbarrier expects",
+    ),
+    "copies are waited for at another barrier": (
+        r"(bulk\.tensor\S+ .*\{.*\}\], \[%r\d+)\]",
+        r"\1+16]",
+        r"a deadlock: the mbarrier at shared address \d+ lacks 8192 bytes",
+    ),
+    "a barrier has no fence": (r"fence.mbarrier_init.release.cluster;", "", "mbarrier_init after"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.usefixtures("equal_writes")
+def test_a_fault_of_a_warp_that_copies_boxes_is_found(
+    fault: str, kernels: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the fault, the same text passes by all rules."""
+    kernel = pipelined_boxes(kernels, "fp16", 64, 2)
+    ptx = re.sub(
+        r"(mbarrier.init.*)", r"\1 fence.mbarrier_init.release.cluster;", kernel.asm["ptx"]
+    )
+    change, by, said = FAULTS[fault]
+    faulty, changes = re.subn(change, by, ptx, count=0 if "init" in change else 1)
+    assert changes > 0
+    for seed in range(4):
+        monkeypatch.setenv("EMULATED_GPU_SEED", str(seed))
+        error, result, expected = multiply_boxes(machine, kernel, "fp16", 64, ptx)
+        assert error is None
+        np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-3)
+        error, result, _ = multiply_boxes(machine, kernel, "fp16", 64, faulty)
+        if said is None:
+            assert error is None
+            assert not np.allclose(result, expected, rtol=1e-2, atol=1e-2)
+        else:
+            assert error is not None
+            assert re.search(said, error), error
 
 
 # What makes the kernels' copies and products wait for each other.
@@ -203,6 +468,92 @@ def test_a_missing_wait_is_found(target: int, kernels: Any, machine: Any) -> Non
     check_missing_waits(
         kernel.asm["ptx"], lambda ptx: attend(machine, kernel, "fp16", 64, False, ptx), atol=0.02
     )
+
+
+@pytest.mark.usefixtures("equal_writes", "unfenced_barriers")
+def test_a_missing_wait_of_a_warp_that_copies_boxes_is_found(kernels: Any, machine: Any) -> None:
+    kernel = pipelined_boxes(kernels, "fp16", 64, 2)
+    check_missing_waits(
+        kernel.asm["ptx"], lambda ptx: multiply_boxes(machine, kernel, "fp16", 64, ptx), atol=1e-3
+    )
+
+
+@pytest.mark.usefixtures("unfenced_barriers")
+def test_a_missing_wait_of_a_box_is_found(kernels: Any, machine: Any) -> None:
+    kernel = box_over_ones(kernels)
+    ptx = kernel.asm["ptx"]
+    check_missing_waits(ptx, lambda text: replace_by_box(machine, kernel, text), atol=0)
+    for change, by, said in [
+        ("fence.proxy.async.shared::cta;", "", "wrote without fence.proxy.async before the copy"),
+        (WAIT, "", "a read .*, where a copy .* has not been waited for"),
+        (WAIT, "ret;", "the thread block ends before its tensor copies have arrived"),
+    ]:
+        faulty, changes = re.subn(change, by, ptx)
+        assert changes == 1
+        error, *_ = replace_by_box(machine, kernel, faulty)
+        assert error is not None
+        assert re.search(said, error), error
+
+
+@pytest.mark.usefixtures("equal_writes", "unfenced_barriers")
+def test_boxes_with_another_swizzle_make_another_product(kernels: Any, machine: Any) -> None:
+    kernel = pipelined_boxes(kernels, "fp16", 64, 2)
+    for swizzle, is_right in ((3, True), (0, False)):
+        error, result, expected = multiply_boxes(machine, kernel, "fp16", 64, swizzle=swizzle)
+        assert error is None
+        assert np.allclose(result, expected, rtol=1e-4, atol=1e-3) == is_right
+
+
+@pytest.mark.usefixtures("unfenced_barriers")
+def test_a_tensor_that_the_kernel_writes_is_not_copied(kernels: Any, machine: Any) -> None:
+    array = np.ones((64, 64), np.float16)
+    error = run(machine, box_over_ones(kernels), (1,), Boxes(array[:32]), array)
+    assert error is not None
+    assert "a tensor copy of what the kernel has written" in error
+
+
+COPY = r"\.shared::cluster\.global(\.mbarrier::complete_tx::bytes)( .*);"
+
+
+@pytest.mark.parametrize(
+    ("change", "by", "said"),
+    [
+        (COPY, r".shared::cta.global.tile\1\2;", None),
+        (COPY, r".shared::cluster.global\1.L2::cache_hint\2, %rd1;", None),
+        (r"(@%p\d+ cp.async.bulk.*\[(%rd\d+),)", r"prefetch.tensormap [\2]; \1", None),
+        (
+            r"(@%p\d+ mbarrier)\.arrive.expect_tx.*(\[%r\d+\]), 4096;",
+            r"\1.expect_tx.relaxed.cta.shared::cta.b64 \2, 4112;"
+            r"\1.complete_tx.relaxed.cta.shared::cta.b64 \2, 16; \1.arrive.shared.b64 _, \2;",
+            None,
+        ),
+        (r"(expect_tx.*), 4096;", r"\1, 1048576;", "an mbarrier that expects 1048576 bytes"),
+        (COPY, r".shared::cluster.global\1.multicast::cluster\2, 1;", "unknown instruction cp"),
+        (COPY, r".shared::cluster.global.im2col\1\2;", "unknown instruction cp"),
+        (COPY, r".global.shared::cta.bulk_group\2;", "unknown instruction cp"),
+        (r"bulk\.tensor\.2d", "bulk.tensor.3d", "a copy of 3 dimensions by a tensor map of 2"),
+        (r"(bulk.tensor\S+ \[%r\d+)\]", r"\1+64]", "which is no multiple of 128"),
+        (r"(bulk.tensor.*\[%rd\d+),", r"\1+32,", "a tensor map at address .* no multiple of 64"),
+        (r"arrive.expect_tx", r"arrive.expect_tx.relaxed.cta", "unknown instruction mbarrier"),
+        (r"fence.proxy.async", r"fence.proxy.alias", "unknown instruction fence"),
+        (r"fence.proxy.async.shared::cta", r"fence.proxy.async.global", "wrote without fence"),
+    ],
+)
+@pytest.mark.usefixtures("unfenced_barriers")
+def test_what_copies_of_boxes_may_say(
+    change: str, by: str, said: str | None, kernels: Any, machine: Any
+) -> None:
+    """What the machine does not know, it refuses by name."""
+    kernel = box_over_ones(kernels)
+    ptx, changes = re.subn(change, by, kernel.asm["ptx"])
+    assert changes == 1
+    error, result, expected = replace_by_box(machine, kernel, ptx)
+    if said is None:
+        assert error is None
+        np.testing.assert_array_equal(result, expected)
+    else:
+        assert error is not None
+        assert re.search(said, error), error
 
 
 @pytest.mark.usefixtures("equal_writes")

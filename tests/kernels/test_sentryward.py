@@ -33,8 +33,7 @@ PROBE = r"""
 #undef __launch_bounds__
 #define __global__ __device__
 #define __launch_bounds__(...)
-#include "paged_attention/cuda/decode/decode.cuh"
-#include "paged_attention/cuda/portable/tensor_core.cuh"
+#include HEADER
 #pragma pop_macro("__global__")
 
 namespace xla_gpu::paged_attention {
@@ -85,10 +84,11 @@ class Work:
     q_len: int
     context_len: int
     numbers: str = "QueryLengths()"
+    header: str = '"paged_attention/cuda/portable/tensor_core.cuh"'
 
     @property
     def probe(self) -> str:
-        names = ("kernel", "shared_bytes", "head_size", "q_len", "numbers")
+        names = ("header", "kernel", "shared_bytes", "head_size", "q_len", "numbers")
         return "".join(f"#define {x.upper()} {getattr(self, x)}\n" for x in names) + PROBE
 
 
@@ -108,6 +108,7 @@ def decode(memory: str, q_len: int) -> Work:
         q_len=q_len,
         context_len=220,
         numbers="DecodeNumbers(p, kDecodeRows, 8)",
+        header='"paged_attention/cuda/decode/decode.cuh"',
     )
 
 
@@ -128,7 +129,7 @@ MUTANTS = [
         "decode",
         "«shared_.tiles_barriers.WaitFilled(stage);» if (warp_ == 0) gpu::Stamp(gpu::Moment::kFirstTile",
     ),
-    ("decode", "work.begin; «shared_.tiles_barriers.WaitFreed(stage);» C* to"),
+    ("decode", "«if (part == 0) shared_.tiles_barriers.WaitFreed(stage);» C* to"),
     (
         "decode",
         "«gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);» if (kRounds == 1) break;",

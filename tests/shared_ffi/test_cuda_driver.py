@@ -132,6 +132,7 @@ def test_jax(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("old_driver")
 def test_jax_runs_on_the_cpu() -> None:
+    runtimes.register()
     (result,) = jax.jit(lambda a: lowering.make(CALL, a, a))(jnp.float32([1, 2]))
     assert result.tolist() == [2, 4]
 

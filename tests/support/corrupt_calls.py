@@ -50,8 +50,12 @@ _OPTIONAL = (
 )
 """Attributes that not every call has."""
 
+_SCALES = ("k_scale", "v_scale", "k_scale_cache", "v_scale_cache")
+_STRIDES = ("block_stride", "position_stride", "head_stride")
+
 _NAMES = {
     *itertools.chain(*_OPERANDS.values(), _OPTIONAL),
+    *(f"{name}_{stride}" for name in _SCALES for stride in _STRIDES),
     *("scale", "sliding_window", "soft_cap", "output", "lse", "scratch", "sum"),
 }
 
@@ -121,6 +125,18 @@ def _handler_call(op: str, case: Any, more_columns: int = 0) -> HandlerCall:
     )
 
 
+def _with_strided_scales(call: HandlerCall) -> HandlerCall:
+    """The same call, whose scales for each position have gaps between them, as views have."""
+    arrays, attributes = dict[str, np.ndarray](), {**call.attributes}
+    for name in {*_SCALES} & {*call.operands}:
+        scales = call.operands[name]
+        arrays[name] = np.repeat(scales.ravel(), 3)[:-2]
+        steps = [3 * n // scales.itemsize for n in scales.strides]
+        attributes |= {f"{name}_{x}": n for x, n in zip(_STRIDES, steps, strict=True)}
+    results = {name: arrays.get(name, x) for name, x in call.results.items()}
+    return replace(call, operands=call.operands | arrays, results=results, attributes=attributes)
+
+
 def _attention(id: str, more_columns: int = 0, **changes: Any) -> HandlerCall:
     """A call that reads every row of its cache."""
     case = Case(id, ((3, 8), (1, 4)), unused_blocks=0, **changes)
@@ -185,11 +201,13 @@ def sound_calls() -> dict[str, HandlerCall]:
             "rotated", num_padding=0, num_heads=4, rotary_dim=8, interleaved=True, dtype="float16"
         ),
     }
+    made_scales = _update(updates["made-scales"], 5)
     rows = np.ones((2, 3), np.float32)
     add = HandlerCall("simple_add", {"a": rows, "b": rows}, {"sum": rows}, {})
     return {
         "attention-plain": _attention("plain", dtype="float16"),
         "attention-of-8-bits": of_8_bits,
+        "attention-of-strided-scales": _with_strided_scales(of_8_bits),
         "attention-of-4-bits": _attention("of-4-bits", cache_dtype="int4", scales="per position"),
         "attention-of-8-and-4-bits": _attention(
             "of-8-and-4-bits",
@@ -207,6 +225,7 @@ def sound_calls() -> dict[str, HandlerCall]:
         **{
             f"update-{name}": _update(case, 5 * i) for i, (name, case) in enumerate(updates.items())
         },
+        "update-made-strided-scales": _with_strided_scales(made_scales),
         "add": add,
     }
 

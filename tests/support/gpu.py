@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from harness.arrays import guarded, to_torch
+from harness.compare import assert_close_on_cuda
 from shared_ffi import paged_attention
 from tests.support.calls import (
     checked_call,
     eager_call,
     numbers,
+    results_of,
     specs,
     split_keywords,
     with_wider_rows,
@@ -32,6 +34,10 @@ MAX_BLOCKS = (2**31, 1, 3, 7)
 
 
 class Gpu:
+    platform = "cuda"
+    copy = staticmethod(guarded)
+    assert_close = staticmethod(assert_close_on_cuda)
+
     def __init__(
         self, native: Any, kernels: str = "portable", capability: int = CAPABILITY
     ) -> None:
@@ -107,6 +113,45 @@ class EmulatedGpu(Gpu):
             call([x.ctypes.data for x in operands], [x.ctypes.data for x in results])
 
 
+# The numbers of cuTensorMapEncodeTiled for the types of elements.
+TENSOR_MAP_TYPES = {"uint8": 0, "uint16": 1, "uint32": 2, "int32": 3, "uint64": 4, "int64": 5}
+TENSOR_MAP_TYPES |= {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
+
+
+def tensor_map(
+    machine: Any, array: np.ndarray, box: Sequence[int], **changes: Any
+) -> tuple[int, ctypes.Array[Any]]:
+    """The error and the 128 bytes of the driver's cuTensorMapEncodeTiled on the emulated GPU.
+    `changes`: of its arguments. The outermost dimension is the first, as in NumPy."""
+    memory = (ctypes.c_uint8 * 256)()
+    encoded = (ctypes.c_uint8 * 128).from_buffer(memory, -ctypes.addressof(memory) % 64)
+    arguments: dict[str, Any] = {
+        "to": ctypes.addressof(encoded),
+        "type": TENSOR_MAP_TYPES[array.dtype.name],
+        "rank": array.ndim,
+        "address": array.ctypes.data,
+        "sizes": array.shape,
+        "strides": array.strides[:-1],
+        "box": box,
+        "steps": [1] * array.ndim,
+        "interleave": 0,
+        "swizzle": 0,
+        "promotion": 0,
+        "fill": 0,
+    } | changes
+    for name, kind in {
+        "sizes": ctypes.c_uint64,
+        "strides": ctypes.c_uint64,
+        "box": ctypes.c_uint32,
+        "steps": ctypes.c_uint32,
+    }.items():
+        numbers = arguments[name]
+        arguments[name] = (kind * len(numbers))(*numbers[::-1])
+    for name in ("to", "address"):
+        arguments[name] = ctypes.c_void_p(arguments[name])
+    return machine.PtxEncodeTiled(*arguments.values()), encoded
+
+
 class RealGpu(Gpu):
     def _call(self, call: Any, operands: Sequence[Any], results: Sequence[Any], seed: int) -> None:
         import torch  # noqa: PLC0415
@@ -154,7 +199,7 @@ def scratch_of(operands: Any, attributes: dict[str, Any]) -> np.ndarray:
 
 
 def attend(
-    gpu: Gpu,
+    kernels: Any,
     operands: Any,
     *,
     seed: int = 0,
@@ -162,21 +207,16 @@ def attend(
     more_columns: int = 0,
     **attributes: Any,
 ) -> Any:
-    """The result of paged_attention, or with return_lse a pair of results. `more_columns`: how much
-    wider the rows are that hold the queries."""
+    """The result of paged_attention, or with return_lse a pair of results. `kernels`: a `Gpu`, or
+    the like of it for the CPU. `more_columns`: how much wider the rows are that hold the queries."""
     call, arrays = checked_call("paged_attention", operands, attributes)
-    results = [guarded(np.full(call.results[0].shape, np.nan, operands[0].dtype))]
-    results += [guarded(np.full(spec.shape, np.nan, np.float32)) for spec in call.results[1:]]
-    if scratch is None:
-        scratch = scratch_of(operands, attributes)
+    results = [
+        kernels.copy(x) for x in results_of(call, arrays)
+    ]  # NaN: a kernel must write all rows
     arrays, row_attributes = with_wider_rows("paged_attention", arrays, more_columns)
-    guarded_arrays = [guarded(x) for x in arrays]
-    gpu.run(
-        paged_attention,
-        guarded_arrays,
-        [*results, scratch],
-        seed,
-        **numbers(call),
-        **row_attributes,
-    )
+    written = [*results]
+    if kernels.platform == "cuda":
+        written.append(scratch_of(operands, attributes) if scratch is None else scratch)
+    operands = [kernels.copy(x) for x in arrays]
+    kernels.run(paged_attention, operands, written, seed, **numbers(call) | row_attributes)
     return tuple(results) if len(results) > 1 else results[0]

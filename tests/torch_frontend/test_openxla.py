@@ -51,7 +51,6 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 EXCHANGEABLE = [x for x in SHORT_CASES if not (x.cache_dtype or "").startswith("float8")]
 
 
-@pytest.mark.proves("openxla on PyTorch's tensors")
 @pytest.mark.parametrize("case", EXCHANGEABLE, ids=lambda case: case.id)
 def test_paged_attention(case: Case, programs: list[Any]) -> None:
     inputs, attributes = case.inputs(), case.attributes()
@@ -61,7 +60,6 @@ def test_paged_attention(case: Case, programs: list[Any]) -> None:
     assert len(programs) == 1
 
 
-@pytest.mark.proves("openxla on PyTorch's tensors")
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
 def test_kv_cache_update(case: UpdateCase, programs: list[Any]) -> None:

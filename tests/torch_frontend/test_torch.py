@@ -199,6 +199,65 @@ def test_strided_caches_are_not_copied() -> None:
         )
 
 
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "float8"])
+def test_scales_in_the_rows_of_the_cache(dtype: torch.dtype, how: str) -> None:
+    """vLLM's rows with scales per token and head: 32 numbers of K, their scale, 32 of V, theirs.
+    Inductor of PyTorch 2.9, not of 2.13, makes wrong programs of views with another dtype."""
+    num_blocks, block_size, num_kv_heads, head_size = 8, 4, 2, 32
+    rows = torch.zeros(num_blocks, num_kv_heads, block_size, 2 * (head_size + 4), dtype=torch.uint8)
+    key, value = torch.randn(2, 5, num_kv_heads, head_size)
+    slots = torch.tensor([12, 13, 14, 15, 4])
+    query, num_seqs = torch.randn(2, 4, head_size), torch.tensor([1], dtype=torch.int32)
+    numbers = [torch.tensor(x, dtype=torch.int32) for x in ([5], [[3, 1]], [0, 2])]
+
+    def views(rows: torch.Tensor) -> list[torch.Tensor]:
+        halves = rows.unflatten(-1, (2, head_size + 4)).unbind(-2)
+        scales = [half[..., head_size:].view(torch.float32).squeeze(-1) for half in halves]
+        return [x[..., :head_size].view(dtype) for x in halves] + [x.mT for x in scales]
+
+    def step(*caches: torch.Tensor) -> torch.Tensor:
+        cache, value_cache, k_scale, v_scale = caches
+        kept = {"value_cache": value_cache, "kv_layout": "nhbd"}
+        made = {"k_scale_cache": k_scale, "v_scale_cache": v_scale}
+        OPS.kv_cache_update(cache, key, value, slots, **kept, **made)
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        return OPS.paged_attention(query, cache, *numbers, num_seqs, 0.2, **kept, **scales)
+
+    dense = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in views(rows)]
+    expected = step(*dense)
+
+    def step_on_rows(rows: torch.Tensor) -> torch.Tensor:
+        return step(*views(rows))
+
+    function = step_on_rows
+    if how != "eager":
+        function = torch.compile(step_on_rows, fullgraph=True, backend=how)
+    for _ in range(2):  # the second call is made without the check
+        assert torch.equal(function(rows), expected)
+    for strided, contiguous in zip(views(rows), dense, strict=True):
+        assert torch.equal(strided.float(), contiguous.float())
+    assert dense[2].count_nonzero() == 5 * num_kv_heads
+
+
+def test_a_scale_for_each_head_may_be_strided_or_repeated() -> None:
+    query, cache, *rest = tensors(attention())
+    cache = (cache * 20).to(torch.int8)
+    of_heads = torch.tensor([0.1, 9, 0.3, 9])[::2]
+    for_all = torch.tensor(0.2)
+    expected = OPS.paged_attention(
+        *(query, cache, *rest, 0.5), k_scale=of_heads.contiguous(), v_scale=for_all
+    )
+    shape = (*cache.shape[:2], 2)
+    for k_scale in (of_heads, of_heads.expand(shape)):
+        for v_scale in (for_all, for_all.expand(2), for_all.expand(shape)):
+            scales = {"k_scale": k_scale, "v_scale": v_scale}
+            with observed_calls() as calls:
+                found = OPS.paged_attention(query, cache, *rest, 0.5, **scales)
+            assert torch.equal(found, expected)
+            assert [x.data_ptr() in addresses for x in (k_scale, v_scale) for _, addresses in calls]
+
+
 def test_keys_of_int8_and_values_of_int4_in_the_rows_of_one_tensor() -> None:
     """48 bytes for a head: 32 numbers of K, then 32 of V, two in each."""
     rows = torch.randint(0, 256, (8, 4, 2, 48), dtype=torch.uint8)

@@ -2,15 +2,15 @@
 
 vLLM calls `register` in each of its processes, because the package names it as an entry point in
 the group ``vllm.general_plugins``. The cache of a layer is vLLM's own tensor, ``[num_blocks,
-num_kv_heads, block_size, 2 * head_size]`` with strides of vLLM's choice. The ops write and read it
-where it lies.
+num_kv_heads, block_size, 2 * head_size]`` with strides of vLLM's choice; for latent attention (MLA)
+``[num_blocks, block_size, head_size]``. The ops write and read it where it lies.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -31,6 +31,8 @@ from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens  # noqa: E40
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
@@ -51,31 +53,44 @@ if TYPE_CHECKING:  # the types are to be known where vLLM is not installed, too
         layer_names: list[str]
         vllm_config: Any
 
-    class _Impl(_Base):
+    class _ImplBase(_Base):
         dcp_world_size: int
         dcp_rank: int
         pcp_world_size: int
+
+    class _Impl(_ImplBase): ...
+
+    class _LatentImpl(_ImplBase): ...
 
 else:
     _Backend = _vllm.AttentionBackend
     _Metadata = _vllm.AttentionMetadata
     _MetadataBuilder = _vllm.AttentionMetadataBuilder
+    _ImplBase = _vllm.AttentionImplBase
     _Impl = _vllm.AttentionImpl
+    _LatentImpl = _vllm.MLAAttentionImpl
 
 _LOGGER = init_logger(f"vllm.{__name__}")  # under vLLM's own, which decides what is shown
 _NAME = "xla_gpu"
 _NAMES = ("CUSTOM", "XLA_GPU")
+_LATENT_NAME = "XLA_GPU_MLA"
 _OPS = torch.ops.xla_gpu
-_KV_LAYOUT = "nhb(2d)"
 _REMEDY = "; leave out --attention-backend for vLLM's own attention"
 _FP8_DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
+_SCALE_BYTES = 4
+# A row of these is K, its scale, V and its scale. The scales are float32.
+_DTYPES_WITH_SCALES = {
+    "int8_per_token_head": torch.int8,
+    "fp8_per_token_head": torch.float8_e4m3fn,
+}
 # vLLM says by the type of its description how a layer attends: others than these have a mask of
-# their own (reference windows, sinks that are keys, encoders) or another cache (MLA).
+# their own (reference windows, sinks that are keys, encoders).
 _SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+_LATENT_SPECS = (MLAAttentionSpec, SlidingWindowMLASpec)
 # What a batch may say: used here, or of no effect on these layers.
 _KNOWN_FIELDS = (
     "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len "
@@ -92,13 +107,14 @@ _REFUSED_OF_LAYERS = ("logical_mask_mod", "block_sparsity_hint")  # masks for Fl
 
 
 def register() -> None:
-    """Makes ``XLA_GPU`` and ``CUSTOM`` names of this backend, on CUDA and on the CPU."""
-    path = f"{XlaGpuAttentionBackend.__module__}.{XlaGpuAttentionBackend.__qualname__}"
+    """Makes ``XLA_GPU`` and ``CUSTOM`` names of this backend, on CUDA and on the CPU, and
+    ``XLA_GPU_MLA`` that of its latent attention, which the CPU knows by all three names."""
     members: Any = AttentionBackendEnum.__members__
-    for name in _NAMES:
-        register_backend(members.get(name, name), path)
-    # vLLM sends the choice to a process that has not called this yet.
-    members["XLA_GPU"].__reduce_ex__ = lambda protocol: (_registered, ("XLA_GPU",))
+    for name in (*_NAMES, _LATENT_NAME):
+        backend = XlaGpuLatentBackend if name == _LATENT_NAME else XlaGpuAttentionBackend
+        register_backend(members.get(name, name), f"{backend.__module__}.{backend.__qualname__}")
+        if name != "CUSTOM":  # vLLM sends the choice to a process that has not called this yet
+            members[name].__reduce_ex__ = lambda _, name=name: (_registered, (name,))
     _accept_names_on_cpu()
 
 
@@ -128,6 +144,7 @@ class XlaGpuAttentionBackend(_Backend):
         "float16",
         "bfloat16",
         *_FP8_DTYPES,
+        *_DTYPES_WITH_SCALES,
     ]
 
     @staticmethod
@@ -161,8 +178,18 @@ class XlaGpuAttentionBackend(_Backend):
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any
     ) -> str | None:
         """Why these do not go together; None if they do. Keys of 16 bits have the model's dtype."""
+        if kv_cache_dtype in _DTYPES_WITH_SCALES:
+            reason = f"head_size {head_size}, no multiple of 4, not supported for {kv_cache_dtype}"
+            return reason if head_size % 4 else None
         fits = kv_cache_dtype in (None, "auto", *_FP8_DTYPES, str(dtype).removeprefix("torch."))
         return None if fits else f"kv_cache_dtype {kv_cache_dtype} not supported for {dtype}"
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Adds the scales of a row to what vLLM knows of its size, as its Triton backend does."""
+        if not spec.kv_quant_mode.is_per_token_head or spec.state_content_bytes is not None:
+            return spec
+        return replace(spec, state_content_bytes=2 * (spec.head_size + _SCALE_BYTES))
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -200,6 +227,49 @@ class XlaGpuAttentionBackend(_Backend):
         return True
 
 
+class XlaGpuLatentBackend(XlaGpuAttentionBackend):
+    """What vLLM asks before it chooses a backend for latent attention (MLA)."""
+
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
+        x for x in XlaGpuAttentionBackend.supported_kv_cache_dtypes if x not in _DTYPES_WITH_SCALES
+    ]
+
+    @staticmethod
+    def get_name() -> str:
+        """The name that vLLM shows."""
+        return _LATENT_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        """The class of a layer's attention."""
+        return XlaGpuLatentImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[XlaGpuLatentBuilder]:
+        """The class that makes the arguments which layers share."""
+        return XlaGpuLatentBuilder
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        """Keys and values are parts of one latent vector."""
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """No sinks: no layer of vLLM hands them over."""
+        return False
+
+    @classmethod
+    def supports_dcp(cls) -> bool:
+        """No decode context parallelism."""
+        return False
+
+    @classmethod
+    def supports_pcp(cls) -> bool:
+        """No prefill context parallelism."""
+        return False
+
+
 @dataclass
 class _Shard:
     """What differs under decode context parallelism, where a process has a part of each sequence's
@@ -235,11 +305,36 @@ class XlaGpuMetadata(_Metadata):
     """Not used here: vLLM hands it over with the keys. Its tests look for it."""
 
 
+class XlaGpuLatentMetadata(XlaGpuMetadata):
+    """As vLLM divides a batch for latent attention: all tokens attend to latents, as it has them
+    do in decoding. So a prompt's new tokens and those in its cache are read by one call."""
+
+    num_prefills = 0
+    prefill = None
+
+    @property
+    def num_decodes(self) -> int:
+        """All sequences."""
+        return len(self.context_lens)
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """All tokens."""
+        return self.num_actual_tokens
+
+    @property
+    def decode(self) -> XlaGpuLatentMetadata:
+        """The arguments of `num_decode_tokens`."""
+        return self
+
+
 class XlaGpuMetadataBuilder(_MetadataBuilder):
     """Makes the arguments of the ops from vLLM's; copies none of its tensors."""
 
     # Shapes alone decide what the ops launch.
     _cudagraph_support: Any = _vllm.AttentionCGSupport.ALWAYS
+    _metadata: type[XlaGpuMetadata] = XlaGpuMetadata
+    _specs: tuple[Any, ...] = _SPECS
 
     def __init__(
         self,
@@ -267,11 +362,16 @@ class XlaGpuMetadataBuilder(_MetadataBuilder):
         spec = self.kv_cache_spec
         # Chunks are made by builders that vLLM derives from this one.
         is_chunked = type(spec) is ChunkedLocalAttentionSpec
-        if type(spec) not in _SPECS or (is_chunked and type(self) is XlaGpuMetadataBuilder):
+        if type(spec) not in self._specs or (is_chunked and type(self) is XlaGpuMetadataBuilder):
             raise NotImplementedError(f"{_NAME}: a {type(spec).__name__} is not supported{_REMEDY}")
-        if spec.head_size_v != spec.head_size or spec.tokens_per_state != 1:
+        value, rule = (
+            (0, "0")
+            if self._specs is _LATENT_SPECS
+            else (spec.head_size, f"head_size={spec.head_size}")
+        )
+        if spec.head_size_v != value or spec.tokens_per_state != 1:
             raise NotImplementedError(
-                f"{_NAME}: head_size_v must be head_size={spec.head_size} and tokens_per_state 1; "
+                f"{_NAME}: head_size_v must be {rule} and tokens_per_state 1; "
                 f"got {spec.head_size_v} and {spec.tokens_per_state}{_REMEDY}"
             )
         if self._num_shards > 1 and getattr(spec, "attention_chunk_size", None) is not None:
@@ -345,7 +445,7 @@ class XlaGpuMetadataBuilder(_MetadataBuilder):
             found = torch.from_numpy(_image_ranges(common, self._window))
             ranges = self._copied("ranges", found[0], self._max_tokens)
             ranges_in_window = self._copied("ranges in window", found[1], self._max_tokens)
-        return XlaGpuMetadata(
+        return self._metadata(
             num_actual_tokens=common.num_actual_tokens,
             context_lens=common.seq_lens,
             block_tables=common.block_table_tensor,
@@ -377,7 +477,14 @@ class XlaGpuMetadataBuilder(_MetadataBuilder):
         )
 
 
-class XlaGpuAttentionImpl(_Impl):
+class XlaGpuLatentBuilder(XlaGpuMetadataBuilder):
+    """Makes the arguments of the ops for latent attention."""
+
+    _metadata = XlaGpuLatentMetadata
+    _specs = _LATENT_SPECS
+
+
+class _LayerAttention(_ImplBase):
     """The attention of a layer.
 
     Args:
@@ -401,7 +508,8 @@ class XlaGpuAttentionImpl(_Impl):
             or an argument that is not known here.
     """
 
-    can_return_lse_for_decode = True  # for decode context parallelism
+    _kv_layout: str
+    _value_head_size: int | None = None  # if V is the first part of K
 
     def __init__(
         self,
@@ -448,6 +556,7 @@ class XlaGpuAttentionImpl(_Impl):
         # Without causality a window has two sides of one length, as in vLLM's own backends.
         self._window_right = None if sliding_window is None else sliding_window - 1
         self._fp8 = _FP8_DTYPES.get(kv_cache_dtype)
+        self._with_scales = _DTYPES_WITH_SCALES.get(kv_cache_dtype)
         self._features: dict[str, torch.Tensor] = {}
         if alibi_slopes is not None:
             # The layer's device is not known before `forward`.
@@ -459,6 +568,66 @@ class XlaGpuAttentionImpl(_Impl):
         """Converts the sinks, a weight of the model, for the ops."""
         if self.sinks is not None:
             self._features["sinks"] = self.sinks.detach().float()
+
+    def _attend(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        step: XlaGpuMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        ranges = step.ranges
+        if ranges is not None and getattr(layer, "mm_prefix_clamp_sliding_window", False):
+            ranges = step.ranges_in_window
+        cache, options = self._cached(layer, kv_cache)
+        _OPS.paged_attention.out(  # by its name, as PyTorch tries one overload after the other
+            query,
+            cache,
+            step.context_lens,
+            step.block_tables,
+            step.query_start_loc,
+            step.num_seqs,
+            *self._options,
+            causal=step.causal,
+            causal_seqs=step.causal_seqs,
+            window_right=None if step.causal else self._window_right,
+            bidirectional_ranges=ranges,
+            max_query_len=step.max_query_len,
+            value_head_size=self._value_head_size,
+            out=output,
+            **self._features,
+            **options,
+        )
+
+    def _cached(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The cache as the ops take it, and the arguments that describe it. vLLM's tensors are
+        bytes where the cache is fp8."""
+        options: dict[str, Any] = {"kv_layout": self._kv_layout}
+        if self._fp8 is None:
+            return kv_cache, options
+        options["k_scale"] = layer._k_scale
+        if self._value_head_size is None:
+            options["v_scale"] = layer._v_scale
+        return kv_cache.view(self._fp8), options
+
+
+class XlaGpuAttentionImpl(_LayerAttention, _Impl):
+    """Attention to keys and values in one cache, side by side."""
+
+    can_return_lse_for_decode = True  # for decode context parallelism
+    _kv_layout = "nhb(2d)"
+
+    def _cached(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        if self._with_scales is None:
+            return super()._cached(layer, kv_cache)
+        halves = kv_cache.chunk(2, -1)
+        cache, values = (x[..., : self.head_size].view(self._with_scales) for x in halves)
+        k_scale, v_scale = (
+            x[..., self.head_size :].view(torch.float32).squeeze(-1).mT for x in halves
+        )
+        options = {"k_scale": k_scale, "v_scale": v_scale}
+        return cache, options | {"value_cache": values, "kv_layout": "nhbd"}
 
     def do_kv_cache_update(
         self,
@@ -474,17 +643,23 @@ class XlaGpuAttentionImpl(_Impl):
             layer: has the scales of an fp8 cache.
             key: ``[num_tokens, num_kv_heads, head_size]``.
             value: as `key`.
-            kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
+            kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, or, with scales for
+                each token and head, ``[..., 2 * (head_size + 4)]``.
             slot_mapping: ``[at most num_tokens]`` int64; a negative slot is padding.
         """
         num_tokens = len(slot_mapping)
-        _OPS.kv_cache_update.default(
-            self._cache(kv_cache),
+        cache, options = self._cached(layer, kv_cache)
+        update = _OPS.kv_cache_update.default
+        if self._with_scales is not None:
+            update = _OPS.kv_cache_update.with_scales
+            for name in ("k_scale", "v_scale"):
+                options[f"{name}_cache"] = options.pop(name)
+        update(
+            cache,
             _first(num_tokens, key),
             _first(num_tokens, value),
             slot_mapping,
-            kv_layout=_KV_LAYOUT,
-            **self._scales(layer),
+            **options,
         )
 
     def forward(
@@ -533,27 +708,8 @@ class XlaGpuAttentionImpl(_Impl):
             merged = self._merged(layer, query, key, value, kv_cache, step, step.shard)
             _first(num_tokens, output).copy_(merged)
             return output
-        ranges = step.ranges
-        if ranges is not None and getattr(layer, "mm_prefix_clamp_sliding_window", False):
-            ranges = step.ranges_in_window
-        _OPS.paged_attention.out(  # by its name, as PyTorch tries one overload after the other
-            _first(num_tokens, query),
-            self._cache(kv_cache),
-            step.context_lens,
-            step.block_tables,
-            step.query_start_loc,
-            step.num_seqs,
-            *self._options,
-            kv_layout=_KV_LAYOUT,
-            causal=step.causal,
-            causal_seqs=step.causal_seqs,
-            window_right=None if step.causal else self._window_right,
-            bidirectional_ranges=ranges,
-            max_query_len=step.max_query_len,
-            out=_first(num_tokens, output),
-            **self._features,
-            **self._scales(layer),
-        )
+        query, output_rows = (_first(num_tokens, x) for x in (query, output))
+        self._attend(layer, query, kv_cache, step, output_rows)
         return output
 
     def _merged(
@@ -570,17 +726,17 @@ class XlaGpuAttentionImpl(_Impl):
         its part for the heads of all."""
         group: Any = get_dcp_group()
         sequences = (step.query_start_loc, step.num_seqs)
+        cache, options = self._cached(layer, kv_cache)
         part = _OPS.paged_attention.lse(
             group.all_gather(query.contiguous(), dim=1),
-            self._cache(kv_cache),
+            cache,
             shard.context_lens,
             step.block_tables,
             *sequences,
             *self._options,
-            kv_layout=_KV_LAYOUT,
             causal=False,
             max_query_len=step.max_query_len,
-            **self._scales(layer),
+            **options,
         )
         first = self.dcp_rank * self.num_heads
         heads = slice(first, first + self.num_heads)
@@ -600,14 +756,103 @@ class XlaGpuAttentionImpl(_Impl):
         )
         return merge_attention([*outputs, output], [*lses, lse])[0]
 
-    def _cache(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        """vLLM's tensors are bytes where the cache is fp8."""
-        return kv_cache if self._fp8 is None else kv_cache.view(self._fp8)
 
-    def _scales(self, layer: Any) -> dict[str, torch.Tensor]:
-        if self._fp8 is None:
-            return {}
-        return {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+class XlaGpuLatentImpl(_LayerAttention, _LatentImpl):
+    """The latent attention (MLA) of a layer, where vLLM has multiplied the queries with the weights
+    of the keys and multiplies the output with those of the values.
+
+    Args:
+        kv_lora_rank: how many numbers of a cached row are V.
+        q_lora_rank: not used; nor are the other sizes of the model and `kv_b_proj`.
+        indexer: must be None.
+        q_pad_num_heads: must be None.
+        others: those of other attention.
+
+    Raises:
+        NotImplementedError: decode context parallelism, chosen positions, or what other attention
+            refuses.
+    """
+
+    _kv_layout = "nbd"
+    _value_head_size: int
+
+    def __init__(
+        self,
+        *args: Any,
+        kv_lora_rank: int,
+        q_lora_rank: int | None,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: Any,
+        indexer: Any = None,
+        q_pad_num_heads: int | None = None,
+        **others: Any,
+    ) -> None:
+        for name, given in {"indexer": indexer, "q_pad_num_heads": q_pad_num_heads}.items():
+            if given is not None:
+                others[name] = given
+        super().__init__(*args, **others)
+        if self.dcp_world_size > 1:
+            raise NotImplementedError(
+                f"{_NAME}: decode context parallelism with MLA is not supported"
+            )
+        self._value_head_size = kv_lora_rank
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+    ) -> None:
+        """Writes new rows into the cache, in place.
+
+        Args:
+            kv_c_normed: ``[num_tokens, kv_lora_rank]``: the latents.
+            k_pe: ``[num_tokens, 1, qk_rope_head_dim]``: the rotated part of the keys.
+            kv_cache: ``[num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]``.
+            slot_mapping: ``[at most num_tokens]`` int64; a negative slot is padding.
+            kv_cache_dtype: as at the start.
+            k_scale: of an fp8 cache.
+        """
+        num_tokens = len(slot_mapping)
+        latent, rotated = (_first(num_tokens, x) for x in (kv_c_normed, k_pe))
+        key = torch.cat([latent[:, None], rotated], -1)
+        _OPS.kv_cache_update.default(
+            kv_cache if self._fp8 is None else kv_cache.view(self._fp8),
+            key,
+            key[..., :0],
+            slot_mapping,
+            kv_layout=self._kv_layout,
+            k_scale=None if self._fp8 is None else k_scale,
+        )
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: XlaGpuLatentMetadata,
+        layer: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attends to the cache.
+
+        Args:
+            q: ``[num_tokens, num_heads, kv_lora_rank + qk_rope_head_dim]``, or its two parts.
+            kv_c_and_k_pe_cache: ``[num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]``.
+            attn_metadata: has the number of tokens.
+            layer: has the scale of an fp8 cache.
+
+        Returns:
+            ``[num_tokens, num_heads, kv_lora_rank]``, and None: vLLM needs no log-sum-exp.
+        """
+        query = q if isinstance(q, torch.Tensor) else torch.cat(q, -1)
+        output = query.new_empty(*query.shape[:2], self._value_head_size)
+        self._attend(layer, query, kv_c_and_k_pe_cache, attn_metadata, output)
+        return output, None
 
 
 def _image_ranges(common: Any, window: int | None) -> np.ndarray:
@@ -633,26 +878,54 @@ def _first(count: int, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _accept_names_on_cpu() -> None:
-    """Makes vLLM's platform for the CPU obey the choice. It has one backend and takes that."""
+    """Makes vLLM's platform for the CPU obey the choice. It has one backend and takes that, or
+    another for latent attention, whose limits it sets."""
     from vllm.platforms.cpu import CpuPlatform  # noqa: PLC0415  (vLLM loads one platform only)
 
-    upstream: Any = CpuPlatform.get_attn_backend_cls
-    if hasattr(upstream, "__wrapped__"):
+    platform: Any = CpuPlatform
+    choose_upstream, configure_upstream = (
+        platform.get_attn_backend_cls,
+        platform.check_and_update_config,
+    )
+    if hasattr(choose_upstream, "__wrapped__"):
         return
 
-    @functools.wraps(upstream)
+    @functools.wraps(choose_upstream)
     def choose(
         cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
-        if selected_backend is None or selected_backend.name not in _NAMES:
-            return upstream.__func__(cls, selected_backend, attn_selector_config, num_heads)
-        backend: Any = XlaGpuAttentionBackend
-        reasons = backend.validate_configuration(
+        if not _is_ours(selected_backend):
+            return choose_upstream.__func__(cls, selected_backend, attn_selector_config, num_heads)
+        if attn_selector_config.use_mla:
+            selected_backend = AttentionBackendEnum[_LATENT_NAME]
+        reasons = selected_backend.get_class().validate_configuration(
             device_capability=None, **attn_selector_config._asdict()
         )
         if reasons:
             raise ValueError(f"{_NAME}: not for this model: {', '.join(reasons)}")
         return selected_backend.get_path()
 
-    platform: Any = CpuPlatform
+    @functools.wraps(configure_upstream)
+    def configure(cls: Any, vllm_config: Any) -> None:
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        attention, model = vllm_config.attention_config, vllm_config.model_config
+        backend = (attention.backend_per_kind or {}).get("mla_attention", attention.backend)
+        # Blocks of 16, and prompts in one piece, are what vLLM's own latent attention needs.
+        block_size = cache.block_size if cache.user_specified_block_size else 128
+        chosen = [
+            (scheduler, "enable_chunked_prefill", scheduler.enable_chunked_prefill),
+            (scheduler, "max_num_batched_tokens", scheduler.max_num_batched_tokens),
+            (cache, "enable_prefix_caching", cache.enable_prefix_caching),
+            (cache, "block_size", block_size),
+        ]
+        configure_upstream.__func__(cls, vllm_config)
+        if model is not None and model.use_mla and _is_ours(backend):
+            for config, name, value in chosen:
+                setattr(config, name, value)
+
     platform.get_attn_backend_cls = classmethod(choose)
+    platform.check_and_update_config = classmethod(configure)
+
+
+def _is_ours(backend: Any) -> bool:
+    return backend is not None and backend.name in (*_NAMES, _LATENT_NAME)

@@ -82,6 +82,16 @@ def scale_tensor(scale: Any, kv_cache: Any) -> Any:
     return torch.full((), scale, dtype=torch.float32, device=kv_cache.device)
 
 
+def split_causal(causal: Any) -> tuple[Any, torch.Tensor | None]:
+    """The arguments ``causal`` and ``causal_seqs`` of an operator, whose schema has no type for a
+    bool or a tensor. Of other integers and of bools, only 0 stands for False."""
+    if not isinstance(causal, torch.Tensor):
+        return causal, None
+    if causal.dtype != torch.int32 and not causal.is_floating_point():
+        causal = (causal != 0).int()
+    return True, causal
+
+
 class TensorArguments(NamedTuple):
     """The arguments of a call on tensors."""
 

@@ -67,6 +67,19 @@ inline XLA_FFI_Error* CallWithoutExceptions(const char* op, XLA_FFI_Handler* han
 // What a call has on every platform.
 inline auto BindCall() { return ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs(); }
 
+// Defines the handlers of an op for all platforms, of its functions OnCpu and OnCuda. CUDA graphs
+// may hold what the latter queues.
+#ifdef XLA_GPU_CUDA
+#define XLA_GPU_DEFINE_CUDA_HANDLER(name, op)                                                  \
+  XLA_GPU_DEFINE_HANDLER(name##Cuda, op, OnCuda, BindCall().Ctx<ffi::PlatformStream<void*>>(), \
+                         {ffi::Traits::kCmdBufferCompatible})
+#else
+#define XLA_GPU_DEFINE_CUDA_HANDLER(name, op)
+#endif
+#define XLA_GPU_DEFINE_HANDLERS(name, op)                                  \
+  XLA_GPU_DEFINE_HANDLER(name##Cpu, op, OnCpu, BindCall().Ctx<Executor>()) \
+  XLA_GPU_DEFINE_CUDA_HANDLER(name, op)
+
 using DTypes = std::initializer_list<ffi::DataType>;
 inline constexpr DTypes kTensorDTypes = {ffi::F32, ffi::F16, ffi::BF16};
 inline constexpr DTypes kStorageDTypes = {ffi::F32,    ffi::F16, ffi::BF16, ffi::F8E4M3FN,

@@ -2,6 +2,7 @@
 // laid out.
 #pragma once
 
+#include <string>
 #include <utility>
 
 #include "kv_cache.h"
@@ -147,13 +148,29 @@ void ReadKvCache(CallReader* call, const char* rows_operand, const TokenRows& ro
 }
 
 // Reads k_scale or v_scale of a cache that has been read. Kernels use it if the cache is quantized.
+// Attributes NAME_block_stride, NAME_position_stride and NAME_head_stride come with a strided
+// array.
 template <typename Params>
 KvScales ReadScales(CallReader* call, const char* name, const Params& p) {
+  const auto array = call->Find(name);
+  if (!array.has_value()) return {};
+  const auto attribute = [&](const char* stride) { return std::string(name) + stride; };
   KvScales scales = {};
+  if (call->Has(attribute("_block_stride").c_str())) {
+    scales.data = call->Operand<float>(name, {ffi::F32}, {{kAnySize}});
+    scales.block_stride = call->Integer(attribute("_block_stride").c_str());
+    scales.position_stride = call->Integer(attribute("_position_stride").c_str());
+    scales.head_stride = call->Integer(attribute("_head_stride").c_str());
+    const KvLayout layout = {p.num_blocks,        p.block_size,           p.num_kv_heads,
+                             scales.block_stride, scales.position_stride, scales.head_stride};
+    if (!layout.Fits(static_cast<int64_t>(array->element_count()), 1, 1, 0)) {
+      call->Refuse(name, "have room for num_blocks=", p.num_blocks, ", block_size=", p.block_size,
+                   " and num_kv_heads=", p.num_kv_heads, " with its strides");
+    }
+    return scales;
+  }
   scales.data = call->Operand<float>(
       name, {ffi::F32}, {{}, {1}, {p.num_kv_heads}, {p.num_blocks, p.block_size, p.num_kv_heads}});
-  if (scales.data == nullptr) return scales;
-  const auto array = call->Find(name);
   const size_t rank = array->dimensions().size();
   // One scale for all: every stride is 0.
   if (rank == 3 || (rank == 1 && array->element_count() > 1)) scales.head_stride = 1;

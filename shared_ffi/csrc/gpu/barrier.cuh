@@ -23,6 +23,47 @@ __device__ __forceinline__ void InitBarrier(Barrier* barrier, int count) {
 
 __device__ __forceinline__ void Arrive(Barrier* barrier) { ::cuda::ptx::mbarrier_arrive(barrier); }
 
+// The same as `count` arrivals.
+__device__ __forceinline__ void Arrive(Barrier* barrier, uint32_t count) {
+  ::cuda::ptx::mbarrier_arrive(barrier, count);
+}
+
+// Arrives once, and lets the phase end only when tensor copies have brought this many bytes, too.
+__device__ __forceinline__ void ArriveExpecting(Barrier* barrier, uint32_t num_bytes) {
+  ::cuda::ptx::mbarrier_arrive_expect_tx(::cuda::ptx::sem_release, ::cuda::ptx::scope_cta,
+                                         ::cuda::ptx::space_shared, barrier, num_bytes);
+}
+
+// Whether the lane is the one of the warp that does what needs one thread. ptxas then knows that it
+// is one. All lanes call it.
+__device__ __forceinline__ bool IsElected() {
+  int is_elected;
+  asm volatile(
+      "{ .reg .pred is_elected; elect.sync _|is_elected, %1; selp.s32 %0, 1, 0, is_elected; }"
+      : "=r"(is_elected)
+      : "r"(kAllLanes));
+  return is_elected != 0;
+}
+
+// Copies the box of a tensor that begins at these elements, from the innermost dimension on, to an
+// address in shared memory. One thread calls it. The barrier, at another such address, counts the
+// bytes, zeros outside of the tensor among them.
+__device__ __forceinline__ void CopyBox(uint32_t to, const void* map, const int32_t (&first)[4],
+                                        uint32_t barrier) {
+  // CCCL 13.0 has a function for it that takes generic addresses, which are not uniform then.
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+      "l"(map), "r"(first[0]), "r"(first[1]), "r"(first[2]), "r"(first[3]), "r"(barrier)
+      : "memory");
+}
+
+// Makes barriers that this thread has initialized known to tensor copies. A barrier of the block
+// follows.
+__device__ __forceinline__ void FenceBarriers() {
+  ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
+}
+
 // Makes the barrier count one arrival once all copies that this thread has started are complete.
 __device__ __forceinline__ void ArriveAfterCopies(Barrier* barrier) {
   // CCCL 13.0 has a function for it that leaves out the state space, although it gives an address

@@ -71,6 +71,11 @@ __device__ __forceinline__ bool AnyInWarp(bool predicate) {
   return __any_sync(kAllLanes, predicate);
 }
 
+// A number that all lanes of the warp have, in a uniform register. They execute it together.
+__device__ __forceinline__ uint32_t Uniform(uint32_t number) {
+  return __reduce_or_sync(kAllLanes, number);
+}
+
 // The lanes of the warp for which `predicate` holds, as bits; their number; and the first of some.
 __device__ __forceinline__ uint32_t LanesWith(bool predicate) {
   return __ballot_sync(kAllLanes, predicate);
@@ -90,9 +95,10 @@ __device__ __forceinline__ T ShuffleUp(T value, int delta) {
   return __shfl_up_sync(kAllLanes, value, delta);
 }
 
+// With `width`, a power of two: the value of that one among the `width` lanes of the lane itself.
 template <typename T>
-__device__ __forceinline__ T Shuffle(T value, int from_lane) {
-  return __shfl_sync(kAllLanes, value, from_lane);
+__device__ __forceinline__ T Shuffle(T value, int from_lane, int width = kWarpSize) {
+  return __shfl_sync(kAllLanes, value, from_lane, width);
 }
 
 // Keeps the compiler from moving loads and stores past this point.
@@ -102,7 +108,11 @@ __device__ __forceinline__ void KeepOrder() { asm volatile("" ::: "memory"); }
 // not before a loop, from where on it would take registers.
 template <typename T>
 __device__ __forceinline__ T Opaque(T value) {
-  asm volatile("" : "+r"(value));
+  if constexpr (sizeof(T) == 8) {
+    asm volatile("" : "+l"(value));
+  } else {
+    asm volatile("" : "+r"(value));
+  }
   return value;
 }
 

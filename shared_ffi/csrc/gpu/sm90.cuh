@@ -48,12 +48,14 @@ __device__ __forceinline__ void FenceProducts(float (&d)[kBlocks][4]) {
 
 // `descriptor` + number, where all lanes have the same descriptor. In uniform registers ptxas takes
 // one instruction for a product of 32 bits and a sum of 64 bits, but two or three for a sum with a
-// constant. So the number is multiplied by one, of which ptxas knows nothing. A shift would take
-// the place of the product by a power of two.
-__device__ __forceinline__ uint64_t AddToDescriptor(uint64_t descriptor, uint32_t number) {
+// constant. So the number is multiplied by `one`, which is 1, but ptxas does not know that. A shift
+// would take the place of the product by a power of two, and of two equal products with one sum
+// each the first would be computed alone.
+__device__ __forceinline__ uint64_t AddToDescriptor(uint64_t descriptor, int32_t number,
+                                                    int32_t one) {
+  if (number == 0) return descriptor;
   uint64_t sum;
-  const uint32_t one = blockDim.y;
-  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(sum) : "r"(one), "r"(number), "l"(descriptor));
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(sum) : "r"(one), "r"(number), "l"(descriptor));
   return sum;
 }
 

@@ -54,7 +54,11 @@ KvScales ReadOrMakeScales(CallReader* call, const char* scale, const char* scale
   if (p.dtype == p.cache_dtype) call->Refuse(scale_cache, "come with a cache of fewer bits");
   const KvScales scales = ReadScales(call, scale_cache, p);
   if (call->error().failure()) return {};
-  if (!scales.IsPerPosition()) call->Refuse(scale_cache, "have a scale for each position");
+  if ((p.num_blocks > 1 && scales.block_stride == 0) ||
+      (p.block_size > 1 && scales.position_stride == 0) ||
+      (p.num_kv_heads > 1 && scales.head_stride == 0)) {
+    call->Refuse(scale_cache, "have a scale for each position");
+  }
   *made = static_cast<float*>(call->Find(scale_cache)->untyped_data());
   return scales;
 }
@@ -140,11 +144,6 @@ ffi::Error OnCuda(ffi::RemainingArgs operands, ffi::RemainingRets results,
 
 }  // namespace
 
-XLA_GPU_DEFINE_HANDLER(KvCacheUpdateCpu, kOp, OnCpu, BindCall().Ctx<Executor>())
-
-#ifdef XLA_GPU_CUDA
-XLA_GPU_DEFINE_HANDLER(KvCacheUpdateCuda, kOp, OnCuda, BindCall().Ctx<ffi::PlatformStream<void*>>(),
-                       {ffi::Traits::kCmdBufferCompatible})
-#endif
+XLA_GPU_DEFINE_HANDLERS(KvCacheUpdate, kOp)
 
 }  // namespace xla_gpu::kv_cache_update

@@ -58,8 +58,9 @@ ffi::Error MakeParams(CallReader* call, size_t num_scratch, Params* p) {
   p->block_tables = call->Operand<int32_t>("block_tables", {ffi::S32}, {{p->max_seqs, kAnySize}});
   p->query_start_loc = call->Operand<int32_t>("query_start_loc", {ffi::S32}, {{p->max_seqs + 1}});
   p->num_seqs = call->Operand<int32_t>("num_seqs", {ffi::S32}, {{}, {1}});
-  p->sinks = call->Operand<float>("sinks", {ffi::F32}, {{p->num_heads}});
-  p->alibi_slopes = call->Operand<float>("alibi_slopes", {ffi::F32}, {{p->num_heads}});
+  for (const auto& [name, array] : kHeadNumbers) {
+    p->*array = call->Operand<float>(name, {ffi::F32}, {{p->num_heads}});
+  }
   for (const auto& [name, array] : kTokenPairs) {
     p->*array = call->Operand<int32_t>(name, {ffi::S32}, {{p->num_tokens, 2}});
   }
@@ -112,12 +113,6 @@ ffi::Error OnCuda(ffi::RemainingArgs operands, ffi::RemainingRets results,
 
 }  // namespace
 
-XLA_GPU_DEFINE_HANDLER(PagedAttentionCpu, kOp, OnCpu, BindCall().Ctx<Executor>())
-
-#ifdef XLA_GPU_CUDA
-XLA_GPU_DEFINE_HANDLER(PagedAttentionCuda, kOp, OnCuda,
-                       BindCall().Ctx<ffi::PlatformStream<void*>>(),
-                       {ffi::Traits::kCmdBufferCompatible})
-#endif
+XLA_GPU_DEFINE_HANDLERS(PagedAttention, kOp)
 
 }  // namespace xla_gpu::paged_attention

@@ -169,8 +169,7 @@ struct Params {
 
   // Whether all positions of a quantized cache have the same scales, for each kv head.
   XLA_GPU_HOST_DEVICE bool ScalesAreUniform() const {
-    return !k_scale.IsPerPosition() && !v_scale.IsPerPosition() && k_scale.block_stride == 0 &&
-           v_scale.block_stride == 0;
+    return !k_scale.IsPerPosition() && !v_scale.IsPerPosition();
   }
 
   // The positions that a row of block_tables has room for, and a sequence at most. The sizes may be
@@ -289,9 +288,11 @@ struct Params {
     const float slope = alibi_slopes[head];
     return (slope > kMaxSlope ? kMaxSlope : slope < -kMaxSlope ? -kMaxSlope : slope) * kLog2E;
   }
-  // The log-sum-exp of a row, given what was computed with Sink().
+  // The log-sum-exp of a row, given what was computed with Sink(). A NaN stays: what the row
+  // attends to is NaN, or its block table or tree mask is bad.
   XLA_GPU_HOST_DEVICE float Lse(int64_t head, float computed) const {
-    return sinks != nullptr && sinks[head] > kMaxSink ? sinks[head] : computed;
+    const bool is_sink = sinks != nullptr && sinks[head] > kMaxSink && computed == computed;
+    return is_sink ? sinks[head] : computed;
   }
   // Whether token i of a sequence attends to any position. In a tree all do.
   XLA_GPU_HOST_DEVICE bool Attends(const QueryTokens& tokens, int64_t i) const {
@@ -307,6 +308,16 @@ struct TokenPairs {
 inline constexpr TokenPairs kTokenPairs[] = {
     {"tree_mask", &Params::tree_mask},
     {"bidirectional_ranges", &Params::bidirectional_ranges},
+};
+
+// An optional array of [num_heads] numbers, and the name of its operand.
+struct HeadNumbers {
+  const char* name;
+  const float* Params::* array;
+};
+inline constexpr HeadNumbers kHeadNumbers[] = {
+    {"sinks", &Params::sinks},
+    {"alibi_slopes", &Params::alibi_slopes},
 };
 
 }  // namespace xla_gpu::paged_attention

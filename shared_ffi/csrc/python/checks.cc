@@ -108,7 +108,7 @@ void BindChecks(nb::module_& m) {
       .def_ro("alignment", &ScratchSizes::alignment);
   m.def("scratch_sizes", &xla_gpu::ScratchSizes, nb::kw_only(), nb::arg("num_heads"),
         nb::arg("num_kv_heads"), nb::arg("value_head_size"), nb::arg("sliding_window"),
-        nb::arg("max_query_len"), "Those of paged_attention.");
+        nb::arg("max_query_len"), "The sizes in the scratch of paged_attention.");
 }
 
 }  // namespace xla_gpu

@@ -41,11 +41,6 @@ ffi::Error OnCuda(ffi::RemainingArgs operands, ffi::RemainingRets results,
 
 }  // namespace
 
-XLA_GPU_DEFINE_HANDLER(SimpleAddCpu, kOp, OnCpu, BindCall().Ctx<Executor>())
-
-#ifdef XLA_GPU_CUDA
-XLA_GPU_DEFINE_HANDLER(SimpleAddCuda, kOp, OnCuda, BindCall().Ctx<ffi::PlatformStream<void*>>(),
-                       {ffi::Traits::kCmdBufferCompatible})
-#endif
+XLA_GPU_DEFINE_HANDLERS(SimpleAdd, kOp)
 
 }  // namespace xla_gpu::simple_add

@@ -116,8 +116,8 @@ void TellObserver(const std::string& op, const std::vector<void*>& addresses) {
 }
 
 char* AddressOf(nb::handle tensor) {
-  static const nb::handle data_ptr = Interned("data_ptr");
-  return reinterpret_cast<char*>(nb::cast<uintptr_t>(tensor.attr(data_ptr)()));
+  static const TensorMember data_ptr("data_ptr");
+  return reinterpret_cast<char*>(nb::cast<uintptr_t>(data_ptr.Call(tensor)));
 }
 
 // With `keys`, the first argument of a call is its DispatchKeySet. One of `keys` needs no other
@@ -227,8 +227,9 @@ class EagerKernel {
     }
     rules_.BeforeWriting(op_, written);
     nb::list allocated;
+    static const TensorMember new_empty("new_empty");
     for (const auto& [shape, dtype] : call.allocated) {
-      allocated.append(tensors[0].attr("new_empty")(shape, nb::arg("dtype") = dtype));
+      allocated.append(new_empty.Call(tensors[0], shape, nb::arg("dtype") = dtype));
       addresses.push_back(AddressOf(allocated[allocated.size() - 1]));
     }
     if (observer != nullptr) TellObserver(op_, addresses);

@@ -18,14 +18,16 @@ TorchRules::TorchRules(nb::object torch, nb::object errors)
       is_inference_mode_enabled_(torch.attr("is_inference_mode_enabled")),
       increment_version_(torch.attr("_C").attr("_increment_version")),
       forward_ad_(torch.attr("autograd").attr("forward_ad")),
-      errors_(std::move(errors)) {}
+      errors_(std::move(errors)) {
+  TensorMember::tensor_type = nb::object(tensor_type_).release();
+}
 
 void TorchRules::RefuseDerivative(const std::string& op, const std::vector<nb::handle>& tensors,
                                   nb::handle out) const {
-  static const nb::handle requires_grad = Interned("requires_grad"),
-                          level = Interned("_current_level");
+  static const TensorMember requires_grad("requires_grad");
+  static const nb::handle level = Interned("_current_level");
   const auto refuse = [&](nb::handle x) {
-    if (IsTrue(x.attr(requires_grad))) Raise("derivative_error", op, "requires grad");
+    if (IsTrue(requires_grad.Get(x))) Raise("derivative_error", op, "requires grad");
   };
   if (IsTrue(is_grad_enabled_())) {
     for (nb::handle x : tensors) refuse(x);
@@ -62,12 +64,12 @@ void TorchRules::RefuseOneMemory(const std::string& op, const std::pmr::vector<s
 
 void TorchRules::BeforeWriting(const std::string& op,
                                const std::vector<NamedTensor>& written) const {
-  static const nb::handle is_inference = Interned("is_inference");
+  static const TensorMember is_inference("is_inference");
   if (written.empty()) return;
   const bool is_inference_mode = IsTrue(is_inference_mode_enabled_());
   nb::list with_version;
   for (const auto& [name, tensor] : written) {
-    if (!IsTrue(tensor.attr(is_inference)())) {
+    if (!IsTrue(is_inference.Call(tensor))) {
       with_version.append(tensor);
     } else if (!is_inference_mode) {
       Raise("inference_tensor_error", op, *name);

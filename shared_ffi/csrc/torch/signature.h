@@ -5,8 +5,10 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <cstring>
 #include <memory_resource>
 #include <string>
+#include <utility>
 
 namespace xla_gpu {
 
@@ -17,6 +19,35 @@ inline nb::handle Interned(const char* name) { return PyUnicode_InternFromString
 
 inline bool IsTrue(nb::handle value) { return value.ptr() == Py_True; }
 
+// A property or a method of PyTorch's tensors, found once: to look its name up takes as long as to
+// call it. Tensors that reach a kernel have no other one of this name.
+class TensorMember {
+ public:
+  // torch.Tensor, set before any call. An import would let other threads run: one could wait, with
+  // the GIL, for the static object that is being made.
+  static inline nb::handle tensor_type;
+
+  explicit TensorMember(const char* name)
+      : member_(nb::object(tensor_type.attr(name)).release()),
+        get_(reinterpret_cast<descrgetfunc>(
+            PyType_GetSlot(Py_TYPE(member_.ptr()), Py_tp_descr_get))) {}
+
+  nb::object Get(nb::handle tensor) const {
+    PyObject* value = get_(member_.ptr(), tensor.ptr(), nullptr);
+    if (value == nullptr) throw nb::python_error();
+    return nb::steal(value);
+  }
+
+  template <typename... Arguments>
+  nb::object Call(nb::handle tensor, Arguments&&... arguments) const {
+    return member_(tensor, std::forward<Arguments>(arguments)...);
+  }
+
+ private:
+  nb::handle member_;  // never released: the interpreter is gone when static objects are
+  descrgetfunc get_;
+};
+
 class Signature {
  public:
   // With `has_devices` the tensors' devices count, which they do not on the CPU.
@@ -25,13 +56,12 @@ class Signature {
   void AddName(nb::handle name) { AddString('K', name); }
 
   void AddTensor(nb::handle tensor) {
-    static const nb::handle dtype = Interned("dtype"), shape = Interned("shape"),
-                            stride = Interned("stride"), device = Interned("device"),
-                            is_contiguous = Interned("is_contiguous");
-    Append('T', tensor.attr(dtype).ptr());  // PyTorch has one object for each dtype
-    AddSizes(tensor.attr(shape));
-    if (!IsTrue(tensor.attr(is_contiguous)())) AddSizes(tensor.attr(stride)());
-    if (has_devices_) Append('V', PyObject_Hash(tensor.attr(device).ptr()));
+    static const TensorMember dtype("dtype"), shape("shape"), stride("stride"), device("device"),
+        is_contiguous("is_contiguous");
+    Append('T', dtype.Get(tensor).ptr());  // PyTorch has one object for each dtype
+    AddSizes(shape.Get(tensor));
+    if (!IsTrue(is_contiguous.Call(tensor))) AddSizes(stride.Call(tensor));
+    if (has_devices_) Append('V', PyObject_Hash(device.Get(tensor).ptr()));
   }
 
   void AddOption(nb::handle value) {
@@ -60,8 +90,9 @@ class Signature {
  private:
   template <typename T>
   void Append(char tag, T value) {
-    bytes_.push_back(tag);
-    bytes_.append(reinterpret_cast<const char*>(&value), sizeof value);
+    char entry[1 + sizeof value] = {tag};
+    std::memcpy(entry + 1, &value, sizeof value);
+    bytes_.append(entry, sizeof entry);
   }
 
   void AddSizes(nb::handle sizes) {

@@ -59,7 +59,7 @@ class Trial:
         return inputs, attributes
 
     def handler_attributes(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of a checked call, with the changes."""
+        """The attributes of a checked call, with the changes."""
         changed = {change.name: change.value for change in self.changes if self.handler_only}
         return {**attributes, **changed}
 

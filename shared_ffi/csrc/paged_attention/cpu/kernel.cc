@@ -153,8 +153,7 @@ void AttendAs(const Params& p, const WorkItem& item, Arena* arena) {
   const Rows rows(p, item);
   ItemKernel<T> kernel(rows, arena);
   if (item.tile == nullptr) {
-    const bool has_one_split = item.begin < item.end && item.NumSplits() == 1;
-    Totals<T> totals(rows, has_one_split ? kernel.Sums() : nullptr, arena);
+    Totals<T> totals(rows, item.HasOneSplit() ? kernel.Sums() : nullptr, arena);
     kernel.Run([&](int64_t /*split*/, SplitSums<T>* sums) {
       sums->Finish([&](int64_t row, float max, float weight, const float* values) {
         totals.Add(row, max, weight, values);

@@ -45,6 +45,8 @@ struct WorkItem {
   int64_t NumRows(const Params& p) const {
     return num_tokens * num_kv_heads * (p.num_heads / p.num_kv_heads);
   }
+  // Whether the item is a whole tile, and attends to positions of one split.
+  bool HasOneSplit() const { return tile == nullptr && begin < end && NumSplits() == 1; }
   int64_t NumSplits() const { return (end - 1) / kSplit - begin / kSplit + 1; }
 };
 

@@ -98,7 +98,8 @@ class Totals {
   float* const values_;  // [rows, width]
 };
 
-// The sums of all rows over one split.
+// The sums of all rows over one split. Those of an item's only split are summed in the output where
+// they lie there in the same way: a decode step in float32 touches fewer cache lines.
 template <typename T>
 class SplitSums {
  public:
@@ -106,7 +107,8 @@ class SplitSums {
       : rows_(rows),
         width_(PaddedColumns<T>(rows.p)),
         states_(arena->Take<RowSums>(rows.count)),
-        values_(arena->Take<float>(rows.count * width_)) {}
+        values_(FitOutput() ? static_cast<float*>(rows.p.output) + rows.InBatch(0) * width_
+                            : arena->Take<float>(rows.count * width_)) {}
 
   int64_t width() const { return width_; }
   RowSums* States(int64_t row) { return states_ + row; }
@@ -134,6 +136,11 @@ class SplitSums {
   }
 
  private:
+  bool FitOutput() const {
+    return std::is_same_v<T, float> && width_ == rows_.p.value_head_size && rows_.AreSideBySide() &&
+           rows_.item.HasOneSplit();
+  }
+
   const Rows& rows_;
   const int64_t width_;
   RowSums* const states_;  // [rows]

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../../storage.h"
 #include "../params.h"
@@ -107,6 +108,19 @@ bool OffsetsFit32BitChunks(const Params& p) {
   return last < int64_t{UINT32_MAX} * (16 / static_cast<int64_t>(sizeof(C)));
 }
 
+// Whether a row of block_tables has a 32-bit number of bytes, as the decode kernel counts them.
+inline bool TableRowsFit32Bits(const Params& p) { return p.max_blocks_per_seq <= UINT32_MAX / 4; }
+
+// Positions that a tensor copy of the prefill kernel has of a block: then no copy has several
+// blocks.
+inline constexpr int kBoxPositions = 16;
+
+// Whether the prefill kernel copies whole KV tiles of a cache of 16 bits by tensor maps, if the
+// driver makes them. Else its threads copy them, 16 bytes at a time.
+inline bool TakesBoxes(const Params& p) {
+  return p.cache_dtype == p.dtype && p.block_size % kBoxPositions == 0;
+}
+
 // The head size that the tensor core kernel of a call must have at least. Wide heads whose V is a
 // part of K have a kernel of their own, which is for larger heads than any other.
 inline int64_t TensorCoreHeadSize(const Params& p) {
@@ -120,6 +134,14 @@ inline bool FitsValues(int head_size, const Params& p) {
   return p.value_head_size <= 2 * kMaxColumns;
 }
 
+// Whether the offset of each kv head's positions is such a number, too.
+template <typename C>
+bool HeadOffsetsFit32BitChunks(const Params& p) {
+  const int64_t last = p.cache.Offset(p.num_blocks - 1, p.block_size - 1) +
+                       (p.num_kv_heads - 1) * p.cache.head_stride;
+  return last < int64_t{UINT32_MAX} * (16 / static_cast<int64_t>(sizeof(C)));
+}
+
 inline constexpr int kRowsPerWarpTile = 16;  // query rows of a tensor core product
 
 // Query rows of the decode kernel's work items: all those of a sequence and kv head.
@@ -129,10 +151,34 @@ inline constexpr int kDecodeRows = kRowsPerWarpTile;
 // the sequences of a call that have at most FewTokens query tokens, on every GPU.
 template <typename C>
 bool TakesFewTokens(const Params& p) {
-  return IsAligned<C>(p) && OffsetsFit32BitChunks<C>(p) &&
+  return IsAligned<C>(p) && OffsetsFit32BitChunks<C>(p) && TableRowsFit32Bits(p) &&
          p.num_heads / p.num_kv_heads <= kDecodeRows;
 }
 inline int64_t FewTokens(const Params& p) { return kDecodeRows / (p.num_heads / p.num_kv_heads); }
+
+// The query rows of a work item of TensorCorePrefill.
+inline constexpr int64_t kPrefillTileRows = 128;
+
+// Whether TensorCorePrefill is compiled for KV tiles of so many positions, 64 or 32. From 10.0 on
+// the compiler takes more registers, and has too few for 64. Of the GPUs that run code for 8.0,
+// some have shared memory for 64 and some have not; those that need code for 8.9 have not.
+XLA_GPU_HOST_DEVICE constexpr bool HasPrefillTile(int capability, int tile) {
+  return tile == 32 || (capability < 100 && capability != 89);
+}
+
+// Calls use(tile), of type std::integral_constant, with the positions of a KV tile of
+// TensorCorePrefill, of which two thread blocks are to share a multiprocessor. With 64 positions,
+// each read of the query feeds more products, but two of them need 132 KiB of shared memory.
+// `capability`: of the GPU, 90 is 9.0. `shared_bytes`: that a thread block can have there.
+inline constexpr int kWideTileBytes = 132 << 10;
+template <typename Use>
+void WithPrefillTile(int capability, int shared_bytes, const Use& use) {
+  if (HasPrefillTile(capability, 64) && shared_bytes >= kWideTileBytes) {
+    use(std::integral_constant<int, 64>());
+  } else {
+    use(std::integral_constant<int, 32>());
+  }
+}
 
 // Whether max_query_len promises that no work item has more than `warp_rows` groups of 16 rows.
 inline bool FitsQueryTile(const Params& p, int warp_rows) {

@@ -7,6 +7,7 @@
 #include "../../gpu/launch.cuh"
 #include "cuda_build.h"  // CMake writes it
 #include "scratch.h"
+#include "sm90/prefill_maps.h"
 
 namespace xla_gpu::paged_attention {
 
@@ -20,7 +21,7 @@ inline constexpr bool kHasTensorCores = kIsOneOf<T, XLA_GPU_TENSOR_CORE_TYPES>;
 struct AttentionKernel {
   gpu::Kernel<Params, Scratch, QueryLengths> kernel;
   int64_t rows_per_item = 0;  // 0: there is no such kernel
-  int warp_rows = 0;          // TensorCoreAttention: groups of 16 rows
+  int variant = 0;            // TensorCoreAttention: groups of 16 rows; TensorCorePrefill: its tile
 };
 
 // Defined in tensor_core.cu, which is compiled once for each combination. T: type of the query. C:
@@ -28,9 +29,23 @@ struct AttentionKernel {
 template <typename T, typename C, int kHeadSize>
 AttentionKernel TensorCoreKernelOf(const Params& p);
 
-// Defined in prefill.cu, which is compiled once for each combination.
+// Whether there is a TensorCorePrefill. Wider heads would need more registers than there are, and
+// int4 is widened on its way to shared memory.
+template <typename C, int kHeadSize>
+inline constexpr bool kHasTensorCorePrefill = kHeadSize <= 128 && !std::is_same_v<C, Int4OrInt8>;
+
+// Defined there, too. No rows where there is no such kernel.
 template <typename T, typename C, int kHeadSize>
-AttentionKernel PrefillKernelOf();
+AttentionKernel TensorCorePrefillOf(const gpu::Device& device);
+
+struct PrefillKernel {
+  gpu::Kernel<Params, Scratch, QueryLengths, PrefillMaps> kernel;
+  int64_t rows_per_item;
+};
+
+// Defined in sm90/prefill.cu, which is compiled once for each combination.
+template <typename T, typename C, int kHeadSize>
+PrefillKernel PrefillKernelOf();
 
 // Of16Bits, Of8Bits or Of4Bits, for a cache of type C.
 template <typename C, typename Of16Bits, typename Of8Bits, typename Of4Bits>

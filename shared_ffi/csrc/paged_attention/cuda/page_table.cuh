@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "divisor.h"
 #include "item.cuh"
 
 namespace xla_gpu::paged_attention {
@@ -143,6 +144,75 @@ class CopiedPositions {
 
   int64_t offset_;
   int32_t next_block_;
+};
+
+// The same for a kernel that has no register for a block id: ids and slots are in shared memory,
+// the slots with the offset of the work item's kv head, as ChunksTo. For calls whose offsets
+// OffsetsFit32BitChunks.
+template <typename C, int kTile, int kLanes>
+class PositionsAhead {
+ public:
+  static constexpr int kAtOnce = kThreads / kLanes;
+  static constexpr int kOfTile = kTile / kWarps;
+  static constexpr int kTiles = 2;
+  static constexpr int kOfWarp = kTiles * kOfTile;
+  static_assert(kTile % kAtOnce == 0 && kOfWarp <= gpu::kWarpSize);
+
+  struct alignas(8) Shared {
+    int32_t ids[kWarps][kOfWarp];
+    uint32_t slots[kWarps][kOfWarp];
+    Divisor block_size;
+  };
+
+  // Begins to copy the block ids of the tiles from `tile` on, a multiple of kTiles.
+  __device__ __forceinline__ void Load(const Params& p, const Item& item, Shared* shared,
+                                       int32_t tile) const {
+    const unsigned thread = gpu::Opaque(threadIdx.x);  // no address of it stays in a register
+    const unsigned warp = thread / gpu::kWarpSize, lane = thread % gpu::kWarpSize;
+    if (kOfWarp < gpu::kWarpSize && lane >= kOfWarp) return;
+    const int32_t position = tile * kTile + PositionOf(warp, lane);
+    const uint32_t logical = shared->block_size.Quotient(position);
+    gpu::CopyAsync4(&shared->ids[warp][lane],
+                    p.block_tables + item.sequence * p.max_blocks_per_seq + logical,
+                    IsIn(item, position));
+  }
+
+  // Goes to the positions of the tiles from `tile` on, whose block ids have arrived. As Take above.
+  template <typename Use>
+  __device__ __forceinline__ void Take(const Params& p, const Item& item, Shared* shared,
+                                       int32_t tile, bool* is_bad, const Use& use) const {
+    const unsigned thread = gpu::Opaque(threadIdx.x);
+    const unsigned warp = thread / gpu::kWarpSize, lane = thread % gpu::kWarpSize;
+    if (kOfWarp == gpu::kWarpSize || lane < kOfWarp) {
+      const int32_t in_tiles = PositionOf(warp, lane), position = tile * kTile + in_tiles;
+      const int64_t block = shared->ids[warp][lane];
+      const uint32_t in_block = position - shared->block_size.Quotient(position) *
+                                               static_cast<uint32_t>(shared->block_size.number);
+      const bool exists = IsIn(item, position) && HasBlock(p, block, is_bad);
+      const int64_t offset = p.cache.Offset(block, in_block) + item.kv_head * p.cache.head_stride;
+      use(in_tiles / kTile, in_tiles % kTile, block, in_block, exists);
+      shared->slots[warp][lane] =
+          exists ? static_cast<uint32_t>(offset / (16 / static_cast<int>(sizeof(C)))) : kNoSlot;
+    }
+    __syncwarp();
+  }
+
+  // The slot of the position that a thread copies in step `step` of a tile, one of those taken.
+  __device__ __forceinline__ uint32_t SlotOf(const Shared* shared, unsigned thread, int32_t tile,
+                                             int step) const {
+    const unsigned warp = thread / gpu::kWarpSize, lane = thread % gpu::kWarpSize;
+    return shared->slots[warp][static_cast<unsigned>(tile) % kTiles * kOfTile + step * kRows +
+                               lane / kLanes];
+  }
+
+ private:
+  static constexpr int kRows = gpu::kWarpSize / kLanes;  // that a warp copies at a time
+
+  // Counted from the first of kTiles tiles.
+  static __device__ __forceinline__ int32_t PositionOf(unsigned warp, unsigned lane) {
+    const unsigned of_tile = lane % kOfTile;
+    return lane / kOfTile * kTile + of_tile / kRows * kAtOnce + warp * kRows + of_tile % kRows;
+  }
 };
 
 // The K, and the V, of a slot and kv head.

@@ -9,12 +9,6 @@
 
 namespace xla_gpu::paged_attention {
 
-// The scales of a position of an 8-bit cache.
-struct PositionScales {
-  float k_scale;
-  float v_scale;
-};
-
 // The layout in shared memory of rows of head_size elements, in chunks of 16 bytes. The chunks of
 // one column in eight adjacent rows must lie in different banks. If a row is a multiple of all
 // banks, chunks are swizzled; otherwise rows are an odd number of chunks apart. kHeadSize is
@@ -44,6 +38,26 @@ struct SharedRows {
   }
 };
 
+// The scales of a position of an 8-bit cache.
+struct PositionScales {
+  float k_scale;
+  float v_scale;
+};
+
+// Begins to copy them: zeros for a position that does not exist.
+__device__ __forceinline__ void CopyScales(const Params& p, const Item& item, int64_t block,
+                                           int64_t in_block, bool exists, PositionScales* to) {
+  const auto copy = [&](const KvScales& scales, float* scale) {
+    if (scales.data == nullptr) {
+      *scale = 1;
+    } else {
+      gpu::CopyAsync4(scale, scales.AddressOf(exists ? block : 0, in_block, item.kv_head), exists);
+    }
+  };
+  copy(p.k_scale, &to->k_scale);
+  copy(p.v_scale, &to->v_scale);
+}
+
 // T: type of the query. C: type of the cache. kKeys: positions of a warp. QueryRows,
 // CacheRows and ValueRows say where the chunks of 16 bytes of a row of the query, K and V lie in
 // shared memory. kColumns: of V.
@@ -67,21 +81,35 @@ struct WarpProducts {
   static __device__ __forceinline__ void MultiplyByKeys(const T* query, int first_row,
                                                         const C* keys, int first_key,
                                                         float (&logits)[kKeys / 8][4]) {
+    // As often as there are registers for.
+    constexpr int kUnrolled = kIs8Bit<C>        ? 4
+                              : kHeadSize > 128 ? 2
+                              : kKeys == 16     ? CacheRows::kChunks / 2
+                                                : 4;
+    MultiplyByKeys<kUnrolled>(query, first_row, 0, keys, first_key,
+                              *reinterpret_cast<float(*)[1][kKeys / 8][4]>(&logits));
+  }
+
+  // The same for kGroups groups of rows, which begin group_rows rows apart: K is read once.
+  template <int kUnrolled, int kGroups>
+  static __device__ __forceinline__ void MultiplyByKeys(const T* query, int first_row,
+                                                        int group_rows, const C* keys,
+                                                        int first_key,
+                                                        float (&logits)[kGroups][kKeys / 8][4]) {
     const int lane = Lane();
     const int query_row = QueryRows::Offset(first_row + lane % 16, lane / 16);
     const int key_row = CacheRows::Offset(first_key + lane / 16 * 8 + lane % 8, lane / 8 % 2);
-    // As often as there are registers for.
-    [[maybe_unused]] constexpr int kUnrolled = kIs8Bit<C>        ? 4
-                                               : kHeadSize > 128 ? 2
-                                               : kKeys == 16     ? CacheRows::kChunks / 2
-                                                                 : 4;
 #pragma unroll kUnrolled
     for (int chunk = 0; chunk < CacheRows::kChunks; chunk += 2) {
-      uint32_t rows[kSteps][4];
+      uint32_t rows[kGroups][kSteps][4];
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        gpu::LoadMatrices(rows[step],
-                          query + QueryRows::Behind(query_row, chunk * kSteps + 2 * step));
+      for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          gpu::LoadMatrices(rows[g][step],
+                            query + g * group_rows * QueryRows::kStride +
+                                QueryRows::Behind(query_row, chunk * kSteps + 2 * step));
+        }
       }
 #pragma unroll
       for (int n = 0; n < kKeys / 16; ++n) {
@@ -95,10 +123,16 @@ struct WarpProducts {
             for (int step = 0; step < kSteps; ++step) {
               uint32_t pairs[2];
               gpu::Expand(key[2 * i + step], C{}, pairs, T{});
-              gpu::MultiplyAdd(logits[2 * n + i], rows[step], pairs[0], pairs[1], T{});
+#pragma unroll
+              for (int g = 0; g < kGroups; ++g) {
+                gpu::MultiplyAdd(logits[g][2 * n + i], rows[g][step], pairs[0], pairs[1], T{});
+              }
             }
           } else {
-            gpu::MultiplyAdd(logits[2 * n + i], rows[0], key[2 * i], key[2 * i + 1], T{});
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g) {
+              gpu::MultiplyAdd(logits[g][2 * n + i], rows[g][0], key[2 * i], key[2 * i + 1], T{});
+            }
           }
         }
       }
@@ -121,20 +155,40 @@ struct WarpProducts {
     });
   }
 
+  // Weights of 16 positions for each of the products over positions, rounded to 16 bits.
+  using PackedWeights = uint32_t[kKeys / 16][4];
+  template <typename Weight>
+  static __device__ __forceinline__ void PackWeights(const float (&weights)[kKeys / 8][4],
+                                                     PackedWeights& packed) {
+#pragma unroll
+    for (int n = 0; n < kKeys / 16; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float(&from)[4] = weights[2 * n + i / 2];
+        packed[n][i] = gpu::Pack(from[i % 2 * 2], from[i % 2 * 2 + 1], Weight{});
+      }
+    }
+  }
+
   // sums += weights * v, with weights rounded to 16 bits, for the positions from the row first_key
   // of `values` on.
   template <typename Weight>
   __device__ __forceinline__ void AddValues(const C* values, int first_key,
                                             const float (&weights)[kKeys / 8][4]) {
-    const int lane = Lane(), value_row = ValueRows::Offset(first_key + lane % 16, lane / 16);
+    PackedWeights packed[1];
+    PackWeights<Weight>(weights, packed[0]);
+    AddValues<Weight>(values, first_key, packed, *reinterpret_cast<WarpProducts(*)[1]>(this));
+  }
+
+  // The same for several groups of rows: V is read once.
+  template <typename Weight, int kGroups>
+  static __device__ __forceinline__ void AddValues(const C* values, int first_key,
+                                                   const PackedWeights (&packed)[kGroups],
+                                                   WarpProducts (&groups)[kGroups]) {
+    const int lane = kGroups == 1 ? Lane() : gpu::Opaque(threadIdx.x) % gpu::kWarpSize;
+    const int value_row = ValueRows::Offset(first_key + lane % 16, lane / 16);
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n) {
-      uint32_t packed[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float(&from)[4] = weights[2 * n + i / 2];
-        packed[i] = gpu::Pack(from[i % 2 * 2], from[i % 2 * 2 + 1], Weight{});
-      }
 #pragma unroll
       for (int chunk = 0; chunk < kColumns / ValueRows::kChunk; chunk += 2) {
         uint32_t value[4];  // two chunks, each of 8 positions and of the next 8
@@ -148,11 +202,18 @@ struct WarpProducts {
             gpu::Expand(gpu::SwapMiddleBytes(value[2 * i + 1]), C{}, second, Weight{});
 #pragma unroll
             for (int odd = 0; odd < 2; ++odd) {
-              gpu::MultiplyAdd(sums[2 * (chunk + i) + odd], packed, first[odd], second[odd],
-                               Weight{});
+#pragma unroll
+              for (int g = 0; g < kGroups; ++g) {
+                gpu::MultiplyAdd(groups[g].sums[2 * (chunk + i) + odd], packed[g][n], first[odd],
+                                 second[odd], Weight{});
+              }
             }
           } else {
-            gpu::MultiplyAdd(sums[chunk + i], packed, value[2 * i], value[2 * i + 1], Weight{});
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g) {
+              gpu::MultiplyAdd(groups[g].sums[chunk + i], packed[g][n], value[2 * i],
+                               value[2 * i + 1], Weight{});
+            }
           }
         }
       }
@@ -166,28 +227,57 @@ struct WarpProducts {
     return kIs8Bit<C> ? n / 2 * 16 + block_column * 2 + n % 2 : n * 8 + block_column;
   }
 
+  // The number of V in that column of a row: each word of the row is loaded once for all of them.
+  static __device__ __forceinline__ float Number(const C* row, int n, int e) {
+    const int first = kIs8Bit<C> ? Column(n / 2 * 2, 0) : Column(n, 0);
+    const uint32_t word = *reinterpret_cast<const uint32_t*>(row + first);
+    if constexpr (kIs8Bit<C>) {
+      uint32_t pairs[2];
+      gpu::Expand(word, C{}, pairs, Half{});
+      return gpu::ToFloat(Half{static_cast<uint16_t>(pairs[e] >> n % 2 * 16)});
+    } else {
+      return gpu::ToFloat(C{static_cast<uint16_t>(word >> e * 16)});
+    }
+  }
+
   // Lanes store the sums of several rows at once. They go to different banks of shared memory if
   // each row begins so many floats further, modulo 32, than the one before.
   static constexpr int kBanksOfRow = kIs8Bit<C> ? 16 : 8;
 
   // Stores the lane's sums of its row r, 0 or 1, and the row's state, which the lanes of the row
-  // share. `swizzle`: what columns are combined with, a multiple of kBanksOfRow.
+  // share.
   __device__ __forceinline__ void Store(int r, const RowState& state, RowState* state_to,
-                                        float* row_to, int swizzle = 0) const {
-    if (Lane() % 4 == 0) *state_to = state;
+                                        float* row_to) const {
     if constexpr (kIs8Bit<C>) {
+      if (Lane() % 4 == 0) *state_to = state;
 #pragma unroll
       for (int n = 0; n < kColumns / 8; n += 2) {  // see Column
-        *reinterpret_cast<float4*>(row_to + (Column(n, 0) ^ swizzle)) = {
+        *reinterpret_cast<float4*>(row_to + Column(n, 0)) = {
             sums[n][2 * r], sums[n + 1][2 * r], sums[n][2 * r + 1], sums[n + 1][2 * r + 1]};
       }
     } else {
-#pragma unroll
-      for (int n = 0; n < kColumns / 8; ++n) {
-        *reinterpret_cast<float2*>(row_to + (Column(n, 0) ^ swizzle)) = {sums[n][2 * r],
-                                                                         sums[n][2 * r + 1]};
-      }
+      StoreInGroups(r, state, state_to, row_to, /*swizzle=*/0);
     }
+  }
+
+  // The same in the order of the groups, which costs no moves between registers: PlaceOf says where
+  // a column is. `swizzle`: what places are combined with, a multiple of kBanksOfGroups below 32.
+  // That is as kBanksOfRow.
+  static constexpr int kBanksOfGroups = 8;
+  __device__ __forceinline__ void StoreInGroups(int r, const RowState& state, RowState* state_to,
+                                                float* row_to, int swizzle) const {
+    if (Lane() % 4 == 0) *state_to = state;
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n) {
+      const int of_32 = (n % 4 * 8 + Lane() % 4 * 2) ^ swizzle;  // four addresses for all
+      *reinterpret_cast<float2*>(row_to + n / 4 * 32 + of_32) = {sums[n][2 * r],
+                                                                 sums[n][2 * r + 1]};
+    }
+  }
+  static __device__ __forceinline__ int PlaceOf(int column) {
+    if (!kIs8Bit<C>) return column;
+    const auto of_two_groups = static_cast<unsigned>(column) % 16;
+    return column - of_two_groups + of_two_groups % 2 * 8 + of_two_groups / 2;
   }
 
   // A value of the cache as the sums take it.

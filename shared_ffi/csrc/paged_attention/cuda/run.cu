@@ -105,10 +105,10 @@ bool LaunchesEarly(const gpu::Device& device) {
 #endif
 }
 
-// The kernel for long queries. Nothing if they have none of their own.
+// The kernel of Hopper GPUs for all queries that are not the decode kernel's. Nothing elsewhere.
 template <typename T>
-std::optional<AttentionKernel> PrefillKernelFor(const gpu::Device& device, const Params& p) {
-  std::optional<AttentionKernel> found;
+std::optional<PrefillKernel> PrefillKernelFor(const gpu::Device& device, const Params& p) {
+  std::optional<PrefillKernel> found;
   if constexpr (kHasTensorCores<T>) {
     if (!UsesHopperKernels(device)) return found;
     WithCacheType<T>(p, [&](auto cache) {
@@ -118,6 +118,23 @@ std::optional<AttentionKernel> PrefillKernelFor(const gpu::Device& device, const
       if (!IsAligned<C>(p) || !OffsetsFit32BitChunks<C>(p) || !takes_cache) return;
       WithSmallest(PrefillHeadSizes<C>(), p.head_size,
                    [&](auto head_size) { found = PrefillKernelOf<T, C, head_size>(); });
+    });
+  }
+  return found;
+}
+
+// The portable kernel for queries of more than one tile. Nothing if they have none of their own.
+template <typename T>
+std::optional<AttentionKernel> LongPortableKernelFor(const gpu::Device& device, const Params& p) {
+  std::optional<AttentionKernel> found;
+  if constexpr (kHasTensorCores<T>) {
+    WithCacheType<T>(p, [&](auto cache) {
+      using C = decltype(cache);
+      if (!IsAligned<C>(p) || !HeadOffsetsFit32BitChunks<C>(p)) return;
+      WithSmallest(TensorCoreHeadSizes<C>(), TensorCoreHeadSize(p), [&](auto head_size) {
+        const auto kernel = TensorCorePrefillOf<T, C, head_size>(device);
+        if (kernel.rows_per_item > 0) found = kernel;
+      });
     });
   }
   return found;
@@ -154,11 +171,13 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   }
   auto decode = DecodeKernelFor<T>(device, p);
   const auto prefill = PrefillKernelFor<T>(device, p);
+  const auto long_portable = prefill ? std::nullopt : LongPortableKernelFor<T>(device, p);
   const AttentionKernel portable = WithCacheType<T>(
       p, [&](auto cache) { return PortableKernelFor<T, decltype(cache)>(device, p); });
-  // The most tokens of a query that is not long. With a kernel for long ones, that for decoding
-  // leaves no queries to the portable kernel: fewer kernels are launched.
-  const int64_t few = decode ? FewTokens(p) : TokensPerTile(p);
+  // The most tokens of a query that the decode kernel takes, and of one that is not long. On
+  // Hopper, what the decode kernel leaves is long: fewer kernels are launched.
+  const int64_t few = decode ? FewTokens(p) : 0;
+  const int64_t most = decode && prefill ? few : TokensPerTile(p);
   const int64_t longest = p.max_query_len == 0 ? p.num_tokens : p.max_query_len;
   const bool is_alone = decode && longest <= few;  // it computes all sequences
   bool follows = false;                            // on a kernel of this call
@@ -186,22 +205,29 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
     follows = num_blocks > 0;
     if (is_alone && follows) return {};
   }
-  const auto launch = [&](AttentionKernel attention, const QueryLengths& lengths,
-                          bool waits) -> gpu::Error {
+  const auto launch = [&](auto attention, const QueryLengths& lengths, bool waits,
+                          const auto&... more) -> gpu::Error {
     if (lengths.min > Smaller(lengths.max, longest)) return {};
     const int64_t num_items = MaxItems(p, scratch, attention.rows_per_item);
     attention.kernel.begins_early = waits && LaunchesEarly(device);
     follows |= num_items > 0;
-    return attention.kernel.LaunchResident(device, num_items, stream, p, scratch, lengths);
+    return attention.kernel.LaunchResident(device, num_items, stream, p, scratch, lengths, more...);
   };
-  const QueryLengths rest{decode ? few + 1 : 1, prefill ? few : INT64_MAX};
+  const QueryLengths rest{few + 1, prefill || long_portable ? most : INT64_MAX};
   if (gpu::Error error = launch(portable, rest, /*waits=*/false)) return error;
   // The kernel for long queries is never the first: the one before sets its counter to zero.
+  ItemRows item_rows{portable.rows_per_item, portable.rows_per_item,
+                     decode ? decode->numbers.max_query_len : 0};
   if (prefill) {
-    if (gpu::Error error = launch(*prefill, {few + 1}, /*waits=*/true)) return error;
+    item_rows.long_rows = prefill->rows_per_item;
+    if (gpu::Error error = launch(*prefill, {most + 1}, /*waits=*/true, MakePrefillMaps(p))) {
+      return error;
+    }
   }
-  const ItemRows item_rows{portable.rows_per_item, (prefill ? *prefill : portable).rows_per_item,
-                           decode ? decode->numbers.max_query_len : 0};
+  if (long_portable) {
+    item_rows.long_rows = long_portable->rows_per_item;
+    if (gpu::Error error = launch(*long_portable, {most + 1}, /*waits=*/true)) return error;
+  }
   const gpu::Kernel<Params, Scratch, ItemRows> finish{Combine<T>, kThreads, kCombineSharedBytes,
                                                       follows && LaunchesEarly(device)};
   const int64_t num_pieces = p.num_heads * CombineParts(p);
@@ -219,6 +245,7 @@ void AddLaunches(const char* name, std::integer_sequence<int, kHeadSizes...>,
                  const KernelOf& kernel_of, std::vector<KernelLaunch>* launches) {
   [[maybe_unused]] const auto add = [&](auto head_size) {
     const auto [kernel, variant] = kernel_of(head_size);
+    if (kernel.function == nullptr) return;
     launches->push_back(
         {name, head_size, sizeof(C), variant, kernel.num_threads, kernel.shared_bytes});
   };
@@ -233,9 +260,17 @@ void AddLaunches(std::vector<KernelLaunch>* launches) {
     p.max_query_len = max_query_len;
     const auto tensor_core = [&](auto head_size) {
       const auto attention = TensorCoreKernelOf<SomeQuery, C, head_size>(p);
-      return std::pair(attention.kernel, attention.warp_rows);
+      return std::pair(attention.kernel, attention.variant);
     };
     AddLaunches<C>("TensorCoreAttention", TensorCoreHeadSizes<C>(), tensor_core, launches);
+  }
+  for (const int shared_bytes : {0, kWideTileBytes}) {  // KV tiles of 32 and of 64 positions
+    const gpu::Device device{0, 0, 80, shared_bytes};
+    const auto long_queries = [&](auto head_size) {
+      const auto attention = TensorCorePrefillOf<SomeQuery, C, head_size>(device);
+      return std::pair(attention.kernel, attention.variant);
+    };
+    AddLaunches<C>("TensorCorePrefill", TensorCoreHeadSizes<C>(), long_queries, launches);
   }
   const auto add_decode = [&](auto kib) {
     const auto decode = [&](auto head_size) {

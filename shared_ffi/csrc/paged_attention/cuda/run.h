@@ -40,7 +40,9 @@ struct KernelLaunch {
   const char* kernel;
   int size;         // of the template: a head size, or columns per lane
   int cache_bytes;  // bytes of a cache element; 0: any
-  int variant;      // TensorCoreAttention: groups of 16 rows. DecodeAttention: see kKib there
+  // TensorCoreAttention: groups of 16 rows; TensorCorePrefill: its KV tile; DecodeAttention: see
+  // kKib there.
+  int variant;
   int num_threads;
   int shared_bytes;
 };

@@ -177,15 +177,16 @@ __device__ inline Item RowsOf(const Params& p, const Item& item, int first_row, 
 }
 
 // Finds work items by their number. Items are numbered sequence by sequence. A parallel scan counts
-// them for a window of kWindow sequences at a time.
-class Schedule {
+// them for a window of kWindow sequences at a time, a thread each.
+template <int kWindow>
+class ScheduleOf {
  public:
-  // A thread counts one. With one for each thread, an A100 would lack 72 bytes of shared memory for
-  // two thread blocks of TensorCoreAttention with heads of 128.
-  static constexpr int kWindow = 119;
+  static_assert(kWindow <= kThreads);
 
   struct Shared {
-    uint32_t round;         // of FindDealt: in a register it would be spilled
+    // In registers they would be spilled.
+    uint32_t round;         // of FindDealt
+    uint32_t window;        // the first sequence of the window
     int64_t begin;          // number of the window's first item; ~ that if no window follows
     int64_t ends[kWindow];  // for each sequence of the window, the number after its last item
     union {
@@ -197,13 +198,9 @@ class Schedule {
     };
   };
 
-  __device__ Schedule(const Params& p, QueryLengths lengths, int64_t max_rows, Shared* shared)
-      : p_(p),
-        lengths_(lengths),
-        max_rows_(max_rows),
-        shared_(*shared),
-        num_seqs_(static_cast<int32_t>(NumSeqs(p))) {
-    if (threadIdx.x == 0) shared_.round = 0;
+  __device__ ScheduleOf(const Params& p, QueryLengths lengths, int64_t max_rows, Shared* shared)
+      : p_(p), lengths_(lengths), max_rows_(max_rows), shared_(*shared) {
+    if (gpu::Opaque(threadIdx.x) == 0) shared_.round = 0;
     CountWindow(0);
   }
 
@@ -221,10 +218,10 @@ class Schedule {
   __device__ const Item* Find(int64_t number) {
     while (number >= shared_.ends[kWindow - 1]) {
       if (shared_.begin < 0) return nullptr;
-      CountWindow(int64_t{window_} + kWindow);
+      CountWindow(int64_t{shared_.window} + kWindow);
     }
     Sync();  // everyone has left the item before
-    if (threadIdx.x == 0) {
+    if (gpu::Opaque(threadIdx.x) == 0) {
       FindInWindow(number);
       ++shared_.round;
     }
@@ -252,11 +249,11 @@ class Schedule {
     }
     const int64_t begin = shared_.begin < 0 ? ~shared_.begin : shared_.begin;
     const int64_t before = first == 0 ? begin : shared_.ends[first - 1];
-    FindInSequence(int64_t{window_} + first, number - before, &shared_.item);
+    FindInSequence(int64_t{shared_.window} + first, number - before, &shared_.item);
   }
 
   __device__ Count CountSequence(int64_t s) const {
-    if (s >= num_seqs_) return {0, 1};
+    if (s >= NumSeqs(p_)) return {0, 1};
     const Sequence sequence(p_, s);
     return {NumItems(sequence), !sequence.HasRows(p_)};
   }
@@ -268,7 +265,8 @@ class Schedule {
   }
 
   __device__ void CountWindow(int64_t window) {
-    const int thread = threadIdx.x, lane = thread % gpu::kWarpSize, warp = thread / gpu::kWarpSize;
+    const int thread = gpu::Opaque(threadIdx.x);  // no predicate of it stays in a register
+    const int lane = thread % gpu::kWarpSize, warp = thread / gpu::kWarpSize;
     Count count = {0, 0};
     if (thread < kWindow) count = CountSequence(window + thread);
     for (int delta = 1; delta < gpu::kWarpSize; delta *= 2) {
@@ -293,9 +291,9 @@ class Schedule {
     if (thread == 0) {
       const bool is_last = all.broken || window + kWindow >= p_.max_seqs;
       shared_.begin = is_last ? ~begin : begin;
+      shared_.window = static_cast<uint32_t>(window);
     }
     Sync();
-    window_ = static_cast<uint32_t>(window);
   }
 
   // Within a sequence, items are numbered by groups of kv heads, and within a group, the query
@@ -324,9 +322,11 @@ class Schedule {
   const QueryLengths lengths_;
   const int64_t max_rows_;
   Shared& shared_;
-  const int32_t num_seqs_;  // as this thread has read it
-  uint32_t window_ = 0;     // first sequence of the window
 };
+
+// With a window of as many sequences as there are threads, an A100 would lack 72 bytes of shared
+// memory for two thread blocks of TensorCoreAttention with heads of 128.
+using Schedule = ScheduleOf<119>;
 
 // Deals the numbers of work items to the thread blocks as they ask for them. With the largest items
 // first, all blocks end at about the same time. Who computes an item changes none of its bits.

@@ -12,7 +12,7 @@ namespace xla_gpu::paged_attention {
 
 class Softmax {
   // What logits are taken relative to where all so far are -inf. Their weights are zero, as
-  // relative to any other number.
+  // relative to any other number. It stands for -inf until State.
   static constexpr float kLowest = -3.40282347e38f;
 
  public:
@@ -24,6 +24,15 @@ class Softmax {
   __device__ Softmax(const Params& p, const Item& item, int row, const RowRange& range,
                      const RowRange& range_below)
       : p_(p), item_(item), row_(row), ranges_{range, range_below} {}
+
+  // The same, of rows that have seen something.
+  __device__ Softmax(const Params& p, const Item& item, int row, const RowRange& range,
+                     const RowRange& range_below, const RowState (&states)[2])
+      : p_(p), item_(item), row_(row), ranges_{range, range_below}, states_{states[0], states[1]} {}
+  __device__ void CopyStates(RowState (&states)[2]) const {
+    states[0] = states_[0];
+    states[1] = states_[1];
+  }
 
   // Multiplies the scale of row r. Called before any logits are computed.
   __device__ void MultiplyScale(int r, float factor) { scales_[r] *= factor; }
@@ -41,7 +50,7 @@ class Softmax {
     float sum = states_[r].sum;
     sum += gpu::ShuffleXor(sum, 1);
     sum += gpu::ShuffleXor(sum, 2);
-    return {states_[r].max, sum};
+    return {states_[r].max > kLowest || sum > 0 ? states_[r].max : -kInfinity, sum};
   }
 
   // Calls what(n, e, j) for each logit of the lane: element e of group n, which is position j.
@@ -141,10 +150,8 @@ class Softmax {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float max = powers.shifts[r];
-      powers.shifts[r] = fmaxf(max, kLowest);
       rescales[r] = gpu::Exp2(states_[r].max - powers.shifts[r]);
-      states_[r].max = max;
+      states_[r].max = powers.shifts[r];
     }
     return powers;
   }
@@ -181,7 +188,7 @@ class Softmax {
 
   // Adds the values that are infinite or NaN to the sums of those rows that attend to them.
   // value(j, n, e) is V of position begin + j for column e of group n, and widened(value, j) what
-  // is added of it.
+  // is added of it. There are no branches: they would take most of the code, which is long.
   template <int kPositions, int kBlocks, typename Value, typename Widened>
   __device__ void AddNonFinite(int32_t begin, float (&sums)[kBlocks][4], const Value& value,
                                const Widened& widened) const {
@@ -193,9 +200,9 @@ class Softmax {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const auto v = value(j, n, e);
-          if (IsFinite(v)) continue;
-          if (attends[0]) sums[n][e] += widened(v, j);
-          if (attends[1]) sums[n][e + 2] += widened(v, j);
+          const float added = IsFinite(v) ? -0.0f : widened(v, j);  // -0 changes no number
+          if (attends[0]) sums[n][e] += added;
+          if (attends[1]) sums[n][e + 2] += added;
         }
       }
     }
@@ -270,7 +277,7 @@ class Softmax {
   const int row_;
   float scales_[2] = {p_.scale, p_.scale};  // of q . k
   const RowRange ranges_[2];
-  RowState states_[2] = {{-kInfinity, 0}, {-kInfinity, 0}};
+  RowState states_[2] = {{kLowest, 0}, {kLowest, 0}};
 };
 
 // Whether one of a KV tile's chunks of 16 bytes that a thread looks at holds an infinite or NaN
@@ -278,10 +285,10 @@ class Softmax {
 template <typename C, typename Chunk>
 __device__ __forceinline__ bool HoldsNonFinite(int thread, int num_chunks, int num_threads,
                                                const Chunk& chunk) {
+  struct alignas(16) Words {
+    uint32_t word[4];
+  };
   if constexpr (sizeof(C) == 2) {
-    struct alignas(16) Words {
-      uint32_t word[4];
-    };
     uint32_t largest = 0;  // of both halves of all words
     for (int i = thread; i < num_chunks; i += num_threads) {
       const Words words = *reinterpret_cast<const Words*>(chunk(i));
@@ -292,17 +299,23 @@ __device__ __forceinline__ bool HoldsNonFinite(int thread, int num_chunks, int n
     }
     return (largest & 0xffff) >= InfinityBits(C{}) || largest >> 16 >= InfinityBits(C{});
   } else {
-    bool found = false;
-    for (int i = thread; i < num_chunks * 16; i += num_threads) {
-      found = found || !IsFinite(chunk(i / 16)[i % 16]);
+    uint32_t found = 0;  // the upper bit of such a byte
+#pragma unroll 1
+    for (int i = thread; i < num_chunks; i += num_threads) {
+      const Words words = *reinterpret_cast<const Words*>(chunk(i));
+#pragma unroll
+      for (const uint32_t word : words.word) {
+        found |= (word & 0x7f7f7f7f) + (0x80 - InfinityBits(C{})) * 0x01010101;
+      }
     }
-    return found;
+    return (found & 0x80808080) != 0;
   }
 }
 
 template <typename Element>
 __device__ __forceinline__ void ClearNonFinite(int thread, int count, int num_threads,
                                                const Element& element) {
+#pragma unroll 1
   for (int i = thread; i < count; i += num_threads) {
     if (!IsFinite(*element(i))) *element(i) = {};
   }

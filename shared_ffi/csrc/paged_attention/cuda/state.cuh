@@ -9,6 +9,7 @@ namespace xla_gpu::paged_attention {
 
 inline constexpr float kLn2 = 0.69314718055994530942f;
 inline constexpr float kInfinity = __builtin_huge_valf();
+__device__ __forceinline__ bool IsFinite(float x) { return fabsf(x) < kInfinity; }
 
 // The sink of a head, in units of 1 / log2(e).
 __device__ inline float SinkOf(const Params& p, int64_t head) {
@@ -109,19 +110,19 @@ __device__ __forceinline__ float DivisorOf(bool attends, float sum) { return att
 // Writes a row that all splits are merged into, for the columns from `column` on. The sink comes
 // after the last split.
 template <typename T, int kColumns>
-__device__ __forceinline__ void WriteRow(const Params& p, int64_t token, int64_t head,
-                                         int64_t column, bool attends,
-                                         const PartOfRow<kColumns>& row) {
+__device__ __forceinline__ void WriteRow(const Params& p, int64_t token, int64_t head, int column,
+                                         bool attends, const PartOfRow<kColumns>& row) {
   const float sink = SinkOf(p, head);
   const Rescale rescale(row.state.max, sink);
   const RowState state = {fmaxf(row.state.max, sink), rescale.Merge(row.state.sum, 1)};
   const float divisor = DivisorOf(attends, state.sum);
   T* output = static_cast<T*>(p.output) + p.OutputOffset(token, head);
+  const auto num_columns = static_cast<int>(p.value_head_size);
 #pragma unroll
   for (int k = 0; k < kColumns; ++k) {
-    const int64_t at = column + k * gpu::kWarpSize;
+    const int at = column + k * gpu::kWarpSize;
     const float value = row.values[k] * rescale.before_factor;
-    if (at < p.value_head_size) gpu::FromFloat(value / divisor, output + at);
+    if (at < num_columns) gpu::FromFloat(value / divisor, output + at);
   }
   if (column == 0) WriteLse(p, token, head, state);
 }
@@ -135,15 +136,16 @@ inline constexpr float kMoved = -1;  // a sum is not negative
 template <int kColumns>
 __device__ __forceinline__ void MergeSplits(const Params& p, const Scratch& scratch,
                                             int64_t first_partial, int32_t num_splits, int64_t head,
-                                            int64_t column, PartOfRow<kColumns>* row) {
+                                            int column, PartOfRow<kColumns>* row) {
   static_assert(gpu::kWarpSize % kSplitsOfGroup == 0, "lanes have whole groups");
   const int lane = threadIdx.x % gpu::kWarpSize;
   const int64_t first = first_partial * p.num_heads + head;
   const float* partials = scratch.partials + first * p.value_head_size + column;
   const int64_t stride = p.num_heads * p.value_head_size;
+  const auto num_columns = static_cast<int>(p.value_head_size);
   bool exists[kColumns];
 #pragma unroll
-  for (int k = 0; k < kColumns; ++k) exists[k] = column + k * gpu::kWarpSize < p.value_head_size;
+  for (int k = 0; k < kColumns; ++k) exists[k] = column + k * gpu::kWarpSize < num_columns;
 #pragma unroll 1
   for (int32_t begin = 0; begin < num_splits; begin += gpu::kWarpSize) {
     const int32_t count = min(gpu::kWarpSize, num_splits - begin);
@@ -230,8 +232,9 @@ __device__ __forceinline__ void WriteTo(float* partial, const Columns<4>& column
 template <typename T, int kWidth>
 __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& item,
                           const Parts& parts, bool is_bad) {
-  const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
-  if (threadIdx.x == 0) Report(p, scratch, item, is_bad);
+  const unsigned thread = gpu::Opaque(threadIdx.x);  // no address of it stays in a register
+  const int lane = thread % gpu::kWarpSize, warp = thread / gpu::kWarpSize;
+  if (thread == 0) Report(p, scratch, item, is_bad);
   // Each lane finds what concerns one of the warp's rows, which are every kWarps-th.
   const int own = lane * kWarps + warp;
   float weights[kWarps] = {}, divisor = 1;
@@ -241,22 +244,20 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
     const int64_t token = item.first_token + place.token;
     const auto state = [&](int64_t part) { return parts.states[part * parts.rows + own]; };
     const float sink = item.num_splits == 1 ? SinkOf(p, place.head) : -kInfinity;
-    float max = sink;
-    for (int part = 0; part < parts.num_parts; ++part) max = fmaxf(max, state(part).max);
-    const float sum = SumOf(max, sink, parts.num_parts, state);
+    const MergedParts merged(parts.num_parts, sink, state);
 #pragma unroll
     for (int part = 0; part < kWarps; ++part) {
-      if (part < parts.num_parts) weights[part] = gpu::Exp2(state(part).max - ShiftOf(max));
+      if (part < parts.num_parts) weights[part] = merged.weights[part];
     }
     const RowRange range = RowRange::OfToken(p, item, place.token);
-    if (range.begin < range.end) divisor = sum;  // without keys the sum is zero
+    if (range.begin < range.end) divisor = merged.state.sum;  // without keys the sum is zero
     if (item.num_splits == 1) {
       offset = p.OutputOffset(token, place.head);
-      WriteLse(p, token, place.head, {max, sum});
+      WriteLse(p, token, place.head, merged.state);
     } else {
       const int64_t index = PartialOf(scratch, item, place) * p.num_heads + place.head;
       offset = index * p.value_head_size;
-      scratch.states[index] = {max, sum};
+      scratch.states[index] = merged.state;
     }
   }
   // Calls write(place, divisor, &values) for the lane's columns of each row.

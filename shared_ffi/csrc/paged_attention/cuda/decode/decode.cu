@@ -12,7 +12,7 @@ DecodeKernel DecodeKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE, X
   const DecodeNumbers numbers(p, kDecodeRows, 16 / static_cast<int64_t>(sizeof(C)));
   auto* kernel = DecodeAttention<T, C, XLA_GPU_HEAD_SIZE, XLA_GPU_KIB, false, false>;
   if (IsPlain(p, numbers)) {
-    kernel = numbers.TilesAreInBlocks()
+    kernel = numbers.PartsAreInBlocks()
                  ? DecodeAttention<T, C, XLA_GPU_HEAD_SIZE, XLA_GPU_KIB, true, true>
                  : DecodeAttention<T, C, XLA_GPU_HEAD_SIZE, XLA_GPU_KIB, true, false>;
   }

@@ -7,8 +7,8 @@
 // - One warp, that of K, reads the lengths and finds the block's work items. It hands each to the
 //   warp of V, which adds what a row needs and hands it to the consumers. So all agree, even if the
 //   lengths change meanwhile.
-// - A KV tile has 16 positions. The consumer warps take tiles in turn, and a warp waits for its own
-//   tiles only.
+// - A KV tile has 16 positions, or 32 of 8 bits. The consumer warps take tiles in turn, and a warp
+//   waits for its own tiles only.
 // - A thread block takes neighbouring splits, about as many positions as every other block. It
 //   merges the groups of splits that it has itself. With many sequences few partial results go to
 //   memory.
@@ -67,6 +67,7 @@ struct DecodeWork {
   // Whether a block id is outside the pool, or a tree mask not legal: the rows become NaN. The warp
   // of V may find that until the last tile is there.
   int32_t is_bad;
+  float v_scale;  // of an 8-bit cache, if all positions have one
   DecodeRow rows[kDecodeRows];
 };
 
@@ -76,19 +77,21 @@ struct DecodeShared {
   using Query = std::conditional_t<kIs8Bit<C>, Half, T>;
   using QueryRows = SharedRows<Query, kHeadSize>;
   using CacheRows = KvPairRows<C, kHeadSize>;
-  static constexpr int kTileElements = kDecodeTile * CacheRows::kStride;
-  static constexpr int kItems = 2;                          // work items in memory
-  static constexpr int kBlocks = kHeadSize <= 128 ? 2 : 1;  // thread blocks of a multiprocessor
-  // One more KiB goes to each thread block. With little memory, heads of up to 128 leave room for
-  // two blocks in 164 KiB, and for one in 100; larger heads for one.
+  static constexpr int kTile = kDecodeTile<C>;
+  static constexpr int kTileElements = kTile * CacheRows::kStride;
+  static constexpr int kItems = 2;  // work items in memory
   static constexpr bool kIsLarge = kKib >= kLargeMultiprocessor;
+  // Thread blocks of a multiprocessor. Without the kernels of Hopper GPUs, numbers of 8 bits take
+  // more registers than two blocks leave.
+  static constexpr int kBlocks = kHeadSize <= 128 && (kIsLarge || !kIs8Bit<C>) ? 2 : 1;
+  // One more KiB goes to each thread block. With little memory there is room for two blocks in 164
+  // KiB, and for one in 100.
   static constexpr int kBytes = kIsLarge ? 224 * 1024 / kBlocks : (kBlocks == 2 ? 81 : 99) * 1024;
-  // The rows of which the sums of all warps are in memory at once: all, or one or two for each
-  // warp.
-  static constexpr int kSumRows = kIsLarge ? kDecodeRows : kIs8Bit<C> ? 2 * kWarps : kWarps;
+  // The rows of which the sums of all warps are in memory at once: all, or one for each warp.
+  static constexpr int kSumRows = kIsLarge || kHeadSize <= 128 ? kDecodeRows : kWarps;
   static constexpr int kOtherBytes =
       kWarps * kSumRows * (kHeadSize * 4 + 8) + kItems * kDecodeRows * (QueryRows::kStride * 2 + 4);
-  static constexpr int kScales = kIs8Bit<C> ? kDecodeTile : 1;
+  static constexpr int kScales = kIs8Bit<C> ? kTile : 1;
   static constexpr int kTileBytes = kTileElements * static_cast<int>(sizeof(C)) + kScales * 8 + 16;
   // KV tiles in memory. Each consumer warp has as many: it waits for each phase of their barriers.
   static constexpr int kStages = (kBytes - kOtherBytes - 1024) / kTileBytes / kWarps * kWarps;
@@ -98,8 +101,9 @@ struct DecodeShared {
 
   alignas(128) C tiles[kStages][kTileElements];
   alignas(128) Query query[kItems][kDecodeRows * QueryRows::kStride];
-  float query_factors[kItems][kDecodeRows];  // of an 8-bit cache: the powers of two
-  float sums[kWarps][kSumRows][kHeadSize];   // their columns are swizzled
+  // Of an 8-bit cache: the powers of two, times the scale of K if all positions have one.
+  float query_factors[kItems][kDecodeRows];
+  float sums[kWarps][kSumRows][kHeadSize];  // see StoreInGroups
   RowState states[kWarps][kSumRows];
   PositionScales scales[kStages][kScales];   // of an 8-bit cache
   PipelineBarriers<kStages> tiles_barriers;  // these three are adjacent: see Init
@@ -148,13 +152,15 @@ struct DecodeShared {
 
 // The first warp finds the work items and copies K. The second one prepares the work items for the
 // consumers, and copies queries and V. All lanes call each function.
-template <typename T, typename C, int kHeadSize, int kKib, bool kTilesAreInBlocks>
+template <typename T, typename C, int kHeadSize, int kKib, bool kPartsAreInBlocks>
 class DecodeProducer {
   using Shared = DecodeShared<T, C, kHeadSize, kKib>;
   using QueryRows = typename Shared::QueryRows;
   using CacheRows = typename Shared::CacheRows;
   using TileState = typename Shared::TileState;
   using ItemState = typename Shared::ItemState;
+  static constexpr int kTile = Shared::kTile;
+  static constexpr int kParts = kTile / kDecodePart;
 
  public:
   __device__ DecodeProducer(const Params& p, const DecodeNumbers& numbers, bool copies_keys,
@@ -166,10 +172,11 @@ class DecodeProducer {
         copies_keys_(copies_keys),
         cache_(copies_keys ? numbers.keys : numbers.values) {}
 
-  // Goes through the splits that `next` finds: next(&split, stage).
-  template <typename Next>
-  __device__ void Run(const Next& find_next) {
-    DecodeSplit work = {}, next;  // without tiles
+  // Goes through the splits that `find_next` finds: find_next(&split, stage).
+  template <typename FindNext>
+  __device__ void Run(const FindNext& find_next) {
+    DecodeSplit work, next;
+    work.begin_tile = work.end_tile = 0;  // no tiles; nothing else of it is read
     for (ItemState stage;; stage = stage.Next()) {
       find_next(&next, stage);
       CopyTiles(work, next);
@@ -187,6 +194,11 @@ class DecodeProducer {
     shared_.work_barriers.WaitFreed(stage);
     DecodeWork& work = shared_.work[stage.index];
     const Item item = split.AsItem(numbers_.group);
+    float k_scale = 1, v_scale = 1;  // on their way until the query is there, too
+    if (kIs8Bit<C> && p_.ScalesAreUniform() && !split.IsEnd()) {
+      k_scale = p_.k_scale.At(0, 0, item.kv_head);
+      v_scale = p_.v_scale.At(0, 0, item.kv_head);
+    }
     if (lane_ < kDecodeRows) {
       DecodeRow row = {};
       if (lane_ < item.num_rows) {
@@ -195,8 +207,6 @@ class DecodeProducer {
         row.range = RowRange::OfToken(p_, item, row.token);
       }
       work.rows[lane_] = row;
-      // A row that does not exist has a scale, too, which decides all the same.
-      if (kIs8Bit<C>) shared_.query_factors[stage.index][lane_] = 1;
     }
     __syncwarp();
     auto* query = shared_.query[stage.index];
@@ -211,15 +221,19 @@ class DecodeProducer {
         float factor;
         const FourPairs pairs = HalvesOf<QueryRows::kChunks>(from, exists, &factor);
         QueryOf8BitKeys<Half, QueryRows>::Store(query, row, chunk, pairs);
-        if (chunk == 0) shared_.query_factors[stage.index][row] = factor;
+        if (chunk == 0 && exists) shared_.query_factors[stage.index][row] = factor * k_scale;
       } else {
         gpu::CopyAsync16(query + QueryRows::Offset(row, chunk), from, exists);
       }
     }
+    // A row that does not exist has a scale, too, which decides all the same.
+    const bool is_missing = item.num_rows <= lane_ && lane_ < kDecodeRows;
+    if (kIs8Bit<C> && is_missing) shared_.query_factors[stage.index][lane_] = k_scale;
     const bool is_bad = gpu::AnyInWarp(HasBadTree(p_, item, lane_));
     if (lane_ == 0) {
       work.split = split;
       work.is_bad = is_bad;
+      if (kIs8Bit<C>) work.v_scale = v_scale;
       work.common = CommonRange(p_, item, item.first_position, item.context_len - 1);
     }
     __syncwarp();
@@ -236,41 +250,38 @@ class DecodeProducer {
   // The block ids of a part of a work item, of which each lane holds a few. They are on their way
   // while the tiles of the part before are copied; nothing may use them in that loop.
   //
-  // Where each tile lies in one block, lane l has the id of the part's block l. Elsewhere it has
-  // those of every 32nd position from position l on.
-  static constexpr int kIds = kTilesAreInBlocks ? 1 : 4;
-  static constexpr int kTilesOfIds = kIds * gpu::kWarpSize / kDecodeTile;
+  // Where each part of a tile lies in one block, lane l has the id of the l-th block from the
+  // tile's on. Elsewhere it has those of every 32nd position from position l on, or from RowOfLane
+  // on where a tile has so many.
+  static constexpr int kIds = kPartsAreInBlocks ? 1 : 2;
+  static constexpr int kTilesOfIds = kIds * gpu::kWarpSize / kTile;
 
-  // Of the part of a work item that begins with `tile`, or with the block of the table that has it:
-  // all positions of the item are in [begin, end), and its last tile is before end_tile.
-  __device__ void LoadIds(int32_t sequence, int32_t begin, int32_t end, int32_t tile,
-                          int32_t end_tile) {
-    const int32_t* table = p_.block_tables + static_cast<uint32_t>(sequence) *
-                                                 static_cast<uint64_t>(p_.max_blocks_per_seq);
-    if constexpr (kTilesAreInBlocks) {
-      first_block_ = numbers_.tiles_of_block.Quotient(tile);
+  // Of the tiles of a work item from `tile` on, up to the position `end`.
+  __device__ void LoadIds(int32_t sequence, int32_t end, int32_t tile) {
+    const auto* table = reinterpret_cast<const int32_t*>(
+        reinterpret_cast<const char*>(p_.block_tables) +
+        static_cast<uint32_t>(sequence) * uint64_t{numbers_.table_bytes});
+    if constexpr (kPartsAreInBlocks) {
+      first_block_ = numbers_.parts_of_block.Quotient(tile * kParts);
       const uint32_t block = first_block_ + lane_;
-      if (IsBefore(block, end_tile)) ids_[0] = table[block];
+      const bool is_in = block * numbers_.block_size.number < static_cast<uint32_t>(end);
+      if (is_in) ids_[0] = table[block];
     } else {
+      const int place = kTile == gpu::kWarpSize ? RowOfLane() : lane_;
 #pragma unroll
       for (int i = 0; i < kIds; ++i) {
-        const int32_t position = tile * kDecodeTile + i * gpu::kWarpSize + lane_;
-        const bool is_in = begin <= position && position < end;
-        if (is_in) ids_[i] = table[numbers_.block_size.Quotient(position)];
+        const uint32_t position = tile * kTile + i * gpu::kWarpSize + place;
+        const uint32_t block = gpu::Opaque(numbers_.block_size.Quotient(position));
+        if (position < static_cast<uint32_t>(end)) ids_[i] = table[block];
       }
     }
-  }
-
-  // Whether a block begins before a tile.
-  __device__ bool IsBefore(uint32_t block, int32_t tile) const {
-    return static_cast<int32_t>(block * numbers_.tiles_of_block.number) < tile;
   }
 
   // Copies the tiles of a work item, if it has any, and asks for the first block ids of the next
   // one.
   __device__ void CopyTiles(const DecodeSplit& work, const DecodeSplit& next) {
-    if (kTilesAreInBlocks && work.q_len == 0) {  // fewer instructions before the first copy
-      LoadIds(next.sequence, next.begin, next.end, next.begin_tile, next.end_tile);
+    if (work.begin_tile == work.end_tile) {  // fewer instructions before the first copy
+      LoadIds(next.sequence, next.end, next.begin_tile);
       return;
     }
     int32_t tile = work.begin_tile;
@@ -280,17 +291,16 @@ class DecodeProducer {
       int32_t ids[kIds], end = tile + kTilesOfIds;
 #pragma unroll
       for (int i = 0; i < kIds; ++i) ids[i] = ids_[i];
-      if constexpr (kTilesAreInBlocks) {
-        end = (first_block + gpu::kWarpSize) * numbers_.tiles_of_block.number;
+      if constexpr (kPartsAreInBlocks) {
+        end = TilesTo<kParts>((first_block + gpu::kWarpSize) * numbers_.parts_of_block.number);
       }
       const bool is_end = end >= work.end_tile;
       if (is_end) end = work.end_tile;
-      LoadIds(is_end ? next.sequence : work.sequence, is_end ? next.begin : work.begin,
-              is_end ? next.end : work.end, is_end ? next.begin_tile : end,
-              is_end ? next.end_tile : work.end_tile);
-      if constexpr (kTilesAreInBlocks) {
-        CopyTilesInBlocks(work, ids[0], tile - first_block * numbers_.tiles_of_block.number, tile,
-                          end);
+      LoadIds(is_end ? next.sequence : work.sequence, is_end ? next.end : work.end,
+              is_end ? next.begin_tile : end);
+      if constexpr (kPartsAreInBlocks) {
+        CopyTilesOfParts(work, ids[0], tile * kParts - first_block * numbers_.parts_of_block.number,
+                         tile, end);
       } else {
         CopyOtherTiles(work, ids, tile, end);
       }
@@ -319,85 +329,107 @@ class DecodeProducer {
   static constexpr int kChunks = CacheRows::kChunks;
   static_assert(gpu::kWarpSize % kChunks == 0, "each lane has the same chunk of all rows");
   static constexpr int kRowsAtOnce = gpu::kWarpSize / kChunks;
+  static constexpr int kSteps = kTile / kRowsAtOnce;  // of a tile
+
+  // Where rows lie anywhere, a lane finds the slot of this row of a tile: one that it copies, so
+  // that lanes with the same chunk of adjacent rows ask for the slots in one instruction.
+  __device__ int RowOfLane() const { return lane_ % kSteps * kRowsAtOnce + lane_ / kChunks; }
 
   __device__ bool HasChunk() const { return lane_ % kChunks < cache_.of_row; }
-  // Where it lies at position 0 of block 0.
+  // Where it lies at position 0 of block 0. Never read where there is none.
   __device__ const char* FirstChunk(const DecodeSplit& work) const {
     const uint64_t first = static_cast<uint32_t>(work.kv_head) * static_cast<uint64_t>(cache_.head);
-    return static_cast<const char*>(cache_.first) +
-           (first + (HasChunk() ? lane_ % kChunks : 0)) * 16;
+    // As one number: an offset that is added to it takes one instruction, not four.
+    return gpu::Opaque(static_cast<const char*>(cache_.first) + (first + lane_ % kChunks) * 16);
   }
 
-  // Copies tiles [tile, end), each of which lies in one block. Rows and columns out of range are
-  // filled with zeros. `id`: of the first tile's block and those after it, in the lanes.
-  __device__ void CopyTilesInBlocks(const DecodeSplit& work, int32_t id, int32_t tile_in_block,
-                                    int32_t tile, int32_t end) {
+  // Copies tiles [tile, end), one at least, each part of which lies in one block. Rows and columns
+  // out of range are filled with zeros. `id`: of the first part's block and those after it, in the
+  // lanes.
+  __device__ void CopyTilesOfParts(const DecodeSplit& work, int32_t id, int32_t part_in_block,
+                                   int32_t tile, int32_t end) {
     const char* from = FirstChunk(work);
     const int first_row = lane_ / kChunks;
     const auto count = static_cast<uint32_t>(work.end - work.begin);
     const uint64_t step = uint64_t{cache_.position} * (16 * kRowsAtOnce);
     int lane = 0;
 #pragma unroll 1
-    for (; tile < end; ++tile) {
-      const int32_t block = gpu::Shuffle(id, lane);
-      const TileState stage = TileState::Of(count_++);
-      const uint32_t position = tile_in_block * kDecodeTile + first_row;
-      const uint32_t chunks = block * cache_.block + position * cache_.position;
-      const char* row_from = from + uint64_t{chunks} * 16;
-      const bool exists = HasChunk() && IsBlock(block);
-      const uint32_t after_begin = tile * kDecodeTile + first_row - work.begin;
-      shared_.tiles_barriers.WaitFreed(stage);
-      C* to = RowsOf(stage);
+    do {
+      const TileState stage = next_stage_;
+      next_stage_ = stage.Next();
+      const uint32_t after_begin = tile * kTile + first_row - work.begin;
+      int32_t blocks[kParts];  // of the parts
+      int32_t begins[kParts];  // in the block
+      bool is_bad = false;
 #pragma unroll
-      for (int row = 0; row < kDecodeTile; row += kRowsAtOnce) {
-        gpu::CopyAsync16(to + CacheRows::Offset(row, 0), row_from,
-                         exists && after_begin + row < count);
-        row_from += step;
+      for (int part = 0; part < kParts; ++part) {
+        const int32_t block = blocks[part] = gpu::Shuffle(id, lane);
+        begins[part] = part_in_block * kDecodePart;
+        const uint32_t chunks = static_cast<uint32_t>(block) * cache_.block +
+                                (begins[part] + first_row) * cache_.position;
+        const char* row_from = from + uint64_t{chunks} * 16;
+        const bool exists = HasChunk() && IsBlock(block);
+        if (part == 0) shared_.tiles_barriers.WaitFreed(stage);
+        C* to = RowsOf(stage);
+#pragma unroll
+        for (int row = part * kDecodePart; row < (part + 1) * kDecodePart; row += kRowsAtOnce) {
+          gpu::CopyAsync16(to + CacheRows::Offset(row, 0), row_from,
+                           exists && after_begin + row < count);
+          row_from += step;
+        }
+        const int32_t begin = tile * kTile + part * kDecodePart, end_of_part = begin + kDecodePart;
+        const bool is_needed = kParts == 1 || (begin < work.end && work.begin < end_of_part);
+        is_bad |= is_needed && !IsBlock(block);  // some tables end with the last position
+        if (++part_in_block == numbers_.parts_of_block.number) {
+          part_in_block = 0;
+          ++lane;
+        }
       }
       if (kIs8Bit<C> && copies_keys_) {
-        const int row = lane_ % kDecodeTile;
-        WriteScales(work, IsBlock(block) && work.IsIn(tile * kDecodeTile + row), block,
-                    tile_in_block * kDecodeTile + row, stage);
+        const int row = lane_ % kTile, part = row / kDecodePart;
+        const int32_t block = blocks[part], offset = begins[part] + row % kDecodePart;
+        const bool exists = IsBlock(block) && work.IsIn(tile * kTile + row);
+        WriteScales(work, exists, block, offset, row, stage);
       }
-      Arrive(stage, !IsBlock(block));
-      if (++tile_in_block == numbers_.tiles_of_block.number) {
-        tile_in_block = 0;
-        ++lane;
-      }
-    }
+      Arrive(stage, is_bad);
+    } while (++tile < end);
   }
 
   // Copies tiles whose rows lie anywhere. A lane finds the slot of a position.
   __device__ void CopyOtherTiles(const DecodeSplit& work, int32_t (&ids)[kIds], int32_t tile,
                                  int32_t end) {
-    static_assert(2 * kDecodeTile == gpu::kWarpSize, "a register has the ids of two tiles");
+    static_assert(kTile == gpu::kWarpSize || 2 * kTile == gpu::kWarpSize, "or two tiles");
+    static_assert(kSteps <= kChunks, "the lanes with a chunk have all its rows");
     const char* from = FirstChunk(work);
-    const int first_row = lane_ / kChunks, row_of_lane = lane_ % kDecodeTile;
+    const int row_of_lane = RowOfLane();
+    unsigned lane = row_of_lane;  // that has the id of the row
 #pragma unroll 1
-    for (int lane = row_of_lane; tile < end; ++tile, lane ^= kDecodeTile) {
-      const int32_t block = gpu::Shuffle(ids[0], lane);
-      if (lane >= kDecodeTile) {  // the last tile of these ids
+    do {
+      const int32_t block = kTile == gpu::kWarpSize ? ids[0] : gpu::Shuffle(ids[0], lane);
+      if (kTile == gpu::kWarpSize || lane >= kTile) {  // the last tile of these ids
 #pragma unroll
         for (int i = 1; i < kIds; ++i) ids[i - 1] = ids[i];
       }
-      const int32_t position = tile * kDecodeTile + row_of_lane;
+      const int32_t position = tile * kTile + row_of_lane;
       const uint32_t logical = numbers_.block_size.Quotient(position);
       const uint32_t offset = position - logical * numbers_.block_size.number;
       const bool is_in = work.IsIn(position), exists = is_in && IsBlock(block);
       const uint32_t chunks_of_lane =
           exists ? block * cache_.block + offset * cache_.position : kNoSlot;
-      const TileState stage = TileState::Of(count_++);
+      const TileState stage = next_stage_;
+      next_stage_ = stage.Next();
       shared_.tiles_barriers.WaitFreed(stage);
       C* to = RowsOf(stage);
 #pragma unroll
-      for (int row = 0; row < kDecodeTile; row += kRowsAtOnce) {
-        const uint32_t chunks = gpu::Shuffle(chunks_of_lane, first_row + row);
-        gpu::CopyAsync16(to + CacheRows::Offset(row, 0), from + uint64_t{chunks} * 16,
-                         HasChunk() && chunks != kNoSlot);
+      for (int step = 0; step < kSteps; ++step) {
+        const uint32_t chunks = gpu::Shuffle(chunks_of_lane, step, kChunks);
+        gpu::CopyAsync16(to + CacheRows::Offset(step * kRowsAtOnce, 0),
+                         from + uint64_t{chunks} * 16, HasChunk() && chunks != kNoSlot);
       }
-      if (kIs8Bit<C> && copies_keys_) WriteScales(work, exists, block, offset, stage);
+      if (kIs8Bit<C> && copies_keys_) WriteScales(work, exists, block, offset, row_of_lane, stage);
       Arrive(stage, is_in && !exists);
-    }
+      lane = (lane + kTile) % gpu::kWarpSize;
+    } while (++tile < end);
   }
 
   // Where the lane's chunk of its first row goes.
@@ -407,16 +439,16 @@ class DecodeProducer {
                              lane_ % kChunks + (copies_keys_ ? 0 : CacheRows::kChunks));
   }
 
-  // Writes the scales of the positions of an 8-bit cache: lane l, and l + 16, those of row l.
+  // Writes the scales of the positions of an 8-bit cache: each lane those of another row.
   __device__ void WriteScales(const DecodeSplit& work, bool exists, int32_t block, int32_t offset,
-                              TileState stage) {
+                              int row, TileState stage) {
     if (p_.ScalesAreUniform()) return;
     PositionScales scales = {1, 1};
     if (exists) {
       scales = {p_.k_scale.At(block, offset, work.kv_head),
                 p_.v_scale.At(block, offset, work.kv_head)};
     }
-    shared_.scales[stage.index][lane_ % kDecodeTile] = scales;
+    shared_.scales[stage.index][row] = scales;
     __syncwarp();
     if (lane_ == 0) gpu::Arrive(&shared_.tiles_barriers.filled[stage.index]);
   }
@@ -430,7 +462,7 @@ class DecodeProducer {
   DecodeWork* published_;  // the work item whose tiles are copied
   int32_t ids_[kIds];
   int32_t first_block_ = 0;  // that the lanes have ids of
-  uint32_t count_ = 0;       // tiles so far
+  TileState next_stage_;     // of a tile
 };
 
 template <typename T, typename C, int kHeadSize, int kKib>
@@ -438,7 +470,7 @@ class DecodeConsumer {
   using Shared = DecodeShared<T, C, kHeadSize, kKib>;
   using QueryRows = typename Shared::QueryRows;
   using CacheRows = typename Shared::CacheRows;
-  static constexpr int kTile = kDecodeTile;
+  static constexpr int kTile = Shared::kTile;
   using Query = typename Shared::Query;
   using Products = WarpProducts<Query, C, kHeadSize, kTile, QueryRows, CacheRows>;
 
@@ -447,7 +479,6 @@ class DecodeConsumer {
   static constexpr int kRows = kDecodeRows / kWarps;
   // How often the warps leave their sums in memory, and merge them.
   static constexpr int kRounds = kDecodeRows / Shared::kSumRows;
-  static constexpr int kRowsOfRound = kRows / kRounds;
   static constexpr int kColumns = kHeadSize / gpu::kWarpSize;
   using Row = PartOfRow<kColumns>;
 
@@ -485,10 +516,7 @@ class DecodeConsumer {
     Softmax softmax(p_, item, lane_ / 4, work.rows[lane_ / 4].range,
                     work.rows[lane_ / 4 + 8].range);
     if constexpr (kIs8Bit<C>) {
-      const float k_scale = scales_are_uniform_ ? p_.k_scale.At(0, 0, item.kv_head) : 1.0f;
-      for (int r = 0; r < 2; ++r) {
-        softmax.MultiplyScale(r, query_factors[lane_ / 4 + 8 * r] * k_scale);
-      }
+      for (int r = 0; r < 2; ++r) softmax.MultiplyScale(r, query_factors[lane_ / 4 + 8 * r]);
     }
     const CommonRange common = work.common;
     Products products;
@@ -509,8 +537,10 @@ class DecodeConsumer {
       float rescales[2];
       softmax.Weigh(logits, rescales);
       Softmax::RescaleSums(rescales, products.sums);
-      if (!std::is_integral_v<C> && common.RowsDiffer(item, begin, begin + kTile)) {
-        SetAsideNonFinite(softmax, begin, scales, values, products.sums);
+      if constexpr (!kIsInteger<C>) {
+        if (common.RowsDiffer(item, begin, begin + kTile)) {
+          SetAsideNonFinite(softmax, begin, scales, values, products.sums);
+        }
       }
       if (kIs8Bit<C> && !scales_are_uniform_) {
         Products::ScaleWeights(scales, logits);
@@ -521,41 +551,34 @@ class DecodeConsumer {
       shared_.tiles_barriers.Free(stage);
     }
     count_ += end_tile - first_tile;
-    float v_scale = 1;
-    if (kIs8Bit<C> && scales_are_uniform_) v_scale = p_.v_scale.At(0, 0, item.kv_head);
-    if (item.split % kSplitsOfGroup == 0) merges_ = true;
-    RowState states[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const RowState state = states[r] = softmax.State(r);
-      if (kIs8Bit<C> && state.sum != 0) {  // without keys the scale may be NaN
-        for (auto& chunk_sums : products.sums) {
-          chunk_sums[2 * r] *= v_scale;
-          chunk_sums[2 * r + 1] *= v_scale;
-        }
-      }
-    }
-#pragma unroll
-    for (int round = 0; round < kRounds; ++round) {
-      if (round > 0) {
-        if (round * Shared::kSumRows >= item.num_rows) break;
-        gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);  // the round before is merged
-      }
+    if (static_cast<uint32_t>(item.split) % kSplitsOfGroup == 0) merges_ = true;
+    const auto leave_sums = [&](int first_row) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int row = lane_ / 4 + 8 * r - round * Shared::kSumRows;
+        const int row = lane_ / 4 + 8 * r - first_row;
         if (kRounds > 1 && (row < 0 || row >= Shared::kSumRows)) continue;
-        products.Store(r, states[r], &shared_.states[warp_][row], shared_.sums[warp_][row],
-                       SwizzleOf(row));
+        products.StoreInGroups(r, softmax.State(r), &shared_.states[warp_][row],
+                               shared_.sums[warp_][row], SwizzleOf(row));
       }
       gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);
-      if (kRounds == 1) break;
+    };
+    leave_sums(0);
+    if constexpr (kRounds > 1) {
+      MergeRound(0, work);
 #pragma unroll
-      for (int j = 0; j < kRowsOfRound; ++j) {
-        const int i = round * kRowsOfRound + j;
-        merged_[i] = MergeBefore(i, work, MergeWarps(j * kWarps + warp_, work.is_bad != 0));
+      for (int round = 1; round < kRounds; ++round) {
+        if (round * Shared::kSumRows >= item.num_rows) break;
+        gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);  // the round before is merged
+        leave_sums(round * Shared::kSumRows);
+        MergeRound(round, work);
       }
     }
+  }
+
+  // Merges what the warps found of the rows of a round, of which this warp has one.
+  __device__ __forceinline__ void MergeRound(int round, const DecodeWork& work) {
+    static_assert(kRounds == 1 || Shared::kSumRows == kWarps, "a warp merges one row of a round");
+    merged_[round] = MergeBefore(round, work, MergeWarps(warp_, work));
   }
 
   // A weight of zero times an infinite or NaN value would spoil a row's sum. If the tile holds such
@@ -573,9 +596,11 @@ class DecodeConsumer {
     if (!gpu::AnyInWarp(HoldsNonFinite<C>(lane_, kChunks, gpu::kWarpSize, chunk))) return;
     softmax.template AddNonFinite<kTile>(
         begin, sums,
-        [&](int j, int n, int e) { return *element(j * kHeadSize + Products::Column(n, e)); },
-        [&](C value, int j) {
-          return Products::Scaled(value, scales_are_uniform_ ? PositionScales{1, 1} : scales[j]);
+        [&](int j, int n, int e) {
+          return Products::Number(values + j * CacheRows::kStride, n, e);
+        },
+        [&](float value, int j) {
+          return kIs8Bit<C> && !scales_are_uniform_ ? value * scales[j].v_scale : value;
         });
     __syncwarp();
     ClearNonFinite(lane_, kCount, gpu::kWarpSize, element);
@@ -587,7 +612,7 @@ class DecodeConsumer {
   // rows that this block merges last: it takes long to come, and most calls have one row.
   __device__ void FinishSplit(const DecodeWork& work) {
     const Item item = work.split.AsItem(numbers_.group);
-    const int32_t in_group = item.split % kSplitsOfGroup;
+    const int32_t in_group = static_cast<uint32_t>(item.split) % kSplitsOfGroup;
     ++num_splits_;
     const bool ends = item.split + 1 == item.num_splits;
     const bool ends_group = ends || in_group == kSplitsOfGroup - 1;
@@ -603,8 +628,7 @@ class DecodeConsumer {
         if (comes_last) {
           merged = MergeAll(item, place);
         } else {
-          merged =
-              kRounds > 1 ? Merged(i) : MergeBefore(i, work, MergeWarps(row, work.is_bad != 0));
+          merged = kRounds > 1 ? Merged(i) : MergeBefore(i, work, MergeWarps(row, work));
         }
         if (is_whole) {
           WriteRow<T>(p_, item.first_token + place.token, place.head, lane_,
@@ -668,15 +692,18 @@ class DecodeConsumer {
   }
 
   // Of a split that has a bad block id or tree mask, all is NaN, and so is what it is merged with.
-  __device__ Row MergeWarps(int row, bool is_bad) const {
+  __device__ Row MergeWarps(int row, const DecodeWork& work) const {
     const MergedParts parts(kWarps, -kInfinity, [&](int w) { return shared_.states[w][row]; });
+    const bool is_bad = work.is_bad != 0;
     const float nan = kInfinity - kInfinity;
     Row merged;
     merged.state = {parts.state.max, is_bad ? nan : parts.state.sum};
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
-      const float value = parts.Sum(
-          kWarps, [&](int w) { return shared_.sums[w][row][ColumnOf(k) ^ SwizzleOf(row)]; });
+      const int place = Products::PlaceOf(ColumnOf(k)) ^ SwizzleOf(row);
+      float value = parts.Sum(kWarps, [&](int w) { return shared_.sums[w][row][place]; });
+      // Without keys the scale may be NaN.
+      if (kIs8Bit<C> && parts.state.sum != 0) value *= work.v_scale;
       merged.values[k] = is_bad ? nan : value;
     }
     return merged;
@@ -684,7 +711,7 @@ class DecodeConsumer {
 
   // Without it, all rows of the sums would begin in the same bank of shared memory.
   static __device__ __forceinline__ int SwizzleOf(int row) {
-    return row * Products::kBanksOfRow % gpu::kWarpSize;
+    return row * Products::kBanksOfGroups % gpu::kWarpSize;
   }
 
   __device__ __forceinline__ int ColumnOf(int k) const { return k * gpu::kWarpSize + lane_; }
@@ -694,9 +721,10 @@ class DecodeConsumer {
                                      int32_t num_moved) const {
     const int64_t index = PartialOf(scratch_, item, place) * p_.num_heads + place.head;
     float* partial = scratch_.partials + index * p_.value_head_size;
+    const auto num_columns = static_cast<int>(p_.value_head_size);
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
-      if (ColumnOf(k) < p_.value_head_size) partial[ColumnOf(k)] = row.values[k];
+      if (ColumnOf(k) < num_columns) partial[ColumnOf(k)] = row.values[k];
     }
     if (lane_ == 0) scratch_.states[index] = row.state;
     if (0 < lane_ && lane_ <= num_moved) {
@@ -741,19 +769,13 @@ __device__ __forceinline__ Params PlainParams(const Params& p) {
   return plain;
 }
 
-// The thread blocks of a multiprocessor, as registers allow. With little memory the sums stay in
-// registers longer: a kernel for 8 bits with all features would spill some if there were two.
-template <typename T, typename C, int kHeadSize, int kKib, bool kIsPlain>
-inline constexpr int kDecodeBlocks = kIsPlain || !kIs8Bit<C> || kKib >= kLargeMultiprocessor
-                                         ? DecodeShared<T, C, kHeadSize, kKib>::kBlocks
-                                         : 1;
-
-// kIsPlain: see IsPlain. kTilesAreInBlocks: each KV tile lies in one block.
-template <typename T, typename C, int kHeadSize, int kKib, bool kIsPlain, bool kTilesAreInBlocks>
-__global__ void __launch_bounds__(kDecodeThreads, kDecodeBlocks<T, C, kHeadSize, kKib, kIsPlain>)
+// kIsPlain: see IsPlain. kPartsAreInBlocks: see DecodeNumbers.
+template <typename T, typename C, int kHeadSize, int kKib, bool kIsPlain, bool kPartsAreInBlocks>
+__global__ void __launch_bounds__(kDecodeThreads, DecodeShared<T, C, kHeadSize, kKib>::kBlocks)
     DecodeAttention(Params params, Scratch scratch, DecodeNumbers numbers) {
   using Shared = DecodeShared<T, C, kHeadSize, kKib>;
-  using Schedule = DecodeSchedule<kIsPlain, std::conditional_t<kIsPlain, int32_t, int64_t>>;
+  using Schedule =
+      DecodeSchedule<kIsPlain, Shared::kTile, std::conditional_t<kIsPlain, int32_t, int64_t>>;
   static_assert(sizeof(Shared) <= Shared::kBytes, "a multiprocessor holds kBlocks thread blocks");
   const Params p = kIsPlain ? PlainParams(params) : params;
   auto* shared = reinterpret_cast<Shared*>(gpu::SharedMemory());
@@ -773,7 +795,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kDecodeBlocks<T, C, kHeadSize,
   }
   const auto produce = [&](bool copies_keys) {
     if (copies_keys) schedule.Start();
-    DecodeProducer<T, C, kHeadSize, kKib, kTilesAreInBlocks>(p, numbers, copies_keys, shared)
+    DecodeProducer<T, C, kHeadSize, kKib, kPartsAreInBlocks>(p, numbers, copies_keys, shared)
         .Run([&](DecodeSplit* split, auto stage) {
           if (copies_keys) {
             schedule.Next(split);
@@ -784,7 +806,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kDecodeBlocks<T, C, kHeadSize,
           }
         });
   };
-  if (!kTilesAreInBlocks) {
+  if (!kIsPlain) {
     produce(warp == kWarps);  // the same code for both warps: there is much of it
   } else if (warp == kWarps) {
     produce(true);

@@ -1,36 +1,20 @@
 // What the decode kernel needs of a call's sizes, as numbers that cost no division on a GPU.
 #pragma once
 
+#include "../divisor.h"
 #include "../scratch.h"
 
 namespace xla_gpu::paged_attention {
 
-inline constexpr int kDecodeTile = 16;  // positions of a KV tile
+// Positions of a KV tile in a cache of type C: as many bytes for each type.
+template <typename C>
+inline constexpr int kDecodeTile = kIs8Bit<C> ? 32 : 16;
+// Of a part of it. Where blocks are whole parts, each part lies in one block.
+inline constexpr int kDecodePart = 16;
 
 // The shared memory of a multiprocessor, in KiB, that a decode kernel is made for. What every GPU
 // from sm_80 on has suffices. With that of sm_90, more KV tiles are on their way.
 inline constexpr int kAnyMultiprocessor = 100, kLargeMultiprocessor = 228;
-
-// Divides by a number, which is positive, with a product and a shift.
-struct Divisor {
-  int32_t number;  // INT32_MAX if it is larger
-  uint32_t factor;
-  int32_t shift;
-
-  Divisor() = default;
-  XLA_GPU_HOST_DEVICE explicit Divisor(int64_t divisor)
-      : number(Smaller(divisor, INT32_MAX)), shift(0) {
-    while (int64_t{1} << shift < number) ++shift;
-    // 2^(31 + shift) / number, rounded up. It is below 2^32, as 2^shift is below 2 * number. The
-    // rounding adds less than n / 2^(31 + shift) to a quotient of n, which is below 1 / number.
-    factor = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + number - 1) / number);
-  }
-
-  // n / number, for n from 0 to 2^31 - 1. The upper half of a product is one instruction.
-  XLA_GPU_HOST_DEVICE uint32_t Quotient(uint32_t n) const {
-    return static_cast<uint32_t>(uint64_t{2 * n} * factor >> 32) >> shift;
-  }
-};
 
 // K, or V, in chunks of 16 bytes: the strides, and the chunks of a row. No chunks: there is no
 // copy. All blocks of a kv head have at most 2^32 chunks.
@@ -42,13 +26,14 @@ struct CacheChunks {
   int32_t of_row;
 };
 
-// Sizes in 32 bits. A larger size becomes the largest number: it is only compared with others.
+// Sizes in 32 bits. A larger size becomes the largest number: it is only compared with others, but
+// for table_bytes, of calls whose TableRowsFit32Bits.
 struct DecodeNumbers {
   static constexpr int32_t kNoWindow = kMaxContextLen;  // positions are at least -kDecodeRows
 
   Divisor split_limit;
   Divisor block_size;
-  Divisor tiles_of_block;  // where each tile lies in one block
+  Divisor parts_of_block;  // where each part of a tile lies in one block
   int32_t num_tokens;
   int32_t max_seqs;
   int32_t capacity;
@@ -58,6 +43,7 @@ struct DecodeNumbers {
   int32_t group;          // query heads of a kv head
   uint32_t group_factor;  // 2^16 / group, rounded up
   uint32_t num_blocks;
+  uint32_t table_bytes;  // of a sequence's row of block_tables
   Divisor num_thread_blocks;
   bool follows_zeros;      // the kernel begins after those that write what it reads: ZeroArrivals
   bool writes_other_rows;  // those without work items: no other kernel follows
@@ -68,7 +54,7 @@ struct DecodeNumbers {
   XLA_GPU_HOST_DEVICE DecodeNumbers(const Params& p, int64_t max_rows, int64_t chunk)
       : split_limit(SplitLimit(p)),
         block_size(p.block_size),
-        tiles_of_block(Larger(1, p.block_size / kDecodeTile)),
+        parts_of_block(Larger(1, p.block_size / kDecodePart)),
         num_tokens(Smaller(p.num_tokens, INT32_MAX)),
         max_seqs(Smaller(p.max_seqs, INT32_MAX)),
         capacity(p.Capacity()),
@@ -77,6 +63,7 @@ struct DecodeNumbers {
         group(p.num_heads / p.num_kv_heads),
         group_factor(CeilDiv(1 << 16, group)),
         num_blocks(Smaller(p.num_blocks, int64_t{1} << 31)),
+        table_bytes(static_cast<uint32_t>(p.max_blocks_per_seq * 4)),
         num_thread_blocks(1),
         follows_zeros(false),
         writes_other_rows(false) {
@@ -93,14 +80,15 @@ struct DecodeNumbers {
               static_cast<int32_t>(p.is_latent ? 0 : p.value_head_size / chunk)};
   }
 
-  // Whether each KV tile lies in one block. Of larger blocks, 32 would have too many tiles.
-  bool TilesAreInBlocks() const {
-    return block_size.number % kDecodeTile == 0 && block_size.number <= 1 << 28;
+  // Whether each part of a KV tile lies in one block. The positions of 32 larger blocks, after any
+  // other, would not have 32 bits.
+  bool PartsAreInBlocks() const {
+    return block_size.number % kDecodePart == 0 && block_size.number <= 1 << 26;
   }
 
   // Whether the number of KV tiles of all sequences and kv heads has 31 bits, whatever the lengths.
   bool TilesFit31Bits() const {
-    const int64_t tiles = int64_t{capacity} / kDecodeTile + 1;
+    const int64_t tiles = int64_t{capacity} / kDecodePart + 1;  // a tile may have several parts
     return max_seqs * tiles <= INT32_MAX / num_kv_heads;
   }
 

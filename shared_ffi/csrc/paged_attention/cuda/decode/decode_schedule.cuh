@@ -43,8 +43,9 @@ struct alignas(16) DecodeSplit {
 static_assert(sizeof(DecodeSplit) == 48, "padding would be copied, too, byte by byte");
 
 // For numbers that are not negative, as unsigned ones: a shift.
+template <int kTile>
 __device__ __forceinline__ int32_t TilesTo(int32_t position) {
-  return static_cast<uint32_t>(position) / kDecodeTile;
+  return static_cast<uint32_t>(position) / kTile;
 }
 inline constexpr int32_t kSplitUnit = kTileAlignment;
 __device__ __forceinline__ int32_t UnitsTo(int32_t position) {
@@ -89,14 +90,15 @@ struct DecodeLengths {
   }
 
   // The tiles of a sequence and kv head; 0 if the sequence is not this kernel's.
+  template <int kTile>
   __device__ int32_t NumTiles(const DecodeNumbers& numbers) const {
-    return AreLegal(numbers) ? TilesTo(context_len - Begin(numbers) + kDecodeTile - 1) : 0;
+    return AreLegal(numbers) ? TilesTo<kTile>(context_len - Begin(numbers) + kTile - 1) : 0;
   }
 };
 
 // Splits are ordered by sequence, kv head and position. All lanes of the warp call each function
 // and get the same result. Place: holds the number of KV tiles of all sequences and kv heads.
-template <bool kIsPlain, typename Place>
+template <bool kIsPlain, int kTile, typename Place>
 class DecodeSchedule {
  public:
   // Starts to load, if it is to be used, and waits for nothing.
@@ -139,7 +141,7 @@ class DecodeSchedule {
     while (left_ > 0 && kv_head_ == numbers_.num_kv_heads) FindSequence();
     if (left_ <= 0) {
       work->q_len = -1;
-      work->begin = work->end = work->begin_tile = work->end_tile = 0;
+      work->end = 0;  // the rest is never used
       return;
     }
     work->sequence = window_ + place_;
@@ -154,12 +156,12 @@ class DecodeSchedule {
     work->begin = max(split_ == 0 ? 0 : split_begin, attended_begin_);
     work->end = min(min(context_len_ - split_begin, split_positions_) + split_begin, attended_end_);
     const bool is_empty = work->begin >= work->end;
-    work->begin_tile = is_empty ? 0 : TilesTo(work->begin);
-    work->end_tile = is_empty ? 0 : TilesTo(work->end + kDecodeTile - 1);
-    Advance(min(TilesTo(split_positions_), num_tiles_ - TilesTo(after_begin)));
+    work->begin_tile = is_empty ? 0 : TilesTo<kTile>(work->begin);
+    work->end_tile = is_empty ? 0 : TilesTo<kTile>(work->end + kTile - 1);
+    Advance(min(TilesTo<kTile>(split_positions_), num_tiles_ - TilesTo<kTile>(after_begin)));
 
     // As NumTilesBefore.
-    const int32_t window_tile = TilesTo(numbers_.WindowBegin(work->FirstPosition()));
+    const int32_t window_tile = TilesTo<kTile>(numbers_.WindowBegin(work->FirstPosition()));
     work->flags = max(0, window_tile - work->begin_tile) & DecodeSplit::kTurn;
     if (is_causal_ != 0) work->flags |= DecodeSplit::kIsCausal;
     if (split_ + 1 == num_splits_ || left_ <= 0) work->flags |= DecodeSplit::kIsLast;
@@ -179,12 +181,13 @@ class DecodeSchedule {
 
   // Counts the tiles of the sequences whose lengths the lanes have.
   __device__ void CountWindow() {
-    tiles_of_lane_ = window_ + lane_ < num_seqs_ ? lengths_.NumTiles(numbers_) : 0;
+    tiles_of_lane_ = window_ + lane_ < num_seqs_ ? lengths_.template NumTiles<kTile>(numbers_) : 0;
     ends_ = tiles_of_lane_;
+    const int lane = gpu::Opaque(lane_);  // else comparisons with it are kept in all predicates
 #pragma unroll
     for (int delta = 1; delta < gpu::kWarpSize; delta *= 2) {
       const Place left = gpu::ShuffleUp(ends_, delta);
-      if (lane_ >= delta) ends_ += left;
+      if (lane >= delta) ends_ += left;
     }
   }
 
@@ -203,7 +206,7 @@ class DecodeSchedule {
       for (int32_t s = gpu::kWarpSize + lane_; s < num_seqs_; s += gpu::kWarpSize) {
         const DecodeLengths lengths(p_, numbers_, s);
         if (!lengths.HasRows(numbers_)) broken = min(broken, s);
-        count += lengths.NumTiles(numbers_);
+        count += lengths.template NumTiles<kTile>(numbers_);
       }
 #pragma unroll 1
       for (int mask = gpu::kWarpSize / 2; mask > 0; mask /= 2) {
@@ -246,7 +249,7 @@ class DecodeSchedule {
     const Place after_begin = at_ - (gpu::Shuffle(ends_, passed) - num_tiles_) * heads;
     const int32_t kv_head = SmallQuotient<Place>(after_begin, num_tiles_);
     const auto tile = static_cast<int32_t>(after_begin - kv_head * Place{num_tiles_});
-    const int32_t tiles_per_split = TilesTo(split_positions_);
+    const int32_t tiles_per_split = TilesTo<kTile>(split_positions_);
     const int32_t split = SmallQuotient<int32_t>(tile + tiles_per_split - 1, tiles_per_split);
     Advance(min(split * tiles_per_split, num_tiles_) - tile);
     GoTo(kv_head, split);

@@ -1,6 +1,7 @@
 // Compiled once for each type of query, type of cache and head size, so that a build uses all
 // cores.
 #include "../kernels.cuh"
+#include "prefill.cuh"
 #include "tensor_core.cuh"
 
 namespace xla_gpu::paged_attention {
@@ -29,6 +30,23 @@ AttentionKernel TensorCoreKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_
     if (FitsQueryTile(p, Layout::kFewWarpRows)) return KernelOf<Layout::kFewWarpRows>();
   }
   return KernelOf<kWarps>();
+}
+
+template <>
+AttentionKernel TensorCorePrefillOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>(
+    const gpu::Device& device) {
+  AttentionKernel found;
+  if constexpr (kHasTensorCorePrefill<XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>) {
+    WithPrefillTile(device.capability, device.shared_bytes, [&](auto tile) {
+      using Layout =
+          TensorCorePrefillLayout<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE, tile>;
+      found = {{TensorCorePrefill<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE, tile>,
+                kThreads, Layout::kSharedBytes},
+               kPrefillTileRows,
+               tile};
+    });
+  }
+  return found;
 }
 
 }  // namespace xla_gpu::paged_attention

@@ -167,23 +167,13 @@ class TensorCoreItem {
   // Goes to the positions of the tiles from `first` on, and copies their scales. Those of positions
   // that do not exist are zero.
   __device__ __forceinline__ void TakePositions(int32_t first) {
-    positions_.Take(
-        p_, item_, first, &is_bad_,
-        [&](int tile, int row, int64_t block, int64_t in_block, bool exists) {
-          if constexpr (kIs8Bit<C>) {
-            PositionScales* to = layout_.Scales(first + tile) + row;
-            const auto copy = [&](const KvScales& scales, float* scale) {
-              if (scales.data == nullptr) {
-                *scale = 1;
-              } else {
-                gpu::CopyAsync4(
-                    scale, scales.AddressOf(exists ? block : 0, in_block, item_.kv_head), exists);
-              }
-            };
-            copy(p_.k_scale, &to->k_scale);
-            copy(p_.v_scale, &to->v_scale);
-          }
-        });
+    positions_.Take(p_, item_, first, &is_bad_,
+                    [&](int tile, int row, int64_t block, int64_t in_block, bool exists) {
+                      if constexpr (kIs8Bit<C>) {
+                        CopyScales(p_, item_, block, in_block, exists,
+                                   layout_.Scales(first + tile) + row);
+                      }
+                    });
   }
 
   __device__ void CopyQuery() {

@@ -7,7 +7,8 @@ namespace xla_gpu::paged_attention {
 
 template <typename T, typename C, int kHeadSize>
 __global__ void __launch_bounds__(kPrefillThreads, 1)
-    PrefillAttention(Params p, Scratch scratch, QueryLengths lengths) {
+    PrefillAttention(Params p, Scratch scratch, QueryLengths lengths,
+                     const __grid_constant__ PrefillMaps maps) {
   using Shared = PrefillShared<T, C, kHeadSize>;
   using Registers = PrefillRegisters<C, kHeadSize>;
   auto* shared = reinterpret_cast<Shared*>(gpu::SharedMemory());
@@ -17,7 +18,7 @@ __global__ void __launch_bounds__(kPrefillThreads, 1)
   const int warpgroup = gpu::Shuffle(static_cast<int>(threadIdx.x / kThreads), 0);  // uniform
   if (warpgroup == 0) {
     gpu::GiveRegistersBack<Registers::kProducer>();
-    PrefillProducer<T, C, kHeadSize>(p, scratch, shared).Run(lengths);
+    PrefillProducer<T, C, kHeadSize>(p, scratch, maps, shared).Run(lengths);
   } else {
     gpu::TakeRegisters<Registers::kConsumer>();
     const int consumer = warpgroup - 1;
@@ -31,7 +32,7 @@ __global__ void __launch_bounds__(kPrefillThreads, 1)
       shared->items_barriers.WaitFilled(stage);
       const PrefillWork& work = shared->work[stage.index][consumer];
       if (work.item.num_rows == -1) break;
-      PrefillConsumer<T, C, kHeadSize>(p, scratch, work, consumer, shared).Compute(&tile);
+      PrefillConsumer<T, C, kHeadSize>(p, scratch, work, consumer, maps, shared).Compute(&tile);
       const uint32_t number = work.number;  // n, for which there was no register
       shared->items_barriers.Free(Shared::ItemState::Of(number));
       n = number + 1;
@@ -41,7 +42,7 @@ __global__ void __launch_bounds__(kPrefillThreads, 1)
 }
 
 template <>
-AttentionKernel PrefillKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>() {
+PrefillKernel PrefillKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>() {
   using Shared = PrefillShared<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>;
   return {{PrefillAttention<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>, kPrefillThreads,
            static_cast<int>(sizeof(Shared))},

@@ -23,12 +23,16 @@
 //                         consumer when they have written the rows
 //   query   1 a consumer  by all threads of the producer; freed by the warps of the consumer after
 //                         its last product with keys
-//   keys    kStages       by all threads of the producer; freed by the warps of both consumers
-//   after
+//   keys    kStages       by all threads of the producer, or by tensor copies for which one lane of
+//                         each of its warps arrives; freed by the warps of both consumers after
 //                         their products with the query
-//   values  kStages       by all threads of the producer; freed by the warps of both consumers
-//   after
-//                         their products with the weights
+//   values  kStages       the same; freed by the warps of both consumers after their products with
+//                         the weights
+//
+// Tensor copies bring the KV tiles that lie wholly in an item, if its blocks have a multiple of
+// kBoxPositions and there are maps of the cache (PrefillMaps). Threads copy other tiles: behind the
+// end may be NaN, which a weight of zero would not remove. A consumer has fenced what threads wrote
+// when it frees a place, as a tensor copy may fill it next.
 //
 // Where V is a part of K, the places of keys are freed as those of values, and no others are used.
 // V of a tile has the place behind that of its K, so that K of a tile and V of the tile before,
@@ -58,8 +62,8 @@ inline constexpr int kPrefillThreads = (1 + kConsumers) * kThreads;
 template <typename C, int kHeadSize>
 struct PrefillRegisters {
   static constexpr int kLaunch = 64 * 1024 / kPrefillThreads / 8 * 8;
-  static constexpr int kProducer = kIs8Bit<C> || kHeadSize == 64 ? 88 : 56;
-  static constexpr int kConsumer = kIs8Bit<C> || kHeadSize == 64 ? 208 : 224;
+  static constexpr int kProducer = kIs8Bit<C> || kHeadSize == 64 ? 88 : 64;
+  static constexpr int kConsumer = kIs8Bit<C> || kHeadSize == 64 ? 208 : 216;
   static_assert(kProducer + kConsumers * kConsumer <= (1 + kConsumers) * kLaunch,
                 "consumers would wait for registers for ever");
 };
@@ -72,7 +76,7 @@ inline constexpr int kThreadsBarrier = kTurnBarrier + kConsumers;
 // Groups of 64 columns lie one after the other; within a group a row has 128 bytes. A row's eight
 // chunks of 16 bytes are permuted (swizzled) by the row's number, so that the chunks of one column
 // lie in different banks.
-template <typename T, int kRows, int kColumns, uint32_t kBias>
+template <typename T, int kRows, int kColumns>
 struct SwizzledRows {
   static constexpr int kBlockColumns = 64;
   static constexpr int kBlockElements = kRows * kBlockColumns;
@@ -85,46 +89,42 @@ struct SwizzledRows {
     return chunk / 8 * kBlockElements + row * kBlockColumns + (chunk % 8 ^ row % 8) * kChunk;
   }
 
-  // What the descriptors of some rows begin with. Rows in shared memory that are kElements * n
-  // further add StartOf(n).
-  static __device__ __forceinline__ uint32_t Start(const T* rows) {
-    return gpu::SharedAddress(rows) >> 4;
-  }
-  static __device__ __forceinline__ uint32_t StartOf(uint32_t n) {
-    return n * (kElements * sizeof(T) / 16);
-  }
-
   // PTX ISA, "Matrix Descriptor Format" of wgmma: the start address, the bytes to the next 64
   // columns (where a product sums over rows) and the bytes to the next 8 rows, each divided by 16;
   // then the code for 128-byte swizzling.
   static constexpr int kUnit = 16;  // bytes
-  static constexpr uint32_t kUnits = kElements * sizeof(T) / kUnit;
+  static constexpr int kUnits = kElements * sizeof(T) / kUnit;
 
-  // A descriptor less kBias, which is added with where columns or rows begin: sums of these with it
-  // are no powers of two, and those of the query and of K differ (AddToDescriptor).
+  // The descriptor of the last 16 columns takes no sum. The distances to the others are negative,
+  // and no powers of two (AddToDescriptor).
+  static XLA_GPU_HOST_DEVICE constexpr int UnitsTo(int row, int column) {
+    const int before =
+        column / kBlockColumns * kBlockElements + row * kBlockColumns + column % kBlockColumns;
+    return before * static_cast<int>(sizeof(T)) / kUnit;
+  }
+  static constexpr int kToLast = UnitsTo(0, kColumns - 16);
+
+  // Where a descriptor of some rows begins, and the descriptor.
   static __device__ __forceinline__ uint32_t StartOf(const T* rows) {
-    return gpu::SharedAddress(rows) / kUnit - kBias;
+    return gpu::SharedAddress(rows) / kUnit + kToLast;
   }
   static __device__ __forceinline__ uint64_t Descriptor(uint32_t start) {
     constexpr uint32_t kGroupUnits = 8 * kBlockColumns * sizeof(T) / kUnit;
     return start | uint64_t{kGroupUnits | 1u << 30} << 32;
   }
 
-  // Descriptor of the columns [column, column + 16) of all rows, which a product sums over. The
-  // rows begin `behind` units behind those of the descriptor `first`.
-  static __device__ __forceinline__ uint64_t Columns(uint64_t first, uint32_t behind, int column) {
-    const int before = column / kBlockColumns * kBlockElements + column % kBlockColumns;
-    return gpu::AddToDescriptor(first, kBias + behind + before * sizeof(T) / kUnit);
+  // Descriptor of the columns [column, column + 16) of all rows, which a product sums over.
+  static __device__ __forceinline__ uint64_t Columns(uint64_t descriptor, int column, int one) {
+    return gpu::AddToDescriptor(descriptor, UnitsTo(0, column) - kToLast, one);
   }
 
   // Descriptor of the rows [row, row + 16) from a group of columns on; a product sums over the
-  // rows.
-  static __device__ __forceinline__ uint64_t Rows(uint64_t first, uint32_t behind, int row,
-                                                  int column) {
-    const int before = column / kBlockColumns * kBlockElements + row * kBlockColumns;
-    constexpr uint32_t kBlockUnits = kBlockElements * sizeof(T) / kUnit;
-    return gpu::AddToDescriptor(first,
-                                kBias + behind + before * sizeof(T) / kUnit + (kBlockUnits << 16));
+  // rows. They begin `behind` units behind those of the descriptor.
+  static __device__ __forceinline__ uint64_t Rows(uint64_t descriptor, int behind, int row,
+                                                  int column, int one) {
+    constexpr int kBlockUnits = kBlockElements * sizeof(T) / kUnit;
+    return gpu::AddToDescriptor(descriptor,
+                                behind + UnitsTo(row, column) - kToLast + (kBlockUnits << 16), one);
   }
 };
 
@@ -144,8 +144,8 @@ struct PrefillShared {
   using Element = std::conditional_t<kIs8Bit<C>, Half, T>;
   static constexpr int kTile = kHeadSize <= 128 ? 128 : kHeadSize <= 192 ? 64 : 48;  // positions
   static constexpr int kItems = 2;  // work items in memory
-  using QueryRows = SwizzledRows<Element, kConsumerRows, kHeadSize, 3>;
-  using CacheRows = SwizzledRows<Element, kTile, kHeadSize, 11>;
+  using QueryRows = SwizzledRows<Element, kConsumerRows, kHeadSize>;
+  using CacheRows = SwizzledRows<Element, kTile, kHeadSize>;
   // KV tiles in memory. A thread block has 227 KiB, 2 of them for all that is small.
   static constexpr int kStagesThatFit =
       (225 * 1024 / 2 - kConsumers * QueryRows::kElements) / (2 * CacheRows::kElements);
@@ -180,6 +180,7 @@ struct PrefillShared {
     keys_barriers.Init(kThreads, kConsumers * kWarps);
     values_barriers.Init(kThreads, kConsumers * kWarps);
     items_barriers.Init(kConsumers, kConsumers * kWarps);
+    if (!kIs8Bit<C>) gpu::FenceBarriers();
   }
 };
 

@@ -40,9 +40,10 @@ class PrefillConsumer {
 
  public:
   __device__ PrefillConsumer(const Params& p, const Scratch& scratch, const PrefillWork& work,
-                             int consumer, Shared* shared)
+                             int consumer, const PrefillMaps& maps, Shared* shared)
       : p_(p),
         scratch_(scratch),
+        maps_(maps),
         item_(work.item),
         rows_(work.rows),
         work_(work),
@@ -50,8 +51,9 @@ class PrefillConsumer {
         consumer_(consumer),
         turn_barrier_(kIs8Bit<C> ? kTurnBarrier + consumer
                                  : kTurnBarrier - 1 + static_cast<int>(threadIdx.x) / kThreads),
-        first_starts_(FirstStarts(QueryRows::StartOf(shared->query[consumer]) << 16 |
-                                  CacheRows::StartOf(shared->keys[0]))),
+        next_turn_barrier_(Kept(2 * kTurnBarrier + kConsumers - 1 - turn_barrier_)),
+        query_start_(Kept(QueryRows::StartOf(shared->query[consumer]))),
+        keys_start_(Kept(CacheRows::StartOf(shared->keys[0]))),
         common_(work.common),
         softmax_(p, work.rows, RowOf(0)) {}
 
@@ -166,32 +168,45 @@ class PrefillConsumer {
     count = gpu::Opaque(count);
 #pragma unroll 1
     do {
-      float rescales[2];
-      bool are_filled;
+      // The turns of a round through the places.
+      const int end = gpu::Opaque(min(stage.index + count, Shared::kStages));
+      count -= end - stage.index;
+#pragma unroll 1
       do {
-        are_filled = shared_.values_barriers.TryWaitFilled(stage);
-        are_filled &= shared_.keys_barriers.TryWaitFilled(stage);
-      } while (gpu::AnyInWarp(!are_filled));
-      gpu::FenceAsyncProxy();
-      WaitForTurn();
-      const Starts starts(*this, stage);
-      StartLogits(starts, logits);
-      StartSums(starts, kValuesBehindKeys, weights);
-      PassTurn();
-      gpu::WaitProducts<1>(logits);
-      shared_.keys_barriers.FreeTogether(stage);
-      Softmax::Powers powers = softmax_.FindLargest(logits, /*scales_late=*/true, rescales);
-      powers.template Take<0, kTile / 16>(logits);
-      gpu::KeepRegisters(logits);
-      WaitForSums(rescales);
-      gpu::KeepRegisters(weights);
-      shared_.values_barriers.FreeTogether(stage);
-      powers.template Take<kTile / 16, kTile / 8>(logits);
-      softmax_.Add(powers, rescales);
-      Pack(logits, weights);
-      stage = stage.Next();
-    } while (--count != 0);
+        TakePlainTurn(stage, logits, weights);
+      } while (++stage.index != end);
+      if (end == Shared::kStages) stage = {0, stage.phase ^ 1};
+    } while (count != 0);
     *stage_of_first = stage;
+  }
+
+  __device__ __forceinline__ void TakePlainTurn(TileState stage, float (&logits)[kTile / 8][4],
+                                                uint32_t (&weights)[kTile / 16][4]) {
+    float rescales[2];
+    shared_.keys_barriers.WaitFilled(stage);
+    if (maps_.exist) {
+      // Tensor copies bring whole tiles, in any order. What they write needs no fence.
+      shared_.values_barriers.WaitFilled(stage);
+    } else {
+      // V of the tile before is there, too: an arrival counts all copies that began before.
+      gpu::FenceAsyncProxy();
+    }
+    WaitForTurn();
+    const Starts starts(*this, stage);
+    StartLogits(starts, logits);
+    StartSums(starts, kValuesBehindKeys, weights);
+    PassTurn();
+    gpu::WaitProducts<1>(logits);
+    shared_.keys_barriers.FreeTogether(stage);
+    Softmax::Powers powers = softmax_.FindLargest(logits, /*scales_late=*/true, rescales);
+    powers.template Take<0, kTile / 16>(logits);
+    gpu::KeepRegisters(logits);
+    WaitForSums(rescales);
+    gpu::KeepRegisters(weights);
+    shared_.values_barriers.FreeTogether(stage);
+    powers.template Take<kTile / 16, kTile / 8>(logits);
+    softmax_.Add(powers, rescales);
+    Pack(logits, weights);
   }
 
   // Waits for the product with the values, and rescales the sums. ptxas moves a wait up within its
@@ -210,14 +225,15 @@ class PrefillConsumer {
   // Consumers start products in turn, one turn for each KV tile of an item.
   __device__ void WaitForTurn() const { gpu::SyncThreads(turn_barrier_, kConsumers * kThreads); }
   __device__ void PassTurn() const {
-    gpu::ArriveThreads(2 * kTurnBarrier + kConsumers - 1 - turn_barrier_, kConsumers * kThreads);
+    gpu::ArriveThreads(next_turn_barrier_, kConsumers * kThreads);
   }
 
+  // With the fences that a tensor copy needs to fill the places next.
   __device__ void Skip(TileState* stage) {
-    shared_.keys_barriers.WaitFilled(*stage);
+    WaitForKeys(*stage);
     FreeKeys(*stage);
     *stage = stage->Next();
-    if (!Shared::KeysHoldValues(p_)) shared_.values_barriers.WaitFilled(*stage);
+    if (!Shared::KeysHoldValues(p_)) WaitForValues(*stage);
     FreeValues(*stage);
     WaitForTurn();
     PassTurn();
@@ -244,13 +260,15 @@ class PrefillConsumer {
     gpu::FenceAsyncProxy();
   }
 
+  __device__ void WaitForValues(TileState stage) {
+    shared_.values_barriers.WaitFilled(stage);
+    gpu::FenceAsyncProxy();
+  }
+
   // Returns whether V of the tile may be multiplied: a weight of zero times an infinite or NaN
   // value would spoil the sum of a row that does not attend to it.
   __device__ bool WaitForValues(int32_t tile, TileState stage) {
-    if (!Shared::KeysHoldValues(p_)) {
-      shared_.values_barriers.WaitFilled(stage);
-      gpu::FenceAsyncProxy();
-    }
+    if (!Shared::KeysHoldValues(p_)) WaitForValues(stage);
     if (!common_.RowsDiffer(item_, tile * kTile, (tile + 1) * kTile)) return true;
     const Element* values = Values(stage);
     constexpr int kChunks = CacheRows::kElements / CacheRows::kChunk;
@@ -260,21 +278,19 @@ class PrefillConsumer {
     return !gpu::AnyInThreads(kThreadsBarrier + consumer_, kThreads, found);
   }
 
-  // Where descriptors begin for the query and for a place of K. A place of V is kValuesBehindKeys
-  // further. All lanes have the same numbers. ptxas knows that from the shuffle, and computes them
-  // in uniform registers. It would forget it in a loop, so the shuffle stands in each turn.
+  // The descriptors of the query and of a place of K. A place of V is kValuesBehindKeys further.
+  // ptxas computes them in uniform registers. It forgets in a loop what is uniform, so the turns
+  // each say it again. One is grid.y for the query, and grid.z for K and V (AddToDescriptor).
   struct Starts {
     uint64_t query;
     uint64_t keys;
 
-    __device__ __forceinline__ Starts(const PrefillConsumer& consumer, TileState stage) {
-      const uint32_t starts =
-          gpu::Shuffle(consumer.first_starts_ + stage.index * CacheRows::kUnits, 0);
-      query = QueryRows::Descriptor(starts >> 16);
-      keys = CacheRows::Descriptor(starts & 0xffff);
-    }
+    __device__ __forceinline__ Starts(const PrefillConsumer& consumer, TileState stage)
+        : query(QueryRows::Descriptor(gpu::Uniform(consumer.query_start_))),
+          keys(CacheRows::Descriptor(
+              gpu::Uniform(consumer.keys_start_ + stage.index * CacheRows::kUnits))) {}
   };
-  static constexpr uint32_t kValuesBehindKeys = Shared::kStages * CacheRows::kUnits;
+  static constexpr int kValuesBehindKeys = Shared::kStages * CacheRows::kUnits;
 
   __device__ __forceinline__ void StartLogits(TileState stage, float (&logits)[kTile / 8][4]) {
     StartLogits(Starts(*this, stage), logits);
@@ -292,15 +308,15 @@ class PrefillConsumer {
     gpu::FenceProducts(logits);
 #pragma unroll
     for (int column = 0; column < kHeadSize; column += 16) {
-      gpu::StartProduct(logits, QueryRows::Columns(starts.query, 0, column),
-                        CacheRows::Columns(starts.keys, 0, column), /*accumulates=*/column > 0,
-                        Element{});
+      gpu::StartProduct(logits, QueryRows::Columns(starts.query, column, gridDim.y),
+                        CacheRows::Columns(starts.keys, column, gridDim.z),
+                        /*accumulates=*/column > 0, Element{});
     }
     gpu::CommitProducts();
   }
 
   // Starts sums += weights * v. The place of V is `behind` units behind that of K.
-  __device__ __forceinline__ void StartSums(const Starts& starts, uint32_t behind,
+  __device__ __forceinline__ void StartSums(const Starts& starts, int behind,
                                             uint32_t (&weights)[kTile / 16][4]) {
     gpu::KeepRegisters(weights);
     gpu::FenceProducts(sums_);
@@ -309,9 +325,9 @@ class PrefillConsumer {
 #pragma unroll
       for (int column = 0; column < kHeadSize; column += kColumns) {
         auto& sums = *reinterpret_cast<float(*)[kColumns / 8][4]>(sums_ + column / 8);
-        gpu::StartProductTransposed(sums, weights[step],
-                                    CacheRows::Rows(starts.keys, behind, step * 16, column),
-                                    Element{});
+        gpu::StartProductTransposed(
+            sums, weights[step], CacheRows::Rows(starts.keys, behind, step * 16, column, gridDim.z),
+            Element{});
       }
     }
     gpu::CommitProducts();
@@ -435,18 +451,21 @@ class PrefillConsumer {
 
   const Params& p_;
   const Scratch& scratch_;
+  const PrefillMaps& maps_;
   const Item& item_;
   const Item& rows_;  // the consumer's
   const PrefillWork& work_;
   Shared& shared_;
   const int consumer_;
-  // Both in registers, but for a cache of 8 bits, where there are none: ptxas computes what is the
-  // same for a warp in each turn.
-  static __device__ __forceinline__ uint32_t FirstStarts(uint32_t starts) {
-    return kIs8Bit<C> ? starts : gpu::Opaque(starts);
+  // Keeps what is the same for a warp in a register: ptxas would compute it in each turn. With a
+  // cache of 8 bits there are no registers for that.
+  static __device__ __forceinline__ uint32_t Kept(uint32_t number) {
+    return kIs8Bit<C> ? number : gpu::Opaque(number);
   }
   const int turn_barrier_;
-  const uint32_t first_starts_;
+  const int next_turn_barrier_;
+  const uint32_t query_start_;
+  const uint32_t keys_start_;
   // With a cache of 8 bits there are no registers for a copy.
   const std::conditional_t<kIs8Bit<C>, const CommonRange&, CommonRange> common_;
   Softmax softmax_;

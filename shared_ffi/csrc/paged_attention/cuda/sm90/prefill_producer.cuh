@@ -109,9 +109,11 @@ class PrefillProducer {
   using Widened = std::conditional_t<kIs8Bit<C>, WidenedRows<C, CacheRows, kPositions>, NoRows>;
 
  public:
-  __device__ PrefillProducer(const Params& p, const Scratch& scratch, Shared* shared)
+  __device__ PrefillProducer(const Params& p, const Scratch& scratch, const PrefillMaps& maps,
+                             Shared* shared)
       : p_(p),
         scratch_(scratch),
+        maps_(maps),
         shared_(*shared),
         lane_(threadIdx.x % gpu::kWarpSize),
         warp_(threadIdx.x / gpu::kWarpSize) {}
@@ -171,7 +173,16 @@ class PrefillProducer {
     int32_t tile = first;
     for (; tile * kTile < item.end; ++tile) {  // the end is in shared memory, not in a register
       Slot<C> slot;
-      if (IsIn(item, position)) slot = SlotIn<C>(p_, item, block, position, &is_bad);
+      BoxOfLane box;
+      // The tile at the end may have NaN behind it, which must not be copied.
+      const bool is_whole = item.begin <= tile * kTile && (tile + 1) * kTile <= item.end;
+      const bool takes_boxes = !kIs8Bit<C> && maps_.exist && is_whole;
+      if (takes_boxes) {
+        HasBlock(p_, block, &is_bad);
+        box = {block, static_cast<int32_t>(InBlock(p_, position))};
+      } else if (IsIn(item, position)) {
+        slot = SlotIn<C>(p_, item, block, position, &is_bad);
+      }
       position += kTile;
       gpu::KeepOrder();
       block = IsIn(item, position) ? BlockOf(p_, item, position) : 0;
@@ -190,6 +201,8 @@ class PrefillProducer {
           FillValues([&](Half* to) { rows.StoreAndLoad(to, warp_ * kPositions, keys); });
         }
         FillKeys([&](Half* to) { rows.StoreAndLoad(to, warp_ * kPositions, values); });
+      } else if (takes_boxes) {
+        FillBoxes(box, item.kv_head);
       } else {
         const uint32_t chunks = ChunksTo<C>(slot);
         FillKeys([&](T* to) { CopyTile(KeyOf<T>(p_, 0, item.kv_head), p_.head_size, chunks, to); });
@@ -211,6 +224,63 @@ class PrefillProducer {
     }
     is_bad = gpu::AnyInThreads(kScheduleBarrier, kThreads, is_bad);
     if (threadIdx.x == 0) Report(p_, scratch_, item, is_bad);
+  }
+
+  // Where the lane's position lies, and so a box that begins with it.
+  struct BoxOfLane {
+    int32_t block;
+    int32_t in_block;
+  };
+
+  // Fills the next tile of keys, and of values, by tensor copies.
+  __device__ __forceinline__ void FillBoxes(const BoxOfLane& box, int32_t kv_head) {
+    shared_.keys_barriers.WaitFreed(stage_);
+    CopyBoxes(maps_.keys, box, kv_head, shared_.keys[stage_.index],
+              &shared_.keys_barriers.filled[stage_.index]);
+    stage_ = stage_.Next();
+    if (Shared::KeysHoldValues(p_)) return;
+    shared_.values_barriers.WaitFreed(stage_);
+    CopyBoxes(maps_.values, box, kv_head, shared_.values[stage_.index],
+              &shared_.values_barriers.filled[stage_.index]);
+  }
+
+  // One lane of a warp copies the boxes that begin among the warp's positions, and arrives for the
+  // other lanes.
+  __device__ __forceinline__ void CopyBoxes(const CUtensorMap& map, const BoxOfLane& box,
+                                            int32_t kv_head, Element* tile, gpu::Barrier* filled) {
+    constexpr int kBoxes = (kPositions + kBoxPositions - 1) / kBoxPositions;
+    constexpr uint32_t kBytes = kBoxPositions * kHeadSize * sizeof(Element);
+    // Where a warp's positions are no multiple of a box's, the first of a box may be any of them.
+    constexpr bool kIsEven = kPositions % kBoxPositions == 0;
+    const auto first_of = [](int warp) {
+      return (warp * kPositions + kBoxPositions - 1) / kBoxPositions;
+    };
+    const int first = kIsEven ? warp_ * kBoxes : first_of(warp_);
+    const int count = kIsEven ? kBoxes : first_of(warp_ + 1) - first;
+    const int first_lane = kIsEven ? 0 : first * kBoxPositions - warp_ * kPositions;
+    // All lanes have the same numbers. ptxas must know that, or it goes through the lanes.
+    const uint32_t head = gpu::Uniform(kv_head), barrier = gpu::Uniform(gpu::SharedAddress(filled));
+    const uint32_t to =
+        gpu::Uniform(gpu::SharedAddress(tile + first * kBoxPositions * CacheRows::kBlockColumns));
+    const bool is_elected = gpu::IsElected();
+    if (is_elected) {
+      gpu::ArriveExpecting(filled, count * kBytes);
+      gpu::Arrive(filled, gpu::kWarpSize - 1);
+    }
+#pragma unroll
+    for (int i = 0; i < kBoxes; ++i) {
+      const int lane = first_lane + i * kBoxPositions;
+      const int32_t in_block = gpu::Shuffle(box.in_block, lane);
+      const int32_t block = gpu::Shuffle(box.block, lane);
+      if (!is_elected || i >= count) continue;
+#pragma unroll
+      for (int column = 0; column < kHeadSize; column += kBoxColumns) {
+        const int elements = column / kBoxColumns * CacheRows::kBlockElements +
+                             i * kBoxPositions * CacheRows::kBlockColumns;
+        gpu::CopyBox(to + elements * sizeof(Element), &map,
+                     {column, in_block, static_cast<int32_t>(head), block}, barrier);
+      }
+    }
   }
 
   // Calls fill(tile) for the next tile of keys.
@@ -249,7 +319,8 @@ class PrefillProducer {
     constexpr int kUnrolled = kHeadSize <= 128 ? kConsumerRows / kRows : 1;
     const uint32_t thread = gpu::Opaque(threadIdx.x);
     const int lane = thread % 8, first_row = thread / 8;
-    const int num_chunks = CeilDiv(p_.head_size, QueryRows::kChunk);
+    const auto head_size = static_cast<uint32_t>(p_.head_size);
+    const int chunks_left = (head_size + QueryRows::kChunk - 1) / QueryRows::kChunk - lane;
     QueryRowsApart<kRows> rows(p_, item, shared_.group, first_row);
 #pragma unroll 1
     for (int consumer = 0; consumer < kConsumers; ++consumer) {
@@ -264,7 +335,7 @@ class PrefillProducer {
         const T* from = static_cast<const T*>(p_.query) + rows.Offset() + lane * QueryRows::kChunk;
 #pragma unroll
         for (int block = 0; block < QueryRows::kChunks / 8; ++block) {
-          const bool exists = first_row + i < num_rows && lane + block * 8 < num_chunks;
+          const bool exists = first_row + i < num_rows && block * 8 < chunks_left;
           gpu::CopyAsync16(query + i * QueryRows::kBlockColumns + block * QueryRows::kBlockElements,
                            from + block * QueryRows::kBlockColumns, exists);
         }
@@ -321,6 +392,7 @@ class PrefillProducer {
 
   const Params& p_;
   const Scratch& scratch_;
+  const PrefillMaps& maps_;
   Shared& shared_;
   int lane_;
   const int warp_;

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+import vllm
 from vllm import _custom_ops
 from vllm import config as vllm_config
 from vllm.v1.attention.backends import registry
@@ -48,6 +49,17 @@ def _sizes(num_heads: int, num_kv_heads: int, **others: Any) -> transformers.Pre
 MODELS = {
     "meta-llama/Meta-Llama-3-8B": _sizes(32, 8, sliding_window=None),
     "microsoft/Phi-tiny-MoE-instruct": _sizes(16, 4, sliding_window=2047),
+    "deepseek-ai/DeepSeek-V2-Lite": transformers.DeepseekV2Config(
+        architectures=["DeepseekV2ForCausalLM"],
+        hidden_size=2048,
+        intermediate_size=10944,
+        moe_intermediate_size=1408,
+        num_attention_heads=16,
+        q_lora_rank=None,
+        n_group=1,
+        topk_group=1,
+        dtype="bfloat16",
+    ),
 }
 """The sizes of attention in models that the tests would download."""
 
@@ -58,6 +70,40 @@ def ModelConfig(*, model: str, **options: Any) -> Any:
         MODELS[model].save_pretrained(folder)
         options |= {"model": folder, "tokenizer": folder, "skip_tokenizer_init": True}
         return vllm_config.ModelConfig(**options)
+
+
+def LLM(*, model: str, **options: Any) -> Any:
+    """vLLM's class with our attention, for a model that is not downloaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        MODELS[model].save_pretrained(folder)
+        engine = vllm.LLM(model=folder, attention_backend="CUSTOM", **options)
+    layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    assert {type(x.impl) for x in layers if hasattr(x, "impl")} == {integration.XlaGpuLatentImpl}
+    return engine
+
+
+def mla_decode_kvcache_cpu(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    scale: float,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+) -> None:
+    """As vLLM's: a query token for each sequence, and ``[num_blocks, block_size, head_size]``."""
+    OPS.paged_attention.out(
+        query,
+        kv_cache,
+        seq_lens,
+        block_tables,
+        torch.arange(len(query) + 1, dtype=torch.int32),
+        torch.tensor(len(query), dtype=torch.int32),
+        scale,
+        kv_layout="nbd",
+        max_query_len=1,
+        value_head_size=out.shape[-1],
+        out=out,
+    )
 
 
 def cpu_attn_reshape_and_cache(
@@ -138,4 +184,4 @@ def _caches(
 
 def __getattr__(name: str) -> Any:
     """All other names are vLLM's."""
-    return getattr(vllm_config if hasattr(vllm_config, name) else _custom_ops, name)
+    return getattr(next((x for x in (vllm_config, _custom_ops) if hasattr(x, name)), vllm), name)

@@ -1,0 +1,406 @@
+// Attention of long queries on tensor cores, on any GPU from sm_80 on.
+//
+// It has the shape of FlashAttention 2, which feeds the tensor cores best where warps read K and V
+// from shared memory by themselves: a thread block has four warps of 32 rows, so that each read of
+// K or V feeds four products, and two thread blocks share a multiprocessor, so that one multiplies
+// while the other one waits. K and V have one place each. While the logits are computed, V of the
+// KV tile is copied, and K of the next one while the values are multiplied.
+//
+// A KV tile that all rows attend to takes the plain turn, for both groups of 16 rows of a warp at
+// once. Other tiles, and all tiles of calls with soft caps or ALiBi, take the general turn. It
+// turns the logits of one group after the other into weights: there are registers for one.
+#pragma once
+
+#include "../products.cuh"
+
+namespace xla_gpu::paged_attention {
+
+// What a work item's turns are: in shared memory, as there is no register left.
+struct alignas(8) PrefillTurns {
+  CommonRange common;
+  Tiles tiles;
+  Tiles plain_tiles;       // of these
+  int32_t is_bad[kWarps];  // whether the warp has met a bad block id or tree mask
+
+  // `has_plain`: whether tiles that all rows attend to take the plain turn.
+  __device__ PrefillTurns(const Params& p, const Item& item, int32_t tile, bool has_plain)
+      : common(p, item), tiles(item, tile), plain_tiles(item, tile), is_bad{} {
+    plain_tiles.begin = max(tiles.begin, (common.begin + tile - 1) / tile);
+    plain_tiles.end = min(tiles.end, common.end / tile);
+    if (!has_plain || plain_tiles.begin >= plain_tiles.end) {
+      plain_tiles.begin = plain_tiles.end = tiles.end;
+    }
+  }
+};
+
+// The shared memory of a thread block. T: type of the query. C: type of the cache. kTile: positions
+// of a KV tile.
+template <typename T, typename C, int kHeadSize, int kTile>
+struct TensorCorePrefillLayout {
+  using QueryRows = SharedRows<T, kHeadSize>;
+  using CacheRows = SharedRows<C, kHeadSize>;
+  using PrefillSchedule = ScheduleOf<40>;  // what there is room for
+  static constexpr int kCopyLanes = CacheRows::kChunks < 8 ? CacheRows::kChunks : 8;
+  using Positions = PositionsAhead<C, kTile, kCopyLanes>;
+  static constexpr int kScaleTiles = kIs8Bit<C> ? 2 * Positions::kTiles : 0;
+
+  static constexpr int kTileElements = kTile * CacheRows::kStride;
+  static constexpr int kTilesBytes = 2 * kTileElements * static_cast<int>(sizeof(C));
+  static constexpr int kQueryBytes =
+      kPrefillTileRows * QueryRows::kStride * static_cast<int>(sizeof(T));
+  static constexpr int kScalesBytes =
+      kScaleTiles * kTile * static_cast<int>(sizeof(PositionScales));
+
+  // The sums of one group of rows of each warp.
+  static constexpr int kSumRows = kWarps * kRowsPerWarpTile;
+  static constexpr int kPaddedStride = kHeadSize + (kIs8Bit<C> ? 16 : 8);
+  static constexpr int kSumStride =
+      kSumRows * kPaddedStride * 4 <= kTilesBytes + kQueryBytes ? kPaddedStride : kHeadSize;
+  static constexpr int kSumsBytes = kSumRows * kSumStride * 4;
+  static_assert(kSumsBytes + kSumRows * sizeof(RowState) <= kTilesBytes + kQueryBytes);
+
+  static constexpr int kSharedBytes = kTilesBytes + kQueryBytes + kScalesBytes +
+                                      static_cast<int>(sizeof(typename Positions::Shared)) +
+                                      static_cast<int>(sizeof(PrefillTurns)) +
+                                      static_cast<int>(sizeof(PrefillSchedule::Shared));
+
+  // CUDA takes 1 KiB of each thread block, of which a multiprocessor holds two.
+  static constexpr int kMultiprocessorBytes = kTile == 64 ? kWideTileBytes + 1024 : 100 << 10;
+  static_assert(2 * (kSharedBytes + 1024) <= kMultiprocessorBytes);
+
+  C* keys;                 // [kTile] rows
+  C* values;               // [kTile] rows
+  T* query;                // [kPrefillTileRows] rows
+  PositionScales* scales;  // [kScaleTiles][kTile]
+  typename Positions::Shared* positions;
+  PrefillTurns* turns;
+  PrefillSchedule::Shared* schedule;
+  float* sums;       // [kSumRows][kSumStride], in the memory of tiles and query
+  RowState* states;  // [kSumRows], behind them
+
+  __device__ explicit TensorCorePrefillLayout(char* memory)
+      : keys(reinterpret_cast<C*>(memory)),
+        values(keys + kTileElements),
+        query(reinterpret_cast<T*>(memory + kTilesBytes)),
+        scales(reinterpret_cast<PositionScales*>(memory + kTilesBytes + kQueryBytes)),
+        positions(reinterpret_cast<typename Positions::Shared*>(memory + kTilesBytes + kQueryBytes +
+                                                                kScalesBytes)),
+        turns(reinterpret_cast<PrefillTurns*>(positions + 1)),
+        schedule(reinterpret_cast<PrefillSchedule::Shared*>(turns + 1)),
+        sums(reinterpret_cast<float*>(memory)),
+        states(reinterpret_cast<RowState*>(memory + kSumsBytes)) {}
+
+  __device__ PositionScales* Scales(int32_t tile) const {
+    if constexpr (kScaleTiles > 0) return scales + kTile * (tile % kScaleTiles);
+    return scales;
+  }
+};
+
+// Computes one work item. A warp has two groups of 16 rows, kGroupRows rows apart.
+template <typename T, typename C, int kHeadSize, int kTile>
+class TensorCorePrefillItem {
+  using Layout = TensorCorePrefillLayout<T, C, kHeadSize, kTile>;
+  using QueryRows = typename Layout::QueryRows;
+  using CacheRows = typename Layout::CacheRows;
+  using Positions = typename Layout::Positions;
+  static constexpr int kGroups = 2;
+  static constexpr int kGroupRows = kPrefillTileRows / kGroups;
+  static_assert(kGroupRows == kWarps * kRowsPerWarpTile);
+  using Products = WarpProducts<T, C, kHeadSize, kTile, QueryRows, CacheRows>;
+  using Weight = typename Products::Weight;
+  using PackedWeights = typename Products::PackedWeights;
+
+ public:
+  __device__ TensorCorePrefillItem(const Params& p, const Item& item, const Layout& layout)
+      : p_(p), item_(item), layout_(layout) {}
+
+  __device__ void Compute(const Scratch& scratch) {
+    if (Thread() == 0) {
+      const bool has_plain = p_.scale > 0 && p_.soft_cap == 0 && p_.alibi_slopes == nullptr;
+      *layout_.turns = PrefillTurns(p_, item_, kTile, has_plain);
+    }
+    __syncthreads();
+    SetBad(HasBadTree(p_, item_, Thread()));
+    const PrefillTurns& turns = *layout_.turns;
+    int32_t tile = turns.tiles.begin;
+    Begin(tile);
+    while (tile < turns.tiles.end) {
+      if (tile == turns.plain_tiles.begin) {
+#pragma unroll 1
+        for (; tile < turns.plain_tiles.end; ++tile) PlainTurn(tile);
+      } else {
+        GeneralTurn(tile++, turns.common);
+      }
+    }
+    gpu::WaitCopies<0>();
+    // Everyone has left the tiles, whose place the sums take.
+    Finish(scratch, __syncthreads_or(turns.is_bad[Warp()]));
+  }
+
+ private:
+  // Nothing that follows from the thread's number stays in a register where it is not used.
+  static __device__ __forceinline__ unsigned Thread() { return gpu::Opaque(threadIdx.x); }
+  static __device__ __forceinline__ int Lane() { return Thread() % gpu::kWarpSize; }
+  static __device__ __forceinline__ int Warp() { return Thread() / gpu::kWarpSize; }
+  static __device__ __forceinline__ int WarpRow() { return Warp() * kRowsPerWarpTile; }
+
+  __device__ __forceinline__ void SetBad(bool is_bad) const {
+    const unsigned thread = Thread();
+    if (gpu::AnyInWarp(is_bad) && thread % gpu::kWarpSize == 0) {
+      layout_.turns->is_bad[thread / gpu::kWarpSize] = true;
+    }
+  }
+
+  // Copies the query, and K of the first tile.
+  __device__ __forceinline__ void Begin(int32_t tile) {
+    positions_.Load(p_, item_, layout_.positions, tile / Positions::kTiles * Positions::kTiles);
+    gpu::CommitCopies();
+    ForQueryRows<kPrefillTileRows, T, QueryRows>(
+        p_, item_, 0, Thread(), [&](int row, int chunk, const T* from, bool exists) {
+          if constexpr (kIs8Bit<C>) {
+            QueryOf8BitKeys<T, QueryRows>::Store(
+                layout_.query, row, chunk,
+                exists ? *reinterpret_cast<const FourPairs*>(from) : FourPairs());
+          } else {
+            gpu::CopyAsync16(layout_.query + QueryRows::Offset(row, chunk), from, exists);
+          }
+        });
+    gpu::CommitCopies();
+    gpu::WaitCopies<1>();
+    TakePositions(tile / Positions::kTiles * Positions::kTiles);
+    CopyKeys(tile);
+  }
+
+  // Goes to the positions of the tiles from `first` on, copies their scales, and asks for the block
+  // ids of the tiles after these.
+  __device__ __forceinline__ void TakePositions(int32_t first) {
+    bool is_bad = false;
+    positions_.Take(p_, item_, layout_.positions, first, &is_bad,
+                    [&](int tile, int row, int64_t block, int64_t in_block, bool exists) {
+                      if constexpr (kIs8Bit<C>) {
+                        CopyScales(p_, item_, block, in_block, exists,
+                                   layout_.Scales(first + tile) + row);
+                      }
+                    });
+    SetBad(is_bad);
+    positions_.Load(p_, item_, layout_.positions, first + Positions::kTiles);
+  }
+
+  // Copies K, or V, of a tile. What does not exist becomes zeros.
+  __device__ __forceinline__ void CopyKeys(int32_t tile) {
+    Copy(layout_.keys, static_cast<const char*>(p_.cache.keys), tile, p_.head_size,
+         [&](uint32_t chunks) { return chunks; });
+    gpu::CommitCopies();
+  }
+  __device__ __forceinline__ void CopyValues(int32_t tile) {
+    Copy(layout_.values, static_cast<const char*>(p_.cache.values), tile, p_.value_head_size,
+         [&](uint32_t chunks) { return ChunksOfValue(p_, chunks); });
+    gpu::CommitCopies();
+  }
+  template <typename Place>
+  __device__ __forceinline__ void Copy(C* to, const char* from, int32_t tile, int64_t num_columns,
+                                       const Place& place) const {
+    constexpr int kLanes = Layout::kCopyLanes, kPositions = Positions::kAtOnce;
+    static_assert(kPositions % 8 == 0, "the swizzle repeats");
+    const unsigned thread = Thread();
+    const int row = thread / kLanes, lane = thread % kLanes;
+    C* const first = to + CacheRows::Offset(row, lane);
+    const int column = lane * CacheRows::kChunk;
+#pragma unroll
+    for (int i = 0; i < kTile; i += kPositions) {
+      const uint32_t slot = positions_.SlotOf(layout_.positions, thread, tile, i / kPositions);
+      const char* const chunks = from + (uint64_t{place(slot) + lane} << 4);
+#pragma unroll
+      for (int chunk = 0; chunk < CacheRows::kChunks; chunk += kLanes) {
+        if (CacheRows::kChunks % kLanes != 0 && lane + chunk >= CacheRows::kChunks) continue;
+        const int further = chunk * CacheRows::kChunk;
+        gpu::CopyAsync16(first + i * CacheRows::kStride + further, chunks + chunk * 16,
+                         slot != kNoSlot && column + further < num_columns);
+      }
+    }
+  }
+
+  // K of the next tile, once everyone has left that of this one. Past the last tile there are only
+  // zeros.
+  __device__ __forceinline__ void CopyNextKeys(int32_t tile) {
+    if (static_cast<unsigned>(tile + 1) % Positions::kTiles == 0) TakePositions(tile + 1);
+    CopyKeys(tile + 1);
+  }
+
+  __device__ __forceinline__ void WaitForTile() const {
+    gpu::WaitCopies<0>();
+    __syncthreads();
+  }
+
+  // Which rows a group of the warp has, and what they have seen.
+  __device__ __forceinline__ Softmax SoftmaxOf(int row, const RowState (&states)[2],
+                                               const RowRange& range = {},
+                                               const RowRange& range_below = {}) const {
+    return Softmax(p_, item_, row, range, range_below, states);
+  }
+
+  __device__ __forceinline__ void PlainTurn(int32_t tile) {
+    WaitForTile();  // K is here, and everyone has left V of the tile before
+    CopyValues(tile);
+    float logits[kGroups][kTile / 8][4] = {};
+    const int warp_row = threadIdx.x / gpu::kWarpSize * kRowsPerWarpTile;
+    constexpr int kUnrolled = kIs8Bit<C> ? 2 : CacheRows::kChunks / 2;
+    Products::template MultiplyByKeys<kUnrolled>(layout_.query, warp_row, kGroupRows, layout_.keys,
+                                                 0, logits);
+    WaitForTile();  // V is here, and everyone has left K
+    CopyNextKeys(tile);
+    [[maybe_unused]] const PositionScales* scales = layout_.Scales(tile);
+    float rescales[kGroups][2];
+    PackedWeights packed[kGroups];
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      if constexpr (kIs8Bit<C>) Products::ScaleLogits(scales, logits[g]);
+      Softmax softmax = SoftmaxOf(0, states_[g]);
+      Softmax::Powers powers = softmax.FindLargest(logits[g], /*scales_late=*/true, rescales[g]);
+      powers.template Take<0, kTile / 8>(logits[g]);
+      softmax.Add(powers, rescales[g]);
+      softmax.CopyStates(states_[g]);
+      if constexpr (kIs8Bit<C>) Products::ScaleWeights(scales, logits[g]);
+      Products::template PackWeights<Weight>(logits[g], packed[g]);
+    }
+    if (gpu::AnyInWarp(rescales[0][0] != 1 || rescales[0][1] != 1 || rescales[1][0] != 1 ||
+                       rescales[1][1] != 1)) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) Softmax::RescaleAll(rescales[g], products_[g].sums);
+    }
+    Products::template AddValues<Weight>(layout_.values, 0, packed, products_);
+  }
+
+  __device__ __forceinline__ void GeneralTurn(int32_t tile, const CommonRange& common) {
+    const int32_t begin = tile * kTile;
+    const bool masked = !common.Contains(begin, begin + kTile);
+    WaitForTile();
+    CopyValues(tile);
+    [[maybe_unused]] const PositionScales* scales = layout_.Scales(tile);
+    float rescales[kGroups][2];
+    PackedWeights packed[kGroups];
+#pragma unroll 1
+    for (int g = 0; g < kGroups; ++g) {
+      float logits[1][kTile / 8][4] = {};
+      const int group_row = WarpRow() + g * kGroupRows;
+      Products::template MultiplyByKeys<2>(layout_.query, group_row, 0, layout_.keys, 0, logits);
+      if constexpr (kIs8Bit<C>) Products::ScaleLogits(scales, logits[0]);
+      RowRange own = {}, ranges[2];  // each lane finds that of one row
+      if (masked) own = RowRange(p_, item_, group_row + Lane() % 16);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        ranges[r].begin = gpu::Shuffle(own.begin, Lane() / 4 + 8 * r);
+        ranges[r].end = gpu::Shuffle(own.end, Lane() / 4 + 8 * r);
+      }
+      Softmax softmax = SoftmaxOf(group_row + Lane() / 4, states_[0], ranges[0], ranges[1]);
+      softmax.ToLogits(begin, masked, logits[0]);
+      softmax.Weigh(logits[0], rescales[0]);
+      softmax.CopyStates(states_[0]);
+      if constexpr (kIs8Bit<C>) Products::ScaleWeights(scales, logits[0]);
+      Products::template PackWeights<Weight>(logits[0], packed[0]);
+      // The groups take turns in the registers: the loop has one body.
+      Swap(states_);
+      Swap(rescales);
+      Swap(packed);
+    }
+    WaitForTile();
+    CopyNextKeys(tile);
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) Softmax::RescaleSums(rescales[g], products_[g].sums);
+    if constexpr (!kIsInteger<C>) {
+      if (common.RowsDiffer(item_, begin, begin + kTile)) SetAsideNonFinite(begin, scales);
+    }
+    Products::template AddValues<Weight>(layout_.values, 0, packed, products_);
+  }
+
+  template <typename Groups>
+  static __device__ __forceinline__ void Swap(Groups& groups) {
+    SwapNumbers(groups[0], groups[1]);
+  }
+  template <typename Number>
+  static __device__ __forceinline__ void SwapNumbers(Number& a, Number& b) {
+    const Number before = a;
+    a = b;
+    b = before;
+  }
+  template <typename Number, int kCount>
+  static __device__ __forceinline__ void SwapNumbers(Number (&a)[kCount], Number (&b)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) SwapNumbers(a[i], b[i]);
+  }
+
+  // As TensorCoreItem does.
+  __device__ void SetAsideNonFinite(int32_t begin, const PositionScales* scales) {
+    C* const values = layout_.values;
+    constexpr int kChunks = kHeadSize / CacheRows::kChunk;
+    const auto chunk = [&](unsigned i) {
+      return values + CacheRows::Offset(i / kChunks, i % kChunks);
+    };
+    if (!__syncthreads_or(HoldsNonFinite<C>(Thread(), kTile * kChunks, kThreads, chunk))) return;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const Softmax softmax(p_, item_, WarpRow() + g * kGroupRows + Lane() / 4);
+      softmax.template AddNonFinite<kTile>(
+          begin, products_[g].sums,
+          [&](int j, int n, int e) {
+            return values[CacheRows::ElementOffset(j, Products::Column(n, e))];
+          },
+          [&](C value, int j) { return Products::Scaled(value, scales[j]); });
+    }
+    __syncthreads();
+    ClearNonFinite(Thread(), kTile * kHeadSize, kThreads, [&](unsigned i) {
+      return values + CacheRows::ElementOffset(i / kHeadSize, i % kHeadSize);
+    });
+    __syncthreads();
+  }
+
+  // Writes the rows, those of one group of each warp after those of the other.
+  __device__ void Finish(const Scratch& scratch, bool is_bad) {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      if (g > 0) __syncthreads();  // everyone has left the sums
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = WarpRow() + Lane() / 4 + 8 * r;
+        products_[g].Store(r, SoftmaxOf(0, states_[g]).State(r), layout_.states + row,
+                           layout_.sums + row * Layout::kSumStride);
+      }
+      __syncthreads();
+      Item rows = item_;
+      rows.first_row += g * kGroupRows;
+      rows.num_rows = min(item_.num_rows - g * kGroupRows, kGroupRows);
+      const Parts parts{1, layout_.states, layout_.sums, kGroupRows, Layout::kSumStride, kHeadSize};
+      WriteRows<T, /*kWidth=*/4>(p_, scratch, rows, parts, is_bad);
+    }
+  }
+
+  const Params& p_;
+  const Item& item_;
+  const Layout& layout_;
+  RowState states_[kGroups][2] = {{{-kInfinity, 0}, {-kInfinity, 0}},
+                                  {{-kInfinity, 0}, {-kInfinity, 0}}};
+  Products products_[kGroups];
+  Positions positions_;
+};
+
+template <typename T, typename C, int kHeadSize, int kTile>
+__global__ void __launch_bounds__(kThreads, 2)
+    TensorCorePrefill(Params p, Scratch scratch, QueryLengths lengths) {
+#ifdef __CUDA_ARCH__
+  if constexpr (HasPrefillTile(__CUDA_ARCH__ / 10, kTile)) {
+    using Layout = TensorCorePrefillLayout<T, C, kHeadSize, kTile>;
+    const Layout layout(gpu::SharedMemory());
+    gpu::WaitForKernelsBefore();
+    gpu::LetNextKernelBegin();
+    if (gpu::Opaque(threadIdx.x) == 0) layout.positions->block_size = Divisor(p.block_size);
+    typename Layout::PrefillSchedule schedule(p, lengths, kPrefillTileRows, layout.schedule);
+    while (const Item* item = schedule.FindDealt()) {
+      TensorCorePrefillItem<T, C, kHeadSize, kTile>(p, *item, layout).Compute(scratch);
+    }
+  } else {
+    __trap();  // WithPrefillTile does not choose it
+  }
+#endif
+}
+
+}  // namespace xla_gpu::paged_attention
