@@ -162,7 +162,8 @@ KvScales ReadScales(CallReader* call, const char* name, const Params& p) {
     scales.position_stride = call->Integer(attribute("_position_stride").c_str());
     scales.head_stride = call->Integer(attribute("_head_stride").c_str());
     const KvLayout layout = {p.num_blocks,        p.block_size,           p.num_kv_heads,
-                             scales.block_stride, scales.position_stride, scales.head_stride};
+                             scales.block_stride, scales.position_stride, scales.head_stride,
+                             /*value_offset=*/0};
     if (!layout.Fits(static_cast<int64_t>(array->element_count()), 1, 1, 0)) {
       call->Refuse(name, "have room for num_blocks=", p.num_blocks, ", block_size=", p.block_size,
                    " and num_kv_heads=", p.num_kv_heads, " with its strides");
