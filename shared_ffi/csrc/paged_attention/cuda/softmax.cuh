@@ -16,6 +16,8 @@ class Softmax {
   static constexpr float kLowest = -3.40282347e38f;
 
  public:
+  static constexpr RowState kNoLogits = {kLowest, 0};
+
   // `row`: the lane's first row in the work item.
   __device__ Softmax(const Params& p, const Item& item, int row)
       : Softmax(p, item, row, {p, item, row}, {p, item, row + 8}) {}
@@ -277,7 +279,7 @@ class Softmax {
   const int row_;
   float scales_[2] = {p_.scale, p_.scale};  // of q . k
   const RowRange ranges_[2];
-  RowState states_[2] = {{kLowest, 0}, {kLowest, 0}};
+  RowState states_[2] = {kNoLogits, kNoLogits};
 };
 
 // Whether one of a KV tile's chunks of 16 bytes that a thread looks at holds an infinite or NaN

@@ -552,13 +552,14 @@ class DecodeConsumer {
     }
     count_ += end_tile - first_tile;
     if (static_cast<uint32_t>(item.split) % kSplitsOfGroup == 0) merges_ = true;
+    const RowState states[2] = {softmax.State(0), softmax.State(1)};
     const auto leave_sums = [&](int first_row) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = lane_ / 4 + 8 * r - first_row;
         if (kRounds > 1 && (row < 0 || row >= Shared::kSumRows)) continue;
-        products.StoreInGroups(r, softmax.State(r), &shared_.states[warp_][row],
-                               shared_.sums[warp_][row], SwizzleOf(row));
+        products.StoreInGroups(r, states[r], &shared_.states[warp_][row], shared_.sums[warp_][row],
+                               SwizzleOf(row));
       }
       gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);
     };

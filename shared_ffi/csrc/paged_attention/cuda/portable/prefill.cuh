@@ -377,8 +377,8 @@ class TensorCorePrefillItem {
   const Params& p_;
   const Item& item_;
   const Layout& layout_;
-  RowState states_[kGroups][2] = {{{-kInfinity, 0}, {-kInfinity, 0}},
-                                  {{-kInfinity, 0}, {-kInfinity, 0}}};
+  RowState states_[kGroups][2] = {{Softmax::kNoLogits, Softmax::kNoLogits},
+                                  {Softmax::kNoLogits, Softmax::kNoLogits}};
   Products products_[kGroups];
   Positions positions_;
 };
