@@ -778,7 +778,7 @@ def test_splits_of_long_queries(
     result = attend(each_kernel, inputs, scratch=scratch, seed=seed, **attributes)
     assert_close_on_cuda(result, inputs, attributes)
     num_tokens, (max_seqs, max_blocks_per_seq) = len(inputs.query), inputs.block_tables.shape
-    tokens_per_tile, most_splits = 16 if each_kernel.kernels == "portable" else 32, 256
+    tokens_per_tile, most_splits = 32, 256
     num_slots = min(
         num_tokens * -(-max_blocks_per_seq * case.block_size // 128),
         max_seqs * 16 * most_splits,

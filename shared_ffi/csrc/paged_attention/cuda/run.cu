@@ -300,6 +300,7 @@ std::vector<KernelLaunch> KernelLaunches() {
     launches.push_back({"CudaCoreAttention", columns, 0, 0, kThreads, kernel.shared_bytes});
   }
   AddLaunches<SomeQuery>(&launches);
+  AddLaunches<Int4OrInt8>(&launches);
   AddLaunches<int8_t>(&launches);
   return launches;
 }

@@ -265,7 +265,7 @@ class ScheduleOf {
   }
 
   __device__ void CountWindow(int64_t window) {
-    const int thread = gpu::Opaque(threadIdx.x);  // no predicate of it stays in a register
+    const int thread = threadIdx.x;
     const int lane = thread % gpu::kWarpSize, warp = thread / gpu::kWarpSize;
     Count count = {0, 0};
     if (thread < kWindow) count = CountSequence(window + thread);
