@@ -118,7 +118,11 @@ inline constexpr int kBoxPositions = 16;
 // Whether the prefill kernel copies whole KV tiles of a cache of 16 bits by tensor maps, if the
 // driver makes them. Else its threads copy them, 16 bytes at a time.
 inline bool TakesBoxes(const Params& p) {
+#ifdef XLA_GPU_COPIES_BY_THREADS  // a build to measure
+  return false;
+#else
   return p.cache_dtype == p.dtype && p.block_size % kBoxPositions == 0;
+#endif
 }
 
 // The head size that the tensor core kernel of a call must have at least. Wide heads whose V is a
