@@ -132,13 +132,9 @@ MUTANTS = [
     ("decode", "«if (part == 0) shared_.tiles_barriers.WaitFreed(stage);» C* to"),
     (
         "decode",
-        "«gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);» if (kRounds == 1) break;",
+        "«gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);» }; leave_sums(0);",
     ),
     ("decode", "«__syncthreads();» if (warp < kWarps)"),
-    (
-        "decode, little memory",
-        "«gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);» // the round before is merged",
-    ),
 ]
 # The last one: a thread reads what another one has written, in no order that is proven.
 REFUSALS = ("not_wellsynced", "potential_race", "shared_constant_dependency_unproven")
