@@ -128,7 +128,7 @@ def _handler_call(op: str, case: Any, more_columns: int = 0) -> HandlerCall:
 def _with_strided_scales(call: HandlerCall) -> HandlerCall:
     """The same call, whose scales for each position have gaps between them, as views have."""
     arrays, attributes = dict[str, np.ndarray](), {**call.attributes}
-    for name in {*_SCALES} & {*call.operands}:
+    for name in [x for x in _SCALES if x in call.operands]:
         scales = call.operands[name]
         arrays[name] = np.repeat(scales.ravel(), 3)[:-2]
         steps = [3 * n // scales.itemsize for n in scales.strides]
