@@ -108,7 +108,7 @@ def decode(memory: str, q_len: int) -> Work:
         q_len=q_len,
         context_len=220,
         numbers="DecodeNumbers(p, kDecodeRows, 8)",
-        header='"paged_attention/cuda/decode/decode.cuh"',
+        header='"paged_attention/cuda/decode/decode_kernel.cuh"',
     )
 
 

@@ -1,5 +1,5 @@
 // Every choice that follows from a call's sizes: how a long context is cut into splits that run
-// side by side, and which kernels can take a call.
+// side by side, and which kernels can take a call. run.cu asks, and launches them.
 //
 // A split follows from one sequence and the model's sizes alone, never from the rest of the batch
 // or its padding: that is what keeps a sequence's bits the same in any batch.

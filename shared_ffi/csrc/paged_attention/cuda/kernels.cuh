@@ -6,6 +6,7 @@
 
 #include "../../gpu/launch.cuh"
 #include "cuda_build.h"  // CMake writes it
+#include "decode/decode_numbers.h"
 #include "scratch.h"
 #include "sm90/prefill_maps.h"
 
@@ -37,6 +38,16 @@ inline constexpr bool kHasTensorCorePrefill = kHeadSize <= 128 && !std::is_same_
 // Defined there, too. No rows where there is no such kernel.
 template <typename T, typename C, int kHeadSize>
 AttentionKernel TensorCorePrefillOf(const gpu::Device& device);
+
+struct DecodeKernel {
+  gpu::Kernel<Params, Scratch, DecodeNumbers> kernel;
+  DecodeNumbers numbers;
+};
+
+// Defined in decode/decode.cu, which is compiled once for each combination. kKib: of a
+// multiprocessor.
+template <typename T, typename C, int kHeadSize, int kKib>
+DecodeKernel DecodeKernelOf(const Params& p);
 
 struct PrefillKernel {
   gpu::Kernel<Params, Scratch, QueryLengths, PrefillMaps> kernel;

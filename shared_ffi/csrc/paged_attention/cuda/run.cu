@@ -9,7 +9,6 @@
 
 #include "../../gpu/launch.cuh"
 #include "combine.cuh"
-#include "decode/decode_kernel.cuh"
 #include "kernels.cuh"
 #include "portable/cuda_core.cuh"
 #include "run.h"

@@ -1,5 +1,5 @@
 // Compiled once for each type of query, type of cache, head size and size of shared memory.
-#include "decode.cuh"
+#include "../kernels.cuh"
 #include "decode_kernel.cuh"
 
 namespace xla_gpu::paged_attention {

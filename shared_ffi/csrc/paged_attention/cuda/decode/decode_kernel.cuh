@@ -1,19 +1,77 @@
-// The compiled decode kernels. run.cu chooses among them.
+// The decode kernel.
 #pragma once
 
-#include "../../../gpu/launch.cuh"
-#include "decode_numbers.h"
+#include "decode_consumer.cuh"
+#include "decode_producer.cuh"
 
 namespace xla_gpu::paged_attention {
 
-struct DecodeKernel {
-  gpu::Kernel<Params, Scratch, DecodeNumbers> kernel;
-  DecodeNumbers numbers;
-};
+// Whether a call has none of the features that few calls have: a kernel without them is smaller.
+inline bool IsPlain(const Params& p, const DecodeNumbers& numbers) {
+  return p.is_causal && !p.is_latent && p.soft_cap == 0 && p.alibi_slopes == nullptr &&
+         p.ScalesAreUniform() && p.tree_mask == nullptr && p.bidirectional_ranges == nullptr &&
+         numbers.TilesFit31Bits();
+}
 
-// Defined in decode.cu, which is compiled once for each combination. T: type of the query. C: type
-// of the cache. kKib: of a multiprocessor.
-template <typename T, typename C, int kHeadSize, int kKib>
-DecodeKernel DecodeKernelOf(const Params& p);
+// The parameters of a call that IsPlain, as the compiler sees it, too.
+__device__ __forceinline__ Params PlainParams(const Params& p) {
+  Params plain = p;
+  plain.is_causal = true;
+  plain.window_right = 0;
+  plain.causal = nullptr;
+  plain.is_latent = false;
+  plain.soft_cap = 0;
+  plain.alibi_slopes = nullptr;
+  plain.tree_mask = plain.bidirectional_ranges = nullptr;
+  plain.k_scale.block_stride = plain.k_scale.position_stride = 0;
+  plain.v_scale.block_stride = plain.v_scale.position_stride = 0;
+  return plain;
+}
+
+// kIsPlain: see IsPlain. kPartsAreInBlocks: see DecodeNumbers.
+template <typename T, typename C, int kHeadSize, int kKib, bool kIsPlain, bool kPartsAreInBlocks>
+__global__ void __launch_bounds__(kDecodeThreads, DecodeShared<T, C, kHeadSize, kKib>::kBlocks)
+    DecodeAttention(Params params, Scratch scratch, DecodeNumbers numbers) {
+  using Shared = DecodeShared<T, C, kHeadSize, kKib>;
+  using Schedule =
+      DecodeSchedule<kIsPlain, Shared::kTile, std::conditional_t<kIsPlain, int32_t, int64_t>>;
+  static_assert(sizeof(Shared) <= Shared::kBytes, "a multiprocessor holds kBlocks thread blocks");
+  const Params p = kIsPlain ? PlainParams(params) : params;
+  auto* shared = reinterpret_cast<Shared*>(gpu::SharedMemory());
+  const int warp = gpu::Shuffle(static_cast<int>(threadIdx.x / gpu::kWarpSize), 0);
+  gpu::BeginStamps();
+  if (warp < kWarps) shared->Init(kIs8Bit<C> && !p.ScalesAreUniform());
+  if (!numbers.follows_zeros) gpu::WaitForKernelsBefore();
+  // The next kernel, too, reads what those before this call have written.
+  gpu::LetNextKernelBegin();
+  Schedule schedule(p, numbers, /*loads=*/warp == kWarps);  // on their way while the others come
+  __syncthreads();
+  if (warp < kWarps) {
+    if (warp == 0) gpu::Stamp(gpu::Moment::kReady);
+    DecodeConsumer<T, C, kHeadSize, kKib>(p, scratch, numbers, shared).Run();
+    gpu::PrintStamps();
+    return;
+  }
+  const auto produce = [&](bool copies_keys) {
+    if (copies_keys) schedule.Start();
+    DecodeProducer<T, C, kHeadSize, kKib, kPartsAreInBlocks>(p, numbers, copies_keys, shared)
+        .Run([&](DecodeSplit* split, auto stage) {
+          if (copies_keys) {
+            schedule.Next(split);
+            gpu::Stamp(gpu::Moment::kScheduled, /*first_counts=*/true);
+            shared->HandOver(*split, stage);
+          } else {
+            shared->Receive(split, stage);
+          }
+        });
+  };
+  if (!kIsPlain) {
+    produce(warp == kWarps);  // the same code for both warps: there is much of it
+  } else if (warp == kWarps) {
+    produce(true);
+  } else {
+    produce(false);
+  }
+}
 
 }  // namespace xla_gpu::paged_attention
