@@ -30,7 +30,7 @@ def _int32(array: jax.Array) -> jax.Array:
 
 
 def _words(array: jax.Array) -> jax.Array:
-    """Words of 32 bits. Of integers of 64 bits, the lower 32 count."""
+    """Words of 32 bits. An integer of 64 bits gives its lower 32."""
     return array.astype(jnp.int32) if array.dtype == jnp.int64 else array
 
 

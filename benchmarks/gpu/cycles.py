@@ -342,7 +342,7 @@ def cycles(warps: Sequence[Warp], ports: float = PORTS[0], turns: int = 24) -> f
         when, _ = min(ready)
         assert when < math.inf, "all warps wait"
         now = max(now, when)
-        # Of those that may issue, the one that has waited longest.
+        # The warp that has waited longest issues.
         _, n = min((since, n) for n, (at, since) in enumerate(ready) if at <= now)
         w = warps[n]
         issue(w, w.code.instructions[w.loop[w.at]], w.loop[w.at])

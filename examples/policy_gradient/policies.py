@@ -73,7 +73,7 @@ class JaxPolicy(JaxRunner):
         ])  # fmt: skip
 
     def logits(self, params: Any, batch: Batch, own: bool) -> tuple[Any, Any]:
-        """Of all tokens, and the records of the layers."""
+        """The logits of all tokens, and the records of the layers."""
 
         def attend(
             query: Any, key: Any, value: Any, rope: Any, cache: Any, batch: Batch, window: Any
@@ -165,7 +165,7 @@ class TorchPolicy(TorchRunner):
         ])  # fmt: skip
 
     def logits(self, batch: Batch, own: bool) -> torch.Tensor:
-        """Of all tokens. The records of the layers are kept."""
+        """The logits of all tokens. The records of the layers are kept."""
         self._layers = []
 
         def attend(

@@ -390,7 +390,7 @@ def _int8_step_in_torch(
 
 
 def _attention(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """Of one token, in float64."""
+    """Attention of one token, in float64."""
     query, key, value = (x.astype(np.float64) for x in (query, key, value))
     logits = 0.125 * np.einsum("hd,shd->hs", query, key.repeat(4, 1))
     weights = np.exp(logits - logits.max(-1, keepdims=True))

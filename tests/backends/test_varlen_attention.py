@@ -27,7 +27,7 @@ from tests.support.calls import split_keywords
 from torch_frontend.varlen_attention import Tokens, gradients
 
 TOLERANCES = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
-"""Of the largest gradient. The gradients are rounded, and so is the output that they come from; on
+"""Shares of the largest gradient. The gradients are rounded, and so is the output that they come from; on
 some CPUs the forward's weights are bfloat16, too."""
 
 Result = tuple[np.ndarray, dict[str, np.ndarray]]

@@ -72,7 +72,7 @@ def test_rows_and_their_report(
 
 
 def test_a_share_of_the_limit() -> None:
-    """Of the row's best round, and of what takes longer: reading, or the dtype's products."""
+    """The limit is the row's best round of what takes longer: reading, or the dtype's products."""
     best = {"read": 1.0, "products, float32": 0.5, "products, bfloat16": 0.25}
 
     def row(kind: str, dtype: str, **seconds: float) -> dict[str, Any]:

@@ -275,9 +275,8 @@ Outcome ArriveAfterCopies(Warp& w, const Instruction& i) {
   return Outcome::kDone;
 }
 
-// mbarrier.{try,test}_wait[.parity] p, [address], phase: the first waits as long as it likes, so
-// mostly until it is true for some lane. Of the second, what is between is left out: it would be a
-// loop.
+// mbarrier.{try,test}_wait[.parity] p, [address], phase. try_wait waits as long as it likes: mostly
+// until the phase is over for some lane. So does test_wait here, which would be called in a loop.
 Outcome WaitForMemoryBarrier(Warp& w, const Instruction& i) {
   uint32_t is_over = 0;
   ForActive(w.active, [&](int lane) {

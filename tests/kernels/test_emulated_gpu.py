@@ -68,8 +68,8 @@ def count(emulated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
 def test_an_item_takes_few_instructions_outside_its_tiles(
     q_len: int, most: int, count: Any
 ) -> None:
-    """Of its warps together: as many as two tiles of 64 rows, and three of 128. The last tile has
-    masks."""
+    """Its warps together execute as many as for two tiles of 64 rows, or three of 128. The last tile
+    has masks."""
     one = count((q_len, 128))["total"]
     tile = count((q_len, 256))["total"] - count((q_len, 192))["total"]
     assert tile > 1000

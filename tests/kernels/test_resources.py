@@ -279,9 +279,9 @@ def turns(code: MachineCode) -> list[Turn]:
 def test_a_plain_turn_of_long_queries_is_short(
     folder: Path, tile: int, instructions: float, products: float
 ) -> None:
-    """Of the portable kernel, without the rescaling of sums, and without the offsets of the next
-    positions, which are due in each other turn. Two groups of 16 rows share each reading of K and V.
-    What ptxas makes of a turn for 12.0 has a NOP behind most products."""
+    """A turn of the portable kernel. It is counted without the rescaling of sums, and without the
+    offsets of the next positions, which are due in each other turn. Two groups of 16 rows share each
+    reading of K and V. ptxas puts a NOP behind most products for 12.0."""
     kernels = machine_code(folder, "tensor_core_BFloat16_BFloat16_128")
     found = 0
     for name, code in kernels.items():
@@ -554,8 +554,8 @@ def test_two_blocks_of_long_queries_share_a_multiprocessor(kernels: list[dict[st
 def test_two_blocks_of_the_decode_kernel_share_a_multiprocessor(
     kernels: list[dict[str, Any]],
 ) -> None:
-    """On GPUs with 164 KiB or more, with heads of 128; with an 8-bit cache on Hopper. Of 100 KiB a
-    block has most."""
+    """With heads of 128, on GPUs with 164 KiB or more; with an 8-bit cache on Hopper alone. A block
+    takes most of 100 KiB."""
     decode = [x for x in kernels if x["kernel"] == "DecodeAttention" and x["size"] == 128]
     if not decode:
         pytest.skip("this build has no such kernel")

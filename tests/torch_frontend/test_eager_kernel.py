@@ -270,7 +270,7 @@ def numbers_of(x: torch.Tensor) -> set[int]:
 
 
 def test_two_views_share_elements() -> None:
-    """Of one tensor, whatever the views: as counted one by one."""
+    """The answer for two views of one tensor is that of counting their elements one by one."""
     rng, found = random.Random(0), Counter[bool]()
     for _ in range(5000):
         x = torch.empty([rng.randint(1, 6) for _ in range(rng.randint(1, 4))])

@@ -84,7 +84,7 @@ def scale_tensor(scale: Any, kv_cache: Any) -> Any:
 
 def split_causal(causal: Any) -> tuple[Any, torch.Tensor | None]:
     """The arguments ``causal`` and ``causal_seqs`` of an operator, whose schema has no type for a
-    bool or a tensor. Of other integers and of bools, only 0 stands for False."""
+    bool or a tensor. Other integers, and bools, stand for False if they are 0."""
     if not isinstance(causal, torch.Tensor):
         return causal, None
     if causal.dtype != torch.int32 and not causal.is_floating_point():

@@ -229,7 +229,7 @@ def _in_storage(tensor: torch.Tensor) -> _Place:
 
 
 def _in_base(tensor: torch.Tensor) -> _Place:
-    """Of torch_xla's tensors, which are values: as a view of a tensor that has memory would lie."""
+    """The place of a torch_xla tensor, which is a value: where a view of memory would lie."""
     base = tensor if tensor._base is None else tensor._base
 
     def view() -> torch.Tensor:

@@ -55,7 +55,7 @@ void TorchRules::RefuseOneMemory(const std::string& op, const std::pmr::vector<s
                                  const std::vector<Memory>& operands) const {
   for (size_t w : written) {
     for (size_t i = 0; i < operands.size(); ++i) {
-      // Of two that are written to, the second is to blame.
+      // The second of two that are written to is to blame.
       if (i == w || (i > w && std::count(written.begin(), written.end(), i) > 0)) continue;
       if (operands[w].Shares(operands[i])) Raise("one_memory_error", op, names[w], names[i]);
     }

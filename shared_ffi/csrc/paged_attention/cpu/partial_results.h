@@ -98,8 +98,8 @@ class Totals {
   float* const values_;  // [rows, width]
 };
 
-// The sums of all rows over one split. Those of an item's only split are summed in the output where
-// they lie there in the same way: a decode step in float32 touches fewer cache lines.
+// The sums of all rows over one split. An item's only split is summed in the output where rows lie
+// there in the same way: a decode step in float32 touches fewer cache lines.
 template <typename T>
 class SplitSums {
  public:

@@ -69,7 +69,7 @@ class Prefetcher {
     run_ = *next_++;
   }
 
-  // Of nothing.
+  // It fetches nothing.
   Prefetcher() = default;
 
   // Spreads the prefetches over a loop: each step reads num_read bytes of the current tile.

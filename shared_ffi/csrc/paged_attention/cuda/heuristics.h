@@ -164,8 +164,8 @@ inline int64_t FewTokens(const Params& p) { return kDecodeRows / (p.num_heads / 
 inline constexpr int64_t kPrefillTileRows = 128;
 
 // Whether TensorCorePrefill is compiled for KV tiles of so many positions, 64 or 32. From 10.0 on
-// the compiler takes more registers, and has too few for 64. Of the GPUs that run code for 8.0,
-// some have shared memory for 64 and some have not; those that need code for 8.9 have not.
+// the compiler takes more registers, and has too few for 64. Some GPUs that run code for 8.0 have
+// shared memory for 64. No GPU that needs code for 8.9 has.
 XLA_GPU_HOST_DEVICE constexpr bool HasPrefillTile(int capability, int tile) {
   return tile == 32 || (capability < 100 && capability != 89);
 }

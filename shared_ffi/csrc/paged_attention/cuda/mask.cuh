@@ -16,7 +16,7 @@ struct RowRange {
     *this = OfToken(p, item, DivideU32(item.first_row + row, GqaGroupSize(p)));
   }
 
-  // Of the sequence's token i.
+  // The range of the sequence's token i.
   static __device__ RowRange OfToken(const Params& p, const Item& item, int64_t i) {
     const Span span = p.Attended(item.Tokens(), i);
     RowRange range;

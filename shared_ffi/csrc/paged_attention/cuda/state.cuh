@@ -131,8 +131,8 @@ __device__ __forceinline__ void WriteRow(const Params& p, int64_t token, int64_t
 // block merges adjacent splits itself.
 inline constexpr float kMoved = -1;  // a sum is not negative
 
-// Merges the partial results of a row, for the columns from `column` on. Those of a group are on
-// their way at a time. `first_partial`: of split 0.
+// Merges the partial results of a row, for the columns from `column` on. The partial
+// results of a group are on their way at a time. `first_partial`: of split 0.
 template <int kColumns>
 __device__ __forceinline__ void MergeSplits(const Params& p, const Scratch& scratch,
                                             int64_t first_partial, int32_t num_splits, int64_t head,

@@ -55,7 +55,7 @@ YARN = {
     "mscale_all_dim": 0.707,
     "original_max_position_embeddings": 4096,
 }
-"""Of DeepSeek-V2-Lite."""
+"""The rotation of DeepSeek-V2-Lite."""
 SIGMOID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 """What vLLM reads of a router, and transformers does not."""
 V2_LITE = {

@@ -101,7 +101,7 @@ struct DecodeShared {
 
   alignas(128) C tiles[kStages][kTileElements];
   alignas(128) Query query[kItems][kDecodeRows * QueryRows::kStride];
-  // Of an 8-bit cache: the powers of two, times the scale of K if all positions have one.
+  // For an 8-bit cache: the powers of two, times the scale of K if all positions have one.
   float query_factors[kItems][kDecodeRows];
   float sums[kWarps][kSumRows][kHeadSize];  // see StoreInGroups
   RowState states[kWarps][kSumRows];

@@ -232,7 +232,7 @@ class DecodeConsumer {
     return merged;
   }
 
-  // Of a split that has a bad block id or tree mask, all is NaN, and so is what it is merged with.
+  // A split with a bad block id or tree mask is NaN, and so is what it is merged with.
   __device__ Row MergeWarps(int row, const DecodeWork& work) const {
     const MergedParts parts(kWarps, -kInfinity, [&](int w) { return shared_.states[w][row]; });
     const bool is_bad = work.is_bad != 0;

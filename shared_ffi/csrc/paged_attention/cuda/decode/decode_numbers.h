@@ -9,7 +9,7 @@ namespace xla_gpu::paged_attention {
 // Positions of a KV tile in a cache of type C: as many bytes for each type.
 template <typename C>
 inline constexpr int kDecodeTile = kIs8Bit<C> ? 32 : 16;
-// Of a part of it. Where blocks are whole parts, each part lies in one block.
+// Positions of a part of a KV tile. Where blocks are whole parts, each part lies in one block.
 inline constexpr int kDecodePart = 16;
 
 // The shared memory of a multiprocessor, in KiB, that a decode kernel is made for. What every GPU

@@ -111,7 +111,7 @@ class DecodeProducer {
   static constexpr int kIds = kPartsAreInBlocks ? 1 : 2;
   static constexpr int kTilesOfIds = kIds * gpu::kWarpSize / kTile;
 
-  // Of the tiles of a work item from `tile` on, up to the position `end`.
+  // Loads the ids for the tiles of a work item from `tile` on, up to the position `end`.
   __device__ void LoadIds(int32_t sequence, int32_t end, int32_t tile) {
     const auto* table = reinterpret_cast<const int32_t*>(
         reinterpret_cast<const char*>(p_.block_tables) +

@@ -33,8 +33,8 @@ struct TensorCoreLayout {
   static constexpr int kTilesBytes = kStages * kStageElements * static_cast<int>(sizeof(C));
   static constexpr int kCopyLanes = CacheRows::kChunks < 8 ? CacheRows::kChunks : 8;
   using Positions = CopiedPositions<kTile, kCopyLanes>;
-  // KV tiles of an 8-bit cache whose scales are in memory. Those of all tiles that are taken at
-  // once are copied while some warps still multiply the tile kStages before.
+  // KV tiles of an 8-bit cache whose scales are in memory. The scales of all tiles that are taken
+  // at once are copied while some warps still multiply the tile kStages before.
   static constexpr int kScaleTiles = kIs8Bit<C> ? kStages + Positions::kTiles : 0;
 
   // For a query tile of `warp_rows` groups of 16 rows.
@@ -164,8 +164,8 @@ class TensorCoreItem {
   }
 
  private:
-  // Goes to the positions of the tiles from `first` on, and copies their scales. Those of positions
-  // that do not exist are zero.
+  // Goes to the positions of the tiles from `first` on, and copies their scales. A position
+  // that does not exist has zeros.
   __device__ __forceinline__ void TakePositions(int32_t first) {
     positions_.Take(p_, item_, first, &is_bad_,
                     [&](int tile, int row, int64_t block, int64_t in_block, bool exists) {
