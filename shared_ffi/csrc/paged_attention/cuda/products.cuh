@@ -308,4 +308,20 @@ struct QueryOf8BitKeys {
   }
 };
 
+// Copies the first kRows query rows of a work item to shared memory, as the products with a cache
+// of type C take them. 16-bit caches: the rows have arrived after WaitCopies.
+template <int kRows, typename C, typename QueryRows, typename T>
+__device__ __forceinline__ void CopyQueryRows(const Params& p, const Item& item, unsigned thread,
+                                              T* query) {
+  ForQueryRows<kRows, T, QueryRows>(
+      p, item, 0, thread, [&](int row, int chunk, const T* from, bool exists) {
+        if constexpr (kIs8Bit<C>) {
+          QueryOf8BitKeys<T, QueryRows>::Store(
+              query, row, chunk, exists ? *reinterpret_cast<const FourPairs*>(from) : FourPairs());
+        } else {
+          gpu::CopyAsync16(query + QueryRows::Offset(row, chunk), from, exists);
+        }
+      });
+}
+
 }  // namespace xla_gpu::paged_attention

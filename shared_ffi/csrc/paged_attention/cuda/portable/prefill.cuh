@@ -155,16 +155,7 @@ class TensorCorePrefillItem {
   __device__ __forceinline__ void Begin(int32_t tile) {
     positions_.Load(p_, item_, layout_.positions, tile / Positions::kTiles * Positions::kTiles);
     gpu::CommitCopies();
-    ForQueryRows<kPrefillTileRows, T, QueryRows>(
-        p_, item_, 0, Thread(), [&](int row, int chunk, const T* from, bool exists) {
-          if constexpr (kIs8Bit<C>) {
-            QueryOf8BitKeys<T, QueryRows>::Store(
-                layout_.query, row, chunk,
-                exists ? *reinterpret_cast<const FourPairs*>(from) : FourPairs());
-          } else {
-            gpu::CopyAsync16(layout_.query + QueryRows::Offset(row, chunk), from, exists);
-          }
-        });
+    CopyQueryRows<kPrefillTileRows, C, QueryRows>(p_, item_, Thread(), layout_.query);
     gpu::CommitCopies();
     gpu::WaitCopies<1>();
     TakePositions(tile / Positions::kTiles * Positions::kTiles);

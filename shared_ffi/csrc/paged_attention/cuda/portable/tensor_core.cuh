@@ -123,7 +123,7 @@ class TensorCoreItem {
   __device__ void Compute(const Scratch& scratch) {
     const Tiles tiles(item_, kTile);
     positions_.Load(p_, item_, tiles.begin);
-    CopyQuery();
+    CopyQueryRows<kRows, C, QueryRows>(p_, item_, threadIdx.x, layout_.query);
     // Copies are kAhead tiles ahead of the products.
     constexpr int kAhead = kStages - 1;
     const int32_t end = tiles.end;
@@ -174,19 +174,6 @@ class TensorCoreItem {
                                    layout_.Scales(first + tile) + row);
                       }
                     });
-  }
-
-  __device__ void CopyQuery() {
-    const auto copy = [&](int row, int chunk, const T* from, bool exists) {
-      if constexpr (kIs8Bit<C>) {
-        QueryOf8BitKeys<T, QueryRows>::Store(
-            layout_.query, row, chunk,
-            exists ? *reinterpret_cast<const FourPairs*>(from) : FourPairs());
-      } else {
-        gpu::CopyAsync16(layout_.query + QueryRows::Offset(row, chunk), from, exists);
-      }
-    };
-    ForQueryRows<kRows, T, QueryRows>(p_, item_, 0, threadIdx.x, copy);
   }
 
   // V of a KV tile, from the first column on. Where it is a part of K it is there already: its
