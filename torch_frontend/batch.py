@@ -36,8 +36,15 @@ def pad_batch(
             does not fit int32.
         TypeError: tokens, lengths or blocks are no integers.
     """
-    given = {name: value for name, value in locals().items() if name != "device"}
-    arrays = batch.pad_batch(**given)
+    arrays = batch.pad_batch(
+        tokens,
+        context_lens,
+        blocks,
+        block_size=block_size,
+        num_tokens=num_tokens,
+        max_seqs=max_seqs,
+        max_blocks_per_seq=max_blocks_per_seq,
+    )
     return Batch(*(torch.from_numpy(array).to(device) for array in arrays))
 
 

@@ -137,13 +137,16 @@ def consume(
     M: gl.constexpr,
     N: gl.constexpr,
     STAGES: gl.constexpr,
+    BY_THREADS: gl.constexpr,
 ):
+    """Multiplies tiles that threads have copied, or else tensor copies, which need no fence."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     sums = gl.zeros((M, N), gl.float32, layout)
     for tile in range(num_tiles):
         stage = tile % STAGES
         mbarrier.wait(filled.index(stage), tile // STAGES & 1)
-        fence_async_shared()
+        if BY_THREADS:
+            fence_async_shared()
         sums = warpgroup_mma(left.index(stage), right.index(stage), sums, is_async=True)
         sums = warpgroup_mma_wait(0, deps=[sums])
         mbarrier.arrive(freed.index(stage))
@@ -181,7 +184,7 @@ def pipelined_matmul(
     b += gl.program_id(1) * N
     c += gl.program_id(0) * M * c_row + gl.program_id(1) * N
     gl.warp_specialize(
-        (c, c_row, num_tiles, left, right, filled, freed, M, N, STAGES),
+        (c, c_row, num_tiles, left, right, filled, freed, M, N, STAGES, True),
         consume,
         (a, b, a_row, b_row, num_tiles, left, right, filled, freed, M, N, K, STAGES, WARPS),
         [produce],
@@ -256,32 +259,6 @@ def produce_boxes(
 
 
 @gluon.jit
-def consume_boxes(
-    c,
-    c_row,
-    num_tiles,
-    left,
-    right,
-    filled,
-    freed,
-    M: gl.constexpr,
-    N: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    sums = gl.zeros((M, N), gl.float32, layout)
-    for tile in range(num_tiles):
-        stage = tile % STAGES
-        mbarrier.wait(filled.index(stage), tile // STAGES & 1)
-        sums = warpgroup_mma(left.index(stage), right.index(stage), sums, is_async=True)
-        sums = warpgroup_mma_wait(0, deps=[sums])
-        mbarrier.arrive(freed.index(stage))
-    row = gl.arange(0, M, gl.SliceLayout(1, layout))
-    column = gl.arange(0, N, gl.SliceLayout(0, layout))
-    gl.store(c + row[:, None] * c_row + column[None, :], sums)
-
-
-@gluon.jit
 def pipelined_matmul_of_boxes(
     a,
     b,
@@ -303,8 +280,8 @@ def pipelined_matmul_of_boxes(
         mbarrier.init(freed.index(stage), count=1)
     c += gl.program_id(0) * M * c_row + gl.program_id(1) * N
     gl.warp_specialize(
-        (c, c_row, num_tiles, left, right, filled, freed, M, N, STAGES),
-        consume_boxes,
+        (c, c_row, num_tiles, left, right, filled, freed, M, N, STAGES, False),
+        consume,
         (a, b, num_tiles, left, right, filled, freed, K, STAGES),
         [produce_boxes],
         [1],

@@ -494,7 +494,7 @@ class _LayerAttention(_ImplBase):
         num_kv_heads: None: as `num_heads`.
         alibi_slopes: one for each head.
         sliding_window: the number of tokens that a token attends to, itself included.
-        kv_cache_dtype: "auto" for the model's, or one of fp8.
+        kv_cache_dtype: "auto" for the model's, or another that the backend supports.
         logits_soft_cap: None or 0: no cap.
         attn_type: must be that of a decoder.
         kv_sharing_target_layer_name: of the layer whose cache this one reads.
@@ -508,6 +508,7 @@ class _LayerAttention(_ImplBase):
             or an argument that is not known here.
     """
 
+    _backend: type[XlaGpuAttentionBackend] = XlaGpuAttentionBackend
     _kv_layout: str
     _value_head_size: int | None = None  # if V is the first part of K
 
@@ -531,7 +532,7 @@ class _LayerAttention(_ImplBase):
             others = {"chunk_lookback": chunk_lookback, **others}
         for name, given in others.items():
             raise NotImplementedError(f"{_NAME}: {name}={given!r} is not supported{_REMEDY}")
-        backend: Any = XlaGpuAttentionBackend
+        backend: Any = self._backend
         if not backend.supports_attn_type(attn_type):
             raise NotImplementedError(f"{_NAME}: attention type {attn_type} is not supported")
         if not backend.supports_kv_cache_dtype(kv_cache_dtype):
@@ -601,15 +602,17 @@ class _LayerAttention(_ImplBase):
         )
 
     def _cached(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The cache as the ops take it, and the arguments that describe it. vLLM's tensors are
-        bytes where the cache is fp8."""
+        """The cache as the ops take it, and the arguments that describe it."""
         options: dict[str, Any] = {"kv_layout": self._kv_layout}
-        if self._fp8 is None:
-            return kv_cache, options
-        options["k_scale"] = layer._k_scale
-        if self._value_head_size is None:
-            options["v_scale"] = layer._v_scale
-        return kv_cache.view(self._fp8), options
+        if self._fp8 is not None:
+            options["k_scale"] = layer._k_scale
+            if self._value_head_size is None:
+                options["v_scale"] = layer._v_scale
+        return self._typed(kv_cache), options
+
+    def _typed(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """vLLM's tensors are bytes where the cache is fp8."""
+        return kv_cache if self._fp8 is None else kv_cache.view(self._fp8)
 
 
 class XlaGpuAttentionImpl(_LayerAttention, _Impl):
@@ -773,6 +776,7 @@ class XlaGpuLatentImpl(_LayerAttention, _LatentImpl):
             refuses.
     """
 
+    _backend = XlaGpuLatentBackend
     _kv_layout = "nbd"
     _value_head_size: int
 
@@ -823,7 +827,7 @@ class XlaGpuLatentImpl(_LayerAttention, _LatentImpl):
         latent, rotated = (_first(num_tokens, x) for x in (kv_c_normed, k_pe))
         key = torch.cat([latent[:, None], rotated], -1)
         _OPS.kv_cache_update.default(
-            kv_cache if self._fp8 is None else kv_cache.view(self._fp8),
+            self._typed(kv_cache),
             key,
             key[..., :0],
             slot_mapping,

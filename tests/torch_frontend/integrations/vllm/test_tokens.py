@@ -660,6 +660,10 @@ def test_what_latent_attention_refuses(monkeypatch: Any) -> None:
         message = f"^xla_gpu: {argument}=8 is not supported"
         with pytest.raises(NotImplementedError, match=message):
             integration.XlaGpuLatentImpl(**LATENT_SIZES, **{argument: 8})
+    with pytest.raises(
+        NotImplementedError, match="^xla_gpu: kv_cache_dtype int8_per_token_head is"
+    ):
+        integration.XlaGpuLatentImpl(**LATENT_SIZES, kv_cache_dtype="int8_per_token_head")
     new = lambda cls, *_, **__: object.__new__(cls)
     monkeypatch.setattr(integration.XlaGpuLatentImpl, "__new__", new)
     for name, message in (("dcp", "decode"), ("pcp", "prefill")):
@@ -785,9 +789,8 @@ LATENT_SPEC: dict[str, Any] = SPEC | {"num_kv_heads": 1, "head_size": 24}
 CHUNKED = specs.ChunkedLocalAttentionSpec(**SPEC, attention_chunk_size=16)
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
+LAYERS = {
+    integration.XlaGpuMetadataBuilder: [
         (specs.RSWASpec(**SPEC, rswa_window=4), "a RSWASpec is not supported"),
         (specs.SinkFullAttentionSpec(**SPEC, sink_len=16), "a SinkFullAttentionSpec is not"),
         (specs.MLAAttentionSpec(**SPEC), "a MLAAttentionSpec is not supported"),
@@ -803,15 +806,7 @@ CHUNKED = specs.ChunkedLocalAttentionSpec(**SPEC, attention_chunk_size=16)
             "head_size_v must be head_size=8 and tokens_per_state 1; got 8 and 2",
         ),
     ],
-)
-def test_unknown_layers_are_refused(spec: Any, message: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"^xla_gpu: {message}.*{REMEDY}"):
-        a_builder(spec)
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
+    integration.XlaGpuLatentBuilder: [
         (specs.FullAttentionSpec(**SPEC), "a FullAttentionSpec is not supported"),
         (
             specs.MLAAttentionSpec(**LATENT_SPEC, head_size_v=4),
@@ -822,10 +817,17 @@ def test_unknown_layers_are_refused(spec: Any, message: str) -> None:
             "head_size_v must be 0 and tokens_per_state 1; got 0 and 4",
         ),
     ],
+}
+"""What a builder refuses, and the message."""
+
+
+@pytest.mark.parametrize(
+    ("builder", "spec", "message"),
+    [(builder, *refused) for builder, rows in LAYERS.items() for refused in rows],
 )
-def test_unknown_latent_layers_are_refused(spec: Any, message: str) -> None:
+def test_unknown_layers_are_refused(builder: Any, spec: Any, message: str) -> None:
     with pytest.raises(NotImplementedError, match=f"^xla_gpu: {message}.*{REMEDY}"):
-        a_builder(spec, builder=integration.XlaGpuLatentBuilder)
+        a_builder(spec, builder=builder)
 
 
 def test_masks_of_other_backends_are_refused() -> None:
