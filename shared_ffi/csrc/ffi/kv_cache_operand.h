@@ -149,14 +149,15 @@ void ReadKvCache(CallReader* call, const char* rows_operand, const TokenRows& ro
 
 // Reads k_scale or v_scale of a cache that has been read. Kernels use it if the cache is quantized.
 // Attributes NAME_block_stride, NAME_position_stride and NAME_head_stride come with a strided
-// array.
+// array, which is one-dimensional memory here.
 template <typename Params>
 KvScales ReadScales(CallReader* call, const char* name, const Params& p) {
   const auto array = call->Find(name);
   if (!array.has_value()) return {};
+  const size_t rank = array->dimensions().size();
   const auto attribute = [&](const char* stride) { return std::string(name) + stride; };
   KvScales scales = {};
-  if (call->Has(attribute("_block_stride").c_str())) {
+  if (rank == 1 && call->Has(attribute("_block_stride").c_str())) {
     scales.data = call->Operand<float>(name, {ffi::F32}, {{kAnySize}});
     scales.block_stride = call->Integer(attribute("_block_stride").c_str());
     scales.position_stride = call->Integer(attribute("_position_stride").c_str());
@@ -172,7 +173,6 @@ KvScales ReadScales(CallReader* call, const char* name, const Params& p) {
   }
   scales.data = call->Operand<float>(
       name, {ffi::F32}, {{}, {1}, {p.num_kv_heads}, {p.num_blocks, p.block_size, p.num_kv_heads}});
-  const size_t rank = array->dimensions().size();
   // One scale for all: every stride is 0.
   if (rank == 3 || (rank == 1 && array->element_count() > 1)) scales.head_stride = 1;
   if (rank == 3) {

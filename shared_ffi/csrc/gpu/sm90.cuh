@@ -48,9 +48,9 @@ __device__ __forceinline__ void FenceProducts(float (&d)[kBlocks][4]) {
 
 // `descriptor` + number, where all lanes have the same descriptor. In uniform registers ptxas takes
 // one instruction for a product of 32 bits and a sum of 64 bits, but two or three for a sum with a
-// constant. So the number is multiplied by `one`, which is 1, but ptxas does not know that. A shift
-// would take the place of the product by a power of two, and of two equal products with one sum
-// each the first would be computed alone.
+// constant. So the number is multiplied by `one`, which is 1, but ptxas does not know that. With a
+// power of two in its place, ptxas shifts. With one product for two sums, it computes the product
+// by itself.
 __device__ __forceinline__ uint64_t AddToDescriptor(uint64_t descriptor, int32_t number,
                                                     int32_t one) {
   if (number == 0) return descriptor;
