@@ -352,9 +352,12 @@ def cycles(warps: Sequence[Warp], ports: float = PORTS[0], turns: int = 24) -> f
 
 
 def turns_of(code: MachineCode, without: str = "$^") -> list[list[int]]:
-    """The turns of a consumer of the prefill kernel, from a wait for logits to the next one: the
-    plain one, where there is one, and the one for tiles that are masked or have rare features, each
-    without these. `without`: instructions that they have not."""
+    """The turns of a consumer of the prefill kernel, from a wait for logits to the next one. The
+    first is the plain one, where there is one. The last is for tiles that are masked.
+
+    Args:
+        without: a pattern of instructions that no turn may have.
+    """
     left_out = {*code.find(without)}
     waits = code.find("DEPBAR.LE gsb0, 0x1")
     ways = [code.shortest_way(wait, [wait], left_out) for wait in waits]
