@@ -25,7 +25,7 @@ from tests.support.model_families import (  # noqa: E402
     model_of,
 )
 from torch_frontend.integrations import transformers as integration  # noqa: E402
-from torch_frontend.integrations.transformers import NAME  # noqa: E402
+from torch_frontend.integrations.transformers import NAME, attention_function  # noqa: E402
 
 PROMPT_LENGTHS = (1, 12, 13, 14, 40)
 NEW_TOKENS = 16
@@ -316,5 +316,5 @@ def test_the_page_has_every_causal_language_model() -> None:
 def test_the_comparison_finds_a_missing_check(
     name: str, check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(integration, check, lambda *_: None)
+    monkeypatch.setattr(attention_function, check, lambda *_: None)
     assert causal_models.outcome_of(name).title == causal_models.WRONG

@@ -39,6 +39,7 @@ from shared_ffi import kv_cache_update, paged_attention
 from tests.support.calls import observed_calls
 from tests.support.model_families import FAMILIES, SIZES, WINDOW, model_of, with_random_weights
 from torch_frontend.integrations import vllm as integration
+from torch_frontend.integrations.vllm import names
 
 OURS = "CUSTOM"
 PROMPT_LENGTHS = (1, 12, 13, 14, 40, 100)
@@ -509,9 +510,9 @@ def logprobs_in_float64(model: Any, dtype: str) -> torch.Tensor:
     rotated = getattr(model.config, "qk_rope_head_dim", 0)
 
     def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
-        if dtype in integration._FP8_DTYPES:
-            return (x / scale).float().to(integration._FP8_DTYPES[dtype]).to(x.dtype) * scale
-        stored = integration._DTYPES_WITH_SCALES[dtype]
+        if dtype in names.FP8_DTYPES:
+            return (x / scale).float().to(names.FP8_DTYPES[dtype]).to(x.dtype) * scale
+        stored = names.DTYPES_WITH_SCALES[dtype]
         info = torch.iinfo if stored is torch.int8 else torch.finfo
         scales = x.abs().amax(-1, keepdim=True) / info(stored).max
         numbers = (x / scales).float()
@@ -799,11 +800,11 @@ LAYERS = {
         (CHUNKED, "a ChunkedLocalAttentionSpec is not supported"),
         (
             specs.FullAttentionSpec(**SPEC, head_size_v=4),
-            "head_size_v must be head_size=8 and tokens_per_state 1; got 4 and 1",
+            "head_size_v must be 8 and tokens_per_state 1; got 4 and 1",
         ),
         (
             specs.FullAttentionSpec(**SPEC, tokens_per_state=2),
-            "head_size_v must be head_size=8 and tokens_per_state 1; got 8 and 2",
+            "head_size_v must be 8 and tokens_per_state 1; got 8 and 2",
         ),
     ],
     integration.XlaGpuLatentBuilder: [

@@ -16,10 +16,11 @@ from vllm import config as vllm_config
 from vllm.v1.attention.backends import registry
 
 from torch_frontend.integrations import vllm as integration
+from torch_frontend.integrations.vllm import names
 
 integration.register()
 OPS = torch.ops.xla_gpu
-FP8_DTYPES = integration._FP8_DTYPES
+FP8_DTYPES = names.FP8_DTYPES
 
 
 class _Names(type):
