@@ -22,7 +22,7 @@ class _Options(TypedDict, total=False):
 
 
 @overload
-def kv_cache_update(
+def kv_cache_update(  # type: ignore[overload-overlap]  # the first that fits says the result
     kv_cache: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -30,6 +30,8 @@ def kv_cache_update(
     *,
     value_cache: None = None,
     query: None = None,
+    k_scale_cache: None = None,
+    v_scale_cache: None = None,
     **options: Unpack[_Options],
 ) -> jax.Array: ...
 
@@ -41,64 +43,10 @@ def kv_cache_update(
     value: jax.Array,
     slot_mapping: jax.Array,
     *,
-    value_cache: jax.Array,
-    query: None = None,
-    **options: Unpack[_Options],
-) -> tuple[jax.Array, jax.Array]: ...
-
-
-@overload
-def kv_cache_update(
-    kv_cache: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    slot_mapping: jax.Array,
-    *,
-    value_cache: None = None,
-    query: jax.Array,
-    **options: Unpack[_Options],
-) -> tuple[jax.Array, jax.Array]: ...
-
-
-@overload
-def kv_cache_update(
-    kv_cache: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    slot_mapping: jax.Array,
-    *,
-    value_cache: jax.Array,
-    query: jax.Array,
-    **options: Unpack[_Options],
-) -> tuple[jax.Array, jax.Array, jax.Array]: ...
-
-
-@overload
-def kv_cache_update(
-    kv_cache: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    slot_mapping: jax.Array,
-    *,
-    k_scale_cache: jax.Array,
+    value_cache: jax.Array | None = None,
+    query: jax.Array | None = None,
+    k_scale_cache: jax.Array | None = None,
     v_scale_cache: jax.Array | None = None,
-    value_cache: jax.Array | None = None,
-    query: jax.Array | None = None,
-    **options: Unpack[_Options],
-) -> tuple[jax.Array, ...]: ...
-
-
-@overload
-def kv_cache_update(
-    kv_cache: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    slot_mapping: jax.Array,
-    *,
-    k_scale_cache: None = None,
-    v_scale_cache: jax.Array,
-    value_cache: jax.Array | None = None,
-    query: jax.Array | None = None,
     **options: Unpack[_Options],
 ) -> tuple[jax.Array, ...]: ...
 
