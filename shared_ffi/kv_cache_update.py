@@ -8,6 +8,7 @@ import numpy as np
 
 from shared_ffi import _native, token_rows
 from shared_ffi import kv_cache as _kv_cache
+from shared_ffi import kv_layout as _kv_layout
 from shared_ffi.spec import (
     CACHE_DTYPES,
     STORAGE_DTYPES,
@@ -72,7 +73,7 @@ def check(
         raise dtype_error(OP, "value", f"key's dtype {key.dtype}", value.dtype)
     if is_latent:
         _kv_cache.check_latent(OP, value_cache, v_scale, v_scale_cache)
-    cache, layout, caches = _kv_cache.check(
+    cache, layout, caches = _kv_layout.check(
         OP,
         kv_layout,
         kv_cache,
@@ -191,7 +192,7 @@ def _check_query(query: ArraySpec, key: ArraySpec) -> None:
 
 
 def _num_shared_heads(
-    key: ArraySpec, value: ArraySpec, query: ArraySpec | None, cache: _kv_cache.KvLayout
+    key: ArraySpec, value: ArraySpec, query: ArraySpec | None, cache: _kv_layout.KvLayout
 ) -> int:
     """See Call. Strided rows are a part of an array whose heads are not known here."""
     if any(rows is not None and rows.strides for rows in (key, value, query)):
@@ -218,7 +219,7 @@ def check_values(
     Raises:
         ValueError: the CPU handler's message, which names the token.
     """
-    num_blocks, block_size = _kv_cache.num_blocks_and_size(OP, kv_layout, kv_cache.shape)
+    num_blocks, block_size = _kv_layout.num_blocks_and_size(OP, kv_layout, kv_cache.shape)
     slots = np.ascontiguousarray(on_host(slot_mapping), np.int64)
     rows, max_positions = None, 0
     if positions is not None and cos_sin_cache is not None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from shared_ffi import _native, token_rows
 from shared_ffi import kv_cache as _kv_cache
+from shared_ffi import kv_layout as _kv_layout
 from shared_ffi.spec import (
     MAX_INT64,
     STORAGE_DTYPES,
@@ -95,7 +96,7 @@ def check(
     if value_head_size is not None:
         _check_value_head_size(value_head_size, head_size)
         _kv_cache.check_latent(OP, value_cache, v_scale)
-    cache, layout, caches = _kv_cache.check(
+    cache, layout, caches = _kv_layout.check(
         OP, kv_layout, kv_cache, value_cache, head_size, is_latent=is_latent
     )
     columns = head_size if value_head_size is None else int(value_head_size)
@@ -236,7 +237,7 @@ def check_values(
     pairs = {name: arrays[name] for name in TOKEN_PAIRS if name in arrays}
     if tree_mask is not None:
         pairs["tree_mask"] = _words(tree_mask)
-    num_blocks, block_size = _kv_cache.num_blocks_and_size(OP, kv_layout, kv_cache.shape)
+    num_blocks, block_size = _kv_layout.num_blocks_and_size(OP, kv_layout, kv_cache.shape)
     if isinstance(causal, bool | np.bool_):
         causal = flag(OP, "causal", causal)
     else:
@@ -310,7 +311,7 @@ def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
     return flags_bytes + num_partials * sizes.partial_bytes
 
 
-def _num_shared_heads(query: ArraySpec, cache: _kv_cache.KvLayout) -> int:
+def _num_shared_heads(query: ArraySpec, cache: _kv_layout.KvLayout) -> int:
     """See Call. Strided queries are a part of an array whose heads are not known here."""
     if query.strides:
         return 0

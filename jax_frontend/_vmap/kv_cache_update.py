@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_frontend._vmap.operands import BatchedCall, Operand, exceeds, flatten, numbers_in_pool
-from shared_ffi import kv_cache as _kv_cache
+from shared_ffi import kv_layout as _kv_layout
 from shared_ffi.kv_cache_update import OP
 
 
@@ -28,16 +28,16 @@ def batch(
     of_tokens = {
         name: x for name, x in operands.items() if name in ("key", "value", "query", "positions")
     }
-    layout = options.get("kv_layout") or _kv_cache.default_layout(
+    layout = options.get("kv_layout") or _kv_layout.default_layout(
         is_separate="value_cache" in caches, is_latent=operands["value"].shape[2] == 0
     )
     shape = operands["kv_cache"].shape
-    num_blocks, block_size = _kv_cache.num_blocks_and_size(OP, layout, shape)
+    num_blocks, block_size = _kv_layout.num_blocks_and_size(OP, layout, shape)
     num_slots = num_blocks * block_size
     largest = jnp.iinfo(slot_mapping.array.dtype).max
     if exceeds(size * num_slots, largest) or any(x.is_mapped for x in others.values()):
         return None
-    layout, dim = _kv_cache.stacked(layout)
+    layout, dim = _kv_layout.stacked(layout)
 
     def unbatch(results: Sequence[jax.Array]) -> list[jax.Array]:
         updated = [jnp.moveaxis(x, dim, 0) for x in results[: len(caches)]]

@@ -18,7 +18,7 @@ from jax_frontend._vmap.operands import (
     numbers_in_pool,
     take,
 )
-from shared_ffi import kv_cache as _kv_cache
+from shared_ffi import kv_layout as _kv_layout
 from shared_ffi.paged_attention import METADATA, OP, TOKEN_PAIRS
 
 _OF_TOKENS = ("query", *TOKEN_PAIRS)
@@ -57,7 +57,7 @@ def batch(
     one pool."""
     query, context_lens = operands["query"], operands["context_lens"]
     num_tokens, max_seqs = query.shape[0], context_lens.shape[0]
-    layout = options.get("kv_layout") or _kv_cache.default_layout(
+    layout = options.get("kv_layout") or _kv_layout.default_layout(
         is_separate="value_cache" in operands, is_latent=options.get("value_head_size") is not None
     )
     pool = _pool(size, operands, layout)
@@ -105,10 +105,10 @@ def _pool(size: int, operands: Mapping[str, Operand], layout: str) -> _Pool | No
     shared = {name: x.array for name, x in arrays.items()}
     if not has_own_blocks:
         return _Pool(block_tables, shared, {})
-    num_blocks, _ = _kv_cache.num_blocks_and_size(OP, layout, arrays["kv_cache"].shape)
+    num_blocks, _ = _kv_layout.num_blocks_and_size(OP, layout, arrays["kv_cache"].shape)
     if exceeds(size * num_blocks, MAX_INT32):
         return None
-    layout, dim = _kv_cache.stacked(layout)
+    layout, dim = _kv_layout.stacked(layout)
     pools = {name: jnp.moveaxis(arrays[name].broadcast(size), 0, dim) for name in caches}
     pools |= {name: flatten(arrays[name].broadcast(size)) for name in per_position}
     return _Pool(numbers_in_pool(block_tables, num_blocks), shared | pools, {"kv_layout": layout})
