@@ -76,7 +76,7 @@ class DecodeConsumer {
       softmax.ToLogits(begin, /*masked=*/!common.Contains(begin, begin + kTile), logits);
       float rescales[2];
       softmax.Weigh(logits, rescales);
-      Softmax::RescaleSums(rescales, products.sums);
+      RescaleSums(/*exist=*/tile >= first_tile + kWarps, rescales, products.sums);
       if constexpr (!kIsInteger<C>) {
         if (common.RowsDiffer(item, begin, begin + kTile)) {
           SetAsideNonFinite(softmax, begin, scales, values, products.sums);
@@ -96,6 +96,7 @@ class DecodeConsumer {
     const auto leave_sums = [&](int first_row) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
+        if (r == 1 && item.num_rows <= 8) break;
         const int row = lane_ / 4 + 8 * r - first_row;
         if (kRounds > 1 && (row < 0 || row >= Shared::kSumRows)) continue;
         products.StoreInGroups(r, states[r], &shared_.states[warp_][row], shared_.sums[warp_][row],
@@ -112,6 +113,20 @@ class DecodeConsumer {
         gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);  // the round before is merged
         leave_sums(round * Shared::kSumRows);
         MergeRound(round, work);
+      }
+    }
+  }
+
+  // As Softmax::RescaleSums, but rows 8 to 15 apart from the others: few work items have them.
+  // exist: whether there are sums; else they are zero.
+  static __device__ __forceinline__ void RescaleSums(bool exist, const float (&rescales)[2],
+                                                     float (&sums)[kHeadSize / 8][4]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (!gpu::AnyInWarp(exist && rescales[r] != 1)) continue;
+#pragma unroll
+      for (float(&block_sums)[4] : sums) {
+        for (int e = 2 * r; e < 2 * r + 2; ++e) block_sums[e] *= rescales[r];
       }
     }
   }
