@@ -233,11 +233,28 @@ class DecodeConsumer {
     if (threadIdx.x == 0) {
       int32_t* arrivals =
           scratch_.arrivals + int64_t{split.sequence} * numbers_.num_kv_heads + split.kv_head;
-      const int32_t before = gpu::AddInOrder(arrivals, num_splits_);
-      shared_.is_last = before + num_splits_ == split.num_splits;
+      const int32_t others = split.num_splits - num_splits_;
+      shared_.is_last = others == (kZerosArrivals ? gpu::AddInOrder(arrivals, num_splits_)
+                                                  : AddFromNonce(arrivals, num_splits_, others));
+      if (!kZerosArrivals && shared_.is_last) *arrivals = 0;
     }
     gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);
     return shared_.is_last != 0;
+  }
+
+  // As gpu::AddInOrder, but for a number that counts as zero where its upper bits are not those of
+  // the nonce. A good guess of the result saves a turn.
+  __device__ int32_t AddFromNonce(int32_t* number, int32_t summand, int32_t guess) const {
+    ::cuda::atomic_ref<int32_t, ::cuda::thread_scope_device> shared(*number);
+    const auto nonce = static_cast<int32_t>(numbers_.nonce);
+    int32_t seen = nonce | guess;
+    while (true) {
+      const int32_t before = seen >> kNonceShift == nonce >> kNonceShift ? seen ^ nonce : 0;
+      const int32_t sum = nonce | (before + summand);
+      if (shared.compare_exchange_strong(seen, sum, ::cuda::std::memory_order_acq_rel)) {
+        return before;
+      }
+    }
   }
 
   __device__ Row MergeAll(const Item& item, const RowPlace& place) const {
