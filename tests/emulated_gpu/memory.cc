@@ -149,8 +149,9 @@ Outcome Store(Warp& w, const Instruction& i) {
   return Outcome::kDone;
 }
 
-// atom d, [address], b  or  red [address], b: one lane after the other. number: what it orders.
-constexpr int kAcquires = 1, kReleases = 2;
+// atom d, [address], b[, c]  or  red [address], b: one lane after the other. number: what it
+// orders, and whether it replaces b by c instead of adding b.
+constexpr int kAcquires = 1, kReleases = 2, kReplaces = 4;
 
 template <typename T>
 Outcome Atomic(Warp& w, const Instruction& i) {
@@ -165,7 +166,11 @@ Outcome Atomic(Warp& w, const Instruction& i) {
     global_order.Atomic(&w, at, (i.number & kAcquires) != 0, (i.number & kReleases) != 0);
     T before;
     std::memcpy(&before, place, sizeof(T));
-    const T after = static_cast<T>(before + static_cast<T>(w.Integer(summand, lane)));
+    const T operand = static_cast<T>(w.Integer(summand, lane));
+    T after = static_cast<T>(before + operand);
+    if ((i.number & kReplaces) != 0) {
+      after = before == operand ? static_cast<T>(w.Integer(i.At(3), lane)) : before;
+    }
     std::memcpy(place, &after, sizeof(T));
     if (has_result && i.At(0).slot >= 0) w.Lanes<T>(i, 0)[lane] = before;
   });
@@ -278,11 +283,12 @@ bool DecodeMemory(const Words& words, Instruction* i) {
   }
   i->size = static_cast<uint8_t>(SizeOfType(type));
   if (name == "atom" || name == "red") {
-    if (std::find(words.begin(), words.end(), "add") == words.end() || type[0] == 'f') return false;
-    i->execute = i->size == 8 ? Atomic<uint64_t> : Atomic<uint32_t>;
     const auto has = [&](const char* word) {
       return std::find(words.begin(), words.end(), word) != words.end();
     };
+    if (!(has("add") || has("cas")) || type[0] == 'f') return false;
+    i->execute = i->size == 8 ? Atomic<uint64_t> : Atomic<uint32_t>;
+    if (has("cas")) i->number |= kReplaces;
     if (!has("cta") && !has("cluster")) {  // those order nothing between any two blocks
       if (has("acquire") || has("acq_rel")) i->number |= kAcquires;
       if (has("release") || has("acq_rel")) i->number |= kReleases;

@@ -277,6 +277,7 @@ Outcome ArriveAfterCopies(Warp& w, const Instruction& i) {
 
 // mbarrier.{try,test}_wait[.parity] p, [address], phase. try_wait waits as long as it likes: mostly
 // until the phase is over for some lane. So does test_wait here, which would be called in a loop.
+// Where instructions are counted, both do so always: how often a warp asks again depends on others.
 Outcome WaitForMemoryBarrier(Warp& w, const Instruction& i) {
   uint32_t is_over = 0;
   ForActive(w.active, [&](int lane) {
@@ -285,7 +286,9 @@ Outcome WaitForMemoryBarrier(Warp& w, const Instruction& i) {
     const bool is = i.number == 1 ? (barrier.phase & 1) != (phase & 1) : barrier.phase != phase;
     is_over |= static_cast<uint32_t>(is) << lane;
   });
-  if (is_over == 0 && w.block->random() % 16 != 0) return Outcome::kBlocked;
+  if (is_over == 0 && (w.block->counters != nullptr || w.block->random() % 16 != 0)) {
+    return Outcome::kBlocked;
+  }
   ForActive(is_over, [&](int lane) {
     w.seen.Add(FindBarrier(w, lane, SharedAddress(w, i.At(1), lane)).released);
   });

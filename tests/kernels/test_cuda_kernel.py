@@ -427,7 +427,7 @@ def test_500_calls_over_the_same_scratch(cache_dtype: str | None, gpu: Gpu) -> N
         dtype="bfloat16",
         cache_dtype=cache_dtype,
         max_query_len=1,
-        padding_tokens=0,
+        padding_tokens=3,  # more tokens than the table has rows: each has a part of the scratch
     )
     inputs, attributes = case.inputs(), case.attributes()
     expected = attend(gpu, inputs, **attributes)
@@ -439,12 +439,17 @@ def test_500_calls_over_the_same_scratch(cache_dtype: str | None, gpu: Gpu) -> N
         assert_same_bits(result, expected)
 
 
-@pytest.mark.parametrize(("block_size", "context"), [(5, 4200), (16, 16500)])
-def test_more_block_ids_than_a_warp_loads_at_once(block_size: int, context: int, gpu: Gpu) -> None:
-    """Splits of 256 and of 640 positions: 8 KV tiles, or 32 blocks, have their ids in one load."""
+@pytest.mark.parametrize(
+    ("block_size", "context", "q_len"), [(5, 4200, 1), (16, 16500, 1), (5, 4200, 20)]
+)
+def test_more_block_ids_than_a_warp_loads_at_once(
+    block_size: int, context: int, q_len: int, gpu: Gpu
+) -> None:
+    """Splits of 256 and of 640 positions. Of the decode kernel 8 KV tiles, or 32 blocks, have their
+    ids in one load; of the kernel for more rows, 2 tiles of 64 positions."""
     case = Case(
         id="ids",
-        sequences=((1, context),),
+        sequences=((q_len, context),),
         num_heads=8,
         num_kv_heads=8,
         head_size=16,
@@ -452,7 +457,8 @@ def test_more_block_ids_than_a_warp_loads_at_once(block_size: int, context: int,
         dtype="bfloat16",
     )
     inputs, attributes = case.inputs(), case.attributes()
-    result = attend(gpu.on_hopper(), inputs, **attributes, seed=20)
+    kernels = gpu.on_hopper() if q_len == 1 else gpu
+    result = attend(kernels, inputs, **attributes, seed=20)
     assert_close_on_cuda(result, inputs, attributes)
 
 
@@ -725,8 +731,14 @@ def test_the_largest_max_query_len(max_query_len: int, dtype: str, each_kernel: 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_more_queries_than_max_query_len(dtype: str, each_kernel: Gpu) -> None:
-    inputs, starts = batch(dtype)
+@pytest.mark.parametrize(
+    "sequences",
+    [BATCH, [(1, 70), (3, 60), (2, 9), (40, 50), (90, 90)]],
+    ids=["splits", "one-split"],
+)
+def test_more_queries_than_max_query_len(sequences: Any, dtype: str, each_kernel: Gpu) -> None:
+    """Also with contexts that are not split: there is no memory that too many rows would overflow."""
+    inputs, starts = batch(dtype, sequences)
     sound = attend(each_kernel, inputs, scale=0.2)
     result = attend(each_kernel, inputs, scale=0.2, max_query_len=3)
     assert np.isnan(result[starts[3] : starts[5]].astype(F32)).all()
@@ -882,6 +894,17 @@ def test_faulty_metadata(what: str, dtype: str, each_kernel: Gpu) -> None:
     assert np.isnan(result[rows_lost].astype(F32)).all() and np.isnan(lse[rows_lost]).all()
     assert_same_bits(result[~rows_lost], expected[~rows_lost])
     assert_same_bits(lse[~rows_lost], sound_lse[~rows_lost])
+
+
+def test_a_bad_block_id_is_of_one_sequence(gpu: Gpu) -> None:
+    """A KV tile of 8 bits has two blocks of 16 positions. Where a sequence ends with the first one, a
+    lane still has the id of the sequence before, which the same thread block computed."""
+    inputs, _ = batch("bfloat16", [(1, 32), (1, 16)], "float8_e4m3fn")
+    sound = attend(gpu.on_hopper(), inputs, scale=0.2, seed=1)
+    inputs[3][0, 1] = 10**6
+    result = attend(gpu.on_hopper(), inputs, scale=0.2, seed=1)
+    assert np.isnan(result[0].astype(F32)).all()
+    assert_same_bits(result[1:], sound[1:])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

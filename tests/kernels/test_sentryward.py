@@ -4,7 +4,9 @@ static verifier of PTX. Only with --all: a proof takes a minute.
 A proof is for one work item with the sizes given here. What the verifier does not know is taken out
 of the PTX first (`prepared`), so it is not proven: writes to global memory, and what happens where a
 vote finds faulty metadata or infinite values. It takes one way where the data decide. It does not know
-`wgmma`, so there is nothing on the prefill kernel for Hopper.
+`wgmma`, so there is nothing on the prefill kernel for Hopper. The decode items have none of the features
+that few calls have, such as a scale for each position; one thread block has them all, so nothing is said
+of the merge by the block that comes last.
 """
 
 from __future__ import annotations
@@ -40,14 +42,14 @@ namespace xla_gpu::paged_attention {
 
 extern "C" __device__ const int32_t shared_bytes = SHARED_BYTES;
 
-extern "C" __global__ void Probe(void* query, Half* cache, const int32_t* context_lens,
+extern "C" __global__ void Probe(void* query, CACHE* cache, const int32_t* context_lens,
                                  const int32_t* block_tables, const int32_t* query_start_loc,
                                  const int32_t* num_seqs, void* output, int32_t* flags,
                                  RowState* states, float* partials) {
-  constexpr int kHeads = 4, kBlockSize = 16;
+  constexpr int kHeads = 4;
   Params p = {};
   p.query = query;
-  p.cache = {cache, cache + HEAD_SIZE, 2 * HEAD_SIZE * kBlockSize, 2 * HEAD_SIZE, 2 * HEAD_SIZE};
+  p.cache = {cache, cache + HEAD_SIZE, 2 * HEAD_SIZE * BLOCK_SIZE, 2 * HEAD_SIZE, 2 * HEAD_SIZE};
   p.context_lens = context_lens;
   p.block_tables = block_tables;
   p.query_start_loc = query_start_loc;
@@ -58,11 +60,12 @@ extern "C" __global__ void Probe(void* query, Half* cache, const int32_t* contex
   p.num_heads = kHeads;
   p.head_size = p.value_head_size = HEAD_SIZE;
   p.num_blocks = p.max_blocks_per_seq = 64;
-  p.block_size = kBlockSize;
+  p.block_size = BLOCK_SIZE;
   p.num_kv_heads = p.max_seqs = 1;
   p.scale = 0.1f;
   p.is_causal = true;
-  p.dtype = p.cache_dtype = DType::kFloat16;
+  p.dtype = DType::kFloat16;
+  p.cache_dtype = kIs8Bit<CACHE> ? DType::kFloat8E4M3 : DType::kFloat16;
   KERNEL(p, Scratch{1, 1, 0, flags, flags + 64, flags + 65, states, partials}, NUMBERS);
 }
 
@@ -83,13 +86,16 @@ class Work:
     head_size: int
     q_len: int
     context_len: int
+    block_size: int = 16
+    cache: str = "Half"
     numbers: str = "QueryLengths()"
     header: str = '"paged_attention/cuda/portable/tensor_core.cuh"'
 
     @property
     def probe(self) -> str:
-        names = ("header", "kernel", "shared_bytes", "head_size", "q_len", "numbers")
-        return "".join(f"#define {x.upper()} {getattr(self, x)}\n" for x in names) + PROBE
+        names = ("header", "kernel", "shared_bytes", "head_size", "q_len", "block_size", "cache")
+        defined = [f"#define {x.upper()} {getattr(self, x)}\n" for x in (*names, "numbers")]
+        return "".join(defined) + PROBE
 
 
 def tensor_core(q_len: int, warp_rows: int) -> Work:
@@ -98,16 +104,21 @@ def tensor_core(q_len: int, warp_rows: int) -> Work:
     return Work(kernel, shared, "80", 128, 64, q_len, context_len=200)
 
 
-def decode(memory: str, q_len: int) -> Work:
+def decode(
+    memory: str, q_len: int, *, cache: str = "Half", block_size: int = 16, context_len: int = 220
+) -> Work:
+    parts = "true" if block_size % 16 == 0 else "false"
     return Work(
-        f"DecodeAttention<Half, Half, 128, {memory}, true, true>",
-        f"sizeof(DecodeShared<Half, Half, 128, {memory}>)",
+        f"DecodeAttention<Half, {cache}, 128, {memory}, true, {parts}>",
+        f"sizeof(DecodeShared<Half, {cache}, 128, {memory}>)",
         target="90a",
         num_threads=192,
         head_size=128,
         q_len=q_len,
-        context_len=220,
-        numbers="DecodeNumbers(p, kDecodeRows, 8)",
+        context_len=context_len,
+        block_size=block_size,
+        cache=cache,
+        numbers=f"DecodeNumbers(p, kDecodeRows, 16 / sizeof({cache}))",
         header='"paged_attention/cuda/decode/decode_kernel.cuh"',
     )
 
@@ -116,6 +127,11 @@ def decode(memory: str, q_len: int) -> Work:
 WORK = {
     "decode": decode("kLargeMultiprocessor", q_len=1),
     "decode, little memory": decode("kAnyMultiprocessor", q_len=2),
+    "decode, any block": decode("kLargeMultiprocessor", q_len=1, block_size=5),
+    "decode, 8 bits": decode("kLargeMultiprocessor", q_len=1, cache="Float8E4M3", context_len=420),
+    "decode, 8 bits, any block": decode(
+        "kLargeMultiprocessor", q_len=1, cache="Float8E4M3", context_len=420, block_size=7
+    ),
     "portable, few rows": tensor_core(q_len=1, warp_rows=1),
     "portable, many rows": tensor_core(q_len=16, warp_rows=4),
 }
@@ -135,6 +151,12 @@ MUTANTS = [
         "«gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);» }; leave_sums(0);",
     ),
     ("decode", "«__syncthreads();» if (warp < kWarps)"),
+    (
+        "decode, any block",
+        "next_stage_ = stage.Next(); «shared_.tiles_barriers.WaitFreed(stage);» C* to",
+    ),
+    ("decode, 8 bits", "«shared_.work_barriers.WaitFilled(stage);» const DecodeWork"),
+    ("decode, 8 bits, any block", "«shared_.work_barriers.WaitFreed(stage);» DecodeWork& work"),
 ]
 # The last one: a thread reads what another one has written, in no order that is proven.
 REFUSALS = ("not_wellsynced", "potential_race", "shared_constant_dependency_unproven")
@@ -181,7 +203,7 @@ def prove(verify: Any, work: Work, sources: Path, folder: Path) -> dict[str, Any
     ptx.write_text(text)
     lengths = {
         "context_lens": [work.context_len],
-        "block_tables": [*range(3, 3 + -(-work.context_len // 16))],
+        "block_tables": [*range(3, 3 + -(-work.context_len // work.block_size))],
         "query_start_loc": [0, work.q_len],
         "num_seqs": [1],
     }

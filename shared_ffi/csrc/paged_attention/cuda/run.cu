@@ -27,6 +27,7 @@ __global__ void __launch_bounds__(kThreads) ZeroArrivals(int32_t* arrivals, int6
   }
 }
 constexpr int64_t kZerosPerBlock = 8192;  // a block writes them before the decode kernel has begun
+std::atomic<uint32_t> num_calls{0};       // of the decode kernel, if not kZerosArrivals
 
 constexpr int kCombineSharedBytes = ValidBatch::kSharedInts * sizeof(int);
 
@@ -187,7 +188,8 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
     if (gpu::Error error = kernel.BlocksFor(device, num_items, &num_blocks)) return error;
     numbers.num_thread_blocks = Divisor(Larger(1, num_blocks));
     numbers.writes_other_rows = is_alone;
-    if (scratch.max_splits > 1 && num_blocks > 0) {
+    if (!kZerosArrivals) numbers.nonce = ++num_calls << kNonceShift;
+    if (kZerosArrivals && scratch.max_splits > 1 && num_blocks > 0) {
       const int64_t count = p.max_seqs * p.num_kv_heads;
       const gpu::Kernel<int32_t*, int64_t> zero{ZeroArrivals, kThreads, 0, LaunchesEarly(device)};
       const int64_t zero_blocks = CeilDiv(count, kZerosPerBlock);

@@ -76,7 +76,7 @@ class DecodeConsumer {
       softmax.ToLogits(begin, /*masked=*/!common.Contains(begin, begin + kTile), logits);
       float rescales[2];
       softmax.Weigh(logits, rescales);
-      Softmax::RescaleSums(rescales, products.sums);
+      RescaleSums(/*exist=*/tile >= first_tile + kWarps, rescales, products.sums);
       if constexpr (!kIsInteger<C>) {
         if (common.RowsDiffer(item, begin, begin + kTile)) {
           SetAsideNonFinite(softmax, begin, scales, values, products.sums);
@@ -96,6 +96,7 @@ class DecodeConsumer {
     const auto leave_sums = [&](int first_row) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
+        if (r == 1 && item.num_rows <= 8) break;
         const int row = lane_ / 4 + 8 * r - first_row;
         if (kRounds > 1 && (row < 0 || row >= Shared::kSumRows)) continue;
         products.StoreInGroups(r, states[r], &shared_.states[warp_][row], shared_.sums[warp_][row],
@@ -112,6 +113,20 @@ class DecodeConsumer {
         gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);  // the round before is merged
         leave_sums(round * Shared::kSumRows);
         MergeRound(round, work);
+      }
+    }
+  }
+
+  // As Softmax::RescaleSums, but rows 8 to 15 apart from the others: few work items have them.
+  // exist: whether there are sums; else they are zero.
+  static __device__ __forceinline__ void RescaleSums(bool exist, const float (&rescales)[2],
+                                                     float (&sums)[kHeadSize / 8][4]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (!gpu::AnyInWarp(exist && rescales[r] != 1)) continue;
+#pragma unroll
+      for (float(&block_sums)[4] : sums) {
+        for (int e = 2 * r; e < 2 * r + 2; ++e) block_sums[e] *= rescales[r];
       }
     }
   }
@@ -218,11 +233,28 @@ class DecodeConsumer {
     if (threadIdx.x == 0) {
       int32_t* arrivals =
           scratch_.arrivals + int64_t{split.sequence} * numbers_.num_kv_heads + split.kv_head;
-      const int32_t before = gpu::AddInOrder(arrivals, num_splits_);
-      shared_.is_last = before + num_splits_ == split.num_splits;
+      const int32_t others = split.num_splits - num_splits_;
+      shared_.is_last = others == (kZerosArrivals ? gpu::AddInOrder(arrivals, num_splits_)
+                                                  : AddFromNonce(arrivals, num_splits_, others));
+      if (!kZerosArrivals && shared_.is_last) *arrivals = 0;
     }
     gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);
     return shared_.is_last != 0;
+  }
+
+  // As gpu::AddInOrder, but for a number that counts as zero where its upper bits are not those of
+  // the nonce. A good guess of the result saves a turn.
+  __device__ int32_t AddFromNonce(int32_t* number, int32_t summand, int32_t guess) const {
+    ::cuda::atomic_ref<int32_t, ::cuda::thread_scope_device> shared(*number);
+    const auto nonce = static_cast<int32_t>(numbers_.nonce);
+    int32_t seen = nonce | guess;
+    while (true) {
+      const int32_t before = seen >> kNonceShift == nonce >> kNonceShift ? seen ^ nonce : 0;
+      const int32_t sum = nonce | (before + summand);
+      if (shared.compare_exchange_strong(seen, sum, ::cuda::std::memory_order_acq_rel)) {
+        return before;
+      }
+    }
   }
 
   __device__ Row MergeAll(const Item& item, const RowPlace& place) const {

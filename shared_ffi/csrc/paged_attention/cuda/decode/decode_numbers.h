@@ -26,6 +26,17 @@ struct CacheChunks {
   int32_t of_row;
 };
 
+// Whether ZeroArrivals runs before the decode kernel. A build to measure what that costs counts
+// from a nonce instead, which the memory has by chance once in 2^20 times. Nor is it safe in a
+// captured graph, which has the nonce of each replay: after one in which nobody came last, as the
+// lengths changed, the next one counts on.
+#ifdef XLA_GPU_ARRIVALS_HAVE_NONCES
+inline constexpr bool kZerosArrivals = false;
+#else
+inline constexpr bool kZerosArrivals = true;
+#endif
+inline constexpr int kNonceShift = 12;  // a number of splits is below 2^12
+
 // Sizes in 32 bits. A larger size becomes the largest number: it is only compared with others, but
 // for table_bytes, of calls whose TableRowsFit32Bits.
 struct DecodeNumbers {
@@ -46,6 +57,7 @@ struct DecodeNumbers {
   uint32_t table_bytes;  // of a sequence's row of block_tables
   Divisor num_thread_blocks;
   bool follows_zeros;      // the kernel begins after those that write what it reads: ZeroArrivals
+  uint32_t nonce = 0;      // of the call, if not kZerosArrivals: see DecodeConsumer
   bool writes_other_rows;  // those without work items: no other kernel follows
   CacheChunks keys;
   CacheChunks values;
