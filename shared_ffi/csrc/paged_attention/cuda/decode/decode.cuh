@@ -4,7 +4,7 @@
 //   tiles as there is memory for, across work items: the memory does not wait where one item ends
 //   and the next begins. The block ids are on their way before the tiles of the ids before them are
 //   copied. Their lanes copy 16 bytes at a time. By the model of benchmarks/gpu/cycles.py that
-//   takes them at most 340 cycles a tile, of which one is due every 1,244 cycles at 3.05 TB/s:
+//   takes them at most 375 cycles a tile, of which one is due every 1,244 cycles at 3.05 TB/s:
 //   tensor copies would save two thirds of their instructions and no time.
 // - One warp, that of K, reads the lengths and finds the block's work items. It hands each to the
 //   warp of V, which adds what a row needs and hands it to the consumers. So all agree, even if the
