@@ -1,5 +1,9 @@
 #include "parallel.h"
 
+#ifdef __SSE2__
+#include <xmmintrin.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <cfenv>
@@ -22,6 +26,15 @@ constexpr std::chrono::microseconds kPatience(100);
 // them.
 class DefaultFloatEnvironment {
  public:
+#ifdef __SSE2__
+  // Only that of SSE and AVX: to set that of the x87, too, takes 0.15 us, and kernels do not use
+  // it.
+  DefaultFloatEnvironment() { _mm_setcsr(_MM_MASK_MASK); }
+  ~DefaultFloatEnvironment() { _mm_setcsr(callers_); }
+
+ private:
+  const unsigned callers_ = _mm_getcsr();
+#else
   DefaultFloatEnvironment() {
     std::fegetenv(&callers_);
     std::fesetenv(FE_DFL_ENV);
@@ -30,6 +43,7 @@ class DefaultFloatEnvironment {
 
  private:
   std::fenv_t callers_;
+#endif
 };
 
 // Shared with the other threads, which may start after ParallelFor has returned: such a thread

@@ -125,6 +125,26 @@ def test_what_a_call_depends_on(checked: list[str]) -> None:
         assert not torch.equal(other, found[1][0])
 
 
+@pytest.mark.parametrize("mode", [*MODES, lambda: torch.device("meta")])
+@pytest.mark.parametrize("num_tokens", [0, 4])
+def test_results_are_ordinary_tensors(num_tokens: int, mode: Any) -> None:
+    query, *rest = attention_operands()
+    query = torch.nn.Parameter(query[:num_tokens], requires_grad=False)
+    if num_tokens == 0:
+        rest[3] = torch.zeros_like(rest[3])
+        rest[4] = torch.zeros_like(rest[4])
+    with mode():
+        like = torch.empty((num_tokens, *query.shape[1:]), device="cpu")
+        for _ in range(2):
+            result, lse = OPS.paged_attention.lse(query, *rest, 0.5)
+            for x in (result, lse):
+                assert type(x) is torch.Tensor and x.dtype == like.dtype and x.device == like.device
+                assert x.is_inference() == like.is_inference()
+                assert not x.requires_grad
+            assert result.stride() == like.stride()
+            assert result.untyped_storage().nbytes() == like.untyped_storage().nbytes()
+
+
 def test_tensors_that_are_copied(checked: list[str]) -> None:
     _, *rest = attention_operands()
     query = torch.randn(4, 8, 4).transpose(1, 2)

@@ -4,7 +4,8 @@ The life of a call:
 
 1. Python: a public function checks types and calls the operator. PyTorch dispatches to the kernel.
 2. C++: ``EagerKernel`` (csrc/torch/eager_kernel.cc) reads the tensors and the call's signature:
-   shapes, strides, dtypes and options. It goes on with step 4 if it has seen the signature.
+   shapes, strides, dtypes and options. It reads tensors through PyTorch's C interface, not through
+   Python. It goes on with step 4 if it has seen the signature.
 3. Python: `prepare` runs the op's check, and decides all that follows from the signature: handler,
    copies, results, scratch. C++ is asked once in between, for the sizes of CUDA's scratch. The
    answer is a PreparedCall, which C++ keeps.
@@ -58,8 +59,8 @@ class PreparedCall(NamedTuple):
     """The size of the tensor ``out``; 0: there is none."""
     written: list[int]
     """The operands that are written in place."""
-    allocated: list[tuple[tuple[int, ...], torch.dtype]]
-    """Shapes and dtypes of the results that have no tensor yet, which are the last ones."""
+    allocated: list[Callable[[], torch.Tensor]]
+    """Functions that make the results that have no tensor yet, which are the last ones."""
     num_returned: int
     """How many of these the operator returns."""
 
@@ -128,7 +129,7 @@ class Eager:
             [(x.nbytes, (), ()) if i in copied else layout(x) for i, x in enumerate(bound.tensors)],
             0 if out is None else out.nbytes,
             [operand for operand, _ in call.aliases],
-            [(spec.shape, getattr(torch, spec.dtype)) for spec in results[num_written:]],
+            [_maker(spec, bound.tensors[0].device) for spec in results[num_written:]],
             len(call.results) - num_written,
         )
 
@@ -181,6 +182,17 @@ def share_elements(x: torch.Tensor, y: torch.Tensor) -> bool:
 def layout(tensor: torch.Tensor) -> Layout:
     """How a tensor's elements lie in memory."""
     return tensor.itemsize, tuple(tensor.shape), tensor.stride()
+
+
+def _maker(spec: ArraySpec, device: torch.device) -> Callable[[], torch.Tensor]:
+    """A function that makes a tensor of this shape and dtype."""
+    dtype = getattr(torch, spec.dtype)
+    if device.type != "cpu":
+        return partial(torch.empty, spec.shape, dtype=dtype, device=device)
+    # What Inductor's programs call: 2,300 instructions, of which torch.empty takes 7,300.
+    strides = torch.empty(spec.shape, device="meta").stride()
+    empty_strided = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
+    return partial(empty_strided, spec.shape, strides, dtype)
 
 
 def _are_rows(tensor: torch.Tensor) -> bool:

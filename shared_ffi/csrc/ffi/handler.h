@@ -116,10 +116,10 @@ class CallReader {
   // `operands`: what every call has, in this order. Operands of features that a call uses follow;
   // an attribute of the same name is the operand's number.
   CallReader(const char* op, const ffi::RemainingArgs& arguments, const ffi::RemainingRets& results,
-             const ffi::Dictionary& attributes, std::initializer_list<const char*> operands)
+             const ffi::Dictionary& attributes, std::initializer_list<std::string_view> operands)
       : op_(op), arguments_(arguments), results_(results), attributes_(attributes) {
     operands_.reserve(arguments.size());
-    for (const char* name : operands) Add(name, static_cast<int64_t>(operands_.size()));
+    for (std::string_view name : operands) Add(name, static_cast<int64_t>(operands_.size()));
   }
 
   const ffi::Error& error() const { return error_; }
@@ -148,43 +148,43 @@ class CallReader {
   }
 
   // An attribute of a feature that the call does not use is absent.
-  bool Has(const char* name) const { return attributes_.contains(name); }
-  float Float(const char* name) { return Get<float>(name, "float32"); }
+  bool Has(std::string_view name) const { return attributes_.contains(name); }
+  float Float(std::string_view name) { return Get<float>(name, "float32"); }
   // Integers are sizes, distances and numbers of operands: none is negative.
-  int64_t Integer(const char* name) {
+  int64_t Integer(std::string_view name) {
     const auto value = Get<int64_t>(name, "int64");
     if (value < 0) Fail("attribute ", name, " must be at least 0; got ", value);
     return std::max<int64_t>(value, 0);
   }
-  int64_t Integer(const char* name, int64_t otherwise) {
-    return Has(name) ? Integer(name) : otherwise;
+  int64_t Integer(std::string_view name, int64_t otherwise) {
+    return IsUnread(name) ? Integer(name) : otherwise;
   }
 
   // Every call without an error has the operands that every call has. `name`: a literal.
-  std::optional<ffi::AnyBuffer> Find(const char* name) {
+  std::optional<ffi::AnyBuffer> Find(std::string_view name) {
     for (const auto& [known, operand] : operands_) {
-      if (std::string_view(name) == known) return operand;
+      if (known == name) return operand;
     }
-    return Has(name) ? Add(name, Integer(name)) : std::nullopt;
+    return IsUnread(name) ? Add(name, Integer(name)) : std::nullopt;
   }
   // The memory of an operand, which must have one of these dtypes and one of these shapes; null if
   // the call does not use the feature.
   template <typename T = void, typename S = Shapes>
-  const T* Operand(const char* name, DTypes dtypes, const S& shapes) {
+  const T* Operand(std::string_view name, DTypes dtypes, const S& shapes) {
     const auto operand = Find(name);
     if (!operand.has_value()) return nullptr;
     Expect("operand ", name, *operand, dtypes, shapes);
     return static_cast<const T*>(operand->untyped_data());
   }
   template <typename... Parts>
-  void Refuse(const char* name, const Parts&... rule) {
+  void Refuse(std::string_view name, const Parts&... rule) {
     Fail("operand ", name, " must ", rule..., "; got ", Describe(*Find(name)));
   }
 
   size_t num_results() const { return results_.size(); }
   // The result of this number; null if the call does not have it.
   template <typename S = Shapes>
-  void* Result(size_t number, const char* name, DTypes dtypes, const S& shapes) {
+  void* Result(size_t number, std::string_view name, DTypes dtypes, const S& shapes) {
     auto result = results_.get<ffi::AnyBuffer>(number);
     ++num_results_read_;
     if (!result.has_value()) return nullptr;
@@ -193,7 +193,13 @@ class CallReader {
   }
 
  private:
-  std::optional<ffi::AnyBuffer> Add(const char* name, int64_t number) {
+  // For an attribute that is read once, as Finish counts them. Most calls have three attributes,
+  // and are asked for thirty: none is looked up once all have been read.
+  bool IsUnread(std::string_view name) const {
+    return num_attributes_read_ < attributes_.size() && Has(name);
+  }
+
+  std::optional<ffi::AnyBuffer> Add(std::string_view name, int64_t number) {
     const auto operand = arguments_.get<ffi::AnyBuffer>(number);
     if (!operand.has_value()) {
       Fail("operand ", name, " is missing; its number is ", number);
@@ -204,7 +210,7 @@ class CallReader {
   }
 
   template <typename T>
-  T Get(const char* name, const char* type) {
+  T Get(std::string_view name, std::string_view type) {
     const auto value = attributes_.get<T>(name);
     ++num_attributes_read_;
     if (value.has_value()) return *value;
@@ -214,8 +220,8 @@ class CallReader {
   }
 
   template <typename S>
-  void Expect(const char* kind, const char* name, const ffi::AnyBuffer& got, DTypes dtypes,
-              const S& shapes) {
+  void Expect(std::string_view kind, std::string_view name, const ffi::AnyBuffer& got,
+              DTypes dtypes, const S& shapes) {
     const auto dims = got.dimensions();
     const auto has_shape = [&](const auto& shape) {
       return std::equal(dims.begin(), dims.end(), shape.begin(), shape.end(),
@@ -244,7 +250,7 @@ class CallReader {
 
 // The storage type of an operand, which must have one of kStorageDTypes. An array of uint8 holds
 // pairs of int4.
-inline DType StorageOf(CallReader* call, const char* name) {
+inline DType StorageOf(CallReader* call, std::string_view name) {
   switch (call->Find(name)->element_type()) {
     case ffi::F32:
       return DType::kFloat32;

@@ -54,7 +54,8 @@ struct KvLayout {
 // dtypes. `rows`: query or key. Its dtype is the cache's unless that is quantized; its heads are a
 // multiple of the kv heads.
 template <typename Params>
-void ReadKvCache(CallReader* call, const char* rows_operand, const TokenRows& rows, Params* p) {
+void ReadKvCache(CallReader* call, std::string_view rows_operand, const TokenRows& rows,
+                 Params* p) {
   const ffi::AnyBuffer kv_cache = *call->Find("kv_cache");
   const auto value_cache = call->Find("value_cache");
   const bool is_default = !call->Has("block_size");
@@ -151,7 +152,7 @@ void ReadKvCache(CallReader* call, const char* rows_operand, const TokenRows& ro
 // Attributes NAME_block_stride, NAME_position_stride and NAME_head_stride come with a strided
 // array, which is one-dimensional memory here.
 template <typename Params>
-KvScales ReadScales(CallReader* call, const char* name, const Params& p) {
+KvScales ReadScales(CallReader* call, std::string_view name, const Params& p) {
   const auto array = call->Find(name);
   if (!array.has_value()) return {};
   const size_t rank = array->dimensions().size();

@@ -33,8 +33,8 @@ struct TokenRows {
 // Kernels number the elements of a token with 32 bits.
 inline constexpr int64_t kMaxTokenElements = int64_t{1} << 30;
 
-inline TokenRows ReadTokenRows(CallReader* call, const char* name, const TokenRowsLayout& layout,
-                               DTypes dtypes) {
+inline TokenRows ReadTokenRows(CallReader* call, std::string_view name,
+                               const TokenRowsLayout& layout, DTypes dtypes) {
   const void* data =
       call->Operand(name, dtypes, {{kAnySize, kAnySize, kAnySize}, {kAnySize, kAnySize}});
   if (call->error().failure()) return {};

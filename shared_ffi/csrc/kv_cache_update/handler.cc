@@ -47,7 +47,7 @@ void ReadRotary(CallReader* call, const TokenRows& keys, ffi::DataType key_dtype
 
 // Reads `scale`, or `scale_cache` in its place, whose scales the call makes: they are written to
 // `*made`, which is null otherwise.
-KvScales ReadOrMakeScales(CallReader* call, const char* scale, const char* scale_cache,
+KvScales ReadOrMakeScales(CallReader* call, std::string_view scale, std::string_view scale_cache,
                           const Params& p, float** made) {
   if (!call->Find(scale_cache).has_value()) return ReadScales(call, scale, p);
   if (call->Find(scale).has_value()) call->Fail(scale, " must not come with ", scale_cache);
@@ -99,7 +99,8 @@ ffi::Error MakeParams(const ffi::RemainingArgs& operands, const ffi::RemainingRe
   ReadRotary(&call, keys, key_dtype, &p->rotary);
   // The results are operands, updated in place.
   size_t number = 0;
-  for (const char* name : {"kv_cache", "value_cache", "k_scale_cache", "v_scale_cache", "query"}) {
+  for (std::string_view name :
+       {"kv_cache", "value_cache", "k_scale_cache", "v_scale_cache", "query"}) {
     const auto operand = call.Find(name);
     if (!operand.has_value()) continue;
     const std::array shape = {operand->dimensions()};

@@ -1,8 +1,5 @@
 // C functions through which PyTorch programs compiled ahead of time (AOTInductor) call a handler.
 // They need neither Python nor PyTorch's dispatcher.
-//
-// They read PyTorch's tensors through its stable C interface, whose functions they look up on first
-// use: the library is neither built nor linked with PyTorch, and works in processes without it.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -17,70 +14,18 @@
 #include "ffi/export.h"
 #include "ffi/handlers.h"
 #include "str_cat.h"
+#include "torch/c_interface.h"
 #include "torch/elements.h"
-
-// These types are those of torch/csrc/inductor/aoti_torch/c/shim.h.
-using AOTITorchError = int32_t;
-using AtenTensorHandle = struct AtenTensorOpaque*;
 
 namespace {
 
-// Finds PyTorch's function of that name. It is looked for in the library itself, because Python
-// loads PyTorch's libraries without making their symbols visible to the whole process.
-template <typename F>
-F* TorchFunction(const char* library, const char* name) {
-  void* handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
-  void* function = dlsym(handle == nullptr ? RTLD_DEFAULT : handle, name);
-  if (handle != nullptr) dlclose(handle);
-  if (function == nullptr) throw std::runtime_error(std::string("PyTorch lacks ") + name);
-  return reinterpret_cast<F*>(function);
-}
+using xla_gpu::AOTITorchError;
+using xla_gpu::AtenTensorHandle;
+using xla_gpu::Get;
+using xla_gpu::Torch;
 
 constexpr char kCpu[] = "cpu";
 constexpr char kCuda[] = "cuda";
-
-constexpr char kTorchCpu[] = "libtorch_cpu.so";
-constexpr char kTorchCuda[] = "libtorch_cuda.so";
-
-template <typename T>
-using Getter = AOTITorchError(AtenTensorHandle, T*);
-
-template <typename T>
-T Get(Getter<T>* getter, AtenTensorHandle tensor) {
-  T value{};
-  if (getter(tensor, &value) != 0)
-    throw std::runtime_error("PyTorch's C interface failed to read a tensor");
-  return value;
-}
-
-struct Torch {
-  Getter<void*>* data = Function<Getter<void*>>("aoti_torch_get_data_ptr");
-  Getter<int64_t>* rank = Function<Getter<int64_t>>("aoti_torch_get_dim");
-  Getter<int64_t*>* sizes = Function<Getter<int64_t*>>("aoti_torch_get_sizes");
-  Getter<int64_t*>* strides = Function<Getter<int64_t*>>("aoti_torch_get_strides");
-  Getter<bool>* is_contiguous = Function<Getter<bool>>("aoti_torch_is_contiguous");
-  size_t (*element_size)(int32_t) = Function<size_t(int32_t)>("aoti_torch_dtype_element_size");
-  Getter<int32_t>* dtype = Function<Getter<int32_t>>("aoti_torch_get_dtype");
-  Getter<int32_t>* device_index = Function<Getter<int32_t>>("aoti_torch_get_device_index");
-
-  // PyTorch's numbers of the dtypes, in the order of kDTypes. They are no constants of the
-  // interface.
-  std::vector<int32_t> dtype_numbers = DTypeNumbers();
-
- private:
-  template <typename F>
-  static F* Function(const char* name) {
-    return TorchFunction<F>(kTorchCpu, name);
-  }
-  static std::vector<int32_t> DTypeNumbers() {
-    std::vector<int32_t> numbers;
-    for (const xla_gpu::NamedDType& known : xla_gpu::kDTypes) {
-      const std::string function = std::string("aoti_torch_dtype_") + known.name;
-      numbers.push_back(Function<int32_t()>(function.c_str())());
-    }
-    return numbers;
-  }
-};
 
 XLA_FFI_DataType DataTypeOf(const Torch& torch, AtenTensorHandle tensor) {
   const auto& numbers = torch.dtype_numbers;
@@ -151,8 +96,8 @@ int64_t NumThreads() {
 }
 
 void* CurrentStream(int32_t device_index) {
-  static auto* const get = TorchFunction<AOTITorchError(int32_t, void**)>(
-      kTorchCuda, "aoti_torch_get_current_cuda_stream");
+  static auto* const get = xla_gpu::TorchFunction<AOTITorchError(int32_t, void**)>(
+      "libtorch_cuda.so", "aoti_torch_get_current_cuda_stream");
   void* stream = nullptr;
   if (get(device_index, &stream) != 0) throw std::runtime_error("PyTorch has no current stream");
   return stream;
@@ -182,7 +127,7 @@ struct HandlerCall {
 };
 
 void Call(const char* platform, const HandlerCall& a) {
-  static const Torch torch;
+  const Torch& torch = Torch::Loaded();
   XLA_FFI_Handler* handler = xla_gpu_handler(platform, a.target);
   if (handler == nullptr) {
     throw std::runtime_error(std::string(a.target) + " has no handler for " + platform +

@@ -21,8 +21,8 @@ namespace {
 
 // A call as PyTorch makes it.
 struct TorchCall {
-  std::vector<nb::handle> tensors;  // the operands, in the order of the schema
-  nb::handle out;                   // null: none
+  std::vector<PyTensor> tensors;  // the operands, in the order of the schema
+  PyTensor out;                   // null: none
   Signature signature;
 };
 
@@ -44,7 +44,7 @@ struct PreparedCall {
     Fill(from.attr("copied"), &copied);
     for (nb::handle x : from.attr("layouts")) elements.push_back(ElementsOf(x, memory));
     Fill(from.attr("written"), &written);
-    for (nb::handle spec : from.attr("allocated")) allocated.emplace_back(spec[0], spec[1]);
+    for (nb::handle x : from.attr("allocated")) allocated.push_back(nb::borrow(x));
   }
 
   EagerCall handler;
@@ -53,7 +53,7 @@ struct PreparedCall {
   std::pmr::vector<Elements> elements;  // of the operands
   Elements out;                         // no elements: there is no such tensor
   std::pmr::vector<size_t> written;
-  std::pmr::vector<std::pair<nb::object, nb::object>> allocated;  // shape and dtype
+  std::pmr::vector<nb::object> allocated;  // functions that make a tensor each
   size_t num_returned;
 
  private:
@@ -115,11 +115,6 @@ void TellObserver(const std::string& op, const std::vector<void*>& addresses) {
   (*observer)(op, numbers);
 }
 
-char* AddressOf(nb::handle tensor) {
-  static const TensorMember data_ptr("data_ptr");
-  return reinterpret_cast<char*>(nb::cast<uintptr_t>(data_ptr.Call(tensor)));
-}
-
 // With `keys`, the first argument of a call is its DispatchKeySet. One of `keys` needs no other
 // dispatch step: the handler is called directly, because a second dispatch takes as long as a small
 // op. All other calls go to `otherwise`.
@@ -130,6 +125,7 @@ class EagerKernel {
       : op_(std::move(op)),
         is_on_cuda_(is_on_cuda),
         torch_(nb::module_::import_("torch")),
+        raw_repr_(torch_.attr("_C").attr("DispatchKeySet").attr("raw_repr")),
         owner_of_rules_(std::move(rules)),
         rules_(*nb::cast<const TorchRules*>(owner_of_rules_)),
         prepare_(std::move(prepare)),
@@ -140,13 +136,12 @@ class EagerKernel {
   nb::object operator()(nb::args args, nb::kwargs keywords) {
     const size_t first = keys_.empty() ? 0 : 1;
     if (first == 1) {
-      static const nb::handle raw_repr = Interned("raw_repr");
-      const auto key = nb::cast<uint64_t>(args[0].attr(raw_repr)());
+      const auto key = nb::cast<uint64_t>(raw_repr_(args[0]));
       if (std::find(keys_.begin(), keys_.end(), key) == keys_.end()) {
         return otherwise_(*args, **keywords);
       }
     }
-    const TorchCall given = Read(args, first, keywords);
+    TorchCall given = Read(args, first, keywords);
     // Shared, as another thread may clear the table meanwhile.
     std::shared_ptr<const PreparedCall> call;
     if (given.signature.is_complete()) {
@@ -154,7 +149,7 @@ class EagerKernel {
       if (found != calls_.end()) call = found->second;
     }
     if (call == nullptr) call = Prepare(given, args, first, keywords);
-    return Run(*call, given);
+    return Run(*call, std::move(given));
   }
 
  private:
@@ -166,15 +161,14 @@ class EagerKernel {
     given.tensors.reserve(args.size() + keywords.size());
     const auto read = [&](nb::handle value) {
       if (!rules_.IsTensor(value)) return given.signature.AddOption(value);
-      given.tensors.push_back(value);
-      given.signature.AddTensor(value);
+      given.signature.AddTensor(given.tensors.emplace_back(value).tensor());
     };
     for (size_t i = first; i < args.size(); ++i) read(args[i]);
     for (auto [name, value] : keywords) {
       given.signature.AddName(name);
       if (rules_.IsTensor(value) && PyUnicode_CompareWithASCIIString(name.ptr(), "out") == 0) {
-        given.out = value;
-        given.signature.AddTensor(value);
+        given.out = PyTensor(value);
+        given.signature.AddTensor(given.out.tensor());
       } else {
         read(value);
       }
@@ -196,20 +190,20 @@ class EagerKernel {
     return call;
   }
 
-  nb::object Run(const PreparedCall& call, const TorchCall& given) const {
-    rules_.RefuseDerivative(op_, given.tensors, given.out);
-    std::vector<nb::handle> tensors = given.tensors;
+  nb::object Run(const PreparedCall& call, TorchCall given) const {
+    std::vector<PyTensor>& tensors = given.tensors;
+    rules_.RefuseDerivative(op_, tensors, given.out);
     std::vector<nb::object> copies;
     for (size_t i : call.copied) {
       copies.push_back(tensors[i].attr("contiguous")());
-      tensors[i] = copies.back();
+      tensors[i] = PyTensor(copies.back());
     }
     std::vector<Memory> operands;
     std::vector<void*> addresses;
     operands.reserve(tensors.size());
     addresses.reserve(tensors.size() + 3);
     for (size_t i = 0; i < tensors.size(); ++i) {
-      operands.push_back({AddressOf(tensors[i]), &call.elements[i]});
+      operands.push_back({tensors[i].address(), &call.elements[i]});
       addresses.push_back(operands.back().begin);
     }
     std::vector<NamedTensor> written;
@@ -220,17 +214,16 @@ class EagerKernel {
     rules_.RefuseOneMemory(op_, call.written, call.names, operands);
     if (given.out.is_valid()) {
       static const std::string name = "out";
-      const Memory out = {AddressOf(given.out), &call.out};
+      const Memory out = {given.out.address(), &call.out};
       written.push_back({&name, given.out});
       addresses.push_back(out.begin);
       rules_.RefuseOverlap(op_, out, call.names, operands);
     }
     rules_.BeforeWriting(op_, written);
-    nb::list allocated;
-    static const TensorMember new_empty("new_empty");
-    for (const auto& [shape, dtype] : call.allocated) {
-      allocated.append(new_empty.Call(tensors[0], shape, nb::arg("dtype") = dtype));
-      addresses.push_back(AddressOf(allocated[allocated.size() - 1]));
+    std::vector<nb::object> allocated;
+    allocated.reserve(call.allocated.size());
+    for (const nb::object& make : call.allocated) {
+      addresses.push_back(PyTensor(allocated.emplace_back(make())).address());
     }
     if (observer != nullptr) TellObserver(op_, addresses);
     if (is_on_cuda_) {
@@ -241,13 +234,15 @@ class EagerKernel {
     }
     if (given.out.is_valid()) return returns_out_ ? nb::borrow(given.out) : nb::none();
     if (call.num_returned == 0) return nb::none();
-    if (call.num_returned == 1) return nb::object(allocated[0]);
-    return nb::tuple(nb::steal(PyList_GetSlice(allocated.ptr(), 0, call.num_returned)));
+    if (call.num_returned == 1) return std::move(allocated[0]);
+    nb::list returned;
+    for (size_t i = 0; i < call.num_returned; ++i) returned.append(allocated[i]);
+    return nb::tuple(returned);
   }
 
   std::string op_;
   bool is_on_cuda_;
-  nb::object torch_, owner_of_rules_;
+  nb::object torch_, raw_repr_, owner_of_rules_;
   const TorchRules& rules_;
   nb::object prepare_;
   std::vector<uint64_t> keys_;

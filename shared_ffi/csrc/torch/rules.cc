@@ -14,33 +14,36 @@ namespace xla_gpu {
 TorchRules::TorchRules(nb::object torch, nb::object errors)
     : tensor_type_(torch.attr("Tensor")),
       num_threads_(torch.attr("get_num_threads")),
-      is_grad_enabled_(torch.attr("is_grad_enabled")),
       is_inference_mode_enabled_(torch.attr("is_inference_mode_enabled")),
       increment_version_(torch.attr("_C").attr("_increment_version")),
-      forward_ad_(torch.attr("autograd").attr("forward_ad")),
-      errors_(std::move(errors)) {
+      errors_(std::move(errors)),
+      forward_ad_(torch.attr("autograd").attr("forward_ad").attr("__dict__")) {
   TensorMember::tensor_type = nb::object(tensor_type_).release();
 }
 
-void TorchRules::RefuseDerivative(const std::string& op, const std::vector<nb::handle>& tensors,
+template <typename Tensor>
+void TorchRules::RefuseDerivative(const std::string& op, const std::vector<Tensor>& tensors,
                                   nb::handle out) const {
   static const TensorMember requires_grad("requires_grad");
-  static const nb::handle level = Interned("_current_level");
+  static const nb::handle level = Interned("_current_level"), unpack = Interned("unpack_dual");
   const auto refuse = [&](nb::handle x) {
     if (IsTrue(requires_grad.Get(x))) Raise("derivative_error", op, "requires grad");
   };
-  if (IsTrue(is_grad_enabled_())) {
+  if (Torch::Loaded().is_grad_enabled()) {
     for (nb::handle x : tensors) refuse(x);
     if (out.is_valid()) refuse(out);
   }
   // Outside of forward-mode differentiation the level is -1.
-  if (nb::cast<int>(forward_ad_.attr(level)) < 0) return;
+  if (nb::cast<int>(forward_ad_[level]) < 0) return;
   for (nb::handle x : tensors) {
-    if (!forward_ad_.attr("unpack_dual")(x).attr("tangent").is_none()) {
+    if (!forward_ad_[unpack](x).attr("tangent").is_none()) {
       Raise("derivative_error", op, "has a tangent");
     }
   }
 }
+
+template void TorchRules::RefuseDerivative(const std::string&, const std::vector<PyTensor>&,
+                                           nb::handle) const;
 
 void TorchRules::RefuseOverlap(const std::string& op, Memory out,
                                const std::pmr::vector<std::string>& names,
@@ -67,15 +70,14 @@ void TorchRules::BeforeWriting(const std::string& op,
   static const TensorMember is_inference("is_inference");
   if (written.empty()) return;
   const bool is_inference_mode = IsTrue(is_inference_mode_enabled_());
-  nb::list with_version;
+  nb::list tensors;
   for (const auto& [name, tensor] : written) {
-    if (!IsTrue(is_inference.Call(tensor))) {
-      with_version.append(tensor);
-    } else if (!is_inference_mode) {
+    if (!is_inference_mode && IsTrue(is_inference.Call(tensor))) {
       Raise("inference_tensor_error", op, *name);
     }
+    tensors.append(tensor);
   }
-  if (with_version.size() > 0) increment_version_(with_version);
+  increment_version_(tensors);  // inference tensors have none
 }
 
 Elements ElementsOf(nb::handle layout, std::pmr::memory_resource* memory) {

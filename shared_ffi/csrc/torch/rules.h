@@ -49,7 +49,8 @@ class TorchRules {
   int64_t NumThreads() const { return nb::cast<int64_t>(num_threads_()); }
 
   // Refuses tensors that require grad or have a tangent. `out`: null if there is none.
-  void RefuseDerivative(const std::string& op, const std::vector<nb::handle>& tensors,
+  template <typename Tensor>
+  void RefuseDerivative(const std::string& op, const std::vector<Tensor>& tensors,
                         nb::handle out) const;
 
   // Refuses `out` if it shares an element with an operand.
@@ -73,8 +74,8 @@ class TorchRules {
     throw nb::python_error();
   }
 
-  nb::object tensor_type_, num_threads_, is_grad_enabled_, is_inference_mode_enabled_,
-      increment_version_, forward_ad_, errors_;
+  nb::object tensor_type_, num_threads_, is_inference_mode_enabled_, increment_version_, errors_;
+  nb::dict forward_ad_;  // what the module of this name has
 };
 
 }  // namespace xla_gpu

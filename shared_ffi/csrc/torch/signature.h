@@ -4,11 +4,14 @@
 
 #include <nanobind/nanobind.h>
 
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <memory_resource>
 #include <string>
 #include <utility>
+
+#include "c_interface.h"
 
 namespace xla_gpu {
 
@@ -48,6 +51,27 @@ class TensorMember {
   descrgetfunc get_;
 };
 
+// A tensor of Python's. PyTorch's C interface reads it in a tenth of the instructions that the
+// properties of the Python object take.
+class PyTensor : public nb::handle {
+ public:
+  PyTensor() = default;  // none
+  explicit PyTensor(nb::handle object) : nb::handle(object) {
+    static const TensorMember cdata("_cdata");
+    implementation_ = reinterpret_cast<void*>(nb::cast<uintptr_t>(cdata.Get(object)));
+  }
+
+  // An at::Tensor is one pointer, to what Python's `_cdata` names; its handle points to it.
+  AtenTensorHandle tensor() const {
+    return reinterpret_cast<AtenTensorHandle>(const_cast<void**>(&implementation_));
+  }
+
+  char* address() const { return static_cast<char*>(Get(Torch::Loaded().data, tensor())); }
+
+ private:
+  void* implementation_ = nullptr;
+};
+
 class Signature {
  public:
   // With `has_devices` the tensors' devices count, which they do not on the CPU.
@@ -55,13 +79,17 @@ class Signature {
 
   void AddName(nb::handle name) { AddString('K', name); }
 
-  void AddTensor(nb::handle tensor) {
-    static const TensorMember dtype("dtype"), shape("shape"), stride("stride"), device("device"),
-        is_contiguous("is_contiguous");
-    Append('T', dtype.Get(tensor).ptr());  // PyTorch has one object for each dtype
-    AddSizes(shape.Get(tensor));
-    if (!IsTrue(is_contiguous.Call(tensor))) AddSizes(stride.Call(tensor));
-    if (has_devices_) Append('V', PyObject_Hash(device.Get(tensor).ptr()));
+  void AddTensor(AtenTensorHandle tensor) {
+    const Torch& torch = Torch::Loaded();
+    const int64_t rank = Get(torch.rank, tensor);
+    Append('T', Pair{Get(torch.dtype, tensor), rank});
+    AddNumbers(Get(torch.sizes, tensor), rank);
+    if (!Get(torch.is_contiguous, tensor)) {
+      Append('D', rank);
+      AddNumbers(Get(torch.strides, tensor), rank);
+    }
+    if (!has_devices_) return;
+    Append('V', Pair{Get(torch.device_type, tensor), Get(torch.device_index, tensor)});
   }
 
   void AddOption(nb::handle value) {
@@ -88,6 +116,8 @@ class Signature {
   bool is_complete() const { return is_complete_; }
 
  private:
+  using Pair = std::array<int64_t, 2>;
+
   template <typename T>
   void Append(char tag, T value) {
     char entry[1 + sizeof value] = {tag};
@@ -95,13 +125,8 @@ class Signature {
     bytes_.append(entry, sizeof entry);
   }
 
-  void AddSizes(nb::handle sizes) {
-    const Py_ssize_t rank = PyTuple_Size(sizes.ptr());
-    Append('D', rank);
-    for (Py_ssize_t i = 0; i < rank; ++i) {
-      Append('I', PyLong_AsLongLong(PyTuple_GetItem(sizes.ptr(), i)));
-    }
-    if (PyErr_Occurred() != nullptr) throw nb::python_error();
+  void AddNumbers(const int64_t* numbers, int64_t count) {
+    bytes_.append(reinterpret_cast<const char*>(numbers), count * sizeof *numbers);
   }
 
   void AddString(char tag, nb::handle string) {
