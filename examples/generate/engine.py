@@ -218,8 +218,8 @@ class _Replica(NamedTuple):
 
     def batch(self, step: Step, bucket: int) -> Batch:
         """The arguments of the model for a step, padded to `bucket` tokens."""
-        chunks = step.chunks
-        return step.batch([self.requests[x.request].tokens[x.start : x.end] for x in chunks], bucket)
+        tokens = [self.requests[x.request].tokens[x.start : x.end] for x in step.chunks]
+        return step.batch(tokens, bucket)
 
     def complete(
         self, step: Step, logits: np.ndarray, stop_tokens: frozenset[int], seconds: float

@@ -177,6 +177,8 @@ def test_latent_attention_of_pages_of_one_position(quickly: None, cache_dtype: s
     assert workload.flops == 2 * 2 * 90 * 8 * (72 + 64)
     found = contest.row_of(workload, contest.OURS | PEERS, limits.contestants())
     assert contest.OURS.keys() <= found["seconds"].keys()
-    reason = "No module named 'vllm'" if cache_dtype is None else "latent rows with the query's dtype"
+    reason = (
+        "No module named 'vllm'" if cache_dtype is None else "latent rows with the query's dtype"
+    )
     assert reason in found["absent"]["vLLM"]
     assert ("torch SDPA (contiguous)" in found["seconds"]) == (cache_dtype is None)
