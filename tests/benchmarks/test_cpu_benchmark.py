@@ -19,7 +19,7 @@ from benchmarks import contest, figure
 from benchmarks.cpu import limits, overview, report
 from benchmarks.cpu.peers import PEERS
 from benchmarks.gpu import overview as gpu_overview
-from benchmarks.workloads import Workload, uniform
+from benchmarks.workloads import DEEPSEEK, Workload, uniform
 from harness.workload import Model
 
 SMALL = Model("small", 8, 2, 64)
@@ -164,6 +164,12 @@ def test_the_figure_shows_the_kept_results(module: Any, name: str) -> None:
     for color in figure.VARIABLES:
         assert color not in text
     assert "speed beside" in text, "the axis has no words"
+
+
+def test_sdpa_takes_no_memory_for_each_of_many_heads() -> None:
+    workload = Workload("", "decode", DEEPSEEK, uniform(1, 1, 4))
+    with pytest.raises(contest.DoesNotApply, match="so many heads within memory"):
+        contest.torch_sdpa(workload, workload.operands("cpu"))
 
 
 @pytest.mark.parametrize("cache_dtype", [None, "int8"])
