@@ -2,11 +2,13 @@
 
 Each step has a budget of tokens. Running requests that generate get one token each; what is left
 goes to prompts, in chunks. A request that needs a block when none is free preempts the youngest,
-which gives its blocks back and computes its tokens anew later.
+which gives its blocks back and computes its tokens anew later. With `Limits.reserve`, a request
+waits instead until there are blocks for its last token, too, and nobody is preempted.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +37,7 @@ class Limits:
     max_seqs: int = 16
     max_blocks_per_seq: int = 128
     token_budget: int = 256
+    reserve: bool = False  # a request gets the blocks of all its tokens when it is admitted
 
     def __post_init__(self) -> None:
         if self.max_blocks_per_seq > self.num_blocks:
@@ -141,7 +144,8 @@ class Scheduler:
         self.generated_tokens = 0
         self._pool = BlockPool(limits.num_blocks, limits.block_size)
         np.random.default_rng(0).shuffle(self._pool.free)  # a table in order would prove little
-        self._future = deque(self._request(i, arrival) for i, arrival in enumerate(arrivals))
+        self._numbers = itertools.count()
+        self._future = deque(map(self._request, arrivals))
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -154,6 +158,11 @@ class Scheduler:
     def is_done(self) -> bool:
         """Whether every request of the trace has finished."""
         return not (self._future or self.waiting or self.running)
+
+    def add(self, arrival: Arrival) -> int:
+        """Lets a request that arrives now wait. Returns its number: they count from 0."""
+        self.waiting.append(self._request(arrival))
+        return self.waiting[-1].number
 
     def next_step(self, seconds: float) -> Step | None:
         """The step to run at a time of the trace's clock; None if nobody is there."""
@@ -190,11 +199,11 @@ class Scheduler:
                     return True
         return False
 
-    def _request(self, number: int, arrival: Arrival) -> Request:
+    def _request(self, arrival: Arrival) -> Request:
         limit = self.limits.max_tokens_per_seq
         prompt = min(max(arrival.prompt_tokens, 1), limit - 1)
         total = min(prompt + max(arrival.generated_tokens, 1), limit)
-        return Request(number, arrival, prompt, total)
+        return Request(next(self._numbers), arrival, prompt, total)
 
     def _plan(self) -> list[tuple[Request, int]]:
         """Who computes how many tokens in this step."""
@@ -211,11 +220,12 @@ class Scheduler:
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_seqs:
             request = self.waiting[0]
             # Room for all its tokens, not just this chunk: else it would soon be preempted again.
-            if request.known_tokens > self._pool.block_size * len(self._pool.free):
+            needed = request.total_tokens if self.limits.reserve else request.known_tokens
+            if needed > self._pool.block_size * len(self._pool.free):
                 break
             count = min(request.known_tokens, budget)
             self.running.append(self.waiting.popleft())
-            self._pool.grow(request.blocks, count)
+            self._pool.grow(request.blocks, needed if self.limits.reserve else count)
             chunks.append((request, count))
             budget -= count
         return chunks

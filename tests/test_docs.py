@@ -46,6 +46,7 @@ EXPECTED = {
     'print("as by hand:"': "as by hand: True",
     'print("as each alone:"': "as each alone: True",
     'print("same bits:"': "same bits: True",
+    'print("programs:"': "programs: 2 same bits: True",
     'print("still in use:"': "still in use: [0, 1, 3] free: [2]",
 }
 

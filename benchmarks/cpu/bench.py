@@ -63,6 +63,9 @@ def workloads(trace: Path | None) -> Iterator[Workload]:
     ):  # fmt: skip
         yield Workload(f"b8 x 4096, {name}", "decode", MODELS[name], uniform(8, 1, 4096))
     yield Workload("b8 x 4096, pages of 1", "decode", llama, uniform(8, 1, 4096), block_size=1)
+    for dtype in ("float32", "bfloat16"):
+        name = "b1 x 4096, deepseek-v3"
+        yield Workload(name, "decode", DEEPSEEK, uniform(1, 1, 4096), dtype=dtype)
     # Sparse attention: eight tokens that attend to 2,048 positions each.
     for block_size in (64, 1):
         sparse = Workload(

@@ -142,8 +142,11 @@ def _load_vllm() -> None:
 
 
 @takes_8_bits
+@takes_latent
 def vllm(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
     """vLLM's CPU attention, in its own layout: [blocks, kv heads, 2 x block size, head size]."""
+    if workload.model.value_head_size is not None:
+        return _vllm_latent(workload, operands)
     kinds = {None: "auto", "float8_e4m3fn": "fp8_e4m3"}
     if workload.cache_dtype not in kinds:
         raise DoesNotApply(f"a cache of {workload.cache_dtype}")
@@ -187,6 +190,33 @@ def vllm(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
             query, key, value, out, starts, lengths, scale, True, None, window, own_tables, cap,
             plan, None, None, *scales, kind,
         )  # fmt: skip
+        return out
+
+    return run
+
+
+def _vllm_latent(workload: Workload, operands: list[torch.Tensor]) -> Contestant:
+    """vLLM's latent decoding, which takes blocks of 16 only. A batch has no padding."""
+    if workload.kind != "decode" or workload.cache_dtype is not None:
+        raise DoesNotApply("anything but decoding of latent rows with the query's dtype")
+    _load_vllm()
+    query, cache, lengths, tables, _, _ = operands
+    blocks = [-(-context // 16) for _, context in workload.sequences]
+    kv = torch.zeros(sum(blocks), 16, workload.model.head_size, dtype=cache.dtype)
+    own_tables = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
+    order = torch.randperm(len(kv), generator=torch.Generator().manual_seed(0)).int()
+    for s, (own, (_, context)) in enumerate(
+        zip(order.split(blocks), workload.sequences, strict=True)
+    ):
+        rows = cache[tables[s, : -(-context // workload.block_size)].long()].flatten(0, 1)
+        own_tables[s, : len(own)] = own
+        slots = (own.long()[:, None] * 16 + torch.arange(16)).flatten()[:context]
+        kv.flatten(0, 1)[slots] = rows[:context]
+    scale, columns = workload.model.attributes()["scale"], workload.model.value_head_size
+
+    def run() -> torch.Tensor:
+        out = query.new_empty(*query.shape[:2], columns)
+        torch.ops._C.mla_decode_kvcache(out, query, kv, scale, own_tables, lengths)
         return out
 
     return run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -77,14 +78,18 @@ OnStep = Callable[[Sequence[Answer]], None]
 def check_lengths(prompts: Sequence[Sequence[int]], sampling: Sampling, limits: Limits) -> None:
     """Raises a ValueError if a prompt is empty, or too long for a sequence."""
     for i, prompt in enumerate(prompts):
-        if not prompt:
-            raise ValueError(f"prompt {i} is empty")
-        total = len(prompt) + sampling.max_new_tokens
-        if total > limits.max_tokens_per_seq:
-            raise ValueError(
-                f"prompt {i} has {len(prompt)} tokens, and {sampling.max_new_tokens} new ones make "
-                f"{total}; a sequence holds {limits.max_tokens_per_seq}: raise --max-len"
-            )
+        _check_length(i, prompt, sampling, limits)
+
+
+def _check_length(i: int, prompt: Sequence[int], sampling: Sampling, limits: Limits) -> None:
+    if not prompt:
+        raise ValueError(f"prompt {i} is empty")
+    total = len(prompt) + sampling.max_new_tokens
+    if total > limits.max_tokens_per_seq:
+        raise ValueError(
+            f"prompt {i} has {len(prompt)} tokens, and {sampling.max_new_tokens} new ones make "
+            f"{total}; a sequence holds {limits.max_tokens_per_seq}: raise --max-len"
+        )
 
 
 def warm_up(runner: ModelRunner, limits: Limits) -> float:
@@ -125,46 +130,83 @@ def generate(
     Raises:
         ValueError: a prompt is empty or too long.
     """
-    check_lengths(prompts, sampling, limits)
-    answers = [Answer() for _ in prompts]
-    numbers = [range(first, len(prompts), runner.replicas) for first in range(runner.replicas)]
-    replicas = [
-        _Replica([prompts[i] for i in own], [answers[i] for i in own], own, sampling, limits)
-        for own in numbers
-    ]
+    engine = Engine(runner, limits, stop_tokens)
+    answers = [engine.add(prompt, sampling) for prompt in prompts]
     start = time.perf_counter()
-    while not all(replica.scheduler.is_done for replica in replicas):
-        steps = [replica.next_step() for replica in replicas]
-        bucket = max(step.bucket for step in steps)
-        batches = [
-            replica.batch(step, bucket) for replica, step in zip(replicas, steps, strict=True)
-        ]
-        logits = runner.step(_joined(batches)).reshape(len(replicas), limits.max_seqs, -1)
-        seconds = time.perf_counter() - start
-        for replica, step, replica_logits in zip(replicas, steps, logits, strict=True):
-            replica.complete(step, replica_logits, stop_tokens, seconds)
+    while not engine.is_done:
+        engine.step()
         on_step(answers)
-    preemptions = sum(replica.scheduler.preemptions for replica in replicas)
-    return Generation(answers, time.perf_counter() - start, preemptions)
+    return Generation(answers, time.perf_counter() - start, engine.preemptions)
 
 
-class _Replica:
-    """The requests of one of the runner's copies of the model, with a pool of their own."""
+class Engine:
+    """Continuous batching through a runner: requests join and leave between two steps.
+
+    A step is one ragged batch of prompts' chunks and of decoding sequences, padded to one of
+    `limits.buckets`, so that as many programs are compiled.
+    """
 
     def __init__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        answers: Sequence[Answer],
-        numbers: Sequence[int],
-        sampling: Sampling,
-        limits: Limits,
+        self, runner: ModelRunner, limits: Limits, stop_tokens: frozenset[int] = frozenset()
     ) -> None:
-        arrivals = [Arrival(0.0, len(prompt), sampling.max_new_tokens) for prompt in prompts]
-        self.scheduler = Scheduler(arrivals, limits)
-        self._sequences = [list(prompt) for prompt in prompts]  # prompt and answer
-        self._answers = answers
-        self._numbers = numbers  # of the requests among those of all replicas
-        self._sampling = sampling
+        """`stop_tokens`: tokens that end an answer; they are its last token then."""
+        self._runner = runner
+        self._limits = limits
+        self._stop_tokens = stop_tokens
+        # Each of the runner's copies of the model has requests and a pool of its own.
+        self._replicas = [_Replica([], Scheduler([], limits)) for _ in range(runner.replicas)]
+        self._count = 0
+        self._start = time.perf_counter()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every request has its answer."""
+        return all(replica.scheduler.is_done for replica in self._replicas)
+
+    @property
+    def preemptions(self) -> int:
+        """How often a request gave its blocks to an older one."""
+        return sum(replica.scheduler.preemptions for replica in self._replicas)
+
+    def add(self, prompt: Sequence[int], sampling: Sampling) -> Answer:
+        """Lets a request wait for room. Returns its answer, which grows with the steps.
+
+        Raises:
+            ValueError: the prompt is empty or too long.
+        """
+        _check_length(self._count, prompt, sampling, self._limits)
+        replica = self._replicas[self._count % len(self._replicas)]
+        replica.scheduler.add(Arrival(0.0, len(prompt), sampling.max_new_tokens))
+        replica.requests.append(_Request(self._count, [*prompt], sampling, Answer()))
+        self._count += 1
+        return replica.requests[-1].answer
+
+    def step(self) -> None:
+        """Runs the model once for all requests that have room, and chooses their next tokens."""
+        steps = [replica.next_step() for replica in self._replicas]
+        bucket = max(step.bucket for step in steps)
+        pairs = [*zip(self._replicas, steps, strict=True)]
+        logits = self._runner.step(_joined([x.batch(step, bucket) for x, step in pairs]))
+        seconds = time.perf_counter() - self._start
+        for (replica, step), own in zip(
+            pairs, logits.reshape(len(steps), self._limits.max_seqs, -1), strict=True
+        ):
+            replica.complete(step, own, self._stop_tokens, seconds)
+
+
+@dataclass
+class _Request:
+    number: int  # among those of all replicas
+    tokens: list[int]  # prompt and answer
+    sampling: Sampling
+    answer: Answer
+
+
+class _Replica(NamedTuple):
+    """The requests of one of the runner's copies of the model, by the scheduler's numbers."""
+
+    requests: list[_Request]
+    scheduler: Scheduler
 
     def next_step(self) -> Step:
         """The next step; one without tokens if all requests are done."""
@@ -176,7 +218,7 @@ class _Replica:
 
     def batch(self, step: Step, bucket: int) -> Batch:
         """The arguments of the model for a step, padded to `bucket` tokens."""
-        tokens = [self._sequences[chunk.request][chunk.start : chunk.end] for chunk in step.chunks]
+        tokens = [self.requests[x.request].tokens[x.start : x.end] for x in step.chunks]
         return step.batch(tokens, bucket)
 
     def complete(
@@ -185,14 +227,13 @@ class _Replica:
         """Chooses the next token of each sequence of a step that has run."""
         stopped = set()
         for s, chunk in enumerate(step.chunks):
-            sequence, answer = self._sequences[chunk.request], self._answers[chunk.request]
-            if chunk.end < len(sequence):
+            request = self.requests[chunk.request]
+            if chunk.end < len(request.tokens):
                 continue  # a part of the prompt, or tokens that are computed anew
-            number = self._numbers[chunk.request]
-            token, logprob = choose(logits[s], self._sampling, number, chunk.end)
-            sequence.append(token)
-            answer.add(token, seconds)
-            answer.logprobs.append(logprob)
+            token, logprob = choose(logits[s], request.sampling, request.number, chunk.end)
+            request.tokens.append(token)
+            request.answer.add(token, seconds)
+            request.answer.logprobs.append(logprob)
             if token in stop_tokens:
                 stopped.add(chunk.request)
         self.scheduler.complete(stopped)

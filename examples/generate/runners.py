@@ -49,22 +49,22 @@ class ModelRunner(ABC):
 
 
 class JaxRunner(ModelRunner):
-    """jax.jit, the caches donated."""
+    """jax.jit, the caches donated. `params` are the weights; they may change between two steps."""
 
     def __init__(self, checkpoint: Checkpoint, limits: Limits) -> None:
         weights = checkpoint.weights.items()
-        self._params = {name: jnp.asarray(to_numpy(weight)) for name, weight in weights}
+        self.params = {name: jnp.asarray(to_numpy(weight)) for name, weight in weights}
         self._caches = new_caches(
             checkpoint.config,
             limits.num_blocks,
             limits.block_size,
-            self._params["embed_tokens.weight"].dtype,
+            self.params["embed_tokens.weight"].dtype,
         )
         self._forward = jax.jit(partial(forward, config=checkpoint.config), donate_argnums=1)
 
     def step(self, batch: Batch) -> np.ndarray:
         """As in ModelRunner."""
-        logits, self._caches = self._forward(self._params, self._caches, batch)
+        logits, self._caches = self._forward(self.params, self._caches, batch)
         return np.asarray(logits)
 
     def compiles(self) -> int:
@@ -73,7 +73,7 @@ class JaxRunner(ModelRunner):
 
     def hlo(self, batch: Batch) -> str:
         """As in ModelRunner."""
-        return self._forward.lower(self._params, self._caches, batch).as_text("hlo")
+        return self._forward.lower(self.params, self._caches, batch).as_text("hlo")
 
 
 class JaxMeshRunner(ModelRunner):
@@ -102,14 +102,14 @@ class JaxMeshRunner(ModelRunner):
                 f"got {num_parts} devices for them"
             )
         self._mesh = Mesh(np.array(devices).reshape(shape), (DATA, HEADS))
-        self._params = {
+        self.params = {
             name: self._put(to_numpy(weight), _weight_spec(name, tuple(weight.shape), num_parts))
             for name, weight in checkpoint.weights.items()
         }
         rows = (2 * config.num_kv_heads, config.head_size)
         # The pools of all replicas, one after the other: each has its blocks, from 0 on.
         cache = (self.replicas * limits.num_blocks, limits.block_size, *rows)
-        dtype = self._params["embed_tokens.weight"].dtype
+        dtype = self.params["embed_tokens.weight"].dtype
         cache_sharding = NamedSharding(self._mesh, P(DATA, None, HEADS))
         new_cache = jax.jit(partial(jnp.zeros, cache, dtype), out_shardings=cache_sharding)
         self._caches = [new_cache() for _ in config.sliding_windows]
@@ -129,7 +129,7 @@ class JaxMeshRunner(ModelRunner):
 
     def step(self, batch: Batch) -> np.ndarray:
         """As in ModelRunner."""
-        logits, self._caches = self._forward(self._params, self._caches, self._placed(batch))
+        logits, self._caches = self._forward(self.params, self._caches, self._placed(batch))
         return np.asarray(logits)
 
     def compiles(self) -> int:
@@ -138,7 +138,7 @@ class JaxMeshRunner(ModelRunner):
 
     def hlo(self, batch: Batch) -> str:
         """HLO text of one device's program."""
-        text = self._forward.lower(self._params, self._caches, self._placed(batch)).compile()
+        text = self._forward.lower(self.params, self._caches, self._placed(batch)).compile()
         return text.as_text() or ""
 
     def _placed(self, batch: Batch) -> Batch:

@@ -21,6 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--model", type=Path, help="a checkpoint of the Llama family; else SmolLM2-135M-Instruct")
     add("--framework", nargs="+", choices=["jax", "torch"], default=["jax", "torch"])
     add("--max-new-tokens", type=int, default=24, help="tokens per answer (default 24)")
+    add("--iterations", type=int, default=1, help="how often it does so (default 1)")
     add("--learning-rate", type=float, default=1e-4, help="of the step (default 1e-4)")
     options = parser.parse_args(arguments)
     with commands.needs("examples.policy_gradient", commands.DEMO):

@@ -52,7 +52,7 @@ class JaxPolicy(JaxRunner):
 
     def step(self, batch: Batch) -> np.ndarray:
         """As in ModelRunner."""
-        logits, self._caches, records = self._sample(self._params, self._caches, batch)
+        logits, self._caches, records = self._sample(self.params, self._caches, batch)
         self.records.append((batch, jax.tree.map(np.asarray, records)))
         return np.asarray(logits)
 
@@ -78,7 +78,7 @@ class JaxPolicy(JaxRunner):
         def attend(
             query: Any, key: Any, value: Any, rope: Any, cache: Any, batch: Batch, window: Any
         ) -> Any:
-            query, key = (_rotate_in_jax(x, rope) for x in (query, key))
+            query, key = (llama_jax.rotate(x, rope) for x in (query, key))
             attended = self.attend(query, key, value, batch, window, own)
             return attended, (query, key, value, attended)
 
@@ -89,7 +89,7 @@ class JaxPolicy(JaxRunner):
     def score(self, batch: Batch, own: bool) -> tuple[np.ndarray, Record]:
         """The logits of all tokens, and the records, as arrays."""
         run = jax.jit(lambda params: self.logits(params, batch, own))
-        result: tuple[np.ndarray, Record] = jax.tree.map(np.asarray, run(self._params))
+        result: tuple[np.ndarray, Record] = jax.tree.map(np.asarray, run(self.params))
         return result
 
     def _loss(
@@ -101,17 +101,10 @@ class JaxPolicy(JaxRunner):
 
     def train(self, rate: float, *arguments: Any) -> float:
         """Takes a step on `_loss`. Returns the loss before it."""
-        value, gradients = self._differentiate(self._params, *arguments)
+        value, gradients = self._differentiate(self.params, *arguments)
         gradients["inv_freq"] = jnp.zeros_like(gradients["inv_freq"])  # no parameter
-        self._params = jax.tree.map(lambda x, g: x - rate * g, self._params, gradients)
+        self.params = jax.tree.map(lambda x, g: x - rate * g, self.params, gradients)
         return float(value)
-
-
-def _rotate_in_jax(x: jax.Array, rope: llama_jax.Rope) -> jax.Array:
-    first, second = jnp.split(x.astype(jnp.float32), 2, -1)
-    cos, sin = jnp.split(rope.cos_sin_cache[:, None], 2, -1)
-    rotated = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(rotated, -1).astype(x.dtype)
 
 
 class TorchPolicy(TorchRunner):
@@ -123,8 +116,6 @@ class TorchPolicy(TorchRunner):
         self.records: list[tuple[Batch, Record]] = []
         self._layers: list[Any] = []
         self._attentions: list[Any] = [layer.self_attn for layer in self._model.layers]
-        for module in self._attentions:
-            module.attend = partial(self._attend_and_record, module)
 
     def _attend_and_record(
         self, module: Any, query: Any, key: Any, value: Any, rope: Any, cache: Any, batch: Batch
@@ -138,6 +129,8 @@ class TorchPolicy(TorchRunner):
     def step(self, batch: Batch) -> np.ndarray:
         """As in ModelRunner."""
         self._layers = []
+        for module in self._attentions:
+            module.attend = partial(self._attend_and_record, module)
         logits = super().step(batch)
         self.records.append((batch, self._layers))
         return logits

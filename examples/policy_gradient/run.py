@@ -31,11 +31,13 @@ def run(options: argparse.Namespace) -> int:
     for framework in options.framework:
         policy: Any = (JaxPolicy if framework == "jax" else TorchPolicy)(model, LIMITS)
         print(f"{framework}: {model.name}, {len(prompts)} prompts")
-        is_equal &= _run(policy, prompts, options)
+        for _ in range(options.iterations):
+            is_equal &= _run(policy, prompts, options)
     return 0 if is_equal else 1
 
 
 def _run(policy: Any, prompts: list[list[int]], options: argparse.Namespace) -> bool:
+    policy.records.clear()
     sampling = Sampling(options.max_new_tokens, temperature=1.0)
     answers = generate(policy, prompts, sampling, LIMITS, frozenset()).answers
     sequences = [[*p, *a.tokens[:-1]] for p, a in zip(prompts, answers, strict=True)]

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from examples import page  # noqa: E402
 from examples.generate import cache_dtypes, engine, transformers_backend  # noqa: E402
 from examples.generate.__main__ import main  # noqa: E402
-from examples.generate.engine import Sampling, choose  # noqa: E402
+from examples.generate.engine import Answer, Sampling, choose  # noqa: E402
 from examples.generate.runners import RUNNERS, JaxMeshRunner, JaxRunner  # noqa: E402
 from harness import checkpoint, hlo  # noqa: E402
 from harness.checkpoint import Checkpoint  # noqa: E402
@@ -203,10 +204,56 @@ def test_what_fewer_bits_in_a_cache_cost(model: Checkpoint) -> None:
     assert errors["int8"] < errors["int8 K, int4 V"] < 2 * errors["int4"]
 
 
-def test_a_small_pool_preempts(model: Checkpoint) -> None:
-    limits = replace(LIMITS, num_blocks=16)
-    backend = RUNNERS["torch"](model, limits)
-    assert engine.generate(backend, prompts(), SAMPLING, limits, frozenset()).preemptions > 0
+@pytest.fixture(scope="module")
+def jax_alone(model: Checkpoint) -> list[Answer]:
+    """The answers that the backend jax gives to each prompt alone."""
+    backend = JaxRunner(model, LIMITS)
+    generate = partial(engine.generate, backend, sampling=SAMPLING, limits=LIMITS)
+    stop_tokens = model.stop_tokens
+    return [generate(prompts=[x], stop_tokens=stop_tokens).answers[0] for x in prompts()]
+
+
+@pytest.mark.parametrize(
+    ("changes", "preempts"),
+    [
+        ({"max_seqs": 2}, False),
+        ({"block_size": 16, "max_blocks_per_seq": 4, "token_budget": 128}, False),
+        ({"num_blocks": 16}, True),
+        ({"num_blocks": 16, "reserve": True}, False),
+    ],
+    ids=str,
+)
+def test_jax_gives_requests_that_come_later_the_bits_of_each_alone(
+    model: Checkpoint,
+    torch_tokens: list[list[int]],
+    jax_alone: list[Answer],
+    changes: dict[str, int],
+    preempts: bool,
+) -> None:
+    """Those of tokens that are computed anew after a preemption, too."""
+    limits = replace(LIMITS, **changes)
+    backend = JaxRunner(model, limits)
+    served = engine.Engine(backend, limits, model.stop_tokens)
+    answers = []
+    for prompt in prompts():
+        answers.append(served.add(prompt, SAMPLING))
+        served.step()
+    assert not any(answer.tokens for answer in answers[limits.max_seqs + 1 :])  # they wait
+    while not served.is_done:
+        served.step()
+    assert [answer.tokens for answer in answers] == torch_tokens
+    assert [answer.logprobs for answer in answers] == [answer.logprobs for answer in jax_alone]
+    assert (served.preemptions > 0) == preempts
+    assert backend.compiles() == len(limits.buckets)
+
+
+def test_requests_are_refused_when_they_are_added(model: Checkpoint) -> None:
+    served = engine.Engine(JaxRunner(model, LIMITS), LIMITS)
+    served.add([3], SAMPLING)
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        served.add([], SAMPLING)
+    with pytest.raises(ValueError, match="prompt 1 has 60 tokens, .* a sequence holds 64"):
+        served.add([3] * 60, SAMPLING)
 
 
 def test_sampling_depends_on_the_seed_and_not_on_the_batch(
@@ -223,7 +270,7 @@ def test_sampling_depends_on_the_seed_and_not_on_the_batch(
 def test_jax_updates_donated_caches_without_a_copy(model: Checkpoint) -> None:
     backend = JaxRunner(model, LIMITS)
     batch = engine.empty_step(backend, LIMITS, LIMITS.max_seqs)
-    compiled = backend._forward.lower(backend._params, backend._caches, batch).compile()
+    compiled = backend._forward.lower(backend.params, backend._caches, batch).compile()
     text = compiled.as_text()
     assert text.count('custom_call_target="xla_gpu_kv_cache_update"') == 3
     assert not re.findall(r"f32\[64,4,4,16\]\S* copy", text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,14 @@ def test_sampled_and_trained_attention_has_the_same_bits(
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
     options = ["--model", str(tmp_path), "--framework", framework, "--learning-rate", "0.5"]
-    assert main(options) == 0
+    assert main([*options, "--iterations", "2"]) == 0
     printed = capsys.readouterr().out
-    assert "varlen_attention: attention has the sampler's bits in 2 of 2 layers" in printed
-    ratios = [float(x.split()[-1]) for x in printed.splitlines() if "importance ratio" in x]
-    assert len(ratios) == 2
-    assert max(ratios) < 1e-4
-    first, second = (float(x.split("loss ")[1].split(",")[0]) for x in printed.splitlines()[-2:])
-    assert second < first
+    equal = "varlen_attention: attention has the sampler's bits in 2 of 2 layers"
+    assert printed.count(equal) == 2
+    ratios = re.findall(r"(\S+): largest .* importance ratio from 1: (\S+)", printed)
+    assert [name for name, _ in ratios] == 2 * ["varlen_attention", "framework's"]
+    assert max(float(ratio) for _, ratio in ratios) < 1e-4
+    if framework == "jax":  # PyTorch's matrix products may round differently for other shapes
+        assert {float(ratio) for name, ratio in ratios if name == "varlen_attention"} == {0}
+    losses = [float(loss) for loss in re.findall(r"loss ([^,]+),", printed)]
+    assert losses[1] < losses[0] and losses[3] < losses[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,21 @@ def test_the_scheduler_gives_each_token_its_own_slot(seed: int) -> None:
         request.number for request in sorted(scheduler.finished, key=lambda r: r.number)
     ] == list(range(40))
     assert scheduler.generated_tokens == sum(a.generated_tokens for a in arrivals(40, seed))
+
+
+def test_reserved_blocks_make_a_request_wait_that_would_be_preempted() -> None:
+    scheduler = Scheduler([], replace(SMALL, reserve=True))
+    assert [scheduler.add(arrival) for arrival in arrivals(40)] == [*range(40)]
+    waited = 0
+    while not scheduler.is_done:
+        step = scheduler.next_step(0.0)
+        assert step is not None
+        for request in scheduler.running:
+            assert len(request.blocks) == -(-request.total_tokens // SMALL.block_size)
+        waited += bool(scheduler.waiting) and len(scheduler.running) < SMALL.max_seqs
+        scheduler.complete()
+    assert scheduler.preemptions == scheduler.used_blocks == 0 < waited
+    assert len(scheduler.finished) == 40
 
 
 def test_a_request_longer_than_a_sequence_may_be_is_cut_and_counted() -> None:

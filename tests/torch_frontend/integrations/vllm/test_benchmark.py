@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from benchmarks import contest
 from benchmarks import vllm as benchmark
+from benchmarks.cpu import peers
+from benchmarks.workloads import DEEPSEEK, Workload
 from tests.support.model_families import model_of
 
 
@@ -25,3 +30,13 @@ def test_call_overheads() -> None:
     found = benchmark.call_overheads(rounds=1, calls=10)
     for times in found.values():
         assert times["operator"] > times["kernel"] > 0
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_latent_decoding_of_vllm_itself(dtype: str, block_size: int) -> None:
+    lengths = ((1, 300), (1, 16), (1, 1))
+    workload = Workload("", "decode", DEEPSEEK, lengths, block_size, dtype)
+    operands = workload.operands("cpu")
+    result = peers.vllm(workload, operands)()
+    assert contest.error_of(result, workload, operands) < 1
