@@ -187,11 +187,12 @@ def layout(tensor: torch.Tensor) -> Layout:
 def _maker(spec: ArraySpec, device: torch.device) -> Callable[[], torch.Tensor]:
     """A function that makes a tensor of this shape and dtype."""
     dtype = getattr(torch, spec.dtype)
-    if device.type != "cpu":
+    # What Inductor's programs call, a private function: 2,300 instructions, where torch.empty takes
+    # 7,300.
+    empty_strided = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
+    if device.type != "cpu" or empty_strided is None:
         return partial(torch.empty, spec.shape, dtype=dtype, device=device)
-    # What Inductor's programs call: 2,300 instructions, of which torch.empty takes 7,300.
     strides = torch.empty(spec.shape, device="meta").stride()
-    empty_strided = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
     return partial(empty_strided, spec.shape, strides, dtype)
 
 
