@@ -212,7 +212,8 @@ def _vllm_latent(workload: Workload, operands: list[torch.Tensor]) -> Contestant
         own_tables[s, : len(own)] = own
         slots = (own.long()[:, None] * 16 + torch.arange(16)).flatten()[:context]
         kv.flatten(0, 1)[slots] = rows[:context]
-    scale, columns = workload.model.attributes()["scale"], workload.model.value_head_size
+    model = workload.model
+    scale, columns = model.attributes()["scale"], model.value_head_size or model.head_size
 
     def run() -> torch.Tensor:
         out = query.new_empty(*query.shape[:2], columns)
