@@ -177,15 +177,15 @@ struct WarpProducts {
                                             const float (&weights)[kKeys / 8][4]) {
     PackedWeights packed[1];
     PackWeights<Weight>(weights, packed[0]);
-    AddValues<Weight>(values, first_key, packed, *reinterpret_cast<WarpProducts(*)[1]>(this));
+    AddValues<Weight>(Lane(), values, first_key, packed,
+                      *reinterpret_cast<WarpProducts(*)[1]>(this));
   }
 
-  // The same for several groups of rows: V is read once.
+  // The same for several groups of rows: V is read once. `lane`: of the thread.
   template <typename Weight, int kGroups>
-  static __device__ __forceinline__ void AddValues(const C* values, int first_key,
+  static __device__ __forceinline__ void AddValues(int lane, const C* values, int first_key,
                                                    const PackedWeights (&packed)[kGroups],
                                                    WarpProducts (&groups)[kGroups]) {
-    const int lane = kGroups == 1 ? Lane() : gpu::Opaque(threadIdx.x) % gpu::kWarpSize;
     const int value_row = ValueRows::Offset(first_key + lane % 16, lane / 16);
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n) {
