@@ -312,13 +312,8 @@ class TensorCorePrefillItem {
     if constexpr (!kIsInteger<C>) {
       if (common.RowsDiffer(item_, begin, begin + kTile)) SetAsideNonFinite(begin, scales);
     }
-    if (const int num_groups = NumGroups(); num_groups == kGroups) {
-      Products::template AddValues<Weight>(Lane(), layout_.values, 0, packed, products_);
-    } else if (num_groups == 1) {
-      Products::template AddValues<Weight>(Lane(), layout_.values, 0,
-                                           reinterpret_cast<PackedWeights(&)[1]>(packed),
-                                           reinterpret_cast<Products(&)[1]>(products_));
-    }
+    Products::template AddValues<Weight, kTakesAllQueries<C, kHeadSize>>(
+        Lane(), layout_.values, 0, packed, products_, NumGroups());
   }
 
   template <typename Groups>
