@@ -936,7 +936,7 @@ BATCHES = {
     "DecodeAttention": [((1, 900), (2, 300), (0, 7), (1, 70)), ((3, 700),)],
     "PrefillAttention": [((20, 150), (1, 90), (70, 90)), MANY],
     "TensorCoreAttention": [((1, 600), (20, 130), (0, 7), (3, 70)), MANY],
-    "TensorCorePrefill": [((70, 150), (1, 90), (20, 90)), MANY_LONG],
+    "TensorCorePrefill": [((70, 150), (1, 90), (40, 90)), MANY_LONG],
     "CudaCoreAttention": [((1, 600), (5, 50), (0, 7), (3, 70)), MANY],
     "Combine": [((1, 600), (5, 50), (0, 7), (2, 530)), MANY],
 }
@@ -948,18 +948,13 @@ FEATURES_THAT_CHANGE: dict[str, dict[str, Any]] = {
     "causal": {"causal": False, "causal_seqs": True},
     "int8": {"cache_dtype": "int8", "scales": "per head"},
 }
-OF_KERNEL: dict[tuple[str, bool], dict[str, Any]] = {
-    ("CudaCoreAttention", False): {"dtype": "float32", "head_size": 16},
-    ("CudaCoreAttention", True): {"dtype": "float32", "head_size": 16},
-    ("TensorCoreAttention", False): {"head_size": 256},
-}
-"""What a kernel takes, by whether the cache is int8."""
 CASES_THAT_CHANGE: dict[str, list[Case | UpdateCase]] = {
     kernel: [
         Case(
             id=f"changes-{name}-{len(sequences)}",
             sequences=sequences,
-            **HALF | OF_KERNEL.get((kernel, name == "int8"), {}) | feature,
+            **(dict(HALF, dtype="float32", head_size=16) if kernel == "CudaCoreAttention" else HALF),
+            **feature,
         )
         for sequences in batches
         for name, feature in FEATURES_THAT_CHANGE.items()

@@ -234,28 +234,6 @@ __device__ __forceinline__ void MultiplyAdd(float (&c)[4], const uint32_t (&a)[4
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The same, or nothing: the same in all lanes. Behind a branch, ptxas would take the lanes of the
-// warp for apart from then on, and bring them together in each turn of a loop.
-__device__ __forceinline__ void MultiplyAddIf(bool executes, float (&c)[4], const uint32_t (&a)[4],
-                                              uint32_t b0, uint32_t b1, Half) {
-  asm("{\n.reg .pred p;\nsetp.ne.u32 p, %10, 0;\n@p "
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};\n}"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1),
-        "r"(static_cast<uint32_t>(executes)));
-}
-
-__device__ __forceinline__ void MultiplyAddIf(bool executes, float (&c)[4], const uint32_t (&a)[4],
-                                              uint32_t b0, uint32_t b1, BFloat16) {
-  asm("{\n.reg .pred p;\nsetp.ne.u32 p, %10, 0;\n@p "
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};\n}"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1),
-        "r"(static_cast<uint32_t>(executes)));
-}
-
 // The bits of two packed 16-bit numbers, and __half2 of such bits.
 template <typename Pair>
 __device__ __forceinline__ uint32_t BitsOf(Pair pair) {

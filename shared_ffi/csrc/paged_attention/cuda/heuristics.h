@@ -125,6 +125,13 @@ inline bool TakesBoxes(const Params& p) {
 #endif
 }
 
+// The head size that the tensor core kernel of a call must have at least. Wide heads whose V is a
+// part of K have a kernel of their own, which is for larger heads than any other.
+inline int64_t TensorCoreHeadSize(const Params& p) {
+  const bool is_wide = p.head_size > kMaxColumns;
+  return is_wide && p.is_latent ? Larger(p.head_size, kMaxOwnValues + 1) : p.head_size;
+}
+
 // Whether the tensor core kernel for heads of this size has room for the V of a call.
 inline bool FitsValues(int head_size, const Params& p) {
   if (head_size > kMaxOwnValues && !p.is_latent) return false;
@@ -137,32 +144,6 @@ bool HeadOffsetsFit32BitChunks(const Params& p) {
   const int64_t last = p.cache.Offset(p.num_blocks - 1, p.block_size - 1) +
                        (p.num_kv_heads - 1) * p.cache.head_stride;
   return last < int64_t{UINT32_MAX} * (16 / static_cast<int64_t>(sizeof(C)));
-}
-
-// Whether there is a TensorCorePrefill. Wider heads would need more registers than there are, and
-// int4 is widened on its way to shared memory.
-inline constexpr int kMaxPrefillHead = 128;
-template <typename C, int kHeadSize>
-inline constexpr bool kHasTensorCorePrefill =
-    kHeadSize <= kMaxPrefillHead && !std::is_same_v<C, Int4OrInt8>;
-
-// Whether it takes all queries, and there is no TensorCoreAttention. To leave out the groups of
-// rows that a short query has not takes registers that are not there with a cache of 8 bits.
-template <typename C, int kHeadSize>
-inline constexpr bool kTakesAllQueries = kHasTensorCorePrefill<C, kHeadSize> && !kIs8Bit<C>;
-
-// The head size that the tensor core kernel of a call must have at least. C: type of the cache.
-// TensorCorePrefill counts offsets in 32 bits: larger caches take a kernel for larger heads. Wide
-// heads whose V is a part of K have a kernel of their own, which is for larger heads than any
-// other.
-template <typename C>
-int64_t TensorCoreHeadSize(const Params& p) {
-  int64_t size = p.head_size;
-  if (kTakesAllQueries<C, 1> && !HeadOffsetsFit32BitChunks<C>(p)) {
-    size = Larger(size, kMaxPrefillHead + 1);
-  }
-  const bool is_wide = size > kMaxColumns;
-  return is_wide && p.is_latent ? Larger(size, kMaxOwnValues + 1) : size;
 }
 
 inline constexpr int kRowsPerWarpTile = 16;  // query rows of a tensor core product

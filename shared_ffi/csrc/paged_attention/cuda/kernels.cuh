@@ -25,16 +25,19 @@ struct AttentionKernel {
   int variant = 0;            // TensorCoreAttention: groups of 16 rows; TensorCorePrefill: its tile
 };
 
-// The kernel for queries of one tile, and for longer ones where these have none of their own.
 // Defined in tensor_core.cu, which is compiled once for each combination. T: type of the query. C:
 // type of the cache.
 template <typename T, typename C, int kHeadSize>
-AttentionKernel TensorCoreKernelOf(const gpu::Device& device, const Params& p);
+AttentionKernel TensorCoreKernelOf(const Params& p);
 
-// The kernel for queries of more than one tile alone. Defined there, too. No rows where there is no
-// such kernel.
+// Whether there is a TensorCorePrefill. Wider heads would need more registers than there are, and
+// int4 is widened on its way to shared memory.
+template <typename C, int kHeadSize>
+inline constexpr bool kHasTensorCorePrefill = kHeadSize <= 128 && !std::is_same_v<C, Int4OrInt8>;
+
+// Defined there, too. No rows where there is no such kernel.
 template <typename T, typename C, int kHeadSize>
-AttentionKernel LongTensorCoreKernelOf(const gpu::Device& device);
+AttentionKernel TensorCorePrefillOf(const gpu::Device& device);
 
 struct DecodeKernel {
   gpu::Kernel<Params, Scratch, DecodeNumbers> kernel;

@@ -177,17 +177,15 @@ struct WarpProducts {
                                             const float (&weights)[kKeys / 8][4]) {
     PackedWeights packed[1];
     PackWeights<Weight>(weights, packed[0]);
-    AddValues<Weight>(Lane(), values, first_key, packed,
-                      *reinterpret_cast<WarpProducts(*)[1]>(this));
+    AddValues<Weight>(values, first_key, packed, *reinterpret_cast<WarpProducts(*)[1]>(this));
   }
 
-  // The same for several groups of rows: V is read once. `lane`: of the thread. kLeavesOut: only
-  // for the first num_groups.
-  template <typename Weight, bool kLeavesOut = false, int kGroups>
-  static __device__ __forceinline__ void AddValues(int lane, const C* values, int first_key,
+  // The same for several groups of rows: V is read once.
+  template <typename Weight, int kGroups>
+  static __device__ __forceinline__ void AddValues(const C* values, int first_key,
                                                    const PackedWeights (&packed)[kGroups],
-                                                   WarpProducts (&groups)[kGroups],
-                                                   [[maybe_unused]] int num_groups = kGroups) {
+                                                   WarpProducts (&groups)[kGroups]) {
+    const int lane = kGroups == 1 ? Lane() : gpu::Opaque(threadIdx.x) % gpu::kWarpSize;
     const int value_row = ValueRows::Offset(first_key + lane % 16, lane / 16);
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n) {
@@ -213,13 +211,8 @@ struct WarpProducts {
           } else {
 #pragma unroll
             for (int g = 0; g < kGroups; ++g) {
-              auto& sums = groups[g].sums[chunk + i];
-              if constexpr (kLeavesOut) {
-                gpu::MultiplyAddIf(g < num_groups, sums, packed[g][n], value[2 * i],
-                                   value[2 * i + 1], Weight{});
-              } else {
-                gpu::MultiplyAdd(sums, packed[g][n], value[2 * i], value[2 * i + 1], Weight{});
-              }
+              gpu::MultiplyAdd(groups[g].sums[chunk + i], packed[g][n], value[2 * i],
+                               value[2 * i + 1], Weight{});
             }
           }
         }

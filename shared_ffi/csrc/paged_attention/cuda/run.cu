@@ -67,9 +67,9 @@ AttentionKernel PortableKernelFor(const gpu::Device& device, const Params& p) {
   if constexpr (kHasTensorCores<T>) {
     AttentionKernel kernel;
     const auto take = [&](auto head_size) {
-      if (FitsValues(head_size, p)) kernel = TensorCoreKernelOf<T, C, head_size>(device, p);
+      if (FitsValues(head_size, p)) kernel = TensorCoreKernelOf<T, C, head_size>(p);
     };
-    if (IsAligned<C>(p)) WithSmallest(TensorCoreHeadSizes<C>(), TensorCoreHeadSize<C>(p), take);
+    if (IsAligned<C>(p)) WithSmallest(TensorCoreHeadSizes<C>(), TensorCoreHeadSize(p), take);
     if (kernel.rows_per_item > 0 && kernel.kernel.shared_bytes <= device.shared_bytes) {
       return kernel;
     }
@@ -123,6 +123,9 @@ std::optional<PrefillKernel> PrefillKernelFor(const gpu::Device& device, const P
 }
 
 // The portable kernel for queries of more than one tile. Nothing if they have none of their own.
+// Those of one tile keep TensorCoreAttention: if TensorCorePrefill leaves out what they have not,
+// it takes a third more instructions for 64 rows, spills registers with 8-bit caches, and its turns
+// for long queries grow.
 template <typename T>
 std::optional<AttentionKernel> LongPortableKernelFor(const gpu::Device& device, const Params& p) {
   std::optional<AttentionKernel> found;
@@ -130,8 +133,8 @@ std::optional<AttentionKernel> LongPortableKernelFor(const gpu::Device& device, 
     WithCacheType<T>(p, [&](auto cache) {
       using C = decltype(cache);
       if (!IsAligned<C>(p) || !HeadOffsetsFit32BitChunks<C>(p)) return;
-      WithSmallest(TensorCoreHeadSizes<C>(), TensorCoreHeadSize<C>(p), [&](auto head_size) {
-        const auto kernel = LongTensorCoreKernelOf<T, C, head_size>(device);
+      WithSmallest(TensorCoreHeadSizes<C>(), TensorCoreHeadSize(p), [&](auto head_size) {
+        const auto kernel = TensorCorePrefillOf<T, C, head_size>(device);
         if (kernel.rows_per_item > 0) found = kernel;
       });
     });
@@ -257,25 +260,19 @@ void AddLaunches(std::vector<KernelLaunch>* launches) {
   p.num_heads = p.num_kv_heads = p.block_size = 1;
   for (const int64_t max_query_len : {0, 1}) {  // any query length, and one query token
     p.max_query_len = max_query_len;
-    const auto any = [&](auto head_size) {
-      AttentionKernel attention;
-      if constexpr (!kTakesAllQueries<C, head_size>) {
-        attention = TensorCoreKernelOf<SomeQuery, C, head_size>({}, p);
-      }
+    const auto tensor_core = [&](auto head_size) {
+      const auto attention = TensorCoreKernelOf<SomeQuery, C, head_size>(p);
       return std::pair(attention.kernel, attention.variant);
     };
-    AddLaunches<C>("TensorCoreAttention", TensorCoreHeadSizes<C>(), any, launches);
+    AddLaunches<C>("TensorCoreAttention", TensorCoreHeadSizes<C>(), tensor_core, launches);
   }
   for (const int shared_bytes : {0, kWideTileBytes}) {  // KV tiles of 32 and of 64 positions
     const gpu::Device device{0, 0, 80, shared_bytes};
-    const auto prefill = [&](auto head_size) {
-      AttentionKernel attention = LongTensorCoreKernelOf<SomeQuery, C, head_size>(device);
-      if constexpr (kTakesAllQueries<C, head_size>) {
-        attention = TensorCoreKernelOf<SomeQuery, C, head_size>(device, p);
-      }
+    const auto long_queries = [&](auto head_size) {
+      const auto attention = TensorCorePrefillOf<SomeQuery, C, head_size>(device);
       return std::pair(attention.kernel, attention.variant);
     };
-    AddLaunches<C>("TensorCorePrefill", TensorCoreHeadSizes<C>(), prefill, launches);
+    AddLaunches<C>("TensorCorePrefill", TensorCoreHeadSizes<C>(), long_queries, launches);
   }
   const auto add_decode = [&](auto kib) {
     const auto decode = [&](auto head_size) {

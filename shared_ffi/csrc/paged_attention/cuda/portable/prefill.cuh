@@ -1,4 +1,4 @@
-// Attention on tensor cores, on any GPU from sm_80 on, with heads of up to 128.
+// Attention of long queries on tensor cores, on any GPU from sm_80 on.
 //
 // It has the shape of FlashAttention 2, which feeds the tensor cores best where warps read K and V
 // from shared memory by themselves: a thread block has four warps of 32 rows, so that each read of
@@ -8,8 +8,7 @@
 //
 // A KV tile that all rows attend to takes the plain turn, for both groups of 16 rows of a warp at
 // once. Other tiles, and all tiles of calls with soft caps or ALiBi, take the general turn. It
-// turns the logits of one group after the other into weights: there are registers for one. Work
-// items of up to 64 rows take it, too: it leaves out the groups that have no rows.
+// turns the logits of one group after the other into weights: there are registers for one.
 #pragma once
 
 #include "../products.cuh"
@@ -117,8 +116,7 @@ class TensorCorePrefillItem {
 
   __device__ void Compute(const Scratch& scratch) {
     if (Thread() == 0) {
-      const bool has_plain =
-          NumGroups() == kGroups && p_.scale > 0 && p_.soft_cap == 0 && p_.alibi_slopes == nullptr;
+      const bool has_plain = p_.scale > 0 && p_.soft_cap == 0 && p_.alibi_slopes == nullptr;
       *layout_.turns = PrefillTurns(p_, item_, kTile, has_plain);
     }
     __syncthreads();
@@ -145,12 +143,6 @@ class TensorCorePrefillItem {
   static __device__ __forceinline__ int Lane() { return Thread() % gpu::kWarpSize; }
   static __device__ __forceinline__ int Warp() { return Thread() / gpu::kWarpSize; }
   static __device__ __forceinline__ int WarpRow() { return Warp() * kRowsPerWarpTile; }
-
-  // The warp's groups that have rows, or all of them.
-  __device__ __forceinline__ int NumGroups() const {
-    if constexpr (!kTakesAllQueries<C, kHeadSize>) return kGroups;
-    return static_cast<unsigned>(item_.num_rows - WarpRow() + kGroupRows - 1) / kGroupRows;
-  }
 
   __device__ __forceinline__ void SetBad(bool is_bad) const {
     const unsigned thread = Thread();
@@ -267,7 +259,7 @@ class TensorCorePrefillItem {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) Softmax::RescaleAll(rescales[g], products_[g].sums);
     }
-    Products::template AddValues<Weight>(Lane(), layout_.values, 0, packed, products_);
+    Products::template AddValues<Weight>(layout_.values, 0, packed, products_);
   }
 
   __device__ __forceinline__ void GeneralTurn(int32_t tile, const CommonRange& common) {
@@ -279,7 +271,7 @@ class TensorCorePrefillItem {
     float rescales[kGroups][2];
     PackedWeights packed[kGroups];
 #pragma unroll 1
-    for (int g = 0; g < NumGroups(); ++g) {
+    for (int g = 0; g < kGroups; ++g) {
       float logits[1][kTile / 8][4] = {};
       const int group_row = WarpRow() + g * kGroupRows;
       Products::template MultiplyByKeys<2>(layout_.query, group_row, 0, layout_.keys, 0, logits);
@@ -297,7 +289,6 @@ class TensorCorePrefillItem {
       softmax.CopyStates(states_[0]);
       if constexpr (kIs8Bit<C>) Products::ScaleWeights(scales, logits[0]);
       Products::template PackWeights<Weight>(logits[0], packed[0]);
-      if (NumGroups() == 1) break;
       // The groups take turns in the registers: the loop has one body.
       Swap(states_);
       Swap(rescales);
@@ -306,14 +297,11 @@ class TensorCorePrefillItem {
     WaitForTile();
     CopyNextKeys(tile);
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      if (g < NumGroups()) Softmax::RescaleSums(rescales[g], products_[g].sums);
-    }
+    for (int g = 0; g < kGroups; ++g) Softmax::RescaleSums(rescales[g], products_[g].sums);
     if constexpr (!kIsInteger<C>) {
       if (common.RowsDiffer(item_, begin, begin + kTile)) SetAsideNonFinite(begin, scales);
     }
-    Products::template AddValues<Weight, kTakesAllQueries<C, kHeadSize>>(
-        Lane(), layout_.values, 0, packed, products_, NumGroups());
+    Products::template AddValues<Weight>(layout_.values, 0, packed, products_);
   }
 
   template <typename Groups>
@@ -357,23 +345,17 @@ class TensorCorePrefillItem {
     __syncthreads();
   }
 
-  // Stores the sums of one group of the warp.
-  __device__ __forceinline__ void Store(const RowState (&states)[2],
-                                        const Products& products) const {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = WarpRow() + Lane() / 4 + 8 * r;
-      products.Store(r, SoftmaxOf(0, states).State(r), layout_.states + row,
-                     layout_.sums + row * Layout::kSumStride);
-    }
-  }
-
   // Writes the rows, those of one group of each warp after those of the other.
   __device__ void Finish(const Scratch& scratch, bool is_bad) {
-#pragma unroll 1
-    for (int g = 0; g * kGroupRows < item_.num_rows; ++g) {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
       if (g > 0) __syncthreads();  // everyone has left the sums
-      g == 0 ? Store(states_[0], products_[0]) : Store(states_[1], products_[1]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = WarpRow() + Lane() / 4 + 8 * r;
+        products_[g].Store(r, SoftmaxOf(0, states_[g]).State(r), layout_.states + row,
+                           layout_.sums + row * Layout::kSumStride);
+      }
       __syncthreads();
       Item rows = item_;
       rows.first_row += g * kGroupRows;
@@ -401,7 +383,6 @@ __global__ void __launch_bounds__(kThreads, 2)
     const Layout layout(gpu::SharedMemory());
     gpu::WaitForKernelsBefore();
     gpu::LetNextKernelBegin();
-    ResetCounter(scratch);
     if (gpu::Opaque(threadIdx.x) == 0) layout.positions->block_size = Divisor(p.block_size);
     typename Layout::PrefillSchedule schedule(p, lengths, kPrefillTileRows, layout.schedule);
     while (const Item* item = schedule.FindDealt()) {

@@ -1,5 +1,4 @@
-// Attention on tensor cores, on any GPU from sm_80 on, of what TensorCorePrefill does not take:
-// wide heads, caches of 4 bits, and short queries with caches of 8 bits.
+// Attention on tensor cores for float16 and bfloat16 queries, on any GPU from sm_80 on.
 //
 // A thread block computes the rows of a work item, one KV tile after the other. Later KV tiles are
 // copied to shared memory meanwhile. Each warp has 16 rows and all positions. Where there is no
