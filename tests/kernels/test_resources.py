@@ -318,9 +318,8 @@ def test_weights_are_computed_while_values_are_multiplied(
     *plain_turns, other = turns(prefill_kernel(folder, cache, head_size))
     half = {64: 32, 128: 32, 192: 16, 256: 12}[head_size]
     assert other.exponentials()[0] >= 2 * half
-    assert len(plain_turns) == (1 if cache == "BFloat16" else 0)
-    for plain in plain_turns:
-        assert min(plain.exponentials()) >= half
+    (plain,) = plain_turns
+    assert min(plain.exponentials()) >= half
 
 
 @pytest.mark.parametrize("by", [cycles.THREADS, cycles.BOXES], ids=["threads", "boxes"])
@@ -357,7 +356,7 @@ def test_a_warp_copies_boxes_with_few_instructions(folder: Path) -> None:
     [
         ("BFloat16", cycles.THREADS, (2200, 2400)),
         ("BFloat16", cycles.BOXES, (2150, 2350)),
-        ("Float8E4M3", cycles.THREADS, (3000, 3100)),
+        ("Float8E4M3", cycles.THREADS, (2400, 2600)),
     ],
     ids=["threads", "boxes", "float8"],
 )
@@ -365,7 +364,8 @@ def test_a_turn_keeps_the_tensor_cores_busy(
     folder: Path, cache: str, by: str, limits: tuple[int, int]
 ) -> None:
     """In the model, which says nothing of an actual GPU. The producer and both consumers run. The
-    products take 2048 cycles. A cache of 8 bits has no plain turn."""
+    products take 2048 cycles. A cache of 8 bits is widened by the producer, which with the consumers
+    keeps the unit for conversions and comparisons busy."""
     code = prefill_kernel(folder, cache, 128)
     turn = cycles.turns_of(code, without="MEMBAR" if by == cycles.BOXES else "$^")[0]
     for ports, limit in zip(cycles.PORTS, limits, strict=True):

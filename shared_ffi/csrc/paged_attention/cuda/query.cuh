@@ -48,17 +48,17 @@ __device__ __forceinline__ void ForQueryRows(const Params& p, const Item& item, 
 }
 
 // The offsets in query of a row of a query tile, and of those that are kStep rows further each:
-// found by two divisions for all of them. A row that does not exist has one, too. `group`:
-// GqaGroupSize.
+// found by one division for all of them. A row that does not exist has one, too. `group`:
+// GqaGroupSize. `tokens`: kStep / group.
 template <int kStep>
 class QueryRowsApart {
  public:
   __device__ __forceinline__ QueryRowsApart(const Params& p, const Item& item, uint32_t group,
-                                            int row)
+                                            uint32_t tokens, int row)
       : group_(group) {
     const auto sequence_row = static_cast<uint32_t>(item.first_row) + row;
     const auto head_size = static_cast<uint32_t>(p.head_size);
-    const uint32_t token = sequence_row / group, tokens = kStep / group;
+    const uint32_t token = sequence_row / group;
     head_ = sequence_row - token * group;
     heads_ = kStep - tokens * group;
     offset_ = uint64_t{item.first_token + token} * p.query_stride +
@@ -90,6 +90,9 @@ class QueryRowsApart {
 struct alignas(16) FourPairs {
   uint32_t pair[4] = {};
 };
+
+// The smallest factor of HalvesOf.
+inline constexpr float kSmallestFactor = 1.17549435e-38f;  // 2^-126
 
 // A chunk of a query row as float16. The row is divided by a power of two, `factor`, that leaves
 // its largest number below 4. The kLanes lanes of the row call it together.

@@ -92,8 +92,15 @@ struct Splits {
 inline constexpr int64_t kGroupBytes = 24 << 20;  // an H100 has 50 MiB, for query and output too
 
 __device__ inline int32_t HeadsInGroup(const Params& p, const Sequence& sequence) {
-  const int64_t columns = p.is_latent ? p.head_size : p.head_size + p.value_head_size;
-  const int64_t bytes = sequence.context_len * columns * SizeOf(p.cache_dtype);
+  // For 9.0, nothing of it is known before a loop that finds items: the prefill kernel's has no
+  // registers for that.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+  const auto in_loop = [](auto number) { return gpu::Opaque(number); };
+#else
+  const auto in_loop = [](auto number) { return number; };
+#endif
+  const int64_t columns = in_loop(p.head_size) + (p.is_latent ? 0 : in_loop(p.value_head_size));
+  const int64_t bytes = sequence.context_len * columns * SizeOf(in_loop(p.cache_dtype));
   auto heads = static_cast<int32_t>(p.num_kv_heads);
   while (heads > 1 && heads * bytes > kGroupBytes && p.sliding_window == 0) heads = (heads + 1) / 2;
   return heads;

@@ -213,7 +213,11 @@ class Softmax {
   // Whether the scale waits for Weigh, which then multiplies and subtracts the largest logit in one
   // instruction: the largest must stay the largest. ToLogits then only masks.
   __device__ __forceinline__ bool ScalesLate() const {
-    return scales_[0] > 0 && scales_[1] > 0 && p_.soft_cap == 0 && p_.alibi_slopes == nullptr;
+    return scales_[0] > 0 && ScalesLate(p_, scales_[1]);
+  }
+  // The same of rows with this scale, or a larger one.
+  static __device__ __forceinline__ bool ScalesLate(const Params& p, float scale) {
+    return scale > 0 && p.soft_cap == 0 && p.alibi_slopes == nullptr;
   }
 
  private:

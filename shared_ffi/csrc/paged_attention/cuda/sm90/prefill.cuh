@@ -19,8 +19,8 @@
 // Who fills a place in shared memory, and who frees it (PrefillShared has the places, `filled` and
 // `freed` their barriers):
 //
-//   work    kItems        by a thread of the producer for each consumer; freed by the warps of that
-//                         consumer when they have written the rows
+//   work    kItems        by a thread of the producer for each consumer; freed by the warps of both
+//                         when they have written the rows
 //   query   1 a consumer  by all threads of the producer; freed by the warps of the consumer after
 //                         its last product with keys
 //   keys    kStages       by all threads of the producer, or by tensor copies for which one lane of
@@ -32,17 +32,23 @@
 // Tensor copies bring the KV tiles that lie wholly in an item, if its blocks have a multiple of
 // kBoxPositions and there are maps of the cache (PrefillMaps). Threads copy other tiles: behind the
 // end may be NaN, which a weight of zero would not remove. A consumer has fenced what threads wrote
-// when it frees a place, as a tensor copy may fill it next.
+// when it frees a place, as a tensor copy may fill it next. What the producer widens it fences
+// itself: a consumer's turn is the longer one.
 //
 // Where V is a part of K, the places of keys are freed as those of values, and no others are used.
 // V of a tile has the place behind that of its K, so that K of a tile and V of the tile before,
 // which a consumer multiplies in one turn, have places of the same number. The first place of V is
 // skipped, once, before the first tile.
 //
-// The producer fills in this order: an item's work, keys and values tile by tile, the query between
-// them (PrefillProducer::CopyTiles), the next item's work. A place is filled again for the next
-// tile, whichever item's it is: a place that a consumer has not freed is the only thing that the
-// producer waits for. The consumers free all tiles of an item, also those that they skip.
+// The producer fills in this order: keys and values tile by tile, the query between them, the next
+// item's work when all places are full (PrefillProducer::CopyTiles). A place is filled again for
+// the next tile, whichever item's it is: a place that a consumer has not freed is the only thing
+// that the producer waits for. The consumers free all tiles of an item, also those that they skip.
+//
+// A second place for a query would fit with heads of 64 alone. With 128, 192 and 256, what there is
+// takes 224, 192 and 208 of 227 KiB, and a query 32, 48 and 64. None is needed: a query is free
+// when the last product with keys ends. The next one is copied while a consumer turns logits into
+// weights, multiplies them and writes its rows.
 #pragma once
 
 #include "../../../gpu/sm90.cuh"
@@ -62,7 +68,7 @@ inline constexpr int kPrefillThreads = (1 + kConsumers) * kThreads;
 template <typename C, int kHeadSize>
 struct PrefillRegisters {
   static constexpr int kLaunch = 64 * 1024 / kPrefillThreads / 8 * 8;
-  static constexpr int kProducer = kIs8Bit<C> || kHeadSize == 64 ? 88 : 64;
+  static constexpr int kProducer = kIs8Bit<C> || kHeadSize == 64 ? 88 : 72;
   static constexpr int kConsumer = kIs8Bit<C> || kHeadSize == 64 ? 208 : 216;
   static_assert(kProducer + kConsumers * kConsumer <= (1 + kConsumers) * kLaunch,
                 "consumers would wait for registers for ever");
@@ -136,6 +142,7 @@ struct PrefillWork {
   uint32_t number;     // among the items of the thread block
   float k_scale;       // of an 8-bit cache, for all positions
   float v_scale;
+  bool scale_late;  // all rows of an 8-bit cache, whatever their scales: Softmax::ScalesLate
 };
 
 // The shared memory of a thread block. T: type of the query. C: type of the cache.
@@ -143,7 +150,7 @@ template <typename T, typename C, int kHeadSize>
 struct PrefillShared {
   using Element = std::conditional_t<kIs8Bit<C>, Half, T>;
   static constexpr int kTile = kHeadSize <= 128 ? 128 : kHeadSize <= 192 ? 64 : 48;  // positions
-  static constexpr int kItems = 2;  // work items in memory
+  static constexpr int kItems = 3;  // work items in memory
   using QueryRows = SwizzledRows<Element, kConsumerRows, kHeadSize>;
   using CacheRows = SwizzledRows<Element, kTile, kHeadSize>;
   // KV tiles in memory. A thread block has 227 KiB, 2 of them for all that is small.
@@ -171,8 +178,9 @@ struct PrefillShared {
   PipelineBarriers<kItems> items_barriers;
   PrefillWork work[kItems][kConsumers];
   Schedule::Shared schedule;
-  int32_t number;  // of the producer's work item
-  uint32_t group;  // GqaGroupSize
+  int32_t number;           // of the producer's next work item
+  uint32_t group;           // GqaGroupSize
+  uint32_t tokens_in_step;  // of the query rows that are copied at a time
 
   // One thread calls it.
   __device__ void Init() {
@@ -180,6 +188,9 @@ struct PrefillShared {
     keys_barriers.Init(kThreads, kConsumers * kWarps);
     values_barriers.Init(kThreads, kConsumers * kWarps);
     items_barriers.Init(kConsumers, kConsumers * kWarps);
+    Item& before_first = work[kItems - 1][0].item;
+    before_first = {};
+    before_first.kv_head = -1;  // it has nothing to report
     if (!kIs8Bit<C>) gpu::FenceBarriers();
   }
 };

@@ -34,10 +34,6 @@ class PrefillConsumer {
   static constexpr int kTile = Shared::kTile;
   static constexpr int kColumns = kHeadSize % 128 == 0 ? 128 : 64;  // of a product with values
 
-  // For a cache of 8 bits there are no registers for them. Besides, each row has a scale of its own
-  // there, and rows would not agree on ScalesLate where one is too small for a float.
-  static constexpr bool kHasPlainTurns = !kIs8Bit<C>;
-
  public:
   __device__ PrefillConsumer(const Params& p, const Scratch& scratch, const PrefillWork& work,
                              int consumer, const PrefillMaps& maps, Shared* shared)
@@ -94,12 +90,19 @@ class PrefillConsumer {
     uint32_t weights[kTile / 16][4];
     int32_t tile = FirstTile();
     for (; tile <= LastTile(); ++tile) {
-      if constexpr (kHasPlainTurns) {
-        const int32_t count = CountPlainTurns(tile);
+      const int32_t count = CountPlainTurns(tile);
+      if constexpr (kIs8Bit<C>) {
+        // There are no registers for a loop of plain turns.
+        if (count > 0) {
+          TakePlainTurn(*stage, logits, weights);
+        } else {
+          TakeAnyTurn(tile, *stage, logits, weights);
+        }
+      } else {
         if (count > 0) TakePlainTurns(count, stage, logits, weights);
         tile += count;
+        TakeAnyTurn(tile, *stage, logits, weights);
       }
-      TakeAnyTurn(tile, *stage, logits, weights);
       *stage = stage->Next();
     }
     if (WaitForValues(tile - 1, *stage)) {
@@ -117,7 +120,9 @@ class PrefillConsumer {
   // product the query is free.
   __device__ __forceinline__ int32_t CountPlainTurns(int32_t tile) const {
     const bool is_plain = FirstTile() < tile && common_.begin <= (tile - 1) * kTile;
-    if (!is_plain || !softmax_.ScalesLate() || Shared::KeysHoldValues(p_)) return 0;
+    // With a cache of 8 bits each row has a scale of its own.
+    const bool scale_late = kIs8Bit<C> ? work_.scale_late : softmax_.ScalesLate();
+    if (!is_plain || !scale_late || Shared::KeysHoldValues(p_)) return 0;
     return max(0, min(common_.end / kTile, LastTile()) - tile);
   }
 
@@ -184,7 +189,9 @@ class PrefillConsumer {
                                                 uint32_t (&weights)[kTile / 16][4]) {
     float rescales[2];
     shared_.keys_barriers.WaitFilled(stage);
-    if (maps_.exist) {
+    if (kIs8Bit<C>) {
+      // V of the tile before is there, too: the same threads have filled it before.
+    } else if (maps_.exist) {
       // Tensor copies bring whole tiles, in any order. What they write needs no fence.
       shared_.values_barriers.WaitFilled(stage);
     } else {
@@ -255,14 +262,19 @@ class PrefillConsumer {
     }
   }
 
+  // The producer fences what it widens.
+  static __device__ __forceinline__ void FenceCopies() {
+    if constexpr (!kIs8Bit<C>) gpu::FenceAsyncProxy();
+  }
+
   __device__ void WaitForKeys(TileState stage) {
     shared_.keys_barriers.WaitFilled(stage);
-    gpu::FenceAsyncProxy();
+    FenceCopies();
   }
 
   __device__ void WaitForValues(TileState stage) {
     shared_.values_barriers.WaitFilled(stage);
-    gpu::FenceAsyncProxy();
+    FenceCopies();
   }
 
   // Returns whether V of the tile may be multiplied: a weight of zero times an infinite or NaN

@@ -5,6 +5,7 @@
 #include "../page_table.cuh"
 #include "../query.cuh"
 #include "../schedule.cuh"
+#include "../softmax.cuh"
 #include "../state.cuh"
 #include "prefill.cuh"
 
@@ -17,14 +18,14 @@ class WidenedRows {
   static constexpr int kRows = gpu::kWarpSize / kPieces;  // at a time
   static constexpr int kLoads = kPositions / kRows;
   static constexpr int kPlaces = kRows < 8 ? 8 / kRows : 1;  // the swizzle repeats after 8 rows
-  static_assert(kPositions % kRows == 0 && 8 % kPlaces == 0);
+  static_assert(kPositions % kRows == 0 && 8 % kPlaces == 0 && kRows % 2 == 0 && kPieces % 4 == 0);
 
  public:
   // Where rows of one kv head come from. Rows and columns out of range are filled with zeros.
   struct Source {
     const C* cache;
     int64_t num_columns;
-    int64_t offset_of_lane;  // each lane has the offset of one row, in bytes
+    uint32_t chunks_of_lane;  // each lane has the offset of one row, in chunks of 16 bytes
   };
 
   __device__ __forceinline__ void Load(const Source& source) {
@@ -48,21 +49,29 @@ class WidenedRows {
     uint32_t word[4] = {};
   };
 
-  static __device__ __forceinline__ int Lane() { return threadIdx.x % gpu::kWarpSize; }
-
-  __device__ __forceinline__ void Load(int i, const Source& source) {
-    const int column = Lane() % kPieces * 16;
-    const int64_t offset = gpu::Shuffle(source.offset_of_lane, i * kRows + Lane() / kPieces);
-    const auto from = reinterpret_cast<uintptr_t>(source.cache + column);
-    const bool exists = offset >= 0 && column < source.num_columns;
-    pieces_[i] = exists ? *reinterpret_cast<const Piece*>(from + offset) : Piece();
+  // Eight lanes have four pieces each of two adjacent rows: they then store each of their chunks to
+  // different banks.
+  static __device__ __forceinline__ int PieceOfLane() {
+    const int lane = threadIdx.x % gpu::kWarpSize;
+    return lane % 4 + lane / 8 * 4 % kPieces;
+  }
+  static __device__ __forceinline__ int RowOfLane() {
+    const int lane = threadIdx.x % gpu::kWarpSize;
+    return lane / 4 % 2 + lane / 8 * 4 / kPieces * 2;
   }
 
-  // Calls then(i) when piece i is stored. A piece becomes two chunks. Half of the lanes store the
-  // second one first: eight lanes then write to different banks.
+  __device__ __forceinline__ void Load(int i, const Source& source) {
+    const int column = PieceOfLane() * 16;
+    const uint32_t chunks = gpu::Shuffle(source.chunks_of_lane, i * kRows + RowOfLane());
+    const auto from = reinterpret_cast<uintptr_t>(source.cache + column);
+    const bool exists = chunks != kNoSlot && column < source.num_columns;
+    pieces_[i] = exists ? *reinterpret_cast<const Piece*>(from + uint64_t{chunks} * 16) : Piece();
+  }
+
+  // Calls then(i) when piece i is stored. A piece becomes two chunks.
   template <typename Then>
   __device__ __forceinline__ void ForEachStored(Half* tile, int first_row, const Then& then) {
-    const int piece = Lane() % kPieces, row = first_row + Lane() / kPieces, first = piece / 4 % 2;
+    const int piece = PieceOfLane(), row = first_row + RowOfLane();
     Half* to[kPlaces];
 #pragma unroll
     for (int i = 0; i < kPlaces; ++i) {
@@ -74,12 +83,11 @@ class WidenedRows {
       const uint32_t(&word)[4] = pieces_[i].word;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const bool is_second = half != first;
         FourPairs chunk;
-        Widen(is_second ? word[2] : word[0], chunk.pair);
-        Widen(is_second ? word[3] : word[1], chunk.pair + 2);
+        Widen(word[2 * half], chunk.pair);
+        Widen(word[2 * half + 1], chunk.pair + 2);
         const int rows = i / kPlaces * kPlaces * kRows;
-        *reinterpret_cast<FourPairs*>(to[i % kPlaces] + (is_second ? second : 0) +
+        *reinterpret_cast<FourPairs*>(to[i % kPlaces] + half * second +
                                       rows * CacheRows::kBlockColumns) = chunk;
       }
       then(i);
@@ -105,6 +113,7 @@ class PrefillProducer {
   static constexpr int kPositions = kTile / kWarps;  // of a KV tile for each warp
   static_assert(kPositions <= gpu::kWarpSize, "a lane finds the slot of one position");
   using Element = typename Shared::Element;
+  static constexpr int kQueryStep = kThreads / 8;  // query rows that are copied at a time
   struct NoRows {};
   using Widened = std::conditional_t<kIs8Bit<C>, WidenedRows<C, CacheRows, kPositions>, NoRows>;
 
@@ -120,24 +129,29 @@ class PrefillProducer {
 
   __device__ void Run(QueryLengths lengths) {
     Schedule schedule(p_, lengths, kPrefillRows, &shared_.schedule);
-    if (threadIdx.x == 0) shared_.group = static_cast<uint32_t>(GqaGroupSize(p_));
+    if (threadIdx.x == 0) {
+      shared_.group = static_cast<uint32_t>(GqaGroupSize(p_));
+      shared_.tokens_in_step = kQueryStep / shared_.group;
+    }
     gpu::Arrive(&shared_.values_barriers.filled[0]);  // the place that is skipped
     gpu::WaitForKernelsBefore();                      // the one before resets the counter
-    const ItemCounter counter(scratch_.counter, &shared_.number);
-    for (uint32_t n = 0;; ++n) {
-      const Item* item = schedule.Find(counter.Next());
-      PublishWork(item, n);
-      if (item == nullptr) break;
-      CopyTiles(*item, n);
+    for (uint32_t next = 0; CopyTiles(&schedule, next); ++next) {
     }
     gpu::CommitCopies();
     gpu::WaitCopies<0>();
   }
 
  private:
-  __device__ void PublishWork(const Item* item, uint32_t n) {
+  __device__ __forceinline__ const Item& ItemOf(uint32_t n) const {
+    return shared_.work[Shared::ItemState::Of(n).index][0].item;
+  }
+
+  // Finds work item n, whose number has been asked for. Its work may be read behind a barrier.
+  __device__ __forceinline__ void FindWork(Schedule* schedule, uint32_t n) {
+    gpu::SyncThreads(kScheduleBarrier, kThreads);
+    const Item* item = schedule->Find(shared_.number);
     if (threadIdx.x >= kConsumers) return;
-    const auto stage = Shared::ItemState::Of(n);
+    const auto stage = Shared::ItemState::Of(gpu::Opaque(n));
     shared_.items_barriers.WaitFreed(stage);
     PrefillWork& work = shared_.work[stage.index][threadIdx.x];
     if (item != nullptr) {
@@ -148,6 +162,7 @@ class PrefillProducer {
       if constexpr (kIs8Bit<C>) {
         work.k_scale = p_.k_scale.At(0, 0, item->kv_head);
         work.v_scale = p_.v_scale.At(0, 0, item->kv_head);
+        work.scale_late = Softmax::ScalesLate(p_, p_.scale * (kSmallestFactor * work.k_scale));
       }
     } else {
       work.item.num_rows = -1;
@@ -155,75 +170,109 @@ class PrefillProducer {
     gpu::Arrive(&shared_.items_barriers.filled[stage.index]);
   }
 
-  // Copies the item's tiles and its query. The consumers free the query of the item before, and the
-  // last place of K, when they begin the last tile of that item. The tiles for the other places
-  // therefore come first. The thread block's first item has nothing to wait for. With a cache of 8
-  // bits there are no registers for that order.
-  __device__ void CopyTiles(const Item& item, uint32_t n) {
+  // Copies the tiles and the query of the item before item `next`, and finds that one. Returns
+  // whether there is one. Item 0 follows on an item of no tiles.
+  //
+  // The consumers free the query of the item before when they begin the last tile of that item, and
+  // the last place of K with it. Two places of V are free still later. So tiles for the other
+  // places come before the query. The thread block's first query has nothing to wait for.
+  //
+  // The next item is found when all places have tiles of this one: while the consumers compute
+  // these, there is time for divisions and loads. Its number is asked for at the beginning. With a
+  // cache of 8 bits there are no registers for either: the query comes first, the next item last.
+  __device__ bool CopyTiles(Schedule* schedule, uint32_t next) {
+    const Item& item = ItemOf(next + Shared::kItems - 1);
     bool is_bad = HasBadTree(p_, item, threadIdx.x);
-    // Else what a copy needs takes registers between items.
-    if constexpr (!kIs8Bit<C>) lane_ = gpu::Opaque(lane_);
     const int32_t first = Tiles(item, kTile).begin;
-    const int32_t query_tile = first + (kIs8Bit<C> || n == 0 ? 0 : Shared::kStages - 1);
+    int32_t query_tile = first + (kIs8Bit<C> || next == 1 ? 0 : Shared::kStages - 2);
     [[maybe_unused]] Widened rows;
     // The block id of the next tile is on its way while a tile is copied. It is asked for when this
     // tile's has been used: a wait for one load in a register is a wait for the next one, too.
-    int32_t position = first * kTile + warp_ * kPositions + min(lane_, kPositions - 1);
+    int32_t position = PositionIn(first);
+    int32_t number = 0;
+    if (threadIdx.x == 0) number = atomicAdd(scratch_.counter, 1);
     int32_t block = IsIn(item, position) ? BlockOf(p_, item, position) : 0;
-    int32_t tile = first;
-    for (; tile * kTile < item.end; ++tile) {  // the end is in shared memory, not in a register
-      Slot<C> slot;
-      BoxOfLane box;
-      // The tile at the end may have NaN behind it, which must not be copied.
-      const bool is_whole = item.begin <= tile * kTile && (tile + 1) * kTile <= item.end;
-      const bool takes_boxes = !kIs8Bit<C> && maps_.exist && is_whole;
-      if (takes_boxes) {
-        HasBlock(p_, block, &is_bad);
-        box = {block, static_cast<int32_t>(InBlock(p_, position))};
-      } else if (IsIn(item, position)) {
-        slot = SlotIn<C>(p_, item, block, position, &is_bad);
+    if (threadIdx.x == 0) shared_.number = number;
+    int32_t tile = first, until = kIs8Bit<C> ? INT32_MAX : first + Shared::kStages;
+#pragma unroll 1
+    for (;;) {
+      if constexpr (!kIs8Bit<C>) {
+        // What a copy needs takes no registers between items, nor while the next one is found.
+        const int thread = gpu::Opaque(threadIdx.x);
+        lane_ = thread % gpu::kWarpSize;
+        warp_ = thread / gpu::kWarpSize;
       }
-      position += kTile;
-      gpu::KeepOrder();
-      block = IsIn(item, position) ? BlockOf(p_, item, position) : 0;
-      if (tile == query_tile) CopyQuery(item, n);
+      // The end is in shared memory, not in a register.
+      for (; tile < until && tile * kTile < item.end; ++tile) {
+        Slot<C> slot;
+        BoxOfLane box;
+        // The tile at the end may have NaN behind it, which must not be copied.
+        const bool is_whole = item.begin <= tile * kTile && (tile + 1) * kTile <= item.end;
+        const bool takes_boxes = !kIs8Bit<C> && maps_.exist && is_whole;
+        if (takes_boxes) {
+          HasBlock(p_, block, &is_bad);
+          box = {block, static_cast<int32_t>(InBlock(p_, position))};
+        } else if (IsIn(item, position)) {
+          slot = SlotIn<C>(p_, item, block, position, &is_bad);
+        }
+        position += kTile;
+        gpu::KeepOrder();
+        block = IsIn(item, position) ? BlockOf(p_, item, position) : 0;
+        if (tile == query_tile) CopyQuery(item, next);
+        if constexpr (kIs8Bit<C>) {
+          using Source = typename Widened::Source;
+          const uint32_t chunks = ChunksTo<C>(slot);
+          const Source keys = {KeyOf<C>(p_, 0, item.kv_head), p_.head_size, chunks};
+          // V has the strides of K: others would take registers that are not there.
+          const C* of_head =
+              static_cast<const C*>(p_.cache.values) + item.kv_head * p_.cache.head_stride;
+          const Source values = {of_head, p_.value_head_size, chunks};
+          if (tile == first) {
+            rows.Load(keys);
+          } else {
+            FillValues([&](Half* to) { rows.StoreAndLoad(to, warp_ * kPositions, keys); });
+          }
+          FillKeys([&](Half* to) { rows.StoreAndLoad(to, warp_ * kPositions, values); });
+        } else if (takes_boxes) {
+          FillBoxes(box, item.kv_head);
+        } else {
+          const uint32_t chunks = ChunksTo<C>(slot);
+          FillKeys(
+              [&](T* to) { CopyTile(KeyOf<T>(p_, 0, item.kv_head), p_.head_size, chunks, to); });
+          if (Shared::KeysHoldValues(p_)) {
+            stage_ = stage_.Next();
+          } else {
+            FillValues([&](T* to) {
+              CopyTile(ValueOf<T>(p_, 0, item.kv_head), p_.value_head_size,
+                       ChunksOfValue(p_, chunks), to);
+            });
+          }
+        }
+      }
+      if (!kIs8Bit<C> && until == INT32_MAX) break;
+      if (next > 0 && tile <= query_tile) CopyQuery(item, next);
       if constexpr (kIs8Bit<C>) {
-        using Source = typename Widened::Source;
-        const int64_t offset = BytesTo<C>(slot);
-        const Source keys = {KeyOf<C>(p_, 0, item.kv_head), p_.head_size, offset};
-        // V has the strides of K: others would take registers that are not there.
-        const C* of_head =
-            static_cast<const C*>(p_.cache.values) + item.kv_head * p_.cache.head_stride;
-        const Source values = {of_head, p_.value_head_size, offset};
-        if (tile == first) {
-          rows.Load(keys);
-        } else {
-          FillValues([&](Half* to) { rows.StoreAndLoad(to, warp_ * kPositions, keys); });
-        }
-        FillKeys([&](Half* to) { rows.StoreAndLoad(to, warp_ * kPositions, values); });
-      } else if (takes_boxes) {
-        FillBoxes(box, item.kv_head);
-      } else {
-        const uint32_t chunks = ChunksTo<C>(slot);
-        FillKeys([&](T* to) { CopyTile(KeyOf<T>(p_, 0, item.kv_head), p_.head_size, chunks, to); });
-        if (Shared::KeysHoldValues(p_)) {
-          stage_ = stage_.Next();
-        } else {
-          FillValues([&](T* to) {
-            CopyTile(ValueOf<T>(p_, 0, item.kv_head), p_.value_head_size, ChunksOfValue(p_, chunks),
-                     to);
-          });
+        if (first < tile) {
+          FillValues([&](Half* to) { rows.Store(to, warp_ * kPositions); });
         }
       }
-    }
-    if (query_tile >= tile) CopyQuery(item, n);
-    if constexpr (kIs8Bit<C>) {
-      if (first < tile) {
-        FillValues([&](Half* to) { rows.Store(to, warp_ * kPositions); });
-      }
+      FindWork(schedule, next);
+      if constexpr (kIs8Bit<C>) break;
+      const Tiles tiles(ItemOf(gpu::Opaque(next) + Shared::kItems - 1), kTile);
+      tile = min(tiles.begin + Shared::kStages, tiles.end);  // as it was
+      position = PositionIn(tile);
+      block = IsIn(item, position) ? BlockOf(p_, item, position) : 0;
+      until = gpu::Opaque(INT32_MAX);  // else there would be two copies of the loop
+      query_tile = -1;
     }
     is_bad = gpu::AnyInThreads(kScheduleBarrier, kThreads, is_bad);
     if (threadIdx.x == 0) Report(p_, scratch_, item, is_bad);
+    return ItemOf(gpu::Opaque(next)).num_rows != -1;
+  }
+
+  // The lane's position of a tile.
+  __device__ __forceinline__ int32_t PositionIn(int32_t tile) const {
+    return tile * kTile + warp_ * kPositions + min(lane_, kPositions - 1);
   }
 
   // Where the lane's position lies, and so a box that begins with it.
@@ -301,11 +350,17 @@ class PrefillProducer {
   }
 
   static __device__ __forceinline__ void ArriveAt(gpu::Barrier* filled) {
-    kIs8Bit<C> ? gpu::Arrive(filled) : gpu::ArriveAfterCopies(filled);
+    if constexpr (kIs8Bit<C>) {
+      gpu::FenceAsyncProxy();
+      gpu::Arrive(filled);
+    } else {
+      gpu::ArriveAfterCopies(filled);
+    }
   }
 
-  __device__ void CopyQuery(const Item& item, uint32_t n) {
-    const auto stage = Shared::QueryState::Of(gpu::Opaque(n));
+  // `next`: the number of the item after it.
+  __device__ void CopyQuery(const Item& item, uint32_t next) {
+    const auto stage = Shared::QueryState::Of(gpu::Opaque(next) - 1);
     if constexpr (kIs8Bit<C>) {
       WidenQuery(item, stage);
     } else {
@@ -315,13 +370,13 @@ class PrefillProducer {
 
   // Eight lanes copy a row, 128 bytes at a time.
   __device__ __forceinline__ void CopyQuery(const Item& item, typename Shared::QueryState stage) {
-    constexpr int kRows = kThreads / 8;  // at a time
+    constexpr int kRows = kQueryStep;
     constexpr int kUnrolled = kHeadSize <= 128 ? kConsumerRows / kRows : 1;
     const uint32_t thread = gpu::Opaque(threadIdx.x);
     const int lane = thread % 8, first_row = thread / 8;
     const auto head_size = static_cast<uint32_t>(p_.head_size);
     const int chunks_left = (head_size + QueryRows::kChunk - 1) / QueryRows::kChunk - lane;
-    QueryRowsApart<kRows> rows(p_, item, shared_.group, first_row);
+    QueryRowsApart<kRows> rows(p_, item, shared_.group, shared_.tokens_in_step, first_row);
 #pragma unroll 1
     for (int consumer = 0; consumer < kConsumers; ++consumer) {
       PipelineBarriers<1>& barriers = shared_.query_barriers[consumer];
@@ -395,7 +450,7 @@ class PrefillProducer {
   const PrefillMaps& maps_;
   Shared& shared_;
   int lane_;
-  const int warp_;
+  int warp_;
   typename Shared::TileState stage_;  // of the next K, or of the last V
 };
 
