@@ -1,15 +1,15 @@
 // The last kernel of a call that launches another one than that for decoding. It merges the partial
-// results of long contexts (state.cuh), always from the left. It also writes the rows that no work
-// item wrote: zeros for padding, NaN where lengths or tables are faulty. The decode kernel writes
-// its rows itself.
+// results of long contexts (partial_results.cuh), always from the left. It also writes the rows
+// that no work item wrote: zeros for padding, NaN where lengths or tables are faulty. The decode
+// kernel writes its rows itself.
 //
 // A piece is 128 columns of a token and head: each lane of a warp has every 32nd. With few tokens
 // many warps share a token's pieces; with many tokens a warp takes whole tokens, and skips tokens
 // that need neither merging nor filling.
 #pragma once
 
+#include "partial_results.cuh"
 #include "schedule.cuh"
-#include "state.cuh"
 
 namespace xla_gpu::paged_attention {
 

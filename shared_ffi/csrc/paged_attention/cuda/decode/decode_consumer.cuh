@@ -1,6 +1,7 @@
 // The warps of the decode kernel that multiply, and merge what they found.
 #pragma once
 
+#include "../partial_results.cuh"
 #include "decode.cuh"
 
 namespace xla_gpu::paged_attention {

@@ -6,8 +6,8 @@
 #pragma once
 
 #include "../page_table.cuh"
+#include "../partial_results.cuh"
 #include "../schedule.cuh"
-#include "../state.cuh"
 
 namespace xla_gpu::paged_attention {
 

@@ -11,6 +11,7 @@
 // turns the logits of one group after the other into weights: there are registers for one.
 #pragma once
 
+#include "../partial_results.cuh"
 #include "../products.cuh"
 
 namespace xla_gpu::paged_attention {

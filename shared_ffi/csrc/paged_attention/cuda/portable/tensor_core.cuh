@@ -10,6 +10,7 @@
 // once for each kMaxColumns of them.
 #pragma once
 
+#include "../partial_results.cuh"
 #include "../products.cuh"
 
 namespace xla_gpu::paged_attention {

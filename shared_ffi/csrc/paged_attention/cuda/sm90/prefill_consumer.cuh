@@ -2,6 +2,7 @@
 // prefill.cuh declares, and frees these.
 #pragma once
 
+#include "../partial_results.cuh"
 #include "../softmax.cuh"
 #include "prefill.cuh"
 

@@ -3,10 +3,10 @@
 #pragma once
 
 #include "../page_table.cuh"
+#include "../partial_results.cuh"
 #include "../query.cuh"
 #include "../schedule.cuh"
 #include "../softmax.cuh"
-#include "../state.cuh"
 #include "prefill.cuh"
 
 namespace xla_gpu::paged_attention {

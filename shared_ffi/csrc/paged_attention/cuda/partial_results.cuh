@@ -1,0 +1,189 @@
+// Partial results of rows: those of the splits of a sequence, in the scratch, and those of the
+// warps of a thread block, in shared memory. They are merged and written.
+#pragma once
+
+#include "state.cuh"
+
+namespace xla_gpu::paged_attention {
+
+// In place of the sum of a split whose partial result a later split of the row holds, too: a thread
+// block merges adjacent splits itself.
+inline constexpr float kMoved = -1;  // a sum is not negative
+
+// Merges the partial results of a row, for the columns from `column` on. The partial
+// results of a group are on their way at a time. `first_partial`: of split 0.
+template <int kColumns>
+__device__ __forceinline__ void MergeSplits(const Params& p, const Scratch& scratch,
+                                            int64_t first_partial, int32_t num_splits, int64_t head,
+                                            int column, PartOfRow<kColumns>* row) {
+  static_assert(gpu::kWarpSize % kSplitsOfGroup == 0, "lanes have whole groups");
+  const int lane = threadIdx.x % gpu::kWarpSize;
+  const int64_t first = first_partial * p.num_heads + head;
+  const float* partials = scratch.partials + first * p.value_head_size + column;
+  const int64_t stride = p.num_heads * p.value_head_size;
+  const auto num_columns = static_cast<int>(p.value_head_size);
+  bool exists[kColumns];
+#pragma unroll
+  for (int k = 0; k < kColumns; ++k) exists[k] = column + k * gpu::kWarpSize < num_columns;
+#pragma unroll 1
+  for (int32_t begin = 0; begin < num_splits; begin += gpu::kWarpSize) {
+    const int32_t count = min(gpu::kWarpSize, num_splits - begin);
+    RowState of_lane{-kInfinity, kMoved};  // each lane has another split
+    if (lane < count) of_lane = scratch.states[first + (begin + lane) * p.num_heads];
+    const uint32_t there = gpu::LanesWith(of_lane.sum != kMoved);
+#pragma unroll 1
+    for (int32_t j = 0; j < count; j += kSplitsOfGroup) {
+      PartOfRow<kColumns> splits[kSplitsOfGroup], group;
+      const float* from = partials + (begin + j) * stride;
+#pragma unroll
+      for (int i = 0; i < kSplitsOfGroup; ++i, from += stride) {
+        const bool is_there = (there >> (j + i) & 1) != 0;
+#pragma unroll
+        for (int k = 0; k < kColumns; ++k) {
+          if (is_there && exists[k]) splits[i].values[k] = from[k * gpu::kWarpSize];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kSplitsOfGroup; ++i) {
+        splits[i].state = {gpu::Shuffle(of_lane.max, j + i), gpu::Shuffle(of_lane.sum, j + i)};
+        if ((there >> (j + i) & 1) != 0) group.Merge(splits[i]);
+      }
+      row->Merge(group);
+    }
+  }
+}
+
+// Where a row of a split leaves its partial result.
+__device__ __forceinline__ int64_t PartialOf(const Scratch& scratch, const Item& item,
+                                             const RowPlace& place) {
+  const int64_t token = item.first_token + place.token;
+  return scratch.Partial(item.sequence, place.token, token, item.num_splits) + item.split;
+}
+
+// Tells the Combine kernel whether a work item met a block id outside the pool, or a tree mask that
+// is not legal. One thread calls it.
+__device__ __forceinline__ void Report(const Params& p, const Scratch& scratch, const Item& item,
+                                       bool is_bad) {
+  if (item.kv_head != 0) return;
+  *scratch.IsBad(p, item.sequence, item.first_token, item.flag, item.split, item.num_splits) =
+      is_bad;
+}
+
+// The partial results, in shared memory, of `num_parts` warps for the same rows at different
+// positions.
+struct Parts {
+  int num_parts;
+  const RowState* states;  // [num_parts, rows]
+  const float* sums;       // [num_parts, rows, stride]
+  int rows;
+  int stride;
+  int columns;           // of V, or all that are left
+  int first_column = 0;  // of V
+};
+
+// Adjacent columns of a row, as floats.
+template <int kWidth>
+struct alignas(kWidth * 4) Columns {
+  float column[kWidth];
+};
+
+// Writes columns to the output.
+__device__ __forceinline__ void WriteTo(float* output, const Columns<1>& columns) {
+  *output = columns.column[0];
+}
+template <typename T>
+__device__ __forceinline__ void WriteTo(T* output, const Columns<1>& columns) {
+  gpu::FromFloat(columns.column[0], output);
+}
+template <typename T>
+__device__ __forceinline__ void WriteTo(T* output, const Columns<4>& columns) {
+  const float(&column)[4] = columns.column;
+  *reinterpret_cast<uint2*>(output) =
+      make_uint2(gpu::Pack(column[0], column[1], T{}), gpu::Pack(column[2], column[3], T{}));
+}
+__device__ __forceinline__ void WriteTo(float* partial, const Columns<4>& columns) {
+  reinterpret_cast<Columns<2>*>(partial)[0] = {columns.column[0], columns.column[1]};
+  reinterpret_cast<Columns<2>*>(partial)[1] = {columns.column[2], columns.column[3]};
+}
+
+// Merges the parts in their order and writes the rows: to the output, or to the scratch if the work
+// item is a split. kWidth: columns that a lane writes at once.
+template <typename T, int kWidth>
+__device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& item,
+                          const Parts& parts, bool is_bad) {
+  const unsigned thread = gpu::Opaque(threadIdx.x);  // no address of it stays in a register
+  const int lane = thread % gpu::kWarpSize, warp = thread / gpu::kWarpSize;
+  if (thread == 0) Report(p, scratch, item, is_bad);
+  // Each lane finds what concerns one of the warp's rows, which are every kWarps-th.
+  const int own = lane * kWarps + warp;
+  float weights[kWarps] = {}, divisor = 1;
+  int64_t offset = 0;  // in the output, or in the partials
+  if (own < item.num_rows) {
+    const RowPlace place(p, item, own);
+    const int64_t token = item.first_token + place.token;
+    const auto state = [&](int64_t part) { return parts.states[part * parts.rows + own]; };
+    const float sink = item.num_splits == 1 ? SinkOf(p, place.head) : -kInfinity;
+    const MergedParts merged(parts.num_parts, sink, state);
+#pragma unroll
+    for (int part = 0; part < kWarps; ++part) {
+      if (part < parts.num_parts) weights[part] = merged.weights[part];
+    }
+    const RowRange range = RowRange::OfToken(p, item, place.token);
+    if (range.begin < range.end) divisor = merged.state.sum;  // without keys the sum is zero
+    if (item.num_splits == 1) {
+      offset = p.OutputOffset(token, place.head);
+      WriteLse(p, token, place.head, merged.state);
+    } else {
+      const int64_t index = PartialOf(scratch, item, place) * p.num_heads + place.head;
+      offset = index * p.value_head_size;
+      scratch.states[index] = merged.state;
+    }
+  }
+  // Calls write(place, divisor, &values) for the lane's columns of each row.
+  const auto for_columns = [&](const auto& write) {
+    const auto columns =
+        static_cast<int>(Smaller(parts.columns, p.value_head_size - parts.first_column));
+    const int first = lane * kWidth, num_rows = item.num_rows;
+    const float* row_sums = parts.sums + warp * parts.stride;
+#pragma unroll 1
+    for (int i = 0; i * kWarps + warp < num_rows; ++i, row_sums += kWarps * parts.stride) {
+      const int64_t row_offset = gpu::Shuffle(offset, i);
+      const float row_divisor = gpu::Shuffle(divisor, i);
+      float row_weights[kWarps];
+#pragma unroll
+      for (int part = 0; part < kWarps; ++part) {
+        if (part < parts.num_parts) row_weights[part] = gpu::Shuffle(weights[part], i);
+      }
+#pragma unroll 1
+      for (int d = first; d < columns; d += gpu::kWarpSize * kWidth) {
+        Columns<kWidth> values = {};
+#pragma unroll
+        for (int part = 0; part < kWarps; ++part) {
+          if (part >= parts.num_parts) break;
+          const auto sums = *reinterpret_cast<const Columns<kWidth>*>(
+              row_sums + part * parts.rows * parts.stride + d);
+#pragma unroll
+          for (int k = 0; k < kWidth; ++k) {
+            values.column[k] = gpu::Fma(row_weights[part], sums.column[k], values.column[k]);
+          }
+        }
+        write(row_offset + d, row_divisor, &values);
+      }
+    }
+  };
+  if (item.num_splits == 1) {
+    T* const output = static_cast<T*>(p.output) + parts.first_column;
+    for_columns([&](int64_t place, float row_divisor, Columns<kWidth>* values) {
+#pragma unroll
+      for (float& value : values->column) value /= row_divisor;
+      WriteTo(output + place, *values);
+    });
+  } else {
+    float* const partials = scratch.partials + parts.first_column;
+    for_columns([&](int64_t place, float /*divisor*/, Columns<kWidth>* values) {
+      WriteTo(partials + place, *values);
+    });
+  }
+}
+
+}  // namespace xla_gpu::paged_attention
