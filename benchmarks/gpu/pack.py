@@ -1,8 +1,8 @@
 """Packs what a GPU machine without a network lacks: ``python -m benchmarks.gpu.pack``.
 
-Builds the module for that machine's GPU and Python, and other checkouts as variants of it, and
-writes one file with them, XLA's FFI headers, the copy benchmark, the packages that the tests need
-and other libraries. There, ``python -m benchmarks.gpu.check --pack FILE`` unpacks it.
+Builds the module for that machine's GPU and Python, the variants of lab.json and other checkouts,
+and writes one file with them, XLA's FFI headers, the copy benchmark, the packages that the tests
+need and other libraries. There, ``python -m benchmarks.gpu.check --pack FILE`` unpacks it.
 """
 
 from __future__ import annotations
@@ -13,26 +13,34 @@ import hashlib
 import json
 import lzma
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.report import lab
+
 ROOT = Path(__file__).parents[2]
 LIMIT = 60_000_000  # bytes of a pack
+# The kernels of lab.json's rows in bfloat16 are enough for most of its variants.
+FEW = ["-DXLA_GPU_HEAD_SIZES=128", "-DXLA_GPU_HEAD_SIZES_OF_8_BITS=256"]
+FEW += ["-DXLA_GPU_TENSOR_CORE_TYPES=BFloat16", "-DXLA_GPU_CUDA_CORE_COLUMNS=4"]
 # What else the tests import comes with JAX or PyTorch.
 NEEDS = ["pytest", "pytest-xdist", "pytest-timeout", "hypothesis", "expecttest", "filelock"]
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 25, 24, 17)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux1_x86_64", "linux_x86_64"]
 
 
-# Other libraries, and the newest compute-sanitizer, with what is needed of their wheels. FlashInfer
-# comes without its sources: its kernels are compiled when the pack is made.
+# Other libraries, with what is needed of their wheels. FlashInfer comes without its sources: its
+# kernels are compiled when the pack is made. FlashAttention 2 is left out for its size, 308 MB, and
+# FlashAttention 4, as its compiler is a wheel of 92 MB.
 PEERS: dict[str, tuple[str, ...]] = {
     "flashinfer-python==0.7.2": (
         "*.py", "*.dist-info/*", "!flashinfer/data/*", "*/data/__init__.py", "!*/artifacts/*"
@@ -44,7 +52,6 @@ PEERS: dict[str, tuple[str, ...]] = {
     "apache-tvm-ffi": ("*.py", "*.so", "*.dist-info/*"),
     "einops": ("*",),
     "nvidia-ml-py": ("*",),
-    "nvidia-cuda-sanitizer-api": ("*", "!*/docs/*", "!*/x86/*"),
     "tabulate": ("*",),
     "click": ("*",),
 }  # fmt: skip
@@ -79,9 +86,13 @@ def build(
 
 
 def nvcc() -> Path | None:
-    """The CUDA compiler: that of a build here, or the machine's."""
+    """The CUDA compiler: that of a build here, or the machine's, where its toolkit is."""
     found = next(ROOT.glob("build/*/cuda/bin/nvcc"), None) or shutil.which("nvcc")
-    return Path(found) if found else None
+    if found is None:
+        return None
+    command = [found, "--dryrun", "-x", "cu", os.devnull]  # what PATH has may be a script
+    text = subprocess.run(command, capture_output=True, text=True).stderr
+    return Path(re.findall(r"TOP=(.*)", text)[0], "bin/nvcc").resolve()
 
 
 def copy_benchmark(compiler: Path, out: Path) -> None:
@@ -92,6 +103,7 @@ def copy_benchmark(compiler: Path, out: Path) -> None:
         "-std=c++17",
         "-O3",
         target,
+        f"-I{ROOT / 'shared_ffi/csrc'}",
         "-Werror",
         "all-warnings",
         "-o",
@@ -107,6 +119,24 @@ def _version(python: Path) -> str:
     """The interpreter's version, as 3.12."""
     program = "import sys; print('{}.{}'.format(*sys.version_info))"
     return subprocess.check_output([python, "-c", program], text=True).strip()
+
+
+def variants(names: Iterable[str], others: Iterable[str]) -> dict[str, list[str]]:
+    """Places and options of builds by name: this checkout's, some of lab.json, and others.
+
+    Args:
+        names: those of lab.json. Its `options` come after FEW.
+        others: each as NAME=PATH[,OPTION...].
+    """
+    places = {"today": [str(ROOT)]}
+    text = "".join(path.read_text() for path in (ROOT / "shared_ffi/csrc").rglob("*.*h"))
+    for name in names:
+        variant = lab()["variants"][name]
+        definition = variant["definition"]
+        if definition not in text:
+            sys.exit(f"pack: a variant's definition must be in a header; got {definition}")
+        places[name] = [str(ROOT), f"-DXLA_GPU_LAB={definition}", *FEW, *variant.get("options", [])]
+    return places | {name: x.split(",") for name, x in (y.split("=", 1) for y in others)}
 
 
 def module_files(folder: Path) -> Iterable[Path]:
@@ -217,9 +247,9 @@ def digest(folder: Path) -> str:
 
 def write(folder: Path, out: Path, version: str) -> None:
     """Writes what is in `folder` as one file, with a manifest."""
-    variants = {path.name: digest(path) for path in sorted((folder / "variants").iterdir())}
+    digests = {path.name: digest(path) for path in sorted((folder / "variants").iterdir())}
     manifest = {
-        "commit": commit(), "sources": sources(), "python": version, "variants": variants
+        "commit": commit(), "sources": sources(), "python": version, "variants": digests
     }  # fmt: skip
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -268,13 +298,14 @@ def main() -> None:
         help="an interpreter, with its headers, of the version that the GPU machine has",
     )
     parser.add_argument("--architectures", default="90a-real", help="the GPU's, for CMake")
-    parser.add_argument("--option", action="append", default=[], help="another option for CMake")
+    known = [*lab()["variants"]]
+    parser.add_argument("--variants", nargs="*", default=known, choices=known, help="of lab.json")
     parser.add_argument(
-        "--variant",
+        "--build",
         action="append",
         default=[],
         metavar="NAME=PATH[,OPTION...]",
-        help="a build: a module, or a checkout to build with CMake's OPTION; today is this one",
+        help="another build: a module, or a checkout to build with CMake's OPTION",
     )
     parser.add_argument(
         "--ffi-headers",
@@ -288,22 +319,21 @@ def main() -> None:
         "--emulated", type=Path, help="for check --rehearse: a build of the tests' emulated GPU"
     )
     options = parser.parse_args()
+    start = time.monotonic()
     if options.ffi_headers is None:
         sys.exit("no folder with XLA's FFI headers; name one with --ffi-headers")
     version = _version(options.python)
     cuda = "OFF" if options.emulated else "ON"
     cmake_options = [f"-DXLA_GPU_ARCHITECTURES={options.architectures}"] * (cuda == "ON")
-    cmake_options += options.option
     with tempfile.TemporaryDirectory() as folder:
         parts = Path(folder)
         (parts / "tools").mkdir()
-        variants = dict(variant.split("=", 1) for variant in [f"today={ROOT}", *options.variant])
-        for name, place in variants.items():
-            path, *more = place.split(",")
+        for name, (path, *more) in variants(options.variants, options.build).items():
             source = Path(path).resolve()
             if source.is_dir():
                 arguments = (cuda, options.python, options.ffi_headers, [*cmake_options, *more])
-                source = build(name, source, *arguments)
+                # On the CPU all builds of a checkout are the same.
+                source = build("today" if options.emulated else name, source, *arguments)
             else:
                 check_tag(source, version)
                 source = source.parent
@@ -320,7 +350,7 @@ def main() -> None:
             add_peers(options.peers, ROOT / "build/gpu-peers", parts / "peers", version)
         write(parts, options.out, version)
     size = options.out.stat().st_size
-    print(f"{options.out}: {size / 1e6:.1f} MB")
+    print(f"{options.out}: {size / 1e6:.1f} MB, in {(time.monotonic() - start) / 60:.0f} minutes")
     if size > LIMIT:
         sys.exit(f"the pack has more than {LIMIT / 1e6:.0f} MB; leave a peer or a variant out")
 
