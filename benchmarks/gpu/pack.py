@@ -21,7 +21,7 @@ import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,18 +97,8 @@ def nvcc() -> Path | None:
 
 def copy_benchmark(compiler: Path, out: Path) -> None:
     """Compiles copies.cu for Hopper, with the CUDA runtime in it."""
-    target = "-gencode=arch=compute_90a,code=sm_90a"
-    command: list[object] = [
-        compiler,
-        "-std=c++17",
-        "-O3",
-        target,
-        f"-I{ROOT / 'shared_ffi/csrc'}",
-        "-Werror",
-        "all-warnings",
-        "-o",
-        out,
-    ]
+    command: list[object] = [compiler, "-std=c++17", "-O3", "-Werror", "all-warnings", "-o", out]
+    command += ["-gencode=arch=compute_90a,code=sm_90a", f"-I{ROOT / 'shared_ffi/csrc'}"]
     # A toolkit from wheels has its libraries where nvcc does not look.
     command += [f"-L{folder}" for folder in compiler.resolve().parents[1].glob("lib*")]
     command.append(Path(__file__).with_name("copies.cu"))
@@ -245,11 +235,12 @@ def digest(folder: Path) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def write(folder: Path, out: Path, version: str) -> None:
-    """Writes what is in `folder` as one file, with a manifest."""
+def write(folder: Path, out: Path, version: str, few: Collection[str] = ()) -> None:
+    """Writes what is in `folder` as one file, with a manifest. `few`: variants with few kernels."""
     digests = {path.name: digest(path) for path in sorted((folder / "variants").iterdir())}
     manifest = {
-        "commit": commit(), "sources": sources(), "python": version, "variants": digests
+        "commit": commit(), "sources": sources(), "python": version, "variants": digests,
+        "few": [*few],
     }  # fmt: skip
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -279,6 +270,10 @@ def unpack(pack: Path, target: Path, winner: str) -> dict[str, Any]:
     if winner not in manifest["variants"]:
         names = ", ".join(manifest["variants"])
         sys.exit(f"gpu-check: the pack has no variant {winner!r}; it has {names}")
+    if winner in manifest["few"]:
+        sys.exit(
+            f"gpu-check: a winner must have all kernels; {winner} has few, pack it with --build"
+        )
     return manifest
 
 
@@ -348,7 +343,8 @@ def main() -> None:
         copy_metadata(parts / "packages")
         if options.peers:
             add_peers(options.peers, ROOT / "build/gpu-peers", parts / "peers", version)
-        write(parts, options.out, version)
+        others = [word.partition("=")[0] for word in options.build]
+        write(parts, options.out, version, {*options.variants}.difference(others))
     size = options.out.stat().st_size
     print(f"{options.out}: {size / 1e6:.1f} MB, in {(time.monotonic() - start) / 60:.0f} minutes")
     if size > LIMIT:

@@ -487,7 +487,9 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path = tmp_path / "parts" / name
         path.parent.mkdir(parents=True)
         path.write_bytes(noise.randbytes(2500))
-    pack.write(tmp_path / "parts", tmp_path / "pack.tar.xz", "{}.{}".format(*sys.version_info))
+    (tmp_path / "parts/variants/few").mkdir()
+    version = "{}.{}".format(*sys.version_info)
+    pack.write(tmp_path / "parts", tmp_path / "pack.tar.xz", version, ["few"])
     return tmp_path / "pack.tar.xz"
 
 
@@ -501,7 +503,7 @@ def test_the_sources_of_a_pack_know_their_version(tmp_path: Path) -> None:
 def test_pack_round_trip(packed: Path, tmp_path: Path) -> None:
     target = tmp_path / "unpacked"
     manifest = pack.unpack(packed, target, "new")
-    assert [*manifest["variants"]] == ["new", "today"]
+    assert [*manifest["variants"]] == ["few", "new", "today"]
     for path in (tmp_path / "parts").rglob("*.*"):
         assert (target / path.relative_to(tmp_path / "parts")).read_bytes() == path.read_bytes()
     assert [path.name for path in pack.paths(target)] == ["packages"]
@@ -512,8 +514,10 @@ def test_pack_round_trip(packed: Path, tmp_path: Path) -> None:
 
 def test_a_pack_that_does_not_fit(packed: Path, tmp_path: Path) -> None:
     target, content = tmp_path / "unpacked", packed.read_bytes()
-    with pytest.raises(SystemExit, match="no variant 'old'; it has new, today"):
+    with pytest.raises(SystemExit, match="no variant 'old'; it has few, new, today"):
         pack.unpack(packed, target, "old")
+    with pytest.raises(SystemExit, match="a winner must have all kernels; few has few"):
+        pack.unpack(packed, target, "few")
     packed.write_bytes(content[:-100])
     with pytest.raises(SystemExit, match="is damaged"):
         pack.unpack(packed, target, "today")
