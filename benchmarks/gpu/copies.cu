@@ -27,6 +27,7 @@ using gpu::kWarpSize;
 using gpu::SharedAddress;
 
 constexpr int kKvHeads = 8;
+constexpr int kRowBytes = 256;  // of K of a position: a head of 128 in 16 bits
 constexpr int kTileBytes = 8192;
 constexpr int kStages = 8;
 constexpr int kConsumers = 4;  // warps
@@ -115,7 +116,7 @@ struct Share {
 };
 
 // One producer warp.
-template <Way kWay, int kRowBytes>
+template <Way kWay>
 __device__ __forceinline__ void Produce(const Cache& cache, Ring& ring, Share share, bool is_value,
                                         const CUtensorMap* map) {
   constexpr int kRows = kTileBytes / 2 / kRowBytes;
@@ -213,7 +214,7 @@ __device__ __forceinline__ void Consume(const Cache& cache, Ring& ring, Share sh
   }
 }
 
-template <Way kWay, int kRowBytes>
+template <Way kWay>
 __global__ void __launch_bounds__(kThreads, 2)
     CopyCache(Cache cache, const __grid_constant__ CUtensorMap map) {
   extern __shared__ __align__(1024) char memory[];
@@ -232,7 +233,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (warp < kConsumers) {
     Consume(cache, ring, share, warp);
   } else if (kWay == Way::kCpAsync || warp == kConsumers) {
-    Produce<kWay, kRowBytes>(cache, ring, share, warp > kConsumers, &map);
+    Produce<kWay>(cache, ring, share, warp > kConsumers, &map);
   }
 }
 
@@ -314,24 +315,22 @@ __global__ void Fill(uint32_t* words, int64_t count) {
 }
 
 struct Call {
-  int sequences, context, page, row_bytes;
+  int sequences, context, page;
 
   std::string Name() const {
     return std::to_string(sequences) + " x " + std::to_string(context) + ", pages of " +
-           std::to_string(page) + ", rows of " + std::to_string(row_bytes);
+           std::to_string(page);
   }
 
-  int64_t Bytes() const { return int64_t{2} * sequences * context * kKvHeads * row_bytes; }
+  int64_t Bytes() const { return int64_t{2} * sequences * context * kKvHeads * kRowBytes; }
 
   int64_t Blocks() const { return int64_t{sequences} * context / page; }
 };
 
 std::vector<Call> Calls() {
   std::vector<Call> calls;
-  for (const int row_bytes : {256, 128}) {  // heads of 128 in 16 bits, and in 8
-    for (const int page : {16, 1, 8}) {
-      for (const int sequences : {1, 32}) calls.push_back({sequences, 8192, page, row_bytes});
-    }
+  for (const int page : {16, 1, 8}) {
+    for (const int sequences : {1, 32}) calls.push_back({sequences, 8192, page});
   }
   return calls;
 }
@@ -358,7 +357,7 @@ class Gpu {
   }
 
   // The median time of a call in microseconds, and the sum of what was copied.
-  template <Way kWay, int kRowBytes>
+  template <Way kWay>
   std::pair<float, uint64_t> Measure(const Call& call) {
     constexpr int kRows = kTileBytes / 2 / kRowBytes;
     std::vector<int> table(call.Blocks());
@@ -367,7 +366,7 @@ class Gpu {
     int* tables;
     CHECK(cudaMalloc(&tables, table.size() * sizeof(int)));
     CHECK(cudaMemcpy(tables, table.data(), table.size() * sizeof(int), cudaMemcpyHostToDevice));
-    auto* const kernel = CopyCache<kWay, kRowBytes>;
+    auto* const kernel = CopyCache<kWay>;
     CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
     const int tiles = call.sequences * kKvHeads * (call.context / kRows);
     const auto launch = [&](int copy, uint64_t* sum) {
@@ -423,7 +422,7 @@ class Gpu {
   // Bytes that a multiprocessor gets in a cycle while all of them copy.
   template <int kRows>
   float BytesPerCycle() {
-    const CUtensorMap map = MapOf(pool_, {1, kProbePositions, kRows, 256}, kRows, 1);
+    const CUtensorMap map = MapOf(pool_, {1, kProbePositions, kRows}, kRows, 1);
     constexpr int kBytes = kProbeStages * kProbeBytes;
     const auto kernel = CopyBoxes<kRows>;
     CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
@@ -465,8 +464,8 @@ class Gpu {
   // Dimensions: 128 bytes, positions of a page, columns of 128 bytes (K's, then V's), heads,
   // blocks.
   CUtensorMap MapOf(char* data, const Call& call, int box_rows, int box_columns) const {
-    const auto position = static_cast<cuuint64_t>(2 * kKvHeads * call.row_bytes);
-    const auto columns = static_cast<cuuint32_t>(2 * call.row_bytes / 128);
+    const auto position = static_cast<cuuint64_t>(2 * kKvHeads * kRowBytes);
+    const auto columns = static_cast<cuuint32_t>(2 * kRowBytes / 128);
     const cuuint64_t sizes[] = {128, static_cast<cuuint64_t>(call.page), columns, kKvHeads,
                                 static_cast<cuuint64_t>(call.Blocks())};
     const cuuint64_t strides[] = {position, 128, columns * 128, position * call.page};
@@ -493,17 +492,16 @@ class Gpu {
   cudaEvent_t begin_, end_;
 };
 
-template <int kRowBytes>
 std::pair<float, uint64_t> MeasureWay(Gpu& gpu, Way way, const Call& call) {
   switch (way) {
     case Way::kCpAsync:
-      return gpu.Measure<Way::kCpAsync, kRowBytes>(call);
+      return gpu.Measure<Way::kCpAsync>(call);
     case Way::kBoxOfBoth:
-      return gpu.Measure<Way::kBoxOfBoth, kRowBytes>(call);
+      return gpu.Measure<Way::kBoxOfBoth>(call);
     case Way::kBoxOfEach:
-      return gpu.Measure<Way::kBoxOfEach, kRowBytes>(call);
+      return gpu.Measure<Way::kBoxOfEach>(call);
     case Way::kRowOfEach:
-      return gpu.Measure<Way::kRowOfEach, kRowBytes>(call);
+      return gpu.Measure<Way::kRowOfEach>(call);
   }
   std::abort();
 }
@@ -531,8 +529,7 @@ int main(int argc, char** argv) {
     uint64_t expected = 0;
     for (const Way way : kWays) {
       if (!Serves(way, call)) continue;
-      const auto [microseconds, sum] =
-          call.row_bytes == 256 ? MeasureWay<256>(gpu, way, call) : MeasureWay<128>(gpu, way, call);
+      const auto [microseconds, sum] = MeasureWay(gpu, way, call);
       if (way == kWays[0]) expected = sum;
       if (sum != expected) {
         std::fprintf(stderr, "%s: %s has copied other bytes\n", call.Name().c_str(), NameOf(way));

@@ -24,6 +24,7 @@ from benchmarks import contest, workloads
 from benchmarks.gpu import bench, check, launch, overview, pack, process, report
 from benchmarks.workloads import Workload, uniform
 from harness.workload import Model
+from tests.support import native
 
 MODEL = Model("small", 8, 2, 64)
 WINDOWED = Model("windowed", 8, 2, 64, sliding_window=40, soft_cap=30.0)
@@ -531,6 +532,29 @@ def test_a_pack_for_another_python(packed: Path, tmp_path: Path) -> None:
     pack.write(tmp_path / "parts", packed, "3.8")
     with pytest.raises(SystemExit, match=r"for Python 3\.8; this is 3\."):
         pack.unpack(packed, tmp_path / "unpacked", "today")
+
+
+def test_a_variant_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its definition must be in a header: a build without it would be that of today."""
+    found = pack.variants(report.lab()["variants"], ["new=../new,-DA=1"])
+    assert found["threads"][1:] == ["-DXLA_GPU_LAB=XLA_GPU_COPIES_BY_THREADS", *pack.FEW]
+    assert found["today"] == [str(pack.ROOT)] and found["new"] == ["../new", "-DA=1"]
+    more = {"definition": "XLA_GPU_STAMPS", "options": ["-DB=1"]}
+    content = {"variants": {"more": more, "typo": {"definition": "XLA_GPU_NO_SUCH"}}}
+    monkeypatch.setattr(pack, "lab", lambda: content)
+    assert pack.variants(["more"], [])["more"][-1] == "-DB=1"
+    with pytest.raises(SystemExit, match="must be in a header; got XLA_GPU_NO_SUCH"):
+        pack.variants(["typo"], [])
+
+
+@pytest.mark.parametrize("option", ["-DSKBUILD=2", "-DXLA_GPU_ARCHITECTURES=all"])
+def test_packages_refuse_what_is_to_measure(option: str, tmp_path: Path) -> None:
+    command = ["cmake", "-S", str(pack.ROOT), "-B", str(tmp_path), option]
+    command += ["-DXLA_GPU_LAB=XLA_GPU_NO_SOFTMAX"]
+    outcome = native.run(*command)
+    assert outcome.returncode != 0
+    words = " ".join(outcome.stdout.split())
+    assert "XLA_GPU_LAB is for builds to measure; got XLA_GPU_NO_SOFTMAX for a package" in words
 
 
 @pytest.mark.parametrize(("name", "fits"), [
