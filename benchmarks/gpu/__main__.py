@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from benchmarks.gpu.process import use
+from benchmarks.gpu.module import use
 
 if __name__ == "__main__":
     words = sys.argv[1:]

@@ -9,14 +9,11 @@ from __future__ import annotations
 import gc
 import math
 import multiprocessing
-import os
-import sys
 from collections.abc import Collection, Mapping
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +25,12 @@ from benchmarks.contest import (
     prepare,
     turn,
 )
+from benchmarks.gpu.module import begin
 from benchmarks.gpu.peers import PEERS
 from benchmarks.workloads import Workload
 
 MAKERS = OURS_ON_GPUS | TO_BEAT_WITH_8_BITS | PEERS
 _contestants: dict[str, Contestant] = {}  # of this process
-
-
-def use(path: Path) -> None:
-    """Lets this process import a build's module in place of the installed one."""
-    assert "shared_ffi._native" not in sys.modules, "the installed module is in use already"
-    spec = spec_from_file_location("shared_ffi._native", path)
-    assert spec is not None and spec.loader is not None
-    native = sys.modules[spec.name] = module_from_spec(spec)
-    spec.loader.exec_module(native)
-
-
-def _begin(path: Path | None, environment: Mapping[str, str]) -> None:
-    """How a process with contestants begins."""
-    os.environ.update(environment)
-    if path is not None:
-        use(path)
 
 
 def _prepare(
@@ -114,7 +96,7 @@ class Process:
     ) -> None:
         self._name, self.is_wrong = name, is_wrong
         self._pool = ProcessPoolExecutor(
-            1, multiprocessing.get_context("spawn"), _begin, (module, environment or {})
+            1, multiprocessing.get_context("spawn"), begin, (module, environment or {})
         )
         with suppress(BrokenExecutor):
             self._pool.submit(read_gauges)  # starts it: all processes import at the same time
