@@ -97,12 +97,13 @@ target_compile_features(cuda_settings INTERFACE cxx_std_17)
 enable_language(CUDA)
 # Products are fused where the sources say so (gpu::Fma).
 target_compile_options(cuda_settings INTERFACE -Xptxas=-v -fmad=false)
-target_compile_definitions(cuda_settings INTERFACE ${XLA_GPU_LAB})
+list(TRANSFORM XLA_GPU_LAB PREPEND -D OUTPUT_VARIABLE LAB)
+target_compile_options(cuda_settings INTERFACE ${LAB})
 if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
   target_compile_options(cuda_settings INTERFACE --compress-mode=size)  # a third of the default's size
 endif()
 set_target_properties(handlers PROPERTIES CUDA_ARCHITECTURES "${ARCHITECTURES}")
-target_compile_definitions(handlers PUBLIC XLA_GPU_CUDA $<TARGET_PROPERTY:cuda_settings,INTERFACE_COMPILE_DEFINITIONS>)
+target_compile_definitions(handlers PUBLIC XLA_GPU_CUDA)
 
 # By its name, so that builds for several Pythons share the objects. With -I, as pip's build
 # environment has modules of its own on PYTHONPATH, which are gone when ninja runs again.

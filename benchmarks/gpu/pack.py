@@ -327,8 +327,12 @@ def main() -> None:
             source = Path(path).resolve()
             if source.is_dir():
                 arguments = (cuda, options.python, options.ffi_headers, [*cmake_options, *more])
-                # On the CPU all builds of a checkout are the same.
-                source = build("today" if options.emulated else name, source, *arguments)
+                # The variants share what is not CUDA, and for the emulated GPU that is all.
+                if name != "today" and source == ROOT:
+                    name_of_folder = "today" if options.emulated else "variants"
+                else:
+                    name_of_folder = name
+                source = build(name_of_folder, source, *arguments)
             else:
                 check_tag(source, version)
                 source = source.parent
