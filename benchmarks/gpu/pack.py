@@ -21,17 +21,15 @@ import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.report import lab
 
 ROOT = Path(__file__).parents[2]
+CSRC = ROOT / "shared_ffi/csrc"
 LIMIT = 60_000_000  # bytes of a pack
-# The kernels of lab.json's rows in bfloat16 are enough for most of its variants.
-FEW = ["-DXLA_GPU_HEAD_SIZES=128", "-DXLA_GPU_HEAD_SIZES_OF_8_BITS=256"]
-FEW += ["-DXLA_GPU_TENSOR_CORE_TYPES=BFloat16", "-DXLA_GPU_CUDA_CORE_COLUMNS=4"]
 # What else the tests import comes with JAX or PyTorch.
 NEEDS = ["pytest", "pytest-xdist", "pytest-timeout", "hypothesis", "expecttest", "filelock"]
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 25, 24, 17)]
@@ -65,7 +63,7 @@ def build(
 
     folder = ROOT / "build" / f"pack-{cuda}-{_version(python)}" / name
     configure: list[object] = [
-        *("cmake", "-S", source, "-B", folder, "-G", "Ninja", *options),
+        *("cmake", "-S", source.resolve(), "-B", folder, "-G", "Ninja", *options),
         f"-DPython_EXECUTABLE={python}",
         f"-Dnanobind_DIR={nanobind.cmake_dir()}",
         f"-DXLA_FFI_INCLUDE_DIR={headers.resolve()}",
@@ -79,10 +77,49 @@ def build(
             if is_of_wheels
             else f"-DCMAKE_CUDA_COMPILER={compiler}"
         )
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     for command in (configure, ["cmake", "--build", folder]):
-        subprocess.run([str(word) for word in command], check=True, env=os.environ | {"PATH": path})
+        subprocess.run([str(word) for word in command], check=True, env=environment())
     return folder
+
+
+def environment() -> dict[str, str]:
+    """With the tools beside this interpreter."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return os.environ | {"PATH": path}
+
+
+LIBRARY = "libxla_paged_attention.so"
+
+
+def build_variant(definition: str, units: Sequence[str], today: Path, target: Path) -> None:
+    """Compiles some CUDA units of a build anew, with a definition, and links them with its others.
+
+    Args:
+        units: a part of the name of each unit's object.
+        target: gets the module and the library.
+    """
+
+    def last_command_of(name: str) -> str:
+        command = ["ninja", "-C", str(today), "-t", "commands", "-s", name]
+        text = subprocess.check_output(command, text=True, env=environment())
+        return text.splitlines()[-1]
+
+    link = last_command_of(LIBRARY)
+    objects = [x for x in re.findall(r"\S+\.cu\.o", link) if any(unit in x for unit in units)]
+    if not objects or not any(definition in x.read_text() for x in CSRC.rglob("*.*h")):
+        sys.exit(
+            f"pack: a variant is a definition of a header and units; got {definition}, {units}"
+        )
+    copy_module(today, target)
+    commands = [link.replace(f"-o {LIBRARY}", f"-o {target / LIBRARY}")]
+    for name in objects:
+        own = str(target / f"{len(commands)}.o")
+        commands[0] = commands[0].replace(name, own)
+        commands.append(f"{last_command_of(name).replace(name, own)} -D{definition}")
+    for command in [*commands[1:], commands[0]]:
+        subprocess.run(command, shell=True, check=True, cwd=today, env=environment())
+    for path in target.glob("*.o*"):
+        path.unlink()
 
 
 def nvcc() -> Path | None:
@@ -98,7 +135,7 @@ def nvcc() -> Path | None:
 def copy_benchmark(compiler: Path, out: Path) -> None:
     """Compiles copies.cu for Hopper, with the CUDA runtime in it."""
     command: list[object] = [compiler, "-std=c++17", "-O3", "-Werror", "all-warnings", "-o", out]
-    command += ["-gencode=arch=compute_90a,code=sm_90a", f"-I{ROOT / 'shared_ffi/csrc'}"]
+    command += ["-gencode=arch=compute_90a,code=sm_90a", f"-I{CSRC}"]
     # A toolkit from wheels has its libraries where nvcc does not look.
     command += [f"-L{folder}" for folder in compiler.resolve().parents[1].glob("lib*")]
     command.append(Path(__file__).with_name("copies.cu"))
@@ -109,24 +146,6 @@ def _version(python: Path) -> str:
     """The interpreter's version, as 3.12."""
     program = "import sys; print('{}.{}'.format(*sys.version_info))"
     return subprocess.check_output([python, "-c", program], text=True).strip()
-
-
-def variants(names: Iterable[str], others: Iterable[str]) -> dict[str, list[str]]:
-    """Places and options of builds by name: this checkout's, some of lab.json, and others.
-
-    Args:
-        names: those of lab.json. Its `options` come after FEW.
-        others: each as NAME=PATH[,OPTION...].
-    """
-    places = {"today": [str(ROOT)]}
-    text = "".join(path.read_text() for path in (ROOT / "shared_ffi/csrc").rglob("*.*h"))
-    for name in names:
-        variant = lab()["variants"][name]
-        definition = variant["definition"]
-        if definition not in text:
-            sys.exit(f"pack: a variant's definition must be in a header; got {definition}")
-        places[name] = [str(ROOT), f"-DXLA_GPU_LAB={definition}", *FEW, *variant.get("options", [])]
-    return places | {name: x.split(",") for name, x in (y.split("=", 1) for y in others)}
 
 
 def module_files(folder: Path) -> Iterable[Path]:
@@ -235,12 +254,11 @@ def digest(folder: Path) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def write(folder: Path, out: Path, version: str, few: Collection[str] = ()) -> None:
-    """Writes what is in `folder` as one file, with a manifest. `few`: variants with few kernels."""
+def write(folder: Path, out: Path, version: str) -> None:
+    """Writes what is in `folder` as one file, with a manifest."""
     digests = {path.name: digest(path) for path in sorted((folder / "variants").iterdir())}
     manifest = {
-        "commit": commit(), "sources": sources(), "python": version, "variants": digests,
-        "few": [*few],
+        "commit": commit(), "sources": sources(), "python": version, "variants": digests
     }  # fmt: skip
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -270,10 +288,6 @@ def unpack(pack: Path, target: Path, winner: str) -> dict[str, Any]:
     if winner not in manifest["variants"]:
         names = ", ".join(manifest["variants"])
         sys.exit(f"gpu-check: the pack has no variant {winner!r}; it has {names}")
-    if winner in manifest["few"]:
-        sys.exit(
-            f"gpu-check: a winner must have all kernels; {winner} has few, pack it with --build"
-        )
     return manifest
 
 
@@ -323,16 +337,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         parts = Path(folder)
         (parts / "tools").mkdir()
-        for name, (path, *more) in variants(options.variants, options.build).items():
+        arguments = (cuda, options.python, options.ffi_headers)
+        today = build("today", ROOT, *arguments, cmake_options)
+        copy_module(today, parts / "variants/today")
+        for name in options.variants:
+            target = parts / "variants" / name
+            if options.emulated:  # on the CPU all are the same
+                copy_module(today, target)
+            else:
+                variant = lab()["variants"][name]
+                build_variant(variant["definition"], variant["units"], today, target)
+        for name, place in (word.split("=", 1) for word in options.build):
+            path, *more = place.split(",")
             source = Path(path).resolve()
             if source.is_dir():
-                arguments = (cuda, options.python, options.ffi_headers, [*cmake_options, *more])
-                # The variants share what is not CUDA, and for the emulated GPU that is all.
-                if name != "today" and source == ROOT:
-                    name_of_folder = "today" if options.emulated else "variants"
-                else:
-                    name_of_folder = name
-                source = build(name_of_folder, source, *arguments)
+                source = build(name, source, *arguments, [*cmake_options, *more])
             else:
                 check_tag(source, version)
                 source = source.parent
@@ -347,8 +366,7 @@ def main() -> None:
         copy_metadata(parts / "packages")
         if options.peers:
             add_peers(options.peers, ROOT / "build/gpu-peers", parts / "peers", version)
-        others = [word.partition("=")[0] for word in options.build]
-        write(parts, options.out, version, {*options.variants}.difference(others))
+        write(parts, options.out, version)
     size = options.out.stat().st_size
     print(f"{options.out}: {size / 1e6:.1f} MB, in {(time.monotonic() - start) / 60:.0f} minutes")
     if size > LIMIT:

@@ -488,9 +488,7 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path = tmp_path / "parts" / name
         path.parent.mkdir(parents=True)
         path.write_bytes(noise.randbytes(2500))
-    (tmp_path / "parts/variants/few").mkdir()
-    version = "{}.{}".format(*sys.version_info)
-    pack.write(tmp_path / "parts", tmp_path / "pack.tar.xz", version, ["few"])
+    pack.write(tmp_path / "parts", tmp_path / "pack.tar.xz", "{}.{}".format(*sys.version_info))
     return tmp_path / "pack.tar.xz"
 
 
@@ -504,7 +502,7 @@ def test_the_sources_of_a_pack_know_their_version(tmp_path: Path) -> None:
 def test_pack_round_trip(packed: Path, tmp_path: Path) -> None:
     target = tmp_path / "unpacked"
     manifest = pack.unpack(packed, target, "new")
-    assert [*manifest["variants"]] == ["few", "new", "today"]
+    assert [*manifest["variants"]] == ["new", "today"]
     for path in (tmp_path / "parts").rglob("*.*"):
         assert (target / path.relative_to(tmp_path / "parts")).read_bytes() == path.read_bytes()
     assert [path.name for path in pack.paths(target)] == ["packages"]
@@ -515,10 +513,8 @@ def test_pack_round_trip(packed: Path, tmp_path: Path) -> None:
 
 def test_a_pack_that_does_not_fit(packed: Path, tmp_path: Path) -> None:
     target, content = tmp_path / "unpacked", packed.read_bytes()
-    with pytest.raises(SystemExit, match="no variant 'old'; it has few, new, today"):
+    with pytest.raises(SystemExit, match="no variant 'old'; it has new, today"):
         pack.unpack(packed, target, "old")
-    with pytest.raises(SystemExit, match="a winner must have all kernels; few has few"):
-        pack.unpack(packed, target, "few")
     packed.write_bytes(content[:-100])
     with pytest.raises(SystemExit, match="is damaged"):
         pack.unpack(packed, target, "today")
@@ -532,19 +528,6 @@ def test_a_pack_for_another_python(packed: Path, tmp_path: Path) -> None:
     pack.write(tmp_path / "parts", packed, "3.8")
     with pytest.raises(SystemExit, match=r"for Python 3\.8; this is 3\."):
         pack.unpack(packed, tmp_path / "unpacked", "today")
-
-
-def test_a_variant_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its definition must be in a header: a build without it would be that of today."""
-    found = pack.variants(report.lab()["variants"], ["new=../new,-DA=1"])
-    assert found["threads"][1:] == ["-DXLA_GPU_LAB=XLA_GPU_COPIES_BY_THREADS", *pack.FEW]
-    assert found["today"] == [str(pack.ROOT)] and found["new"] == ["../new", "-DA=1"]
-    more = {"definition": "XLA_GPU_STAMPS", "options": ["-DB=1"]}
-    content = {"variants": {"more": more, "typo": {"definition": "XLA_GPU_NO_SUCH"}}}
-    monkeypatch.setattr(pack, "lab", lambda: content)
-    assert pack.variants(["more"], [])["more"][-1] == "-DB=1"
-    with pytest.raises(SystemExit, match="must be in a header; got XLA_GPU_NO_SUCH"):
-        pack.variants(["typo"], [])
 
 
 @pytest.mark.parametrize("option", ["-DSKBUILD=2", "-DXLA_GPU_ARCHITECTURES=all"])
