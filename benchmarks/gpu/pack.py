@@ -107,9 +107,7 @@ def build_variant(definition: str, units: Sequence[str], today: Path, target: Pa
     link = last_command_of(LIBRARY)
     objects = [x for x in re.findall(r"\S+\.cu\.o", link) if any(unit in x for unit in units)]
     if not objects or not any(definition in x.read_text() for x in CSRC.rglob("*.*h")):
-        sys.exit(
-            f"pack: a variant is a definition of a header and units; got {definition}, {units}"
-        )
+        sys.exit(f"pack: a variant has a header's definition and units; got {definition}, {units}")
     copy_module(today, target)
     commands = [link.replace(f"-o {LIBRARY}", f"-o {target / LIBRARY}")]
     for name in objects:

@@ -190,6 +190,8 @@ def test_the_lab_fits_and_asks_what_it_measures() -> None:
     names = [step["name"] for step in lab["steps"]]
     assert len({*names}) == len(names)
     contests = {step["name"]: step for step in lab["steps"] if "contestants" in step}
+    headers = "".join(path.read_text() for path in pack.CSRC.rglob("*.*h"))
+    assert all(variant["definition"] in headers for variant in lab["variants"].values())
     wrong = [name for name, variant in lab["variants"].items() if variant.get("wrong")]
     for step in contests.values():
         for row in step["rows"]:
@@ -528,6 +530,30 @@ def test_a_pack_for_another_python(packed: Path, tmp_path: Path) -> None:
     pack.write(tmp_path / "parts", packed, "3.8")
     with pytest.raises(SystemExit, match=r"for Python 3\.8; this is 3\."):
         pack.unpack(packed, tmp_path / "unpacked", "today")
+
+
+def test_a_variant_is_some_units_compiled_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other objects of a build are linked as they are."""
+    link = f": && c++ -o {pack.LIBRARY} a/decode_X.dir/decode.cu.o cuda/run.cu.o b.cc.o && :"
+    ran: list[str] = []
+
+    def commands(command: list[str], **_: Any) -> str:
+        name = command[-1]
+        return "others\n" + (link if name == pack.LIBRARY else f"nvcc -MF {name}.d -o {name}")
+
+    monkeypatch.setattr(pack.subprocess, "check_output", commands)
+    monkeypatch.setattr(pack.subprocess, "run", lambda command, **_: ran.append(command))
+    new = tmp_path / "new"
+    pack.build_variant("XLA_GPU_STAMPS", ["decode_X."], tmp_path / "today", new)
+    assert ran == [
+        f"nvcc -MF {new / '1.o'}.d -o {new / '1.o'} -DXLA_GPU_STAMPS",
+        f": && c++ -o {new / pack.LIBRARY} {new / '1.o'} cuda/run.cu.o b.cc.o && :",
+    ]
+    for definition, units in (("XLA_GPU_NO_SUCH", ["decode_X."]), ("XLA_GPU_STAMPS", ["other"])):
+        with pytest.raises(SystemExit, match=rf"a header's definition and units; got {definition}"):
+            pack.build_variant(definition, units, tmp_path / "today", new)
 
 
 @pytest.mark.parametrize("option", ["-DSKBUILD=2", "-DXLA_GPU_ARCHITECTURES=all"])
