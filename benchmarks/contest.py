@@ -290,7 +290,11 @@ class Prepared:
 
 
 def prepare(
-    workload: Workload, device: str, makers: Mapping[str, Maker], calls: int = 1
+    workload: Workload,
+    device: str,
+    makers: Mapping[str, Maker],
+    calls: int = 1,
+    allowed: float = 1,
 ) -> Prepared:
     """Makes the contestants of a workload and checks their results.
 
@@ -300,6 +304,7 @@ def prepare(
 
     Args:
         calls: on a GPU, how many calls in one go there are at least.
+        allowed: the largest error; infinite for builds that are wrong on purpose.
     """
     on_gpu = device == "cuda"
     operands = [workload.operands(device) for _ in range(copies_past_the_cache(workload, device))]
@@ -328,7 +333,7 @@ def prepare(
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             )
         else:
-            if found.errors[name] <= 1:
+            if found.errors[name] <= allowed:
                 found.contestants[name] = call
             else:
                 found.absent[name] = f"wrong: {found.errors[name]:.3g} times the allowed error"

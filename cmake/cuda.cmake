@@ -73,6 +73,9 @@ foreach(sizes HEAD_SIZES_OF_4_BITS PREFILL_HEAD_SIZES PREFILL_HEAD_SIZES_OF_8_BI
   list(JOIN MORE_${sizes} "" MORE_${sizes})
 endforeach()
 list(JOIN ARCHITECTURES ", " NAMES_OF_ARCHITECTURES)
+if(XLA_GPU_LAB)
+  string(APPEND NOTE " to measure ${XLA_GPU_LAB}")
+endif()
 if(NOTE)
   string(APPEND NAMES_OF_ARCHITECTURES ", ${NOTE}")
 endif()
@@ -94,14 +97,13 @@ target_compile_features(cuda_settings INTERFACE cxx_std_17)
 enable_language(CUDA)
 # Products are fused where the sources say so (gpu::Fma).
 target_compile_options(cuda_settings INTERFACE -Xptxas=-v -fmad=false)
-if(XLA_GPU_STAMPS)
-  target_compile_definitions(cuda_settings INTERFACE XLA_GPU_STAMPS)
-endif()
+list(TRANSFORM XLA_GPU_LAB PREPEND -D OUTPUT_VARIABLE LAB)
+target_compile_options(cuda_settings INTERFACE ${LAB})
 if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
   target_compile_options(cuda_settings INTERFACE --compress-mode=size)  # a third of the default's size
 endif()
 set_target_properties(handlers PROPERTIES CUDA_ARCHITECTURES "${ARCHITECTURES}")
-target_compile_definitions(handlers PUBLIC XLA_GPU_CUDA $<TARGET_PROPERTY:cuda_settings,INTERFACE_COMPILE_DEFINITIONS>)
+target_compile_definitions(handlers PUBLIC XLA_GPU_CUDA)
 
 # By its name, so that builds for several Pythons share the objects. With -I, as pip's build
 # environment has modules of its own on PYTHONPATH, which are gone when ninja runs again.

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import BrokenExecutor
 from fnmatch import fnmatchcase
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,72 +20,48 @@ import torch
 from benchmarks.contest import Prepared, described, medians, seconds
 from benchmarks.gpu.peers import PACKAGES
 from benchmarks.gpu.process import MAKERS, Process
+from benchmarks.gpu.report import lab
 from benchmarks.machine import versions
-from benchmarks.workloads import Workload, trace_sequences, uniform
-from harness.workload import MODELS, Model
+from benchmarks.workloads import Workload, uniform
+from harness.workload import MODELS
 
-LAB = Path(__file__).with_name("lab.json")
-
-
-def workloads(trace: Path | None) -> Iterator[Workload]:
-    """All workloads: decode and prefill by turns, so that an interrupted run has some of each."""
-    kinds = (_decode(trace), _prefill())
-    return (each for pair in zip_longest(*kinds) for each in pair if each is not None)
+CACHE_DTYPES = ("float8_e4m3fn", "int8")
+REHEARSAL = ("decode b2 x 256, tiny", "prefill 256, tiny")  # rows for a machine without a GPU
 
 
-def rehearsal() -> Iterator[Workload]:
-    """Small workloads for a machine without a GPU."""
-    model = Model("small", 8, 2, 64)
-    yield Workload("b2 x 256", "decode", model, uniform(2, 1, 256))
-    yield Workload("256", "prefill", model, uniform(1, 256, 256))
+def workload_of(row: str) -> Workload:
+    """The workload that a row's name says.
 
-
-def _decode(trace: Path | None) -> Iterator[Workload]:
-    llama = MODELS["llama-3-8b"]
-    for batch, context in [
-        (1, 1024), (1, 8192), (1, 32768), (1, 131072),
-        (8, 1024), (8, 8192), (8, 32768),
-        (32, 1024), (32, 8192),
-        (128, 1024), (128, 8192),
-    ]:  # fmt: skip
-        yield Workload(f"b{batch} x {context}", "decode", llama, uniform(batch, 1, context))
-    for block_size in (1, 64, 128):
-        yield Workload(
-            f"b32 x 8192, blocks of {block_size}",
-            "decode",
-            llama,
-            uniform(32, 1, 8192),
-            block_size,
-        )
-    for name in (
-        "llama-3-70b", "qwen3-8b", "gemma-3-12b", "gemma-4-31b", "gemma-2-9b", "gpt-oss-20b",
-    ):  # fmt: skip
-        yield Workload(f"b32 x 8192, {name}", "decode", MODELS[name], uniform(32, 1, 8192))
-    for cache_dtype in ("float8_e4m3fn", "int8"):
-        for batch, context in ((1, 32768), (32, 8192)):
-            name = f"b{batch} x {context}, {cache_dtype}"
-            sequences = uniform(batch, 1, context)
-            yield Workload(name, "decode", llama, sequences, cache_dtype=cache_dtype)
-    if trace is not None:
-        yield Workload(f"64 of {trace.stem}", "decode", llama, trace_sequences(trace, 64))
-
-
-def _prefill() -> Iterator[Workload]:
-    llama, big = MODELS["llama-3-8b"], MODELS["llama-3-70b"]
-    for length in (1024, 2048, 4096, 8192, 16384, 32768):
-        yield Workload(f"{length}", "prefill", llama, uniform(1, length, length))
-    yield Workload("8192, llama-3-70b", "prefill", big, uniform(1, 8192, 8192))
-    for name in ("mistral-7b", "gemma-2-9b", "gemma-4-31b"):
-        yield Workload(f"8192, {name}", "prefill", MODELS[name], uniform(1, 8192, 8192))
-    yield Workload("512 on 8192", "mixed", llama, uniform(1, 512, 8704))
-    yield Workload(
-        "512 on 8192 beside 32 decodes", "mixed", llama, ((512, 8704), *uniform(32, 1, 4096))
-    )
-
-
-def title(workload: Workload) -> str:
-    """The name of a workload among those of all kinds."""
-    return f"{workload.kind} {workload.name}"
+    "decode b32 x 8192" has 32 sequences with 8192 positions, "prefill 1024" one of 1024 tokens, and
+    "mixed 512 on 8192 beside 32 decodes" 512 tokens after 8192 others, and decodes of 4096. Behind
+    commas stand a model in place of llama-3-8b, "blocks of 64", and the dtype of an 8-bit cache.
+    """
+    kind, _, name = row.partition(" ")
+    size, *words = name.split(", ")
+    model, block_size, cache_dtype = MODELS["llama-3-8b"], 16, None
+    for word in words:
+        if word in MODELS:
+            model = MODELS[word]
+        elif word in CACHE_DTYPES:
+            cache_dtype = word
+        elif found := re.fullmatch(r"blocks of (\d+)", word):
+            block_size = int(found[1])
+        else:
+            raise ValueError(f"a row names a model, a dtype or blocks; got {word!r} in {row!r}")
+    patterns = {
+        "decode": r"b(\d+) x (\d+)",
+        "prefill": r"(\d+)()",
+        "mixed": r"(\d+) on (\d+)(?: beside (\d+) decodes)?",
+    }
+    found = re.fullmatch(patterns.get(kind, "$^"), size)
+    if found is None:
+        raise ValueError(f"a row is decode bN x N, prefill N or mixed N on N; got {row!r}")
+    first, second, *decodes = (int(number or 0) for number in found.groups())
+    if kind == "decode":
+        sequences = uniform(first, 1, second)
+    else:
+        sequences = ((first, second + first), *uniform(sum(decodes), 1, 4096))
+    return Workload(name, kind, model, sequences, block_size, cache_dtype=cache_dtype)
 
 
 def chosen(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
@@ -123,15 +99,22 @@ def processes_of(step: Mapping[str, Any], modules: Mapping[str, Path]) -> dict[P
 
     Args:
         step: its `contestants` are patterns by process: "" has the module in use, "*" stands for
-            each variant, any other name is one of `environments`.
+            each variant that takes part, any other name is one of `environments`.
         modules: the path of each variant's module; "" is the module in use, if it has one.
     """
+    variants = lab()["variants"]
+    taking_part = [
+        name
+        for name in modules
+        if name and step["name"] in variants.get(name, {}).get("steps", [step["name"]])
+    ]
     found = {}
-    for name, patterns in step.get("contestants", {"": ["*"]}).items():
+    for name, patterns in step.get("contestants", {}).items():
         environment = step.get("environments", {}).get(name)
-        for process in [x for x in modules if x] if name == "*" else [name]:
+        for process in taking_part if name == "*" else [name]:
             module = modules.get(process) or modules.get("")
-            found[Process(process, module, environment)] = chosen(MAKERS, patterns)
+            is_wrong = variants.get(process, {}).get("wrong", False)
+            found[Process(process, module, environment, is_wrong)] = chosen(MAKERS, patterns)
     return found
 
 
@@ -181,7 +164,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
     parser.add_argument("step", help="of lab.json; limits: those of the GPU")
     parser.add_argument("--variant", action="append", default=[], help="NAME=the path of _native")
-    parser.add_argument("--trace", type=Path, help="a CSV of requests to draw lengths from")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write or continue")
     parser.add_argument("--rehearse", action="store_true", help="small workloads, on the CPU")
     options = parser.parse_args()
@@ -189,19 +171,17 @@ def main() -> None:
     if options.step == "limits":
         options.out.write_text(json.dumps(limits(device)))
         return
-    (step,) = (x for x in json.loads(LAB.read_text())["steps"] if x["name"] == options.step)
-    rows = list(rehearsal() if options.rehearse else workloads(options.trace))
-    named = {title(each): each for each in rows}
-    wanted = chosen(named, ["*"] if options.rehearse else step.get("rows", ["*"]))
+    (step,) = (x for x in lab()["steps"] if x["name"] == options.step)
     modules = {name: Path(path) for name, path in (x.split("=", 1) for x in options.variant)}
     results: dict[str, Any] = {"peers": versions(PACKAGES), "rows": []}
     if options.out.exists():
         results = json.loads(options.out.read_text())
     measured = {f"{row['kind']} {row['workload']}" for row in results["rows"]}
-    left = [name for name in wanted if name not in measured]
+    rows = REHEARSAL if options.rehearse else step["rows"]
+    left = [row for row in rows if row not in measured]
     processes = processes_of(step, modules) if left else {}
     while left:
-        row = row_of(named[left.pop(0)], device, processes, step.get("calls", 1))
+        row = row_of(workload_of(left.pop(0)), device, processes, step.get("calls", 1))
         results["rows"].append(row)
         results["not_measured"] = left
         # At once, or a kill could leave half a file.

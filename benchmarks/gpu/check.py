@@ -21,18 +21,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import pack, report
+from benchmarks.gpu.report import lab
 from benchmarks.machine import cpu, versions
 
 ROOT = Path(__file__).parents[2]
-LAB = Path(__file__).with_name("lab.json")
+FOLDER = ROOT / "build/gpu-check"
 PACKAGES = ("jax", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch", "torch_xla", "triton")
-# Where nvidia-cuda-sanitizer-api, a package that comes with a pack, has compute-sanitizer.
-SANITIZER = "nvidia/cu13/compute-sanitizer/compute-sanitizer"
 
 
 def run(command: str, seconds: float, log: Path, environment: dict[str, str]) -> tuple[bool, str]:
@@ -113,9 +112,8 @@ class Steps:
         folder: holds the report, and the steps' logs and results.
         found: describes the machine; what was kept of another is dropped.
         modules: a digest by the name of each variant; "" is the module in use.
-        again: drop what was kept of the steps to do.
-        only: do only steps whose names begin with one of these.
         seconds: start no step that would end after this time.
+        copies: a folder for copies of the report and of ncu's, or None.
     """
 
     def __init__(
@@ -123,41 +121,35 @@ class Steps:
         folder: Path,
         found: dict[str, Any],
         modules: Mapping[str, str],
-        again: bool = False,
-        only: Sequence[str] | None = None,
         seconds: float = 560,
+        copies: Path | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self._only, self._modules = folder.resolve(), only, modules
+        self.folder, self._modules, self._copies = folder.resolve(), modules, copies
         self._path = self.folder / "report.json"
         self._deadline = time.monotonic() + seconds
         self.results: dict[str, Any] = {"machine": found, "steps": {}, "results": {}}
         kept = json.loads(self._path.read_text()) if self._path.exists() else {}
         if kept.get("machine") == found:
-            for name, step in kept["steps"].items():
-                if not (again and self._is_wanted(name)):
-                    self.results["steps"][name] = step
-                    self.results["results"][name] = kept["results"].get(name)
+            self.results |= {key: kept[key] for key in ("steps", "results")}
 
     def out(self, name: str) -> Path:
         """Where a step writes its results."""
         return self.folder / f"{name}.json"
 
     def do(self, step: Mapping[str, Any], command: str) -> bool:
-        """Does a step, for at most three times as long as lab.json says. Returns whether it
+        """Does a step, for at most twice as long as lab.json says. Returns whether it
         succeeded, now or earlier.
 
         A step of tests that were all skipped has proved nothing and counts as left out.
         """
         name, outcomes = step["name"], self.results["steps"]
-        of = self._modules if step.get("of_variants") else self._modules[step.get("variant", "")]
+        of = self._modules if "contestants" in step else self._modules[step.get("variant", "")]
         identity = json.dumps([command, step.get("environment"), of])
         earlier = outcomes.get(name, {})
         is_same = earlier.get("identity") == identity
         if is_same and earlier.get("ok"):
             return True
-        if not self._is_wanted(name):
-            return False
         self.out(name).unlink(missing_ok=True)
         if is_same and (before := self.results["results"].get(name)):
             self.out(name).write_text(json.dumps(before))  # to be continued
@@ -165,7 +157,7 @@ class Steps:
         left = self._deadline - start
         log = self.folder / f"{name}.log"
         if left >= step["seconds"]:
-            limit = min(left, 3 * step["seconds"])
+            limit = min(left, 2 * step["seconds"])
             ok, words = run(command, limit, log, step.get("environment", {}))
             if self.out(name).exists():
                 self.results["results"][name] = json.loads(self.out(name).read_text())
@@ -185,23 +177,22 @@ class Steps:
 
     def leave_out(self, name: str, reason: str) -> None:
         """Reports a step that this machine cannot do, which is no failure."""
-        if self._is_wanted(name):
-            self.results["steps"][name] = {"ok": None, "seconds": 0, "last_words": reason}
-            self._tell(name)
+        self.results["steps"][name] = {"ok": None, "seconds": 0, "last_words": reason}
+        self._tell(name)
 
     def _tell(self, name: str) -> None:
         step = self.results["steps"][name]
         print(f"{name}: {report.OUTCOMES[step['ok']]}: {step['last_words']}", flush=True)
         self.save()
 
-    def _is_wanted(self, name: str) -> bool:
-        return self._only is None or name.startswith(tuple(self._only))
-
     def save(self) -> None:
         """Writes the report."""
         self.results["answers"] = report.answers(lab()["questions"], self.results["results"])
         self._path.write_text(json.dumps(self.results, indent=1) + "\n")
         self._path.with_suffix(".md").write_text(report.markdown(self.results))
+        if self._copies is not None:
+            for path in (*self.folder.glob("report.*"), *self.folder.glob("*.ncu-rep")):
+                shutil.copy2(path, self._copies)
 
     @property
     def went_well(self) -> bool:
@@ -209,83 +200,61 @@ class Steps:
         return all(step["ok"] is not False for step in self.results["steps"].values())
 
 
-def lab() -> dict[str, Any]:
-    """The steps and the questions."""
-    found: dict[str, Any] = json.loads(LAB.read_text())
-    return found
-
-
-def contestants_of(names: Iterable[str]) -> list[str]:
-    """The variants that take part in contests: not those that serve one step alone."""
-    alone = {step.get("variant") for step in lab()["steps"]}
-    return [name for name in names if name not in alone]
-
-
-def steps_of(modules: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The steps in their order. One that is done for each variant comes once for each."""
-    for step in lab()["steps"]:
-        if "variant" in step:
-            yield step
-            continue
-        for variant in contestants_of(modules) if step.get("each") else [""]:
-            name = f"{step['name']}, {variant}" if variant else step["name"]
-            yield step | {"name": name, "variant": variant}
+def steps_of(parts: Collection[int] = (), only: Iterable[str] = ("",)) -> list[dict[str, Any]]:
+    """The steps of some parts, or all, whose names begin with one of these, in their order."""
+    return [
+        step
+        for step in lab()["steps"]
+        if (not parts or step["part"] in parts) and step["name"].startswith(tuple(only))
+    ]
 
 
 def check(
-    steps: Steps, modules: Mapping[str, Path | None], names: Mapping[str, str], key: str
+    steps: Steps,
+    wanted: Iterable[Mapping[str, Any]],
+    modules: Mapping[str, Path | None],
+    names: Mapping[str, str],
+    key: str,
 ) -> None:
-    """Does all steps.
+    """Does steps.
 
     Args:
         modules: the path of ``_native`` of each variant; "" is the module in use, without a path.
         names: what stands for the {names} of the commands, beside those of lab.json.
         key: command, or rehearsal on a machine without a GPU.
     """
-    for step in steps_of(modules):
+    for step in wanted:
+        variant = step.get("variant", "")
         if key not in step:
             steps.leave_out(step["name"], step.get("left_out", "needs a GPU"))
             continue
-        if step["variant"] not in modules:
-            steps.leave_out(step["name"], f"the pack has no variant {step['variant']}")
+        if variant not in modules:
+            steps.leave_out(step["name"], f"the pack has no variant {variant}")
             continue
         of_step = {"out": shlex.quote(str(steps.out(step["name"]))), "module": "", "native": ""}
-        if path := modules[step["variant"]]:
+        if path := modules[variant]:
             of_step["module"] = f"--module {shlex.quote(str(path))}"
             of_step["native"] = f"--native {shlex.quote(str(path))}"
         environment = step.get("environment", {}) if key == "command" else {}
         command = expanded(step[key], {**lab()["names"], **names, **of_step})
-        steps.do(step | {"environment": environment}, command)
-
-
-def newest_sanitizer() -> str:
-    """The newest compute-sanitizer of the machine and of the packages that Python finds."""
-    found = {"compute-sanitizer": (0, 0)}
-    for path in (shutil.which("compute-sanitizer"), *(Path(x, SANITIZER) for x in sys.path)):
-        if path is None or not Path(path).exists():
-            continue
-        outcome = subprocess.run([path, "--version"], capture_output=True, text=True)
-        if version := re.search(r"Version (\d+)\.(\d+)", outcome.stdout):
-            found[str(path)] = (int(version[1]), int(version[2]))
-    return max(found, key=lambda path: found[path])
+        steps.do({**step, "environment": environment}, command)
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.check", description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "build/gpu-check")
     parser.add_argument("--pack", type=Path, help="a file that benchmarks.gpu.pack wrote")
     parser.add_argument("--winner", default="today", help="the variant to prove and to publish")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU; takes a pack, too")
-    parser.add_argument("--trace", type=Path, help="a CSV of requests to draw lengths from")
-    parser.add_argument("--again", action="store_true", help="do also what went well before")
-    parser.add_argument("--only", nargs="*", help="how the names of the steps to do begin")
-    parser.add_argument("--seconds", type=float, default=560, help="for everything together")
+    parser.add_argument("--part", type=int, nargs="*", default=[], help="of lab.json; all without")
+    parser.add_argument("--only", nargs="*", default=[""], help="how the steps' names begin")
+    parser.add_argument("--seconds", type=float, help="for everything; a part has its own")
+    parser.add_argument("--copy-to", type=Path, help="a folder for copies of the report")
     options = parser.parse_args()
     start = time.monotonic()
     if options.rehearse and options.pack is None:
         parser.error("a rehearsal takes its emulated kernels from a pack made with --emulated")
-    unpacked = (options.out / "pack").resolve()
+    unpacked = FOLDER / "pack"
     commit = os.environ.get("GIT_COMMIT") or pack.commit()
     modules: dict[str, Path | None] = {"": None}
     digests = {"": commit}
@@ -303,23 +272,21 @@ def main() -> None:
     names = {
         "python": shlex.quote(sys.executable),
         "cores": str(min(os.cpu_count() or 1, 16)),
-        "sanitizer": shlex.quote(newest_sanitizer()),
         "tools": shlex.quote(str(unpacked / "tools")),
         "variants": " ".join(
-            f"--variant {shlex.quote(f'{name}={modules[name]}')}"
-            for name in contestants_of(modules)
-            if modules[name]
+            f"--variant {shlex.quote(f'{name}={path}')}" for name, path in modules.items() if path
         ),
-        "emulated": shlex.quote(str(next((unpacked / "emulated").glob("_native*.so"), ""))),
-        "trace": f"--trace {shlex.quote(str(options.trace.resolve()))}" if options.trace else "",
+        "emulated_module": shlex.quote(str(next((unpacked / "emulated").glob("_native*.so"), ""))),
     }
-    left = options.seconds - (time.monotonic() - start)
+    budgets = [lab()["parts"].get(str(part), 1e9) for part in options.part] or [1e9]
+    left = (options.seconds or sum(budgets)) - (time.monotonic() - start)
     found = machine(options.rehearse)
-    steps = Steps(options.out, found, digests, options.again, options.only, left)
+    steps = Steps(FOLDER, found, digests, left, options.copy_to)
     steps.results |= {"commit": f"commit {commit}", "date": time.strftime("%Y-%m-%d")}
-    check(steps, modules, names, "rehearsal" if options.rehearse else "command")
+    wanted = steps_of(options.part, options.only)
+    check(steps, wanted, modules, names, "rehearsal" if options.rehearse else "command")
     steps.save()
-    print(report.summary(steps.results, steps_of(modules)))
+    print(report.summary(steps.results, steps_of()))
     sys.exit(0 if steps.went_well else 1)
 
 

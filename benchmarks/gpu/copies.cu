@@ -1,5 +1,6 @@
 // How long each way of copying a paged cache into shared memory takes, without any attention: what
-// the decode kernel can reach at best. Prints microseconds as JSON, by call and way of copying.
+// the decode kernel can reach at best. And what single instructions of the other kernels take.
+// Prints JSON: microseconds by call and way of copying, bytes a cycle by size of box, and cycles.
 //
 // A thread block has the decode kernel's shape: a ring of tiles with K and V of a few positions,
 // producer warps that fill it, and four warps that take the tiles in turn. Two blocks share a
@@ -17,10 +18,16 @@
 #include <string>
 #include <vector>
 
+#include "gpu/barrier.cuh"
+
 namespace {
 
-constexpr int kWarpSize = 32;
+namespace gpu = xla_gpu::gpu;
+using gpu::kWarpSize;
+using gpu::SharedAddress;
+
 constexpr int kKvHeads = 8;
+constexpr int kRowBytes = 256;  // of K of a position: a head of 128 in 16 bits
 constexpr int kTileBytes = 8192;
 constexpr int kStages = 8;
 constexpr int kConsumers = 4;  // warps
@@ -31,10 +38,9 @@ constexpr int kSharedBytes = 100 * 1024;
 constexpr int64_t kPoolBytes = int64_t{4} << 30;
 constexpr int kRounds = 7;
 
-enum class Way { kCpAsync, kBoxOfBoth, kBoxOfEach, kRowOfBoth, kRowOfEach };
+enum class Way { kCpAsync, kBoxOfBoth, kBoxOfEach, kRowOfEach };
 
-constexpr Way kWays[] = {Way::kCpAsync, Way::kBoxOfBoth, Way::kBoxOfEach, Way::kRowOfBoth,
-                         Way::kRowOfEach};
+constexpr Way kWays[] = {Way::kCpAsync, Way::kBoxOfBoth, Way::kBoxOfEach, Way::kRowOfEach};
 
 const char* NameOf(Way way) {
   switch (way) {
@@ -44,8 +50,6 @@ const char* NameOf(Way way) {
       return "B a box of K and V";
     case Way::kBoxOfEach:
       return "C a box of K, one of V";
-    case Way::kRowOfBoth:
-      return "E a bulk row of K and V";
     case Way::kRowOfEach:
       return "E a bulk row of K, one of V";
   }
@@ -75,59 +79,15 @@ struct Cache {
   uint64_t* sum;      // of the tiles' words; null: they are not read
 };
 
-__device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-struct Barrier {
-  uint64_t state;
-
-  __device__ __forceinline__ void Init(int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(this)),
-                 "r"(arrivals));
-  }
-
-  __device__ __forceinline__ void Wait(int parity) {
-    asm volatile(
-        "{\n .reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n @!done bra again;\n}" ::
-            "r"(SharedAddress(this)),
-        "r"(parity)
-        : "memory");
-  }
-
-  __device__ __forceinline__ void Arrive() {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(this)) : "memory");
-  }
-
-  __device__ __forceinline__ void ArriveAndExpect(int bytes) {
-    asm volatile(
-        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(this)),
-        "r"(bytes)
-        : "memory");
-  }
-
-  // When all of this thread's cp.async have arrived.
-  __device__ __forceinline__ void ArriveAfterCopies() {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SharedAddress(this))
-                 : "memory");
-  }
-};
-
 struct Ring {
   alignas(1024) char tiles[kStages][kTileBytes];  // the swizzle of tensor copies needs 1024
-  Barrier filled[kStages];
-  Barrier freed[kStages];
+  gpu::Barrier filled[kStages];
+  gpu::Barrier freed[kStages];
 };
 static_assert(sizeof(Ring) <= kSharedBytes);
 
-__device__ __forceinline__ void CopyChunk(char* to, const char* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(SharedAddress(to)),
-               "l"(from)
-               : "memory");
-}
-
-__device__ __forceinline__ void CopyRow(char* to, const char* from, int bytes, Barrier* barrier) {
+__device__ __forceinline__ void CopyRow(char* to, const char* from, int bytes,
+                                        gpu::Barrier* barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(SharedAddress(to)),
@@ -136,7 +96,7 @@ __device__ __forceinline__ void CopyRow(char* to, const char* from, int bytes, B
 }
 
 __device__ __forceinline__ void CopyBox(char* to, const CUtensorMap* map, int row, int half,
-                                        int head, int block, Barrier* barrier) {
+                                        int head, int block, gpu::Barrier* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(SharedAddress(to)),
@@ -156,7 +116,7 @@ struct Share {
 };
 
 // One producer warp.
-template <Way kWay, int kRowBytes>
+template <Way kWay>
 __device__ __forceinline__ void Produce(const Cache& cache, Ring& ring, Share share, bool is_value,
                                         const CUtensorMap* map) {
   constexpr int kRows = kTileBytes / 2 / kRowBytes;
@@ -190,8 +150,8 @@ __device__ __forceinline__ void Produce(const Cache& cache, Ring& ring, Share sh
       const int in_page = position & in_page_mask;
       const int64_t row = (int64_t{ids[i]} << cache.page_shift) + in_page;
       char* const to = ring.tiles[n % kStages];
-      Barrier* const filled = &ring.filled[n % kStages];
-      ring.freed[n % kStages].Wait(n / kStages % 2 ^ 1);
+      gpu::Barrier* const filled = &ring.filled[n % kStages];
+      gpu::WaitForPhase(&ring.freed[n % kStages], n / kStages % 2 ^ 1);
       if constexpr (kWay == Way::kCpAsync) {
         constexpr int kChunks = kRowBytes / 16, kRowsAtOnce = kWarpSize / kChunks;
         const int chunk = lane % kChunks;
@@ -200,13 +160,14 @@ __device__ __forceinline__ void Produce(const Cache& cache, Ring& ring, Share sh
           const int r = begin + lane / kChunks;
           const int64_t from = __shfl_sync(~0u, row, r);
           const int place = chunk / 8 * (kRows * 128) + r * 128 + ((chunk % 8) ^ (r % 8)) * 16;
-          CopyChunk(
+          gpu::CopyAsync16(
               to + is_value * (kTileBytes / 2) + place,
-              cache.data + from * kPositionBytes + (head * 2 + is_value) * kRowBytes + chunk * 16);
+              cache.data + from * kPositionBytes + (head * 2 + is_value) * kRowBytes + chunk * 16,
+              true);
         }
-        filled->ArriveAfterCopies();
+        gpu::ArriveAfterCopies(filled);
       } else {
-        if (lane == 0) filled->ArriveAndExpect(kTileBytes);
+        if (lane == 0) gpu::ArriveExpecting(filled, kTileBytes);
         __syncwarp();
         if constexpr (HasBoxes(kWay)) {
           if (lane < kRows && lane % cache.box_rows == 0) {
@@ -222,31 +183,30 @@ __device__ __forceinline__ void Produce(const Cache& cache, Ring& ring, Share sh
           }
         } else if (lane < kRows) {
           const char* from = cache.data + row * kPositionBytes + head * 2 * kRowBytes;
-          if constexpr (kWay == Way::kRowOfBoth) {
-            CopyRow(to + lane * 2 * kRowBytes, from, 2 * kRowBytes, filled);
-          } else {
-            CopyRow(to + lane * kRowBytes, from, kRowBytes, filled);
-            CopyRow(to + kTileBytes / 2 + lane * kRowBytes, from + kRowBytes, kRowBytes, filled);
-          }
+          CopyRow(to + lane * kRowBytes, from, kRowBytes, filled);
+          CopyRow(to + kTileBytes / 2 + lane * kRowBytes, from + kRowBytes, kRowBytes, filled);
         }
         __syncwarp();
       }
     }
   }
-  if constexpr (kWay == Way::kCpAsync) asm volatile("cp.async.wait_all;" ::: "memory");
+  if constexpr (kWay == Way::kCpAsync) {
+    gpu::CommitCopies();
+    gpu::WaitCopies<0>();
+  }
 }
 
 __device__ __forceinline__ void Consume(const Cache& cache, Ring& ring, Share share, int warp) {
   const int lane = threadIdx.x % kWarpSize;
   uint64_t sum = 0;
   for (int n = warp; n < share.count; n += kConsumers) {
-    ring.filled[n % kStages].Wait(n / kStages % 2);
+    gpu::WaitForPhase(&ring.filled[n % kStages], n / kStages % 2);
     if (cache.sum != nullptr) {
       const auto* words = reinterpret_cast<const uint32_t*>(ring.tiles[n % kStages]);
       for (int i = lane; i < kTileBytes / 4; i += kWarpSize) sum += words[i];
     }
     __syncwarp();
-    if (lane == 0) ring.freed[n % kStages].Arrive();
+    if (lane == 0) gpu::Arrive(&ring.freed[n % kStages]);
   }
   if (cache.sum != nullptr) {
     atomicAdd(reinterpret_cast<unsigned long long*>(cache.sum),
@@ -254,17 +214,17 @@ __device__ __forceinline__ void Consume(const Cache& cache, Ring& ring, Share sh
   }
 }
 
-template <Way kWay, int kRowBytes>
+template <Way kWay>
 __global__ void __launch_bounds__(kThreads, 2)
     CopyCache(Cache cache, const __grid_constant__ CUtensorMap map) {
   extern __shared__ __align__(1024) char memory[];
   Ring& ring = *reinterpret_cast<Ring*>(memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      ring.filled[i].Init(kWay == Way::kCpAsync ? 2 * kWarpSize : 1);
-      ring.freed[i].Init(1);
+      gpu::InitBarrier(&ring.filled[i], kWay == Way::kCpAsync ? 2 * kWarpSize : 1);
+      gpu::InitBarrier(&ring.freed[i], 1);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    gpu::FenceBarriers();
   }
   __syncthreads();
   const int warp = threadIdx.x / kWarpSize;
@@ -273,8 +233,76 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (warp < kConsumers) {
     Consume(cache, ring, share, warp);
   } else if (kWay == Way::kCpAsync || warp == kConsumers) {
-    Produce<kWay, kRowBytes>(cache, ring, share, warp > kConsumers, &map);
+    Produce<kWay>(cache, ring, share, warp > kConsumers, &map);
   }
+}
+
+// One warp of each multiprocessor asks for boxes of 128 bytes of kRows positions, from pages that
+// L2 holds, as the producer of the prefill kernel does. Writes the cycles of each block.
+constexpr int kProbeStages = 3, kProbeBytes = 32 * 1024, kProbeTiles = 512, kProbePositions = 4096;
+
+template <int kRows>
+__global__ void CopyBoxes(const __grid_constant__ CUtensorMap map, int64_t* cycles) {
+  extern __shared__ __align__(1024) char memory[];
+  __shared__ gpu::Barrier filled[kProbeStages];
+  constexpr int kBoxBytes = kRows * 128, kBoxes = kProbeBytes / kBoxBytes;
+  if (threadIdx.x == 0) {
+    for (gpu::Barrier& barrier : filled) gpu::InitBarrier(&barrier, 1);
+    gpu::FenceBarriers();
+  }
+  __syncwarp();
+  const int64_t start = clock64();
+  for (int n = 0; n < kProbeTiles + kProbeStages; ++n) {
+    const int stage = n % kProbeStages;
+    if (n >= kProbeStages) gpu::WaitForPhase(&filled[stage], n / kProbeStages % 2 ^ 1);
+    if (n >= kProbeTiles) continue;
+    if (threadIdx.x == 0) gpu::ArriveExpecting(&filled[stage], kProbeBytes);
+    __syncwarp();
+    for (int box = threadIdx.x; box < kBoxes; box += kWarpSize) {
+      const uint32_t block = (n * kBoxes + box + blockIdx.x * 977) * 2654435761u >> 8;
+      CopyBox(memory + stage * kProbeBytes + box * kBoxBytes, &map, 0, box % 4, box % kKvHeads,
+              block % (kProbePositions / kRows), &filled[stage]);
+    }
+    __syncwarp();
+  }
+  if (threadIdx.x == 0) cycles[blockIdx.x] = clock64() - start;
+}
+
+enum class Work { kMma, kLoadMatrices, kLoadAndCopy };
+constexpr int kWorkWarps = 8, kWorkTurns = 2000;
+
+// The instructions of the portable kernels, by all warps of a multiprocessor.
+template <Work kWork>
+__global__ void Repeat(const char* from, int64_t* cycles, float* out) {
+  extern __shared__ __align__(1024) char memory[];
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  char* const place = memory + warp * 4096 + lane * 16;
+  float sums[4][4] = {};
+  uint32_t words[4];
+  for (int i = 0; i < 4; ++i) words[i] = 0x3f803f80 + lane * 0x10003 + i;  // zeros take less power
+  __syncthreads();
+  const int64_t start = clock64();
+  for (int turn = 0; turn < kWorkTurns; ++turn) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (kWork == Work::kMma) {
+        gpu::MultiplyAdd(sums[i], words, words[0], words[1], xla_gpu::BFloat16{});
+      } else {
+        uint32_t loaded[4];
+        gpu::LoadMatrices(loaded, place + i * 512);
+        words[i] ^= loaded[0] ^ loaded[1] ^ loaded[2] ^ loaded[3];
+        if constexpr (kWork == Work::kLoadAndCopy) {
+          gpu::CopyAsync16(place + 2048 + i * 512, from + (warp * 4 + i) * 512 + lane * 16, true);
+        }
+      }
+    }
+    gpu::CommitCopies();
+    gpu::WaitCopies<4>();
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) cycles[blockIdx.x] = clock64() - start;
+  out[blockIdx.x * blockDim.x + threadIdx.x] =
+      sums[0][0] + sums[1][1] + sums[2][2] + sums[3][3] + words[0] + words[1] + words[2] + words[3];
 }
 
 __global__ void Fill(uint32_t* words, int64_t count) {
@@ -287,25 +315,22 @@ __global__ void Fill(uint32_t* words, int64_t count) {
 }
 
 struct Call {
-  int sequences, context, page, row_bytes;
+  int sequences, context, page;
 
   std::string Name() const {
     return std::to_string(sequences) + " x " + std::to_string(context) + ", pages of " +
-           std::to_string(page) + ", rows of " + std::to_string(row_bytes);
+           std::to_string(page);
   }
 
-  int64_t Bytes() const { return int64_t{2} * sequences * context * kKvHeads * row_bytes; }
+  int64_t Bytes() const { return int64_t{2} * sequences * context * kKvHeads * kRowBytes; }
 
   int64_t Blocks() const { return int64_t{sequences} * context / page; }
 };
 
 std::vector<Call> Calls() {
   std::vector<Call> calls;
-  for (const int row_bytes : {256, 128}) {  // heads of 128 in 16 bits, and in 8
-    for (const auto& [sequences, context] :
-         {std::pair(1, 1024), std::pair(1, 8192), std::pair(8, 8192), std::pair(32, 8192)}) {
-      for (const int page : {16, 64, 8, 1}) calls.push_back({sequences, context, page, row_bytes});
-    }
+  for (const int page : {16, 1, 8}) {
+    for (const int sequences : {1, 32}) calls.push_back({sequences, 8192, page});
   }
   return calls;
 }
@@ -332,7 +357,7 @@ class Gpu {
   }
 
   // The median time of a call in microseconds, and the sum of what was copied.
-  template <Way kWay, int kRowBytes>
+  template <Way kWay>
   std::pair<float, uint64_t> Measure(const Call& call) {
     constexpr int kRows = kTileBytes / 2 / kRowBytes;
     std::vector<int> table(call.Blocks());
@@ -341,14 +366,15 @@ class Gpu {
     int* tables;
     CHECK(cudaMalloc(&tables, table.size() * sizeof(int)));
     CHECK(cudaMemcpy(tables, table.data(), table.size() * sizeof(int), cudaMemcpyHostToDevice));
-    auto* const kernel = CopyCache<kWay, kRowBytes>;
+    auto* const kernel = CopyCache<kWay>;
     CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
     const int tiles = call.sequences * kKvHeads * (call.context / kRows);
     const auto launch = [&](int copy, uint64_t* sum) {
       char* const data = pool_ + copy * call.Bytes();
       const int box_rows = std::min(call.page, kRows);
       CUtensorMap map = {};
-      if (HasBoxes(kWay)) map = MapOf(data, call, box_rows, kWay == Way::kBoxOfBoth);
+      const int columns = kRowBytes / 128 * (kWay == Way::kBoxOfBoth ? 2 : 1);
+      if (HasBoxes(kWay)) map = MapOf(data, call, box_rows, columns);
       const Cache cache = {data,
                            tables,
                            call.context / call.page,
@@ -393,17 +419,58 @@ class Gpu {
     return {times[times.size() / 2], sum};
   }
 
+  // Bytes that a multiprocessor gets in a cycle while all of them copy.
+  template <int kRows>
+  float BytesPerCycle() {
+    const CUtensorMap map = MapOf(pool_, {1, kProbePositions, kRows}, kRows, 1);
+    constexpr int kBytes = kProbeStages * kProbeBytes;
+    const auto kernel = CopyBoxes<kRows>;
+    CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+    return kProbeTiles * float{kProbeBytes} / MedianCycles([&](int64_t* cycles) {
+             kernel<<<device_.multiProcessorCount, kWarpSize, kBytes, stream_>>>(map, cycles);
+           });
+  }
+
+  // Of an instruction: of the tensor core of a quarter of a multiprocessor, or of its memory unit.
+  template <Work kWork>
+  float Cycles() {
+    const int blocks = device_.multiProcessorCount;
+    const float cycles = MedianCycles([&](int64_t* cycles) {
+      Repeat<kWork><<<blocks, kWorkWarps * kWarpSize, kWorkWarps * 4096, stream_>>>(
+          pool_, cycles, reinterpret_cast<float*>(pool_ + (1 << 20)));
+    });
+    return cycles / (kWorkTurns * 4 * kWorkWarps / (kWork == Work::kMma ? 4 : 1));
+  }
+
  private:
+  // Of the thread blocks of the second of two launches.
+  template <typename Launch>
+  float MedianCycles(const Launch& launch) {
+    std::vector<int64_t> cycles(device_.multiProcessorCount);
+    int64_t* found;
+    CHECK(cudaMalloc(&found, cycles.size() * sizeof(*found)));
+    for (int i = 0; i < 2; ++i) {
+      launch(found);
+      CHECK(cudaGetLastError());
+    }
+    CHECK(cudaMemcpyAsync(cycles.data(), found, cycles.size() * sizeof(*found),
+                          cudaMemcpyDeviceToHost, stream_));
+    CHECK(cudaStreamSynchronize(stream_));
+    CHECK(cudaFree(found));
+    std::nth_element(cycles.begin(), cycles.begin() + cycles.size() / 2, cycles.end());
+    return cycles[cycles.size() / 2];
+  }
+
   // Dimensions: 128 bytes, positions of a page, columns of 128 bytes (K's, then V's), heads,
   // blocks.
-  CUtensorMap MapOf(char* data, const Call& call, int box_rows, bool is_of_both) const {
-    const auto position = static_cast<cuuint64_t>(2 * kKvHeads * call.row_bytes);
-    const auto columns = static_cast<cuuint32_t>(2 * call.row_bytes / 128);
+  CUtensorMap MapOf(char* data, const Call& call, int box_rows, int box_columns) const {
+    const auto position = static_cast<cuuint64_t>(2 * kKvHeads * kRowBytes);
+    const auto columns = static_cast<cuuint32_t>(2 * kRowBytes / 128);
     const cuuint64_t sizes[] = {128, static_cast<cuuint64_t>(call.page), columns, kKvHeads,
                                 static_cast<cuuint64_t>(call.Blocks())};
     const cuuint64_t strides[] = {position, 128, columns * 128, position * call.page};
     const cuuint32_t box[] = {128, static_cast<cuuint32_t>(box_rows),
-                              is_of_both ? columns : columns / 2, 1, 1};
+                              static_cast<cuuint32_t>(box_columns), 1, 1};
     const cuuint32_t ones[] = {1, 1, 1, 1, 1};
     CUtensorMap map;
     const CUresult status =
@@ -425,19 +492,16 @@ class Gpu {
   cudaEvent_t begin_, end_;
 };
 
-template <int kRowBytes>
 std::pair<float, uint64_t> MeasureWay(Gpu& gpu, Way way, const Call& call) {
   switch (way) {
     case Way::kCpAsync:
-      return gpu.Measure<Way::kCpAsync, kRowBytes>(call);
+      return gpu.Measure<Way::kCpAsync>(call);
     case Way::kBoxOfBoth:
-      return gpu.Measure<Way::kBoxOfBoth, kRowBytes>(call);
+      return gpu.Measure<Way::kBoxOfBoth>(call);
     case Way::kBoxOfEach:
-      return gpu.Measure<Way::kBoxOfEach, kRowBytes>(call);
-    case Way::kRowOfBoth:
-      return gpu.Measure<Way::kRowOfBoth, kRowBytes>(call);
+      return gpu.Measure<Way::kBoxOfEach>(call);
     case Way::kRowOfEach:
-      return gpu.Measure<Way::kRowOfEach, kRowBytes>(call);
+      return gpu.Measure<Way::kRowOfEach>(call);
   }
   std::abort();
 }
@@ -447,6 +511,7 @@ std::pair<float, uint64_t> MeasureWay(Gpu& gpu, Way way, const Call& call) {
 // With --list it says what it measures, and needs no GPU.
 int main(int argc, char** argv) {
   if (argc > 1 && std::strcmp(argv[1], "--list") == 0) {
+    std::printf("bytes a cycle: boxes\ncycles: mma.sync, ldmatrix.x4, cp.async\n");
     for (const Call& call : Calls()) {
       for (const Way way : kWays) {
         if (Serves(way, call)) std::printf("%s: %s\n", call.Name().c_str(), NameOf(way));
@@ -464,8 +529,7 @@ int main(int argc, char** argv) {
     uint64_t expected = 0;
     for (const Way way : kWays) {
       if (!Serves(way, call)) continue;
-      const auto [microseconds, sum] =
-          call.row_bytes == 256 ? MeasureWay<256>(gpu, way, call) : MeasureWay<128>(gpu, way, call);
+      const auto [microseconds, sum] = MeasureWay(gpu, way, call);
       if (way == kWays[0]) expected = sum;
       if (sum != expected) {
         std::fprintf(stderr, "%s: %s has copied other bytes\n", call.Name().c_str(), NameOf(way));
@@ -477,6 +541,15 @@ int main(int argc, char** argv) {
     }
     std::fflush(stdout);
   }
-  std::printf("}\n}\n");
+  std::printf(
+      "},\n \"bytes a cycle\": {\"boxes of 2 KiB\": %.1f, \"boxes of 4 KiB\": %.1f, "
+      "\"boxes of 8 KiB\": %.1f, \"boxes of 16 KiB\": %.1f",
+      gpu.BytesPerCycle<16>(), gpu.BytesPerCycle<32>(), gpu.BytesPerCycle<64>(),
+      gpu.BytesPerCycle<128>());
+  std::printf(
+      "},\n \"cycles\": {\"mma.sync\": %.2f, \"ldmatrix.x4\": %.2f, "
+      "\"ldmatrix.x4 and cp.async\": %.2f}\n}\n",
+      gpu.Cycles<Work::kMma>(), gpu.Cycles<Work::kLoadMatrices>(),
+      gpu.Cycles<Work::kLoadAndCopy>());
   return is_right ? 0 : 1;
 }

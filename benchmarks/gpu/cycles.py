@@ -154,53 +154,14 @@ def name_of(instruction: str) -> str:
 
 
 UNITS = {
-    "mufu": ["MUFU"],
-    "fma": ["FFMA", "FADD", "FMUL", "IMAD"],
-    "alu": [
-        "FMNMX",
-        "FSETP",
-        "ISETP",
-        "LOP3",
-        "SEL",
-        "PRMT",
-        "VIADD",
-        "LEA",
-        "SHF",
-        "VIMNMX",
-        "VIADDMNMX",
-        "F2FP",
-        "FSEL",
-        "PLOP3",
-        "IADD3",
-        "R2UR",
-        "MOV",
-        "I2F",
-        "F2I",
-        "HADD2",
-        "HMUL2",
-        "HFMA2",
-        "VOTE",
-    ],
-    "mio": [
-        "LDS",
-        "STS",
-        "SHFL",
-        "SYNCS",
-        "BAR",
-        "MEMBAR",
-        "FENCE",
-        "LDC",
-        "ARRIVES",
-        "LDGSTS",
-        "LDG",
-        "STG",
-        "S2R",
-        "REDUX",
-        "UTMALDG",
-    ],
-    "products": ["HGMMA"],
+    "mufu": "MUFU",
+    "fma": "FFMA FADD FMUL IMAD",
+    "alu": "FMNMX FSETP ISETP LOP3 SEL PRMT VIADD LEA SHF VIMNMX VIADDMNMX F2FP FSEL PLOP3 IADD3"
+    " R2UR MOV I2F F2I HADD2 HMUL2 HFMA2 VOTE",
+    "mio": "LDS STS SHFL SYNCS BAR MEMBAR FENCE LDC ARRIVES LDGSTS LDG STG S2R REDUX UTMALDG",
+    "products": "HGMMA",
 }
-UNIT_OF = {name: unit for unit, names in UNITS.items() for name in names}
+UNIT_OF = {name: unit for unit, names in UNITS.items() for name in names.split()}
 
 
 def cycles_of(instruction: str) -> int:

@@ -51,14 +51,12 @@ def compare(device: str) -> None:
 
 def contestants(rows: Sequence[str], is_rehearsal: bool) -> dict[str, list[contest.Contestant]]:
     """This library's calls of each row, on copies of its workload."""
-    found = {}
-    for workload in bench.rehearsal() if is_rehearsal else bench.workloads(None):
-        if (name := bench.title(workload)) in rows:
-            device = "cpu" if is_rehearsal else "cuda"
-            make = contest.ours_with_hint if workload.kind == "decode" else contest.ours
-            copies = contest.copies_past_the_cache(workload, device)
-            found[name] = [make(workload, workload.operands(device, i)) for i in range(copies)]
-    assert len(found) == len(rows), f"no row is called {set(rows) - set(found)}"
+    found, device = {}, "cpu" if is_rehearsal else "cuda"
+    for name in rows:
+        workload = bench.workload_of(name)
+        make = contest.ours_with_hint if workload.kind == "decode" else contest.ours
+        copies = contest.copies_past_the_cache(workload, device)
+        found[name] = [make(workload, workload.operands(device, i)) for i in range(copies)]
     return found
 
 
@@ -94,11 +92,11 @@ def launch(rows: Sequence[str], is_rehearsal: bool) -> None:
 MOMENTS = ("ready", "scheduled", "copies", "first tile", "last tile", "finished")
 
 
-def stamp(module: str, rows: Sequence[str], is_rehearsal: bool) -> dict[str, dict[str, float]]:
-    """Reads what a build with XLA_GPU_STAMPS prints of each row's last call."""
-    program = launch_program(module, rows, is_rehearsal)
+def stamp(rows: Sequence[str], out: Path, is_rehearsal: bool) -> None:
+    """Writes what a build with XLA_GPU_STAMPS prints of each row's last call."""
+    program = launch_program(rows, is_rehearsal)
     text = subprocess.run(program, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return {} if is_rehearsal else clocks(text, rows)
+    out.write_text(json.dumps({} if is_rehearsal else clocks(text, rows)))
 
 
 def clocks(text: str, rows: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -120,16 +118,17 @@ def clocks(text: str, rows: Sequence[str]) -> dict[str, dict[str, float]]:
     return found
 
 
-def launch_program(module: str, rows: Sequence[str], is_rehearsal: bool) -> list[str]:
-    """The command of `launch` with a module."""
-    program = [sys.executable, "-m", "benchmarks.gpu", *(["--module", module] if module else [])]
-    program += ["benchmarks.gpu.launch", "launch", *rows]
-    return [*program, "--rehearse"] if is_rehearsal else program
+def launch_program(rows: Sequence[str], is_rehearsal: bool) -> list[str]:
+    """The command of `launch` with the module in use."""
+    used = sys.modules.get("shared_ffi._native")
+    module = [] if used is None else ["--module", str(used.__file__)]
+    program = [sys.executable, "-m", "benchmarks.gpu", *module, "benchmarks.gpu.launch", "launch"]
+    return [*program, *rows, *(["--rehearse"] if is_rehearsal else [])]
 
 
-def profile(rows: Sequence[str], module: str, out: Path, is_rehearsal: bool) -> None:
+def profile(rows: Sequence[str], out: Path, is_rehearsal: bool) -> None:
     """Runs `launch` under ncu with the caches and clocks of real use, and writes its counters."""
-    program = launch_program(module, rows, is_rehearsal)
+    program = launch_program(rows, is_rehearsal)
     if is_rehearsal:
         subprocess.run(program, check=True)
         return
@@ -180,19 +179,15 @@ def main() -> None:
     )
     parser.add_argument("names", nargs="*", help="the device, or rows")
     parser.add_argument("--times", type=int, default=2000, help="replays of a graph")
-    parser.add_argument("--module", default="", help="stamp, profile: the path of _native")
     parser.add_argument("--out", type=Path, help="where stamp and profile write")
     parser.add_argument("--rehearse", action="store_true", help="small rows, on the CPU")
     options = parser.parse_intermixed_args()  # options come between names
     if options.what in ("import", "compare"):
         (load if options.what == "import" else compare)(*options.names)
-        return
-    if options.what == "profile":
-        profile(options.names, options.module, options.out, options.rehearse)
-        return
-    if options.what == "stamp":
-        found = stamp(options.module, options.names, options.rehearse)
-        options.out.write_text(json.dumps(found))
+    elif options.what in ("stamp", "profile"):
+        (stamp if options.what == "stamp" else profile)(
+            options.names, options.out, options.rehearse
+        )
     elif options.what == "replay":
         replay(options.names, options.times, options.rehearse)
     else:

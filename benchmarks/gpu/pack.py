@@ -1,8 +1,8 @@
 """Packs what a GPU machine without a network lacks: ``python -m benchmarks.gpu.pack``.
 
-Builds the module for that machine's GPU and Python, and other checkouts as variants of it, and
-writes one file with them, XLA's FFI headers, the copy benchmark, the packages that the tests need
-and other libraries. There, ``python -m benchmarks.gpu.check --pack FILE`` unpacks it.
+Builds the module for that machine's GPU and Python, the variants of lab.json and other checkouts,
+and writes one file with them, XLA's FFI headers, the copy benchmark, the packages that the tests
+need and other libraries. There, ``python -m benchmarks.gpu.check --pack FILE`` unpacks it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,22 @@ import hashlib
 import json
 import lzma
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.report import lab
+
 ROOT = Path(__file__).parents[2]
+CSRC = ROOT / "shared_ffi/csrc"
 LIMIT = 60_000_000  # bytes of a pack
 # What else the tests import comes with JAX or PyTorch.
 NEEDS = ["pytest", "pytest-xdist", "pytest-timeout", "hypothesis", "expecttest", "filelock"]
@@ -31,8 +36,9 @@ PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27,
 PLATFORMS += ["manylinux2014_x86_64", "manylinux1_x86_64", "linux_x86_64"]
 
 
-# Other libraries, and the newest compute-sanitizer, with what is needed of their wheels. FlashInfer
-# comes without its sources: its kernels are compiled when the pack is made.
+# Other libraries, with what is needed of their wheels. FlashInfer comes without its sources: its
+# kernels are compiled when the pack is made. FlashAttention 2 is left out for its size, 308 MB, and
+# FlashAttention 4, as its compiler is a wheel of 92 MB.
 PEERS: dict[str, tuple[str, ...]] = {
     "flashinfer-python==0.7.2": (
         "*.py", "*.dist-info/*", "!flashinfer/data/*", "*/data/__init__.py", "!*/artifacts/*"
@@ -44,7 +50,6 @@ PEERS: dict[str, tuple[str, ...]] = {
     "apache-tvm-ffi": ("*.py", "*.so", "*.dist-info/*"),
     "einops": ("*",),
     "nvidia-ml-py": ("*",),
-    "nvidia-cuda-sanitizer-api": ("*", "!*/docs/*", "!*/x86/*"),
     "tabulate": ("*",),
     "click": ("*",),
 }  # fmt: skip
@@ -58,7 +63,7 @@ def build(
 
     folder = ROOT / "build" / f"pack-{cuda}-{_version(python)}" / name
     configure: list[object] = [
-        *("cmake", "-S", source, "-B", folder, "-G", "Ninja", *options),
+        *("cmake", "-S", source.resolve(), "-B", folder, "-G", "Ninja", *options),
         f"-DPython_EXECUTABLE={python}",
         f"-Dnanobind_DIR={nanobind.cmake_dir()}",
         f"-DXLA_FFI_INCLUDE_DIR={headers.resolve()}",
@@ -72,31 +77,63 @@ def build(
             if is_of_wheels
             else f"-DCMAKE_CUDA_COMPILER={compiler}"
         )
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     for command in (configure, ["cmake", "--build", folder]):
-        subprocess.run([str(word) for word in command], check=True, env=os.environ | {"PATH": path})
+        subprocess.run([str(word) for word in command], check=True, env=environment())
     return folder
 
 
+def environment() -> dict[str, str]:
+    """With the tools beside this interpreter."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return os.environ | {"PATH": path}
+
+
+LIBRARY = "libxla_paged_attention.so"
+
+
+def build_variant(definition: str, units: Sequence[str], today: Path, target: Path) -> None:
+    """Compiles some CUDA units of a build anew, with a definition, and links them with its others.
+
+    Args:
+        units: a part of the name of each unit's object.
+        target: gets the module and the library.
+    """
+
+    def last_command_of(name: str) -> str:
+        command = ["ninja", "-C", str(today), "-t", "commands", "-s", name]
+        text = subprocess.check_output(command, text=True, env=environment())
+        return text.splitlines()[-1]
+
+    link = last_command_of(LIBRARY)
+    objects = [x for x in re.findall(r"\S+\.cu\.o", link) if any(unit in x for unit in units)]
+    if not objects or not any(definition in x.read_text() for x in CSRC.rglob("*.*h")):
+        sys.exit(f"pack: a variant has a header's definition and units; got {definition}, {units}")
+    copy_module(today, target)
+    commands = [link.replace(f"-o {LIBRARY}", f"-o {target / LIBRARY}")]
+    for name in objects:
+        own = str(target / f"{len(commands)}.o")
+        commands[0] = commands[0].replace(name, own)
+        commands.append(f"{last_command_of(name).replace(name, own)} -D{definition}")
+    for command in [*commands[1:], commands[0]]:
+        subprocess.run(command, shell=True, check=True, cwd=today, env=environment())
+    for path in target.glob("*.o*"):
+        path.unlink()
+
+
 def nvcc() -> Path | None:
-    """The CUDA compiler: that of a build here, or the machine's."""
+    """The CUDA compiler: that of a build here, or the machine's, where its toolkit is."""
     found = next(ROOT.glob("build/*/cuda/bin/nvcc"), None) or shutil.which("nvcc")
-    return Path(found) if found else None
+    if found is None:
+        return None
+    command = [found, "--dryrun", "-x", "cu", os.devnull]  # what PATH has may be a script
+    text = subprocess.run(command, capture_output=True, text=True).stderr
+    return Path(re.findall(r"TOP=(.*)", text)[0], "bin/nvcc").resolve()
 
 
 def copy_benchmark(compiler: Path, out: Path) -> None:
     """Compiles copies.cu for Hopper, with the CUDA runtime in it."""
-    target = "-gencode=arch=compute_90a,code=sm_90a"
-    command: list[object] = [
-        compiler,
-        "-std=c++17",
-        "-O3",
-        target,
-        "-Werror",
-        "all-warnings",
-        "-o",
-        out,
-    ]
+    command: list[object] = [compiler, "-std=c++17", "-O3", "-Werror", "all-warnings", "-o", out]
+    command += ["-gencode=arch=compute_90a,code=sm_90a", f"-I{CSRC}"]
     # A toolkit from wheels has its libraries where nvcc does not look.
     command += [f"-L{folder}" for folder in compiler.resolve().parents[1].glob("lib*")]
     command.append(Path(__file__).with_name("copies.cu"))
@@ -217,9 +254,9 @@ def digest(folder: Path) -> str:
 
 def write(folder: Path, out: Path, version: str) -> None:
     """Writes what is in `folder` as one file, with a manifest."""
-    variants = {path.name: digest(path) for path in sorted((folder / "variants").iterdir())}
+    digests = {path.name: digest(path) for path in sorted((folder / "variants").iterdir())}
     manifest = {
-        "commit": commit(), "sources": sources(), "python": version, "variants": variants
+        "commit": commit(), "sources": sources(), "python": version, "variants": digests
     }  # fmt: skip
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -268,13 +305,14 @@ def main() -> None:
         help="an interpreter, with its headers, of the version that the GPU machine has",
     )
     parser.add_argument("--architectures", default="90a-real", help="the GPU's, for CMake")
-    parser.add_argument("--option", action="append", default=[], help="another option for CMake")
+    known = [*lab()["variants"]]
+    parser.add_argument("--variants", nargs="*", default=known, choices=known, help="of lab.json")
     parser.add_argument(
-        "--variant",
+        "--build",
         action="append",
         default=[],
         metavar="NAME=PATH[,OPTION...]",
-        help="a build: a module, or a checkout to build with CMake's OPTION; today is this one",
+        help="another build: a module, or a checkout to build with CMake's OPTION",
     )
     parser.add_argument(
         "--ffi-headers",
@@ -288,22 +326,30 @@ def main() -> None:
         "--emulated", type=Path, help="for check --rehearse: a build of the tests' emulated GPU"
     )
     options = parser.parse_args()
+    start = time.monotonic()
     if options.ffi_headers is None:
         sys.exit("no folder with XLA's FFI headers; name one with --ffi-headers")
     version = _version(options.python)
     cuda = "OFF" if options.emulated else "ON"
     cmake_options = [f"-DXLA_GPU_ARCHITECTURES={options.architectures}"] * (cuda == "ON")
-    cmake_options += options.option
     with tempfile.TemporaryDirectory() as folder:
         parts = Path(folder)
         (parts / "tools").mkdir()
-        variants = dict(variant.split("=", 1) for variant in [f"today={ROOT}", *options.variant])
-        for name, place in variants.items():
+        arguments = (cuda, options.python, options.ffi_headers)
+        today = build("today", ROOT, *arguments, cmake_options)
+        copy_module(today, parts / "variants/today")
+        for name in options.variants:
+            target = parts / "variants" / name
+            if options.emulated:  # on the CPU all are the same
+                copy_module(today, target)
+            else:
+                variant = lab()["variants"][name]
+                build_variant(variant["definition"], variant["units"], today, target)
+        for name, place in (word.split("=", 1) for word in options.build):
             path, *more = place.split(",")
             source = Path(path).resolve()
             if source.is_dir():
-                arguments = (cuda, options.python, options.ffi_headers, [*cmake_options, *more])
-                source = build(name, source, *arguments)
+                source = build(name, source, *arguments, [*cmake_options, *more])
             else:
                 check_tag(source, version)
                 source = source.parent
@@ -320,7 +366,7 @@ def main() -> None:
             add_peers(options.peers, ROOT / "build/gpu-peers", parts / "peers", version)
         write(parts, options.out, version)
     size = options.out.stat().st_size
-    print(f"{options.out}: {size / 1e6:.1f} MB")
+    print(f"{options.out}: {size / 1e6:.1f} MB, in {(time.monotonic() - start) / 60:.0f} minutes")
     if size > LIMIT:
         sys.exit(f"the pack has more than {LIMIT / 1e6:.0f} MB; leave a peer or a variant out")
 

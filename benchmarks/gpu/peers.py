@@ -76,10 +76,10 @@ def flashinfer(
     return lambda: prefill.run(query, kv, out=out, **scales)
 
 
-def flash_attention(
-    workload: Workload, operands: list[torch.Tensor], version: int, num_splits: int = 0
+def flash_attention_3(
+    workload: Workload, operands: list[torch.Tensor], num_splits: int = 0
 ) -> Contestant:
-    """vLLM's copies of FlashAttention 2, 3 and 4, over pages. 0 splits: it chooses by the batch."""
+    """vLLM's FlashAttention 3, over pages. 0 splits: it chooses by the batch."""
     from vllm.vllm_flash_attn.flash_attn_interface import (  # noqa: PLC0415
         flash_attn_varlen_func,
     )
@@ -103,7 +103,7 @@ def flash_attention(
         window_size=window,
         softcap=model.soft_cap or 0.0,
         num_splits=num_splits,
-        fa_version=version,
+        fa_version=3,
     )
 
 
@@ -196,11 +196,8 @@ PEERS: dict[str, Maker] = {
     "FlashInfer, fixed_split_size": partial(flashinfer, fixed_split_size=True),
     "FlashInfer, disable_split_kv": partial(flashinfer, disable_split_kv=True),
     "FlashInfer, fa2": partial(flashinfer, backend="fa2"),
-    "FlashAttention-3": partial(flash_attention, version=3),
-    "FlashAttention-3, num_splits=1": partial(flash_attention, version=3, num_splits=1),
-    "FlashAttention-2": partial(flash_attention, version=2),
-    "FlashAttention-2, num_splits=1": partial(flash_attention, version=2, num_splits=1),
-    "FlashAttention-4, num_splits=1": partial(flash_attention, version=4, num_splits=1),
+    "FlashAttention-3": flash_attention_3,
+    "FlashAttention-3, num_splits=1": partial(flash_attention_3, num_splits=1),
     "torch SDPA (contiguous)": torch_sdpa,
     "torch SDPA, FlashAttention-2 (contiguous)": torch_flash,
     "flash-attn3-jax": jax_flash_attention_3,
@@ -215,8 +212,6 @@ for name, make in PEERS.items():
 BATCH_INVARIANT = {
     "FlashInfer": ("FlashInfer, fixed_split_size", "FlashInfer, disable_split_kv"),
     "FlashAttention-3": ("FlashAttention-3, num_splits=1",),
-    "FlashAttention-2": ("FlashAttention-2, num_splits=1",),
-    "FlashAttention-4": ("FlashAttention-4, num_splits=1",),
     "flash-attn3-jax": ("flash-attn3-jax",),
 }
-PACKAGES = ("flashinfer-python", "vllm", "flash-attn-4", "flash-attn3-jax")
+PACKAGES = ("flashinfer-python", "vllm", "flash-attn3-jax")

@@ -7,9 +7,11 @@ chosen once. Only the process whose turn it is works on the GPU; the others wait
 from __future__ import annotations
 
 import gc
+import math
 import multiprocessing
 from collections.abc import Collection, Mapping
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -31,14 +33,17 @@ MAKERS = OURS_ON_GPUS | TO_BEAT_WITH_8_BITS | PEERS
 _contestants: dict[str, Contestant] = {}  # of this process
 
 
-def _prepare(workload: Workload, device: str, names: Collection[str], calls: int) -> Prepared:
+def _prepare(
+    workload: Workload, device: str, names: Collection[str], calls: int, allowed: float
+) -> Prepared:
     import torch  # noqa: PLC0415
 
     _contestants.clear()
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
-    found = prepare(workload, device, {name: MAKERS[name] for name in names}, calls)
+    makers = {name: MAKERS[name] for name in names}
+    found = prepare(workload, device, makers, calls, allowed)
     _contestants.update(found.contestants)
     return replace(found, contestants={})
 
@@ -78,18 +83,28 @@ class Process:
     Args:
         name: goes before those of its contestants, with a colon; empty for the module in use.
         module: the path of ``_native``; None for the module that Python finds.
+        is_wrong: its results are wrong on purpose. The name then goes behind, so that no pattern
+            takes a contestant for one of the library's.
     """
 
     def __init__(
-        self, name: str, module: Path | None = None, environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        module: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        is_wrong: bool = False,
     ) -> None:
-        self._name = name
+        self._name, self.is_wrong = name, is_wrong
         self._pool = ProcessPoolExecutor(
             1, multiprocessing.get_context("spawn"), begin, (module, environment or {})
         )
+        with suppress(BrokenExecutor):
+            self._pool.submit(read_gauges)  # starts it: all processes import at the same time
 
     def full_name(self, maker: str) -> str:
         """The name of a contestant among those of all processes."""
+        if self.is_wrong:
+            return f"{maker}: {self._name}"
         return f"{self._name}: {maker}" if self._name else maker
 
     def prepare(
@@ -97,13 +112,14 @@ class Process:
     ) -> Prepared:
         """Makes contestants, which stay in the process. Names are full ones."""
         try:
-            found = self._pool.submit(_prepare, workload, device, names, calls).result()
+            allowed = math.inf if self.is_wrong else 1
+            found = self._pool.submit(_prepare, workload, device, names, calls, allowed).result()
         except BrokenExecutor:
             found = Prepared(absent=dict.fromkeys(names, "its process died"))
         return Prepared(
             calls=found.calls,
             errors={self.full_name(name): x for name, x in found.errors.items()},
-            bits={self.full_name(name): x for name, x in found.bits.items()},
+            bits={} if self.is_wrong else {self.full_name(k): x for k, x in found.bits.items()},
             absent={self.full_name(name): x for name, x in found.absent.items()},
         )
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
+LAB = Path(__file__).with_name("lab.json")
 OUTCOMES = {True: "ok", False: "FAILED", None: "left out"}
+
+
+def lab() -> dict[str, Any]:
+    """lab.json: parts, variants, steps and questions."""
+    found: dict[str, Any] = json.loads(LAB.read_text())
+    return found
 
 
 def figures(results: Mapping[str, Any]) -> dict[str, float]:

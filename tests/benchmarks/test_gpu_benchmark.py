@@ -24,6 +24,7 @@ from benchmarks import contest, workloads
 from benchmarks.gpu import bench, check, launch, overview, pack, process, report
 from benchmarks.workloads import Workload, uniform
 from harness.workload import Model
+from tests.support import native
 
 MODEL = Model("small", 8, 2, 64)
 WINDOWED = Model("windowed", 8, 2, 64, sliding_window=40, soft_cap=30.0)
@@ -67,6 +68,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "name": "decode",
             "seconds": 60,
             "command": "",
+            "rows": ["decode decode", "prefill prefill"],
             "contestants": {
                 "": ["torch eager, max_query_len", "FlashInfer"],
                 "*": ["torch eager*"],
@@ -80,9 +82,13 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         }
     ]
     path = tmp_path / "lab.json"
-    path.write_text(json.dumps({"names": {}, "steps": steps, "questions": []}))
-    monkeypatch.setattr(bench, "LAB", path)
-    monkeypatch.setattr(check, "LAB", path)
+    variants = {"wrong": {"steps": ["decode"], "wrong": True}, "elsewhere": {"steps": ["prefill"]}}
+    content = {"names": {}, "variants": variants, "steps": steps, "questions": []}
+    path.write_text(json.dumps(content))
+    workload_of = {"decode decode": DECODE, "prefill prefill": PREFILL}.__getitem__
+    monkeypatch.setattr(bench, "workload_of", workload_of)
+    monkeypatch.setattr(bench, "REHEARSAL", [*steps[0]["rows"]])
+    monkeypatch.setattr(report, "LAB", path)
     return path
 
 
@@ -97,17 +103,17 @@ def test_builds_and_environments_take_turns(
     lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each in a process of its own. One that dies leaves the others running."""
-    monkeypatch.setattr(bench, "rehearsal", lambda: [DECODE, PREFILL])
     out = tmp_path / "decode.json"
-    results = run_contest(
-        monkeypatch, out, "--variant", f"new={VARIANT}", "--variant", "none=absent.so"
-    )
+    named = {"new": VARIANT, "none": "absent.so", "wrong": VARIANT, "elsewhere": VARIANT}
+    variants = [word for name in named for word in ("--variant", f"{name}={named[name]}")]
+    results = run_contest(monkeypatch, out, *variants)
     decode, prefill = results["rows"]
     hint = "torch eager, max_query_len"
-    measured = {hint, "new: torch eager", f"new: {hint}", "one thread: torch eager"}
+    ours = {"new: torch eager", "torch eager: wrong", "one thread: torch eager"}
+    measured = {hint, f"new: {hint}", f"{hint}: wrong", *ours}
     assert decode["seconds"].keys() == measured == decode["gauges"].keys()
     assert decode["same_bits"] == {f"new: {hint}": True}
-    assert prefill["seconds"].keys() == {"new: torch eager", "one thread: torch eager"}
+    assert prefill["seconds"].keys() == ours
     assert decode["absent"]["none: torch eager"] == "its process died"
     assert decode["absent"]["broken: torch eager"] == "its process died"
     assert decode["absent"]["FlashInfer"].startswith("ModuleNotFoundError")
@@ -128,7 +134,6 @@ def test_builds_and_environments_take_turns(
 def test_a_contest_that_is_cut_off_is_continued(
     lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "rehearsal", lambda: [DECODE, PREFILL])
     done = []
 
     def row_of(workload: Workload, *_: Any) -> dict[str, Any]:
@@ -174,27 +179,24 @@ def test_an_answer(question: dict[str, Any], figure: float | None, decision: str
 
 
 def test_the_lab_fits_and_asks_what_it_measures() -> None:
-    """All steps, with two candidates, take 25 minutes on a GPU, and the questions ten of them. A
-    question's figures have names that a step writes."""
-    lab = check.lab()
-    steps = list(check.steps_of(["", "one", "two", "stamps"]))
-    assert [step["name"] for step in steps if step["name"].startswith("ncu")] == [
-        *("ncu", "ncu, one", "ncu, two")
-    ]
-    assert sum(step["seconds"] for step in steps) < 25 * 60
-    of_questions = {x["figure"].partition("/")[0] for x in lab["questions"]}
-    last = max(
-        i
-        for i, step in enumerate(steps)
-        if step["name"].partition(",")[0] in of_questions - {"invariant"}
-    )
-    assert sum(step["seconds"] for step in steps[: last + 1]) < 560
-    titles = {bench.title(workload) for workload in bench.workloads(None)}
+    """The first two parts fit into the lease of a GPU, with the time to unpack, and all take 25
+    minutes. A question's figures have names that a step writes."""
+    lab = report.lab()
+    assert lab["parts"] == {"1": 560, "2": 240}
+    for part, seconds in lab["parts"].items():
+        steps = check.steps_of([int(part)])
+        assert sum(step["seconds"] for step in steps) + UNPACKING <= seconds
+    assert sum(step["seconds"] for step in check.steps_of()) < 25 * 60
     names = [step["name"] for step in lab["steps"]]
     assert len({*names}) == len(names)
     contests = {step["name"]: step for step in lab["steps"] if "contestants" in step}
+    headers = "".join(path.read_text() for path in pack.CSRC.rglob("*.*h"))
+    assert all(variant["definition"] in headers for variant in lab["variants"].values())
+    wrong = [name for name, variant in lab["variants"].items() if variant.get("wrong")]
     for step in contests.values():
-        assert all(row in titles for row in step.get("rows", []))
+        for row in step["rows"]:
+            workload = bench.workload_of(row)
+            assert f"{workload.kind} {workload.name}" == row
         for patterns in step["contestants"].values():
             assert all(bench.chosen(process.MAKERS, [pattern]) for pattern in patterns), step[
                 "name"
@@ -210,7 +212,10 @@ def test_the_lab_fits_and_asks_what_it_measures() -> None:
                     for x in contests[step]["contestants"].values()
                     for name in bench.chosen(process.MAKERS, x)
                 ]
-                who = who.partition(": ")[2] or who
+                first, _, last = who.partition(": ")
+                if last in wrong:
+                    assert step in lab["variants"][last]["steps"], pattern
+                who = first if last in wrong else last or who
                 assert bench.chosen(makers, [who]), pattern
         assert {"at_most", "at_least"} & question.keys() and {"then", "else"} <= question.keys()
 
@@ -219,11 +224,30 @@ def test_lengths_of_a_trace(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,100,10\n1,7,1\n")
     assert workloads.trace_sequences(trace, 5) == ((1, 105), (1, 7))
-    names = [workload.name for workload in bench.workloads(trace)]
-    assert len(set(zip(names, range(len(names)), strict=True))) == len(names)
-    assert "64 of trace" in names
-    kinds = [workload.kind for workload in bench.workloads(trace)]
-    assert kinds[:4] == ["decode", "prefill", "decode", "prefill"] and "mixed" in kinds
+
+
+@pytest.mark.parametrize(("row", "sequences", "block_size", "model", "cache_dtype"), [
+    ("decode b3 x 9, blocks of 64", ((1, 9),) * 3, 64, "llama-3-8b", None),
+    ("prefill 70, gpt-oss-20b", ((70, 70),), 16, "gpt-oss-20b", None),
+    ("mixed 5 on 80", ((5, 85),), 16, "llama-3-8b", None),
+    ("mixed 5 on 80 beside 2 decodes, int8", ((5, 85), (1, 4096), (1, 4096)), 16, "llama-3-8b", "int8"),
+])  # fmt: skip
+def test_a_row_says_its_workload(
+    row: str, sequences: Any, block_size: int, model: str, cache_dtype: str | None
+) -> None:
+    found = bench.workload_of(row)
+    assert (found.sequences, found.block_size) == (sequences, block_size)
+    assert (found.model.name, found.cache_dtype) == (model, cache_dtype)
+
+
+@pytest.mark.parametrize(("row", "message"), [
+    ("decode b3 x 9, float32", "names a model, a dtype or blocks; got 'float32'"),
+    ("decode 3 x 9", "a row is decode bN x N, .*; got 'decode 3 x 9'"),
+    ("other 3", "a row is decode bN x N, .*; got 'other 3'"),
+])  # fmt: skip
+def test_a_row_that_says_none(row: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bench.workload_of(row)
 
 
 def test_programs_of_jax_are_timed_as_one() -> None:
@@ -276,6 +300,7 @@ GPU = {
 }
 LIMITS = {"read_bytes_per_s": 3e12, "copy_bytes_per_s": 3e12, "matmul_flops_per_s": 8e14}
 RESULTS: dict[str, Any] = {"machine": GPU, "steps": {}, "results": {}, "answers": []}
+UNPACKING = 30  # seconds
 WELL, BADLY, SLOW = "echo words", "echo words; exit 1", "sleep 60"
 
 
@@ -287,7 +312,8 @@ def test_steps(tmp_path: Path) -> None:
     """Steps that passed are not repeated. Steps that failed, were skipped or ran out of time are
     named."""
     modules = {"": "1", "new": "2"}
-    steps = check.Steps(tmp_path, GPU, modules)
+    (tmp_path / "copies").mkdir()
+    steps = check.Steps(tmp_path, GPU, modules, copies=tmp_path / "copies")
     assert not steps.do(step("badly"), BADLY)
     assert not steps.do(step("slow", 0.2), SLOW)
     steps.leave_out("racecheck", "too old")
@@ -295,12 +321,12 @@ def test_steps(tmp_path: Path) -> None:
     assert steps.results["steps"]["skipped"]["ok"] is None
     measures = f"echo '{{\"x\": 1}}' > {steps.out('well')}; {WELL}"
     assert steps.do(step("well"), measures)
-    assert steps.do(step("of all", of_variants=True), WELL)
+    assert steps.do(step("of all", contestants={}), WELL)
     assert not steps.went_well
     words = {name: step["last_words"] for name, step in steps.results["steps"].items()}
     assert words == {
         "badly": "words",
-        "slow": "stopped after 1 s",
+        "slow": "stopped after 0 s",
         "racecheck": "too old",
         "skipped": "3 skipped in 2 s",
         "well": "words",
@@ -310,21 +336,21 @@ def test_steps(tmp_path: Path) -> None:
     assert "| badly | FAILED |" in text and "| racecheck | left out |" in text
     assert "badly:\n\n```\nwords\n```" in text
     assert report.figures(steps.results["results"]) == {"well/x": 1}
+    for name in ("report.json", "report.md"):
+        assert (tmp_path / "copies" / name).read_text() == (tmp_path / name).read_text()
     summary = report.summary(steps.results, [step("badly", 7), step("well", 3), step("never", 5)])
     assert "proven or measured: well, of all" in summary
     assert "left, about 12 s: badly, never" in summary
 
-    later = check.Steps(tmp_path, GPU, modules, only=["well", "badly"], seconds=0)
+    later = check.Steps(tmp_path, GPU, modules, seconds=0)
     assert report.figures(later.results["results"]) == {"well/x": 1}
-    assert later.do(step("well"), measures)
-    assert not later.do(step("slow"), WELL) and not later.do(step("badly"), WELL)
+    assert later.do(step("well"), measures) and not later.do(step("badly"), WELL)
     assert later.results["steps"]["badly"]["last_words"] == "0 s were left, and it takes 20"
 
     # Another variant counts for steps of all variants only.
     other = check.Steps(tmp_path, GPU, modules | {"new": "3"})
-    assert not other.do(step("of all", of_variants=True), BADLY)
-    again = check.Steps(tmp_path, GPU, modules, again=True, only=["well"])
-    assert "slow" in again.results["steps"] and not again.do(step("well"), BADLY)
+    assert not other.do(step("of all", contestants={}), BADLY)
+    assert other.do(step("well"), measures)
     assert not check.Steps(tmp_path, GPU | {"name": "another"}, modules).results["steps"]
 
 
@@ -368,34 +394,23 @@ class Recorded(check.Steps):
 
 @pytest.mark.parametrize("key", ["command", "rehearsal"])
 def test_order(key: str, tmp_path: Path) -> None:
-    """The questions come before the proofs, and the tables before what is slow."""
+    """What decides comes first, then the proofs of the kernels; the tables are the second part."""
     steps = Recorded(tmp_path, GPU, {"": "1", "new": "2"})
-    names = ("python", "cores", "sanitizer", "tools", "variants", "emulated", "trace")
-    modules = {"": Path("today.so"), "new": Path("new.so")}
-    check.check(steps, modules, {name: f"<{name}>" for name in names}, key)
+    names = ("python", "cores", "tools", "variants", "emulated_module")
+    modules = {"": Path("today.so"), "stamps": Path("stamps.so")}
+    found = {name: f"<{name}>" for name in names}
+    check.check(steps, check.steps_of(), modules, found, key)
     done = steps.results["steps"]
-    firsts = list(dict.fromkeys(name.partition(",")[0] for name in done))
-    assert firsts == [
-        *(
-            "import",
-            "limits",
-            "copies",
-            "decode",
-            "prefill",
-            "portable",
-            "jax",
-            "stamps",
-            "ncu",
-            "kernels",
-        ),
-        *("kernels for Hopper", "comparison", "replays", "backends", "invariant", "table"),
-        *("memcheck", "initcheck", "synccheck", "racecheck"),
+    assert [*done][:7] == [
+        *("import", "limits", "copies", "decode", "prefill", "kernels for Hopper", "kernels")
     ]
+    assert [step["name"] for step in check.steps_of([2])][:2] == ["invariant", "table"]
+    assert [step["name"] for step in check.steps_of([1, 2], ["in", "ta"])] == ["invariant", "table"]
     assert not any("{" in step["command"] for step in done.values())
-    assert "--module new.so" in done["ncu, new"]["command"]
+    assert "--module stamps.so" in done["stamps"]["command"]
     assert "--native today.so" in done["kernels"]["command"]
     assert "--module today.so" in done["decode"]["command"]
-    assert done["racecheck, by GPU"]["ok"] is None
+    assert done["racecheck"]["ok"] is None
     if key == "command":
         portable = {
             name
@@ -435,7 +450,7 @@ def test_clocks_of_a_build_with_stamps() -> None:
 
 
 def test_replays_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "rehearsal", lambda: [DECODE])
+    monkeypatch.setattr(bench, "workload_of", lambda _: DECODE)
     launch.replay(["decode decode"], 2, is_rehearsal=True)
     noise = itertools.count()
     monkeypatch.setattr(
@@ -462,21 +477,6 @@ def test_the_pages_say_what_was_measured(tmp_path: Path) -> None:
     )
     assert "| decode 1 of 8192 | 37.2 | 22.7 | 30.0 |" in overview.invariant(results)
     assert "| decode 1 of 8192 | 37.2 | 40.0 |" in overview.jax(results)
-
-
-def test_the_newest_compute_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine's, or that of a pack."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "packages")])
-    assert check.newest_sanitizer() == "compute-sanitizer"
-    packed = tmp_path / "packages/nvidia/cu13/compute-sanitizer/compute-sanitizer"
-    for path, version in ((tmp_path / packed.name, (2025, 3)), (packed, (2026, 4))):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(
-            "#!/bin/sh\necho 'Compute Sanitizer'\necho 'Version {}.{}.1.0 (x)'\n".format(*version)
-        )
-        path.chmod(0o755)
-        assert check.newest_sanitizer() == str(path)
 
 
 @pytest.fixture
@@ -530,6 +530,40 @@ def test_a_pack_for_another_python(packed: Path, tmp_path: Path) -> None:
     pack.write(tmp_path / "parts", packed, "3.8")
     with pytest.raises(SystemExit, match=r"for Python 3\.8; this is 3\."):
         pack.unpack(packed, tmp_path / "unpacked", "today")
+
+
+def test_a_variant_is_some_units_compiled_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other objects of a build are linked as they are."""
+    link = f": && c++ -o {pack.LIBRARY} a/decode_X.dir/decode.cu.o cuda/run.cu.o b.cc.o && :"
+    ran: list[str] = []
+
+    def commands(command: list[str], **_: Any) -> str:
+        name = command[-1]
+        return "others\n" + (link if name == pack.LIBRARY else f"nvcc -MF {name}.d -o {name}")
+
+    monkeypatch.setattr(pack.subprocess, "check_output", commands)
+    monkeypatch.setattr(pack.subprocess, "run", lambda command, **_: ran.append(command))
+    new = tmp_path / "new"
+    pack.build_variant("XLA_GPU_STAMPS", ["decode_X."], tmp_path / "today", new)
+    assert ran == [
+        f"nvcc -MF {new / '1.o'}.d -o {new / '1.o'} -DXLA_GPU_STAMPS",
+        f": && c++ -o {new / pack.LIBRARY} {new / '1.o'} cuda/run.cu.o b.cc.o && :",
+    ]
+    for definition, units in (("XLA_GPU_NO_SUCH", ["decode_X."]), ("XLA_GPU_STAMPS", ["other"])):
+        with pytest.raises(SystemExit, match=rf"a header's definition and units; got {definition}"):
+            pack.build_variant(definition, units, tmp_path / "today", new)
+
+
+@pytest.mark.parametrize("option", ["-DSKBUILD=2", "-DXLA_GPU_ARCHITECTURES=all"])
+def test_packages_refuse_what_is_to_measure(option: str, tmp_path: Path) -> None:
+    command = ["cmake", "-S", str(pack.ROOT), "-B", str(tmp_path), option]
+    command += ["-DXLA_GPU_LAB=XLA_GPU_NO_SOFTMAX"]
+    outcome = native.run(*command)
+    assert outcome.returncode != 0
+    words = " ".join(outcome.stdout.split())
+    assert "XLA_GPU_LAB is for builds to measure; got XLA_GPU_NO_SOFTMAX for a package" in words
 
 
 @pytest.mark.parametrize(("name", "fits"), [

@@ -54,7 +54,8 @@ __device__ __forceinline__ void CopyBox(uint32_t to, const void* map, const int3
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
-      "l"(map), "r"(first[0]), "r"(first[1]), "r"(first[2]), "r"(first[3]), "r"(barrier)
+      "l"(map), "r"(first[0]), "r"(first[1]), "r"(first[2]), "r"(kCopies ? first[3] : -1),
+      "r"(barrier)
       : "memory");
 }
 

@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "../storage.h"
+#include "lab.h"
 
 namespace xla_gpu::gpu {
 
@@ -170,7 +171,7 @@ __device__ __forceinline__ void FromFloat(float x, T* to) {
 __device__ __forceinline__ void CopyAsync16(void* to, const void* from, bool valid) {
   const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(from),
-               "r"(valid ? 16 : 0)
+               "r"(valid && kCopies ? 16 : 0)
                : "memory");
 }
 

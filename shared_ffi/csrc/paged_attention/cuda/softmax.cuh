@@ -115,7 +115,7 @@ class Softmax {
     template <int kBegin, int kEnd, int kBlocks>
     __device__ __forceinline__ void Take(float (&logits)[kBlocks][4]) {
 #pragma unroll
-      for (int n = kBegin; n < kEnd; ++n) {
+      for (int n = kBegin; n < kEnd && gpu::kSoftmax; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           logits[n][e] = gpu::Exp2(gpu::Fma(logits[n][e], factors[e / 2], -shifts[e / 2]));
@@ -129,6 +129,11 @@ class Softmax {
   template <int kBlocks>
   __device__ __forceinline__ Powers FindLargest(const float (&logits)[kBlocks][4], bool scales_late,
                                                 float (&rescales)[2]) {
+    if (!gpu::kSoftmax) {
+      rescales[0] = rescales[1] = 1;
+      states_[0].max = states_[1].max = 0;
+      return {{1, 1}, {0, 0}, {1, 1}};
+    }
     // The two rows side by side, and the largest of a row's even and odd positions: else each
     // instruction waits for the one before.
     Powers powers;

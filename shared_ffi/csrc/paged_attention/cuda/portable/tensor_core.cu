@@ -41,7 +41,7 @@ AttentionKernel TensorCorePrefillOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD
       using Layout =
           TensorCorePrefillLayout<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE, tile>;
       found = {{TensorCorePrefill<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE, tile>,
-                kThreads, Layout::kSharedBytes},
+                kThreads, Layout::kSharedBytes + gpu::kMoreSharedBytes},
                kPrefillTileRows,
                tile};
     });

@@ -1,0 +1,25 @@
+// What a build to measure leaves out or adds: XLA_GPU_LAB of CMakeLists.txt. Without softmax or
+// copies its results are wrong.
+#pragma once
+
+namespace xla_gpu::gpu {
+
+#ifdef XLA_GPU_NO_COPIES  // they bring zeros, and read nothing
+inline constexpr bool kCopies = false;
+#else
+inline constexpr bool kCopies = true;
+#endif
+
+#ifdef XLA_GPU_NO_SOFTMAX  // weights are logits
+inline constexpr bool kSoftmax = false;
+#else
+inline constexpr bool kSoftmax = true;
+#endif
+
+#ifdef XLA_GPU_ONE_BLOCK  // of the portable prefill kernel on a multiprocessor
+inline constexpr int kMoreSharedBytes = 40 * 1024;
+#else
+inline constexpr int kMoreSharedBytes = 0;
+#endif
+
+}  // namespace xla_gpu::gpu
