@@ -594,7 +594,6 @@ def test_sinks() -> None:
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        ("llama", "int8_per_token_head"),
         ("llama", "float16"),
         ("deepseek_v3", "int8_per_token_head"),
         ("deepseek_v3", "fp8_ds_mla"),
