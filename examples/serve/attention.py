@@ -26,11 +26,11 @@ class Worker:
         return sorted({self._name_of_attention(group.backend) for group in groups})
 
     def _name_of_attention(self, backend: Any) -> str:
-        if backend.get_name() != "CUSTOM":
+        if backend.get_name() not in ("CUSTOM", "XLA_GPU_MLA"):
             return str(backend.get_name())
         from torch_frontend.integrations import vllm  # noqa: PLC0415  (may be missing)
 
-        if backend is vllm.XlaGpuAttentionBackend:
+        if issubclass(backend, vllm.XlaGpuAttentionBackend):  # vLLM derives one for chunks
             return vllm.description(self.device)
         return f"{backend.__module__}.{backend.__qualname__}"
 

@@ -16,13 +16,19 @@ import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from vllm.model_executor.layers.attention.chunked_local_attention import (
+    create_chunked_local_attention_backend,
+)
 
 from examples.serve import attention, load_test
 from shared_ffi import _native
 from tests.support.model_families import model_of
+from torch_frontend.integrations import vllm as integration
 
 ENVIRONMENT = os.environ | {
     "HF_HUB_OFFLINE": "1",
@@ -195,6 +201,19 @@ def test_an_interrupt_leaves_nothing(server: Server) -> None:
     with pytest.raises(OSError):
         attention.ask(server.url)
     assert server.lines()[before:] == []
+
+
+@pytest.mark.parametrize("kind", ["attention", "chunks", "latent"])
+def test_a_worker_knows_each_of_our_backends(kind: str) -> None:
+    backend: Any = integration.XlaGpuAttentionBackend
+    if kind == "latent":
+        backend = integration.XlaGpuLatentBackend
+    if kind == "chunks":  # as vLLM makes it for Llama 4
+        backend = create_chunked_local_attention_backend(backend, 16)
+    worker = attention.Worker()
+    worker.device = torch.device("cpu")
+    worker.model_runner = SimpleNamespace(attn_groups=[[SimpleNamespace(backend=backend)]])
+    assert attention.is_ours(worker.attention_names())
 
 
 def test_another_attention_ends_the_server(tmp_path: Path) -> None:
