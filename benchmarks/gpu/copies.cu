@@ -431,7 +431,8 @@ class Gpu {
            });
   }
 
-  // Of an instruction: of the tensor core of a quarter of a multiprocessor, or of its memory unit.
+  // The cycles of an instruction in a quarter of a multiprocessor, which has a tensor core and a
+  // memory unit.
   template <Work kWork>
   float Cycles() {
     const int blocks = device_.multiProcessorCount;
@@ -443,7 +444,7 @@ class Gpu {
   }
 
  private:
-  // Of the thread blocks of the second of two launches.
+  // The median of the thread blocks' cycles in the second of two launches.
   template <typename Launch>
   float MedianCycles(const Launch& launch) {
     std::vector<int64_t> cycles(device_.multiProcessorCount);

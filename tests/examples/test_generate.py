@@ -230,7 +230,7 @@ def test_jax_gives_requests_that_come_later_the_bits_of_each_alone(
     changes: dict[str, int],
     preempts: bool,
 ) -> None:
-    """Those of tokens that are computed anew after a preemption, too."""
+    """A token that is computed anew after a preemption has its bits, too."""
     limits = replace(LIMITS, **changes)
     backend = JaxRunner(model, limits)
     served = engine.Engine(backend, limits, model.stop_tokens)

@@ -445,8 +445,8 @@ def test_500_calls_over_the_same_scratch(cache_dtype: str | None, gpu: Gpu) -> N
 def test_more_block_ids_than_a_warp_loads_at_once(
     block_size: int, context: int, q_len: int, gpu: Gpu
 ) -> None:
-    """Splits of 256 and of 640 positions. Of the decode kernel 8 KV tiles, or 32 blocks, have their
-    ids in one load; of the kernel for more rows, 2 tiles of 64 positions."""
+    """Splits of 256 and of 640 positions. A load of the decode kernel brings the ids of 8 KV tiles, or
+    of 32 blocks; a load of the kernel for more rows those of 2 tiles of 64 positions."""
     case = Case(
         id="ids",
         sequences=((q_len, context),),

@@ -124,9 +124,9 @@ std::optional<PrefillKernel> PrefillKernelFor(const gpu::Device& device, const P
 }
 
 // The portable kernel for queries of more than one tile. Nothing if they have none of their own.
-// Those of one tile keep TensorCoreAttention: a TensorCorePrefill that leaves out groups without
-// rows takes at least a fifth more instructions for 64 rows, spills registers with 8-bit caches,
-// and its turns for long queries grow.
+// Queries of one tile keep TensorCoreAttention. A TensorCorePrefill that left out groups without
+// rows took a fifth more instructions for 64 rows, and spilled registers with 8-bit caches. Its
+// turns for long queries grew.
 template <typename T>
 std::optional<AttentionKernel> LongPortableKernelFor(const gpu::Device& device, const Params& p) {
   std::optional<AttentionKernel> found;
