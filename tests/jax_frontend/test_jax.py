@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-import textwrap
 from functools import partial
 from typing import Any
 
@@ -18,7 +15,6 @@ import torch
 import jax_frontend
 from harness import hlo, reference
 from harness.compare import assert_same_bits
-from tests.support import scripts
 from tests.support.backends import JAX_ERRORS
 from tests.support.sound_calls import add, attention, split, update
 
@@ -77,20 +73,6 @@ def test_a_call_without_features_lowers_as_in_the_first_version() -> None:
         "backend_config={scale = 5.000000e-01 : f32, sliding_window = 9 : i64, "
         "soft_cap = 0.000000e+00 : f32}"
     )
-
-
-def test_vmap_of_all_arguments() -> None:
-    batches = [random_operands(seed) for seed in range(3)]
-    result = jax.vmap(attend)(*map(np.stack, zip(*batches, strict=True)))
-    for i, operands in enumerate(batches):
-        assert_same_bits(np.asarray(result[i]), np.asarray(attend(*operands)))
-
-
-def test_vmap_of_the_update() -> None:
-    operands, _ = split(update())
-    result = jax.vmap(jax_frontend.kv_cache_update)(*(np.stack([x, x]) for x in operands))
-    for i in range(2):
-        assert_same_bits(np.asarray(result[i]), reference.kv_cache_update(*operands))
 
 
 def test_donated_cache_is_updated_in_place() -> None:
@@ -192,89 +174,11 @@ def test_gradients_flow_around_a_stopped_call() -> None:
     assert_same_bits(np.asarray(jax.grad(loss)(query)), np.asarray(attend(query, *rest)))
 
 
-def test_scan_and_cond() -> None:
-    operands = random_operands()
-
-    def step(query: jax.Array, _: None) -> tuple[jax.Array, None]:
-        return jax.lax.cond(
-            query[0, 0, 0] > -1e9, lambda q: attend(q, *operands[1:]), lambda q: q, query
-        ), None
-
-    result, _ = jax.lax.scan(step, jnp.asarray(operands[0]), length=2)
-    twice = attend(attend(*operands), *operands[1:])
-    assert_same_bits(np.asarray(result), np.asarray(twice))
-
-
-EXPORT_CHECK = [jax.export.DisabledSafetyCheck.custom_call("xla_gpu_paged_attention")]
-
-
-def test_export_round_trip(tmp_path: Any) -> None:
-    operands = random_operands()
-    exported = jax.export.export(jax.jit(attend), disabled_checks=EXPORT_CHECK)(*operands)
-    assert "xla_gpu_paged_attention" in exported.mlir_module()
-    restored = jax.export.deserialize(exported.serialize())
-    expected = np.asarray(attend(*operands))
-    assert_same_bits(np.asarray(restored.call(*operands)), expected)
-
-    # A process that never traces the op itself only has to register the handlers.
-    (tmp_path / "program").write_bytes(exported.serialize())
-    np.savez(tmp_path / "operands.npz", *operands)
-    script = """
-        import sys, jax, numpy as np, shared_ffi
-        shared_ffi.register()
-        program = jax.export.deserialize(open(sys.argv[1] + "/program", "rb").read())
-        operands = np.load(sys.argv[1] + "/operands.npz").values()
-        np.save(sys.argv[1] + "/result.npy", program.call(*operands))
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], check=True)
-    assert_same_bits(np.load(tmp_path / "result.npy"), expected)
-
-
-def test_export_for_cuda_from_a_machine_without() -> None:
-    exported = jax.export.export(jax.jit(attend), disabled_checks=EXPORT_CHECK, platforms=["cuda"])
-    assert "xla_gpu_paged_attention" in exported(*random_operands()).mlir_module()
-
-
 def test_shapes_without_running() -> None:
     operands = random_operands()
     result = jax.eval_shape(attend, *operands)
     assert (result.shape, result.dtype) == (operands[0].shape, np.float32)
     assert "xla_gpu[call=paged_attention(scale=0.5)]" in str(jax.make_jaxpr(attend)(*operands))
-
-
-def test_checkpointed() -> None:
-    operands = random_operands()
-    checkpointed = jax.jit(jax.checkpoint(attend))(*operands)
-    assert_same_bits(np.asarray(checkpointed), np.asarray(attend(*operands)))
-
-
-PERSISTENT = """
-    import sys
-    import jax, numpy as np
-    from jax._src import monitoring
-    import jax_frontend
-    from tests.jax_frontend.test_jax import attend, random_operands
-
-    jax.config.update("jax_compilation_cache_dir", sys.argv[1])
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    operands, events = random_operands(), []
-    monitoring.register_event_listener(lambda event, **_: events.append(event))
-    for scale in map(float, sys.argv[2:]):
-        result = jax.jit(lambda *x: jax_frontend.paged_attention(*x, scale))(*operands)
-        print(scale, np.asarray(result).tobytes().hex())
-    for kind in ("hits", "misses"):
-        print(kind, events.count(f"/jax/compilation_cache/cache_{kind}"))
-"""
-
-
-def test_programs_in_a_persistent_cache(tmp_path: Any) -> None:
-    """Another process finds the programs and does not confuse those of two scales."""
-
-    run = partial(scripts.output, PERSISTENT, str(tmp_path))
-    small, large, *counts = run("0.25", "0.5")
-    assert small.split()[1] != large.split()[1] and counts == ["hits 0", "misses 2"]
-    assert run("0.5", "0.25") == [large, small, "hits 2", "misses 0"]
 
 
 def test_decode_loop_compiles_once() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -248,16 +247,6 @@ def test_only_the_result_is_sharded(mesh: Mesh, partitioner: str) -> None:
     compare(result, attend(*case.inputs()))
 
 
-def test_vmap_of_a_sharded_call(mesh: Mesh) -> None:
-    case = batch()
-    operands, _, options = shard_by_heads(mesh, case)
-    query = jnp.stack([operands[0], operands[0] * 2])
-    attend = partial(jax_frontend.paged_attention, **options)
-    batched = jax.jit(jax.vmap(attend, (0, *[None] * 5)))(query, *operands[1:])
-    for i in range(2):
-        compare(batched[i], attend(np.asarray(query[i]), *case.inputs()[1:]))
-
-
 @pytest.mark.parametrize("is_shared", [False, True], ids=["own", "shared"])
 def test_vmap_of_calls_sharded_by_heads(mesh: Mesh, partitioner: str, is_shared: bool) -> None:
     """Each device makes one call on its heads, for the whole batch."""
@@ -291,45 +280,6 @@ def test_vmap_of_updates_sharded_by_heads(mesh: Mesh, partitioner: str) -> None:
     text = step.lower(*operands).compile().as_text()
     assert not COLLECTIVES.search(text) and " copy(" not in text
     compare(step(*operands), alone)
-
-
-def test_vmap_in_manual_sharding(mesh: Mesh) -> None:
-    case = batch()
-    attend = jax.vmap(partial(jax_frontend.paged_attention, **case.attributes()))
-    stacked = [np.stack([x] * 4) for x in case.inputs()]
-    manual = jax.shard_map(attend, mesh=mesh, in_specs=(P("data"),) * 6, out_specs=P("data"))
-    compare(jax.jit(manual)(*stacked), jax.jit(attend)(*stacked))
-
-
-def test_manual_sharding_by_heads(mesh: Mesh) -> None:
-    case = batch()
-    operands, _, options = shard_by_heads(mesh, case)
-    attend = partial(jax_frontend.paged_attention, **options)
-    heads, cache = P(None, "model", None), P(None, None, "model", None)
-    manual = jax.jit(
-        jax.shard_map(attend, mesh=mesh, in_specs=(heads, cache, *[P()] * 4), out_specs=heads)
-    )
-    assert not COLLECTIVES.search(manual.lower(*operands).compile().as_text())
-    compare(manual(*operands), attend(*case.inputs()))
-
-
-def test_sharding_by_sequences(mesh: Mesh) -> None:
-    """Data parallel: each device has its own sequences and its own pool of blocks."""
-    cases = [batch(id=f"rank-{i}", padding_tokens=4) for i in range(2)]
-    attend = partial(jax_frontend.paged_attention, scale=0.25)
-    each = [case.inputs() for case in cases]
-    stacked = [np.stack(arrays) for arrays in zip(*each, strict=True)]
-    manual = jax.jit(
-        jax.shard_map(
-            lambda *arrays: attend(*(x[0] for x in arrays))[None],
-            mesh=mesh,
-            in_specs=(P("data"),) * 6,
-            out_specs=P("data"),
-        )
-    )
-    result = manual(*stacked)
-    for i, inputs in enumerate(each):
-        compare(result[i], attend(*inputs))
 
 
 def test_sharding_the_context(mesh: Mesh) -> None:
