@@ -71,7 +71,9 @@ def test_attention(case: Case, mode: Any, checked: list[str]) -> None:
         for _ in range(2):
             out = torch.full_like(first, torch.nan)
             checked.clear()
-            assert OPS.paged_attention.out(*operands, **keywords, out=out) is out
+            with calls.observed_calls() as made:
+                assert OPS.paged_attention.out(*operands, **keywords, out=out) is out
+            assert out.data_ptr() in made[-1][1]
             assert_same_bits(backends.to_numpy(out), backends.to_numpy(first))
         assert not checked
 

@@ -19,7 +19,6 @@ from tests.support.calls import (
     observed_calls,
     overload_of,
     split_keywords,
-    written,
 )
 from tests.support.models import tensors
 from tests.support.sound_calls import attention, split, update
@@ -82,39 +81,6 @@ def test_update_from_fused_rows(case: Any, calls: Calls) -> None:
         assert_same_bits(*map(backends.to_numpy, (keywords[name], copy[name])))
 
 
-@pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
-def test_attention_of_fused_rows_on_cuda(case: Case, cuda: Any) -> None:
-    overload, keywords = overload_of("paged_attention", to_torch(case.attributes()))
-    query, *rest = map(backends.to_torch, case.inputs())
-    expected = overload.redispatch(cuda, query, *rest, **keywords)
-    for before in (3, 64):  # with and without rows that begin at 16 bytes
-        result = overload.redispatch(cuda, fused(query, before, 64), *rest, **keywords)
-        for a, b in zip(result, expected, strict=True):
-            np.testing.assert_allclose(
-                backends.to_numpy(a).astype(np.float32),
-                backends.to_numpy(b).astype(np.float32),
-                rtol=1e-2,
-                atol=1e-2,
-            )
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.id)
-def test_update_from_fused_rows_on_cuda(case: Any, cuda: Any) -> None:
-    op = getattr(
-        OPS, f"_kv_cache_update_{'with_scales' if case.made_scales else 'mutable'}"
-    ).default
-    caches = []
-    for put in (lambda x: x, fused, lambda x: fused(x, 64, 64)):
-        cache, key, value, slots = map(backends.to_torch, case.inputs())
-        keywords = to_torch(case.attributes())
-        keywords |= {name: put(x) for name, x in keywords.items() if name == "query"}
-        op.redispatch(cuda, cache, put(key), put(value), slots, **keywords)
-        caches.append(tuple(map(backends.to_numpy, [cache, *written(keywords)])))
-    assert_same_bits(caches[1], caches[0])
-    assert_same_bits(caches[2], caches[0])
-
-
 @pytest.mark.parametrize(
     "query",
     [
@@ -158,20 +124,6 @@ def test_keys_and_values_of_different_sizes() -> None:
     wide = np.zeros((len(key), 64), key.dtype)
     with pytest.raises(ValueError, match="^kv_cache_update: operand value must have the shape of"):
         call_handler(kv_cache_update.TARGET, rows, [cache, key, wide, slots], [cache])
-
-
-@pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
-def test_out(case: Case, calls: Calls) -> None:
-    attributes = case.attributes()
-    attributes.pop("return_lse", None)
-    _, keywords = overload_of("paged_attention", to_torch(attributes))
-    operands = [*map(backends.to_torch, case.inputs())]
-    expected = OPS.paged_attention(*operands, **keywords)
-    calls.clear()
-    out = torch.full_like(expected, torch.nan)
-    assert OPS.paged_attention(*operands, **keywords, out=out) is out
-    assert out.data_ptr() in calls[-1][1]
-    assert_same_bits(backends.to_numpy(out), backends.to_numpy(expected))
 
 
 def test_out_on_cuda(cuda: Any) -> None:

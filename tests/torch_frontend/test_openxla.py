@@ -48,6 +48,31 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
+@pytest.fixture
+def imported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, jax.Array]]:
+    """The tensors that JAX has taken, and its arrays of them."""
+    found = []
+    from_dlpack = jax.dlpack.from_dlpack
+    monkeypatch.setattr(
+        jax.dlpack, "from_dlpack", lambda x: found.append((x, from_dlpack(x))) or found[-1][1]
+    )
+    return found
+
+
+class Copies(TorchDispatchMode):
+    """Keeps how many elements each copy has that PyTorch makes meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, op: Any, _: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        result = op(*arguments, **(keywords or {}))
+        if op.name() in ("aten::copy_", "aten::clone", "aten::_to_copy"):
+            self.sizes.append(result.numel())
+        return result
+
+
 EXCHANGEABLE = [x for x in SHORT_CASES if not (x.cache_dtype or "").startswith("float8")]
 
 
@@ -113,16 +138,11 @@ def test_equal_numbers_of_different_types_have_programs_of_their_own() -> None:
         assert torch.equal(torch.signbit(product), torch.signbit(expected))
 
 
-def test_memory_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    imported = []
-    from_dlpack = jax.dlpack.from_dlpack
-    monkeypatch.setattr(
-        jax.dlpack, "from_dlpack", lambda x: imported.append(from_dlpack(x)) or imported[-1]
-    )
+def test_memory_is_shared(imported: list[Any]) -> None:
     x = torch.randn(1024)
     with torch.no_grad():
         compiled(lambda x: x + 1)(x)
-    assert x.data_ptr() in [array.unsafe_buffer_pointer() for array in imported]
+    assert x.data_ptr() in [array.unsafe_buffer_pointer() for _, array in imported]
 
 
 def two_layers(caches: Any, slots: torch.Tensor, query: torch.Tensor, *metadata: Any) -> Any:
@@ -141,39 +161,31 @@ def two_layers_inputs(is_stacked: bool = False) -> list[Any]:
 
 
 @pytest.mark.parametrize("is_stacked", [False, True])
-def test_caches_are_updated_in_place(is_stacked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_are_updated_in_place(
+    is_stacked: bool, imported: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The programs read them there, and have no memory in which a copy would fit."""
-    imported, compiled_programs, copies = [], [], []
-    from_dlpack, compile_stablehlo = jax.dlpack.from_dlpack, xla_programs.compile_stablehlo
-    monkeypatch.setattr(
-        jax.dlpack, "from_dlpack", lambda x: imported.append(from_dlpack(x)) or imported[-1]
-    )
+    compiled_programs, copies = [], Copies()
+    compile_stablehlo = xla_programs.compile_stablehlo
     monkeypatch.setattr(
         xla_programs,
         "compile_stablehlo",
         lambda *x: compiled_programs.append(compile_stablehlo(*x)) or compiled_programs[-1],
     )
 
-    class Copies(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, op: Any, _: Any, arguments: Any = (), keywords: Any = None
-        ) -> Any:
-            copies.append(op.name())
-            return op(*arguments, **(keywords or {}))
-
     inputs = two_layers_inputs(is_stacked)
     eager_inputs = copy.deepcopy(inputs)
     with torch.no_grad():
         function = compiled(two_layers)
         results = [function(*inputs)]
-        with Copies():
+        with copies:
             results += [function(*inputs)]
         for result in results:
             torch.testing.assert_close(result, two_layers(*eager_inputs))
     assert all(map(torch.equal, inputs[0], eager_inputs[0]))
-    addresses = {array.unsafe_buffer_pointer() for array in imported}
+    addresses = {array.unsafe_buffer_pointer() for _, array in imported}
     assert {cache.data_ptr() for cache in inputs[0]} < addresses
-    assert not {"aten::copy_", "aten::clone", "aten::_to_copy"} & {*copies}
+    assert not copies.sizes
     cache_bytes = inputs[0][0].nbytes
     for program in compiled_programs:
         memory = program.memory_analysis()
@@ -190,28 +202,17 @@ def test_a_computed_query_is_rotated_and_the_cache_not_copied() -> None:
         )
         return query + cache[0, 1, 1]
 
-    copied = []
-
-    class Copies(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, op: Any, _: Any, arguments: Any = (), keywords: Any = None
-        ) -> Any:
-            result = op(*arguments, **(keywords or {}))
-            if op.name() in ("aten::copy_", "aten::clone"):
-                copied.append(result.numel())
-            return result
-
     arguments = [torch.zeros(8, 4, 2, 8), torch.randn(3, 32), torch.tensor([1, 0, 30])]
     arguments.append(torch.randn(32, 8))
     eager_arguments = copy.deepcopy(arguments)
     with torch.no_grad():
         run = compiled(function)
         run(*arguments)
-        with Copies():
+        with Copies() as copies:
             result = run(*arguments)
         assert torch.equal(result, function(*eager_arguments))
     assert torch.equal(arguments[0], eager_arguments[0])
-    assert arguments[0].numel() not in copied
+    assert arguments[0].numel() not in copies.sizes
 
 
 def test_openxla_copies_cache_if_old_value_is_read() -> None:
@@ -251,15 +252,12 @@ def test_two_caches_in_one_array() -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3, 4])
-def test_views_at_any_offset(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_at_any_offset(offset: int, imported: list[Any]) -> None:
     """XLA's programs assume that an operand is aligned to 16 bytes."""
-    taken = []
-    from_dlpack = jax.dlpack.from_dlpack
-    monkeypatch.setattr(jax.dlpack, "from_dlpack", lambda x: taken.append(x) or from_dlpack(x))
     x = torch.randn(1000)[offset : offset + 512]
     with torch.no_grad():
         assert torch.equal(compiled(lambda x: x * 2)(x), x * 2)
-    assert x.is_contiguous() and all(tensor.data_ptr() % 16 == 0 for tensor in taken)
+    assert x.is_contiguous() and all(tensor.data_ptr() % 16 == 0 for tensor, _ in imported)
 
 
 def test_a_result_outlives_its_program() -> None:

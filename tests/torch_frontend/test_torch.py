@@ -20,7 +20,7 @@ from tests.cases.all import SHORT_CASES
 from tests.cases.case import Case
 from tests.support import backends, scripts
 from tests.support.calls import observed_calls, overload_of, split_keywords
-from tests.support.models import Layer, layer_inputs, tensors
+from tests.support.models import tensors
 from tests.support.sound_calls import SOUND, add, attention, rotated_update, split, update
 
 OPS = torch.ops.xla_gpu
@@ -75,22 +75,6 @@ def test_opcheck_other_ops() -> None:
     torch.library.opcheck(OPS.simple_add.default, tensors(add()))
 
 
-def test_keyword_arguments() -> None:
-    names = list(attention())[:6]
-    operands = dict(zip(names, tensors(attention()), strict=True))
-    by_name = OPS.paged_attention(**operands, soft_cap=30.0, scale=0.5, sliding_window=2)
-    assert torch.equal(by_name, OPS.paged_attention(*operands.values(), 0.5, 2, 30.0))
-
-
-def test_operands_that_are_not_contiguous() -> None:
-    query, kv_cache, *rest = tensors(attention())
-    query, kv_cache = torch.randn_like(query), torch.randn_like(kv_cache)
-    expected = OPS.paged_attention(query, kv_cache, *rest, 0.5)
-    strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (query, kv_cache)]
-    assert not strided[0].is_contiguous()
-    assert torch.equal(OPS.paged_attention(*strided, *rest, 0.5), expected)
-
-
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 def test_compiled_update_keeps_the_address(backend: str) -> None:
     cache, key, value, slots = tensors(update())
@@ -142,27 +126,6 @@ def test_inductor_updates_without_a_copy_of_the_cache() -> None:
     program = code.partition("def call(")[2]
     assert "(4, 2, 4, 8)" in program, "the check of the cache's size"
     assert "empty_strided_cpu((4, 2, 4, 8)" not in program, "a buffer of the cache's size is made"
-
-
-def test_dynamic_shapes_compile_once() -> None:
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    function = torch.compile(
-        lambda *a: OPS.paged_attention(*a, 0.5), backend=counter, fullgraph=True, dynamic=True
-    )
-    for num_tokens in (11, 12, 13):  # no two sizes are equal: torch would give them one symbol
-        _, *rest = tensors(attention())
-        query = torch.randn(num_tokens, 4, 8)
-        assert torch.equal(function(query, *rest), OPS.paged_attention(query, *rest, 0.5))
-    assert counter.frame_count == 1
-
-
-def test_export() -> None:
-    inputs = layer_inputs()
-    expected = Layer()(*inputs)
-    program = torch.export.export(Layer(), inputs)
-    assert torch.equal(program.module()(*inputs), expected)
-    assert torch.equal(program.run_decompositions().module()(*inputs), expected)
-    assert "xla_gpu.paged_attention" in str(program.graph)
 
 
 def test_strided_caches_are_not_copied() -> None:
@@ -440,33 +403,6 @@ def test_a_platform_without_handlers() -> None:
         NotImplementedError, match="^simple_add: this build has no handlers for tpu"
     ):
         eager.handler_of(call, "tpu")
-
-
-def test_meta_tensors() -> None:
-    query, *rest = (x.to("meta") for x in tensors(attention()))
-    result = OPS.paged_attention(query, *rest, 0.5)
-    assert (result.shape, result.dtype, result.device.type) == (query.shape, query.dtype, "meta")
-
-
-def test_same_bits_for_any_number_of_threads() -> None:
-    rng = np.random.default_rng(0)
-    query = rng.standard_normal((70, 8, 32), dtype=np.float32)
-    cache = rng.standard_normal((20, 16, 4, 32), dtype=np.float32)
-    tables = np.stack([rng.permutation(20)[:10] for _ in range(3)]).astype(np.int32)
-    metadata = [
-        np.array([160, 33, 7], np.int32),
-        tables,
-        np.array([0, 60, 61, 68], np.int32),
-        np.int32(3),
-    ]
-    before = torch.get_num_threads()
-    results = []
-    for num_threads in (1, 2, 3, 16):
-        torch.set_num_threads(num_threads)
-        results.append(backends.in_torch("paged_attention", query, cache, *metadata, scale=0.2))
-    torch.set_num_threads(before)
-    for result in results:
-        assert_same_bits(result, results[0])
 
 
 def test_set_num_threads_bounds_the_pool() -> None:

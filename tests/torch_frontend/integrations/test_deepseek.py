@@ -14,7 +14,6 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
 import torch_frontend
-from torch_frontend.integrations import transformers
 
 PROMPT, NEW_TOKENS, BLOCK_SIZE = 37, 12, 8
 TABLE = [5, 2, 9, 0, 7, 3, 8]  # blocks of the pool, of one sequence
@@ -113,23 +112,3 @@ def test_deepseek(monkeypatch: pytest.MonkeyPatch) -> None:
         step = result[-1:].argmax(-1)[None]
         tokens = torch.cat([tokens, step], 1)
     assert torch.equal(tokens, expected)
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-@torch.inference_mode()
-def test_deepseek_without_absorption(batch: int) -> None:
-    """A batch has rows that begin with padding."""
-    model = small_model()
-    prompts = torch.randint(1, 200, (batch, PROMPT))
-    mask = torch.ones_like(prompts)
-    for row in range(1, batch):
-        mask[row, : 5 * row] = 0
-    options = {
-        "attention_mask": mask,
-        "max_new_tokens": NEW_TOKENS,
-        "do_sample": False,
-        "pad_token_id": 0,
-    }
-    expected = model.generate(prompts, **options)
-    model.set_attn_implementation(transformers.NAME)
-    assert torch.equal(model.generate(prompts, **options), expected)
