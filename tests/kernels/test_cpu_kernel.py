@@ -180,21 +180,30 @@ def test_metadata_that_changes_during_the_call() -> None:
     assert (output[1] == 1).all()
 
 
-def test_a_tree_mask_that_changes_during_the_call() -> None:
-    """The tree mask lies in the memory of the result. The row that sequence 0 writes, a subnormal
-    number, is there the mask 2 of sequence 1, which leaves it no position; it was 0 when it was
-    checked."""
+@pytest.mark.parametrize(
+    ("name", "column", "lengths", "tables", "options"),
+    [
+        ("tree_mask", 6, [1, 1], [[0], [1]], {}),
+        ("bidirectional_ranges", 7, [1, 2], [[0, 9], [2**30, 1]], {"sliding_window": 1}),
+    ],
+)
+def test_a_mask_that_changes_during_the_call(
+    name: str, column: int, lengths: Any, tables: Any, options: dict[str, Any]
+) -> None:
+    """The mask lies in the memory of the result. The row that sequence 0 writes has a subnormal
+    number, which is there a number 2 of sequence 1 that was 0 when it was checked: a tree mask that
+    leaves no position, or the end of a range whose position 0 lies in a block that there is not."""
     memory = np.zeros(16, F32)
-    output, tree_mask = memory.reshape(2, 1, 8), memory[4:8].view(I32).reshape(2, 2)
+    output, mask = memory.reshape(2, 1, 8), memory[4:8].view(I32).reshape(2, 2)
     kv_cache = np.zeros((2, 1, 2, 8), F32)
-    kv_cache[0, :, 1, 6] = np.array(2, I32).view(F32)
+    kv_cache[0, :, 1, column] = np.array(2, I32).view(F32)
     kv_cache[1, :, 1] = 1
-    operands = [np.zeros((2, 1, 8), F32), kv_cache, np.array([1, 1], I32)]
-    operands += [np.array([[0], [1]], I32), np.array([0, 1, 2], I32), np.array(2, I32)]
-    attributes = {"scale": 1.0, "tree_mask": tree_mask}
+    metadata = (np.array(x, I32) for x in (lengths, tables, [0, 1, 2], 2))
+    operands = [np.zeros((2, 1, 8), F32), kv_cache, *metadata]
+    attributes = {"scale": 1.0, name: mask} | options
     call, arrays = checked_call("paged_attention", operands, attributes)
     call_handler(call.target, numbers(call), arrays, [output])
-    assert tree_mask[1, 0] == 2 and (output[1] == 1).all()
+    assert mask.flat[column - 4] == 2 and (output[1] == 1).all()
 
 
 def test_kv_cache_update_of_slots_that_change_during_the_call() -> None:
@@ -211,67 +220,50 @@ def test_kv_cache_update_of_slots_that_change_during_the_call() -> None:
 
 
 HUGE = [2**62, 2**63 - 1]
+LAYOUTS = [(0, 2, HUGE[0]), (0, HUGE[0], 4), (0, 2, HUGE[1]), (0, *HUGE), (HUGE[1], 2**31, 2**31)]
 
 
-@pytest.mark.parametrize("sizes", [(2, HUGE[0]), (HUGE[0], 4), (2, HUGE[1]), HUGE], ids=str)
+@pytest.mark.parametrize(("stride", "num_blocks", "block_size"), LAYOUTS)
 @pytest.mark.parametrize("op", ["paged_attention", "kv_cache_update"])
-def test_a_layout_whose_sizes_overflow_is_refused(op: str, sizes: tuple[int, int]) -> None:
+def test_a_layout_that_overflows_is_refused(
+    op: str, stride: int, num_blocks: int, block_size: int
+) -> None:
     """Where strides are 0, such a cache needs little memory."""
     case = Case("huge", ((3, 9),)) if op == "paged_attention" else UpdateCase("huge")
     call, arrays = checked_call(op, case.inputs(), case.attributes())
-    layout = dict.fromkeys(("block_stride", "position_stride", "head_stride", "value_offset"), 0)
-    layout |= {"num_blocks": sizes[0], "block_size": sizes[1], "num_kv_heads": case.num_kv_heads}
-    with pytest.raises(ValueError, match=f"kv_cache must hold num_blocks={sizes[0]} blocks"):
+    layout = dict.fromkeys(("block_stride", "position_stride", "head_stride"), stride)
+    layout |= {"num_blocks": num_blocks, "block_size": block_size, "value_offset": 0}
+    layout |= {"num_kv_heads": case.num_kv_heads}
+    with pytest.raises(ValueError, match=f"kv_cache must hold num_blocks={num_blocks} blocks"):
         call_handler(call.target, numbers(call) | layout, arrays, results_of(call, arrays))
 
 
-def test_strides_that_overflow_are_refused() -> None:
-    case = Case("huge", ((3, 9),))
-    call, arrays = checked_call("paged_attention", case.inputs(), case.attributes())
-    layout = dict.fromkeys(("block_stride", "position_stride", "head_stride"), 2**63 - 1)
-    layout |= {"num_blocks": 2**31, "block_size": 2**31, "num_kv_heads": 2, "value_offset": 0}
-    with pytest.raises(ValueError, match="kv_cache must hold num_blocks=2147483648 blocks"):
-        call_handler(call.target, numbers(call) | layout, arrays, results_of(call, arrays))
+def attend_to_equal_positions(
+    context: int, block_size: int, columns: int, sliding_window: int
+) -> np.ndarray:
+    """Whether each row of the result is the value of the positions, which are all the same."""
+    metadata = [np.array(x, I32) for x in ([context], [[0] * columns], [0, 2], 1)]
+    operands = [np.ones((2, 1, 2), F32), np.array([1, 2, 3, 4], F32), *metadata]
+    layout = dict.fromkeys(("block_stride", "position_stride", "head_stride"), 0)
+    layout |= {"num_blocks": 1, "block_size": block_size, "num_kv_heads": 1, "value_offset": 2}
+    attributes = {"scale": 1.0, "sliding_window": sliding_window, "soft_cap": 0.0} | layout
+    result = np.full((2, 1, 2), np.nan, F32)
+    call_handler("xla_gpu_paged_attention", attributes, operands, [result])
+    return result == np.array([3, 4], F32)
 
 
 def test_a_table_with_room_for_more_than_2_63_positions() -> None:
-    """Each length is legal then. All positions are the same here: the output is their value."""
-    cache = np.array([1, 2, 3, 4], F32)
-    metadata = [np.array([7], I32), np.zeros((1, 4), I32), np.array([0, 2], I32), np.array(1, I32)]
-    operands = [np.ones((2, 1, 2), F32), cache, *metadata]
-    layout = dict.fromkeys(("block_stride", "position_stride", "head_stride"), 0)
-    layout |= {"num_blocks": 1, "block_size": 2**62, "num_kv_heads": 1, "value_offset": 2}
-    attributes = {"scale": 1.0, "sliding_window": 0, "soft_cap": 0.0} | layout
-    result = np.full((2, 1, 2), np.nan, F32)
-    call_handler("xla_gpu_paged_attention", attributes, operands, [result])
-    assert (result == np.array([3, 4], F32)).all()
+    """Each length is legal then."""
+    assert attend_to_equal_positions(7, 2**62, columns=4, sliding_window=0).all()
 
 
 @pytest.mark.parametrize("context", [2**31 - 1024, 2**31 - 1023, 2**31 - 1])
 def test_the_longest_context(context: int) -> None:
-    """All positions are the same: the output is their value. A GPU takes as many positions."""
-    metadata = [np.array(x, I32) for x in ([context], [[0]], [0, 2], 1)]
-    operands = [np.ones((2, 1, 2), F32), np.array([1, 2, 3, 4], F32), *metadata]
-    layout = dict.fromkeys(("block_stride", "position_stride", "head_stride"), 0)
-    layout |= {"num_blocks": 1, "block_size": 2**31, "num_kv_heads": 1, "value_offset": 2}
-    attributes = {"scale": 1.0, "sliding_window": 40, "soft_cap": 0.0} | layout
-    result = np.full((2, 1, 2), np.nan, F32)
+    """A GPU takes as many positions."""
     is_legal = context == 2**31 - 1024
     message = rf"context_lens\[0\] must be from 0 to {2**31 - 1024}; got {context}"
     with contextlib.nullcontext() if is_legal else pytest.raises(ValueError, match=message):
-        call_handler("xla_gpu_paged_attention", attributes, operands, [result])
-    assert np.array_equal(result, np.full((2, 1, 2), [3, 4], F32)) == is_legal
-
-
-def ragged_batch(seed: int) -> tuple[list[Any], list[tuple[int, int]]]:
-    rng = np.random.default_rng(seed)
-    lengths = [(int(rng.integers(1, 20)), int(rng.integers(20, 200))) for _ in range(5)]
-    tables = rng.permutation(5 * 13).reshape(5, 13).astype(I32)
-    start = np.cumsum([0, *(q for q, _ in lengths)]).astype(I32)
-    query = rng.standard_normal((start[-1], 6, 24), dtype=F32)
-    kv_cache = rng.standard_normal((65, 16, 4, 24), dtype=F32)
-    context_lens = np.array([context for _, context in lengths], I32)
-    return [query, kv_cache, context_lens, tables, start, np.array(5, I32)], lengths
+        assert attend_to_equal_positions(context, 2**31, columns=1, sliding_window=40).all()
 
 
 def one_sequence(operands: Any, s: int) -> list[Any]:
@@ -325,35 +317,6 @@ def test_chunks_of_rows_share_packed_keys_and_values(fields: dict[str, Any], dty
     assert_same_bits(attend(inputs, **attributes, num_threads=3), result)
 
 
-def test_chunked_prefill_has_the_bits_of_one_prefill() -> None:
-    (query, kv_cache, _, tables, *_), _ = ragged_batch(1)
-    num_tokens = len(query)
-    whole = attend(
-        [
-            query,
-            kv_cache,
-            np.array([num_tokens], I32),
-            tables[:1],
-            np.array([0, num_tokens], I32),
-            np.array(1, I32),
-        ],
-        scale=0.3,
-    )
-    for first, last in [(0, 1), (1, 8), (8, num_tokens)]:
-        chunk = attend(
-            [
-                query[first:last],
-                kv_cache,
-                np.array([last], I32),
-                tables[:1],
-                np.array([0, last - first], I32),
-                np.array(1, I32),
-            ],
-            scale=0.3,
-        )
-        assert_same_bits(chunk, whole[first:last])
-
-
 def test_a_cache_of_more_than_2_31_elements() -> None:
     """The cache has 4 GiB, but the system allocates only its touched pages."""
     num_blocks = 2**31 // (16 * 2 * 64) + 2
@@ -398,23 +361,6 @@ def test_prefill_chunks_and_decode_have_the_same_bits(
     for first, last in [(0, 1), (510, 514), (640, 768), (700, 1199), (1198, 1200), (1199, 1200)]:
         for num_threads in (1, 4):
             assert_same_bits(tokens(first, last, num_threads), whole[first:last])
-
-
-def test_ranges_that_change_during_the_call() -> None:
-    """The ranges lie in the memory of the result. The row that sequence 0 writes, a subnormal number,
-    is there the end of the range of sequence 1, which was 0 when it was checked: position 0 of that
-    lies in a block that there is not."""
-    memory = np.zeros(16, F32)
-    output, ranges = memory.reshape(2, 1, 8), memory[4:8].view(I32).reshape(2, 2)
-    kv_cache = np.zeros((2, 1, 2, 8), F32)
-    kv_cache[0, :, 1, 7] = np.array(2, I32).view(F32)
-    kv_cache[1, :, 1] = 1
-    operands = [np.zeros((2, 1, 8), F32), kv_cache, np.array([1, 2], I32)]
-    operands += [np.array([[0, 9], [2**30, 1]], I32), np.array([0, 1, 2], I32), np.array(2, I32)]
-    attributes = {"scale": 1.0, "sliding_window": 1, "bidirectional_ranges": ranges}
-    call, arrays = checked_call("paged_attention", operands, attributes)
-    call_handler(call.target, numbers(call), arrays, [output])
-    assert ranges[1, 1] == 2 and (output[1] == 1).all()
 
 
 def test_zero_queries_at_the_largest_scale() -> None:
