@@ -228,17 +228,6 @@ def test_vmap(h200: Any) -> None:
     assert len(hlo.custom_calls(text, ATTENTION)) == 1 and "while(" not in text
 
 
-def test_one_export_serves_both_platforms() -> None:
-    exported = jax.export.export(
-        jax.jit(attend),
-        platforms=["cpu", "cuda"],
-        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(ATTENTION)],
-    )(*operands())
-    loaded = jax.export.deserialize(exported.serialize())
-    assert loaded.platforms == ("cpu", "cuda")
-    assert loaded.call(*operands()).shape == (16, 8, 128)
-
-
 PRELUDE = """
     import jax
     import jax.numpy as jnp
@@ -314,14 +303,6 @@ def test_plugin_fits_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(cuda_driver, "version", lambda: (11, 8))
     with pytest.raises(RuntimeError, match="no CUDA plugin for CUDA 11 or older is installed"):
         pjrt.find_cuda_plugin()
-
-
-def test_library_that_is_no_plugin() -> None:
-    from importlib.util import find_spec  # noqa: PLC0415
-
-    assert find_spec("ctypes") is not None
-    with pytest.raises(AttributeError, match="GetPjrtApi"):
-        pjrt.Plugin("libm.so.6")
 
 
 def test_an_unknown_platform() -> None:

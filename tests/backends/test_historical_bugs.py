@@ -1,10 +1,11 @@
 """Bugs that other implementations of paged attention had, as cases for every backend. The comment
 at each is where it was reported. Offsets beyond 32 bits (vllm #1486, #50427) are in
-tests/kernels/test_cpu_kernel.py, test_a_cache_of_more_than_2_31_elements."""
+tests/kernels/test_cpu_kernel.py, test_a_cache_of_more_than_2_31_elements. What others read past an
+array (flash-attention #2709, onnxruntime #32391) is among the calls of tests/support/bad_calls.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -90,12 +91,6 @@ CASES: dict[str, Callable[[], Call]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def forget_failed_steps() -> Iterator[None]:
-    yield
-    backends.forget_failed_steps()
-
-
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("backend", backends.BACKENDS)
 def test_matches_oracle(backend: str, name: str) -> None:
@@ -103,40 +98,3 @@ def test_matches_oracle(backend: str, name: str) -> None:
     result = backends.BACKENDS[backend]("paged_attention", *operands, **attributes)
     expected = reference.paged_attention(*operands, **attributes)
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
-
-
-REFUSED = {
-    # flash-attention #2709: the table was read past its end.
-    "length-past-the-table": (
-        lambda: decode([9], [[3, 5]]),
-        "context_lens[0] must be from 0 to max_blocks_per_seq=2 * block_size=4; got 9",
-    ),
-    # onnxruntime #32391: the cache was read at a block that it does not have.
-    "block-id-past-the-cache": (
-        lambda: decode([6], [[3, 2**30]]),
-        f"block_tables[0, 1] must be from 0 to num_blocks - 1=7; got {2**30}",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("backend", backends.BACKENDS)
-def test_refused(backend: str, name: str) -> None:
-    make, message = REFUSED[name]
-    operands, attributes = make()
-    error = {"jax": backends.JAX_ERRORS, "torch": ValueError}.get(backend, RuntimeError)
-    with pytest.raises(error) as raised:
-        backends.BACKENDS[backend]("paged_attention", *operands, **attributes)
-    assert message in str(raised.value)
-
-
-@pytest.mark.parametrize("backend", backends.BACKENDS)
-def test_no_program_is_used_for_another_scale(backend: str) -> None:
-    """torch_xla's own custom calls are cached by their target alone."""
-    results = {}
-    for scale in (0.5, 0.25, 0.5):
-        operands, attributes = decode([6, 9], [[3, 5, 0], [7, 0, 1]], scale=scale)
-        result = backends.BACKENDS[backend]("paged_attention", *operands, **attributes)
-        expected = reference.paged_attention(*operands, **attributes)
-        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
-        np.testing.assert_array_equal(result, results.setdefault(scale, result))

@@ -277,22 +277,31 @@ def test_both_frontends_have_the_same_arguments() -> None:
     assert [x.name for x in in_torch if x.name != "use_kernel"] == [*in_jax]
 
 
-def test_jax() -> None:
+TORCH = torch.ops.xla_gpu
+FRONTENDS: dict[str, tuple[Any, Any, Any]] = {
+    "jax": (jnp.asarray, jax_frontend.ragged_paged_attention, jax_frontend.paged_attention),
+    "torch": (backends.to_torch, TORCH.ragged_paged_attention, TORCH.paged_attention),
+    "torch_xla": (backends.to_xla, TORCH.ragged_paged_attention, TORCH.paged_attention),
+}
+"""How arrays are made, the function, and what it calls."""
+
+
+@pytest.mark.parametrize("name", FRONTENDS)
+def test_is_paged_attention(name: str) -> None:
+    convert, ragged, plain = FRONTENDS[name]
     for case in PLAIN_CASES:
-        arrays = [jnp.asarray(x) for x in case.inputs()]
+        arrays = [convert(x) for x in case.inputs()]
         scale, window, cap = case.attributes().values()
-        expected = jax_frontend.paged_attention(*arrays, scale, window, cap)
-        result = jax_frontend.ragged_paged_attention(
+        result = ragged(
             *arrays, sm_scale=scale, sliding_window=window, soft_cap=cap, num_kv_pages_per_block=8
         )
-        assert_same_bits(np.asarray(result), np.asarray(expected))
+        assert_same_bits(*map(to_numpy, (result, plain(*arrays, scale, window, cap))))
+    result = ragged(*arrays, sm_scale=0.2, k_scale=0.5, v_scale=3.0)
+    assert_same_bits(*map(to_numpy, (result, plain(*arrays, 0.1) * 3)))
 
 
-def test_jax_scales() -> None:
-    arrays = [jnp.asarray(x) for x in SHORT_CASES[0].inputs()]
-    expected = jax_frontend.paged_attention(*arrays, 0.1) * 3
-    result = jax_frontend.ragged_paged_attention(*arrays, sm_scale=0.2, k_scale=0.5, v_scale=3.0)
-    assert_same_bits(np.asarray(result), np.asarray(expected))
+def to_numpy(array: Any) -> np.ndarray:
+    return backends.to_numpy(array) if isinstance(array, torch.Tensor) else np.asarray(array)
 
 
 def test_mask_value() -> None:
@@ -308,30 +317,6 @@ def test_mask_value() -> None:
         with pytest.raises(ValueError, match=message):
             attend(*operands, mask_value=0.0)
         attend(*operands, mask_value=-2.38e38)
-
-
-@pytest.mark.parametrize("convert", [backends.to_torch, backends.to_xla])
-def test_torch(convert: Any) -> None:
-    for case in PLAIN_CASES:
-        tensors = [convert(x) for x in case.inputs()]
-        scale, window, cap = case.attributes().values()
-        expected = torch.ops.xla_gpu.paged_attention(*tensors, scale, window, cap)
-        result = torch.ops.xla_gpu.ragged_paged_attention(
-            *tensors,
-            sm_scale=scale,
-            sliding_window=window,
-            soft_cap=cap,
-            use_kernel=True,
-            num_kv_pages_per_block=8,
-        )
-        assert_same_bits(backends.to_numpy(result), backends.to_numpy(expected))
-
-
-def test_torch_scales() -> None:
-    tensors = [backends.to_torch(x) for x in SHORT_CASES[0].inputs()]
-    expected = torch.ops.xla_gpu.paged_attention(*tensors, 0.1) * 3
-    result = torch.ops.xla_gpu.ragged_paged_attention(*tensors, 0.2, k_scale=0.5, v_scale=3.0)
-    assert_same_bits(backends.to_numpy(result), backends.to_numpy(expected))
 
 
 @pytest.mark.parametrize("given", [(), ("k_scale",), ("v_scale",), ("k_scale", "v_scale")], ids=str)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -733,24 +734,19 @@ def required(function: Any) -> dict[str, str]:
     return {x.name: str(x.annotation) for x in found}
 
 
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [(None, "be an array; got None"), ([0], "have type array; got list")],
+    ids=["None", "list"],
+)
 @pytest.mark.parametrize(("function", "op"), FUNCTIONS)
-def test_missing_array(function: Any, op: str) -> None:
+def test_no_array(function: Any, op: str, given: Any, rule: str) -> None:
     names = required(function)
     for name in [name for name, kind in names.items() if kind == "jax.Array"]:
-        arrays = {each: None if each == name else jnp.ones((2, 2, 2)) for each in names}
-        with pytest.raises(TypeError, match=f"^{op}: {name} must be an array; got None$"):
-            function(**arrays)
-        with pytest.raises(TypeError, match=f"^{op}: {name} must be an array; got None$"):
-            function(*arrays.values())
-
-
-@pytest.mark.parametrize(("function", "op"), FUNCTIONS)
-def test_list_instead_of_array(function: Any, op: str) -> None:
-    names = required(function)
-    for name in [name for name, kind in names.items() if kind == "jax.Array"]:
-        arrays = {each: [0] if each == name else jnp.ones((2, 2, 2)) for each in names}
-        with pytest.raises(TypeError, match=f"^{op}: {name} must have type array; got list$"):
-            function(**arrays)
+        arrays = {each: given if each == name else jnp.ones((2, 2, 2)) for each in names}
+        for call in (partial(function, **arrays), partial(function, *arrays.values())):
+            with pytest.raises(TypeError, match=f"^{op}: {name} must {rule}$"):
+                call()
 
 
 @pytest.mark.parametrize(("function", "op"), FUNCTIONS)
