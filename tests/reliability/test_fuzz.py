@@ -11,7 +11,6 @@ import pytest
 
 from harness import reference
 from tests.cases.case import Case
-from tests.cases.updates import UpdateCase
 from tests.reliability.fuzz import __main__ as fuzz
 from tests.reliability.fuzz import draw, run
 from tests.reliability.fuzz.trials import (
@@ -21,7 +20,6 @@ from tests.reliability.fuzz.trials import (
     is_consistent,
     load,
     save,
-    simpler,
 )
 from tests.support import selection
 
@@ -75,19 +73,6 @@ def test_trial_is_determined_by_its_number(family: str, tmp_path: Path) -> None:
         assert repr(loaded) == repr(trial)  # NaN is not equal to itself
 
 
-def test_trials_of_a_group_have_the_same_shapes() -> None:
-    """A compiler compiles once for them."""
-
-    def shapes(number: int) -> Any:
-        inputs, attributes = draw.trial(SEED, "valid", number).arguments()
-        arrays = [x for x in attributes.values() if isinstance(x, np.ndarray)]
-        return [(x.shape, x.dtype) for x in (*inputs, *arrays)]
-
-    for group in range(8):
-        first = group * draw.GROUP
-        assert all(shapes(number) == shapes(first) for number in range(first, first + 64, 7))
-
-
 def test_failing_trial_is_minimized() -> None:
     """With every feature off that does not matter, and sizes as small as they can be."""
     trial = next(
@@ -111,17 +96,6 @@ def test_failing_trial_is_minimized() -> None:
     plain = Case(small.id, ())
     for field in ("sinks", "alibi_slopes", "sliding_window", "kv_layout", "cache_dtype", "dtype"):
         assert getattr(small, field) == getattr(plain, field), field
-
-
-def test_simplification_terminates() -> None:
-    for number in range(0, 640, 40):
-        trial: Trial | None = draw.trial(SEED, "corrupt", number)
-        for _ in range(500):
-            assert trial is not None
-            trial = next(iter(simpler(trial)), None)
-            if trial is None:
-                break
-        assert trial is None
 
 
 class WrongBackend(run.EagerBackend):
@@ -156,42 +130,6 @@ def test_a_campaign_finds_a_bug(
     assert fuzz.main(words) == 1
     monkeypatch.undo()
     assert fuzz.main(words) == 0
-
-
-@pytest.mark.parametrize(
-    ("changes", "is_legal"),
-    [
-        ([Change("context_lens", 7, (0,))], True),
-        ([Change("context_lens", 13, (0,))], False),
-        ([Change("context_lens", -1, (1,))], False),
-        ([Change("context_lens", -1, (2,))], True),  # padding
-        ([Change("query_start_loc", 7, (2,))], False),
-        ([Change("block_tables", 99, (0, 0))], False),
-        ([Change("block_tables", 99, (0, 2))], True),  # past the context
-        ([Change("num_seqs", 3, ())], False),  # its lengths are junk
-        ([Change("num_seqs", 1, ())], True),
-        ([Change("sliding_window", 1), Change("block_tables", 99, (0, 0))], True),
-        ([Change("max_query_len", 2)], False),
-    ],
-)
-def test_oracle_decides_legality(changes: list[Change], is_legal: bool) -> None:
-    """It is not the code that it judges."""
-    case = Case("rules", ((1, 8), (3, 4)), padding_blocks=1, padding_seqs=1)
-    inputs, attributes = Trial(case, tuple(changes)).arguments()
-    legal = reference.legal_sequences(*inputs, **attributes)
-    assert (legal is not None and all(legal)) == is_legal
-
-
-def test_oracle_decides_legality_of_slots() -> None:
-    inputs = UpdateCase("slots").inputs()
-    assert reference.tokens_are_legal(inputs.kv_cache, inputs.slot_mapping)
-    num_slots = inputs.kv_cache.shape[0] * inputs.kv_cache.shape[1]
-    assert reference.tokens_are_legal(inputs.kv_cache, np.array([num_slots - 1, -(2**31)]))
-    assert not reference.tokens_are_legal(inputs.kv_cache, np.array([0, num_slots]))
-    table, slots = np.ones((4, 2), np.float32), np.array([0, -1])
-    for positions, is_legal in (([3, 4], True), ([4, 0], False), ([-1, 0], False)):
-        rotary = {"positions": np.array(positions), "cos_sin_cache": table}
-        assert reference.tokens_are_legal(inputs.kv_cache, slots, **rotary) == is_legal
 
 
 def test_corrupt_trials_are_legal_and_illegal() -> None:

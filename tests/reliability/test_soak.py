@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.scheduler import Arrival, Scheduler
 from tests.reliability import soak, stress
 from tests.support import selection
 
@@ -56,20 +55,6 @@ def test_bits_that_drift_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slope_of_memory() -> None:
     report = soak.Report("torch", memory=[(1000 * i, 10.0 + 3 * max(i, 5)) for i in range(20)])
     assert abs(report.slope - 3) < 1e-9
-
-
-def test_a_cancelled_request_gives_its_blocks_back() -> None:
-    scheduler = Scheduler([Arrival(0.0, 20, 5), Arrival(0.0, 9, 5)], soak.LIMITS)
-    scheduler.next_step(0.0)
-    scheduler.complete()
-    held = scheduler.used_blocks
-    assert scheduler.cancel(0) and not scheduler.cancel(0) and not scheduler.cancel(7)
-    assert 0 < scheduler.used_blocks < held
-    soak.check_books(scheduler)
-    while not scheduler.is_done:
-        scheduler.next_step(0.0)
-        scheduler.complete()
-    assert scheduler.used_blocks == 0 and [x.number for x in scheduler.finished] == [1]
 
 
 @pytest.mark.parametrize("scenario", stress.SCENARIOS)
