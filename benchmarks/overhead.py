@@ -32,8 +32,10 @@ import jax_frontend
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
 from benchmarks import machine
 from benchmarks.contest import medians, take_turns
+from benchmarks.workloads import Workload, uniform
 from harness import reference
 from harness.compare import assert_close, assert_same_bits
+from harness.workload import MODELS, Model
 
 I32 = np.int32
 Timings = dict[str, float]
@@ -49,40 +51,19 @@ def call_microseconds(
     return {name: seconds * 1e6 for name, seconds in medians(times).items()}
 
 
-def decode_step(batch: int, context: int, num_heads: int, num_kv_heads: int) -> list[Any]:
-    """Operands of a decode step: `batch` sequences with one query token each, head_size 128."""
-    rng = np.random.default_rng(0)
-    block_size, head_size = 16, 128
-    blocks_per_seq = -(-context // block_size)
-    tables = rng.permutation(batch * blocks_per_seq).reshape(batch, blocks_per_seq).astype(I32)
-    shape = (batch * blocks_per_seq, block_size, 2 * num_kv_heads, head_size)
-    return [
-        rng.standard_normal((batch, num_heads, head_size), dtype=np.float32),
-        rng.standard_normal(shape, dtype=np.float32),
-        np.full(batch, context, I32),
-        tables,
-        np.arange(batch + 1, dtype=I32),
-        np.array(batch, I32),
-    ]
-
-
-def tiny_operands() -> list[Any]:
-    """Operands so small that a call costs only the way to the kernel and back."""
-    return [
-        np.ones((1, 1, 8), np.float32),
-        np.ones((2, 4, 2, 8), np.float32),
-        np.array([1], I32),
-        np.array([[0]], I32),
-        np.array([0, 1], I32),
-        np.array(1, I32),
-    ]
+def decode_step(
+    batch: int, context: int, model: Model = MODELS["llama-3-8b"], block_size: int = 16
+) -> list[torch.Tensor]:
+    """Operands of a decode step: `batch` sequences with one query token each."""
+    sequences = uniform(batch, 1, context)
+    return Workload("", "decode", model, sequences, block_size, "float32").operands("cpu")
 
 
 def call_overheads(rounds: int) -> dict[str, dict[str, float]]:
     """Microseconds of a tiny call through each backend, beside the framework's own cheapest op."""
-    operands = tiny_operands()
+    # So small that a call costs only the way to the kernel and back.
+    on_cpu = decode_step(1, 1, Model("tiny", 1, 1, 8), block_size=4)
     attend = torch.ops.xla_gpu.paged_attention
-    on_cpu = [torch.from_numpy(np.asarray(x)) for x in operands]
     ones = torch.ones(4)
     with torch.inference_mode():
         eager = call_microseconds(
@@ -91,11 +72,11 @@ def call_overheads(rounds: int) -> dict[str, dict[str, float]]:
             500,
         )
 
-    arrays = [jnp.asarray(x) for x in operands]
+    arrays = [jnp.asarray(x.numpy()) for x in on_cpu]
     jitted = jax.jit(partial(jax_frontend.paged_attention, scale=0.3))
     add = jax.jit(jax_frontend.simple_add)
     increment = jax.jit(lambda x: x + 1)
-    six = jax.jit(lambda a, b, c, d, e, f: a + b[0, 0, 0, 0] + c[0] + d[0, 0] + e[0] + f)
+    six = jax.jit(lambda a, b, c, d, e, f: a + b[0, 0, 0, 0] + c[0] + d[0, 0] + e[0] + f[0])
     x = jnp.ones(4)
     in_jax = call_microseconds(
         {
@@ -182,9 +163,9 @@ def decode_rates(rounds: int) -> list[dict[str, Any]]:
     """Microseconds of decode steps through every backend, and the rate of reading K and V."""
     rows = []
     for batch, context in [(1, 512), (1, 4096), (16, 1024)]:
-        operands = decode_step(batch, context, num_heads=32, num_kv_heads=8)
+        operands = decode_step(batch, context)
         contestants, results = _contestants(operands)
-        oracle = partial(reference.paged_attention, scale=0.088)(*operands)
+        oracle = reference.paged_attention(*(x.numpy() for x in operands), scale=0.088)
         for result in results.values():
             assert_close(result, oracle, "float32")
             assert_same_bits(result, results["torch eager"])
@@ -204,7 +185,7 @@ def decode_rates(rounds: int) -> list[dict[str, Any]]:
 
 def calls_beside_others(rounds: int) -> list[dict[str, Any]]:
     """Microseconds of a decode step on two threads, beside processes that compute all the time."""
-    contestants, _ = _contestants(decode_step(8, 512, num_heads=32, num_kv_heads=8))
+    contestants, _ = _contestants(decode_step(8, 512))
     chosen = {name: contestants[name] for name in ("torch eager", "JAX jit")}
     threads = torch.get_num_threads()
     torch.set_num_threads(min(2, threads))
@@ -225,10 +206,11 @@ def calls_beside_others(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _contestants(operands: list[Any]) -> tuple[dict[str, Callable[[], Any]], dict[str, np.ndarray]]:
+def _contestants(
+    on_cpu: list[torch.Tensor],
+) -> tuple[dict[str, Callable[[], Any]], dict[str, np.ndarray]]:
     attend = torch.ops.xla_gpu.paged_attention
-    on_cpu = [torch.from_numpy(np.asarray(x)) for x in operands]
-    arrays = [jnp.asarray(x) for x in operands]
+    arrays = [jnp.asarray(x.numpy()) for x in on_cpu]
     on_xla = [tensor.to(torch_xla.device()) for tensor in on_cpu]
     torch_xla.sync(wait=True)
     jitted = jax.jit(partial(jax_frontend.paged_attention, scale=0.088))

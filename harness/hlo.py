@@ -11,12 +11,16 @@ import torch
 import torch_xla
 import torch_xla.debug.metrics as metrics
 
+STEP = ("xla_gpu_kv_cache_update", "xla_gpu_paged_attention")
+"""The targets of a step's calls."""
 
-def custom_calls(hlo: str, target: str) -> list[str]:
-    """The instructions that call `target`, without the names of instructions and the metadata about
-    the source: two printings of one program may differ in them."""
+
+def custom_calls(hlo: str, *targets: str) -> list[str]:
+    """The instructions that call each target, without the names of instructions and the metadata
+    about the source: two printings of one program may differ in them."""
     return [
         _without_names(line)
+        for target in targets
         for line in hlo.splitlines()
         if f'custom_call_target="{target}"' in line
     ]

@@ -25,7 +25,6 @@ from harness.scheduler import Limits
 
 NAMES = [*RUNNERS, *transformers_backend.ATTENTION]
 ALL = [name for name in NAMES if not name.startswith("vllm")]  # vLLM is rarely installed
-_TARGETS = ("xla_gpu_kv_cache_update", "xla_gpu_paged_attention")
 PROMPTS = (
     "What is the capital of France?",
     "Why is the sky blue?",
@@ -148,7 +147,7 @@ def _with_our_engine(
     )
     late_programs = runner.compiles() - programs
     text = runner.hlo(engine.empty_step(runner, limits, limits.max_seqs))
-    calls = [call for target in _TARGETS for call in hlo.custom_calls(text or "", target)]
+    calls = hlo.custom_calls(text or "", *hlo.STEP)
     return BackendResult(generation, seconds, programs, late_programs, dict(Counter(calls)), [])
 
 

@@ -142,7 +142,7 @@ def replay(
                 compiles=runner.compiles(),
                 max_difference=differences[runner.name],
                 max_error=errors[runner.name],
-                custom_calls=_custom_calls(runner.hlo(operands)),
+                custom_calls=hlo.custom_calls(runner.hlo(operands) or "", *hlo.STEP),
             )
             for runner in runners
         },
@@ -175,10 +175,3 @@ def _oracle(operands: Operands, cache: np.ndarray, model: Model) -> tuple[np.nda
         **model.attributes(),
     )
     return rows, expected
-
-
-def _custom_calls(text: str | None) -> list[str]:
-    if text is None:
-        return []
-    targets = ("xla_gpu_kv_cache_update", "xla_gpu_paged_attention")
-    return [call for target in targets for call in hlo.custom_calls(text, target)]

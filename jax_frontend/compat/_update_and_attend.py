@@ -236,3 +236,11 @@ def _pad(array: jax.Array, num_heads: int, head_size: int) -> jax.Array:
     """Pads ``[num_tokens, heads, size]`` with zeros at the end."""
     _, heads, size = array.shape
     return jnp.pad(array, ((0, 0), (0, num_heads - heads), (0, head_size - size)))
+
+
+def refuse(op: str, **options: Any) -> None:
+    """Raises ValueError for the first of these options that is not None."""
+    for name, given in options.items():
+        if given is not None:
+            got = f"shape {list(given.shape)}" if hasattr(given, "shape") else repr(given)
+            raise value_error(op, name, "be None, as it is not supported", got)

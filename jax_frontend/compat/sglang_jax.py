@@ -8,8 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from jax_frontend._call import takes_arrays
-from jax_frontend.compat._refusal import refuse
-from jax_frontend.compat._update_and_attend import PACKED_ROWS, check_shape, update_and_attend
+from jax_frontend.compat._update_and_attend import (
+    PACKED_ROWS,
+    check_shape,
+    refuse,
+    update_and_attend,
+)
 from shared_ffi.spec import shape_error, value_error
 
 OP = "sglang_jax.ragged_paged_attention"
