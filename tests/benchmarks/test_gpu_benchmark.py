@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import itertools
 import json
 import random
 import sys
 import time
 import weakref
-import zipfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +18,7 @@ import pytest
 import torch
 
 import shared_ffi
-from benchmarks import contest, workloads
+from benchmarks import contest
 from benchmarks.gpu import bench, check, launch, overview, pack, process, report
 from benchmarks.workloads import Workload, uniform
 from harness.workload import Model
@@ -153,13 +151,6 @@ def test_a_contest_that_is_cut_off_is_continued(
     assert results["not_measured"] == [] and done == ["decode", "killed", "prefill"]
 
 
-def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "limits.json"
-    monkeypatch.setattr(sys, "argv", ["bench", "limits", "--rehearse", "--out", str(out)])
-    bench.main()
-    assert json.loads(out.read_text()).keys() == LIMITS.keys()
-
-
 @pytest.mark.parametrize(("question", "figure", "decision"), [
     ({"figure": "copies/1 x 8192/[BC]*", "over": "copies/1 x 8192/A*", "at_most": 0.985}, 0.9, "yes"),
     ({"figure": "copies/1 x 8192/[BC]*", "minus": "copies/1 x 8192/A*", "at_most": -2}, -1.0, "no"),
@@ -218,12 +209,6 @@ def test_the_lab_fits_and_asks_what_it_measures() -> None:
                 who = first if last in wrong else last or who
                 assert bench.chosen(makers, [who]), pattern
         assert {"at_most", "at_least"} & question.keys() and {"then", "else"} <= question.keys()
-
-
-def test_lengths_of_a_trace(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.csv"
-    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,100,10\n1,7,1\n")
-    assert workloads.trace_sequences(trace, 5) == ((1, 105), (1, 7))
 
 
 @pytest.mark.parametrize(("row", "sequences", "block_size", "model", "cache_dtype"), [
@@ -494,13 +479,6 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "pack.tar.xz"
 
 
-def test_the_sources_of_a_pack_know_their_version(tmp_path: Path) -> None:
-    """Python asks the metadata of installed packages, and they are not installed."""
-    pack.copy_metadata(tmp_path)
-    (found,) = importlib.metadata.distributions(path=[str(tmp_path)])
-    assert (found.name, found.version) == ("xla-paged-attention", shared_ffi.__version__)
-
-
 def test_pack_round_trip(packed: Path, tmp_path: Path) -> None:
     target = tmp_path / "unpacked"
     manifest = pack.unpack(packed, target, "new")
@@ -578,20 +556,3 @@ def test_a_variant_for_another_python(name: str | None, fits: bool, tmp_path: Pa
         module.touch()
     with contextlib.nullcontext() if fits else pytest.raises(SystemExit, match=r"for Python 3\.12"):
         pack.check_tag(module, "3.12")
-
-
-def test_a_part_of_a_wheel(tmp_path: Path) -> None:
-    """The last pattern that a name matches decides. A program stays one."""
-    names = ("lib/a.py", "lib/data/b.py", "lib/data/__init__.py", "lib/c.so")
-    with zipfile.ZipFile(tmp_path / "lib.whl", "w") as wheel:
-        for name in names:
-            wheel.writestr(name, name)
-        program = zipfile.ZipInfo("lib/bin/tool.py")
-        program.external_attr = 0o100755 << 16
-        wheel.writestr(program, "")
-    pack.extract(tmp_path / "lib.whl", ("*.py", "!lib/data/*", "*/__init__.py"), tmp_path)
-    assert (tmp_path / "lib/bin/tool.py").stat().st_mode & 0o111
-    assert not (tmp_path / "lib/a.py").stat().st_mode & 0o111
-    assert {str(x.relative_to(tmp_path)) for x in tmp_path.rglob("*.*") if x.is_file()} == {
-        "lib.whl", "lib/a.py", "lib/data/__init__.py", "lib/bin/tool.py"
-    }  # fmt: skip

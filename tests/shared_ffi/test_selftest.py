@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from packaging.requirements import Requirement
 
-from shared_ffi import _native, cuda_driver
+from shared_ffi import OPS, _native, cuda_driver
 from shared_ffi.selftest import backends, cuda_kernels, report, smoke_step
 from shared_ffi.selftest.backends import (
     BACKENDS,
@@ -36,6 +36,7 @@ from tests.cases.case import UNIT_SCALES
 from tests.support import gpu
 
 ROOT = Path(__file__).parents[2]
+TARGETS = sorted(op.TARGET for op in OPS)
 
 
 def diagnose(*arguments: str) -> tuple[int, dict[str, Any]]:
@@ -59,8 +60,12 @@ def test_safe_path_hides_the_working_folder_from_each_process(tmp_path: Path) ->
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
 
 
-def test_requested_backends_must_work() -> None:
+def test_requested_backends_must_work(capsys: pytest.CaptureFixture[str]) -> None:
     returncode, found = diagnose("--backend", "torch-cpu", "jax-cuda")
+    report._print(found)
+    text = capsys.readouterr().out
+    assert "  torch_xla             XLA FFI 0.1\n" in text
+    assert f"  torch_xla             cpu: {', '.join(TARGETS)}\n" in text
     works, fails = found["backends"]
     assert works.pop("seconds") > 0
     assert works == {
@@ -72,6 +77,10 @@ def test_requested_backends_must_work() -> None:
     }
     assert (fails["backend"], fails["status"]) == ("jax-cuda", NO_GPU)
     assert returncode == 1
+    both = {"cpu": TARGETS, "cuda": TARGETS}
+    assert found["built"]["handlers"] == both
+    assert found["registered"] == {"jaxlib": both, "torch_xla": {"cpu": TARGETS}}
+    assert found["frontends"] == {"jax_frontend": "ok", "torch_frontend": "ok"}
 
 
 def in_process(
