@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import shared_ffi
-from benchmarks import contest
+from benchmarks import contest, workloads
 from benchmarks.gpu import bench, check, launch, overview, pack, process, report
 from benchmarks.workloads import Workload, uniform
 from harness.workload import Model
@@ -209,6 +209,12 @@ def test_the_lab_fits_and_asks_what_it_measures() -> None:
                 who = first if last in wrong else last or who
                 assert bench.chosen(makers, [who]), pattern
         assert {"at_most", "at_least"} & question.keys() and {"then", "else"} <= question.keys()
+
+
+def test_lengths_of_a_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,100,10\n1,7,1\n")
+    assert workloads.trace_sequences(trace, 5) == ((1, 105), (1, 7))
 
 
 @pytest.mark.parametrize(("row", "sequences", "block_size", "model", "cache_dtype"), [
