@@ -11,8 +11,12 @@ import torch
 import torch_xla
 import torch_xla.debug.metrics as metrics
 
-STEP = ("xla_gpu_kv_cache_update", "xla_gpu_paged_attention")
+UPDATE, ATTENTION = "xla_gpu_kv_cache_update", "xla_gpu_paged_attention"
+STEP = (UPDATE, ATTENTION)
 """The targets of a step's calls."""
+
+COLLECTIVES = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter")
+"""What sends parts of arrays from device to device."""
 
 
 def custom_calls(hlo: str, *targets: str) -> list[str]:

@@ -25,6 +25,7 @@ from torch_xla.stablehlo import exported_program_to_stablehlo
 import jax_frontend
 import torch_frontend
 from harness import hlo
+from harness.hlo import ATTENTION, UPDATE
 from shared_ffi import cuda_driver
 from shared_ffi.spec import ArraySpec
 from shared_ffi.xla import pjrt, programs
@@ -35,7 +36,6 @@ from torch_frontend.compilers.in_place import cut_at_updates
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="make .venv/jax-cuda/installed")
 
-ATTENTION, UPDATE = "xla_gpu_paged_attention", "xla_gpu_kv_cache_update"
 
 # XLA's description of an NVIDIA H200, a GpuTargetConfigProto.
 H200 = """

@@ -9,15 +9,13 @@ import pytest
 
 from harness import hlo, reference
 from harness.compare import assert_close_on_cpu, assert_same_bits
+from harness.hlo import ATTENTION, UPDATE
 from shared_ffi.selftest.backends import BACKENDS, Backend
 from tests.cases.all import CASES, SHORT_CASES, SHORT_UPDATE_CASES, UPDATE_CASES
 from tests.cases.case import Case
 from tests.cases.updates import UpdateCase
 from tests.support import backends
 from tests.support.calls import split_keywords
-
-ATTENTION = "xla_gpu_paged_attention"
-UPDATE = "xla_gpu_kv_cache_update"
 
 
 @pytest.mark.pairwise

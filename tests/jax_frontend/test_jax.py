@@ -16,7 +16,7 @@ import jax_frontend
 from harness import hlo, reference
 from harness.compare import assert_same_bits
 from tests.support.backends import JAX_ERRORS
-from tests.support.sound_calls import add, attention, split, update
+from tests.support.sound_calls import DECODE_TABLE, add, attention, decode_steps, split, update
 
 OPERANDS, _ = split(attention())
 attend = partial(jax_frontend.paged_attention, scale=0.5)
@@ -190,12 +190,7 @@ def test_decode_loop_compiles_once() -> None:
             token, cache, length, tables, start, num_seqs, 0.5, soft_cap=30.0
         )
 
-    rng = np.random.default_rng(0)
     cache = jnp.zeros((16, 16, 4, 8), jnp.float32)
-    tables = rng.permutation(16).astype(np.int32)[None]
-    for i in range(200):
-        token = rng.standard_normal((1, 4, 8), dtype=np.float32)
-        slot = np.array([tables[0, i // 16] * 16 + i % 16], np.int32)
-        length = np.array([i + 1], np.int32)
-        cache, _ = step(cache, token, slot, length, tables, np.int32(i % 2))
+    for token, slot, length, num_seqs in decode_steps():
+        cache, _ = step(cache, token, slot, length, DECODE_TABLE, num_seqs)
     assert step._cache_size() == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from harness.compare import assert_same_bits
+from harness.hlo import COLLECTIVES
 from tests.support.jax_settings import (
     FLAG_SETTINGS,
     FLAGS,
@@ -21,8 +21,6 @@ from tests.support.jax_settings import (
     Setting,
     flags,
 )
-
-COLLECTIVES = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter")
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,14 +16,12 @@ from jax.sharding import PartitionSpec as P
 import jax_frontend
 from harness import hlo
 from harness.compare import assert_same_bits
+from harness.hlo import ATTENTION, COLLECTIVES, UPDATE
 from tests.cases.case import Case
 from tests.cases.updates import UpdateCase
 from tests.cases.varlen import DIFFERENTIABLE, VarlenCase
 from tests.support import scripts
 from tests.support.calls import split_keywords
-
-ATTENTION, UPDATE = "xla_gpu_paged_attention", "xla_gpu_kv_cache_update"
-COLLECTIVES = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter")
 
 # The dimension of heads in the cache, by layout.
 HEAD_DIMS = {None: 2, "2nbhd": 3, "n2hbd": 2, "nbh(2d)": 2, "nhbd": 1, "hnbd": 0}

@@ -16,6 +16,7 @@ import pytest
 import jax_frontend
 from harness import hlo
 from harness.compare import assert_same_bits
+from harness.hlo import ATTENTION, UPDATE
 from harness.layouts import LATENT_LAYOUTS, LAYOUTS
 from jax_frontend._vmap import paged_attention as vmapped
 from jax_frontend._vmap.operands import Operand
@@ -28,7 +29,6 @@ from tests.support.gpu import Gpu
 from tests.support.gpu import attend as attend_on
 from tests.support.sound_calls import add, attention, split, update
 
-ATTENTION, UPDATE = "xla_gpu_paged_attention", "xla_gpu_kv_cache_update"
 BATCHES = (MIXED, DECODE, (), ((0, 0), (2, 3)), ((9, 21),))
 
 Tree = Any

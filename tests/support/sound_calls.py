@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -64,3 +65,16 @@ def split(arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     features = FEATURES.get(op_of(arguments), ())
     arrays = {k: v for k, v in arguments.items() if isinstance(v, np.ndarray) and k not in features}
     return [*arrays.values()], {k: v for k, v in arguments.items() if k not in arrays}
+
+
+DECODE_TABLE = np.random.default_rng(0).permutation(16).astype(I32)[None]
+
+
+def decode_steps() -> Iterator[tuple[np.ndarray, ...]]:
+    """200 steps of a decoding loop over a cache [16, 16, 4, 8] with DECODE_TABLE: the query of a
+    token, its slot, the length of the context, and num_seqs, which is 0 in each other step."""
+    rng = np.random.default_rng(1)
+    for i in range(200):
+        slot = DECODE_TABLE[0, i // 16] * 16 + i % 16
+        numbers = (np.array(x, I32) for x in ([slot], [i + 1], i % 2))
+        yield rng.standard_normal((1, 4, 8), F32), *numbers

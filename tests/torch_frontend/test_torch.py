@@ -7,7 +7,6 @@ import os
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -21,7 +20,16 @@ from tests.cases.case import Case
 from tests.support import backends, scripts
 from tests.support.calls import observed_calls, overload_of, split_keywords
 from tests.support.models import tensors
-from tests.support.sound_calls import SOUND, add, attention, rotated_update, split, update
+from tests.support.sound_calls import (
+    DECODE_TABLE,
+    SOUND,
+    add,
+    attention,
+    decode_steps,
+    rotated_update,
+    split,
+    update,
+)
 
 OPS = torch.ops.xla_gpu
 
@@ -450,19 +458,18 @@ def test_programs_in_inductors_cache() -> None:
 def test_decode_loop_compiles_once() -> None:
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
 
+    tables, starts = torch.from_numpy(DECODE_TABLE), torch.tensor([0, 1], dtype=torch.int32)
+
     @torch.compile(backend=counter, fullgraph=True)
-    def step(cache: torch.Tensor, token: torch.Tensor, *metadata: torch.Tensor) -> torch.Tensor:
-        slot, *rest = metadata
+    def step(cache: torch.Tensor, token: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
+        slot, length, num_seqs = numbers
         OPS.kv_cache_update(cache, token[:, :2], token[:, :2] * 2, slot)
-        return OPS.paged_attention(token, cache, *rest, 0.5, None, 30.0)
+        return OPS.paged_attention(token, cache, length, tables, starts, num_seqs, 0.5, None, 30.0)
 
     torch._dynamo.reset()
-    table = np.random.default_rng(0).permutation(16).astype(np.int32)
     cache = torch.zeros(16, 16, 4, 8)
-    for i in range(200):
-        slot, length, num_seqs = ([int(table[i // 16]) * 16 + i % 16], [i + 1], i % 2)
-        metadata = (slot, length, [table.tolist()], [0, 1], num_seqs)
-        step(cache, torch.randn(1, 4, 8), *(torch.tensor(x, dtype=torch.int32) for x in metadata))
+    for arrays in decode_steps():
+        step(cache, *map(torch.from_numpy, arrays))
     assert counter.frame_count == 1
 
 

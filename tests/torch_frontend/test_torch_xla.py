@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,12 @@ from torch_xla.stablehlo import exported_program_to_stablehlo
 
 from harness import hlo
 from harness.compare import assert_same_bits
+from harness.hlo import ATTENTION, UPDATE
 from tests.support import backends
 from tests.support.models import Layer, layer_inputs
-from tests.support.sound_calls import attention, split, update
+from tests.support.sound_calls import DECODE_TABLE, attention, decode_steps, split, update
 
 OPS = torch.ops.xla_gpu
-ATTENTION, UPDATE = "xla_gpu_paged_attention", "xla_gpu_kv_cache_update"
 
 
 def random_attention(seed: int = 0) -> list[np.ndarray]:
@@ -36,7 +36,7 @@ def random_attention(seed: int = 0) -> list[np.ndarray]:
     ]
 
 
-def on_xla(arrays: list[Any]) -> list[torch.Tensor]:
+def on_xla(arrays: Sequence[Any]) -> list[torch.Tensor]:
     return [backends.to_xla(array) for array in arrays]
 
 
@@ -234,35 +234,21 @@ def test_graphs_with_permuted_inputs() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["lazy", "openxla"])
 def test_decode_loop_compiles_once(compiled: bool) -> None:
-    """Makes 200 steps. Nothing is compiled after the second."""
-    rng = np.random.default_rng(0)
+    """Nothing is compiled after the second step."""
     cache = torch.zeros(16, 16, 4, 8).to(torch_xla.device())
-    tables = backends.to_xla(rng.permutation(16).astype(np.int32)[None])
-    start = backends.to_xla(np.array([0, 1], np.int32))
-    table = tables.cpu()[0].tolist()
+    tables, start = on_xla([DECODE_TABLE, np.array([0, 1], np.int32)])
     torch_xla.sync(wait=True)
 
-    def step(
-        cache: torch.Tensor,
-        token: torch.Tensor,
-        slot: torch.Tensor,
-        length: torch.Tensor,
-        num_seqs: torch.Tensor,
-    ) -> torch.Tensor:
+    def step(cache: torch.Tensor, token: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
+        slot, length, num_seqs = numbers
         OPS.kv_cache_update(cache, token[:, :2], token[:, :2] * 2, slot)
         return OPS.paged_attention(token, cache, length, tables, start, num_seqs, 0.5, None, 30.0)
 
     torch._dynamo.reset()
     function = torch.compile(step, backend="openxla", fullgraph=True) if compiled else step
     compiles_after_warm_up = None
-    for i in range(200):
-        inputs = on_xla([
-            rng.standard_normal((1, 4, 8), dtype=np.float32),
-            np.array([table[i // 16] * 16 + i % 16], np.int32),
-            np.array([i + 1], np.int32),
-            np.array(i % 2, np.int32),
-        ])  # fmt: skip
-        function(cache, *inputs)
+    for i, arrays in enumerate(decode_steps()):
+        function(cache, *on_xla(arrays))
         torch_xla.sync()
         if i == 1:
             xm.wait_device_ops()
