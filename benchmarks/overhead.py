@@ -165,7 +165,8 @@ def decode_rates(rounds: int) -> list[dict[str, Any]]:
     for batch, context in [(1, 512), (1, 4096), (16, 1024)]:
         operands = decode_step(batch, context)
         contestants, results = _contestants(operands)
-        oracle = reference.paged_attention(*(x.numpy() for x in operands), scale=0.088)
+        expected = partial(reference.paged_attention, scale=0.088)
+        oracle = expected(*(x.numpy() for x in operands))
         for result in results.values():
             assert_close(result, oracle, "float32")
             assert_same_bits(result, results["torch eager"])
