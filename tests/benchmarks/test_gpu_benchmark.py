@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import itertools
 import json
 import random
 import sys
 import time
 import weakref
+import zipfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -149,6 +151,13 @@ def test_a_contest_that_is_cut_off_is_continued(
     results = run_contest(monkeypatch, out)
     assert [row["workload"] for row in results["rows"]] == ["decode", "prefill"]
     assert results["not_measured"] == [] and done == ["decode", "killed", "prefill"]
+
+
+def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "limits.json"
+    monkeypatch.setattr(sys, "argv", ["bench", "limits", "--rehearse", "--out", str(out)])
+    bench.main()
+    assert json.loads(out.read_text()).keys() == LIMITS.keys()
 
 
 @pytest.mark.parametrize(("question", "figure", "decision"), [
@@ -485,6 +494,13 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "pack.tar.xz"
 
 
+def test_the_sources_of_a_pack_know_their_version(tmp_path: Path) -> None:
+    """Python asks the metadata of installed packages, and they are not installed."""
+    pack.copy_metadata(tmp_path)
+    (found,) = importlib.metadata.distributions(path=[str(tmp_path)])
+    assert (found.name, found.version) == ("xla-paged-attention", shared_ffi.__version__)
+
+
 def test_pack_round_trip(packed: Path, tmp_path: Path) -> None:
     target = tmp_path / "unpacked"
     manifest = pack.unpack(packed, target, "new")
@@ -562,3 +578,20 @@ def test_a_variant_for_another_python(name: str | None, fits: bool, tmp_path: Pa
         module.touch()
     with contextlib.nullcontext() if fits else pytest.raises(SystemExit, match=r"for Python 3\.12"):
         pack.check_tag(module, "3.12")
+
+
+def test_a_part_of_a_wheel(tmp_path: Path) -> None:
+    """The last pattern that a name matches decides. A program stays one."""
+    names = ("lib/a.py", "lib/data/b.py", "lib/data/__init__.py", "lib/c.so")
+    with zipfile.ZipFile(tmp_path / "lib.whl", "w") as wheel:
+        for name in names:
+            wheel.writestr(name, name)
+        program = zipfile.ZipInfo("lib/bin/tool.py")
+        program.external_attr = 0o100755 << 16
+        wheel.writestr(program, "")
+    pack.extract(tmp_path / "lib.whl", ("*.py", "!lib/data/*", "*/__init__.py"), tmp_path)
+    assert (tmp_path / "lib/bin/tool.py").stat().st_mode & 0o111
+    assert not (tmp_path / "lib/a.py").stat().st_mode & 0o111
+    assert {str(x.relative_to(tmp_path)) for x in tmp_path.rglob("*.*") if x.is_file()} == {
+        "lib.whl", "lib/a.py", "lib/data/__init__.py", "lib/bin/tool.py"
+    }  # fmt: skip
