@@ -127,17 +127,31 @@ def run_tests(module: Path, *files: str, matching: str = "", capability: int = 9
 
 
 @takes_minutes
-def test_arrivals_that_count_from_a_nonce() -> None:
-    """A build that a GPU measures has the right results, too, whatever the scratch holds."""
+@pytest.mark.parametrize(
+    ("variant", "matching"),
+    [
+        (  # splits_of_long_queries reads the arrivals
+            "nonces",
+            "(comes_last or 500_calls or any_batch or splits or paged_attention_on_hopper)"
+            " and not splits_of_long_queries",
+        ),
+        (
+            "stale-largest",
+            "paged_attention_on_hopper or long_queries or tensor_copies or extreme or infinite"
+            " or any_batch or hopper_kernel or groups_of_kv_heads or more_kv_tiles or graph",
+        ),
+    ],
+)
+def test_a_build_to_measure(variant: str, matching: str) -> None:
+    """It has the right results, too, and the same bits in any batch and over any scratch."""
+    lab = json.loads((native.ROOT / "benchmarks/gpu/lab.json").read_text())
     module = native.for_emulated_gpu(
-        native.ROOT / "build/emulated/nonces",
+        native.ROOT / "build/emulated" / variant,
         *("-DXLA_GPU_ARCHITECTURES=90a-real", "-DXLA_GPU_CPU_INSTRUCTION_SETS=baseline"),
-        *("-DXLA_GPU_HEAD_SIZES=128", "-DXLA_GPU_HEAD_SIZES_OF_8_BITS=128"),
-        flags="-DXLA_GPU_ARRIVALS_HAVE_NONCES",
+        *("-DXLA_GPU_HEAD_SIZES=128;256", "-DXLA_GPU_HEAD_SIZES_OF_8_BITS=128"),
+        flags=f"-D{lab['variants'][variant]['definition']}",
     )
-    matching = "comes_last or 500_calls or any_batch or splits or paged_attention_on_hopper"
-    without = "splits_of_long_queries"  # it reads the arrivals
-    run_tests(module, "test_cuda_kernel.py", matching=f"({matching}) and not {without}")
+    run_tests(module, "test_cuda_kernel.py", matching=matching)
 
 
 @pytest.fixture(scope="module")
