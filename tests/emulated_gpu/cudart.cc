@@ -1,5 +1,6 @@
-// Stands in for the static CUDA runtime: the functions that the library calls. A device's memory is
-// the host's. Environment variables describe the GPU:
+// Stands in for the static CUDA runtime: the functions that the library calls, and those by which a
+// test captures the library's launches in a graph. A device's memory is the host's. Environment
+// variables describe the GPU:
 //   EMULATED_GPU_SEED: the order of warps and copies, and the number of multiprocessors.
 //   EMULATED_GPU_CAPABILITY: 90 for 9.0.
 //   EMULATED_GPU_FAIL: a call that fails, as CALL, or as CALL=ERROR with the error's number.
@@ -15,6 +16,7 @@
 #include <cstring>
 #include <fstream>
 #include <mutex>
+#include <utility>
 
 #include "machine.h"
 
@@ -24,8 +26,10 @@ extern __attribute__((weak, visibility("default"))) int mutant_in_effect;
 namespace {
 
 using Error = int;
-constexpr Error kSuccess = 0, kInvalidValue = 1, kNoKernelImage = 209, kSymbolNotFound = 500,
-                kLaunchFailure = 719, kUnknown = 999;
+constexpr Error kSuccess = 0, kInvalidValue = 1, kNoKernelImage = 209, kInvalidHandle = 400,
+                kIllegalState = 401, kSymbolNotFound = 500, kLaunchFailure = 719,
+                kNotSupported = 801, kCaptureUnsupported = 900, kCaptureInvalidated = 901,
+                kCaptureImplicit = 906, kUnknown = 999;
 
 struct Dim3 {
   unsigned x, y, z;
@@ -62,8 +66,25 @@ struct Function {
   std::string name;
 };
 
+// A launch with a copy of its arguments.
+struct Work {
+  std::shared_ptr<emulated_gpu::Kernel> kernel;
+  emulated_gpu::Launch launch;
+};
+using Graph = std::vector<Work>;
+
+// A stream that waits for the legacy default stream, as those of cudaStreamCreate do.
+struct Stream {
+  enum Status { kNone, kActive, kInvalidated } status = kNone;  // of its capture
+  Graph graph;
+};
+
 std::recursive_mutex mutex;
 std::string failure;
+std::map<void*, Stream>& Streams() {
+  static std::map<void*, Stream> streams;
+  return streams;
+}
 std::map<const void*, Function>& Functions() {
   static std::map<const void*, Function> functions;
   return functions;
@@ -131,30 +152,42 @@ T At(const char* place) {
   return value;
 }
 
-Error Launch(const emulated_gpu::Kernel& kernel, const LaunchConfig& config, void** arguments,
-             bool begins_early) {
-  emulated_gpu::Launch launch{&kernel,
-                              {config.grid.x, config.grid.y, config.grid.z},
-                              {config.block.x, config.block.y, config.block.z},
-                              static_cast<int>(config.shared_bytes),
-                              begins_early,
-                              std::vector<char>(static_cast<size_t>(kernel.parameter_bytes))};
-  if (&mutant_in_effect != nullptr) launch.environment = static_cast<uint32_t>(mutant_in_effect);
-  launch.has_change = emulated_gpu::number_change.kernel != nullptr &&
-                      kernel.name.find(emulated_gpu::number_change.kernel) != std::string::npos;
-  for (size_t k = 0; k < kernel.parameter_sizes.size(); ++k) {
-    std::memcpy(launch.parameters.data() + kernel.parameter_offsets[k], arguments[k],
-                static_cast<size_t>(kernel.parameter_sizes[k]));
+Error MakeWork(std::shared_ptr<emulated_gpu::Kernel> kernel, const LaunchConfig& config,
+               void** arguments, bool begins_early, Work* work) {
+  emulated_gpu::Launch& launch = work->launch;
+  launch = {kernel.get(),
+            {config.grid.x, config.grid.y, config.grid.z},
+            {config.block.x, config.block.y, config.block.z},
+            static_cast<int>(config.shared_bytes),
+            begins_early,
+            std::vector<char>(static_cast<size_t>(kernel->parameter_bytes))};
+  for (size_t k = 0; k < kernel->parameter_sizes.size(); ++k) {
+    std::memcpy(launch.parameters.data() + kernel->parameter_offsets[k], arguments[k],
+                static_cast<size_t>(kernel->parameter_sizes[k]));
   }
   const unsigned threads = config.block.x * config.block.y * config.block.z;
   if (threads > 1024 ||
-      (kernel.max_threads > 0 && threads > static_cast<unsigned>(kernel.max_threads))) {
+      (kernel->max_threads > 0 && threads > static_cast<unsigned>(kernel->max_threads))) {
     failure = "more threads than the kernel was compiled for";
     return kLaunchFailure;
   }
-  if (kernel.shared_bytes + launch.shared_bytes > SharedBytes(Capability())) {
+  if (kernel->shared_bytes + launch.shared_bytes > SharedBytes(Capability())) {
     failure = "more shared memory than a thread block can have";
     return kLaunchFailure;
+  }
+  work->kernel = std::move(kernel);
+  return kSuccess;
+}
+
+Error Run(Work work) {
+  emulated_gpu::Launch& launch = work.launch;
+  if (&mutant_in_effect != nullptr) launch.environment = static_cast<uint32_t>(mutant_in_effect);
+  launch.has_change =
+      emulated_gpu::number_change.kernel != nullptr &&
+      work.kernel->name.find(emulated_gpu::number_change.kernel) != std::string::npos;
+  if (const char* log = std::getenv("EMULATED_GPU_LAUNCHES")) {
+    std::ofstream(log, std::ios::app)
+        << launch.grid[0] << ' ' << launch.threads[0] << ' ' << launch.begins_early << '\n';
   }
   try {
     emulated_gpu::RunKernel(launch, static_cast<unsigned>(Seed()));
@@ -163,6 +196,27 @@ Error Launch(const emulated_gpu::Kernel& kernel, const LaunchConfig& config, voi
     return kLaunchFailure;
   }
   return kSuccess;
+}
+
+// What may be done in a stream. A stream that is capturing gets `capturing`, which is null
+// otherwise. The legacy default stream may do nothing meanwhile: it would wait for that stream, as
+// that stream for it. An operation that may not be done ends all captures it has to do with.
+Error Enter(void* handle, Stream** capturing) {
+  *capturing = nullptr;
+  if (handle != nullptr) {
+    const auto found = Streams().find(handle);
+    if (found == Streams().end()) return kInvalidHandle;
+    if (found->second.status == Stream::kInvalidated) return kCaptureInvalidated;
+    if (found->second.status == Stream::kActive) *capturing = &found->second;
+    return kSuccess;
+  }
+  Error outcome = kSuccess;
+  for (auto& [_, stream] : Streams()) {
+    if (stream.status == Stream::kNone) continue;
+    stream.status = Stream::kInvalidated;
+    outcome = kCaptureImplicit;
+  }
+  return outcome;
 }
 
 }  // namespace
@@ -239,15 +293,13 @@ Error cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* num_blocks, const void*
 Error cudaLaunchKernelExC(const LaunchConfig* config, const void* function, void** arguments) {
   if (const Error outcome = OutcomeOf("cudaLaunchKernelEx")) return outcome;
   const std::lock_guard<std::recursive_mutex> lock(mutex);
+  Stream* capturing = nullptr;
+  if (const Error outcome = Enter(config->stream, &capturing)) return outcome;
   bool begins_early = false;
   for (unsigned k = 0; k < config->num_attributes; ++k) {
     const LaunchAttribute& attribute = config->attributes[k];
     begins_early |= attribute.id == kProgrammaticStreamSerialization && attribute.value.allowed &&
                     Number("EMULATED_GPU_EARLY", 1) != 0;
-  }
-  if (const char* log = std::getenv("EMULATED_GPU_LAUNCHES")) {
-    std::ofstream(log, std::ios::app)
-        << config->grid.x << ' ' << config->block.x << ' ' << begins_early << '\n';
   }
   std::shared_ptr<emulated_gpu::Kernel> kernel;
   try {
@@ -257,7 +309,13 @@ Error cudaLaunchKernelExC(const LaunchConfig* config, const void* function, void
     return kLaunchFailure;
   }
   if (kernel == nullptr) return kNoKernelImage;
-  return Launch(*kernel, *config, arguments, begins_early);
+  Work work;
+  if (const Error outcome = MakeWork(std::move(kernel), *config, arguments, begins_early, &work)) {
+    return outcome;
+  }
+  if (capturing == nullptr) return Run(std::move(work));
+  capturing->graph.push_back(std::move(work));
+  return kSuccess;
 }
 
 // The driver's functions: those that the library calls. `found`: 0, or 1 if there is none of that
@@ -276,18 +334,106 @@ Error cudaGetDriverEntryPoint(const char* symbol, void** function, unsigned long
   return cudaGetDriverEntryPointByVersion(symbol, function, 13000, flags, found);
 }
 
-Error cudaMemsetAsync(void* to, int value, size_t bytes, void*) {
-  if (const Error outcome = OutcomeOf("cudaMemsetAsync")) return outcome;
-  std::memset(to, value, bytes);
+// Streams and graphs, for tests, which call them in the library that has the kernels. The work of a
+// stream has ended when its call returns. Protected: PyTorch's CUDA runtime has these names, too.
+#pragma GCC visibility push(protected)
+Error cudaStreamCreate(void** stream) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  *stream = new char;  // nothing but an address that no other stream has
+  Streams()[*stream] = {};
+  return kSuccess;
+}
+Error cudaStreamDestroy(void* stream) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  if (Streams().erase(stream) == 0) return kInvalidHandle;
+  delete static_cast<char*>(stream);
   return kSuccess;
 }
 
-Error cudaGetLastError() { return kSuccess; }
-const char* cudaGetErrorString(Error error) {
-  return error == kLaunchFailure  ? failure.c_str()
-         : error == kInvalidValue ? "invalid argument"
-                                  : "unknown error";
+Error cudaStreamSynchronize(void* handle) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  Stream* capturing = nullptr;
+  if (const Error outcome = Enter(handle, &capturing)) return outcome;
+  if (capturing == nullptr) return kSuccess;
+  capturing->status = Stream::kInvalidated;
+  return kCaptureUnsupported;
 }
+
+// The mode says which calls of other kinds are forbidden, such as allocations. There are none here.
+Error cudaStreamBeginCapture(void* handle, int) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  if (handle == nullptr) return kCaptureUnsupported;
+  const auto found = Streams().find(handle);
+  if (found == Streams().end()) return kInvalidHandle;
+  if (found->second.status != Stream::kNone) return kIllegalState;
+  found->second.status = Stream::kActive;
+  return kSuccess;
+}
+Error cudaStreamIsCapturing(void* handle, int* status) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  *status = Stream::kNone;
+  if (handle == nullptr) {
+    for (const auto& [_, stream] : Streams()) {
+      if (stream.status != Stream::kNone) return kCaptureImplicit;
+    }
+    return kSuccess;
+  }
+  const auto found = Streams().find(handle);
+  if (found == Streams().end()) return kInvalidHandle;
+  *status = found->second.status;
+  return kSuccess;
+}
+Error cudaStreamEndCapture(void* handle, void** graph) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  *graph = nullptr;
+  const auto found = Streams().find(handle);
+  if (found == Streams().end()) return kInvalidHandle;
+  if (found->second.status == Stream::kNone) return kIllegalState;
+  const Stream ended = std::exchange(found->second, {});
+  if (ended.status == Stream::kInvalidated) return kCaptureInvalidated;
+  *graph = new Graph(ended.graph);
+  return kSuccess;
+}
+
+Error cudaGraphInstantiate(void** executable, void* graph, unsigned long long) {
+  *executable = new Graph(*static_cast<Graph*>(graph));
+  return kSuccess;
+}
+Error cudaGraphLaunch(void* executable, void* handle) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  Stream* capturing = nullptr;
+  if (const Error outcome = Enter(handle, &capturing)) return outcome;
+  if (capturing != nullptr) return kNotSupported;  // a GPU makes it a part of the graph
+  for (const Work& work : *static_cast<Graph*>(executable)) {
+    if (const Error outcome = Run(work)) return outcome;
+  }
+  return kSuccess;
+}
+Error cudaGraphDestroy(void* graph) {
+  delete static_cast<Graph*>(graph);
+  return kSuccess;
+}
+Error cudaGraphExecDestroy(void* executable) { return cudaGraphDestroy(executable); }
+
+const char* cudaGetErrorString(Error error) {
+  switch (error) {
+    case kLaunchFailure:
+      return failure.c_str();
+    case kInvalidValue:
+      return "invalid argument";
+    case kCaptureUnsupported:
+      return "operation not permitted when stream is capturing";
+    case kCaptureInvalidated:
+      return "operation failed due to a previous error during capture";
+    case kCaptureImplicit:
+      return "operation would make the legacy stream depend on a capturing blocking stream";
+    default:
+      return "unknown error";
+  }
+}
+#pragma GCC visibility pop
+
+Error cudaGetLastError() { return kSuccess; }
 
 // What nvcc's stubs refer to, which the library never calls.
 Error __cudaGetKernel(void**, const void*) { return kUnknown; }
@@ -310,7 +456,10 @@ __attribute__((visibility("default"))) const char* PtxRun(const char* text, cons
     if (kernel == nullptr) throw std::runtime_error("there is no such kernel");
     const LaunchConfig config{
         {grid[0], grid[1], grid[2]}, {threads, 1, 1}, shared_bytes, nullptr, nullptr, 0};
-    return Launch(*kernel, config, arguments, false) == kSuccess ? nullptr : failure.c_str();
+    Work work;
+    Error outcome = MakeWork(kernel, config, arguments, false, &work);
+    if (outcome == kSuccess) outcome = Run(std::move(work));
+    return outcome == kSuccess ? nullptr : failure.c_str();
   } catch (const std::exception& error) {
     failure = error.what();
     return failure.c_str();

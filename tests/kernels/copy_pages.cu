@@ -54,9 +54,10 @@ extern "C" const char* Message(int error) {
   return cudaGetErrorString(static_cast<cudaError_t>(error));
 }
 
-// cache: [num_pages, kPage, num_heads, kColumns]. Returns the first call's error, or 0.
+// cache: [num_pages, kPage, num_heads, kColumns]. Returns the first call's error, or 0. The next
+// call overwrites the map: one in memory must have been read by then.
 extern "C" int Run(void* cache, uint64_t num_pages, uint64_t num_heads, const int* pages, int head,
-                   void* output, bool in_memory, bool fences) {
+                   void* output, bool in_memory, bool fences, cudaStream_t stream) {
   decltype(&cuTensorMapEncodeTiled) encode = nullptr;
   cudaDriverEntryPointQueryResult found;
   if (const int error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled",
@@ -68,7 +69,7 @@ extern "C" int Run(void* cache, uint64_t num_pages, uint64_t num_heads, const in
   const cuuint64_t sizes[] = {kColumns, kPage, num_heads, num_pages};
   const cuuint64_t strides[] = {num_heads * row, row, kPage * num_heads * row};
   const cuuint32_t box[] = {64, kPage, 1, 1}, steps[] = {1, 1, 1, 1};
-  CUtensorMap map;
+  static CUtensorMap map;
   if (const int error =
           encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, cache, sizes, strides, box, steps,
                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
@@ -79,6 +80,7 @@ extern "C" int Run(void* cache, uint64_t num_pages, uint64_t num_heads, const in
   config.gridDim = 1;
   config.blockDim = 128;
   config.dynamicSmemBytes = kTile;
+  config.stream = stream;
   const CUtensorMap* memory = in_memory ? &map : nullptr;  // on a GPU, a copy of it
   return cudaLaunchKernelEx(&config, CopyPages, map, memory, fences, pages, head,
                             static_cast<uint4*>(output));

@@ -439,6 +439,79 @@ def test_500_calls_over_the_same_scratch(cache_dtype: str | None, gpu: Gpu) -> N
         assert_same_bits(result, expected)
 
 
+SEQUENCES = {"decode": ((1, 700), (1, 40)), "prefill": ((70, 330), (1, 700), (20, 300))}
+CALLS_TO_CAPTURE: dict[str, tuple[str, list[Case | UpdateCase], list[int] | None]] = {
+    name: (
+        kernels,
+        [
+            Case(
+                id=f"graph-{name}-{n}",
+                sequences=order,
+                num_heads=16,
+                head_size=128,
+                block_size=16,
+                dtype=dtype,
+                max_query_len=max(q_len for q_len, _ in order),
+                return_lse=True,
+            )
+            for n, order in enumerate((sequences, sequences[::-1], sequences[1:] + sequences[:1]))
+        ],
+        launched,
+    )
+    for name, kernels, sequences, dtype, launched in (
+        ("decode", "by GPU", SEQUENCES["decode"], "bfloat16", [ZEROS, DECODE]),
+        ("prefill", "by GPU", SEQUENCES["prefill"], "bfloat16", [ZEROS, DECODE, HOPPER, COMBINE]),
+        ("portable-decode", "portable", SEQUENCES["decode"], "bfloat16", [ZEROS, DECODE]),
+        ("portable", "portable", SEQUENCES["prefill"], "bfloat16",
+         [ZEROS, DECODE, PORTABLE, PORTABLE, COMBINE]),
+        ("float32", "by GPU", SEQUENCES["prefill"], "float32", [PORTABLE, COMBINE]),
+    )
+} | {
+    f"update-{name}": ("by GPU", [replace(case, id=f"graph-{n}") for n in range(3)], None)
+    for name, case in {
+        "plain": UpdateCase("", dtype="bfloat16", head_size=128),
+        "rotated-int8": UpdateCase("", cache_dtype="int8", scales="per position", head_size=16,
+                                   rotary_dim=16, num_heads=4),
+    }.items()
+}  # fmt: skip
+"""The kernels that are chosen, three calls that differ in the content of their arrays, and the
+threads of the kernels that a call launches."""
+
+
+@pytest.mark.skipif(ON_CUDA, reason="tests/backends/test_gpu.py captures calls there")
+@pytest.mark.parametrize("name", CALLS_TO_CAPTURE)
+def test_a_graph_replays_a_call(
+    name: str, gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads what the arrays hold when it is replayed, and nothing of the call that was captured:
+    that one's arguments and tensor maps are gone, and their memory has others of another call."""
+    kernels, cases, threads = CALLS_TO_CAPTURE[name]
+    captured, *others = map(ChangingCall, cases)
+    gpu = type(gpu)(gpu.native, kernels)
+    assert isinstance(gpu, EmulatedGpu)
+    log = tmp_path / "launches"
+    log.write_text("")
+    monkeypatch.setenv("EMULATED_GPU_LAUNCHES", str(log))
+
+    def run(call: ChangingCall) -> None:
+        gpu.run(call.op, call.arrays, call.results, 0, **numbers(call.call))
+
+    with gpu.captured(lambda: run(captured)) as replay:
+        assert log.read_text() == ""
+        for seed, other in enumerate(others):
+            for x in captured.results:
+                x.view(np.uint8)[...] = 0xFF
+            for x, content in zip(captured.arrays, other.arrays, strict=True):
+                x[...] = content
+            run(other)
+            log.write_text("")
+            replay(seed)
+            launched = [int(line.split()[1]) for line in log.read_text().splitlines()]
+            assert launched == threads if threads else len(launched) == 1
+            written = slice(len(other.call.results))  # without the scratch
+            assert_same_bits(tuple(captured.results[written]), tuple(other.results[written]))
+
+
 @pytest.mark.parametrize(
     ("block_size", "context", "q_len"), [(5, 4200, 1), (16, 16500, 1), (5, 4200, 20)]
 )

@@ -340,6 +340,22 @@ def test_a_plain_turn_is_short(folder: Path, by: str) -> None:
     assert (max(plain.way) - min(plain.way)) * 16 <= 8 * 1024  # it is one stretch of code
 
 
+def test_a_consumer_divides_no_integer_between_items(folder: Path) -> None:
+    """Tensor cores wait meanwhile: from the product with the last values of an item, over the rows
+    that are written and the ranges of the next rows, to the wait for the next query."""
+    code = prefill_kernel(folder, "BFloat16", 128)
+    products, waits = code.find("HGMMA"), code.find("DEPBAR.LE gsb0, 0x0")
+    last = [i for i in waits if any("tnspB" in code.instructions[n] for n in range(i - 4, i))]
+    query = hex(224 * 1024 + 512)  # its barriers lie behind the tiles, and factors of its rows
+    ends = {*products, *code.find(rf"SYNCS\.PHASECHK.*\+{query}\]")}
+    assert last and len(ends) > len(products)
+    rows = code.find(r"STG\.E\.128")
+    assert all(any(code.shortest_way(i, [row], ends) for i in last) for row in rows[:8])
+    divisions = code.find(r"\bI2F\.U32\.RP")
+    assert divisions  # masks of trees and ranges divide
+    assert not [n for n in divisions if any(code.shortest_way(i, [n], ends) for i in last)]
+
+
 def test_a_warp_copies_boxes_with_few_instructions(folder: Path) -> None:
     """Each warp copies a quarter of a KV tile: 4 boxes of K and 4 of V. One lane does, and ptxas knows
     it: there is no loop over lanes, whose exit tests whether any is left."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -83,7 +83,53 @@ class Change(ctypes.Structure):
     ]
 
 
+@contextmanager
+def captured(runtime: Any, call: Callable[[int], None]) -> Iterator[Callable[[], None]]:
+    """Captures what `call(stream)` launches in a CUDA graph. Yields what replays it. `runtime`: the
+    library with the kernels, on the emulated GPU."""
+
+    def check(name: str, *arguments: Any) -> None:
+        if error := getattr(runtime, name)(*arguments):
+            runtime.cudaGetErrorString.restype = ctypes.c_char_p
+            raise RuntimeError(f"{name} failed: {runtime.cudaGetErrorString(error).decode()}")
+
+    stream, graph, executable = (ctypes.c_void_p() for _ in range(3))
+    check("cudaStreamCreate", ctypes.byref(stream))
+    assert stream.value is not None
+    try:
+        check("cudaStreamBeginCapture", stream, 0)
+        call(stream.value)
+        check("cudaStreamEndCapture", stream, ctypes.byref(graph))
+        check("cudaGraphInstantiate", ctypes.byref(executable), graph, ctypes.c_uint64(0))
+        check("cudaGraphDestroy", graph)
+        yield lambda: check("cudaGraphLaunch", executable, stream)
+        check("cudaGraphExecDestroy", executable)
+    finally:
+        check("cudaStreamDestroy", stream)
+
+
 class EmulatedGpu(Gpu):
+    stream = 0
+
+    @contextmanager
+    def captured(self, call: Callable[[], None]) -> Iterator[Callable[[int], None]]:
+        """Captures what `call` runs on this GPU in a CUDA graph. Yields what replays it, in the order
+        of warps of a seed."""
+
+        def call_on(stream: int) -> None:
+            self.stream = stream
+            try:
+                call()
+            finally:
+                self.stream = 0
+
+        def replay_with(seed: int) -> None:
+            with self._is_there(seed):
+                replay()
+
+        with captured(ctypes.CDLL(self.native.__file__), call_on) as replay:
+            yield replay_with
+
     @contextmanager
     def change(
         self, kernel: str, array: np.ndarray, place: int = 0, **fields: int
@@ -110,7 +156,8 @@ class EmulatedGpu(Gpu):
 
     def _call(self, call: Any, operands: Sequence[Any], results: Sequence[Any], seed: int) -> None:
         with self._is_there(seed):
-            call([x.ctypes.data for x in operands], [x.ctypes.data for x in results])
+            addresses = [[x.ctypes.data for x in arrays] for arrays in (operands, results)]
+            call(*addresses, stream=self.stream)
 
 
 # The numbers of cuTensorMapEncodeTiled for the types of elements.

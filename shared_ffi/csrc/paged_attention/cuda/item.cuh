@@ -62,14 +62,10 @@ struct RowPlace {
   }
 };
 
-// The offset of a row in query, and in output.
+// The offset of a row in query.
 __device__ __forceinline__ int64_t QueryOffset(const Params& p, const Item& item, int64_t row) {
   const RowPlace place(p, item, row);
   return p.QueryOffset(item.first_token + place.token, place.head);
-}
-__device__ __forceinline__ int64_t OutputOffset(const Params& p, const Item& item, int64_t row) {
-  const RowPlace place(p, item, row);
-  return p.OutputOffset(item.first_token + place.token, place.head);
 }
 
 // The KV tiles [begin, end) that hold a work item's positions.

@@ -50,7 +50,8 @@ template <typename T, typename C, int kHeadSize, int kKib>
 DecodeKernel DecodeKernelOf(const Params& p);
 
 struct PrefillKernel {
-  gpu::Kernel<Params, Scratch, QueryLengths, PrefillMaps> kernel;
+  // The divisor is GqaGroupSize.
+  gpu::Kernel<Params, Scratch, QueryLengths, Divisor, PrefillMaps> kernel;
   int64_t rows_per_item;
 };
 

@@ -224,7 +224,9 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
                      decode ? decode->numbers.max_query_len : 0};
   if (prefill) {
     item_rows.long_rows = prefill->rows_per_item;
-    if (gpu::Error error = launch(*prefill, {most + 1}, /*waits=*/true, MakePrefillMaps(p))) {
+    const Divisor group(p.num_heads / p.num_kv_heads);
+    if (gpu::Error error =
+            launch(*prefill, {most + 1}, /*waits=*/true, group, MakePrefillMaps(p))) {
       return error;
     }
   }

@@ -148,7 +148,14 @@ class Softmax {
     for (int r = 0; r < 2; ++r) {
       powers.factors[r] = scales_late ? scales_[r] * kLog2E : 1.0f;
       const float max = fmaxf(largest[2 * r], largest[2 * r + 1]) * powers.factors[r];
-      powers.shifts[r] = fmaxf(states_[r].max, max);
+      powers.shifts[r] = gpu::kStaleBy > 0 ? max : fmaxf(states_[r].max, max);
+    }
+    // A row decides for itself: its bits do not depend on the other rows of the warp.
+    const auto is_stale = [&](int r) { return powers.shifts[r] > states_[r].max + gpu::kStaleBy; };
+    if (gpu::kStaleBy > 0 && !gpu::AnyInWarp(is_stale(0) || is_stale(1))) {
+      for (int r = 0; r < 2; ++r) powers.shifts[r] = states_[r].max;
+      rescales[0] = rescales[1] = 1;
+      return powers;
     }
 #pragma unroll
     for (int mask = 1; mask <= 2; mask *= 2) {
@@ -157,6 +164,7 @@ class Softmax {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      if (gpu::kStaleBy > 0 && !is_stale(r)) powers.shifts[r] = states_[r].max;
       rescales[r] = gpu::Exp2(states_[r].max - powers.shifts[r]);
       states_[r].max = powers.shifts[r];
     }

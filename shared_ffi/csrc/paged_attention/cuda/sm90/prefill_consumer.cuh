@@ -2,6 +2,7 @@
 // prefill.cuh declares, and frees these.
 #pragma once
 
+#include "../divisor.h"
 #include "../partial_results.cuh"
 #include "../softmax.cuh"
 #include "prefill.cuh"
@@ -37,7 +38,8 @@ class PrefillConsumer {
 
  public:
   __device__ PrefillConsumer(const Params& p, const Scratch& scratch, const PrefillWork& work,
-                             int consumer, const PrefillMaps& maps, Shared* shared)
+                             int consumer, const Divisor& group, const PrefillMaps& maps,
+                             Shared* shared)
       : p_(p),
         scratch_(scratch),
         maps_(maps),
@@ -45,6 +47,7 @@ class PrefillConsumer {
         rows_(work.rows),
         work_(work),
         shared_(*shared),
+        group_(group),
         consumer_(consumer),
         turn_barrier_(kIs8Bit<C> ? kTurnBarrier + consumer
                                  : kTurnBarrier - 1 + static_cast<int>(threadIdx.x) / kThreads),
@@ -52,7 +55,7 @@ class PrefillConsumer {
         query_start_(Kept(QueryRows::StartOf(shared->query[consumer]))),
         keys_start_(Kept(CacheRows::StartOf(shared->keys[0]))),
         common_(work.common),
-        softmax_(p, work.rows, RowOf(0)) {}
+        softmax_(p, work.rows, RowOf(0), RangeOf(RowOf(0)), RangeOf(RowOf(1))) {}
 
   // `stage` is the stage of the item's first KV tile, and becomes that of the next item's first KV
   // tile.
@@ -404,14 +407,27 @@ class PrefillConsumer {
     return static_cast<int>(threadIdx.x) % kThreads / gpu::kWarpSize * 16 + Lane() / 4 + 8 * r;
   }
 
+  // The place of a row that exists. A division would take as long as 40 instructions.
+  __device__ __forceinline__ RowPlace PlaceOf(int row) const {
+    const uint32_t n = work_.head + row, token = group_.Quotient(n);
+    const uint32_t head = (rows_.kv_head - token) * group_.number + n;
+    return {work_.token + int64_t{token}, head};
+  }
+  __device__ __forceinline__ RowRange RangeOf(int row) const {
+    if (row >= rows_.num_rows) return {};
+    return RowRange::OfToken(p_, rows_, PlaceOf(row).token);
+  }
+
   // Writes the lane's row r to the output.
   __device__ __forceinline__ void WriteRow(int r) {
     const RowState state = softmax_.State(r);
     const int row = RowOf(r);
     const bool exists = row < rows_.num_rows;
     float factor = 0;
+    int64_t offset = 0;
     if (exists) {
-      const RowPlace place(p_, rows_, row);
+      const RowPlace place = PlaceOf(row);
+      offset = p_.OutputOffset(rows_.first_token + place.token, place.head);
       const float sink = SinkOf(p_, place.head);
       const float max = fmaxf(state.max, sink);
       const float weight = gpu::Exp2(state.max - ShiftOf(max));
@@ -424,7 +440,7 @@ class PrefillConsumer {
         WriteLse(p_, item_.first_token + place.token, place.head, {max, sum});
       }
     }
-    T* output = static_cast<T*>(p_.output) + (exists ? OutputOffset(p_, rows_, row) : 0);
+    T* output = static_cast<T*>(p_.output) + offset;
 #pragma unroll
     for (int n = 0; n < kHeadSize / 8; n += 4) {
       struct alignas(16) {
@@ -448,7 +464,7 @@ class PrefillConsumer {
     const RowState state = softmax_.State(r);
     const int row = RowOf(r);
     if (row >= rows_.num_rows) return;
-    const RowPlace place(p_, rows_, row);
+    const RowPlace place = PlaceOf(row);
     const int64_t index = PartialOf(scratch_, rows_, place) * p_.num_heads + place.head;
     if (Lane() % 4 == 0) scratch_.states[index] = state;
     float* partial = scratch_.partials + index * p_.value_head_size;
@@ -469,6 +485,7 @@ class PrefillConsumer {
   const Item& rows_;  // the consumer's
   const PrefillWork& work_;
   Shared& shared_;
+  const Divisor& group_;
   const int consumer_;
   // Keeps what is the same for a warp in a register: ptxas would compute it in each turn. With a
   // cache of 8 bits there are no registers for that.

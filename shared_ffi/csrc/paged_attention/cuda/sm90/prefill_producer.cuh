@@ -159,6 +159,9 @@ class PrefillProducer {
       work.item = *item;
       work.rows = RowsOf(p_, *item, threadIdx.x * kConsumerRows, kConsumerRows);
       work.common = CommonRange(p_, work.rows);
+      const RowPlace first(p_, work.rows, 0);
+      work.token = static_cast<int32_t>(first.token);
+      work.head = static_cast<int32_t>(first.head - item->kv_head * GqaGroupSize(p_));
       if constexpr (kIs8Bit<C>) {
         work.k_scale = p_.k_scale.At(0, 0, item->kv_head);
         work.v_scale = p_.v_scale.At(0, 0, item->kv_head);
