@@ -326,6 +326,19 @@ def test_more_signatures_than_are_kept() -> None:
         assert OPS.simple_add(ones[:n], ones[:n]).sum() == 2 * n
 
 
+def test_a_kernel_that_was_not_made() -> None:
+    kernel = _native.EagerKernel.__new__(_native.EagerKernel)
+    with pytest.raises(RuntimeError, match="EagerKernel: __init__ must come before a call"):
+        kernel()
+
+
+def test_a_signature_longer_than_the_memory_of_a_call() -> None:
+    """That memory has 2 KB on the stack. The rest is on the heap."""
+    operands = tensors(update())
+    with pytest.raises(ValueError, match="kv_layout must"):
+        OPS.kv_cache_update(*operands, kv_layout="n" * 5000)
+
+
 def test_a_number_of_another_kind() -> None:
     """True == 1 == 1.0 in Python."""
     a, b, *_ = tensors(add())

@@ -316,15 +316,17 @@ size_t EagerCall::num_operands() const { return parts_->arg_types.size(); }
 size_t EagerCall::num_results() const { return parts_->ret_types.size(); }
 
 EagerStatus EagerCall::Run(const EagerContext& context) const {
-  std::vector<void*> addresses;
+  std::pmr::vector<void*> addresses;
   for (const XLA_FFI_Buffer& buffer : parts_->buffers) addresses.push_back(buffer.data);
   return Run(addresses, context);
 }
 
-EagerStatus EagerCall::Run(const std::vector<void*>& addresses, const EagerContext& eager) const {
+EagerStatus EagerCall::Run(const std::pmr::vector<void*>& addresses,
+                           const EagerContext& eager) const {
   Parts& parts = *parts_;  // the C API takes pointers to what it only reads
-  std::vector<XLA_FFI_Buffer> buffers(parts.buffers.begin(), parts.buffers.end());
-  std::vector<void*> pointers(buffers.size());
+  const auto memory = addresses.get_allocator();
+  std::pmr::vector<XLA_FFI_Buffer> buffers(parts.buffers, memory);
+  std::pmr::vector<void*> pointers(buffers.size(), memory);
   for (size_t i = 0; i < buffers.size(); ++i) {
     buffers[i].data = addresses.at(i);
     pointers[i] = &buffers[i];

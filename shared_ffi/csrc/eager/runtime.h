@@ -55,8 +55,9 @@ class XLA_GPU_EXPORT EagerCall {
 
   // Calls it on the memory that the buffers had.
   EagerStatus Run(const EagerContext& context) const;
-  // Calls it on other memory: one address for each operand, then one for each result.
-  EagerStatus Run(const std::vector<void*>& addresses, const EagerContext& context) const;
+  // Calls it on other memory: one address for each operand, then one for each result. What it needs
+  // for the call is allocated as they are.
+  EagerStatus Run(const std::pmr::vector<void*>& addresses, const EagerContext& context) const;
 
  private:
   struct Parts;

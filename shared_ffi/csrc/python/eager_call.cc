@@ -43,7 +43,7 @@ void Call(const EagerCall& call, const std::vector<uintptr_t>& operands,
   if (operands.size() != call.num_operands() || results.size() != call.num_results()) {
     throw nb::value_error("an address is needed for each operand and for each result");
   }
-  std::vector<void*> addresses;
+  std::pmr::vector<void*> addresses;
   for (uintptr_t address : operands) addresses.push_back(reinterpret_cast<void*>(address));
   for (uintptr_t address : results) addresses.push_back(reinterpret_cast<void*>(address));
   RunOrRaise(call, addresses, {num_threads, reinterpret_cast<void*>(stream)});
@@ -57,7 +57,7 @@ EagerCall MakeEagerCall(nb::capsule handler, nb::dict attributes, nb::sequence o
                    BuffersOf(operands), BuffersOf(results), AttributesOf(attributes));
 }
 
-void RunOrRaise(const EagerCall& call, const std::vector<void*>& addresses,
+void RunOrRaise(const EagerCall& call, const std::pmr::vector<void*>& addresses,
                 const EagerContext& context) {
   EagerStatus status;
   {
@@ -65,7 +65,8 @@ void RunOrRaise(const EagerCall& call, const std::vector<void*>& addresses,
     status = call.Run(addresses, context);
   }
   if (status.code == XLA_FFI_Error_Code_INVALID_ARGUMENT) {
-    throw nb::value_error(status.message.c_str());
+    PyErr_SetString(PyExc_ValueError, status.message.c_str());
+    throw nb::python_error();
   }
   if (status.code == XLA_FFI_Error_Code_RESOURCE_EXHAUSTED) {
     PyErr_SetString(PyExc_MemoryError, status.message.c_str());

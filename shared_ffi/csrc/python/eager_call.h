@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <memory_resource>
 #include <vector>
 
 #include "eager/runtime.h"
@@ -18,7 +19,7 @@ EagerCall MakeEagerCall(nanobind::capsule handler, nanobind::dict attributes,
                         nanobind::sequence operands, nanobind::sequence results);
 
 // One address for each operand, then one for each result. Throws what Python is to raise.
-void RunOrRaise(const EagerCall& call, const std::vector<void*>& addresses,
+void RunOrRaise(const EagerCall& call, const std::pmr::vector<void*>& addresses,
                 const EagerContext& context);
 
 }  // namespace xla_gpu

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "call_memory.h"
 #include "python/eager_call.h"
 #include "python/module.h"
 #include "rules.h"
@@ -21,8 +22,11 @@ namespace {
 
 // A call as PyTorch makes it.
 struct TorchCall {
-  std::vector<PyTensor> tensors;  // the operands, in the order of the schema
-  PyTensor out;                   // null: none
+  explicit TorchCall(bool has_devices) : signature(has_devices, &memory) {}
+
+  CallMemory memory;
+  std::pmr::vector<PyTensor> tensors{&memory};  // the operands, in the order of the schema
+  PyTensor out;                                 // null: none
   Signature signature;
 };
 
@@ -109,7 +113,7 @@ void Observe(nb::object function) {
   observer = function.is_none() ? nullptr : new nb::object(std::move(function));
 }
 
-void TellObserver(const std::string& op, const std::vector<void*>& addresses) {
+void TellObserver(const std::string& op, const std::pmr::vector<void*>& addresses) {
   nb::list numbers;
   for (void* address : addresses) numbers.append(reinterpret_cast<uintptr_t>(address));
   (*observer)(op, numbers);
@@ -133,7 +137,7 @@ class EagerKernel {
         otherwise_(std::move(otherwise)),
         returns_out_(returns_out) {}
 
-  nb::object operator()(nb::args args, nb::kwargs keywords) {
+  nb::object Call(const nb::args& args, const nb::kwargs& keywords) {
     const size_t first = keys_.empty() ? 0 : 1;
     if (first == 1) {
       const auto key = nb::cast<uint64_t>(raw_repr_(args[0]));
@@ -141,7 +145,8 @@ class EagerKernel {
         return otherwise_(*args, **keywords);
       }
     }
-    TorchCall given = Read(args, first, keywords);
+    TorchCall given(/*has_devices=*/is_on_cuda_);
+    Read(args, first, keywords, &given);
     // Shared, as another thread may clear the table meanwhile.
     std::shared_ptr<const PreparedCall> call;
     if (given.signature.is_complete()) {
@@ -149,31 +154,29 @@ class EagerKernel {
       if (found != calls_.end()) call = found->second;
     }
     if (call == nullptr) call = Prepare(given, args, first, keywords);
-    return Run(*call, std::move(given));
+    return Run(*call, &given);
   }
 
  private:
   static constexpr size_t kMostCalls = 4096;
 
-  TorchCall Read(const nb::args& args, size_t first, const nb::kwargs& keywords) const {
-    // The dispatcher chooses a CPU kernel if all tensors are on the CPU.
-    TorchCall given{{}, {}, Signature(/*has_devices=*/is_on_cuda_)};
-    given.tensors.reserve(args.size() + keywords.size());
+  // The dispatcher chooses a CPU kernel if all tensors are on the CPU: their devices do not count.
+  void Read(const nb::args& args, size_t first, const nb::kwargs& keywords, TorchCall* call) const {
+    call->tensors.reserve(args.size() + keywords.size());
     const auto read = [&](nb::handle value) {
-      if (!rules_.IsTensor(value)) return given.signature.AddOption(value);
-      given.signature.AddTensor(given.tensors.emplace_back(value).tensor());
+      if (!rules_.IsTensor(value)) return call->signature.AddOption(value);
+      call->signature.AddTensor(call->tensors.emplace_back(value).tensor());
     };
     for (size_t i = first; i < args.size(); ++i) read(args[i]);
     for (auto [name, value] : keywords) {
-      given.signature.AddName(name);
+      call->signature.AddName(name);
       if (rules_.IsTensor(value) && PyUnicode_CompareWithASCIIString(name.ptr(), "out") == 0) {
-        given.out = PyTensor(value);
-        given.signature.AddTensor(given.out.tensor());
+        call->out = PyTensor(value);
+        call->signature.AddTensor(call->out.tensor());
       } else {
         read(value);
       }
     }
-    return given;
   }
 
   std::shared_ptr<const PreparedCall> Prepare(const TorchCall& given, const nb::args& args,
@@ -190,37 +193,39 @@ class EagerKernel {
     return call;
   }
 
-  nb::object Run(const PreparedCall& call, TorchCall given) const {
-    std::vector<PyTensor>& tensors = given.tensors;
-    rules_.RefuseDerivative(op_, tensors, given.out);
-    std::vector<nb::object> copies;
+  nb::object Run(const PreparedCall& call, TorchCall* given) const {
+    std::pmr::vector<PyTensor>& tensors = given->tensors;
+    const PyTensor& given_out = given->out;
+    rules_.RefuseDerivative(op_, tensors, given_out);
+    std::pmr::vector<nb::object> copies(&given->memory);
     for (size_t i : call.copied) {
       copies.push_back(tensors[i].attr("contiguous")());
       tensors[i] = PyTensor(copies.back());
     }
-    std::vector<Memory> operands;
-    std::vector<void*> addresses;
+    std::pmr::vector<Memory> operands(&given->memory);
+    std::pmr::vector<void*> addresses(&given->memory);
     operands.reserve(tensors.size());
     addresses.reserve(tensors.size() + 3);
     for (size_t i = 0; i < tensors.size(); ++i) {
       operands.push_back({tensors[i].address(), &call.elements[i]});
       addresses.push_back(operands.back().begin);
     }
-    std::vector<NamedTensor> written;
+    std::pmr::vector<NamedTensor> written(&given->memory);
+    written.reserve(call.written.size() + 1);
     for (size_t i : call.written) {
       written.push_back({&call.names[i], tensors[i]});
       addresses.push_back(operands[i].begin);
     }
     rules_.RefuseOneMemory(op_, call.written, call.names, operands);
-    if (given.out.is_valid()) {
+    if (given_out.is_valid()) {
       static const std::string name = "out";
-      const Memory out = {given.out.address(), &call.out};
-      written.push_back({&name, given.out});
+      const Memory out = {given_out.address(), &call.out};
+      written.push_back({&name, given_out});
       addresses.push_back(out.begin);
       rules_.RefuseOverlap(op_, out, call.names, operands);
     }
     rules_.BeforeWriting(op_, written);
-    std::vector<nb::object> allocated;
+    std::pmr::vector<nb::object> allocated(&given->memory);
     allocated.reserve(call.allocated.size());
     for (const nb::object& make : call.allocated) {
       addresses.push_back(PyTensor(allocated.emplace_back(make())).address());
@@ -232,7 +237,7 @@ class EagerKernel {
     } else {
       RunOrRaise(call.handler, addresses, {rules_.NumThreads(), nullptr});
     }
-    if (given.out.is_valid()) return returns_out_ ? nb::borrow(given.out) : nb::none();
+    if (given_out.is_valid()) return returns_out_ ? nb::borrow(given_out) : nb::none();
     if (call.num_returned == 0) return nb::none();
     if (call.num_returned == 1) return std::move(allocated[0]);
     nb::list returned;
@@ -252,16 +257,39 @@ class EagerKernel {
       LongLived()};
 };
 
+// Python's slot of a call. A method that nanobind binds would make another tuple and dictionary of
+// the arguments.
+PyObject* CallFromPython(PyObject* self, PyObject* arguments, PyObject* keywords) {
+  try {
+    if (!nb::inst_ready(self)) {
+      throw std::runtime_error("EagerKernel: __init__ must come before a call");
+    }
+    return nb::inst_ptr<EagerKernel>(self)
+        ->Call(nb::borrow<nb::args>(arguments),
+               keywords == nullptr ? nb::kwargs() : nb::borrow<nb::kwargs>(keywords))
+        .release()
+        .ptr();
+  } catch (nb::python_error& error) {
+    error.restore();
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+PyType_Slot slots[] = {{Py_tp_call, reinterpret_cast<void*>(CallFromPython)}, {0, nullptr}};
+
 }  // namespace
 
 void BindEagerKernel(nb::module_& m) {
-  nb::class_<EagerKernel>(m, "EagerKernel",
+  nb::class_<EagerKernel>(m, "EagerKernel", nb::type_slots(slots),
                           "An operator's kernel for PyTorch's tensors on the CPU or on CUDA.")
       .def(nb::init<std::string, bool, nb::object, nb::object, std::vector<uint64_t>, nb::object,
                     bool>(),
            nb::arg("op"), nb::arg("is_on_cuda"), nb::arg("rules"), nb::arg("prepare"),
-           nb::arg("keys"), nb::arg("otherwise").none(), nb::arg("returns_out"))
-      .def("__call__", &EagerKernel::operator());
+           nb::arg("keys"), nb::arg("otherwise").none(), nb::arg("returns_out"));
   m.def("observe_eager_calls", &Observe, nb::arg("function").none(),
         "Tells function(op, addresses) of each call before it is made; None: no more.");
 }

@@ -22,7 +22,7 @@ TorchRules::TorchRules(nb::object torch, nb::object errors)
 }
 
 template <typename Tensor>
-void TorchRules::RefuseDerivative(const std::string& op, const std::vector<Tensor>& tensors,
+void TorchRules::RefuseDerivative(const std::string& op, const std::pmr::vector<Tensor>& tensors,
                                   nb::handle out) const {
   static const TensorMember requires_grad("requires_grad");
   static const nb::handle level = Interned("_current_level"), unpack = Interned("unpack_dual");
@@ -42,12 +42,12 @@ void TorchRules::RefuseDerivative(const std::string& op, const std::vector<Tenso
   }
 }
 
-template void TorchRules::RefuseDerivative(const std::string&, const std::vector<PyTensor>&,
+template void TorchRules::RefuseDerivative(const std::string&, const std::pmr::vector<PyTensor>&,
                                            nb::handle) const;
 
 void TorchRules::RefuseOverlap(const std::string& op, Memory out,
                                const std::pmr::vector<std::string>& names,
-                               const std::vector<Memory>& operands) const {
+                               const std::pmr::vector<Memory>& operands) const {
   for (size_t i = 0; i < operands.size(); ++i) {
     if (out.Shares(operands[i])) Raise("overlap_error", op, names[i]);
   }
@@ -55,7 +55,7 @@ void TorchRules::RefuseOverlap(const std::string& op, Memory out,
 
 void TorchRules::RefuseOneMemory(const std::string& op, const std::pmr::vector<size_t>& written,
                                  const std::pmr::vector<std::string>& names,
-                                 const std::vector<Memory>& operands) const {
+                                 const std::pmr::vector<Memory>& operands) const {
   for (size_t w : written) {
     for (size_t i = 0; i < operands.size(); ++i) {
       // The second of two that are written to is to blame.
@@ -66,7 +66,7 @@ void TorchRules::RefuseOneMemory(const std::string& op, const std::pmr::vector<s
 }
 
 void TorchRules::BeforeWriting(const std::string& op,
-                               const std::vector<NamedTensor>& written) const {
+                               const std::pmr::vector<NamedTensor>& written) const {
   static const TensorMember is_inference("is_inference");
   if (written.empty()) return;
   const bool is_inference_mode = IsTrue(is_inference_mode_enabled_());
@@ -93,7 +93,7 @@ void BindTorchRules(nb::module_& m) {
       .def(
           "refuse_derivative",
           [](const TorchRules& rules, const std::string& op, nb::sequence tensors) {
-            std::vector<nb::handle> handles;
+            std::pmr::vector<nb::handle> handles;
             for (nb::handle tensor : tensors) handles.push_back(tensor);
             rules.RefuseDerivative(op, handles, nb::handle());
           },

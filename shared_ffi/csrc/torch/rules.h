@@ -50,21 +50,21 @@ class TorchRules {
 
   // Refuses tensors that require grad or have a tangent. `out`: null if there is none.
   template <typename Tensor>
-  void RefuseDerivative(const std::string& op, const std::vector<Tensor>& tensors,
+  void RefuseDerivative(const std::string& op, const std::pmr::vector<Tensor>& tensors,
                         nb::handle out) const;
 
   // Refuses `out` if it shares an element with an operand.
   void RefuseOverlap(const std::string& op, Memory out, const std::pmr::vector<std::string>& names,
-                     const std::vector<Memory>& operands) const;
+                     const std::pmr::vector<Memory>& operands) const;
 
   // Refuses an operand that is written to and shares an element with another operand.
   void RefuseOneMemory(const std::string& op, const std::pmr::vector<size_t>& written,
                        const std::pmr::vector<std::string>& names,
-                       const std::vector<Memory>& operands) const;
+                       const std::pmr::vector<Memory>& operands) const;
 
   // Refuses inference tensors outside of inference mode, as PyTorch's own operators do. Increments
   // the versions of the others, by which autograd knows that their former values are lost.
-  void BeforeWriting(const std::string& op, const std::vector<NamedTensor>& written) const;
+  void BeforeWriting(const std::string& op, const std::pmr::vector<NamedTensor>& written) const;
 
  private:
   template <typename... Parts>

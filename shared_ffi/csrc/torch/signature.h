@@ -75,7 +75,10 @@ class PyTensor : public nb::handle {
 class Signature {
  public:
   // With `has_devices` the tensors' devices count, which they do not on the CPU.
-  explicit Signature(bool has_devices) : has_devices_(has_devices) { bytes_.reserve(1024); }
+  Signature(bool has_devices, std::pmr::memory_resource* memory)
+      : has_devices_(has_devices), bytes_(memory) {
+    bytes_.reserve(512);
+  }
 
   void AddName(nb::handle name) { AddString('K', name); }
 
