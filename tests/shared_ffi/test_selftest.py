@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -34,6 +33,7 @@ from shared_ffi.selftest.backends import (
 from shared_ffi.xla import pjrt
 from tests.cases.case import UNIT_SCALES
 from tests.support import gpu
+from tests.support.scripts import has_ended, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -177,20 +177,6 @@ def test_a_backend_that_hangs_ends_with_its_children(
     outcome = tried(backend(HANGS.format(pid=str(pid))), 2)
     assert (outcome.status, outcome.detail) == (FAILS, "no answer within 2 seconds")
     wait_until(lambda: has_ended(pid.read_text()))
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def has_ended(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
-    except OSError:
-        return True
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
@@ -59,6 +60,22 @@ def run_together(
     for process, (_, errors) in zip(processes, outcomes, strict=True):
         assert process.returncode == 0, errors
     return [output for output, _ in outcomes]
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Waits for what another process does. A busy machine may take long."""
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def has_ended(pid: str) -> bool:
+    """Whether a process does nothing more."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+    except OSError:
+        return True
 
 
 def free_address() -> str:
