@@ -23,7 +23,7 @@ MODULE = "tests.reliability.stress"
 ROOT = Path(__file__).parents[2]
 SEED = 7
 NUM_THREADS = 64
-SECONDS_TO_END = 300  # for a process, besides the time that it is given
+SECONDS_TO_END = 600  # for a process, besides the time that it is given
 
 
 def _trials(count: int) -> list[Any]:
