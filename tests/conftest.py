@@ -109,7 +109,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Leaves the frameworks and the tests, millions of objects, out of garbage collections.
-    transformers collects after each generation, JAX whenever its caches are cleared."""
+    transformers collects after each generation, JAX whenever its caches are cleared.
+    Starts XLA: PyTorch's first backward pass, whichever test makes it, takes the devices that are
+    there, and later passes know no others."""
+    if torch_xla := sys.modules.get("torch_xla"):
+        torch_xla.device()
     gc.collect()
     gc.freeze()
 

@@ -50,7 +50,7 @@ def plugin(package: Path) -> Path:
 def run(client: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Runs the client without environment variables, so that nothing finds Python's packages."""
     words = [str(word) for word in (client, *arguments)]
-    return subprocess.run(words, env={}, text=True, capture_output=True, timeout=120)
+    return subprocess.run(words, env={}, text=True, capture_output=True, timeout=300)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -23,7 +23,7 @@ MODULE = "tests.reliability.stress"
 ROOT = Path(__file__).parents[2]
 SEED = 7
 NUM_THREADS = 64
-SECONDS_TO_END = 300  # for a process, besides the time that it is given
+SECONDS_TO_END = 600  # for a process, besides the time that it is given
 
 
 def _trials(count: int) -> list[Any]:
@@ -136,7 +136,7 @@ def forks(seconds: float) -> int:
     def fork_and_call(generation: int) -> int:
         if child := os.fork():
             return os.waitpid(child, 0)[1]
-        signal.alarm(60)
+        signal.alarm(SECONDS_TO_END // 2)
         status = 1
         try:
             is_same = all(run() == expected for _ in range(3))
@@ -174,7 +174,7 @@ def interrupts(seconds: float) -> int:
     deadline = time.monotonic() + seconds
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline or caught <= 10 or count == 0:
         try:
             signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-4, longest))
             while True:
@@ -182,7 +182,6 @@ def interrupts(seconds: float) -> int:
                 count += 1
         except KeyboardInterrupt:
             caught += 1
-    assert caught > 10, caught
     return count
 
 

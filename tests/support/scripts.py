@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+SECONDS_TO_END = 600  # for a process that may share its processors with many
 
 
 def dump_flags(directory: Path) -> str:
@@ -38,7 +42,7 @@ def start(script: str, *arguments: str, **environment: str) -> subprocess.Popen[
 def run(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a script to its end."""
     process = start(script, *arguments, **environment)
-    output, errors = process.communicate(timeout=300)
+    output, errors = process.communicate(timeout=SECONDS_TO_END)
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
@@ -49,20 +53,38 @@ def output(script: str, *arguments: str, **environment: str) -> list[str]:
     return outcome.stdout.splitlines()
 
 
-def run_together(
-    script: str, commands: Sequence[Sequence[str]], timeout: float = 300, **environment: str
-) -> list[str]:
+def run_together(script: str, commands: Sequence[Sequence[str]], **environment: str) -> list[str]:
     """Runs a script in several processes at once, each with arguments of its own; none may fail.
     Returns what each prints."""
     processes = [start(script, *arguments, **environment) for arguments in commands]
-    outcomes = [process.communicate(timeout=timeout) for process in processes]
+    outcomes = [process.communicate(timeout=SECONDS_TO_END) for process in processes]
     for process, (_, errors) in zip(processes, outcomes, strict=True):
         assert process.returncode == 0, errors
     return [output for output, _ in outcomes]
 
 
+def wait_until(condition: Callable[[], object]) -> None:
+    """Waits for what another process does. A busy machine may take long."""
+    deadline = time.monotonic() + SECONDS_TO_END
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def has_ended(pid: str) -> bool:
+    """Whether a process does nothing more."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+    except OSError:
+        return True
+
+
 def free_address() -> str:
-    """An address of this machine where no process listens."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return f"localhost:{free.getsockname()[1]}"
+    """An address of this machine where no process listens. Its port is none of those, from 32768
+    on, that Linux gives to others meanwhile, nor one that another worker of these tests tries."""
+    first = 10_000 + os.getpid() % 1000 * 20
+    for port in range(first, first + 20):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("localhost", port))
+            return f"localhost:{port}"
+    raise OSError(f"no free port from {first} to {first + 19}")

