@@ -185,6 +185,7 @@ void AddNarrow(Table* t, const std::string& type) {
     (*t)["mul" + rounding + "." + type + "x2"] = Map2<U32, U32, Halves<Rounded<T, Mul>>>;
   }
   (*t)["fma.rn." + type] = Map3<U, U, Rounded<T, void>>;
+  (*t)["fma.rn." + type + "x2"] = Map3<U32, U32, Halves<Rounded<T, void>>>;
   (*t)["max." + type + "x2"] = Map2<U32, U32, Halves<Rounded<T, Max>>>;
   (*t)["min." + type + "x2"] = Map2<U32, U32, Halves<Rounded<T, Min>>>;
 }

@@ -203,6 +203,12 @@ struct Halves {
     return low | static_cast<U32>(F::Of(static_cast<U16>(a >> 16), static_cast<U16>(b >> 16)))
                      << 16;
   }
+  static U32 Of(U32 a, U32 b, U32 c) {
+    const U32 low = F::Of(static_cast<U16>(a), static_cast<U16>(b), static_cast<U16>(c));
+    return low | static_cast<U32>(F::Of(static_cast<U16>(a >> 16), static_cast<U16>(b >> 16),
+                                        static_cast<U16>(c >> 16)))
+                     << 16;
+  }
 };
 struct Equal {
   template <typename T>

@@ -314,7 +314,17 @@ __device__ __forceinline__ uint32_t SwapMiddleBytes(uint32_t bytes) {
   return __byte_perm(bytes, 0, 0x3120);
 }
 
-// The larger one of two numbers of 16 bits without sign, for each half.
-__device__ __forceinline__ uint32_t LargerHalves(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
+// sums + 0 * numbers, for pairs of 16-bit numbers: NaN where a number is infinite or NaN.
+__device__ __forceinline__ uint32_t AddZeroTimes(uint32_t numbers, uint32_t sums, Half) {
+  return BitsOf(__hfma2(AsHalves(numbers), AsHalves(0), AsHalves(sums)));
+}
+__device__ __forceinline__ uint32_t AddZeroTimes(uint32_t numbers, uint32_t sums, BFloat16) {
+  const auto pair = [](uint32_t bits) {
+    __nv_bfloat162 numbers;
+    memcpy(&numbers, &bits, sizeof(bits));
+    return numbers;
+  };
+  return BitsOf(__hfma2(pair(numbers), pair(0), pair(sums)));
+}
 
 }  // namespace xla_gpu::gpu

@@ -106,6 +106,40 @@ __device__ __forceinline__ void WriteTo(float* partial, const Columns<4>& column
   reinterpret_cast<Columns<2>*>(partial)[1] = {columns.column[2], columns.column[3]};
 }
 
+// In place of the number of a row that does not exist: the host has checked that none has it.
+inline constexpr uint32_t kNoRow = UINT32_MAX;
+
+// What becomes of a row of a work item whose partial results are to be merged and written.
+struct FinishedRow {
+  float weights[kWarps] = {};  // of the partial results
+  float divisor = 1;           // of the row's sums
+  int64_t number = 0;          // among the rows of the output, or of the partials
+
+  FinishedRow() = default;
+  // Also writes the row's state, or its log-sum-exp. state_of(n): of partial result n.
+  template <typename StateOf>
+  __device__ __forceinline__ FinishedRow(const Params& p, const Scratch& scratch, const Item& item,
+                                         int row, int num_parts, const StateOf& state_of) {
+    const RowPlace place(p, item, row);
+    const int64_t token = item.first_token + place.token;
+    const float sink = item.num_splits == 1 ? SinkOf(p, place.head) : -kInfinity;
+    const MergedParts merged(num_parts, sink, state_of);
+#pragma unroll
+    for (int part = 0; part < kWarps; ++part) {
+      if (part < num_parts) weights[part] = merged.weights[part];
+    }
+    const RowRange range = RowRange::OfToken(p, item, place.token);
+    if (range.begin < range.end) divisor = merged.state.sum;  // without keys the sum is zero
+    if (item.num_splits == 1) {
+      number = token * p.num_heads + place.head;
+      WriteLse(p, token, place.head, merged.state);
+    } else {
+      number = PartialOf(scratch, item, place) * p.num_heads + place.head;
+      scratch.states[number] = merged.state;
+    }
+  }
+};
+
 // Merges the parts in their order and writes the rows: to the output, or to the scratch if the work
 // item is a split. kWidth: columns that a lane writes at once.
 template <typename T, int kWidth>
@@ -115,30 +149,13 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
   const int lane = thread % gpu::kWarpSize, warp = thread / gpu::kWarpSize;
   if (thread == 0) Report(p, scratch, item, is_bad);
   // Each lane finds what concerns one of the warp's rows, which are every kWarps-th.
-  const int own = lane * kWarps + warp;
-  float weights[kWarps] = {}, divisor = 1;
-  int64_t offset = 0;  // in the output, or in the partials
-  if (own < item.num_rows) {
-    const RowPlace place(p, item, own);
-    const int64_t token = item.first_token + place.token;
-    const auto state = [&](int64_t part) { return parts.states[part * parts.rows + own]; };
-    const float sink = item.num_splits == 1 ? SinkOf(p, place.head) : -kInfinity;
-    const MergedParts merged(parts.num_parts, sink, state);
-#pragma unroll
-    for (int part = 0; part < kWarps; ++part) {
-      if (part < parts.num_parts) weights[part] = merged.weights[part];
-    }
-    const RowRange range = RowRange::OfToken(p, item, place.token);
-    if (range.begin < range.end) divisor = merged.state.sum;  // without keys the sum is zero
-    if (item.num_splits == 1) {
-      offset = p.OutputOffset(token, place.head);
-      WriteLse(p, token, place.head, merged.state);
-    } else {
-      const int64_t index = PartialOf(scratch, item, place) * p.num_heads + place.head;
-      offset = index * p.value_head_size;
-      scratch.states[index] = merged.state;
-    }
+  const int own_row = lane * kWarps + warp;
+  FinishedRow own;
+  if (own_row < item.num_rows) {
+    own = FinishedRow(p, scratch, item, own_row, parts.num_parts,
+                      [&](int64_t part) { return parts.states[part * parts.rows + own_row]; });
   }
+  const int64_t offset = own.number * p.value_head_size;
   // Calls write(place, divisor, &values) for the lane's columns of each row.
   const auto for_columns = [&](const auto& write) {
     const auto columns =
@@ -148,11 +165,11 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
 #pragma unroll 1
     for (int i = 0; i * kWarps + warp < num_rows; ++i, row_sums += kWarps * parts.stride) {
       const int64_t row_offset = gpu::Shuffle(offset, i);
-      const float row_divisor = gpu::Shuffle(divisor, i);
+      const float row_divisor = gpu::Shuffle(own.divisor, i);
       float row_weights[kWarps];
 #pragma unroll
       for (int part = 0; part < kWarps; ++part) {
-        if (part < parts.num_parts) row_weights[part] = gpu::Shuffle(weights[part], i);
+        if (part < parts.num_parts) row_weights[part] = gpu::Shuffle(own.weights[part], i);
       }
 #pragma unroll 1
       for (int d = first; d < columns; d += gpu::kWarpSize * kWidth) {

@@ -314,12 +314,12 @@ template <int kRows, typename C, typename QueryRows, typename T>
 __device__ __forceinline__ void CopyQueryRows(const Params& p, const Item& item, unsigned thread,
                                               T* query) {
   ForQueryRows<kRows, T, QueryRows>(
-      p, item, 0, thread, [&](int row, int chunk, const T* from, bool exists) {
+      p, item, 0, thread, [&](int row, int chunk, int to, const T* from, bool exists) {
         if constexpr (kIs8Bit<C>) {
           QueryOf8BitKeys<T, QueryRows>::Store(
               query, row, chunk, exists ? *reinterpret_cast<const FourPairs*>(from) : FourPairs());
         } else {
-          gpu::CopyAsync16(query + QueryRows::Offset(row, chunk), from, exists);
+          gpu::CopyAsync16(query + to, from, exists);
         }
       });
 }

@@ -19,30 +19,38 @@ __device__ __forceinline__ void ForQueryChunks(const Params& p, const Item& item
   }
 }
 
-// The same for kNumRows rows, with eight lanes for each row. Each lane finds the place of one row
-// of its warp: to find that of each chunk, with a division, would take longer than the copies.
+// The same for kNumRows rows, with eight lanes for each row: copy(row, chunk, to, from, exists),
+// with the place that the chunk has in shared memory, in elements. Each lane finds the place of one
+// row of its warp: to find that of each chunk, with a division, would take longer than the copies.
 template <int kNumRows, typename T, typename QueryRows, typename Copy>
 __device__ __forceinline__ void ForQueryRows(const Params& p, const Item& item, int first_row,
                                              unsigned thread, const Copy& copy) {
   constexpr unsigned kLanes = 8, kRowsOfWarp = gpu::kWarpSize / kLanes, kRows = kThreads / kLanes;
   constexpr int kSteps = kNumRows / kRows;
   static_assert(kNumRows % kRows == 0 && kSteps * kRowsOfWarp <= gpu::kWarpSize);
+  static_assert(kRows % 8 == 0 && kLanes % 8 == 0, "the swizzle repeats");
   const unsigned lane = thread % gpu::kWarpSize, warp = thread / gpu::kWarpSize;
   const int own = lane / kRowsOfWarp * kRows + warp * kRowsOfWarp + lane % kRowsOfWarp;
   const int num_rows = item.num_rows - first_row;
   const bool has_own = own < kNumRows && own < num_rows;
-  const int64_t own_offset = has_own ? QueryOffset(p, item, first_row + own) : 0;
+  const int64_t own_offset =  // in bytes
+      has_own ? QueryOffset(p, item, first_row + own) * static_cast<int64_t>(sizeof(T)) : 0;
+  const int to_lane = QueryRows::Offset(thread / kLanes, lane % kLanes);
+  const int lane_column = lane % kLanes * QueryRows::kChunk;
+  const char* const query =
+      reinterpret_cast<const char*>(static_cast<const T*>(p.query) + lane_column);
   [[maybe_unused]] constexpr int kUnrolled = QueryRows::kChunks >= 32 ? 1 : kSteps;  // registers
 #pragma unroll kUnrolled
   for (int step = 0; step < kSteps; ++step) {
     const int row = step * kRows + thread / kLanes;
-    const T* from = static_cast<const T*>(p.query) +
-                    gpu::Shuffle(own_offset, step * kRowsOfWarp + lane / kLanes);
+    const auto* const from = reinterpret_cast<const T*>(
+        query + gpu::Shuffle(own_offset, step * kRowsOfWarp + lane / kLanes));
 #pragma unroll
     for (unsigned first = 0; first < QueryRows::kChunks; first += kLanes) {
-      const int chunk = first + lane % kLanes, column = chunk * QueryRows::kChunk;
+      const int chunk = first + lane % kLanes, further = first * QueryRows::kChunk;
       if (QueryRows::kChunks % kLanes != 0 && chunk >= QueryRows::kChunks) continue;
-      copy(row, chunk, from + column, row < num_rows && column < p.head_size);
+      copy(row, chunk, to_lane + (step * static_cast<int>(kRows) * QueryRows::kStride + further),
+           from + further, row < num_rows && lane_column + further < p.head_size);
     }
   }
 }

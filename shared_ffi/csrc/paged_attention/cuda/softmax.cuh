@@ -10,6 +10,12 @@
 
 namespace xla_gpu::paged_attention {
 
+// The row whose state a lane of a warp with two groups of 16 rows, group_rows rows apart, gets from
+// Softmax::StateOfLane. first_row: the warp's first.
+__device__ __forceinline__ int RowOfLane(int lane, int first_row, int group_rows) {
+  return first_row + lane / 2 % 2 * group_rows + lane / 4 + lane % 2 * 8;
+}
+
 class Softmax {
   // What logits are taken relative to where all so far are -inf. Their weights are zero, as
   // relative to any other number. It stands for -inf until State.
@@ -55,6 +61,21 @@ class Softmax {
     return {states_[r].max > kLowest || sum > 0 ? states_[r].max : -kInfinity, sum};
   }
 
+  // The same for the rows of two groups: lane 2 * g + r of the four that share rows gets that of
+  // row r of group g.
+  static __device__ __forceinline__ RowState StateOfLane(int lane, const RowState (&states)[2][2]) {
+    const bool is_odd = lane % 2 != 0, is_upper = lane / 2 % 2 != 0;
+    RowState of_row[2];
+#pragma unroll
+    for (int g = 0; g < 2; ++g) {
+      of_row[g] = is_odd ? states[g][1] : states[g][0];
+      of_row[g].sum += gpu::ShuffleXor(is_odd ? states[g][0].sum : states[g][1].sum, 1);
+    }
+    RowState state = is_upper ? of_row[1] : of_row[0];
+    state.sum += gpu::ShuffleXor(is_upper ? of_row[0].sum : of_row[1].sum, 2);
+    return {state.max > kLowest || state.sum > 0 ? state.max : -kInfinity, state.sum};
+  }
+
   // Calls what(n, e, j) for each logit of the lane: element e of group n, which is position j.
   template <int kBlocks, typename Do>
   static __device__ __forceinline__ void ForEach(const Do& what) {
@@ -68,8 +89,9 @@ class Softmax {
 
   // Turns q . k into logits in units of 1 / log2(e), but for a factor that Weigh multiplies them
   // by; the first is that of position `begin`. If `masked`, sets the logits of positions that a row
-  // does not attend to to -inf.
-  template <int kBlocks>
+  // does not attend to to -inf. kSeldomBegins: faster where no range begins behind `begin`, in some
+  // more registers.
+  template <bool kSeldomBegins = false, int kBlocks>
   __device__ void ToLogits(int32_t begin, bool masked, float (&logits)[kBlocks][4]) const {
     constexpr int kKeys = kBlocks * 8;
     if (p_.soft_cap > 0) {
@@ -79,16 +101,31 @@ class Softmax {
       ForEach<kBlocks>([&](int n, int e, int) { logits[n][e] *= scales[e / 2]; });
     }
     if (masked) {
-      int first[2], last[2];  // relative to `begin`
+      if constexpr (kSeldomBegins) {
+        // Relative to the lane's first position, so that each is compared with a constant.
+        const int lane_begin = begin + static_cast<int>(threadIdx.x) % gpu::kWarpSize % 4 * 2;
+        const int first[2] = {ranges_[0].begin - lane_begin, ranges_[1].begin - lane_begin};
+        const int last[2] = {ranges_[0].end - lane_begin, ranges_[1].end - lane_begin};
+        ForEach<kBlocks>([&](int n, int e, int) {
+          if (n * 8 + e % 2 >= last[e / 2]) logits[n][e] = -kInfinity;
+        });
+        if (gpu::AnyInWarp(first[0] > 0 || first[1] > 0)) {  // windows begin in few tiles
+          ForEach<kBlocks>([&](int n, int e, int) {
+            if (n * 8 + e % 2 < first[e / 2]) logits[n][e] = -kInfinity;
+          });
+        }
+      } else {
+        int first[2], last[2];  // relative to `begin`
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        first[r] = max(ranges_[r].begin - begin, 0);
-        last[r] = min(max(ranges_[r].end - begin, 0), kKeys);
+        for (int r = 0; r < 2; ++r) {
+          first[r] = max(ranges_[r].begin - begin, 0);
+          last[r] = min(max(ranges_[r].end - begin, 0), kKeys);
+        }
+        ForEach<kBlocks>([&](int n, int e, int j) {
+          const bool attends = first[e / 2] <= j && j < last[e / 2];
+          logits[n][e] = attends ? logits[n][e] : -kInfinity;
+        });
       }
-      ForEach<kBlocks>([&](int n, int e, int j) {
-        const bool attends = first[e / 2] <= j && j < last[e / 2];
-        logits[n][e] = attends ? logits[n][e] : -kInfinity;
-      });
       if (p_.bidirectional_ranges != nullptr ||
           (p_.tree_mask != nullptr && begin + kKeys > item_.first_position)) {
         MaskHoles(begin, logits);
@@ -299,36 +336,43 @@ class Softmax {
   RowState states_[2] = {kNoLogits, kNoLogits};
 };
 
+// Finds elements that are infinite or NaN, in chunks of 16 bytes of elements of type C.
+template <typename C>
+class NonFinite {
+ public:
+  __device__ __forceinline__ void LookAt(const C* chunk) {
+    struct alignas(16) Words {
+      uint32_t word[4];
+    };
+    const Words words = *reinterpret_cast<const Words*>(chunk);
+#pragma unroll
+    for (const uint32_t word : words.word) {
+      if constexpr (sizeof(C) == 2) {
+        found_ = gpu::AddZeroTimes(word, found_, C{});
+      } else {
+        found_ |= (word & 0x7f7f7f7f) + (0x80 - InfinityBits(C{})) * 0x01010101;
+      }
+    }
+  }
+  __device__ __forceinline__ bool IsFound() const {
+    return (found_ & (sizeof(C) == 2 ? 0x7fff7fff : 0x80808080)) != 0;
+  }
+
+ private:
+  // Of 16 bits: NaN in the half where such an element was. Of 8: the upper bit of its byte.
+  uint32_t found_ = 0;
+};
+
 // Whether one of a KV tile's chunks of 16 bytes that a thread looks at holds an infinite or NaN
 // element. chunk(i) is where chunk i begins, of elements of type C.
 template <typename C, typename Chunk>
 __device__ __forceinline__ bool HoldsNonFinite(int thread, int num_chunks, int num_threads,
                                                const Chunk& chunk) {
-  struct alignas(16) Words {
-    uint32_t word[4];
-  };
-  if constexpr (sizeof(C) == 2) {
-    uint32_t largest = 0;  // of both halves of all words
-    for (int i = thread; i < num_chunks; i += num_threads) {
-      const Words words = *reinterpret_cast<const Words*>(chunk(i));
-#pragma unroll
-      for (const uint32_t word : words.word) {
-        largest = gpu::LargerHalves(largest, word & 0x7fff7fff);
-      }
-    }
-    return (largest & 0xffff) >= InfinityBits(C{}) || largest >> 16 >= InfinityBits(C{});
-  } else {
-    uint32_t found = 0;  // the upper bit of such a byte
-#pragma unroll 1
-    for (int i = thread; i < num_chunks; i += num_threads) {
-      const Words words = *reinterpret_cast<const Words*>(chunk(i));
-#pragma unroll
-      for (const uint32_t word : words.word) {
-        found |= (word & 0x7f7f7f7f) + (0x80 - InfinityBits(C{})) * 0x01010101;
-      }
-    }
-    return (found & 0x80808080) != 0;
-  }
+  NonFinite<C> non_finite;
+  [[maybe_unused]] constexpr int kUnrolled = sizeof(C) == 2 ? 4 : 1;
+#pragma unroll kUnrolled
+  for (int i = thread; i < num_chunks; i += num_threads) non_finite.LookAt(chunk(i));
+  return non_finite.IsFound();
 }
 
 template <typename Element>

@@ -11,8 +11,8 @@
 // turns the logits of one group after the other into weights: there are registers for one.
 #pragma once
 
-#include "../partial_results.cuh"
 #include "../products.cuh"
+#include "warp_rows.cuh"
 
 namespace xla_gpu::paged_attention {
 
@@ -52,13 +52,8 @@ struct TensorCorePrefillLayout {
   static constexpr int kScalesBytes =
       kScaleTiles * kTile * static_cast<int>(sizeof(PositionScales));
 
-  // The sums of one group of rows of each warp.
-  static constexpr int kSumRows = kWarps * kRowsPerWarpTile;
-  static constexpr int kPaddedStride = kHeadSize + (kIs8Bit<C> ? 16 : 8);
-  static constexpr int kSumStride =
-      kSumRows * kPaddedStride * 4 <= kTilesBytes + kQueryBytes ? kPaddedStride : kHeadSize;
-  static constexpr int kSumsBytes = kSumRows * kSumStride * 4;
-  static_assert(kSumsBytes + kSumRows * sizeof(RowState) <= kTilesBytes + kQueryBytes);
+  using Rows = WarpRowsShared<C, kHeadSize>;
+  static_assert(kWarps * sizeof(Rows) <= kTilesBytes + kQueryBytes);
 
   static constexpr int kSharedBytes = kTilesBytes + kQueryBytes + kScalesBytes +
                                       static_cast<int>(sizeof(typename Positions::Shared)) +
@@ -76,8 +71,7 @@ struct TensorCorePrefillLayout {
   typename Positions::Shared* positions;
   PrefillTurns* turns;
   PrefillSchedule::Shared* schedule;
-  float* sums;       // [kSumRows][kSumStride], in the memory of tiles and query
-  RowState* states;  // [kSumRows], behind them
+  Rows* rows;  // [kWarps], in the memory of tiles and query
 
   __device__ explicit TensorCorePrefillLayout(char* memory)
       : keys(reinterpret_cast<C*>(memory)),
@@ -88,8 +82,7 @@ struct TensorCorePrefillLayout {
                                                                 kScalesBytes)),
         turns(reinterpret_cast<PrefillTurns*>(positions + 1)),
         schedule(reinterpret_cast<PrefillSchedule::Shared*>(turns + 1)),
-        sums(reinterpret_cast<float*>(memory)),
-        states(reinterpret_cast<RowState*>(memory + kSumsBytes)) {}
+        rows(reinterpret_cast<Rows*>(memory)) {}
 
   __device__ PositionScales* Scales(int32_t tile) const {
     if constexpr (kScaleTiles > 0) return scales + kTile * (tile % kScaleTiles);
@@ -121,7 +114,7 @@ class TensorCorePrefillItem {
       *layout_.turns = PrefillTurns(p_, item_, kTile, has_plain);
     }
     __syncthreads();
-    SetBad(HasBadTree(p_, item_, Thread()));
+    if (p_.tree_mask != nullptr) SetBad(HasBadTree(p_, item_, Thread()));
     const PrefillTurns& turns = *layout_.turns;
     int32_t tile = turns.tiles.begin;
     Begin(tile);
@@ -135,7 +128,10 @@ class TensorCorePrefillItem {
     }
     gpu::WaitCopies<0>();
     // Everyone has left the tiles, whose place the sums take.
-    Finish(scratch, __syncthreads_or(turns.is_bad[Warp()]));
+    const bool is_bad = __syncthreads_or(turns.is_bad[Warp()]);
+    if (Thread() == 0) Report(p_, scratch, item_, is_bad);
+    WarpRows<T, C, kHeadSize>::Write(p_, scratch, item_, WarpRow(), kGroupRows, states_, products_,
+                                     layout_.rows + Warp());
   }
 
  private:
@@ -175,7 +171,8 @@ class TensorCorePrefillItem {
                       }
                     });
     SetBad(is_bad);
-    positions_.Load(p_, item_, layout_.positions, first + Positions::kTiles);
+    const int32_t next = first + Positions::kTiles;
+    if (next < layout_.turns->tiles.end) positions_.Load(p_, item_, layout_.positions, next);
   }
 
   // Copies K, or V, of a tile. What does not exist becomes zeros.
@@ -271,21 +268,24 @@ class TensorCorePrefillItem {
     [[maybe_unused]] const PositionScales* scales = layout_.Scales(tile);
     float rescales[kGroups][2];
     PackedWeights packed[kGroups];
+    RowRange own = {};  // each lane finds that of one row: lane 2 * g + r of four, row r of group g
+    if (masked) own = RowRange(p_, item_, RowOfLane(Lane(), WarpRow(), kGroupRows));
 #pragma unroll 1
     for (int g = 0; g < kGroups; ++g) {
       float logits[1][kTile / 8][4] = {};
       const int group_row = WarpRow() + g * kGroupRows;
-      Products::template MultiplyByKeys<2>(layout_.query, group_row, 0, layout_.keys, 0, logits);
+      constexpr int kUnrolled = kIs8Bit<C> ? 2 : CacheRows::kChunks / 2;
+      Products::template MultiplyByKeys<kUnrolled>(layout_.query, group_row, 0, layout_.keys, 0,
+                                                   logits);
       if constexpr (kIs8Bit<C>) Products::ScaleLogits(scales, logits[0]);
-      RowRange own = {}, ranges[2];  // each lane finds that of one row
-      if (masked) own = RowRange(p_, item_, group_row + Lane() % 16);
+      RowRange ranges[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        ranges[r].begin = gpu::Shuffle(own.begin, Lane() / 4 + 8 * r);
-        ranges[r].end = gpu::Shuffle(own.end, Lane() / 4 + 8 * r);
+        ranges[r].begin = gpu::Shuffle(own.begin, 2 * g + r, 4);
+        ranges[r].end = gpu::Shuffle(own.end, 2 * g + r, 4);
       }
       Softmax softmax = SoftmaxOf(group_row + Lane() / 4, states_[0], ranges[0], ranges[1]);
-      softmax.ToLogits(begin, masked, logits[0]);
+      softmax.template ToLogits</*kSeldomBegins=*/!kIs8Bit<C>>(begin, masked, logits[0]);
       softmax.Weigh(logits[0], rescales[0]);
       softmax.CopyStates(states_[0]);
       if constexpr (kIs8Bit<C>) Products::ScaleWeights(scales, logits[0]);
@@ -296,7 +296,7 @@ class TensorCorePrefillItem {
       Swap(packed);
     }
     WaitForTile();
-    CopyNextKeys(tile);
+    if (tile + 1 < layout_.turns->tiles.end) CopyNextKeys(tile);
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) Softmax::RescaleSums(rescales[g], products_[g].sums);
     if constexpr (!kIsInteger<C>) {
@@ -324,11 +324,22 @@ class TensorCorePrefillItem {
   // As TensorCoreItem does.
   __device__ void SetAsideNonFinite(int32_t begin, const PositionScales* scales) {
     C* const values = layout_.values;
-    constexpr int kChunks = kHeadSize / CacheRows::kChunk;
-    const auto chunk = [&](unsigned i) {
-      return values + CacheRows::Offset(i / kChunks, i % kChunks);
-    };
-    if (!__syncthreads_or(HoldsNonFinite<C>(Thread(), kTile * kChunks, kThreads, chunk))) return;
+    // As Copy copies them.
+    constexpr int kLanes = Layout::kCopyLanes;
+    const unsigned thread = Thread();
+    const C* const first = values + CacheRows::Offset(thread / kLanes, thread % kLanes);
+    NonFinite<C> non_finite;
+#pragma unroll
+    for (int i = 0; i < kTile; i += Positions::kAtOnce) {
+#pragma unroll
+      for (int chunk = 0; chunk < CacheRows::kChunks; chunk += kLanes) {
+        if (CacheRows::kChunks % kLanes != 0 && thread % kLanes + chunk >= CacheRows::kChunks) {
+          continue;
+        }
+        non_finite.LookAt(first + i * CacheRows::kStride + chunk * CacheRows::kChunk);
+      }
+    }
+    if (!__syncthreads_or(non_finite.IsFound())) return;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       const Softmax softmax(p_, item_, WarpRow() + g * kGroupRows + Lane() / 4);
@@ -344,26 +355,6 @@ class TensorCorePrefillItem {
       return values + CacheRows::ElementOffset(i / kHeadSize, i % kHeadSize);
     });
     __syncthreads();
-  }
-
-  // Writes the rows, those of one group of each warp after those of the other.
-  __device__ void Finish(const Scratch& scratch, bool is_bad) {
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      if (g > 0) __syncthreads();  // everyone has left the sums
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = WarpRow() + Lane() / 4 + 8 * r;
-        products_[g].Store(r, SoftmaxOf(0, states_[g]).State(r), layout_.states + row,
-                           layout_.sums + row * Layout::kSumStride);
-      }
-      __syncthreads();
-      Item rows = item_;
-      rows.first_row += g * kGroupRows;
-      rows.num_rows = min(item_.num_rows - g * kGroupRows, kGroupRows);
-      const Parts parts{1, layout_.states, layout_.sums, kGroupRows, Layout::kSumStride, kHeadSize};
-      WriteRows<T, /*kWidth=*/4>(p_, scratch, rows, parts, is_bad);
-    }
   }
 
   const Params& p_;
