@@ -107,7 +107,7 @@ def test_no_matrix_product_is_above_the_limit(monkeypatch: pytest.MonkeyPatch) -
     left, threads = torch.randn(512, 512), torch.get_num_threads()
 
     def processor_seconds(call: contest.Contestant, _: int) -> float:
-        """Of all threads of this process: other programs take none of them."""
+        """The seconds of all threads of this process. Other programs do not count."""
         start = time.process_time()
         call()
         return time.process_time() - start

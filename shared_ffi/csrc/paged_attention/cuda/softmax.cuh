@@ -359,7 +359,8 @@ class NonFinite {
   }
 
  private:
-  // Of 16 bits: NaN in the half where such an element was. Of 8: the upper bit of its byte.
+  // With elements of 16 bits, NaN in the half where one was found; with 8, the upper bit of its
+  // byte.
   uint32_t found_ = 0;
 };
 
