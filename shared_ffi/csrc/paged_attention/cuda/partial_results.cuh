@@ -111,8 +111,7 @@ inline constexpr uint32_t kNoRow = UINT32_MAX;
 
 // What becomes of a row of a work item whose partial results are to be merged and written.
 struct FinishedRow {
-  float weights[kWarps] = {};  // of the partial results
-  float divisor = 1;           // of the row's sums
+  float weights[kWarps] = {};  // of the partial results; those of a whole row make its average
   int64_t number = 0;          // among the rows of the output, or of the partials
 
   FinishedRow() = default;
@@ -122,20 +121,22 @@ struct FinishedRow {
                                          int row, int num_parts, const StateOf& state_of) {
     const RowPlace place(p, item, row);
     const int64_t token = item.first_token + place.token;
-    const float sink = item.num_splits == 1 ? SinkOf(p, place.head) : -kInfinity;
-    const MergedParts merged(num_parts, sink, state_of);
-#pragma unroll
-    for (int part = 0; part < kWarps; ++part) {
-      if (part < num_parts) weights[part] = merged.weights[part];
-    }
-    const RowRange range = RowRange::OfToken(p, item, place.token);
-    if (range.begin < range.end) divisor = merged.state.sum;  // without keys the sum is zero
-    if (item.num_splits == 1) {
+    const bool is_whole = item.num_splits == 1;
+    const MergedParts merged(num_parts, is_whole ? SinkOf(p, place.head) : -kInfinity, state_of);
+    float divisor = 1;
+    if (is_whole) {
+      const RowRange range = RowRange::OfToken(p, item, place.token);
+      divisor = DivisorOf(range.begin < range.end, merged.state.sum);
       number = token * p.num_heads + place.head;
       WriteLse(p, token, place.head, merged.state);
     } else {
       number = PartialOf(scratch, item, place) * p.num_heads + place.head;
       scratch.states[number] = merged.state;
+    }
+    // Once for the row: a division of each column takes eight instructions.
+#pragma unroll
+    for (int part = 0; part < kWarps; ++part) {
+      if (part < num_parts) weights[part] = merged.weights[part] / divisor;
     }
   }
 };
@@ -156,8 +157,8 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
                       [&](int64_t part) { return parts.states[part * parts.rows + own_row]; });
   }
   const int64_t offset = own.number * p.value_head_size;
-  // Calls write(place, divisor, &values) for the lane's columns of each row.
-  const auto for_columns = [&](const auto& write) {
+  // Writes the lane's columns of each row behind `to`, where row 0 has the first of the parts'.
+  const auto write_rows = [&](auto* to) {
     const auto columns =
         static_cast<int>(Smaller(parts.columns, p.value_head_size - parts.first_column));
     const int first = lane * kWidth, num_rows = item.num_rows;
@@ -165,7 +166,6 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
 #pragma unroll 1
     for (int i = 0; i * kWarps + warp < num_rows; ++i, row_sums += kWarps * parts.stride) {
       const int64_t row_offset = gpu::Shuffle(offset, i);
-      const float row_divisor = gpu::Shuffle(own.divisor, i);
       float row_weights[kWarps];
 #pragma unroll
       for (int part = 0; part < kWarps; ++part) {
@@ -184,22 +184,14 @@ __device__ void WriteRows(const Params& p, const Scratch& scratch, const Item& i
             values.column[k] = gpu::Fma(row_weights[part], sums.column[k], values.column[k]);
           }
         }
-        write(row_offset + d, row_divisor, &values);
+        WriteTo(to + row_offset + d, values);
       }
     }
   };
   if (item.num_splits == 1) {
-    T* const output = static_cast<T*>(p.output) + parts.first_column;
-    for_columns([&](int64_t place, float row_divisor, Columns<kWidth>* values) {
-#pragma unroll
-      for (float& value : values->column) value /= row_divisor;
-      WriteTo(output + place, *values);
-    });
+    write_rows(static_cast<T*>(p.output) + parts.first_column);
   } else {
-    float* const partials = scratch.partials + parts.first_column;
-    for_columns([&](int64_t place, float /*divisor*/, Columns<kWidth>* values) {
-      WriteTo(partials + place, *values);
-    });
+    write_rows(scratch.partials + parts.first_column);
   }
 }
 

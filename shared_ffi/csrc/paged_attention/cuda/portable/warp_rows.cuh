@@ -13,7 +13,6 @@ struct alignas(16) WarpRowsShared {
   // A row, for the lanes that write it. Lane 2 * g + r of four finds that of row r of group g.
   struct alignas(16) Row {
     float weight;
-    float divisor;
     uint32_t number;  // its lower half; kNoRow if there is no such row
     uint32_t upper;
   };
@@ -70,7 +69,7 @@ class WarpRows {
       own = FinishedRow(p, scratch, item, row, 1, [&](int64_t) { return state; });
       number = static_cast<uint32_t>(own.number);
     }
-    shared->rows[lane] = {own.weights[0], own.divisor, number,
+    shared->rows[lane] = {own.weights[0], number,
                           static_cast<uint32_t>(static_cast<uint64_t>(own.number) >> 32)};
   }
 
@@ -142,7 +141,7 @@ class WarpRows {
 #pragma unroll
           for (int k = 0; k < kWidth; k += 2) {
             const float* const two = values[k / 4].column + k % 4;
-            words.pair[k / 2] = gpu::Pack(two[0] / of_row.divisor, two[1] / of_row.divisor, To{});
+            words.pair[k / 2] = gpu::Pack(two[0], two[1], To{});
           }
           char* const output = reinterpret_cast<char*>(to) + uint64_t{of_row.number} * row_bytes;
           *reinterpret_cast<decltype(words)*>(output) = words;
