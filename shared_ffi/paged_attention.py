@@ -287,8 +287,8 @@ def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
     else:
         block_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
     # The handler checks symbols.
-    if isinstance(num_tokens * num_heads, int) and num_tokens * num_heads >= 2**32:
-        rule = "have num_tokens * num_heads below 2**32 on CUDA: split the batch"
+    if isinstance(num_tokens * num_heads, int) and num_tokens * num_heads >= 2**31:
+        rule = "have num_tokens * num_heads below 2**31 on CUDA: split the batch"
         raise value_error(OP, "query", rule, f"{num_tokens} * {num_heads}")
     if isinstance(block_size, int) and block_size >= 2**31:
         raise value_error(OP, "kv_cache", "have a block_size below 2**31 on CUDA", block_size)

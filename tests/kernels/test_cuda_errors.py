@@ -111,7 +111,7 @@ def huge_attention(num_tokens: int, block_size: int) -> Call:
 @pytest.mark.parametrize(
     ("num_tokens", "block_size", "message"),
     [
-        (2**29, 1, "query must have num_tokens * num_heads below 2**32"),
+        (2**28, 1, "query must have num_tokens * num_heads below 2**31"),
         (1, 2**31, "kv_cache must have a block_size below 2**31"),
     ],
 )

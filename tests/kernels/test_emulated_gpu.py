@@ -65,7 +65,7 @@ def count(emulated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     return count
 
 
-@pytest.mark.parametrize(("q_len", "most"), [(32, 8300), (16, 7400)], ids=["128-rows", "64-rows"])
+@pytest.mark.parametrize(("q_len", "most"), [(32, 7600), (16, 6800)], ids=["128-rows", "64-rows"])
 def test_an_item_takes_few_instructions_outside_its_tiles(
     q_len: int, most: int, count: Any
 ) -> None:

@@ -244,11 +244,17 @@ __device__ __forceinline__ uint32_t BitsOf(Pair pair) {
   return bits;
 }
 
-__device__ __forceinline__ __half2 AsHalves(uint32_t bits) {
-  __half2 halves;
-  memcpy(&halves, &bits, sizeof(halves));
-  return halves;
+__device__ __forceinline__ __half2 AsPair(uint32_t bits, Half) {
+  __half2 pair;
+  memcpy(&pair, &bits, sizeof(pair));
+  return pair;
 }
+__device__ __forceinline__ __nv_bfloat162 AsPair(uint32_t bits, BFloat16) {
+  __nv_bfloat162 pair;
+  memcpy(&pair, &bits, sizeof(pair));
+  return pair;
+}
+__device__ __forceinline__ __half2 AsHalves(uint32_t bits) { return AsPair(bits, Half{}); }
 
 // Rounds two floats to 16 bits and packs them, `low` in the lower half.
 __device__ __forceinline__ uint32_t Pack(float low, float high, Half) {
@@ -315,16 +321,9 @@ __device__ __forceinline__ uint32_t SwapMiddleBytes(uint32_t bytes) {
 }
 
 // sums + 0 * numbers, for pairs of 16-bit numbers: NaN where a number is infinite or NaN.
-__device__ __forceinline__ uint32_t AddZeroTimes(uint32_t numbers, uint32_t sums, Half) {
-  return BitsOf(__hfma2(AsHalves(numbers), AsHalves(0), AsHalves(sums)));
-}
-__device__ __forceinline__ uint32_t AddZeroTimes(uint32_t numbers, uint32_t sums, BFloat16) {
-  const auto pair = [](uint32_t bits) {
-    __nv_bfloat162 numbers;
-    memcpy(&numbers, &bits, sizeof(bits));
-    return numbers;
-  };
-  return BitsOf(__hfma2(pair(numbers), pair(0), pair(sums)));
+template <typename T>
+__device__ __forceinline__ uint32_t AddZeroTimes(uint32_t numbers, uint32_t sums, T type) {
+  return BitsOf(__hfma2(AsPair(numbers, type), AsPair(0, type), AsPair(sums, type)));
 }
 
 }  // namespace xla_gpu::gpu

@@ -28,6 +28,23 @@ inline constexpr float kStaleBy = 8;
 inline constexpr float kStaleBy = 0;
 #endif
 
+// Whether the threads of the Hopper prefill kernel copy K and V, in place of tensor maps.
+#ifdef XLA_GPU_COPIES_BY_THREADS
+inline constexpr bool kCopiesByThreads = true;
+#else
+inline constexpr bool kCopiesByThreads = false;
+#endif
+
+// Whether ZeroArrivals runs before the decode kernel. A build to measure what that costs counts
+// from a nonce instead, which the memory has by chance once in 2^20 times. Nor is it safe in a
+// captured graph, which has the nonce of each replay: after one in which nobody came last, as the
+// lengths changed, the next one counts on.
+#ifdef XLA_GPU_ARRIVALS_HAVE_NONCES
+inline constexpr bool kZerosArrivals = false;
+#else
+inline constexpr bool kZerosArrivals = true;
+#endif
+
 #ifdef XLA_GPU_ONE_BLOCK  // of the portable prefill kernel on a multiprocessor
 inline constexpr int kMoreSharedBytes = 40 * 1024;
 #else

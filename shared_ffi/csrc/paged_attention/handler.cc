@@ -51,9 +51,10 @@ ffi::Error MakeParams(CallReader* call, size_t num_scratch, Params* p) {
                p->value_head_size);
   }
   ReadKvCache(call, "query", query, p);
-
   p->context_lens = call->Operand<int32_t>("context_lens", {ffi::S32}, {{kAnySize}});
   XLA_GPU_RETURN_IF_ERROR(call->error());
+  p->group = Divisor(p->num_heads / p->num_kv_heads);
+  p->block = Divisor(p->block_size);
   p->max_seqs = call->Find("context_lens")->dimensions()[0];
   p->block_tables = call->Operand<int32_t>("block_tables", {ffi::S32}, {{p->max_seqs, kAnySize}});
   p->query_start_loc = call->Operand<int32_t>("query_start_loc", {ffi::S32}, {{p->max_seqs + 1}});
@@ -98,8 +99,8 @@ ffi::Error OnCuda(ffi::RemainingArgs operands, ffi::RemainingRets results,
   CallReader call = Read(operands, results, attributes);
   XLA_GPU_RETURN_IF_ERROR(MakeParams(&call, /*num_scratch=*/1, &params));
   // Rows are numbered, and positions divided by the block size, in 32 bits.
-  if (params.num_tokens > UINT32_MAX / params.num_heads) {
-    call.Refuse("query", "have num_tokens * num_heads below 2**32");
+  if (params.num_tokens > INT32_MAX / params.num_heads) {
+    call.Refuse("query", "have num_tokens * num_heads below 2**31");
   }
   if (params.block_size > INT32_MAX) call.Refuse("kv_cache", "have a block_size below 2**31");
   Scratch scratch;

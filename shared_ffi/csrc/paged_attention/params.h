@@ -42,6 +42,7 @@
 
 #include "../kv_cache.h"
 #include "../storage.h"
+#include "divisor.h"
 
 namespace xla_gpu::paged_attention {
 
@@ -152,6 +153,8 @@ struct Params {
   int64_t num_blocks;
   int64_t block_size;
   int64_t num_kv_heads;
+  Divisor group;  // the query heads of a kv head
+  Divisor block;  // the positions of a block: block_size
   int64_t max_seqs;
   int64_t max_blocks_per_seq;
 

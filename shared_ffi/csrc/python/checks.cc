@@ -76,6 +76,7 @@ paged_attention::ScratchSizes ScratchSizes(int64_t num_heads, int64_t num_kv_hea
   paged_attention::Params params = {};
   params.num_heads = num_heads;
   params.num_kv_heads = num_kv_heads;
+  params.group = paged_attention::Divisor(num_heads / num_kv_heads);
   params.value_head_size = value_head_size;
   params.sliding_window = sliding_window;
   params.max_query_len = max_query_len;

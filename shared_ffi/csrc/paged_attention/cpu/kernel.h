@@ -42,9 +42,7 @@ struct WorkItem {
   // query heads of the tile, PartialResultSize]. The tokens of the next tile follow.
   float* const* partial_results;
 
-  int64_t NumRows(const Params& p) const {
-    return num_tokens * num_kv_heads * (p.num_heads / p.num_kv_heads);
-  }
+  int64_t NumRows(const Params& p) const { return num_tokens * num_kv_heads * p.group.number; }
   // Whether the item is a whole tile, and attends to positions of one split.
   bool HasOneSplit() const { return tile == nullptr && begin < end && NumSplits() == 1; }
   int64_t NumSplits() const { return (end - 1) / kSplit - begin / kSplit + 1; }

@@ -43,7 +43,7 @@ struct Rows {
   Rows(const Params& p, const WorkItem& item)
       : p(p),
         item(item),
-        group(p.num_heads / p.num_kv_heads),
+        group(p.group.number),
         per_head(item.num_tokens * group),
         count(item.num_kv_heads * per_head) {}
 

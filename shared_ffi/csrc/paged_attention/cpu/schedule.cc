@@ -14,7 +14,7 @@ constexpr int64_t kMinParallelCost = 1 << 20;  // that is worth waking another t
 
 // Multiply-adds of an item, with 8 rows more: reading the cache takes about as long.
 int64_t CostOf(const Params& p, const WorkItem& item) {
-  const int64_t rows_per_head = item.num_tokens * (p.num_heads / p.num_kv_heads) + 8;
+  const int64_t rows_per_head = item.num_tokens * p.group.number + 8;
   return (p.head_size + p.value_head_size) * (item.end - item.begin) * rows_per_head *
          item.num_kv_heads;
 }
@@ -222,7 +222,7 @@ int64_t Schedule::SplitsPerItem(const WorkItem& item) const {
 
 void Schedule::PlacePartialResults() {
   const auto floats_of_token = [&](const WorkItem& whole) {
-    const int64_t num_heads = whole.num_kv_heads * (p_.num_heads / p_.num_kv_heads);
+    const int64_t num_heads = whole.num_kv_heads * p_.group.number;
     return whole.NumSplits() * num_heads * PartialResultSize(p_);
   };
   int64_t num_floats = 0, num_tokens = 0;

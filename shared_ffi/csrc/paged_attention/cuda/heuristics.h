@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../../gpu/lab.h"
 #include "../../storage.h"
 #include "../params.h"
 
@@ -37,7 +38,7 @@ XLA_GPU_HOST_DEVICE inline int64_t DivideU32(int64_t a, int64_t b) {
 
 // Query tokens whose rows fit one query tile.
 XLA_GPU_HOST_DEVICE inline int64_t TokensPerTile(const Params& p) {
-  return Larger(1, DivideU32(kMaxRowsPerItem, DivideU32(p.num_heads, p.num_kv_heads)));
+  return Larger(1, DivideU32(kMaxRowsPerItem, p.group.number));
 }
 
 // Most splits of a sequence with one query tile.
@@ -118,11 +119,8 @@ inline constexpr int kBoxPositions = 16;
 // Whether the prefill kernel copies whole KV tiles of a cache of 16 bits by tensor maps, if the
 // driver makes them. Else its threads copy them, 16 bytes at a time.
 inline bool TakesBoxes(const Params& p) {
-#ifdef XLA_GPU_COPIES_BY_THREADS  // a build to measure
-  return false;
-#else
-  return p.cache_dtype == p.dtype && p.block_size % kBoxPositions == 0;
-#endif
+  const bool have_boxes = p.cache_dtype == p.dtype && p.block_size % kBoxPositions == 0;
+  return have_boxes && !gpu::kCopiesByThreads;
 }
 
 // The head size that the tensor core kernel of a call must have at least. Wide heads whose V is a
@@ -156,9 +154,9 @@ inline constexpr int kDecodeRows = kRowsPerWarpTile;
 template <typename C>
 bool TakesFewTokens(const Params& p) {
   return IsAligned<C>(p) && OffsetsFit32BitChunks<C>(p) && TableRowsFit32Bits(p) &&
-         p.num_heads / p.num_kv_heads <= kDecodeRows;
+         p.group.number <= kDecodeRows;
 }
-inline int64_t FewTokens(const Params& p) { return kDecodeRows / (p.num_heads / p.num_kv_heads); }
+inline int64_t FewTokens(const Params& p) { return kDecodeRows / p.group.number; }
 
 // The query rows of a work item of TensorCorePrefill.
 inline constexpr int64_t kPrefillTileRows = 128;
@@ -187,7 +185,7 @@ void WithPrefillTile(int capability, int shared_bytes, const Use& use) {
 // Whether max_query_len promises that no work item has more than `warp_rows` groups of 16 rows.
 inline bool FitsQueryTile(const Params& p, int warp_rows) {
   const int64_t rows = int64_t{warp_rows} * kRowsPerWarpTile;
-  return p.max_query_len != 0 && p.max_query_len <= rows / (p.num_heads / p.num_kv_heads);
+  return p.max_query_len != 0 && p.max_query_len <= rows / p.group.number;
 }
 
 }  // namespace xla_gpu::paged_attention

@@ -35,18 +35,19 @@ struct Item {
   }
 };
 
-// The query heads of a kv head. The host has checked that all rows have a number below 2^32.
-__device__ inline int64_t GqaGroupSize(const Params& p) {
-  return DivideU32(p.num_heads, p.num_kv_heads);
+// The query token of a row of a work item, counted from the first of its sequence. The host has
+// checked that all rows have a number below 2^31.
+__device__ __forceinline__ int64_t TokenOf(const Params& p, const Item& item, int64_t row) {
+  return p.group.Quotient(static_cast<uint32_t>(item.first_row + row));
 }
 
 // The positions of the first and of the last row of a work item.
 __device__ inline int64_t FirstPosition(const Params& p, const Item& item) {
-  return item.first_position + DivideU32(item.first_row, GqaGroupSize(p));
+  return item.first_position + TokenOf(p, item, 0);
 }
 
 __device__ inline int64_t LastPosition(const Params& p, const Item& item) {
-  return item.first_position + DivideU32(item.first_row + item.num_rows - 1, GqaGroupSize(p));
+  return item.first_position + TokenOf(p, item, item.num_rows - 1);
 }
 
 // A row's query token, counted from the first of its sequence, and its query head.
@@ -56,9 +57,8 @@ struct RowPlace {
 
   __device__ RowPlace(int64_t token, int64_t head) : token(token), head(head) {}
   __device__ RowPlace(const Params& p, const Item& item, int64_t row) {
-    const int64_t group = GqaGroupSize(p), sequence_row = item.first_row + row;
-    token = DivideU32(sequence_row, group);
-    head = item.kv_head * group + sequence_row - token * group;
+    token = TokenOf(p, item, row);
+    head = item.first_row + row + (item.kv_head - token) * p.group.number;
   }
 };
 

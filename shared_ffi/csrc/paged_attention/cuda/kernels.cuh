@@ -50,8 +50,7 @@ template <typename T, typename C, int kHeadSize, int kKib>
 DecodeKernel DecodeKernelOf(const Params& p);
 
 struct PrefillKernel {
-  // The divisor is GqaGroupSize.
-  gpu::Kernel<Params, Scratch, QueryLengths, Divisor, PrefillMaps> kernel;
+  gpu::Kernel<Params, Scratch, QueryLengths, PrefillMaps> kernel;
   int64_t rows_per_item;
 };
 

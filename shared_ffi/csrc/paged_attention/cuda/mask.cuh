@@ -13,7 +13,7 @@ struct RowRange {
   RowRange() = default;
   __device__ RowRange(const Params& p, const Item& item, int64_t row) : begin(0), end(0) {
     if (row >= item.num_rows) return;
-    *this = OfToken(p, item, DivideU32(item.first_row + row, GqaGroupSize(p)));
+    *this = OfToken(p, item, TokenOf(p, item, row));
   }
 
   // The range of the sequence's token i.

@@ -3,7 +3,6 @@
 
 #include <type_traits>
 
-#include "divisor.h"
 #include "item.cuh"
 
 namespace xla_gpu::paged_attention {
@@ -49,13 +48,12 @@ __device__ __forceinline__ uint32_t ChunksOfValue(const Params& p, uint32_t chun
 
 // The block id of a position.
 __device__ __forceinline__ int32_t BlockOf(const Params& p, const Item& item, int32_t position) {
-  const uint32_t logical = static_cast<uint32_t>(position) / static_cast<uint32_t>(p.block_size);
-  return p.block_tables[item.sequence * p.max_blocks_per_seq + logical];
+  return p.block_tables[item.sequence * p.max_blocks_per_seq + p.block.Quotient(position)];
 }
 
 // The place of a position in its block.
 __device__ __forceinline__ uint32_t InBlock(const Params& p, int32_t position) {
-  return static_cast<uint32_t>(position) % static_cast<uint32_t>(p.block_size);
+  return position - p.block.Quotient(position) * p.block.number;
 }
 
 // Whether the pool has a block. Sets *is_bad if it has not.
@@ -161,7 +159,6 @@ class PositionsAhead {
   struct alignas(8) Shared {
     int32_t ids[kWarps][kOfWarp];
     uint32_t slots[kWarps][kOfWarp];
-    Divisor block_size;
   };
 
   // Begins to copy the block ids of the tiles from `tile` on, a multiple of kTiles.
@@ -171,7 +168,7 @@ class PositionsAhead {
     const unsigned warp = thread / gpu::kWarpSize, lane = thread % gpu::kWarpSize;
     if (kOfWarp < gpu::kWarpSize && lane >= kOfWarp) return;
     const int32_t position = tile * kTile + PositionOf(warp, lane);
-    const uint32_t logical = shared->block_size.Quotient(position);
+    const uint32_t logical = p.block.Quotient(position);
     gpu::CopyAsync4(&shared->ids[warp][lane],
                     p.block_tables + item.sequence * p.max_blocks_per_seq + logical,
                     IsIn(item, position));
@@ -186,8 +183,7 @@ class PositionsAhead {
     if (kOfWarp == gpu::kWarpSize || lane < kOfWarp) {
       const int32_t in_tiles = PositionOf(warp, lane), position = tile * kTile + in_tiles;
       const int64_t block = shared->ids[warp][lane];
-      const uint32_t in_block = position - shared->block_size.Quotient(position) *
-                                               static_cast<uint32_t>(shared->block_size.number);
+      const uint32_t in_block = InBlock(p, position);
       const bool exists = IsIn(item, position) && HasBlock(p, block, is_bad);
       const int64_t offset = p.cache.Offset(block, in_block) + item.kv_head * p.cache.head_stride;
       use(in_tiles / kTile, in_tiles % kTile, block, in_block, exists);

@@ -55,18 +55,17 @@ __device__ __forceinline__ void ForQueryRows(const Params& p, const Item& item, 
   }
 }
 
-// The offsets in query of a row of a query tile, and of those that are kStep rows further each:
-// found by one division for all of them. A row that does not exist has one, too. `group`:
-// GqaGroupSize. `tokens`: kStep / group.
+// The offsets in query of a row of a query tile, and of those that are kStep rows further each. A
+// row that does not exist has one, too.
 template <int kStep>
 class QueryRowsApart {
  public:
-  __device__ __forceinline__ QueryRowsApart(const Params& p, const Item& item, uint32_t group,
-                                            uint32_t tokens, int row)
-      : group_(group) {
+  __device__ __forceinline__ QueryRowsApart(const Params& p, const Item& item, int row)
+      : group_(p.group.number) {
+    const uint32_t group = group_, tokens = p.group.Quotient(kStep);
     const auto sequence_row = static_cast<uint32_t>(item.first_row) + row;
     const auto head_size = static_cast<uint32_t>(p.head_size);
-    const uint32_t token = sequence_row / group;
+    const uint32_t token = p.group.Quotient(sequence_row);
     head_ = sequence_row - token * group;
     heads_ = kStep - tokens * group;
     offset_ = uint64_t{item.first_token + token} * p.query_stride +

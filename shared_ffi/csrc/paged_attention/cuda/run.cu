@@ -177,6 +177,7 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   const auto long_portable = prefill ? std::nullopt : LongPortableKernelFor<T>(device, p);
   const AttentionKernel portable = WithCacheType<T>(
       p, [&](auto cache) { return PortableKernelFor<T, decltype(cache)>(device, p); });
+  if (portable.rows_per_item == 0) return {"choosing a kernel", "no built one has so wide heads"};
   // The most tokens of a query that the decode kernel takes, and of one that is not long. On
   // Hopper, what the decode kernel leaves is long: fewer kernels are launched.
   const int64_t few = decode ? FewTokens(p) : 0;
@@ -191,8 +192,8 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
     if (gpu::Error error = kernel.BlocksFor(device, num_items, &num_blocks)) return error;
     numbers.num_thread_blocks = Divisor(Larger(1, num_blocks));
     numbers.writes_other_rows = is_alone;
-    if (!kZerosArrivals) numbers.nonce = ++num_calls << kNonceShift;
-    if (kZerosArrivals && scratch.max_splits > 1 && num_blocks > 0) {
+    if (!gpu::kZerosArrivals) numbers.nonce = ++num_calls << kNonceShift;
+    if (gpu::kZerosArrivals && scratch.max_splits > 1 && num_blocks > 0) {
       const int64_t count = p.max_seqs * p.num_kv_heads;
       const gpu::Kernel<int32_t*, int64_t> zero{ZeroArrivals, kThreads, 0, LaunchesEarly(device)};
       const int64_t zero_blocks = CeilDiv(count, kZerosPerBlock);
@@ -224,9 +225,7 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
                      decode ? decode->numbers.max_query_len : 0};
   if (prefill) {
     item_rows.long_rows = prefill->rows_per_item;
-    const Divisor group(p.num_heads / p.num_kv_heads);
-    if (gpu::Error error =
-            launch(*prefill, {most + 1}, /*waits=*/true, group, MakePrefillMaps(p))) {
+    if (gpu::Error error = launch(*prefill, {most + 1}, /*waits=*/true, MakePrefillMaps(p))) {
       return error;
     }
   }
@@ -262,6 +261,7 @@ template <typename C>
 void AddLaunches(std::vector<KernelLaunch>* launches) {
   Params p = {};
   p.num_heads = p.num_kv_heads = p.block_size = 1;
+  p.group = p.block = Divisor(1);
   for (const int64_t max_query_len : {0, 1}) {  // any query length, and one query token
     p.max_query_len = max_query_len;
     const auto tensor_core = [&](auto head_size) {

@@ -115,8 +115,8 @@ struct RowTiles {
 
   RowTiles() = default;
   __device__ RowTiles(const Params& p, int64_t q_len, int64_t max_rows) {
-    const int64_t group = GqaGroupSize(p);
-    rows = group <= max_rows ? DivideU32(max_rows, group) * group : max_rows;
+    const int64_t group = p.group.number;
+    rows = group <= max_rows ? p.group.Quotient(max_rows) * group : max_rows;
     tiles_per_token = DivideU32(group + max_rows - 1, max_rows);
     count = group <= max_rows ? DivideU32(q_len * group + rows - 1, rows) : q_len * tiles_per_token;
   }
@@ -125,7 +125,7 @@ struct RowTiles {
   __device__ int64_t NumFlags() const { return DivideU32(count, tiles_per_token); }
 
   __device__ void Find(const Params& p, int64_t q_len, int64_t tile, Item* item) const {
-    const int64_t group = GqaGroupSize(p);
+    const int64_t group = p.group.number;
     int64_t end = q_len * group;
     item->flag = static_cast<int32_t>(DivideU32(tile, tiles_per_token));
     item->first_row = tile * rows;
@@ -157,9 +157,7 @@ __device__ inline void MakeItem(const Params& p, int64_t s, const Sequence& sequ
   item->begin = split == 0 ? 0 : static_cast<int32_t>(split_begin);
   item->end = static_cast<int32_t>(Smaller(split_end, item->context_len));
   item->num_splits = static_cast<int32_t>(splits.count);
-  // From the item's numbers, which take half of the registers.
-  const int32_t i = DivideU32(item->first_row, GqaGroupSize(p));
-  const int32_t last = DivideU32(item->first_row + item->num_rows - 1, GqaGroupSize(p));
+  const int64_t i = TokenOf(p, *item, 0), last = TokenOf(p, *item, item->num_rows - 1);
   const Span span = p.AttendedByAny(item->Tokens(), i, last);
   item->begin = static_cast<int32_t>(Larger(item->begin, span.begin));
   item->end = static_cast<int32_t>(Smaller(item->end, span.end));
@@ -174,7 +172,8 @@ __device__ inline Item RowsOf(const Params& p, const Item& item, int first_row, 
   const bool has_windows_only =
       p.bidirectional_ranges == nullptr && !p.MayBeTree(item.context_len - item.first_position);
   if (has_windows_only && rows.num_rows > 0) {
-    const int64_t begin = p.WindowBegin(FirstPosition(p, rows));
+    // Opaque: or 1 - sliding_window takes a register of the prefill producer, which spills.
+    const int64_t begin = p.WindowBegin(gpu::Opaque(FirstPosition(p, rows)));
     const int64_t end = p.WindowEnd(item.Tokens(), LastPosition(p, rows));
     rows.begin = static_cast<int32_t>(Larger(item.begin, begin));
     rows.end = static_cast<int32_t>(Smaller(item.end, end));
@@ -367,7 +366,7 @@ __device__ inline void ResetCounter(const Scratch& scratch) {
 
 // The largest number of items for any lengths. It bounds the grid.
 inline int64_t MaxItems(const Params& p, const Scratch& scratch, int64_t max_rows) {
-  const int64_t group = p.num_heads / p.num_kv_heads;
+  const int64_t group = p.group.number;
   const int64_t tokens_per_item = Larger(1, max_rows / group);
   int64_t tiles = CeilDiv(p.num_tokens, tokens_per_item) + Smaller(p.max_seqs, p.num_tokens);
   if (p.max_query_len != 0) {

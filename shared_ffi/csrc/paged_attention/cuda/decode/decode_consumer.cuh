@@ -235,9 +235,10 @@ class DecodeConsumer {
       int32_t* arrivals =
           scratch_.arrivals + int64_t{split.sequence} * numbers_.num_kv_heads + split.kv_head;
       const int32_t others = split.num_splits - num_splits_;
-      shared_.is_last = others == (kZerosArrivals ? gpu::AddInOrder(arrivals, num_splits_)
-                                                  : AddFromNonce(arrivals, num_splits_, others));
-      if (!kZerosArrivals && shared_.is_last) *arrivals = 0;
+      shared_.is_last =
+          others == (gpu::kZerosArrivals ? gpu::AddInOrder(arrivals, num_splits_)
+                                         : AddFromNonce(arrivals, num_splits_, others));
+      if (!gpu::kZerosArrivals && shared_.is_last) *arrivals = 0;
     }
     gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);
     return shared_.is_last != 0;

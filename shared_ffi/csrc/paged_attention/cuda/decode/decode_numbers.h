@@ -1,7 +1,6 @@
 // What the decode kernel needs of a call's sizes, as numbers that cost no division on a GPU.
 #pragma once
 
-#include "../divisor.h"
 #include "../scratch.h"
 
 namespace xla_gpu::paged_attention {
@@ -26,16 +25,7 @@ struct CacheChunks {
   int32_t of_row;
 };
 
-// Whether ZeroArrivals runs before the decode kernel. A build to measure what that costs counts
-// from a nonce instead, which the memory has by chance once in 2^20 times. Nor is it safe in a
-// captured graph, which has the nonce of each replay: after one in which nobody came last, as the
-// lengths changed, the next one counts on.
-#ifdef XLA_GPU_ARRIVALS_HAVE_NONCES
-inline constexpr bool kZerosArrivals = false;
-#else
-inline constexpr bool kZerosArrivals = true;
-#endif
-inline constexpr int kNonceShift = 12;  // a number of splits is below 2^12
+inline constexpr int kNonceShift = 12;  // of a nonce: a number of splits is below 2^12
 
 // Sizes in 32 bits. A larger size becomes the largest number: it is only compared with others, but
 // for table_bytes, of calls whose TableRowsFit32Bits.
@@ -65,14 +55,14 @@ struct DecodeNumbers {
   // max_rows: of a work item. chunk: elements of a chunk of the cache.
   XLA_GPU_HOST_DEVICE DecodeNumbers(const Params& p, int64_t max_rows, int64_t chunk)
       : split_limit(SplitLimit(p)),
-        block_size(p.block_size),
+        block_size(p.block),
         parts_of_block(Larger(1, p.block_size / kDecodePart)),
         num_tokens(Smaller(p.num_tokens, INT32_MAX)),
         max_seqs(Smaller(p.max_seqs, INT32_MAX)),
         capacity(p.Capacity()),
         window(p.sliding_window == 0 ? kNoWindow : Smaller(p.sliding_window, kNoWindow)),
         num_kv_heads(p.num_kv_heads),
-        group(p.num_heads / p.num_kv_heads),
+        group(p.group.number),
         group_factor(CeilDiv(1 << 16, group)),
         num_blocks(Smaller(p.num_blocks, int64_t{1} << 31)),
         table_bytes(static_cast<uint32_t>(p.max_blocks_per_seq * 4)),

@@ -375,7 +375,6 @@ __global__ void __launch_bounds__(kThreads, 2)
     const Layout layout(gpu::SharedMemory());
     gpu::WaitForKernelsBefore();
     gpu::LetNextKernelBegin();
-    if (gpu::Opaque(threadIdx.x) == 0) layout.positions->block_size = Divisor(p.block_size);
     typename Layout::PrefillSchedule schedule(p, lengths, kPrefillTileRows, layout.schedule);
     while (const Item* item = schedule.FindDealt()) {
       TensorCorePrefillItem<T, C, kHeadSize, kTile>(p, *item, layout).Compute(scratch);

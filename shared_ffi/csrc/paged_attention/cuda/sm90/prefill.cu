@@ -7,7 +7,7 @@ namespace xla_gpu::paged_attention {
 
 template <typename T, typename C, int kHeadSize>
 __global__ void __launch_bounds__(kPrefillThreads, 1)
-    PrefillAttention(Params p, Scratch scratch, QueryLengths lengths, Divisor group,
+    PrefillAttention(Params p, Scratch scratch, QueryLengths lengths,
                      const __grid_constant__ PrefillMaps maps) {
   using Shared = PrefillShared<T, C, kHeadSize>;
   using Registers = PrefillRegisters<C, kHeadSize>;
@@ -32,8 +32,7 @@ __global__ void __launch_bounds__(kPrefillThreads, 1)
       shared->items_barriers.WaitFilled(stage);
       const PrefillWork& work = shared->work[stage.index][consumer];
       if (work.item.num_rows == -1) break;
-      PrefillConsumer<T, C, kHeadSize>(p, scratch, work, consumer, group, maps, shared)
-          .Compute(&tile);
+      PrefillConsumer<T, C, kHeadSize>(p, scratch, work, consumer, maps, shared).Compute(&tile);
       const uint32_t number = work.number;  // n, for which there was no register
       shared->items_barriers.Free(Shared::ItemState::Of(number));
       n = number + 1;

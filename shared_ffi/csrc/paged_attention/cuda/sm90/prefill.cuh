@@ -189,9 +189,7 @@ struct PrefillShared {
   PipelineBarriers<kItems> items_barriers;
   PrefillWork work[kItems][kConsumers];
   Schedule::Shared schedule;
-  int32_t number;           // of the producer's next work item
-  uint32_t group;           // GqaGroupSize
-  uint32_t tokens_in_step;  // of the query rows that are copied at a time
+  int32_t number;  // of the producer's next work item
 
   // One thread calls it.
   __device__ void Init() {

@@ -2,7 +2,6 @@
 // prefill.cuh declares, and frees these.
 #pragma once
 
-#include "../divisor.h"
 #include "../partial_results.cuh"
 #include "../softmax.cuh"
 #include "prefill.cuh"
@@ -38,8 +37,7 @@ class PrefillConsumer {
 
  public:
   __device__ PrefillConsumer(const Params& p, const Scratch& scratch, const PrefillWork& work,
-                             int consumer, const Divisor& group, const PrefillMaps& maps,
-                             Shared* shared)
+                             int consumer, const PrefillMaps& maps, Shared* shared)
       : p_(p),
         scratch_(scratch),
         maps_(maps),
@@ -47,7 +45,6 @@ class PrefillConsumer {
         rows_(work.rows),
         work_(work),
         shared_(*shared),
-        group_(group),
         consumer_(consumer),
         turn_barrier_(kIs8Bit<C> ? kTurnBarrier + consumer
                                  : kTurnBarrier - 1 + static_cast<int>(threadIdx.x) / kThreads),
@@ -409,8 +406,8 @@ class PrefillConsumer {
 
   // The place of a row that exists. A division would take as long as 40 instructions.
   __device__ __forceinline__ RowPlace PlaceOf(int row) const {
-    const uint32_t n = work_.head + row, token = group_.Quotient(n);
-    const uint32_t head = (rows_.kv_head - token) * group_.number + n;
+    const uint32_t n = work_.head + row, token = p_.group.Quotient(n);
+    const uint32_t head = (rows_.kv_head - token) * p_.group.number + n;
     return {work_.token + int64_t{token}, head};
   }
   __device__ __forceinline__ RowRange RangeOf(int row) const {
@@ -485,7 +482,6 @@ class PrefillConsumer {
   const Item& rows_;  // the consumer's
   const PrefillWork& work_;
   Shared& shared_;
-  const Divisor& group_;
   const int consumer_;
   // Keeps what is the same for a warp in a register: ptxas would compute it in each turn. With a
   // cache of 8 bits there are no registers for that.

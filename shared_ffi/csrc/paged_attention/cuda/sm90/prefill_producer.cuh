@@ -129,10 +129,6 @@ class PrefillProducer {
 
   __device__ void Run(QueryLengths lengths) {
     Schedule schedule(p_, lengths, kPrefillRows, &shared_.schedule);
-    if (threadIdx.x == 0) {
-      shared_.group = static_cast<uint32_t>(GqaGroupSize(p_));
-      shared_.tokens_in_step = kQueryStep / shared_.group;
-    }
     gpu::Arrive(&shared_.values_barriers.filled[0]);  // the place that is skipped
     gpu::WaitForKernelsBefore();                      // the one before resets the counter
     for (uint32_t next = 0; CopyTiles(&schedule, next); ++next) {
@@ -161,7 +157,7 @@ class PrefillProducer {
       work.common = CommonRange(p_, work.rows);
       const RowPlace first(p_, work.rows, 0);
       work.token = static_cast<int32_t>(first.token);
-      work.head = static_cast<int32_t>(first.head - item->kv_head * GqaGroupSize(p_));
+      work.head = static_cast<int32_t>(first.head - item->kv_head * p_.group.number);
       if constexpr (kIs8Bit<C>) {
         work.k_scale = p_.k_scale.At(0, 0, item->kv_head);
         work.v_scale = p_.v_scale.At(0, 0, item->kv_head);
@@ -379,7 +375,7 @@ class PrefillProducer {
     const int lane = thread % 8, first_row = thread / 8;
     const auto head_size = static_cast<uint32_t>(p_.head_size);
     const int chunks_left = (head_size + QueryRows::kChunk - 1) / QueryRows::kChunk - lane;
-    QueryRowsApart<kRows> rows(p_, item, shared_.group, shared_.tokens_in_step, first_row);
+    QueryRowsApart<kRows> rows(p_, item, first_row);
 #pragma unroll 1
     for (int consumer = 0; consumer < kConsumers; ++consumer) {
       PipelineBarriers<1>& barriers = shared_.query_barriers[consumer];
