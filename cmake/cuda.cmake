@@ -14,8 +14,9 @@ set(DEFAULT_TENSOR_CORE_TYPES Half BFloat16)
 
 # The GPUs that are compiled for, as CMake names them.
 set(ARCHITECTURES ${XLA_GPU_ARCHITECTURES})
-if(XLA_GPU_ARCHITECTURES STREQUAL "all")  # machine code for each generation, PTX for later ones
-  set(ARCHITECTURES 80-real 90a-real 100 120)
+if(XLA_GPU_ARCHITECTURES STREQUAL "all")
+  # Machine code for each generation, and PTX once, for later ones: packed, PTX for a unit is larger than machine code.
+  set(ARCHITECTURES 80-real 90a-real 100 120-real)
 elseif(XLA_GPU_ARCHITECTURES STREQUAL "native")  # the GPUs of this machine, or Hopper without one
   execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
                   OUTPUT_VARIABLE CAPABILITIES ERROR_QUIET RESULT_VARIABLE FAILED)

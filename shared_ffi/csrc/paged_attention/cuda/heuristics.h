@@ -163,9 +163,9 @@ inline constexpr int64_t kPrefillTileRows = 128;
 
 // Whether TensorCorePrefill is compiled for KV tiles of so many positions, 64 or 32. From 10.0 on
 // the compiler takes more registers, and has too few for 64. Some GPUs that run code for 8.0 have
-// shared memory for 64. No GPU that needs code for 8.9 has.
+// shared memory for 64.
 XLA_GPU_HOST_DEVICE constexpr bool HasPrefillTile(int capability, int tile) {
-  return tile == 32 || (capability < 100 && capability != 89);
+  return tile == 32 || capability < 100;
 }
 
 // Calls use(tile), of type std::integral_constant, with the positions of a KV tile of
