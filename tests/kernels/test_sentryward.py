@@ -62,6 +62,8 @@ extern "C" __global__ void Probe(void* query, CACHE* cache, const int32_t* conte
   p.num_blocks = p.max_blocks_per_seq = 64;
   p.block_size = BLOCK_SIZE;
   p.num_kv_heads = p.max_seqs = 1;
+  p.group = Divisor(kHeads);
+  p.block = Divisor(BLOCK_SIZE);
   p.scale = 0.1f;
   p.is_causal = true;
   p.dtype = DType::kFloat16;
