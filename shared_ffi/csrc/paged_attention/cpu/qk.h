@@ -179,13 +179,24 @@ void MultiplyPackedKeys(const Rows& rows, Queries<T>* queries, const AttentionMa
                         float* logits, Prefetcher* next) {
   const auto [begin, end] = tile.range;
   const auto by_positions = [&](auto num_vectors, int64_t vector) {
-    const int64_t j = vector * kLanes;
     ForEachBlock<kBlockRows>(tile.rows.begin, tile.rows.end, [&](auto num_rows, int64_t first) {
       const Range range = mask.RangeOf(tile, first, num_rows);
-      if (j + num_vectors * kLanes <= range.begin || j >= range.end) return;
-      MultiplyPacked<num_rows, num_vectors, T>(
-          queries->At(head * rows.per_head + first, num_rows), k.At(j), queries->width(),
-          logits + (first - tile.rows.begin) * kMaxTile + j, num_vectors * kLanes * num_read, next);
+      const int64_t used = Larger(range.begin / kLanes, vector),
+                    num_used = Smaller(CeilDiv(range.end, kLanes), vector + num_vectors) - used;
+      if (num_used <= 0) return;
+      const auto multiply = [&](auto count) {
+        const int64_t j = Smaller(used, vector + num_vectors - count) * kLanes;
+        MultiplyPacked<num_rows, count, T>(
+            queries->At(head * rows.per_head + first, num_rows), k.At(j), queries->width(),
+            logits + (first - tile.rows.begin) * kMaxTile + j, count * kLanes * num_read, next);
+      };
+      // Rows at the edge of the mask use a part of four vectors. One by itself would take as long
+      // as two: its sums wait for their own last multiply-adds.
+      if constexpr (num_vectors == 4) {
+        if (num_used <= 2) return multiply(std::integral_constant<int, 2>());
+        if (num_used == 3) return multiply(std::integral_constant<int, 3>());
+      }
+      multiply(num_vectors);
     });
   };
   ForEachBlock<kBlockVectors>(begin / kLanes, CeilDiv(end, kLanes), by_positions);
