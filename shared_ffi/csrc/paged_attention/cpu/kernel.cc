@@ -110,7 +110,7 @@ class ItemKernel {
     const int64_t first = head * rows_.per_head;
     MultiplyPackedKeys(rows_, &queries_, mask_, tile, head, keys_, pages_.num_read(),
                        softmax_.weights(), next);
-    softmax_.template Apply<kBlockRows>(tile, head, sums_.States(first));
+    softmax_.template Apply<kWeighedRows>(tile, head, sums_.States(first));
     AddValues<kBlockRows>(rows_, mask_, tile, softmax_, values_, is_safe, sums_.width(),
                           sums_.Values(first), next);
   }
