@@ -101,7 +101,7 @@ class ItemKernel {
   bool Pack(int64_t head, const KvTile& tile) {
     keys_.Pack({pages_.Keys(head)}, tile.range);
     values_.Pack({pages_.Values(head)}, tile.range);
-    pages_.TouchNext(head);
+    if (shares_split_) pages_.PrefetchNext(head);  // elsewhere the products prefetch
     return !tile.is_partial || values_.IsFinite(tile.range);
   }
 

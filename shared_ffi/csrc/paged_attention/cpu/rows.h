@@ -22,6 +22,9 @@ XLA_GPU_INLINE void ForEachBlock(int64_t first, int64_t count, const Function& f
   if constexpr (kSize > 1) ForEachBlock<kSize / 2>(first, count, function);
 }
 
+// Queries are prefetched so many rows before they are read, and the output before it is written.
+constexpr int64_t kRowsAhead = 16;
+
 // Rows of a chunk, at most: kChunkRows in whole blocks.
 constexpr int64_t kMaxChunk = (kChunkRows + kBlockRows - 1) / kBlockRows * kBlockRows;
 
@@ -70,17 +73,6 @@ struct Rows {
   int64_t InBatch(int64_t row) const { return Token(row) * p.num_heads + Head(row); }
 };
 
-// Touches one cache line per page of the rows of query or output, which have `row_size` elements,
-// so that the TLB misses overlap. `offset_of` returns the offset of a row in the array.
-template <bool kWritten, typename Q, typename OffsetOf>
-void TouchPages(const Rows& rows, const Q* array, int64_t row_size, const OffsetOf& offset_of) {
-  const int64_t num_bytes = rows.group * row_size * static_cast<int64_t>(sizeof(Q));
-  PageToucher pages;
-  for (int64_t row = 0; row < rows.count; row += rows.group) {
-    pages.Touch<kWritten>(array + offset_of(row), num_bytes);
-  }
-}
-
 // Calls function(Q()) for the type Q of query and output. T is the type of the cache, which has the
 // same unless it has 8 bits.
 template <typename T, typename Function>
@@ -114,15 +106,13 @@ class Queries {
       if constexpr (std::is_same_v<Q, T> && sizeof(Q) * Dot<T>::kPerLane == sizeof(float)) {
         if (rows.AreSideBySide() && width_ * Dot<T>::kPerLane == rows.p.head_size &&
             reinterpret_cast<uintptr_t>(first) % alignof(float) == 0) {
-          TouchPages<false>(rows, static_cast<const Q*>(rows.p.query), rows.p.head_size,
-                            [&](int64_t row) { return rows.QueryOffset(row); });
           lanes_ = reinterpret_cast<const float*>(first);
           num_loaded_ = rows.count;
           return;
         }
       }
       lanes_ = copy_ = arena->Take<float>(rows.count * width_);
-      for (int64_t row = 0; row < kAhead; ++row) Prefetch<Q>(row);
+      for (int64_t row = 0; row < kRowsAhead; ++row) Prefetch<Q>(row);
     });
   }
 
@@ -136,20 +126,14 @@ class Queries {
   }
 
  private:
-  static constexpr int64_t kAhead = 16;  // rows
-
   template <typename Q>
   const Q* Query(int64_t row) const {
     return static_cast<const Q*>(rows_.p.query) + rows_.QueryOffset(row);
   }
 
-  // Inlined: GCC takes a function that only prefetches for one without effects, and drops its calls.
   template <typename Q>
-  XLA_GPU_INLINE void Prefetch(int64_t row) const {
-    if (row >= rows_.count) return;
-    const char* const query = reinterpret_cast<const char*>(Query<Q>(row));
-    const int64_t num_bytes = rows_.p.head_size * static_cast<int64_t>(sizeof(Q));
-    for (int64_t i = 0; i < num_bytes; i += kCacheLineBytes) __builtin_prefetch(query + i);
+  void Prefetch(int64_t row) const {
+    if (row < rows_.count) PrefetchRow(Query<Q>(row), rows_.p.head_size * sizeof(Q));
   }
 
   __attribute__((noinline)) void LoadUntil(int64_t end) {
@@ -157,7 +141,7 @@ class Queries {
       using Q = decltype(type);
       const int64_t head_size = rows_.p.head_size;
       for (; num_loaded_ < end; ++num_loaded_) {
-        Prefetch<Q>(num_loaded_ + kAhead);
+        Prefetch<Q>(num_loaded_ + kRowsAhead);
         const Q* const query = Query<Q>(num_loaded_);
         for (int64_t w = 0; w < width_; w += Dot<T>::kAcross * kLanes) {
           const int64_t d = w * Dot<T>::kPerLane;
