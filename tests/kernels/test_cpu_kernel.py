@@ -5,7 +5,10 @@ test_mutation.py runs this file on faulty kernels."""
 from __future__ import annotations
 
 import contextlib
+import mmap
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -154,6 +157,39 @@ def test_simple_add_over_several_chunks(num_threads: int) -> None:
     result = np.full_like(a, np.nan)
     call_handler(simple_add.TARGET, {}, [a, a], [result], num_threads)
     assert_same_bits(result, a + a)
+
+
+def flags_of_memory(address: int) -> list[str]:
+    """What Linux keeps about the memory at an address: "hg" is the advice to use huge pages."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise ValueError(f"no memory at {address:#x}")
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages in this kernel"
+)
+@pytest.mark.parametrize(("megabytes", "is_large"), [(8, True), (2, False)])
+def test_a_large_output_gets_huge_pages(megabytes: int, is_large: bool) -> None:
+    memory = mmap.mmap(-1, megabytes << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    output = np.frombuffer(memory, F32).reshape(-1, 8, 64)
+    cache, nothing = np.zeros((1, 1, 2, 64), F32), np.array(0, I32)
+    operands = [
+        np.zeros_like(output),
+        cache,
+        nothing[None],
+        nothing[None, None],
+        np.zeros(2, I32),
+        nothing,
+    ]
+    call, arrays = checked_call("paged_attention", operands, {"scale": 1.0})
+    call_handler(call.target, numbers(call), arrays, [output], 1)
+    middle = output.ctypes.data + output.nbytes // 2
+    assert ("hg" in flags_of_memory(middle)) == is_large
 
 
 def test_an_eager_call_needs_an_address_for_each_array() -> None:

@@ -87,7 +87,7 @@ class ItemKernel {
     Prefetcher next = pages_.PrefetcherOf(head, num_passes_);
     const CachedRows<T> k{pages_.Keys(head)}, v{pages_.Values(head)};
     if (!is_packed_) {
-      MultiplyCachedKeys(rows_, queries_, mask_, tile, head, k, softmax_.weights(), &next);
+      MultiplyCachedKeys(rows_, &queries_, mask_, tile, head, k, softmax_.weights(), &next);
       softmax_.template Apply<kCachedRows>(tile, head, sums_.States(first));
       AddValues<kCachedRows>(rows_, mask_, tile, softmax_, v, !tile.is_partial, sums_.width(),
                              sums_.Values(first), &next);
@@ -101,16 +101,16 @@ class ItemKernel {
   bool Pack(int64_t head, const KvTile& tile) {
     keys_.Pack({pages_.Keys(head)}, tile.range);
     values_.Pack({pages_.Values(head)}, tile.range);
-    pages_.TouchNext(head);
+    if (shares_split_) pages_.PrefetchNext(head);  // elsewhere the products prefetch
     return !tile.is_partial || values_.IsFinite(tile.range);
   }
 
   // The rows at hand to the selected tile.
   void AttendToPacked(int64_t head, const KvTile& tile, bool is_safe, Prefetcher* next) {
     const int64_t first = head * rows_.per_head;
-    MultiplyPackedKeys(rows_, queries_, mask_, tile, head, keys_, pages_.num_read(),
+    MultiplyPackedKeys(rows_, &queries_, mask_, tile, head, keys_, pages_.num_read(),
                        softmax_.weights(), next);
-    softmax_.template Apply<kBlockRows>(tile, head, sums_.States(first));
+    softmax_.template Apply<kWeighedRows>(tile, head, sums_.States(first));
     AddValues<kBlockRows>(rows_, mask_, tile, softmax_, values_, is_safe, sums_.width(),
                           sums_.Values(first), next);
   }

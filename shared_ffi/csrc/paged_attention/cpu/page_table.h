@@ -80,12 +80,11 @@ class PageTable {
         runs_};
   }
 
-  // Touches the pages of the next tile's K and V of a kv head.
-  void TouchNext(int64_t head) const {
-    PageToucher pages;
+  // Prefetches the next tile's K and V of a kv head.
+  void PrefetchNext(int64_t head) const {
     for (int64_t j = 0; j < num_next_; ++j) {
-      pages.Touch(next_.keys[j] + head * keys_.head_bytes, keys_.row_bytes);
-      pages.Touch(next_.values[j] + head * values_.head_bytes + value_offset_, values_.row_bytes);
+      PrefetchRow(next_.keys[j] + head * keys_.head_bytes, keys_.row_bytes);
+      PrefetchRow(next_.values[j] + head * values_.head_bytes + value_offset_, values_.row_bytes);
     }
   }
 

@@ -67,9 +67,14 @@ class Totals {
   void WriteTo(Q* output) const {
     const Params& p = rows_.p;
     const QueryTokens tokens = p.QueryTokensOf(rows_.item.sequence);
-    TouchPages<true>(rows_, output, p.value_head_size,
-                     [&](int64_t row) { return rows_.InBatch(row) * p.value_head_size; });
+    const auto prefetch = [&](int64_t row) {
+      if (row >= rows_.count) return;
+      PrefetchRow<true>(output + rows_.InBatch(row) * p.value_head_size,
+                        p.value_head_size * sizeof(Q));
+    };
+    for (int64_t row = 0; row < kRowsAhead; ++row) prefetch(row);
     for (int64_t row = 0; row < rows_.count; ++row) {
+      prefetch(row + kRowsAhead);
       const int64_t in_batch = rows_.InBatch(row);
       const float* total = values_ + row * width_;
       // A row that attends to nothing has sums of zero.

@@ -9,7 +9,6 @@ namespace xla_gpu::paged_attention {
 namespace {
 
 constexpr int64_t kCacheLineBytes = 64;
-constexpr uintptr_t kPageBytes = 4096;
 
 // Prefetches the next KV tile while the current one is read, at the same rate: a processor drops
 // prefetches that come in a burst. Rows side by side are one run, whatever pages they are in.
@@ -123,23 +122,15 @@ class Prefetcher {
   Run run_ = NoRun();
 };
 
-// Prefetches one cache line of each page of some bytes. A processor walks the page tables for
-// several prefetches at once, but for one load of a loop of products at a time.
-class PageToucher {
- public:
-  template <bool kIsWritten = false>
-  void Touch(const void* from, int64_t num_bytes) {
-    const auto begin = reinterpret_cast<uintptr_t>(from), end = begin + num_bytes;
-    for (uintptr_t at = begin; at < end; at = (at / kPageBytes + 1) * kPageBytes) {
-      if (at / kPageBytes == last_) continue;
-      last_ = at / kPageBytes;
-      __builtin_prefetch(reinterpret_cast<const void*>(at), kIsWritten, /*locality=*/3);
-    }
+// Prefetches the cache lines of a row, to read or to write it.
+template <bool kIsWritten = false>
+XLA_GPU_INLINE void PrefetchRow(const void* row, int64_t num_bytes) {
+  const char* const line = static_cast<const char*>(row);
+  for (int64_t i = 0; i < num_bytes; i += kCacheLineBytes) {
+    __builtin_prefetch(line + i, kIsWritten, /*locality=*/3);
   }
-
- private:
-  uintptr_t last_ = 0;  // page
-};
+  asm volatile("");  // an effect: GCC drops calls of functions that only prefetch
+}
 
 }  // namespace
 }  // namespace xla_gpu::paged_attention

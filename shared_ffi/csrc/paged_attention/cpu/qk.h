@@ -155,17 +155,17 @@ __attribute__((noinline)) void MultiplyPacked(const float* q, const float* k, in
 // q . k of the rows at hand with a KV tile. Masked positions may be computed, too.
 //   logits: [tile.rows, kMaxTile]
 template <typename T>
-void MultiplyCachedKeys(const Rows& rows, const Queries<T>& queries, const AttentionMask& mask,
+void MultiplyCachedKeys(const Rows& rows, Queries<T>* queries, const AttentionMask& mask,
                         const KvTile& tile, int64_t head, const CachedRows<T>& k, float* logits,
                         Prefetcher* next) {
   ForEachBlock<kCachedRows>(0, rows.per_head, [&](auto num_rows, int64_t first) {
     constexpr int64_t kCount = kPositions<num_rows>;
     const Range range = mask.RangeOf(tile, first, num_rows);
-    const float* q = queries.Row(head * rows.per_head + first);
+    const float* q = queries->At(head * rows.per_head + first, num_rows);
     for (const int64_t number : kReadingOrder<CeilDiv(kStep, kCount)>.numbers) {
       const int64_t j = Smaller(number * kCount, kStep - kCount);  // the last may overlap others
       if (j + kCount <= range.begin || j >= range.end) continue;
-      MultiplyCached<num_rows>(q, k, j, rows.p.head_size, queries.width(),
+      MultiplyCached<num_rows>(q, k, j, rows.p.head_size, queries->width(),
                                logits + first * kMaxTile, next);
     }
   });
@@ -174,18 +174,29 @@ void MultiplyCachedKeys(const Rows& rows, const Queries<T>& queries, const Atten
 // The same with K packed: all rows by some positions, whose K stays in the nearest cache.
 //   num_read: bytes of a position's K and V in the cache
 template <typename T>
-void MultiplyPackedKeys(const Rows& rows, const Queries<T>& queries, const AttentionMask& mask,
+void MultiplyPackedKeys(const Rows& rows, Queries<T>* queries, const AttentionMask& mask,
                         const KvTile& tile, int64_t head, const PackedKeys<T>& k, int64_t num_read,
                         float* logits, Prefetcher* next) {
   const auto [begin, end] = tile.range;
   const auto by_positions = [&](auto num_vectors, int64_t vector) {
-    const int64_t j = vector * kLanes;
     ForEachBlock<kBlockRows>(tile.rows.begin, tile.rows.end, [&](auto num_rows, int64_t first) {
       const Range range = mask.RangeOf(tile, first, num_rows);
-      if (j + num_vectors * kLanes <= range.begin || j >= range.end) return;
-      MultiplyPacked<num_rows, num_vectors, T>(
-          queries.Row(head * rows.per_head + first), k.At(j), queries.width(),
-          logits + (first - tile.rows.begin) * kMaxTile + j, num_vectors * kLanes * num_read, next);
+      const int64_t used = Larger(range.begin / kLanes, vector),
+                    num_used = Smaller(CeilDiv(range.end, kLanes), vector + num_vectors) - used;
+      if (num_used <= 0) return;
+      const auto multiply = [&](auto count) {
+        const int64_t j = Smaller(used, vector + num_vectors - count) * kLanes;
+        MultiplyPacked<num_rows, count, T>(
+            queries->At(head * rows.per_head + first, num_rows), k.At(j), queries->width(),
+            logits + (first - tile.rows.begin) * kMaxTile + j, count * kLanes * num_read, next);
+      };
+      // Rows at the edge of the mask use a part of four vectors. One by itself would take as long
+      // as two: its sums wait for their own last multiply-adds.
+      if constexpr (num_vectors == 4) {
+        if (num_used <= 2) return multiply(std::integral_constant<int, 2>());
+        if (num_used == 3) return multiply(std::integral_constant<int, 3>());
+      }
+      multiply(num_vectors);
     });
   };
   ForEachBlock<kBlockVectors>(begin / kLanes, CeilDiv(end, kLanes), by_positions);

@@ -12,6 +12,11 @@ namespace {
 constexpr float kMaxGrowth = 8;
 constexpr float kInfinity = __builtin_inff();
 
+// Rows of a block, at most, whose products with a packed tile become weights at once. With 32
+// registers of 16 lanes there is room for a step of 8 rows, and none waits for the largest of its
+// row.
+constexpr int kWeighedRows = kLanes == 16 ? 8 : kBlockRows;
+
 // What a row has seen of a split so far: about the largest logit, and for each lane the sum of
 // 2^(logit - max).
 struct RowSums {
