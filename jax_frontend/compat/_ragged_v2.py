@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from jax_frontend.compat._update_and_attend import unit_scale
 from jax_frontend.paged_attention import paged_attention
 from shared_ffi.paged_attention import check_mask_value
+from shared_ffi.spec import dtype_error, shape_error
 
 OP = "ragged_paged_attention"
 
@@ -19,7 +21,7 @@ def ragged_paged_attention(
     cu_q_lens: jax.Array,
     num_seqs: jax.Array,
     *,
-    sm_scale: float = 1.0,
+    sm_scale: float | jax.Array = 1.0,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     mask_value: float | None = None,
@@ -43,7 +45,9 @@ def ragged_paged_attention(
         page_indices: ``[max_num_seqs, pages_per_seq]`` int32.
         cu_q_lens: ``[max_num_seqs + 1]`` int32.
         num_seqs: ``[1]`` int32.
-        sm_scale, sliding_window, soft_cap: as ``paged_attention``'s.
+        sm_scale: as ``paged_attention``'s ``scale``; or a float array ``[]``, which may be traced.
+            It multiplies ``q``, in float32.
+        sliding_window, soft_cap: as ``paged_attention``'s.
         mask_value: None or at most -10000: masked positions do not enter the softmax.
         k_scale: a factor of the logits. A cache of integers needs both.
         v_scale: a factor of the output.
@@ -58,6 +62,8 @@ def ragged_paged_attention(
         ValueError, TypeError: as ``paged_attention``.
     """
     check_mask_value(OP, mask_value)
+    if isinstance(sm_scale, jax.Array):  # paged_attention's scale is a constant of the program
+        q, sm_scale = _scaled(q, sm_scale), 1.0
     output = paged_attention(
         q,
         kv_pages,
@@ -72,3 +78,11 @@ def ragged_paged_attention(
         v_scale=unit_scale(kv_pages, v_scale),
     )
     return output if v_scale is None else output * v_scale
+
+
+def _scaled(q: jax.Array, sm_scale: jax.Array) -> jax.Array:
+    if sm_scale.shape != ():
+        raise shape_error(OP, "sm_scale", "[]", sm_scale.shape)
+    if not jnp.issubdtype(sm_scale.dtype, jnp.floating):
+        raise dtype_error(OP, "sm_scale", "a float dtype", sm_scale.dtype.name)
+    return (q.astype(jnp.float32) * sm_scale.astype(jnp.float32)).astype(q.dtype)

@@ -300,6 +300,43 @@ def test_is_paged_attention(name: str) -> None:
     assert_same_bits(*map(to_numpy, (result, plain(*arrays, 0.1) * 3)))
 
 
+@pytest.mark.parametrize("soft_cap", [None, 30.0])
+def test_a_traced_scale_multiplies_the_query(soft_cap: float | None) -> None:
+    """As Levanter gives it: an array in the query's dtype, within shard_map."""
+    case = PLAIN_CASES[0]
+    arrays = [jnp.asarray(x) for x in case.inputs()]
+    attend = jax.jit(
+        jax.shard_map(
+            lambda scale, *arrays: jax_frontend.ragged_paged_attention(
+                *arrays, sm_scale=scale, soft_cap=soft_cap
+            ),
+            mesh=jax.make_mesh((1,), ("model",)),
+            in_specs=jax.P(),
+            out_specs=jax.P(),
+        )
+    )
+    query, *others = arrays
+    for dtype in ("float32", "bfloat16"):
+        scale = jnp.asarray(0.125, dtype)
+        expected = jax_frontend.ragged_paged_attention(
+            query * jnp.float32(0.125).astype(query.dtype), *others, sm_scale=1, soft_cap=soft_cap
+        )
+        assert_same_bits(*map(to_numpy, (attend(scale, *arrays), expected)))
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (np.ones(2, F32), r"sm_scale must have shape \[\]; got \[2\]"),
+        (I32(1), "sm_scale must have a float dtype; got int32"),
+    ],
+)
+def test_a_wrong_scale(scale: Any, message: str) -> None:
+    arrays = [jnp.asarray(x) for x in PLAIN_CASES[0].inputs()]
+    with pytest.raises((ValueError, TypeError), match=f"^ragged_paged_attention: {message}$"):
+        jax_frontend.ragged_paged_attention(*arrays, sm_scale=jnp.asarray(scale))
+
+
 def to_numpy(array: Any) -> np.ndarray:
     return backends.to_numpy(array) if isinstance(array, torch.Tensor) else np.asarray(array)
 
