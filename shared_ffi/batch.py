@@ -39,7 +39,8 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        check_sizes("BlockPool", num_blocks=num_blocks, block_size=block_size)
+        check_sizes("BlockPool", num_blocks=num_blocks)
+        check_sizes("BlockPool", least=1, block_size=block_size)
         self.block_size = block_size
         self.free = [*reversed(range(num_blocks))]
         """The numbers of the free blocks. The last one is taken next."""
@@ -165,9 +166,9 @@ def pad_batch(
             does not fit int32.
         TypeError: tokens, lengths or blocks are no integers.
     """
+    check_sizes("pad_batch", least=1, block_size=block_size)
     check_sizes(
         "pad_batch",
-        block_size=block_size,
         num_tokens=num_tokens,
         max_seqs=max_seqs,
         max_blocks_per_seq=max_blocks_per_seq,
@@ -308,15 +309,15 @@ def _num_blocks_with_slots(block_size: int) -> int:
 def check_slot_mapping(metadata: Sequence[ArraySpec], block_size: int, num_tokens: int) -> None:
     """Checks the arguments of ``slot_mapping``; raises ValueError (shape, value) or TypeError."""
     check_metadata("slot_mapping", *metadata)
-    check_sizes("slot_mapping", block_size=block_size, num_tokens=num_tokens)
+    check_sizes("slot_mapping", least=1, block_size=block_size)
+    check_sizes("slot_mapping", num_tokens=num_tokens)
 
 
-def check_sizes(op: str, **sizes: Any) -> None:
-    """Checks sizes, which may be symbols. Only block_size and a window must not be 0."""
+def check_sizes(op: str, *, least: int = 0, **sizes: Any) -> None:
+    """Checks sizes, which may be symbols; raises ValueError (value) or TypeError."""
     for name, size in sizes.items():
         if isinstance(size, bool) or not hasattr(size, "__index__"):
             raise dtype_error(op, name, "type int", type(size).__name__)
-        least = 1 if name in ("block_size", "sliding_window") else 0
         if isinstance(size, int | np.integer) and not least <= size <= _LARGEST:
             rule = f"be at least {least}" if size < least else f"be at most {_LARGEST}"
             raise value_error(op, name, rule, size)

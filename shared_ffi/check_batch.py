@@ -111,9 +111,9 @@ def check_batch(
         TypeError: an array is None, has no integers or no values yet (under ``jax.jit``), or a size
             is no int.
     """
-    check_sizes(_OP, block_size=block_size, num_blocks=num_blocks)
-    if sliding_window is not None:
-        check_sizes(_OP, sliding_window=sliding_window)
+    window = {} if sliding_window is None else {"sliding_window": sliding_window}
+    check_sizes(_OP, least=1, block_size=block_size, **window)
+    check_sizes(_OP, num_blocks=num_blocks)
     slots = _integers("slot_mapping", slot_mapping)
     arrays = (context_lens, block_tables, query_start_loc, num_seqs)
     metadata = [_integers(name, array) for name, array in zip(METADATA, arrays, strict=True)]
