@@ -26,14 +26,16 @@ class BatchHistory:
     """What the steps before have written to a cache, for ``check_batch``.
 
     Example:
-        >>> history, prompt = BatchHistory(), pad_batch([[5, 6]], [2], [[3]], **sizes)
-        >>> check_batch(*prompt[2:], block_size=16, num_blocks=4, history=history, seq_ids=["a"])
-        >>> other = pad_batch([[7]], [1], [[3]], **sizes)  # block 3 again
-        >>> check_batch(*other[2:], block_size=16, num_blocks=4, history=history, seq_ids=["b"])
-        >>> decode = pad_batch([[8]], [3], [[3]], **sizes)  # but "a" has not ended
-        >>> check_batch(*decode[2:], block_size=16, num_blocks=4, history=history, seq_ids=["a"])
+        >>> history, cache = BatchHistory(), {"block_size": 16, "num_blocks": 4}
+        >>> def check(name, context_len, blocks):  # one sequence, with one new token
+        ...     sizes = {"num_tokens": 1, "max_seqs": 1, "max_blocks_per_seq": 2, "block_size": 16}
+        ...     batch = pad_batch([[5]], [context_len], [blocks], **sizes)
+        ...     check_batch(*batch[2:], **cache, history=history, seq_ids=[name])
+        >>> check("a", 1, [3])
+        >>> check("b", 1, [3])  # block 3 again, though "a" has not ended
+        >>> check("a", 2, [3])
         ValueError: check_batch: block_tables[0, 0] must still hold the positions from 0 on of
-        sequence 0 ('a'), ... got block 3, which sequence 'b' has written since, ...
+        sequence 0 ('a'), which ran in step 1; got block 3, which sequence 'b' wrote in step 2. ...
     """
 
     def __init__(self) -> None:
@@ -94,14 +96,13 @@ def check_batch(
         context_lens: ``[max_seqs]``, as in ``paged_attention``.
         block_tables: ``[max_seqs, max_blocks_per_seq]``, as there.
         query_start_loc: ``[max_seqs + 1]``, as there.
-        num_seqs: ``[]`` or ``[1]``, as there. Arrays are those of NumPy, JAX or PyTorch, or lists,
-            of integers of any width.
+        num_seqs: ``[]`` or ``[1]``, as there. All five are arrays of NumPy, JAX or PyTorch, or
+            lists, of integers of any width.
         block_size: positions of a block.
         num_blocks: blocks of the cache.
         sliding_window: of all layers that use these tables; entries before the window may hold
             anything then.
-        history: what this function wrote down in the steps before. One for each cache whose blocks
-            have numbers of their own.
+        history: of the steps before, to which this one is added. One for each pool of blocks.
         seq_ids: with a history, a name of each of the ``num_seqs`` sequences, which no other one
             gets until ``history.forget``.
 
