@@ -32,6 +32,7 @@ class Config:
     num_kv_heads: int
     head_size: int
     norm_epsilon: float
+    inv_freq: tuple[float, ...]  # of the rotary embedding, head_size / 2 frequencies of float32
     rope_scale: float  # factor of sine and cosine; 1 for most models
     sliding_windows: tuple[int | None, ...]  # one for each layer
 
@@ -50,8 +51,7 @@ class Checkpoint:
     Attributes:
         name: for people.
         config: sizes.
-        weights: by transformers' names, without ``model.``, and ``inv_freq``, the frequencies of
-            the rotary embedding, ``[head_size / 2]`` float32. A linear layer has
+        weights: by transformers' names, without ``model.``. A linear layer has
             ``[outputs, inputs]``.
         tokenizer: transformers' tokenizer.
         stop_tokens: tokens that end an answer.
@@ -67,7 +67,6 @@ class Checkpoint:
             self.weights = {
                 name.removeprefix("model."): weight for name, weight in model.state_dict().items()
             }
-        self.weights["inv_freq"] = model.model.rotary_emb.inv_freq
         stop = model.generation_config.eos_token_id
         if stop is None or isinstance(stop, int):
             stop = [] if stop is None else [stop]
@@ -192,6 +191,7 @@ def _config(model: Any) -> Config:
         num_kv_heads=config.num_key_value_heads,
         head_size=head_size or config.hidden_size // config.num_attention_heads,
         norm_epsilon=config.rms_norm_eps,
+        inv_freq=tuple(rope.inv_freq.tolist()),
         rope_scale=rope.attention_scaling,
         sliding_windows=tuple(_window(config, i) for i in range(config.num_hidden_layers)),
     )

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shared_ffi.batch import Batch, BlockPool, pad_batch
+from shared_ffi.batch import Batch, BlockPool, check_sizes, pad_batch
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class Limits:
     reserve: bool = False  # a request gets the blocks of all its tokens when it is admitted
 
     def __post_init__(self) -> None:
+        sizes = {name: value for name, value in vars(self).items() if name != "reserve"}
+        check_sizes("Limits", least=1, **sizes)
         if self.max_blocks_per_seq > self.num_blocks:
             raise ValueError("a sequence may not need more blocks than the pool has")
         if self.token_budget < self.max_seqs:
@@ -140,7 +142,7 @@ class Scheduler:
         self.limits = limits
         self.truncated = 0
         self.preemptions = 0
-        self.finished: list[Request] = []
+        self.finished = 0
         self.generated_tokens = 0
         self._pool = BlockPool(limits.num_blocks, limits.block_size)
         np.random.default_rng(0).shuffle(self._pool.free)  # a table in order would prove little
@@ -173,12 +175,16 @@ class Scheduler:
         chunks = self._plan()
         return self._step(chunks) if chunks else None
 
-    def complete(self, stopped: Collection[int] = ()) -> None:
+    def complete(self, stopped: Collection[int] = ()) -> list[Request]:
         """Tells that the step has run. A request whose tokens are all computed has generated one.
 
         Args:
             stopped: numbers of the requests whose new token is their last, before their limit.
+
+        Returns:
+            the requests that have ended with it.
         """
+        ended = []
         for request in list(self.running):
             if request.computed_tokens < request.known_tokens:
                 continue
@@ -187,7 +193,15 @@ class Scheduler:
             if request.known_tokens >= request.total_tokens or request.number in stopped:
                 self._pool.release(request.blocks)
                 self.running.remove(request)
-                self.finished.append(request)
+                ended.append(request)
+        self.finished += len(ended)
+        return ended
+
+    def recompute(self) -> None:
+        """Lets all running requests wait for blocks, to compute their tokens anew: what the cache
+        holds of them is of no use any more. It is no preemption."""
+        for request in sorted(self.running, key=lambda r: r.number, reverse=True):
+            self._give_back(request)
 
     def cancel(self, number: int) -> bool:
         """Drops a request that waits or runs, between two steps. False if it is neither."""
@@ -242,6 +256,9 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self.preemptions += 1
+        self._give_back(request)
+
+    def _give_back(self, request: Request) -> None:
         self._pool.release(request.blocks)
         request.computed_tokens = 0
         self.running.remove(request)

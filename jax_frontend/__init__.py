@@ -11,7 +11,14 @@ except ImportError as _error:
     ) from _error
 
 from jax_frontend._vmap import batching as _batching  # registers the rule of jax.vmap
-from jax_frontend.batch import Batch, BlockPool, pad_batch, slot_mapping
+from jax_frontend.batch import (
+    Batch,
+    BatchHistory,
+    BlockPool,
+    check_batch,
+    pad_batch,
+    slot_mapping,
+)
 from jax_frontend.compat._ragged_v2 import ragged_paged_attention
 from jax_frontend.compat._ragged_v3 import (
     ragged_paged_attention_hd64,
@@ -28,7 +35,9 @@ del jax, _batching
 
 __all__ = [
     "Batch",
+    "BatchHistory",
     "BlockPool",
+    "check_batch",
     "kv_cache_update",
     "merge_attention",
     "pad_batch",

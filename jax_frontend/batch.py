@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax_frontend._call import Arrays
 from shared_ffi import batch
 from shared_ffi.batch import Batch, BlockPool, pad_batch
+from shared_ffi.check_batch import BatchHistory, check_batch
 from shared_ffi.paged_attention import METADATA
 
-__all__ = ["Batch", "BlockPool", "pad_batch", "slot_mapping"]
+__all__ = ["Batch", "BatchHistory", "BlockPool", "check_batch", "pad_batch", "slot_mapping"]
 
 slots_of_tokens = partial(
     batch.slot_mapping, arange=partial(jnp.arange, dtype=jnp.int32), where=jnp.where

@@ -22,6 +22,10 @@ class BlockPool:
         num_blocks: blocks of the cache, its first dimension.
         block_size: positions of a block.
 
+    Raises:
+        ValueError: a size is negative, beyond int32, or ``block_size`` is 0.
+        TypeError: a size is no int.
+
     Example:
         >>> pool, blocks = BlockPool(num_blocks=4, block_size=16), []
         >>> pool.grow(blocks, context_len=20)  # 20 tokens lie in two blocks
@@ -35,6 +39,8 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
+        check_sizes("BlockPool", num_blocks=num_blocks)
+        check_sizes("BlockPool", least=1, block_size=block_size)
         self.block_size = block_size
         self.free = [*reversed(range(num_blocks))]
         """The numbers of the free blocks. The last one is taken next."""
@@ -160,9 +166,9 @@ def pad_batch(
             does not fit int32.
         TypeError: tokens, lengths or blocks are no integers.
     """
-    _check_sizes(
+    check_sizes("pad_batch", least=1, block_size=block_size)
+    check_sizes(
         "pad_batch",
-        block_size=block_size,
         num_tokens=num_tokens,
         max_seqs=max_seqs,
         max_blocks_per_seq=max_blocks_per_seq,
@@ -303,15 +309,15 @@ def _num_blocks_with_slots(block_size: int) -> int:
 def check_slot_mapping(metadata: Sequence[ArraySpec], block_size: int, num_tokens: int) -> None:
     """Checks the arguments of ``slot_mapping``; raises ValueError (shape, value) or TypeError."""
     check_metadata("slot_mapping", *metadata)
-    _check_sizes("slot_mapping", block_size=block_size, num_tokens=num_tokens)
+    check_sizes("slot_mapping", least=1, block_size=block_size)
+    check_sizes("slot_mapping", num_tokens=num_tokens)
 
 
-def _check_sizes(op: str, **sizes: Any) -> None:
-    """Checks sizes, which may be symbols. Only block_size must not be 0."""
+def check_sizes(op: str, *, least: int = 0, **sizes: Any) -> None:
+    """Checks sizes, which may be symbols; raises ValueError (value) or TypeError."""
     for name, size in sizes.items():
         if isinstance(size, bool) or not hasattr(size, "__index__"):
             raise dtype_error(op, name, "type int", type(size).__name__)
-        least = 1 if name == "block_size" else 0
         if isinstance(size, int | np.integer) and not least <= size <= _LARGEST:
             rule = f"be at least {least}" if size < least else f"be at most {_LARGEST}"
             raise value_error(op, name, rule, size)

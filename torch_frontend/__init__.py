@@ -10,7 +10,14 @@ except ImportError as _error:
     ) from _error
 
 from shared_ffi import __version__ as __version__
-from torch_frontend.batch import Batch, BlockPool, pad_batch, slot_mapping
+from torch_frontend.batch import (
+    Batch,
+    BatchHistory,
+    BlockPool,
+    check_batch,
+    pad_batch,
+    slot_mapping,
+)
 from torch_frontend.compilers.aot_inductor import aoti_compile_and_package
 from torch_frontend.kv_cache_update import kv_cache_update
 from torch_frontend.merge_attention import merge_attention
@@ -24,8 +31,10 @@ del torch
 
 __all__ = [
     "Batch",
+    "BatchHistory",
     "BlockPool",
     "aoti_compile_and_package",
+    "check_batch",
     "export_platform",
     "kv_cache_update",
     "merge_attention",

@@ -9,12 +9,13 @@ import torch
 
 from shared_ffi import batch
 from shared_ffi.batch import Batch, BlockPool
+from shared_ffi.check_batch import BatchHistory, check_batch
 from shared_ffi.paged_attention import METADATA
 from torch_frontend.operator.arguments import checked, refuse_several_devices, specs
 from torch_frontend.operator.define import define_composite
 from torch_frontend.operator.dtensor import refuse_dtensors
 
-__all__ = ["Batch", "BlockPool", "pad_batch", "slot_mapping"]
+__all__ = ["Batch", "BatchHistory", "BlockPool", "check_batch", "pad_batch", "slot_mapping"]
 
 
 def pad_batch(

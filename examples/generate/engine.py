@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from examples.generate.runners import ModelRunner
 from harness.scheduler import Arrival, Limits, Scheduler, Step
-from shared_ffi.batch import Batch
+from shared_ffi.batch import Batch, check_sizes
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,13 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1; got {self.max_new_tokens}")
+        check_sizes("Sampling", least=1, max_new_tokens=self.max_new_tokens)
         if not 0 <= self.temperature < np.inf:
             raise ValueError(f"temperature must be 0 or a positive number; got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be more than 0 and at most 1; got {self.top_p}")
-        if self.seed < 0:
-            raise ValueError(f"seed must not be negative; got {self.seed}")
+        if not hasattr(self.seed, "__index__") or self.seed < 0:
+            raise ValueError(f"seed must be an integer that is not negative; got {self.seed}")
 
     @property
     def is_greedy(self) -> bool:
@@ -44,7 +44,8 @@ class Answer:
     """What has been generated for a prompt."""
 
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # of the tokens; empty: not known
+    logprobs: list[float] = field(default_factory=list)
+    """Of each token, at temperature 1, by the weights that chose it; empty: not known."""
     seconds: list[float] = field(default_factory=list)  # when each token came, since the start
 
     def add(self, token: int, second: float) -> None:
@@ -147,14 +148,27 @@ class Engine:
     """
 
     def __init__(
-        self, runner: ModelRunner, limits: Limits, stop_tokens: frozenset[int] = frozenset()
+        self,
+        runner: ModelRunner,
+        limits: Limits,
+        stop_tokens: frozenset[int] = frozenset(),
+        recompute: bool = True,
     ) -> None:
-        """`stop_tokens`: tokens that end an answer; they are its last token then."""
+        """
+        Args:
+            runner: runs the model.
+            limits: sizes of a step and of the pool.
+            stop_tokens: tokens that end an answer; they are its last token then.
+            recompute: whether a request that runs while weights are replaced computes its tokens
+                anew; if not, it keeps their keys and values, which are those of the old weights.
+        """
         self._runner = runner
+        self._recompute = recompute
+        self._weights = _seen(runner)
         self._limits = limits
         self._stop_tokens = stop_tokens
         # Each of the runner's copies of the model has requests and a pool of its own.
-        self._replicas = [_Replica([], Scheduler([], limits)) for _ in range(runner.replicas)]
+        self._replicas = [_Replica({}, Scheduler([], limits)) for _ in range(runner.replicas)]
         self._count = 0
         self._start = time.perf_counter()
 
@@ -176,13 +190,21 @@ class Engine:
         """
         _check_length(self._count, prompt, sampling, self._limits)
         replica = self._replicas[self._count % len(self._replicas)]
-        replica.scheduler.add(Arrival(0.0, len(prompt), sampling.max_new_tokens))
-        replica.requests.append(_Request(self._count, [*prompt], sampling, Answer()))
+        number = replica.scheduler.add(Arrival(0.0, len(prompt), sampling.max_new_tokens))
+        replica.requests[number] = _Request(self._count, [*prompt], sampling, Answer())
         self._count += 1
-        return replica.requests[-1].answer
+        return replica.requests[number].answer
 
     def step(self) -> None:
-        """Runs the model once for all requests that have room, and chooses their next tokens."""
+        """Runs the model once for all requests that have room, and chooses their next tokens.
+
+        Raises:
+            ValueError: the model gave logits that are no numbers.
+        """
+        if self._recompute and _are_replaced(self._weights, self._runner):
+            for replica in self._replicas:
+                replica.scheduler.recompute()
+        self._weights = _seen(self._runner)
         steps = [replica.next_step() for replica in self._replicas]
         bucket = max(step.bucket for step in steps)
         pairs = [*zip(self._replicas, steps, strict=True)]
@@ -194,6 +216,22 @@ class Engine:
             replica.complete(step, own, self._stop_tokens, seconds)
 
 
+_Seen = list[tuple[weakref.ref[Any], int]]
+
+
+def _seen(runner: ModelRunner) -> _Seen:
+    """What tells whether weights are replaced later; it keeps none in memory."""
+    return [(weakref.ref(weight), writes) for weight, writes in runner.weights()]
+
+
+def _are_replaced(seen: _Seen, runner: ModelRunner) -> bool:
+    weights = runner.weights()
+    return len(weights) != len(seen) or any(
+        reference() is not weight or before != writes
+        for (reference, before), (weight, writes) in zip(seen, weights, strict=True)
+    )
+
+
 @dataclass
 class _Request:
     number: int  # among those of all replicas
@@ -203,9 +241,10 @@ class _Request:
 
 
 class _Replica(NamedTuple):
-    """The requests of one of the runner's copies of the model, by the scheduler's numbers."""
+    """The requests of one of the runner's copies of the model that have not ended, by the
+    scheduler's numbers."""
 
-    requests: list[_Request]
+    requests: dict[int, _Request]
     scheduler: Scheduler
 
     def next_step(self) -> Step:
@@ -236,7 +275,8 @@ class _Replica(NamedTuple):
             request.answer.logprobs.append(logprob)
             if token in stop_tokens:
                 stopped.add(chunk.request)
-        self.scheduler.complete(stopped)
+        for ended in self.scheduler.complete(stopped):
+            del self.requests[ended.number]
 
 
 def _joined(batches: Sequence[Batch]) -> Batch:
@@ -258,9 +298,19 @@ def choose(
         sampling: temperature, top-p and seed.
         request: number of the request.
         position: of the new token. Seed, request and position decide the random number.
+
+    Raises:
+        ValueError: a logit is NaN or infinite, or all are -inf. One that is -inf has no chance.
     """
     wide = logits.astype(np.float64)
-    normalizer = np.logaddexp.reduce(wide)
+    with np.errstate(invalid="ignore"):
+        normalizer = np.logaddexp.reduce(wide)
+    if not np.isfinite(normalizer):
+        raise ValueError(
+            f"the logits of request {request} for position {position} must be finite, or -inf for "
+            f"some tokens; got {np.isnan(wide).sum()} NaN, {np.isposinf(wide).sum()} inf and "
+            f"{np.isneginf(wide).sum()} -inf of {len(wide)}. Are all weights finite?"
+        )
     if sampling.is_greedy:
         token = int(wide.argmax())
     else:

@@ -53,7 +53,7 @@ def hidden(
 ) -> tuple[jax.Array, list[Any]]:
     """The last layer's ``[num_tokens, hidden_size]``, and what `attend` makes of the caches."""
     x = params["embed_tokens.weight"][batch.tokens]
-    rope = _rope(params["inv_freq"], batch.positions, config.rope_scale)
+    rope = _rope(batch.positions, config)
     updated = []
     for layer, cache in enumerate(caches):
         attended, cache = _attention(params, layer, x, rope, cache, batch, config, attend)
@@ -167,7 +167,8 @@ def _norm(params: Params, name: str, x: jax.Array, config: Config) -> jax.Array:
     return params[f"{name}.weight"] * normalized.astype(x.dtype)
 
 
-def _rope(inv_freq: jax.Array, positions: jax.Array, scale: float) -> Rope:
+def _rope(positions: jax.Array, config: Config) -> Rope:
+    inv_freq = jnp.array(config.inv_freq, jnp.float32)
     angles = positions[:, None].astype(jnp.float32) * inv_freq
-    cos_sin_cache = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], -1) * scale
+    cos_sin_cache = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], -1) * config.rope_scale
     return Rope(jnp.arange(len(positions), dtype=jnp.int32), cos_sin_cache)

@@ -37,7 +37,7 @@ class Llama(nn.Module):
             )
             self.norm = Norm(config.hidden_size, config.norm_epsilon)
             self.lm_head = _linear(config.hidden_size, config.vocab_size, "lm_head", weights)
-            self.register_buffer("inv_freq", torch.empty(config.head_size // 2))
+        self.register_buffer("inv_freq", torch.tensor(config.inv_freq), persistent=False)
         self.load_state_dict(weights, assign=True)
 
     def new_caches(self, num_blocks: int, block_size: int) -> list[Tensor]:

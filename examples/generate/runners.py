@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,10 @@ class ModelRunner(ABC):
         in front, of the replicas."""
 
     @abstractmethod
+    def weights(self) -> list[tuple[Any, int]]:
+        """Each array of the weights, and how often it was written in place."""
+
+    @abstractmethod
     def compiles(self) -> int:
         """Programs compiled so far, as the framework counts them."""
 
@@ -49,7 +54,8 @@ class ModelRunner(ABC):
 
 
 class JaxRunner(ModelRunner):
-    """jax.jit, the caches donated. `params` are the weights; they may change between two steps."""
+    """jax.jit, the caches donated. `params` are the weights; they may be replaced between two
+    steps."""
 
     def __init__(self, checkpoint: Checkpoint, limits: Limits) -> None:
         weights = checkpoint.weights.items()
@@ -66,6 +72,10 @@ class JaxRunner(ModelRunner):
         """As in ModelRunner."""
         logits, self._caches = self._forward(self.params, self._caches, batch)
         return np.asarray(logits)
+
+    def weights(self) -> list[tuple[Any, int]]:
+        """As in ModelRunner."""
+        return [(weight, 0) for weight in self.params.values()]
 
     def compiles(self) -> int:
         """As in ModelRunner."""
@@ -132,6 +142,10 @@ class JaxMeshRunner(ModelRunner):
         logits, self._caches = self._forward(self.params, self._caches, self._placed(batch))
         return np.asarray(logits)
 
+    def weights(self) -> list[tuple[Any, int]]:
+        """As in ModelRunner."""
+        return [(weight, 0) for weight in self.params.values()]
+
     def compiles(self) -> int:
         """As in ModelRunner."""
         return int(self._forward._cache_size())  # type: ignore[attr-defined]
@@ -190,6 +204,10 @@ class TorchRunner(ModelRunner):
     def step(self, batch: Batch) -> np.ndarray:
         """As in ModelRunner."""
         return to_numpy(self._forward(self._caches, self._place(batch)))
+
+    def weights(self) -> list[tuple[Any, int]]:
+        """As in ModelRunner."""
+        return [(weight, weight._version) for weight in self._model.parameters()]
 
     def compiles(self) -> int:
         """As in ModelRunner."""

@@ -102,7 +102,6 @@ class JaxPolicy(JaxRunner):
     def train(self, rate: float, *arguments: Any) -> float:
         """Takes a step on `_loss`. Returns the loss before it."""
         value, gradients = self._differentiate(self.params, *arguments)
-        gradients["inv_freq"] = jnp.zeros_like(gradients["inv_freq"])  # no parameter
         self.params = jax.tree.map(lambda x, g: x - rate * g, self.params, gradients)
         return float(value)
 

@@ -147,7 +147,7 @@ def replay(
             for runner in runners
         },
         oracle_rows=oracle_rows,
-        finished=len(scheduler.finished),
+        finished=scheduler.finished,
         generated_tokens=scheduler.generated_tokens,
         truncated=scheduler.truncated,
         preemptions=scheduler.preemptions,

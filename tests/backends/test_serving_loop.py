@@ -197,6 +197,20 @@ def test_a_shared_block_is_free_when_all_have_released_it() -> None:
     assert sorted(pool.free) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"block_size": 0}, "block_size must be at least 1; got 0"),
+        ({"block_size": 4.0}, "block_size must have type int; got float"),
+        ({"num_blocks": -1}, "num_blocks must be at least 0; got -1"),
+        ({"num_blocks": True}, "num_blocks must have type int; got bool"),
+    ],
+)
+def test_impossible_pools(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^BlockPool: {message}"):
+        BlockPool(**({"num_blocks": 4, "block_size": 16} | sizes))
+
+
 @pytest.mark.parametrize("method", ["share", "release"])
 @pytest.mark.parametrize(
     ("blocks", "message"),

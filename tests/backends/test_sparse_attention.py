@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -40,6 +41,12 @@ def in_jax(name: str, arrays: dict[str, Any], **options: Any) -> np.ndarray:
     return np.asarray(jax.jit(partial(PAGES["jax"][name], **options))(**arrays))
 
 
+def in_jax_eagerly(name: str, arrays: dict[str, Any], **options: Any) -> np.ndarray:
+    """With the NumPy arrays that ``pad_batch`` returns."""
+    own = {name: jnp.asarray(x) for name, x in arrays.items() if name != "batch"}
+    return np.asarray(PAGES["jax"][name](**arrays | own, **options))
+
+
 def call_torch(
     convert: Callable[[Any], torch.Tensor],
     compile_with: str | None,
@@ -59,6 +66,7 @@ def call_torch(
 
 WAYS = {
     "jax": in_jax,
+    "jax_eager": in_jax_eagerly,
     "torch": partial(call_torch, to_torch, None),
     "inductor": partial(call_torch, to_torch, "inductor"),
     "torch_xla": partial(call_torch, to_xla, None),
@@ -224,6 +232,20 @@ def test_chosen_positions_and_blocks(call: Callable[[], Call]) -> None:
 def test_in_compiled_programs(way: str, call: str) -> None:
     made = CALLS[call]()
     assert_same_bits(made.run(way), made.run("torch"))
+
+
+@pytest.mark.parametrize("call", ["positions_call-float32-None", "blocks_call-float32-None"])
+@pytest.mark.parametrize("way", ["jax", "jax_eager", "torch"])
+def test_padding_of_a_batch_with_as_many_sequences_as_it_has_room_for(way: str, call: str) -> None:
+    made = CALLS[call]()
+    batch, count = made.arrays["batch"], len(SEQUENCES)
+    lens, tables, starts = batch.context_lens, batch.block_tables, batch.query_start_loc
+    full = batch._replace(
+        context_lens=lens[:count], block_tables=tables[:count], query_start_loc=starts[: count + 1]
+    )
+    assert starts[count] < len(batch.positions)
+    found = made._replace(arrays=made.arrays | {"batch": full}).run(way)
+    assert_same_bits(found, made.run("torch"))
 
 
 @pytest.mark.parametrize("cache_dtype", [None, "int8", "float8_e4m3fn"])

@@ -3,9 +3,11 @@ and a real one as well."""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import re
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -247,6 +249,69 @@ def test_jax_gives_requests_that_come_later_the_bits_of_each_alone(
     assert backend.compiles() == len(limits.buckets)
 
 
+def new_weights(runner: Any, how: str) -> None:
+    """Makes the weights of a runner's layers 1.2 times as large."""
+    if how == "in place":
+        with torch.no_grad():
+            for weight in runner._model.layers.parameters():
+                weight.mul_(1.2)
+        return
+    changed = {name: x * 1.2 for name, x in runner.params.items() if "layers" in name}
+    if how == "entries":
+        runner.params.update(changed)
+    else:
+        runner.params = runner.params | changed
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("how", ["dictionary", "entries", "in place"])
+def test_weights_that_are_replaced_while_requests_run(
+    folder: Path, how: str, recompute: bool
+) -> None:
+    """The next tokens are those of a request that begins with what was there before."""
+    limits = replace(LIMITS, num_blocks=24)
+    opened = RUNNERS["torch" if how == "in place" else "jax"](
+        checkpoint.load(folder, "float32"), limits
+    )
+    served = engine.Engine(opened, limits, recompute=recompute)
+    answers = [served.add(prompt, SAMPLING) for prompt in prompts()]
+    while not 3 <= len(answers[0].tokens) < 9:
+        served.step()
+    before = [len(answer.tokens) for answer in answers]
+    new_weights(opened, how)
+    while not served.is_done:
+        served.step()
+    equal = []
+    for prompt, answer, count in zip(prompts(), answers, before, strict=True):
+        if count < SAMPLING.max_new_tokens:
+            sampling = replace(SAMPLING, max_new_tokens=SAMPLING.max_new_tokens - count)
+            asked = [[*prompt, *answer.tokens[:count]]]
+            (alone,) = engine.generate(opened, asked, sampling, limits, frozenset()).answers
+            is_close = np.allclose(answer.logprobs[count:], alone.logprobs, rtol=0, atol=1e-4)
+            equal.append(is_close and answer.tokens[count:] == alone.tokens)
+        assert len(answer.logprobs) == SAMPLING.max_new_tokens
+    assert any(before) and not all(before)
+    assert all(equal) if recompute else not all(equal)
+
+
+def test_weights_are_all_that_a_dictionary_of_weights_has(model: Checkpoint) -> None:
+    names = {name.removeprefix("model.") for name, _ in model.model.named_parameters()}
+    assert {*JaxRunner(model, LIMITS).params} - {"lm_head.weight"} == names - {"lm_head.weight"}
+
+
+def test_finished_requests_are_let_go(model: Checkpoint) -> None:
+    served = engine.Engine(JaxRunner(model, LIMITS), LIMITS)
+    for _ in range(3):
+        kept = [served.add(prompt, SAMPLING) for prompt in prompts((2, 3))]
+        answers = [weakref.ref(answer) for answer in kept]
+        while not served.is_done:
+            served.step()
+        assert all(len(answer.tokens) == SAMPLING.max_new_tokens for answer in kept)
+        del kept
+        gc.collect()
+        assert [answer() for answer in answers] == [None, None]
+
+
 def test_requests_are_refused_when_they_are_added(model: Checkpoint) -> None:
     served = engine.Engine(JaxRunner(model, LIMITS), LIMITS)
     served.add([3], SAMPLING)
@@ -332,13 +397,36 @@ class TestChoose:
             {"top_p": 0.0},
             {"top_p": 1.5},
             {"seed": -1},
+            {"seed": 1.5},
             {"max_new_tokens": 0},
+            {"max_new_tokens": 1.5},
         ],
         ids=str,
     )
     def test_impossible_options(self, options: dict[str, Any]) -> None:
-        with pytest.raises(ValueError, match=next(iter(options))):
+        with pytest.raises((TypeError, ValueError), match=next(iter(options))):
             Sampling(**options)
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    @pytest.mark.parametrize(
+        ("logits", "got"),
+        [
+            ([0.1, np.nan, 0.2], "1 NaN, 0 inf and 0 -inf of 3"),
+            ([0.1, np.inf, 0.2], "0 NaN, 1 inf and 0 -inf of 3"),
+            ([-np.inf] * 3, "0 NaN, 0 inf and 3 -inf of 3"),
+        ],
+    )
+    def test_logits_that_are_no_numbers(
+        self, logits: list[float], got: str, temperature: float
+    ) -> None:
+        rule = "the logits of request 5 for position 9 must be finite, or -inf for some tokens"
+        with pytest.raises(ValueError, match=f"^{rule}; got {got}"):
+            choose(np.array(logits, np.float32), Sampling(temperature=temperature), 5, 9)
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_a_token_without_a_chance(self, temperature: float) -> None:
+        logits = np.array([-np.inf, 1.0, -np.inf], np.float32)
+        assert choose(logits, Sampling(temperature=temperature), 0, 0) == (1, 0.0)
 
 
 def command(folder: Path, *options: str) -> int:

@@ -15,6 +15,7 @@ from examples.replay.__main__ import main
 from examples.replay.steps import TokenValues
 from harness.scheduler import Arrival, Limits, Scheduler
 from harness.workload import MODELS, generate_trace, read_trace
+from shared_ffi.check_batch import BatchHistory, check_batch
 from tests.support import scripts
 
 SMALL = Limits(block_size=4, num_blocks=24, max_seqs=5, max_blocks_per_seq=16, token_budget=20)
@@ -29,7 +30,7 @@ def arrivals(count: int, seed: int = 0) -> list[Arrival]:
 def test_the_scheduler_gives_each_token_its_own_slot(seed: int) -> None:
     scheduler = Scheduler(arrivals(40, seed), SMALL)
     written: dict[int, tuple[int, int]] = {}  # by slot: the token that it holds
-    clock = 0.0
+    clock, ended, history = 0.0, [], BatchHistory()
     while not scheduler.is_done:
         step = scheduler.next_step(clock)
         clock += 0.1
@@ -41,6 +42,9 @@ def test_the_scheduler_gives_each_token_its_own_slot(seed: int) -> None:
         assert len(batch.tokens) in SMALL.buckets
         assert step.num_tokens <= len(batch.tokens)
         assert (batch.slot_mapping[step.num_tokens :] == -1).all()
+        names = [chunk.request for chunk in step.chunks]
+        sizes = {"block_size": SMALL.block_size, "num_blocks": SMALL.num_blocks}
+        check_batch(*batch[2:], **sizes, history=history, seq_ids=names)
 
         num_seqs = int(batch.num_seqs[0])
         assert num_seqs <= SMALL.max_seqs
@@ -55,12 +59,10 @@ def test_the_scheduler_gives_each_token_its_own_slot(seed: int) -> None:
                 block = batch.block_tables[s, position // SMALL.block_size]
                 slot = int(block) * SMALL.block_size + position % SMALL.block_size
                 assert written[slot] == (number, position)
-        scheduler.complete()
+        ended += scheduler.complete()
     assert scheduler.used_blocks == 0
     assert scheduler.preemptions > 0
-    assert [
-        request.number for request in sorted(scheduler.finished, key=lambda r: r.number)
-    ] == list(range(40))
+    assert sorted(request.number for request in ended) == list(range(40))
     assert scheduler.generated_tokens == sum(a.generated_tokens for a in arrivals(40, seed))
 
 
@@ -76,20 +78,17 @@ def test_reserved_blocks_make_a_request_wait_that_would_be_preempted() -> None:
         waited += bool(scheduler.waiting) and len(scheduler.running) < SMALL.max_seqs
         scheduler.complete()
     assert scheduler.preemptions == scheduler.used_blocks == 0 < waited
-    assert len(scheduler.finished) == 40
+    assert scheduler.finished == 40
 
 
 def test_a_request_longer_than_a_sequence_may_be_is_cut_and_counted() -> None:
     scheduler = Scheduler([Arrival(0, 1000, 5), Arrival(0, 3, 1000), Arrival(0, 3, 5)], SMALL)
+    total_tokens = {}
     while not scheduler.is_done:
         scheduler.next_step(0)
-        scheduler.complete()
+        total_tokens |= {x.number: x.total_tokens for x in scheduler.complete()}
     assert scheduler.truncated == 2
-    assert [r.total_tokens for r in sorted(scheduler.finished, key=lambda r: r.number)] == [
-        64,
-        64,
-        8,
-    ]
+    assert total_tokens == {0: 64, 1: 64, 2: 8}
 
 
 @pytest.mark.parametrize(
@@ -97,10 +96,15 @@ def test_a_request_longer_than_a_sequence_may_be_is_cut_and_counted() -> None:
     [
         ({"max_blocks_per_seq": 25}, "more blocks than the pool"),
         ({"token_budget": 4}, "token budget"),
+        ({"max_seqs": 0}, "^Limits: max_seqs must be at least 1; got 0"),
+        ({"block_size": 0}, "^Limits: block_size must be at least 1; got 0"),
+        ({"num_blocks": -1}, "^Limits: num_blocks must be at least 1; got -1"),
+        ({"max_blocks_per_seq": 0}, "^Limits: max_blocks_per_seq must be at least 1; got 0"),
+        ({"token_budget": 20.5}, "^Limits: token_budget must have type int; got float"),
     ],
 )
-def test_impossible_limits(changes: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_impossible_limits(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
         Limits(
             **(
                 {"block_size": 4, "num_blocks": 24, "max_seqs": 5, "max_blocks_per_seq": 16}

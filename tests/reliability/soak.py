@@ -133,9 +133,9 @@ class Soak:
                 chosen = present[self._rng.integers(len(present))].number
                 cancelled += scheduler.cancel(chosen)
             check_books(scheduler)
-        if len(scheduler.finished) + cancelled != len(requests) or scheduler.used_blocks:
+        if scheduler.finished + cancelled != len(requests) or scheduler.used_blocks:
             raise AssertionError("a request or a block was lost")
-        self.report.finished += len(scheduler.finished)
+        self.report.finished += scheduler.finished
         self.report.cancelled += cancelled
         self.report.preemptions += scheduler.preemptions
         return checksum

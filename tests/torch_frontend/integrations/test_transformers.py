@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from typing import Any
 
@@ -196,6 +197,53 @@ def test_refuses_padding_after_tokens() -> None:
 def test_refuses_other_masks(options: dict[str, Any], message: str) -> None:
     with torch.no_grad(), pytest.raises(NotImplementedError, match=message):
         tiny()(torch.tensor([[5, 6, 7, 8]]), use_cache=False, **options)
+
+
+@pytest.mark.parametrize(
+    "keyword",
+    [
+        {"cache_position": torch.arange(4)},
+        {"shift_labels": torch.tensor([[6, 7, 8, -100]])},
+        {"ignore_index": 7},
+        {"num_logits_to_keep": 1},
+        {"return_loss": True},
+    ],
+    ids=lambda keyword: next(iter(keyword)),
+)
+def test_keywords_that_are_not_for_attention(keyword: dict[str, Any]) -> None:
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    models = model_of("llama"), tiny()
+    with torch.no_grad():
+        wanted, found = (model(tokens, labels=tokens, **keyword) for model in models)
+    torch.testing.assert_close(found.logits, wanted.logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found.loss, wanted.loss, atol=1e-4, rtol=1e-4)
+
+
+def test_images_with_an_attention_of_their_own() -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    config = transformers.LlavaConfig(
+        text_config=tiny().config,
+        vision_config=transformers.CLIPVisionConfig(**vision),
+        image_token_index=IMAGE,
+        vision_feature_layer=-1,
+    )
+    model = transformers.LlavaForConditionalGeneration._from_config(
+        config, attn_implementation="eager"
+    ).eval()
+    given = {
+        "input_ids": torch.tensor([[5, 6, *[IMAGE] * 4, 7]]),
+        "pixel_values": torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(2)),
+    }
+    with torch.no_grad():
+        wanted = model(**given).logits
+        model.set_attn_implementation(NAME)
+        with pytest.raises(NotImplementedError, match="from CLIPAttention; use attn") as refused:
+            model(**given)
+        _, _, remedy = str(refused.value).partition("a part of one, attn_implementation=")
+        model.set_attn_implementation(ast.literal_eval(remedy))
+        torch.testing.assert_close(model(**given).logits, wanted, atol=1e-4, rtol=1e-4)
+    assert model.config.text_config._attn_implementation == NAME
 
 
 def test_refuses_to_differentiate() -> None:

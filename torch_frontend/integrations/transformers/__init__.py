@@ -29,7 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from torch_frontend.integrations.transformers.attention_function import attention  # noqa: E402
 from torch_frontend.integrations.transformers.masks import Mask, mask  # noqa: E402
-from torch_frontend.integrations.transformers.names import NAME, REMEDY  # noqa: E402
+from torch_frontend.integrations.transformers.names import NAME, remedy  # noqa: E402
 
 __all__ = ["NAME", "Mask", "attention", "mask"]
 
@@ -60,7 +60,8 @@ def _refuse_classes() -> None:
                 if name.endswith("_ATTENTION_CLASSES") and NAME not in classes:
                     raise NotImplementedError(
                         f"{NAME}: the model must call an attention function; "
-                        f"{type(self).__name__} has {name} with {sorted(classes)}; {REMEDY}"
+                        f"{type(self).__name__} has {name} with {sorted(classes)}; "
+                        f"{remedy(self.config)}"
                     )
         return upstream(self, requested_attention, *arguments, **keywords)
 

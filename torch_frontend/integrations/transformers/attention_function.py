@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torch_frontend.integrations.transformers.masks import Mask
-from torch_frontend.integrations.transformers.names import LAYOUT, NAME, OPS, REMEDY
+from torch_frontend.integrations.transformers.names import LAYOUT, NAME, OPS, remedy
 from torch_frontend.integrations.transformers.paged_cache import is_ring, updated_pages
 from torch_frontend.integrations.transformers.rows import pages_of_rows
 
@@ -85,19 +85,28 @@ _HARMLESS = {
     "position_ids",
     "token_type_ids",
     "mm_token_type_ids",
+    "cache_position",  # of callers written for transformers 4
     # What the model does with the results.
+    "ignore_index",
     "labels",
     "logits_to_keep",
     "num_items_in_batch",
+    "num_logits_to_keep",
     "output_hidden_states",
     "output_router_logits",
     "return_dict",
+    "return_loss",
+    "shift_labels",
     "use_cache",
     # In continuous batching:
     "logits_indices",
     "logits_processor_args",
 }
 _HARMLESS_VALUES: dict[str, Any] = {"dropout": 0, "output_attentions": False}
+
+
+def _remedy(module: Any) -> str:
+    return remedy(getattr(module, "config", None))
 
 
 def _refuse_unknown_keywords(module: Any, kwargs: dict[str, Any]) -> None:
@@ -110,7 +119,7 @@ def _refuse_unknown_keywords(module: Any, kwargs: dict[str, Any]) -> None:
             continue
         got = f"a tensor {[*given.shape]}" if isinstance(given, torch.Tensor) else repr(given)
         raise NotImplementedError(
-            f"{NAME}: {name} must be {must}; {type(module).__name__} gave {got}; {REMEDY}"
+            f"{NAME}: {name} must be {must}; {type(module).__name__} gave {got}; {_remedy(module)}"
         )
 
 
@@ -120,7 +129,8 @@ def _refuse_other_masks(
     if mask is not None and not isinstance(mask, Mask):
         raise NotImplementedError(
             f"{NAME}: attention_mask must be the one that transformers makes for {NAME}; "
-            f"{type(module).__name__} gave a {type(mask).__name__} {[*mask.shape]}; {REMEDY}"
+            f"{type(module).__name__} gave a {type(mask).__name__} {[*mask.shape]}; "
+            f"{_remedy(module)}"
         )
     is_causal = kwargs.get("is_causal")
     if is_causal is None:  # with images, a mask says more than the module
@@ -131,12 +141,12 @@ def _refuse_other_masks(
     if not is_causal:
         raise NotImplementedError(
             f"{NAME}: the mask must be causal, with a window or without, with images or without; "
-            f"got another one from {type(module).__name__}; {REMEDY}"
+            f"got another one from {type(module).__name__}; {_remedy(module)}"
         )
     if mask is not None and not has_cache and mask.shape[2:] != (query_len, key_len):
         raise NotImplementedError(
             f"{NAME}: the mask must be for {query_len} queries and {key_len} keys as "
-            f"{type(module).__name__} has them; got one for {[*mask.shape[2:]]}; {REMEDY}"
+            f"{type(module).__name__} has them; got one for {[*mask.shape[2:]]}; {_remedy(module)}"
         )
 
 
@@ -152,6 +162,6 @@ def _window(module: Any, mask: Mask | None, allocator: Any, kwargs: dict[str, An
     if len({*named.values()}) > 1:
         raise NotImplementedError(
             f"{NAME}: the window must be the same for layer, mask and cache; got {named} from "
-            f"{type(module).__name__}; {REMEDY}"
+            f"{type(module).__name__}; {_remedy(module)}"
         )
     return next(iter(named.values()), None)

@@ -16,7 +16,7 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
-from torch_frontend.integrations.transformers.names import NAME, REMEDY
+from torch_frontend.integrations.transformers.names import NAME, remedy
 
 
 class Mask(torch.Tensor):
@@ -26,6 +26,8 @@ class Mask(torch.Tensor):
 
     model: str
     """The model's type, for errors."""
+    remedy: str
+    """What to write instead of our attention, for errors."""
     facts: Facts | None
     """None: the mask says what `attention` cannot do."""
     bounds: torch.Tensor
@@ -74,7 +76,7 @@ class Mask(torch.Tensor):
                 return cls.of(left.shape, **vars(this) | {"ranges": ranges})
         raise NotImplementedError(
             f"{NAME}: the attention mask must be read by the attention function only; got "
-            f"{function} in the code of the model {this.model!r}; {REMEDY}"
+            f"{function} in the code of the model {this.model!r}; {this.remedy}"
         )
 
 
@@ -114,6 +116,7 @@ def mask(
     return Mask.of(
         (batch_size, 1, q_length, kv_length),
         model=getattr(config, "model_type", "?"),
+        remedy=remedy(config),
         facts=facts,
         bounds=bounds,
         ranges=ranges,

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 import torch_frontend  # noqa: F401  (defines the ops)
 
 NAME = "xla_gpu_paged"
-REMEDY = "use attn_implementation='sdpa' or 'eager' for this model"
 
 OPS = torch.ops.xla_gpu
 LAYOUT = "nbhd"
+
+
+def remedy(config: Any) -> str:
+    """What to write instead, given the configuration of a model, or of a part of one."""
+    others = "use attn_implementation='sdpa' or 'eager' for this model"
+    part = getattr(config, "base_config_key", "")
+    if part in ("", "text_config"):
+        return others
+    parts = {"text_config": NAME, part: "sdpa"}
+    return f"{others}, or, where it is a part of one, attn_implementation={parts}"
 
 
 class Tables(NamedTuple):
