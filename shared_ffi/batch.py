@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shared_ffi.paged_attention import MAX_CONTEXT_LEN, check_metadata
-from shared_ffi.spec import ArraySpec, dtype_error, on_host, value_error
+from shared_ffi.spec import ArraySpec, check_is_on_host, dtype_error, on_host, value_error
 
 _LARGEST = np.iinfo(np.int32).max
 
@@ -167,6 +167,16 @@ def pad_batch(
         max_seqs=max_seqs,
         max_blocks_per_seq=max_blocks_per_seq,
     )
+    check_is_on_host("pad_batch", tokens=tokens, context_lens=context_lens, blocks=blocks)
+    for name, given, rule in (
+        ("tokens", tokens, "a list of integers for each sequence"),
+        ("blocks", blocks, "a list of integers for each sequence"),
+        ("context_lens", context_lens, "an integer for each sequence"),
+    ):
+        entries = given if hasattr(given, "__len__") and name != "context_lens" else []
+        for entry in (given, *entries):
+            if not hasattr(entry, "__len__"):
+                raise dtype_error("pad_batch", name, rule, type(entry).__name__)
     query_lens = [*map(len, tokens)]
     for name, size, room, given in (
         ("tokens", "num_tokens", num_tokens, sum(query_lens)),
@@ -186,7 +196,8 @@ def pad_batch(
                 f"count at least its {query_len} new tokens, and at most the "
                 f"{len(own) * block_size} that its {len(own)} blocks hold"
             )
-            raise value_error("pad_batch", f"context_lens[{s}]", rule, context_len)
+            remedy = "BlockPool.grow adds blocks" if context_len >= query_len else ""
+            raise value_error("pad_batch", f"context_lens[{s}]", rule, context_len, remedy)
 
     batch = Batch(
         tokens=np.zeros(num_tokens, np.int32),
@@ -309,7 +320,8 @@ def check_slot_mapping(metadata: Sequence[ArraySpec], block_size: int, num_token
 def _check_sizes(op: str, **sizes: Any) -> None:
     """Checks sizes, which may be symbols. Only block_size must not be 0."""
     for name, size in sizes.items():
-        if isinstance(size, bool) or not hasattr(size, "__index__"):
+        is_array = hasattr(size, "dtype") and not isinstance(size, np.integer)
+        if isinstance(size, bool) or is_array or not hasattr(size, "__index__"):
             raise dtype_error(op, name, "type int", type(size).__name__)
         least = 1 if name == "block_size" else 0
         if isinstance(size, int | np.integer) and not least <= size <= _LARGEST:

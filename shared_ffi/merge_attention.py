@@ -29,14 +29,17 @@ def parts(argument: str, given: Any) -> list[Any] | None:
     arrays = list(given) if is_sequence else [given]
     for array in arrays:
         if not _is_array(array):
-            rule = "type array, or be a sequence of arrays"
-            raise dtype_error(OP, argument, rule, f"{type(array).__name__} {array!r}")
+            got = type(array).__name__
+            if isinstance(array, list | tuple):
+                got += ". Give outputs and log-sum-exps apart: merge_attention(*zip(*parts))"
+            raise dtype_error(OP, argument, "type array, or be a sequence of arrays", got)
     if not arrays:
         raise shape_error(OP, argument, _OUTPUTS, ())
     for number, array in enumerate(arrays):
         if array.shape != arrays[0].shape:
             rule = f"{list(arrays[0].shape)} as {argument}[0] has"
-            raise shape_error(OP, f"{argument}[{number}]", rule, tuple(array.shape))
+            remedy = "Outputs and log-sum-exps are given apart: merge_attention(*zip(*parts))"
+            raise shape_error(OP, f"{argument}[{number}]", rule, tuple(array.shape), remedy)
     return arrays
 
 
@@ -47,8 +50,10 @@ def _is_array(given: Any) -> bool:
 def check(outputs: ArraySpec, lses: ArraySpec) -> None:
     """Checks the stacked parts; raises ValueError (shape) or TypeError (dtype)."""
     if len(outputs.shape) != 4 or outputs.shape[0] < 1:
-        raise shape_error(OP, "outputs", _OUTPUTS, outputs.shape)
+        remedy = "One part is a list of one array" if len(outputs.shape) == 3 else ""
+        raise shape_error(OP, "outputs", _OUTPUTS, outputs.shape, remedy)
     if "float" not in outputs.dtype:
         raise dtype_error(OP, "outputs", "a floating-point dtype", outputs.dtype)
     sizes = zip(("num_parts", "num_tokens", "num_heads"), outputs.shape[:3], strict=True)
-    check_array(OP, "lses", lses, [*sizes], "float32")
+    remedy = "It has a number for each head of outputs, in as many parts"
+    check_array(OP, "lses", lses, [*sizes], "float32", remedy)
