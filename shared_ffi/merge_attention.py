@@ -11,6 +11,7 @@ from shared_ffi.spec import ArraySpec, check_array, dtype_error, missing_error, 
 OP = "merge_attention"
 
 
+_APART = "Give outputs and log-sum-exps apart: merge_attention(*zip(*parts))"
 _OUTPUTS = "[num_parts, num_tokens, num_heads, head_size], of at least one part"
 
 
@@ -29,16 +30,17 @@ def parts(argument: str, given: Any) -> list[Any] | None:
     arrays = list(given) if is_sequence else [given]
     for array in arrays:
         if not _is_array(array):
-            got = type(array).__name__
-            if isinstance(array, list | tuple):
-                got += ". Give outputs and log-sum-exps apart: merge_attention(*zip(*parts))"
+            is_pair = isinstance(array, list | tuple) and any(map(_is_array, array))
+            got = f"{type(array).__name__} {array!r}"
+            if is_pair:  # its numbers say nothing
+                got = f"{type(array).__name__}. {_APART}"
             raise dtype_error(OP, argument, "type array, or be a sequence of arrays", got)
     if not arrays:
         raise shape_error(OP, argument, _OUTPUTS, ())
     for number, array in enumerate(arrays):
         if array.shape != arrays[0].shape:
             rule = f"{list(arrays[0].shape)} as {argument}[0] has"
-            remedy = "Outputs and log-sum-exps are given apart: merge_attention(*zip(*parts))"
+            remedy = _APART if len(array.shape) != len(arrays[0].shape) else ""
             raise shape_error(OP, f"{argument}[{number}]", rule, tuple(array.shape), remedy)
     return arrays
 

@@ -878,7 +878,7 @@ def mistake(
 
 
 _TENSOR = "must have type torch.Tensor; got"
-_APART = "Outputs and log-sum-exps are given apart: merge_attention(*zip(*parts))"
+_APART = "Give outputs and log-sum-exps apart: merge_attention(*zip(*parts))"
 _FIRST = "The first of what kv_cache_update returns is the cache. K and V apart are kv_cache and value_cache"
 _RAGGED = {
     "jax": "block_tables must be an array; got type list. Its rows must have one length",
@@ -1077,8 +1077,7 @@ MISTAKES = [
     ),
     mistake(
         "merge_attention",
-        "outputs must have type array, or be a sequence of arrays; got tuple. Give outputs and log-sum-exps apart: "
-        "merge_attention(*zip(*parts))",
+        f"outputs must have type array, or be a sequence of arrays; got tuple. {_APART}",
         outputs=[(ones(4, 4, 8), ones(4, 4))],
     ),
     mistake(

@@ -19,7 +19,10 @@ def missing_error(op: str, name: str) -> TypeError:
 
 def tensor_error(op: str, name: str, given: object) -> TypeError:
     """For an argument that must be a tensor, and is something else."""
-    error = spec.dtype_error(op, name, "type torch.Tensor", type(given).__name__)
+    got = type(given).__name__
+    error = spec.dtype_error(op, name, "type torch.Tensor", got)
+    if not str(error).endswith(f"; got {got}"):  # it has a remedy
+        return error
     remedy = "Pass a tensor"
     if hasattr(given, "__dlpack__"):  # of NumPy or JAX
         remedy = f"Pass torch.from_dlpack({name})"
