@@ -168,15 +168,12 @@ def pad_batch(
         max_blocks_per_seq=max_blocks_per_seq,
     )
     check_is_on_host("pad_batch", tokens=tokens, context_lens=context_lens, blocks=blocks)
-    for name, given, rule in (
-        ("tokens", tokens, "a list of integers for each sequence"),
-        ("blocks", blocks, "a list of integers for each sequence"),
-        ("context_lens", context_lens, "an integer for each sequence"),
-    ):
-        entries = given if hasattr(given, "__len__") and name != "context_lens" else []
-        for entry in (given, *entries):
-            if not hasattr(entry, "__len__"):
-                raise dtype_error("pad_batch", name, rule, type(entry).__name__)
+    _check_lists("context_lens", context_lens, "an integer for each sequence")
+    for name, lists in (("tokens", tokens), ("blocks", blocks)):
+        rule = "a list of integers for each sequence"
+        _check_lists(name, lists, rule)
+        for integers in lists:
+            _check_lists(name, integers, rule)
     query_lens = [*map(len, tokens)]
     for name, size, room, given in (
         ("tokens", "num_tokens", num_tokens, sum(query_lens)),
@@ -231,6 +228,11 @@ def pad_batch(
         where=np.where,
     )
     return batch
+
+
+def _check_lists(argument: str, given: Any, rule: str) -> None:
+    if not hasattr(given, "__len__"):
+        raise dtype_error("pad_batch", argument, rule, type(given).__name__)
 
 
 def _as_int32(argument: str, given: Any) -> np.ndarray:
