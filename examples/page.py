@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
-from rich.console import Console, Group
+from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
@@ -30,7 +30,8 @@ _STYLE: Any = {
     "axes.spines.top": False,
     "axes.titlelocation": "left",
     "axes.titleweight": "bold",
-    "grid.color": "#e2e8f0",
+    "grid.alpha": 0.4,
+    "grid.color": "#94a3b8",
     "legend.frameon": False,
     "svg.fonttype": "none",  # text stays text, in the page's font
 }
@@ -38,21 +39,43 @@ _PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
 <title>xla-paged-attention: {title}</title>
 <style>
+  :root {{ --page: #ffffff; --text: #0f172a; --line: #cbd5e1; --good: #15803d; --bad: #b91c1c; }}
+  @media (prefers-color-scheme: dark) {{
+    :root {{ --page: #0f172a; --text: #e2e8f0; --line: #475569; --good: #4ade80; --bad: #f87171; }}
+  }}
   body {{ margin: 0 auto; max-width: 1180px; padding: 2vw;
-    font: 15px/1.5 system-ui, sans-serif; color: #0f172a; }}
-  pre {{ font: 13px/1.35 ui-monospace, monospace; overflow-x: auto; }}
-  div {{ display: grid; gap: 12px;
+    font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page); }}
+  pre {{ font: 13px/1.35 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }}
+  section {{ display: grid; gap: 12px;
     grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); }}
   svg {{ width: 100%; height: auto; font-family: inherit; }}
-  summary {{ cursor: pointer; font-weight: bold; }}
+  svg text {{ fill: var(--text) !important; }}
+  summary, dt, th {{ font-weight: bold; }}
+  summary {{ cursor: pointer; }}
+  table {{ border-collapse: collapse; margin: 1em 0; }}
+  td, th {{ border-top: 1px solid var(--line); padding: 4px 12px 4px 0; text-align: left; }}
+  .good {{ color: var(--good); font-weight: bold; }}
+  .bad {{ color: var(--bad); font-weight: bold; }}
+  @media (max-width: 640px) {{
+    .backends tr {{ display: block; border-top: 1px solid var(--line); }}
+    .backends tr:first-child {{ display: none; }}
+    .backends td {{ display: flex; justify-content: space-between; border: 0; padding: 2px 0; }}
+    .backends td::before {{ content: attr(data-column); padding-right: 12px; }}
+  }}
 </style>
 <h1>{title}</h1>
-<pre>{report}</pre>
-<div>{plots}</div>
+<dl>{conversation}</dl>
+<h2>{run}</h2>
+<table>{headlines}</table>
+<table class="backends">{backends}</table>
+<p>{legend}</p>
+<p>{summary}</p>
+<section>{plots}</section>
 <details><summary>The custom calls, without instruction names and source metadata</summary>
-<pre>{calls}</pre></details>
+{calls}</details>
 """
 
 
@@ -82,7 +105,7 @@ class Report:
         """Prints everything but the custom calls and the plots."""
         for prompt, answer in self.conversation:
             title = f"[bold]{escape(prompt)}"
-            console.print(Panel(_with_bold(answer), title=title, title_align="left"))
+            console.print(Panel(_with_bold(escape(answer)), title=title, title_align="left"))
         summary = Table.grid(padding=(0, 2))
         for label, value, good in self.headlines:
             summary.add_row(label, Text(value, "bold green" if good else "bold red"))
@@ -98,37 +121,56 @@ class Report:
 
     def calls_to_terminal(self, console: Console) -> None:
         """Prints the custom calls, once for all backends that have the same."""
-        backends: dict[str, list[str]] = {}
-        for name, calls in self.calls.items():
-            lines = [line for call, heading in calls.items() for line in (heading, *_lines(call))]
-            if lines:
-                backends.setdefault("\n".join(filter(None, lines)), []).append(name)
-        for text, names in backends.items():
-            title = f"custom calls in {', '.join(names)}"
-            console.print(Panel(Group(Text(text)), title=title, title_align="left"))
+        for names, text in self._distinct_calls():
+            panel = Panel(Text(text), title=f"custom calls in {names}", title_align="left")
+            console.print(panel)
 
     def to_html(self, path: Path) -> None:
         """Writes what the terminal shows, the plots and the custom calls as a page that needs no
         network and no other file."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        shown = html.escape
+        header, *body = self.rows
+        calls = self._distinct_calls()
         text = _PAGE.format(
-            title=html.escape(self.title),
-            report=_as_html(self.to_terminal),
+            title=shown(self.title),
+            run=shown(self.run),
+            conversation="".join(
+                f"<dt>{shown(prompt)}</dt><dd>{_with_bold(shown(answer), '<b>', '</b>')}</dd>"
+                for prompt, answer in self.conversation
+            ),
+            headlines="".join(
+                f'<tr><td>{shown(label)}<td class="{"good" if good else "bad"}">{shown(value)}'
+                for label, value, good in self.headlines
+            ),
+            backends=_row("th", header, header) + "".join(_row("td", header, x) for x in body),
+            legend=shown(self.legend),
+            summary=shown(self.summary),
             plots="\n".join(map(_svg, self.plots)),
-            calls=_as_html(self.calls_to_terminal),
+            calls="".join(f"<h3>{shown(x)}</h3><pre>{shown(text)}</pre>" for x, text in calls),
         )
         path.write_text(text)
 
+    def _distinct_calls(self) -> list[tuple[str, str]]:
+        """The custom calls, one attribute a line, behind the names of the backends that have
+        them."""
+        backends: dict[str, list[str]] = {}
+        for name, calls in self.calls.items():
+            lines = [line for call, heading in calls.items() for line in (heading, *_lines(call))]
+            if lines:
+                backends.setdefault("\n".join(filter(None, lines)), []).append(name)
+        return [(", ".join(names), text) for text, names in backends.items()]
 
-def _with_bold(text: str) -> str:
-    """A model's text, with the bold type of Markdown that it may have."""
-    return re.sub(r"\*\*(\S[^*]*)\*\*", r"[bold]\1[/bold]", escape(text))
+
+def _with_bold(text: str, begin: str = "[bold]", end: str = "[/bold]") -> str:
+    """A model's text, escaped, with the bold type of Markdown that it may have."""
+    return re.sub(r"\*\*(\S[^*]*)\*\*", rf"{begin}\1{end}", text)
 
 
-def _as_html(show: Callable[[Console], None]) -> str:
-    console = Console(record=True, file=io.StringIO(), width=128, highlight=False)
-    show(console)
-    return console.export_html(code_format="{code}", inline_styles=True)
+def _row(tag: str, header: Sequence[str], cells: Sequence[str]) -> str:
+    """A row of a table. On a phone, each cell stands behind the name of its column."""
+    names = zip(map(html.escape, header), map(html.escape, cells), strict=True)
+    return "<tr>" + "".join(f'<{tag} data-column="{name}">{cell}' for name, cell in names)
 
 
 def _svg(draw: Callable[[Axes], None]) -> str:

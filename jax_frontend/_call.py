@@ -13,7 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
 
-from shared_ffi.spec import ArraySpec, Call, dtype_error, missing_error, on_host, value_error
+from shared_ffi.spec import (
+    ArraySpec,
+    Call,
+    array_error,
+    dtype_error,
+    missing_error,
+    on_host,
+    value_error,
+)
 from shared_ffi.xla import lowering, runtimes
 
 Parameters = ParamSpec("Parameters")
@@ -102,8 +110,20 @@ class Arrays:
         """The array, which may not be None or hold integers that JAX would truncate."""
         if array is None:
             raise missing_error(self._op, name)
+        if name == "kv_cache" and isinstance(array, list | tuple):
+            error = array_error(self._op, name, f"a {type(array).__name__} of {len(array)}")
+            remedy = "The first of what kv_cache_update returns is the cache"
+            raise TypeError(f"{error}. {remedy}. K and V apart are kv_cache and value_cache")
         check_integers_fit(self._op, name, array)
-        return array if isinstance(array, jax.Array) else jnp.asarray(array)
+        if isinstance(array, jax.Array):
+            return array
+        try:
+            return jnp.asarray(array)
+        except (TypeError, ValueError):  # in JAX's words, which name neither op nor argument
+            error = array_error(self._op, name, f"type {type(array).__name__}")
+        is_list = isinstance(array, list | tuple)
+        remedy = "Its rows must have one length" if is_list else "Pass numbers"
+        raise TypeError(f"{error}. {remedy}")
 
     def _add(self, name: str, array: jax.Array) -> ArraySpec:
         self._arrays[name] = array

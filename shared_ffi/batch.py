@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shared_ffi.paged_attention import MAX_CONTEXT_LEN, check_metadata
-from shared_ffi.spec import ArraySpec, dtype_error, on_host, value_error
+from shared_ffi.spec import ArraySpec, check_is_on_host, dtype_error, on_host, value_error
 
 _LARGEST = np.iinfo(np.int32).max
 
@@ -173,6 +173,13 @@ def pad_batch(
         max_seqs=max_seqs,
         max_blocks_per_seq=max_blocks_per_seq,
     )
+    check_is_on_host("pad_batch", tokens=tokens, context_lens=context_lens, blocks=blocks)
+    _check_lists("context_lens", context_lens, "an integer for each sequence")
+    for name, lists in (("tokens", tokens), ("blocks", blocks)):
+        rule = "a list of integers for each sequence"
+        _check_lists(name, lists, rule)
+        for integers in lists:
+            _check_lists(name, integers, rule)
     query_lens = [*map(len, tokens)]
     for name, size, room, given in (
         ("tokens", "num_tokens", num_tokens, sum(query_lens)),
@@ -192,7 +199,8 @@ def pad_batch(
                 f"count at least its {query_len} new tokens, and at most the "
                 f"{len(own) * block_size} that its {len(own)} blocks hold"
             )
-            raise value_error("pad_batch", f"context_lens[{s}]", rule, context_len)
+            remedy = "BlockPool.grow adds blocks" if context_len >= query_len else ""
+            raise value_error("pad_batch", f"context_lens[{s}]", rule, context_len, remedy)
 
     batch = Batch(
         tokens=np.zeros(num_tokens, np.int32),
@@ -226,6 +234,11 @@ def pad_batch(
         where=np.where,
     )
     return batch
+
+
+def _check_lists(argument: str, given: Any, rule: str) -> None:
+    if not hasattr(given, "__len__"):
+        raise dtype_error("pad_batch", argument, rule, type(given).__name__)
 
 
 def _as_int32(argument: str, given: Any) -> np.ndarray:
@@ -316,7 +329,8 @@ def check_slot_mapping(metadata: Sequence[ArraySpec], block_size: int, num_token
 def check_sizes(op: str, *, least: int = 0, **sizes: Any) -> None:
     """Checks sizes, which may be symbols; raises ValueError (value) or TypeError."""
     for name, size in sizes.items():
-        if isinstance(size, bool) or not hasattr(size, "__index__"):
+        is_array = hasattr(size, "dtype") and not isinstance(size, np.integer)
+        if isinstance(size, bool) or is_array or not hasattr(size, "__index__"):
             raise dtype_error(op, name, "type int", type(size).__name__)
         if isinstance(size, int | np.integer) and not least <= size <= _LARGEST:
             rule = f"be at least {least}" if size < least else f"be at most {_LARGEST}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from shared_ffi import _native, cuda_driver, kernel_log
@@ -10,8 +11,9 @@ from shared_ffi.spec import Call
 _HANDLERS = _native.handlers()
 
 
-def handler_of(call: Call, platform: str) -> Any:
-    """Returns the handler of a checked call on "cpu" or "cuda", as a capsule.
+def handler_of(call: Call, platform: str, copies: Callable[[], Iterable[str]] = tuple) -> Any:
+    """Returns the handler of a checked call on "cpu" or "cuda", as a capsule. `copies`: see
+    kernel_log.log.
 
     Raises:
         NotImplementedError: this build has no handlers for the platform.
@@ -25,5 +27,5 @@ def handler_of(call: Call, platform: str) -> Any:
         raise NotImplementedError(
             f"{call.op}: this build has no handlers for {platform}; install one that has"
         ) from error
-    kernel_log.log(call, platform)
+    kernel_log.log(call, platform, copies)
     return handler

@@ -1,4 +1,5 @@
-"""A line of the log for each call that is prepared: which kernels it uses.
+"""A line of the log for each call that is prepared: which kernels it uses and why, what is copied
+for it and why, and its shapes.
 
 ``logging.getLogger("shared_ffi").setLevel(logging.DEBUG)`` turns it on. A call is prepared once for
 its shapes, dtypes and options: by eager PyTorch at the first call, by XLA when a program is
@@ -8,32 +9,54 @@ compiled.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
 
-from shared_ffi import _native
+import numpy as np
+
+from shared_ffi import _native, paged_attention
 from shared_ffi.spec import Call
 
 _LOGGER = logging.getLogger("shared_ffi")
 
 
-def log(call: Call, platform: str) -> None:
-    """Writes the line of a call that has been prepared for a platform, if somebody reads it."""
+def log(call: Call, platform: str, copies: Callable[[], Iterable[str]] = tuple) -> None:
+    """Writes the line of a call that has been prepared for a platform, if somebody reads it.
+
+    `copies`: what is copied, each with its reason. It is asked only for a reader.
+    """
     if not _LOGGER.isEnabledFor(logging.DEBUG):
         return
     operands = zip(call.names, call.operands, strict=True)
     shapes = (f"{name} {array.dtype}{list(array.shape)}" for name, array in operands)
-    _LOGGER.debug(
-        "%s on %s: %s; %s", call, platform, _kernels(call.op, platform), ", ".join(shapes)
-    )
+    facts = [_kernels(call, platform), *copies(), ", ".join(shapes)]
+    _LOGGER.debug("%s on %s: %s", call, platform, "; ".join(facts))
 
 
-def _kernels(op: str, platform: str) -> str:
-    if op != "paged_attention":
-        return "the kernel for all processors" if platform == "cpu" else "the kernel for all GPUs"
+def _kernels(call: Call, platform: str) -> str:
+    if call.target != paged_attention.TARGET:
+        return "its only kernel, which takes all calls"
     if platform == "cpu":
-        return f"the kernel for {_native.cpu_instruction_set()}"
+        best, *_ = _native.cpu_instruction_sets()
+        used = _native.cpu_instruction_set()
+        reason = "the best of this processor" if used == best else f"chosen instead of {best}"
+        return f"the kernel for {used}, {reason}"
+    if slow := _reason_for_cuda_cores(call):
+        return f"the kernel for CUDA cores, slowly, as {slow}"
     if _native.cuda_version is None:
         return "kernels of the build that runs it"
     in_use = _native.cuda_kernels_in_use()
     if not in_use:
         return f"kernels chosen {_native.cuda_choice()}, on the machine that runs it"
     return f"kernels chosen {_native.cuda_choice()}: {', '.join(in_use)}, each where it applies"
+
+
+def _reason_for_cuda_cores(call: Call) -> str:
+    """Why no tensor core takes a call whatever its lengths; empty if one may."""
+    query, kv_cache, *_ = call.operands
+    if query.dtype == "float32":
+        return "query is float32"
+    unit = 8 if kv_cache.dtype == query.dtype else 16
+    head_size = dict(call.attributes).get("row_head_size", query.shape[-1])
+    if isinstance(head_size, int | np.integer) and head_size % unit:  # else it is a symbol
+        return f"head_size={head_size} is no multiple of {unit}"
+    return ""

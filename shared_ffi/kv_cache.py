@@ -123,10 +123,10 @@ def add_features(
         is_made = made.get(f"{argument}_cache") is not None
         if scales is None and is_needed and not is_made and array.dtype in INTEGER_DTYPES:
             rule = f"be given with a cache of {array.dtype}, which holds whole numbers"
-            remedy = f"{argument}=1.0, as an array, keeps whole numbers"
+            remedy = f"{argument}=1.0 keeps whole numbers"
             if made:
                 remedy += f"; {argument}_cache gets scales that the call makes"
-            raise value_error(op, argument, f"{rule} ({remedy})", None)
+            raise value_error(op, argument, rule, None, remedy)
 
 
 def _add_scales(
@@ -154,7 +154,8 @@ def _add_made_scales(
 ) -> None:
     names = ("num_blocks", "block_size", "num_kv_heads")
     sizes = [(name, getattr(cache, name)) for name in names]
-    check_array(op, argument, array, sizes, "float32")
+    remedy = "It has a scale for each position and kv head"
+    check_array(op, argument, array, sizes, "float32", remedy)
     check_written(op, argument, array)
     _add_scale_array(operands, argument, array, None if cache.head_dim is None else 2)
 

@@ -16,6 +16,7 @@ from shared_ffi.spec import (
     Call,
     Operands,
     check_array,
+    check_is_on_host,
     dtype_error,
     flag,
     has_shape,
@@ -53,8 +54,8 @@ def check(
     interleaved: bool = False,
 ) -> Call:
     """Returns the in-place call, or raises ValueError (shape) or TypeError (dtype)."""
-    if len(key.shape) != 3:
-        raise shape_error(OP, "key", "[num_tokens, num_kv_heads, head_size]", key.shape)
+    remedy = "kv_cache comes first, then key" if len(kv_cache.shape) == 3 < len(key.shape) else ""
+    token_rows.check(OP, "key", key, "num_kv_heads", remedy)
     num_tokens, num_kv_heads, head_size = key.shape
     is_copied = key.dtype == kv_cache.dtype
     if key.dtype not in STORAGE_DTYPES and not (is_copied and key.dtype in CACHE_DTYPES):
@@ -66,8 +67,12 @@ def check(
     if not has_shape(value, (num_tokens, num_kv_heads, columns if has_own_columns else head_size)):
         last = f"head_size={head_size}" if value_cache is None else "value_head_size"
         rule = f"[num_tokens={num_tokens}, num_kv_heads={num_kv_heads}, {last}]"
-        raise shape_error(OP, "value", rule, value.shape)
-    token_rows.check(OP, "key", key)
+        remedy = ""
+        if value_cache is None and value.shape[:-1] == key.shape[:-1]:
+            remedy = "A V with another head size has a cache of its own, value_cache"
+            if len(kv_cache.shape) == len(_kv_layout.LATENT):
+                remedy = "Where V is a part of K, give key[..., :0] as value"
+        raise shape_error(OP, "value", rule, value.shape, remedy)
     token_rows.check(OP, "value", value)
     if value.dtype != key.dtype:
         raise dtype_error(OP, "value", f"key's dtype {key.dtype}", value.dtype)
@@ -107,7 +112,8 @@ def check(
         made={"k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache},
     )
     of_tokens = [("num_tokens", num_tokens)]
-    check_array(OP, "slot_mapping", slot_mapping, of_tokens, "int32 or int64")
+    remedy = "It has a slot for each token of key"
+    check_array(OP, "slot_mapping", slot_mapping, of_tokens, "int32 or int64", remedy)
     rotary = {"query": query, "positions": positions, "cos_sin_cache": cos_sin_cache}
     interleaved = flag(OP, "interleaved", interleaved)
     if any(array is not None for array in rotary.values()) or interleaved:
@@ -164,11 +170,14 @@ def _check_rotary(
     is_table = len(table) == 2 and holds(table[1] >= 2) and holds(table[1] <= head_size)
     if not is_table or not holds(table[1] % 2 == 0):
         rule = f"[max_positions, rotary_dim], with an even rotary_dim from 2 to {head_size}"
-        raise shape_error(OP, "cos_sin_cache", rule, table)
+        remedy = "" if len(table) == 2 else "It is the cosines and sines of a position in one row"
+        raise shape_error(OP, "cos_sin_cache", rule, table, remedy)
     if cos_sin_cache.dtype not in ("float32", key.dtype):
         rule = f"dtype float32, or key's dtype {key.dtype}"
         raise dtype_error(OP, "cos_sin_cache", rule, cos_sin_cache.dtype)
-    check_array(OP, "positions", positions, [("num_tokens", num_tokens)], "int32 or int64")
+    remedy = "It has a position for each token of key"
+    of_tokens = [("num_tokens", num_tokens)]
+    check_array(OP, "positions", positions, of_tokens, "int32 or int64", remedy)
     if query is not None:
         _check_query(query, key)
 
@@ -220,6 +229,7 @@ def check_values(
         ValueError: the CPU handler's message, which names the token.
     """
     num_blocks, block_size = _kv_layout.num_blocks_and_size(OP, kv_layout, kv_cache.shape)
+    check_is_on_host(f"{OP}.check_values", slot_mapping=slot_mapping, positions=positions)
     slots = np.ascontiguousarray(on_host(slot_mapping), np.int64)
     rows, max_positions = None, 0
     if positions is not None and cos_sin_cache is not None:

@@ -136,13 +136,11 @@ def check(
         known = {"h": num_kv_heads, "d": columns}
         rule = ", ".join(_describe(axis, known, kv_cache.dtype) for axis in axes)
         hints = _misfits(axes, kv_cache, columns, num_kv_heads)
-        if kv_layout is None and default == DEFAULT:
-            fits = [x for x in _OTHERS if _fits(x, kv_cache.shape, columns, num_kv_heads)]
-            if fits:
-                hints.insert(0, f"It would fit kv_layout={' or '.join(map(repr, fits))}")
-        error = shape_error(op, "kv_cache", f"[{rule}]", kv_cache.shape)
-        error.args = (". ".join([str(error), *hints]),)
-        raise error
+        if kv_layout is None:
+            hints = [*_other_caches(default, kv_cache, columns, num_kv_heads), *hints]
+            if default == DEFAULT and _may_lack_values(kv_cache.shape, columns, num_kv_heads):
+                hints.append("If it holds K alone, give V's cache as value_cache")
+        raise shape_error(op, "kv_cache", f"[{rule}]", kv_cache.shape, ". ".join(hints))
     strides = kv_cache.strides or _dense(kv_cache.shape)
     if strides[-1] != 1:
         rule = "be contiguous in head_size"
@@ -260,13 +258,12 @@ def _parse(op: str, layout: str, default: str) -> tuple[str, ...]:
     letters = [letter for axis, _ in groupby(axes) for letter in axis]
     allowed = [*_LETTERS[default], *[each.replace("b", "") for each in _LETTERS[default]]]
     if "".join(sorted(letters)) not in allowed or axes[-1] not in ("d", "2d"):
-        error = value_error(op, "kv_layout", _RULES[default], repr(layout))
+        remedy = ""
         if (layout, default) in _OF_FLASHINFER:
-            ours = _OF_FLASHINFER[layout, default]
-            error.args = (f"{error}. FlashInfer's {layout} is {ours!r} here",)
+            remedy = f"FlashInfer's {layout} is {_OF_FLASHINFER[layout, default]!r} here"
         elif missing := [x for x in _LETTERS[default][0] if x not in layout and x != "b"]:
-            error.args = (f"{error}, which lacks {' and '.join(missing)}",)
-        raise error
+            remedy = f"It lacks {' and '.join(missing)}"
+        raise value_error(op, "kv_layout", _RULES[default], repr(layout), remedy)
     return axes
 
 
@@ -321,6 +318,35 @@ def _misfits(
         for letter, wanted in (("h", num_kv_heads), ("d", columns))
         if sizes and wanted is not None and sizes[letter] != wanted
     ]
+
+
+def _other_caches(
+    default: str, kv_cache: ArraySpec, columns: int, num_kv_heads: int | None
+) -> list[str]:
+    """What a cache that does not have the default layout could be, and the argument that says so.
+    `num_kv_heads`: that of the keys; None: there is only the query."""
+    shape, is_update = kv_cache.shape, num_kv_heads is not None
+    if default == LATENT and len(shape) > len(LATENT):
+        given = "value has no columns" if is_update else "value_head_size is given"
+        return [f"{given}, which says that V is a part of K: not where the cache holds both"]
+    if default != DEFAULT:
+        return []
+    if len(shape) == len(LATENT) and shape[-1] == columns:
+        argument = "key[..., :0] as value" if is_update else "value_head_size"
+        return [f"If V is a part of K, give {argument}"]
+    if fits := [x for x in _OTHERS if _fits(x, shape, columns, num_kv_heads)]:
+        return [f"It would fit kv_layout={' or '.join(map(repr, fits))}"]
+    if len(shape) == 5:
+        return ["If its first dimension counts layers, give the cache of one"]
+    return ["Give each of these a dimension of its own"] if len(shape) < 4 else []
+
+
+def _may_lack_values(shape: Sequence[int], columns: int, num_kv_heads: int | None) -> bool:
+    """Whether a cache of the wrong shape is one of K alone."""
+    sizes = _sizes(_axes(SEPARATE), shape)
+    if sizes.get("d") != columns:
+        return False
+    return sizes["h"] % 2 == 1 if num_kv_heads is None else sizes["h"] == num_kv_heads
 
 
 def _steps(axes: Sequence[str], strides: Sequence[int], sizes: dict[str, int]) -> dict[str, int]:

@@ -11,6 +11,7 @@ from shared_ffi.spec import ArraySpec, check_array, dtype_error, missing_error, 
 OP = "merge_attention"
 
 
+_APART = "Give outputs and log-sum-exps apart: merge_attention(*zip(*parts))"
 _OUTPUTS = "[num_parts, num_tokens, num_heads, head_size], of at least one part"
 
 
@@ -29,14 +30,18 @@ def parts(argument: str, given: Any) -> list[Any] | None:
     arrays = list(given) if is_sequence else [given]
     for array in arrays:
         if not _is_array(array):
-            rule = "type array, or be a sequence of arrays"
-            raise dtype_error(OP, argument, rule, f"{type(array).__name__} {array!r}")
+            is_pair = isinstance(array, list | tuple) and any(map(_is_array, array))
+            got = f"{type(array).__name__} {array!r}"
+            if is_pair:  # its numbers say nothing
+                got = f"{type(array).__name__}. {_APART}"
+            raise dtype_error(OP, argument, "type array, or be a sequence of arrays", got)
     if not arrays:
         raise shape_error(OP, argument, _OUTPUTS, ())
     for number, array in enumerate(arrays):
         if array.shape != arrays[0].shape:
             rule = f"{list(arrays[0].shape)} as {argument}[0] has"
-            raise shape_error(OP, f"{argument}[{number}]", rule, tuple(array.shape))
+            remedy = _APART if len(array.shape) != len(arrays[0].shape) else ""
+            raise shape_error(OP, f"{argument}[{number}]", rule, tuple(array.shape), remedy)
     return arrays
 
 
@@ -47,8 +52,10 @@ def _is_array(given: Any) -> bool:
 def check(outputs: ArraySpec, lses: ArraySpec) -> None:
     """Checks the stacked parts; raises ValueError (shape) or TypeError (dtype)."""
     if len(outputs.shape) != 4 or outputs.shape[0] < 1:
-        raise shape_error(OP, "outputs", _OUTPUTS, outputs.shape)
+        remedy = "One part is a list of one array" if len(outputs.shape) == 3 else ""
+        raise shape_error(OP, "outputs", _OUTPUTS, outputs.shape, remedy)
     if "float" not in outputs.dtype:
         raise dtype_error(OP, "outputs", "a floating-point dtype", outputs.dtype)
     sizes = zip(("num_parts", "num_tokens", "num_heads"), outputs.shape[:3], strict=True)
-    check_array(OP, "lses", lses, [*sizes], "float32")
+    remedy = "It has a number for each head of outputs, in as many parts"
+    check_array(OP, "lses", lses, [*sizes], "float32", remedy)

@@ -22,6 +22,7 @@ from shared_ffi.spec import (
     Scalar,
     Smaller,
     check_array,
+    check_is_on_host,
     dtype_error,
     flag,
     float32_of,
@@ -50,6 +51,7 @@ METADATA = ("context_lens", "block_tables", "query_start_loc", "num_seqs")
 TOKEN_PAIRS = ("tree_mask", "bidirectional_ranges")
 """The optional arrays with two integers for each token, in the order of their operands."""
 
+_PAIRS = {"tree_mask": "words of 32 bits", "bidirectional_ranges": "positions"}
 _MAX_MASK_VALUE = -1e4
 _MAX_SCALE = 2.0**126
 
@@ -79,40 +81,41 @@ def check(
     max_query_len: int | None = None,
     value_head_size: int | None = None,
     return_lse: bool = False,
+    op: str = OP,
 ) -> Call:
     """Returns the call, or raises ValueError (shape, value) or TypeError (dtype, type).
 
+    `op`: the public function that makes the call, whose name is in messages.
+
     A feature that the call does not use adds nothing to it: neither operand nor attribute.
     """
-    if len(query.shape) != 3:
-        raise shape_error(OP, "query", "[num_tokens, num_heads, head_size]", query.shape)
+    token_rows.check(op, "query", query)
     num_tokens, num_heads, head_size = query.shape
     if query.dtype not in STORAGE_DTYPES:
-        raise dtype_error(OP, "query", "dtype float32, float16 or bfloat16", query.dtype)
+        raise dtype_error(op, "query", "dtype float32, float16 or bfloat16", query.dtype)
     if not (holds(head_size >= 1) and holds(head_size <= MAX_HEAD_SIZE)):
-        raise value_error(OP, "query", f"have a head_size from 1 to {MAX_HEAD_SIZE}", head_size)
-    token_rows.check(OP, "query", query)
+        raise value_error(op, "query", f"have a head_size from 1 to {MAX_HEAD_SIZE}", head_size)
     is_latent = value_head_size is not None
     if value_head_size is not None:
-        _check_value_head_size(value_head_size, head_size)
-        _kv_cache.check_latent(OP, value_cache, v_scale)
+        _check_value_head_size(op, value_head_size, head_size)
+        _kv_cache.check_latent(op, value_cache, v_scale)
     cache, layout, caches = _kv_layout.check(
-        OP, kv_layout, kv_cache, value_cache, head_size, is_latent=is_latent
+        op, kv_layout, kv_cache, value_cache, head_size, is_latent=is_latent
     )
     columns = head_size if value_head_size is None else int(value_head_size)
     if value_cache is not None:
         columns = value_cache.shape[-1] * numbers_of(value_cache.dtype)
-    _kv_cache.check_dtypes(OP, kv_cache, value_cache, "query", query.dtype)
+    _kv_cache.check_dtypes(op, kv_cache, value_cache, "query", query.dtype)
     num_kv_heads = cache.num_kv_heads
     if not (holds(num_heads >= 1) and holds(num_heads % num_kv_heads == 0)):
         rule = f"be a multiple of num_kv_heads={num_kv_heads}"
-        raise value_error(OP, "query's num_heads", rule, num_heads)
+        raise value_error(op, "query's num_heads", rule, num_heads)
     metadata = (context_lens, block_tables, query_start_loc, num_seqs)
-    check_metadata(OP, *metadata)
+    check_metadata(op, *metadata)
     attributes: list[tuple[str, Scalar]] = [
-        ("scale", _scale(scale)),
-        ("sliding_window", _sliding_window(sliding_window)),
-        ("soft_cap", _soft_cap(soft_cap, scale)),
+        ("scale", _scale(op, scale)),
+        ("sliding_window", _sliding_window(op, sliding_window)),
+        ("soft_cap", _soft_cap(op, soft_cap, scale)),
     ]
     if is_latent or columns != head_size:
         attributes.append(("value_head_size", np.int64(columns)))
@@ -124,7 +127,7 @@ def check(
     for name, array in zip(METADATA, metadata, strict=True):
         operands.add(name, array)
     _kv_cache.add_features(
-        OP,
+        op,
         operands,
         cache,
         caches,
@@ -136,33 +139,38 @@ def check(
     )
     for feature, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if per_head is not None:
-            check_array(OP, feature, per_head, [("num_heads", num_heads)], "float32")
+            remedy = "It has a number for each query head"
+            check_array(op, feature, per_head, [("num_heads", num_heads)], "float32", remedy)
             operands.add_feature(feature, per_head, 0)
     for feature, pairs in zip(TOKEN_PAIRS, (tree_mask, bidirectional_ranges), strict=True):
         if pairs is not None:
-            check_array(OP, feature, pairs, [("num_tokens", num_tokens), 2], "int32")
+            remedy = f"It has two {_PAIRS[feature]} for each token of query"
+            check_array(op, feature, pairs, [("num_tokens", num_tokens), 2], "int32", remedy)
             operands.add_feature(feature, pairs, None)
     if not isinstance(causal, ArraySpec):
-        causal = flag(OP, "causal", causal)
+        causal = flag(op, "causal", causal)
     if tree_mask is not None:
-        _check_beside_tree_mask(sliding_window, alibi_slopes, bidirectional_ranges, causal)
-    right = _window_right(causal, window_right)
+        _check_beside_tree_mask(op, sliding_window, alibi_slopes, bidirectional_ranges, causal)
+    right = _window_right(op, causal, window_right)
     if isinstance(causal, ArraySpec):
         (max_seqs,) = context_lens.shape
         if not has_shape(causal, (max_seqs,)):
-            raise shape_error(OP, "causal", f"[max_seqs={max_seqs}]", causal.shape)
+            remedy = ""
+            if causal.shape == ():
+                remedy = "For all sequences pass a bool, which jax.jit takes by static_argnames"
+            raise shape_error(op, "causal", f"[max_seqs={max_seqs}]", causal.shape, remedy)
         if causal.dtype != "int32":
-            raise dtype_error(OP, "causal", "dtype int32 or bool", causal.dtype)
+            raise dtype_error(op, "causal", "dtype int32 or bool", causal.dtype)
         operands.add_feature("causal", causal, None)
     if causal is not True:
         attributes.append(("window_right", right))
     if max_query_len is not None:
-        attributes.append(("max_query_len", _max_query_len(max_query_len)))
+        attributes.append(("max_query_len", _max_query_len(op, max_query_len)))
     results = [ArraySpec((num_tokens, num_heads, columns), query.dtype)]
-    if flag(OP, "return_lse", return_lse):
+    if flag(op, "return_lse", return_lse):
         results.append(ArraySpec((num_tokens, num_heads), "float32"))
     return Call(
-        OP,
+        op,
         TARGET,
         names=tuple(operands.names),
         operands=tuple(operands.specs),
@@ -183,16 +191,19 @@ def check_metadata(
 ) -> None:
     """Checks the arrays that describe a batch; raises ValueError (shape) or TypeError (dtype)."""
     if len(context_lens.shape) != 1:
-        raise shape_error(op, "context_lens", "[max_seqs]", context_lens.shape)
+        remedy = "The lengths of all sequences are one array"
+        raise shape_error(op, "context_lens", "[max_seqs]", context_lens.shape, remedy)
     (max_seqs,) = context_lens.shape
     if len(block_tables.shape) != 2 or not holds(block_tables.shape[0] == max_seqs):
         rule = f"[max_seqs={max_seqs}, max_blocks_per_seq]"
-        raise shape_error(op, "block_tables", rule, block_tables.shape)
+        remedy = "It has a row for each entry of context_lens"
+        raise shape_error(op, "block_tables", rule, block_tables.shape, remedy)
     if not has_shape(query_start_loc, (max_seqs + 1,)):
         rule = f"[max_seqs + 1={max_seqs + 1}]"
-        raise shape_error(op, "query_start_loc", rule, query_start_loc.shape)
+        remedy = "It has the first token of each entry of context_lens, then the end"
+        raise shape_error(op, "query_start_loc", rule, query_start_loc.shape, remedy)
     if not (has_shape(num_seqs, ()) or has_shape(num_seqs, (1,))):
-        raise shape_error(op, "num_seqs", "[] or [1]", num_seqs.shape)
+        raise shape_error(op, "num_seqs", "[] or [1]", num_seqs.shape, "It is one number")
     arrays = (context_lens, block_tables, query_start_loc, num_seqs)
     for argument, spec in zip(METADATA, arrays, strict=True):
         if spec.dtype != "int32":
@@ -226,6 +237,7 @@ def check_values(
     """
     metadata = (context_lens, block_tables, query_start_loc, num_seqs)
     arrays = dict(zip(METADATA, metadata, strict=True))
+    check_is_on_host(f"{OP}.check_values", **arrays, tree_mask=tree_mask, causal=causal)
     if bidirectional_ranges is not None:
         arrays["bidirectional_ranges"] = bidirectional_ranges
     # Integers of any width are welcome here. What int32 cannot hold is out of every range.
@@ -242,7 +254,7 @@ def check_values(
         causal = flag(OP, "causal", causal)
     else:
         causal = (on_host(causal) != 0).astype(np.int32, order="C")
-    _window_right(causal, window_right)
+    _window_right(OP, causal, window_right)
     error = _native.metadata_error(
         arrays["context_lens"],
         arrays["block_tables"],
@@ -253,8 +265,8 @@ def check_values(
         num_tokens=query.shape[0],
         num_blocks=num_blocks,
         block_size=block_size,
-        sliding_window=_sliding_window(sliding_window).item(),
-        max_query_len=_max_query_len(max_query_len).item(),
+        sliding_window=_sliding_window(OP, sliding_window).item(),
+        max_query_len=_max_query_len(OP, max_query_len).item(),
         is_causal=causal is True,
     )
     if error:
@@ -289,9 +301,9 @@ def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
     # The handler checks symbols.
     if isinstance(num_tokens * num_heads, int) and num_tokens * num_heads >= 2**31:
         rule = "have num_tokens * num_heads below 2**31 on CUDA: split the batch"
-        raise value_error(OP, "query", rule, f"{num_tokens} * {num_heads}")
+        raise value_error(call.op, "query", rule, f"{num_tokens} * {num_heads}")
     if isinstance(block_size, int) and block_size >= 2**31:
-        raise value_error(OP, "kv_cache", "have a block_size below 2**31 on CUDA", block_size)
+        raise value_error(call.op, "kv_cache", "have a block_size below 2**31 on CUDA", block_size)
     sizes = _native.scratch_sizes(
         num_heads=int(num_heads),
         num_kv_heads=int(num_kv_heads),
@@ -320,49 +332,52 @@ def _num_shared_heads(query: ArraySpec, cache: _kv_layout.KvLayout) -> int:
     return 0 if cache.head_dim is None else cache.num_kv_heads
 
 
-def _check_value_head_size(value_head_size: int, head_size: int) -> None:
+def _check_value_head_size(op: str, value_head_size: int, head_size: int) -> None:
     if isinstance(value_head_size, bool) or not isinstance(value_head_size, int | np.integer):
-        raise dtype_error(OP, "value_head_size", "type int", type(value_head_size).__name__)
+        raise dtype_error(op, "value_head_size", "type int", type(value_head_size).__name__)
     if not 1 <= value_head_size <= head_size:
         rule = f"be from 1 to head_size={head_size}"
-        raise value_error(OP, "value_head_size", rule, value_head_size)
+        raise value_error(op, "value_head_size", rule, value_head_size)
 
 
-def _float32(argument: str, value: float) -> np.float32:
+def _float32(op: str, argument: str, value: float) -> np.float32:
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise dtype_error(OP, argument, "type float", type(value).__name__)
+        raise dtype_error(op, argument, "type float", type(value).__name__)
     return float32_of(value)
 
 
-def _scale(scale: float) -> np.float32:
-    value = _float32("scale", scale)
+def _scale(op: str, scale: float) -> np.float32:
+    value = _float32(op, "scale", scale)
     if not np.isfinite(value):
-        raise value_error(OP, "scale", "be finite in float32", scale)
+        raise value_error(op, "scale", "be finite in float32", scale)
     if abs(value) > _MAX_SCALE:
-        raise value_error(OP, "scale", "be at most 2**126 in magnitude", scale)
+        raise value_error(op, "scale", "be at most 2**126 in magnitude", scale)
     return value
 
 
-def _int64(argument: str, value: int, at_least: int) -> np.int64:
+def _int64(op: str, argument: str, value: int, at_least: int) -> np.int64:
     """Returns an int64 attribute. A SymInt is kept: converting it would specialize the program."""
     if isinstance(value, bool) or not (isinstance(value, int | np.integer) or is_symbol(value)):
-        raise dtype_error(OP, argument, "type int", type(value).__name__)
+        raise dtype_error(op, argument, "type int", type(value).__name__)
     if not holds(value >= at_least):
-        raise value_error(OP, argument, f"be at least {at_least}, or None", value)
+        raise value_error(op, argument, f"be at least {at_least}, or None", value)
     return value if is_symbol(value) else np.int64(min(value, MAX_INT64))  # type: ignore[return-value]
 
 
-def _sliding_window(sliding_window: int | None) -> np.int64:
+def _sliding_window(op: str, sliding_window: int | None) -> np.int64:
     """As an attribute; 0 stands for none."""
-    return np.int64(0) if sliding_window is None else _int64("sliding_window", sliding_window, 1)
+    return (
+        np.int64(0) if sliding_window is None else _int64(op, "sliding_window", sliding_window, 1)
+    )
 
 
-def _max_query_len(max_query_len: int | None) -> np.int64:
+def _max_query_len(op: str, max_query_len: int | None) -> np.int64:
     """As an attribute; 0 stands for not known."""
-    return np.int64(0) if max_query_len is None else _int64("max_query_len", max_query_len, 1)
+    return np.int64(0) if max_query_len is None else _int64(op, "max_query_len", max_query_len, 1)
 
 
 def _check_beside_tree_mask(
+    op: str,
     sliding_window: int | None,
     alibi_slopes: ArraySpec | None,
     bidirectional_ranges: ArraySpec | None,
@@ -371,25 +386,29 @@ def _check_beside_tree_mask(
     others = {"alibi_slopes": alibi_slopes, "bidirectional_ranges": bidirectional_ranges}
     for name, array in others.items():
         if array is not None:
-            raise value_error(OP, name, "be None with tree_mask", f"shape {[*array.shape]}")
+            raise value_error(op, name, "be None with tree_mask", f"shape {[*array.shape]}")
     if sliding_window is not None and not holds(sliding_window >= MAX_TREE_TOKENS):
         rule = f"be at least {MAX_TREE_TOKENS} with tree_mask"
-        raise value_error(OP, "sliding_window", rule, sliding_window)
+        raise value_error(op, "sliding_window", rule, sliding_window)
     if isinstance(causal, ArraySpec):
         got = f"shape {[*causal.shape]}"
-        raise value_error(OP, "causal", "be True with tree_mask", got)
+        raise value_error(op, "causal", "be True with tree_mask", got)
     if not causal:
-        raise value_error(OP, "causal", "be True with tree_mask", causal)
+        raise value_error(op, "causal", "be True with tree_mask", causal)
 
 
-def _window_right(causal: bool | ArraySpec | np.ndarray, window_right: int | None) -> np.int64:
+def _window_right(
+    op: str, causal: bool | ArraySpec | np.ndarray, window_right: int | None
+) -> np.int64:
     """As an attribute, which attention that is causal for all sequences does not have."""
     if causal is True:
         if window_right is not None:
             rule = "be None unless causal is False"
-            raise value_error(OP, "window_right", rule, window_right)
+            raise value_error(op, "window_right", rule, window_right)
         return np.int64(0)
-    return np.int64(MAX_INT64) if window_right is None else _int64("window_right", window_right, 0)
+    return (
+        np.int64(MAX_INT64) if window_right is None else _int64(op, "window_right", window_right, 0)
+    )
 
 
 def check_mask_value(op: str, mask_value: float | None) -> None:
@@ -400,13 +419,13 @@ def check_mask_value(op: str, mask_value: float | None) -> None:
         raise value_error(op, "mask_value", rule, mask_value)
 
 
-def _soft_cap(soft_cap: float | None, scale: float) -> np.float32:
+def _soft_cap(op: str, soft_cap: float | None, scale: float) -> np.float32:
     """As an attribute; 0 stands for none."""
     if soft_cap is None:
         return np.float32(0)
-    value = _float32("soft_cap", soft_cap)
+    value = _float32(op, "soft_cap", soft_cap)
     if not (np.isfinite(value) and value > 0):
-        raise value_error(OP, "soft_cap", "be positive and finite in float32, or None", soft_cap)
-    if abs(float(_scale(scale))) > _MAX_SCALE * float(value):
-        raise value_error(OP, "soft_cap", "be at least scale / 2**126 in magnitude", soft_cap)
+        raise value_error(op, "soft_cap", "be positive and finite in float32, or None", soft_cap)
+    if abs(float(_scale(op, scale))) > _MAX_SCALE * float(value):
+        raise value_error(op, "soft_cap", "be at least scale / 2**126 in magnitude", soft_cap)
     return value

@@ -15,7 +15,7 @@ def check(a: ArraySpec, b: ArraySpec) -> Call:
     if a.dtype != "float32":
         raise dtype_error(OP, "a", "dtype float32", a.dtype)
     if not has_shape(b, a.shape):
-        raise shape_error(OP, "b", str(list(a.shape)), b.shape)
+        raise shape_error(OP, "b", str(list(a.shape)), b.shape, "Nothing is broadcast")
     if b.dtype != "float32":
         raise dtype_error(OP, "b", "dtype float32", b.dtype)
     return Call(OP, TARGET, names=("a", "b"), operands=(a, b), results=(a,))

@@ -75,6 +75,7 @@ class Call:
     """
 
     op: str
+    """The public function, whose name is in messages."""
     target: str
     """Custom-call target, the same on every platform."""
     names: tuple[str, ...]
@@ -214,18 +215,24 @@ def has_shape(array: ArraySpec, shape: Sequence[int]) -> bool:
 
 
 def check_array(
-    op: str, argument: str, array: ArraySpec, sizes: Sequence[tuple[str, int] | int], dtypes: str
+    op: str,
+    argument: str,
+    array: ArraySpec,
+    sizes: Sequence[tuple[str, int] | int],
+    dtypes: str,
+    remedy: str = "",
 ) -> None:
     """Raises ValueError (shape) or TypeError (dtype) if an array is not what a call needs.
 
     Args:
         sizes: of each dimension; in messages with its name, if it has one.
         dtypes: such as ``int32 or int64``.
+        remedy: for a wrong shape.
     """
     named = [size if isinstance(size, tuple) else ("", size) for size in sizes]
     if not has_shape(array, [size for _, size in named]):
         rule = ", ".join(f"{name}={size}" if name else str(size) for name, size in named)
-        raise shape_error(op, argument, f"[{rule}]", array.shape)
+        raise shape_error(op, argument, f"[{rule}]", array.shape, remedy)
     if array.dtype not in dtypes.split(" or "):
         raise dtype_error(op, argument, f"dtype {dtypes}", array.dtype)
 
@@ -235,14 +242,15 @@ def is_symbol(value: Any) -> bool:
     return hasattr(value, "node")
 
 
-def shape_error(op: str, argument: str, rule: str, got: object) -> ValueError:
+def shape_error(op: str, argument: str, rule: str, got: object, remedy: str = "") -> ValueError:
     """The error for an argument of the wrong shape."""
-    return ValueError(f"{op}: {argument} must have shape {rule}; got {_show(got)}")
+    return value_error(op, argument, f"have shape {rule}", got, remedy)
 
 
-def value_error(op: str, argument: str, rule: str, got: object) -> ValueError:
-    """The error for an argument of the wrong value."""
-    return ValueError(f"{op}: {argument} must {rule}; got {_show(got)}")
+def value_error(op: str, argument: str, rule: str, got: object, remedy: str = "") -> ValueError:
+    """The error for an argument of the wrong value. `remedy`: a sentence, without its period."""
+    remedy = f". {remedy}" if remedy else ""
+    return ValueError(f"{op}: {argument} must {rule}; got {_show(got)}{remedy}")
 
 
 def dtype_error(op: str, argument: str, rule: str, got: object) -> TypeError:
@@ -260,11 +268,32 @@ def _cure(argument: str, rule: str, got: object) -> str:
             f". {argument} is a constant of the program: name it in static_argnames of jax.jit, or "
             "bind it with functools.partial"
         )
-    if rule in ("type float", "type int", "type bool") and got in ("ArrayImpl", "Tensor"):
-        return f". Pass {wanted}({argument})"
+    if (argument, got) == ("scale", "NoneType"):
+        return ". Give it: it is usually head_size ** -0.5"
+    if rule in _EXAMPLES:
+        if got in _NUMBERS and rule != "type str":
+            return f". Pass {wanted}({argument})"
+        more = ", or an array with one for each sequence" if argument == "causal" else ""
+        return f". Pass {_EXAMPLES[rule]}{more}"
     if argument == "num_seqs" and got in ("float", "float32"):
         return ". It may be scale, if an array before it was left out"
-    return f". Pass {argument}.int()" if (rule, got) == ("dtype int32", "int64") else ""
+    if (rule, got) == ("dtype int32", "int64"):
+        return f". Pass {argument}.int()"
+    if (what != "dtype" and not what.endswith("'s")) or ": " in str(got):
+        return ""
+    if argument in _WRITTEN:  # a copy would lose what is written
+        return f". Make {argument} with that dtype"
+    return f". Cast {argument} to {'one of them' if ' or ' in rule else wanted.split()[-1]}"
+
+
+_EXAMPLES = {
+    "type float": "a number",
+    "type int": "a whole number",
+    "type bool": "True or False",
+    "type str": "a string, such as 'n2bhd'",
+}
+_WRITTEN = ("kv_cache", "value_cache", "k_scale_cache", "v_scale_cache", "out")
+_NUMBERS = ("ArrayImpl", "Tensor", "ndarray", "float", "float32", "float64", "int", "int64")
 
 
 def on_host(array: Any) -> np.ndarray:
@@ -272,9 +301,25 @@ def on_host(array: Any) -> np.ndarray:
     return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
 
 
+def check_is_on_host(op: str, **arrays: Any) -> None:
+    """Raises TypeError for a value under ``jax.jit``, which no host has."""
+    for argument, array in arrays.items():
+        entries = [array, *array] if isinstance(array, list | tuple) else [array]
+        if any(type(x).__name__.endswith("Tracer") for x in entries):
+            raise TypeError(
+                f"{op}: {argument} must have values on the host; got a value under jax.jit. Call "
+                f"{op} outside of the jitted function, and give it the result"
+            )
+
+
 def missing_error(op: str, argument: str) -> TypeError:
     """The error for an argument that must be an array, and is None."""
-    return TypeError(f"{op}: {argument} must be an array; got None")
+    return array_error(op, argument, "None")
+
+
+def array_error(op: str, argument: str, got: str) -> TypeError:
+    """The error for an argument that is no array."""
+    return TypeError(f"{op}: {argument} must be an array; got {got}")
 
 
 def _show(got: object) -> str:

@@ -11,14 +11,27 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shared_ffi.spec import ArraySpec, Scalar, value_error
+from shared_ffi.spec import ArraySpec, Scalar, shape_error, value_error
 
 _MAX_ELEMENTS = 2**30
 """The most elements of a token, which kernels number with 32 bits."""
 
 
-def check(op: str, argument: str, rows: ArraySpec) -> None:
-    """Checks the size of a token. The handler checks that of symbols."""
+def check(
+    op: str, argument: str, rows: ArraySpec, heads: str = "num_heads", remedy: str = ""
+) -> None:
+    """Checks the number of dimensions, and the size of a token. The handler checks that of symbols.
+
+    Args:
+        heads: the name of the number of heads.
+        remedy: for another number of dimensions, if it is known.
+    """
+    if len(rows.shape) != 3:
+        split = "Give tokens, heads and the numbers of a head a dimension each"
+        pack = "Pack the tokens of all sequences into one dimension"
+        remedy = remedy or (split if len(rows.shape) < 3 else pack)
+        rule = f"[num_tokens, {heads}, head_size]"
+        raise shape_error(op, argument, rule, rows.shape, remedy)
     _, num_heads, head_size = rows.shape
     if isinstance(num_heads * head_size, int) and num_heads * head_size > _MAX_ELEMENTS:
         rule = "have num_heads * head_size of at most 2**30"

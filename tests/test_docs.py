@@ -28,6 +28,7 @@ BLOCKS = [
     for i, block in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
 ]
 EXPECTED = {
+    'setLevel("DEBUG")': "copies kv_cache if it is an argument, as none like it is donated (donate_argnums); kv",
     "lowered.as_text": 'custom_call_target="XlaGpuSimpleAdd"',
     "_get_xla_tensors_hlo": 'custom_call_target="XlaGpuSimpleAdd"',
     'export_platform("cuda")': "stablehlo.custom_call @xla_gpu_paged_attention",

@@ -110,7 +110,7 @@ def ratio(results: Mapping[str, Any]) -> str:
         f"on an H100, **FlashInfer took {_range([*found.values()])} times as long as this "
         f"library**, and {mixed:.2g} times in a batch of decodes beside a chunk of a prompt "
         f"(figures of {results['date']}, {results['commit']});",
-        "  ",
+        "    ",
     )
 
 

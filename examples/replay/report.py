@@ -213,7 +213,7 @@ def _plot_times(axes: Axes, result: Result) -> None:
         milliseconds = 1e3 * np.array([sample.seconds[name] for sample in result.steps])
         slowest.append(np.quantile(milliseconds, 0.97))
         axes.plot(milliseconds, color=color, label=name, linewidth=1)
-    axes.set_title("Time per step (compiling steps run off the scale)")
+    axes.set_title("Time per step (the longest run off the scale)")
     axes.set_ylabel("ms")
     axes.set_ylim(top=1.6 * max(slowest))
     axes.legend(loc="upper left", ncols=4)

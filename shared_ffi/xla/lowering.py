@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -84,7 +85,7 @@ def _partition_spec(dims: Sequence[sharding.Axes]) -> str:
 def _lower(platform: str, context: Any, *operands: ir.Value, call: Call) -> Any:
     if platform == "cuda" and _has_cuda_devices():  # else it is exported for another machine
         cuda_driver.check()
-    kernel_log.log(call, platform)
+    kernel_log.log(call, platform, partial(_copies, call, context.module_context.module, operands))
     results = call.results_on(platform, jax.core.min_dim)
     context = context.replace(avals_out=[*map(array_type, results)])
     values = custom_call(call, context, operands)
@@ -92,6 +93,34 @@ def _lower(platform: str, context: Any, *operands: ir.Value, call: Call) -> Any:
         instruction: Any = values[0].owner
         instruction.attributes["sdy.sharding_rule"] = ir.Attribute.parse(rule)
     return values[: len(call.results)]
+
+
+is_for_jax = ContextVar("is_for_jax", default=True)
+"""Whether JAX runs the programs that it lowers now, and not another framework."""
+
+
+def _copies(call: Call, module: ir.Module, operands: Sequence[ir.Value]) -> list[str]:
+    """For the log: the operands that XLA copies before the call writes to them, and why.
+
+    JAX lowers a call in a function of its own, so that it is known only which arguments of the
+    program have an operand's type. The caller keeps one that is not donated.
+    """
+    if not is_for_jax.get():
+        return []
+    main: Any = ir.SymbolTable(module.operation)["main"]
+    attributes = list(main.attributes["arg_attrs"])
+    found = []
+    for number, _ in call.aliases:
+        alike = [
+            x
+            for x, type in zip(attributes, main.type.inputs, strict=True)
+            if type == operands[number].type
+        ]
+        donated = [x for x in alike if "tf.aliasing_output" in x or "jax.buffer_donor" in x]
+        if alike and not donated:
+            reason = "if it is an argument, as none like it is donated (donate_argnums)"
+            found.append(f"copies {call.names[number]} {reason}")
+    return found
 
 
 def custom_call(

@@ -14,7 +14,7 @@ from jaxlib.mlir.dialects import func, stablehlo
 
 from shared_ffi.spec import ArraySpec, Call
 from shared_ffi.xla import runtimes
-from shared_ffi.xla.lowering import make
+from shared_ffi.xla.lowering import is_for_jax, make
 
 
 def hlo_module(
@@ -39,9 +39,13 @@ def hlo_module(
             results = _on_parts(call, on_device, shardings, operands)
         return results[0] if len(results) == 1 else results
 
-    with jax.enable_x64(True):
-        traced = jax.jit(entry, keep_unused=True).trace(*map(_struct, call.operands))
-        module = traced.lower(lowering_platforms=(platform,)).compiler_ir("hlo")
+    token = is_for_jax.set(False)
+    try:
+        with jax.enable_x64(True):
+            traced = jax.jit(entry, keep_unused=True).trace(*map(_struct, call.operands))
+            module = traced.lower(lowering_platforms=(platform,)).compiler_ir("hlo")
+    finally:
+        is_for_jax.reset(token)
     serialized: bytes = module.as_serialized_hlo_module_proto()
     return serialized
 

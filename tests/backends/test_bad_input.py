@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -13,13 +14,14 @@ import pytest
 import torch
 
 import jax_frontend
+import torch_frontend
 from harness import reference
 from shared_ffi import kv_cache_update, paged_attention
 from shared_ffi.spec import NO_OVERLAP
 from shared_ffi.xla import runtimes
 from tests.cases.all import SAMPLED_CASES, UPDATE_CASES
 from tests.support import backends
-from tests.support.bad_calls import DYNAMIC, STATIC, BadCall
+from tests.support.bad_calls import DYNAMIC, FUNCTIONS, MISTAKES, STATIC, BadCall, Mistake
 from tests.support.sound_calls import SOUND, attention, rotated_update, split, update
 
 F32, F16, I32, I64 = np.float32, np.float16, np.int32, np.int64
@@ -63,6 +65,54 @@ def test_dynamic_errors(backend: str, call: BadCall) -> None:
     with pytest.raises(error) as raised:
         backends.BACKENDS[backend](call.op, *operands, **attributes)
     assert call.message in str(raised.value)
+
+
+def _given(value: Any, convert: Any) -> Any:
+    """A value with each array in it converted."""
+    if isinstance(value, np.ndarray):
+        return convert(value)
+    is_list = isinstance(value, list | tuple)
+    return type(value)(_given(x, convert) for x in value) if is_list else value
+
+
+@pytest.mark.parametrize("frontend", ["jax", "torch"])
+@pytest.mark.parametrize("call", MISTAKES)
+def test_mistakes_in_calls_of_functions(frontend: str, call: Mistake) -> None:
+    package, convert = {
+        "jax": (jax_frontend, jnp.asarray),
+        "torch": (torch_frontend, backends.to_torch),
+    }[frontend]
+    given = FUNCTIONS[call.function] | call.changes
+    arguments = {name: _given(x, convert) for name, x in given.items()}
+    if frontend not in call.messages:
+        getattr(package, call.function)(**arguments)
+        return
+    with pytest.raises((TypeError, ValueError)) as raised:
+        getattr(package, call.function)(**arguments)
+    shown = str(raised.value).partition("\n")[0]
+    assert shown == f"{call.function}: {call.messages[frontend]}"
+
+
+def test_host_functions_under_jit() -> None:
+    """They need values, which a traced array does not have."""
+    arrays, _ = split(attention())
+    traced = {
+        "pad_batch": lambda x: jax_frontend.pad_batch(
+            **FUNCTIONS["pad_batch"] | {"context_lens": x}
+        ),
+        "paged_attention.check_values": lambda x: paged_attention.check_values(
+            *arrays[:2], x, *arrays[3:]
+        ),
+        "kv_cache_update.check_values": lambda x: kv_cache_update.check_values(arrays[1], x),
+    }
+    for name, function in traced.items():
+        with pytest.raises(TypeError) as raised:
+            jax.jit(function)(arrays[2])
+        rule = rf"{name}: \w+ must have values on the host; got a value under jax.jit. Call {name} "
+        assert re.match(rule + "outside of the jitted function", str(raised.value))
+    slots = partial(jax_frontend.slot_mapping, *arrays[2:], block_size=2)
+    with pytest.raises(TypeError, match="num_tokens is a constant of the program"):
+        jax.jit(lambda x: slots(num_tokens=x))(4)
 
 
 CHECKERS = {
@@ -188,16 +238,42 @@ def test_jax_refuses_bool_as_number(changes: dict[str, Any], message: str) -> No
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"kv_layout": ["nbhd"]}, TypeError, "kv_layout must have type str; got list"),
-        ({"kv_layout": 5}, TypeError, "kv_layout must have type str; got int"),
+        (
+            {"kv_layout": ["nbhd"]},
+            TypeError,
+            "kv_layout must have type str; got list. Pass a string, such as 'n2bhd'",
+        ),
+        (
+            {"kv_layout": 5},
+            TypeError,
+            "kv_layout must have type str; got int. Pass a string, such as 'n2bhd'",
+        ),
         (
             {"kv_layout": "nb(h2)d\n"},
             ValueError,
             "kv_layout must name each of 2, d, h, n, and perhaps b, once, with d last, as 'nb(h2)d' or 'n2bhd' "
             "do; got 'nb(h2)d\\n'",
         ),
-        ({"causal": None}, TypeError, "causal must have type bool; got NoneType"),
-        ({"scale": np.complex64(1)}, TypeError, "scale must have type float; got complex64"),
+        (
+            {"causal": None},
+            TypeError,
+            "causal must have type bool; got NoneType. Pass True or False, or an array with one for each sequence",
+        ),
+        (
+            {"scale": np.complex64(1)},
+            TypeError,
+            "scale must have type float; got complex64. Pass a number",
+        ),
+        (
+            {"scale": None},
+            TypeError,
+            "scale must have type float; got NoneType. Give it: it is usually head_size ** -0.5",
+        ),
+        (
+            {"sliding_window": 4.0},
+            TypeError,
+            "sliding_window must have type int; got float. Pass int(sliding_window)",
+        ),
         (
             {"scale": 10**400},
             ValueError,

@@ -190,7 +190,8 @@ ONE_OUTPUT, ONE_LSE = np.ones((4, 2, 8), F32), np.ones((4, 2), F32)
             [ONE_OUTPUT] * 2,
             [ONE_LSE],
             ValueError,
-            "lses must have shape [num_parts=2, num_tokens=4, num_heads=2]; got [1, 4, 2]",
+            "lses must have shape [num_parts=2, num_tokens=4, num_heads=2]; got [1, 4, 2]. It has a number for "
+            "each head of outputs, in as many parts",
         ),
         (
             [ONE_OUTPUT.astype(I32)],

@@ -16,6 +16,7 @@ from tests.cases.case import Case
 from tests.cases.updates import UpdateCase
 from tests.support import backends
 from tests.support.calls import split_keywords
+from tests.support.sound_calls import attention, split
 
 
 @pytest.mark.pairwise
@@ -113,3 +114,14 @@ def test_simple_add(backend: str) -> None:
 def test_the_smoke_step_works(backend: Backend) -> None:
     """What ``python -m shared_ffi`` runs in a process for each backend, here without one."""
     exec(backend.script, {})
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_slopes_may_be_negative(backend: str) -> None:
+    """A later position then weighs less than an earlier one."""
+    cache = np.random.default_rng(0).standard_normal((4, 2, 4, 8)).astype(np.float32)
+    slopes = np.array([-0.5, 0.25, -1, -(2.0**96)], np.float32)
+    operands, attributes = split(attention(kv_cache=cache, alibi_slopes=slopes))
+    expected = reference.paged_attention(*operands, **attributes)
+    result = backends.BACKENDS[backend]("paged_attention", *operands, **attributes)
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)

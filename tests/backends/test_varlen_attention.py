@@ -248,32 +248,42 @@ FAULTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "query": (
         {"query": np.ones((4, 8), np.float32)},
         ValueError,
-        "query must have shape [num_tokens, num_heads, head_size]; got [4, 8]",
+        "query must have shape [num_tokens, num_heads, head_size]; got [4, 8]. Give tokens, heads",
     ),
     "key": (
         {"key": np.ones((19, 2, 4), np.float32)},
         ValueError,
         "key must have shape [num_tokens=20, num_kv_heads, head_size=4]; got [19, 2, 4]",
     ),
+    "no kv heads": (
+        {"key": np.ones((20, 0, 4), np.float32)},
+        ValueError,
+        "key must have shape [num_tokens=20, num_kv_heads, head_size=4]; got [20, 0, 4]",
+    ),
+    "no columns": (
+        {"value": np.ones((20, 2, 0), np.float32)},
+        ValueError,
+        "value must have shape [num_tokens=20, num_kv_heads=2, 1 to 4]; got [20, 2, 0]",
+    ),
     "value": (
         {"value": np.ones((20, 2, 5), np.float32)},
         ValueError,
-        "value must have shape [num_tokens=20, num_kv_heads=2, at most 4]; got [20, 2, 5]",
+        "value must have shape [num_tokens=20, num_kv_heads=2, 1 to 4]; got [20, 2, 5]",
     ),
     "dtype": (
         {"key": np.ones((20, 2, 4), np.float16)},
         TypeError,
-        "key must have query's dtype, float32; got float16",
+        "key must have query's dtype float32; got float16. Cast key to float32",
     ),
     "starts": (
         {"query_start_loc": np.zeros((), np.int32)},
         ValueError,
-        "query_start_loc must have shape [max_seqs + 1]; got []",
+        "query_start_loc must have shape [max_seqs + 1]; got []. It has the first token of each",
     ),
     "dtype of starts": (
         {"query_start_loc": np.zeros(8, np.float32)},
         TypeError,
-        "query_start_loc must have dtype int32; got float32",
+        "query_start_loc must have dtype int32; got float32. Cast query_start_loc to int32",
     ),
     "num_seqs": (
         {"num_seqs": np.zeros(2, np.int32)},

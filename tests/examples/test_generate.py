@@ -456,7 +456,7 @@ def test_the_page_shows_bold_type_and_no_markup_of_a_model(tmp_path: Path) -> No
     conversation = [("why?", text)]
     report = page.Report("", "", [], [[]], "", "", {}, [], conversation)
     report.to_html(tmp_path / "page.html")
-    shown = r">Avoid</span> &lt;b&gt; 2 \* 3 \*\* 4 "
+    shown = r"<b>Avoid</b> &lt;b&gt; 2 \* 3 \*\* 4<"
     assert re.search(shown, (tmp_path / "page.html").read_text())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -12,7 +13,8 @@ import torch
 import jax_frontend
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
 from shared_ffi import _native, kernel_log, paged_attention
-from tests.support.calls import checked_call
+from tests.support import backends
+from tests.support.calls import checked_call, cpu_instruction_set
 from tests.support.models import tensors
 from tests.support.sound_calls import attention, split, update
 
@@ -31,7 +33,7 @@ def test_a_prepared_call_has_one_line(caplog: pytest.LogCaptureFixture) -> None:
         "query float32[4, 4, 8], kv_cache float32[4, 2, 4, 8], context_lens int32[3], "
         "block_tables int32[3, 2], query_start_loc int32[4], num_seqs int32[]"
     )
-    kernel = f"the kernel for {_native.cpu_instruction_set()}"
+    kernel = f"the kernel for {_native.cpu_instruction_set()}, the best of this processor"
     assert lines(caplog) == [f"paged_attention(scale=0.171875) on cpu: {kernel}; {rest}"]
     caplog.clear()
     arrays = split(attention())[0]
@@ -75,7 +77,74 @@ def test_cuda(
     monkeypatch.setattr(_native, "cuda_kernels_in_use", lambda: in_use, raising=False)
     monkeypatch.setattr(_native, "cuda_choice", lambda: "by GPU", raising=False)
     caplog.set_level(logging.DEBUG, "shared_ffi")
-    call, _ = checked_call(paged_attention.OP, split(attention())[0], {"scale": 0.5})
-    kernel_log.log(call, "cuda")
-    (line,) = lines(caplog)
-    assert line.startswith(f"paged_attention(scale=0.5) on cuda: {kernels}; query ")
+    in_16_bits = {
+        "query": np.ones((4, 4, 8), np.float16),
+        "kv_cache": np.ones((4, 2, 4, 8), np.float16),
+    }
+    odd = {"query": np.ones((4, 4, 12), np.float16), "kv_cache": np.ones((4, 2, 4, 12), np.float16)}
+    for changes, expected in (
+        (in_16_bits, kernels),
+        ({}, "the kernel for CUDA cores, slowly, as query is float32"),
+        (odd, "the kernel for CUDA cores, slowly, as head_size=12 is no multiple of 8"),
+    ):
+        caplog.clear()
+        operands = split(attention(**changes))[0]
+        call, _ = checked_call(paged_attention.OP, operands, {"scale": 0.5})
+        kernel_log.log(call, "cuda")
+        (line,) = lines(caplog)
+        assert line.startswith(f"paged_attention(scale=0.5) on cuda: {expected}; query ")
+
+
+def test_another_instruction_set_than_the_best(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "shared_ffi")
+    best, *others = _native.cpu_instruction_sets()
+    for name in others[:1]:
+        with cpu_instruction_set(name):
+            call, _ = checked_call(paged_attention.OP, split(attention())[0], {"scale": 0.5})
+            kernel_log.log(call, "cpu")
+        assert f"the kernel for {name}, chosen instead of {best}; query" in lines(caplog)[0]
+
+
+def test_pytorch_says_what_it_copies(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "shared_ffi")
+    query, *others = tensors(attention())
+    permuted = query.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    sliced = torch.cat([query, query], 1)[:, :4]
+    ops = torch.ops.xla_gpu
+    for rows in (permuted, sliced):
+        ops.paged_attention(rows, *others, 0.203125)
+    table = others[2].t().contiguous().t()
+    ops.paged_attention(query, *others[:2], table, *others[3:], 0.203125)
+    reasons = [
+        "copies query, whose strides [1, 32, 4] are not tokens of dense heads; query ",
+        "processor; query ",
+        "copies block_tables, whose strides [1, 3] are not contiguous; query ",
+    ]
+    assert all(x in line for x, line in zip(reasons, lines(caplog), strict=True))
+
+
+def test_jax_says_what_it_copies(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "shared_ffi")
+    arrays = [np.asarray(x) for x in split(update(key=np.ones((3, 2, 8), np.float32)))[0]]
+    update_cache = jax_frontend.kv_cache_update
+    copies = "; copies kv_cache if it is an argument, as none like it is donated (donate_argnums); "
+    for function, donated, is_copied in (
+        (lambda *x: update_cache(*x), (), True),
+        (lambda *x: update_cache(*x), (0,), False),
+        (lambda x, *others: update_cache(jnp.zeros(x.shape), *others), (), False),
+    ):
+        caplog.clear()
+        program = jax.jit(function, donate_argnums=donated).lower(*arrays).compile().as_text()
+        (line,) = lines(caplog)
+        assert (copies in line) == is_copied
+        if donated:
+            assert "copy(" not in program
+    caplog.clear()
+    update_cache(*arrays)
+    assert all(copies in line for line in lines(caplog))
+
+
+def test_torch_xla_owns_its_caches(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "shared_ffi")
+    backends.in_torch_xla("kv_cache_update", *split(update(slot_mapping=np.arange(3)))[0])
+    assert "copies" not in lines(caplog)[0]

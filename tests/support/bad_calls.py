@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shared_ffi.paged_attention import METADATA
 from shared_ffi.spec import numbers_of
 from tests.support.sound_calls import add, attention, op_of, rotated_update, update
 
@@ -47,12 +48,19 @@ def _short(value: Any) -> str:
 STATIC = [
     bad_call(
         attention,
-        "query must have shape [num_tokens, num_heads, head_size]; got [4, 8]",
+        "query must have shape [num_tokens, num_heads, head_size]; got [4, 8]. Give tokens, heads and the numbers of a "
+        "head a dimension each",
         query=ones(4, 8),
     ),
     bad_call(
         attention,
-        "query must have dtype float32, float16 or bfloat16; got int32",
+        "query must have shape [num_tokens, num_heads, head_size]; got [2, 2, 4, 8]. Pack the tokens of all sequences into "
+        "one dimension",
+        query=ones(2, 2, 4, 8),
+    ),
+    bad_call(
+        attention,
+        "query must have dtype float32, float16 or bfloat16; got int32. Cast query to one of them",
         query=ones(4, 4, 8, dtype=I32),
     ),
     *(
@@ -72,10 +80,12 @@ STATIC = [
             kv_cache=ones(*shape),
         )
         for shape, remedy in (
-            ((4, 4, 8), ""),
+            ((8, 32), ". Give each of these a dimension of its own"),
+            ((3, 4, 2, 4, 8), ". If its first dimension counts layers, give the cache of one"),
+            ((4, 4, 8), ". If V is a part of K, give value_head_size"),
             ((4, 0, 4, 8), ""),
             ((4, 2, 0, 8), ""),
-            ((4, 2, 3, 8), ". 3 is odd"),
+            ((4, 2, 3, 8), ". 3 is odd. If it holds K alone, give V's cache as value_cache"),
             (
                 (4, 2, 4, 16),
                 ". It would fit kv_layout='nbh(2d)' or 'nhb(2d)'. query has head_size=8, kv_cache 16",
@@ -91,7 +101,8 @@ STATIC = [
     ),
     bad_call(
         attention,
-        "kv_cache must have query's dtype float32, or float8_e4m3fn, float8_e5m2, int8 or uint8; got int32",
+        "kv_cache must have query's dtype float32, or float8_e4m3fn, float8_e5m2, int8 or uint8; got int32. Make "
+        "kv_cache with that dtype",
         kv_cache=ones(4, 2, 4, 8, dtype=I32),
     ),
     bad_call(
@@ -107,40 +118,83 @@ STATIC = [
     *(
         bad_call(
             attention,
-            f"{name} must have shape {rule}; got {[*shape]}",
+            f"{name} must have shape {rule}; got {[*shape]}{remedy}",
             **{name: ones(*shape, dtype=dtype)},
         )
-        for name, rule, shape, dtype in (
-            ("context_lens", "[max_seqs]", (3, 1), I32),
-            ("block_tables", "[max_seqs=3, max_blocks_per_seq]", (2, 2), I32),
-            ("block_tables", "[max_seqs=3, max_blocks_per_seq]", (3,), I32),
-            ("query_start_loc", "[max_seqs + 1=4]", (3,), I32),
-            ("num_seqs", "[] or [1]", (2,), I32),
-            ("tree_mask", "[num_tokens=4, 2]", (4, 64), I32),
-            ("bidirectional_ranges", "[num_tokens=4, 2]", (4,), I32),
-            ("causal", "[max_seqs=3]", (4,), I32),
-            ("sinks", "[num_heads=4]", (2,), F32),
-            ("sinks", "[num_heads=4]", (4, 1), F32),
-            ("alibi_slopes", "[num_heads=4]", (2,), F32),
-            ("alibi_slopes", "[num_heads=4]", (4, 1), F32),
+        for name, rule, shape, dtype, remedy in (
+            (
+                "context_lens",
+                "[max_seqs]",
+                (3, 1),
+                I32,
+                ". The lengths of all sequences are one array",
+            ),
+            (
+                "block_tables",
+                "[max_seqs=3, max_blocks_per_seq]",
+                (2, 2),
+                I32,
+                ". It has a row for each entry of context_lens",
+            ),
+            (
+                "block_tables",
+                "[max_seqs=3, max_blocks_per_seq]",
+                (3,),
+                I32,
+                ". It has a row for each entry of context_lens",
+            ),
+            (
+                "query_start_loc",
+                "[max_seqs + 1=4]",
+                (3,),
+                I32,
+                ". It has the first token of each entry of context_lens, then the end",
+            ),
+            ("num_seqs", "[] or [1]", (2,), I32, ". It is one number"),
+            (
+                "tree_mask",
+                "[num_tokens=4, 2]",
+                (4, 64),
+                I32,
+                ". It has two words of 32 bits for each token of query",
+            ),
+            (
+                "bidirectional_ranges",
+                "[num_tokens=4, 2]",
+                (4,),
+                I32,
+                ". It has two positions for each token of query",
+            ),
+            ("causal", "[max_seqs=3]", (4,), I32, ""),
+            (
+                "causal",
+                "[max_seqs=3]",
+                (),
+                I32,
+                ". For all sequences pass a bool, which jax.jit takes by static_argnames",
+            ),
+            ("sinks", "[num_heads=4]", (2,), F32, ". It has a number for each query head"),
+            ("sinks", "[num_heads=4]", (4, 1), F32, ". It has a number for each query head"),
+            ("alibi_slopes", "[num_heads=4]", (2,), F32, ". It has a number for each query head"),
+            ("alibi_slopes", "[num_heads=4]", (4, 1), F32, ". It has a number for each query head"),
         )
     ),
     *(
         bad_call(
             attention,
-            f"{name} must have dtype {dtypes}; got {np.dtype(dtype)}",
+            f"{name} must have dtype {dtypes}; got {np.dtype(dtype)}. {remedy}",
             **{name: ones(*shape, dtype=dtype)},
         )
-        for name, dtypes, shape, dtype in (
-            ("context_lens", "int32", (3,), F32),
-            ("block_tables", "int32", (3, 2), F32),
-            ("query_start_loc", "int32", (4,), F32),
-            ("num_seqs", "int32", (), F32),
-            ("tree_mask", "int32", (4, 2), F32),
-            ("bidirectional_ranges", "int32", (4, 2), F32),
-            ("causal", "int32 or bool", (3,), F32),
-            ("sinks", "float32", (4,), F16),
-            ("alibi_slopes", "float32", (4,), F16),
+        for name, dtypes, shape, dtype, remedy in (
+            ("context_lens", "int32", (3,), F32, "Cast context_lens to int32"),
+            ("block_tables", "int32", (3, 2), F32, "Cast block_tables to int32"),
+            ("query_start_loc", "int32", (4,), F32, "Cast query_start_loc to int32"),
+            ("num_seqs", "int32", (), F32, "It may be scale, if an array before it was left out"),
+            ("tree_mask", "int32", (4, 2), F32, "Cast tree_mask to int32"),
+            ("bidirectional_ranges", "int32", (4, 2), F32, "Cast bidirectional_ranges to int32"),
+            ("causal", "int32 or bool", (3,), F32, "Cast causal to one of them"),
+            ("sinks", "float32", (4,), F16, "Cast sinks to float32"),
+            ("alibi_slopes", "float32", (4,), F16, "Cast alibi_slopes to float32"),
         )
     ),
     *(
@@ -210,14 +264,14 @@ STATIC = [
                 np.int8,
                 ones(2, 2, 2),
             ),
-            ("have dtype float32; got float16", np.int8, ones(dtype=F16)),
+            (f"have dtype float32; got float16. Cast {name} to float32", np.int8, ones(dtype=F16)),
         )
     ),
     *(
         bad_call(
             op,
-            f"{name} must be given with a cache of {dtype}, which holds whole numbers ({name}=1.0, as an array, "
-            f"keeps whole numbers{more}); got None",
+            f"{name} must be given with a cache of {dtype}, which holds whole numbers; got None. {name}=1.0 keeps "
+            f"whole numbers{more}",
             kv_cache=np.zeros((4, 2, 4, 8 if dtype == "int8" else 4), dtype),
             **{other: ones() for other in {"k_scale", "v_scale"} - {name}},
         )
@@ -231,8 +285,8 @@ STATIC = [
     *(
         bad_call(
             op,
-            "v_scale must be given with a cache of uint8, which holds whole numbers (v_scale=1.0, as an array, "
-            f"keeps whole numbers{more}); got None",
+            "v_scale must be given with a cache of uint8, which holds whole numbers; got None. v_scale=1.0 keeps "
+            f"whole numbers{more}",
             kv_cache=np.zeros((4, 2, 2, 8), np.int8),
             value_cache=np.zeros((4, 2, 2, 4), np.uint8),
             k_scale=ones(2),
@@ -252,11 +306,16 @@ STATIC = [
                 {},
             ),
             (
-                "have shape [num_blocks=4, block_size=2, num_kv_heads=2]; got [2]",
+                "have shape [num_blocks=4, block_size=2, num_kv_heads=2]; got [2]. It has a scale for each position "
+                "and kv head",
                 ones(2),
                 INT8_CACHE,
             ),
-            ("have dtype float32; got float16", ones(4, 2, 2, dtype=F16), INT8_CACHE),
+            (
+                f"have dtype float32; got float16. Make {name} with that dtype",
+                ones(4, 2, 2, dtype=F16),
+                INT8_CACHE,
+            ),
         )
     ),
     *(
@@ -292,8 +351,8 @@ STATIC = [
         for layout, remedy in (
             ("NHD", ". FlashInfer's NHD is 'n2bhd' here"),
             ("HND", ". FlashInfer's HND is 'n2hbd' here"),
-            ("nb(2h)", ", which lacks d"),
-            ("nbhd", ", which lacks 2"),
+            ("nb(2h)", ". It lacks d"),
+            ("nbhd", ". It lacks 2"),
             ("nb(hd)2", ""),
             ("nbh2(d", ""),
             ("n2nbhd", ""),
@@ -361,8 +420,38 @@ STATIC = [
     ),
     bad_call(
         attention,
-        "kv_cache must have shape [num_blocks, block_size, head_size=8]; got [4, 2, 4, 8]",
+        "kv_cache must have shape [num_blocks, block_size, head_size=8]; got [4, 2, 4, 8]. value_head_size is given, "
+        "which says that V is a part of K: not where the cache holds both",
         value_head_size=8,
+    ),
+    bad_call(
+        update,
+        "kv_cache must have shape [num_blocks, block_size, head_size=8]; got [4, 2, 2, 8]. value has no columns, which "
+        "says that V is a part of K: not where the cache holds both",
+        kv_cache=ones(4, 2, 2, 8),
+        key=ones(3, 1, 8),
+        value=ones(3, 1, 0),
+    ),
+    bad_call(
+        update,
+        "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads=2, head_size=8]; got [4, 2, 8]. If V is a "
+        "part of K, give key[..., :0] as value",
+        kv_cache=ones(4, 2, 8),
+        key=ones(3, 1, 8),
+        value=ones(3, 1, 8),
+    ),
+    *(
+        bad_call(
+            update,
+            f"value must have shape [num_tokens=3, num_kv_heads=1, head_size=8]; got [3, 1, 6]. {remedy}",
+            kv_cache=ones(*shape),
+            key=ones(3, 1, 8),
+            value=ones(3, 1, 6),
+        )
+        for shape, remedy in (
+            ((4, 2, 8), "Where V is a part of K, give key[..., :0] as value"),
+            ((4, 2, 2, 8), "A V with another head size has a cache of its own, value_cache"),
+        )
     ),
     bad_call(
         attention,
@@ -398,7 +487,7 @@ STATIC = [
     *(
         bad_call(
             op,
-            "value_cache must have kv_cache's dtype float32; got float16",
+            "value_cache must have kv_cache's dtype float32; got float16. Make value_cache with that dtype",
             kv_cache=ones(*shape),
             value_cache=np.ones(shape, F16),
         )
@@ -475,12 +564,20 @@ STATIC = [
     ),
     bad_call(
         update,
-        "key must have shape [num_tokens, num_kv_heads, head_size]; got [3, 16]",
+        "key must have shape [num_tokens, num_kv_heads, head_size]; got [4, 2, 4, 8]. kv_cache comes first, then key",
+        kv_cache=ones(3, 2, 8),
+        key=ones(4, 2, 4, 8),
+    ),
+    bad_call(
+        update,
+        "key must have shape [num_tokens, num_kv_heads, head_size]; got [3, 16]. Give tokens, heads and the numbers of "
+        "a head a dimension each",
         key=ones(3, 16),
     ),
     bad_call(
         update,
-        "key must have dtype float32, float16 or bfloat16, or that of a quantized kv_cache; got int32",
+        "key must have dtype float32, float16 or bfloat16, or that of a quantized kv_cache; got int32. Cast key to "
+        "one of them",
         key=ones(3, 2, 8, dtype=I32),
     ),
     bad_call(
@@ -489,12 +586,14 @@ STATIC = [
         value=ones(3, 1, 8),
     ),
     bad_call(
-        update, "value must have key's dtype float32; got float16", value=ones(3, 2, 8, dtype=F16)
+        update,
+        "value must have key's dtype float32; got float16. Cast value to float32",
+        value=ones(3, 2, 8, dtype=F16),
     ),
     bad_call(
         update,
         "kv_cache must have shape [num_blocks, block_size, 2 * num_kv_heads=4, head_size=8]; got [4, 2, 2, 8]. "
-        "key has num_kv_heads=2, kv_cache 1",
+        "key has num_kv_heads=2, kv_cache 1. If it holds K alone, give V's cache as value_cache",
         kv_cache=ones(4, 2, 2, 8),
     ),
     bad_call(
@@ -515,11 +614,13 @@ STATIC = [
     ),
     bad_call(
         update,
-        "slot_mapping must have shape [num_tokens=3]; got [2]",
+        "slot_mapping must have shape [num_tokens=3]; got [2]. It has a slot for each token of key",
         slot_mapping=ones(2, dtype=I32),
     ),
     bad_call(
-        update, "slot_mapping must have dtype int32 or int64; got float32", slot_mapping=ones(3)
+        update,
+        "slot_mapping must have dtype int32 or int64; got float32. Cast slot_mapping to one of them",
+        slot_mapping=ones(3),
     ),
     *(
         bad_call(
@@ -552,24 +653,29 @@ STATIC = [
         bad_call(
             rotated_update,
             "cos_sin_cache must have shape [max_positions, rotary_dim], with an even rotary_dim "
-            f"from 2 to 8; got {list(shape)}",
+            f"from 2 to 8; got {list(shape)}{remedy}",
             cos_sin_cache=ones(*shape),
         )
-        for shape in ((8,), (8, 0), (8, 3), (8, 10))
+        for shape, remedy in (
+            ((2, 8, 2), ". It is the cosines and sines of a position in one row"),
+            ((8, 0), ""),
+            ((8, 3), ""),
+            ((8, 10), ""),
+        )
     ),
     bad_call(
         rotated_update,
-        "cos_sin_cache must have dtype float32, or key's dtype float32; got float16",
+        "cos_sin_cache must have dtype float32, or key's dtype float32; got float16. Cast cos_sin_cache to one of them",
         cos_sin_cache=ones(8, 4, dtype=F16),
     ),
     bad_call(
         rotated_update,
-        "positions must have shape [num_tokens=3]; got [2]",
+        "positions must have shape [num_tokens=3]; got [2]. It has a position for each token of key",
         positions=np.zeros(2, I32),
     ),
     bad_call(
         rotated_update,
-        "positions must have dtype int32 or int64; got float32",
+        "positions must have dtype int32 or int64; got float32. Cast positions to one of them",
         positions=np.zeros(3, F32),
     ),
     *(
@@ -583,12 +689,20 @@ STATIC = [
     ),
     bad_call(
         rotated_update,
-        "query must have key's dtype float32; got float16",
+        "query must have key's dtype float32; got float16. Cast query to float32",
         query=ones(3, 4, 8, dtype=F16),
     ),
-    bad_call(add, "a must have dtype float32; got int32", a=ones(2, 3, dtype=I32)),
-    bad_call(add, "b must have shape [2, 3]; got [3]", b=ones(3)),
-    bad_call(add, "b must have dtype float32; got int32", b=ones(2, 3, dtype=I32)),
+    bad_call(
+        add,
+        "a must have dtype float32; got int32. Cast a to float32",
+        a=ones(2, 3, dtype=I32),
+    ),
+    bad_call(add, "b must have shape [2, 3]; got [3]. Nothing is broadcast", b=ones(3)),
+    bad_call(
+        add,
+        "b must have dtype float32; got int32. Cast b to float32",
+        b=ones(2, 3, dtype=I32),
+    ),
 ]
 
 # Wrong values: found by the handler on the CPU.
@@ -632,8 +746,8 @@ DYNAMIC = [
     ),
     bad_call(
         attention,
-        "context_lens[0] must be from 0 to max_blocks_per_seq=2 * block_size=2; got 5. Give block_tables more "
-        "columns; or, if kv_cache has blocks of another size, name its dimensions in kv_layout",
+        "context_lens[0] must be from 0 to max_blocks_per_seq=2 * block_size=2; got 5. Correct the length, "
+        "or give block_tables more columns; or, if kv_cache has blocks of another size, name its dimensions in kv_layout",
         context_lens=np.array([5, 1, 0], I32),
     ),
     bad_call(
@@ -716,3 +830,284 @@ DYNAMIC = [
         for position in (8, -1)
     ),
 ]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A call of a frontend's function that its annotations forbid, or that only a function can refuse."""
+
+    function: str
+    changes: dict[str, Any]
+    messages: dict[str, str]  # by frontend; a frontend that is not here accepts the call
+
+
+FUNCTIONS: dict[str, dict[str, Any]] = {
+    "paged_attention": attention(),
+    "kv_cache_update": update(),
+    "simple_add": add(),
+    "varlen_attention": {
+        "query": ones(4, 4, 8),
+        "key": ones(4, 2, 8),
+        "value": ones(4, 2, 8),
+        "query_start_loc": np.array([0, 2, 4], I32),
+        "num_seqs": np.array(2, I32),
+        "scale": 0.5,
+    },
+    "merge_attention": {"outputs": ones(2, 4, 4, 8), "lses": ones(2, 4, 4)},
+    "slot_mapping": {x: attention()[x] for x in METADATA} | {"block_size": 2, "num_tokens": 4},
+    "pad_batch": {
+        "tokens": [[1, 2]],
+        "context_lens": [2],
+        "blocks": [[0]],
+        "block_size": 2,
+        "num_tokens": 4,
+        "max_seqs": 3,
+        "max_blocks_per_seq": 2,
+    },
+}
+"""A sound call of each function."""
+
+
+def mistake(
+    function: str, message: str = "", *, jax: str = "", torch: str = "", **changes: Any
+) -> Any:
+    """One message for both frontends, or one for each."""
+    messages = {"jax": jax or message, "torch": torch or message}
+    found = Mistake(function, changes, {name: x for name, x in messages.items() if x})
+    return pytest.param(found, id=f"{function}-{[*changes]}-{message or jax or torch}"[:90])
+
+
+_TENSOR = "must have type torch.Tensor; got"
+_APART = "Give outputs and log-sum-exps apart: merge_attention(*zip(*parts))"
+_FIRST = "The first of what kv_cache_update returns is the cache. K and V apart are kv_cache and value_cache"
+_RAGGED = {
+    "jax": "block_tables must be an array; got type list. Its rows must have one length",
+    "torch": f"block_tables {_TENSOR} list. Pass torch.tensor(block_tables, dtype=torch.int32)",
+}
+
+MISTAKES = [
+    *(
+        mistake(
+            "paged_attention",
+            jax=f"kv_cache must be an array; got a {kind.__name__} of 2. {_FIRST}",
+            torch=f"kv_cache {_TENSOR} {kind.__name__}. K and V as two tensors are kv_cache and value_cache",
+            kv_cache=kind([ones(4, 2, 2, 8), ones(4, 2, 2, 8)]),
+        )
+        for kind in (list, tuple)
+    ),
+    mistake(
+        "kv_cache_update",
+        jax=f"kv_cache must be an array; got a tuple of 2. {_FIRST}",
+        torch=f"kv_cache {_TENSOR} tuple. K and V as two tensors are kv_cache and value_cache",
+        kv_cache=(np.zeros((4, 2, 4, 8), F32), ones(3, 4, 8)),
+    ),
+    mistake(
+        "paged_attention",
+        jax="kv_cache must be an array; got type dict. Pass numbers",
+        torch=f"kv_cache {_TENSOR} dict. Pass a tensor",
+        kv_cache={"key": 1},
+    ),
+    mistake("paged_attention", **_RAGGED, block_tables=[[3, 1], [0], [9, 9]]),
+    mistake(
+        "paged_attention",
+        jax="context_lens must have shape [max_seqs]; got []. The lengths of all sequences are one array",
+        torch=f"context_lens {_TENSOR} int. Pass torch.tensor(context_lens, dtype=torch.int32)",
+        context_lens=3,
+    ),
+    mistake(
+        "paged_attention",
+        torch=f"num_seqs {_TENSOR} int. Pass torch.tensor(num_seqs, dtype=torch.int32)",
+        num_seqs=2,
+    ),
+    mistake(
+        "paged_attention",
+        jax="num_seqs must be an array; got type str. Pass numbers",
+        torch=f"num_seqs {_TENSOR} str. Pass a tensor",
+        num_seqs="2",
+    ),
+    mistake(
+        "paged_attention",
+        torch=f"alibi_slopes {_TENSOR} list. Pass torch.tensor(alibi_slopes, dtype=torch.float32)",
+        alibi_slopes=[0.5, 0.25, 0.125, 0.1],
+    ),
+    mistake(
+        "kv_cache_update",
+        torch=f"cos_sin_cache {_TENSOR} tuple. Join its tensors to one, with torch.cat",
+        jax="cos_sin_cache must have shape [max_positions, rotary_dim], with an even rotary_dim from 2 to 8; got "
+        "[2, 8, 4]. It is the cosines and sines of a position in one row",
+        positions=np.zeros(3, I32),
+        cos_sin_cache=(ones(8, 4), ones(8, 4)),
+    ),
+    *(
+        mistake(
+            function,
+            f"{name} must have type {kind}; got {got}. {remedy}",
+            **{name: value},
+            **others,
+        )
+        for function, name, kind, value, got, remedy, others in (
+            ("paged_attention", "scale", "float", "0.1", "str", "Pass a number", {}),
+            (
+                "paged_attention",
+                "scale",
+                "float",
+                None,
+                "NoneType",
+                "Give it: it is usually head_size ** -0.5",
+                {},
+            ),
+            (
+                "varlen_attention",
+                "scale",
+                "float",
+                None,
+                "NoneType",
+                "Give it: it is usually head_size ** -0.5",
+                {},
+            ),
+            ("paged_attention", "soft_cap", "float", "30", "str", "Pass a number", {}),
+            (
+                "paged_attention",
+                "sliding_window",
+                "int",
+                (4, 0),
+                "tuple",
+                "Pass a whole number",
+                {},
+            ),
+            ("paged_attention", "sliding_window", "int", True, "bool", "Pass a whole number", {}),
+            (
+                "paged_attention",
+                "max_query_len",
+                "int",
+                1.0,
+                "float",
+                "Pass int(max_query_len)",
+                {},
+            ),
+            (
+                "varlen_attention",
+                "max_query_len",
+                "int",
+                2.0,
+                "float",
+                "Pass int(max_query_len)",
+                {},
+            ),
+            (
+                "paged_attention",
+                "value_head_size",
+                "int",
+                8.0,
+                "float",
+                "Pass int(value_head_size)",
+                {"kv_cache": ones(4, 2, 8)},
+            ),
+            ("paged_attention", "causal", "bool", 1, "int", "Pass bool(causal)", {}),
+            (
+                "paged_attention",
+                "causal",
+                "bool",
+                "no",
+                "str",
+                "Pass True or False, or an array with one for each sequence",
+                {},
+            ),
+            ("paged_attention", "return_lse", "bool", 1, "int", "Pass bool(return_lse)", {}),
+            ("paged_attention", "return_lse", "bool", "yes", "str", "Pass True or False", {}),
+            ("paged_attention", "kv_layout", "str", 4, "int", "Pass a string, such as 'n2bhd'", {}),
+            (
+                "kv_cache_update",
+                "interleaved",
+                "bool",
+                1,
+                "int",
+                "Pass bool(interleaved)",
+                {"positions": np.zeros(3, I32), "cos_sin_cache": ones(8, 4)},
+            ),
+            ("slot_mapping", "block_size", "int", 2.0, "float", "Pass int(block_size)", {}),
+            ("slot_mapping", "num_tokens", "int", "4", "str", "Pass a whole number", {}),
+            ("slot_mapping", "num_tokens", "int", None, "NoneType", "Pass a whole number", {}),
+            ("pad_batch", "max_seqs", "int", None, "NoneType", "Pass a whole number", {}),
+        )
+    ),
+    mistake(
+        "slot_mapping",
+        jax="block_size must have type int; got ArrayImpl. Pass int(block_size)",
+        torch="block_size must have type int; got Tensor. Pass int(block_size)",
+        block_size=np.array(2, I32),
+    ),
+    mistake(
+        "slot_mapping",
+        "context_lens must have shape [max_seqs]; got []. The lengths of all sequences are one array",
+        context_lens=np.array(2, I32),
+    ),
+    mistake(
+        "varlen_attention",
+        "key must have shape [num_tokens, num_kv_heads, head_size]; got [4, 2, 4, 8]. Pack the tokens of all sequences "
+        "into one dimension",
+        key=ones(4, 2, 4, 8),
+    ),
+    mistake(
+        "varlen_attention",
+        "sinks must have dtype float32; got float16. Cast sinks to float32",
+        sinks=ones(4, dtype=F16),
+    ),
+    mistake(
+        "varlen_attention",
+        torch=f"query_start_loc {_TENSOR} list. Pass torch.tensor(query_start_loc, dtype=torch.int32)",
+        query_start_loc=[0, 2, 4],
+    ),
+    mistake(
+        "simple_add",
+        jax="b must have shape [2, 3]; got []. Nothing is broadcast",
+        torch=f"b {_TENSOR} float. Pass torch.tensor(b, dtype=torch.float32)",
+        b=1.0,
+    ),
+    mistake(
+        "merge_attention",
+        "outputs must have shape [num_parts, num_tokens, num_heads, head_size], of at least one part; got [4, 4, 8]. "
+        "One part is a list of one array",
+        outputs=ones(4, 4, 8),
+    ),
+    mistake(
+        "merge_attention",
+        f"outputs[1] must have shape [4, 4, 8] as outputs[0] has; got [4, 4]. {_APART}",
+        outputs=(ones(4, 4, 8), ones(4, 4)),
+    ),
+    mistake(
+        "merge_attention",
+        f"outputs must have type array, or be a sequence of arrays; got tuple. {_APART}",
+        outputs=[(ones(4, 4, 8), ones(4, 4))],
+    ),
+    mistake(
+        "merge_attention",
+        "lses must have shape [num_parts=2, num_tokens=4, num_heads=4]; got [1, 4, 4]. It has a number for each head of "
+        "outputs, in as many parts",
+        lses=[ones(4, 4)],
+    ),
+    mistake(
+        "merge_attention",
+        "lses must have dtype float32; got float16. Cast lses to float32",
+        lses=ones(2, 4, 4, dtype=F16),
+    ),
+    *(
+        mistake(
+            "pad_batch", f"{name} must have {rule} for each sequence; got {got}", **{name: value}
+        )
+        for name, rule, value, got in (
+            ("tokens", "a list of integers", [1, 2], "int"),
+            ("tokens", "a list of integers", None, "NoneType"),
+            ("tokens", "a list of integers", [[1, 2], 3], "int"),
+            ("blocks", "a list of integers", [0], "int"),
+            ("context_lens", "an integer", 2, "int"),
+        )
+    ),
+    mistake(
+        "pad_batch",
+        "context_lens[0] must count at least its 2 new tokens, and at most the 2 that its 1 blocks hold; got 3. "
+        "BlockPool.grow adds blocks",
+        context_lens=[3],
+    ),
+]
+"""What a person writes at night, none of which the op's check sees."""

@@ -389,7 +389,8 @@ def test_simple_add_on_cuda_tensors(cuda: Any) -> None:
 
 def test_tensors_on_two_devices(cuda: Any) -> None:
     a = torch.arange(5.0)
-    message = "^simple_add: all tensors must be on one device; got b on meta beside a on cpu$"
+    message = "^simple_add: all tensors must be on one device; got b on meta beside a on cpu. Move "
+    message += r"one with to\(device\)$"
     with pytest.raises(ValueError, match=message):
         OPS.simple_add.default.redispatch(cuda, a, a.to("meta"))
 

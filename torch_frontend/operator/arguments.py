@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from shared_ffi.spec import Arguments, ArraySpec, Call, dtype_error
-from torch_frontend.operator.errors import devices_error, missing_error
+from torch_frontend.operator.errors import devices_error, missing_error, tensor_error
 
 _SHAPE, _DTYPE = map(attrgetter, ("shape", "dtype"))
 
@@ -66,9 +66,10 @@ def checked(op: str, overload: torch._ops.OpOverload) -> Callable[..., Any]:
             if value is None and kind == "Tensor":
                 raise missing_error(op, name)
             is_bool = isinstance(value, bool)  # an int to Python
+            if kind == "Tensor" and not isinstance(value, torch.Tensor):
+                raise tensor_error(op, name, value)
             if not isinstance(value, _ACCEPTED[kind]) or (is_bool and kind != "bool"):
-                rule = "type torch.Tensor" if kind == "Tensor" else f"type {kind}"
-                raise dtype_error(op, name, rule, type(value).__name__)
+                raise dtype_error(op, name, f"type {kind}", type(value).__name__)
         return overload(*positional, **keywords)
 
     return call

@@ -120,7 +120,7 @@ class Eager:
         num_written = len(call.aliases) if out is None else 1
         results = call.results_on(device)
         return PreparedCall(
-            eager.handler_of(call, device),
+            eager.handler_of(call, device, partial(self._copies, bound, copied)),
             {name: value.item() for name, value in call.attributes},
             call.operands,
             results,
@@ -149,6 +149,14 @@ class Eager:
             else:
                 copied.append(i)
         return operands, copied
+
+    def _copies(self, bound: TensorArguments, copied: Sequence[int]) -> list[str]:
+        """For the log: the operands that are copied at each call, and why."""
+        return [
+            f"copies {bound.names[i]}, whose strides {list(bound.tensors[i].stride())} are not "
+            f"{'tokens of dense heads' if bound.names[i] in self.rows else 'contiguous'}"
+            for i in copied
+        ]
 
 
 def check_out(call: Call, like: torch.Tensor, out: torch.Tensor) -> None:

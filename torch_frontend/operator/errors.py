@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
 from shared_ffi import spec
+from shared_ffi.paged_attention import METADATA, TOKEN_PAIRS
 from shared_ffi.spec import value_error
 
 
@@ -12,6 +15,29 @@ def missing_error(op: str, name: str) -> TypeError:
     if name == "kv_cache":
         error.args = (f"{error}. kv_cache_update writes in place and returns None",)
     return error
+
+
+def tensor_error(op: str, name: str, given: object) -> TypeError:
+    """For an argument that must be a tensor, and is something else."""
+    got = type(given).__name__
+    error = spec.dtype_error(op, name, "type torch.Tensor", got)
+    if not str(error).endswith(f"; got {got}"):  # it has a remedy
+        return error
+    remedy = "Pass a tensor"
+    if hasattr(given, "__dlpack__"):  # of NumPy or JAX
+        remedy = f"Pass torch.from_dlpack({name})"
+    elif name == "kv_cache" and isinstance(given, list | tuple):
+        remedy = "K and V as two tensors are kv_cache and value_cache"
+    elif isinstance(given, list | tuple) and any(isinstance(x, torch.Tensor) for x in given):
+        remedy = "Join its tensors to one, with torch.cat"
+    elif isinstance(given, list | tuple | int | float):
+        dtype = "int32" if name in _INTEGERS else "float32"
+        remedy = f"Pass torch.tensor({name}, dtype=torch.{dtype})"
+    return TypeError(f"{error}. {remedy}")
+
+
+_INTEGERS = (*METADATA, *TOKEN_PAIRS, "slot_mapping", "positions")
+"""The arguments that hold integers."""
 
 
 def derivative_error(op: str, what: str) -> NotImplementedError:
@@ -45,5 +71,6 @@ def inference_tensor_error(op: str, name: str) -> RuntimeError:
 def devices_error(op: str, name: str, device: object, first: str, other: object) -> ValueError:
     """For tensors on several devices."""
     return ValueError(
-        f"{op}: all tensors must be on one device; got {name} on {device} beside {first} on {other}"
+        f"{op}: all tensors must be on one device; got {name} on {device} beside {first} on "
+        f"{other}. Move one with to(device)"
     )

@@ -57,9 +57,10 @@ def run(call: Call, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def fail(message: str, operand: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Adds a float32 result to the lazy graph that no program can compute: it is a custom call
-    whose target does not exist, so that XLA refuses to compile it and names the target."""
+    whose target does not exist, so that XLA refuses to compile it and names the target: `No
+    registered implementation for untyped custom call to …`."""
     results = _XLAC._xla_custom_call(
-        [operand], message, [list(shape)], [torch.float32], False, "", 1, {}
+        [operand], f"a derivative. {message}", [list(shape)], [torch.float32], False, "", 1, {}
     )
     return results[0]  # type: ignore[no-any-return]
 

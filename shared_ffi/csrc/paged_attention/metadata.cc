@@ -57,8 +57,9 @@ std::string MetadataError(const Params& p) {
                                                      " * block_size=", p.block_size)
                                             : StrCat(capacity);
       const char* remedy = is_of_table && context_len > capacity
-                               ? ". Give block_tables more columns; or, if kv_cache has blocks of "
-                                 "another size, name its dimensions in kv_layout"
+                               ? ". Correct the length, or give block_tables more columns; or, if "
+                                 "kv_cache has blocks of another size, name its dimensions in "
+                                 "kv_layout"
                                : "";
       return StrCat("context_lens[", s, "] must be from 0 to ", limit, "; got ", context_len,
                     remedy);
