@@ -23,7 +23,7 @@ COPY torch_frontend torch_frontend
 
 ARG GPUS=all
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
-    -C "cmake.define.XLA_GPU_ARCHITECTURES=${GPUS}"
+    "--config-settings=cmake.define.XLA_GPU_ARCHITECTURES=${GPUS}"
 
 FROM python:3.12-slim-bookworm
 

@@ -88,11 +88,11 @@ def parse(line: str) -> tuple[list[str], list[str], list[str], list[str]]:
     words = shlex.split(INDEX.sub("", line))
     groups = [words.pop(words.index("--group") + 1) for _ in range(words.count("--group"))]
     words = [word for word in words if word != "--group"]
-    if "-C" in words:
-        del words[words.index("-C") : words.index("-C") + 2]
     ours = re.compile(r"(?:\.|xla-paged-attention)(?:\[(.*)\])?")
     extras, requirements = [], []
     for word in words:
+        if word.startswith("--config-settings="):
+            continue
         if word.startswith("-"):
             assert word in ("--editable", "--no-deps", "--upgrade"), word
         elif match := ours.fullmatch(word):
@@ -111,7 +111,7 @@ def test_a_page_that_names_a_group_asks_for_a_pip_that_knows_groups(page: Path) 
 
 
 def test_the_commands_are_found() -> None:
-    assert "--editable '.[serve]' -C cmake.define.XLA_GPU_CUDA=OFF" in LINES
+    assert "--editable '.[serve]' --config-settings=cmake.define.XLA_GPU_CUDA=OFF" in LINES
     assert "'.[torch-xla]' 'jax-cuda12-pjrt==0.8.0'" in LINES
     assert len(LINES) >= 15
     named = {extra for line in LINES for extra in parse(line)[0]}
@@ -131,6 +131,49 @@ def test_pip_can_install_an_extra(extra: str, resolve: Resolve) -> None:
 @pytest.mark.parametrize("group", GROUPS)
 def test_pip_can_install_a_group(group: str, resolve: Resolve) -> None:
     assert resolve(f"--group {group}") is None
+
+
+# A project of these commands that tells what its backend was asked for, and is not built.
+PROBE = {
+    "pyproject.toml": """
+[build-system]
+requires = []
+build-backend = "backend"
+backend-path = ["."]
+
+[project]
+name = "probe"
+version = "0"
+""",
+    "backend.py": """
+import pathlib, sys
+
+def build_wheel(folder, settings=None, metadata=None):
+    pathlib.Path("settings").write_text(str(settings))
+    sys.exit(1)
+
+build_editable = build_wheel
+""",
+}
+
+
+@pytest.mark.parametrize("line", [x for x in LINES if "cmake.define" in x])
+def test_the_oldest_pip_passes_options_on(line: str, resolve: Resolve, tmp_path: Path) -> None:
+    """Python 3.11.0 ships pip 22.3; the short form of the option came with 23.1."""
+    pip = [uv.find_uv_bin(), "pip", "install", "--quiet", "--target", tmp_path / "pip", "pip==22.3"]
+    subprocess.run(pip, check=True)
+    for name, text in PROBE.items():
+        (tmp_path / name).write_text(text)
+    outcome = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--no-index", *shlex.split(line)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "pip")},
+        capture_output=True,
+        text=True,
+    )
+    assert (tmp_path / "settings").exists(), outcome.stderr
+    options = dict(re.findall(r"(cmake\.define\.\w+)=(\w+)", line))
+    assert (tmp_path / "settings").read_text() == str(options)
 
 
 def test_a_command_that_cannot_be_carried_out_is_found(resolve: Resolve) -> None:

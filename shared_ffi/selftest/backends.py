@@ -165,8 +165,10 @@ def run(
         try:
             output, errors = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its children, too
-            process.communicate()
+            # A child in a session of its own goes on. It may hold the pipes: nobody reads them to
+            # their end.
+            with process:
+                os.killpg(process.pid, signal.SIGKILL)  # its other children, too
             return f"no answer within {timeout_s:.0f} seconds", "", ""
         finally:
             _running.discard(process.pid)
@@ -177,7 +179,7 @@ def end_all(*_: Any) -> None:
     """Ends all processes that `run` began: each leads a session, which Ctrl-C does not reach."""
     with _lock:
         _is_over.set()
-        for leader in _running:
+        for leader in [*_running]:  # a process may end meanwhile
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(leader, signal.SIGKILL)
     raise KeyboardInterrupt

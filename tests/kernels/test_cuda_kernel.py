@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +27,7 @@ from shared_ffi.spec import ArraySpec
 from tests.cases.all import CASES, LONG_CASES, UPDATE_CASES
 from tests.cases.case import FEATURES, JUNK, Case
 from tests.cases.updates import UpdateCase
-from tests.support import native, selection
+from tests.support import scripts, selection, without_python
 from tests.support.calls import (
     checked_call,
     in_place,
@@ -557,58 +555,45 @@ def test_attention_begins_when_the_update_has_ended(context: int, each_kernel: G
 
 
 NO_CHOICE = (
-    "shared_ffi: the choice of CUDA kernels (XLA_GPU_CUDA_KERNELS) must be one of by GPU, portable; "
-    "got volta"
+    "the choice of CUDA kernels (XLA_GPU_CUDA_KERNELS) must be one of by GPU, portable; got volta"
 )
 
-PROGRAM = """
-import sys
+CHOICES = """
+import ctypes, sys
 from tests.support import native
-from tests.support.gpu import EmulatedGpu, attend
-from tests.cases.case import Case
-module = native.load(sys.argv[1], "x._native")
-print(module.cuda_choice())
-module.set_cuda_choice = module.set_cuda_max_blocks = lambda x: None
-gpu = EmulatedGpu(module)
-case = Case(id="any", sequences=((1, 7),))
-attend(gpu, case.inputs(), **case.attributes())
+
+class String(ctypes.Structure):  # std::string
+    _fields_ = [("text", ctypes.c_char_p), ("rest", ctypes.c_char * 24)]
+
+library, module = sys.argv[1:]
+choice = ctypes.CDLL(library)["_ZN7xla_gpu15paged_attention10CudaChoiceB5cxx11Ev"]
+choice.restype = None
+choice(ctypes.byref(string := String()))
+print(string.text.decode(), flush=True)
+print(native.load(module, "x._native").cuda_choice())
 """
 
 
 @pytest.mark.skipif(ON_CUDA, reason="the same on the emulated GPU")
-@pytest.mark.parametrize(
-    ("variable", "value", "outcome"),
-    [
-        ("XLA_GPU_CUDA_KERNELS", "", "by GPU"),
-        ("XLA_GPU_CUDA_KERNELS", "portable", "portable"),
-        ("XLA_GPU_CUDA_KERNELS", "by GPU", "by GPU"),
-        ("XLA_GPU_CUDA_KERNELS", "volta", f"ImportError: {NO_CHOICE}"),
-        ("XLA_GPU_CUDA_MAX_BLOCKS", "3", "by GPU"),
-        ("XLA_GPU_CUDA_MAX_BLOCKS", "0", "it must be a positive number"),
-        ("XLA_GPU_CUDA_MAX_BLOCKS", "3x", "it must be a positive number"),
-    ],
-)
-def test_the_library_reads_the_environment(
-    variable: str, value: str, outcome: str, gpu: Gpu
-) -> None:
-    """A wrong choice fails the import, as one for the CPU does; a wrong number the first call."""
-    process = subprocess.run(
-        [sys.executable, "-c", PROGRAM, gpu.native.__file__],
-        capture_output=True,
-        text=True,
-        cwd=native.ROOT,
-        env=os.environ | {variable: value},
-    )
-    if "must" in outcome:
-        if "ImportError" not in outcome:
-            outcome = f"RuntimeError: paged_attention: reading {variable} failed: {outcome}"
-        assert process.stderr.endswith(f"{outcome}\n")
+@pytest.mark.parametrize("value", ["", "portable", "by GPU", "volta"])
+def test_the_environment_chooses_the_kernels(value: str, gpu: Gpu, tmp_path: Path) -> None:
+    """It does so for Python and for a program without it."""
+    module, setting = Path(gpu.native.__file__), {"XLA_GPU_CUDA_KERNELS": value}
+    (library,) = module.parent.glob("libxla_paged_attention*.so")
+    program = without_python.compile_program(library, tmp_path)
+    error = without_python.run(program, "cuda", **setting)
+    choices = scripts.run(CHOICES, str(library), str(module), **setting)
+    if value == "volta":
+        assert error.startswith(f"paged_attention: {NO_CHOICE}\n")
+        assert choices.stdout == "unknown\n"
+        assert choices.stderr.endswith(f"ImportError: shared_ffi: {NO_CHOICE}\n")
     else:
-        assert (process.returncode, process.stdout) == (0, f"{outcome}\n"), process.stderr
+        assert "operand query is missing" in error
+        assert choices.stdout == f"{value or 'by GPU'}\n" * 2, choices.stderr
 
 
 def test_an_unknown_choice_is_refused(gpu: Gpu) -> None:
-    with pytest.raises(ValueError, match=re.escape(NO_CHOICE)):
+    with pytest.raises(ValueError, match=re.escape(f"shared_ffi: {NO_CHOICE}")):
         gpu.native.set_cuda_choice("volta")
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from shared_ffi import OPS, _native, library_path
 from shared_ffi.xla import elf, runtimes
-from tests.support import native, scripts
+from tests.support import native, scripts, without_python
 
 TARGETS = sorted(op.TARGET for op in OPS)
 
@@ -188,22 +188,31 @@ def test_a_subinterpreter_is_refused(is_first: bool) -> None:
     assert lines[1] == "[2.0, 2.0, 2.0]"
 
 
-def test_the_instruction_set_can_be_forced() -> None:
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return without_python.compile_program(library_path(), tmp_path_factory.mktemp("program"))
+
+
+@pytest.mark.parametrize("value", [None, "", *_native.cpu_instruction_sets(), "mmx"])
+def test_the_environment_chooses_the_instruction_set(value: str | None, program: Path) -> None:
+    """It does so for Python and for a program without it."""
     offered = _native.cpu_instruction_sets()
     assert _native.cpu_instruction_set() == offered[0] and offered[-1] == "baseline"
-    program = "from shared_ffi import _native; print(_native.cpu_instruction_set())"
-    for name in (*offered, "mmx"):
-        outcome = subprocess.run(
-            [sys.executable, "-c", program],
-            capture_output=True,
-            text=True,
-            env=os.environ | {"XLA_GPU_CPU_ISA": name},
+    setting = {} if value is None else {"XLA_GPU_CPU_ISA": value}
+    script = "from shared_ffi import _native; print(_native.cpu_instruction_set())"
+    in_python = scripts.run(script, **setting)
+    without = without_python.run(program, "cpu", **setting)
+    if value == "mmx":
+        error = (
+            f"the CPU's instruction set (XLA_GPU_CPU_ISA) must be one of {', '.join(offered)} on "
+            "this processor; got mmx"
         )
-        if name in offered:
-            assert outcome.stdout == f"{name}\n"
-        else:
-            message = f"must be one of {', '.join(offered)} on this processor; got mmx"
-            assert outcome.returncode != 0 and message in outcome.stderr
+        assert in_python.stderr.endswith(f"ImportError: shared_ffi: {error}\n")
+        assert without == f"paged_attention: {error}\nunknown\n"
+    else:
+        name = value or offered[0]
+        assert in_python.stdout == f"{name}\n", in_python.stderr
+        assert re.fullmatch(rf".*operand query is missing.*\n{name}\n", without)
 
 
 WITHOUT_MEMORY = """
@@ -436,12 +445,13 @@ def test_the_library_exports_only_what_others_call() -> None:
     qualified = {re.split(r"[(\[]", name)[0] for name in ours}
     # A class exports its members, too.
     names = {re.sub(r"::EagerCall::.*", "::EagerCall", x).split("::")[-1] for x in qualified}
-    cuda_names = {"ChooseCuda", "CudaChoice", "CudaChoices", "CudaKernelsInUse"}
-    cuda_names |= {"KernelLaunches", "SetMaxBlocks"}
+    cuda_names = {"ChooseCuda", "CudaChoice", "CudaChoiceError", "CudaChoices"}
+    cuda_names |= {"CudaKernelsInUse", "KernelLaunches", "SetMaxBlocks"}
     assert names - cuda_names == {
         "EagerCall",
         "ChooseCpuInstructionSet",
         "CpuInstructionSet",
+        "CpuInstructionSetError",
         "CpuInstructionSets",
         "Handlers",
         "LongLived",

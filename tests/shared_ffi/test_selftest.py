@@ -162,20 +162,22 @@ def test_failure_details(script: str, detail: str) -> None:
     assert "docs/troubleshooting.md" in outcome.remedy and repr(script) in outcome.remedy
 
 
-# Writes the id of a child to the file `pid`. Neither ends by itself.
+# Writes the id of a child to the file `pid`. Neither ends in time.
 HANGS = """
 import subprocess
-child = subprocess.Popen(["sleep", "infinity"])
+child = subprocess.Popen(["sleep", "600"], start_new_session={is_detached})
 with open({pid!r}, "w") as file:
     file.write(str(child.pid))
 child.wait()
 """
 
 
+@pytest.mark.parametrize("is_detached", [False, True])
 def test_a_backend_that_hangs_ends_with_its_children(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_detached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The 2 seconds begin when the child is there, however long that takes."""
+    """The 2 seconds begin when the child is there, however long that takes. A child in a session of
+    its own, which holds the pipes, is not waited for."""
     pid, communicate = tmp_path / "pid", subprocess.Popen.communicate
 
     def communicate_later(process: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -183,8 +185,11 @@ def test_a_backend_that_hangs_ends_with_its_children(
         return communicate(process, *arguments, **keywords)
 
     monkeypatch.setattr(subprocess.Popen, "communicate", communicate_later)
-    outcome = tried(backend(HANGS.format(pid=str(pid))), 2)
+    outcome = tried(backend(HANGS.format(pid=str(pid), is_detached=is_detached)), 2)
     assert (outcome.status, outcome.detail) == (FAILS, "no answer within 2 seconds")
+    if is_detached:
+        assert not has_ended(pid.read_text())
+        os.kill(int(pid.read_text()), signal.SIGKILL)
     wait_until(lambda: has_ended(pid.read_text()))
 
 
@@ -312,7 +317,9 @@ def test_the_help_names_each_backend_once() -> None:
 def test_an_interrupt_ends_it_at_once(tmp_path: Path) -> None:
     """With what it tries, which would not end by itself."""
     pid = tmp_path / "pid"
-    chosen = Backend("some-cpu", "some backend", "torch", HANGS.format(pid=str(pid)))
+    chosen = Backend(
+        "some-cpu", "some backend", "torch", HANGS.format(pid=str(pid), is_detached=False)
+    )
     script = "from shared_ffi.selftest import backends, report; "
     script += f"report.BACKENDS = (backends.{chosen},); raise SystemExit(report.main())"
     process = subprocess.Popen(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import operator
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -374,3 +375,92 @@ def test_calls_that_are_kept_do_not_split_the_heap() -> None:
     """What is kept of a call must not lie between the results of two calls, which are large."""
     (mib,) = scripts.output(SIZES)
     assert int(mib) < 100  # 4,500 where it does
+
+
+FIRST_CALLS = """
+import logging, os, warnings
+import torch, torch._dynamo, torch_frontend
+from tests.support.models import tensors
+from tests.support.sound_calls import add, attention, update
+
+query, cache, *metadata = tensors(attention())
+attend, write = (query, cache, *metadata, 0.5), tensors(update())
+int8, scales = torch.zeros(4, 2, 4, 8, dtype=torch.int8), torch.zeros(2, 4, 2, 2)
+made = {"k_scale_cache": scales[0], "v_scale_cache": scales[1]}
+parts = torch.randn(2, 4, 4, 8)
+CALLS = {  # arguments, options, and the number of the argument that may need a gradient
+    "paged_attention.default": (attend, {}, 0),
+    "paged_attention.lse": (attend, {}, 0),
+    "paged_attention.out": (attend, {"out": torch.empty_like(query)}, 0),
+    "ragged_paged_attention.default": (attend, {}, 0),
+    "kv_cache_update.default": (write, {}, 1),
+    "kv_cache_update.with_scales": ((int8, *write[1:]), made, 1),
+    "simple_add.default": (tensors(add()), {}, 0),
+    "merge_attention.default": ((parts, parts.sum(-1)), {}, 0),
+    "slot_mapping.default": (metadata, {"block_size": 2, "num_tokens": 4}, None),
+}
+overloads = [x for x in torch._C._dispatch_get_all_op_names() if x.startswith("xla_gpu::")]
+public = [x[9:] for x in overloads if "::_" not in x and "functional" not in x]
+assert {x if "." in x else f"{x}.default" for x in public} == {*CALLS}, public
+
+class Traced(logging.Handler):
+    def emit(self, record):
+        _, found, frame = record.getMessage().partition("start tracing ")
+        if found:
+            print("traces", frame, flush=True)
+
+def as_tuple(results):
+    return results if isinstance(results, tuple) else (results,)
+
+def call(name, needs_grad, is_skipped):
+    packet, overload = name.split(".")
+    operator = getattr(getattr(torch.ops.xla_gpu, packet), overload)
+    arguments, options, number = CALLS[name]
+    if needs_grad:
+        arguments[number].requires_grad_()
+
+    def loop():
+        for _ in range(1):
+            if is_skipped:
+                print(end="")
+            results = operator(*arguments, **options)
+        return results
+
+    torch._logging.set_logs(dynamo=logging.INFO)
+    log = logging.getLogger("torch._dynamo")
+    log.handlers[:], log.propagate = [Traced()], False
+    try:
+        found = as_tuple(torch.compile(loop, backend="eager")())
+        again = as_tuple(operator(*arguments, **options))
+        print("is", all(x is y is None or torch.equal(x, y) for x, y in zip(found, again)))
+    except NotImplementedError as error:
+        print("is", error)
+
+warnings.simplefilter("ignore")
+for name, (_, _, number) in CALLS.items():
+    for needs_grad, is_skipped in [(False, True), (True, True), (True, False)]:
+        if needs_grad and number is None:
+            continue
+        print("call", name, needs_grad, flush=True)
+        if os.fork() == 0:
+            call(name, needs_grad, is_skipped)
+            print(end="", flush=True)
+            os._exit(0)
+        assert os.wait()[1] == 0
+"""
+
+
+def test_a_first_call_in_a_function_that_is_not_compiled_as_a_whole() -> None:
+    """Dynamo gives up a loop around a print(), and a call that fails while it is traced. PyTorch
+    then runs the operator eagerly, and Dynamo must stay out of its kernels. Each call is the first
+    one of its process."""
+    text = "\n".join(scripts.output(FIRST_CALLS))
+    calls = re.findall(r"^call (\S+)\.\w+ (\w+)\n((?:traces .*\n)+)is (.*)$", text, re.M)
+    assert len(calls) == 9 * 3 - 2
+    for op, needs_grad, traced, outcome in calls:
+        assert traced.startswith("traces loop ") and "_frontend/" not in traced, traced
+        if needs_grad == "True" and op != "merge_attention":
+            op = op.removeprefix("ragged_")
+            assert outcome.startswith(f"{op}: inference only, it has no derivative")
+        else:
+            assert outcome == "True"

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from shared_ffi._native import Untraced
 from shared_ffi.spec import dtype_error, missing_error, shape_error, value_error
 from torch_frontend.operator.arguments import array_spec
 from torch_frontend.operator.eager import check_fits
@@ -53,9 +54,9 @@ def enable(device: str = "cpu") -> None:
     _check_version()
     key = device.upper()
     library = torch.library.Library("torch_attn", "IMPL")
-    library.impl("_varlen_attn", _attend, key)
-    library.impl("_varlen_attn_out", _attend_to_out, key)
-    library.impl("_varlen_attn_backward", _differentiate, key)
+    library.impl("_varlen_attn", Untraced(_attend), key)
+    library.impl("_varlen_attn_out", Untraced(_attend_to_out), key)
+    library.impl("_varlen_attn_backward", Untraced(_differentiate), key)
     _libraries[device] = library
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
+from shared_ffi._native import Untraced
 from shared_ffi.spec import NO_OVERLAP, Call, value_error
 from torch_frontend.operator import dtensor, errors
 from torch_frontend.operator.arguments import (
@@ -276,7 +277,7 @@ def define(
 def define_composite(schema: str, function: Callable[..., Any]) -> torch._ops.OpOverload:
     """Defines ``xla_gpu::<schema>`` in terms of other operators, for every device and compiler."""
     overload = _defined(schema)
-    _LIBRARY.impl(schema.partition("(")[0], function, "CompositeImplicitAutograd")
+    _LIBRARY.impl(schema.partition("(")[0], Untraced(function), "CompositeImplicitAutograd")
     return overload
 
 
@@ -306,21 +307,21 @@ def _implement_in_place(
     operator = make(mutable)
     _implement_eagerly(mutable_name, operator)
     op = InPlaceOp(overload._schema, mutable, functional)
-    run: Callable[..., Any] = op.run
+    run: Callable[..., Any] = Untraced(op.run)
     for device in ("CUDA", "CPU"):
         keys = _direct_keys(device)
         run = operator.eager.kernel(device.lower(), keys, run, returns_out=overload_name == "out")
     _LIBRARY.impl(name, run, "CompositeImplicitAutograd", with_keyset=True)
     # Reached by a graph that was exported on the CPU and moved to an XLA device.
-    _LIBRARY.impl(mutable_name, op.run_on_xla, "XLA")
-    torch.library.register_fake(f"xla_gpu::{mutable_name}", operator.fake_in_place, lib=_LIBRARY)
+    _LIBRARY.impl(mutable_name, Untraced(op.run_on_xla), "XLA")
+    _fake(mutable_name, operator.fake_in_place)
 
 
 def _implement_eagerly(name: str, operator: Operator) -> None:
     for device in ("CPU", "CUDA"):
         kernel = operator.eager.kernel(device.lower())
         with_autograd = operator.eager.kernel(
-            device.lower(), _direct_keys(device), operator.refuse_grad
+            device.lower(), _direct_keys(device), Untraced(operator.refuse_grad)
         )
         _LIBRARY.impl(name, kernel, device)
         _LIBRARY.impl(name, with_autograd, f"Autograd{device}", with_keyset=True)
@@ -336,9 +337,13 @@ def _direct_keys(device: str) -> list[int]:
 
 
 def _implement_on_xla(name: str, operator: Operator) -> None:
-    _LIBRARY.impl(name, operator.run_on_xla, "XLA")
-    _LIBRARY.impl(name, operator.refuse_grad_on_xla, "AutogradXLA", with_keyset=True)
-    torch.library.register_fake(f"xla_gpu::{name}", operator.fake, lib=_LIBRARY)
+    _LIBRARY.impl(name, Untraced(operator.run_on_xla), "XLA")
+    _LIBRARY.impl(name, Untraced(operator.refuse_grad_on_xla), "AutogradXLA", with_keyset=True)
+    _fake(name, operator.fake)
+
+
+def _fake(name: str, function: Callable[..., Any]) -> None:
+    torch.library.register_fake(f"xla_gpu::{name}", Untraced(function), lib=_LIBRARY)
 
 
 def _fake_derivative(grad: torch.Tensor, op: str, shape: Sequence[int]) -> torch.Tensor:
@@ -352,5 +357,5 @@ def _derivative_on_xla(grad: torch.Tensor, op: str, shape: Sequence[int]) -> tor
 
 
 _defined("_derivative(Tensor grad, str op, SymInt[] shape) -> Tensor")
-_LIBRARY.impl("_derivative", _derivative_on_xla, "XLA")
-torch.library.register_fake("xla_gpu::_derivative", _fake_derivative, lib=_LIBRARY)
+_LIBRARY.impl("_derivative", Untraced(_derivative_on_xla), "XLA")
+_fake("_derivative", _fake_derivative)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shared_ffi import sharding
+from shared_ffi._native import Untraced
 from shared_ffi.spec import dtype_error, value_error
 from torch_frontend.operator.arguments import ArgumentReader, as_returned, specs
 
@@ -29,7 +30,7 @@ def register(library: torch.library.Library) -> None:
 
         while READERS:
             name, reader = READERS.popitem()
-            rule = partial(_run, reader)
+            rule = Untraced(partial(_run, reader))
             torch.library.register_torch_dispatch(name, DTensor, rule, lib=library)
 
 

@@ -101,7 +101,7 @@ class Eager:
             otherwise: takes calls with other keys.
             returns_out: the operator returns its argument ``out``.
         """
-        prepare = partial(self.prepare, device)
+        prepare = _native.Untraced(partial(self.prepare, device))
         return _native.EagerKernel(
             self._op, device == "cuda", RULES, prepare, keys, otherwise, returns_out
         )

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -31,16 +30,9 @@ inline Error Check(const char* call, cudaError_t status) {
 }
 
 // The most thread blocks of a kernel that would otherwise fill the device. With few blocks each has
-// many work items, even in the small calls of the tests. XLA_GPU_CUDA_MAX_BLOCKS sets it, and the
-// tests change it. 0: the variable is not a positive number.
+// many work items, even in the small calls of the tests, which change it.
 inline std::atomic<int64_t>& MaxBlocks() {
-  static std::atomic<int64_t> limit{[] {
-    const char* text = std::getenv("XLA_GPU_CUDA_MAX_BLOCKS");
-    if (text == nullptr || *text == 0) return std::numeric_limits<int64_t>::max();
-    char* end = nullptr;
-    const int64_t number = std::strtoll(text, &end, 10);
-    return *end == 0 && number > 0 ? number : int64_t{0};
-  }()};
+  static std::atomic<int64_t> limit{std::numeric_limits<int64_t>::max()};
   return limit;
 }
 
@@ -110,9 +102,7 @@ struct Kernel {
   Error BlocksFor(const Device& device, int64_t num_items, int64_t* num_blocks) const {
     int64_t resident = 0;
     if (Error error = ResidentBlocks(device, &resident)) return error;
-    const int64_t limit = MaxBlocks();
-    if (limit == 0) return {"reading XLA_GPU_CUDA_MAX_BLOCKS", "it must be a positive number"};
-    *num_blocks = std::min({resident, num_items, limit});
+    *num_blocks = std::min({resident, num_items, MaxBlocks().load()});
     return {};
   }
 

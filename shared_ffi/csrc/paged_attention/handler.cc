@@ -1,3 +1,4 @@
+#include "cpu/instruction_set.h"
 #include "cpu/run.h"
 #include "cuda/run.h"
 #include "ffi/kv_cache_operand.h"
@@ -82,6 +83,7 @@ ffi::Error MakeParams(CallReader* call, size_t num_scratch, Params* p) {
 
 ffi::Error OnCpu(ffi::RemainingArgs operands, ffi::RemainingRets results,
                  const ffi::Dictionary& attributes, const Executor& executor) {
+  XLA_GPU_RETURN_IF_ERROR(ErrorOf(kOp, CpuInstructionSetError()));
   Params params;
   CallReader call = Read(operands, results, attributes);
   XLA_GPU_RETURN_IF_ERROR(MakeParams(&call, /*num_scratch=*/0, &params));
@@ -95,6 +97,7 @@ ffi::Error OnCpu(ffi::RemainingArgs operands, ffi::RemainingRets results,
 #ifdef XLA_GPU_CUDA
 ffi::Error OnCuda(ffi::RemainingArgs operands, ffi::RemainingRets results,
                   const ffi::Dictionary& attributes, void* stream) {
+  XLA_GPU_RETURN_IF_ERROR(ErrorOf(kOp, CudaChoiceError()));
   Params params;
   CallReader call = Read(operands, results, attributes);
   XLA_GPU_RETURN_IF_ERROR(MakeParams(&call, /*num_scratch=*/1, &params));

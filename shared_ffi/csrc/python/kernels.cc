@@ -1,10 +1,7 @@
-// Which kernels of paged_attention this build has, and which of them are used. The environment may
-// choose before anything in the module is called.
+// Which kernels of paged_attention this build has, and which of them are used.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
-
-#include <cstdlib>
 
 #include "module.h"
 #include "paged_attention/cpu/instruction_set.h"
@@ -16,29 +13,17 @@ namespace {
 
 namespace nb = nanobind;
 
-constexpr char kCpuVariable[] = "XLA_GPU_CPU_ISA";
-constexpr char kCudaVariable[] = "XLA_GPU_CUDA_KERNELS";
-
-nb::builtin_exception NotOffered(const std::string& what, const std::vector<std::string>& offered,
-                                 const char* where, const std::string& name) {
-  std::string list;
-  for (const std::string& other : offered) list += (list.empty() ? "" : ", ") + other;
-  return nb::value_error(
-      StrCat("shared_ffi: ", what, " must be one of ", list, where, "; got ", name).c_str());
+// Raises an error, unless it is empty.
+void Raise(const std::string& error) {
+  if (!error.empty()) throw nb::value_error(StrCat("shared_ffi: ", error).c_str());
 }
 
 void SetCpuInstructionSet(const std::string& name) {
-  if (paged_attention::ChooseCpuInstructionSet(name)) return;
-  throw NotOffered(StrCat("the CPU's instruction set (", kCpuVariable, ")"),
-                   paged_attention::CpuInstructionSets(), " on this processor", name);
+  Raise(paged_attention::ChooseCpuInstructionSet(name));
 }
 
 #ifdef XLA_GPU_CUDA
-void SetCudaChoice(const std::string& name) {
-  if (paged_attention::ChooseCuda(name)) return;
-  throw NotOffered(StrCat("the choice of CUDA kernels (", kCudaVariable, ")"),
-                   paged_attention::CudaChoices(), "", name);
-}
+void SetCudaChoice(const std::string& name) { Raise(paged_attention::ChooseCuda(name)); }
 
 // cmake/resources.py prints them with the build's report.
 std::vector<std::tuple<std::string, int, int, int, int, int>> CudaKernels() {
@@ -54,11 +39,9 @@ std::vector<std::tuple<std::string, int, int, int, int, int>> CudaKernels() {
 }  // namespace
 
 void BindKernels(nb::module_& m) {
-  if (const char* name = std::getenv(kCpuVariable)) SetCpuInstructionSet(name);
+  Raise(paged_attention::CpuInstructionSetError());
 #ifdef XLA_GPU_CUDA
-  if (const char* name = std::getenv(kCudaVariable); name != nullptr && *name != 0) {
-    SetCudaChoice(name);
-  }
+  Raise(paged_attention::CudaChoiceError());
 #endif
   m.def("cpu_instruction_sets", &paged_attention::CpuInstructionSets,
         "The instruction sets that the CPU kernels are built for and this processor has, the best "
@@ -70,10 +53,8 @@ void BindKernels(nb::module_& m) {
   m.def("cuda_kernels", &CudaKernels,
         "(kernel, size, bytes of a cache element, groups of rows, threads, bytes of shared memory) "
         "of each kernel of paged_attention.");
-  m.def(
-      "set_cuda_max_blocks", &paged_attention::SetMaxBlocks, nb::arg("limit"),
-      "Launches no kernel with more thread blocks, of those that would otherwise fill the GPU, as "
-      "the environment variable XLA_GPU_CUDA_MAX_BLOCKS does.");
+  m.def("set_cuda_max_blocks", &paged_attention::SetMaxBlocks, nb::arg("limit"),
+        "Launches no kernel with more thread blocks, of those that would otherwise fill the GPU.");
   m.def(
       "cuda_kernels_in_use", &paged_attention::CudaKernelsInUse,
       "The attention kernels that calls on the current GPU use, where they apply; empty without a "

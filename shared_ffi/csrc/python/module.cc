@@ -80,6 +80,7 @@ NB_MODULE(_native_of_main, m) {
   xla_gpu::BindEagerCall(m);
   xla_gpu::BindTorchRules(m);
   xla_gpu::BindEagerKernel(m);
+  xla_gpu::BindUntraced(m);
   xla_gpu::BindKernels(m);
   xla_gpu::BindChecks(m);
 }

@@ -8,9 +8,10 @@ namespace xla_gpu {
 // EagerCall, which calls a handler from Python.
 void BindEagerCall(nanobind::module_& m);
 
-// TorchRules and EagerKernel, of which PyTorch's operators are made (torch/).
+// TorchRules, EagerKernel and Untraced, of which PyTorch's operators are made (torch/).
 void BindTorchRules(nanobind::module_& m);
 void BindEagerKernel(nanobind::module_& m);
+void BindUntraced(nanobind::module_& m);
 
 // Which kernels this build has, and which of them are used.
 void BindKernels(nanobind::module_& m);

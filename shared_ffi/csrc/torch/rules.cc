@@ -36,7 +36,9 @@ void TorchRules::RefuseDerivative(const std::string& op, const std::pmr::vector<
   // Outside of forward-mode differentiation the level is -1.
   if (nb::cast<int>(forward_ad_[level]) < 0) return;
   for (nb::handle x : tensors) {
-    if (!forward_ad_[unpack](x).attr("tangent").is_none()) {
+    const nb::object dual =
+        CallUntraced(forward_ad_[unpack], nb::borrow<nb::args>(nb::make_tuple(x)));
+    if (!dual.attr("tangent").is_none()) {
       Raise("derivative_error", op, "has a tangent");
     }
   }

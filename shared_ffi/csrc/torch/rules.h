@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "elements.h"
+#include "python/untraced.h"
 #include "signature.h"
 
 namespace xla_gpu {
@@ -69,7 +70,8 @@ class TorchRules {
  private:
   template <typename... Parts>
   [[noreturn]] void Raise(const char* error, const Parts&... parts) const {
-    nb::object exception = errors_.attr(error)(parts...);
+    const nb::object exception =
+        CallUntraced(errors_.attr(error), nb::borrow<nb::args>(nb::make_tuple(parts...)));
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
     throw nb::python_error();
   }

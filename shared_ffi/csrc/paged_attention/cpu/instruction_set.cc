@@ -1,9 +1,8 @@
 #include "instruction_set.h"
 
-#include <algorithm>
-#include <atomic>
-#include <iterator>
+#include <utility>
 
+#include "../../environment.h"
 #include "cpu_instruction_sets.h"  // CMake writes it
 
 namespace xla_gpu::paged_attention {
@@ -16,38 +15,39 @@ namespace {
 #define XLA_GPU_ADDRESS(instruction_set) &kCpuKernel_##instruction_set,
 constexpr const CpuKernel* kKernels[] = {XLA_GPU_FOR_CPU_INSTRUCTION_SETS(XLA_GPU_ADDRESS)};
 
-const CpuKernel* BestKernel() {
-  return *std::find_if(std::begin(kKernels), std::end(kKernels),
-                       [](const CpuKernel* kernel) { return kernel->is_supported(); });
-}
+// The kernels that this processor can run, and which of them is in use.
+struct Offer {
+  std::vector<const CpuKernel*> kernels;
+  Choice choice;
+};
 
-std::atomic<const CpuKernel*>& Chosen() {
-  static std::atomic<const CpuKernel*> kernel{BestKernel()};
-  return kernel;
+Offer& Offered() {
+  static Offer offer = [] {
+    std::vector<const CpuKernel*> kernels;
+    std::vector<std::string> names;
+    for (const CpuKernel* kernel : kKernels) {
+      if (!kernel->is_supported()) continue;
+      kernels.push_back(kernel);
+      names.push_back(kernel->instruction_set);
+    }
+    return Offer{std::move(kernels), Choice("the CPU's instruction set", "XLA_GPU_CPU_ISA",
+                                            " on this processor", std::move(names))};
+  }();
+  return offer;
 }
 
 }  // namespace
 
-const CpuKernel& ChosenCpuKernel() { return *Chosen().load(); }
+const CpuKernel& ChosenCpuKernel() { return *Offered().kernels[Offered().choice.index()]; }
 
-std::vector<std::string> CpuInstructionSets() {
-  std::vector<std::string> names;
-  for (const CpuKernel* kernel : kKernels) {
-    if (kernel->is_supported()) names.push_back(kernel->instruction_set);
-  }
-  return names;
+std::vector<std::string> CpuInstructionSets() { return Offered().choice.names(); }
+
+std::string ChooseCpuInstructionSet(const std::string& name) {
+  return Offered().choice.Choose(name);
 }
 
-bool ChooseCpuInstructionSet(const std::string& name) {
-  for (const CpuKernel* kernel : kKernels) {
-    if (kernel->is_supported() && name == kernel->instruction_set) {
-      Chosen() = kernel;
-      return true;
-    }
-  }
-  return false;
-}
+std::string CpuInstructionSetError() { return Offered().choice.error(); }
 
-std::string CpuInstructionSet() { return ChosenCpuKernel().instruction_set; }
+std::string CpuInstructionSet() { return Offered().choice.name(); }
 
 }  // namespace xla_gpu::paged_attention

@@ -1,12 +1,12 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cstdlib>
 #include <optional>
 #include <tuple>
 #include <type_traits>
 #include <utility>
 
+#include "../../environment.h"
 #include "../../gpu/launch.cuh"
 #include "combine.cuh"
 #include "kernels.cuh"
@@ -78,28 +78,26 @@ AttentionKernel PortableKernelFor(const gpu::Device& device, const Params& p) {
   return CudaCoreKernel<C>(p);
 }
 
-constexpr char kByGpu[] = "by GPU";
 constexpr char kPortable[] = "portable";
+enum { kByGpu, kOnlyPortable };  // the numbers of the choices
 
-// Which kernels calls use; null: what the environment names is neither.
-std::atomic<const char*>& Chosen() {
-  static std::atomic<const char*> chosen{[]() -> const char* {
-    const char* name = std::getenv("XLA_GPU_CUDA_KERNELS");
-    if (name == nullptr || *name == 0) return kByGpu;
-    return name == std::string(kPortable) ? kPortable : nullptr;
-  }()};
-  return chosen;
+// Which kernels calls use.
+Choice& Chosen() {
+  static Choice choice("the choice of CUDA kernels", "XLA_GPU_CUDA_KERNELS", "",
+                       {"by GPU", kPortable});
+  return choice;
 }
 
 // Whether calls on the device use the kernels of Hopper GPUs where these apply.
 bool UsesHopperKernels(const gpu::Device& device) {
-  return Chosen() == kByGpu && device.capability == 90 && PrefillHeadSizes<Half>::size() > 0;
+  return Chosen().index() == kByGpu && device.capability == 90 &&
+         PrefillHeadSizes<Half>::size() > 0;
 }
 
 // Whether a kernel may begin before the one before it has ended: whether it waits for that itself.
 bool LaunchesEarly(const gpu::Device& device) {
 #ifdef XLA_GPU_LAUNCHES_EARLY
-  return device.capability >= 90 && Chosen() != kPortable;
+  return device.capability >= 90 && Chosen().index() != kOnlyPortable;
 #else
   return false;
 #endif
@@ -169,9 +167,6 @@ template <typename T>
 gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   gpu::Device device;
   if (gpu::Error error = gpu::Device::Current(&device)) return error;
-  if (Chosen() == nullptr) {
-    return {"reading XLA_GPU_CUDA_KERNELS", "it must be portable, or not set"};
-  }
   auto decode = DecodeKernelFor<T>(device, p);
   const auto prefill = PrefillKernelFor<T>(device, p);
   const auto long_portable = prefill ? std::nullopt : LongPortableKernelFor<T>(device, p);
@@ -313,18 +308,13 @@ std::vector<KernelLaunch> KernelLaunches() {
 
 void SetMaxBlocks(int64_t limit) { gpu::MaxBlocks() = limit; }
 
-std::vector<std::string> CudaChoices() { return {kByGpu, kPortable}; }
+std::vector<std::string> CudaChoices() { return Chosen().names(); }
 
-bool ChooseCuda(const std::string& name) {
-  for (const char* choice : {kByGpu, kPortable}) {
-    if (name != choice) continue;
-    Chosen() = choice;
-    return true;
-  }
-  return false;
-}
+std::string ChooseCuda(const std::string& name) { return Chosen().Choose(name); }
 
-std::string CudaChoice() { return Chosen() == nullptr ? "unknown" : Chosen().load(); }
+std::string CudaChoiceError() { return Chosen().error(); }
+
+std::string CudaChoice() { return Chosen().name(); }
 
 std::vector<std::string> CudaKernelsInUse() {
   gpu::Device device;

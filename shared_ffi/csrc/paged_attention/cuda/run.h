@@ -22,8 +22,11 @@ gpu::Error RunOnCuda(const Params& params, const Scratch& scratch, void* stream)
 // environment of the process chooses that, too.
 XLA_GPU_EXPORT std::vector<std::string> CudaChoices();
 
-// Chooses from now on. Returns false for an unknown name.
-XLA_GPU_EXPORT bool ChooseCuda(const std::string& name);
+// Chooses from now on. Returns what is wrong with the name; empty: nothing.
+XLA_GPU_EXPORT std::string ChooseCuda(const std::string& name);
+
+// What is wrong with the environment's choice; empty: nothing.
+XLA_GPU_EXPORT std::string CudaChoiceError();
 
 XLA_GPU_EXPORT std::string CudaChoice();
 
@@ -31,8 +34,7 @@ XLA_GPU_EXPORT std::string CudaChoice();
 // "portable" for all others. Empty without a GPU.
 XLA_GPU_EXPORT std::vector<std::string> CudaKernelsInUse();
 
-// From now on no kernel has more thread blocks, of those that would otherwise fill the device. The
-// environment variable XLA_GPU_CUDA_MAX_BLOCKS does the same for a process.
+// From now on no kernel has more thread blocks, of those that would otherwise fill the device.
 XLA_GPU_EXPORT void SetMaxBlocks(int64_t limit);
 
 // How a kernel of this build is launched.
