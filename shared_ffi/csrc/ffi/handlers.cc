@@ -11,6 +11,10 @@
   f(SimpleAdd, "XlaGpuSimpleAdd")             \
   f(KvCacheUpdate, "xla_gpu_kv_cache_update") \
   f(PagedAttention, "xla_gpu_paged_attention")
+#define XLA_GPU_FOR_OPS_ON_CPU(f)                 \
+  XLA_GPU_FOR_OPS(f)                              \
+  f(VarlenAttention, "xla_gpu_varlen_attention")  \
+  f(VarlenAttentionBackward, "xla_gpu_varlen_attention_backward")
 
 #define DECLARE(op, target)                \
   XLA_FFI_DECLARE_HANDLER_SYMBOL(op##Cpu); \
@@ -18,13 +22,13 @@
 #define ON_CPU(op, target) {"cpu", target, op##Cpu},
 #define ON_CUDA(op, target) {"cuda", target, op##Cuda},
 
-XLA_GPU_FOR_OPS(DECLARE)
+XLA_GPU_FOR_OPS_ON_CPU(DECLARE)
 
 namespace xla_gpu {
 
 std::initializer_list<NamedHandler> Handlers() {
   static constexpr std::initializer_list<NamedHandler> handlers = {
-      XLA_GPU_FOR_OPS(ON_CPU)
+      XLA_GPU_FOR_OPS_ON_CPU(ON_CPU)
 #ifdef XLA_GPU_CUDA
       XLA_GPU_FOR_OPS(ON_CUDA)
 #endif
