@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from shared_ffi import paged_attention
+import numpy as np
+
+from shared_ffi import paged_attention, token_rows
 from shared_ffi.spec import (
     ArraySpec,
     Call,
     Operands,
+    Scalar,
     dtype_error,
     flag,
     has_shape,
@@ -64,6 +67,7 @@ def check(
     for argument, spec in (("key", key), ("value", value)):
         if spec.dtype != query.dtype:
             raise dtype_error(OP, argument, f"query's dtype, {query.dtype}", spec.dtype)
+        token_rows.check(OP, argument, spec)
     if len(query_start_loc.shape) != 1 or not holds(query_start_loc.shape[0] >= 1):
         raise shape_error(OP, "query_start_loc", "[max_seqs + 1]", query_start_loc.shape)
     if query_start_loc.dtype != "int32":
@@ -71,8 +75,8 @@ def check(
     max_seqs = query_start_loc.shape[0] - 1
     try:  # K and V as a cache with blocks of one position
         paged = paged_attention.check(
-            query,
-            key,
+            query._replace(strides=None),
+            key._replace(strides=None),
             ArraySpec((max_seqs,), "int32"),
             ArraySpec((max_seqs, 1), "int32"),
             query_start_loc,
@@ -80,7 +84,7 @@ def check(
             scale,
             sliding_window,
             soft_cap,
-            value_cache=value,
+            value_cache=value._replace(strides=None),
             kv_layout="nhd",
             sinks=sinks,
             alibi_slopes=alibi_slopes,
@@ -92,9 +96,14 @@ def check(
     except (TypeError, ValueError) as error:
         raise type(error)(str(error).replace(paged_attention.OP, OP, 1)) from None
     operands = Operands([(name, x) for name, x in paged.attributes if name in _NUMBERS])
-    operands.add("query", query, 1)
-    for name, array in (("key", key), ("value", value)):
-        operands.add(name, array, None if num_kv_heads == 1 else 1)
+    operands.attributes += row_attributes(query, key, value)
+    kv_head_dim = None if num_kv_heads == 1 else 1
+    for name, array, dim in (
+        ("query", query, 1),
+        ("key", key, kv_head_dim),
+        ("value", value, kv_head_dim),
+    ):
+        operands.add(name, token_rows.as_operand(array), dim)
     operands.add("query_start_loc", query_start_loc)
     operands.add("num_seqs", num_seqs)
     for name, array, head_dim in zip(paged.names, paged.operands, paged.head_dims, strict=False):
@@ -113,6 +122,17 @@ def check(
         num_shared_heads=paged.num_shared_heads,
         head_dims=(*operands.head_dims, *[1] * len(results)),
     )
+
+
+def row_attributes(
+    query: ArraySpec, key: ArraySpec, value: ArraySpec, *others: ArraySpec
+) -> list[tuple[str, Scalar]]:
+    """The attributes of a call in which rows of tokens are part of wider rows."""
+    if all(array.strides is None for array in (query, key, value, *others)):
+        return []
+    sizes = (*query.shape[1:], key.shape[1], value.shape[2])
+    names = ("row_heads", "row_head_size", "row_kv_heads", "row_value_head_size")
+    return [(name, np.int64(size)) for name, size in zip(names, sizes, strict=True)]
 
 
 def second_derivative_error() -> NotImplementedError:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shared_ffi import varlen_attention
+from shared_ffi import token_rows, varlen_attention
 from shared_ffi.spec import Arguments, ArraySpec, Call, check_array
 
 OP = "varlen_attention_backward"
@@ -34,25 +34,27 @@ def check(*, output: ArraySpec, lse: ArraySpec, dout: ArraySpec, **forward: Any)
         check_array(OP, name, array, sizes, result.dtype)
     check_array(OP, "lse", lse, sizes[:2], "float32")
 
-    def inserted(into: tuple[Any, ...], *own: Any) -> tuple[Any, ...]:
-        return (*into[:_NUM_INPUTS], *own, *into[_NUM_INPUTS:])
+    def with_own(forward: tuple[Any, ...], *own: Any) -> tuple[Any, ...]:
+        return (*forward[:_NUM_INPUTS], *own, *forward[_NUM_INPUTS:])
 
-    names = inserted(call.names, "output", "lse", "dout")
-    operands = inserted(call.operands, output, lse, dout)
-    head_dims = inserted(call.head_dims[:-1], 1, 1, 1)
-    places = [i for i, name in enumerate(names) if name in varlen_attention.DIFFERENTIABLE]
+    names = with_own(call.names, "output", "lse", "dout")
+    head_dims = with_own(call.head_dims[:-1], 1, 1, 1)
+    attributes = dict(call.attributes)
+    inputs = [forward[name] for name in names[:_NUM_INPUTS]]
+    attributes |= dict(varlen_attention.row_attributes(*inputs, output, dout))
+    for name in attributes.keys() & {*varlen_attention.FEATURES}:
+        attributes[name] = np.int64(names.index(name))
+    differentiable = [name for name in varlen_attention.DIFFERENTIABLE if name in names]
+    dims = [head_dims[names.index(name)] for name in differentiable]
     return replace(
         call,
         op=OP,
         target=TARGET,
         names=names,
-        operands=operands,
-        results=tuple(operands[i] for i in places),
-        attributes=tuple(
-            (name, np.int64(names.index(name)) if name in varlen_attention.FEATURES else x)
-            for name, x in call.attributes
-        ),
-        head_dims=(*head_dims, *[head_dims[i] for i in places]),
-        summed=tuple(result for result, i in enumerate(places) if head_dims[i] is None),
+        operands=with_own(call.operands, *map(token_rows.as_operand, (output, lse, dout))),
+        results=tuple(forward[name]._replace(strides=None) for name in differentiable),
+        attributes=(*attributes.items(),),
+        head_dims=(*head_dims, *dims),
+        summed=tuple(result for result, dim in enumerate(dims) if dim is None),
         arguments=Arguments(check, names, call.arguments.options),
     )

@@ -84,12 +84,14 @@ _INPUT_NAMES = ("query", "key", "value")
 DEFAULT = define(
     f"varlen_attention({_INPUTS}, {_BATCH}) -> Tensor",
     partial(_check, op.check),
+    rows=_INPUT_NAMES,
     derivative=lambda arguments: _attend(arguments)[0],
     autocast=_INPUT_NAMES,
 )
 LSE = define(
     f"varlen_attention.lse({_INPUTS}, {_BATCH}) -> (Tensor output, Tensor lse)",
     partial(_check, partial(op.check, return_lse=True)),
+    rows=_INPUT_NAMES,
     derivative=_attend,
     autocast=_INPUT_NAMES,
 )
@@ -97,6 +99,7 @@ BACKWARD = define(
     f"varlen_attention_backward({_INPUTS}, Tensor output, Tensor lse, Tensor dout, {_BATCH})"
     " -> Tensor[]",
     partial(_check, backward.check),
+    rows=(*_INPUT_NAMES, "dout"),
     derivative=lambda arguments: _Gradients.apply(arguments, *arguments.tensors),
 )
 _DEFAULT = checked(op.OP, DEFAULT)
@@ -130,8 +133,8 @@ def varlen_attention(
     those of ``scaled_dot_product_attention`` are.
 
     Args:
-        query: ``[num_tokens, num_heads, head_size]``, float32, float16 or bfloat16. Tensors may have
-            any strides.
+        query: ``[num_tokens, num_heads, head_size]``, float32, float16 or bfloat16. May have any
+            strides, as may the other tensors.
         key: ``[num_tokens, num_kv_heads, head_size]``, dtype of ``query``.
         value: ``[num_tokens, num_kv_heads, value_head_size]``, dtype of ``query``.
         query_start_loc: ``[max_seqs + 1]`` int32.

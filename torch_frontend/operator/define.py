@@ -125,9 +125,7 @@ class Operator:
             raise errors.derivative_error(self._op, "torch.func differentiates")
         return self.derivative(bound)
 
-    def autocast(
-        self, device: str, names: Sequence[str], *arguments: Any, **keywords: Any
-    ) -> Any:
+    def autocast(self, device: str, names: Sequence[str], *arguments: Any, **keywords: Any) -> Any:
         """The kernel under torch.autocast: these tensors get its dtype, as those of PyTorch's
         scaled_dot_product_attention do."""
         dtype = torch.get_autocast_dtype(device.lower())

@@ -128,9 +128,7 @@ class _Axes:
                 raise value_error(self._op, name, rule, placement)
         return dims
 
-    def placements(
-        self, dims: Sequence[sharding.Axes], summed: sharding.Axes = ()
-    ) -> list[Any]:
+    def placements(self, dims: Sequence[sharding.Axes], summed: sharding.Axes = ()) -> list[Any]:
         """The inverse of `of`. `summed`: the axes along which devices have parts of a sum."""
         from torch.distributed.tensor import Partial, Replicate, Shard  # noqa: PLC0415
 
