@@ -46,6 +46,8 @@ def compare(kind: Kind, setting: Setting, results: Any, wanted: list[np.ndarray]
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_setting(setting: str, transformation: str, name: str) -> None:
     kind, used, chosen = KINDS[name], TRANSFORMATIONS[transformation], SETTINGS[setting]
+    if kind.adds_up and "check_vma=False" in setting:
+        pytest.skip("a gradient inside of it is a part of the sum, as JAX defines it")
     wanted = expected(name, transformation)
     mesh = chosen.mesh()
     with chosen.context(mesh):

@@ -165,7 +165,7 @@ def training(kv_heads: int, **features: Any) -> tuple[dict[str, np.ndarray], Any
     shapes = {"query": (9, 8, 16), "key": (9, kv_heads, 16), "value": (9, kv_heads, 16)}
     shapes |= {"sinks": (8,), "alibi_slopes": (8,)}
     leaves = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    starts, count = jnp.array([0, 5, 9]), jnp.array(2)
+    starts, count = np.int32([0, 5, 9]), np.int32([2])
 
     def attend(leaves: Any) -> jax.Array:
         return jax_frontend.varlen_attention(
@@ -188,7 +188,7 @@ def test_gradients_of_a_kv_head_that_devices_share(mesh: Mesh, axes: str, arrays
         del leaves["sinks"], leaves["alibi_slopes"]
     elif arrays == "constant slopes":
         del leaves["alibi_slopes"]
-        attend = training(kv_heads=1, alibi_slopes=jnp.full(8, 0.1))[1]
+        attend = training(kv_heads=1, alibi_slopes=np.full(8, 0.1, np.float32))[1]
     alone = gradients(attend)(leaves)
     kind = AxisType.Explicit if axes == "explicit" else AxisType.Auto
     mesh = jax.make_mesh((4,), ("model",), (kind,), devices=jax.devices()[:4])
@@ -197,7 +197,7 @@ def test_gradients_of_a_kv_head_that_devices_share(mesh: Mesh, axes: str, arrays
     specs = {name: specs[name] for name in leaves}
     if "shard_map" in axes:
         if arrays == "constant slopes":
-            attend = training(kv_heads=1, alibi_slopes=jnp.full(2, 0.1))[1]
+            attend = training(kv_heads=1, alibi_slopes=np.full(2, 0.1, np.float32))[1]
         attend = jax.shard_map(
             attend,
             mesh=mesh,
@@ -230,7 +230,7 @@ def test_gradients_of_what_all_batches_share(mesh: Mesh, check_vma: bool) -> Non
             attend({name: x if name in shared else x[i] for name, x in leaves.items()})
             for i in range(4)
         ]
-        return jnp.concatenate(parts)
+        return jax.lax.concatenate(parts, 0)
 
     expected = gradients(one_after_the_other)(batches)
     mapped = jax.shard_map(
