@@ -43,12 +43,6 @@ struct Dot<BFloat16> {
     return BitCast<Lanes>(Widen(narrow) << 16);
   }
 
-  // Factors of two rows, as StoreFactors rounds them, for products with LoadDown of the two.
-  static XLA_GPU_INLINE Lanes Pair(Lanes first, Lanes second) {
-    const auto narrow = [](Lanes x) { return Widen((HalfWords)_mm512_cvtneps_pbh((__m512)x)); };
-    return BitCast<Lanes>(narrow(first) | narrow(second) << 16);
-  }
-
   static XLA_GPU_INLINE Lanes Multiply(Lanes a, Lanes b) { return MultiplyAdd(a, b, Lanes{}); }
 
   // Products are exact; sums are float.

@@ -24,79 +24,73 @@ using paged_attention::RoundUp;
 
 static_assert(kTilePositions == kMaxTile);
 
-// Floats of a row that is multiplied across, and of one whose columns are added up.
-template <typename T>
-int64_t AcrossWidth(int64_t columns) {
-  return RoundUp(CeilDiv(columns, Dot<T>::kPerLane), Dot<T>::kAcross * kLanes);
-}
-template <typename T>
-int64_t DownWidth(int64_t columns) {
-  return RoundUp(columns, Dot<T>::kDown * kLanes);
-}
-
-// Rows of a tile in both forms that products need: across, [rows, AcrossWidth], and down,
-// [rows / kPerLane, DownWidth]. They are one where a lane holds one number.
-template <typename T>
-class PackedRows {
+// Rows of an array as floats, padded with zeros to whole vectors: [rows, width].
+class WideRows {
  public:
-  // `num_rows`: at most, a multiple of kPerLane.
-  PackedRows(int64_t columns, int64_t num_rows, Arena* arena)
+  WideRows(int64_t columns, int64_t num_rows, Arena* arena)
       : columns_(columns),
-        across_width_(AcrossWidth<T>(columns)),
-        down_width_(DownWidth<T>(columns)),
-        zeros_(arena->Take<T>(columns)),
-        across_(arena->Take<float>(num_rows * across_width_)),
-        down_(kIsOne ? across_ : arena->Take<float>(num_rows / kGroup * down_width_)) {
-    std::memset(static_cast<void*>(zeros_), 0, columns * sizeof(T));
-  }
+        width_(RoundUp(columns, kLanes)),
+        rows_(arena->Take<float>(num_rows * width_)) {}
 
-  int64_t across_width() const { return across_width_; }
-  int64_t down_width() const { return down_width_; }
-  const float* Across(int64_t row) const { return across_ + row * across_width_; }
-  const float* down() const { return down_; }
+  int64_t width() const { return width_; }
+  float* Row(int64_t row) { return rows_ + row * width_; }
+
+  void Clear(int64_t num_rows) { std::memset(rows_, 0, num_rows * width_ * sizeof(float)); }
 
   // `place(row)`: of the first `count` rows; the others, up to num_rows, are zero.
   template <typename Place>
-  void Pack(int64_t count, int64_t num_rows, const Place& place) {
-    const auto row_at = [&](int64_t row) { return row < count ? place(row) : zeros_; };
-    for (int64_t row = 0; row < num_rows; ++row) {
-      const T* const from = row_at(row);
-      for (int64_t w = 0; w < across_width_; w += Dot<T>::kAcross * kLanes) {
-        const int64_t d = w * Dot<T>::kPerLane;
-        Lanes vectors[Dot<T>::kAcross];
-        Dot<T>::LoadQuery(from + d, columns_ - d, vectors);
-        std::memcpy(across_ + row * across_width_ + w, vectors, sizeof(vectors));
+  void Load(int64_t count, int64_t num_rows, const Place& place) {
+    for (int64_t row = 0; row < count; ++row) {
+      const auto* const from = place(row);
+      for (int64_t d = 0; d < width_; d += kLanes) {
+        Store(LoadWide(from + d, columns_ - d), Row(row) + d);
       }
     }
-    if constexpr (!kIsOne) PackDown(num_rows, row_at);
+    std::memset(Row(count), 0, (num_rows - count) * width_ * sizeof(float));
   }
 
-  // Packs the form `down` alone.
+ private:
+  const int64_t columns_;
+  const int64_t width_;
+  float* const rows_;
+};
+
+// The rows of a query tile, of query or of dout: as floats, and as Dot<T> multiplies them.
+template <typename T>
+class QueryRows {
+ public:
+  QueryRows(int64_t columns, int64_t num_rows, Arena* arena)
+      : columns_(columns),
+        wide_(columns, num_rows, arena),
+        across_width_(RoundUp(CeilDiv(columns, Dot<T>::kPerLane), kLanes)),
+        across_(kIsWide ? wide_.Row(0) : arena->Take<float>(num_rows * across_width_)) {}
+
+  WideRows& wide() { return wide_; }
+  int64_t across_width() const { return across_width_; }
+  const float* Across(int64_t row) const { return across_ + row * across_width_; }
+
   template <typename Place>
-  void PackDown(int64_t num_rows, const Place& place) {
-    for (int64_t row = 0; row < num_rows; row += kGroup) {
-      const T* from[kGroup];
-      for (int i = 0; i < kGroup; ++i) from[i] = place(row + i);
-      for (int64_t d = 0; d < down_width_; d += Dot<T>::kDown * kLanes) {
-        const T* columns[kGroup];
-        for (int i = 0; i < kGroup; ++i) columns[i] = from[i] + d;
-        Lanes vectors[Dot<T>::kDown];
-        Dot<T>::LoadDown(columns, columns_ - d, vectors);
-        std::memcpy(down_ + row / kGroup * down_width_ + d, vectors, sizeof(vectors));
+  void Load(int64_t count, int64_t num_rows, const Place& place) {
+    wide_.Load(count, num_rows, place);
+    if constexpr (kIsWide) return;
+    for (int64_t row = 0; row < num_rows; ++row) {
+      for (int64_t w = 0; w < across_width_; w += kLanes) {
+        const int64_t d = w * Dot<T>::kPerLane;
+        Lanes vector = {};
+        if (row < count) Dot<T>::LoadQuery(place(row) + d, columns_ - d, &vector);
+        Store(vector, across_ + row * across_width_ + w);
       }
     }
   }
 
  private:
-  static constexpr int kGroup = Dot<T>::kPerLane;
-  static constexpr bool kIsOne = kGroup == 1;
+  static constexpr bool kIsWide = Dot<T>::kPerLane == 1;
+  static_assert(Dot<T>::kAcross == 1);
 
   const int64_t columns_;
+  WideRows wide_;
   const int64_t across_width_;
-  const int64_t down_width_;
-  T* const zeros_;  // [columns]
   float* const across_;
-  float* const down_;
 };
 
 template <typename T>
@@ -110,23 +104,22 @@ class Differentiation {
         tokens_(p_.QueryTokensOf(item.sequence)),
         group_(p_.group.number),
         tile_tokens_(TileTokens(p_)),
-        max_rows_(PaddedRows(tile_tokens_)),
-        queries_(p_.head_size, max_rows_, arena),
-        douts_(p_.value_head_size, max_rows_, arena),
+        queries_(p_.head_size, PaddedRows(tile_tokens_), arena),
+        douts_(p_.value_head_size, PaddedRows(tile_tokens_), arena),
         keys_(p_.head_size, queries_.across_width(), 1, arena),
         values_(p_.value_head_size, douts_.across_width(), 1, arena),
-        keys_down_(p_.head_size, kMaxTile, arena),
+        wide_keys_(p_.head_size, kMaxTile, arena),
         places_of_keys_(arena->Take<const char*>(kMaxTile)),
         places_of_values_(arena->Take<const char*>(kMaxTile)),
-        dkey_(arena->Take<float>(kMaxTile * queries_.down_width())),
-        dvalue_(arena->Take<float>(kMaxTile * douts_.down_width())),
-        weights_(b, item, numbers, tokens_, max_rows_, arena),
+        dkey_(p_.head_size, kMaxTile, arena),
+        dvalue_(p_.value_head_size, kMaxTile, arena),
+        weights_(b, item, numbers, tokens_, PaddedRows(tile_tokens_), arena),
         hulls_(arena->Take<Span>(CeilDiv(item.tokens.end - item.tokens.begin, tile_tokens_))) {}
 
   void Run() {
     const int64_t num_rows = (item_.tokens.end - item_.tokens.begin) * group_;
     if (item_.has_dquery) {
-      std::memset(item_.dquery, 0, num_rows * queries_.down_width() * sizeof(float));
+      std::memset(item_.dquery, 0, num_rows * dkey_.width() * sizeof(float));
     }
     int64_t n = 0;
     for (int64_t i = item_.tokens.begin; i < item_.tokens.end; i += tile_tokens_) {
@@ -139,8 +132,7 @@ class Differentiation {
  private:
   // Rows in whole blocks.
   int64_t PaddedRows(int64_t num_tokens) const {
-    constexpr int64_t kBlock = kBlockRows % Dot<T>::kPerLane == 0 ? kBlockRows : 2 * kBlockRows;
-    return RoundUp(num_tokens * group_, kBlock);
+    return RoundUp(num_tokens * group_, kBlockRows);
   }
   int64_t LastOfTile(int64_t i) const { return Smaller(i + tile_tokens_, item_.tokens.end) - 1; }
 
@@ -148,25 +140,19 @@ class Differentiation {
   void AddTile(int64_t at) {
     const int64_t count = Smaller(kMaxTile, tokens_.Count() - at);
     bool is_packed = false;
+    dkey_.Clear(count);
+    dvalue_.Clear(count);
     for (int64_t n = 0, i = item_.tokens.begin; i < item_.tokens.end; ++n, i += tile_tokens_) {
       if (hulls_[n].end <= at || hulls_[n].begin >= at + count) continue;
       if (!is_packed) PackTile(at, count);
       is_packed = true;
       AddRows(at, count, i, LastOfTile(i) + 1 - i);
     }
-    if (!item_.has_dkey) return;
-    if (!is_packed) ClearTile();
-    WriteTile(at, count);
-  }
-
-  void ClearTile() {
-    std::memset(dkey_, 0, kMaxTile * queries_.down_width() * sizeof(float));
-    std::memset(dvalue_, 0, kMaxTile * douts_.down_width() * sizeof(float));
+    if (item_.has_dkey) WriteTile(at, count);
   }
 
   // After the sequence's last position its row is repeated: no row attends there.
   void PackTile(int64_t at, int64_t count) {
-    ClearTile();
     const auto& cache = p_.cache;
     for (int64_t j = 0; j < kMaxTile; ++j) {
       const int64_t offset = cache.Offset(tokens_.first + at + Smaller(j, count - 1), 0);
@@ -180,7 +166,7 @@ class Differentiation {
     keys_.Pack(CachedRows<T>{{places_of_keys_, 0}}, {0, kMaxTile});
     values_.Pack(CachedRows<T>{{places_of_values_, 0}}, {0, kMaxTile});
     if (!item_.has_dquery) return;
-    keys_down_.PackDown(kMaxTile, [&](int64_t j) {
+    wide_keys_.Load(kMaxTile, kMaxTile, [&](int64_t j) {
       return reinterpret_cast<const T*>(places_of_keys_[j]);
     });
   }
@@ -194,34 +180,33 @@ class Differentiation {
         return static_cast<const T*>(array) + (first + row / group) * stride + head * columns;
       };
     };
-    queries_.Pack(num_tokens * group_, num_rows, place(p_.query, p_.query_stride, p_.head_size));
-    douts_.Pack(num_tokens * group_, num_rows, place(b_.dout, b_.dout_stride, p_.value_head_size));
+    queries_.Load(num_tokens * group_, num_rows, place(p_.query, p_.query_stride, p_.head_size));
+    douts_.Load(num_tokens * group_, num_rows, place(b_.dout, b_.dout_stride, p_.value_head_size));
     weights_.SetRows(at, count, i, num_tokens, num_rows);
-    Multiply(queries_, keys_, num_rows, weights_.logits());
-    Multiply(douts_, values_, num_rows, weights_.dweights());
+    Multiply(queries_, keys_, num_rows, weights_.weights());
+    Multiply(douts_, values_, num_rows, weights_.dlogits());
     weights_.Apply();
     if (item_.has_dquery) {
-      const int64_t width = queries_.down_width();
-      float* const dquery = item_.dquery + (i - item_.tokens.begin) * group_ * width;
-      // Rows past the tokens have no memory.
+      float* const dquery = item_.dquery + (i - item_.tokens.begin) * group_ * dkey_.width();
+      // Rows past the tokens have no sums.
       ForEachBlock<kBlockRows>(0, num_tokens * group_, [&](auto size, int64_t first) {
-        const Span range = weights_.PositionsOf(first, size);
-        AddOuterProducts<size, T, false>(weights_.DlogitsAcross(first), range, keys_down_.down(),
-                                         width, dquery + first * width);
+        AddOuterProducts<size, false>(weights_.dlogits() + first * kMaxTile,
+                                      weights_.PositionsOf(first, size), wide_keys_.Row(0),
+                                      dkey_.width(), dquery + first * dkey_.width());
       });
     }
     if (!item_.has_dkey) return;
     ForEachBlock<kBlockRows>(0, count, [&](auto size, int64_t first) {
-      const Span range = weights_.RowsOf(first, size);
-      AddOuterProducts<size, T, true>(weights_.WeightsDown() + first, range, douts_.down(),
-                                      douts_.down_width(), dvalue_ + first * douts_.down_width());
-      AddOuterProducts<size, T, true>(weights_.DlogitsDown() + first, range, queries_.down(),
-                                      queries_.down_width(), dkey_ + first * queries_.down_width());
+      const Span rows = weights_.RowsOf(first, size);
+      AddOuterProducts<size, true>(weights_.weights() + first, rows, douts_.wide().Row(0),
+                                   dvalue_.width(), dvalue_.Row(first));
+      AddOuterProducts<size, true>(weights_.dlogits() + first, rows, queries_.wide().Row(0),
+                                   dkey_.width(), dkey_.Row(first));
     });
   }
 
   // products[row, j] of the rows with the KV tile, [rows, kMaxTile].
-  void Multiply(const PackedRows<T>& rows, const PackedKeys<T>& k, int64_t num_rows,
+  void Multiply(const QueryRows<T>& rows, const PackedKeys<T>& k, int64_t num_rows,
                 float* products) const {
     const int64_t width = rows.across_width();
     paged_attention::Prefetcher nothing;
@@ -237,18 +222,9 @@ class Differentiation {
     }
   }
 
-  // Puts the columns of sums in their own order, times a factor.
-  static void Write(float* sums, int64_t width, int64_t columns, float factor, T* to) {
-    constexpr int kVectors = Dot<T>::kDown;
-    if constexpr (kVectors > 1) {
-      for (int64_t d = 0; d < width; d += kVectors * kLanes) {
-        Lanes vectors[kVectors];
-        std::memcpy(vectors, sums + d, sizeof(vectors));
-        StoreInOrder(vectors, sums + d);
-      }
-    }
+  // Writes sums times a factor. Adding 0 turns -0 into 0.
+  static void Write(const float* sums, int64_t columns, float factor, T* to) {
     for (int64_t d = 0; d < columns; d += kLanes) {
-      // Adding 0 turns -0 into 0.
       StoreNarrow(Load<Lanes>(sums + d) * factor + 0.0f, to + d, columns - d);
     }
   }
@@ -256,22 +232,18 @@ class Differentiation {
   void WriteTile(int64_t at, int64_t count) {
     for (int64_t j = 0; j < count; ++j) {
       const int64_t row = (tokens_.first + at + j) * p_.num_kv_heads + item_.kv_head;
-      const int64_t width = queries_.down_width(), value_width = douts_.down_width();
-      Write(dkey_ + j * width, width, p_.head_size, p_.scale,
-            static_cast<T*>(b_.dkey) + row * p_.head_size);
-      Write(dvalue_ + j * value_width, value_width, p_.value_head_size, 1,
+      Write(dkey_.Row(j), p_.head_size, p_.scale, static_cast<T*>(b_.dkey) + row * p_.head_size);
+      Write(dvalue_.Row(j), p_.value_head_size, 1,
             static_cast<T*>(b_.dvalue) + row * p_.value_head_size);
     }
   }
 
   void WriteQueries() const {
-    const int64_t width = queries_.down_width();
-    float* sums = item_.dquery;
+    const float* sums = item_.dquery;
     for (int64_t i = item_.tokens.begin; i < item_.tokens.end; ++i) {
-      for (int64_t h = 0; h < group_; ++h, sums += width) {
+      for (int64_t h = 0; h < group_; ++h, sums += dkey_.width()) {
         const int64_t row = (tokens_.first + i) * p_.num_heads + item_.kv_head * group_ + h;
-        Write(sums, width, p_.head_size, p_.scale,
-              static_cast<T*>(b_.dquery) + row * p_.head_size);
+        Write(sums, p_.head_size, p_.scale, static_cast<T*>(b_.dquery) + row * p_.head_size);
       }
     }
   }
@@ -282,17 +254,16 @@ class Differentiation {
   const QueryTokens tokens_;
   const int64_t group_;
   const int64_t tile_tokens_;
-  const int64_t max_rows_;
-  PackedRows<T> queries_;
-  PackedRows<T> douts_;
+  QueryRows<T> queries_;
+  QueryRows<T> douts_;
   PackedKeys<T> keys_;
   PackedKeys<T> values_;
-  PackedRows<T> keys_down_;
+  WideRows wide_keys_;
   const char** const places_of_keys_;    // [kMaxTile]
   const char** const places_of_values_;  // [kMaxTile]
-  float* const dkey_;                    // [kMaxTile, down width]
-  float* const dvalue_;                  // [kMaxTile, down width]
-  Weights<T> weights_;
+  WideRows dkey_;
+  WideRows dvalue_;
+  Weights weights_;
   Span* const hulls_;  // of each query tile: from the first to the last position attended to
 };
 
@@ -315,12 +286,7 @@ void SumRows(const BackwardParams& b, int64_t first, int64_t end, const RowNumbe
   });
 }
 
-int64_t DqueryColumns(const Params& p) {
-  int64_t columns = 0;
-  WithTensorType(p.dtype,
-                 [&](auto type) { columns = DownWidth<decltype(type)>(p.head_size); });
-  return columns;
-}
+int64_t DqueryColumns(const Params& p) { return RoundUp(p.head_size, kLanes); }
 
 void Differentiate(const BackwardParams& b, const WorkItem& item, const RowNumbers& numbers,
                    Arena* arena) {

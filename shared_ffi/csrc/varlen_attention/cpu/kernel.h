@@ -29,7 +29,7 @@ struct WorkItem {
 
 // Numbers of each row, [num_tokens, num_heads].
 struct RowNumbers {
-  float* delta;   // sum of dout * output
+  float* delta;   // sum of dout * output, or of P * dP
   float* dslope;  // sum of dS * |p - j|, written where there are slopes
 };
 

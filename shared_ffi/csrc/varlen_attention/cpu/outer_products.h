@@ -1,4 +1,5 @@
-// Sums of products of factors of a tile with rows of columns.
+// Sums of rows times factors of a tile, in float32 whatever the storage: factors that are rounded to
+// bfloat16 would double the error of a bfloat16 gradient.
 #pragma once
 
 #include "../../paged_attention/cpu/mask.h"
@@ -10,30 +11,30 @@ using paged_attention::ForEachBlock;
 using paged_attention::kMaxTile;
 using paged_attention::Span;
 
-// sums[r] += factor of r and group n times row n, over the groups from begin to end, for R sums and
-// kVectors vectors of columns. A group is as many numbers as a lane holds.
+// sums[r] += factor of r and n times row n, over n from begin to end, for R sums and kVectors vectors
+// of columns.
 //   factors: of (r, n) at r * kMaxTile + n, or, where kIsDown is set, at n * kMaxTile + r
-//   rows: [groups, width]; sums: [R, width]
-template <int R, int kVectors, typename T, bool kIsDown>
-XLA_GPU_INLINE void AddColumnsOfProducts(const float* factors, int64_t begin, int64_t end,
-                                         const float* rows, int64_t width, float* sums) {
-  constexpr int64_t kOfSum = kIsDown ? 1 : kMaxTile, kOfGroup = kIsDown ? kMaxTile : 1;
+//   rows: [.., width]; sums: [R, width]
+template <int R, int kVectors, bool kIsDown>
+XLA_GPU_INLINE void AddColumnsOfProducts(const float* factors, Span range, const float* rows,
+                                         int64_t width, float* sums) {
+  constexpr int64_t kOfSum = kIsDown ? 1 : kMaxTile, kOfRow = kIsDown ? kMaxTile : 1;
   Lanes block[R][kVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
     for (int i = 0; i < kVectors; ++i) block[r][i] = Load<Lanes>(sums + r * width + i * kLanes);
   }
-  for (int64_t n = begin; n < end; ++n) {
+  for (int64_t n = range.begin; n < range.end; ++n) {
     Lanes columns[kVectors];
 #pragma GCC unroll 16
     for (int i = 0; i < kVectors; ++i) columns[i] = Load<Lanes>(rows + n * width + i * kLanes);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const Lanes factor = Splat(factors[r * kOfSum + n * kOfGroup]);
+      const Lanes factor = Splat(factors[r * kOfSum + n * kOfRow]);
 #pragma GCC unroll 16
       for (int i = 0; i < kVectors; ++i) {
-        block[r][i] = Dot<T>::MultiplyAdd(factor, columns[i], block[r][i]);
+        block[r][i] = MultiplyAdd(factor, columns[i], block[r][i]);
       }
     }
   }
@@ -44,16 +45,14 @@ XLA_GPU_INLINE void AddColumnsOfProducts(const float* factors, int64_t begin, in
   }
 }
 
-// All columns, and the numbers of a range: of positions, or of rows where kIsDown is set.
-template <int R, typename T, bool kIsDown>
+// All columns; the range is of positions, or of query rows where kIsDown is set.
+template <int R, bool kIsDown>
 void AddOuterProducts(const float* factors, Span range, const float* rows, int64_t width,
                       float* sums) {
-  constexpr int kGroup = Dot<T>::kPerLane;
-  const int64_t begin = range.begin / kGroup, end = (range.end + kGroup - 1) / kGroup;
-  if (begin >= end) return;
+  if (range.IsEmpty()) return;
   ForEachBlock<kBlockVectors>(0, width / kLanes, [&](auto size, int64_t vector) {
-    AddColumnsOfProducts<R, size, T, kIsDown>(factors, begin, end, rows + vector * kLanes, width,
-                                              sums + vector * kLanes);
+    AddColumnsOfProducts<R, size, kIsDown>(factors, range, rows + vector * kLanes, width,
+                                           sums + vector * kLanes);
   });
 }
 

@@ -17,10 +17,8 @@ using paged_attention::QueryTokens;
 using paged_attention::Smaller;
 using paged_attention::Span;
 
-// Takes logits q . k and derivatives dout . v of the weights, [rows, kMaxTile] each, and makes of
-// them the weights P and the derivatives dY of the logits before ALiBi's bias and the scale, as
-// factors of products with rows of positions (across) and with rows of queries (down).
-template <typename T>
+// Turns the products q . k and dout . v of some rows with a KV tile, [rows, kMaxTile] each, into the
+// weights P and the derivatives dY.
 class Weights {
  public:
   Weights(const BackwardParams& b, const WorkItem& item, const RowNumbers& numbers,
@@ -31,20 +29,14 @@ class Weights {
         numbers_(numbers),
         tokens_(tokens),
         group_(p_.group.number),
-        logits_(arena->Take<float>(max_rows * kMaxTile)),
-        dweights_(arena->Take<float>(max_rows * kMaxTile)),
-        across_(kIsOne ? dweights_ : arena->Take<float>(max_rows * kMaxTile)),
+        weights_(arena->Take<float>(max_rows * kMaxTile)),
+        dlogits_(arena->Take<float>(max_rows * kMaxTile)),
         rows_(arena->Take<Row>(max_rows)) {}
 
-  // [rows, kMaxTile]: they take the products.
-  float* logits() { return logits_; }
-  float* dweights() { return dweights_; }
-
-  // dY of the rows from `row` on, as factors of positions.
-  const float* DlogitsAcross(int64_t row) const { return across_ + row * kMaxTile; }
-  // P and dY of all rows, as factors of rows.
-  const float* WeightsDown() const { return logits_; }
-  const float* DlogitsDown() const { return dweights_; }
+  // [rows, kMaxTile]: q . k, then P.
+  float* weights() { return weights_; }
+  // [rows, kMaxTile]: dout . v, then dY.
+  float* dlogits() { return dlogits_; }
 
   // The KV tile at `at`, of `count` positions, and the tokens from i on, in num_rows rows.
   void SetRows(int64_t at, int64_t count, int64_t i, int64_t num_tokens, int64_t num_rows) {
@@ -61,13 +53,15 @@ class Weights {
         const float lse = b_.lse[in_batch];
         const bool attends = lse != -kInfinity && !in_tile.IsEmpty();
         is_partial_ |= !attends;
+        const bool is_whole = attends && span.begin >= at && span.end <= at + kMaxTile;
         rows_[n * group_ + h] = {attends ? in_tile : Span{0, 0},
                                  {holes.begin - at, holes.end - at},
+                                 is_whole,
                                  in_batch,
                                  i + n - at,
                                  head,
                                  static_cast<float>(lse * double{kLog2E}),
-                                 numbers_.delta[in_batch]};
+                                 is_whole ? 0.0f : numbers_.delta[in_batch]};
       }
     }
     for (int64_t row = num_tokens * group_; row < num_rows; ++row) rows_[row] = {};
@@ -101,16 +95,14 @@ class Weights {
   }
 
  private:
-  static constexpr int kGroup = Dot<T>::kPerLane;  // rows that factors of rows combine
-  static constexpr bool kIsOne = kGroup == 1;
-
   struct Row {
-    Span range;        // positions of the tile that it attends to, but for `holes`
+    Span range;  // positions of the tile that it attends to, but for `holes`
     Span holes;
+    bool is_whole;     // it attends to no other tile
     int64_t in_batch;  // the index in [num_tokens * num_heads]
     int64_t position;  // from the tile's first
     int64_t head;
-    float shift;       // lse in units of 1 / log2(e)
+    float shift;  // lse in units of 1 / log2(e)
     float delta;
   };
 
@@ -140,61 +132,72 @@ class Weights {
     return bias;
   }
 
+  // The weights of a row at the positions from j on, 0 where it does not attend.
+  struct Terms {
+    Lanes weights;
+    Lanes dweights;  // 0 there, too
+    Bias bias;
+  };
+
+  template <bool kIsPlain>
+  Terms TermsAt(int64_t r, int64_t j) const {
+    const Row& row = rows_[r];
+    // Where no row of a block attends, the products were not computed.
+    if (is_partial_ && (row.range.begin >= j + kLanes || row.range.end <= j)) {
+      return {Lanes{}, Lanes{}, {Lanes{}, Lanes{}, Lanes{}}};
+    }
+    const Lanes products = Load<Lanes>(weights_ + r * kMaxTile + j);
+    Terms terms;
+    if constexpr (kIsPlain) {
+      terms.bias.logits = products * (p_.scale * kLog2E);
+    } else {
+      terms.bias = CapAndBias(products, row, j);
+    }
+    const Lanes x = terms.bias.logits - row.shift;
+    terms.weights = Exp2(x > 0 ? Lanes{} : x);  // a NaN stays
+    terms.dweights = Load<Lanes>(dlogits_ + r * kMaxTile + j);
+    if (is_partial_) {
+      const Mask counts = LanesIn(row.range.begin - j, row.range.end - j) &
+                          ~LanesIn(row.holes.begin - j, row.holes.end - j);
+      terms.weights = counts ? terms.weights : Lanes{};
+      terms.dweights = counts ? terms.dweights : Lanes{};
+    }
+    return terms;
+  }
+
   template <bool kIsPlain>
   void ApplyTo() {
-    const float scale = p_.scale * kLog2E;
-    for (int64_t first = 0; first < num_rows_; first += kGroup) {
-      Lanes slopes[kGroup] = {};
+    for (int64_t r = 0; r < num_rows_; ++r) {
+      const Row& row = rows_[r];
+      if (row.is_whole) SumWhole<kIsPlain>(r);
+      Lanes slopes = {};
       for (int64_t j = 0; j < kMaxTile; j += kLanes) {
-        Lanes weights[kGroup], dlogits[kGroup];
-#pragma GCC unroll 2
-        for (int g = 0; g < kGroup; ++g) {
-          const Row& row = rows_[first + g];
-          if (is_partial_ && (row.range.begin >= j + kLanes || row.range.end <= j)) {
-            weights[g] = dlogits[g] = Lanes{};  // the products were not computed
-            continue;
-          }
-          const int64_t place = (first + g) * kMaxTile + j;
-          const Lanes products = Load<Lanes>(logits_ + place);
-          Bias bias;
-          if constexpr (kIsPlain) {
-            bias.logits = products * scale;
-          } else {
-            bias = CapAndBias(products, row, j);
-          }
-          const Lanes x = bias.logits - row.shift;
-          weights[g] = Exp2(x > 0 ? Lanes{} : x);  // a NaN stays
-          dlogits[g] = weights[g] * (Load<Lanes>(dweights_ + place) - row.delta);
-          if (is_partial_) {
-            const Mask counts = LanesIn(row.range.begin - j, row.range.end - j) &
-                                ~LanesIn(row.holes.begin - j, row.holes.end - j);
-            weights[g] = counts ? weights[g] : Lanes{};
-            dlogits[g] = counts ? dlogits[g] : Lanes{};
-          }
-          if constexpr (!kIsPlain) {
-            slopes[g] = MultiplyAdd(dlogits[g], bias.distance, slopes[g]);
-            dlogits[g] *= bias.dcap;
-          }
+        const Terms terms = TermsAt<kIsPlain>(r, j);
+        Lanes dlogits = terms.weights * (terms.dweights - row.delta);
+        if constexpr (!kIsPlain) {
+          slopes = MultiplyAdd(dlogits, terms.bias.distance, slopes);
+          dlogits *= terms.bias.dcap;
         }
-        const int64_t place = first / kGroup * kMaxTile + j;
-        if constexpr (kIsOne) {
-          Store(weights[0], logits_ + place);
-          Store(dlogits[0], dweights_ + place);
-        } else {
-          for (int g = 0; g < kGroup; ++g) {
-            Dot<T>::StoreFactors(dlogits[g], across_ + (first + g) * kMaxTile, j);
-          }
-          Store(Dot<T>::Pair(weights[0], weights[1]), logits_ + place);
-          Store(Dot<T>::Pair(dlogits[0], dlogits[1]), dweights_ + place);
-        }
+        Store(terms.weights, weights_ + r * kMaxTile + j);
+        Store(dlogits, dlogits_ + r * kMaxTile + j);
       }
-      if (!kIsPlain && item_.has_dquery && p_.alibi_slopes != nullptr) {
-        for (int g = 0; g < kGroup; ++g) {
-          const Row& row = rows_[first + g];
-          if (!row.range.IsEmpty()) numbers_.dslope[row.in_batch] -= SumOfLanes(slopes[g]);
-        }
-      }
+      if (kIsPlain || !item_.has_dquery || p_.alibi_slopes == nullptr) continue;
+      if (!row.range.IsEmpty()) numbers_.dslope[row.in_batch] -= SumOfLanes(slopes);
     }
+  }
+
+  // Sums delta of a row that attends to this tile only. The output is rounded, and large where a
+  // row attends to few positions: with delta of the output, a bfloat16 gradient would err by more
+  // than its own rounding.
+  template <bool kIsPlain>
+  void SumWhole(int64_t r) {
+    Lanes sum = {};
+    for (int64_t j = 0; j < kMaxTile; j += kLanes) {
+      const Terms terms = TermsAt<kIsPlain>(r, j);
+      sum = MultiplyAdd(terms.weights, terms.dweights, sum);
+    }
+    rows_[r].delta = SumOfLanes(sum);
+    if (item_.has_dquery) numbers_.delta[rows_[r].in_batch] = rows_[r].delta;
   }
 
   const BackwardParams& b_;
@@ -203,9 +206,8 @@ class Weights {
   const RowNumbers& numbers_;
   const QueryTokens& tokens_;
   const int64_t group_;
-  float* const logits_;    // [rows, kMaxTile]; then P, [rows / kGroup, kMaxTile]
-  float* const dweights_;  // the same of dY
-  float* const across_;    // [rows, kMaxTile]
+  float* const weights_;   // [rows, kMaxTile]
+  float* const dlogits_;   // [rows, kMaxTile]
   Row* const rows_;        // [rows]
   int64_t num_rows_ = 0;
   bool is_partial_ = false;  // some row does not attend to all of the tile
