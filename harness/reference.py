@@ -109,6 +109,33 @@ def paged_attention(
     return (output, lse) if return_lse else output
 
 
+def varlen_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    query_start_loc: Any,
+    num_seqs: Any,
+    scale: float,
+    *numbers: Any,
+    **options: Any,
+) -> Any:
+    """Returns float64: ``paged_attention`` over a cache with blocks of one position."""
+    tables = query_start_loc[:-1, None] + np.arange(len(query))
+    return paged_attention(
+        query,
+        key[:, None],
+        np.diff(query_start_loc),
+        tables,
+        query_start_loc,
+        num_seqs,
+        scale,
+        *numbers,
+        value_cache=value[:, None],
+        kv_layout="nbhd",
+        **options,
+    )
+
+
 def legal_sequences(
     query: Any,
     kv_cache: Any,

@@ -66,7 +66,7 @@ def check(
         raise shape_error(OP, "value", rule, value.shape)
     for argument, spec in (("key", key), ("value", value)):
         if spec.dtype != query.dtype:
-            raise dtype_error(OP, argument, f"query's dtype, {query.dtype}", spec.dtype)
+            raise dtype_error(OP, argument, f"query's dtype {query.dtype}", spec.dtype)
         token_rows.check(OP, argument, spec)
     if len(query_start_loc.shape) != 1 or not holds(query_start_loc.shape[0] >= 1):
         raise shape_error(OP, "query_start_loc", "[max_seqs + 1]", query_start_loc.shape)

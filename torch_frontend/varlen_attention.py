@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,8 +10,12 @@ import torch
 
 from shared_ffi import varlen_attention as op
 from shared_ffi import varlen_attention_backward as backward
-from shared_ffi.spec import ArraySpec, Call
-from torch_frontend.operator.arguments import TensorArguments, checked, split_causal
+from torch_frontend.operator.arguments import (
+    TensorArguments,
+    checked,
+    split_causal,
+    takes_causal_seqs,
+)
 from torch_frontend.operator.define import define
 from torch_frontend.operator.dtensor import sharded_as
 
@@ -22,17 +26,6 @@ _BATCH = (
     "Tensor? bidirectional_ranges=None, bool? causal=True, SymInt? window_right=None, "
     "SymInt? max_query_len=None, Tensor? causal_seqs=None"
 )
-
-
-def _check(
-    check: Callable[..., Call],
-    *,
-    causal: bool = True,
-    causal_seqs: ArraySpec | None = None,
-    **others: Any,
-) -> Call:
-    """A check. A schema has no type for a bool or a tensor: a tensor is `causal_seqs` there."""
-    return check(causal=causal if causal_seqs is None else causal_seqs, **others)
 
 
 class _Attention(torch.autograd.Function):
@@ -83,14 +76,14 @@ def _attend(arguments: TensorArguments) -> Any:
 _INPUT_NAMES = ("query", "key", "value")
 DEFAULT = define(
     f"varlen_attention({_INPUTS}, {_BATCH}) -> Tensor",
-    partial(_check, op.check),
+    takes_causal_seqs(op.check),
     rows=_INPUT_NAMES,
     derivative=lambda arguments: _attend(arguments)[0],
     autocast=_INPUT_NAMES,
 )
 LSE = define(
     f"varlen_attention.lse({_INPUTS}, {_BATCH}) -> (Tensor output, Tensor lse)",
-    partial(_check, partial(op.check, return_lse=True)),
+    takes_causal_seqs(partial(op.check, return_lse=True)),
     rows=_INPUT_NAMES,
     derivative=_attend,
     autocast=_INPUT_NAMES,
@@ -98,7 +91,7 @@ LSE = define(
 BACKWARD = define(
     f"varlen_attention_backward({_INPUTS}, Tensor output, Tensor lse, Tensor dout, {_BATCH})"
     " -> Tensor[]",
-    partial(_check, backward.check),
+    takes_causal_seqs(backward.check),
     rows=(*_INPUT_NAMES, "dout"),
     derivative=lambda arguments: _Gradients.apply(arguments, *arguments.tensors),
 )

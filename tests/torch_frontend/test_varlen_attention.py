@@ -151,9 +151,7 @@ def test_strides_of_the_derivative(layout: str) -> None:
 
 def sdpa(*inputs: torch.Tensor) -> torch.Tensor:
     heads = (x.transpose(0, 1)[None] for x in inputs)
-    return torch.nn.functional.scaled_dot_product_attention(
-        *heads, is_causal=True, enable_gqa=True
-    )
+    return torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
