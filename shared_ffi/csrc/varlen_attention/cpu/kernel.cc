@@ -4,9 +4,10 @@
 // token and head after head: the products q . k and dout . v by the forward's qk.h, the weights and
 // their derivatives (weights.h), and three sums of products (outer_products.h).
 //
-// Each number of a gradient is one chain of additions, over rows or over positions in their order,
-// counted from the sequence's first. So its bits depend on the sequence alone: neither on the batch
-// nor on how the work is cut. The products q . k have the bits of the forward.
+// A gradient is a sum over tiles, of each tile's sum over rows or positions, all in their order.
+// Tiles are counted from the sequence's first token, whatever an item has of them. So the bits
+// depend on the sequence alone: neither on the batch nor on how the work is cut. The products q . k
+// have the bits of the forward.
 #include "kernel.h"
 
 #include "../../paged_attention/cpu/qk.h"

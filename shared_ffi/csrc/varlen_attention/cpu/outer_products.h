@@ -12,7 +12,7 @@ using paged_attention::kMaxTile;
 using paged_attention::Span;
 
 // sums[r] += factor of r and n times row n, over n from begin to end, for R sums and kVectors vectors
-// of columns.
+// of columns. What a tile adds is summed by itself: one chain over thousands of rows would err more.
 //   factors: of (r, n) at r * kMaxTile + n, or, where kIsDown is set, at n * kMaxTile + r
 //   rows: [.., width]; sums: [R, width]
 template <int R, int kVectors, bool kIsDown>
@@ -23,7 +23,7 @@ XLA_GPU_INLINE void AddColumnsOfProducts(const float* factors, Span range, const
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
-    for (int i = 0; i < kVectors; ++i) block[r][i] = Load<Lanes>(sums + r * width + i * kLanes);
+    for (int i = 0; i < kVectors; ++i) block[r][i] = Lanes{};
   }
   for (int64_t n = range.begin; n < range.end; ++n) {
     Lanes columns[kVectors];
@@ -41,7 +41,10 @@ XLA_GPU_INLINE void AddColumnsOfProducts(const float* factors, Span range, const
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
-    for (int i = 0; i < kVectors; ++i) Store(block[r][i], sums + r * width + i * kLanes);
+    for (int i = 0; i < kVectors; ++i) {
+      float* const sum = sums + r * width + i * kLanes;
+      Store(Load<Lanes>(sum) + block[r][i], sum);
+    }
   }
 }
 

@@ -153,8 +153,7 @@ class Weights {
     } else {
       terms.bias = CapAndBias(products, row, j);
     }
-    const Lanes x = terms.bias.logits - row.shift;
-    terms.weights = Exp2(x > 0 ? Lanes{} : x);  // a NaN stays
+    terms.weights = WeightOf(terms.bias.logits - row.shift);
     terms.dweights = Load<Lanes>(dlogits_ + r * kMaxTile + j);
     if (is_partial_) {
       const Mask counts = LanesIn(row.range.begin - j, row.range.end - j) &
@@ -188,17 +187,25 @@ class Weights {
 
   // Sums delta of a row that attends to this tile only. The output is rounded, and large where a
   // row attends to few positions: with delta of the output, a bfloat16 gradient would err by more
-  // than its own rounding.
+  // than its own rounding. The rounding of a large lse changes all weights by one factor, and
+  // delta must not have it: one weight of 1 leaves nothing of dout . v - delta.
   template <bool kIsPlain>
   void SumWhole(int64_t r) {
-    Lanes sum = {};
+    Row& row = rows_[r];
+    Lanes weights = {}, products = {};
     for (int64_t j = 0; j < kMaxTile; j += kLanes) {
       const Terms terms = TermsAt<kIsPlain>(r, j);
-      sum = MultiplyAdd(terms.weights, terms.dweights, sum);
+      weights += terms.weights;
+      products = MultiplyAdd(terms.weights, terms.dweights, products);
     }
-    rows_[r].delta = SumOfLanes(sum);
-    if (item_.has_dquery) numbers_.delta[rows_[r].in_batch] = rows_[r].delta;
+    float total = SumOfLanes(weights);
+    if (p_.sinks != nullptr) total += WeightOf(Splat(p_.Sink(row.head) - row.shift))[0];
+    row.delta = total == 0 ? 0.0f : SumOfLanes(products) / total;
+    if (item_.has_dquery) numbers_.delta[row.in_batch] = row.delta;
   }
+
+  // 2^x, at most 1. A NaN stays.
+  static Lanes WeightOf(Lanes x) { return Exp2(x > 0 ? Lanes{} : x); }
 
   const BackwardParams& b_;
   const Params& p_;
