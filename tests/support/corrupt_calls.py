@@ -172,7 +172,7 @@ def _training(op: str, case: VarlenCase, more_columns: int = 0) -> HandlerCall:
     given = dict(zip(arrays, specs([*arrays.values()]), strict=True))
     for i, name in enumerate(x for x in ("query", "key", "value", "dout") if x in given):
         if more_columns:
-            _, heads, size = given[name].shape
+            size = given[name].shape[2]
             arrays[name], _ = in_wider_rows(arrays[name], (i + 1) * more_columns)
             strides = (arrays[name].shape[1], size, 1)
             given[name] = given[name]._replace(strides=strides)
