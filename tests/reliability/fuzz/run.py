@@ -92,11 +92,13 @@ def _compare_with_float64(inputs: Any, attributes: dict[str, Any], results: Any)
     output, expected = varlen.oracle(inputs._asdict() | used, _dout(inputs))
     names = [name for name in varlen.DIFFERENTIABLE if name in inputs._asdict() | used]
     wanted = [output, *map(expected.__getitem__, names)]
-    tolerance = varlen_calls.TOLERANCES[inputs.query.dtype.name]
+    dtype = inputs.query.dtype.name
+    # Outputs that gradients come from are rounded, too, and on some CPUs so are weights.
+    tolerance = varlen_calls.TOLERANCES[dtype] * (1 if dtype == "float32" else 2)
     for name, x, want in zip(["output", *names], results, wanted, strict=True):
         error = np.abs(x.astype(np.float64) - want).max(initial=0)
         largest = max(1, np.abs(want).max(initial=0))
-        assert error <= 4 * tolerance * largest, f"{name} by {error} of {largest}"
+        assert error <= tolerance * largest, f"{name} by {error} of {largest}"
 
 
 def _dout(inputs: Any) -> np.ndarray:
