@@ -282,7 +282,7 @@ def test_large_logits() -> None:
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "promise": (
         {"max_query_len": 8},
-        "query_start_loc must give sequence 3 at most max_query_len=8 query tokens; got 9",
+        "query_start_loc must give sequence 3 at most max_query_len=8 tokens; got 9",
     ),
     "order": (
         {"query_start_loc": np.int32([0, 5, 4, 8, 17, 0, 0, 0])},
