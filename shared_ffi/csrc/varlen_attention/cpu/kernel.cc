@@ -128,6 +128,12 @@ class Differentiation {
     }
     for (int64_t at = item_.positions.begin; at < item_.positions.end; at += kMaxTile) AddTile(at);
     if (item_.has_dquery) WriteQueries();
+    if (!item_.has_delta) return;
+    for (int64_t i = item_.tokens.begin; i < item_.tokens.end; ++i) {
+      for (int64_t h = 0; h < group_; ++h) {
+        weights_.FinishDelta(tokens_.first + i, item_.kv_head * group_ + h);
+      }
+    }
   }
 
  private:
@@ -186,6 +192,7 @@ class Differentiation {
     weights_.SetRows(at, count, i, num_tokens, num_rows);
     Multiply(queries_, keys_, num_rows, weights_.weights());
     Multiply(douts_, values_, num_rows, weights_.dlogits());
+    if (item_.has_delta) return weights_.AddToDelta();
     weights_.Apply();
     if (item_.has_dquery) {
       float* const dquery = item_.dquery + (i - item_.tokens.begin) * group_ * dkey_.width();
@@ -289,7 +296,7 @@ void SumRows(const BackwardParams& b, int64_t first, int64_t end, const RowNumbe
 
 int64_t DqueryColumns(const Params& p) { return RoundUp(p.head_size, kLanes); }
 
-void Differentiate(const BackwardParams& b, const WorkItem& item, const RowNumbers& numbers,
+void Run(const BackwardParams& b, const WorkItem& item, const RowNumbers& numbers,
                    Arena* arena) {
   WithTensorType(b.forward.dtype, [&](auto type) {
     Differentiation<decltype(type)>(b, item, numbers, arena).Run();
@@ -305,6 +312,6 @@ void Differentiate(const BackwardParams& b, const WorkItem& item, const RowNumbe
 
 extern const BackwardKernel XLA_GPU_KERNEL(XLA_GPU_INSTRUCTION_SET);
 const BackwardKernel XLA_GPU_KERNEL(XLA_GPU_INSTRUCTION_SET) = {
-    XLA_GPU_STRING(XLA_GPU_INSTRUCTION_SET), SumRows, DqueryColumns, Differentiate};
+    XLA_GPU_STRING(XLA_GPU_INSTRUCTION_SET), SumRows, DqueryColumns, Run};
 
 }  // namespace xla_gpu::varlen_attention

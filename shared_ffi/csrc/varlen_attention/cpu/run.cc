@@ -30,6 +30,7 @@ constexpr const BackwardKernel* kKernels[] = {XLA_GPU_FOR_CPU_INSTRUCTION_SETS(X
 constexpr int64_t kProductsOfBoth = 5;
 constexpr int64_t kProductsOfKeys = 4;
 constexpr int64_t kProductsOfQueries = 3;
+constexpr int64_t kProductsOfDelta = 2;
 
 constexpr int64_t kItemsPerThread = 8;  // of a sequence that is cut, so that no thread waits long
 constexpr int64_t kTokensOfChunk = 64;  // that one thread sums rows of
@@ -47,45 +48,41 @@ struct Item {
 class Schedule {
  public:
   Schedule(const Params& p, int64_t max_threads) : p_(p), tile_tokens_(TileTokens(p)) {
-    std::vector<int64_t> pairs(*p.num_seqs);
     int64_t cost = 0;
     for (int64_t s = 0; s < *p.num_seqs; ++s) {
-      const QueryTokens tokens = p.QueryTokensOf(s);
-      const Span all = {0, tokens.Count()};
-      pairs[s] = PairsOf(tokens, all, all);
-      cost += kProductsOfBoth * pairs[s] * p.num_kv_heads;
+      cost += kProductsOfBoth * PairsOf(p.QueryTokensOf(s), kAll, kAll) * p.num_kv_heads;
     }
     num_threads_ = cost < kMinParallelCost ? 1 : std::max<int64_t>(1, max_threads);
     const int64_t share = cost / num_threads_;
+    wanted_cost_ = std::max<int64_t>(1, share / kItemsPerThread);
     for (int64_t s = 0; s < *p.num_seqs; ++s) {
-      const int64_t of_both = kProductsOfBoth * pairs[s];
-      const bool is_cut = of_both > share * (kProductsOfKeys + kProductsOfQueries) / kProductsOfBoth;
       for (int64_t head = 0; head < p.num_kv_heads; ++head) {
-        if (is_cut) {
-          Cut(s, head, std::max<int64_t>(1, share / kItemsPerThread));
-        } else {
-          Add(s, head, {true, true}, {0, INT64_MAX}, {0, INT64_MAX});
-        }
+        WorkItem whole = {};
+        whole.sequence = s;
+        whole.kv_head = head;
+        whole.tokens = whole.positions = {0, p.QueryTokensOf(s).Count()};
+        AddGradients(whole, share);
+        if (SumsDelta(p)) Cut(whole, &WorkItem::tokens, &WorkItem::has_delta, &delta_items_);
       }
     }
-    std::stable_sort(items_.begin(), items_.end(),
-                     [](const Item& a, const Item& b) { return a.cost > b.cost; });
+    SortByCost(&items_);
+    SortByCost(&delta_items_);
   }
 
   int64_t num_threads() const { return num_threads_; }
+  // Those that compute delta come first.
+  const std::vector<Item>& delta_items() const { return delta_items_; }
   const std::vector<Item>& items() const { return items_; }
 
  private:
-  struct Gradients {
-    bool of_query;
-    bool of_key;
-  };
+  static constexpr Span kAll = {0, INT64_MAX};
 
   // Pairs of a row of a kv head and a position, about, that some tokens and positions have.
   int64_t PairsOf(const QueryTokens& tokens, const Span& of_tokens, const Span& positions) const {
+    const int64_t last = std::min(of_tokens.end, tokens.Count());
     int64_t pairs = 0;
-    for (int64_t i = of_tokens.begin; i < of_tokens.end; i += tile_tokens_) {
-      const int64_t end = std::min(i + tile_tokens_, of_tokens.end);
+    for (int64_t i = of_tokens.begin; i < last; i += tile_tokens_) {
+      const int64_t end = std::min(i + tile_tokens_, last);
       const Span any = p_.AttendedByAny(tokens, i, end - 1);
       const int64_t begin = std::max(any.begin, positions.begin);
       pairs += std::max<int64_t>(0, std::min(any.end, positions.end) - begin) * (end - i);
@@ -93,45 +90,53 @@ class Schedule {
     return pairs * p_.group.number;
   }
 
-  void Add(int64_t sequence, int64_t head, const Gradients& gradients, Span of_tokens,
-           Span positions) {
-    const QueryTokens tokens = p_.QueryTokensOf(sequence);
-    of_tokens.end = std::min(of_tokens.end, tokens.Count());
-    positions.end = std::min(positions.end, tokens.Count());
-    const int64_t products = gradients.of_query && gradients.of_key ? kProductsOfBoth
-                             : gradients.of_key                     ? kProductsOfKeys
-                                                                    : kProductsOfQueries;
-    // Rows that attend to nothing cost something, too.
-    const int64_t cost = products * PairsOf(tokens, of_tokens, positions) + 1;
-    items_.push_back({{sequence, head, of_tokens, positions, gradients.of_query, gradients.of_key,
-                       /*dquery=*/nullptr},
-                      cost});
+  // Rows that attend to nothing cost something, too.
+  int64_t CostOf(const WorkItem& item) const {
+    const int64_t products = item.has_delta                     ? kProductsOfDelta
+                             : item.has_dquery && item.has_dkey ? kProductsOfBoth
+                             : item.has_dkey                    ? kProductsOfKeys
+                                                                : kProductsOfQueries;
+    const QueryTokens tokens = p_.QueryTokensOf(item.sequence);
+    return products * PairsOf(tokens, item.tokens, item.positions) + 1;
   }
 
-  void Cut(int64_t sequence, int64_t head, int64_t wanted_cost) {
-    const int64_t count = p_.QueryTokensOf(sequence).Count();
-    const Span all = {0, INT64_MAX};
-    // Positions and tokens of an item whose cost is the mean of its kind.
-    const auto step_of = [&](int64_t products, int64_t unit) {
-      const QueryTokens tokens = p_.QueryTokensOf(sequence);
-      const int64_t cost = products * PairsOf(tokens, {0, count}, {0, count});
-      const int64_t num_items = std::max<int64_t>(1, cost / wanted_cost);
-      return CeilDiv(CeilDiv(count, num_items), unit) * unit;
-    };
-    const int64_t positions = step_of(kProductsOfKeys, kTilePositions);
-    for (int64_t at = 0; at < count; at += positions) {
-      Add(sequence, head, {false, true}, all, {at, at + positions});
+  // `share`: of the cost of everything, for each thread.
+  void AddGradients(WorkItem whole, int64_t share) {
+    WorkItem both = whole;
+    both.has_dquery = both.has_dkey = true;
+    const int64_t cost = CostOf(both);
+    if (cost <= share * (kProductsOfKeys + kProductsOfQueries) / kProductsOfBoth) {
+      items_.push_back({both, cost});
+      return;
     }
-    const int64_t tokens = step_of(kProductsOfQueries, tile_tokens_);
-    for (int64_t i = 0; i < count; i += tokens) {
-      Add(sequence, head, {true, false}, {i, i + tokens}, all);
+    Cut(whole, &WorkItem::positions, &WorkItem::has_dkey, &items_);
+    Cut(whole, &WorkItem::tokens, &WorkItem::has_dquery, &items_);
+  }
+
+  // Adds the parts of an item that compute one thing, each with some of its tokens or positions.
+  void Cut(WorkItem item, Span WorkItem::* cut, bool WorkItem::* has, std::vector<Item>* items) {
+    item.*has = true;
+    const int64_t unit = cut == &WorkItem::tokens ? tile_tokens_ : kTilePositions;
+    const int64_t count = (item.*cut).end;
+    const int64_t num_parts = std::max<int64_t>(1, CostOf(item) / wanted_cost_);
+    const int64_t step = CeilDiv(CeilDiv(count, num_parts), unit) * unit;
+    for (int64_t begin = 0; begin < count; begin += step) {
+      item.*cut = {begin, std::min(begin + step, count)};
+      items->push_back({item, CostOf(item)});
     }
+  }
+
+  static void SortByCost(std::vector<Item>* items) {
+    std::stable_sort(items->begin(), items->end(),
+                     [](const Item& a, const Item& b) { return a.cost > b.cost; });
   }
 
   const Params& p_;
   const int64_t tile_tokens_;
   int64_t num_threads_;
-  std::vector<Item> items_;  // the most expensive first
+  int64_t wanted_cost_;  // of an item that is a part of another
+  std::vector<Item> items_;
+  std::vector<Item> delta_items_;
 };
 
 // The tokens of all sequences.
@@ -184,26 +189,33 @@ void RunBackwardOnCpu(const BackwardParams& b, const Executor& executor) {
   const Params& p = b.forward;
   const BackwardKernel& kernel = ChosenBackwardKernel();
   ZeroPadding(b);
-  const int64_t num_rows = p.num_tokens * p.num_heads;
-  const std::unique_ptr<float[]> delta(new float[num_rows]);
-  const std::unique_ptr<float[]> dslope(b.dalibi_slopes != nullptr ? new float[num_rows]()
-                                                                   : nullptr);
-  const RowNumbers numbers = {delta.get(), dslope.get()};
+  const auto make_numbers = [&](bool are_used) {
+    return std::unique_ptr<float[]>(are_used ? new float[p.num_tokens * p.num_heads]() : nullptr);
+  };
+  const auto delta = make_numbers(true), weight = make_numbers(SumsDelta(p)),
+             dslope = make_numbers(b.dalibi_slopes != nullptr);
+  const RowNumbers numbers = {delta.get(), weight.get(), dslope.get()};
   const Schedule schedule(p, executor.num_threads);
   const Executor threads = {schedule.num_threads(), executor.run};
-  const Span tokens = TokensOf(p);
-  ParallelFor(threads, CeilDiv(tokens.end - tokens.begin, kTokensOfChunk), [&](int64_t i) {
-    const int64_t first = tokens.begin + i * kTokensOfChunk;
-    kernel.sum_rows(b, first, std::min(first + kTokensOfChunk, tokens.end), numbers);
-  });
   const int64_t columns = kernel.dquery_columns(p) * p.group.number;  // of a token
-  ParallelFor(threads, static_cast<int64_t>(schedule.items().size()), [&](int64_t i) {
-    WorkItem item = schedule.items()[i].work;
-    const int64_t num_tokens = item.has_dquery ? item.tokens.end - item.tokens.begin : 0;
-    const std::unique_ptr<float[]> dquery(new float[num_tokens * columns]);
-    item.dquery = dquery.get();
-    kernel.differentiate(b, item, numbers, paged_attention::Arena::OfThread());
-  });
+  const auto run = [&](const std::vector<Item>& items) {
+    ParallelFor(threads, static_cast<int64_t>(items.size()), [&](int64_t i) {
+      WorkItem item = items[i].work;
+      const int64_t num_tokens = item.has_dquery ? item.tokens.end - item.tokens.begin : 0;
+      const std::unique_ptr<float[]> dquery(new float[num_tokens * columns]);
+      item.dquery = dquery.get();
+      kernel.run(b, item, numbers, paged_attention::Arena::OfThread());
+    });
+  };
+  const Span tokens = TokensOf(p);
+  if (!SumsDelta(p)) {
+    ParallelFor(threads, CeilDiv(tokens.end - tokens.begin, kTokensOfChunk), [&](int64_t i) {
+      const int64_t first = tokens.begin + i * kTokensOfChunk;
+      kernel.sum_rows(b, first, std::min(first + kTokensOfChunk, tokens.end), numbers);
+    });
+  }
+  run(schedule.delta_items());
+  run(schedule.items());
   if (b.dsinks == nullptr && b.dalibi_slopes == nullptr) return;
   ParallelFor(threads, p.num_heads, [&](int64_t head) { SumOverTokens(b, head, numbers); });
 }

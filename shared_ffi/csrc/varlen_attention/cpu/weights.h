@@ -53,15 +53,13 @@ class Weights {
         const float lse = b_.lse[in_batch];
         const bool attends = lse != -kInfinity && !in_tile.IsEmpty();
         is_partial_ |= !attends;
-        const bool is_whole = attends && span.begin >= at && span.end <= at + kMaxTile;
         rows_[n * group_ + h] = {attends ? in_tile : Span{0, 0},
                                  {holes.begin - at, holes.end - at},
-                                 is_whole,
                                  in_batch,
                                  i + n - at,
                                  head,
-                                 static_cast<float>(lse * double{kLog2E}),
-                                 is_whole ? 0.0f : numbers_.delta[in_batch]};
+                                 ShiftOf(lse),
+                                 numbers_.delta[in_batch]};
       }
     }
     for (int64_t row = num_tokens * group_; row < num_rows; ++row) rows_[row] = {};
@@ -86,25 +84,41 @@ class Weights {
     return rows;
   }
 
+  // Turns products into P and dY.
   void Apply() {
-    if (p_.soft_cap > 0 || p_.alibi_slopes != nullptr) {
-      ApplyTo</*kIsPlain=*/false>();
-    } else {
-      ApplyTo</*kIsPlain=*/true>();
+    IsPlain() ? ApplyTo</*kIsPlain=*/true>() : ApplyTo</*kIsPlain=*/false>();
+  }
+
+  // Adds a tile's part of the sums of P and of P * dP.
+  void AddToDelta() {
+    IsPlain() ? SumTerms</*kIsPlain=*/true>() : SumTerms</*kIsPlain=*/false>();
+  }
+  // Makes delta of the sums of all tiles. The rounding of a large lse changes all weights by one
+  // factor, which delta must not have: one weight of 1 leaves nothing of dP - delta.
+  void FinishDelta(int64_t token, int64_t head) {
+    const int64_t in_batch = token * p_.num_heads + head;
+    float weight = numbers_.weight[in_batch];
+    if (p_.sinks != nullptr) {
+      weight += WeightOf(Splat(p_.Sink(head) - ShiftOf(b_.lse[in_batch])))[0];
     }
+    if (weight != 0) numbers_.delta[in_batch] /= weight;
   }
 
  private:
   struct Row {
     Span range;  // positions of the tile that it attends to, but for `holes`
     Span holes;
-    bool is_whole;     // it attends to no other tile
     int64_t in_batch;  // the index in [num_tokens * num_heads]
     int64_t position;  // from the tile's first
     int64_t head;
-    float shift;  // lse in units of 1 / log2(e)
+    float shift;
     float delta;
   };
+
+  // lse in units of 1 / log2(e).
+  static float ShiftOf(float lse) { return static_cast<float>(lse * double{kLog2E}); }
+
+  bool IsPlain() const { return p_.soft_cap == 0 && p_.alibi_slopes == nullptr; }
 
   // Of the soft cap and ALiBi.
   struct Bias {
@@ -168,7 +182,6 @@ class Weights {
   void ApplyTo() {
     for (int64_t r = 0; r < num_rows_; ++r) {
       const Row& row = rows_[r];
-      if (row.is_whole) SumWhole<kIsPlain>(r);
       Lanes slopes = {};
       for (int64_t j = 0; j < kMaxTile; j += kLanes) {
         const Terms terms = TermsAt<kIsPlain>(r, j);
@@ -185,23 +198,20 @@ class Weights {
     }
   }
 
-  // Sums delta of a row that attends to this tile only. The output is rounded, and large where a
-  // row attends to few positions: with delta of the output, a bfloat16 gradient would err by more
-  // than its own rounding. The rounding of a large lse changes all weights by one factor, and
-  // delta must not have it: one weight of 1 leaves nothing of dout . v - delta.
   template <bool kIsPlain>
-  void SumWhole(int64_t r) {
-    Row& row = rows_[r];
-    Lanes weights = {}, products = {};
-    for (int64_t j = 0; j < kMaxTile; j += kLanes) {
-      const Terms terms = TermsAt<kIsPlain>(r, j);
-      weights += terms.weights;
-      products = MultiplyAdd(terms.weights, terms.dweights, products);
+  void SumTerms() {
+    for (int64_t r = 0; r < num_rows_; ++r) {
+      const Row& row = rows_[r];
+      if (row.range.IsEmpty()) continue;
+      Lanes weights = {}, products = {};
+      for (int64_t j = 0; j < kMaxTile; j += kLanes) {
+        const Terms terms = TermsAt<kIsPlain>(r, j);
+        weights += terms.weights;
+        products = MultiplyAdd(terms.weights, terms.dweights, products);
+      }
+      numbers_.weight[row.in_batch] += SumOfLanes(weights);
+      numbers_.delta[row.in_batch] += SumOfLanes(products);
     }
-    float total = SumOfLanes(weights);
-    if (p_.sinks != nullptr) total += WeightOf(Splat(p_.Sink(row.head) - row.shift))[0];
-    row.delta = total == 0 ? 0.0f : SumOfLanes(products) / total;
-    if (item_.has_dquery) numbers_.delta[row.in_batch] = row.delta;
   }
 
   // 2^x, at most 1. A NaN stays.
