@@ -1,4 +1,6 @@
 // The forward: paged_attention's kernels, without a page table.
+#include <numeric>
+
 #include "cuda/run.h"
 #include "operands.h"
 #include "paged_attention/cpu/run.h"
@@ -40,17 +42,18 @@ ffi::Error OnCpu(ffi::RemainingArgs operands, ffi::RemainingRets results,
 ffi::Error MakeTable(CallReader* call, Params* p) {
   KvCache& cache = p->cache;
   const int64_t stride = cache.block_stride, value_stride = cache.OffsetOfValue(stride);
-  if (p->num_kv_heads > 1 && p->num_tokens > 0) {  // V's distances from those of K
-    const int64_t size = p->head_size, value_size = p->value_head_size;
-    if (size == value_size && stride == value_stride) {
-      cache.SetUnits(1, 1);
-    } else if (stride % size == 0 && stride / size * value_size == value_stride) {
-      cache.SetUnits(size, value_size);
-    } else {
-      call->Refuse("value", "have rows as far apart as those of key on CUDA, ", stride, " or ",
-                   "in proportion to the head sizes: copy both");
+  if (p->num_tokens > 0) {  // V's strides in proportion to K's
+    const bool is_one_head = p->num_kv_heads == 1;
+    const int64_t from = is_one_head ? stride : p->head_size;
+    const int64_t to = is_one_head ? value_stride : p->value_head_size;
+    const int64_t unit = from / std::gcd(from, to), value_unit = to / std::gcd(from, to);
+    if (stride % unit != 0 || stride / unit * value_unit != value_stride) {
+      call->Refuse("value", "have on CUDA the strides of key, in proportion to their head sizes: ",
+                   "copy both");
       return call->error();
     }
+    cache.SetUnits(unit, value_unit);
+    if (is_one_head) cache.head_stride = 0;
   }
   cache.position_stride = stride;
   p->max_blocks_per_seq = 1;

@@ -172,7 +172,8 @@ class CudaCoreItem {
     constexpr int kStep = kThreads / kRows;
     const int other = threadIdx.x % kRows, first = threadIdx.x / kRows;
     float products[kPairs] = {}, of_values[kPairs] = {};
-    for (int d = 0; d < kHeadSize; ++d) {
+    const auto num_columns = static_cast<int>(p_.head_size);  // V has no more
+    for (int d = 0; d < num_columns; ++d) {
       const float b[2] = {layout_.others[0][other * Layout::kStride + d],
                           layout_.others[1][other * Layout::kStride + d]};
 #pragma unroll

@@ -67,10 +67,13 @@ struct TokenBlock {
 template <bool kFromLast, typename Use>
 __device__ __forceinline__ void ForParts(const Params& p, const Lengths& lengths,
                                          int64_t parts_of_block, const Use& use) {
-  const int64_t of_block = parts_of_block * p.num_kv_heads;
-  const int64_t count = p.max_seqs == 0 ? 0 : lengths.block_ends[p.max_seqs - 1] * of_block;
-  for (int64_t first = 0, round = 0; first < count; first += gridDim.x, ++round) {
-    const int64_t number = first + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+  // Of all this, only the number of the round is in a register while a part is computed.
+  for (uint32_t round = 0;; ++round) {
+    const int64_t of_block = parts_of_block * p.num_kv_heads;
+    const int64_t count = p.max_seqs == 0 ? 0 : lengths.block_ends[p.max_seqs - 1] * of_block;
+    const int64_t first = int64_t{round} * gridDim.x;
+    if (first >= count) return;
+    const int64_t number = first + (round % 2 != 0 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     if (number >= count) continue;
     const int64_t block = number / of_block, in_block = number - block * of_block;
     const int64_t part = in_block / p.num_kv_heads;

@@ -165,9 +165,14 @@ class KeyGradients {
   }
 
  private:
-  static __device__ __forceinline__ int WarpRow() {
-    return Warp() % Layout::kPositionWarps * 16;
+  // Nothing that follows from the thread's number stays in a register where it is not used.
+  static __device__ __forceinline__ int Lane() {
+    return gpu::Opaque(threadIdx.x) % gpu::kWarpSize;
   }
+  static __device__ __forceinline__ int Warp() {
+    return gpu::Opaque(threadIdx.x) / gpu::kWarpSize;
+  }
+  static __device__ __forceinline__ int WarpRow() { return Warp() % Layout::kPositionWarps * 16; }
   static __device__ __forceinline__ int FirstColumn() {
     return Warp() / Layout::kPositionWarps * Layout::kColumns;
   }
@@ -392,7 +397,12 @@ class QueryGradients {
   }
 
  private:
-  static __device__ __forceinline__ int WarpRow() { return Warp() * 16; }
+  static __device__ __forceinline__ int Lane() {
+    return gpu::Opaque(threadIdx.x) % gpu::kWarpSize;
+  }
+  static __device__ __forceinline__ int WarpRow() {
+    return gpu::Opaque(threadIdx.x) / gpu::kWarpSize * 16;
+  }
 
   __device__ __forceinline__ int32_t RowOf(int g, int r) const {
     return first_row_ + g * Layout::kGroupRows + WarpRow() + Lane() / 4 + 8 * r;
@@ -463,10 +473,11 @@ class QueryGradients {
         RowMask mask = {};
         RowBias bias = {};
         if constexpr (kMasked) {
-          mask.begin = gpu::Shuffle(own.begin, 2 * g + r, 4);
-          mask.end = gpu::Shuffle(own.end, 2 * g + r, 4);
-          mask.hole_begin = gpu::Shuffle(own.hole_begin, 2 * g + r, 4);
-          mask.hole_end = gpu::Shuffle(own.hole_end, 2 * g + r, 4);
+          const int of = 2 * g + r;
+          mask.begin = gpu::Shuffle(own.begin, of, 4);
+          mask.end = gpu::Shuffle(own.end, of, 4);
+          mask.hole_begin = gpu::Shuffle(own.hole_begin, of, 4);
+          mask.hole_end = gpu::Shuffle(own.hole_end, of, 4);
         }
         if constexpr (kGeneral) bias = RowBias(p_, RowPlace(p_, kv_head_, RowOf(g, r)));
 #pragma unroll
