@@ -37,7 +37,7 @@ class VarlenCase:
     value_head_size: int | None = None
     dtype: str = "float32"
     arrays: tuple[str, ...] = ()  # features that are arrays
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     padding: int = 3  # tokens and sequences
 
     @property

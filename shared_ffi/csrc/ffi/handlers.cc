@@ -7,13 +7,11 @@
 // One line for each op: f(prefix of its handlers' symbols, custom call target). A new op's target
 // is xla_gpu_<op>; shared_ffi/simple_add.py says why simple_add's is not.
 // clang-format off
-#define XLA_GPU_FOR_OPS(f)                    \
-  f(SimpleAdd, "XlaGpuSimpleAdd")             \
-  f(KvCacheUpdate, "xla_gpu_kv_cache_update") \
-  f(PagedAttention, "xla_gpu_paged_attention")
-#define XLA_GPU_FOR_OPS_ON_CPU(f)                 \
-  XLA_GPU_FOR_OPS(f)                              \
-  f(VarlenAttention, "xla_gpu_varlen_attention")  \
+#define XLA_GPU_FOR_OPS(f)                       \
+  f(SimpleAdd, "XlaGpuSimpleAdd")                \
+  f(KvCacheUpdate, "xla_gpu_kv_cache_update")    \
+  f(PagedAttention, "xla_gpu_paged_attention")   \
+  f(VarlenAttention, "xla_gpu_varlen_attention") \
   f(VarlenAttentionBackward, "xla_gpu_varlen_attention_backward")
 
 #define DECLARE(op, target)                \
@@ -22,13 +20,13 @@
 #define ON_CPU(op, target) {"cpu", target, op##Cpu},
 #define ON_CUDA(op, target) {"cuda", target, op##Cuda},
 
-XLA_GPU_FOR_OPS_ON_CPU(DECLARE)
+XLA_GPU_FOR_OPS(DECLARE)
 
 namespace xla_gpu {
 
 std::initializer_list<NamedHandler> Handlers() {
   static constexpr std::initializer_list<NamedHandler> handlers = {
-      XLA_GPU_FOR_OPS_ON_CPU(ON_CPU)
+      XLA_GPU_FOR_OPS(ON_CPU)
 #ifdef XLA_GPU_CUDA
       XLA_GPU_FOR_OPS(ON_CUDA)
 #endif

@@ -1,5 +1,6 @@
 // The derivative.
 #include "cpu/run.h"
+#include "cuda/run.h"
 #include "operands.h"
 #include "paged_attention/metadata.h"
 
@@ -54,8 +55,29 @@ ffi::Error OnCpu(ffi::RemainingArgs operands, ffi::RemainingRets results,
   return ffi::Error::Success();
 }
 
+#ifdef XLA_GPU_CUDA
+ffi::Error OnCuda(ffi::RemainingArgs operands, ffi::RemainingRets results,
+                  const ffi::Dictionary& attributes, void* stream) {
+  BackwardParams params;
+  CallReader call(kOp, operands, results, attributes,
+                  {"query", "key", "value", "output", "lse", "dout", "query_start_loc",
+                   "num_seqs"});
+  XLA_GPU_RETURN_IF_ERROR(MakeParams(&call, &params));
+  RefuseTooManyRows(&call, params.forward);
+  if (params.forward.head_size > kMaxGradientHeadSize) {
+    call.Refuse("query", "have a head_size of at most ", kMaxGradientHeadSize, " on CUDA");
+  }
+  BackwardScratch scratch;
+  const int64_t num_bytes = MakeScratch(params, nullptr, &scratch);
+  void* memory = call.Result(call.num_results() - 1, "scratch", {ffi::U8}, {{num_bytes}});
+  XLA_GPU_RETURN_IF_ERROR(call.Finish());
+  MakeScratch(params, memory, &scratch);
+  return Launched(kOp, RunBackwardOnCuda(params, scratch, stream));
+}
+#endif
+
 }  // namespace
 
-XLA_GPU_DEFINE_HANDLER(VarlenAttentionBackwardCpu, kOp, OnCpu, BindCall().Ctx<Executor>())
+XLA_GPU_DEFINE_HANDLERS(VarlenAttentionBackward, kOp)
 
 }  // namespace xla_gpu::varlen_attention

@@ -92,4 +92,11 @@ inline ffi::Error ReadForward(CallReader* call, const RowLayouts& layouts, Param
   return call->error();
 }
 
+// CUDA kernels number rows, up to the end of a block of 128 tokens, in 32 bits.
+inline void RefuseTooManyRows(CallReader* call, const Params& p) {
+  constexpr int64_t kMaxRows = INT32_MAX;
+  if (p.num_tokens <= kMaxRows / p.num_heads - 128) return;
+  call->Refuse("query", "have (num_tokens + 128) * num_heads below 2**31");
+}
+
 }  // namespace xla_gpu::varlen_attention
