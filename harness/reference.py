@@ -112,7 +112,8 @@ def paged_attention(
 def varlen_attention(*arrays: Any, scale: float, **options: Any) -> Any:
     """Returns float64."""
     operands, value = as_paged(*arrays)
-    return paged_attention(*operands, scale, value_cache=value, kv_layout=PAGED_LAYOUT, **options)
+    options |= {"value_cache": value, "kv_layout": PAGED_LAYOUT}
+    return paged_attention(*operands, scale, **options)
 
 
 PAGED_LAYOUT = "nbhd"

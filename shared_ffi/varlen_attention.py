@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shared_ffi import paged_attention, token_rows
+from shared_ffi import paged_attention, token_rows, varlen_scratch
 from shared_ffi.spec import (
     ArraySpec,
     Call,
@@ -121,6 +121,7 @@ def check(
         attributes=tuple(operands.attributes),
         num_shared_heads=paged.num_shared_heads,
         head_dims=(*operands.head_dims, *[1] * len(results)),
+        cuda_scratch_bytes=varlen_scratch.forward_bytes,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shared_ffi import token_rows, varlen_attention
+from shared_ffi import token_rows, varlen_attention, varlen_scratch
 from shared_ffi.spec import Arguments, ArraySpec, Call, check_array
 
 OP = "varlen_attention_backward"
@@ -55,6 +55,7 @@ def check(*, output: ArraySpec, lse: ArraySpec, dout: ArraySpec, **forward: Any)
         results=tuple(forward[name]._replace(strides=None) for name in differentiable),
         attributes=(*attributes.items(),),
         head_dims=(*head_dims, *dims),
+        cuda_scratch_bytes=varlen_scratch.backward_bytes,
         summed=tuple(result for result, dim in enumerate(dims) if dim is None),
         arguments=Arguments(check, names, call.arguments.options),
     )

@@ -10,14 +10,14 @@ from shared_ffi.spec import Call, Smaller
 def forward_bytes(call: Call, smaller: Smaller = min) -> int:
     """Lengths, then the scratch of ``paged_attention``. Its longest sequence is the block of
     positions that ``MakeTable`` of ``handler.cc`` makes."""
-    num_tokens, num_heads, _ = call.operands[0].shape
-    _, num_kv_heads, value_head_size = call.operands[2].shape
+    num_tokens, num_heads, value_head_size = call.results[0].shape
+    num_kv_heads = dict(call.attributes).get("row_kv_heads", call.operands[1].shape[1])
     max_seqs = call.operands[3].shape[0] - 1
     longest = num_tokens // 2 * 2 + 1
     paged = paged_attention.scratch_bytes(
         num_tokens,
         num_heads,
-        num_kv_heads,
+        int(num_kv_heads),
         value_head_size,
         max_seqs,
         longest,
@@ -29,7 +29,7 @@ def forward_bytes(call: Call, smaller: Smaller = min) -> int:
 
 def backward_bytes(call: Call, smaller: Smaller = min) -> int:
     """Lengths, then two numbers for each row, and one more where there are slopes."""
-    num_tokens, num_heads, _ = call.operands[0].shape
+    num_tokens, num_heads, _ = call.results[0].shape
     max_seqs = call.operands[6].shape[0] - 1
     numbers = 3 if "alibi_slopes" in call.names else 2
     return _lengths_bytes(max_seqs) + 4 * numbers * num_tokens * num_heads

@@ -170,9 +170,7 @@ def test_varlen_attention_has_the_bits_of_paged_attention(small: VarlenCase, gpu
     key, value = arrays.pop("key"), arrays.pop("value")
     options = {name: x for name, x in arguments.items() if name in FEATURES or np.isscalar(x)}
     inputs = [arrays.pop("query"), key, np.diff(arrays["query_start_loc"])]
-    inputs.append(
-        arrays["query_start_loc"][:-1, None] + np.arange(len(key), dtype=np.int32)
-    )
+    inputs.append(arrays["query_start_loc"][:-1, None] + np.arange(len(key), dtype=np.int32))
     inputs += [arrays["query_start_loc"], arrays["num_seqs"]]
     expected = attend_paged(
         gpu, inputs, value_cache=value, kv_layout="nhd", return_lse=True, **options

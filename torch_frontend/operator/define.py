@@ -123,6 +123,7 @@ class Operator:
             return self._below_autograd(arguments, keywords)
         if any(map(torch._C._functorch.is_gradtrackingtensor, bound.tensors)):
             raise errors.derivative_error(self._op, "torch.func differentiates")
+        assert self.derivative is not None
         return self.derivative(bound)
 
     def autocast(self, device: str, names: Sequence[str], *arguments: Any, **keywords: Any) -> Any:
