@@ -68,8 +68,11 @@ set(DECODE_HEAD_SIZES ${XLA_GPU_HEAD_SIZES})
 list(FILTER DECODE_HEAD_SIZES INCLUDE REGEX "^(128|256)$")
 set(DECODE_HEAD_SIZES_OF_8_BITS ${XLA_GPU_HEAD_SIZES_OF_8_BITS})
 list(FILTER DECODE_HEAD_SIZES_OF_8_BITS INCLUDE REGEX "^128$")
+# The derivative: a head of another size takes the next larger one.
+set(GRADIENT_HEAD_SIZES ${XLA_GPU_HEAD_SIZES})
+list(FILTER GRADIENT_HEAD_SIZES INCLUDE REGEX "^(64|128|256)$")
 # As further arguments of a template.
-foreach(sizes HEAD_SIZES_OF_4_BITS PREFILL_HEAD_SIZES PREFILL_HEAD_SIZES_OF_8_BITS DECODE_HEAD_SIZES DECODE_HEAD_SIZES_OF_8_BITS)
+foreach(sizes GRADIENT_HEAD_SIZES HEAD_SIZES_OF_4_BITS PREFILL_HEAD_SIZES PREFILL_HEAD_SIZES_OF_8_BITS DECODE_HEAD_SIZES DECODE_HEAD_SIZES_OF_8_BITS)
   list(TRANSFORM ${sizes} PREPEND ", " OUTPUT_VARIABLE MORE_${sizes})
   list(JOIN MORE_${sizes} "" MORE_${sizes})
 endforeach()
@@ -87,6 +90,7 @@ file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/generated/cuda_build.h"
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES @HEAD_SIZES@
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_8_BITS @OF_8_BITS@
 #define XLA_GPU_TENSOR_CORE_HEAD_SIZES_OF_4_BITS @MORE_HEAD_SIZES_OF_4_BITS@
+#define XLA_GPU_GRADIENT_HEAD_SIZES @MORE_GRADIENT_HEAD_SIZES@
 #define XLA_GPU_PREFILL_HEAD_SIZES @MORE_PREFILL_HEAD_SIZES@
 #define XLA_GPU_PREFILL_HEAD_SIZES_OF_8_BITS @MORE_PREFILL_HEAD_SIZES_OF_8_BITS@
 #define XLA_GPU_DECODE_HEAD_SIZES @MORE_DECODE_HEAD_SIZES@
@@ -178,6 +182,14 @@ if(ARCHITECTURES MATCHES "90a")  # the same with more shared memory
                        "${DECODE_HEAD_SIZES}" "${DECODE_HEAD_SIZES_OF_8_BITS}" "" XLA_GPU_KIB=kLargeMultiprocessor)
 endif()
 add_kernel_of_caches(prefill sm90/prefill.cu 90a-real "${PREFILL_HEAD_SIZES}" "${PREFILL_HEAD_SIZES_OF_8_BITS}" "")
+
+foreach(storage ${XLA_GPU_TENSOR_CORE_TYPES})
+  foreach(head_size ${GRADIENT_HEAD_SIZES})
+    set(name gradients_${storage}_${head_size})
+    add_cuda_objects(${name} varlen_attention/cuda/tensor_core.cu)
+    target_compile_definitions(${name} PRIVATE XLA_GPU_STORAGE=${storage} XLA_GPU_HEAD_SIZE=${head_size})
+  endforeach()
+endforeach()
 
 # cudart is linked statically, so that the library loads on a machine without a driver.
 get_filename_component(CUDA_ROOT "${CMAKE_CUDA_COMPILER}" REALPATH)

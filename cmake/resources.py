@@ -63,6 +63,8 @@ def kernels(objects: list[str]) -> list[dict[str, Any]]:
             name, target = re.match(r"'(\S+)' for 'sm_(\w+)'", part).groups()
             kernel = re.search(
                 r"\d(TensorCoreAttention|TensorCorePrefill|DecodeAttention|PrefillAttention"
+                r"|TensorCoreKeyGradients|TensorCoreQueryGradients|CudaCoreGradients"
+                r"|CopyLengths|PrepareRows|SumOverTokens"
                 r"|CudaCoreAttention|Combine|ZeroArrivals|Update|Add)(.*)",
                 name,
             )

@@ -6,6 +6,7 @@ for programs that were not checked here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -304,6 +305,29 @@ def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
         raise value_error(call.op, "query", rule, f"{num_tokens} * {num_heads}")
     if isinstance(block_size, int) and block_size >= 2**31:
         raise value_error(call.op, "kv_cache", "have a block_size below 2**31 on CUDA", block_size)
+    return scratch_bytes(
+        num_tokens,
+        num_heads,
+        num_kv_heads,
+        value_head_size,
+        max_seqs,
+        max_blocks_per_seq * block_size,
+        attributes,
+        smaller,
+    )
+
+
+def scratch_bytes(
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    value_head_size: int,
+    max_seqs: int,
+    longest: int,
+    attributes: Mapping[str, Any],
+    smaller: Smaller,
+) -> int:
+    """The same from the sizes. `longest`: the positions of a sequence, at most."""
     sizes = _native.scratch_sizes(
         num_heads=int(num_heads),
         num_kv_heads=int(num_kv_heads),
@@ -311,7 +335,6 @@ def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
         sliding_window=int(attributes["sliding_window"]),
         max_query_len=int(attributes.get("max_query_len", 0)),
     )
-    longest = max_blocks_per_seq * block_size
     if sizes.max_length:
         longest = smaller(longest, sizes.max_length)
     max_splits = smaller(sizes.split_limit, -(-longest // sizes.min_split))

@@ -18,8 +18,9 @@ struct KvCache {
   int64_t block_stride;
   int64_t position_stride;
   int64_t head_stride;
-  int value_shift;        // 0 where V has the strides of K
-  uint64_t value_factor;  // 1 there
+  int64_t value_head_stride;  // OffsetOfValue(head_stride), but for arrays without a page table
+  int value_shift;            // 0 where V has the strides of K
+  uint64_t value_factor;      // 1 there
 
   // From the row of block 0 and position 0 to the row of this block and position, for one kv head.
   XLA_GPU_HOST_DEVICE int64_t Offset(int64_t block, int64_t position) const {
@@ -29,7 +30,9 @@ struct KvCache {
   XLA_GPU_HOST_DEVICE int64_t OffsetOfValue(int64_t offset) const {
     return static_cast<int64_t>((static_cast<uint64_t>(offset) >> value_shift) * value_factor);
   }
-  bool ValuesHaveStridesOfKeys() const { return value_shift == 0 && value_factor == 1; }
+  bool ValuesHaveStridesOfKeys() const {
+    return value_shift == 0 && value_factor == 1 && value_head_stride == head_stride;
+  }
   // Whether all strides of K, and of V, are multiples of a number of elements.
   bool StridesAreMultiplesOf(int64_t of_keys, int64_t of_values) const {
     for (const int64_t stride : {block_stride, position_stride, head_stride}) {
@@ -45,6 +48,7 @@ struct KvCache {
     uint64_t inverse = key_unit;  // in its lowest 3 bits; each step doubles them
     for (int i = 0; i < 5; ++i) inverse *= 2 - key_unit * inverse;
     value_factor = inverse * value_unit;
+    value_head_stride = OffsetOfValue(head_stride);
   }
 };
 

@@ -20,12 +20,18 @@ import pytest
 
 from tests.cases.case import Case
 from tests.cases.updates import UpdateCase
+from tests.cases.varlen import VarlenCase
 from tests.support import mutants
 
 everything = False  # whether --all is given
 
-SUITES = {"test_cpu_kernel.py": "cpu", "test_cuda_kernel.py": "cuda"}  # of mutants
+SUITES = {  # of mutants
+    "test_cpu_kernel.py": "cpu",
+    "test_cuda_kernel.py": "cuda",
+    "test_varlen_cuda_kernel.py": "varlen_cuda",
+}
 Trait = tuple[str, Hashable]
+AnyCase = Case | UpdateCase | VarlenCase
 
 
 def select(items: Sequence[pytest.Item]) -> list[pytest.Item]:
@@ -88,17 +94,17 @@ def _name(value: Any) -> Hashable:
 
 
 @functools.cache
-def _traits_of_case(case: Case | UpdateCase) -> tuple[Trait, ...]:
+def _traits_of_case(case: AnyCase) -> tuple[Trait, ...]:
     return (*_traits_of_fields(case),)
 
 
 def _traits(name: str, value: Any) -> tuple[Trait, ...]:
-    if isinstance(value, Case | UpdateCase):
+    if isinstance(value, AnyCase):
         return _traits_of_case(value)
     return ((name, _name(value)),)
 
 
-def _traits_of_fields(case: Case | UpdateCase) -> Iterator[Trait]:
+def _traits_of_fields(case: AnyCase) -> Iterator[Trait]:
     """What a kernel or a backend may treat differently."""
     for field in fields(case):
         value = getattr(case, field.name)
@@ -107,6 +113,8 @@ def _traits_of_fields(case: Case | UpdateCase) -> Iterator[Trait]:
                 pass
             case "sequences":
                 yield from _traits_of_sequences(value)
+            case "arrays" | "options":
+                yield from ((name, True) for name in value)
             case "head_size" | "value_head_size" | "own_value_head_size" if value is not None:
                 yield field.name, _size(value, 16, 64, 128, 256)
                 # The largest power of two in it, up to 16: how rows are aligned.
@@ -122,7 +130,7 @@ def _traits_of_fields(case: Case | UpdateCase) -> Iterator[Trait]:
                 yield field.name, value
             case _:
                 yield field.name, value != field.default
-    if isinstance(case, Case):
+    if isinstance(case, Case | VarlenCase):
         yield "group", _size(case.num_heads // case.num_kv_heads, 1, 4, 8, 16)
 
 

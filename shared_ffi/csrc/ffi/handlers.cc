@@ -7,10 +7,12 @@
 // One line for each op: f(prefix of its handlers' symbols, custom call target). A new op's target
 // is xla_gpu_<op>; shared_ffi/simple_add.py says why simple_add's is not.
 // clang-format off
-#define XLA_GPU_FOR_OPS(f)                    \
-  f(SimpleAdd, "XlaGpuSimpleAdd")             \
-  f(KvCacheUpdate, "xla_gpu_kv_cache_update") \
-  f(PagedAttention, "xla_gpu_paged_attention")
+#define XLA_GPU_FOR_OPS(f)                       \
+  f(SimpleAdd, "XlaGpuSimpleAdd")                \
+  f(KvCacheUpdate, "xla_gpu_kv_cache_update")    \
+  f(PagedAttention, "xla_gpu_paged_attention")   \
+  f(VarlenAttention, "xla_gpu_varlen_attention") \
+  f(VarlenAttentionBackward, "xla_gpu_varlen_attention_backward")
 
 #define DECLARE(op, target)                \
   XLA_FFI_DECLARE_HANDLER_SYMBOL(op##Cpu); \

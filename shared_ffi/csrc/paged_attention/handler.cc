@@ -4,13 +4,12 @@
 #include "ffi/kv_cache_operand.h"
 #include "ffi/token_rows_operand.h"
 #include "metadata.h"
-#include "params.h"
+#include "options.h"
 
 namespace xla_gpu::paged_attention {
 namespace {
 
 constexpr char kOp[] = "paged_attention";
-constexpr int64_t kMaxHeadSize = 576;  // the columns of the largest CUDA kernel
 
 CallReader Read(const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
                 const ffi::Dictionary& attributes) {
@@ -26,27 +25,14 @@ CallReader Read(const ffi::RemainingArgs& operands, const ffi::RemainingRets& re
 ffi::Error MakeParams(CallReader* call, size_t num_scratch, Params* p) {
   *p = {};
   XLA_GPU_RETURN_IF_ERROR(call->error());
-  p->scale = call->Float("scale");
-  p->soft_cap = call->Float("soft_cap");
-  p->sliding_window = call->Integer("sliding_window");
-  p->window_right = call->Integer("window_right", 0);
-  p->is_causal = !call->Has("window_right");
-  p->max_query_len = call->Integer("max_query_len", 0);
+  ReadOptions(call, p);
   p->is_latent = call->Has("value_head_size") && !call->Has("value_cache");
 
   const auto layout = TokenRowsLayout::Read(call);
   const TokenRows query = ReadTokenRows(call, "query", layout, kTensorDTypes);
   XLA_GPU_RETURN_IF_ERROR(call->error());
-  p->query = query.data;
-  p->query_stride = query.stride;
-  p->num_tokens = query.num_tokens;
-  p->num_heads = query.num_heads;
-  p->head_size = query.head_size;
+  SetQuery(call, query, p);
   p->value_head_size = call->Integer("value_head_size", p->head_size);
-  p->dtype = query.dtype;
-  if (p->head_size < 1 || p->head_size > kMaxHeadSize) {
-    call->Refuse("query", "have a head_size from 1 to ", kMaxHeadSize);
-  }
   if (p->value_head_size < 1 || p->value_head_size > p->head_size) {
     call->Fail("attribute value_head_size must be from 1 to head_size=", p->head_size, "; got ",
                p->value_head_size);
@@ -60,13 +46,7 @@ ffi::Error MakeParams(CallReader* call, size_t num_scratch, Params* p) {
   p->block_tables = call->Operand<int32_t>("block_tables", {ffi::S32}, {{p->max_seqs, kAnySize}});
   p->query_start_loc = call->Operand<int32_t>("query_start_loc", {ffi::S32}, {{p->max_seqs + 1}});
   p->num_seqs = call->Operand<int32_t>("num_seqs", {ffi::S32}, {{}, {1}});
-  for (const auto& [name, array] : kHeadNumbers) {
-    p->*array = call->Operand<float>(name, {ffi::F32}, {{p->num_heads}});
-  }
-  for (const auto& [name, array] : kTokenPairs) {
-    p->*array = call->Operand<int32_t>(name, {ffi::S32}, {{p->num_tokens, 2}});
-  }
-  p->causal = call->Operand<int32_t>("causal", {ffi::S32}, {{p->max_seqs}});
+  ReadFeatures(call, kTokenPairs, p);
   XLA_GPU_RETURN_IF_ERROR(call->error());
   p->max_blocks_per_seq = call->Find("block_tables")->dimensions()[1];
   p->k_scale = ReadScales(call, "k_scale", *p);

@@ -38,7 +38,7 @@ std::string MetadataError(const Params& p) {
   const int64_t capacity = p.Capacity();
   for (int64_t s = 0; s < num_seqs; ++s) {
     const int64_t start = p.query_start_loc[s], end = p.query_start_loc[s + 1];
-    const int64_t q_len = end - start, context_len = p.context_lens[s];
+    const int64_t q_len = end - start, context_len = p.ContextLen(s);
     if (q_len < 0) {
       return StrCat("query_start_loc must not decrease; got query_start_loc[", s + 1, "]=", end,
                     " after query_start_loc[", s, "]=", start);
@@ -77,7 +77,7 @@ std::string MetadataError(const Params& p) {
       return StrCat("tree_mask[", token, "] must have ", rule, "; got [", p.tree_mask[2 * token],
                     ", ", p.tree_mask[2 * token + 1], "]");
     }
-    if (q_len == 0 || context_len == 0) continue;
+    if (q_len == 0 || context_len == 0 || p.block_tables == nullptr) continue;
     const NeededBlocks needed(p, p.QueryTokensOf(s));
     for (int64_t b = needed.first; b <= needed.last; ++b) {
       const int64_t block = p.block_tables[s * p.max_blocks_per_seq + b];
@@ -94,12 +94,13 @@ MetadataCopy::MetadataCopy(Params* params) {
   Params& p = *params;
   const int32_t num_seqs = __atomic_load_n(p.num_seqs, __ATOMIC_RELAXED);
   const int64_t count = num_seqs < 0 || num_seqs > p.max_seqs ? 0 : num_seqs;
-  const int64_t width = p.max_blocks_per_seq;
+  const int64_t width = p.block_tables == nullptr ? 0 : p.max_blocks_per_seq;
   struct Array {
     const int32_t** place;
     int64_t size;
   };
-  std::vector<Array> arrays = {{&p.context_lens, count}, {&p.query_start_loc, count + 1}};
+  std::vector<Array> arrays = {{&p.query_start_loc, count + 1}};
+  if (p.context_lens != nullptr) arrays.push_back({&p.context_lens, count});
   for (const auto& [name, array] : kTokenPairs) {
     if (p.*array != nullptr) arrays.push_back({&(p.*array), 2 * p.num_tokens});
   }
@@ -116,6 +117,7 @@ MetadataCopy::MetadataCopy(Params* params) {
     *place = copy;
     copy += size;
   }
+  if (p.block_tables == nullptr) return;
   int32_t* const block_tables = copy;
   for (int64_t s = 0; s < count; ++s) {
     const QueryTokens tokens = p.QueryTokensOf(s);

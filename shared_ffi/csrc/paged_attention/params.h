@@ -8,6 +8,8 @@
 // where causal attention has window_right = 0; with `causal`, sequences with another number than 0
 // there are causal, and the others are not. Position j lies in block block_tables[s][j /
 // block_size] at offset j % block_size. Query head h reads kv head h / (num_heads / num_kv_heads).
+// Without a block table, as in varlen_attention, K and V are rows beside the query: block_size is
+// 1, and position j lies in block query_start_loc[s] + j. Without context_lens they are q_len.
 //
 // With tree masks (a draft tree of speculative decoding), token i attends to some of its sequence's
 // query tokens instead: to token j where bit j of its 64 bits is set, which are tree_mask[token],
@@ -131,8 +133,8 @@ struct QueryTokens {
 struct Params {
   const void* query;               // [num_tokens, num_heads, head_size]
   KvCache cache;                   // of num_blocks blocks of block_size positions
-  const int32_t* context_lens;     // [max_seqs]
-  const int32_t* block_tables;     // [max_seqs, max_blocks_per_seq]
+  const int32_t* context_lens;     // [max_seqs]; null: the q_len of each
+  const int32_t* block_tables;     // [max_seqs, max_blocks_per_seq]; null: see above
   const int32_t* query_start_loc;  // [max_seqs + 1]
   const int32_t* num_seqs;         // [1]
   KvScales k_scale;                // of a quantized cache
@@ -175,8 +177,9 @@ struct Params {
     return !k_scale.IsPerPosition() && !v_scale.IsPerPosition();
   }
 
-  // The positions that a row of block_tables has room for, and a sequence at most. The sizes may be
-  // any numbers, whose product must not overflow.
+  // The positions that a row of block_tables has room for, and a sequence at most. Without a table
+  // max_blocks_per_seq is num_tokens. The sizes may be any numbers, whose product must not
+  // overflow.
   XLA_GPU_HOST_DEVICE int64_t Capacity() const {
     const int64_t positions =
         Smaller(max_blocks_per_seq, INT32_MAX) * Smaller(block_size, INT32_MAX);
@@ -195,9 +198,15 @@ struct Params {
   XLA_GPU_HOST_DEVICE bool IsCausal(int64_t sequence) const {
     return is_causal || (causal != nullptr && causal[sequence] != 0);
   }
+  int64_t QueryLen(int64_t sequence) const {
+    return int64_t{query_start_loc[sequence + 1]} - query_start_loc[sequence];
+  }
+  int64_t ContextLen(int64_t sequence) const {
+    return context_lens == nullptr ? QueryLen(sequence) : context_lens[sequence];
+  }
   QueryTokens QueryTokensOf(int64_t sequence) const {
-    const int64_t first = query_start_loc[sequence], context_len = context_lens[sequence];
-    return {first, context_len - (query_start_loc[sequence + 1] - first), context_len,
+    const int64_t context_len = ContextLen(sequence);
+    return {query_start_loc[sequence], context_len - QueryLen(sequence), context_len,
             IsCausal(sequence)};
   }
 

@@ -7,6 +7,7 @@
 #include "paged_attention/cpu/instruction_set.h"
 #include "paged_attention/cuda/run.h"
 #include "str_cat.h"
+#include "varlen_attention/cuda/run.h"
 
 namespace xla_gpu {
 namespace {
@@ -28,9 +29,12 @@ void SetCudaChoice(const std::string& name) { Raise(paged_attention::ChooseCuda(
 // cmake/resources.py prints them with the build's report.
 std::vector<std::tuple<std::string, int, int, int, int, int>> CudaKernels() {
   std::vector<std::tuple<std::string, int, int, int, int, int>> kernels;
-  for (const auto& launch : paged_attention::KernelLaunches()) {
-    kernels.emplace_back(launch.kernel, launch.size, launch.cache_bytes, launch.variant,
-                         launch.num_threads, launch.shared_bytes);
+  for (const auto& launches :
+       {paged_attention::KernelLaunches(), varlen_attention::KernelLaunches()}) {
+    for (const auto& launch : launches) {
+      kernels.emplace_back(launch.kernel, launch.size, launch.cache_bytes, launch.variant,
+                           launch.num_threads, launch.shared_bytes);
+    }
   }
   return kernels;
 }
@@ -52,7 +56,7 @@ void BindKernels(nb::module_& m) {
 #ifdef XLA_GPU_CUDA
   m.def("cuda_kernels", &CudaKernels,
         "(kernel, size, bytes of a cache element, groups of rows, threads, bytes of shared memory) "
-        "of each kernel of paged_attention.");
+        "of each attention kernel.");
   m.def("set_cuda_max_blocks", &paged_attention::SetMaxBlocks, nb::arg("limit"),
         "Launches no kernel with more thread blocks, of those that would otherwise fill the GPU.");
   m.def(

@@ -19,7 +19,7 @@ class PageTable {
         tile_size_(tile_size),
         keys_(rows.p.cache.keys, rows.p.cache.head_stride,
               ElementsOf(rows.p.cache_dtype, rows.p.head_size)),
-        values_(rows.p.cache.values, rows.p.cache.OffsetOfValue(rows.p.cache.head_stride),
+        values_(rows.p.cache.values, rows.p.cache.value_head_stride,
                 ElementsOf(rows.p.value_cache_dtype, rows.p.value_head_size)),
         shares_strides_(rows.p.cache.ValuesHaveStridesOfKeys()),
         value_offset_(shares_strides_ ? values_.first - keys_.first : 0),
@@ -134,15 +134,18 @@ class PageTable {
                    const char** found) const {
     const Params& p = rows_.p;
     const WorkItem& item = rows_.item;
-    const int32_t* table = p.block_tables + item.sequence * p.max_blocks_per_seq;
+    const bool has_table = p.block_tables != nullptr;
+    const int32_t* table = p.block_tables + (has_table ? item.sequence * p.max_blocks_per_seq : 0);
+    const int64_t first_block = p.query_start_loc[item.sequence];  // without a table
     const int64_t num_positions = Larger(0, Smaller(tile_size_, item.end - first));
     if (num_positions == 0) return 0;
     const char* const first_row = array.first + item.first_kv_head * array.head_bytes;
     const int64_t begin = Larger(first, item.begin);
     int64_t logical = begin / p.block_size, offset = begin % p.block_size;
     for (int64_t j = begin - first; j < num_positions; ++j) {
-      found[j] = first_row + to_offset(p.cache.Offset(table[logical], offset)) *
-                                 static_cast<int64_t>(sizeof(T));
+      const int64_t block = has_table ? table[logical] : first_block + logical;
+      found[j] =
+          first_row + to_offset(p.cache.Offset(block, offset)) * static_cast<int64_t>(sizeof(T));
       if (++offset == p.block_size) {
         offset = 0;
         ++logical;

@@ -139,7 +139,7 @@ void Schedule::Run(int64_t i, const CpuKernel& kernel) {
 // depends on how far a query is from the prefix.
 Schedule::Group Schedule::GroupFrom(const WorkItem* first, const WorkItem* end) const {
   Group group = {first, 1, 0};
-  if (p_.alibi_slopes != nullptr) return group;
+  if (p_.alibi_slopes != nullptr || p_.block_tables == nullptr) return group;
   int64_t num_tokens = first->num_tokens, common = AttendedByAll(p_, *first);
   for (const WorkItem* next = first + 1; next < end && common >= kSplit; ++next) {
     num_tokens += next->num_tokens;

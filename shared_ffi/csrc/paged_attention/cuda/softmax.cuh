@@ -16,6 +16,24 @@ __device__ __forceinline__ int RowOfLane(int lane, int first_row, int group_rows
   return first_row + lane / 2 % 2 * group_rows + lane / 4 + lane % 2 * 8;
 }
 
+// A logit with a soft cap, in units of 1 / log2(e), given 2 * log2(e) times its share of the cap.
+// tanh(x) = 1 - 2 / (1 + e^2x) has an error of about 2^-23, far less than the rounding of weights
+// to 16 bits.
+__device__ __forceinline__ float Capped(float exponent, float cap) {
+  return gpu::Fma(-2 * cap, gpu::Reciprocal(1 + gpu::Exp2(exponent)), cap);
+}
+
+// The same for caps beyond kMaxPlainCap, of which a logit x may be a small part. For |x / cap|
+// below 1/2, the polynomial for tanh(y) / y in y^2 has the least maximal relative error: 2^-26.
+__device__ __forceinline__ float GentlyCapped(float x, float inverse_cap, float cap) {
+  const float y = x * inverse_cap, square = y * y;
+  float ratio = gpu::Fma(1.7241893e-2f, square, -5.3045664e-2f);
+  ratio = gpu::Fma(ratio, square, 1.3325880e-1f);
+  ratio = gpu::Fma(ratio, square, -3.3333144e-1f);
+  ratio = gpu::Fma(ratio, square, 1.0f);
+  return square < 0.25f ? x * ratio : Capped(y * (2 * kLog2E), cap);
+}
+
 class Softmax {
   // What logits are taken relative to where all so far are -inf. Their weights are zero, as
   // relative to any other number. It stands for -inf until State.
@@ -289,8 +307,7 @@ class Softmax {
         [&](int n, int e, int j) { logits[n][e] = biases[e / 2].AddTo(logits[n][e], begin + j); });
   }
 
-  // Caps the logits and turns them into units of 1 / log2(e). tanh(x) = 1 - 2 / (1 + e^2x) has an
-  // error of about 2^-23, far less than the rounding of weights to 16 bits.
+  // Caps the logits and turns them into units of 1 / log2(e).
   template <int kBlocks>
   __device__ void Cap(float (&logits)[kBlocks][4]) const {
     const float cap = p_.soft_cap * kLog2E;
@@ -299,15 +316,11 @@ class Softmax {
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float power = gpu::Exp2(logits[n][e] * exponents[e / 2]);
-        logits[n][e] = gpu::Fma(-2 * cap, gpu::Reciprocal(1 + power), cap);
-      }
+      for (int e = 0; e < 4; ++e) logits[n][e] = Capped(logits[n][e] * exponents[e / 2], cap);
     }
   }
 
-  // The same for caps beyond kMaxPlainCap, of which a logit x may be a small part. For |x / cap|
-  // below 1/2, the polynomial for tanh(y) / y in y^2 has the least maximal relative error: 2^-26.
+  // The same for caps beyond kMaxPlainCap.
   template <int kBlocks>
   __device__ void CapGently(float (&logits)[kBlocks][4]) const {
     const float scales[2] = {scales_[0] * kLog2E, scales_[1] * kLog2E};
@@ -316,14 +329,7 @@ class Softmax {
     for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float x = logits[n][e] * scales[e / 2], y = x * (1 / cap), square = y * y;
-        float ratio = gpu::Fma(1.7241893e-2f, square, -5.3045664e-2f);
-        ratio = gpu::Fma(ratio, square, 1.3325880e-1f);
-        ratio = gpu::Fma(ratio, square, -3.3333144e-1f);
-        ratio = gpu::Fma(ratio, square, 1.0f);
-        const float power = gpu::Exp2(y * (2 * kLog2E));
-        const float capped = gpu::Fma(-2 * cap, gpu::Reciprocal(1 + power), cap);
-        logits[n][e] = square < 0.25f ? x * ratio : capped;
+        logits[n][e] = GentlyCapped(logits[n][e] * scales[e / 2], 1 / cap, cap);
       }
     }
   }

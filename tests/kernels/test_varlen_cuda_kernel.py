@@ -1,0 +1,249 @@
+"""varlen_attention and its derivative on CUDA: every case against the oracle, with any number of
+thread blocks, in any batch, with faulty lengths. They run as those of test_cuda_kernel.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.compare import assert_same_bits
+from shared_ffi import varlen_scratch
+from tests.cases.varlen import CASES, DIFFERENTIABLE, VarlenCase, oracle
+from tests.kernels.test_varlen_kernel import (
+    ARRAYS,
+    FEATURES,
+    TARGET,
+    TOLERANCES,
+    as_handlers_take_it,
+)
+from tests.support.calls import in_wider_rows, specs
+from tests.support.gpu import Gpu
+from tests.support.gpu import attend as attend_paged
+
+F32 = np.float32
+
+
+def run(
+    gpu: Gpu,
+    target: str,
+    operands: dict[str, np.ndarray],
+    results: Sequence[np.ndarray],
+    attributes: dict[str, Any],
+    seed: int,
+    more_columns: int,
+) -> list[np.ndarray]:
+    """The results. All arrays lie between guard pages. `more_columns`: how much wider the rows are
+    that hold those of the operands."""
+    call: Any = SimpleNamespace(
+        operands=specs([*operands.values()]), names=(*operands,), attributes=[*attributes.items()]
+    )
+    is_backward = target.endswith("backward")
+    size = (varlen_scratch.backward_bytes if is_backward else varlen_scratch.forward_bytes)(call)
+    if more_columns:
+        query, key, value = (operands[name] for name in ARRAYS[:3])
+        attributes = attributes | {"row_heads": query.shape[1], "row_head_size": query.shape[2]}
+        attributes |= {"row_kv_heads": key.shape[1], "row_value_head_size": value.shape[2]}
+        wider = {
+            name: in_wider_rows(operands[name], more_columns)[0]
+            for name in (*ARRAYS[:3], "output", "dout")
+            if name in operands
+        }
+        operands = operands | wider
+    written = [gpu.copy(x) for x in (*results, np.full(size, 0xFF, np.uint8))]
+    op = SimpleNamespace(TARGET=target)
+    gpu.run(op, [gpu.copy(x) for x in operands.values()], written, seed, **attributes)
+    return written[:-1]
+
+
+def attend(
+    gpu: Gpu, arguments: dict[str, Any], seed: int = 0, more_columns: int = 0
+) -> tuple[np.ndarray, ...]:
+    """The output and its log-sum-exp."""
+    arrays, attributes = as_handlers_take_it(arguments, 5)
+    query, value = arrays["query"], arrays["value"]
+    rows = query.shape[:2]
+    results = [np.full((*rows, value.shape[2]), np.nan, query.dtype), np.full(rows, np.nan, F32)]
+    return tuple(run(gpu, TARGET, arrays, results, attributes, seed, more_columns))
+
+
+def differentiate(
+    gpu: Gpu,
+    arguments: dict[str, Any],
+    dout: np.ndarray,
+    forward: Sequence[np.ndarray],
+    seed: int = 0,
+    more_columns: int = 0,
+) -> dict[str, np.ndarray]:
+    """The gradients by argument, given the results of the forward."""
+    arrays, attributes = as_handlers_take_it(arguments, 8)
+    names = [name for name in DIFFERENTIABLE if name in arrays]
+    results = [np.full_like(arrays[name], np.nan) for name in names]
+    first = {name: arrays[name] for name in ARRAYS[:3]}
+    first |= {"output": forward[0], "lse": forward[1], "dout": dout}
+    operands = first | {name: x for name, x in arrays.items() if name not in first}
+    target = f"{TARGET}_backward"
+    found = run(gpu, target, operands, results, attributes, seed, more_columns)
+    return dict(zip(names, found, strict=True))
+
+
+def assert_close(gradients: dict[str, np.ndarray], case: VarlenCase, expected: Any) -> None:
+    for name, gradient in gradients.items():
+        largest = max(1, np.abs(expected[name]).max(initial=0))
+        error = np.abs(gradient.astype(np.float64) - expected[name]).max(initial=0)
+        assert error <= TOLERANCES[case.dtype] * largest, (name, error, largest)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_varlen_attention_backward(case: VarlenCase, gpu: Gpu) -> None:
+    """The gradients are those of float64, and have the same bits with any number of thread blocks:
+    1, 3, 7 and all."""
+    arguments, dout = case(), case.weights()
+    dout[case.num_tokens :] = np.nan
+    forward = attend(gpu, arguments)
+    gradients = differentiate(gpu, arguments, dout, forward)
+    assert_close(gradients, case, oracle(arguments, dout)[1])
+    for name in ARRAYS[:3]:
+        assert not gradients[name][case.num_tokens :].any()
+    for seed in (1, 2, 3):
+        for name, gradient in differentiate(gpu, arguments, dout, forward, seed).items():
+            assert_same_bits(gradient, gradients[name])
+
+
+ALL_FEATURES = {
+    "arrays": ("sinks", "alibi_slopes", "bidirectional_ranges", "causal"),
+    "options": {"soft_cap": 3.0, "sliding_window": 60, "window_right": 20},
+}
+SMALL = VarlenCase("small", lengths=(5, 0, 130, 1, 33), num_heads=6, dtype="bfloat16", padding=2)
+MANY_ROWS = replace(SMALL, lengths=(3, 40, 150), num_heads=40, num_kv_heads=2)
+SMALL_CASES = {
+    "plain": SMALL,
+    "many-rows": MANY_ROWS,
+    "all": replace(SMALL, head_size=48, value_head_size=40, **ALL_FEATURES),
+    "float16": replace(SMALL, dtype="float16", head_size=128),
+    "float32": replace(SMALL, dtype="float32", lengths=(5, 0, 40, 1), **ALL_FEATURES),
+    "unaligned": replace(SMALL, lengths=(5, 0, 40, 1), head_size=20, value_head_size=12),
+    "wide": replace(SMALL, lengths=(70, 3), num_heads=2, num_kv_heads=1, head_size=256),
+}
+
+
+@pytest.fixture(params=SMALL_CASES)
+def small(request: pytest.FixtureRequest) -> VarlenCase:
+    return SMALL_CASES[request.param]
+
+
+def test_varlen_attention_backward_of_a_sequence_alone(small: VarlenCase, gpu: Gpu) -> None:
+    """A sequence's gradients have the same bits in a batch and alone, also beside NaN."""
+    arguments, dout = small(), small.weights()
+    dout[small.num_tokens :] = np.nan
+    starts = arguments["query_start_loc"]
+    for s, length in enumerate(small.lengths):
+        own = slice(starts[s], starts[s] + length)
+        beside = {name: np.full_like(arguments[name], np.nan) for name in ARRAYS[:3]}
+        for name, array in beside.items():
+            array[own] = arguments[name][own]
+        dout_beside = np.full_like(dout, np.nan)
+        dout_beside[own] = dout[own]
+        alone = arguments | {name: arguments[name][own] for name in ARRAYS[:3]}
+        alone |= {"query_start_loc": np.array([0, length], np.int32)}
+        for name, rows in (("causal", slice(s, s + 1)), ("bidirectional_ranges", own)):
+            if isinstance(alone.get(name), np.ndarray):
+                alone[name] = alone[name][rows]
+        alone["num_seqs"] = np.array([1], np.int32)
+        of_alone = differentiate(gpu, alone, dout[own], attend(gpu, alone), 3)
+        batch = arguments | beside
+        of_batch = differentiate(gpu, batch, dout_beside, attend(gpu, batch), 1)
+        for name in ARRAYS[:3]:
+            assert_same_bits(of_batch[name][own], of_alone[name])
+
+
+def test_varlen_attention_has_the_bits_of_paged_attention(small: VarlenCase, gpu: Gpu) -> None:
+    """On a cache with blocks of one token, with 1 thread block and with all."""
+    arguments = small()
+    arrays, attributes = as_handlers_take_it(arguments, 6)
+    key, value = arrays.pop("key"), arrays.pop("value")
+    options = {name: x for name, x in arguments.items() if name in FEATURES or np.isscalar(x)}
+    inputs = [arrays.pop("query"), key, np.diff(arrays["query_start_loc"])]
+    inputs.append(arrays["query_start_loc"][:-1, None] + np.arange(len(key), dtype=np.int32))
+    inputs += [arrays["query_start_loc"], arrays["num_seqs"]]
+    expected = attend_paged(
+        gpu, inputs, value_cache=value, kv_layout="nhd", return_lse=True, **options
+    )
+    for seed in (0, 1):
+        assert_same_bits(attend(gpu, arguments, seed), expected)
+
+
+LENGTHS = {
+    "decreases": ({2: 3}, {}),
+    "negative": ({0: -3}, {}),
+    "beyond the tokens": ({3: 10**6}, {}),
+    "largest": ({2: 2**31 - 1, 3: -(2**31)}, {}),
+    "num_seqs": ({}, {"num_seqs": np.array([9], np.int32)}),
+    "negative num_seqs": ({}, {"num_seqs": np.array([-1], np.int32)}),
+    "longer than promised": ({}, {"max_query_len": 100}),
+}
+
+
+@pytest.mark.parametrize("faulty", LENGTHS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_varlen_attention_backward_of_faulty_lengths(faulty: str, dtype: str, gpu: Gpu) -> None:
+    """Nothing outside of the arrays is touched. The gradients of faulty sequences, and of all tokens
+    behind starts that are no valid range, are NaN; those of other sequences are as without them."""
+    case = replace(SMALL, lengths=(5, 30, 102, 7), padding=1, dtype=dtype, arrays=("sinks",))
+    arguments, dout = case(), case.weights()
+    places, others = LENGTHS[faulty]
+    forward = attend(gpu, arguments)
+    right = differentiate(gpu, arguments, dout, forward)
+    starts = arguments["query_start_loc"].copy()
+    starts[[*places]] = [*places.values()]
+    wrong = arguments | {"query_start_loc": starts} | others
+    gradients = differentiate(gpu, wrong, dout, forward, 1)
+    count = int(wrong["num_seqs"].item())
+    known = starts if 0 <= count <= len(case.lengths) else starts[:0]
+    is_right, is_zero = np.zeros(len(dout), bool), np.zeros(len(dout), bool)
+    ends = [0]
+    for start, end in pairwise(known[: count + 1].tolist()):
+        if not 0 <= start <= end <= len(dout):
+            break
+        ends.append(end)
+        is_right[start:end] = end - start <= wrong.get("max_query_len", end)
+    if len(ends) - 1 == count:  # nothing is lost behind the last
+        is_zero[ends[-1] :] = True
+    for name in ARRAYS[:3]:
+        found = gradients[name].astype(F32)
+        assert_same_bits(gradients[name][is_right], right[name][is_right])
+        assert not found[is_zero].any()
+        assert np.isnan(found[~is_right & ~is_zero]).all()
+    assert np.isnan(gradients["sinks"]).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_varlen_attention_backward_of_large_logits(dtype: str, gpu: Gpu) -> None:
+    """A weight is at most 1, however wrong a sum of large logits is."""
+    case = replace(SMALL, lengths=(70,), dtype=dtype, padding=0)
+    arguments, dout = case(), case.weights()
+    arguments["scale"] = 1e7
+    gradients = differentiate(gpu, arguments, dout, attend(gpu, arguments))
+    assert all(np.isfinite(x.astype(F32)).all() for x in gradients.values())
+    of_group = np.abs(dout.astype(F32)).reshape(70, case.num_kv_heads, -1, case.head_size)
+    assert (np.abs(gradients["value"].astype(F32)) <= 1.01 * of_group.sum((0, 2))).all()
+
+
+@pytest.mark.parametrize("head_size", [32, 20])
+def test_varlen_attention_of_rows_in_wider_rows(head_size: int, gpu: Gpu) -> None:
+    """Rows that are parts of wider ones, whether or not these are aligned."""
+    case = replace(SMALL, lengths=(5, 40), head_size=head_size)
+    arguments, dout = case(), case.weights()
+    forward = attend(gpu, arguments)
+    expected = oracle(arguments, dout)[1]
+    assert_close(differentiate(gpu, arguments, dout, forward, 0, more_columns=5), case, expected)
+    assert_same_bits(attend(gpu, arguments, 0, more_columns=16), forward)
+    gradients = differentiate(gpu, arguments, dout, forward)
+    for name, gradient in differentiate(gpu, arguments, dout, forward, 1, more_columns=16).items():
+        assert_same_bits(gradient, gradients[name])
