@@ -99,8 +99,16 @@ def assert_close(gradients: dict[str, np.ndarray], case: VarlenCase, expected: A
         assert error <= TOLERANCES[case.dtype] * largest, (name, error, largest)
 
 
+OF_16_BITS = [
+    replace(case, id=f"{case.id}-of-16-bits", dtype="bfloat16")
+    for case in CASES
+    if case.dtype == "float32" and "float32" not in case.id
+]
+"""Of features that have a case in float32 alone: tensor cores have kernels of their own."""
+
+
 @pytest.mark.pairwise
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*CASES, *OF_16_BITS], ids=lambda case: case.id)
 def test_varlen_attention_backward(case: VarlenCase, gpu: Gpu) -> None:
     """The gradients are those of float64, and have the same bits with any number of thread blocks:
     1, 3, 7 and all."""
