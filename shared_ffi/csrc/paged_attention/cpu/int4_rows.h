@@ -2,7 +2,7 @@
 // of int4 so gives the bits that one of int8 with the same numbers gives.
 #pragma once
 
-#include "rows.h"
+#include "mask.h"
 
 namespace xla_gpu::paged_attention {
 namespace {

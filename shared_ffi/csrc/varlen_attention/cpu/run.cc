@@ -3,113 +3,221 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
+#include <string>
 #include <vector>
 
+#include "../../paged_attention/cpu/instruction_set.h"
+#include "cpu_instruction_sets.h"  // CMake writes it
+#include "kernel.h"
+
 namespace xla_gpu::varlen_attention {
+
+#define XLA_GPU_DECLARE(instruction_set) extern const BackwardKernel kBackwardKernel_##instruction_set;
+XLA_GPU_FOR_CPU_INSTRUCTION_SETS(XLA_GPU_DECLARE)
+
 namespace {
 
-using paged_attention::kLog2E;
+using paged_attention::CeilDiv;
 using paged_attention::Params;
 using paged_attention::QueryTokens;
 using paged_attention::Span;
 
-template <typename T>
-std::vector<double> Row(const void* array, int64_t offset, int64_t size) {
-  std::vector<double> row(size);
-  for (int64_t i = 0; i < size; ++i) row[i] = ToFloat(static_cast<const T*>(array)[offset + i]);
-  return row;
-}
+#define XLA_GPU_ADDRESS(instruction_set) &kBackwardKernel_##instruction_set,
+constexpr const BackwardKernel* kKernels[] = {XLA_GPU_FOR_CPU_INSTRUCTION_SETS(XLA_GPU_ADDRESS)};
 
-double Dot(const std::vector<double>& a, const std::vector<double>& b) {
-  double sum = 0;
-  for (size_t i = 0; i < a.size(); ++i) sum += a[i] * b[i];
-  return sum;
-}
+// The products of a query row with a position, for the gradients of each.
+constexpr int64_t kProductsOfBoth = 5;
+constexpr int64_t kProductsOfKeys = 4;
+constexpr int64_t kProductsOfQueries = 3;
+constexpr int64_t kProductsOfDelta = 2;
 
-void AddTo(std::vector<double>* sums, int64_t row, double factor, const std::vector<double>& x) {
-  for (size_t i = 0; i < x.size(); ++i) (*sums)[row * x.size() + i] += factor * x[i];
-}
+constexpr int64_t kItemsPerThread = 8;  // of a sequence that is cut, so that no thread waits long
+constexpr int64_t kTokensOfChunk = 64;  // that one thread sums rows of
+constexpr int64_t kMinParallelCost = 1 << 16;  // products that are worth waking another thread for
 
-// The gradients of a sequence and a query head's kv head.
-template <typename T>
-void Differentiate(const BackwardParams& b, int64_t sequence, int64_t kv_head, double* dsinks,
-                   double* dslopes) {
-  const Params& p = b.forward;
-  const QueryTokens tokens = p.QueryTokensOf(sequence);
-  const int64_t q_len = tokens.Count(), group = p.group.number;
-  std::vector<double> dk(q_len * p.head_size), dv(q_len * p.value_head_size);
-  const auto write = [](void* to, int64_t offset, double scale, const double* from, int64_t size) {
-    for (int64_t i = 0; i < size; ++i) {
-      FromFloat(static_cast<float>(from[i] * scale), static_cast<T*>(to) + offset + i);
+struct Item {
+  WorkItem work;
+  int64_t cost;
+};
+
+// Cuts the derivative into work items. A sequence and a kv head are one item with five products,
+// unless that would keep a thread longer than all threads need for everything with seven: then
+// items with four compute the gradients of some positions, and items with three those of some
+// tokens. Bits do not depend on it.
+class Schedule {
+ public:
+  Schedule(const Params& p, int64_t max_threads) : p_(p), tile_tokens_(TileTokens(p)) {
+    int64_t cost = 0;
+    for (int64_t s = 0; s < *p.num_seqs; ++s) {
+      cost += kProductsOfBoth * PairsOf(p.QueryTokensOf(s), kAll, kAll) * p.num_kv_heads;
     }
-  };
-  for (int64_t i = 0; i < q_len; ++i) {
-    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-      const int64_t token = tokens.first + i, row = token * p.num_heads + head;
-      const auto q = Row<T>(p.query, p.QueryOffset(token, head), p.head_size);
-      const int64_t offset = head * p.value_head_size;
-      const auto out = Row<T>(b.output, token * b.output_stride + offset, p.value_head_size);
-      const auto dout = Row<T>(b.dout, token * b.dout_stride + offset, p.value_head_size);
-      const double delta = Dot(out, dout), lse = b.lse[row];
-      std::vector<double> dq(p.head_size);
-      const Span span = p.Attended(tokens, i);
-      const auto holes = p.HolesOf(tokens, i);
-      for (int64_t j = span.begin; j < span.end && lse != -INFINITY; ++j) {
-        if (holes.Contain(static_cast<int32_t>(j))) continue;
-        const int64_t at = p.cache.Offset(tokens.first + j, 0);
-        const auto k = Row<T>(p.cache.keys, at + kv_head * p.cache.head_stride, p.head_size);
-        const auto v = Row<T>(p.cache.values,
-                              p.cache.OffsetOfValue(at) + kv_head * p.cache.value_head_stride,
-                              p.value_head_size);
-        double y = p.scale * Dot(q, k), dcap = 1;
-        if (p.soft_cap > 0) {
-          const double tanh = std::tanh(y / p.soft_cap);
-          y = p.soft_cap * tanh;
-          dcap = 1 - tanh * tanh;
-        }
-        const double distance = std::abs(i - j);
-        if (p.alibi_slopes != nullptr) y -= p.AlibiSlope(head) / double{kLog2E} * distance;
-        const double weight = std::exp(std::min(y - lse, 0.0));
-        const double ds = weight * (Dot(dout, v) - delta);
-        if (b.dalibi_slopes != nullptr) dslopes[head] -= ds * distance;
-        AddTo(&dq, 0, ds * dcap, k);
-        AddTo(&dk, j, ds * dcap, q);
-        AddTo(&dv, j, weight, dout);
+    num_threads_ = cost < kMinParallelCost ? 1 : std::max<int64_t>(1, max_threads);
+    const int64_t share = cost / num_threads_;
+    wanted_cost_ = std::max<int64_t>(1, share / kItemsPerThread);
+    for (int64_t s = 0; s < *p.num_seqs; ++s) {
+      for (int64_t head = 0; head < p.num_kv_heads; ++head) {
+        WorkItem whole = {};
+        whole.sequence = s;
+        whole.kv_head = head;
+        whole.tokens = whole.positions = {0, p.QueryTokensOf(s).Count()};
+        AddGradients(whole, share);
+        if (SumsDelta(p)) Cut(whole, &WorkItem::tokens, &WorkItem::has_delta, &delta_items_);
       }
-      write(b.dquery, row * p.head_size, p.scale, dq.data(), p.head_size);
-      if (b.dsinks != nullptr && delta != 0) dsinks[head] -= std::exp(p.sinks[head] - lse) * delta;
+    }
+    SortByCost(&items_);
+    SortByCost(&delta_items_);
+  }
+
+  int64_t num_threads() const { return num_threads_; }
+  // Those that compute delta come first.
+  const std::vector<Item>& delta_items() const { return delta_items_; }
+  const std::vector<Item>& items() const { return items_; }
+
+ private:
+  static constexpr Span kAll = {0, INT64_MAX};
+
+  // Pairs of a row of a kv head and a position, about, that some tokens and positions have.
+  int64_t PairsOf(const QueryTokens& tokens, const Span& of_tokens, const Span& positions) const {
+    const int64_t last = std::min(of_tokens.end, tokens.Count());
+    int64_t pairs = 0;
+    for (int64_t i = of_tokens.begin; i < last; i += tile_tokens_) {
+      const int64_t end = std::min(i + tile_tokens_, last);
+      const Span any = p_.AttendedByAny(tokens, i, end - 1);
+      const int64_t begin = std::max(any.begin, positions.begin);
+      pairs += std::max<int64_t>(0, std::min(any.end, positions.end) - begin) * (end - i);
+    }
+    return pairs * p_.group.number;
+  }
+
+  // Rows that attend to nothing cost something, too.
+  int64_t CostOf(const WorkItem& item) const {
+    const int64_t products = item.has_delta                     ? kProductsOfDelta
+                             : item.has_dquery && item.has_dkey ? kProductsOfBoth
+                             : item.has_dkey                    ? kProductsOfKeys
+                                                                : kProductsOfQueries;
+    const QueryTokens tokens = p_.QueryTokensOf(item.sequence);
+    return products * PairsOf(tokens, item.tokens, item.positions) + 1;
+  }
+
+  // `share`: of the cost of everything, for each thread.
+  void AddGradients(WorkItem whole, int64_t share) {
+    WorkItem both = whole;
+    both.has_dquery = both.has_dkey = true;
+    const int64_t cost = CostOf(both);
+    if (cost <= share * (kProductsOfKeys + kProductsOfQueries) / kProductsOfBoth) {
+      items_.push_back({both, cost});
+      return;
+    }
+    Cut(whole, &WorkItem::positions, &WorkItem::has_dkey, &items_);
+    Cut(whole, &WorkItem::tokens, &WorkItem::has_dquery, &items_);
+  }
+
+  // Adds the parts of an item that compute one thing, each with some of its tokens or positions.
+  void Cut(WorkItem item, Span WorkItem::* cut, bool WorkItem::* has, std::vector<Item>* items) {
+    item.*has = true;
+    const int64_t unit = cut == &WorkItem::tokens ? tile_tokens_ : kTilePositions;
+    const int64_t count = (item.*cut).end;
+    const int64_t num_parts = std::max<int64_t>(1, CostOf(item) / wanted_cost_);
+    const int64_t step = CeilDiv(CeilDiv(count, num_parts), unit) * unit;
+    for (int64_t begin = 0; begin < count; begin += step) {
+      item.*cut = {begin, std::min(begin + step, count)};
+      items->push_back({item, CostOf(item)});
     }
   }
-  for (int64_t j = 0; j < q_len; ++j) {
-    const int64_t row = (tokens.first + j) * p.num_kv_heads + kv_head;
-    write(b.dkey, row * p.head_size, p.scale, &dk[j * p.head_size], p.head_size);
-    write(b.dvalue, row * p.value_head_size, 1, &dv[j * p.value_head_size], p.value_head_size);
+
+  static void SortByCost(std::vector<Item>* items) {
+    std::stable_sort(items->begin(), items->end(),
+                     [](const Item& a, const Item& b) { return a.cost > b.cost; });
   }
+
+  const Params& p_;
+  const int64_t tile_tokens_;
+  int64_t num_threads_;
+  int64_t wanted_cost_;  // of an item that is a part of another
+  std::vector<Item> items_;
+  std::vector<Item> delta_items_;
+};
+
+// The tokens of all sequences.
+Span TokensOf(const Params& p) {
+  if (*p.num_seqs == 0) return {0, 0};
+  return {p.query_start_loc[0], p.query_start_loc[*p.num_seqs]};
+}
+
+// Rows of no sequence.
+void ZeroPadding(const BackwardParams& b) {
+  const Params& p = b.forward;
+  const Span tokens = TokensOf(p);
+  const auto zero = [&](void* array, int64_t num_heads, int64_t columns) {
+    const int64_t row_bytes = num_heads * columns * SizeOf(p.dtype);
+    char* const rows = static_cast<char*>(array);
+    std::fill(rows, rows + tokens.begin * row_bytes, 0);
+    std::fill(rows + tokens.end * row_bytes, rows + p.num_tokens * row_bytes, 0);
+  };
+  zero(b.dquery, p.num_heads, p.head_size);
+  zero(b.dkey, p.num_kv_heads, p.head_size);
+  zero(b.dvalue, p.num_kv_heads, p.value_head_size);
+}
+
+// Sums over all rows of a head, token after token.
+void SumOverTokens(const BackwardParams& b, int64_t head, const RowNumbers& numbers) {
+  const Params& p = b.forward;
+  const Span tokens = TokensOf(p);
+  double dsink = 0, dslope = 0;
+  for (int64_t token = tokens.begin; token < tokens.end; ++token) {
+    const int64_t row = token * p.num_heads + head;
+    if (b.dalibi_slopes != nullptr) dslope += numbers.dslope[row];
+    // A row that attends to nothing but the sink has an output and a delta of 0.
+    if (b.dsinks == nullptr || numbers.delta[row] == 0) continue;
+    dsink -= std::exp(double{p.sinks[head]} - b.lse[row]) * numbers.delta[row];
+  }
+  if (b.dsinks != nullptr) b.dsinks[head] = static_cast<float>(dsink);
+  if (b.dalibi_slopes != nullptr) b.dalibi_slopes[head] = static_cast<float>(dslope);
 }
 
 }  // namespace
 
+const BackwardKernel& ChosenBackwardKernel() {
+  const std::string name = paged_attention::CpuInstructionSet();
+  return **std::find_if(std::begin(kKernels), std::end(kKernels), [&](const auto* kernel) {
+    return name == kernel->instruction_set;
+  });
+}
+
 void RunBackwardOnCpu(const BackwardParams& b, const Executor& executor) {
   const Params& p = b.forward;
-  const int64_t num_seqs = *p.num_seqs, tokens = p.num_tokens, size = SizeOf(p.dtype);
-  std::memset(b.dquery, 0, tokens * p.num_heads * p.head_size * size);
-  std::memset(b.dkey, 0, tokens * p.num_kv_heads * p.head_size * size);
-  std::memset(b.dvalue, 0, tokens * p.num_kv_heads * p.value_head_size * size);
-  std::vector<double> dsinks(num_seqs * p.num_heads), dslopes(num_seqs * p.num_heads);
-  ParallelFor(executor, num_seqs * p.num_kv_heads, [&](int64_t i) {
-    const int64_t sequence = i / p.num_kv_heads, first = sequence * p.num_heads;
-    WithTensorType(p.dtype, [&](auto type) {
-      Differentiate<decltype(type)>(b, sequence, i % p.num_kv_heads, &dsinks[first],
-                                    &dslopes[first]);
+  const BackwardKernel& kernel = ChosenBackwardKernel();
+  ZeroPadding(b);
+  const auto make_numbers = [&](bool are_used) {
+    return std::unique_ptr<float[]>(are_used ? new float[p.num_tokens * p.num_heads]() : nullptr);
+  };
+  const auto delta = make_numbers(true), weight = make_numbers(SumsDelta(p)),
+             dslope = make_numbers(b.dalibi_slopes != nullptr);
+  const RowNumbers numbers = {delta.get(), weight.get(), dslope.get()};
+  const Schedule schedule(p, executor.num_threads);
+  const Executor threads = {schedule.num_threads(), executor.run};
+  const int64_t columns = kernel.dquery_columns(p) * p.group.number;  // of a token
+  const auto run = [&](const std::vector<Item>& items) {
+    ParallelFor(threads, static_cast<int64_t>(items.size()), [&](int64_t i) {
+      WorkItem item = items[i].work;
+      const int64_t num_tokens = item.has_dquery ? item.tokens.end - item.tokens.begin : 0;
+      const std::unique_ptr<float[]> dquery(new float[num_tokens * columns]);
+      item.dquery = dquery.get();
+      kernel.run(b, item, numbers, paged_attention::Arena::OfThread());
     });
-  });
-  for (const auto& [to, sums] : {std::pair(b.dsinks, &dsinks), {b.dalibi_slopes, &dslopes}}) {
-    for (int64_t head = 0; to != nullptr && head < p.num_heads; ++head) {
-      double sum = 0;
-      for (int64_t s = 0; s < num_seqs; ++s) sum += (*sums)[s * p.num_heads + head];
-      to[head] = static_cast<float>(sum);
-    }
+  };
+  const Span tokens = TokensOf(p);
+  if (!SumsDelta(p)) {
+    ParallelFor(threads, CeilDiv(tokens.end - tokens.begin, kTokensOfChunk), [&](int64_t i) {
+      const int64_t first = tokens.begin + i * kTokensOfChunk;
+      kernel.sum_rows(b, first, std::min(first + kTokensOfChunk, tokens.end), numbers);
+    });
   }
+  run(schedule.delta_items());
+  run(schedule.items());
+  if (b.dsinks == nullptr && b.dalibi_slopes == nullptr) return;
+  ParallelFor(threads, p.num_heads, [&](int64_t head) { SumOverTokens(b, head, numbers); });
 }
 
 }  // namespace xla_gpu::varlen_attention

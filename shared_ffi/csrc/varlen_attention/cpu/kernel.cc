@@ -1,0 +1,317 @@
+// The CPU kernel of the derivative, compiled once for each instruction set.
+//
+// For each KV tile of 64 positions: pack K and V; then for each tile of query rows, token after
+// token and head after head: the products q . k and dout . v by the forward's qk.h, the weights and
+// their derivatives (weights.h), and three sums of products (outer_products.h).
+//
+// A gradient is a sum over tiles, of each tile's sum over rows or positions, all in their order.
+// Tiles are counted from the sequence's first token, whatever an item has of them. So the bits
+// depend on the sequence alone: neither on the batch nor on how the work is cut. The products q . k
+// have the bits of the forward.
+#include "kernel.h"
+
+#include "../../paged_attention/cpu/qk.h"
+#include "outer_products.h"
+#include "weights.h"
+
+namespace xla_gpu::varlen_attention {
+namespace {
+
+using paged_attention::CachedRows;
+using paged_attention::CeilDiv;
+using paged_attention::ForEachBlock;
+using paged_attention::PackedKeys;
+using paged_attention::RoundUp;
+
+static_assert(kTilePositions == kMaxTile);
+
+// Rows of an array as floats, padded with zeros to whole vectors: [rows, width].
+class WideRows {
+ public:
+  WideRows(int64_t columns, int64_t num_rows, Arena* arena)
+      : columns_(columns),
+        width_(RoundUp(columns, kLanes)),
+        rows_(arena->Take<float>(num_rows * width_)) {}
+
+  int64_t width() const { return width_; }
+  float* Row(int64_t row) { return rows_ + row * width_; }
+
+  void Clear(int64_t num_rows) { std::memset(rows_, 0, num_rows * width_ * sizeof(float)); }
+
+  // `place(row)`: of the first `count` rows; the others, up to num_rows, are zero.
+  template <typename Place>
+  void Load(int64_t count, int64_t num_rows, const Place& place) {
+    for (int64_t row = 0; row < count; ++row) {
+      const auto* const from = place(row);
+      for (int64_t d = 0; d < width_; d += kLanes) {
+        Store(LoadWide(from + d, columns_ - d), Row(row) + d);
+      }
+    }
+    std::memset(Row(count), 0, (num_rows - count) * width_ * sizeof(float));
+  }
+
+ private:
+  const int64_t columns_;
+  const int64_t width_;
+  float* const rows_;
+};
+
+// The rows of a query tile, of query or of dout: as floats, and as Dot<T> multiplies them.
+template <typename T>
+class QueryRows {
+ public:
+  QueryRows(int64_t columns, int64_t num_rows, Arena* arena)
+      : columns_(columns),
+        wide_(columns, num_rows, arena),
+        across_width_(RoundUp(CeilDiv(columns, Dot<T>::kPerLane), kLanes)),
+        across_(kIsWide ? wide_.Row(0) : arena->Take<float>(num_rows * across_width_)) {}
+
+  WideRows& wide() { return wide_; }
+  int64_t across_width() const { return across_width_; }
+  const float* Across(int64_t row) const { return across_ + row * across_width_; }
+
+  template <typename Place>
+  void Load(int64_t count, int64_t num_rows, const Place& place) {
+    wide_.Load(count, num_rows, place);
+    if constexpr (kIsWide) return;
+    for (int64_t row = 0; row < num_rows; ++row) {
+      for (int64_t w = 0; w < across_width_; w += kLanes) {
+        const int64_t d = w * Dot<T>::kPerLane;
+        Lanes vector = {};
+        if (row < count) Dot<T>::LoadQuery(place(row) + d, columns_ - d, &vector);
+        Store(vector, across_ + row * across_width_ + w);
+      }
+    }
+  }
+
+ private:
+  static constexpr bool kIsWide = Dot<T>::kPerLane == 1;
+  static_assert(Dot<T>::kAcross == 1);
+
+  const int64_t columns_;
+  WideRows wide_;
+  const int64_t across_width_;
+  float* const across_;
+};
+
+template <typename T>
+class Differentiation {
+ public:
+  Differentiation(const BackwardParams& b, const WorkItem& item, const RowNumbers& numbers,
+                  Arena* arena)
+      : b_(b),
+        p_(b.forward),
+        item_(item),
+        tokens_(p_.QueryTokensOf(item.sequence)),
+        group_(p_.group.number),
+        tile_tokens_(TileTokens(p_)),
+        queries_(p_.head_size, PaddedRows(tile_tokens_), arena),
+        douts_(p_.value_head_size, PaddedRows(tile_tokens_), arena),
+        keys_(p_.head_size, queries_.across_width(), 1, arena),
+        values_(p_.value_head_size, douts_.across_width(), 1, arena),
+        wide_keys_(p_.head_size, kMaxTile, arena),
+        places_of_keys_(arena->Take<const char*>(kMaxTile)),
+        places_of_values_(arena->Take<const char*>(kMaxTile)),
+        dkey_(p_.head_size, kMaxTile, arena),
+        dvalue_(p_.value_head_size, kMaxTile, arena),
+        weights_(b, item, numbers, tokens_, PaddedRows(tile_tokens_), arena),
+        hulls_(arena->Take<Span>(CeilDiv(item.tokens.end - item.tokens.begin, tile_tokens_))) {}
+
+  void Run() {
+    const int64_t num_rows = (item_.tokens.end - item_.tokens.begin) * group_;
+    if (item_.has_dquery) {
+      std::memset(item_.dquery, 0, num_rows * dkey_.width() * sizeof(float));
+    }
+    int64_t n = 0;
+    for (int64_t i = item_.tokens.begin; i < item_.tokens.end; i += tile_tokens_) {
+      hulls_[n++] = p_.AttendedByAny(tokens_, i, LastOfTile(i));
+    }
+    for (int64_t at = item_.positions.begin; at < item_.positions.end; at += kMaxTile) AddTile(at);
+    if (item_.has_dquery) WriteQueries();
+    if (!item_.has_delta) return;
+    for (int64_t i = item_.tokens.begin; i < item_.tokens.end; ++i) {
+      for (int64_t h = 0; h < group_; ++h) {
+        weights_.FinishDelta(tokens_.first + i, item_.kv_head * group_ + h);
+      }
+    }
+  }
+
+ private:
+  // Rows in whole blocks.
+  int64_t PaddedRows(int64_t num_tokens) const {
+    return RoundUp(num_tokens * group_, kBlockRows);
+  }
+  int64_t LastOfTile(int64_t i) const { return Smaller(i + tile_tokens_, item_.tokens.end) - 1; }
+
+  // Adds all that has to do with the KV tile at this position.
+  void AddTile(int64_t at) {
+    const int64_t count = Smaller(kMaxTile, tokens_.Count() - at);
+    bool is_packed = false;
+    dkey_.Clear(count);
+    dvalue_.Clear(count);
+    for (int64_t n = 0, i = item_.tokens.begin; i < item_.tokens.end; ++n, i += tile_tokens_) {
+      if (hulls_[n].end <= at || hulls_[n].begin >= at + count) continue;
+      if (!is_packed) PackTile(at, count);
+      is_packed = true;
+      AddRows(at, count, i, LastOfTile(i) + 1 - i);
+    }
+    if (item_.has_dkey) WriteTile(at, count);
+  }
+
+  // After the sequence's last position its row is repeated: no row attends there.
+  void PackTile(int64_t at, int64_t count) {
+    const auto& cache = p_.cache;
+    for (int64_t j = 0; j < kMaxTile; ++j) {
+      const int64_t offset = cache.Offset(tokens_.first + at + Smaller(j, count - 1), 0);
+      const T* const key = static_cast<const T*>(cache.keys) + offset;
+      const T* const value = static_cast<const T*>(cache.values) + cache.OffsetOfValue(offset);
+      places_of_keys_[j] =
+          reinterpret_cast<const char*>(key + item_.kv_head * cache.head_stride);
+      places_of_values_[j] =
+          reinterpret_cast<const char*>(value + item_.kv_head * cache.value_head_stride);
+    }
+    keys_.Pack(CachedRows<T>{{places_of_keys_, 0}}, {0, kMaxTile});
+    values_.Pack(CachedRows<T>{{places_of_values_, 0}}, {0, kMaxTile});
+    if (!item_.has_dquery) return;
+    wide_keys_.Load(kMaxTile, kMaxTile, [&](int64_t j) {
+      return reinterpret_cast<const T*>(places_of_keys_[j]);
+    });
+  }
+
+  // The KV tile and the query tile of the tokens from i on.
+  void AddRows(int64_t at, int64_t count, int64_t i, int64_t num_tokens) {
+    const int64_t num_rows = PaddedRows(num_tokens), first_head = item_.kv_head * group_;
+    const auto place = [&](const void* array, int64_t stride, int64_t columns) {
+      return [=, first = tokens_.first + i, group = group_](int64_t row) {
+        const int64_t head = first_head + row % group;
+        return static_cast<const T*>(array) + (first + row / group) * stride + head * columns;
+      };
+    };
+    queries_.Load(num_tokens * group_, num_rows, place(p_.query, p_.query_stride, p_.head_size));
+    douts_.Load(num_tokens * group_, num_rows, place(b_.dout, b_.dout_stride, p_.value_head_size));
+    weights_.SetRows(at, count, i, num_tokens, num_rows);
+    Multiply(queries_, keys_, num_rows, weights_.weights());
+    Multiply(douts_, values_, num_rows, weights_.dlogits());
+    if (item_.has_delta) return weights_.AddToDelta();
+    weights_.Apply();
+    if (item_.has_dquery) {
+      float* const dquery = item_.dquery + (i - item_.tokens.begin) * group_ * dkey_.width();
+      // Rows past the tokens have no sums.
+      ForEachBlock<kBlockRows>(0, num_tokens * group_, [&](auto size, int64_t first) {
+        AddOuterProducts<size, false>(weights_.dlogits() + first * kMaxTile,
+                                      weights_.PositionsOf(first, size), wide_keys_.Row(0),
+                                      dkey_.width(), dquery + first * dkey_.width());
+      });
+    }
+    if (!item_.has_dkey) return;
+    ForEachBlock<kBlockRows>(0, count, [&](auto size, int64_t first) {
+      const Span rows = weights_.RowsOf(first, size);
+      AddOuterProducts<size, true>(weights_.weights() + first, rows, douts_.wide().Row(0),
+                                   dvalue_.width(), dvalue_.Row(first));
+      AddOuterProducts<size, true>(weights_.dlogits() + first, rows, queries_.wide().Row(0),
+                                   dkey_.width(), dkey_.Row(first));
+    });
+  }
+
+  // products[row, j] of the rows with the KV tile, [rows, kMaxTile].
+  void Multiply(const QueryRows<T>& rows, const PackedKeys<T>& k, int64_t num_rows,
+                float* products) const {
+    const int64_t width = rows.across_width();
+    paged_attention::Prefetcher nothing;
+    for (int64_t first = 0; first < num_rows; first += kBlockRows) {
+      const Span range = weights_.PositionsOf(first, kBlockRows);
+      if (range.IsEmpty()) continue;
+      ForEachBlock<kBlockVectors>(
+          range.begin / kLanes, CeilDiv(range.end, kLanes), [&](auto size, int64_t vector) {
+            paged_attention::MultiplyPacked<kBlockRows, size, T>(
+                rows.Across(first), k.At(vector * kLanes), width,
+                products + first * kMaxTile + vector * kLanes, /*num_read=*/0, &nothing);
+          });
+    }
+  }
+
+  // Writes sums times a factor. Adding 0 turns -0 into 0.
+  static void Write(const float* sums, int64_t columns, float factor, T* to) {
+    for (int64_t d = 0; d < columns; d += kLanes) {
+      StoreNarrow(Load<Lanes>(sums + d) * factor + 0.0f, to + d, columns - d);
+    }
+  }
+
+  void WriteTile(int64_t at, int64_t count) {
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t row = (tokens_.first + at + j) * p_.num_kv_heads + item_.kv_head;
+      Write(dkey_.Row(j), p_.head_size, p_.scale, static_cast<T*>(b_.dkey) + row * p_.head_size);
+      Write(dvalue_.Row(j), p_.value_head_size, 1,
+            static_cast<T*>(b_.dvalue) + row * p_.value_head_size);
+    }
+  }
+
+  void WriteQueries() const {
+    const float* sums = item_.dquery;
+    for (int64_t i = item_.tokens.begin; i < item_.tokens.end; ++i) {
+      for (int64_t h = 0; h < group_; ++h, sums += dkey_.width()) {
+        const int64_t row = (tokens_.first + i) * p_.num_heads + item_.kv_head * group_ + h;
+        Write(sums, p_.head_size, p_.scale, static_cast<T*>(b_.dquery) + row * p_.head_size);
+      }
+    }
+  }
+
+  const BackwardParams& b_;
+  const Params& p_;
+  const WorkItem& item_;
+  const QueryTokens tokens_;
+  const int64_t group_;
+  const int64_t tile_tokens_;
+  QueryRows<T> queries_;
+  QueryRows<T> douts_;
+  PackedKeys<T> keys_;
+  PackedKeys<T> values_;
+  WideRows wide_keys_;
+  const char** const places_of_keys_;    // [kMaxTile]
+  const char** const places_of_values_;  // [kMaxTile]
+  WideRows dkey_;
+  WideRows dvalue_;
+  Weights weights_;
+  Span* const hulls_;  // of each query tile: from the first to the last position attended to
+};
+
+void SumRows(const BackwardParams& b, int64_t first, int64_t end, const RowNumbers& numbers) {
+  WithTensorType(b.forward.dtype, [&](auto type) {
+    using T = decltype(type);
+    const int64_t num_heads = b.forward.num_heads, columns = b.forward.value_head_size;
+    for (int64_t token = first; token < end; ++token) {
+      for (int64_t head = 0; head < num_heads; ++head) {
+        const T* const output = static_cast<const T*>(b.output) + token * b.output_stride;
+        const T* const dout = static_cast<const T*>(b.dout) + token * b.dout_stride;
+        Lanes sum = {};
+        for (int64_t d = head * columns; d < (head + 1) * columns; d += kLanes) {
+          const int64_t count = (head + 1) * columns - d;
+          sum = MultiplyAdd(LoadWide(output + d, count), LoadWide(dout + d, count), sum);
+        }
+        numbers.delta[token * num_heads + head] = SumOfLanes(sum);
+      }
+    }
+  });
+}
+
+int64_t DqueryColumns(const Params& p) { return RoundUp(p.head_size, kLanes); }
+
+void Run(const BackwardParams& b, const WorkItem& item, const RowNumbers& numbers,
+                   Arena* arena) {
+  WithTensorType(b.forward.dtype, [&](auto type) {
+    Differentiation<decltype(type)>(b, item, numbers, arena).Run();
+  });
+}
+
+}  // namespace
+
+#define XLA_GPU_NAME_OF_KERNEL(instruction_set) kBackwardKernel_##instruction_set
+#define XLA_GPU_KERNEL(instruction_set) XLA_GPU_NAME_OF_KERNEL(instruction_set)
+#define XLA_GPU_STRING_OF(x) #x
+#define XLA_GPU_STRING(x) XLA_GPU_STRING_OF(x)
+
+extern const BackwardKernel XLA_GPU_KERNEL(XLA_GPU_INSTRUCTION_SET);
+const BackwardKernel XLA_GPU_KERNEL(XLA_GPU_INSTRUCTION_SET) = {
+    XLA_GPU_STRING(XLA_GPU_INSTRUCTION_SET), SumRows, DqueryColumns, Run};
+
+}  // namespace xla_gpu::varlen_attention
