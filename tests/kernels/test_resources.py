@@ -84,7 +84,9 @@ def test_every_kernel_is_in_the_table(folder: Path, kernels: list[dict[str, Any]
             if kernel == "TensorCoreAttention":
                 caches += [("uint8", size) for size in sizes_8_bit - {64}]
             expected |= {(kernel, storage, cache, size, target) for cache, size in caches}
-    for of_gradients in itertools.product(GRADIENTS, storages, [""], sizes[0] & {64, 128, 256}, targets):
+    for of_gradients in itertools.product(
+        GRADIENTS, storages, [""], sizes[0] & {64, 128, 256}, targets
+    ):
         expected.add(of_gradients)
     assert expected == {
         tuple(entry[column] for column in ("kernel", "storage", "cache", "size", "target"))
@@ -598,7 +600,9 @@ def test_two_blocks_of_the_decode_kernel_share_a_multiprocessor(
     assert few == []
 
 
-def test_two_blocks_of_query_gradients_share_a_multiprocessor(kernels: list[dict[str, Any]]) -> None:
+def test_two_blocks_of_query_gradients_share_a_multiprocessor(
+    kernels: list[dict[str, Any]],
+) -> None:
     """With heads of up to 128, where there are 164 KiB or more, to the last byte. So large a block
     reads K and V for 128 rows at once."""
     blocks = {
@@ -626,7 +630,8 @@ def test_shared_memory_suffices_on_every_gpu(kernels: list[dict[str, Any]]) -> N
 
 
 @pytest.mark.parametrize(
-    ("op", "launches"), {"paged_attention": 4, "kv_cache_update": 1, "simple_add": 1, "varlen_attention": 5}.items()
+    ("op", "launches"),
+    {"paged_attention": 4, "kv_cache_update": 1, "simple_add": 1, "varlen_attention": 5}.items(),
 )
 def test_launches(op: str, launches: int) -> None:
     (path,) = {CSRC / op / "cuda.cu", CSRC / op / "cuda/run.cu"} & set(CSRC.rglob("*.cu"))

@@ -15,16 +15,10 @@ import pytest
 from harness.compare import assert_same_bits
 from shared_ffi import varlen_scratch
 from tests.cases.varlen import CASES, DIFFERENTIABLE, VarlenCase, oracle
-from tests.kernels.test_varlen_kernel import (
-    ARRAYS,
-    FEATURES,
-    TARGET,
-    TOLERANCES,
-    as_handlers_take_it,
-)
 from tests.support.calls import in_wider_rows, specs
 from tests.support.gpu import Gpu
 from tests.support.gpu import attend as attend_paged
+from tests.support.varlen_calls import ARRAYS, FEATURES, TARGET, as_handlers_take_it
 
 F32 = np.float32
 
@@ -90,6 +84,11 @@ def differentiate(
     target = f"{TARGET}_backward"
     found = run(gpu, target, operands, results, attributes, seed, more_columns)
     return dict(zip(names, found, strict=True))
+
+
+TOLERANCES = {"float32": 1e-5, "float16": 2**-10, "bfloat16": 2**-7}
+"""Of gradients, as shares of the largest. What the output is rounded to, its product with its
+gradient is computed from."""
 
 
 def assert_close(gradients: dict[str, np.ndarray], case: VarlenCase, expected: Any) -> None:
@@ -174,13 +173,11 @@ def test_varlen_attention_backward_of_a_sequence_alone(small: VarlenCase, gpu: G
 def test_varlen_attention_has_the_bits_of_paged_attention(small: VarlenCase, gpu: Gpu) -> None:
     """On a cache with blocks of one token, with 1 thread block and with all."""
     arguments = small()
-    arrays, attributes = as_handlers_take_it(arguments, 6)
+    arrays, _ = as_handlers_take_it(arguments, 6)
     key, value = arrays.pop("key"), arrays.pop("value")
     options = {name: x for name, x in arguments.items() if name in FEATURES or np.isscalar(x)}
     inputs = [arrays.pop("query"), key, np.diff(arrays["query_start_loc"])]
-    inputs.append(
-        arrays["query_start_loc"][:-1, None] + np.arange(len(key), dtype=np.int32)
-    )
+    inputs.append(arrays["query_start_loc"][:-1, None] + np.arange(len(key), dtype=np.int32))
     inputs += [arrays["query_start_loc"], arrays["num_seqs"]]
     expected = attend_paged(
         gpu, inputs, value_cache=value, kv_layout="nhd", return_lse=True, **options

@@ -76,8 +76,7 @@ ffi::Error OnCuda(ffi::RemainingArgs operands, ffi::RemainingRets results,
   void* memory = call.Result(call.num_results() - 1, "scratch", {ffi::U8}, {{num_bytes}});
   XLA_GPU_RETURN_IF_ERROR(call.Finish());
   MakeScratch(params, static_cast<char*>(memory) + lengths_bytes, &scratch);
-  return Launched(kOp,
-                  RunForwardOnCuda(params, MakeLengths(params, memory), scratch, stream));
+  return Launched(kOp, RunForwardOnCuda(params, MakeLengths(params, memory), scratch, stream));
 }
 #endif
 

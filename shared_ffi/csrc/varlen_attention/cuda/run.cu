@@ -1,8 +1,7 @@
-#include "run.h"
-
 #include "../../paged_attention/cuda/kernels.cuh"
 #include "cuda_core.cuh"
 #include "kernels.cuh"
+#include "run.h"
 #include "small_kernels.cuh"
 
 namespace xla_gpu::varlen_attention {
@@ -22,9 +21,8 @@ template <typename T>
 bool IsAligned(const BackwardParams& b) {
   const Params& p = b.forward;
   constexpr int64_t kChunk = 16 / sizeof(T);
-  for (const int64_t size :
-       {p.head_size, p.value_head_size, p.query_stride, b.dout_stride, p.cache.block_stride,
-        p.cache.OffsetOfValue(p.cache.block_stride)}) {
+  for (const int64_t size : {p.head_size, p.value_head_size, p.query_stride, b.dout_stride,
+                             p.cache.block_stride, p.cache.OffsetOfValue(p.cache.block_stride)}) {
     if (size % kChunk != 0) return false;
   }
   for (const void* array : {p.query, b.dout, static_cast<const void*>(p.cache.keys),

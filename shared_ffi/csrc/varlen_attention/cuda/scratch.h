@@ -42,8 +42,8 @@ inline int64_t LengthsBytes(const Params& p) {
   return (4 * p.max_seqs + 1 + kSummary) * static_cast<int64_t>(sizeof(int32_t));
 }
 inline int64_t RowBytes(const Params& p) {
-  return p.num_heads * static_cast<int64_t>(sizeof(RowNumbers) +
-                                            (p.alibi_slopes == nullptr ? 0 : sizeof(float)));
+  return p.num_heads *
+         static_cast<int64_t>(sizeof(RowNumbers) + (p.alibi_slopes == nullptr ? 0 : sizeof(float)));
 }
 
 // Lays them out in `memory`.

@@ -89,8 +89,7 @@ __device__ __forceinline__ void FillToken(const BackwardParams& b, int64_t token
 
 // A warp for each token.
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    PrepareRows(BackwardParams b, BackwardScratch scratch) {
+__global__ void __launch_bounds__(kThreads) PrepareRows(BackwardParams b, BackwardScratch scratch) {
   const Params& p = b.forward;
   const Lengths& lengths = scratch.lengths;
   const int64_t valid = lengths.summary[0], num_warps = int64_t{gridDim.x} * kWarps;
