@@ -15,16 +15,10 @@ import pytest
 from harness.compare import assert_same_bits
 from shared_ffi import varlen_scratch
 from tests.cases.varlen import CASES, DIFFERENTIABLE, VarlenCase, oracle
-from tests.kernels.test_varlen_kernel import (
-    ARRAYS,
-    FEATURES,
-    TARGET,
-    TOLERANCES,
-    as_handlers_take_it,
-)
 from tests.support.calls import in_wider_rows, specs
 from tests.support.gpu import Gpu
 from tests.support.gpu import attend as attend_paged
+from tests.support.varlen_calls import ARRAYS, FEATURES, TARGET, as_handlers_take_it
 
 F32 = np.float32
 
@@ -92,6 +86,11 @@ def differentiate(
     return dict(zip(names, found, strict=True))
 
 
+TOLERANCES = {"float32": 1e-5, "float16": 2**-10, "bfloat16": 2**-7}
+"""Of gradients, as shares of the largest. What the output is rounded to, its product with its
+gradient is computed from."""
+
+
 def assert_close(gradients: dict[str, np.ndarray], case: VarlenCase, expected: Any) -> None:
     for name, gradient in gradients.items():
         largest = max(1, np.abs(expected[name]).max(initial=0))
@@ -99,8 +98,16 @@ def assert_close(gradients: dict[str, np.ndarray], case: VarlenCase, expected: A
         assert error <= TOLERANCES[case.dtype] * largest, (name, error, largest)
 
 
+OF_16_BITS = [
+    replace(case, id=f"{case.id}-of-16-bits", dtype="bfloat16")
+    for case in CASES
+    if case.dtype == "float32" and "float32" not in case.id
+]
+"""Of features that have a case in float32 alone: tensor cores have kernels of their own."""
+
+
 @pytest.mark.pairwise
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*CASES, *OF_16_BITS], ids=lambda case: case.id)
 def test_varlen_attention_backward(case: VarlenCase, gpu: Gpu) -> None:
     """The gradients are those of float64, and have the same bits with any number of thread blocks:
     1, 3, 7 and all."""
@@ -166,7 +173,7 @@ def test_varlen_attention_backward_of_a_sequence_alone(small: VarlenCase, gpu: G
 def test_varlen_attention_has_the_bits_of_paged_attention(small: VarlenCase, gpu: Gpu) -> None:
     """On a cache with blocks of one token, with 1 thread block and with all."""
     arguments = small()
-    arrays, attributes = as_handlers_take_it(arguments, 6)
+    arrays, _ = as_handlers_take_it(arguments, 6)
     key, value = arrays.pop("key"), arrays.pop("value")
     options = {name: x for name, x in arguments.items() if name in FEATURES or np.isscalar(x)}
     inputs = [arrays.pop("query"), key, np.diff(arrays["query_start_loc"])]

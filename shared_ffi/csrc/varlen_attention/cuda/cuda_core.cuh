@@ -250,7 +250,7 @@ class CudaCoreItem {
 };
 
 template <typename T, int kHeadSize, bool kOfKeys>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     CudaCoreGradients(BackwardParams b, BackwardScratch scratch) {
   const int64_t rows = kBlockTokens * (kOfKeys ? int64_t{1} : int64_t{b.forward.group.number});
   ForParts<!kOfKeys>(
