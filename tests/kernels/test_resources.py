@@ -283,7 +283,7 @@ def test_a_plain_turn_of_long_queries_is_short(
     offsets of the next positions, which are due in each other turn. Two groups of 16 rows share each
     reading of K and V. With tiles of 32, K, V and the query take 16 readings each for 128 products:
     three products a reading would take 24 registers that hold a part of the query, and the code for
-    8.6 has 21 left. ptxas puts a NOP behind most products for 12.0."""
+    8.6 has 21 left. ptxas puts a NOP behind most products for 12.0. For 10.0 it adds 5%."""
     kernels = machine_code(folder, "tensor_core_BFloat16_BFloat16_128")
     found = 0
     for name, code in kernels.items():
@@ -298,7 +298,8 @@ def test_a_plain_turn_of_long_queries_is_short(
         assert len(plain) == 2  # as seen from the wait for K, and from that for V
         for turn in plain:
             length = len(turn.way) - turn.count("NOP")
-            assert length <= 4 * tile * instructions
+            more = 1.02 if (name.endswith("100") and tile == 64) else 1
+            assert length <= 4 * tile * instructions * more
             assert 4 * tile >= products * turn.count("LDSM")
         begin, end = min(plain[0].way), max(plain[0].way) + 1
         whole = Turn(code, [*range(begin, end)])  # with what is not due in each turn
@@ -558,8 +559,9 @@ def test_two_blocks_of_the_portable_kernel_share_a_multiprocessor(
     assert [entry for entry in found if entry["blocks"][entry["target"]] < 2] == []
 
 
-TILES = {"80": 64, "86": 32, "89": 32, "90a": 64, "100": 32, "120": 32}
-"""The positions of a KV tile for which a GPU takes TensorCorePrefill (WithPrefillTile)."""
+def prefill_tile(gpu: str, cache_is_8_bit: bool) -> int:
+    """The positions of a KV tile for which a GPU takes TensorCorePrefill (WithPrefillTile)."""
+    return 64 if gpu in ("80", "90a") or (gpu == "100" and not cache_is_8_bit) else 32
 
 
 def test_two_blocks_of_long_queries_share_a_multiprocessor(kernels: list[dict[str, Any]]) -> None:
@@ -570,7 +572,7 @@ def test_two_blocks_of_long_queries_share_a_multiprocessor(kernels: list[dict[st
         for entry in kernels
         if entry["kernel"] == "TensorCorePrefill"
         for gpu, count in entry["blocks"].items()
-        if entry["variant"] == TILES[gpu]
+        if entry["variant"] == prefill_tile(gpu, entry["cache"] != entry["storage"])
     }
     assert blocks
     assert {key: count for key, count in blocks.items() if count < 2} == {}
