@@ -357,18 +357,25 @@ def test_groups_of_kv_heads(each_kernel: Gpu) -> None:
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("head_size", [24, 128, 184, 248])
-def test_infinite_values_of_later_tokens(head_size: int, dtype: str, each_kernel: Gpu) -> None:
-    """Infinite values reach exactly the rows that attend to them."""
+@pytest.mark.parametrize("window", [None, 64])
+def test_infinite_values_of_some_tokens(
+    window: int | None, head_size: int, dtype: str, each_kernel: Gpu
+) -> None:
+    """Infinite values reach exactly the rows that attend to them: not those of earlier tokens, nor
+    those of later ones with a window."""
     case = Case(
         id=f"infinite-{head_size}-{dtype}",
         sequences=((9, 70), (4, 300), (70, 200), (130, 130), (200, 257)),
         num_kv_heads=1,
         head_size=head_size,
         dtype=dtype,
+        sliding_window=window,
     )
     inputs, attributes = case.inputs(), case.attributes()
-    for s, (_, context) in enumerate(case.sequences):
-        block, offset = divmod(context - 3, case.block_size)
+    for s, (q_len, context) in enumerate(case.sequences):
+        # With a window, half of the query tokens attend to the position.
+        position = context - 3 if window is None else max(context - window - q_len // 2, 0)
+        block, offset = divmod(position, case.block_size)
         value = inputs.kv_cache[inputs.block_tables[s, block], offset, 1]
         value[::3], value[1::5] = np.inf, -np.inf
         value[7] = np.nan

@@ -269,6 +269,15 @@ def prefill_kernel(folder: Path, cache: str, head_size: int) -> MachineCode:
     return code
 
 
+def test_infinite_values_are_looked_for_in_16_positions_at_a_time(folder: Path) -> None:
+    """Only where rows differ in what they attend to: most often in 16 or 32 of a tile's positions."""
+    code = prefill_kernel(folder, "BFloat16", 128)
+    looks = [x for x in code.find("HFMA2") if code.shortest_loop([x])]
+    loops = {tuple(code.shortest_way(x, [x]) or []) for x in looks}
+    reads = {Turn(code, [*loop]).count(r"LDS\.128") for loop in loops}
+    assert reads == {2}
+
+
 def turns(code: MachineCode) -> list[Turn]:
     return [Turn(code, way) for way in cycles.turns_of(code)]
 
