@@ -317,6 +317,32 @@ def test_tensor_copies_have_the_bits_of_others(
     assert_same_bits(attend(gpu.on_hopper(), faulty, **attributes), results[1])
 
 
+@pytest.mark.parametrize("head_size", [64, 128, 192, 256])
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_kernel_for_plain_calls_has_the_bits_of_the_other(
+    window: int | None, head_size: int, gpu: Gpu
+) -> None:
+    """A call that says of each sequence that it is causal takes the one for all features."""
+    case = Case(
+        id="plain",
+        sequences=((130, 500), (40, 300), (1, 200), (200, 200)),
+        num_heads=8,
+        num_kv_heads=2,
+        head_size=head_size,
+        block_size=16,
+        dtype="bfloat16",
+        sliding_window=window,
+        sinks=True,
+        return_lse=True,
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    plain = attend(gpu.on_hopper(), inputs, **attributes)
+    assert_close_on_cuda(plain, inputs, attributes)
+    attributes["causal"] = np.ones(len(inputs.context_lens), I32)
+    for seed in (0, 1):
+        assert_same_bits(attend(gpu.on_hopper(), inputs, **attributes, seed=seed), plain)
+
+
 def test_a_scale_too_small_for_a_float(gpu: Gpu) -> None:
     """A query row is divided by a power of two, by which its scale is multiplied. That of a row of
     zeros is the smallest, and its scale is zero here. All warps take the same turns nevertheless."""
