@@ -18,14 +18,16 @@ struct Fused {
 inline F32 Flush(F32 x) {
   return std::fabs(x) < std::numeric_limits<F32>::min() ? std::copysign(0.0f, x) : x;
 }
+// By way of double: rounded correctly, but for one of 10^8.
+inline F32 PowerOfTwo(F32 a) { return static_cast<F32>(std::exp2(F64{a})); }
 struct Exp2Flush {
-  static F32 Of(F32 a) { return Flush(std::exp2(Flush(a))); }
+  static F32 Of(F32 a) { return Flush(PowerOfTwo(Flush(a))); }
 };
 struct Log2Flush {
   static F32 Of(F32 a) { return Flush(std::log2(Flush(a))); }
 };
 struct Exp2 {
-  static F32 Of(F32 a) { return std::exp2(a); }
+  static F32 Of(F32 a) { return PowerOfTwo(a); }
 };
 struct Log2 {
   static F32 Of(F32 a) { return std::log2(a); }

@@ -1,6 +1,8 @@
 // Products of matrices: ldmatrix, mma.sync and wgmma.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "machine.h"
 #include "tables.h"
@@ -90,19 +92,143 @@ void SpreadA(const uint32_t* const (&registers)[4], bool is_bfloat16, float (&a)
   }
 }
 
-// sums[16][columns] += a * b, one term after the other.
+// How the tensor cores of a GPU add products of numbers of 16 bits: so many products and the sum
+// so far at once. All are brought to the largest exponent among them and truncated to so many bits
+// behind it. Their exact sum is truncated to float.
+struct Adder {
+  int terms, bits;
+};
+Adder AdderOf(int capability) { return capability < 90 ? Adder{8, 24} : Adder{16, 25}; }
+
+// The exponent by which a number of 16 bits, or a float, is aligned: of numbers that are not
+// normal, that of the type's smallest normal number. Two stand for what has none: sums with them
+// are far from all others.
+constexpr int kZero = -1000, kNotFinite = 100000;
+int ExponentOf(float x, int lowest) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  const int field = static_cast<int>(bits >> 23 & 255);
+  if (x == 0) return kZero;
+  return field == 255 ? kNotFinite : std::max(field - 127, lowest);
+}
+constexpr int kLowestOfFloat = -126;  // of zero, too, as a term
+int LowestOf(bool is_bfloat16) { return is_bfloat16 ? kLowestOfFloat : -14; }
+
+float Truncate(double x) {
+  const float nearest = static_cast<float>(x);
+  const bool is_away = std::fabs(nearest) > std::fabs(x) && std::fabs(x) < 0x1p128;
+  return is_away ? std::nextafter(nearest, 0.0f) : nearest;
+}
+
+// c + a[k] * b[k * stride] for any numbers.
+float AddAny(const Adder& adder, int lowest, const float* a, const float* b, int stride, float c) {
+  double plain = c;
+  int top = std::max(ExponentOf(c, kLowestOfFloat), kLowestOfFloat);
+  for (int k = 0; k < adder.terms; ++k) {
+    plain += double{a[k]} * b[k * stride];
+    top = std::max(top, ExponentOf(a[k], lowest) + ExponentOf(b[k * stride], lowest));
+  }
+  if (std::isinf(plain)) return static_cast<float>(plain);
+  if (std::isnan(plain)) {
+    constexpr uint32_t kNan = 0x7fffffff;
+    std::memcpy(&c, &kNan, sizeof(c));
+    return c;
+  }
+  const double scale = std::ldexp(1.0, adder.bits - top);
+  double sum = 0;
+  sum += std::trunc(c * scale);
+  for (int k = 0; k < adder.terms; ++k) sum += std::trunc(double{a[k]} * b[k * stride] * scale);
+  return Truncate(std::ldexp(sum, top - adder.bits));
+}
+
+// The same for eight adjacent columns, as fast as it can be: products of exponents in the middle of
+// float's range are exact in float, and eight of them fit 32 bits.
+using Ints = int32_t __attribute__((vector_size(32)));
+using Floats = float __attribute__((vector_size(32)));
+using Doubles = double __attribute__((vector_size(64)));
+using Longs = int64_t __attribute__((vector_size(64)));
+
+template <int kTerms, int kStride>
+void AddToEight(const Adder& adder, int lowest, const float* a, const int* a_exponents,
+                const float* b, const int* b_exponents, float* sums) {
+  constexpr int kMiddle = 100;
+  Floats c;
+  std::memcpy(&c, sums, sizeof(c));
+  Ints product_top = Ints{} + 2 * kZero;
+#pragma GCC unroll 16
+  for (int k = 0; k < kTerms; ++k) {
+    Ints exponents;
+    std::memcpy(&exponents, b_exponents + k * kStride, sizeof(exponents));
+    exponents += a_exponents[k];
+    product_top = exponents > product_top ? exponents : product_top;
+  }
+  Ints c_bits;
+  std::memcpy(&c_bits, &c, sizeof(c));
+  Ints c_top = (c_bits >> 23 & 255) - 127;
+  Ints top = product_top > c_top ? product_top : c_top;
+  // Products with zero leave the sum as it is.
+  const Ints adds_nothing = (product_top < kZero / 2) & (c_top < 128);
+  const Ints is_easy = ((top >= -kMiddle) & (top <= kMiddle)) | adds_nothing;
+  int easy = -1;
+  for (int n = 0; n < 8; ++n) easy &= is_easy[n];
+  if (easy == 0) {
+    for (int n = 0; n < 8; ++n) sums[n] = AddAny(adder, lowest, a, b + n, kStride, sums[n]);
+    return;
+  }
+  top = adds_nothing ? Ints{} : top;
+  const Ints scale_bits = (127 + adder.bits - top) << 23;
+  const Ints inverse_bits = (127 - adder.bits + top) << 23;
+  Floats scale, inverse;
+  std::memcpy(&scale, &scale_bits, sizeof(scale));
+  std::memcpy(&inverse, &inverse_bits, sizeof(inverse));
+  const Floats scaled = c * scale;
+  const Floats in_range = adds_nothing ? Floats{} : scaled;
+  Doubles sum = __builtin_convertvector(__builtin_convertvector(in_range, Ints), Doubles);
+#pragma GCC unroll 2
+  for (int first = 0; first < kTerms; first += 8) {
+    Ints eight = {};
+#pragma GCC unroll 8
+    for (int k = first; k < first + 8; ++k) {
+      Floats factors;
+      std::memcpy(&factors, b + k * kStride, sizeof(factors));
+      eight += __builtin_convertvector(factors * a[k] * scale, Ints);
+    }
+    sum += __builtin_convertvector(eight, Doubles);
+  }
+  Floats nearest = __builtin_convertvector(sum, Floats);
+  const Doubles wide = __builtin_convertvector(nearest, Doubles);
+  const Longs is_away = ((sum > 0) & (wide > sum)) | ((sum < 0) & (wide < sum));
+  Ints nearest_bits;
+  std::memcpy(&nearest_bits, &nearest, sizeof(nearest));
+  nearest_bits += __builtin_convertvector(is_away, Ints);  // -1: towards zero
+  std::memcpy(&nearest, &nearest_bits, sizeof(nearest));
+  const Floats result = adds_nothing ? c + 0.0f : nearest * inverse;
+  std::memcpy(sums, &result, sizeof(result));
+}
+
+// sums[16][columns] += a * b
 template <int kColumns>
 void AddProducts(float (*sums)[kColumns], const float (&a)[16][16], const float (*b)[kColumns],
-                 int columns) {
+                 int columns, bool is_bfloat16) {
+  const Adder adder = AdderOf(Capability());
+  const int lowest = LowestOf(is_bfloat16);
+  int b_exponents[16][kColumns];
+  for (int k = 0; k < 16; ++k) {
+    for (int n = 0; n < columns; ++n) b_exponents[k][n] = ExponentOf(b[k][n], lowest);
+  }
   for (int row = 0; row < 16; ++row) {
-    float* to = sums[row];
-    for (int k = 0; k < 16; ++k) {
-      const float factor = a[row][k];
-      const float* from = b[k];
-      if constexpr (kColumns == 8) {
-        for (int n = 0; n < 8; ++n) to[n] += factor * from[n];
+    int a_exponents[16];
+    for (int k = 0; k < 16; ++k) a_exponents[k] = ExponentOf(a[row][k], lowest);
+    for (int n = 0; n < columns; n += 8) {
+      const auto add = [&](auto terms, int k) {
+        AddToEight<terms, kColumns>(adder, lowest, a[row] + k, a_exponents + k, b[k] + n,
+                                    b_exponents[k] + n, sums[row] + n);
+      };
+      if (adder.terms == 16) {
+        add(std::integral_constant<int, 16>(), 0);
       } else {
-        for (int n = 0; n < columns; ++n) to[n] += factor * from[n];
+        add(std::integral_constant<int, 8>(), 0);
+        add(std::integral_constant<int, 8>(), 8);
       }
     }
   }
@@ -130,7 +256,7 @@ Outcome MultiplyAdd(Warp& w, const Instruction& i) {
       sums[lane / 4 + static_cast<int>(r) / 2 * 8][lane % 4 * 2 + static_cast<int>(r) % 2] =
           c[lane];
   }
-  AddProducts<8>(sums, a, b, 8);
+  AddProducts<8>(sums, a, b, 8, is_bfloat16);
   for (size_t r = 0; r < 4; ++r) {
     float* d = w.Lanes<float>(i.operands[r]);
     for (int lane = 0; lane < kLanes; ++lane)
@@ -245,7 +371,7 @@ void Compute(Warp& w, const Product& product) {
     const float* d = w.Lanes<float>(i.operands[static_cast<size_t>(r)]);
     for (int lane = 0; lane < kLanes; ++lane) place(r, lane) = product.accumulates ? d[lane] : 0;
   }
-  AddProducts<256>(sums, a, b, columns);
+  AddProducts<256>(sums, a, b, columns, is_bfloat16);
   for (int r = 0; r < columns / 2; ++r) {
     float* d = w.Lanes<float>(i.operands[static_cast<size_t>(r)]);
     for (int lane = 0; lane < kLanes; ++lane) d[lane] = place(r, lane);

@@ -315,6 +315,32 @@ def test_tensor_copies_have_the_bits_of_others(
     assert_same_bits(attend(gpu.on_hopper(), faulty, **attributes), results[1])
 
 
+@pytest.mark.parametrize("head_size", [64, 128, 192, 256])
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_kernel_for_plain_calls_has_the_bits_of_the_other(
+    window: int | None, head_size: int, gpu: Gpu
+) -> None:
+    """A call that says of each sequence that it is causal takes the one for all features."""
+    case = Case(
+        id="plain",
+        sequences=((130, 500), (40, 300), (1, 200), (200, 200)),
+        num_heads=8,
+        num_kv_heads=2,
+        head_size=head_size,
+        block_size=16,
+        dtype="bfloat16",
+        sliding_window=window,
+        sinks=True,
+        return_lse=True,
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    plain = attend(gpu.on_hopper(), inputs, **attributes)
+    assert_close_on_cuda(plain, inputs, attributes)
+    attributes["causal"] = np.ones(len(inputs.context_lens), I32)
+    for seed in (0, 1):
+        assert_same_bits(attend(gpu.on_hopper(), inputs, **attributes, seed=seed), plain)
+
+
 def test_a_scale_too_small_for_a_float(gpu: Gpu) -> None:
     """A query row is divided by a power of two, by which its scale is multiplied. That of a row of
     zeros is the smallest, and its scale is zero here. All warps take the same turns nevertheless."""
@@ -355,18 +381,25 @@ def test_groups_of_kv_heads(each_kernel: Gpu) -> None:
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("head_size", [24, 128, 184, 248])
-def test_infinite_values_of_later_tokens(head_size: int, dtype: str, each_kernel: Gpu) -> None:
-    """Infinite values reach exactly the rows that attend to them."""
+@pytest.mark.parametrize("window", [None, 64])
+def test_infinite_values_of_some_tokens(
+    window: int | None, head_size: int, dtype: str, each_kernel: Gpu
+) -> None:
+    """Infinite values reach exactly the rows that attend to them: not those of earlier tokens, nor
+    those of later ones with a window."""
     case = Case(
         id=f"infinite-{head_size}-{dtype}",
         sequences=((9, 70), (4, 300), (70, 200), (130, 130), (200, 257)),
         num_kv_heads=1,
         head_size=head_size,
         dtype=dtype,
+        sliding_window=window,
     )
     inputs, attributes = case.inputs(), case.attributes()
-    for s, (_, context) in enumerate(case.sequences):
-        block, offset = divmod(context - 3, case.block_size)
+    for s, (q_len, context) in enumerate(case.sequences):
+        # With a window, half of the query tokens attend to the position.
+        position = context - 3 if window is None else max(context - window - q_len // 2, 0)
+        block, offset = divmod(position, case.block_size)
         value = inputs.kv_cache[inputs.block_tables[s, block], offset, 1]
         value[::3], value[1::5] = np.inf, -np.inf
         value[7] = np.nan

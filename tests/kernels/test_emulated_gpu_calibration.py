@@ -16,6 +16,7 @@ import pytest
 
 from tests.support import native, selection
 from tests.support.gpu import tensor_map
+from tests.support.tensor_cores import add_products
 
 pytest.importorskip("triton", reason="its kernels calibrate the emulated GPU: pip install triton")
 
@@ -120,9 +121,39 @@ def test_softmax(columns: int, kernels: Any, machine: Any) -> None:
 @pytest.mark.parametrize("target", [80, 90])
 @pytest.mark.usefixtures("unfenced_copies")
 def test_matmul(
-    target: int, dtype: str, tile: tuple[int, ...], transposed: str, kernels: Any, machine: Any
+    target: int,
+    dtype: str,
+    tile: tuple[int, ...],
+    transposed: str,
+    kernels: Any,
+    machine: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("EMULATED_GPU_CAPABILITY", str(target))
+    m, n, k, _ = tile
+    rows, columns, depth = 2 * m, 2 * n, 4 * k
+    a = numbers(1, *((depth, rows) if transposed == "a" else (rows, depth)), dtype=dtype)
+    b = numbers(2, *((columns, depth) if transposed == "b" else (depth, columns)), dtype=dtype)
+    c = matmul(machine, kernels, target, tile, a, b, transposed)
+    a = a.T if transposed == "a" else a
+    b = b.T if transposed == "b" else b
+    expected = a.astype(np.float64) @ b.astype(np.float64)
+    np.testing.assert_allclose(c, expected, rtol=1e-4, atol=1e-3)
+    expected = add_products(np.zeros_like(c), a, b, target)
+    np.testing.assert_array_equal(c.view(np.uint32), expected.view(np.uint32))
+
+
+def matmul(
+    machine: Any,
+    kernels: Any,
+    target: int,
+    tile: tuple[int, ...],
+    a: np.ndarray,
+    b: np.ndarray,
+    transposed: str = "",
+) -> np.ndarray:
     m, n, k, num_warps = tile
+    dtype = next(name for name, numpy_dtype in DTYPES.items() if numpy_dtype == a.dtype)
     signature = {"a": f"*{dtype}", "b": f"*{dtype}", "c": "*fp32", "k_size": "i32"}
     strides = ("a_row", "a_column", "b_row", "b_column", "c_row")
     ones = {
@@ -132,16 +163,69 @@ def test_matmul(
     signature |= {name: "i32" for name in strides if name not in ones}
     constants = {"M": m, "N": n, "K": k} | dict.fromkeys(ones, 1)
     kernel = kernels.compiled(kernels.matmul, target, signature, constants, num_warps=num_warps)
-    rows, columns, depth = 2 * m, 2 * n, 4 * k
-    a = numbers(1, *((depth, rows) if transposed == "a" else (rows, depth)), dtype=dtype)
-    b = numbers(2, *((columns, depth) if transposed == "b" else (depth, columns)), dtype=dtype)
+    rows, depth = a.T.shape if transposed == "a" else a.shape
+    columns = b.shape[0] if transposed == "b" else b.shape[1]
     c = np.full((rows, columns), np.nan, np.float32)
     widths = [a.shape[1], b.shape[1], columns]
-    assert run(machine, kernel, (2, 2), a, b, c, depth, *widths) is None
-    a = a.T if transposed == "a" else a
-    b = b.T if transposed == "b" else b
-    expected = a.astype(np.float64) @ b.astype(np.float64)
-    np.testing.assert_allclose(c, expected, rtol=1e-4, atol=1e-3)
+    assert run(machine, kernel, (rows // m, columns // n), a, b, c, depth, *widths) is None
+    return c
+
+
+def exponents_apart(a: np.ndarray, b: np.ndarray) -> None:
+    """Terms of which others keep few bits or none."""
+    for x, axis in ((a, 1), (b, 0)):
+        powers = np.random.default_rng(3).integers(-12, 9, x.shape[axis])
+        x *= np.exp2(np.expand_dims(powers, 1 - axis)).astype(x.dtype)
+
+
+def cancels(a: np.ndarray, b: np.ndarray) -> None:
+    """The first half of the sum is the second one's negative, but for a few terms."""
+    half = a.shape[1] // 2
+    a[:, half:], b[half:] = -a[:, :half], b[:half]
+    a[:, 5::29] *= np.asarray(2**-9, a.dtype)
+
+
+def tiny(a: np.ndarray, b: np.ndarray) -> None:
+    """Operands, or products, that are not normal numbers, and zeros."""
+    is_half = a.dtype == np.float16
+    a *= np.asarray(2.0**-14 if is_half else 2.0**-126, a.dtype)
+    b *= np.asarray(2.0**-13 if is_half else 2.0**-12, b.dtype)
+    a[3] = 0
+    b[:, ::5] *= np.asarray(2.0**9, b.dtype)
+
+
+def huge(a: np.ndarray, b: np.ndarray) -> None:
+    """Sums beyond the range of a float, if operands can have such."""
+    a *= np.asarray(2.0**13 if a.dtype == np.float16 else 2.0**120, a.dtype)
+    b *= np.asarray(2.0 ** (13 if a.dtype == np.float16 else 6), b.dtype)
+
+
+def not_finite(a: np.ndarray, b: np.ndarray) -> None:
+    a[1, 7], a[2, 9], a[3, 11], a[4, 20] = np.inf, -np.inf, np.nan, np.inf
+    b[7, 3], b[20, 5], b[20, 6] = 0, -np.inf, np.nan
+
+
+@pytest.mark.parametrize("change", [exponents_apart, cancels, tiny, huge, not_finite])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("target", "capability"), [(80, 80), (80, 89), (80, 90), (90, 90)])
+@pytest.mark.usefixtures("unfenced_copies")
+def test_tensor_cores_add_as_published(
+    target: int,
+    capability: int,
+    dtype: str,
+    change: Callable[[np.ndarray, np.ndarray], None],
+    kernels: Any,
+    machine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In bits: mma, and wgmma of sm_90a code. Capability 9.0 adds otherwise than 8.0."""
+    monkeypatch.setenv("EMULATED_GPU_CAPABILITY", str(capability))
+    a, b = numbers(1, 64, 128, dtype=dtype), numbers(2, 128, 32, dtype=dtype)
+    change(a, b)
+    c = matmul(machine, kernels, target, (64, 32, 32, 4), a, b)
+    of_80, of_90 = (add_products(np.zeros_like(c), a, b, gpu).view(np.uint32) for gpu in (80, 90))
+    np.testing.assert_array_equal(c.view(np.uint32), of_80 if capability < 90 else of_90)
+    assert (of_80 != of_90).any()
 
 
 @pytest.mark.pairwise

@@ -270,9 +270,30 @@ class Turn:
         return before, after
 
 
-def prefill_kernel(folder: Path, cache: str, head_size: int) -> MachineCode:
-    (code,) = machine_code(folder, f"prefill_BFloat16_{cache}_{head_size}").values()
+def prefill_kernel(
+    folder: Path, cache: str, head_size: int, is_plain: bool | None = None
+) -> MachineCode:
+    """The one for calls without rare features, or for all others. Caches of 8 bits have that alone."""
+    kernels = machine_code(folder, f"prefill_BFloat16_{cache}_{head_size}")
+    if is_plain is None:
+        is_plain = cache == "BFloat16"
+    (code,) = (code for name, code in kernels.items() if f"Lb{is_plain:d}E" in name)
     return code
+
+
+def test_the_prefill_kernel_for_most_calls_is_short(folder: Path) -> None:
+    """A short call runs most instructions once, and fetches them from memory."""
+    code, of_all = (prefill_kernel(folder, "BFloat16", 128, plain) for plain in (True, False))
+    assert len(code.bits) * 16 <= 150 * 1024 < len(of_all.bits) * 16
+
+
+def test_infinite_values_are_looked_for_in_16_positions_at_a_time(folder: Path) -> None:
+    """Only where rows differ in what they attend to: most often in 16 or 32 of a tile's positions."""
+    code = prefill_kernel(folder, "BFloat16", 128)
+    looks = [x for x in code.find("HFMA2") if code.shortest_loop([x])]
+    loops = {tuple(code.shortest_way(x, [x]) or []) for x in looks}
+    reads = {Turn(code, [*loop]).count(r"LDS\.128") for loop in loops}
+    assert reads == {2}
 
 
 def turns(code: MachineCode) -> list[Turn]:
@@ -289,7 +310,7 @@ def test_a_plain_turn_of_long_queries_is_short(
     offsets of the next positions, which are due in each other turn. Two groups of 16 rows share each
     reading of K and V. With tiles of 32, K, V and the query take 16 readings each for 128 products:
     three products a reading would take 24 registers that hold a part of the query, and the code for
-    8.6 has 21 left. ptxas puts a NOP behind most products for 12.0."""
+    8.6 has 21 left. ptxas puts a NOP behind most products for 12.0. For 10.0 it adds 5%."""
     kernels = machine_code(folder, "tensor_core_BFloat16_BFloat16_128")
     found = 0
     for name, code in kernels.items():
@@ -304,7 +325,8 @@ def test_a_plain_turn_of_long_queries_is_short(
         assert len(plain) == 2  # as seen from the wait for K, and from that for V
         for turn in plain:
             length = len(turn.way) - turn.count("NOP")
-            assert length <= 4 * tile * instructions
+            more = 1.02 if (name.endswith("100") and tile == 64) else 1
+            assert length <= 4 * tile * instructions * more
             assert 4 * tile >= products * turn.count("LDSM")
         begin, end = min(plain[0].way), max(plain[0].way) + 1
         whole = Turn(code, [*range(begin, end)])  # with what is not due in each turn
@@ -321,28 +343,31 @@ def test_portable_kernels_divide_no_column_of_a_row(folder: Path) -> None:
         assert len(code.find("FCHK")) <= 4
 
 
-@pytest.mark.parametrize("cache", ["BFloat16", "Float8E4M3"])
+@pytest.mark.parametrize(
+    ("cache", "is_plain"), [("BFloat16", True), ("BFloat16", False), ("Float8E4M3", False)]
+)
 @pytest.mark.parametrize("head_size", [64, 128, 192, 256])
 def test_weights_are_computed_while_values_are_multiplied(
-    folder: Path, head_size: int, cache: str
+    folder: Path, head_size: int, cache: str, is_plain: bool
 ) -> None:
     """The prefill kernel waits for the product with the values in the middle of the exponentials of
     a plain turn, and after those of another. ptxas may move the wait up, which changes no result."""
-    *plain_turns, other = turns(prefill_kernel(folder, cache, head_size))
+    *plain_turns, other = turns(prefill_kernel(folder, cache, head_size, is_plain))
     half = {64: 32, 128: 32, 192: 16, 256: 12}[head_size]
     assert other.exponentials()[0] >= 2 * half
     (plain,) = plain_turns
     assert min(plain.exponentials()) >= half
 
 
+@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "any"])
 @pytest.mark.parametrize("by", [cycles.THREADS, cycles.BOXES], ids=["threads", "boxes"])
-def test_a_plain_turn_is_short(folder: Path, by: str) -> None:
+def test_a_plain_turn_is_short(folder: Path, by: str, is_plain: bool) -> None:
     """About 300 instructions are arithmetic: 64 each to find the largest logit, to subtract it, for
     the exponentials and for their sum, and 32 to round. 22 compute the descriptors of 16 products, in
     uniform registers. Each third turn takes a few more: the next place is the first. What threads
     have copied takes a fence, before which ptxas puts 4 loads of nothing. V of the tile before is
     there when K is. What tensor copies bring takes a wait for V, and no fence."""
-    code = prefill_kernel(folder, "BFloat16", 128)
+    code = prefill_kernel(folder, "BFloat16", 128, is_plain)
     fences = 1 if by == cycles.THREADS else 0
     plain = Turn(code, cycles.turns_of(code, without="$^" if fences else "MEMBAR")[0])
     assert len(plain.way) <= 380
@@ -564,8 +589,9 @@ def test_two_blocks_of_the_portable_kernel_share_a_multiprocessor(
     assert [entry for entry in found if entry["blocks"][entry["target"]] < 2] == []
 
 
-TILES = {"80": 64, "86": 32, "89": 32, "90a": 64, "100": 32, "120": 32}
-"""The positions of a KV tile for which a GPU takes TensorCorePrefill (WithPrefillTile)."""
+def prefill_tile(gpu: str, cache_is_8_bit: bool) -> int:
+    """The positions of a KV tile for which a GPU takes TensorCorePrefill (WithPrefillTile)."""
+    return 64 if gpu in ("80", "90a") or (gpu == "100" and not cache_is_8_bit) else 32
 
 
 def test_two_blocks_of_long_queries_share_a_multiprocessor(kernels: list[dict[str, Any]]) -> None:
@@ -576,7 +602,7 @@ def test_two_blocks_of_long_queries_share_a_multiprocessor(kernels: list[dict[st
         for entry in kernels
         if entry["kernel"] == "TensorCorePrefill"
         for gpu, count in entry["blocks"].items()
-        if entry["variant"] == TILES[gpu]
+        if entry["variant"] == prefill_tile(gpu, entry["cache"] != entry["storage"])
     }
     assert blocks
     assert {key: count for key, count in blocks.items() if count < 2} == {}

@@ -162,20 +162,22 @@ inline int64_t FewTokens(const Params& p) { return kDecodeRows / p.group.number;
 inline constexpr int64_t kPrefillTileRows = 128;
 
 // Whether TensorCorePrefill is compiled for KV tiles of so many positions, 64 or 32. From 10.0 on
-// the compiler takes more registers, and has too few for 64. Some GPUs that run code for 8.0 have
-// shared memory for 64.
+// the compiler takes more registers. It has enough for 64 positions on 10.x if the cache has 16
+// bits. Some GPUs that run code for 8.0 have no shared memory for 64.
+template <typename C>
 XLA_GPU_HOST_DEVICE constexpr bool HasPrefillTile(int capability, int tile) {
-  return tile == 32 || capability < 100;
+  return tile == 32 || capability < (kIs8Bit<C> ? 100 : 110);
 }
 
 // Calls use(tile), of type std::integral_constant, with the positions of a KV tile of
 // TensorCorePrefill, of which two thread blocks are to share a multiprocessor. With 64 positions,
 // each read of the query feeds more products, but two of them need 132 KiB of shared memory.
-// `capability`: of the GPU, 90 is 9.0. `shared_bytes`: that a thread block can have there.
+// `capability`: of the GPU, 90 is 9.0. `shared_bytes`: that a thread block can have there. C: type
+// of the cache.
 inline constexpr int kWideTileBytes = 132 << 10;
-template <typename Use>
+template <typename C, typename Use>
 void WithPrefillTile(int capability, int shared_bytes, const Use& use) {
-  if (HasPrefillTile(capability, 64) && shared_bytes >= kWideTileBytes) {
+  if (HasPrefillTile<C>(capability, 64) && shared_bytes >= kWideTileBytes) {
     use(std::integral_constant<int, 64>());
   } else {
     use(std::integral_constant<int, 32>());

@@ -56,7 +56,7 @@ struct PrefillKernel {
 
 // Defined in sm90/prefill.cu, which is compiled once for each combination.
 template <typename T, typename C, int kHeadSize>
-PrefillKernel PrefillKernelOf();
+PrefillKernel PrefillKernelOf(const Params& p);
 
 // Of16Bits, Of8Bits or Of4Bits, for a cache of type C.
 template <typename C, typename Of16Bits, typename Of8Bits, typename Of4Bits>

@@ -115,7 +115,7 @@ std::optional<PrefillKernel> PrefillKernelFor(const gpu::Device& device, const P
           !kIs8Bit<C> || (p.ScalesAreUniform() && p.cache.ValuesHaveStridesOfKeys());
       if (!IsAligned<C>(p) || !OffsetsFit32BitChunks<C>(p) || !takes_cache) return;
       WithSmallest(PrefillHeadSizes<C>(), p.head_size,
-                   [&](auto head_size) { found = PrefillKernelOf<T, C, head_size>(); });
+                   [&](auto head_size) { found = PrefillKernelOf<T, C, head_size>(p); });
     });
   }
   return found;
@@ -284,7 +284,7 @@ void AddLaunches(std::vector<KernelLaunch>* launches) {
   add_decode(std::integral_constant<int, kLargeMultiprocessor>());
 #endif
   const auto prefill = [&](auto head_size) {
-    return std::pair(PrefillKernelOf<SomeQuery, C, head_size>().kernel, 0);
+    return std::pair(PrefillKernelOf<SomeQuery, C, head_size>(p).kernel, 0);
   };
   AddLaunches<C>("PrefillAttention", PrefillHeadSizes<C>(), prefill, launches);
 }

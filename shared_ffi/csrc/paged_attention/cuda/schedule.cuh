@@ -1,7 +1,7 @@
 // Divides the work into items. The thread blocks find their items themselves from the lengths on
 // the device; the host never reads these. The grid is as large as the GPU can hold at once, and
 // each thread block takes one of every gridDim.x items (FindDealt), or the next item whenever it
-// asks (ItemCounter).
+// asks (ResetCounter).
 //
 // Somebody else may write to lengths, tables and masks while a kernel runs. What follows from them
 // is checked where it is used, in the copy that is used. Threads that meet at a barrier or a
@@ -340,26 +340,9 @@ class ScheduleOf {
 // memory for two thread blocks of TensorCoreAttention with heads of 128.
 using Schedule = ScheduleOf<119>;
 
-// Deals the numbers of work items to the thread blocks as they ask for them. With the largest items
-// first, all blocks end at about the same time. Who computes an item changes none of its bits.
-class ItemCounter {
- public:
-  // `counter` is 0 when the kernel begins: ResetCounter. `number` is in shared memory.
-  __device__ ItemCounter(int32_t* counter, int32_t* number) : counter_(counter), number_(number) {}
-
-  // The schedule's threads call it, and Schedule::Find between two calls. Also a barrier.
-  __device__ int64_t Next() const {
-    if (threadIdx.x == 0) *number_ = atomicAdd(counter_, 1);
-    gpu::SyncThreads(kScheduleBarrier, kThreads);
-    return *number_;
-  }
-
- private:
-  int32_t* const counter_;
-  int32_t* const number_;
-};
-
-// For the ItemCounter of the next kernel. All threads call it.
+// Scratch::counter deals the numbers of work items to the thread blocks of the prefill kernel as
+// they ask for them. With the largest items first, all blocks end at about the same time. Who
+// computes an item changes none of its bits. All threads of the kernel before call it.
 __device__ inline void ResetCounter(const Scratch& scratch) {
   if (blockIdx.x == 0 && threadIdx.x == 0) *scratch.counter = 0;
 }

@@ -1,31 +1,15 @@
 // The decode kernel.
 #pragma once
 
+#include "../plain_calls.cuh"
 #include "decode_consumer.cuh"
 #include "decode_producer.cuh"
 
 namespace xla_gpu::paged_attention {
 
-// Whether a call has none of the features that few calls have: a kernel without them is smaller.
+// Whether the kernel for plain calls computes it.
 inline bool IsPlain(const Params& p, const DecodeNumbers& numbers) {
-  return p.is_causal && !p.is_latent && p.soft_cap == 0 && p.alibi_slopes == nullptr &&
-         p.ScalesAreUniform() && p.tree_mask == nullptr && p.bidirectional_ranges == nullptr &&
-         numbers.TilesFit31Bits();
-}
-
-// The parameters of a call that IsPlain, as the compiler sees it, too.
-__device__ __forceinline__ Params PlainParams(const Params& p) {
-  Params plain = p;
-  plain.is_causal = true;
-  plain.window_right = 0;
-  plain.causal = nullptr;
-  plain.is_latent = false;
-  plain.soft_cap = 0;
-  plain.alibi_slopes = nullptr;
-  plain.tree_mask = plain.bidirectional_ranges = nullptr;
-  plain.k_scale.block_stride = plain.k_scale.position_stride = 0;
-  plain.v_scale.block_stride = plain.v_scale.position_stride = 0;
-  return plain;
+  return IsPlain(p) && numbers.TilesFit31Bits();
 }
 
 // kIsPlain: see IsPlain. kPartsAreInBlocks: see DecodeNumbers.

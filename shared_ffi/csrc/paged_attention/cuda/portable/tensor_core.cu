@@ -37,11 +37,12 @@ AttentionKernel TensorCorePrefillOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD
     const gpu::Device& device) {
   AttentionKernel found;
   if constexpr (kHasTensorCorePrefill<XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>) {
-    WithPrefillTile(device.capability, device.shared_bytes, [&](auto tile) {
-      using Layout =
-          TensorCorePrefillLayout<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE, tile>;
-      found = {{TensorCorePrefill<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE, tile>,
-                kThreads, Layout::kSharedBytes + gpu::kMoreSharedBytes},
+    using T = XLA_GPU_STORAGE;
+    using C = XLA_GPU_CACHE;
+    WithPrefillTile<C>(device.capability, device.shared_bytes, [&](auto tile) {
+      using Layout = TensorCorePrefillLayout<T, C, XLA_GPU_HEAD_SIZE, tile>;
+      found = {{TensorCorePrefill<T, C, XLA_GPU_HEAD_SIZE, tile>, kThreads,
+                Layout::kSharedBytes + gpu::kMoreSharedBytes},
                kPrefillTileRows,
                tile};
     });

@@ -1,14 +1,17 @@
 // Compiled for sm_90a only, once for each type of query, type of cache and head size.
 #include "../kernels.cuh"
+#include "../plain_calls.cuh"
 #include "prefill_consumer.cuh"
 #include "prefill_producer.cuh"
 
 namespace xla_gpu::paged_attention {
 
-template <typename T, typename C, int kHeadSize>
+// kIsPlain: for calls that IsPlain alone.
+template <typename T, typename C, int kHeadSize, bool kIsPlain>
 __global__ void __launch_bounds__(kPrefillThreads, 1)
-    PrefillAttention(Params p, Scratch scratch, QueryLengths lengths,
+    PrefillAttention(Params params, Scratch scratch, QueryLengths lengths,
                      const __grid_constant__ PrefillMaps maps) {
+  const Params p = kIsPlain ? PlainParams(params) : params;
   using Shared = PrefillShared<T, C, kHeadSize>;
   using Registers = PrefillRegisters<C, kHeadSize>;
   auto* shared = reinterpret_cast<Shared*>(gpu::SharedMemory());
@@ -42,11 +45,16 @@ __global__ void __launch_bounds__(kPrefillThreads, 1)
 }
 
 template <>
-PrefillKernel PrefillKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>() {
-  using Shared = PrefillShared<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>;
-  return {{PrefillAttention<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>, kPrefillThreads,
-           static_cast<int>(sizeof(Shared))},
-          kPrefillRows};
+PrefillKernel PrefillKernelOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>(const Params& p) {
+  using T = XLA_GPU_STORAGE;
+  using C = XLA_GPU_CACHE;
+  auto* kernel = PrefillAttention<T, C, XLA_GPU_HEAD_SIZE, false>;
+  // Kernels of caches of 8 bits compute all calls: fewer are compiled.
+  if constexpr (!kIs8Bit<C>) {
+    if (IsPlain(p)) kernel = PrefillAttention<T, C, XLA_GPU_HEAD_SIZE, true>;
+  }
+  constexpr int kBytes = sizeof(PrefillShared<T, C, XLA_GPU_HEAD_SIZE>);
+  return {{kernel, kPrefillThreads, kBytes}, kPrefillRows};
 }
 
 }  // namespace xla_gpu::paged_attention

@@ -50,14 +50,15 @@
 // when the last product with keys ends. The next one is copied while a consumer turns logits into
 // weights, multiplies them and writes its rows.
 //
-// Between two items the tensor cores wait for the consumers. In a model of the machine code, for
-// bfloat16 and heads of 128, a consumer takes 8,200 to 8,400 cycles from its turn for the last tile
-// of an item to its first product of the next item. The products of both take 4,096 of them. About
-// 1,000 pass until the logits are there, 1,400 until the masked weights are, 900 while it looks for
-// infinite values, 700 for the last product, 1,500 to write its rows, and 850 to find the ranges of
-// the next rows. Divisions by the size of the group would take 2,100 more. Nobody waits for the
-// producer: it has found the item, and it copies the query with 300 instructions when the logits
-// are there.
+// Between two items the tensor cores wait for the consumers: for the logits and the masked weights
+// of the last tile, until infinite values have been looked for, for the last product, for the rows
+// that are written, and for the ranges of the next rows. Divisions by the size of the group would
+// take 2,100 cycles more, in a model of the machine code. Nobody waits for the producer: it has
+// found the item, and it copies the query with 300 instructions when the logits are there.
+//
+// A call without rare features takes a kernel that is compiled for such calls alone
+// (plain_calls.cuh), if the cache has 16 bits. A short call runs most instructions once, so their
+// fetch takes long.
 #pragma once
 
 #include "../../../gpu/sm90.cuh"

@@ -284,10 +284,22 @@ class PrefillConsumer {
     if (!Shared::KeysHoldValues(p_)) WaitForValues(stage);
     if (!common_.RowsDiffer(item_, tile * kTile, (tile + 1) * kTile)) return true;
     const Element* values = Values(stage);
-    constexpr int kChunks = CacheRows::kElements / CacheRows::kChunk;
-    const bool found =
-        HoldsNonFinite<Element>(static_cast<int>(threadIdx.x) % kThreads, kChunks, kThreads,
-                                [&](int i) { return values + i * CacheRows::kChunk; });
+    // Only the positions that some row leaves out, in steps of 16 rows of 64 columns.
+    const int32_t from = tile * kTile;
+    const bool left = common_.begin > max(item_.begin, from);
+    const int first = left ? 0 : max(0, min(common_.end - from, kTile)) / 16 * 16;
+    const int last = min((min(item_.end - from, kTile) + 15) / 16 * 16, kTile);
+    NonFinite<Element> non_finite;
+    const int thread = static_cast<int>(threadIdx.x) % kThreads;
+#pragma unroll 1
+    for (int row = first; row < last; row += 16) {
+#pragma unroll
+      for (int block = 0; block < CacheRows::kChunks / 8; ++block) {
+        non_finite.LookAt(values + block * CacheRows::kBlockElements +
+                          row * CacheRows::kBlockColumns + thread * CacheRows::kChunk);
+      }
+    }
+    const bool found = non_finite.IsFound();
     return !gpu::AnyInThreads(kThreadsBarrier + consumer_, kThreads, found);
   }
 
@@ -349,7 +361,8 @@ class PrefillConsumer {
   // Turns the logits of a KV tile into weights.
   __device__ void Weigh(int32_t tile, float (&logits)[kTile / 8][4], float (&rescales)[2]) {
     const int32_t begin = tile * kTile, end = begin + kTile;
-    softmax_.ToLogits(begin, /*masked=*/!common_.Contains(begin, end), logits);
+    softmax_.template ToLogits</*kSeldomBegins=*/!kIs8Bit<C>>(
+        begin, /*masked=*/!common_.Contains(begin, end), logits);
     softmax_.Weigh(logits, rescales);
   }
 

@@ -189,7 +189,10 @@ class PrefillProducer {
     // tile's has been used: a wait for one load in a register is a wait for the next one, too.
     int32_t position = PositionIn(first);
     int32_t number = 0;
-    if (threadIdx.x == 0) number = atomicAdd(scratch_.counter, 1);
+    if (threadIdx.x == 0) {
+      // The first items are dealt: a block waits for no atomic before its first copy.
+      number = next == 0 ? blockIdx.x : gridDim.x + atomicAdd(scratch_.counter, 1);
+    }
     int32_t block = IsIn(item, position) ? BlockOf(p_, item, position) : 0;
     if (threadIdx.x == 0) shared_.number = number;
     int32_t tile = first, until = kIs8Bit<C> ? INT32_MAX : first + Shared::kStages;
