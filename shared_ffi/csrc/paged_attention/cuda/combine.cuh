@@ -151,13 +151,13 @@ XLA_GPU_HOST_DEVICE inline int64_t CombineParts(const Params& p) {
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 5)
     Combine(Params p, Scratch scratch, ItemRows item_rows) {
+  gpu::WaitForKernelsBefore();
   const ValidBatch batch(p, reinterpret_cast<int*>(gpu::SharedMemory()));
   const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
   const int64_t parts = CombineParts(p), pieces = p.num_heads * parts;
   const int64_t num_warps = int64_t{gridDim.x} * kWarps;
   const int64_t shares = Larger(1, Smaller(pieces, DivideU32(num_warps, p.num_tokens)));
   Tokens tokens(p, scratch, item_rows, batch);
-  gpu::WaitForKernelsBefore();
   int64_t n = int64_t{blockIdx.x} * kWarps + warp;
   for (; n < p.num_tokens * shares; n += num_warps) {
     const int64_t token = DivideU32(n, shares);

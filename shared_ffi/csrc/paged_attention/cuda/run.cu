@@ -16,11 +16,10 @@
 namespace xla_gpu::paged_attention {
 namespace {
 
-// Before the decode kernel, which begins once this one has waited for the kernels before: so it
-// need not wait for them itself. It waits before its first arrival.
+// Before the decode kernel, which prepares its shared memory meanwhile.
 __global__ void __launch_bounds__(kThreads) ZeroArrivals(int32_t* arrivals, int64_t count) {
-  gpu::WaitForKernelsBefore();
   gpu::LetNextKernelBegin();
+  gpu::WaitForKernelsBefore();
   const int64_t step = int64_t{gridDim.x} * kThreads;
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += step) {
     arrivals[i] = 0;
@@ -191,7 +190,7 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
     int64_t num_blocks = 0;
     if (gpu::Error error = kernel.BlocksFor(device, num_items, &num_blocks)) return error;
     numbers.num_thread_blocks = Divisor(Larger(1, num_blocks));
-    numbers.writes_other_rows = is_alone;
+    numbers.is_last = is_alone;
     if (!gpu::kZerosArrivals) numbers.nonce = ++num_calls << kNonceShift;
     if (gpu::kZerosArrivals && scratch.max_splits > 1 && num_blocks > 0) {
       const int64_t count = p.max_seqs * p.num_kv_heads;
@@ -201,7 +200,6 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
               zero.LaunchResident(device, zero_blocks, stream, scratch.arrivals, count)) {
         return error;
       }
-      numbers.follows_zeros = true;
     }
     kernel.begins_early = LaunchesEarly(device);
     if (gpu::Error error = kernel.Launch(num_blocks, stream, p, scratch, numbers)) {

@@ -35,9 +35,8 @@ class DecodeConsumer {
         scales_are_uniform_(p.ScalesAreUniform()) {}
 
   __device__ void Run() {
-    gpu::WaitForKernelsBefore();  // arrivals are zero from now on
     ResetCounter(scratch_);
-    if (numbers_.writes_other_rows) DecodeOtherRows<T>(p_, numbers_).Write();
+    if (numbers_.is_last) DecodeOtherRows<T>(p_, numbers_).Write();
     for (typename Shared::ItemState stage;; stage = stage.Next()) {
       shared_.work_barriers.WaitFilled(stage);
       const DecodeWork& work = shared_.work[stage.index];

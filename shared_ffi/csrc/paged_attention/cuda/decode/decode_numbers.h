@@ -46,9 +46,8 @@ struct DecodeNumbers {
   uint32_t num_blocks;
   uint32_t table_bytes;  // of a sequence's row of block_tables
   Divisor num_thread_blocks;
-  bool follows_zeros;      // the kernel begins after those that write what it reads: ZeroArrivals
-  uint32_t nonce = 0;      // of the call, if not kZerosArrivals: see DecodeConsumer
-  bool writes_other_rows;  // those without work items: no other kernel follows
+  uint32_t nonce = 0;  // of the call, if not kZerosArrivals: see DecodeConsumer
+  bool is_last;        // no kernel of the call follows: rows without work items are this one's, too
   CacheChunks keys;
   CacheChunks values;
 
@@ -67,8 +66,7 @@ struct DecodeNumbers {
         num_blocks(Smaller(p.num_blocks, int64_t{1} << 31)),
         table_bytes(static_cast<uint32_t>(p.max_blocks_per_seq * 4)),
         num_thread_blocks(1),
-        follows_zeros(false),
-        writes_other_rows(false) {
+        is_last(false) {
     max_query_len = max_rows / group;
     if (p.max_query_len != 0) max_query_len = Smaller(p.max_query_len, max_query_len);
     const KvCache& cache = p.cache;
