@@ -215,6 +215,28 @@ def test_the_first_copy_comes_soon(decode_kernel: MachineCode) -> None:
     assert cycles.cycles_of_way(code, way, L2_HIT, {meeting: met}) <= 2600
 
 
+def test_a_merge_of_32_splits_is_short(decode_cache: str, decode_kernel: MachineCode) -> None:
+    """From where the last thread block to arrive asks for the states of a row's splits, until they are
+    merged. The sums of 8 splits, or of 4 with an 8-bit cache, are on their way while as many are
+    merged. In the model, with all of it in the L2 cache."""
+    code = decode_kernel
+    arrival = code.find("CCTL.IVALL")[0]
+    sums = code.find(r"LDG\.E\.128")
+    before = code.shortest_way(arrival, sums)
+    assert before is not None
+    states = [n for n, i in enumerate(before) if "LDG.E.64" in code.instructions[i]][-1]
+    loops = [code.shortest_way(i, [i], without={before[states]}) or [] for i in sums]
+    most = max(len({*loop} & {*sums}) for loop in loops)
+    assert most == {"BFloat16": 16, "Float8E4M3": 8}[decode_cache]
+    turn = min((loop for loop in loops if len({*loop} & {*sums}) == most), key=len)
+    entry = code.shortest_way(before[-1], turn)
+    assert entry is not None
+    begin = turn.index(entry[-1])
+    turn = turn[begin:] + turn[:begin]
+    way = [*before[states:], *entry[:-1], *turn * (32 // most)]
+    assert cycles.cycles_of_way(code, way, L2_HIT) <= 4000
+
+
 @pytest.mark.parametrize(("kernel", "ids"), [(0, 2), (1, 1)], ids=["any", "parts"])
 def test_block_ids_come_while_tiles_are_copied(
     kernel: int, ids: int, decode_cache: str, decode_kernels: list[MachineCode]

@@ -28,8 +28,6 @@ __global__ void __launch_bounds__(kThreads) ZeroArrivals(int32_t* arrivals, int6
 constexpr int64_t kZerosPerBlock = 8192;  // a block writes them before the decode kernel has begun
 std::atomic<uint32_t> num_calls{0};       // of the decode kernel, if not kZerosArrivals
 
-constexpr int kCombineSharedBytes = ValidBatch::kSharedInts * sizeof(int);
-
 // Calls use(C()) for the type C of the cache of queries of type T.
 template <typename T, typename Use>
 auto WithCacheType(const Params& p, const Use& use) {
