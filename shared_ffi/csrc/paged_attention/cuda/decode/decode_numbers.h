@@ -8,6 +8,7 @@ namespace xla_gpu::paged_attention {
 // Positions of a KV tile in a cache of type C: as many bytes for each type.
 template <typename C>
 inline constexpr int kDecodeTile = kIs8Bit<C> ? 32 : 16;
+inline constexpr int kLargestDecodeTile = 32;
 // Positions of a part of a KV tile. Where blocks are whole parts, each part lies in one block.
 inline constexpr int kDecodePart = 16;
 
@@ -85,6 +86,10 @@ struct DecodeNumbers {
   bool PartsAreInBlocks() const {
     return block_size.number % kDecodePart == 0 && block_size.number <= 1 << 26;
   }
+
+  // Whether a sequence can have several splits. A window counts as its positions: see
+  // DecodeSchedule.
+  bool HasSplits() const { return Smaller(capacity, window) > kMinSplit; }
 
   // Whether the number of KV tiles of all sequences and kv heads has 31 bits, whatever the lengths.
   bool TilesFit31Bits() const {
