@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 from collections import Counter, defaultdict, deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -176,6 +176,29 @@ def cycles_of(instruction: str) -> int:
     if name in ("LDGSTS", "LDG", "LDS", "STS", "STG"):
         return 16 if "128" in modifiers else 4
     return {"mufu": 8, "fma": 2 if name == "IMAD" else 1}.get(unit or "", 2)
+
+
+def cycles_of_way(
+    code: MachineCode, way: Sequence[int], load: float = LOAD, until: Mapping[int, float] = {}
+) -> float:
+    """When a warp that is alone has issued these instructions, one after the other.
+
+    Args:
+        load: the cycles of a load from global memory.
+        until: the instructions at which it waits for others, and when these are there.
+    """
+    now, boards = 0.0, [0.0] * 8
+    for i in way:
+        now = max([now, until.get(i, 0), *(boards[b] for b in range(6) if code.waits(i, b))])
+        name = name_of(code.instructions[i]).split(".")[0]
+        unit = UNIT_OF.get(name)
+        result = {"mufu": EXPONENTIAL, "mio": MIO_LATENCY}.get(unit or "", RESULT)
+        result = {"LDG": load, "LDC": CONSTANT}.get(name, result)
+        board, read = code.scoreboard(i), code.read_scoreboard(i)
+        boards[board] = max(boards[board], now + result)
+        boards[read] = max(boards[read], now + RESULT)
+        now += code.stall(i)
+    return now
 
 
 @dataclass(eq=False)

@@ -287,6 +287,9 @@ struct Change {
 };
 extern "C" __attribute__((visibility("default"))) Change number_change;
 
+// Whether the last kernel has let the next one begin. After a call it must not have: tests look.
+extern "C" __attribute__((visibility("default"))) int lets_next_begin;
+
 struct Launch {
   const Kernel* kernel;
   std::array<unsigned, 3> grid, threads;
@@ -330,17 +333,10 @@ struct Block {
 [[noreturn]] void Fail(const std::string& message);
 
 // The place in a lane's global memory. Throws a Trap if it is misaligned or certainly not there.
-char* GlobalAddress(const Warp& warp, int lane, uint64_t address, int bytes, bool is_write);
+char* GlobalAddress(const Warp& warp, int lane, uint64_t address, int bytes);
 
 // The space of an access, and the address in it.
 Space SpaceOf(const Instruction& i, uint64_t* address);
-
-// Notes what a kernel writes whose successor may begin early. An early access to it is a Trap.
-void NoteWrite(const Warp& warp, uint64_t address, int bytes);
-// A kernel that lets the next one begin before it has waited: what the kernel before writes is not
-// there for the next one, either.
-void LetNextBegin(const Warp& warp);
-void CheckEarlyAccess(const Warp& warp, uint64_t address, int bytes);
 
 // Completes a lane's copies up to the first entry of its queue that is not done.
 void CompleteCopies(Warp* warp, int lane, size_t num_entries);

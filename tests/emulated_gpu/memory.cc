@@ -29,7 +29,7 @@ void Change::Read(const char* from, int num_bytes) {
   std::swap_ranges(place, place + bytes, reinterpret_cast<char*>(&value));
 }
 
-char* GlobalAddress(const Warp& warp, int lane, uint64_t address, int bytes, bool is_write) {
+char* GlobalAddress(const Warp& warp, int lane, uint64_t address, int bytes) {
   warp.block->lane = lane;
   if (address % static_cast<uint64_t>(bytes) != 0) {
     Fail("a misaligned access of " + std::to_string(bytes) + " bytes at global address " +
@@ -37,10 +37,8 @@ char* GlobalAddress(const Warp& warp, int lane, uint64_t address, int bytes, boo
   }
   if (address < 4096 || address >> 47 != 0)
     Fail("an access at address " + std::to_string(address) + ", where no global memory can be");
-  if (warp.block->launch->begins_early && !warp.has_waited && is_write) {
-    Fail("a write to global memory before griddepcontrol.wait");
-  }
-  CheckEarlyAccess(warp, address, bytes);
+  if (warp.block->launch->begins_early && !warp.has_waited)
+    Fail("an access to global memory before griddepcontrol.wait");
   return reinterpret_cast<char*>(address);
 }
 
@@ -91,7 +89,7 @@ const char* Source(Warp& w, const Instruction& i, int lane, uint64_t address, in
   if (space == Space::kLocal) return LocalAddress(w, lane, address, bytes);
   if (space == Space::kShared) return w.block->shared.Read(w, lane, address, bytes, i.used_bytes);
   if (space == Space::kGlobal) {
-    const char* source = GlobalAddress(w, lane, address, bytes, false);
+    const char* source = GlobalAddress(w, lane, address, bytes);
     if (w.block->has_races_checked) global_order.CheckRead(w, address, bytes);
     return source;
   }
@@ -128,8 +126,7 @@ void Write(Warp& w, const Instruction& i, int lane, uint64_t address, const char
     if (w.block->shared.Holds(address, bytes, value)) return;
     to = w.block->shared.Write(w, lane, address, bytes);
   } else {
-    to = GlobalAddress(w, lane, address, bytes, true);
-    NoteWrite(w, address, bytes);
+    to = GlobalAddress(w, lane, address, bytes);
     if (w.block->has_races_checked) global_order.Write(w, address, bytes);
   }
   std::memcpy(to, value, static_cast<size_t>(bytes));
@@ -161,8 +158,7 @@ Outcome Atomic(Warp& w, const Instruction& i) {
     uint64_t at = w.Address(address, lane);
     w.block->lane = lane;
     if (SpaceOf(i, &at) != Space::kGlobal) Fail("an atomic that is not in global memory");
-    char* place = GlobalAddress(w, lane, at, sizeof(T), true);
-    NoteWrite(w, at, sizeof(T));
+    char* place = GlobalAddress(w, lane, at, sizeof(T));
     global_order.Atomic(&w, at, (i.number & kAcquires) != 0, (i.number & kReleases) != 0);
     T before;
     std::memcpy(&before, place, sizeof(T));
@@ -189,7 +185,7 @@ Outcome CopyAsync(Warp& w, const Instruction& i) {
     if (valid > static_cast<uint64_t>(bytes)) Fail("a copy from more bytes than to");
     const uint64_t to = w.Address(i.At(0), lane), from = w.Address(i.At(1), lane);
     const char* source = nullptr;
-    if (valid > 0) source = GlobalAddress(w, lane, from, bytes, false);
+    if (valid > 0) source = GlobalAddress(w, lane, from, bytes);
     w.block->shared.BeginCopy(w, lane, to, bytes, i.line, false);
     w.queues[static_cast<size_t>(lane)].push_back({Pending::kCopy, static_cast<uint8_t>(bytes),
                                                    static_cast<uint8_t>(valid), i.line, to,

@@ -360,7 +360,6 @@ class Parser {
     }
     if (operands.size() < 2) instruction.num_results = 0;
     kernel_->has_wgmma |= instruction.is_wgmma;
-    kernel_->lets_next_begin |= instruction.opcode == "griddepcontrol.launch_dependents";
     kernel_->code.push_back(std::move(instruction));
   }
 

@@ -80,7 +80,6 @@ struct Kernel {
   std::vector<Constant> constants;
   std::vector<std::pair<int32_t, std::string>> specials;  // slots of 4 bytes, and %tid.x and so on
   bool has_wgmma = false;
-  bool lets_next_begin = false;
 };
 
 // A kernel of a text in PTX, or null. Throws std::runtime_error with the line of what it does not

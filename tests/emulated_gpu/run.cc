@@ -7,16 +7,11 @@
 #include <csignal>
 #include <cstring>
 #include <memory>
-#include <unordered_set>
 
 #include "machine.h"
 
 namespace emulated_gpu {
 namespace {
-
-// Sectors of 32 bytes that the last kernel wrote whose successor may begin early.
-std::unordered_set<uint64_t> written_before, written_now;
-bool notes_writes = false, has_early_accesses = false, lets_begin_unwaited = false;
 
 sigjmp_buf segfault;
 volatile sig_atomic_t is_running = 0;
@@ -246,32 +241,14 @@ void Block::Run() {
   }
 }
 
-void NoteWrite(const Warp&, uint64_t address, int bytes) {
-  if (!notes_writes) return;
-  for (uint64_t sector = address / 32; sector * 32 < address + static_cast<uint64_t>(bytes);
-       ++sector)
-    written_now.insert(sector);
-}
-
-void LetNextBegin(const Warp& warp) {
-  lets_begin_unwaited |= warp.block->launch->begins_early && !warp.has_waited;
-}
-
-void CheckEarlyAccess(const Warp& warp, uint64_t address, int) {
-  if (!has_early_accesses || warp.has_waited) return;
-  if (written_before.count(address / 32) != 0)
-    Fail("an access before griddepcontrol.wait to what the kernel before writes");
-}
+int lets_next_begin = 0;
 
 void RunKernel(const Launch& launch, unsigned seed) {
   const Kernel& kernel = *launch.kernel;
   const size_t num_threads = size_t{launch.threads[0]} * launch.threads[1] * launch.threads[2];
   const size_t num_warps = (num_threads + kLanes - 1) / kLanes;
   const size_t num_blocks = size_t{launch.grid[0]} * launch.grid[1] * launch.grid[2];
-  notes_writes = kernel.lets_next_begin;
-  has_early_accesses = launch.begins_early && !written_before.empty();
-  lets_begin_unwaited = false;
-  written_now.clear();
+  lets_next_begin = 0;
   global_order.Reset();
 
   Block block{};
@@ -360,8 +337,6 @@ void RunKernel(const Launch& launch, unsigned seed) {
   }
   is_running = 0;
   sigaction(SIGSEGV, &former_action, nullptr);
-  if (lets_begin_unwaited) written_now.insert(written_before.begin(), written_before.end());
-  written_before.swap(written_now);
   if (counts != nullptr) counters.Write(Demangled(kernel.name), counts);
   if (!failure.empty()) {
     std::string place =

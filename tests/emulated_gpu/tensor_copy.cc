@@ -65,7 +65,7 @@ TensorMap MapAt(Warp& w, int lane, uint64_t address) {
   if (space == Space::kParam && address + 128 <= parameters.size()) {
     std::memcpy(&map, parameters.data() + address, sizeof(map));
   } else if (space == Space::kGlobal) {
-    std::memcpy(&map, GlobalAddress(w, lane, address, 64, false), sizeof(map));
+    std::memcpy(&map, GlobalAddress(w, lane, address, 64), sizeof(map));
     const auto& fences = w.block->tensor_maps[address];
     if (std::none_of(fences.begin(), fences.end(), [&](const auto& fence) {
           return fence.second <= w.seen.generic[fence.first];
@@ -93,7 +93,7 @@ void Begin(Warp& w, const TensorCopy& copy) {
     const uint64_t last = from + static_cast<uint64_t>(end);
     for (uint64_t at = (from + static_cast<uint64_t>(begin)) & ~uint64_t{3};
          begin < end && at < last; at += 4) {
-      GlobalAddress(w, copy.lane, at, 4, false);
+      GlobalAddress(w, copy.lane, at, 4);
       if (block.has_races_checked) global_order.CheckAsyncRead(at);
       if (block.counters != nullptr && at / 32 != sector) {
         sector = at / 32;

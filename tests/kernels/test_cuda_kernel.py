@@ -117,7 +117,7 @@ def test_the_kernels_of_a_call_on_hopper(
     group: int, q_lens: Any, max_query_len: int | None, kernels: Any, gpu: Gpu, launches: Any
 ) -> None:
     """A decoding step launches the decode kernel, and before it one thread block that sets numbers to
-    zero, unless no context can be split."""
+    zero, unless no context can be split, nor the window."""
     case = Case(
         id="launches",
         sequences=tuple((q_len, 700) for q_len in q_lens),
@@ -138,7 +138,28 @@ def test_the_kernels_of_a_call_on_hopper(
     if kernels == [ZEROS, DECODE]:
         short = replace(case, sequences=tuple((q_len, 60) for q_len in q_lens), unused_blocks=0)
         for each in (gpu, gpu.on_hopper()):
-            assert [threads for _, threads, _ in launches(each, short)] == [DECODE]
+            for unsplit in (short, replace(case, sliding_window=128)):
+                assert [threads for _, threads, _ in launches(each, unsplit)] == [DECODE]
+
+
+@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn"])
+def test_a_window_of_128_has_one_split(cache_dtype: str | None, each_kernel: Gpu) -> None:
+    """Wherever it begins, and with several query tokens, too: no partial result is written."""
+    case = Case(
+        id="window",
+        sequences=tuple((1 + n % 4, 600 + 13 * n) for n in range(32)),
+        head_size=128,
+        dtype="bfloat16",
+        cache_dtype=cache_dtype,
+        sliding_window=128,
+        max_query_len=4,
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    scratch = scratch_of(inputs, attributes)
+    result = attend(each_kernel, inputs, scratch=scratch, **attributes)
+    assert_close_on_cuda(result, inputs, attributes)
+    assert (scratch != 0xFF).sum() <= 4  # the counter for another kernel
+    assert_same_bits(attend(each_kernel, inputs, **attributes, seed=2), result)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -27,6 +27,7 @@ SMALLEST_SHARED_BYTES = 99 * 1024  # the limit of a thread block on sm_86, sm_89
 LARGE_SHARED_BYTES = 227 * 1024  # on sm_90
 LARGE_MULTIPROCESSOR = 228  # KiB: the second number of a decode kernel's template
 GRADIENTS = ("TensorCoreKeyGradients", "TensorCoreQueryGradients")
+L2_HIT = 300  # cycles of a load
 WIDE_SHARED_BYTES = 163 * 1024  # on sm_80, the smallest that the kernel for wide heads runs on
 
 
@@ -189,18 +190,57 @@ def test_a_tile_of_the_decode_kernel_takes_few_instructions(
     assert [load for load in loads if any(load in way for way in [turn, *ways])] == []
 
 
-def test_few_instructions_come_before_the_first_copy(decode_kernel: MachineCode) -> None:
-    """On the shortest way of the warp that schedules: it loads the lengths, scans them, finds its
-    first split with three quotients, hands it over, asks for its block ids, hands over that there
-    is no other split, and copies."""
-    code, at, count = decode_kernel, 0, 1
-    marks = ["LDG.E.STRONG", *["SHFL.UP"] * 5, *["MUFU.RCP"] * 3]
-    marks += ["SYNCS.ARRIVE", r"LDG\.E R", "SYNCS.ARRIVE", r"LDGSTS\.E"]
+def way_along(code: MachineCode, *marks: str) -> list[int]:
+    """The shortest way from a kernel's begin along instructions that match these, in this order."""
+    way = [0]
     for mark in marks:
-        way = code.shortest_way(at, code.find(mark))
-        assert way is not None, mark
-        at, count = way[-1], count + len(way)
-    assert count <= 400
+        part = code.shortest_way(way[-1], code.find(mark))
+        assert part is not None, mark
+        way += part
+    return way
+
+
+def test_the_first_copy_comes_soon(decode_kernel: MachineCode) -> None:
+    """On the shortest way of the warp that schedules: it loads the lengths, meets the others, scans
+    the lengths, finds its first split with three quotients, hands it over, asks for its block ids,
+    hands over that there is no other split, and copies. The others have made all barriers in shared
+    memory then, without a loop over the lanes (whose exit tests whether any is left). In the model,
+    with the lengths and ids in the L2 cache."""
+    code = decode_kernel
+    meeting = code.find("BAR.SYNC")[0]
+    barriers = code.find("SYNCS.EXCH")
+    assert len(barriers) > 16
+    assert [i for i in code.find("BRA.U.ANY") if i < meeting] == []
+    making = way_along(code, "SYNCS.EXCH", "BAR.SYNC")
+    assert {*barriers} < {*making}
+    marks = ["LDG.E.STRONG", "BAR.SYNC", *["SHFL.UP"] * 5, *["MUFU.RCP"] * 3]
+    marks += ["SYNCS.ARRIVE", r"LDG\.E R", "SYNCS.ARRIVE", r"LDGSTS\.E"]
+    way = way_along(code, *marks)
+    assert len(way) <= 410
+    met = cycles.cycles_of_way(code, making, L2_HIT)
+    assert cycles.cycles_of_way(code, way, L2_HIT, {meeting: met}) <= 2300
+
+
+def test_a_merge_of_32_splits_is_short(decode_cache: str, decode_kernel: MachineCode) -> None:
+    """From where the last thread block to arrive asks for the states of a row's splits, until they are
+    merged. The sums of 8 splits, or of 4 with an 8-bit cache, are on their way while as many are
+    merged. In the model, with all of it in the L2 cache."""
+    code = decode_kernel
+    arrival = code.find("CCTL.IVALL")[0]
+    sums = code.find(r"LDG\.E\.128")
+    before = code.shortest_way(arrival, sums)
+    assert before is not None
+    states = [n for n, i in enumerate(before) if "LDG.E.64" in code.instructions[i]][-1]
+    loops = [code.shortest_way(i, [i], without={before[states]}) or [] for i in sums]
+    most = max(len({*loop} & {*sums}) for loop in loops)
+    assert most == {"BFloat16": 16, "Float8E4M3": 8}[decode_cache]
+    turn = min((loop for loop in loops if len({*loop} & {*sums}) == most), key=len)
+    entry = code.shortest_way(before[-1], turn)
+    assert entry is not None
+    begin = turn.index(entry[-1])
+    turn = turn[begin:] + turn[:begin]
+    way = [*before[states:], *entry[:-1], *turn * (32 // most)]
+    assert cycles.cycles_of_way(code, way, L2_HIT) <= 4000
 
 
 @pytest.mark.parametrize(("kernel", "ids"), [(0, 2), (1, 1)], ids=["any", "parts"])

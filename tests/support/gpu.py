@@ -111,6 +111,16 @@ def captured(runtime: Any, call: Callable[[int], None]) -> Iterator[Callable[[],
 class EmulatedGpu(Gpu):
     stream = 0
 
+    @property
+    def _machine(self) -> ctypes.CDLL:
+        """The library with the kernels."""
+        return ctypes.CDLL(self.native.__file__)
+
+    def _check_the_last_kernel(self) -> None:
+        """Whatever follows a call is somebody else's: see LetNextKernelBegin."""
+        lets_next_begin = ctypes.c_int.in_dll(self._machine, "lets_next_begin")
+        assert not lets_next_begin.value, "the last kernel of a call lets the next one begin"
+
     @contextmanager
     def captured(self, call: Callable[[], None]) -> Iterator[Callable[[int], None]]:
         """Captures what `call` runs on this GPU in a CUDA graph. Yields what replays it, in the order
@@ -126,8 +136,9 @@ class EmulatedGpu(Gpu):
         def replay_with(seed: int) -> None:
             with self._is_there(seed):
                 replay()
+            self._check_the_last_kernel()
 
-        with captured(ctypes.CDLL(self.native.__file__), call_on) as replay:
+        with captured(self._machine, call_on) as replay:
             yield replay_with
 
     @contextmanager
@@ -138,7 +149,7 @@ class EmulatedGpu(Gpu):
         begin, size = array.ctypes.data, array.itemsize
         numbers = dict.fromkeys(("reads", "every", "value", "counted"), 0) | fields
         numbers |= {"begin": begin, "end": begin + array.nbytes, "place": begin + place * size}
-        change = Change.in_dll(ctypes.CDLL(self.native.__file__), "number_change")
+        change = Change.in_dll(self._machine, "number_change")
         for name, number in ({"kernel": kernel.encode(), "bytes": size} | numbers).items():
             setattr(change, name, number)
         try:
@@ -158,6 +169,7 @@ class EmulatedGpu(Gpu):
         with self._is_there(seed):
             addresses = [[x.ctypes.data for x in arrays] for arrays in (operands, results)]
             call(*addresses, stream=self.stream)
+        self._check_the_last_kernel()
 
 
 # The numbers of cuTensorMapEncodeTiled for the types of elements.

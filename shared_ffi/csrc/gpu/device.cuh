@@ -29,16 +29,25 @@ __device__ __forceinline__ int32_t LoadOnce(const int32_t* address) {
   return *static_cast<const volatile int32_t*>(address);
 }
 
-// Lets the next kernel of the stream begin once all thread blocks have called this, if it is one
-// that begins early (Kernel::begins_early).
+// Kernels of a call may overlap, by these rules. A kernel that is launched with
+// Kernel::begins_early begins when all thread blocks of the kernel before it have called
+// LetNextKernelBegin or have ended.
+//
+// - Such a kernel calls WaitForKernelsBefore in every warp before it touches global memory. The
+//   kernels before it have ended then, and what they wrote is visible. Nothing else makes it so:
+//   not that the kernel before has waited for them, nor that it ended long ago.
+// - A kernel calls LetNextKernelBegin only where its own call launches the next kernel. The last
+//   kernel of a call never does: what follows is somebody else's. XLA's kernels, for one, read
+//   through a cache for what nobody writes (ld.global.nc), which their wait does not protect.
+//
+// The emulated GPU refuses whatever breaks them. Whoever begins early ends after its wait, so the
+// end of a kernel is the end of all kernels before it.
 __device__ __forceinline__ void LetNextKernelBegin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// A kernel that begins early calls it before it uses what the kernels before it write, and before
-// it writes anything. They have ended then.
 __device__ __forceinline__ void WaitForKernelsBefore() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -75,7 +75,7 @@ struct Kernel {
   void (*function)(Arguments...);
   int num_threads;
   int shared_bytes = 0;
-  bool begins_early = false;  // before the kernel before it ends, on sm_90 and later
+  bool begins_early = false;  // on sm_90 and later: see LetNextKernelBegin
 
   // Launches num_blocks thread blocks. BlocksFor gives the permission that shared memory above 48
   // KiB needs. No blocks means that there is nothing to compute.

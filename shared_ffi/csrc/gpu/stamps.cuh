@@ -7,7 +7,7 @@
 namespace xla_gpu::gpu {
 
 enum class Moment {
-  kStart,      // of the thread block
+  kStart,      // of the thread block, when the kernels before it have ended
   kReady,      // its shared memory is
   kScheduled,  // the first work item is found
   kCopies,     // the first tile is asked for

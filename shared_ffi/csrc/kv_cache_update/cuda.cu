@@ -10,7 +10,6 @@ namespace {
 // One block of threads per token. A thread moves one Vector at a time.
 template <typename Vector>
 __global__ void Update(Params p) {
-  gpu::LetNextKernelBegin();
   const int64_t token = blockIdx.x;
   const int64_t slot = p.Slot(token);
   if (slot < 0 || slot >= p.NumSlots()) return;
@@ -37,7 +36,6 @@ __global__ void Update(Params p) {
 // time.
 template <typename From, typename To, int kCount>
 __global__ void UpdateQuantized(Params p) {
-  gpu::LetNextKernelBegin();
   const int64_t token = blockIdx.x;
   const int64_t slot = p.Slot(token);
   if (slot < 0 || slot >= p.NumSlots()) return;

@@ -30,7 +30,6 @@ __device__ void StoreElement(const Number& number, float divisor, DType dtype, v
 // One block of threads per token.
 template <typename From>
 __global__ void UpdateInt4(Params p) {
-  gpu::LetNextKernelBegin();
   const Rotary& r = p.rotary;
   const int64_t token = blockIdx.x, slot = p.Slot(token);
   const int64_t position = r.cos_sin_cache == nullptr ? 0 : r.positions.At(token);

@@ -88,7 +88,6 @@ __device__ bool RotateQueries(const Params& p, int64_t token, int64_t slot, int6
 // numbers, at a time.
 template <typename From, typename To, int kCount>
 __global__ void UpdateRotated(Params p) {
-  gpu::LetNextKernelBegin();
   const Rotary& r = p.rotary;
   const int64_t token = blockIdx.x;
   const int64_t slot = p.Slot(token), position = r.positions.At(token);

@@ -49,7 +49,6 @@ __device__ void StoreRow(const Number& number, int count, float divisor, float* 
 // One block of threads per token.
 template <typename From>
 __global__ void UpdateAndScale(Params p) {
-  gpu::LetNextKernelBegin();
   const Rotary& r = p.rotary;
   const int64_t token = blockIdx.x, slot = p.Slot(token);
   const int64_t position = r.cos_sin_cache == nullptr ? 0 : r.positions.At(token);

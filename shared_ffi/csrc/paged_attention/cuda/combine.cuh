@@ -3,7 +3,7 @@
 // that no work item wrote: zeros for padding, NaN where lengths or tables are faulty. The decode
 // kernel writes its rows itself.
 //
-// A piece is 128 columns of a token and head: each lane of a warp has every 32nd. With few tokens
+// A piece is 128 columns of a token and head: each lane of a warp has four. With few tokens
 // many warps share a token's pieces; with many tokens a warp takes whole tokens, and skips tokens
 // that need neither merging nor filling.
 #pragma once
@@ -141,23 +141,30 @@ class Tokens {
   bool is_faulty_ = false;
 };
 
-inline constexpr int kCombineColumns = 4;  // of a lane
-
 // The pieces of a token and head.
 XLA_GPU_HOST_DEVICE inline int64_t CombineParts(const Params& p) {
-  return CeilDiv(p.value_head_size, kCombineColumns * gpu::kWarpSize);
+  return CeilDiv(p.value_head_size, kColumnStep);
 }
 
+inline constexpr int kCombineSharedBytes =
+    ValidBatch::kSharedInts * sizeof(int) + kWarps * sizeof(MergeFactors);
+
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 5)
+__global__ void __launch_bounds__(kThreads, 4)
     Combine(Params p, Scratch scratch, ItemRows item_rows) {
-  const ValidBatch batch(p, reinterpret_cast<int*>(gpu::SharedMemory()));
+  gpu::WaitForKernelsBefore();
+  auto* shared = reinterpret_cast<int*>(gpu::SharedMemory());
+  const ValidBatch batch(p, shared);
   const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
   const int64_t parts = CombineParts(p), pieces = p.num_heads * parts;
   const int64_t num_warps = int64_t{gridDim.x} * kWarps;
   const int64_t shares = Larger(1, Smaller(pieces, DivideU32(num_warps, p.num_tokens)));
   Tokens tokens(p, scratch, item_rows, batch);
-  gpu::WaitForKernelsBefore();
+  auto* factors = reinterpret_cast<MergeFactors*>(shared + ValidBatch::kSharedInts) + warp;
+  LaneColumns columns;
+  columns.count = static_cast<int>(p.value_head_size);
+  columns.are_chunks = columns.count % kColumnsAtOnce == 0 &&
+                       reinterpret_cast<uintptr_t>(p.output) % (kColumnsAtOnce * sizeof(T)) == 0;
   int64_t n = int64_t{blockIdx.x} * kWarps + warp;
   for (; n < p.num_tokens * shares; n += num_warps) {
     const int64_t token = DivideU32(n, shares);
@@ -165,21 +172,18 @@ __global__ void __launch_bounds__(kThreads, 5)
     if (!rows.are_missing && rows.num_splits == 1) continue;
     for (int64_t piece = n - token * shares; piece < pieces; piece += shares) {
       const int64_t head = DivideU32(piece, parts), part = piece - head * parts;
-      const int64_t column = part * kCombineColumns * gpu::kWarpSize + lane;
+      columns.first = static_cast<int>(part) * kColumnStep + lane * kColumnsAtOnce;
+      PartOfRow<kColumnsAtOnce> row;
       if (!rows.are_missing) {
-        PartOfRow<kCombineColumns> row;
-        MergeSplits(p, scratch, rows.first_partial, static_cast<int32_t>(rows.num_splits), head,
-                    column, &row);
-        WriteRow<T>(p, token, head, column, rows.attend, row);
+        MergeSplits<kSplitsOfGroup>(p, scratch, rows.first_partial,
+                                    static_cast<int32_t>(rows.num_splits), head, columns, factors,
+                                    &row);
+        WriteRow<T>(p, token, head, columns, rows.attend, row);
         continue;
       }
-      T* output = static_cast<T*>(p.output) + p.OutputOffset(token, head);
-#pragma unroll
-      for (int k = 0; k < kCombineColumns; ++k) {
-        const int64_t at = column + k * gpu::kWarpSize;
-        if (at < p.value_head_size) gpu::FromFloat(rows.fill, output + at);
-      }
-      if (column == 0 && p.lse != nullptr) {
+      for (float& value : row.values[0].column) value = rows.fill;
+      columns.Write(row, static_cast<T*>(p.output) + p.OutputOffset(token, head) + columns.first);
+      if (columns.first == 0 && p.lse != nullptr) {
         p.lse[token * p.num_heads + head] = rows.fill == 0 ? -kInfinity : rows.fill;
       }
     }

@@ -10,47 +10,228 @@ namespace xla_gpu::paged_attention {
 // block merges adjacent splits itself.
 inline constexpr float kMoved = -1;  // a sum is not negative
 
-// Merges the partial results of a row, for the columns from `column` on. The partial
-// results of a group are on their way at a time. `first_partial`: of split 0.
+// Adjacent columns of a row, as floats.
+template <int kWidth>
+struct alignas(kWidth * 4) Columns {
+  float column[kWidth];
+};
+
+// Writes columns to the output.
+__device__ __forceinline__ void WriteTo(float* output, const Columns<1>& columns) {
+  *output = columns.column[0];
+}
+template <typename T>
+__device__ __forceinline__ void WriteTo(T* output, const Columns<1>& columns) {
+  gpu::FromFloat(columns.column[0], output);
+}
+template <typename T>
+__device__ __forceinline__ void WriteTo(T* output, const Columns<4>& columns) {
+  const float(&column)[4] = columns.column;
+  *reinterpret_cast<uint2*>(output) =
+      make_uint2(gpu::Pack(column[0], column[1], T{}), gpu::Pack(column[2], column[3], T{}));
+}
+__device__ __forceinline__ void WriteTo(float* partial, const Columns<4>& columns) {
+  *reinterpret_cast<Columns<4>*>(partial) = columns;
+}
+
+// A row, with the columns of it that a lane has: kColumnsAtOnce adjacent ones, and as many each 128
+// columns behind them.
+inline constexpr int kColumnStep = kColumnsAtOnce * gpu::kWarpSize;
 template <int kColumns>
+struct PartOfRow {
+  static constexpr int kGroups = kColumns / kColumnsAtOnce;
+
+  RowState state = {-kInfinity, 0};
+  Columns<kColumnsAtOnce> values[kGroups] = {};
+
+  __device__ __forceinline__ void MergeValues(const Rescale& rescale, const PartOfRow& split) {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+      for (int k = 0; k < kColumnsAtOnce; ++k) {
+        float& value = values[g].column[k];
+        value = rescale.Merge(value, split.values[g].column[k]);
+      }
+    }
+  }
+  __device__ __forceinline__ void Merge(const PartOfRow& split) {
+    const Rescale rescale(state.max, split.state.max);
+    state = {fmaxf(state.max, split.state.max), rescale.Merge(state.sum, split.state.sum)};
+    MergeValues(rescale, split);
+  }
+};
+
+// The columns of rows of an array that a lane has, as a PartOfRow.
+struct LaneColumns {
+  int first;
+  int count;        // of a row
+  bool are_chunks;  // rows are whole groups of kColumnsAtOnce, at multiples of a group's size
+
+  // Whether the lane has any of a row's columns.
+  __device__ __forceinline__ bool Exist() const { return first < count; }
+
+  // Zeros where there are none, or if not `is_there`, which implies that any Exist. `row` has the
+  // column `first`.
+  template <int kColumns>
+  __device__ __forceinline__ void Read(const float* row, bool is_there,
+                                       PartOfRow<kColumns>* to) const {
+#pragma unroll
+    for (int g = 0; g < to->kGroups; ++g) {
+      const int left = count - first - g * kColumnStep;
+      const float* from = row + g * kColumnStep;
+      to->values[g] = {};
+      if (!is_there || (g > 0 && left <= 0)) continue;
+      if (are_chunks) {
+        to->values[g] = *reinterpret_cast<const Columns<kColumnsAtOnce>*>(from);
+      } else {
+#pragma unroll
+        for (int k = 0; k < kColumnsAtOnce; ++k) {
+          if (k < left) to->values[g].column[k] = from[k];
+        }
+      }
+    }
+  }
+
+  template <typename T, int kColumns>
+  __device__ __forceinline__ void Write(const PartOfRow<kColumns>& from, T* row) const {
+#pragma unroll
+    for (int g = 0; g < from.kGroups; ++g) {
+      const int left = count - first - g * kColumnStep;
+      T* to = row + g * kColumnStep;
+      if (are_chunks) {
+        if (left > 0) WriteTo(to, from.values[g]);
+      } else {
+#pragma unroll
+        for (int k = 0; k < kColumnsAtOnce; ++k) {
+          if (k < left) gpu::FromFloat(from.values[g].column[k], to + k);
+        }
+      }
+    }
+  }
+};
+
+// The factors of up to 32 splits of a row, in shared memory. A warp has one.
+struct MergeFactors {
+  struct alignas(16) OfSplit {
+    Rescale rescale;  // of its group's splits before, and of the split
+    float sum;
+  };
+  OfSplit splits[gpu::kWarpSize];
+  Rescale groups[gpu::kWarpSize / kSplitsOfGroup];  // of the groups before, and of the group
+};
+
+// Merges the partial results of a row, for the columns of a lane. `first_partial`: of split 0. The
+// factors of 32 splits are there before the first is merged, each lane's of another split.
+// kAtOnce: splits that are on their way while as many are merged, whole groups.
+template <int kAtOnce, int kColumns>
 __device__ __forceinline__ void MergeSplits(const Params& p, const Scratch& scratch,
                                             int64_t first_partial, int32_t num_splits, int64_t head,
-                                            int column, PartOfRow<kColumns>* row) {
-  static_assert(gpu::kWarpSize % kSplitsOfGroup == 0, "lanes have whole groups");
-  const int lane = threadIdx.x % gpu::kWarpSize;
+                                            const LaneColumns& columns, MergeFactors* factors,
+                                            PartOfRow<kColumns>* row) {
+  static_assert(kAtOnce % kSplitsOfGroup == 0 && gpu::kWarpSize % (2 * kAtOnce) == 0,
+                "whole groups");
+  // Opaque: nothing of it takes a register of the decode kernel's turns.
+  const int lane = gpu::Opaque(threadIdx.x) % gpu::kWarpSize, in_group = lane % kSplitsOfGroup;
   const int64_t first = first_partial * p.num_heads + head;
-  const float* partials = scratch.partials + first * p.value_head_size + column;
-  const int64_t stride = p.num_heads * p.value_head_size;
-  const auto num_columns = static_cast<int>(p.value_head_size);
-  bool exists[kColumns];
-#pragma unroll
-  for (int k = 0; k < kColumns; ++k) exists[k] = column + k * gpu::kWarpSize < num_columns;
+  // A token's query would have 8 GiB otherwise.
+  const auto stride = static_cast<uint32_t>(p.num_heads * p.value_head_size);
+  const float* partials = scratch.partials + first * p.value_head_size + columns.first;
 #pragma unroll 1
   for (int32_t begin = 0; begin < num_splits; begin += gpu::kWarpSize) {
     const int32_t count = min(gpu::kWarpSize, num_splits - begin);
-    RowState of_lane{-kInfinity, kMoved};  // each lane has another split
-    if (lane < count) of_lane = scratch.states[first + (begin + lane) * p.num_heads];
-    const uint32_t there = gpu::LanesWith(of_lane.sum != kMoved);
-#pragma unroll 1
-    for (int32_t j = 0; j < count; j += kSplitsOfGroup) {
-      PartOfRow<kColumns> splits[kSplitsOfGroup], group;
-      const float* from = partials + (begin + j) * stride;
+    float2 loaded = {-kInfinity, kMoved};  // at once: a RowState
+    if (lane < count) {
+      loaded =
+          *reinterpret_cast<const float2*>(scratch.states + first + (begin + lane) * p.num_heads);
+    }
+    const RowState split{loaded.x, loaded.y};
+    uint32_t there = gpu::LanesWith(split.sum != kMoved);  // of the splits that come next
+    if (!columns.Exist()) there = 0;
+    const float* from = partials + uint64_t{stride} * begin;
+    PartOfRow<kColumns> parts[2][kAtOnce];
+    const auto read = [&](PartOfRow<kColumns>(&to)[kAtOnce]) {
 #pragma unroll
-      for (int i = 0; i < kSplitsOfGroup; ++i, from += stride) {
-        const bool is_there = (there >> (j + i) & 1) != 0;
+      for (int i = 0; i < kAtOnce; ++i) {
+        columns.Read(from + uint64_t{stride} * i, (there >> i & 1) != 0, &to[i]);
+      }
+      there >>= kAtOnce;
+      from += uint64_t{stride} * kAtOnce;
+    };
+    read(parts[0]);
+
+    float before = -kInfinity;
 #pragma unroll
-        for (int k = 0; k < kColumns; ++k) {
-          if (is_there && exists[k]) splits[i].values[k] = from[k * gpu::kWarpSize];
+    for (int delta = 1; delta < kSplitsOfGroup; ++delta) {
+      const float left = gpu::ShuffleUp(split.max, delta);
+      if (in_group >= delta) before = fmaxf(before, left);
+    }
+    if (split.sum != kMoved) {
+      factors->splits[lane] = {Rescale(before, split.max), split.sum};
+    } else {
+      factors->splits[lane] = {Rescale(), 0};
+    }
+    const float group = gpu::Shuffle(fmaxf(before, split.max), lane | (kSplitsOfGroup - 1));
+    float up_to = group;
+#pragma unroll
+    for (int delta = kSplitsOfGroup; delta < gpu::kWarpSize; delta *= 2) {
+      const float left = gpu::ShuffleUp(up_to, delta);
+      if (lane >= delta) up_to = fmaxf(up_to, left);
+    }
+    const float earlier = gpu::ShuffleUp(up_to, kSplitsOfGroup);
+    before = lane < kSplitsOfGroup ? row->state.max : fmaxf(row->state.max, earlier);
+    if (in_group == 0) {
+      factors->groups[lane / kSplitsOfGroup] = lane < count ? Rescale(before, group) : Rescale();
+    }
+    row->state.max = fmaxf(row->state.max, gpu::Shuffle(up_to, gpu::kWarpSize - 1));
+    __syncwarp();
+
+    const auto merge = [&](int32_t j, const PartOfRow<kColumns>(&from_splits)[kAtOnce]) {
+#pragma unroll
+      for (int g = 0; g < kAtOnce; g += kSplitsOfGroup) {
+        PartOfRow<kColumns> merged;
+#pragma unroll
+        for (int i = g; i < g + kSplitsOfGroup; ++i) {
+          const MergeFactors::OfSplit of_split = factors->splits[j + i];
+          merged.state.sum = of_split.rescale.Merge(merged.state.sum, of_split.sum);
+          merged.MergeValues(of_split.rescale, from_splits[i]);
         }
+        const Rescale of_group = factors->groups[(j + g) / kSplitsOfGroup];
+        row->state.sum = of_group.Merge(row->state.sum, merged.state.sum);
+        row->MergeValues(of_group, merged);
       }
+    };
+#pragma unroll 1
+    for (int32_t j = 0; j < count; j += 2 * kAtOnce) {
+      read(parts[1]);
+      merge(j, parts[0]);
+      if (j + kAtOnce >= count) break;
+      read(parts[0]);
+      merge(j + kAtOnce, parts[1]);
+    }
+    __syncwarp();
+  }
+}
+
+// Writes a row that all splits are merged into, for the columns of a lane. The sink comes after the
+// last split.
+template <typename T, int kColumns>
+__device__ __forceinline__ void WriteRow(const Params& p, int64_t token, int64_t head,
+                                         const LaneColumns& columns, bool attends,
+                                         const PartOfRow<kColumns>& row) {
+  const float sink = SinkOf(p, head);
+  const Rescale rescale(row.state.max, sink);
+  const RowState state = {fmaxf(row.state.max, sink), rescale.Merge(row.state.sum, 1)};
+  const float divisor = DivisorOf(attends, state.sum);
+  PartOfRow<kColumns> divided;
 #pragma unroll
-      for (int i = 0; i < kSplitsOfGroup; ++i) {
-        splits[i].state = {gpu::Shuffle(of_lane.max, j + i), gpu::Shuffle(of_lane.sum, j + i)};
-        if ((there >> (j + i) & 1) != 0) group.Merge(splits[i]);
-      }
-      row->Merge(group);
+  for (int g = 0; g < row.kGroups; ++g) {
+#pragma unroll
+    for (int k = 0; k < kColumnsAtOnce; ++k) {
+      divided.values[g].column[k] = row.values[g].column[k] * rescale.before_factor / divisor;
     }
   }
+  columns.Write(divided, static_cast<T*>(p.output) + p.OutputOffset(token, head) + columns.first);
+  if (columns.first == 0) WriteLse(p, token, head, state);
 }
 
 // Where a row of a split leaves its partial result.
@@ -80,31 +261,6 @@ struct Parts {
   int columns;           // of V, or all that are left
   int first_column = 0;  // of V
 };
-
-// Adjacent columns of a row, as floats.
-template <int kWidth>
-struct alignas(kWidth * 4) Columns {
-  float column[kWidth];
-};
-
-// Writes columns to the output.
-__device__ __forceinline__ void WriteTo(float* output, const Columns<1>& columns) {
-  *output = columns.column[0];
-}
-template <typename T>
-__device__ __forceinline__ void WriteTo(T* output, const Columns<1>& columns) {
-  gpu::FromFloat(columns.column[0], output);
-}
-template <typename T>
-__device__ __forceinline__ void WriteTo(T* output, const Columns<4>& columns) {
-  const float(&column)[4] = columns.column;
-  *reinterpret_cast<uint2*>(output) =
-      make_uint2(gpu::Pack(column[0], column[1], T{}), gpu::Pack(column[2], column[3], T{}));
-}
-__device__ __forceinline__ void WriteTo(float* partial, const Columns<4>& columns) {
-  reinterpret_cast<Columns<2>*>(partial)[0] = {columns.column[0], columns.column[1]};
-  reinterpret_cast<Columns<2>*>(partial)[1] = {columns.column[2], columns.column[3]};
-}
 
 // In place of the number of a row that does not exist: the host has checked that none has it.
 inline constexpr uint32_t kNoRow = UINT32_MAX;

@@ -16,11 +16,10 @@
 namespace xla_gpu::paged_attention {
 namespace {
 
-// Before the decode kernel, which begins once this one has waited for the kernels before: so it
-// need not wait for them itself. It waits before its first arrival.
+// Before the decode kernel, which prepares its shared memory meanwhile.
 __global__ void __launch_bounds__(kThreads) ZeroArrivals(int32_t* arrivals, int64_t count) {
-  gpu::WaitForKernelsBefore();
   gpu::LetNextKernelBegin();
+  gpu::WaitForKernelsBefore();
   const int64_t step = int64_t{gridDim.x} * kThreads;
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += step) {
     arrivals[i] = 0;
@@ -28,8 +27,6 @@ __global__ void __launch_bounds__(kThreads) ZeroArrivals(int32_t* arrivals, int6
 }
 constexpr int64_t kZerosPerBlock = 8192;  // a block writes them before the decode kernel has begun
 std::atomic<uint32_t> num_calls{0};       // of the decode kernel, if not kZerosArrivals
-
-constexpr int kCombineSharedBytes = ValidBatch::kSharedInts * sizeof(int);
 
 // Calls use(C()) for the type C of the cache of queries of type T.
 template <typename T, typename Use>
@@ -186,9 +183,9 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
     int64_t num_blocks = 0;
     if (gpu::Error error = kernel.BlocksFor(device, num_items, &num_blocks)) return error;
     numbers.num_thread_blocks = Divisor(Larger(1, num_blocks));
-    numbers.writes_other_rows = is_alone;
+    numbers.is_last = is_alone;
     if (!gpu::kZerosArrivals) numbers.nonce = ++num_calls << kNonceShift;
-    if (gpu::kZerosArrivals && scratch.max_splits > 1 && num_blocks > 0) {
+    if (gpu::kZerosArrivals && numbers.HasSplits() && num_blocks > 0) {
       const int64_t count = p.max_seqs * p.num_kv_heads;
       const gpu::Kernel<int32_t*, int64_t> zero{ZeroArrivals, kThreads, 0, LaunchesEarly(device)};
       const int64_t zero_blocks = CeilDiv(count, kZerosPerBlock);
@@ -196,7 +193,6 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
               zero.LaunchResident(device, zero_blocks, stream, scratch.arrivals, count)) {
         return error;
       }
-      numbers.follows_zeros = true;
     }
     kernel.begins_early = LaunchesEarly(device);
     if (gpu::Error error = kernel.Launch(num_blocks, stream, p, scratch, numbers)) {

@@ -5,6 +5,8 @@
 
 namespace xla_gpu::paged_attention {
 
+inline constexpr int kColumnsAtOnce = 4;  // that a lane reads and writes, adjacent ones
+
 // What a row of a split has seen: the largest logit, in units of 1 / log2(e), and the sum of
 // 2^(logit - max).
 struct RowState {
@@ -104,9 +106,14 @@ inline int64_t MakeScratch(const Params& p, void* memory, Scratch* scratch) {
   scratch->is_bad = reinterpret_cast<int32_t*>(bytes);
   scratch->counter = scratch->is_bad + p.num_tokens + scratch->num_partials;
   scratch->arrivals = scratch->counter + 1;
-  scratch->states = reinterpret_cast<RowState*>(bytes + flags_bytes);
-  scratch->partials = reinterpret_cast<float*>(bytes + flags_bytes + states_bytes);
-  return flags_bytes + scratch->num_partials * sizes.partial_bytes;
+  // Partials that are whole chunks of 16 bytes begin at such a chunk.
+  const int64_t partials_bytes = scratch->num_partials * sizes.partial_bytes - states_bytes;
+  const bool are_chunks = p.value_head_size % kColumnsAtOnce == 0;
+  scratch->states =
+      reinterpret_cast<RowState*>(bytes + flags_bytes + (are_chunks ? partials_bytes : 0));
+  scratch->partials =
+      reinterpret_cast<float*>(bytes + flags_bytes + (are_chunks ? 0 : states_bytes));
+  return flags_bytes + states_bytes + partials_bytes;
 }
 
 }  // namespace xla_gpu::paged_attention

@@ -78,6 +78,8 @@ struct Rescale {
   float before_factor;
   float split_factor;
 
+  // For no split: it changes no number, a zero of either sign included, if that split is zeros.
+  __device__ __forceinline__ Rescale() : before_factor(1), split_factor(-0.0f) {}
   __device__ __forceinline__ Rescale(float max_before, float max_of_split) {
     const float shift = ShiftOf(fmaxf(max_before, max_of_split));
     before_factor = gpu::Exp2(max_before - shift);
@@ -89,42 +91,8 @@ struct Rescale {
   }
 };
 
-// A row, with the columns of it that a lane has: kColumns, 32 apart.
-template <int kColumns>
-struct PartOfRow {
-  RowState state = {-kInfinity, 0};
-  float values[kColumns] = {};
-
-  __device__ __forceinline__ void Merge(const PartOfRow& split) {
-    const Rescale rescale(state.max, split.state.max);
-    state = {fmaxf(state.max, split.state.max), rescale.Merge(state.sum, split.state.sum)};
-#pragma unroll
-    for (int k = 0; k < kColumns; ++k) values[k] = rescale.Merge(values[k], split.values[k]);
-  }
-};
-
 // What a row's sums of values are divided by, given its sum of weights. That is 0 if the row
 // attends to nothing and has no sink.
 __device__ __forceinline__ float DivisorOf(bool attends, float sum) { return attends ? sum : 1; }
-
-// Writes a row that all splits are merged into, for the columns from `column` on. The sink comes
-// after the last split.
-template <typename T, int kColumns>
-__device__ __forceinline__ void WriteRow(const Params& p, int64_t token, int64_t head, int column,
-                                         bool attends, const PartOfRow<kColumns>& row) {
-  const float sink = SinkOf(p, head);
-  const Rescale rescale(row.state.max, sink);
-  const RowState state = {fmaxf(row.state.max, sink), rescale.Merge(row.state.sum, 1)};
-  const float divisor = DivisorOf(attends, state.sum);
-  T* output = static_cast<T*>(p.output) + p.OutputOffset(token, head);
-  const auto num_columns = static_cast<int>(p.value_head_size);
-#pragma unroll
-  for (int k = 0; k < kColumns; ++k) {
-    const int at = column + k * gpu::kWarpSize;
-    const float value = row.values[k] * rescale.before_factor;
-    if (at < num_columns) gpu::FromFloat(value / divisor, output + at);
-  }
-  if (column == 0) WriteLse(p, token, head, state);
-}
 
 }  // namespace xla_gpu::paged_attention

@@ -107,8 +107,8 @@ struct DecodeShared {
   float query_factors[kItems][kDecodeRows];
   float sums[kWarps][kSumRows][kHeadSize];  // see StoreInGroups
   RowState states[kWarps][kSumRows];
-  PositionScales scales[kStages][kScales];   // of an 8-bit cache
-  PipelineBarriers<kStages> tiles_barriers;  // these three are adjacent: see Init
+  PositionScales scales[kStages][kScales];  // of an 8-bit cache
+  PipelineBarriers<kStages> tiles_barriers;
   PipelineBarriers<kItems> splits_barriers;  // from the warp of K to that of V
   PipelineBarriers<kItems> work_barriers;    // from that to the consumers
   DecodeSplit splits[kItems];
@@ -125,16 +125,12 @@ struct DecodeShared {
     for (int i = 0; i < kChunks; i += kThreads) {
       if (i + kThreads <= kChunks || i + threadIdx.x < kChunks) chunks[i + threadIdx.x] = {};
     }
-    // In one place: a thread's barrier is another loop over the threads.
-    constexpr int kBarriers = 2 * (kStages + 2 * kItems);
-    static_assert(sizeof(tiles_barriers) + sizeof(splits_barriers) + sizeof(work_barriers) ==
-                  kBarriers * sizeof(gpu::Barrier));
-    const int n = threadIdx.x, after_tiles = n - 2 * kStages;
-    int count = 1;
-    if (n < kStages) count = kDecodeProducers * gpu::kWarpSize + (has_scales ? 1 : 0);
-    if (after_tiles >= 2 * kItems) count = gpu::kWarpSize + 1;
-    if (after_tiles >= 3 * kItems) count = kWarps;
-    if (n < kBarriers) gpu::InitBarrier(&tiles_barriers.filled[0] + n, count);
+    // By one thread: where each has another barrier, ptxas makes a loop over the threads, of 60
+    // cycles a turn.
+    if (threadIdx.x > 0) return;
+    tiles_barriers.Init(kDecodeProducers * gpu::kWarpSize + (has_scales ? 1 : 0), 1);
+    splits_barriers.Init(1, 1);
+    work_barriers.Init(gpu::kWarpSize + 1, kWarps);
   }
 
   // From the warp of K to that of V.

@@ -15,13 +15,15 @@ class DecodeConsumer {
   using Query = typename Shared::Query;
   using Products = WarpProducts<Query, C, kHeadSize, kTile, QueryRows, CacheRows>;
 
-  // The rows of a work item that a warp finishes: every kWarps-th. Each lane has every 32nd column
-  // of a row.
+  // The rows of a work item that a warp finishes: every kWarps-th.
   static constexpr int kRows = kDecodeRows / kWarps;
   // How often the warps leave their sums in memory, and merge them.
   static constexpr int kRounds = kDecodeRows / Shared::kSumRows;
   static constexpr int kColumns = kHeadSize / gpu::kWarpSize;
   using Row = PartOfRow<kColumns>;
+  // Splits of a row that are on their way to their merge, of 4 KiB together. With an 8-bit cache
+  // half as many: there is more code.
+  static constexpr int kSplitsAtOnce = (kIs8Bit<C> ? 16 : 32) / kColumns;
 
  public:
   __device__ DecodeConsumer(const Params& p, const Scratch& scratch, const DecodeNumbers& numbers,
@@ -35,9 +37,8 @@ class DecodeConsumer {
         scales_are_uniform_(p.ScalesAreUniform()) {}
 
   __device__ void Run() {
-    gpu::WaitForKernelsBefore();  // arrivals are zero from now on
     ResetCounter(scratch_);
-    if (numbers_.writes_other_rows) DecodeOtherRows<T>(p_, numbers_).Write();
+    if (numbers_.is_last) DecodeOtherRows<T>(p_, numbers_).Write();
     for (typename Shared::ItemState stage;; stage = stage.Next()) {
       shared_.work_barriers.WaitFilled(stage);
       const DecodeWork& work = shared_.work[stage.index];
@@ -188,7 +189,7 @@ class DecodeConsumer {
           merged = kRounds > 1 ? Merged(i) : MergeBefore(i, work, MergeWarps(row, work));
         }
         if (is_whole) {
-          WriteRow<T>(p_, item.first_token + place.token, place.head, lane_,
+          WriteRow<T>(p_, item.first_token + place.token, place.head, OwnColumns(),
                       p_.Attends(item.Tokens(), place.token), merged);
         } else if (!merges_ || ends_group || work.split.IsLast()) {
           WritePartialResult(item, place, merged, merges_ ? in_group : 0);
@@ -259,11 +260,21 @@ class DecodeConsumer {
     }
   }
 
+  // The factors lie where the warp's sums were, which are merged.
   __device__ Row MergeAll(const Item& item, const RowPlace& place) const {
     const int64_t first = PartialOf(scratch_, item, place) - item.split;
+    static_assert(sizeof(shared_.sums[0]) >= sizeof(MergeFactors), "they have room there");
+    auto* factors = reinterpret_cast<MergeFactors*>(shared_.sums[gpu::Opaque(warp_)]);
     Row merged;
-    MergeSplits(p_, scratch_, first, item.num_splits, place.head, lane_, &merged);
+    MergeSplits<kSplitsAtOnce>(p_, scratch_, first, item.num_splits, place.head, OwnColumns(),
+                               factors, &merged);
     return merged;
+  }
+
+  // IsAligned holds for every call of this kernel.
+  __device__ __forceinline__ LaneColumns OwnColumns() const {
+    const int first = gpu::Opaque(lane_) * kColumnsAtOnce;  // no register of the turns has it
+    return {first, static_cast<int>(p_.value_head_size), /*are_chunks=*/true};
   }
 
   // A split with a bad block id or tree mask is NaN, and so is what it is merged with.
@@ -274,14 +285,34 @@ class DecodeConsumer {
     Row merged;
     merged.state = {parts.state.max, is_bad ? nan : parts.state.sum};
 #pragma unroll
-    for (int k = 0; k < kColumns; ++k) {
-      const int place = Products::PlaceOf(ColumnOf(k)) ^ SwizzleOf(row);
-      float value = parts.Sum(kWarps, [&](int w) { return shared_.sums[w][row][place]; });
-      // Without keys the scale may be NaN.
-      if (kIs8Bit<C> && parts.state.sum != 0) value *= work.v_scale;
-      merged.values[k] = is_bad ? nan : value;
+    for (int g = 0; g < Row::kGroups; ++g) {
+      Columns<kColumnsAtOnce> sums[kWarps];
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) sums[w] = SumsOf(w, row, g);
+#pragma unroll
+      for (int k = 0; k < kColumnsAtOnce; ++k) {
+        float value = parts.Sum(kWarps, [&](int w) { return sums[w].column[k]; });
+        // Without keys the scale may be NaN.
+        if (kIs8Bit<C> && parts.state.sum != 0) value *= work.v_scale;
+        merged.values[g].column[k] = is_bad ? nan : value;
+      }
     }
     return merged;
+  }
+
+  // What a warp found in a group of the lane's columns.
+  __device__ __forceinline__ auto SumsOf(int w, int row, int group) const {
+    const float* sums = shared_.sums[w][row];
+    const int column = lane_ * kColumnsAtOnce + group * kColumnStep;
+    const auto at = [&](int k) { return sums + (Products::PlaceOf(column + k) ^ SwizzleOf(row)); };
+    using Four = Columns<4>;
+    if constexpr (kIs8Bit<C>) {  // every second column is adjacent
+      const float2 even = *reinterpret_cast<const float2*>(at(0));
+      const float2 odd = *reinterpret_cast<const float2*>(at(1));
+      return Four{{even.x, odd.x, even.y, odd.y}};
+    } else {
+      return *reinterpret_cast<const Four*>(at(0));
+    }
   }
 
   // Without it, all rows of the sums would begin in the same bank of shared memory.
@@ -289,18 +320,12 @@ class DecodeConsumer {
     return row * Products::kBanksOfGroups % gpu::kWarpSize;
   }
 
-  __device__ __forceinline__ int ColumnOf(int k) const { return k * gpu::kWarpSize + lane_; }
-
   // Writes the partial result of a split, and of as many before it as are moved there.
   __device__ void WritePartialResult(const Item& item, const RowPlace& place, const Row& row,
                                      int32_t num_moved) const {
     const int64_t index = PartialOf(scratch_, item, place) * p_.num_heads + place.head;
-    float* partial = scratch_.partials + index * p_.value_head_size;
-    const auto num_columns = static_cast<int>(p_.value_head_size);
-#pragma unroll
-    for (int k = 0; k < kColumns; ++k) {
-      if (ColumnOf(k) < num_columns) partial[ColumnOf(k)] = row.values[k];
-    }
+    const LaneColumns columns = OwnColumns();
+    columns.Write(row, scratch_.partials + index * p_.value_head_size + columns.first);
     if (lane_ == 0) scratch_.states[index] = row.state;
     if (0 < lane_ && lane_ <= num_moved) {
       scratch_.states[index - lane_ * p_.num_heads] = {-kInfinity, kMoved};

@@ -23,11 +23,10 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShared<T, C, kHeadSize, 
   const Params p = kIsPlain ? PlainParams(params) : params;
   auto* shared = reinterpret_cast<Shared*>(gpu::SharedMemory());
   const int warp = gpu::Shuffle(static_cast<int>(threadIdx.x / gpu::kWarpSize), 0);
-  gpu::BeginStamps();
   if (warp < kWarps) shared->Init(kIs8Bit<C> && !p.ScalesAreUniform());
-  if (!numbers.follows_zeros) gpu::WaitForKernelsBefore();
-  // The next kernel, too, reads what those before this call have written.
-  gpu::LetNextKernelBegin();
+  gpu::WaitForKernelsBefore();
+  gpu::BeginStamps();
+  if (!numbers.is_last) gpu::LetNextKernelBegin();
   Schedule schedule(p, numbers, /*loads=*/warp == kWarps);  // on their way while the others come
   __syncthreads();
   if (warp < kWarps) {

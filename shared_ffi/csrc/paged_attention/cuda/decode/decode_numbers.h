@@ -8,6 +8,7 @@ namespace xla_gpu::paged_attention {
 // Positions of a KV tile in a cache of type C: as many bytes for each type.
 template <typename C>
 inline constexpr int kDecodeTile = kIs8Bit<C> ? 32 : 16;
+inline constexpr int kLargestDecodeTile = 32;
 // Positions of a part of a KV tile. Where blocks are whole parts, each part lies in one block.
 inline constexpr int kDecodePart = 16;
 
@@ -46,9 +47,8 @@ struct DecodeNumbers {
   uint32_t num_blocks;
   uint32_t table_bytes;  // of a sequence's row of block_tables
   Divisor num_thread_blocks;
-  bool follows_zeros;      // the kernel begins after those that write what it reads: ZeroArrivals
-  uint32_t nonce = 0;      // of the call, if not kZerosArrivals: see DecodeConsumer
-  bool writes_other_rows;  // those without work items: no other kernel follows
+  uint32_t nonce = 0;  // of the call, if not kZerosArrivals: see DecodeConsumer
+  bool is_last;        // no kernel of the call follows: rows without work items are this one's, too
   CacheChunks keys;
   CacheChunks values;
 
@@ -67,8 +67,7 @@ struct DecodeNumbers {
         num_blocks(Smaller(p.num_blocks, int64_t{1} << 31)),
         table_bytes(static_cast<uint32_t>(p.max_blocks_per_seq * 4)),
         num_thread_blocks(1),
-        follows_zeros(false),
-        writes_other_rows(false) {
+        is_last(false) {
     max_query_len = max_rows / group;
     if (p.max_query_len != 0) max_query_len = Smaller(p.max_query_len, max_query_len);
     const KvCache& cache = p.cache;
@@ -87,6 +86,10 @@ struct DecodeNumbers {
   bool PartsAreInBlocks() const {
     return block_size.number % kDecodePart == 0 && block_size.number <= 1 << 26;
   }
+
+  // Whether a sequence can have several splits. A window counts as its positions: see
+  // DecodeSchedule.
+  bool HasSplits() const { return Smaller(capacity, window) > kMinSplit; }
 
   // Whether the number of KV tiles of all sequences and kv heads has 31 bits, whatever the lengths.
   bool TilesFit31Bits() const {

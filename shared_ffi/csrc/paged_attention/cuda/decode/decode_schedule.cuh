@@ -84,9 +84,9 @@ struct DecodeLengths {
            context_len >= (is_causal ? q_len : 0) && context_len <= numbers.capacity;
   }
 
-  // The first position attended to, rounded down to the beginning of a split.
+  // The first position attended to, rounded down to the beginning of a KV tile.
   __device__ int32_t Begin(const DecodeNumbers& numbers) const {
-    return UnitsTo(numbers.WindowBegin(context_len - QueryLen())) * kSplitUnit;
+    return numbers.WindowBegin(context_len - QueryLen()) & -kLargestDecodeTile;
   }
 
   // The tiles of a sequence and kv head; 0 if the sequence is not this kernel's.
@@ -154,17 +154,18 @@ class DecodeSchedule {
     // The first split also has what bidirectional ranges add before the window.
     const int32_t after_begin = split_ * split_positions_, split_begin = begin_ + after_begin;
     work->begin = max(split_ == 0 ? 0 : split_begin, attended_begin_);
-    work->end = min(min(context_len_ - split_begin, split_positions_) + split_begin, attended_end_);
+    const bool ends = split_ + 1 == num_splits_;
+    work->end = min(ends ? context_len_ : split_begin + split_positions_, attended_end_);
     const bool is_empty = work->begin >= work->end;
     work->begin_tile = is_empty ? 0 : TilesTo<kTile>(work->begin);
     work->end_tile = is_empty ? 0 : TilesTo<kTile>(work->end + kTile - 1);
-    Advance(min(TilesTo<kTile>(split_positions_), num_tiles_ - TilesTo<kTile>(after_begin)));
+    Advance(ends ? num_tiles_ - TilesTo<kTile>(after_begin) : TilesTo<kTile>(split_positions_));
 
     // As NumTilesBefore.
     const int32_t window_tile = TilesTo<kTile>(numbers_.WindowBegin(work->FirstPosition()));
     work->flags = max(0, window_tile - work->begin_tile) & DecodeSplit::kTurn;
     if (is_causal_ != 0) work->flags |= DecodeSplit::kIsCausal;
-    if (split_ + 1 == num_splits_ || left_ <= 0) work->flags |= DecodeSplit::kIsLast;
+    if (ends || left_ <= 0) work->flags |= DecodeSplit::kIsLast;
     GoTo(kv_head_, split_ + 1);
   }
 
@@ -250,12 +251,15 @@ class DecodeSchedule {
     const int32_t kv_head = SmallQuotient<Place>(after_begin, num_tiles_);
     const auto tile = static_cast<int32_t>(after_begin - kv_head * Place{num_tiles_});
     const int32_t tiles_per_split = TilesTo<kTile>(split_positions_);
-    const int32_t split = SmallQuotient<int32_t>(tile + tiles_per_split - 1, tiles_per_split);
-    Advance(min(split * tiles_per_split, num_tiles_) - tile);
+    const int32_t split =
+        min(num_splits_, SmallQuotient<int32_t>(tile + tiles_per_split - 1, tiles_per_split));
+    Advance((split == num_splits_ ? num_tiles_ : split * tiles_per_split) - tile);
     GoTo(kv_head, split);
   }
 
-  // Takes the sequence of a lane, with its splits: see Splits.
+  // Takes the sequence of a lane, with its splits: see Splits. A window counts as its positions.
+  // Its last split also has those that its first tile and several query tokens add: a window of 128
+  // has one split wherever it begins.
   __device__ void TakeSequence(int place) {
     place_ = place;
     first_token_ = gpu::Shuffle(lengths_.first_token, place);
@@ -264,7 +268,8 @@ class DecodeSchedule {
     is_causal_ = kIsPlain ? 1 : gpu::Shuffle(lengths_.is_causal, place);
     num_tiles_ = gpu::Shuffle(tiles_of_lane_, place);
     begin_ = gpu::Shuffle(lengths_.Begin(numbers_), place);
-    const int32_t length = context_len_ - begin_, limit = numbers_.split_limit.number;
+    const int32_t length = min(context_len_ - begin_, numbers_.window);
+    const int32_t limit = numbers_.split_limit.number;
     const auto positions = static_cast<int32_t>(numbers_.split_limit.Quotient(length + limit - 1));
     const int32_t units = max(UnitsTo(kShortest), UnitsTo(positions + kSplitUnit - 1));
     split_positions_ = units * kSplitUnit;

@@ -128,9 +128,9 @@ class PrefillProducer {
         warp_(threadIdx.x / gpu::kWarpSize) {}
 
   __device__ void Run(QueryLengths lengths) {
+    gpu::WaitForKernelsBefore();
     Schedule schedule(p_, lengths, kPrefillRows, &shared_.schedule);
     gpu::Arrive(&shared_.values_barriers.filled[0]);  // the place that is skipped
-    gpu::WaitForKernelsBefore();                      // the one before resets the counter
     for (uint32_t next = 0; CopyTiles(&schedule, next); ++next) {
     }
     gpu::CommitCopies();
