@@ -58,7 +58,10 @@ def run(
 
 
 def attend(
-    gpu: Gpu, arguments: dict[str, Any], seed: int = 0, wider: Mapping[str, int] = MappingProxyType({})
+    gpu: Gpu,
+    arguments: dict[str, Any],
+    seed: int = 0,
+    wider: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[np.ndarray, ...]:
     """The output and its log-sum-exp."""
     arrays, attributes = as_handlers_take_it(arguments, 5)

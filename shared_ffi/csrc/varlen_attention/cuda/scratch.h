@@ -46,8 +46,8 @@ inline int64_t RowBytes(const Params& p) {
          static_cast<int64_t>(sizeof(RowNumbers) + (p.alibi_slopes == nullptr ? 0 : sizeof(float)));
 }
 
-// Whether V's distances between tokens and heads are K's times one number, as the page tables of the
-// forward's kernels need it. If not, both are copied.
+// Whether V's distances between tokens and heads are K's times one number, as the page tables of
+// the forward's kernels need it. If not, both are copied.
 inline bool AreInProportion(const Params& p) {
   const int64_t stride = p.cache.block_stride, value_stride = p.cache.OffsetOfValue(stride);
   return p.num_kv_heads == 1 || stride * p.value_head_size == value_stride * p.head_size;
