@@ -104,10 +104,21 @@ void AddLaunches(std::integer_sequence<int, kHeadSizes...>,
 }  // namespace
 
 gpu::Error RunForwardOnCuda(Params params, const Lengths& lengths,
+                            const std::vector<RowsCopy>& copies,
                             const paged_attention::Scratch& scratch, void* stream) {
   gpu::Device device;
   if (gpu::Error error = gpu::Device::Current(&device)) return error;
   if (gpu::Error error = CopyLengthsOf(params, lengths, device, stream)) return error;
+  for (const RowsCopy& rows : copies) {
+    const auto copy = [&](auto type) {
+      using T = decltype(type);
+      const gpu::Kernel<const T*, int64_t, int64_t, int64_t, T*> kernel{CopyTokens<T>, kThreads};
+      return kernel.LaunchResident(device, CeilDiv(params.num_tokens, kWarps), stream,
+                                   static_cast<const T*>(rows.from), rows.stride, rows.columns,
+                                   params.num_tokens, static_cast<T*>(rows.to));
+    };
+    if (gpu::Error error = SizeOf(params.dtype) == 4 ? copy(float()) : copy(Half())) return error;
+  }
   params.query_start_loc = params.block_tables = lengths.starts;
   params.context_lens = lengths.lens;
   return paged_attention::RunOnCuda(params, scratch, stream);
@@ -123,6 +134,7 @@ gpu::Error RunBackwardOnCuda(const BackwardParams& params, const BackwardScratch
 std::vector<paged_attention::KernelLaunch> KernelLaunches() {
   std::vector<paged_attention::KernelLaunch> launches = {
       {"CopyLengths", 0, 0, 0, kThreads, kLengthsSharedBytes},
+      {"CopyTokens", 0, 0, 0, kThreads, 0},
       {"PrepareRows", 0, 0, 0, kThreads, 0},
       {"SumOverTokens", 0, 0, 0, kThreads, kSumSharedBytes},
       {"CudaCoreGradients", 128, 0, 0, kThreads, CudaCoreLayout<128>::kSharedBytes},
