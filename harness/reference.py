@@ -121,7 +121,7 @@ PAGED_LAYOUT = "nbhd"
 
 def as_paged(
     query: Any, key: Any, value: Any, query_start_loc: Any, num_seqs: Any
-) -> tuple[tuple[Any, ...], Any]:
+) -> tuple[tuple[Any, Any, Any, Any, Any, Any], Any]:
     """The operands of ``paged_attention``, and ``value_cache``, for the arrays of
     ``varlen_attention``: K and V are a cache with blocks of one position, in PAGED_LAYOUT."""
     starts = query_start_loc.astype(np.int64)
