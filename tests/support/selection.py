@@ -24,7 +24,11 @@ from tests.support import mutants
 
 everything = False  # whether --all is given
 
-SUITES = {"test_cpu_kernel.py": "cpu", "test_cuda_kernel.py": "cuda"}  # of mutants
+SUITES = {  # of mutants
+    "test_cpu_kernel.py": "cpu",
+    "test_cuda_kernel.py": "cuda",
+    "test_varlen_kernel.py": "varlen_cpu",
+}
 Trait = tuple[str, Hashable]
 
 

@@ -196,8 +196,7 @@ class Differentiation {
     const auto& cache = p_.cache;
     for (int64_t j = 0; j < kMaxTile; ++j) {
       const int64_t offset = cache.Offset(tokens_.first + at + Smaller(j, count - 1), 0);
-      key_rows_[j] =
-          static_cast<const T*>(cache.keys) + offset + item_.kv_head * cache.head_stride;
+      key_rows_[j] = static_cast<const T*>(cache.keys) + offset + item_.kv_head * cache.head_stride;
       value_rows_[j] = static_cast<const T*>(cache.values) + cache.OffsetOfValue(offset) +
                        item_.kv_head * cache.value_head_stride;
     }
@@ -217,8 +216,8 @@ class Differentiation {
     int64_t row = 0;
     for (int64_t token = tokens_.first + i; token < tokens_.first + i + num_tokens; ++token) {
       const T* query = static_cast<const T*>(p_.query) + p_.QueryOffset(token, first_head);
-      const T* dout = static_cast<const T*>(b_.dout) + token * b_.dout_stride +
-                      first_head * p_.value_head_size;
+      const T* dout =
+          static_cast<const T*>(b_.dout) + token * b_.dout_stride + first_head * p_.value_head_size;
       for (int64_t h = 0; h < group_; ++h, ++row) {
         query_rows_[row] = query + h * p_.head_size;
         dout_rows_[row] = dout + h * p_.value_head_size;
@@ -345,8 +344,7 @@ void SumRows(const BackwardParams& b, int64_t first, int64_t end, const RowNumbe
 
 int64_t DqueryColumns(const Params& p) { return RoundUp(p.head_size, kLanes); }
 
-void Run(const BackwardParams& b, const WorkItem& item, const RowNumbers& numbers,
-                   Arena* arena) {
+void Run(const BackwardParams& b, const WorkItem& item, const RowNumbers& numbers, Arena* arena) {
   WithTensorType(b.forward.dtype, [&](auto type) {
     Differentiation<decltype(type)>(b, item, numbers, arena).Run();
   });

@@ -53,7 +53,7 @@ struct BackwardKernel {
   void (*sum_rows)(const BackwardParams& p, int64_t first, int64_t end, const RowNumbers& numbers);
   int64_t (*dquery_columns)(const paged_attention::Params& p);
   void (*run)(const BackwardParams& p, const WorkItem& item, const RowNumbers& numbers,
-                        paged_attention::Arena* arena);
+              paged_attention::Arena* arena);
 };
 
 // That of the instruction set in use.

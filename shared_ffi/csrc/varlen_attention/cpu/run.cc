@@ -13,7 +13,8 @@
 
 namespace xla_gpu::varlen_attention {
 
-#define XLA_GPU_DECLARE(instruction_set) extern const BackwardKernel kBackwardKernel_##instruction_set;
+#define XLA_GPU_DECLARE(instruction_set) \
+  extern const BackwardKernel kBackwardKernel_##instruction_set;
 XLA_GPU_FOR_CPU_INSTRUCTION_SETS(XLA_GPU_DECLARE)
 
 namespace {
@@ -180,9 +181,8 @@ void SumOverTokens(const BackwardParams& b, int64_t head, const RowNumbers& numb
 
 const BackwardKernel& ChosenBackwardKernel() {
   const std::string name = paged_attention::CpuInstructionSet();
-  return **std::find_if(std::begin(kKernels), std::end(kKernels), [&](const auto* kernel) {
-    return name == kernel->instruction_set;
-  });
+  return **std::find_if(std::begin(kKernels), std::end(kKernels),
+                        [&](const auto* kernel) { return name == kernel->instruction_set; });
 }
 
 void RunBackwardOnCpu(const BackwardParams& b, const Executor& executor) {
