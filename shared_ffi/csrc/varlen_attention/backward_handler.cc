@@ -1,6 +1,6 @@
 // The derivative.
 #include "cpu/run.h"
-#include "operands.h"
+#include "ffi/varlen_operands.h"
 #include "paged_attention/metadata.h"
 
 namespace xla_gpu::varlen_attention {

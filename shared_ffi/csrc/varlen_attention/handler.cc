@@ -1,5 +1,5 @@
 // The forward: paged_attention's kernels, without a page table.
-#include "operands.h"
+#include "ffi/varlen_operands.h"
 #include "paged_attention/cpu/run.h"
 #include "paged_attention/metadata.h"
 
