@@ -1,10 +1,10 @@
 #include "cpu/instruction_set.h"
 #include "cpu/run.h"
 #include "cuda/run.h"
+#include "ffi/attention_options.h"
 #include "ffi/kv_cache_operand.h"
 #include "ffi/token_rows_operand.h"
 #include "metadata.h"
-#include "options.h"
 
 namespace xla_gpu::paged_attention {
 namespace {

@@ -1,7 +1,7 @@
 // The derivative.
 #include "cpu/run.h"
 #include "cuda/run.h"
-#include "operands.h"
+#include "ffi/varlen_operands.h"
 #include "paged_attention/metadata.h"
 
 namespace xla_gpu::varlen_attention {

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "cuda/run.h"
-#include "operands.h"
+#include "ffi/varlen_operands.h"
 #include "paged_attention/cpu/run.h"
 #include "paged_attention/metadata.h"
 

@@ -89,15 +89,22 @@ class Weights {
 
   // Adds a tile's part of the sums of P and of P * dP.
   void AddToDelta() { IsPlain() ? SumTerms</*kIsPlain=*/true>() : SumTerms</*kIsPlain=*/false>(); }
+  // Before the first tile, for the tokens from i up to `end`.
+  void ClearDelta(int64_t i, int64_t end) const {
+    ForEachRow(i, end, [&](int64_t /*head*/, int64_t in_batch) {
+      numbers_.weight[in_batch] = numbers_.delta[in_batch] = 0;
+    });
+  }
   // Makes delta of the sums of all tiles. The rounding of a large lse changes all weights by one
   // factor, which delta must not have: one weight of 1 leaves nothing of dP - delta.
-  void FinishDelta(int64_t token, int64_t head) {
-    const int64_t in_batch = token * p_.num_heads + head;
-    float weight = numbers_.weight[in_batch];
-    if (p_.sinks != nullptr) {
-      weight += WeightOf(Splat(p_.Sink(head) - ShiftOf(b_.lse[in_batch])))[0];
-    }
-    if (weight != 0) numbers_.delta[in_batch] /= weight;
+  void FinishDelta(int64_t i, int64_t end) const {
+    ForEachRow(i, end, [&](int64_t head, int64_t in_batch) {
+      float weight = numbers_.weight[in_batch];
+      if (p_.sinks != nullptr) {
+        weight += WeightOf(Splat(p_.Sink(head) - ShiftOf(b_.lse[in_batch])))[0];
+      }
+      if (weight != 0) numbers_.delta[in_batch] /= weight;
+    });
   }
 
  private:
@@ -110,6 +117,17 @@ class Weights {
     float shift;
     float delta;
   };
+
+  // Calls function(head, index in the batch).
+  template <typename Function>
+  void ForEachRow(int64_t i, int64_t end, const Function& function) const {
+    const int64_t first = item_.kv_head * group_;
+    for (int64_t token = tokens_.first + i; token < tokens_.first + end; ++token) {
+      for (int64_t head = first; head < first + group_; ++head) {
+        function(head, token * p_.num_heads + head);
+      }
+    }
+  }
 
   // lse in units of 1 / log2(e).
   static float ShiftOf(float lse) { return static_cast<float>(lse * double{kLog2E}); }

@@ -4,8 +4,8 @@
 #include <initializer_list>
 #include <string_view>
 
-#include "paged_attention/options.h"
-#include "params.h"
+#include "attention_options.h"
+#include "varlen_attention/params.h"
 
 namespace xla_gpu::varlen_attention {
 

@@ -1,8 +1,8 @@
 // How handlers read what paged_attention and varlen_attention have in common.
 #pragma once
 
-#include "ffi/token_rows_operand.h"
-#include "params.h"
+#include "paged_attention/params.h"
+#include "token_rows_operand.h"
 
 namespace xla_gpu::paged_attention {
 
