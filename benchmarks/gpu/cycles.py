@@ -192,7 +192,7 @@ def cycles_of_way(
         now = max([now, until.get(i, 0), *(boards[b] for b in range(6) if code.waits(i, b))])
         name = name_of(code.instructions[i]).split(".")[0]
         unit = UNIT_OF.get(name)
-        result = {"mufu": EXPONENTIAL, "mio": MIO_LATENCY}.get(unit or "", RESULT)
+        result: float = {"mufu": EXPONENTIAL, "mio": MIO_LATENCY}.get(unit or "", RESULT)
         result = {"LDG": load, "LDC": CONSTANT}.get(name, result)
         board, read = code.scoreboard(i), code.read_scoreboard(i)
         boards[board] = max(boards[board], now + result)
