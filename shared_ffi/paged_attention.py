@@ -340,7 +340,10 @@ def scratch_bytes(
     max_splits = smaller(sizes.split_limit, -(-longest // sizes.min_split))
     partials_of_sequence = smaller(sizes.partials_of_sequence, sizes.max_split_tokens * max_splits)
     num_partials = smaller(num_tokens * max_splits, max_seqs * partials_of_sequence)
-    num_flags = num_tokens + num_partials + 1 + max_seqs * num_kv_heads
+    arrivals_of_head = 1
+    if sizes.split_limit > sizes.splits_of_run:
+        arrivals_of_head += -(-max_splits // sizes.splits_of_run)
+    num_flags = num_tokens + num_partials + 1 + max_seqs * num_kv_heads * arrivals_of_head
     flags_bytes = sizes.flag_bytes * num_flags
     flags_bytes = -(-flags_bytes // sizes.alignment) * sizes.alignment
     return flags_bytes + num_partials * sizes.partial_bytes

@@ -465,6 +465,30 @@ def test_whoever_comes_last_merges_the_splits(gpu: Gpu) -> None:
         assert_same_bits(result, expected)
 
 
+def test_runs_of_splits_are_merged_side_by_side(each_kernel: Gpu) -> None:
+    """A kv head that is alone has more than 32 splits, of which each run of 32 is merged by the thread
+    block that completes it."""
+    case = Case(
+        id="runs",
+        sequences=((1, 9000), (2, 4200), (1, 4096), (1, 300)),
+        num_heads=2,
+        num_kv_heads=1,
+        head_size=16,
+        block_size=16,
+        dtype="bfloat16",
+        max_query_len=2,
+        return_lse=True,
+    )
+    inputs, attributes = case.inputs(), case.attributes()
+    expected = attend(each_kernel, inputs, **attributes)
+    assert_close_on_cuda(expected, inputs, attributes)
+    rng, scratch = np.random.default_rng(0), scratch_of(inputs, attributes)
+    for seed in range(1, 200 if selection.everything else 8):
+        scratch[:] = rng.integers(256, size=len(scratch), dtype=np.uint8)
+        result = attend(each_kernel, inputs, scratch=scratch, seed=seed, **attributes)
+        assert_same_bits(result, expected)
+
+
 @pytest.mark.parametrize("cache_dtype", [None, "int8"])
 def test_500_calls_over_the_same_scratch(cache_dtype: str | None, gpu: Gpu) -> None:
     """Before each call the scratch has other bytes, as a graph that is replayed may find it."""
@@ -1234,7 +1258,8 @@ def test_the_scratch_is_bounded(
     slots = min(
         num_tokens * min(most_splits, -(-capacity // 128)), max_seqs * tokens_per_tile * most_splits
     )
-    flags = num_tokens + slots + max_seqs * num_kv_heads
+    runs = 0 if most_splits <= 32 else -(-min(most_splits, -(-capacity // 128)) // 32)
+    flags = num_tokens + slots + max_seqs * num_kv_heads * (1 + runs)
     assert num_bytes <= 4 * flags + 16 + 4 * slots * num_heads * 130
 
 

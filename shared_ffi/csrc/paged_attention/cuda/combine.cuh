@@ -176,8 +176,8 @@ __global__ void __launch_bounds__(kThreads, 4)
       PartOfRow<kColumnsAtOnce> row;
       if (!rows.are_missing) {
         MergeSplits<kSplitsOfGroup>(p, scratch, rows.first_partial,
-                                    static_cast<int32_t>(rows.num_splits), head, columns, factors,
-                                    &row);
+                                    static_cast<int32_t>(rows.num_splits), /*step=*/1, head,
+                                    columns, factors, &row);
         WriteRow<T>(p, token, head, columns, rows.attend, row);
         continue;
       }

@@ -24,6 +24,10 @@ inline constexpr int64_t kMinSplit = 128;
 // block can merge each group that it has, and not only the first splits of a sequence.
 inline constexpr int kSplitsOfGroup = 4;
 
+// Splits of a run in the decode kernel. Of a sequence with more splits, thread blocks merge runs
+// side by side, whose results are merged as splits are.
+inline constexpr int kSplitsOfRun = 32;
+
 // Query rows (a row is a query token and head) that share one reading of K and V.
 inline constexpr int64_t kMaxRowsPerItem = 64;
 

@@ -120,29 +120,30 @@ struct MergeFactors {
   Rescale groups[gpu::kWarpSize / kSplitsOfGroup];  // of the groups before, and of the group
 };
 
-// Merges the partial results of a row, for the columns of a lane. `first_partial`: of split 0. The
-// factors of 32 splits are there before the first is merged, each lane's of another split.
-// kAtOnce: splits that are on their way while as many are merged, whole groups.
+// Merges the partial results of `num_splits` splits of a row, which are `step` splits apart, for
+// the columns of a lane. `first_partial`: of the first of them. The factors of 32 splits are there
+// before the first is merged, each lane's of another split. kAtOnce: splits that are on their way
+// while as many are merged, whole groups.
 template <int kAtOnce, int kColumns>
 __device__ __forceinline__ void MergeSplits(const Params& p, const Scratch& scratch,
-                                            int64_t first_partial, int32_t num_splits, int64_t head,
-                                            const LaneColumns& columns, MergeFactors* factors,
-                                            PartOfRow<kColumns>* row) {
+                                            int64_t first_partial, int32_t num_splits, int32_t step,
+                                            int64_t head, const LaneColumns& columns,
+                                            MergeFactors* factors, PartOfRow<kColumns>* row) {
   static_assert(kAtOnce % kSplitsOfGroup == 0 && gpu::kWarpSize % (2 * kAtOnce) == 0,
                 "whole groups");
   // Opaque: nothing of it takes a register of the decode kernel's turns.
   const int lane = gpu::Opaque(threadIdx.x) % gpu::kWarpSize, in_group = lane % kSplitsOfGroup;
   const int64_t first = first_partial * p.num_heads + head;
   // A token's query would have 8 GiB otherwise.
-  const auto stride = static_cast<uint32_t>(p.num_heads * p.value_head_size);
+  const auto stride = static_cast<uint32_t>(p.num_heads * p.value_head_size) * step;
   const float* partials = scratch.partials + first * p.value_head_size + columns.first;
 #pragma unroll 1
   for (int32_t begin = 0; begin < num_splits; begin += gpu::kWarpSize) {
     const int32_t count = min(gpu::kWarpSize, num_splits - begin);
     float2 loaded = {-kInfinity, kMoved};  // at once: a RowState
     if (lane < count) {
-      loaded =
-          *reinterpret_cast<const float2*>(scratch.states + first + (begin + lane) * p.num_heads);
+      loaded = *reinterpret_cast<const float2*>(scratch.states + first +
+                                                (begin + lane) * step * p.num_heads);
     }
     const RowState split{loaded.x, loaded.y};
     uint32_t there = gpu::LanesWith(split.sum != kMoved);  // of the splits that come next

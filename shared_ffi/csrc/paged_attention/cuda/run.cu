@@ -186,7 +186,7 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
     numbers.is_last = is_alone;
     if (!gpu::kZerosArrivals) numbers.nonce = ++num_calls << kNonceShift;
     if (gpu::kZerosArrivals && numbers.HasSplits() && num_blocks > 0) {
-      const int64_t count = p.max_seqs * p.num_kv_heads;
+      const int64_t count = p.max_seqs * p.num_kv_heads * scratch.arrivals_of_head;
       const gpu::Kernel<int32_t*, int64_t> zero{ZeroArrivals, kThreads, 0, LaunchesEarly(device)};
       const int64_t zero_blocks = CeilDiv(count, kZerosPerBlock);
       if (gpu::Error error =

@@ -24,11 +24,13 @@ struct Scratch {
   // begin at the number of their first token; then one for each partial.
   int32_t* is_bad;   // [num_tokens + num_partials]
   int32_t* counter;  // of the work items that are taken, for a kernel that counts them
-  // The splits of which the decode kernel has written the partial results, of each sequence and kv
-  // head. ZeroArrivals sets them to 0.
-  int32_t* arrivals;  // [max_seqs, num_kv_heads]
-  RowState* states;   // [num_partials, num_heads]
-  float* partials;    // [num_partials, num_heads, value_head_size]: sums of 2^(logit - max) * v
+  // What the decode kernel counts of each sequence and kv head: the splits whose partial results
+  // are written, if there is one run of them; otherwise the runs that are merged, and then the
+  // splits of each run. ZeroArrivals sets them to 0.
+  int32_t* arrivals;  // [max_seqs, num_kv_heads, arrivals_of_head]
+  int64_t arrivals_of_head;
+  RowState* states;  // [num_partials, num_heads]
+  float* partials;   // [num_partials, num_heads, value_head_size]: sums of 2^(logit - max) * v
 
   // The first partial of token i, which is query token `token` of the batch, of sequence s. Its
   // num_splits partials are adjacent.
@@ -58,8 +60,9 @@ struct ScratchSizes {
   int64_t partials_of_sequence;  // most that a sequence can need
   int64_t max_length;            // positions that a split sequence's window can span; 0: no window
   int64_t flag_bytes;            // for each token and partial, for the counter, and for arrivals
-  int64_t partial_bytes;         // RowState and partial result of all heads
-  int64_t alignment;             // what the size of all flags is rounded up to a multiple of
+  int64_t splits_of_run;
+  int64_t partial_bytes;  // RowState and partial result of all heads
+  int64_t alignment;      // what the size of all flags is rounded up to a multiple of
 };
 
 inline ScratchSizes MakeScratchSizes(const Params& p) {
@@ -76,13 +79,14 @@ inline ScratchSizes MakeScratchSizes(const Params& p) {
     sizes.max_length = window + MaxSplitTokens(p) + kTileAlignment;
   }
   sizes.flag_bytes = sizeof(int32_t);
+  sizes.splits_of_run = kSplitsOfRun;
   sizes.partial_bytes = p.num_heads * (sizeof(RowState) + p.value_head_size * sizeof(float));
   sizes.alignment = 16;
   return sizes;
 }
 
 // Lays the scratch out in `memory`, which may be null when only the size is wanted; that is
-//     4 * (num_tokens + num_partials + 1 + max_seqs * num_kv_heads)
+//     4 * (num_tokens + num_partials + 1 + max_seqs * num_kv_heads * arrivals_of_head)
 //         + 4 * num_partials * num_heads * (value_head_size + 2) bytes,
 // the first term rounded up to 16, with at most max_splits partials for each token and
 // partials_of_sequence for each sequence.
@@ -97,7 +101,12 @@ inline int64_t MakeScratch(const Params& p, void* memory, Scratch* scratch) {
       Smaller(p.num_tokens * scratch->max_splits, p.max_seqs * scratch->partials_of_sequence);
   if (scratch->num_partials == p.num_tokens * scratch->max_splits)
     scratch->partials_of_sequence = 0;
-  const int64_t num_flags = p.num_tokens + scratch->num_partials + 1 + p.max_seqs * p.num_kv_heads;
+  scratch->arrivals_of_head = 1;
+  if (sizes.split_limit > sizes.splits_of_run) {
+    scratch->arrivals_of_head += CeilDiv(scratch->max_splits, sizes.splits_of_run);
+  }
+  const int64_t num_arrivals = p.max_seqs * p.num_kv_heads * scratch->arrivals_of_head;
+  const int64_t num_flags = p.num_tokens + scratch->num_partials + 1 + num_arrivals;
   const int64_t flags_bytes =
       CeilDiv(num_flags * sizes.flag_bytes, sizes.alignment) * sizes.alignment;
   const int64_t states_bytes =

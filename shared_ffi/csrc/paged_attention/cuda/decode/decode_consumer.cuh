@@ -21,9 +21,10 @@ class DecodeConsumer {
   static constexpr int kRounds = kDecodeRows / Shared::kSumRows;
   static constexpr int kColumns = kHeadSize / gpu::kWarpSize;
   using Row = PartOfRow<kColumns>;
-  // Splits of a row that are on their way to their merge, of 4 KiB together. With an 8-bit cache
-  // half as many: there is more code.
-  static constexpr int kSplitsAtOnce = (kIs8Bit<C> ? 16 : 32) / kColumns;
+  // Splits of a row that are on their way to their merge: 4 KiB for a warp, or half of it with an
+  // 8-bit cache, which has more code, and elsewhere than on Hopper, for want of registers.
+  static constexpr int kSplitsAtOnce =
+      kColumns > 4 || kIs8Bit<C> || !Shared::kIsLarge ? kSplitsOfGroup : 2 * kSplitsOfGroup;
 
  public:
   __device__ DecodeConsumer(const Params& p, const Scratch& scratch, const DecodeNumbers& numbers,
@@ -39,7 +40,8 @@ class DecodeConsumer {
   __device__ void Run() {
     ResetCounter(scratch_);
     if (numbers_.is_last) DecodeOtherRows<T>(p_, numbers_).Write();
-    for (typename Shared::ItemState stage;; stage = stage.Next()) {
+    for (uint32_t n = 0;; ++n) {  // one register, not two
+      const auto stage = Shared::ItemState::Of(n);
       shared_.work_barriers.WaitFilled(stage);
       const DecodeWork& work = shared_.work[stage.index];
       if (work.split.IsEnd()) return;
@@ -165,6 +167,13 @@ class DecodeConsumer {
     __syncwarp();
   }
 
+  // The splits of a sequence whose partial results are merged: `step` apart.
+  struct Merge {
+    int32_t first;
+    int32_t count;  // 0: none, but what the warps have found of a split
+    int32_t step;
+  };
+
   // Merges what the warps found of a split, and merges that with the splits before, or leaves it
   // for the thread block that merges all. The code is there once for all rows of the warp, and for
   // rows that this block merges last: it takes long to come, and most calls have one row.
@@ -175,7 +184,8 @@ class DecodeConsumer {
     const bool ends = item.split + 1 == item.num_splits;
     const bool ends_group = ends || in_group == kSplitsOfGroup - 1;
     bool is_whole = merges_ && ends && item.split == in_group;
-    bool comes_last = false;
+    Merge merge = {};
+    int32_t run = static_cast<uint32_t>(item.split + 1 - num_splits_) / kSplitsOfRun;
 #pragma unroll 1
     do {
 #pragma unroll 1
@@ -183,16 +193,18 @@ class DecodeConsumer {
         const int row = i * kWarps + warp_;
         const RowPlace place(work.rows[row].token, work.rows[row].head);
         Row merged;
-        if (comes_last) {
-          merged = MergeAll(item, place);
+        if (merge.count > 0) {
+          merged = MergeAll(item, place, merge);
         } else {
           merged = kRounds > 1 ? Merged(i) : MergeBefore(i, work, MergeWarps(row, work));
         }
         if (is_whole) {
           WriteRow<T>(p_, item.first_token + place.token, place.head, OwnColumns(),
                       p_.Attends(item.Tokens(), place.token), merged);
+        } else if (merge.count > 0) {
+          WritePartialResult(item, place, merge.first, merged, 0);
         } else if (!merges_ || ends_group || work.split.IsLast()) {
-          WritePartialResult(item, place, merged, merges_ ? in_group : 0);
+          WritePartialResult(item, place, item.split, merged, merges_ ? in_group : 0);
         } else {
 #pragma unroll
           for (int j = 0; j < kRows; ++j) {
@@ -201,9 +213,7 @@ class DecodeConsumer {
         }
       }
       gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);  // everyone has left the sums
-      if (is_whole || !work.split.IsLast()) break;
-      is_whole = comes_last = ComesLast(work.split);
-    } while (comes_last);
+    } while (!is_whole && work.split.IsLast() && ComesLast(work.split, &run, &merge, &is_whole));
     if (!work.split.IsLast()) return;
     num_splits_ = 0;
     merges_ = false;
@@ -228,17 +238,49 @@ class DecodeConsumer {
     return merged;
   }
 
-  // Counts the block's splits of a sequence and kv head, whose partial results are written. Returns
-  // whether all are there now. Nobody waits: if the lengths change, so that thread blocks disagree
-  // on the number of splits, rows are wrong or not written.
-  __device__ bool ComesLast(const DecodeSplit& split) {
+  // Finds what this block merges next, if it comes last somewhere: a run, or all runs. It counts
+  // the block's splits of each run, from `run` on, whose partial results are written, and then that
+  // a run is merged. If there is one run, that is all. Nobody waits: if the lengths change, so that
+  // thread blocks disagree on the number of splits, rows are wrong or not written.
+  __device__ bool ComesLast(const DecodeSplit& split, int32_t* run, Merge* merge, bool* is_whole) {
+    const int32_t num_runs = CountRuns(split.num_splits);
+#pragma unroll 1
+    while (true) {
+      const bool is_of_runs = merge->count > 0;  // a run is merged
+      int32_t counter = 0, found = 1, total = num_runs;
+      if (!is_of_runs) {
+        const int32_t begin = *run * kSplitsOfRun, last = split.split;
+        if (begin > last) return false;
+        total = min(kSplitsOfRun, split.num_splits - begin);
+        found = min(last + 1, begin + total) - max(last + 1 - num_splits_, begin);
+        if (num_runs > 1) counter = ++*run;
+        *merge = {begin, total, 1};
+      } else {
+        *merge = {0, num_runs, kSplitsOfRun};
+      }
+      if (num_runs > 1) gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);  // is_last is read
+      if (Completes(split, counter, found, total)) {
+        *is_whole = is_of_runs || num_runs == 1;
+        return true;
+      }
+      merge->count = 0;
+      if (num_runs == 1) return false;
+    }
+  }
+
+  static __device__ __forceinline__ int32_t CountRuns(int32_t num_splits) {
+    return static_cast<uint32_t>(num_splits + kSplitsOfRun - 1) / kSplitsOfRun;
+  }
+
+  // Adds to a counter of a sequence and kv head. Returns whether it has the total now.
+  __device__ bool Completes(const DecodeSplit& split, int32_t counter, int32_t found,
+                            int32_t total) {
     if (threadIdx.x == 0) {
-      int32_t* arrivals =
-          scratch_.arrivals + int64_t{split.sequence} * numbers_.num_kv_heads + split.kv_head;
-      const int32_t others = split.num_splits - num_splits_;
-      shared_.is_last =
-          others == (gpu::kZerosArrivals ? gpu::AddInOrder(arrivals, num_splits_)
-                                         : AddFromNonce(arrivals, num_splits_, others));
+      const int64_t head = int64_t{split.sequence} * numbers_.num_kv_heads + split.kv_head;
+      int32_t* arrivals = scratch_.arrivals + head * scratch_.arrivals_of_head + counter;
+      const int32_t others = total - found;
+      shared_.is_last = others == (gpu::kZerosArrivals ? gpu::AddInOrder(arrivals, found)
+                                                       : AddFromNonce(arrivals, found, others));
       if (!gpu::kZerosArrivals && shared_.is_last) *arrivals = 0;
     }
     gpu::SyncThreads(kDecodeConsumersBarrier, kThreads);
@@ -261,13 +303,13 @@ class DecodeConsumer {
   }
 
   // The factors lie where the warp's sums were, which are merged.
-  __device__ Row MergeAll(const Item& item, const RowPlace& place) const {
-    const int64_t first = PartialOf(scratch_, item, place) - item.split;
+  __device__ Row MergeAll(const Item& item, const RowPlace& place, const Merge& merge) const {
+    const int64_t first = PartialOf(scratch_, item, place) - item.split + merge.first;
     static_assert(sizeof(shared_.sums[0]) >= sizeof(MergeFactors), "they have room there");
     auto* factors = reinterpret_cast<MergeFactors*>(shared_.sums[gpu::Opaque(warp_)]);
     Row merged;
-    MergeSplits<kSplitsAtOnce>(p_, scratch_, first, item.num_splits, place.head, OwnColumns(),
-                               factors, &merged);
+    MergeSplits<kSplitsAtOnce>(p_, scratch_, first, merge.count, merge.step, place.head,
+                               OwnColumns(), factors, &merged);
     return merged;
   }
 
@@ -321,9 +363,10 @@ class DecodeConsumer {
   }
 
   // Writes the partial result of a split, and of as many before it as are moved there.
-  __device__ void WritePartialResult(const Item& item, const RowPlace& place, const Row& row,
-                                     int32_t num_moved) const {
-    const int64_t index = PartialOf(scratch_, item, place) * p_.num_heads + place.head;
+  __device__ void WritePartialResult(const Item& item, const RowPlace& place, int32_t split,
+                                     const Row& row, int32_t num_moved) const {
+    const int64_t partial_number = PartialOf(scratch_, item, place) - item.split + split;
+    const int64_t index = partial_number * p_.num_heads + place.head;
     const LaneColumns columns = OwnColumns();
     columns.Write(row, scratch_.partials + index * p_.value_head_size + columns.first);
     if (lane_ == 0) scratch_.states[index] = row.state;
