@@ -109,6 +109,27 @@ def paged_attention(
     return (output, lse) if return_lse else output
 
 
+def varlen_attention(*arrays: Any, scale: float, **options: Any) -> Any:
+    """Returns float64."""
+    operands, value = as_paged(*arrays)
+    options |= {"value_cache": value, "kv_layout": PAGED_LAYOUT}
+    return paged_attention(*operands, scale, **options)
+
+
+PAGED_LAYOUT = "nbhd"
+
+
+def as_paged(
+    query: Any, key: Any, value: Any, query_start_loc: Any, num_seqs: Any
+) -> tuple[tuple[Any, ...], Any]:
+    """The operands of ``paged_attention``, and ``value_cache``, for the arrays of
+    ``varlen_attention``: K and V are a cache with blocks of one position, in PAGED_LAYOUT."""
+    starts = query_start_loc.astype(np.int64)
+    tables = starts[:-1, None] + np.arange(len(query))
+    operands = (query, key[:, None], np.diff(starts), tables, query_start_loc, num_seqs)
+    return operands, value[:, None]
+
+
 def legal_sequences(
     query: Any,
     kv_cache: Any,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
 
+from shared_ffi import varlen_attention, varlen_attention_backward
 from shared_ffi.spec import ArraySpec, Call, dtype_error, missing_error, on_host, value_error
 from shared_ffi.xla import lowering, runtimes
 
@@ -118,6 +119,18 @@ class Arrays:
         return _function(call)(*[self._arrays[name] for name in call.names])
 
 
+def make(
+    op: str,
+    check: Callable[..., Call],
+    operands: Mapping[str, jax.Array],
+    options: Mapping[str, Any],
+) -> tuple[jax.Array, ...]:
+    """Checks and makes a call with these arrays and other arguments."""
+    arrays = Arrays(op)
+    specs = {name: arrays.add(name, array) for name, array in operands.items()}
+    return arrays.call(check(**specs, **options))
+
+
 _name = lru_cache(attrgetter("name"))  # NumPy makes it of a dtype each time
 
 
@@ -131,6 +144,8 @@ def _function(call: Call) -> Callable[..., tuple[jax.Array, ...]]:
 
 def _refuse_derivative(primals: Any, tangents: Any, *, call: Call) -> Any:
     """The rule for ``jax.grad`` and its kin."""
+    if call.op in (varlen_attention.OP, varlen_attention_backward.OP):
+        raise varlen_attention.second_derivative_error()
     raise NotImplementedError(
         f"{call.op}: inference only, it has no derivative; got a call under jax.grad, jax.jvp "
         "or jax.linearize. Wrap the operands in jax.lax.stop_gradient; to train, call "

@@ -16,13 +16,25 @@ except ImportError:
         "sources in place: pip install --editable ."
     ) from None
 
-from shared_ffi import kv_cache_update, paged_attention, simple_add
+from shared_ffi import (
+    kv_cache_update,
+    paged_attention,
+    simple_add,
+    varlen_attention,
+    varlen_attention_backward,
+)
 from shared_ffi.spec import ArraySpec, Call
 from shared_ffi.xla.runtimes import register, registered
 
 __version__ = version("xla-paged-attention")
 
-OPS = (simple_add, kv_cache_update, paged_attention)
+OPS = (
+    simple_add,
+    kv_cache_update,
+    paged_attention,
+    varlen_attention,
+    varlen_attention_backward,
+)
 """The modules of all ops; each has OP, TARGET and check()."""
 
 

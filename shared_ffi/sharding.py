@@ -25,8 +25,10 @@ def by_heads(call: Call, devices: Sequence[np.ndarray | None]) -> np.ndarray | N
 
     Returns:
         ``[num_parts, copies]``: the devices that have each part of the heads; None if no array
-        is sharded by heads.
+        is sharded by heads, or if devices would have to add up results.
     """
+    if call.summed:
+        return None
     for tiles, dim in zip(devices, call.head_dims, strict=False):
         if tiles is None or dim is None or not call.num_shared_heads:
             continue
@@ -83,7 +85,8 @@ def shardy_rule(call: Call, results: Sequence[ArraySpec]) -> str | None:
         results: all that the custom call returns; scratch comes last.
     """
     arrays = [*call.operands, *results]
-    if not call.num_shared_heads or not all(isinstance(n, int) for x in arrays for n in x.shape):
+    is_shared = call.num_shared_heads and not call.summed
+    if not is_shared or not all(isinstance(n, int) for x in arrays for n in x.shape):
         return None
     head_dims = [*call.head_dims, *[None] * (len(arrays) - len(call.head_dims))]
     sizes: dict[str, int] = {}

@@ -90,6 +90,9 @@ class Call:
     head_dims: tuple[int | None, ...] = ()
     """The dimension of heads of each operand, then of each result; None: every device has all of
     it. A device that computes a part of the heads has that part of each of these dimensions."""
+    summed: tuple[int, ...] = ()
+    """The results that are sums over heads without a dimension of heads: a device that computes a
+    part of the heads has a part of each sum."""
     cuda_scratch_bytes: Callable[[Call, Smaller], int] | None = None
     """Computes the size of the CUDA kernels' scratch; None: they need none."""
     arguments: Arguments | None = None

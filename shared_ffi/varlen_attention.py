@@ -1,22 +1,37 @@
-"""The check of ``varlen_attention``, which is no custom call of its own: each frontend calls
-``paged_attention`` on K and V seen as a cache with blocks of one position."""
+"""The check of ``varlen_attention``, whose options are those of ``paged_attention``;
+``csrc/varlen_attention/params.h`` says what the op means."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from shared_ffi import paged_attention
-from shared_ffi.spec import ArraySpec, dtype_error, has_shape, holds, is_symbol, shape_error
+from shared_ffi import paged_attention, token_rows, varlen_scratch
+from shared_ffi.spec import (
+    ArraySpec,
+    Call,
+    Operands,
+    Scalar,
+    dtype_error,
+    flag,
+    has_shape,
+    holds,
+    records_arguments,
+    shape_error,
+)
 
 OP = "varlen_attention"
-KV_LAYOUT = "nhd"
-CHUNK = 128
-"""The query tokens, and the keys, that a derivative takes at a time. 64 to 512 were tried on a CPU:
-this was the fastest, in both frontends."""
+TARGET = "xla_gpu_varlen_attention"
+
+DIFFERENTIABLE = ("query", "key", "value", "sinks", "alibi_slopes")
+"""The operands that have a gradient, if the call has them."""
+
+FEATURES = ("sinks", "alibi_slopes", "bidirectional_ranges", "causal")
+"""The arrays that not every call has, in the order of their operands."""
+
+_NUMBERS = ("scale", "sliding_window", "soft_cap", "window_right", "max_query_len")
 
 
+@records_arguments
 def check(
     query: ArraySpec,
     key: ArraySpec,
@@ -27,21 +42,18 @@ def check(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     *,
+    sinks: ArraySpec | None = None,
+    alibi_slopes: ArraySpec | None = None,
+    bidirectional_ranges: ArraySpec | None = None,
+    causal: bool | ArraySpec = True,
+    window_right: int | None = None,
     max_query_len: int | None = None,
-    **others: Any,
-) -> int:
-    """Checks a call, whose other arguments are those of ``paged_attention``.
-
-    Returns:
-        the most tokens of a sequence, as far as the call tells: the width of the block table.
-
-    Raises:
-        ValueError: a shape or value is wrong.
-        TypeError: a dtype or type is wrong.
-    """
+    return_lse: bool = False,
+) -> Call:
+    """Returns the call, or raises ValueError (shape, value) or TypeError (dtype, type)."""
     if len(query.shape) != 3:
         raise shape_error(OP, "query", "[num_tokens, num_heads, head_size]", query.shape)
-    num_tokens, _, head_size = query.shape
+    num_tokens, num_heads, head_size = query.shape
     if not has_shape(key, (num_tokens, *key.shape[1:2], head_size)):
         rule = f"[num_tokens={num_tokens}, num_kv_heads, head_size={head_size}]"
         raise shape_error(OP, "key", rule, key.shape)
@@ -54,34 +66,74 @@ def check(
         raise shape_error(OP, "value", rule, value.shape)
     for argument, spec in (("key", key), ("value", value)):
         if spec.dtype != query.dtype:
-            raise dtype_error(OP, argument, f"query's dtype, {query.dtype}", spec.dtype)
+            raise dtype_error(OP, argument, f"query's dtype {query.dtype}", spec.dtype)
+        token_rows.check(OP, argument, spec)
     if len(query_start_loc.shape) != 1 or not holds(query_start_loc.shape[0] >= 1):
         raise shape_error(OP, "query_start_loc", "[max_seqs + 1]", query_start_loc.shape)
-    width, max_seqs = num_tokens, query_start_loc.shape[0] - 1
-    if isinstance(max_query_len, int | np.integer) and not is_symbol(num_tokens):
-        width = min(int(max_query_len), num_tokens)
-    try:
-        paged_attention.check(
-            query,
-            key,
-            ArraySpec((max_seqs,), query_start_loc.dtype),
-            ArraySpec((max_seqs, width), query_start_loc.dtype),
+    if query_start_loc.dtype != "int32":
+        raise dtype_error(OP, "query_start_loc", "dtype int32", query_start_loc.dtype)
+    max_seqs = query_start_loc.shape[0] - 1
+    try:  # K and V as a cache with blocks of one position
+        paged = paged_attention.check(
+            query._replace(strides=None),
+            key._replace(strides=None),
+            ArraySpec((max_seqs,), "int32"),
+            ArraySpec((max_seqs, 1), "int32"),
             query_start_loc,
             num_seqs,
             scale,
             sliding_window,
             soft_cap,
-            value_cache=value,
-            kv_layout=KV_LAYOUT,
+            value_cache=value._replace(strides=None),
+            kv_layout="nhd",
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            bidirectional_ranges=bidirectional_ranges,
+            causal=causal,
+            window_right=window_right,
             max_query_len=max_query_len,
-            **others,
         )
     except (TypeError, ValueError) as error:
-        message = str(error).replace(
-            f"{paged_attention.OP}: context_lens", f"{OP}: query_start_loc"
-        )
-        raise type(error)(message.replace(paged_attention.OP, OP, 1)) from None
-    return width
+        raise type(error)(str(error).replace(paged_attention.OP, OP, 1)) from None
+    operands = Operands([(name, x) for name, x in paged.attributes if name in _NUMBERS])
+    operands.attributes += row_attributes(query, key, value)
+    kv_head_dim = None if num_kv_heads == 1 else 1
+    for name, array, dim in (
+        ("query", query, 1),
+        ("key", key, kv_head_dim),
+        ("value", value, kv_head_dim),
+    ):
+        operands.add(name, token_rows.as_operand(array), dim)
+    operands.add("query_start_loc", query_start_loc)
+    operands.add("num_seqs", num_seqs)
+    for name, array, head_dim in zip(paged.names, paged.operands, paged.head_dims, strict=False):
+        if name in FEATURES:
+            operands.add_feature(name, array, head_dim)
+    results = [ArraySpec((num_tokens, num_heads, value.shape[2]), query.dtype)]
+    if flag(OP, "return_lse", return_lse):
+        results.append(ArraySpec((num_tokens, num_heads), "float32"))
+    return Call(
+        OP,
+        TARGET,
+        names=tuple(operands.names),
+        operands=tuple(operands.specs),
+        results=tuple(results),
+        attributes=tuple(operands.attributes),
+        num_shared_heads=paged.num_shared_heads,
+        head_dims=(*operands.head_dims, *[1] * len(results)),
+        cuda_scratch_bytes=varlen_scratch.forward_bytes,
+    )
+
+
+def row_attributes(
+    query: ArraySpec, key: ArraySpec, value: ArraySpec, *others: ArraySpec
+) -> list[tuple[str, Scalar]]:
+    """The attributes of a call in which rows of tokens are part of wider rows."""
+    if all(array.strides is None for array in (query, key, value, *others)):
+        return []
+    sizes = (*query.shape[1:], key.shape[1], value.shape[2])
+    names = ("row_heads", "row_head_size", "row_kv_heads", "row_value_head_size")
+    return [(name, np.int64(size)) for name, size in zip(names, sizes, strict=True)]
 
 
 def second_derivative_error() -> NotImplementedError:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 
 from shared_ffi import paged_attention as op
-from shared_ffi.spec import ArraySpec, Call, value_error
-from torch_frontend.operator.arguments import checked, scale_tensor, split_causal
+from shared_ffi.spec import value_error
+from torch_frontend.operator.arguments import checked, scale_tensor, split_causal, takes_causal_seqs
 from torch_frontend.operator.define import define
 
 _ARGUMENTS = (
@@ -23,22 +23,17 @@ _ARGUMENTS = (
 )
 _STRIDED = ("kv_cache", "value_cache", "k_scale", "v_scale")
 _ROWS = ("query",)
+_CHECK = takes_causal_seqs(op.check)
 
-
-def _check(*, causal: bool = True, causal_seqs: ArraySpec | None = None, **others: Any) -> Call:
-    """The check. A schema has no type for a bool or a tensor: a tensor is `causal_seqs` there."""
-    return op.check(causal=causal if causal_seqs is None else causal_seqs, **others)
-
-
-DEFAULT = define(f"paged_attention{_ARGUMENTS}) -> Tensor", _check, _STRIDED, _ROWS)
+DEFAULT = define(f"paged_attention{_ARGUMENTS}) -> Tensor", _CHECK, _STRIDED, _ROWS)
 LSE = define(
     f"paged_attention.lse{_ARGUMENTS}) -> (Tensor output, Tensor lse)",
-    partial(_check, return_lse=True),
+    partial(_CHECK, return_lse=True),
     _STRIDED,
     _ROWS,
 )
 OUT = define(
-    f"paged_attention.out{_ARGUMENTS}, Tensor(a!) out) -> Tensor(a!)", _check, _STRIDED, _ROWS
+    f"paged_attention.out{_ARGUMENTS}, Tensor(a!) out) -> Tensor(a!)", _CHECK, _STRIDED, _ROWS
 )
 _DEFAULT, _LSE, _OUT = (checked(op.OP, overload) for overload in (DEFAULT, LSE, OUT))
 

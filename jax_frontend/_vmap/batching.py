@@ -12,7 +12,7 @@ from jax.interpreters import batching
 from jax_frontend import _call
 from jax_frontend._vmap import kv_cache_update, paged_attention
 from jax_frontend._vmap.operands import BatchingRule, Operand, elementwise
-from shared_ffi.spec import Arguments, Call, value_error
+from shared_ffi.spec import Call, value_error
 from shared_ffi.xla import lowering
 
 RULES: dict[str, BatchingRule] = {
@@ -60,11 +60,8 @@ def _as_one_call(
     batched = RULES[call.op](size, by_name, options)
     if batched is None:
         return None
-    arrays = _call.Arrays(call.op)
-    specs = [arrays.add(name, batched.arrays[name]) for name in arguments.arrays]
-    options |= batched.options
-    one = Arguments(arguments.check, arguments.arrays, (*options.items(),)).on(specs)
-    return tuple(batched.unbatch(arrays.call(one)))
+    results = _call.make(call.op, arguments.check, batched.arrays, options | batched.options)
+    return tuple(batched.unbatch(results))
 
 
 def _one_call(

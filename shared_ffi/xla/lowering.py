@@ -23,10 +23,10 @@ call_p.multiple_results = True
 
 def make(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Makes the custom call, in a function that JAX traces. ``runtimes.register`` comes before."""
-    return tuple(call_p.bind(*_vary_alike(operands), call=call))
+    return tuple(call_p.bind(*vary_alike(operands), call=call))
 
 
-def _vary_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
+def vary_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
     """Under ``jax.shard_map``, lets each operand vary over the mesh axes that any of them does."""
     axes = [_varying_axes(jax.typeof(x)) for x in operands]
     union = frozenset().union(*axes)

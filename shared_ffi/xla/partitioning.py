@@ -19,11 +19,17 @@ from jaxlib import xla_client
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func, stablehlo
 
-from shared_ffi import kv_cache_update, paged_attention, sharding
+from shared_ffi import (
+    kv_cache_update,
+    paged_attention,
+    sharding,
+    varlen_attention,
+    varlen_attention_backward,
+)
 from shared_ffi.spec import Arguments, ArraySpec, Call
 from shared_ffi.xla import lowering
 
-SHARED_OPS = (kv_cache_update, paged_attention)
+SHARED_OPS = (kv_cache_update, paged_attention, varlen_attention, varlen_attention_backward)
 """The ops whose heads several devices can share."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,16 @@ LENGTHS = (5, 0, 1, 130, 127, 64, 1, 128, 16)
 """0, 1 and a chunk of the derivative, less and more by one."""
 
 DIFFERENTIABLE = ("query", "key", "value", "sinks", "alibi_slopes")
+
+
+class VarlenInputs(NamedTuple):
+    """The array arguments of varlen_attention that each call has, in their order."""
+
+    query: Any
+    key: Any
+    value: Any
+    query_start_loc: Any
+    num_seqs: Any
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,15 @@ class VarlenCase:
             "causal": np.arange(len(starts) - 1, dtype=np.int32) % 2,
         }
         return arguments | {name: features[name] for name in self.arrays} | dict(self.options)
+
+    def inputs(self) -> VarlenInputs:
+        """The arrays that each call has."""
+        arguments = self()
+        return VarlenInputs(*[arguments[name] for name in VarlenInputs._fields])
+
+    def attributes(self) -> dict[str, Any]:
+        """The other arguments."""
+        return {name: x for name, x in self().items() if name not in VarlenInputs._fields}
 
     def weights(self) -> np.ndarray:
         """What the derivative of the loss by the output is."""

@@ -19,7 +19,10 @@ from tests.support import scripts
 
 CHECKS = [
     jax.export.DisabledSafetyCheck.custom_call(f"xla_gpu_{op}")
-    for op in ("paged_attention", "kv_cache_update")
+    for op in (
+        *("paged_attention", "kv_cache_update"),
+        *("varlen_attention", "varlen_attention_backward"),
+    )
 ]
 F32, I32 = np.float32, np.int32
 
@@ -78,7 +81,21 @@ def test_a_server_loads_one_program_for_all_batch_sizes(tmp_path: Path) -> None:
 
 
 # For each function, the shapes of its arguments: float32 in front, int32 after the bar.
+def train(*arrays: Any) -> Any:
+    """Attention of packed sequences to themselves, and its gradients."""
+    rows, batch = arrays[:3], arrays[3:]
+
+    def attend(*rows: Any) -> Any:
+        return jax_frontend.varlen_attention(
+            *rows, *batch, 0.25, 9, causal=False, window_right=7, max_query_len=64
+        )
+
+    output, pullback = jax.vjp(attend, *rows)
+    return output, pullback(output)
+
+
 FUNCTIONS: dict[str, tuple[Any, str]] = {
+    "training": (train, "t,8,64 t,2,64 t,2,32 | s+1 1"),
     "v3": (
         jax_frontend.ragged_paged_attention_v3,
         "t,8,128 t,2,128 t,2,128 16,16,4,1,128 | s 4*s s+1 3",
@@ -114,7 +131,8 @@ def test_exports_with_symbolic_sizes(name: str) -> None:
         disabled_checks=CHECKS,
         platforms=["cpu", "cuda"],
     )
-    assert "xla_gpu_paged_attention" in export(*arguments).mlir_module()
+    program = export(*arguments).mlir_module()
+    assert f"xla_gpu_{'varlen' if name == 'training' else 'paged'}_attention" in program
 
 
 SHARDED = """

@@ -159,6 +159,91 @@ def test_gradients_sharded_by_heads_need_no_communication(mesh: Mesh, axes: str)
         compare(gradient, alone[name])
 
 
+def training(kv_heads: int, **features: Any) -> tuple[dict[str, np.ndarray], Any]:
+    """Arrays with gradients, and attention of two sequences."""
+    rng = np.random.default_rng(0)
+    shapes = {"query": (9, 8, 16), "key": (9, kv_heads, 16), "value": (9, kv_heads, 16)}
+    shapes |= {"sinks": (8,), "alibi_slopes": (8,)}
+    leaves = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    starts, count = np.int32([0, 5, 9]), np.int32([2])
+
+    def attend(leaves: Any) -> jax.Array:
+        return jax_frontend.varlen_attention(
+            **leaves, query_start_loc=starts, num_seqs=count, scale=0.25, **features
+        )
+
+    return leaves, attend
+
+
+def gradients(attend: Any) -> Any:
+    return jax.jit(jax.grad(lambda leaves: (attend(leaves) ** 2).sum()))
+
+
+@pytest.mark.parametrize("axes", ["automatic", "explicit", "shard_map", "unchecked shard_map"])
+@pytest.mark.parametrize("arrays", ["all", "query", "constant slopes"])
+def test_gradients_of_a_kv_head_that_devices_share(mesh: Mesh, axes: str, arrays: str) -> None:
+    """Each device has a part of the query heads: parts of its gradients are added up."""
+    leaves, attend = training(kv_heads=1)
+    if arrays == "query":
+        del leaves["sinks"], leaves["alibi_slopes"]
+    elif arrays == "constant slopes":
+        del leaves["alibi_slopes"]
+        attend = training(kv_heads=1, alibi_slopes=np.full(8, 0.1, np.float32))[1]
+    alone = gradients(attend)(leaves)
+    kind = AxisType.Explicit if axes == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((4,), ("model",), (kind,), devices=jax.devices()[:4])
+    specs = {"query": P(None, "model"), "key": P(), "value": P()}
+    specs |= {"sinks": P("model"), "alibi_slopes": P("model")}
+    specs = {name: specs[name] for name in leaves}
+    if "shard_map" in axes:
+        if arrays == "constant slopes":
+            attend = training(kv_heads=1, alibi_slopes=np.full(2, 0.1, np.float32))[1]
+        attend = jax.shard_map(
+            attend,
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=P(None, "model"),
+            check_vma=axes == "shard_map",
+        )
+    elif axes == "explicit" and arrays == "constant slopes":
+        slopes = put(np.full(8, 0.1, np.float32), NamedSharding(mesh, P("model")))
+        attend = training(kv_heads=1, alibi_slopes=slopes)[1]
+    with jax.set_mesh(mesh):
+        sharded = {name: put(x, NamedSharding(mesh, specs[name])) for name, x in leaves.items()}
+        found = gradients(attend)(sharded)
+    for name, gradient in found.items():
+        np.testing.assert_allclose(gradient, alone[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_gradients_of_what_all_batches_share(mesh: Mesh, check_vma: bool) -> None:
+    """Each device has a batch of its own, and the same sinks and slopes."""
+    leaves, attend = training(kv_heads=2)
+    shared = ("sinks", "alibi_slopes")
+    batches = {
+        name: x if name in shared else np.stack([x * (i + 1) for i in range(4)])
+        for name, x in leaves.items()
+    }
+
+    def one_after_the_other(leaves: Any) -> jax.Array:
+        parts = [
+            attend({name: x if name in shared else x[i] for name, x in leaves.items()})
+            for i in range(4)
+        ]
+        return jax.lax.concatenate(parts, 0)
+
+    expected = gradients(one_after_the_other)(batches)
+    mapped = jax.shard_map(
+        lambda leaves: attend({n: x if n in shared else x[0] for n, x in leaves.items()}),
+        mesh=mesh,
+        in_specs=({name: P() if name in shared else P("model") for name in leaves},),
+        out_specs=P("model"),
+        check_vma=check_vma,
+    )
+    for name, gradient in gradients(mapped)(batches).items():
+        np.testing.assert_allclose(gradient, expected[name], rtol=1e-5, atol=1e-5)
+
+
 def compare(actual: Any, expected: Any) -> None:
     for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert_same_bits(np.asarray(one), np.asarray(other))

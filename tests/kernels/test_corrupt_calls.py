@@ -87,7 +87,7 @@ def on_gpu(gpu: Gpu) -> Any:
     """Runs a call on a GPU, with the scratch that the handler asks for."""
 
     def run(op: Any, operands: Sequence[Any], results: Sequence[Any], **attributes: Any) -> None:
-        scratch = [np.empty(0, np.uint8)] if op.OP == "paged_attention" else []
+        scratch = [np.empty(0, np.uint8)] if "attention" in op.OP else []
         try:
             gpu.run(op, operands, [*results, *scratch], 0, **attributes)
         except ValueError as error:

@@ -50,7 +50,9 @@ def test_varlen_attention_backward(case: VarlenCase) -> None:
         error = np.abs(gradient.astype(np.float64) - expected[name]).max(initial=0)
         assert error <= TOLERANCES[case.dtype] * largest, (name, error, largest)
         if name in ROWS:
-            assert_same_bits(gradient[case.num_tokens :], np.zeros_like(gradient)[case.num_tokens :])
+            assert_same_bits(
+                gradient[case.num_tokens :], np.zeros_like(gradient)[case.num_tokens :]
+            )
     # Many threads cut sequences into work items.
     for num_threads in (2, 64):
         again = differentiate(arguments, dout, num_threads)
@@ -117,7 +119,9 @@ LENGTHS = (70, 0, 1, 201, 64)
 BATCHES = [
     VarlenCase("plain", LENGTHS),
     VarlenCase("bfloat16", LENGTHS, dtype="bfloat16"),
-    VarlenCase("windows", LENGTHS, options={"sliding_window": 40, "window_right": 9, "causal": False}),
+    VarlenCase(
+        "windows", LENGTHS, options={"sliding_window": 40, "window_right": 9, "causal": False}
+    ),
     VarlenCase("ranges", LENGTHS, num_heads=14, arrays=("sinks", "bidirectional_ranges")),
 ]
 

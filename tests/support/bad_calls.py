@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shared_ffi.spec import numbers_of
-from tests.support.sound_calls import add, attention, op_of, rotated_update, update
+from tests.support.sound_calls import add, attention, op_of, rotated_update, training, update
 
 F32, F16, I32 = np.float32, np.float16, np.int32
 INT8_CACHE = {"kv_cache": np.zeros((4, 2, 4, 8), np.int8)}
@@ -589,6 +589,59 @@ STATIC = [
     bad_call(add, "a must have dtype float32; got int32", a=ones(2, 3, dtype=I32)),
     bad_call(add, "b must have shape [2, 3]; got [3]", b=ones(3)),
     bad_call(add, "b must have dtype float32; got int32", b=ones(2, 3, dtype=I32)),
+    *(
+        bad_call(training, message, **{name: value})
+        for name, value, message in (
+            (
+                "query",
+                ones(4, 8),
+                "query must have shape [num_tokens, num_heads, head_size]; got [4, 8]",
+            ),
+            (
+                "query",
+                ones(4, 3, 8),
+                "query's num_heads must be a multiple of num_kv_heads=2; got 3",
+            ),
+            (
+                "key",
+                ones(3, 2, 8),
+                "key must have shape [num_tokens=4, num_kv_heads, head_size=8]; got [3, 2, 8]",
+            ),
+            (
+                "value",
+                ones(4, 2, 9),
+                "value must have shape [num_tokens=4, num_kv_heads=2, at most 8]; got [4, 2, 9]",
+            ),
+            (
+                "value",
+                ones(4, 1, 8),
+                "value must have shape [num_tokens=4, num_kv_heads=2, at most 8]; got [4, 1, 8]",
+            ),
+            (
+                "key",
+                ones(4, 2, 8, dtype=F16),
+                "key must have query's dtype float32; got float16",
+            ),
+            ("query_start_loc", ones(dtype=I32), "query_start_loc must have shape [max_seqs + 1]"),
+            (
+                "query_start_loc",
+                ones(4),
+                "query_start_loc must have dtype int32; got float32",
+            ),
+            ("num_seqs", ones(2, dtype=I32), "num_seqs must have shape [] or [1]; got [2]"),
+            ("scale", np.nan, "scale must be finite in float32; got nan"),
+            ("sliding_window", 0, "sliding_window must be at least 1, or None; got 0"),
+            ("window_right", 3, "window_right must be None unless causal is False; got 3"),
+            ("max_query_len", 0, "max_query_len must be at least 1, or None; got 0"),
+            ("sinks", ones(3), "sinks must have shape [num_heads=4]; got [3]"),
+            (
+                "bidirectional_ranges",
+                ones(4, 3, dtype=I32),
+                "bidirectional_ranges must have shape [num_tokens=4, 2]; got [4, 3]",
+            ),
+            ("causal", ones(4, dtype=I32), "causal must have shape [max_seqs=3]; got [4]"),
+        )
+    ),
 ]
 
 # Wrong values: found by the handler on the CPU.

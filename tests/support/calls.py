@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shared_ffi import _native, kv_cache_update, paged_attention
+from shared_ffi import _native, kv_cache_update, paged_attention, varlen_attention
 from shared_ffi.spec import ArraySpec, Call
 from tests.cases.case import FEATURES
 
@@ -44,7 +44,7 @@ def overload_of(op: str, attributes: dict[str, Any]) -> tuple[Any, dict[str, Any
     return getattr(getattr(torch.ops.xla_gpu, op), overload), options
 
 
-_CHECKS = {"paged_attention": paged_attention.check, "kv_cache_update": kv_cache_update.check}
+_CHECKS = {op.OP: op.check for op in (paged_attention, kv_cache_update, varlen_attention)}
 _POSITIONAL = ("scale", "sliding_window", "soft_cap")
 
 
@@ -53,7 +53,7 @@ def checked_call(
 ) -> tuple[Call, list[np.ndarray]]:
     """The call that the op's check returns, and its operands in order."""
     arrays, options = split_keywords(attributes)
-    if op == "paged_attention":
+    if op != "kv_cache_update":
         options = {"sliding_window": None, "soft_cap": None} | options
     positional = [options.pop(name) for name in _POSITIONAL if name in options]
     given = {name: arrays[name] for name in FEATURES[op] if name in arrays}
@@ -73,7 +73,7 @@ def in_wider_rows(array: np.ndarray, more: int) -> tuple[np.ndarray, dict[str, i
     return columns, {"row_heads": num_heads, "row_head_size": head_size}
 
 
-_ROWS = {"paged_attention": (0,), "kv_cache_update": (1, 2)}
+_ROWS = {"paged_attention": (0,), "kv_cache_update": (1, 2), "varlen_attention": ()}
 
 
 def with_wider_rows(

@@ -15,18 +15,34 @@ import numpy as np
 
 from harness.arrays import guarded
 from harness.compare import assert_same_bits
-from shared_ffi import kv_cache_update, paged_attention, simple_add
+from shared_ffi import (
+    kv_cache_update,
+    paged_attention,
+    simple_add,
+    varlen_attention,
+    varlen_attention_backward,
+)
 from tests.cases.case import FEATURES, Case
 from tests.cases.updates import UpdateCase
+from tests.cases.varlen import VarlenCase
 from tests.support.calls import (
     checked_call,
     in_place,
+    in_wider_rows,
     numbers,
     results_of,
+    specs,
+    split_keywords,
     with_wider_rows,
 )
 
-MODULES = {module.OP: module for module in (paged_attention, kv_cache_update, simple_add)}
+MODULES = {
+    module.OP: module
+    for module in (
+        *(paged_attention, kv_cache_update, simple_add),
+        *(varlen_attention, varlen_attention_backward),
+    )
+}
 
 _OPERANDS = {
     "paged_attention": (
@@ -45,7 +61,7 @@ _OPTIONAL = (
     *("block_size", "num_blocks", "num_kv_heads"),
     *("block_stride", "position_stride", "head_stride", "value_offset", "key_unit", "value_unit"),
     *("window_right", "max_query_len", "value_head_size"),
-    *("row_heads", "row_head_size", "row_value_head_size"),
+    *("row_heads", "row_head_size", "row_kv_heads", "row_value_head_size"),
     *("query_heads", "interleaved"),
 )
 """Attributes that not every call has."""
@@ -57,6 +73,7 @@ _NAMES = {
     *itertools.chain(*_OPERANDS.values(), _OPTIONAL),
     *(f"{name}_{stride}" for name in _SCALES for stride in _STRIDES),
     *("scale", "sliding_window", "soft_cap", "output", "lse", "scratch", "sum"),
+    *("dout", "dquery", "dkey", "dvalue", "dsinks", "dalibi_slopes"),
 }
 
 _ALIKE = {"key": ["value"], "kv_cache": ["value_cache"]}
@@ -143,6 +160,31 @@ def _attention(id: str, more_columns: int = 0, **changes: Any) -> HandlerCall:
     return _handler_call("paged_attention", case, more_columns)
 
 
+def _training(op: str, case: VarlenCase, more_columns: int = 0) -> HandlerCall:
+    """A call of varlen_attention, or of its backward pass, whose rows are in wider ones if there are
+    `more_columns`."""
+    arrays, options = split_keywords(case())
+    if op == "varlen_attention":
+        options["return_lse"] = True
+    else:
+        dout = case.weights()
+        arrays |= {"output": dout, "lse": np.zeros(dout.shape[:2], np.float32), "dout": dout}
+    given = dict(zip(arrays, specs([*arrays.values()]), strict=True))
+    for i, name in enumerate(x for x in ("query", "key", "value", "dout") if x in given):
+        if more_columns:
+            size = given[name].shape[2]
+            arrays[name], _ = in_wider_rows(arrays[name], (i + 1) * more_columns)
+            strides = (arrays[name].shape[1], size, 1)
+            given[name] = given[name]._replace(strides=strides)
+    call = MODULES[op].check(**given, **options)
+    operands = {name: arrays[name] for name in call.names}
+    names = ["output", "lse"]
+    if op != "varlen_attention":
+        names = [f"d{name}" for name in varlen_attention.DIFFERENTIABLE if name in call.names]
+    results = dict(zip(names, results_of(call, [*operands.values()]), strict=True))
+    return HandlerCall(op, operands, results, numbers(call))
+
+
 _update = partial(_handler_call, "kv_cache_update")
 
 
@@ -201,6 +243,13 @@ def sound_calls() -> dict[str, HandlerCall]:
             "rotated", num_padding=0, num_heads=4, rotary_dim=8, interleaved=True, dtype="float16"
         ),
     }
+    small = partial(VarlenCase, lengths=(3, 0, 2), head_size=8, padding=1)
+    features = varlen_attention.FEATURES
+    window = {"sliding_window": 3, "window_right": 2, "soft_cap": 3.0, "max_query_len": 4}
+    packed = [
+        (small("plain", dtype="float16"), 0),
+        (small("all", value_head_size=4, arrays=features, options=window), 3),
+    ]
     made_scales = _update(updates["made-scales"], 5)
     rows = np.ones((2, 3), np.float32)
     add = HandlerCall("simple_add", {"a": rows, "b": rows}, {"sum": rows}, {})
@@ -224,6 +273,11 @@ def sound_calls() -> dict[str, HandlerCall]:
         ),
         **{
             f"update-{name}": _update(case, 5 * i) for i, (name, case) in enumerate(updates.items())
+        },
+        **{
+            f"{op}-{case.id}": _training(op, case, more_columns)
+            for op in ("varlen_attention", "varlen_attention_backward")
+            for case, more_columns in packed
         },
         "update-made-strided-scales": _with_strided_scales(made_scales),
         "add": add,

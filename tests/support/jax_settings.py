@@ -38,6 +38,8 @@ class Kind:
     is_update: bool = False
     is_exact: bool = True
     """False: XLA chooses the order of sums."""
+    adds_up: bool = False
+    """Whether devices add up parts of a result, which JAX does where it knows what varies."""
 
 
 def _kinds() -> Iterator[Kind]:
@@ -124,6 +126,7 @@ def _kinds() -> Iterator[Kind]:
         (query, normal(4, 12, 2, 4, 16), *metadata),
         (1, 0, *replicated),
     )
+    yield from _training(normal)
     slots = np.int32([3, -1, 17, 40, 8])
     new = (normal(5, 4, 16), normal(5, 4, 16), slots)
     yield Kind("update", update(), (pool, *new), (2, 1, 1, None), (2,), ((0, 0),), is_update=True)
@@ -249,6 +252,46 @@ def _kinds() -> Iterator[Kind]:
         (None,),
         ((0, 0),),
     )
+
+
+def _training(normal: Callable[..., np.ndarray]) -> Iterator[Kind]:
+    """Attention of packed sequences, and its gradients."""
+    batch = (np.int32([0, 2, 5, 5]), np.int32([2]))
+
+    def attend(*arrays: jax.Array, **options: Any) -> jax.Array:
+        sinks, slopes = arrays[5:] or (None, None)
+        return jax_frontend.varlen_attention(
+            *arrays[:5], 0.25, sinks=sinks, alibi_slopes=slopes, **options
+        )
+
+    def differentiate(*arrays: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
+        others = arrays[3:]
+        output, pullback = jax.vjp(lambda *x: attend(*x, *others, **options), *arrays[:3])
+        return pullback(output)
+
+    for kv_heads in (4, 1):
+        rows = (normal(6, 16, 16), normal(6, kv_heads, 16), normal(6, kv_heads, 16))
+        dims = (1, *([None] if kv_heads == 1 else [1]) * 2)
+        heads = "GQA" if kv_heads > 1 else "one kv head"
+        arrays, of_batch = (*rows, *batch, normal(16), normal(16) ** 2), (None, None, 0, 0)
+        yield Kind(
+            f"training: {heads}, sinks, ALiBi, window",
+            lambda *x: (attend(*x, sliding_window=3, soft_cap=30.0),),
+            arrays,
+            (*dims, *of_batch),
+            (1,),
+            ((0, 0),),
+        )
+        yield Kind(
+            f"gradients: {heads}, sinks, ALiBi, window",
+            partial(differentiate, sliding_window=3, soft_cap=30.0),
+            arrays,
+            (*dims, *of_batch),
+            dims,
+            ((0, 0),),
+            is_exact=kv_heads > 1,
+            adds_up=kv_heads == 1,
+        )
 
 
 KINDS = {kind.name: kind for kind in _kinds()}

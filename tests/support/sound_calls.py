@@ -48,11 +48,29 @@ def rotated_update(**changes: Any) -> dict[str, Any]:
     return update(**arguments | changes)
 
 
+def training(**changes: Any) -> dict[str, Any]:
+    """Two sequences of 2 and 1 tokens, and a token of padding."""
+    arguments = {
+        "query": np.ones((4, 4, 8), F32),
+        "key": np.ones((4, 2, 8), F32),
+        "value": np.ones((4, 2, 6), F32),
+        "query_start_loc": np.array([0, 2, 3, 0], I32),
+        "num_seqs": np.array(2, I32),
+        "scale": 0.5,
+    }
+    return arguments | changes
+
+
 def add(**changes: Any) -> dict[str, Any]:
     return {"a": np.ones((2, 3), F32), "b": np.ones((2, 3), F32)} | changes
 
 
-SOUND = {"paged_attention": attention, "kv_cache_update": update, "simple_add": add}
+SOUND = {
+    "paged_attention": attention,
+    "varlen_attention": training,
+    "kv_cache_update": update,
+    "simple_add": add,
+}
 
 
 def op_of(arguments: dict[str, Any]) -> str:

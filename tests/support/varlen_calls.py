@@ -58,6 +58,8 @@ def differentiate(
     arrays, attributes = as_handlers_take_it(arguments, 8)
     operands = [*arrays.values()]
     operands[3:3] = [output, lse, dout]
-    results = {name: np.full_like(arrays[name], np.nan) for name in DIFFERENTIABLE if name in arrays}
+    results = {
+        name: np.full_like(arrays[name], np.nan) for name in DIFFERENTIABLE if name in arrays
+    }
     call_handler(f"{TARGET}_backward", attributes, operands, [*results.values()], num_threads)
     return results

@@ -143,6 +143,36 @@ def others():
         assert torch.allclose(result.full_tensor(), expected)
 
 
+def training():
+    starts, count = torch.tensor([0, 2, 3], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    for heads in (4, 1):
+        dim = 1 if heads > 1 else None
+        plain = [query, key[:, :heads], value[:, :heads], torch.randn(8)]
+        plain = [x.clone().requires_grad_() for x in plain]
+        leaves = [on(d, x.detach()).requires_grad_() for d, x in zip((1, dim, dim, 0), plain)]
+
+        def attend(q, k, v, sinks, *batch):
+            return torch_frontend.varlen_attention(q, k, v, *batch, 0.25, sinks=sinks)
+
+        expected = attend(*plain, starts, count)
+        for run in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+            result = run(*leaves, on(None, starts), on(None, count))
+            same(result.detach(), expected, 1)
+            losses = result.square().sum(), expected.square().sum()
+            found = torch.autograd.grad(losses[0], leaves)
+            for i, x in enumerate(torch.autograd.grad(losses[1], plain, retain_graph=True)):
+                if heads == 1 and i in (1, 2):  # a process has a part of the sum
+                    assert found[i].placements == (Partial(),)
+                    assert torch.allclose(found[i].full_tensor(), x, atol=1e-5)
+                else:
+                    same(found[i], x, 0 if i == 3 else 1)
+    q, k, v = (on(1, x) for x in (query, key, value))
+    with pytest.raises(ValueError, match="^varlen_attention: key must be sharded along dim"):
+        torch_frontend.varlen_attention(q, on(None, key), v, on(None, starts), on(None, count), 0.5)
+    with pytest.raises(TypeError, match="^varlen_attention: query_start_loc must have type DTen"):
+        torch_frontend.varlen_attention(q, k, v, starts, count, 0.5)
+
+
 def compiled():
     def step(c, k, v, slots, q, *metadata):
         ops.kv_cache_update(c, k, v, slots)
@@ -207,6 +237,7 @@ for mode in modes if first == "torch_frontend" else modes[::-1]:
 whole = [on(None, x) for x in metadata]
 if first == "torch_frontend":
     compiled()
+    training()
     refused()
 dist.destroy_process_group()
 print("done")

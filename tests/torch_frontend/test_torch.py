@@ -41,7 +41,13 @@ def test_schemas() -> None:
         "Tensor query_start_loc, Tensor num_seqs, float scale, SymInt? sliding_window=None, "
         "float? soft_cap=None, *, "
     )
+    training_arguments = (
+        "(Tensor query, Tensor key, Tensor value, Tensor query_start_loc, Tensor num_seqs, "
+        "float scale, SymInt? sliding_window=None, float? soft_cap=None, *, "
+    )
     schemas = {
+        OPS.varlen_attention.default: (training_arguments, " -> Tensor"),
+        OPS.varlen_attention.lse: (training_arguments, " -> (Tensor output, Tensor lse)"),
         OPS.paged_attention.default: (attention_arguments, " -> Tensor"),
         OPS.paged_attention.lse: (attention_arguments, " -> (Tensor output, Tensor lse)"),
         OPS.kv_cache_update.default: (

@@ -46,10 +46,11 @@ def _kv_cache_update(
         _assign(target, array)
 
 
-def _paged_attention(*, causal: Any = True, causal_seqs: Any = None, **arguments: Any) -> Any:
+def _attention(
+    function: Callable[..., Any], *, causal: Any = True, causal_seqs: Any = None, **arguments: Any
+) -> Any:
     """A schema has no type for a bool or a tensor, JAX's function needs none."""
-    causal = causal if causal_seqs is None else causal_seqs
-    return jax_frontend.paged_attention(causal=causal, **arguments)
+    return function(causal=causal if causal_seqs is None else causal_seqs, **arguments)
 
 
 def _ragged_paged_attention(*, use_kernel: bool = True, **arguments: Any) -> Any:
@@ -64,9 +65,11 @@ def _assign(target: Any, array: Any) -> None:
 
 
 def _register() -> None:
+    paged_attention = partial(_attention, jax_frontend.paged_attention)
     functions: dict[Any, Callable[..., Any]] = {
-        _OPS.paged_attention.default: _paged_attention,
-        _OPS.paged_attention.lse: partial(_paged_attention, return_lse=True),
+        _OPS.paged_attention.default: paged_attention,
+        _OPS.paged_attention.lse: partial(paged_attention, return_lse=True),
+        _OPS.varlen_attention.default: partial(_attention, jax_frontend.varlen_attention),
         _OPS.ragged_paged_attention.default: _ragged_paged_attention,
         _OPS.simple_add.default: jax_frontend.simple_add,
     }

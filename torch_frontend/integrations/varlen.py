@@ -18,7 +18,7 @@ from shared_ffi.spec import dtype_error, missing_error, shape_error, value_error
 from torch_frontend.operator.arguments import array_spec
 from torch_frontend.operator.eager import check_fits
 from torch_frontend.paged_attention import LSE
-from torch_frontend.varlen_attention import Tokens, gradients
+from torch_frontend.varlen_attention import BACKWARD
 
 OP = "varlen_attn"
 
@@ -184,18 +184,34 @@ def _differentiate(
     **backend: Any,
 ) -> tuple[torch.Tensor, ...]:
     left, right = window_size or (-1, -1)
-    window_right = 0 if is_causal else right if right >= 0 else None
-    queries, keys = cu_seq_q.tolist(), cu_seq_k.tolist()
-    found = gradients(
-        grad,
-        output,
-        lse.t(),
-        query,
-        key,
-        value,
-        [Tokens(*x, window_right) for x in zip(queries, queries[1:], keys, keys[1:], strict=False)],
-        query.shape[-1] ** -0.5 if scale is None else scale,
-        left + 1 if left >= 0 else None,
+    if is_causal:
+        right = 0
+    # Each sequence gets as many rows as it has queries, or keys if these are more. Its last query
+    # is beside its last key. A row without a query has no weights; one without a key adds nothing.
+    longest = torch.maximum(cu_seq_q.diff(), cu_seq_k.diff())
+    starts = torch.nn.functional.pad(longest.cumsum(0, dtype=torch.int32), (1, 0))
+    places = [
+        torch.arange(int(own[-1]), device=own.device)
+        + (starts - own)[1:].repeat_interleave(own.diff())
+        for own in (cu_seq_q, cu_seq_k)
+    ]
+    arrays = {"query": query, "output": output, "lse": lse.t(), "dout": grad}
+    arrays |= {"key": key, "value": value}
+    for name, x in arrays.items():
+        rows, fill = places[name in ("key", "value")], -torch.inf if name == "lse" else 0
+        arrays[name] = x.new_full((int(starts[-1]), *x.shape[1:]), fill)
+        arrays[name][rows] = x[: len(rows)]
+    found = BACKWARD(
+        **arrays,
+        query_start_loc=starts,
+        num_seqs=torch.full((1,), len(starts) - 1, dtype=torch.int32, device=query.device),
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        sliding_window=left + 1 if left >= 0 else None,
+        causal=False,
+        window_right=right if right >= 0 else None,
     )
-    tensors = (query, key, value)
-    return tuple(torch.empty_like(x).copy_(y) for x, y in zip(tensors, found, strict=False))
+    gradients = [torch.zeros_like(x) for x in (query, key, value)]
+    for i, (gradient, x) in enumerate(zip(gradients, found, strict=True)):
+        rows = places[i > 0]
+        gradient[: len(rows)] = x[rows]
+    return tuple(gradients)

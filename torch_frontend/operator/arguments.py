@@ -92,6 +92,17 @@ def split_causal(causal: Any) -> tuple[Any, torch.Tensor | None]:
     return True, causal
 
 
+def takes_causal_seqs(check: Callable[..., Call]) -> Callable[..., Call]:
+    """A check for an operator with an argument ``causal_seqs``."""
+
+    def checked(
+        *, causal: bool = True, causal_seqs: ArraySpec | None = None, **others: Any
+    ) -> Call:
+        return check(causal=causal if causal_seqs is None else causal_seqs, **others)
+
+    return checked
+
+
 class TensorArguments(NamedTuple):
     """The arguments of a call on tensors."""
 

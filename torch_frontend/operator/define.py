@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,11 @@ from torch_frontend.operator.eager import RULES, Eager, check_fits, check_out, s
 
 _LIBRARY = torch.library.Library("xla_gpu", "DEF")
 
+_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
+
+Derivative = Callable[[TensorArguments], Any]
+"""Makes a call whose results have a derivative."""
+
 
 class Operator:
     """The kernels of one operator of PyTorch.
@@ -34,6 +40,7 @@ class Operator:
         check: see define().
         strided: see define().
         rows: see define().
+        derivative: see define().
     """
 
     def __init__(
@@ -43,8 +50,10 @@ class Operator:
         check: Callable[..., Call],
         strided: Sequence[str],
         rows: Sequence[str],
+        derivative: Derivative | None,
     ) -> None:
         self._op = op
+        self.derivative = derivative
         self._overload = overload
         self._reader = ArgumentReader(op, overload._schema, check)
         dtensor.READERS[overload.name()] = self._reader
@@ -102,6 +111,33 @@ class Operator:
             return self._below_autograd(arguments, keywords)
 
         return _RefusedLater.apply(self._op, run, *bound.tensors)
+
+    def differentiate(self, keys: Any, *arguments: Any, **keywords: Any) -> Any:
+        """The autograd kernel of an op that has a derivative, in reverse mode and by torch.autograd
+        alone."""
+        dtensor.register(_LIBRARY)
+        bound = self._reader.read(arguments, keywords)
+        with torch.no_grad():
+            RULES.refuse_derivative(self._op, bound.tensors)  # a tangent
+        if not torch.is_grad_enabled() or not any(x.requires_grad for x in bound.tensors):
+            return self._below_autograd(arguments, keywords)
+        if any(map(torch._C._functorch.is_gradtrackingtensor, bound.tensors)):
+            raise errors.derivative_error(self._op, "torch.func differentiates")
+        assert self.derivative is not None
+        return self.derivative(bound)
+
+    def autocast(self, device: str, names: Sequence[str], *arguments: Any, **keywords: Any) -> Any:
+        """The kernel under torch.autocast: these tensors get its dtype, as those of PyTorch's
+        scaled_dot_product_attention do."""
+        dtype = torch.get_autocast_dtype(device.lower())
+        schema = self._overload._schema.arguments
+        cast = [
+            x.to(dtype) if argument.name in names and x.dtype in _AUTOCAST else x
+            for argument, x in zip(schema, arguments, strict=False)
+        ]
+        key = getattr(torch._C.DispatchKey, f"Autocast{device}")
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+            return self._overload(*cast, **keywords)
 
     def _below_autograd(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -244,6 +280,8 @@ def define(
     check: Callable[..., Call],
     strided: Sequence[str] = (),
     rows: Sequence[str] = (),
+    derivative: Derivative | None = None,
+    autocast: Sequence[str] = (),
 ) -> torch._ops.OpOverload:
     """Defines ``xla_gpu::<schema>`` for CPU, CUDA, XLA and fake tensors.
 
@@ -256,12 +294,14 @@ def define(
         strided: names of the tensors that may be strided views on the CPU and CUDA; others are
             copied if they are not contiguous.
         rows: names of the tensors whose tokens may be any distance apart there.
+        derivative: None: the op refuses tensors that have one.
+        autocast: names of the tensors that torch.autocast converts.
     """
     name, _, signature = schema.partition("(")
     overload = _defined(schema)
 
     def make(overload: torch._ops.OpOverload) -> Operator:
-        return Operator(name.partition(".")[0], overload, check, strided, rows)
+        return Operator(name.partition(".")[0], overload, check, strided, rows, derivative)
 
     if overload._schema.is_mutable:
         _implement_in_place(overload, name, signature, make)
@@ -269,6 +309,10 @@ def define(
         operator = make(overload)
         _implement_eagerly(name, operator)
         _implement_on_xla(name, operator)
+        if derivative is not None:
+            _LIBRARY.impl(name, operator.differentiate, "Autograd", with_keyset=True)
+        for device in ("CPU", "CUDA", "XLA") if autocast else ():
+            _LIBRARY.impl(name, partial(operator.autocast, device, autocast), f"Autocast{device}")
     dtensor.register(_LIBRARY)
     return overload
 
@@ -318,12 +362,11 @@ def _implement_in_place(
 
 def _implement_eagerly(name: str, operator: Operator) -> None:
     for device in ("CPU", "CUDA"):
-        kernel = operator.eager.kernel(device.lower())
-        with_autograd = operator.eager.kernel(
-            device.lower(), _direct_keys(device), operator.refuse_grad
-        )
-        _LIBRARY.impl(name, kernel, device)
-        _LIBRARY.impl(name, with_autograd, f"Autograd{device}", with_keyset=True)
+        _LIBRARY.impl(name, operator.eager.kernel(device.lower()), device)
+        if operator.derivative is None:
+            keys = _direct_keys(device)
+            with_autograd = operator.eager.kernel(device.lower(), keys, operator.refuse_grad)
+            _LIBRARY.impl(name, with_autograd, f"Autograd{device}", with_keyset=True)
     COMPILED_OPS[f"xla_gpu::{name}"] = operator
 
 
@@ -337,7 +380,8 @@ def _direct_keys(device: str) -> list[int]:
 
 def _implement_on_xla(name: str, operator: Operator) -> None:
     _LIBRARY.impl(name, operator.run_on_xla, "XLA")
-    _LIBRARY.impl(name, operator.refuse_grad_on_xla, "AutogradXLA", with_keyset=True)
+    if operator.derivative is None:
+        _LIBRARY.impl(name, operator.refuse_grad_on_xla, "AutogradXLA", with_keyset=True)
     torch.library.register_fake(f"xla_gpu::{name}", operator.fake, lib=_LIBRARY)
 
 

@@ -70,8 +70,9 @@ def _run(
         return None
     outputs = [output] if isinstance(output, torch.Tensor) else output
     wrapped = []
-    for x, spec, dims in zip(outputs, call.results, results, strict=True):
-        shape, placements = torch.Size(spec.shape), axes.placements(dims)
+    for i, (x, spec, dims) in enumerate(zip(outputs, call.results, results, strict=True)):
+        shape = torch.Size(spec.shape)
+        placements = axes.placements(dims, shared if i in call.summed else ())
         wrapped.append(DTensor.from_local(x, mesh, placements, shape=shape, stride=_strides(shape)))
     return as_returned(wrapped)
 
@@ -86,6 +87,17 @@ def refuse_dtensors(op: str, names: Sequence[str], tensors: Sequence[Any]) -> No
         if isinstance(tensor, DTensor):
             rule = "type torch.Tensor, as all devices need all of it (call full_tensor())"
             raise dtype_error(op, name, rule, "DTensor")
+
+
+def sharded_as(like: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient of a result. Autograd may have sharded that of a DTensor otherwise."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return gradient
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415  (see register)
+
+    if not isinstance(like, DTensor) or not isinstance(gradient, DTensor):
+        return gradient
+    return gradient.redistribute(like.device_mesh, like.placements)
 
 
 class _Axes:
@@ -116,11 +128,12 @@ class _Axes:
                 raise value_error(self._op, name, rule, placement)
         return dims
 
-    def placements(self, dims: Sequence[sharding.Axes]) -> list[Any]:
-        """The inverse of `of`."""
-        from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415  (see register)
+    def placements(self, dims: Sequence[sharding.Axes], summed: sharding.Axes = ()) -> list[Any]:
+        """The inverse of `of`. `summed`: the axes along which devices have parts of a sum."""
+        from torch.distributed.tensor import Partial, Replicate, Shard  # noqa: PLC0415
 
-        sharded = {axis: Shard(dim) for dim, axes in enumerate(dims) for axis in axes}
+        sharded: dict[str, Any] = {axis: Partial() for axis in summed}
+        sharded |= {axis: Shard(dim) for dim, axes in enumerate(dims) for axis in axes}
         return [sharded.get(axis, Replicate()) for axis in self.sizes]
 
     def show(self, dims: Sequence[sharding.Axes]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared_ffi import spec
+from shared_ffi import spec, varlen_attention, varlen_attention_backward
 from shared_ffi.spec import value_error
 
 
@@ -16,6 +16,11 @@ def missing_error(op: str, name: str) -> TypeError:
 
 def derivative_error(op: str, what: str) -> NotImplementedError:
     """For an operand that has a derivative."""
+    if op in (varlen_attention.OP, varlen_attention_backward.OP):
+        return NotImplementedError(
+            f"{op}: only torch.autograd differentiates it, in reverse mode; got an operand that "
+            f"{what}. Call backward() or torch.autograd.grad() outside of torch.func and forward_ad"
+        )
     return NotImplementedError(
         f"{op}: inference only, it has no derivative; got an operand that {what}. "
         "Call it under torch.no_grad() or torch.inference_mode(), or detach() the operand; "

@@ -12,10 +12,12 @@ from harness.arrays import QUANTIZED
 from harness.layouts import LATENT_LAYOUTS, LAYOUTS, SEPARATE_LAYOUTS
 from tests.cases.case import FEATURES, RANGES, SCALES, TREES, Case
 from tests.cases.updates import UpdateCase
-from tests.reliability.fuzz.trials import Change, Trial
+from tests.cases.varlen import VarlenCase
+from tests.reliability.fuzz.trials import AnyCase, Change, Trial
 
 GROUP = 64
 SHARE_OF_UPDATES = 0.2  # of the groups: calls of kv_cache_update
+SHARE_OF_TRAINING = 0.2  # of the groups: calls of varlen_attention and its backward pass
 SHARE_OF_LATENT = 0.15  # of the groups: V is a part of K
 
 _HUGE = (2**31 - 1, -(2**31), 2**31 - 2)
@@ -37,14 +39,20 @@ def trial(seed: int, family: str, number: int) -> Trial:
     group_rng = random.Random(f"{seed} {family} {number // GROUP}")
     trial_rng = random.Random(f"{seed} {family} {number} values")
     name = f"fuzz {seed} {family} {number}"
-    if group_rng.random() < SHARE_OF_UPDATES:
-        case: Case | UpdateCase = _update_case(name, group_rng, trial_rng)
+    share = group_rng.random()
+    if share < SHARE_OF_UPDATES:
+        case: AnyCase = _update_case(name, group_rng, trial_rng)
+    elif share > 1 - SHARE_OF_TRAINING:
+        case = _varlen_case(name, group_rng, trial_rng)
     else:
         case = _attention_case(name, group_rng, trial_rng)
     more_columns = group_rng.choice([0, 0, 0, 1, 5, 8, 64])
     handler_only = False
     if family == "valid":
         changes: tuple[Change, ...] = ()
+    elif family == "handler" and isinstance(case, VarlenCase):
+        handler_only = True
+        changes = _handler_changes(case, trial_rng)
     elif family == "handler":
         handler_only = True
         changes = (
@@ -56,7 +64,8 @@ def trial(seed: int, family: str, number: int) -> Trial:
         handler_only = True
         changes = _handler_changes(case, trial_rng)
     else:
-        change = _attention_change if isinstance(case, Case) else _token_change
+        change: Any = {Case: _attention_change, VarlenCase: _varlen_change}.get(type(case))
+        change = change or _token_change
         changes = tuple(change(case, trial_rng) for _ in range(trial_rng.choice([1, 1, 1, 2, 3])))
     return Trial(case, changes, handler_only, more_columns)
 
@@ -199,6 +208,59 @@ def _attention_case(name: str, group_rng: random.Random, trial_rng: random.Rando
     )
 
 
+def _varlen_case(name: str, group_rng: random.Random, trial_rng: random.Random) -> VarlenCase:
+    rng = group_rng
+    num_kv_heads, head_size = rng.choice([1, 1, 2, 3, 5]), rng.choice([rng.randint(1, 40), 64, 128])
+    num_tokens = rng.choice([0, 1, 5, rng.randint(2, 40), rng.randint(130, 300)])
+    max_seqs = rng.randint(0, 4)
+    arrays = [x for x in FEATURES["varlen_attention"] if rng.random() < 0.3]
+    options: dict[str, Any] = {"scale": rng.choice([head_size**-0.5, 0.0, rng.uniform(-0.5, 0.5)])}
+    if rng.random() < 0.4:
+        options["sliding_window"] = rng.choice([1, rng.randint(1, 200), 2**63 - 1])
+    if rng.random() < 0.3:
+        options["soft_cap"] = rng.uniform(0.5, 50)
+    if "causal" not in arrays and rng.random() < 0.4:
+        options["causal"] = False
+    if "causal" in arrays or "causal" in options:
+        options["window_right"] = rng.choice([None, 0, rng.randint(0, 150)])
+    if rng.random() < 0.3:
+        options["max_query_len"] = max(1, num_tokens)
+    left, lengths = num_tokens, []
+    for _ in range(trial_rng.randint(0, max_seqs)):
+        lengths.append(trial_rng.choice([min(1, left), left, trial_rng.randint(0, left)]))
+        left -= lengths[-1]
+    return VarlenCase(
+        name,
+        tuple(lengths),
+        num_heads=num_kv_heads * rng.choice([1, 1, 2, 3, 4, 7]),
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        value_head_size=rng.choice([None, rng.randint(1, head_size)]),
+        dtype=rng.choice(["float32", "float16", "bfloat16"]),
+        arrays=tuple(arrays),
+        options=options,
+        padding=rng.choice([0, 1, 3]),
+    )
+
+
+def _varlen_change(case: VarlenCase, rng: random.Random) -> Change:
+    is_causal = "causal" not in case.options and "causal" not in case.arrays
+    if rng.random() < 0.2:
+        unused = {"value_head_size", *(["window_right"] if is_causal else [])}
+        name = rng.choice([x for x in _SCALARS if x not in unused])
+        return Change(name, rng.choice(_SCALARS[name]))
+    max_seqs, num_tokens = len(case.lengths) + case.padding, case.num_tokens + case.padding
+    choices = [("num_seqs", max_seqs, (0,))]
+    choices.append(("query_start_loc", num_tokens, (rng.randint(0, len(case.lengths)),)))
+    if "causal" in case.arrays and max_seqs > 0:
+        choices.append(("causal", 1, (rng.randrange(max_seqs),)))
+    if "bidirectional_ranges" in case.arrays and num_tokens > 0:
+        token = (rng.randrange(num_tokens), rng.randint(0, 1))
+        choices.append(("bidirectional_ranges", num_tokens, token))
+    name, limit, index = rng.choice(choices)
+    return Change(name, _number(rng, limit), index)
+
+
 def _number(rng: random.Random, limit: int) -> int:
     """An int32, mostly around 0 and a limit, where the rules change."""
     near = (-1, 0, 1, limit - 1, limit, limit + 1)
@@ -251,19 +313,20 @@ def _token_change(case: UpdateCase, rng: random.Random) -> Change:
     return Change("slot_mapping", value, token)
 
 
-def _handler_changes(case: Case | UpdateCase, rng: random.Random) -> tuple[Change, ...]:
+def _handler_changes(case: AnyCase, rng: random.Random) -> tuple[Change, ...]:
     """Attributes that no check in Python lets through."""
-    op = "paged_attention" if isinstance(case, Case) else "kv_cache_update"
+    op = Trial(case).op
     names = [*_LAYOUT, *FEATURES[op]]
-    names += _SCALARS if isinstance(case, Case) else ["interleaved", "query_heads"]
-    changes_layout = rng.random() < 0.5
+    names += ["interleaved", "query_heads"] if isinstance(case, UpdateCase) else _SCALARS
+    changes_layout = rng.random() < 0.5 and not isinstance(case, VarlenCase)
     chosen = _LAYOUT if changes_layout else rng.sample(names, rng.choice([1, 1, 2]))
     changes = []
     for name in chosen:
         if name in ("scale", "soft_cap"):
             value = rng.choice([x for x in _SCALARS[name] if abs(x) != 1e300])
         else:
-            small = rng.choice([-1, 0, 1, 2, 3, 4, 5, 6, 7, 8, case.block_size, case.head_size])
+            sizes = (getattr(case, "block_size", 1), case.head_size)
+            small = rng.choice([-1, 0, 1, 2, 3, 4, 5, 6, 7, 8, *sizes])
             value = rng.choice([small, small, small * 2, rng.choice(_HUGE), rng.choice(_HUGE_64)])
         changes.append(Change(name, value))
     return tuple(changes)

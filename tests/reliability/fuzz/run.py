@@ -9,6 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,11 @@ import numpy as np
 from harness import reference
 from harness.arrays import guarded, shared_with_torch, unpacked
 from harness.compare import Oracle, assert_same_bits
-from shared_ffi import _native, kv_cache_update, paged_attention
+from shared_ffi import _native, kv_cache_update, paged_attention, varlen_attention_backward
 from shared_ffi.spec import Call
+from tests.cases import varlen
 from tests.reliability.fuzz.trials import Trial
-from tests.support import gpu
+from tests.support import gpu, varlen_calls
 from tests.support.calls import (
     checked_call,
     cpu_instruction_set,
@@ -71,6 +73,9 @@ class Expected:
     def compare(self, results: tuple[np.ndarray, ...]) -> None:
         """Raises AssertionError if the results are not those of the oracle."""
         inputs, attributes = self._arguments
+        if self._op == "varlen_attention":
+            _compare_with_float64(inputs, attributes, results)
+            return
         if self._op == "paged_attention":
             self._oracle = self._oracle or Oracle(inputs, attributes)
             self._oracle.assert_close_on_cpu(results if len(results) > 1 else results[0])
@@ -79,6 +84,27 @@ class Expected:
             updated = reference.kv_cache_update(*inputs, **attributes)
             self._oracle = updated if isinstance(updated, tuple) else (updated,)
         assert_same_bits(results, self._oracle)
+
+
+def _compare_with_float64(inputs: Any, attributes: dict[str, Any], results: Any) -> None:
+    """Raises AssertionError unless an output and its gradients are those of float64."""
+    used = {name: x for name, x in attributes.items() if x is not None}
+    output, expected = varlen.oracle(inputs._asdict() | used, _dout(inputs))
+    names = [name for name in varlen.DIFFERENTIABLE if name in inputs._asdict() | used]
+    wanted = [output, *map(expected.__getitem__, names)]
+    dtype = inputs.query.dtype.name
+    # Outputs that gradients come from are rounded, too, and on some CPUs so are weights.
+    tolerance = varlen_calls.TOLERANCES[dtype] * (1 if dtype == "float32" else 2)
+    for name, x, want in zip(["output", *names], results, wanted, strict=True):
+        error = np.abs(x.astype(np.float64) - want).max(initial=0)
+        largest = max(1, np.abs(want).max(initial=0))
+        assert error <= tolerance * largest, f"{name} by {error} of {largest}"
+
+
+def _dout(inputs: Any) -> np.ndarray:
+    """The derivative of a loss with respect to the output."""
+    shape = (*inputs.query.shape[:2], inputs.value.shape[2])
+    return np.random.default_rng(1).normal(size=shape).astype(inputs.query.dtype)
 
 
 class CpuRunner:
@@ -134,7 +160,8 @@ class CpuRunner:
         """The checked call and its arrays; None if the check refuses it, rightly."""
         is_legal = _numbers_are_legal(trial, attributes)
         try:
-            call = checked_call(trial.op, inputs, attributes)
+            wanted = {"return_lse": True} if trial.op == "varlen_attention" else {}
+            call = checked_call(trial.op, inputs, attributes | wanted)
         except (ValueError, TypeError) as error:
             if is_legal:
                 raise Failure("the check accepts legal numbers", error) from error
@@ -169,7 +196,29 @@ class CpuRunner:
 
         outcome = Outcome(run, (ValueError,))
         _expect_unchanged(given, arrays, () if outcome.error else places.values())
+        if trial.op == "varlen_attention" and not outcome.error and not trial.handler_only:
+            output, lse = outcome.results
+            outcome.results = (output, *_gradients(call, given, output, lse, num_threads))
         return outcome
+
+
+def _gradients(
+    call: Call, arrays: Sequence[Any], output: Any, lse: Any, num_threads: int
+) -> list[np.ndarray]:
+    """The gradients of a checked call by the handler, between guard pages."""
+    by_name = dict(zip(call.names, arrays, strict=True))
+    dout = _dout(SimpleNamespace(**by_name))
+    by_name |= {"output": guarded(output), "lse": guarded(lse), "dout": guarded(dout)}
+    assert call.arguments is not None
+    options = {name: x for name, x in call.arguments.options if name != "return_lse"}
+    given = dict(zip(by_name, specs([*by_name.values()]), strict=True))
+    backward = varlen_attention_backward.check(**given, **options)
+    operands = [by_name[name] for name in backward.names]
+    results = [guarded(np.full(x.shape, np.nan, x.dtype)) for x in backward.results]
+    handler = eager_call(backward.target, numbers(backward), specs(operands), specs(results))
+    addresses = [[x.ctypes.data for x in some] for some in (operands, results)]
+    handler(*addresses, num_threads)
+    return results
 
 
 def _with_wider_rows(trial: Trial, call: Call, arrays: Sequence[np.ndarray]) -> Any:
@@ -193,6 +242,10 @@ def _is_legal(trial: Trial, inputs: Any, attributes: dict[str, Any]) -> bool:
         return reference.tokens_are_legal(
             inputs.kv_cache, inputs.slot_mapping, is_latent=is_latent, **attributes
         )
+    if trial.op == "varlen_attention":
+        operands, value = reference.as_paged(*inputs)
+        attributes = attributes | {"value_cache": value, "kv_layout": reference.PAGED_LAYOUT}
+        inputs = operands
     legal = reference.legal_sequences(*inputs, **attributes)
     return legal is not None and all(legal)
 
@@ -222,6 +275,8 @@ def _expect_check_values(
     trial: Trial, inputs: Any, attributes: dict[str, Any], is_legal: bool
 ) -> None:
     """The public checks of values say what the oracle says."""
+    if trial.op == "varlen_attention":
+        return
     if trial.op == "paged_attention":
         names = ("sliding_window", "causal", "window_right", "kv_layout", "max_query_len")
         names += ("tree_mask", "bidirectional_ranges")
@@ -247,6 +302,50 @@ def same(promise: str, actual: Outcome, expected: Outcome) -> None:
         _expect(promise, assert_same_bits, actual.results, expected.results)
 
 
+def trained_in_torch(
+    inputs: Any, attributes: dict[str, Any], device: Any = "cpu"
+) -> tuple[np.ndarray, ...]:
+    """An output of varlen_attention and its gradients by autograd."""
+    import torch  # noqa: PLC0415
+
+    import torch_frontend  # noqa: PLC0415
+    from harness.arrays import to_torch  # noqa: PLC0415
+
+    arrays, options = split_keywords(inputs._asdict() | attributes)
+    tensors = {name: to_torch(x).to(device) for name, x in arrays.items()}
+    leaves = [tensors[name] for name in varlen.DIFFERENTIABLE if name in tensors]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    output = torch_frontend.varlen_attention(**tensors, **options)
+    dout = to_torch(_dout(inputs)).to(device)
+    gradients = torch.autograd.grad(output, leaves, dout)
+    return tuple(_to_numpy(x) for x in (output.detach(), *gradients))
+
+
+def _trained_in_jax(inputs: Any, attributes: dict[str, Any]) -> tuple[np.ndarray, ...]:
+    arrays, options = split_keywords(inputs._asdict() | attributes)
+    results: tuple[np.ndarray, ...] = _gradient_function(tuple(options.items()))(
+        arrays, _dout(inputs)
+    )
+    return tuple(map(np.asarray, results))
+
+
+@lru_cache(maxsize=64)
+def _gradient_function(options: tuple[tuple[str, Any], ...]) -> Any:
+    import jax  # noqa: PLC0415
+
+    import jax_frontend  # noqa: PLC0415
+
+    def differentiate(arrays: Any, dout: Any) -> Any:
+        others = dict(arrays)
+        leaves = {x: others.pop(x) for x in varlen.DIFFERENTIABLE if x in arrays}
+        attend = partial(jax_frontend.varlen_attention, **dict(options))
+        output, pullback = jax.vjp(lambda leaves: attend(**leaves, **others), leaves)
+        return output, *map(pullback(dout)[0].__getitem__, leaves)
+
+    return jax.jit(differentiate)
+
+
 class EagerBackend:
     """Eager PyTorch, on arrays between guard pages, and on rows that are part of wider ones. Half
     of the trials that may have an argument `out` have it."""
@@ -261,6 +360,10 @@ class EagerBackend:
         import torch  # noqa: PLC0415
 
         import torch_frontend  # noqa: F401, PLC0415  (defines torch.ops.xla_gpu)
+
+        if op == "varlen_attention":
+            torch.set_num_threads(num_threads or torch.get_num_threads())
+            return Outcome(lambda: trained_in_torch(inputs, attributes), (ValueError, TypeError))
 
         overload, attributes = overload_of(op, attributes)
         arrays, options = split_keywords(attributes)
@@ -318,6 +421,9 @@ class JaxBackend:
         op = trial.op
         import jax  # noqa: PLC0415
 
+        if op == "varlen_attention":
+            errors = (ValueError, TypeError, jax.errors.JaxRuntimeError)
+            return Outcome(lambda: _trained_in_jax(inputs, attributes), errors)
         arrays, options = split_keywords(attributes)
         function = _jitted(op, tuple(options.items()))
         errors = (ValueError, TypeError, jax.errors.JaxRuntimeError)
@@ -349,7 +455,11 @@ class TorchXlaBackend:
         from tests.support import backends  # noqa: PLC0415  (imports the frameworks)
 
         errors = (ValueError, TypeError, RuntimeError)
-        outcome = Outcome(lambda: backends.in_torch_xla(op, *inputs, **attributes), errors)
+        if op == "varlen_attention":
+            on_xla = partial(trained_in_torch, inputs, attributes, backends.xla_device())
+            outcome = Outcome(on_xla, errors)
+        else:
+            outcome = Outcome(lambda: backends.in_torch_xla(op, *inputs, **attributes), errors)
         if outcome.error:
             backends.forget_failed_steps()
         return outcome
@@ -379,7 +489,8 @@ class EmulatedRunner:
     def run(self, trial: Trial) -> None:
         """Raises Failure if a promise does not hold."""
         inputs, attributes = trial.arguments()
-        if not _numbers_are_legal(trial, attributes):
+        # tests/kernels compares the CUDA kernels of training with the oracle.
+        if trial.op == "varlen_attention" or not _numbers_are_legal(trial, attributes):
             return
         seed = len(inputs[0]) + inputs[0].size % 7
         for device in self._gpus:

@@ -13,11 +13,15 @@ import numpy as np
 from harness.layouts import LATENT_LAYOUTS, LAYOUTS, SEPARATE_LAYOUTS
 from tests.cases.case import Case
 from tests.cases.updates import UpdateCase
+from tests.cases.varlen import VarlenCase
 
 FAMILIES = ("valid", "corrupt", "handler")
 _POISON = 127  # the least magnitude of what must not be read
 _SIZES = ("head_size", "block_size", "num_tokens", "num_padding", "padding_seqs")
-_SIZES += ("padding_blocks", "padding_tokens", "unused_blocks", "first_token")
+_SIZES += ("padding_blocks", "padding_tokens", "unused_blocks", "first_token", "padding")
+
+_CASES = {"paged_attention": Case, "kv_cache_update": UpdateCase, "varlen_attention": VarlenCase}
+AnyCase = Case | UpdateCase | VarlenCase
 
 
 @dataclass(frozen=True)
@@ -33,14 +37,14 @@ class Change:
 class Trial:
     """A call for all backends. Without changes it is valid."""
 
-    case: Case | UpdateCase
+    case: AnyCase
     changes: tuple[Change, ...] = ()
     handler_only: bool = False  # the changes are of the attributes of the handler's call
     more_columns: int = 0  # how much wider the rows are that hold queries, or keys and values
 
     @property
     def op(self) -> str:
-        return "paged_attention" if isinstance(self.case, Case) else "kv_cache_update"
+        return next(op for op, kind in _CASES.items() if isinstance(self.case, kind))
 
     def arguments(self) -> tuple[Any, dict[str, Any]]:
         """The operands and the keyword arguments, with the changes. A trial with changes has no NaN
@@ -94,10 +98,10 @@ def _from_json(found: dict[str, Any]) -> Trial:
     case_fields = found["case"]
     if found["op"] == "paged_attention":
         case_fields["sequences"] = tuple(map(tuple, case_fields["sequences"]))
-        case_fields["num_seqs_shape"] = tuple(case_fields["num_seqs_shape"])
-    elif "made_scales" in case_fields:
-        case_fields["made_scales"] = tuple(case_fields["made_scales"])
-    case = (Case if found["op"] == "paged_attention" else UpdateCase)(**case_fields)
+    for name in ("num_seqs_shape", "made_scales", "lengths", "arrays"):
+        if name in case_fields:
+            case_fields[name] = tuple(case_fields[name])
+    case: Any = _CASES[found["op"]](**case_fields)
     changes = tuple(
         Change(x["name"], x["value"], None if x["index"] is None else tuple(x["index"]))
         for x in found["changes"]
@@ -108,6 +112,9 @@ def _from_json(found: dict[str, Any]) -> Trial:
 def is_consistent(trial: Trial) -> bool:
     """Whether the case itself, without the changes, obeys the contract."""
     case = trial.case
+    if isinstance(case, VarlenCase):
+        longest = max([0, *case.lengths])
+        return longest <= case.options.get("max_query_len", longest)
     if case.scales is not None and case.cache_dtype is None:
         return False
     dtypes = (case.cache_dtype, case.value_cache_dtype or case.cache_dtype)
@@ -174,13 +181,23 @@ def simpler(trial: Trial) -> list[Trial]:
                 cases.append(replace(case, sequences=(*before, (q_len - 1, context), *after)))
         if case.num_heads > case.num_kv_heads:
             cases.append(replace(case, num_heads=case.num_kv_heads))
+    elif isinstance(case, VarlenCase):
+        for i, length in enumerate(case.lengths):
+            before, after = case.lengths[:i], case.lengths[i + 1 :]
+            shorter = [(x,) for x in (length // 2, length - 1) if 0 <= x < length]
+            cases += [replace(case, lengths=before + x + after) for x in ((), *shorter)]
+        for name in case.options:
+            fewer = {key: x for key, x in case.options.items() if key != name}
+            cases.append(replace(case, options=fewer))
     if case.num_kv_heads > 1:
-        heads = {"num_heads": case.num_heads // case.num_kv_heads} if isinstance(case, Case) else {}
+        heads = {}
+        if not isinstance(case, UpdateCase):
+            heads = {"num_heads": case.num_heads // case.num_kv_heads}
         cases.append(replace(case, num_kv_heads=1, **heads))
-    plain = type(case)("", ()) if isinstance(case, Case) else type(case)("")
+    plain: Any = Case("", ()) if isinstance(case, Case) else type(case)("")
     for field in fields(case):
         value, usual = getattr(case, field.name), getattr(plain, field.name)
-        if field.name in ("id", "sequences", "num_heads", "num_kv_heads"):
+        if field.name in ("id", "sequences", "lengths", "options", "num_heads", "num_kv_heads"):
             continue
         if field.name not in _SIZES:
             if value != usual:

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 import torchax
-from torchax.interop import jax_jit, jax_view
+from torchax.interop import jax_jit, jax_view, torch_view
 
 import jax_frontend
-import torch_frontend.integrations.torchax  # noqa: F401
+import torch_frontend.integrations.torchax
 
 OPS = torch.ops.xla_gpu
 SLOT = 9 * 16 + 12
@@ -80,6 +80,29 @@ def test_causality_of_each_sequence(causal: int) -> None:
     check([got], [wanted])
 
 
+def test_packed_sequences() -> None:
+    _, key, value, query, *_ = operands()
+    starts, num_seqs = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 3], [2]))
+    inputs = [x.repeat(3, 1, 1) for x in (query, key, value)]
+    call = (*inputs, starts, num_seqs)
+    wanted = OPS.varlen_attention(*call, 0.125)
+    with torchax.default_env():
+        got = OPS.varlen_attention(*on_jax(call), 0.125)
+        of_function = torch_frontend.varlen_attention(*on_jax(call), 0.125)
+    check([got, of_function], [wanted, wanted])
+    leaves = [x.requires_grad_() for x in inputs]
+    wanted = torch.autograd.grad(OPS.varlen_attention(*call, 0.125).sum(), leaves)
+    rest = jax_view(on_jax((starts, num_seqs)))
+
+    def loss(*inputs: Any) -> Any:
+        return jax_view(OPS.varlen_attention(*torch_view((*inputs, *rest)), 0.125)).sum()
+
+    with torchax.default_env():
+        arrays = jax_view(on_jax([x.detach() for x in inputs]))
+        got = torch_view(jax.grad(loss, (0, 1, 2))(*arrays))
+    check(got, wanted)
+
+
 def test_every_argument_of_an_operator_is_known() -> None:
     """What JAX's function does not have would be an error, or be dropped."""
     for operator, function in (
@@ -87,6 +110,7 @@ def test_every_argument_of_an_operator_is_known() -> None:
         (OPS.kv_cache_update.default, jax_frontend.kv_cache_update),
         (OPS.kv_cache_update.with_scales, jax_frontend.kv_cache_update),
         (OPS.ragged_paged_attention.default, jax_frontend.ragged_paged_attention),
+        (OPS.varlen_attention.default, jax_frontend.varlen_attention),
         (OPS.simple_add.default, jax_frontend.simple_add),
     ):
         taken = {*inspect.signature(function).parameters} | {"causal_seqs", "use_kernel"}
