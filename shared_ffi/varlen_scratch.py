@@ -23,7 +23,7 @@ def forward_bytes(call: Call, smaller: Smaller = min) -> int:
     paged = paged_attention.scratch_bytes(
         num_tokens,
         num_heads,
-        int(num_kv_heads),
+        num_kv_heads,
         value_head_size,
         max_seqs,
         num_tokens // 2 * 2 + 1,

@@ -97,8 +97,10 @@ def test_every_kernel_is_in_the_table(folder: Path, kernels: list[dict[str, Any]
     others = {(entry["kernel"], entry["target"]) for entry in kernels} - {
         (kernel, target) for kernel, *_, target in expected
     }
-    names = ("CudaCoreAttention", "Combine", "ZeroArrivals", "Update", "Add")
-    names += ("CudaCoreGradients", "CopyLengths", "CopyTokens", "PrepareRows", "SumOverTokens")
+    names = (
+        *("CudaCoreAttention", "Combine", "ZeroArrivals", "Update", "Add"),
+        *("CudaCoreGradients", "CopyLengths", "CopyTokens", "PrepareRows", "SumOverTokens"),
+    )
     assert others == {*itertools.product(names, targets)}
     # Each decode kernel twice for Hopper.
     decode = [entry for entry in kernels if entry["kernel"] == "DecodeAttention"]

@@ -15,6 +15,7 @@ import pytest
 from harness.compare import assert_same_bits
 from shared_ffi import varlen_scratch
 from tests.cases.varlen import CASES, DIFFERENTIABLE, VarlenCase, oracle
+from tests.support import selection
 from tests.support.calls import in_wider_rows, specs
 from tests.support.gpu import Gpu
 from tests.support.gpu import attend as attend_paged
@@ -123,7 +124,8 @@ def test_varlen_attention_backward(case: VarlenCase, gpu: Gpu) -> None:
     assert_close(gradients, case, oracle(arguments, dout)[1])
     for name in ARRAYS[:3]:
         assert not gradients[name][case.num_tokens :].any()
-    for seed in (1, 2, 3):
+    is_slow = case.dtype == "float32" and not selection.everything
+    for seed in (3,) if is_slow else (1, 2, 3):
         for name, gradient in differentiate(gpu, arguments, dout, forward, seed).items():
             assert_same_bits(gradient, gradients[name])
 
@@ -175,8 +177,12 @@ def test_varlen_attention_backward_of_a_sequence_alone(small: VarlenCase, gpu: G
             assert_same_bits(of_batch[name][own], of_alone[name])
 
 
-def test_varlen_attention_has_the_bits_of_paged_attention(small: VarlenCase, gpu: Gpu) -> None:
+@pytest.mark.parametrize("kernels", ["portable", "hopper"])
+def test_varlen_attention_has_the_bits_of_paged_attention(
+    small: VarlenCase, kernels: str, gpu: Gpu
+) -> None:
     """On a cache with blocks of one token, with 1 thread block and with all."""
+    gpu = gpu.on_hopper() if kernels == "hopper" else gpu
     arguments = small()
     arrays, _ = as_handlers_take_it(arguments, 6)
     key, value = arrays.pop("key"), arrays.pop("value")
