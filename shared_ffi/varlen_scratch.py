@@ -4,27 +4,42 @@
 from __future__ import annotations
 
 from shared_ffi import paged_attention
-from shared_ffi.spec import Call, Smaller
+from shared_ffi.spec import ArraySpec, Call, Smaller
 
 
 def forward_bytes(call: Call, smaller: Smaller = min) -> int:
-    """Lengths, then the scratch of ``paged_attention``. Its longest sequence is the block of
-    positions that ``MakeTable`` of ``handler.cc`` makes."""
+    """Lengths, K and V if these are copied, then the scratch of ``paged_attention``. Its longest
+    sequence is the block of positions that ``MakeTable`` of ``handler.cc`` makes."""
+    attributes = dict(call.attributes)
     num_tokens, num_heads, value_head_size = call.results[0].shape
-    num_kv_heads = dict(call.attributes).get("row_kv_heads", call.operands[1].shape[1])
-    max_seqs = call.operands[3].shape[0] - 1
-    longest = num_tokens // 2 * 2 + 1
+    _, key, value, query_start_loc, *_ = call.operands
+    if len(key.shape) == 3:
+        num_kv_heads = key.shape[1]
+    elif len(value.shape) == 3:
+        num_kv_heads = value.shape[1]
+    else:
+        num_kv_heads = int(attributes.get("row_kv_heads", attributes["row_heads"]))
+    max_seqs = query_start_loc.shape[0] - 1
     paged = paged_attention.scratch_bytes(
         num_tokens,
         num_heads,
-        int(num_kv_heads),
+        num_kv_heads,
         value_head_size,
         max_seqs,
-        longest,
-        dict(call.attributes),
+        num_tokens // 2 * 2 + 1,
+        attributes,
         smaller,
     )
-    return _lengths_bytes(max_seqs) + paged
+    copied = 0
+    if len(key.shape) == 2 or len(value.shape) == 2:
+        is_key = len(key.shape) == 3
+        head_size = key.shape[2] if is_key else int(attributes["row_head_size"])
+        columns = [num_kv_heads * size for size in (head_size, value_head_size)]
+        strides = [_stride(rows) for rows in (key, value)]
+        if num_kv_heads > 1 and strides[0] * value_head_size != strides[1] * head_size:
+            itemsize = {"float32": 4, "float16": 2, "bfloat16": 2}[key.dtype]
+            copied = -(-num_tokens * sum(columns) * itemsize // 16) * 16
+    return _lengths_bytes(max_seqs) + copied + paged
 
 
 def backward_bytes(call: Call, smaller: Smaller = min) -> int:
@@ -37,3 +52,8 @@ def backward_bytes(call: Call, smaller: Smaller = min) -> int:
 
 def _lengths_bytes(max_seqs: int) -> int:
     return 16 * (max_seqs + 1)
+
+
+def _stride(rows: ArraySpec) -> int:
+    """The elements from one token to the next."""
+    return rows.shape[1] if len(rows.shape) == 2 else rows.shape[1] * rows.shape[2]

@@ -26,6 +26,7 @@ CSRC = ROOT / "shared_ffi/csrc"
 SMALLEST_SHARED_BYTES = 99 * 1024  # the limit of a thread block on sm_86, sm_89 and sm_120
 LARGE_SHARED_BYTES = 227 * 1024  # on sm_90
 LARGE_MULTIPROCESSOR = 228  # KiB: the second number of a decode kernel's template
+GRADIENTS = ("TensorCoreKeyGradients", "TensorCoreQueryGradients")
 WIDE_SHARED_BYTES = 163 * 1024  # on sm_80, the smallest that the kernel for wide heads runs on
 
 
@@ -83,16 +84,20 @@ def test_every_kernel_is_in_the_table(folder: Path, kernels: list[dict[str, Any]
             if kernel == "TensorCoreAttention":
                 caches += [("uint8", size) for size in sizes_8_bit - {64}]
             expected |= {(kernel, storage, cache, size, target) for cache, size in caches}
+    for of_gradients in itertools.product(
+        GRADIENTS, storages, [""], sizes[0] & {64, 128, 256}, targets
+    ):
+        expected.add(of_gradients)
     assert expected == {
         tuple(entry[column] for column in ("kernel", "storage", "cache", "size", "target"))
         for entry in kernels
-        if entry["kernel"] in kernels_of
+        if entry["kernel"] in (*kernels_of, *GRADIENTS)
     }
     others = {(entry["kernel"], entry["target"]) for entry in kernels} - {
         (kernel, target) for kernel, *_, target in expected
     }
     names = ("CudaCoreAttention", "Combine", "ZeroArrivals", "Update", "Add")
-    names += ("CudaCoreGradients", "CopyLengths", "PrepareRows", "SumOverTokens")
+    names += ("CudaCoreGradients", "CopyLengths", "CopyTokens", "PrepareRows", "SumOverTokens")
     assert others == {*itertools.product(names, targets)}
     # Each decode kernel twice for Hopper.
     decode = [entry for entry in kernels if entry["kernel"] == "DecodeAttention"]
@@ -595,6 +600,23 @@ def test_two_blocks_of_the_decode_kernel_share_a_multiprocessor(
     assert few == []
 
 
+def test_two_blocks_of_query_gradients_share_a_multiprocessor(
+    kernels: list[dict[str, Any]],
+) -> None:
+    """With heads of up to 128, where there are 164 KiB or more, to the last byte. So large a block
+    reads K and V for 128 rows at once."""
+    blocks = {
+        (entry["target"], entry["storage"], entry["size"]): entry["blocks"][entry["target"]]
+        for entry in kernels
+        if entry["kernel"] == "TensorCoreQueryGradients"
+        and entry["size"] <= 128
+        and entry["target"] in ("80", "90a", "100")
+    }
+    if not blocks:
+        pytest.skip("this build is for other GPUs")
+    assert {key: count for key, count in blocks.items() if count < 2} == {}
+
+
 def test_shared_memory_suffices_on_every_gpu(kernels: list[dict[str, Any]]) -> None:
     for entry in kernels:
         is_wide, limit = entry["size"] > 256, SMALLEST_SHARED_BYTES
@@ -608,7 +630,8 @@ def test_shared_memory_suffices_on_every_gpu(kernels: list[dict[str, Any]]) -> N
 
 
 @pytest.mark.parametrize(
-    ("op", "launches"), {"paged_attention": 4, "kv_cache_update": 1, "simple_add": 1}.items()
+    ("op", "launches"),
+    {"paged_attention": 4, "kv_cache_update": 1, "simple_add": 1, "varlen_attention": 6}.items(),
 )
 def test_launches(op: str, launches: int) -> None:
     (path,) = {CSRC / op / "cuda.cu", CSRC / op / "cuda/run.cu"} & set(CSRC.rglob("*.cu"))

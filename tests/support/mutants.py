@@ -1,7 +1,7 @@
 """Mutants: wrong code that the tests of a kernel must catch.
 
-The files in `tests/mutants` hold the mutants of a suite each. One build has them all, and
-a variable in it says which is in effect.
+The files in `tests/mutants` hold the mutants of a suite each. One build has them all, and a variable in
+it says which is in effect.
 `quote` is source code with marks around the statements or the expression that the mutant replaces.
 `wrong` is the replacement. The quote must be found exactly once in shared_ffi/csrc, or in `folder`
 of it. White space and the file do not matter, so code can be moved.
@@ -61,7 +61,7 @@ def load(suite: str) -> list[Mutant]:
     return [Mutant(name, **entry) for name, entry in table.items()]
 
 
-SUITES = {name: load(name) for name in ("cpu", "cuda", "varlen_cuda")}
+SUITES = {name: load(name) for name in ("cpu", "cuda", "varlen_cpu", "varlen_cuda")}
 ALL = [mutant for mutants in SUITES.values() for mutant in mutants]
 """A mutant's number is its place here."""
 

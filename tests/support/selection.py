@@ -28,6 +28,7 @@ everything = False  # whether --all is given
 SUITES = {  # of mutants
     "test_cpu_kernel.py": "cpu",
     "test_cuda_kernel.py": "cuda",
+    "test_varlen_kernel.py": "varlen_cpu",
     "test_varlen_cuda_kernel.py": "varlen_cuda",
 }
 Trait = tuple[str, Hashable]

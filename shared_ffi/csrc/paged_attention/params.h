@@ -178,7 +178,8 @@ struct Params {
   }
 
   // The positions that a row of block_tables has room for, and a sequence at most. Without a table
-  // max_blocks_per_seq is num_tokens. The sizes may be any numbers, whose product must not overflow.
+  // max_blocks_per_seq is num_tokens. The sizes may be any numbers, whose product must not
+  // overflow.
   XLA_GPU_HOST_DEVICE int64_t Capacity() const {
     const int64_t positions =
         Smaller(max_blocks_per_seq, INT32_MAX) * Smaller(block_size, INT32_MAX);

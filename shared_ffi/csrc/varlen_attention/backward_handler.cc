@@ -29,12 +29,13 @@ ffi::Error MakeParams(CallReader* call, BackwardParams* p) {
   const DTypes dtypes = {call->Find("query")->element_type()};
   p->dquery = call->Result(0, "dquery", dtypes, {{f.num_tokens, f.num_heads, f.head_size}});
   p->dkey = call->Result(1, "dkey", dtypes, {{f.num_tokens, f.num_kv_heads, f.head_size}});
-  p->dvalue = call->Result(2, "dvalue", dtypes, {{f.num_tokens, f.num_kv_heads, f.value_head_size}});
+  p->dvalue =
+      call->Result(2, "dvalue", dtypes, {{f.num_tokens, f.num_kv_heads, f.value_head_size}});
   size_t number = 3;
   const auto of_heads = [&](const float* feature, std::string_view name) {
-    return feature == nullptr ? nullptr
-                              : static_cast<float*>(call->Result(number++, name, {ffi::F32},
-                                                                 {{f.num_heads}}));
+    return feature == nullptr
+               ? nullptr
+               : static_cast<float*>(call->Result(number++, name, {ffi::F32}, {{f.num_heads}}));
   };
   p->dsinks = of_heads(f.sinks, "dsinks");
   p->dalibi_slopes = of_heads(f.alibi_slopes, "dalibi_slopes");
@@ -44,9 +45,9 @@ ffi::Error MakeParams(CallReader* call, BackwardParams* p) {
 ffi::Error OnCpu(ffi::RemainingArgs operands, ffi::RemainingRets results,
                  const ffi::Dictionary& attributes, const Executor& executor) {
   BackwardParams params;
-  CallReader call(kOp, operands, results, attributes,
-                  {"query", "key", "value", "output", "lse", "dout", "query_start_loc",
-                   "num_seqs"});
+  CallReader call(
+      kOp, operands, results, attributes,
+      {"query", "key", "value", "output", "lse", "dout", "query_start_loc", "num_seqs"});
   XLA_GPU_RETURN_IF_ERROR(MakeParams(&call, &params));
   XLA_GPU_RETURN_IF_ERROR(call.Finish());
   const paged_attention::MetadataCopy copy(&params.forward);
@@ -59,9 +60,9 @@ ffi::Error OnCpu(ffi::RemainingArgs operands, ffi::RemainingRets results,
 ffi::Error OnCuda(ffi::RemainingArgs operands, ffi::RemainingRets results,
                   const ffi::Dictionary& attributes, void* stream) {
   BackwardParams params;
-  CallReader call(kOp, operands, results, attributes,
-                  {"query", "key", "value", "output", "lse", "dout", "query_start_loc",
-                   "num_seqs"});
+  CallReader call(
+      kOp, operands, results, attributes,
+      {"query", "key", "value", "output", "lse", "dout", "query_start_loc", "num_seqs"});
   XLA_GPU_RETURN_IF_ERROR(MakeParams(&call, &params));
   RefuseTooManyRows(&call, params.forward);
   if (params.forward.head_size > kMaxGradientHeadSize) {

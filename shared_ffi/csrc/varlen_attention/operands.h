@@ -4,8 +4,8 @@
 #include <initializer_list>
 #include <string_view>
 
-#include "params.h"
 #include "paged_attention/options.h"
+#include "params.h"
 
 namespace xla_gpu::varlen_attention {
 
@@ -29,11 +29,9 @@ struct RowLayouts {
 inline TokenRows ReadRowsLike(CallReader* call, std::string_view name,
                               const TokenRowsLayout& layout, int64_t num_tokens, int64_t num_heads,
                               int64_t head_size) {
-  const TokenRows rows =
-      ReadTokenRows(call, name, layout, {call->Find("query")->element_type()});
+  const TokenRows rows = ReadTokenRows(call, name, layout, {call->Find("query")->element_type()});
   if (call->error().failure()) return {};
-  if (rows.num_tokens != num_tokens || rows.num_heads != num_heads ||
-      rows.head_size != head_size) {
+  if (rows.num_tokens != num_tokens || rows.num_heads != num_heads || rows.head_size != head_size) {
     call->Refuse(name, "hold num_tokens=", num_tokens, " rows of heads=", num_heads,
                  " * columns=", head_size);
   }
@@ -61,8 +59,9 @@ inline ffi::Error ReadForward(CallReader* call, const RowLayouts& layouts, Param
   XLA_GPU_RETURN_IF_ERROR(call->error());
   if (value.num_tokens != p->num_tokens || value.num_heads != key.num_heads ||
       value.head_size < 1 || value.head_size > p->head_size) {
-    call->Refuse("value", "have key's num_tokens=", p->num_tokens, " and num_kv_heads=",
-                 key.num_heads, ", and a head size from 1 to head_size=", p->head_size);
+    call->Refuse("value", "have key's num_tokens=", p->num_tokens,
+                 " and num_kv_heads=", key.num_heads,
+                 ", and a head size from 1 to head_size=", p->head_size);
   }
   p->value_head_size = value.head_size;
   p->cache_dtype = p->value_cache_dtype = p->dtype;

@@ -1,7 +1,8 @@
 // varlen_attention: attention of packed sequences to themselves, and its derivative.
 //
 // The forward is paged_attention (paged_attention/params.h) without a page table: K and V are
-// arrays beside the query, a block is a token, and sequence s has its keys where it has its queries.
+// arrays beside the query, a block is a token, and sequence s has its keys where it has its
+// queries.
 //
 // The custom calls, on every platform. Operands and results are in this order; those in brackets
 // are there where the call has the feature, and an attribute of the operand's name is its number.
@@ -24,11 +25,14 @@
 // With P the weights of the softmax, D the derivative of the loss by a row of the output, and y_j
 // the logit before ALiBi's bias:
 //     P_j = exp(logit_j - lse), at most 1; 0 where lse is -inf
-//     dP_j = D . v_j,  delta = D . output,  dS_j = P_j * (dP_j - delta)
+//     dP_j = D . v_j,  delta = sum_j P_j * dP_j = D . output,  dS_j = P_j * (dP_j - delta)
 //     dY_j = dS_j * (1 - (y_j / soft_cap)^2) where there is a cap
-//     dvalue_j = sum of P_j * D,  dkey_j = scale * sum of dY_j * q,  over rows and the group's heads
 //     dquery = scale * sum_j dY_j * k_j
-//     dsinks[h] = -sum of exp(sinks[h] - lse) * delta,  dalibi_slopes[h] = -sum of dS_j * |p - j|
+// and, with sums over the rows of all tokens and of the heads of the group,
+//     dvalue_j = sum of P_j * D
+//     dkey_j = scale * sum of dY_j * q
+//     dsinks[h] = -sum of exp(sinks[h] - lse) * delta
+//     dalibi_slopes[h] = -sum of dS_j * |p - j|
 // Rows of padding are zero. What a sequence holds reaches no gradient of another one but these
 // last two sums.
 #pragma once

@@ -144,8 +144,8 @@ class PageTable {
     int64_t logical = begin / p.block_size, offset = begin % p.block_size;
     for (int64_t j = begin - first; j < num_positions; ++j) {
       const int64_t block = has_table ? table[logical] : first_block + logical;
-      found[j] = first_row +
-                 to_offset(p.cache.Offset(block, offset)) * static_cast<int64_t>(sizeof(T));
+      found[j] =
+          first_row + to_offset(p.cache.Offset(block, offset)) * static_cast<int64_t>(sizeof(T));
       if (++offset == p.block_size) {
         offset = 0;
         ++logical;

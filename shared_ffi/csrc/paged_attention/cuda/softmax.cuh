@@ -17,14 +17,14 @@ __device__ __forceinline__ int RowOfLane(int lane, int first_row, int group_rows
 }
 
 // A logit with a soft cap, in units of 1 / log2(e), given 2 * log2(e) times its share of the cap.
-// tanh(x) = 1 - 2 / (1 + e^2x) has an error of about 2^-23, far less than the rounding of weights to
-// 16 bits.
+// tanh(x) = 1 - 2 / (1 + e^2x) has an error of about 2^-23, far less than the rounding of weights
+// to 16 bits.
 __device__ __forceinline__ float Capped(float exponent, float cap) {
   return gpu::Fma(-2 * cap, gpu::Reciprocal(1 + gpu::Exp2(exponent)), cap);
 }
 
-// The same for caps beyond kMaxPlainCap, of which a logit x may be a small part. For |x / cap| below
-// 1/2, the polynomial for tanh(y) / y in y^2 has the least maximal relative error: 2^-26.
+// The same for caps beyond kMaxPlainCap, of which a logit x may be a small part. For |x / cap|
+// below 1/2, the polynomial for tanh(y) / y in y^2 has the least maximal relative error: 2^-26.
 __device__ __forceinline__ float GentlyCapped(float x, float inverse_cap, float cap) {
   const float y = x * inverse_cap, square = y * y;
   float ratio = gpu::Fma(1.7241893e-2f, square, -5.3045664e-2f);

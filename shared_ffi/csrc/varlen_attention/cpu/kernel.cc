@@ -1,8 +1,9 @@
 // The CPU kernel of the derivative, compiled once for each instruction set.
 //
-// For each KV tile of 64 positions: pack K and V; then for each tile of query rows, token after
-// token and head after head: the products q . k and dout . v by the forward's qk.h, the weights and
-// their derivatives (weights.h), and three sums of products (outer_products.h).
+// For some KV tiles of 64 positions: pack K and V; then for each tile of query rows, token after
+// token and head after head, and each of the KV tiles: the products q . k and dout . v by the
+// forward's qk.h, the weights and their derivatives (weights.h), and three sums of products
+// (outer_products.h).
 //
 // A gradient is a sum over tiles, of each tile's sum over rows or positions, all in their order.
 // Tiles are counted from the sequence's first token, whatever an item has of them. So the bits
@@ -36,18 +37,18 @@ class WideRows {
   int64_t width() const { return width_; }
   float* Row(int64_t row) { return rows_ + row * width_; }
 
-  void Clear(int64_t num_rows) { std::memset(rows_, 0, num_rows * width_ * sizeof(float)); }
+  void Clear(int64_t first, int64_t end) {
+    std::memset(Row(first), 0, (end - first) * width_ * sizeof(float));
+  }
 
-  // `place(row)`: of the first `count` rows; the others, up to num_rows, are zero.
-  template <typename Place>
-  void Load(int64_t count, int64_t num_rows, const Place& place) {
+  // Of `count` rows from `to` on.
+  template <typename T>
+  void Load(const T* const* rows, int64_t count, int64_t to = 0) {
     for (int64_t row = 0; row < count; ++row) {
-      const auto* const from = place(row);
       for (int64_t d = 0; d < width_; d += kLanes) {
-        Store(LoadWide(from + d, columns_ - d), Row(row) + d);
+        Store(LoadWide(rows[row] + d, columns_ - d), Row(to + row) + d);
       }
     }
-    std::memset(Row(count), 0, (num_rows - count) * width_ * sizeof(float));
   }
 
  private:
@@ -70,15 +71,16 @@ class QueryRows {
   int64_t across_width() const { return across_width_; }
   const float* Across(int64_t row) const { return across_ + row * across_width_; }
 
-  template <typename Place>
-  void Load(int64_t count, int64_t num_rows, const Place& place) {
-    wide_.Load(count, num_rows, place);
+  // `count` rows; the others, up to num_rows, are zero.
+  void Load(const T* const* rows, int64_t count, int64_t num_rows) {
+    wide_.Load(rows, count);
+    wide_.Clear(count, num_rows);
     if constexpr (kIsWide) return;
     for (int64_t row = 0; row < num_rows; ++row) {
       for (int64_t w = 0; w < across_width_; w += kLanes) {
         const int64_t d = w * Dot<T>::kPerLane;
         Lanes vector = {};
-        if (row < count) Dot<T>::LoadQuery(place(row) + d, columns_ - d, &vector);
+        if (row < count) Dot<T>::LoadQuery(rows[row] + d, columns_ - d, &vector);
         Store(vector, across_ + row * across_width_ + w);
       }
     }
@@ -107,13 +109,16 @@ class Differentiation {
         tile_tokens_(TileTokens(p_)),
         queries_(p_.head_size, PaddedRows(tile_tokens_), arena),
         douts_(p_.value_head_size, PaddedRows(tile_tokens_), arena),
-        keys_(p_.head_size, queries_.across_width(), 1, arena),
-        values_(p_.value_head_size, douts_.across_width(), 1, arena),
-        wide_keys_(p_.head_size, kMaxTile, arena),
-        places_of_keys_(arena->Take<const char*>(kMaxTile)),
-        places_of_values_(arena->Take<const char*>(kMaxTile)),
-        dkey_(p_.head_size, kMaxTile, arena),
-        dvalue_(p_.value_head_size, kMaxTile, arena),
+        num_tiles_(TilesAtOnce()),
+        keys_(p_.head_size, queries_.across_width(), num_tiles_, arena),
+        values_(p_.value_head_size, douts_.across_width(), num_tiles_, arena),
+        wide_keys_(p_.head_size, num_tiles_ * kMaxTile, arena),
+        dkey_(p_.head_size, num_tiles_ * kMaxTile, arena),
+        dvalue_(p_.value_head_size, num_tiles_ * kMaxTile, arena),
+        key_rows_(arena->Take<const T*>(kMaxTile)),
+        value_rows_(arena->Take<const T*>(kMaxTile)),
+        query_rows_(arena->Take<const T*>(tile_tokens_ * group_)),
+        dout_rows_(arena->Take<const T*>(tile_tokens_ * group_)),
         weights_(b, item, numbers, tokens_, PaddedRows(tile_tokens_), arena),
         hulls_(arena->Take<Span>(CeilDiv(item.tokens.end - item.tokens.begin, tile_tokens_))) {}
 
@@ -122,75 +127,113 @@ class Differentiation {
     if (item_.has_dquery) {
       std::memset(item_.dquery, 0, num_rows * dkey_.width() * sizeof(float));
     }
-    int64_t n = 0;
-    for (int64_t i = item_.tokens.begin; i < item_.tokens.end; i += tile_tokens_) {
-      hulls_[n++] = p_.AttendedByAny(tokens_, i, LastOfTile(i));
+    ForEachQueryTile([&](int64_t n, int64_t i, int64_t end) {
+      hulls_[n] = p_.AttendedByAny(tokens_, i, end - 1);
+      if (!item_.has_delta) return;
+      if (hulls_[n].end - hulls_[n].begin > kMostSummed) hulls_[n] = {0, 0};
+      if (!hulls_[n].IsEmpty()) weights_.ClearDelta(i, end);
+    });
+    for (int64_t at = item_.positions.begin; at < item_.positions.end;
+         at += num_tiles_ * kMaxTile) {
+      AddTiles(at, Smaller(at + num_tiles_ * kMaxTile, item_.positions.end));
     }
-    for (int64_t at = item_.positions.begin; at < item_.positions.end; at += kMaxTile) AddTile(at);
     if (item_.has_dquery) WriteQueries();
     if (!item_.has_delta) return;
-    for (int64_t i = item_.tokens.begin; i < item_.tokens.end; ++i) {
-      for (int64_t h = 0; h < group_; ++h) {
-        weights_.FinishDelta(tokens_.first + i, item_.kv_head * group_ + h);
-      }
-    }
-  }
-
- private:
-  // Rows in whole blocks.
-  int64_t PaddedRows(int64_t num_tokens) const {
-    return RoundUp(num_tokens * group_, kBlockRows);
-  }
-  int64_t LastOfTile(int64_t i) const { return Smaller(i + tile_tokens_, item_.tokens.end) - 1; }
-
-  // Adds all that has to do with the KV tile at this position.
-  void AddTile(int64_t at) {
-    const int64_t count = Smaller(kMaxTile, tokens_.Count() - at);
-    bool is_packed = false;
-    dkey_.Clear(count);
-    dvalue_.Clear(count);
-    for (int64_t n = 0, i = item_.tokens.begin; i < item_.tokens.end; ++n, i += tile_tokens_) {
-      if (hulls_[n].end <= at || hulls_[n].begin >= at + count) continue;
-      if (!is_packed) PackTile(at, count);
-      is_packed = true;
-      AddRows(at, count, i, LastOfTile(i) + 1 - i);
-    }
-    if (item_.has_dkey) WriteTile(at, count);
-  }
-
-  // After the sequence's last position its row is repeated: no row attends there.
-  void PackTile(int64_t at, int64_t count) {
-    const auto& cache = p_.cache;
-    for (int64_t j = 0; j < kMaxTile; ++j) {
-      const int64_t offset = cache.Offset(tokens_.first + at + Smaller(j, count - 1), 0);
-      const T* const key = static_cast<const T*>(cache.keys) + offset;
-      const T* const value = static_cast<const T*>(cache.values) + cache.OffsetOfValue(offset);
-      places_of_keys_[j] =
-          reinterpret_cast<const char*>(key + item_.kv_head * cache.head_stride);
-      places_of_values_[j] =
-          reinterpret_cast<const char*>(value + item_.kv_head * cache.value_head_stride);
-    }
-    keys_.Pack(CachedRows<T>{{places_of_keys_, 0}}, {0, kMaxTile});
-    values_.Pack(CachedRows<T>{{places_of_values_, 0}}, {0, kMaxTile});
-    if (!item_.has_dquery) return;
-    wide_keys_.Load(kMaxTile, kMaxTile, [&](int64_t j) {
-      return reinterpret_cast<const T*>(places_of_keys_[j]);
+    ForEachQueryTile([&](int64_t n, int64_t i, int64_t end) {
+      if (!hulls_[n].IsEmpty()) weights_.FinishDelta(i, end);
     });
   }
 
-  // The KV tile and the query tile of the tokens from i on.
-  void AddRows(int64_t at, int64_t count, int64_t i, int64_t num_tokens) {
-    const int64_t num_rows = PaddedRows(num_tokens), first_head = item_.kv_head * group_;
-    const auto place = [&](const void* array, int64_t stride, int64_t columns) {
-      return [=, first = tokens_.first + i, group = group_](int64_t row) {
-        const int64_t head = first_head + row % group;
-        return static_cast<const T*>(array) + (first + row / group) * stride + head * columns;
-      };
+ private:
+  // KV tiles that the rows of a query tile attend to at a time: packed, and with their sums, they
+  // fit a core's cache.
+  int64_t TilesAtOnce() const {
+    constexpr int64_t kBytes = 1 << 19, kMostTiles = 8;
+    const int64_t bytes = kMaxTile * (3 * p_.head_size + 2 * p_.value_head_size) * 4;
+    const int64_t positions = item_.positions.end - item_.positions.begin;
+    return Larger(1, Smaller(Smaller(kMostTiles, kBytes / bytes), CeilDiv(positions, kMaxTile)));
+  }
+  // Rows in whole blocks.
+  int64_t PaddedRows(int64_t num_tokens) const { return RoundUp(num_tokens * group_, kBlockRows); }
+
+  // Calls function(number, first token, end).
+  template <typename Function>
+  void ForEachQueryTile(const Function& function) {
+    int64_t n = 0;
+    for (int64_t i = item_.tokens.begin; i < item_.tokens.end; i += tile_tokens_) {
+      function(n++, i, Smaller(i + tile_tokens_, item_.tokens.end));
+    }
+  }
+
+  // Adds all that has to do with the positions from `first` up to `end`, some KV tiles.
+  void AddTiles(int64_t first, int64_t end) {
+    const Span positions = {first, Smaller(end, tokens_.Count())};
+    const auto attends = [](const Span& hull, int64_t begin, int64_t end) {
+      return hull.begin < end && begin < hull.end;
     };
-    queries_.Load(num_tokens * group_, num_rows, place(p_.query, p_.query_stride, p_.head_size));
-    douts_.Load(num_tokens * group_, num_rows, place(b_.dout, b_.dout_stride, p_.value_head_size));
+    bool is_packed = false;
+    dkey_.Clear(0, end - first);
+    dvalue_.Clear(0, end - first);
+    ForEachQueryTile([&](int64_t n, int64_t i, int64_t last) {
+      if (!attends(hulls_[n], positions.begin, positions.end)) return;
+      for (int64_t at = first; !is_packed && at < positions.end; at += kMaxTile) {
+        PackTile((at - first) / kMaxTile, at, Smaller(kMaxTile, positions.end - at));
+      }
+      is_packed = true;
+      LoadRows(i, last - i);
+      for (int64_t at = first; at < positions.end; at += kMaxTile) {
+        const int64_t count = Smaller(kMaxTile, positions.end - at);
+        if (attends(hulls_[n], at, at + count)) {
+          AddTile((at - first) / kMaxTile, at, count, i, last - i);
+        }
+      }
+    });
+    if (item_.has_dkey) WritePositions(positions);
+  }
+
+  // After the sequence's last position its row is repeated: no row attends there.
+  void PackTile(int64_t tile, int64_t at, int64_t count) {
+    const auto& cache = p_.cache;
+    for (int64_t j = 0; j < kMaxTile; ++j) {
+      const int64_t offset = cache.Offset(tokens_.first + at + Smaller(j, count - 1), 0);
+      key_rows_[j] = static_cast<const T*>(cache.keys) + offset + item_.kv_head * cache.head_stride;
+      value_rows_[j] = static_cast<const T*>(cache.values) + cache.OffsetOfValue(offset) +
+                       item_.kv_head * cache.value_head_stride;
+    }
+    const auto places = [](const T** rows) {
+      return CachedRows<T>{{reinterpret_cast<const char* const*>(rows), 0}};
+    };
+    keys_.Select(tile);
+    keys_.Pack(places(key_rows_), {0, kMaxTile});
+    values_.Select(tile);
+    values_.Pack(places(value_rows_), {0, kMaxTile});
+    if (item_.has_dquery) wide_keys_.Load(key_rows_, kMaxTile, tile * kMaxTile);
+  }
+
+  // Loads the query tile of the tokens from i on.
+  void LoadRows(int64_t i, int64_t num_tokens) {
+    const int64_t first_head = item_.kv_head * group_;
+    int64_t row = 0;
+    for (int64_t token = tokens_.first + i; token < tokens_.first + i + num_tokens; ++token) {
+      const T* query = static_cast<const T*>(p_.query) + p_.QueryOffset(token, first_head);
+      const T* dout =
+          static_cast<const T*>(b_.dout) + token * b_.dout_stride + first_head * p_.value_head_size;
+      for (int64_t h = 0; h < group_; ++h, ++row) {
+        query_rows_[row] = query + h * p_.head_size;
+        dout_rows_[row] = dout + h * p_.value_head_size;
+      }
+    }
+    queries_.Load(query_rows_, row, PaddedRows(num_tokens));
+    douts_.Load(dout_rows_, row, PaddedRows(num_tokens));
+  }
+
+  // The loaded rows and the KV tile at this position.
+  void AddTile(int64_t tile, int64_t at, int64_t count, int64_t i, int64_t num_tokens) {
+    const int64_t num_rows = PaddedRows(num_tokens), first_sum = tile * kMaxTile;
     weights_.SetRows(at, count, i, num_tokens, num_rows);
+    keys_.Select(tile);
     Multiply(queries_, keys_, num_rows, weights_.weights());
+    values_.Select(tile);
     Multiply(douts_, values_, num_rows, weights_.dlogits());
     if (item_.has_delta) return weights_.AddToDelta();
     weights_.Apply();
@@ -199,7 +242,7 @@ class Differentiation {
       // Rows past the tokens have no sums.
       ForEachBlock<kBlockRows>(0, num_tokens * group_, [&](auto size, int64_t first) {
         AddOuterProducts<size, false>(weights_.dlogits() + first * kMaxTile,
-                                      weights_.PositionsOf(first, size), wide_keys_.Row(0),
+                                      weights_.PositionsOf(first, size), wide_keys_.Row(first_sum),
                                       dkey_.width(), dquery + first * dkey_.width());
       });
     }
@@ -207,9 +250,9 @@ class Differentiation {
     ForEachBlock<kBlockRows>(0, count, [&](auto size, int64_t first) {
       const Span rows = weights_.RowsOf(first, size);
       AddOuterProducts<size, true>(weights_.weights() + first, rows, douts_.wide().Row(0),
-                                   dvalue_.width(), dvalue_.Row(first));
+                                   dvalue_.width(), dvalue_.Row(first_sum + first));
       AddOuterProducts<size, true>(weights_.dlogits() + first, rows, queries_.wide().Row(0),
-                                   dkey_.width(), dkey_.Row(first));
+                                   dkey_.width(), dkey_.Row(first_sum + first));
     });
   }
 
@@ -237,11 +280,12 @@ class Differentiation {
     }
   }
 
-  void WriteTile(int64_t at, int64_t count) {
-    for (int64_t j = 0; j < count; ++j) {
-      const int64_t row = (tokens_.first + at + j) * p_.num_kv_heads + item_.kv_head;
-      Write(dkey_.Row(j), p_.head_size, p_.scale, static_cast<T*>(b_.dkey) + row * p_.head_size);
-      Write(dvalue_.Row(j), p_.value_head_size, 1,
+  void WritePositions(const Span& positions) {
+    for (int64_t j = positions.begin; j < positions.end; ++j) {
+      const int64_t row = (tokens_.first + j) * p_.num_kv_heads + item_.kv_head;
+      Write(dkey_.Row(j - positions.begin), p_.head_size, p_.scale,
+            static_cast<T*>(b_.dkey) + row * p_.head_size);
+      Write(dvalue_.Row(j - positions.begin), p_.value_head_size, 1,
             static_cast<T*>(b_.dvalue) + row * p_.value_head_size);
     }
   }
@@ -264,15 +308,19 @@ class Differentiation {
   const int64_t tile_tokens_;
   QueryRows<T> queries_;
   QueryRows<T> douts_;
+  const int64_t num_tiles_;  // at once
   PackedKeys<T> keys_;
   PackedKeys<T> values_;
   WideRows wide_keys_;
-  const char** const places_of_keys_;    // [kMaxTile]
-  const char** const places_of_values_;  // [kMaxTile]
   WideRows dkey_;
   WideRows dvalue_;
+  const T** const key_rows_;    // of a KV tile
+  const T** const value_rows_;  // of a KV tile
+  const T** const query_rows_;  // of a query tile
+  const T** const dout_rows_;   // of a query tile
   Weights weights_;
-  Span* const hulls_;  // of each query tile: from the first to the last position attended to
+  // Of each query tile: from the first to the last position that it attends to.
+  Span* const hulls_;
 };
 
 void SumRows(const BackwardParams& b, int64_t first, int64_t end, const RowNumbers& numbers) {
@@ -296,8 +344,7 @@ void SumRows(const BackwardParams& b, int64_t first, int64_t end, const RowNumbe
 
 int64_t DqueryColumns(const Params& p) { return RoundUp(p.head_size, kLanes); }
 
-void Run(const BackwardParams& b, const WorkItem& item, const RowNumbers& numbers,
-                   Arena* arena) {
+void Run(const BackwardParams& b, const WorkItem& item, const RowNumbers& numbers, Arena* arena) {
   WithTensorType(b.forward.dtype, [&](auto type) {
     Differentiation<decltype(type)>(b, item, numbers, arena).Run();
   });

@@ -29,16 +29,18 @@ struct WorkItem {
   float* dquery;  // [rows of the tokens, DqueryColumns], the item's own memory
 };
 
-// Numbers of each row, [num_tokens, num_heads], which are 0 at first.
+// Numbers of each row, [num_tokens, num_heads]; dslope is 0 at first.
 struct RowNumbers {
   float* delta;   // sum of dout * output, or of P * dP
   float* weight;  // sum of P, where delta is summed like that
   float* dslope;  // -sum of dS * |p - j|, where there are slopes
 };
 
-// Whether delta is summed over the positions. A 16-bit output is rounded, and of few positions it
-// is large: with delta of the output, a gradient may err by more than its own rounding.
+// Whether delta of some rows is summed over their positions: of query tiles that attend to at most
+// kMostSummed. A 16-bit output is rounded, and of few positions it is large: with delta of the
+// output, a gradient could err by more than its own rounding.
 inline bool SumsDelta(const paged_attention::Params& p) { return p.dtype != DType::kFloat32; }
+inline constexpr int64_t kMostSummed = 1024;
 
 // Query tokens of a tile: about 64 rows of a kv head.
 inline int64_t TileTokens(const paged_attention::Params& p) {
@@ -51,7 +53,7 @@ struct BackwardKernel {
   void (*sum_rows)(const BackwardParams& p, int64_t first, int64_t end, const RowNumbers& numbers);
   int64_t (*dquery_columns)(const paged_attention::Params& p);
   void (*run)(const BackwardParams& p, const WorkItem& item, const RowNumbers& numbers,
-                        paged_attention::Arena* arena);
+              paged_attention::Arena* arena);
 };
 
 // That of the instruction set in use.

@@ -1,5 +1,5 @@
-// Sums of rows times factors of a tile, in float32 whatever the storage: factors that are rounded to
-// bfloat16 would double the error of a bfloat16 gradient.
+// Sums of rows times factors of a tile, in float32 whatever the storage: factors that are rounded
+// to bfloat16 would double the error of a bfloat16 gradient.
 #pragma once
 
 #include "../../paged_attention/cpu/mask.h"
@@ -11,8 +11,9 @@ using paged_attention::ForEachBlock;
 using paged_attention::kMaxTile;
 using paged_attention::Span;
 
-// sums[r] += factor of r and n times row n, over n from begin to end, for R sums and kVectors vectors
-// of columns. What a tile adds is summed by itself: one chain over thousands of rows would err more.
+// sums[r] += factor of r and n times row n, over n from begin to end, for R sums and kVectors
+// vectors of columns. What a tile adds is summed by itself: one chain over thousands of rows would
+// err more.
 //   factors: of (r, n) at r * kMaxTile + n, or, where kIsDown is set, at n * kMaxTile + r
 //   rows: [.., width]; sums: [R, width]
 template <int R, int kVectors, bool kIsDown>

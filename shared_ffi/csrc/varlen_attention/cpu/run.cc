@@ -13,7 +13,8 @@
 
 namespace xla_gpu::varlen_attention {
 
-#define XLA_GPU_DECLARE(instruction_set) extern const BackwardKernel kBackwardKernel_##instruction_set;
+#define XLA_GPU_DECLARE(instruction_set) \
+  extern const BackwardKernel kBackwardKernel_##instruction_set;
 XLA_GPU_FOR_CPU_INSTRUCTION_SETS(XLA_GPU_DECLARE)
 
 namespace {
@@ -56,11 +57,11 @@ class Schedule {
     const int64_t share = cost / num_threads_;
     wanted_cost_ = std::max<int64_t>(1, share / kItemsPerThread);
     for (int64_t s = 0; s < *p.num_seqs; ++s) {
-      for (int64_t head = 0; head < p.num_kv_heads; ++head) {
+      for (int64_t head = 0; head < p.num_kv_heads && p.QueryLen(s) > 0; ++head) {
         WorkItem whole = {};
         whole.sequence = s;
         whole.kv_head = head;
-        whole.tokens = whole.positions = {0, p.QueryTokensOf(s).Count()};
+        whole.tokens = whole.positions = {0, p.QueryLen(s)};
         AddGradients(whole, share);
         if (SumsDelta(p)) Cut(whole, &WorkItem::tokens, &WorkItem::has_delta, &delta_items_);
       }
@@ -180,9 +181,8 @@ void SumOverTokens(const BackwardParams& b, int64_t head, const RowNumbers& numb
 
 const BackwardKernel& ChosenBackwardKernel() {
   const std::string name = paged_attention::CpuInstructionSet();
-  return **std::find_if(std::begin(kKernels), std::end(kKernels), [&](const auto* kernel) {
-    return name == kernel->instruction_set;
-  });
+  return **std::find_if(std::begin(kKernels), std::end(kKernels),
+                        [&](const auto* kernel) { return name == kernel->instruction_set; });
 }
 
 void RunBackwardOnCpu(const BackwardParams& b, const Executor& executor) {
@@ -208,12 +208,10 @@ void RunBackwardOnCpu(const BackwardParams& b, const Executor& executor) {
     });
   };
   const Span tokens = TokensOf(p);
-  if (!SumsDelta(p)) {
-    ParallelFor(threads, CeilDiv(tokens.end - tokens.begin, kTokensOfChunk), [&](int64_t i) {
-      const int64_t first = tokens.begin + i * kTokensOfChunk;
-      kernel.sum_rows(b, first, std::min(first + kTokensOfChunk, tokens.end), numbers);
-    });
-  }
+  ParallelFor(threads, CeilDiv(tokens.end - tokens.begin, kTokensOfChunk), [&](int64_t i) {
+    const int64_t first = tokens.begin + i * kTokensOfChunk;
+    kernel.sum_rows(b, first, std::min(first + kTokensOfChunk, tokens.end), numbers);
+  });
   run(schedule.delta_items());
   run(schedule.items());
   if (b.dsinks == nullptr && b.dalibi_slopes == nullptr) return;

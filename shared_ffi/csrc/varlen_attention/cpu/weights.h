@@ -17,8 +17,8 @@ using paged_attention::QueryTokens;
 using paged_attention::Smaller;
 using paged_attention::Span;
 
-// Turns the products q . k and dout . v of some rows with a KV tile, [rows, kMaxTile] each, into the
-// weights P and the derivatives dY.
+// Turns the products q . k and dout . v of some rows with a KV tile, [rows, kMaxTile] each, into
+// the weights P and the derivatives dY.
 class Weights {
  public:
   Weights(const BackwardParams& b, const WorkItem& item, const RowNumbers& numbers,
@@ -85,23 +85,26 @@ class Weights {
   }
 
   // Turns products into P and dY.
-  void Apply() {
-    IsPlain() ? ApplyTo</*kIsPlain=*/true>() : ApplyTo</*kIsPlain=*/false>();
-  }
+  void Apply() { IsPlain() ? ApplyTo</*kIsPlain=*/true>() : ApplyTo</*kIsPlain=*/false>(); }
 
   // Adds a tile's part of the sums of P and of P * dP.
-  void AddToDelta() {
-    IsPlain() ? SumTerms</*kIsPlain=*/true>() : SumTerms</*kIsPlain=*/false>();
+  void AddToDelta() { IsPlain() ? SumTerms</*kIsPlain=*/true>() : SumTerms</*kIsPlain=*/false>(); }
+  // Before the first tile, for the tokens from i up to `end`.
+  void ClearDelta(int64_t i, int64_t end) const {
+    ForEachRow(i, end, [&](int64_t /*head*/, int64_t in_batch) {
+      numbers_.weight[in_batch] = numbers_.delta[in_batch] = 0;
+    });
   }
   // Makes delta of the sums of all tiles. The rounding of a large lse changes all weights by one
   // factor, which delta must not have: one weight of 1 leaves nothing of dP - delta.
-  void FinishDelta(int64_t token, int64_t head) {
-    const int64_t in_batch = token * p_.num_heads + head;
-    float weight = numbers_.weight[in_batch];
-    if (p_.sinks != nullptr) {
-      weight += WeightOf(Splat(p_.Sink(head) - ShiftOf(b_.lse[in_batch])))[0];
-    }
-    if (weight != 0) numbers_.delta[in_batch] /= weight;
+  void FinishDelta(int64_t i, int64_t end) const {
+    ForEachRow(i, end, [&](int64_t head, int64_t in_batch) {
+      float weight = numbers_.weight[in_batch];
+      if (p_.sinks != nullptr) {
+        weight += WeightOf(Splat(p_.Sink(head) - ShiftOf(b_.lse[in_batch])))[0];
+      }
+      if (weight != 0) numbers_.delta[in_batch] /= weight;
+    });
   }
 
  private:
@@ -114,6 +117,17 @@ class Weights {
     float shift;
     float delta;
   };
+
+  // Calls function(head, index in the batch).
+  template <typename Function>
+  void ForEachRow(int64_t i, int64_t end, const Function& function) const {
+    const int64_t first = item_.kv_head * group_;
+    for (int64_t token = tokens_.first + i; token < tokens_.first + end; ++token) {
+      for (int64_t head = first; head < first + group_; ++head) {
+        function(head, token * p_.num_heads + head);
+      }
+    }
+  }
 
   // lse in units of 1 / log2(e).
   static float ShiftOf(float lse) { return static_cast<float>(lse * double{kLog2E}); }
@@ -129,7 +143,8 @@ class Weights {
 
   Bias CapAndBias(Lanes products, const Row& row, int64_t j) const {
     const bool is_plain_cap = p_.soft_cap > 0 && p_.soft_cap <= paged_attention::kMaxPlainCap;
-    const float cap = (p_.soft_cap < paged_attention::kMaxCap ? p_.soft_cap : paged_attention::kMaxCap) * kLog2E;
+    const float cap =
+        (p_.soft_cap < paged_attention::kMaxCap ? p_.soft_cap : paged_attention::kMaxCap) * kLog2E;
     Bias bias = {products * (is_plain_cap ? p_.scale / p_.soft_cap : p_.scale * kLog2E), Splat(1),
                  Lanes{}};
     if (p_.soft_cap > 0) {
@@ -223,9 +238,9 @@ class Weights {
   const RowNumbers& numbers_;
   const QueryTokens& tokens_;
   const int64_t group_;
-  float* const weights_;   // [rows, kMaxTile]
-  float* const dlogits_;   // [rows, kMaxTile]
-  Row* const rows_;        // [rows]
+  float* const weights_;  // [rows, kMaxTile]
+  float* const dlogits_;  // [rows, kMaxTile]
+  Row* const rows_;       // [rows]
   int64_t num_rows_ = 0;
   bool is_partial_ = false;  // some row does not attend to all of the tile
 };

@@ -1,8 +1,9 @@
-// The gradients without tensor cores, in plain float32: for float32 arrays, and for those whose rows
-// are not aligned. It is the simplest kernel: read it first.
+// The gradients without tensor cores, in plain float32: for float32 arrays, and for those whose
+// rows are not aligned. It is the simplest kernel: read it first.
 //
-// A thread block owns the gradients of some rows: of positions of K and V, or of the query. It walks
-// over tiles of the others, and computes the weights of a tile before it adds their products up.
+// A thread block owns the gradients of some rows: of positions of K and V, or of the query. It
+// walks over tiles of the others, and computes the weights of a tile before it adds their products
+// up.
 #pragma once
 
 #include "weights.cuh"
@@ -20,8 +21,8 @@ struct CudaCoreLayout {
       static_cast<int>((kArrays * kRows * kStride + 2 * kRows * kWeightStride) * sizeof(float) +
                        kRows * (sizeof(RowNumbers) + sizeof(RowMask) + sizeof(RowBias)));
 
-  // Of the rows that are owned and of a tile, [kRows] each: K or the query, and V or the gradient of
-  // the output.
+  // Of the rows that are owned and of a tile, [kRows] each: K or the query, and V or the gradient
+  // of the output.
   float* own[2];
   float* others[2];
   float* weights;    // [kRows]: of a row that is owned, those of a tile
@@ -118,8 +119,8 @@ class CudaCoreItem {
     }
   }
 
-  // Loads kRows rows of K and V, or of the query and the gradient of the output. What does not exist
-  // becomes zeros.
+  // Loads kRows rows of K and V, or of the query and the gradient of the output. What does not
+  // exist becomes zeros.
   template <typename T, bool kKeys>
   __device__ void Load(int32_t begin, float* const (&to)[2]) const {
     for (int row = Warp(); row < kRows; row += kWarps) {
@@ -249,14 +250,14 @@ class CudaCoreItem {
 };
 
 template <typename T, int kHeadSize, bool kOfKeys>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     CudaCoreGradients(BackwardParams b, BackwardScratch scratch) {
   const int64_t rows = kBlockTokens * (kOfKeys ? int64_t{1} : int64_t{b.forward.group.number});
-  ForParts<!kOfKeys>(b.forward, scratch.lengths, rows / CudaCoreLayout<kHeadSize>::kRows,
-                     [&](const TokenBlock& block, int32_t part, int32_t kv_head) {
-                       CudaCoreItem<kHeadSize, kOfKeys>(b, scratch, block, part, kv_head)
-                           .template Compute<T>();
-                     });
+  ForParts<!kOfKeys>(
+      b.forward, scratch.lengths, rows / CudaCoreLayout<kHeadSize>::kRows,
+      [&](const TokenBlock& block, int32_t part, int32_t kv_head) {
+        CudaCoreItem<kHeadSize, kOfKeys>(b, scratch, block, part, kv_head).template Compute<T>();
+      });
 }
 
 }  // namespace xla_gpu::varlen_attention

@@ -1,8 +1,7 @@
-#include "run.h"
-
 #include "../../paged_attention/cuda/kernels.cuh"
 #include "cuda_core.cuh"
 #include "kernels.cuh"
+#include "run.h"
 #include "small_kernels.cuh"
 
 namespace xla_gpu::varlen_attention {
@@ -22,9 +21,8 @@ template <typename T>
 bool IsAligned(const BackwardParams& b) {
   const Params& p = b.forward;
   constexpr int64_t kChunk = 16 / sizeof(T);
-  for (const int64_t size :
-       {p.head_size, p.value_head_size, p.query_stride, b.dout_stride, p.cache.block_stride,
-        p.cache.OffsetOfValue(p.cache.block_stride)}) {
+  for (const int64_t size : {p.head_size, p.value_head_size, p.query_stride, b.dout_stride,
+                             p.cache.block_stride, p.cache.OffsetOfValue(p.cache.block_stride)}) {
     if (size % kChunk != 0) return false;
   }
   for (const void* array : {p.query, b.dout, static_cast<const void*>(p.cache.keys),
@@ -106,10 +104,21 @@ void AddLaunches(std::integer_sequence<int, kHeadSizes...>,
 }  // namespace
 
 gpu::Error RunForwardOnCuda(Params params, const Lengths& lengths,
+                            const std::vector<RowsCopy>& copies,
                             const paged_attention::Scratch& scratch, void* stream) {
   gpu::Device device;
   if (gpu::Error error = gpu::Device::Current(&device)) return error;
   if (gpu::Error error = CopyLengthsOf(params, lengths, device, stream)) return error;
+  for (const RowsCopy& rows : copies) {
+    const auto copy = [&](auto type) {
+      using T = decltype(type);
+      const gpu::Kernel<const T*, int64_t, int64_t, int64_t, T*> kernel{CopyTokens<T>, kThreads};
+      return kernel.LaunchResident(device, CeilDiv(params.num_tokens, kWarps), stream,
+                                   static_cast<const T*>(rows.from), rows.stride, rows.columns,
+                                   params.num_tokens, static_cast<T*>(rows.to));
+    };
+    if (gpu::Error error = SizeOf(params.dtype) == 4 ? copy(float()) : copy(Half())) return error;
+  }
   params.query_start_loc = params.block_tables = lengths.starts;
   params.context_lens = lengths.lens;
   return paged_attention::RunOnCuda(params, scratch, stream);
@@ -125,6 +134,7 @@ gpu::Error RunBackwardOnCuda(const BackwardParams& params, const BackwardScratch
 std::vector<paged_attention::KernelLaunch> KernelLaunches() {
   std::vector<paged_attention::KernelLaunch> launches = {
       {"CopyLengths", 0, 0, 0, kThreads, kLengthsSharedBytes},
+      {"CopyTokens", 0, 0, 0, kThreads, 0},
       {"PrepareRows", 0, 0, 0, kThreads, 0},
       {"SumOverTokens", 0, 0, 0, kThreads, kSumSharedBytes},
       {"CudaCoreGradients", 128, 0, 0, kThreads, CudaCoreLayout<128>::kSharedBytes},

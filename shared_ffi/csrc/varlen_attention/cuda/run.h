@@ -12,9 +12,18 @@ namespace xla_gpu::varlen_attention {
 // The widest heads whose gradients have a kernel.
 inline constexpr int64_t kMaxGradientHeadSize = 256;
 
-// Queues a kernel that copies the lengths of a call and makes `params` those of paged_attention,
-// whose kernels may run then.
+// Rows of tokens whose copies lie one after the other.
+struct RowsCopy {
+  const void* from;
+  int64_t stride;  // elements from one token to the next
+  int64_t columns;
+  void* to;
+};
+
+// Queues kernels that copy the lengths of a call and rows, and those of paged_attention, which read
+// the copies.
 gpu::Error RunForwardOnCuda(Params params, const Lengths& lengths,
+                            const std::vector<RowsCopy>& copies,
                             const paged_attention::Scratch& scratch, void* stream);
 
 // Queues four kernels, or five where there are sinks or slopes, and waits for nothing.

@@ -42,8 +42,20 @@ inline int64_t LengthsBytes(const Params& p) {
   return (4 * p.max_seqs + 1 + kSummary) * static_cast<int64_t>(sizeof(int32_t));
 }
 inline int64_t RowBytes(const Params& p) {
-  return p.num_heads * static_cast<int64_t>(sizeof(RowNumbers) +
-                                            (p.alibi_slopes == nullptr ? 0 : sizeof(float)));
+  return p.num_heads *
+         static_cast<int64_t>(sizeof(RowNumbers) + (p.alibi_slopes == nullptr ? 0 : sizeof(float)));
+}
+
+// Whether V's distances between tokens and heads are K's times one number, as the page tables of
+// the forward's kernels need it. If not, both are copied.
+inline bool AreInProportion(const Params& p) {
+  const int64_t stride = p.cache.block_stride, value_stride = p.cache.OffsetOfValue(stride);
+  return p.num_kv_heads == 1 || stride * p.value_head_size == value_stride * p.head_size;
+}
+inline int64_t CopiedBytes(const Params& p) {
+  if (p.num_tokens == 0 || AreInProportion(p)) return 0;
+  const int64_t columns = p.num_kv_heads * (p.head_size + p.value_head_size);
+  return paged_attention::CeilDiv(p.num_tokens * columns * SizeOf(p.dtype), 16) * 16;
 }
 
 // Lays them out in `memory`.

@@ -69,6 +69,19 @@ __global__ void __launch_bounds__(kThreads) CopyLengths(Params p, Lengths to) {
 }
 inline constexpr int kLengthsSharedBytes = (kWarps + 1) * sizeof(int32_t);
 
+// Copies rows of tokens, a warp each.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    CopyTokens(const T* from, int64_t stride, int64_t columns, int64_t num_tokens, T* to) {
+  const int64_t num_warps = int64_t{gridDim.x} * kWarps;
+  for (int64_t token = int64_t{blockIdx.x} * kWarps + Warp(); token < num_tokens;
+       token += num_warps) {
+    for (int64_t i = Lane(); i < columns; i += gpu::kWarpSize) {
+      to[token * columns + i] = from[token * stride + i];
+    }
+  }
+}
+
 __device__ __forceinline__ float SumOfWarp(float x) {
   for (int mask = gpu::kWarpSize / 2; mask > 0; mask /= 2) x += gpu::ShuffleXor(x, mask);
   return x;
@@ -89,8 +102,7 @@ __device__ __forceinline__ void FillToken(const BackwardParams& b, int64_t token
 
 // A warp for each token.
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    PrepareRows(BackwardParams b, BackwardScratch scratch) {
+__global__ void __launch_bounds__(kThreads) PrepareRows(BackwardParams b, BackwardScratch scratch) {
   const Params& p = b.forward;
   const Lengths& lengths = scratch.lengths;
   const int64_t valid = lengths.summary[0], num_warps = int64_t{gridDim.x} * kWarps;

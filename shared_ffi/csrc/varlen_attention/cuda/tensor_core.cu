@@ -1,7 +1,6 @@
 // Compiled once for each type and head size, so that a build uses all cores.
-#include "tensor_core.cuh"
-
 #include "kernels.cuh"
+#include "tensor_core.cuh"
 
 namespace xla_gpu::varlen_attention {
 namespace {

@@ -15,12 +15,12 @@ namespace xla_gpu::varlen_attention {
 using paged_attention::SharedRows;
 using paged_attention::WarpProducts;
 
-// Begins to copy kRows rows of two arrays, or of one, to shared memory. to_rows(row, use) calls use(first,
-// second) with their places in the arrays, if the row exists. What does not exist becomes zeros.
+// Begins to copy kRows rows of two arrays, or of one, to shared memory. to_rows(row, use) calls
+// use(first, second) with their places in the arrays, if the row exists. What does not exist
+// becomes zeros.
 template <int kRows, int kNumThreads, typename Rows, typename T, typename ToRows>
 __device__ __forceinline__ void CopyRows(const Params& p, T* first, int64_t first_columns,
-                                         T* second, int64_t second_columns,
-                                         const ToRows& to_rows) {
+                                         T* second, int64_t second_columns, const ToRows& to_rows) {
   constexpr int kChunks = kRows * Rows::kChunks;
   static_assert(kChunks % kNumThreads == 0, "all threads copy as many chunks");
 #pragma unroll 4
@@ -91,14 +91,13 @@ struct KeyGradientsLayout {
     RowBias biases[kTileRows];
   };
   static constexpr int kTileElements = kTileRows * Rows::kStride;
-  static constexpr int kElements =
-      2 * kPositions * Rows::kStride + kStages * 2 * kTileElements;
-  static constexpr int kSharedBytes = kElements * static_cast<int>(sizeof(T)) +
-                                      kStages * static_cast<int>(sizeof(TileNumbers));
+  static constexpr int kElements = 2 * kPositions * Rows::kStride + kStages * 2 * kTileElements;
+  static constexpr int kSharedBytes =
+      kElements * static_cast<int>(sizeof(T)) + kStages * static_cast<int>(sizeof(TileNumbers));
 
-  T* keys;    // [kPositions] rows
-  T* values;  // the same
-  T* tiles;   // [kStages][2][kTileRows] rows: of the query, and of the output's gradient
+  T* keys;               // [kPositions] rows
+  T* values;             // the same
+  T* tiles;              // [kStages][2][kTileRows] rows: of the query, and of the output's gradient
   TileNumbers* numbers;  // [kStages]
 
   __device__ explicit KeyGradientsLayout(char* memory)
@@ -166,12 +165,8 @@ class KeyGradients {
 
  private:
   // Nothing that follows from the thread's number stays in a register where it is not used.
-  static __device__ __forceinline__ int Lane() {
-    return gpu::Opaque(threadIdx.x) % gpu::kWarpSize;
-  }
-  static __device__ __forceinline__ int Warp() {
-    return gpu::Opaque(threadIdx.x) / gpu::kWarpSize;
-  }
+  static __device__ __forceinline__ int Lane() { return gpu::Opaque(threadIdx.x) % gpu::kWarpSize; }
+  static __device__ __forceinline__ int Warp() { return gpu::Opaque(threadIdx.x) / gpu::kWarpSize; }
   static __device__ __forceinline__ int WarpRow() { return Warp() % Layout::kPositionWarps * 16; }
   static __device__ __forceinline__ int FirstColumn() {
     return Warp() / Layout::kPositionWarps * Layout::kColumns;
@@ -186,8 +181,7 @@ class KeyGradients {
     if (!p_.HasRanges()) return tile;
     for (; tile < end; ++tile) {
       const auto row = static_cast<int32_t>(threadIdx.x);
-      if (__syncthreads_or(row < kTileRows &&
-                           MaskOf(tile * kTileRows + row).Meets(begin_, end_))) {
+      if (__syncthreads_or(row < kTileRows && MaskOf(tile * kTileRows + row).Meets(begin_, end_))) {
         break;
       }
     }
@@ -198,8 +192,7 @@ class KeyGradients {
   __device__ __forceinline__ bool IsMasked(int32_t tile) const {
     const int64_t first = p_.group.Quotient(tile * kTileRows);
     const int64_t last = p_.group.Quotient(tile * kTileRows + kTileRows - 1);
-    const Span all =
-        AttendedByAll(p_, block_.Tokens(), first, Smaller(last, block_.len - 1));
+    const Span all = AttendedByAll(p_, block_.Tokens(), first, Smaller(last, block_.len - 1));
     return all.begin > begin_ || all.end < end_;
   }
 
@@ -294,11 +287,11 @@ class KeyGradients {
 template <typename T, int kHeadSize, bool kGeneral>
 __global__ void __launch_bounds__(kThreads, 1)
     TensorCoreKeyGradients(BackwardParams b, BackwardScratch scratch) {
-  ForParts<false>(b.forward, scratch.lengths, KeyGradientsLayout<T, kHeadSize>::kParts,
-                  [&](const TokenBlock& block, int32_t part, int32_t kv_head) {
-                    KeyGradients<T, kHeadSize, kGeneral>(b, scratch, block, part, kv_head)
-                        .Compute();
-                  });
+  ForParts<false>(
+      b.forward, scratch.lengths, KeyGradientsLayout<T, kHeadSize>::kParts,
+      [&](const TokenBlock& block, int32_t part, int32_t kv_head) {
+        KeyGradients<T, kHeadSize, kGeneral>(b, scratch, block, part, kv_head).Compute();
+      });
 }
 
 inline constexpr int kQueryThreads = 128;
@@ -316,10 +309,10 @@ struct QueryGradientsLayout {
   static constexpr int kSharedBytes =
       kElements * static_cast<int>(sizeof(T)) + kTileRows * static_cast<int>(sizeof(RowNumbers));
 
-  T* queries;  // [kTileRows] rows
-  T* douts;    // the same
-  T* keys;     // [kTile] rows
-  T* values;   // the same
+  T* queries;        // [kTileRows] rows
+  T* douts;          // the same
+  T* keys;           // [kTile] rows
+  T* values;         // the same
   RowNumbers* rows;  // [kTileRows]
 
   __device__ explicit QueryGradientsLayout(char* memory)
@@ -362,8 +355,7 @@ class QueryGradients {
     __syncthreads();  // everyone has left the part before
     CopyQueryRows<Layout::kTileRows, kQueryThreads, Rows>(b_, block_, kv_head_, first_row_,
                                                           layout_.queries, layout_.douts);
-    const Span positions =
-        PositionsThatMayBeAttended(p_, block_.Tokens(), first_, last_);
+    const Span positions = PositionsThatMayBeAttended(p_, block_.Tokens(), first_, last_);
     const auto end = static_cast<int32_t>((positions.end + kTile - 1) / kTile);
     int32_t tile = Next(static_cast<int32_t>(positions.begin / kTile), end);
     CopyRowNumbers();
@@ -397,9 +389,7 @@ class QueryGradients {
   }
 
  private:
-  static __device__ __forceinline__ int Lane() {
-    return gpu::Opaque(threadIdx.x) % gpu::kWarpSize;
-  }
+  static __device__ __forceinline__ int Lane() { return gpu::Opaque(threadIdx.x) % gpu::kWarpSize; }
   static __device__ __forceinline__ int WarpRow() {
     return gpu::Opaque(threadIdx.x) / gpu::kWarpSize * 16;
   }
@@ -417,9 +407,8 @@ class QueryGradients {
     if (!p_.HasRanges()) return tile;
     for (; tile < end; ++tile) {
       const auto row = static_cast<int32_t>(threadIdx.x);
-      if (__syncthreads_or(row < Layout::kTileRows && MaskOf(first_row_ + row)
-                                                          .Meets(tile * kTile,
-                                                                 tile * kTile + kTile))) {
+      if (__syncthreads_or(row < Layout::kTileRows &&
+                           MaskOf(first_row_ + row).Meets(tile * kTile, tile * kTile + kTile))) {
         break;
       }
     }
@@ -485,9 +474,9 @@ class QueryGradients {
 #pragma unroll
           for (int column = 0; column < 2; ++column) {
             const int32_t position = begin + n * 8 + Lane() % 4 * 2 + column;
-            const float gradient = weigher.Weigh(
-                row, !kMasked || mask.Attends(position), bias, position,
-                &weights[g][n][2 * r + column], &gradients[g][n][2 * r + column]);
+            const float gradient =
+                weigher.Weigh(row, !kMasked || mask.Attends(position), bias, position,
+                              &weights[g][n][2 * r + column], &gradients[g][n][2 * r + column]);
             if constexpr (kGeneral) {
               const auto distance = static_cast<float>(abs(bias.position - position));
               slopes_[g][r] = gpu::Fma(-gradient, distance, slopes_[g][r]);
@@ -541,11 +530,11 @@ template <typename T, int kHeadSize, bool kGeneral>
 __global__ void __launch_bounds__(kQueryThreads, 2)
     TensorCoreQueryGradients(BackwardParams b, BackwardScratch scratch) {
   const int64_t rows = kBlockTokens * int64_t{b.forward.group.number};
-  ForParts<true>(b.forward, scratch.lengths, rows / QueryGradientsLayout<T, kHeadSize>::kTileRows,
-                 [&](const TokenBlock& block, int32_t part, int32_t kv_head) {
-                   QueryGradients<T, kHeadSize, kGeneral>(b, scratch, block, part, kv_head)
-                       .Compute();
-                 });
+  ForParts<true>(
+      b.forward, scratch.lengths, rows / QueryGradientsLayout<T, kHeadSize>::kTileRows,
+      [&](const TokenBlock& block, int32_t part, int32_t kv_head) {
+        QueryGradients<T, kHeadSize, kGeneral>(b, scratch, block, part, kv_head).Compute();
+      });
 }
 
 }  // namespace xla_gpu::varlen_attention

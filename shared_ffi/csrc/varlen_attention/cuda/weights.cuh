@@ -28,8 +28,7 @@ struct RowMask {
   }
 
   __device__ __forceinline__ bool Attends(int32_t position) const {
-    return begin <= position && position < end &&
-           (position < hole_begin || position >= hole_end);
+    return begin <= position && position < end && (position < hole_begin || position >= hole_end);
   }
   // Whether it attends to any position in [from, to), but for holes.
   __device__ bool Meets(int32_t from, int32_t to) const { return begin < to && from < end; }
@@ -41,8 +40,8 @@ __device__ __forceinline__ Span AttendedByAll(const Params& p, const QueryTokens
   return {p.WindowBegin(last), p.WindowEnd(tokens, first)};
 }
 
-// A query row of a sequence and kv head: its token, counted from the sequence's first, and its head.
-// Rows are numbered token by token.
+// A query row of a sequence and kv head: its token, counted from the sequence's first, and its
+// head. Rows are numbered token by token.
 struct RowPlace {
   int32_t token;
   int32_t head;
@@ -84,8 +83,8 @@ struct RowBias {
       : slope(p.alibi_slopes == nullptr ? 0.0f : p.AlibiSlope(place.head)), position(place.token) {}
 };
 
-// The rows [begin, end) of a sequence and kv head that may attend to one of its positions [from, to):
-// all but those that windows keep from it.
+// The rows [begin, end) of a sequence and kv head that may attend to one of its positions [from,
+// to): all but those that windows keep from it.
 __device__ __forceinline__ Span RowsThatMayAttend(const Params& p, const QueryTokens& tokens,
                                                   int32_t from, int32_t to) {
   const int64_t len = tokens.context_len, group = p.group.number;
@@ -112,8 +111,7 @@ class Weigher {
   // Turns q . k into the weight and D . v into the gradient of scale * (q . k). Returns the
   // gradient of the logit.
   __device__ __forceinline__ float Weigh(const RowNumbers& row, bool attends, const RowBias& bias,
-                                         int32_t position, float* product,
-                                         float* of_values) const {
+                                         int32_t position, float* product, float* of_values) const {
     float exponent, share = 1;
     if constexpr (kGeneral) {
       float logit = ToLogit(*product, &share);
