@@ -109,11 +109,13 @@ def paged_attention(
     return (output, lse) if return_lse else output
 
 
-def varlen_attention(*arrays: Any, scale: float, **options: Any) -> Any:
+def varlen_attention(
+    query: Any, key: Any, value: Any, query_start_loc: Any, num_seqs: Any, **options: Any
+) -> Any:
     """Returns float64."""
-    operands, value = as_paged(*arrays)
-    options |= {"value_cache": value, "kv_layout": PAGED_LAYOUT}
-    return paged_attention(*operands, scale, **options)
+    operands, value_cache = as_paged(query, key, value, query_start_loc, num_seqs)
+    options |= {"value_cache": value_cache, "kv_layout": PAGED_LAYOUT}
+    return paged_attention(*operands, **options)
 
 
 PAGED_LAYOUT = "nbhd"

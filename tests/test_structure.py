@@ -179,7 +179,7 @@ RUNTIME_ROOMS = ("ffi", "eager", "python", "torch")
     ids=lambda path: str(path.relative_to(CSRC)),
 )
 def test_only_handlers_know_xla(path: Path) -> None:
-    """Kernels know neither XLA nor a framework."""
+    """Kernels know neither XLA nor a framework. options.h: how handlers read what they share."""
     includes = re.findall(r"#include [<\"](.*)[>\"]", path.read_text())
     rooms = "|".join(("xla", *RUNTIME_ROOMS))
     known = [x for x in includes if re.search(rf"(^|/)({rooms})/", x) and "ffi/export.h" not in x]

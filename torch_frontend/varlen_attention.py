@@ -77,14 +77,14 @@ _INPUT_NAMES = ("query", "key", "value")
 DEFAULT = define(
     f"varlen_attention({_INPUTS}, {_BATCH}) -> Tensor",
     takes_causal_seqs(op.check),
-    rows=("query",),
+    rows=_INPUT_NAMES,
     derivative=lambda arguments: _attend(arguments)[0],
     autocast=_INPUT_NAMES,
 )
 LSE = define(
     f"varlen_attention.lse({_INPUTS}, {_BATCH}) -> (Tensor output, Tensor lse)",
     takes_causal_seqs(partial(op.check, return_lse=True)),
-    rows=("query",),
+    rows=_INPUT_NAMES,
     derivative=_attend,
     autocast=_INPUT_NAMES,
 )
