@@ -17,6 +17,7 @@ from shared_ffi.spec import (
     holds,
     records_arguments,
     shape_error,
+    value_error,
 )
 
 OP = "varlen_attention"
@@ -58,10 +59,13 @@ def check(
         rule = f"[num_tokens={num_tokens}, num_kv_heads, head_size={head_size}]"
         raise shape_error(OP, "key", rule, key.shape)
     num_kv_heads = key.shape[1]
+    if not holds(num_kv_heads >= 1):
+        raise value_error(OP, "key", "have num_kv_heads of at least 1", num_kv_heads)
     if not (
         has_shape(value, (num_tokens, num_kv_heads, *value.shape[2:3]))
         and holds(value.shape[2] >= 1)
         and holds(value.shape[2] <= head_size)
+        and (holds(value.shape[2] >= 1) or not holds(head_size >= 1))
     ):
         rule = f"[num_tokens={num_tokens}, num_kv_heads={num_kv_heads}, 1 to {head_size}]"
         raise shape_error(OP, "value", rule, value.shape)

@@ -206,6 +206,26 @@ def test_varlen_attention_backward_with_large_logits(factor: float) -> None:
     assert errors["value"] <= 1e-4 + 2**-20 * factor
 
 
+@pytest.mark.parametrize("factor", [1e4, 1e8, 1e30])
+def test_varlen_attention_backward_of_an_only_weight(factor: float) -> None:
+    """A sequence's only token has the weight 1, however large its logit and whatever its sign: the
+    gradient of its value is that of its output."""
+    case = VarlenCase("only", (1,) * 40, num_kv_heads=4, padding=0)
+    arguments, dout = case(), case.weights()
+    arguments["query"] *= F32(factor)
+    assert_same_bits(differentiate(arguments, dout)["value"], dout)
+
+
+def test_varlen_attention_backward_of_sinks_as_large_as_a_logit() -> None:
+    """The weight of a sink is at most 1, however the log-sum-exp was rounded."""
+    case = VarlenCase("ties", (1,), 64, 1, 1, arrays=("sinks",), padding=0)
+    arguments, dout = case(), np.ones_like(case.weights())
+    arguments |= {"key": np.ones((1, 1, 1), F32), "value": np.ones((1, 1, 1), F32), "scale": 1.0}
+    arguments["sinks"] = np.geomspace(1e9, 1e12, 64, dtype=F32)
+    arguments["query"] = arguments["sinks"].reshape(1, 64, 1)
+    assert np.abs(differentiate(arguments, dout)["sinks"]).max() <= 1
+
+
 def test_varlen_attention_backward_of_rows_without_weights() -> None:
     """Their log-sum-exp is -inf: the gradient of their query is zero, and the others are as if the
     derivative of their output were zero."""

@@ -721,6 +721,12 @@ STATIC = [
                 ones(3, 2, 8),
                 "key must have shape [num_tokens=4, num_kv_heads, head_size=8]; got [3, 2, 8]",
             ),
+            ("key", ones(4, 0, 8), "key must have num_kv_heads of at least 1; got 0"),
+            (
+                "value",
+                ones(4, 2, 0),
+                "value must have shape [num_tokens=4, num_kv_heads=2, 1 to 8]; got [4, 2, 0]",
+            ),
             (
                 "value",
                 ones(4, 2, 9),

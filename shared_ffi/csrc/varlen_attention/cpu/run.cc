@@ -171,7 +171,7 @@ void SumOverTokens(const BackwardParams& b, int64_t head, const RowNumbers& numb
     if (b.dalibi_slopes != nullptr) dslope += numbers.dslope[row];
     // A row that attends to nothing but the sink has an output and a delta of 0.
     if (b.dsinks == nullptr || numbers.delta[row] == 0) continue;
-    dsink -= std::exp(double{p.sinks[head]} - b.lse[row]) * numbers.delta[row];
+    dsink -= std::exp(std::min(0.0, double{p.sinks[head]} - b.lse[row])) * numbers.delta[row];
   }
   if (b.dsinks != nullptr) b.dsinks[head] = static_cast<float>(dsink);
   if (b.dalibi_slopes != nullptr) b.dalibi_slopes[head] = static_cast<float>(dslope);

@@ -17,6 +17,8 @@ using paged_attention::QueryTokens;
 using paged_attention::Smaller;
 using paged_attention::Span;
 
+constexpr double kLog2EInDouble = 1.44269504088896341;
+
 // Turns the products q . k and dout . v of some rows with a KV tile, [rows, kMaxTile] each, into
 // the weights P and the derivatives dY.
 class Weights {
@@ -129,8 +131,11 @@ class Weights {
     }
   }
 
-  // lse in units of 1 / log2(e).
-  static float ShiftOf(float lse) { return static_cast<float>(lse * double{kLog2E}); }
+  // lse in units of 1 / log2(e), or less by as much as the forward may have rounded it: so a row's
+  // only weight is 1, however large its logit. One unit in the last place more could make it 0.
+  static float ShiftOf(float lse) {
+    return static_cast<float>(lse * (kLog2EInDouble * (lse < 0 ? 1 + 0x1p-24 : 1 - 0x1p-24)));
+  }
 
   bool IsPlain() const { return p_.soft_cap == 0 && p_.alibi_slopes == nullptr; }
 
