@@ -55,7 +55,7 @@ def check(
     token_rows.check(OP, "query", query)
     token_rows.check(OP, "key", key, "num_kv_heads")
     num_tokens, num_heads, head_size = query.shape
-    if not has_shape(key, (num_tokens, *key.shape[1:2], head_size)) or key.shape[1] == 0:
+    if not has_shape(key, (num_tokens, *key.shape[1:2], head_size)):
         rule = f"[num_tokens={num_tokens}, num_kv_heads, head_size={head_size}]"
         raise shape_error(OP, "key", rule, key.shape)
     num_kv_heads = key.shape[1]
@@ -63,7 +63,6 @@ def check(
         raise value_error(OP, "key", "have num_kv_heads of at least 1", num_kv_heads)
     if not (
         has_shape(value, (num_tokens, num_kv_heads, *value.shape[2:3]))
-        and holds(value.shape[2] >= 1)
         and holds(value.shape[2] <= head_size)
         and (holds(value.shape[2] >= 1) or not holds(head_size >= 1))
     ):
