@@ -86,6 +86,7 @@ def token_error(
 
 class ScratchSizes:
     split_limit: int
+    splits_of_run: int
     min_split: int
     max_split_tokens: int
     partials_of_sequence: int
