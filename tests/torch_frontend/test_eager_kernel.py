@@ -381,13 +381,15 @@ FIRST_CALLS = """
 import logging, os, warnings
 import torch, torch._dynamo, torch_frontend
 from tests.support.models import tensors
-from tests.support.sound_calls import add, attention, update
+from tests.support.sound_calls import add, attention, training, update
 
 query, cache, *metadata = tensors(attention())
 attend, write = (query, cache, *metadata, 0.5), tensors(update())
 int8, scales = torch.zeros(4, 2, 4, 8, dtype=torch.int8), torch.zeros(2, 4, 2, 2)
 made = {"k_scale_cache": scales[0], "v_scale_cache": scales[1]}
 parts = torch.randn(2, 4, 4, 8)
+train = tensors(training())
+given = (*train[:3], torch.ones(4, 4, 6), torch.ones(4, 4), torch.ones(4, 4, 6), *train[3:], 0.5)
 CALLS = {  # arguments, options, and the number of the argument that may need a gradient
     "paged_attention.default": (attend, {}, 0),
     "paged_attention.lse": (attend, {}, 0),
@@ -397,6 +399,9 @@ CALLS = {  # arguments, options, and the number of the argument that may need a 
     "kv_cache_update.with_scales": ((int8, *write[1:]), made, 1),
     "simple_add.default": (tensors(add()), {}, 0),
     "merge_attention.default": ((parts, parts.sum(-1)), {}, 0),
+    "varlen_attention.default": ((*train, 0.5), {}, 0),
+    "varlen_attention.lse": ((*train, 0.5), {}, 0),
+    "varlen_attention_backward.default": (given, {}, 0),
     "slot_mapping.default": (metadata, {"block_size": 2, "num_tokens": 4}, None),
 }
 overloads = [x for x in torch._C._dispatch_get_all_op_names() if x.startswith("xla_gpu::")]
@@ -410,7 +415,7 @@ class Traced(logging.Handler):
             print("traces", frame, flush=True)
 
 def as_tuple(results):
-    return results if isinstance(results, tuple) else (results,)
+    return results if isinstance(results, (tuple, list)) else (results,)
 
 def call(name, needs_grad, is_skipped):
     packet, overload = name.split(".")
@@ -456,10 +461,10 @@ def test_a_first_call_in_a_function_that_is_not_compiled_as_a_whole() -> None:
     one of its process."""
     text = "\n".join(scripts.output(FIRST_CALLS))
     calls = re.findall(r"^call (\S+)\.\w+ (\w+)\n((?:traces .*\n)+)is (.*)$", text, re.M)
-    assert len(calls) == 9 * 3 - 2
+    assert len(calls) == 12 * 3 - 2
     for op, needs_grad, traced, outcome in calls:
         assert traced.startswith("traces loop ") and "_frontend/" not in traced, traced
-        if needs_grad == "True" and op != "merge_attention":
+        if needs_grad == "True" and not op.startswith(("merge_", "varlen_")):
             op = op.removeprefix("ragged_")
             assert outcome.startswith(f"{op}: inference only, it has no derivative")
         else:
