@@ -302,9 +302,8 @@ def test_models(kind: str, checkpoint: Any, serve: Any) -> None:
 
 def test_the_page_names_the_models() -> None:
     page = " ".join((Path(__file__).parents[4] / "docs/vllm.md").read_text().split())
-    names = re.findall(
-        r"`(\w+)`", page.split("with small random weights")[1].split("vLLM's own tests")[0]
-    )
+    models = page.split("and the `model_type`s")[1].split("vLLM's own tests")[0]
+    names = re.findall(r"`(\w+)`", models)
     assert names == [*sorted(MODELS.keys() - OTHER_MODELS), *sorted(OTHER_MODELS), *REFUSED]
 
 
