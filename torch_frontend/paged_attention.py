@@ -8,7 +8,7 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 
 from shared_ffi import paged_attention as op
-from shared_ffi.spec import flag, value_error
+from shared_ffi.spec import dtype_error, value_error
 from torch_frontend.operator.arguments import checked, scale_tensor, split_causal, takes_causal_seqs
 from torch_frontend.operator.define import define
 
@@ -174,7 +174,8 @@ def paged_attention(
     """
     causal, causal_seqs = split_causal(causal)
     k_scale, v_scale = (scale_tensor(x, kv_cache) for x in (k_scale, v_scale))
-    return_lse = flag(op.OP, "return_lse", return_lse)
+    if not isinstance(return_lse, bool):
+        raise dtype_error(op.OP, "return_lse", "type bool", type(return_lse).__name__)
     if out is not None and return_lse:
         raise value_error(op.OP, "out", "be None with return_lse", "a tensor")
     call = _LSE if return_lse else _DEFAULT if out is None else _OUT

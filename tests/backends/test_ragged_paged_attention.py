@@ -180,7 +180,7 @@ BAD_CALLS = [
     ),
     refused(
         "two heads of 8 bits, K and V in one row",
-        "keys must have kv_cache's dtype float8_e4m3fn; got bfloat16",
+        "keys must have kv_cache's dtype float8_e4m3fn; got bfloat16. Cast keys to float8_e4m3fn",
         keys=bf16(22, 2, 64),
     ),
     refused("float32", f"{PAGES}; got [6, 5]", page_indices=np.zeros((6, 5), I32)),

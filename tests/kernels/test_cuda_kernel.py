@@ -931,13 +931,16 @@ def test_splits_of_long_queries(
         num_tokens * -(-max_blocks_per_seq * case.block_size // 128),
         max_seqs * 16 * most_splits,
     )
-    words = scratch[: 4 * (num_tokens + num_slots + 3)].view(I32)
-    flags, (*_, first, second) = words[num_tokens:-3], words
+    runs = -(-min(most_splits, -(-max_blocks_per_seq * case.block_size // 128)) // 32)
+    num_flags, per_head = num_tokens + num_slots, 1 + runs  # splits or runs, then those of each run
+    words = scratch[: 4 * (num_flags + 1 + max_seqs * per_head)].view(I32)
+    flags, arrivals = words[num_tokens:num_flags], words[num_flags + 1 :].reshape(-1, per_head)
+    assert arrivals[1, 0] == 3
     if q_len > 4:
         tiles = -(-q_len // tokens_per_tile)
-        assert (np.count_nonzero(flags == 0), second) == (tiles * splits, 3)
+        assert np.count_nonzero(flags == 0) == tiles * splits
     else:
-        assert (first, second) == (splits, 3)
+        assert [*arrivals[0]] == [2, 32, splits - 32]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

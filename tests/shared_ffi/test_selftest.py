@@ -398,9 +398,8 @@ class EmulatedCalls:
         blocks."""
         self.native, self.spoil, self.max_blocks = native, spoil, 2**31
         chosen = {"set_cuda_choice": lambda _: None, "set_cuda_max_blocks": lambda _: None}
-        self.gpu = gpu.EmulatedGpu(
-            SimpleNamespace(EagerCall=native.EagerCall, handlers=native.handlers, **chosen)
-        )
+        own = {"EagerCall": native.EagerCall, "handlers": native.handlers}
+        self.gpu = gpu.EmulatedGpu(SimpleNamespace(__file__=native.__file__, **own, **chosen))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.native, name)

@@ -2,6 +2,7 @@
 #include "cpu/run.h"
 #include "cuda/run.h"
 #include "ffi/varlen_operands.h"
+#include "paged_attention/cpu/instruction_set.h"
 #include "paged_attention/metadata.h"
 
 namespace xla_gpu::varlen_attention {
@@ -44,6 +45,7 @@ ffi::Error MakeParams(CallReader* call, BackwardParams* p) {
 
 ffi::Error OnCpu(ffi::RemainingArgs operands, ffi::RemainingRets results,
                  const ffi::Dictionary& attributes, const Executor& executor) {
+  XLA_GPU_RETURN_IF_ERROR(ErrorOf(kOp, paged_attention::CpuInstructionSetError()));
   BackwardParams params;
   CallReader call(
       kOp, operands, results, attributes,

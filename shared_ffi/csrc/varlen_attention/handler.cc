@@ -4,6 +4,7 @@
 
 #include "cuda/run.h"
 #include "ffi/varlen_operands.h"
+#include "paged_attention/cpu/instruction_set.h"
 #include "paged_attention/cpu/run.h"
 #include "paged_attention/metadata.h"
 
@@ -25,6 +26,7 @@ ffi::Error MakeParams(CallReader* call, size_t num_scratch, Params* p) {
 
 ffi::Error OnCpu(ffi::RemainingArgs operands, ffi::RemainingRets results,
                  const ffi::Dictionary& attributes, const Executor& executor) {
+  XLA_GPU_RETURN_IF_ERROR(ErrorOf(kOp, paged_attention::CpuInstructionSetError()));
   Params params;
   CallReader call(kOp, operands, results, attributes,
                   {"query", "key", "value", "query_start_loc", "num_seqs"});

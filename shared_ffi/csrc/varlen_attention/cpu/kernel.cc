@@ -99,7 +99,7 @@ class QueryRows {
 template <typename T>
 class Differentiation {
  public:
-  Differentiation(const BackwardParams& b, const WorkItem& item, const RowNumbers& numbers,
+  Differentiation(const BackwardParams& b, const WorkItem& item, const RowSums& numbers,
                   Arena* arena)
       : b_(b),
         p_(b.forward),
@@ -323,7 +323,7 @@ class Differentiation {
   Span* const hulls_;
 };
 
-void SumRows(const BackwardParams& b, int64_t first, int64_t end, const RowNumbers& numbers) {
+void SumRows(const BackwardParams& b, int64_t first, int64_t end, const RowSums& numbers) {
   WithTensorType(b.forward.dtype, [&](auto type) {
     using T = decltype(type);
     const int64_t num_heads = b.forward.num_heads, columns = b.forward.value_head_size;
@@ -344,7 +344,7 @@ void SumRows(const BackwardParams& b, int64_t first, int64_t end, const RowNumbe
 
 int64_t DqueryColumns(const Params& p) { return RoundUp(p.head_size, kLanes); }
 
-void Run(const BackwardParams& b, const WorkItem& item, const RowNumbers& numbers, Arena* arena) {
+void Run(const BackwardParams& b, const WorkItem& item, const RowSums& numbers, Arena* arena) {
   WithTensorType(b.forward.dtype, [&](auto type) {
     Differentiation<decltype(type)>(b, item, numbers, arena).Run();
   });

@@ -30,7 +30,7 @@ struct WorkItem {
 };
 
 // Numbers of each row, [num_tokens, num_heads]; dslope is 0 at first.
-struct RowNumbers {
+struct RowSums {
   float* delta;   // sum of dout * output, or of P * dP
   float* weight;  // sum of P, where delta is summed like that
   float* dslope;  // -sum of dS * |p - j|, where there are slopes
@@ -50,9 +50,9 @@ inline int64_t TileTokens(const paged_attention::Params& p) {
 struct BackwardKernel {
   const char* instruction_set;
   // Writes delta of the tokens from `first` up to `end`, of the output.
-  void (*sum_rows)(const BackwardParams& p, int64_t first, int64_t end, const RowNumbers& numbers);
+  void (*sum_rows)(const BackwardParams& p, int64_t first, int64_t end, const RowSums& numbers);
   int64_t (*dquery_columns)(const paged_attention::Params& p);
-  void (*run)(const BackwardParams& p, const WorkItem& item, const RowNumbers& numbers,
+  void (*run)(const BackwardParams& p, const WorkItem& item, const RowSums& numbers,
               paged_attention::Arena* arena);
 };
 

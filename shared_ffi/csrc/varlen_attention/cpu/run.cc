@@ -162,7 +162,7 @@ void ZeroPadding(const BackwardParams& b) {
 }
 
 // Sums over all rows of a head, token after token.
-void SumOverTokens(const BackwardParams& b, int64_t head, const RowNumbers& numbers) {
+void SumOverTokens(const BackwardParams& b, int64_t head, const RowSums& numbers) {
   const Params& p = b.forward;
   const Span tokens = TokensOf(p);
   double dsink = 0, dslope = 0;
@@ -194,7 +194,7 @@ void RunBackwardOnCpu(const BackwardParams& b, const Executor& executor) {
   };
   const auto delta = make_numbers(true), weight = make_numbers(SumsDelta(p)),
              dslope = make_numbers(b.dalibi_slopes != nullptr);
-  const RowNumbers numbers = {delta.get(), weight.get(), dslope.get()};
+  const RowSums numbers = {delta.get(), weight.get(), dslope.get()};
   const Schedule schedule(p, executor.num_threads);
   const Executor threads = {schedule.num_threads(), executor.run};
   const int64_t columns = kernel.dquery_columns(p) * p.group.number;  // of a token

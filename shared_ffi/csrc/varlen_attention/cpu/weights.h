@@ -23,7 +23,7 @@ constexpr double kLog2EInDouble = 1.44269504088896341;
 // the weights P and the derivatives dY.
 class Weights {
  public:
-  Weights(const BackwardParams& b, const WorkItem& item, const RowNumbers& numbers,
+  Weights(const BackwardParams& b, const WorkItem& item, const RowSums& numbers,
           const QueryTokens& tokens, int64_t max_rows, Arena* arena)
       : b_(b),
         p_(b.forward),
@@ -240,7 +240,7 @@ class Weights {
   const BackwardParams& b_;
   const Params& p_;
   const WorkItem& item_;
-  const RowNumbers& numbers_;
+  const RowSums& numbers_;
   const QueryTokens& tokens_;
   const int64_t group_;
   float* const weights_;  // [rows, kMaxTile]
