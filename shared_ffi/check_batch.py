@@ -42,9 +42,9 @@ class BatchHistory:
         self._step = 0
         self._sequences: dict[Hashable, _Seen] = {}
         self._writers = np.empty(0, object)
-        """Of each block, the sequence that wrote it last."""
+        """The sequence that wrote each block last."""
         self._written = np.empty(0, np.int64)
-        """Of each block, the step in which it was written last."""
+        """The step in which each block was written last."""
 
     def forget(self, seq_id: Hashable) -> None:
         """Tells that a sequence has ended, or that its tokens will lie in other blocks: it was

@@ -93,7 +93,7 @@ def differentiate(
 
 
 TOLERANCES = {"float32": 1e-5, "float16": 2**-10, "bfloat16": 2**-7}
-"""Of gradients, as shares of the largest. What the output is rounded to, its product with its
+"""Tolerances of gradients, as shares of the largest. What the output is rounded to, its product with its
 gradient is computed from."""
 
 
@@ -109,7 +109,7 @@ OF_16_BITS = [
     for case in CASES
     if case.dtype == "float32" and "float32" not in case.id
 ]
-"""Of features that have a case in float32 alone: tensor cores have kernels of their own."""
+"""Features that have a case in float32 alone: tensor cores have kernels of their own."""
 
 
 @pytest.mark.pairwise

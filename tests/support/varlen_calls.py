@@ -14,7 +14,7 @@ ARRAYS = ("query", "key", "value", "query_start_loc", "num_seqs")
 FEATURES = ("sinks", "alibi_slopes", "bidirectional_ranges", "causal")
 
 TOLERANCES = {"float32": 1e-5, "float16": 2**-10, "bfloat16": 2**-8}
-"""Of gradients, as shares of the largest."""
+"""Tolerances of gradients, as shares of the largest."""
 
 
 def as_handlers_take_it(

@@ -184,7 +184,7 @@ def test_a_derivative_after_autocast() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_autograd() -> None:
-    """Of forward passes that were eager, and that were compiled."""
+    """Forward passes that were eager, and that were compiled."""
     for function in (attend, compiled("aot_eager")):
         leaves = [x.requires_grad_() for x in arrays()]
         loss = function(*leaves).square().sum()

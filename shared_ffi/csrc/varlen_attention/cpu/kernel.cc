@@ -41,7 +41,7 @@ class WideRows {
     std::memset(Row(first), 0, (end - first) * width_ * sizeof(float));
   }
 
-  // Of `count` rows from `to` on.
+  // Loads `count` rows, from row `to` on.
   template <typename T>
   void Load(const T* const* rows, int64_t count, int64_t to = 0) {
     for (int64_t row = 0; row < count; ++row) {
@@ -319,7 +319,7 @@ class Differentiation {
   const T** const query_rows_;  // of a query tile
   const T** const dout_rows_;   // of a query tile
   Weights weights_;
-  // Of each query tile: from the first to the last position that it attends to.
+  // From the first to the last position that each query tile attends to.
   Span* const hulls_;
 };
 

@@ -71,7 +71,7 @@ class Schedule {
   }
 
   int64_t num_threads() const { return num_threads_; }
-  // Those that compute delta come first.
+  // Items that compute delta come first.
   const std::vector<Item>& delta_items() const { return delta_items_; }
   const std::vector<Item>& items() const { return items_; }
 

@@ -139,7 +139,7 @@ class Weights {
 
   bool IsPlain() const { return p_.soft_cap == 0 && p_.alibi_slopes == nullptr; }
 
-  // Of the soft cap and ALiBi.
+  // For the soft cap and ALiBi.
   struct Bias {
     Lanes logits;
     Lanes dcap;  // the derivative of the cap
