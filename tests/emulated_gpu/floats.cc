@@ -1,6 +1,4 @@
 // Instructions of single lanes on floating point numbers.
-#include <limits>
-
 #include "lanes.h"
 
 namespace emulated_gpu {
@@ -15,9 +13,10 @@ struct Fused {
     return std::fma(a, b, c);
   }
 };
-inline F32 Flush(F32 x) {
-  return std::fabs(x) < std::numeric_limits<F32>::min() ? std::copysign(0.0f, x) : x;
-}
+template <typename F>
+struct Flushed {
+  static F32 Of(F32 a, F32 b) { return Flush(F::Of(Flush(a), Flush(b))); }
+};
 // By way of double: rounded correctly, but for one of 10^8.
 inline F32 PowerOfTwo(F32 a) { return static_cast<F32>(std::exp2(F64{a})); }
 struct Exp2Flush {
@@ -210,6 +209,8 @@ void AddFloats(Table* t) {
     (*t)["sub" + rounding + ".f32"] = Map2<F32, F32, Sub>;
     (*t)["mul" + rounding + ".f32"] = Map2<F32, F32, Mul>;
   }
+  (*t)["add.ftz.f32"] = Map2<F32, F32, Flushed<Add>>;
+  (*t)["mul.ftz.f32"] = Map2<F32, F32, Flushed<Mul>>;
   (*t)["fma.rn.f32"] = Map3<F32, F32, Fused>;
   (*t)["div.rn.f32"] = Map2<F32, F32, Div>;
   (*t)["div.full.f32"] = Map2<F32, F32, DivFull>;

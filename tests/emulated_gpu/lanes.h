@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "machine.h"
@@ -25,6 +26,10 @@ To BitCast(From from) {
   To to;
   std::memcpy(&to, &from, sizeof(to));
   return to;
+}
+// Subnormal numbers become zeros.
+inline F32 Flush(F32 x) {
+  return std::fabs(x) < std::numeric_limits<F32>::min() ? std::copysign(0.0f, x) : x;
 }
 
 template <typename D, typename A, typename F>

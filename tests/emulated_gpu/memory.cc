@@ -2,8 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "machine.h"
-#include "tables.h"
+#include "lanes.h"
 
 namespace emulated_gpu {
 
@@ -173,6 +172,26 @@ Outcome Atomic(Warp& w, const Instruction& i) {
   return Outcome::kDone;
 }
 
+// red.add [address], {summands}: flushed, one lane after the other, in order with nothing.
+Outcome AddInMemory(Warp& w, const Instruction& i) {
+  const int bytes = static_cast<int>(sizeof(float)) * i.count;
+  ForActive(w.active, [&](int lane) {
+    uint64_t at = w.Address(i.At(0), lane);
+    w.block->lane = lane;
+    if (SpaceOf(i, &at) != Space::kGlobal) Fail("an atomic that is not in global memory");
+    float sums[4];
+    const char* place = GlobalAddress(w, lane, at, bytes);
+    if (w.block->has_races_checked) global_order.CheckRead(w, at, bytes);
+    std::memcpy(sums, place, static_cast<size_t>(bytes));
+    for (size_t k = 0; k < i.count; ++k) {
+      const float summand = BitCast<float>(static_cast<U32>(w.Integer(i.operands[k + 1], lane)));
+      sums[k] = Flush(Flush(sums[k]) + Flush(summand));
+    }
+    Write(w, i, lane, at, reinterpret_cast<const char*>(sums), bytes);
+  });
+  return Outcome::kDone;
+}
+
 // cp.async [to], [from], bytes[, valid bytes]
 Outcome CopyAsync(Warp& w, const Instruction& i) {
   ForActive(w.active, [&](int lane) {
@@ -282,6 +301,10 @@ bool DecodeMemory(const Words& words, Instruction* i) {
     const auto has = [&](const char* word) {
       return std::find(words.begin(), words.end(), word) != words.end();
     };
+    if (name == "red" && has("add") && type == "f32") {
+      i->execute = AddInMemory;
+      return i->space == Space::kGlobal;
+    }
     if (!(has("add") || has("cas")) || type[0] == 'f') return false;
     i->execute = i->size == 8 ? Atomic<uint64_t> : Atomic<uint32_t>;
     if (has("cas")) i->number |= kReplaces;

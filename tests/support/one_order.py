@@ -108,7 +108,7 @@ def add_leaf(rows: Rows, leaf: range) -> Part:
         steps = np.where(exceeds & ~is_first, np.ceil(top - reference), F(0)).astype(F)
         reference = np.where(exceeds & is_first, top, reference + steps).astype(F)
         shrinks = exp2(-steps)[:, None]
-        lanes, values = flush(lanes * shrinks), flush(values * shrinks)
+        lanes, values = flush(lanes * shrinks), (values * shrinks).astype(F)
         shift = np.where(reference == NONE, F(0), reference)[:, None]
         weights = exp2(fma(logits, factor, -shift))
         pairs = (weights[:, 0::2] + weights[:, 1::2]).reshape(-1, 4, 4)  # [row, eight, lane]

@@ -130,6 +130,31 @@ __device__ __forceinline__ T Opaque(T value) {
 // fused decides the bits, and two kernels that share a function must agree on them.
 __device__ __forceinline__ float Fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
+// a + b and a * b, where subnormal numbers are zeros: as an addition in memory has them.
+__device__ __forceinline__ float AddFlushed(float a, float b) {
+  float sum;
+  asm("add.ftz.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+  return sum;
+}
+__device__ __forceinline__ float MultiplyFlushed(float a, float b) {
+  float product;
+  asm("mul.ftz.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
+  return product;
+}
+
+// Adds to numbers in global memory that no other thread touches, as MultiplyFlushed and AddFlushed
+// round. Nothing waits for it.
+__device__ __forceinline__ void AddInMemory(float* to, float summand) {
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(summand) : "memory");
+}
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void AddInMemory(float* to, const float (&summands)[4]) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(summands[0]),
+               "f"(summands[1]), "f"(summands[2]), "f"(summands[3])
+               : "memory");
+}
+#endif
+
 // 2^x, within 2 units in the last place; 0 for -infinity.
 __device__ __forceinline__ float Exp2(float x) {
   float y;

@@ -3,6 +3,7 @@
 // 8 apart.
 #pragma once
 
+#include "leaf.cuh"
 #include "page_table.cuh"
 #include "query.cuh"
 #include "schedule.cuh"
@@ -37,7 +38,7 @@ __device__ __forceinline__ float GentlyCapped(float x, float inverse_cap, float 
 class Softmax {
   // What logits are taken relative to where all so far are -inf. Their weights are zero, as
   // relative to any other number. It stands for -inf until State.
-  static constexpr float kLowest = -3.40282347e38f;
+  static constexpr float kLowest = kNoReference;
 
  public:
   static constexpr RowState kNoLogits = {kLowest, 0};
@@ -254,6 +255,91 @@ class Softmax {
 #pragma unroll
       for (int e = 0; e < 4; ++e) block_sums[e] *= rescales[e / 2];
     }
+  }
+
+  // The same in the order of leaves (order.h). A leaf begins with no reference. Positions are
+  // looked at in blocks of kBlockPositions: so KV tiles of any size find the same references. The
+  // largest logit of the first block with any becomes the reference. Where a later one exceeds it by
+  // more than 2^slack, it follows by a whole number of steps of 2, and what was added so far shrinks.
+  static constexpr int kBlockPositions = 32;
+
+  __device__ __forceinline__ void BeginLeaf() { states_[0] = states_[1] = kNoLogits; }
+
+  // Finds the factors of the logits. Whether a row of the warp may have to change its reference.
+  template <int kBlocks>
+  __device__ __forceinline__ bool Exceeds(const float (&logits)[kBlocks][4], bool scales_late,
+                                          float slack, float (&factors)[2]) const {
+    float largest[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      largest[e] = logits[0][e];
+#pragma unroll
+      for (int n = 1; n < kBlocks; ++n) largest[e] = fmaxf(largest[e], logits[n][e]);
+    }
+    bool exceeds = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      factors[r] = scales_late ? scales_[r] * kLog2E : 1.0f;
+      const float top = fmaxf(largest[2 * r], largest[2 * r + 1]) * factors[r];
+      exceeds |= top > states_[r].max + slack;
+    }
+    return gpu::AnyInWarp(exceeds);
+  }
+
+  // Turns logits into weights, if none Exceeds. Blocks of 8 positions from kBegin to kEnd.
+  template <int kBegin, int kEnd, int kBlocks>
+  __device__ __forceinline__ void WeighLeaf(const float (&factors)[2],
+                                            float (&logits)[kBlocks][4]) {
+    static_assert(kBegin % 4 == 0 && kEnd % 4 == 0 && kEnd <= kBlocks, "whole blocks");
+#pragma unroll
+    for (int b = kBegin; b < kEnd; b += 4) {
+      float pairs[2][4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float(&weights)[4] = logits[b + i];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          weights[e] = gpu::Exp2(gpu::Fma(weights[e], factors[e / 2], -states_[e / 2].max));
+        }
+        pairs[0][i] = weights[0] + weights[1];
+        pairs[1][i] = weights[2] + weights[3];
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        states_[r].sum += (pairs[r][0] + pairs[r][1]) + (pairs[r][2] + pairs[r][3]);
+      }
+    }
+  }
+
+  // The same if one may exceed. Adds to drops[r], in byte b, by how many powers of two the sums of
+  // row r shrink before block b is added to them.
+  template <int kBegin = 0, int kBlocks>
+  __device__ __forceinline__ void WeighBlocks(const float (&factors)[2], float slack,
+                                              float (&logits)[kBlocks][4], uint32_t (&drops)[2]) {
+    static_assert(kBlocks <= 16, "a byte a block of 32 positions");
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float(*block)[4] = logits + kBegin;
+      float top = fmaxf(block[0][2 * r], block[0][2 * r + 1]);
+#pragma unroll
+      for (int i = 1; i < 4; ++i) top = fmaxf(top, fmaxf(block[i][2 * r], block[i][2 * r + 1]));
+      top = fmaxf(top, gpu::ShuffleXor(top, 1));
+      top = fmaxf(top, gpu::ShuffleXor(top, 2)) * factors[r];
+      RowState& state = states_[r];
+      if (top > state.max + slack) {
+        const float steps = state.max == kLowest ? 0 : ceilf(top - state.max);
+        state.max = state.max == kLowest ? top : state.max + steps;
+        state.sum *= gpu::Exp2(-steps);
+        drops[r] |= static_cast<uint32_t>(fminf(steps, 255)) << kBegin / 4 * 8;
+      }
+    }
+    WeighLeaf<kBegin, kBegin + 4>(factors, logits);
+    if constexpr (kBegin + 4 < kBlocks) WeighBlocks<kBegin + 4>(factors, slack, logits, drops);
+  }
+
+  // The factor that the sums of a row with these drops are multiplied by before block b.
+  static __device__ __forceinline__ float Shrinks(uint32_t drops, int b) {
+    return __uint_as_float((127 - min(drops >> 8 * b & 0xff, 127u)) << 23);
   }
 
   // Adds the values that are infinite or NaN to the sums of those rows that attend to them.
