@@ -89,11 +89,15 @@ class ScratchSizes:
     splits_of_run: int
     min_split: int
     max_split_tokens: int
-    partials_of_sequence: int
+    tile_tokens: int
     max_length: int
     flag_bytes: int
     partial_bytes: int
     alignment: int
+    group: int
+    max_slots: int
+    slot_bytes: int
+    leaf: int
 
 def scratch_sizes(
     *,
