@@ -169,7 +169,7 @@ class CudaCoreItem {
   }
 
   __device__ void Weigh(int32_t tile, float (&slopes)[kPairs]) const {
-    const Weigher</*kGeneral=*/true> weigher(p_);
+    const Weigher</*kGeneral=*/true, /*kOnCudaCores=*/true> weigher(p_);
     constexpr int kStep = kThreads / kRows;
     const int other = threadIdx.x % kRows, first = threadIdx.x / kRows;
     float products[kPairs] = {}, of_values[kPairs] = {};
