@@ -61,6 +61,7 @@ void MakeTable(Params* p) {
 
 ffi::Error OnCuda(ffi::RemainingArgs operands, ffi::RemainingRets results,
                   const ffi::Dictionary& attributes, void* stream) {
+  XLA_GPU_RETURN_IF_ERROR(ErrorOf(kOp, paged_attention::CudaChoiceError()));
   Params params;
   CallReader call(kOp, operands, results, attributes,
                   {"query", "key", "value", "query_start_loc", "num_seqs"});
