@@ -15,7 +15,7 @@ struct RowMask {
   int32_t hole_end;
 
   RowMask() = default;
-  // Of the sequence's token i; of none if that is not one of its tokens.
+  // That of the sequence's token i; empty if that is not one of its tokens.
   __device__ RowMask(const Params& p, const QueryTokens& tokens, int64_t i) {
     *this = RowMask();
     if (i >= tokens.context_len) return;
