@@ -40,7 +40,7 @@ def compile_program(library: Path, folder: Path) -> Path:
 
 def errors(program: Path, platform: str, *ops: str, **environment: str) -> list[str]:
     """Runs it with these environment variables alone. Returns the lines that it prints."""
-    command = [program, platform, *(f"xla_gpu_{op}" for op in ops)]
+    command = [str(program), platform, *(f"xla_gpu_{op}" for op in ops)]
     outcome = subprocess.run(
         command, check=True, stdout=subprocess.PIPE, text=True, env=environment
     )
