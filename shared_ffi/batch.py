@@ -101,11 +101,13 @@ class BlockPool:
         for block, count in Counter(blocks).items():
             if not 0 <= block < len(self._users):
                 rule = f"hold blocks of the pool, from 0 to {len(self._users) - 1}"
-                raise value_error(f"BlockPool.{method}", "blocks", rule, block)
+                remedy = "Pass what grow has added"
+                raise value_error(f"BlockPool.{method}", "blocks", rule, block, remedy)
             if self._users[block] < count:
                 rule = "hold blocks in use, once for each sequence that has them (share adds one)"
                 got = f"{block} in {[*blocks]}"
-                raise value_error(f"BlockPool.{method}", "blocks", rule, got)
+                remedy = "Was the sequence released before?"
+                raise value_error(f"BlockPool.{method}", "blocks", rule, got, remedy)
 
 
 class Batch(NamedTuple):
@@ -187,11 +189,14 @@ def pad_batch(
         ("blocks", "max_blocks_per_seq", max_blocks_per_seq, max(map(len, blocks), default=0)),
     ):
         if given > room:
-            raise value_error("pad_batch", name, f"fit {size}={room}", given)
+            remedy = f"Leave sequences to the next step, or raise {size}"
+            raise value_error("pad_batch", name, f"fit {size}={room}", given, remedy)
     for name, entries in (("context_lens", context_lens), ("blocks", blocks)):
         if len(entries) != len(tokens):
             rule = f"have an entry for each of the {len(tokens)} sequences"
-            raise value_error("pad_batch", name, rule, len(entries))
+            raise value_error(
+                "pad_batch", name, rule, len(entries), "Make the lists of the same sequences"
+            )
     lens = _as_int32("context_lens", context_lens)
     for s, (context_len, query_len, own) in enumerate(zip(lens, query_lens, blocks, strict=True)):
         if not query_len <= context_len <= min(len(own) * block_size, MAX_CONTEXT_LEN):
@@ -199,7 +204,8 @@ def pad_batch(
                 f"count at least its {query_len} new tokens, and at most the "
                 f"{len(own) * block_size} that its {len(own)} blocks hold"
             )
-            remedy = "BlockPool.grow adds blocks" if context_len >= query_len else ""
+            is_long = context_len >= query_len
+            remedy = "BlockPool.grow adds blocks" if is_long else "Count the new tokens, too"
             raise value_error("pad_batch", f"context_lens[{s}]", rule, context_len, remedy)
 
     batch = Batch(
@@ -218,7 +224,8 @@ def pad_batch(
         table = _as_int32(f"blocks[{s}]", own)
         if (bad := table[(table < 0) | (table > largest)]).size > 0:
             rule = f"be from 0 to {largest}, as slots of block_size={block_size} are int32"
-            raise value_error("pad_batch", f"blocks[{s}]", rule, bad[0])
+            remedy = "Pass blocks of BlockPool"
+            raise value_error("pad_batch", f"blocks[{s}]", rule, bad[0], remedy)
         batch.tokens[start:end] = _as_int32(f"tokens[{s}]", tokens[s])
         batch.positions[start:end] = np.arange(lens[s] - query_lens[s], lens[s], dtype=np.int32)
         batch.context_lens[s] = lens[s]

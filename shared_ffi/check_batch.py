@@ -119,7 +119,8 @@ def check_batch(
     arrays = (context_lens, block_tables, query_start_loc, num_seqs)
     metadata = [_integers(name, array) for name, array in zip(METADATA, arrays, strict=True)]
     if slots.ndim != 1:
-        raise shape_error(_OP, "slot_mapping", "[num_tokens]", slots.shape)
+        remedy = "It has a slot for each token"
+        raise shape_error(_OP, "slot_mapping", "[num_tokens]", slots.shape, remedy)
     check_metadata(_OP, *(ArraySpec(array.shape, "int32") for array in metadata))
     # What int32 cannot hold is out of every range.
     limits = np.iinfo(np.int32)
@@ -176,7 +177,8 @@ def _names(
     names = [*seq_ids] if to_list is None else to_list()
     if len(names) != num_seqs or len({*names}) != num_seqs:
         rule = f"name each of the num_seqs={num_seqs} sequences once"
-        raise value_error(_OP, "seq_ids", rule, names)
+        remedy = "Name them in the order of the batch, without padding"
+        raise value_error(_OP, "seq_ids", rule, names, remedy)
     return names
 
 
@@ -304,7 +306,8 @@ class _Step:
         """Checks what the sequences have in the cache from the steps before."""
         if history._step > 0 and len(history._written) != self.num_blocks:
             rule = f"be {len(history._written)}, as in the history's first step"
-            raise value_error(_OP, "num_blocks", rule, self.num_blocks)
+            remedy = "Begin another history with another cache"
+            raise value_error(_OP, "num_blocks", rule, self.num_blocks, remedy)
         for s, name in enumerate(self.names):
             seen = history._sequences.get(name)
             if seen is None or not self.has_new[s]:

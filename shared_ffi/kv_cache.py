@@ -143,7 +143,8 @@ def _add_scales(
     rule = f"[], [1], [num_kv_heads={cache.num_kv_heads}] or [{sizes}, num_kv_heads]"
     known = [head_dim for shape, head_dim in head_dims if has_shape(scales, shape)]
     if not known:
-        raise shape_error(op, argument, rule, scales.shape)
+        remedy = "It is one number, or has one for each kv head, or for each position and kv head"
+        raise shape_error(op, argument, rule, scales.shape, remedy)
     if scales.dtype != "float32":
         raise dtype_error(op, argument, "dtype float32", scales.dtype)
     _add_scale_array(operands, argument, scales, None if cache.head_dim is None else known[0])
@@ -175,4 +176,6 @@ def check_written(op: str, argument: str, array: ArraySpec) -> None:
     elements, as ``torch.Tensor.expand`` makes it."""
     pairs = zip(array.shape, array.strides or (), strict=False)
     if any(stride == 0 and size != 1 for size, stride in pairs):
-        raise value_error(op, argument, NO_OVERLAP, f"strides {list(array.strides or ())}")
+        remedy = "Make it without expand or as_strided"
+        got = f"strides {list(array.strides or ())}"
+        raise value_error(op, argument, NO_OVERLAP, got, remedy)

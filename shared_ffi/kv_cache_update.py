@@ -67,7 +67,7 @@ def check(
     if not has_shape(value, (num_tokens, num_kv_heads, columns if has_own_columns else head_size)):
         last = f"head_size={head_size}" if value_cache is None else "value_head_size"
         rule = f"[num_tokens={num_tokens}, num_kv_heads={num_kv_heads}, {last}]"
-        remedy = ""
+        remedy = "It has the tokens and heads of key"
         if value_cache is None and value.shape[:-1] == key.shape[:-1]:
             remedy = "A V with another head size has a cache of its own, value_cache"
             if len(kv_cache.shape) == len(_kv_layout.LATENT):
@@ -170,7 +170,7 @@ def _check_rotary(
     is_table = len(table) == 2 and holds(table[1] >= 2) and holds(table[1] <= head_size)
     if not is_table or not holds(table[1] % 2 == 0):
         rule = f"[max_positions, rotary_dim], with an even rotary_dim from 2 to {head_size}"
-        remedy = "" if len(table) == 2 else "It is the cosines and sines of a position in one row"
+        remedy = "It is the cosines and sines of a position in one row"
         raise shape_error(OP, "cos_sin_cache", rule, table, remedy)
     if cos_sin_cache.dtype not in ("float32", key.dtype):
         rule = f"dtype float32, or key's dtype {key.dtype}"
@@ -191,13 +191,13 @@ def _check_query(query: ArraySpec, key: ArraySpec) -> None:
             f"[num_tokens={num_tokens}, a multiple of num_kv_heads={num_kv_heads}, "
             f"head_size={head_size}]"
         )
-        raise shape_error(OP, "query", rule, query.shape)
+        raise shape_error(OP, "query", rule, query.shape, "It has the tokens and head size of key")
     token_rows.check(OP, "query", query)
     if query.dtype != key.dtype:
         raise dtype_error(OP, "query", f"key's dtype {key.dtype}", query.dtype)
     if query.strides is not None and not token_rows.are_rows(query.shape, query.strides):
         rule = "have tokens with dense heads that do not overlap: it is written in place"
-        raise value_error(OP, "query", rule, f"strides {list(query.strides)}")
+        raise value_error(OP, "query", rule, f"strides {list(query.strides)}", "Make a copy")
 
 
 def _num_shared_heads(

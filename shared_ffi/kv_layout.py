@@ -127,7 +127,9 @@ def check(
     layout = default if kv_layout is None else kv_layout
     axes = _parse(op, layout, default)
     if num_kv_heads not in (None, 1) and "h" not in layout:
-        raise value_error(op, "kv_layout", f"name h with num_kv_heads={num_kv_heads}", repr(layout))
+        rule = f"name h with num_kv_heads={num_kv_heads}"
+        remedy = "Add h where the cache has its heads"
+        raise value_error(op, "kv_layout", rule, repr(layout), remedy)
     sizes = _sizes(axes, kv_cache.shape)
     wanted_heads = sizes.get("h") if num_kv_heads is None else num_kv_heads
     columns = _columns(op, "kv_cache", kv_cache.dtype, head_size)
@@ -140,11 +142,12 @@ def check(
             hints = [*_other_caches(default, kv_cache, columns, num_kv_heads), *hints]
             if default == DEFAULT and _may_lack_values(kv_cache.shape, columns, num_kv_heads):
                 hints.append("If it holds K alone, give V's cache as value_cache")
+        hints = hints or ["Correct the cache, or name its dimensions in kv_layout"]
         raise shape_error(op, "kv_cache", f"[{rule}]", kv_cache.shape, ". ".join(hints))
     strides = kv_cache.strides or _dense(kv_cache.shape)
     if strides[-1] != 1:
         rule = "be contiguous in head_size"
-        raise value_error(op, "kv_cache", rule, f"strides {list(strides)}")
+        raise value_error(op, "kv_cache", rule, f"strides {list(strides)}", _COPY)
     units: tuple[tuple[str, np.int64], ...] = ()
     if value_cache is not None:
         units = _units(op, kv_cache, strides, value_cache, head_size, value_head_size)
@@ -152,7 +155,7 @@ def check(
         dense_stride = strides[outer + 1] * kv_cache.shape[outer + 1]
         if axis == next_axis and strides[outer] != dense_stride:
             rule = f"have equal distances along {_describe(axis, {})}"
-            raise value_error(op, "kv_cache", rule, f"strides {list(strides)}")
+            raise value_error(op, "kv_cache", rule, f"strides {list(strides)}", _COPY)
     step = _steps(axes, strides, sizes)
     cache = KvLayout(
         num_blocks=sizes["n"],
@@ -196,7 +199,8 @@ def _units(
         if "uint8" in (kv_cache.dtype, value_cache.dtype):
             but_for += ", of which an element of uint8 holds two numbers"
         rule = f"[{', '.join(map(str, sizes))}, {last}], as kv_cache but for {but_for}"
-        raise shape_error(op, "value_cache", rule, value_cache.shape)
+        remedy = "Make both caches of the same blocks and heads"
+        raise shape_error(op, "value_cache", rule, value_cache.shape, remedy)
     found = value_cache.strides or _dense(value_cache.shape)
     if found == strides:
         return ()
@@ -208,7 +212,7 @@ def _units(
     rule = f"have the strides of kv_cache, {list(strides)}"
     if columns != key_columns:
         rule += f", or {columns}/{key_columns} of them"
-    raise value_error(op, "value_cache", rule, f"strides {list(found)}")
+    raise value_error(op, "value_cache", rule, f"strides {list(found)}", _COPY)
 
 
 def _columns(op: str, argument: str, dtype: str, head_size: int) -> int:
@@ -217,8 +221,12 @@ def _columns(op: str, argument: str, dtype: str, head_size: int) -> int:
         return head_size
     if not holds(head_size % 2 == 0):
         rule = f"have an even head size with dtype {dtype}, which holds pairs (int8 holds any)"
-        raise value_error(op, argument, rule, head_size)
+        remedy = "Pad the heads by a zero, or make the cache of int8"
+        raise value_error(op, argument, rule, head_size, remedy)
     return head_size // 2
+
+
+_COPY = "Pass it as it was made, or make a copy of it that is contiguous"
 
 
 def default_layout(*, is_separate: bool, is_latent: bool) -> str:
@@ -237,7 +245,8 @@ def num_blocks_and_size(op: str, kv_layout: str | None, shape: Sequence[int]) ->
     axes = _parse(op, kv_layout, kind)
     if len(axes) != len(shape):
         rule = ", ".join(_describe(axis, {}) for axis in axes)
-        raise shape_error(op, "kv_cache", f"[{rule}]", tuple(shape))
+        remedy = "Name its dimensions in kv_layout"
+        raise shape_error(op, "kv_cache", f"[{rule}]", tuple(shape), remedy)
     totals = _totals(axes, shape)
     return totals["n"], totals.get("b", 1)
 
@@ -258,7 +267,7 @@ def _parse(op: str, layout: str, default: str) -> tuple[str, ...]:
     letters = [letter for axis, _ in groupby(axes) for letter in axis]
     allowed = [*_LETTERS[default], *[each.replace("b", "") for each in _LETTERS[default]]]
     if "".join(sorted(letters)) not in allowed or axes[-1] not in ("d", "2d"):
-        remedy = ""
+        remedy = "Name the cache's dimensions in their order, in brackets those that are one"
         if (layout, default) in _OF_FLASHINFER:
             remedy = f"FlashInfer's {layout} is {_OF_FLASHINFER[layout, default]!r} here"
         elif missing := [x for x in _LETTERS[default][0] if x not in layout and x != "b"]:

@@ -36,11 +36,12 @@ def parts(argument: str, given: Any) -> list[Any] | None:
                 got = f"{type(array).__name__}. {_APART}"
             raise dtype_error(OP, argument, "type array, or be a sequence of arrays", got)
     if not arrays:
-        raise shape_error(OP, argument, _OUTPUTS, ())
+        raise shape_error(OP, argument, _OUTPUTS, (), "Pass a part at least")
     for number, array in enumerate(arrays):
         if array.shape != arrays[0].shape:
             rule = f"{list(arrays[0].shape)} as {argument}[0] has"
-            remedy = _APART if len(array.shape) != len(arrays[0].shape) else ""
+            is_pair = len(array.shape) != len(arrays[0].shape)
+            remedy = _APART if is_pair else "All parts have the same tokens and heads"
             raise shape_error(OP, f"{argument}[{number}]", rule, tuple(array.shape), remedy)
     return arrays
 

@@ -95,7 +95,9 @@ def check(
     if query.dtype not in STORAGE_DTYPES:
         raise dtype_error(op, "query", "dtype float32, float16 or bfloat16", query.dtype)
     if not (holds(head_size >= 1) and holds(head_size <= MAX_HEAD_SIZE)):
-        raise value_error(op, "query", f"have a head_size from 1 to {MAX_HEAD_SIZE}", head_size)
+        rule = f"have a head_size from 1 to {MAX_HEAD_SIZE}"
+        remedy = "Divide its last dimension into heads, if it holds several"
+        raise value_error(op, "query", rule, head_size, remedy)
     is_latent = value_head_size is not None
     if value_head_size is not None:
         _check_value_head_size(op, value_head_size, head_size)
@@ -110,7 +112,8 @@ def check(
     num_kv_heads = cache.num_kv_heads
     if not (holds(num_heads >= 1) and holds(num_heads % num_kv_heads == 0)):
         rule = f"be a multiple of num_kv_heads={num_kv_heads}"
-        raise value_error(op, "query's num_heads", rule, num_heads)
+        remedy = "Correct the heads of query, or those of K"
+        raise value_error(op, "query's num_heads", rule, num_heads, remedy)
     metadata = (context_lens, block_tables, query_start_loc, num_seqs)
     check_metadata(op, *metadata)
     attributes: list[tuple[str, Scalar]] = [
@@ -156,7 +159,7 @@ def check(
     if isinstance(causal, ArraySpec):
         (max_seqs,) = context_lens.shape
         if not has_shape(causal, (max_seqs,)):
-            remedy = ""
+            remedy = "It has a flag for each sequence, and for those that pad"
             if causal.shape == ():
                 remedy = "For all sequences pass a bool, which jax.jit takes by static_argnames"
             raise shape_error(op, "causal", f"[max_seqs={max_seqs}]", causal.shape, remedy)
@@ -279,7 +282,7 @@ def _words(tree_mask: Any) -> np.ndarray:
     words = on_host(tree_mask)
     lost = words[(words < np.iinfo(np.int32).min) | (words > np.iinfo(np.uint32).max)]
     if lost.size > 0:
-        raise value_error(OP, "tree_mask", "hold words of 32 bits", lost[0])
+        raise value_error(OP, "tree_mask", "hold words of 32 bits", lost[0], "Give each token two")
     return words.astype(np.int32, order="C")
 
 
@@ -304,7 +307,8 @@ def cuda_scratch_bytes(call: Call, smaller: Smaller = min) -> int:
         rule = "have num_tokens * num_heads below 2**31 on CUDA: split the batch"
         raise value_error(call.op, "query", rule, f"{num_tokens} * {num_heads}")
     if isinstance(block_size, int) and block_size >= 2**31:
-        raise value_error(call.op, "kv_cache", "have a block_size below 2**31 on CUDA", block_size)
+        rule = "have a block_size below 2**31 on CUDA"
+        raise value_error(call.op, "kv_cache", rule, block_size, "Make more and smaller blocks")
     return scratch_bytes(
         num_tokens,
         num_heads,
@@ -376,7 +380,8 @@ def _check_value_head_size(op: str, value_head_size: int, head_size: int) -> Non
         raise dtype_error(op, "value_head_size", "type int", type(value_head_size).__name__)
     if not 1 <= value_head_size <= head_size:
         rule = f"be from 1 to head_size={head_size}"
-        raise value_error(op, "value_head_size", rule, value_head_size)
+        remedy = "It counts the first numbers of K, which are V"
+        raise value_error(op, "value_head_size", rule, value_head_size, remedy)
 
 
 def _float32(op: str, argument: str, value: float) -> np.float32:
@@ -385,12 +390,15 @@ def _float32(op: str, argument: str, value: float) -> np.float32:
     return float32_of(value)
 
 
+_USUAL_SCALE = "It is usually head_size ** -0.5"
+
+
 def _scale(op: str, scale: float) -> np.float32:
     value = _float32(op, "scale", scale)
     if not np.isfinite(value):
-        raise value_error(op, "scale", "be finite in float32", scale)
+        raise value_error(op, "scale", "be finite in float32", scale, _USUAL_SCALE)
     if abs(value) > _MAX_SCALE:
-        raise value_error(op, "scale", "be at most 2**126 in magnitude", scale)
+        raise value_error(op, "scale", "be at most 2**126 in magnitude", scale, _USUAL_SCALE)
     return value
 
 
@@ -428,7 +436,7 @@ def _check_beside_tree_mask(
             raise value_error(op, name, "be None with tree_mask", f"shape {[*array.shape]}")
     if sliding_window is not None and not holds(sliding_window >= MAX_TREE_TOKENS):
         rule = f"be at least {MAX_TREE_TOKENS} with tree_mask"
-        raise value_error(op, "sliding_window", rule, sliding_window)
+        raise value_error(op, "sliding_window", rule, sliding_window, "Widen it, or leave it out")
     if isinstance(causal, ArraySpec):
         got = f"shape {[*causal.shape]}"
         raise value_error(op, "causal", "be True with tree_mask", got)
@@ -466,5 +474,6 @@ def _soft_cap(op: str, soft_cap: float | None, scale: float) -> np.float32:
     if not (np.isfinite(value) and value > 0):
         raise value_error(op, "soft_cap", "be positive and finite in float32, or None", soft_cap)
     if abs(float(_scale(op, scale))) > _MAX_SCALE * float(value):
-        raise value_error(op, "soft_cap", "be at least scale / 2**126 in magnitude", soft_cap)
+        rule = "be at least scale / 2**126 in magnitude"
+        raise value_error(op, "soft_cap", rule, soft_cap, "Raise it, or leave it out")
     return value

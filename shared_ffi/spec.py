@@ -251,7 +251,15 @@ def shape_error(op: str, argument: str, rule: str, got: object, remedy: str = ""
 
 
 def value_error(op: str, argument: str, rule: str, got: object, remedy: str = "") -> ValueError:
-    """The error for an argument of the wrong value. `remedy`: a sentence, without its period."""
+    """The error for an argument of the wrong value. `remedy`: a sentence, without its period; where
+    the rule tells it, it need not be given."""
+    if not remedy:
+        if rule.endswith(", or None"):
+            remedy = f"Leave {argument} out if there is none"
+        elif rule.startswith(("be None", "be True", "be False")):
+            remedy = f"Leave {argument} out"
+        elif rule.startswith("be given with"):
+            remedy = f"Pass {argument}, too"
     remedy = f". {remedy}" if remedy else ""
     return ValueError(f"{op}: {argument} must {rule}; got {_show(got)}{remedy}")
 

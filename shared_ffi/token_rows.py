@@ -35,7 +35,8 @@ def check(
     _, num_heads, head_size = rows.shape
     if isinstance(num_heads * head_size, int) and num_heads * head_size > _MAX_ELEMENTS:
         rule = "have num_heads * head_size of at most 2**30"
-        raise value_error(op, argument, rule, f"{num_heads} * {head_size}")
+        remedy = "Are its dimensions in this order?"
+        raise value_error(op, argument, rule, f"{num_heads} * {head_size}", remedy)
 
 
 def are_rows(shape: Sequence[int], strides: Sequence[int]) -> bool:

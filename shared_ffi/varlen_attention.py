@@ -57,17 +57,20 @@ def check(
     num_tokens, num_heads, head_size = query.shape
     if not has_shape(key, (num_tokens, *key.shape[1:2], head_size)):
         rule = f"[num_tokens={num_tokens}, num_kv_heads, head_size={head_size}]"
-        raise shape_error(OP, "key", rule, key.shape)
+        remedy = "It has the tokens and the head size of query"
+        raise shape_error(OP, "key", rule, key.shape, remedy)
     num_kv_heads = key.shape[1]
     if not holds(num_kv_heads >= 1):
-        raise value_error(OP, "key", "have num_kv_heads of at least 1", num_kv_heads)
+        rule = "have num_kv_heads of at least 1"
+        raise value_error(OP, "key", rule, num_kv_heads, "Give key and value their heads")
     if not (
         has_shape(value, (num_tokens, num_kv_heads, *value.shape[2:3]))
         and holds(value.shape[2] <= head_size)
         and (holds(value.shape[2] >= 1) or not holds(head_size >= 1))
     ):
         rule = f"[num_tokens={num_tokens}, num_kv_heads={num_kv_heads}, 1 to {head_size}]"
-        raise shape_error(OP, "value", rule, value.shape)
+        remedy = "It has the tokens and heads of key"
+        raise shape_error(OP, "value", rule, value.shape, remedy)
     for argument, spec in (("key", key), ("value", value)):
         if spec.dtype != query.dtype:
             raise dtype_error(OP, argument, f"query's dtype {query.dtype}", spec.dtype)

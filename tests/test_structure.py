@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -184,3 +185,52 @@ def test_only_handlers_know_xla(path: Path) -> None:
     rooms = "|".join(("xla", *RUNTIME_ROOMS))
     known = [x for x in includes if re.search(rf"(^|/)({rooms})/", x) and "ffi/export.h" not in x]
     assert path.name in ("handler.cc", "backward_handler.cc") or not known
+
+
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_NAME = re.compile(r"\b(?:k[A-Z]\w+|[A-Z][a-z0-9]+(?:[A-Z][a-z0-9]*)+)\b")
+_DEFINES = re.compile(r"\b(?:constexpr|inline|static|__device__|__global__)\b.*")
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"\w+", text)
+
+
+def test_names_of_csrc_are_defined_and_used() -> None:
+    """Comments name what is defined somewhere, and what is defined is used, if only by a test."""
+    texts = [path.read_text() for path in sorted(CSRC.rglob("*.*"))]
+    codes = [_COMMENT.sub(" ", text) for text in texts]
+    comments = [comment for text in texts for comment in _COMMENT.findall(text)]
+    count = Counter(word for code in codes for word in words(code))
+    other = {
+        word
+        for folder in ("tests", "benchmarks", "shared_ffi", "cmake")
+        for path in (ROOT / folder).rglob("*.*")
+        if path.suffix in (".py", ".cc", ".cu", ".cmake", ".toml") and CSRC not in path.parents
+        for word in words(path.read_text())
+    }
+    named = {name for comment in comments for name in _NAME.findall(comment)}
+    known = {*count, *other, "F16C"}  # the last: a set of instructions
+    known |= {f"{name}s" for name in known}
+    assert sorted(named - known) == []
+    lines = [line for code in codes for line in _DEFINES.findall(code)]
+    defined = {name for line in lines for name in _NAME.findall(line)}
+    assert sorted(name for name in defined - other if count[name] == 1) == []
+
+
+def test_functions_are_used_outside_of_tests() -> None:
+    """But for what other libraries call."""
+    others = ("torch_frontend/integrations/vllm", "torch_frontend/compilers/torch_xla.py")
+    files = {*python_files("shared_ffi", "jax_frontend", "torch_frontend")}
+    readers = [*files, *python_files("harness", "examples", "benchmarks")]
+    readers += [*(ROOT / "docs").rglob("*.md"), *CSRC.rglob("*.cc")]
+    texts = [path.read_text() for path in readers]
+    count = Counter(word for text in texts for word in words(text))
+    defined = {
+        node.name
+        for path in files
+        if not str(path.relative_to(ROOT)).startswith(others)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("__")
+    }
+    assert sorted(name for name in defined if count[name] == 1) == []

@@ -140,7 +140,7 @@ def installation(extra: str) -> str:
     return f"pip install torch --index-url https://download.pytorch.org/whl/cpu, then {command}"
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a second Ctrl-C may find the first one's
 _running: set[int] = set()  # the processes' ids
 _is_over = threading.Event()
 

@@ -172,19 +172,21 @@ ONE_OUTPUT, ONE_LSE = np.ones((4, 2, 8), F32), np.ones((4, 2), F32)
             [],
             ValueError,
             "outputs must have shape [num_parts, num_tokens, num_heads, head_size], of at least "
-            "one part; got []",
+            "one part; got []. Pass a part at least",
         ),
         (
             [ONE_OUTPUT, ONE_OUTPUT[:3]],
             [ONE_LSE] * 2,
             ValueError,
-            "outputs[1] must have shape [4, 2, 8] as outputs[0] has; got [3, 2, 8]",
+            "outputs[1] must have shape [4, 2, 8] as outputs[0] has; got [3, 2, 8]. All parts have "
+            "the same tokens and heads",
         ),
         (
             [ONE_OUTPUT] * 2,
             [ONE_LSE, ONE_LSE[:3]],
             ValueError,
-            "lses[1] must have shape [4, 2] as lses[0] has; got [3, 2]",
+            "lses[1] must have shape [4, 2] as lses[0] has; got [3, 2]. All parts have the same "
+            "tokens and heads",
         ),
         (
             [ONE_OUTPUT] * 2,

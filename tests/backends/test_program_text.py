@@ -14,8 +14,9 @@ import jax_frontend
 import torch_frontend
 from harness import hlo
 from jax_frontend import _call
-from tests.support.calls import BESIDE, OPTIONS, split_keywords
-from tests.support.sound_calls import F32, attention, rotated_update
+from tests.support import calls
+from tests.support.calls import BESIDE, OPTIONS, overload_of, split_keywords
+from tests.support.sound_calls import F32, attention, rotated_update, training, training_backward
 from torch_frontend.operator import arguments
 
 
@@ -33,7 +34,13 @@ def spellings(value: Any) -> list[Any]:
 
 def in_jax(op: str, call: dict[str, Any]) -> str:
     arrays, options = split_keywords(call)
-    lowered = jax.jit(lambda x: getattr(jax_frontend, op)(**x, **options)).lower(arrays)
+    lowered = jax.jit(
+        lambda x: (
+            calls.in_jax(op, x, options)
+            if op.startswith("varlen_")
+            else getattr(jax_frontend, op)(**x, **options)
+        )
+    ).lower(arrays)
     return lowered.as_text()
 
 
@@ -41,10 +48,13 @@ def in_torch_xla(op: str, call: dict[str, Any]) -> str:
     pytest.importorskip("torch_xla")
     arrays, options = split_keywords(call)
     given = {name: torch.from_numpy(x).to("xla") for name, x in arrays.items()}
-    results = getattr(torch_frontend, op)(**given, **options)
+    function = getattr(torch_frontend, op, None)
+    if op.startswith("varlen_"):
+        function, options = overload_of(op, options)
+    results = function(**given, **options)
     if op == "kv_cache_update":
         results = given["kv_cache"]
-    text = hlo.from_torch_xla([*results] if isinstance(results, tuple) else [results])
+    text = hlo.from_torch_xla([*results] if isinstance(results, tuple | list) else [results])
     return "".join(hlo.custom_calls(text, f"xla_gpu_{op}"))
 
 
@@ -66,6 +76,8 @@ def test_a_program_does_not_depend_on_earlier_calls(op: str, option: str, progra
     sound = {
         "paged_attention": attention(query=np.ones((4, 4, 16), F32), kv_cache=np.ones(shape, F32)),
         "kv_cache_update": rotated_update(),
+        "varlen_attention": training(),
+        "varlen_attention_backward": training_backward(),
     }[op] | BESIDE.get(option, {})
     values = [x for x in OPTIONS[op][option] if x is not None]
     is_float = any(isinstance(x, float) for x in values)
@@ -77,7 +89,7 @@ def test_a_program_does_not_depend_on_earlier_calls(op: str, option: str, progra
             for spelled in (first, *spellings(value)):
                 try:
                     outcome = program_of(op, sound | {option: spelled})
-                except (TypeError, ValueError) as error:
+                except (TypeError, ValueError, RuntimeError) as error:  # the last: by a schema
                     outcome = f"refused: {type(error).__name__}"
                 outcomes.setdefault(f"{type(spelled)} {spelled}", set()).add(outcome)
         assert [name for name, found in outcomes.items() if len(found) != 1] == []

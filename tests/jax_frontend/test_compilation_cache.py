@@ -29,6 +29,8 @@ import jax_frontend
 import shared_ffi
 from shared_ffi.spec import Arguments
 from shared_ffi.xla import lowering
+from tests.cases.varlen import VarlenCase
+from tests.support import calls
 from tests.support.calls import BESIDE, OPTIONS
 
 
@@ -46,12 +48,13 @@ def run(folder: Path, *arguments: str, hash_seed: int = 0, fixed: bool = False) 
 
 def test_every_option_of_every_op_is_tried() -> None:
     for op in shared_ffi.OPS:
-        if op.OP.startswith("varlen_"):
-            continue  # their options are those of paged_attention, which takes the same way
-        parameters = inspect.signature(op.check).parameters.values()
+        parameters = dict(inspect.signature(op.check).parameters)
+        if parameters.pop("forward", None):  # the arguments of varlen_attention
+            parameters |= inspect.signature(shared_ffi.varlen_attention.check).parameters
+            del parameters["return_lse"]
         arrays = ("ArraySpec", "ArraySpec | None")
-        options = {x.name for x in parameters if x.annotation not in arrays and x.name != "op"}
-        assert set(OPTIONS.get(op.OP, {})) == options
+        options = {name for name, x in parameters.items() if x.annotation not in arrays}
+        assert set(OPTIONS.get(op.OP, {})) == options - {"op"}
 
 
 @pytest.mark.parametrize("flag", ["", "without pointers"])
@@ -84,6 +87,10 @@ def _update(*arrays: Any, **options: Any) -> Any:
     return jax_frontend.kv_cache_update(*arrays[:4], **rotary, **options)
 
 
+def _varlen(op: str, names: list[str], options: dict[str, Any], *arrays: Any) -> Any:
+    return calls.in_jax(op, dict(zip(names, arrays, strict=True)), options)
+
+
 def _programs(op: str, option: str) -> Iterator[tuple[Any, list[np.ndarray], list[P]]]:
     """The program with each of the two values, its arrays and how they are sharded."""
     rng = np.random.default_rng(0)
@@ -101,6 +108,15 @@ def _programs(op: str, option: str) -> Iterator[tuple[Any, list[np.ndarray], lis
                 arrays += [np.int32([3, 1, 0]), rng.standard_normal((4, 16), np.float32)]
                 specs += [P(), P()]
             yield partial(_update, **given), arrays, specs
+            continue
+        if op.startswith("varlen_"):
+            case = VarlenCase(op, (8, 3), num_heads=16, num_kv_heads=4, head_size=16, padding=0)
+            given = dict(zip(case.inputs()._fields, case.inputs(), strict=True))
+            if op.endswith("_backward"):
+                lse = np.zeros((11, 16), np.float32)
+                given |= {"output": case.weights(), "lse": lse, "dout": case.weights()}
+            specs = [heads if array.ndim > 1 else P() for array in given.values()]
+            yield partial(_varlen, op, [*given], options), [*given.values()], specs
             continue
         query = rng.standard_normal((3, 16, 16), np.float32)
         metadata = [np.int32(x) for x in ([40], [[7, 2, 9]], [0, 3], [1])]

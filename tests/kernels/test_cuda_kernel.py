@@ -659,14 +659,15 @@ def test_the_environment_chooses_the_kernels(value: str, gpu: Gpu, tmp_path: Pat
     module, setting = Path(gpu.native.__file__), {"XLA_GPU_CUDA_KERNELS": value}
     (library,) = module.parent.glob("libxla_paged_attention*.so")
     program = without_python.compile_program(library, tmp_path)
-    error = without_python.run(program, "cuda", **setting)
+    ops = ("paged_attention", "varlen_attention")
+    *errors, _ = without_python.errors(program, "cuda", *ops, **setting)
     choices = scripts.run(CHOICES, str(library), str(module), **setting)
     if value == "volta":
-        assert error.startswith(f"paged_attention: {NO_CHOICE}\n")
+        assert errors == [f"{op}: {NO_CHOICE}" for op in ops]
         assert choices.stdout == "unknown\n"
         assert choices.stderr.endswith(f"ImportError: shared_ffi: {NO_CHOICE}\n")
     else:
-        assert "operand query is missing" in error
+        assert all("operand query is missing" in x for x in errors)
         assert choices.stdout == f"{value or 'by GPU'}\n" * 2, choices.stderr
 
 

@@ -253,6 +253,22 @@ def test_varlen_attention_backward_of_large_logits(dtype: str, gpu: Gpu) -> None
     assert (np.abs(gradients["value"].astype(F32)) <= 1.01 * of_group.sum((0, 2))).all()
 
 
+@pytest.mark.parametrize("options", [{}, {"alibi_slopes"}], ids=["plain", "general"])
+@pytest.mark.parametrize("factor", [1e4, 1e8])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_varlen_attention_backward_of_an_only_weight(
+    dtype: str, factor: float, options: set[str], gpu: Gpu
+) -> None:
+    """A sequence's only token has the weight 1, however large its logit and whatever its sign: the
+    gradient of its value is that of its output."""
+    case = VarlenCase("only", (1,) * 40, num_kv_heads=4, dtype=dtype, padding=0)
+    case = replace(case, arrays=(*options,))
+    arguments, dout = case(), case.weights()
+    arguments["query"] = (arguments["query"].astype(F32) * F32(factor)).astype(dout.dtype)
+    found = differentiate(gpu, arguments, dout, attend(gpu, arguments))
+    assert_same_bits(found["value"], dout)
+
+
 WIDER = {
     "all": dict.fromkeys((*ARRAYS[:3], "output", "dout"), 16),
     "value": {"value": 16},

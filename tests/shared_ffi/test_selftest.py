@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -333,6 +334,20 @@ def test_an_interrupt_ends_it_at_once(tmp_path: Path) -> None:
     output, errors = process.communicate(timeout=300)
     assert (process.returncode, output, errors) == (130, "", "")
     wait_until(lambda: has_ended(pid.read_text()))
+
+
+def test_a_second_interrupt_does_not_wait_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may come while the first ends the processes, on the same thread."""
+
+    def ends(*_: Any) -> None:
+        assert backends._lock.acquire(blocking=False), "the second would wait for ever"
+        backends._lock.release()
+
+    monkeypatch.setattr(backends, "_is_over", threading.Event())
+    monkeypatch.setattr(backends, "_running", {1, 2})
+    monkeypatch.setattr(os, "killpg", ends)
+    with pytest.raises(KeyboardInterrupt):
+        backends.end_all()
 
 
 def test_source_folder_without_build_is_explained() -> None:

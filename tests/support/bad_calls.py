@@ -765,41 +765,51 @@ STATIC = [
 ]
 
 # Wrong values: found by the handler on the CPU.
+_ROOM = ". Pass how many sequences there are, and arrays with room for them"
+_SUMS = ". It has 0, then the running sums of the sequences' query lengths"
+_LENGTH = ". Correct the length"
+_TOO = ". Add the new tokens to the length, or correct query_start_loc"
+_BLOCK = ". The sequence needs a block there, or a shorter length"
 DYNAMIC = [
-    bad_call(attention, "num_seqs must be from 0 to max_seqs=3; got 4", num_seqs=np.array(4, I32)),
     bad_call(
-        attention, "num_seqs must be from 0 to max_seqs=3; got -1", num_seqs=np.array([-1], I32)
+        attention, "num_seqs must be from 0 to max_seqs=3; got 4" + _ROOM, num_seqs=np.array(4, I32)
     ),
     bad_call(
         attention,
-        "num_seqs must be from 0 to max_seqs=3; got 5",
+        "num_seqs must be from 0 to max_seqs=3; got -1" + _ROOM,
+        num_seqs=np.array([-1], I32),
+    ),
+    bad_call(
+        attention,
+        "num_seqs must be from 0 to max_seqs=3; got 5" + _ROOM,
         causal=False,
         num_seqs=np.array(5, I32),
     ),
     bad_call(
         attention,
-        "query_start_loc[0] must be at least 0; got -1",
+        "query_start_loc[0] must be at least 0; got -1" + _SUMS,
         query_start_loc=np.array([-1, 2, 3, 0], I32),
     ),
     bad_call(
         attention,
-        "query_start_loc must not decrease; got query_start_loc[2]=1 after query_start_loc[1]=2",
+        "query_start_loc must not decrease; got query_start_loc[2]=1 after query_start_loc[1]=2"
+        + _SUMS,
         query_start_loc=np.array([0, 2, 1, 0], I32),
     ),
     bad_call(
         attention,
-        "query_start_loc must give sequence 0 at most max_query_len=1 tokens; got 2",
+        "query_start_loc must give sequence 0 at most max_query_len=1 tokens; got 2. Raise max_query_len, or leave it out",
         max_query_len=1,
     ),
     bad_call(
         attention,
-        "query_start_loc[2] must be at most num_tokens=4; got 5",
+        "query_start_loc[2] must be at most num_tokens=4; got 5" + _SUMS,
         query_start_loc=np.array([0, 2, 5, 0], I32),
         context_lens=np.array([3, 3, 0], I32),
     ),
     bad_call(
         attention,
-        "query_start_loc[2] must be at most num_tokens=4; got 5",
+        "query_start_loc[2] must be at most num_tokens=4; got 5" + _SUMS,
         query_start_loc=np.array([0, 4, 5, 0], I32),  # all tokens have a sequence
         context_lens=np.array([4, 1, 0], I32),
     ),
@@ -811,44 +821,44 @@ DYNAMIC = [
     ),
     bad_call(
         attention,
-        "context_lens[1] must be from 0 to max_blocks_per_seq=2 * block_size=2; got -2",
+        "context_lens[1] must be from 0 to max_blocks_per_seq=2 * block_size=2; got -2" + _LENGTH,
         context_lens=np.array([3, -2, 0], I32),
     ),
     bad_call(
         attention,
-        "context_lens[0] must count the sequence's 2 query tokens too; got 1",
+        "context_lens[0] must count the sequence's 2 query tokens too; got 1" + _TOO,
         context_lens=np.array([1, 1, 0], I32),
     ),
     bad_call(
         attention,
-        "context_lens[1] must count the sequence's 1 query tokens too; got 0",
+        "context_lens[1] must count the sequence's 1 query tokens too; got 0" + _TOO,
         context_lens=np.array([1, 0, 0], I32),
         causal=np.array([0, 1, 1], I32),
     ),
     bad_call(
         attention,
-        "context_lens[0] must be from 0 to max_blocks_per_seq=2 * block_size=2; got -1",
+        "context_lens[0] must be from 0 to max_blocks_per_seq=2 * block_size=2; got -1" + _LENGTH,
         causal=False,
         context_lens=np.array([-1, 1, 0], I32),
     ),
     bad_call(
         attention,
-        "block_tables[0, 1] must be from 0 to num_blocks - 1=3; got 4",
+        "block_tables[0, 1] must be from 0 to num_blocks - 1=3; got 4" + _BLOCK,
         block_tables=np.array([[3, 4], [0, 9], [9, 9]], I32),
     ),
     bad_call(
         attention,
-        "block_tables[1, 0] must be from 0 to num_blocks - 1=3; got -1",
+        "block_tables[1, 0] must be from 0 to num_blocks - 1=3; got -1" + _BLOCK,
         block_tables=np.array([[3, 1], [-1, 9], [9, 9]], I32),
     ),
     bad_call(
         attention,
-        "block_tables[0, 0] must be from 0 to num_blocks - 1=-1; got 3",
+        "block_tables[0, 0] must be from 0 to num_blocks - 1=-1; got 3" + _BLOCK,
         kv_cache=ones(0, 2, 4, 8),
     ),
     bad_call(
         attention,
-        "block_tables[0, 0] must be from 0 to num_blocks - 1=3; got 9",
+        "block_tables[0, 0] must be from 0 to num_blocks - 1=3; got 9" + _BLOCK,
         sliding_window=1,
         context_lens=np.array([4, 1, 0], I32),
         block_tables=np.array([[9, 1], [0, 9], [9, 9]], I32),
@@ -856,17 +866,17 @@ DYNAMIC = [
     ),
     bad_call(
         attention,
-        "tree_mask[1] must have bits of the sequence's 2 query tokens only; got [4, 0]",
+        "tree_mask[1] must have bits of the sequence's 2 query tokens only; got [4, 0]. Clear the other bits",
         tree_mask=np.array([[1, 0], [4, 0], [0, 0], [-1, -1]], I32),
     ),
     bad_call(
         attention,
-        "tree_mask[2] must have bits of the sequence's 1 query tokens only; got [1, -2147483648]",
+        "tree_mask[2] must have bits of the sequence's 1 query tokens only; got [1, -2147483648]. Clear the other bits",
         tree_mask=np.array([[1, 0], [3, 0], [1, -(2**31)], [-1, -1]], I32),
     ),
     bad_call(
         attention,
-        "tree_mask[64] must have no bits, as the sequence has more than 64 query tokens; got [1, 0]",
+        "tree_mask[64] must have no bits, as the sequence has more than 64 query tokens; got [1, 0]. Clear the other bits",
         query=ones(66, 4, 8),
         kv_cache=ones(40, 2, 4, 8),
         block_tables=np.arange(120, dtype=I32).reshape(3, 40) % 40,
@@ -876,14 +886,15 @@ DYNAMIC = [
     ),
     bad_call(
         update,
-        "slot_mapping[1] must be below num_blocks * block_size=8 (negative for padding); got 8",
+        "slot_mapping[1] must be below num_blocks * block_size=8 (negative for padding); got 8. Correct the slot, "
+        "or give kv_cache more blocks",
         slot_mapping=np.array([0, 8, -1], I32),
     ),
     *(
         bad_call(
             rotated_update,
             "positions[1] must be from 0 to max_positions - 1=7, as the token has a slot; "
-            f"got {position}",
+            f"got {position}. Correct the position, or give cos_sin_cache more rows",
             positions=np.array([0, position, 8], I32),
         )
         for position in (8, -1)

@@ -9,7 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from shared_ffi import _native, kv_cache_update, paged_attention, varlen_attention
+from shared_ffi import (
+    _native,
+    kv_cache_update,
+    paged_attention,
+    varlen_attention,
+    varlen_attention_backward,
+)
 from shared_ffi.spec import ArraySpec, Call
 from tests.cases.case import FEATURES
 
@@ -44,7 +50,17 @@ def overload_of(op: str, attributes: dict[str, Any]) -> tuple[Any, dict[str, Any
     return getattr(getattr(torch.ops.xla_gpu, op), overload), options
 
 
-_CHECKS = {op.OP: op.check for op in (paged_attention, kv_cache_update, varlen_attention)}
+_OPS = (paged_attention, kv_cache_update, varlen_attention, varlen_attention_backward)
+_CHECKS: dict[str, Any] = {op.OP: op.check for op in _OPS}
+
+
+def in_jax(op: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """The results of a call in JAX, also of one that only a derivative makes."""
+    from jax_frontend import _call  # noqa: PLC0415
+
+    return _call.make(op, _CHECKS[op], arrays, options)
+
+
 _POSITIONAL = ("scale", "sliding_window", "soft_cap")
 
 
@@ -184,9 +200,20 @@ OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
         "value_head_size": (8, 12),
         "return_lse": (False, True),
     },
+    "varlen_attention": {
+        "scale": (0.125, 0.5),
+        "sliding_window": (None, 5),
+        "soft_cap": (None, 2.0),
+        "causal": (True, False),
+        "window_right": (None, 2),
+        "max_query_len": (None, 8),
+        "return_lse": (False, True),
+    },
     "kv_cache_update": {"kv_layout": (None, "bn(h2)d"), "interleaved": (False, True)},
 }
 """Two values of each option."""
+OPTIONS["varlen_attention_backward"] = dict(OPTIONS["varlen_attention"])
+del OPTIONS["varlen_attention_backward"]["return_lse"]
 
 BESIDE: dict[str, dict[str, Any]] = {"window_right": {"causal": False}}
 """What an option needs."""

@@ -61,6 +61,16 @@ def training(**changes: Any) -> dict[str, Any]:
     return arguments | changes
 
 
+def training_backward(**changes: Any) -> dict[str, Any]:
+    """Its derivative."""
+    arguments = {
+        "output": np.ones((4, 4, 6), F32),
+        "lse": np.ones((4, 4), F32),
+        "dout": np.ones((4, 4, 6), F32),
+    }
+    return training(**arguments | changes)
+
+
 def add(**changes: Any) -> dict[str, Any]:
     return {"a": np.ones((2, 3), F32), "b": np.ones((2, 3), F32)} | changes
 

@@ -15,16 +15,18 @@ PROGRAM = """
 #include "ffi/handlers.h"
 #include "paged_attention/cpu/instruction_set.h"
 int main(int, char** arguments) {
-  const xla_gpu::EagerCall call(xla_gpu_handler(arguments[1], "xla_gpu_paged_attention"), {}, {}, {});
-  std::puts(call.Run({1, nullptr}).message.c_str());
+  for (char** target = arguments + 2; *target != nullptr; ++target) {
+    const xla_gpu::EagerCall call(xla_gpu_handler(arguments[1], *target), {}, {}, {});
+    std::puts(call.Run({1, nullptr}).message.c_str());
+  }
   std::puts(xla_gpu::paged_attention::CpuInstructionSet().c_str());
 }
 """
 
 
 def compile_program(library: Path, folder: Path) -> Path:
-    """Compiles the program into a folder. Its argument is a platform. It prints the error of a call
-    of paged_attention, and the CPU's instruction set."""
+    """Compiles the program into a folder. Its arguments are a platform and targets of custom calls.
+    It prints the error of a call of each, and the CPU's instruction set."""
     program, source = folder / "program", folder / "main.cc"
     source.write_text(PROGRAM)
     outcome = native.run(
@@ -36,8 +38,10 @@ def compile_program(library: Path, folder: Path) -> Path:
     return program
 
 
-def run(program: Path, platform: str, **environment: str) -> str:
-    """Runs it with these environment variables alone. Returns what it prints."""
-    return subprocess.run(
-        [program, platform], check=True, stdout=subprocess.PIPE, text=True, env=environment
-    ).stdout
+def errors(program: Path, platform: str, *ops: str, **environment: str) -> list[str]:
+    """Runs it with these environment variables alone. Returns the lines that it prints."""
+    command = [str(program), platform, *(f"xla_gpu_{op}" for op in ops)]
+    outcome = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    return outcome.stdout.splitlines()

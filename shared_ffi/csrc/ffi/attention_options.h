@@ -42,4 +42,16 @@ void ReadFeatures(CallReader* call, const Pairs& token_pairs, Params* p) {
   p->causal = call->Operand<int32_t>("causal", {ffi::S32}, {{p->max_seqs}});
 }
 
+// The results are the output, then lse if it is wanted, then `num_scratch` scratch arrays, which
+// are not read here.
+inline ffi::Error ReadResults(CallReader* call, size_t num_scratch, Params* p) {
+  p->output = call->Result(0, "output", {call->Find("query")->element_type()},
+                           {{p->num_tokens, p->num_heads, p->value_head_size}});
+  if (call->num_results() > num_scratch + 1) {
+    p->lse =
+        static_cast<float*>(call->Result(1, "lse", {ffi::F32}, {{p->num_tokens, p->num_heads}}));
+  }
+  return call->error();
+}
+
 }  // namespace xla_gpu::paged_attention

@@ -22,7 +22,7 @@ enum class Moment {
 inline constexpr int kStampedBlocks = 1024;
 static __device__ volatile long long stamps[kStampedBlocks][static_cast<int>(Moment::kCount)];
 
-// One lane of one warp calls it. Of a moment that comes again the first counts, or the last.
+// One lane of one warp calls it. If a moment comes again, the first counts, or the last.
 __device__ inline void Stamp(Moment moment, bool first_counts = false) {
   if (threadIdx.x % 32 > 0 || blockIdx.x >= kStampedBlocks) return;
   volatile long long& stamp = stamps[blockIdx.x][static_cast<int>(moment)];

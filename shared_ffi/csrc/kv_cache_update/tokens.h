@@ -18,14 +18,16 @@ inline std::string TokenError(const Params& p) {
     if (slot >= p.NumSlots()) {
       return StrCat("slot_mapping[", token,
                     "] must be below num_blocks * block_size=", p.NumSlots(),
-                    " (negative for padding); got ", slot);
+                    " (negative for padding); got ", slot,
+                    ". Correct the slot, or give kv_cache more blocks");
     }
     if (slot < 0 || rotary.positions.data == nullptr) continue;
     const int64_t position = rotary.positions.At(token);
     if (!rotary.HasRow(position)) {
       return StrCat("positions[", token,
                     "] must be from 0 to max_positions - 1=", rotary.max_positions - 1,
-                    ", as the token has a slot; got ", position);
+                    ", as the token has a slot; got ", position,
+                    ". Correct the position, or give cos_sin_cache more rows");
     }
   }
   return {};

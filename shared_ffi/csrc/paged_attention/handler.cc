@@ -20,8 +20,6 @@ CallReader Read(const ffi::RemainingArgs& operands, const ffi::RemainingRets& re
           {"query", "kv_cache", "context_lens", "block_tables", "query_start_loc", "num_seqs"}};
 }
 
-// The results are the output, then lse if it is wanted, then `num_scratch` scratch arrays, which
-// are not read here.
 ffi::Error MakeParams(CallReader* call, size_t num_scratch, Params* p) {
   *p = {};
   XLA_GPU_RETURN_IF_ERROR(call->error());
@@ -51,14 +49,7 @@ ffi::Error MakeParams(CallReader* call, size_t num_scratch, Params* p) {
   p->max_blocks_per_seq = call->Find("block_tables")->dimensions()[1];
   p->k_scale = ReadScales(call, "k_scale", *p);
   p->v_scale = ReadScales(call, p->is_latent ? "k_scale" : "v_scale", *p);
-
-  p->output = call->Result(0, "output", {call->Find("query")->element_type()},
-                           {{p->num_tokens, p->num_heads, p->value_head_size}});
-  if (call->num_results() > num_scratch + 1) {
-    p->lse =
-        static_cast<float*>(call->Result(1, "lse", {ffi::F32}, {{p->num_tokens, p->num_heads}}));
-  }
-  return call->error();
+  return ReadResults(call, num_scratch, p);
 }
 
 ffi::Error OnCpu(ffi::RemainingArgs operands, ffi::RemainingRets results,

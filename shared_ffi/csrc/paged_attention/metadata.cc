@@ -25,15 +25,20 @@ struct NeededBlocks {
   }
 };
 
+// What to do about entries of query_start_loc.
+constexpr char kRunningSums[] = ". It has 0, then the running sums of the sequences' query lengths";
+
 }  // namespace
 
 std::string MetadataError(const Params& p) {
   const int64_t num_seqs = *p.num_seqs;
   if (num_seqs < 0 || num_seqs > p.max_seqs) {
-    return StrCat("num_seqs must be from 0 to max_seqs=", p.max_seqs, "; got ", num_seqs);
+    return StrCat("num_seqs must be from 0 to max_seqs=", p.max_seqs, "; got ", num_seqs,
+                  ". Pass how many sequences there are, and arrays with room for them");
   }
   if (num_seqs > 0 && p.query_start_loc[0] < 0) {
-    return StrCat("query_start_loc[0] must be at least 0; got ", p.query_start_loc[0]);
+    return StrCat("query_start_loc[0] must be at least 0; got ", p.query_start_loc[0],
+                  kRunningSums);
   }
   const int64_t capacity = p.Capacity();
   for (int64_t s = 0; s < num_seqs; ++s) {
@@ -41,15 +46,16 @@ std::string MetadataError(const Params& p) {
     const int64_t q_len = end - start, context_len = p.ContextLen(s);
     if (q_len < 0) {
       return StrCat("query_start_loc must not decrease; got query_start_loc[", s + 1, "]=", end,
-                    " after query_start_loc[", s, "]=", start);
+                    " after query_start_loc[", s, "]=", start, kRunningSums);
     }
     if (end > p.num_tokens) {
       return StrCat("query_start_loc[", s + 1, "] must be at most num_tokens=", p.num_tokens,
-                    "; got ", end);
+                    "; got ", end, kRunningSums);
     }
     if (p.max_query_len != 0 && q_len > p.max_query_len) {
       return StrCat("query_start_loc must give sequence ", s,
-                    " at most max_query_len=", p.max_query_len, " tokens; got ", q_len);
+                    " at most max_query_len=", p.max_query_len, " tokens; got ", q_len,
+                    ". Raise max_query_len, or leave it out");
     }
     if (context_len < 0 || context_len > capacity) {
       const bool is_of_table = capacity < kMaxContextLen;
@@ -57,16 +63,16 @@ std::string MetadataError(const Params& p) {
                                                      " * block_size=", p.block_size)
                                             : StrCat(capacity);
       const char* remedy = is_of_table && context_len > capacity
-                               ? ". Correct the length, or give block_tables more columns; or, if "
-                                 "kv_cache has blocks of another size, name its dimensions in "
-                                 "kv_layout"
+                               ? ", or give block_tables more columns; or, if kv_cache has blocks "
+                                 "of another size, name its dimensions in kv_layout"
                                : "";
       return StrCat("context_lens[", s, "] must be from 0 to ", limit, "; got ", context_len,
-                    remedy);
+                    ". Correct the length", remedy);
     }
     if (p.IsCausal(s) && context_len < q_len) {
       return StrCat("context_lens[", s, "] must count the sequence's ", q_len,
-                    " query tokens too; got ", context_len);
+                    " query tokens too; got ", context_len,
+                    ". Add the new tokens to the length, or correct query_start_loc");
     }
     for (int64_t token = start; p.tree_mask != nullptr && token < end; ++token) {
       if (Params::TreeIsLegal(p.TreeBits(token), q_len)) continue;
@@ -75,7 +81,7 @@ std::string MetadataError(const Params& p) {
               ? StrCat("no bits, as the sequence has more than ", kMaxTreeTokens, " query tokens")
               : StrCat("bits of the sequence's ", q_len, " query tokens only");
       return StrCat("tree_mask[", token, "] must have ", rule, "; got [", p.tree_mask[2 * token],
-                    ", ", p.tree_mask[2 * token + 1], "]");
+                    ", ", p.tree_mask[2 * token + 1], "]. Clear the other bits");
     }
     if (q_len == 0 || context_len == 0 || p.block_tables == nullptr) continue;
     const NeededBlocks needed(p, p.QueryTokensOf(s));
@@ -83,7 +89,8 @@ std::string MetadataError(const Params& p) {
       const int64_t block = p.block_tables[s * p.max_blocks_per_seq + b];
       if (block < 0 || block >= p.num_blocks) {
         return StrCat("block_tables[", s, ", ", b,
-                      "] must be from 0 to num_blocks - 1=", p.num_blocks - 1, "; got ", block);
+                      "] must be from 0 to num_blocks - 1=", p.num_blocks - 1, "; got ", block,
+                      ". The sequence needs a block there, or a shorter length");
       }
     }
   }

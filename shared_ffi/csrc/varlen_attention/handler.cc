@@ -15,13 +15,7 @@ constexpr char kOp[] = "varlen_attention";
 
 ffi::Error MakeParams(CallReader* call, size_t num_scratch, Params* p) {
   XLA_GPU_RETURN_IF_ERROR(ReadForward(call, RowLayouts(call), p));
-  p->output = call->Result(0, "output", {call->Find("query")->element_type()},
-                           {{p->num_tokens, p->num_heads, p->value_head_size}});
-  if (call->num_results() > num_scratch + 1) {
-    p->lse =
-        static_cast<float*>(call->Result(1, "lse", {ffi::F32}, {{p->num_tokens, p->num_heads}}));
-  }
-  return call->error();
+  return paged_attention::ReadResults(call, num_scratch, p);
 }
 
 ffi::Error OnCpu(ffi::RemainingArgs operands, ffi::RemainingRets results,
@@ -61,6 +55,7 @@ void MakeTable(Params* p) {
 
 ffi::Error OnCuda(ffi::RemainingArgs operands, ffi::RemainingRets results,
                   const ffi::Dictionary& attributes, void* stream) {
+  XLA_GPU_RETURN_IF_ERROR(ErrorOf(kOp, paged_attention::CudaChoiceError()));
   Params params;
   CallReader call(kOp, operands, results, attributes,
                   {"query", "key", "value", "query_start_loc", "num_seqs"});

@@ -24,7 +24,7 @@ inline constexpr int64_t kMinSplit = 128;
 // block can merge each group that it has, and not only the first splits of a sequence.
 inline constexpr int kSplitsOfGroup = 4;
 
-// Splits of a run in the decode kernel. Of a sequence with more splits, thread blocks merge runs
+// Splits of a run in the decode kernel. If a sequence has more splits, thread blocks merge runs
 // side by side, whose results are merged as splits are.
 inline constexpr int kSplitsOfRun = 32;
 
@@ -108,6 +108,14 @@ bool OffsetsFit32BitChunks(const Params& p) {
   return last < int64_t{UINT32_MAX} * (16 / static_cast<int64_t>(sizeof(C)));
 }
 
+// Whether the offset of each kv head's positions is a 32-bit number of such chunks, too.
+template <typename C>
+bool HeadOffsetsFit32BitChunks(const Params& p) {
+  const int64_t last = p.cache.Offset(p.num_blocks - 1, p.block_size - 1) +
+                       (p.num_kv_heads - 1) * p.cache.head_stride;
+  return last < int64_t{UINT32_MAX} * (16 / static_cast<int64_t>(sizeof(C)));
+}
+
 // Whether a row of block_tables has a 32-bit number of bytes, as the decode kernel counts them.
 inline bool TableRowsFit32Bits(const Params& p) { return p.max_blocks_per_seq <= UINT32_MAX / 4; }
 
@@ -133,14 +141,6 @@ inline int64_t TensorCoreHeadSize(const Params& p) {
 inline bool FitsValues(int head_size, const Params& p) {
   if (head_size > kMaxOwnValues && !p.is_latent) return false;
   return p.value_head_size <= 2 * kMaxColumns;
-}
-
-// Whether the offset of each kv head's positions is such a number, too.
-template <typename C>
-bool HeadOffsetsFit32BitChunks(const Params& p) {
-  const int64_t last = p.cache.Offset(p.num_blocks - 1, p.block_size - 1) +
-                       (p.num_kv_heads - 1) * p.cache.head_stride;
-  return last < int64_t{UINT32_MAX} * (16 / static_cast<int64_t>(sizeof(C)));
 }
 
 inline constexpr int kRowsPerWarpTile = 16;  // query rows of a tensor core product

@@ -43,10 +43,6 @@ struct PipelineBarriers {
   __device__ __forceinline__ void WaitFilled(PipelineState<kNumStages> stage) {
     gpu::WaitForPhase(&filled[stage.index], stage.phase);
   }
-  // The same, but may give up. Returns whether the stage is filled.
-  __device__ __forceinline__ bool TryWaitFilled(PipelineState<kNumStages> stage) {
-    return gpu::TryWaitForPhase(&filled[stage.index], stage.phase);
-  }
   // Each warp of the consumers calls it.
   __device__ __forceinline__ void Free(PipelineState<kNumStages> stage) {
     __syncwarp();

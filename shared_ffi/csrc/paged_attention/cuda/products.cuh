@@ -240,10 +240,6 @@ struct WarpProducts {
     }
   }
 
-  // Lanes store the sums of several rows at once. They go to different banks of shared memory if
-  // each row begins so many floats further, modulo 32, than the one before.
-  static constexpr int kBanksOfRow = kIs8Bit<C> ? 16 : 8;
-
   // Stores the lane's sums of its row r, 0 or 1, and the row's state, which the lanes of the row
   // share.
   __device__ __forceinline__ void Store(int r, const RowState& state, RowState* state_to,
@@ -262,7 +258,8 @@ struct WarpProducts {
 
   // The same in the order of the groups, which costs no moves between registers: PlaceOf says where
   // a column is. `swizzle`: what places are combined with, a multiple of kBanksOfGroups below 32.
-  // That is as kBanksOfRow.
+  // Lanes store the sums of several rows at once: with other swizzles, in different banks of shared
+  // memory.
   static constexpr int kBanksOfGroups = 8;
   __device__ __forceinline__ void StoreInGroups(int r, const RowState& state, RowState* state_to,
                                                 float* row_to, int swizzle) const {

@@ -10,7 +10,7 @@
 
 namespace xla_gpu::paged_attention {
 
-// Queues one to four kernels on a CUDA stream and waits for nothing. The kernels read lengths and
+// Queues one to five kernels on a CUDA stream and waits for nothing. The kernels read lengths and
 // tables on the device, end, and stay inside the arrays whatever these hold: a sequence with faulty
 // ones gets rows of NaN.
 gpu::Error RunOnCuda(const Params& params, const Scratch& scratch, void* stream);

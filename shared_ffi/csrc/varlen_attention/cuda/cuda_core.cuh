@@ -21,8 +21,8 @@ struct CudaCoreLayout {
       static_cast<int>((kArrays * kRows * kStride + 2 * kRows * kWeightStride) * sizeof(float) +
                        kRows * (sizeof(RowNumbers) + sizeof(RowMask) + sizeof(RowBias)));
 
-  // Of the rows that are owned and of a tile, [kRows] each: K or the query, and V or the gradient
-  // of the output.
+  // The rows that are owned and those of a tile, [kRows] each: K or the query, and V or the
+  // gradient of the output.
   float* own[2];
   float* others[2];
   float* weights;    // [kRows]: of a row that is owned, those of a tile
@@ -169,7 +169,7 @@ class CudaCoreItem {
   }
 
   __device__ void Weigh(int32_t tile, float (&slopes)[kPairs]) const {
-    const Weigher</*kGeneral=*/true> weigher(p_);
+    const Weigher</*kGeneral=*/true, /*kOnCudaCores=*/true> weigher(p_);
     constexpr int kStep = kThreads / kRows;
     const int other = threadIdx.x % kRows, first = threadIdx.x / kRows;
     float products[kPairs] = {}, of_values[kPairs] = {};

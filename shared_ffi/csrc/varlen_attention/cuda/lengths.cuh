@@ -67,7 +67,7 @@ struct TokenBlock {
 template <bool kFromLast, typename Use>
 __device__ __forceinline__ void ForParts(const Params& p, const Lengths& lengths,
                                          int64_t parts_of_block, const Use& use) {
-  // Of all this, only the number of the round is in a register while a part is computed.
+  // Only the number of the round is in a register while a part is computed.
   for (uint32_t round = 0;; ++round) {
     const int64_t of_block = parts_of_block * p.num_kv_heads;
     const int64_t count = p.max_seqs == 0 ? 0 : lengths.block_ends[p.max_seqs - 1] * of_block;

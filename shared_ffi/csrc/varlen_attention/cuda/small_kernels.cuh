@@ -100,6 +100,15 @@ __device__ __forceinline__ void FillToken(const BackwardParams& b, int64_t token
   fill(b.dvalue, p.num_kv_heads * p.value_head_size);
 }
 
+// lse in units of 1 / log2(e), or less by as much as roundings may have added to it: that of the
+// change of units and, on tensor cores, those of the largest logit and of this function. So a row's
+// only weight is 1, however large its logit. One unit in the last place more could make it 0.
+template <typename T>
+__device__ __forceinline__ float ShiftOf(float lse) {
+  constexpr float kMargin = sizeof(T) == 2 ? 0x1p-22f : 0x1p-23f;
+  return lse == -kInfinity ? kInfinity : gpu::Fma(lse, kLog2E, -fabsf(lse) * (kMargin * kLog2E));
+}
+
 // A warp for each token.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) PrepareRows(BackwardParams b, BackwardScratch scratch) {
@@ -129,10 +138,7 @@ __global__ void __launch_bounds__(kThreads) PrepareRows(BackwardParams b, Backwa
         delta = gpu::Fma(gpu::ToFloat(output[d]), gpu::ToFloat(dout[d]), delta);
       }
       delta = SumOfWarp(delta);
-      const float lse = b.lse[row];
-      if (Lane() == 0) {
-        scratch.rows[row] = {lse == -kInfinity ? kInfinity : lse * kLog2E, delta};
-      }
+      if (Lane() == 0) scratch.rows[row] = {ShiftOf<T>(b.lse[row]), delta};
     }
   }
 }

@@ -15,7 +15,7 @@ struct RowMask {
   int32_t hole_end;
 
   RowMask() = default;
-  // Of the sequence's token i; of none if that is not one of its tokens.
+  // That of the sequence's token i; empty if that is not one of its tokens.
   __device__ RowMask(const Params& p, const QueryTokens& tokens, int64_t i) {
     *this = RowMask();
     if (i >= tokens.context_len) return;
@@ -102,8 +102,9 @@ __device__ __forceinline__ Span PositionsThatMayBeAttended(const Params& p,
   return {p.WindowBegin(first), p.WindowEnd(tokens, last)};
 }
 
-// kGeneral: for calls with a soft cap or slopes.
-template <bool kGeneral>
+// kGeneral: for calls with a soft cap or slopes. kOnCudaCores: rounds logits as the forward does
+// there.
+template <bool kGeneral, bool kOnCudaCores = false>
 class Weigher {
  public:
   __device__ explicit Weigher(const Params& p) : p_(p), factor_(p.scale * kLog2E) {}
@@ -134,7 +135,7 @@ class Weigher {
  private:
   // In units of 1 / log2(e). *share: the derivative of the soft cap.
   __device__ __forceinline__ float ToLogit(float product, float* share) const {
-    const float logit = product * factor_;
+    const float logit = kOnCudaCores ? product * p_.scale * kLog2E : product * factor_;
     if (p_.soft_cap == 0) return logit;
     const float cap = fminf(p_.soft_cap, paged_attention::kMaxCap) * kLog2E, inverse = 1 / cap;
     const float capped =

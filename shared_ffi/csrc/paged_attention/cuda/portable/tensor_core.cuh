@@ -48,7 +48,8 @@ struct TensorCoreLayout {
            static_cast<int>(sizeof(Schedule::Shared)) + (kStatesAreBehindSums ? 0 : kStatesBytes);
   }
 
-  // Floats from one row of sums to the next. Where there is room, it suits kBanksOfRow.
+  // Floats from one row of sums to the next. Lanes store several rows at once, where there is room
+  // in different banks of shared memory.
   static constexpr int kPaddedStride = kColumns + (kIs8Bit<C> ? 16 : 8);
   static constexpr int kSumStride =
       kSumRows * kPaddedStride * 4 <= kTilesBytes + QueryBytes(kFewWarpRows) ? kPaddedStride

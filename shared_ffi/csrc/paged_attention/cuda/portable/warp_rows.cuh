@@ -103,7 +103,7 @@ class WarpRows {
     const auto columns = static_cast<uint32_t>(p.value_head_size);
     const uint32_t row_bytes = columns * sizeof(To);
     const uint32_t no_row = column < columns ? kNoRow : 0;  // this number, or a larger one
-    // Of the lane's first columns: four adjacent ones or, with 8 bits, every other one of eight.
+    // The lane's first columns are four adjacent ones or, with 8 bits, every other one of eight.
     const int place = Turned(kIs8Bit<C> ? column / 16 * 16 + column % 16 / 2 : column);
     const int first_row = lane / kLanes * kSteps;
     const float* first = &shared.sums[0][first_row][place];
