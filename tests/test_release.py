@@ -58,6 +58,8 @@ def test_the_pages_name_the_pythons_of_the_package() -> None:
 def test_the_release_takes_the_packages_of_the_wheel() -> None:
     workflow = (ROOT / ".github/workflows/release.yml").read_text()
     assert re.findall(r"--toplevel (\S+)", workflow) == [",".join(release.PACKAGES)]
+    copied = re.findall(r"^COPY (\w+) \w+$", (ROOT / "Dockerfile").read_text(), re.M)
+    assert {*release.PACKAGES} <= {*copied}
 
 
 @pytest.mark.nightly  # builds for two minutes, and installs JAX
