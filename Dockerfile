@@ -20,6 +20,7 @@ COPY cmake cmake
 COPY shared_ffi shared_ffi
 COPY jax_frontend jax_frontend
 COPY torch_frontend torch_frontend
+COPY xla_paged_attention xla_paged_attention
 
 ARG GPUS=all
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \

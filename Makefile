@@ -13,7 +13,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(shell find shared
 CPU_ONLY := $$([ -e $(VENV)/installed ] || echo \
 	--config-settings=build-dir=build/cpu-only --config-settings=cmake.define.XLA_GPU_CUDA=OFF)
 
-.PHONY: demo help quick check test test-all lint docs bench gpu-check fuzz clean
+.PHONY: demo help quick check test test-all lint docs bench gpu-check fuzz release-check clean
 
 demo: export MPLCONFIGDIR := build/cache/matplotlib
 demo: $(VENV)/installed  ## a real model's answers, then a request trace, through several backends
@@ -77,6 +77,10 @@ SEED ?= $(shell date +%Y%m%d)
 fuzz: $(VENV)/installed  ## valid and corrupt calls at random, through every backend and on the emulated GPU
 	for options in '' '--backend torch_xla' --emulated; do \
 		$(BIN)/python -m tests.reliability.fuzz --seconds $(SECONDS) --seed $(SEED) $$options || exit; done
+
+# GPUS=all: with CUDA kernels, as the release has them. A tag is all that is left then: CONTRIBUTING.md.
+release-check: $(VENV)/installed  ## a rehearsal of the release: builds, checks, fresh environments, sizes
+	$(BIN)/python -m tests.support.release $(if $(GPUS),--gpus '$(GPUS)')
 
 clean:  ## removes the builds and the environments
 	rm -rf build $(VENV) $(VENV)-docs $(VENV)-vllm

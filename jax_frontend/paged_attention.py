@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Literal, SupportsFloat, TypedDict, Unpack, overload
 
 import jax
 
 from jax_frontend import _call
 from shared_ffi import paged_attention as op
+from shared_ffi.spec import number
 
 
 class _Options(TypedDict, total=False):
@@ -35,7 +36,7 @@ def paged_attention(
     block_tables: jax.Array,
     query_start_loc: jax.Array,
     num_seqs: jax.Array,
-    scale: float,
+    scale: SupportsFloat,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     *,
@@ -52,7 +53,7 @@ def paged_attention(
     block_tables: jax.Array,
     query_start_loc: jax.Array,
     num_seqs: jax.Array,
-    scale: float,
+    scale: SupportsFloat,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     *,
@@ -68,7 +69,7 @@ def paged_attention(
     block_tables: jax.Array,
     query_start_loc: jax.Array,
     num_seqs: jax.Array,
-    scale: float | None = None,  # required: None is for a message that names what is missing
+    scale: SupportsFloat | None = None,  # required: None is for a message that names it
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     *,
@@ -118,7 +119,8 @@ def paged_attention(
         query_start_loc: ``[max_seqs + 1]`` int32, non-decreasing up to entry ``num_seqs``.
         num_seqs: ``[]`` or ``[1]`` int32, from 0 to max_seqs. Read when the op runs: changing it
             recompiles nothing. What the arrays above hold past it may be anything.
-        scale: factor of ``q . k``, usually ``head_size ** -0.5``; at most 2**126 in magnitude.
+        scale: factor of ``q . k``, usually ``head_size ** -0.5``; at most 2**126 in magnitude. It
+            may be a float array ``[]`` that is not traced, which the host waits for.
         sliding_window: how many positions a query attends to, itself included; at least 1. None:
             all of them.
         soft_cap: c > 0 turns a logit into ``c * tanh(logit / c)``, before the softmax; at least
@@ -210,7 +212,7 @@ def paged_attention(
         trees verified in one call are SpecInfer's, arXiv:2305.09781; multi-head latent attention is
         DeepSeek-V2's, arXiv:2405.04434.
     """
-    given = dict(locals())
+    given = dict(locals()) | {"scale": number(scale)}
     arrays = _call.Arrays(op.OP)
     call = op.check(
         **arrays.read(

@@ -307,6 +307,15 @@ _WRITTEN = ("kv_cache", "value_cache", "k_scale_cache", "v_scale_cache", "out")
 _NUMBERS = ("ArrayImpl", "Tensor", "ndarray", "float", "float32", "float64", "int", "int64")
 
 
+def number(value: Any) -> Any:
+    """The number that an array of floats without dimensions holds, if it is known. Anything else as
+    it is, for the check: a value under ``jax.jit``, or one whose derivative somebody wants.
+    """
+    is_float = getattr(value, "shape", None) == () and "float" in str(getattr(value, "dtype", ""))
+    is_traced = type(value).__name__.endswith("Tracer") or getattr(value, "requires_grad", False)
+    return float(value) if is_float and not is_traced else value
+
+
 def on_host(array: Any) -> np.ndarray:
     """Copies an array of NumPy, JAX or PyTorch to the host, if it is not there; waits for it."""
     return np.asarray(array.cpu() if hasattr(array, "cpu") else array)

@@ -47,7 +47,7 @@ EXPECTED = {
     'print("as by hand:"': "as by hand: True",
     'print("as each alone:"': "as each alone: True",
     'print("same bits:"': "same bits: True",
-    'print("programs:"': "programs: 2 same bits: True",
+    'print("programs:"': "programs: 2 importance ratio: 1.00000",
     'print("found:"': "which sequence 'c' wrote in step 2",
     'print("still in use:"': "still in use: [0, 1, 3] free: [2]",
 }

@@ -37,13 +37,15 @@ def python_files(*folders: str) -> list[Path]:
 
 
 # The floors of the house: the folders that each folder may import.
+FRONTENDS = {"shared_ffi", "jax_frontend", "torch_frontend"}
 FLOORS = {
     "shared_ffi": set(),
     "jax_frontend": {"shared_ffi"},
     "torch_frontend": {"shared_ffi"},
-    "harness": {"shared_ffi"},
-    "examples": {"shared_ffi", "jax_frontend", "torch_frontend", "harness"},
-    "benchmarks": {"shared_ffi", "jax_frontend", "torch_frontend", "harness"},
+    "xla_paged_attention": FRONTENDS,
+    "harness": {"shared_ffi", "xla_paged_attention"},
+    "examples": FRONTENDS | {"xla_paged_attention", "harness"},
+    "benchmarks": FRONTENDS | {"xla_paged_attention", "harness"},
 }
 # torchax runs PyTorch's programs in JAX.
 IMPORTS_BOTH_FRONTENDS = ROOT / "torch_frontend/integrations/torchax.py"
@@ -65,7 +67,7 @@ def test_neither_modules_nor_rooms_import_in_a_circle() -> None:
     """A room is a folder with its modules. Its `__init__` and `__main__` are above it: they show
     what other rooms have."""
     modules = {"shared_ffi._native": ROOT / "shared_ffi/_native.pyi"}
-    for path in {*python_files("shared_ffi", "jax_frontend", "torch_frontend")} - {SMOKE_STEP}:
+    for path in {*python_files(*FRONTENDS, "xla_paged_attention")} - {SMOKE_STEP}:
         parts = path.relative_to(ROOT).with_suffix("").parts
         modules[".".join(parts).removesuffix(".__init__")] = path
 
@@ -132,13 +134,15 @@ INTEGRATIONS = sorted({x.stem for x in (ROOT / "torch_frontend/integrations").gl
 
 @pytest.mark.parametrize("name", INTEGRATIONS)
 def test_integrations_stand_alone(name: str) -> None:
-    """No other file imports an integration: without it, its library is not needed."""
+    """No other file imports an integration: without it, its library is not needed. The server is
+    vLLM's."""
     module = f"torch_frontend.integrations.{name}"
     folders = [folder for folder in FLOORS if folder != "examples"]
     own = [
         x for x in python_files("torch_frontend/integrations") if name in (x.stem, x.parent.name)
     ]
-    others = {*python_files(*folders)} - {*own}
+    servers = python_files("xla_paged_attention/server") if name == "vllm" else []
+    others = {*python_files(*folders)} - {*own, *servers}
     assert own and not [x for x in others if module in imported_modules(x)]
     for path in own:
         assert imported(path) & {*INTEGRATIONS} <= {name}  # varlen is a part of PyTorch

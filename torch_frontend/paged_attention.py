@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Literal, SupportsFloat, TypedDict, Unpack, overload
 
 import torch
 
 from shared_ffi import paged_attention as op
-from shared_ffi.spec import dtype_error, value_error
+from shared_ffi.spec import dtype_error, number, value_error
 from torch_frontend.operator.arguments import checked, scale_tensor, split_causal, takes_causal_seqs
 from torch_frontend.operator.define import define
 
@@ -61,7 +61,7 @@ def paged_attention(
     block_tables: torch.Tensor,
     query_start_loc: torch.Tensor,
     num_seqs: torch.Tensor,
-    scale: float,
+    scale: SupportsFloat,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     *,
@@ -79,7 +79,7 @@ def paged_attention(
     block_tables: torch.Tensor,
     query_start_loc: torch.Tensor,
     num_seqs: torch.Tensor,
-    scale: float,
+    scale: SupportsFloat,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     *,
@@ -95,7 +95,7 @@ def paged_attention(
     block_tables: torch.Tensor,
     query_start_loc: torch.Tensor,
     num_seqs: torch.Tensor,
-    scale: float | None = None,  # required: None is for a message that names what is missing
+    scale: SupportsFloat | None = None,  # required: None is for a message that names it
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     *,
@@ -138,7 +138,8 @@ def paged_attention(
         num_seqs: ``[]`` or ``[1]`` int32: how many sequences there are. On XLA devices use
             ``[1]``: torch_xla makes a 0 or 1 of shape ``[]`` a constant, and compiles a program for
             each of the two.
-        scale: factor of ``q . k``, usually ``head_size ** -0.5``.
+        scale: factor of ``q . k``, usually ``head_size ** -0.5``; outside of ``torch.compile`` it
+            may be a float tensor ``[]``, which the host waits for.
         sliding_window: how many positions a query attends to, itself included. None: all.
         soft_cap: c turns a logit into ``c * tanh(logit / c)``. None: off.
         value_cache: the V, if K and V are two tensors. Its head size may be smaller, and is then
@@ -172,6 +173,8 @@ def paged_attention(
         TypeError: a dtype or type is wrong.
         NotImplementedError: a tensor requires grad: the op has no derivative.
     """
+    if isinstance(scale, torch.Tensor) and not torch.compiler.is_compiling():
+        scale = number(scale)
     causal, causal_seqs = split_causal(causal)
     k_scale, v_scale = (scale_tensor(x, kv_cache) for x in (k_scale, v_scale))
     if not isinstance(return_lse, bool):

@@ -12,8 +12,9 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from examples import commands
+from xla_paged_attention.command import end_when_interrupted, needs
 
-with commands.needs("examples.generate", commands.DEMO):
+with needs("examples.generate", commands.DEMO):
     from harness.arrays import DTYPES
 
 BACKENDS = (
@@ -33,7 +34,7 @@ _MESH_HELP = (
 def main(arguments: list[str] | None = None) -> int:
     """The command. Its exit status is 1 if the backends do not agree, and 2 if it cannot begin."""
     options = _parser().parse_args(arguments)
-    with commands.needs("examples.generate", commands.DEMO):
+    with needs("examples.generate", commands.DEMO):
         from examples.generate.run import run  # noqa: PLC0415  (the help needs no framework)
     return run(options)
 
@@ -65,5 +66,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    commands.end_when_interrupted()
+    end_when_interrupted()
     sys.exit(main())

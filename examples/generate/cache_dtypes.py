@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
-from examples.generate.llama_torch import Llama, Rope, rotate
 from examples.generate.run import PROMPTS
-from harness.checkpoint import Checkpoint, load
 from shared_ffi.batch import Batch
+from xla_paged_attention.engine.checkpoint import Checkpoint, load
+from xla_paged_attention.engine.llama_torch import Llama, Rope, rotate
 
 INT4 = torch.uint8  # two numbers in an element
 SCALED = (torch.float8_e4m3fn, torch.int8, INT4)

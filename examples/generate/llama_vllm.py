@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from examples.generate.llama_torch import Llama, Rope, rotate
-from harness.checkpoint import Config
 from shared_ffi.batch import Batch
 from torch_frontend.integrations.vllm import XlaGpuAttentionImpl, XlaGpuMetadata
+from xla_paged_attention.engine.llama_torch import Llama, Rope, rotate
+from xla_paged_attention.engine.model import Config
 
 
 class VllmLlama(Llama):

@@ -10,10 +10,10 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from examples import page
-from examples.generate.engine import Generation, Sampling
 from examples.page import COLORS, Headline
-from harness.checkpoint import Scores
-from harness.scheduler import Limits
+from xla_paged_attention.engine.checkpoint import Scores
+from xla_paged_attention.engine.engine import Generation, Sampling
+from xla_paged_attention.engine.scheduler import Limits
 
 TOLERANCE = 0.5
 """What rounding to 16 bits may change of a token's log-probability. SmolLM2's largest is 0.25."""

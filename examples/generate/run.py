@@ -14,14 +14,17 @@ from rich.live import Live
 from rich.text import Text
 
 from examples import commands
-from examples.generate import engine, report, transformers_backend
-from examples.generate.engine import Answer, Sampling
+from examples.generate import report, transformers_backend
 from examples.generate.report import BackendResult, Result
-from examples.generate.runners import RUNNERS, JaxMeshRunner, ModelRunner
-from harness import checkpoint as checkpoints
+from examples.generate.runners import RUNNERS
 from harness import hlo
-from harness.checkpoint import Checkpoint, Scores
-from harness.scheduler import Limits
+from xla_paged_attention.engine import checkpoint as checkpoints
+from xla_paged_attention.engine import engine
+from xla_paged_attention.engine.checkpoint import Checkpoint, Scores
+from xla_paged_attention.engine.engine import Answer, Sampling
+from xla_paged_attention.engine.jax_runner import JaxMeshRunner
+from xla_paged_attention.engine.runner import ModelRunner
+from xla_paged_attention.engine.scheduler import Limits
 
 NAMES = [*RUNNERS, *transformers_backend.ATTENTION]
 ALL = [name for name in NAMES if not name.startswith("vllm")]  # vLLM is rarely installed

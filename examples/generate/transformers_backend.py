@@ -8,10 +8,10 @@ from typing import Any
 
 import transformers
 
-from examples.generate.engine import Answer, Generation, OnStep, Sampling, check_lengths
-from harness.checkpoint import Checkpoint
-from harness.scheduler import Limits
 from torch_frontend.integrations.transformers import NAME
+from xla_paged_attention.engine.checkpoint import Checkpoint
+from xla_paged_attention.engine.engine import Answer, Generation, OnStep, Sampling, check_lengths
+from xla_paged_attention.engine.scheduler import Limits
 
 ATTENTION = {"transformers": NAME, "transformers-sdpa": "sdpa"}
 """By the backend's name, the attention that transformers runs. ``sdpa`` is its own."""

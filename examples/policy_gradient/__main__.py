@@ -12,6 +12,7 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from examples import commands
+from xla_paged_attention.command import end_when_interrupted, needs
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,11 +25,11 @@ def main(arguments: list[str] | None = None) -> int:
     add("--iterations", type=int, default=1, help="how often it does so (default 1)")
     add("--learning-rate", type=float, default=1e-4, help="of the step (default 1e-4)")
     options = parser.parse_args(arguments)
-    with commands.needs("examples.policy_gradient", commands.DEMO):
+    with needs("examples.policy_gradient", commands.DEMO):
         from examples.policy_gradient.run import run  # noqa: PLC0415  (the help needs no framework)
     return run(options)
 
 
 if __name__ == "__main__":
-    commands.end_when_interrupted()
+    end_when_interrupted()
     sys.exit(main())

@@ -17,12 +17,13 @@ import torch
 
 import jax_frontend
 import torch_frontend
-from examples.generate import llama_jax, llama_torch
-from examples.generate.runners import JaxRunner, TorchRunner
 from harness.arrays import to_numpy
-from harness.checkpoint import Checkpoint
-from harness.scheduler import Limits
 from shared_ffi.batch import Batch
+from xla_paged_attention.engine import llama_jax, llama_torch
+from xla_paged_attention.engine.checkpoint import Checkpoint
+from xla_paged_attention.engine.jax_runner import JaxRunner
+from xla_paged_attention.engine.scheduler import Limits
+from xla_paged_attention.engine.torch_runner import TorchRunner
 
 Record = list[tuple[np.ndarray, ...]]
 
@@ -52,7 +53,7 @@ class JaxPolicy(JaxRunner):
 
     def step(self, batch: Batch) -> np.ndarray:
         """As in ModelRunner."""
-        logits, self._caches, records = self._sample(self.params, self._caches, batch)
+        logits, self.caches, records = self._sample(self.params, self.caches, batch)
         self.records.append((batch, jax.tree.map(np.asarray, records)))
         return np.asarray(logits)
 
@@ -114,7 +115,7 @@ class TorchPolicy(TorchRunner):
         self.windows = checkpoint.config.sliding_windows
         self.records: list[tuple[Batch, Record]] = []
         self._layers: list[Any] = []
-        self._attentions: list[Any] = [layer.self_attn for layer in self._model.layers]
+        self._attentions: list[Any] = [layer.self_attn for layer in self.model.layers]
 
     def _attend_and_record(
         self, module: Any, query: Any, key: Any, value: Any, rope: Any, cache: Any, batch: Batch
@@ -170,8 +171,8 @@ class TorchPolicy(TorchRunner):
 
         for module in self._attentions:
             module.attend = partial(attend, module.window)
-        caches: Sequence[Any] = [None] * len(self._model.layers)
-        return self._model.logits(self._model.hidden(caches, self._place(batch)))
+        caches: Sequence[Any] = [None] * len(self.model.layers)
+        return self.model.logits(self.model.hidden(caches, self.place(batch)))
 
     @torch.no_grad()
     def score(self, batch: Batch, own: bool) -> tuple[np.ndarray, Record]:
@@ -182,14 +183,14 @@ class TorchPolicy(TorchRunner):
         self, rate: float, batch: Batch, rows: Any, targets: Any, sampled: Any, advantages: Any
     ) -> float:
         """Takes a step. Returns the loss before it."""
-        self._model.requires_grad_()
+        self.model.requires_grad_()
         logprobs = self.logits(batch, own=False)[rows].log_softmax(-1)
         chosen = logprobs[torch.arange(len(rows)), torch.as_tensor(targets)]
         ratios = (chosen - torch.as_tensor(sampled)).exp()
         loss = -(ratios * torch.as_tensor(advantages)).mean()
         loss.backward()
         with torch.no_grad():
-            for parameter in self._model.parameters():
+            for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.sub_(parameter.grad, alpha=rate)
                 parameter.grad = None

@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from examples.generate.engine import Sampling, generate
 from examples.policy_gradient.policies import JaxPolicy, Record, TorchPolicy
-from harness import checkpoint
-from harness.scheduler import Limits
 from shared_ffi.batch import Batch
+from xla_paged_attention.engine import Limits, Sampling, checkpoint, generate, pack
 
 PROMPTS = (
     "Write one sentence about the sea.",
@@ -41,7 +39,7 @@ def _run(policy: Any, prompts: list[list[int]], options: argparse.Namespace) -> 
     sampling = Sampling(options.max_new_tokens, temperature=1.0)
     answers = generate(policy, prompts, sampling, LIMITS, frozenset()).answers
     sequences = [[*p, *a.tokens[:-1]] for p, a in zip(prompts, answers, strict=True)]
-    batch = _packed(sequences)
+    batch = pack(sequences)
     sampled = _in_order(policy.records, sequences)
     bounds = batch.query_start_loc.tolist()
     rows = np.concatenate([
@@ -78,21 +76,6 @@ def _run(policy: Any, prompts: list[list[int]], options: argparse.Namespace) -> 
         loss = policy.train(options.learning_rate, *given)
         print(f"  {step}: loss {loss:.3e}, {time.perf_counter() - start:.1f} s")
     return is_equal
-
-
-def _packed(sequences: list[list[int]]) -> Batch:
-    """The sequences one after the other. There is no cache: its arrays are empty."""
-    lens = np.array([len(x) for x in sequences], np.int32)
-    none = np.zeros(0, np.int32)
-    return Batch(
-        tokens=np.concatenate(sequences).astype(np.int32),
-        positions=np.concatenate([np.arange(n) for n in lens]).astype(np.int32),
-        slot_mapping=none,
-        context_lens=lens,
-        block_tables=none,
-        query_start_loc=np.cumsum([0, *lens]).astype(np.int32),
-        num_seqs=np.array([len(lens)], np.int32),
-    )
 
 
 def _in_order(records: list[tuple[Batch, Record]], sequences: list[list[int]]) -> Record:

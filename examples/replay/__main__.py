@@ -12,8 +12,9 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from examples import commands
+from xla_paged_attention.command import end_when_interrupted, needs
 
-with commands.needs("examples.replay", commands.DEMO):
+with needs("examples.replay", commands.DEMO):
     from harness.workload import MODELS
 
     # isort: split
@@ -36,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command. Its exit status is 1 if the backends do not agree, and 2 if it cannot begin."""
     options = _parser().parse_args(arguments)
     options.backends = GROUPS.get(options.backend, [options.backend])
-    with commands.needs("examples.replay", commands.DEMO):
+    with needs("examples.replay", commands.DEMO):
         from examples.replay.run import run  # noqa: PLC0415  (the help needs no framework)
     return run(options)
 
@@ -66,5 +67,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    commands.end_when_interrupted()
+    end_when_interrupted()
     sys.exit(main())

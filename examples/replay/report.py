@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from examples import page
 from examples.page import COLORS, Headline
-from harness.scheduler import Limits
+from xla_paged_attention.engine.scheduler import Limits
 
 
 @dataclass

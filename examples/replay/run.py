@@ -19,8 +19,8 @@ from examples.replay.steps import RUNNERS, LayerRunner, Operands, TokenValues
 from harness import hlo, reference
 from harness.arrays import DTYPES
 from harness.compare import max_error
-from harness.scheduler import Arrival, Limits, Scheduler
 from harness.workload import MODELS, Model, generate_trace, read_trace
+from xla_paged_attention.engine.scheduler import Arrival, Limits, Scheduler
 
 SAMPLED_ROWS = 4  # of each sequence, on a sampled step
 _MOST_REQUESTS = 20_000

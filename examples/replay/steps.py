@@ -19,8 +19,8 @@ import jax_frontend
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
 from harness import hlo
 from harness.arrays import DTYPES, to_numpy, to_torch
-from harness.scheduler import Step
 from harness.workload import Model
+from xla_paged_attention.engine.scheduler import Step
 
 
 class Operands(NamedTuple):

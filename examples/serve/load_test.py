@@ -12,11 +12,11 @@ from typing import NamedTuple
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
-from examples import commands
-from examples.serve import attention
-from examples.serve.__main__ import NAME
+from xla_paged_attention.command import end_when_interrupted, needs
+from xla_paged_attention.server import attention
+from xla_paged_attention.server.serve import NAME
 
-with commands.needs("examples.serve.load_test", "'xla-paged-attention[serve]'"):
+with needs("examples.serve.load_test", "'xla-paged-attention[serve]'"):
     from openai import APIConnectionError, AsyncOpenAI
     from rich.console import Console
     from rich.table import Table
@@ -135,9 +135,9 @@ def main(arguments: list[str] | None = None) -> int:
         names = attention.ask(f"{server.scheme}://{server.netloc}")
         report = asyncio.run(measure(options.url, prompts, options.max_tokens))
     except HTTPError as error:
-        sys.exit(f"{error.url}: {error}; start the server with 'python -m examples.serve'")
+        sys.exit(f"{error.url}: {error}; start the server with 'xla-paged-attention serve'")
     except (URLError, APIConnectionError):
-        sys.exit(f"no server answers at {options.url}: start it with 'python -m examples.serve'")
+        sys.exit(f"no server answers at {options.url}: start it with 'xla-paged-attention serve'")
     firsts = sorted(x.first for x in report.together if x is not None)
     tokens = sum(x.num_chunks for x in report.together if x is not None)
     figures = {
@@ -166,5 +166,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    commands.end_when_interrupted()
+    end_when_interrupted()
     sys.exit(main())

@@ -147,9 +147,9 @@ def _print(report: dict[str, Any]) -> None:
     print("\nBackends", *lines([Outcome(**x) for x in report["backends"]]), sep="\n")
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m shared_ffi") -> int:
     """Runs the command. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m shared_ffi", description=__doc__)
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     names = [backend.name for backend in BACKENDS]
     parser.add_argument(
@@ -162,19 +162,19 @@ def main() -> int:
     parser.add_argument(
         "--timeout", type=float, default=180, help="seconds for each backend (default: %(default)g)"
     )
-    arguments = parser.parse_args()
-    chosen = [backend for backend in BACKENDS if backend.name in (arguments.backend or names)]
+    options = parser.parse_args(arguments)
+    chosen = [backend for backend in BACKENDS if backend.name in (options.backend or names)]
     try:
         signal.signal(signal.SIGINT, backends.end_all)
-        report = diagnose(chosen, arguments.timeout)
+        report = diagnose(chosen, options.timeout)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT  # as a shell has it
-    if arguments.json:
+    if options.json:
         json.dump(report, sys.stdout, indent=2)
         print()
     else:
         _print(report)
     statuses = {outcome["status"] for outcome in report["backends"]}
-    if arguments.backend:
+    if options.backend:
         return 0 if statuses == {WORKS} else 1
     return 0 if WORKS in statuses and FAILS not in statuses else 1

@@ -328,7 +328,27 @@ def test_arguments_that_are_constants_of_a_program() -> None:
         rule = f"paged_attention: {name} must have type {kind}; got DynamicJaxprTracer. "
         assert str(raised.value) == rule + cure.format(name)
         with pytest.raises(TypeError, match=rf"got ArrayImpl. Pass {kind}\({name}\)$"):
-            call(**{name: jnp.asarray(value)})
+            call(**{name: jnp.asarray([value])})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scale_may_be_an_array_without_dimensions(dtype: str) -> None:
+    operands, attributes = split(attention())
+    of_numbers = attributes | {"scale": 0.125}
+    in_jax = partial(jax_frontend.paged_attention, *map(jnp.asarray, operands), **attributes)
+    expected = jax_frontend.paged_attention(*map(jnp.asarray, operands), **of_numbers)
+    for scale in (jnp.array(0.125, dtype), np.array(0.125, dtype)):
+        assert (in_jax(scale=scale) == expected).all()
+    with pytest.raises(TypeError, match=r"scale must have type float; got ArrayImpl"):
+        in_jax(scale=jnp.array(1))
+
+    tensors = [backends.to_torch(x) for x in operands]
+    in_torch = partial(torch_frontend.paged_attention, *tensors, **attributes)
+    scale = torch.tensor(0.125, dtype=getattr(torch, dtype))
+    assert torch.equal(in_torch(scale=scale), in_torch(scale=0.125))
+    for wrong in (scale[None], scale.int(), scale.clone().requires_grad_()):
+        with pytest.raises(TypeError, match=r"scale must have type float; got Tensor"):
+            in_torch(scale=wrong)
 
 
 @pytest.mark.parametrize("op", SOUND)

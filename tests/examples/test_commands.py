@@ -26,7 +26,7 @@ def python(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("name", ["generate", "replay", "serve"])
+@pytest.mark.parametrize("name", ["generate", "replay"])
 def test_the_help_needs_no_library(name: str) -> None:
     script = f"import sys; sys.modules |= dict.fromkeys({FRAMEWORKS}); "
     script += f"from examples.{name}.__main__ import main; main(['--help'])"
@@ -63,8 +63,8 @@ def test_an_interrupt_ends_a_command_at_once(
     work: str, number: signal.Signals, tmp_path: Path
 ) -> None:
     end = f"lambda: open({str(tmp_path / 'ended')!r}, 'w')"
-    script = "import hashlib, time; from examples import commands; "
-    script += f"commands.end_when_interrupted({end}); print('begins', flush=True); {work}"
+    script = "import hashlib, time; from xla_paged_attention.command import end_when_interrupted; "
+    script += f"end_when_interrupted({end}); print('begins', flush=True); {work}"
     command = [sys.executable, "-c", script]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

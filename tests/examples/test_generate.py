@@ -24,14 +24,16 @@ transformers = pytest.importorskip(
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
 from examples import page  # noqa: E402
-from examples.generate import cache_dtypes, engine, transformers_backend  # noqa: E402
+from examples.generate import cache_dtypes, transformers_backend  # noqa: E402
 from examples.generate.__main__ import main  # noqa: E402
-from examples.generate.engine import Answer, Sampling, choose  # noqa: E402
-from examples.generate.runners import RUNNERS, JaxMeshRunner, JaxRunner  # noqa: E402
-from harness import checkpoint, hlo  # noqa: E402
-from harness.checkpoint import Checkpoint  # noqa: E402
-from harness.scheduler import Limits  # noqa: E402
+from examples.generate.runners import RUNNERS  # noqa: E402
+from harness import hlo  # noqa: E402
 from tests.support import scripts  # noqa: E402
+from xla_paged_attention.engine import checkpoint, engine  # noqa: E402
+from xla_paged_attention.engine.checkpoint import Checkpoint  # noqa: E402
+from xla_paged_attention.engine.engine import Answer, Sampling, choose  # noqa: E402
+from xla_paged_attention.engine.jax_runner import JaxMeshRunner, JaxRunner  # noqa: E402
+from xla_paged_attention.engine.scheduler import Limits  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "vocab_size": 67,
@@ -253,7 +255,7 @@ def new_weights(runner: Any, how: str) -> None:
     """Makes the weights of a runner's layers 1.2 times as large."""
     if how == "in place":
         with torch.no_grad():
-            for weight in runner._model.layers.parameters():
+            for weight in runner.model.layers.parameters():
                 weight.mul_(1.2)
         return
     changed = {name: x * 1.2 for name, x in runner.params.items() if "layers" in name}
@@ -335,13 +337,13 @@ def test_sampling_depends_on_the_seed_and_not_on_the_batch(
 def test_jax_updates_donated_caches_without_a_copy(model: Checkpoint) -> None:
     backend = JaxRunner(model, LIMITS)
     batch = engine.empty_step(backend, LIMITS, LIMITS.max_seqs)
-    compiled = backend._forward.lower(backend.params, backend._caches, batch).compile()
+    compiled = backend._forward.lower(backend.params, backend.caches, batch).compile()
     text = compiled.as_text()
     assert text.count('custom_call_target="xla_gpu_kv_cache_update"') == 3
     assert not re.findall(r"f32\[64,4,4,16\]\S* copy", text)
-    before = [cache.unsafe_buffer_pointer() for cache in backend._caches]
+    before = [cache.unsafe_buffer_pointer() for cache in backend.caches]
     backend.step(batch)
-    assert [cache.unsafe_buffer_pointer() for cache in backend._caches] == before
+    assert [cache.unsafe_buffer_pointer() for cache in backend.caches] == before
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch", "torch_xla"])
@@ -526,11 +528,11 @@ def test_wrong_commands_say_what_is_wrong(
         assert command(at, *options) == 2
         return capsys.readouterr().out
 
-    assert "--mesh 2 2 must use all devices; JAX has 8" in error("--mesh", "2", "2")
+    assert "a mesh of 2 x 2 devices must use all of them; JAX has 8" in error("--mesh", "2", "2")
     assert "share the model's 2 kv heads evenly; got 8" in error("--mesh", "1", "8")
     assert "--backend jax alone; got torch" in error("--mesh", "4", "2", "--backend", "torch")
     assert "ADDRESS COUNT NUMBER, or have no values; got here" in error("--distributed", "here")
-    assert "raise --max-len" in error("--prompt", "w5 " * 60)
+    assert "raise max_blocks_per_seq" in error("--prompt", "w5 " * 60)
     assert "prompt 0 is empty" in error("--prompt", "")
     assert "temperature must be" in error("--temperature", "-1")
     assert "holds neither config.json nor a GGUF file" in error(at=tmp_path)

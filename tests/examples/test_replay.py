@@ -13,10 +13,10 @@ import pytest
 
 from examples.replay.__main__ import main
 from examples.replay.steps import TokenValues
-from harness.scheduler import Arrival, Limits, Scheduler
 from harness.workload import MODELS, generate_trace, read_trace
 from shared_ffi.check_batch import BatchHistory, check_batch
 from tests.support import scripts
+from xla_paged_attention.engine.scheduler import Arrival, Limits, Scheduler
 
 SMALL = Limits(block_size=4, num_blocks=24, max_seqs=5, max_blocks_per_seq=16, token_budget=20)
 

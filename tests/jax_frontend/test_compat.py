@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +19,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_frontend
+from harness import reference
 from harness.arrays import CACHE_DTYPES, DTYPES
 from harness.compare import assert_close_on_cpu, assert_same_bits
 from jax_frontend.compat import (
@@ -29,6 +33,7 @@ from jax_frontend.compat import (
 from tests.support.backends import JAX_ERRORS
 from tests.support.tpu_calls import KV_LENS, MAX_SEQS, PAGE_SIZE, inputs, oracle
 
+ROOT = Path(__file__).parents[2]
 F32, I32 = np.float32, np.int32
 
 
@@ -760,3 +765,44 @@ def test_integers_that_jax_would_truncate(function: Any, op: str) -> None:
         rule = f"{name} must hold integers that fit int32, as jax_enable_x64 is off; got {2**40}"
         with pytest.raises(ValueError, match=f"^{op}: {rule}$"):
             function(**arrays)
+
+
+class Named(NamedTuple):
+    """An array whose dimensions have names, as Levanter's functions take them."""
+
+    array: jax.Array
+    axes: tuple[str, ...]
+
+
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+def test_the_function_for_levanter(soft_cap: float | None) -> None:
+    """That of the page, called as Levanter calls its own: compiled, the scale traced, the sequences
+    and pages that are not there named by a large number."""
+    page = (ROOT / "docs/jax-serving.md").read_text()
+    (recipe,) = re.findall(r"^    def ragged_paged_attention\(\n(?:(?:    .*)?\n)+", page, re.M)
+    names: dict[str, Any] = {"jnp": jnp, "hax": SimpleNamespace(named=Named)}
+    exec(textwrap.dedent(recipe), names)
+
+    rng, none = np.random.default_rng(0), 2_000_000
+    query = rng.standard_normal((12, 2, 3, 16)).astype(np.float32)
+    pages = rng.standard_normal((9, 4, 2 * 2, 16)).astype(np.float32)
+    lens = np.array([10, 7, none], np.int32)
+    tables = np.array([[5, 2, 8], [7, 1, none], [none] * 3], np.int32)
+    starts = np.array([0, 1, 8, 8], np.int32)
+
+    @jax.jit
+    def attend(scale: jax.Array, *arrays: jax.Array) -> jax.Array:
+        q = Named(arrays[0], ("position", "kv_head", "q_heads_per_group", "head_size"))
+        others = [Named(x, ()) for x in arrays[1:]]
+        result: Named = names["ragged_paged_attention"](
+            q, *others, jnp.array(2), sm_scale=scale, soft_cap=soft_cap
+        )
+        assert result.axes == q.axes
+        return result.array
+
+    result = attend(jnp.array(0.25), *map(jnp.asarray, (query, pages, lens, tables, starts)))
+    rows = query.reshape(12, 6, 16)
+    expected = reference.paged_attention(
+        rows, pages, lens, tables, starts, 2, scale=0.25, soft_cap=soft_cap
+    )
+    np.testing.assert_allclose(np.asarray(result)[:8].reshape(8, 6, 16), expected[:8], atol=1e-5)

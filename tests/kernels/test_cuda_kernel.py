@@ -178,7 +178,7 @@ def skip_without_code(gpu: Gpu, capability: int) -> None:
         pytest.skip("this build has no code for such a GPU")
 
 
-@pytest.mark.parametrize("capability", [80, 89, 90, 100, 103, 120])
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 103, 120, 121])
 def test_the_gpu_decides_which_kernels_run(capability: int, gpu: Gpu, launches: Any) -> None:
     skip_without_code(gpu, capability)
     case = Case(id="mixed", sequences=((1, 900), (100, 300)), dtype="bfloat16", head_size=64)

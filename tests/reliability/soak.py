@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from harness.scheduler import Arrival, Limits, Scheduler
 from harness.workload import MODELS, generate_trace, read_trace
+from xla_paged_attention.engine.scheduler import Arrival, Limits, Scheduler
 
 MODULE = "tests.reliability.soak"
 ROOT = Path(__file__).parents[2]

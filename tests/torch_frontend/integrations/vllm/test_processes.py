@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -25,10 +26,11 @@ from vllm.model_executor.layers.attention.chunked_local_attention import (
     create_chunked_local_attention_backend,
 )
 
-from examples.serve import attention, load_test
+from examples.serve import load_test
 from shared_ffi import _native
 from tests.support.model_families import model_of
 from torch_frontend.integrations import vllm as integration
+from xla_paged_attention.server import PROG, attention
 
 ENVIRONMENT = os.environ | {
     "HF_HUB_OFFLINE": "1",
@@ -123,8 +125,8 @@ def started(folder: Path, *options: str) -> Iterator[Server]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "examples.serve", "--port", str(port), "--dtype", "float32"]
-    command += ["--folder", str(folder / "model"), "--", "--enforce-eager", *options]
+    command = [sys.executable, "-m", "xla_paged_attention", "serve", "--port", str(port)]
+    command += ["--dtype", "float32", "--folder", str(folder / "model"), *options]
     environment = ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "INFO"}
     log = folder / "log"
     with log.open("w") as output:
@@ -140,7 +142,7 @@ def started(folder: Path, *options: str) -> Iterator[Server]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that is ready."""
     with started(tmp_path_factory.mktemp("server")) as server:
-        while not any(" is ready, " in line for line in server.lines()):
+        while not any(" is ready after " in line for line in server.lines()):
             assert server.process.poll() is None, server.lines()[-50:]
             time.sleep(1)
         yield server
@@ -151,8 +153,9 @@ def test_the_server_uses_our_attention(server: Server) -> None:
     name = f"xla-paged-attention {version}, {isa}"
     assert attention.ask(server.url) == [name]
     assert sum(line.endswith(f"] attention: {name}") for line in server.lines()) == 1
-    (ready,) = [line for line in server.lines() if " is ready, " in line]
-    assert ready == f"examples.serve: {server.url}/v1 is ready, attention: {name}"
+    (ready,) = [line for line in server.lines() if " is ready after " in line]
+    begin, end = re.split(r"\d+", ready.removeprefix(f"{PROG}: {server.url}"), maxsplit=1)
+    assert (begin, end) == ("/v1 is ready after ", f" s, attention: {name}")
 
 
 def test_the_server_warns_of_no_conversion(server: Server) -> None:
@@ -218,7 +221,7 @@ def test_another_attention_ends_the_server(tmp_path: Path) -> None:
     with started(tmp_path, "--attention-backend", "CPU_ATTN") as server:
         assert server.process.wait(timeout=500) == 1
     assert server.lines()[-1] == (
-        "examples.serve: the attention backend must be CUSTOM of xla-paged-attention; vLLM uses "
+        f"{PROG}: the attention backend must be CUSTOM of xla-paged-attention; vLLM uses "
         "CPU_ATTN. Its log above says why"
     )
 
@@ -229,22 +232,22 @@ def test_another_attention_ends_the_server(tmp_path: Path) -> None:
         (
             "sys.modules['torch_frontend.integrations.vllm'] = None",
             {},
-            "examples.serve: the attention backend must load; import of torch_frontend.integr",
+            "the attention backend must load; import of torch_frontend.integrations.vllm halted",
         ),
         (
             "",
             {"VLLM_PLUGINS": "other"},
-            "examples.serve: vLLM must load the plugin xla_paged_attention; it does not. Install",
+            "vLLM must load the plugin xla_paged_attention; it does not. Install",
         ),
         (
             "sys.modules['vllm'] = None",
             {},
-            "examples.serve: vLLM is not installed: pip install 'xla-paged-attention[serve]'",
+            "vLLM is not installed: pip install 'xla-paged-attention[serve]'",
         ),
         (
             "sys.path.insert(0, '{folder}')",
             {},
-            "examples.serve: torchvision must fit PyTorch; it does not load (operator does not "
+            "torchvision must fit PyTorch; it does not load (operator does not "
             "exist). Models of text do without: pip uninstall torchvision torchaudio torchcodec",
         ),
     ],
@@ -254,8 +257,8 @@ def test_a_backend_that_is_broken_is_named(
     break_it: str, environment: dict[str, str], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator does not exist')")
-    script = f"import sys; {break_it.format(folder=tmp_path)}\nfrom examples.serve import prepare\n"
-    script += f"prepare.main('float32', {str(tmp_path)!r})"
+    script = f"import sys; {break_it.format(folder=tmp_path)}\n"
+    script += f"from xla_paged_attention.server import prepare; prepare.main('float32', {str(tmp_path)!r})"
     result = subprocess.run(
         [sys.executable, "-c", script],
         env=ENVIRONMENT | environment,
@@ -263,7 +266,9 @@ def test_a_backend_that_is_broken_is_named(
         text=True,
     )
     assert result.returncode == 1 and result.stdout == ""
-    assert any(line.startswith(message) for line in result.stderr.splitlines()), result.stderr
+    assert any(line.startswith(f"{PROG}: {message}") for line in result.stderr.splitlines()), (
+        result.stderr
+    )
 
 
 def test_without_a_server() -> None:

@@ -34,12 +34,12 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 
 from examples.serve.load_test import PROMPTS
 from harness import reference
-from harness.checkpoint import load, unpacked
 from shared_ffi import kv_cache_update, paged_attention
 from tests.support.calls import observed_calls
 from tests.support.model_families import FAMILIES, SIZES, WINDOW, model_of, with_random_weights
 from torch_frontend.integrations import vllm as integration
 from torch_frontend.integrations.vllm import names
+from xla_paged_attention.engine.checkpoint import load, unpacked
 
 OURS = "CUSTOM"
 PROMPT_LENGTHS = (1, 12, 13, 14, 40, 100)

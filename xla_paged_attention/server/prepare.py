@@ -10,7 +10,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from examples import commands
+from xla_paged_attention.command import end_when_interrupted, needs
+from xla_paged_attention.server import PROG
 
 
 def main(dtype: str, folder: str, model: str | None = None) -> None:
@@ -21,33 +22,34 @@ def main(dtype: str, folder: str, model: str | None = None) -> None:
         folder: where the packaged model is unpacked.
         model: the folder of another model.
     """
+    os.environ.setdefault("TQDM_DISABLE", "1")  # what it prints goes to the server's terminal
     _check_backend()
     if model is None:
-        with commands.needs("examples.serve", "'xla-paged-attention[serve]'"):
-            from harness import checkpoint  # noqa: PLC0415  (after the checks)
+        with needs(PROG, "'xla-paged-attention[serve]'"):
+            from xla_paged_attention.engine import checkpoint  # noqa: PLC0415  (after the checks)
         try:
             model = str(checkpoint.unpacked(Path(folder), dtype))
         except ValueError as error:
-            sys.exit(f"examples.serve: {error}")
+            sys.exit(f"{PROG}: {error}")
     print(model, flush=True)
 
 
 def _check_backend() -> None:
     """Loads what vLLM will load: where that fails, vLLM goes on with another attention."""
     if find_spec("vllm") is None:
-        sys.exit("examples.serve: vLLM is not installed: pip install 'xla-paged-attention[serve]'")
+        sys.exit(f"{PROG}: vLLM is not installed: pip install 'xla-paged-attention[serve]'")
     if find_spec("torchvision") is not None:
         try:
             importlib.import_module("torchvision")
         except Exception as error:  # an OSError or RuntimeError of its library
             sys.exit(
-                f"examples.serve: torchvision must fit PyTorch; it does not load ({error}). Models "
+                f"{PROG}: torchvision must fit PyTorch; it does not load ({error}). Models "
                 "of text do without: pip uninstall torchvision torchaudio torchcodec"
             )
     try:
         from torch_frontend.integrations import vllm as ours  # noqa: PLC0415
     except Exception as error:
-        sys.exit(f"examples.serve: the attention backend must load; {error}")
+        sys.exit(f"{PROG}: the attention backend must load; {error}")
     from vllm.plugins import load_general_plugins  # noqa: PLC0415
     from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: PLC0415
 
@@ -57,13 +59,13 @@ def _check_backend() -> None:
         if AttentionBackendEnum.CUSTOM.get_path() == f"{backend.__module__}.{backend.__qualname__}":
             return
     sys.exit(
-        "examples.serve: vLLM must load the plugin xla_paged_attention; it does not. Install this "
+        f"{PROG}: vLLM must load the plugin xla_paged_attention; it does not. Install this "
         "package, and leave VLLM_PLUGINS unset or name the plugin there; got "
         f"{os.environ.get('VLLM_PLUGINS', 'no VLLM_PLUGINS')}"
     )
 
 
 if __name__ == "__main__":
-    commands.end_when_interrupted()
+    end_when_interrupted()
     main(*sys.argv[1:])
     os._exit(0)  # the libraries that vLLM loads have complaints at a regular end

@@ -30,14 +30,28 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Limits:
-    """The static sizes of a step, and of the pool it works on."""
+    """The static sizes of a step, and of the pool it works on.
+
+    Args:
+        block_size: tokens of a block.
+        num_blocks: blocks of the pool.
+        max_seqs: requests that run at once.
+        max_blocks_per_seq: blocks of a request at most.
+        token_budget: tokens of a step at most, at least ``max_seqs``.
+        reserve: whether a request gets the blocks of all its tokens when it is admitted. Then
+            nobody is preempted, and fewer run.
+
+    Raises:
+        ValueError: a size is less than 1, or they contradict each other.
+        TypeError: a size is no int.
+    """
 
     block_size: int = 16
     num_blocks: int = 512
     max_seqs: int = 16
     max_blocks_per_seq: int = 128
     token_budget: int = 256
-    reserve: bool = False  # a request gets the blocks of all its tokens when it is admitted
+    reserve: bool = False
 
     def __post_init__(self) -> None:
         sizes = {name: value for name, value in vars(self).items() if name != "reserve"}
@@ -136,7 +150,21 @@ class Step:
 
 
 class Scheduler:
-    """Admits arrivals, forms steps, and keeps the pool's books."""
+    """Admits arrivals, forms steps, and keeps the pool's books.
+
+    Args:
+        arrivals: requests that come later, in the order of time; ``add`` is for one that is there.
+            One that is too long for a sequence is cut.
+        limits: sizes of a step and of the pool.
+
+    Attributes:
+        waiting: requests that have arrived and have no blocks, the next one first.
+        running: requests that have blocks.
+        preemptions: how often a request gave its blocks to an older one.
+        finished: requests that have ended.
+        generated_tokens: of all requests.
+        truncated: requests that were cut.
+    """
 
     def __init__(self, arrivals: Iterable[Arrival], limits: Limits) -> None:
         self.limits = limits

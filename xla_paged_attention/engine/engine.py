@@ -10,18 +10,30 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from examples.generate.runners import ModelRunner
-from harness.scheduler import Arrival, Limits, Scheduler, Step
 from shared_ffi.batch import Batch, check_sizes
+from xla_paged_attention.engine.runner import ModelRunner
+from xla_paged_attention.engine.scheduler import Arrival, Limits, Scheduler, Step
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose tokens, and how many."""
+    """How to choose tokens, and how many.
+
+    Args:
+        max_new_tokens: tokens of the answer at most, from 1 on.
+        temperature: logits are divided by it; 0: always the most probable token.
+        top_p: sample from the fewest tokens whose probabilities add up to this, above 0 to 1.
+        seed: of the random numbers, not negative. A token depends on it, on the number of its
+            request and on its position, and on no other request.
+
+    Raises:
+        ValueError: a number is out of its range.
+        TypeError: ``max_new_tokens`` is no int.
+    """
 
     max_new_tokens: int = 64
-    temperature: float = 0.0  # 0: greedy
-    top_p: float = 1.0  # sample from the fewest tokens whose probabilities add up to this
+    temperature: float = 0.0
+    top_p: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -41,12 +53,17 @@ class Sampling:
 
 @dataclass
 class Answer:
-    """What has been generated for a prompt."""
+    """What has been generated for a prompt.
+
+    Attributes:
+        tokens: so far; a stop token is the last one.
+        logprobs: of each token, at temperature 1, by the weights that chose it; empty: not known.
+        seconds: when each token came, since the engine was made.
+    """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """Of each token, at temperature 1, by the weights that chose it; empty: not known."""
-    seconds: list[float] = field(default_factory=list)  # when each token came, since the start
+    seconds: list[float] = field(default_factory=list)
 
     def add(self, token: int, second: float) -> None:
         """Appends a token."""
@@ -56,7 +73,13 @@ class Answer:
 
 @dataclass
 class Generation:
-    """The answers of a backend, in the order of the prompts, and what they took."""
+    """The answers in the order of the prompts, and what they took.
+
+    Attributes:
+        answers: one for each prompt.
+        seconds: from the first step to the last.
+        preemptions: how often a request gave its blocks to an older one.
+    """
 
     answers: list[Answer]
     seconds: float
@@ -89,7 +112,7 @@ def _check_length(i: int, prompt: Sequence[int], sampling: Sampling, limits: Lim
     if total > limits.max_tokens_per_seq:
         raise ValueError(
             f"prompt {i} has {len(prompt)} tokens, and {sampling.max_new_tokens} new ones make "
-            f"{total}; a sequence holds {limits.max_tokens_per_seq}: raise --max-len"
+            f"{total}; a sequence holds {limits.max_tokens_per_seq}: raise max_blocks_per_seq"
         )
 
 
@@ -120,6 +143,8 @@ def generate(
 ) -> Generation:
     """Answers all prompts. As many as fit run at once; the others wait.
 
+    After ``warm_up`` no program is compiled.
+
     Args:
         runner: runs the model.
         prompts: token ids.
@@ -129,7 +154,7 @@ def generate(
         on_step: called after each step with the answers as they stand.
 
     Raises:
-        ValueError: a prompt is empty or too long.
+        ValueError: a prompt is empty or too long, or the model gave logits that are no numbers.
     """
     engine = Engine(runner, limits, stop_tokens)
     answers = [engine.add(prompt, sampling) for prompt in prompts]
