@@ -104,16 +104,21 @@ def assert_close(gradients: dict[str, np.ndarray], case: VarlenCase, expected: A
         assert error <= TOLERANCES[case.dtype] * largest, (name, error, largest)
 
 
+CUDA_CASES = [
+    replace(case, arrays=tuple(x for x in case.arrays if x != "prefix_seqs"))
+    for case in CASES
+    if case.arrays != ("prefix_seqs",)
+]
 OF_16_BITS = [
     replace(case, id=f"{case.id}-of-16-bits", dtype="bfloat16")
-    for case in CASES
+    for case in CUDA_CASES
     if case.dtype == "float32" and "float32" not in case.id
 ]
 """Features that have a case in float32 alone: tensor cores have kernels of their own."""
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("case", [*CASES, *OF_16_BITS], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*CUDA_CASES, *OF_16_BITS], ids=lambda case: case.id)
 def test_varlen_attention_backward(case: VarlenCase, gpu: Gpu) -> None:
     """The gradients are those of float64, and have the same bits with any number of thread blocks:
     1, 3, 7 and all."""
@@ -195,6 +200,16 @@ def test_varlen_attention_has_the_bits_of_paged_attention(
     )
     for seed in (0, 1):
         assert_same_bits(attend(gpu, arguments, seed), expected)
+
+
+def test_varlen_attention_refuses_prefixes(gpu: Gpu) -> None:
+    arguments, dout = replace(SMALL, arrays=("prefix_seqs",))(), SMALL.weights()
+    message = "prefix_seqs is not implemented on CUDA"
+    with pytest.raises(ValueError, match=f"^varlen_attention: {message}"):
+        attend(gpu, arguments)
+    forward = dout, np.zeros(dout.shape[:2], F32)
+    with pytest.raises(ValueError, match=f"^varlen_attention_backward: {message}"):
+        differentiate(gpu, arguments, dout, forward)
 
 
 LENGTHS: dict[str, tuple[dict[int, int], dict[str, Any]]] = {

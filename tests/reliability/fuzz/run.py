@@ -243,7 +243,7 @@ def _is_legal(trial: Trial, inputs: Any, attributes: dict[str, Any]) -> bool:
             inputs.kv_cache, inputs.slot_mapping, is_latent=is_latent, **attributes
         )
     if trial.op == "varlen_attention":
-        operands, value = reference.as_paged(*inputs)
+        operands, value = reference.as_paged(*inputs, attributes.get("prefix_seqs"))
         attributes = attributes | {"value_cache": value, "kv_layout": reference.PAGED_LAYOUT}
         inputs = operands
     legal = reference.legal_sequences(*inputs, **attributes)
