@@ -57,10 +57,11 @@ docs: $(VENV)-docs/installed  ## the documentation as a site, build/site/index.h
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
 
 # OF=cpu: attention beside the limits and other libraries. OF=vllm: vLLM end to end on this attention.
-bench: $(if $(OF),$(VENV)-vllm/installed,$(VENV)/installed)  ## microseconds per call; OF=cpu, OF=vllm: beside others
-	$(if $(filter cpu,$(OF)),JAX_PLATFORMS=cpu $(VENV)-vllm/bin/python -m benchmarks.cpu.bench $(if \
+# OF=training: the derivative beside those of PyTorch's and JAX's attention.
+bench: $(if $(filter cpu vllm,$(OF)),$(VENV)-vllm/installed,$(VENV)/installed)  ## microseconds per call; OF=cpu, OF=training, OF=vllm: beside others
+	$(if $(filter training,$(OF)),JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.training,$(if $(filter cpu,$(OF)),JAX_PLATFORMS=cpu $(VENV)-vllm/bin/python -m benchmarks.cpu.bench $(if \
 		$(TRACE),--trace $(TRACE)),$(if $(filter vllm,$(OF)),$(VENV)-vllm/bin/python -m \
-		benchmarks.vllm,$(BIN)/python -m benchmarks.overhead))
+		benchmarks.vllm,$(BIN)/python -m benchmarks.overhead)))
 
 # With PACK, a file that benchmarks.gpu.pack wrote, nothing is installed or built: PYTHON has a
 # framework, and a network is not needed. WINNER is the variant to prove and to publish; PART

@@ -110,10 +110,17 @@ def paged_attention(
 
 
 def varlen_attention(
-    query: Any, key: Any, value: Any, query_start_loc: Any, num_seqs: Any, **options: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    query_start_loc: Any,
+    num_seqs: Any,
+    *,
+    prefix_seqs: Any = None,
+    **options: Any,
 ) -> Any:
     """Returns float64."""
-    operands, value_cache = as_paged(query, key, value, query_start_loc, num_seqs)
+    operands, value_cache = as_paged(query, key, value, query_start_loc, num_seqs, prefix_seqs)
     options |= {"value_cache": value_cache, "kv_layout": PAGED_LAYOUT}
     return paged_attention(*operands, **options)
 
@@ -122,13 +129,26 @@ PAGED_LAYOUT = "nbhd"
 
 
 def as_paged(
-    query: Any, key: Any, value: Any, query_start_loc: Any, num_seqs: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    query_start_loc: Any,
+    num_seqs: Any,
+    prefix_seqs: Any = None,
 ) -> tuple[tuple[Any, Any, Any, Any, Any, Any], Any]:
     """The operands of ``paged_attention``, and ``value_cache``, for the arrays of
-    ``varlen_attention``: K and V are a cache with blocks of one position, in PAGED_LAYOUT."""
-    starts = query_start_loc.astype(np.int64)
-    tables = starts[:-1, None] + np.arange(len(query))
-    operands = (query, key[:, None], np.diff(starts), tables, query_start_loc, num_seqs)
+    ``varlen_attention``: K and V are a cache with blocks of one position, in PAGED_LAYOUT. A
+    sequence that cannot continue the one it names has a length of -1."""
+    starts, count = query_start_loc.astype(np.int64), int(np.asarray(num_seqs).item())
+    tables, lens = starts[:-1, None] + np.arange(len(query)), np.diff(starts)
+    for s, prefix in enumerate([] if prefix_seqs is None else prefix_seqs[: max(0, count)]):
+        before = 0 if prefix == -1 else lens[prefix] if 0 <= prefix < s else -1
+        if not 0 <= before <= len(query):
+            lens[s] = -1
+        elif before > 0:
+            tables[s] = [*tables[prefix, :before], *tables[s, : len(query) - before]]
+            lens[s] += before
+    operands = (query, key[:, None], lens, tables, query_start_loc, num_seqs)
     return operands, value[:, None]
 
 

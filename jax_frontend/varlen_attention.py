@@ -34,6 +34,7 @@ def varlen_attention(
     causal: bool | jax.Array = True,
     window_right: int | None = None,
     max_query_len: int | None = None,
+    prefix_seqs: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of packed sequences to themselves, with a derivative, for training.
 
@@ -62,6 +63,9 @@ def varlen_attention(
         causal: False lets a token attend to later positions; ``[max_seqs]``: for each sequence.
         window_right: how many of them, where attention is not causal. None: all of them.
         max_query_len: a promise that no sequence is longer.
+        prefix_seqs: ``[max_seqs]`` int32, the earlier sequence that each one continues, or -1: its
+            tokens attend to those of that one, too, which may itself continue another. So answers
+            share the tokens of their prompt. Positions count from the first token of all.
 
     Returns:
         ``[num_tokens, num_heads, value_head_size]``, dtype of ``query``. Rows of padding are zero.
@@ -89,7 +93,7 @@ def varlen_attention(
     read = arrays.read(
         varlen_attention,
         given,
-        int32=("query_start_loc", "num_seqs", "bidirectional_ranges"),
+        int32=("query_start_loc", "num_seqs", "bidirectional_ranges", "prefix_seqs"),
         float32=("sinks", "alibi_slopes"),
     )
     call = op.check(**read)

@@ -11,6 +11,7 @@ from shared_ffi.spec import (
     Call,
     Operands,
     Scalar,
+    check_array,
     dtype_error,
     flag,
     has_shape,
@@ -26,7 +27,7 @@ TARGET = "xla_gpu_varlen_attention"
 DIFFERENTIABLE = ("query", "key", "value", "sinks", "alibi_slopes")
 """The operands that have a gradient, if the call has them."""
 
-FEATURES = ("sinks", "alibi_slopes", "bidirectional_ranges", "causal")
+FEATURES = ("sinks", "alibi_slopes", "bidirectional_ranges", "causal", "prefix_seqs")
 """The arrays that not every call has, in the order of their operands."""
 
 _NUMBERS = ("scale", "sliding_window", "soft_cap", "window_right", "max_query_len")
@@ -49,6 +50,7 @@ def check(
     causal: bool | ArraySpec = True,
     window_right: int | None = None,
     max_query_len: int | None = None,
+    prefix_seqs: ArraySpec | None = None,
     return_lse: bool = False,
 ) -> Call:
     """Returns the call, or raises ValueError (shape, value) or TypeError (dtype, type)."""
@@ -116,6 +118,9 @@ def check(
     for name, array, head_dim in zip(paged.names, paged.operands, paged.head_dims, strict=False):
         if name in FEATURES:
             operands.add_feature(name, array, head_dim)
+    if prefix_seqs is not None:
+        check_array(OP, "prefix_seqs", prefix_seqs, [("max_seqs", max_seqs)], "int32")
+        operands.add_feature("prefix_seqs", prefix_seqs, None)
     results = [ArraySpec((num_tokens, num_heads, value.shape[2]), query.dtype)]
     if flag(OP, "return_lse", return_lse):
         results.append(ArraySpec((num_tokens, num_heads), "float32"))

@@ -44,6 +44,8 @@ EXPECTED = {
     "import pytest": "3 passed",
     "jax_view(step)": "True",
     'print("as dense attention:"': "as dense attention: True",
+    'print("learns:"': "learns: True",
+    'print("same:"': "same: tensor(True)",
     'print("as by hand:"': "as by hand: True",
     'print("as each alone:"': "as each alone: True",
     'print("same bits:"': "same bits: True",
@@ -86,8 +88,9 @@ def test_block_runs(block: str, tmp_path: Path) -> None:
             metadata.version(library)
         except metadata.PackageNotFoundError:
             pytest.skip(f"{library} is optional: pip install 'xla-paged-attention[{library}]'")
-    if "from vllm import" in block and not importlib.util.find_spec("vllm"):
-        pytest.skip("vLLM is optional: docs/vllm.md")
+    for library in ("vllm", "flax"):
+        if f"from {library} import" in block and not importlib.util.find_spec(library):
+            pytest.skip(f"{library} is optional")
     if "\ndef test_" in block:
         (tmp_path / "test_block.py").write_text(block)
         arguments = [str(tmp_path), f"--rootdir={tmp_path}", "-p", "no:cacheprovider"]

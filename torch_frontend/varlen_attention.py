@@ -24,7 +24,7 @@ _BATCH = (
     "Tensor query_start_loc, Tensor num_seqs, float scale, SymInt? sliding_window=None, "
     "float? soft_cap=None, *, Tensor? sinks=None, Tensor? alibi_slopes=None, "
     "Tensor? bidirectional_ranges=None, bool? causal=True, SymInt? window_right=None, "
-    "SymInt? max_query_len=None, Tensor? causal_seqs=None"
+    "SymInt? max_query_len=None, Tensor? causal_seqs=None, Tensor? prefix_seqs=None"
 )
 
 
@@ -114,6 +114,7 @@ def varlen_attention(
     causal: bool | torch.Tensor = True,
     window_right: int | None = None,
     max_query_len: int | None = None,
+    prefix_seqs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of packed sequences to themselves, with a derivative, for training: the function
     ``jax_frontend.varlen_attention``, which explains the arguments.
@@ -141,6 +142,7 @@ def varlen_attention(
         causal: False lets a token attend to later positions. ``[max_seqs]``: for each sequence.
         window_right: how many of them.
         max_query_len: a promise that no sequence is longer.
+        prefix_seqs: ``[max_seqs]`` int32, the earlier sequence that each one continues, or -1.
 
     Returns:
         ``[num_tokens, num_heads, value_head_size]``, dtype of ``query``.
@@ -160,4 +162,5 @@ def varlen_attention(
         window_right=window_right,
         max_query_len=max_query_len,
         causal_seqs=causal_seqs,
+        prefix_seqs=prefix_seqs,
     )

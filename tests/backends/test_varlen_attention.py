@@ -20,6 +20,7 @@ import jax_frontend
 import torch_frontend
 from harness.arrays import to_numpy, to_torch
 from harness.compare import assert_same_bits
+from harness.reference import as_paged
 from tests.cases.varlen import CASES, DIFFERENTIABLE, VarlenCase, oracle
 from tests.support.backends import BACKENDS, JAX_ERRORS
 from tests.support.calls import split_keywords
@@ -114,22 +115,24 @@ def assert_same_bits_as_paged(output: np.ndarray, case: VarlenCase, paged: Any) 
     query, keys, values, starts, num_seqs = (
         rest.pop(name) for name in ("query", "key", "value", "query_start_loc", "num_seqs")
     )
-    max_seqs, random = len(starts) - 1, np.random.default_rng(2)
-    lens = np.array([*case.lengths, *[-7] * (max_seqs - len(case.lengths))], np.int32)
-    decode_starts = np.cumsum([0, *(lens > 0)]).astype(np.int32)
-    last = [int(end) - 1 for end, length in zip(starts[1:], lens, strict=True) if length > 0]
+    count, max_seqs, random = len(case.lengths), len(starts) - 1, np.random.default_rng(2)
+    operands, _ = as_paged(query, keys, values, starts, num_seqs, rest.pop("prefix_seqs", None))
+    lens, contexts = operands[2].astype(np.int32), operands[3]
+    lens[count:] = -7
+    decode_starts = np.cumsum([0, *(np.diff(starts) > 0)]).astype(np.int32)
+    last = starts[1:][np.diff(starts) > 0] - 1
     of_last = {name: rest[name][last] for name in ("bidirectional_ranges",) if name in rest}
     for page in (1, 16, 64):
-        width = -(-max(case.lengths, default=0) // page)
+        width = -(-max(lens[:count], default=0) // page)
         tables = random.permutation(max_seqs * width).astype(np.int32).reshape(max_seqs, width)
         caches = [
             np.full((max_seqs * width + 1, page, *rows.shape[1:]), np.nan, rows.dtype)
             for rows in (keys, values)
         ]
-        for s, length in enumerate(case.lengths):
-            own, i = slice(starts[s], starts[s] + length), np.arange(length)
+        for s, length in enumerate(lens[:count]):
+            i = np.arange(length)
             for cache, rows in zip(caches, (keys, values), strict=True):
-                cache[tables[s, i // page], i % page] = rows[own]
+                cache[tables[s, i // page], i % page] = rows[contexts[s, :length]]
         attend = partial(paged, "paged_attention", kv_layout="nbhd", value_cache=caches[1])
         prefilled = attend(query, caches[0], lens, tables, starts, num_seqs, **rest)
         assert_same_bits(output, prefilled)
@@ -257,7 +260,7 @@ def test_no_sequences(backend: str, tokens: int) -> None:
     case = replace(EVERYTHING, lengths=(), padding=tokens)
     arguments, weights = case(), case.weights()
     arguments |= {"query_start_loc": np.int32([4]), "num_seqs": np.int32([0])}
-    arguments["causal"] = arguments["causal"][:0]
+    arguments |= {name: arguments[name][:0] for name in ("causal", "prefix_seqs")}
     output, gradients = VARLEN[backend](arguments, weights)
     assert not output.any() and not any(x.any() for x in gradients.values())
 
@@ -289,6 +292,14 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         "query_start_loc must not decrease; got query_start_loc[2]=4 after query_start_loc[1]=5",
     ),
     "num_seqs": ({"num_seqs": np.int32([8])}, "num_seqs must be from 0 to max_seqs=7; got 8"),
+    "prefix": (
+        {"prefix_seqs": np.int32([-1, 0, 2, 0, 0, 0, 0])},
+        "prefix_seqs[2] must be -1, or the number of an earlier sequence; got 2",
+    ),
+    "negative prefix": (
+        {"prefix_seqs": np.int32([-1, -2, 1, 0, 0, 0, 0])},
+        "prefix_seqs[1] must be -1, or the number of an earlier sequence; got -2",
+    ),
 }
 
 

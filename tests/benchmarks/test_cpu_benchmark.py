@@ -13,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks import contest, figure
+from benchmarks import contest, figure, training
 from benchmarks.cpu import limits, overview, report
 from benchmarks.cpu.peers import PEERS
 from benchmarks.gpu import overview as gpu_overview
@@ -70,6 +71,25 @@ def test_rows_and_their_report(
         assert "b2 x 90" in capsys.readouterr().out
         report.draw(results, tmp_path / "picture.svg")
         assert text in (tmp_path / "picture.svg").read_text()
+
+
+def test_rows_of_training_and_their_table(quickly: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, answers = (
+        training.Batch(2, 20, "float32"),
+        training.Batch(3, 8, "bfloat16", prompt=12),
+    )
+    assert training.peak_bytes(plain, training.OURS) >= 0
+    monkeypatch.setattr(training, "peak_bytes", lambda batch, name: 3 if name == "SDPA" else 1)
+    rows = [training.row_of(batch) for batch in (plain, answers)]
+    names = {training.OURS, training.OURS_IN_JAX, training.SDPA, training.JAX_NN}
+    assert [{*row["errors"]} for row in rows] == [names, {*names, training.UNSHARED}]
+    lines = training.table({"rows": rows}).splitlines()
+    for line, words in zip(lines[2:4], ("2 of 20", "3 of 8, of a prompt of 12"), strict=True):
+        assert line.startswith(f"| {words} |") and line.endswith(" | 0.33 |")
+    assert lines[5].startswith("Answers that share their prompt take ")
+    doubled = [2 * np.asarray(x) for x in training.ours_in_jax(plain, backward=True)()]
+    with pytest.raises(AssertionError, match="JAX"):
+        training.check(plain, {training.OURS_IN_JAX: doubled})
 
 
 def test_a_share_of_the_limit() -> None:

@@ -23,7 +23,10 @@ FEATURES = {
         *(*_OF_CACHES, "sinks", "alibi_slopes", "tree_mask"),
         *("bidirectional_ranges", "causal"),
     ),
-    "varlen_attention": ("sinks", "alibi_slopes", "bidirectional_ranges", "causal"),
+    "varlen_attention": (
+        *("sinks", "alibi_slopes", "bidirectional_ranges", "causal"),
+        "prefix_seqs",
+    ),
     "kv_cache_update": (
         *(*_OF_CACHES, "k_scale_cache", "v_scale_cache"),
         *("query", "positions", "cos_sin_cache"),

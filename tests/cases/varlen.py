@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from harness.arrays import DTYPES
+from tests.cases.case import FEATURES
 
 LENGTHS = (5, 0, 1, 130, 127, 64, 1, 128, 16)
 """0, 1 and a chunk of the derivative, less and more by one."""
@@ -39,6 +40,7 @@ class VarlenCase:
     arrays: tuple[str, ...] = ()  # features that are arrays
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     padding: int = 3  # tokens and sequences
+    prefix_seqs: tuple[int, ...] = ()  # where `arrays` has them; any at first
 
     @property
     def num_tokens(self) -> int:
@@ -73,8 +75,15 @@ class VarlenCase:
                 [first, first + random.integers(-3, 40, (count, 1))], 1
             ).astype(np.int32),
             "causal": np.arange(len(starts) - 1, dtype=np.int32) % 2,
+            "prefix_seqs": self._prefix_seqs(),
         }
         return arguments | {name: features[name] for name in self.arrays} | dict(self.options)
+
+    def _prefix_seqs(self) -> np.ndarray:
+        """Some sequences continue another one, which may continue another."""
+        random, count = np.random.default_rng(2), len(self.lengths)
+        own = self.prefix_seqs or [max(-1, int(random.integers(-2, s))) for s in range(count)]
+        return np.array([*own, *[99] * self.padding], np.int32)
 
     def inputs(self) -> VarlenInputs:
         """The arrays that each call has."""
@@ -121,6 +130,21 @@ def _cases() -> Iterator[VarlenCase]:
     yield VarlenCase(
         "ranges-window", arrays=("bidirectional_ranges",), options={"sliding_window": 3}
     )
+    answers = (70, 33, 1, 64, 0, 90, 20)  # of two prompts, and a second turn
+    yield VarlenCase(
+        "answers",
+        answers,
+        num_heads=7,
+        num_kv_heads=1,
+        head_size=64,
+        arrays=("prefix_seqs",),
+        prefix_seqs=(-1, 0, 0, 0, 0, -1, 3),
+    )
+    yield VarlenCase(
+        "prefixes-window",
+        arrays=("prefix_seqs", "bidirectional_ranges"),
+        options={"sliding_window": 40, "causal": False, "window_right": 3},
+    )
     yield VarlenCase("by-sequence", arrays=("causal",), options={"window_right": 20})
     for dtype in ("float32", "bfloat16"):
         yield VarlenCase(
@@ -128,9 +152,10 @@ def _cases() -> Iterator[VarlenCase]:
             head_size=48,
             value_head_size=40,
             dtype=dtype,
-            arrays=("sinks", "alibi_slopes", "bidirectional_ranges", "causal"),
+            arrays=FEATURES["varlen_attention"],
             options={"soft_cap": 3.0, "sliding_window": 60, "window_right": 20},
         )
+        yield VarlenCase(f"prefixes-{dtype}", dtype=dtype, arrays=("prefix_seqs",))
 
 
 CASES = [*_cases()]
@@ -153,17 +178,21 @@ def oracle(arguments: dict[str, Any], weights: np.ndarray) -> tuple[np.ndarray, 
     group = query.shape[1] // key.shape[1]
     scale = float(np.float32(given["scale"]))
     outputs = []
+    contexts: list[list[int]] = []
     for s, (start, end) in enumerate(pairwise(starts)):
         own = slice(start, end)
-        k, v = (x[own].repeat_interleave(group, 1) for x in (key, value))
-        ahead = torch.arange(end - start) - torch.arange(end - start)[:, None]
+        prefix = -1 if "prefix_seqs" not in given else int(given["prefix_seqs"][s])
+        contexts.append([*(contexts[prefix] if prefix >= 0 else []), *range(start, end)])
+        context_len = len(contexts[-1])
+        k, v = (x[contexts[-1]].repeat_interleave(group, 1) for x in (key, value))
+        positions = torch.arange(context_len)
+        ahead = positions - positions[context_len - (end - start) :, None]
         causal = given.get("causal", True)
         is_causal = causal if isinstance(causal, bool) else bool(causal[s])
-        right = 0 if is_causal else given.get("window_right", end)
-        attends = (ahead <= right) & (-ahead < given.get("sliding_window", end + 1))
+        right = 0 if is_causal else given.get("window_right", context_len)
+        attends = (ahead <= right) & (-ahead < given.get("sliding_window", context_len + 1))
         if "bidirectional_ranges" in given:
             first, last = torch.from_numpy(given["bidirectional_ranges"][own]).T[..., None]
-            positions = torch.arange(end - start)
             attends |= (positions >= first) & (positions < last)
         logits = scale * torch.einsum("ihd,jhd->hij", query[own], k)
         if "soft_cap" in given:
@@ -174,7 +203,7 @@ def oracle(arguments: dict[str, Any], weights: np.ndarray) -> tuple[np.ndarray, 
         if "sinks" in leaves:
             sinks = leaves["sinks"][:, None, None].expand(-1, end - start, 1)
             logits = torch.cat([logits, sinks], -1)
-        shares = logits.softmax(-1)[..., : end - start]
+        shares = logits.softmax(-1)[..., :context_len]
         outputs.append(torch.einsum("hij,jhd->ihd", shares, v))
     output = torch.zeros(weights.shape, dtype=torch.float64)
     if outputs:

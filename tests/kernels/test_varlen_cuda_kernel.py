@@ -3,117 +3,36 @@ thread blocks, in any batch, with faulty lengths. They run as those of test_cuda
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from harness.compare import assert_same_bits
-from shared_ffi import varlen_scratch
-from tests.cases.varlen import CASES, DIFFERENTIABLE, VarlenCase, oracle
+from tests.cases.varlen import CASES, VarlenCase, oracle
 from tests.support import selection
-from tests.support.calls import in_wider_rows, specs
 from tests.support.gpu import Gpu
 from tests.support.gpu import attend as attend_paged
-from tests.support.varlen_calls import ARRAYS, FEATURES, TARGET, as_handlers_take_it
+from tests.support.varlen_calls import ARRAYS, FEATURES, as_handlers_take_it
+from tests.support.varlen_gpu import F32, assert_close, attend, differentiate
 
-F32 = np.float32
-
-
-def run(
-    gpu: Gpu,
-    target: str,
-    operands: dict[str, np.ndarray],
-    results: Sequence[np.ndarray],
-    attributes: dict[str, Any],
-    seed: int,
-    wider: Mapping[str, int],
-) -> list[np.ndarray]:
-    """The results. All arrays lie between guard pages. `wider`: by how many columns the rows are wider
-    that hold those of an operand."""
-    if wider:
-        query, key, value = (operands[name] for name in ARRAYS[:3])
-        attributes = attributes | {"row_heads": query.shape[1], "row_head_size": query.shape[2]}
-        attributes |= {"row_kv_heads": key.shape[1], "row_value_head_size": value.shape[2]}
-        operands = operands | {
-            name: in_wider_rows(operands[name], more)[0]
-            for name, more in wider.items()
-            if name in operands
-        }
-    call: Any = SimpleNamespace(
-        operands=specs([*operands.values()]),
-        results=specs(results),
-        names=(*operands,),
-        attributes=[*attributes.items()],
-    )
-    is_backward = target.endswith("backward")
-    size = (varlen_scratch.backward_bytes if is_backward else varlen_scratch.forward_bytes)(call)
-    written = [gpu.copy(x) for x in (*results, np.full(size, 0xFF, np.uint8))]
-    op = SimpleNamespace(TARGET=target)
-    gpu.run(op, [gpu.copy(x) for x in operands.values()], written, seed, **attributes)
-    return written[:-1]
-
-
-def attend(
-    gpu: Gpu,
-    arguments: dict[str, Any],
-    seed: int = 0,
-    wider: Mapping[str, int] = MappingProxyType({}),
-) -> tuple[np.ndarray, ...]:
-    """The output and its log-sum-exp."""
-    arrays, attributes = as_handlers_take_it(arguments, 5)
-    query, value = arrays["query"], arrays["value"]
-    rows = query.shape[:2]
-    results = [np.full((*rows, value.shape[2]), np.nan, query.dtype), np.full(rows, np.nan, F32)]
-    return tuple(run(gpu, TARGET, arrays, results, attributes, seed, wider))
-
-
-def differentiate(
-    gpu: Gpu,
-    arguments: dict[str, Any],
-    dout: np.ndarray,
-    forward: Sequence[np.ndarray],
-    seed: int = 0,
-    wider: Mapping[str, int] = MappingProxyType({}),
-) -> dict[str, np.ndarray]:
-    """The gradients by argument, given the results of the forward."""
-    arrays, attributes = as_handlers_take_it(arguments, 8)
-    names = [name for name in DIFFERENTIABLE if name in arrays]
-    results = [np.full_like(arrays[name], np.nan) for name in names]
-    first = {name: arrays[name] for name in ARRAYS[:3]}
-    first |= {"output": forward[0], "lse": forward[1], "dout": dout}
-    operands = first | {name: x for name, x in arrays.items() if name not in first}
-    target = f"{TARGET}_backward"
-    found = run(gpu, target, operands, results, attributes, seed, wider)
-    return dict(zip(names, found, strict=True))
-
-
-TOLERANCES = {"float32": 1e-5, "float16": 2**-10, "bfloat16": 2**-7}
-"""Tolerances of gradients, as shares of the largest. What the output is rounded to, its product with its
-gradient is computed from."""
-
-
-def assert_close(gradients: dict[str, np.ndarray], case: VarlenCase, expected: Any) -> None:
-    for name, gradient in gradients.items():
-        largest = max(1, np.abs(expected[name]).max(initial=0))
-        error = np.abs(gradient.astype(np.float64) - expected[name]).max(initial=0)
-        assert error <= TOLERANCES[case.dtype] * largest, (name, error, largest)
-
-
+CUDA_CASES = [
+    replace(case, arrays=tuple(x for x in case.arrays if x != "prefix_seqs"))
+    for case in CASES
+    if case.arrays != ("prefix_seqs",)
+]
 OF_16_BITS = [
     replace(case, id=f"{case.id}-of-16-bits", dtype="bfloat16")
-    for case in CASES
+    for case in CUDA_CASES
     if case.dtype == "float32" and "float32" not in case.id
 ]
 """Features that have a case in float32 alone: tensor cores have kernels of their own."""
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("case", [*CASES, *OF_16_BITS], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*CUDA_CASES, *OF_16_BITS], ids=lambda case: case.id)
 def test_varlen_attention_backward(case: VarlenCase, gpu: Gpu) -> None:
     """The gradients are those of float64, and have the same bits with any number of thread blocks:
     1, 3, 7 and all."""
@@ -121,7 +40,7 @@ def test_varlen_attention_backward(case: VarlenCase, gpu: Gpu) -> None:
     dout[case.num_tokens :] = np.nan
     forward = attend(gpu, arguments)
     gradients = differentiate(gpu, arguments, dout, forward)
-    assert_close(gradients, case, oracle(arguments, dout)[1])
+    assert_close(gradients, case.dtype, oracle(arguments, dout)[1])
     for name in ARRAYS[:3]:
         assert not gradients[name][case.num_tokens :].any()
     is_slow = case.dtype == "float32" and not selection.everything
@@ -195,6 +114,16 @@ def test_varlen_attention_has_the_bits_of_paged_attention(
     )
     for seed in (0, 1):
         assert_same_bits(attend(gpu, arguments, seed), expected)
+
+
+def test_varlen_attention_refuses_prefixes(gpu: Gpu) -> None:
+    arguments, dout = replace(SMALL, arrays=("prefix_seqs",))(), SMALL.weights()
+    message = "prefix_seqs is not implemented on CUDA"
+    with pytest.raises(ValueError, match=f"^varlen_attention: {message}"):
+        attend(gpu, arguments)
+    forward = dout, np.zeros(dout.shape[:2], F32)
+    with pytest.raises(ValueError, match=f"^varlen_attention_backward: {message}"):
+        differentiate(gpu, arguments, dout, forward)
 
 
 LENGTHS: dict[str, tuple[dict[int, int], dict[str, Any]]] = {
@@ -291,7 +220,7 @@ def test_varlen_attention_of_rows_in_wider_rows(
     if rows == "unaligned":
         expected = oracle(arguments, dout)
         assert np.abs(output[:45].astype(F32) - expected[0][:45]).max() <= 2**-7
-        assert_close(gradients, case, expected[1])
+        assert_close(gradients, case.dtype, expected[1])
         return
     assert_same_bits(output, forward[0])
     for name, gradient in differentiate(gpu, arguments, dout, forward).items():

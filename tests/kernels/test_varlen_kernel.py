@@ -16,11 +16,13 @@ from hypothesis import given
 
 from harness.arrays import DTYPES
 from harness.compare import assert_same_bits
+from harness.reference import as_paged
 from shared_ffi import _native
 from tests.cases.varlen import CASES, VarlenCase, oracle
 from tests.support.calls import call_handler, cpu_instruction_set, in_wider_rows
 from tests.support.varlen_calls import (
     ARRAYS,
+    FEATURES,
     TARGET,
     TOLERANCES,
     as_handlers_take_it,
@@ -62,11 +64,7 @@ def test_varlen_attention_backward(case: VarlenCase) -> None:
 @st.composite
 def random_varlen_cases(draw: st.DrawFn) -> VarlenCase:
     num_kv_heads, head_size = draw(st.integers(1, 3)), draw(st.integers(1, 70))
-    arrays = [
-        name
-        for name in ("sinks", "alibi_slopes", "bidirectional_ranges", "causal")
-        if draw(st.booleans())
-    ]
+    arrays = [name for name in FEATURES if draw(st.booleans())]
     options: dict[str, Any] = {"scale": draw(st.floats(-1, 1, width=32))}
     if draw(st.booleans()):
         options["sliding_window"] = draw(st.integers(1, 150))
@@ -98,11 +96,11 @@ def test_varlen_attention_backward_of_random_calls(case: VarlenCase) -> None:
 def test_varlen_attention_has_the_bits_of_paged_attention(case: VarlenCase) -> None:
     arguments = case()
     arrays, attributes = as_handlers_take_it(arguments, 6)
-    key, value = arrays.pop("key"), arrays.pop("value")
-    lens = np.diff(arrays["query_start_loc"])
-    tables = arrays["query_start_loc"][:-1, None] + np.arange(case.num_tokens, dtype=I32)
+    key, value, prefix_seqs = (arrays.pop(x, None) for x in ("key", "value", "prefix_seqs"))
+    attributes.pop("prefix_seqs", None)
+    (_, _, lens, tables, *_), _ = as_paged(*[arguments[x] for x in ARRAYS], prefix_seqs)
     operands = [*arrays.values()]
-    operands[1:1] = [key, lens, tables]
+    operands[1:1] = [key, lens.astype(I32), tables.astype(I32)]
     attributes |= {"value_cache": len(operands), "num_blocks": len(key), "block_size": 1}
     attributes |= {"num_kv_heads": key.shape[1], "value_offset": 0, "position_stride": 0}
     attributes |= {"head_stride": key.shape[2], "block_stride": key[0].size}
@@ -143,6 +141,45 @@ def test_varlen_attention_backward_of_a_sequence_alone(case: VarlenCase) -> None
         alone = differentiate(sequence_of(arguments, start, end), dout[start:end].copy())
         for name in ROWS:
             assert_same_bits(together[name][start:end], alone[name])
+
+
+ANSWERS = (90, 33, 1, 64, 0, 110)
+"""A prompt and its answers. Its length is no multiple of a tile's."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_varlen_attention_of_answers_that_share_their_prompt(dtype: str) -> None:
+    """Outputs have the bits that they have where each answer has a prompt of its own, and the
+    gradients of the prompt are the sums of theirs. A prompt and its answers have the same bits in
+    any batch."""
+    fields: dict[str, Any] = {"dtype": dtype, "arrays": ("prefix_seqs",), "padding": 0}
+    case = VarlenCase("answers", ANSWERS, prefix_seqs=(-1, *[0] * 5), **fields)
+    arguments, dout = case(), case.weights()
+    output, _ = attend(arguments, 2)
+    found = differentiate(arguments, dout, 2)
+    sums = {name: np.zeros(x.shape) for name, x in found.items()}
+    starts, prompt = arguments["query_start_loc"], np.arange(ANSWERS[0])
+    for s, (start, end) in enumerate(pairwise(starts)):
+        tokens = np.arange(start, end) if s == 0 else np.array([*prompt, *range(start, end)])
+        alone = {name: arguments[name][tokens] for name in ROWS}
+        alone |= {"query_start_loc": np.array([0, len(tokens)], I32), "num_seqs": I32([1])}
+        alone = {x: y for x, y in (arguments | alone).items() if x != "prefix_seqs"}
+        of_answer = attend(alone)[0][-(end - start) or len(tokens) :]
+        assert_same_bits(output[start:end], of_answer)
+        own = dout[tokens].copy()
+        own[: len(tokens) - (end - start)] = 0
+        for name, gradient in differentiate(alone, own).items():
+            np.add.at(sums[name], tokens, gradient.astype(np.float64))
+    for name, gradient in found.items():
+        error = np.abs(gradient.astype(np.float64) - sums[name]).max()
+        assert error <= 2 * TOLERANCES[dtype] * np.abs(sums[name]).max()  # parts are rounded, too
+
+    twice = {name: np.concatenate([arguments[name], arguments[name]]) for name in ROWS}
+    twice["query_start_loc"] = np.array([*starts, *(starts[1:] + starts[-1])], I32)
+    twice |= {"prefix_seqs": I32([-1, *[0] * 5, -1, *[6] * 5]), "num_seqs": I32([12])}
+    in_batch = differentiate(arguments | twice, np.concatenate([dout, dout]), 64)
+    for name, gradient in found.items():
+        assert_same_bits(in_batch[name], np.concatenate([gradient, gradient]))
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf], ids=str)

@@ -1125,6 +1125,16 @@ MISTAKES = [
     ),
     mistake(
         "varlen_attention",
+        "prefix_seqs must have shape [max_seqs=2]; got [3]",
+        prefix_seqs=np.zeros(3, I32),
+    ),
+    mistake(
+        "varlen_attention",
+        "prefix_seqs must have dtype int32; got float32. Cast prefix_seqs to int32",
+        prefix_seqs=ones(2),
+    ),
+    mistake(
+        "varlen_attention",
         torch=f"query_start_loc {_TENSOR} list. Pass torch.tensor(query_start_loc, dtype=torch.int32)",
         query_start_loc=[0, 2, 4],
     ),

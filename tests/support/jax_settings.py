@@ -259,10 +259,9 @@ def _training(normal: Callable[..., np.ndarray]) -> Iterator[Kind]:
     batch = (np.int32([0, 2, 5, 5]), np.int32([2]))
 
     def attend(*arrays: jax.Array, **options: Any) -> jax.Array:
-        sinks, slopes = arrays[5:] or (None, None)
-        return jax_frontend.varlen_attention(
-            *arrays[:5], 0.25, sinks=sinks, alibi_slopes=slopes, **options
-        )
+        names = ("sinks", "alibi_slopes", "prefix_seqs")
+        more = dict(zip(names, arrays[5:], strict=True))
+        return jax_frontend.varlen_attention(*arrays[:5], 0.25, **more, **options)
 
     def differentiate(*arrays: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
         others = arrays[3:]
@@ -273,9 +272,11 @@ def _training(normal: Callable[..., np.ndarray]) -> Iterator[Kind]:
         rows = (normal(6, 16, 16), normal(6, kv_heads, 16), normal(6, kv_heads, 16))
         dims = (1, *([None] if kv_heads == 1 else [1]) * 2)
         heads = "GQA" if kv_heads > 1 else "one kv head"
-        arrays, of_batch = (*rows, *batch, normal(16), normal(16) ** 2), (None, None, 0, 0)
+        prefix_seqs = np.int32([-1, 0, 9])
+        arrays = (*rows, *batch, normal(16), normal(16) ** 2, prefix_seqs)
+        of_batch = (None, None, 0, 0, None)
         yield Kind(
-            f"training: {heads}, sinks, ALiBi, window",
+            f"training: {heads}, sinks, ALiBi, window, prefix",
             lambda *x: (attend(*x, sliding_window=3, soft_cap=30.0),),
             arrays,
             (*dims, *of_batch),
@@ -283,7 +284,7 @@ def _training(normal: Callable[..., np.ndarray]) -> Iterator[Kind]:
             ((0, 0),),
         )
         yield Kind(
-            f"gradients: {heads}, sinks, ALiBi, window",
+            f"gradients: {heads}, sinks, ALiBi, window, prefix",
             partial(differentiate, sliding_window=3, soft_cap=30.0),
             arrays,
             (*dims, *of_batch),

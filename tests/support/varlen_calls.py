@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from shared_ffi.varlen_attention import FEATURES
 from tests.cases.varlen import DIFFERENTIABLE
 from tests.support.calls import call_handler
 
 TARGET = "xla_gpu_varlen_attention"
 ARRAYS = ("query", "key", "value", "query_start_loc", "num_seqs")
-FEATURES = ("sinks", "alibi_slopes", "bidirectional_ranges", "causal")
 
 TOLERANCES = {"float32": 1e-5, "float16": 2**-10, "bfloat16": 2**-8}
 """Tolerances of gradients, as shares of the largest."""

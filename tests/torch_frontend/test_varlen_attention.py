@@ -269,6 +269,7 @@ META: dict[str, Any] = {
     "alibi_slopes": lambda: torch.zeros(HEADS),
     "bidirectional_ranges": lambda: torch.zeros(TOKENS, 2, dtype=I32),
     "causal": lambda: torch.ones(2, dtype=I32),
+    "prefix_seqs": lambda: torch.tensor([-1, 0], dtype=I32),
 }
 
 

@@ -88,7 +88,17 @@ inline ffi::Error ReadForward(CallReader* call, const RowLayouts& layouts, Param
   constexpr paged_attention::TokenPairs kRanges[] = {
       {"bidirectional_ranges", &Params::bidirectional_ranges}};
   paged_attention::ReadFeatures(call, kRanges, p);
+  p->prefix_seqs = call->Operand<int32_t>("prefix_seqs", {ffi::S32}, {{p->max_seqs}});
   return call->error();
+}
+
+// The page tables of the CUDA kernels have one range of tokens for each sequence.
+inline ffi::Error RefusePrefixes(const char* op, const Params& p) {
+  if (p.prefix_seqs == nullptr) return ffi::Error::Success();
+  return {ffi::ErrorCode::kUnimplemented,
+          StrCat(op,
+                 ": prefix_seqs is not implemented on CUDA. Call it on the CPU, or repeat the "
+                 "prefix in each sequence")};
 }
 
 // CUDA kernels number rows, up to the end of a block of 128 tokens, in 32 bits.

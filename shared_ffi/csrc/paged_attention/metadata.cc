@@ -57,6 +57,10 @@ std::string MetadataError(const Params& p) {
                     " at most max_query_len=", p.max_query_len, " tokens; got ", q_len,
                     ". Raise max_query_len, or leave it out");
     }
+    if (p.prefix_seqs != nullptr && (p.prefix_seqs[s] < -1 || p.prefix_seqs[s] >= s)) {
+      return StrCat("prefix_seqs[", s, "] must be -1, or the number of an earlier sequence; got ",
+                    p.prefix_seqs[s]);
+    }
     if (context_len < 0 || context_len > capacity) {
       const bool is_of_table = capacity < kMaxContextLen;
       const std::string limit = is_of_table ? StrCat("max_blocks_per_seq=", p.max_blocks_per_seq,
@@ -112,7 +116,8 @@ MetadataCopy::MetadataCopy(Params* params) {
     if (p.*array != nullptr) arrays.push_back({&(p.*array), 2 * p.num_tokens});
   }
   if (p.causal != nullptr) arrays.push_back({&p.causal, count});
-  int64_t num_copied = 1;
+  if (p.prefix_seqs != nullptr) arrays.push_back({&p.prefix_seqs, count});
+  int64_t num_copied = 1 + (p.prefix_seqs == nullptr ? 0 : count);
   for (const Array& array : arrays) num_copied += array.size;
   // Not zeroed: only the entries that are copied are touched, however wide the table is.
   memory_.reset(new int32_t[num_copied + count * width]);
@@ -123,6 +128,15 @@ MetadataCopy::MetadataCopy(Params* params) {
     std::copy_n(*place, size, copy);
     *place = copy;
     copy += size;
+  }
+  if (p.prefix_seqs != nullptr) {
+    int32_t* const context_lens = copy;
+    for (int64_t s = 0; s < count; ++s) {
+      const int64_t prefix = p.prefix_seqs[s];
+      const int64_t before = prefix >= 0 && prefix < s ? context_lens[prefix] : 0;
+      context_lens[s] = static_cast<int32_t>(before + p.QueryLen(s));
+    }
+    p.context_lens = context_lens;
   }
   if (p.block_tables == nullptr) return;
   int32_t* const block_tables = copy;

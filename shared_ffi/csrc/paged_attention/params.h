@@ -10,6 +10,8 @@
 // block_size] at offset j % block_size. Query head h reads kv head h / (num_heads / num_kv_heads).
 // Without a block table, as in varlen_attention, K and V are rows beside the query: block_size is
 // 1, and position j lies in block query_start_loc[s] + j. Without context_lens they are q_len.
+// With prefix_seqs, sequence s continues the earlier sequence prefix_seqs[s], if that is not -1:
+// the tokens of that one, which may itself continue another, are the first of its positions.
 //
 // With tree masks (a draft tree of speculative decoding), token i attends to some of its sequence's
 // query tokens instead: to token j where bit j of its 64 bits is set, which are tree_mask[token],
@@ -144,6 +146,7 @@ struct Params {
   const int32_t* tree_mask;             // [num_tokens, 2]; null: none
   const int32_t* bidirectional_ranges;  // [num_tokens, 2]; null: none
   const int32_t* causal;                // [max_seqs]; null: see is_causal
+  const int32_t* prefix_seqs;           // [max_seqs]; null: no sequence continues another
   void* output;                         // [num_tokens, num_heads, value_head_size]
   float* lse;                           // [num_tokens, num_heads]; null: not wanted
 
@@ -208,6 +211,22 @@ struct Params {
     const int64_t context_len = ContextLen(sequence);
     return {query_start_loc[sequence], context_len - QueryLen(sequence), context_len,
             IsCausal(sequence)};
+  }
+
+  // Without a block table: the token whose K and V are those of a position.
+  int64_t TokenAt(int64_t sequence, int64_t position) const {
+    int64_t first_position = 0;
+    while (prefix_seqs != nullptr) {
+      first_position = ContextLen(sequence) - QueryLen(sequence);
+      if (position >= first_position) break;
+      sequence = prefix_seqs[sequence];
+    }
+    return query_start_loc[sequence] + position - first_position;
+  }
+  // Whether a sequence is another one, or continues it, or continues one that does.
+  bool Continues(int64_t sequence, int64_t other) const {
+    while (sequence > other && prefix_seqs != nullptr) sequence = prefix_seqs[sequence];
+    return sequence == other;
   }
 
   // The positions that a query at `position` attends to, from WindowBegin up to WindowEnd; none if

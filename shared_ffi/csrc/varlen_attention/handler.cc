@@ -60,6 +60,7 @@ ffi::Error OnCuda(ffi::RemainingArgs operands, ffi::RemainingRets results,
   CallReader call(kOp, operands, results, attributes,
                   {"query", "key", "value", "query_start_loc", "num_seqs"});
   XLA_GPU_RETURN_IF_ERROR(MakeParams(&call, /*num_scratch=*/1, &params));
+  XLA_GPU_RETURN_IF_ERROR(RefusePrefixes(kOp, params));
   RefuseTooManyRows(&call, params);
   const Params given = params;
   KvCache& cache = params.cache;

@@ -254,6 +254,9 @@ def _varlen_change(case: VarlenCase, rng: random.Random) -> Change:
     choices.append(("query_start_loc", num_tokens, (rng.randint(0, len(case.lengths)),)))
     if "causal" in case.arrays and max_seqs > 0:
         choices.append(("causal", 1, (rng.randrange(max_seqs),)))
+    if "prefix_seqs" in case.arrays and max_seqs > 0:
+        s = rng.randrange(max_seqs)
+        choices.append(("prefix_seqs", s, (s,)))
     if "bidirectional_ranges" in case.arrays and num_tokens > 0:
         token = (rng.randrange(num_tokens), rng.randint(0, 1))
         choices.append(("bidirectional_ranges", num_tokens, token))

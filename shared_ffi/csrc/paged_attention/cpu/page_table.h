@@ -136,14 +136,13 @@ class PageTable {
     const WorkItem& item = rows_.item;
     const bool has_table = p.block_tables != nullptr;
     const int32_t* table = p.block_tables + (has_table ? item.sequence * p.max_blocks_per_seq : 0);
-    const int64_t first_block = p.query_start_loc[item.sequence];  // without a table
     const int64_t num_positions = Larger(0, Smaller(tile_size_, item.end - first));
     if (num_positions == 0) return 0;
     const char* const first_row = array.first + item.first_kv_head * array.head_bytes;
     const int64_t begin = Larger(first, item.begin);
     int64_t logical = begin / p.block_size, offset = begin % p.block_size;
     for (int64_t j = begin - first; j < num_positions; ++j) {
-      const int64_t block = has_table ? table[logical] : first_block + logical;
+      const int64_t block = has_table ? table[logical] : p.TokenAt(item.sequence, logical);
       found[j] =
           first_row + to_offset(p.cache.Offset(block, offset)) * static_cast<int64_t>(sizeof(T));
       if (++offset == p.block_size) {

@@ -6,8 +6,9 @@
 // (outer_products.h).
 //
 // A gradient is a sum over tiles, of each tile's sum over rows or positions, all in their order.
-// Tiles are counted from the sequence's first token, whatever an item has of them. So the bits
-// depend on the sequence alone: neither on the batch nor on how the work is cut. The products q . k
+// Tiles are counted from a sequence's first token, whatever an item has of them. Sequences that
+// continue each other come one after the other, in the order of their numbers. So the bits depend
+// on these sequences alone: neither on the batch nor on how the work is cut. The products q . k
 // have the bits of the forward.
 #include "kernel.h"
 
@@ -104,7 +105,6 @@ class Differentiation {
       : b_(b),
         p_(b.forward),
         item_(item),
-        tokens_(p_.QueryTokensOf(item.sequence)),
         group_(p_.group.number),
         tile_tokens_(TileTokens(p_)),
         queries_(p_.head_size, PaddedRows(tile_tokens_), arena),
@@ -120,82 +120,119 @@ class Differentiation {
         query_rows_(arena->Take<const T*>(tile_tokens_ * group_)),
         dout_rows_(arena->Take<const T*>(tile_tokens_ * group_)),
         weights_(b, item, numbers, tokens_, PaddedRows(tile_tokens_), arena),
-        hulls_(arena->Take<Span>(CeilDiv(item.tokens.end - item.tokens.begin, tile_tokens_))) {}
+        tiles_(arena->Take<QueryTile>(NumQueryTiles())) {}
 
   void Run() {
-    const int64_t num_rows = (item_.tokens.end - item_.tokens.begin) * group_;
+    FindQueryTiles();
     if (item_.has_dquery) {
-      std::memset(item_.dquery, 0, num_rows * dkey_.width() * sizeof(float));
+      std::memset(item_.dquery, 0, num_rows_ * dkey_.width() * sizeof(float));
     }
-    ForEachQueryTile([&](int64_t n, int64_t i, int64_t end) {
-      hulls_[n] = p_.AttendedByAny(tokens_, i, end - 1);
-      if (!item_.has_delta) return;
-      if (hulls_[n].end - hulls_[n].begin > kMostSummed) hulls_[n] = {0, 0};
-      if (!hulls_[n].IsEmpty()) weights_.ClearDelta(i, end);
-    });
-    for (int64_t at = item_.positions.begin; at < item_.positions.end;
-         at += num_tiles_ * kMaxTile) {
-      AddTiles(at, Smaller(at + num_tiles_ * kMaxTile, item_.positions.end));
+    for (const int64_t sequence : item_.keys) {
+      const Span positions = Cut(item_.positions, sequence);
+      for (int64_t at = positions.begin; at < positions.end; at += num_tiles_ * kMaxTile) {
+        AddTiles(sequence, {at, Smaller(at + num_tiles_ * kMaxTile, positions.end)});
+      }
     }
-    if (item_.has_dquery) WriteQueries();
-    if (!item_.has_delta) return;
-    ForEachQueryTile([&](int64_t n, int64_t i, int64_t end) {
-      if (!hulls_[n].IsEmpty()) weights_.FinishDelta(i, end);
+    ForEachQueryTile([&](const QueryTile& tile) {
+      if (item_.has_dquery) WriteQueries(tile);
+      if (!item_.has_delta || tile.attended.IsEmpty()) return;
+      Select(tile);
+      weights_.FinishDelta(tile.tokens.begin, tile.tokens.end);
     });
   }
 
  private:
+  struct QueryTile {
+    int64_t sequence;
+    Span tokens;    // of the sequence
+    Span attended;  // from the first to the last position that they attend to
+    int64_t row;    // the first in the item's dquery
+  };
+
+  // What a sequence has of a work item's tokens or positions.
+  Span Cut(const Span& span, int64_t sequence) const {
+    return {span.begin, Smaller(span.end, p_.QueryLen(sequence))};
+  }
+  int64_t NumQueryTiles() const {
+    int64_t count = 0;
+    for (const int64_t sequence : item_.queries) {
+      const Span tokens = Cut(item_.tokens, sequence);
+      count += CeilDiv(tokens.end - tokens.begin, tile_tokens_);
+    }
+    return count;
+  }
+  void FindQueryTiles() {
+    for (const int64_t sequence : item_.queries) {
+      const Span tokens = Cut(item_.tokens, sequence);
+      for (int64_t i = tokens.begin; i < tokens.end; i += tile_tokens_) {
+        QueryTile& tile = tiles_[num_query_tiles_++];
+        tile = {sequence, {i, Smaller(i + tile_tokens_, tokens.end)}, {}, num_rows_};
+        num_rows_ += (tile.tokens.end - i) * group_;
+        Select(tile);
+        tile.attended = p_.AttendedByAny(tokens_, i, tile.tokens.end - 1);
+        if (!item_.has_delta) continue;
+        if (tile.attended.end - tile.attended.begin > kMostSummed) tile.attended = {0, 0};
+        if (!tile.attended.IsEmpty()) weights_.ClearDelta(i, tile.tokens.end);
+      }
+    }
+  }
+  template <typename Function>
+  void ForEachQueryTile(const Function& function) const {
+    for (int64_t n = 0; n < num_query_tiles_; ++n) function(tiles_[n]);
+  }
+  void Select(const QueryTile& tile) { tokens_ = p_.QueryTokensOf(tile.sequence); }
+
   // KV tiles that the rows of a query tile attend to at a time: packed, and with their sums, they
   // fit a core's cache.
   int64_t TilesAtOnce() const {
     constexpr int64_t kBytes = 1 << 19, kMostTiles = 8;
     const int64_t bytes = kMaxTile * (3 * p_.head_size + 2 * p_.value_head_size) * 4;
-    const int64_t positions = item_.positions.end - item_.positions.begin;
-    return Larger(1, Smaller(Smaller(kMostTiles, kBytes / bytes), CeilDiv(positions, kMaxTile)));
+    int64_t most = 0;  // tiles of a sequence
+    for (const int64_t sequence : item_.keys) {
+      const Span positions = Cut(item_.positions, sequence);
+      most = Larger(most, CeilDiv(positions.end - positions.begin, kMaxTile));
+    }
+    return Larger(1, Smaller(Smaller(kMostTiles, kBytes / bytes), most));
   }
   // Rows in whole blocks.
   int64_t PaddedRows(int64_t num_tokens) const { return RoundUp(num_tokens * group_, kBlockRows); }
 
-  // Calls function(number, first token, end).
-  template <typename Function>
-  void ForEachQueryTile(const Function& function) {
-    int64_t n = 0;
-    for (int64_t i = item_.tokens.begin; i < item_.tokens.end; i += tile_tokens_) {
-      function(n++, i, Smaller(i + tile_tokens_, item_.tokens.end));
-    }
-  }
-
-  // Adds all that has to do with the positions from `first` up to `end`, some KV tiles.
-  void AddTiles(int64_t first, int64_t end) {
-    const Span positions = {first, Smaller(end, tokens_.Count())};
-    const auto attends = [](const Span& hull, int64_t begin, int64_t end) {
-      return hull.begin < end && begin < hull.end;
+  // Adds all that has to do with K and V of some tokens of a sequence, some KV tiles.
+  void AddTiles(int64_t sequence, const Span& tokens) {
+    const QueryTokens of_keys = p_.QueryTokensOf(sequence);
+    const auto attends = [&](const QueryTile& tile, int64_t begin, int64_t end) {
+      return tile.attended.begin < of_keys.Position(end) &&
+             of_keys.Position(begin) < tile.attended.end;
     };
     bool is_packed = false;
-    dkey_.Clear(0, end - first);
-    dvalue_.Clear(0, end - first);
-    ForEachQueryTile([&](int64_t n, int64_t i, int64_t last) {
-      if (!attends(hulls_[n], positions.begin, positions.end)) return;
-      for (int64_t at = first; !is_packed && at < positions.end; at += kMaxTile) {
-        PackTile((at - first) / kMaxTile, at, Smaller(kMaxTile, positions.end - at));
+    dkey_.Clear(0, num_tiles_ * kMaxTile);
+    dvalue_.Clear(0, num_tiles_ * kMaxTile);
+    ForEachQueryTile([&](const QueryTile& tile) {
+      if (!attends(tile, tokens.begin, tokens.end)) return;
+      if (!p_.Continues(tile.sequence, sequence)) return;
+      for (int64_t at = tokens.begin; !is_packed && at < tokens.end; at += kMaxTile) {
+        PackTile((at - tokens.begin) / kMaxTile, of_keys.first + at,
+                 Smaller(kMaxTile, tokens.end - at));
       }
       is_packed = true;
-      LoadRows(i, last - i);
-      for (int64_t at = first; at < positions.end; at += kMaxTile) {
-        const int64_t count = Smaller(kMaxTile, positions.end - at);
-        if (attends(hulls_[n], at, at + count)) {
-          AddTile((at - first) / kMaxTile, at, count, i, last - i);
+      Select(tile);
+      LoadRows(tile.tokens);
+      for (int64_t at = tokens.begin; at < tokens.end; at += kMaxTile) {
+        const int64_t count = Smaller(kMaxTile, tokens.end - at);
+        if (attends(tile, at, at + count)) {
+          AddTile((at - tokens.begin) / kMaxTile, of_keys.Position(at), count, tile);
         }
       }
     });
-    if (item_.has_dkey) WritePositions(positions);
+    if (item_.has_dkey) WriteKeys(of_keys.first + tokens.begin, tokens.end - tokens.begin);
   }
 
-  // After the sequence's last position its row is repeated: no row attends there.
-  void PackTile(int64_t tile, int64_t at, int64_t count) {
+  // Packs `count` tokens from `first` on. The last one's row is repeated after it: no row attends
+  // there.
+  void PackTile(int64_t tile, int64_t first, int64_t count) {
     const auto& cache = p_.cache;
     for (int64_t j = 0; j < kMaxTile; ++j) {
-      const int64_t offset = cache.Offset(tokens_.first + at + Smaller(j, count - 1), 0);
+      const int64_t offset = cache.Offset(first + Smaller(j, count - 1), 0);
       key_rows_[j] = static_cast<const T*>(cache.keys) + offset + item_.kv_head * cache.head_stride;
       value_rows_[j] = static_cast<const T*>(cache.values) + cache.OffsetOfValue(offset) +
                        item_.kv_head * cache.value_head_stride;
@@ -210,11 +247,12 @@ class Differentiation {
     if (item_.has_dquery) wide_keys_.Load(key_rows_, kMaxTile, tile * kMaxTile);
   }
 
-  // Loads the query tile of the tokens from i on.
-  void LoadRows(int64_t i, int64_t num_tokens) {
+  // Loads the query tile of some tokens.
+  void LoadRows(const Span& tokens) {
     const int64_t first_head = item_.kv_head * group_;
     int64_t row = 0;
-    for (int64_t token = tokens_.first + i; token < tokens_.first + i + num_tokens; ++token) {
+    for (int64_t i = tokens.begin; i < tokens.end; ++i) {
+      const int64_t token = tokens_.first + i;
       const T* query = static_cast<const T*>(p_.query) + p_.QueryOffset(token, first_head);
       const T* dout =
           static_cast<const T*>(b_.dout) + token * b_.dout_stride + first_head * p_.value_head_size;
@@ -223,14 +261,15 @@ class Differentiation {
         dout_rows_[row] = dout + h * p_.value_head_size;
       }
     }
-    queries_.Load(query_rows_, row, PaddedRows(num_tokens));
-    douts_.Load(dout_rows_, row, PaddedRows(num_tokens));
+    queries_.Load(query_rows_, row, RoundUp(row, kBlockRows));
+    douts_.Load(dout_rows_, row, RoundUp(row, kBlockRows));
   }
 
-  // The loaded rows and the KV tile at this position.
-  void AddTile(int64_t tile, int64_t at, int64_t count, int64_t i, int64_t num_tokens) {
+  // The loaded rows and the KV tile of `count` positions at this one.
+  void AddTile(int64_t tile, int64_t at, int64_t count, const QueryTile& rows) {
+    const int64_t num_tokens = rows.tokens.end - rows.tokens.begin;
     const int64_t num_rows = PaddedRows(num_tokens), first_sum = tile * kMaxTile;
-    weights_.SetRows(at, count, i, num_tokens, num_rows);
+    weights_.SetRows(at, count, rows.tokens.begin, num_tokens, num_rows);
     keys_.Select(tile);
     Multiply(queries_, keys_, num_rows, weights_.weights());
     values_.Select(tile);
@@ -238,7 +277,7 @@ class Differentiation {
     if (item_.has_delta) return weights_.AddToDelta();
     weights_.Apply();
     if (item_.has_dquery) {
-      float* const dquery = item_.dquery + (i - item_.tokens.begin) * group_ * dkey_.width();
+      float* const dquery = item_.dquery + rows.row * dkey_.width();
       // Rows past the tokens have no sums.
       ForEachBlock<kBlockRows>(0, num_tokens * group_, [&](auto size, int64_t first) {
         AddOuterProducts<size, false>(weights_.dlogits() + first * kMaxTile,
@@ -248,10 +287,10 @@ class Differentiation {
     }
     if (!item_.has_dkey) return;
     ForEachBlock<kBlockRows>(0, count, [&](auto size, int64_t first) {
-      const Span rows = weights_.RowsOf(first, size);
-      AddOuterProducts<size, true>(weights_.weights() + first, rows, douts_.wide().Row(0),
+      const Span range = weights_.RowsOf(first, size);
+      AddOuterProducts<size, true>(weights_.weights() + first, range, douts_.wide().Row(0),
                                    dvalue_.width(), dvalue_.Row(first_sum + first));
-      AddOuterProducts<size, true>(weights_.dlogits() + first, rows, queries_.wide().Row(0),
+      AddOuterProducts<size, true>(weights_.dlogits() + first, range, queries_.wide().Row(0),
                                    dkey_.width(), dkey_.Row(first_sum + first));
     });
   }
@@ -280,21 +319,22 @@ class Differentiation {
     }
   }
 
-  void WritePositions(const Span& positions) {
-    for (int64_t j = positions.begin; j < positions.end; ++j) {
-      const int64_t row = (tokens_.first + j) * p_.num_kv_heads + item_.kv_head;
-      Write(dkey_.Row(j - positions.begin), p_.head_size, p_.scale,
-            static_cast<T*>(b_.dkey) + row * p_.head_size);
-      Write(dvalue_.Row(j - positions.begin), p_.value_head_size, 1,
+  // Of `count` tokens from `first` on.
+  void WriteKeys(int64_t first, int64_t count) {
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t row = (first + j) * p_.num_kv_heads + item_.kv_head;
+      Write(dkey_.Row(j), p_.head_size, p_.scale, static_cast<T*>(b_.dkey) + row * p_.head_size);
+      Write(dvalue_.Row(j), p_.value_head_size, 1,
             static_cast<T*>(b_.dvalue) + row * p_.value_head_size);
     }
   }
 
-  void WriteQueries() const {
-    const float* sums = item_.dquery;
-    for (int64_t i = item_.tokens.begin; i < item_.tokens.end; ++i) {
+  void WriteQueries(const QueryTile& tile) const {
+    const float* sums = item_.dquery + tile.row * dkey_.width();
+    const int64_t first = p_.query_start_loc[tile.sequence];
+    for (int64_t i = tile.tokens.begin; i < tile.tokens.end; ++i) {
       for (int64_t h = 0; h < group_; ++h, sums += dkey_.width()) {
-        const int64_t row = (tokens_.first + i) * p_.num_heads + item_.kv_head * group_ + h;
+        const int64_t row = (first + i) * p_.num_heads + item_.kv_head * group_ + h;
         Write(sums, p_.head_size, p_.scale, static_cast<T*>(b_.dquery) + row * p_.head_size);
       }
     }
@@ -303,7 +343,7 @@ class Differentiation {
   const BackwardParams& b_;
   const Params& p_;
   const WorkItem& item_;
-  const QueryTokens tokens_;
+  QueryTokens tokens_ = {};  // of a query tile's sequence
   const int64_t group_;
   const int64_t tile_tokens_;
   QueryRows<T> queries_;
@@ -319,8 +359,9 @@ class Differentiation {
   const T** const query_rows_;  // of a query tile
   const T** const dout_rows_;   // of a query tile
   Weights weights_;
-  // From the first to the last position that each query tile attends to.
-  Span* const hulls_;
+  QueryTile* const tiles_;
+  int64_t num_query_tiles_ = 0;
+  int64_t num_rows_ = 0;  // of all query tiles
 };
 
 void SumRows(const BackwardParams& b, int64_t first, int64_t end, const RowSums& numbers) {

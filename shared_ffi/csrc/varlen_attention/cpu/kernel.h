@@ -12,17 +12,29 @@ namespace xla_gpu::varlen_attention {
 // Positions of a KV tile.
 inline constexpr int64_t kTilePositions = 64;
 
-// A work item: the gradients that some query tokens and some positions of a sequence have from each
-// other, for a kv head and its query heads. Tokens and positions are those of the sequence, and
-// begin at multiples of TileTokens and kTilePositions.
+// Numbers of sequences, in ascending order.
+struct Sequences {
+  const int64_t* numbers;
+  int64_t count;
+
+  const int64_t* begin() const { return numbers; }
+  const int64_t* end() const { return numbers + count; }
+};
+
+// A work item: the gradients that some query tokens, and the K and V of some tokens, have from each
+// other, for a kv head and its query heads. Those are tokens of one sequence, or of all that
+// continue each other; a sequence attends to itself, and to those that it continues.
 struct WorkItem {
-  int64_t sequence;
+  Sequences queries;  // whose query tokens they are
+  Sequences keys;     // whose K and V they are
   int64_t kv_head;
+  // Which of them, counted from each sequence's first token, or as many as it has. They begin at
+  // multiples of TileTokens and kTilePositions.
   paged_attention::Span tokens;
   paged_attention::Span positions;
   // What the item computes, of all terms in their order: dquery or delta of its tokens, whose
   // positions are all that they attend to, and dkey and dvalue of its positions, whose tokens are
-  // all.
+  // all that attend to them.
   bool has_dquery;
   bool has_dkey;
   bool has_delta;

@@ -42,28 +42,25 @@ struct Item {
   int64_t cost;
 };
 
-// Cuts the derivative into work items. A sequence and a kv head are one item with five products,
-// unless that would keep a thread longer than all threads need for everything with seven: then
-// items with four compute the gradients of some positions, and items with three those of some
-// tokens. Bits do not depend on it.
+// Cuts the derivative into work items. A tree, which is a sequence and all that continue it, and a
+// kv head are one item with five products, unless that would keep a thread longer than all threads
+// need for everything with seven: then items with four compute the gradients of some positions of a
+// sequence, and items with three those of some tokens. Bits do not depend on it.
 class Schedule {
  public:
   Schedule(const Params& p, int64_t max_threads) : p_(p), tile_tokens_(TileTokens(p)) {
+    FindTrees();
     int64_t cost = 0;
-    for (int64_t s = 0; s < *p.num_seqs; ++s) {
-      cost += kProductsOfBoth * PairsOf(p.QueryTokensOf(s), kAll, kAll) * p.num_kv_heads;
-    }
+    for (const Sequences& tree : trees_) cost += CostOf(Whole(tree)) * p.num_kv_heads;
     num_threads_ = cost < kMinParallelCost ? 1 : std::max<int64_t>(1, max_threads);
     const int64_t share = cost / num_threads_;
     wanted_cost_ = std::max<int64_t>(1, share / kItemsPerThread);
-    for (int64_t s = 0; s < *p.num_seqs; ++s) {
-      for (int64_t head = 0; head < p.num_kv_heads && p.QueryLen(s) > 0; ++head) {
-        WorkItem whole = {};
-        whole.sequence = s;
+    for (const Sequences& tree : trees_) {
+      for (int64_t head = 0; head < p.num_kv_heads; ++head) {
+        WorkItem whole = Whole(tree);
         whole.kv_head = head;
-        whole.tokens = whole.positions = {0, p.QueryLen(s)};
         AddGradients(whole, share);
-        if (SumsDelta(p)) Cut(whole, &WorkItem::tokens, &WorkItem::has_delta, &delta_items_);
+        if (SumsDelta(p)) CutQueries(whole, &WorkItem::has_delta, &delta_items_);
       }
     }
     SortByCost(&items_);
@@ -75,10 +72,48 @@ class Schedule {
   const std::vector<Item>& delta_items() const { return delta_items_; }
   const std::vector<Item>& items() const { return items_; }
 
+  // The query tokens of an item.
+  static int64_t NumTokens(const Params& p, const WorkItem& item) {
+    int64_t count = 0;
+    for (const int64_t s : item.queries) {
+      count += std::min(item.tokens.end, p.QueryLen(s)) - item.tokens.begin;
+    }
+    return count;
+  }
+
  private:
   static constexpr Span kAll = {0, INT64_MAX};
 
-  // Pairs of a row of a kv head and a position, about, that some tokens and positions have.
+  // Sorts the sequences that have tokens by their trees.
+  void FindTrees() {
+    const int64_t num_seqs = *p_.num_seqs;
+    std::vector<int64_t> roots(num_seqs);
+    for (int64_t s = 0; s < num_seqs; ++s) {
+      const int64_t prefix = p_.prefix_seqs == nullptr ? -1 : p_.prefix_seqs[s];
+      roots[s] = prefix < 0 ? s : roots[prefix];
+      if (p_.QueryLen(s) > 0) sequences_.push_back(s);
+    }
+    const auto is_before = [&](int64_t a, int64_t b) { return roots[a] < roots[b]; };
+    std::stable_sort(sequences_.begin(), sequences_.end(), is_before);
+    const auto end = sequences_.end();
+    for (auto first = sequences_.begin(); first != end;) {
+      const auto next = std::upper_bound(first, end, *first, is_before);
+      trees_.push_back({&*first, next - first});
+      first = next;
+    }
+  }
+
+  // All of a tree, for the first kv head.
+  static WorkItem Whole(const Sequences& tree) {
+    WorkItem item = {};
+    item.queries = item.keys = tree;
+    item.tokens = item.positions = kAll;
+    item.has_dquery = item.has_dkey = true;
+    return item;
+  }
+
+  // Pairs of a row of a kv head and a position, about, that some tokens of a sequence have, and
+  // some positions.
   int64_t PairsOf(const QueryTokens& tokens, const Span& of_tokens, const Span& positions) const {
     const int64_t last = std::min(of_tokens.end, tokens.Count());
     int64_t pairs = 0;
@@ -97,28 +132,50 @@ class Schedule {
                              : item.has_dquery && item.has_dkey ? kProductsOfBoth
                              : item.has_dkey                    ? kProductsOfKeys
                                                                 : kProductsOfQueries;
-    const QueryTokens tokens = p_.QueryTokensOf(item.sequence);
-    return products * PairsOf(tokens, item.tokens, item.positions) + 1;
+    int64_t pairs = 0;
+    for (const int64_t of_keys : item.keys) {
+      const QueryTokens keys = p_.QueryTokensOf(of_keys);
+      const Span positions = {keys.Position(item.positions.begin),
+                              keys.Position(std::min(item.positions.end, keys.Count()))};
+      for (const int64_t of_queries : item.queries) {
+        if (!p_.Continues(of_queries, of_keys)) continue;
+        pairs += PairsOf(p_.QueryTokensOf(of_queries), item.tokens, positions);
+      }
+    }
+    return products * pairs + 1;
   }
 
   // `share`: of the cost of everything, for each thread.
-  void AddGradients(WorkItem whole, int64_t share) {
-    WorkItem both = whole;
-    both.has_dquery = both.has_dkey = true;
-    const int64_t cost = CostOf(both);
+  void AddGradients(const WorkItem& whole, int64_t share) {
+    const int64_t cost = CostOf(whole);
     if (cost <= share * (kProductsOfKeys + kProductsOfQueries) / kProductsOfBoth) {
-      items_.push_back({both, cost});
+      items_.push_back({whole, cost});
       return;
     }
-    Cut(whole, &WorkItem::positions, &WorkItem::has_dkey, &items_);
-    Cut(whole, &WorkItem::tokens, &WorkItem::has_dquery, &items_);
+    CutKeys(whole);
+    CutQueries(whole, &WorkItem::has_dquery, &items_);
   }
 
-  // Adds the parts of an item that compute one thing, each with some of its tokens or positions.
-  void Cut(WorkItem item, Span WorkItem::* cut, bool WorkItem::* has, std::vector<Item>* items) {
+  // Adds the parts of a tree that compute the gradients of K and V of one sequence, or those or
+  // delta of its query tokens.
+  void CutKeys(WorkItem item) {
+    item.has_dquery = false;
+    for (const int64_t& sequence : item.queries) {
+      item.keys = {&sequence, 1};
+      Cut(item, &WorkItem::positions, kTilePositions, p_.QueryLen(sequence), &items_);
+    }
+  }
+  void CutQueries(WorkItem item, bool WorkItem::* has, std::vector<Item>* items) {
+    item.has_dquery = item.has_dkey = false;
     item.*has = true;
-    const int64_t unit = cut == &WorkItem::tokens ? tile_tokens_ : kTilePositions;
-    const int64_t count = (item.*cut).end;
+    for (const int64_t& sequence : item.keys) {
+      item.queries = {&sequence, 1};
+      Cut(item, &WorkItem::tokens, tile_tokens_, p_.QueryLen(sequence), items);
+    }
+  }
+  // Adds the parts of an item that have some of its `count` tokens or positions.
+  void Cut(WorkItem item, Span WorkItem::* cut, int64_t unit, int64_t count,
+           std::vector<Item>* items) {
     const int64_t num_parts = std::max<int64_t>(1, CostOf(item) / wanted_cost_);
     const int64_t step = CeilDiv(CeilDiv(count, num_parts), unit) * unit;
     for (int64_t begin = 0; begin < count; begin += step) {
@@ -135,7 +192,9 @@ class Schedule {
   const Params& p_;
   const int64_t tile_tokens_;
   int64_t num_threads_;
-  int64_t wanted_cost_;  // of an item that is a part of another
+  int64_t wanted_cost_;             // of an item that is a part of another
+  std::vector<int64_t> sequences_;  // of all trees
+  std::vector<Sequences> trees_;
   std::vector<Item> items_;
   std::vector<Item> delta_items_;
 };
@@ -201,7 +260,7 @@ void RunBackwardOnCpu(const BackwardParams& b, const Executor& executor) {
   const auto run = [&](const std::vector<Item>& items) {
     ParallelFor(threads, static_cast<int64_t>(items.size()), [&](int64_t i) {
       WorkItem item = items[i].work;
-      const int64_t num_tokens = item.has_dquery ? item.tokens.end - item.tokens.begin : 0;
+      const int64_t num_tokens = item.has_dquery ? Schedule::NumTokens(p, item) : 0;
       const std::unique_ptr<float[]> dquery(new float[num_tokens * columns]);
       item.dquery = dquery.get();
       kernel.run(b, item, numbers, paged_attention::Arena::OfThread());

@@ -58,7 +58,7 @@ class Weights {
         rows_[n * group_ + h] = {attends ? in_tile : Span{0, 0},
                                  {holes.begin - at, holes.end - at},
                                  in_batch,
-                                 i + n - at,
+                                 tokens_.Position(i + n) - at,
                                  head,
                                  ShiftOf(lse),
                                  numbers_.delta[in_batch]};

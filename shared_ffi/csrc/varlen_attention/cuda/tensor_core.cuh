@@ -172,28 +172,18 @@ class KeyGradients {
     return Warp() / Layout::kPositionWarps * Layout::kColumns;
   }
 
-  __device__ __forceinline__ RowMask MaskOf(int32_t row) const {
-    return {p_, block_.Tokens(), RowPlace(p_, kv_head_, row).token};
-  }
-
   // The first tile from `tile` on of which a row attends to a position here.
   __device__ __forceinline__ int32_t Next(int32_t tile, int32_t end) const {
-    if (!p_.HasRanges()) return tile;
-    for (; tile < end; ++tile) {
-      const auto row = static_cast<int32_t>(threadIdx.x);
-      if (__syncthreads_or(row < kTileRows && MaskOf(tile * kTileRows + row).Meets(begin_, end_))) {
-        break;
-      }
-    }
-    return tile;
+    return NextTile<kTileRows>(p_, tile, end, [&](int32_t tile, int32_t row) {
+      return MaskOf(p_, block_, kv_head_, tile * kTileRows + row).Meets(begin_, end_);
+    });
   }
 
   // Whether some row of a tile does not attend to all positions here.
   __device__ __forceinline__ bool IsMasked(int32_t tile) const {
     const int64_t first = p_.group.Quotient(tile * kTileRows);
     const int64_t last = p_.group.Quotient(tile * kTileRows + kTileRows - 1);
-    const Span all = AttendedByAll(p_, block_.Tokens(), first, Smaller(last, block_.len - 1));
-    return all.begin > begin_ || all.end < end_;
+    return !AllAttend(p_, block_.Tokens(), first, Smaller(last, block_.len - 1), begin_, end_);
   }
 
   __device__ __forceinline__ void CopyTile(int32_t tile, int stage) const {
@@ -208,7 +198,9 @@ class KeyGradients {
     const RowNumbers* const from = scratch_.rows + token * p_.num_heads + place.head;
     gpu::CopyAsync4(&numbers.rows[row].lse, &from->lse, exists);
     gpu::CopyAsync4(&numbers.rows[row].delta, &from->delta, exists);
-    if (IsMasked(tile)) numbers.masks[row] = MaskOf(tile * kTileRows + row);
+    if (IsMasked(tile)) {
+      numbers.masks[row] = MaskOf(p_, block_, kv_head_, tile * kTileRows + row);
+    }
     if constexpr (kGeneral) numbers.biases[row] = RowBias(p_, place);
   }
 
@@ -398,21 +390,12 @@ class QueryGradients {
     return first_row_ + g * Layout::kGroupRows + WarpRow() + Lane() / 4 + 8 * r;
   }
 
-  __device__ __forceinline__ RowMask MaskOf(int32_t row) const {
-    return {p_, block_.Tokens(), RowPlace(p_, kv_head_, row).token};
-  }
-
   // The first KV tile from `tile` on to which a row here attends.
   __device__ __forceinline__ int32_t Next(int32_t tile, int32_t end) const {
-    if (!p_.HasRanges()) return tile;
-    for (; tile < end; ++tile) {
-      const auto row = static_cast<int32_t>(threadIdx.x);
-      if (__syncthreads_or(row < Layout::kTileRows &&
-                           MaskOf(first_row_ + row).Meets(tile * kTile, tile * kTile + kTile))) {
-        break;
-      }
-    }
-    return tile;
+    return NextTile<Layout::kTileRows>(p_, tile, end, [&](int32_t tile, int32_t row) {
+      const RowMask mask = MaskOf(p_, block_, kv_head_, first_row_ + row);
+      return mask.Meets(tile * kTile, tile * kTile + kTile);
+    });
   }
 
   template <bool kKeys, bool kValues>
@@ -436,12 +419,10 @@ class QueryGradients {
   }
 
   __device__ __forceinline__ void Weigh(int32_t begin, Logits& weights, Logits& gradients) {
-    const Span all = AttendedByAll(p_, block_.Tokens(), first_, last_);
-    const int64_t end = Smaller(begin + kTile, block_.len);
-    if (all.begin > begin || all.end < end || end < begin + kTile) {
-      Weigh<true>(begin, weights, gradients);
-    } else {
+    if (AllAttend(p_, block_.Tokens(), first_, last_, begin, begin + kTile)) {
       Weigh<false>(begin, weights, gradients);
+    } else {
+      Weigh<true>(begin, weights, gradients);
     }
   }
 
@@ -452,7 +433,8 @@ class QueryGradients {
     RowMask own = {};
     if constexpr (kMasked) {
       const int lane = Lane();
-      own = MaskOf(first_row_ + paged_attention::RowOfLane(lane, WarpRow(), Layout::kGroupRows));
+      own = MaskOf(p_, block_, kv_head_,
+                   first_row_ + paged_attention::RowOfLane(lane, WarpRow(), Layout::kGroupRows));
     }
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {

@@ -34,10 +34,10 @@ struct RowMask {
   __device__ bool Meets(int32_t from, int32_t to) const { return begin < to && from < end; }
 };
 
-// The positions that all tokens from `first` to `last` of a sequence attend to.
-__device__ __forceinline__ Span AttendedByAll(const Params& p, const QueryTokens& tokens,
-                                              int64_t first, int64_t last) {
-  return {p.WindowBegin(last), p.WindowEnd(tokens, first)};
+// Whether all tokens from `first` to `last` of a sequence attend to all positions in [from, to).
+__device__ __forceinline__ bool AllAttend(const Params& p, const QueryTokens& tokens, int64_t first,
+                                          int64_t last, int32_t from, int32_t to) {
+  return p.WindowBegin(last) <= from && to <= p.WindowEnd(tokens, first);
 }
 
 // A query row of a sequence and kv head: its token, counted from the sequence's first, and its
@@ -50,6 +50,24 @@ struct RowPlace {
       : token(static_cast<int32_t>(p.group.Quotient(row))),
         head(static_cast<int32_t>(row + (kv_head - token) * p.group.number)) {}
 };
+
+// The mask of a query row.
+__device__ __forceinline__ RowMask MaskOf(const Params& p, const TokenBlock& block, int32_t kv_head,
+                                          int32_t row) {
+  return {p, block.Tokens(), RowPlace(p, kv_head, row).token};
+}
+
+// The first tile from `tile` up to `end` for which meets(tile, row) is true of any of kRows rows: a
+// row of it attends to a position. The whole thread block calls it; where there are ranges, it is a
+// barrier.
+template <int kRows, typename Meets>
+__device__ __forceinline__ int32_t NextTile(const Params& p, int32_t tile, int32_t end,
+                                            const Meets& meets) {
+  if (!p.HasRanges()) return tile;
+  const auto row = static_cast<int32_t>(threadIdx.x);
+  while (tile < end && !__syncthreads_or(row < kRows && meets(tile, row))) ++tile;
+  return tile;
+}
 
 // Rows of a position and kv head.
 template <typename T>
