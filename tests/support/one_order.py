@@ -1,14 +1,19 @@
 """The one order in which kernels of a GPU add up a row of attention, as a definition in NumPy: each row
 alone decides its bits, whatever is computed beside it. Kernels in that order have these bits on the
-emulated GPU, and on a GPU but for the approximation of 2^x. No kernel adds up so yet."""
+emulated GPU, and on a GPU but for the approximation of 2^x. The portable kernels of tensor
+cores add up so."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from harness import layouts
+from harness.reference import attended_positions
+from tests.cases.case import Case, Inputs
 from tests.support.tensor_cores import add_products
 
 F = np.float32
@@ -163,4 +168,74 @@ def attend(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
     factor = (weight / np.where(has_keys, divisor, F(1))).astype(F)
     output = fma(total.values, factor[:, None], F(0))
     with np.errstate(divide="ignore"):
-        return output, (top + np.log2(divisor)).astype(F)
+        return output, (top + np.log2(divisor.astype(np.float64)).astype(F)).astype(F)
+
+
+def _logits_of(
+    case: Case, attributes: dict[str, Any], heads: np.ndarray, positions: np.ndarray
+) -> Callable[[np.ndarray, np.ndarray], np.ndarray] | None:
+    """What Rows calls to_logits, for the rows of these heads and positions."""
+    scale, cap, slopes = F(attributes["scale"]), case.soft_cap, attributes.get("alibi_slopes")
+    if scale > 0 and cap is None and slopes is None:
+        return None
+
+    def capped(x: np.ndarray) -> np.ndarray:
+        """tanh(x) = 1 - 2 / (1 + e^2x), which suffices for caps of up to 64."""
+        assert cap is not None and cap <= 64
+        largest = F(F(cap) * LOG2E)
+        powers = exp2((x * F(F(F(2) * LOG2E) * scale / F(cap))).astype(F))
+        return fma(F(-2) * largest, flush(F(1) / (F(1) + powers)), largest)
+
+    def to_logits(products: np.ndarray, at: np.ndarray) -> np.ndarray:
+        logits = (products * F(scale * LOG2E)).astype(F) if cap is None else capped(products)
+        if slopes is None:
+            return logits
+        distances = np.abs(positions[:, None] - at).astype(F)
+        return fma(distances, -(slopes[heads] * LOG2E).astype(F)[:, None], logits)
+
+    return to_logits
+
+
+def rows_of_case(
+    case: Case, inputs: Inputs, capability: int, most: int = 2**31
+) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], Rows]]:
+    """The rows of a case with a cache of 16 bits, by sequence and kv head, and of each row its token
+    in the batch and its head. `most`: of a sequence and kv head, the first and the last among them."""
+    attributes = case.attributes()
+    caches = (inputs.kv_cache, *(attributes[name] for name in attributes if name == "value_cache"))
+    cache = layouts.default(caches, case.kv_layout, is_latent=case.value_head_size is not None)
+    columns = case.value_head_size or case.own_value_head_size or case.head_size
+    options = {name: x for name, x in attributes.items() if name != "scale"}
+    sinks, group = attributes.get("sinks"), case.num_heads // case.num_kv_heads
+    for s, (q_len, context_len) in enumerate(case.sequences):
+        num_rows = q_len * group
+        chosen = np.linspace(0, num_rows - 1, min(num_rows, most)).astype(np.int64)
+        attended = np.zeros((len(chosen), context_len), bool)
+        positions = np.zeros(len(chosen), np.int64)
+        for n, row in enumerate(chosen):
+            positions[n], own = attended_positions(
+                int(row) // group, s, inputs.context_lens, inputs.query_start_loc, **options
+            )
+            attended[n, own] = True
+        begin, end = attended.argmax(1), context_len - attended[:, ::-1].argmax(1)
+        tokens = inputs.query_start_loc[s] + chosen // group
+        is_read = np.flatnonzero(attended.any(0))
+        slots = inputs.block_tables[s, is_read // case.block_size], is_read % case.block_size
+        for kv_head in range(case.num_kv_heads):
+            heads = kv_head * group + chosen % group
+            keys, values = np.zeros((2, context_len, case.head_size), cache.dtype)
+            keys[is_read] = cache[slots][:, 2 * kv_head]
+            values[is_read] = cache[slots][:, 2 * kv_head + 1]
+            rows = Rows(
+                inputs.query[tokens, heads], keys, values[:, :columns], begin, end,
+                attributes["scale"], capability, ~attended,
+                None if sinks is None else (sinks[heads] * LOG2E).astype(F),
+                _logits_of(case, attributes, heads, positions),
+            )  # fmt: skip
+            yield (tokens, heads), rows
+
+
+def expected_of(rows: Rows, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """The output of rows, in the type of the query, and their log-sum-exp."""
+    output, lse = attend(rows)
+    return output.astype(dtype), (lse * F(np.log(2))).astype(F)
