@@ -408,7 +408,8 @@ class TensorCoreItem {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = warp_row_ + lane_ / 4 + 8 * r;
-      products_[0].Store(r, Softmax::Finished(states[r]), layout_.states + row,
+      // The states of the first part are read.
+      products_[0].Store(r, Softmax::Finished(states[r]), layout_.states + part_ * kRows + row,
                          layout_.sums + row * Layout::kSumStride + part_ * kOwnColumns);
     }
   }
