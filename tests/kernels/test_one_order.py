@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from harness.compare import assert_same_bits
+from harness.compare import assert_close_on_cuda, assert_same_bits
 from tests.cases.case import Case, Inputs
 from tests.support import gpu as gpus
 from tests.support import one_order
@@ -156,3 +156,38 @@ def test_kernels_add_up_in_this_order(call: str, capability: int, gpu: Gpu) -> N
         for result in results:
             assert_same_bits(result[0][tokens, heads], expected)
             np.testing.assert_allclose(result[1][tokens, heads], lse, rtol=3e-7, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"dtype": "float32"},
+        {"dtype": "float32", "num_heads": 12, "sinks": True, "sliding_window": 400},
+        {"dtype": "float32", "head_size": 520, "ranges": "blocks"},
+        WIDE | {"num_heads": 8},
+    ],
+    ids=["float32", "float32-window", "float32-wide", "latent"],
+)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_a_chunk_has_the_bits_of_a_whole(
+    features: dict[str, Any], capability: int, gpu: Gpu
+) -> None:
+    """The last tokens of a query alone: other thread blocks and warps compute them, and other rows
+    beside them."""
+    gpus.skip_without_code(gpu, capability)
+    case = Case(id="chunk", sequences=((40, 1400),), **LONG | features)
+    inputs, attributes = case.inputs(), case.attributes()
+    kernels = type(gpu)(gpu.native, "portable", capability)
+    end, context_len = inputs.query_start_loc[1], inputs.context_lens[0]
+    whole = gpus.attend(kernels, inputs, **attributes)
+    assert_close_on_cuda(whole, inputs, attributes)
+    for seed, length in enumerate((1, 2, 7, 33)):
+        lens, starts = inputs.context_lens.copy(), inputs.query_start_loc.copy()
+        lens[0], starts[:2] = context_len, (end - length, end)
+        chunk = gpus.attend(
+            kernels,
+            inputs._replace(context_lens=lens, query_start_loc=starts),
+            seed=seed,
+            **attributes,
+        )
+        assert_same_bits(chunk[end - length : end], whole[end - length : end])

@@ -370,7 +370,7 @@ class TensorCoreItem {
     EndLeaf(item_.begin / kTile * kTile, (tile + 1) * kTile, tile + 1 == end, states, products_,
             [&](int which) {
               const int columns = static_cast<int>(p_.value_head_size) - first_column_;
-              return Total<1>(scratch.Slot(blockIdx.x, which), threadIdx.x,
+              return Total<1>(scratch.Slot(blockIdx.x, which), gpu::Opaque(threadIdx.x),
                               min(columns - part_ * kOwnColumns, kOwnColumns),
                               min(columns, kOwnColumns));
             });
