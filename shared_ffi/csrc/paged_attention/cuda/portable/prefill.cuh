@@ -433,7 +433,7 @@ template <typename T, typename C, int kHeadSize, int kTile>
 __global__ void __launch_bounds__(kThreads, 2)
     TensorCorePrefill(Params p, Scratch scratch, QueryLengths lengths) {
 #ifdef __CUDA_ARCH__
-  if constexpr (HasPrefillTile<C>(__CUDA_ARCH__ / 10, kTile)) {
+  if constexpr (HasPrefillTile(__CUDA_ARCH__ / 10, kTile)) {
     using Layout = TensorCorePrefillLayout<T, C, kHeadSize, kTile>;
     const Layout layout(gpu::SharedMemory());
     gpu::WaitForKernelsBefore();

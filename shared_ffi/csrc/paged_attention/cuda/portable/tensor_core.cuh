@@ -128,11 +128,7 @@ class TensorCoreItem {
         item_(item),
         layout_(layout),
         first_column_(first_column),
-        lane_(threadIdx.x % gpu::kWarpSize),
-        warp_row_(threadIdx.x / gpu::kWarpSize % kWarpRows * kRowsPerWarpTile),
-        part_(kParts == 1 ? 0 : threadIdx.x / gpu::kWarpSize / kWarpRows),
         common_(p, item),
-        softmax_(p, item, warp_row_ + lane_ / 4),
         is_bad_(HasBadTree(p, item, threadIdx.x)) {}
 
   __device__ void Compute(const Scratch& scratch) {
@@ -165,7 +161,8 @@ class TensorCoreItem {
         gpu::CommitCopies();
         if (is_copied) {
           ComputeTile(tile);
-          if (tile + 1 == end || BeginsLeaf((tile + 1) * kTile)) EndLeafOf(scratch, tile, end);
+          const int32_t next = gpu::Opaque(tile) + 1;
+          if (next == end || BeginsLeaf(next * kTile)) EndLeafOf(scratch, next);
         }
         if constexpr (kHasInt4) {
           if (copied < end) StoreInt4(copied, int4);
@@ -182,6 +179,17 @@ class TensorCoreItem {
   }
 
  private:
+  // Nothing that follows from the thread's number stays in a register where it is not used.
+  static __device__ __forceinline__ unsigned Thread() { return gpu::Opaque(threadIdx.x); }
+  static __device__ __forceinline__ int Lane() { return Thread() % gpu::kWarpSize; }
+  // The warp's first row, and its place among the warps with these rows.
+  static __device__ __forceinline__ int WarpRow() {
+    return Thread() / gpu::kWarpSize % kWarpRows * kRowsPerWarpTile;
+  }
+  static __device__ __forceinline__ int Part() {
+    return kParts == 1 ? 0 : Thread() / gpu::kWarpSize / kWarpRows;
+  }
+
   // Goes to the positions of the tiles from `first` on, and copies their scales. A position
   // that does not exist has zeros.
   __device__ __forceinline__ void TakePositions(int32_t first) {
@@ -213,7 +221,9 @@ class TensorCoreItem {
   __device__ void CopyTile(int32_t tile, int n) {
     constexpr int kLanes = Layout::kCopyLanes, kPositions = Positions::kAtOnce;
     static_assert(kPositions % 8 == 0, "the swizzle repeats");
-    const int row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+    // Wide heads leave no register to keep what follows from it.
+    const unsigned thread = kHeadSize >= 256 ? Thread() : threadIdx.x;
+    const int row = thread / kLanes, lane = thread % kLanes;
     C* keys = layout_.Key(tile) + CacheRows::Offset(row, lane);
     C* values = layout_.Key(tile) + Layout::kTileElements + ValueRows::Offset(row, lane);
     const int column = lane * CacheRows::kChunk;
@@ -308,30 +318,38 @@ class TensorCoreItem {
     [[maybe_unused]] const PositionScales* scales = layout_.Scales(tile);
     float logits[kTile / 8][4] = {};
     if constexpr (kParts == 1) {
-      KeyProducts::MultiplyByKeys(layout_.query, warp_row_, layout_.Key(tile), 0, logits);
+      KeyProducts::MultiplyByKeys(layout_.query, WarpRow(), layout_.Key(tile), 0, logits);
     } else {
       float own[kKeys / 8][4] = {};
-      KeyProducts::MultiplyByKeys(layout_.query, warp_row_, layout_.Key(tile), part_ * kKeys, own);
+      KeyProducts::MultiplyByKeys(layout_.query, WarpRow(), layout_.Key(tile), Part() * kKeys, own);
       Show(own, logits);
     }
     if constexpr (kIs8Bit<C>) Products::ScaleLogits(scales, logits);
-    softmax_.ToLogits(begin, /*masked=*/!common_.Contains(begin, begin + kTile), logits);
+    const bool masked = !common_.Contains(begin, begin + kTile);
+    RowRange ranges[2] = {};  // no register holds them all the time
+    if (masked) {
+      ranges[0] = RowRange(p_, item_, WarpRow() + Lane() / 4);
+      ranges[1] = RowRange(p_, item_, WarpRow() + Lane() / 4 + 8);
+    }
+    Softmax softmax(p_, item_, WarpRow() + Lane() / 4, ranges[0], ranges[1], states_[0]);
+    softmax.ToLogits(begin, masked, logits);
     float factors[2];
     uint32_t drops[2] = {};
-    const bool exceeds = softmax_.Exceeds(logits, softmax_.ScalesLate(), kSlack<Weight>, factors);
+    const bool exceeds = softmax.Exceeds(logits, softmax.ScalesLate(), kSlack<Weight>, factors);
     const auto shrink = [&](int block) {
       if (!exceeds) return;
       Softmax::ShrinkAll({Softmax::Shrinks(drops[0], block), Softmax::Shrinks(drops[1], block)},
                          products_[0].sums);
     };
     if (exceeds) {
-      softmax_.WeighBlocks(factors, kSlack<Weight>, logits, drops);
+      softmax.WeighBlocks(factors, kSlack<Weight>, logits, drops);
     } else {
-      softmax_.template WeighLeaf<0, kTile / 8>(factors, logits);
+      softmax.template WeighLeaf<0, kTile / 8>(factors, logits);
     }
+    softmax.CopyStates(states_[0]);
     shrink(0);
     if constexpr (!kIsInteger<C>) {
-      if (common_.RowsDiffer(item_, begin, begin + kTile)) SetAsideNonFinite(tile, begin);
+      if (common_.RowsDiffer(item_, begin, begin + kTile)) SetAsideNonFinite(softmax, tile, begin);
     }
     if constexpr (kIs8Bit<C>) Products::ScaleWeights(scales, logits);
     typename Products::PackedWeights packed[1];
@@ -342,17 +360,17 @@ class TensorCoreItem {
         [&](int step) {
           if (step > 0 && step % kSteps == 0) shrink(step / kSteps);
         },
-        part_ * (kOwnColumns / ValueRows::kChunk));
+        Part() * (kOwnColumns / ValueRows::kChunk));
   }
 
   // Shows a warp's logits to the others of its group. Returns those of the whole tile.
   __device__ __forceinline__ void Show(const float (&own)[kKeys / 8][4],
                                        float (&logits)[kTile / 8][4]) const {
     float4* const places =
-        layout_.Logits() + warp_row_ / kRowsPerWarpTile * (kTile / 8 * gpu::kWarpSize) + lane_;
+        layout_.Logits() + WarpRow() / kRowsPerWarpTile * (kTile / 8 * gpu::kWarpSize) + Lane();
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n) {
-      places[(part_ * (kKeys / 8) + n) * gpu::kWarpSize] =
+      places[(Part() * (kKeys / 8) + n) * gpu::kWarpSize] =
           make_float4(own[n][0], own[n][1], own[n][2], own[n][3]);
     }
     __syncthreads();
@@ -363,24 +381,22 @@ class TensorCoreItem {
     }
   }
 
-  // After a leaf's last tile. `end`: behind the item's last one.
-  __device__ __forceinline__ void EndLeafOf(const Scratch& scratch, int32_t tile, int32_t end) {
-    RowState states[1][2];
-    softmax_.CopyStates(states[0]);
-    EndLeaf(item_.begin / kTile * kTile, (tile + 1) * kTile, tile + 1 == end, states, products_,
+  // Before the tile `next`, which is not in the leaf.
+  __device__ __forceinline__ void EndLeafOf(const Scratch& scratch, int32_t next) {
+    const Tiles tiles(item_, kTile);
+    EndLeaf(tiles.begin * kTile, next * kTile, next == tiles.end, states_, products_,
             [&](int which) {
               const int columns = static_cast<int>(p_.value_head_size) - first_column_;
-              return Total<1>(scratch.Slot(blockIdx.x, which), gpu::Opaque(threadIdx.x),
-                              min(columns - part_ * kOwnColumns, kOwnColumns),
+              return Total<1>(scratch.Slot(gpu::Opaque(blockIdx.x), which), gpu::Opaque(threadIdx.x),
+                              min(columns - Part() * kOwnColumns, kOwnColumns),
                               min(columns, kOwnColumns));
             });
-    softmax_.SetStates(states[0]);
   }
 
   // A weight of zero times an infinite or NaN value would spoil a row's sum. If a KV tile holds
   // such values, this adds them to the rows that attend to them and then sets them to zero in the
   // tile.
-  __device__ void SetAsideNonFinite(int32_t tile, int32_t begin) {
+  __device__ void SetAsideNonFinite(const Softmax& softmax, int32_t tile, int32_t begin) {
     C* values = Value(tile);
     const auto element = [&](unsigned i) {
       return values + ValueRows::ElementOffset(i / kColumns, i % kColumns);
@@ -390,10 +406,10 @@ class TensorCoreItem {
       return values + ValueRows::Offset(i / kChunks, i % kChunks);
     };
     if (!__syncthreads_or(HoldsNonFinite<C>(threadIdx.x, kTile * kChunks, kThreads, chunk))) return;
-    softmax_.template AddNonFinite<kTile>(
+    softmax.template AddNonFinite<kTile>(
         begin, products_[0].sums,
         [&](int j, int n, int e) {
-          const int column = part_ * kOwnColumns + Products::Column(n, e);
+          const int column = Part() * kOwnColumns + Products::Column(n, e);
           return values[ValueRows::ElementOffset(j, column)];
         },
         [&](C value, int j) { return Products::Scaled(value, layout_.Scales(tile)[j]); });
@@ -403,14 +419,12 @@ class TensorCoreItem {
   }
 
   __device__ void StoreSums() {
-    RowState states[2];
-    softmax_.CopyStates(states);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = warp_row_ + lane_ / 4 + 8 * r;
+      const int row = WarpRow() + Lane() / 4 + 8 * r;
       // The states of the first part are read.
-      products_[0].Store(r, Softmax::Finished(states[r]), layout_.states + part_ * kRows + row,
-                         layout_.sums + row * Layout::kSumStride + part_ * kOwnColumns);
+      products_[0].Store(r, Softmax::Finished(states_[0][r]), layout_.states + Part() * kRows + row,
+                         layout_.sums + row * Layout::kSumStride + Part() * kOwnColumns);
     }
   }
 
@@ -418,11 +432,8 @@ class TensorCoreItem {
   const Item& item_;
   const Layout& layout_;
   const int first_column_;  // of V
-  const int lane_;
-  const int warp_row_;  // the warp's first row
-  const int part_;      // among the warps with its rows
   const CommonRange common_;
-  Softmax softmax_;
+  RowState states_[1][2] = {{Softmax::kNoLogits, Softmax::kNoLogits}};
   Products products_[1];
   Positions positions_;
   bool is_bad_;
@@ -451,7 +462,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       TensorCoreItem<T, C, kHeadSize, kWarpRows>(p, *item, layout, first_column).Compute(scratch);
     };
     if constexpr (Layout::kIsWide) {
-      for (int column = 0; column < p.value_head_size; column += kMaxColumns) {
+      const auto columns = static_cast<int>(p.value_head_size);
+#pragma unroll 1
+      for (int column = 0; column < columns; column += kMaxColumns) {
         if (column > 0) __syncthreads();  // everyone has left the sums
         compute(column);
       }
