@@ -110,6 +110,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "ranges": LONG | {"sequences": ((70, 1000),), "ranges": "any", "sinks": True},
     "both-directions": LONG | {"sequences": ((70, 1000),), "causal": False, "window_right": 30},
     "64-rows": LONG | {"sequences": ((20, 1100), (31, 500), (9, 9)), "query_factor": 4.0},
+    "float8": LONG | {"sequences": ((70, 700), (9, 600)), "cache_dtype": "float8_e4m3fn",
+                      "scales": "per position", "query_factor": 4.0},
+    "int8": LONG | {"sequences": ((70, 700), (1, 300)), "cache_dtype": "int8",
+                    "scales": "per position", "query_factor": 4.0},
     "latent": WIDE | {"sequences": ((14, 600),)},
     "few-latent": WIDE | {"sequences": ((1, 1300), (3, 300)), "query_factor": 4.0},
 }  # fmt: skip
@@ -120,6 +124,12 @@ def cancelling(case: Case) -> Inputs:
     and once negative: what is left of their sums is what rounding leaves, so any other order of sums
     has other outputs. V of the rest is small."""
     inputs = case.inputs()
+    if (
+        case.kv_layout is not None
+        or case.value_head_size is not None
+        or case.cache_dtype is not None
+    ):
+        return inputs
     for s, (q_len, context_len) in enumerate(case.sequences):
         half = (context_len - q_len) // 2
 
@@ -127,8 +137,6 @@ def cancelling(case: Case) -> Inputs:
             blocks = inputs.block_tables[s, positions // case.block_size]
             return blocks, positions % case.block_size
 
-        if case.kv_layout is not None or case.value_head_size is not None:
-            continue
         pages = np.arange(min(case.attended_positions(s)), half)
         pairs = inputs.kv_cache[at(pages)]
         pairs[:, 1::2] *= -1
@@ -148,6 +156,8 @@ def test_kernels_add_up_in_this_order(call: str, capability: int, gpu: Gpu) -> N
         pytest.skip("a GPU approximates 2^x")
     gpus.skip_without_code(gpu, capability)
     case = Case(id=call, return_lse=True, **CALLS[call])
+    if capability == 86 and case.head_size > 256:
+        pytest.skip("such a GPU has no shared memory for so wide heads")
     inputs, attributes = cancelling(case), case.attributes()
     kernels = type(gpu)(gpu.native, "portable", capability)
     results = [gpus.attend(kernels, inputs, **attributes, seed=seed) for seed in (0, 1)]

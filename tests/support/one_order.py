@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from harness import layouts
@@ -55,6 +56,9 @@ class Rows:
     # Where the scale, which is `scale` log2(e), is not multiplied late: turns q . k and the positions
     # of a block into logits in units of 1 / log2(e).
     to_logits: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
+    # [positions]: what q . k and weights are multiplied by where a cache of 8 bits has scales.
+    key_scales: np.ndarray | None = None
+    value_scales: np.ndarray | None = None
 
     def of(self, index: slice | np.ndarray) -> Rows:
         names = ("query", "begin", "end", "holes", "sinks")
@@ -69,12 +73,24 @@ class Rows:
         positions = np.arange(position, position + BLOCK)
         logits = np.zeros((len(self.query), BLOCK), F)
         logits = add_products(logits, self.query, keys.T, self.capability)
+        logits = (logits * self._scales(self.key_scales, own)).astype(F)
         if self.to_logits is not None:
             logits = self.to_logits(logits, positions)
         attends = (self.begin[:, None] <= positions) & (positions < self.end[:, None])
         if self.holes is not None:
             attends &= ~np.pad(self.holes[:, own], missing[::-1])
         return np.where(attends, logits, F(-np.inf)), values
+
+    def scaled(self, weights: np.ndarray, position: int) -> np.ndarray:
+        """The weights of a block as its values take them, before they are rounded."""
+        scales = self._scales(self.value_scales, slice(position, position + BLOCK))
+        return (weights * scales).astype(F)
+
+    @staticmethod
+    def _scales(scales: np.ndarray | None, own: slice) -> np.ndarray:
+        if scales is None:
+            return np.ones(BLOCK, F)
+        return np.pad(scales[own], (0, BLOCK - len(scales[own])), constant_values=1)
 
 
 @dataclass(frozen=True)
@@ -118,7 +134,8 @@ def add_leaf(rows: Rows, leaf: range) -> Part:
         weights = exp2(fma(logits, factor, -shift))
         pairs = (weights[:, 0::2] + weights[:, 1::2]).reshape(-1, 4, 4)  # [row, eight, lane]
         lanes = lanes + ((pairs[:, 0] + pairs[:, 1]) + (pairs[:, 2] + pairs[:, 3]))
-        values = add_products(values, weights.astype(own.dtype), own, rows.capability)
+        rounded = rows.scaled(weights, position).astype(own.dtype)
+        values = add_products(values, rounded, own, rows.capability)
     total = (lanes[:, 0] + lanes[:, 1]) + (lanes[:, 2] + lanes[:, 3])
     return Part(reference, total, values)
 
@@ -196,11 +213,24 @@ def _logits_of(
     return to_logits
 
 
+# The order in which products take 16 columns of a cache of 8 bits: a lane has four adjacent ones.
+COLUMNS_OF_8_BITS = np.array([4 * lane + n for pair in (0, 2) for lane in range(4)
+                              for n in (pair, pair + 1)])  # fmt: skip
+
+
+def _scales_of(scales: Any, slots: tuple[Any, Any], kv_head: int) -> np.ndarray | F:
+    """A cache's scales of positions, or the one of all."""
+    if scales is None:
+        return F(1)
+    return scales[slots][:, kv_head] if scales.ndim == 3 else np.broadcast_to(
+        scales, max(scales.shape, (kv_head + 1,)))[kv_head]  # fmt: skip
+
+
 def rows_of_case(
     case: Case, inputs: Inputs, capability: int, most: int = 2**31
 ) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], Rows]]:
-    """The rows of a case with a cache of 16 bits, by sequence and kv head, and of each row its token
-    in the batch and its head. `most`: of a sequence and kv head, the first and the last among them."""
+    """The rows of a case, by sequence and kv head, and of each row its token in the batch and its head.
+    `most`: of a sequence and kv head, the first and the last among them."""
     attributes = case.attributes()
     caches = (inputs.kv_cache, *(attributes[name] for name in attributes if name == "value_cache"))
     cache = layouts.default(caches, case.kv_layout, is_latent=case.value_head_size is not None)
@@ -223,15 +253,25 @@ def rows_of_case(
         slots = inputs.block_tables[s, is_read // case.block_size], is_read % case.block_size
         for kv_head in range(case.num_kv_heads):
             heads = kv_head * group + chosen % group
-            keys, values = np.zeros((2, context_len, case.head_size), cache.dtype)
-            keys[is_read] = cache[slots][:, 2 * kv_head]
-            values[is_read] = cache[slots][:, 2 * kv_head + 1]
+            query = inputs.query[tokens, heads]
+            keys, values = np.zeros((2, context_len, case.head_size), query.dtype)
+            keys[is_read] = cache[slots][:, 2 * kv_head].astype(query.dtype)
+            values[is_read] = cache[slots][:, 2 * kv_head + 1].astype(query.dtype)
             rows = Rows(
-                inputs.query[tokens, heads], keys, values[:, :columns], begin, end,
+                query, keys, values[:, :columns], begin, end,
                 attributes["scale"], capability, ~attended,
                 None if sinks is None else (sinks[heads] * LOG2E).astype(F),
                 _logits_of(case, attributes, heads, positions),
             )  # fmt: skip
+            if case.cache_dtype is not None:
+                order = (np.arange(0, case.head_size, 16)[:, None] + COLUMNS_OF_8_BITS).ravel()
+                scales = np.ones((2, context_len), F)
+                for of_positions, name in zip(scales, ("k_scale", "v_scale"), strict=True):
+                    of_positions[is_read] = _scales_of(attributes.get(name), slots, kv_head)
+                rows = replace(
+                    rows, query=query[:, order], keys=keys[:, order], key_scales=scales[0],
+                    values=rows.values.astype(ml_dtypes.bfloat16), value_scales=scales[1],
+                )  # fmt: skip
             yield (tokens, heads), rows
 
 

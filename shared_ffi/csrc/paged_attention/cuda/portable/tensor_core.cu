@@ -8,7 +8,9 @@ namespace xla_gpu::paged_attention {
 
 namespace {
 
-constexpr bool kHasFewRows = !kHasDecodeKernel<XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>;
+constexpr bool kHasFewRows =
+    !kHasDecodeKernel<XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE> &&
+    TensorCoreLayout<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>::kCanShareRows;
 
 template <int kWarpRows>
 AttentionKernel KernelOf() {

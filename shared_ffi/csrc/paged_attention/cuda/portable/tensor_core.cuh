@@ -27,6 +27,9 @@ struct TensorCoreLayout {
   static constexpr int kTile = kHeadSize <= 128 ? 64 : 32;  // positions
   static constexpr int kStages = kIs8Bit<C> ? 3 : 2;        // KV tiles in memory
   static constexpr int kFewWarpRows = kTile == 64 ? 1 : 2;  // 16 positions for each warp
+  // Whether warps with the same rows can have equal shares of V: products take pairs of chunks.
+  static constexpr bool kCanShareRows =
+      kColumns / (kWarps / kFewWarpRows) % (2 * ValueRows::kChunk) == 0;
   static constexpr int kSumRows = kWarps * kRowsPerWarpTile;
   static constexpr int kTileElements = kTile * CacheRows::kStride;
   static constexpr int kStageElements =
@@ -116,6 +119,7 @@ class TensorCoreItem {
   static constexpr bool kHasInt4 = std::is_same_v<C, Int4OrInt8>;
   static constexpr int kChunksOfThread = kTile * CacheRows::kChunks / kThreads;
   static constexpr int kOwnColumns = kColumns / kParts;
+  static_assert(kParts == 1 || Layout::kCanShareRows);
   using KeyProducts = WarpProducts<T, C, kHeadSize, kKeys, QueryRows, CacheRows>;
   using Products =
       WarpProducts<T, C, kHeadSize, kTile, QueryRows, CacheRows, kOwnColumns, ValueRows>;
@@ -384,13 +388,13 @@ class TensorCoreItem {
   // Before the tile `next`, which is not in the leaf.
   __device__ __forceinline__ void EndLeafOf(const Scratch& scratch, int32_t next) {
     const Tiles tiles(item_, kTile);
-    EndLeaf(tiles.begin * kTile, next * kTile, next == tiles.end, states_, products_,
-            [&](int which) {
-              const int columns = static_cast<int>(p_.value_head_size) - first_column_;
-              return Total<1>(scratch.Slot(gpu::Opaque(blockIdx.x), which), gpu::Opaque(threadIdx.x),
-                              min(columns - Part() * kOwnColumns, kOwnColumns),
-                              min(columns, kOwnColumns));
-            });
+    EndLeaf(
+        tiles.begin * kTile, next * kTile, next == tiles.end, states_, products_, [&](int which) {
+          const int columns = static_cast<int>(p_.value_head_size) - first_column_;
+          return Total<1>(scratch.Slot(gpu::Opaque(blockIdx.x), which), gpu::Opaque(threadIdx.x),
+                          min(columns - Part() * kOwnColumns, kOwnColumns),
+                          min(columns, kOwnColumns));
+        });
   }
 
   // A weight of zero times an infinite or NaN value would spoil a row's sum. If a KV tile holds
