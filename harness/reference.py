@@ -60,25 +60,11 @@ def paged_attention(
     for s in range(int(np.asarray(num_seqs).item())):
         start, end = int(query_start_loc[s]), int(query_start_loc[s + 1])
         for i in range(end - start):
-            position = int(context_lens[s]) - (end - start) + i
-            bits = [] if tree_mask is None else _bits(tree_mask[start + i])
-            if bits:
-                first_position = position - i
-                position = first_position + len(bits) - 1
-            first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
-            last = int(context_lens[s]) - 1
-            if _is_causal(causal, s):
-                last = position
-            elif window_right is not None:
-                last = min(last, position + window_right)
-            positions = np.arange(first, last + 1)
-            if bits:
-                positions = np.arange(first, first_position + 64)
-                in_tree = np.isin(positions - first_position, bits)
-                positions = positions[(positions < first_position) | in_tree]
-            if bidirectional_ranges is not None:
-                more = _range(bidirectional_ranges[start + i], int(context_lens[s]))
-                positions = np.union1d(positions, np.array(more, np.int64))
+            position, positions = attended_positions(
+                i, s, context_lens, query_start_loc, sliding_window=sliding_window,
+                tree_mask=tree_mask, bidirectional_ranges=bidirectional_ranges, causal=causal,
+                window_right=window_right,
+            )  # fmt: skip
             rows = block_tables[s, positions // block_size], positions % block_size
             attended = kv_cache[rows].astype(np.float64)
             attended[:, 0::2] *= _scales(k_scale, rows)
@@ -107,6 +93,44 @@ def paged_attention(
                     output[start + i, h] = weights @ values / total
                     lse[start + i, h] = largest + np.log(total)
     return (output, lse) if return_lse else output
+
+
+def attended_positions(
+    i: int,
+    sequence: int,
+    context_lens: Any,
+    query_start_loc: Any,
+    *,
+    sliding_window: int | None = None,
+    tree_mask: Any = None,
+    bidirectional_ranges: Any = None,
+    causal: Any = True,
+    window_right: int | None = None,
+    **others: Any,
+) -> tuple[int, np.ndarray]:
+    """The position of a sequence's token i, and those that it attends to, ascending."""
+    start, end = int(query_start_loc[sequence]), int(query_start_loc[sequence + 1])
+    context_len = int(context_lens[sequence])
+    position = context_len - (end - start) + i
+    bits = [] if tree_mask is None else _bits(tree_mask[start + i])
+    if bits:
+        first_position = position - i
+        position = first_position + len(bits) - 1
+    first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+    last = context_len - 1
+    if _is_causal(causal, sequence):
+        last = position
+    elif window_right is not None:
+        last = min(last, position + window_right)
+    positions = np.arange(first, last + 1)
+    if bits:
+        positions = np.arange(first, first_position + 64)
+        in_tree = np.isin(positions - first_position, bits)
+        positions = positions[(positions < first_position) | in_tree]
+    if bidirectional_ranges is not None:
+        more = _range(bidirectional_ranges[start + i], context_len)
+        positions = np.union1d(positions, np.array(more, np.int64))
+    return position, positions
 
 
 def varlen_attention(

@@ -33,7 +33,7 @@ from tests.support.calls import (
     in_place,
     numbers,
 )
-from tests.support.gpu import ON_CUDA, EmulatedGpu, Gpu, attend, scratch_of
+from tests.support.gpu import ON_CUDA, EmulatedGpu, Gpu, attend, scratch_of, skip_without_code
 from tests.support.kernel_tests import *  # noqa: F403
 from tests.support.kernel_tests import BATCH, batch
 from tests.support.random_cases import random_cases
@@ -169,13 +169,6 @@ def test_the_merge_begins_early(dtype: str, gpu: Gpu, launches: Any) -> None:
     case = Case(id="early", sequences=((1, 900),), dtype=dtype, head_size=128)
     assert [early for *_, early in launches(gpu.on_hopper(), case)][-1] == 1
     assert [early for *_, early in launches(gpu, case)] == [0, 0]
-
-
-def skip_without_code(gpu: Gpu, capability: int) -> None:
-    """Skips a test on the emulated GPU where a build has no code for it."""
-    architectures = [int(x) for x in re.findall(r"\d+", gpu.native.cuda_architectures)]
-    if ON_CUDA or capability < min(architectures) or max(architectures) < 90 <= capability:
-        pytest.skip("this build has no code for such a GPU")
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 103, 120, 121])

@@ -112,7 +112,8 @@ def test_kernels_of_all_head_sizes(capability: int) -> None:
         f"-DXLA_GPU_ARCHITECTURES={architecture}",
         "-DXLA_GPU_CPU_INSTRUCTION_SETS=baseline",
     )
-    run_tests(module, "test_cuda_kernel.py", "test_cuda_errors.py", capability=capability)
+    files = ("test_cuda_kernel.py", "test_cuda_errors.py", "test_one_order.py")
+    run_tests(module, *files, capability=capability)
 
 
 def run_tests(module: Path, *files: str, matching: str = "", capability: int = 90) -> None:

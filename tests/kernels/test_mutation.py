@@ -21,6 +21,7 @@ class Suite(NamedTuple):
 SUITES = {
     "cpu": Suite("tests/kernels/test_cpu_kernel.py", "--native"),
     "cuda": Suite("tests/kernels/test_cuda_kernel.py", "--emulated"),
+    "one_order": Suite("tests/kernels/test_one_order.py", "--emulated"),
     "varlen_cpu": Suite("tests/kernels/test_varlen_kernel.py", "--native"),
     "varlen_cuda": Suite("tests/kernels/test_varlen_cuda_kernel.py", "--emulated"),
 }

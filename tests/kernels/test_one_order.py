@@ -1,4 +1,4 @@
-"""What makes the one order of sums one: a row's bits are its own."""
+"""What makes the one order of sums one: a row's bits are its own, and the kernels have them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from harness.compare import assert_close_on_cuda, assert_same_bits
+from tests.cases.case import Case, Inputs
+from tests.support import gpu as gpus
 from tests.support import one_order
-from tests.support.one_order import F, Part, Rows, attend, fold, leaf_at
+from tests.support.gpu import Gpu
+from tests.support.one_order import F, Part, Rows, attend, expected_of, fold, leaf_at, rows_of_case
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
@@ -80,3 +84,120 @@ def test_errors_are_those_of_rounded_weights(deviation: float) -> None:
     expected = weights @ values / divisor[:, None]
     error = np.sqrt(np.mean((attend(rows)[0] - expected) ** 2) / np.mean(expected**2))
     assert error < 2.5e-3
+
+
+LONG = {"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "block_size": 16, "dtype": "bfloat16"}
+# A sequence with so many rows is not split: thread blocks add up its leaves.
+WHOLE = LONG | {"num_heads": 64, "num_kv_heads": 1}
+WIDE = LONG | {"head_size": 576, "value_head_size": 512, "num_kv_heads": 1, "block_size": 32}
+CALLS: dict[str, dict[str, Any]] = {
+    "leaves": LONG | {"sequences": ((70, 900), (40, 2000)), "query_factor": 4.0},
+    "whole": WHOLE | {"sequences": ((129, 1300),), "query_factor": 4.0, "sinks": True},
+    "window": WHOLE | {"sequences": ((129, 900),), "sliding_window": 300},
+    "two-groups": WHOLE | {"sequences": ((129, 8300),), "sliding_window": 300},
+    "groups": LONG | {"sequences": ((40, 16500),), "num_kv_heads": 1, "sliding_window": 16450,
+                      "ranges": "blocks"},
+    "peaked": WHOLE | {"sequences": ((129, 1100),), "query_factor": 40.0},
+    "float16": LONG | {"sequences": ((77, 1100), (190, 600)), "dtype": "float16", "num_heads": 6,
+                       "query_factor": 8.0},
+    "heads-of-128": LONG | {"sequences": ((50, 1000), (66, 66)), "head_size": 128},
+    "narrow": LONG | {"sequences": ((50, 1000),), "head_size": 40, "kv_layout": "nhbd",
+                      "own_value_head_size": 24},
+    "soft-cap": LONG | {"sequences": ((70, 600),), "soft_cap": 20.0, "query_factor": 6.0},
+    "alibi": LONG | {"sequences": ((70, 600),), "alibi_slopes": True},
+    "negative-scale": LONG | {"sequences": ((70, 600),), "scale": -0.2},
+    "tree": LONG | {"sequences": ((50, 700), (60, 300)), "tree": "draft"},
+    "ranges": LONG | {"sequences": ((70, 1000),), "ranges": "any", "sinks": True},
+    "both-directions": LONG | {"sequences": ((70, 1000),), "causal": False, "window_right": 30},
+    "64-rows": LONG | {"sequences": ((20, 1100), (31, 500), (9, 9)), "query_factor": 4.0},
+    "float8": LONG | {"sequences": ((70, 700), (9, 600)), "cache_dtype": "float8_e4m3fn",
+                      "scales": "per position", "query_factor": 4.0},
+    "int8": LONG | {"sequences": ((70, 700), (1, 300)), "cache_dtype": "int8",
+                    "scales": "per position", "query_factor": 4.0},
+    "latent": WIDE | {"sequences": ((14, 600),)},
+    "few-latent": WIDE | {"sequences": ((1, 1300), (3, 300)), "query_factor": 4.0},
+}  # fmt: skip
+
+
+def cancelling(case: Case) -> Inputs:
+    """The arrays of a case in which most positions before the queries come twice, with V once positive
+    and once negative: what is left of their sums is what rounding leaves, so any other order of sums
+    has other outputs. V of the rest is small."""
+    inputs = case.inputs()
+    if (
+        case.kv_layout is not None
+        or case.value_head_size is not None
+        or case.cache_dtype is not None
+    ):
+        return inputs
+    for s, (q_len, context_len) in enumerate(case.sequences):
+        half = (context_len - q_len) // 2
+
+        def at(positions: np.ndarray, s: int = s) -> tuple[np.ndarray, np.ndarray]:
+            blocks = inputs.block_tables[s, positions // case.block_size]
+            return blocks, positions % case.block_size
+
+        pages = np.arange(min(case.attended_positions(s)), half)
+        pairs = inputs.kv_cache[at(pages)]
+        pairs[:, 1::2] *= -1
+        inputs.kv_cache[at(pages + half)] = pairs
+        rest = inputs.kv_cache[at(np.arange(2 * half, context_len))]
+        rest[:, 1::2] *= 2.0**-20
+        inputs.kv_cache[at(np.arange(2 * half, context_len))] = rest
+    return inputs
+
+
+@pytest.mark.parametrize("capability", [80, 86, 90])
+@pytest.mark.parametrize("call", CALLS)
+def test_kernels_add_up_in_this_order(call: str, capability: int, gpu: Gpu) -> None:
+    """Outputs have the same bits, with KV tiles of 64 and of 32 positions. The log-sum-exp follows from
+    the same numbers by CUDA's log2f, which may be an ulp off."""
+    if gpus.ON_CUDA:
+        pytest.skip("a GPU approximates 2^x")
+    gpus.skip_without_code(gpu, capability)
+    case = Case(id=call, return_lse=True, **CALLS[call])
+    if capability == 86 and case.head_size > 256:
+        pytest.skip("such a GPU has no shared memory for so wide heads")
+    inputs, attributes = cancelling(case), case.attributes()
+    kernels = type(gpu)(gpu.native, "portable", capability)
+    results = [gpus.attend(kernels, inputs, **attributes, seed=seed) for seed in (0, 1)]
+    for (tokens, heads), rows in rows_of_case(case, inputs, capability, most=12):
+        expected, lse = expected_of(rows, inputs.query.dtype)
+        for result in results:
+            assert_same_bits(result[0][tokens, heads], expected)
+            np.testing.assert_allclose(result[1][tokens, heads], lse, rtol=3e-7, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"dtype": "float32"},
+        {"dtype": "float32", "num_heads": 12, "sinks": True, "sliding_window": 400},
+        {"dtype": "float32", "head_size": 520, "ranges": "blocks"},
+        WIDE | {"num_heads": 8},
+    ],
+    ids=["float32", "float32-window", "float32-wide", "latent"],
+)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_a_chunk_has_the_bits_of_a_whole(
+    features: dict[str, Any], capability: int, gpu: Gpu
+) -> None:
+    """The last tokens of a query alone: other thread blocks and warps compute them, and other rows
+    beside them."""
+    gpus.skip_without_code(gpu, capability)
+    case = Case(id="chunk", sequences=((40, 1400),), **LONG | features)
+    inputs, attributes = case.inputs(), case.attributes()
+    kernels = type(gpu)(gpu.native, "portable", capability)
+    end, context_len = inputs.query_start_loc[1], inputs.context_lens[0]
+    whole = gpus.attend(kernels, inputs, **attributes)
+    assert_close_on_cuda(whole, inputs, attributes)
+    for seed, length in enumerate((1, 2, 7, 33)):
+        lens, starts = inputs.context_lens.copy(), inputs.query_start_loc.copy()
+        lens[0], starts[:2] = context_len, (end - length, end)
+        chunk = gpus.attend(
+            kernels,
+            inputs._replace(context_lens=lens, query_start_loc=starts),
+            seed=seed,
+            **attributes,
+        )
+        assert_same_bits(chunk[end - length : end], whole[end - length : end])

@@ -343,16 +343,17 @@ def turns(code: MachineCode) -> list[Turn]:
 
 
 @pytest.mark.parametrize(
-    ("tile", "instructions", "products"), [(64, 3.3, 3.2), (32, 3.8, 2.6)], ids=["64", "32"]
+    ("tile", "instructions", "products"), [(64, 3.24, 3.2), (32, 3.7, 2.6)], ids=["64", "32"]
 )
 def test_a_plain_turn_of_long_queries_is_short(
     folder: Path, tile: int, instructions: float, products: float
 ) -> None:
-    """A turn of the portable kernel. It is counted without the rescaling of sums, and without the
-    offsets of the next positions, which are due in each other turn. Two groups of 16 rows share each
+    """A turn of the portable kernel: at most 830 instructions for 64 positions. It is counted without
+    what begins a leaf, or follows from a reference that changes, and without the offsets of the next
+    positions, which are due in each other turn. Two groups of 16 rows share each
     reading of K and V. With tiles of 32, K, V and the query take 16 readings each for 128 products:
     three products a reading would take 24 registers that hold a part of the query, and the code for
-    8.6 has 21 left. ptxas puts a NOP behind most products for 12.0. For 10.0 it adds 5%."""
+    8.6 has 21 left. ptxas puts a NOP behind most products for 12.0."""
     kernels = machine_code(folder, "tensor_core_BFloat16_BFloat16_128")
     found = 0
     for name, code in kernels.items():
@@ -367,12 +368,11 @@ def test_a_plain_turn_of_long_queries_is_short(
         assert len(plain) == 2  # as seen from the wait for K, and from that for V
         for turn in plain:
             length = len(turn.way) - turn.count("NOP")
-            more = 1.02 if (name.endswith("100") and tile == 64) else 1
-            assert length <= 4 * tile * instructions * more
+            assert length <= 4 * tile * instructions
             assert 4 * tile >= products * turn.count("LDSM")
         begin, end = min(plain[0].way), max(plain[0].way) + 1
         whole = Turn(code, [*range(begin, end)])  # with what is not due in each turn
-        assert end - begin <= len(plain[0].way) + 300
+        assert end - begin <= len(plain[0].way) + 950
         assert whole.count(r"\b(LDG|LDL|STL)\b|I2F|MUFU.RCP") == 0
         assert whole.count("LDGSTS") == tile // 4 + 1
     assert found > 0
@@ -631,9 +631,9 @@ def test_two_blocks_of_the_portable_kernel_share_a_multiprocessor(
     assert [entry for entry in found if entry["blocks"][entry["target"]] < 2] == []
 
 
-def prefill_tile(gpu: str, cache_is_8_bit: bool) -> int:
+def prefill_tile(gpu: str) -> int:
     """The positions of a KV tile for which a GPU takes TensorCorePrefill (WithPrefillTile)."""
-    return 64 if gpu in ("80", "90a") or (gpu == "100" and not cache_is_8_bit) else 32
+    return 64 if gpu in ("80", "90a") else 32
 
 
 def test_two_blocks_of_long_queries_share_a_multiprocessor(kernels: list[dict[str, Any]]) -> None:
@@ -644,7 +644,7 @@ def test_two_blocks_of_long_queries_share_a_multiprocessor(kernels: list[dict[st
         for entry in kernels
         if entry["kernel"] == "TensorCorePrefill"
         for gpu, count in entry["blocks"].items()
-        if entry["variant"] == prefill_tile(gpu, entry["cache"] != entry["storage"])
+        if entry["variant"] == prefill_tile(gpu)
     }
     assert blocks
     assert {key: count for key, count in blocks.items() if count < 2} == {}

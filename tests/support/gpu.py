@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -72,6 +73,13 @@ class Gpu:
 
     def _call(self, call: Any, operands: Sequence[Any], results: Sequence[Any], seed: int) -> None:
         raise NotImplementedError
+
+
+def skip_without_code(gpu: Gpu, capability: int) -> None:
+    """Skips a test on the emulated GPU where a build has no code for it."""
+    architectures = [int(x) for x in re.findall(r"\d+", gpu.native.cuda_architectures)]
+    if ON_CUDA or capability < min(architectures) or max(architectures) < 90 <= capability:
+        pytest.skip("this build has no code for such a GPU")
 
 
 class Change(ctypes.Structure):

@@ -61,7 +61,7 @@ def load(suite: str) -> list[Mutant]:
     return [Mutant(name, **entry) for name, entry in table.items()]
 
 
-SUITES = {name: load(name) for name in ("cpu", "cuda", "varlen_cpu", "varlen_cuda")}
+SUITES = {name: load(name) for name in ("cpu", "cuda", "one_order", "varlen_cpu", "varlen_cuda")}
 ALL = [mutant for mutants in SUITES.values() for mutant in mutants]
 """A mutant's number is its place here."""
 

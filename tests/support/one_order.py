@@ -1,14 +1,20 @@
 """The one order in which kernels of a GPU add up a row of attention, as a definition in NumPy: each row
 alone decides its bits, whatever is computed beside it. Kernels in that order have these bits on the
-emulated GPU, and on a GPU but for the approximation of 2^x. No kernel adds up so yet."""
+emulated GPU, and on a GPU but for the approximation of 2^x. The portable kernels of tensor
+cores add up so."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 
+from harness import layouts
+from harness.reference import attended_positions
+from tests.cases.case import Case, Inputs
 from tests.support.tensor_cores import add_products
 
 F = np.float32
@@ -50,6 +56,9 @@ class Rows:
     # Where the scale, which is `scale` log2(e), is not multiplied late: turns q . k and the positions
     # of a block into logits in units of 1 / log2(e).
     to_logits: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
+    # [positions]: what q . k and weights are multiplied by where a cache of 8 bits has scales.
+    key_scales: np.ndarray | None = None
+    value_scales: np.ndarray | None = None
 
     def of(self, index: slice | np.ndarray) -> Rows:
         names = ("query", "begin", "end", "holes", "sinks")
@@ -64,12 +73,24 @@ class Rows:
         positions = np.arange(position, position + BLOCK)
         logits = np.zeros((len(self.query), BLOCK), F)
         logits = add_products(logits, self.query, keys.T, self.capability)
+        logits = (logits * self._scales(self.key_scales, own)).astype(F)
         if self.to_logits is not None:
             logits = self.to_logits(logits, positions)
         attends = (self.begin[:, None] <= positions) & (positions < self.end[:, None])
         if self.holes is not None:
             attends &= ~np.pad(self.holes[:, own], missing[::-1])
         return np.where(attends, logits, F(-np.inf)), values
+
+    def scaled(self, weights: np.ndarray, position: int) -> np.ndarray:
+        """The weights of a block as its values take them, before they are rounded."""
+        scales = self._scales(self.value_scales, slice(position, position + BLOCK))
+        return (weights * scales).astype(F)
+
+    @staticmethod
+    def _scales(scales: np.ndarray | None, own: slice) -> np.ndarray:
+        if scales is None:
+            return np.ones(BLOCK, F)
+        return np.pad(scales[own], (0, BLOCK - len(scales[own])), constant_values=1)
 
 
 @dataclass(frozen=True)
@@ -113,7 +134,8 @@ def add_leaf(rows: Rows, leaf: range) -> Part:
         weights = exp2(fma(logits, factor, -shift))
         pairs = (weights[:, 0::2] + weights[:, 1::2]).reshape(-1, 4, 4)  # [row, eight, lane]
         lanes = lanes + ((pairs[:, 0] + pairs[:, 1]) + (pairs[:, 2] + pairs[:, 3]))
-        values = add_products(values, weights.astype(own.dtype), own, rows.capability)
+        rounded = rows.scaled(weights, position).astype(own.dtype)
+        values = add_products(values, rounded, own, rows.capability)
     total = (lanes[:, 0] + lanes[:, 1]) + (lanes[:, 2] + lanes[:, 3])
     return Part(reference, total, values)
 
@@ -163,4 +185,97 @@ def attend(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
     factor = (weight / np.where(has_keys, divisor, F(1))).astype(F)
     output = fma(total.values, factor[:, None], F(0))
     with np.errstate(divide="ignore"):
-        return output, (top + np.log2(divisor)).astype(F)
+        return output, (top + np.log2(divisor.astype(np.float64)).astype(F)).astype(F)
+
+
+def _logits_of(
+    case: Case, attributes: dict[str, Any], heads: np.ndarray, positions: np.ndarray
+) -> Callable[[np.ndarray, np.ndarray], np.ndarray] | None:
+    """What Rows calls to_logits, for the rows of these heads and positions."""
+    scale, cap, slopes = F(attributes["scale"]), case.soft_cap, attributes.get("alibi_slopes")
+    if scale > 0 and cap is None and slopes is None:
+        return None
+
+    def capped(x: np.ndarray) -> np.ndarray:
+        """tanh(x) = 1 - 2 / (1 + e^2x), which suffices for caps of up to 64."""
+        assert cap is not None and cap <= 64
+        largest = F(F(cap) * LOG2E)
+        powers = exp2((x * F(F(F(2) * LOG2E) * scale / F(cap))).astype(F))
+        return fma(F(-2) * largest, flush(F(1) / (F(1) + powers)), largest)
+
+    def to_logits(products: np.ndarray, at: np.ndarray) -> np.ndarray:
+        logits = (products * F(scale * LOG2E)).astype(F) if cap is None else capped(products)
+        if slopes is None:
+            return logits
+        distances = np.abs(positions[:, None] - at).astype(F)
+        return fma(distances, -(slopes[heads] * LOG2E).astype(F)[:, None], logits)
+
+    return to_logits
+
+
+# The order in which products take 16 columns of a cache of 8 bits: a lane has four adjacent ones.
+COLUMNS_OF_8_BITS = np.array([4 * lane + n for pair in (0, 2) for lane in range(4)
+                              for n in (pair, pair + 1)])  # fmt: skip
+
+
+def _scales_of(scales: Any, slots: tuple[Any, Any], kv_head: int) -> np.ndarray | F:
+    """A cache's scales of positions, or the one of all."""
+    if scales is None:
+        return F(1)
+    return scales[slots][:, kv_head] if scales.ndim == 3 else np.broadcast_to(
+        scales, max(scales.shape, (kv_head + 1,)))[kv_head]  # fmt: skip
+
+
+def rows_of_case(
+    case: Case, inputs: Inputs, capability: int, most: int = 2**31
+) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], Rows]]:
+    """The rows of a case, by sequence and kv head, and of each row its token in the batch and its head.
+    `most`: of a sequence and kv head, the first and the last among them."""
+    attributes = case.attributes()
+    caches = (inputs.kv_cache, *(attributes[name] for name in attributes if name == "value_cache"))
+    cache = layouts.default(caches, case.kv_layout, is_latent=case.value_head_size is not None)
+    columns = case.value_head_size or case.own_value_head_size or case.head_size
+    options = {name: x for name, x in attributes.items() if name != "scale"}
+    sinks, group = attributes.get("sinks"), case.num_heads // case.num_kv_heads
+    for s, (q_len, context_len) in enumerate(case.sequences):
+        num_rows = q_len * group
+        chosen = np.linspace(0, num_rows - 1, min(num_rows, most)).astype(np.int64)
+        attended = np.zeros((len(chosen), context_len), bool)
+        positions = np.zeros(len(chosen), np.int64)
+        for n, row in enumerate(chosen):
+            positions[n], own = attended_positions(
+                int(row) // group, s, inputs.context_lens, inputs.query_start_loc, **options
+            )
+            attended[n, own] = True
+        begin, end = attended.argmax(1), context_len - attended[:, ::-1].argmax(1)
+        tokens = inputs.query_start_loc[s] + chosen // group
+        is_read = np.flatnonzero(attended.any(0))
+        slots = inputs.block_tables[s, is_read // case.block_size], is_read % case.block_size
+        for kv_head in range(case.num_kv_heads):
+            heads = kv_head * group + chosen % group
+            query = inputs.query[tokens, heads]
+            keys, values = np.zeros((2, context_len, case.head_size), query.dtype)
+            keys[is_read] = cache[slots][:, 2 * kv_head].astype(query.dtype)
+            values[is_read] = cache[slots][:, 2 * kv_head + 1].astype(query.dtype)
+            rows = Rows(
+                query, keys, values[:, :columns], begin, end,
+                attributes["scale"], capability, ~attended,
+                None if sinks is None else (sinks[heads] * LOG2E).astype(F),
+                _logits_of(case, attributes, heads, positions),
+            )  # fmt: skip
+            if case.cache_dtype is not None:
+                order = (np.arange(0, case.head_size, 16)[:, None] + COLUMNS_OF_8_BITS).ravel()
+                scales = np.ones((2, context_len), F)
+                for of_positions, name in zip(scales, ("k_scale", "v_scale"), strict=True):
+                    of_positions[is_read] = _scales_of(attributes.get(name), slots, kv_head)
+                rows = replace(
+                    rows, query=query[:, order], keys=keys[:, order], key_scales=scales[0],
+                    values=rows.values.astype(ml_dtypes.bfloat16), value_scales=scales[1],
+                )  # fmt: skip
+            yield (tokens, heads), rows
+
+
+def expected_of(rows: Rows, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """The output of rows, in the type of the query, and their log-sum-exp."""
+    output, lse = attend(rows)
+    return output.astype(dtype), (lse * F(np.log(2))).astype(F)

@@ -170,22 +170,20 @@ inline int64_t FloatsOfSlot(const Params& p) {
 }
 
 // Whether TensorCorePrefill is compiled for KV tiles of so many positions, 64 or 32. From 10.0 on
-// the compiler takes more registers. It has enough for 64 positions on 10.x if the cache has 16
-// bits. Some GPUs that run code for 8.0 have no shared memory for 64.
-template <typename C>
+// the compiler takes more registers, and spills some with 64. Some GPUs that run code for 8.0 have no
+// shared memory for 64.
 XLA_GPU_HOST_DEVICE constexpr bool HasPrefillTile(int capability, int tile) {
-  return tile == 32 || capability < (kIs8Bit<C> ? 100 : 110);
+  return tile == 32 || capability < 100;
 }
 
 // Calls use(tile), of type std::integral_constant, with the positions of a KV tile of
 // TensorCorePrefill, of which two thread blocks are to share a multiprocessor. With 64 positions,
 // each read of the query feeds more products, but two of them need 132 KiB of shared memory.
-// `capability`: of the GPU, 90 is 9.0. `shared_bytes`: that a thread block can have there. C: type
-// of the cache.
+// `capability`: of the GPU, 90 is 9.0. `shared_bytes`: that a thread block can have there.
 inline constexpr int kWideTileBytes = 132 << 10;
-template <typename C, typename Use>
+template <typename Use>
 void WithPrefillTile(int capability, int shared_bytes, const Use& use) {
-  if (HasPrefillTile<C>(capability, 64) && shared_bytes >= kWideTileBytes) {
+  if (HasPrefillTile(capability, 64) && shared_bytes >= kWideTileBytes) {
     use(std::integral_constant<int, 64>());
   } else {
     use(std::integral_constant<int, 32>());

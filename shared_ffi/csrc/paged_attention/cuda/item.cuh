@@ -77,13 +77,6 @@ struct Tiles {
       : begin(item.begin / tile), end(max(begin, (item.end + tile - 1) / tile)) {}
 };
 
-// The KV tiles of a work item before the first one that it has without bidirectional ranges. Warps
-// take tiles in turn from there on: ranges change no bit of a row that has none.
-__device__ __forceinline__ int32_t NumTilesBefore(const Params& p, const Item& item, int32_t tile) {
-  const auto begin = static_cast<int32_t>(p.WindowBegin(FirstPosition(p, item)));
-  return max(0, begin / tile - item.begin / tile);
-}
-
 __device__ __forceinline__ bool IsIn(const Item& item, int32_t position) {
   return item.begin <= position && position < item.end;
 }

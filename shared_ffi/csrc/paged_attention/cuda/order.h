@@ -28,13 +28,20 @@ XLA_GPU_HOST_DEVICE constexpr int32_t LeafBegin(int32_t leaf) {
                                 : kLongLeavesBegin + (leaf - kNumShortLeaves) * kLongLeaf;
 }
 
-// Where the leaf, or the group, ends that holds a position.
+// The positions of the leaf that holds a position; and where it ends, or the group.
+XLA_GPU_HOST_DEVICE constexpr int32_t LeafSize(int32_t position) {
+  return position < kLongLeavesBegin ? kShortLeaf : kLongLeaf;
+}
 XLA_GPU_HOST_DEVICE constexpr int32_t LeafEnd(int32_t position) {
-  const int32_t size = position < kLongLeavesBegin ? kShortLeaf : kLongLeaf;
+  const int32_t size = LeafSize(position);
   return (static_cast<uint32_t>(position) / size + 1) * size;
 }
 XLA_GPU_HOST_DEVICE constexpr int32_t GroupEnd(int32_t position) {
   return (static_cast<uint32_t>(position) / kGroup + 1) * kGroup;
+}
+
+XLA_GPU_HOST_DEVICE constexpr bool BeginsLeaf(int32_t position) {
+  return (position & (LeafSize(position) - 1)) == 0;
 }
 
 // The leaves, and the groups, that hold positions of [begin, end).

@@ -129,14 +129,16 @@ class CopiedPositions {
   }
 
  private:
-  static __device__ __forceinline__ unsigned Lane() { return threadIdx.x % gpu::kWarpSize; }
+  // Nothing that follows from the thread's number stays in a register.
+  static __device__ __forceinline__ unsigned Thread() { return gpu::Opaque(threadIdx.x); }
+  static __device__ __forceinline__ unsigned Lane() { return Thread() % gpu::kWarpSize; }
   static __device__ __forceinline__ int TileOfLane() { return Lane() / kOfTile; }
   static __device__ __forceinline__ int32_t PositionOf(int32_t tile) {
     return (tile + TileOfLane()) * kTile + RowOfLane();
   }
   static __device__ __forceinline__ int RowOfLane() {
     constexpr int kRows = gpu::kWarpSize / kLanes;
-    const int of_tile = Lane() % kOfTile, warp = threadIdx.x / gpu::kWarpSize;
+    const int of_tile = Lane() % kOfTile, warp = Thread() / gpu::kWarpSize;
     return of_tile / kRows * kAtOnce + warp * kRows + of_tile % kRows;
   }
 

@@ -180,15 +180,22 @@ struct WarpProducts {
     AddValues<Weight>(values, first_key, packed, *reinterpret_cast<WarpProducts(*)[1]>(this));
   }
 
-  // The same for several groups of rows: V is read once.
-  template <typename Weight, int kGroups>
+  // The same for several groups of rows: V is read once. Calls before(n) before the n-th 16
+  // positions.
+  // first_chunk: of V, a multiple of as many chunks as the columns are.
+  struct Nothing {
+    __device__ void operator()(int) const {}
+  };
+  template <typename Weight, int kGroups, typename Before = Nothing>
   static __device__ __forceinline__ void AddValues(const C* values, int first_key,
                                                    const PackedWeights (&packed)[kGroups],
-                                                   WarpProducts (&groups)[kGroups]) {
+                                                   WarpProducts (&groups)[kGroups],
+                                                   const Before& before = {}, int first_chunk = 0) {
     const int lane = kGroups == 1 ? Lane() : gpu::Opaque(threadIdx.x) % gpu::kWarpSize;
-    const int value_row = ValueRows::Offset(first_key + lane % 16, lane / 16);
+    const int value_row = ValueRows::Offset(first_key + lane % 16, first_chunk + lane / 16);
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n) {
+      before(n);
 #pragma unroll
       for (int chunk = 0; chunk < kColumns / ValueRows::kChunk; chunk += 2) {
         uint32_t value[4];  // two chunks, each of 8 positions and of the next 8

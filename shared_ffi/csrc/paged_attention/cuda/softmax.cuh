@@ -61,6 +61,11 @@ class Softmax {
     states[1] = states_[1];
   }
 
+  __device__ void SetStates(const RowState (&states)[2]) {
+    states_[0] = states[0];
+    states_[1] = states[1];
+  }
+
   // Multiplies the scale of row r. Called before any logits are computed.
   __device__ void MultiplyScale(int r, float factor) { scales_[r] *= factor; }
 
@@ -80,18 +85,25 @@ class Softmax {
     return {states_[r].max > kLowest || sum > 0 ? states_[r].max : -kInfinity, sum};
   }
 
-  // The same for the rows of two groups: lane 2 * g + r of the four that share rows gets that of
-  // row r of group g.
-  static __device__ __forceinline__ RowState StateOfLane(int lane, const RowState (&states)[2][2]) {
-    const bool is_odd = lane % 2 != 0, is_upper = lane / 2 % 2 != 0;
-    RowState of_row[2];
+  // Adds up the sums of all lanes that hold positions of a row.
+  static __device__ __forceinline__ void AddLanes(RowState (&states)[2]) {
 #pragma unroll
-    for (int g = 0; g < 2; ++g) {
-      of_row[g] = is_odd ? states[g][1] : states[g][0];
-      of_row[g].sum += gpu::ShuffleXor(is_odd ? states[g][0].sum : states[g][1].sum, 1);
+    for (RowState& state : states) {
+      state.sum += gpu::ShuffleXor(state.sum, 1);
+      state.sum += gpu::ShuffleXor(state.sum, 2);
     }
-    RowState state = is_upper ? of_row[1] : of_row[0];
-    state.sum += gpu::ShuffleXor(is_upper ? of_row[0].sum : of_row[1].sum, 2);
+  }
+
+  // The state, after AddLanes, of a row of two groups: lane 2 * g + r of the four that share rows
+  // gets that of row r of group g.
+  static __device__ __forceinline__ RowState StateOfLane(int lane, const RowState (&states)[2][2]) {
+    const RowState lower = lane % 2 != 0 ? states[0][1] : states[0][0];
+    const RowState upper = lane % 2 != 0 ? states[1][1] : states[1][0];
+    return Finished(lane / 2 % 2 != 0 ? upper : lower);
+  }
+
+  // The state of a row, after AddLanes, whose reference is -inf if it has seen nothing.
+  static __device__ __forceinline__ RowState Finished(const RowState& state) {
     return {state.max > kLowest || state.sum > 0 ? state.max : -kInfinity, state.sum};
   }
 
@@ -266,10 +278,27 @@ class Softmax {
 
   __device__ __forceinline__ void BeginLeaf() { states_[0] = states_[1] = kNoLogits; }
 
+  // The same with the leaf's first block, which gives the rows their references. Where these are
+  // not exceeded, WeighLeaf takes the block.
+  template <int kBlocks>
+  __device__ __forceinline__ void BeginLeaf(const float (&logits)[kBlocks][4], bool scales_late) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float top = LargestOfBlock(logits, r) * (scales_late ? scales_[r] * kLog2E : 1.0f);
+      states_[r] = {fmaxf(top, kLowest), 0};
+    }
+  }
+
   // Finds the factors of the logits. Whether a row of the warp may have to change its reference.
   template <int kBlocks>
   __device__ __forceinline__ bool Exceeds(const float (&logits)[kBlocks][4], bool scales_late,
                                           float slack, float (&factors)[2]) const {
+    return gpu::AnyInWarp(LaneExceeds(logits, scales_late, slack, factors));
+  }
+  // The same of the positions that this lane has.
+  template <int kBlocks>
+  __device__ __forceinline__ bool LaneExceeds(const float (&logits)[kBlocks][4], bool scales_late,
+                                              float slack, float (&factors)[2]) const {
     float largest[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -284,7 +313,7 @@ class Softmax {
       const float top = fmaxf(largest[2 * r], largest[2 * r + 1]) * factors[r];
       exceeds |= top > states_[r].max + slack;
     }
-    return gpu::AnyInWarp(exceeds);
+    return exceeds;
   }
 
   // Turns logits into weights, if none Exceeds. Blocks of 8 positions from kBegin to kEnd.
@@ -320,17 +349,12 @@ class Softmax {
     static_assert(kBlocks <= 16, "a byte a block of 32 positions");
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float(*block)[4] = logits + kBegin;
-      float top = fmaxf(block[0][2 * r], block[0][2 * r + 1]);
-#pragma unroll
-      for (int i = 1; i < 4; ++i) top = fmaxf(top, fmaxf(block[i][2 * r], block[i][2 * r + 1]));
-      top = fmaxf(top, gpu::ShuffleXor(top, 1));
-      top = fmaxf(top, gpu::ShuffleXor(top, 2)) * factors[r];
+      const float top = LargestOfBlock<kBegin>(logits, r) * factors[r];
       RowState& state = states_[r];
       if (top > state.max + slack) {
         const float steps = state.max == kLowest ? 0 : ceilf(top - state.max);
         state.max = state.max == kLowest ? top : state.max + steps;
-        state.sum *= gpu::Exp2(-steps);
+        state.sum = gpu::MultiplyFlushed(state.sum, gpu::Exp2(-steps));
         drops[r] |= static_cast<uint32_t>(fminf(steps, 255)) << kBegin / 4 * 8;
       }
     }
@@ -341,6 +365,17 @@ class Softmax {
   // The factor that the sums of a row with these drops are multiplied by before block b.
   static __device__ __forceinline__ float Shrinks(uint32_t drops, int b) {
     return __uint_as_float((127 - min(drops >> 8 * b & 0xff, 127u)) << 23);
+  }
+  template <int kBlocks>
+  static __device__ __forceinline__ void ShrinkAll(const float (&factors)[2],
+                                                   float (&sums)[kBlocks][4]) {
+#pragma unroll
+    for (float(&block_sums)[4] : sums) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        block_sums[e] = gpu::MultiplyFlushed(block_sums[e], factors[e / 2]);
+      }
+    }
   }
 
   // Adds the values that are infinite or NaN to the sums of those rows that attend to them.
@@ -376,6 +411,17 @@ class Softmax {
   }
 
  private:
+  // The largest logit of row r in a block, over all lanes of the row.
+  template <int kBegin = 0, int kBlocks>
+  static __device__ __forceinline__ float LargestOfBlock(const float (&logits)[kBlocks][4], int r) {
+    const float(*block)[4] = logits + kBegin;
+    float top = fmaxf(block[0][2 * r], block[0][2 * r + 1]);
+#pragma unroll
+    for (int i = 1; i < 4; ++i) top = fmaxf(top, fmaxf(block[i][2 * r], block[i][2 * r + 1]));
+    top = fmaxf(top, gpu::ShuffleXor(top, 1));
+    return fmaxf(top, gpu::ShuffleXor(top, 2));
+  }
+
   template <int kBlocks>
   __device__ void MaskHoles(int32_t begin, float (&logits)[kBlocks][4]) const {
 #pragma unroll

@@ -2,9 +2,12 @@
 // tensor core kernel does not support. It is the simplest kernel: read it first.
 //
 // A warp computes four rows. It walks over the positions in KV tiles of 32. Lane j computes the
-// logits of position j. Then all lanes add up the weighted V, each in its own columns.
+// logits of position j. Then all lanes add up the weighted V, each in its own columns. It does so
+// for each quarter of a leaf apart (order.h), and adds up the quarters. With few rows each warp has
+// one quarter of all rows: no bit depends on who computes it.
 #pragma once
 
+#include "../leaf.cuh"
 #include "../page_table.cuh"
 #include "../partial_results.cuh"
 #include "../schedule.cuh"
@@ -20,7 +23,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int stride = kColumns * gpu::kWarpSize;  // head_size, rounded up
   char* memory = gpu::SharedMemory();
   float* queries = reinterpret_cast<float*>(memory);  // [kCoreRows, stride]; the sums later
-  RowState* states = reinterpret_cast<RowState*>(queries + kCoreRows * stride);  // [kCoreRows]
+  float* parts = queries + kCoreRows * stride;        // [kCoreRows, stride]: the sums of a leaf
+  RowState* states = reinterpret_cast<RowState*>(parts + kCoreRows * stride);  // [kCoreRows]
   auto* shared = reinterpret_cast<Schedule::Shared*>(states + kCoreRows);
 
   const int lane = threadIdx.x % gpu::kWarpSize, warp = threadIdx.x / gpu::kWarpSize;
@@ -41,10 +45,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     });
     __syncthreads();
 
-    // With few rows, all warps compute the same rows and divide the positions among themselves.
-    const int num_parts = item.num_rows <= kRowsPerWarp ? kWarps : 1;
-    const int part = num_parts == 1 ? 0 : warp;
-    const int first_row = num_parts == 1 ? warp * kRowsPerWarp : 0;
+    // With few rows, all warps compute the same rows, and each finishes one.
+    const bool are_few = item.num_rows <= kRowsPerWarp;
+    const int first_row = are_few ? 0 : warp * kRowsPerWarp;
     const float* query = queries + first_row * stride;
     const RowRange ranges[kRowsPerWarp] = {{p, item, first_row},
                                            {p, item, first_row + 1},
@@ -54,104 +57,188 @@ __global__ void __launch_bounds__(kThreads, 2)
                                           {p, item, first_row + 1},
                                           {p, item, first_row + 2},
                                           {p, item, first_row + 3}};
-    RowState state[kRowsPerWarp];
-    float sums[kRowsPerWarp][kColumns] = {};
-    for (RowState& row : state) row = {-kInfinity, 0};
     bool is_bad = HasBadTree(p, item, threadIdx.x);
 
-    const int32_t step = num_parts * gpu::kWarpSize;
-    const int32_t turn = (part + NumTilesBefore(p, item, gpu::kWarpSize)) % num_parts;
-    const int32_t first = (item.begin / gpu::kWarpSize + turn) * gpu::kWarpSize;
-    for (int32_t tile = first; tile < item.end; tile += step) {
-      const int32_t position = tile + lane;
-      const bool is_inside = item.begin <= position && position < item.end;
-      const Slot<T> place = is_inside ? FindSlot<T>(p, item, position, &is_bad) : Slot<T>();
-      const int64_t slot = place.offset;
-      float weights[kRowsPerWarp] = {};
-      if (slot >= 0) {
-        const T* key = KeyOf<T>(p, slot, item.kv_head);
-        const auto multiply_add_number = [&](int d, float k) {
-          for (int r = 0; r < kRowsPerWarp; ++r)
-            weights[r] = gpu::Fma(query[r * stride + d], k, weights[r]);
-        };
-        const auto multiply_add = [&](int d, T element) {
-          if (IsInt4<T>(p.cache_dtype)) {
-            for (int i = 0; i < 2; ++i) multiply_add_number(2 * d + i, NumberOf(&element, i));
-          } else {
-            multiply_add_number(d, gpu::ToFloat(element));
-          }
-        };
-        const int64_t row_size = IsInt4<T>(p.cache_dtype) ? p.head_size / 2 : p.head_size;
-        int d = 0;
-        if (reinterpret_cast<uintptr_t>(key) % 16 == 0) {  // 16 bytes at once
-          constexpr int kElements = 16 / sizeof(T);
-          struct alignas(16) Elements {
-            T element[kElements];
+    // What the warp adds up in KV tiles of 32 positions, one after the other.
+    const auto add_positions = [&](int32_t begin, int32_t end, RowState(&state)[kRowsPerWarp],
+                                   float(&sums)[kRowsPerWarp][kColumns]) {
+      for (int32_t tile = begin; tile < end; tile += gpu::kWarpSize) {
+        const int32_t position = tile + lane;
+        const bool is_inside = item.begin <= position && position < item.end;
+        const Slot<T> place = is_inside ? FindSlot<T>(p, item, position, &is_bad) : Slot<T>();
+        const int64_t slot = place.offset;
+        float weights[kRowsPerWarp] = {};
+        if (slot >= 0) {
+          const T* key = KeyOf<T>(p, slot, item.kv_head);
+          const auto multiply_add_number = [&](int d, float k) {
+            for (int r = 0; r < kRowsPerWarp; ++r)
+              weights[r] = gpu::Fma(query[r * stride + d], k, weights[r]);
           };
-          for (; d + kElements <= row_size; d += kElements) {
-            const Elements elements = *reinterpret_cast<const Elements*>(key + d);
+          const auto multiply_add = [&](int d, T element) {
+            if (IsInt4<T>(p.cache_dtype)) {
+              for (int i = 0; i < 2; ++i) multiply_add_number(2 * d + i, NumberOf(&element, i));
+            } else {
+              multiply_add_number(d, gpu::ToFloat(element));
+            }
+          };
+          const int64_t row_size = IsInt4<T>(p.cache_dtype) ? p.head_size / 2 : p.head_size;
+          int d = 0;
+          if (reinterpret_cast<uintptr_t>(key) % 16 == 0) {  // 16 bytes at once
+            constexpr int kElements = 16 / sizeof(T);
+            struct alignas(16) Elements {
+              T element[kElements];
+            };
+            for (; d + kElements <= row_size; d += kElements) {
+              const Elements elements = *reinterpret_cast<const Elements*>(key + d);
 #pragma unroll
-            for (int i = 0; i < kElements; ++i) multiply_add(d + i, elements.element[i]);
+              for (int i = 0; i < kElements; ++i) multiply_add(d + i, elements.element[i]);
+            }
           }
-        }
-        for (; d < row_size; ++d) multiply_add(d, key[d]);
-      }
-      for (int r = 0; r < kRowsPerWarp; ++r) {
-        const bool attends =
-            slot >= 0 && ranges[r].Contains(position) && !holes[r].Contain(position);
-        float logit = weights[r] * p.scale;
-        if constexpr (kIs8Bit<T>) logit *= place.k_scale;
-        if (p.soft_cap > 0) logit = p.soft_cap * tanhf(logit / p.soft_cap);
-        logit = attends ? logit * kLog2E : -kInfinity;
-        if (p.alibi_slopes != nullptr)
-          logit = AlibiBias(p, item, first_row + r).AddTo(logit, position);
-        float max = logit;
-        for (int mask = gpu::kWarpSize / 2; mask > 0; mask /= 2) {
-          max = fmaxf(max, gpu::ShuffleXor(max, mask));
-        }
-        max = fmaxf(max, state[r].max);
-        const float shift = max == -kInfinity ? 0.0f : max;
-        const float rescale = gpu::Exp2(state[r].max - shift);
-        weights[r] = gpu::Exp2(logit - shift);
-        state[r] = {max, gpu::Fma(state[r].sum, rescale, weights[r])};
-        for (float& sum : sums[r]) sum *= rescale;
-        if constexpr (kIs8Bit<T>) weights[r] *= place.v_scale;
-      }
-      for (int j = 0; j < gpu::kWarpSize; ++j) {
-        const int64_t slot_j = gpu::Shuffle(slot, j);
-        if (slot_j < 0) continue;
-        const T* value = ValueOf<T>(p, slot_j, item.kv_head);
-        float v[kColumns];
-        for (int i = 0; i < kColumns; ++i) {
-          const int d = i * gpu::kWarpSize + lane;
-          v[i] = 0;
-          if (d >= p.value_head_size) continue;
-          v[i] = IsInt4<T>(p.value_cache_dtype) ? NumberOf(value, d) : gpu::ToFloat(value[d]);
+          for (; d < row_size; ++d) multiply_add(d, key[d]);
         }
         for (int r = 0; r < kRowsPerWarp; ++r) {
-          const float weight = gpu::Shuffle(weights[r], j);
-          // Skipped, not multiplied by zero: V may be NaN where the row does not attend.
-          if (!ranges[r].Contains(tile + j) || holes[r].Contain(tile + j)) continue;
-          for (int i = 0; i < kColumns; ++i) sums[r][i] = gpu::Fma(weight, v[i], sums[r][i]);
+          const bool attends =
+              slot >= 0 && ranges[r].Contains(position) && !holes[r].Contain(position);
+          float logit = weights[r] * p.scale;
+          if constexpr (kIs8Bit<T>) logit *= place.k_scale;
+          if (p.soft_cap > 0) logit = p.soft_cap * tanhf(logit / p.soft_cap);
+          logit = attends ? logit * kLog2E : -kInfinity;
+          if (p.alibi_slopes != nullptr)
+            logit = AlibiBias(p, item, first_row + r).AddTo(logit, position);
+          float max = logit;
+          for (int mask = gpu::kWarpSize / 2; mask > 0; mask /= 2) {
+            max = fmaxf(max, gpu::ShuffleXor(max, mask));
+          }
+          max = fmaxf(max, state[r].max);
+          const float shift = max == -kInfinity ? 0.0f : max;
+          const float rescale = gpu::Exp2(state[r].max - shift);
+          weights[r] = gpu::Exp2(logit - shift);
+          state[r] = {max, gpu::Fma(state[r].sum, rescale, weights[r])};
+          for (float& sum : sums[r]) sum *= rescale;
+          if constexpr (kIs8Bit<T>) weights[r] *= place.v_scale;
+        }
+        for (int j = 0; j < gpu::kWarpSize; ++j) {
+          const int64_t slot_j = gpu::Shuffle(slot, j);
+          if (slot_j < 0) continue;
+          const T* value = ValueOf<T>(p, slot_j, item.kv_head);
+          float v[kColumns];
+          for (int i = 0; i < kColumns; ++i) {
+            const int d = i * gpu::kWarpSize + lane;
+            v[i] = 0;
+            if (d >= p.value_head_size) continue;
+            v[i] = IsInt4<T>(p.value_cache_dtype) ? NumberOf(value, d) : gpu::ToFloat(value[d]);
+          }
+          for (int r = 0; r < kRowsPerWarp; ++r) {
+            const float weight = gpu::Shuffle(weights[r], j);
+            // Skipped, not multiplied by zero: V may be NaN where the row does not attend.
+            if (!ranges[r].Contains(tile + j) || holes[r].Contain(tile + j)) continue;
+            for (int i = 0; i < kColumns; ++i) sums[r][i] = gpu::Fma(weight, v[i], sums[r][i]);
+          }
         }
       }
+    };
+
+    // Adds the leaf at `leaf` to the totals of the warp's row r: to that of its group's leaves, and
+    // the group, once it is complete, to that of the groups before. The last total of all goes
+    // where the query was.
+    constexpr RowState kEmpty = {kNoReference, 0};
+    RowState groups[kRowsPerWarp], totals[kRowsPerWarp];  // without the groups, and all
+    for (int r = 0; r < kRowsPerWarp; ++r) groups[r] = totals[r] = kEmpty;
+    const int row_columns = static_cast<int>(p.value_head_size + gpu::kWarpSize - 1) / 32 * 32;
+    const auto add_leaf = [&](int32_t leaf, int r, int row, const RowState& state,
+                              const float(&sums)[kColumns]) {
+      const int32_t end = LeafEnd(leaf), group = GroupEnd(leaf) - kGroup;
+      const bool is_last = end >= item.end, completes = is_last || end == group + kGroup;
+      const bool has_leaves = max(item.begin, group) < leaf, has_groups = item.begin < group;
+      const Fold fold(&groups[r], state);
+      RowState total = totals[r];
+      const Fold fold_of_group(&total, groups[r]);
+      if (completes) {
+        totals[r] = total;
+        groups[r] = kEmpty;
+      }
+      float* const group_sums = scratch.Slot(blockIdx.x, 0) + row * row_columns + lane;
+      float* const total_sums = scratch.Slot(blockIdx.x, 1) + row * row_columns + lane;
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        const int column = i * gpu::kWarpSize;
+        if (column >= row_columns) break;
+        float sum = fold.Add(has_leaves ? __ldcg(group_sums + column) : 0.0f, sums[i]);
+        if (completes) {
+          sum = fold_of_group.Add(has_groups ? __ldcg(total_sums + column) : 0.0f, sum);
+        }
+        if (is_last) {
+          queries[row * stride + column + lane] = sum;
+        } else {
+          __stcg((completes ? total_sums : group_sums) + column, sum);
+        }
+      }
+    };
+
+    for (int32_t leaf = LeafBegin(LeafOf(item.begin)); leaf < item.end; leaf = LeafEnd(leaf)) {
+      const int32_t quarter = LeafSize(leaf) / kWarps;
+      RowState leaf_states[kRowsPerWarp];
+      for (int q = are_few ? warp : 0; q < (are_few ? warp + 1 : kWarps); ++q) {
+        RowState state[kRowsPerWarp];
+        float sums[kRowsPerWarp][kColumns] = {};
+        for (RowState& row : state) row = {-kInfinity, 0};
+        const int32_t begin = leaf + q * quarter;
+        add_positions(max(begin, item.begin / gpu::kWarpSize * gpu::kWarpSize),
+                      min(begin + quarter, item.end), state, sums);
+        for (int r = 0; r < kRowsPerWarp; ++r) {
+          float sum = state[r].sum;
+          for (int mask = gpu::kWarpSize / 2; mask > 0; mask /= 2) {
+            sum += gpu::ShuffleXor(sum, mask);
+          }
+          const RowState part = {fmaxf(state[r].max, kNoReference), sum};
+          const int row = warp * kRowsPerWarp + r;
+          const bool is_first = are_few || q == 0;
+          if (is_first) leaf_states[r] = kEmpty;
+          const Fold fold(&leaf_states[r], part);
+          for (int i = 0; i < kColumns; ++i) {
+            float& to = parts[row * stride + i * gpu::kWarpSize + lane];
+            to = are_few ? sums[r][i] : fold.Add(is_first ? 0.0f : to, sums[r][i]);
+          }
+          if (are_few && lane == 0) states[row] = part;
+        }
+      }
+      if (are_few) __syncthreads();  // the quarters are there, and all have read the queries
+      for (int r = 0; r < kRowsPerWarp; ++r) {
+        float sums[kColumns] = {};
+        if (are_few) {
+          if (r > 0) break;
+          leaf_states[0] = kEmpty;
+          for (int q = 0; q < kWarps; ++q) {
+            const int row = q * kRowsPerWarp + warp;
+            const Fold fold(&leaf_states[0], states[row]);
+            for (int i = 0; i < kColumns; ++i) {
+              sums[i] = fold.Add(sums[i], parts[row * stride + i * gpu::kWarpSize + lane]);
+            }
+          }
+        } else {
+          for (int i = 0; i < kColumns; ++i) {
+            sums[i] = parts[(first_row + r) * stride + i * gpu::kWarpSize + lane];
+          }
+        }
+        add_leaf(leaf, r, are_few ? warp : first_row + r, leaf_states[r], sums);
+      }
+      if (are_few) __syncthreads();  // everyone has left them
     }
-    is_bad = __syncthreads_or(is_bad);  // all have read the queries, whose place the sums take
+    is_bad = __syncthreads_or(is_bad);
 
     for (int r = 0; r < kRowsPerWarp; ++r) {
-      float sum = state[r].sum;
-      for (int mask = gpu::kWarpSize / 2; mask > 0; mask /= 2) sum += gpu::ShuffleXor(sum, mask);
-      const int row = warp * kRowsPerWarp + r;
-      if (lane == 0) states[row] = {state[r].max, sum};
-      for (int i = 0; i < kColumns; ++i) {
-        queries[row * stride + i * gpu::kWarpSize + lane] = sums[r][i];
-      }
+      if (are_few && r > 0) break;
+      const int row = are_few ? warp : first_row + r;
+      const RowState total = totals[r];
+      const bool is_empty = total.max == kNoReference && !(total.sum > 0);
+      if (lane == 0) states[row] = {is_empty ? -kInfinity : total.max, total.sum};
+      if (item.begin < item.end) continue;
+      for (int i = 0; i < kColumns; ++i) queries[row * stride + i * gpu::kWarpSize + lane] = 0;
     }
     __syncthreads();
-    const int rows = num_parts == 1 ? kCoreRows : kRowsPerWarp;
-    const Parts parts{num_parts, states, queries, rows, stride, stride};
+    const Parts parts_of_rows{1, states, queries, kCoreRows, stride, stride};
     WithQueryType<T>(p, [&](auto type) {
-      WriteRows<decltype(type), /*kWidth=*/1>(p, scratch, item, parts, is_bad);
+      WriteRows<decltype(type), /*kWidth=*/1>(p, scratch, item, parts_of_rows, is_bad);
     });
   }
 }
@@ -159,7 +246,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 template <int kColumns>
 constexpr int CudaCoreSharedBytes() {
   return static_cast<int>(kCoreRows *
-                              (kColumns * gpu::kWarpSize * sizeof(float) + sizeof(RowState)) +
+                              (2 * kColumns * gpu::kWarpSize * sizeof(float) + sizeof(RowState)) +
                           sizeof(Schedule::Shared));
 }
 

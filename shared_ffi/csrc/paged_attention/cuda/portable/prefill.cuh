@@ -12,6 +12,7 @@
 #pragma once
 
 #include "../products.cuh"
+#include "../slot.cuh"
 #include "warp_rows.cuh"
 
 namespace xla_gpu::paged_attention {
@@ -119,12 +120,23 @@ class TensorCorePrefillItem {
     int32_t tile = turns.tiles.begin;
     Begin(tile);
     while (tile < turns.tiles.end) {
-      if (tile == turns.plain_tiles.begin) {
+      if (turns.plain_tiles.begin <= tile && tile < turns.plain_tiles.end) {
+        bool begins = BeginsLeaf(tile * kTile);
+        const int32_t end = min(LeafEnd(tile * kTile) / kTile, turns.plain_tiles.end);
 #pragma unroll 1
-        for (; tile < turns.plain_tiles.end; ++tile) PlainTurn(tile);
+        for (; tile < end; ++tile) {
+          PlainTurn(tile, begins);
+          begins = false;
+        }
       } else {
         GeneralTurn(tile++, turns.common);
       }
+      const bool is_last = tile == turns.tiles.end;
+      if (!is_last && !BeginsLeaf(tile * kTile)) continue;
+      EndLeaf(turns.tiles.begin * kTile, tile * kTile, is_last, states_, products_, [&](int which) {
+        const auto columns = static_cast<int>(p_.value_head_size);
+        return Total<kGroups>(scratch.Slot(blockIdx.x, which), Thread(), columns, columns);
+      });
     }
     gpu::WaitCopies<0>();
     // Everyone has left the tiles, whose place the sums take.
@@ -228,7 +240,8 @@ class TensorCorePrefillItem {
     return Softmax(p_, item_, row, range, range_below, states);
   }
 
-  __device__ __forceinline__ void PlainTurn(int32_t tile) {
+  // `begins`: whether a leaf begins with the tile.
+  __device__ __forceinline__ void PlainTurn(int32_t tile, bool begins) {
     WaitForTile();  // K is here, and everyone has left V of the tile before
     CopyValues(tile);
     float logits[kGroups][kTile / 8][4] = {};
@@ -239,25 +252,76 @@ class TensorCorePrefillItem {
     WaitForTile();  // V is here, and everyone has left K
     CopyNextKeys(tile);
     [[maybe_unused]] const PositionScales* scales = layout_.Scales(tile);
-    float rescales[kGroups][2];
-    PackedWeights packed[kGroups];
+    if constexpr (kIs8Bit<C>) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) Products::ScaleLogits(scales, logits[g]);
+    }
+    if (begins) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        Softmax softmax = SoftmaxOf(0, states_[g]);
+        softmax.BeginLeaf(logits[g], /*scales_late=*/true);
+        softmax.CopyStates(states_[g]);
+      }
+    }
+    float factors[kGroups][2];
+    bool exceeds = false;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      if constexpr (kIs8Bit<C>) Products::ScaleLogits(scales, logits[g]);
-      Softmax softmax = SoftmaxOf(0, states_[g]);
-      Softmax::Powers powers = softmax.FindLargest(logits[g], /*scales_late=*/true, rescales[g]);
-      powers.template Take<0, kTile / 8>(logits[g]);
-      softmax.Add(powers, rescales[g]);
-      softmax.CopyStates(states_[g]);
+      exceeds |= SoftmaxOf(0, states_[g])
+                     .LaneExceeds(logits[g], /*scales_late=*/true, kSlack<Weight>, factors[g]);
+    }
+    exceeds = gpu::AnyInWarp(exceeds);
+    PackedWeights packed[kGroups];
+    Drops drops = {};
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      Weigh(SoftmaxOf(0, states_[g]), exceeds, factors[g], g, logits[g], states_[g], &drops);
       if constexpr (kIs8Bit<C>) Products::ScaleWeights(scales, logits[g]);
       Products::template PackWeights<Weight>(logits[g], packed[g]);
     }
-    if (gpu::AnyInWarp(rescales[0][0] != 1 || rescales[0][1] != 1 || rescales[1][0] != 1 ||
-                       rescales[1][1] != 1)) {
+    AddValues(packed, exceeds, drops);
+  }
+
+  // By how many powers of two the sums of rows shrink before each block of positions is added to
+  // them: a byte for each row of a lane.
+  struct Drops {
+    uint32_t blocks[kTile / Softmax::kBlockPositions];
+  };
+
+  // Turns the logits of group g into weights.
+  static __device__ __forceinline__ void Weigh(Softmax softmax, bool exceeds,
+                                               const float (&factors)[2], int g,
+                                               float (&logits)[kTile / 8][4], RowState (&states)[2],
+                                               Drops* drops) {
+    if (exceeds) {
+      uint32_t rows[2] = {};
+      softmax.WeighBlocks(factors, kSlack<Weight>, logits, rows);
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) Softmax::RescaleAll(rescales[g], products_[g].sums);
+      for (int b = 0; b < kTile / Softmax::kBlockPositions; ++b) {
+        drops->blocks[b] |= ((rows[0] >> 8 * b & 0xff) | (rows[1] >> 8 * b & 0xff) << 8) << 16 * g;
+      }
+    } else {
+      softmax.template WeighLeaf<0, kTile / 8>(factors, logits);
     }
-    Products::template AddValues<Weight>(layout_.values, 0, packed, products_);
+    softmax.CopyStates(states);
+  }
+
+  // `drops`: if any may be there, which the warp's lanes agree on.
+  __device__ __forceinline__ void AddValues(const PackedWeights (&packed)[kGroups], bool may_drop,
+                                            const Drops& drops) {
+    constexpr int kSteps = Softmax::kBlockPositions / 16;
+    Products::template AddValues<Weight>(layout_.values, 0, packed, products_, [&](int step) {
+      if (step % kSteps == 0 && may_drop) Shrink(drops.blocks[step / kSteps]);
+    });
+  }
+  __device__ __forceinline__ void Shrink(uint32_t drops) {
+    if (!gpu::AnyInWarp(drops != 0)) return;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      Softmax::ShrinkAll({Softmax::Shrinks(drops, 2 * g), Softmax::Shrinks(drops, 2 * g + 1)},
+                         products_[g].sums);
+    }
   }
 
   __device__ __forceinline__ void GeneralTurn(int32_t tile, const CommonRange& common) {
@@ -266,8 +330,8 @@ class TensorCorePrefillItem {
     WaitForTile();
     CopyValues(tile);
     [[maybe_unused]] const PositionScales* scales = layout_.Scales(tile);
-    float rescales[kGroups][2];
     PackedWeights packed[kGroups];
+    Drops drops = {};
     RowRange own = {};  // each lane finds that of one row: lane 2 * g + r of four, row r of group g
     if (masked) own = RowRange(p_, item_, RowOfLane(Lane(), WarpRow(), kGroupRows));
 #pragma unroll 1
@@ -286,23 +350,22 @@ class TensorCorePrefillItem {
       }
       Softmax softmax = SoftmaxOf(group_row + Lane() / 4, states_[0], ranges[0], ranges[1]);
       softmax.template ToLogits</*kSeldomBegins=*/!kIs8Bit<C>>(begin, masked, logits[0]);
-      softmax.Weigh(logits[0], rescales[0]);
-      softmax.CopyStates(states_[0]);
+      float factors[2];
+      const bool exceeds =
+          softmax.Exceeds(logits[0], softmax.ScalesLate(), kSlack<Weight>, factors);
+      Weigh(softmax, exceeds, factors, g, logits[0], states_[0], &drops);
       if constexpr (kIs8Bit<C>) Products::ScaleWeights(scales, logits[0]);
       Products::template PackWeights<Weight>(logits[0], packed[0]);
       // The groups take turns in the registers: the loop has one body.
       Swap(states_);
-      Swap(rescales);
       Swap(packed);
     }
     WaitForTile();
     if (tile + 1 < layout_.turns->tiles.end) CopyNextKeys(tile);
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) Softmax::RescaleSums(rescales[g], products_[g].sums);
     if constexpr (!kIsInteger<C>) {
       if (common.RowsDiffer(item_, begin, begin + kTile)) SetAsideNonFinite(begin, scales);
     }
-    Products::template AddValues<Weight>(layout_.values, 0, packed, products_);
+    AddValues(packed, /*may_drop=*/true, drops);
   }
 
   template <typename Groups>
@@ -370,7 +433,7 @@ template <typename T, typename C, int kHeadSize, int kTile>
 __global__ void __launch_bounds__(kThreads, 2)
     TensorCorePrefill(Params p, Scratch scratch, QueryLengths lengths) {
 #ifdef __CUDA_ARCH__
-  if constexpr (HasPrefillTile<C>(__CUDA_ARCH__ / 10, kTile)) {
+  if constexpr (HasPrefillTile(__CUDA_ARCH__ / 10, kTile)) {
     using Layout = TensorCorePrefillLayout<T, C, kHeadSize, kTile>;
     const Layout layout(gpu::SharedMemory());
     gpu::WaitForKernelsBefore();

@@ -8,7 +8,9 @@ namespace xla_gpu::paged_attention {
 
 namespace {
 
-constexpr bool kHasFewRows = !kHasDecodeKernel<XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>;
+constexpr bool kHasFewRows =
+    !kHasDecodeKernel<XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE> &&
+    TensorCoreLayout<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>::kCanShareRows;
 
 template <int kWarpRows>
 AttentionKernel KernelOf() {
@@ -39,7 +41,7 @@ AttentionKernel TensorCorePrefillOf<XLA_GPU_STORAGE, XLA_GPU_CACHE, XLA_GPU_HEAD
   if constexpr (kHasTensorCorePrefill<XLA_GPU_CACHE, XLA_GPU_HEAD_SIZE>) {
     using T = XLA_GPU_STORAGE;
     using C = XLA_GPU_CACHE;
-    WithPrefillTile<C>(device.capability, device.shared_bytes, [&](auto tile) {
+    WithPrefillTile(device.capability, device.shared_bytes, [&](auto tile) {
       using Layout = TensorCorePrefillLayout<T, C, XLA_GPU_HEAD_SIZE, tile>;
       found = {{TensorCorePrefill<T, C, XLA_GPU_HEAD_SIZE, tile>, kThreads,
                 Layout::kSharedBytes + gpu::kMoreSharedBytes},

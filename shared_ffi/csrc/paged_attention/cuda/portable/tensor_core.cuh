@@ -1,10 +1,9 @@
 // Attention on tensor cores for float16 and bfloat16 queries, on any GPU from sm_80 on.
 //
 // A thread block computes the rows of a work item, one KV tile after the other. Later KV tiles are
-// copied to shared memory meanwhile. Each warp has 16 rows and all positions. Where there is no
-// decode kernel for the cache and the head size, the warps divide a tile of few rows in another
-// way: all have the same rows and each has a part of the positions; their partial results are
-// merged at the end in a fixed order.
+// copied to shared memory meanwhile. Each warp has 16 rows. Where there is no decode kernel for the
+// cache and the head size, warps share the rows of a tile of few: each multiplies K for a part of
+// the positions, all see the logits, and each has a part of V's columns.
 //
 // A wide head has more columns of V than there are registers for: the block goes over the positions
 // once for each kMaxColumns of them.
@@ -12,6 +11,7 @@
 
 #include "../partial_results.cuh"
 #include "../products.cuh"
+#include "../slot.cuh"
 
 namespace xla_gpu::paged_attention {
 
@@ -27,6 +27,9 @@ struct TensorCoreLayout {
   static constexpr int kTile = kHeadSize <= 128 ? 64 : 32;  // positions
   static constexpr int kStages = kIs8Bit<C> ? 3 : 2;        // KV tiles in memory
   static constexpr int kFewWarpRows = kTile == 64 ? 1 : 2;  // 16 positions for each warp
+  // Whether warps with the same rows can have equal shares of V: products take pairs of chunks.
+  static constexpr bool kCanShareRows =
+      kColumns / (kWarps / kFewWarpRows) % (2 * ValueRows::kChunk) == 0;
   static constexpr int kSumRows = kWarps * kRowsPerWarpTile;
   static constexpr int kTileElements = kTile * CacheRows::kStride;
   static constexpr int kStageElements =
@@ -38,10 +41,16 @@ struct TensorCoreLayout {
   // at once are copied while some warps still multiply the tile kStages before.
   static constexpr int kScaleTiles = kIs8Bit<C> ? kStages + Positions::kTiles : 0;
 
-  // For a query tile of `warp_rows` groups of 16 rows.
-  XLA_GPU_HOST_DEVICE static constexpr int QueryBytes(int warp_rows) {
+  // For a query tile of `warp_rows` groups of 16 rows, and the logits that warps with fewer show
+  // each other: a tile of many rows has room for them behind few.
+  XLA_GPU_HOST_DEVICE static constexpr int RowsBytes(int warp_rows) {
     return warp_rows * kRowsPerWarpTile * QueryRows::kStride * static_cast<int>(sizeof(T));
   }
+  static constexpr int kLogitsBytes = kFewWarpRows * kRowsPerWarpTile * kTile * 4;
+  XLA_GPU_HOST_DEVICE static constexpr int QueryBytes(int warp_rows) {
+    return RowsBytes(warp_rows) + (warp_rows == kWarps ? 0 : kLogitsBytes);
+  }
+  static_assert(RowsBytes(kFewWarpRows) + kLogitsBytes <= RowsBytes(kWarps));
   static constexpr int SharedBytes(int warp_rows) {
     return kTilesBytes + QueryBytes(warp_rows) +
            kScaleTiles * kTile * static_cast<int>(sizeof(PositionScales)) +
@@ -57,7 +66,7 @@ struct TensorCoreLayout {
   static constexpr int kSumsBytes = kSumRows * kSumStride * 4;
   static constexpr int kStatesBytes = kSumRows * static_cast<int>(sizeof(RowState));
   static_assert(kSumsBytes <= kTilesBytes + QueryBytes(kFewWarpRows),
-                "the sums of all warps take the place of the tiles and the query");
+                "the sums of all rows take the place of the tiles and the query");
   static constexpr bool kStatesAreBehindSums =
       kSumsBytes + kStatesBytes <= kTilesBytes + QueryBytes(kFewWarpRows);
 
@@ -80,6 +89,10 @@ struct TensorCoreLayout {
         states(kStatesAreBehindSums ? reinterpret_cast<RowState*>(memory + kSumsBytes)
                                     : reinterpret_cast<RowState*>(schedule + 1)) {}
 
+  // Logits of a tile: [group of 16 rows][8 positions][lane] four of them.
+  __device__ float4* Logits() const {
+    return reinterpret_cast<float4*>(reinterpret_cast<char*>(query) + RowsBytes(kFewWarpRows));
+  }
   __device__ C* Key(int32_t tile) const { return tiles + tile % kStages * kStageElements; }
   __device__ PositionScales* Scales(int32_t tile) const {
     if constexpr (kScaleTiles > 0) {
@@ -90,7 +103,7 @@ struct TensorCoreLayout {
 };
 
 // Computes one work item of kWarpRows groups of 16 rows. A warp has one group. If there are fewer
-// groups than warps, the warps of a group divide the positions.
+// groups than warps, the warps of a group divide K by positions and V by columns.
 template <typename T, typename C, int kHeadSize, int kWarpRows>
 class TensorCoreItem {
   using Layout = TensorCoreLayout<T, C, kHeadSize>;
@@ -101,12 +114,17 @@ class TensorCoreItem {
   static constexpr int kStages = Layout::kStages;
   static constexpr int kParts = kWarps / kWarpRows;
   static constexpr int kTile = Layout::kTile;
-  static constexpr int kKeys = kTile / kParts;  // positions of a KV tile for each warp
+  static constexpr int kKeys = kTile / kParts;  // positions of a KV tile that a warp multiplies
   static constexpr int kRows = kWarpRows * kRowsPerWarpTile;
   static constexpr int kColumns = Layout::kColumns;
   static constexpr bool kHasInt4 = std::is_same_v<C, Int4OrInt8>;
   static constexpr int kChunksOfThread = kTile * CacheRows::kChunks / kThreads;
-  using Products = WarpProducts<T, C, kHeadSize, kKeys, QueryRows, CacheRows, kColumns, ValueRows>;
+  static constexpr int kOwnColumns = kColumns / kParts;
+  static_assert(kParts == 1 || Layout::kCanShareRows);
+  using KeyProducts = WarpProducts<T, C, kHeadSize, kKeys, QueryRows, CacheRows>;
+  using Products =
+      WarpProducts<T, C, kHeadSize, kTile, QueryRows, CacheRows, kOwnColumns, ValueRows>;
+  using Weight = typename Products::Weight;
 
  public:
   __device__ TensorCoreItem(const Params& p, const Item& item, const Layout& layout,
@@ -115,11 +133,7 @@ class TensorCoreItem {
         item_(item),
         layout_(layout),
         first_column_(first_column),
-        lane_(threadIdx.x % gpu::kWarpSize),
-        warp_row_(threadIdx.x / gpu::kWarpSize % kWarpRows * kRowsPerWarpTile),
-        part_(kParts == 1 ? 0 : threadIdx.x / gpu::kWarpSize / kWarpRows),
         common_(p, item),
-        softmax_(p, item, warp_row_ + lane_ / 4),
         is_bad_(HasBadTree(p, item, threadIdx.x)) {}
 
   __device__ void Compute(const Scratch& scratch) {
@@ -150,7 +164,11 @@ class TensorCoreItem {
           }
         }
         gpu::CommitCopies();
-        if (is_copied) ComputeTile(tile);
+        if (is_copied) {
+          ComputeTile(tile);
+          const int32_t next = gpu::Opaque(tile) + 1;
+          if (next == end || BeginsLeaf(next * kTile)) EndLeafOf(scratch, next);
+        }
         if constexpr (kHasInt4) {
           if (copied < end) StoreInt4(copied, int4);
         }
@@ -160,12 +178,23 @@ class TensorCoreItem {
     is_bad_ = __syncthreads_or(is_bad_);  // everyone has left the tiles, whose place the sums take
     StoreSums();
     __syncthreads();
-    const Parts parts{kParts,   layout_.states, layout_.sums, kRows, Layout::kSumStride,
+    const Parts parts{1,        layout_.states, layout_.sums, kRows, Layout::kSumStride,
                       kColumns, first_column_};
     WriteRows<T, /*kWidth=*/4>(p_, scratch, item_, parts, is_bad_);
   }
 
  private:
+  // Nothing that follows from the thread's number stays in a register where it is not used.
+  static __device__ __forceinline__ unsigned Thread() { return gpu::Opaque(threadIdx.x); }
+  static __device__ __forceinline__ int Lane() { return Thread() % gpu::kWarpSize; }
+  // The warp's first row, and its place among the warps with these rows.
+  static __device__ __forceinline__ int WarpRow() {
+    return Thread() / gpu::kWarpSize % kWarpRows * kRowsPerWarpTile;
+  }
+  static __device__ __forceinline__ int Part() {
+    return kParts == 1 ? 0 : Thread() / gpu::kWarpSize / kWarpRows;
+  }
+
   // Goes to the positions of the tiles from `first` on, and copies their scales. A position
   // that does not exist has zeros.
   __device__ __forceinline__ void TakePositions(int32_t first) {
@@ -197,7 +226,9 @@ class TensorCoreItem {
   __device__ void CopyTile(int32_t tile, int n) {
     constexpr int kLanes = Layout::kCopyLanes, kPositions = Positions::kAtOnce;
     static_assert(kPositions % 8 == 0, "the swizzle repeats");
-    const int row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+    // Wide heads leave no register to keep what follows from it.
+    const unsigned thread = kHeadSize >= 256 ? Thread() : threadIdx.x;
+    const int row = thread / kLanes, lane = thread % kLanes;
     C* keys = layout_.Key(tile) + CacheRows::Offset(row, lane);
     C* values = layout_.Key(tile) + Layout::kTileElements + ValueRows::Offset(row, lane);
     const int column = lane * CacheRows::kChunk;
@@ -288,30 +319,89 @@ class TensorCoreItem {
   }
 
   __device__ void ComputeTile(int32_t tile) {
-    // The first position of the warp's part of the KV tile.
-    const int32_t begin = tile * kTile + part_ * kKeys;
-    const int first_key = part_ * kKeys;
-    [[maybe_unused]] const PositionScales* scales = layout_.Scales(tile) + first_key;
-    float logits[kKeys / 8][4] = {};
-    Products::MultiplyByKeys(layout_.query, warp_row_, layout_.Key(tile), first_key, logits);
+    const int32_t begin = tile * kTile;
+    [[maybe_unused]] const PositionScales* scales = layout_.Scales(tile);
+    float logits[kTile / 8][4] = {};
+    if constexpr (kParts == 1) {
+      KeyProducts::MultiplyByKeys(layout_.query, WarpRow(), layout_.Key(tile), 0, logits);
+    } else {
+      float own[kKeys / 8][4] = {};
+      KeyProducts::MultiplyByKeys(layout_.query, WarpRow(), layout_.Key(tile), Part() * kKeys, own);
+      Show(own, logits);
+    }
     if constexpr (kIs8Bit<C>) Products::ScaleLogits(scales, logits);
-    softmax_.ToLogits(begin, /*masked=*/!common_.Contains(begin, begin + kKeys), logits);
-    float rescales[2];
-    softmax_.Weigh(logits, rescales);
-    Softmax::RescaleSums(rescales, products_.sums);
+    const bool masked = !common_.Contains(begin, begin + kTile);
+    RowRange ranges[2] = {};  // no register holds them all the time
+    if (masked) {
+      ranges[0] = RowRange(p_, item_, WarpRow() + Lane() / 4);
+      ranges[1] = RowRange(p_, item_, WarpRow() + Lane() / 4 + 8);
+    }
+    Softmax softmax(p_, item_, WarpRow() + Lane() / 4, ranges[0], ranges[1], states_[0]);
+    softmax.ToLogits(begin, masked, logits);
+    float factors[2];
+    uint32_t drops[2] = {};
+    const bool exceeds = softmax.Exceeds(logits, softmax.ScalesLate(), kSlack<Weight>, factors);
+    const auto shrink = [&](int block) {
+      if (!exceeds) return;
+      Softmax::ShrinkAll({Softmax::Shrinks(drops[0], block), Softmax::Shrinks(drops[1], block)},
+                         products_[0].sums);
+    };
+    if (exceeds) {
+      softmax.WeighBlocks(factors, kSlack<Weight>, logits, drops);
+    } else {
+      softmax.template WeighLeaf<0, kTile / 8>(factors, logits);
+    }
+    softmax.CopyStates(states_[0]);
+    shrink(0);
     if constexpr (!kIsInteger<C>) {
-      if (common_.RowsDiffer(item_, tile * kTile, (tile + 1) * kTile)) {
-        SetAsideNonFinite(tile, begin);
-      }
+      if (common_.RowsDiffer(item_, begin, begin + kTile)) SetAsideNonFinite(softmax, tile, begin);
     }
     if constexpr (kIs8Bit<C>) Products::ScaleWeights(scales, logits);
-    products_.template AddValues<typename Products::Weight>(Value(tile), first_key, logits);
+    typename Products::PackedWeights packed[1];
+    Products::template PackWeights<Weight>(logits, packed[0]);
+    constexpr int kSteps = Softmax::kBlockPositions / 16;
+    Products::template AddValues<Weight>(
+        Value(tile), 0, packed, products_,
+        [&](int step) {
+          if (step > 0 && step % kSteps == 0) shrink(step / kSteps);
+        },
+        Part() * (kOwnColumns / ValueRows::kChunk));
+  }
+
+  // Shows a warp's logits to the others of its group. Returns those of the whole tile.
+  __device__ __forceinline__ void Show(const float (&own)[kKeys / 8][4],
+                                       float (&logits)[kTile / 8][4]) const {
+    float4* const places =
+        layout_.Logits() + WarpRow() / kRowsPerWarpTile * (kTile / 8 * gpu::kWarpSize) + Lane();
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) {
+      places[(Part() * (kKeys / 8) + n) * gpu::kWarpSize] =
+          make_float4(own[n][0], own[n][1], own[n][2], own[n][3]);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < kTile / 8; ++n) {
+      const float4 four = places[n * gpu::kWarpSize];
+      logits[n][0] = four.x, logits[n][1] = four.y, logits[n][2] = four.z, logits[n][3] = four.w;
+    }
+  }
+
+  // Before the tile `next`, which is not in the leaf.
+  __device__ __forceinline__ void EndLeafOf(const Scratch& scratch, int32_t next) {
+    const Tiles tiles(item_, kTile);
+    EndLeaf(
+        tiles.begin * kTile, next * kTile, next == tiles.end, states_, products_, [&](int which) {
+          const int columns = static_cast<int>(p_.value_head_size) - first_column_;
+          return Total<1>(scratch.Slot(gpu::Opaque(blockIdx.x), which), gpu::Opaque(threadIdx.x),
+                          min(columns - Part() * kOwnColumns, kOwnColumns),
+                          min(columns, kOwnColumns));
+        });
   }
 
   // A weight of zero times an infinite or NaN value would spoil a row's sum. If a KV tile holds
   // such values, this adds them to the rows that attend to them and then sets them to zero in the
   // tile.
-  __device__ void SetAsideNonFinite(int32_t tile, int32_t begin) {
+  __device__ void SetAsideNonFinite(const Softmax& softmax, int32_t tile, int32_t begin) {
     C* values = Value(tile);
     const auto element = [&](unsigned i) {
       return values + ValueRows::ElementOffset(i / kColumns, i % kColumns);
@@ -321,14 +411,13 @@ class TensorCoreItem {
       return values + ValueRows::Offset(i / kChunks, i % kChunks);
     };
     if (!__syncthreads_or(HoldsNonFinite<C>(threadIdx.x, kTile * kChunks, kThreads, chunk))) return;
-    softmax_.template AddNonFinite<kKeys>(
-        begin, products_.sums,
+    softmax.template AddNonFinite<kTile>(
+        begin, products_[0].sums,
         [&](int j, int n, int e) {
-          return values[ValueRows::ElementOffset(part_ * kKeys + j, Products::Column(n, e))];
+          const int column = Part() * kOwnColumns + Products::Column(n, e);
+          return values[ValueRows::ElementOffset(j, column)];
         },
-        [&](C value, int j) {
-          return Products::Scaled(value, layout_.Scales(tile)[part_ * kKeys + j]);
-        });
+        [&](C value, int j) { return Products::Scaled(value, layout_.Scales(tile)[j]); });
     __syncthreads();
     ClearNonFinite(threadIdx.x, kTile * kColumns, kThreads, element);
     __syncthreads();
@@ -337,9 +426,10 @@ class TensorCoreItem {
   __device__ void StoreSums() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = part_ * kRows + warp_row_ + lane_ / 4 + 8 * r;
-      products_.Store(r, softmax_.State(r), layout_.states + row,
-                      layout_.sums + row * Layout::kSumStride);
+      const int row = WarpRow() + Lane() / 4 + 8 * r;
+      // The states of the first part are read.
+      products_[0].Store(r, Softmax::Finished(states_[0][r]), layout_.states + Part() * kRows + row,
+                         layout_.sums + row * Layout::kSumStride + Part() * kOwnColumns);
     }
   }
 
@@ -347,18 +437,15 @@ class TensorCoreItem {
   const Item& item_;
   const Layout& layout_;
   const int first_column_;  // of V
-  const int lane_;
-  const int warp_row_;  // the warp's first row
-  const int part_;      // this warp's part of each KV tile's positions
   const CommonRange common_;
-  Softmax softmax_;
-  Products products_;
+  RowState states_[1][2] = {{Softmax::kNoLogits, Softmax::kNoLogits}};
+  Products products_[1];
   Positions positions_;
   bool is_bad_;
 };
 
 // Computes work items of up to kWarpRows groups of 16 rows. kWarpRows is kWarps or
-// Layout::kFewWarpRows. kHasFewRows: items of few rows are computed in the other way.
+// Layout::kFewWarpRows. kHasFewRows: warps share the rows of items of few.
 template <typename T, typename C, int kHeadSize, int kWarpRows, bool kHasFewRows>
 __global__ void __launch_bounds__(kThreads, 2)
     TensorCoreAttention(Params p, Scratch scratch, QueryLengths lengths) {
@@ -380,7 +467,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       TensorCoreItem<T, C, kHeadSize, kWarpRows>(p, *item, layout, first_column).Compute(scratch);
     };
     if constexpr (Layout::kIsWide) {
-      for (int column = 0; column < p.value_head_size; column += kMaxColumns) {
+      const auto columns = static_cast<int>(p.value_head_size);
+#pragma unroll 1
+      for (int column = 0; column < columns; column += kMaxColumns) {
         if (column > 0) __syncthreads();  // everyone has left the sums
         compute(column);
       }
