@@ -95,6 +95,7 @@ class ScratchSizes:
     partial_bytes: int
     alignment: int
     group: int
+    max_group_splits: int
     max_slots: int
     slot_bytes: int
     leaf: int

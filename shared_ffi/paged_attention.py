@@ -335,10 +335,10 @@ def scratch_bytes(
         sliding_window=int(attributes["sliding_window"]),
         max_query_len=int(attributes.get("max_query_len", 0)),
     )
-    if sizes.max_length:
-        longest = smaller(longest, sizes.max_length)
+    longest = smaller(longest, sizes.max_length)
     leaves = smaller(sizes.split_limit, -(-longest // sizes.min_split) + 1)
-    max_splits = _larger(leaves, -(-longest // sizes.group) + 1, smaller)
+    groups = smaller(sizes.max_group_splits, -(-longest // sizes.group) + 1)
+    max_splits = _larger(leaves, groups, smaller)
     partials_of_sequence = smaller(
         sizes.tile_tokens * _larger(sizes.split_limit, max_splits, smaller),
         sizes.max_split_tokens * max_splits,

@@ -1256,7 +1256,10 @@ def test_the_scratch_is_bounded(
     tokens_per_tile, most_splits = max(1, 64 // group), max(32, 256 // num_kv_heads)
     if max_query_len > 0:
         tokens_per_tile = min(tokens_per_tile, max_query_len)
-    max_splits = max(min(most_splits, -(-capacity // 128) + 1), -(-capacity // 8192) + 1)
+    most_groups = max(128, most_splits)
+    max_splits = max(
+        min(most_splits, -(-capacity // 128) + 1), min(most_groups, -(-capacity // 8192) + 1)
+    )
     partials = min(
         num_tokens * max_splits, max_seqs * tokens_per_tile * max(most_splits, max_splits)
     )

@@ -109,6 +109,7 @@ void BindChecks(nb::module_& m) {
       .def_ro("partial_bytes", &ScratchSizes::partial_bytes)
       .def_ro("alignment", &ScratchSizes::alignment)
       .def_ro("group", &ScratchSizes::group)
+      .def_ro("max_group_splits", &ScratchSizes::max_group_splits)
       .def_ro("max_slots", &ScratchSizes::max_slots)
       .def_ro("slot_bytes", &ScratchSizes::slot_bytes)
       .def_ro("leaf", &ScratchSizes::leaf);

@@ -50,6 +50,9 @@ XLA_GPU_HOST_DEVICE inline int64_t SplitLimit(const Params& p) {
   return Larger(32, DivideU32(kEnoughItems, p.num_kv_heads));
 }
 
+// Most groups that a sequence is split into, whatever its length.
+inline constexpr int64_t kMaxGroupSplits = 128;
+
 // Most splits of a sequence with `q_len` query tokens. The more query tiles it has, the fewer
 // splits fill a GPU; that bounds its partial results, too.
 XLA_GPU_HOST_DEVICE inline int64_t SplitLimit(const Params& p, int64_t q_len) {

@@ -76,6 +76,7 @@ struct ScratchSizes {
   int64_t partial_bytes;  // RowState and partial result of all heads
   int64_t alignment;      // what the size of all flags is rounded up to a multiple of
   int64_t group;          // positions
+  int64_t max_group_splits;
   int64_t max_slots;
   int64_t slot_bytes;  // of a thread block
   int64_t leaf;        // a capacity of so many positions needs no slots
@@ -88,7 +89,7 @@ inline ScratchSizes MakeScratchSizes(const Params& p) {
   sizes.min_split = kMinSplit;
   sizes.max_split_tokens = Smaller(MaxSplitTokens(p), max_query_len);
   sizes.tile_tokens = Smaller(TokensPerTile(p), max_query_len);
-  sizes.max_length = 0;
+  sizes.max_length = kMaxContextLen;
   if (p.sliding_window != 0) {
     const int64_t window = Smaller(p.sliding_window, INT64_MAX / 2);  // the sum must not overflow
     sizes.max_length = window + MaxSplitTokens(p) + kTileAlignment;
@@ -98,6 +99,7 @@ inline ScratchSizes MakeScratchSizes(const Params& p) {
   sizes.partial_bytes = p.num_heads * (sizeof(RowState) + p.value_head_size * sizeof(float));
   sizes.alignment = 16;
   sizes.group = kGroup;
+  sizes.max_group_splits = Larger(sizes.split_limit, kMaxGroupSplits);
   sizes.max_slots = kMaxSlots;
   sizes.slot_bytes = 2 * FloatsOfSlot(p) * static_cast<int64_t>(sizeof(float));
   sizes.leaf = kShortLeaf;
@@ -118,11 +120,10 @@ inline int64_t PartialsOfSequence(const ScratchSizes& sizes, int64_t max_splits)
 // and partials_of_sequence for each sequence.
 inline int64_t MakeScratch(const Params& p, void* memory, Scratch* scratch) {
   const ScratchSizes sizes = MakeScratchSizes(p);
-  int64_t longest = p.Capacity();
-  if (sizes.max_length != 0) longest = Smaller(longest, sizes.max_length);
+  const int64_t longest = Smaller(p.Capacity(), sizes.max_length);
   // One more than the leaves, or groups, of so many positions: they may begin anywhere.
   scratch->max_splits = Larger(Smaller(sizes.split_limit, CeilDiv(longest, sizes.min_split) + 1),
-                               CeilDiv(longest, sizes.group) + 1);
+                               Smaller(sizes.max_group_splits, CeilDiv(longest, sizes.group) + 1));
   scratch->partials_of_sequence = PartialsOfSequence(sizes, scratch->max_splits);
   scratch->num_partials =
       Smaller(p.num_tokens * scratch->max_splits, p.max_seqs * scratch->partials_of_sequence);
