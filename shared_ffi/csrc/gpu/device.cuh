@@ -147,13 +147,12 @@ __device__ __forceinline__ float MultiplyFlushed(float a, float b) {
 __device__ __forceinline__ void AddInMemory(float* to, float summand) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(summand) : "memory");
 }
-#if __CUDA_ARCH__ >= 900
+// The same for four, from 9.0 on.
 __device__ __forceinline__ void AddInMemory(float* to, const float (&summands)[4]) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(summands[0]),
                "f"(summands[1]), "f"(summands[2]), "f"(summands[3])
                : "memory");
 }
-#endif
 
 // 2^x, within 2 units in the last place; 0 for -infinity.
 __device__ __forceinline__ float Exp2(float x) {

@@ -78,12 +78,7 @@ class Softmax {
   }
 
   // The row's largest logit and sum so far, the sum over all lanes that hold positions of the row.
-  __device__ RowState State(int r) const {
-    float sum = states_[r].sum;
-    sum += gpu::ShuffleXor(sum, 1);
-    sum += gpu::ShuffleXor(sum, 2);
-    return {states_[r].max > kLowest || sum > 0 ? states_[r].max : -kInfinity, sum};
-  }
+  __device__ RowState State(int r) const { return Finished(LeafState(r)); }
 
   // Adds up the sums of all lanes that hold positions of a row.
   static __device__ __forceinline__ void AddLanes(RowState (&states)[2]) {
@@ -123,7 +118,8 @@ class Softmax {
   // does not attend to to -inf. kSeldomBegins: faster where no range begins behind `begin`, in some
   // more registers.
   template <bool kSeldomBegins = false, int kBlocks>
-  __device__ void ToLogits(int32_t begin, bool masked, float (&logits)[kBlocks][4]) const {
+  __device__ __forceinline__ void ToLogits(int32_t begin, bool masked,
+                                           float (&logits)[kBlocks][4]) const {
     constexpr int kKeys = kBlocks * 8;
     if (p_.soft_cap > 0) {
       p_.soft_cap > kMaxPlainCap ? CapGently(logits) : Cap(logits);
@@ -278,14 +274,13 @@ class Softmax {
 
   __device__ __forceinline__ void BeginLeaf() { states_[0] = states_[1] = kNoLogits; }
 
-  // The same with the leaf's first block, which gives the rows their references. Where these are
-  // not exceeded, WeighLeaf takes the block.
+  // The same with the reference of its first block, given logits whose scale is late. Where none
+  // Exceeds it, WeighLeaf takes the block.
   template <int kBlocks>
-  __device__ __forceinline__ void BeginLeaf(const float (&logits)[kBlocks][4], bool scales_late) {
+  __device__ __forceinline__ void BeginLeaf(const float (&logits)[kBlocks][4]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float top = LargestOfBlock(logits, r) * (scales_late ? scales_[r] * kLog2E : 1.0f);
-      states_[r] = {fmaxf(top, kLowest), 0};
+      states_[r] = {fmaxf(LargestOf(logits, r) * (scales_[r] * kLog2E), kLowest), 0};
     }
   }
 
@@ -349,7 +344,7 @@ class Softmax {
     static_assert(kBlocks <= 16, "a byte a block of 32 positions");
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float top = LargestOfBlock<kBegin>(logits, r) * factors[r];
+      const float top = LargestOf(logits + kBegin, r) * factors[r];
       RowState& state = states_[r];
       if (top > state.max + slack) {
         const float steps = state.max == kLowest ? 0 : ceilf(top - state.max);
@@ -382,8 +377,8 @@ class Softmax {
   // value(j, n, e) is V of position begin + j for column e of group n, and widened(value, j) what
   // is added of it. There are no branches: they would take most of the code, which is long.
   template <int kPositions, int kBlocks, typename Value, typename Widened>
-  __device__ void AddNonFinite(int32_t begin, float (&sums)[kBlocks][4], const Value& value,
-                               const Widened& widened) const {
+  __device__ __forceinline__ void AddNonFinite(int32_t begin, float (&sums)[kBlocks][4],
+                                               const Value& value, const Widened& widened) const {
 #pragma unroll 1
     for (int j = 0; j < kPositions; ++j) {
       const bool attends[2] = {Attends(0, begin + j), Attends(1, begin + j)};
@@ -400,6 +395,19 @@ class Softmax {
     }
   }
 
+  // What a row has found in the leaf, given what each lane has of it.
+  static __device__ __forceinline__ RowState LeafState(RowState lane) {
+    lane.sum += gpu::ShuffleXor(lane.sum, 1);
+    lane.sum += gpu::ShuffleXor(lane.sum, 2);
+    return lane;
+  }
+  __device__ __forceinline__ RowState LeafState(int r) const { return LeafState(states_[r]); }
+
+  // That of a finished row.
+  static __device__ __forceinline__ RowState Finished(const RowState& state) {
+    return {state.max > kLowest || state.sum > 0 ? state.max : -kInfinity, state.sum};
+  }
+
   // Whether the scale waits for Weigh, which then multiplies and subtracts the largest logit in one
   // instruction: the largest must stay the largest. ToLogits then only masks.
   __device__ __forceinline__ bool ScalesLate() const {
@@ -411,15 +419,15 @@ class Softmax {
   }
 
  private:
-  // The largest logit of row r in a block, over all lanes of the row.
-  template <int kBegin = 0, int kBlocks>
-  static __device__ __forceinline__ float LargestOfBlock(const float (&logits)[kBlocks][4], int r) {
-    const float(*block)[4] = logits + kBegin;
-    float top = fmaxf(block[0][2 * r], block[0][2 * r + 1]);
+  // Row r's largest logit of a block, given the logits from its first ones on.
+  static __device__ __forceinline__ float LargestOf(const float (*block)[4], int r) {
+    float largest = fmaxf(block[0][2 * r], block[0][2 * r + 1]);
 #pragma unroll
-    for (int i = 1; i < 4; ++i) top = fmaxf(top, fmaxf(block[i][2 * r], block[i][2 * r + 1]));
-    top = fmaxf(top, gpu::ShuffleXor(top, 1));
-    return fmaxf(top, gpu::ShuffleXor(top, 2));
+    for (int i = 1; i < 4; ++i) {
+      largest = fmaxf(largest, fmaxf(block[i][2 * r], block[i][2 * r + 1]));
+    }
+    largest = fmaxf(largest, gpu::ShuffleXor(largest, 1));
+    return fmaxf(largest, gpu::ShuffleXor(largest, 2));
   }
 
   template <int kBlocks>

@@ -260,7 +260,7 @@ class TensorCorePrefillItem {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         Softmax softmax = SoftmaxOf(0, states_[g]);
-        softmax.BeginLeaf(logits[g], /*scales_late=*/true);
+        softmax.BeginLeaf(logits[g]);
         softmax.CopyStates(states_[g]);
       }
     }

@@ -87,6 +87,7 @@ struct PrefillRegisters {
 // Named barriers of the thread block, besides the schedule's. Each consumer has two.
 inline constexpr int kTurnBarrier = 1;
 inline constexpr int kThreadsBarrier = kTurnBarrier + kConsumers;
+inline constexpr int kConsumersBarrier = kThreadsBarrier + kConsumers;
 
 // The layout in shared memory of rows of 16-bit elements, as a warpgroup's product reads them.
 // Groups of 64 columns lie one after the other; within a group a row has 128 bytes. A row's eight
@@ -148,7 +149,7 @@ struct SwizzledRows {
 struct PrefillWork {
   Item item;  // num_rows = -1 marks the end
   Item rows;
-  CommonRange common;  // of these rows
+  CommonRange common;  // of the item's rows
   int32_t token;       // of the first row, counted from the sequence's first
   int32_t head;        // of the first row, among those of the kv head
   uint32_t number;     // among the items of the thread block
@@ -161,7 +162,7 @@ struct PrefillWork {
 template <typename T, typename C, int kHeadSize>
 struct PrefillShared {
   using Element = std::conditional_t<kIs8Bit<C>, Half, T>;
-  static constexpr int kTile = kHeadSize <= 128 ? 128 : kHeadSize <= 192 ? 64 : 48;  // positions
+  static constexpr int kTile = kHeadSize <= 128 ? 128 : 64;  // positions
   static constexpr int kItems = 3;  // work items in memory
   using QueryRows = SwizzledRows<Element, kConsumerRows, kHeadSize>;
   using CacheRows = SwizzledRows<Element, kTile, kHeadSize>;
@@ -191,6 +192,11 @@ struct PrefillShared {
   PrefillWork work[kItems][kConsumers];
   Schedule::Shared schedule;
   int32_t number;  // of the producer's next work item
+  // Whether references of a warp's rows change inside a tile (PrefillConsumer::InBlocks), for the
+  // turn that multiplies its values. A warp may write that of the next turn while another one reads.
+  alignas(16) uint32_t in_blocks[kConsumers][2][kWarps];
+  // Then, by how many powers of two the sums of a row shrink before each block but the first.
+  uint8_t drops[kConsumers][kTile / 32 - 1][kConsumerRows];
 
   // One thread calls it.
   __device__ void Init() {
@@ -198,6 +204,11 @@ struct PrefillShared {
     keys_barriers.Init(kThreads, kConsumers * kWarps);
     values_barriers.Init(kThreads, kConsumers * kWarps);
     items_barriers.Init(kConsumers, kConsumers * kWarps);
+    for (auto& turns : in_blocks) {
+      for (auto& warps : turns) {
+        for (uint32_t& is_one : warps) is_one = 0;
+      }
+    }
     Item& before_first = work[kItems - 1][0].item;
     before_first = {};
     before_first.kv_head = -1;  // it has nothing to report

@@ -56,7 +56,7 @@ class PrefillConsumer {
 
   // `stage` is the stage of the item's first KV tile, and becomes that of the next item's first KV
   // tile.
-  __device__ void Compute(TileState* stage) {
+  __device__ __forceinline__ void Compute(TileState* stage) {
     int32_t tile = Tiles(item_, kTile).begin;
     for (const Tiles own(rows_, kTile); tile < own.begin; ++tile) Skip(stage);
     PipelineBarriers<1>& query_barriers = shared_.query_barriers[consumer_];
@@ -65,15 +65,18 @@ class PrefillConsumer {
       const float* factors = shared_.query_factors[consumer_];
       for (int r = 0; r < 2; ++r) softmax_.MultiplyScale(r, factors[RowOf(r)] * work_.k_scale);
     }
+    RowState states[2] = {Softmax::kNoLogits, Softmax::kNoLogits};
     if (rows_.begin < rows_.end) {
       tile = ComputeTiles(stage);
+      AddTotals(states);
     } else {
       query_barriers.Free(QueryStage());
     }
     for (const Tiles all(item_, kTile); tile < all.end; ++tile) Skip(stage);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      item_.num_splits > 1 ? WritePartialResult(r) : WriteRow(r);
+      const RowState state = Softmax::Finished(states[r]);
+      item_.num_splits > 1 ? WritePartialResult(r, state) : WriteRow(r, state);
     }
   }
 
@@ -85,88 +88,131 @@ class PrefillConsumer {
   __device__ __forceinline__ int32_t FirstTile() const { return rows_.begin / kTile; }
   __device__ __forceinline__ int32_t LastTile() const { return (rows_.end - 1) / kTile; }
 
+  // Whether a leaf (order.h) begins with a tile that is not the first one of all.
+  static __device__ __forceinline__ bool BeginsLeaf(int32_t tile) {
+    return LeafEnd(tile * kTile - 1) == tile * kTile;
+  }
+
   // Computes these tiles. Returns the tile after them.
-  __device__ int32_t ComputeTiles(TileState* stage) {
+  __device__ __forceinline__ int32_t ComputeTiles(TileState* stage) {
     float logits[kTile / 8][4];
     uint32_t weights[kTile / 16][4];
     int32_t tile = FirstTile();
-    for (; tile <= LastTile(); ++tile) {
-      const int32_t count = CountPlainTurns(tile);
+    TakeFirstTurn(tile, *stage, logits, weights);
+    *stage = stage->Next();
+    ++tile;
+    while (tile <= LastTile()) {
+      int32_t count = CountPlainTurns(tile);
       if constexpr (kIs8Bit<C>) {
         // There are no registers for a loop of plain turns.
-        if (count > 0) {
-          TakePlainTurn(*stage, logits, weights);
+        if (count > 0 && !BeginsLeaf(tile)) {
+          TakePlainTurn<false>(tile, *stage, logits, weights);
         } else {
           TakeAnyTurn(tile, *stage, logits, weights);
         }
-      } else {
+      } else if (count > 0) {
+        if (BeginsLeaf(tile)) {
+          TakePlainTurn<true>(tile, *stage, logits, weights);
+          *stage = stage->Next();
+          ++tile;
+          --count;
+        }
         if (count > 0) TakePlainTurns(count, stage, logits, weights);
         tile += count;
+        continue;
+      } else {
         TakeAnyTurn(tile, *stage, logits, weights);
       }
       *stage = stage->Next();
+      ++tile;
     }
-    if (WaitForValues(tile - 1, *stage)) {
-      StartSums(*stage, weights);
-      gpu::WaitProducts<0>(sums_);
-    } else {
-      AddOneByOne(tile - 1, *stage, weights);
-    }
+    WaitForValues(tile - 1, *stage);
+    gpu::SyncThreads(kThreadsBarrier + consumer_, kThreads);  // in place of a turn's
+    StartSums(*stage, weights);
+    gpu::WaitProducts<0>(sums_);
     FreeValues(*stage);
     return tile;
   }
 
-  // How many plain turns there are from that of a tile on: all rows attend to all positions of the
-  // tile and of the one before. The last turn is not one of them, although it may be so: after its
-  // product the query is free.
+  // How many plain turns there are from that of a tile on, at most up to the end of a leaf: all rows
+  // attend to all positions of the tile and of the one before. The last turn is not one of them,
+  // although it may be so: after its product the query is free. Nor is one that begins a group.
   __device__ __forceinline__ int32_t CountPlainTurns(int32_t tile) const {
     const bool is_plain = FirstTile() < tile && common_.begin <= (tile - 1) * kTile;
     // With a cache of 8 bits each row has a scale of its own.
     const bool scale_late = kIs8Bit<C> ? work_.scale_late : softmax_.ScalesLate();
     if (!is_plain || !scale_late || Shared::KeysHoldValues(p_)) return 0;
-    return max(0, min(common_.end / kTile, LastTile()) - tile);
+    if (tile % (kGroup / kTile) == 0) return 0;
+    const int32_t end = min(common_.end, LeafEnd(tile * kTile)) / kTile;
+    return max(0, min(end, LastTile()) - tile);
   }
 
-  // A turn starts the product with K of a tile, and that with V of the tile before it. It turns the
-  // logits into weights.
-  __device__ __forceinline__ void TakeAnyTurn(int32_t tile, TileState stage,
-                                              float (&logits)[kTile / 8][4],
-                                              uint32_t (&weights)[kTile / 16][4]) {
-    float rescales[2];
-    if (FirstTile() < tile && WaitForValues(tile - 1, stage)) {
-      WaitForKeys(stage);
-      WaitForTurn();
-      StartLogits(stage, logits);
-      StartSums(stage, weights);
-      PassTurn();
-      gpu::WaitProducts<1>(logits);
-      FreeKeys(stage);
-      if (tile == LastTile()) shared_.query_barriers[consumer_].Free(QueryStage());
-      Weigh(tile, logits, rescales);
-      gpu::KeepRegisters(logits);
-      WaitForSums(rescales);
-      gpu::KeepRegisters(weights);
-      FreeValues(stage);
+  __device__ __forceinline__ void TakeFirstTurn(int32_t tile, TileState stage, float (&logits)[kTile / 8][4],
+                                                uint32_t (&weights)[kTile / 16][4]) {
+    WaitForKeys(stage);
+    WaitForTurn();
+    StartLogits(stage, logits);
+    PassTurn();
+    gpu::WaitProducts<0>(logits);
+    FreeKeys(stage, tile);
+    const int32_t begin = tile * kTile, end = begin + kTile;
+    softmax_.template ToLogits</*kSeldomBegins=*/!kIs8Bit<C>>(
+        begin, /*masked=*/!common_.Contains(begin, end), logits);
+    float factors[2];
+    const bool follows =
+        softmax_.Exceeds(logits, softmax_.ScalesLate(), kSlack<Element>, factors);
+    if (follows) {
+      float shrinks[2];
+      WeighBlocks(stage, factors, logits, shrinks);
     } else {
-      if (FirstTile() < tile) {
-        AddOneByOne(tile - 1, stage, weights);
-        FreeValues(stage);
-      }
-      WaitForKeys(stage);
-      WaitForTurn();
-      StartLogits(stage, logits);
-      PassTurn();
-      gpu::WaitProducts<0>(logits);
-      FreeKeys(stage);
-      if (tile == LastTile()) shared_.query_barriers[consumer_].Free(QueryStage());
-      Weigh(tile, logits, rescales);
-      Softmax::RescaleSums(rescales, sums_);
+      softmax_.template WeighLeaf<0, kTile / 8>(factors, logits);
     }
     Pack(logits, weights);
   }
 
+  // A turn starts the product with K of a tile, and that with V of the tile before it. It turns the
+  // logits into weights. Where the tile begins a leaf, it ends the one before.
+  __device__ __forceinline__ void TakeAnyTurn(int32_t tile, TileState stage,
+                                              float (&logits)[kTile / 8][4],
+                                              uint32_t (&weights)[kTile / 16][4]) {
+    WaitForValues(tile - 1, stage);
+    WaitForKeys(stage);
+    WaitForTurn();
+    StartLogits(stage, logits);
+    StartSums(stage, weights);
+    PassTurn();
+    gpu::WaitProducts<1>(logits);
+    FreeKeys(stage, tile);
+    const bool ends_leaf = BeginsLeaf(tile);
+    RowState ended[2];
+    if (ends_leaf) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) ended[r] = softmax_.LeafState(r);
+      softmax_.BeginLeaf();
+    }
+    const int32_t begin = tile * kTile, end = begin + kTile;
+    softmax_.template ToLogits</*kSeldomBegins=*/!kIs8Bit<C>>(
+        begin, /*masked=*/!common_.Contains(begin, end), logits);
+    float factors[2];
+    const bool follows =
+        softmax_.Exceeds(logits, softmax_.ScalesLate(), kSlack<Element>, factors);
+    float shrinks[2];
+    if (follows) {
+      WeighBlocks(stage, factors, logits, shrinks);
+    } else {
+      softmax_.template WeighLeaf<0, kTile / 8>(factors, logits);
+    }
+    gpu::KeepRegisters(logits);
+    gpu::WaitProducts<0>(sums_);
+    gpu::KeepRegisters(weights);
+    FreeValues(stage);
+    if (ends_leaf) EndLeaf(tile, ended);
+    if (follows && !ends_leaf) Softmax::RescaleAll(shrinks, sums_);
+    Pack(logits, weights);
+  }
+
   // Turns with tiles of which all rows attend to all positions: the same without what masks and
-  // other features need. Most turns of a long query are of this kind.
+  // other features need. Most turns of a long query are of this kind. None begins a leaf.
   __device__ __forceinline__ void TakePlainTurns(int32_t count, TileState* stage_of_first,
                                                  float (&logits)[kTile / 8][4],
                                                  uint32_t (&weights)[kTile / 16][4]) {
@@ -179,16 +225,18 @@ class PrefillConsumer {
       count -= end - stage.index;
 #pragma unroll 1
       do {
-        TakePlainTurn(stage, logits, weights);
+        TakePlainTurn<false>(0, stage, logits, weights);
       } while (++stage.index != end);
       if (end == Shared::kStages) stage = {0, stage.phase ^ 1};
     } while (count != 0);
     *stage_of_first = stage;
   }
 
-  __device__ __forceinline__ void TakePlainTurn(TileState stage, float (&logits)[kTile / 8][4],
+  // kEndsLeaf: the tile begins a leaf, but no group.
+  template <bool kEndsLeaf>
+  __device__ __forceinline__ void TakePlainTurn([[maybe_unused]] int32_t tile, TileState stage,
+                                                float (&logits)[kTile / 8][4],
                                                 uint32_t (&weights)[kTile / 16][4]) {
-    float rescales[2];
     shared_.keys_barriers.WaitFilled(stage);
     if (kIs8Bit<C>) {
       // V of the tile before is there, too: the same threads have filled it before.
@@ -202,33 +250,78 @@ class PrefillConsumer {
     WaitForTurn();
     const Starts starts(*this, stage);
     StartLogits(starts, logits);
-    StartSums(starts, kValuesBehindKeys, weights);
+    StartSums(stage, starts, kValuesBehindKeys, weights);
     PassTurn();
     gpu::WaitProducts<1>(logits);
     shared_.keys_barriers.FreeTogether(stage);
-    Softmax::Powers powers = softmax_.FindLargest(logits, /*scales_late=*/true, rescales);
-    powers.template Take<0, kTile / 16>(logits);
-    gpu::KeepRegisters(logits);
-    WaitForSums(rescales);
-    gpu::KeepRegisters(weights);
-    shared_.values_barriers.FreeTogether(stage);
-    powers.template Take<kTile / 16, kTile / 8>(logits);
-    softmax_.Add(powers, rescales);
-    Pack(logits, weights);
-  }
-
-  // Waits for the product with the values, and rescales the sums. ptxas moves a wait up within its
-  // basic block. Without the branch, no weights would be computed while the values are multiplied.
-  __device__ __forceinline__ void WaitForSums(const float (&rescales)[2]) {
-    if (Softmax::AnyRescales(rescales)) {
+    [[maybe_unused]] RowState ended[2];
+    if constexpr (kEndsLeaf) {
+      softmax_.CopyStates(ended);
+      softmax_.BeginLeaf(logits);
+    }
+    float factors[2];
+    if (softmax_.Exceeds(logits, /*scales_late=*/true, kSlack<Element>, factors)) {
+      float shrinks[2];
+      WeighBlocks(stage, factors, logits, shrinks);
       gpu::WaitProducts<0>(sums_);
-      Softmax::RescaleAll(rescales, sums_);
+      if constexpr (!kEndsLeaf) Softmax::RescaleAll(shrinks, sums_);
+      gpu::KeepRegisters(weights);
+      shared_.values_barriers.FreeTogether(stage);
+      Pack(logits, weights);
     } else {
-      gpu::WaitProducts<0>(sums_);
+      softmax_.template WeighLeaf<0, kTile / 16>(factors, logits);
+      gpu::KeepRegisters(logits);
+      // ptxas moves a wait up within its basic block. Without the branch, no weights would be
+      // computed while the values are multiplied.
+      if (gpu::Opaque(turn_barrier_) == 0) {
+        gpu::WaitProducts<0>(sums_);
+        gpu::KeepOrder();
+      } else {
+        gpu::WaitProducts<0>(sums_);
+      }
+      gpu::KeepRegisters(weights);
+      shared_.values_barriers.FreeTogether(stage);
+      softmax_.template WeighLeaf<kTile / 16, kTile / 8>(factors, logits);
+      Pack(logits, weights);
+    }
+    if constexpr (kEndsLeaf) {
+#pragma unroll
+      for (RowState& row : ended) row = Softmax::LeafState(row);
+      AddToTotal(0, IsFirstLeaf(tile - 1), ended);
     }
   }
 
+  // Weights of a tile in which references change. Returns what the sums so far are multiplied by.
+  // Changes behind the first block take effect in the next turn (InBlocks).
+  __device__ __forceinline__ void WeighBlocks(TileState stage, const float (&factors)[2],
+                                              float (&logits)[kTile / 8][4],
+                                              float (&shrinks)[2]) {
+    uint32_t drops[2] = {};
+    softmax_.WeighBlocks(factors, kSlack<Element>, logits, drops);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) shrinks[r] = Softmax::Shrinks(drops[r], 0);
+    if (!gpu::AnyInWarp(drops[0] > 0xff || drops[1] > 0xff)) return;
+    if (Lane() == 0) InBlocks(stage.Next())[Warp()] = 1;
+    if (Lane() % 4 != 0) return;
+#pragma unroll
+    for (int b = 1; b < kTile / Softmax::kBlockPositions; ++b) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        shared_.drops[consumer_][b - 1][RowOf(r)] = static_cast<uint8_t>(drops[r] >> 8 * b);
+      }
+    }
+  }
+
+  // For each warp, whether the turn of a stage multiplies the values block by block. If one does,
+  // all do: their products are one.
+  __device__ __forceinline__ uint32_t (&InBlocks(TileState stage))[kWarps] {
+    return shared_.in_blocks[consumer_][(stage.phase * Shared::kStages + stage.index) % 2];
+  }
+
   static __device__ __forceinline__ int Lane() { return threadIdx.x % gpu::kWarpSize; }
+  static __device__ __forceinline__ int Warp() {
+    return static_cast<int>(threadIdx.x) % kThreads / gpu::kWarpSize;
+  }
 
   // Consumers start products in turn, one turn for each KV tile of an item.
   __device__ void WaitForTurn() const { gpu::SyncThreads(turn_barrier_, kConsumers * kThreads); }
@@ -237,7 +330,7 @@ class PrefillConsumer {
   }
 
   // With the fences that a tensor copy needs to fill the places next.
-  __device__ void Skip(TileState* stage) {
+  __device__ __forceinline__ void Skip(TileState* stage) {
     WaitForKeys(*stage);
     FreeKeys(*stage);
     *stage = stage->Next();
@@ -248,12 +341,17 @@ class PrefillConsumer {
   }
 
   // V of the tile before the one whose K has this stage.
-  __device__ const Element* Values(TileState stage) const {
+  __device__ Element* Values(TileState stage) const {
     return Shared::KeysHoldValues(p_) ? shared_.keys[stage.Previous().index]
                                       : shared_.values[stage.index];
   }
   __device__ void FreeKeys(TileState stage) {
     if (!Shared::KeysHoldValues(p_)) shared_.keys_barriers.Free(stage);
+  }
+  // The same of a tile. After that of the last one, the query is free, too.
+  __device__ void FreeKeys(TileState stage, int32_t tile) {
+    FreeKeys(stage);
+    if (tile == LastTile()) shared_.query_barriers[consumer_].Free(QueryStage());
   }
   __device__ void FreeValues(TileState stage) {
     if (Shared::KeysHoldValues(p_)) {
@@ -278,12 +376,13 @@ class PrefillConsumer {
     FenceCopies();
   }
 
-  // Returns whether V of the tile may be multiplied: a weight of zero times an infinite or NaN
-  // value would spoil the sum of a row that does not attend to it.
-  __device__ bool WaitForValues(int32_t tile, TileState stage) {
+  // The same for V of the tile before a turn's. A weight of zero times an infinite or NaN value would
+  // spoil the sum of a row that does not attend to it. So where rows differ in what they attend to,
+  // such values are added to the sums of the others, and become zeros.
+  __device__ __forceinline__ void WaitForValues(int32_t tile, TileState stage) {
     if (!Shared::KeysHoldValues(p_)) WaitForValues(stage);
-    if (!common_.RowsDiffer(item_, tile * kTile, (tile + 1) * kTile)) return true;
-    const Element* values = Values(stage);
+    if (!common_.RowsDiffer(item_, tile * kTile, (tile + 1) * kTile)) return;
+    Element* values = Values(stage);
     // Only the positions that some row leaves out, in steps of 16 rows of 64 columns.
     const int32_t from = tile * kTile;
     const bool left = common_.begin > max(item_.begin, from);
@@ -300,7 +399,28 @@ class PrefillConsumer {
       }
     }
     const bool found = non_finite.IsFound();
-    return !gpu::AnyInThreads(kThreadsBarrier + consumer_, kThreads, found);
+    if (gpu::AnyInThreads(kThreadsBarrier + consumer_, kThreads, found)) SetAside(tile, values);
+  }
+
+  // Both consumers find the same in a tile of which both have rows.
+  __device__ __forceinline__ void SetAside(int32_t tile, Element* values) {
+    const auto value = [&](int j, int n, int e) {
+      return values[CacheRows::Offset(j, n) + Lane() % 4 * 2 + e];
+    };
+    softmax_.template AddNonFinite<kTile>(tile * kTile, sums_, value, [](Element v, int) {
+      return gpu::ToFloat(v);
+    });
+    const Item& others = (&work_ - consumer_)[1 - consumer_].rows;
+    const bool are_both = others.begin < min(others.end, (tile + 1) * kTile) &&
+                          tile * kTile < others.end && others.begin / kTile <= tile;
+    const int barrier = are_both ? kConsumersBarrier : kThreadsBarrier + consumer_;
+    const int num_threads = are_both ? kConsumers * kThreads : kThreads;
+    gpu::SyncThreads(barrier, num_threads);  // everyone has looked at the values
+    const int first = are_both ? kThreads : (1 + consumer_) * kThreads;
+    ClearNonFinite(static_cast<int>(threadIdx.x) - first, kTile * kHeadSize, num_threads,
+                            [&](int i) { return values + i; });
+    gpu::FenceAsyncProxy();
+    gpu::SyncThreads(barrier, num_threads);
   }
 
   // The descriptors of the query and of a place of K. A place of V is kValuesBehindKeys further.
@@ -322,9 +442,9 @@ class PrefillConsumer {
   }
   __device__ __forceinline__ void StartSums(TileState stage, uint32_t (&weights)[kTile / 16][4]) {
     if (Shared::KeysHoldValues(p_)) {
-      StartSums(Starts(*this, stage.Previous()), 0, weights);
+      StartSums(stage, Starts(*this, stage.Previous()), 0, weights);
     } else {
-      StartSums(Starts(*this, stage), kValuesBehindKeys, weights);
+      StartSums(stage, Starts(*this, stage), kValuesBehindKeys, weights);
     }
   }
 
@@ -340,13 +460,27 @@ class PrefillConsumer {
     gpu::CommitProducts();
   }
 
-  // Starts sums += weights * v. The place of V is `behind` units behind that of K.
+  // Starts sums += weights * v, with the weights of the turn before. The place of V is `behind`
+  // units behind that of K. Called behind a barrier of the consumer.
+  __device__ __forceinline__ void StartSums(TileState stage, const Starts& starts, int behind,
+                                            uint32_t (&weights)[kTile / 16][4]) {
+    const uint32_t(&warps)[kWarps] = InBlocks(stage);
+    const uint4 in_blocks = *reinterpret_cast<const uint4*>(warps);
+    if (gpu::AnyInWarp((in_blocks.x | in_blocks.y | in_blocks.z | in_blocks.w) != 0)) {
+      AddByBlocks(stage, starts, behind, weights);
+    } else {
+      StartSums<0, kTile / 16>(starts, behind, weights);
+    }
+  }
+
+  // The same of 16 positions each.
+  template <int kBegin, int kEnd>
   __device__ __forceinline__ void StartSums(const Starts& starts, int behind,
                                             uint32_t (&weights)[kTile / 16][4]) {
     gpu::KeepRegisters(weights);
     gpu::FenceProducts(sums_);
 #pragma unroll
-    for (int step = 0; step < kTile / 16; ++step) {
+    for (int step = kBegin; step < kEnd; ++step) {
 #pragma unroll
       for (int column = 0; column < kHeadSize; column += kColumns) {
         auto& sums = *reinterpret_cast<float(*)[kColumns / 8][4]>(sums_ + column / 8);
@@ -358,12 +492,162 @@ class PrefillConsumer {
     gpu::CommitProducts();
   }
 
-  // Turns the logits of a KV tile into weights.
-  __device__ void Weigh(int32_t tile, float (&logits)[kTile / 8][4], float (&rescales)[2]) {
-    const int32_t begin = tile * kTile, end = begin + kTile;
-    softmax_.template ToLogits</*kSeldomBegins=*/!kIs8Bit<C>>(
-        begin, /*masked=*/!common_.Contains(begin, end), logits);
-    softmax_.Weigh(logits, rescales);
+  // sums += weights * v, where references change between the blocks.
+  __device__ __forceinline__ void AddByBlocks(TileState stage, const Starts& starts, int behind,
+                                              uint32_t (&weights)[kTile / 16][4]) {
+    AddBlocks<0>(InBlocks(stage)[Warp()] != 0, starts, behind, weights);
+    gpu::KeepRegisters(weights);
+    gpu::SyncThreads(kThreadsBarrier + consumer_, kThreads);  // everyone has read them
+    if (Lane() == 0) InBlocks(stage)[Warp()] = 0;
+  }
+  template <int kBlock>
+  __device__ __forceinline__ void AddBlocks(bool follow, const Starts& starts, int behind,
+                                            uint32_t (&weights)[kTile / 16][4]) {
+    constexpr int kSteps = Softmax::kBlockPositions / 16;
+    if constexpr (kBlock > 0) {
+      float shrinks[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t drop = shared_.drops[consumer_][kBlock - 1][RowOf(r)];
+        shrinks[r] = follow ? Softmax::Shrinks(drop, 0) : 1.0f;
+      }
+      Softmax::RescaleAll(shrinks, sums_);
+    }
+    StartSums<kBlock * kSteps, (kBlock + 1) * kSteps>(starts, behind, weights);
+    gpu::WaitProducts<0>(sums_);
+    if constexpr ((kBlock + 1) * kSteps < kTile / 16) {
+      AddBlocks<kBlock + 1>(follow, starts, behind, weights);
+    }
+  }
+
+  // Whether the leaf that holds a tile is the first of the rows, or of its group.
+  __device__ __forceinline__ bool IsFirstLeaf(int32_t tile) const {
+    const int32_t begin = LeafBegin(LeafOf(tile * kTile));
+    return begin <= FirstTile() * kTile || begin % kGroup == 0;
+  }
+  // The same of the group.
+  __device__ __forceinline__ bool IsFirstGroup(int32_t tile) const {
+    return tile * kTile / kGroup <= FirstTile() * kTile / kGroup;
+  }
+
+  // What the lane's rows have in memory: `which` is that of Scratch::Slot. First their states, then
+  // four sums for each group of columns. Others have theirs between them.
+  static constexpr int kSlotStep = kConsumers * kThreads * 4;
+  __device__ __forceinline__ float* Total(int which) const {
+    return scratch_.Slot(gpu::Opaque(blockIdx.x), which) + (threadIdx.x - kThreads) * 4;
+  }
+  __device__ __forceinline__ int Columns() const {
+    return gpu::Opaque(static_cast<int>(p_.value_head_size));
+  }
+  struct alignas(16) States {
+    RowState of_row[2];
+  };
+  static __device__ __forceinline__ States LoadStates(const float* total) {
+    const float4 loaded = __ldcg(reinterpret_cast<const float4*>(total));
+    return {{{loaded.x, loaded.y}, {loaded.z, loaded.w}}};
+  }
+
+  // Adds the states of a part to those of a total. Returns the factors of the part's sums, which
+  // AddSums takes. The first part is the total.
+  __device__ __forceinline__ void AddStates(int which, bool is_first, const RowState (&part)[2],
+                                            float (&factors)[2]) {
+    float* const total = Total(which);
+    States states = {{part[0], part[1]}};
+    factors[0] = factors[1] = 1;
+    if (!is_first) {
+      states = LoadStates(total);
+      const Fold folds[2] = {{&states.of_row[0], part[0]}, {&states.of_row[1], part[1]}};
+      if (gpu::AnyInWarp(folds[0].Rescales() || folds[1].Rescales())) {
+#pragma unroll 1
+        for (int n = 0; n * 8 < Columns(); ++n) {
+          auto* const to = reinterpret_cast<float4*>(total + (n + 1) * kSlotStep);
+          float4 sums = __ldcg(to);
+          sums.x = gpu::MultiplyFlushed(sums.x, folds[0].before);
+          sums.y = gpu::MultiplyFlushed(sums.y, folds[0].before);
+          sums.z = gpu::MultiplyFlushed(sums.z, folds[1].before);
+          sums.w = gpu::MultiplyFlushed(sums.w, folds[1].before);
+          __stcg(to, sums);
+        }
+      }
+      factors[0] = folds[0].factor;
+      factors[1] = folds[1].factor;
+    }
+    __stcg(reinterpret_cast<float4*>(total),
+           make_float4(states.of_row[0].max, states.of_row[0].sum, states.of_row[1].max,
+                       states.of_row[1].sum));
+  }
+
+  // Adds the sums to those of a total. They become zeros.
+  __device__ __forceinline__ void AddSums(int which, bool is_first, const float (&factors)[2]) {
+    float* const total = Total(which);
+    const int columns = Columns();
+    if (is_first) {
+#pragma unroll
+      for (int n = 0; n < kHeadSize / 8; ++n) {
+        const float(&sums)[4] = sums_[n];
+        if (n * 8 < columns) {
+          __stcg(reinterpret_cast<float4*>(total + (n + 1) * kSlotStep),
+                 make_float4(sums[0], sums[1], sums[2], sums[3]));
+        }
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < kHeadSize / 8; ++n) {
+        float summands[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          summands[e] = gpu::MultiplyFlushed(sums_[n][e], factors[e / 2]);
+        }
+        if (n * 8 < columns) gpu::AddInMemory(total + (n + 1) * kSlotStep, summands);
+      }
+    }
+#pragma unroll
+    for (float(&sums)[4] : sums_) {
+#pragma unroll
+      for (float& sum : sums) sum = 0;
+    }
+  }
+
+  // Adds a total to the sums, which are those of a part with these states.
+  __device__ __forceinline__ void AddTotal(int which, RowState (&part)[2]) {
+    const float* const total = Total(which);
+    States states = LoadStates(total);
+    const Fold folds[2] = {{&states.of_row[0], part[0]}, {&states.of_row[1], part[1]}};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) part[r] = states.of_row[r];
+    const int columns = Columns();
+#pragma unroll
+    for (int n = 0; n < kHeadSize / 8; ++n) {
+      if (n * 8 >= columns) break;
+      const float4 loaded = __ldcg(reinterpret_cast<const float4*>(total + (n + 1) * kSlotStep));
+      const float before[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums_[n][e] = folds[e / 2].Add(before[e], sums_[n][e]);
+    }
+  }
+
+  __device__ __forceinline__ void AddToTotal(int which, bool is_first, const RowState (&part)[2]) {
+    float factors[2];
+    AddStates(which, is_first, part, factors);
+    AddSums(which, is_first, factors);
+  }
+
+  // Ends the leaf before that of a tile, and the group.
+  __device__ __forceinline__ void EndLeaf(int32_t tile, RowState (&ended)[2]) {
+    const bool ends_group = tile * kTile % kGroup == 0, is_first = IsFirstLeaf(tile - 1);
+    if (ends_group && !is_first) AddTotal(0, ended);
+    AddToTotal(ends_group, ends_group ? IsFirstGroup(tile - 1) : is_first, ended);
+  }
+
+  // Adds to the last leaf those before it. Returns the states of both rows.
+  __device__ __forceinline__ void AddTotals(RowState (&states)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) states[r] = softmax_.LeafState(r);
+    const bool are_first[2] = {IsFirstLeaf(LastTile()), IsFirstGroup(LastTile())};
+#pragma unroll 1
+    for (int which = 0; which < 2; ++which) {
+      if (!(which == 0 ? are_first[0] : are_first[1])) AddTotal(which, states);
+    }
   }
 
   // Rounds weights to 16 bits, laid out as the left operand of a product over each 16 positions.
@@ -379,43 +663,8 @@ class PrefillConsumer {
     }
   }
 
-  // sums += weights * v, one position after the other: a row takes only values that it attends to.
-  // Uses the weights up.
-  __device__ void AddOneByOne(int32_t tile, TileState stage, uint32_t (&weights)[kTile / 16][4]) {
-    const Element* values = Values(stage);
-#pragma unroll 1
-    for (int j = 0; j < kTile; ++j) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const uint32_t pair = gpu::Shuffle(j % 16 < 8 ? weights[0][r] : weights[0][2 + r],
-                                           Lane() / 4 * 4 + j % 8 / 2);
-        if (!softmax_.Attends(r, tile * kTile + j)) continue;
-        const float weight =
-            gpu::ToFloat(Element{static_cast<uint16_t>(j % 2 ? pair >> 16 : pair)});
-#pragma unroll
-        for (int n = 0; n < kHeadSize / 8; ++n) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const Element value = values[CacheRows::Offset(j, n) + Lane() % 4 * 2 + e];
-            const float factor = IsFinite(value) ? weight : 1.0f;
-            sums_[n][2 * r + e] = gpu::Fma(factor, gpu::ToFloat(value), sums_[n][2 * r + e]);
-          }
-        }
-      }
-      if (j % 16 < 15) continue;
-      // The weights of the next 16 positions move to the front. An index would put all in memory.
-#pragma unroll
-      for (int step = 0; step < kTile / 16 - 1; ++step) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) weights[step][i] = weights[step + 1][i];
-      }
-    }
-  }
-
   // The number of the lane's row r among the consumer's rows.
-  static __device__ __forceinline__ int RowOf(int r) {
-    return static_cast<int>(threadIdx.x) % kThreads / gpu::kWarpSize * 16 + Lane() / 4 + 8 * r;
-  }
+  static __device__ __forceinline__ int RowOf(int r) { return Warp() * 16 + Lane() / 4 + 8 * r; }
 
   // The place of a row that exists. A division would take as long as 40 instructions.
   __device__ __forceinline__ RowPlace PlaceOf(int row) const {
@@ -429,8 +678,7 @@ class PrefillConsumer {
   }
 
   // Writes the lane's row r to the output.
-  __device__ __forceinline__ void WriteRow(int r) {
-    const RowState state = softmax_.State(r);
+  __device__ __forceinline__ void WriteRow(int r, const RowState& state) {
     const int row = RowOf(r);
     const bool exists = row < rows_.num_rows;
     float factor = 0;
@@ -459,7 +707,8 @@ class PrefillConsumer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         columns.word[i] =
-            gpu::Pack(sums_[n + i][2 * r] * factor, sums_[n + i][2 * r + 1] * factor, T{});
+            gpu::Pack(gpu::Fma(sums_[n + i][2 * r], factor, 0.0f),
+                      gpu::Fma(sums_[n + i][2 * r + 1], factor, 0.0f), T{});
       }
       TransposeInQuads(columns.word);  // now 8 adjacent columns of group n + Lane() % 4
       const int column = (n + Lane() % 4) * 8;
@@ -470,8 +719,7 @@ class PrefillConsumer {
   }
 
   // Writes the lane's row r to the scratch: the work item is a split.
-  __device__ __forceinline__ void WritePartialResult(int r) {
-    const RowState state = softmax_.State(r);
+  __device__ __forceinline__ void WritePartialResult(int r, const RowState& state) {
     const int row = RowOf(r);
     if (row >= rows_.num_rows) return;
     const RowPlace place = PlaceOf(row);

@@ -154,7 +154,7 @@ class PrefillProducer {
       work.number = n;
       work.item = *item;
       work.rows = RowsOf(p_, *item, threadIdx.x * kConsumerRows, kConsumerRows);
-      work.common = CommonRange(p_, work.rows);
+      work.common = CommonRange(p_, *item);
       const RowPlace first(p_, work.rows, 0);
       work.token = static_cast<int32_t>(first.token);
       work.head = static_cast<int32_t>(first.head - item->kv_head * p_.group.number);
