@@ -86,7 +86,9 @@ def token_error(
 
 class ScratchSizes:
     split_limit: int
-    splits_of_run: int
+    decode_tokens: int
+    decode_slots: int
+    most_runs: int
     min_split: int
     max_split_tokens: int
     partials_of_sequence: int

@@ -335,14 +335,22 @@ def scratch_bytes(
         sliding_window=int(attributes["sliding_window"]),
         max_query_len=int(attributes.get("max_query_len", 0)),
     )
+
+    def larger(a: int, b: int) -> int:
+        return a + b - smaller(a, b)
+
     if sizes.max_length:
         longest = smaller(longest, sizes.max_length)
     max_splits = smaller(sizes.split_limit, -(-longest // sizes.min_split))
     partials_of_sequence = smaller(sizes.partials_of_sequence, sizes.max_split_tokens * max_splits)
     num_partials = smaller(num_tokens * max_splits, max_seqs * partials_of_sequence)
-    arrivals_of_head = 1
-    if sizes.split_limit > sizes.splits_of_run:
-        arrivals_of_head += -(-max_splits // sizes.splits_of_run)
+    # The decode kernel's: DecodeSlots of scratch.h.
+    tokens = smaller(num_tokens, max_seqs * sizes.decode_tokens)
+    leaves = smaller(-(-longest // 512) + 3, longest // 257 * 4)
+    groups = -(-longest // 8192) + 1
+    slots = larger(tokens * smaller(groups, 128), sizes.decode_slots)
+    num_partials = larger(num_partials, smaller(tokens * leaves, slots))
+    arrivals_of_head = 1 + smaller(groups, sizes.most_runs)
     num_flags = num_tokens + num_partials + 1 + max_seqs * num_kv_heads * arrivals_of_head
     flags_bytes = sizes.flag_bytes * num_flags
     flags_bytes = -(-flags_bytes // sizes.alignment) * sizes.alignment

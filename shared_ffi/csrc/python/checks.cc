@@ -105,7 +105,9 @@ void BindChecks(nb::module_& m) {
       .def_ro("partials_of_sequence", &ScratchSizes::partials_of_sequence)
       .def_ro("max_length", &ScratchSizes::max_length)
       .def_ro("flag_bytes", &ScratchSizes::flag_bytes)
-      .def_ro("splits_of_run", &ScratchSizes::splits_of_run)
+      .def_ro("decode_tokens", &ScratchSizes::decode_tokens)
+      .def_ro("decode_slots", &ScratchSizes::decode_slots)
+      .def_ro("most_runs", &ScratchSizes::most_runs)
       .def_ro("partial_bytes", &ScratchSizes::partial_bytes)
       .def_ro("alignment", &ScratchSizes::alignment);
   m.def("scratch_sizes", &xla_gpu::ScratchSizes, nb::kw_only(), nb::arg("num_heads"),

@@ -11,6 +11,7 @@
 #include "../../gpu/lab.h"
 #include "../../storage.h"
 #include "../params.h"
+#include "order.h"
 
 namespace xla_gpu::paged_attention {
 
@@ -24,9 +25,16 @@ inline constexpr int64_t kMinSplit = 128;
 // block can merge each group that it has, and not only the first splits of a sequence.
 inline constexpr int kSplitsOfGroup = 4;
 
-// Splits of a run in the decode kernel. Of a sequence with more splits, thread blocks merge runs
-// side by side, whose results are merged as splits are.
-inline constexpr int kSplitsOfRun = 32;
+// A sequence with at most so many positions is not split by the decode kernel.
+inline constexpr int32_t kMostUnsplit = kShortLeaf;
+
+// Slots of its partial results, times kv heads, that fill a large GPU evenly; and the groups of a
+// sequence that have slots where sequences are many.
+inline constexpr int64_t kEnoughSlots = 36864;
+inline constexpr int64_t kMostGroupSlots = 128;
+
+// Runs of a sequence with many leaves: whole groups, whose leaves thread blocks merge side by side.
+inline constexpr int64_t kMostRuns = 16;
 
 // Query rows (a row is a query token and head) that share one reading of K and V.
 inline constexpr int64_t kMaxRowsPerItem = 64;

@@ -25,6 +25,13 @@ __device__ __forceinline__ void WriteTo(T* output, const Columns<1>& columns) {
   gpu::FromFloat(columns.column[0], output);
 }
 template <typename T>
+__device__ __forceinline__ void WriteTo(T* output, const Columns<2>& columns) {
+  *reinterpret_cast<uint32_t*>(output) = gpu::Pack(columns.column[0], columns.column[1], T{});
+}
+__device__ __forceinline__ void WriteTo(float* partial, const Columns<2>& columns) {
+  *reinterpret_cast<Columns<2>*>(partial) = columns;
+}
+template <typename T>
 __device__ __forceinline__ void WriteTo(T* output, const Columns<4>& columns) {
   const float(&column)[4] = columns.column;
   *reinterpret_cast<uint2*>(output) =
