@@ -316,6 +316,15 @@ class Softmax {
   template <int kBegin = 0, int kBlocks>
   __device__ __forceinline__ void WeighBlocks(const float (&factors)[2], float slack,
                                               float (&logits)[kBlocks][4], uint32_t (&drops)[2]) {
+    Follow<kBegin>(factors, slack, logits, drops);
+    WeighLeaf<kBegin, kBegin + 4>(factors, logits);
+    if constexpr (kBegin + 4 < kBlocks) WeighBlocks<kBegin + 4>(factors, slack, logits, drops);
+  }
+
+  // The first step of it, for the block of 32 positions that begins with the block kBegin of 8.
+  template <int kBegin, int kBlocks>
+  __device__ __forceinline__ void Follow(const float (&factors)[2], float slack,
+                                         const float (&logits)[kBlocks][4], uint32_t (&drops)[2]) {
     static_assert(kBlocks <= 16, "a byte a block of 32 positions");
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -333,8 +342,6 @@ class Softmax {
         drops[r] |= static_cast<uint32_t>(fminf(steps, 255)) << kBegin / 4 * 8;
       }
     }
-    WeighLeaf<kBegin, kBegin + 4>(factors, logits);
-    if constexpr (kBegin + 4 < kBlocks) WeighBlocks<kBegin + 4>(factors, slack, logits, drops);
   }
 
   // The factor that the sums of a row with these drops are multiplied by before block b.

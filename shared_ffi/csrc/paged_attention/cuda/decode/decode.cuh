@@ -68,6 +68,7 @@ struct alignas(16) DecodeRow {
 // What the consumers get of a work item.
 struct DecodeWork {
   DecodeSplit split;
+  Item item;  // the same. Its consumers have no registers for it
   CommonRange common;
   // Whether a block id is outside the pool, or a tree mask not legal: the rows become NaN. The warp
   // of V may find that until the last tile is there.
@@ -93,7 +94,10 @@ struct DecodeShared {
   // One more KiB goes to each thread block. With little memory there is room for two blocks in 164
   // KiB, and for one in 100.
   static constexpr int kBytes = kIsLarge ? 224 * 1024 / kBlocks : (kBlocks == 2 ? 81 : 99) * 1024;
-  static constexpr int kOtherBytes = 2 * kWarps * kLogitsBytes +
+  // What a consumer's thread has of a row's total: the states of two rows, and its columns.
+  static constexpr bool kHasTotals = kBlocks > 1;
+  static constexpr int kTotalFours = kHasTotals ? 1 + kHeadSize / kWarps / 8 : 1;
+  static constexpr int kOtherBytes = 2 * kWarps * kLogitsBytes + kTotalFours * kThreads * 16 +
                                      kItems * kDecodeRows * (QueryRows::kStride * 2 + 4);
   static constexpr int kScales = kIs8Bit<C> ? kTile : 1;
   static constexpr int kTileBytes = kTileElements * static_cast<int>(sizeof(C)) + kScales * 8 + 16;
@@ -110,6 +114,7 @@ struct DecodeShared {
   // What each warp found for its 16 positions of a turn, as its lanes have it: for both of its rows
   // 4 logits. Turns take the places by turns.
   float4 logits[2][kWarps][2][gpu::kWarpSize];
+  float4 totals[kTotalFours][kThreads];
   PositionScales scales[kStages][kScales];  // of an 8-bit cache
   PipelineBarriers<kStages> tiles_barriers;
   PipelineBarriers<kItems> splits_barriers;  // from the warp of K to that of V

@@ -8,6 +8,7 @@ namespace xla_gpu::paged_attention {
 
 // Parts of a row that are merged at once: a group's leaves, of which the first has more.
 inline constexpr int kPartsAtOnce = LeafOf(kGroup);
+inline constexpr int kPartsOnTheirWay = 18;  // there are no registers for more
 static_assert(kPartsAtOnce <= gpu::kWarpSize, "each lane finds the factors of a part");
 
 template <typename T, typename C, int kHeadSize, int kKib>
@@ -32,6 +33,11 @@ class DecodeConsumer {
     RowState states[2];
     float values[kOwnColumns / 8][4];
 
+    __device__ __forceinline__ Sums Plus(const Sums& part) const {
+      Sums sums = *this;
+      sums.Add(part);
+      return sums;
+    }
     __device__ __forceinline__ void Add(const Sums& part) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -78,7 +84,7 @@ class DecodeConsumer {
   // the beginning of the sequence on. What cannot be added up here becomes a part.
   __device__ void Compute(const DecodeWork& work, const Query* query, const float* query_factors) {
     const DecodeSplit& split = work.split;
-    const Item item = split.AsItem(numbers_.group);
+    const Item& item = work.item;
     Softmax softmax(p_, item, lane_ / 4, work.rows[lane_ / 4].range,
                     work.rows[lane_ / 4 + 8].range);
     if constexpr (kIs8Bit<C>) {
@@ -87,7 +93,8 @@ class DecodeConsumer {
     const CommonRange common = work.common;
     const int32_t begin = split.BeginTile<kTile>() * kTile, end = split.end, to = split.to;
     const bool begins_sequence = split.from == split.sequence_begin;
-    Sums group, total;
+    Sums group;
+    [[maybe_unused]] Sums total;     // if it is not in memory
     int32_t group_from = split.from;  // where the group's sums begin
     int32_t total_end = 0;           // where the total's end. 0: there are none
 #pragma unroll 1
@@ -116,12 +123,11 @@ class DecodeConsumer {
         group.states[0].sum = group.states[1].sum = kInfinity - kInfinity;
       }
       const bool joins = begins_sequence && (ends_group || split.IsWhole());
-      if (joins && total_end > 0) {
-        total.Add(group);
-      } else if (joins) {
-        total = group;
+      if (joins) {
+        if (total_end > 0) group = Total(total).Plus(group);
+        SetTotal(group, &total);
+        total_end = at;
       }
-      if (joins) total_end = at;
       int32_t part_from = group_from, part_end = at;
       group_from = at;
       if (joins) {
@@ -132,14 +138,40 @@ class DecodeConsumer {
       while (true) {  // the code is there once
         if (part_end > 0) WritePart(work, group, part_from, part_end);
         if (!ends || total_end == 0) break;
-        group = total;
+        group = Total(total);
         part_from = split.from;
         part_end = total_end;
         total_end = 0;
       }
     }
     if (warp_ == 0) gpu::Stamp(gpu::Moment::kLastTile);
-    if (split.IsWhole()) WriteOutput(work, total);
+    if (split.IsWhole()) WriteOutput(work, Total(total));
+  }
+
+  // The sums of whole groups lie in memory where two thread blocks share a multiprocessor, for want
+  // of registers.
+  __device__ __forceinline__ Sums Total(const Sums& in_registers) const {
+    if constexpr (!Shared::kHasTotals) return in_registers;
+    union {
+      float4 fours[Shared::kTotalFours];
+      Sums sums;
+    };
+#pragma unroll
+    for (int i = 0; i < Shared::kTotalFours; ++i) fours[i] = shared_.totals[i][threadIdx.x];
+    return sums;
+  }
+  __device__ __forceinline__ void SetTotal(const Sums& total, Sums* in_registers) const {
+    if constexpr (!Shared::kHasTotals) {
+      *in_registers = total;
+    } else {
+      union {
+        float4 fours[Shared::kTotalFours];
+        Sums sums;
+      };
+      sums = total;
+#pragma unroll
+      for (int i = 0; i < Shared::kTotalFours; ++i) shared_.totals[i][threadIdx.x] = fours[i];
+    }
   }
 
   __device__ __forceinline__ Sums SumsOf(const Softmax& softmax, const Products& leaf) const {
@@ -214,12 +246,15 @@ class DecodeConsumer {
     uint32_t drops[2] = {};
     const float slack =
         kIs8Bit<C> && !scales_are_uniform_ ? kSlack<BFloat16> : kSlack<Query>;
-    if (gpu::AnyInWarp(softmax->Exceeds(weights, softmax->ScalesLate(), slack, factors))) {
-      softmax->WeighBlocks(factors, slack, weights, drops);
+    const bool exceed =
+        gpu::AnyInWarp(softmax->Exceeds(weights, softmax->ScalesLate(), slack, factors));
+    if (exceed) {
+      softmax->template Follow<0>(factors, slack, weights, drops);
       Shrink(drops, 0, leaf);
-    } else {
-      softmax->template WeighLeaf<0, kBlocks>(factors, weights);
     }
+    softmax->template WeighLeaf<0, 4>(factors, weights);
+    if (exceed) softmax->template Follow<4>(factors, slack, weights, drops);
+    softmax->template WeighLeaf<4, 8>(factors, weights);
     if constexpr (!kIsInteger<C>) {
       if (common.RowsDiffer(item, begin, end)) {
         for (int n = 0; n * kDecodePart < end - begin; ++n) {
@@ -345,14 +380,13 @@ class DecodeConsumer {
   __device__ __forceinline__ float Finish(const DecodeWork& work, int row, const RowState& found,
                                           bool writes) const {
     const DecodeRow& of_row = work.rows[row];
-    const Item item = work.split.AsItem(numbers_.group);
     const RowState state = {found.max == kNoReference ? -kInfinity : found.max, found.sum};
     const MergedParts merged(1, SinkOf(p_, of_row.head), [&](int) { return state; });
-    const bool attends = p_.Attends(item.Tokens(), of_row.token);
+    const bool attends = p_.Attends(work.item.Tokens(), of_row.token);
     float factor = merged.weights[0] / DivisorOf(attends, merged.state.sum);
     // Without keys the scale may be NaN.
     if (kIs8Bit<C> && state.sum != 0) factor *= work.v_scale;
-    if (writes) WriteLse(p_, item.first_token + of_row.token, of_row.head, merged.state);
+    if (writes) WriteLse(p_, work.split.first_token + of_row.token, of_row.head, merged.state);
     return factor;
   }
 
@@ -529,21 +563,28 @@ class DecodeConsumer {
     };
 #pragma unroll 1
     for (int32_t begin = 0; begin < count; begin += kPartsAtOnce) {
+      // What has moved is loaded, too: whether it has is not known yet.
+      Row parts[kPartsOnTheirWay];
+      const float* from = scratch_.partials + (first + behind_first(begin)) * p_.value_head_size;
+      const auto load = [&](int n) {
+        if (begin + n >= count) return;
+#pragma unroll
+        for (int g = 0; g < Row::kGroups; ++g) {
+          const int column = columns.first + g * kColumnStep;
+          parts[n % kPartsOnTheirWay].values[g] = *reinterpret_cast<const Columns<kColumnsAtOnce>*>(
+              from + (column < columns.count ? column : 0));
+        }
+        from += uint64_t{stride} * (begin + n == 0 ? second : step);
+      };
+#pragma unroll
+      for (int n = 0; n < kPartsOnTheirWay; ++n) load(n);
       float2 loaded = {kNoReference, kMoved};  // at once: a RowState
       if (lane_ < kPartsAtOnce && begin + lane_ < count) {
         loaded = *reinterpret_cast<const float2*>(scratch_.states + first +
                                                   behind_first(begin + lane_));
       }
-      uint32_t there = gpu::LanesWith(loaded.y != kMoved);
-      if (!columns.Exist()) there = 0;
-      Row parts[kPartsAtOnce];
-      const float* from = scratch_.partials + columns.first +
-                          (first + behind_first(begin)) * p_.value_head_size;
-#pragma unroll
-      for (int n = 0; n < kPartsAtOnce; ++n) {
-        columns.Read(from, (there >> n & 1) != 0, &parts[n]);
-        from += uint64_t{stride} * (begin + n == 0 ? second : step);
-      }
+      const bool has_moved = loaded.y == kMoved;
+      const uint32_t there = gpu::LanesWith(!has_moved);
       // The reference rarely follows: no lane waits for the one before.
       float reference = row->state.max, own_reference = reference, before = 1;
       uint32_t lanes_left = gpu::kAllLanes;
@@ -559,18 +600,18 @@ class DecodeConsumer {
         reference = followed;
         lanes_left = gpu::kAllLanes - 1 << next;
       }
-      const bool is_moved = loaded.y == kMoved;
-      factors[lane_] = {before, is_moved ? 0.0f : gpu::Exp2(loaded.x - own_reference),
-                        is_moved ? 0.0f : loaded.y, 0};
+      factors[lane_] = {before, gpu::Exp2(loaded.x - own_reference), loaded.y, 0};
       row->state.max = reference;
       __syncwarp();
 #pragma unroll
       for (int n = 0; n < kPartsAtOnce; ++n) {
-        if (begin + n >= count) break;
-        const float4 of_part = factors[n];
-        const Fold fold(of_part.x, of_part.y);
-        row->state.sum = fold.Add(row->state.sum, of_part.z);
-        AddTo(row, fold, parts[n]);
+        if ((there >> n & 1) != 0) {
+          const float4 of_part = factors[n];
+          const Fold fold(of_part.x, of_part.y);
+          row->state.sum = fold.Add(row->state.sum, of_part.z);
+          AddTo(row, fold, parts[n % kPartsOnTheirWay]);
+        }
+        if (n + kPartsOnTheirWay < kPartsAtOnce) load(n + kPartsOnTheirWay);
       }
       __syncwarp();
     }

@@ -87,6 +87,7 @@ class DecodeProducer {
     const bool is_bad = gpu::AnyInWarp(HasBadTree(p_, item, lane_));
     if (lane_ == 0) {
       work.split = split;
+      work.item = item;
       work.is_bad = is_bad;
       if (kIs8Bit<C>) work.v_scale = v_scale;
       work.common = CommonRange(p_, item, item.first_position, item.context_len - 1);

@@ -226,9 +226,12 @@ class DecodeSchedule {
   // its rows attend to.
   __device__ int32_t BeginOf(const DecodeLengths& lengths) const {
     int32_t begin = numbers_.WindowBegin(lengths.context_len - lengths.QueryLen());
-    if constexpr (!kIsPlain) {
-      const Span attended = p_.AttendedByAny(lengths.Tokens(), 0, lengths.QueryLen() - 1);
-      begin = min(begin, static_cast<int32_t>(Larger(0, attended.begin)));
+    if (p_.bidirectional_ranges != nullptr) {
+#pragma unroll 1
+      for (int32_t i = 0; i < lengths.QueryLen(); ++i) {
+        const Span range = p_.RangeOf(lengths.Tokens(), i);
+        if (!range.IsEmpty()) begin = min(begin, static_cast<int32_t>(range.begin));
+      }
     }
     return begin & -kLargestDecodeTile;
   }
@@ -272,10 +275,11 @@ class DecodeSchedule {
 
   // Counts all sequences. A sequence without a valid range ends the batch.
   __device__ Count CountAll() {
+    constexpr int kUnrolled = kIsPlain ? 2 : 1;
     while (true) {
       Count count = own_;
       int32_t broken = num_seqs_;
-#pragma unroll 2
+#pragma unroll kUnrolled
       for (int32_t s = gpu::kWarpSize + lane_; s < num_seqs_; s += gpu::kWarpSize) {
         const DecodeLengths lengths(p_, numbers_, s);
         if (!lengths.HasRows(numbers_)) broken = min(broken, s);
