@@ -87,15 +87,20 @@ def token_error(
 class ScratchSizes:
     split_limit: int
     decode_tokens: int
-    decode_slots: int
+    enough_slots: int
+    most_group_slots: int
     most_runs: int
     min_split: int
     max_split_tokens: int
-    partials_of_sequence: int
+    tile_tokens: int
     max_length: int
     flag_bytes: int
     partial_bytes: int
     alignment: int
+    group: int
+    max_slots: int
+    slot_bytes: int
+    leaf: int
 
 def scratch_sizes(
     *,

@@ -335,26 +335,35 @@ def scratch_bytes(
         sliding_window=int(attributes["sliding_window"]),
         max_query_len=int(attributes.get("max_query_len", 0)),
     )
-
-    def larger(a: int, b: int) -> int:
-        return a + b - smaller(a, b)
-
     if sizes.max_length:
         longest = smaller(longest, sizes.max_length)
-    max_splits = smaller(sizes.split_limit, -(-longest // sizes.min_split))
-    partials_of_sequence = smaller(sizes.partials_of_sequence, sizes.max_split_tokens * max_splits)
+    leaves = smaller(sizes.split_limit, -(-longest // sizes.min_split) + 1)
+    max_splits = _larger(leaves, -(-longest // sizes.group) + 1, smaller)
+    partials_of_sequence = smaller(
+        sizes.tile_tokens * _larger(sizes.split_limit, max_splits, smaller),
+        sizes.max_split_tokens * max_splits,
+    )
     num_partials = smaller(num_tokens * max_splits, max_seqs * partials_of_sequence)
-    # The decode kernel's: DecodeSlots of scratch.h.
+    # Those of the decode kernel, by leaves or by groups.
     tokens = smaller(num_tokens, max_seqs * sizes.decode_tokens)
-    leaves = smaller(-(-longest // 512) + 3, longest // 257 * 4)
-    groups = -(-longest // 8192) + 1
-    slots = larger(tokens * smaller(groups, 128), sizes.decode_slots)
-    num_partials = larger(num_partials, smaller(tokens * leaves, slots))
+    groups = -(-longest // sizes.group) + 1
+    leaves = smaller(-(-longest // (2 * sizes.leaf)) + 3, longest // (sizes.leaf + 1) * 4)
+    slots = _larger(tokens * smaller(groups, sizes.most_group_slots), sizes.enough_slots, smaller)
+    num_partials = _larger(num_partials, smaller(tokens * leaves, slots), smaller)
     arrivals_of_head = 1 + smaller(groups, sizes.most_runs)
     num_flags = num_tokens + num_partials + 1 + max_seqs * num_kv_heads * arrivals_of_head
     flags_bytes = sizes.flag_bytes * num_flags
     flags_bytes = -(-flags_bytes // sizes.alignment) * sizes.alignment
-    return flags_bytes + num_partials * sizes.partial_bytes
+    num_bytes = flags_bytes + num_partials * sizes.partial_bytes
+    num_bytes = -(-num_bytes // sizes.alignment) * sizes.alignment
+    # One for each thread block, if there is a second leaf.
+    has_slots = smaller(1, longest // (sizes.leaf + 1))
+    num_slots = smaller(num_tokens * num_heads * max_splits, sizes.max_slots)
+    return num_bytes + has_slots * num_slots * sizes.slot_bytes
+
+
+def _larger(a: int, b: int, smaller: Smaller) -> int:
+    return a + b - smaller(a, b)
 
 
 def _num_shared_heads(query: ArraySpec, cache: _kv_layout.KvLayout) -> int:

@@ -102,14 +102,19 @@ void BindChecks(nb::module_& m) {
       .def_ro("split_limit", &ScratchSizes::split_limit)
       .def_ro("min_split", &ScratchSizes::min_split)
       .def_ro("max_split_tokens", &ScratchSizes::max_split_tokens)
-      .def_ro("partials_of_sequence", &ScratchSizes::partials_of_sequence)
+      .def_ro("tile_tokens", &ScratchSizes::tile_tokens)
       .def_ro("max_length", &ScratchSizes::max_length)
       .def_ro("flag_bytes", &ScratchSizes::flag_bytes)
       .def_ro("decode_tokens", &ScratchSizes::decode_tokens)
-      .def_ro("decode_slots", &ScratchSizes::decode_slots)
+      .def_ro("enough_slots", &ScratchSizes::enough_slots)
+      .def_ro("most_group_slots", &ScratchSizes::most_group_slots)
       .def_ro("most_runs", &ScratchSizes::most_runs)
       .def_ro("partial_bytes", &ScratchSizes::partial_bytes)
-      .def_ro("alignment", &ScratchSizes::alignment);
+      .def_ro("alignment", &ScratchSizes::alignment)
+      .def_ro("group", &ScratchSizes::group)
+      .def_ro("max_slots", &ScratchSizes::max_slots)
+      .def_ro("slot_bytes", &ScratchSizes::slot_bytes)
+      .def_ro("leaf", &ScratchSizes::leaf);
   m.def("scratch_sizes", &xla_gpu::ScratchSizes, nb::kw_only(), nb::arg("num_heads"),
         nb::arg("num_kv_heads"), nb::arg("value_head_size"), nb::arg("sliding_window"),
         nb::arg("max_query_len"), "The sizes in the scratch of paged_attention.");

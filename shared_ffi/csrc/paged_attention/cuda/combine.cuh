@@ -1,5 +1,5 @@
-// The last kernel of a call that launches another one than that for decoding. It merges the partial
-// results of long contexts (partial_results.cuh), always from the left. It also writes the rows
+// The last kernel of a call that launches another one than that for decoding. It adds up the
+// partial results of long contexts (RowOfSplits), always from the left. It also writes the rows
 // that no work item wrote: zeros for padding, NaN where lengths or tables are faulty. The decode
 // kernel writes its rows itself.
 //
@@ -80,7 +80,7 @@ struct ValidBatch {
 struct TokenResult {
   bool are_missing = true;  // they become `fill`
   float fill = 0;
-  int64_t num_splits = 0;  // 1: the rows are there
+  Splits splits = {};  // one: the rows are there
   int64_t first_partial = 0;
   bool attend = false;  // to any position
 };
@@ -101,7 +101,7 @@ class Tokens {
     FindSequence(batch_.Find(p_, token));
     if (is_faulty_ || !sequence_.HasToken(token)) return {true, nan};
     const int64_t i = token - sequence_.first_token;
-    return {false, 0, num_splits_, scratch_.Partial(s_, i, token, num_splits_),
+    return {false, 0, splits_, scratch_.Partial(s_, i, token, splits_.count),
             p_.Attends(sequence_.Tokens(), i)};
   }
 
@@ -111,9 +111,10 @@ class Tokens {
     s_ = s;
     sequence_ = Sequence(p_, s).OfFirstLane();
     is_faulty_ = !sequence_.IsLegal(p_);
-    num_splits_ = is_faulty_ ? 0 : Splits(p_, sequence_).count;
-    if (num_splits_ > 0 && sequence_.q_len <= item_rows_.decode_tokens) {
-      num_splits_ = 1;
+    splits_.count = 0;
+    if (!is_faulty_) splits_ = Splits(p_, sequence_);
+    if (splits_.count > 0 && sequence_.q_len <= item_rows_.decode_tokens) {
+      splits_.count = 1;
     } else {
       is_faulty_ = is_faulty_ || HasBadItem();
     }
@@ -121,12 +122,12 @@ class Tokens {
 
   __device__ bool HasBadItem() const {
     const RowTiles tiles(p_, sequence_.q_len, item_rows_.Of(p_, sequence_));
-    const int64_t count = tiles.NumFlags() * num_splits_;
+    const int64_t num_splits = splits_.count, count = tiles.NumFlags() * num_splits;
     bool is_bad = false;
 #pragma unroll 8
     for (int64_t n = threadIdx.x % gpu::kWarpSize; n < count; n += gpu::kWarpSize) {
-      const int64_t flag = DivideU32(n, num_splits_), split = n - flag * num_splits_;
-      is_bad |= *scratch_.IsBad(p_, s_, sequence_.first_token, flag, split, num_splits_) != 0;
+      const int64_t flag = DivideU32(n, num_splits), split = n - flag * num_splits;
+      is_bad |= *scratch_.IsBad(p_, s_, sequence_.first_token, flag, split, num_splits) != 0;
     }
     return gpu::AnyInWarp(is_bad);
   }
@@ -137,7 +138,7 @@ class Tokens {
   const ValidBatch& batch_;
   int64_t s_ = -1;
   Sequence sequence_ = {};
-  int64_t num_splits_ = 0;
+  Splits splits_ = {};
   bool is_faulty_ = false;
 };
 
@@ -147,7 +148,7 @@ XLA_GPU_HOST_DEVICE inline int64_t CombineParts(const Params& p) {
 }
 
 inline constexpr int kCombineSharedBytes =
-    ValidBatch::kSharedInts * sizeof(int) + kWarps * sizeof(MergeFactors);
+    ValidBatch::kSharedInts * sizeof(int) + kWarps * sizeof(FoldFactors);
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 4)
@@ -160,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   const int64_t num_warps = int64_t{gridDim.x} * kWarps;
   const int64_t shares = Larger(1, Smaller(pieces, DivideU32(num_warps, p.num_tokens)));
   Tokens tokens(p, scratch, item_rows, batch);
-  auto* factors = reinterpret_cast<MergeFactors*>(shared + ValidBatch::kSharedInts) + warp;
+  auto* factors = reinterpret_cast<FoldFactors*>(shared + ValidBatch::kSharedInts) + warp;
   LaneColumns columns;
   columns.count = static_cast<int>(p.value_head_size);
   columns.are_chunks = columns.count % kColumnsAtOnce == 0 &&
@@ -169,15 +170,14 @@ __global__ void __launch_bounds__(kThreads, 4)
   for (; n < p.num_tokens * shares; n += num_warps) {
     const int64_t token = DivideU32(n, shares);
     const TokenResult rows = tokens.Find(token);
-    if (!rows.are_missing && rows.num_splits == 1) continue;
+    if (!rows.are_missing && rows.splits.count == 1) continue;
     for (int64_t piece = n - token * shares; piece < pieces; piece += shares) {
       const int64_t head = DivideU32(piece, parts), part = piece - head * parts;
       columns.first = static_cast<int>(part) * kColumnStep + lane * kColumnsAtOnce;
       PartOfRow<kColumnsAtOnce> row;
       if (!rows.are_missing) {
-        MergeSplits<kSplitsOfGroup>(p, scratch, rows.first_partial,
-                                    static_cast<int32_t>(rows.num_splits), /*step=*/1, head,
-                                    columns, factors, &row);
+        row = RowOfSplits<4, kColumnsAtOnce>(p, scratch, rows.first_partial, head, columns, factors)
+                  .Merge(rows.splits);
         WriteRow<T>(p, token, head, columns, rows.attend, row);
         continue;
       }

@@ -1,8 +1,8 @@
 // Every choice that follows from a call's sizes: how a long context is cut into splits that run
 // side by side, and which kernels can take a call. run.cu asks, and launches them.
 //
-// A split follows from one sequence and the model's sizes alone, never from the rest of the batch
-// or its padding: that is what keeps a sequence's bits the same in any batch.
+// A split is whole leaves of the order in which all kernels add up positions (order.h): how a
+// sequence is cut changes none of its bits.
 #pragma once
 
 #include <cstdint>
@@ -80,14 +80,6 @@ struct QueryLengths {
 
   XLA_GPU_HOST_DEVICE bool Contain(int64_t q_len) const { return min <= q_len && q_len <= max; }
 };
-
-// Positions of each split (the last may have fewer) when q_len query tokens attend to `length`
-// positions.
-XLA_GPU_HOST_DEVICE inline int64_t SplitLength(const Params& p, int64_t q_len, int64_t length) {
-  const int64_t limit = SplitLimit(p, q_len);
-  const int64_t tiles = CeilDiv(DivideU32(length + limit - 1, limit), kTileAlignment);
-  return Larger(kMinSplit, tiles * kTileAlignment);
-}
 
 // Columns of V that a warp of the tensor core kernel adds up at most.
 inline constexpr int kMaxColumns = 256;
@@ -170,8 +162,17 @@ bool TakesFewTokens(const Params& p) {
 }
 inline int64_t FewTokens(const Params& p) { return kDecodeRows / p.group.number; }
 
-// The query rows of a work item of TensorCorePrefill.
+// The query rows of a work item of TensorCorePrefill, the most that any kernel has.
 inline constexpr int64_t kPrefillTileRows = 128;
+
+// The thread blocks of a kernel that has slots (Scratch): as many as a large GPU holds at once.
+inline constexpr int64_t kMaxSlots = 384;
+
+// The columns are rounded up to what a product has at least.
+inline int64_t FloatsOfSlot(const Params& p) {
+  constexpr int64_t kColumns = 16, kStates = 8;
+  return kPrefillTileRows * (CeilDiv(p.value_head_size, kColumns) * kColumns + kStates);
+}
 
 // Whether TensorCorePrefill is compiled for KV tiles of so many positions, 64 or 32. From 10.0 on
 // the compiler takes more registers. It has enough for 64 positions on 10.x if the cache has 16

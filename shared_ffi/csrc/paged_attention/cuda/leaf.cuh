@@ -40,8 +40,7 @@ struct Fold {
   __device__ __forceinline__ bool Rescales() const { return before != 1; }
 
   __device__ __forceinline__ float Add(float total, float part) const {
-    return gpu::AddFlushed(gpu::MultiplyFlushed(total, before),
-                           gpu::MultiplyFlushed(part, factor));
+    return gpu::AddFlushed(gpu::MultiplyFlushed(total, before), gpu::MultiplyFlushed(part, factor));
   }
 };
 

@@ -2,8 +2,8 @@
 // work is divided: a row has the same bits decoded, prefilled, or in chunks.
 //
 // Positions are counted from the first one of the sequence. They are cut into leaves. What a row
-// finds in a leaf is one chain of products, from zero. Leaves are added from the left within groups,
-// and groups from the left. tests/support/one_order.py is the whole definition.
+// finds in a leaf is one chain of products, from zero. Leaves are added from the left within
+// groups, and groups from the left. tests/support/one_order.py is the whole definition.
 #pragma once
 
 #include <cstdint>

@@ -2,7 +2,8 @@
 // warps of a thread block, in shared memory. They are merged and written.
 #pragma once
 
-#include "state.cuh"
+#include "leaf.cuh"
+#include "schedule.cuh"
 
 namespace xla_gpu::paged_attention {
 
@@ -220,26 +221,173 @@ __device__ __forceinline__ void MergeSplits(const Params& p, const Scratch& scra
   }
 }
 
+// How up to 32 parts of a row are folded, in shared memory. A warp has one.
+struct FoldFactors {
+  struct alignas(16) OfPart {
+    Fold fold;
+    float sum;
+  };
+  OfPart parts[gpu::kWarpSize];
+};
+
+// Folds the partial results of the `count` splits of a row for the columns of a lane: leaves within
+// groups, then groups, always from the left. first_partial: of the first split. The factors of a
+// group's leaves, or of 32 groups, are there before the first is folded, each lane's of another
+// part. kAtOnce: parts that are on their way while as many are folded.
+template <int kAtOnce, int kColumns>
+class RowOfSplits {
+  using Row = PartOfRow<kColumns>;
+
+ public:
+  __device__ __forceinline__ RowOfSplits(const Params& p, const Scratch& scratch,
+                                         int64_t first_partial, int64_t head,
+                                         const LaneColumns& columns, FoldFactors* factors)
+      : columns_(columns),
+        factors_(*factors),
+        lane_(gpu::Opaque(threadIdx.x) % gpu::kWarpSize),
+        // A token's query would have 8 GiB otherwise.
+        stride_(static_cast<uint32_t>(p.num_heads * p.value_head_size)),
+        num_heads_(static_cast<uint32_t>(p.num_heads)),
+        states_(scratch.states + first_partial * p.num_heads + head),
+        partials_(scratch.partials + (first_partial * p.num_heads + head) * p.value_head_size +
+                  columns.first) {}
+
+  __device__ __forceinline__ Row Merge(const Splits& splits) {
+    Row total;
+    total.state.max = kNoReference;
+#pragma unroll 1
+    for (int32_t split = 0; split < splits.count;) {
+      const bool is_first = split == 0;
+      if (!splits.are_leaves) {
+        const int32_t count = min(gpu::kWarpSize, splits.count - split);
+        FoldParts(split, count, is_first, &total);
+        split += count;
+        continue;
+      }
+      const int32_t leaf = splits.first + split;
+      const int32_t in_group = LeafOf(GroupEnd(LeafBegin(leaf))) - leaf;
+      const int32_t count = min(in_group, splits.count - split);
+      Row group;
+      group.state.max = kNoReference;
+      FoldParts(split, count, /*is_first=*/true, &group);
+      if (is_first) {
+        total = group;
+      } else {
+        const Fold fold(&total.state, group.state);
+        FoldValues(fold, group, &total);
+      }
+      split += count;
+    }
+    return total;
+  }
+
+ private:
+  // is_first: nothing is in the total, which becomes the first of the parts. At most 32 parts.
+  __device__ __forceinline__ void FoldParts(int32_t begin, int32_t count, bool is_first,
+                                            Row* total) {
+    float2 loaded = {kNoReference, 0};  // at once: a RowState
+    if (lane_ < count) {
+      const int64_t offset = int64_t{begin + lane_} * num_heads_;
+      loaded = *reinterpret_cast<const float2*>(states_ + offset);
+    }
+    const RowState part{fmaxf(loaded.x, kNoReference), loaded.y};
+    const float* from = partials_ + int64_t{begin} * stride_;
+    int32_t left = columns_.Exist() ? count : 0;
+    Row parts[2][kAtOnce];
+    const auto read = [&](Row(&to)[kAtOnce]) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        columns_.Read(from + uint64_t{stride_} * i, i < left, &to[i]);
+      }
+      left -= kAtOnce;
+      from += uint64_t{stride_} * kAtOnce;
+    };
+    read(parts[0]);
+
+    // The total's reference before each part: it follows the few that exceed it.
+    float before = total->state.max, last = before;
+    if (is_first) before = last = gpu::Shuffle(part.max, 0);
+    uint32_t later = gpu::kAllLanes;
+    while (true) {
+      const uint32_t exceeding = gpu::LanesWith(part.max > last + kFoldSlack) & later;
+      if (exceeding == 0) break;
+      const int first = gpu::FirstOf(exceeding);
+      last = gpu::Shuffle(part.max, first);
+      later = gpu::kAllLanes << first << 1;
+      if ((later >> lane_ & 1) != 0) before = last;
+    }
+    RowState ignored{before, 0};
+    factors_.parts[lane_] = {Fold(&ignored, part), part.sum};
+    total->state.max = last;
+    __syncwarp();
+
+    const auto fold = [&](int32_t j, const Row(&from_parts)[kAtOnce]) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (j + i >= count) break;
+        const FoldFactors::OfPart of_part = factors_.parts[j + i];
+        if (is_first && j + i == 0) {
+          total->state.sum = of_part.sum;
+          CopyValues(from_parts[0], total);
+        } else {
+          total->state.sum = of_part.fold.Add(total->state.sum, of_part.sum);
+          FoldValues(of_part.fold, from_parts[i], total);
+        }
+      }
+    };
+#pragma unroll 1
+    for (int32_t j = 0; j < count; j += 2 * kAtOnce) {
+      read(parts[1]);
+      fold(j, parts[0]);
+      if (j + kAtOnce >= count) break;
+      read(parts[0]);
+      fold(j + kAtOnce, parts[1]);
+    }
+    __syncwarp();
+  }
+
+  static __device__ __forceinline__ void CopyValues(const Row& part, Row* total) {
+#pragma unroll
+    for (int g = 0; g < Row::kGroups; ++g) total->values[g] = part.values[g];
+  }
+  static __device__ __forceinline__ void FoldValues(const Fold& fold, const Row& part, Row* total) {
+#pragma unroll
+    for (int g = 0; g < Row::kGroups; ++g) {
+#pragma unroll
+      for (int k = 0; k < kColumnsAtOnce; ++k) {
+        float& value = total->values[g].column[k];
+        value = fold.Add(value, part.values[g].column[k]);
+      }
+    }
+  }
+
+  const LaneColumns& columns_;
+  FoldFactors& factors_;
+  const int lane_;
+  const uint32_t stride_;  // of partials
+  const uint32_t num_heads_;
+  const RowState* states_;
+  const float* partials_;
+};
+
 // Writes a row that all splits are merged into, for the columns of a lane. The sink comes after the
 // last split.
 template <typename T, int kColumns>
 __device__ __forceinline__ void WriteRow(const Params& p, int64_t token, int64_t head,
                                          const LaneColumns& columns, bool attends,
                                          const PartOfRow<kColumns>& row) {
-  const float sink = SinkOf(p, head);
-  const Rescale rescale(row.state.max, sink);
-  const RowState state = {fmaxf(row.state.max, sink), rescale.Merge(row.state.sum, 1)};
-  const float divisor = DivisorOf(attends, state.sum);
+  const MergedParts whole(1, SinkOf(p, head), [&](int64_t) { return row.state; });
+  const float weight = whole.weights[0] / DivisorOf(attends, whole.state.sum);
   PartOfRow<kColumns> divided;
 #pragma unroll
   for (int g = 0; g < row.kGroups; ++g) {
 #pragma unroll
     for (int k = 0; k < kColumnsAtOnce; ++k) {
-      divided.values[g].column[k] = row.values[g].column[k] * rescale.before_factor / divisor;
+      divided.values[g].column[k] = gpu::Fma(weight, row.values[g].column[k], 0.0f);
     }
   }
   columns.Write(divided, static_cast<T*>(p.output) + p.OutputOffset(token, head) + columns.first);
-  if (columns.first == 0) WriteLse(p, token, head, state);
+  if (columns.first == 0) WriteLse(p, token, head, whole.state);
 }
 
 // Where a row of a split leaves its partial result.

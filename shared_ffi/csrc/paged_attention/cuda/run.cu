@@ -204,7 +204,8 @@ gpu::Error Run(const Params& p, const Scratch& scratch, void* stream) {
   const auto launch = [&](auto attention, const QueryLengths& lengths, bool waits,
                           const auto&... more) -> gpu::Error {
     if (lengths.min > Smaller(lengths.max, longest)) return {};
-    const int64_t num_items = MaxItems(p, scratch, attention.rows_per_item);
+    const int64_t num_items =
+        Smaller(MaxItems(p, scratch, attention.rows_per_item), scratch.num_slots);
     attention.kernel.begins_early = waits && LaunchesEarly(device);
     follows |= num_items > 0;
     return attention.kernel.LaunchResident(device, num_items, stream, p, scratch, lengths, more...);

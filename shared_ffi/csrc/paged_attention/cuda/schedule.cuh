@@ -65,24 +65,34 @@ struct Sequence {
     if (p.max_query_len != 0 && q_len > p.max_query_len) return false;
     return is_long_enough && context_len <= p.Capacity();
   }
-
-  // The first position attended to, rounded down to the beginning of a KV tile.
-  __device__ int64_t Begin(const Params& p) const {
-    return p.WindowBegin(context_len - q_len) / kTileAlignment * kTileAlignment;
-  }
 };
 
-// The splits of a sequence.
+// The splits of a sequence: its leaves, its groups, or one of all positions. A split has one
+// partial result. Which it is decides no bit.
 struct Splits {
-  int64_t begin;      // the first position attended to: Sequence::Begin
-  int64_t positions;  // of a split; the last may have fewer
-  int64_t count;
+  int32_t first;  // the number of the first leaf, or group
+  int32_t count;
+  bool are_leaves;
 
   Splits() = default;
-  __device__ Splits(const Params& p, const Sequence& sequence) : begin(sequence.Begin(p)) {
-    const int64_t q_len = sequence.q_len, length = sequence.context_len - begin;
-    positions = q_len <= MaxSplitTokens(p) ? SplitLength(p, q_len, length) : Larger(length, 1);
-    count = q_len == 0 ? 0 : DivideU32(length + positions - 1, positions);
+  __device__ Splits(const Params& p, const Sequence& sequence) {
+    const int64_t q_len = sequence.q_len;
+    const auto end = static_cast<int32_t>(sequence.context_len);
+    const auto begin = static_cast<int32_t>(p.WindowBegin(sequence.context_len - q_len));
+    const int32_t leaves = CountLeaves(begin, end), groups = CountGroups(begin, end);
+    const int64_t limit = q_len <= MaxSplitTokens(p) ? SplitLimit(p, q_len) : 1;
+    are_leaves = leaves <= limit;
+    first = are_leaves ? LeafOf(begin) : begin / kGroup;
+    count = are_leaves ? max(leaves, 1) : groups <= limit || q_len <= TokensPerTile(p) ? groups : 1;
+    // Ranges may add positions before the window, in other leaves.
+    if (p.bidirectional_ranges != nullptr && p.sliding_window != 0) count = 1;
+    if (q_len == 0) count = 0;
+  }
+
+  // The first position of a split that is not the first one.
+  __device__ int32_t Begin(int64_t split) const {
+    const auto number = first + static_cast<int32_t>(split);
+    return are_leaves ? LeafBegin(number) : number * kGroup;
   }
 };
 
@@ -151,11 +161,8 @@ __device__ inline void MakeItem(const Params& p, int64_t s, const Sequence& sequ
   item->split = static_cast<int32_t>(split);
   tiles.Find(p, sequence.q_len, tile, item);
 
-  // The first split also has what bidirectional ranges add before the window.
-  const int64_t split_begin = splits.begin + split * splits.positions;
-  const int64_t split_end = split_begin + splits.positions;
-  item->begin = split == 0 ? 0 : static_cast<int32_t>(split_begin);
-  item->end = static_cast<int32_t>(Smaller(split_end, item->context_len));
+  item->begin = split == 0 ? 0 : splits.Begin(split);
+  item->end = split + 1 == splits.count ? item->context_len : splits.Begin(split + 1);
   item->num_splits = static_cast<int32_t>(splits.count);
   const int64_t i = TokenOf(p, *item, 0), last = TokenOf(p, *item, item->num_rows - 1);
   const Span span = p.AttendedByAny(item->Tokens(), i, last);

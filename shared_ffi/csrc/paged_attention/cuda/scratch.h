@@ -2,6 +2,7 @@
 #pragma once
 
 #include "heuristics.h"
+#include "order.h"
 
 namespace xla_gpu::paged_attention {
 
@@ -31,6 +32,17 @@ struct Scratch {
   int64_t arrivals_of_head;
   RowState* states;  // [num_partials, num_heads]
   float* partials;   // [num_partials, num_heads, value_head_size]: sums of 2^(logit - max) * v
+  // Where the thread blocks of kernels for long queries add up the leaves of their rows (order.h),
+  // each in its own slot: the group's total, then that of the groups before. At most num_slots
+  // thread blocks run. No slots where no row has a second leaf.
+  float* slots;  // [num_slots, 2, floats_of_slot]
+  int64_t num_slots;
+  int64_t floats_of_slot;  // columns as floats, and 8 more, of each of kPrefillTileRows rows
+
+  // which: 0 for the group's total, 1 for that of the groups before.
+  XLA_GPU_HOST_DEVICE float* Slot(int64_t block, int which) const {
+    return slots + (2 * block + which) * floats_of_slot;
+  }
 
   // The first partial of token i, which is query token `token` of the batch, of sequence s. Its
   // num_splits partials are adjacent.
@@ -56,15 +68,20 @@ struct Scratch {
 struct ScratchSizes {
   int64_t split_limit;
   int64_t min_split;
-  int64_t max_split_tokens;      // most query tokens of a sequence that is split
-  int64_t partials_of_sequence;  // most that a sequence can need
-  int64_t max_length;            // positions that a split sequence's window can span; 0: no window
-  int64_t flag_bytes;            // for each token and partial, for the counter, and for arrivals
-  int64_t decode_tokens;   // most query tokens of a sequence that the decode kernel splits
-  int64_t decode_slots;    // see DecodeSlots
-  int64_t most_runs;       // see MostRuns
+  int64_t max_split_tokens;  // most query tokens of a sequence that is split
+  int64_t tile_tokens;       // most of a query tile
+  int64_t max_length;        // positions that a split sequence's window can span; 0: no window
+  int64_t flag_bytes;        // for each token and partial, for the counter, and for arrivals
+  int64_t decode_tokens;     // most query tokens of a sequence that the decode kernel takes
+  int64_t enough_slots;      // see DecodeSlots
+  int64_t most_group_slots;
+  int64_t most_runs;
   int64_t partial_bytes;  // RowState and partial result of all heads
   int64_t alignment;      // what the size of all flags is rounded up to a multiple of
+  int64_t group;          // positions
+  int64_t max_slots;
+  int64_t slot_bytes;  // of a thread block
+  int64_t leaf;        // a capacity of so many positions needs no slots
 };
 
 // The positions of a sequence that are split, at most, and the groups and leaves that hold them.
@@ -81,51 +98,62 @@ inline int64_t MostLeaves(int64_t longest) {
   return CeilDiv(longest, kLongLeaf) + kNumShortLeaves - 1;
 }
 
-// The slots of the decode kernel: one for each query token and leaf, or if those are many, for each
-// query token and group, and as many as a batch of few sequences needs to fill a GPU.
-inline int64_t DecodeSlots(int64_t tokens, int64_t longest, int64_t enough) {
-  const int64_t leaves =  // none where all is unsplit
-      Smaller(MostLeaves(longest), longest / (kMostUnsplit + 1) * kNumShortLeaves);
-  const int64_t groups = Smaller(MostGroups(longest), kMostGroupSlots);
-  return Smaller(tokens * leaves, Larger(tokens * groups, enough));
-}
-
 inline ScratchSizes MakeScratchSizes(const Params& p) {
   const int64_t max_query_len = p.max_query_len == 0 ? INT64_MAX : p.max_query_len;
   ScratchSizes sizes;
   sizes.split_limit = SplitLimit(p);
   sizes.min_split = kMinSplit;
   sizes.max_split_tokens = Smaller(MaxSplitTokens(p), max_query_len);
-  // With t > 1 query tiles it needs t * TokensPerTile * kEnoughItems / (num_kv_heads * t) at most.
-  sizes.partials_of_sequence = Smaller(TokensPerTile(p), max_query_len) * SplitLimit(p);
+  sizes.tile_tokens = Smaller(TokensPerTile(p), max_query_len);
   sizes.max_length = MaxLength(p);
   sizes.flag_bytes = sizeof(int32_t);
   sizes.decode_tokens = Smaller(FewTokens(p), max_query_len);
-  sizes.decode_slots = kEnoughSlots / p.num_kv_heads;
+  sizes.enough_slots = kEnoughSlots / p.num_kv_heads;
+  sizes.most_group_slots = kMostGroupSlots;
   sizes.most_runs = kMostRuns;
   sizes.partial_bytes = p.num_heads * (sizeof(RowState) + p.value_head_size * sizeof(float));
   sizes.alignment = 16;
+  sizes.group = kGroup;
+  sizes.max_slots = kMaxSlots;
+  sizes.slot_bytes = 2 * FloatsOfSlot(p) * static_cast<int64_t>(sizeof(float));
+  sizes.leaf = kShortLeaf;
   return sizes;
+}
+
+// With t > 1 query tiles, a sequence has at most SplitLimit / t splits: no more partials than one
+// tile can have.
+inline int64_t PartialsOfSequence(const ScratchSizes& sizes, int64_t max_splits) {
+  return Smaller(sizes.tile_tokens * Larger(sizes.split_limit, max_splits),
+                 sizes.max_split_tokens * max_splits);
+}
+
+// The partials of the decode kernel: one for each query token and leaf. If those are many, one for
+// each query token and group, or as many as a batch of few sequences needs to fill a GPU.
+inline int64_t DecodeSlots(const Params& p, const ScratchSizes& sizes, int64_t longest) {
+  const int64_t tokens = Smaller(p.num_tokens, p.max_seqs * sizes.decode_tokens);
+  const int64_t leaves =  // none where all is unsplit
+      Smaller(MostLeaves(longest), longest / (kMostUnsplit + 1) * kNumShortLeaves);
+  const int64_t groups = Smaller(MostGroups(longest), sizes.most_group_slots);
+  return Smaller(tokens * leaves, Larger(tokens * groups, sizes.enough_slots));
 }
 
 // Lays the scratch out in `memory`, which may be null when only the size is wanted; that is
 //     4 * (num_tokens + num_partials + 1 + max_seqs * num_kv_heads * arrivals_of_head)
-//         + 4 * num_partials * num_heads * (value_head_size + 2) bytes,
-// the first term rounded up to 16, with at most max_splits partials for each token and
-// partials_of_sequence for each sequence, or DecodeSlots if those are more.
+//         + 4 * num_partials * num_heads * (value_head_size + 2) + num_slots * slot_bytes bytes,
+// the first and the second term rounded up to 16, with at most max_splits partials for each token
+// and partials_of_sequence for each sequence, or DecodeSlots if those are more.
 inline int64_t MakeScratch(const Params& p, void* memory, Scratch* scratch) {
   const ScratchSizes sizes = MakeScratchSizes(p);
   const int64_t longest = LongestSpan(p);
-  scratch->max_splits = Smaller(sizes.split_limit, CeilDiv(longest, sizes.min_split));
-  scratch->partials_of_sequence =
-      Smaller(sizes.partials_of_sequence, sizes.max_split_tokens * scratch->max_splits);
+  // One more than the leaves, or groups, of so many positions: they may begin anywhere.
+  scratch->max_splits = Larger(Smaller(sizes.split_limit, CeilDiv(longest, sizes.min_split) + 1),
+                               CeilDiv(longest, sizes.group) + 1);
+  scratch->partials_of_sequence = PartialsOfSequence(sizes, scratch->max_splits);
   scratch->num_partials =
       Smaller(p.num_tokens * scratch->max_splits, p.max_seqs * scratch->partials_of_sequence);
   if (scratch->num_partials == p.num_tokens * scratch->max_splits)
     scratch->partials_of_sequence = 0;
-  const int64_t decode_tokens = Smaller(p.num_tokens, p.max_seqs * sizes.decode_tokens);
-  scratch->num_partials = Larger(scratch->num_partials,
-                                 DecodeSlots(decode_tokens, longest, sizes.decode_slots));
+  scratch->num_partials = Larger(scratch->num_partials, DecodeSlots(p, sizes, longest));
   scratch->arrivals_of_head = 1 + Smaller(MostGroups(longest), sizes.most_runs);
   const int64_t num_arrivals = p.max_seqs * p.num_kv_heads * scratch->arrivals_of_head;
   const int64_t num_flags = p.num_tokens + scratch->num_partials + 1 + num_arrivals;
@@ -144,7 +172,12 @@ inline int64_t MakeScratch(const Params& p, void* memory, Scratch* scratch) {
       reinterpret_cast<RowState*>(bytes + flags_bytes + (are_chunks ? partials_bytes : 0));
   scratch->partials =
       reinterpret_cast<float*>(bytes + flags_bytes + (are_chunks ? 0 : states_bytes));
-  return flags_bytes + states_bytes + partials_bytes;
+  const int64_t slots_begin =
+      CeilDiv(flags_bytes + states_bytes + partials_bytes, sizes.alignment) * sizes.alignment;
+  scratch->slots = reinterpret_cast<float*>(bytes + slots_begin);
+  scratch->num_slots = Smaller(p.num_tokens * p.num_heads * scratch->max_splits, sizes.max_slots);
+  scratch->floats_of_slot = FloatsOfSlot(p);
+  return slots_begin + (longest > sizes.leaf ? scratch->num_slots * sizes.slot_bytes : 0);
 }
 
 }  // namespace xla_gpu::paged_attention

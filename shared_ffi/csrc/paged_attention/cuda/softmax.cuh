@@ -259,8 +259,9 @@ class Softmax {
 
   // The same in the order of leaves (order.h). A leaf begins with no reference. Positions are
   // looked at in blocks of kBlockPositions: so KV tiles of any size find the same references. The
-  // largest logit of the first block with any becomes the reference. Where a later one exceeds it by
-  // more than 2^slack, it follows by a whole number of steps of 2, and what was added so far shrinks.
+  // largest logit of the first block with any becomes the reference. Where a later one exceeds it
+  // by more than 2^slack, it follows by a whole number of steps of 2, and what was added so far
+  // shrinks.
   static constexpr int kBlockPositions = 32;
 
   __device__ __forceinline__ void BeginLeaf() { states_[0] = states_[1] = kNoLogits; }

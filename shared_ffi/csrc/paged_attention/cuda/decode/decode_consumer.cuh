@@ -8,7 +8,7 @@ namespace xla_gpu::paged_attention {
 
 // Parts of a row that are merged at once: a group's leaves, of which the first has more.
 inline constexpr int kPartsAtOnce = LeafOf(kGroup);
-inline constexpr int kPartsOnTheirWay = 18;  // there are no registers for more
+inline constexpr int kPartsOnTheirWay = 16;  // there are no registers for more
 static_assert(kPartsAtOnce <= gpu::kWarpSize, "each lane finds the factors of a part");
 
 template <typename T, typename C, int kHeadSize, int kKib>
