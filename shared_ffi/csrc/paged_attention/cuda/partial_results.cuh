@@ -254,7 +254,7 @@ class RowOfSplits {
 
   __device__ __forceinline__ Row Merge(const Splits& splits) {
     Row total;
-    total.state.max = kNoReference;
+    if (splits.count > 0) total.state.max = kNoReference;
 #pragma unroll 1
     for (int32_t split = 0; split < splits.count;) {
       const bool is_first = split == 0;

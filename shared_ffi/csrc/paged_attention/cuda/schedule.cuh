@@ -83,9 +83,9 @@ struct Splits {
     const int64_t limit = q_len <= MaxSplitTokens(p) ? SplitLimit(p, q_len) : 1;
     are_leaves = leaves <= limit;
     first = are_leaves ? LeafOf(begin) : begin / kGroup;
-    count = are_leaves ? max(leaves, 1) : groups <= limit || q_len <= TokensPerTile(p) ? groups : 1;
+    count = are_leaves ? leaves : groups <= limit || q_len <= TokensPerTile(p) ? groups : 1;
     // Ranges may add positions before the window, in other leaves.
-    if (p.bidirectional_ranges != nullptr && p.sliding_window != 0) count = 1;
+    if (p.bidirectional_ranges != nullptr && p.sliding_window != 0) count = min(count, 1);
     if (q_len == 0) count = 0;
   }
 
