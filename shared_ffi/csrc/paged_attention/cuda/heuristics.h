@@ -21,10 +21,6 @@ inline constexpr int64_t kTileAlignment = 128;
 // A split has at least this many positions: shorter ones cost more to merge than they save.
 inline constexpr int64_t kMinSplit = 128;
 
-// Splits of a group. The splits of a group are merged from the left, then the groups: so a thread
-// block can merge each group that it has, and not only the first splits of a sequence.
-inline constexpr int kSplitsOfGroup = 4;
-
 // A sequence with at most so many positions is not split by the decode kernel.
 inline constexpr int32_t kMostUnsplit = kShortLeaf;
 

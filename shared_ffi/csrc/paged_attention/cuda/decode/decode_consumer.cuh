@@ -203,7 +203,7 @@ class DecodeConsumer {
                                            Softmax* softmax, Products* leaf) {
     const int num_parts = static_cast<unsigned>(end - begin + kDecodePart - 1) / kDecodePart;
     constexpr int kPartsOfTile = kTile / kDecodePart;
-    auto& exchanged = shared_.logits[turn_ % 2];
+    auto& exchanged = shared_.logits[turn_];
     turn_ ^= 1;
     {
       float own[2][4];
@@ -564,7 +564,7 @@ class DecodeConsumer {
 #pragma unroll 1
     for (int32_t begin = 0; begin < count; begin += kPartsAtOnce) {
       // What has moved is loaded, too: whether it has is not known yet.
-      Row parts[kPartsOnTheirWay];
+      Row parts[kPartsOnTheirWay];  // which begin as zeros: else ptxas spills registers
       const float* from = scratch_.partials + (first + behind_first(begin)) * p_.value_head_size;
       const auto load = [&](int n) {
         if (begin + n >= count) return;
