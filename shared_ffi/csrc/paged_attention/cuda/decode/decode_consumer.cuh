@@ -8,7 +8,6 @@ namespace xla_gpu::paged_attention {
 
 // Parts of a row that are merged at once: a group's leaves, of which the first has more.
 inline constexpr int kPartsAtOnce = LeafOf(kGroup);
-inline constexpr int kPartsOnTheirWay = 16;  // there are no registers for more
 static_assert(kPartsAtOnce <= gpu::kWarpSize, "each lane finds the factors of a part");
 
 template <typename T, typename C, int kHeadSize, int kKib>
@@ -24,6 +23,8 @@ class DecodeConsumer {
       WarpProducts<Query, C, kHeadSize, kDecodePart, QueryRows, CacheRows, kOwnColumns>;
   static constexpr int kBlocks = kDecodeTurn / 8;  // of 8 positions, of a turn
   static_assert(kLargestDecodeTile == Softmax::kBlockPositions, "turns begin with a whole block");
+
+  static constexpr int kPartsOnTheirWay = kHeadSize > 128 ? 6 : 12;  // as registers allow
 
   // What is known of a row that is merged, with the columns of a lane.
   using Row = PartOfRow<kHeadSize / gpu::kWarpSize>;
@@ -427,9 +428,9 @@ class DecodeConsumer {
     const int32_t first_group = static_cast<uint32_t>(begin) / kGroup;
     const int32_t num_units = split.CountUnits(begin, end);
     const bool has_runs = num_units > kMostAtOnce && !split.UnitsAreGroups();
-    const int32_t run_size = numbers_.groups_of_run * kGroup, runs_begin = first_group * kGroup;
     const auto run_of = [&](int32_t position) {
-      return static_cast<int32_t>(static_cast<uint32_t>(position - runs_begin) / run_size);
+      const uint32_t group = static_cast<uint32_t>(position) / kGroup - first_group;
+      return static_cast<int32_t>(numbers_.groups_of_run.Quotient(group));
     };
     int32_t run = run_of(split.from), completed = 0;
     const int32_t last_run = run_of(split.to - 1);
@@ -438,9 +439,9 @@ class DecodeConsumer {
       const bool is_run = has_runs && run <= last_run;
       int32_t from = begin, to = end, counter = 0, found, count;
       if (is_run) {
-        from = max(begin, runs_begin + run * run_size);
-        to = min(static_cast<uint32_t>(end), static_cast<uint32_t>(runs_begin) +
-                                                 (static_cast<uint32_t>(run) + 1) * run_size);
+        const uint32_t groups = numbers_.groups_of_run.number;
+        from = max(begin, (first_group + run * groups) * kGroup);
+        to = min(static_cast<uint32_t>(end), (first_group + (run + 1) * groups) * kGroup);
         counter = ++run;
       }
       if (is_run || !has_runs) {
@@ -531,20 +532,21 @@ class DecodeConsumer {
         } else if (from == split.sequence_begin) {
           total = group;
         } else {
-          AddTo(&total, Fold(&total.state, group.state), group);
+          AddTo(&total, Fold(&total.state, group.state), group.values);
         }
       }
       if (parts != kAsParts) WriteRow(work, row, total);
     }
   }
 
-  static __device__ __forceinline__ void AddTo(Row* row, const Fold& fold, const Row& part) {
+  static __device__ __forceinline__ void AddTo(
+      Row* row, const Fold& fold, const Columns<kColumnsAtOnce> (&part)[Row::kGroups]) {
 #pragma unroll
     for (int g = 0; g < Row::kGroups; ++g) {
 #pragma unroll
       for (int k = 0; k < kColumnsAtOnce; ++k) {
         float& value = row->values[g].column[k];
-        value = fold.Add(value, part.values[g].column[k]);
+        value = fold.Add(value, part[g].column[k]);
       }
     }
   }
@@ -563,18 +565,19 @@ class DecodeConsumer {
     };
 #pragma unroll 1
     for (int32_t begin = 0; begin < count; begin += kPartsAtOnce) {
-      // What has moved is loaded, too: whether it has is not known yet.
-      Row parts[kPartsOnTheirWay];  // which begin as zeros: else ptxas spills registers
+      // Without a condition: what has moved is loaded, too, and the last one again and again. Else
+      // ptxas waits for each part to move it to other registers.
+      Columns<kColumnsAtOnce> parts[kPartsOnTheirWay][Row::kGroups];
       const float* from = scratch_.partials + (first + behind_first(begin)) * p_.value_head_size;
       const auto load = [&](int n) {
-        if (begin + n >= count) return;
 #pragma unroll
         for (int g = 0; g < Row::kGroups; ++g) {
           const int column = columns.first + g * kColumnStep;
-          parts[n % kPartsOnTheirWay].values[g] = *reinterpret_cast<const Columns<kColumnsAtOnce>*>(
+          parts[n % kPartsOnTheirWay][g] = *reinterpret_cast<const Columns<kColumnsAtOnce>*>(
               from + (column < columns.count ? column : 0));
         }
-        from += uint64_t{stride} * (begin + n == 0 ? second : step);
+        const int32_t next = begin + n + 1;
+        if (next < count) from += uint64_t{stride} * (next == 1 ? second : step);
       };
 #pragma unroll
       for (int n = 0; n < kPartsOnTheirWay; ++n) load(n);
@@ -600,17 +603,24 @@ class DecodeConsumer {
         reference = followed;
         lanes_left = gpu::kAllLanes - 1 << next;
       }
-      factors[lane_] = {before, gpu::Exp2(loaded.x - own_reference), loaded.y, 0};
+      // What has moved, or is not there, changes nothing.
+      factors[lane_] = {before, has_moved ? 0.0f : gpu::Exp2(loaded.x - own_reference),
+                        has_moved ? 0.0f : loaded.y, 0};
       row->state.max = reference;
       __syncwarp();
 #pragma unroll
       for (int n = 0; n < kPartsAtOnce; ++n) {
-        if ((there >> n & 1) != 0) {
-          const float4 of_part = factors[n];
-          const Fold fold(of_part.x, of_part.y);
-          row->state.sum = fold.Add(row->state.sum, of_part.z);
-          AddTo(row, fold, parts[n % kPartsOnTheirWay]);
+        if (n % 4 == 0 && begin + n >= count) break;
+        const float4 of_part = factors[n];
+        const Fold fold(of_part.x, of_part.y);
+        row->state.sum = fold.Add(row->state.sum, of_part.z);
+        auto& part = parts[n % kPartsOnTheirWay];
+        const bool is_there = (there >> n & 1) != 0;
+#pragma unroll
+        for (auto& columns_of_part : part) {
+          for (float& x : columns_of_part.column) x = is_there ? x : 0;
         }
+        AddTo(row, fold, part);
         if (n + kPartsOnTheirWay < kPartsAtOnce) load(n + kPartsOnTheirWay);
       }
       __syncwarp();

@@ -42,7 +42,7 @@ struct DecodeNumbers {
   int32_t window;         // kNoWindow: none
   int32_t max_query_len;  // of the sequences of this kernel
   int32_t most_groups;    // of positions of a sequence that is split
-  int32_t groups_of_run;  // see DecodeConsumer::Merge
+  Divisor groups_of_run;  // see DecodeConsumer::Merge
   int32_t num_kv_heads;
   int32_t group;          // query heads of a kv head
   uint32_t group_factor;  // 2^16 / group, rounded up

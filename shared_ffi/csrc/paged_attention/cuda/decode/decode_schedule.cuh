@@ -14,9 +14,9 @@ namespace xla_gpu::paged_attention {
 // no bits.
 enum class Unit : uint32_t { kLeaf, kGroup, kSequence };
 
-// The number of the unit that holds a position, and where it ends. A sequence has no end here.
+// The number of the leaf or group that holds a position, and where the unit ends. A sequence has no
+// end here.
 __device__ __forceinline__ int32_t UnitOf(Unit unit, int32_t position) {
-  if (unit == Unit::kSequence) return 0;
   return unit == Unit::kLeaf ? LeafOf(position) : static_cast<uint32_t>(position) / kGroup;
 }
 __device__ __forceinline__ uint32_t UnitEnd(Unit unit, int32_t position) {
@@ -37,7 +37,7 @@ struct alignas(16) DecodeSplit {
   int32_t to;
   int32_t begin;  // the positions of them that any of the rows attends to
   int32_t end;
-  int32_t slot;  // of the sequence's first unit and query token
+  int32_t slot;  // of unit 0 and the first query token, if the sequence had it
   uint32_t flags;
 
   static constexpr uint32_t kUnit = 3;
@@ -69,7 +69,7 @@ struct alignas(16) DecodeSplit {
   }
   // The slot of the unit that holds a position, for the first query token.
   __device__ int32_t SlotOf(int32_t position) const {
-    return slot + (CountUnits(sequence_begin, position + 1) - 1) * q_len;
+    return slot + UnitOf(static_cast<Unit>(flags & kUnit), position) * q_len;
   }
 
   // `group`: query heads of a kv head.
@@ -348,7 +348,7 @@ class DecodeSchedule {
     const Place slots_end = slots_before_ + gpu::Shuffle(ends_.slots, place);
     // There are too few slots if the lengths have changed since they were counted.
     own_unit_ = slots == 0 || slots_end > scratch_.num_partials ? Unit::kSequence : unit_;
-    slot_ = static_cast<int32_t>(slots_end - slots);
+    slot_ = static_cast<int32_t>(slots_end - slots) - UnitOf(own_unit_, begin_) * q_len_;
     if constexpr (kIsPlain) {
       attended_begin_ = numbers_.WindowBegin(context_len_ - q_len_);
       attended_end_ = context_len_;
@@ -387,7 +387,7 @@ class DecodeSchedule {
   int32_t is_causal_;
   int32_t num_tiles_;
   int32_t begin_;
-  int32_t slot_;  // of the sequence's first unit
+  int32_t slot_;  // see DecodeSplit
   Unit own_unit_;
   int32_t attended_begin_;
   int32_t attended_end_;
