@@ -248,7 +248,7 @@ class DecodeConsumer {
     const float slack =
         kIs8Bit<C> && !scales_are_uniform_ ? kSlack<BFloat16> : kSlack<Query>;
     const bool exceed =
-        gpu::AnyInWarp(softmax->Exceeds(weights, softmax->ScalesLate(), slack, factors));
+        softmax->Exceeds(weights, softmax->ScalesLate(), slack, factors);
     if (exceed) {
       softmax->template Follow<0>(factors, slack, weights, drops);
       Shrink(drops, 0, leaf);
