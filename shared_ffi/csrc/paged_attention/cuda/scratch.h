@@ -93,7 +93,9 @@ XLA_GPU_HOST_DEVICE inline int64_t MaxLength(const Params& p) {
 XLA_GPU_HOST_DEVICE inline int64_t LongestSpan(const Params& p) {
   return p.sliding_window == 0 ? p.Capacity() : Smaller(p.Capacity(), MaxLength(p));
 }
-XLA_GPU_HOST_DEVICE inline int64_t MostGroups(int64_t longest) { return CeilDiv(longest, kGroup) + 1; }
+XLA_GPU_HOST_DEVICE inline int64_t MostGroups(int64_t longest) {
+  return CeilDiv(longest, kGroup) + 1;
+}
 inline int64_t MostLeaves(int64_t longest) {
   return CeilDiv(longest, kLongLeaf) + kNumShortLeaves - 1;
 }

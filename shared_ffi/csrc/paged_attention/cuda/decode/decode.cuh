@@ -38,7 +38,8 @@ inline constexpr int kDecodeProducers = 2;  // warps
 inline constexpr int kDecodeThreads = kThreads + kDecodeProducers * gpu::kWarpSize;
 static_assert(kDecodeRows == kRowsPerWarpTile, "a work item is one tile of query rows");
 inline constexpr int kDecodeConsumersBarrier = 1;  // named barrier
-inline constexpr int kDecodeTurn = kWarps * kDecodePart;  // positions that the consumers take at once
+inline constexpr int kDecodeTurn =
+    kWarps * kDecodePart;  // positions that the consumers take at once
 
 // The layout in shared memory of a KV tile: for each position K, then V. Rows are an odd number of
 // chunks of 16 bytes apart, so that the chunks of one column in eight adjacent rows lie in

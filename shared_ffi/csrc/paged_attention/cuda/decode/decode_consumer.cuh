@@ -95,9 +95,9 @@ class DecodeConsumer {
     const int32_t begin = split.BeginTile<kTile>() * kTile, end = split.end, to = split.to;
     const bool begins_sequence = split.from == split.sequence_begin;
     Sums group;
-    [[maybe_unused]] Sums total;     // if it is not in memory
+    [[maybe_unused]] Sums total;      // if it is not in memory
     int32_t group_from = split.from;  // where the group's sums begin
-    int32_t total_end = 0;           // where the total's end. 0: there are none
+    int32_t total_end = 0;            // where the total's end. 0: there are none
 #pragma unroll 1
     for (int32_t at = split.from; at < to;) {
       const int32_t leaf_end = min(static_cast<uint32_t>(LeafEnd(at)), to);
@@ -245,10 +245,8 @@ class DecodeConsumer {
     }
     float factors[2];
     uint32_t drops[2] = {};
-    const float slack =
-        kIs8Bit<C> && !scales_are_uniform_ ? kSlack<BFloat16> : kSlack<Query>;
-    const bool exceed =
-        softmax->Exceeds(weights, softmax->ScalesLate(), slack, factors);
+    const float slack = kIs8Bit<C> && !scales_are_uniform_ ? kSlack<BFloat16> : kSlack<Query>;
+    const bool exceed = softmax->Exceeds(weights, softmax->ScalesLate(), slack, factors);
     if (exceed) {
       softmax->template Follow<0>(factors, slack, weights, drops);
       Shrink(drops, 0, leaf);
@@ -298,9 +296,9 @@ class DecodeConsumer {
     }
   }
 
-  // A weight of zero times an infinite or NaN value would spoil a row's sum. If the 16 positions of a
-  // tile from row `first` on hold such values in the warp's columns, this adds them to the rows that
-  // attend to them and then sets them to zero in the tile.
+  // A weight of zero times an infinite or NaN value would spoil a row's sum. If the 16 positions of
+  // a tile from row `first` on hold such values in the warp's columns, this adds them to the rows
+  // that attend to them and then sets them to zero in the tile.
   __device__ void SetAsideNonFinite(const Softmax& softmax, int32_t begin, TileState stage,
                                     int first, Products* leaf) {
     C* values = ValuesOf(stage) + first * CacheRows::kStride;
@@ -461,7 +459,9 @@ class DecodeConsumer {
       if (is_own) continue;
       MergeGroups(work, static_cast<uint32_t>(from) / kGroup,
                   static_cast<uint32_t>(to - 1) / kGroup + 1,
-                  is_run ? kAsParts : has_runs || split.UnitsAreGroups() ? kOfGroups : kOfLeaves);
+                  is_run                               ? kAsParts
+                  : has_runs || split.UnitsAreGroups() ? kOfGroups
+                                                       : kOfLeaves);
       if (!is_run) return;
     }
   }
@@ -551,9 +551,9 @@ class DecodeConsumer {
     }
   }
 
-  // Adds `count` parts to a row, from the left. The first is at `first`; the second is so many slots
-  // behind it, and each later one `step` slots behind the one before. All that are added at once are
-  // on their way before the first is; so are their factors, each lane's of another part.
+  // Adds `count` parts to a row, from the left. The first is at `first`; the second is so many
+  // slots behind it, and each later one `step` slots behind the one before. All that are added at
+  // once are on their way before the first is; so are their factors, each lane's of another part.
   __device__ __forceinline__ void AddParts(int64_t first, int32_t second, int32_t step,
                                            int32_t count, Row* row) const {
     const LaneColumns columns = OwnColumns();
@@ -583,8 +583,8 @@ class DecodeConsumer {
       for (int n = 0; n < kPartsOnTheirWay; ++n) load(n);
       float2 loaded = {kNoReference, kMoved};  // at once: a RowState
       if (lane_ < kPartsAtOnce && begin + lane_ < count) {
-        loaded = *reinterpret_cast<const float2*>(scratch_.states + first +
-                                                  behind_first(begin + lane_));
+        loaded =
+            *reinterpret_cast<const float2*>(scratch_.states + first + behind_first(begin + lane_));
       }
       const bool has_moved = loaded.y == kMoved;
       const uint32_t there = gpu::LanesWith(!has_moved);
@@ -593,8 +593,7 @@ class DecodeConsumer {
       uint32_t lanes_left = gpu::kAllLanes;
 #pragma unroll 1
       while (true) {
-        const uint32_t following =
-            gpu::LanesWith(loaded.x > reference + kFoldSlack) & lanes_left;
+        const uint32_t following = gpu::LanesWith(loaded.x > reference + kFoldSlack) & lanes_left;
         if (following == 0) break;
         const int next = gpu::FirstOf(following);
         const float followed = gpu::Shuffle(loaded.x, next);
@@ -655,8 +654,8 @@ class DecodeConsumer {
   const int lane_;
   const int warp_;
   const bool scales_are_uniform_;
-  TileState tiles_;   // of the next turn's first tile
-  int turn_ = 0;      // the place of its logits
+  TileState tiles_;  // of the next turn's first tile
+  int turn_ = 0;     // the place of its logits
 };
 
 }  // namespace xla_gpu::paged_attention

@@ -8,7 +8,8 @@ namespace xla_gpu::paged_attention {
 // Positions of a KV tile in a cache of type C: as many bytes for each type.
 template <typename C>
 inline constexpr int kDecodeTile = kIs8Bit<C> ? 32 : 16;
-// The largest of them, and a block of the softmax: where the positions of a sequence begin to count.
+// The largest of them, and a block of the softmax: where the positions of a sequence begin to
+// count.
 inline constexpr int kLargestDecodeTile = 32;
 // Positions of a part of a KV tile. Where blocks are whole parts, each part lies in one block.
 inline constexpr int kDecodePart = 16;

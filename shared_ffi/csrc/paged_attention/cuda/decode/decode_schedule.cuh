@@ -1,5 +1,5 @@
-// Deals the leaves of all sequences to the thread blocks. Each takes neighbouring ones, with as many
-// positions as every other block but for one leaf. One warp deals for its block. It reads the
+// Deals the leaves of all sequences to the thread blocks. Each takes neighbouring ones, with as
+// many positions as every other block but for one leaf. One warp deals for its block. It reads the
 // lengths of 32 sequences at once, one in each lane, and everybody else takes what it found.
 #pragma once
 
@@ -74,8 +74,19 @@ struct alignas(16) DecodeSplit {
 
   // `group`: query heads of a kv head.
   __device__ Item AsItem(int32_t group) const {
-    return {sequence, kv_head, 0, q_len * group, first_token, FirstPosition(), context_len, begin,
-            end, /*split=*/0, /*num_splits=*/1, /*flag=*/0, (flags & kIsCausal) != 0};
+    return {sequence,
+            kv_head,
+            0,
+            q_len * group,
+            first_token,
+            FirstPosition(),
+            context_len,
+            begin,
+            end,
+            /*split=*/0,
+            /*num_splits=*/1,
+            /*flag=*/0,
+            (flags & kIsCausal) != 0};
   }
 };
 static_assert(sizeof(DecodeSplit) == 48, "padding would be copied, too, byte by byte");
@@ -236,8 +247,8 @@ class DecodeSchedule {
     return begin & -kLargestDecodeTile;
   }
 
-  // What it has; nothing if it is not this kernel's. One whose window has few positions is one unit,
-  // wherever it begins. It needs no slot.
+  // What it has; nothing if it is not this kernel's. One whose window has few positions is one
+  // unit, wherever it begins. It needs no slot.
   __device__ Count CountOf(const DecodeLengths& lengths, int32_t* begin) const {
     *begin = 0;
     if (!lengths.AreLegal(numbers_)) return {0, 0};
@@ -247,8 +258,7 @@ class DecodeSchedule {
     const int32_t groups = CountGroups(*begin, lengths.context_len);
     if (min(length, numbers_.window) > kMostUnsplit && groups <= numbers_.most_groups &&
         unit_ != Unit::kSequence) {
-      const int32_t units =
-          UnitOf(unit_, lengths.context_len - 1) + 1 - UnitOf(unit_, *begin);
+      const int32_t units = UnitOf(unit_, lengths.context_len - 1) + 1 - UnitOf(unit_, *begin);
       count.slots = Place{units} * lengths.QueryLen();
     }
     return count;
@@ -367,14 +377,14 @@ class DecodeSchedule {
   const int lane_;
   Unit unit_ = Unit::kLeaf;  // of the batch
   int32_t num_seqs_;
-  int32_t window_ = 0;     // the first sequence whose lengths the lanes have
-  DecodeLengths lengths_;  // of the lane's sequence
-  Count own_;              // of that, for each of its kv heads
-  int32_t begin_of_lane_;  // its first position that counts
-  Count ends_;             // the counts of the window up to this lane
+  int32_t window_ = 0;      // the first sequence whose lengths the lanes have
+  DecodeLengths lengths_;   // of the lane's sequence
+  Count own_;               // of that, for each of its kv heads
+  int32_t begin_of_lane_;   // its first position that counts
+  Count ends_;              // the counts of the window up to this lane
   Place slots_before_ = 0;  // of the windows before
-  Place at_;               // the block's place, in tiles of all kv heads from the window on
-  Place left_;             // tiles of the block's share
+  Place at_;                // the block's place, in tiles of all kv heads from the window on
+  Place left_;              // tiles of the block's share
 
   int32_t kv_head_;  // of the next split. numbers.num_kv_heads: one of the next sequence
 
